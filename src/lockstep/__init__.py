@@ -1,0 +1,13 @@
+"""Exact attention for PyTorch: fast, bitwise reproducible, see-through."""
+
+from lockstep import reference
+from lockstep.api import attention, attention_paged, attention_varlen, explain, merge
+
+__all__ = [
+    "attention",
+    "attention_paged",
+    "attention_varlen",
+    "explain",
+    "merge",
+    "reference",
+]

@@ -1,0 +1,357 @@
+"""The public calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
+
+import torch
+from torch import Tensor
+
+from lockstep import dispatch, ops
+from lockstep.dispatch import Explanation
+from lockstep.problem import Tensors, Window, check_types, describe, make_options, pad_bias
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class _Common(TypedDict, total=False):
+    causal: bool
+    window: Window | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    kernel: str | None
+
+
+class _Paged(_Common, total=False):
+    bias: Tensor | None
+
+
+class _Dense(_Paged, total=False):
+    kv_lens: Tensor | None
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[_Dense],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_Dense]
+) -> tuple[Tensor, Tensor]: ...
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    return_lse: bool = False,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention: `softmax(softcap(scale · q kᵀ) + bias) v`.
+
+    Differentiable in q, k, v, bias and sinks, through lse as well. A row's bits depend on nothing
+    but that row and the keys it sees, unless the kernel that `explain` names says otherwise.
+
+    Args:
+        q: [B, Hq, Sq, D] float16, bfloat16, float32 or float64. As for k and v, any strides do;
+            a last dim that is not contiguous costs a copy.
+        k: [B, Hkv, Skv, D] in the dtype of q. Hq is a multiple of Hkv, and query head h reads
+            key head `h // (Hq // Hkv)`.
+        v: [B, Hkv, Skv, Dv] in the dtype of q.
+        causal: Row `q_idx` sees the keys up to `q_idx + Skv - Sq`: the last row sees them all.
+        window: `(left, right)`: a row sees that many keys on either side of its diagonal position
+            `q_idx + Skv - Sq`, None for no limit on that side.
+        scale: What scores are multiplied by; `D ** -0.5` if None.
+        softcap: Bounds scores smoothly: `softcap · tanh(score / softcap)`, before the bias.
+        sinks: [Hq] in the dtype of q or float32. One more logit per head in the denominator of
+            the softmax, with no value attached.
+        bias: Broadcastable to [B, Hq, Sq, Skv], in the dtype of q or float32, added to the scores.
+            Where it is -inf, it hides the key.
+        kv_lens: [B] int32 or int64. Sequence b has `kv_lens[b]` keys; what lies beyond is not
+            looked at, and `Skv` in the above becomes `kv_lens[b]`. Values are checked on the CPU
+            only: on a GPU that would wait for the device.
+        return_lse: Also return the log-sum-exp of each row's scores.
+        kernel: The name of a kernel, which then runs or raises. None chooses; see `explain`.
+
+    Returns:
+        out [B, Hq, Sq, Dv] in the dtype of q, and with `return_lse` the pair `(out, lse)`, where
+        lse is [B, Hq, Sq] in float32 (float64 for float64), natural logarithm. A row that sees no
+        key has out 0 and lse -inf.
+
+    Raises:
+        ValueError, TypeError: An argument does not fit; the message names it.
+        NotImplementedError: No kernel runs this; the message has the reason of each.
+
+    Example:
+        >>> q = torch.randn(2, 8, 1024, 64)
+        >>> k, v = torch.randn(2, 2, 2, 1024, 64)
+        >>> lockstep.attention(q, k, v, causal=True).shape
+        torch.Size([2, 8, 1024, 64])
+    """
+    options = make_options(causal, window, scale, softcap)
+    tensors = _prepare(Tensors(q, k, v, bias, sinks, kv_lens))
+    out, lse = ops.attention(*tensors[:6], *options, kernel)
+    return (out, lse) if return_lse else out
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[_Common],
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Common],
+) -> tuple[Tensor, Tensor]: ...
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over sequences of different lengths, packed one after another without padding.
+
+    Sequence b has the queries `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` and the keys
+    `cu_seqlens_k[b]` to `cu_seqlens_k[b + 1]`, and gets what `attention` would give it alone.
+    Differentiable in q, k, v and sinks, through lse as well.
+
+    Args:
+        q: [Tq, Hq, D]
+        k: [Tk, Hkv, D]
+        v: [Tk, Hkv, Dv]
+        cu_seqlens_q: [B + 1] int32 or int64, from 0 to Tq, never decreasing. As for cu_seqlens_k,
+            values are checked on the CPU only: on a GPU that would wait for the device.
+        cu_seqlens_k: [B + 1] int32 or int64, from 0 to Tk, never decreasing.
+
+    The other arguments are those of `attention`.
+
+    Returns:
+        out [Tq, Hq, Dv], and with `return_lse` the pair `(out, lse)` with lse [Tq, Hq].
+
+    Raises:
+        ValueError, TypeError: An argument does not fit; the message names it.
+        NotImplementedError: No kernel runs this; the message has the reason of each.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 300, 8, 64)
+        >>> offsets = torch.tensor([0, 100, 300])
+        >>> lockstep.attention_varlen(q, k, v, offsets, offsets, causal=True).shape
+        torch.Size([300, 8, 64])
+    """
+    options = make_options(causal, window, scale, softcap)
+    tensors = _prepare(
+        Tensors(q, k, v, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    )
+    out, lse = ops.attention_varlen(
+        *tensors[:3], tensors.sinks, cu_seqlens_q, cu_seqlens_k, *options, kernel
+    )
+    return (out, lse) if return_lse else out
+
+
+@overload
+def attention_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[_Paged],
+) -> Tensor: ...
+@overload
+def attention_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Paged],
+) -> tuple[Tensor, Tensor]: ...
+def attention_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_lse: bool = False,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention out of a paged cache: decode (Sq = 1) and chunked prefill (Sq > 1).
+
+    Key i of sequence b is `k_pages[page_table[b, i // page], i % page]`. The queries are the last
+    Sq positions of their sequence, so `causal=True` lets the last one see all `kv_lens[b]` keys.
+    For inference: asking for a gradient raises NotImplementedError.
+
+    Args:
+        q: [B, Hq, Sq, D]
+        k_pages: [n_pages, page, Hkv, D]
+        v_pages: [n_pages, page, Hkv, Dv]
+        page_table: [B, max_pages] int32 or int64. Only the entries that kv_lens reaches are
+            looked at. As for kv_lens, values are checked on the CPU only: on a GPU that would
+            wait for the device.
+        kv_lens: [B] int32 or int64, at most `max_pages · page`, which is Skv to the bias.
+
+    The other arguments are those of `attention`.
+
+    Returns:
+        out [B, Hq, Sq, Dv], and with `return_lse` the pair `(out, lse)` with lse [B, Hq, Sq].
+
+    Raises:
+        ValueError, TypeError: An argument does not fit; the message names it.
+        NotImplementedError: No kernel runs this; the message has the reason of each.
+
+    Example:
+        >>> q = torch.randn(2, 8, 1, 64)
+        >>> k_pages, v_pages = torch.randn(2, 10, 16, 2, 64)
+        >>> page_table, kv_lens = torch.tensor([[3, 7], [1, -1]]), torch.tensor([20, 9])
+        >>> lockstep.attention_paged(q, k_pages, v_pages, page_table, kv_lens).shape
+        torch.Size([2, 8, 1, 64])
+    """
+    options = make_options(causal, window, scale, softcap)
+    tensors = _prepare(Tensors(q, k_pages, v_pages, bias, sinks, kv_lens, page_table=page_table))
+    out, lse = ops.attention_paged(
+        *tensors[:3], page_table, kv_lens, tensors.bias, tensors.sinks, *options, kernel
+    )
+    return (out, lse) if return_lse else out
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Combines the results of attention over different keys into that over all of them.
+
+    The state is carried from the first part to the last, in float32 (float64 for float64), just
+    as a kernel carries it from one span of keys to the next. Differentiable.
+
+    Args:
+        parts: `(out, lse)` pairs of the same queries, as returned with `return_lse=True`:
+            out [..., Dv], lse [...].
+
+    Returns:
+        The pair `(out, lse)`, in the shapes and dtypes of the parts. Where every part has lse
+        -inf, out is 0 and lse is -inf.
+
+    Raises:
+        ValueError, TypeError: The parts do not fit together.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 8, 256, 64)
+        >>> halves = zip(k.split(128, dim=2), v.split(128, dim=2))
+        >>> parts = [lockstep.attention(q, k, v, return_lse=True) for k, v in halves]
+        >>> out, lse = lockstep.merge(parts)
+    """
+    outs, lses = [], []
+    for i, part in enumerate(parts):
+        if not isinstance(part, (tuple, list)) or len(part) != 2:
+            raise TypeError(f"parts takes (out, lse) pairs, got {type(part).__name__} at index {i}")
+        out, lse = part
+        if not isinstance(out, Tensor) or not isinstance(lse, Tensor):
+            raise TypeError(f"parts takes pairs of tensors, got something else at index {i}")
+        outs.append(out)
+        lses.append(lse)
+    return ops.merge(outs, lses)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    kernel: str | None = None,
+) -> Explanation:
+    """Says which kernel a call would run and why each other one refuses. Runs nothing.
+
+    Takes the arguments of the call: with `cu_seqlens_q` and `cu_seqlens_k` those of
+    `attention_varlen`, with `page_table` those of `attention_paged` (k and v are then the pages),
+    otherwise those of `attention`.
+
+    Returns:
+        An `Explanation` with `kernel` (a name, or None), `refusals` (a reason per name) and
+        `problem`. Print it to read it.
+
+    Raises:
+        ValueError, TypeError: An argument does not fit, or no kernel has the name `kernel`.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 8, 128, 64, dtype=torch.float64)
+        >>> lockstep.explain(q, k, v, causal=True).kernel
+        'oracle'
+    """
+    options = make_options(causal, window, scale, softcap)
+    tensors = _prepare(
+        Tensors(q, k, v, bias, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table)
+    )
+    return dispatch.explain(describe(tensors, options), kernel)
+
+
+def _prepare(tensors: Tensors) -> Tensors:
+    """What happens to every call's tensors: a type check, a bias of 4 dims, autocast."""
+    check_types(tensors)
+    if tensors.bias is not None:
+        tensors = tensors._replace(bias=pad_bias(tensors.bias))
+    device_type = tensors.q.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    # As for scaled_dot_product_attention: all but float64 goes to the autocast dtype. A float32
+    # bias and float32 sinks stay what they are, since they go with every dtype.
+    dtype = torch.get_autocast_dtype(device_type)
+    q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in tensors[:3])
+    bias, sinks = (
+        x if x is None or x.dtype in (torch.float32, torch.float64) else x.to(dtype)
+        for x in tensors[3:5]
+    )
+    return tensors._replace(q=q, k=k, v=v, bias=bias, sinks=sinks)

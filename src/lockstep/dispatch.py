@@ -1,0 +1,76 @@
+"""Which kernel runs a problem, and why the others do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.kernels import oracle
+from lockstep.kernels.kernel import Kernel
+from lockstep.problem import AttentionProblem
+
+# In order of preference.
+KERNELS: tuple[Kernel, ...] = (oracle.KERNEL,)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `lockstep.explain` returns; print it to read it."""
+
+    problem: AttentionProblem
+    kernel: str | None
+    """The kernel that would run, or None where the call would raise NotImplementedError."""
+    refusals: dict[str, str]
+    """Why each kernel that cannot run the problem refuses it."""
+
+    def __str__(self) -> str:
+        width = max(len(kernel.name) for kernel in KERNELS)
+        lines = [str(self.problem)]
+        for kernel in KERNELS:
+            if kernel.name == self.kernel:
+                verdict = "runs"
+            elif kernel.name in self.refusals:
+                verdict = f"refuses: {self.refusals[kernel.name]}"
+            else:
+                verdict = "could run" if self.kernel is None else f"could run, after {self.kernel}"
+            lines.append(f"  {kernel.name:<{width}}  {verdict}")
+        return "\n".join(lines)
+
+
+def select(
+    problem: AttentionProblem, kernel: str | None = None, *, backward: bool = False
+) -> Kernel:
+    """The kernel called `kernel`, or without a name the first that supports the problem.
+
+    With `backward`, only a kernel that has one will do. Raises ValueError for an unknown name,
+    NotImplementedError with every reason if the named kernel, or each kernel, refuses.
+    """
+    refusals = []
+    for candidate in _candidates(kernel):
+        refusal = candidate.supports(problem)
+        if refusal is None and backward and candidate.backward is None:
+            refusal = "has no backward"
+        if refusal is None:
+            return candidate
+        refusals.append(f"\n  {candidate.name}: {refusal}")
+    raise NotImplementedError(f"no kernel runs {problem}{''.join(refusals)}")
+
+
+def explain(problem: AttentionProblem, kernel: str | None = None) -> Explanation:
+    """What `select` would choose, with the refusals of all kernels.
+
+    Raises ValueError for an unknown name.
+    """
+    reasons = {candidate.name: candidate.supports(problem) for candidate in KERNELS}
+    able = (candidate.name for candidate in _candidates(kernel) if reasons[candidate.name] is None)
+    refusals = {name: reason for name, reason in reasons.items() if reason is not None}
+    return Explanation(problem, next(able, None), refusals)
+
+
+def _candidates(name: str | None) -> tuple[Kernel, ...]:
+    if name is None:
+        return KERNELS
+    for kernel in KERNELS:
+        if kernel.name == name:
+            return (kernel,)
+    names = ", ".join(kernel.name for kernel in KERNELS)
+    raise ValueError(f"kernel takes one of {names}, or None to choose, got {name!r}")

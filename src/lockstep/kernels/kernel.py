@@ -1,0 +1,61 @@
+"""What a kernel says about itself, and how it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lockstep.problem import AttentionProblem, Tensors
+
+__all__ = ["Gradients", "Kernel", "Needs", "Tensors"]
+
+
+class Gradients(NamedTuple):
+    """Gradients of one call, each contiguous, in the shape and dtype of its tensor."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    bias: Tensor | None
+    sinks: Tensor | None
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted."""
+
+    q: bool
+    k: bool
+    v: bool
+    bias: bool
+    sinks: bool
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to run attention.
+
+    `supports` returns the reason for refusing a problem, or None. `forward` returns `out` and
+    `lse`, both contiguous, in the shapes and dtypes the problem gives. `backward` takes what
+    forward took, then `out, lse, dout, dlse, needs`; `dlse` is None where no gradient comes
+    through lse. Both may rely on `q`, `k`, `v`, `bias` and `dout` having a contiguous last dim, on
+    a bias of 4 dims, and on lengths, offsets and page indices within their bounds. Neither may
+    return an input or a view of one.
+
+    The last three are claims; the audits test exactly what is claimed.
+    """
+
+    name: str
+    supports: Callable[[AttentionProblem], str | None]
+    forward: Callable[[AttentionProblem, Tensors], tuple[Tensor, Tensor]]
+    backward: (
+        Callable[
+            [AttentionProblem, Tensors, Tensor, Tensor, Tensor, Tensor | None, Needs], Gradients
+        ]
+        | None
+    )
+    deterministic: bool
+    batch_invariant: bool
+    constant_time: bool

@@ -1,0 +1,70 @@
+"""The float64 oracle as a kernel: float64 inputs run through `lockstep.reference`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lockstep import reference
+from lockstep.kernels.kernel import Gradients, Kernel, Needs
+from lockstep.problem import AttentionProblem, Tensors
+
+
+def forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        out, lse = reference.evaluate(problem, tensors)
+    return out.contiguous(), lse.contiguous()
+
+
+def backward(
+    problem: AttentionProblem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    needs: Needs,
+) -> Gradients:
+    wanted = {n: getattr(tensors, n).detach() for n in needs._fields if getattr(needs, n)}
+    if problem.B == 0:
+        grads = tuple(torch.zeros_like(leaf) for leaf in wanted.values())
+    else:
+        with _autograd_inside_an_operator():
+            for leaf in wanted.values():
+                leaf.requires_grad_()
+            results = reference.evaluate(problem, tensors._replace(**wanted))
+            cotangents = dout, torch.zeros_like(lse) if dlse is None else dlse
+            grads = torch.autograd.grad(results, list(wanted.values()), cotangents)
+    found = {name: grad.contiguous() for name, grad in zip(wanted, grads, strict=True)}
+    return Gradients(*(found.get(name) for name in Gradients._fields))
+
+
+@contextmanager
+def _autograd_inside_an_operator() -> Iterator[None]:
+    """Torch switches autograd off below an operator, enable_grad() or not; this undoes it."""
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradCPU", "AutogradCUDA", "ADInplaceOrView"):
+        exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield
+
+
+def supports(problem: AttentionProblem) -> str | None:
+    if problem.dtype != torch.float64:
+        return f"takes float64, got {str(problem.dtype).removeprefix('torch.')}"
+    return None
+
+
+KERNEL = Kernel(
+    name="oracle",
+    supports=supports,
+    forward=forward,
+    backward=backward,
+    deterministic=False,
+    batch_invariant=False,
+    constant_time=False,
+)

@@ -1,0 +1,412 @@
+"""What one attention call is: every shape, mask and option of it, and nothing of its data.
+
+`describe` turns the arguments of a call into an `AttentionProblem`, and raises if they do not fit
+together. It never looks at a value, so it serves fake tensors and symbolic lengths as well.
+`check_values` does look: at the lengths, offsets and page indices of a call that is about to run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.numerics import statistics_dtype
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+_SIZES = ("B", "Hq", "Hkv", "Sq", "Skv", "D", "Dv")
+Layout = Literal["dense", "varlen", "paged"]
+Window = tuple[int | None, int | None]
+
+
+class Tensors(NamedTuple):
+    """The tensors of one call. The layout follows from which of them are there."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    kv_lens: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    page_table: Tensor | None = None
+
+    @property
+    def layout(self) -> Layout:
+        if self.page_table is not None:
+            return "paged"
+        return "dense" if self.cu_seqlens_q is None and self.cu_seqlens_k is None else "varlen"
+
+
+class Options(NamedTuple):
+    """What a call asks for besides its tensors."""
+
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """One attention call without its tensors.
+
+    Row `q_idx` of a sequence with `len` keys sits on the diagonal position `q_idx + len - Sq`.
+    Varlen: `Sq` and `Skv` are the packed totals and `B` is the number of sequences.
+    Paged: `Skv` is what the page table can address, `max_pages * page_size`.
+    """
+
+    layout: Layout
+    B: int
+    Hq: int
+    Hkv: int
+    Sq: int
+    Skv: int
+    D: int
+    Dv: int
+    page_size: int | None
+    n_pages: int | None
+    dtype: torch.dtype
+    device_type: str
+    causal: bool
+    window_left: int | None
+    window_right: int | None
+    scale: float
+    softcap: float | None
+    bias_shape: tuple[int, ...] | None  # 4 sizes, each 1 or that of [B, Hq, Sq, Skv]
+    bias_dtype: torch.dtype | None
+    has_sinks: bool
+    has_kv_lens: bool
+
+    @property
+    def window(self) -> Window:
+        """Keys seen left and right of the diagonal, None = all; `causal` is folded in."""
+        return self.window_left, 0 if self.causal else self.window_right
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        if self.layout == "varlen":
+            return self.Sq, self.Hq, self.Dv
+        return self.B, self.Hq, self.Sq, self.Dv
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        return self.out_shape[:-1]
+
+    @property
+    def lse_dtype(self) -> torch.dtype:
+        return statistics_dtype(self.dtype)
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{n}={getattr(self, n)}" for n in _SIZES)
+        text = f"{self.layout} {sizes} {_dtype(self.dtype)} on {self.device_type}"
+        if self.layout == "paged":
+            text += f", {self.n_pages} pages of {self.page_size}"
+        if self.causal:
+            text += ", causal"
+        if (self.window_left, self.window_right) != (None, None):
+            text += f", window=({self.window_left}, {self.window_right})"
+        if self.softcap is not None:
+            text += f", softcap={self.softcap}"
+        if self.bias_shape is not None:
+            text += f", bias {list(self.bias_shape)}"
+        if self.has_sinks:
+            text += ", sinks"
+        if self.has_kv_lens and self.layout != "paged":
+            text += ", kv_lens"
+        return text
+
+
+def make_options(
+    causal: bool, window: Window | None, scale: float | None, softcap: float | None
+) -> Options:
+    """Checks the types of a caller's options; `describe` checks their values.
+
+    Raises TypeError, and ValueError for a window that is not a pair.
+    """
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal takes True or False, got {_type(causal)}")
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None and (
+            isinstance(number, bool) or not isinstance(number, (int, float))
+        ):
+            raise TypeError(f"{name} takes a number or None, got {_type(number)}")
+    if window is None:
+        return Options(causal, None, None, scale, softcap)
+    if not isinstance(window, (tuple, list)):
+        raise TypeError(f"window takes (left, right) or None, got {_type(window)}")
+    if len(window) != 2:
+        raise ValueError(f"window takes (left, right), got {len(window)} entries")
+    left, right = window
+    for side, reach in (("left", left), ("right", right)):
+        if reach is not None and (isinstance(reach, bool) or not isinstance(reach, int)):
+            raise TypeError(f"window takes integers or None, got {_type(reach)} for its {side}")
+    return Options(causal, left, right, scale, softcap)
+
+
+def pad_bias(bias: Tensor | None) -> Tensor | None:
+    """Gives a bias of fewer than 4 dims leading dims of 1, as broadcasting would."""
+    if isinstance(bias, Tensor) and bias.dim() < 4:
+        return bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+    return bias
+
+
+# What each argument takes: its dims by name. A name stands for one size throughout a call.
+SHAPES: dict[Layout, dict[str, tuple[str, ...]]] = {
+    "dense": {
+        "q": ("B", "Hq", "Sq", "D"),
+        "k": ("B", "Hkv", "Skv", "D"),
+        "v": ("B", "Hkv", "Skv", "Dv"),
+        "bias": ("B", "Hq", "Sq", "Skv"),
+        "sinks": ("Hq",),
+        "kv_lens": ("B",),
+    },
+    "varlen": {
+        "q": ("Tq", "Hq", "D"),
+        "k": ("Tk", "Hkv", "D"),
+        "v": ("Tk", "Hkv", "Dv"),
+        "sinks": ("Hq",),
+        "cu_seqlens_q": ("B + 1",),
+        "cu_seqlens_k": ("B + 1",),
+    },
+    "paged": {
+        "q": ("B", "Hq", "Sq", "D"),
+        "k": ("n_pages", "page", "Hkv", "D"),
+        "v": ("n_pages", "page", "Hkv", "Dv"),
+        "page_table": ("B", "max_pages"),
+        "bias": ("B", "Hq", "Sq", "Skv"),
+        "sinks": ("Hq",),
+        "kv_lens": ("B",),
+    },
+}
+REQUIRED: dict[Layout, tuple[str, ...]] = {
+    "dense": ("q", "k", "v"),
+    "varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
+    "paged": ("q", "k", "v", "page_table", "kv_lens"),
+}
+
+
+def check_types(tensors: Tensors) -> None:
+    """Raises TypeError for an argument that is not a tensor, ValueError for one out of place."""
+    layout = tensors.layout
+    for name, tensor in tensors._asdict().items():
+        if tensor is None:
+            if name in REQUIRED[layout]:
+                raise TypeError(f"{_shown(name, layout)} takes a torch.Tensor, got None")
+        elif not isinstance(tensor, Tensor):
+            raise TypeError(f"{_shown(name, layout)} takes a torch.Tensor, got {_type(tensor)}")
+        elif name not in SHAPES[layout]:
+            raise ValueError(f"{name} is not an argument of {layout} attention")
+
+
+def describe(tensors: Tensors, options: Options) -> AttentionProblem:
+    """The problem that `tensors` and `options` pose.
+
+    Raises ValueError for shapes, devices and option values that do not fit together, TypeError
+    for dtypes. Only sizes that have to be equal are compared, so symbolic lengths stay symbolic.
+    """
+    layout = tensors.layout
+    _check_dtypes_and_devices(tensors, layout)
+    _check_options(options)
+    sizes = _match_shapes(tensors, layout)
+    Hq, Hkv, D = sizes["Hq"], sizes["Hkv"], sizes["D"]
+    if Hkv < 1 or Hq < 1 or Hq % Hkv != 0:
+        raise ValueError(
+            f"q takes a positive multiple of the heads of {_shown('k', layout)}, got Hq = {Hq} and "
+            f"Hkv = {Hkv}"
+        )
+    bias = tensors.bias
+    return AttentionProblem(
+        layout=layout,
+        B=sizes["B"] if layout != "varlen" else sizes["B + 1"] - 1,
+        Hq=Hq,
+        Hkv=Hkv,
+        Sq=sizes["Sq"] if layout != "varlen" else sizes["Tq"],
+        Skv=sizes["Skv"] if layout != "varlen" else sizes["Tk"],
+        D=D,
+        Dv=sizes["Dv"],
+        page_size=sizes.get("page"),
+        n_pages=sizes.get("n_pages"),
+        dtype=tensors.q.dtype,
+        device_type=tensors.q.device.type,
+        causal=options.causal,
+        window_left=options.window_left,
+        window_right=options.window_right,
+        scale=D**-0.5 if options.scale is None else float(options.scale),
+        softcap=None if options.softcap is None else float(options.softcap),
+        bias_shape=None if bias is None else tuple(bias.shape),
+        bias_dtype=None if bias is None else bias.dtype,
+        has_sinks=tensors.sinks is not None,
+        has_kv_lens=tensors.kv_lens is not None,
+    )
+
+
+def check_values(problem: AttentionProblem, tensors: Tensors) -> None:
+    """Checks lengths, offsets and page indices before a kernel follows them.
+
+    Raises ValueError. Only CPU tensors are looked at: on any other device reading them back would
+    make every call wait for the device, so there the caller answers for them.
+    """
+    if problem.device_type != "cpu":
+        return
+    lens = tensors.kv_lens.tolist() if tensors.kv_lens is not None else []
+    for b, length in enumerate(lens):
+        if not 0 <= length <= problem.Skv:
+            raise ValueError(f"kv_lens takes 0 to Skv = {problem.Skv}, got {length} at index {b}")
+    if problem.layout == "varlen":
+        assert tensors.cu_seqlens_q is not None
+        assert tensors.cu_seqlens_k is not None
+        _check_offset_values("cu_seqlens_q", tensors.cu_seqlens_q.tolist(), "Tq", problem.Sq)
+        _check_offset_values("cu_seqlens_k", tensors.cu_seqlens_k.tolist(), "Tk", problem.Skv)
+    elif problem.layout == "paged":
+        assert tensors.page_table is not None
+        assert tensors.kv_lens is not None
+        _check_page_values(problem, tensors.page_table, tensors.kv_lens)
+
+
+def check_parts(outs: list[Tensor], lses: list[Tensor]) -> None:
+    """Checks the partial results given to `merge`. Raises ValueError or TypeError."""
+    if not outs:
+        raise ValueError("parts takes at least one (out, lse) pair, got none")
+    first = outs[0]
+    if first.dtype not in DTYPES:
+        raise TypeError(f"parts takes out of dtype {_list(DTYPES)}, got {_dtype(first.dtype)}")
+    if first.dim() < 1:
+        raise ValueError("parts takes out of shape [..., Dv], got a tensor without dims")
+    lse_dtype = statistics_dtype(first.dtype)
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if out.shape != first.shape or out.dtype != first.dtype:
+            raise ValueError(
+                f"parts takes outs of one shape and dtype: the first is {list(first.shape)} "
+                f"{_dtype(first.dtype)}, got {list(out.shape)} {_dtype(out.dtype)} at index {i}"
+            )
+        if lse.shape != first.shape[:-1] or lse.dtype != lse_dtype:
+            raise ValueError(
+                f"parts takes an lse of shape {list(first.shape[:-1])} and {_dtype(lse_dtype)} for "
+                f"its out, got {list(lse.shape)} {_dtype(lse.dtype)} at index {i}"
+            )
+        if out.device != first.device or lse.device != first.device:
+            raise ValueError(
+                f"parts takes tensors on one device: the first is on {first.device}, got out on "
+                f"{out.device} and lse on {lse.device} at index {i}"
+            )
+
+
+def _match_shapes(tensors: Tensors, layout: Layout) -> dict[str, int]:
+    """Binds the names in SHAPES to sizes, in the order of that table."""
+    sizes: dict[str, int] = {}
+    for name, dims in SHAPES[layout].items():
+        tensor = getattr(tensors, name)
+        if tensor is None:
+            continue
+        shape = tensor.shape
+        if len(shape) != len(dims):
+            raise ValueError(
+                f"{_shown(name, layout)} takes {len(dims)} dims [{', '.join(dims)}], got shape "
+                f"{list(shape)}"
+            )
+        for dim, size in zip(dims, shape, strict=True):
+            # Only the bias broadcasts.
+            if sizes.setdefault(dim, size) != size and not (name == "bias" and size == 1):
+                raise ValueError(
+                    f"{_shown(name, layout)} takes shape [{', '.join(dims)}] with {dim} = "
+                    f"{sizes[dim]}, got {list(shape)}"
+                )
+        if name == "page_table":
+            sizes["Skv"] = sizes["max_pages"] * sizes["page"]
+    for dim in ("D", "Dv", "page"):
+        if dim in sizes and sizes[dim] < 1:
+            raise ValueError(f"{dim} is the size of a dim that cannot be empty, got {sizes[dim]}")
+    return sizes
+
+
+def _check_dtypes_and_devices(tensors: Tensors, layout: Layout) -> None:
+    q = tensors.q
+    dtype, device = q.dtype, q.device
+    if dtype not in DTYPES:
+        raise TypeError(f"q takes {_list(DTYPES)}, got {_dtype(dtype)}")
+    for name, tensor in zip(tensors._fields, tensors, strict=True):
+        if tensor is None:
+            continue
+        if tensor.device != device:
+            raise ValueError(
+                f"{_shown(name, layout)} takes the device of q, {device}, got {tensor.device}"
+            )
+        takes: tuple[torch.dtype, ...] = (dtype,)
+        if name in ("bias", "sinks"):
+            takes = (dtype,) if dtype == torch.float32 else (dtype, torch.float32)
+        elif name not in ("q", "k", "v"):
+            takes = INDEX_DTYPES
+        if tensor.dtype not in takes:
+            why = "" if takes is INDEX_DTYPES else f" with q in {_dtype(dtype)}"
+            raise TypeError(
+                f"{_shown(name, layout)} takes {_list(takes)}{why}, got {_dtype(tensor.dtype)}"
+            )
+
+
+def _check_options(options: Options) -> None:
+    causal, left, right, scale, softcap = options
+    if (left is not None and left < 0) or (right is not None and right < 0):
+        raise ValueError(f"window takes distances of 0 or more, or None, got ({left}, {right})")
+    if causal and right is not None and right > 0:
+        raise ValueError(
+            f"window takes 0 or None on its right with causal=True, got {right}: causal hides the "
+            "keys there"
+        )
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale takes a finite number or None, got {scale}")
+    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+        raise ValueError(f"softcap takes a finite number above 0 or None, got {softcap}")
+
+
+def _check_offset_values(name: str, offsets: list[int], total_name: str, total: int) -> None:
+    if not offsets or offsets[0] != 0:
+        raise ValueError(f"{name} takes offsets that start at 0, got {offsets[:1]}")
+    for i, (start, end) in enumerate(pairwise(offsets)):
+        if end < start:
+            raise ValueError(
+                f"{name} takes offsets that never decrease, got {start} then {end} at index {i + 1}"
+            )
+    if offsets[-1] != total:
+        raise ValueError(
+            f"{name} takes offsets that end at {total_name} = {total}, got {offsets[-1]}"
+        )
+
+
+def _check_page_values(problem: AttentionProblem, page_table: Tensor, kv_lens: Tensor) -> None:
+    """Only the pages that hold a key within kv_lens count; other entries may be anything."""
+    assert problem.page_size is not None
+    first_key = torch.arange(0, problem.Skv, problem.page_size)  # [max_pages]
+    in_use = first_key < kv_lens[:, None]  # [B, max_pages]
+    wrong = in_use & ((page_table < 0) | (page_table >= problem.n_pages))
+    if wrong.any():
+        b, i = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"page_table takes indices of the {problem.n_pages} pages, got {int(page_table[b, i])} "
+            f"for page {i} of sequence {b}"
+        )
+
+
+def _shown(name: str, layout: Layout) -> str:
+    """The name by which the caller knows an argument."""
+    return f"{name}_pages" if layout == "paged" and name in ("k", "v") else name
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _list(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(_dtype(dtype) for dtype in dtypes)
+
+
+def _type(value: object) -> str:
+    return type(value).__name__

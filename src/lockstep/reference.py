@@ -1,0 +1,251 @@
+"""The float64 oracle: attention written down as its definition, for every layout.
+
+It takes what the public calls take (without `kernel`) in any dtype, computes and returns float64,
+and is differentiable by autograd. It materialises the scores, so it is for checking, not for use.
+
+    scores = softcap(scale · q kᵀ) + bias        softcap(x) = cap · tanh(x / cap)
+    out    = softmax(scores over the keys that a row sees, and its sink) v
+    lse    = log Σ exp(scores)                   natural logarithm, the sink included
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lockstep.problem import (
+    AttentionProblem,
+    Tensors,
+    Window,
+    check_types,
+    check_values,
+    describe,
+    make_options,
+    pad_bias,
+)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`lockstep.attention` in float64; same arguments, same errors."""
+    tensors = Tensors(q, k, v, pad_bias(bias), sinks, kv_lens)
+    return _run(tensors, causal, window, scale, softcap, return_lse)
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`lockstep.attention_varlen` in float64; same arguments, same errors."""
+    tensors = Tensors(q, k, v, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    return _run(tensors, causal, window, scale, softcap, return_lse)
+
+
+def attention_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`lockstep.attention_paged` in float64; same arguments, same errors."""
+    tensors = Tensors(q, k_pages, v_pages, pad_bias(bias), sinks, kv_lens, page_table=page_table)
+    return _run(tensors, causal, window, scale, softcap, return_lse)
+
+
+def _run(
+    tensors: Tensors,
+    causal: bool,
+    window: Window | None,
+    scale: float | None,
+    softcap: float | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    check_types(tensors)
+    problem = describe(tensors, make_options(causal, window, scale, softcap))
+    check_values(problem, tensors)
+    out, lse = evaluate(problem, tensors)
+    return (out, lse) if return_lse else out
+
+
+def evaluate(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` in float64, differentiable in every floating-point tensor."""
+    double = tensors._replace(
+        **{
+            name: tensor.double()
+            for name, tensor in tensors._asdict().items()
+            if tensor is not None and tensor.is_floating_point()
+        }
+    )
+    if problem.layout == "dense":
+        return _dense(problem, double)
+    if problem.layout == "varlen":
+        return _varlen(problem, double)
+    return _paged(problem, double)
+
+
+def _dense(problem: AttentionProblem, t: Tensors) -> tuple[Tensor, Tensor]:
+    lens = t.kv_lens
+    if lens is None:
+        lens = torch.full((problem.B,), problem.Skv, device=t.q.device)
+    return _attend(problem, t.q, t.k, t.v, t.bias, t.sinks, lens)
+
+
+def _varlen(problem: AttentionProblem, t: Tensors) -> tuple[Tensor, Tensor]:
+    assert t.cu_seqlens_q is not None
+    assert t.cu_seqlens_k is not None
+    lens_q, lens_k = t.cu_seqlens_q.diff().tolist(), t.cu_seqlens_k.diff().tolist()
+    outs = [t.q.new_zeros(0, problem.Hq, problem.Dv)]
+    lses = [t.q.new_zeros(0, problem.Hq)]
+    for q, k, v in zip(t.q.split(lens_q), t.k.split(lens_k), t.v.split(lens_k), strict=True):
+        # [T, H, D] -> [1, H, S, D] and back
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        lens = torch.tensor([k.shape[2]], device=k.device)
+        out, lse = _attend(problem, q, k, v, None, t.sinks, lens)
+        outs.append(out.squeeze(0).transpose(0, 1))
+        lses.append(lse.squeeze(0).transpose(0, 1))
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _paged(problem: AttentionProblem, t: Tensors) -> tuple[Tensor, Tensor]:
+    assert t.page_table is not None
+    assert t.kv_lens is not None
+    assert problem.page_size is not None
+    outs = [t.q.new_zeros(0, *problem.out_shape[1:])]
+    lses = [t.q.new_zeros(0, *problem.lse_shape[1:])]
+    for b, length in enumerate(t.kv_lens.tolist()):
+        pages = t.page_table[b, : -(-length // problem.page_size)].long()
+        # [pages, page, Hkv, D] -> [1, Hkv, length, D]
+        k, v = (x[pages].flatten(0, 1)[:length].transpose(0, 1).unsqueeze(0) for x in (t.k, t.v))
+        bias = t.bias
+        if bias is not None:
+            bias = bias[b : b + 1] if bias.shape[0] != 1 else bias
+            bias = bias[..., :length] if bias.shape[3] != 1 else bias
+        lens = t.kv_lens[b : b + 1]
+        out, lse = _attend(problem, t.q[b : b + 1], k, v, bias, t.sinks, lens)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _attend(
+    problem: AttentionProblem,
+    q: Tensor,  # [B, Hq, Sq, D]
+    k: Tensor,  # [B, Hkv, Skv, D]
+    v: Tensor,  # [B, Hkv, Skv, Dv]
+    bias: Tensor | None,  # broadcastable to [B, Hq, Sq, Skv]
+    sinks: Tensor | None,  # [Hq]
+    lens: Tensor,  # [B]
+) -> tuple[Tensor, Tensor]:
+    group = problem.Hq // problem.Hkv
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    seen = visible(problem, lens, q.shape[2], k.shape[2])  # [B, 1, Sq, Skv]
+    if bias is not None:
+        seen = seen & (bias != -math.inf)
+    seen = seen.expand(*q.shape[:3], k.shape[2])  # [B, Hq, Sq, Skv]
+
+    scores = _dot(q, k, seen) * problem.scale
+    if problem.softcap is not None:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    if bias is not None:
+        scores = scores + torch.where(seen, bias, 0.0)
+    # A score of -inf hides its key as the mask does.
+    seen = seen & (scores != -math.inf)
+    scores = torch.where(seen, scores, -math.inf)
+
+    logits = scores
+    if sinks is not None:
+        sink = sinks[:, None, None].expand(*q.shape[:3], 1)
+        logits = torch.cat([scores, sink], dim=-1)  # [B, Hq, Sq, Skv + 1]
+    m = _row_max(logits)  # [B, Hq, Sq, 1]
+    p = torch.exp(scores - m)
+    l = torch.exp(logits - m).sum(-1, keepdim=True)  # noqa: E741
+    empty = l == 0
+    l = torch.where(empty, 1.0, l)  # noqa: E741
+    out = _weigh(p / l, v, seen)
+    lse = torch.where(empty, -math.inf, m + torch.log(l)).squeeze(-1)
+    return out, lse
+
+
+def visible(problem: AttentionProblem, lens: Tensor, Sq: int, Skv: int) -> Tensor:
+    """Which keys each row sees, bias aside: bool [B, 1, Sq, Skv]."""
+    lens = lens.to(torch.int64)[:, None, None, None]
+    q_idx = torch.arange(Sq, device=lens.device)[:, None]
+    kv_idx = torch.arange(Skv, device=lens.device)
+    diagonal = q_idx + lens - Sq  # [B, 1, Sq, 1]
+    left, right = problem.window
+    seen = (kv_idx < lens).expand(-1, -1, Sq, -1)
+    if left is not None:
+        seen = seen & (kv_idx >= diagonal - left)
+    if right is not None:
+        seen = seen & (kv_idx <= diagonal + right)
+    return seen
+
+
+def _row_max(logits: Tensor) -> Tensor:
+    """The largest logit of each row, 0 where there is none. The results do not depend on it."""
+    if logits.shape[-1] == 0:
+        return logits.new_zeros(*logits.shape[:-1], 1)
+    m = logits.detach().amax(-1, keepdim=True)
+    return torch.where(m == -math.inf, 0.0, m)
+
+
+# 0 · NaN is NaN, in a product and in its gradient. So whatever a row does not see must be replaced
+# before it is multiplied. A row or key that takes part nowhere is set to 0 once and for all; if
+# something that is seen by some rows and hidden from others is not finite, the sum is taken pair
+# by pair.
+
+
+def _dot(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    """q kᵀ [B, Hq, Sq, Skv] over the pairs in `seen`, 0 elsewhere."""
+    q = torch.where(seen.any(-1)[..., None], q, 0.0)
+    k = torch.where(seen.any(-2)[..., None], k, 0.0)
+    if bool(q.isfinite().all() and k.isfinite().all()):
+        return torch.where(seen, q @ k.mT, 0.0)
+    pair = seen[..., None]  # [B, Hq, Sq, Skv, 1]
+    return (
+        torch.where(pair, q[..., :, None, :], 0.0) * torch.where(pair, k[..., None, :, :], 0.0)
+    ).sum(-1)
+
+
+def _weigh(p: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """p v [B, Hq, Sq, Dv] over the pairs in `seen`."""
+    v = torch.where(seen.any(-2)[..., None], v, 0.0)
+    if bool(p.isfinite().all() and v.isfinite().all()):
+        return p @ v
+    pair = seen[..., None]  # [B, Hq, Sq, Skv, 1]
+    return (torch.where(pair, p[..., None], 0.0) * torch.where(pair, v[..., None, :, :], 0.0)).sum(
+        -2
+    )
