@@ -1,0 +1,53 @@
+# Every target sets up what it needs: a virtual environment in .venv with the versions in
+# constraints.txt. Only Python 3.10 or newer, make and git have to be there.
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP   := $(BIN)/python -m pip --disable-pip-version-check install -q
+# CUDA builds of torch bring a Triton of their own; this one goes beside the CPU build.
+TRITON := triton==3.6.0
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
+
+.PHONY: help demo test lint bench clean
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+demo: $(READY) ## run attention here: checked, reproduced bit for bit, timed
+	@$(BIN)/lockstep demo
+
+test: $(READY) ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY) ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY) ## time the CPU path against PyTorch
+	@$(BIN)/lockstep bench cpu $(ARGS)
+
+clean: ## remove the environment, caches and compiled kernels
+	rm -rf $(VENV) build .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find src tests -name __pycache__ -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@for python in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do \
+	  $$python -c 'import ensurepip, sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' \
+	    2>/dev/null && exec $$python -m venv $(VENV); \
+	done; \
+	echo "Lockstep needs Python 3.10 to 3.14 with its venv module (on Debian and Ubuntu:" >&2; \
+	echo "apt install python3-venv). Found: $$(python3 --version 2>&1 || true)." >&2; exit 1
+
+# PyPI's torch for Linux comes with 2 GB of CUDA libraries. Where there is no NVIDIA driver, the
+# CPU build does; if PyTorch's server cannot be reached, the next step takes PyPI's.
+$(READY): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Setting up $(VENV) (a minute or two, once)"
+	@test -e /dev/nvidiactl || $(PIP) --no-deps --retries 1 --timeout 15 -c constraints.txt \
+	  --index-url $(CPU_WHEELS) torch 2>/dev/null || echo "No CPU build of torch: taking PyPI's"
+	@$(PIP) -c constraints.txt torch
+	@test "$$(uname)" != Linux || $(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
+	@$(PIP) -c constraints.txt -e '.[dev,gpu]'
+	@touch $@
