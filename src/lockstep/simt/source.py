@@ -1,0 +1,83 @@
+"""From a Python function to its syntax tree, its comments and the names it can see."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import io
+import textwrap
+import tokenize
+from collections.abc import Callable
+from typing import Any
+
+from .errors import SimtError, UnsupportedConstruct
+from .ir import Location, Source
+
+
+class FunctionSource:
+    """The source of one function, in the coordinates of its file."""
+
+    def __init__(self, function: Callable):
+        try:
+            lines, first = inspect.getsourcelines(function)
+            self.file = inspect.getsourcefile(function) or "<unknown>"
+        except (OSError, TypeError) as error:
+            raise SimtError(f"no source to be found for {function!r}: {error}") from error
+        text = "".join(lines)
+        body = textwrap.dedent(text)
+        self.indent = len(lines[0]) - len(lines[0].lstrip())
+        self.first_line = first
+        self.lines = tuple(line.rstrip("\n") for line in lines)
+        tree = ast.parse(body)
+        ast.increment_lineno(tree, first - 1)
+        self.tree = tree.body[0]
+        if not isinstance(self.tree, ast.FunctionDef):
+            raise UnsupportedConstruct(
+                "a kernel is a plain function (def ...), not a lambda or an async function",
+                self.locate(self.tree),
+            )
+        self.names = {**vars(builtins), **function.__globals__, **_closure(function)}
+        self.source = Source(self.file, first, self.lines, self._comments(body))
+
+    def locate(self, node: ast.AST) -> Location:
+        """Where `node` lies in the file."""
+        line = getattr(node, "lineno", self.first_line)
+        column = getattr(node, "col_offset", 0) + self.indent + 1
+        end_line = getattr(node, "end_lineno", None) or line
+        end = (getattr(node, "end_col_offset", None) or column) + self.indent + 1
+        return Location(self.file, line, column, end_line, end, self.lines[line - self.first_line])
+
+    def _comments(self, body: str) -> dict[int, tuple[int, str]]:
+        tokens = tokenize.generate_tokens(io.StringIO(body).readline)
+        return {
+            token.start[0] + self.first_line - 1: (
+                token.start[1] + self.indent,
+                token.string.lstrip("#").strip(),
+            )
+            for token in tokens
+            if token.type == tokenize.COMMENT
+        }
+
+    def annotation(self, node: ast.expr | None) -> Any:
+        """The object an annotation stands for, None where there is none."""
+        if node is None:
+            return None
+        try:
+            value = eval(compile(ast.Expression(node), self.file, "eval"), dict(self.names))
+            return eval(value, dict(self.names)) if isinstance(value, str) else value
+        except Exception as error:
+            raise UnsupportedConstruct(
+                f"cannot evaluate this annotation: {error}", self.locate(node)
+            ) from error
+
+
+def _closure(function: Callable) -> dict[str, Any]:
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    found = {}
+    for name, cell in cells:
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not assigned yet: the front end reports it as an unknown name
+            continue
+    return found
