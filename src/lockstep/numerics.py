@@ -35,7 +35,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Combines partial results `outs` [..., Dv], `lses` [...] from left to right."""
     m = torch.full_like(lses[0], -math.inf)
-    l = torch.zeros_like(lses[0])  # noqa: E741
+    l = torch.zeros_like(lses[0])
     acc = torch.zeros_like(outs[0], dtype=lses[0].dtype)
     for out, lse in zip(outs, lses, strict=True):
         m_new = torch.maximum(m, lse)
@@ -45,7 +45,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
         # A piece that saw no key says nothing, whatever its out holds.
         out = out.to(acc.dtype).masked_fill((lse == -math.inf).unsqueeze(-1), 0.0)
         acc = acc * keep.unsqueeze(-1) + out * add.unsqueeze(-1)  # [..., Dv]
-        l = l * keep + add  # noqa: E741
+        l = l * keep + add
         m = m_new
     empty = m == -math.inf
     out = acc / l.masked_fill(empty, 1.0).unsqueeze(-1)

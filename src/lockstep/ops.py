@@ -8,39 +8,86 @@ are contiguous whatever the strides of its inputs.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from operator import itemgetter
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from lockstep import numerics, vmap
+from lockstep import numerics
 from lockstep.dispatch import select
 from lockstep.kernels.kernel import Needs
 from lockstep.problem import Options, Tensors, check_parts, check_values, describe
-
-_LIB = torch.library.Library("lockstep", "DEF")
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-
-_OPTIONS = (
-    "bool causal, int? window_left, int? window_right, float? scale, float? softcap, str? kernel"
+from lockstep.transforms import (
+    Transformable,
+    VmapRule,
+    fold_attention,
+    fold_attention_backward,
+    sample_by_sample,
+    transforming,
 )
 
+_LIB = torch.library.Library("lockstep", "DEF")
 
-class _AttentionOp:
-    """One layout's operator: its tensors (`fields` says which), the options, the kernel's name."""
+
+def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    name = schema[: schema.index("(")]
+    _LIB.define(schema, tags=torch.Tag.pt2_compliant_tag)
+    # For every device: the kernels say which ones they run on.
+    _LIB.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lockstep::{name}", fake, lib=_LIB)
+    return getattr(torch.ops.lockstep, name).default
+
+
+def _define_gradient(
+    op: Any, derive: Callable[..., Any], save: Callable[..., None], rule: VmapRule
+) -> Transformable:
+    torch.library.register_autograd(op, derive, setup_context=save, lib=_LIB)
+    torch.library.register_vmap(op, partial(rule, op), lib=_LIB)
+    return Transformable(op, derive, save, rule)
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
+
+
+def _underivable(message: str) -> Callable[..., NoReturn]:
+    """A gradient that raises, where torch would go on without one."""
+
+    def derive(ctx: Any, *grads: Any) -> NoReturn:
+        raise NotImplementedError(message)
+
+    return derive
+
+
+class _Attention:
+    """The operators of one layout.
+
+    Their arguments are the tensors in `schema`, which `fields` names as `Tensors` does, then the
+    options, then the name of a kernel.
+    """
+
+    OPTIONS = (
+        "bool causal, int? window_left, int? window_right, float? scale, float? softcap, "
+        "str? kernel"
+    )
 
     def __init__(self, name: str, schema: str, fields: tuple[str, ...]) -> None:
         self.name = name
-        self.schema = schema
+        self.schema = f"{schema}, {self.OPTIONS}"
         self.fields = fields
-        _LIB.define(f"{name}({schema}, {_OPTIONS}) -> (Tensor, Tensor)", tags=_TAGS)
-        _LIB.impl(name, self.forward, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"lockstep::{name}", self.fake, lib=_LIB)
+        # From the arguments of the operator to the order of Tensors; -1 is the None behind them.
+        self.order = itemgetter(*(fields.index(f) if f in fields else -1 for f in Tensors._fields))
+        self.op = _define(
+            f"{name}({self.schema}) -> (Tensor, Tensor)", self.forward, self.fake_forward
+        )
 
     def unpack(self, args: tuple[Any, ...]) -> tuple[Tensors, Options, str | None]:
         n = len(self.fields)
-        tensors = Tensors(**dict(zip(self.fields, args[:n], strict=True)))
-        return tensors, Options(*args[n:-1]), args[-1]
+        tensors = Tensors._make(self.order((*args[:n], None)))
+        return tensors, Options._make(args[n:-1]), args[-1]
 
     def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
         tensors, options, kernel = self.unpack(args)
@@ -48,41 +95,44 @@ class _AttentionOp:
         check_values(problem, tensors)
         return select(problem, kernel).forward(problem, _with_contiguous_rows(tensors))
 
-    def fake(self, *args: Any) -> tuple[Tensor, Tensor]:
+    def fake_forward(self, *args: Any) -> tuple[Tensor, Tensor]:
         tensors, options, _ = self.unpack(args)
         problem = describe(tensors, options)
         out = tensors.q.new_empty(problem.out_shape)
         return out, tensors.q.new_empty(problem.lse_shape, dtype=problem.lse_dtype)
 
-    def register_no_gradient(self) -> None:
-        _register_underivable(
-            self.name, f"{self.name} is for inference: it has no gradient, run it under no_grad()"
-        )
 
-    def register_gradient(self) -> None:
-        name = f"{self.name}_backward"
-        _LIB.define(
-            f"{name}(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {self.schema}, "
-            f"{_OPTIONS}, bool[] needs) -> Tensor[]",
-            tags=_TAGS,
+class _DerivableAttention(_Attention):
+    """A layout with gradients: its forward and backward operators."""
+
+    def __init__(
+        self,
+        name: str,
+        schema: str,
+        fields: tuple[str, ...],
+        rule: VmapRule,
+        backward_rule: VmapRule,
+    ) -> None:
+        super().__init__(name, schema, fields)
+        backward_op = _define(
+            f"{name}_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {self.schema}, "
+            "bool[] needs) -> Tensor[]",
+            self.backward,
+            self.fake_backward,
         )
-        _LIB.impl(name, self.backward, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"lockstep::{name}", self.fake_backward, lib=_LIB)
-        torch.library.register_autograd(
-            f"lockstep::{self.name}",
-            self.derive,
-            setup_context=self.save_for_derive,
-            lib=_LIB,
+        self.call_backward = _define_gradient(
+            backward_op,
+            _underivable(f"{name} has no second derivative: its gradient cannot be derived again"),
+            _save_nothing,
+            backward_rule,
         )
-        _register_underivable(
-            name, f"{self.name} has no second derivative: its gradient cannot be derived again"
-        )
+        self.call = _define_gradient(self.op, self.derive, self.save, rule)
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
     ) -> list[Tensor]:
-        *inputs, needs = args
-        tensors, options, name = self.unpack(tuple(inputs))
+        tensors, options, name = self.unpack(args[:-1])
+        needs = Needs._make(args[-1])
         problem = describe(tensors, options)
         check_values(problem, tensors)
         kernel = select(problem, name, backward=True)
@@ -90,25 +140,24 @@ class _AttentionOp:
         grads = kernel.backward(
             problem,
             _with_contiguous_rows(tensors),
-            out,
-            lse,
+            out.contiguous(),
+            lse.contiguous(),
             _contiguous_rows(dout),
             None if dlse is None else dlse.contiguous(),
-            Needs(*needs),
+            needs,
         )
-        return [grad for grad, needed in zip(grads, needs, strict=True) if needed]
+        return [grad for grad, need in zip(grads, needs, strict=True) if need and grad is not None]
 
     def fake_backward(
         self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
     ) -> list[Tensor]:
-        *inputs, needs = args
-        tensors, _, _ = self.unpack(tuple(inputs))
-        wanted = (getattr(tensors, n) for n, need in zip(Needs._fields, needs, strict=True) if need)
-        return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wanted]
+        tensors, options, _ = self.unpack(args[:-1])
+        describe(tensors, options)
+        needs = Needs._make(args[-1])
+        wanted = (getattr(tensors, name) for name in needs._fields if getattr(needs, name))
+        return [x.new_empty(x.shape) for x in wanted]
 
-    def save_for_derive(
-        self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
-    ) -> None:
+    def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         n = len(self.fields)
         ctx.save_for_backward(*inputs[:n], *output)
         ctx.options = inputs[n:]
@@ -117,22 +166,18 @@ class _AttentionOp:
     def derive(self, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         *inputs, out, lse = ctx.saved_tensors
         asked = dict(zip(self.fields, ctx.needs_input_grad, strict=False))
-        needs = [asked.get(name, False) for name in Needs._fields]
-        if dout is None:
-            dout = torch.zeros_like(out)
-        op = getattr(torch.ops.lockstep, f"{self.name}_backward").default
-        grads = iter(op(dout, dlse, out, lse, *inputs, *ctx.options, needs))
-        found = {name: next(grads) for name, need in zip(Needs._fields, needs, strict=True) if need}
+        wanted = [name for name in Needs._fields if asked.get(name, False)]
+        grads = self.call_backward(
+            torch.zeros_like(out) if dout is None else dout,
+            dlse,
+            out,
+            lse,
+            *inputs,
+            *ctx.options,
+            [name in wanted for name in Needs._fields],
+        )
+        found = dict(zip(wanted, grads, strict=True))
         return *(found.get(name) for name in self.fields), *(None for _ in ctx.options)
-
-
-def _register_underivable(name: str, message: str) -> None:
-    """Autograd that raises, where torch would go on without a gradient."""
-
-    def derive(ctx: Any, *grads: Any) -> None:
-        raise NotImplementedError(message)
-
-    torch.library.register_autograd(f"lockstep::{name}", derive, lib=_LIB)
 
 
 def _contiguous_rows(tensor: Tensor) -> Tensor:
@@ -141,8 +186,6 @@ def _contiguous_rows(tensor: Tensor) -> Tensor:
 
 def _with_contiguous_rows(tensors: Tensors) -> Tensors:
     q, k, v, bias = tensors[:4]
-    if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and bias is None:
-        return tensors
     return tensors._replace(
         q=_contiguous_rows(q),
         k=_contiguous_rows(k),
@@ -151,31 +194,31 @@ def _with_contiguous_rows(tensors: Tensors) -> Tensors:
     )
 
 
-_DENSE = _AttentionOp(
+_DENSE = _DerivableAttention(
     "attention",
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? kv_lens",
     ("q", "k", "v", "bias", "sinks", "kv_lens"),
+    rule=fold_attention,
+    backward_rule=fold_attention_backward,
 )
-_DENSE.register_gradient()
-_VARLEN = _AttentionOp(
+_VARLEN = _DerivableAttention(
     "attention_varlen",
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor cu_seqlens_q, Tensor cu_seqlens_k",
     ("q", "k", "v", "sinks", "cu_seqlens_q", "cu_seqlens_k"),
+    rule=sample_by_sample,
+    backward_rule=sample_by_sample,
 )
-_VARLEN.register_gradient()
-_PAGED = _AttentionOp(
+_PAGED = _Attention(
     "attention_paged",
     "Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor kv_lens, Tensor? bias, "
     "Tensor? sinks",
     ("q", "k", "v", "page_table", "kv_lens", "bias", "sinks"),
 )
-_PAGED.register_no_gradient()
 
 
 def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     check_parts(outs, lses)
-    outs = [out.contiguous() for out in outs]
-    lses = [lse.contiguous() for lse in lses]
+    outs, lses = [x.contiguous() for x in outs], [x.contiguous() for x in lses]
     return numerics.merge(outs, lses)
 
 
@@ -184,7 +227,7 @@ def _fake_merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]
     return outs[0].new_empty(outs[0].shape), lses[0].new_empty(lses[0].shape)
 
 
-def _save_for_derive_merge(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+def _save_for_merge(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     outs, lses = inputs
     ctx.save_for_backward(*outs, *lses, *output)
 
@@ -195,16 +238,23 @@ def _derive_merge(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[list[Tensor], l
     return numerics.merge_backward(parts[:n], parts[n:], out, lse, dout, dlse)
 
 
-_LIB.define("merge(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)", tags=_TAGS)
-_LIB.impl("merge", _merge, "CompositeExplicitAutograd")
-torch.library.register_fake("lockstep::merge", _fake_merge, lib=_LIB)
-torch.library.register_autograd(
-    "lockstep::merge", _derive_merge, setup_context=_save_for_derive_merge, lib=_LIB
+_MERGE = _define("merge(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)", _merge, _fake_merge)
+torch.library.register_autograd(_MERGE, _derive_merge, setup_context=_save_for_merge, lib=_LIB)
+
+attention = _DENSE.call
+attention_varlen = _VARLEN.call
+attention_paged = _define_gradient(
+    _PAGED.op,
+    _underivable("attention_paged is for inference: it has no gradient"),
+    _save_nothing,
+    sample_by_sample,
 )
 
-vmap.register(_LIB)
 
-attention = torch.ops.lockstep.attention.default
-attention_varlen = torch.ops.lockstep.attention_varlen.default
-attention_paged = torch.ops.lockstep.attention_paged.default
-merge = torch.ops.lockstep.merge.default
+def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    if transforming():
+        # Plain torch operations, which every transform understands.
+        check_parts(outs, lses)
+        return numerics.merge(outs, lses)
+    out, lse = _MERGE(outs, lses)
+    return out, lse

@@ -191,9 +191,9 @@ def _attend(
         logits = torch.cat([scores, sink], dim=-1)  # [B, Hq, Sq, Skv + 1]
     m = _row_max(logits)  # [B, Hq, Sq, 1]
     p = torch.exp(scores - m)
-    l = torch.exp(logits - m).sum(-1, keepdim=True)  # noqa: E741
+    l = torch.exp(logits - m).sum(-1, keepdim=True)
     empty = l == 0
-    l = torch.where(empty, 1.0, l)  # noqa: E741
+    l = torch.where(empty, 1.0, l)
     out = _weigh(p / l, v, seen)
     lse = torch.where(empty, -math.inf, m + torch.log(l)).squeeze(-1)
     return out, lse

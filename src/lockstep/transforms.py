@@ -1,0 +1,116 @@
+"""The operators under torch.func: vmap, grad, vjp, jacrev, and the refusal of forward mode.
+
+The gradient that torch.library registers takes no part in torch.func's transforms, and is silently
+left out of forward-mode differentiation. `Transformable` puts the same gradient into an
+autograd.Function, which takes part in the former and refuses the latter.
+
+Under vmap, dense attention folds the mapped dim into the batch. What has no batch dim to fold it
+into (sinks that differ from sample to sample, gradients that are sums over the batch, packed and
+paged calls) runs sample by sample. Batch invariance makes both give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+# (call, info, in_dims, *args) -> (output, out_dims): `call` takes args without the mapped dim.
+VmapRule = Callable[..., tuple[Any, Any]]
+
+
+def transforming() -> bool:
+    """Whether a torch.func transform or forward-mode differentiation is under way, in eager."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+class Transformable:
+    """Calls an operator, through an autograd.Function where a transform is under way.
+
+    `derive` and `save` are what torch.library.register_autograd takes for the operator.
+    """
+
+    def __init__(
+        self, op: Any, derive: Callable[..., Any], save: Callable[..., None], rule: VmapRule
+    ) -> None:
+        self.op = op
+        self.function: Any = type(
+            f"{op._opname}_function",
+            (torch.autograd.Function,),
+            {
+                # A list would pass for an output without gradient.
+                "forward": staticmethod(lambda *args: tuple(op(*args))),
+                "setup_context": staticmethod(save),
+                "backward": staticmethod(derive),
+                "vmap": staticmethod(partial(rule, self)),
+            },
+        )
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function.apply(*args) if transforming() else self.op(*args)
+
+
+def sample_by_sample(
+    call: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], *args: Any
+) -> tuple[Any, Any]:
+    """Runs the samples one after another."""
+    results = []
+    for i in range(info.batch_size):
+        sample = (
+            arg.select(dim, i) if isinstance(dim, int) else arg
+            for arg, dim in zip(args, in_dims, strict=True)
+        )
+        results.append(call(*sample))
+    stacked = [torch.stack(tensors) for tensors in zip(*results, strict=True)]
+    kind = type(results[0])
+    return kind(stacked), kind(0 for _ in stacked)
+
+
+def fold_attention(
+    call: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], *args: Any
+) -> tuple[Any, Any]:
+    """The vmap rule of `attention`."""
+    q, k, v, bias, sinks, kv_lens, *options = args
+    if in_dims[4] is not None:
+        return sample_by_sample(call, info, in_dims, *args)
+    n, B = info.batch_size, _batch(q, in_dims[0])
+    q, k, v, bias, kv_lens = (
+        _fold(x, dim, n, B)
+        for x, dim in zip((q, k, v, bias, kv_lens), (*in_dims[:4], in_dims[5]), strict=True)
+    )
+    out, lse = call(q, k, v, bias, sinks, kv_lens, *options)
+    return (out.unflatten(0, (n, B)), lse.unflatten(0, (n, B))), (0, 0)
+
+
+def fold_attention_backward(
+    call: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], *args: Any
+) -> tuple[Any, Any]:
+    """The vmap rule of `attention_backward`."""
+    *tensors, sinks, kv_lens = args[:10]  # tensors: dout, dlse, out, lse, q, k, v, bias
+    needs = args[-1]
+    if in_dims[8] is not None or needs[3] or needs[4]:
+        return sample_by_sample(call, info, in_dims, *args)
+    n, B = info.batch_size, _batch(tensors[4], in_dims[4])
+    tensors = [_fold(x, dim, n, B) for x, dim in zip(tensors, in_dims[:8], strict=True)]
+    kv_lens = _fold(kv_lens, in_dims[9], n, B)
+    grads = call(*tensors, sinks, kv_lens, *args[10:])
+    kind = type(grads)
+    return kind(grad.unflatten(0, (n, B)) for grad in grads), kind(0 for _ in grads)
+
+
+def _batch(q: Tensor, dim: int | None) -> int:
+    return q.shape[0] if dim is None or dim > 0 else q.shape[1]
+
+
+def _fold(x: Tensor | None, dim: int | None, n: int, B: int) -> Tensor | None:
+    """[n, B or 1, ...], the mapped dim anywhere or absent -> [n * B, ...]"""
+    if x is None:
+        return None
+    x = x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.expand(n, B, *x.shape[2:]).flatten(0, 1)
