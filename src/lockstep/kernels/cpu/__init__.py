@@ -1,0 +1,72 @@
+"""The CPU path: numba kernels with explicit SIMD, compiled on first use and kept on disk.
+
+Importing this package compiles nothing and does not import numba.
+
+    wide.py     many query rows, one per SIMD lane           prefill
+    narrow.py   a few query rows, keys across the lanes      decode
+    forward.py  plans the work over both and merges          backward.py  gradients
+    merge.py    the split-KV formula for one row
+    tiles.py    register tiles   memory.py  rows in and out  simd.py  vector code from Python
+
+A row's bits depend on its own sequence alone: every sum is a chain in ascending order inside
+spans of 256 keys at fixed positions, and spans are folded in ascending order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.kernel import Gradients, Kernel, Needs
+from lockstep.problem import AttentionProblem, Tensors
+
+# Positions are compared as int32 inside tiles.
+MAX_LENGTH = 1 << 28
+
+
+def forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    from lockstep.kernels.cpu.forward import forward
+
+    return forward(problem, tensors)
+
+
+def backward(
+    problem: AttentionProblem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    needs: Needs,
+) -> Gradients:
+    from lockstep.kernels.cpu.backward import backward
+
+    return backward(problem, tensors, out, lse, dout, dlse, needs)
+
+
+def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Combine partial results as the kernels combine spans; see `lockstep.merge`."""
+    from lockstep.kernels.cpu.merge import merge
+
+    return merge(outs, lses)
+
+
+def supports(problem: AttentionProblem) -> str | None:
+    if problem.device_type != "cpu":
+        return f"runs on the CPU, got tensors on {problem.device_type}"
+    if problem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"takes float32, float16 and bfloat16, got {str(problem.dtype).removeprefix('torch.')}"
+    if max(problem.Sq, problem.Skv) > MAX_LENGTH:
+        return f"takes up to {MAX_LENGTH} tokens, got {max(problem.Sq, problem.Skv)}"
+    return None
+
+
+KERNEL = Kernel(
+    name="cpu",
+    supports=supports,
+    forward=forward,
+    backward=backward,
+    deterministic=True,
+    batch_invariant=True,
+    constant_time=False,
+)

@@ -1,0 +1,275 @@
+"""Forward attention on the CPU: plan the work, run it, merge what was split.
+
+    out = softmax(softcap(scale · q kᵀ) + bias) v        q [.., D], k [.., D], v [.., Dv]
+
+Query rows come in *units* of up to ROWS rows of one KV head. For each span of SPAN keys a unit
+gets a part (out, lse); parts are folded together in ascending order. A unit that is folded on
+the fly and one whose spans were shared out among threads go through the same steps, so the
+choice between them is free: it never shows in the bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.kernels.cpu import scalar
+from lockstep.kernels.cpu.call import UNBOUNDED, of_sequence, row_address, split_row, visible
+from lockstep.kernels.cpu.compile import compiled, kernel
+from lockstep.kernels.cpu.memory import scatter_columns
+from lockstep.kernels.cpu.merge import close_row, fill, fold_row
+from lockstep.kernels.cpu.narrow import NARROW, attend_narrow, carve_narrow
+from lockstep.kernels.cpu.simd import F32, LANES, MR, f32
+from lockstep.kernels.cpu.tensors import describe
+from lockstep.kernels.cpu.threads import parallel
+from lockstep.kernels.cpu.tiles import ROW, close_rows, fold_span
+from lockstep.kernels.cpu.wide import (
+    MAX_HEAD_DIM,
+    MINUS_INF,
+    ROWS,
+    SPAN,
+    attend_span,
+    block_range,
+    carve_block,
+    load_queries,
+    load_span,
+    padded,
+)
+
+if TYPE_CHECKING:
+    from lockstep.kernels.kernel import Tensors
+    from lockstep.problem import AttentionProblem
+
+UNIT = np.dtype(
+    [
+        ("b", np.int64),
+        ("h", np.int64),
+        ("first_row", np.int64),
+        ("n_rows", np.int64),
+        ("first_span", np.int64),
+        ("n_spans", np.int64),
+        ("workspace", np.int64),  # its first part there; −1: folded on the fly
+    ]
+)
+ITEM = np.dtype([("unit", np.int64), ("first_span", np.int64), ("last_span", np.int64)])
+# Splitting one unit's spans keeps one part per row and span: stay below this many floats.
+WORKSPACE_LIMIT = 16 << 20
+
+
+@compiled
+def _block_spans(call, b, first, n_rows):
+    """First span and number of spans that rows first … first + n_rows see."""
+    lo, hi = UNBOUNDED, 0
+    for row in range(first, first + n_rows):
+        row_lo, row_hi = visible(call, b, split_row(call, b, row)[1])
+        if row_lo < row_hi:
+            lo, hi = min(lo, row_lo), max(hi, row_hi)
+    if lo >= hi:
+        return 0, 0
+    return lo // SPAN, padded(hi, SPAN) // SPAN - lo // SPAN
+
+
+@kernel
+def plan_units(call, units):
+    """Fill the table of units; long units of a causal call come first. None is split yet."""
+    at = 0
+    for b in range(call.B):
+        rows = call.G * of_sequence(call.q_len, b)
+        for first in range(padded(rows, ROWS) - ROWS, -1, -ROWS):
+            n_rows = min(ROWS, rows - first)
+            first_span, n_spans = _block_spans(call, b, first, n_rows)
+            for h in range(call.Hkv):
+                unit = units[at]
+                unit.b, unit.h = b, h
+                unit.first_row, unit.n_rows = first, n_rows
+                unit.first_span, unit.n_spans = first_span, n_spans
+                unit.workspace = -1
+                at += 1
+
+
+def split_units(units: np.ndarray, Dv: int, threads: int) -> tuple[np.ndarray, int]:
+    """Decide which units to split; returns the items of all units and how many parts to keep."""
+    spans = units["n_spans"]
+    parts = spans * units["n_rows"]
+    few = len(units) < 4 * threads and int(parts.sum()) * Dv <= WORKSPACE_LIMIT
+    split = (units["n_rows"] <= NARROW) | (few & (spans > 1))
+    units["workspace"][split] = np.cumsum(parts[split]) - parts[split]
+    # Items of a split unit: enough for every thread, and few enough to be worth taking.
+    pieces = np.where(split, np.minimum(spans, -(-16 * threads // len(units))), 1)
+    unit = np.repeat(np.arange(len(units)), pieces)
+    items = np.empty(len(unit), ITEM)
+    piece = np.arange(len(items)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    items["unit"] = unit
+    first, n, pieces = units["first_span"][unit], spans[unit], pieces[unit]
+    items["first_span"] = first + n * piece // pieces
+    items["last_span"] = first + n * (piece + 1) // pieces
+    return items, int(parts[split].sum())
+
+
+@compiled
+def _write_rows(call, unit, rows, acc, m):
+    """Scatter finished tiles acc [tiles, Dv, LANES], m [tiles, LANES] to out and lse."""
+    b, h, row0, n_rows = unit.b, unit.h, unit.first_row, unit.n_rows
+    q_first = of_sequence(call.q_first, b)
+    Dv = padded(call.Dv, MR)
+    for i in range(padded(n_rows, LANES)):
+        g, q_idx = split_row(call, b, row0 + min(i, n_rows - 1))
+        # Lanes that repeat the last row repeat its result too.
+        row = row_address(call.out, q_first, b, h * call.G + g, q_idx)
+        scalar.store_word(row, rows + 8 * i)
+        lse = row_address(call.lse, q_first, b, h * call.G + g, q_idx)
+        scalar.store(scalar.load(m + 4 * i), lse)
+    for t in range(padded(n_rows, LANES) // LANES):
+        table = rows + 8 * t * LANES
+        scatter_columns(call.kind, table, LANES, call.Dv, acc + t * Dv * ROW, ROW)
+
+
+@compiled
+def _fold_unit(call, unit, scratch):
+    """All spans of one unit, folded as they come."""
+    b, h, n_rows = unit.b, unit.h, unit.n_rows
+    block = carve_block(scratch, call.D, call.Dv)
+    fill(block.zero_row, MAX_HEAD_DIM, f32(0.0))
+    Dv = padded(call.Dv, MR)
+    acc = block.end
+    m = acc + 4 * ROWS * Dv
+    l = m + 4 * ROWS
+    n_tiles = load_queries(call, block, b, h, unit.first_row, n_rows)
+    fill(acc, n_tiles * LANES * Dv, f32(0.0))
+    fill(m, n_tiles * LANES, MINUS_INF)
+    fill(l, n_tiles * LANES, f32(0.0))
+    hi = block_range(block, n_tiles)[1]
+    for span in range(unit.first_span, unit.first_span + unit.n_spans):
+        first = span * SPAN
+        n = min(SPAN, hi - first)
+        finite = load_span(call, block, b, h, first, n)
+        for t in range(n_tiles):
+            if attend_span(call, block, b, t, first, n, finite):
+                at = acc + t * Dv * ROW
+                fold_span(at, Dv, m + t * ROW, l + t * ROW, block.part, block.part_m)
+    if call.sinks != 0:
+        fill(block.part, LANES * Dv, f32(0.0))
+    for t in range(n_tiles):
+        at = acc + t * Dv * ROW
+        if call.sinks != 0:
+            for lane in range(LANES):
+                head = scalar.load_word(block.q_head + 8 * (t * LANES + lane))
+                sink = scalar.load(call.sinks + 4 * head)
+                scalar.store(sink, block.part_m + 4 * lane)
+            fold_span(at, Dv, m + t * ROW, l + t * ROW, block.part, block.part_m)
+        close_rows(at, Dv, m + t * ROW, l + t * ROW)
+    _write_rows(call, unit, block.q_rows, acc, m)
+
+
+@compiled
+def _split_unit(call, unit, span0, span1, scratch, parts, lses):
+    """Some spans of one unit; each row's part goes to the workspace [row, span]."""
+    b, h, n_rows = unit.b, unit.h, unit.n_rows
+    block = carve_block(scratch, call.D, call.Dv)
+    fill(block.zero_row, MAX_HEAD_DIM, f32(0.0))
+    n_tiles = load_queries(call, block, b, h, unit.first_row, n_rows)
+    hi = block_range(block, n_tiles)[1]
+    for span in range(span0, span1):
+        first = span * SPAN
+        n = min(SPAN, hi - first)
+        finite = load_span(call, block, b, h, first, n)
+        column = unit.workspace + span - unit.first_span
+        for t in range(n_tiles):
+            seen = attend_span(call, block, b, t, first, n, finite)
+            for lane in range(LANES):
+                part = column + min(t * LANES + lane, n_rows - 1) * unit.n_spans
+                lse = scalar.load(block.part_m + 4 * lane) if seen else MINUS_INF
+                scalar.store(lse, lses + 4 * part)
+                row = block.q_rows + 8 * (t * LANES + lane)
+                scalar.store_word(parts + 4 * part * call.Dv, row)
+            if seen:
+                table = block.q_rows + 8 * t * LANES
+                scatter_columns(F32, table, LANES, call.Dv, block.part, ROW)
+
+
+@compiled
+def _merge_unit(call, unit, scratch, parts, lses):
+    """Fold the workspace parts of a split unit, span after span, then the sink."""
+    b, h = unit.b, unit.h
+    q_first = of_sequence(call.q_first, b)
+    acc = scratch
+    for i in range(unit.n_rows):
+        g, q_idx = split_row(call, b, unit.first_row + i)
+        head = h * call.G + g
+        fill(acc, call.Dv, f32(0.0))
+        m, l = MINUS_INF, f32(0.0)
+        for j in range(unit.n_spans):
+            part = unit.workspace + i * unit.n_spans + j
+            at = parts + 4 * part * call.Dv
+            m, l = fold_row(acc, m, l, call.Dv, F32, at, scalar.load(lses + 4 * part))
+        if call.sinks != 0:
+            m, l = fold_row(acc, m, l, call.Dv, F32, 0, scalar.load(call.sinks + 4 * head))
+        out = row_address(call.out, q_first, b, head, q_idx)
+        lse = row_address(call.lse, q_first, b, head, q_idx)
+        close_row(acc, m, l, call.Dv, call.kind, out, lse)
+
+
+@kernel
+def run_items(counter, scratch, call, units, items, parts, lses):
+    """First pass: every item, wide or narrow, folded or into the workspace."""
+    while True:
+        ticket = scalar.fetch_add_one(counter)
+        if ticket >= items.size:
+            return
+        item = items[ticket]
+        unit = units[item.unit]
+        if unit.workspace < 0:
+            _fold_unit(call, unit, scratch)
+        elif unit.n_rows <= NARROW:
+            block = carve_narrow(scratch, call.D, call.Dv)
+            for span in range(item.first_span, item.last_span):
+                attend_narrow(call, block, unit, span, parts, lses)
+        else:
+            _split_unit(call, unit, item.first_span, item.last_span, scratch, parts, lses)
+
+
+@kernel
+def merge_units(counter, scratch, call, units, parts, lses):
+    """Second pass: fold the parts of every split unit."""
+    while True:
+        ticket = scalar.fetch_add_one(counter)
+        if ticket >= units.size:
+            return
+        unit = units[ticket]
+        if unit.workspace >= 0:
+            _merge_unit(call, unit, scratch, parts, lses)
+
+
+@kernel
+def scratch_bytes(D, Dv):
+    """What a thread needs for either kind of unit."""
+    running = 4 * ROWS * padded(Dv, MR) + 8 * ROWS  # acc, m, l of _fold_unit
+    return max(carve_block(0, D, Dv).end + running, carve_narrow(0, D, Dv).end)
+
+
+def forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one call; out has q's shape with Dv, lse the same without the last dim."""
+    q = tensors.q
+    out = torch.empty((*q.shape[:-1], problem.Dv), dtype=q.dtype)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32)
+    described = describe(problem, tensors, out, lse)
+    call = described.record
+    blocks = -(-described.q_len * int(call["G"]) // ROWS)
+    units = np.empty(int(blocks.sum()) * problem.Hkv, UNIT)
+    if len(units) == 0:
+        return out, lse
+    plan_units(call, units)
+    items, n_parts = split_units(units, problem.Dv, torch.get_num_threads())
+    parts = np.empty((n_parts, problem.Dv), np.float32)
+    lses = np.empty(n_parts, np.float32)
+    pairs = int((units["n_spans"] * units["n_rows"]).sum()) * SPAN
+    workspace = (parts.ctypes.data, lses.ctypes.data)
+    scratch = scratch_bytes(problem.D, problem.Dv) // 8
+    parallel(run_items, (call, units, items, *workspace), scratch, pairs * (problem.D + problem.Dv))
+    # Also where no span is visible: such rows are written there.
+    if (units["workspace"] >= 0).any():
+        parallel(merge_units, (call, units, *workspace), scratch, n_parts * problem.Dv)
+    return out, lse

@@ -1,0 +1,186 @@
+"""Moving tensor rows into fp32 tiles and back.
+
+Rows are found through *tables*: int64 row addresses, themselves given by address. Contiguous, strided, packed and
+paged storage differ in how a table is filled and nowhere else. Each mover exists once per
+storage type; the public names take the type's code and choose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from lockstep.kernels.cpu.compile import compiled
+from lockstep.kernels.cpu.scalar import load_word
+from lockstep.kernels.cpu.simd import (
+    BF16,
+    BLOCK,
+    F16,
+    F32,
+    ITEMSIZE,
+    LLVM_I64,
+    MR,
+    WIDTH,
+    Emit,
+    emitter,
+    f32,
+    i64,
+)
+
+
+def _rows_of(e: Emit, table: ir.Value) -> list[ir.Value]:
+    return [e.load(table, 8 * i, LLVM_I64) for i in range(BLOCK)]
+
+
+def _gather_columns(kind: int) -> Any:
+    """BLOCK rows of D elements become D rows of BLOCK: dst[d, i] = row_i[d]."""
+    size = ITEMSIZE[kind]
+
+    @emitter(i64, i64, i64, i64)
+    def gather(e: Emit, table, D, dst, pitch):
+        rows = _rows_of(e, table)
+        blocks = e.ir.sdiv(D, e.integer(BLOCK))
+        with e.loop(blocks) as block:
+            at = e.offset(e.integer(0), block, BLOCK * size)
+            out = e.offset(dst, block, e.ir.mul(pitch, e.integer(BLOCK)))
+            values = [e.load_as_f32(e.ir.add(row, at), kind, BLOCK) for row in rows]
+            for i, column in enumerate(e.transpose(values)):
+                e.store(column, e.offset(out, e.integer(i), pitch))
+        done = e.ir.mul(blocks, e.integer(BLOCK))
+        with e.loop(e.ir.sub(D, done)) as rest:
+            d = e.ir.add(done, rest)
+            out = e.offset(dst, d, pitch)
+            for i, row in enumerate(rows):
+                e.store(e.load_as_f32(e.offset(row, d, size), kind, 1), out, 4 * i)
+
+    return gather
+
+
+def _scatter_columns(kind: int) -> Any:
+    """The way back: row_i[d] = src[d, i], rounded to the storage type."""
+    size = ITEMSIZE[kind]
+
+    @emitter(i64, i64, i64, i64)
+    def scatter(e: Emit, table, D, src, pitch):
+        rows = _rows_of(e, table)
+        blocks = e.ir.sdiv(D, e.integer(BLOCK))
+        with e.loop(blocks) as block:
+            at = e.offset(e.integer(0), block, BLOCK * size)
+            start = e.offset(src, block, e.ir.mul(pitch, e.integer(BLOCK)))
+            columns = [
+                e.load_as_f32(e.offset(start, e.integer(i), pitch), F32, BLOCK)
+                for i in range(BLOCK)
+            ]
+            for row, values in zip(rows, e.transpose(columns), strict=True):
+                e.store_from_f32(values, e.ir.add(row, at), kind)
+        done = e.ir.mul(blocks, e.integer(BLOCK))
+        with e.loop(e.ir.sub(D, done)) as rest:
+            d = e.ir.add(done, rest)
+            start = e.offset(src, d, pitch)
+            for i, row in enumerate(rows):
+                value = e.load_as_f32(start, F32, 1, 4 * i)
+                e.store_from_f32(value, e.offset(row, d, size), kind)
+
+    return scatter
+
+
+def _copy_row(kind: int, chunk: int) -> Any:
+    """One row in chunks: dst + chunk_idx·step. Zero beyond D. Returns NaN if any is not finite."""
+    size = ITEMSIZE[kind]
+
+    @emitter(i64, i64, i64, i64, returns=f32)
+    def copy(e: Emit, row, D, dst, step):
+        zero = e.constant(0.0, chunk)
+        # x·0 is 0 for finite x and NaN otherwise.
+        witness = e.variable(zero)
+        whole = e.ir.sdiv(D, e.integer(chunk))
+        with e.loop(whole) as i:
+            value = e.load_as_f32(e.offset(row, i, chunk * size), kind, chunk)
+            e.store(value, e.offset(dst, i, step))
+            witness.set(e.fma(value, zero, witness.get()))
+        done = e.ir.mul(whole, e.integer(chunk))
+        rest = e.ir.sub(D, done)
+        tail = e.offset(dst, whole, step)
+        last = e.variable(e.constant(0.0, 1))
+        with e.ir.if_then(e.ir.icmp_signed(">", rest, e.integer(0))):
+            e.store(zero, tail)
+            with e.loop(rest) as i:
+                value = e.load_as_f32(e.offset(row, e.ir.add(done, i), size), kind, 1)
+                e.store(value, e.offset(tail, i, 4))
+                last.set(e.fma(value, e.constant(0.0, 1), last.get()))
+        total = last.get()
+        lanes = witness.get()
+        for i in range(chunk):
+            total = e.ir.fadd(total, e.lane(lanes, i))
+        return total
+
+    return copy
+
+
+_gather_f32, _gather_f16, _gather_bf16 = (_gather_columns(kind) for kind in (F32, F16, BF16))
+_scatter_f32, _scatter_f16, _scatter_bf16 = (_scatter_columns(kind) for kind in (F32, F16, BF16))
+_panel_f32, _panel_f16, _panel_bf16 = (_copy_row(kind, MR) for kind in (F32, F16, BF16))
+_wide_f32, _wide_f16, _wide_bf16 = (_copy_row(kind, WIDTH) for kind in (F32, F16, BF16))
+
+
+@compiled
+def gather_columns(kind, table, n, D, dst, pitch):
+    """Turn n rows (a multiple of BLOCK) into columns: dst[d, i] = row_i[d]; dst [D, n]."""
+    for i in range(0, n, BLOCK):
+        if kind == F32:
+            _gather_f32(table + 8 * i, D, dst + 4 * i, pitch)
+        elif kind == F16:
+            _gather_f16(table + 8 * i, D, dst + 4 * i, pitch)
+        else:
+            _gather_bf16(table + 8 * i, D, dst + 4 * i, pitch)
+
+
+@compiled
+def scatter_columns(kind, table, n, D, src, pitch):
+    """row_i[d] = src[d, i] for n rows (a multiple of BLOCK); src [D, n] fp32."""
+    for i in range(0, n, BLOCK):
+        if kind == F32:
+            _scatter_f32(table + 8 * i, D, src + 4 * i, pitch)
+        elif kind == F16:
+            _scatter_f16(table + 8 * i, D, src + 4 * i, pitch)
+        else:
+            _scatter_bf16(table + 8 * i, D, src + 4 * i, pitch)
+
+
+@compiled
+def gather_panels(kind, table, n, D, dst):
+    """n rows (a multiple of MR) as panels of MR interleaved rows: dst [n / MR, D, MR]."""
+    for i in range(0, n, MR):
+        gather_columns(kind, table + 8 * i, MR, D, dst + 4 * i * D, 4 * MR)
+
+
+@compiled
+def copy_panels(kind, rows, n, D, dst, panel_rows):
+    """n rows cut into panels of MR columns: dst [D / MR, panel_rows, MR]. True if all finite."""
+    witness = f32(0.0)
+    for i in range(n):
+        to = dst + 4 * MR * i
+        step = 4 * MR * panel_rows
+        if kind == F32:
+            witness += _panel_f32(load_word(rows + 8 * i), D, to, step)
+        elif kind == F16:
+            witness += _panel_f16(load_word(rows + 8 * i), D, to, step)
+        else:
+            witness += _panel_bf16(load_word(rows + 8 * i), D, to, step)
+    return witness == f32(0.0)
+
+
+@compiled
+def copy_rows(kind, rows, n, D, dst, pitch):
+    """n rows widened to fp32 and zero-padded to whole vectors: dst [n, pitch / 4]."""
+    witness = f32(0.0)
+    for i in range(n):
+        to = dst + pitch * i
+        if kind == F32:
+            witness += _wide_f32(load_word(rows + 8 * i), D, to, 4 * WIDTH)
+        elif kind == F16:
+            witness += _wide_f16(load_word(rows + 8 * i), D, to, 4 * WIDTH)
+        else:
+            witness += _wide_bf16(load_word(rows + 8 * i), D, to, 4 * WIDTH)
+    return witness == f32(0.0)

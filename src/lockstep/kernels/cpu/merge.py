@@ -1,0 +1,97 @@
+"""Fold parts of one row together: the split-KV formula, one row at a time.
+
+    m' = max(m, lse_i)
+    acc = acc · e^(m − m') + out_i · e^(lse_i − m')
+    l   = l · e^(m − m') + e^(lse_i − m')            out = acc / l,  lse = m + log l
+
+The wide path does the same to LANES rows at once (``tiles.fold_span``), with the same bits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.kernels.cpu import scalar
+from lockstep.kernels.cpu.compile import compiled, kernel
+from lockstep.kernels.cpu.simd import F32, LN2, f32
+from lockstep.kernels.cpu.tensors import KINDS
+from lockstep.kernels.cpu.threads import parallel
+
+MINUS_INF = f32(-np.inf)
+
+
+@compiled
+def fill(address, n, value):
+    for i in range(n):
+        scalar.store(value, address + 4 * i)
+
+
+@compiled
+def fold_row(acc, m, l, D, kind, part, lse):
+    """Fold one part into (acc, m, l); returns the new m and l. A part of 0 is a sink: no value."""
+    if lse == MINUS_INF:
+        return m, l
+    largest = lse if lse > m else m
+    base = f32(0.0) if largest == MINUS_INF else largest
+    old = scalar.exp(m - base)
+    new = scalar.exp(lse - base)
+    size = 4 if kind == F32 else 2
+    for d in range(D):
+        value = scalar.load_element(kind, part + size * d) if part != 0 else f32(0.0)
+        at = acc + 4 * d
+        scalar.store(scalar.fma(scalar.load(at), old, value * new), at)
+    return largest, scalar.fma(l, old, new)
+
+
+@compiled
+def close_row(acc, m, l, D, kind, out, lse):
+    """Write out = acc / l and lse = m + log l."""
+    total = f32(1.0) if l == f32(0.0) else l
+    size = 4 if kind == F32 else 2
+    for d in range(D):
+        value = scalar.load(acc + 4 * d) / total + f32(0.0)
+        scalar.store_element(kind, value, out + size * d)
+    scalar.store(m + scalar.log2(total) * f32(LN2), lse)
+
+
+@kernel
+def _merge_rows(counter, scratch, kind, parts, lses, n_parts, n_rows, D, out, lse):
+    """parts [n_parts, n_rows, D], lses [n_parts, n_rows] → out [n_rows, D], lse [n_rows]."""
+    acc = scratch
+    size = 4 if kind == F32 else 2
+    step = 64
+    while True:
+        first = step * scalar.fetch_add_one(counter)
+        if first >= n_rows:
+            return
+        for row in range(first, min(first + step, n_rows)):
+            fill(acc, D, f32(0.0))
+            m, l = MINUS_INF, f32(0.0)
+            for i in range(n_parts):
+                at = i * n_rows + row
+                part_lse = scalar.load(lses + 4 * at)
+                m, l = fold_row(acc, m, l, D, kind, parts + size * at * D, part_lse)
+            close_row(acc, m, l, D, kind, out + size * row * D, lse + 4 * row)
+
+
+def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Combine partial results (out [..., D], lse [...]) in the order given."""
+    parts, part_lses = torch.stack(outs).contiguous(), torch.stack(lses).float().contiguous()
+    out, lse = torch.empty_like(parts[0]), torch.empty_like(part_lses[0])
+    D = out.shape[-1]
+    arguments = (
+        KINDS[parts.dtype],
+        parts.data_ptr(),
+        part_lses.data_ptr(),
+        len(outs),
+        lse.numel(),
+        D,
+        out.data_ptr(),
+        lse.data_ptr(),
+    )
+    parallel(_merge_rows, arguments, scratch_words=D, work=parts.numel() * 8)
+    return out, lse
+
+

@@ -1,0 +1,112 @@
+"""Single-lane versions of the tile arithmetic: the same bits, one element at a time."""
+
+from __future__ import annotations
+
+from lockstep.kernels.cpu.compile import compiled
+from lockstep.kernels.cpu.simd import (
+    BF16,
+    F16,
+    F32,
+    LLVM_F32,
+    LLVM_I32,
+    LLVM_I64,
+    Emit,
+    emitter,
+    f32,
+    i32,
+    i64,
+)
+
+
+@emitter(f32, f32, f32, returns=f32)
+def fma(e: Emit, x, y, z):
+    return e.fma(x, y, z)
+
+
+@emitter(f32, returns=f32)
+def exp2(e: Emit, x):
+    return e.exp2(x)
+
+
+@emitter(f32, returns=f32)
+def exp(e: Emit, x):
+    return e.exp(x)
+
+
+@emitter(f32, returns=f32)
+def log2(e: Emit, x):
+    return e.log2(x)
+
+
+@emitter(f32, returns=f32)
+def tanh(e: Emit, x):
+    return e.tanh(x)
+
+
+@emitter(i64, returns=f32)
+def load(e: Emit, address):
+    return e.load(address, 0, LLVM_F32)
+
+
+@emitter(f32, i64)
+def store(e: Emit, value, address):
+    e.store(value, address)
+
+
+@emitter(i64, returns=i64)
+def load_word(e: Emit, address):
+    return e.load(address, 0, LLVM_I64)
+
+
+@emitter(i64, i64)
+def store_word(e: Emit, value, address):
+    e.store(value, address)
+
+
+@emitter(i64, returns=i32)
+def load_int(e: Emit, address):
+    return e.load(address, 0, LLVM_I32)
+
+
+@emitter(i32, i64)
+def store_int(e: Emit, value, address):
+    e.store(value, address)
+
+
+@emitter(i64, returns=i64)
+def fetch_add_one(e: Emit, address):
+    """Take the next ticket of a counter that threads share."""
+    return e.ir.atomic_rmw("add", e.pointer(address), e.integer(1), "monotonic")
+
+
+def _load_as(kind):
+    return emitter(i64, returns=f32)(lambda e, address: e.load_as_f32(address, kind, 1))
+
+
+def _store_as(kind):
+    return emitter(f32, i64)(lambda e, value, address: e.store_from_f32(value, address, kind))
+
+
+_load_f16, _load_bf16 = _load_as(F16), _load_as(BF16)
+_store_f16, _store_bf16 = _store_as(F16), _store_as(BF16)
+
+
+@compiled
+def load_element(kind, address):
+    """One tensor element of storage type ``kind``, widened."""
+    if kind == F32:
+        return load(address)
+    if kind == F16:
+        return _load_f16(address)
+    return _load_bf16(address)
+
+
+@compiled
+def store_element(kind, value, address):
+    """One fp32 value rounded to storage type ``kind``."""
+    if kind == F32:
+        store(value, address)
+    elif kind == F16:
+        _store_f16(value, address)
+    else:
+        _store_bf16(value, address)

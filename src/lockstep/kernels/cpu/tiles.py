@@ -1,0 +1,252 @@
+"""The arithmetic of one tile, in registers.
+
+A tile holds LANES query rows side by side, one per SIMD lane, and walks over keys:
+
+    scores   s[kv, lane]  = c · Σ_d  k[kv, d] · q[d, lane]      keys broadcast from panels
+    weights  p[kv, lane]  = 2^(s − m),   l[lane] = Σ_kv p
+    output   acc[d, lane] = Σ_kv v[kv, d] · p[kv, lane]         values broadcast from panels
+
+Every sum is one chain of fused multiply-adds in ascending order, per lane. Softmax needs no
+step across lanes, and a row's bits do not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.cpu.simd import (
+    LANES,
+    LLVM_F32,
+    LLVM_I32,
+    LN2,
+    MR,
+    NV,
+    WIDTH,
+    Emit,
+    Variable,
+    emitter,
+    f32,
+    i64,
+    vector,
+)
+
+ROW = 4 * LANES  # bytes of one tile row
+VECTOR = 4 * WIDTH
+MINUS_INF = float("-inf")
+INTEGERS = vector(WIDTH, LLVM_I32)
+
+
+def _zeros(e: Emit, vectors: int) -> list[list[Variable]]:
+    return [[e.variable(e.constant(0.0)) for _ in range(vectors)] for _ in range(MR)]
+
+
+def _multiply(e: Emit, acc, count, a, a_pitch: int, a_step: int, b, b_pitch) -> None:
+    """acc[i, j] += Σ_r a[r, i] · b[r, j]: the one inner loop of every matrix product."""
+    with e.loop(count) as r:
+        a_row = e.offset(a, r, a_pitch)
+        b_row = e.offset(b, r, b_pitch)
+        columns = [e.load(b_row, VECTOR * j) for j in range(len(acc[0]))]
+        for i in range(MR):
+            factor = e.splat(e.load(a_row, a_step * i, LLVM_F32))
+            for j, column in enumerate(columns):
+                acc[i][j].set(e.fma(factor, column, acc[i][j].get()))
+
+
+def _scores(e: Emit, k_panel, q_t, s, D, c, m=None) -> None:
+    acc = _zeros(e, NV)
+    _multiply(e, acc, D, k_panel, 4 * MR, 4, q_t, ROW)
+    factor = e.splat(c)
+    for j in range(NV):
+        largest = None if m is None else e.load(m, VECTOR * j)
+        for i in range(MR):
+            score = e.ir.fmul(acc[i][j].get(), factor)
+            e.store(score, s, ROW * i + VECTOR * j)
+            if m is not None:
+                largest = e.maximum(score, largest)
+        if m is not None:
+            e.store(largest, m, VECTOR * j)
+
+
+@emitter(i64, i64, i64, i64, f32)
+def score_tile(e: Emit, k_panel, q_t, s, D, c):
+    """s [MR, LANES] = c · k_panel [D, MR]ᵀ · q_t [D, LANES]."""
+    _scores(e, k_panel, q_t, s, D, c)
+
+
+@emitter(i64, i64, i64, i64, f32, i64)
+def score_tile_max(e: Emit, k_panel, q_t, s, D, c, m):
+    """The same, and m [LANES] = max(m, s) for tiles that every lane sees whole."""
+    _scores(e, k_panel, q_t, s, D, c, m)
+
+
+@emitter(i64, i64, i64, i64)
+def accumulate_tile(e: Emit, v_panel, p, acc, n):
+    """acc [MR, LANES] += v_panel [n, MR]ᵀ · p [n, LANES]."""
+    slots = [
+        [e.variable(e.load(acc, ROW * i + VECTOR * j)) for j in range(NV)] for i in range(MR)
+    ]
+    _multiply(e, slots, n, v_panel, 4 * MR, 4, p, ROW)
+    for i in range(MR):
+        for j in range(NV):
+            e.store(slots[i][j].get(), acc, ROW * i + VECTOR * j)
+
+
+def _outer(vectors: int):
+    @emitter(i64, i64, i64, i64, i64)
+    def outer(e: Emit, p, rows, out, n, pitch):
+        line = [e.offset(out, e.integer(i), pitch) for i in range(MR)]
+        slots = [
+            [e.variable(e.load(line[i], VECTOR * j)) for j in range(vectors)] for i in range(MR)
+        ]
+        _multiply(e, slots, n, p, 4, ROW, rows, pitch)
+        for i in range(MR):
+            for j in range(vectors):
+                e.store(slots[i][j].get(), line[i], VECTOR * j)
+
+    return outer
+
+
+# out [MR, d] += p [MR, n] · rows [n, d] for d = 1, 2, 3 vectors; rows and out share a pitch.
+outer_tile_1, outer_tile_2, outer_tile_3 = _outer(1), _outer(2), _outer(3)
+
+
+@emitter(i64, i64, i64)
+def max_rows(e: Emit, s, n, m):
+    """m [LANES] = max(m, s [n, LANES])."""
+    largest = [e.variable(e.load(m, VECTOR * j)) for j in range(NV)]
+    with e.loop(n) as kv:
+        row = e.offset(s, kv, ROW)
+        for j in range(NV):
+            largest[j].set(e.maximum(e.load(row, VECTOR * j), largest[j].get()))
+    for j in range(NV):
+        e.store(largest[j].get(), m, VECTOR * j)
+
+
+@emitter(i64, i64, i64, i64, i64)
+def mask_rows(e: Emit, s, first, n, lo, hi):
+    """s = −inf where key first + i lies outside the lane's [lo, hi); s [n, LANES]."""
+    low = [e.load(lo, VECTOR * j, INTEGERS) for j in range(NV)]
+    high = [e.load(hi, VECTOR * j, INTEGERS) for j in range(NV)]
+    minus_inf = e.constant(MINUS_INF)
+    with e.loop(n) as i:
+        row = e.offset(s, i, ROW)
+        kv = e.splat(e.ir.trunc(e.ir.add(first, i), LLVM_I32))
+        for j in range(NV):
+            after = e.ir.icmp_signed(">=", kv, low[j])
+            visible = e.ir.and_(after, e.ir.icmp_signed("<", kv, high[j]))
+            score = e.ir.select(visible, e.load(row, VECTOR * j), minus_inf)
+            e.store(score, row, VECTOR * j)
+
+
+@emitter(i64, i64, f32, i64)
+def softcap_rows(e: Emit, s, n, cap, slopes):
+    """s = cap · tanh(s) in place; slopes = 1 − tanh², unless its address is 0."""
+    factor = e.splat(cap)
+    wanted = e.ir.icmp_signed("!=", slopes, e.integer(0))
+    one = e.constant(1.0)
+    with e.loop(n) as i:
+        row = e.offset(s, i, ROW)
+        for j in range(NV):
+            t = e.tanh(e.load(row, VECTOR * j))
+            e.store(e.ir.fmul(t, factor), row, VECTOR * j)
+            with e.ir.if_then(wanted):
+                slope = e.fma(e.ir.fneg(t), t, one)
+                e.store(slope, e.offset(slopes, i, ROW), VECTOR * j)
+
+
+def _finite_or_zero(e: Emit, m):
+    """A row that has seen no key has m = −inf; its weights are 2^(−inf − 0) = 0."""
+    return e.ir.select(e.ir.fcmp_ordered("==", m, e.constant(MINUS_INF)), e.constant(0.0), m)
+
+
+@emitter(i64, i64, i64, i64)
+def weigh_rows(e: Emit, s, n, m, l):
+    """s = 2^(s − m) in place, l [LANES] += Σ s; s [n, LANES]."""
+    largest = [_finite_or_zero(e, e.load(m, VECTOR * j)) for j in range(NV)]
+    total = [e.variable(e.load(l, VECTOR * j)) for j in range(NV)]
+    with e.loop(n) as kv:
+        row = e.offset(s, kv, ROW)
+        for j in range(NV):
+            p = e.exp2(e.ir.fsub(e.load(row, VECTOR * j), largest[j]))
+            e.store(p, row, VECTOR * j)
+            total[j].set(e.ir.fadd(total[j].get(), p))
+    for j in range(NV):
+        e.store(total[j].get(), l, VECTOR * j)
+
+
+@emitter(i64, i64, i64, i64)
+def normalise_span(e: Emit, acc, D, m, l):
+    """(acc, m, l) of one span become (out, lse): acc / l in place, lse in m (natural log)."""
+    one, zero = e.constant(1.0), e.constant(0.0)
+    inverse = []
+    for j in range(NV):
+        total = e.load(l, VECTOR * j)
+        empty = e.ir.fcmp_ordered("==", total, zero)
+        inverse.append(e.ir.select(empty, zero, e.ir.fdiv(one, total)))
+        log2 = e.ir.fadd(e.load(m, VECTOR * j), e.log2(e.ir.select(empty, one, total)))
+        lse = e.ir.fmul(log2, e.constant(LN2))
+        e.store(e.ir.select(empty, e.constant(MINUS_INF), lse), m, VECTOR * j)
+    with e.loop(D) as d:
+        row = e.offset(acc, d, ROW)
+        for j in range(NV):
+            e.store(e.ir.fmul(e.load(row, VECTOR * j), inverse[j]), row, VECTOR * j)
+
+
+@emitter(i64, i64, i64, i64, i64, i64)
+def fold_span(e: Emit, acc, D, m, l, part, lse):
+    """Fold a part (out, lse) into the running (acc, m, l): the split-KV formula."""
+    old_weight, new_weight = [], []
+    for j in range(NV):
+        old, new = e.load(m, VECTOR * j), e.load(lse, VECTOR * j)
+        largest = e.maximum(new, old)
+        base = _finite_or_zero(e, largest)
+        old_weight.append(e.exp(e.ir.fsub(old, base)))
+        new_weight.append(e.exp(e.ir.fsub(new, base)))
+        e.store(largest, m, VECTOR * j)
+        total = e.fma(e.load(l, VECTOR * j), old_weight[j], new_weight[j])
+        e.store(total, l, VECTOR * j)
+    with e.loop(D) as d:
+        run, row = e.offset(acc, d, ROW), e.offset(part, d, ROW)
+        for j in range(NV):
+            fresh = e.ir.fmul(e.load(row, VECTOR * j), new_weight[j])
+            e.store(e.fma(e.load(run, VECTOR * j), old_weight[j], fresh), run, VECTOR * j)
+
+
+@emitter(i64, i64, i64, i64)
+def close_rows(e: Emit, acc, D, m, l):
+    """The running (acc, m, l) become (out, lse): acc / l in place, lse in m."""
+    one, zero = e.constant(1.0), e.constant(0.0)
+    totals = []
+    for j in range(NV):
+        total = e.load(l, VECTOR * j)
+        empty = e.ir.fcmp_ordered("==", total, zero)
+        totals.append(e.ir.select(empty, one, total))
+        log = e.ir.fmul(e.log2(totals[j]), e.constant(LN2))
+        e.store(e.ir.fadd(e.load(m, VECTOR * j), log), m, VECTOR * j)
+    with e.loop(D) as d:
+        row = e.offset(acc, d, ROW)
+        for j in range(NV):
+            out = e.ir.fdiv(e.load(row, VECTOR * j), totals[j])
+            # A masked key adds +0 or nothing at all: + 0 makes both give the same zero.
+            e.store(e.ir.fadd(out, zero), row, VECTOR * j)
+
+
+@emitter(i64, i64, i64, i64, i64, i64)
+def score_gradient_rows(e: Emit, s, dp, n, lse2, delta, slopes):
+    """s = 2^(s − lse2), dp = s · (dp − delta) · slope; a score of −inf gives 0 in both."""
+    wanted = e.ir.icmp_signed("!=", slopes, e.integer(0))
+    zero, minus_inf = e.constant(0.0), e.constant(MINUS_INF)
+    log_sum = [e.load(lse2, VECTOR * j) for j in range(NV)]
+    deltas = [e.load(delta, VECTOR * j) for j in range(NV)]
+    with e.loop(n) as i:
+        row, grad = e.offset(s, i, ROW), e.offset(dp, i, ROW)
+        for j in range(NV):
+            score = e.load(row, VECTOR * j)
+            p = e.exp2(e.ir.fsub(score, log_sum[j]))
+            ds = e.variable(e.ir.fmul(p, e.ir.fsub(e.load(grad, VECTOR * j), deltas[j])))
+            with e.ir.if_then(wanted):
+                slope = e.load(e.offset(slopes, i, ROW), VECTOR * j)
+                ds.set(e.ir.fmul(ds.get(), slope))
+            masked = e.ir.fcmp_ordered("==", score, minus_inf)
+            e.store(e.ir.select(masked, zero, p), row, VECTOR * j)
+            e.store(e.ir.select(masked, zero, ds.get()), grad, VECTOR * j)
+
+

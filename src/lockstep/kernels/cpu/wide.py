@@ -1,0 +1,243 @@
+"""Many query rows against one span of keys: rows ride in SIMD lanes.
+
+A *block* is up to ROWS query rows of one KV head; a *span* is SPAN keys, aligned to absolute
+key positions. Keys and values of a span are laid out once per block and serve all its tiles.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from lockstep.kernels.cpu import scalar
+from lockstep.kernels.cpu.call import (
+    UNBOUNDED,
+    fill_kv_rows,
+    of_sequence,
+    row_address,
+    split_row,
+    visible,
+)
+from lockstep.kernels.cpu.compile import compiled
+from lockstep.kernels.cpu.memory import copy_panels, gather_columns, gather_panels
+from lockstep.kernels.cpu.merge import fill
+from lockstep.kernels.cpu.simd import LANES, LOG2E, MR, f32
+from lockstep.kernels.cpu.tiles import (
+    ROW,
+    accumulate_tile,
+    mask_rows,
+    max_rows,
+    normalise_span,
+    score_tile,
+    score_tile_max,
+    softcap_rows,
+    weigh_rows,
+)
+
+# The unit of the KV reduction, shared by prefill, chunks and decode: bits depend on it.
+SPAN = 256
+# Rows of a block: a multiple of every machine's LANES. Bits do not depend on it.
+ROWS = 192
+TILES = ROWS // LANES
+MAX_HEAD_DIM = 512
+MINUS_INF = f32(-np.inf)
+
+
+class Block(NamedTuple):
+    """Where the parts of a block lie in scratch, by address."""
+
+    zero_row: int  # [MAX_HEAD_DIM]
+    q_rows: int  # [ROWS] addresses
+    kv_rows: int  # [SPAN] addresses
+    q_idx: int  # [ROWS] int64; the last row repeats to fill its tile
+    q_head: int  # [ROWS] int64
+    lo: int  # [ROWS] int32: keys [lo, hi) are visible
+    hi: int  # [ROWS] int32
+    q_t: int  # [TILES, D, LANES]
+    k_panels: int  # [SPAN / MR, D, MR]
+    v_panels: int  # [Dv / MR, SPAN, MR]
+    s: int  # [SPAN, LANES] scores, then weights
+    part: int  # [Dv, LANES] output of one span
+    part_m: int  # [LANES] its max, then its lse
+    part_l: int  # [LANES]
+    end: int
+
+
+@compiled
+def padded(n, step):
+    return (n + step - 1) // step * step
+
+
+@compiled
+def carve_block(base, D, Dv):
+    """Lay a Block out from address ``base``, each part on a cache line."""
+    q_rows = base + 4 * MAX_HEAD_DIM
+    kv_rows = q_rows + 8 * ROWS
+    q_idx = kv_rows + 8 * SPAN
+    q_head = q_idx + 8 * ROWS
+    lo = q_head + 8 * ROWS
+    hi = lo + 4 * ROWS
+    q_t = hi + 4 * ROWS
+    k_panels = q_t + 4 * ROWS * D
+    v_panels = k_panels + 4 * SPAN * D
+    s = v_panels + 4 * SPAN * padded(Dv, MR)
+    part = s + SPAN * ROW
+    part_m = part + padded(Dv, MR) * ROW
+    part_l = part_m + padded(ROW, 64)
+    end = part_l + padded(ROW, 64)
+    return Block(
+        base, q_rows, kv_rows, q_idx, q_head, lo, hi, q_t, k_panels, v_panels, s, part, part_m,
+        part_l, end,
+    )
+
+
+@compiled
+def load_queries(call, block, b, h, row0, n_rows):
+    """Find the rows of a block and lay their queries out; the last row fills up its tile."""
+    n_tiles = padded(n_rows, LANES) // LANES
+    for i in range(n_tiles * LANES):
+        g, q_idx = split_row(call, b, row0 + min(i, n_rows - 1))
+        head = h * call.G + g
+        lo, hi = visible(call, b, q_idx)
+        scalar.store_word(q_idx, block.q_idx + 8 * i)
+        scalar.store_word(head, block.q_head + 8 * i)
+        row = row_address(call.q, of_sequence(call.q_first, b), b, head, q_idx)
+        scalar.store_word(row, block.q_rows + 8 * i)
+        scalar.store_int(lo, block.lo + 4 * i)
+        scalar.store_int(hi, block.hi + 4 * i)
+    for t in range(n_tiles):
+        table = block.q_rows + 8 * t * LANES
+        gather_columns(call.kind, table, LANES, call.D, block.q_t + t * call.D * ROW, ROW)
+    return n_tiles
+
+
+@compiled
+def block_range(block, n_tiles):
+    """First and last key that any row of the block sees."""
+    first, last = UNBOUNDED, 0
+    for i in range(n_tiles * LANES):
+        lo, hi = scalar.load_int(block.lo + 4 * i), scalar.load_int(block.hi + 4 * i)
+        if lo < hi:
+            first, last = min(first, lo), max(last, hi)
+    return first, last
+
+
+@compiled
+def load_span(call, block, b, h, first, n):
+    """Lay keys first … first + n out as panels, zeros up to a whole panel. True if v is finite."""
+    whole = padded(n, MR)
+    fill_kv_rows(call, call.k, b, h, first, n, whole, block.zero_row, block.kv_rows)
+    gather_panels(call.kind, block.kv_rows, whole, call.D, block.k_panels)
+    fill_kv_rows(call, call.v, b, h, first, n, whole, block.zero_row, block.kv_rows)
+    return copy_panels(call.kind, block.kv_rows, whole, call.Dv, block.v_panels, SPAN)
+
+
+@compiled
+def add_bias(call, block, b, t, first, n, s):
+    """s [n, LANES] += bias in log2 units, for the keys first … first + n that exist."""
+    n = min(n, of_sequence(call.kv_len, b) - first)
+    for lane in range(LANES):
+        i = t * LANES + lane
+        head = scalar.load_word(block.q_head + 8 * i)
+        q_idx = scalar.load_word(block.q_idx + 8 * i)
+        row = row_address(call.bias, 0, b, head, q_idx) + first * call.bias_col
+        for kv in range(n):
+            bias = scalar.load_element(call.bias_kind, row + kv * call.bias_col) * f32(LOG2E)
+            at = s + kv * ROW + 4 * lane
+            scalar.store(scalar.load(at) + bias, at)
+
+
+@compiled
+def tile_scores(call, block, b, t, first, begin, end, bounds, slopes):
+    """Scores of keys begin … end (offsets into the span) for tile t, masked, in log2 units.
+
+    The max of the fully visible part goes into part_m on the way; returns nothing else.
+    """
+    lo_max, hi_min = bounds
+    capped = call.softcap > 0.0
+    has_bias = call.bias.address != 0
+    factor = f32(call.scale / call.softcap) if capped else f32(call.scale * LOG2E)
+    q_t = block.q_t + t * call.D * ROW
+    lo = block.lo + 4 * t * LANES
+    hi = block.hi + 4 * t * LANES
+    for kv in range(begin, end, MR):
+        k_panel = block.k_panels + 4 * kv * call.D
+        s = block.s + kv * ROW
+        whole = first + kv >= lo_max and first + kv + MR <= hi_min
+        if whole and not capped and not has_bias:
+            score_tile_max(k_panel, q_t, s, call.D, factor, block.part_m)
+            continue
+        score_tile(k_panel, q_t, s, call.D, factor)
+        if capped:
+            slope = slopes + kv * ROW if slopes != 0 else 0
+            softcap_rows(s, MR, f32(call.softcap * LOG2E), slope)
+        if has_bias:
+            add_bias(call, block, b, t, first + kv, MR, s)
+        if not whole:
+            mask_rows(s, first + kv, MR, lo, hi)
+        max_rows(s, MR, block.part_m)
+
+
+@compiled
+def tile_bounds(block, t, first, n):
+    """For tile t in the span: keys to visit (offsets, whole panels), and (lo_max, hi_min)."""
+    lo_min, hi_max = first + n, first
+    lo_max, hi_min = 0, first + n
+    for i in range(t * LANES, (t + 1) * LANES):
+        lo, hi = scalar.load_int(block.lo + 4 * i), scalar.load_int(block.hi + 4 * i)
+        lo_max = max(lo_max, lo)
+        hi_min = min(hi_min, hi)
+        if lo < hi:
+            lo_min = min(lo_min, lo)
+            hi_max = max(hi_max, hi)
+    begin = max(lo_min - first, 0) // MR * MR
+    end = padded(min(hi_max - first, n), MR)
+    return begin, end, (lo_max, hi_min)
+
+
+@compiled
+def weigh_and_accumulate_carefully(call, block, begin, end):
+    """The plain path for values that are not finite: what a row does not see stays out of it."""
+    for lane in range(LANES):
+        m = scalar.load(block.part_m + 4 * lane)
+        base = f32(0.0) if m == MINUS_INF else m
+        l = f32(0.0)
+        for kv in range(begin, end):
+            at = block.s + kv * ROW + 4 * lane
+            score = scalar.load(at)
+            p = scalar.exp2(score - base)
+            l += p
+            # Weights are never negative: −1 marks what is masked.
+            scalar.store(f32(-1.0) if score == MINUS_INF else p, at)
+        scalar.store(l, block.part_l + 4 * lane)
+        for d in range(call.Dv):
+            v = block.v_panels + 4 * (d // MR * SPAN * MR + d % MR)
+            acc = f32(0.0)
+            for kv in range(begin, end):
+                p = scalar.load(block.s + kv * ROW + 4 * lane)
+                if p != f32(-1.0):
+                    acc = scalar.fma(scalar.load(v + 4 * kv * MR), p, acc)
+            scalar.store(acc, block.part + d * ROW + 4 * lane)
+
+
+@compiled
+def attend_span(call, block, b, t, first, n, finite):
+    """Tile t against the loaded span: (out, lse) of the span into part, part_m. False if unseen."""
+    begin, end, bounds = tile_bounds(block, t, first, n)
+    if begin >= end:
+        return False
+    fill(block.part_m, LANES, MINUS_INF)
+    fill(block.part_l, LANES, f32(0.0))
+    tile_scores(call, block, b, t, first, begin, end, bounds, 0)
+    Dv = padded(call.Dv, MR)
+    fill(block.part, Dv * LANES, f32(0.0))
+    if finite:
+        weigh_rows(block.s + begin * ROW, end - begin, block.part_m, block.part_l)
+        for d in range(0, Dv, MR):
+            v_panel = block.v_panels + 4 * (d * SPAN + begin * MR)
+            accumulate_tile(v_panel, block.s + begin * ROW, block.part + d * ROW, end - begin)
+    else:
+        weigh_and_accumulate_carefully(call, block, begin, end)
+    normalise_span(block.part, Dv, block.part_m, block.part_l)
+    return True
