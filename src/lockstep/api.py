@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
+from torch.amp import is_autocast_available
 
 from lockstep import dispatch, ops
 from lockstep.dispatch import Explanation
@@ -344,7 +345,7 @@ def _prepare(tensors: Tensors) -> Tensors:
     if tensors.bias is not None:
         tensors = tensors._replace(bias=pad_bias(tensors.bias))
     device_type = tensors.q.device.type
-    if not torch.is_autocast_enabled(device_type):
+    if not (is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
         return tensors
     # As for scaled_dot_product_attention: all but float64 goes to the autocast dtype. A float32
     # bias and float32 sinks stay what they are, since they go with every dtype.

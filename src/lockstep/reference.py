@@ -129,7 +129,12 @@ def _varlen(problem: AttentionProblem, t: Tensors) -> tuple[Tensor, Tensor]:
     lens_q, lens_k = t.cu_seqlens_q.diff().tolist(), t.cu_seqlens_k.diff().tolist()
     outs = [t.q.new_zeros(0, problem.Hq, problem.Dv)]
     lses = [t.q.new_zeros(0, problem.Hq)]
-    for q, k, v in zip(t.q.split(lens_q), t.k.split(lens_k), t.v.split(lens_k), strict=True):
+    for q, k, v in zip(
+        t.q.split_with_sizes(lens_q),
+        t.k.split_with_sizes(lens_k),
+        t.v.split_with_sizes(lens_k),
+        strict=True,
+    ):
         # [T, H, D] -> [1, H, S, D] and back
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         lens = torch.tensor([k.shape[2]], device=k.device)

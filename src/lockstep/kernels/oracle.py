@@ -35,9 +35,11 @@ def backward(
         with _autograd_inside_an_operator():
             for leaf in wanted.values():
                 leaf.requires_grad_()
-            results = reference.evaluate(problem, tensors._replace(**wanted))
-            cotangents = dout, torch.zeros_like(lse) if dlse is None else dlse
-            grads = torch.autograd.grad(results, list(wanted.values()), cotangents)
+            out, lse = reference.evaluate(problem, tensors._replace(**wanted))
+            loss = (out * dout).sum()
+            if dlse is not None:
+                loss = loss + (lse * dlse).sum()
+            grads = torch.autograd.grad(loss, list(wanted.values()))
     found = {name: grad.contiguous() for name, grad in zip(wanted, grads, strict=True)}
     return Gradients(*(found.get(name) for name in Gradients._fields))
 

@@ -1,0 +1,119 @@
+"""torch.compile and torch.export: one graph, and no new one for a new length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import lockstep
+
+LENGTHS = (5, 6, 9, 17, 40)
+
+
+def rand(*shape: int, grad: bool = False) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=grad)
+
+
+@pytest.fixture
+def compiled():
+    """Compiles for every call of it anew, and counts the graphs."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    yield lambda f: (torch.compile(f, fullgraph=True, backend=counter), counter)
+    torch._dynamo.reset()
+
+
+def test_dense_with_gradients(compiled):
+    def f(q, k, v, bias, sinks, lens):
+        return lockstep.attention(
+            q, k, v, bias=bias, sinks=sinks, kv_lens=lens, causal=True, return_lse=True
+        )
+
+    g, counter = compiled(f)
+    for S in LENGTHS:
+        leaves = [
+            rand(2, 4, S, 8, grad=True), rand(2, 2, S + 3, 8, grad=True),
+            rand(2, 2, S + 3, 6, grad=True), rand(S, S + 3, grad=True), rand(4, grad=True),
+        ]  # fmt: skip
+        lens = torch.tensor([S, S + 3])
+        out, lse = g(*leaves, lens)
+        grads = torch.autograd.grad(out.square().sum() + lse.sum(), leaves)
+        expected, expected_lse = f(*leaves, lens)
+        expected_grads = torch.autograd.grad(expected.square().sum() + expected_lse.sum(), leaves)
+        torch.testing.assert_close((out, lse, *grads), (expected, expected_lse, *expected_grads))
+    # One for the first length, one for all others.
+    assert counter.frame_count == 2
+
+
+def test_lengths_marked_dynamic_compile_once(compiled):
+    g, counter = compiled(lambda q, k, bias: lockstep.attention(q, k, k, bias=bias, causal=True))
+    for S in LENGTHS:
+        q, k, bias = rand(2, 4, S, 8), rand(2, 4, 2 * S, 8), rand(S, 2 * S)
+        for tensor, dim in ((q, 2), (k, 2), (bias, 0), (bias, 1)):
+            torch._dynamo.mark_dynamic(tensor, dim)
+        g(q, k, bias)
+    assert counter.frame_count == 1
+
+
+def test_varlen(compiled):
+    def f(q, k, v, offsets):
+        return lockstep.attention_varlen(q, k, v, offsets, offsets, window=(4, 0))
+
+    g, counter = compiled(f)
+    for T in LENGTHS:
+        q, offsets = rand(T + 6, 4, 8, grad=True), torch.tensor([0, T, T + 6])
+        out = g(q, q, q, offsets)
+        torch.testing.assert_close(out, f(q, q, q, offsets))
+        out.sum().backward()
+    assert counter.frame_count == 2
+
+
+def test_paged(compiled):
+    g, counter = compiled(lambda *args: lockstep.attention_paged(*args, causal=True))
+    for n in LENGTHS:
+        q, pages = rand(2, 4, 1, 8), rand(2 * n, 4, 2, 8)
+        table, lens = torch.arange(2 * n).view(2, n), torch.tensor([4 * n, 3])
+        expected = lockstep.attention_paged(q, pages, pages, table, lens, causal=True)
+        torch.testing.assert_close(g(q, pages, pages, table, lens), expected)
+    assert counter.frame_count == 2
+
+
+def test_merge(compiled):
+    def f(a, b, c, d):
+        return lockstep.merge([(a, b), (c, d)])
+
+    g, counter = compiled(f)
+    for n in LENGTHS:
+        parts = rand(n, 4), rand(n), rand(n, 4), rand(n)
+        torch.testing.assert_close(g(*parts), f(*parts))
+    assert counter.frame_count == 2
+
+
+def test_inductor():
+    q, k, v = (rand(2, 4, 6, 8, grad=True) for _ in range(3))
+
+    def f(q, k, v):
+        return (lockstep.attention(q + 1, k, v, causal=True) * 2).square().sum()
+
+    torch._dynamo.reset()
+    grads = torch.autograd.grad(torch.compile(f, fullgraph=True)(q, k, v), (q, k, v))
+    torch.testing.assert_close(grads, torch.autograd.grad(f(q, k, v), (q, k, v)))
+
+
+def test_bad_input_is_named_while_compiling(compiled):
+    g, _ = compiled(lambda q: lockstep.attention(q, q, q, window=(-1, 0)))
+    with pytest.raises(Exception, match="window takes distances of 0 or more"):
+        g(rand(1, 2, 3, 4))
+
+
+def test_export_keeps_lengths_symbolic():
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return lockstep.attention(q, k, v, causal=True)
+
+    Sq, Skv = torch.export.Dim("Sq"), torch.export.Dim("Skv")
+    q, k, v = rand(2, 4, 5, 8), rand(2, 2, 7, 8), rand(2, 2, 7, 8)
+    program = torch.export.export(Model(), (q, k, v), dynamic_shapes=({2: Sq}, {2: Skv}, {2: Skv}))
+    longer = rand(2, 4, 11, 8), rand(2, 2, 30, 8), rand(2, 2, 30, 8)
+    torch.testing.assert_close(program.module()(*longer), Model()(*longer))

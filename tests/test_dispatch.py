@@ -1,0 +1,130 @@
+"""Who runs what: the order, the refusals, and names that never fall back."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import lockstep
+from lockstep import dispatch
+from lockstep.kernels import oracle
+from lockstep.problem import Options, Tensors, describe
+
+
+def problem(dtype: torch.dtype = torch.float64):
+    q = torch.randn(1, 2, 3, 4).to(dtype)
+    return describe(Tensors(q, q, q), Options())
+
+
+def kernel(name: str, refusal: str | None = None, **changes):
+    return dataclasses.replace(oracle.KERNEL, name=name, supports=lambda _: refusal, **changes)
+
+
+@pytest.fixture
+def three_kernels(monkeypatch):
+    kernels = kernel("first", "not today"), kernel("second"), kernel("third", backward=None)
+    monkeypatch.setattr(dispatch, "KERNELS", kernels)
+    return kernels
+
+
+def test_the_oracle_runs_float64_and_nothing_else():
+    assert dispatch.select(problem(), "oracle").name == "oracle"
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        with pytest.raises(NotImplementedError, match="oracle: takes float64, got"):
+            dispatch.select(problem(dtype), "oracle")
+
+
+def test_names_are_distinct():
+    names = [kernel.name for kernel in dispatch.KERNELS]
+    assert len(set(names)) == len(names)
+
+
+def test_the_first_that_supports_the_problem_runs(three_kernels):
+    assert dispatch.select(problem()).name == "second"
+
+
+def test_a_named_kernel_never_falls_back(three_kernels):
+    assert dispatch.select(problem(), "third").name == "third"
+    with pytest.raises(NotImplementedError, match=r"^no kernel runs dense .*\n  first: not today$"):
+        dispatch.select(problem(), "first")
+
+
+def test_a_backward_needs_a_kernel_that_has_one(three_kernels):
+    assert dispatch.select(problem(), backward=True).name == "second"
+    with pytest.raises(NotImplementedError, match="third: has no backward"):
+        dispatch.select(problem(), "third", backward=True)
+
+
+def test_nobody_gives_every_reason(monkeypatch):
+    kernels = kernel("first", "not today"), kernel("second", "nor tomorrow")
+    monkeypatch.setattr(dispatch, "KERNELS", kernels)
+    with pytest.raises(NotImplementedError, match=r"first: not today\n  second: nor tomorrow$"):
+        dispatch.select(problem())
+
+
+def test_unknown_name_lists_the_known(three_kernels):
+    for choose in (dispatch.select, dispatch.explain):
+        with pytest.raises(ValueError, match=r"^kernel takes .* first, second, third, .*'hal'$"):
+            choose(problem(), "hal")
+
+
+def test_explanation(three_kernels):
+    explanation = dispatch.explain(problem())
+    assert explanation.kernel == "second"
+    assert explanation.refusals == {"first": "not today"}
+    assert str(explanation) == (
+        "dense B=1 Hq=2 Hkv=2 Sq=3 Skv=3 D=4 Dv=4 float64 on cpu\n"
+        "  first   refuses: not today\n"
+        "  second  runs\n"
+        "  third   could run, after second"
+    )
+    by_name = dispatch.explain(problem(), "first")
+    assert by_name.kernel is None
+    assert "third   could run" in str(by_name)
+
+
+def test_calls_run_what_explain_names(three_kernels, monkeypatch):
+    ran = []
+    spy = dataclasses.replace(
+        three_kernels[1], forward=lambda *args: ran.append("second") or oracle.forward(*args)
+    )
+    monkeypatch.setattr(dispatch, "KERNELS", (three_kernels[0], spy))
+    q = torch.randn(1, 2, 3, 4, dtype=torch.float64)
+    assert lockstep.explain(q, q, q).kernel == "second"
+    lockstep.attention(q, q, q)
+    assert ran == ["second"]
+
+
+def test_explain_covers_every_layout():
+    x = torch.randn(6, 2, 4, dtype=torch.float64)
+    offsets = torch.tensor([0, 2, 6])
+    packed = lockstep.explain(x, x, x, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    assert (packed.kernel, packed.problem.layout) == ("oracle", "varlen")
+
+    q, pages = torch.randn(2, 4, 1, 8).double(), torch.randn(3, 4, 2, 8).double()
+    table, lens = torch.tensor([[0], [2]]), torch.tensor([3, 4])
+    cached = lockstep.explain(q, pages, pages, page_table=table, kv_lens=lens, causal=True)
+    assert (cached.kernel, cached.problem.layout) == ("oracle", "paged")
+    assert "paged" in str(cached)
+
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q is not an argument of paged attention"):
+        lockstep.explain(q, pages, pages, page_table=table, kv_lens=lens, cu_seqlens_q=offsets)
+    with pytest.raises(ValueError, match=r"^bias is not an argument of varlen attention"):
+        lockstep.explain(x, x, x, cu_seqlens_q=offsets, cu_seqlens_k=offsets, bias=x)
+    with pytest.raises(ValueError, match=r"^window takes"):
+        lockstep.explain(q, q, q, window=(-1, 0))
+
+
+def test_explain_does_not_run_anything():
+    q = torch.empty(1, 1, 2**40, 64, dtype=torch.float64, device="meta")
+    assert lockstep.explain(q, q, q).problem.Sq == 2**40
+
+
+def test_kernels_claim_and_describe_themselves():
+    for each in dispatch.KERNELS:
+        assert each.name.isidentifier()
+        assert isinstance(each.supports(problem(torch.float32)), str | None)
+        for claim in (each.deterministic, each.batch_invariant, each.constant_time):
+            assert isinstance(claim, bool)

@@ -1,0 +1,242 @@
+"""The operators: what torch asks of one, gradients, strides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+import lockstep
+from lockstep import reference
+
+
+def rand(*shape: int, grad: bool = False) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=grad)
+
+
+OPTIONS = (True, 3, 0, 0.4, 30.0, None)
+OFFSETS = torch.tensor([0, 2, 5]), torch.tensor([0, 3, 9], dtype=torch.int32)
+LENS = torch.tensor([3, 7])
+
+
+def dense(grad: bool = False):
+    q, k, v = rand(2, 4, 5, 8, grad=grad), rand(2, 2, 7, 8, grad=grad), rand(2, 2, 7, 6, grad=grad)
+    return q, k, v, rand(1, 4, 5, 7, grad=grad), rand(4, grad=grad), LENS
+
+
+def varlen(grad: bool = False):
+    q, k, v = rand(5, 4, 8, grad=grad), rand(9, 2, 8, grad=grad), rand(9, 2, 6, grad=grad)
+    return q, k, v, rand(4, grad=grad), *OFFSETS
+
+
+def paged():
+    q, k, v, bias = rand(2, 4, 1, 8), rand(5, 4, 2, 8), rand(5, 4, 2, 6), rand(1, 1, 1, 8)
+    return q, k, v, torch.tensor([[1, 4], [2, -1]]), torch.tensor([7, 3]), bias, rand(4)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_opcheck_dense(grad):
+    torch.library.opcheck(torch.ops.lockstep.attention.default, (*dense(grad), *OPTIONS))
+    plain = (*dense(grad)[:3], None, None, None)
+    torch.library.opcheck(torch.ops.lockstep.attention.default, (*plain, *OPTIONS))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_opcheck_varlen(grad):
+    torch.library.opcheck(torch.ops.lockstep.attention_varlen.default, (*varlen(grad), *OPTIONS))
+
+
+def test_opcheck_paged():
+    torch.library.opcheck(torch.ops.lockstep.attention_paged.default, (*paged(), *OPTIONS))
+
+
+@pytest.mark.parametrize("needs", [[True] * 5, [False, True, False, False, True]])
+def test_opcheck_backward(needs):
+    tensors = dense()
+    out, lse = torch.ops.lockstep.attention(*tensors, *OPTIONS)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    args = (dout, dlse, out, lse, *tensors, *OPTIONS, needs)
+    torch.library.opcheck(torch.ops.lockstep.attention_backward.default, args)
+
+
+def test_opcheck_varlen_backward():
+    tensors = varlen()
+    out, lse = torch.ops.lockstep.attention_varlen(*tensors, *OPTIONS)
+    needs = [True, True, True, False, True]
+    args = (torch.randn_like(out), None, out, lse, *tensors, *OPTIONS, needs)
+    torch.library.opcheck(torch.ops.lockstep.attention_varlen_backward.default, args)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_opcheck_merge(grad):
+    outs, lses = [rand(2, 3, 4, grad=grad) for _ in range(3)], [rand(2, 3, grad=grad)] * 3
+    torch.library.opcheck(torch.ops.lockstep.merge.default, (outs, lses))
+
+
+def inputs(B=2, Hq=4, Hkv=2, Sq=3, Skv=5, D=3, Dv=2):
+    return (
+        rand(B, Hq, Sq, D, grad=True),
+        rand(B, Hkv, Skv, D, grad=True),
+        rand(B, Hkv, Skv, Dv, grad=True),
+    )
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"window": (1, 1)},
+        {"window": (2, None), "causal": True},
+        {"scale": 1.7},
+        {"softcap": 1.2},
+        {"kv_lens": torch.tensor([4, 0])},
+        {"kv_lens": torch.tensor([2, 5]), "causal": True},
+    ],
+    ids=str,
+)
+def test_gradcheck(options, return_lse):
+    def f(q, k, v):
+        return lockstep.attention(q, k, v, return_lse=return_lse, **options)
+
+    # A row without keys has lse -inf, and gradcheck cannot take differences of that.
+    if return_lse and "kv_lens" in options:
+        options = options | {"kv_lens": options["kv_lens"].clamp(min=3)}
+    assert gradcheck(f, inputs())
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 3, 5), (1, 4, 1, 5), (3, 5), (5,), (2, 1, 3, 1)])
+def test_gradcheck_bias(shape):
+    def f(q, k, v, bias):
+        return lockstep.attention(q, k, v, bias=bias, causal=True, return_lse=True)
+
+    assert gradcheck(f, (*inputs(), rand(*shape, grad=True)))
+
+
+def test_gradcheck_sinks():
+    def f(q, k, v, sinks):
+        return lockstep.attention(
+            q, k, v, sinks=sinks, kv_lens=torch.tensor([4, 0]), return_lse=True
+        )
+
+    assert gradcheck(f, (*inputs(), rand(4, grad=True)))
+
+
+def test_gradcheck_varlen():
+    def f(q, k, v, sinks):
+        return lockstep.attention_varlen(
+            q, k, v, *OFFSETS, sinks=sinks, causal=True, softcap=2.0, return_lse=True
+        )
+
+    q, k, v = rand(5, 4, 3, grad=True), rand(9, 2, 3, grad=True), rand(9, 2, 2, grad=True)
+    assert gradcheck(f, (q, k, v, rand(4, grad=True)))
+
+
+def test_gradient_through_lse_alone():
+    q, k, v = inputs()
+    _, lse = lockstep.attention(q, k, v, return_lse=True)
+    _, expected = reference.attention(q, k, v, return_lse=True)
+    grads = torch.autograd.grad(lse.sin().sum(), (q, k, v))
+    # v takes no part in lse: autograd calls that None, Lockstep calls it 0.
+    expected = torch.autograd.grad(expected.sin().sum(), (q, k, v), materialize_grads=True)
+    torch.testing.assert_close(grads, expected)
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "bias", "sinks", "qv", "ks"])
+def test_only_what_requires_grad_gets_one(wanted):
+    tensors = {
+        "q": rand(2, 4, 3, 3), "k": rand(2, 2, 5, 3), "v": rand(2, 2, 5, 2),
+        "bias": rand(3, 5), "sinks": rand(4),
+    }  # fmt: skip
+    names = [wanted] if wanted in tensors else [n for n in tensors if n[0] in wanted]
+    for name in names:
+        tensors[name].requires_grad_()
+    lockstep.attention(**tensors).square().sum().backward()
+    for name, tensor in tensors.items():
+        assert (tensor.grad is not None) == (name in names)
+        assert tensor.grad is None or tensor.grad.shape == tensor.shape
+
+
+def test_no_sequences_have_zero_gradients():
+    q, k, v = inputs(B=0)
+    sinks = rand(4, grad=True)
+    lockstep.attention(q, k, v, sinks=sinks).sum().backward()
+    assert sinks.grad.eq(0).all()
+    packed, offsets = rand(0, 4, 3, grad=True), torch.tensor([0])
+    lockstep.attention_varlen(
+        packed, packed, packed, offsets, offsets, sinks=sinks
+    ).sum().backward()
+    assert packed.grad.shape == packed.shape
+
+
+@pytest.mark.parametrize("call", ["dense", "varlen"])
+def test_second_derivatives_are_refused(call):
+    x = rand(1, 2, 3, 4, grad=True) if call == "dense" else rand(3, 2, 4, grad=True)
+    offsets = torch.tensor([0, 3])
+    out = (
+        lockstep.attention(x, x, x)
+        if call == "dense"
+        else lockstep.attention_varlen(x, x, x, offsets, offsets)
+    )
+    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="has no second derivative"):
+        grad.sum().backward()
+
+
+def test_paged_gradients_are_refused():
+    q, k, v, table, lens, *_ = paged()
+    out = lockstep.attention_paged(q.requires_grad_(), k, v, table, lens)
+    with pytest.raises(NotImplementedError, match="attention_paged is for inference"):
+        out.sum().backward()
+
+
+def layouts():
+    """Tensors equal to a contiguous [2, 2, 6, 8] in all but their strides."""
+    x = rand(2, 2, 6, 8)
+    yield "heads last", rand(2, 6, 2, 8).transpose(1, 2)
+    yield "rows apart", rand(2, 2, 12, 8)[:, :, ::2]
+    yield "rows with a tail", rand(2, 2, 6, 11)[..., :8]
+    yield "last dim apart", rand(2, 2, 6, 16)[..., ::2]
+    yield "last dim outside", rand(2, 2, 8, 6).mT
+    yield "one head for all", x[:, :1].expand(2, 2, 6, 8)
+    yield "one row for all", x[:, :, :1].expand(2, 2, 6, 8)
+    yield "one number for all", x[..., :1].expand(2, 2, 6, 8)
+    yield "offset", rand(3, 2, 6, 8)[1:]
+
+
+@pytest.mark.parametrize("x", [pytest.param(x, id=name) for name, x in layouts()])
+def test_strides_change_nothing(x):
+    y, dout = rand(2, 2, 6, 8), rand(2, 2, 8, 6).mT
+    for q, k, v in ((x, y, y), (y, x, y), (y, y, x), (x, x, x)):
+        results = []
+        for tensors in ((q, k, v), tuple(t.contiguous() for t in (q, k, v))):
+            leaves = [t.detach().requires_grad_() for t in tensors]
+            out = lockstep.attention(*leaves, causal=True)
+            assert out.is_contiguous()
+            results.append((out, *torch.autograd.grad(out, leaves, dout)))
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected)
+
+
+def test_strides_of_a_bias_change_nothing():
+    q, bias = rand(2, 2, 6, 8), rand(6, 6)
+    expected = lockstep.attention(q, q, q, bias=bias.mT.contiguous())
+    torch.testing.assert_close(lockstep.attention(q, q, q, bias=bias.mT), expected)
+    column = bias[:, :1]
+    expected = lockstep.attention(q, q, q, bias=column.expand(2, 2, 6, 6).contiguous())
+    torch.testing.assert_close(
+        lockstep.attention(q, q, q, bias=column.expand(2, 2, 6, 6)), expected
+    )
+
+
+def test_strides_of_lengths_and_tables_change_nothing():
+    q, k, v, table, lens, *_ = paged()
+    expected = lockstep.attention_paged(q, k, v, table, lens)
+    apart = torch.stack([lens, -lens], dim=1)[:, 0]
+    got = lockstep.attention_paged(q, k, v, table.T.contiguous().T, apart)
+    torch.testing.assert_close(got, expected)
+    spread = torch.tensor([0, 9, 3, 9, 6, 9])[::2]
+    x = rand(6, 2, 4)
+    expected = lockstep.attention_varlen(x, x, x, spread.clone(), spread.clone())
+    torch.testing.assert_close(lockstep.attention_varlen(x, x, x, spread, spread), expected)

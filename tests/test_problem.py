@@ -1,0 +1,253 @@
+"""Every bad input is refused before anything runs, by an error that names the argument."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import lockstep
+from lockstep.problem import Options, Tensors, describe
+
+B, HQ, HKV, SQ, SKV, D, DV = 2, 4, 2, 5, 7, 8, 6
+PAGE, N_PAGES, MAX_PAGES = 4, 9, 3
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+def dense(**changes):
+    return {
+        "q": rand(B, HQ, SQ, D),
+        "k": rand(B, HKV, SKV, D),
+        "v": rand(B, HKV, SKV, DV),
+    } | changes
+
+
+def varlen(**changes):
+    arguments = {
+        "q": rand(5, HQ, D),
+        "k": rand(7, HKV, D),
+        "v": rand(7, HKV, DV),
+        "cu_seqlens_q": torch.tensor([0, 2, 5]),
+        "cu_seqlens_k": torch.tensor([0, 3, 7]),
+    }
+    return arguments | changes
+
+
+def paged(**changes):
+    arguments = {
+        "q": rand(B, HQ, SQ, D),
+        "k_pages": rand(N_PAGES, PAGE, HKV, D),
+        "v_pages": rand(N_PAGES, PAGE, HKV, DV),
+        "page_table": torch.tensor([[3, 1, 8], [0, 2, -1]]),
+        "kv_lens": torch.tensor([9, 8]),
+    }
+    return arguments | changes
+
+
+CALLS = {
+    dense: (lockstep.attention, lockstep.reference.attention),
+    varlen: (lockstep.attention_varlen, lockstep.reference.attention_varlen),
+    paged: (lockstep.attention_paged, lockstep.reference.attention_paged),
+}
+
+BAD = [
+    # rank
+    (dense, {"q": rand(HQ, SQ, D)}, ValueError, r"^q takes 4 dims \[B, Hq, Sq, D\], got shape"),
+    (dense, {"k": rand(1, B, HKV, SKV, D)}, ValueError, "^k takes 4 dims"),
+    (dense, {"v": rand(DV)}, ValueError, "^v takes 4 dims"),
+    (dense, {"kv_lens": torch.ones(B, 1, dtype=torch.int32)}, ValueError, "^kv_lens takes 1 dims"),
+    (dense, {"sinks": rand(1, HQ)}, ValueError, "^sinks takes 1 dims"),
+    (dense, {"bias": rand(1, B, HQ, SQ, SKV)}, ValueError, "^bias takes 4 dims"),
+    (varlen, {"q": rand(1, 5, HQ, D)}, ValueError, r"^q takes 3 dims \[Tq, Hq, D\]"),
+    (varlen, {"cu_seqlens_q": torch.tensor(0)}, ValueError, "^cu_seqlens_q takes 1 dims"),
+    (paged, {"k_pages": rand(N_PAGES, PAGE, D)}, ValueError, "^k_pages takes 4 dims"),
+    (paged, {"page_table": torch.tensor([3, 1])}, ValueError, "^page_table takes 2 dims"),
+    # sizes
+    (dense, {"k": rand(B + 1, HKV, SKV, D)}, ValueError, "^k takes .* with B = 2"),
+    (dense, {"k": rand(B, HKV, SKV, D + 1)}, ValueError, "^k takes .* with D = 8"),
+    (dense, {"v": rand(B, HKV, SKV + 1, DV)}, ValueError, "^v takes .* with Skv = 7"),
+    (dense, {"v": rand(B, HQ, SKV, DV)}, ValueError, "^v takes .* with Hkv = 2"),
+    (dense, {"sinks": rand(HKV)}, ValueError, "^sinks takes .* with Hq = 4"),
+    (dense, {"kv_lens": torch.tensor([7])}, ValueError, "^kv_lens takes .* with B = 2"),
+    (dense, {"bias": rand(SQ, SKV + 1)}, ValueError, "^bias takes .* with Skv = 7"),
+    (dense, {"bias": rand(HKV, SQ, SKV)}, ValueError, "^bias takes .* with Hq = 4"),
+    (dense, {"q": rand(B, 3, SQ, D)}, ValueError, "^q takes .* multiple .* Hq = 3 and Hkv = 2"),
+    (dense, {"q": rand(B, 0, SQ, D)}, ValueError, "^q takes .* multiple .* Hq = 0"),
+    (
+        dense,
+        {"k": rand(B, 0, SKV, D), "v": rand(B, 0, SKV, D)},
+        ValueError,
+        "^q takes .* multiple .* Hkv = 0",
+    ),
+    (dense, {"q": rand(B, HQ, SQ, 0), "k": rand(B, HKV, SKV, 0)}, ValueError, "^D "),
+    (dense, {"v": rand(B, HKV, SKV, 0)}, ValueError, "^Dv "),
+    (varlen, {"cu_seqlens_k": torch.tensor([0, 7])}, ValueError, r"^cu_seqlens_k takes .* B \+ 1"),
+    (varlen, {"q": rand(5, 3, D)}, ValueError, "^q takes .* multiple"),
+    (paged, {"v_pages": rand(N_PAGES, PAGE + 1, HKV, DV)}, ValueError, "^v_pages takes .* page"),
+    (paged, {"v_pages": rand(N_PAGES - 1, PAGE, HKV, DV)}, ValueError, "^v_pages takes .* n_pages"),
+    (paged, {"page_table": torch.zeros(3, 3).long()}, ValueError, "^page_table takes .* B = 2"),
+    (paged, {"bias": rand(SQ, MAX_PAGES * PAGE - 1)}, ValueError, "^bias takes .* Skv = 12"),
+    (
+        paged,
+        {"k_pages": rand(N_PAGES, 0, HKV, D), "v_pages": rand(N_PAGES, 0, HKV, D)},
+        ValueError,
+        "^page ",
+    ),
+    # dtypes and types
+    (dense, {"k": rand(B, HKV, SKV, D, dtype=torch.float16)}, TypeError, "^k takes float64"),
+    (dense, {"v": rand(B, HKV, SKV, DV, dtype=torch.float32)}, TypeError, "^v takes float64"),
+    (dense, {"q": torch.ones(B, HQ, SQ, D, dtype=torch.int32)}, TypeError, "^q takes float16 or"),
+    (dense, {"q": torch.ones(B, HQ, SQ, D, dtype=torch.complex64)}, TypeError, "^q takes float16"),
+    (dense, {"bias": rand(SQ, SKV) > 0}, TypeError, "^bias takes float64 or float32 .* got bool"),
+    (dense, {"sinks": rand(HQ, dtype=torch.float16)}, TypeError, "^sinks takes float64 or float32"),
+    (dense, {"kv_lens": torch.tensor([3.0, 4.0])}, TypeError, "^kv_lens takes int32 or int64"),
+    (varlen, {"cu_seqlens_q": torch.tensor([0.0, 5.0])}, TypeError, "^cu_seqlens_q takes int32"),
+    (paged, {"page_table": torch.zeros(2, 3)}, TypeError, "^page_table takes int32 or int64"),
+    (
+        paged,
+        {"v_pages": rand(9, 4, 2, 6, dtype=torch.float32)},
+        TypeError,
+        "^v_pages takes float64",
+    ),
+    (dense, {"q": np.zeros((B, HQ, SQ, D))}, TypeError, "^q takes a torch.Tensor, got ndarray"),
+    (dense, {"v": None}, TypeError, "^v takes a torch.Tensor, got None"),
+    (dense, {"kv_lens": [3, 4]}, TypeError, "^kv_lens takes a torch.Tensor, got list"),
+    (paged, {"kv_lens": None}, TypeError, "^kv_lens takes a torch.Tensor, got None"),
+    (paged, {"k_pages": None}, TypeError, "^k_pages takes a torch.Tensor, got None"),
+    (varlen, {"cu_seqlens_k": None}, TypeError, "^cu_seqlens_k takes a torch.Tensor, got None"),
+    # devices
+    (dense, {"k": rand(B, HKV, SKV, D).to("meta")}, ValueError, "^k takes the device of q, cpu"),
+    (dense, {"kv_lens": torch.ones(B, device="meta").int()}, ValueError, "^kv_lens takes the dev"),
+    (dense, {"q": rand(B, HQ, SQ, D).to("meta")}, ValueError, "^k takes the device of q, meta"),
+    (varlen, {"cu_seqlens_q": torch.ones(3, device="meta").int()}, ValueError, "^cu_seqlens_q tak"),
+    # lengths
+    (dense, {"kv_lens": torch.tensor([3, -1])}, ValueError, "^kv_lens takes 0 to Skv = 7, got -1"),
+    (dense, {"kv_lens": torch.tensor([8, 3])}, ValueError, "^kv_lens takes .* got 8 at index 0"),
+    (paged, {"kv_lens": torch.tensor([13, 3])}, ValueError, "^kv_lens takes 0 to Skv = 12"),
+    # offsets
+    (varlen, {"cu_seqlens_q": torch.tensor([1, 2, 5])}, ValueError, "^cu_seqlens_q .* start at 0"),
+    (varlen, {"cu_seqlens_k": torch.tensor([0, 9, 7])}, ValueError, "^cu_seqlens_k .* 9 then 7"),
+    (varlen, {"cu_seqlens_q": torch.tensor([0, 2, 4])}, ValueError, "^cu_seqlens_q .* Tq = 5"),
+    (varlen, {"cu_seqlens_k": torch.tensor([0, 2, 8])}, ValueError, "^cu_seqlens_k .* Tk = 7"),
+    (
+        varlen,
+        {"cu_seqlens_q": torch.zeros(0).int(), "cu_seqlens_k": torch.zeros(0).int()},
+        ValueError,
+        "^cu_seqlens_q .* start at 0",
+    ),
+    # pages
+    (paged, {"page_table": torch.tensor([[3, 1, 9], [0, 2, -1]])}, ValueError, "^page_table .* 9 "),
+    (
+        paged,
+        {"page_table": torch.tensor([[3, 1, 8], [0, -2, 0]])},
+        ValueError,
+        "^page_table .* -2 ",
+    ),
+    # options
+    (dense, {"window": (-1, 0)}, ValueError, r"^window takes .* got \(-1, 0\)"),
+    (dense, {"window": (None, -3)}, ValueError, r"^window takes .* got \(None, -3\)"),
+    (dense, {"window": (4, 1), "causal": True}, ValueError, "^window takes 0 or None on its right"),
+    (dense, {"window": (1, 2, 3)}, ValueError, "^window takes .left, right., got 3"),
+    (dense, {"window": 3}, TypeError, "^window takes .left, right. or None, got int"),
+    (dense, {"window": (1.5, 0)}, TypeError, "^window takes integers .* float for its left"),
+    (dense, {"window": (0, True)}, TypeError, "^window takes integers .* bool for its right"),
+    (dense, {"scale": math.nan}, ValueError, "^scale takes a finite number"),
+    (dense, {"scale": math.inf}, ValueError, "^scale takes a finite number"),
+    (dense, {"scale": "1"}, TypeError, "^scale takes a number or None, got str"),
+    (dense, {"softcap": 0.0}, ValueError, "^softcap takes a finite number above 0"),
+    (dense, {"softcap": -3.0}, ValueError, "^softcap takes"),
+    (dense, {"softcap": math.nan}, ValueError, "^softcap takes"),
+    (dense, {"softcap": rand(1)}, TypeError, "^softcap takes a number or None, got Tensor"),
+    (dense, {"causal": 1}, TypeError, "^causal takes True or False, got int"),
+    (varlen, {"window": (4, 1), "causal": True}, ValueError, "^window takes 0 or None"),
+    (paged, {"scale": math.nan}, ValueError, "^scale takes a finite number"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "changes", "error", "message"), BAD)
+def test_bad_input(arguments, changes, error, message):
+    for call in CALLS[arguments]:
+        with pytest.raises(error, match=message):
+            call(**arguments(**changes))
+
+
+@pytest.mark.parametrize("arguments", CALLS)
+def test_unknown_kernel(arguments):
+    with pytest.raises(ValueError, match=r"^kernel takes one of .*oracle.* got 'no_such_kernel'"):
+        CALLS[arguments][0](**arguments(), kernel="no_such_kernel")
+
+
+@pytest.mark.parametrize("arguments", CALLS)
+def test_the_good_input_that_the_bad_ones_differ_from(arguments):
+    for call in CALLS[arguments]:
+        assert call(**arguments()).isfinite().all()
+
+
+def test_operators_refuse_what_the_calls_refuse():
+    options = (False, -1, None, None, None, None)
+    with pytest.raises(ValueError, match=r"^window takes"):
+        torch.ops.lockstep.attention(*dense().values(), None, None, None, *options)
+
+
+def test_meta_tensors_give_shapes_and_are_checked():
+    meta = {name: tensor.to("meta") for name, tensor in dense().items()}
+    out, lse = lockstep.attention(**meta, return_lse=True)
+    assert out.shape == (B, HQ, SQ, DV)
+    assert lse.shape == (B, HQ, SQ)
+    with pytest.raises(ValueError, match=r"^v takes"):
+        lockstep.attention(meta["q"], meta["k"], meta["v"][:, :, 1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_index_dtypes(dtype):
+    for arguments, names in [
+        (dense(kv_lens=torch.tensor([3, 7])), ["kv_lens"]),
+        (varlen(), ["cu_seqlens_q", "cu_seqlens_k"]),
+        (paged(), ["page_table", "kv_lens"]),
+    ]:
+        arguments |= {name: arguments[name].to(dtype) for name in names}
+        call = {4: lockstep.attention}.get(len(arguments))
+        call = call or (lockstep.attention_varlen if "k" in arguments else lockstep.attention_paged)
+        assert call(**arguments).isfinite().all()
+
+
+def test_problem_of_each_layout():
+    problem = describe(Tensors(**dense(sinks=rand(HQ))), Options(causal=True, window_left=3))
+    assert (problem.layout, problem.B, problem.Hq, problem.Hkv) == ("dense", B, HQ, HKV)
+    assert (problem.Sq, problem.Skv, problem.D, problem.Dv) == (SQ, SKV, D, DV)
+    assert (problem.has_sinks, problem.has_kv_lens, problem.bias_shape) == (True, False, None)
+    assert problem.window == (3, 0)
+    assert problem.scale == D**-0.5
+
+    problem = describe(Tensors(**varlen()), Options(scale=2))
+    assert (problem.layout, problem.B, problem.Sq, problem.Skv) == ("varlen", 2, 5, 7)
+    assert problem.out_shape == (5, HQ, DV)
+    assert isinstance(problem.scale, float)
+
+    arguments = paged()
+    tensors = Tensors(
+        arguments["q"],
+        arguments["k_pages"],
+        arguments["v_pages"],
+        rand(1, 1, 1, MAX_PAGES * PAGE, dtype=torch.float32),
+        page_table=arguments["page_table"],
+        kv_lens=arguments["kv_lens"],
+    )
+    problem = describe(tensors, Options())
+    assert (problem.layout, problem.Skv, problem.page_size) == ("paged", MAX_PAGES * PAGE, PAGE)
+    assert problem.n_pages == N_PAGES
+    assert (problem.bias_shape, problem.bias_dtype) == ((1, 1, 1, 12), torch.float32)
+    assert hash(problem) == hash(describe(tensors, Options()))
+
+
+def test_problem_reads_well():
+    problem = describe(Tensors(**dense()), Options(True, 3, 0, softcap=20.0))
+    assert str(problem) == (
+        "dense B=2 Hq=4 Hkv=2 Sq=5 Skv=7 D=8 Dv=6 float64 on cpu, causal, window=(3, 0), "
+        "softcap=20.0"
+    )
