@@ -1,0 +1,1 @@
+"""What `lockstep demo`, `lockstep doctor` and `lockstep bench` measure and report."""

@@ -1,0 +1,172 @@
+"""What `lockstep demo` shows to be true on this machine: exact, and the same bits.
+
+Exact: the largest error against the float64 oracle is at most twice that of PyTorch's own math
+attention in the same precision, three times for gradients. Same bits: no tolerance at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORWARD_LIMIT, GRADIENT_LIMIT = 2.0, 3.0
+# Long enough for several spans of keys, odd so that no tile comes out even.
+B, HQ, HKV, S, D = 2, 8, 2, 1023, 64
+
+Attention = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """Largest errors against the oracle, of Lockstep and of PyTorch's math attention."""
+
+    what: str
+    ours: float
+    theirs: float
+    limit: float
+
+    @property
+    def ok(self) -> bool:
+        return self.ours <= self.limit * self.theirs
+
+
+@dataclass(frozen=True)
+class SameBits:
+    """The share of elements that have the same bits when one thing about a call changes."""
+
+    what: str
+    ours: float
+    theirs: float
+
+    @property
+    def ok(self) -> bool:
+        return self.ours == 1.0
+
+
+def exactness() -> Iterator[Exactness]:
+    """Causal attention with grouped heads in every dtype, and its gradients."""
+    import torch
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        q, k, v = _inputs(dtype)
+        exact = _oracle(q, k, v)
+        ours, theirs = _error(_lockstep(q, k, v), exact), _error(_math(q, k, v), exact)
+        yield Exactness(f"{_name(dtype)} output", ours, theirs, FORWARD_LIMIT)
+
+    inputs = _inputs(torch.float32)
+    dout = torch.randn(B, HQ, S, D, generator=torch.Generator().manual_seed(1))
+    gradients = [_gradients(call, inputs, dout) for call in (_lockstep, _math, _oracle)]
+    for name, mine, math, exact in zip("qkv", *gradients, strict=True):
+        ours, theirs = _error(mine, exact), _error(math, exact)
+        yield Exactness(f"fp32 gradient of {name}", ours, theirs, GRADIENT_LIMIT)
+
+
+def same_bits() -> Iterator[SameBits]:
+    """One sequence, always the same; what is around it changes. PyTorch beside Lockstep."""
+    import torch
+
+    q, k, v = _inputs(torch.float32)
+    first = q[:1], k[:1], v[:1]
+    alone = [call(*first) for call in (_lockstep, _sdpa)]
+
+    def compare(what: str, run: Callable[[Attention], Tensor]) -> SameBits:
+        ours, theirs = (
+            _share_equal(run(call), expected)
+            for call, expected in zip((_lockstep, _sdpa), alone, strict=True)
+        )
+        return SameBits(what, ours, theirs)
+
+    yield compare("the same call again", lambda call: call(*first))
+    yield compare("with another sequence in the batch", lambda call: call(q, k, v)[:1])
+    yield compare("one thread instead of all", lambda call: _on_one_thread(call, *first))
+    yield compare("queries in chunks of 100", lambda call: _in_chunks(call, *first, size=100))
+    yield compare("one query at a time, as in decoding", lambda c: _in_chunks(c, *first, size=1))
+
+
+def _lockstep(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    import lockstep
+
+    return lockstep.attention(q, k, v, causal=True)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """PyTorch's fastest, with the causal mask aligned to the last query as ours is."""
+    from torch.nn.attention.bias import causal_lower_right
+    from torch.nn.functional import scaled_dot_product_attention
+
+    mask = causal_lower_right(q.shape[2], k.shape[2])
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def _math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """PyTorch's attention written out: product, softmax, product."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    with sdpa_kernel(SDPBackend.MATH):
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def _oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from lockstep import reference
+
+    out = reference.attention(q, k, v, causal=True)
+    assert not isinstance(out, tuple)
+    return out
+
+
+def _inputs(dtype: object) -> tuple[Tensor, Tensor, Tensor]:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(B, HQ, S, D, generator=generator)
+    k, v = torch.randn(2, B, HKV, S, D, generator=generator)
+    return q.to(dtype), k.to(dtype), v.to(dtype)  # type: ignore[call-overload]
+
+
+def _gradients(
+    attention: Attention, inputs: tuple[Tensor, ...], dout: Tensor
+) -> tuple[Tensor, ...]:
+    import torch
+
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = attention(*leaves)
+    return torch.autograd.grad(out, leaves, dout.to(out.dtype))
+
+
+def _in_chunks(attention: Attention, q: Tensor, k: Tensor, v: Tensor, *, size: int) -> Tensor:
+    """Every chunk sees the cache as it was then: the keys up to its own last query."""
+    import torch
+
+    chunks = []
+    for start in range(0, q.shape[2], size):
+        end = min(start + size, q.shape[2])
+        chunks.append(attention(q[:, :, start:end], k[:, :, :end], v[:, :, :end]))
+    return torch.cat(chunks, dim=2)
+
+
+def _on_one_thread(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return attention(q, k, v)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _error(result: Tensor, exact: Tensor) -> float:
+    return float((result.double() - exact).abs().max())
+
+
+def _share_equal(a: Tensor, b: Tensor) -> float:
+    return float((a == b).float().mean())
+
+
+def _name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")

@@ -1,0 +1,199 @@
+"""`lockstep bench cpu`: the CPU path against PyTorch's scaled_dot_product_attention.
+
+A case is one shape with the speed it should reach. Speed is the time of what it is held against
+divided by ours, both medians from one run: 2.0 is twice as fast. 16-bit cases are held against
+our own fp32, because PyTorch's 16-bit speed on a CPU says more about the CPU than about us; its
+time is shown all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lockstep.bench.timing import Contender, Timings, interleave
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Call = Callable[..., tuple["Tensor", ...]]
+
+LOCKSTEP, LOCKSTEP_FP32, SDPA = "lockstep", "own fp32", "SDPA"
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# Largest difference from fp32 SDPA, in an output that is an average of standard normal values,
+# that rounding can explain.
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the speed table: a problem, and how fast it should be against what."""
+
+    name: str
+    against: str
+    at_least: float
+    aim: float
+    Hq: int
+    Hkv: int
+    Sq: int
+    Skv: int
+    D: int
+    dtype: str = "fp32"
+    causal: bool = False
+    window: tuple[int, int] | None = None
+    backward: bool = False
+
+    @property
+    def shape(self) -> str:
+        """The sizes, as shown in a table. Where the lengths differ, there is one query."""
+        heads = f"H{self.Hq}" if self.Hq == self.Hkv else f"H{self.Hq}/{self.Hkv}"
+        length = f"S{self.Skv}" if self.Sq == self.Skv else f"Skv{self.Skv}"
+        return f"{heads} {length} D{self.D}"
+
+
+def _forward_cases() -> Iterator[Case]:
+    for dtype in DTYPES:
+        for D in (64, 128):
+            for causal in (False, True):
+                against, at_least, aim = (
+                    (SDPA, 1.0, 1.3) if dtype == "fp32" else (LOCKSTEP_FP32, 1 / 1.3, 1 / 1.1)
+                )
+                name = f"{dtype} {'causal' if causal else 'forward'}"
+                yield Case(name, against, at_least, aim, 8, 8, 2048, 2048, D, dtype, causal=causal)
+
+
+CASES: tuple[Case, ...] = (
+    *_forward_cases(),
+    Case("decode, grouped", SDPA, 2.0, 4.0, 8, 2, 1, 16384, 64),
+    Case("decode, one head", SDPA, 1.3, 1.8, 1, 1, 1, 65536, 64),
+    # PyTorch has no window: it gets the same rule as a boolean mask.
+    Case("window (256, 0)", SDPA, 8.0, 20.0, 1, 1, 8192, 8192, 64, window=(256, 0)),
+    Case("fp32 fwd + bwd", SDPA, 0.8, 1.2, 8, 8, 1024, 1024, 64, backward=True),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one case came to."""
+
+    case: Case
+    kernel: str | None
+    timings: Timings
+
+    @property
+    def speed(self) -> float:
+        """Times as fast as what the case is held against."""
+        return self.timings.speed(LOCKSTEP, self.case.against)
+
+    def as_json(self) -> dict[str, Any]:
+        """One entry of `rows` in a results file. Times are milliseconds, medians over rounds."""
+        case, timings = self.case, self.timings
+        return {
+            "case": case.name,
+            "shape": case.shape,
+            "dtype": case.dtype,
+            "kernel": self.kernel,
+            "ms": {
+                name: round(self.timings.median(name) * 1e3, 4) for name in self.timings.seconds
+            },
+            "rounds": len(timings.seconds[LOCKSTEP]),
+            "against": case.against,
+            "speed": round(self.speed, 3),
+            "at_least": round(case.at_least, 3),
+            "aim": round(case.aim, 3),
+        }
+
+
+class WrongResult(RuntimeError):
+    """A case computed something else than PyTorch does, so its time means nothing."""
+
+
+def run(case: Case, rounds: int) -> Row:
+    """Check one case against PyTorch, then time it.
+
+    Raises:
+        WrongResult: The outputs differ by more than rounding can explain.
+    """
+    import lockstep
+
+    q, k, v = _inputs(case)
+    _check(case, q, k, v)
+    kernel = lockstep.explain(q, k, v, causal=case.causal, window=case.window).kernel
+    return Row(case, kernel, interleave(contenders(case, q, k, v), rounds))
+
+
+def contenders(case: Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Contender]:
+    """The calls to time against each other, by name."""
+    ours, theirs = _ours(case), _sdpa(case)
+    timed: dict[str, Contender] = {LOCKSTEP: partial(ours, q, k, v), SDPA: partial(theirs, q, k, v)}
+    if case.against == LOCKSTEP_FP32:
+        timed[LOCKSTEP_FP32] = partial(ours, q.float(), k.float(), v.float())
+    return timed
+
+
+def _inputs(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, DTYPES[case.dtype])
+
+    def normal(H: int, S: int) -> Tensor:
+        return torch.randn(1, H, S, case.D, generator=generator).to(dtype)
+
+    return normal(case.Hq, case.Sq), normal(case.Hkv, case.Skv), normal(case.Hkv, case.Skv)
+
+
+def _ours(case: Case) -> Call:
+    import lockstep
+
+    return _timed_part(case, partial(lockstep.attention, causal=case.causal, window=case.window))
+
+
+def _sdpa(case: Case) -> Call:
+    from torch.nn.functional import scaled_dot_product_attention
+
+    mask = None if case.window is None else _window_mask(case.Sq, *case.window)
+    attention = partial(
+        scaled_dot_product_attention,
+        attn_mask=mask,
+        is_causal=case.causal,
+        enable_gqa=case.Hq != case.Hkv,
+    )
+    return _timed_part(case, attention)
+
+
+def _timed_part(case: Case, attention: Callable[..., Tensor]) -> Call:
+    """Forward alone without autograd, or forward and backward with a gradient of ones."""
+    import torch
+
+    def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return (attention(*inputs),)
+
+    def forward_backward(*inputs: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out = attention(*leaves)
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    return forward_backward if case.backward else forward
+
+
+def _window_mask(S: int, left: int, right: int) -> Tensor:
+    import torch
+
+    q_idx, kv_idx = torch.arange(S)[:, None], torch.arange(S)
+    return (kv_idx >= q_idx - left) & (kv_idx <= q_idx + right)  # [S, S] bool
+
+
+def _check(case: Case, q: Tensor, k: Tensor, v: Tensor) -> None:
+    results = _ours(case)(q, k, v)
+    expected = _sdpa(case)(q.float(), k.float(), v.float())
+    errors = [float((a.float() - b).abs().max()) for a, b in zip(results, expected, strict=True)]
+    # `not <=` so that NaN is wrong as well.
+    if any(not error <= TOLERANCE[case.dtype] for error in errors):
+        raise WrongResult(
+            f"{case.name}, {case.shape}: differs from PyTorch by {max(errors):.2g}, "
+            f"and rounding explains at most {TOLERANCE[case.dtype]:.2g}"
+        )

@@ -1,0 +1,149 @@
+"""`lockstep demo`: exact, the same bits, and fast, shown on this machine in under a minute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.bench import checks, cpu, environment, show
+from lockstep.bench.tables import milliseconds
+
+BAR_WIDTH = 30
+ROUNDS = 5
+# One of each kind, out of the cases of `lockstep bench cpu`.
+SPEED_CASES = tuple(
+    next(case for case in cpu.CASES if case.name == name and case.D == 64)
+    for name in (
+        "fp32 causal",
+        "decode, grouped",
+        "window (256, 0)",
+        "fp32 fwd + bwd",
+    )
+)
+
+T = TypeVar("T")
+
+
+def run(console: Console) -> bool:
+    """Print the demonstration; whether every check held."""
+    _heading(console)
+    exact = _section(
+        console,
+        "Exact",
+        "largest error against float64, beside PyTorch's own attention in the same precision",
+        show.table("", "lockstep", "PyTorch", "ratio", "at most", "", right=_NUMBERS),
+        checks.exactness(),
+        _exactness_row,
+    )
+    same = _section(
+        console,
+        "Same bits",
+        "one sequence computed once more, while what is around it changes",
+        show.table("", "lockstep", "", "PyTorch"),
+        checks.same_bits(),
+        _same_bits_row,
+    )
+    _section(
+        console,
+        "Fast",
+        "one call, median of runs that take turns",
+        show.table("", "", "", ""),
+        (cpu.run(case, ROUNDS) for case in SPEED_CASES),
+        _speed_row,
+    )
+    ok = all(check.ok for check in exact) and all(check.ok for check in same)
+    _closing(console, ok)
+    return ok
+
+
+_NUMBERS = ("lockstep", "PyTorch", "ratio", "at most")
+
+
+def _heading(console: Console) -> None:
+    version, machine = environment.versions(), environment.hardware()
+    console.print()
+    console.print(Text.assemble(("Lockstep", show.OURS), "  exact attention for PyTorch"))
+    where = f"{machine.cpu}, {machine.cores} cores, {machine.simd}; torch {version['torch']}"
+    console.print(Text(where, style=show.QUIET))
+
+
+def _closing(console: Console, ok: bool) -> None:
+    verdict, style = ("Every check holds.", show.GOOD) if ok else ("A check failed.", show.BAD)
+    console.print(Text(verdict, style=style))
+    hints = (("lockstep bench cpu", "bold"), " times more, ", ("lockstep doctor", "bold"))
+    console.print(Text.assemble(*hints, " says what this machine offers."))
+
+
+def _section(
+    console: Console,
+    title: str,
+    subtitle: str,
+    table: Table,
+    results: Iterable[T],
+    add_row: Callable[[Table, T], None],
+) -> list[T]:
+    """A heading and a table that grows as results come in, under a spinner until the last."""
+    console.print()
+    console.print(Text.assemble((title, "bold"), (f"  {subtitle}", show.QUIET)))
+    done: list[T] = []
+    spinner = Spinner(
+        "dots", Text("running; what runs for the first time compiles"), style=show.OURS
+    )
+    with Live(_shown(table, spinner), console=console, refresh_per_second=12) as live:
+        for result in results:
+            done.append(result)
+            add_row(table, result)
+            live.update(_shown(table, spinner))
+        live.update(_shown(table))
+    return done
+
+
+def _shown(table: Table, spinner: Spinner | None = None) -> RenderableType:
+    parts: list[RenderableType] = [Padding(table, (0, 0, 0, 2))] if table.row_count else []
+    return Group(*parts, *([Padding(spinner, (0, 0, 0, 2))] if spinner else []))
+
+
+def _exactness_row(table: Table, check: checks.Exactness) -> None:
+    table.add_row(
+        check.what,
+        Text(f"{check.ours:.1e}", style=show.OURS),
+        Text(f"{check.theirs:.1e}", style=show.THEIRS),
+        f"{check.ours / check.theirs:.2f}×",
+        f"{check.limit:.0f}×",
+        show.YES if check.ok else show.NO,
+    )
+
+
+def _same_bits_row(table: Table, check: checks.SameBits) -> None:
+    table.add_row(
+        check.what,
+        Text(_share(check.ours), style=show.OURS),
+        show.YES if check.ok else show.NO,
+        Text(_share(check.theirs), style=show.THEIRS),
+    )
+
+
+def _share(equal: float) -> str:
+    return "identical" if equal == 1.0 else f"{1 - equal:.1%} of elements differ"
+
+
+def _speed_row(table: Table, row: cpu.Row) -> None:
+    ours, theirs = row.timings.median(cpu.LOCKSTEP), row.timings.median(cpu.SDPA)
+    longest = max(ours, theirs)
+    names = Group(Text(row.case.name), Text(row.case.shape, style=show.QUIET))
+    labels = Group(Text("lockstep", style=show.OURS), Text("SDPA", style=show.THEIRS))
+    bars = Group(
+        *(
+            Text.assemble(show.bar(time, longest, BAR_WIDTH, style), " ", milliseconds(time * 1e3))
+            for time, style in ((ours, show.OURS), (theirs, show.THEIRS))
+        )
+    )
+    speed = row.timings.speed(cpu.LOCKSTEP, cpu.SDPA)
+    table.add_row(names, labels, bars, Text(f"{speed:.1f}×", style="bold"))

@@ -1,0 +1,148 @@
+"""`lockstep doctor`: what is here, which kernels can run on it, and why the others cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from lockstep.bench import environment, show
+
+CLAIMS = ("deterministic", "batch_invariant", "constant_time")
+
+
+def examine() -> dict[str, Any]:
+    """Everything `lockstep doctor` says, ready for JSON."""
+    return {
+        **environment.describe(),
+        "kernels": kernels(),
+        "compile_cache": compile_cache(),
+    }
+
+
+def kernels() -> list[dict[str, Any]]:
+    """Every kernel with its claims, and per device and dtype None or the reason for refusing.
+
+    The reasons are those of a plain problem (heads of 64, causal, no options): what a kernel
+    refuses there, it refuses because of the device, the dtype or something that is not installed.
+    """
+    import torch
+
+    from lockstep.dispatch import KERNELS
+    from lockstep.problem import Options, Tensors, describe
+
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    found = []
+    for kernel in KERNELS:
+        refusals: dict[str, str | None] = {}
+        for device in devices:
+            for dtype in dtypes:
+                q = torch.empty(1, 8, 128, 64, dtype=dtype, device=device)
+                problem = describe(Tensors(q, q, q), Options(causal=True))
+                refusals[f"{device} {_short(dtype)}"] = kernel.supports(problem)
+        claims = {claim: getattr(kernel, claim) for claim in CLAIMS}
+        differentiable = kernel.backward is not None
+        found.append(
+            {"name": kernel.name, "backward": differentiable, **claims, "refusals": refusals}
+        )
+    return found
+
+
+def compile_cache() -> dict[str, Any]:
+    """Where compiled CPU kernels are kept, how many there are and how much room they take."""
+    directory = _cache_directory()
+    files = sorted(directory.glob("*.nbc")) if directory.is_dir() else []
+    return {
+        "directory": str(directory),
+        "kernels": len(files),
+        "bytes": sum(path.stat().st_size for path in files),
+    }
+
+
+def report(facts: dict[str, Any], console: Console) -> None:
+    """Print what `examine` found."""
+    hardware, commit, cache = facts["hardware"], facts["commit"], facts["compile_cache"]
+    _heading(console, "Machine")
+    machine = {
+        "CPU": f"{hardware['cpu']}, {hardware['arch']}, {hardware['simd']}",
+        "cores": f"{hardware['cores']} usable, {facts['threads']} threads in use",
+        "memory": f"{hardware['memory_gb']} GiB",
+        "GPU": ", ".join(hardware["gpus"]) or "none that PyTorch can use",
+        "system": facts["system"],
+    }
+    _report_lines(console, machine)
+    _heading(console, "Versions")
+    versions = {
+        name: version or "not installed" for name, version in environment.versions().items()
+    }
+    if commit:
+        changed = " with local changes" if commit["dirty"] else ""
+        versions["commit"] = commit["hash"][:12] + changed
+    _report_lines(console, versions)
+    _heading(console, "Kernels")
+    _report_kernels(facts["kernels"], console)
+    _heading(console, "Compiled code on disk")
+    state = f"{cache['kernels']} functions, {cache['bytes'] / 2**20:.1f} MiB"
+    if not cache["kernels"]:
+        state = "nothing yet: the first call compiles, later processes load the result"
+    _report_lines(console, {"holds": state, "where": cache["directory"]})
+
+
+def _heading(console: Console, text: str) -> None:
+    console.print()
+    console.print(Text(text, style="bold"))
+
+
+def _report_lines(console: Console, lines: dict[str, str]) -> None:
+    width = max(map(len, lines))
+    for name, value in lines.items():
+        style = show.QUIET if value == "not installed" else ""
+        line = Text.assemble((f"  {name:<{width}}  ", show.QUIET), (value, style))
+        console.print(line, soft_wrap=True)
+
+
+def _report_kernels(kernels: list[dict[str, Any]], console: Console) -> None:
+    """Each kernel in order of preference: where it runs, what it claims, why it does not run."""
+    for kernel in kernels:
+        able = [where for where, reason in kernel["refusals"].items() if reason is None]
+        style = show.OURS if able else show.QUIET
+        runs = f"runs {_grouped(able)}" if able else "cannot run here"
+        console.print(Text.assemble(("  " + kernel["name"], style), f"  {runs}"))
+        claims = [claim.replace("_", "-") for claim in CLAIMS if kernel[claim]]
+        if claims:
+            console.print(Text.assemble(("    claims   ", show.QUIET), ", ".join(claims)))
+        for reason, places in _reasons(kernel["refusals"]).items():
+            line = Text.assemble(("    refuses  ", show.QUIET), f"{_grouped(places)}: {reason}")
+            console.print(line, soft_wrap=True)
+
+
+def _reasons(refusals: dict[str, str | None]) -> dict[str, list[str]]:
+    """Refused places by reason, less what the reason says it got: that is the place."""
+    places: dict[str, list[str]] = {}
+    for where, reason in refusals.items():
+        if reason is not None:
+            places.setdefault(reason.split(", got ")[0], []).append(where)
+    return places
+
+
+def _grouped(places: list[str]) -> str:
+    """["cpu fp32", "cpu bf16"] as "cpu fp32 bf16"."""
+    devices: dict[str, list[str]] = {}
+    for place in places:
+        device, dtype = place.split()
+        devices.setdefault(device, []).append(dtype)
+    return ", ".join(f"{device} {' '.join(dtypes)}" for device, dtypes in devices.items())
+
+
+def _short(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+
+
+def _cache_directory() -> Path:
+    """Where numba keeps what it compiled: beside the kernels if it may write there."""
+    from lockstep.kernels.cpu.forward import run_items
+
+    return Path(run_items.stats.cache_path)

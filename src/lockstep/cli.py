@@ -1,0 +1,130 @@
+"""The `lockstep` command. What is heavy to import is imported inside the commands that need it."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="lockstep",
+    help="Exact attention for PyTorch: fast, bitwise reproducible, see-through.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Time the kernels against PyTorch.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+DISTRIBUTION = "lockstep-attention"
+ROUNDS, QUICK_ROUNDS = 15, 3
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script to read.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lockstep {metadata.version(DISTRIBUTION)}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo() -> None:
+    """Show on this machine that attention is exact, bitwise reproducible and fast.
+
+    Takes less than a minute. Exit status 1 if a check fails.
+    """
+    from lockstep.bench import demo
+
+    raise typer.Exit(0 if demo.run(Console()) else 1)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what hardware, versions and kernels are here, and why a kernel cannot run."""
+    from lockstep.bench import doctor
+
+    facts = doctor.examine()
+    if as_json:
+        _print_json(facts)
+    else:
+        doctor.report(facts, Console())
+
+
+@bench.command("cpu")
+def bench_cpu(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: rougher, sooner.")] = False,
+    as_json: Json = False,
+    save: Annotated[
+        bool, typer.Option("--save", help="Write the result under benchmarks/results.")
+    ] = False,
+) -> None:
+    """Time the CPU path against PyTorch's scaled_dot_product_attention.
+
+    Every case is checked before it is timed, and all contenders take turns within one run. Speed
+    is how many times as fast as what a case is held against. Exit status 1 if a result is wrong.
+    """
+    from lockstep.bench import cpu, results, show
+
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    # What is printed on the way goes to stderr: stdout is for the table, or for JSON alone.
+    aside = Console(stderr=True)
+    rows = []
+    try:
+        with show.progress(aside, len(cpu.CASES)) as steps:
+            for case in cpu.CASES:
+                steps.say(f"{case.name}, {case.shape}")
+                rows.append(cpu.run(case, rounds).as_json())
+                steps.done()
+    except cpu.WrongResult as error:
+        aside.print(f"wrong result: {error}", style=show.BAD)
+        raise typer.Exit(1) from None
+    run = results.collect("cpu", rows)
+    if as_json:
+        _print_json(run)
+    else:
+        console = Console()
+        console.print(show.cpu_table(rows))
+        console.print(results.where(run), style=show.QUIET)
+    if save:
+        root = results.checkout() or Path()
+        path = results.save(run, root / results.RESULTS)
+        aside.print(f"saved {path}", soft_wrap=True)
+
+
+def _forward(name: str, module: str, summary: str) -> None:
+    """Mount a command of another module, which is imported only when the command is used."""
+
+    def run(context: typer.Context) -> None:
+        import_module(module).app([name, *context.args], prog_name="lockstep")
+
+    unparsed = {"ignore_unknown_options": True, "allow_extra_args": True}
+    app.command(name, help=summary, add_help_option=False, context_settings=unparsed)(run)
+
+
+_forward("trace", "lockstep.simt.cli", "Run a SIMT kernel on the lockstep machine and count.")
+_forward("show", "lockstep.simt.cli", "Print a SIMT kernel as CUDA C++ or SASS.")
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    app()
