@@ -216,7 +216,13 @@ class FrontEnd(MemoryCalls):
         if not (space is ir.Space.LOCAL and dtype == ACCUMULATOR):
             dtype = self.scalar_type(args["dtype"])
         array = ir.Array(
-            self.fresh(target.id), dtype, len(shape), space, self.loc(node), shape=shape
+            self.fresh(target.id),
+            dtype,
+            len(shape),
+            space,
+            self.loc(node),
+            shape=shape,
+            extents=tuple(self.expr(part) for part in parts),
         )
         offset = args.get("offset")
         if space is ir.Space.SHARED and shape == (0,):

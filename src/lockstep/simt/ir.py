@@ -102,6 +102,7 @@ class Array:
     space: Space
     loc: Location
     shape: tuple[int, ...] | None = None
+    extents: tuple[Expr, ...] = ()  # `shape` as the source spells it
     offset: Expr | None = None  # dynamic shared only: bytes, grid-uniform
     written: bool = False  # some statement may write it
 
