@@ -11,7 +11,7 @@ from torch.amp import is_autocast_available
 
 from lockstep import dispatch, ops
 from lockstep.dispatch import Explanation
-from lockstep.problem import Tensors, Window, check_types, describe, make_options, pad_bias
+from lockstep.problem import Layout, Tensors, Window, check_types, describe, make_options, pad_bias
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -104,7 +104,7 @@ def attention(
         torch.Size([2, 8, 1024, 64])
     """
     options = make_options(causal, window, scale, softcap)
-    tensors = _prepare(Tensors(q, k, v, bias, sinks, kv_lens))
+    tensors = _prepare(Tensors(q, k, v, bias, sinks, kv_lens), "dense")
     out, lse = ops.attention(*tensors[:6], *options, kernel)
     return (out, lse) if return_lse else out
 
@@ -177,7 +177,8 @@ def attention_varlen(
     """
     options = make_options(causal, window, scale, softcap)
     tensors = _prepare(
-        Tensors(q, k, v, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        Tensors(q, k, v, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k),
+        "varlen",
     )
     out, lse = ops.attention_varlen(
         *tensors[:3], tensors.sinks, cu_seqlens_q, cu_seqlens_k, *options, kernel
@@ -255,7 +256,9 @@ def attention_paged(
         torch.Size([2, 8, 1, 64])
     """
     options = make_options(causal, window, scale, softcap)
-    tensors = _prepare(Tensors(q, k_pages, v_pages, bias, sinks, kv_lens, page_table=page_table))
+    tensors = _prepare(
+        Tensors(q, k_pages, v_pages, bias, sinks, kv_lens, page_table=page_table), "paged"
+    )
     out, lse = ops.attention_paged(
         *tensors[:3], page_table, kv_lens, tensors.bias, tensors.sinks, *options, kernel
     )
@@ -333,15 +336,14 @@ def explain(
         'oracle'
     """
     options = make_options(causal, window, scale, softcap)
-    tensors = _prepare(
-        Tensors(q, k, v, bias, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table)
-    )
+    tensors = Tensors(q, k, v, bias, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table)
+    tensors = _prepare(tensors, tensors.layout)
     return dispatch.explain(describe(tensors, options), kernel)
 
 
-def _prepare(tensors: Tensors) -> Tensors:
+def _prepare(tensors: Tensors, layout: Layout) -> Tensors:
     """What happens to every call's tensors: a type check, a bias of 4 dims, autocast."""
-    check_types(tensors)
+    check_types(tensors, layout)
     if tensors.bias is not None:
         tensors = tensors._replace(bias=pad_bias(tensors.bias))
     device_type = tensors.q.device.type

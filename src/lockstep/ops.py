@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lockstep import numerics
 from lockstep.dispatch import select
-from lockstep.kernels import cpu
 from lockstep.kernels.kernel import Needs
 from lockstep.problem import Options, Tensors, check_parts, check_values, describe
 from lockstep.transforms import (
@@ -221,8 +220,10 @@ def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     check_parts(outs, lses)
     outs, lses = [x.contiguous() for x in outs], [x.contiguous() for x in lses]
     if outs[0].device.type == "cpu" and outs[0].dtype != torch.float64:
-        # With the very instructions that fold one span of keys into the next.
-        return cpu.merge(outs, lses)
+        # The code that folds one span of keys into the next. Importing it brings numba with it.
+        from lockstep.kernels.cpu.merge import merge
+
+        return merge(outs, lses)
     return numerics.merge(outs, lses)
 
 

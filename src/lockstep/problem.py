@@ -187,6 +187,7 @@ SHAPES: dict[Layout, dict[str, tuple[str, ...]]] = {
         "kv_lens": ("B",),
     },
 }
+_NEVER_EMPTY = frozenset({"Hq", "Hkv", "D", "Dv", "page"})
 REQUIRED: dict[Layout, tuple[str, ...]] = {
     "dense": ("q", "k", "v"),
     "varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
@@ -194,10 +195,9 @@ REQUIRED: dict[Layout, tuple[str, ...]] = {
 }
 
 
-def check_types(tensors: Tensors) -> None:
+def check_types(tensors: Tensors, layout: Layout) -> None:
     """Raises TypeError for an argument that is not a tensor, ValueError for one out of place."""
-    layout = tensors.layout
-    for name, tensor in tensors._asdict().items():
+    for name, tensor in zip(tensors._fields, tensors, strict=True):
         if tensor is None:
             if name in REQUIRED[layout]:
                 raise TypeError(f"{_shown(name, layout)} takes a torch.Tensor, got None")
@@ -218,9 +218,9 @@ def describe(tensors: Tensors, options: Options) -> AttentionProblem:
     _check_options(options)
     sizes = _match_shapes(tensors, layout)
     Hq, Hkv, D = sizes["Hq"], sizes["Hkv"], sizes["D"]
-    if Hkv < 1 or Hq < 1 or Hq % Hkv != 0:
+    if Hq % Hkv != 0:
         raise ValueError(
-            f"q takes a positive multiple of the heads of {_shown('k', layout)}, got Hq = {Hq} and "
+            f"q takes a multiple of the heads of {_shown('k', layout)}, got Hq = {Hq} and "
             f"Hkv = {Hkv}"
         )
     bias = tensors.bias
@@ -310,7 +310,7 @@ def _match_shapes(tensors: Tensors, layout: Layout) -> dict[str, int]:
         shape = tensor.shape
         if len(shape) != len(dims):
             raise ValueError(
-                f"{_shown(name, layout)} takes {len(dims)} dims [{', '.join(dims)}], got shape "
+                f"{_shown(name, layout)} takes shape [{', '.join(dims)}], got {len(shape)} dims: "
                 f"{list(shape)}"
             )
         for dim, size in zip(dims, shape, strict=True):
@@ -320,11 +320,13 @@ def _match_shapes(tensors: Tensors, layout: Layout) -> dict[str, int]:
                     f"{_shown(name, layout)} takes shape [{', '.join(dims)}] with {dim} = "
                     f"{sizes[dim]}, got {list(shape)}"
                 )
+            if dim in _NEVER_EMPTY and size < 1:
+                raise ValueError(
+                    f"{_shown(name, layout)} takes shape [{', '.join(dims)}] with {dim} at least "
+                    f"1, got {list(shape)}"
+                )
         if name == "page_table":
             sizes["Skv"] = sizes["max_pages"] * sizes["page"]
-    for dim in ("D", "Dv", "page"):
-        if dim in sizes and sizes[dim] < 1:
-            raise ValueError(f"{dim} is the size of a dim that cannot be empty, got {sizes[dim]}")
     return sizes
 
 
@@ -384,6 +386,7 @@ def _check_offset_values(name: str, offsets: list[int], total_name: str, total: 
 def _check_page_values(problem: AttentionProblem, page_table: Tensor, kv_lens: Tensor) -> None:
     """Only the pages that hold a key within kv_lens count; other entries may be anything."""
     assert problem.page_size is not None
+    assert problem.n_pages is not None
     first_key = torch.arange(0, problem.Skv, problem.page_size)  # [max_pages]
     in_use = first_key < kv_lens[:, None]  # [B, max_pages]
     wrong = in_use & ((page_table < 0) | (page_table >= problem.n_pages))

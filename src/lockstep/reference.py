@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep.problem import (
     AttentionProblem,
+    Layout,
     Tensors,
     Window,
     check_types,
@@ -43,7 +44,7 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`lockstep.attention` in float64; same arguments, same errors."""
     tensors = Tensors(q, k, v, pad_bias(bias), sinks, kv_lens)
-    return _run(tensors, causal, window, scale, softcap, return_lse)
+    return _run("dense", tensors, causal, window, scale, softcap, return_lse)
 
 
 def attention_varlen(
@@ -62,7 +63,7 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`lockstep.attention_varlen` in float64; same arguments, same errors."""
     tensors = Tensors(q, k, v, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    return _run(tensors, causal, window, scale, softcap, return_lse)
+    return _run("varlen", tensors, causal, window, scale, softcap, return_lse)
 
 
 def attention_paged(
@@ -82,10 +83,11 @@ def attention_paged(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`lockstep.attention_paged` in float64; same arguments, same errors."""
     tensors = Tensors(q, k_pages, v_pages, pad_bias(bias), sinks, kv_lens, page_table=page_table)
-    return _run(tensors, causal, window, scale, softcap, return_lse)
+    return _run("paged", tensors, causal, window, scale, softcap, return_lse)
 
 
 def _run(
+    layout: Layout,
     tensors: Tensors,
     causal: bool,
     window: Window | None,
@@ -93,7 +95,7 @@ def _run(
     softcap: float | None,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    check_types(tensors)
+    check_types(tensors, layout)
     problem = describe(tensors, make_options(causal, window, scale, softcap))
     check_values(problem, tensors)
     out, lse = evaluate(problem, tensors)
