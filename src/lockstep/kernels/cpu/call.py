@@ -65,19 +65,18 @@ def row_address(tensor, first, b, head, token):
 
 
 @compiled
-def kv_address(call, tensor, b, h, kv_idx):
-    """Where row kv_idx of sequence b, KV head h lives."""
-    if call.page_size > 0:
-        page = load_word(call.page_table + 8 * (b * call.pages + kv_idx // call.page_size))
-        return row_address(tensor, 0, page, h, kv_idx % call.page_size)
-    return row_address(tensor, of_sequence(call.kv_first, b), b, h, kv_idx)
-
-
-@compiled
 def fill_kv_rows(call, tensor, b, h, first, n, padded, zero_row, rows):
     """Addresses of keys first … first + n, then of a row of zeros up to ``padded``."""
-    for i in range(n):
-        store_word(kv_address(call, tensor, b, h, first + i), rows + 8 * i)
+    if call.page_size > 0:
+        table = call.page_table + 8 * b * call.pages
+        for i in range(n):
+            page = load_word(table + 8 * ((first + i) // call.page_size))
+            row = row_address(tensor, 0, page, h, (first + i) % call.page_size)
+            store_word(row, rows + 8 * i)
+    else:
+        row = row_address(tensor, of_sequence(call.kv_first, b), b, h, first)
+        for i in range(n):
+            store_word(row + i * tensor.row, rows + 8 * i)
     for i in range(n, padded):
         store_word(zero_row, rows + 8 * i)
 

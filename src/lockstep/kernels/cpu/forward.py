@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.cpu import scalar
-from lockstep.kernels.cpu.call import UNBOUNDED, of_sequence, row_address, split_row, visible
+from lockstep.kernels.cpu.call import of_sequence, row_address, split_row
 from lockstep.kernels.cpu.compile import compiled, kernel
 from lockstep.kernels.cpu.memory import scatter_columns
 from lockstep.kernels.cpu.merge import close_row, fill, fold_row
-from lockstep.kernels.cpu.narrow import NARROW, attend_narrow, carve_narrow
+from lockstep.kernels.cpu.narrow import NARROW, attend_narrow, carve_narrow, load_narrow
 from lockstep.kernels.cpu.simd import F32, LANES, MR, f32
 from lockstep.kernels.cpu.tensors import describe
 from lockstep.kernels.cpu.threads import parallel
@@ -32,11 +32,11 @@ from lockstep.kernels.cpu.wide import (
     ROWS,
     SPAN,
     attend_span,
-    block_range,
     carve_block,
     load_queries,
     load_span,
     padded,
+    rows_range,
 )
 
 if TYPE_CHECKING:
@@ -59,19 +59,6 @@ ITEM = np.dtype([("unit", np.int64), ("first_span", np.int64), ("last_span", np.
 WORKSPACE_LIMIT = 16 << 20
 
 
-@compiled
-def _block_spans(call, b, first, n_rows):
-    """First span and number of spans that rows first … first + n_rows see."""
-    lo, hi = UNBOUNDED, 0
-    for row in range(first, first + n_rows):
-        row_lo, row_hi = visible(call, b, split_row(call, b, row)[1])
-        if row_lo < row_hi:
-            lo, hi = min(lo, row_lo), max(hi, row_hi)
-    if lo >= hi:
-        return 0, 0
-    return lo // SPAN, padded(hi, SPAN) // SPAN - lo // SPAN
-
-
 @kernel
 def plan_units(call, units):
     """Fill the table of units; long units of a causal call come first. None is split yet."""
@@ -80,7 +67,9 @@ def plan_units(call, units):
         rows = call.G * of_sequence(call.q_len, b)
         for first in range(padded(rows, ROWS) - ROWS, -1, -ROWS):
             n_rows = min(ROWS, rows - first)
-            first_span, n_spans = _block_spans(call, b, first, n_rows)
+            lo, hi = rows_range(call, b, first, n_rows)
+            first_span = lo // SPAN if lo < hi else 0
+            n_spans = padded(hi, SPAN) // SPAN - first_span if lo < hi else 0
             for h in range(call.Hkv):
                 unit = units[at]
                 unit.b, unit.h = b, h
@@ -90,23 +79,46 @@ def plan_units(call, units):
                 at += 1
 
 
-def split_units(units: np.ndarray, Dv: int, threads: int) -> tuple[np.ndarray, int]:
-    """Decide which units to split; returns the items of all units and how many parts to keep."""
-    spans = units["n_spans"]
-    parts = spans * units["n_rows"]
-    few = len(units) < 4 * threads and int(parts.sum()) * Dv <= WORKSPACE_LIMIT
-    split = (units["n_rows"] <= NARROW) | (few & (spans > 1))
-    units["workspace"][split] = np.cumsum(parts[split]) - parts[split]
-    # Items of a split unit: enough for every thread, and few enough to be worth taking.
-    pieces = np.where(split, np.minimum(spans, -(-16 * threads // len(units))), 1)
-    unit = np.repeat(np.arange(len(units)), pieces)
-    items = np.empty(len(unit), ITEM)
-    piece = np.arange(len(items)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    items["unit"] = unit
-    first, n, pieces = units["first_span"][unit], spans[unit], pieces[unit]
-    items["first_span"] = first + n * piece // pieces
-    items["last_span"] = first + n * (piece + 1) // pieces
-    return items, int(parts[split].sum())
+@kernel
+def split_units(units, Dv, threads):
+    """Decide which units to split among threads; returns how many parts and items that makes.
+
+    Narrow units always keep their parts; others are split where there are too few of them.
+    """
+    total = 0
+    for unit in units:
+        total += unit.n_rows * unit.n_spans
+    few = units.size < 4 * threads and total * Dv <= WORKSPACE_LIMIT
+    n_parts, n_items = 0, 0
+    for unit in units:
+        if unit.n_rows <= NARROW or (few and unit.n_spans > 1):
+            unit.workspace = n_parts
+            n_parts += unit.n_rows * unit.n_spans
+            n_items += _pieces(unit, units.size, threads)
+        else:
+            n_items += 1
+    return n_parts, n_items
+
+
+@compiled
+def _pieces(unit, n_units, threads):
+    """Into how many items a split unit goes: enough for every thread, few enough to be worth it."""
+    return min(unit.n_spans, -(-16 * threads // n_units))
+
+
+@kernel
+def list_items(units, threads, items):
+    """Fill the table of items; a unit that is not split is one item."""
+    at = 0
+    for i in range(units.size):
+        unit = units[i]
+        pieces = _pieces(unit, units.size, threads) if unit.workspace >= 0 else 1
+        for piece in range(pieces):
+            item = items[at]
+            item.unit = i
+            item.first_span = unit.first_span + unit.n_spans * piece // pieces
+            item.last_span = unit.first_span + unit.n_spans * (piece + 1) // pieces
+            at += 1
 
 
 @compiled
@@ -141,7 +153,7 @@ def _fold_unit(call, unit, scratch):
     fill(acc, n_tiles * LANES * Dv, f32(0.0))
     fill(m, n_tiles * LANES, MINUS_INF)
     fill(l, n_tiles * LANES, f32(0.0))
-    hi = block_range(block, n_tiles)[1]
+    hi = rows_range(call, b, unit.first_row, n_rows)[1]
     for span in range(unit.first_span, unit.first_span + unit.n_spans):
         first = span * SPAN
         n = min(SPAN, hi - first)
@@ -171,7 +183,7 @@ def _split_unit(call, unit, span0, span1, scratch, parts, lses):
     block = carve_block(scratch, call.D, call.Dv)
     fill(block.zero_row, MAX_HEAD_DIM, f32(0.0))
     n_tiles = load_queries(call, block, b, h, unit.first_row, n_rows)
-    hi = block_range(block, n_tiles)[1]
+    hi = rows_range(call, b, unit.first_row, n_rows)[1]
     for span in range(span0, span1):
         first = span * SPAN
         n = min(SPAN, hi - first)
@@ -225,6 +237,7 @@ def run_items(counter, scratch, call, units, items, parts, lses):
             _fold_unit(call, unit, scratch)
         elif unit.n_rows <= NARROW:
             block = carve_narrow(scratch, call.D, call.Dv)
+            load_narrow(call, block, unit)
             for span in range(item.first_span, item.last_span):
                 attend_narrow(call, block, unit, span, parts, lses)
         else:
@@ -262,7 +275,10 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor
     if len(units) == 0:
         return out, lse
     plan_units(call, units)
-    items, n_parts = split_units(units, problem.Dv, torch.get_num_threads())
+    threads = torch.get_num_threads()
+    n_parts, n_items = split_units(units, problem.Dv, threads)
+    items = np.empty(n_items, ITEM)
+    list_items(units, threads, items)
     parts = np.empty((n_parts, problem.Dv), np.float32)
     lses = np.empty(n_parts, np.float32)
     pairs = int((units["n_spans"] * units["n_rows"]).sum()) * SPAN

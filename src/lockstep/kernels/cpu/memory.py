@@ -12,7 +12,6 @@ from typing import Any
 from llvmlite import ir
 
 from lockstep.kernels.cpu.compile import compiled
-from lockstep.kernels.cpu.scalar import load_word
 from lockstep.kernels.cpu.simd import (
     BF16,
     BLOCK,
@@ -85,32 +84,36 @@ def _scatter_columns(kind: int) -> Any:
     return scatter
 
 
-def _copy_row(kind: int, chunk: int) -> Any:
-    """One row in chunks: dst + chunk_idx·step. Zero beyond D. Returns NaN if any is not finite."""
+def _copy(kind: int, chunk: int) -> Any:
+    """n rows in chunks: chunk j of row i goes to dst + i·pitch + j·step; zeros beyond D.
+
+    Returns a number that is 0 if everything was finite and NaN otherwise.
+    """
     size = ITEMSIZE[kind]
 
-    @emitter(i64, i64, i64, i64, returns=f32)
-    def copy(e: Emit, row, D, dst, step):
+    @emitter(i64, i64, i64, i64, i64, i64, returns=f32)
+    def copy(e: Emit, table, n, D, dst, pitch, step):
         zero = e.constant(0.0, chunk)
         # x·0 is 0 for finite x and NaN otherwise.
-        witness = e.variable(zero)
+        witness, last = e.variable(zero), e.variable(e.constant(0.0, 1))
         whole = e.ir.sdiv(D, e.integer(chunk))
-        with e.loop(whole) as i:
-            value = e.load_as_f32(e.offset(row, i, chunk * size), kind, chunk)
-            e.store(value, e.offset(dst, i, step))
-            witness.set(e.fma(value, zero, witness.get()))
         done = e.ir.mul(whole, e.integer(chunk))
         rest = e.ir.sub(D, done)
-        tail = e.offset(dst, whole, step)
-        last = e.variable(e.constant(0.0, 1))
-        with e.ir.if_then(e.ir.icmp_signed(">", rest, e.integer(0))):
-            e.store(zero, tail)
-            with e.loop(rest) as i:
-                value = e.load_as_f32(e.offset(row, e.ir.add(done, i), size), kind, 1)
-                e.store(value, e.offset(tail, i, 4))
-                last.set(e.fma(value, e.constant(0.0, 1), last.get()))
-        total = last.get()
-        lanes = witness.get()
+        with e.loop(n) as i:
+            row = e.load(e.offset(table, i, 8), 0, LLVM_I64)
+            to = e.offset(dst, i, pitch)
+            with e.loop(whole) as j:
+                value = e.load_as_f32(e.offset(row, j, chunk * size), kind, chunk)
+                e.store(value, e.offset(to, j, step))
+                witness.set(e.fma(value, zero, witness.get()))
+            with e.ir.if_then(e.ir.icmp_signed(">", rest, e.integer(0))):
+                tail = e.offset(to, whole, step)
+                e.store(zero, tail)
+                with e.loop(rest) as j:
+                    value = e.load_as_f32(e.offset(row, e.ir.add(done, j), size), kind, 1)
+                    e.store(value, e.offset(tail, j, 4))
+                    last.set(e.fma(value, e.constant(0.0, 1), last.get()))
+        total, lanes = last.get(), witness.get()
         for i in range(chunk):
             total = e.ir.fadd(total, e.lane(lanes, i))
         return total
@@ -120,8 +123,8 @@ def _copy_row(kind: int, chunk: int) -> Any:
 
 _gather_f32, _gather_f16, _gather_bf16 = (_gather_columns(kind) for kind in (F32, F16, BF16))
 _scatter_f32, _scatter_f16, _scatter_bf16 = (_scatter_columns(kind) for kind in (F32, F16, BF16))
-_panel_f32, _panel_f16, _panel_bf16 = (_copy_row(kind, MR) for kind in (F32, F16, BF16))
-_wide_f32, _wide_f16, _wide_bf16 = (_copy_row(kind, WIDTH) for kind in (F32, F16, BF16))
+_panel_f32, _panel_f16, _panel_bf16 = (_copy(kind, MR) for kind in (F32, F16, BF16))
+_wide_f32, _wide_f16, _wide_bf16 = (_copy(kind, WIDTH) for kind in (F32, F16, BF16))
 
 
 @compiled
@@ -156,31 +159,25 @@ def gather_panels(kind, table, n, D, dst):
 
 
 @compiled
-def copy_panels(kind, rows, n, D, dst, panel_rows):
+def copy_panels(kind, table, n, D, dst, panel_rows):
     """n rows cut into panels of MR columns: dst [D / MR, panel_rows, MR]. True if all finite."""
-    witness = f32(0.0)
-    for i in range(n):
-        to = dst + 4 * MR * i
-        step = 4 * MR * panel_rows
-        if kind == F32:
-            witness += _panel_f32(load_word(rows + 8 * i), D, to, step)
-        elif kind == F16:
-            witness += _panel_f16(load_word(rows + 8 * i), D, to, step)
-        else:
-            witness += _panel_bf16(load_word(rows + 8 * i), D, to, step)
+    pitch, step = 4 * MR, 4 * MR * panel_rows
+    if kind == F32:
+        witness = _panel_f32(table, n, D, dst, pitch, step)
+    elif kind == F16:
+        witness = _panel_f16(table, n, D, dst, pitch, step)
+    else:
+        witness = _panel_bf16(table, n, D, dst, pitch, step)
     return witness == f32(0.0)
 
 
 @compiled
-def copy_rows(kind, rows, n, D, dst, pitch):
-    """n rows widened to fp32 and zero-padded to whole vectors: dst [n, pitch / 4]."""
-    witness = f32(0.0)
-    for i in range(n):
-        to = dst + pitch * i
-        if kind == F32:
-            witness += _wide_f32(load_word(rows + 8 * i), D, to, 4 * WIDTH)
-        elif kind == F16:
-            witness += _wide_f16(load_word(rows + 8 * i), D, to, 4 * WIDTH)
-        else:
-            witness += _wide_bf16(load_word(rows + 8 * i), D, to, 4 * WIDTH)
+def copy_rows(kind, table, n, D, dst, pitch):
+    """n rows widened and zero-padded to whole vectors: dst [n, pitch / 4]. True if all finite."""
+    if kind == F32:
+        witness = _wide_f32(table, n, D, dst, pitch, 4 * WIDTH)
+    elif kind == F16:
+        witness = _wide_f16(table, n, D, dst, pitch, 4 * WIDTH)
+    else:
+        witness = _wide_bf16(table, n, D, dst, pitch, 4 * WIDTH)
     return witness == f32(0.0)

@@ -21,6 +21,7 @@ from lockstep.kernels.cpu.compile import compiled
 from lockstep.kernels.cpu.memory import copy_rows
 from lockstep.kernels.cpu.merge import fill
 from lockstep.kernels.cpu.simd import (
+    F32,
     LLVM_F32,
     LN2,
     LOG2E,
@@ -39,26 +40,40 @@ NARROW = 8
 S_PITCH = 4 * SPAN
 
 
-@emitter(i64, i64, i64, i64, i64, i64, f32)
-def _score_rows(e: Emit, k, n, pitch, q, n_rows, s, c):
-    """s [n_rows, SPAN] = c · q [n_rows, pitch] · k [n, pitch]ᵀ, zeros padding both to vectors."""
-    blocks = e.ir.sdiv(pitch, e.integer(VECTOR))
+def _extend_chains(e: Emit, columns, query, q_pitch, scores, rows: int) -> None:
+    """Add WIDTH head dims to the scores of ``rows`` rows, interleaved to hide latency."""
+    lines = [e.offset(scores, e.integer(r), S_PITCH) for r in range(rows)]
+    queries = [e.offset(query, e.integer(r), q_pitch) for r in range(rows)]
+    totals = [e.load(line) for line in lines]
+    for i, column in enumerate(columns):
+        for r in range(rows):
+            factor = e.splat(e.load(queries[r], 4 * i, LLVM_F32))
+            totals[r] = e.fma(column, factor, totals[r])
+    for line, total in zip(lines, totals, strict=True):
+        e.store(total, line)
+
+
+@emitter(i64, i64, i64, i64, i64, i64, i64, f32)
+def _score_rows(e: Emit, k, k_pitch, n, q, q_pitch, n_rows, s, c):
+    """s [n_rows, SPAN] = c · q [n_rows, D] · k [n, D]ᵀ; D whole vectors, n a multiple of WIDTH."""
+    blocks = e.ir.sdiv(q_pitch, e.integer(VECTOR))
+    fours = e.ir.sdiv(n_rows, e.integer(4))
+    done = e.ir.mul(fours, e.integer(4))
+    fours_then_ones = ((fours, e.integer(0), 4), (e.ir.sub(n_rows, done), done, 1))
     with e.loop(e.ir.sdiv(n, e.integer(WIDTH))) as group:
-        keys = e.offset(k, group, e.ir.mul(pitch, e.integer(WIDTH)))
+        keys = e.offset(k, group, e.ir.mul(k_pitch, e.integer(WIDTH)))
         scores = e.offset(s, group, VECTOR)
         with e.loop(n_rows) as row:
             e.store(e.constant(0.0), e.offset(scores, row, S_PITCH))
         with e.loop(blocks) as block:
             at = e.offset(keys, block, VECTOR)
-            lines = [e.load(e.offset(at, e.integer(i), pitch)) for i in range(WIDTH)]
+            lines = [e.load(e.offset(at, e.integer(i), k_pitch)) for i in range(WIDTH)]
             turned = e.transpose(lines)
-            with e.loop(n_rows) as row:
-                query = e.offset(e.offset(q, row, pitch), block, VECTOR)
-                out = e.offset(scores, row, S_PITCH)
-                total = e.load(out)
-                for i, column in enumerate(turned):
-                    total = e.fma(column, e.splat(e.load(query, 4 * i, LLVM_F32)), total)
-                e.store(total, out)
+            for count, first, step in fours_then_ones:
+                with e.loop(count) as i:
+                    row = e.ir.add(first, e.ir.mul(i, e.integer(step)))
+                    query = e.offset(e.offset(q, row, q_pitch), block, VECTOR)
+                    _extend_chains(e, turned, query, q_pitch, e.offset(scores, row, S_PITCH), step)
         with e.loop(n_rows) as row:
             out = e.offset(scores, row, S_PITCH)
             e.store(e.ir.fmul(e.load(out), e.splat(c)), out)
@@ -87,12 +102,12 @@ def _exp2_row(e: Emit, s, n, base):
 
 
 def _accumulate(rows: int, vectors: int):
-    @emitter(i64, i64, i64, i64, i64)
-    def accumulate(e: Emit, v, n, pitch, p, out):
-        lines = [e.offset(out, e.integer(r), pitch) for r in range(rows)]
+    @emitter(i64, i64, i64, i64, i64, i64)
+    def accumulate(e: Emit, v, v_pitch, n, p, out, out_pitch):
+        lines = [e.offset(out, e.integer(r), out_pitch) for r in range(rows)]
         acc = [[e.variable(e.constant(0.0)) for _ in range(vectors)] for _ in range(rows)]
         with e.loop(n) as kv:
-            value = e.offset(v, kv, pitch)
+            value = e.offset(v, kv, v_pitch)
             columns = [e.load(value, VECTOR * j) for j in range(vectors)]
             weights = e.offset(p, kv, 4)
             for r in range(rows):
@@ -106,7 +121,7 @@ def _accumulate(rows: int, vectors: int):
     return accumulate
 
 
-# out [rows, vectors] = p [rows, n] · v [n, vectors]; out and v share a pitch.
+# out [rows, vectors] = p [rows, n] · v [n, vectors].
 _accumulate_1x1, _accumulate_1x4 = _accumulate(1, 1), _accumulate(1, 4)
 _accumulate_4x1, _accumulate_4x4 = _accumulate(4, 1), _accumulate(4, 4)
 
@@ -121,6 +136,8 @@ class Narrow(NamedTuple):
     v: int  # [SPAN, Dv]
     s: int  # [NARROW, SPAN]
     out: int  # [NARROW, Dv]
+    m: int  # [NARROW]
+    l: int  # [NARROW] sum of weights, then its inverse
     end: int
 
 
@@ -134,7 +151,8 @@ def carve_narrow(base, D, Dv):
     v = k + SPAN * k_pitch
     s = v + SPAN * v_pitch
     out = s + NARROW * S_PITCH
-    return Narrow(base, rows, q, k, v, s, out, out + NARROW * v_pitch)
+    m = out + NARROW * v_pitch
+    return Narrow(base, rows, q, k, v, s, out, m, m + 4 * NARROW, m + 8 * NARROW)
 
 
 @compiled
@@ -142,11 +160,14 @@ def _finish_scores(call, b, head, q_idx, first, n, s):
     """Softcap, bias and mask for one row of scores; −inf up to a whole vector."""
     lo, hi = visible(call, b, q_idx)
     bias = row_address(call.bias, 0, b, head, q_idx) + first * call.bias_col
+    changed = call.softcap > 0.0 or call.bias.address != 0
+    if not changed and lo <= first and first + padded(n, WIDTH) <= hi:
+        return
     for kv in range(padded(n, WIDTH)):
         at = s + 4 * kv
         if first + kv < lo or first + kv >= hi:
             scalar.store(MINUS_INF, at)
-        elif call.softcap > 0.0 or call.bias.address != 0:
+        elif changed:
             score = scalar.load(at)
             if call.softcap > 0.0:
                 score = scalar.tanh(score) * f32(call.softcap * LOG2E)
@@ -157,38 +178,83 @@ def _finish_scores(call, b, head, q_idx, first, n, s):
 
 
 @compiled
-def _accumulate_rows(v, n, pitch, p, n_rows, out):
-    """out [n_rows, pitch] = p [n_rows, n] · v [n, pitch], by fours where possible."""
+def _accumulate_rows(v, v_pitch, n, p, n_rows, out, out_pitch):
+    """out [n_rows, Dv] = p [n_rows, n] · v [n, Dv], rows by fours where possible."""
     row = 0
     while row < n_rows:
         fours = n_rows - row >= 4
-        weights, to = p + row * S_PITCH, out + row * pitch
+        weights, to = p + row * S_PITCH, out + row * out_pitch
         at = 0
-        while at < pitch:
-            wide = pitch - at >= 4 * VECTOR
+        while at < out_pitch:
+            wide = out_pitch - at >= 4 * VECTOR
             if fours and wide:
-                _accumulate_4x4(v + at, n, pitch, weights, to + at)
+                _accumulate_4x4(v + at, v_pitch, n, weights, to + at, out_pitch)
             elif fours:
-                _accumulate_4x1(v + at, n, pitch, weights, to + at)
+                _accumulate_4x1(v + at, v_pitch, n, weights, to + at, out_pitch)
             elif wide:
-                _accumulate_1x4(v + at, n, pitch, weights, to + at)
+                _accumulate_1x4(v + at, v_pitch, n, weights, to + at, out_pitch)
             else:
-                _accumulate_1x1(v + at, n, pitch, weights, to + at)
+                _accumulate_1x1(v + at, v_pitch, n, weights, to + at, out_pitch)
             at += 4 * VECTOR if wide else VECTOR
         row += 4 if fours else 1
 
 
 @compiled
-def _accumulate_carefully(block, n, pitch, base, s, out):
-    """One row when values are not finite: weigh and add only what the row sees."""
-    for at in range(0, pitch, 4):
+def _accumulate_carefully(v, v_pitch, n, base, s, out, out_pitch):
+    """One row from its scores s, leaving out what it does not see: 0 · NaN never happens."""
+    for at in range(0, out_pitch, 4):
         acc = f32(0.0)
         for kv in range(n):
             score = scalar.load(s + 4 * kv)
             if score != MINUS_INF:
-                value = scalar.load(block.v + kv * pitch + at)
-                acc = scalar.fma(value, scalar.exp2(score - base), acc)
+                weight = scalar.exp2(score - base)
+                acc = scalar.fma(scalar.load(v + kv * v_pitch + at), weight, acc)
         scalar.store(acc, out + at)
+
+
+@compiled
+def _is_finite(address, n):
+    """x·0 is 0 for finite x and NaN otherwise."""
+    witness = f32(0.0)
+    for i in range(n):
+        witness = scalar.fma(scalar.load(address + 4 * i), f32(0.0), witness)
+    return witness == f32(0.0)
+
+
+@compiled
+def _rows_of_span(call, tensor, block, b, h, first, n, D, copy):
+    """(address, pitch) of the span's rows as fp32 vectors: in place, or widened into ``copy``."""
+    whole = padded(n, WIDTH)
+    if call.kind == F32 and D % WIDTH == 0 and call.page_size == 0 and whole == n:
+        return row_address(tensor, of_sequence(call.kv_first, b), b, h, first), tensor.row
+    fill_kv_rows(call, tensor, b, h, first, n, whole, block.zero_row, block.rows)
+    pitch = 4 * padded(D, WIDTH)
+    copy_rows(call.kind, block.rows, whole, D, copy, pitch)
+    return copy, pitch
+
+
+@compiled
+def load_narrow(call, block, unit):
+    """Widen the unit's queries; once per item."""
+    fill(block.zero_row, MAX_HEAD_DIM, f32(0.0))
+    for i in range(unit.n_rows):
+        g, q_idx = split_row(call, unit.b, unit.first_row + i)
+        first = of_sequence(call.q_first, unit.b)
+        row = row_address(call.q, first, unit.b, unit.h * call.G + g, q_idx)
+        scalar.store_word(row, block.rows + 8 * i)
+    copy_rows(call.kind, block.rows, unit.n_rows, call.D, block.q, 4 * padded(call.D, WIDTH))
+
+
+@compiled
+def _score_span(call, block, unit, k, k_pitch, first, n):
+    """Finished scores of all rows into block.s [n_rows, SPAN]."""
+    factor = call.scale / call.softcap if call.softcap > 0.0 else call.scale * LOG2E
+    q_pitch, whole = 4 * padded(call.D, WIDTH), padded(n, WIDTH)
+    _score_rows(k, k_pitch, whole, block.q, q_pitch, unit.n_rows, block.s, f32(factor))
+    for i in range(unit.n_rows):
+        g, q_idx = split_row(call, unit.b, unit.first_row + i)
+        s = block.s + i * S_PITCH
+        _finish_scores(call, unit.b, unit.h * call.G + g, q_idx, first, n, s)
 
 
 @compiled
@@ -197,42 +263,35 @@ def attend_narrow(call, block, unit, span, parts, lses):
     b, h, n_rows = unit.b, unit.h, unit.n_rows
     first = span * SPAN
     n = min(SPAN, of_sequence(call.kv_len, b) - first)
-    whole = padded(n, WIDTH)
-    k_pitch, v_pitch = 4 * padded(call.D, WIDTH), 4 * padded(call.Dv, WIDTH)
-    fill(block.zero_row, MAX_HEAD_DIM, f32(0.0))
+    pitch = 4 * padded(call.Dv, WIDTH)
+    k, k_pitch = _rows_of_span(call, call.k, block, b, h, first, n, call.D, block.k)
+    _score_span(call, block, unit, k, k_pitch, first, n)
     for i in range(n_rows):
-        g, q_idx = split_row(call, b, unit.first_row + i)
-        row = row_address(call.q, of_sequence(call.q_first, b), b, h * call.G + g, q_idx)
-        scalar.store_word(row, block.rows + 8 * i)
-    copy_rows(call.kind, block.rows, n_rows, call.D, block.q, k_pitch)
-    fill_kv_rows(call, call.k, b, h, first, n, whole, block.zero_row, block.rows)
-    copy_rows(call.kind, block.rows, whole, call.D, block.k, k_pitch)
-    factor = call.scale / call.softcap if call.softcap > 0.0 else call.scale * LOG2E
-    _score_rows(block.k, whole, k_pitch, block.q, n_rows, block.s, f32(factor))
-    fill_kv_rows(call, call.v, b, h, first, n, whole, block.zero_row, block.rows)
-    finite = copy_rows(call.kind, block.rows, n, call.Dv, block.v, v_pitch)
-    for i in range(n_rows):
-        g, q_idx = split_row(call, b, unit.first_row + i)
         s = block.s + i * S_PITCH
-        _finish_scores(call, b, h * call.G + g, q_idx, first, n, s)
-        m = _max_row(s, whole)
-        base = f32(0.0) if m == MINUS_INF else m
-        if not finite:
-            _accumulate_carefully(block, n, v_pitch, base, s, block.out + i * v_pitch)
-        _exp2_row(s, whole, base)
+        m = _max_row(s, padded(n, WIDTH))
+        scalar.store(m, block.m + 4 * i)
+        _exp2_row(s, padded(n, WIDTH), f32(0.0) if m == MINUS_INF else m)
+    v, v_pitch = _rows_of_span(call, call.v, block, b, h, first, n, call.Dv, block.v)
+    _accumulate_rows(v, v_pitch, n, block.s, n_rows, block.out, pitch)
+    for i in range(n_rows):
+        m = scalar.load(block.m + 4 * i)
         l = f32(0.0)
         for kv in range(n):
-            l += scalar.load(s + 4 * kv)
+            l += scalar.load(block.s + i * S_PITCH + 4 * kv)
         part = unit.workspace + i * unit.n_spans + span - unit.first_span
         lse = (m + scalar.log2(l)) * f32(LN2) if l != f32(0.0) else MINUS_INF
         scalar.store(lse, lses + 4 * part)
-        # Kept in place of the row's first scratch word until its output is ready.
-        scalar.store(f32(1.0) / l if l != f32(0.0) else f32(0.0), block.q + 4 * i)
-    if finite:
-        _accumulate_rows(block.v, n, v_pitch, block.s, n_rows, block.out)
+        scalar.store(f32(1.0) / l if l != f32(0.0) else f32(0.0), block.l + 4 * i)
+    if not _is_finite(block.out, n_rows * pitch // 4):
+        _score_span(call, block, unit, k, k_pitch, first, n)
+        for i in range(n_rows):
+            m = scalar.load(block.m + 4 * i)
+            base = f32(0.0) if m == MINUS_INF else m
+            s, out = block.s + i * S_PITCH, block.out + i * pitch
+            _accumulate_carefully(v, v_pitch, n, base, s, out, pitch)
     for i in range(n_rows):
         part = unit.workspace + i * unit.n_spans + span - unit.first_span
-        inverse = scalar.load(block.q + 4 * i)
+        inverse = scalar.load(block.l + 4 * i)
         for d in range(call.Dv):
-            value = scalar.load(block.out + i * v_pitch + 4 * d) * inverse
+            value = scalar.load(block.out + i * pitch + 4 * d) * inverse
             scalar.store(value, parts + 4 * (part * call.Dv + d))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from llvmlite import ir
+from numba.core import types
+
 from lockstep.kernels.cpu.compile import compiled
 from lockstep.kernels.cpu.simd import (
     BF16,
     F16,
     F32,
     LLVM_F32,
+    LLVM_F64,
     LLVM_I32,
     LLVM_I64,
     Emit,
@@ -71,6 +75,24 @@ def load_int(e: Emit, address):
 @emitter(i32, i64)
 def store_int(e: Emit, value, address):
     e.store(value, address)
+
+
+@emitter(f32, i64)
+def add_f32(e: Emit, value, address):
+    e.store(e.ir.fadd(e.load(address, 0, LLVM_F32), value), address)
+
+
+@emitter(f32, i64)
+def add_f64(e: Emit, value, address):
+    """Add to a float64 in memory."""
+    total = e.load(address, 0, LLVM_F64)
+    e.store(e.ir.fadd(total, e.ir.fpext(value, LLVM_F64)), address)
+
+
+@emitter(f32, returns=types.boolean)
+def is_minus_zero(e: Emit, value):
+    bits = e.ir.bitcast(value, LLVM_I32)
+    return e.ir.icmp_signed("==", bits, ir.Constant(LLVM_I32, -0x80000000))
 
 
 @emitter(i64, returns=i64)

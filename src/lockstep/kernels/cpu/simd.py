@@ -29,6 +29,7 @@ i32 = types.int32
 i64 = types.int64
 
 LLVM_F32 = ir.FloatType()
+LLVM_F64 = ir.DoubleType()
 LLVM_F16 = ir.HalfType()
 LLVM_I16 = ir.IntType(16)
 LLVM_I32 = ir.IntType(32)
@@ -111,7 +112,7 @@ class Emit:
     def load(self, address: ir.Value, offset: int = 0, type: ir.Type | None = None) -> ir.Value:
         type = vector() if type is None else type
         element = type.element if isinstance(type, ir.VectorType) else type
-        align = 2 if element in (LLVM_F16, LLVM_I16) else (8 if element == LLVM_I64 else 4)
+        align = 2 if element in (LLVM_F16, LLVM_I16) else 4
         return self.ir.load(self.pointer(address, offset), typ=type, align=align)
 
     def store(self, value: ir.Value, address: ir.Value, offset: int = 0) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lockstep.kernels.kernel import Tensors
     from lockstep.problem import AttentionProblem
 
+NO_TENSOR = (0, 0, 0, 0)
 KINDS = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
 # Where the batch (or page), head and row dims stand in each layout.
 DENSE, PACKED, PAGED = (0, 1, 2), (None, 1, 0), (0, 2, 1)
@@ -25,6 +26,11 @@ def strided(tensor: Tensor, dims: tuple[int | None, int, int]) -> tuple[int, ...
     size = tensor.element_size()
     steps = [0 if dim is None else tensor.stride(dim) * size for dim in dims]
     return (tensor.data_ptr(), *steps)
+
+
+def address(array: np.ndarray | None) -> int:
+    """Where an array lies; 0 for none. The array must be kept while the address is in use."""
+    return 0 if array is None else array.__array_interface__["data"][0]
 
 
 def numbers(tensor: Tensor) -> np.ndarray:
@@ -58,35 +64,55 @@ class Described(NamedTuple):
 
     record: np.void
     q_len: np.ndarray  # [B] int64
-    kept: tuple[np.ndarray, ...]
+    kv_len: np.ndarray  # [B] int64
+    kept: tuple[np.ndarray | None, ...]
 
 
 def describe(problem: AttentionProblem, tensors: Tensors, out: Tensor, lse: Tensor) -> Described:
     """One call for the kernels; ``out`` and ``lse`` are per query row, to write or to read."""
-    call = np.zeros(1, CALL)[0]
-    call["kind"] = KINDS[problem.dtype]
-    call["B"], call["G"], call["Hkv"] = problem.B, problem.Hq // problem.Hkv, problem.Hkv
-    call["D"], call["Dv"] = problem.D, problem.Dv
-    for name, tensor in (("q", tensors.q), ("out", out), ("lse", lse)):
-        call[name] = strided(tensor, query_dims(problem))
-    for name, tensor in (("k", tensors.k), ("v", tensors.v)):
-        call[name] = strided(tensor, kv_dims(problem))
+    q_dims, k_dims = query_dims(problem), kv_dims(problem)
+    q_first, q_len, kv_first, kv_len = tables = _lengths(problem, tensors)
+    bias, bias_kind, bias_col = NO_TENSOR, F32, 0
     if tensors.bias is not None:
         whole = tensors.bias.expand(problem.B, problem.Hq, problem.Sq, problem.Skv)
-        call["bias"], call["bias_kind"] = strided(whole, DENSE), KINDS[whole.dtype]
-        call["bias_col"] = whole.stride(3) * whole.element_size()
-    tables = dict(
-        zip(("q_first", "q_len", "kv_first", "kv_len"), _lengths(problem, tensors), strict=True)
-    )
+        bias, bias_kind = strided(whole, DENSE), KINDS[whole.dtype]
+        bias_col = whole.stride(3) * whole.element_size()
+    sinks = pages = None
     if tensors.sinks is not None:
-        tables["sinks"] = tensors.sinks.detach().float().contiguous().numpy()
+        sinks = tensors.sinks.detach().float().contiguous().numpy()
     if tensors.page_table is not None:
-        tables["page_table"] = numbers(tensors.page_table)
-        call["page_size"], call["pages"] = problem.page_size, tensors.page_table.shape[1]
-    for name, table in tables.items():
-        call[name] = table.ctypes.data
-    right = 0 if problem.causal else problem.window_right
-    for name, side in (("left", problem.window_left), ("right", right)):
-        call[name] = UNBOUNDED if side is None else min(side, UNBOUNDED)
-    call["scale"], call["softcap"] = problem.scale, problem.softcap or 0.0
-    return Described(call, tables["q_len"], tuple(tables.values()))
+        pages = numbers(tensors.page_table)
+    record = np.empty(1, CALL)
+    record[0] = (
+        KINDS[problem.dtype],
+        problem.B,
+        problem.Hq // problem.Hkv,
+        problem.Hkv,
+        problem.D,
+        problem.Dv,
+        strided(tensors.q, q_dims),
+        strided(tensors.k, k_dims),
+        strided(tensors.v, k_dims),
+        strided(out, q_dims),
+        strided(lse, q_dims),
+        bias,
+        bias_col,
+        bias_kind,
+        address(sinks),
+        address(q_first),
+        address(q_len),
+        address(kv_first),
+        address(kv_len),
+        address(pages),
+        problem.page_size or 0,
+        0 if pages is None else pages.shape[1],
+        _side(problem.window_left),
+        _side(0 if problem.causal else problem.window_right),
+        problem.scale,
+        problem.softcap or 0.0,
+    )
+    return Described(record[0], q_len, kv_len, (*tables, sinks, pages))
+
+
+def _side(window: int | None) -> int:
+    return UNBOUNDED if window is None else min(window, UNBOUNDED)

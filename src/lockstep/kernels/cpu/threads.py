@@ -65,6 +65,9 @@ def parallel(kernel: Callable[..., Any], arguments: tuple, scratch_words: int, w
         kernel(counter.ctypes.data, scratch(scratch_words).ctypes.data, *arguments)
 
     helpers = min(torch.get_num_threads() - 1, work // WORTH_A_THREAD)
+    if helpers <= 0:
+        run()
+        return
     futures = [_threads().submit(run) for _ in range(helpers)]
     try:
         run()

@@ -231,7 +231,11 @@ def close_rows(e: Emit, acc, D, m, l):
 
 @emitter(i64, i64, i64, i64, i64, i64)
 def score_gradient_rows(e: Emit, s, dp, n, lse2, delta, slopes):
-    """s = 2^(s − lse2), dp = s · (dp − delta) · slope; a score of −inf gives 0 in both."""
+    """s = p = 2^(s − lse2), dp = p · (dp − delta) · slope.
+
+    A score of −inf gives p = −0 and dp = 0: weights are never negative, so −0 marks what is
+    masked, and adds nothing where nobody looks for the mark.
+    """
     wanted = e.ir.icmp_signed("!=", slopes, e.integer(0))
     zero, minus_inf = e.constant(0.0), e.constant(MINUS_INF)
     log_sum = [e.load(lse2, VECTOR * j) for j in range(NV)]
@@ -246,7 +250,28 @@ def score_gradient_rows(e: Emit, s, dp, n, lse2, delta, slopes):
                 slope = e.load(e.offset(slopes, i, ROW), VECTOR * j)
                 ds.set(e.ir.fmul(ds.get(), slope))
             masked = e.ir.fcmp_ordered("==", score, minus_inf)
-            e.store(e.ir.select(masked, zero, p), row, VECTOR * j)
+            e.store(e.ir.select(masked, e.constant(-0.0), p), row, VECTOR * j)
             e.store(e.ir.select(masked, zero, ds.get()), grad, VECTOR * j)
 
 
+
+
+@emitter(i64, i64, i64, i64)
+def dot_columns(e: Emit, x, y, D, out):
+    """out [LANES] = Σ_d x [D, LANES] · y [D, LANES]."""
+    totals = [e.variable(e.constant(0.0)) for _ in range(NV)]
+    with e.loop(D) as d:
+        left, right = e.offset(x, d, ROW), e.offset(y, d, ROW)
+        for j in range(NV):
+            product = e.fma(e.load(left, VECTOR * j), e.load(right, VECTOR * j), totals[j].get())
+            totals[j].set(product)
+    for j in range(NV):
+        e.store(totals[j].get(), out, VECTOR * j)
+
+
+@emitter(i64, i64, i64)
+def add_vectors(e: Emit, x, y, n):
+    """x += y for n floats, a multiple of WIDTH."""
+    with e.loop(e.ir.sdiv(n, e.integer(WIDTH))) as i:
+        at = e.offset(x, i, VECTOR)
+        e.store(e.ir.fadd(e.load(at), e.load(e.offset(y, i, VECTOR))), at)

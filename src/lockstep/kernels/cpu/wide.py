@@ -113,14 +113,14 @@ def load_queries(call, block, b, h, row0, n_rows):
 
 
 @compiled
-def block_range(block, n_tiles):
-    """First and last key that any row of the block sees."""
-    first, last = UNBOUNDED, 0
-    for i in range(n_tiles * LANES):
-        lo, hi = scalar.load_int(block.lo + 4 * i), scalar.load_int(block.hi + 4 * i)
-        if lo < hi:
-            first, last = min(first, lo), max(last, hi)
-    return first, last
+def rows_range(call, b, first, n_rows):
+    """First and last key that rows first … first + n_rows of a KV head see."""
+    lo, hi = UNBOUNDED, 0
+    for row in range(first, first + n_rows):
+        row_lo, row_hi = visible(call, b, split_row(call, b, row)[1])
+        if row_lo < row_hi:
+            lo, hi = min(lo, row_lo), max(hi, row_hi)
+    return lo, hi
 
 
 @compiled

@@ -1,0 +1,311 @@
+"""Gradients on the CPU, without atomics: every sum has one owner and one order.
+
+With p = 2^(s − lse) recomputed tile by tile, dP = dO vᵀ and delta = Σ_d dO·O − dlse:
+
+    dS = p (dP − delta)        dQ = scale Σ_kv dS k        dK = scale Σ_q dS q        dV = Σ_q p dO
+
+dQ of a row adds up spans of SPAN keys in ascending order; dK and dV of a key add up blocks of
+ROWS rows (heads of the group, then queries) in ascending order. One thread can take a whole KV
+head and make all three (five products), or threads take spans for dK and dV and then row blocks
+for dQ (seven products, more parallel). Both add the same numbers in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.kernels.cpu import scalar
+from lockstep.kernels.cpu.call import of_sequence, row_address, split_row
+from lockstep.kernels.cpu.compile import compiled, kernel
+from lockstep.kernels.cpu.extras import bias_gradient, row_deltas, sink_gradient
+from lockstep.kernels.cpu.memory import scatter_columns
+from lockstep.kernels.cpu.merge import fill
+from lockstep.kernels.cpu.rescore import (
+    GRADIENT,
+    carve_gradient,
+    load_keys,
+    load_rows,
+    score_gradients,
+)
+from lockstep.kernels.cpu.simd import F32, LANES, MR, WIDTH, f32
+from lockstep.kernels.cpu.tensors import Described, describe, kv_dims, query_dims, strided
+from lockstep.kernels.cpu.threads import parallel
+from lockstep.kernels.cpu.tiles import (
+    ROW,
+    VECTOR,
+    accumulate_tile,
+    add_vectors,
+    outer_tile_1,
+    outer_tile_2,
+    outer_tile_3,
+)
+from lockstep.kernels.cpu.wide import (
+    MAX_HEAD_DIM,
+    ROWS,
+    SPAN,
+    carve_block,
+    padded,
+    rows_range,
+    tile_bounds,
+)
+
+if TYPE_CHECKING:
+    from lockstep.kernels.kernel import Gradients, Needs, Tensors
+    from lockstep.problem import AttentionProblem
+
+ITEM = np.dtype(
+    [(name, np.int64) for name in ("b", "h", "first_row", "last_row", "first_span", "last_span")]
+)
+
+
+@compiled
+def _add_outer(weights, begin, end, rows, out, n, pitch):
+    """out [kv, d] += Σ_lane weights [kv, lane] · rows [lane, d] for keys begin … end."""
+    at = 0
+    while at < pitch:
+        left = (pitch - at) // VECTOR
+        vectors = 3 if left == 3 or left > 4 else min(left, 2)
+        for kv in range(begin, end, MR):
+            w, to = weights + kv * ROW, out + kv * pitch + at
+            if vectors == 3:
+                outer_tile_3(w, rows + at, to, n, pitch)
+            elif vectors == 2:
+                outer_tile_2(w, rows + at, to, n, pitch)
+            else:
+                outer_tile_1(w, rows + at, to, n, pitch)
+        at += vectors * VECTOR
+
+
+@compiled
+def _add_outer_carefully(p, weights, begin, end, rows, out, n, pitch):
+    """The same where rows are not finite: a row adds nothing to keys it does not see."""
+    for kv in range(begin, end):
+        for at in range(0, pitch, 4):
+            total = scalar.load(out + kv * pitch + at)
+            for lane in range(n):
+                where = kv * ROW + 4 * lane
+                if not scalar.is_minus_zero(scalar.load(p + where)):
+                    value = scalar.load(rows + lane * pitch + at)
+                    total = scalar.fma(scalar.load(weights + where), value, total)
+            scalar.store(total, out + kv * pitch + at)
+
+
+@compiled
+def _query_part(call, block, work, begin, end, finite):
+    """work.dq [D, LANES] = Σ_kv k [kv, d] · dS [kv, lane] over one span."""
+    D = padded(call.D, MR)
+    fill(work.dq, D * LANES, f32(0.0))
+    if finite:
+        for d in range(0, D, MR):
+            panel = work.k_cols + 4 * (d * SPAN + begin * MR)
+            accumulate_tile(panel, work.dp + begin * ROW, work.dq + d * ROW, end - begin)
+        return
+    for lane in range(LANES):
+        for d in range(call.D):
+            column = work.k_cols + 4 * (d // MR * SPAN * MR + d % MR)
+            total = f32(0.0)
+            for kv in range(begin, end):
+                where = kv * ROW + 4 * lane
+                if not scalar.is_minus_zero(scalar.load(block.s + where)):
+                    factor = scalar.load(column + 4 * kv * MR)
+                    total = scalar.fma(factor, scalar.load(work.dp + where), total)
+            scalar.store(total, work.dq + d * ROW + 4 * lane)
+
+
+@compiled
+def dq_tile(call, grad, b, h, row):
+    """Address of the dQ sums of the tile that starts at ``row``."""
+    tiles = padded(call.G * of_sequence(call.q_len, b), LANES) // LANES
+    tile = of_sequence(grad.first_tile, b) + h * tiles + row // LANES
+    return grad.dq_tiles + tile * padded(call.D, MR) * ROW
+
+
+@compiled
+def _block_gradients(call, grad, block, work, item, row0, first, n, k_finite):
+    """One row block against one loaded span: adds to dQ sums and to work.dk, work.dv."""
+    b, h = item.b, item.h
+    n_rows = min(ROWS, item.last_row - row0)
+    lo, hi = rows_range(call, b, row0, n_rows)
+    if lo >= first + n or hi <= first:
+        return
+    n_tiles, q_finite, d_finite = load_rows(call, grad, block, work, b, h, row0, n_rows)
+    k_row, v_row = 4 * padded(call.D, WIDTH), 4 * padded(call.Dv, WIDTH)
+    if grad.want_kv:
+        fill(work.dk_part, SPAN * k_row // 4, f32(0.0))
+        fill(work.dv_part, SPAN * v_row // 4, f32(0.0))
+    slopes = work.slopes if call.softcap > 0.0 else 0
+    for t in range(n_tiles):
+        begin, end, bounds = tile_bounds(block, t, first, n)
+        if begin >= end:
+            continue
+        score_gradients(call, block, work, b, t, first, begin, end, bounds, slopes)
+        if grad.want_kv:
+            q, dout = work.q + t * LANES * k_row, work.dout + t * LANES * v_row
+            lanes = min(LANES, n_rows - t * LANES)
+            s, dp = block.s, work.dp
+            if q_finite:
+                _add_outer(dp, begin, end, q, work.dk_part, lanes, k_row)
+            else:
+                _add_outer_carefully(s, dp, begin, end, q, work.dk_part, lanes, k_row)
+            if d_finite:
+                _add_outer(s, begin, end, dout, work.dv_part, lanes, v_row)
+            else:
+                _add_outer_carefully(s, s, begin, end, dout, work.dv_part, lanes, v_row)
+        if grad.want_q:
+            _query_part(call, block, work, begin, end, k_finite)
+            sums = dq_tile(call, grad, b, h, row0 + t * LANES)
+            add_vectors(sums, work.dq, padded(call.D, MR) * LANES)
+    if grad.want_kv:
+        add_vectors(work.dk, work.dk_part, SPAN * k_row // 4)
+        add_vectors(work.dv, work.dv_part, SPAN * v_row // 4)
+
+
+@compiled
+def _write_keys(call, tensor, b, h, first, n, sums, D, factor):
+    """Store n rows of gradient sums; + 0 leaves one kind of zero."""
+    pitch = 4 * padded(D, WIDTH)
+    size = 4 if call.kind == F32 else 2
+    for i in range(n):
+        to = row_address(tensor, of_sequence(call.kv_first, b), b, h, first + i)
+        for d in range(D):
+            value = scalar.load(sums + i * pitch + 4 * d) * factor + f32(0.0)
+            scalar.store_element(call.kind, value, to + size * d)
+
+
+@compiled
+def _write_queries(call, grad, block, item):
+    """Scale the dQ sums of the item's rows and store them."""
+    D = padded(call.D, MR)
+    first = of_sequence(call.q_first, item.b)
+    for row in range(item.first_row, item.last_row, LANES):
+        sums = dq_tile(call, grad, item.b, item.h, row)
+        for i in range(D * LANES):
+            value = scalar.load(sums + 4 * i) * f32(call.scale) + f32(0.0)
+            scalar.store(value, sums + 4 * i)
+        for lane in range(LANES):
+            g, q_idx = split_row(call, item.b, min(row + lane, item.last_row - 1))
+            head = item.h * call.G + g
+            # Lanes beyond the last row are written to scratch.
+            to = row_address(grad.dq, first, item.b, head, q_idx)
+            to = to if row + lane < item.last_row else block.s
+            scalar.store_word(to, block.q_rows + 8 * lane)
+        scatter_columns(call.kind, block.q_rows, LANES, call.D, sums, ROW)
+
+
+@kernel
+def run_gradients(counter, scratch, call, grad, items):
+    """Take items until none is left; each owns the sums it writes."""
+    block = carve_block(scratch, call.D, call.Dv)
+    work = carve_gradient(block.end, call.D, call.Dv)
+    fill(block.zero_row, MAX_HEAD_DIM, f32(0.0))
+    while True:
+        ticket = scalar.fetch_add_one(counter)
+        if ticket >= items.size:
+            return
+        item = items[ticket]
+        length = of_sequence(call.kv_len, item.b)
+        for span in range(item.first_span, item.last_span):
+            first = span * SPAN
+            n = min(SPAN, length - first)
+            k_finite = load_keys(call, block, work, item.b, item.h, first, n)
+            fill(work.dk, SPAN * padded(call.D, WIDTH), f32(0.0))
+            fill(work.dv, SPAN * padded(call.Dv, WIDTH), f32(0.0))
+            for row0 in range(item.first_row, item.last_row, ROWS):
+                _block_gradients(call, grad, block, work, item, row0, first, n, k_finite)
+            if grad.want_kv:
+                b, h, scale = item.b, item.h, f32(call.scale)
+                _write_keys(call, grad.dk, b, h, first, n, work.dk, call.D, scale)
+                _write_keys(call, grad.dv, b, h, first, n, work.dv, call.Dv, f32(1.0))
+        if grad.want_q:
+            _write_queries(call, grad, block, item)
+
+
+@kernel
+def gradient_scratch(D, Dv):
+    """Bytes of scratch a thread needs."""
+    return carve_gradient(carve_block(0, D, Dv).end, D, Dv).end
+
+
+def _items(described: Described, by_span: bool, by_block: bool) -> np.ndarray:
+    """Whole KV heads, cut by span of keys or by block of rows where asked."""
+    call, rows = described.record, []
+    for b in range(int(call["B"])):
+        n_rows = int(described.q_len[b] * call["G"])
+        n_spans = -(-int(described.kv_len[b]) // SPAN)
+        for h in range(int(call["Hkv"])):
+            blocks = range(0, n_rows, ROWS) if by_block else (0,)
+            spans = range(n_spans) if by_span else (0,)
+            rows += [
+                (
+                    b,
+                    h,
+                    block,
+                    min(block + ROWS, n_rows) if by_block else n_rows,
+                    span,
+                    span + 1 if by_span else n_spans,
+                )
+                for block in blocks
+                for span in spans
+            ]
+    return np.array(rows, ITEM)
+
+
+def backward(
+    problem: AttentionProblem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    needs: Needs,
+) -> Gradients:
+    """The gradients asked for, each in the shape and dtype of its tensor."""
+    from lockstep.kernels.kernel import Gradients
+
+    D, Dv = problem.D, problem.Dv
+    described = describe(problem, tensors, out, lse)
+    call, q_dims, k_dims = described.record, query_dims(problem), kv_dims(problem)
+    # Keys and queries that no one sees keep these zeros.
+    dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype) for t in (tensors.q, tensors.k, tensors.v))
+    delta = torch.zeros(lse.shape, dtype=torch.float32)
+    tiles = -(-described.q_len * int(call["G"]) // LANES) * problem.Hkv
+    first_tile = np.cumsum(tiles) - tiles
+    n_sums = int(tiles.sum()) * LANES * (-(-D // MR) * MR) if needs.q else 0
+    dq_tiles = np.zeros(n_sums, np.float32)
+    record = np.zeros(1, GRADIENT)[0]
+    for name, tensor in (("dout", dout), ("delta", delta), ("dq", dq)):
+        record[name] = strided(tensor, q_dims)
+    for name, tensor in (("dk", dk), ("dv", dv)):
+        record[name] = strided(tensor, k_dims)
+    record["dq_tiles"], record["first_tile"] = dq_tiles.ctypes.data, first_tile.ctypes.data
+    scratch = gradient_scratch(D, Dv) // 8
+    row_deltas(described, record, scratch)
+    if dlse is not None:
+        delta -= dlse
+
+    def run(want_q: bool, want_kv: bool, by_span: bool, by_block: bool) -> None:
+        record["want_q"], record["want_kv"] = want_q, want_kv
+        items = _items(described, by_span, by_block)
+        pairs = int((described.q_len * described.kv_len).sum()) * problem.Hq
+        parallel(run_gradients, (call, record, items), scratch, 5 * pairs * (D + Dv) // 2)
+
+    want_kv = needs.k or needs.v
+    heads, threads = problem.B * problem.Hkv, torch.get_num_threads()
+    if needs.q and want_kv and -(-heads // threads) * 5 * threads <= 7 * heads:
+        run(True, True, False, False)
+    else:
+        if want_kv:
+            run(False, True, True, False)
+        if needs.q:
+            run(True, False, False, True)
+    return Gradients(
+        q=dq if needs.q else None,
+        k=dk if needs.k else None,
+        v=dv if needs.v else None,
+        bias=bias_gradient(problem, tensors, described, record, scratch) if needs.bias else None,
+        sinks=sink_gradient(tensors, described, record) if needs.sinks else None,
+    )

@@ -1,0 +1,170 @@
+"""The smaller passes of the backward: delta per row, and the gradients of sinks and bias."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.kernels.cpu import scalar
+from lockstep.kernels.cpu.call import of_sequence, row_address, split_row
+from lockstep.kernels.cpu.compile import compiled, kernel
+from lockstep.kernels.cpu.memory import gather_columns
+from lockstep.kernels.cpu.merge import fill
+from lockstep.kernels.cpu.rescore import carve_gradient, load_keys, load_rows, score_gradients
+from lockstep.kernels.cpu.simd import LANES, f32
+from lockstep.kernels.cpu.tensors import DENSE, Described, strided
+from lockstep.kernels.cpu.threads import parallel
+from lockstep.kernels.cpu.tiles import ROW, dot_columns
+from lockstep.kernels.cpu.wide import MAX_HEAD_DIM, ROWS, SPAN, carve_block, tile_bounds
+
+if TYPE_CHECKING:
+    from lockstep.kernels.kernel import Tensors
+    from lockstep.problem import AttentionProblem
+
+
+@compiled
+def _gather_tile(call, tensor, b, h, row, n, rows, to):
+    """Rows row … row + n of an output-shaped tensor as columns; the last fills up the lanes."""
+    first = of_sequence(call.q_first, b)
+    for lane in range(LANES):
+        g, q_idx = split_row(call, b, row + min(lane, n - 1))
+        address = row_address(tensor, first, b, h * call.G + g, q_idx)
+        scalar.store_word(address, rows + 8 * lane)
+    gather_columns(call.kind, rows, LANES, call.Dv, to, ROW)
+
+
+@kernel
+def _run_deltas(counter, scratch, call, grad, n_heads):
+    """delta = Σ_d dO · O, one chain per row; a ticket is a sequence and KV head."""
+    block = carve_block(scratch, call.D, call.Dv)
+    work = carve_gradient(block.end, call.D, call.Dv)
+    while True:
+        ticket = scalar.fetch_add_one(counter)
+        if ticket >= n_heads:
+            return
+        b, h = ticket // call.Hkv, ticket % call.Hkv
+        rows = call.G * of_sequence(call.q_len, b)
+        first = of_sequence(call.q_first, b)
+        for row in range(0, rows, LANES):
+            n = min(LANES, rows - row)
+            _gather_tile(call, call.out, b, h, row, n, block.q_rows, work.dout)
+            _gather_tile(call, grad.dout, b, h, row, n, block.q_rows, work.dout_t)
+            dot_columns(work.dout, work.dout_t, call.Dv, work.delta)
+            for lane in range(n):
+                g, q_idx = split_row(call, b, row + lane)
+                to = row_address(grad.delta, first, b, h * call.G + g, q_idx)
+                scalar.store(scalar.load(work.delta + 4 * lane), to)
+
+
+def row_deltas(described: Described, record: np.void, scratch: int) -> None:
+    """Fill the tensor that ``record`` names delta."""
+    call = described.record
+    n_heads = int(call["B"] * call["Hkv"])
+    work = int(described.q_len.sum()) * int(call["Hkv"] * call["G"] * call["Dv"])
+    parallel(_run_deltas, (call, record, n_heads), scratch, work)
+
+
+@kernel
+def _run_sinks(counter, scratch, call, grad, sums):
+    """sums [Hq] float64 = −Σ e^(sink − lse) · delta over all rows of a head, in order."""
+    while True:
+        head = scalar.fetch_add_one(counter)
+        if head >= call.Hkv * call.G:
+            return
+        total = 0.0
+        for b in range(call.B):
+            first = of_sequence(call.q_first, b)
+            for q_idx in range(of_sequence(call.q_len, b)):
+                lse = scalar.load(row_address(call.lse, first, b, head, q_idx))
+                delta = scalar.load(row_address(grad.delta, first, b, head, q_idx))
+                weight = scalar.exp(scalar.load(call.sinks + 4 * head) - lse)
+                total -= np.float64(weight) * np.float64(delta)
+        sums[head] = total
+
+
+def sink_gradient(tensors: Tensors, described: Described, record: np.void) -> Tensor:
+    """d sinks [Hq], in the dtype of the sinks."""
+    call = described.record
+    sums = np.zeros(int(call["Hkv"] * call["G"]))
+    work = int(described.q_len.sum()) * sums.size * 8
+    parallel(_run_sinks, (call, record, sums), 8, work)
+    return torch.from_numpy(sums).to(tensors.sinks.dtype)
+
+
+@compiled
+def _add_to_bias(call, grad, block, work, b, t, n_rows, first, begin, end):
+    """Add dS of one tile to the bias elements it came through."""
+    length = of_sequence(call.kv_len, b)
+    for lane in range(min(LANES, n_rows - t * LANES)):
+        i = t * LANES + lane
+        head = scalar.load_word(block.q_head + 8 * i)
+        q_idx = scalar.load_word(block.q_idx + 8 * i)
+        row = row_address(grad.dbias, 0, b, head, q_idx) + first * grad.dbias_col
+        for kv in range(begin, min(end, length - first)):
+            ds = scalar.load(work.dp + kv * ROW + 4 * lane)
+            if grad.dbias_wide:
+                scalar.add_f64(ds, row + kv * grad.dbias_col)
+            else:
+                scalar.add_f32(ds, row + kv * grad.dbias_col)
+
+
+@compiled
+def _head_bias(call, grad, block, work, b, head, q0, q1):
+    """dS of queries q0 … q1 of one head, added to the bias gradient."""
+    h, g = head // call.G, head % call.G
+    offset = g * of_sequence(call.q_len, b)
+    for row0 in range(offset + q0, offset + q1, ROWS):
+        n_rows = min(ROWS, offset + q1 - row0)
+        n_tiles = load_rows(call, grad, block, work, b, h, row0, n_rows)[0]
+        length = of_sequence(call.kv_len, b)
+        for first in range(0, length, SPAN):
+            n = min(SPAN, length - first)
+            load_keys(call, block, work, b, h, first, n)
+            for t in range(n_tiles):
+                begin, end, bounds = tile_bounds(block, t, first, n)
+                if begin < end:
+                    score_gradients(call, block, work, b, t, first, begin, end, bounds, 0)
+                    _add_to_bias(call, grad, block, work, b, t, n_rows, first, begin, end)
+
+
+@kernel
+def _run_bias(counter, scratch, call, grad, B, Hq, n_blocks):
+    """A ticket is one (batch, head, query block) of the bias; what shares it is added in order."""
+    block = carve_block(scratch, call.D, call.Dv)
+    work = carve_gradient(block.end, call.D, call.Dv)
+    fill(block.zero_row, MAX_HEAD_DIM, f32(0.0))
+    while True:
+        ticket = scalar.fetch_add_one(counter)
+        if ticket >= B * Hq * n_blocks:
+            return
+        bias_b, bias_h = ticket // n_blocks // Hq, ticket // n_blocks % Hq
+        q0 = ticket % n_blocks * ROWS
+        for b in range(bias_b, call.B, B):
+            q1 = of_sequence(call.q_len, b)
+            q1 = min(q0 + ROWS, q1) if n_blocks > 1 else q1
+            for head in range(bias_h, call.Hkv * call.G, Hq):
+                _head_bias(call, grad, block, work, b, head, q0, q1)
+
+
+def bias_gradient(
+    problem: AttentionProblem, tensors: Tensors, described: Described, record: np.void, scratch: int
+) -> Tensor:
+    """d bias in the shape and dtype of the bias; broadcast dims are summed in float64."""
+    shape = tensors.bias.shape
+    whole = (problem.B, problem.Hq, problem.Sq, problem.Skv)
+    exact = shape == whole
+    sums = torch.zeros(shape, dtype=torch.float32 if exact else torch.float64)
+    expanded = sums.expand(whole)
+    record["dbias"] = strided(expanded, DENSE)
+    record["dbias_col"] = expanded.stride(3) * expanded.element_size()
+    record["dbias_wide"] = not exact
+    if 0 in whole:
+        return sums.to(tensors.bias.dtype)
+    n_blocks = -(-problem.Sq // ROWS) if shape[2] == problem.Sq else 1
+    work = problem.B * problem.Hq * problem.Sq * problem.Skv * (problem.D + problem.Dv)
+    arguments = (described.record, record, shape[0], shape[1], n_blocks)
+    parallel(_run_bias, arguments, scratch, work)
+    return sums.to(tensors.bias.dtype)

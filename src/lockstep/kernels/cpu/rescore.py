@@ -1,0 +1,130 @@
+"""Recompute the weights of a tile and their gradients: what every backward pass starts from.
+
+    p = 2^(s − lse2),   dS = p (dP − delta),   dP = dO vᵀ,   delta = Σ_d dO·O − dlse
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from lockstep.kernels.cpu import scalar
+from lockstep.kernels.cpu.call import STRIDED, fill_kv_rows, of_sequence, row_address
+from lockstep.kernels.cpu.compile import compiled
+from lockstep.kernels.cpu.memory import copy_panels, copy_rows, gather_columns, gather_panels
+from lockstep.kernels.cpu.simd import LANES, LOG2E, MR, WIDTH, f32
+from lockstep.kernels.cpu.tiles import ROW, score_gradient_rows, score_tile
+from lockstep.kernels.cpu.wide import MINUS_INF, ROWS, SPAN, load_queries, padded, tile_scores
+
+GRADIENT = np.dtype(
+    [
+        ("dout", STRIDED),
+        ("delta", STRIDED),
+        ("dq", STRIDED),
+        ("dk", STRIDED),
+        ("dv", STRIDED),
+        ("dbias", STRIDED),
+        ("dbias_col", np.int64),
+        ("dbias_wide", np.int64),  # 1: dbias is float64
+        ("dq_tiles", np.int64),  # address of [tiles, D, LANES] fp32 sums
+        ("first_tile", np.int64),  # address of [B] int64: tiles before sequence b
+        ("want_q", np.int64),
+        ("want_kv", np.int64),
+    ]
+)
+
+
+class Gradient(NamedTuple):
+    """Where a thread keeps its tiles, by address, after those of the Block."""
+
+    dout_t: int  # [TILES, Dv, LANES]
+    q: int  # [ROWS, D] whole vectors
+    dout: int  # [ROWS, Dv] whole vectors
+    lse2: int  # [ROWS]
+    delta: int  # [ROWS]
+    k_cols: int  # [D / MR, SPAN, MR]
+    dp: int  # [SPAN, LANES]
+    slopes: int  # [SPAN, LANES]
+    dq: int  # [D, LANES]
+    dk: int  # [SPAN, D] whole vectors, and so the next three
+    dv: int
+    dk_part: int
+    dv_part: int
+    end: int
+
+
+@compiled
+def carve_gradient(base, D, Dv):
+    k_row, v_row = 4 * padded(D, WIDTH), 4 * padded(Dv, WIDTH)
+    q = base + 4 * ROWS * padded(Dv, WIDTH)
+    dout = q + ROWS * k_row
+    lse2 = dout + ROWS * v_row
+    delta = lse2 + 4 * ROWS
+    k_cols = delta + 4 * ROWS
+    dp = k_cols + 4 * SPAN * padded(D, MR)
+    slopes = dp + SPAN * ROW
+    dq = slopes + SPAN * ROW
+    dk = dq + padded(D, MR) * ROW
+    dv = dk + SPAN * k_row
+    dk_part = dv + SPAN * v_row
+    dv_part = dk_part + SPAN * k_row
+    end = dv_part + SPAN * v_row
+    return Gradient(
+        base, q, dout, lse2, delta, k_cols, dp, slopes, dq, dk, dv, dk_part, dv_part, end
+    )
+
+
+@compiled
+def load_rows(call, grad, block, work, b, h, row0, n_rows):
+    """Queries, dO, lse and delta of a block; returns its tiles and whether q and dO are finite."""
+    n_tiles = load_queries(call, block, b, h, row0, n_rows)
+    first = of_sequence(call.q_first, b)
+    # Lanes that only fill up the last tile see nothing.
+    for i in range(n_rows, n_tiles * LANES):
+        scalar.store_int(0, block.lo + 4 * i)
+        scalar.store_int(0, block.hi + 4 * i)
+    pitch = 4 * padded(call.D, WIDTH)
+    q_finite = copy_rows(call.kind, block.q_rows, n_tiles * LANES, call.D, work.q, pitch)
+    for i in range(n_tiles * LANES):
+        head = scalar.load_word(block.q_head + 8 * i)
+        q_idx = scalar.load_word(block.q_idx + 8 * i)
+        lse = scalar.load(row_address(call.lse, first, b, head, q_idx))
+        # A row that sees no key has weights 2^(s − ∞) = 0.
+        lse2 = f32(np.inf) if lse == MINUS_INF else lse * f32(LOG2E)
+        scalar.store(lse2, work.lse2 + 4 * i)
+        delta = scalar.load(row_address(grad.delta, first, b, head, q_idx))
+        scalar.store(delta, work.delta + 4 * i)
+        dout = row_address(grad.dout, first, b, head, q_idx)
+        scalar.store_word(dout, block.q_rows + 8 * i)
+    for t in range(n_tiles):
+        table, to = block.q_rows + 8 * t * LANES, work.dout_t + t * call.Dv * ROW
+        gather_columns(call.kind, table, LANES, call.Dv, to, ROW)
+    pitch = 4 * padded(call.Dv, WIDTH)
+    d_finite = copy_rows(call.kind, block.q_rows, n_tiles * LANES, call.Dv, work.dout, pitch)
+    return n_tiles, q_finite, d_finite
+
+
+@compiled
+def load_keys(call, block, work, b, h, first, n):
+    """Keys and values as panels to multiply queries with, keys as columns for dQ."""
+    whole = padded(n, MR)
+    fill_kv_rows(call, call.v, b, h, first, n, whole, block.zero_row, block.kv_rows)
+    gather_panels(call.kind, block.kv_rows, whole, call.Dv, block.v_panels)
+    fill_kv_rows(call, call.k, b, h, first, n, whole, block.zero_row, block.kv_rows)
+    gather_panels(call.kind, block.kv_rows, whole, call.D, block.k_panels)
+    return copy_panels(call.kind, block.kv_rows, whole, call.D, work.k_cols, SPAN)
+
+
+@compiled
+def score_gradients(call, block, work, b, t, first, begin, end, bounds, slopes):
+    """p into block.s and dS into work.dp, for keys begin … end of the span and tile t."""
+    tile_scores(call, block, b, t, first, begin, end, bounds, slopes)
+    dout_t = work.dout_t + t * call.Dv * ROW
+    for kv in range(begin, end, MR):
+        v_panel = block.v_panels + 4 * kv * call.Dv
+        score_tile(v_panel, dout_t, work.dp + kv * ROW, call.Dv, f32(1.0))
+    at, row = begin * ROW, 4 * t * LANES
+    slopes = slopes + at if slopes != 0 else 0
+    lse2, delta = work.lse2 + row, work.delta + row
+    score_gradient_rows(block.s + at, work.dp + at, end - begin, lse2, delta, slopes)
