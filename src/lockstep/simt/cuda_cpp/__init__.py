@@ -1,0 +1,9 @@
+"""Back end 2: a typed kernel as the CUDA C++ a person would have written.
+
+>>> from lockstep.simt.cuda_cpp import emit
+>>> print(emit(kernel.typed(TILE=32)).text)                  # doctest: +SKIP
+"""
+
+from .emit import Argument, CudaSource, Layout, emit
+
+__all__ = ["Argument", "CudaSource", "Layout", "emit"]
