@@ -7,60 +7,73 @@ import torch
 from torch.autograd import gradcheck
 
 import lockstep
-from lockstep import reference
+from lockstep import numerics, reference
 
-
-def rand(*shape: int, grad: bool = False) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, requires_grad=grad)
-
-
+# What runs float32 and bfloat16 differs from machine to machine; float64 is the oracle's.
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 OPTIONS = (True, 3, 0, 0.4, 30.0, None)
 OFFSETS = torch.tensor([0, 2, 5]), torch.tensor([0, 3, 9], dtype=torch.int32)
 LENS = torch.tensor([3, 7])
 
 
-def dense(grad: bool = False):
-    q, k, v = rand(2, 4, 5, 8, grad=grad), rand(2, 2, 7, 8, grad=grad), rand(2, 2, 7, 6, grad=grad)
-    return q, k, v, rand(1, 4, 5, 7, grad=grad), rand(4, grad=grad), LENS
+def rand(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = False) -> torch.Tensor:
+    return torch.randn(shape).to(dtype).requires_grad_(grad)
 
 
-def varlen(grad: bool = False):
-    q, k, v = rand(5, 4, 8, grad=grad), rand(9, 2, 8, grad=grad), rand(9, 2, 6, grad=grad)
-    return q, k, v, rand(4, grad=grad), *OFFSETS
+def dense(**how):
+    q, k, v = rand(2, 4, 5, 8, **how), rand(2, 2, 7, 8, **how), rand(2, 2, 7, 6, **how)
+    return q, k, v, rand(1, 4, 5, 7, **how), rand(4, **how), LENS
 
 
-def paged():
-    q, k, v, bias = rand(2, 4, 1, 8), rand(5, 4, 2, 8), rand(5, 4, 2, 6), rand(1, 1, 1, 8)
-    return q, k, v, torch.tensor([[1, 4], [2, -1]]), torch.tensor([7, 3]), bias, rand(4)
+def varlen(**how):
+    q, k, v = rand(5, 4, 8, **how), rand(9, 2, 8, **how), rand(9, 2, 6, **how)
+    return q, k, v, rand(4, **how), *OFFSETS
+
+
+def paged(**how):
+    q, bias = rand(2, 4, 1, 8, **how), rand(1, 1, 1, 8, **how)
+    k_pages, v_pages = rand(5, 4, 2, 8, **how), rand(5, 4, 2, 6, **how)
+    return (
+        q, k_pages, v_pages, torch.tensor([[1, 4], [2, -1]]), torch.tensor([7, 3]), bias,
+        rand(4, **how),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_opcheck_dense(grad):
-    torch.library.opcheck(torch.ops.lockstep.attention.default, (*dense(grad), *OPTIONS))
-    plain = (*dense(grad)[:3], None, None, None)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck_dense(dtype, grad):
+    tensors = dense(dtype=dtype, grad=grad)
+    torch.library.opcheck(torch.ops.lockstep.attention.default, (*tensors, *OPTIONS))
+    plain = (*tensors[:3], None, None, None)
     torch.library.opcheck(torch.ops.lockstep.attention.default, (*plain, *OPTIONS))
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_opcheck_varlen(grad):
-    torch.library.opcheck(torch.ops.lockstep.attention_varlen.default, (*varlen(grad), *OPTIONS))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck_varlen(dtype, grad):
+    tensors = varlen(dtype=dtype, grad=grad)
+    torch.library.opcheck(torch.ops.lockstep.attention_varlen.default, (*tensors, *OPTIONS))
 
 
-def test_opcheck_paged():
-    torch.library.opcheck(torch.ops.lockstep.attention_paged.default, (*paged(), *OPTIONS))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck_paged(dtype):
+    tensors = paged(dtype=dtype)
+    torch.library.opcheck(torch.ops.lockstep.attention_paged.default, (*tensors, *OPTIONS))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("needs", [[True] * 5, [False, True, False, False, True]])
-def test_opcheck_backward(needs):
-    tensors = dense()
+def test_opcheck_backward(needs, dtype):
+    tensors = dense(dtype=dtype)
     out, lse = torch.ops.lockstep.attention(*tensors, *OPTIONS)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     args = (dout, dlse, out, lse, *tensors, *OPTIONS, needs)
     torch.library.opcheck(torch.ops.lockstep.attention_backward.default, args)
 
 
-def test_opcheck_varlen_backward():
-    tensors = varlen()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck_varlen_backward(dtype):
+    tensors = varlen(dtype=dtype)
     out, lse = torch.ops.lockstep.attention_varlen(*tensors, *OPTIONS)
     needs = [True, True, True, False, True]
     args = (torch.randn_like(out), None, out, lse, *tensors, *OPTIONS, needs)
@@ -68,8 +81,11 @@ def test_opcheck_varlen_backward():
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_opcheck_merge(grad):
-    outs, lses = [rand(2, 3, 4, grad=grad) for _ in range(3)], [rand(2, 3, grad=grad)] * 3
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck_merge(dtype, grad):
+    lse_dtype = numerics.statistics_dtype(dtype)
+    outs = [rand(2, 3, 4, dtype=dtype, grad=grad) for _ in range(3)]
+    lses = [rand(2, 3, dtype=lse_dtype, grad=grad) for _ in range(3)]
     torch.library.opcheck(torch.ops.lockstep.merge.default, (outs, lses))
 
 
@@ -143,12 +159,17 @@ def test_gradient_through_lse_alone():
     torch.testing.assert_close(grads, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "bias", "sinks", "qv", "ks"])
-def test_only_what_requires_grad_gets_one(wanted):
-    tensors = {
-        "q": rand(2, 4, 3, 3), "k": rand(2, 2, 5, 3), "v": rand(2, 2, 5, 2),
-        "bias": rand(3, 5), "sinks": rand(4),
-    }  # fmt: skip
+def test_only_what_requires_grad_gets_one(wanted, dtype):
+    shapes = {
+        "q": (2, 4, 3, 3),
+        "k": (2, 2, 5, 3),
+        "v": (2, 2, 5, 2),
+        "bias": (3, 5),
+        "sinks": (4,),
+    }
+    tensors = {name: rand(*shape, dtype=dtype) for name, shape in shapes.items()}
     names = [wanted] if wanted in tensors else [n for n in tensors if n[0] in wanted]
     for name in names:
         tensors[name].requires_grad_()
@@ -191,36 +212,44 @@ def test_paged_gradients_are_refused():
         out.sum().backward()
 
 
-def layouts():
+def strided(dtype):
     """Tensors equal to a contiguous [2, 2, 6, 8] in all but their strides."""
-    x = rand(2, 2, 6, 8)
-    yield "heads last", rand(2, 6, 2, 8).transpose(1, 2)
-    yield "rows apart", rand(2, 2, 12, 8)[:, :, ::2]
-    yield "rows with a tail", rand(2, 2, 6, 11)[..., :8]
-    yield "last dim apart", rand(2, 2, 6, 16)[..., ::2]
-    yield "last dim outside", rand(2, 2, 8, 6).mT
-    yield "one head for all", x[:, :1].expand(2, 2, 6, 8)
-    yield "one row for all", x[:, :, :1].expand(2, 2, 6, 8)
-    yield "one number for all", x[..., :1].expand(2, 2, 6, 8)
-    yield "offset", rand(3, 2, 6, 8)[1:]
+    x = rand(2, 2, 6, 8, dtype=dtype)
+    return {
+        "heads last": rand(2, 6, 2, 8, dtype=dtype).transpose(1, 2),
+        "rows apart": rand(2, 2, 12, 8, dtype=dtype)[:, :, ::2],
+        "rows with a tail": rand(2, 2, 6, 11, dtype=dtype)[..., :8],
+        "last dim apart": rand(2, 2, 6, 16, dtype=dtype)[..., ::2],
+        "last dim outside": rand(2, 2, 8, 6, dtype=dtype).mT,
+        "one head for all": x[:, :1].expand(2, 2, 6, 8),
+        "one row for all": x[:, :, :1].expand(2, 2, 6, 8),
+        "one number for all": x[..., :1].expand(2, 2, 6, 8),
+        "offset": rand(3, 2, 6, 8, dtype=dtype)[1:],
+    }
 
 
-@pytest.mark.parametrize("x", [pytest.param(x, id=name) for name, x in layouts()])
-def test_strides_change_nothing(x):
-    y, dout = rand(2, 2, 6, 8), rand(2, 2, 8, 6).mT
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strides", strided(torch.float32))
+def test_strides_change_nothing(strides, dtype):
+    x, y, dout = (
+        strided(dtype)[strides],
+        rand(2, 2, 6, 8, dtype=dtype),
+        rand(2, 2, 8, 6, dtype=dtype),
+    )
     for q, k, v in ((x, y, y), (y, x, y), (y, y, x), (x, x, x)):
         results = []
         for tensors in ((q, k, v), tuple(t.contiguous() for t in (q, k, v))):
             leaves = [t.detach().requires_grad_() for t in tensors]
             out = lockstep.attention(*leaves, causal=True)
             assert out.is_contiguous()
-            results.append((out, *torch.autograd.grad(out, leaves, dout)))
+            results.append((out, *torch.autograd.grad(out, leaves, dout.mT)))
         for got, expected in zip(*results, strict=True):
             torch.testing.assert_close(got, expected)
 
 
-def test_strides_of_a_bias_change_nothing():
-    q, bias = rand(2, 2, 6, 8), rand(6, 6)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strides_of_a_bias_change_nothing(dtype):
+    q, bias = rand(2, 2, 6, 8, dtype=dtype), rand(6, 6, dtype=dtype)
     expected = lockstep.attention(q, q, q, bias=bias.mT.contiguous())
     torch.testing.assert_close(lockstep.attention(q, q, q, bias=bias.mT), expected)
     column = bias[:, :1]
@@ -230,13 +259,14 @@ def test_strides_of_a_bias_change_nothing():
     )
 
 
-def test_strides_of_lengths_and_tables_change_nothing():
-    q, k, v, table, lens, *_ = paged()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strides_of_lengths_and_tables_change_nothing(dtype):
+    q, k, v, table, lens, *_ = paged(dtype=dtype)
     expected = lockstep.attention_paged(q, k, v, table, lens)
     apart = torch.stack([lens, -lens], dim=1)[:, 0]
     got = lockstep.attention_paged(q, k, v, table.T.contiguous().T, apart)
     torch.testing.assert_close(got, expected)
     spread = torch.tensor([0, 9, 3, 9, 6, 9])[::2]
-    x = rand(6, 2, 4)
+    x = rand(6, 2, 4, dtype=dtype)
     expected = lockstep.attention_varlen(x, x, x, spread.clone(), spread.clone())
     torch.testing.assert_close(lockstep.attention_varlen(x, x, x, spread, spread), expected)

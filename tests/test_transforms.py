@@ -10,8 +10,8 @@ from torch.func import grad, jacrev, jvp, vmap
 import lockstep
 
 
-def rand(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64)
+def rand(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
 
 
 N, B, HQ, HKV, SQ, SKV, D = 3, 2, 4, 2, 5, 6, 8
@@ -33,14 +33,14 @@ def loss(*args):
     return out.square().sum() + lse[:, :, -1].sum()
 
 
-def arguments(mapped: dict[str, int]):
+def arguments(mapped: dict[str, int], dtype: torch.dtype):
     """Tensors with a mapped dim where `mapped` puts one, and their in_dims."""
     tensors = []
     for name, shape in SHAPES.items():
         shape = list(shape)
         if name in mapped:
             shape.insert(mapped[name], N)
-        tensors.append(rand(*shape))
+        tensors.append(rand(*shape, dtype=dtype))
     lens = torch.stack([LENS, LENS - 1, LENS - 2], dim=mapped["lens"]) if "lens" in mapped else LENS
     return [*tensors, lens], tuple(mapped.get(name) for name in (*SHAPES, "lens"))
 
@@ -55,6 +55,7 @@ def one_by_one(function, args, in_dims):
     return torch.stack(samples)
 
 
+DTYPES = [torch.float64, torch.float32]
 MAPPED = [
     {"q": 0},
     {"k": 1},
@@ -68,22 +69,25 @@ MAPPED = [
 ]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mapped", MAPPED, ids=str)
-def test_vmap(mapped):
-    args, in_dims = arguments(mapped)
+def test_vmap(mapped, dtype):
+    args, in_dims = arguments(mapped, dtype)
     torch.testing.assert_close(vmap(f, in_dims)(*args), one_by_one(f, args, in_dims))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mapped", MAPPED, ids=str)
-def test_vmap_of_grad(mapped):
-    args, in_dims = arguments(mapped)
+def test_vmap_of_grad(mapped, dtype):
+    args, in_dims = arguments(mapped, dtype)
     gradient = grad(loss, argnums=(0, 1, 2, 3, 4))
     torch.testing.assert_close(vmap(gradient, in_dims)(*args), one_by_one(gradient, args, in_dims))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mapped", MAPPED, ids=str)
-def test_grad_of_vmap_and_backward_through_it(mapped):
-    args, in_dims = arguments(mapped)
+def test_grad_of_vmap_and_backward_through_it(mapped, dtype):
+    args, in_dims = arguments(mapped, dtype)
 
     def total(*args):
         return vmap(loss, in_dims)(*args).sum()

@@ -186,6 +186,8 @@ def _contiguous_rows(tensor: Tensor) -> Tensor:
 
 def _with_contiguous_rows(tensors: Tensors) -> Tensors:
     q, k, v, bias = tensors[:4]
+    if bias is None and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        return tensors
     return tensors._replace(
         q=_contiguous_rows(q),
         k=_contiguous_rows(k),
