@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .. import ir
+from lockstep.simt import ir
 
 
 class _Escapes(Exception):

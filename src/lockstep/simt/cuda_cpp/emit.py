@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .. import ir
-from ..types import ArrayType, Scalar
+from lockstep.simt import ir
+from lockstep.simt.types import ArrayType, Scalar
+
 from .declarations import place
 from .expressions import extent_name
 from .helpers import HELPERS, INCLUDES
@@ -94,7 +95,7 @@ class _Emitter:
         with writer.indented():
             self.local_constants()
             if self.hides or self.dynamic:
-                writer.put("extern __shared__ alignas(128) unsigned char shared_memory[];")
+                writer.put("extern __shared__ __align__(128) unsigned char shared_memory[];")
             for name in self.top:
                 writer.put(f"{c_type(self.kernel.variables[name])} {c_name(name)};")
             body.block(self.kernel.body)
@@ -166,7 +167,7 @@ class _Emitter:
             lines.append("")
         for need, text in HELPERS.items():
             if need in needs:
-                lines += text.splitlines() + [""]
+                lines += [*text.splitlines(), ""]
         return lines
 
     def local_constants(self) -> None:

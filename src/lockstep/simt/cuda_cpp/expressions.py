@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .. import ir
-from ..types import FragmentType, Scalar, VectorType, bfloat16, float16, float32, int32
+from lockstep.simt import ir
+from lockstep.simt.types import FragmentType, Scalar, VectorType, bfloat16, float16, float32, int32
+
 from .spelling import BUILTIN_VECTORS, SCALARS, c_name, c_type, constant_name, number
 
 # How tightly C++ operators bind.
@@ -30,6 +31,7 @@ BINDING = {
     "&&": 4,
     "||": 3,
 }
+BITWISE = ("<<", ">>", "&", "|", "^")
 # Their low 32 bits do not depend on whether the operands are signed.
 SIGN_BLIND = ("+", "-", "*", "<<", "&", "|", "^")
 
@@ -116,7 +118,8 @@ class Expressions:
     # Leaves
 
     def code_literal(self, expr: ir.Literal, signed: bool) -> Code:
-        assert expr.const is not None and isinstance(expr.type, Scalar)
+        assert expr.const is not None
+        assert isinstance(expr.type, Scalar)
         text = number(expr.const, expr.type)
         if "CUDART" in text:
             self.needs.add("infinity")
@@ -159,8 +162,12 @@ class Expressions:
                 return self.call("floor_div" if op == "//" else "floor_mod", expr.left, expr.right)
             op = "/" if op == "//" else op
         binding = BINDING[op]
-        left = self.within(expr.left, binding, signed)
-        return Code(f"{left} {op} {self.within(expr.right, binding + 1, signed)}", binding)
+        sides = []
+        for side, needed in ((expr.left, binding), (expr.right, binding + 1)):
+            # few readers know how shifts and bitwise operators bind among each other
+            mixes = op in BITWISE and isinstance(side, ir.Binary) and side.op != op
+            sides.append(self.within(side, UNARY if mixes else needed, signed))
+        return Code(f" {op} ".join(sides), binding)
 
     def code_compare(self, expr: ir.Compare, signed: bool) -> Code:
         binding = BINDING[expr.op]
@@ -192,7 +199,11 @@ class Expressions:
 
     def code_cast(self, expr: ir.Cast, signed: bool) -> Code:
         source, target = expr.operand.type, expr.type
-        assert isinstance(source, Scalar) and isinstance(target, Scalar)
+        assert isinstance(source, Scalar)
+        assert isinstance(target, Scalar)
+        self.note_type(target)
+        if isinstance(expr.operand, ir.Literal) and expr.const is not None:
+            return Code(number(expr.const, target))
         operand = self.expr(expr.operand, signed=target.is_float and not expr.operand.nonneg)
         if source.is_storage_only:
             operand = f"{TO_FLOAT[source]}({operand})"
@@ -206,7 +217,8 @@ class Expressions:
 
     def code_bitcast(self, expr: ir.Bitcast, signed: bool) -> Code:
         source, target = expr.operand.type, expr.type
-        assert isinstance(source, Scalar) and isinstance(target, Scalar)
+        assert isinstance(source, Scalar)
+        assert isinstance(target, Scalar)
         if source == target:
             return self.code(expr.operand, signed)
         if source == float16:

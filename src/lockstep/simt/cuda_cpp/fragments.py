@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .. import ir
-from ..types import ACCUMULATOR, FragmentType
+from lockstep.simt import ir
+from lockstep.simt.types import ACCUMULATOR, FragmentType
+
 from .expressions import ATOM, Code, Expressions
 from .spelling import fragment_name
 from .writer import Writer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..types import (
+from lockstep.simt.types import (
     FragmentType,
     Scalar,
     Type,
@@ -29,8 +29,7 @@ SCALARS = {
 BUILTIN_VECTORS = {int32: "int", uint32: "uint", float32: "float"}
 
 # What a Python name must not be called in C++: keywords, and what the emitted code itself calls.
-RESERVED = frozenset(
-    """
+_TAKEN = """
     alignas alignof and and_eq asm auto bitand bitor bool break case catch char class compl concept
     const constexpr const_cast continue decltype default delete do double dynamic_cast else enum
     explicit export extern false float for friend goto if inline int long mutable namespace new
@@ -43,10 +42,8 @@ RESERVED = frozenset(
     atomicAdd atomicAnd atomicCAS atomicExch atomicMax atomicMin atomicOr atomicSub atomicXor
     blockDim blockIdx gridDim threadIdx warpSize nvcuda wmma
     ct_select floor_div floor_mod lane_id warp_id shared_memory Vector Accumulator NULL
-    """.split()
-)
-
-
+"""
+RESERVED = frozenset(_TAKEN.split())
 # Names CUDA's headers take at file scope; a local variable may hide them.
 HEADER_TYPES = frozenset(("half", "half2", "nv_bfloat16", "nv_bfloat162"))
 
@@ -103,10 +100,7 @@ def number(value: int | float | bool, dtype: Scalar) -> str:
         return "CUDART_NAN_F"
     if math.isinf(value):
         return "CUDART_INF_F" if value > 0 else "-CUDART_INF_F"
-    text = _shortest(float(value))
-    if "." not in text and "e" not in text:
-        text += ".0"
-    return f"{text}f"
+    return f"{_shortest(float(value))}f"
 
 
 def _shortest(value: float) -> str:
@@ -115,7 +109,7 @@ def _shortest(value: float) -> str:
         text = f"{value:.{digits}g}"
         try:
             if round_to_float32(float(text)) == value:
-                return text
+                return repr(float(text))
         except OverflowError:  # rounded up beyond the largest float32
             continue
     return repr(value)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .. import ir
-from ..types import FragmentType, Scalar, VectorType
+from lockstep.simt import ir
+from lockstep.simt.types import FragmentType, Scalar, VectorType
+
 from .expressions import BINDING
 from .fragments import IMPURE, Fragments
 from .spelling import c_name, c_type

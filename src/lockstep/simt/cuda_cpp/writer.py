@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .. import ir
+from lockstep.simt import ir
 
 INDENT = "  "
 WIDTH = 100  # columns a line may have

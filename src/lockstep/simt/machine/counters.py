@@ -1,0 +1,228 @@
+"""Counting: instructions, memory transactions and the critical path."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..ir import Location
+from ..types import WARP_SIZE
+from .frames import MAX_WARPS, Frame, Lanes
+
+SECTOR = 32  # bytes
+BANKS = 32
+WORD = 4  # bytes per bank
+
+
+@dataclass
+class Site:
+    """One place in the source that touches memory, branches, synchronises or talks to lanes."""
+
+    number: int
+    kind: str  # "load", "store", "atomic", "copy", "branch", "barrier", "shuffle", ...
+    space: str  # "global", "shared", "local" or ""
+    name: str  # array, function or mode
+    loc: Location
+    phase: str
+    warps: int = 0  # warp instructions
+    lanes: int = 0
+    requests: int = 0  # global: one per warp instruction
+    sectors: int = 0
+    ideal_sectors: int = 0
+    wavefronts: int = 0
+    ideal_wavefronts: int = 0
+    worst_wavefronts: int = 0  # of one warp instruction
+    bytes: int = 0  # asked for by the lanes
+    divergent: int = 0  # branches: warps whose lanes disagreed
+
+    def hit(self, lanes: Lanes, times: int = 1) -> None:
+        self.warps += lanes.warps * times
+        self.lanes += lanes.lanes * times
+
+
+@dataclass
+class StraightLine:
+    """Statements that always execute together, and what one execution of them costs."""
+
+    phase: str
+    operations: dict[tuple[str, int], Counter] = field(default_factory=dict)  # (file, line)
+    cost: int = 0
+    executions: int = 0
+    warps: int = 0
+    lanes: int = 0
+
+    def add(self, loc: Location, kinds: Counter) -> None:
+        self.operations.setdefault((loc.file, loc.line), Counter()).update(kinds)
+        self.cost += sum(kinds.values())
+
+
+class Patterns:
+    """Transactions of one warp as a function of its 32 addresses.
+
+    The number of distinct sectors and the worst bank do not change when all addresses move
+    together, so a warp is looked up by its addresses relative to the first lane's; each pattern is
+    worked out once.
+    """
+
+    def __init__(self, measure):  # type: ignore[no-untyped-def]
+        self.measure = measure
+        self.known: dict[int, int] = {}
+        multipliers = np.random.default_rng(2).integers(1, 2**62, WARP_SIZE) | 1
+        self.multipliers = multipliers.astype(np.int64)
+
+    def __call__(self, units: np.ndarray) -> np.ndarray:
+        """`units` [n, 32] int64: sector or word numbers, missing lanes repeating another's."""
+        relative = units - units[:, :1]
+        hashes, first, inverse = np.unique(
+            relative @ self.multipliers, return_index=True, return_inverse=True
+        )
+        known = self.known
+        new = [i for i, h in enumerate(hashes.tolist()) if h not in known]
+        if new:
+            measured = self.measure(relative[first[new]])
+            known.update(zip(hashes[new].tolist(), measured.tolist(), strict=True))
+        results = np.array([known[h] for h in hashes.tolist()])
+        return results[inverse.reshape(-1)]
+
+
+def _distinct(units: np.ndarray) -> np.ndarray:
+    """How many different numbers each row holds."""
+    ordered = np.sort(units, axis=1)
+    return 1 + np.count_nonzero(np.diff(ordered, axis=1), axis=1)
+
+
+def _worst_bank(words: np.ndarray) -> np.ndarray:
+    """The largest number of different words one bank has to serve, per row."""
+    ordered = np.sort(words, axis=1)
+    fresh = np.ones(ordered.shape, bool)
+    fresh[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    row, lane = np.nonzero(fresh)
+    bank = ordered[row, lane] % BANKS
+    return np.bincount(row * BANKS + bank, minlength=len(words) * BANKS).reshape(-1, BANKS).max(1)
+
+
+distinct_sectors = Patterns(_distinct)
+worst_bank = Patterns(_worst_bank)
+
+
+def per_warp(lanes: Lanes, address: np.ndarray) -> np.ndarray:
+    """Addresses [rows or 1, columns] as [warps * columns, 32]; absent lanes repeat a present one."""
+    if address.shape[0] == 1 and lanes.threads.size != 1:
+        address = np.broadcast_to(address, (lanes.threads.size, address.shape[1]))
+    by_warp = address[lanes.filled_row]  # [warps, 32, columns]
+    return by_warp.transpose(0, 2, 1).reshape(-1, WARP_SIZE).astype(np.int64)
+
+
+class Transactions:
+    """Sectors and wavefronts of accesses, with a memo for address patterns seen before."""
+
+    def __init__(self) -> None:
+        self.memo: dict[tuple, tuple[int, int]] = {}
+
+    def shared(
+        self, site: Site, lanes: Lanes, element: Any, item: int, base: int, size: int
+    ) -> None:
+        """Count a shared-memory access of `size` bytes per lane at elements of `item` bytes."""
+        site.hit(lanes)
+        site.bytes += lanes.lanes * size
+        parts = max(size // WORD, 1)  # 8 and 16 bytes: a half or a quarter of the warp at a time
+        site.ideal_wavefronts += lanes.warps * parts
+        if not isinstance(element, np.ndarray) or element.size == 1:
+            # one address for all: every part of the warp reads the same words
+            self._note(site, lanes.warps * parts, parts)
+            return
+        if lanes.flat or element.shape[1] != 1:
+            found = self._wavefronts(lanes, element * item + base, parts)
+            self._note(site, *found)
+            return
+        # moving all addresses by whole words changes nothing
+        first = element[0, 0]
+        relative = element - first
+        key = (item, size, int(first * item + base) % WORD, lanes.layout, relative.tobytes())
+        found = self.memo.get(key)
+        if found is None:
+            found = self.memo[key] = self._wavefronts(lanes, element * item + base, parts)
+        self._note(site, found[0] * lanes.blocks.size, found[1])
+
+    @staticmethod
+    def _wavefronts(lanes: Lanes, address: np.ndarray, parts: int) -> tuple[int, int]:
+        words = per_warp(lanes, address) // WORD  # [n, 32]
+        if parts == 1:
+            counts = worst_bank(words)
+            return int(counts.sum()), int(counts.max())
+        group = WARP_SIZE // parts
+        total = np.zeros(len(words), np.int64)
+        for part in range(parts):
+            inside = words[:, part * group : (part + 1) * group]
+            spread = (inside[:, :, None] + np.arange(parts)).reshape(len(words), -1)
+            total += worst_bank(spread)
+        return int(total.sum()), int(total.max())
+
+    @staticmethod
+    def _note(site: Site, wavefronts: int, worst: int) -> None:
+        site.wavefronts += wavefronts
+        site.worst_wavefronts = max(site.worst_wavefronts, worst)
+
+    @staticmethod
+    def global_(site: Site, lanes: Lanes, address: Any, size: int) -> None:
+        """Count a global-memory access of `size` bytes per lane at byte `address`."""
+        site.hit(lanes)
+        site.requests += lanes.warps
+        site.bytes += lanes.lanes * size
+        if not isinstance(address, np.ndarray) or address.size == 1:
+            site.sectors += lanes.warps
+            site.ideal_sectors += lanes.warps
+            return
+        repeat = lanes.blocks.size if not lanes.flat and address.shape[1] == 1 else 1
+        by_warp = per_warp(lanes, address)
+        sectors = distinct_sectors(by_warp // SECTOR)
+        present = lanes.lanes_per_warp()
+        columns = len(by_warp) // present.size
+        needed = -(-np.repeat(present, columns) * size // SECTOR)
+        site.sectors += int(sectors.sum()) * repeat
+        site.ideal_sectors += int(np.minimum(sectors, needed).sum()) * repeat
+
+
+class Depth:
+    """Warp instructions on the critical path of each block.
+
+    Between two barriers the slowest warp decides; intervals add up. Kept for the block and for
+    each phase by itself.
+    """
+
+    def __init__(self, warps: int, blocks: int):
+        self.shape = (warps, blocks)
+        self.interval: dict[str, np.ndarray] = {}  # phase -> [warps, blocks] since the barrier
+        self.total = np.zeros(blocks, np.int64)
+        self.by_phase: dict[str, np.ndarray] = {}
+
+    def charge(self, frame: Frame, phase: str) -> None:
+        """Bring the account of one frame up to date."""
+        if not frame.issued:
+            return
+        steps = self.interval.get(phase)
+        if steps is None:
+            steps = self.interval[phase] = np.zeros(self.shape, np.int64)
+        if frame.flat:
+            keys = frame.warp_keys
+            steps[keys % MAX_WARPS, keys // MAX_WARPS] += frame.issued
+        elif frame.all_blocks:
+            steps[frame.warp_keys] += frame.issued
+        else:
+            steps[np.ix_(frame.warp_keys, frame.blocks)] += frame.issued
+        frame.issued = 0
+
+    def join(self, blocks: np.ndarray | None = None) -> None:
+        """All warps of these blocks (None: of all) have met."""
+        if not self.interval:
+            return
+        columns = slice(None) if blocks is None else blocks
+        together = sum(self.interval.values())
+        self.total[columns] += together[:, columns].max(axis=0)
+        for phase, steps in self.interval.items():
+            spent = self.by_phase.setdefault(phase, np.zeros(self.shape[1], np.int64))
+            spent[columns] += steps[:, columns].max(axis=0)
+            steps[:, columns] = 0

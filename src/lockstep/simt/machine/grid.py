@@ -1,0 +1,266 @@
+"""Run a typed kernel over a whole grid, a batch of blocks at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .. import ir
+from ..errors import SimtError
+from ..types import ArrayType, Scalar, fits, int32, uint32
+from .fragments import Fragments
+from .global_shadow import GlobalShadow
+from .hazards import Hazards
+from .memory import GlobalArray, LocalArray, SharedArray, check_extent, host_array
+from .program import Program, compile_kernel
+from .shadow import SharedShadow
+from .trace import Trace, collect
+from .values import NUMPY, Value, cast
+
+MAX_SHARED = 227 * 1024  # bytes a block may have on sm_90
+MAX_THREADS = 1024
+SHARED_ALIGNMENT = 32  # bytes, enough for a fragment
+ALLOCATION_ALIGNMENT = 512  # bytes, of what a GPU allocator hands out
+LANES_PER_BATCH = 1 << 18
+
+Index3 = tuple[int, int, int]
+Progress = Callable[[int, int], None]
+
+
+class Machine(Fragments):
+    """The machine for one batch of blocks."""
+
+    def __init__(self, *args: Any, dynamic_base: int, dynamic_bytes: int):
+        super().__init__(*args)
+        self.arrays: dict[str, Any] = {}
+        self.shared_arrays: dict[Any, SharedArray] = {}
+        self.dynamic_base, self.dynamic_bytes = dynamic_base, dynamic_bytes
+        self.dynamic: dict[str, ir.Array] = {}
+
+    def new_shared(self, array: ir.Array, shape: tuple[int, ...], base: int) -> SharedArray:
+        assert isinstance(array.dtype, Scalar)
+        shadow = SharedShadow(array.name, shape, self.block_numbers, self.clock, self.hazards)
+        return SharedArray(array.name, array.dtype, shape, base, shadow)
+
+    def declare_dynamic(self, name: str, offset: Value) -> None:
+        """Dynamic shared memory from byte `offset` on, up to the next dynamic array."""
+        if name in self.arrays:
+            return
+        array = self.dynamic[name]
+        assert isinstance(array.dtype, Scalar)
+        where = f"{array.loc.file}:{array.loc.line}: '{name}'"
+        if not 0 <= offset < self.dynamic_bytes or offset % array.dtype.size:
+            raise SimtError(
+                f"{where} starts at byte {offset} of {self.dynamic_bytes} bytes of dynamic shared "
+                f"memory; offsets are multiples of {array.dtype.size} inside of it"
+            )
+        at = self.dynamic_base + offset
+        for other in self.shared_arrays.values():
+            if other.base == at and not other.static:
+                if other.dtype != array.dtype:
+                    raise SimtError(f"{where} overlays '{other.name}' with another type")
+                self.arrays[name] = other
+                return
+        others = [o.base for o in self.shared_arrays.values() if not o.static]
+        end = min([b for b in others if b > at], default=self.dynamic_base + self.dynamic_bytes)
+        made = self.new_shared(array, ((end - at) // array.dtype.size,), at)
+        made.static = False
+        for other in self.shared_arrays.values():
+            if not other.static and other.base < at < other.base + other.size * other.item:
+                other.shape = ((at - other.base) // other.item,)
+        self.arrays[name] = self.shared_arrays[name] = made
+
+
+def run(
+    kernel: ir.Kernel,
+    grid: Index3,
+    block: Index3,
+    dynamic_bytes: int,
+    arguments: dict[str, Any],
+    progress: Progress | None = None,
+    lanes_per_batch: int = LANES_PER_BATCH,
+) -> Trace:
+    """Execute `kernel` on the machine and tell everything it did.
+
+    `arguments` maps parameter names to NumPy arrays, torch tensors in host memory or numbers;
+    arrays are modified in place. `progress(done, all)` hears about blocks.
+
+    Raises ValueError for a launch no GPU could run, TypeError for arguments that do not fit.
+    """
+    began = time.perf_counter()
+    threads, blocks = int(np.prod(block)), int(np.prod(grid))
+    if not 1 <= threads <= MAX_THREADS:
+        raise ValueError(f"block {block} has {threads} threads; a block has 1 to {MAX_THREADS}")
+    if blocks < 1:
+        raise ValueError(f"grid {grid} has no blocks")
+    bases, static_bytes = _lay_out(kernel)
+    if static_bytes + dynamic_bytes > MAX_SHARED:
+        raise ValueError(
+            f"{static_bytes} bytes of static and {dynamic_bytes} of dynamic shared memory; "
+            f"a block may have {MAX_SHARED}"
+        )
+    program = compile_kernel(kernel)
+    hazards = Hazards(block, grid, program.sites)
+    global_arrays = _global_arrays(kernel, arguments, hazards)
+    scalars = {
+        p.name: _scalar(p, arguments[p.name])
+        for p in kernel.parameters
+        if isinstance(p.type, Scalar)
+    }
+    per_batch = max(1, lanes_per_batch // threads)
+    machines = []
+    with np.errstate(all="ignore"):
+        for first in range(0, blocks, per_batch):
+            numbers = np.arange(first, min(first + per_batch, blocks))
+            machine = Machine(
+                block,
+                grid,
+                numbers,
+                hazards,
+                _dtypes(kernel),
+                dynamic_base=-(-static_bytes // SHARED_ALIGNMENT) * SHARED_ALIGNMENT,
+                dynamic_bytes=dynamic_bytes,
+            )
+            _prepare(machine, kernel, bases, global_arrays, scalars)
+            _execute(machine, program)
+            machines.append((numbers, machine.depth))
+            if progress is not None:
+                progress(int(numbers[-1]) + 1, blocks)
+    return collect(
+        kernel,
+        program,
+        hazards,
+        grid,
+        block,
+        static_bytes,
+        dynamic_bytes,
+        machines,
+        time.perf_counter() - began,
+    )
+
+
+def _lay_out(kernel: ir.Kernel) -> tuple[dict[str, int], int]:
+    """Byte offset of every static shared array, and their total."""
+    bases, top = {}, 0
+    for array in kernel.arrays.values():
+        if array.space is ir.Space.SHARED and not array.dynamic:
+            assert isinstance(array.dtype, Scalar)
+            bases[array.name] = top
+            top += array.size * array.dtype.size
+            top = -(-top // SHARED_ALIGNMENT) * SHARED_ALIGNMENT
+    return bases, top
+
+
+def _dtypes(kernel: ir.Kernel) -> dict[str, np.dtype]:
+    dtypes = {n: NUMPY[t] for n, t in kernel.variables.items() if isinstance(t, Scalar)}
+    return dtypes | {f"{n}?": np.dtype(bool) for n in kernel.variables}
+
+
+def _scalar(parameter: ir.Parameter, value: Any) -> Value:
+    assert isinstance(parameter.type, Scalar)
+    value = value.item() if hasattr(value, "item") else value
+    if parameter.type in (int32, uint32) and not fits(value, parameter.type):
+        raise ValueError(f"'{parameter.name}' is {parameter.type}, {value} does not fit")
+    source = int32 if isinstance(value, int) else parameter.type
+    return cast(value, source, parameter.type)
+
+
+def _global_arrays(
+    kernel: ir.Kernel, arguments: dict[str, Any], hazards: Hazards
+) -> dict[str, GlobalArray]:
+    """The array arguments at the addresses a GPU allocator might give them, with shadows for
+    memory the kernel writes."""
+    found: dict[str, GlobalArray] = {}
+    top = ALLOCATION_ALIGNMENT
+    spans: list[tuple[int, int, str]] = []
+    for p in kernel.parameters:
+        if not isinstance(p.type, ArrayType):
+            continue
+        host, offset = host_array(arguments[p.name], p.name, p.type.dtype)
+        array = kernel.arrays[p.name]
+        if array.written and not host.flags.writeable:
+            raise ValueError(f"'{p.name}' is read-only and the kernel writes to it")
+        made = GlobalArray(array, host, top + offset % ALLOCATION_ALIGNMENT)
+        check_extent(made)
+        top += -(-(made.size * made.item + offset) // ALLOCATION_ALIGNMENT) * ALLOCATION_ALIGNMENT
+        start = host.__array_interface__["data"][0]
+        spans.append((start, start + made.size * made.item, p.name))
+        found[p.name] = made
+    for group in _overlapping(spans):
+        _share_shadow(kernel, [found[n] for n in group], spans, hazards)
+    return found
+
+
+def _overlapping(spans: list[tuple[int, int, str]]) -> list[list[str]]:
+    """Arguments grouped by memory they have in common."""
+    groups: list[tuple[int, list[str]]] = []  # end, names
+    for start, end, name in sorted(spans):
+        if groups and start < groups[-1][0]:
+            last_end, names = groups[-1]
+            groups[-1] = (max(last_end, end), [*names, name])
+        else:
+            groups.append((end, [name]))
+    return [names for _, names in groups]
+
+
+def _share_shadow(
+    kernel: ir.Kernel,
+    arrays: list[GlobalArray],
+    spans: list[tuple[int, int, str]],
+    hazards: Hazards,
+) -> None:
+    if not any(kernel.arrays[a.name].written for a in arrays):
+        return
+    where = {name: (start, end) for start, end, name in spans}
+    if len({a.item for a in arrays}) > 1:
+        names = ", ".join(a.name for a in arrays)
+        raise ValueError(f"{names} share memory but not the size of their elements")
+    low = min(where[a.name][0] for a in arrays)
+    high = max(where[a.name][1] for a in arrays)
+    read = _read_arrays(kernel)
+    tracks = any(a.name in read for a in arrays)
+    shadow = GlobalShadow((high - low) // arrays[0].item, tracks, hazards)
+    for array in arrays:
+        array.shadow = shadow
+        array.shadow_start = (where[array.name][0] - low) // array.item
+
+
+def _read_arrays(kernel: ir.Kernel) -> set[str]:
+    reads = set()
+    for stmt in ir.walk(kernel.body):
+        if isinstance(stmt, ir.AsyncCopy):
+            reads.add(stmt.source.name)
+        for expr in ir.expressions(stmt):
+            if isinstance(expr, (ir.Load, ir.VectorLoad, ir.FragmentLoad)):
+                reads.add(expr.array.name)
+    return reads
+
+
+def _prepare(
+    machine: Machine,
+    kernel: ir.Kernel,
+    bases: dict[str, int],
+    global_arrays: dict[str, GlobalArray],
+    scalars: dict[str, Value],
+) -> None:
+    machine.arrays.update(global_arrays)
+    machine.v.update(scalars)
+    for array in kernel.arrays.values():
+        if array.dynamic:
+            machine.dynamic[array.name] = array
+        elif array.space is ir.Space.SHARED:
+            assert array.shape is not None
+            made = machine.new_shared(array, array.shape, bases[array.name])
+            machine.arrays[array.name] = machine.shared_arrays[array.name] = made
+        elif array.space is ir.Space.LOCAL and isinstance(array.dtype, Scalar):
+            blocks = machine.block_numbers.size
+            machine.arrays[array.name] = LocalArray(array, machine.threads, blocks)
+
+
+def _execute(machine: Machine, program: Program) -> None:
+    program.code(machine, program.sites, program.lines, machine.arrays)
+    machine.charge_all()
+    machine.depth.join()

@@ -1,0 +1,502 @@
+"""From a typed kernel to Python code that drives the machine.
+
+The generated function executes each statement once for all active lanes; `m` is the machine, and
+`m.v` the variables of the active frame. It is compiled under the kernel's own file name and line
+numbers, so that a traceback shows the kernel.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .. import ir
+from ..types import ACCUMULATOR, FragmentType, Scalar, float32, int32, uint32
+from . import values
+from .control import ForLoop, Loop
+from .counters import Site, StraightLine
+from .frames import Vector
+from .operations import operations
+
+MATH = {
+    "min": values.minimum,
+    "max": values.maximum,
+    "abs": values.absolute,
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "log": np.log,
+    "log2": np.log2,
+    "sqrt": np.sqrt,
+    "rsqrt": values.rsqrt,
+    "tanh": np.tanh,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "fma": values.fma,
+    "popc": values.popc,
+    "clz": values.clz,
+    "ffs": values.ffs,
+    "brev": values.brev,
+}
+ARITHMETIC = {"+": np.add, "-": np.subtract, "*": np.multiply, "/": np.divide}
+IMPURE = (ir.Load, ir.VectorLoad, ir.FragmentLoad, ir.Atomic, ir.Shuffle, ir.Vote)
+
+
+@dataclass
+class Program:
+    """The generated code and what it counts into."""
+
+    source: str
+    code: Any
+    sites: list[Site]
+    lines: list[StraightLine]
+    checked: frozenset[str] = field(default_factory=frozenset)
+
+
+def compile_kernel(kernel: ir.Kernel) -> Program:
+    return _Generator(kernel).program()
+
+
+class _Generator:
+    def __init__(self, kernel: ir.Kernel):
+        self.kernel = kernel
+        self.sites: list[Site] = []
+        self.lines: list[StraightLine] = []
+        self.open: StraightLine | None = None  # statements so far of a straight line
+        self.text: list[tuple[int, str, int]] = []  # indentation, code, line of the kernel
+        self.constants: dict[str, Any] = {}
+        self.here: ir.Stmt | None = None
+        self.names = 0
+        every = (e for s in ir.walk(kernel.body) for e in ir.expressions(s))
+        self.checked = frozenset(
+            e.name for e in every if isinstance(e, ir.Var) and e.maybe_unassigned
+        )
+        self.declared_in: dict[str, int] = {}
+        _find_declarations(kernel.body, self.declared_in)
+
+    def program(self) -> Program:
+        self.block(self.kernel.body, 1, None)
+        lines = [f"{'    ' * indent}{text}" for indent, text, _ in self.text]
+        source = "\n".join(["def run(m, S, L, A):", *lines, "    return"])
+        tree = ast.parse(source)
+        first = self.kernel.source.first_line
+        of_kernel = [first, *(line for _, _, line in self.text), first]
+        for node in ast.walk(tree):
+            if hasattr(node, "lineno"):
+                node.lineno = node.end_lineno = of_kernel[node.lineno - 1]
+        namespace: dict[str, Any] = {
+            "np": np,
+            "ForLoop": ForLoop,
+            "Loop": Loop,
+            "Vector": Vector,
+            **{name: getattr(values, name) for name in _HELPERS},
+            **{f"math_{name}": function for name, function in MATH.items()},
+            **self.constants,
+        }
+        exec(compile(tree, self.kernel.source.file, "exec"), namespace)
+        return Program(source, namespace["run"], self.sites, self.lines, self.checked)
+
+    # Bookkeeping
+
+    def emit(self, indent: int, text: str) -> None:
+        assert self.here is not None
+        self.text.append((indent, text, self.here.loc.line))
+
+    def site(self, kind: str, space: str, name: str, loc: ir.Location) -> str:
+        assert self.here is not None
+        number = len(self.sites)
+        self.sites.append(Site(number, kind, space, name, loc, self.here.phase))
+        return f"S[{number}]"
+
+    def access(self, kind: str, array: ir.Array, loc: ir.Location) -> str:
+        return self.site(kind, array.space.value, array.name, loc)
+
+    def constant(self, value: Any) -> str:
+        for name, known in self.constants.items():
+            if known is value:
+                return name
+        name = f"c{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def fresh(self, prefix: str) -> str:
+        self.names += 1
+        return f"{prefix}{self.names}"
+
+    def count(self, indent: int, stmt: ir.Stmt) -> None:
+        """Add a statement to the straight line it belongs to."""
+        kinds = operations(stmt)
+        if self.open is None:
+            self.open = StraightLine(stmt.phase)
+            self.lines.append(self.open)
+            self.emit(indent, f"m.tick(L[{len(self.lines) - 1}])")
+        self.open.add(stmt.loc, kinds)
+
+    # Statements
+
+    def block(self, body: ir.Block, indent: int, loop: str | None) -> None:
+        self.open = None
+        for stmt in body:
+            self.statement(stmt, indent, loop)
+        self.open = None
+
+    def statement(self, stmt: ir.Stmt, indent: int, loop: str | None) -> None:
+        self.here = stmt
+        if not isinstance(stmt, (ir.Phase, ir.Inlined, ir.Declare, ir.For, ir.While)):
+            self.count(indent, stmt)
+        method = getattr(self, f"stmt_{type(stmt).__name__.lower()}")
+        method(stmt, indent, loop)
+        if isinstance(stmt, (ir.If, ir.For, ir.While, ir.Phase, ir.Inlined)):
+            self.open = None
+            self.here = stmt
+            if _jumps(stmt):
+                test = f"{loop}.survivors()" if loop else "m.survivors()"
+                self.emit(indent, f"if not {test}:")
+                self.emit(indent + 1, "continue" if loop else "return")
+
+    def merged(self, stmt: ir.Stmt, bodies: tuple[ir.Block, ...]) -> str:
+        """Variables assigned inside that live on outside, as a tuple of names."""
+        names = []
+        inside = {id(b) for body in bodies for b in (body, *_inner_blocks(body))}
+        for body in bodies:
+            for s in ir.walk(body):
+                target = s.target if isinstance(s, ir.Assign) else None
+                target = s.var if isinstance(s, ir.For) else target
+                if isinstance(s, ir.Store) and s.array.dtype == ACCUMULATOR:
+                    names += [f"{s.array.name}[{i}]" for i in range(s.array.size)]
+                if target is None or self.declared_in.get(target) in inside:
+                    continue
+                names.append(target)
+                if target in self.checked:
+                    names.append(f"{target}?")
+        return repr(tuple(dict.fromkeys(names)))
+
+    def stmt_declare(self, stmt: ir.Declare, indent: int, loop: str | None) -> None:
+        array = stmt.array
+        if array.dynamic:
+            assert array.offset is not None
+            self.emit(indent, f"m.declare_dynamic({array.name!r}, {self.expr(array.offset)})")
+
+    def stmt_assign(self, stmt: ir.Assign, indent: int, loop: str | None) -> None:
+        self.emit(indent, f"m.v[{stmt.target!r}] = {self.expr(stmt.value)}")
+        if stmt.target in self.checked:
+            self.emit(indent, f"m.v[{stmt.target + '?'!r}] = True")
+
+    def stmt_evaluate(self, stmt: ir.Evaluate, indent: int, loop: str | None) -> None:
+        self.emit(indent, self.expr(stmt.value))
+
+    def stmt_store(self, stmt: ir.Store, indent: int, loop: str | None) -> None:
+        value = self.expr(stmt.value)
+        site = self.access("store", stmt.array, stmt.loc)
+        if stmt.array.dtype == ACCUMULATOR:
+            place = self.fragment_place(stmt.array, stmt.index)
+            self.emit(indent, f"m.store_fragment({site}, {place}, {value})")
+            return
+        place = f"A[{stmt.array.name!r}], {self.index(stmt.index)}"
+        self.emit(indent, f"m.store({site}, {place}, {value})")
+
+    def stmt_vectorstore(self, stmt: ir.VectorStore, indent: int, loop: str | None) -> None:
+        value = self.expr(stmt.value)
+        site = self.access("store", stmt.array, stmt.loc)
+        place = f"A[{stmt.array.name!r}], {self.index(stmt.index)}"
+        self.emit(indent, f"m.vstore({site}, {place}, {value})")
+
+    def stmt_fragmentstore(self, stmt: ir.FragmentStore, indent: int, loop: str | None) -> None:
+        value = self.expr(stmt.fragment)
+        site = self.access("store", stmt.array, stmt.loc)
+        place = f"A[{stmt.array.name!r}], {self.index(stmt.index)}"
+        ld = self.expr(stmt.ld)
+        self.emit(indent, f"m.fragment_store({site}, {place}, {value}, {ld}, {stmt.layout!r})")
+
+    def stmt_asynccopy(self, stmt: ir.AsyncCopy, indent: int, loop: str | None) -> None:
+        sites = ", ".join(
+            self.access("copy", array, stmt.loc) for array in (stmt.source, stmt.target)
+        )
+        target = f"A[{stmt.target.name!r}], {self.index(stmt.target_index)}"
+        source = f"A[{stmt.source.name!r}], {self.index(stmt.source_index)}"
+        self.emit(indent, f"m.copy_async(({sites}), {target}, {source}, {stmt.count})")
+
+    def stmt_asynccommit(self, stmt: ir.AsyncCommit, indent: int, loop: str | None) -> None:
+        self.emit(indent, f"m.commit({self.site('commit', '', '', stmt.loc)})")
+
+    def stmt_asyncwait(self, stmt: ir.AsyncWait, indent: int, loop: str | None) -> None:
+        self.emit(indent, f"m.wait({self.site('wait', '', '', stmt.loc)}, {stmt.pending})")
+
+    def stmt_barrier(self, stmt: ir.Barrier, indent: int, loop: str | None) -> None:
+        self.emit(indent, f"m.syncthreads({self.site('barrier', '', 'syncthreads', stmt.loc)})")
+
+    def stmt_warpbarrier(self, stmt: ir.WarpBarrier, indent: int, loop: str | None) -> None:
+        site = self.site("barrier", "", "syncwarp", stmt.loc)
+        self.emit(indent, f"m.syncwarp({site}, {self.expr(stmt.mask)})")
+
+    def stmt_if(self, stmt: ir.If, indent: int, loop: str | None) -> None:
+        test, frame = self.fresh("test"), self.fresh("frame")
+        self.emit(indent, f"{test} = {self.expr(stmt.test)}")
+        self.emit(indent, f"{frame} = m.frame")
+        site = self.site("branch", "", "if", stmt.loc)
+        for body, entry in (
+            (stmt.body, f"m.enter({test}, {site})"),
+            (stmt.orelse, f"m.enter(logical_not({test}))"),
+        ):
+            if body or body is stmt.body:
+                self.here = stmt
+                self.emit(indent, f"if {entry}:")
+                self.block(body, indent + 1, loop)
+                self.here = stmt
+                self.emit(indent + 1, f"m.leave({frame}, {self.merged(stmt, (body,))})")
+
+    def stmt_for(self, stmt: ir.For, indent: int, loop: str | None) -> None:
+        self.count(indent, stmt)
+        name = self.fresh("loop")
+        bounds = ", ".join(self.expr(e) for e in (stmt.start, stmt.stop, stmt.step))
+        site = self.site("branch", "", "for", stmt.loc)
+        names = self.merged(stmt, (stmt.body,))
+        head = f"ForLoop(m, {stmt.var!r}, ({bounds}), {stmt.descending}, {names}, {site})"
+        self.emit(indent, f"{name} = {head}")
+        self.emit(indent, f"while {name}.advance():")
+        self.trip(stmt, indent + 1)
+        self.block(stmt.body, indent + 1, name)
+        self.here = stmt
+
+    def trip(self, stmt: ir.For | ir.While, indent: int) -> None:
+        """What every trip costs besides the body: counting, comparing, branching."""
+        line = StraightLine(stmt.phase)
+        kinds = Counter({"integer": 1, "compare": 1, "branch": 1})
+        line.add(stmt.loc, kinds if isinstance(stmt, ir.For) else operations(stmt))
+        self.lines.append(line)
+        self.emit(indent, f"m.tick(L[{len(self.lines) - 1}])")
+
+    def stmt_while(self, stmt: ir.While, indent: int, loop: str | None) -> None:
+        name = self.fresh("loop")
+        site = self.site("branch", "", "while", stmt.loc)
+        names = self.merged(stmt, (stmt.body,))
+        self.emit(indent, f"{name} = Loop(m, {names}, {site})")
+        self.emit(indent, f"while {name}.next() and {name}.test({self.expr(stmt.test)}):")
+        self.trip(stmt, indent + 1)
+        self.block(stmt.body, indent + 1, name)
+        self.here = stmt
+
+    def stmt_break(self, stmt: ir.Break, indent: int, loop: str | None) -> None:
+        self.emit(indent, f"{loop}.break_()")
+
+    def stmt_continue(self, stmt: ir.Continue, indent: int, loop: str | None) -> None:
+        self.emit(indent, f"{loop}.continue_()")
+
+    def stmt_return(self, stmt: ir.Return, indent: int, loop: str | None) -> None:
+        self.emit(indent, "m.return_()")
+
+    def stmt_phase(self, stmt: ir.Phase, indent: int, loop: str | None) -> None:
+        before = self.fresh("phase")
+        self.emit(indent, f"{before} = m.enter_phase({stmt.name!r})")
+        # with a jump inside, the rest of the phase may be skipped: the phase still ends
+        self.emit(indent, "try:")
+        self.block(stmt.body, indent + 1, loop)
+        self.here = stmt
+        self.emit(indent + 1, "pass")
+        self.emit(indent, "finally:")
+        self.emit(indent + 1, f"m.enter_phase({before})")
+
+    def stmt_inlined(self, stmt: ir.Inlined, indent: int, loop: str | None) -> None:
+        for inner in stmt.body:
+            self.statement(inner, indent, loop)
+
+    # Expressions
+
+    def index(self, index: tuple[ir.Expr, ...]) -> str:
+        return "(" + ", ".join(self.expr(part) for part in index) + ",)"
+
+    def expr(self, expr: ir.Expr) -> str:
+        if expr.const is not None:
+            if isinstance(expr.type, Scalar) and expr.type.is_float:
+                return self.constant(_float_constant(expr.const))
+            return repr(expr.const)
+        return getattr(self, f"expr_{type(expr).__name__.lower()}")(expr)
+
+    def expr_var(self, expr: ir.Var) -> str:
+        if expr.maybe_unassigned:
+            return f"m.read({expr.name!r}, {self.site('register', '', expr.name, expr.loc)})"
+        return f"m.v[{expr.name!r}]"
+
+    def expr_special(self, expr: ir.Special) -> str:
+        return f"m.v[{expr.name!r}]"
+
+    def expr_dim(self, expr: ir.Dim) -> str:
+        return f"A[{expr.array.name!r}].shape[{expr.axis}]"
+
+    def expr_unary(self, expr: ir.Unary) -> str:
+        operand = self.expr(expr.operand)
+        if expr.op == "not":
+            return f"logical_not({operand})"
+        if expr.type == ACCUMULATOR:
+            return self.mapped(np.negative, (expr.operand,), expr)
+        return _wrapped(f"{expr.op}{operand}", expr.type)
+
+    def expr_binary(self, expr: ir.Binary) -> str:
+        if expr.type == ACCUMULATOR:
+            return self.mapped(ARITHMETIC[expr.op], (expr.left, expr.right), expr)
+        left, right = self.expr(expr.left), self.expr(expr.right)
+        if expr.op == "//":
+            return _wrapped(f"floor_divide({left}, {right})", expr.type)
+        if expr.op == "%":
+            return f"remainder({left}, {right})"
+        if expr.op in ("<<", ">>"):
+            return _wrapped(f"({left} {expr.op} ({right} & 31))", expr.type)
+        return _wrapped(f"({left} {expr.op} {right})", expr.type)
+
+    def expr_compare(self, expr: ir.Compare) -> str:
+        return f"({self.expr(expr.left)} {expr.op} {self.expr(expr.right)})"
+
+    def expr_boolop(self, expr: ir.BoolOp) -> str:
+        left, right = self.expr(expr.left), self.expr(expr.right)
+        if not _impure(expr.right):
+            return f"logical_{expr.op}({left}, {right})"
+        name = self.fresh("left")
+        test = f"({name} := {left})"
+        if expr.op == "or":
+            test = f"logical_not{test}"
+        return f"m.where({test}, lambda: {right}, {expr.op == 'or'})"
+
+    def expr_select(self, expr: ir.Select) -> str:
+        test, left, right = (self.expr(e) for e in (expr.test, expr.if_true, expr.if_false))
+        assert isinstance(expr.type, Scalar)
+        if expr.constant_time or not (_impure(expr.if_true) or _impure(expr.if_false)):
+            return f"select({test}, {left}, {right}, {self.constant(expr.type)})"
+        name = self.fresh("test")
+        inner = f"m.where(logical_not({name}), lambda: {right}, 0)"
+        return f"m.where(({name} := {test}), lambda: {left}, {inner})"
+
+    def expr_cast(self, expr: ir.Cast) -> str:
+        source, target = expr.operand.type, expr.type
+        assert isinstance(source, Scalar) and isinstance(target, Scalar)
+        operand = self.expr(expr.operand)
+        if source.is_storage_only and target == float32:
+            return operand
+        return f"cast({operand}, {self.constant(source)}, {self.constant(target)})"
+
+    def expr_bitcast(self, expr: ir.Bitcast) -> str:
+        types = f"{self.constant(expr.operand.type)}, {self.constant(expr.type)}"
+        return f"bitcast({self.expr(expr.operand)}, {types})"
+
+    def expr_math(self, expr: ir.Math) -> str:
+        if isinstance(expr.type, FragmentType):
+            return self.mapped(MATH[expr.name], expr.args, expr)
+        arguments = ", ".join(self.expr(a) for a in expr.args)
+        return f"math_{expr.name}({arguments})"
+
+    def mapped(self, function: Any, operands: tuple[ir.Expr, ...], expr: ir.Expr) -> str:
+        site = self.site("fragment", "", "map", expr.loc)
+        arguments = ", ".join(self.expr(e) for e in operands)
+        return f"m.fragment_map({site}, {self.constant(function)}, {arguments})"
+
+    def expr_load(self, expr: ir.Load) -> str:
+        site = self.access("load", expr.array, expr.loc)
+        if expr.array.dtype == ACCUMULATOR:
+            return f"m.load_fragment({site}, {self.fragment_place(expr.array, expr.index)})"
+        return f"m.load({site}, A[{expr.array.name!r}], {self.index(expr.index)})"
+
+    def fragment_place(self, array: ir.Array, index: tuple[ir.Expr, ...]) -> str:
+        return f"{array.name!r}, {array.shape!r}, {self.index(index)}"
+
+    def expr_shuffle(self, expr: ir.Shuffle) -> str:
+        site = self.site("shuffle", "", expr.mode, expr.loc)
+        parts = ", ".join(self.expr(e) for e in (expr.mask, expr.value, expr.lane))
+        return f"m.shuffle({site}, {expr.mode!r}, {parts})"
+
+    def expr_vote(self, expr: ir.Vote) -> str:
+        site = self.site("vote", "", expr.mode, expr.loc)
+        return f"m.vote({site}, {expr.mode!r}, {self.expr(expr.mask)}, {self.expr(expr.predicate)})"
+
+    def expr_atomic(self, expr: ir.Atomic) -> str:
+        value = self.expr(expr.value)
+        compare = "None" if expr.compare is None else self.expr(expr.compare)
+        site = self.access("atomic", expr.array, expr.loc)
+        place = f"A[{expr.array.name!r}], {self.index(expr.index)}"
+        return f"m.atomic({site}, {place}, {expr.op!r}, {value}, {compare})"
+
+    def expr_vectorload(self, expr: ir.VectorLoad) -> str:
+        site = self.access("load", expr.array, expr.loc)
+        place = f"A[{expr.array.name!r}], {self.index(expr.index)}"
+        return f"m.vload({site}, {place}, {expr.type.width})"  # type: ignore[union-attr]
+
+    def expr_vectormake(self, expr: ir.VectorMake) -> str:
+        return f"Vector({self.index(expr.items)})"
+
+    def expr_vectoritem(self, expr: ir.VectorItem) -> str:
+        return f"{self.expr(expr.vector)}.items[{expr.item}]"
+
+    def expr_fragmentfill(self, expr: ir.FragmentFill) -> str:
+        site = self.site("fragment", "", "fill", expr.loc)
+        return f"m.fragment_fill({site}, {self.expr(expr.value)})"
+
+    def expr_fragmentload(self, expr: ir.FragmentLoad) -> str:
+        site = self.access("load", expr.array, expr.loc)
+        place = f"A[{expr.array.name!r}], {self.index(expr.index)}"
+        return f"m.fragment_load({site}, {place}, {self.expr(expr.ld)}, {expr.layout!r})"
+
+    def expr_fragmentmma(self, expr: ir.FragmentMma) -> str:
+        parts = ", ".join(self.expr(e) for e in (expr.a, expr.b, expr.c))
+        return f"m.fragment_mma({self.site('mma', '', '', expr.loc)}, {parts})"
+
+
+_HELPERS = (
+    "i32",
+    "u32",
+    "logical_not",
+    "logical_and",
+    "logical_or",
+    "select",
+    "floor_divide",
+    "remainder",
+    "cast",
+    "bitcast",
+)
+
+
+class _FloatConstants(dict):
+    """One np.float32 object per value, so that generated code shares them."""
+
+    def __missing__(self, key: tuple) -> np.float32:
+        value = self[key] = np.float32(key[0])
+        return value
+
+
+_FLOATS = _FloatConstants()
+
+
+def _float_constant(value: float) -> np.float32:
+    return _FLOATS[(value, str(value))]  # the text tells 0.0 from -0.0
+
+
+def _wrapped(text: str, dtype: Any) -> str:
+    return {int32: f"i32({text})", uint32: f"u32({text})"}.get(dtype, f"({text})")
+
+
+def _impure(expr: ir.Expr) -> bool:
+    return any(isinstance(e, IMPURE) for e in ir.walk_expr(expr))
+
+
+def _jumps(stmt: ir.Stmt) -> bool:
+    """Whether lanes that enter `stmt` may not come out behind it."""
+    inside = [s for body in ir.blocks(stmt) for s in body]
+    if isinstance(stmt, (ir.For, ir.While)):
+        return any(isinstance(s, ir.Return) for s in ir.walk(inside))
+    kinds = (ir.Break, ir.Continue, ir.Return)
+    return any(isinstance(s, kinds) or _jumps(s) for s in inside)
+
+
+def _inner_blocks(body: ir.Block) -> list[ir.Block]:
+    return [b for s in ir.walk(body) for b in ir.blocks(s)]
+
+
+def _find_declarations(body: ir.Block, found: dict[str, int]) -> None:
+    """The block in which each variable is declared."""
+    for stmt in body:
+        if isinstance(stmt, ir.Assign) and stmt.declares:
+            found[stmt.target] = id(body)
+        elif isinstance(stmt, ir.For) and stmt.declares:
+            found[stmt.var] = id(stmt.body)
+        for inner in ir.blocks(stmt):
+            _find_declarations(inner, found)

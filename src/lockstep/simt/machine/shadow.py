@@ -1,0 +1,177 @@
+"""Races in shared memory.
+
+Every element has two shadow words (see `clock`), for its last writer and for its readers. The
+shadow is one column wide while all blocks do the same and widens when they do not. Reads are
+queued, and only looked at if somebody writes to the array before the next barrier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .clock import SEVERAL_LANES, WHO, Clock, site_of
+from .counters import Site
+from .frames import Lanes
+from .hazards import RACE, Hazards
+
+QUEUE_BYTES = 64 << 20
+
+
+@dataclass
+class Access:
+    """Elements that lanes touch, all arrays of one shape."""
+
+    address: np.ndarray
+    column: Any  # of the shadow: an array, or 0
+    thread: np.ndarray
+
+    @property
+    def index(self) -> tuple:
+        return self.address, self.column
+
+
+class SharedShadow:
+    """Shadow of one shared array in all blocks of the batch."""
+
+    def __init__(
+        self, name: str, shape: tuple[int, ...], blocks: np.ndarray, clock: Clock, hazards: Hazards
+    ):
+        self.name, self.shape = name, shape
+        self.block_numbers = blocks
+        self.clock, self.hazards = clock, hazards
+        self.queue: list[tuple[Lanes, Any, Site, int]] = []
+        self.queued_bytes = 0
+        self.written_at = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        size = int(np.prod(self.shape))
+        self.writer = np.zeros((size, 1), np.int64)
+        self.reader = np.zeros((size, 1), np.int64)
+
+    def all_met(self) -> None:
+        """A barrier of all blocks: nothing before it matters any more."""
+        self.queue.clear()
+        self.queued_bytes = 0
+        if self.writer.shape[1] != 1:
+            self._reset()
+
+    def access(self, lanes: Lanes, address: Any) -> Access:
+        """The elements as indices into the shadow, which widens if blocks differ."""
+        varies = isinstance(address, np.ndarray) and address.shape[1] != 1
+        same = lanes.all_blocks and not lanes.flat and not varies and self.clock.same_in_all_blocks
+        blocks = self.block_numbers.size
+        if not same and self.writer.shape[1] != blocks:
+            self.writer = np.repeat(self.writer, blocks, axis=1)
+            self.reader = np.repeat(self.reader, blocks, axis=1)
+        threads = lanes.threads
+        if self.writer.shape[1] == 1 and not lanes.flat and not varies:
+            one = address[:, 0] if isinstance(address, np.ndarray) else np.asarray(address)
+            return Access(np.broadcast_to(one, threads.shape), 0, threads)
+        place = address if isinstance(address, np.ndarray) else np.full((1, 1), address)
+        return Access(*np.broadcast_arrays(place, lanes.column, threads[:, None]))
+
+    def read(self, lanes: Lanes, address: Any, site: Site) -> None:
+        clock = self.clock
+        if self.written_at < clock.earliest_barrier and self.queued_bytes < QUEUE_BYTES:
+            self.queue.append((lanes, address, site, clock.now))
+            self.queued_bytes += address.nbytes if isinstance(address, np.ndarray) else 8
+            return
+        self.drain()
+        access = self.access(lanes, address)
+        self._check("reads", "wrote", self.writer[access.index], access, site)
+        self._note_readers(access, site)
+
+    def drain(self) -> None:
+        """Enter the queued reads into the shadow, each at its own time."""
+        now = self.clock.now
+        for lanes, address, site, time in self.queue:
+            self.clock.now = time
+            self._note_readers(self.access(lanes, address), site)
+        self.clock.now = now
+        self.queue.clear()
+        self.queued_bytes = 0
+
+    def _note_readers(self, access: Access, site: Site) -> None:
+        before = self.reader[access.index]
+        self.clock.note_readers(
+            self.reader, access.index, before, access.thread, access.column, site.number
+        )
+
+    def write(self, lanes: Lanes, address: Any, site: Site, values: Any = None) -> None:
+        """Record a write. Lanes that store equal `values` to one element together do not race."""
+        self.drain()
+        self.written_at = self.clock.now
+        access = self.access(lanes, address)
+        self._check("overwrites", "wrote", self.writer[access.index], access, site)
+        self._check("overwrites", "read", self.reader[access.index], access, site)
+        own = self.clock.stamp(site.number, access.thread)
+        self.writer[access.index] = own
+        if site.kind == "atomic":
+            return
+        winner = self.writer[access.index]
+        clash = winner != own
+        if clash.any():
+            key = access.address.astype(np.int64) * self.block_numbers.size + access.column
+            clash &= disagree(key, values)
+            if clash.any():
+                self._report("overwrites", "wrote", winner, clash, access, site)
+
+    def restamp(self, lanes: Lanes, address: Any, site: Site) -> None:
+        """Move a write to the present: an asynchronous copy is done."""
+        self.drain()
+        self.written_at = self.clock.now
+        access = self.access(lanes, address)
+        self.writer[access.index] = self.clock.stamp(site.number, access.thread)
+
+    def _check(self, does: str, did: str, words: np.ndarray, access: Access, site: Site) -> None:
+        bad = self.clock.unordered(words, access.thread, access.column)
+        if bad.any() and site.kind == "atomic":
+            bad &= ~self.hazards.is_atomic[site_of(words)]
+        if bad.any():
+            self._report(does, did, words, bad, access, site)
+
+    def _report(
+        self, does: str, did: str, words: np.ndarray, bad: np.ndarray, access: Access, site: Site
+    ) -> None:
+        first = tuple(np.argwhere(bad)[0])
+        word = int(words[first])
+        who = word & WHO
+        several = who >= SEVERAL_LANES
+        column = access.column if isinstance(access.column, int) else int(access.column[first])
+        element = np.unravel_index(int(access.address[first]), self.shape)
+        place = ", ".join(str(int(i)) for i in element)
+        other = "several threads" if several else "another thread"
+        self.hazards.report(
+            RACE,
+            site,
+            f"{does} {self.name}[{place}], which {other} {did}, with no barrier between",
+            int(access.thread[first]),
+            int(self.block_numbers[column]),
+            subject=self.name,
+            other_site=site_of(word),
+            other_thread=None if several else who,
+        )
+
+
+def disagree(key: np.ndarray, values: Any) -> np.ndarray:
+    """Where entries with the same key have different values."""
+    if values is None:
+        return np.ones(key.shape, bool)
+    spread = np.asarray(values)
+    if spread.ndim == 2 and key.ndim == 1:  # one shadow column stands for all blocks
+        differs = [disagree(key, spread[:, j]) for j in range(min(spread.shape[1], 8))]
+        return np.logical_or.reduce(differs)
+    flat = np.broadcast_to(spread, key.shape).ravel()
+    order = np.argsort(key, axis=None, kind="stable")
+    keys, sorted_values = key.ravel()[order], flat[order]
+    fresh = np.r_[True, keys[1:] != keys[:-1]]
+    starts = np.flatnonzero(fresh)
+    low = np.minimum.reduceat(sorted_values, starts)
+    high = np.maximum.reduceat(sorted_values, starts)
+    out = np.empty(key.size, bool)
+    out[order] = (low != high)[np.cumsum(fresh) - 1]
+    return out.reshape(key.shape)
