@@ -158,8 +158,9 @@ class Expressions:
             if signed and isinstance(expr.const, int) and isinstance(expr.type, Scalar):
                 return Code(number(expr.const, expr.type), UNARY)
             if signed:
-                self.needs.add("floor_div")
-                return self.call("floor_div" if op == "//" else "floor_mod", expr.left, expr.right)
+                function = "floor_div" if op == "//" else "floor_mod"
+                self.needs.add(function)
+                return self.call(function, expr.left, expr.right)
             op = "/" if op == "//" else op
         binding = BINDING[op]
         sides = []
@@ -265,7 +266,7 @@ class Expressions:
             if axis == array.ndim - 1 and array.name not in self.strided:
                 # a zero adds nothing to the terms before it
                 if part.const != 0 or not terms:
-                    terms.append(self.within(part, BINDING["+"] + bool(terms), mixed))
+                    terms.append(self.within(part, BINDING["+"], mixed))
             elif part.const != 0:
                 self.strides.add((array.name, axis))
                 stride = self.stride_name(array, axis)

@@ -26,11 +26,14 @@ __device__ __forceinline__ int lane_id() { return thread_rank() % 32; }
 __device__ __forceinline__ int warp_id() { return thread_rank() / 32; }
 """,
     "floor_div": """\
-// Python's // and %: towards minus infinity.
+// Python's //, which rounds towards minus infinity.
 __device__ __forceinline__ int floor_div(int a, int b) {
   int quotient = a / b;
   return quotient - (a % b != 0 && (a < 0) != (b < 0));
 }
+""",
+    "floor_mod": """\
+// Python's %, which takes the sign of the divisor.
 __device__ __forceinline__ int floor_mod(int a, int b) {
   int rest = a % b;
   return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;

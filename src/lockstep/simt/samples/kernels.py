@@ -199,9 +199,7 @@ def arithmetic(x: float32[:], k: int32[:], out: float32[:], bits: int32[:]):
     mixed = n // 7 + n % 7 - (n >> 3) + (n << 2)
     u = cuda.bitcast(a, uint32)
     folded = u ^ (u >> uint32(13))
-    bits[i] = (
-        cuda.bitcast(folded, int32) + mixed + whole + cuda.clz(n) + cuda.ffs(n) + cuda.brev(n)
-    )
+    bits[i] = cuda.bitcast(folded, int32) + mixed + whole + cuda.clz(n) + cuda.ffs(n) + cuda.brev(n)
     y = cuda.fma(a, 3.0, -1.5) / (1.0 + abs(a))
     y = max(min(y, 4.0), cuda.floor(a)) + cuda.sqrt(abs(a))
     out[i] = y if n > 0 else float32(bfloat16(y)) - float32(float16(a))
