@@ -24,13 +24,13 @@ from lockstep.problem import AttentionProblem, Tensors
 MAX_LENGTH = 1 << 28
 
 
-def forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+def _forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     from lockstep.kernels.cpu.forward import forward
 
     return forward(problem, tensors)
 
 
-def backward(
+def _backward(
     problem: AttentionProblem,
     tensors: Tensors,
     out: Tensor,
@@ -42,13 +42,6 @@ def backward(
     from lockstep.kernels.cpu.backward import backward
 
     return backward(problem, tensors, out, lse, dout, dlse, needs)
-
-
-def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Combine partial results as the kernels combine spans; see `lockstep.merge`."""
-    from lockstep.kernels.cpu.merge import merge
-
-    return merge(outs, lses)
 
 
 def supports(problem: AttentionProblem) -> str | None:
@@ -64,8 +57,8 @@ def supports(problem: AttentionProblem) -> str | None:
 KERNEL = Kernel(
     name="cpu",
     supports=supports,
-    forward=forward,
-    backward=backward,
+    forward=_forward,
+    backward=_backward,
     deterministic=True,
     batch_invariant=True,
     constant_time=False,

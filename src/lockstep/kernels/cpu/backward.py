@@ -12,6 +12,7 @@ for dQ (seven products, more parallel). Both add the same numbers in the same or
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.cpu import scalar
-from lockstep.kernels.cpu.call import of_sequence, row_address, split_row
+from lockstep.kernels.cpu.arguments import argument, enter, record_at, take_ticket
+from lockstep.kernels.cpu.call import call_at, of_sequence, row_address, split_row
 from lockstep.kernels.cpu.compile import compiled, kernel
 from lockstep.kernels.cpu.extras import bias_gradient, row_deltas, sink_gradient
 from lockstep.kernels.cpu.memory import scatter_columns
@@ -27,12 +29,13 @@ from lockstep.kernels.cpu.merge import fill
 from lockstep.kernels.cpu.rescore import (
     GRADIENT,
     carve_gradient,
+    gradient_at,
     load_keys,
     load_rows,
     score_gradients,
 )
 from lockstep.kernels.cpu.simd import F32, LANES, MR, WIDTH, f32
-from lockstep.kernels.cpu.tensors import Described, describe, kv_dims, query_dims, strided
+from lockstep.kernels.cpu.tensors import Described, address, describe, kv_dims, query_dims, strided
 from lockstep.kernels.cpu.threads import parallel
 from lockstep.kernels.cpu.tiles import (
     ROW,
@@ -60,6 +63,8 @@ if TYPE_CHECKING:
 ITEM = np.dtype(
     [(name, np.int64) for name in ("b", "h", "first_row", "last_row", "first_span", "last_span")]
 )
+ITEM_BYTES = ITEM.itemsize
+item_at = record_at(ITEM)
 
 
 @compiled
@@ -197,16 +202,21 @@ def _write_queries(call, grad, block, item):
 
 
 @kernel
-def run_gradients(counter, scratch, call, grad, items):
-    """Take items until none is left; each owns the sums it writes."""
-    block = carve_block(scratch, call.D, call.Dv)
+def run_gradients(arguments):
+    """Take items until none is left; each owns the sums it writes.
+
+    Arguments: call, gradient, items, how many.
+    """
+    call, grad = call_at(argument(arguments, 0)), gradient_at(argument(arguments, 1))
+    items, n_items = argument(arguments, 2), argument(arguments, 3)
+    block = carve_block(enter(arguments), call.D, call.Dv)
     work = carve_gradient(block.end, call.D, call.Dv)
     fill(block.zero_row, MAX_HEAD_DIM, f32(0.0))
     while True:
-        ticket = scalar.fetch_add_one(counter)
-        if ticket >= items.size:
+        ticket = take_ticket(arguments)
+        if ticket >= n_items:
             return
-        item = items[ticket]
+        item = item_at(items + ticket * ITEM_BYTES)
         length = of_sequence(call.kv_len, item.b)
         for span in range(item.first_span, item.last_span):
             first = span * SPAN
@@ -225,18 +235,29 @@ def run_gradients(counter, scratch, call, grad, items):
 
 
 @kernel
-def gradient_scratch(D, Dv):
-    """Bytes of scratch a thread needs."""
-    return carve_gradient(carve_block(0, D, Dv).end, D, Dv).end
+def _measure_scratch(arguments):
+    """Arguments: D, Dv, result: the bytes a thread needs."""
+    D, Dv = argument(arguments, 0), argument(arguments, 1)
+    size = carve_gradient(carve_block(0, D, Dv).end, D, Dv).end
+    scalar.store_word(size, argument(arguments, 2))
 
 
-def _items(described: Described, by_span: bool, by_block: bool) -> np.ndarray:
+@lru_cache(maxsize=64)
+def _scratch_bytes(D: int, Dv: int) -> int:
+    result = np.zeros(1, np.int64)
+    parallel(_measure_scratch, (D, Dv, address(result)))
+    return int(result[0])
+
+
+def _items(
+    problem: AttentionProblem, described: Described, by_span: bool, by_block: bool
+) -> np.ndarray:
     """Whole KV heads, cut by span of keys or by block of rows where asked."""
-    call, rows = described.record, []
-    for b in range(int(call["B"])):
-        n_rows = int(described.q_len[b] * call["G"])
+    rows = []
+    for b in range(problem.B):
+        n_rows = int(described.q_len[b]) * problem.Hq // problem.Hkv
         n_spans = -(-int(described.kv_len[b]) // SPAN)
-        for h in range(int(call["Hkv"])):
+        for h in range(problem.Hkv):
             blocks = range(0, n_rows, ROWS) if by_block else (0,)
             spans = range(n_spans) if by_span else (0,)
             rows += [
@@ -268,30 +289,31 @@ def backward(
 
     D, Dv = problem.D, problem.Dv
     described = describe(problem, tensors, out, lse)
-    call, q_dims, k_dims = described.record, query_dims(problem), kv_dims(problem)
+    q_dims, k_dims = query_dims(problem), kv_dims(problem)
     # Keys and queries that no one sees keep these zeros.
     dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype) for t in (tensors.q, tensors.k, tensors.v))
     delta = torch.zeros(lse.shape, dtype=torch.float32)
-    tiles = -(-described.q_len * int(call["G"]) // LANES) * problem.Hkv
+    tiles = -(-described.q_len * problem.Hq // problem.Hkv // LANES) * problem.Hkv
     first_tile = np.cumsum(tiles) - tiles
     n_sums = int(tiles.sum()) * LANES * (-(-D // MR) * MR) if needs.q else 0
     dq_tiles = np.zeros(n_sums, np.float32)
-    record = np.zeros(1, GRADIENT)[0]
+    record = np.zeros(1, GRADIENT)
     for name, tensor in (("dout", dout), ("delta", delta), ("dq", dq)):
         record[name] = strided(tensor, q_dims)
     for name, tensor in (("dk", dk), ("dv", dv)):
         record[name] = strided(tensor, k_dims)
-    record["dq_tiles"], record["first_tile"] = dq_tiles.ctypes.data, first_tile.ctypes.data
-    scratch = gradient_scratch(D, Dv) // 8
-    row_deltas(described, record, scratch)
+    record["dq_tiles"], record["first_tile"] = address(dq_tiles), address(first_tile)
+    scratch = _scratch_bytes(D, Dv)
+    row_deltas(problem, described, record, scratch)
     if dlse is not None:
         delta -= dlse
 
     def run(want_q: bool, want_kv: bool, by_span: bool, by_block: bool) -> None:
         record["want_q"], record["want_kv"] = want_q, want_kv
-        items = _items(described, by_span, by_block)
+        items = _items(problem, described, by_span, by_block)
         pairs = int((described.q_len * described.kv_len).sum()) * problem.Hq
-        parallel(run_gradients, (call, record, items), scratch, 5 * pairs * (D + Dv) // 2)
+        arguments = (described.address, address(record), address(items), len(items))
+        parallel(run_gradients, arguments, scratch, 5 * pairs * (D + Dv) // 2)
 
     want_kv = needs.k or needs.v
     heads, threads = problem.B * problem.Hkv, torch.get_num_threads()

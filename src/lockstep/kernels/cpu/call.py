@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from lockstep.kernels.cpu.arguments import record_at
 from lockstep.kernels.cpu.compile import compiled
 from lockstep.kernels.cpu.scalar import load_word, store_word
 
@@ -51,6 +52,7 @@ CALL = np.dtype(
     ]
 )
 """Everything a kernel needs to know about a call; kernels receive it by reference."""
+call_at = record_at(CALL)
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""How numba compiles this package: no interpreter lock, no exceptions, kept on disk.
+"""How numba compiles this package: native entry points, built on first use, kept on disk.
 
 numba's own cache looks only at the file a kernel stands in; ours spread over several files, so
 the cache is keyed by all of them.
@@ -6,16 +6,21 @@ the cache is keyed by all of them.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import threading
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from numba import njit
+from numba import njit, types
+from numba.core.ccallback import CFunc
 
 compiled = njit(nogil=True, error_model="numpy")
 """For parts of a kernel: compiled with the kernel that calls them."""
+
+_compiling = threading.Lock()
 
 
 @lru_cache(maxsize=1)
@@ -26,9 +31,35 @@ def _fingerprint() -> str:
     return digest.hexdigest()
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """For what Python calls: compiled on first use, then loaded from disk."""
-    dispatcher = compiled(function)
-    dispatcher.enable_caching()
-    dispatcher._cache._cache_file._source_stamp = _fingerprint()
-    return dispatcher
+class Kernel:
+    """A native function ``void(int64 arguments)`` that any thread may run, without Python."""
+
+    def __init__(self, function: Callable[[int], None]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    @cached_property
+    def address(self) -> int:
+        """Where the machine code lies; compiled or loaded from disk when first asked for."""
+        with _compiling:
+            options = {"error_model": "numpy", "nogil": True}
+            native = CFunc(self._function, ((types.int64,), types.void), {}, options)
+            native.enable_caching()
+            native._cache._cache_file._source_stamp = _fingerprint()
+            native.compile()
+            # The code lives as long as this object does.
+            self._native = native
+            return native.address
+
+    @cached_property
+    def _call(self) -> Callable[[int], None]:
+        return ctypes.CFUNCTYPE(None, ctypes.c_int64)(self.address)
+
+    def __call__(self, arguments: int) -> None:
+        """Run it here, with the interpreter lock released."""
+        self._call(arguments)
+
+
+def kernel(function: Callable[[int], None]) -> Any:
+    """Make a :class:`Kernel` of a function of one address."""
+    return Kernel(function)

@@ -9,13 +9,20 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.cpu import scalar
-from lockstep.kernels.cpu.call import of_sequence, row_address, split_row
+from lockstep.kernels.cpu.arguments import argument, enter, take_ticket
+from lockstep.kernels.cpu.call import call_at, of_sequence, row_address, split_row
 from lockstep.kernels.cpu.compile import compiled, kernel
 from lockstep.kernels.cpu.memory import gather_columns
 from lockstep.kernels.cpu.merge import fill
-from lockstep.kernels.cpu.rescore import carve_gradient, load_keys, load_rows, score_gradients
+from lockstep.kernels.cpu.rescore import (
+    carve_gradient,
+    gradient_at,
+    load_keys,
+    load_rows,
+    score_gradients,
+)
 from lockstep.kernels.cpu.simd import LANES, f32
-from lockstep.kernels.cpu.tensors import DENSE, Described, strided
+from lockstep.kernels.cpu.tensors import DENSE, Described, address, strided
 from lockstep.kernels.cpu.threads import parallel
 from lockstep.kernels.cpu.tiles import ROW, dot_columns
 from lockstep.kernels.cpu.wide import MAX_HEAD_DIM, ROWS, SPAN, carve_block, tile_bounds
@@ -37,13 +44,17 @@ def _gather_tile(call, tensor, b, h, row, n, rows, to):
 
 
 @kernel
-def _run_deltas(counter, scratch, call, grad, n_heads):
-    """delta = Σ_d dO · O, one chain per row; a ticket is a sequence and KV head."""
-    block = carve_block(scratch, call.D, call.Dv)
+def _run_deltas(arguments):
+    """delta = Σ_d dO · O, one chain per row; a ticket is a sequence and KV head.
+
+    Arguments: call, gradient.
+    """
+    call, grad = call_at(argument(arguments, 0)), gradient_at(argument(arguments, 1))
+    block = carve_block(enter(arguments), call.D, call.Dv)
     work = carve_gradient(block.end, call.D, call.Dv)
     while True:
-        ticket = scalar.fetch_add_one(counter)
-        if ticket >= n_heads:
+        ticket = take_ticket(arguments)
+        if ticket >= call.B * call.Hkv:
             return
         b, h = ticket // call.Hkv, ticket % call.Hkv
         rows = call.G * of_sequence(call.q_len, b)
@@ -59,38 +70,41 @@ def _run_deltas(counter, scratch, call, grad, n_heads):
                 scalar.store(scalar.load(work.delta + 4 * lane), to)
 
 
-def row_deltas(described: Described, record: np.void, scratch: int) -> None:
+def row_deltas(
+    problem: AttentionProblem, described: Described, record: np.ndarray, scratch: int
+) -> None:
     """Fill the tensor that ``record`` names delta."""
-    call = described.record
-    n_heads = int(call["B"] * call["Hkv"])
-    work = int(described.q_len.sum()) * int(call["Hkv"] * call["G"] * call["Dv"])
-    parallel(_run_deltas, (call, record, n_heads), scratch, work)
+    work = int(described.q_len.sum()) * problem.Hq * problem.Dv
+    parallel(_run_deltas, (described.address, address(record)), scratch, work)
 
 
 @kernel
-def _run_sinks(counter, scratch, call, grad, sums):
-    """sums [Hq] float64 = −Σ e^(sink − lse) · delta over all rows of a head, in order."""
+def _run_sinks(arguments):
+    """sums [Hq] = −Σ e^(sink − lse) · delta over all rows of a head, in order, in float64.
+
+    Arguments: call, gradient, sums.
+    """
+    call, grad = call_at(argument(arguments, 0)), gradient_at(argument(arguments, 1))
+    sums = argument(arguments, 2)
     while True:
-        head = scalar.fetch_add_one(counter)
+        head = take_ticket(arguments)
         if head >= call.Hkv * call.G:
             return
-        total = 0.0
+        at = sums + 8 * head
         for b in range(call.B):
             first = of_sequence(call.q_first, b)
             for q_idx in range(of_sequence(call.q_len, b)):
                 lse = scalar.load(row_address(call.lse, first, b, head, q_idx))
                 delta = scalar.load(row_address(grad.delta, first, b, head, q_idx))
                 weight = scalar.exp(scalar.load(call.sinks + 4 * head) - lse)
-                total -= np.float64(weight) * np.float64(delta)
-        sums[head] = total
+                scalar.add_f64(-weight * delta, at)
 
 
-def sink_gradient(tensors: Tensors, described: Described, record: np.void) -> Tensor:
+def sink_gradient(tensors: Tensors, described: Described, record: np.ndarray) -> Tensor:
     """d sinks [Hq], in the dtype of the sinks."""
-    call = described.record
-    sums = np.zeros(int(call["Hkv"] * call["G"]))
+    sums = np.zeros(tensors.sinks.numel())
     work = int(described.q_len.sum()) * sums.size * 8
-    parallel(_run_sinks, (call, record, sums), 8, work)
+    parallel(_run_sinks, (described.address, address(record), address(sums)), 0, work)
     return torch.from_numpy(sums).to(tensors.sinks.dtype)
 
 
@@ -131,13 +145,18 @@ def _head_bias(call, grad, block, work, b, head, q0, q1):
 
 
 @kernel
-def _run_bias(counter, scratch, call, grad, B, Hq, n_blocks):
-    """A ticket is one (batch, head, query block) of the bias; what shares it is added in order."""
-    block = carve_block(scratch, call.D, call.Dv)
+def _run_bias(arguments):
+    """A ticket is one (batch, head, query block) of the bias; what shares it is added in order.
+
+    Arguments: call, gradient, batch and heads of the bias, query blocks.
+    """
+    call, grad = call_at(argument(arguments, 0)), gradient_at(argument(arguments, 1))
+    B, Hq, n_blocks = argument(arguments, 2), argument(arguments, 3), argument(arguments, 4)
+    block = carve_block(enter(arguments), call.D, call.Dv)
     work = carve_gradient(block.end, call.D, call.Dv)
     fill(block.zero_row, MAX_HEAD_DIM, f32(0.0))
     while True:
-        ticket = scalar.fetch_add_one(counter)
+        ticket = take_ticket(arguments)
         if ticket >= B * Hq * n_blocks:
             return
         bias_b, bias_h = ticket // n_blocks // Hq, ticket // n_blocks % Hq
@@ -150,7 +169,11 @@ def _run_bias(counter, scratch, call, grad, B, Hq, n_blocks):
 
 
 def bias_gradient(
-    problem: AttentionProblem, tensors: Tensors, described: Described, record: np.void, scratch: int
+    problem: AttentionProblem,
+    tensors: Tensors,
+    described: Described,
+    record: np.ndarray,
+    scratch: int,
 ) -> Tensor:
     """d bias in the shape and dtype of the bias; broadcast dims are summed in float64."""
     shape = tensors.bias.shape
@@ -165,6 +188,6 @@ def bias_gradient(
         return sums.to(tensors.bias.dtype)
     n_blocks = -(-problem.Sq // ROWS) if shape[2] == problem.Sq else 1
     work = problem.B * problem.Hq * problem.Sq * problem.Skv * (problem.D + problem.Dv)
-    arguments = (described.record, record, shape[0], shape[1], n_blocks)
+    arguments = (described.address, address(record), shape[0], shape[1], n_blocks)
     parallel(_run_bias, arguments, scratch, work)
     return sums.to(tensors.bias.dtype)

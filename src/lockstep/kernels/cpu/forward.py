@@ -10,6 +10,7 @@ choice between them is free: it never shows in the bits.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,13 +18,14 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.cpu import scalar
-from lockstep.kernels.cpu.call import of_sequence, row_address, split_row
+from lockstep.kernels.cpu.arguments import argument, enter, record_at, take_ticket
+from lockstep.kernels.cpu.call import call_at, of_sequence, row_address, split_row
 from lockstep.kernels.cpu.compile import compiled, kernel
 from lockstep.kernels.cpu.memory import scatter_columns
 from lockstep.kernels.cpu.merge import close_row, fill, fold_row
 from lockstep.kernels.cpu.narrow import NARROW, attend_narrow, carve_narrow, load_narrow
 from lockstep.kernels.cpu.simd import F32, LANES, MR, f32
-from lockstep.kernels.cpu.tensors import describe
+from lockstep.kernels.cpu.tensors import address, describe
 from lockstep.kernels.cpu.threads import parallel
 from lockstep.kernels.cpu.tiles import ROW, close_rows, fold_span
 from lockstep.kernels.cpu.wide import (
@@ -55,12 +57,14 @@ UNIT = np.dtype(
     ]
 )
 ITEM = np.dtype([("unit", np.int64), ("first_span", np.int64), ("last_span", np.int64)])
+UNIT_BYTES, ITEM_BYTES = UNIT.itemsize, ITEM.itemsize
+unit_at, item_at = record_at(UNIT), record_at(ITEM)
 # Splitting one unit's spans keeps one part per row and span: stay below this many floats.
 WORKSPACE_LIMIT = 16 << 20
 
 
-@kernel
-def plan_units(call, units):
+@compiled
+def _list_units(call, units):
     """Fill the table of units; long units of a causal call come first. None is split yet."""
     at = 0
     for b in range(call.B):
@@ -71,7 +75,7 @@ def plan_units(call, units):
             first_span = lo // SPAN if lo < hi else 0
             n_spans = padded(hi, SPAN) // SPAN - first_span if lo < hi else 0
             for h in range(call.Hkv):
-                unit = units[at]
+                unit = unit_at(units + at * UNIT_BYTES)
                 unit.b, unit.h = b, h
                 unit.first_row, unit.n_rows = first, n_rows
                 unit.first_span, unit.n_spans = first_span, n_spans
@@ -79,25 +83,43 @@ def plan_units(call, units):
                 at += 1
 
 
-@kernel
-def split_units(units, Dv, threads):
+@compiled
+def _split_units(units, n_units, Dv, threads):
     """Decide which units to split among threads; returns how many parts and items that makes.
 
     Narrow units always keep their parts; others are split where there are too few of them.
     """
     total = 0
-    for unit in units:
+    for i in range(n_units):
+        unit = unit_at(units + i * UNIT_BYTES)
         total += unit.n_rows * unit.n_spans
-    few = units.size < 4 * threads and total * Dv <= WORKSPACE_LIMIT
+    few = n_units < 4 * threads and total * Dv <= WORKSPACE_LIMIT
     n_parts, n_items = 0, 0
-    for unit in units:
+    for i in range(n_units):
+        unit = unit_at(units + i * UNIT_BYTES)
         if unit.n_rows <= NARROW or (few and unit.n_spans > 1):
             unit.workspace = n_parts
             n_parts += unit.n_rows * unit.n_spans
-            n_items += _pieces(unit, units.size, threads)
+            n_items += _pieces(unit, n_units, threads)
         else:
             n_items += 1
-    return n_parts, n_items
+    return n_parts, n_items, total
+
+
+@kernel
+def plan(arguments):
+    """Arguments: call, units, how many, threads, results; results: parts, items, rows × spans."""
+    call, units = call_at(argument(arguments, 0)), argument(arguments, 1)
+    n_units, threads, results = (
+        argument(arguments, 2),
+        argument(arguments, 3),
+        argument(arguments, 4),
+    )
+    _list_units(call, units)
+    n_parts, n_items, total = _split_units(units, n_units, call.Dv, threads)
+    scalar.store_word(n_parts, results)
+    scalar.store_word(n_items, results + 8)
+    scalar.store_word(total, results + 16)
 
 
 @compiled
@@ -107,14 +129,16 @@ def _pieces(unit, n_units, threads):
 
 
 @kernel
-def list_items(units, threads, items):
-    """Fill the table of items; a unit that is not split is one item."""
+def list_items(arguments):
+    """Fill the table of items; arguments: units, how many, threads, items."""
+    units, n_units = argument(arguments, 0), argument(arguments, 1)
+    threads, items = argument(arguments, 2), argument(arguments, 3)
     at = 0
-    for i in range(units.size):
-        unit = units[i]
-        pieces = _pieces(unit, units.size, threads) if unit.workspace >= 0 else 1
+    for i in range(n_units):
+        unit = unit_at(units + i * UNIT_BYTES)
+        pieces = _pieces(unit, n_units, threads) if unit.workspace >= 0 else 1
         for piece in range(pieces):
-            item = items[at]
+            item = item_at(items + at * ITEM_BYTES)
             item.unit = i
             item.first_span = unit.first_span + unit.n_spans * piece // pieces
             item.last_span = unit.first_span + unit.n_spans * (piece + 1) // pieces
@@ -225,14 +249,21 @@ def _merge_unit(call, unit, scratch, parts, lses):
 
 
 @kernel
-def run_items(counter, scratch, call, units, items, parts, lses):
-    """First pass: every item, wide or narrow, folded or into the workspace."""
+def run_items(arguments):
+    """First pass: every item, wide or narrow, folded or into the workspace.
+
+    Arguments: call, units, items, how many items, parts, lses.
+    """
+    scratch = enter(arguments)
+    call, units = call_at(argument(arguments, 0)), argument(arguments, 1)
+    items, n_items = argument(arguments, 2), argument(arguments, 3)
+    parts, lses = argument(arguments, 4), argument(arguments, 5)
     while True:
-        ticket = scalar.fetch_add_one(counter)
-        if ticket >= items.size:
+        ticket = take_ticket(arguments)
+        if ticket >= n_items:
             return
-        item = items[ticket]
-        unit = units[item.unit]
+        item = item_at(items + ticket * ITEM_BYTES)
+        unit = unit_at(units + item.unit * UNIT_BYTES)
         if unit.workspace < 0:
             _fold_unit(call, unit, scratch)
         elif unit.n_rows <= NARROW:
@@ -245,47 +276,61 @@ def run_items(counter, scratch, call, units, items, parts, lses):
 
 
 @kernel
-def merge_units(counter, scratch, call, units, parts, lses):
-    """Second pass: fold the parts of every split unit."""
+def merge_units(arguments):
+    """Second pass: fold the parts of every split unit.
+
+    Arguments: call, units, how many units, parts, lses.
+    """
+    scratch = enter(arguments)
+    call, units = call_at(argument(arguments, 0)), argument(arguments, 1)
+    n_units = argument(arguments, 2)
+    parts, lses = argument(arguments, 3), argument(arguments, 4)
     while True:
-        ticket = scalar.fetch_add_one(counter)
-        if ticket >= units.size:
+        ticket = take_ticket(arguments)
+        if ticket >= n_units:
             return
-        unit = units[ticket]
+        unit = unit_at(units + ticket * UNIT_BYTES)
         if unit.workspace >= 0:
             _merge_unit(call, unit, scratch, parts, lses)
 
 
 @kernel
-def scratch_bytes(D, Dv):
-    """What a thread needs for either kind of unit."""
+def _measure_scratch(arguments):
+    """Arguments: D, Dv, result: the bytes a thread needs for either kind of unit."""
+    D, Dv = argument(arguments, 0), argument(arguments, 1)
     running = 4 * ROWS * padded(Dv, MR) + 8 * ROWS  # acc, m, l of _fold_unit
-    return max(carve_block(0, D, Dv).end + running, carve_narrow(0, D, Dv).end)
+    size = max(carve_block(0, D, Dv).end + running, carve_narrow(0, D, Dv).end)
+    scalar.store_word(size, argument(arguments, 2))
+
+
+@lru_cache(maxsize=64)
+def _scratch_bytes(D: int, Dv: int) -> int:
+    result = np.zeros(1, np.int64)
+    parallel(_measure_scratch, (D, Dv, address(result)))
+    return int(result[0])
 
 
 def forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; out has q's shape with Dv, lse the same without the last dim."""
-    q = tensors.q
-    out = torch.empty((*q.shape[:-1], problem.Dv), dtype=q.dtype)
+    q, D, Dv = tensors.q, problem.D, problem.Dv
+    out = torch.empty((*q.shape[:-1], Dv), dtype=q.dtype)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32)
     described = describe(problem, tensors, out, lse)
-    call = described.record
-    blocks = -(-described.q_len * int(call["G"]) // ROWS)
-    units = np.empty(int(blocks.sum()) * problem.Hkv, UNIT)
-    if len(units) == 0:
+    G, threads = problem.Hq // problem.Hkv, torch.get_num_threads()
+    n_units = int((-(-described.q_len * G // ROWS)).sum()) * problem.Hkv
+    if n_units == 0:
         return out, lse
-    plan_units(call, units)
-    threads = torch.get_num_threads()
-    n_parts, n_items = split_units(units, problem.Dv, threads)
+    call, units, results = described.address, np.empty(n_units, UNIT), np.empty(3, np.int64)
+    parallel(plan, (call, address(units), n_units, threads, address(results)))
+    n_parts, n_items, row_spans = results.tolist()
     items = np.empty(n_items, ITEM)
-    list_items(units, threads, items)
-    parts = np.empty((n_parts, problem.Dv), np.float32)
-    lses = np.empty(n_parts, np.float32)
-    pairs = int((units["n_spans"] * units["n_rows"]).sum()) * SPAN
-    workspace = (parts.ctypes.data, lses.ctypes.data)
-    scratch = scratch_bytes(problem.D, problem.Dv) // 8
-    parallel(run_items, (call, units, items, *workspace), scratch, pairs * (problem.D + problem.Dv))
+    parallel(list_items, (address(units), n_units, threads, address(items)))
+    parts, lses = np.empty((n_parts, Dv), np.float32), np.empty(n_parts, np.float32)
+    workspace, scratch = (address(parts), address(lses)), _scratch_bytes(D, Dv)
+    arguments = (call, address(units), address(items), n_items, *workspace)
+    parallel(run_items, arguments, scratch, row_spans * SPAN * (D + Dv))
     # Also where no span is visible: such rows are written there.
     if (units["workspace"] >= 0).any():
-        parallel(merge_units, (call, units, *workspace), scratch, n_parts * problem.Dv)
+        arguments = (call, address(units), n_units, *workspace)
+        parallel(merge_units, arguments, scratch, n_parts * Dv)
     return out, lse

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.cpu import scalar
+from lockstep.kernels.cpu.arguments import argument, enter, take_ticket
 from lockstep.kernels.cpu.compile import compiled, kernel
 from lockstep.kernels.cpu.simd import F32, LN2, f32
 from lockstep.kernels.cpu.tensors import KINDS
 from lockstep.kernels.cpu.threads import parallel
 
 MINUS_INF = f32(-np.inf)
+ROWS_PER_TICKET = 64
 
 
 @compiled
@@ -57,16 +59,22 @@ def close_row(acc, m, l, D, kind, out, lse):
 
 
 @kernel
-def _merge_rows(counter, scratch, kind, parts, lses, n_parts, n_rows, D, out, lse):
-    """parts [n_parts, n_rows, D], lses [n_parts, n_rows] → out [n_rows, D], lse [n_rows]."""
-    acc = scratch
+def _merge_rows(arguments):
+    """parts [n_parts, n_rows, D], lses [n_parts, n_rows] → out [n_rows, D], lse [n_rows].
+
+    Arguments: kind, n_parts, n_rows, D, parts, lses, out, lse.
+    """
+    acc = enter(arguments)
+    kind, n_parts = argument(arguments, 0), argument(arguments, 1)
+    n_rows, D = argument(arguments, 2), argument(arguments, 3)
+    parts, lses = argument(arguments, 4), argument(arguments, 5)
+    out, lse = argument(arguments, 6), argument(arguments, 7)
     size = 4 if kind == F32 else 2
-    step = 64
     while True:
-        first = step * scalar.fetch_add_one(counter)
+        first = ROWS_PER_TICKET * take_ticket(arguments)
         if first >= n_rows:
             return
-        for row in range(first, min(first + step, n_rows)):
+        for row in range(first, min(first + ROWS_PER_TICKET, n_rows)):
             fill(acc, D, f32(0.0))
             m, l = MINUS_INF, f32(0.0)
             for i in range(n_parts):
@@ -78,20 +86,10 @@ def _merge_rows(counter, scratch, kind, parts, lses, n_parts, n_rows, D, out, ls
 
 def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Combine partial results (out [..., D], lse [...]) in the order given."""
-    parts, part_lses = torch.stack(outs).contiguous(), torch.stack(lses).float().contiguous()
+    parts, part_lses = torch.stack(outs), torch.stack(lses).float()
     out, lse = torch.empty_like(parts[0]), torch.empty_like(part_lses[0])
-    D = out.shape[-1]
-    arguments = (
-        KINDS[parts.dtype],
-        parts.data_ptr(),
-        part_lses.data_ptr(),
-        len(outs),
-        lse.numel(),
-        D,
-        out.data_ptr(),
-        lse.data_ptr(),
-    )
-    parallel(_merge_rows, arguments, scratch_words=D, work=parts.numel() * 8)
+    sizes = (KINDS[parts.dtype], len(outs), lse.numel(), out.shape[-1])
+    tensors = (parts, part_lses, out, lse)
+    arguments = (*sizes, *(tensor.data_ptr() for tensor in tensors))
+    parallel(_merge_rows, arguments, 4 * out.shape[-1], parts.numel() * 8)
     return out, lse
-
-

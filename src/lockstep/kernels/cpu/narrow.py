@@ -38,6 +38,8 @@ from lockstep.kernels.cpu.wide import MAX_HEAD_DIM, MINUS_INF, SPAN, padded
 # Up to this many rows are narrow.
 NARROW = 8
 S_PITCH = 4 * SPAN
+# Keys are prefetched this many groups of WIDTH ahead.
+AHEAD = 2
 
 
 def _extend_chains(e: Emit, columns, query, q_pitch, scores, rows: int) -> None:
@@ -67,6 +69,10 @@ def _score_rows(e: Emit, k, k_pitch, n, q, q_pitch, n_rows, s, c):
             e.store(e.constant(0.0), e.offset(scores, row, S_PITCH))
         with e.loop(blocks) as block:
             at = e.offset(keys, block, VECTOR)
+            # Columns of a group lie a row apart, which no hardware prefetcher follows.
+            ahead = e.ir.mul(k_pitch, e.integer(AHEAD * WIDTH))
+            for i in range(WIDTH):
+                e.prefetch(e.ir.add(e.offset(at, e.integer(i), k_pitch), ahead))
             lines = [e.load(e.offset(at, e.integer(i), k_pitch)) for i in range(WIDTH)]
             turned = e.transpose(lines)
             for count, first, step in fours_then_ones:

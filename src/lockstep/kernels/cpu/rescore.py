@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep.kernels.cpu import scalar
+from lockstep.kernels.cpu.arguments import record_at
 from lockstep.kernels.cpu.call import STRIDED, fill_kv_rows, of_sequence, row_address
 from lockstep.kernels.cpu.compile import compiled
 from lockstep.kernels.cpu.memory import copy_panels, copy_rows, gather_columns, gather_panels
@@ -33,6 +34,7 @@ GRADIENT = np.dtype(
         ("want_kv", np.int64),
     ]
 )
+gradient_at = record_at(GRADIENT)
 
 
 class Gradient(NamedTuple):

@@ -30,7 +30,7 @@ def strided(tensor: Tensor, dims: tuple[int | None, int, int]) -> tuple[int, ...
 
 def address(array: np.ndarray | None) -> int:
     """Where an array lies; 0 for none. The array must be kept while the address is in use."""
-    return 0 if array is None else array.__array_interface__["data"][0]
+    return 0 if array is None else array.ctypes.data
 
 
 def numbers(tensor: Tensor) -> np.ndarray:
@@ -60,12 +60,16 @@ def kv_dims(problem: AttentionProblem) -> tuple[int | None, int, int]:
 
 
 class Described(NamedTuple):
-    """A call record, and the arrays whose addresses it holds."""
+    """A call record [1], and the arrays whose addresses it holds."""
 
-    record: np.void
+    record: np.ndarray
     q_len: np.ndarray  # [B] int64
     kv_len: np.ndarray  # [B] int64
     kept: tuple[np.ndarray | None, ...]
+
+    @property
+    def address(self) -> int:
+        return address(self.record)
 
 
 def describe(problem: AttentionProblem, tensors: Tensors, out: Tensor, lse: Tensor) -> Described:
@@ -111,7 +115,7 @@ def describe(problem: AttentionProblem, tensors: Tensors, out: Tensor, lse: Tens
         problem.scale,
         problem.softcap or 0.0,
     )
-    return Described(record[0], q_len, kv_len, (*tables, sinks, pages))
+    return Described(record, q_len, kv_len, (*tables, sinks, pages))
 
 
 def _side(window: int | None) -> int:

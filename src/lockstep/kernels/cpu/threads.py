@@ -1,77 +1,86 @@
-"""A small pool of threads that run compiled code side by side.
+"""Run a compiled kernel on several threads.
 
-Compiled kernels release the interpreter lock and draw their work from a shared counter, so a
-pool of Python threads is all the scheduling there is. It uses as many threads as torch does
-(``torch.set_num_threads``), may be entered from several threads at once, and survives a fork.
-No result depends on how many threads there are.
+The threads are torch's own OpenMP threads where there are any: they are awake already, and a
+second pool would fight with them for the cores. Elsewhere, and in a forked child, where OpenMP
+cannot be used again, they are Python threads; kernels run without the interpreter lock.
+
+Threads draw tickets from a shared counter, so no result depends on how many there are.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-# Waking a thread costs about as much as this many fused multiply-adds.
-WORTH_A_THREAD = 1 << 20
+from lockstep.kernels.cpu.arguments import HEADER
+from lockstep.kernels.cpu.compile import Kernel
 
-_pool: ThreadPoolExecutor | None = None
-_lock = threading.Lock()
+# A second thread pays off from about this many fused multiply-adds on.
+WORTH_A_THREAD = 1 << 18
+OPENMP = re.compile(r"lib(gomp|iomp5|omp)[-.\w]*\.so")
+
 _local = threading.local()
+_home = os.getpid()
 
 
-def _forget_pool() -> None:
-    global _pool, _lock
-    _pool, _lock = None, threading.Lock()
+@lru_cache(maxsize=1)
+def _gomp_parallel() -> Callable[..., Any] | None:
+    """OpenMP's entry to a parallel region, from the library torch has loaded; None without."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return None
+    for path in sorted({line.split()[-1] for line in maps.read_text().splitlines() if "/" in line}):
+        if OPENMP.search(Path(path).name):
+            function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+            if function is not None:
+                unsigned = ctypes.c_uint
+                function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, unsigned, unsigned)
+                function.restype = None
+                return function
+    return None
 
 
-os.register_at_fork(after_in_child=_forget_pool)
+def _scratch(words: int) -> np.ndarray:
+    """This thread's scratch memory: ``words`` int64 from a cache line on, never cleared."""
+    raw = getattr(_local, "scratch", None)
+    if raw is None or raw.size < words + 8:
+        raw = _local.scratch = np.empty(words + 8, np.int64)
+    return raw[-(raw.ctypes.data // 8) % 8 :]
 
 
-def _threads() -> ThreadPoolExecutor:
-    global _pool
-    with _lock:
-        if _pool is None:
-            _pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="lockstep")
-        return _pool
-
-
-def scratch(words: int) -> np.ndarray:
-    """This thread's scratch memory: at least ``words`` int64, on a cache line, never cleared."""
-    buffer = getattr(_local, "scratch", None)
-    if buffer is None or buffer.size < words:
-        raw = np.empty(words + 8, np.int64)
-        buffer = _local.scratch = raw[-(raw.ctypes.data // 8) % 8 :][:words]
-    return buffer
-
-
-def parallel(kernel: Callable[..., Any], arguments: tuple, scratch_words: int, work: int) -> None:
-    """Run ``kernel(counter, scratch, *arguments)``, both by address, on as many threads as ``work`` is worth.
+def parallel(
+    kernel: Kernel, arguments: Sequence[int], scratch_bytes: int = 0, work: int = 0
+) -> None:
+    """Run ``kernel`` on as many threads as ``work`` is worth, at most torch.get_num_threads().
 
     Args:
-        kernel: compiled, releases the interpreter lock, takes tickets from ``counter``.
-        arguments: passed on to it.
-        scratch_words: int64 words of scratch each thread needs.
+        kernel: reads its arguments with `arguments.argument`, its work with `take_ticket`.
+        arguments: integers and addresses; what they point to must outlive the call.
+        scratch_bytes: how much memory each thread gets from `enter`.
         work: about how many fused multiply-adds there are in all.
     """
-    counter = np.zeros(1, np.int64)
-
-    def run() -> None:
-        kernel(counter.ctypes.data, scratch(scratch_words).ctypes.data, *arguments)
-
-    helpers = min(torch.get_num_threads() - 1, work // WORTH_A_THREAD)
-    if helpers <= 0:
-        run()
+    threads = max(1, min(torch.get_num_threads(), 1 + work // WORTH_A_THREAD))
+    stride = -(-scratch_bytes // 64) * 64
+    scratch = _scratch(threads * stride // 8)
+    block = np.array([0, 0, scratch.ctypes.data, stride, *arguments], np.int64)
+    assert len(block) == HEADER + len(arguments)
+    address = block.ctypes.data
+    if threads == 1:
+        kernel(address)
         return
-    futures = [_threads().submit(run) for _ in range(helpers)]
-    try:
-        run()
-    finally:
-        wait(futures)
-    for future in futures:
-        future.result()
+    gomp_parallel = _gomp_parallel()
+    if gomp_parallel is not None and os.getpid() == _home:
+        gomp_parallel(kernel.address, address, threads, 0)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(kernel, [address] * threads))
