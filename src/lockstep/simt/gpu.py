@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from . import ir
@@ -60,7 +61,7 @@ def launch(
         block,
         dynamic_bytes,
         contract,
-        _overlap(kernel, tensors),
+        _overlap(tensors),
         *(_signature(value, name in kernel.constants) for name, value in arguments.items()),
     )
     plans: dict[Any, _Plan] = kernel.__dict__.setdefault("_gpu_plans", {})
@@ -90,14 +91,14 @@ def _signature(value: Any, constant: bool) -> Any:
     return (type(value), value) if constant else type(value)
 
 
-def _overlap(kernel: Kernel, tensors: dict[str, torch.Tensor]) -> bool:
+def _overlap(tensors: dict[str, torch.Tensor]) -> bool:
     """Whether the memory of two tensors may overlap; then no pointer is `__restrict__`."""
     if len(tensors) < 2:
         return False
     spans = sorted(
         (t.data_ptr(), t.data_ptr() + _extent(t) * t.element_size()) for t in tensors.values()
     )
-    return any(start < end for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    return any(start < end for (_, end), (start, _) in pairwise(spans))
 
 
 def _extent(tensor: torch.Tensor) -> int:
@@ -133,9 +134,7 @@ class _Plan:
         for parameter in typed.parameters:
             if isinstance(parameter.type, ArrayType):
                 _check_array(kernel, parameter.name, arguments[parameter.name])
-        strided = {
-            n for n, t in tensors.items() if t.ndim and t.shape[-1] > 1 and t.stride(-1) != 1
-        }
+        strided = {n for n, t in tensors.items() if t.shape[-1:] > (1,) and t.stride(-1) != 1}
         written = any(typed.arrays[n].written for n in tensors if n in typed.arrays)
         threads = block[0] * block[1] * block[2]
         layout = Layout(frozenset(strided), aliased=overlap and written)
