@@ -155,18 +155,15 @@ def fit(gpu: str, threads: int, registers: int, shared: int) -> Occupancy:
     if not 0 <= shared <= has.shared_per_block:
         raise ValueError(f"shared is {shared} bytes; a block of {gpu} has {has.shared_per_block}")
     warps = -(-threads // WARP_SIZE)
-    limits = {
-        "threads": has.warps // warps,
-        "blocks": has.blocks,
-        "registers": _by_registers(has, warps, registers),
-        "shared": _by_shared(has, shared),
-    }
+    limits = {"threads": has.warps // warps, "blocks": has.blocks}
+    if registers:
+        limits["registers"] = _by_registers(has, warps, registers)
+    if shared:
+        limits["shared"] = _by_shared(has, shared)
     return Occupancy(gpu, threads, registers, shared, limits, has.warps)
 
 
 def _by_registers(has: Capability, warps: int, registers: int) -> int:
-    if not registers:
-        return has.blocks
     per_warp = _round_up(registers * WARP_SIZE, REGISTER_UNIT)
     # the launch check takes the warps to be spread evenly over the register files
     if per_warp * _round_up(warps, REGISTER_FILES) > has.registers:
@@ -176,7 +173,7 @@ def _by_registers(has: Capability, warps: int, registers: int) -> int:
 
 def _by_shared(has: Capability, shared: int) -> int:
     taken = _round_up(shared + has.shared_reserved, has.shared_unit)
-    return has.shared // taken if taken else has.blocks
+    return has.shared // taken
 
 
 def _round_up(value: int, unit: int) -> int:

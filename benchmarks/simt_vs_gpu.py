@@ -1,0 +1,384 @@
+"""The lockstep machine against a GPU: same outputs, same memory transactions?
+
+Runs every sample kernel and an attention kernel on the machine and, compiled without contraction,
+on the GPU; compares the outputs bit for bit; then launches them once more under Nsight Compute and
+compares global requests, global sectors and shared wavefronts. Where the compiler merged or dropped
+accesses, the counts cannot be equal: such rows show both numbers.
+
+    PYTHONPATH=src python benchmarks/simt_vs_gpu.py
+
+Needs a CUDA GPU, the extra `gpu`, and `ncu` on the path (`--no-counters` does without). Exit status
+1 if an output differs, or a count where the accesses are one to one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import io
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from lockstep.simt import gpu, nvrtc
+from lockstep.simt.cuda_cpp import emit
+from lockstep.simt.launch import extent
+from lockstep.simt.occupancy import fit
+from lockstep.simt.samples import SAMPLES, Sample
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "simt-vs-h200.json"
+GLOBAL_OPS = ("ld", "st", "ldgsts", "atom", "red")
+SHARED_OPS = ("ld", "st", "ldgsts", "atom", "red", "ldsm")
+METRICS = {
+    **{f"requests_{op}": f"l1tex__t_requests_pipe_lsu_mem_global_op_{op}" for op in GLOBAL_OPS},
+    **{f"sectors_{op}": f"l1tex__t_sectors_pipe_lsu_mem_global_op_{op}" for op in GLOBAL_OPS},
+    **{
+        f"wavefronts_{op}": f"l1tex__data_pipe_lsu_wavefronts_mem_shared_op_{op}"
+        for op in SHARED_OPS
+    },
+    "wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared",
+    "shared_loads": "smsp__inst_executed_op_shared_ld",
+    "shared_stores": "smsp__inst_executed_op_shared_st",
+    "shared_atomics": "smsp__inst_executed_op_shared_atom",
+    "ldgsts": "smsp__inst_executed_op_ldgsts",
+    "ldsm": "smsp__inst_executed_op_ldsm",
+}
+
+
+@dataclass
+class Row:
+    """One kernel: how its outputs compare, and its counts on the machine and on the GPU."""
+
+    name: str
+    kernel: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    bitwise: bool
+    largest_error: float  # relative to the largest value
+    tolerance: float
+    why: str  # there is a tolerance
+    hazards: int
+    machine: dict[str, int]
+    machine_seconds: float
+    registers: int
+    blocks_per_sm: dict[str, int]  # closed form, driver
+    gpu: dict[str, int] = field(default_factory=dict)
+    raw: dict[str, float] = field(default_factory=dict)  # Nsight Compute's metrics by short name
+
+    @property
+    def outputs_agree(self) -> bool:
+        return self.bitwise or self.largest_error <= self.tolerance
+
+    def verdict(self, count: str) -> str:
+        """ "equal", "not one to one" or "differs" for one of the counts."""
+        ours, theirs = self.machine[count], self.gpu[count]
+        if ours == theirs:
+            return "equal"
+        accesses = "shared_accesses" if count == "shared_wavefronts" else "global_requests"
+        same = self.machine[accesses] == self.gpu[accesses]
+        return "differs" if same else "not one to one"
+
+
+COUNTS = ("global_requests", "global_sectors", "shared_wavefronts")
+
+
+def attention_sample() -> Sample:
+    """The attention kernel of the tests: 45x90 tiles, 256 threads, one head of 256 tokens."""
+    path = ROOT / "tests" / "simt" / "attention.py"
+    spec = importlib.util.spec_from_file_location("attention", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["attention"] = module
+    spec.loader.exec_module(module)
+    seq, dim = 256, 32
+
+    def make(generator: torch.Generator) -> dict[str, Any]:
+        q, k, v = (torch.randn(seq, dim, generator=generator).half() for _ in range(3))
+        out = torch.full((seq, dim), float("nan"))
+        tensors = {"q": q, "k": k, "v": v, "out": out}
+        return tensors | {"seq": seq, "scale": dim**-0.5, "D": dim}
+
+    return Sample(
+        "attention, 45x90 tiles",
+        module.attention,
+        (-(-seq // module.BLOCK_Q), 1),
+        module.THREADS,
+        ("out",),
+        make,
+        tolerance=1e-6,
+        why="CUDA's expf and NumPy's differ in the last bit",
+    )
+
+
+def all_samples() -> list[Sample]:
+    return [*SAMPLES, attention_sample()]
+
+
+def run_on_gpu(sample: Sample) -> dict[str, torch.Tensor]:
+    """Outputs of a sample on the GPU, back in host memory."""
+    arguments = {
+        name: value.cuda() if isinstance(value, torch.Tensor) else value
+        for name, value in sample.arguments().items()
+    }
+    grid, block = extent(sample.grid, "grid"), extent(sample.block, "block")
+    bound = sample.kernel.bind(**arguments)
+    gpu.launch(sample.kernel, grid, block, sample.dynamic_bytes, bound, contract=False)
+    torch.cuda.synchronize()
+    return {name: arguments[name].cpu() for name in sample.outputs}
+
+
+def compare(sample: Sample, ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[bool, float]:
+    """Whether all outputs have the same bits, and the largest error relative to the largest value.
+
+    NaN counts as poison that neither overwrote: it must be in the same places.
+    """
+    bitwise, error = True, 0.0
+    for name in sample.outputs:
+        a, b = ours[name], theirs[name]
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+        if torch.equal(a.view(bits), b.view(bits)):
+            continue
+        bitwise = False
+        a, b = a.double(), b.double()
+        if not torch.equal(a.isnan(), b.isnan()):
+            return False, float("inf")
+        error = max(error, float((a - b).nan_to_num().abs().max() / a.nan_to_num().abs().max()))
+    return bitwise, error
+
+
+def occupancy_here(sample: Sample) -> tuple[int, dict[str, int]]:
+    """Registers, and blocks per multiprocessor from the closed form and from the driver."""
+    block = extent(sample.block, "block")
+    threads = block[0] * block[1] * block[2]
+    source = emit(sample.kernel.typed(**sample.arguments()), threads=threads)
+    compiled = nvrtc.compile_source(source, "sm_90", contract=False)
+    resources = compiled.resources
+    dynamic = sample.dynamic_bytes + source.hidden_shared
+    ours = fit("H200", threads, resources.registers, resources.static_shared + dynamic)
+    function = gpu._load(compiled, torch.cuda.current_device())
+    gpu._allow_shared(function, dynamic, compiled, torch.cuda.current_device())
+    theirs = function.occupancy.max_active_blocks_per_multiprocessor(threads, dynamic)
+    return resources.registers, {"closed_form": ours.blocks, "driver": int(theirs)}
+
+
+def measure(samples: list[Sample], console: Console) -> list[Row]:
+    """Outputs and the machine's counts."""
+    rows = []
+    with Progress(console=console, transient=True) as progress:
+        for sample in progress.track(samples, description="machine and GPU"):
+            arguments = sample.arguments()
+            launch = sample.kernel[sample.grid, sample.block, sample.dynamic_bytes]
+            trace = launch.trace(**arguments)
+            bitwise, error = compare(sample, arguments, run_on_gpu(sample))
+            registers, blocks = occupancy_here(sample)
+            totals = trace.totals
+            machine = {count: getattr(totals, count) for count in COUNTS}
+            machine["shared_accesses"] = totals.shared_accesses
+            machine["ideal_sectors"] = totals.ideal_sectors
+            machine["bank_conflicts"] = totals.bank_conflicts
+            rows.append(
+                Row(
+                    sample.name,
+                    sample.kernel.__name__,
+                    trace.grid,
+                    trace.block,
+                    bitwise,
+                    error,
+                    sample.tolerance,
+                    sample.why,
+                    len(trace.hazards),
+                    machine,
+                    round(trace.seconds, 3),
+                    registers,
+                    blocks,
+                )
+            )
+    return rows
+
+
+def known_metrics() -> dict[str, str]:
+    """Those of METRICS that this Nsight Compute has for Hopper."""
+    done = subprocess.run(
+        ["ncu", "--query-metrics", "--chip", "gh100"], capture_output=True, text=True, check=True
+    )
+    names = {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
+    return {short: f"{name}.sum" for short, name in METRICS.items() if name in names}
+
+
+def count_on_gpu(samples: list[Sample], rows: list[Row]) -> str:
+    """Fill in the counts of Nsight Compute, one launch per row. Returns its version."""
+    metrics = known_metrics()
+    kernels = "|".join(sorted({sample.kernel.__name__ for sample in samples}))
+    command = [
+        *("ncu", "--csv", "--clock-control", "none", "--print-units", "base"),
+        *("--kernel-name", f"regex:^({kernels})$", "--metrics", ",".join(metrics.values())),
+        *(sys.executable, __file__, "--launch-only"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"ncu failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+    table = done.stdout[done.stdout.index('"ID"') :]
+    short = {name: key for key, name in metrics.items()}
+    launches: dict[int, dict[str, float]] = {}
+    for record in csv.DictReader(io.StringIO(table)):
+        values = launches.setdefault(int(record["ID"]), {})
+        value = record["Metric Value"].replace(",", "")
+        values[short[record["Metric Name"]]] = float(value) if value not in ("", "n/a") else 0.0
+    if len(launches) != len(rows):
+        raise SystemExit(f"ncu saw {len(launches)} launches of {len(rows)}:\n{done.stdout[:2000]}")
+    for row, raw in zip(rows, (launches[i] for i in sorted(launches)), strict=True):
+        row.raw = raw
+        row.gpu = counts(raw)
+    version = subprocess.run(["ncu", "--version"], capture_output=True, text=True, check=False)
+    return version.stdout.strip().splitlines()[-1]
+
+
+def counts(raw: dict[str, float]) -> dict[str, int]:
+    """The machine's quantities from the metrics."""
+
+    def total(prefix: str) -> int:
+        return int(sum(raw.get(f"{prefix}_{op}", 0) for op in GLOBAL_OPS))
+
+    shared = ("shared_loads", "shared_stores", "shared_atomics", "ldgsts", "ldsm")
+    return {
+        "global_requests": total("requests"),
+        "global_sectors": total("sectors"),
+        "shared_wavefronts": int(raw["wavefronts"]),
+        "shared_accesses": int(sum(raw.get(name, 0) for name in shared)),
+    }
+
+
+def launch_overhead() -> dict[str, float]:
+    """Host microseconds per launch, of the sample copy and of a torch addition beside it."""
+    sample = SAMPLES[0]
+    arguments = sample.arguments()
+    x, y = arguments["x"].cuda(), arguments["y"].cuda()
+    launch = sample.kernel[sample.grid, sample.block]
+
+    def per_call(call: Any) -> float:
+        for _ in range(200):
+            call()
+        torch.cuda.synchronize()
+        best = float("inf")
+        for _ in range(5):
+            began = time.perf_counter()
+            for _ in range(300):
+                call()
+            best = min(best, time.perf_counter() - began)
+            torch.cuda.synchronize()
+        return round(best / 300 * 1e6, 2)
+
+    return {
+        "lockstep": per_call(lambda: launch(x, y, arguments["n"], arguments["STRIDE"])),
+        "torch.add": per_call(lambda: torch.add(x, x, out=y)),
+    }
+
+
+def environment(ncu: str) -> dict[str, Any]:
+    versions = {"python": platform.python_version(), "ncu": ncu}
+    for name in ("torch", "numpy", "triton", "cuda-core", "cuda-bindings"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    versions["driver"] = driver.stdout.strip()
+    versions["nvrtc"] = nvrtc._nvrtc_version()
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return {
+        "hardware": {"gpus": [torch.cuda.get_device_name()]},
+        "versions": versions,
+        "commit": {"hash": commit.stdout.strip() or None},
+    }
+
+
+def table(rows: list[Row], with_counts: bool) -> Table:
+    out = Table(title="machine | GPU; one number where they are equal")
+    for column in ("kernel", "outputs", "requests", "sectors", "wavefronts", "blocks/SM"):
+        out.add_column(column, justify="left" if column in ("kernel", "outputs") else "right")
+    for row in rows:
+        same = "[green]same bits" if row.bitwise else f"within {row.largest_error:.1e}"
+        cells = [row.name, same if row.outputs_agree else f"[red]{row.largest_error:.1e}"]
+        for count in COUNTS:
+            text = f"{row.machine[count]}"
+            if with_counts and row.verdict(count) != "equal":
+                colour = "red" if row.verdict(count) == "differs" else "yellow"
+                text += f" | [{colour}]{row.gpu[count]}"
+            cells.append(text)
+        blocks = row.blocks_per_sm
+        equal = blocks["closed_form"] == blocks["driver"]
+        cells.append(f"{blocks['closed_form']}" + ("" if equal else f" | [red]{blocks['driver']}"))
+        out.add_row(*cells)
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--no-counters", action="store_true", help="compare outputs only")
+    parser.add_argument("--json", type=Path, default=RESULT, help="where the result goes")
+    parser.add_argument("--launch-only", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    console = Console(width=120)
+    if not torch.cuda.is_available():
+        console.print("no CUDA device here", style="red")
+        return 2
+    samples = all_samples()
+    if options.launch_only:
+        for sample in samples:
+            run_on_gpu(sample)
+        return 0
+    rows = measure(samples, console)
+    counting = not options.no_counters
+    if counting and shutil.which("ncu") is None:
+        console.print("no ncu on the path; use --no-counters to compare outputs only", style="red")
+        return 2
+    ncu = count_on_gpu(samples, rows) if counting else ""
+    overhead = launch_overhead()
+    console.print(table(rows, counting))
+    console.print(f"launch: {overhead['lockstep']} µs, torch.add {overhead['torch.add']} µs")
+    result = {
+        "suite": "simt-vs-gpu",
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "environment": environment(ncu),
+        "launch_microseconds": overhead,
+        "rows": [
+            asdict(row) | ({f"{c}_verdict": row.verdict(c) for c in COUNTS} if counting else {})
+            for row in rows
+        ],
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    wrong = [r.name for r in rows if not r.outputs_agree]
+    wrong += [r.name for r in rows if r.blocks_per_sm["closed_form"] != r.blocks_per_sm["driver"]]
+    if counting:
+        wrong += [r.name for r in rows if any(r.verdict(c) == "differs" for c in COUNTS)]
+    for name in dict.fromkeys(wrong):
+        console.print(f"disagrees: {name}", style="red")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
