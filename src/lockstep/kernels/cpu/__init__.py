@@ -48,7 +48,9 @@ def supports(problem: AttentionProblem) -> str | None:
     if problem.device_type != "cpu":
         return f"runs on the CPU, got tensors on {problem.device_type}"
     if problem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"takes float32, float16 and bfloat16, got {str(problem.dtype).removeprefix('torch.')}"
+        return (
+            f"takes float32, float16 and bfloat16, got {str(problem.dtype).removeprefix('torch.')}"
+        )
     if max(problem.Sq, problem.Skv) > MAX_LENGTH:
         return f"takes up to {MAX_LENGTH} tokens, got {max(problem.Sq, problem.Skv)}"
     return None

@@ -1,7 +1,7 @@
 """The block of int64 words that a kernel receives, shared by all threads that run it.
 
-    [0] tickets taken   [1] threads that came in   [2] scratch   [3] scratch bytes per thread
-    [4…] the kernel's own arguments
+[0] tickets taken   [1] threads that came in   [2] scratch   [3] scratch bytes per thread
+[4…] the kernel's own arguments
 """
 
 from __future__ import annotations

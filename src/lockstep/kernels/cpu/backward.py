@@ -40,16 +40,17 @@ from lockstep.kernels.cpu.threads import parallel
 from lockstep.kernels.cpu.tiles import (
     ROW,
     VECTOR,
-    accumulate_tile,
     add_vectors,
     outer_tile_1,
     outer_tile_2,
     outer_tile_3,
 )
 from lockstep.kernels.cpu.wide import (
+    CHUNK,
     MAX_HEAD_DIM,
     ROWS,
     SPAN,
+    accumulate,
     carve_block,
     padded,
     rows_range,
@@ -103,14 +104,12 @@ def _add_outer_carefully(p, weights, begin, end, rows, out, n, pitch):
 def _query_part(call, block, work, begin, end, finite):
     """work.dq [D, LANES] = Σ_kv k [kv, d] · dS [kv, lane] over one span."""
     D = padded(call.D, MR)
-    fill(work.dq, D * LANES, f32(0.0))
     if finite:
-        for d in range(0, D, MR):
-            panel = work.k_cols + 4 * (d * SPAN + begin * MR)
-            accumulate_tile(panel, work.dp + begin * ROW, work.dq + d * ROW, end - begin)
+        for kv in range(begin, end, CHUNK):
+            accumulate(work.k_cols, work.dp, work.dq, D, kv, min(CHUNK, end - kv), kv == begin)
         return
     for lane in range(LANES):
-        for d in range(call.D):
+        for d in range(D):
             column = work.k_cols + 4 * (d // MR * SPAN * MR + d % MR)
             total = f32(0.0)
             for kv in range(begin, end):

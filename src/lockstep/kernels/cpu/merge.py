@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.kernels.cpu import scalar
 from lockstep.kernels.cpu.arguments import argument, enter, take_ticket
 from lockstep.kernels.cpu.compile import compiled, kernel
-from lockstep.kernels.cpu.simd import F32, LN2, f32
+from lockstep.kernels.cpu.simd import F32, LN2, WIDTH, Emit, emitter, f32, i64
 from lockstep.kernels.cpu.tensors import KINDS
 from lockstep.kernels.cpu.threads import parallel
 
@@ -30,6 +30,15 @@ def fill(address, n, value):
         scalar.store(value, address + 4 * i)
 
 
+@emitter(i64, i64, i64, f32, f32)
+def _fold_vectors(e: Emit, acc, part, n, old, new):
+    """acc = acc · old + part · new for n floats, a multiple of WIDTH."""
+    weights = e.splat(old), e.splat(new)
+    with e.loop(e.ir.sdiv(n, e.integer(WIDTH))) as i:
+        at, fresh = e.offset(acc, i, 4 * WIDTH), e.load(e.offset(part, i, 4 * WIDTH))
+        e.store(e.fma(e.load(at), weights[0], e.ir.fmul(fresh, weights[1])), at)
+
+
 @compiled
 def fold_row(acc, m, l, D, kind, part, lse):
     """Fold one part into (acc, m, l); returns the new m and l. A part of 0 is a sink: no value."""
@@ -40,7 +49,11 @@ def fold_row(acc, m, l, D, kind, part, lse):
     old = scalar.exp(m - base)
     new = scalar.exp(lse - base)
     size = 4 if kind == F32 else 2
-    for d in range(D):
+    done = 0
+    if kind == F32 and part != 0:
+        done = D // WIDTH * WIDTH
+        _fold_vectors(acc, part, done, old, new)
+    for d in range(done, D):
         value = scalar.load_element(kind, part + size * d) if part != 0 else f32(0.0)
         at = acc + 4 * d
         scalar.store(scalar.fma(scalar.load(at), old, value * new), at)

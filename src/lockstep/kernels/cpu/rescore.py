@@ -1,6 +1,6 @@
 """Recompute the weights of a tile and their gradients: what every backward pass starts from.
 
-    p = 2^(s − lse2),   dS = p (dP − delta),   dP = dO vᵀ,   delta = Σ_d dO·O − dlse
+p = 2^(s − lse2),   dS = p (dP − delta),   dP = dO vᵀ,   delta = Σ_d dO·O − dlse
 """
 
 from __future__ import annotations

@@ -187,7 +187,9 @@ class Emit:
         bits, f = self.splits(x, 127.0)
         scale = self.power_of_two(bits)
         # A product, not a sum of bit patterns, so that NaN stays NaN.
-        result = self.ir.fmul(self.ir.fadd(self.exp2m1_fraction(f), self.constant(1.0, width)), scale)
+        result = self.ir.fmul(
+            self.ir.fadd(self.exp2m1_fraction(f), self.constant(1.0, width)), scale
+        )
         tiny = self.ir.fcmp_ordered("<", x, self.constant(EXP2_UNDERFLOW, width))
         return self.ir.select(tiny, self.constant(0.0, width), result)
 
@@ -245,7 +247,9 @@ class Emit:
         shift = ir.Constant(bits.type, by if width == 1 else [by] * width)
         return self.ir.bitcast(self.ir.shl(bits, shift), vector(width))
 
-    def store_from_f32(self, value: ir.Value, address: ir.Value, kind: int, offset: int = 0) -> None:
+    def store_from_f32(
+        self, value: ir.Value, address: ir.Value, kind: int, offset: int = 0
+    ) -> None:
         """Round to nearest even into storage type ``kind``."""
         width = _width(value)
         if kind == F32:

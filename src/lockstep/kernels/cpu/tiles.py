@@ -77,16 +77,24 @@ def score_tile_max(e: Emit, k_panel, q_t, s, D, c, m):
     _scores(e, k_panel, q_t, s, D, c, m)
 
 
-@emitter(i64, i64, i64, i64)
-def accumulate_tile(e: Emit, v_panel, p, acc, n):
-    """acc [MR, LANES] += v_panel [n, MR]ᵀ · p [n, LANES]."""
-    slots = [
-        [e.variable(e.load(acc, ROW * i + VECTOR * j)) for j in range(NV)] for i in range(MR)
-    ]
+def _accumulate(e: Emit, slots, v_panel, p, acc, n) -> None:
     _multiply(e, slots, n, v_panel, 4 * MR, 4, p, ROW)
     for i in range(MR):
         for j in range(NV):
             e.store(slots[i][j].get(), acc, ROW * i + VECTOR * j)
+
+
+@emitter(i64, i64, i64, i64)
+def start_tile(e: Emit, v_panel, p, acc, n):
+    """acc [MR, LANES] = v_panel [n, MR]ᵀ · p [n, LANES]."""
+    _accumulate(e, _zeros(e, NV), v_panel, p, acc, n)
+
+
+@emitter(i64, i64, i64, i64)
+def extend_tile(e: Emit, v_panel, p, acc, n):
+    """acc [MR, LANES] += v_panel [n, MR]ᵀ · p [n, LANES]; the same chain, further on."""
+    slots = [[e.variable(e.load(acc, ROW * i + VECTOR * j)) for j in range(NV)] for i in range(MR)]
+    _accumulate(e, slots, v_panel, p, acc, n)
 
 
 def _outer(vectors: int):
@@ -252,8 +260,6 @@ def score_gradient_rows(e: Emit, s, dp, n, lse2, delta, slopes):
             masked = e.ir.fcmp_ordered("==", score, minus_inf)
             e.store(e.ir.select(masked, e.constant(-0.0), p), row, VECTOR * j)
             e.store(e.ir.select(masked, zero, ds.get()), grad, VECTOR * j)
-
-
 
 
 @emitter(i64, i64, i64, i64)

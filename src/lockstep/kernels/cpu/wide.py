@@ -25,21 +25,24 @@ from lockstep.kernels.cpu.merge import fill
 from lockstep.kernels.cpu.simd import LANES, LOG2E, MR, f32
 from lockstep.kernels.cpu.tiles import (
     ROW,
-    accumulate_tile,
+    extend_tile,
     mask_rows,
     max_rows,
     normalise_span,
     score_tile,
     score_tile_max,
     softcap_rows,
+    start_tile,
     weigh_rows,
 )
 
 # The unit of the KV reduction, shared by prefill, chunks and decode: bits depend on it.
 SPAN = 256
 # Rows of a block: a multiple of every machine's LANES. Bits do not depend on it.
-ROWS = 192
+ROWS = 384
 TILES = ROWS // LANES
+# Keys whose weights stay in the first-level cache while all head dims pass over them.
+CHUNK = 64
 MAX_HEAD_DIM = 512
 MINUS_INF = f32(-np.inf)
 
@@ -87,8 +90,21 @@ def carve_block(base, D, Dv):
     part_l = part_m + padded(ROW, 64)
     end = part_l + padded(ROW, 64)
     return Block(
-        base, q_rows, kv_rows, q_idx, q_head, lo, hi, q_t, k_panels, v_panels, s, part, part_m,
-        part_l, end,
+        base,
+        q_rows,
+        kv_rows,
+        q_idx,
+        q_head,
+        lo,
+        hi,
+        q_t,
+        k_panels,
+        v_panels,
+        s,
+        part,
+        part_m,
+        part_l,
+        end,
     )
 
 
@@ -211,7 +227,7 @@ def weigh_and_accumulate_carefully(call, block, begin, end):
             # Weights are never negative: −1 marks what is masked.
             scalar.store(f32(-1.0) if score == MINUS_INF else p, at)
         scalar.store(l, block.part_l + 4 * lane)
-        for d in range(call.Dv):
+        for d in range(padded(call.Dv, MR)):
             v = block.v_panels + 4 * (d // MR * SPAN * MR + d % MR)
             acc = f32(0.0)
             for kv in range(begin, end):
@@ -219,6 +235,17 @@ def weigh_and_accumulate_carefully(call, block, begin, end):
                 if p != f32(-1.0):
                     acc = scalar.fma(scalar.load(v + 4 * kv * MR), p, acc)
             scalar.store(acc, block.part + d * ROW + 4 * lane)
+
+
+@compiled
+def accumulate(panels, p, acc, D, kv, n, fresh):
+    """acc [D, LANES] = or += panels [D / MR, kv … kv + n, MR]ᵀ · p [kv … kv + n, LANES]."""
+    for d in range(0, D, MR):
+        panel = panels + 4 * (d * SPAN + kv * MR)
+        if fresh:
+            start_tile(panel, p + kv * ROW, acc + d * ROW, n)
+        else:
+            extend_tile(panel, p + kv * ROW, acc + d * ROW, n)
 
 
 @compiled
@@ -231,12 +258,11 @@ def attend_span(call, block, b, t, first, n, finite):
     fill(block.part_l, LANES, f32(0.0))
     tile_scores(call, block, b, t, first, begin, end, bounds, 0)
     Dv = padded(call.Dv, MR)
-    fill(block.part, Dv * LANES, f32(0.0))
     if finite:
-        weigh_rows(block.s + begin * ROW, end - begin, block.part_m, block.part_l)
-        for d in range(0, Dv, MR):
-            v_panel = block.v_panels + 4 * (d * SPAN + begin * MR)
-            accumulate_tile(v_panel, block.s + begin * ROW, block.part + d * ROW, end - begin)
+        for kv in range(begin, end, CHUNK):
+            n_keys = min(CHUNK, end - kv)
+            weigh_rows(block.s + kv * ROW, n_keys, block.part_m, block.part_l)
+            accumulate(block.v_panels, block.s, block.part, Dv, kv, n_keys, kv == begin)
     else:
         weigh_and_accumulate_carefully(call, block, begin, end)
     normalise_span(block.part, Dv, block.part_m, block.part_l)
