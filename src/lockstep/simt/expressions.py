@@ -234,6 +234,9 @@ class Expressions(Lowering):
         if type(node.ops[0]) not in COMPARE:
             raise self.error(node, f"comparison {describe(node.ops[0])} cannot be used in a kernel")
         op = COMPARE[type(node.ops[0])]
+        names = [self.static(side) for side in (node.left, node.comparators[0])]
+        if op in ("==", "!=") and all(isinstance(n, (str, Scalar)) for n in names):
+            return self.number((names[0] == names[1]) == (op == "=="), self.loc(node))
         left, right = self.scalar(node.left), self.scalar(node.comparators[0])
         left, right = self.unify(left, right, node, f"operands of {op}")
         const = None

@@ -17,8 +17,8 @@ def annotate(kernel: ir.Kernel) -> None:
             raise UnsupportedConstruct(
                 "the sign of this step is not known at compile time", stmt.step.loc
             )
-        if isinstance(stmt, ir.Declare) and stmt.array.offset is not None:
-            _require_grid_uniform(stmt.array.offset, "the offset of dynamic shared memory")
+        if isinstance(stmt, ir.Declare) and stmt.offset is not None:
+            _require_grid_uniform(stmt.offset, "the offset of dynamic shared memory")
         places = [(stmt.array, stmt.index)] if isinstance(stmt, ir.Store) else []
         places += [(e.array, e.index) for e in ir.expressions(stmt) if isinstance(e, ir.Load)]
         for array, index in places:

@@ -237,7 +237,7 @@ class FrontEnd(MemoryCalls):
         elif offset:
             raise self.error(node, "offset is for dynamic shared memory, shape 0")
         self.arrays[array.name] = self.scope.bindings[target.id] = array
-        self.emit(ir.Declare, node, array)
+        self.emit(ir.Declare, node, array, array.offset)
 
     # Control
 

@@ -7,8 +7,9 @@ ones after it look a `_Plan` up, fill in pointers and scalars, and go.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 Index3 = tuple[int, int, int]
 
+NUMBERS = (int, float, bool)
 MAX_THREADS = 1024
 FRAGMENT_ALIGNMENT = 32  # bytes, of a pointer handed to wmma
 C_SCALARS = {
@@ -53,59 +55,56 @@ def launch(
     """
     import torch
 
-    tensors = {n: a for n, a in arguments.items() if isinstance(a, torch.Tensor)}
-    device = _device(kernel, tensors)
-    key = (
-        device.index,
-        grid,
-        block,
-        dynamic_bytes,
-        contract,
-        _overlap(tensors),
-        *(_signature(value, name in kernel.constants) for name, value in arguments.items()),
-    )
-    plans: dict[Any, _Plan] = kernel.__dict__.setdefault("_gpu_plans", {})
-    plan = plans.get(key)
-    if plan is None:
-        with torch.cuda.device(device):
-            plan = plans[key] = _Plan.make(key, kernel, arguments, tensors, device)
-    plan.start(arguments, torch.cuda.current_stream(device).cuda_stream)
+    known = kernel.__dict__.get("_gpu_launches")
+    if known is None:
+        known = kernel.__dict__["_gpu_launches"] = _Launches(kernel)
+    make = partial(_plan, kernel, grid, block, dynamic_bytes, contract, arguments)
+    key = known.key(grid, block, dynamic_bytes, contract, arguments.values())
+    plan = known.plan(key, make)
+    addresses = plan.addresses(arguments)
+    if plan.restrict and _overlap(addresses, plan.sizes):
+        plan = known.plan((key, "aliased"), partial(make, aliased=True))
+    stream = _stream(torch.cuda.current_stream(plan.device).cuda_stream)
+    if torch.cuda.current_device() == plan.device:
+        plan.start(arguments, addresses, stream)
+    else:
+        with torch.cuda.device(plan.device):
+            plan.start(arguments, addresses, stream)
 
 
-def _device(kernel: Kernel, tensors: dict[str, torch.Tensor]) -> torch.device:
-    """The one device all tensors are on."""
-    first_name, first = next(iter(tensors.items()))
-    for name, tensor in tensors.items():
-        if tensor.device != first.device:
-            raise ValueError(
-                f"{kernel.__name__}: '{name}' is on {tensor.device}, '{first_name}' on "
-                f"{first.device}; all tensors must be on one GPU"
-            )
-    return first.device
+class _Launches:
+    """What has been launched of one kernel."""
+
+    def __init__(self, kernel: Kernel):
+        constants = set(kernel.constants)
+        self.is_constant = [name in constants for name in kernel.parameters]
+        self.plans: dict[Any, _Plan] = {}
+
+    def plan(self, key: Any, make: Callable[[], _Plan]) -> _Plan:
+        found = self.plans.get(key)
+        if found is None:
+            found = self.plans[key] = make()
+        return found
+
+    def key(self, grid: Index3, block: Index3, dynamic: int, contract: bool, values: Any) -> Any:
+        """What decides how a kernel is compiled and how its parameters are filled in."""
+        parts: list[Any] = [grid, block, dynamic, contract]
+        for value, constant in zip(values, self.is_constant, strict=True):
+            if constant:
+                parts.append((type(value), value))
+            elif type(value) in NUMBERS:
+                parts.append(type(value))
+            elif hasattr(value, "data_ptr"):
+                parts.append((value.dtype, value.shape, value.stride(), value.get_device()))
+            else:
+                parts.append(type(value))
+        return tuple(parts)
 
 
-def _signature(value: Any, constant: bool) -> Any:
-    """What of an argument decides how the kernel is compiled and its parameters are filled in."""
-    if hasattr(value, "data_ptr"):
-        return (value.dtype, value.shape, value.stride())
-    return (type(value), value) if constant else type(value)
-
-
-def _overlap(tensors: dict[str, torch.Tensor]) -> bool:
-    """Whether the memory of two tensors may overlap; then no pointer is `__restrict__`."""
-    if len(tensors) < 2:
-        return False
-    spans = sorted(
-        (t.data_ptr(), t.data_ptr() + _extent(t) * t.element_size()) for t in tensors.values()
-    )
-    return any(start < end for (_, end), (start, _) in pairwise(spans))
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last in memory."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+def _overlap(addresses: list[int], sizes: tuple[int, ...]) -> bool:
+    """Whether two of the spans of memory have bytes in common."""
+    spans = sorted(zip(addresses, sizes, strict=True))
+    return any(start + size > after for (start, size), (after, _) in pairwise(spans))
 
 
 @dataclass(frozen=True)
@@ -113,83 +112,117 @@ class _Plan:
     """A loaded kernel and how to fill in its parameters."""
 
     compiled: Compiled
+    device: int
     function: Any  # cuda.core.Kernel
     config: Any  # cuda.core.LaunchConfig
     fixed: tuple[Any, ...]  # strides and extents; None where a launch decides
     pointers: tuple[tuple[int, str, int], ...]  # position, argument, alignment in bytes
+    sizes: tuple[int, ...]  # bytes behind each pointer
     scalars: tuple[tuple[int, str, Scalar], ...]
+    restrict: bool  # compiled for arrays that do not overlap
 
-    @staticmethod
-    def make(
-        key: Any,
-        kernel: Kernel,
-        arguments: dict[str, Any],
-        tensors: dict[str, torch.Tensor],
-        device: torch.device,
-    ) -> _Plan:
-        from cuda.core import LaunchConfig
-
-        _, grid, block, dynamic_bytes, contract, overlap, *_ = key
-        typed = kernel.typed(**arguments)
-        for parameter in typed.parameters:
-            if isinstance(parameter.type, ArrayType):
-                _check_array(kernel, parameter.name, arguments[parameter.name])
-        strided = {n for n, t in tensors.items() if t.shape[-1:] > (1,) and t.stride(-1) != 1}
-        written = any(typed.arrays[n].written for n in tensors if n in typed.arrays)
-        threads = block[0] * block[1] * block[2]
-        layout = Layout(frozenset(strided), aliased=overlap and written)
-        if not 1 <= threads <= MAX_THREADS:
-            raise ValueError(f"block {block} has {threads} threads; a block has 1 to {MAX_THREADS}")
-        compiled = compile_source(emit(typed, layout, threads), _arch(device.index), contract)
-        shared = dynamic_bytes + compiled.source.hidden_shared
-        function = _load(compiled, device.index)
-        _allow_shared(function, shared, compiled, device.index)
-        wide = alignments(typed)
-        fixed: list[Any] = []
-        pointers, scalars = [], []
-        for position, argument in enumerate(compiled.source.arguments):
-            value = None
-            if argument.kind == "pointer":
-                pointers.append((position, argument.name, wide.get(argument.name, 1)))
-            elif argument.kind == "scalar":
-                assert argument.dtype is not None
-                scalars.append((position, argument.name, argument.dtype))
-            else:
-                tensor = tensors[argument.name]
-                sizes = tensor.stride() if argument.kind == "stride" else tensor.shape
-                value = ctypes.c_int32(sizes[argument.axis])
-            fixed.append(value)
-        config = LaunchConfig(grid=grid, block=block, shmem_size=shared)
-        return _Plan(compiled, function, config, tuple(fixed), tuple(pointers), tuple(scalars))
-
-    def start(self, arguments: dict[str, Any], stream: int) -> None:
-        from cuda.core import launch
-
-        parameters = list(self.fixed)
-        for position, name, alignment in self.pointers:
+    def addresses(self, arguments: dict[str, Any]) -> list[int]:
+        """Where the arrays start. Raises ValueError where that is too odd an address."""
+        found = []
+        for _, name, alignment in self.pointers:
             address = arguments[name].data_ptr()
             if address % alignment:
                 raise ValueError(
                     f"'{name}' starts at address {address:#x}; the kernel's wide accesses need a "
                     f"multiple of {alignment} bytes"
                 )
+            found.append(address)
+        return found
+
+    def start(self, arguments: dict[str, Any], addresses: list[int], stream: Any) -> None:
+        parameters = list(self.fixed)
+        for (position, _, _), address in zip(self.pointers, addresses, strict=True):
             parameters[position] = address
         for position, name, dtype in self.scalars:
             parameters[position] = c_scalar(name, arguments[name], dtype)
-        launch(_stream(stream), self.config, self.function, *parameters)
+        _driver_launch()(stream, self.config, self.function, *parameters)
 
 
-def _check_array(kernel: Kernel, name: str, tensor: torch.Tensor) -> None:
-    if not getattr(tensor, "is_cuda", False):
-        where = getattr(tensor, "device", type(tensor).__name__)
-        raise ValueError(
-            f"{kernel.__name__}: '{name}' is on {where}, other arguments on a GPU; move it there"
-        )
-    if _extent(tensor) >= 2**31:
-        raise ValueError(
-            f"{kernel.__name__}: '{name}' spans {_extent(tensor)} elements; int32 indices end at "
-            "2**31"
-        )
+def _plan(
+    kernel: Kernel,
+    grid: Index3,
+    block: Index3,
+    dynamic_bytes: int,
+    contract: bool,
+    arguments: dict[str, Any],
+    aliased: bool = False,
+) -> _Plan:
+    """Check the arguments, compile and load."""
+    import torch
+    from cuda.core import LaunchConfig
+
+    typed = kernel.typed(**arguments)
+    names = [p.name for p in typed.parameters if isinstance(p.type, ArrayType)]
+    tensors = {name: arguments[name] for name in names}
+    device = _check_arrays(kernel, tensors)
+    threads = block[0] * block[1] * block[2]
+    if threads > MAX_THREADS:
+        raise ValueError(f"block {block} has {threads} threads; a block has 1 to {MAX_THREADS}")
+    strided = {n for n, t in tensors.items() if t.shape[-1] > 1 and t.stride(-1) != 1}
+    source = emit(typed, Layout(frozenset(strided), aliased), threads)
+    compiled = compile_source(source, _arch(device), contract)
+    shared = dynamic_bytes + source.hidden_shared
+    with torch.cuda.device(device):
+        function = load(compiled, device, shared)
+    wide = alignments(typed)
+    fixed: list[Any] = []
+    pointers, scalars = [], []
+    for position, argument in enumerate(source.arguments):
+        value = None
+        if argument.kind == "pointer":
+            pointers.append((position, argument.name, wide.get(argument.name, 1)))
+        elif argument.kind == "scalar":
+            assert argument.dtype is not None
+            scalars.append((position, argument.name, argument.dtype))
+        else:
+            tensor = tensors[argument.name]
+            sizes = tensor.stride() if argument.kind == "stride" else tensor.shape
+            value = ctypes.c_int32(sizes[argument.axis])
+        fixed.append(value)
+    return _Plan(
+        compiled,
+        device,
+        function,
+        LaunchConfig(grid=grid, block=block, shmem_size=shared),
+        tuple(fixed),
+        tuple(pointers),
+        tuple(_extent(tensors[name]) * tensors[name].element_size() for _, name, _ in pointers),
+        tuple(scalars),
+        restrict=not aliased and any(typed.arrays[n].written for n in names),
+    )
+
+
+def _check_arrays(kernel: Kernel, tensors: dict[str, Any]) -> int:
+    """Number of the one GPU all tensors are on. Raises ValueError if there is no such GPU."""
+    devices = {}
+    for name, tensor in tensors.items():
+        if not getattr(tensor, "is_cuda", False):
+            where = getattr(tensor, "device", type(tensor).__name__)
+            raise ValueError(
+                f"{kernel.__name__}: '{name}' is on {where}, other arguments on a GPU; "
+                "all arrays must be on one GPU"
+            )
+        if _extent(tensor) >= 2**31:
+            raise ValueError(
+                f"{kernel.__name__}: '{name}' spans {_extent(tensor)} elements; int32 indices end "
+                "at 2**31"
+            )
+        devices[name] = tensor.get_device()
+    if len(set(devices.values())) > 1:
+        raise ValueError(f"{kernel.__name__}: arrays are on several GPUs, by number: {devices}")
+    return next(iter(devices.values()))
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last in memory."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def c_scalar(name: str, value: Any, dtype: Scalar) -> Any:
@@ -247,30 +280,37 @@ def _arch(index: int) -> str:
     return f"sm_{major}{minor}"
 
 
-def _load(compiled: Compiled, index: int) -> Any:
+@lru_cache(maxsize=1)
+def _driver_launch() -> Any:
+    from cuda.core import launch
+
+    return launch
+
+
+def load(compiled: Compiled, index: int, dynamic_bytes: int = 0) -> Any:
+    """A `cuda.core.Kernel` on GPU number `index`, allowed so much dynamic shared memory.
+
+    Raises ValueError where the GPU has less.
+    """
+    from cuda.bindings import driver
     from cuda.core import Device, ObjectCode
 
     Device(index).set_current()
     name = compiled.source.name
-    return ObjectCode.from_cubin(compiled.cubin, name=name).get_kernel(name)
-
-
-def _allow_shared(function: Any, dynamic: int, compiled: Compiled, index: int) -> None:
-    """Raise the kernel's limit on dynamic shared memory, or say why it cannot be raised."""
-    from cuda.bindings import driver
-
     limit = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     device = _checked(driver.cuDeviceGet(index))
     most = _checked(driver.cuDeviceGetAttribute(limit, device))
     static = compiled.resources.static_shared
-    if dynamic + static > most:
+    if dynamic_bytes + static > most:
         raise ValueError(
-            f"{compiled.source.name}: {dynamic} bytes of dynamic and {static} of static shared "
-            f"memory; a block of this GPU may have {most}"
+            f"{name}: {dynamic_bytes} bytes of dynamic and {static} of static shared memory; "
+            f"a block of this GPU may have {most}"
         )
+    function = ObjectCode.from_cubin(compiled.cubin, name=name).get_kernel(name)
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     handle = driver.CUkernel(int(function.handle))
-    _checked(driver.cuKernelSetAttribute(attribute, dynamic, handle, device))
+    _checked(driver.cuKernelSetAttribute(attribute, dynamic_bytes, handle, device))
+    return function
 
 
 def _checked(answer: tuple) -> Any:

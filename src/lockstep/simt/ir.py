@@ -301,9 +301,10 @@ Block = list[Stmt]
 
 @dataclass(eq=False)
 class Declare(Stmt):
-    """A shared or local array comes into being."""
+    """A shared or local array comes into being; `offset` is the array's own."""
 
     array: Array
+    offset: Expr | None = None
 
 
 @dataclass(eq=False)

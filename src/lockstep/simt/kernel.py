@@ -32,6 +32,7 @@ class Kernel:
         functools.update_wrapper(self, function)
         source = FunctionSource(function)
         self._annotations = self._read_annotations(source)
+        self._signature = inspect.signature(function)
         self._typed: dict[Any, ir.Kernel] = {}
 
     def _read_annotations(self, source: FunctionSource) -> dict[str, Any]:
@@ -55,6 +56,11 @@ class Kernel:
         return found
 
     @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of all parameters, in order."""
+        return tuple(self._annotations)
+
+    @property
     def constants(self) -> tuple[str, ...]:
         """Names of the specialisation parameters."""
         return tuple(n for n, a in self._annotations.items() if a is Constant)
@@ -68,8 +74,10 @@ class Kernel:
 
     def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Arguments by name. Raises TypeError as a Python call would."""
+        if not kwargs and len(args) == len(self._annotations):  # Signature.bind takes its time
+            return dict(zip(self._annotations, args, strict=True))
         try:
-            bound = inspect.signature(self.function).bind(*args, **kwargs)
+            bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.__name__}: {error}") from None
         bound.apply_defaults()

@@ -78,7 +78,7 @@ def compile_source(source: CudaSource, arch: str = "sm_90", contract: bool = Tru
 @lru_cache(maxsize=512)
 def _compile(source: CudaSource, arch: str, contract: bool) -> Compiled:
     key = hashlib.sha256(
-        "\0".join((source.text, arch, str(contract), _nvrtc_version())).encode()
+        "\0".join((source.text, arch, str(contract), nvrtc_version())).encode()
     ).hexdigest()
     stored = cache_directory() / f"{key}.cubin"
     log_file = stored.with_suffix(".log")
@@ -103,6 +103,7 @@ def _run_nvrtc(source: CudaSource, arch: str, contract: bool) -> Compiled:
         lineinfo=True,
         ptxas_options="-v",
         include_path=list(header_directories()),
+        no_cache=True,  # NVRTC's own cache gives no resource report back
     )
     log = io.StringIO()
     try:
@@ -137,10 +138,12 @@ def header_directories() -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1)
-def _nvrtc_version() -> str:
+def nvrtc_version() -> str:
+    """Major and minor version of the compiler."""
     from cuda.bindings import nvrtc
 
-    return ".".join(str(part) for part in nvrtc.nvrtcVersion())
+    _, major, minor = nvrtc.nvrtcVersion()
+    return f"{major}.{minor}"
 
 
 def cache_directory() -> Path:

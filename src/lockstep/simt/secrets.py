@@ -102,6 +102,8 @@ def _observable(stmt: ir.Stmt) -> Iterator[tuple[str, ir.Expr]]:
         yield from (("an address", part) for part in stmt.index)
     elif isinstance(stmt, ir.AsyncCopy):
         yield from (("an address", part) for part in stmt.target_index + stmt.source_index)
+    elif isinstance(stmt, ir.Declare) and stmt.offset is not None:
+        yield "an address", stmt.offset
     if isinstance(stmt, ir.FragmentStore):
         yield "a leading dimension", stmt.ld
     for expr in ir.expressions(stmt):

@@ -1,7 +1,7 @@
 """The lockstep machine: a whole grid at a time, in NumPy, with every check and counter on."""
 
-from .hazards import Hazard
 from .grid import run
+from .hazards import Hazard
 from .trace import Trace
 
 __all__ = ["Hazard", "Trace", "run"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from .addresses import Ranges, linear, outside
 from .control import Control
 from .counters import Site
 from .frames import Lanes, Vector
@@ -16,7 +18,7 @@ from .hazards import (
     UNINITIALISED_LOCAL,
     UNINITIALISED_SHARED,
 )
-from .memory import GlobalArray, LocalArray, Memory, Ranges, SharedArray, linear, outside
+from .memory import GlobalArray, LocalArray, Memory, SharedArray
 from .values import NUMPY, Value, i32, maximum, minimum
 
 Index = tuple[Value, ...]
@@ -31,8 +33,8 @@ class Accesses(Control):
 
     def load(self, site: Site, array: Memory, index: Index) -> Value:
         index = self.inside(site, array, index)
-        address = linear(array, index)
-        self.note_read(site, array, address, self.frame)
+        address = linear(index, array.strides)
+        self.note_read(site, array, address, self.frame, index)
         self.count(site, array, address, array.item, self.frame)
         return array.gather(address, self.frame)
 
@@ -40,17 +42,24 @@ class Accesses(Control):
         bad = outside(index, array.shape, self.ranges)
         if bad is not False:
             self.out_of_bounds(site, array, index, bad)
-            outer = self.frame
-            self.v["$store"], keys = value, [f"$index{i}" for i in range(len(index))]
-            self.v.update(zip(keys, index, strict=True))
-            if self.enter(~bad):
-                self.store(site, array, tuple(self.v[k] for k in keys), self.v["$store"])
-                self.leave(outer, ())
+            self.by_lanes(~bad, lambda i, v: self.store(site, array, i, v), index, value)
             return
-        address = linear(array, index)
+        address = linear(index, array.strides)
         self.note_write(site, array, address, self.frame, value)
         self.count(site, array, address, array.item, self.frame)
         array.scatter(address, value, self.frame)
+
+    def by_lanes(
+        self, condition: Value, action: Callable[..., None], index: Index, value: Value = 0
+    ) -> None:
+        """`action(index, value)` by the lanes where `condition` holds, with their values."""
+        outer = self.frame
+        keys = [f"$index{i}" for i in range(len(index))]
+        self.v.update(zip(keys, index, strict=True))
+        self.v["$value"] = value
+        if self.enter(condition):
+            action(tuple(self.v[key] for key in keys), self.v["$value"])
+            self.leave(outer, ())
 
     # Checks and counters, one address per lane
 
@@ -78,14 +87,16 @@ class Accesses(Control):
         thread, block = self.lane_name(bad)
         self.hazards.report(OUT_OF_BOUNDS, site, text, thread, block, array.name)
 
-    def note_read(self, site: Site, array: Memory, address: Value, lanes: Lanes) -> None:
+    def note_read(
+        self, site: Site, array: Memory, address: Value, lanes: Lanes, index: Index = ()
+    ) -> None:
         if isinstance(array, SharedArray):
             if array.pending is not None:
                 self.check_pending(site, array, address, lanes, "reads")
             bad = array.first_invalid(address, lanes)
             if bad is not None:
                 self._uninitialised(UNINITIALISED_SHARED, site, array, bad, lanes)
-            array.shadow.read(lanes, address, site)
+            array.shadow.read(lanes, address, site, index)
         elif isinstance(array, LocalArray):
             bad = array.first_invalid(address, lanes)
             if bad is not None:
@@ -152,18 +163,25 @@ class Accesses(Control):
 
     # Vectors
 
-    def vector_index(self, site: Site, array: Memory, index: Index, width: int) -> Index:
-        """Check the extent and the alignment of a vector access."""
-        last = index[-1]
-        index = self.inside(site, array, (*index[:-1], i32(last + (width - 1))))
-        index = self.inside(site, array, (*index[:-1], i32(index[-1] - (width - 1))))
-        self.check_alignment(site, array, linear(array, index), width * array.item)
+    def beyond(self, site: Site, array: Memory, index: Index, width: int) -> Any:
+        """Which lanes leave the array with one of `width` neighbours; reported. False if none."""
+        last = (*index[:-1], i32(index[-1] + (width - 1)))
+        bad = outside(index, array.shape, self.ranges)
+        if bad is False:
+            index, bad = last, outside(last, array.shape, self.ranges)
+        if bad is not False:
+            self.out_of_bounds(site, array, index, bad)
+        return bad
+
+    def check_vector(self, site: Site, array: Memory, index: Index, width: int) -> Value:
+        """The address of a vector inside the array; its alignment is checked."""
+        address = linear(index, array.strides)
+        self.check_alignment(site, array, address, width * array.item)
         if array.strides[-1] != 1:
-            bad = np.ones((1, 1), bool)
-            thread, block = self.lane_name(bad)
+            thread, block = self.lane_name(np.ones((1, 1), bool))
             text = f"elements of '{array.name}' are not neighbours along the last axis"
             self.hazards.report(MISALIGNED, site, text, thread, block, array.name)
-        return index
+        return address
 
     def check_alignment(self, site: Site, array: Memory, address: Value, size: int) -> None:
         base = array.base if isinstance(array, SharedArray) else array.address  # type: ignore
@@ -175,7 +193,10 @@ class Accesses(Control):
             self.hazards.report(MISALIGNED, site, text, thread, block, array.name)
 
     def vload(self, site: Site, array: Memory, index: Index, width: int) -> Vector:
-        address = linear(array, self.vector_index(site, array, index, width))
+        if self.beyond(site, array, index, width) is not False:
+            shape = (*array.shape[:-1], array.shape[-1] - width + 1)
+            index = tuple(np.clip(i, 0, n - 1) for i, n in zip(index, shape, strict=True))
+        address = self.check_vector(site, array, index, width)
         self.count(site, array, address, width * array.item, self.frame)
         items = []
         for k in range(width):
@@ -185,7 +206,11 @@ class Accesses(Control):
 
     def vstore(self, site: Site, array: Memory, index: Index, vector: Vector) -> None:
         width = len(vector.items)
-        address = linear(array, self.vector_index(site, array, index, width))
+        bad = self.beyond(site, array, index, width)
+        if bad is not False:
+            self.by_lanes(~bad, lambda i, v: self.vstore(site, array, i, v), index, vector)
+            return
+        address = self.check_vector(site, array, index, width)
         self.count(site, array, address, width * array.item, self.frame)
         for k, item in enumerate(vector.items):
             self.note_write(site, array, address + k, self.frame, item)
@@ -204,7 +229,7 @@ class Accesses(Control):
     ) -> Value:
         """Lanes take turns in thread order; the value is what each found."""
         index = self.inside(site, array, index)
-        address = linear(array, index)
+        address = linear(index, array.strides)
         if isinstance(array, SharedArray):
             bad = array.first_invalid(address, self.frame)
             if bad is not None:
@@ -268,5 +293,3 @@ def _apply(op: str, current: np.ndarray, operand: np.ndarray, wanted: Any, now: 
         "xor": np.bitwise_xor,
         "exch": lambda _, new: new,
     }[op](current, operand)
-
-

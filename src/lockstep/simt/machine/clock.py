@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..types import WARP_SIZE
+from lockstep.simt.types import WARP_SIZE
+
 from .frames import Lanes
 
 # A shadow word is time << TIME | site << SITE | who.
@@ -97,8 +98,13 @@ class Clock:
         return np.where(together, (own & ~WHO) | several, own)
 
     def note_readers(
-        self, shadow: np.ndarray, index: tuple, before: np.ndarray, thread: np.ndarray,
-        block: Any, site: int,
+        self,
+        shadow: np.ndarray,
+        index: tuple,
+        before: np.ndarray,
+        thread: np.ndarray,
+        block: Any,
+        site: int,
     ) -> None:
         """Enter a read into the words of `shadow` at `index`; `before` is what they hold."""
         after = self.with_reader(before, thread, block, site)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from ..errors import SimtError
+from lockstep.simt.errors import SimtError
+
 from .clock import Clock
 from .counters import Depth, Site, StraightLine, Transactions
 from .frames import Frame, Lanes
@@ -29,7 +29,7 @@ class Control:
         dtypes: dict[str, np.dtype],
     ):
         bx, by, bz = block
-        gx, gy, gz = grid
+        gx, gy, _ = grid
         self.threads = bx * by * bz
         self.block_numbers = block_numbers
         self.hazards, self.dtypes = hazards, dtypes
@@ -237,7 +237,7 @@ class Loop:
         return going_on
 
     def keep(self, condition: Value) -> bool:
-        """Restrict the loop to the lanes where `condition` holds, in a frame right below `outer`."""
+        """Restrict the loop to lanes where `condition` holds, in a frame right below `outer`."""
         machine = self.machine
         if not isinstance(condition, np.ndarray):
             alive = bool(condition)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ..ir import Location
-from ..types import WARP_SIZE
+from lockstep.simt.ir import Location
+from lockstep.simt.types import WARP_SIZE
+
 from .frames import MAX_WARPS, Frame, Lanes
 
 SECTOR = 32  # bytes
@@ -62,30 +64,32 @@ class StraightLine:
 class Patterns:
     """Transactions of one warp as a function of its 32 addresses.
 
-    The number of distinct sectors and the worst bank do not change when all addresses move
-    together, so a warp is looked up by its addresses relative to the first lane's; each pattern is
-    worked out once.
+    Neither the number of distinct sectors nor the worst bank changes when all addresses move
+    together, so a warp is looked up by its addresses relative to the first lane's, and each
+    pattern is worked out once. Patterns are told apart by three linear hashes whose multipliers
+    are small enough for exact sums in float64 (and big enough for 60 random bits in all).
     """
 
-    def __init__(self, measure):  # type: ignore[no-untyped-def]
+    def __init__(self, measure: Callable[[np.ndarray], np.ndarray]):
         self.measure = measure
         self.known: dict[int, int] = {}
-        multipliers = np.random.default_rng(2).integers(1, 2**62, WARP_SIZE) | 1
-        self.multipliers = multipliers.astype(np.int64)
+        multipliers = np.random.default_rng(2).integers(1, 2**20, (3, WARP_SIZE))
+        self.multipliers = multipliers.astype(np.float64)
 
     def __call__(self, units: np.ndarray) -> np.ndarray:
-        """`units` [n, 32] int64: sector or word numbers, missing lanes repeating another's."""
-        relative = units - units[:, :1]
-        hashes, first, inverse = np.unique(
-            relative @ self.multipliers, return_index=True, return_inverse=True
-        )
+        """`units` [warps, 32, columns]: sector or word numbers. Returns [warps, columns]."""
+        relative = (units - units[:, :1]).astype(np.float64)
+        hashes = (self.multipliers @ relative).astype(np.int64)  # [warps, 3, columns]
+        mixed = hashes[:, 0] * 0x9E3779B97F4A7C1 + hashes[:, 1] * 0x2545F4914F6CDD1D + hashes[:, 2]
+        keys, first, inverse = np.unique(mixed, return_index=True, return_inverse=True)
         known = self.known
-        new = [i for i, h in enumerate(hashes.tolist()) if h not in known]
+        new = [i for i, key in enumerate(keys.tolist()) if key not in known]
         if new:
-            measured = self.measure(relative[first[new]])
-            known.update(zip(hashes[new].tolist(), measured.tolist(), strict=True))
-        results = np.array([known[h] for h in hashes.tolist()])
-        return results[inverse.reshape(-1)]
+            warp, column = np.unravel_index(first[new], mixed.shape)
+            measured = self.measure(relative[warp, :, column].astype(np.int64))
+            known.update(zip(keys[new].tolist(), measured.tolist(), strict=True))
+        counts = np.array([known[key] for key in keys.tolist()])
+        return counts[inverse.reshape(mixed.shape)]
 
 
 def _distinct(units: np.ndarray) -> np.ndarray:
@@ -108,12 +112,28 @@ distinct_sectors = Patterns(_distinct)
 worst_bank = Patterns(_worst_bank)
 
 
+def wavefronts(words: np.ndarray, parts: int) -> np.ndarray:
+    """Wavefronts [warps, columns] of accesses `parts` words wide, [warps, 32, columns].
+
+    Wide accesses are served for a half or a quarter of the warp at a time.
+    """
+    if parts == 1:
+        return worst_bank(words)
+    total = np.zeros((words.shape[0], words.shape[2]), np.int64)
+    for part in np.split(words, parts, axis=1):
+        spread = part[:, :, None, :] + np.arange(parts)[:, None]
+        total += worst_bank(spread.reshape(len(words), WARP_SIZE, -1))
+    return total
+
+
 def per_warp(lanes: Lanes, address: np.ndarray) -> np.ndarray:
-    """Addresses [rows or 1, columns] as [warps * columns, 32]; absent lanes repeat a present one."""
-    if address.shape[0] == 1 and lanes.threads.size != 1:
-        address = np.broadcast_to(address, (lanes.threads.size, address.shape[1]))
-    by_warp = address[lanes.filled_row]  # [warps, 32, columns]
-    return by_warp.transpose(0, 2, 1).reshape(-1, WARP_SIZE).astype(np.int64)
+    """Addresses [rows or 1, columns] as [warps, 32, columns]; absent lanes repeat a present one."""
+    rows, columns = lanes.threads.size, address.shape[1]
+    if address.shape[0] == 1 and rows != 1:
+        address = np.broadcast_to(address, (rows, columns))
+    if lanes.whole_warps:
+        return address.reshape(-1, WARP_SIZE, columns)
+    return address[lanes.filled_row]
 
 
 class Transactions:
@@ -149,17 +169,8 @@ class Transactions:
 
     @staticmethod
     def _wavefronts(lanes: Lanes, address: np.ndarray, parts: int) -> tuple[int, int]:
-        words = per_warp(lanes, address) // WORD  # [n, 32]
-        if parts == 1:
-            counts = worst_bank(words)
-            return int(counts.sum()), int(counts.max())
-        group = WARP_SIZE // parts
-        total = np.zeros(len(words), np.int64)
-        for part in range(parts):
-            inside = words[:, part * group : (part + 1) * group]
-            spread = (inside[:, :, None] + np.arange(parts)).reshape(len(words), -1)
-            total += worst_bank(spread)
-        return int(total.sum()), int(total.max())
+        counts = wavefronts(per_warp(lanes, address) // WORD, parts)
+        return int(counts.sum()), int(counts.max())
 
     @staticmethod
     def _note(site: Site, wavefronts: int, worst: int) -> None:
@@ -177,11 +188,8 @@ class Transactions:
             site.ideal_sectors += lanes.warps
             return
         repeat = lanes.blocks.size if not lanes.flat and address.shape[1] == 1 else 1
-        by_warp = per_warp(lanes, address)
-        sectors = distinct_sectors(by_warp // SECTOR)
-        present = lanes.lanes_per_warp()
-        columns = len(by_warp) // present.size
-        needed = -(-np.repeat(present, columns) * size // SECTOR)
+        sectors = distinct_sectors(per_warp(lanes, address) // SECTOR)  # [warps, columns]
+        needed = -(-lanes.lanes_per_warp()[:, None] * size // SECTOR)
         site.sectors += int(sectors.sum()) * repeat
         site.ideal_sectors += int(np.minimum(sectors, needed).sum()) * repeat
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ..types import FRAGMENT, WARP_SIZE
-from .counters import SECTOR, WORD, Site, distinct_sectors, worst_bank
+from lockstep.simt.types import FRAGMENT, WARP_SIZE
+
+from .addresses import linear
+from .counters import SECTOR, WORD, Site, distinct_sectors, wavefronts
 from .frames import Fragment, Lanes
 from .hazards import (
     MISALIGNED,
@@ -17,7 +19,7 @@ from .hazards import (
     PARTIAL_WARP,
     UNINITIALISED_REGISTER,
 )
-from .memory import Memory, SharedArray, linear
+from .memory import Memory, SharedArray
 from .pipeline import Pipeline
 from .values import Value
 
@@ -70,7 +72,7 @@ class Fragments(Pipeline):
         self, site: Site, array: Memory, index: tuple[Value, ...], ld: Value, layout: str
     ) -> tuple[np.ndarray, np.ndarray]:
         """Origin [warps, columns] and elements [warps * 256, columns] of a matrix in memory."""
-        origin = self.per_warp(linear(array, index), site, "the address").astype(np.int64)
+        origin = self.per_warp(linear(index, array.strides), site, "the address").astype(np.int64)
         stride = int(self.per_warp(ld, site, "the leading dimension").flat[0])
         base = array.base if isinstance(array, SharedArray) else array.address  # type: ignore
         self._check_fragment_alignment(site, array, origin, stride, base)
@@ -116,34 +118,27 @@ class Fragments(Pipeline):
         site.hit(frame)
         site.bytes += frame.warps * ELEMENTS * array.item
         repeat = frame.blocks.size if not frame.flat and origin.shape[1] == 1 else 1
-        corner = (origin.reshape(-1, 1)) * array.item + base  # [n, 1] bytes
+        corner = (origin * array.item + base)[:, None, :]  # [warps, 1, columns] bytes
         if isinstance(array, SharedArray) and array.item == 2:
             rows = np.arange(8)[:, None] * stride * 2 + np.arange(4)[None, :] * WORD
-            patterns, parts = rows.reshape(1, -1), 1
+            pattern, parts = rows.reshape(-1), 1
         else:
-            patterns = ((LANE_ROW * stride + LANE_COLUMN) * array.item)[None, :]
+            pattern = (LANE_ROW * stride + LANE_COLUMN) * array.item
             parts = 2 if array.item == 4 else 1
         for row, column in QUARTERS:
-            place = corner + patterns + (row * stride + column) * array.item  # [n, 32]
+            offset = pattern + (row * stride + column) * array.item
+            place = corner + offset[:, None]  # [warps, 32, columns]
             if isinstance(array, SharedArray):
-                self._count_quarter(site, place, parts, repeat)
+                counts = wavefronts(place // WORD, parts)
+                site.wavefronts += int(counts.sum()) * repeat
+                site.ideal_wavefronts += parts * frame.warps
+                site.worst_wavefronts = max(site.worst_wavefronts, int(counts.max()))
             else:
                 site.requests += frame.warps
                 sectors = int(distinct_sectors(place // SECTOR).sum()) * repeat
                 site.sectors += sectors
                 ideal = -(-WARP_SIZE * 2 * array.item // SECTOR) * frame.warps
                 site.ideal_sectors += min(sectors, ideal)
-
-    @staticmethod
-    def _count_quarter(site: Site, place: np.ndarray, parts: int, repeat: int) -> None:
-        words = place // WORD
-        total = np.zeros(len(words), np.int64)
-        for part in np.split(words, parts, axis=1):
-            spread = (part[:, :, None] + np.arange(parts)).reshape(len(words), -1)
-            total += worst_bank(spread)
-        site.wavefronts += int(total.sum()) * repeat
-        site.ideal_wavefronts += parts * len(words) * repeat
-        site.worst_wavefronts = max(site.worst_wavefronts, int(total.max()))
 
     def fragment_fill(self, site: Site, value: Value) -> Fragment:
         site.hit(self.frame)
@@ -207,6 +202,7 @@ class Fragments(Pipeline):
 
     def fragment_map(self, site: Site, function: Callable[..., Any], *operands: Any) -> Fragment:
         """Element by element, scalars being the same for the whole warp."""
+        site.hit(self.frame)
         arrays = []
         for operand in operands:
             if isinstance(operand, Fragment):
@@ -224,4 +220,3 @@ def multiply(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         product = a[:, :, k, None] * b[:, k][:, None]
         total = product if total is None else np.add(total, product, out=total)
     return total + c
-

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ..types import WARP_SIZE
+from lockstep.simt.types import WARP_SIZE
 
 MAX_WARPS = 32  # per block
 
@@ -97,6 +97,13 @@ class Lanes:
         table = np.full(self.warp_keys.size * WARP_SIZE, -1)
         table[self.slot] = np.arange(self.threads.size)
         return table.reshape(-1, WARP_SIZE)
+
+    @cached_property
+    def whole_warps(self) -> bool:
+        """Whether the rows are whole warps, lane by lane."""
+        return self.threads.size % WARP_SIZE == 0 and bool(
+            np.array_equal(self.slot, np.arange(self.threads.size))
+        )
 
     @cached_property
     def first_row(self) -> np.ndarray:

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import ir
-from ..errors import SimtError
-from ..types import ArrayType, Scalar, fits, int32, uint32
+from lockstep.simt import ir
+from lockstep.simt.errors import SimtError
+from lockstep.simt.types import ArrayType, Scalar, fits, int32, uint32
+
 from .fragments import Fragments
 from .global_shadow import GlobalShadow
 from .hazards import Hazards

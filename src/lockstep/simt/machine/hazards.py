@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..ir import Location
+from lockstep.simt.ir import Location
+
 from .counters import Site
 
 Index3 = tuple[int, int, int]

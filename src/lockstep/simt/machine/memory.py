@@ -6,20 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from .. import ir
-from ..types import Scalar, bfloat16, float16
+from lockstep.simt import ir
+from lockstep.simt.types import Scalar, bfloat16, float16
+
+from .addresses import row_major
 from .frames import Lanes
 from .global_shadow import GlobalShadow
 from .shadow import SharedShadow
 from .values import NUMPY, Value, bfloat_bits, from_bfloat_bits
-
-
-def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= n
-    return tuple(reversed(strides))
 
 
 class GlobalArray:
@@ -136,7 +130,8 @@ class LocalArray:
     space = "local"
 
     def __init__(self, array: ir.Array, threads: int, blocks: int):
-        assert array.shape is not None and isinstance(array.dtype, Scalar)
+        assert array.shape is not None
+        assert isinstance(array.dtype, Scalar)
         self.name, self.dtype, self.shape = array.name, array.dtype, array.shape
         self.item = array.dtype.size
         self.strides = row_major(self.shape)
@@ -188,44 +183,6 @@ def scatter(data: np.ndarray, address: Value, value: Value, lanes: Lanes) -> Non
         data[address, lanes.column] = value
 
 
-def linear(array: Memory, index: tuple[Value, ...]) -> Value:
-    """Element number of an index tuple."""
-    address = index[0] if array.strides[0] == 1 else index[0] * array.strides[0]
-    for part, stride in zip(index[1:], array.strides[1:], strict=True):
-        address = address + (part if stride == 1 else part * stride)
-    return address
-
-
-class Ranges:
-    """Smallest and largest value of arrays; the few last ones asked for are remembered, because
-    one index usually serves many accesses."""
-
-    def __init__(self, capacity: int = 16):
-        self.capacity = capacity
-        self.known: dict[int, tuple[np.ndarray, int, int]] = {}
-
-    def __call__(self, array: np.ndarray) -> tuple[int, int]:
-        found = self.known.get(id(array))
-        if found is None or found[0] is not array:
-            if len(self.known) >= self.capacity:
-                del self.known[next(iter(self.known))]
-            found = self.known[id(array)] = (array, int(array.min()), int(array.max()))
-        return found[1], found[2]
-
-
-def outside(index: tuple[Value, ...], shape: tuple[int, ...], ranges: Ranges) -> Any:
-    """Which lanes leave the array along some axis, as a boolean array; False if none does."""
-    bad: Any = False
-    for part, n in zip(index, shape, strict=True):
-        if isinstance(part, np.ndarray):
-            low, high = ranges(part)
-            if low < 0 or high >= n:
-                bad = bad | (part < 0) | (part >= n)
-        elif part < 0 or part >= n:
-            bad = bad | np.ones((1, 1), bool)
-    return bad
-
-
 def host_array(value: Any, name: str, dtype: Scalar) -> tuple[np.ndarray, int]:
     """NumPy view of an argument, and its byte offset in the allocation it belongs to."""
     if hasattr(value, "untyped_storage"):  # a torch tensor
@@ -257,7 +214,3 @@ def report_lane(lanes: Lanes, bad: np.ndarray, blocks: np.ndarray) -> tuple[int,
     """Thread and block number of the first lane in `bad`."""
     thread, column = lanes.position(bad)
     return thread, int(blocks[column])
-
-
-
-

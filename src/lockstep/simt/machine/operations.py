@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from .. import ir
-from ..types import Scalar, float32
+from lockstep.simt import ir
+from lockstep.simt.types import Scalar, float32
 
 KINDS = (
     "integer",

@@ -15,7 +15,7 @@ import numpy as np
 
 from .counters import Site
 from .frames import Lanes
-from .memory import GlobalArray, SharedArray, linear
+from .memory import GlobalArray, SharedArray
 from .values import Value
 from .warp import Warps
 
@@ -56,8 +56,21 @@ class Pipeline(Warps):
     ) -> None:
         """Issue a copy. `sites` count its reads of global and its writes to shared memory."""
         reading, writing = sites
-        origin = linear(source, self.vector_index(reading, source, source_index, count))
-        place = linear(target, self.vector_index(writing, target, target_index, count))
+
+        def again(index: tuple[Value, ...], _: Value) -> None:
+            split = len(target_index)
+            self.copy_async(sites, target, index[:split], source, index[split:], count)
+
+        for site, array, index in (
+            (reading, source, source_index),
+            (writing, target, target_index),
+        ):
+            bad = self.beyond(site, array, index, count)
+            if bad is not False:
+                self.by_lanes(~bad, again, (*target_index, *source_index))
+                return
+        origin = self.check_vector(reading, source, source_index, count)
+        place = self.check_vector(writing, target, target_index, count)
         frame, size = self.frame, count * target.item
         self.count(reading, source, origin, size, frame)
         self.count(writing, target, place, size, frame)

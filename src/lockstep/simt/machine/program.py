@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import ir
-from ..types import ACCUMULATOR, FragmentType, Scalar, float32, int32, uint32
+from lockstep.simt import ir
+from lockstep.simt.types import ACCUMULATOR, FragmentType, Scalar, float32, int32, uint32
+
 from . import values
 from .control import ForLoop, Loop
 from .counters import Site, StraightLine
@@ -370,7 +371,8 @@ class _Generator:
 
     def expr_cast(self, expr: ir.Cast) -> str:
         source, target = expr.operand.type, expr.type
-        assert isinstance(source, Scalar) and isinstance(target, Scalar)
+        assert isinstance(source, Scalar)
+        assert isinstance(target, Scalar)
         operand = self.expr(expr.operand)
         if source.is_storage_only and target == float32:
             return operand

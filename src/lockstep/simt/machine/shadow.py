@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from .addresses import linear, row_major
 from .clock import SEVERAL_LANES, WHO, Clock, site_of
 from .counters import Site
 from .frames import Lanes
 from .hazards import RACE, Hazards
 
-QUEUE_BYTES = 64 << 20
+QUEUE_BYTES = 256 << 20
 
 
 @dataclass
@@ -42,7 +43,9 @@ class SharedShadow:
         self.name, self.shape = name, shape
         self.block_numbers = blocks
         self.clock, self.hazards = clock, hazards
-        self.queue: list[tuple[Lanes, Any, Site, int]] = []
+        self.strides = row_major(shape)
+        self.queue: list[tuple[Lanes, tuple, Site, int]] = []
+        self.queued: set[int] = set()  # arrays held by the queue
         self.queued_bytes = 0
         self.written_at = 0
         self._reset()
@@ -54,8 +57,7 @@ class SharedShadow:
 
     def all_met(self) -> None:
         """A barrier of all blocks: nothing before it matters any more."""
-        self.queue.clear()
-        self.queued_bytes = 0
+        self._forget_reads()
         if self.writer.shape[1] != 1:
             self._reset()
 
@@ -74,11 +76,16 @@ class SharedShadow:
         place = address if isinstance(address, np.ndarray) else np.full((1, 1), address)
         return Access(*np.broadcast_arrays(place, lanes.column, threads[:, None]))
 
-    def read(self, lanes: Lanes, address: Any, site: Site) -> None:
+    def read(self, lanes: Lanes, address: Any, site: Site, index: tuple = ()) -> None:
+        """Record a read. `index`, if given, is what `address` was computed from: loops reuse their
+        index arrays, so queueing those costs next to nothing."""
         clock = self.clock
         if self.written_at < clock.earliest_barrier and self.queued_bytes < QUEUE_BYTES:
-            self.queue.append((lanes, address, site, clock.now))
-            self.queued_bytes += address.nbytes if isinstance(address, np.ndarray) else 8
+            self.queue.append((lanes, index or (address,), site, clock.now))
+            for part in index or (address,):
+                if isinstance(part, np.ndarray) and id(part) not in self.queued:
+                    self.queued.add(id(part))
+                    self.queued_bytes += part.nbytes
             return
         self.drain()
         access = self.access(lanes, address)
@@ -88,11 +95,16 @@ class SharedShadow:
     def drain(self) -> None:
         """Enter the queued reads into the shadow, each at its own time."""
         now = self.clock.now
-        for lanes, address, site, time in self.queue:
+        for lanes, index, site, time in self.queue:
             self.clock.now = time
+            address = index[0] if len(index) == 1 else linear(index, self.strides)
             self._note_readers(self.access(lanes, address), site)
         self.clock.now = now
+        self._forget_reads()
+
+    def _forget_reads(self) -> None:
         self.queue.clear()
+        self.queued.clear()
         self.queued_bytes = 0
 
     def _note_readers(self, access: Access, site: Site) -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import ir
-from ..errors import HazardError
+from lockstep.simt import ir
+from lockstep.simt.errors import HazardError
+
 from .counters import SECTOR, Depth, Site
 from .hazards import Hazard, Hazards
 

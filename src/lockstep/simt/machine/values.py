@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..types import Scalar, bfloat16, bool_, float16, float32, int32, uint32
+from lockstep.simt.types import Scalar, bfloat16, bool_, float16, float32, int32, uint32
 
 Value = Any  # int | bool | np.float32 | np.ndarray
 

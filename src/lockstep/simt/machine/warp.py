@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..types import WARP_SIZE
+from lockstep.simt.types import WARP_SIZE
+
 from .accesses import Accesses
 from .counters import Site
 from .hazards import DIVERGENT_BARRIER, INACTIVE_LANE
@@ -104,8 +105,9 @@ class Warps(Accesses):
         self._check_mask(site, mask, f"shuffle {mode}", INACTIVE_LANE)
         lane = frame.threads[:, None] % WARP_SIZE
         if mode == "idx":
-            source = np.broadcast_to(np.asarray(operand) % WARP_SIZE, np.broadcast_shapes(
-                np.shape(operand), lane.shape))
+            source = np.broadcast_to(
+                np.asarray(operand) % WARP_SIZE, np.broadcast_shapes(np.shape(operand), lane.shape)
+            )
         else:
             moved = {"down": lane + operand, "up": lane - operand, "xor": lane ^ operand}[mode]
             source = np.where((moved >= 0) & (moved < WARP_SIZE), moved, lane)
