@@ -18,6 +18,7 @@ import csv
 import importlib.util
 import io
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -42,21 +43,22 @@ from lockstep.simt.samples import SAMPLES, Sample
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "simt-vs-h200.json"
-GLOBAL_OPS = ("ld", "st", "ldgsts", "atom", "red")
-SHARED_OPS = ("ld", "st", "ldgsts", "atom", "red", "ldsm")
+GLOBAL_OPS = ("ld", "st", "atom", "red")  # loads include asynchronous copies
+SHARED_OPS = ("ld", "st", "ldsm", "ldgsts", "atom")
+WAVEFRONTS = "l1tex_data_pipe_lsu_wavefronts_mem_shared_op"
+EXECUTED = {"ld": "shared_ld", "st": "shared_st", "atom": "shared_atom"}
 METRICS = {
     **{f"requests_{op}": f"l1tex__t_requests_pipe_lsu_mem_global_op_{op}" for op in GLOBAL_OPS},
     **{f"sectors_{op}": f"l1tex__t_sectors_pipe_lsu_mem_global_op_{op}" for op in GLOBAL_OPS},
+    # counted instruction by instruction
+    **{f"wavefronts_{op}": f"smsp__sass_{WAVEFRONTS}_{op}" for op in SHARED_OPS},
+    # counted in the pipe, where wavefronts of one warp also wait for those of others
+    **{f"pipe_{op}": f"l1tex__{WAVEFRONTS[6:]}_{op}" for op in ("ld", "st", "atom")},
+    # executed with at least one lane on
     **{
-        f"wavefronts_{op}": f"l1tex__data_pipe_lsu_wavefronts_mem_shared_op_{op}"
+        f"executed_{op}": f"smsp__inst_executed_op_{EXECUTED.get(op, op)}_pred_on_any"
         for op in SHARED_OPS
     },
-    "wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared",
-    "shared_loads": "smsp__inst_executed_op_shared_ld",
-    "shared_stores": "smsp__inst_executed_op_shared_st",
-    "shared_atomics": "smsp__inst_executed_op_shared_atom",
-    "ldgsts": "smsp__inst_executed_op_ldgsts",
-    "ldsm": "smsp__inst_executed_op_ldsm",
 }
 
 
@@ -171,8 +173,7 @@ def occupancy_here(sample: Sample) -> tuple[int, dict[str, int]]:
     resources = compiled.resources
     dynamic = sample.dynamic_bytes + source.hidden_shared
     ours = fit("H200", threads, resources.registers, resources.static_shared + dynamic)
-    function = gpu._load(compiled, torch.cuda.current_device())
-    gpu._allow_shared(function, dynamic, compiled, torch.cuda.current_device())
+    function = gpu.load(compiled, torch.cuda.current_device(), dynamic)
     theirs = function.occupancy.max_active_blocks_per_multiprocessor(threads, dynamic)
     return resources.registers, {"closed_form": ours.blocks, "driver": int(theirs)}
 
@@ -253,14 +254,13 @@ def counts(raw: dict[str, float]) -> dict[str, int]:
     """The machine's quantities from the metrics."""
 
     def total(prefix: str) -> int:
-        return int(sum(raw.get(f"{prefix}_{op}", 0) for op in GLOBAL_OPS))
+        return int(sum(raw.get(f"{prefix}_{op}", 0) for op in {*GLOBAL_OPS, *SHARED_OPS}))
 
-    shared = ("shared_loads", "shared_stores", "shared_atomics", "ldgsts", "ldsm")
     return {
         "global_requests": total("requests"),
         "global_sectors": total("sectors"),
-        "shared_wavefronts": int(raw["wavefronts"]),
-        "shared_accesses": int(sum(raw.get(name, 0) for name in shared)),
+        "shared_wavefronts": total("wavefronts"),
+        "shared_accesses": total("executed"),
     }
 
 
@@ -304,14 +304,18 @@ def environment(ncu: str) -> dict[str, Any]:
         check=False,
     )
     versions["driver"] = driver.stdout.strip()
-    versions["nvrtc"] = nvrtc._nvrtc_version()
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    versions["nvrtc"] = nvrtc.nvrtc_version()
+    git = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "--verify", "-q", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return {
         "hardware": {"gpus": [torch.cuda.get_device_name()]},
         "versions": versions,
-        "commit": {"hash": commit.stdout.strip() or None},
+        # a copy of the checkout may have come without its history
+        "commit": {"hash": git.stdout.strip() or os.environ.get("LOCKSTEP_COMMIT")},
     }
 
 

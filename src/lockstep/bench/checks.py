@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORWARD_LIMIT, GRADIENT_LIMIT = 2.0, 3.0
-# Long enough for several spans of keys, odd so that no tile comes out even.
-B, HQ, HKV, S, D = 2, 8, 2, 1023, 64
+# Several spans of keys, and no tile comes out even.
+B, HQ, HKV, S, D = 2, 8, 2, 777, 64
 
 Attention = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
 

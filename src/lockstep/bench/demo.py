@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
 from rich.padding import Padding
 from rich.spinner import Spinner
@@ -16,7 +16,8 @@ from lockstep.bench import checks, cpu, environment, show
 from lockstep.bench.tables import milliseconds
 
 BAR_WIDTH = 30
-ROUNDS = 5
+INDENT = (0, 0, 0, 2)
+ROUNDS = 3
 # One of each kind, out of the cases of `lockstep bench cpu`.
 SPEED_CASES = tuple(
     next(case for case in cpu.CASES if case.name == name and case.D == 64)
@@ -37,7 +38,7 @@ def run(console: Console) -> bool:
     exact = _section(
         console,
         "Exact",
-        "largest error against float64, beside PyTorch's own attention in the same precision",
+        "largest error against float64, beside PyTorch's own math attention",
         show.table("", "lockstep", "PyTorch", "ratio", "at most", "", right=_NUMBERS),
         checks.exactness(),
         _exactness_row,
@@ -54,7 +55,7 @@ def run(console: Console) -> bool:
         console,
         "Fast",
         "one call, median of runs that take turns",
-        show.table("", "", "", ""),
+        Table.grid(padding=(0, 3, 0, 0)),
         (cpu.run(case, ROUNDS) for case in SPEED_CASES),
         _speed_row,
     )
@@ -92,22 +93,18 @@ def _section(
     """A heading and a table that grows as results come in, under a spinner until the last."""
     console.print()
     console.print(Text.assemble((title, "bold"), (f"  {subtitle}", show.QUIET)))
+    console.print()
     done: list[T] = []
     spinner = Spinner(
         "dots", Text("running; what runs for the first time compiles"), style=show.OURS
     )
-    with Live(_shown(table, spinner), console=console, refresh_per_second=12) as live:
+    with Live(spinner, console=console, transient=True) as live:
         for result in results:
             done.append(result)
             add_row(table, result)
-            live.update(_shown(table, spinner))
-        live.update(_shown(table))
+            live.update(Group(Padding(table, INDENT), spinner))
+    console.print(Padding(table, INDENT))
     return done
-
-
-def _shown(table: Table, spinner: Spinner | None = None) -> RenderableType:
-    parts: list[RenderableType] = [Padding(table, (0, 0, 0, 2))] if table.row_count else []
-    return Group(*parts, *([Padding(spinner, (0, 0, 0, 2))] if spinner else []))
 
 
 def _exactness_row(table: Table, check: checks.Exactness) -> None:
@@ -137,7 +134,8 @@ def _share(equal: float) -> str:
 def _speed_row(table: Table, row: cpu.Row) -> None:
     ours, theirs = row.timings.median(cpu.LOCKSTEP), row.timings.median(cpu.SDPA)
     longest = max(ours, theirs)
-    names = Group(Text(row.case.name), Text(row.case.shape, style=show.QUIET))
+    # The empty line keeps pairs of bars apart.
+    names = Group(Text(row.case.name), Text(row.case.shape, style=show.QUIET), Text())
     labels = Group(Text("lockstep", style=show.OURS), Text("SDPA", style=show.THEIRS))
     bars = Group(
         *(

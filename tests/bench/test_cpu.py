@@ -1,0 +1,76 @@
+"""The speed table is the one that was promised, and wrong results are not timed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from lockstep.bench import checks, cpu
+from lockstep.bench.timing import Timings
+
+
+def test_every_case_has_a_goal_and_a_name_of_its_own():
+    assert len({(case.name, case.shape) for case in cpu.CASES}) == len(cpu.CASES)
+    for case in cpu.CASES:
+        assert 0 < case.at_least < case.aim
+
+
+def test_16_bit_is_held_against_our_own_fp32_of_the_same_shape():
+    shapes = {
+        dtype: [(c.Hq, c.Sq, c.D, c.causal) for c in cpu.CASES if c.name.startswith(dtype)][:4]
+        for dtype in cpu.DTYPES
+    }
+    assert shapes["fp32"] == shapes["bf16"] == shapes["fp16"]
+    for case in cpu.CASES:
+        assert (case.against == cpu.LOCKSTEP_FP32) == (case.dtype != "fp32")
+
+
+@pytest.mark.parametrize("name", ["fp32 causal", "decode, grouped", "window (256, 0)"])
+def test_sdpa_computes_the_same_thing(name):
+    case = next(case for case in cpu.CASES if case.name == name)
+    case = dataclasses.replace(case, Sq=min(case.Sq, 300), Skv=300)
+    row = cpu.run(case, rounds=1)
+    assert row.kernel == "cpu"
+    assert set(row.timings.seconds) == {cpu.LOCKSTEP, cpu.SDPA}
+
+
+def test_nan_is_a_wrong_result(monkeypatch):
+    case = dataclasses.replace(cpu.CASES[0], Sq=16, Skv=16)
+    monkeypatch.setattr("lockstep.attention", lambda q, k, v, **_: torch.full_like(q, float("nan")))
+    with pytest.raises(cpu.WrongResult, match="fp32 forward, H8 S16 D64: differs"):
+        cpu.run(case, rounds=1)
+
+
+def test_a_row_reports_medians_in_milliseconds():
+    timings = Timings({cpu.LOCKSTEP: [0.1, 0.3, 0.2], cpu.SDPA: [0.4, 0.6, 0.4]})
+    row = cpu.Row(cpu.CASES[0], "cpu", timings).as_json()
+    assert row["ms"] == {"lockstep": 200.0, "SDPA": 400.0}
+    assert row["speed"] == 2.0
+    assert row["rounds"] == 3
+
+
+@pytest.mark.parametrize(
+    ("check", "ok"),
+    [
+        (checks.Exactness("x", ours=2.0, theirs=1.0, limit=2.0), True),
+        (checks.Exactness("x", ours=2.1, theirs=1.0, limit=2.0), False),
+        (checks.Exactness("x", ours=float("nan"), theirs=1.0, limit=2.0), False),
+        (checks.SameBits("x", ours=1.0, theirs=0.5), True),
+        (checks.SameBits("x", ours=0.999, theirs=1.0), False),
+    ],
+)
+def test_what_a_check_lets_pass(check, ok):
+    assert check.ok is ok
+
+
+def test_a_check_sees_a_changed_bit(monkeypatch):
+    calls = []
+
+    def attention(q, k, v, **_):
+        calls.append(q)
+        return torch.zeros_like(q) if len(calls) == 1 else torch.full_like(q, 1e-45)
+
+    monkeypatch.setattr("lockstep.attention", attention)
+    assert next(checks.same_bits()).ours == 0.0

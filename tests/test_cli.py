@@ -1,0 +1,167 @@
+"""The command line: help, exit statuses, JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from lockstep import cli
+from lockstep.bench import checks, cpu, demo, results
+from lockstep.dispatch import KERNELS
+
+runner = CliRunner()
+
+
+def small(case: cpu.Case) -> cpu.Case:
+    """The same case over fewer tokens."""
+    shorter = {"Sq": min(case.Sq, 128), "Skv": min(case.Skv, 128)}
+    return dataclasses.replace(case, **shorter)
+
+
+@pytest.fixture
+def small_cases(monkeypatch):
+    monkeypatch.setattr(cpu, "CASES", tuple(map(small, cpu.CASES)))
+    monkeypatch.setattr(demo, "SPEED_CASES", tuple(map(small, demo.SPEED_CASES)))
+    monkeypatch.setattr(checks, "S", 65)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], ["demo", "doctor", "bench"]),
+        (["demo"], ["Exit status 1"]),
+        (["doctor"], ["--json"]),
+        (["bench"], ["cpu"]),
+        (["bench", "cpu"], ["--quick", "--json", "--save"]),
+    ],
+)
+def test_help_names_what_there_is(arguments, expected):
+    result = runner.invoke(cli.app, [*arguments, "--help"])
+    assert result.exit_code == 0
+    for text in expected:
+        assert text in result.stdout
+
+
+def test_no_command_is_an_error_that_shows_help():
+    result = runner.invoke(cli.app, [])
+    assert result.exit_code == 2
+    assert "doctor" in result.output
+
+
+@pytest.mark.parametrize("arguments", [["dance"], ["bench", "toaster"], ["doctor", "--yaml"]])
+def test_what_is_not_there_is_a_usage_error(arguments):
+    assert runner.invoke(cli.app, arguments).exit_code == 2
+
+
+def test_version(monkeypatch):
+    monkeypatch.setattr(cli.metadata, "version", lambda name: f"7.8.9 of {name}")
+    result = runner.invoke(cli.app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout == "lockstep 7.8.9 of lockstep-attention\n"
+
+
+def test_the_command_line_itself_imports_no_numba():
+    code = "import sys, lockstep.cli; sys.exit('numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_doctor_knows_this_machine_and_every_kernel():
+    result = runner.invoke(cli.app, ["doctor", "--json"])
+    assert result.exit_code == 0
+    facts = json.loads(result.stdout)
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["threads"] == torch.get_num_threads()
+    assert [kernel["name"] for kernel in facts["kernels"]] == [kernel.name for kernel in KERNELS]
+    oracle = next(kernel for kernel in facts["kernels"] if kernel["name"] == "oracle")
+    assert oracle["refusals"]["cpu fp64"] is None
+    assert "takes float64" in oracle["refusals"]["cpu fp32"]
+
+
+def test_doctor_prints_reasons():
+    result = runner.invoke(cli.app, ["doctor"])
+    assert result.exit_code == 0
+    assert "refuses  cpu fp32 bf16 fp16: takes float64" in result.stdout
+
+
+@pytest.mark.usefixtures("small_cases")
+def test_bench_cpu_prints_json_alone_on_stdout():
+    result = runner.invoke(cli.app, ["bench", "cpu", "--quick", "--json"])
+    assert result.exit_code == 0, result.stderr
+    run = json.loads(result.stdout)
+    assert run["suite"] == "cpu"
+    assert [row["case"] for row in run["rows"]] == [case.name for case in cpu.CASES]
+    for row in run["rows"]:
+        assert {"lockstep", "SDPA", row["against"]} <= set(row["ms"])
+        assert row["kernel"] == "cpu"
+
+
+@pytest.mark.usefixtures("small_cases")
+def test_bench_cpu_saves_what_it_prints(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "checkout", lambda: tmp_path)
+    result = runner.invoke(cli.app, ["bench", "cpu", "--quick", "--json", "--save"])
+    assert result.exit_code == 0, result.stderr
+    (saved,) = (tmp_path / results.RESULTS).glob("cpu_*.json")
+    assert json.loads(saved.read_text()) == json.loads(result.stdout)
+    assert saved.name in result.stderr.replace("\n", "")
+
+
+@pytest.mark.usefixtures("small_cases")
+def test_bench_cpu_does_not_time_a_wrong_result(monkeypatch):
+    monkeypatch.setattr("lockstep.attention", lambda q, k, v, **_: torch.zeros_like(q))
+    result = runner.invoke(cli.app, ["bench", "cpu", "--quick"])
+    assert result.exit_code == 1
+    assert "wrong result: fp32 forward" in result.stderr
+    assert "speed" not in result.stdout
+
+
+@pytest.mark.usefixtures("small_cases")
+def test_demo_holds_here():
+    result = runner.invoke(cli.app, ["demo"])
+    assert result.exit_code == 0, result.output
+    assert "Every check holds." in result.stdout
+    for title in ("Exact", "Same bits", "Fast"):
+        assert title in result.stdout
+
+
+@pytest.mark.usefixtures("small_cases")
+@pytest.mark.parametrize(
+    "failing",
+    [
+        ("exactness", checks.Exactness("fp32 output", ours=3e-6, theirs=1e-6, limit=2.0)),
+        ("same_bits", checks.SameBits("the same call again", ours=0.99, theirs=1.0)),
+    ],
+    ids=["exactness", "same_bits"],
+)
+def test_demo_fails_when_a_check_does(monkeypatch, failing):
+    name, check = failing
+    monkeypatch.setattr(checks, name, lambda: iter([check]))
+    result = runner.invoke(cli.app, ["demo"])
+    assert result.exit_code == 1
+    assert "A check failed." in result.stdout
+
+
+def test_commands_of_other_modules_get_their_arguments_untouched(monkeypatch):
+    other = typer.Typer()
+    seen = []
+
+    @other.command()
+    def trace(target: str, as_json: bool = typer.Option(False, "--json")) -> None:
+        seen.append((target, as_json))
+        raise typer.Exit(1)
+
+    @other.command()
+    def show() -> None: ...
+
+    monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(app=other))
+    result = runner.invoke(cli.app, ["trace", "--json", "file.py:kernel"])
+    assert seen == [("file.py:kernel", True)]
+    assert result.exit_code == 1
+    assert "Usage: lockstep trace" in runner.invoke(cli.app, ["trace", "--help"]).stdout
