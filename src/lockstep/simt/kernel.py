@@ -31,7 +31,7 @@ class Kernel:
         self.function = function
         functools.update_wrapper(self, function)
         source = FunctionSource(function)
-        self._annotations = self._read_annotations(source)
+        self.annotations = self._read_annotations(source)
         self._signature = inspect.signature(function)
         self._typed: dict[Any, ir.Kernel] = {}
 
@@ -58,24 +58,31 @@ class Kernel:
     @property
     def parameters(self) -> tuple[str, ...]:
         """Names of all parameters, in order."""
-        return tuple(self._annotations)
+        return tuple(self.annotations)
+
+    def declared(self, name: str) -> Scalar | ArrayType | None:
+        """The type a parameter is annotated with; None where the argument decides."""
+        annotation = self.annotations[name]
+        if isinstance(annotation, Secret):
+            annotation = annotation.annotation
+        return annotation if isinstance(annotation, (Scalar, ArrayType)) else None
 
     @property
     def constants(self) -> tuple[str, ...]:
         """Names of the specialisation parameters."""
-        return tuple(n for n, a in self._annotations.items() if a is Constant)
+        return tuple(n for n, a in self.annotations.items() if a is Constant)
 
     @property
     def secrets(self) -> frozenset[str]:
         """Names of the secret parameters."""
         return frozenset(
-            n for n, a in self._annotations.items() if a is Secret or isinstance(a, Secret)
+            n for n, a in self.annotations.items() if a is Secret or isinstance(a, Secret)
         )
 
     def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Arguments by name. Raises TypeError as a Python call would."""
-        if not kwargs and len(args) == len(self._annotations):  # Signature.bind takes its time
-            return dict(zip(self._annotations, args, strict=True))
+        if not kwargs and len(args) == len(self.annotations):  # Signature.bind takes its time
+            return dict(zip(self.annotations, args, strict=True))
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -95,16 +102,16 @@ class Kernel:
         """
         types: dict[str, Scalar | ArrayType] = {}
         constants: dict[str, Any] = {}
-        unknown = set(arguments) - set(self._annotations)
+        unknown = set(arguments) - set(self.annotations)
         if unknown:
             raise TypeError(f"{self.__name__} has no parameter {sorted(unknown)}")
         defaults = inspect.signature(self.function).parameters
-        for name, annotation in self._annotations.items():
+        for name, annotation in self.annotations.items():
             given = arguments.get(name, defaults[name].default)
             if annotation is Constant:
                 constants[name] = self._constant(name, given)
             else:
-                types[name] = self._parameter_type(name, annotation, given)
+                types[name] = self._parameter_type(name, given)
         key = (tuple(types.items()), tuple((n, type(v), v) for n, v in constants.items()))
         if key not in self._typed:
             self._typed[key] = build(self.function, types, constants, self.secrets)
@@ -125,10 +132,8 @@ class Kernel:
             )
         return given
 
-    def _parameter_type(self, name: str, annotation: Any, given: Any) -> Scalar | ArrayType:
-        declared = annotation.annotation if isinstance(annotation, Secret) else annotation
-        if declared is Secret:
-            declared = None
+    def _parameter_type(self, name: str, given: Any) -> Scalar | ArrayType:
+        declared = self.declared(name)
         if given is inspect.Parameter.empty or given is None:
             if declared is None:
                 raise TypeError(f"{self.__name__}: argument '{name}' is missing")
