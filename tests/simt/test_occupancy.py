@@ -111,8 +111,7 @@ def test_against_the_driver():
             compiled = compile_source(emit(typed, threads=threads), arch)
             if dynamic > GPUS[name].capability.shared_per_block:
                 continue
-            function = gpu._load(compiled, torch.cuda.current_device())
-            gpu._allow_shared(function, dynamic, compiled, torch.cuda.current_device())
+            function = gpu.load(compiled, torch.cuda.current_device(), dynamic)
             driver = function.occupancy.max_active_blocks_per_multiprocessor(threads, dynamic)
             ours = fit(name, threads, compiled.resources.registers, dynamic)
             assert ours.blocks == driver, (threads, dynamic, ours)
