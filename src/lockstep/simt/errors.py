@@ -19,13 +19,12 @@ class UnsupportedConstruct(SimtError, SyntaxError):
     """
 
     def __init__(self, message: str, loc: Location | None = None):
-        super().__init__(message)
-        self.loc = loc
+        details: tuple = ()
         if loc is not None:
-            self.filename = loc.file
-            self.lineno, self.end_lineno = loc.line, loc.end_line
-            self.offset, self.end_offset = loc.column, loc.end_column
-            self.text = loc.text + "\n"
+            span = (loc.line, loc.column, loc.text + "\n", loc.end_line, loc.end_column)
+            details = ((loc.file, *span),)
+        super().__init__(message, *details)
+        self.loc = loc
 
     def __str__(self) -> str:
         if self.loc is None:
