@@ -7,6 +7,7 @@
 from .errors import HazardError, SecretLeak, SimtError, UnsupportedConstruct
 from .kernel import Kernel, device, kernel
 from .language import Constant, Secret, ct, cuda, phase, wmma
+from .occupancy import occupancy
 from .types import bfloat16, bool_, float16, float32, int32, uint32
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "float32",
     "int32",
     "kernel",
+    "occupancy",
     "phase",
     "uint32",
     "wmma",

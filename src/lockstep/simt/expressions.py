@@ -7,6 +7,7 @@ import types as python_types
 from typing import Any
 
 from . import ir
+from .folding import COMPARISONS, describe, fold
 from .language import SpecialValue
 from .scope import Lowering, Static, Variable
 from .types import (
@@ -241,7 +242,7 @@ class Expressions(Lowering):
         left, right = self.unify(left, right, node, f"operands of {op}")
         const = None
         if left.const is not None and right.const is not None:
-            const = bool(_COMPARE_FOLD[op](left.const, right.const))
+            const = bool(COMPARISONS[op](left.const, right.const))
         return ir.Compare(op, left, right, type=bool_, loc=self.loc(node), const=const)
 
     def expr_boolop(self, node: ast.BoolOp) -> ir.Expr:
@@ -400,72 +401,3 @@ class Expressions(Lowering):
         if isinstance(expr.type, FragmentType) and expr.type == ACCUMULATOR:
             return expr
         return self.coerce(expr, float32, node, "the argument")
-
-
-def describe(node: ast.AST) -> str:
-    """A syntax node in the words of someone who reads Python."""
-    return {
-        "ListComp": "a list comprehension",
-        "GeneratorExp": "a generator",
-        "List": "a list",
-        "Dict": "a dict",
-        "Set": "a set",
-        "Tuple": "a tuple",
-        "JoinedStr": "an f-string",
-        "Lambda": "a lambda",
-        "NamedExpr": "an assignment expression",
-        "Try": "try",
-        "Raise": "raise",
-        "With": "with",
-        "Import": "import",
-        "ImportFrom": "import",
-        "FunctionDef": "a nested function",
-        "ClassDef": "a class",
-        "Delete": "del",
-        "Global": "global",
-        "Nonlocal": "nonlocal",
-        "Assert": "assert",
-        "MatMult": "@",
-        "Match": "match",
-        "Slice": "a slice",
-        "In": "in",
-        "NotIn": "not in",
-        "Is": "is",
-        "IsNot": "is not",
-    }.get(type(node).__name__, f"{type(node).__name__.lower()}")
-
-
-_COMPARE_FOLD = {
-    "<": lambda a, b: a < b,
-    "<=": lambda a, b: a <= b,
-    ">": lambda a, b: a > b,
-    ">=": lambda a, b: a >= b,
-    "==": lambda a, b: a == b,
-    "!=": lambda a, b: a != b,
-}
-_FOLD = {
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-    "*": lambda a, b: a * b,
-    "/": lambda a, b: a / b,
-    "//": lambda a, b: a // b,
-    "%": lambda a, b: a % b,
-    "<<": lambda a, b: a << b,
-    ">>": lambda a, b: a >> b,
-    "&": lambda a, b: a & b,
-    "|": lambda a, b: a | b,
-    "^": lambda a, b: a ^ b,
-}
-
-
-def fold(op: str, left: ir.Expr, right: ir.Expr, dtype: Type) -> int | float | bool | None:
-    """The value of a constant expression with the machine's own rounding, None if not constant."""
-    if left.const is None or right.const is None:
-        return None
-    try:
-        value = _FOLD[op](left.const, right.const)
-        if dtype == float32:
-            return round_to_float32(value)
-    except (ZeroDivisionError, OverflowError, ValueError):
-        return None
-    return value if dtype == bool_ else wrap(value, dtype)  # type: ignore[arg-type]

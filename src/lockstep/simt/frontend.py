@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import ir
-from .expressions import BINARY, describe
+from .expressions import BINARY
 from .facts import annotate
 from .flow import check_assignments, place_declarations
+from .folding import describe
 from .language import Intrinsic, cuda, phase
 from .memory_calls import MemoryCalls
-from .scope import Scope, Static, Variable
+from .scope import Static, Variable
 from .secrets import check_secrets
 from .source import FunctionSource
 from .types import ACCUMULATOR, ArrayType, Scalar, Type, int32
@@ -365,6 +366,3 @@ def returns(body: list[ast.stmt]) -> bool:
     if isinstance(last, ast.If):
         return bool(last.orelse) and returns(last.body) and returns(last.orelse)
     return isinstance(last, ast.Return)
-
-
-__all__ = ["FrontEnd", "Scope", "build"]

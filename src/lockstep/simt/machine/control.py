@@ -10,7 +10,7 @@ from lockstep.simt.errors import SimtError
 
 from .clock import Clock
 from .counters import Depth, Site, StraightLine, Transactions
-from .frames import Frame, Lanes
+from .frames import MAX_WARPS, Frame, Lanes
 from .hazards import UNINITIALISED_REGISTER, Hazards
 from .values import Value, i32
 
@@ -307,6 +307,6 @@ def _split_warps(outer: Lanes, inner: Lanes) -> int:
         here = np.searchsorted(outer.warp_keys, inner.warp_keys)
         split = inner.lanes_per_warp() < outer.lanes_per_warp()[here]
         return int(np.count_nonzero(split)) * inner.blocks.size
-    keys = inner.warp_keys if outer.flat else inner.warp_keys % 32
+    keys = inner.warp_keys if outer.flat else inner.warp_keys % MAX_WARPS
     before = outer.lanes_per_warp()[np.searchsorted(outer.warp_keys, keys)]
     return int(np.count_nonzero(inner.lanes_per_warp() < before))

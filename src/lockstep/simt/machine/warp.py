@@ -10,6 +10,7 @@ from lockstep.simt.types import WARP_SIZE
 
 from .accesses import Accesses
 from .counters import Site
+from .frames import MAX_WARPS
 from .hazards import DIVERGENT_BARRIER, INACTIVE_LANE
 from .memory import SharedArray
 from .values import Value
@@ -48,7 +49,8 @@ class Warps(Accesses):
                 present,
                 int(self.block_numbers[column]),
             )
-        if here.size == self.block_numbers.size and not short.size:
+        finished = 0 if self.exited is None else int(self.exited.all(axis=0).sum())
+        if here.size + finished == self.block_numbers.size and not short.size:
             self._all_met()
         else:
             self.clock.blocks_met(here)
@@ -83,12 +85,12 @@ class Warps(Accesses):
         named = (bits[..., None] >> np.arange(WARP_SIZE, dtype=np.uint32)) & np.uint32(1)
         warp, lane = np.nonzero(absent & (named == 1))
         keys = frame.warp_keys[warp]
-        number = (keys % WARP_SIZE if frame.flat else keys) * WARP_SIZE + lane
+        number = (keys % MAX_WARPS if frame.flat else keys) * WARP_SIZE + lane
         exists = number < self.threads
         warp, number, keys = warp[exists], number[exists], keys[exists]
         if number.size == 0:
             return
-        columns = keys[:, None] // WARP_SIZE if frame.flat else frame.blocks[None, :]
+        columns = keys[:, None] // MAX_WARPS if frame.flat else frame.blocks[None, :]
         alive = np.ones((number.size, columns.shape[1]), bool)
         if self.exited is not None:
             alive = ~self.exited[number[:, None], columns]
