@@ -15,19 +15,19 @@ import lockstep
 
 CASES = {
     "causal": (
-        dict(Hq=2, Hkv=1, Sq=300, Skv=300, D=64, Dv=64, causal=True),
+        {"Hq": 2, "Hkv": 1, "Sq": 300, "Skv": 300, "D": 64, "Dv": 64, "causal": True},
         "dfd683a18710e245",
     ),
     "decode": (
-        dict(Hq=4, Hkv=2, Sq=1, Skv=700, D=33, Dv=47),
+        {"Hq": 4, "Hkv": 2, "Sq": 1, "Skv": 700, "D": 33, "Dv": 47},
         "47ffafcbeb9cd169",
     ),
     "softcap": (
-        dict(Hq=2, Hkv=2, Sq=111, Skv=257, D=80, Dv=80, softcap=5.0),
+        {"Hq": 2, "Hkv": 2, "Sq": 111, "Skv": 257, "D": 80, "Dv": 80, "softcap": 5.0},
         "7205c28c64dd471a",
     ),
     "window": (
-        dict(Hq=8, Hkv=2, Sq=2, Skv=1000, D=128, Dv=128, window=(100, 3)),
+        {"Hq": 8, "Hkv": 2, "Sq": 2, "Skv": 1000, "D": 128, "Dv": 128, "window": (100, 3)},
         "f25e773f10c48cc9",
     ),
 }

@@ -1,8 +1,8 @@
 """Moving tensor rows into fp32 tiles and back.
 
-Rows are found through *tables*: int64 row addresses, themselves given by address. Contiguous, strided, packed and
-paged storage differ in how a table is filled and nowhere else. Each mover exists once per
-storage type; the public names take the type's code and choose.
+Rows are found through *tables*: int64 row addresses, themselves given by address. Contiguous,
+strided, packed and paged storage differ in how a table is filled and nowhere else. Each mover
+exists once per storage type; the public names take the type's code and choose.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Explicit SIMD for numba: emit LLVM vector code from Python.
 
-Plain numba loops reach a third of this machine's arithmetic; register-blocked vector code
-reaches nearly all of it. An *emitter* is a Python function that writes LLVM instructions
-through :class:`Emit`; ``@emitter(...)`` turns it into something numba kernels can call.
+Compilers do not find register-blocked matrix tiles in plain loops; here they are written down.
+An *emitter* is a Python function that writes LLVM instructions through :class:`Emit`;
+``@emitter(...)`` turns it into something numba kernels can call.
 
 Memory is addressed by plain int64 byte addresses. Everything here is IEEE-exact and in a
 fixed order (fma, add, multiply, divide, compare): a lane computes the same bits whatever its
@@ -35,7 +35,6 @@ LLVM_I16 = ir.IntType(16)
 LLVM_I32 = ir.IntType(32)
 LLVM_I64 = ir.IntType(64)
 LLVM_PTR = ir.PointerType()
-LLVM_OF = {f32: LLVM_F32, i32: LLVM_I32, i64: LLVM_I64}
 
 # Storage types of tensor elements, by the code that kernels pass around.
 F32, F16, BF16 = 0, 1, 2
@@ -44,7 +43,8 @@ ITEMSIZE = (4, 2, 2)
 LOG2E = 1.0 / log(2.0)
 LN2 = log(2.0)
 
-# 2**f = 1 + f·(c1 + f·(c2 + …)) on [-½, ½]; interpolated at Chebyshev nodes, relative error below 1e-8.
+# 2**f = 1 + f·(c1 + f·(c2 + …)) on [-½, ½], interpolated at Chebyshev nodes: relative error
+# below 1e-8.
 # The constant term is exactly 1, so exp2(0) is exactly 1: rescaling by it changes no bit.
 EXP2_COEFFICIENTS = (
     0.693147188026,
@@ -54,6 +54,7 @@ EXP2_COEFFICIENTS = (
     0.00133908633647,
     0.000154531629451,
 )
+MANTISSA_BITS = 23
 # Below this the weight is under the smallest normal float and counts as zero.
 EXP2_UNDERFLOW = -126.0
 
@@ -151,15 +152,12 @@ class Emit:
     def fma(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
         return self._call("fma", x, y, z)
 
-    def fabs(self, x: ir.Value) -> ir.Value:
-        return self._call("fabs", x)
-
     def maximum(self, new: ir.Value, old: ir.Value) -> ir.Value:
         """The larger one; a NaN in ``new`` is passed over."""
         return self.ir.select(self.ir.fcmp_ordered(">", new, old), new, old)
 
-    def splits(self, x: ir.Value, offset: float) -> tuple[ir.Value, ir.Value]:
-        """x = n + f with n whole: returns bits of n + offset in the low end of an int, and f."""
+    def split(self, x: ir.Value, offset: float) -> tuple[ir.Value, ir.Value]:
+        """x = n + f with n whole: returns an int whose low bits hold n + offset, and f."""
         # Adding 1.5·2²³ rounds to a whole number that sits in the mantissa's low bits.
         magic = self.constant(12582912.0 + offset, _width(x))
         shifted = self.ir.fadd(x, magic)
@@ -167,11 +165,11 @@ class Emit:
         bits = self.ir.bitcast(shifted, vector(_width(x), LLVM_I32))
         return bits, self.ir.fsub(x, whole)
 
-    def power_of_two(self, bits: ir.Value) -> ir.Value:
-        """2**n from the bits of n + 127."""
+    def float_of(self, bits: ir.Value, shift: int) -> ir.Value:
+        """The float whose bit pattern is ``bits << shift``."""
         width = _width(bits)
-        shift = ir.Constant(bits.type, 23 if width == 1 else [23] * width)
-        return self.ir.bitcast(self.ir.shl(bits, shift), vector(width))
+        by = ir.Constant(bits.type, shift if width == 1 else [shift] * width)
+        return self.ir.bitcast(self.ir.shl(bits, by), vector(width))
 
     def exp2m1_fraction(self, f: ir.Value) -> ir.Value:
         """2**f − 1 for |f| ≤ ½, with no cancellation."""
@@ -184,8 +182,8 @@ class Emit:
     def exp2(self, x: ir.Value) -> ir.Value:
         """2**x for x ≤ 0; zero below the underflow limit, NaN for NaN."""
         width = _width(x)
-        bits, f = self.splits(x, 127.0)
-        scale = self.power_of_two(bits)
+        bits, f = self.split(x, 127.0)
+        scale = self.float_of(bits, MANTISSA_BITS)
         # A product, not a sum of bit patterns, so that NaN stays NaN.
         result = self.ir.fmul(
             self.ir.fadd(self.exp2m1_fraction(f), self.constant(1.0, width)), scale
@@ -225,8 +223,8 @@ class Emit:
         limit, minus = self.constant(10.0, width), self.constant(-10.0, width)
         low = self.ir.select(self.ir.fcmp_ordered("<", x, minus), minus, x)
         clipped = self.ir.select(self.ir.fcmp_ordered(">", low, limit), limit, low)
-        bits, f = self.splits(self.ir.fmul(clipped, self.constant(2.0 * LOG2E, width)), 127.0)
-        scale = self.power_of_two(bits)
+        bits, f = self.split(self.ir.fmul(clipped, self.constant(2.0 * LOG2E, width)), 127.0)
+        scale = self.float_of(bits, MANTISSA_BITS)
         scale_m1 = self.ir.fsub(scale, self.constant(1.0, width))
         e = self.fma(scale, self.exp2m1_fraction(f), scale_m1)
         return self.ir.fdiv(e, self.ir.fadd(e, self.constant(2.0, width)))
@@ -239,13 +237,7 @@ class Emit:
             half = self.load(address, offset, vector(width, LLVM_F16))
             return self.ir.fpext(half, vector(width))
         short = self.load(address, offset, vector(width, LLVM_I16))
-        return self.power_of_two_shift(self.ir.zext(short, vector(width, LLVM_I32)), 16)
-
-    def power_of_two_shift(self, bits: ir.Value, by: int) -> ir.Value:
-        """The float whose bit pattern is ``bits << by``."""
-        width = _width(bits)
-        shift = ir.Constant(bits.type, by if width == 1 else [by] * width)
-        return self.ir.bitcast(self.ir.shl(bits, shift), vector(width))
+        return self.float_of(self.ir.zext(short, vector(width, LLVM_I32)), 16)
 
     def store_from_f32(
         self, value: ir.Value, address: ir.Value, kind: int, offset: int = 0
