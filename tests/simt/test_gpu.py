@@ -10,7 +10,7 @@ import torch
 from lockstep import simt
 from lockstep.simt import Constant, cuda, float16, float32, int32
 from lockstep.simt.cuda_cpp import emit
-from lockstep.simt.gpu import alignments, c_scalar, launch
+from lockstep.simt.gpu import alignments, converter, launch
 from lockstep.simt.launch import extent
 from lockstep.simt.samples import SAMPLES, kernels
 from lockstep.simt.types import bfloat16, bool_, uint32
@@ -130,7 +130,7 @@ def test_contraction_is_off_on_request():
     ],
 )
 def test_scalars_as_the_kernel_takes_them(value, dtype, expected):
-    got = c_scalar("x", value, dtype)
+    got = converter("x", dtype)(value)
     assert type(got) is type(expected)
     assert got.value == expected.value
 
@@ -138,7 +138,7 @@ def test_scalars_as_the_kernel_takes_them(value, dtype, expected):
 @pytest.mark.parametrize(("value", "dtype"), [(2**31, int32), (-1, uint32), (1.5, int32)])
 def test_a_scalar_that_does_not_fit(value, dtype):
     with pytest.raises(ValueError, match="'x' takes"):
-        c_scalar("x", value, dtype)
+        converter("x", dtype)(value)
 
 
 def test_alignment_that_wide_accesses_need():

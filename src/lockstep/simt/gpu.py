@@ -118,7 +118,7 @@ class _Plan:
     fixed: tuple[Any, ...]  # strides and extents; None where a launch decides
     pointers: tuple[tuple[int, str, int], ...]  # position, argument, alignment in bytes
     sizes: tuple[int, ...]  # bytes behind each pointer
-    scalars: tuple[tuple[int, str, Scalar], ...]
+    scalars: tuple[tuple[int, str, Callable[[Any], Any]], ...]
     restrict: bool  # compiled for arrays that do not overlap
 
     def addresses(self, arguments: dict[str, Any]) -> list[int]:
@@ -138,8 +138,8 @@ class _Plan:
         parameters = list(self.fixed)
         for (position, _, _), address in zip(self.pointers, addresses, strict=True):
             parameters[position] = address
-        for position, name, dtype in self.scalars:
-            parameters[position] = c_scalar(name, arguments[name], dtype)
+        for position, name, convert in self.scalars:
+            parameters[position] = convert(arguments[name])
         _driver_launch()(stream, self.config, self.function, *parameters)
 
 
@@ -178,7 +178,8 @@ def _plan(
             pointers.append((position, argument.name, wide.get(argument.name, 1)))
         elif argument.kind == "scalar":
             assert argument.dtype is not None
-            scalars.append((position, argument.name, argument.dtype))
+            convert = converter(argument.name, argument.dtype)
+            scalars.append((position, argument.name, convert))
         else:
             tensor = tensors[argument.name]
             sizes = tensor.stride() if argument.kind == "stride" else tensor.shape
@@ -225,18 +226,32 @@ def _extent(tensor: torch.Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def c_scalar(name: str, value: Any, dtype: Scalar) -> Any:
-    """A number as the kernel takes it. Raises TypeError or ValueError where it does not fit."""
-    if hasattr(value, "item"):
-        value = value.item()
-    if dtype.is_integer and (not isinstance(value, int) or not fits(value, dtype)):
-        raise ValueError(f"'{name}' takes {dtype}, got {value!r}")
-    if dtype.is_storage_only:
-        import torch
+def converter(name: str, dtype: Scalar) -> Callable[[Any], Any]:
+    """A function that makes a number what the kernel takes for parameter `name`.
 
-        bits = torch.tensor(value, dtype=getattr(torch, dtype.name)).view(torch.int16)
-        return ctypes.c_int16(int(bits))
-    return C_SCALARS[dtype](value)
+    It raises ValueError for a number that is no `dtype`.
+    """
+    if dtype.is_storage_only:
+        return partial(_half_bits, dtype=dtype)
+    c_type = C_SCALARS[dtype]
+    integer = dtype.is_integer
+
+    def convert(value: Any) -> Any:
+        if type(value) not in NUMBERS and hasattr(value, "item"):
+            value = value.item()
+        if integer and not (isinstance(value, int) and fits(value, dtype)):
+            raise ValueError(f"'{name}' takes {dtype}, got {value!r}")
+        return c_type(value)
+
+    return convert
+
+
+def _half_bits(value: Any, dtype: Scalar) -> Any:
+    """A 16-bit float by its bits."""
+    import torch
+
+    bits = torch.tensor(value, dtype=getattr(torch, dtype.name)).view(torch.int16)
+    return ctypes.c_int16(int(bits))
 
 
 def alignments(kernel: ir.Kernel) -> dict[str, int]:

@@ -34,6 +34,7 @@ class Sample:
     dynamic_bytes: int = 0
     tolerance: float = 0.0  # relative to the largest value
     why: str = ""  # there is a tolerance
+    differs: str = ""  # why a GPU's counters are known to differ from the machine's
 
     def arguments(self, seed: int = 0) -> dict[str, Any]:
         """Fresh arguments by name."""
@@ -130,6 +131,25 @@ def _matmul(name: str, dtype: str, draw: Callable, tolerance: float = 0.0, why: 
         },
         tolerance=tolerance,
         why=why,
+    )
+
+
+def _async_copy(width: int, stride: int) -> Sample:
+    return Sample(
+        f"async copy, {4 * width} bytes" + (f", every {4 * stride}" if stride != width else ""),
+        k.async_copy,
+        2,
+        k.THREADS,
+        ("y",),
+        lambda g: {
+            "x": _normal(g, 2 * k.THREADS * width),
+            "y": _poison(2 * k.THREADS * width),
+            "WIDTH": width,
+            "STRIDE": stride,
+        },
+        differs="a sector is fetched once for each half that goes to another place"
+        if stride != width
+        else "",
     )
 
 
@@ -255,6 +275,10 @@ SAMPLES: tuple[Sample, ...] = (
         2e-6,
         "tensor cores add 16 products in an order and precision of their own",
     ),
+    _async_copy(1, 1),
+    _async_copy(2, 2),
+    _async_copy(4, 4),
+    _async_copy(4, 8),
     Sample(
         "async pipeline",
         k.pipeline_sum,

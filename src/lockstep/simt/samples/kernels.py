@@ -265,6 +265,21 @@ def matmul(a, b, c: float32[:, :], K: Constant, DTYPE: Constant):
 
 
 @kernel
+def async_copy(x: float32[:], y: float32[:], WIDTH: Constant, STRIDE: Constant):
+    """Each thread copies WIDTH floats; what other threads copied is read. STRIDE spreads them."""
+    tile = cuda.shared.array(THREADS * STRIDE, float32)
+    tid = cuda.threadIdx.x
+    first = cuda.blockIdx.x * THREADS * WIDTH
+    cuda.memcpy_async(tile, tid * STRIDE, x, first + tid * WIDTH, WIDTH)
+    cuda.pipeline_commit()
+    cuda.pipeline_wait_prior(0)
+    cuda.syncthreads()
+    for j in range(WIDTH):
+        i = j * THREADS + tid
+        y[first + i] = tile[i // WIDTH * STRIDE + i % WIDTH]
+
+
+@kernel
 def pipeline_sum(x: float32[:, :], out: float32[:], n: int32):
     """Column sums; while one row of 1024 floats is added, the next is on its way."""
     rows = cuda.shared.array((2, 4 * THREADS), float32)
@@ -274,8 +289,9 @@ def pipeline_sum(x: float32[:, :], out: float32[:], n: int32):
     cuda.pipeline_commit()
     total = 0.0
     for row in range(n):
-        if row + 1 < n:
-            cuda.memcpy_async(rows, ((row + 1) % 2, 4 * tid), x, (row + 1, first + 4 * tid), 4)
+        # the last round copies its own row once more, so that the copy needs no condition
+        ahead = min(row + 1, n - 1)
+        cuda.memcpy_async(rows, ((row + 1) % 2, 4 * tid), x, (ahead, first + 4 * tid), 4)
         cuda.pipeline_commit()
         cuda.pipeline_wait_prior(1)
         cuda.syncthreads()
