@@ -39,7 +39,10 @@ def _gomp_parallel() -> Callable[..., Any] | None:
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None
-    for path in sorted({line.split()[-1] for line in maps.read_text().splitlines() if "/" in line}):
+    lines = maps.read_text().splitlines()
+    paths = {line.split(maxsplit=5)[5] for line in lines if "/" in line}
+    # Other packages may bring an OpenMP of their own; torch's threads are the ones to share.
+    for path in sorted(paths, key=lambda path: ("torch" not in path, path)):
         if OPENMP.search(Path(path).name):
             function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
             if function is not None:
