@@ -24,6 +24,8 @@ from .frames import Vector
 from .operations import operations
 from .program_expressions import MATH, ExpressionWriter
 
+JUMPS = (ir.Break, ir.Continue, ir.Return)
+
 
 @dataclass
 class Program:
@@ -94,9 +96,18 @@ class _Generator(ExpressionWriter):
     # Statements
 
     def block(self, body: ir.Block, indent: int, loop: str | None) -> None:
+        """Write statements; what follows a jump is only for the lanes that did not take it."""
         self.open = None
-        for stmt in body:
+        for i, stmt in enumerate(body):
             self.statement(stmt, indent, loop)
+            if isinstance(stmt, JUMPS):
+                break
+            if i + 1 < len(body) and _jumps(stmt):
+                self.here = stmt
+                self.emit(indent, f"if {loop or 'm'}.survivors():")
+                indent += 1
+                self.emit(indent, "pass")
+                self.open = None
         self.open = None
 
     def statement(self, stmt: ir.Stmt, indent: int, loop: str | None) -> None:
@@ -105,13 +116,8 @@ class _Generator(ExpressionWriter):
             self.count(indent, stmt)
         method = getattr(self, f"stmt_{type(stmt).__name__.lower()}")
         method(stmt, indent, loop)
-        if isinstance(stmt, (ir.If, ir.For, ir.While, ir.Phase, ir.Inlined)):
+        if ir.blocks(stmt):
             self.open = None
-            self.here = stmt
-            if _jumps(stmt):
-                test = f"{loop}.survivors()" if loop else "m.survivors()"
-                self.emit(indent, f"if not {test}:")
-                self.emit(indent + 1, "continue" if loop else "return")
 
     def merged(self, stmt: ir.Stmt, bodies: tuple[ir.Block, ...]) -> str:
         """Variables assigned inside that live on outside, as a tuple of names."""
@@ -247,13 +253,9 @@ class _Generator(ExpressionWriter):
     def stmt_phase(self, stmt: ir.Phase, indent: int, loop: str | None) -> None:
         before = self.fresh("phase")
         self.emit(indent, f"{before} = m.enter_phase({stmt.name!r})")
-        # with a jump inside, the rest of the phase may be skipped: the phase still ends
-        self.emit(indent, "try:")
-        self.block(stmt.body, indent + 1, loop)
+        self.block(stmt.body, indent, loop)
         self.here = stmt
-        self.emit(indent + 1, "pass")
-        self.emit(indent, "finally:")
-        self.emit(indent + 1, f"m.enter_phase({before})")
+        self.emit(indent, f"m.enter_phase({before})")
 
     def stmt_inlined(self, stmt: ir.Inlined, indent: int, loop: str | None) -> None:
         for inner in stmt.body:
@@ -279,8 +281,7 @@ def _jumps(stmt: ir.Stmt) -> bool:
     inside = [s for body in ir.blocks(stmt) for s in body]
     if isinstance(stmt, (ir.For, ir.While)):
         return any(isinstance(s, ir.Return) for s in ir.walk(inside))
-    kinds = (ir.Break, ir.Continue, ir.Return)
-    return any(isinstance(s, kinds) or _jumps(s) for s in inside)
+    return any(isinstance(s, JUMPS) or _jumps(s) for s in inside)
 
 
 def _inner_blocks(body: ir.Block) -> list[ir.Block]:
