@@ -112,7 +112,7 @@ def _run_nvrtc(source: CudaSource, arch: str, contract: bool) -> Compiled:
         if "NVRTC" not in type(error).__name__:
             raise
         raise CompileError(explain(source, str(error))) from None
-    return Compiled(source, arch, bytes(cubin), log.getvalue())
+    return Compiled(source, arch, bytes(cubin), log.getvalue().rstrip("\0\n "))
 
 
 def explain(source: CudaSource, log: str) -> str:
