@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+
+from lockstep.simt import cli as simt_cli
 
 app = typer.Typer(
     name="lockstep",
@@ -101,6 +103,7 @@ def bench_cpu(
     else:
         console = Console()
         console.print(show.cpu_table(rows))
+        console.print("\ngoal: the speed it must reach / the speed it aims at", style=show.QUIET)
         console.print(results.where(run), style=show.QUIET)
     if save:
         root = results.checkout() or Path()
@@ -108,18 +111,8 @@ def bench_cpu(
         aside.print(f"saved {path}", soft_wrap=True)
 
 
-def _forward(name: str, module: str, summary: str) -> None:
-    """Mount a command of another module, which is imported only when the command is used."""
-
-    def run(context: typer.Context) -> None:
-        import_module(module).app([name, *context.args], prog_name="lockstep")
-
-    unparsed = {"ignore_unknown_options": True, "allow_extra_args": True}
-    app.command(name, help=summary, add_help_option=False, context_settings=unparsed)(run)
-
-
-_forward("trace", "lockstep.simt.cli", "Run a SIMT kernel on the lockstep machine and count.")
-_forward("show", "lockstep.simt.cli", "Print a SIMT kernel as CUDA C++ or SASS.")
+app.command()(simt_cli.trace)
+app.command()(simt_cli.show)
 
 
 def _print_json(value: Any) -> None:

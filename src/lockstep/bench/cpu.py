@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 Call = Callable[..., tuple["Tensor", ...]]
 
-LOCKSTEP, LOCKSTEP_FP32, SDPA = "lockstep", "own fp32", "SDPA"
+# The contenders; the second is Lockstep again, on the same inputs in fp32.
+LOCKSTEP, LOCKSTEP_FP32, SDPA = "lockstep", "fp32", "SDPA"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Largest difference from fp32 SDPA, in an output that is an average of standard normal values,
 # that rounding can explain.

@@ -142,7 +142,10 @@ def _short(dtype: Any) -> str:
 
 
 def _cache_directory() -> Path:
-    """Where numba keeps what it compiled: beside the kernels if it may write there."""
-    from lockstep.kernels.cpu.forward import run_items
+    """Where numba keeps what it compiled of the CPU path: beside it, if it may write there."""
+    from numba.core.caching import FunctionCache
 
-    return Path(run_items.stats.cache_path)
+    from lockstep.kernels import cpu
+
+    cache = FunctionCache(cpu.supports)  # type: ignore[no-untyped-call]
+    return Path(cache.cache_path)

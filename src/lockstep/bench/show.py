@@ -28,7 +28,8 @@ YES, NO = Text("✓", style=GOOD), Text("✗", style=BAD)
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
     """An empty table in the house style; the columns named in `right` hold numbers."""
-    made = Table(box=box.SIMPLE_HEAD, header_style=QUIET, pad_edge=False, show_edge=False)
+    made = Table(box=box.SIMPLE_HEAD, header_style=QUIET, show_edge=False, padding=(0, 1, 0, 0))
+    made.pad_edge = False
     numbers = set(right)
     for column in columns:
         made.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
@@ -78,7 +79,7 @@ def cpu_table(rows: list[dict[str, Any]]) -> Table:
             Text(row["shape"], style=QUIET),
             Text(milliseconds(row["ms"]["lockstep"]), style=OURS),
             Text(milliseconds(row["ms"]["SDPA"]), style=THEIRS),
-            Text(f"{row['speed']:.2f}× {row['against']:<8}", style=_verdict_style(row)),
+            Text(f"{row['speed']:.2f}× {row['against']}", style=_verdict_style(row)),
             Text(f"{row['at_least']:.2g}/{row['aim']:.2g}", style=QUIET),
         )
     return made
