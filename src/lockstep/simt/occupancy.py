@@ -104,8 +104,9 @@ class Occupancy:
         return self.warps / self.max_warps
 
     def __str__(self) -> str:
+        blocks = "1 block" if self.blocks == 1 else f"{self.blocks} blocks"
         return (
-            f"{self.gpu}: {self.blocks} blocks of {self.threads} threads per multiprocessor, "
+            f"{self.gpu}: {blocks} of {self.threads} threads per multiprocessor, "
             f"{self.warps} of {self.max_warps} warps ({self.share:.0%}), limited by "
             f"{' and '.join(self.limited_by)} ({self.registers} registers per thread, "
             f"{self.shared} bytes of shared memory per block)"
