@@ -200,7 +200,7 @@ def _plan(
 
 def _check_arrays(kernel: Kernel, tensors: dict[str, Any]) -> int:
     """Number of the one GPU all tensors are on. Raises ValueError if there is no such GPU."""
-    devices = {}
+    devices: dict[str, int] = {}
     for name, tensor in tensors.items():
         if not getattr(tensor, "is_cuda", False):
             where = getattr(tensor, "device", type(tensor).__name__)
@@ -328,7 +328,7 @@ def load(compiled: Compiled, index: int, dynamic_bytes: int = 0) -> Any:
     return function
 
 
-def _checked(answer: tuple) -> Any:
+def _checked(answer: tuple[Any, ...]) -> Any:
     """The result of a driver call. Raises SimtError where it failed."""
     code, *values = answer
     if int(code):

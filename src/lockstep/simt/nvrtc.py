@@ -52,11 +52,8 @@ class Compiled:
         if registers is None or spills is None:
             raise SimtError(f"no resource report in the compiler's log:\n{self.log}")
         shared = _SHARED.search(self.log)
-        return Resources(
-            int(registers[1]),
-            *(int(n) for n in spills.groups()),
-            static_shared=int(shared[1]) if shared else 0,
-        )
+        stack, stores, loads = (int(n) for n in spills.groups())
+        return Resources(int(registers[1]), stack, stores, loads, int(shared[1]) if shared else 0)
 
 
 def compile_source(source: CudaSource, arch: str = "sm_90", contract: bool = True) -> Compiled:

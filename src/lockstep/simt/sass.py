@@ -134,7 +134,7 @@ def _nvdisasm() -> str:
     except ImportError:
         pass
     if found:
-        return found
+        return str(found)
     try:
         import triton
     except ImportError:

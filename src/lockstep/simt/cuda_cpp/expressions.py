@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from lockstep.simt import ir
@@ -109,7 +110,8 @@ class Expressions:
         return code.text if code.binding >= binding else f"({code.text})"
 
     def code(self, expr: ir.Expr, signed: bool) -> Code:
-        return getattr(self, f"code_{type(expr).__name__.lower()}")(expr, signed)
+        emit: Callable[[ir.Expr, bool], Code] = getattr(self, f"code_{type(expr).__name__.lower()}")
+        return emit(expr, signed)
 
     def call(self, function: str, *args: ir.Expr | str, signed: bool = True) -> Code:
         texts = [a if isinstance(a, str) else self.expr(a, signed) for a in args]
@@ -189,9 +191,8 @@ class Expressions:
     def code_select(self, expr: ir.Select, signed: bool) -> Code:
         if expr.constant_time:
             self.needs.add("ct_select")
-            suffix = {float16: "fp16", bfloat16: "bf16"}.get(expr.type)  # type: ignore[call-overload]
-            if suffix:
-                self.needs.add(f"ct_select_{suffix}")
+            if expr.type in (float16, bfloat16):
+                self.needs.add("ct_select_fp16" if expr.type == float16 else "ct_select_bf16")
             return self.call("ct_select", expr.test, expr.if_true, expr.if_false)
         arms = [self.within(e, TERNARY + 1, signed) for e in (expr.if_true, expr.if_false)]
         return Code(f"{self.within(expr.test, TERNARY + 1)} ? {arms[0]} : {arms[1]}", TERNARY)
@@ -260,7 +261,7 @@ class Expressions:
         name = c_name(array.name)
         if array.space is not ir.Space.GLOBAL:
             return name + "".join(f"[{self.expr(i, signed=not i.nonneg)}]" for i in index)
-        terms = []
+        terms: list[str] = []
         for axis, part in enumerate(index):
             mixed = not part.nonneg
             if axis == array.ndim - 1 and array.name not in self.strided:

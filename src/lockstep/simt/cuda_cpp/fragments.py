@@ -36,7 +36,9 @@ class Fragments(Expressions):
         if isinstance(dtype, FragmentType):
             self.fragment_types.add(dtype)
 
-    def make_fragment(self, target: str, value: ir.Expr, loc: ir.Location, comment: str | None):
+    def make_fragment(
+        self, target: str, value: ir.Expr, loc: ir.Location, comment: str | None
+    ) -> None:
         """Statements that leave `value` in the fragment called `target`."""
         put = self.writer.put
         if isinstance(value, ir.FragmentFill):
