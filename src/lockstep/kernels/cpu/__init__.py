@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lockstep.kernels.cpu import processes as processes
 from lockstep.kernels.kernel import Gradients, Kernel, Needs
 from lockstep.problem import AttentionProblem, Tensors
 

@@ -25,7 +25,7 @@ from lockstep.kernels.cpu.simd import LANES, f32
 from lockstep.kernels.cpu.tensors import DENSE, Described, address, strided
 from lockstep.kernels.cpu.threads import parallel
 from lockstep.kernels.cpu.tiles import ROW, dot_columns
-from lockstep.kernels.cpu.wide import MAX_HEAD_DIM, ROWS, SPAN, carve_block, tile_bounds
+from lockstep.kernels.cpu.wide import MAX_HEAD_DIM, MINUS_INF, ROWS, SPAN, carve_block, tile_bounds
 
 if TYPE_CHECKING:
     from lockstep.kernels.kernel import Tensors
@@ -96,8 +96,9 @@ def _run_sinks(arguments):
             for q_idx in range(of_sequence(call.q_len, b)):
                 lse = scalar.load(row_address(call.lse, first, b, head, q_idx))
                 delta = scalar.load(row_address(grad.delta, first, b, head, q_idx))
-                weight = scalar.exp(scalar.load(call.sinks + 4 * head) - lse)
-                scalar.add_f64(-weight * delta, at)
+                sink = scalar.load(call.sinks + 4 * head)
+                if sink != MINUS_INF:
+                    scalar.add_f64(-scalar.exp(sink - lse) * delta, at)
 
 
 def sink_gradient(tensors: Tensors, described: Described, record: np.ndarray) -> Tensor:

@@ -32,8 +32,8 @@ from lockstep.kernels.cpu.simd import (
     i64,
 )
 from lockstep.kernels.cpu.tiles import MINUS_INF as MINUS_INFINITY
-from lockstep.kernels.cpu.tiles import VECTOR
-from lockstep.kernels.cpu.wide import MAX_HEAD_DIM, MINUS_INF, SPAN, padded
+from lockstep.kernels.cpu.tiles import VECTOR, add_scaled
+from lockstep.kernels.cpu.wide import CHAIN, MAX_HEAD_DIM, MINUS_INF, SPAN, biased, padded
 
 # Up to this many rows are narrow.
 NARROW = 8
@@ -55,10 +55,10 @@ def _extend_chains(e: Emit, columns, query, q_pitch, scores, rows: int) -> None:
         e.store(total, line)
 
 
-@emitter(i64, i64, i64, i64, i64, i64, i64, f32)
-def _score_rows(e: Emit, k, k_pitch, n, q, q_pitch, n_rows, s, c):
-    """s [n_rows, SPAN] = c · q [n_rows, D] · k [n, D]ᵀ; D whole vectors, n a multiple of WIDTH."""
-    blocks = e.ir.sdiv(q_pitch, e.integer(VECTOR))
+@emitter(i64, i64, i64, i64, i64, i64, i64, i64, f32)
+def _score_rows(e: Emit, k, k_pitch, n, q, q_pitch, D, n_rows, s, c):
+    """s [n_rows, SPAN] = c · q [n_rows, D] · k [n, D]ᵀ; n and D multiples of WIDTH."""
+    blocks = e.ir.sdiv(D, e.integer(WIDTH))
     fours = e.ir.sdiv(n_rows, e.integer(4))
     done = e.ir.mul(fours, e.integer(4))
     fours_then_ones = ((fours, e.integer(0), 4), (e.ir.sub(n_rows, done), done, 1))
@@ -141,6 +141,7 @@ class Narrow(NamedTuple):
     k: int  # [SPAN, D]
     v: int  # [SPAN, Dv]
     s: int  # [NARROW, SPAN]
+    spare: int  # [NARROW, SPAN]
     out: int  # [NARROW, Dv]
     m: int  # [NARROW]
     l: int  # [NARROW] sum of weights, then its inverse
@@ -156,9 +157,10 @@ def carve_narrow(base, D, Dv):
     k = q + NARROW * k_pitch
     v = k + SPAN * k_pitch
     s = v + SPAN * v_pitch
-    out = s + NARROW * S_PITCH
+    spare = s + NARROW * S_PITCH
+    out = spare + NARROW * S_PITCH
     m = out + NARROW * v_pitch
-    return Narrow(base, rows, q, k, v, s, out, m, m + 4 * NARROW, m + 8 * NARROW)
+    return Narrow(base, rows, q, k, v, s, spare, out, m, m + 4 * NARROW, m + 8 * NARROW)
 
 
 @compiled
@@ -179,7 +181,7 @@ def _finish_scores(call, b, head, q_idx, first, n, s):
                 score = scalar.tanh(score) * f32(call.softcap * LOG2E)
             if call.bias.address != 0:
                 value = scalar.load_element(call.bias_kind, bias + kv * call.bias_col)
-                score += value * f32(LOG2E)
+                score = biased(score, value)
             scalar.store(score, at)
 
 
@@ -256,7 +258,14 @@ def _score_span(call, block, unit, k, k_pitch, first, n):
     """Finished scores of all rows into block.s [n_rows, SPAN]."""
     factor = call.scale / call.softcap if call.softcap > 0.0 else call.scale * LOG2E
     q_pitch, whole = 4 * padded(call.D, WIDTH), padded(n, WIDTH)
-    _score_rows(k, k_pitch, whole, block.q, q_pitch, unit.n_rows, block.s, f32(factor))
+    D, c, s = padded(call.D, WIDTH), f32(factor), block.s
+    for d in range(0, D, CHAIN):
+        last = d + CHAIN >= D
+        to, by = (s, c if last else f32(1.0)) if d == 0 else (block.spare, f32(1.0))
+        dims, at = min(CHAIN, D - d), 4 * d
+        _score_rows(k + at, k_pitch, whole, block.q + at, q_pitch, dims, unit.n_rows, to, by)
+        if d > 0:
+            add_scaled(s, block.spare, unit.n_rows * SPAN, c if last else f32(1.0))
     for i in range(unit.n_rows):
         g, q_idx = split_row(call, unit.b, unit.first_row + i)
         s = block.s + i * S_PITCH

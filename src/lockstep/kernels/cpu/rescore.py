@@ -15,8 +15,16 @@ from lockstep.kernels.cpu.call import STRIDED, fill_kv_rows, of_sequence, row_ad
 from lockstep.kernels.cpu.compile import compiled
 from lockstep.kernels.cpu.memory import copy_panels, copy_rows, gather_columns, gather_panels
 from lockstep.kernels.cpu.simd import LANES, LOG2E, MR, WIDTH, f32
-from lockstep.kernels.cpu.tiles import ROW, score_gradient_rows, score_tile
-from lockstep.kernels.cpu.wide import MINUS_INF, ROWS, SPAN, load_queries, padded, tile_scores
+from lockstep.kernels.cpu.tiles import ROW, score_gradient_rows
+from lockstep.kernels.cpu.wide import (
+    MINUS_INF,
+    ROWS,
+    SPAN,
+    load_queries,
+    multiply_tile,
+    padded,
+    tile_scores,
+)
 
 GRADIENT = np.dtype(
     [
@@ -125,7 +133,8 @@ def score_gradients(call, block, work, b, t, first, begin, end, bounds, slopes):
     dout_t = work.dout_t + t * call.Dv * ROW
     for kv in range(begin, end, MR):
         v_panel = block.v_panels + 4 * kv * call.Dv
-        score_tile(v_panel, dout_t, work.dp + kv * ROW, call.Dv, f32(1.0))
+        dp = work.dp + kv * ROW
+        multiply_tile(v_panel, dout_t, dp, call.Dv, f32(1.0), block.part)
     at, row = begin * ROW, 4 * t * LANES
     slopes = slopes + at if slopes != 0 else 0
     lse2, delta = work.lse2 + row, work.delta + row

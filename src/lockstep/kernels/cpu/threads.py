@@ -10,7 +10,7 @@ Threads draw tickets from a shared counter, so no result depends on how many the
 from __future__ import annotations
 
 import ctypes
-import os
+import multiprocessing
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.kernels.cpu import processes
 from lockstep.kernels.cpu.arguments import HEADER
 from lockstep.kernels.cpu.compile import Kernel
 
@@ -30,7 +31,6 @@ WORTH_A_THREAD = 1 << 18
 OPENMP = re.compile(r"lib(gomp|iomp5|omp)[-.\w]*\.so")
 
 _local = threading.local()
-_home = os.getpid()
 
 
 @lru_cache(maxsize=1)
@@ -51,6 +51,15 @@ def _gomp_parallel() -> Callable[..., Any] | None:
                 function.restype = None
                 return function
     return None
+
+
+def _is_forked() -> bool:
+    """OpenMP's threads do not survive a fork, and waiting for them would hang."""
+    if processes.forked:
+        return True
+    # Lockstep may have been imported only after the fork.
+    by_fork = multiprocessing.get_start_method(allow_none=True) in (None, "fork")
+    return by_fork and multiprocessing.parent_process() is not None
 
 
 def _scratch(words: int) -> np.ndarray:
@@ -82,7 +91,7 @@ def parallel(
         kernel(address)
         return
     gomp_parallel = _gomp_parallel()
-    if gomp_parallel is not None and os.getpid() == _home:
+    if gomp_parallel is not None and not _is_forked():
         gomp_parallel(kernel.address, address, threads, 0)
         return
     with ThreadPoolExecutor(threads) as pool:

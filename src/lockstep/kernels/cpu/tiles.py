@@ -275,6 +275,16 @@ def dot_columns(e: Emit, x, y, D, out):
         e.store(totals[j].get(), out, VECTOR * j)
 
 
+@emitter(i64, i64, i64, f32)
+def add_scaled(e: Emit, x, y, n, c):
+    """x = (x + y) · c for n floats, a multiple of WIDTH."""
+    factor = e.splat(c)
+    with e.loop(e.ir.sdiv(n, e.integer(WIDTH))) as i:
+        at = e.offset(x, i, VECTOR)
+        total = e.ir.fadd(e.load(at), e.load(e.offset(y, i, VECTOR)))
+        e.store(e.ir.fmul(total, factor), at)
+
+
 @emitter(i64, i64, i64)
 def add_vectors(e: Emit, x, y, n):
     """x += y for n floats, a multiple of WIDTH."""

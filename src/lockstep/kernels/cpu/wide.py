@@ -25,6 +25,7 @@ from lockstep.kernels.cpu.merge import fill
 from lockstep.kernels.cpu.simd import LANES, LOG2E, MR, f32
 from lockstep.kernels.cpu.tiles import (
     ROW,
+    add_scaled,
     extend_tile,
     mask_rows,
     max_rows,
@@ -44,6 +45,8 @@ TILES = ROWS // LANES
 # Keys whose weights stay in the first-level cache while all head dims pass over them.
 CHUNK = 64
 MAX_HEAD_DIM = 512
+# Head dims that one chain of a score takes before it is added to the others: bits depend on it.
+CHAIN = 128
 MINUS_INF = f32(-np.inf)
 
 
@@ -150,6 +153,12 @@ def load_span(call, block, b, h, first, n):
 
 
 @compiled
+def biased(score, bias):
+    """A bias of −inf hides the key, whatever its score is: NaN too."""
+    return MINUS_INF if bias == MINUS_INF else score + bias * f32(LOG2E)
+
+
+@compiled
 def add_bias(call, block, b, t, first, n, s):
     """s [n, LANES] += bias in log2 units, for the keys first … first + n that exist."""
     n = min(n, of_sequence(call.kv_len, b) - first)
@@ -159,9 +168,18 @@ def add_bias(call, block, b, t, first, n, s):
         q_idx = scalar.load_word(block.q_idx + 8 * i)
         row = row_address(call.bias, 0, b, head, q_idx) + first * call.bias_col
         for kv in range(n):
-            bias = scalar.load_element(call.bias_kind, row + kv * call.bias_col) * f32(LOG2E)
+            bias = scalar.load_element(call.bias_kind, row + kv * call.bias_col)
             at = s + kv * ROW + 4 * lane
-            scalar.store(scalar.load(at) + bias, at)
+            scalar.store(biased(scalar.load(at), bias), at)
+
+
+@compiled
+def multiply_tile(panel, columns, s, D, c, spare):
+    """s [MR, LANES] = c · panel [D, MR]ᵀ · columns [D, LANES], by chains of CHAIN head dims."""
+    score_tile(panel, columns, s, min(D, CHAIN), c if D <= CHAIN else f32(1.0))
+    for d in range(CHAIN, D, CHAIN):
+        score_tile(panel + 4 * MR * d, columns + d * ROW, spare, min(CHAIN, D - d), f32(1.0))
+        add_scaled(s, spare, MR * LANES, c if d + CHAIN >= D else f32(1.0))
 
 
 @compiled
@@ -181,10 +199,10 @@ def tile_scores(call, block, b, t, first, begin, end, bounds, slopes):
         k_panel = block.k_panels + 4 * kv * call.D
         s = block.s + kv * ROW
         whole = first + kv >= lo_max and first + kv + MR <= hi_min
-        if whole and not capped and not has_bias:
+        if whole and not capped and not has_bias and call.D <= CHAIN:
             score_tile_max(k_panel, q_t, s, call.D, factor, block.part_m)
             continue
-        score_tile(k_panel, q_t, s, call.D, factor)
+        multiply_tile(k_panel, q_t, s, call.D, factor, block.part)
         if capped:
             slope = slopes + kv * ROW if slopes != 0 else 0
             softcap_rows(s, MR, f32(call.softcap * LOG2E), slope)
