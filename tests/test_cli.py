@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_doctor_knows_this_machine_and_every_kernel():
     result = runner.invoke(cli.app, ["doctor", "--json"])
     assert result.exit_code == 0
     facts = json.loads(result.stdout)
-    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["versions"]["torch"] == metadata.version("torch")
     assert facts["threads"] == torch.get_num_threads()
     assert [kernel["name"] for kernel in facts["kernels"]] == [kernel.name for kernel in KERNELS]
     oracle = next(kernel for kernel in facts["kernels"] if kernel["name"] == "oracle")

@@ -28,8 +28,13 @@ YES, NO = Text("✓", style=GOOD), Text("✗", style=BAD)
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
     """An empty table in the house style; the columns named in `right` hold numbers."""
-    made = Table(box=box.SIMPLE_HEAD, header_style=QUIET, show_edge=False, padding=(0, 1, 0, 0))
-    made.pad_edge = False
+    made = Table(
+        box=box.SIMPLE_HEAD,
+        header_style=QUIET,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
     numbers = set(right)
     for column in columns:
         made.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)

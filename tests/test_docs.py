@@ -1,0 +1,36 @@
+"""The examples in the README and the docs run and give what they say."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import lockstep
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+
+
+def test_the_example_in_the_readme_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {})
+
+
+def test_what_docs_index_shows_is_what_is_printed():
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8").replace("```", "")
+    examples = doctest.DocTestParser().get_doctest(
+        text, {"lockstep": lockstep, "torch": torch}, "docs/index.md", None, 0
+    )
+    assert examples.examples
+    assert doctest.DocTestRunner(verbose=False).run(examples).failed == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#:]+)[^)]*\)", prose):
+        assert (page.parent / target).exists(), target
