@@ -1,0 +1,39 @@
+"""Attention over long sequences takes memory for its inputs and outputs, and little more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMIT_MB = 200
+S = 32_768
+
+# VmHWM is the largest resident size so far; the first call is there for compiled code and threads.
+SCRIPT = f"""
+import re, torch, lockstep
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+
+def derive(S):
+    q, k, v = (torch.randn(1, 1, S, 64, requires_grad=True) for _ in range(3))
+    out = lockstep.attention(q, k, v, causal=True, kernel="cpu")
+    out.backward(torch.ones_like(out))
+    return sum(t.nbytes for t in (q, k, v, q.grad, k.grad, v.grad, out, out))
+
+derive(512)
+before = peak()
+tensors = derive({S})
+print((peak() - before - tensors) / 1e6)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_memory_is_linear_in_the_sequence():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # One matrix of scores alone would take 4 GB.
+    assert float(done.stdout) < LIMIT_MB
