@@ -1,0 +1,56 @@
+"""Problems nobody thought of: options and shapes drawn by hypothesis, held against the oracle."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import problems
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from lockstep import reference
+
+SIDES = st.sampled_from([None, 0, 1, 17, 100])
+
+
+@st.composite
+def cases(draw) -> problems.Case:
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    B, Hkv, G = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 4))
+    Sq, Skv = draw(st.integers(1, 70)), draw(st.integers(0, 300))
+    D, Dv = draw(st.integers(1, 150)), draw(st.integers(1, 80))
+    dtype = draw(st.sampled_from(problems.DTYPES))
+    causal, more = draw(st.booleans()), {}
+    if draw(st.booleans()):
+        more["window"] = (draw(SIDES), 0 if causal else draw(SIDES))
+    if draw(st.booleans()):
+        more["softcap"] = draw(st.sampled_from([0.5, 5.0, 50.0]))
+    if draw(st.booleans()):
+        more["sinks"] = torch.randn(Hkv * G)
+    if draw(st.booleans()):
+        lens = st.lists(st.integers(0, Skv), min_size=B, max_size=B)
+        more["kv_lens"] = torch.tensor(draw(lens))
+    if draw(st.booleans()):
+        whole = (B, Hkv * G, Sq, Skv)
+        shape = [size if draw(st.booleans()) else 1 for size in whole]
+        more["bias"] = torch.randn(shape)
+    return problems.draw(
+        Sq, Skv, B=B, Hq=Hkv * G, Hkv=Hkv, D=D, Dv=Dv, dtype=dtype, causal=causal, **more
+    )
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(cases())
+def test_drawn_problems_agree_with_the_oracle(case):
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+    limit = tolerance[case.tensors["q"].dtype]
+    seeds = problems.draw_seeds(case)
+    exact = problems.run(case, reference, seeds).items()
+    for name, value in problems.run(case, seeds=seeds).items().items():
+        finite = exact[name].masked_fill(exact[name].isinf(), 0.0).abs()
+        largest = float(finite.max()) if finite.numel() else 0.0
+        assert problems.error(value, exact[name]) <= limit * (1 + largest), name
