@@ -1,0 +1,42 @@
+"""The ladder: attention kernels from naive to tensor cores, one file each, in climbing order."""
+
+from __future__ import annotations
+
+from .rung import (
+    Launch,
+    LaunchPlan,
+    PhasePlan,
+    Problem,
+    Rung,
+    Tensors,
+    launches_of,
+    plans_of,
+    run_on_gpu,
+    run_on_machine,
+)
+
+# climbing order; a new rung is its file and one line here
+RUNGS: tuple[Rung, ...] = ()
+
+__all__ = [
+    "RUNGS",
+    "Launch",
+    "LaunchPlan",
+    "PhasePlan",
+    "Problem",
+    "Rung",
+    "Tensors",
+    "find",
+    "launches_of",
+    "plans_of",
+    "run_on_gpu",
+    "run_on_machine",
+]
+
+
+def find(name: str) -> Rung:
+    """The rung of that name. Raises ValueError naming those there are."""
+    for rung in RUNGS:
+        if rung.name == name:
+            return rung
+    raise ValueError(f"there is no rung '{name}'; there are {', '.join(r.name for r in RUNGS)}")
