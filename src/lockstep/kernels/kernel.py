@@ -33,7 +33,7 @@ class Needs(NamedTuple):
     sinks: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kernel:
     """One way to run attention.
 
@@ -44,7 +44,14 @@ class Kernel:
     a bias of 4 dims, and on lengths, offsets and page indices within their bounds. Neither may
     return an input or a view of one.
 
-    The last three are claims; the audits test exactly what is claimed.
+    The last four are claims; the audits test exactly what is claimed:
+
+    - deterministic: the same call gives the same bits, every time, on any number of threads.
+    - batch_invariant: a sequence's bits, gradients included, depend on nothing around it: batch,
+      neighbours, padding, and whether it comes dense, packed or in pages.
+    - constant_time: what is executed and touched does not depend on values or secret lengths.
+    - query_invariant: a row's bits do not depend on the other queries of its call either: whole
+      prefill, chunks and one token at a time against the same cache agree.
     """
 
     name: str
@@ -59,3 +66,4 @@ class Kernel:
     deterministic: bool
     batch_invariant: bool
     constant_time: bool
+    query_invariant: bool = False

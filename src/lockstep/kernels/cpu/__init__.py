@@ -65,4 +65,5 @@ KERNEL = Kernel(
     deterministic=True,
     batch_invariant=True,
     constant_time=False,
+    query_invariant=True,
 )
