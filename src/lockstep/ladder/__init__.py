@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import naive, row_per_thread
 from .rung import (
     Launch,
     LaunchPlan,
@@ -16,7 +17,10 @@ from .rung import (
 )
 
 # climbing order; a new rung is its file and one line here
-RUNGS: tuple[Rung, ...] = ()
+RUNGS: tuple[Rung, ...] = (
+    naive.RUNG,
+    row_per_thread.RUNG,
+)
 
 __all__ = [
     "RUNGS",

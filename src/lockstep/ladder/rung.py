@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 DTYPES = ("float16", "bfloat16")
 HEAD_DIMS = (32, 64, 128)
 BYTES = 2  # of an element of q, k, v and out
+SECTOR = 32  # bytes global memory moves at a time
 
 
 @dataclass(frozen=True)
@@ -150,8 +151,9 @@ class LaunchPlan:
     barriers: int  # of all blocks: a block at a barrier counts once
     load_bytes: int  # that lanes ask of global memory
     store_bytes: int
-    load_sectors: int  # that this moves, 32 bytes each
-    store_sectors: int
+    # that this moves, 32 bytes each; None where the alignment of odd rows decides
+    load_sectors: int | None
+    store_sectors: int | None
     mma: int = 0  # m16n16k16 products, of all warps
     workspace: int = 0  # elements of global memory beside q, k, v and out, float32
 
