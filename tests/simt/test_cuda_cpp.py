@@ -160,6 +160,7 @@ def operators(x: uint32[:], y: float32[:], h: float16[:], b: bfloat16[:], flag: 
     h[1] = float16(a)
     b[1] = bfloat16(h[0])
     y[4] = ct.select(flag, a, EMPTY)
+    cuda.vstore(h, 2, ct.select(flag, cuda.vload(h, 4, 2), cuda.vload(h, 6, 2)))
 
 
 def test_operators_and_conversions():
@@ -176,6 +177,9 @@ def test_operators_and_conversions():
         "h[1] = __float2half_rn(a);",
         "b[1] = __float2bfloat16_rn(__half2float(h[0]));",
         "y[4] = ct_select(flag, a, EMPTY);",
+        "*reinterpret_cast<Vector<__half, 2> *>(&h[2]) = ct_select_vector(flag,",
+        "*reinterpret_cast<Vector<__half, 2> *>(&h[4]), "
+        "*reinterpret_cast<Vector<__half, 2> *>(&h[6]));",
     ]
     compiles(emit(operators.typed()))
 

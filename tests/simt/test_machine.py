@@ -552,6 +552,22 @@ def test_constant_time_select():
     assert np.array_equal(out, np.where(keep, x + x, np.float32(-1)))
 
 
+def test_constant_time_select_of_vectors():
+    @simt.kernel
+    def blank(x: simt.Secret[float16[:]], n: simt.Secret[int32], out: float16[:]):
+        i = 4 * cuda.grid(1)
+        zero = float16(0.0)
+        none = cuda.vec(zero, zero, zero, zero)
+        cuda.vstore(out, i, ct.select(i < n, cuda.vload(x, i, 4), none))
+
+    x = floats(128).astype(np.float16)
+    x[41] = np.nan  # in a vector that is kept; the one behind it is not
+    x[44] = np.nan
+    out = np.ones(128, np.float16)
+    blank[1, 32](x, 43, out).check()
+    assert np.array_equal(out, np.where(np.arange(128) < 44, x, 0), equal_nan=True)
+
+
 # The workload
 
 

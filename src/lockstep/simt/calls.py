@@ -133,8 +133,9 @@ class Calls(Expressions):
         self, node: ast.Call, condition: ast.expr, if_true: ast.expr, if_false: ast.expr
     ) -> ir.Expr:
         test = self.condition(condition)
-        left, right = self.scalar(if_true), self.scalar(if_false)
-        left, right = self.unify(left, right, node, "the two values", widen=False)
+        left, right = self.expr(if_true), self.expr(if_false)
+        if not (isinstance(left.type, VectorType) and left.type == right.type):
+            left, right = self.unify(left, right, node, "the two values", widen=False)
         return ir.Select(test, left, right, constant_time=True, type=left.type, loc=self.loc(node))
 
     def ct_mask(self, node: ast.Call, condition: ast.expr) -> ir.Expr:

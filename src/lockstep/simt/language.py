@@ -276,7 +276,7 @@ class ct:
 
     @_ct
     def select(condition, if_true, if_false):
-        """`if_true` where `condition` holds; both are evaluated."""
+        """`if_true` where `condition` holds; both are evaluated. Scalars or vectors."""
 
     @_ct
     def mask(condition):

@@ -191,6 +191,9 @@ class Expressions:
     def code_select(self, expr: ir.Select, signed: bool) -> Code:
         if expr.constant_time:
             self.needs.add("ct_select")
+            if isinstance(expr.type, VectorType):
+                self.needs.add("ct_select_vector")
+                return self.call("ct_select_vector", expr.test, expr.if_true, expr.if_false)
             if expr.type in (float16, bfloat16):
                 self.needs.add("ct_select_fp16" if expr.type == float16 else "ct_select_bf16")
             return self.call("ct_select", expr.test, expr.if_true, expr.if_false)

@@ -60,6 +60,18 @@ __device__ __forceinline__ float ct_select(bool condition, float if_true, float 
       ct_select(condition, __float_as_uint(if_true), __float_as_uint(if_false)));
 }
 """,
+    "ct_select_vector": """\
+template <typename V>
+__device__ __forceinline__ V ct_select_vector(bool condition, V if_true, V if_false) {
+  V picked;
+  for (int word = 0; word < sizeof(V) / 4; ++word) {
+    reinterpret_cast<unsigned *>(&picked)[word] =
+        ct_select(condition, reinterpret_cast<unsigned *>(&if_true)[word],
+                  reinterpret_cast<unsigned *>(&if_false)[word]);
+  }
+  return picked;
+}
+""",
     "ct_select_fp16": """\
 __device__ __forceinline__ __half ct_select(bool condition, __half if_true, __half if_false) {
   return __ushort_as_half(

@@ -41,7 +41,8 @@ _TAKEN = """
     abs ceilf exp2f expf fabsf floorf fmaf fmaxf fminf log2f logf max min rsqrtf sqrtf tanhf
     atomicAdd atomicAnd atomicCAS atomicExch atomicMax atomicMin atomicOr atomicSub atomicXor
     blockDim blockIdx gridDim threadIdx warpSize nvcuda wmma
-    ct_select floor_div floor_mod lane_id warp_id shared_memory Vector Accumulator NULL
+    ct_select ct_select_vector floor_div floor_mod lane_id warp_id shared_memory Vector Accumulator
+    NULL
 """
 RESERVED = frozenset(_TAKEN.split())
 # Names CUDA's headers take at file scope; a local variable may hide them.

@@ -21,7 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.simt.types import WARP_SIZE
+from lockstep.simt.types import WARP_SIZE, Scalar
+
+from .values import Value, select
 
 MAX_WARPS = 32  # per block
 
@@ -33,6 +35,12 @@ class Vector:
 
     def __init__(self, items: tuple[Any, ...]):
         self.items = items
+
+
+def select_vector(test: Value, x: Vector, y: Vector, dtype: Scalar) -> Vector:
+    """Item by item."""
+    pairs = zip(x.items, y.items, strict=True)
+    return Vector(tuple(select(test, a, b, dtype) for a, b in pairs))
 
 
 class Fragment:

@@ -20,7 +20,7 @@ from lockstep.simt.types import ACCUMULATOR
 from . import values
 from .control import ForLoop, Loop
 from .counters import Site, StraightLine
-from .frames import Vector
+from .frames import Vector, select_vector
 from .operations import operations
 from .program_expressions import MATH, ExpressionWriter
 
@@ -71,6 +71,7 @@ class _Generator(ExpressionWriter):
             "ForLoop": ForLoop,
             "Loop": Loop,
             "Vector": Vector,
+            "select_vector": select_vector,
             **{name: getattr(values, name) for name in _HELPERS},
             **{f"math_{name}": function for name, function in MATH.items()},
             **self.constants,

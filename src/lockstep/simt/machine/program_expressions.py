@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 
 from lockstep.simt import ir
-from lockstep.simt.types import ACCUMULATOR, FragmentType, Scalar, float32, int32, uint32
+from lockstep.simt.types import (
+    ACCUMULATOR,
+    FragmentType,
+    Scalar,
+    VectorType,
+    float32,
+    int32,
+    uint32,
+)
 
 from . import values
 from .counters import Site
@@ -121,7 +129,8 @@ class ExpressionWriter:
 
     def expr_select(self, expr: ir.Select) -> str:
         test, left, right = (self.expr(e) for e in (expr.test, expr.if_true, expr.if_false))
-        assert isinstance(expr.type, Scalar)
+        if isinstance(expr.type, VectorType):
+            return f"select_vector({test}, {left}, {right}, {self.constant(expr.type.dtype)})"
         if expr.constant_time or not (_impure(expr.if_true) or _impure(expr.if_false)):
             return f"select({test}, {left}, {right}, {self.constant(expr.type)})"
         name = self.fresh("test")
