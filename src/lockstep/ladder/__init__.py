@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import naive, row_per_thread
+from . import large_tile, naive, row_per_thread
 from .rung import (
     Launch,
     LaunchPlan,
@@ -20,6 +20,7 @@ from .rung import (
 RUNGS: tuple[Rung, ...] = (
     naive.RUNG,
     row_per_thread.RUNG,
+    large_tile.RUNG,
 )
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Pieces that several rungs are made of: staging rows in shared memory, reductions, softmax.
+"""Pieces that several rungs are made of: rows in shared memory and in registers, reductions.
 
 Device functions are inlined where they are called, so a rung's listing shows them in place.
 """
@@ -51,6 +51,48 @@ def dot8(a, b, total):
 
 
 @simt.device
+def row_dot8(row, d, b, total):
+    """The same with elements d to d + 7 of a row in registers."""
+    total += row[d] * b[0]
+    total += row[d + 1] * b[1]
+    total += row[d + 2] * b[2]
+    total += row[d + 3] * b[3]
+    total += row[d + 4] * b[4]
+    total += row[d + 5] * b[5]
+    total += row[d + 6] * b[6]
+    total += row[d + 7] * b[7]
+    return total
+
+
+@simt.device
+def row_add8(row, d, factor, b):
+    """row[d : d + 8] += factor * b, for a row in registers."""
+    row[d] += factor * b[0]
+    row[d + 1] += factor * b[1]
+    row[d + 2] += factor * b[2]
+    row[d + 3] += factor * b[3]
+    row[d + 4] += factor * b[4]
+    row[d + 5] += factor * b[5]
+    row[d + 6] += factor * b[6]
+    row[d + 7] += factor * b[7]
+
+
+@simt.device
+def scaled8(row, d, factor, DTYPE: Constant):
+    """row[d : d + 8] * factor, rounded, as a vector to store."""
+    return cuda.vec(
+        DTYPE(row[d] * factor),
+        DTYPE(row[d + 1] * factor),
+        DTYPE(row[d + 2] * factor),
+        DTYPE(row[d + 3] * factor),
+        DTYPE(row[d + 4] * factor),
+        DTYPE(row[d + 5] * factor),
+        DTYPE(row[d + 6] * factor),
+        DTYPE(row[d + 7] * factor),
+    )
+
+
+@simt.device
 def warp_max(value):
     """The largest value of the warp, in every lane."""
     for hop in range(5):
@@ -64,3 +106,32 @@ def warp_sum(value):
     for hop in range(5):
         value += cuda.shfl_xor_sync(FULL, value, 16 >> hop)
     return value
+
+
+@simt.device
+def block_max(value, partial, WARPS: Constant):
+    """The largest value of the block, in every thread: each warp reduces the warps' results.
+
+    `partial` [WARPS] may be written again after the next barrier.
+    """
+    value = warp_max(value)
+    if cuda.threadIdx.x % 32 == 0:
+        partial[cuda.threadIdx.x // 32] = value
+    cuda.syncthreads()
+    value = EMPTY
+    if cuda.threadIdx.x % 32 < WARPS:
+        value = partial[cuda.threadIdx.x % 32]
+    return warp_max(value)
+
+
+@simt.device
+def block_sum(value, partial, WARPS: Constant):
+    """The sum over the block, in every thread; otherwise like `block_max`."""
+    value = warp_sum(value)
+    if cuda.threadIdx.x % 32 == 0:
+        partial[cuda.threadIdx.x // 32] = value
+    cuda.syncthreads()
+    value = 0.0
+    if cuda.threadIdx.x % 32 < WARPS:
+        value = partial[cuda.threadIdx.x % 32]
+    return warp_sum(value)

@@ -20,7 +20,7 @@ from lockstep import simt
 from lockstep.numerics import LOG2E
 from lockstep.simt import Constant, Secret, ct, cuda, float32, int32
 
-from .parts import EMPTY, VECTOR, stage_rows
+from .parts import EMPTY, VECTOR, row_add8, row_dot8, scaled8, stage_rows
 from .rung import BYTES, SECTOR, Launch, LaunchPlan, PhasePlan, Problem, Rung, Tensors
 
 THREADS = 256
@@ -57,14 +57,7 @@ def row_per_thread(
         if row < seq:
             for d in range(0, D, VECTOR):
                 part = cuda.vload(q, (first + row, d), VECTOR)
-                q_row[d] = part[0] * scale_log2
-                q_row[d + 1] = part[1] * scale_log2
-                q_row[d + 2] = part[2] * scale_log2
-                q_row[d + 3] = part[3] * scale_log2
-                q_row[d + 4] = part[4] * scale_log2
-                q_row[d + 5] = part[5] * scale_log2
-                q_row[d + 6] = part[6] * scale_log2
-                q_row[d + 7] = part[7] * scale_log2
+                row_add8(q_row, d, scale_log2, part)
     m = EMPTY
     l = 0.0
 
@@ -82,14 +75,7 @@ def row_per_thread(
                     s = 0.0
                     for d in range(0, D, VECTOR):
                         key = cuda.vload(k_tile, (group + j, d), VECTOR)
-                        s += q_row[d] * key[0]
-                        s += q_row[d + 1] * key[1]
-                        s += q_row[d + 2] * key[2]
-                        s += q_row[d + 3] * key[3]
-                        s += q_row[d + 4] * key[4]
-                        s += q_row[d + 5] * key[5]
-                        s += q_row[d + 6] * key[6]
-                        s += q_row[d + 7] * key[7]
+                        s = row_dot8(q_row, d, key, s)
                     kv_idx = first_kv + group + j
                     seen = kv_idx < length
                     if CAUSAL:
@@ -111,31 +97,14 @@ def row_per_thread(
                 for j in range(GROUP):
                     for d in range(0, D, VECTOR):
                         value = cuda.vload(v_tile, (group + j, d), VECTOR)
-                        acc[d] += scores[j] * value[0]
-                        acc[d + 1] += scores[j] * value[1]
-                        acc[d + 2] += scores[j] * value[2]
-                        acc[d + 3] += scores[j] * value[3]
-                        acc[d + 4] += scores[j] * value[4]
-                        acc[d + 5] += scores[j] * value[5]
-                        acc[d + 6] += scores[j] * value[6]
-                        acc[d + 7] += scores[j] * value[7]
+                        row_add8(acc, d, scores[j], value)
 
     with simt.phase("write"):
         root = cuda.rsqrt(l)
         inverse = ct.select(l == 0.0, 0.0, root * root)
         if row < seq:
             for d in range(0, D, VECTOR):
-                part = cuda.vec(
-                    DTYPE(acc[d] * inverse),
-                    DTYPE(acc[d + 1] * inverse),
-                    DTYPE(acc[d + 2] * inverse),
-                    DTYPE(acc[d + 3] * inverse),
-                    DTYPE(acc[d + 4] * inverse),
-                    DTYPE(acc[d + 5] * inverse),
-                    DTYPE(acc[d + 6] * inverse),
-                    DTYPE(acc[d + 7] * inverse),
-                )
-                cuda.vstore(out, (first + row, d), part)
+                cuda.vstore(out, (first + row, d), scaled8(acc, d, inverse, DTYPE))
 
 
 def launches(problem: Problem, tensors: Tensors) -> list[Launch]:
