@@ -36,7 +36,8 @@ def small_cases(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], ["demo", "doctor", "bench", "trace", "show"]),
+        ([], ["demo", "doctor", "bench", "audit", "trace", "show"]),
+        (["audit", "bits"], ["--device", "--kernel", "--json"]),
         (["demo"], ["Exit status 1"]),
         (["doctor"], ["--json"]),
         (["bench"], ["cpu"]),

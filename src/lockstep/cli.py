@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from lockstep.audit import cli as audit_cli
 from lockstep.simt import cli as simt_cli
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Time the kernels against PyTorch.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(audit_cli.app, name="audit")
 
 DISTRIBUTION = "lockstep-attention"
 ROUNDS, QUICK_ROUNDS = 15, 3

@@ -1,0 +1,148 @@
+"""The claims `batch_invariant` and `query_invariant`: a row's bits are its own affair.
+
+Batch: nothing around a sequence matters, neither its neighbours, their lengths, its place among
+them, the padding behind it, nor whether it comes dense, packed or in pages. Query: neither do the
+other queries of the sequence: a whole prefill, its chunks and one token at a time against the same
+cache give the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from lockstep.audit import calls
+from lockstep.audit.calls import OPTIONS, Batch, Shape, draw
+from lockstep.audit.checks import Check, Pair
+from lockstep.kernels.kernel import Kernel
+
+PAGE_SIZES = (16, 64, 256)
+CHUNKS = (1, 7, 64, 129)
+# Calls per option and chunk size; of a longer sequence evenly spaced chunks are taken.
+MOST_CHUNKS = 40
+
+
+def needle(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
+    """One sequence alone, and at every place of a batch of others."""
+    for option in OPTIONS:
+        batch = draw(replace(shape, B=max(shape.B, 2)), kernel, option)
+        alone = batch.take([0]).run()
+        others = list(range(1, len(batch.q)))
+        for place in range(len(others) + 1):
+            crowd = batch.take([*others[:place], 0, *others[place:]]).run()
+            what = f"{option}, place {place} of {len(others) + 1}"
+            yield Pair(what, alone, calls.sequence(crowd, place))
+
+
+def neighbour_length(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
+    """A neighbour grows from 9 to 10 keys, from one tile to the next, and to the full length."""
+    for option in OPTIONS:
+        batch = draw(replace(shape, B=2), kernel, option)
+        for Sq in (1, shape.S):
+            start = shape.S - Sq
+            part = replace(batch, q=batch.q[:, :, start:], dout=batch.dout[:, :, start:])
+            expected = calls.sequence(part.with_lengths([shape.S, 9]).run(), 0)
+            for n in _lengths(shape):
+                got = calls.sequence(part.with_lengths([shape.S, n]).run(), 0)
+                yield Pair(f"{option}, Sq {Sq}, neighbour of {n} keys", expected, got)
+        packed = calls.packed(batch, [9, shape.S])[1]
+        for n in _lengths(shape):
+            got = calls.packed(batch, [n, shape.S])[1]
+            yield Pair(f"{option}, packed behind {n} tokens", packed, got)
+
+
+def _lengths(shape: Shape) -> list[int]:
+    return [n for n in (0, 10, 63, 64, 65, 128, 129) if n < shape.S] + [shape.S]
+
+
+def padding(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
+    """The keys alone, and with NaN behind them that no length reaches."""
+    for option in OPTIONS:
+        batch = draw(replace(shape, B=1), kernel, option)
+        expected = batch.run()
+        for extra in (1, 64, 300):
+            k, v = (
+                torch.nn.functional.pad(x, (0, 0, 0, extra), value=float("nan"))
+                for x in (batch.k, batch.v)
+            )
+            got = replace(batch, k=k, v=v).with_lengths([shape.S]).run()
+            for name in ("dk", "dv"):
+                if name in got:
+                    got[name] = got[name][:, :, : shape.S]
+            yield Pair(f"{option}, {extra} keys of padding", expected, got)
+
+
+def packing(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
+    """Packed beside others, and dense by itself."""
+    for option in OPTIONS:
+        batch = draw(shape, kernel, option)
+        lens = [max(1, shape.S - 37 * b) for b in range(shape.B)]
+        for b, got in enumerate(calls.packed(batch, lens)):
+            own = _first_tokens(batch.take([b]), lens[b]).run()
+            yield Pair(f"{option}, sequence {b} of {lens[b]} tokens", own, got)
+
+
+def pages(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
+    """Contiguous, in pages in order, and in pages anywhere in the pool."""
+    generator = torch.Generator().manual_seed(1)
+    for option in OPTIONS:
+        for Sq in (1, min(shape.S, 64)):
+            batch = draw(shape, kernel, option)
+            batch = replace(batch, q=batch.q[:, :, -Sq:], dout=batch.dout[:, :, -Sq:])
+            batch = batch.with_lengths([shape.S - b % 2 for b in range(shape.B)])
+            expected = batch.forward()
+            for size in PAGE_SIZES:
+                n = shape.B * -(-shape.S // size) + 2
+                what = f"{option}, Sq {Sq}, pages of {size}"
+                yield Pair(f"{what} in order", expected, calls.paged(batch, size, torch.arange(n)))
+                shuffled = calls.paged(batch, size, torch.randperm(n, generator=generator))
+                yield Pair(f"{what} shuffled", expected, shuffled)
+
+
+def chunks(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
+    """All queries at once, in chunks, and one by one, each against the cache of its time."""
+    for option in OPTIONS:
+        if not OPTIONS[option].get("causal"):
+            continue
+        batch = draw(replace(shape, B=1), kernel, option)
+        whole = batch.forward()
+        for size in CHUNKS:
+            for start, end in _chunks(shape.S, size):
+                got = batch.queries(start, end).forward()
+                what = f"{option}, queries {start} to {end - 1} by themselves"
+                yield Pair(what, calls.queries(whole, start, end), got)
+
+
+def paged_chunks(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
+    """All queries at once out of a dense cache, and one by one out of pages."""
+    batch = draw(replace(shape, B=1), kernel, "causal")
+    whole = batch.forward()
+    order = torch.arange(-(-shape.S // 64)).flip(0)
+    for start, end in _chunks(shape.S, 1):
+        got = calls.paged(batch.queries(start, end), 64, order)
+        yield Pair(f"query {start} out of pages", calls.queries(whole, start, end), got)
+
+
+def _chunks(S: int, size: int) -> list[tuple[int, int]]:
+    every = [(start, min(start + size, S)) for start in range(0, S, size)]
+    step = -(-len(every) // MOST_CHUNKS)
+    # The last is always among them: it has the longest reduction.
+    return every[::-1][::step]
+
+
+def _first_tokens(batch: Batch, n: int) -> Batch:
+    names = ("q", "k", "v", "dout")
+    return replace(batch, **{name: getattr(batch, name)[:, :, :n] for name in names})
+
+
+CHECKS = (
+    Check("alone or in a batch, at any place", "batch_invariant", needle),
+    Check("a neighbour grows", "batch_invariant", neighbour_length),
+    Check("any padding", "batch_invariant", padding),
+    Check("packed or dense", "batch_invariant", packing),
+    Check("pages, in any order, or contiguous", "batch_invariant", pages),
+    Check("prefill, chunks and decode", "query_invariant", chunks),
+    Check("prefill and paged decode", "query_invariant", paged_chunks),
+)

@@ -1,0 +1,100 @@
+"""What an audit is made of, and how one runs.
+
+A `Check` belongs to a claim of the `Kernel` descriptor and yields pairs of results that must have
+the same bits. `audit` runs the checks of everything a kernel claims and stops at the first
+difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lockstep.audit.bits import Difference, first_difference
+from lockstep.audit.calls import Results, Shape
+from lockstep.kernels.kernel import Kernel
+
+
+class Pair(NamedTuple):
+    """Two results that must agree to the bit, and what was done to get the second."""
+
+    what: str
+    expected: Results
+    got: Results
+
+
+def _anywhere(shape: Shape) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Check:
+    """One way in which a claim could fail. `refuses` says why a shape cannot be checked so."""
+
+    name: str
+    claim: str
+    pairs: Callable[[Shape, Kernel], Iterator[Pair]]
+    refuses: Callable[[Shape], str | None] = _anywhere
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one check of one kernel: agreement, a difference, or a reason for neither."""
+
+    kernel: str
+    claim: str
+    check: str
+    comparisons: int
+    skipped: str | None = None
+    what: str | None = None
+    difference: Difference | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.difference is None
+
+    def as_json(self) -> dict[str, Any]:
+        found = {
+            "kernel": self.kernel,
+            "claim": self.claim,
+            "check": self.check,
+            "comparisons": self.comparisons,
+            "skipped": self.skipped,
+            "ok": self.ok,
+        }
+        if self.difference is not None:
+            found |= {"what": self.what, "difference": vars(self.difference)}
+        return found
+
+
+def run(check: Check, shape: Shape, kernel: Kernel) -> Outcome:
+    """Compare pair after pair until one differs."""
+    head = kernel.name, check.claim, check.name
+    if not getattr(kernel, check.claim):
+        return Outcome(*head, 0, skipped="not claimed")
+    reason = check.refuses(shape)
+    if reason is not None:
+        return Outcome(*head, 0, skipped=reason)
+    comparisons = 0
+    try:
+        for what, expected, got in check.pairs(shape, kernel):
+            comparisons += 1
+            difference = first_difference(expected, got)
+            if difference is not None:
+                return Outcome(*head, comparisons, what=what, difference=difference)
+    except NotImplementedError as refusal:
+        # Dispatch says so before anything runs: the kernel has no such layout, dtype or size.
+        return Outcome(*head, comparisons, skipped=str(refusal).splitlines()[-1].strip())
+    return Outcome(*head, comparisons)
+
+
+def audit(checks: Iterable[Check], shape: Shape, kernels: Iterable[Kernel]) -> Iterator[Outcome]:
+    """Every check of every kernel, up to and including the first that fails."""
+    checks = tuple(checks)
+    for kernel in kernels:
+        for check in checks:
+            outcome = run(check, shape, kernel)
+            yield outcome
+            if not outcome.ok:
+                return

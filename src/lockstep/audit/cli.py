@@ -1,0 +1,179 @@
+"""`lockstep audit`. What is heavy to import is imported inside the commands."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.bench import show
+
+if TYPE_CHECKING:
+    from lockstep.audit.calls import Shape
+    from lockstep.audit.checks import Outcome
+    from lockstep.kernels.kernel import Kernel
+
+app = typer.Typer(help="Test the claims of the kernels on this machine.", no_args_is_help=True)
+
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+USAGE = 2
+
+
+@app.callback()
+def main() -> None:
+    """Keeps `bits` a subcommand while it is the only one."""
+
+
+@app.command()
+def bits(
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; cuda where there is one, if not given.")
+    ] = None,
+    kernel: Annotated[
+        str | None, typer.Option(help="One kernel by name; all that run here, if not given.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences in a batch.")] = 4,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
+    kv_heads: Annotated[int, typer.Option(help="Key and value heads.")] = 2,
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 333,
+    head_dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="fp16, bf16, fp32; fp32 on a CPU and bf16 on a GPU, if not given."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="How often one call is made.")] = 20,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON for a script to read.")
+    ] = False,
+) -> None:
+    """Compare results bit by bit: repeated, alone and in a batch, packed, paged, in chunks.
+
+    Each kernel is held to what it claims, forward and backward. Exit status 1 at the first
+    difference, which is printed with its place and both bit patterns; 2 if nothing can run.
+    """
+    aside = Console(stderr=True)
+    try:
+        shape, kernels = _prepare(
+            device, kernel, dtype, batch, heads, kv_heads, seq, head_dim, repeats
+        )
+    except ValueError as error:
+        aside.print(f"error: {error}", style=show.BAD, soft_wrap=True)
+        raise typer.Exit(USAGE) from None
+    outcomes = _run(shape, kernels, aside)
+    ok = all(outcome.ok for outcome in outcomes)
+    if as_json:
+        found = {"shape": _shape_json(shape), "ok": ok, "checks": [o.as_json() for o in outcomes]}
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        _report(shape, outcomes, Console())
+    raise typer.Exit(0 if ok else 1)
+
+
+def _prepare(
+    device: str | None, name: str | None, dtype: str | None, *sizes: int
+) -> tuple[Shape, list[Kernel]]:
+    """What to audit. Raises ValueError where nothing can run."""
+    import torch
+
+    from lockstep.audit.calls import Shape
+    from lockstep.dispatch import KERNELS
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a CUDA device and a torch built for it: none is here")
+    dtype = dtype or ("bf16" if torch.device(device).type == "cuda" else "fp32")
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype takes one of {', '.join(DTYPES)}, got {dtype!r}")
+    shape = Shape(device, getattr(torch, DTYPES[dtype]), *sizes)
+    names = [k.name for k in KERNELS]
+    if name is not None and name not in names:
+        raise ValueError(f"--kernel takes one of {', '.join(names)}, got {name!r}")
+    refusals = {k.name: _refusal(k, shape) for k in KERNELS if name in (None, k.name)}
+    able = [k for k in KERNELS if k.name in refusals and refusals[k.name] is None]
+    if not able:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+        raise ValueError(f"no kernel to audit: {reasons}")
+    return shape, able
+
+
+def _refusal(kernel: Kernel, shape: Shape) -> str | None:
+    """Why a kernel cannot be audited: it does not run the dense call, or claims nothing."""
+    import torch
+
+    from lockstep.problem import Options, Tensors, describe
+
+    def empty(H: int) -> torch.Tensor:
+        return torch.empty(
+            shape.B, H, shape.S, shape.D, dtype=shape.dtype, device=torch.device(shape.device)
+        )
+
+    problem = describe(Tensors(empty(shape.Hq), empty(shape.Hkv), empty(shape.Hkv)), Options())
+    reason = kernel.supports(problem)
+    claims = kernel.deterministic or kernel.batch_invariant or kernel.query_invariant
+    return reason if reason is not None or claims else "claims nothing about bits"
+
+
+def _run(shape: Shape, kernels: list[Kernel], aside: Console) -> list[Outcome]:
+    from lockstep.audit import batch_invariance, determinism
+    from lockstep.audit.checks import audit
+
+    checks = (*determinism.CHECKS, *batch_invariance.CHECKS)
+    outcomes = []
+    with show.progress(aside, len(checks) * len(kernels)) as steps:
+        upcoming = iter([(k.name, c.name) for k in kernels for c in checks])
+        steps.say(": ".join(next(upcoming)))
+        for outcome in audit(checks, shape, kernels):
+            outcomes.append(outcome)
+            steps.done()
+            steps.say(": ".join(next(upcoming, ("", ""))))
+    return outcomes
+
+
+def _report(shape: Shape, outcomes: list[Outcome], console: Console) -> None:
+    console.print(Text(_shape_text(shape), style=show.QUIET))
+    for name in dict.fromkeys(outcome.kernel for outcome in outcomes):
+        console.print()
+        console.print(Text(name, style=show.OURS))
+        console.print(_table([outcome for outcome in outcomes if outcome.kernel == name]))
+    failed = next((outcome for outcome in outcomes if not outcome.ok), None)
+    console.print()
+    if failed is None:
+        console.print(Text("Every bit is the same.", style=show.GOOD))
+        return
+    console.print(Text(f"{failed.kernel}: {failed.check}: {failed.what}", style=show.BAD))
+    console.print(str(failed.difference), soft_wrap=True, highlight=False)
+
+
+def _table(outcomes: list[Outcome]) -> Table:
+    made = show.table("claim", "check", "compared", "", right=("compared",))
+    made.columns[-1].no_wrap = False
+    claim = None
+    for outcome in outcomes:
+        mark = show.YES if outcome.ok else show.NO
+        if outcome.skipped is not None:
+            mark = Text(outcome.skipped, style=show.QUIET)
+        made.add_row(
+            outcome.claim if outcome.claim != claim else "",
+            outcome.check,
+            str(outcome.comparisons or ""),
+            mark,
+        )
+        claim = outcome.claim
+    return made
+
+
+def _shape_text(shape: Shape) -> str:
+    sizes = f"B {shape.B}, heads {shape.Hq}/{shape.Hkv}, S {shape.S}, D {shape.D}"
+    return f"{sizes}, {_dtype_name(shape)} on {shape.device}, {shape.repeats} repeats"
+
+
+def _shape_json(shape: Shape) -> dict[str, Any]:
+    return {**vars(shape), "dtype": _dtype_name(shape)}
+
+
+def _dtype_name(shape: Shape) -> str:
+    return str(shape.dtype).removeprefix("torch.")

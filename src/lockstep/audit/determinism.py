@@ -1,0 +1,74 @@
+"""The claim `deterministic`: a call gives the same bits every time it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from lockstep.audit.calls import OPTIONS, Results, Shape, draw
+from lockstep.audit.checks import Check, Pair
+from lockstep.kernels.kernel import Kernel
+
+
+def repeated(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
+    """Forward and backward again and again, with the memory in between in another state."""
+    for option in OPTIONS:
+        batch = draw(shape, kernel, option)
+        first = batch.run()
+        kept = []
+        for i in range(1, shape.repeats):
+            # Moves what is allocated next, so that results do not land where they were before.
+            kept.append(torch.empty(997 * i % 4096, device=shape.device))
+            yield Pair(f"{option}, call {i + 1}", first, batch.run())
+
+
+def threads(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
+    """One thread, and every other number of them up to twice what there was."""
+    before = torch.get_num_threads()
+    try:
+        for option in OPTIONS:
+            batch = draw(shape, kernel, option)
+            torch.set_num_threads(before)
+            expected = batch.run()
+            for n in sorted({1, 2, 3, before, 2 * before}):
+                torch.set_num_threads(n)
+                yield Pair(f"{option}, {n} threads", expected, batch.run())
+    finally:
+        torch.set_num_threads(before)
+
+
+def cuda_graph(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
+    """Captured once, replayed a few times over poisoned results."""
+    for option in OPTIONS:
+        batch = draw(shape, kernel, option)
+        expected = batch.run()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            batch.run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured: Results = batch.run()
+        for i in range(3):
+            for x in captured.values():
+                x.fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            yield Pair(f"{option}, replay {i + 1}", expected, captured)
+
+
+def _on_cpu(shape: Shape) -> str | None:
+    return None if shape.device == "cpu" else "CPU only"
+
+
+def _on_cuda(shape: Shape) -> str | None:
+    return None if shape.device.startswith("cuda") else "CUDA only"
+
+
+CHECKS = (
+    Check("the same call again", "deterministic", repeated),
+    Check("any number of threads", "deterministic", threads, _on_cpu),
+    Check("CUDA graph or eager", "deterministic", cuda_graph, _on_cuda),
+)

@@ -1,0 +1,159 @@
+"""The audits pass what keeps its claims, and catch every kind of kernel that does not."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lockstep import dispatch
+from lockstep.audit import batch_invariance, determinism
+from lockstep.audit.calls import Shape
+from lockstep.audit.checks import audit, run
+from lockstep.kernels import cpu
+
+CHECKS = (*determinism.CHECKS, *batch_invariance.CHECKS)
+SMALL = Shape(B=3, Hq=4, Hkv=2, S=70, D=16, repeats=3)
+by_check = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+
+
+def nudged(x: torch.Tensor) -> torch.Tensor:
+    """One element moved by its last bit."""
+    x = x.clone()
+    flat = x.view(-1)
+    flat[-1] = torch.nextafter(flat[-1], torch.tensor(torch.inf, dtype=x.dtype))
+    return x
+
+
+_TURNS = itertools.count()
+
+
+def _by_turns(problem, tensors):
+    """Another answer every other time."""
+    out, lse = cpu.KERNEL.forward(problem, tensors)
+    return (nudged(out), lse) if next(_TURNS) % 2 else (out, lse)
+
+
+def _by_threads(problem, tensors):
+    out, lse = cpu.KERNEL.forward(problem, tensors)
+    return (nudged(out), lse) if torch.get_num_threads() == 3 else (out, lse)
+
+
+def _by_batch(problem, tensors):
+    out, lse = cpu.KERNEL.forward(problem, tensors)
+    return (torch.stack([*map(nudged, out)]), lse) if problem.B > 1 else (out, lse)
+
+
+def _by_layout(layout):
+    def forward(problem, tensors):
+        out, lse = cpu.KERNEL.forward(problem, tensors)
+        return (out, nudged(lse)) if problem.layout == layout else (out, lse)
+
+    return forward
+
+
+def _by_keys(problem, tensors):
+    """As a split chosen by the longest neighbour would."""
+    out, lse = cpu.KERNEL.forward(problem, tensors)
+    longest = int(tensors.kv_lens.max()) if tensors.kv_lens is not None else problem.Skv
+    total = int(tensors.kv_lens.sum()) if tensors.kv_lens is not None else 0
+    changed = torch.stack([*map(nudged, out)])
+    return (changed, lse) if total > longest + 9 else (out, lse)
+
+
+def _by_padding(problem, tensors):
+    out, lse = cpu.KERNEL.forward(problem, tensors)
+    return (nudged(out), lse) if problem.Skv > SMALL.S + 200 else (out, lse)
+
+
+def _by_queries(problem, tensors):
+    out, lse = cpu.KERNEL.forward(problem, tensors)
+    alone = problem.Sq == problem.B == 1 and problem.has_kv_lens
+    return (nudged(out), lse) if alone else (out, lse)
+
+
+FAULTS = {
+    "the same call again": _by_turns,
+    "any number of threads": _by_threads,
+    "alone or in a batch, at any place": _by_batch,
+    "a neighbour grows": _by_keys,
+    "any padding": _by_padding,
+    "packed or dense": _by_layout("varlen"),
+    "pages, in any order, or contiguous": _by_layout("paged"),
+    "prefill, chunks and decode": _by_queries,
+    "prefill and paged decode": _by_layout("paged"),
+}
+
+
+def faulty(monkeypatch, **changes):
+    kernel = replace(cpu.KERNEL, name="faulty", **changes)
+    monkeypatch.setattr(dispatch, "KERNELS", (*dispatch.KERNELS, kernel))
+    return kernel
+
+
+@by_check
+def test_the_cpu_keeps_what_it_claims(check):
+    outcome = run(check, SMALL, cpu.KERNEL)
+    assert outcome.ok, f"{outcome.what}: {outcome.difference}"
+    assert (outcome.comparisons > 0) == (outcome.skipped is None)
+
+
+@by_check
+def test_every_check_catches_a_kernel_that_breaks_it(check, monkeypatch):
+    if check.refuses(SMALL) is not None:
+        pytest.skip("needs a GPU")
+    outcome = run(check, SMALL, faulty(monkeypatch, forward=FAULTS[check.name]))
+    assert not outcome.ok
+    assert outcome.difference.tensor in ("out", "lse")
+
+
+@pytest.mark.parametrize("tensor", ["dq", "dk", "dv"])
+def test_gradients_are_compared(tensor, monkeypatch):
+    turns = itertools.count()
+
+    def backward(*args):
+        grads = cpu.KERNEL.backward(*args)
+        field = tensor[1]
+        changed = nudged(getattr(grads, field)) if next(turns) % 2 else getattr(grads, field)
+        return grads._replace(**{field: changed})
+
+    outcome = run(determinism.CHECKS[0], SMALL, faulty(monkeypatch, backward=backward))
+    assert outcome.difference.tensor == tensor
+
+
+def test_without_a_backward_the_forward_is_audited(monkeypatch):
+    kernel = faulty(monkeypatch, backward=None)
+    assert all(outcome.ok for outcome in audit(CHECKS, SMALL, [kernel]))
+
+
+def test_what_is_not_claimed_is_not_held_against_a_kernel(monkeypatch):
+    kernel = faulty(monkeypatch, forward=_by_queries, query_invariant=False)
+    outcomes = list(audit(CHECKS, SMALL, [kernel]))
+    assert all(outcome.ok for outcome in outcomes)
+    assert [o.skipped for o in outcomes if o.claim == "query_invariant"] == ["not claimed"] * 2
+
+
+def test_what_a_kernel_refuses_is_skipped_with_its_reason(monkeypatch):
+    def supports(problem):
+        return "has no pages" if problem.layout == "paged" else cpu.KERNEL.supports(problem)
+
+    kernel = faulty(monkeypatch, supports=supports)
+    (pages,) = (check for check in CHECKS if check.name.startswith("pages"))
+    outcome = run(pages, SMALL, kernel)
+    assert outcome.ok
+    assert outcome.skipped == "faulty: has no pages"
+
+
+def test_an_audit_stops_at_the_first_difference(monkeypatch):
+    kernel = faulty(monkeypatch, forward=_by_batch)
+    outcomes = list(audit(CHECKS, SMALL, [kernel, cpu.KERNEL]))
+    assert [outcome.ok for outcome in outcomes] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("wrong", [{"B": 0}, {"S": 3}, {"Hq": 3, "Hkv": 2}, {"repeats": 0}])
+def test_sizes_that_make_no_call_are_refused(wrong):
+    name = next(iter(wrong))
+    with pytest.raises(ValueError, match=f"{name} takes"):
+        Shape(**wrong)

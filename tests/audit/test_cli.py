@@ -1,0 +1,73 @@
+"""`lockstep audit bits`: exit statuses, JSON, and what a difference looks like."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lockstep import cli, dispatch
+from lockstep.kernels import cpu
+
+runner = CliRunner()
+SMALL = ["audit", "bits", "--device", "cpu", "--seq", "40", "--batch", "2", "--repeats", "2"]
+SMALL += ["--heads", "2", "--kv-heads", "1", "--head-dim", "8"]
+
+
+def test_it_holds_here():
+    result = runner.invoke(cli.app, SMALL)
+    assert result.exit_code == 0, result.output
+    assert "Every bit is the same." in result.stdout
+
+
+def test_json_is_alone_on_stdout():
+    result = runner.invoke(cli.app, [*SMALL, "--dtype", "bf16", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["ok"] is True
+    assert found["shape"]["dtype"] == "bfloat16"
+    assert {check["kernel"] for check in found["checks"]} == {"cpu"}
+    assert all(check["ok"] for check in found["checks"])
+
+
+def test_a_difference_ends_it_with_status_1_and_its_place(monkeypatch):
+    turns = iter(range(100))
+
+    def forward(problem, tensors):
+        out, lse = cpu.KERNEL.forward(problem, tensors)
+        return out + 1e-3 * next(turns), lse
+
+    kernel = replace(cpu.KERNEL, name="fickle", forward=forward)
+    monkeypatch.setattr(dispatch, "KERNELS", (kernel,))
+    result = runner.invoke(cli.app, SMALL)
+    assert result.exit_code == 1
+    assert "fickle: the same call again: plain, call 2" in result.stdout
+    assert "out[0, 0, 0, 0]: expected" in result.stdout
+    found = json.loads(runner.invoke(cli.app, [*SMALL, "--json"]).stdout)
+    assert found["checks"][-1]["difference"]["index"] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dtype", "int3"], "--dtype takes one of fp16"),
+        (["--kernel", "abacus"], "--kernel takes one of"),
+        (["--seq", "2"], "S takes at least 16"),
+        (["--kernel", "oracle"], "oracle: takes float64"),
+        (["--kernel", "oracle", "--dtype", "fp64"], "claims nothing about bits"),
+    ],
+)
+def test_what_cannot_run_is_a_usage_error(arguments, message):
+    result = runner.invoke(cli.app, [*SMALL, *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr.replace("\n", " ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+def test_no_cuda_is_said_plainly():
+    result = runner.invoke(cli.app, ["audit", "bits", "--device", "cuda"])
+    assert result.exit_code == 2
+    assert "needs a CUDA device" in result.stderr
