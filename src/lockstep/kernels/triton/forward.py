@@ -1,0 +1,186 @@
+"""Attention of a tile of query rows over all the keys they see.
+
+    out = softmax(softcap(scale · q kᵀ) + bias) v        lse = log Σ exp(scores)
+
+One program takes BLOCK_Q rows of one KV head (the query heads that share it are packed into rows)
+and walks the tiles of BLOCK_KV keys in ascending order: first those that only some rows see, at the
+left edge of a window, then those that all rows see, which need no mask, then those at the diagonal
+and at the end of the sequence. Tiles that no row sees are skipped.
+
+With `parts_ptr` a program walks only its own run of spans, and hands out each span as a part
+instead of folding it: `split_kv` does that.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lockstep.kernels.triton.spans import attend_tiles, locate, store_part
+from lockstep.kernels.triton.tiles import (
+    close,
+    finish,
+    fold,
+    fold_sink,
+    seen_by_all,
+    seen_by_any,
+)
+
+
+# One binary serves every batch size, length and stride.
+_SIZES = (
+    *("stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks"),
+    *("stride_vb", "stride_vh", "stride_vs", "stride_bb", "stride_bh", "stride_bq", "stride_bk"),
+    *("stride_tb", "stride_rb", "stride_rh", "stride_rs"),
+    *("B", "Sq", "Skv", "n_slots", "n_spans", "run_spans", "left", "right"),
+)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def attend(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    sinks_ptr,
+    kv_lens_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    page_table_ptr,
+    out_ptr,
+    lse_ptr,
+    parts_ptr,
+    part_lse_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_bb,
+    stride_bh,
+    stride_bq,
+    stride_bk,
+    stride_tb,
+    stride_rb,
+    stride_rh,
+    stride_rs,
+    B,
+    Sq,
+    Skv,
+    n_slots,
+    n_spans,
+    run_spans,
+    left,
+    right,
+    cap_scale,
+    late_scale,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    SCALE_LATER: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Pointers may be None where a call has no such tensor.
+
+    Strides of q, k and v are in units of ALIGN elements, so that wide loads are known to be
+    aligned. `stride_r*` count rows of out and lse.
+    """
+    b, head, tile, q_start, q_len, kv_start, kv_len = locate(
+        tl.program_id(0), n_slots, B, Sq, Skv, kv_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+        GROUP, BLOCK_Q,
+    )  # fmt: skip
+    row = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
+    n_rows = q_len * GROUP
+    if tile * BLOCK_Q >= n_rows:
+        return
+    is_row = row < n_rows
+    q_idx, q_head = row // GROUP, head * GROUP + row % GROUP
+    shift = kv_len - q_len
+    position = q_idx + shift
+
+    first_position = tile * BLOCK_Q // GROUP + shift
+    last_position = (tl.minimum(tile * BLOCK_Q + BLOCK_Q, n_rows) - 1) // GROUP + shift
+    lo, hi = seen_by_any(first_position, last_position, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
+    all_lo, all_hi = seen_by_all(
+        first_position, last_position, kv_len, left, right, HAS_LEFT, HAS_RIGHT
+    )
+    if parts_ptr is not None:
+        run_first = tl.program_id(1) * run_spans * SPAN
+        lo, hi = tl.maximum(lo, run_first), tl.minimum(hi, run_first + run_spans * SPAN)
+        if lo >= hi:
+            return
+    # Tiles [start, whole) and [masked, end) need a mask, [whole, masked) do not.
+    start = lo // BLOCK_KV
+    end = tl.maximum(tl.cdiv(hi, BLOCK_KV), start)
+    whole = tl.minimum(tl.maximum(tl.cdiv(all_lo, BLOCK_KV), start), end)
+    masked = tl.minimum(tl.maximum(all_hi // BLOCK_KV, whole), end)
+
+    d, dv = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
+    b64 = b.to(tl.int64)
+    q_rows = q_ptr + b64 * (stride_qb * ALIGN) + q_head.to(tl.int64) * (stride_qh * ALIGN)
+    q_rows += (q_start + q_idx) * (stride_qs * ALIGN)
+    q = tl.load(q_rows[:, None] + d, mask=is_row[:, None] & (d < D), other=0.0)
+    k_ptr += head.to(tl.int64) * (stride_kh * ALIGN)
+    v_ptr += head.to(tl.int64) * (stride_vh * ALIGN)
+    table_ptr = page_table_ptr
+    if PAGE_SIZE == 0:
+        k_ptr += b64 * (stride_kb * ALIGN) + kv_start * (stride_ks * ALIGN)
+        v_ptr += b64 * (stride_vb * ALIGN) + kv_start * (stride_vs * ALIGN)
+    else:
+        table_ptr += b64 * stride_tb
+    bias_rows = None
+    if bias_ptr is not None:
+        bias_rows = bias_ptr + b64 * stride_bb + q_head.to(tl.int64) * stride_bh
+        bias_rows += q_idx.to(tl.int64) * stride_bq
+    out_row = b64 * stride_rb + q_head.to(tl.int64) * stride_rh + (q_start + q_idx) * stride_rs
+    part_rows, part_lse_rows = None, None
+    if parts_ptr is not None:
+        part_rows = parts_ptr + out_row * n_spans * DV
+        part_lse_rows = part_lse_ptr + out_row * n_spans
+
+    m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
+    folded_m, folded_l, folded_acc = m, l, acc
+    for part in tl.static_range(3):
+        # The left edge of a window, the middle, the diagonal and the end.
+        if part != 0 or HAS_LEFT:
+            tile_lo = start if part == 0 else (whole if part == 1 else masked)
+            tile_hi = whole if part == 0 else (masked if part == 1 else end)
+            m, l, acc, folded_m, folded_l, folded_acc = attend_tiles(
+                tile_lo, tile_hi, start, m, l, acc, folded_m, folded_l, folded_acc,
+                q, k_ptr, v_ptr, bias_rows, table_ptr, part_rows, part_lse_rows,
+                stride_kb * ALIGN, stride_ks * ALIGN, stride_vb * ALIGN, stride_vs * ALIGN,
+                stride_bk, position, is_row, kv_len, left, right, cap_scale, late_scale,
+                D, DV, BLOCK_KV, SPAN, PAGE_SIZE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, SCALE_LATER,
+                part != 1,
+            )  # fmt: skip
+
+    out, lse = finish(m, l, acc)
+    if parts_ptr is not None:
+        store_part(out, lse, part_rows, part_lse_rows, (hi - 1) // SPAN, is_row, DV)
+        return
+    m, l, acc = fold(folded_m, folded_l, folded_acc, out, lse)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + q_head, mask=is_row, other=0.0).to(tl.float32)
+        m, l, acc = fold_sink(m, l, acc, sink)
+    out, lse = close(m, l, acc)
+    tl.store(
+        out_ptr + out_row[:, None] * DV + dv,
+        out.to(out_ptr.dtype.element_ty),
+        mask=is_row[:, None] & (dv < DV),
+    )
+    tl.store(lse_ptr + out_row, lse, mask=is_row)

@@ -1,0 +1,155 @@
+"""From a program to its rows, and from the rows over their keys, span by span.
+
+    locate         which rows of which sequence a program works on
+    attend_tiles   the tiles that those rows see; spans are folded, or handed out as parts
+
+A span is computed in the same way whether it is then folded or handed out, so a row gets the same
+bits from `forward` and from `split_kv`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lockstep.kernels.triton.tiles import (
+    find_sequence,
+    finish,
+    fold,
+    is_seen,
+    load_tile,
+    online_softmax,
+    scores,
+    unit,
+    weigh,
+    weigh_seen,
+)
+
+
+@triton.jit
+def locate(
+    program,
+    n_slots,
+    B,
+    Sq,
+    Skv,
+    kv_lens_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    GROUP: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):
+    """Sequence, KV head and tile of a program, and where its sequence begins and how long it is.
+
+    Slots run over the tiles of one KV head, last tile first: causal tiles grow along the sequence,
+    and the longest should not start last.
+    """
+    head, slot = program // n_slots, program % n_slots
+    if cu_seqlens_q_ptr is not None:
+        b, tile = find_sequence(slot, cu_seqlens_q_ptr, B, GROUP, BLOCK_Q)
+        q_start = tl.load(cu_seqlens_q_ptr + b).to(tl.int64)
+        q_len = (tl.load(cu_seqlens_q_ptr + b + 1) - q_start).to(tl.int32)
+        kv_start = tl.load(cu_seqlens_k_ptr + b).to(tl.int64)
+        kv_len = (tl.load(cu_seqlens_k_ptr + b + 1) - kv_start).to(tl.int32)
+    else:
+        b, head = head % B, head // B
+        tile = n_slots - 1 - slot
+        q_start, kv_start = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+        q_len, kv_len = Sq, Skv
+        if kv_lens_ptr is not None:
+            kv_len = tl.load(kv_lens_ptr + b).to(tl.int32)
+    return b, head, tile, q_start, q_len, kv_start, kv_len
+
+
+@triton.jit
+def store_part(out, lse, part_rows, part_lse_rows, span, is_row, DV: tl.constexpr):
+    """Hands out the part of one span: out [BLOCK_Q, BLOCK_DV], lse [BLOCK_Q], rows [BLOCK_Q]."""
+    d = tl.arange(0, out.shape[1])[None, :]
+    tl.store(part_rows[:, None] + span * DV + d, out, mask=is_row[:, None] & (d < DV))
+    tl.store(part_lse_rows + span, lse, mask=is_row)
+
+
+@triton.jit
+def attend_tiles(
+    tile_lo,
+    tile_hi,
+    start_tile,
+    m,
+    l,
+    acc,
+    folded_m,
+    folded_l,
+    folded_acc,
+    q,
+    k_ptr,
+    v_ptr,
+    bias_rows,
+    table_ptr,
+    part_rows,
+    part_lse_rows,
+    stride_kp,
+    stride_ks,
+    stride_vp,
+    stride_vs,
+    stride_bk,
+    position,
+    is_row,
+    kv_len,
+    left,
+    right,
+    cap_scale,
+    late_scale,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    SPAN: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    SCALE_LATER: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The tiles from `tile_lo` up to `tile_hi`; unless MASKED, every row sees all of them."""
+    for tile in range(tile_lo, tile_hi):
+        first = tile * BLOCK_KV
+        k = load_tile(
+            k_ptr, first, kv_len, table_ptr, stride_kp, stride_ks,
+            D, BLOCK_KV, q.shape[1], PAGE_SIZE, MASKED,
+        )  # fmt: skip
+        kv_idx = first + tl.arange(0, BLOCK_KV)[None, :]
+        bias = None
+        if bias_rows is not None:
+            inside = is_row[:, None] & (kv_idx < kv_len)
+            bias = tl.load(bias_rows[:, None] + kv_idx * stride_bk, mask=inside, other=0.0)
+            bias = bias.to(tl.float32)
+        s = scores(q, k, bias, cap_scale, late_scale, HAS_SOFTCAP, SCALE_LATER)
+        seen = None
+        if MASKED:
+            seen = is_seen(position[:, None], kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
+            if bias is not None:
+                seen &= bias != float("-inf")
+            s = tl.where(seen, s, float("-inf"))
+        # A new span: what the last one came to is folded, or handed out.
+        if first % SPAN == 0 and tile > start_tile:
+            out, lse = finish(m, l, acc)
+            if part_rows is None:
+                folded_m, folded_l, folded_acc = fold(folded_m, folded_l, folded_acc, out, lse)
+            else:
+                store_part(out, lse, part_rows, part_lse_rows, first // SPAN - 1, is_row, DV)
+            m = tl.full(m.shape, float("-inf"), tl.float32)
+            l = tl.zeros(l.shape, tl.float32)
+            acc = tl.zeros(acc.shape, tl.float32)
+        p, alpha, m, l = online_softmax(s, unit(late_scale, SCALE_LATER), m, l)
+        acc = acc * alpha[:, None]
+        v = load_tile(
+            v_ptr, first, kv_len, table_ptr, stride_vp, stride_vs,
+            DV, BLOCK_KV, acc.shape[1], PAGE_SIZE, MASKED,
+        )  # fmt: skip
+        if MASKED:
+            acc = weigh_seen(p, v, acc, seen, BLOCK_KV)
+        elif bias is not None:
+            acc = weigh_seen(p, v, acc, bias != float("-inf"), BLOCK_KV)
+        else:
+            acc = weigh(p, v, acc)
+    return m, l, acc, folded_m, folded_l, folded_acc

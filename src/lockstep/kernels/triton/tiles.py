@@ -1,0 +1,251 @@
+"""What the kernels do to one tile of keys: find it, load it, score it, mask it, weigh it, fold it.
+
+Rows. The query heads that share a KV head are packed into the rows of a tile: row `r` of a KV head
+is query `r // GROUP` under head `r % GROUP`.
+
+Spans. The keys of a sequence are cut into spans of a fixed size at absolute positions. Within a
+span the online softmax carries (m, l, acc); a finished span is a part (out, lse), and parts are
+folded in ascending order by the formula of `lockstep.merge`. Which program computes a span, and
+whether the one that computes it also folds it, changes nothing about the numbers. Sums of products
+that a compiler may contract or leave alone are spelled as `fma`, so that every kernel rounds alike.
+
+Scores leave `scores` times `unit` short of log2 units: one multiplication per row and one fused
+with the subtraction of the maximum, instead of one per score.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lockstep import numerics
+
+LOG2E: tl.constexpr = tl.constexpr(numerics.LOG2E)
+LN2: tl.constexpr = tl.constexpr(numerics.LN2)
+# Products of float32 inputs are float32 products, not tf32. 16-bit inputs do not care.
+PRECISION: tl.constexpr = tl.constexpr("ieee")
+
+
+@triton.jit
+def find_sequence(slot, cu_seqlens_ptr, B, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """Sequence and tile of slot number `slot` of a packed batch, without anyone counting tiles.
+
+    Sequence b owns the slots from `cu_seqlens[b] * GROUP // BLOCK_Q + b` to where the next begins.
+    That is always enough for its tiles and never more than one too many.
+    """
+    CHUNK: tl.constexpr = 1024
+    before = 0  # sequences that begin at or before the slot
+    for first in range(0, B, CHUNK):
+        b = first + tl.arange(0, CHUNK)
+        start = tl.load(cu_seqlens_ptr + b, mask=b < B, other=0).to(tl.int64)
+        begins = (start * GROUP // BLOCK_Q + b <= slot) & (b < B)
+        before += tl.sum(begins.to(tl.int32), 0)
+    b = before - 1
+    first_slot = tl.load(cu_seqlens_ptr + b).to(tl.int64) * GROUP // BLOCK_Q + b
+    return b, (slot - first_slot).to(tl.int32)
+
+
+@triton.jit
+def seen_by_any(first, last, kv_len, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """Keys [lo, hi) outside which no row at the positions `first` to `last` sees anything."""
+    lo, hi = 0, kv_len
+    if HAS_LEFT:
+        lo = tl.maximum(first - left, 0)
+    if HAS_RIGHT:
+        hi = tl.minimum(last + right + 1, kv_len)
+    return lo, hi
+
+
+@triton.jit
+def seen_by_all(first, last, kv_len, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """Keys [lo, hi) that every row at the positions `first` to `last` sees."""
+    lo, hi = 0, kv_len
+    if HAS_LEFT:
+        lo = tl.maximum(last - left, 0)
+    if HAS_RIGHT:
+        hi = tl.minimum(first + right + 1, kv_len)
+    return lo, hi
+
+
+@triton.jit
+def is_seen(
+    position, kv_idx, kv_len, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
+):
+    """Which rows see which keys, bias aside: position [BLOCK_Q, 1], kv_idx [1, BLOCK_KV]."""
+    seen = (kv_idx < kv_len) & (position == position)  # [BLOCK_Q, BLOCK_KV]
+    if HAS_LEFT:
+        seen &= kv_idx >= position - left
+    if HAS_RIGHT:
+        seen &= kv_idx <= position + right
+    return seen
+
+
+@triton.jit
+def load_tile(
+    base_ptr,
+    first,
+    kv_len,
+    table_ptr,
+    stride_page,
+    stride_s,
+    D: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Keys or values `first` to `first + BLOCK_KV` of one head of a sequence: [BLOCK_KV, BLOCK_D].
+
+    With a PAGE_SIZE they come out of pages; `table_ptr` is then the sequence's page table. MASKED
+    tiles are not read beyond `kv_len`: what is there may not be memory, and reads as 0.
+    """
+    offset = tl.arange(0, BLOCK_KV)
+    d = tl.arange(0, BLOCK_D)
+    inside = offset < kv_len - first  # [BLOCK_KV]
+    if PAGE_SIZE == 0:
+        rows = base_ptr + first.to(tl.int64) * stride_s + offset[:, None] * stride_s
+    elif PAGE_SIZE % BLOCK_KV == 0:
+        # The whole tile lies in one page.
+        page = tl.load(table_ptr + first // PAGE_SIZE).to(tl.int64)
+        slot = first % PAGE_SIZE
+        rows = base_ptr + page * stride_page + slot.to(tl.int64) * stride_s
+        rows += offset[:, None] * stride_s
+    else:
+        kv_idx = first + offset
+        page = tl.load(table_ptr + kv_idx // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+        slot = (kv_idx % PAGE_SIZE).to(tl.int64)
+        rows = base_ptr + (page * stride_page + slot * stride_s)[:, None]
+    tile_ptr = rows + d[None, :]  # [BLOCK_KV, BLOCK_D]
+    if MASKED and D < BLOCK_D:
+        return tl.load(tile_ptr, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+    if MASKED:
+        return tl.load(tile_ptr, mask=inside[:, None], other=0.0)
+    if D < BLOCK_D:
+        return tl.load(tile_ptr, mask=(d < D)[None, :], other=0.0)
+    return tl.load(tile_ptr)
+
+
+@triton.jit
+def tanh(x):
+    """Within 2 units in the last place: a polynomial near 0, where 1 - 2 / (e^2x + 1) cancels."""
+    u = x * x
+    p = tl.fma(u, -5.691985662956167e-3, 2.062629182300504e-2)
+    p = tl.fma(u, p, -5.3735318849346424e-2)
+    p = tl.fma(u, p, 1.3331381354358765e-1)
+    p = tl.fma(u, p, -3.3333279208370503e-1)
+    near = tl.fma(x * u, p, x)
+    far = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
+    return tl.where(u < 0.390625, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def scores(
+    q,  # [BLOCK_Q, BLOCK_D]
+    k,  # [BLOCK_KV, BLOCK_D]
+    bias,  # [BLOCK_Q, BLOCK_KV] fp32, or None
+    cap_scale,
+    late_scale,
+    HAS_SOFTCAP: tl.constexpr,
+    SCALE_LATER: tl.constexpr,
+):
+    """[BLOCK_Q, BLOCK_KV] fp32, to be multiplied by `unit(late_scale, SCALE_LATER)`.
+
+    `cap_scale` is scale / softcap. `late_scale` is LOG2E times softcap, or times scale where there
+    is no softcap; SCALE_LATER says that it is positive and that there is no bias.
+    """
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if HAS_SOFTCAP:
+        s = tanh(s * cap_scale)
+    if bias is not None:
+        s = tl.fma(s, late_scale, bias * LOG2E)
+        # Whatever hides behind -inf, NaN included.
+        s = tl.where(bias == float("-inf"), float("-inf"), s)
+    elif not SCALE_LATER:
+        s *= late_scale
+    return s
+
+
+@triton.jit
+def unit(late_scale, SCALE_LATER: tl.constexpr):
+    """What turns the scores into log2 units."""
+    if SCALE_LATER:
+        return late_scale
+    else:
+        return 1.0
+
+
+@triton.jit
+def online_softmax(s, unit, m, l):
+    """One step: p [BLOCK_Q, BLOCK_KV], what to multiply acc by [BLOCK_Q], and the new m and l."""
+    m_new = tl.maximum(m, tl.max(s, 1) * unit)
+    # exp2(-inf - -inf) would be NaN: measured from 0, a row without keys weighs nothing.
+    origin = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2(m - origin)
+    p = tl.exp2(tl.fma(s, unit, -origin[:, None]))  # [BLOCK_Q, BLOCK_KV]
+    return p, alpha, m_new, tl.fma(l, alpha, tl.sum(p, 1))
+
+
+@triton.jit
+def weigh(p, v, acc):
+    """acc + p v, for rows that see every key of the tile."""
+    return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def weigh_seen(p, v, acc, seen, BLOCK_KV: tl.constexpr):
+    """acc + p v over the pairs in `seen`.
+
+    Hidden keys have p = 0, and 0 · v is 0 unless v is not finite. So values that are not finite
+    are taken out and, which hardly ever happens, added pair by pair to the rows that see them.
+    """
+    stray = (v * 0.0) != 0.0  # [BLOCK_KV, BLOCK_DV]
+    if tl.max(tl.max(stray.to(tl.int32), 1), 0) != 0:
+        for i in range(BLOCK_KV):
+            mine = tl.arange(0, BLOCK_KV) == i
+            value = tl.sum(tl.where(mine[:, None] & stray, v.to(tl.float32), 0.0), 0)  # [BLOCK_DV]
+            weight = tl.sum(tl.where(mine[None, :], p, 0.0), 1)  # [BLOCK_Q]
+            sees = tl.max((mine[None, :] & seen).to(tl.int32), 1) != 0  # [BLOCK_Q]
+            pair = sees[:, None] & ((value * 0.0) != 0.0)[None, :]  # [BLOCK_Q, BLOCK_DV]
+            acc += tl.where(pair, weight[:, None] * value[None, :], 0.0)
+        v = tl.where(stray, 0.0, v)
+    return weigh(p, v, acc)
+
+
+@triton.jit
+def finish(m, l, acc):
+    """The part (out, lse) that the state of a span stands for; lse in natural units."""
+    total = tl.where(l == 0.0, 1.0, l)
+    out = acc * (1.0 / total)[:, None]  # [BLOCK_Q, BLOCK_DV]
+    return out, (m + tl.log2(total)) * LN2
+
+
+@triton.jit
+def fold_weights(m, lse):
+    """New maximum, and what the parts so far and the part with `lse` weigh under it."""
+    m_new = tl.maximum(m, lse)
+    origin = tl.where(m_new == float("-inf"), 0.0, m_new)
+    return m_new, tl.exp2((m - origin) * LOG2E), tl.exp2((lse - origin) * LOG2E)
+
+
+@triton.jit
+def fold(m, l, acc, out, lse):
+    """The state (m, l, acc) of the parts so far with one more part (out, lse)."""
+    m, keep, add = fold_weights(m, lse)
+    acc = tl.fma(acc, tl.expand_dims(keep, -1), out * tl.expand_dims(add, -1))
+    return m, tl.fma(l, keep, add), acc
+
+
+@triton.jit
+def fold_sink(m, l, acc, sink):
+    """A sink is a part without a value."""
+    m, keep, add = fold_weights(m, sink)
+    return m, tl.fma(l, keep, add), acc * tl.expand_dims(keep, -1)
+
+
+@triton.jit
+def close(m, l, acc):
+    """The result (out, lse) of all parts."""
+    total = tl.where(l == 0.0, 1.0, l)
+    # Adding 0 makes one zero of the two.
+    out = tl.fma(acc, tl.expand_dims(1.0 / total, -1), 0.0)
+    return out, tl.fma(tl.log2(total), LN2, m)
