@@ -346,6 +346,8 @@ def _prepare(tensors: Tensors, layout: Layout) -> Tensors:
     check_types(tensors, layout)
     if tensors.bias is not None:
         tensors = tensors._replace(bias=pad_bias(tensors.bias))
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
     device_type = tensors.q.device.type
     if not (is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
         return tensors

@@ -16,10 +16,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lockstep import numerics
-from lockstep.dispatch import select
-from lockstep.kernels.kernel import Needs
-from lockstep.problem import Options, Tensors, check_parts, check_values, describe
+from lockstep import dispatch, numerics
+from lockstep.kernels.kernel import Kernel, Needs
+from lockstep.problem import (
+    AttentionProblem,
+    Options,
+    Tensors,
+    check_parts,
+    check_values,
+    describe,
+)
 from lockstep.transforms import (
     Transformable,
     VmapRule,
@@ -42,11 +48,15 @@ def _define(schema: str, implementation: Callable[..., Any], fake: Callable[...,
 
 
 def _define_gradient(
-    op: Any, derive: Callable[..., Any], save: Callable[..., None], rule: VmapRule
+    op: Any,
+    implementation: Callable[..., Any],
+    derive: Callable[..., Any],
+    save: Callable[..., None],
+    rule: VmapRule,
 ) -> Transformable:
     torch.library.register_autograd(op, derive, setup_context=save, lib=_LIB)
     torch.library.register_vmap(op, partial(rule, op), lib=_LIB)
-    return Transformable(op, derive, save, rule)
+    return Transformable(op, implementation, derive, save, rule)
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -60,6 +70,27 @@ def _underivable(message: str) -> Callable[..., NoReturn]:
         raise NotImplementedError(message)
 
     return derive
+
+
+# What was found for a call, by all that it depends on.
+_PLANS: dict[tuple[Any, ...], tuple[AttentionProblem, Kernel]] = {}
+_MAX_PLANS = 4096
+
+
+def _plan(
+    tensors: Tensors, options: Options, name: str | None, *, backward: bool = False
+) -> tuple[AttentionProblem, Kernel]:
+    """The problem and the kernel for it: the same objects again for a call of the same kind."""
+    kinds = [None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
+    key = (options, name, backward, dispatch.KERNELS, *kinds)
+    plan = _PLANS.get(key)
+    if plan is None:
+        problem = describe(tensors, options)
+        plan = problem, dispatch.select(problem, name, backward=backward)
+        if len(_PLANS) >= _MAX_PLANS:
+            _PLANS.clear()
+        _PLANS[key] = plan
+    return plan
 
 
 class _Attention:
@@ -90,10 +121,10 @@ class _Attention:
         return tensors, Options._make(args[n:-1]), args[-1]
 
     def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
-        tensors, options, kernel = self.unpack(args)
-        problem = describe(tensors, options)
+        tensors, options, name = self.unpack(args)
+        problem, kernel = _plan(tensors, options, name)
         check_values(problem, tensors)
-        return select(problem, kernel).forward(problem, _with_contiguous_rows(tensors))
+        return kernel.forward(problem, _with_contiguous_rows(tensors))
 
     def fake_forward(self, *args: Any) -> tuple[Tensor, Tensor]:
         tensors, options, _ = self.unpack(args)
@@ -122,20 +153,20 @@ class _DerivableAttention(_Attention):
         )
         self.call_backward = _define_gradient(
             backward_op,
+            self.backward,
             _underivable(f"{name} has no second derivative: its gradient cannot be derived again"),
             _save_nothing,
             backward_rule,
         )
-        self.call = _define_gradient(self.op, self.derive, self.save, rule)
+        self.call = _define_gradient(self.op, self.forward, self.derive, self.save, rule)
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
     ) -> list[Tensor]:
         tensors, options, name = self.unpack(args[:-1])
         needs = Needs._make(args[-1])
-        problem = describe(tensors, options)
+        problem, kernel = _plan(tensors, options, name, backward=True)
         check_values(problem, tensors)
-        kernel = select(problem, name, backward=True)
         assert kernel.backward is not None
         grads = kernel.backward(
             problem,
@@ -252,6 +283,7 @@ attention = _DENSE.call
 attention_varlen = _VARLEN.call
 attention_paged = _define_gradient(
     _PAGED.op,
+    _PAGED.forward,
     _underivable("attention_paged is for inference: it has no gradient"),
     _save_nothing,
     sample_by_sample,

@@ -1,4 +1,8 @@
-"""The operators under torch.func: vmap, grad, vjp, jacrev, and the refusal of forward mode.
+"""How an operator is called: directly, through torch's dispatcher, or under torch.func.
+
+In plain eager mode the dispatcher would only find the implementation we already hold, and a short
+kernel is over before it has. So a call goes there only if something may be listening: autograd,
+a compiler, a mode, a tensor subclass, a profiler.
 
 The gradient that torch.library registers takes no part in torch.func's transforms, and is silently
 left out of forward-mode differentiation. `Transformable` puts the same gradient into an
@@ -22,6 +26,8 @@ from torch.autograd import forward_ad
 # (call, info, in_dims, *args) -> (output, out_dims): `call` takes args without the mapped dim.
 VmapRule = Callable[..., tuple[Any, Any]]
 
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
 
 def transforming() -> bool:
     """Whether a torch.func transform or forward-mode differentiation is under way, in eager."""
@@ -30,16 +36,45 @@ def transforming() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def nobody_listens(args: tuple[Any, ...]) -> bool:
+    """Whether the dispatcher would do no more than call the implementation."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._autograd._profiler_enabled()
+    ):
+        return False
+    grad = torch.is_grad_enabled()
+    for arg in args:
+        if isinstance(arg, Tensor) and (
+            type(arg) not in _PLAIN_TYPES
+            or not (arg.is_cpu or arg.is_cuda)
+            or arg.is_neg()
+            or (grad and arg.requires_grad)
+        ):
+            return False
+    return True
+
+
 class Transformable:
-    """Calls an operator, through an autograd.Function where a transform is under way.
+    """Calls an operator: its `implementation` where nobody listens, otherwise through torch.
 
     `derive` and `save` are what torch.library.register_autograd takes for the operator.
     """
 
     def __init__(
-        self, op: Any, derive: Callable[..., Any], save: Callable[..., None], rule: VmapRule
+        self,
+        op: Any,
+        implementation: Callable[..., Any],
+        derive: Callable[..., Any],
+        save: Callable[..., None],
+        rule: VmapRule,
     ) -> None:
-        self.op = op
+        self.op, self.implementation = op, implementation
         self.function: Any = type(
             f"{op._opname}_function",
             (torch.autograd.Function,),
@@ -53,6 +88,8 @@ class Transformable:
         )
 
     def __call__(self, *args: Any) -> Any:
+        if nobody_listens(args):
+            return self.implementation(*args)
         return self.function.apply(*args) if transforming() else self.op(*args)
 
 

@@ -13,6 +13,7 @@ for dQ (seven products, more parallel). Both add the same numbers in the same or
 from __future__ import annotations
 
 from functools import lru_cache
+from operator import mul
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -254,8 +255,8 @@ def _items(
     """Whole KV heads, cut by span of keys or by block of rows where asked."""
     rows = []
     for b in range(problem.B):
-        n_rows = int(described.q_len[b]) * problem.Hq // problem.Hkv
-        n_spans = -(-int(described.kv_len[b]) // SPAN)
+        n_rows = described.q_len[b] * problem.Hq // problem.Hkv
+        n_spans = -(-described.kv_len[b] // SPAN)
         for h in range(problem.Hkv):
             blocks = range(0, n_rows, ROWS) if by_block else (0,)
             spans = range(n_spans) if by_span else (0,)
@@ -292,7 +293,8 @@ def backward(
     # Keys and queries that no one sees keep these zeros.
     dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype) for t in (tensors.q, tensors.k, tensors.v))
     delta = torch.zeros(lse.shape, dtype=torch.float32)
-    tiles = -(-described.q_len * problem.Hq // problem.Hkv // LANES) * problem.Hkv
+    group = problem.Hq // problem.Hkv
+    tiles = -(-np.array(described.q_len) * group // LANES) * problem.Hkv
     first_tile = np.cumsum(tiles) - tiles
     n_sums = int(tiles.sum()) * LANES * (-(-D // MR) * MR) if needs.q else 0
     dq_tiles = np.zeros(n_sums, np.float32)
@@ -310,7 +312,7 @@ def backward(
     def run(want_q: bool, want_kv: bool, by_span: bool, by_block: bool) -> None:
         record["want_q"], record["want_kv"] = want_q, want_kv
         items = _items(problem, described, by_span, by_block)
-        pairs = int((described.q_len * described.kv_len).sum()) * problem.Hq
+        pairs = sum(map(mul, described.q_len, described.kv_len)) * problem.Hq
         arguments = (described.address, address(record), address(items), len(items))
         parallel(run_gradients, arguments, scratch, 5 * pairs * (D + Dv) // 2)
 

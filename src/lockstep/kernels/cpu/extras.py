@@ -74,7 +74,7 @@ def row_deltas(
     problem: AttentionProblem, described: Described, record: np.ndarray, scratch: int
 ) -> None:
     """Fill the tensor that ``record`` names delta."""
-    work = int(described.q_len.sum()) * problem.Hq * problem.Dv
+    work = sum(described.q_len) * problem.Hq * problem.Dv
     parallel(_run_deltas, (described.address, address(record)), scratch, work)
 
 
@@ -104,7 +104,7 @@ def _run_sinks(arguments):
 def sink_gradient(tensors: Tensors, described: Described, record: np.ndarray) -> Tensor:
     """d sinks [Hq], in the dtype of the sinks."""
     sums = np.zeros(tensors.sinks.numel())
-    work = int(described.q_len.sum()) * sums.size * 8
+    work = sum(described.q_len) * sums.size * 8
     parallel(_run_sinks, (described.address, address(record), address(sums)), 0, work)
     return torch.from_numpy(sums).to(tensors.sinks.dtype)
 

@@ -10,6 +10,7 @@ choice between them is free: it never shows in the bits.
 
 from __future__ import annotations
 
+from array import array
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -54,10 +55,13 @@ UNIT = np.dtype(
         ("first_span", np.int64),
         ("n_spans", np.int64),
         ("workspace", np.int64),  # its first part there; −1: folded on the fly
+        ("pieces", np.int64),  # items it goes into, and how many of them are done
+        ("done", np.int64),
     ]
 )
 ITEM = np.dtype([("unit", np.int64), ("first_span", np.int64), ("last_span", np.int64)])
 UNIT_BYTES, ITEM_BYTES = UNIT.itemsize, ITEM.itemsize
+DONE = UNIT.fields["done"][1]  # type: ignore[index]
 unit_at, item_at = record_at(UNIT), record_at(ITEM)
 # Splitting one unit's spans keeps one part per row and span: stay below this many floats.
 WORKSPACE_LIMIT = 16 << 20
@@ -80,69 +84,66 @@ def _list_units(call, units):
                 unit.first_row, unit.n_rows = first, n_rows
                 unit.first_span, unit.n_spans = first_span, n_spans
                 unit.workspace = -1
+                unit.pieces, unit.done = 1, 0
                 at += 1
 
 
 @compiled
-def _split_units(units, n_units, Dv, threads):
-    """Decide which units to split among threads; returns how many parts and items that makes.
+def max_pieces(threads, n_units):
+    return -(-16 * threads // n_units)
 
-    Narrow units always keep their parts; others are split where there are too few of them.
+
+@compiled
+def _split_units(units, n_units, Dv, threads):
+    """Decide which units to split among threads; returns how many parts that makes, and the work.
+
+    Narrow units always keep their parts; others are split where there are too few of them. A
+    split unit goes into items enough for every thread, and few enough to be worth it.
     """
     total = 0
     for i in range(n_units):
         unit = unit_at(units + i * UNIT_BYTES)
         total += unit.n_rows * unit.n_spans
     few = n_units < 4 * threads and total * Dv <= WORKSPACE_LIMIT
-    n_parts, n_items = 0, 0
+    n_parts = 0
     for i in range(n_units):
         unit = unit_at(units + i * UNIT_BYTES)
         if unit.n_rows <= NARROW or (few and unit.n_spans > 1):
             unit.workspace = n_parts
             n_parts += unit.n_rows * unit.n_spans
-            n_items += _pieces(unit, n_units, threads)
-        else:
-            n_items += 1
-    return n_parts, n_items, total
+            unit.pieces = max(1, min(unit.n_spans, max_pieces(threads, n_units)))
+    return n_parts, total
+
+
+@compiled
+def _list_items(units, n_units, items):
+    """Fill the table of items; returns how many there are."""
+    at = 0
+    for i in range(n_units):
+        unit = unit_at(units + i * UNIT_BYTES)
+        for piece in range(unit.pieces):
+            item = item_at(items + at * ITEM_BYTES)
+            item.unit = i
+            item.first_span = unit.first_span + unit.n_spans * piece // unit.pieces
+            item.last_span = unit.first_span + unit.n_spans * (piece + 1) // unit.pieces
+            at += 1
+    return at
 
 
 @kernel
 def plan(arguments):
-    """Arguments: call, units, how many, threads, results; results: parts, items, rows × spans."""
-    call, units = call_at(argument(arguments, 0)), argument(arguments, 1)
-    n_units, threads, results = (
-        argument(arguments, 2),
-        argument(arguments, 3),
-        argument(arguments, 4),
-    )
+    """Arguments: call, threads, how many units, units, items, results.
+
+    Results: how many parts, how many items, rows × spans.
+    """
+    call, threads = call_at(argument(arguments, 0)), argument(arguments, 1)
+    n_units, units = argument(arguments, 2), argument(arguments, 3)
+    items, results = argument(arguments, 4), argument(arguments, 5)
     _list_units(call, units)
-    n_parts, n_items, total = _split_units(units, n_units, call.Dv, threads)
+    n_parts, total = _split_units(units, n_units, call.Dv, threads)
     scalar.store_word(n_parts, results)
-    scalar.store_word(n_items, results + 8)
+    scalar.store_word(_list_items(units, n_units, items), results + 8)
     scalar.store_word(total, results + 16)
-
-
-@compiled
-def _pieces(unit, n_units, threads):
-    """Into how many items a split unit goes: enough for every thread, few enough to be worth it."""
-    return min(unit.n_spans, -(-16 * threads // n_units))
-
-
-@kernel
-def list_items(arguments):
-    """Fill the table of items; arguments: units, how many, threads, items."""
-    units, n_units = argument(arguments, 0), argument(arguments, 1)
-    threads, items = argument(arguments, 2), argument(arguments, 3)
-    at = 0
-    for i in range(n_units):
-        unit = unit_at(units + i * UNIT_BYTES)
-        pieces = _pieces(unit, n_units, threads) if unit.workspace >= 0 else 1
-        for piece in range(pieces):
-            item = item_at(items + at * ITEM_BYTES)
-            item.unit = i
-            item.first_span = unit.first_span + unit.n_spans * piece // pieces
-            item.last_span = unit.first_span + unit.n_spans * (piece + 1) // pieces
-            at += 1
 
 
 @compiled
@@ -250,7 +251,7 @@ def _merge_unit(call, unit, scratch, parts, lses):
 
 @kernel
 def run_items(arguments):
-    """First pass: every item, wide or narrow, folded or into the workspace.
+    """Every item, wide or narrow, folded or into the workspace; who ends a unit merges it.
 
     Arguments: call, units, items, how many items, parts, lses.
     """
@@ -266,31 +267,16 @@ def run_items(arguments):
         unit = unit_at(units + item.unit * UNIT_BYTES)
         if unit.workspace < 0:
             _fold_unit(call, unit, scratch)
-        elif unit.n_rows <= NARROW:
+            continue
+        if unit.n_rows <= NARROW:
             block = carve_narrow(scratch, call.D, call.Dv)
             load_narrow(call, block, unit)
             for span in range(item.first_span, item.last_span):
                 attend_narrow(call, block, unit, span, parts, lses)
         else:
             _split_unit(call, unit, item.first_span, item.last_span, scratch, parts, lses)
-
-
-@kernel
-def merge_units(arguments):
-    """Second pass: fold the parts of every split unit.
-
-    Arguments: call, units, how many units, parts, lses.
-    """
-    scratch = enter(arguments)
-    call, units = call_at(argument(arguments, 0)), argument(arguments, 1)
-    n_units = argument(arguments, 2)
-    parts, lses = argument(arguments, 3), argument(arguments, 4)
-    while True:
-        ticket = take_ticket(arguments)
-        if ticket >= n_units:
-            return
-        unit = unit_at(units + ticket * UNIT_BYTES)
-        if unit.workspace >= 0:
+        done = units + item.unit * UNIT_BYTES + DONE
+        if scalar.fetch_add_one(done) == unit.pieces - 1:
             _merge_unit(call, unit, scratch, parts, lses)
 
 
@@ -317,20 +303,24 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor
     lse = torch.empty(q.shape[:-1], dtype=torch.float32)
     described = describe(problem, tensors, out, lse)
     G, threads = problem.Hq // problem.Hkv, torch.get_num_threads()
-    n_units = int((-(-described.q_len * G // ROWS)).sum()) * problem.Hkv
+    n_units = problem.Hkv * sum(-(-G * length // ROWS) for length in described.q_len)
     if n_units == 0:
         return out, lse
-    call, units, results = described.address, np.empty(n_units, UNIT), np.empty(3, np.int64)
-    parallel(plan, (call, address(units), n_units, threads, address(results)))
-    n_parts, n_items, row_spans = results.tolist()
-    items = np.empty(n_items, ITEM)
-    parallel(list_items, (address(units), n_units, threads, address(items)))
-    parts, lses = np.empty((n_parts, Dv), np.float32), np.empty(n_parts, np.float32)
-    workspace, scratch = (address(parts), address(lses)), _scratch_bytes(D, Dv)
-    arguments = (call, address(units), address(items), n_items, *workspace)
-    parallel(run_items, arguments, scratch, row_spans * SPAN * (D + Dv))
-    # Also where no span is visible: such rows are written there.
-    if (units["workspace"] >= 0).any():
-        arguments = (call, address(units), n_units, *workspace)
-        parallel(merge_units, arguments, scratch, n_parts * Dv)
+    # Three results of the plan, the units, the items.
+    sizes = (
+        3,
+        n_units * UNIT_BYTES // 8,
+        n_units * max_pieces.py_func(threads, n_units) * ITEM_BYTES // 8,
+    )
+    table = array("q", bytes(8 * sum(sizes)))
+    results, _ = table.buffer_info()
+    units = results + 8 * sizes[0]
+    items = units + 8 * sizes[1]
+    call = described.address
+    parallel(plan, (call, threads, n_units, units, items, results))
+    n_parts, n_items, row_spans = table[: sizes[0]]
+    workspace = np.empty(n_parts * (Dv + 1), np.float32)
+    parts = address(workspace)
+    arguments = (call, units, items, n_items, parts, parts + 4 * n_parts * Dv)
+    parallel(run_items, arguments, _scratch_bytes(D, Dv), row_spans * SPAN * (D + Dv))
     return out, lse

@@ -97,8 +97,8 @@ def is_minus_zero(e: Emit, value):
 
 @emitter(i64, returns=i64)
 def fetch_add_one(e: Emit, address):
-    """Take the next ticket of a counter that threads share."""
-    return e.ir.atomic_rmw("add", e.pointer(address), e.integer(1), "monotonic")
+    """Count up for all threads; returns the count before. Later counters see earlier stores."""
+    return e.ir.atomic_rmw("add", e.pointer(address), e.integer(1), "acq_rel")
 
 
 def _load_as(kind):

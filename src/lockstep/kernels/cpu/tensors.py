@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import struct
+from array import array
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -24,9 +27,10 @@ DENSE, PACKED, PAGED = (0, 1, 2), (None, 1, 0), (0, 2, 1)
 
 def strided(tensor: Tensor, dims: tuple[int | None, int, int]) -> tuple[int, ...]:
     """Address and byte strides; a missing batch dim has stride 0."""
-    size = tensor.element_size()
-    steps = [0 if dim is None else tensor.stride(dim) * size for dim in dims]
-    return (tensor.data_ptr(), *steps)
+    size, strides = tensor.element_size(), tensor.stride()
+    batch, head, row = dims
+    first = 0 if batch is None else strides[batch] * size
+    return tensor.data_ptr(), first, strides[head] * size, strides[row] * size
 
 
 def address(array: np.ndarray | None) -> int:
@@ -42,17 +46,18 @@ def numbers(tensor: Tensor) -> np.ndarray:
     return tensor.detach().to(torch.int64).contiguous().numpy()
 
 
-def _lengths(problem: AttentionProblem, tensors: Tensors) -> tuple[np.ndarray, ...]:
+def _lengths(problem: AttentionProblem, tensors: Tensors) -> tuple[list[int], ...]:
     """(q_first, q_len, kv_first, kv_len), each [B]."""
     B = problem.B
     if problem.layout == "varlen":
-        cu_q, cu_k = numbers(tensors.cu_seqlens_q), numbers(tensors.cu_seqlens_k)
-        return cu_q[:-1].copy(), np.diff(cu_q), cu_k[:-1].copy(), np.diff(cu_k)
-    zeros = np.zeros(B, np.int64)
-    kv_len = np.full(B, problem.Skv, np.int64)
-    if tensors.kv_lens is not None:
-        kv_len = numbers(tensors.kv_lens)
-    return zeros, np.full(B, problem.Sq, np.int64), zeros, kv_len
+        cu_q, cu_k = tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist()
+        return cu_q[:-1], _steps(cu_q), cu_k[:-1], _steps(cu_k)
+    kv_len = [problem.Skv] * B if tensors.kv_lens is None else tensors.kv_lens.tolist()
+    return [0] * B, [problem.Sq] * B, [0] * B, kv_len
+
+
+def _steps(offsets: list[int]) -> list[int]:
+    return [end - start for start, end in pairwise(offsets)]
 
 
 def query_dims(problem: AttentionProblem) -> tuple[int | None, int, int]:
@@ -64,22 +69,26 @@ def kv_dims(problem: AttentionProblem) -> tuple[int | None, int, int]:
 
 
 class Described(NamedTuple):
-    """A call record [1], and the arrays whose addresses it holds."""
+    """A call record, and what it points to."""
 
-    record: np.ndarray
-    q_len: np.ndarray  # [B] int64
-    kv_len: np.ndarray  # [B] int64
+    record: array[int]  # a CALL, then the four tables of lengths, [B] each
+    q_len: list[int]  # [B]
+    kv_len: list[int]  # [B]
     kept: tuple[np.ndarray | None, ...]
 
     @property
     def address(self) -> int:
-        return address(self.record)
+        return self.record.buffer_info()[0]
+
+
+CALL_WORDS = CALL.itemsize // 8
+TABLES = CALL.fields["q_first"][1] // 8  # type: ignore[index]
 
 
 def describe(problem: AttentionProblem, tensors: Tensors, out: Tensor, lse: Tensor) -> Described:
     """One call for the kernels; ``out`` and ``lse`` are per query row, to write or to read."""
     q_dims, k_dims = query_dims(problem), kv_dims(problem)
-    q_first, q_len, kv_first, kv_len = tables = _lengths(problem, tensors)
+    tables = _lengths(problem, tensors)
     bias, bias_kind, bias_col = NO_TENSOR, F32, 0
     if tensors.bias is not None:
         whole = tensors.bias.expand(problem.B, problem.Hq, problem.Sq, problem.Skv)
@@ -90,36 +99,36 @@ def describe(problem: AttentionProblem, tensors: Tensors, out: Tensor, lse: Tens
         sinks = tensors.sinks.detach().float().contiguous().numpy()
     if tensors.page_table is not None:
         pages = numbers(tensors.page_table)
-    record = np.empty(1, CALL)
-    record[0] = (
+    words = (
         KINDS[problem.dtype],
         problem.B,
         problem.Hq // problem.Hkv,
         problem.Hkv,
         problem.D,
         problem.Dv,
-        strided(tensors.q, q_dims),
-        strided(tensors.k, k_dims),
-        strided(tensors.v, k_dims),
-        strided(out, q_dims),
-        strided(lse, q_dims),
-        bias,
+        *strided(tensors.q, q_dims),
+        *strided(tensors.k, k_dims),
+        *strided(tensors.v, k_dims),
+        *strided(out, q_dims),
+        *strided(lse, q_dims),
+        *bias,
         bias_col,
         bias_kind,
         address(sinks),
-        address(q_first),
-        address(q_len),
-        address(kv_first),
-        address(kv_len),
+        *(0 for _ in tables),
         address(pages),
         problem.page_size or 0,
         0 if pages is None else pages.shape[1],
         _side(problem.window_left),
         _side(0 if problem.causal else problem.window_right),
-        problem.scale,
-        problem.softcap or 0.0,
+        *struct.unpack("2q", struct.pack("2d", problem.scale, problem.softcap or 0.0)),
     )
-    return Described(record, q_len, kv_len, (*tables, sinks, pages))
+    assert len(words) == CALL_WORDS
+    record = array("q", words + tuple(chain(*tables)))
+    start, _ = record.buffer_info()
+    for i in range(len(tables)):
+        record[TABLES + i] = start + 8 * (CALL_WORDS + i * problem.B)
+    return Described(record, tables[1], tables[3], (sinks, pages))
 
 
 def _side(window: int | None) -> int:

@@ -13,6 +13,7 @@ import ctypes
 import multiprocessing
 import re
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -62,12 +63,12 @@ def _is_forked() -> bool:
     return by_fork and multiprocessing.parent_process() is not None
 
 
-def _scratch(words: int) -> np.ndarray:
-    """This thread's scratch memory: ``words`` int64 from a cache line on, never cleared."""
-    raw = getattr(_local, "scratch", None)
-    if raw is None or raw.size < words + 8:
-        raw = _local.scratch = np.empty(words + 8, np.int64)
-    return raw[-(raw.ctypes.data // 8) % 8 :]
+def _scratch(size: int) -> int:
+    """Where this thread's scratch memory lies: ``size`` bytes from a cache line on, not cleared."""
+    if getattr(_local, "size", -1) < size:
+        _local.scratch, _local.size = np.empty(size + 64, np.uint8), size
+        _local.address = -(-_local.scratch.ctypes.data // 64) * 64
+    return _local.address  # type: ignore[no-any-return]
 
 
 def parallel(
@@ -83,10 +84,9 @@ def parallel(
     """
     threads = max(1, min(torch.get_num_threads(), 1 + work // WORTH_A_THREAD))
     stride = -(-scratch_bytes // 64) * 64
-    scratch = _scratch(threads * stride // 8)
-    block = np.array([0, 0, scratch.ctypes.data, stride, *arguments], np.int64)
+    block = array("q", (0, 0, _scratch(threads * stride), stride, *arguments))
     assert len(block) == HEADER + len(arguments)
-    address = block.ctypes.data
+    address, _ = block.buffer_info()
     if threads == 1:
         kernel(address)
         return
