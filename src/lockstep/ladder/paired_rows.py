@@ -1,0 +1,165 @@
+"""What the two block_tile rungs share: two threads of one warp own a row of the tile.
+
+A block of 128 threads works on a tile of 64 queries by 64 keys. Warp w owns rows 16w to 16w + 15,
+lanes 2r and 2r + 1 of it own row r: what they exchange stays inside the warp. The first of the two
+takes keys 8j to 8j + 3, the second keys 8j + 4 to 8j + 7, so that their 16-byte accesses to a
+row of 72 floats meet all 32 banks once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep import simt
+from lockstep.numerics import LOG2E
+from lockstep.simt import Constant, ct, cuda
+
+from .parts import EMPTY, FULL, VECTOR
+from .rung import BYTES, SECTOR, LaunchPlan, PhasePlan, Problem, Tensors
+
+BLOCK = 64  # queries, and keys, of a tile
+THREADS = 128
+PAD = 8  # elements behind each row of a tile: rows then start in different banks
+PITCH = BLOCK + PAD
+GROUPS = BLOCK // VECTOR  # of eight keys, four for each thread of a pair
+OWN = BLOCK // 2  # keys of a row that one thread takes
+
+
+@simt.device
+def start_copy(tile, stage, source, first, row0, seq, D: Constant):
+    """Start copying rows row0 to row0 + 63 of a head; past its end, the last row once more."""
+    for i in range(D * BLOCK // VECTOR // THREADS):
+        chunk = i * THREADS + cuda.threadIdx.x
+        row = chunk // (D // VECTOR)
+        col = chunk % (D // VECTOR) * VECTOR
+        source_row = first + min(row0 + row, seq - 1)
+        cuda.memcpy_async(tile, (stage, row, col), source, (source_row, col), VECTOR)
+
+
+@simt.device
+def blank_copied(tile, stage, present, D: Constant, DTYPE: Constant):
+    """Set rows from `present` on to zero, in what this thread itself copied.
+
+    A weight of zero times a NaN is a NaN: what lies beyond the length must not stay in V.
+    """
+    zero = DTYPE(0.0)
+    nothing = cuda.vec(zero, zero, zero, zero, zero, zero, zero, zero)
+    for i in range(D * BLOCK // VECTOR // THREADS):
+        chunk = i * THREADS + cuda.threadIdx.x
+        row = chunk // (D // VECTOR)
+        col = chunk % (D // VECTOR) * VECTOR
+        copied = cuda.vload(tile, (stage, row, col), VECTOR)
+        cuda.vstore(tile, (stage, row, col), ct.select(row < present, copied, nothing))
+
+
+@simt.device
+def visible_scores(s_tile, scores, row, half, seen):
+    """This thread's scores of a row into registers, and the largest of the whole row.
+
+    Keys from `seen` on, counted from the tile's first, score -inf.
+    """
+    most = EMPTY
+    seen -= 4 * half
+    for j in range(GROUPS):
+        part = cuda.vload(s_tile, (row, 8 * j + 4 * half), 4)
+        scores[4 * j] = ct.select(8 * j < seen, part[0], EMPTY)
+        scores[4 * j + 1] = ct.select(8 * j + 1 < seen, part[1], EMPTY)
+        scores[4 * j + 2] = ct.select(8 * j + 2 < seen, part[2], EMPTY)
+        scores[4 * j + 3] = ct.select(8 * j + 3 < seen, part[3], EMPTY)
+    for j in range(OWN):
+        most = max(most, scores[j])
+    return max(most, cuda.shfl_xor_sync(FULL, most, 1))
+
+
+@simt.device
+def exponentials(scores, scale_log2, base):
+    """exp2(scale_log2 · s - base) for each of this thread's scores, in place; returns their sum."""
+    total = 0.0
+    for j in range(OWN):
+        scores[j] = cuda.exp2(scores[j] * scale_log2 - base)
+        total += scores[j]
+    return total
+
+
+@simt.device
+def inverse_sum(l):
+    """1 / (sum over the two threads of a row), or 0 for a row that saw no key.
+
+    Division has a slow path that depends on its operands; rsqrt squared has none.
+    """
+    total = l + cuda.shfl_xor_sync(FULL, l, 1)
+    root = cuda.rsqrt(total)
+    return ct.select(total == 0.0, 0.0, root * root)
+
+
+def arguments(problem: Problem, tensors: Tensors) -> dict[str, Any]:
+    """What both kernels are called with."""
+    q, k, v, out = tensors
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "out": out,
+        "seq": problem.S,
+        "length": problem.keys,
+        "scale_log2": problem.scale * LOG2E,
+        "D": problem.D,
+        "CAUSAL": problem.causal,
+        "DTYPE": q.dtype,
+    }
+
+
+def grid(problem: Problem) -> tuple[int, int]:
+    """Query tiles by heads."""
+    return -(-problem.S // BLOCK), problem.heads
+
+
+def tiles_visited(problem: Problem) -> int:
+    """Pairs of query tile and key tile, of one head: public, whatever the length."""
+    tiles = -(-problem.S // BLOCK)
+    return tiles * (tiles + 1) // 2 if problem.causal else tiles * tiles
+
+
+def _rows_moved(problem: Problem, last_tiles: int, full_tiles: int) -> int:
+    """Rows that the copies of these tiles move. A warp copies a few rows at a time; past the end
+    it asks for the last one again, which costs no more than one row."""
+    tail = problem.S - BLOCK * (-(-problem.S // BLOCK) - 1)  # rows of the last tile, 1 to 64
+    at_a_time = 32 * VECTOR // problem.D
+    last = tail + BLOCK // at_a_time - -(-tail // at_a_time)
+    return BLOCK * full_tiles + last * last_tiles
+
+
+def plan(problem: Problem, kernel: str, shared_bytes: int, **facts: Any) -> LaunchPlan:
+    """What is the same for both kernels: one block per query tile, every key tile copied once."""
+    tiles, heads = grid(problem)
+    visited = tiles_visited(problem)
+    last = 2 * (1 if problem.causal else tiles) + 1  # K and V by blocks that reach it, and Q
+    all_tiles = 2 * visited + tiles
+    row_bytes = problem.D * BYTES
+    return LaunchPlan(
+        kernel=kernel,
+        grid=(tiles, heads),
+        block=THREADS,
+        shared_bytes=shared_bytes,
+        iterations=tiles,
+        barriers=visited * heads,
+        load_bytes=all_tiles * BLOCK * row_bytes * heads,
+        store_bytes=problem.rows * row_bytes,
+        load_sectors=_rows_moved(problem, last, all_tiles - last) * row_bytes // SECTOR * heads,
+        store_sectors=problem.rows * row_bytes // SECTOR,
+        **facts,
+    )
+
+
+def copy_phases(problem: Problem) -> tuple[PhasePlan, PhasePlan]:
+    """The two phases that start copies, 16 bytes each."""
+    chunks = BLOCK * problem.D // VECTOR
+    return (
+        PhasePlan("load q", 3 * chunks, THREADS),
+        PhasePlan("load kv", 2 * chunks, THREADS, 1, grid(problem)[0]),
+    )
+
+
+def softmax_phase(problem: Problem) -> PhasePlan:
+    """Two threads per row, half of its keys each."""
+    return PhasePlan("softmax", 2 * BLOCK, THREADS, OWN, grid(problem)[0])
