@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import large_tile, naive, row_per_thread
+from . import large_tile, naive, row_per_thread, small_tile, small_tile_2d
 from .rung import (
     Launch,
     LaunchPlan,
@@ -14,6 +14,7 @@ from .rung import (
     plans_of,
     run_on_gpu,
     run_on_machine,
+    shared_layout,
 )
 
 # climbing order; a new rung is its file and one line here
@@ -21,6 +22,8 @@ RUNGS: tuple[Rung, ...] = (
     naive.RUNG,
     row_per_thread.RUNG,
     large_tile.RUNG,
+    small_tile.RUNG,
+    small_tile_2d.RUNG,
 )
 
 __all__ = [
@@ -36,6 +39,7 @@ __all__ = [
     "plans_of",
     "run_on_gpu",
     "run_on_machine",
+    "shared_layout",
 ]
 
 

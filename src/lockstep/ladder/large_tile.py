@@ -1,10 +1,10 @@
 """large_tile: a block shares a tile of 120 queries by 120 keys, all of it in shared memory.
 
-What changed from row_per_thread: the work of a row is spread over a block. The 64 threads take turns
-at the 14,400 scores of a tile; one of them does the softmax; then each takes a column of the output.
-Scores, weights and output live in shared memory: 151 KB at D 32, so that a multiprocessor holds one
-block, two warps of the 64 it could. At D 128 the weights overwrite the scores, or it would be
-263 KB, more than any block may have.
+What changed from row_per_thread: the work of a row is spread over a block. The 64 threads take
+turns at the 14,400 scores of a tile; one of them does the softmax; then each takes a column of the
+output. Scores, weights and output live in shared memory: 151 KB at D 32, so that a multiprocessor
+holds one block, two warps of the 64 it could. At D 128 the weights overwrite the scores, or it
+would be 263 KB, more than any block may have.
 
     lockstep trace large_tile --seq 240 --head-dim 32
 """
@@ -12,11 +12,20 @@ block, two warps of the 64 it could. At D 128 the weights overwrite the scores, 
 from __future__ import annotations
 
 from lockstep import simt
-from lockstep.numerics import LOG2E
 from lockstep.simt import Constant, cuda, float32, int32
 
 from .parts import VECTOR, stage_rows
-from .rung import BYTES, Launch, LaunchPlan, PhasePlan, Problem, Rung, Tensors
+from .rung import (
+    BYTES,
+    Launch,
+    LaunchPlan,
+    PhasePlan,
+    Problem,
+    Rung,
+    Tensors,
+    shared_layout,
+    usual_arguments,
+)
 from .tiled import (
     add_values_by_column,
     score_elements,
@@ -55,6 +64,7 @@ def large_tile(
 
     first_q = cuda.blockIdx.x * BLOCK_Q
     first = cuda.blockIdx.y * seq  # row of this head's first token
+    rows = min(BLOCK_Q, seq - first_q)
     end = seq  # of the keys that some row of this block sees
     if CAUSAL:
         end = min(seq, first_q + BLOCK_Q)
@@ -64,6 +74,7 @@ def large_tile(
         start_rows(acc, m, l, BLOCK_Q, D, THREADS)
 
     for first_kv in range(0, end, BLOCK_KV):
+        cols = min(BLOCK_KV, seq - first_kv)
         # the previous tile is still being read
         cuda.syncthreads()
         with simt.phase("load kv"):
@@ -72,21 +83,31 @@ def large_tile(
             cuda.syncthreads()
         with simt.phase("scores"):
             score_elements(
-                scores, q_tile, k_tile, first_q, first_kv, seq, scale_log2,
-                BLOCK_Q, BLOCK_KV, D, THREADS, CAUSAL,
+                scores,
+                q_tile,
+                k_tile,
+                first_q,
+                first_kv,
+                seq,
+                scale_log2,
+                BLOCK_Q,
+                BLOCK_KV,
+                D,
+                THREADS,
+                CAUSAL,
             )
             cuda.syncthreads()
         with simt.phase("softmax"):
             if D < IN_PLACE_FROM:
-                softmax_by_one_thread(scores, weights, acc, m, l, BLOCK_Q, BLOCK_KV, D)
+                softmax_by_one_thread(scores, weights, acc, m, l, rows, cols, D)
             else:
-                softmax_by_one_thread(scores, scores, acc, m, l, BLOCK_Q, BLOCK_KV, D)
+                softmax_by_one_thread(scores, scores, acc, m, l, rows, cols, D)
             cuda.syncthreads()
         with simt.phase("output"):
             if D < IN_PLACE_FROM:
-                add_values_by_column(acc, weights, v_tile, BLOCK_Q, BLOCK_KV, D, THREADS)
+                add_values_by_column(acc, weights, v_tile, rows, cols, D, THREADS)
             else:
-                add_values_by_column(acc, scores, v_tile, BLOCK_Q, BLOCK_KV, D, THREADS)
+                add_values_by_column(acc, scores, v_tile, rows, cols, D, THREADS)
 
     cuda.syncthreads()
     with simt.phase("write"):
@@ -95,20 +116,15 @@ def large_tile(
 
 def launches(problem: Problem, tensors: Tensors) -> list[Launch]:
     """One launch: a block per query tile and head."""
-    q, k, v, out = tensors
-    arguments = {
-        **{"q": q, "k": k, "v": v, "out": out, "seq": problem.S},
-        "scale_log2": problem.scale * LOG2E,
-        **{"D": problem.D, "CAUSAL": problem.causal, "DTYPE": q.dtype},
-    }
+    arguments = usual_arguments(problem, tensors)
     return [Launch(large_tile, (-(-problem.S // BLOCK_Q), problem.heads), THREADS, arguments)]
 
 
 def shared_bytes(D: int) -> int:
     """Q, K and V; scores and, below D 128, weights; acc; m and l."""
-    operands = (BLOCK_Q + 2 * BLOCK_KV) * D * BYTES
-    scores = BLOCK_Q * BLOCK_KV * 4 * (2 if D < IN_PLACE_FROM else 1)
-    return operands + scores + BLOCK_Q * D * 4 + 2 * BLOCK_Q * 4
+    operands = [rows * D * BYTES for rows in (BLOCK_Q, BLOCK_KV, BLOCK_KV)]
+    tiles = [BLOCK_Q * BLOCK_KV] * (2 if D < IN_PLACE_FROM else 1)
+    return shared_layout(*operands, *(4 * n for n in (*tiles, BLOCK_Q * D, BLOCK_Q, BLOCK_Q)))
 
 
 def plans(problem: Problem) -> list[LaunchPlan]:
@@ -122,7 +138,7 @@ def plans(problem: Problem) -> list[LaunchPlan]:
         PhasePlan("scores", BLOCK_Q * BLOCK_KV, THREADS, D, tiles),
         PhasePlan("softmax", 1, THREADS, BLOCK_Q * (2 * BLOCK_KV + D), tiles),
         PhasePlan("output", D, THREADS, BLOCK_Q * BLOCK_KV, tiles),
-        PhasePlan("write", BLOCK_Q * D // VECTOR, THREADS),
+        PhasePlan("write", BLOCK_Q * D // 4, THREADS),
     )
     grid = (walked.q_tiles, problem.heads)
     return [

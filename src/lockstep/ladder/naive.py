@@ -47,9 +47,8 @@ def naive_scores(
             for d in range(D):
                 score += q[first + row, d] * k[first + col, d]
             score *= scale_log2
-            if CAUSAL:
-                if col > row:
-                    score = EMPTY
+            if CAUSAL and col > row:
+                score = EMPTY
             scores[cuda.blockIdx.z, row, col] = score
 
 

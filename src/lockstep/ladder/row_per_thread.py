@@ -17,11 +17,20 @@ that of the public S, and the division becomes `rsqrt` squared, which has no slo
 from __future__ import annotations
 
 from lockstep import simt
-from lockstep.numerics import LOG2E
 from lockstep.simt import Constant, Secret, ct, cuda, float32, int32
 
 from .parts import EMPTY, VECTOR, row_add8, row_dot8, scaled8, stage_rows
-from .rung import BYTES, SECTOR, Launch, LaunchPlan, PhasePlan, Problem, Rung, Tensors
+from .rung import (
+    BYTES,
+    SECTOR,
+    Launch,
+    LaunchPlan,
+    PhasePlan,
+    Problem,
+    Rung,
+    Tensors,
+    usual_arguments,
+)
 
 THREADS = 256
 BLOCK_KV = 32
@@ -109,12 +118,7 @@ def row_per_thread(
 
 def launches(problem: Problem, tensors: Tensors) -> list[Launch]:
     """One launch: the rows of a head in blocks of 256."""
-    q, k, v, out = tensors
-    arguments = {
-        **{"q": q, "k": k, "v": v, "out": out, "seq": problem.S, "length": problem.keys},
-        "scale_log2": problem.scale * LOG2E,
-        **{"D": problem.D, "CAUSAL": problem.causal, "DTYPE": q.dtype},
-    }
+    arguments = usual_arguments(problem, tensors) | {"length": problem.keys}
     return [Launch(row_per_thread, _grid(problem), THREADS, arguments)]
 
 

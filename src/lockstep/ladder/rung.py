@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lockstep.numerics import LOG2E
 from lockstep.simt import Kernel
 from lockstep.simt.types import WARP_SIZE
 
@@ -102,6 +103,18 @@ class Tensors(NamedTuple):
         return Tensors(*(x.view(-1, x.shape[-1]) for x in self))
 
 
+def usual_arguments(problem: Problem, tensors: Tensors) -> dict[str, Any]:
+    """The parameters that the kernels of most rungs have in common, by name."""
+    return {
+        **tensors._asdict(),
+        "seq": problem.S,
+        "scale_log2": problem.scale * LOG2E,
+        "D": problem.D,
+        "CAUSAL": problem.causal,
+        "DTYPE": tensors.q.dtype,
+    }
+
+
 @dataclass(frozen=True)
 class Launch:
     """One kernel of a call."""
@@ -154,6 +167,7 @@ class LaunchPlan:
     # that this moves, 32 bytes each; None where the alignment of odd rows decides
     load_sectors: int | None
     store_sectors: int | None
+    warp_barriers: int = 0  # of all warps at `syncwarp`
     mma: int = 0  # m16n16k16 products, of all warps
     workspace: int = 0  # elements of global memory beside q, k, v and out, float32
 
@@ -221,6 +235,17 @@ class Rung:
     def steps(self) -> tuple[Rung, ...]:
         """The rows of this rung in tables: one per variant."""
         return tuple(self.choose(**variant) for variant in self.variants)
+
+
+def shared_layout(*arrays: int) -> int:
+    """Bytes of shared memory that arrays of these sizes in bytes take, one after the other.
+
+    >>> shared_layout(100, 32)
+    160
+    """
+    from lockstep.simt.machine.grid import SHARED_ALIGNMENT as UNIT
+
+    return sum(-(-size // UNIT) * UNIT for size in arrays)
 
 
 def launches_of(rung: Rung, problem: Problem, tensors: Tensors) -> list[Launch]:

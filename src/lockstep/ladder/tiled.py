@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lockstep import simt
 from lockstep.simt import Constant, cuda
 
-from .parts import EMPTY, VECTOR, dot8
+from .parts import EMPTY, VECTOR, block_max, block_sum, dot8
 from .rung import BYTES, SECTOR, LaunchPlan, PhasePlan, Problem
 
 
@@ -57,18 +57,16 @@ def score_elements(
 
 
 @simt.device
-def softmax_by_one_thread(
-    scores, weights, acc, m, l, BLOCK_Q: Constant, BLOCK_KV: Constant, D: Constant
-):
-    """The online softmax of the whole tile, by thread 0; everybody else waits."""
+def softmax_by_one_thread(scores, weights, acc, m, l, rows, cols, D: Constant):
+    """The online softmax of the tile's rows and cols, by thread 0; everybody else waits."""
     if cuda.threadIdx.x == 0:
-        for row in range(BLOCK_Q):
+        for row in range(rows):
             before = m[row]
             top = before
-            for col in range(BLOCK_KV):
+            for col in range(cols):
                 top = max(top, scores[row, col])
             part = 0.0
-            for col in range(BLOCK_KV):
+            for col in range(cols):
                 p = cuda.exp2(scores[row, col] - top)
                 weights[row, col] = p
                 part += p
@@ -80,14 +78,39 @@ def softmax_by_one_thread(
 
 
 @simt.device
-def add_values_by_column(
-    acc, weights, v_tile, BLOCK_Q: Constant, BLOCK_KV: Constant, D: Constant, THREADS: Constant
+def softmax_by_tree(
+    scores, weights, acc, m, l, maxima, sums, rows, cols, D: Constant, THREADS: Constant
 ):
+    """The online softmax of the tile's rows and cols, a row at a time: a thread per score, and two
+    reductions over the block. `maxima` and `sums` [warps] take turns, so one barrier each will do.
+    """
+    for row in range(rows):
+        before = m[row]
+        top = EMPTY
+        for col in range(cuda.threadIdx.x, cols, THREADS):
+            top = max(top, scores[row, col])
+        top = max(before, block_max(top, maxima, THREADS // 32))
+        part = 0.0
+        for col in range(cuda.threadIdx.x, cols, THREADS):
+            p = cuda.exp2(scores[row, col] - top)
+            weights[row, col] = p
+            part += p
+        part = block_sum(part, sums, THREADS // 32)
+        correction = cuda.exp2(before - top)
+        for d in range(cuda.threadIdx.x, D, THREADS):
+            acc[row, d] *= correction
+        if cuda.threadIdx.x == 0:
+            l[row] = l[row] * correction + part
+            m[row] = top
+
+
+@simt.device
+def add_values_by_column(acc, weights, v_tile, rows, cols, D: Constant, THREADS: Constant):
     """acc += weights v, row after row, a thread for each of the D columns: the others idle."""
-    for row in range(BLOCK_Q):
+    for row in range(rows):
         for col in range(cuda.threadIdx.x, D, THREADS):
             total = acc[row, col]
-            for kv in range(BLOCK_KV):
+            for kv in range(cols):
                 total += weights[row, kv] * v_tile[kv, col]
             acc[row, col] = total
 
@@ -104,23 +127,18 @@ def write_rows(
     THREADS: Constant,
     DTYPE: Constant,
 ):
-    """out = acc / l, 16 bytes per thread and instruction."""
-    for i in range(cuda.threadIdx.x, ROWS * (D // VECTOR), THREADS):
-        row = i // (D // VECTOR)
-        col = i % (D // VECTOR) * VECTOR
+    """out = acc / l, four elements per thread and instruction."""
+    for i in range(cuda.threadIdx.x, ROWS * (D // 4), THREADS):
+        row = i // (D // 4)
+        col = i % (D // 4) * 4
         if row < present:
             inverse = 1.0 / l[row]
-            low = cuda.vload(acc, (row, col), 4)
-            high = cuda.vload(acc, (row, col + 4), 4)
+            part = cuda.vload(acc, (row, col), 4)
             packed = cuda.vec(
-                DTYPE(low.x * inverse),
-                DTYPE(low.y * inverse),
-                DTYPE(low.z * inverse),
-                DTYPE(low.w * inverse),
-                DTYPE(high.x * inverse),
-                DTYPE(high.y * inverse),
-                DTYPE(high.z * inverse),
-                DTYPE(high.w * inverse),
+                DTYPE(part.x * inverse),
+                DTYPE(part.y * inverse),
+                DTYPE(part.z * inverse),
+                DTYPE(part.w * inverse),
             )
             cuda.vstore(out, (first + row, col), packed)
 
