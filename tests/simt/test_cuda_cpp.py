@@ -21,6 +21,7 @@ from lockstep.simt import (
 )
 from lockstep.simt.cuda_cpp import Layout, emit
 from lockstep.simt.cuda_cpp.spelling import number
+from lockstep.simt.cuda_cpp.writer import Writer
 from lockstep.simt.samples import kernels
 
 LIMIT = 10
@@ -374,6 +375,18 @@ def test_every_line_knows_where_it_comes_from():
 def test_long_statements_are_broken_and_stay_readable():
     for sample_text in (text(kernels.half_vector_scale), text(kernels.pipeline_sum)):
         assert max(map(len, sample_text.splitlines())) <= 100
+
+
+def test_a_long_statement_without_commas_breaks_behind_an_operator():
+    writer = Writer([])
+    with writer.indented():
+        writer.put("total += first_operand_with_a_long_name" + " * another_long_name" * 5 + ";")
+        writer.put("x" * 120)
+    assert [line.strip() for line in writer.lines] == [
+        "total += first_operand_with_a_long_name * another_long_name * another_long_name *",
+        "another_long_name * another_long_name * another_long_name;",
+        "x" * 120,
+    ]
 
 
 @pytest.mark.parametrize(

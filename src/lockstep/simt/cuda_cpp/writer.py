@@ -12,7 +12,7 @@ WIDTH = 100  # columns a line may have
 COMMENT_GAP = "  // "
 CONTINUED = "    "
 FOR_TOOLS = ("noqa", "type:", "fmt:", "ruff:", "pragma:")  # comments nobody reads
-BREAK_BEHIND = (", ", " && ", " || ", " ? ", " = ", "; ")
+BREAK_BEHIND = (", ", " && ", " || ", " ? ", " = ", " += ", " + ", " * ", "; ")
 
 
 class Writer:
@@ -37,8 +37,9 @@ class Writer:
             self.put(f"// {comment}", loc)
         while len(indent + text) > WIDTH and not text.startswith("//"):
             room = WIDTH - len(indent)
-            at = max(text.rfind(mark, 0, room) + len(mark) for mark in BREAK_BEHIND)
-            if at <= len(INDENT):
+            found = [(text.rfind(mark, 0, room), mark) for mark in BREAK_BEHIND]
+            at = max((place + len(mark) for place, mark in found if place > 0), default=0)
+            if not at:
                 break
             self._line(indent + text[:at].rstrip(), loc)
             indent = INDENT * self.depth + CONTINUED
