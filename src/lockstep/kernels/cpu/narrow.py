@@ -108,8 +108,9 @@ def _exp2_row(e: Emit, s, n, base):
 
 
 def _accumulate(rows: int, vectors: int):
-    @emitter(i64, i64, i64, i64, i64, i64)
-    def accumulate(e: Emit, v, v_pitch, n, p, out, out_pitch):
+    @emitter(i64, i64, i64, i64, i64, i64, i64)
+    def accumulate(e: Emit, v, v_pitch, n, p, out, out_pitch, l):
+        sums = [e.variable(e.constant(0.0, 1)) for _ in range(rows)]
         lines = [e.offset(out, e.integer(r), out_pitch) for r in range(rows)]
         acc = [[e.variable(e.constant(0.0)) for _ in range(vectors)] for _ in range(rows)]
         with e.loop(n) as kv:
@@ -117,17 +118,21 @@ def _accumulate(rows: int, vectors: int):
             columns = [e.load(value, VECTOR * j) for j in range(vectors)]
             weights = e.offset(p, kv, 4)
             for r in range(rows):
-                weight = e.splat(e.load(weights, S_PITCH * r, LLVM_F32))
+                scalar_weight = e.load(weights, S_PITCH * r, LLVM_F32)
+                # A chain of its own: its latency hides behind the products.
+                sums[r].set(e.ir.fadd(sums[r].get(), scalar_weight))
+                weight = e.splat(scalar_weight)
                 for j, column in enumerate(columns):
                     acc[r][j].set(e.fma(column, weight, acc[r][j].get()))
         for r in range(rows):
+            e.store(sums[r].get(), l, 4 * r)
             for j in range(vectors):
                 e.store(acc[r][j].get(), lines[r], VECTOR * j)
 
     return accumulate
 
 
-# out [rows, vectors] = p [rows, n] · v [n, vectors].
+# out [rows, vectors] = p [rows, n] · v [n, vectors], and l [rows] = Σ p.
 _accumulate_1x1, _accumulate_1x4 = _accumulate(1, 1), _accumulate(1, 4)
 _accumulate_4x1, _accumulate_4x4 = _accumulate(4, 1), _accumulate(4, 4)
 
@@ -186,23 +191,23 @@ def _finish_scores(call, b, head, q_idx, first, n, s):
 
 
 @compiled
-def _accumulate_rows(v, v_pitch, n, p, n_rows, out, out_pitch):
-    """out [n_rows, Dv] = p [n_rows, n] · v [n, Dv], rows by fours where possible."""
+def _accumulate_rows(v, v_pitch, n, p, n_rows, out, out_pitch, l):
+    """out [n_rows, Dv] = p [n_rows, n] · v [n, Dv], l [n_rows] = Σ p; rows by fours if possible."""
     row = 0
     while row < n_rows:
         fours = n_rows - row >= 4
-        weights, to = p + row * S_PITCH, out + row * out_pitch
+        weights, to, sums = p + row * S_PITCH, out + row * out_pitch, l + 4 * row
         at = 0
         while at < out_pitch:
             wide = out_pitch - at >= 4 * VECTOR
             if fours and wide:
-                _accumulate_4x4(v + at, v_pitch, n, weights, to + at, out_pitch)
+                _accumulate_4x4(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
             elif fours:
-                _accumulate_4x1(v + at, v_pitch, n, weights, to + at, out_pitch)
+                _accumulate_4x1(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
             elif wide:
-                _accumulate_1x4(v + at, v_pitch, n, weights, to + at, out_pitch)
+                _accumulate_1x4(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
             else:
-                _accumulate_1x1(v + at, v_pitch, n, weights, to + at, out_pitch)
+                _accumulate_1x1(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
             at += 4 * VECTOR if wide else VECTOR
         row += 4 if fours else 1
 
@@ -287,12 +292,9 @@ def attend_narrow(call, block, unit, span, parts, lses):
         scalar.store(m, block.m + 4 * i)
         _exp2_row(s, padded(n, WIDTH), f32(0.0) if m == MINUS_INF else m)
     v, v_pitch = _rows_of_span(call, call.v, block, b, h, first, n, call.Dv, block.v)
-    _accumulate_rows(v, v_pitch, n, block.s, n_rows, block.out, pitch)
+    _accumulate_rows(v, v_pitch, n, block.s, n_rows, block.out, pitch, block.l)
     for i in range(n_rows):
-        m = scalar.load(block.m + 4 * i)
-        l = f32(0.0)
-        for kv in range(n):
-            l += scalar.load(block.s + i * S_PITCH + 4 * kv)
+        m, l = scalar.load(block.m + 4 * i), scalar.load(block.l + 4 * i)
         part = unit.workspace + i * unit.n_spans + span - unit.first_span
         lse = (m + scalar.log2(l)) * f32(LN2) if l != f32(0.0) else MINUS_INF
         scalar.store(lse, lses + 4 * part)
