@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from . import large_tile, naive, row_per_thread, small_tile, small_tile_2d
+from . import (
+    block_tile,
+    block_tile_mma,
+    large_tile,
+    naive,
+    row_per_thread,
+    small_tile,
+    small_tile_2d,
+    warp_mma,
+)
 from .rung import (
     Launch,
     LaunchPlan,
@@ -24,6 +33,9 @@ RUNGS: tuple[Rung, ...] = (
     large_tile.RUNG,
     small_tile.RUNG,
     small_tile_2d.RUNG,
+    warp_mma.RUNG,
+    block_tile.RUNG,
+    block_tile_mma.RUNG,
 )
 
 __all__ = [

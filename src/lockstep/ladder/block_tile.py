@@ -21,18 +21,17 @@ from lockstep.simt import Constant, Secret, ct, cuda, float32, int32
 from . import paired_rows
 from .paired_rows import (
     BLOCK,
-    GROUPS,
     OWN,
     PAD,
     PITCH,
+    SHARE,
     THREADS,
     blank_copied,
-    exponentials,
     inverse_sum,
     start_copy,
-    visible_scores,
 )
 from .parts import EMPTY, VECTOR
+from .row_shares import exponentials, visible_scores
 from .rung import BYTES, Launch, LaunchPlan, PhasePlan, Problem, Rung, Tensors
 
 SCORE_ROWS, SCORE_COLS = 8, 4  # that a thread of Q·Kᵀ holds
@@ -213,14 +212,14 @@ def block_tile(
             cuda.syncwarp()
 
         with simt.phase("softmax"):
-            most = visible_scores(s_tile, scores, row, half, limit - kv_row0)
+            most = visible_scores(s_tile, scores, row, half, limit - kv_row0, BLOCK, SHARE)
             top = max(m, most * scale_log2)
             # a row that has seen no key yet: infinity minus infinity would be NaN
             base = ct.select(top == EMPTY, 0.0, top)
             factor = cuda.exp2(m - base)
             m = top
-            l = l * factor + exponentials(scores, scale_log2, base)
-            for j in range(GROUPS):
+            l = l * factor + exponentials(scores, scale_log2, base, OWN)
+            for j in range(OWN // 4):
                 p = cuda.vec(scores[4 * j], scores[4 * j + 1], scores[4 * j + 2], scores[4 * j + 3])
                 cuda.vstore(s_tile, (row, 8 * j + 4 * half), p)
             factors[row] = factor

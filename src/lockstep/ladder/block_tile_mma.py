@@ -19,36 +19,27 @@ from lockstep.simt import Constant, Secret, ct, cuda, float32, int32, wmma
 from . import paired_rows
 from .paired_rows import (
     BLOCK,
-    GROUPS,
     OWN,
     PAD,
     PITCH,
+    SHARE,
     THREADS,
     blank_copied,
-    exponentials,
     inverse_sum,
     start_copy,
-    visible_scores,
 )
 from .parts import EMPTY, VECTOR
+from .row_shares import FRAGMENT, exponentials, spread_row, store_weights, visible_scores
 from .rung import BYTES, Launch, LaunchPlan, PhasePlan, Problem, Rung, Tensors
 
-ROWS = 16  # of a fragment, and of a warp
 WIDTH = BLOCK  # columns of the output that are written at a time
-
-
-@simt.device
-def spread_row(tile, row, half, value):
-    """Sixteen copies of `value` at the start of a row, eight from each of its two threads."""
-    for j in range(2):
-        cuda.vstore(tile, (row, 8 * j + 4 * half), cuda.vec(value, value, value, value))
 
 
 @simt.device
 def write_rows(out, s_tile, first, q_row0, col0, seq, warp_row, COLS: Constant, DTYPE: Constant):
     """COLS columns of the warp's 16 rows, from float32 in shared memory to 16 bits in global."""
     lane = cuda.threadIdx.x % 32
-    for i in range(ROWS * COLS // VECTOR // 32):
+    for i in range(FRAGMENT * COLS // VECTOR // 32):
         chunk = i * 32 + lane
         row = warp_row + chunk // (COLS // VECTOR)
         col = chunk % (COLS // VECTOR) * VECTOR
@@ -96,7 +87,7 @@ def block_tile_mma(
     tid = cuda.threadIdx.x
     row = tid // 2
     half = tid % 2
-    warp_row = ROWS * (tid // 32)
+    warp_row = FRAGMENT * (tid // 32)
     # causal tiles grow towards the end of the sequence: the longest start first
     q_tile_idx = cuda.gridDim.x - 1 - cuda.blockIdx.x
     q_row0 = BLOCK * q_tile_idx
@@ -143,23 +134,15 @@ def block_tile_mma(
             cuda.syncwarp()
 
         with simt.phase("softmax"):
-            most = visible_scores(s_tile, scores, row, half, limit - kv_row0)
+            most = visible_scores(s_tile, scores, row, half, limit - kv_row0, BLOCK, SHARE)
             top = max(m, most * scale_log2)
             # a row that has seen no key yet: infinity minus infinity would be NaN
             base = ct.select(top == EMPTY, 0.0, top)
             factor = cuda.exp2(m - base)
             m = top
-            l = l * factor + exponentials(scores, scale_log2, base)
-            for j in range(GROUPS):
-                weights = cuda.vec(
-                    DTYPE(scores[4 * j]),
-                    DTYPE(scores[4 * j + 1]),
-                    DTYPE(scores[4 * j + 2]),
-                    DTYPE(scores[4 * j + 3]),
-                )
-                cuda.vstore(p_tile, (row, 8 * j + 4 * half), weights)
-            # over scores that only this thread reads, and has read
-            spread_row(s_tile, row, half, factor)
+            l = l * factor + exponentials(scores, scale_log2, base, OWN)
+            store_weights(p_tile, scores, row, half, BLOCK, SHARE, DTYPE)
+            spread_row(s_tile, row, half, factor, SHARE)
             cuda.syncwarp()
 
         with simt.phase("output"):
@@ -174,7 +157,7 @@ def block_tile_mma(
 
     with simt.phase("write"):
         cuda.syncwarp()
-        spread_row(s_tile, row, half, inverse_sum(l))
+        spread_row(s_tile, row, half, inverse_sum(l), SHARE)
         cuda.syncwarp()
         factors = wmma.load_c(s_tile, (warp_row, 0))
         for n in range(D // 16):

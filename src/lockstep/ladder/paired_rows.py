@@ -1,9 +1,7 @@
-"""What the two block_tile rungs share: two threads of one warp own a row of the tile.
+"""What the two block_tile rungs share: copies, the sum of a row, the plan.
 
 A block of 128 threads works on a tile of 64 queries by 64 keys. Warp w owns rows 16w to 16w + 15,
-lanes 2r and 2r + 1 of it own row r: what they exchange stays inside the warp. The first of the two
-takes keys 8j to 8j + 3, the second keys 8j + 4 to 8j + 7, so that their 16-byte accesses to a
-row of 72 floats meet all 32 banks once.
+lanes 2r and 2r + 1 of it own row r: what they exchange stays inside the warp.
 """
 
 from __future__ import annotations
@@ -14,15 +12,15 @@ from lockstep import simt
 from lockstep.numerics import LOG2E
 from lockstep.simt import Constant, ct, cuda
 
-from .parts import EMPTY, FULL, VECTOR
+from .parts import FULL, VECTOR
 from .rung import BYTES, SECTOR, LaunchPlan, PhasePlan, Problem, Tensors
 
 BLOCK = 64  # queries, and keys, of a tile
 THREADS = 128
 PAD = 8  # elements behind each row of a tile: rows then start in different banks
 PITCH = BLOCK + PAD
-GROUPS = BLOCK // VECTOR  # of eight keys, four for each thread of a pair
-OWN = BLOCK // 2  # keys of a row that one thread takes
+SHARE = 2  # threads of a row
+OWN = BLOCK // SHARE  # keys of a row that one thread takes
 
 
 @simt.device
@@ -50,35 +48,6 @@ def blank_copied(tile, stage, present, D: Constant, DTYPE: Constant):
         col = chunk % (D // VECTOR) * VECTOR
         copied = cuda.vload(tile, (stage, row, col), VECTOR)
         cuda.vstore(tile, (stage, row, col), ct.select(row < present, copied, nothing))
-
-
-@simt.device
-def visible_scores(s_tile, scores, row, half, seen):
-    """This thread's scores of a row into registers, and the largest of the whole row.
-
-    Keys from `seen` on, counted from the tile's first, score -inf.
-    """
-    most = EMPTY
-    seen -= 4 * half
-    for j in range(GROUPS):
-        part = cuda.vload(s_tile, (row, 8 * j + 4 * half), 4)
-        scores[4 * j] = ct.select(8 * j < seen, part[0], EMPTY)
-        scores[4 * j + 1] = ct.select(8 * j + 1 < seen, part[1], EMPTY)
-        scores[4 * j + 2] = ct.select(8 * j + 2 < seen, part[2], EMPTY)
-        scores[4 * j + 3] = ct.select(8 * j + 3 < seen, part[3], EMPTY)
-    for j in range(OWN):
-        most = max(most, scores[j])
-    return max(most, cuda.shfl_xor_sync(FULL, most, 1))
-
-
-@simt.device
-def exponentials(scores, scale_log2, base):
-    """exp2(scale_log2 · s - base) for each of this thread's scores, in place; returns their sum."""
-    total = 0.0
-    for j in range(OWN):
-        scores[j] = cuda.exp2(scores[j] * scale_log2 - base)
-        total += scores[j]
-    return total
 
 
 @simt.device
