@@ -10,6 +10,7 @@ from . import (
     row_per_thread,
     small_tile,
     small_tile_2d,
+    split_kv,
     warp_mma,
 )
 from .rung import (
@@ -34,6 +35,7 @@ RUNGS: tuple[Rung, ...] = (
     small_tile.RUNG,
     small_tile_2d.RUNG,
     warp_mma.RUNG,
+    split_kv.RUNG,
     block_tile.RUNG,
     block_tile_mma.RUNG,
 )

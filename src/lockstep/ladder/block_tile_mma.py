@@ -89,9 +89,9 @@ def block_tile_mma(
     half = tid % 2
     warp_row = FRAGMENT * (tid // 32)
     # causal tiles grow towards the end of the sequence: the longest start first
-    q_tile_idx = cuda.gridDim.x - 1 - cuda.blockIdx.x
+    q_tile_idx = cuda.gridDim.y - 1 - cuda.blockIdx.y
     q_row0 = BLOCK * q_tile_idx
-    first = cuda.blockIdx.y * seq  # row of this head's first token
+    first = cuda.blockIdx.x * seq  # row of this head's first token
     kv_tiles = (seq + BLOCK - 1) // BLOCK
     limit = length  # keys that this thread's row sees
     if CAUSAL:
@@ -171,14 +171,14 @@ def block_tile_mma(
 
 
 def launches(problem: Problem, tensors: Tensors) -> list[Launch]:
-    """One launch: query tiles by heads."""
+    """One launch: heads by query tiles."""
     arguments = paired_rows.arguments(problem, tensors)
     return [Launch(block_tile_mma, paired_rows.grid(problem), THREADS, arguments)]
 
 
 def plans(problem: Problem) -> list[LaunchPlan]:
     """Full tiles, whatever is masked. A fragment product is the work of 32 threads."""
-    tiles, D = paired_rows.grid(problem)[0], problem.D
+    tiles, D = paired_rows.query_tiles(problem), problem.D
     s_fragments, o_fragments = (BLOCK // 16) ** 2, BLOCK // 16 * D // 16
     phases = (
         *paired_rows.copy_phases(problem),

@@ -78,21 +78,27 @@ def arguments(problem: Problem, tensors: Tensors) -> dict[str, Any]:
     }
 
 
+def query_tiles(problem: Problem) -> int:
+    """Query tiles of a head, and as many key tiles."""
+    return -(-problem.S // BLOCK)
+
+
 def grid(problem: Problem) -> tuple[int, int]:
-    """Query tiles by heads."""
-    return -(-problem.S // BLOCK), problem.heads
+    """Heads by query tiles. Heads vary fastest: with a causal mask the longest tiles of all heads
+    start first, the shortest fill the gaps at the end."""
+    return problem.heads, query_tiles(problem)
 
 
 def tiles_visited(problem: Problem) -> int:
     """Pairs of query tile and key tile, of one head: public, whatever the length."""
-    tiles = -(-problem.S // BLOCK)
+    tiles = query_tiles(problem)
     return tiles * (tiles + 1) // 2 if problem.causal else tiles * tiles
 
 
 def _rows_moved(problem: Problem, last_tiles: int, full_tiles: int) -> int:
     """Rows that the copies of these tiles move. A warp copies a few rows at a time; past the end
     it asks for the last one again, which costs no more than one row."""
-    tail = problem.S - BLOCK * (-(-problem.S // BLOCK) - 1)  # rows of the last tile, 1 to 64
+    tail = problem.S - BLOCK * (query_tiles(problem) - 1)  # rows of the last tile, 1 to 64
     at_a_time = 32 * VECTOR // problem.D
     last = tail + BLOCK // at_a_time - -(-tail // at_a_time)
     return BLOCK * full_tiles + last * last_tiles
@@ -100,14 +106,14 @@ def _rows_moved(problem: Problem, last_tiles: int, full_tiles: int) -> int:
 
 def plan(problem: Problem, kernel: str, shared_bytes: int, **facts: Any) -> LaunchPlan:
     """What is the same for both kernels: one block per query tile, every key tile copied once."""
-    tiles, heads = grid(problem)
+    tiles, heads = query_tiles(problem), problem.heads
     visited = tiles_visited(problem)
     last = 2 * (1 if problem.causal else tiles) + 1  # K and V by blocks that reach it, and Q
     all_tiles = 2 * visited + tiles
     row_bytes = problem.D * BYTES
     return LaunchPlan(
         kernel=kernel,
-        grid=(tiles, heads),
+        grid=grid(problem),
         block=THREADS,
         shared_bytes=shared_bytes,
         iterations=tiles,
@@ -125,10 +131,10 @@ def copy_phases(problem: Problem) -> tuple[PhasePlan, PhasePlan]:
     chunks = BLOCK * problem.D // VECTOR
     return (
         PhasePlan("load q", 3 * chunks, THREADS),
-        PhasePlan("load kv", 2 * chunks, THREADS, 1, grid(problem)[0]),
+        PhasePlan("load kv", 2 * chunks, THREADS, 1, query_tiles(problem)),
     )
 
 
 def softmax_phase(problem: Problem) -> PhasePlan:
     """Two threads per row, half of its keys each."""
-    return PhasePlan("softmax", 2 * BLOCK, THREADS, OWN, grid(problem)[0])
+    return PhasePlan("softmax", 2 * BLOCK, THREADS, OWN, query_tiles(problem))

@@ -106,7 +106,7 @@ def softmax_by_warps(
 
 @simt.device
 def output_at_edges(acc, p_tile, v_tile, factors, D: Constant):
-    """Correct what is there; add the keys, or for the last rows all keys, that fragments leave out."""
+    """Correct what is there; add the last keys, or for the last rows all: what fragments omit."""
     for i in range(cuda.threadIdx.x, BLOCK_Q * D, THREADS):
         row = i // D
         col = i % D
