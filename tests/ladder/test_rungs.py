@@ -1,0 +1,133 @@
+"""Every rung: right on the machine, free of hazards, and data-oblivious where it says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lockstep.ladder import RUNGS, Problem, find, launches_of, run_on_gpu, run_on_machine
+from lockstep.ladder.check import errors
+
+STEPS = [step for rung in RUNGS for step in rung.steps()]
+CONSTANT_TIME = [step for step in STEPS if step.constant_time]
+# A token alone; lengths that no tile divides; every head dim; both dtypes; both masks.
+PROBLEMS = (
+    Problem(B=1, H=1, S=1, D=64),
+    Problem(B=2, H=1, S=63, D=32, causal=True),
+    Problem(B=1, H=2, S=111, D=32, dtype="bfloat16"),
+    Problem(B=1, H=1, S=40, D=128, causal=True, dtype="bfloat16"),
+    Problem(B=1, H=1, S=65, D=64, causal=True),
+)
+
+
+def name(value):
+    return value.title if hasattr(value, "title") else str(value)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+@pytest.mark.parametrize("step", STEPS, ids=name)
+def test_right_and_free_of_hazards(step, problem):
+    tensors = problem.draw()
+    _, traces = run_on_machine(step, problem, tensors)
+    for trace in traces:
+        trace.check()
+    assert errors(problem, tensors).ok
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("S", [1, 63, 111, 257])
+@pytest.mark.parametrize("D", [32, 64, 128])
+@pytest.mark.parametrize("step", STEPS, ids=name)
+def test_right_on_the_gpu(step, D, S):
+    for causal, dtype in ((False, "float16"), (True, "bfloat16")):
+        problem = Problem(B=2, H=3, S=S, D=D, causal=causal, dtype=dtype)
+        tensors = problem.draw(device="cuda")
+        run_on_gpu(step, problem, tensors)
+        assert errors(problem, tensors).ok, problem
+
+
+@pytest.mark.parametrize("length", [0, 1, 50, 70])
+@pytest.mark.parametrize("step", CONSTANT_TIME, ids=name)
+def test_only_the_keys_within_the_secret_length_count(step, length):
+    problem = Problem(B=1, H=1, S=70, D=32, causal=length == 50, length=length)
+    tensors = problem.draw()
+    # what lies beyond the length is no secret's business, however large
+    tensors.k[:, :, length:] = 300.0
+    run_on_machine(step, problem, tensors)[1][0].check()
+    assert errors(problem, tensors).ok
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("step", CONSTANT_TIME, ids=name)
+def test_what_is_secret_is_declared_secret(step, causal):
+    """The front end proves what the annotations say; here they must say q, k, v and the length."""
+    problem = Problem(B=1, H=1, S=70, D=64, causal=causal, length=33)
+    for launch in launches_of(step, problem, problem.draw()):
+        assert {"q", "k", "v", "length"} <= launch.kernel.secrets
+        typed = launch.kernel.typed(**launch.arguments)
+        assert not typed.warnings  # nothing that compiles to a data-dependent slow path
+
+
+@pytest.mark.parametrize("step", CONSTANT_TIME, ids=name)
+def test_the_machine_counts_the_same_whatever_the_secrets(step):
+    seen = set()
+    for seed, length in ((0, 70), (1, 3), (2, 0)):
+        problem = Problem(B=1, H=1, S=70, D=32, causal=True, length=length)
+        _, (trace,) = run_on_machine(step, problem, problem.draw(seed))
+        counts = trace.totals.to_json()
+        seen.add(str(sorted(counts.items(), key=lambda item: item[0])) + str(trace.depth))
+    assert len(seen) == 1
+
+
+def test_the_ladder_is_climbed_in_order():
+    names = [rung.name for rung in RUNGS]
+    assert names[:5] == ["naive", "row_per_thread", "large_tile", "small_tile", "small_tile_2d"]
+    assert len(set(names)) == len(names)
+    for rung in RUNGS:
+        assert find(rung.name) is rung
+    with pytest.raises(ValueError, match="no rung 'tiny_tile'; there are naive, row_per_thread"):
+        find("tiny_tile")
+
+
+def test_options():
+    rung = find("small_tile")
+    assert rung.choose(softmax="sequential").title == "small_tile (sequential)"
+    assert rung.settings == {"softmax": "tree"}
+    with pytest.raises(ValueError, match="softmax is 'fast', small_tile takes 'tree', 'sequential'"):
+        rung.choose(softmax="fast")
+    with pytest.raises(ValueError, match="naive has no option 'softmax'"):
+        find("naive").choose(softmax="tree")
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="naive is not constant-time and takes no length"):
+        run_on_machine(find("naive"), Problem(B=1, H=1, S=8, D=32, length=3))
+    with pytest.raises(ValueError, match="D is 48, takes one of 32, 64, 128"):
+        Problem(B=1, H=1, S=8, D=48)
+    with pytest.raises(ValueError, match="S is 0, takes 1 or more"):
+        Problem(B=1, H=1, S=0, D=32)
+    with pytest.raises(ValueError, match="length is 9, takes 0 to S = 8"):
+        Problem(B=1, H=1, S=8, D=32, length=9)
+    with pytest.raises(TypeError, match="dtype is 'float32', takes float16 or bfloat16"):
+        Problem(B=1, H=1, S=8, D=32, dtype="float32")
+
+
+def test_naive_takes_turns_when_the_scores_do_not_fit(monkeypatch):
+    from lockstep.ladder import naive
+
+    monkeypatch.setattr(naive, "MAX_SCORES", 2 * 20 * 20)
+    problem = Problem(B=1, H=5, S=20, D=32)
+    tensors = problem.draw()
+    _, traces = run_on_machine(find("naive"), problem, tensors)
+    assert len(traces) == 9  # 2 + 2 + 1 heads, three passes each
+    assert errors(problem, tensors).ok
+
+
+def test_an_unwritten_element_is_an_error():
+    problem = Problem(B=1, H=1, S=4, D=32)
+    tensors = problem.draw()
+    tensors.out.copy_(torch.nn.functional.scaled_dot_product_attention(*tensors[:3]))
+    assert errors(problem, tensors).ok
+    tensors.out[0, 0, 3, 31] = float("nan")
+    assert not errors(problem, tensors).ok
