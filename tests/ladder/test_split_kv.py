@@ -1,0 +1,59 @@
+"""split_kv: parts that do not depend on how many there are of anything else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lockstep.ladder import Problem, find, plans_of, run_on_machine
+from lockstep.ladder.check import errors
+from lockstep.ladder.split_kv import splits_of
+
+RUNG = find("split_kv")
+
+
+@pytest.mark.parametrize("kv_tiles", [1, 2, 4, "all"])
+def test_every_split_gives_the_same_attention(kv_tiles):
+    problem = Problem(B=1, H=1, S=70, D=32, causal=kv_tiles == 2)
+    tensors = problem.draw()
+    rung = RUNG.choose(tile="8x8", kv_tiles=kv_tiles)
+    for trace in run_on_machine(rung, problem, tensors)[1]:
+        trace.check()
+    assert errors(problem, tensors).ok
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_no_block_wrote_is_not_read(causal, monkeypatch):
+    """Behind a causal diagonal the workspace stays as it was."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
+    problem = Problem(B=1, H=2, S=45, D=32, causal=causal)
+    tensors = problem.draw()
+    run_on_machine(RUNG.choose(tile="8x8", kv_tiles=1), problem, tensors)
+    assert errors(problem, tensors).ok
+
+
+def test_a_row_has_the_same_bits_alone_and_in_company():
+    many = Problem(B=2, H=2, S=50, D=32)
+    rung = RUNG.choose(tile="8x8", kv_tiles=2)
+    tensors = many.draw()
+    together = run_on_machine(rung, many, tensors)[0][1, 1]
+    alone = Problem(B=1, H=1, S=50, D=32)
+    one = alone.draw()
+    for mine, theirs in zip(one[:3], tensors[:3], strict=True):
+        mine.copy_(theirs[1:, 1:])
+    assert torch.equal(run_on_machine(rung, alone, one)[0][0, 0], together)
+
+
+def test_the_split_is_fixed_in_size_not_in_number():
+    for S, splits in ((256, 8), (512, 16), (8192, 256)):
+        assert splits_of(Problem(B=1, H=1, S=S, D=64), "8x8", 4) == splits
+        assert splits_of(Problem(B=1, H=1, S=S, D=64), "8x8", "all") == 1
+
+
+def test_the_workspace_of_the_documents():
+    partial, join = plans_of(RUNG.choose(tile="8x8", kv_tiles=4), Problem(B=1, H=1, S=256, D=128))
+    assert partial.grid == (32, 8, 1)
+    assert join.grid == (32, 1)
+    assert partial.workspace == 266_240
+    assert join.workspace == 0
