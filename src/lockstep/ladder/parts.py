@@ -109,29 +109,31 @@ def warp_sum(value):
 
 
 @simt.device
-def block_max(value, partial, WARPS: Constant):
-    """The largest value of the block, in every thread: each warp reduces the warps' results.
-
-    `partial` [WARPS] may be written again after the next barrier.
-    """
+def rows_max(value, partial, WARPS_PER_ROW: Constant):
+    """The largest value of the warps that share a row, in every thread of them: each of the warps
+    reduces their results for itself. `partial` [warps] may be written after the next barrier."""
+    warp = cuda.threadIdx.x // 32
     value = warp_max(value)
     if cuda.threadIdx.x % 32 == 0:
-        partial[cuda.threadIdx.x // 32] = value
+        partial[warp] = value
     cuda.syncthreads()
-    value = EMPTY
-    if cuda.threadIdx.x % 32 < WARPS:
-        value = partial[cuda.threadIdx.x % 32]
-    return warp_max(value)
+    first = warp // WARPS_PER_ROW * WARPS_PER_ROW
+    value = partial[first]
+    for other in range(1, WARPS_PER_ROW):
+        value = max(value, partial[first + other])
+    return value
 
 
 @simt.device
-def block_sum(value, partial, WARPS: Constant):
-    """The sum over the block, in every thread; otherwise like `block_max`."""
+def rows_sum(value, partial, WARPS_PER_ROW: Constant):
+    """The sum over the warps that share a row; otherwise like `rows_max`."""
+    warp = cuda.threadIdx.x // 32
     value = warp_sum(value)
     if cuda.threadIdx.x % 32 == 0:
-        partial[cuda.threadIdx.x // 32] = value
+        partial[warp] = value
     cuda.syncthreads()
-    value = 0.0
-    if cuda.threadIdx.x % 32 < WARPS:
-        value = partial[cuda.threadIdx.x % 32]
-    return warp_sum(value)
+    first = warp // WARPS_PER_ROW * WARPS_PER_ROW
+    value = partial[first]
+    for other in range(1, WARPS_PER_ROW):
+        value += partial[first + other]
+    return value

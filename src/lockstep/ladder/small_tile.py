@@ -5,22 +5,20 @@ on a multiprocessor, and 256 threads share the scores. The grid has three dimens
 heads, batch.
 
     softmax="sequential"  thread 0 does the softmax of the tile, as before
-    softmax="tree"        a row at a time: a thread per score, warp shuffles, then a tree over warps
+    softmax="tree"        two rows at a time: a thread per score, warp shuffles, then over the warps
 
-The tree must end in *every* warp: all of them need the maximum. Here each warp reduces the eight
-warps' results for itself, out of scratch memory that is nobody else's.
+The tree must end in *every* warp: all of them need the maximum. Here each warp reduces the warps'
+results for itself, out of scratch memory that is nobody else's.
 
     lockstep trace small_tile --softmax sequential --seq 256 --head-dim 32
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from lockstep import simt
 from lockstep.simt import Constant, cuda, float32, int32
 
-from .parts import VECTOR, stage_rows
+from .parts import EMPTY, VECTOR, rows_max, rows_sum, stage_rows
 from .rung import (
     BYTES,
     Launch,
@@ -36,7 +34,6 @@ from .tiled import (
     add_values_by_column,
     score_elements,
     softmax_by_one_thread,
-    softmax_by_tree,
     start_rows,
     tiled_plan,
     walk,
@@ -45,7 +42,40 @@ from .tiled import (
 
 BLOCK_Q, BLOCK_KV, THREADS = 45, 90, 256
 WARPS = THREADS // 32
+WARPS_PER_ROW = 4  # at the tree softmax
+ROWS_AT_ONCE = WARPS // WARPS_PER_ROW
 SOFTMAX = ("tree", "sequential")
+
+
+@simt.device
+def softmax_by_tree(scores, weights, acc, m, l, maxima, sums, D: Constant):
+    """The online softmax, two rows at a time: a thread per score, shuffles in the warps, then one
+    step over the four warps of the row. `maxima` and `sums` [WARPS] take turns, so that one
+    barrier each will do."""
+    place = cuda.threadIdx.x % (32 * WARPS_PER_ROW)
+    for first_row in range(0, BLOCK_Q, ROWS_AT_ONCE):
+        row = first_row + cuda.threadIdx.x // (32 * WARPS_PER_ROW)
+        before = EMPTY
+        top = EMPTY
+        if row < BLOCK_Q:
+            before = m[row]
+            for col in range(place, BLOCK_KV, 32 * WARPS_PER_ROW):
+                top = max(top, scores[row, col])
+        top = max(before, rows_max(top, maxima, WARPS_PER_ROW))
+        part = 0.0
+        if row < BLOCK_Q:
+            for col in range(place, BLOCK_KV, 32 * WARPS_PER_ROW):
+                p = cuda.exp2(scores[row, col] - top)
+                weights[row, col] = p
+                part += p
+        part = rows_sum(part, sums, WARPS_PER_ROW)
+        if row < BLOCK_Q:
+            correction = cuda.exp2(before - top)
+            for d in range(place, D, 32 * WARPS_PER_ROW):
+                acc[row, d] *= correction
+            if place == 0:
+                l[row] = l[row] * correction + part
+                m[row] = top
 
 
 @simt.kernel
@@ -76,7 +106,6 @@ def small_tile(
     first_q = cuda.blockIdx.x * BLOCK_Q
     # row of this head's first token
     first = (cuda.blockIdx.z * cuda.gridDim.y + cuda.blockIdx.y) * seq
-    rows = min(BLOCK_Q, seq - first_q)
     end = seq  # of the keys that some row of this block sees
     if CAUSAL:
         end = min(seq, first_q + BLOCK_Q)
@@ -86,7 +115,6 @@ def small_tile(
         start_rows(acc, m, l, BLOCK_Q, D, THREADS)
 
     for first_kv in range(0, end, BLOCK_KV):
-        cols = min(BLOCK_KV, seq - first_kv)
         # the previous tile is still being read
         cuda.syncthreads()
         with simt.phase("load kv"):
@@ -101,14 +129,12 @@ def small_tile(
             cuda.syncthreads()
         with simt.phase("softmax"):
             if SOFTMAX == "tree":
-                softmax_by_tree(
-                    scores, weights, acc, m, l, maxima, sums, rows, cols, D, THREADS
-                )  # fmt: skip
+                softmax_by_tree(scores, weights, acc, m, l, maxima, sums, D)
             else:
-                softmax_by_one_thread(scores, weights, acc, m, l, rows, cols, D)
+                softmax_by_one_thread(scores, weights, acc, m, l, BLOCK_Q, BLOCK_KV, D)
             cuda.syncthreads()
         with simt.phase("output"):
-            add_values_by_column(acc, weights, v_tile, rows, cols, D, THREADS)
+            add_values_by_column(acc, weights, v_tile, BLOCK_Q, BLOCK_KV, D, THREADS)
 
     cuda.syncthreads()
     with simt.phase("write"):
@@ -131,36 +157,30 @@ def shared_bytes(D: int, softmax: str) -> int:
 
 
 def plans(problem: Problem, softmax: str) -> list[LaunchPlan]:
-    """Phases of a full tile. The tree takes a row in two reductions, each five shuffles in the
-    warps and five more over their results."""
+    """Phases of a full tile. The tree takes two reductions for its rows, each five shuffles in the
+    warps and a step per warp over their results."""
     D = problem.D
     walked = walk(problem, BLOCK_Q, BLOCK_KV)
     tiles = max(walked.tiles)
     if softmax == "tree":
-        at_softmax = PhasePlan("softmax", BLOCK_KV, THREADS, BLOCK_Q * (3 + 20), tiles)
-        row_barriers = _tree_barriers(problem)
+        turns = -(-BLOCK_Q // ROWS_AT_ONCE)
+        steps = turns * (3 + 2 * (5 + WARPS_PER_ROW))
+        at_softmax = PhasePlan("softmax", ROWS_AT_ONCE * BLOCK_KV, THREADS, steps, tiles)
+        barriers = 4 + 2 * turns
     else:
         at_softmax = PhasePlan("softmax", 1, THREADS, BLOCK_Q * (2 * BLOCK_KV + D), tiles)
-        row_barriers = 0
+        barriers = 4
     phases = (
         PhasePlan("load q", BLOCK_Q * D // VECTOR, THREADS),
         PhasePlan("load kv", 2 * BLOCK_KV * D // VECTOR, THREADS, 1, tiles),
-        PhasePlan("scores", BLOCK_Q * BLOCK_KV, THREADS, D, tiles),
+        PhasePlan("scores", BLOCK_Q // 3 * BLOCK_KV, THREADS, 3 * D, tiles),
         at_softmax,
         PhasePlan("output", D, THREADS, BLOCK_Q * BLOCK_KV, tiles),
         PhasePlan("write", BLOCK_Q * D // 4, THREADS),
     )
     grid = (walked.q_tiles, problem.H, problem.B)
     shared = shared_bytes(D, softmax)
-    plan = tiled_plan(problem, "small_tile", grid, THREADS, walked, shared, phases, 4)
-    return [replace(plan, barriers=plan.barriers + row_barriers)]
-
-
-def _tree_barriers(problem: Problem) -> int:
-    """Two for each row of a query tile at each KV tile."""
-    tiles = walk(problem, BLOCK_Q, BLOCK_KV).tiles
-    rows = (min(BLOCK_Q, problem.S - t * BLOCK_Q) for t in range(len(tiles)))
-    return problem.heads * sum(2 * r * n for r, n in zip(rows, tiles, strict=True))
+    return [tiled_plan(problem, "small_tile", grid, THREADS, walked, shared, phases, barriers)]
 
 
 RUNG = Rung(

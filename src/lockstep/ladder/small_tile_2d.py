@@ -31,20 +31,11 @@ from .rung import (
     shared_layout,
     usual_arguments,
 )
-from .tiled import start_rows, tiled_plan, walk, write_rows
+from .tiled import masked, start_rows, tiled_plan, walk, write_rows
 
 BLOCK_Q, BLOCK_KV, THREADS = 45, 90, 256
 WARPS = THREADS // 32
 PAD = VECTOR  # elements behind each row of an operand
-
-
-@simt.device
-def masked(score, q_idx, kv_idx, seq, scale_log2, CAUSAL: Constant):
-    """The score in log2 units, or minus infinity where it is not seen."""
-    seen = kv_idx < seq
-    if CAUSAL:
-        seen = seen & (kv_idx <= q_idx)
-    return score * scale_log2 if seen else EMPTY
 
 
 @simt.device

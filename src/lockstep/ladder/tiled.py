@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lockstep import simt
 from lockstep.simt import Constant, cuda
 
-from .parts import EMPTY, VECTOR, block_max, block_sum, dot8
+from .parts import EMPTY, VECTOR, dot8
 from .rung import BYTES, SECTOR, LaunchPlan, PhasePlan, Problem
 
 
@@ -25,6 +25,15 @@ def start_rows(acc, m, l, ROWS: Constant, D: Constant, THREADS: Constant):
     for row in range(cuda.threadIdx.x, ROWS, THREADS):
         m[row] = EMPTY
         l[row] = 0.0
+
+
+@simt.device
+def masked(score, q_idx, kv_idx, seq, scale_log2, CAUSAL: Constant):
+    """The score in log2 units, or minus infinity where it is not seen."""
+    seen = kv_idx < seq
+    if CAUSAL:
+        seen = seen & (kv_idx <= q_idx)
+    return score * scale_log2 if seen else EMPTY
 
 
 @simt.device
@@ -42,31 +51,42 @@ def score_elements(
     THREADS: Constant,
     CAUSAL: Constant,
 ):
-    """One score per thread and turn. Neighbouring lanes read keys D elements apart."""
-    for i in range(cuda.threadIdx.x, BLOCK_Q * BLOCK_KV, THREADS):
-        row = i // BLOCK_KV
+    """A key and three queries, a third of the tile apart, per thread and turn.
+
+    Neighbouring lanes read keys D elements apart, which often lie in the same banks.
+    """
+    for i in range(cuda.threadIdx.x, BLOCK_Q // 3 * BLOCK_KV, THREADS):
+        a = i // BLOCK_KV
+        b = a + BLOCK_Q // 3
+        c = b + BLOCK_Q // 3
         col = i % BLOCK_KV
-        score = 0.0
+        score_a = 0.0
+        score_b = 0.0
+        score_c = 0.0
         for d in range(0, D, VECTOR):
-            query = cuda.vload(q_tile, (row, d), VECTOR)
-            score = dot8(query, cuda.vload(k_tile, (col, d), VECTOR), score)
-        seen = first_kv + col < seq
-        if CAUSAL:
-            seen = seen & (first_kv + col <= first_q + row)
-        scores[row, col] = score * scale_log2 if seen else EMPTY
+            key = cuda.vload(k_tile, (col, d), VECTOR)
+            score_a = dot8(cuda.vload(q_tile, (a, d), VECTOR), key, score_a)
+            score_b = dot8(cuda.vload(q_tile, (b, d), VECTOR), key, score_b)
+            score_c = dot8(cuda.vload(q_tile, (c, d), VECTOR), key, score_c)
+        kv_idx = first_kv + col
+        scores[a, col] = masked(score_a, first_q + a, kv_idx, seq, scale_log2, CAUSAL)
+        scores[b, col] = masked(score_b, first_q + b, kv_idx, seq, scale_log2, CAUSAL)
+        scores[c, col] = masked(score_c, first_q + c, kv_idx, seq, scale_log2, CAUSAL)
 
 
 @simt.device
-def softmax_by_one_thread(scores, weights, acc, m, l, rows, cols, D: Constant):
-    """The online softmax of the tile's rows and cols, by thread 0; everybody else waits."""
+def softmax_by_one_thread(
+    scores, weights, acc, m, l, BLOCK_Q: Constant, BLOCK_KV: Constant, D: Constant
+):
+    """The online softmax of the whole tile, by thread 0; everybody else waits."""
     if cuda.threadIdx.x == 0:
-        for row in range(rows):
+        for row in range(BLOCK_Q):
             before = m[row]
             top = before
-            for col in range(cols):
+            for col in range(BLOCK_KV):
                 top = max(top, scores[row, col])
             part = 0.0
-            for col in range(cols):
+            for col in range(BLOCK_KV):
                 p = cuda.exp2(scores[row, col] - top)
                 weights[row, col] = p
                 part += p
@@ -78,39 +98,14 @@ def softmax_by_one_thread(scores, weights, acc, m, l, rows, cols, D: Constant):
 
 
 @simt.device
-def softmax_by_tree(
-    scores, weights, acc, m, l, maxima, sums, rows, cols, D: Constant, THREADS: Constant
+def add_values_by_column(
+    acc, weights, v_tile, BLOCK_Q: Constant, BLOCK_KV: Constant, D: Constant, THREADS: Constant
 ):
-    """The online softmax of the tile's rows and cols, a row at a time: a thread per score, and two
-    reductions over the block. `maxima` and `sums` [warps] take turns, so one barrier each will do.
-    """
-    for row in range(rows):
-        before = m[row]
-        top = EMPTY
-        for col in range(cuda.threadIdx.x, cols, THREADS):
-            top = max(top, scores[row, col])
-        top = max(before, block_max(top, maxima, THREADS // 32))
-        part = 0.0
-        for col in range(cuda.threadIdx.x, cols, THREADS):
-            p = cuda.exp2(scores[row, col] - top)
-            weights[row, col] = p
-            part += p
-        part = block_sum(part, sums, THREADS // 32)
-        correction = cuda.exp2(before - top)
-        for d in range(cuda.threadIdx.x, D, THREADS):
-            acc[row, d] *= correction
-        if cuda.threadIdx.x == 0:
-            l[row] = l[row] * correction + part
-            m[row] = top
-
-
-@simt.device
-def add_values_by_column(acc, weights, v_tile, rows, cols, D: Constant, THREADS: Constant):
     """acc += weights v, row after row, a thread for each of the D columns: the others idle."""
-    for row in range(rows):
+    for row in range(BLOCK_Q):
         for col in range(cuda.threadIdx.x, D, THREADS):
             total = acc[row, col]
-            for kv in range(cols):
+            for kv in range(BLOCK_KV):
                 total += weights[row, kv] * v_tile[kv, col]
             acc[row, col] = total
 
