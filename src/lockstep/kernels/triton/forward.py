@@ -17,7 +17,9 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.triton.spans import attend_tiles, locate, store_part
+from lockstep.kernels.triton.strays import add_strays
 from lockstep.kernels.triton.tiles import (
+    any_stray,
     close,
     finish,
     fold,
@@ -146,41 +148,55 @@ def attend(
         bias_rows = bias_ptr + b64 * stride_bb + q_head.to(tl.int64) * stride_bh
         bias_rows += q_idx.to(tl.int64) * stride_bq
     out_row = b64 * stride_rb + q_head.to(tl.int64) * stride_rh + (q_start + q_idx) * stride_rs
+    out_rows = out_ptr + out_row * DV
     part_rows, part_lse_rows = None, None
     if parts_ptr is not None:
         part_rows = parts_ptr + out_row * n_spans * DV
         part_lse_rows = part_lse_ptr + out_row * n_spans
 
-    m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_Q], tl.float32)
-    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
-    folded_m, folded_l, folded_acc = m, l, acc
-    for part in tl.static_range(3):
-        # The left edge of a window, the middle, the diagonal and the end.
-        if part != 0 or HAS_LEFT:
-            tile_lo = start if part == 0 else (whole if part == 1 else masked)
-            tile_hi = whole if part == 0 else (masked if part == 1 else end)
-            m, l, acc, folded_m, folded_l, folded_acc = attend_tiles(
-                tile_lo, tile_hi, start, m, l, acc, folded_m, folded_l, folded_acc,
-                q, k_ptr, v_ptr, bias_rows, table_ptr, part_rows, part_lse_rows,
-                stride_kb * ALIGN, stride_ks * ALIGN, stride_vb * ALIGN, stride_vs * ALIGN,
-                stride_bk, position, is_row, kv_len, left, right, cap_scale, late_scale,
-                D, DV, BLOCK_KV, SPAN, PAGE_SIZE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, SCALE_LATER,
-                part != 1,
-            )  # fmt: skip
-
-    out, lse = finish(m, l, acc)
-    if parts_ptr is not None:
-        store_part(out, lse, part_rows, part_lse_rows, (hi - 1) // SPAN, is_row, DV)
-        return
-    m, l, acc = fold(folded_m, folded_l, folded_acc, out, lse)
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + q_head, mask=is_row, other=0.0).to(tl.float32)
-        m, l, acc = fold_sink(m, l, acc, sink)
-    out, lse = close(m, l, acc)
-    tl.store(
-        out_ptr + out_row[:, None] * DV + dv,
-        out.to(out_ptr.dtype.element_ty),
-        mask=is_row[:, None] & (dv < DV),
-    )
-    tl.store(lse_ptr + out_row, lse, mask=is_row)
+    strayed = tl.program_id(0) < 0
+    for CLEAN in tl.static_range(2):
+        if CLEAN == 0 or strayed:
+            m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+            l = tl.zeros([BLOCK_Q], tl.float32)
+            acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
+            folded_m, folded_l, folded_acc = m, l, acc
+            for REGION in tl.static_range(3):
+                # The left edge of a window, the middle, the diagonal and the end. To clean up, one
+                # masked loop does for all of them.
+                if (REGION == 2 or not CLEAN) and (REGION > 0 or HAS_LEFT):
+                    tile_lo = masked if REGION == 2 and not CLEAN else start
+                    tile_lo = whole if REGION == 1 else tile_lo
+                    tile_hi = end if REGION == 2 else (masked if REGION == 1 else whole)
+                    m, l, acc, folded_m, folded_l, folded_acc, strayed = attend_tiles(
+                        tile_lo, tile_hi, start,
+                        m, l, acc, folded_m, folded_l, folded_acc, strayed,
+                        q, k_ptr, v_ptr, bias_rows, table_ptr, part_rows, part_lse_rows,
+                        stride_kb * ALIGN, stride_ks * ALIGN, stride_vb * ALIGN, stride_vs * ALIGN,
+                        stride_bk, position, is_row, kv_len, left, right, cap_scale, late_scale,
+                        D, DV, BLOCK_KV, SPAN, PAGE_SIZE, HAS_LEFT, HAS_RIGHT,
+                        HAS_SOFTCAP, SCALE_LATER, REGION != 1, CLEAN,
+                    )  # fmt: skip
+            out, lse = finish(m, l, acc)
+            if parts_ptr is not None:
+                store_part(out, lse, part_rows, part_lse_rows, (hi - 1) // SPAN, is_row, DV)
+            else:
+                m, l, acc = fold(folded_m, folded_l, folded_acc, out, lse)
+                if sinks_ptr is not None:
+                    sink = tl.load(sinks_ptr + q_head, mask=is_row, other=0.0).to(tl.float32)
+                    m, l, acc = fold_sink(m, l, acc, sink)
+                out, lse = close(m, l, acc)
+                half = out.to(out_ptr.dtype.element_ty)
+                tl.store(out_rows[:, None] + dv, half, mask=is_row[:, None] & (dv < DV))
+                tl.store(lse_ptr + out_row, lse, mask=is_row)
+            if not CLEAN:
+                strayed |= any_stray(out)
+    if strayed:
+        # The stores above are other threads' loads here.
+        tl.debug_barrier()
+        add_strays(
+            start, end, out_rows if parts_ptr is None else part_rows, 0 if parts_ptr is None else DV,
+            v_ptr, bias_rows, table_ptr, stride_vb * ALIGN, stride_vs * ALIGN, stride_bk,
+            position, is_row, kv_len, left, right,
+            DV, BLOCK_KV, BLOCK_DV, SPAN, PAGE_SIZE, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip

@@ -13,16 +13,18 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.triton.tiles import (
+    any_stray,
     find_sequence,
     finish,
     fold,
     is_seen,
+    is_stray,
+    load_bias,
     load_tile,
     online_softmax,
     scores,
     unit,
     weigh,
-    weigh_seen,
 )
 
 
@@ -80,6 +82,7 @@ def attend_tiles(
     folded_m,
     folded_l,
     folded_acc,
+    strayed,
     q,
     k_ptr,
     v_ptr,
@@ -109,9 +112,14 @@ def attend_tiles(
     HAS_SOFTCAP: tl.constexpr,
     SCALE_LATER: tl.constexpr,
     MASKED: tl.constexpr,
+    CLEAN: tl.constexpr,
 ):
-    """The tiles from `tile_lo` up to `tile_hi`; unless MASKED, every row sees all of them."""
-    for tile in range(tile_lo, tile_hi):
+    """The tiles from `tile_lo` up to `tile_hi`; unless MASKED, every row sees all of them.
+
+    With CLEAN, values that are not finite count as 0. `strayed` says whether a part handed out has
+    any.
+    """
+    for tile in tl.range(tile_lo, tile_hi, num_stages=1 if CLEAN else None):
         first = tile * BLOCK_KV
         k = load_tile(
             k_ptr, first, kv_len, table_ptr, stride_kp, stride_ks,
@@ -120,15 +128,10 @@ def attend_tiles(
         kv_idx = first + tl.arange(0, BLOCK_KV)[None, :]
         bias = None
         if bias_rows is not None:
-            inside = is_row[:, None] & (kv_idx < kv_len)
-            bias = tl.load(bias_rows[:, None] + kv_idx * stride_bk, mask=inside, other=0.0)
-            bias = bias.to(tl.float32)
+            bias = load_bias(bias_rows, kv_idx, stride_bk, is_row, kv_len)
         s = scores(q, k, bias, cap_scale, late_scale, HAS_SOFTCAP, SCALE_LATER)
-        seen = None
         if MASKED:
             seen = is_seen(position[:, None], kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
-            if bias is not None:
-                seen &= bias != float("-inf")
             s = tl.where(seen, s, float("-inf"))
         # A new span: what the last one came to is folded, or handed out.
         if first % SPAN == 0 and tile > start_tile:
@@ -137,6 +140,7 @@ def attend_tiles(
                 folded_m, folded_l, folded_acc = fold(folded_m, folded_l, folded_acc, out, lse)
             else:
                 store_part(out, lse, part_rows, part_lse_rows, first // SPAN - 1, is_row, DV)
+                strayed |= any_stray(out)
             m = tl.full(m.shape, float("-inf"), tl.float32)
             l = tl.zeros(l.shape, tl.float32)
             acc = tl.zeros(acc.shape, tl.float32)
@@ -146,10 +150,7 @@ def attend_tiles(
             v_ptr, first, kv_len, table_ptr, stride_vp, stride_vs,
             DV, BLOCK_KV, acc.shape[1], PAGE_SIZE, MASKED,
         )  # fmt: skip
-        if MASKED:
-            acc = weigh_seen(p, v, acc, seen, BLOCK_KV)
-        elif bias is not None:
-            acc = weigh_seen(p, v, acc, bias != float("-inf"), BLOCK_KV)
-        else:
-            acc = weigh(p, v, acc)
-    return m, l, acc, folded_m, folded_l, folded_acc
+        if CLEAN:
+            v = tl.where(is_stray(v), 0.0, v.to(tl.float32)).to(v.dtype)
+        acc = weigh(p, v, acc)
+    return m, l, acc, folded_m, folded_l, folded_acc, strayed

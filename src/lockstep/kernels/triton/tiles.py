@@ -103,12 +103,12 @@ def load_tile(
     d = tl.arange(0, BLOCK_D)
     inside = offset < kv_len - first  # [BLOCK_KV]
     if PAGE_SIZE == 0:
-        rows = base_ptr + first.to(tl.int64) * stride_s + offset[:, None] * stride_s
+        rows = base_ptr + tl.cast(first, tl.int64) * stride_s + offset[:, None] * stride_s
     elif PAGE_SIZE % BLOCK_KV == 0:
         # The whole tile lies in one page.
         page = tl.load(table_ptr + first // PAGE_SIZE).to(tl.int64)
         slot = first % PAGE_SIZE
-        rows = base_ptr + page * stride_page + slot.to(tl.int64) * stride_s
+        rows = base_ptr + page * stride_page + tl.cast(slot, tl.int64) * stride_s
         rows += offset[:, None] * stride_s
     else:
         kv_idx = first + offset
@@ -123,6 +123,14 @@ def load_tile(
     if D < BLOCK_D:
         return tl.load(tile_ptr, mask=(d < D)[None, :], other=0.0)
     return tl.load(tile_ptr)
+
+
+@triton.jit
+def load_bias(bias_rows, kv_idx, stride_bk, is_row, kv_len):
+    """Rows [BLOCK_Q] and keys [1, BLOCK_KV] to [BLOCK_Q, BLOCK_KV] fp32."""
+    inside = is_row[:, None] & (kv_idx < kv_len)
+    bias = tl.load(bias_rows[:, None] + kv_idx.to(tl.int64) * stride_bk, mask=inside, other=0.0)
+    return bias.to(tl.float32)
 
 
 @triton.jit
@@ -187,28 +195,19 @@ def online_softmax(s, unit, m, l):
 
 @triton.jit
 def weigh(p, v, acc):
-    """acc + p v, for rows that see every key of the tile."""
+    """acc + p v. Hidden keys have p = 0; see `strays` for what 0 · v may be."""
     return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
 
 @triton.jit
-def weigh_seen(p, v, acc, seen, BLOCK_KV: tl.constexpr):
-    """acc + p v over the pairs in `seen`.
+def is_stray(x):
+    """Where x is NaN or infinite: there 0 · x is not 0, and leaks into rows that do not see it."""
+    return (x.to(tl.float32) * 0.0) != 0.0
 
-    Hidden keys have p = 0, and 0 · v is 0 unless v is not finite. So values that are not finite
-    are taken out and, which hardly ever happens, added pair by pair to the rows that see them.
-    """
-    stray = (v * 0.0) != 0.0  # [BLOCK_KV, BLOCK_DV]
-    if tl.max(tl.max(stray.to(tl.int32), 1), 0) != 0:
-        for i in range(BLOCK_KV):
-            mine = tl.arange(0, BLOCK_KV) == i
-            value = tl.sum(tl.where(mine[:, None] & stray, v.to(tl.float32), 0.0), 0)  # [BLOCK_DV]
-            weight = tl.sum(tl.where(mine[None, :], p, 0.0), 1)  # [BLOCK_Q]
-            sees = tl.max((mine[None, :] & seen).to(tl.int32), 1) != 0  # [BLOCK_Q]
-            pair = sees[:, None] & ((value * 0.0) != 0.0)[None, :]  # [BLOCK_Q, BLOCK_DV]
-            acc += tl.where(pair, weight[:, None] * value[None, :], 0.0)
-        v = tl.where(stray, 0.0, v)
-    return weigh(p, v, acc)
+
+@triton.jit
+def any_stray(x):
+    return tl.max(tl.max(is_stray(x).to(tl.int32), 1), 0) != 0
 
 
 @triton.jit

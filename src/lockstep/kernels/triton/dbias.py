@@ -1,0 +1,155 @@
+"""Gradient of the bias: dbias = dS, summed over the dims along which the bias is broadcast.
+
+One program owns a tile of the bias and adds, in ascending order, what every sequence, head, query
+and key that shares its elements contributes. A bias of full size gets one term per element. The
+sum of a broadcast bias depends on what it is broadcast over, the batch included: it could not do
+otherwise.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lockstep.kernels.triton.gradient_tiles import derive, load_bias, load_statistics, weights
+from lockstep.kernels.triton.tiles import PRECISION, is_seen, load_tile, seen_by_any
+
+_SIZES = (
+    *("stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks"),
+    *("stride_vb", "stride_vh", "stride_vs", "stride_ob", "stride_oh", "stride_os"),
+    *("stride_bb", "stride_bh", "stride_bq", "stride_bk"),
+    *("B", "Hq", "Sq", "Skv", "bias_B", "bias_Hq", "bias_Sq", "bias_Skv", "left", "right"),
+)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def sum_bias(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    kv_lens_ptr,
+    dout_ptr,
+    lse2_ptr,
+    delta_ptr,
+    dbias_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_bb,
+    stride_bh,
+    stride_bq,
+    stride_bk,
+    B,
+    Hq,
+    Sq,
+    Skv,
+    bias_B,
+    bias_Hq,
+    bias_Sq,
+    bias_Skv,
+    left,
+    right,
+    cap_scale,
+    late_scale,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    GROUP: tl.constexpr,
+    ALIGN: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    SHARED_Q: tl.constexpr,
+    SHARED_KV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """SHARED_Q and SHARED_KV: the bias has one element for all queries, for all keys."""
+    kv_tiles, q_tiles = tl.cdiv(bias_Skv, BLOCK_KV), tl.cdiv(bias_Sq, BLOCK_Q)
+    program = tl.program_id(0)
+    kv_tile, q_tile = program % kv_tiles, program // kv_tiles % q_tiles
+    bias_head = program // kv_tiles // q_tiles % bias_Hq
+    bias_b = program // kv_tiles // q_tiles // bias_Hq
+    first_q_tile = 0 if SHARED_Q else q_tile
+    end_q_tile = tl.cdiv(Sq, BLOCK_Q) if SHARED_Q else q_tile + 1
+    first_kv_tile = 0 if SHARED_KV else kv_tile
+    end_kv_tile = tl.cdiv(Skv, BLOCK_KV) if SHARED_KV else kv_tile + 1
+
+    total = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
+    for b in range(bias_b, B, bias_B):
+        kv_len = Skv
+        if kv_lens_ptr is not None:
+            kv_len = tl.load(kv_lens_ptr + b).to(tl.int32)
+        shift = kv_len - Sq
+        b64 = tl.cast(b, tl.int64)
+        for head in range(bias_head, Hq, bias_Hq):
+            q_head, h64 = tl.cast(head, tl.int64), tl.cast(head // GROUP, tl.int64)
+            q_rows = q_ptr + b64 * (stride_qb * ALIGN) + q_head * (stride_qh * ALIGN)
+            dout_rows = dout_ptr + b64 * (stride_ob * ALIGN) + q_head * (stride_oh * ALIGN)
+            k_rows = k_ptr + b64 * (stride_kb * ALIGN) + h64 * (stride_kh * ALIGN)
+            v_rows = v_ptr + b64 * (stride_vb * ALIGN) + h64 * (stride_vh * ALIGN)
+            row = (b64 * Hq + q_head) * Sq
+            bias_rows = bias_ptr + b64 * stride_bb + q_head * stride_bh
+            for tile in range(first_q_tile, end_q_tile):
+                q0 = tile * BLOCK_Q
+                q_idx = q0 + tl.arange(0, BLOCK_Q)
+                q = load_tile(
+                    q_rows, q0, Sq, None, 0, stride_qs * ALIGN, D, BLOCK_Q, BLOCK_D, 0, True
+                )
+                dout = load_tile(
+                    dout_rows, q0, Sq, None, 0, stride_os * ALIGN, DV, BLOCK_Q, BLOCK_DV, 0, True
+                )
+                lse2, delta = load_statistics(lse2_ptr + row, delta_ptr + row, q_idx, Sq, True)
+                last_q = tl.minimum(q0 + BLOCK_Q, Sq) - 1
+                lo, hi = seen_by_any(
+                    q0 + shift, last_q + shift, kv_len, left, right, HAS_LEFT, HAS_RIGHT
+                )
+                begin = tl.maximum(first_kv_tile, lo // BLOCK_KV)
+                end = tl.minimum(end_kv_tile, tl.cdiv(hi, BLOCK_KV))
+                for other in range(begin, end):
+                    kv0 = other * BLOCK_KV
+                    kv_idx = kv0 + tl.arange(0, BLOCK_KV)[None, :]
+                    k = load_tile(
+                        k_rows, kv0, kv_len, None, 0, stride_ks * ALIGN,
+                        D, BLOCK_KV, BLOCK_D, 0, True,
+                    )  # fmt: skip
+                    v = load_tile(
+                        v_rows, kv0, kv_len, None, 0, stride_vs * ALIGN,
+                        DV, BLOCK_KV, BLOCK_DV, 0, True,
+                    )  # fmt: skip
+                    bias = load_bias(
+                        bias_rows, q_idx[:, None], kv_idx, Sq, kv_len, stride_bq, stride_bk
+                    )
+                    position = q_idx[:, None] + shift
+                    seen = is_seen(position, kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
+                    seen &= bias != float("-inf")
+                    p, _ = weights(
+                        q, k, lse2[:, None], bias, seen, cap_scale, late_scale, HAS_SOFTCAP
+                    )
+                    dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+                    # The bias is added behind the softcap, so its slope does not come in.
+                    total += derive(p, dp, delta[:, None], 1.0, seen)
+
+    q_idx = q_tile * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]
+    kv_idx = kv_tile * BLOCK_KV + tl.arange(0, BLOCK_KV)[None, :]
+    if SHARED_Q:
+        total = tl.sum(total, 0)[None, :]
+        q_idx = tl.zeros([1, 1], tl.int32)
+    if SHARED_KV:
+        total = tl.sum(total, 1)[:, None]
+        kv_idx = tl.zeros([1, 1], tl.int32)
+    rows = (bias_b * bias_Hq + bias_head).to(tl.int64) * bias_Sq + q_idx
+    inside = (q_idx < bias_Sq) & (kv_idx < bias_Skv)
+    at = dbias_ptr + rows * bias_Skv + kv_idx
+    tl.store(at, total.to(dbias_ptr.dtype.element_ty), mask=inside)

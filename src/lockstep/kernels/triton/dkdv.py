@@ -1,0 +1,236 @@
+"""Gradients of keys and values: dK = scale Σ_q dS q,  dV = Σ_q p dO.
+
+One program owns BLOCK_KV keys of one KV head and walks over all rows that see any of them: the
+query heads of the group in ascending order, under each the tiles of BLOCK_Q queries in ascending
+order, cut at fixed positions of the sequence. Nobody else adds to what it owns. Scores are held
+transposed, [BLOCK_KV, BLOCK_Q]: p and dS are then the left factors of the products that follow.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lockstep.kernels.triton.gradient_tiles import (
+    derive,
+    load_bias,
+    load_statistics,
+    sequence_bounds,
+    tile_ranges,
+    weigh_seen,
+    weights,
+)
+from lockstep.kernels.triton.tiles import (
+    PRECISION,
+    find_sequence,
+    is_seen,
+    load_tile,
+    seen_by_all,
+    seen_by_any,
+    weigh,
+)
+
+
+@triton.jit
+def add_queries(
+    begin,
+    end,
+    dk,
+    dv,
+    k,
+    v,
+    kv_idx,
+    q_ptr,
+    dout_ptr,
+    bias_ptr,
+    lse2_ptr,
+    delta_ptr,
+    stride_qs,
+    stride_os,
+    stride_bq,
+    stride_bk,
+    q_len,
+    kv_len,
+    left,
+    right,
+    cap_scale,
+    late_scale,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The tiles of queries from `begin` up to `end`; unless MASKED, all see all the keys."""
+    for tile in range(begin, end):
+        first = tile * BLOCK_Q
+        q = load_tile(q_ptr, first, q_len, None, 0, stride_qs, D, BLOCK_Q, k.shape[1], 0, MASKED)
+        q_idx = first + tl.arange(0, BLOCK_Q)
+        lse2, delta = load_statistics(lse2_ptr, delta_ptr, q_idx, q_len, MASKED)
+        bias, seen = None, None
+        if MASKED:
+            position = q_idx[None, :] + (kv_len - q_len)
+            seen = is_seen(position, kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
+            seen &= q_idx[None, :] < q_len
+        if bias_ptr is not None:
+            bias = load_bias(
+                bias_ptr, q_idx[None, :], kv_idx, q_len, kv_len, stride_bq, stride_bk
+            )  # [BLOCK_KV, BLOCK_Q]
+            seen &= bias != float("-inf")
+        p, slope = weights(k, q, lse2[None, :], bias, seen, cap_scale, late_scale, HAS_SOFTCAP)
+        dout = load_tile(
+            dout_ptr, first, q_len, None, 0, stride_os, DV, BLOCK_Q, v.shape[1], 0, MASKED
+        )
+        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # [BLOCK_KV, BLOCK_Q]
+        dv = weigh_seen(p, dout, dv, seen, BLOCK_Q) if MASKED else weigh(p, dout, dv)
+        ds = derive(p, dp, delta[None, :], slope, seen)
+        dk = weigh_seen(ds, q, dk, seen, BLOCK_Q) if MASKED else weigh(ds, q, dk)
+    return dk, dv
+
+
+_SIZES = (
+    *("stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks"),
+    *("stride_vb", "stride_vh", "stride_vs", "stride_ob", "stride_oh", "stride_os"),
+    *("stride_bb", "stride_bh", "stride_bq", "stride_bk"),
+    *("B", "Hq", "Sq", "Skv", "n_slots", "left", "right"),
+)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def sum_keys(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    kv_lens_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    dout_ptr,
+    lse2_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_bb,
+    stride_bh,
+    stride_bq,
+    stride_bk,
+    B,
+    Hq,
+    Sq,
+    Skv,
+    n_slots,
+    left,
+    right,
+    scale,
+    cap_scale,
+    late_scale,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    GROUP: tl.constexpr,
+    ALIGN: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Programs run over the key tiles of a head, then the batch, then the KV heads.
+
+    The first tiles come first: under a causal mask they are the longest. Strides of q, k, v and
+    dout are in units of ALIGN elements.
+    """
+    head, slot = tl.program_id(0) // n_slots, tl.program_id(0) % n_slots
+    Hkv = Hq // GROUP
+    if cu_seqlens_k_ptr is not None:
+        b, tile = find_sequence(slot, cu_seqlens_k_ptr, B, 1, BLOCK_KV)
+        dk_row = head.to(tl.int64)
+        stride_row = Hkv
+    else:
+        b, tile, head = head % B, slot, head // B
+        dk_row = (b * Hkv + head).to(tl.int64) * Skv
+        stride_row = 1
+    q_start, q_len, kv_start, kv_len = sequence_bounds(
+        b, Sq, Skv, kv_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr
+    )
+    # How many keys there are to write: of those beyond kv_lens, zeros.
+    n_keys = kv_len if cu_seqlens_k_ptr is not None else Skv
+    first_key = tile * BLOCK_KV
+    if first_key >= n_keys:
+        return
+    kv_idx = first_key + tl.arange(0, BLOCK_KV)
+    dk = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_KV, BLOCK_DV], tl.float32)
+
+    if first_key < kv_len:
+        shift = kv_len - q_len
+        last_key = tl.minimum(first_key + BLOCK_KV, kv_len) - 1
+        # Which rows see a key is which keys a row sees, with left and right exchanged.
+        near, far = first_key - shift, last_key - shift
+        lo, hi = seen_by_any(near, far, q_len, right, left, HAS_RIGHT, HAS_LEFT)
+        all_lo, all_hi = seen_by_all(near, far, q_len, right, left, HAS_RIGHT, HAS_LEFT)
+        start, whole, masked, end = tile_ranges(
+            lo, hi, all_lo, all_hi, BLOCK_Q, bias_ptr is not None
+        )
+        b64, h64 = b.to(tl.int64), head.to(tl.int64)
+        k_ptr += b64 * (stride_kb * ALIGN) + h64 * (stride_kh * ALIGN)
+        v_ptr += b64 * (stride_vb * ALIGN) + h64 * (stride_vh * ALIGN)
+        k_ptr += kv_start * (stride_ks * ALIGN)
+        v_ptr += kv_start * (stride_vs * ALIGN)
+        k = load_tile(
+            k_ptr, first_key, kv_len, None, 0, stride_ks * ALIGN, D, BLOCK_KV, BLOCK_D, 0, True
+        )
+        v = load_tile(
+            v_ptr, first_key, kv_len, None, 0, stride_vs * ALIGN, DV, BLOCK_KV, BLOCK_DV, 0, True
+        )
+        for g in range(GROUP):
+            q_head = h64 * GROUP + g
+            q_rows = b64 * (stride_qb * ALIGN) + q_head * (stride_qh * ALIGN)
+            q_rows += q_start * (stride_qs * ALIGN)
+            dout_rows = b64 * (stride_ob * ALIGN) + q_head * (stride_oh * ALIGN)
+            dout_rows += q_start * (stride_os * ALIGN)
+            # Statistics lie [B, Hq, Sq], or [Hq, T] of a packed batch.
+            row = q_head * Sq + q_start
+            if cu_seqlens_k_ptr is None:
+                row += b64 * Hq * Sq
+            bias_rows = None
+            if bias_ptr is not None:
+                bias_rows = bias_ptr + b64 * stride_bb + q_head * stride_bh
+            for part in tl.static_range(3):
+                # Rows at the diagonal, rows that see every key, the end of the window or sequence.
+                if part == 2 or (bias_ptr is None and (part == 1 or HAS_RIGHT)):
+                    begin = start if part == 0 else (whole if part == 1 else masked)
+                    until = whole if part == 0 else (masked if part == 1 else end)
+                    dk, dv = add_queries(
+                        begin, until, dk, dv, k, v, kv_idx[:, None],
+                        q_ptr + q_rows, dout_ptr + dout_rows, bias_rows,
+                        lse2_ptr + row, delta_ptr + row,
+                        stride_qs * ALIGN, stride_os * ALIGN, stride_bq, stride_bk,
+                        q_len, kv_len, left, right, cap_scale, late_scale,
+                        D, DV, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BLOCK_Q, part != 1,
+                    )  # fmt: skip
+
+    is_key = (kv_idx < kv_len)[:, None]
+    inside = (kv_idx < n_keys)[:, None]
+    # Adding 0 makes one zero of the two.
+    dk = tl.where(is_key, tl.fma(dk, scale, 0.0), 0.0)
+    dv = tl.where(is_key, dv + 0.0, 0.0)
+    rows = (dk_row + (kv_start + kv_idx) * stride_row)[:, None]  # [BLOCK_KV, 1]
+    d, e = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
+    tl.store(dk_ptr + rows * D + d, dk.to(dk_ptr.dtype.element_ty), mask=inside & (d < D))
+    tl.store(dv_ptr + rows * DV + e, dv.to(dv_ptr.dtype.element_ty), mask=inside & (e < DV))

@@ -1,0 +1,213 @@
+"""Gradients of queries: dQ = scale Σ_kv dS k.
+
+One program owns BLOCK_Q queries of one head and walks the tiles of BLOCK_KV keys that they see in
+ascending order, cut at fixed positions of the sequence: what a query's sum looks like depends on
+neither the other queries nor the batch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lockstep.kernels.triton.gradient_tiles import (
+    derive,
+    load_bias,
+    load_statistics,
+    sequence_bounds,
+    tile_ranges,
+    weigh_seen,
+    weights,
+)
+from lockstep.kernels.triton.tiles import (
+    PRECISION,
+    find_sequence,
+    is_seen,
+    load_tile,
+    seen_by_all,
+    seen_by_any,
+    weigh,
+)
+
+
+@triton.jit
+def add_keys(
+    begin,
+    end,
+    dq,
+    q,
+    dout,
+    lse2,
+    delta,
+    q_idx,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    stride_ks,
+    stride_vs,
+    stride_bq,
+    stride_bk,
+    q_len,
+    kv_len,
+    left,
+    right,
+    cap_scale,
+    late_scale,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The tiles of keys from `begin` up to `end`; unless MASKED, all queries see all of them."""
+    for tile in range(begin, end):
+        first = tile * BLOCK_KV
+        k = load_tile(k_ptr, first, kv_len, None, 0, stride_ks, D, BLOCK_KV, q.shape[1], 0, MASKED)
+        v = load_tile(
+            v_ptr, first, kv_len, None, 0, stride_vs, DV, BLOCK_KV, dout.shape[1], 0, MASKED
+        )
+        bias, seen = None, None
+        if MASKED:
+            kv_idx = first + tl.arange(0, BLOCK_KV)[None, :]
+            position = q_idx + (kv_len - q_len)
+            seen = is_seen(position, kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
+            if bias_ptr is not None:
+                bias = load_bias(bias_ptr, q_idx, kv_idx, q_len, kv_len, stride_bq, stride_bk)
+                seen &= bias != float("-inf")
+        p, slope = weights(q, k, lse2, bias, seen, cap_scale, late_scale, HAS_SOFTCAP)
+        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [BLOCK_Q, BLOCK_KV]
+        ds = derive(p, dp, delta, slope, seen)
+        dq = weigh_seen(ds, k, dq, seen, BLOCK_KV) if MASKED else weigh(ds, k, dq)
+    return dq
+
+
+_SIZES = (
+    *("stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks"),
+    *("stride_vb", "stride_vh", "stride_vs", "stride_ob", "stride_oh", "stride_os"),
+    *("stride_bb", "stride_bh", "stride_bq", "stride_bk"),
+    *("B", "Hq", "Sq", "Skv", "n_slots", "left", "right"),
+)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def sum_queries(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    kv_lens_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    dout_ptr,
+    lse2_ptr,
+    delta_ptr,
+    dq_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_bb,
+    stride_bh,
+    stride_bq,
+    stride_bk,
+    B,
+    Hq,
+    Sq,
+    Skv,
+    n_slots,
+    left,
+    right,
+    scale,
+    cap_scale,
+    late_scale,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    GROUP: tl.constexpr,
+    ALIGN: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Programs run over the query tiles of a head, then the batch, then the heads.
+
+    The last tiles come first: under a causal mask they are the longest. Strides of q, k, v and
+    dout are in units of ALIGN elements.
+    """
+    head, slot = tl.program_id(0) // n_slots, tl.program_id(0) % n_slots
+    if cu_seqlens_q_ptr is not None:
+        b, tile = find_sequence(slot, cu_seqlens_q_ptr, B, 1, BLOCK_Q)
+        dq_row = head.to(tl.int64)
+        stride_row = Hq
+    else:
+        b, tile, head = head % B, n_slots - 1 - slot, head // B
+        dq_row = (b * Hq + head).to(tl.int64) * Sq
+        stride_row = 1
+    q_start, q_len, kv_start, kv_len = sequence_bounds(
+        b, Sq, Skv, kv_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr
+    )
+    first_query = tile * BLOCK_Q
+    if first_query >= q_len:
+        return
+    q_idx = first_query + tl.arange(0, BLOCK_Q)
+    shift = kv_len - q_len
+    near = first_query + shift
+    far = tl.minimum(first_query + BLOCK_Q, q_len) - 1 + shift
+    lo, hi = seen_by_any(near, far, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
+    all_lo, all_hi = seen_by_all(near, far, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
+    start, whole, masked, end = tile_ranges(lo, hi, all_lo, all_hi, BLOCK_KV, bias_ptr is not None)
+
+    b64, q_head, h64 = b.to(tl.int64), head.to(tl.int64), (head // GROUP).to(tl.int64)
+    q_ptr += b64 * (stride_qb * ALIGN) + q_head * (stride_qh * ALIGN)
+    dout_ptr += b64 * (stride_ob * ALIGN) + q_head * (stride_oh * ALIGN)
+    k_ptr += b64 * (stride_kb * ALIGN) + h64 * (stride_kh * ALIGN) + kv_start * (stride_ks * ALIGN)
+    v_ptr += b64 * (stride_vb * ALIGN) + h64 * (stride_vh * ALIGN) + kv_start * (stride_vs * ALIGN)
+    q = load_tile(
+        q_ptr + q_start * (stride_qs * ALIGN), first_query, q_len, None, 0, stride_qs * ALIGN,
+        D, BLOCK_Q, BLOCK_D, 0, True,
+    )  # fmt: skip
+    dout = load_tile(
+        dout_ptr + q_start * (stride_os * ALIGN), first_query, q_len, None, 0, stride_os * ALIGN,
+        DV, BLOCK_Q, BLOCK_DV, 0, True,
+    )  # fmt: skip
+    # Statistics lie [B, Hq, Sq], or [Hq, T] of a packed batch.
+    row = q_head * Sq + q_start
+    if cu_seqlens_q_ptr is None:
+        row += b64 * Hq * Sq
+    lse2, delta = load_statistics(lse2_ptr + row, delta_ptr + row, q_idx, q_len, True)
+    bias_rows = None
+    if bias_ptr is not None:
+        bias_rows = bias_ptr + b64 * stride_bb + q_head * stride_bh
+
+    dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    for part in tl.static_range(3):
+        # The left edge of a window, keys that every row sees, the diagonal or the end.
+        if part == 2 or (bias_ptr is None and (part == 1 or HAS_LEFT)):
+            begin = start if part == 0 else (whole if part == 1 else masked)
+            until = whole if part == 0 else (masked if part == 1 else end)
+            dq = add_keys(
+                begin, until, dq, q, dout, lse2[:, None], delta[:, None], q_idx[:, None],
+                k_ptr, v_ptr, bias_rows, stride_ks * ALIGN, stride_vs * ALIGN,
+                stride_bq, stride_bk, q_len, kv_len, left, right, cap_scale, late_scale,
+                D, DV, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BLOCK_KV, part != 1,
+            )  # fmt: skip
+
+    rows = (dq_row + (q_start + q_idx) * stride_row)[:, None]  # [BLOCK_Q, 1]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    inside = (q_idx < q_len)[:, None] & (d < D)
+    # Adding 0 makes one zero of the two.
+    dq = tl.fma(dq, scale, 0.0)
+    tl.store(dq_ptr + rows * D + d, dq.to(dq_ptr.dtype.element_ty), mask=inside)

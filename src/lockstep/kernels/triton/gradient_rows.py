@@ -1,0 +1,80 @@
+"""What the gradients need to know of each row, and the gradient of the sinks.
+
+    lse2  = lse · log2(e), +inf for a row that sees no key: its weights 2^(s - lse2) are 0
+    delta = Σ_d dO·O - dlse                              dsink = -Σ_rows exp(sink - lse) · delta
+
+Both are kept in fp32 and with the rows of one head side by side: [B, Hq, Sq], or [Hq, T] of a
+packed batch, whose rows are those of one long sequence here.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lockstep.kernels.triton.tiles import LOG2E
+
+
+@triton.jit(do_not_specialize=("stride_ob", "stride_oh", "stride_os", "stride_rs", "S", "H"))
+def prepare_rows(
+    out_ptr,
+    dout_ptr,
+    lse_ptr,
+    dlse_ptr,
+    lse2_ptr,
+    delta_ptr,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_rb,
+    stride_rh,
+    stride_rs,
+    S,
+    H,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """`stride_o*` are those of dout; `stride_r*` count rows of out and lse."""
+    tiles = tl.cdiv(S, BLOCK_ROWS)
+    tile, head = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
+    q_idx = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    is_row = q_idx < S
+    row = b * stride_rb + h * stride_rh + q_idx.to(tl.int64) * stride_rs  # [BLOCK_ROWS]
+    dout_row = b * stride_ob + h * stride_oh + q_idx.to(tl.int64) * stride_os
+    d = tl.arange(0, BLOCK_DV)[None, :]
+    inside = is_row[:, None] & (d < DV)
+    out = tl.load(out_ptr + row[:, None] * DV + d, mask=inside, other=0.0).to(tl.float32)
+    dout = tl.load(dout_ptr + dout_row[:, None] + d, mask=inside, other=0.0).to(tl.float32)
+    delta = tl.sum(out * dout, 1)  # [BLOCK_ROWS]
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + row, mask=is_row, other=0.0)
+    lse = tl.load(lse_ptr + row, mask=is_row, other=0.0)
+    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    to = head.to(tl.int64) * S + q_idx
+    tl.store(lse2_ptr + to, lse2, mask=is_row)
+    tl.store(delta_ptr + to, delta, mask=is_row)
+
+
+@triton.jit(do_not_specialize=("B", "H", "S"))
+def sum_sinks(
+    sinks_ptr, lse2_ptr, delta_ptr, dsinks_ptr, B, H, S, BLOCK_ROWS: tl.constexpr
+):  # fmt: skip
+    """One program per head. The sum runs over the rows of the whole batch, in order, in fp64."""
+    head = tl.program_id(0)
+    sink = tl.load(sinks_ptr + head).to(tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float64)
+    for b in range(B):
+        first_row = tl.cast(b * H + head, tl.int64) * S
+        for first in range(0, S, BLOCK_ROWS):
+            q_idx = first + tl.arange(0, BLOCK_ROWS)
+            is_row = q_idx < S
+            lse2 = tl.load(lse2_ptr + first_row + q_idx, mask=is_row, other=float("inf"))
+            delta = tl.load(delta_ptr + first_row + q_idx, mask=is_row, other=0.0)
+            weight = tl.exp2(sink * LOG2E - lse2)
+            # A sink of -inf is none, whatever the row holds.
+            share = tl.where(sink == float("-inf"), 0.0, weight * delta)
+            total -= share.to(tl.float64)
+    dsink = tl.sum(total, 0)
+    tl.store(dsinks_ptr + head, dsink.to(dsinks_ptr.dtype.element_ty))

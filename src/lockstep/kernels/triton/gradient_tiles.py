@@ -1,0 +1,128 @@
+"""What the backward kernels do to one tile: weigh it again, and derive its scores.
+
+With r = q·k, the raw score of a pair, and everything else as in `lockstep.numerics`,
+
+    s  = softcap(scale r) + bias      p  = exp(s - lse)
+    dP = dO vᵀ                        dS = p (dP - delta)      delta = Σ_d dO·O - dlse
+    dr = scale · slope · dS           slope = 1 - tanh², the softcap's own
+
+A tile is [BLOCK_Q, BLOCK_KV] where dQ is summed and [BLOCK_KV, BLOCK_Q] where dK and dV are, so
+that p and dS go from registers into the next product. The functions here serve both: `a` and `b`
+are q and k, or k and q. `scale` is left to the end of the sums.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lockstep.kernels.triton.tiles import LOG2E, PRECISION, is_stray, tanh, weigh
+
+
+@triton.jit
+def tile_ranges(lo, hi, all_lo, all_hi, BLOCK: tl.constexpr, ALL_MASKED: tl.constexpr):
+    """Which tiles of BLOCK need a mask, and which none.
+
+    Something is seen in [lo, hi) and everything in [all_lo, all_hi). Returns start, whole, masked
+    and end: tiles [start, whole) and [masked, end) need a mask, [whole, masked) do not.
+    """
+    start = lo // BLOCK
+    end = tl.maximum(tl.cdiv(hi, BLOCK), start)
+    whole, masked = start, start
+    if not ALL_MASKED:
+        whole = tl.minimum(tl.maximum(tl.cdiv(all_lo, BLOCK), start), end)
+        masked = tl.minimum(tl.maximum(all_hi // BLOCK, whole), end)
+    return start, whole, masked, end
+
+
+@triton.jit
+def weights(
+    a,  # [M, BLOCK_D]
+    b,  # [N, BLOCK_D]
+    lse2,  # [M, 1] or [1, N] fp32, log2 units, +inf for rows without keys
+    bias,  # [M, N] fp32, or None
+    seen,  # [M, N] bool, or None
+    cap_scale,
+    late_scale,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """p [M, N] fp32, and the slope of the softcap [M, N], 1 without one.
+
+    `cap_scale` is scale / softcap; `late_scale` is LOG2E times softcap, or times scale.
+    """
+    s = tl.dot(a, tl.trans(b), input_precision=PRECISION)  # [M, N] fp32
+    slope = 1.0
+    if HAS_SOFTCAP:
+        s = tanh(s * cap_scale)
+        slope = tl.fma(-s, s, 1.0)
+    if bias is not None:
+        s = tl.fma(s, late_scale, bias * LOG2E)
+        p = tl.exp2(s - lse2)
+    else:
+        p = tl.exp2(tl.fma(s, late_scale, -lse2))
+    if seen is not None:
+        p = tl.where(seen, p, 0.0)
+    return p, slope
+
+
+@triton.jit
+def derive(p, dp, delta, slope, seen):
+    """dS [M, N] fp32, times the slope of the softcap. 0 for hidden pairs, whatever dp holds."""
+    ds = p * (dp - delta) * slope
+    if seen is not None:
+        ds = tl.where(seen, ds, 0.0)
+    return ds
+
+
+@triton.jit
+def weigh_seen(p, x, acc, seen, N: tl.constexpr):
+    """acc + p x over the pairs in `seen`: p and seen [M, N], x [N, BLOCK_D], acc [M, BLOCK_D].
+
+    Hidden pairs have p = 0, and 0 · x is 0 unless x is not finite. So what is not finite is taken
+    out and, which hardly ever happens, added pair by pair to those that see it.
+    """
+    stray = is_stray(x)
+    if tl.max(tl.max(stray.to(tl.int32), 1), 0) != 0:
+        values = x.to(tl.float32)
+        for i in range(N):
+            mine = tl.arange(0, N) == i
+            value = tl.sum(tl.where(mine[:, None] & stray, values, 0.0), 0)  # [BLOCK_D]
+            weight = tl.sum(tl.where(mine[None, :], p, 0.0), 1)  # [M]
+            sees = tl.max((mine[None, :] & seen).to(tl.int32), 1) != 0  # [M]
+            pair = sees[:, None] & is_stray(value)[None, :]  # [M, BLOCK_D]
+            acc += tl.where(pair, weight[:, None] * value[None, :], 0.0)
+        x = tl.where(stray, 0.0, values).to(x.dtype)
+    return weigh(p, x, acc)
+
+
+@triton.jit
+def load_bias(bias_ptr, q_idx, kv_idx, q_len, kv_len, stride_bq, stride_bk):
+    """A tile of one head's bias in fp32; the shapes of q_idx and kv_idx say which way it lies."""
+    inside = (q_idx < q_len) & (kv_idx < kv_len)
+    at = bias_ptr + q_idx.to(tl.int64) * stride_bq + kv_idx.to(tl.int64) * stride_bk
+    return tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def load_statistics(lse2_ptr, delta_ptr, q_idx, q_len, MASKED: tl.constexpr):
+    """lse2 and delta of rows; beyond the last row, those of a row that sees nothing."""
+    if MASKED:
+        is_row = q_idx < q_len
+        lse2 = tl.load(lse2_ptr + q_idx, mask=is_row, other=float("inf"))
+        return lse2, tl.load(delta_ptr + q_idx, mask=is_row, other=0.0)
+    return tl.load(lse2_ptr + q_idx), tl.load(delta_ptr + q_idx)
+
+
+@triton.jit
+def sequence_bounds(b, Sq, Skv, kv_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr):
+    """Where the queries and keys of sequence b begin, and how many there are."""
+    q_start, kv_start = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    q_len, kv_len = Sq, Skv
+    if cu_seqlens_q_ptr is not None:
+        q_start = tl.load(cu_seqlens_q_ptr + b).to(tl.int64)
+        q_len = (tl.load(cu_seqlens_q_ptr + b + 1) - q_start).to(tl.int32)
+        kv_start = tl.load(cu_seqlens_k_ptr + b).to(tl.int64)
+        kv_len = (tl.load(cu_seqlens_k_ptr + b + 1) - kv_start).to(tl.int32)
+    if kv_lens_ptr is not None:
+        kv_len = tl.load(kv_lens_ptr + b).to(tl.int32)
+    return q_start, q_len, kv_start, kv_len

@@ -1,0 +1,65 @@
+"""Values that are not finite, and the rows that do not see them.
+
+A hidden key weighs 0, and 0 · v is 0 unless v is NaN or infinite: then it is NaN, and the row would
+hear of a key that it does not see. The result itself says whether that happened: if it is finite,
+nothing strayed. If it is not, which is rare, the kernel runs its rows once more with such values
+taken for 0, and then adds them here, key by key, to the rows that see them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lockstep.kernels.triton.tiles import any_stray, is_seen, is_stray, load_bias, load_tile
+
+
+@triton.jit
+def add_strays(
+    tile_lo,
+    tile_hi,
+    rows_ptr,
+    stride_span,
+    v_ptr,
+    bias_rows,
+    table_ptr,
+    stride_vp,
+    stride_vs,
+    stride_bk,
+    position,
+    is_row,
+    kv_len,
+    left,
+    right,
+    DV: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SPAN: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):
+    """Adds to the rows of out [BLOCK_Q], or to those of each span's part, the strays they see."""
+    d = tl.arange(0, BLOCK_DV)[None, :]
+    for tile in range(tile_lo, tile_hi):
+        first = tile * BLOCK_KV
+        v = load_tile(
+            v_ptr, first, kv_len, table_ptr, stride_vp, stride_vs,
+            DV, BLOCK_KV, BLOCK_DV, PAGE_SIZE, True,
+        )  # fmt: skip
+        if any_stray(v):
+            span_ptr = rows_ptr[:, None] + first // SPAN * stride_span + d
+            inside = is_row[:, None] & (d < DV)
+            for kv_idx in range(first, tl.minimum(first + BLOCK_KV, kv_len)):
+                value = load_tile(
+                    v_ptr, kv_idx, kv_len, table_ptr, stride_vp, stride_vs,
+                    DV, 1, BLOCK_DV, PAGE_SIZE, True,
+                )  # [1, BLOCK_DV]  # fmt: skip
+                key = kv_idx + tl.arange(0, 1)[None, :]
+                seen = is_seen(position[:, None], key, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
+                if bias_rows is not None:
+                    seen &= load_bias(bias_rows, key, stride_bk, is_row, kv_len) != float("-inf")
+                # Any positive weight would do: the sum is infinite or NaN either way.
+                stray = tl.where(seen & is_stray(value), value.to(tl.float32), 0.0)
+                out = tl.load(span_ptr, mask=inside, other=0.0).to(tl.float32) + stray
+                tl.store(span_ptr, out.to(rows_ptr.dtype.element_ty), mask=inside)
