@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from lockstep.audit import cli as audit_cli
-from lockstep.simt import cli as simt_cli
+from lockstep.ladder import cli as ladder_cli
 
 app = typer.Typer(
     name="lockstep",
@@ -113,8 +113,10 @@ def bench_cpu(
         aside.print(f"saved {path}", soft_wrap=True)
 
 
-app.command()(simt_cli.trace)
-app.command()(simt_cli.show)
+app.command()(ladder_cli.ladder)
+app.command()(ladder_cli.plan)
+app.command()(ladder_cli.trace)
+app.command()(ladder_cli.show)
 
 
 def _print_json(value: Any) -> None:

@@ -50,7 +50,7 @@ def trace(
 
     Exit status 1 if there are hazards, 2 if the kernel cannot be run at all.
     """
-    with _reported():
+    with reported():
         kernel, sample = find(target)
         if sample is not None and not arg:
             arguments = sample.arguments()
@@ -59,7 +59,7 @@ def trace(
             arguments = parse(kernel, arg)
             launch = _extent(grid, "--grid"), _extent(block, "--block"), shared
         configured = kernel[launch]
-        with _progress() as progress:
+        with progress_bar() as progress:
             task = progress.add_task(kernel.__name__, total=None)
             result = configured.trace(
                 **arguments,
@@ -82,7 +82,7 @@ def show(
 
     Exit status 2 if the kernel cannot be compiled.
     """
-    with _reported():
+    with reported():
         from .sass import show as render
 
         kernel, sample = find(target)
@@ -92,7 +92,7 @@ def show(
             typer.echo(render(kernel, what, **arguments))
 
 
-class _reported:
+class reported:
     """Turns what is wrong with a kernel or a launch into a message and exit status 2."""
 
     def __enter__(self) -> None:
@@ -108,7 +108,7 @@ def escaped(error: Exception) -> str:
     return str(error).replace("[", "\\[")
 
 
-def _progress() -> Progress:
+def progress_bar() -> Progress:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -1,0 +1,137 @@
+"""All rungs for one problem, through three lenses: plan, trace, and bench where there is a GPU.
+
+Heads do not know of each other, and what the machine counts for one it counts for every other, so
+one head is traced and its counts are multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from lockstep.simt import Trace
+
+from .check import errors
+from .plan import Plan, plan
+from .rung import Problem, Rung, launches_of, run_on_machine
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What the machine saw of one head, over all launches of a call."""
+
+    depth: int  # warp instructions on the critical path of the longest block of each launch
+    instructions: int  # of warps, as are all counts
+    active_lanes: float
+    global_bytes: int  # moved, in whole sectors
+    shared_wavefronts: int
+    bank_conflicts: int
+    barriers_per_block: float  # of the launch with most of them
+    mma: int
+    hazards: int
+    right: bool  # by the library's error rule
+    seconds: float  # the machine's own time
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rung. `why_not` says what keeps it from running where there is no plan."""
+
+    rung: Rung
+    problem: Problem
+    plan: Plan | None
+    why_not: str = ""
+    counted: Counted | None = None
+    microseconds: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "rung": self.rung.name,
+            "options": self.rung.settings,
+            "title": self.rung.title,
+            "constant_time": self.rung.constant_time,
+            "plan": self.plan.as_json() if self.plan else None,
+            "why_not": self.why_not,
+            "trace_of_one_head": asdict(self.counted) if self.counted else None,
+            "microseconds": self.microseconds,
+        }
+
+
+def one_head(problem: Problem) -> Problem:
+    """The problem of a single head."""
+    return replace(problem, B=1, H=1)
+
+
+def count(rung: Rung, problem: Problem) -> Counted:
+    """Trace one head of `problem` on the machine."""
+    head = one_head(problem)
+    tensors = head.draw()
+    _, traces = run_on_machine(rung, head, tensors)
+    return summary(traces, errors(head, tensors).ok)
+
+
+def summary(traces: list[Trace], right: bool) -> Counted:
+    """The traces of one call in a few numbers."""
+    totals = [trace.totals for trace in traces]
+    instructions = sum(t.instructions for t in totals)
+    return Counted(
+        depth=sum(int(trace.depth.max()) for trace in traces),
+        instructions=instructions,
+        active_lanes=sum(t.lane_instructions for t in totals) / instructions,
+        global_bytes=sum(t.sector_bytes for t in totals),
+        shared_wavefronts=sum(t.shared_wavefronts for t in totals),
+        bank_conflicts=sum(t.bank_conflicts for t in totals),
+        barriers_per_block=max(_barriers_per_block(trace) for trace in traces),
+        mma=sum(t.by_kind["mma"] for t in totals),
+        hazards=sum(len(trace.hazards) for trace in traces),
+        right=right,
+        seconds=sum(trace.seconds for trace in traces),
+    )
+
+
+def _barriers_per_block(trace: Trace) -> float:
+    blocks = trace.grid[0] * trace.grid[1] * trace.grid[2]
+    warps = -(-trace.block[0] // 32)
+    return trace.totals.barriers / (blocks * warps)
+
+
+def survey(
+    problem: Problem, gpu: str, steps: list[Rung], tracing: bool = True, timing: bool = False
+) -> Iterator[Row]:
+    """One row per step, as they are ready. `timing` needs a CUDA device.
+
+    Raises ValueError for a GPU that is not known.
+    """
+    for rung in steps:
+        refusal = rung.refusal(problem)
+        if refusal:
+            yield Row(rung, problem, None, refusal)
+            continue
+        row = Row(rung, problem, None)
+        try:
+            row = replace(row, plan=plan(rung, problem, gpu))
+        except ValueError as error:  # a block that this GPU cannot run, others can
+            row = replace(row, why_not=str(error))
+        if tracing:
+            row = replace(row, counted=count(rung, problem))
+        if timing and row.plan:
+            row = replace(row, microseconds=microseconds(rung, problem))
+        yield row
+
+
+def microseconds(rung: Rung, problem: Problem) -> float:
+    """Median time of a call on the CUDA device here, all its launches together."""
+    from triton.testing import do_bench
+
+    tensors = problem.draw(device="cuda")
+    launches = [
+        (launch.kernel[launch.grid, launch.block, launch.dynamic_bytes], launch.arguments)
+        for launch in launches_of(rung, problem, tensors)
+    ]
+
+    def call() -> None:
+        for kernel, arguments in launches:
+            kernel(**arguments)
+
+    return 1e3 * float(do_bench(call, warmup=10, rep=50, return_mode="median"))
