@@ -36,7 +36,6 @@ from .tiled import walk
 
 SIDE = 8  # threads along each dimension of a tile
 THREADS = SIDE * SIDE
-REDUCTION_THREADS = 256
 D_TILE = 16  # columns of the head dim at a time, in both products
 PITCH = D_TILE + 4  # floats: eight rows, sixteen bytes of each, meet all 32 banks
 P_PAD = 8
@@ -223,6 +222,7 @@ def join_parts(
     split_keys: int32,  # keys of one
     D: Constant,
     BLOCK: Constant,
+    JOINERS: Constant,  # threads
     CAUSAL: Constant,
     DTYPE: Constant,
 ):
@@ -232,7 +232,7 @@ def join_parts(
     if CAUSAL:  # what lies behind the diagonal was not computed
         used = (min(seq, first_q + BLOCK) + split_keys - 1) // split_keys
     with simt.phase("join"):
-        for i in range(cuda.threadIdx.x, BLOCK * D // 4, REDUCTION_THREADS):
+        for i in range(cuda.threadIdx.x, BLOCK * D // 4, JOINERS):
             row = i // (D // 4)
             col = i % (D // 4) * 4
             if first_q + row < seq:
@@ -306,11 +306,19 @@ def launches(problem: Problem, tensors: Tensors, tile: str, kv_tiles: int | str)
         "R": block // SIDE,
     }
     split_keys = _kv_tiles(problem, block, kv_tiles) * block
-    join = {**shared, "out": out, "splits": splits, "split_keys": split_keys, "DTYPE": q.dtype}
+    joiners = _joiners(block, problem.D)
+    join = {
+        **shared,
+        "out": out,
+        "splits": splits,
+        "split_keys": split_keys,
+        "JOINERS": joiners,
+        "DTYPE": q.dtype,
+    }
     heads = problem.heads
     return [
         Launch(partial_attention, (q_tiles, splits, heads), THREADS, partial),
-        Launch(join_parts, (q_tiles, heads), REDUCTION_THREADS, join),
+        Launch(join_parts, (q_tiles, heads), joiners, join),
     ]
 
 
@@ -367,9 +375,9 @@ def _join_plan(problem: Problem, block: int, per_block: int) -> LaunchPlan:
     return LaunchPlan(
         kernel="join_parts",
         grid=(walked.q_tiles, heads),
-        block=REDUCTION_THREADS,
+        block=_joiners(block, D),
         shared_bytes=0,
-        phases=(PhasePlan("join", block * D // 4, REDUCTION_THREADS, max(parts)),),
+        phases=(PhasePlan("join", block * D // 4, _joiners(block, D), max(parts)),),
         iterations=max(parts),
         barriers=0,
         load_bytes=asked * heads,
