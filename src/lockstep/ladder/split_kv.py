@@ -277,6 +277,12 @@ def splits_of(problem: Problem, tile: str, kv_tiles: int | str) -> int:
     return -(-problem.S // (block * _kv_tiles(problem, block, kv_tiles)))
 
 
+def _joiners(block: int, D: int) -> int:
+    """Threads of the reduction: one for every four columns of a row, if a block may have so many.
+    Few blocks have to keep many loads under way."""
+    return min(1024, block * D // 4)
+
+
 def launches(problem: Problem, tensors: Tensors, tile: str, kv_tiles: int | str) -> list[Launch]:
     """Partial attention by (query tile, split, head), then the reduction by (query tile, head)."""
     import torch
