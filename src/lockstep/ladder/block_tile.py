@@ -265,7 +265,11 @@ def plans(problem: Problem) -> list[LaunchPlan]:
         PhasePlan("write", BLOCK * D // VECTOR, THREADS),
     )
     shared = 5 * BLOCK * (D + PAD) * BYTES + BLOCK * PITCH * 4 + BLOCK * 4
-    return [paired_rows.plan(problem, "block_tile", shared, phases=phases)]
+    per_head = 3 * paired_rows.tiles_visited(problem) + tiles
+    warp_barriers = THREADS // 32 * per_head * problem.heads
+    return [
+        paired_rows.plan(problem, "block_tile", shared, phases=phases, warp_barriers=warp_barriers)
+    ]
 
 
 RUNG = Rung(

@@ -189,7 +189,13 @@ def plans(problem: Problem) -> list[LaunchPlan]:
     )
     shared = 5 * BLOCK * (D + PAD) * BYTES + BLOCK * PITCH * (4 + BYTES)
     mma = 2 * s_fragments * (D // 16) * paired_rows.tiles_visited(problem) * problem.heads
-    return [paired_rows.plan(problem, "block_tile_mma", shared, phases=phases, mma=mma)]
+    per_head = 2 * paired_rows.tiles_visited(problem) + tiles * (2 + 2 * -(-D // WIDTH))
+    warp_barriers = THREADS // 32 * per_head * problem.heads
+    return [
+        paired_rows.plan(
+            problem, "block_tile_mma", shared, phases=phases, warp_barriers=warp_barriers, mma=mma
+        )
+    ]
 
 
 RUNG = Rung(

@@ -411,6 +411,7 @@ def plans(problem: Problem, tile: str) -> list[LaunchPlan]:
         replace(
             plan,
             barriers=plan.barriers + last * walked.q_tiles * problem.heads,
+            warp_barriers=block_q * visited * problem.heads if edged else 0,
             mma=2 * rows * keys * depth * visited * problem.heads,
         )
     ]
