@@ -1,0 +1,52 @@
+"""Gluon as Triton 3.6 to 3.9 spell it: every name that moved between them, under one name.
+
+The kernels of this package take their Gluon names from here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import get_type_hints
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import core
+
+__all__ = [
+    "TensorDescriptor",
+    "aggregate",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "mbarrier",
+    "tma_load",
+    "tma_store",
+    "tma_store_wait",
+    "warpgroup_mma",
+    "warpgroup_mma_init",
+    "warpgroup_mma_wait",
+]
+
+# Public since 3.8.
+_aggregate = getattr(gluon, "aggregate", None) or core._aggregate
+
+
+def aggregate(cls: type) -> type:
+    """A class whose instances live in a kernel; its fields are its annotations."""
+    # Triton looks the types up as they stand; postponed annotations are strings.
+    cls.__annotations__ = get_type_hints(cls)
+    return _aggregate(cls)
+
+
+# Renamed in 3.9, which keeps the old names for now.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+tma_store_wait = tma.store_wait

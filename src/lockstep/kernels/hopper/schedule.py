@@ -1,0 +1,220 @@
+"""Which tile of queries a program works on next, and which keys that tile sees.
+
+Programs are persistent. Where tiles see more keys the later they lie (causal), tiles i and n-1-i
+of a head make one piece of work: all pieces are equally long, and neighbouring programs share the
+keys of a head in L2. Where there are few pieces, single tiles go round the programs longest first,
+every other round backwards, so that whoever had the longest tile has the shortest next.
+
+None of this reaches the result: a row's keys always come in ascending order, in blocks aligned to
+multiples of BLOCK_KV in its own sequence.
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon
+
+# A ragged tensor map clips rows to [start, start + length): row r of them has the coordinate
+# RAGGED - length + r in a dim of size RAGGED, and two further dims take the shift back, modulo
+# 2^64 bytes. (The idea is that of triton.tools.ragged_tma.)
+RAGGED = gl.constexpr(1 << 30)
+
+
+@aggregate
+class Tile:
+    """One tile of queries: where it lies in its tensors."""
+
+    exists: gl.tensor
+    head: gl.tensor
+    kv_head: gl.tensor
+    batch: gl.tensor
+    q_idx: gl.tensor  # first row, counted in its sequence
+    q_start: gl.tensor  # the sequence's first query row in the tensor
+    kv_start: gl.tensor  # and its first key
+    len_q: gl.tensor
+    len_kv: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, exists, head, kv_head, batch, q_idx, q_start, kv_start, len_q, len_kv):
+        self.exists = exists
+        self.head = head
+        self.kv_head = kv_head
+        self.batch = batch
+        self.q_idx = q_idx
+        self.q_start = q_start
+        self.kv_start = kv_start
+        self.len_q = len_q
+        self.len_kv = len_kv
+
+
+@aggregate
+class Schedule:
+    """Sizes and masks of one launch."""
+
+    paired: gl.tensor
+    n_q_tiles: gl.tensor
+    heads: gl.tensor  # with tiles of their own: B · Hq if dense, Hq if sequences are packed
+    Hq: gl.tensor
+    heads_per_kv: gl.tensor
+    B: gl.tensor
+    Sq: gl.tensor
+    Skv: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    kv_batch_rows: gl.tensor  # from one batch to the next in a ragged map of k and v
+    cu_q_ptr: gl.tensor
+    cu_kv_ptr: gl.tensor
+    kv_lens_ptr: gl.tensor
+    LAYOUT: gl.constexpr  # "dense", "kv_lens" or "varlen"
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    BLOCK_Q: gl.constexpr
+    BLOCK_KV: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, sizes, pointers, LAYOUT, HAS_LEFT, HAS_RIGHT, BLOCK_Q, BLOCK_KV):
+        self.paired = sizes[0]
+        self.n_q_tiles = sizes[1]
+        self.heads = sizes[2]
+        self.Hq = sizes[3]
+        self.heads_per_kv = sizes[4]
+        self.B = sizes[5]
+        self.Sq = sizes[6]
+        self.Skv = sizes[7]
+        self.left = sizes[8]
+        self.right = sizes[9]
+        self.kv_batch_rows = sizes[10]
+        self.cu_q_ptr = pointers[0]
+        self.cu_kv_ptr = pointers[1]
+        self.kv_lens_ptr = pointers[2]
+        self.LAYOUT = gl.constexpr(LAYOUT)
+        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
+        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+        self.BLOCK_Q = gl.constexpr(BLOCK_Q)
+        self.BLOCK_KV = gl.constexpr(BLOCK_KV)
+
+    @gluon.jit
+    def n_steps(self):
+        """How many tiles a program is given at most."""
+        programs = gl.num_programs(0)
+        if self.paired:
+            steps = 2 * gl.cdiv((self.n_q_tiles + 1) // 2 * self.heads, programs)
+        else:
+            steps = gl.cdiv(self.n_q_tiles * self.heads, programs)
+        return steps
+
+    @gluon.jit
+    def tile(self, step):
+        """The tile of a step; there may be none."""
+        pid = gl.program_id(0)
+        programs = gl.num_programs(0)
+        if self.paired:
+            n_pairs = (self.n_q_tiles + 1) // 2
+            index = step // 2 * programs + pid
+            head = index // n_pairs
+            pair = index % n_pairs
+            slot = gl.where(step % 2 == 0, self.n_q_tiles - 1 - pair, pair)
+            # The tile in the middle is its own pair.
+            exists = (head < self.heads) & ((step % 2 == 0) | (2 * pair != self.n_q_tiles - 1))
+        else:
+            index = step * programs + gl.where(step % 2 == 0, pid, programs - 1 - pid)
+            slot = self.n_q_tiles - 1 - index // self.heads
+            head = index % self.heads
+            exists = slot >= 0
+        if self.LAYOUT == "varlen":
+            return self._packed_tile(exists, head, gl.maximum(slot, 0))
+        batch = head // self.Hq
+        head = head % self.Hq
+        len_kv = self.Skv
+        kv_start = batch * 0
+        if self.LAYOUT == "kv_lens":
+            len_kv = gl.load(self.kv_lens_ptr + batch, mask=exists, other=0).to(gl.int32)
+            kv_start = batch * self.kv_batch_rows
+        return Tile(
+            exists,
+            head,
+            head // self.heads_per_kv,
+            batch,
+            slot * self.BLOCK_Q,
+            batch * 0,
+            kv_start,
+            self.Sq,
+            len_kv,
+        )
+
+    @gluon.jit
+    def _packed_tile(self, exists, head, slot):
+        """Sequence b has the slots from cu_q[b] // BLOCK_Q + b on: enough for its tiles, at most
+        one too many, and known without looking at the lengths before it."""
+        low = slot * 0
+        high = self.B
+        while high - low > 1:
+            middle = (low + high) // 2
+            first = gl.load(self.cu_q_ptr + middle).to(gl.int32) // self.BLOCK_Q + middle
+            low = gl.where(first <= slot, middle, low)
+            high = gl.where(first <= slot, high, middle)
+        q_start = gl.load(self.cu_q_ptr + low).to(gl.int32)
+        kv_start = gl.load(self.cu_kv_ptr + low).to(gl.int32)
+        len_q = gl.load(self.cu_q_ptr + low + 1).to(gl.int32) - q_start
+        q_idx = (slot - q_start // self.BLOCK_Q - low) * self.BLOCK_Q
+        return Tile(
+            exists & (q_idx < len_q),
+            head,
+            head // self.heads_per_kv,
+            low * 0,
+            q_idx,
+            q_start,
+            kv_start,
+            len_q,
+            gl.load(self.cu_kv_ptr + low + 1).to(gl.int32) - kv_start,
+        )
+
+    @gluon.jit
+    def blocks(self, tile, q_idx, ROWS: gl.constexpr):
+        """The blocks of keys `begin` to `end`, at least one, that ROWS rows from `q_idx` on see."""
+        first = q_idx + tile.len_kv - tile.len_q  # the first row's place on the diagonal
+        begin = first * 0
+        end = tile.len_kv
+        if self.HAS_RIGHT:
+            end = gl.minimum(end, first + ROWS + self.right)
+        if self.HAS_LEFT:
+            begin = gl.minimum(gl.maximum(first - self.left, 0), tile.len_kv) // self.BLOCK_KV
+        return begin, gl.maximum(gl.cdiv(gl.maximum(end, 0), self.BLOCK_KV), begin + 1)
+
+    @gluon.jit
+    def inner_blocks(self, tile, q_idx, ROWS: gl.constexpr):
+        """Blocks from `begin` to `end` are seen whole by every one of ROWS rows from `q_idx` on."""
+        first = q_idx + tile.len_kv - tile.len_q
+        begin = first * 0
+        end = tile.len_kv
+        if self.HAS_RIGHT:
+            end = gl.minimum(end, first + self.right + 1)
+        if self.HAS_LEFT:
+            begin = gl.cdiv(gl.maximum(first + ROWS - 1 - self.left, 0), self.BLOCK_KV)
+        return begin, gl.maximum(end, 0) // self.BLOCK_KV
+
+    @gluon.jit
+    def row_bounds(self, tile, q_idx):
+        """For rows q_idx [BLOCK_Q]: the first key each sees, and the first it does not."""
+        position = q_idx + (tile.len_kv - tile.len_q)
+        begin = position * 0
+        end = begin + tile.len_kv
+        if self.HAS_RIGHT:
+            end = gl.minimum(end, position + self.right + 1)
+        if self.HAS_LEFT:
+            begin = position - self.left
+        return begin, end
+
+    @gluon.jit
+    def q_coordinates(self, tile, q_idx):
+        """Where row `q_idx` of a tile's sequence lies in the tensor maps of q and out."""
+        if self.LAYOUT == "varlen":
+            return RAGGED, tile.q_start + tile.len_q, tile.head, RAGGED - tile.len_q + q_idx, 0
+        return 0, tile.batch, tile.head, q_idx, 0
+
+    @gluon.jit
+    def kv_coordinates(self, tile, block):
+        """Where a block of keys lies in the tensor maps of k and v."""
+        row = block * self.BLOCK_KV
+        if self.LAYOUT == "dense":
+            return 0, tile.batch, tile.kv_head, row, 0
+        return RAGGED, tile.kv_start + tile.len_kv, tile.kv_head, RAGGED - tile.len_kv + row, 0

@@ -1,0 +1,75 @@
+"""From scores to weights: the normaliser of a row, the exponentials, the masks of edge blocks.
+
+Scores stay as the matrix units leave them, raw products `q·k`; `scale` takes them to log2 units
+and rides for free in the FMA in front of the exponential: `p = exp2(s·scale - m·scale)`. So `m`
+is held in raw units as well, and is a maximum only because `scale` is positive.
+
+Softmax does not need the maximum. It needs any `m` near enough for `exp2` to neither overflow nor
+vanish, and bf16 weights have the exponents of fp32. So a *settled* row keeps the maximum of the
+first block in which it saw a key, and spends no instruction on later ones: a third of all the
+softmax takes. Should a later key exceed that first maximum by more than about 2^64, its row's sum
+gives it away, and the row is computed again with a running maximum (`forward.py`, second lap).
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.gluon_shim import gl, gluon
+
+# A settled row whose sum reaches this is computed again: 2^64 leaves room for values up to 2^63.
+OVERFLOW = gl.constexpr(18446744073709551616.0)
+
+
+@gluon.jit
+def hide(s, first_key, begin, end, HAS_LEFT: gl.constexpr):
+    """Scores [BLOCK_Q, BLOCK_KV] of the keys from `first_key` on, -inf but for the keys from
+    `begin` to `end` [BLOCK_Q]; without HAS_LEFT, for all keys below `end`."""
+    keys: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    kv_idx = gl.expand_dims(gl.arange(0, s.shape[1], keys), 0)
+    visible = kv_idx < gl.expand_dims(end - first_key, 1)
+    if HAS_LEFT:
+        visible = visible & (kv_idx >= gl.expand_dims(begin - first_key, 1))
+    return gl.where(visible, s, -float("inf"))
+
+
+@gluon.jit
+def raise_maximum(s, m, scale, running):
+    """A new `m` [BLOCK_Q], and the factor `alpha` for all that was summed under the old one.
+
+    Unless maxima are `running`, a row that has one keeps it."""
+    m_new = gl.maximum(m, gl.max(s, 1))
+    m_new = gl.where(running | (m == -float("inf")), m_new, m)
+    # exp2(-inf - -inf) would be NaN: a row that has seen no key has nothing to rescale.
+    drop = gl.where(m_new == -float("inf"), 0.0, (m - m_new) * scale)
+    return m_new, gl.exp2(drop)
+
+
+@gluon.jit
+def weigh(s, m, scale):
+    """p = exp2((s - m)·scale) [BLOCK_Q, BLOCK_KV] fp32."""
+    # Rows that have seen no key measure from 0: exp2(-inf - 0) = 0.
+    offset = gl.where(m == -float("inf"), 0.0, -m * scale)
+    zero = gl.full(s.shape, 0.0, gl.float32, s.type.layout)
+    return gl.exp2(gl.fma(s, zero + scale, zero + gl.expand_dims(offset, 1)))
+
+
+@gluon.jit
+def thread_sums(p):
+    """[BLOCK_Q, BLOCK_KV] -> [BLOCK_Q, 4]: what each of the four threads that share a row sums up
+    by itself. In the layout of wgmma, thread t of them has the columns 8i + 2t and 8i + 2t + 1."""
+    pairs = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(pairs, 3), 1)
+
+
+@gluon.jit
+def multiply_rows(x, factor):
+    """x [BLOCK_Q, ·] times factor [BLOCK_Q], whatever the layout of either."""
+    rows: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    return x * gl.expand_dims(gl.convert_layout(factor, rows), 1)
+
+
+@gluon.jit
+def cap(s, scale_over_cap, cap_log2):
+    """cap · tanh(s·scale / cap), in log2 units."""
+    # tanh x = 1 - 2 / (1 + e^2x); exp2 may overflow to inf, which makes it 1.
+    e = gl.exp2(s * (scale_over_cap * 2.8853900817779268))
+    return cap_log2 - 2.0 * cap_log2 / (1.0 + e)
