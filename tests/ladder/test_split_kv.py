@@ -51,6 +51,13 @@ def test_the_split_is_fixed_in_size_not_in_number():
         assert splits_of(Problem(B=1, H=1, S=S, D=64), "8x8", "all") == 1
 
 
+def test_a_workspace_beyond_the_indices_is_refused():
+    long = Problem(B=1, H=32, S=8192, D=64)
+    with pytest.raises(ValueError, match="workspace of 4,294,967,296 elements"):
+        plans_of(RUNG.choose(tile="8x8", kv_tiles=4), long)
+    assert plans_of(RUNG.choose(tile="64x64", kv_tiles=4), long)
+
+
 def test_the_workspace_of_the_documents():
     partial, join = plans_of(RUNG.choose(tile="8x8", kv_tiles=4), Problem(B=1, H=1, S=256, D=128))
     assert partial.grid == (32, 8, 1)

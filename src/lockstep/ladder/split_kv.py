@@ -277,6 +277,18 @@ def splits_of(problem: Problem, tile: str, kv_tiles: int | str) -> int:
     return -(-problem.S // (block * _kv_tiles(problem, block, kv_tiles)))
 
 
+def refuses(problem: Problem, tile: str, kv_tiles: int | str) -> str | None:
+    """A workspace beyond int32 indices."""
+    block = TILES[tile]
+    rows = -(-problem.S // block) * splits_of(problem, tile, kv_tiles) * problem.heads * block
+    if rows * problem.D < 2**31:
+        return None
+    return (
+        f"split_kv would need a workspace of {rows * problem.D:,} elements, indices reach "
+        f"{2**31 - 1:,}; take larger tiles, or more of them per block"
+    )
+
+
 def _joiners(block: int, D: int) -> int:
     """Threads of the reduction: one for every four columns of a row, if a block may have so many.
     Few blocks have to keep many loads under way."""
@@ -398,6 +410,7 @@ RUNG = Rung(
     summary="the keys of a tile split over blocks, then joined; head dim tiled by 16",
     launches=launches,
     plans=plans,
+    refuses=refuses,
     options={"tile": tuple(TILES), "kv_tiles": KV_TILES},
     variants=(
         {"tile": "8x8", "kv_tiles": 4},

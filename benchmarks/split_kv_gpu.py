@@ -1,0 +1,96 @@
+"""How far to split: split_kv with 1 to 16 key tiles per block and unsplit, each kernel timed.
+
+    PYTHONPATH=src python benchmarks/split_kv_gpu.py
+
+Needs a CUDA GPU and the extra `gpu`. Writes benchmarks/results/split-kv-<gpu>.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from triton.testing import do_bench
+
+from lockstep.bench import results
+from lockstep.ladder import Launch, Problem, Rung, find, launches_of
+from lockstep.ladder.check import errors
+
+ROOT = Path(__file__).resolve().parents[1]
+PROBLEMS = (
+    Problem(B=1, H=1, S=8192, D=64, causal=True),
+    Problem(B=1, H=1, S=8192, D=64),
+    Problem(B=1, H=1, S=1024, D=64),
+    Problem(B=4, H=16, S=1024, D=64, causal=True),
+)
+TILES = ("8x8", "64x64")
+KV_TILES = ("all", 16, 8, 4, 2, 1)
+CHECKED = Problem(B=1, H=2, S=1023, D=64, causal=True)
+
+
+def measure(rung: Rung, problem: Problem) -> dict[str, Any]:
+    """Microseconds of the call and of each of its kernels."""
+    launches = launches_of(rung, problem, problem.draw(device="cuda"))
+
+    def time(chosen: list[Launch]) -> float:
+        calls = [(x.kernel[x.grid, x.block, x.dynamic_bytes], x.arguments) for x in chosen]
+
+        def call() -> None:
+            for kernel, arguments in calls:
+                kernel(**arguments)
+
+        return 1e3 * float(do_bench(call, warmup=10, rep=40, return_mode="median"))
+
+    return {
+        "rung": rung.title,
+        "options": rung.settings,
+        "problem": str(problem),
+        "microseconds": time(launches),
+        "kernels": {launch.kernel.__name__: time([launch]) for launch in launches},
+    }
+
+
+def check(rung: Rung) -> None:
+    """Raise if the rung is wrong here."""
+    tensors = CHECKED.draw(device="cuda")
+    for launch in launches_of(rung, CHECKED, tensors):
+        launch.kernel[launch.grid, launch.block, launch.dynamic_bytes](**launch.arguments)
+    if not errors(CHECKED, tensors).ok:
+        raise AssertionError(f"{rung.title} is wrong for {CHECKED}")
+
+
+def main() -> None:
+    console = Console()
+    rows = []
+    for problem in PROBLEMS:
+        table = Table(title=str(problem), box=None)
+        for heading in ("kernel", "µs", "partial", "join", "unsplit / this"):
+            table.add_column(heading, justify="left" if heading == "kernel" else "right")
+        for tile in TILES:
+            unsplit = 0.0
+            for kv_tiles in KV_TILES:
+                rung = find("split_kv").choose(tile=tile, kv_tiles=kv_tiles)
+                check(rung)
+                row = measure(rung, problem)
+                rows.append(row)
+                unsplit = unsplit or row["microseconds"]
+                times = (row["microseconds"], *row["kernels"].values())
+                gain = unsplit / row["microseconds"]
+                table.add_row(rung.title, *(f"{t:.1f}" for t in times), f"{gain:.2f}")
+        console.print(table)
+    run = results.collect("split-kv", rows)
+    if run["environment"]["commit"] is None and "LOCKSTEP_COMMIT" in os.environ:
+        run["environment"]["commit"] = {"hash": os.environ["LOCKSTEP_COMMIT"], "dirty": False}
+    gpu = torch.cuda.get_device_name().split()[-1].lower()
+    path = ROOT / results.RESULTS / f"split-kv-{gpu}.json"
+    path.write_text(json.dumps(run, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    console.print(f"saved {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
