@@ -8,37 +8,18 @@ import torch
 from lockstep.ladder import RUNGS, Problem, find, launches_of, run_on_gpu, run_on_machine
 from lockstep.ladder.check import errors
 
-STEPS = [step for rung in RUNGS for step in rung.steps()]
-CONSTANT_TIME = [step for step in STEPS if step.constant_time]
-# A token alone; lengths that no tile divides; every head dim; both dtypes; both masks.
-PROBLEMS = (
-    Problem(B=1, H=1, S=1, D=64),
-    Problem(B=2, H=1, S=63, D=32, causal=True),
-    Problem(B=1, H=2, S=111, D=32, dtype="bfloat16"),
-    Problem(B=1, H=1, S=40, D=128, causal=True, dtype="bfloat16"),
-    Problem(B=1, H=1, S=65, D=64, causal=True),
-)
 
-
-def name(value):
-    return value.title if hasattr(value, "title") else str(value)
-
-
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-@pytest.mark.parametrize("step", STEPS, ids=name)
-def test_right_and_free_of_hazards(step, problem):
-    tensors = problem.draw()
-    _, traces = run_on_machine(step, problem, tensors)
+def test_right_and_free_of_hazards(traced, step, problem):
+    found, traces = traced(step, problem)
     for trace in traces:
         trace.check()
-    assert errors(problem, tensors).ok
+    assert found.ok
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("S", [1, 63, 111, 257])
 @pytest.mark.parametrize("D", [32, 64, 128])
-@pytest.mark.parametrize("step", STEPS, ids=name)
 def test_right_on_the_gpu(step, D, S):
     for causal, dtype in ((False, "float16"), (True, "bfloat16")):
         problem = Problem(B=2, H=3, S=S, D=D, causal=causal, dtype=dtype)
@@ -47,37 +28,34 @@ def test_right_on_the_gpu(step, D, S):
         assert errors(problem, tensors).ok, problem
 
 
-@pytest.mark.parametrize("length", [0, 1, 50, 70])
-@pytest.mark.parametrize("step", CONSTANT_TIME, ids=name)
-def test_only_the_keys_within_the_secret_length_count(step, length):
-    problem = Problem(B=1, H=1, S=70, D=32, causal=length == 50, length=length)
-    tensors = problem.draw()
-    # what lies beyond the length is no secret's business, however large
-    tensors.k[:, :, length:] = 300.0
-    run_on_machine(step, problem, tensors)[1][0].check()
-    assert errors(problem, tensors).ok
+def test_only_the_keys_within_the_secret_length_count(oblivious):
+    for length in (0, 50):
+        problem = Problem(B=1, H=1, S=70, D=32, causal=length == 50, length=length)
+        tensors = problem.draw(seed=length)
+        # what lies beyond the length does not matter, however large
+        tensors.k[:, :, length:] = 300.0
+        _, (trace,) = run_on_machine(oblivious, problem, tensors)
+        trace.check()
+        assert errors(problem, tensors).ok
+
+
+def test_the_machine_counts_the_same_whatever_the_secrets(oblivious):
+    seen = set()
+    for seed, length in ((0, 40), (1, 3)):
+        problem = Problem(B=1, H=1, S=40, D=32, causal=True, length=length)
+        _, (trace,) = run_on_machine(oblivious, problem, problem.draw(seed))
+        seen.add(str(trace.totals.to_json()) + str(trace.depth))
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("step", CONSTANT_TIME, ids=name)
-def test_what_is_secret_is_declared_secret(step, causal):
+def test_what_is_secret_is_declared_secret(oblivious, causal):
     """The front end proves what the annotations say; here they must say q, k, v and the length."""
     problem = Problem(B=1, H=1, S=70, D=64, causal=causal, length=33)
-    for launch in launches_of(step, problem, problem.draw()):
+    for launch in launches_of(oblivious, problem, problem.draw()):
         assert {"q", "k", "v", "length"} <= launch.kernel.secrets
         typed = launch.kernel.typed(**launch.arguments)
         assert not typed.warnings  # nothing that compiles to a data-dependent slow path
-
-
-@pytest.mark.parametrize("step", CONSTANT_TIME, ids=name)
-def test_the_machine_counts_the_same_whatever_the_secrets(step):
-    seen = set()
-    for seed, length in ((0, 70), (1, 3), (2, 0)):
-        problem = Problem(B=1, H=1, S=70, D=32, causal=True, length=length)
-        _, (trace,) = run_on_machine(step, problem, problem.draw(seed))
-        counts = trace.totals.to_json()
-        seen.add(str(sorted(counts.items(), key=lambda item: item[0])) + str(trace.depth))
-    assert len(seen) == 1
 
 
 def test_the_ladder_is_climbed_in_order():
@@ -94,7 +72,9 @@ def test_options():
     rung = find("small_tile")
     assert rung.choose(softmax="sequential").title == "small_tile (sequential)"
     assert rung.settings == {"softmax": "tree"}
-    with pytest.raises(ValueError, match="softmax is 'fast', small_tile takes 'tree', 'sequential'"):
+    with pytest.raises(
+        ValueError, match="softmax is 'fast', small_tile takes 'tree', 'sequential'"
+    ):
         rung.choose(softmax="fast")
     with pytest.raises(ValueError, match="naive has no option 'softmax'"):
         find("naive").choose(softmax="tree")

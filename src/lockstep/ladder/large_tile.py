@@ -64,6 +64,7 @@ def large_tile(
 
     first_q = cuda.blockIdx.x * BLOCK_Q
     first = cuda.blockIdx.y * seq  # row of this head's first token
+    rows = min(BLOCK_Q, seq - first_q)
     end = seq  # of the keys that some row of this block sees
     if CAUSAL:
         end = min(seq, first_q + BLOCK_Q)
@@ -73,6 +74,7 @@ def large_tile(
         start_rows(acc, m, l, BLOCK_Q, D, THREADS)
 
     for first_kv in range(0, end, BLOCK_KV):
+        cols = min(BLOCK_KV, seq - first_kv)
         # the previous tile is still being read
         cuda.syncthreads()
         with simt.phase("load kv"):
@@ -97,15 +99,15 @@ def large_tile(
             cuda.syncthreads()
         with simt.phase("softmax"):
             if D < IN_PLACE_FROM:
-                softmax_by_one_thread(scores, weights, acc, m, l, BLOCK_Q, BLOCK_KV, D)
+                softmax_by_one_thread(scores, weights, acc, m, l, rows, cols, D)
             else:
-                softmax_by_one_thread(scores, scores, acc, m, l, BLOCK_Q, BLOCK_KV, D)
+                softmax_by_one_thread(scores, scores, acc, m, l, rows, cols, D)
             cuda.syncthreads()
         with simt.phase("output"):
             if D < IN_PLACE_FROM:
-                add_values_by_column(acc, weights, v_tile, BLOCK_Q, BLOCK_KV, D, THREADS)
+                add_values_by_column(acc, weights, v_tile, rows, cols, D, THREADS)
             else:
-                add_values_by_column(acc, scores, v_tile, BLOCK_Q, BLOCK_KV, D, THREADS)
+                add_values_by_column(acc, scores, v_tile, rows, cols, D, THREADS)
 
     cuda.syncthreads()
     with simt.phase("write"):

@@ -40,7 +40,7 @@ def fit_table(rows: Iterable[Row]) -> Table:
 
 def work_table(rows: Iterable[Row]) -> Table:
     """What each rung moves and waits for, and the least time that could take."""
-    columns = ("tiles", "depth", "parallel", "MB", "times", "extra", "roof µs")
+    columns = ("tiles", "depth", "par.", "MB", "×", "extra", "roof µs")
     made = table("rung", *columns, right=columns)
     for row in rows:
         if row.plan is None:

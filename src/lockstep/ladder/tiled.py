@@ -75,18 +75,16 @@ def score_elements(
 
 
 @simt.device
-def softmax_by_one_thread(
-    scores, weights, acc, m, l, BLOCK_Q: Constant, BLOCK_KV: Constant, D: Constant
-):
-    """The online softmax of the whole tile, by thread 0; everybody else waits."""
+def softmax_by_one_thread(scores, weights, acc, m, l, rows, cols, D: Constant):
+    """The online softmax of rows × cols scores, by thread 0; everybody else waits."""
     if cuda.threadIdx.x == 0:
-        for row in range(BLOCK_Q):
+        for row in range(rows):
             before = m[row]
             top = before
-            for col in range(BLOCK_KV):
+            for col in range(cols):
                 top = max(top, scores[row, col])
             part = 0.0
-            for col in range(BLOCK_KV):
+            for col in range(cols):
                 p = cuda.exp2(scores[row, col] - top)
                 weights[row, col] = p
                 part += p
@@ -98,14 +96,12 @@ def softmax_by_one_thread(
 
 
 @simt.device
-def add_values_by_column(
-    acc, weights, v_tile, BLOCK_Q: Constant, BLOCK_KV: Constant, D: Constant, THREADS: Constant
-):
+def add_values_by_column(acc, weights, v_tile, rows, cols, D: Constant, THREADS: Constant):
     """acc += weights v, row after row, a thread for each of the D columns: the others idle."""
-    for row in range(BLOCK_Q):
+    for row in range(rows):
         for col in range(cuda.threadIdx.x, D, THREADS):
             total = acc[row, col]
-            for kv in range(BLOCK_KV):
+            for kv in range(cols):
                 total += weights[row, kv] * v_tile[kv, col]
             acc[row, col] = total
 
