@@ -1,0 +1,134 @@
+"""`lockstep ladder`, `plan`, `trace` and `show` with rungs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from lockstep import ladder
+from lockstep.cli import app
+from lockstep.ladder import small_tile_2d
+from lockstep.ladder.tables import duration, kilobytes, number
+
+FEW = ("naive", "small_tile_2d")
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [*arguments])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.fixture
+def few_rungs(monkeypatch):
+    monkeypatch.setattr(ladder, "RUNGS", tuple(r for r in ladder.RUNGS if r.name in FEW))
+
+
+def test_ladder(few_rungs):
+    text = run("ladder", "--seq", "20", "--batch", "1", "--heads", "3")
+    assert "B1 H3 S20 D32 float16, planned for H200" in text
+    assert "small_tile_2d" in text
+    assert "times the number of" in text  # what is scaled is said
+
+
+def test_ladder_for_a_script(few_rungs):
+    data = json.loads(run("ladder", "--seq", "20", "--heads", "3", "--json", "--no-bench"))
+    assert data["problem"]["H"] == 3
+    assert [row["rung"] for row in data["rows"]] == list(FEW)
+    for row in data["rows"]:
+        seen = row["trace_of_one_head"]
+        assert seen["right"]
+        assert seen["hazards"] == 0
+        assert row["microseconds"] is None
+    assert data["rows"][1]["plan"]["launches"][0]["blocks"] == 2 * 3
+
+
+def test_a_wrong_rung_is_an_error(monkeypatch):
+    right = ladder.find("naive")
+
+    def launches(problem, tensors):
+        """The output goes elsewhere."""
+        return right.launches(problem, tensors._replace(out=tensors.out.clone()))
+
+    broken = ladder.Rung("naive", "", launches, right.plans)
+    monkeypatch.setattr(ladder, "RUNGS", (broken,))
+    assert "wrong" in run("ladder", "--seq", "8", "--no-bench", code=1)
+
+
+def test_plan_of_all_rungs():
+    text = run("plan", "--gpu", "a100", "--batch", "2", "--heads", "16", "--seq", "1024")
+    assert "B2 H16 S1024 D32 float16 on A100" in text
+    for name in ("large_tile", "small_tile (tree)", "288", "736", "150.9", "37.5"):
+        assert name in text
+
+
+def test_plan_of_one_rung():
+    text = run("plan", "small_tile", "--softmax", "sequential", "--gpu", "A100")
+    for phase in ("load q", "load kv", "scores", "softmax", "output", "write"):
+        assert phase in text
+    data = json.loads(run("plan", "small_tile", "-o", "softmax=sequential", "--json"))
+    (row,) = data["rows"]
+    assert row["options"] == {"softmax": "sequential"}
+    assert row["plan"]["launches"][0]["waves"] == pytest.approx(736 / (4 * 132))
+    assert "shared is 192960 bytes" in run(
+        "plan", "large_tile", "--head-dim", "64", "--gpu", "a100"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", "--gpu", "h300"), "gpu is 'h300', takes one of"),
+        (("plan", "tiny_tile"), "there is no rung 'tiny_tile'"),
+        (("plan", "--head-dim", "48"), "D is 48, takes one of 32, 64, 128"),
+        (("plan", "naive", "--softmax", "tree"), "naive has no option 'softmax'"),
+        (("plan", "naive", "-o", "softmax"), "--option takes NAME=VALUE"),
+        (("trace", "naive", "--length", "3"), "naive is not constant-time"),
+        (("trace", "no such thing"), "is neither"),
+    ],
+)
+def test_usage_errors(arguments, message):
+    assert message in " ".join(run(*arguments, code=2).split())
+
+
+def test_trace_of_a_rung():
+    text = run("trace", "small_tile_2d", "--seq", "50", "--head-dim", "32", "--causal")
+    assert "no hazards" in text
+    assert "small_tile_2d, B1 H1 S50 D32 float16 causal: right" in " ".join(text.split())
+
+
+def test_trace_of_a_rung_for_a_script():
+    arguments = ("--softmax", "sequential", "--seq", "20", "--head-dim", "32", "--json")
+    data = json.loads(run("trace", "small_tile", *arguments))
+    assert data["options"] == {"softmax": "sequential"}
+    assert data["largest_error"]["ok"]
+    (trace,) = data["traces"]
+    busy = {phase["name"]: phase["thread_utilisation"] for phase in trace["phases"]}
+    assert busy["softmax"] < 1 / 200 < 1 / 10 < busy["output"] < 1 / 5
+
+
+def test_trace_of_a_constant_time_rung_with_a_length():
+    data = json.loads(run("trace", "row_per_thread", "--seq", "40", "--length", "7", "--json"))
+    assert data["problem"]["length"] == 7
+    assert data["largest_error"]["ok"]
+
+
+def test_samples_and_files_still_trace():
+    assert "no hazards" in run("trace", "shuffles")
+
+
+def test_show_a_rung():
+    text = run("show", "small_tile_2d", "--head-dim", "64")
+    assert "constexpr int D = 64;" in text
+    assert "// phase: softmax" in text
+    assert small_tile_2d.small_tile_2d.__name__ in text
+
+
+def test_numbers():
+    assert [number(n) for n in (0, 736, 9999, 65536, 5_384_000)] == [
+        *("0", "736", "9999", "65.5k", "5.38M")
+    ]
+    assert kilobytes(154560) == "150.9"
+    assert [duration(t) for t in (3.14159, 1234.5, 2.5e6)] == ["3.14 µs", "1.23 ms", "2.5 s"]
