@@ -12,6 +12,7 @@ from rich.console import Console
 
 from lockstep.audit import cli as audit_cli
 from lockstep.ladder import cli as ladder_cli
+from lockstep.ladder.claims import cli as claims_cli
 
 app = typer.Typer(
     name="lockstep",
@@ -115,6 +116,7 @@ def bench_cpu(
 
 app.command()(ladder_cli.ladder)
 app.command()(ladder_cli.plan)
+app.command()(claims_cli.claims)
 app.command()(ladder_cli.trace)
 app.command()(ladder_cli.show)
 

@@ -1,0 +1,124 @@
+"""Where the numbers come from: plans in closed form, traces of the machine, measured times.
+
+Problems that are traced are small: the figures that claims are held against are ratios, shares and
+counts per tile, which do not change with the number of tiles.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from lockstep.bench import results
+from lockstep.ladder import LaunchPlan, PhasePlan, Problem, find, plans_of, run_on_machine
+from lockstep.ladder.plan import Plan, Step
+from lockstep.simt.occupancy import fit
+
+if TYPE_CHECKING:
+    import torch
+
+    from lockstep.simt import Trace
+    from lockstep.simt.machine.trace import Phase
+
+# the problems that the documents speak of
+SMALL = Problem(B=2, H=16, S=1024, D=32)
+LONG = Problem(B=1, H=32, S=8192, D=64)
+CAUSAL = Problem(B=4, H=16, S=1024, D=64, causal=True)
+TOY = Problem(B=1, H=1, S=256, D=128)
+# one tile of keys for the rungs of 45 × 90, and one for those of 120 and 128
+TRACED = Problem(B=1, H=1, S=90, D=32)
+TRACED_LARGE = Problem(B=1, H=1, S=120, D=32)
+
+
+def planned(rung: str, problem: Problem, gpu: str = "A100", **options: Any) -> Plan:
+    """The plan of a rung on a GPU; registers are left out, so that no compiler is needed."""
+    chosen = find(rung).choose(**options)
+    steps = (
+        Step(launch, fit(gpu, launch.block, 0, launch.shared_bytes), registers_known=False)
+        for launch in plans_of(chosen, problem)
+    )
+    return Plan(chosen, problem, gpu, tuple(steps))
+
+
+def launch_plan(rung: str, problem: Problem, index: int = 0, **options: Any) -> LaunchPlan:
+    """The plan of one launch of a rung."""
+    return plans_of(find(rung).choose(**options), problem)[index]
+
+
+def planned_phase(rung: str, problem: Problem, name: str, **options: Any) -> PhasePlan:
+    """A phase of a rung's first launch."""
+    phases = launch_plan(rung, problem, **options).phases
+    return next(phase for phase in phases if phase.name == name)
+
+
+@cache
+def _run(rung: str, problem: Problem, options: tuple) -> tuple[torch.Tensor, list[Trace]]:
+    return run_on_machine(find(rung).choose(**dict(options)), problem)
+
+
+def traced(rung: str, problem: Problem, index: int = 0, **options: Any) -> Trace:
+    """The trace of one launch; a run is made once and kept."""
+    return _run(rung, problem, tuple(options.items()))[1][index]
+
+
+def output(rung: str, problem: Problem, **options: Any) -> torch.Tensor:
+    """What the machine computed, [B, H, S, D]."""
+    return _run(rung, problem, tuple(options.items()))[0]
+
+
+def traced_phase(rung: str, problem: Problem, name: str, **options: Any) -> Phase:
+    """A phase of a rung's first launch."""
+    return traced(rung, problem, **options).phase(name)
+
+
+def depth_share(rung: str, problem: Problem, *phases: str, **options: Any) -> float:
+    """Percent of the critical path that these phases take."""
+    trace = traced(rung, problem, **options)
+    return 100 * sum(trace.phase(name).depth for name in phases) / float(trace.depth.sum())
+
+
+@cache
+def _measured(suite: str) -> tuple[Mapping[str, Any], ...]:
+    """Rows of the newest run of a suite on a GPU; none outside a checkout."""
+    root = results.checkout()
+    if root is None:
+        return ()
+    runs = [json.loads(path.read_text()) for path in (root / results.RESULTS).glob("*.json")]
+    newest = max((r for r in runs if r["suite"] == suite), key=lambda r: r["date"], default=None)
+    return tuple(newest["rows"]) if newest else ()
+
+
+def microseconds(title: str, problem: Problem) -> float | None:
+    """The measured time of a rung with its options, as `Rung.title` writes it."""
+    for row in _measured("ladder"):
+        if row["rung"] == title and row["problem"] == str(problem):
+            return 1e3 * row["ms"]
+    return None
+
+
+def speedups(fast: str, slow: str, *problems: Problem) -> dict[str, float] | None:
+    """How many times as fast one rung is as another, for each problem that both were timed on."""
+    found = {}
+    for problem in problems:
+        times = [microseconds(title, problem) for title in (fast, slow)]
+        if times[0] is not None and times[1] is not None:
+            found[str(problem)] = times[1] / times[0]
+    return found or None
+
+
+def teraflops(title: str, problem: Problem) -> float | None:
+    """Measured, four operations for each query, key and head dim."""
+    found = microseconds(title, problem)
+    work = 4 * problem.heads * problem.S**2 * problem.D
+    return None if found is None else work / found / 1e6
+
+
+def splits(tile: str, problem: Problem) -> dict[str, Mapping[str, Any]]:
+    """Measured rows of split_kv by key tiles per block: "all", "16", ... "1"."""
+    return {
+        str(row["options"]["kv_tiles"]): row
+        for row in _measured("split-kv")
+        if row["options"]["tile"] == tile and row["problem"] == str(problem)
+    }

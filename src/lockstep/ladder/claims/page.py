@@ -1,0 +1,124 @@
+"""The ledger: all claims with their verdicts, for a terminal, a script or the documentation.
+
+python -m lockstep.ladder.claims.page            rewrite docs/claims.md
+python -m lockstep.ladder.claims.page --check    exit status 1 if it would change
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import groupby
+
+from rich.table import Table
+
+from lockstep.bench import results
+
+from . import CLAIMS, DEPENDS, DIFFERS, HOLDS, UNMEASURED, Claim, Finding
+
+COLOURS = {HOLDS: "green", DIFFERS: "red", DEPENDS: "yellow", UNMEASURED: "dim"}
+PAGE = "docs/claims.md"
+INTRODUCTION = """\
+# Claims, put to the test
+
+Five documents describe the kernels that became the lower and middle rungs of the ladder: how work
+is spread over a GPU, a softmax by tree reductions, keys split over blocks, warps with matrix
+fragments, and the design of a constant-time kernel with a block per tile. Every figure in them that
+can be checked stands here beside what we get. Three lenses look at a kernel:
+
+- **plan**: the closed form of the rung, for the problem that the document names;
+- **trace**: what the lockstep machine counts, on one head and few tiles, which is enough for
+  ratios, shares and counts per tile; *depth* is a block's critical path in warp instructions;
+- **bench**: a time measured on a GPU, read from `benchmarks/results`.
+
+A verdict is computed, never typed. *Holds*: what we get is in the range that the figure and its
+tolerance allow. *Differs*: it is not; the factor compares it with the figure. *Depends*: it is
+under one condition and not under another.
+
+The same ledger comes from `lockstep claims`, this page from
+`python -m lockstep.ladder.claims.page`.
+"""
+
+
+def findings(
+    claims: Iterable[Claim] = CLAIMS, told: Callable[[Claim], None] = lambda claim: None
+) -> list[Finding]:
+    """Test claims one after the other; `told` is called before each."""
+    found = []
+    for claim in claims:
+        told(claim)
+        found.append(claim.test())
+    return found
+
+
+def summary(found: Iterable[Finding]) -> str:
+    """How many claims hold, differ, depend."""
+    counts = Counter(finding.verdict for finding in found)
+    words = {HOLDS: "hold", DIFFERS: "differ", DEPENDS: "depend", UNMEASURED: UNMEASURED}
+    return ", ".join(f"{counts[v]} {word}" for v, word in words.items() if counts[v])
+
+
+def ledger(found: list[Finding]) -> Table:
+    """The ledger as a table for the terminal."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("claim", ratio=3)
+    table.add_column("figure", justify="right", no_wrap=True)
+    table.add_column("we get", ratio=1)
+    table.add_column("lens", no_wrap=True)
+    for document, group in groupby(found, lambda finding: finding.claim.document):
+        table.add_row("", f"[bold]{document}[/]")
+        for finding in group:
+            claim = finding.claim
+            says = claim.says + (f"\n[dim]{finding.explanation}[/]" if finding.explanation else "")
+            verdict = f"[{COLOURS[finding.verdict]}]{finding.verdict}[/]"
+            table.add_row(verdict, says, claim.figure.text, _ours(finding), claim.lens)
+    return table
+
+
+def _ours(finding: Finding) -> str:
+    return f"{finding.ours} {finding.claim.unit}" if finding.readings else "–"
+
+
+def page(found: list[Finding]) -> str:
+    """The ledger as a page of the documentation."""
+    parts = [INTRODUCTION, f"Of {len(found)} claims: {summary(found)}.\n"]
+    for document, group in groupby(found, lambda finding: finding.claim.document):
+        parts.append(f"## The {document} document\n")
+        parts.append(
+            "| where | it says | figure | we get | lens | verdict |\n|---|---|---|---|---|---|"
+        )
+        parts[-1] += "".join("\n" + _row(finding) for finding in group) + "\n"
+    return "\n".join(parts)
+
+
+def _row(finding: Finding) -> str:
+    claim, figure = finding.claim, finding.claim.figure
+    tolerance = f" ± {figure.tolerance:.0%}" if figure.tolerance else ""
+    verdict = f"**{finding.verdict}**"
+    if finding.explanation:
+        verdict += f" {finding.explanation}"
+    cells = (claim.part, claim.says, figure.text + tolerance, _ours(finding), claim.lens, verdict)
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write docs/claims.md.")
+    parser.add_argument("--check", action="store_true", help="only say whether it is current")
+    check = parser.parse_args().check
+    root = results.checkout()
+    if root is None:
+        sys.exit("docs/claims.md belongs to a checkout; this package is installed elsewhere")
+    target, text = root / PAGE, page(findings())
+    current = target.exists() and target.read_text(encoding="utf-8") == text
+    if check:
+        print(f"{PAGE} is {'current' if current else 'out of date'}")
+        return 0 if current else 1
+    target.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

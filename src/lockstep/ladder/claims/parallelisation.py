@@ -1,0 +1,428 @@
+"""Claims of the document on how batch, heads, sequence and head dim are spread over a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from lockstep.ladder import PhasePlan, large_tile, small_tile
+
+from .claim import Claim, Readings, about, at_most, between, exactly
+from .evidence import (
+    LONG,
+    SMALL,
+    TRACED,
+    depth_share,
+    launch_plan,
+    planned,
+    planned_phase,
+    speedups,
+    teraflops,
+    traced,
+    traced_phase,
+)
+
+_claim = partial(Claim, "parallelisation strategy")
+VECTOR = 8  # elements of a 16-byte access
+KILO = 1024
+
+
+def _elements(rung: str, name: str, **options: str) -> float:
+    """Elements of q, k or v per thread, in a phase that moves 16 bytes at a time."""
+    phase = planned_phase(rung, SMALL, name, **options)
+    return phase.items * VECTOR / phase.threads
+
+
+def _occupancy(rung: str, **options: str) -> float:
+    return 100 * planned(rung, SMALL, "A100", **options).steps[0].occupancy.share
+
+
+def _times_blocks(**change: int) -> float:
+    larger = launch_plan("small_tile", replace(SMALL, **change))
+    return larger.blocks / launch_plan("small_tile", SMALL).blocks
+
+
+def _outputs_of_busiest() -> Readings:
+    by_column = planned_phase("small_tile", SMALL, "output")
+    outputs = small_tile.BLOCK_Q * SMALL.D
+    return {
+        "small_tile": outputs / by_column.items,
+        "small_tile_2d": outputs / small_tile.THREADS,
+    }
+
+
+def _softmax_depth(softmax: str) -> float:
+    phase = planned_phase("small_tile", SMALL, "softmax", softmax=softmax)
+    return phase.depth / phase.visits
+
+
+def _reduction_depth() -> float:
+    """Five shuffles in the warps, a barrier, then the warps' results one after the other."""
+    return 5 + 1 + small_tile.WARPS_PER_ROW
+
+
+def scores_per(rung: str, workers: int) -> float:
+    """Scores of a tile for each of so many workers."""
+    phase = planned_phase(rung, SMALL, "scores")
+    return phase.items * phase.steps / SMALL.D / workers
+
+
+def _conflicts(rung: str) -> float:
+    totals = traced(rung, TRACED).totals
+    return 100 * totals.bank_conflicts / totals.shared_wavefronts
+
+
+GRID = (
+    _claim(
+        "grid, large tiles",
+        "120-row tiles cut 1,024 queries into 9",
+        exactly(9),
+        "tiles",
+        "plan",
+        lambda: launch_plan("large_tile", SMALL).grid[0],
+    ),
+    _claim(
+        "grid, large tiles",
+        "batch 2 and 16 heads then make 288 blocks",
+        exactly(288),
+        "blocks",
+        "plan",
+        lambda: launch_plan("large_tile", SMALL).blocks,
+    ),
+    _claim(
+        "grid, small tiles",
+        "45-row tiles cut 1,024 queries into 23",
+        exactly(23),
+        "tiles",
+        "plan",
+        lambda: launch_plan("small_tile", SMALL).grid[0],
+    ),
+    _claim(
+        "grid, small tiles",
+        "which makes 736 blocks",
+        exactly(736),
+        "blocks",
+        "plan",
+        lambda: launch_plan("small_tile", SMALL).blocks,
+    ),
+    _claim(
+        "sequence length, query tiles",
+        "the last block has queries 990 to 1,023, 34 rows",
+        exactly(34),
+        "rows",
+        "plan",
+        lambda: SMALL.S - (launch_plan("small_tile", SMALL).grid[0] - 1) * small_tile.BLOCK_Q,
+    ),
+    _claim(
+        "comparison table",
+        "a block of small tiles walks over 12 key tiles",
+        exactly(12),
+        "tiles",
+        "plan",
+        lambda: launch_plan("small_tile", SMALL).iterations,
+    ),
+    _claim(
+        "comparison table",
+        "a block of large tiles over 9",
+        exactly(9),
+        "tiles",
+        "plan",
+        lambda: launch_plan("large_tile", SMALL).iterations,
+    ),
+    _claim(
+        "batch size",
+        "twice the batch gives twice the blocks",
+        exactly(2),
+        "×",
+        "plan",
+        lambda: _times_blocks(B=2 * SMALL.B),
+    ),
+    _claim(
+        "number of heads",
+        "twice the heads give twice the blocks",
+        exactly(2),
+        "×",
+        "plan",
+        lambda: _times_blocks(H=2 * SMALL.H),
+    ),
+    _claim(
+        "why the first version was slow",
+        "one head of 1,024 queries gives 23 blocks to 108 multiprocessors",
+        exactly(23),
+        "blocks",
+        "plan",
+        lambda: launch_plan("small_tile", replace(SMALL, B=1, H=1)).blocks,
+    ),
+)
+
+THREADS = (
+    _claim(
+        "work per thread",
+        "loading Q is 5.6 elements per thread",
+        about(5.6),
+        "elements",
+        "plan",
+        lambda: _elements("small_tile", "load q"),
+    ),
+    _claim(
+        "work per thread",
+        "loading K or V is 11.3 elements per thread",
+        about(11.3),
+        "elements",
+        "plan",
+        lambda: _elements("small_tile", "load kv") / 2,
+    ),
+    _claim(
+        "work per thread",
+        "the scores of a tile are 15.8 per thread",
+        about(15.8),
+        "scores",
+        "plan",
+        lambda: scores_per("small_tile", small_tile.THREADS),
+    ),
+    _claim(
+        "work per thread",
+        "P·V is 5.6 outputs per thread",
+        about(5.6),
+        "outputs",
+        "plan",
+        _outputs_of_busiest,
+        "with a thread per column, 32 threads do all of it; spread over both dimensions it is so",
+    ),
+    _claim(
+        "work per thread",
+        "setting up the softmax state of small tiles is 0.18 rows per thread",
+        about(0.18, 0.05),
+        "rows",
+        "plan",
+        lambda: small_tile.BLOCK_Q / small_tile.THREADS,
+    ),
+    _claim(
+        "work per thread",
+        "and 0.7 rows per thread for large tiles",
+        about(0.7),
+        "rows",
+        "plan",
+        lambda: large_tile.BLOCK_Q / large_tile.THREADS,
+        "the 45 rows of the small tile were divided by the 64 threads of the large one",
+    ),
+    _claim(
+        "thread utilisation, small head dim",
+        "with head dim 32 and 256 threads, P·V leaves 87.5 % of the threads idle",
+        about(87.5),
+        "%",
+        "trace",
+        lambda: 100 * (1 - traced_phase("small_tile", TRACED, "output").thread_utilisation),
+    ),
+    _claim(
+        "thread utilisation, small tiles",
+        "30 rows handed to 256 threads leave 88 % idle",
+        about(88),
+        "%",
+        "plan",
+        lambda: 100 * (1 - PhasePlan("rows", 30, 256).utilisation(256)),
+    ),
+    _claim(
+        "better head dimension handling",
+        "handing out P·V in two dimensions keeps all threads active",
+        about(100, 0.1),
+        "%",
+        "trace",
+        lambda: 100 * traced_phase("small_tile_2d", TRACED, "output").thread_utilisation,
+    ),
+)
+
+MEMORY = (
+    _claim(
+        "performance impact",
+        "a block of small tiles has 51.7 KB of shared memory",
+        about(51.7),
+        "KB",
+        "plan",
+        lambda: launch_plan("small_tile", SMALL, softmax="sequential").shared_bytes / KILO,
+    ),
+    _claim(
+        "performance impact",
+        "a block of large tiles has 150.9 KB",
+        about(150.9),
+        "KB",
+        "plan",
+        lambda: launch_plan("large_tile", SMALL).shared_bytes / KILO,
+    ),
+    _claim(
+        "performance impact",
+        "small tiles occupy 37.5 % of an A100",
+        about(37.5),
+        "%",
+        "plan",
+        lambda: _occupancy("small_tile", softmax="sequential"),
+    ),
+    _claim(
+        "performance impact",
+        "large tiles occupy 3.1 %",
+        about(3.1),
+        "%",
+        "plan",
+        lambda: _occupancy("large_tile"),
+    ),
+    _claim(
+        "memory access, global to shared",
+        "neighbouring threads read neighbouring addresses: no sector is moved in vain",
+        about(100),
+        "% of sectors needed",
+        "trace",
+        lambda: _coalesced("small_tile"),
+    ),
+    _claim(
+        "memory access, shared",
+        "bank conflicts are mostly avoided, say in nine accesses of ten",
+        at_most(10),
+        "% of wavefronts",
+        "trace",
+        lambda: {name: _conflicts(name) for name in ("small_tile", "small_tile_2d")},
+        "rows of 64 bytes put the keys that neighbouring lanes read into few banks; padding helps",
+    ),
+)
+
+
+def _coalesced(rung: str) -> float:
+    totals = traced(rung, TRACED).totals
+    return 100 * totals.ideal_sectors / totals.global_sectors
+
+
+SOFTMAX = (
+    _claim(
+        "parallel softmax, the problem",
+        "while one thread does the softmax, 0.4 % of the threads are busy",
+        about(0.4, 0.05),
+        "%",
+        "trace",
+        lambda: (
+            100
+            * traced_phase("small_tile", TRACED, "softmax", softmax="sequential").thread_utilisation
+        ),
+    ),
+    _claim(
+        "parallel softmax, the problem",
+        "and one lane of a warp, 3.1 %",
+        about(3.1, 0.05),
+        "%",
+        "trace",
+        lambda: _lanes("sequential"),
+    ),
+    _claim(
+        "parallel softmax, the problem",
+        "the softmax of a tile is 4,050 steps deep",
+        about(4050, 0.1),
+        "steps",
+        "plan",
+        lambda: _softmax_depth("sequential"),
+        "a score is visited for the maximum and for the sum, then the row's output corrected",
+    ),
+    _claim(
+        "parallel softmax, the solution",
+        "trees make that 315 steps",
+        about(315, 0.1),
+        "steps",
+        "plan",
+        lambda: _softmax_depth("tree"),
+        "a row takes two reductions of ten steps, not one of seven; two rows go at a time",
+    ),
+    _claim(
+        "reduction algorithm",
+        "a reduction over 256 threads is 10 operations deep",
+        about(10, 0.1),
+        "steps",
+        "plan",
+        _reduction_depth,
+    ),
+    _claim(
+        "performance impact of the tree",
+        "the softmax becomes 12.8 times shallower",
+        about(12.8, 0.1),
+        "×",
+        "trace",
+        lambda: softmax_depth_ratio(),
+        "two rows are reduced at a time; with one at a time it is about half of that",
+    ),
+    _claim(
+        "performance impact of the tree",
+        "and the kernel has 128 times the parallelism",
+        about(128, 0.1),
+        "×",
+        "trace",
+        lambda: depth_ratio(),
+        "work over depth of the whole block: scores and P·V are as deep as they were",
+    ),
+    _claim(
+        "corrected depth analysis",
+        "a block becomes 32 times shallower",
+        about(32, 0.1),
+        "×",
+        "trace",
+        lambda: depth_ratio(),
+        "the other phases stay, and P·V with a thread per column is now the deepest",
+    ),
+    _claim(
+        "expected gains",
+        "the softmax by one thread takes 99.7 % of the time",
+        about(99.7),
+        "% of depth",
+        "trace",
+        lambda: depth_share("small_tile", TRACED, "softmax", softmax="sequential"),
+        "P·V with a thread per column takes most of the rest",
+    ),
+    _claim(
+        "expected gains",
+        "trees make the whole kernel 5 to 10 times faster",
+        between(5, 10),
+        "×",
+        "bench",
+        lambda: speedups("small_tile (tree)", "small_tile (sequential)", SMALL, LONG),
+        "the softmax is only part of the kernel",
+    ),
+    _claim(
+        "expected gains",
+        "one-thread softmax at B1 H32 S8192 D64: 1.77 TFLOP/s",
+        about(1.77, 0.2),
+        "TFLOP/s",
+        "bench",
+        lambda: teraflops("small_tile (sequential)", LONG),
+        "another GPU, and another compiler",
+    ),
+    _claim(
+        "expected gains",
+        "with trees 22.7 TFLOP/s",
+        about(22.7, 0.2),
+        "TFLOP/s",
+        "bench",
+        lambda: teraflops("small_tile (tree)", LONG),
+        "12.8 times a part of the kernel is not 12.8 times the kernel",
+    ),
+)
+
+
+def _lanes(softmax: str) -> float:
+    phase = traced_phase("small_tile", TRACED, "softmax", softmax=softmax)
+    return 100 * phase.counts.active_lanes / 32
+
+
+def softmax_depth_ratio() -> float:
+    """How many times shallower the tree is."""
+    one, tree = (
+        traced_phase("small_tile", TRACED, "softmax", softmax=softmax).depth
+        for softmax in ("sequential", "tree")
+    )
+    return one / tree
+
+
+def depth_ratio() -> float:
+    """How many times shallower the whole block is with it."""
+    one, tree = (
+        float(traced("small_tile", TRACED, softmax=softmax).depth.sum())
+        for softmax in ("sequential", "tree")
+    )
+    return one / tree
+
+
+CLAIMS = (*GRID, *THREADS, *MEMORY, *SOFTMAX)

@@ -1,0 +1,264 @@
+"""Claims of the document on what warps do in the three kernels."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from lockstep.ladder import large_tile, small_tile, warp_mma
+
+from .claim import Claim, about, at_least, exactly
+from .evidence import (
+    CAUSAL,
+    LONG,
+    SMALL,
+    TRACED,
+    TRACED_LARGE,
+    depth_share,
+    launch_plan,
+    planned_phase,
+    speedups,
+    traced,
+    traced_phase,
+)
+from .parallelisation import scores_per
+
+_claim = partial(Claim, "warp-level strategy")
+VECTOR = 8  # elements of a 16-byte access
+EDGED = {"tile": "45x90"}
+
+
+def _busy(rung: str, phase: str, **options: str) -> float:
+    problem = TRACED_LARGE if rung == "large_tile" else TRACED
+    return 100 * traced_phase(rung, problem, phase, **options).thread_utilisation
+
+
+def _fragments_per_warp() -> float:
+    phase = planned_phase("warp_mma", SMALL, "scores", tile="128x128")
+    return phase.items / 32 / (warp_mma.THREADS // 32)
+
+
+def _coalesced() -> dict[str, float]:
+    kernels = {
+        "small_tile": traced("small_tile", TRACED, softmax="tree"),
+        "large_tile": traced("large_tile", TRACED_LARGE),
+        "warp_mma": traced("warp_mma", TRACED, **EDGED),
+    }
+    return {
+        name: 100 * trace.totals.ideal_sectors / trace.totals.global_sectors
+        for name, trace in kernels.items()
+    }
+
+
+def _amdahl() -> float:
+    """Q·Kᵀ is 60 % of the time and becomes four times as fast; the rest stays."""
+    return 1 / (0.60 / 4 + 0.25 + 0.15)
+
+
+def _loaded_per_warp() -> float:
+    loads = planned_phase("large_tile", SMALL, "load q").items
+    return loads * VECTOR / (large_tile.THREADS // 32)
+
+
+CLAIMS = (
+    _claim(
+        "warps per implementation",
+        "a block of small tiles has 8 warps",
+        exactly(8),
+        "warps",
+        "plan",
+        lambda: launch_plan("small_tile", SMALL).warps,
+    ),
+    _claim(
+        "warps per implementation",
+        "a block of large tiles has 2",
+        exactly(2),
+        "warps",
+        "plan",
+        lambda: launch_plan("large_tile", SMALL).warps,
+    ),
+    _claim(
+        "work across warps",
+        "a warp computes about 504 of the 4,050 scores",
+        about(504),
+        "scores",
+        "plan",
+        lambda: scores_per("small_tile", small_tile.THREADS // 32),
+    ),
+    _claim(
+        "warp utilisation, large tiles",
+        "a warp loads 1,920 elements of Q",
+        exactly(1920),
+        "elements",
+        "plan",
+        lambda: _loaded_per_warp(),
+    ),
+    _claim(
+        "warp utilisation, large tiles",
+        "and computes 7,200 scores",
+        exactly(7200),
+        "scores",
+        "plan",
+        lambda: scores_per("large_tile", large_tile.THREADS // 32),
+    ),
+    _claim(
+        "warp utilisation, small tiles",
+        "Q·Kᵀ keeps all threads busy",
+        about(100, 0.05),
+        "%",
+        "trace",
+        lambda: _busy("small_tile", "scores", softmax="sequential"),
+        "a thread takes three queries at a time, and 1,350 such pieces do not divide by 256",
+    ),
+    _claim(
+        "warp utilisation, small tiles",
+        "so does the softmax",
+        about(100, 0.05),
+        "%",
+        "trace",
+        lambda: _busy("small_tile", "softmax", softmax="sequential"),
+        "the table divides the scores by all warps, but one thread does them",
+    ),
+    _claim(
+        "warp utilisation, small tiles",
+        "so does P·V",
+        about(100, 0.05),
+        "%",
+        "trace",
+        lambda: _busy("small_tile", "output", softmax="sequential"),
+        "a thread per column uses 32 of 256",
+    ),
+    _claim(
+        "warp utilisation, large tiles",
+        "Q·Kᵀ keeps all threads busy",
+        about(100, 0.05),
+        "%",
+        "trace",
+        lambda: _busy("large_tile", "scores"),
+    ),
+    _claim(
+        "warp assignment",
+        "with 45 rows, three of eight warps have fragments to multiply",
+        about(3, 0.1),
+        "warps",
+        "plan",
+        lambda: planned_phase("warp_mma", SMALL, "scores", **EDGED).threads / 32,
+        "45 rows hold two whole fragments of 16; the third would be 13 rows high",
+    ),
+    _claim(
+        "warp utilisation, fragments",
+        "62.5 % of the warps are idle",
+        about(62.5),
+        "%",
+        "trace",
+        lambda: 100 * (1 - traced_phase("warp_mma", TRACED, "scores", **EDGED).warp_utilisation),
+        "six of eight: 45 rows hold two whole fragments",
+    ),
+    _claim(
+        "better use of warps",
+        "tiles of 128 × 128 give each of eight warps 8 fragments of the scores",
+        exactly(8),
+        "fragments",
+        "plan",
+        _fragments_per_warp,
+    ),
+    _claim(
+        "better use of warps",
+        "and no warp is idle",
+        about(100, 0.01),
+        "%",
+        "trace",
+        lambda: (
+            100 * traced_phase("warp_mma", TRACED_LARGE, "scores", tile="128x128").warp_utilisation
+        ),
+    ),
+    _claim(
+        "divergence",
+        "warps of the small-tile kernel never diverge",
+        exactly(0),
+        "branches",
+        "trace",
+        lambda: traced("small_tile", TRACED, softmax="sequential").totals.divergent_branches,
+        "loops that 256 threads do not divide end inside a warp, and one thread does the softmax",
+    ),
+    _claim(
+        "divergence",
+        "the edges beside the fragments cost about 5 %",
+        about(5, 0.5),
+        "% of depth",
+        "trace",
+        lambda: depth_share("warp_mma", TRACED, "scores at edges", "output at edges", **EDGED),
+        "37 % of the scores and all 13 last rows of the output are left to ordinary cores",
+    ),
+    _claim(
+        "coalescing",
+        "95 to 100 % of what is moved is needed",
+        at_least(95),
+        "%",
+        "trace",
+        _coalesced,
+    ),
+    _claim(
+        "performance impact, time breakdown",
+        "Q·Kᵀ takes 60 % of the time",
+        about(60, 0.2),
+        "% of depth",
+        "trace",
+        lambda: depth_share("small_tile", TRACED, "scores", softmax="tree"),
+        "P·V takes most of it: the same arithmetic on an eighth of the threads",
+    ),
+    _claim(
+        "performance impact, time breakdown",
+        "the softmax takes 25 %",
+        about(25, 0.2),
+        "% of depth",
+        "trace",
+        lambda: depth_share("small_tile", TRACED, "softmax", softmax="tree"),
+        "P·V takes most of it",
+    ),
+    _claim(
+        "performance impact, time breakdown",
+        "P·V takes 15 %",
+        about(15, 0.2),
+        "% of depth",
+        "trace",
+        lambda: depth_share("small_tile", TRACED, "output", softmax="tree"),
+        "the same arithmetic as Q·Kᵀ on an eighth of the threads",
+    ),
+    _claim(
+        "performance impact, net speedup",
+        "Q·Kᵀ four times as fast makes the kernel 2.8 times as fast",
+        about(2.8, 0.05),
+        "×",
+        "arithmetic",
+        _amdahl,
+        "shares of time were multiplied by speedups; they have to be divided by them",
+    ),
+    _claim(
+        "performance impact, net speedup",
+        "fragments make the 45 × 90 kernel 1.7 times as fast",
+        about(1.7, 0.1),
+        "×",
+        "bench",
+        lambda: _fragments_at_the_same_tile(),
+        "once P·V is spread over all threads, fragments at this tile add little",
+    ),
+    _claim(
+        "best practices",
+        "fragments are about 4 times as fast as ordinary cores where they cover the tile",
+        about(4, 0.25),
+        "×",
+        "bench",
+        lambda: speedups("warp_mma (64x64)", "small_tile_2d", SMALL, CAUSAL, LONG),
+        "the larger the head dim and the sequence, the more of the time is multiplication",
+    ),
+)
+
+
+def _fragments_at_the_same_tile() -> dict[str, float] | None:
+    found = {}
+    for before in ("small_tile (tree)", "small_tile_2d"):
+        gains = speedups("warp_mma (45x90)", before, SMALL)
+        if gains is None:
+            return None
+        found[f"against {before}"] = next(iter(gains.values()))
+    return found
