@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,12 @@ def measure(rung: Rung, problem: Problem) -> dict[str, Any]:
         return 1e3 * float(do_bench(call, warmup=10, rep=40, return_mode="median"))
 
     return {
-        "rung": rung.title,
+        "problem": asdict(problem),
+        "shape": str(problem),
+        "kernel": rung.title,
         "options": rung.settings,
-        "problem": str(problem),
         "microseconds": time(launches),
-        "kernels": {launch.kernel.__name__: time([launch]) for launch in launches},
+        "launches": {launch.kernel.__name__: time([launch]) for launch in launches},
     }
 
 
@@ -79,7 +81,7 @@ def main() -> None:
                 row = measure(rung, problem)
                 rows.append(row)
                 unsplit = unsplit or row["microseconds"]
-                times = (row["microseconds"], *row["kernels"].values())
+                times = (row["microseconds"], *row["launches"].values())
                 gain = unsplit / row["microseconds"]
                 table.add_row(rung.title, *(f"{t:.1f}" for t in times), f"{gain:.2f}")
         console.print(table)

@@ -93,8 +93,8 @@ def _measured(suite: str) -> tuple[Mapping[str, Any], ...]:
 def microseconds(title: str, problem: Problem) -> float | None:
     """The measured time of a rung with its options, as `Rung.title` writes it."""
     for row in _measured("ladder"):
-        if row["rung"] == title and row["problem"] == str(problem):
-            return 1e3 * row["ms"]
+        if row["kernel"] == title and row["shape"] == str(problem):
+            return row["microseconds"]
     return None
 
 
@@ -120,5 +120,5 @@ def splits(tile: str, problem: Problem) -> dict[str, Mapping[str, Any]]:
     return {
         str(row["options"]["kv_tiles"]): row
         for row in _measured("split-kv")
-        if row["options"]["tile"] == tile and row["problem"] == str(problem)
+        if row["options"]["tile"] == tile and row["shape"] == str(problem)
     }

@@ -47,7 +47,7 @@ def _by_splits(
 
 
 def _reduction_share(row: dict, unsplit: dict) -> float:
-    return 100 * row["kernels"]["join_parts"] / sum(row["kernels"].values())
+    return 100 * row["launches"]["join_parts"] / sum(row["launches"].values())
 
 
 def _gain(row: dict, unsplit: dict) -> float:
@@ -57,8 +57,8 @@ def _gain(row: dict, unsplit: dict) -> float:
 def _gain_over_cost(row: dict, unsplit: dict) -> float:
     """Time that the first kernel saves by splitting, over the time that joining takes."""
     partial = "partial_attention"
-    saved = unsplit["kernels"][partial] - row["kernels"][partial]
-    return saved / row["kernels"]["join_parts"]
+    saved = unsplit["launches"][partial] - row["launches"][partial]
+    return saved / row["launches"]["join_parts"]
 
 
 def _best_gains() -> Readings | None:
