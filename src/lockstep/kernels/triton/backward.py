@@ -46,7 +46,7 @@ class Cut:
 # By the larger of the padded head dims: dkdv, dq. The first table needs the shared memory of a
 # data-centre GPU, 163 KB a block; the second does with 99 KB.
 _HALF = {
-    64: (Cut(128, 64, 4, 2), Cut(64, 64, 4, 3)),
+    64: (Cut(64, 64, 4, 3), Cut(64, 64, 4, 3)),
     128: (Cut(64, 128, 8, 3), Cut(128, 64, 8, 3)),
     256: (Cut(32, 64, 8, 2), Cut(64, 32, 4, 2)),
     512: (Cut(16, 32, 8, 1), Cut(32, 16, 8, 1)),

@@ -1,9 +1,10 @@
 """Gradients of keys and values: dK = scale Σ_q dS q,  dV = Σ_q p dO.
 
-One program owns BLOCK_KV keys of one KV head and walks over all rows that see any of them: the
-query heads of the group in ascending order, under each the tiles of BLOCK_Q queries in ascending
-order, cut at fixed positions of the sequence. Nobody else adds to what it owns. Scores are held
-transposed, [BLOCK_KV, BLOCK_Q]: p and dS are then the left factors of the products that follow.
+One program owns BLOCK_KV keys of one KV head and walks over all rows that see any of them: those
+at the diagonal, those that see all of its keys, those at the end; each time the query heads of the
+group in ascending order and their tiles of queries in ascending order, cut at fixed positions of
+the sequence. Nobody else adds to what it owns. Scores are held transposed, [BLOCK_KV, BLOCK_Q]: p
+and dS are then the left factors of the products that follow.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import triton.language as tl
 
 from lockstep.kernels.triton.gradient_tiles import (
     derive,
+    finite,
     load_bias,
     load_statistics,
     sequence_bounds,
     tile_ranges,
-    weigh_seen,
     weights,
 )
 from lockstep.kernels.triton.tiles import (
@@ -45,10 +46,14 @@ def add_queries(
     bias_ptr,
     lse2_ptr,
     delta_ptr,
+    stride_qh,
     stride_qs,
+    stride_oh,
     stride_os,
+    stride_bh,
     stride_bq,
     stride_bk,
+    Sq,
     q_len,
     kv_len,
     left,
@@ -57,18 +62,29 @@ def add_queries(
     late_scale,
     D: tl.constexpr,
     DV: tl.constexpr,
+    GROUP: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The tiles of queries from `begin` up to `end`; unless MASKED, all see all the keys."""
-    for tile in range(begin, end):
-        first = tile * BLOCK_Q
-        q = load_tile(q_ptr, first, q_len, None, 0, stride_qs, D, BLOCK_Q, k.shape[1], 0, MASKED)
+    """The tiles of queries from `begin` up to `end` under each head of the group.
+
+    Unless MASKED, all the queries see all the keys. Pointers are those of the group's first head.
+    """
+    tiles = end - begin
+    # One loop over heads and tiles: a loop inside a loop would keep two sets of addresses.
+    # Masked tiles are few: they need no pipeline, and its memory goes to their finite copies.
+    for i in tl.range(0, tiles * GROUP, num_stages=1 if MASKED else None):
+        g = tl.cast(i // tiles if GROUP > 1 else 0, tl.int64)
+        first = (begin + i % tiles if GROUP > 1 else begin + i) * BLOCK_Q
+        q = load_tile(
+            q_ptr + g * stride_qh, first, q_len, None, 0, stride_qs,
+            D, BLOCK_Q, k.shape[1], 0, MASKED,
+        )  # fmt: skip
         q_idx = first + tl.arange(0, BLOCK_Q)
-        lse2, delta = load_statistics(lse2_ptr, delta_ptr, q_idx, q_len, MASKED)
+        lse2, delta = load_statistics(lse2_ptr + g * Sq, delta_ptr + g * Sq, q_idx, q_len, MASKED)
         bias, seen = None, None
         if MASKED:
             position = q_idx[None, :] + (kv_len - q_len)
@@ -76,17 +92,19 @@ def add_queries(
             seen &= q_idx[None, :] < q_len
         if bias_ptr is not None:
             bias = load_bias(
-                bias_ptr, q_idx[None, :], kv_idx, q_len, kv_len, stride_bq, stride_bk
-            )  # [BLOCK_KV, BLOCK_Q]
+                bias_ptr + g * stride_bh, q_idx[None, :], kv_idx, q_len, kv_len,
+                stride_bq, stride_bk,
+            )  # [BLOCK_KV, BLOCK_Q]  # fmt: skip
             seen &= bias != float("-inf")
         p, slope = weights(k, q, lse2[None, :], bias, seen, cap_scale, late_scale, HAS_SOFTCAP)
         dout = load_tile(
-            dout_ptr, first, q_len, None, 0, stride_os, DV, BLOCK_Q, v.shape[1], 0, MASKED
-        )
+            dout_ptr + g * stride_oh, first, q_len, None, 0, stride_os,
+            DV, BLOCK_Q, v.shape[1], 0, MASKED,
+        )  # fmt: skip
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # [BLOCK_KV, BLOCK_Q]
-        dv = weigh_seen(p, dout, dv, seen, BLOCK_Q) if MASKED else weigh(p, dout, dv)
+        dv = weigh(p, finite(dout) if MASKED else dout, dv)
         ds = derive(p, dp, delta[None, :], slope, seen)
-        dk = weigh_seen(ds, q, dk, seen, BLOCK_Q) if MASKED else weigh(ds, q, dk)
+        dk = weigh(ds, finite(q) if MASKED else q, dk)
     return dk, dv
 
 
@@ -198,32 +216,34 @@ def sum_keys(
         v = load_tile(
             v_ptr, first_key, kv_len, None, 0, stride_vs * ALIGN, DV, BLOCK_KV, BLOCK_DV, 0, True
         )
-        for g in range(GROUP):
-            q_head = h64 * GROUP + g
-            q_rows = b64 * (stride_qb * ALIGN) + q_head * (stride_qh * ALIGN)
-            q_rows += q_start * (stride_qs * ALIGN)
-            dout_rows = b64 * (stride_ob * ALIGN) + q_head * (stride_oh * ALIGN)
-            dout_rows += q_start * (stride_os * ALIGN)
-            # Statistics lie [B, Hq, Sq], or [Hq, T] of a packed batch.
-            row = q_head * Sq + q_start
-            if cu_seqlens_k_ptr is None:
-                row += b64 * Hq * Sq
-            bias_rows = None
-            if bias_ptr is not None:
-                bias_rows = bias_ptr + b64 * stride_bb + q_head * stride_bh
-            for part in tl.static_range(3):
-                # Rows at the diagonal, rows that see every key, the end of the window or sequence.
-                if part == 2 or (bias_ptr is None and (part == 1 or HAS_RIGHT)):
-                    begin = start if part == 0 else (whole if part == 1 else masked)
-                    until = whole if part == 0 else (masked if part == 1 else end)
-                    dk, dv = add_queries(
-                        begin, until, dk, dv, k, v, kv_idx[:, None],
-                        q_ptr + q_rows, dout_ptr + dout_rows, bias_rows,
-                        lse2_ptr + row, delta_ptr + row,
-                        stride_qs * ALIGN, stride_os * ALIGN, stride_bq, stride_bk,
-                        q_len, kv_len, left, right, cap_scale, late_scale,
-                        D, DV, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BLOCK_Q, part != 1,
-                    )  # fmt: skip
+        q_head = h64 * GROUP
+        q_ptr += b64 * (stride_qb * ALIGN) + q_head * (stride_qh * ALIGN)
+        q_ptr += q_start * (stride_qs * ALIGN)
+        dout_ptr += b64 * (stride_ob * ALIGN) + q_head * (stride_oh * ALIGN)
+        dout_ptr += q_start * (stride_os * ALIGN)
+        # Statistics lie [B, Hq, Sq], or [Hq, T] of a packed batch.
+        row = q_head * Sq + q_start
+        if cu_seqlens_k_ptr is None:
+            row += b64 * Hq * Sq
+        bias_rows = None
+        if bias_ptr is not None:
+            bias_rows = bias_ptr + b64 * stride_bb + q_head * stride_bh
+        # Masks take registers, which smaller tiles make up for.
+        MASKED_Q: tl.constexpr = max(16, BLOCK_Q // 2)
+        for part in tl.static_range(3):
+            # Rows at the diagonal, rows that see every key, the end of the window or sequence.
+            if part == 2 or (bias_ptr is None and (part == 1 or HAS_RIGHT)):
+                begin = start if part == 0 else (whole if part == 1 else masked)
+                until = whole if part == 0 else (masked if part == 1 else end)
+                share = 1 if part == 1 else BLOCK_Q // MASKED_Q
+                dk, dv = add_queries(
+                    begin * share, until * share, dk, dv, k, v, kv_idx[:, None],
+                    q_ptr, dout_ptr, bias_rows, lse2_ptr + row, delta_ptr + row,
+                    stride_qh * ALIGN, stride_qs * ALIGN, stride_oh * ALIGN, stride_os * ALIGN,
+                    stride_bh, stride_bq, stride_bk, Sq, q_len, kv_len, left, right,
+                    cap_scale, late_scale, D, DV, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+                    BLOCK_Q if part == 1 else MASKED_Q, part != 1,
+                )  # fmt: skip
 
     is_key = (kv_idx < kv_len)[:, None]
     inside = (kv_idx < n_keys)[:, None]

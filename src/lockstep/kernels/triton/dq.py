@@ -12,11 +12,11 @@ import triton.language as tl
 
 from lockstep.kernels.triton.gradient_tiles import (
     derive,
+    finite,
     load_bias,
     load_statistics,
     sequence_bounds,
     tile_ranges,
-    weigh_seen,
     weights,
 )
 from lockstep.kernels.triton.tiles import (
@@ -62,7 +62,8 @@ def add_keys(
     MASKED: tl.constexpr,
 ):
     """The tiles of keys from `begin` up to `end`; unless MASKED, all queries see all of them."""
-    for tile in range(begin, end):
+    # Masked tiles are few: they need no pipeline, and its memory goes to their finite copies.
+    for tile in tl.range(begin, end, num_stages=1 if MASKED else None):
         first = tile * BLOCK_KV
         k = load_tile(k_ptr, first, kv_len, None, 0, stride_ks, D, BLOCK_KV, q.shape[1], 0, MASKED)
         v = load_tile(
@@ -79,7 +80,7 @@ def add_keys(
         p, slope = weights(q, k, lse2, bias, seen, cap_scale, late_scale, HAS_SOFTCAP)
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [BLOCK_Q, BLOCK_KV]
         ds = derive(p, dp, delta, slope, seen)
-        dq = weigh_seen(ds, k, dq, seen, BLOCK_KV) if MASKED else weigh(ds, k, dq)
+        dq = weigh(ds, finite(k) if MASKED else k, dq)
     return dq
 
 

@@ -1,6 +1,7 @@
 """What the gradients need to know of each row, and the gradient of the sinks.
 
-    lse2  = lse · log2(e), +inf for a row that sees no key: its weights 2^(s - lse2) are 0
+    lse2  = lse · log2(e), +inf for a row that sees no key: its weights 2^(s - lse2) are 0;
+            NaN for a row whose dO is not finite, so that every key it sees gets to know
     delta = Σ_d dO·O - dlse                              dsink = -Σ_rows exp(sink - lse) · delta
 
 Both are kept in fp32 and with the rows of one head side by side: [B, Hq, Sq], or [Hq, T] of a
@@ -51,7 +52,9 @@ def prepare_rows(
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + row, mask=is_row, other=0.0)
     lse = tl.load(lse_ptr + row, mask=is_row, other=0.0)
-    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    stray = tl.max(((dout * 0.0) != 0.0).to(tl.int32), 1) != 0
+    lse2 = tl.where(stray, float("nan"), lse * LOG2E)
+    lse2 = tl.where(lse == float("-inf"), float("inf"), lse2)
     to = head.to(tl.int64) * S + q_idx
     tl.store(lse2_ptr + to, lse2, mask=is_row)
     tl.store(delta_ptr + to, delta, mask=is_row)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lockstep.kernels.triton.tiles import LOG2E, PRECISION, is_stray, tanh, weigh
+from lockstep.kernels.triton.tiles import LOG2E, PRECISION, tanh
 
 
 @triton.jit
@@ -75,24 +75,14 @@ def derive(p, dp, delta, slope, seen):
 
 
 @triton.jit
-def weigh_seen(p, x, acc, seen, N: tl.constexpr):
-    """acc + p x over the pairs in `seen`: p and seen [M, N], x [N, BLOCK_D], acc [M, BLOCK_D].
+def finite(x):
+    """x with 0 for what is not finite, as a factor for weights that are 0 where x is not seen.
 
-    Hidden pairs have p = 0, and 0 · x is 0 unless x is not finite. So what is not finite is taken
-    out and, which hardly ever happens, added pair by pair to those that see it.
+    0 · x would be NaN there. What is lost for pairs that are seen comes back through lse2, which
+    is NaN for a row with anything not finite in it, and so are all weights of that row.
     """
-    stray = is_stray(x)
-    if tl.max(tl.max(stray.to(tl.int32), 1), 0) != 0:
-        values = x.to(tl.float32)
-        for i in range(N):
-            mine = tl.arange(0, N) == i
-            value = tl.sum(tl.where(mine[:, None] & stray, values, 0.0), 0)  # [BLOCK_D]
-            weight = tl.sum(tl.where(mine[None, :], p, 0.0), 1)  # [M]
-            sees = tl.max((mine[None, :] & seen).to(tl.int32), 1) != 0  # [M]
-            pair = sees[:, None] & is_stray(value)[None, :]  # [M, BLOCK_D]
-            acc += tl.where(pair, weight[:, None] * value[None, :], 0.0)
-        x = tl.where(stray, 0.0, values).to(x.dtype)
-    return weigh(p, x, acc)
+    stray = (x.to(tl.float32) * 0.0) != 0.0
+    return tl.where(stray, 0.0, x.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
