@@ -25,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
@@ -225,14 +226,17 @@ def known_metrics() -> dict[str, str]:
     return {short: f"{name}.sum" for short, name in METRICS.items() if name in names}
 
 
-def count_on_gpu(samples: list[Sample], rows: list[Row]) -> str:
-    """Fill in the counts of Nsight Compute, one launch per row. Returns its version."""
+def count_on_gpu(samples: list[Sample], rows: list[Row], script: str) -> str:
+    """Fill in the counts of Nsight Compute, one launch per row. Returns its version.
+
+    `script --launch-only` must launch the samples, in order, and nothing else of their names.
+    """
     metrics = known_metrics()
     kernels = "|".join(sorted({sample.kernel.__name__ for sample in samples}))
     command = [
         *("ncu", "--csv", "--clock-control", "none", "--print-units", "base"),
         *("--kernel-name", f"regex:^({kernels})$", "--metrics", ",".join(metrics.values())),
-        *(sys.executable, __file__, "--launch-only"),
+        *(sys.executable, script, "--launch-only"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -342,17 +346,20 @@ def table(rows: list[Row], with_counts: bool) -> Table:
     return out
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def run(
+    suite: str, make_samples: Callable[[], list[Sample]], script: str, result: Path, about: str
+) -> int:
+    """The command line of a comparison: measure, print, write `result`. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--no-counters", action="store_true", help="compare outputs only")
-    parser.add_argument("--json", type=Path, default=RESULT, help="where the result goes")
+    parser.add_argument("--json", type=Path, default=result, help="where the result goes")
     parser.add_argument("--launch-only", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     console = Console(width=120)
     if not torch.cuda.is_available():
         console.print("no CUDA device here", style="red")
         return 2
-    samples = all_samples()
+    samples = make_samples()
     if options.launch_only:
         for sample in samples:
             run_on_gpu(sample)
@@ -362,12 +369,12 @@ def main() -> int:
     if counting and shutil.which("ncu") is None:
         console.print("no ncu on the path; use --no-counters to compare outputs only", style="red")
         return 2
-    ncu = count_on_gpu(samples, rows) if counting else ""
+    ncu = count_on_gpu(samples, rows, script) if counting else ""
     overhead = launch_overhead()
     console.print(table(rows, counting))
     console.print(f"launch: {overhead['lockstep']} µs, torch.add {overhead['torch.add']} µs")
-    result = {
-        "suite": "simt-vs-gpu",
+    found = {
+        "suite": suite,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "environment": environment(ncu),
         "launch_microseconds": overhead,
@@ -377,7 +384,7 @@ def main() -> int:
         ],
     }
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     wrong = [r.name for r in rows if not r.outputs_agree]
     wrong += [r.name for r in rows if r.blocks_per_sm["closed_form"] != r.blocks_per_sm["driver"]]
     if counting:
@@ -385,6 +392,10 @@ def main() -> int:
     for name in dict.fromkeys(wrong):
         console.print(f"disagrees: {name}", style="red")
     return 1 if wrong else 0
+
+
+def main() -> int:
+    return run("simt-vs-gpu", all_samples, __file__, RESULT, __doc__.splitlines()[0])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,144 @@
+"""Every rung of the ladder on a GPU, timed beside PyTorch's attention and the library's own.
+
+    PYTHONPATH=src python benchmarks/ladder_gpu.py
+
+Each rung is checked against the float64 oracle before it is timed; all of them take their times in
+one run. Needs a CUDA GPU and the extra `gpu`. Writes benchmarks/results/ladder-<gpu>.json. Exit
+status 1 if a rung is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from triton.testing import do_bench
+
+import lockstep
+from lockstep.bench import results, show
+from lockstep.ladder import RUNGS, Problem, Rung, run_on_gpu
+from lockstep.ladder.check import errors
+from lockstep.ladder.survey import microseconds
+from lockstep.ladder.tables import duration
+
+ROOT = Path(__file__).resolve().parents[1]
+PROBLEMS = (
+    Problem(B=2, H=16, S=1024, D=32),
+    Problem(B=4, H=16, S=1024, D=64, causal=True),
+    Problem(B=1, H=32, S=8192, D=64),
+)
+CHECKED = (
+    Problem(B=2, H=3, S=111, D=32),
+    Problem(B=1, H=2, S=257, D=64, causal=True, dtype="bfloat16"),
+    Problem(B=1, H=2, S=200, D=128, causal=True),
+    Problem(B=1, H=1, S=1, D=64),
+)
+PEERS = {"FA2 (PyTorch)": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+
+
+def wrong(rung: Rung) -> list[Problem]:
+    """The problems that this rung gets wrong here."""
+    found = []
+    for problem in CHECKED:
+        tensors = problem.draw(device="cuda")
+        run_on_gpu(rung, problem, tensors)
+        if not errors(problem, tensors).ok:
+            found.append(problem)
+    return found
+
+
+def row(problem: Problem, name: str, time: float | None, why_not: str = "") -> dict[str, Any]:
+    """One figure. Per head: the time of the whole call over H, as if heads took turns."""
+    pairs = problem.S * (problem.S + 1) // 2 if problem.causal else problem.S**2
+    flops = 4 * problem.D * pairs * problem.heads
+    return {
+        "problem": asdict(problem),
+        "shape": str(problem),
+        "kernel": name,
+        "microseconds": time,
+        "microseconds_per_head": time and time / problem.H,
+        "tflops": time and flops / time / 1e6,
+        "why_not": why_not,
+    }
+
+
+def rung_rows(problem: Problem, rungs: list[Rung]) -> Iterator[dict[str, Any]]:
+    for rung in rungs:
+        about = {"rung": rung.name, "options": rung.settings, "constant_time": rung.constant_time}
+        try:
+            yield row(problem, rung.title, microseconds(rung, problem)) | about
+        except ValueError as error:  # more workspace than int32 can index
+            yield row(problem, rung.title, None, str(error)) | about
+        torch.cuda.empty_cache()
+
+
+def peer_rows(problem: Problem) -> Iterator[dict[str, Any]]:
+    """PyTorch's kernels, and whatever the library chooses for these tensors."""
+    q, k, v, _ = problem.draw(device="cuda")
+
+    def time(call: Callable[[], Any]) -> float:
+        return 1e3 * float(do_bench(call, warmup=10, rep=50, return_mode="median"))
+
+    for name, backend in PEERS.items():
+        with sdpa_kernel(backend):
+            yield row(
+                problem,
+                name,
+                time(lambda: scaled_dot_product_attention(q, k, v, is_causal=problem.causal)),
+            )
+    ours = lockstep.explain(q, k, v, causal=problem.causal).kernel
+    if ours not in (None, "oracle"):
+        found = time(lambda: lockstep.attention(q, k, v, causal=problem.causal))
+        yield row(problem, f"lockstep.attention ({ours})", found)
+
+
+def save(rows: list[dict[str, Any]]) -> Path:
+    run = results.collect("ladder", rows)
+    if run["environment"]["commit"] is None and "LOCKSTEP_COMMIT" in os.environ:
+        # a copy of the checkout may have come without its history
+        run["environment"]["commit"] = {"hash": os.environ["LOCKSTEP_COMMIT"], "dirty": False}
+    gpu = torch.cuda.get_device_name().split()[-1].lower()
+    path = ROOT / results.RESULTS / f"ladder-{gpu}.json"
+    path.write_text(json.dumps(run, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path
+
+
+def main() -> int:
+    """Check, time, print, save."""
+    console = Console(width=100)
+    if not torch.cuda.is_available():
+        console.print("no CUDA device here", style="red")
+        return 2
+    steps = [step for rung in RUNGS for step in rung.steps()]
+    failed = {step.title: problems for step in steps if (problems := wrong(step))}
+    for title, problems in failed.items():
+        console.print(f"wrong: {title} at {', '.join(map(str, problems))}", style="red")
+    right = [step for step in steps if step.title not in failed]
+    rows: list[dict[str, Any]] = []
+    for problem in PROBLEMS:
+        table = show.table(str(problem), "time", "per head", "TFLOP/s", right=("time", "per head"))
+        for found in (*rung_rows(problem, right), *peer_rows(problem)):
+            rows.append(found)
+            time = found["microseconds"]
+            cells = ("–", "–", found["why_not"][:40])
+            if time is not None:
+                per_head = duration(found["microseconds_per_head"])
+                cells = (duration(time), per_head, f"{found['tflops']:.1f}")
+            table.add_row(found["kernel"], *cells)
+        console.print(table)
+        save(rows)
+    console.print(f"saved {save(rows).relative_to(ROOT)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
