@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import linecache
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,27 @@ def test_one_block_barrier_per_key_tile(name):
     barriers = [line for line in trace.lines if line.text.strip() == "cuda.syncthreads()"]
     warps = 4
     assert [line.executions for line in barriers] == [4 * 4 * warps]  # query tiles by key tiles
+
+
+@pytest.mark.parametrize("name", ["block_tile", "block_tile_mma"])
+def test_machine_code_branches_where_the_source_does(name):
+    """Loops, and two conditions on public numbers; no call, as the slow path of a division is."""
+    pytest.importorskip("cuda.core", reason="needs the extra gpu to compile")
+    from lockstep.simt.cuda_cpp import emit
+    from lockstep.simt.nvrtc import compile_source
+    from lockstep.simt.sass import disassemble
+
+    problem = Problem(B=1, H=1, S=70, D=64, causal=True, length=33)
+    (launch,) = launches_of(find(name), problem, problem.draw())
+    source = emit(launch.kernel.typed(**launch.arguments), threads=launch.block)
+    code = disassemble(compile_source(source, "sm_90"))
+    assert code.count("CALL") == 0
+    jumps = {
+        linecache.getline(*place).strip()
+        for place, instructions in code.by_line().items()
+        if any(i.opcode.startswith(("BRA", "BRX", "JMP")) for i in instructions)
+    }
+    loops = {line for line in jumps if line.startswith("for ")}
+    public = {"if kv_tile + 1 < kv_tiles:", "if q_row0 + q_row < seq:", "if q_row0 + row < seq:"}
+    assert loops
+    assert jumps - loops <= public
