@@ -1,8 +1,8 @@
-"""`lockstep demo`: exact, the same bits, and fast, shown on this machine in under a minute."""
+"""`lockstep demo`: exact, the same bits, fast and see-through, on this machine, within a minute."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from rich.console import Console, Group
@@ -14,10 +14,14 @@ from rich.text import Text
 
 from lockstep.bench import checks, cpu, environment, show
 from lockstep.bench.tables import milliseconds
+from lockstep.ladder import RUNGS, Problem, Rung
+from lockstep.ladder.survey import Counted, count
+from lockstep.ladder.tables import number
 
 BAR_WIDTH = 30
 INDENT = (0, 0, 0, 2)
 ROUNDS = 3
+LADDER = Problem(B=1, H=1, S=48, D=32)
 # One of each kind, out of the cases of `lockstep bench cpu`.
 SPEED_CASES = tuple(
     next(case for case in cpu.CASES if case.name == name and case.D == 64)
@@ -59,12 +63,23 @@ def run(console: Console) -> bool:
         (cpu.run(case, ROUNDS) for case in SPEED_CASES),
         _speed_row,
     )
-    ok = all(check.ok for check in exact) and all(check.ok for check in same)
+    climbed = _section(
+        console,
+        "See-through",
+        "from naive to tensor cores, on a machine that counts and checks it all",
+        show.table("rung", *_COUNTS, "", right=_COUNTS),
+        _climb(),
+        _rung_row,
+    )
+    ok = all(check.ok for check in (*exact, *same)) and all(
+        counted.right and not counted.hazards for _, counted in climbed
+    )
     _closing(console, ok)
     return ok
 
 
 _NUMBERS = ("lockstep", "PyTorch", "ratio", "at most")
+_COUNTS = ("depth", "lanes", "moved", "conflicts", "barriers")
 
 
 def _heading(console: Console) -> None:
@@ -78,8 +93,11 @@ def _heading(console: Console) -> None:
 def _closing(console: Console, ok: bool) -> None:
     verdict, style = ("Every check holds.", show.GOOD) if ok else ("A check failed.", show.BAD)
     console.print(Text(verdict, style=style))
-    hints = (("lockstep bench cpu", "bold"), " times more, ", ("lockstep doctor", "bold"))
-    console.print(Text.assemble(*hints, " says what this machine offers."))
+    hints = (
+        *(("lockstep bench cpu", "bold"), " times more, ", ("lockstep ladder", "bold")),
+        *(" climbs higher, ", ("lockstep doctor", "bold"), " says what this machine offers."),
+    )
+    console.print(Text.assemble(*hints))
 
 
 def _section(
@@ -145,3 +163,20 @@ def _speed_row(table: Table, row: cpu.Row) -> None:
     )
     speed = row.timings.speed(cpu.LOCKSTEP, cpu.SDPA)
     table.add_row(names, labels, bars, Text(f"{speed:.1f}×", style="bold"))
+
+
+def _climb() -> Iterator[tuple[Rung, Counted]]:
+    return ((step, count(step, LADDER)) for rung in RUNGS for step in rung.steps())
+
+
+def _rung_row(table: Table, result: tuple[Rung, Counted]) -> None:
+    step, seen = result
+    table.add_row(
+        step.title,
+        Text(number(seen.depth), style=show.OURS),
+        f"{seen.active_lanes:.1f}",
+        f"{seen.global_bytes / 1024:.0f} KB",
+        number(seen.bank_conflicts),
+        f"{seen.barriers_per_block:.0f}",
+        show.YES if seen.right and not seen.hazards else show.NO,
+    )
