@@ -29,7 +29,14 @@ from .paired_rows import (
     start_copy,
 )
 from .parts import EMPTY, VECTOR
-from .row_shares import FRAGMENT, exponentials, spread_row, store_weights, visible_scores
+from .row_shares import (
+    FRAGMENT,
+    exponentials,
+    rounded8,
+    spread_row,
+    store_weights,
+    visible_scores,
+)
 from .rung import BYTES, Launch, LaunchPlan, PhasePlan, Problem, Rung, Tensors
 
 WIDTH = BLOCK  # columns of the output that are written at a time
@@ -43,23 +50,9 @@ def write_rows(out, s_tile, first, q_row0, col0, seq, warp_row, COLS: Constant, 
         chunk = i * 32 + lane
         row = warp_row + chunk // (COLS // VECTOR)
         col = chunk % (COLS // VECTOR) * VECTOR
-        a = cuda.vload(s_tile, (row, col), 4)
-        b = cuda.vload(s_tile, (row, col + 4), 4)
+        packed = rounded8(s_tile, row, col, DTYPE)
         if q_row0 + row < seq:
-            cuda.vstore(
-                out,
-                (first + q_row0 + row, col0 + col),
-                cuda.vec(
-                    DTYPE(a.x),
-                    DTYPE(a.y),
-                    DTYPE(a.z),
-                    DTYPE(a.w),
-                    DTYPE(b.x),
-                    DTYPE(b.y),
-                    DTYPE(b.z),
-                    DTYPE(b.w),
-                ),
-            )
+            cuda.vstore(out, (first + q_row0 + row, col0 + col), packed)
 
 
 @simt.kernel

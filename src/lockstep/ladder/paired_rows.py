@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep import simt
-from lockstep.numerics import LOG2E
 from lockstep.simt import Constant, ct, cuda
 
 from .parts import FULL, VECTOR
-from .rung import BYTES, SECTOR, LaunchPlan, PhasePlan, Problem, Tensors
+from .rung import BYTES, SECTOR, LaunchPlan, PhasePlan, Problem, Tensors, usual_arguments
 
 BLOCK = 64  # queries, and keys, of a tile
 THREADS = 128
@@ -63,19 +62,7 @@ def inverse_sum(l):
 
 def arguments(problem: Problem, tensors: Tensors) -> dict[str, Any]:
     """What both kernels are called with."""
-    q, k, v, out = tensors
-    return {
-        "q": q,
-        "k": k,
-        "v": v,
-        "out": out,
-        "seq": problem.S,
-        "length": problem.keys,
-        "scale_log2": problem.scale * LOG2E,
-        "D": problem.D,
-        "CAUSAL": problem.causal,
-        "DTYPE": q.dtype,
-    }
+    return {**usual_arguments(problem, tensors), "length": problem.keys}
 
 
 def query_tiles(problem: Problem) -> int:

@@ -70,3 +70,20 @@ def spread_row(s_tile, row, part, value, SHARE: Constant):
     for j in range(FRAGMENT // (4 * SHARE)):
         copies = cuda.vec(value, value, value, value)
         cuda.vstore(s_tile, (row, 4 * SHARE * j + 4 * part), copies)
+
+
+@simt.device
+def rounded8(s_tile, row, col, DTYPE: Constant):
+    """Eight neighbouring floats, rounded, as a vector to store."""
+    low = cuda.vload(s_tile, (row, col), 4)
+    high = cuda.vload(s_tile, (row, col + 4), 4)
+    return cuda.vec(
+        DTYPE(low.x),
+        DTYPE(low.y),
+        DTYPE(low.z),
+        DTYPE(low.w),
+        DTYPE(high.x),
+        DTYPE(high.y),
+        DTYPE(high.z),
+        DTYPE(high.w),
+    )

@@ -19,12 +19,28 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lockstep import simt
-from lockstep.numerics import LOG2E
 from lockstep.simt import Constant, cuda, float32, int32, wmma
 
 from .parts import EMPTY, FULL, VECTOR, dot8, stage_rows, warp_max, warp_sum
-from .row_shares import FRAGMENT, exponentials, spread_row, store_weights, visible_scores
-from .rung import BYTES, Launch, LaunchPlan, PhasePlan, Problem, Rung, Tensors, shared_layout
+from .row_shares import (
+    FRAGMENT,
+    exponentials,
+    rounded8,
+    spread_row,
+    store_weights,
+    visible_scores,
+)
+from .rung import (
+    BYTES,
+    Launch,
+    LaunchPlan,
+    PhasePlan,
+    Problem,
+    Rung,
+    Tensors,
+    shared_layout,
+    usual_arguments,
+)
 from .tiled import start_rows, tiled_plan, walk, write_rows
 
 THREADS = 256
@@ -203,20 +219,8 @@ def write_columns(
         row = i // (WIDTH // VECTOR)
         col = i % (WIDTH // VECTOR) * VECTOR
         if row < present:
-            low = cuda.vload(s_tile, (row, col), 4)
-            high = cuda.vload(s_tile, (row, col + 4), 4)
-            packed = cuda.vec(
-                DTYPE(low.x),
-                DTYPE(low.y),
-                DTYPE(low.z),
-                DTYPE(low.w),
-                DTYPE(high.x),
-                DTYPE(high.y),
-                DTYPE(high.z),
-                DTYPE(high.w),
-            )
             to = col // (WIDTH // 2) * (D // 2) + col0 + col % (WIDTH // 2)
-            cuda.vstore(out, (first + row, to), packed)
+            cuda.vstore(out, (first + row, to), rounded8(s_tile, row, col, DTYPE))
 
 
 @simt.kernel
@@ -343,19 +347,8 @@ def warp_mma(
 
 def launches(problem: Problem, tensors: Tensors, tile: str) -> list[Launch]:
     """One launch: a block per query tile, head and sequence."""
-    q, k, v, out = tensors
+    arguments = usual_arguments(problem, tensors)
     block_q, _ = TILES[tile]
-    arguments = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "out": out,
-        "seq": problem.S,
-        "scale_log2": problem.scale * LOG2E,
-        "D": problem.D,
-        "CAUSAL": problem.causal,
-        "DTYPE": q.dtype,
-    }
     grid = (-(-problem.S // block_q), problem.H, problem.B)
     if tile == "45x90":
         return [Launch(warp_mma_edged, grid, THREADS, arguments)]

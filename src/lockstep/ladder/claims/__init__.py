@@ -10,11 +10,12 @@ in them that can be checked stands here with a way to find out what we get; the 
 
 from __future__ import annotations
 
-from . import block_parallel, parallel_softmax, parallelisation, split_kv, warps
+from . import block_parallel, parallel_softmax, parallelisation, split_kv, tree_softmax, warps
 from .claim import DEPENDS, DIFFERS, HOLDS, UNMEASURED, Claim, Figure, Finding
 
 CLAIMS: tuple[Claim, ...] = (
     *parallelisation.CLAIMS,
+    *tree_softmax.CLAIMS,
     *parallel_softmax.CLAIMS,
     *split_kv.CLAIMS,
     *warps.CLAIMS,

@@ -16,7 +16,7 @@ from .evidence import (
     speedups,
     traced_phase,
 )
-from .parallelisation import depth_ratio, softmax_depth_ratio
+from .tree_softmax import depth_ratio, softmax_depth_ratio
 
 _claim = partial(Claim, "parallel softmax")
 
