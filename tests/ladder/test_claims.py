@@ -51,14 +51,10 @@ def test_a_difference_comes_with_its_size_and_reason():
     assert claim(exactly(3), lambda: 3).test().explanation == ""
 
 
-def test_numbers_are_written_with_three_digits():
-    assert [number(x) for x in (736, 12.84, 0.00401, 1.0486e9, 4352.5)] == [
-        "736",
-        "12.8",
-        "0.00401",
-        "1.05e+09",
-        "4,352",
-    ]
+def test_numbers_are_written_with_four_digits():
+    given = (736, 12.8, 150.9, 0.0040123, 1.0486e9, 4352.5)
+    written = ["736", "12.8", "150.9", "0.004012", "1,048,600,000", "4,352"]
+    assert [number(x) for x in given] == written
 
 
 def test_there_are_many_and_each_says_where_it_stands():

@@ -135,13 +135,11 @@ class Finding:
 
 
 def number(value: float) -> str:
-    """Three significant digits; whole numbers in full.
+    """Four significant digits; whole numbers in full.
 
-    >>> number(266240), number(12.8), number(0.0040123)
-    ('266,240', '12.8', '0.00401')
+    >>> number(266240), number(12.8), number(0.0040123), number(8465.2)
+    ('266,240', '12.8', '0.004012', '8,465')
     """
-    if float(value).is_integer() and abs(value) < 1e9:
-        return f"{int(value):,}"
-    if abs(value) >= 1e5:
-        return f"{value:.3g}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    if abs(value) >= 1000 or float(value).is_integer():
+        return f"{value:,.0f}"
+    return f"{value:.4g}"

@@ -80,19 +80,33 @@ def depth_share(rung: str, problem: Problem, *phases: str, **options: Any) -> fl
 
 
 @cache
-def _measured(suite: str) -> tuple[Mapping[str, Any], ...]:
-    """Rows of the newest run of a suite on a GPU; none outside a checkout."""
+def measured(suite: str) -> Mapping[str, Any] | None:
+    """The newest run of a suite on a GPU; None outside a checkout."""
     root = results.checkout()
     if root is None:
-        return ()
+        return None
     runs = [json.loads(path.read_text()) for path in (root / results.RESULTS).glob("*.json")]
-    newest = max((r for r in runs if r["suite"] == suite), key=lambda r: r["date"], default=None)
-    return tuple(newest["rows"]) if newest else ()
+    return max((r for r in runs if r["suite"] == suite), key=lambda r: r["date"], default=None)
+
+
+def _rows(suite: str) -> list[Mapping[str, Any]]:
+    run = measured(suite)
+    return run["rows"] if run else []
+
+
+def where(suite: str) -> str | None:
+    """One line that says on what a suite was measured."""
+    run = measured(suite)
+    if run is None:
+        return None
+    env = run["environment"]
+    parts = [*env["hardware"]["gpus"], f"torch {env['versions']['torch']}", run["date"]]
+    return ", ".join([*parts, f"commit {env['commit']['hash'][:7]}"] if env["commit"] else parts)
 
 
 def microseconds(title: str, problem: Problem) -> float | None:
     """The measured time of a rung with its options, as `Rung.title` writes it."""
-    for row in _measured("ladder"):
+    for row in _rows("ladder"):
         if row["kernel"] == title and row["shape"] == str(problem):
             return row["microseconds"]
     return None
@@ -119,6 +133,6 @@ def splits(tile: str, problem: Problem) -> dict[str, Mapping[str, Any]]:
     """Measured rows of split_kv by key tiles per block: "all", "16", ... "1"."""
     return {
         str(row["options"]["kv_tiles"]): row
-        for row in _measured("split-kv")
+        for row in _rows("split-kv")
         if row["options"]["tile"] == tile and row["shape"] == str(problem)
     }

@@ -17,6 +17,7 @@ from rich.table import Table
 from lockstep.bench import results
 
 from . import CLAIMS, DEPENDS, DIFFERS, HOLDS, UNMEASURED, Claim, Finding
+from .evidence import where
 
 COLOURS = {HOLDS: "green", DIFFERS: "red", DEPENDS: "yellow", UNMEASURED: "dim"}
 PAGE = "docs/claims.md"
@@ -85,6 +86,9 @@ def _ours(finding: Finding) -> str:
 def page(found: list[Finding]) -> str:
     """The ledger as a page of the documentation."""
     parts = [INTRODUCTION, f"Of {len(found)} claims: {summary(found)}.\n"]
+    for suite in ("ladder", "split-kv"):
+        if where(suite):
+            parts.append(f"Times of the suite `{suite}`: {where(suite)}.\n")
     for document, group in groupby(found, lambda finding: finding.claim.document):
         parts.append(f"## The {document} document\n")
         parts.append(
