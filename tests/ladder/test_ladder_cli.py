@@ -68,7 +68,7 @@ def test_plan_of_one_rung():
     text = run("plan", "small_tile", "--softmax", "sequential", "--gpu", "A100")
     for phase in ("load q", "load kv", "scores", "softmax", "output", "write"):
         assert phase in text
-    data = json.loads(run("plan", "small_tile", "-o", "softmax=sequential", "--json"))
+    data = json.loads(run("plan", "small_tile", "--softmax", "sequential", "--json"))
     (row,) = data["rows"]
     assert row["options"] == {"softmax": "sequential"}
     assert row["plan"]["launches"][0]["waves"] == pytest.approx(736 / (4 * 132))
@@ -84,7 +84,7 @@ def test_plan_of_one_rung():
         (("plan", "tiny_tile"), "there is no rung 'tiny_tile'"),
         (("plan", "--head-dim", "48"), "D is 48, takes one of 32, 64, 128"),
         (("plan", "naive", "--softmax", "tree"), "naive has no option 'softmax'"),
-        (("plan", "naive", "-o", "softmax"), "--option takes NAME=VALUE"),
+        (("plan", "warp_mma", "--tile", "7x7"), "tile is '7x7', warp_mma takes"),
         (("trace", "naive", "--length", "3"), "naive is not constant-time"),
         (("trace", "no such thing"), "is neither"),
     ],
@@ -107,6 +107,13 @@ def test_trace_of_a_rung_for_a_script():
     (trace,) = data["traces"]
     busy = {phase["name"]: phase["thread_utilisation"] for phase in trace["phases"]}
     assert busy["softmax"] < 1 / 200 < 1 / 10 < busy["output"] < 1 / 5
+
+
+def test_options_of_other_rungs():
+    arguments = ("split_kv", "--tile", "8x8", "--kv-tiles", "4", "--seq", "40", "--json")
+    data = json.loads(run("trace", *arguments))
+    assert data["options"] == {"tile": "8x8", "kv_tiles": 4}
+    assert len(data["traces"]) == 2
 
 
 def test_trace_of_a_constant_time_rung_with_a_length():

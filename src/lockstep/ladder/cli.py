@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from lockstep.simt import cli as simt_cli
-from lockstep.simt.cli import Arguments, UsageError, progress_bar, reported
+from lockstep.simt.cli import Arguments, progress_bar, reported
 
 if TYPE_CHECKING:
     from .rung import Problem, Rung
@@ -37,9 +37,11 @@ Length = Annotated[
 Softmax = Annotated[
     str | None, typer.Option(help="small_tile: sequential or tree.", rich_help_panel=PROBLEM)
 ]
-Options = Annotated[
-    list[str],
-    typer.Option("--option", "-o", help="NAME=VALUE of a rung.", rich_help_panel=PROBLEM),
+Tile = Annotated[
+    str | None, typer.Option(help="warp_mma, split_kv: such as 64x64.", rich_help_panel=PROBLEM)
+]
+KvTiles = Annotated[
+    str | None, typer.Option(help="split_kv: 1 to 16, or all.", rich_help_panel=PROBLEM)
 ]
 Gpu = Annotated[str, typer.Option(help="T4, A100, RTX 4090, L4, L40S, H100, H200 or B200.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script to read.")]
@@ -59,7 +61,8 @@ def trace(
     dtype: Dtype = "float16",
     length: Length = None,
     softmax: Softmax = None,
-    option: Options = [],  # noqa: B006 - Typer reads the default
+    tile: Tile = None,
+    kv_tiles: KvTiles = None,
     as_json: Json = False,
 ) -> None:
     """Run a rung of the ladder, or any kernel, on the lockstep machine.
@@ -75,7 +78,7 @@ def trace(
         from .check import errors
         from .rung import Problem, run_on_machine
 
-        rung = _chosen(rung, softmax, option)
+        rung = _chosen(rung, softmax=softmax, tile=tile, kv_tiles=kv_tiles)
         problem = Problem(batch, heads, seq, head_dim, causal, dtype, length)
         tensors = problem.draw()
         with progress_bar() as progress:
@@ -112,7 +115,8 @@ def show(
     causal: Causal = False,
     dtype: Dtype = "float16",
     softmax: Softmax = None,
-    option: Options = [],  # noqa: B006 - Typer reads the default
+    tile: Tile = None,
+    kv_tiles: KvTiles = None,
 ) -> None:
     """Print what a rung, or any kernel, becomes: CUDA C++ (the default), or SASS.
 
@@ -129,7 +133,9 @@ def show(
 
         problem = Problem(1, 1, 128, head_dim, causal, dtype)
         wanted = [what for what, on in (("cuda", cuda), ("sass", sass)) if on] or ["cuda"]
-        for launch in launches_of(_chosen(rung, softmax, option), problem, problem.draw()):
+        for launch in launches_of(
+            _chosen(rung, softmax=softmax, tile=tile, kv_tiles=kv_tiles), problem, problem.draw()
+        ):
             for what in wanted:
                 typer.echo(render(launch.kernel, what, **launch.arguments))
 
@@ -146,7 +152,8 @@ def plan(
     causal: Causal = False,
     dtype: Dtype = "float16",
     softmax: Softmax = None,
-    option: Options = [],  # noqa: B006 - Typer reads the default
+    tile: Tile = None,
+    kv_tiles: KvTiles = None,
     as_json: Json = False,
 ) -> None:
     """Say in closed form what rungs launch on a GPU, how they fit, and what bounds them.
@@ -159,7 +166,11 @@ def plan(
         from .survey import survey
 
         problem = Problem(batch, heads, seq, head_dim, causal, dtype)
-        steps = [_chosen(find(target), softmax, option)] if target else _all_steps()
+        steps = (
+            [_chosen(find(target), softmax=softmax, tile=tile, kv_tiles=kv_tiles)]
+            if target
+            else _all_steps()
+        )
         rows = list(survey(problem, _known(gpu), steps, tracing=False))
     if as_json:
         _print_json(_about(problem, gpu) | {"rows": [row.as_json() for row in rows]})
@@ -242,15 +253,13 @@ def _all_steps() -> list[Rung]:
     return [step for rung in RUNGS for step in rung.steps()]
 
 
-def _chosen(rung: Rung, softmax: str | None, texts: list[str]) -> Rung:
-    """The rung with the options of the command line. Raises UsageError for what it cannot read."""
-    chosen: dict[str, Any] = {} if softmax is None else {"softmax": softmax}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise UsageError(f"--option takes NAME=VALUE, got '{text}'")
-        known = {str(v): v for v in rung.options.get(name, ())}
-        chosen[name] = known.get(value, value)
+def _chosen(rung: Rung, **options: str | None) -> Rung:
+    """The rung with the options that were given. Raises ValueError for those it does not take."""
+    chosen: dict[str, Any] = {}
+    for name, text in options.items():
+        if text is not None:
+            by_text = {str(value): value for value in rung.options.get(name, ())}
+            chosen[name] = by_text.get(text, text)
     return rung.choose(**chosen)
 
 

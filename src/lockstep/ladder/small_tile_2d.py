@@ -1,4 +1,4 @@
-"""small_tile_2d: the same tiles with work spread in two dimensions, and no bank conflicts.
+"""small_tile_2d: the same tiles, work spread in two dimensions, products without bank conflicts.
 
 What changed from small_tile: every phase hands out (row, column) pairs, so no thread waits for a
 phase that has less than 256 columns.
@@ -210,7 +210,7 @@ def plans(problem: Problem) -> list[LaunchPlan]:
 
 RUNG = Rung(
     name="small_tile_2d",
-    summary="work in two dimensions, padded rows: no idle threads, no bank conflicts",
+    summary="work in two dimensions, padded rows: no idle threads, conflict-free products",
     launches=launches,
     plans=plans,
 )
