@@ -1,0 +1,101 @@
+"""The portable GPU path: Triton kernels, from sm_80 on.
+
+Importing this package does not import Triton.
+
+    tiles.py      what is done to one tile of keys
+    spans.py      from a program to its rows, and over their keys span by span
+    forward.py    the kernel: rows against all the keys they see, or against a run of spans
+    split_kv.py   the second kernel of split-KV: parts folded into results; and merge
+    strays.py     values that are not finite stay with the rows that see them
+    plan.py       tile sizes, and who computes what
+    launch.py     from a problem to a launch
+    backward.py   gradients
+
+A row's bits depend on its own sequence and the head dims alone. Which program computes a span of
+keys, and which kernel folds it, may follow the batch and the device: it changes no number.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.kernel import Gradients, Kernel, Needs
+from lockstep.problem import AttentionProblem, Tensors
+
+MAX_HEAD_DIM = 512
+# Positions are int32, and so is a tile's distance from the end of a window.
+MAX_LENGTH = 1 << 28
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    from lockstep.kernels.triton.launch import forward
+
+    return forward(problem, tensors)
+
+
+def _backward(
+    problem: AttentionProblem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    needs: Needs,
+) -> Gradients:
+    from lockstep.kernels.triton.backward import backward
+
+    return backward(problem, tensors, out, lse, dout, dlse, needs)
+
+
+@lru_cache(maxsize=1)
+def _installed() -> bool:
+    return find_spec("triton") is not None
+
+
+@lru_cache(maxsize=1)
+def _interpreted() -> bool:
+    """Whether TRITON_INTERPRET is set: kernels then run on the CPU, slowly."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+@lru_cache(maxsize=64)
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def supports(problem: AttentionProblem) -> str | None:
+    if not _installed():
+        return "needs the package triton, which is not installed"
+    if problem.device_type != "cuda" and not (problem.device_type == "cpu" and _interpreted()):
+        return f"runs on CUDA devices, got tensors on {problem.device_type}"
+    if problem.dtype not in _DTYPES:
+        return (
+            f"takes float16, bfloat16 and float32, got {str(problem.dtype).removeprefix('torch.')}"
+        )
+    if max(problem.D, problem.Dv) > MAX_HEAD_DIM:
+        return f"takes head dims up to {MAX_HEAD_DIM}, got {max(problem.D, problem.Dv)}"
+    if max(problem.Sq, problem.Skv) > MAX_LENGTH:
+        return f"takes up to {MAX_LENGTH} tokens, got {max(problem.Sq, problem.Skv)}"
+    if problem.device_type == "cuda" and _capability(torch.cuda.current_device()) < (8, 0):
+        major, minor = _capability(torch.cuda.current_device())
+        return f"needs compute capability 8.0, this device has {major}.{minor}"
+    return None
+
+
+KERNEL = Kernel(
+    name="triton",
+    supports=supports,
+    forward=_forward,
+    backward=_backward,
+    deterministic=True,
+    batch_invariant=True,
+    constant_time=False,
+    query_invariant=True,
+)

@@ -89,6 +89,7 @@ def attend(
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     SCALE_LATER: tl.constexpr,
+    TMA: tl.constexpr,
     SPAN: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
@@ -143,6 +144,16 @@ def attend(
         v_ptr += b64 * (stride_vb * ALIGN) + kv_start * (stride_vs * ALIGN)
     else:
         table_ptr += b64 * stride_tb
+    k_desc, v_desc = None, None
+    if TMA:
+        # Pages follow one another without a gap: one long column of rows.
+        n_rows_kv = kv_len if PAGE_SIZE == 0 else 1 << 30
+        k_desc = tl.make_tensor_descriptor(
+            k_ptr, [n_rows_kv, D], [stride_ks * ALIGN, 1], [BLOCK_KV, BLOCK_D]
+        )
+        v_desc = tl.make_tensor_descriptor(
+            v_ptr, [n_rows_kv, DV], [stride_vs * ALIGN, 1], [BLOCK_KV, BLOCK_DV]
+        )
     bias_rows = None
     if bias_ptr is not None:
         bias_rows = bias_ptr + b64 * stride_bb + q_head.to(tl.int64) * stride_bh
@@ -171,7 +182,7 @@ def attend(
                     m, l, acc, folded_m, folded_l, folded_acc, strayed = attend_tiles(
                         tile_lo, tile_hi, start,
                         m, l, acc, folded_m, folded_l, folded_acc, strayed,
-                        q, k_ptr, v_ptr, bias_rows, table_ptr, part_rows, part_lse_rows,
+                        q, k_ptr, v_ptr, k_desc, v_desc, bias_rows, table_ptr, part_rows, part_lse_rows,
                         stride_kb * ALIGN, stride_ks * ALIGN, stride_vb * ALIGN, stride_vs * ALIGN,
                         stride_bk, position, is_row, kv_len, left, right, cap_scale, late_scale,
                         D, DV, BLOCK_KV, SPAN, PAGE_SIZE, HAS_LEFT, HAS_RIGHT,

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
-from lockstep.kernels.triton.plan import Tiles, block_of
+from lockstep.kernels.triton.forward import attend
+from lockstep.kernels.triton.plan import Plan, block_of, plan_of
+from lockstep.kernels.triton.split_kv import reduce_parts
 from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem, Tensors
 
 # No length comes near: a window of this reach is open.
 FAR = 1 << 30
+# Parts whose loads are under way at once in `split_kv`.
+UNROLL = 32
+TMA = True
 
 
 def strides_of(problem: AttentionProblem, tensors: Tensors) -> dict[str, int]:
@@ -56,34 +63,36 @@ def scales_of(problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
-def arguments(problem: AttentionProblem, tensors: Tensors, tiles: Tiles) -> dict[str, Any]:
-    """All arguments of `forward.attend` but the pointers and what a run of spans is."""
+def attend_arguments(problem: AttentionProblem, tensors: Tensors, plan: Plan) -> dict[str, Any]:
+    """All arguments of `forward.attend` but the pointers."""
     strides = strides_of(problem, tensors)
     align = alignment(strides, tensors)
     for name in strides:
         if name[7] in "qkv":
             strides[name] //= align
-    left, right = problem.window
-    rows = problem.Sq * (problem.Hq // problem.Hkv)
-    n_slots = triton.cdiv(rows, tiles.BLOCK_Q)
-    if problem.layout == "varlen":
-        n_slots = rows // tiles.BLOCK_Q + problem.B
+    tiles = plan.tiles
+    tma = TMA and align * tensors.q.element_size() == 16
+    if problem.layout == "paged":
+        tma = tma and all(
+            strides[f"stride_{n}b"] == problem.page_size * strides[f"stride_{n}s"] for n in "kv"
+        )
+        tma = tma and problem.page_size % tiles.BLOCK_KV == 0
     return {
         **strides,
+        **window_of(problem),
+        **scales_of(problem),
         "B": problem.B,
         "Sq": problem.Sq,
         "Skv": problem.Skv,
-        "n_slots": n_slots,
-        "left": FAR if left is None else min(left, FAR),
-        "right": FAR if right is None else min(right, FAR),
-        **scales_of(problem),
+        "n_slots": plan.n_slots,
+        "n_spans": plan.n_spans,
+        "run_spans": plan.run_spans,
         "D": problem.D,
         "DV": problem.Dv,
         "GROUP": problem.Hq // problem.Hkv,
         "PAGE_SIZE": problem.page_size or 0,
         "ALIGN": align,
-        "HAS_LEFT": left is not None,
-        "HAS_RIGHT": right is not None,
+        "TMA": tma,
         "SPAN": tiles.SPAN,
         "BLOCK_Q": tiles.BLOCK_Q,
         "BLOCK_KV": tiles.BLOCK_KV,
@@ -92,6 +101,141 @@ def arguments(problem: AttentionProblem, tensors: Tensors, tiles: Tiles) -> dict
     }
 
 
-def pointers(tensors: Tensors, out: Tensor, lse: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, bias, sinks, kv_lens, cu_q, cu_k, table = tensors
-    return q, k, v, bias, sinks, kv_lens, cu_q, cu_k, table, out, lse
+def window_of(problem: AttentionProblem) -> dict[str, Any]:
+    left, right = problem.window
+    return {
+        "left": FAR if left is None else min(left, FAR),
+        "right": FAR if right is None else min(right, FAR),
+        "HAS_LEFT": left is not None,
+        "HAS_RIGHT": right is not None,
+    }
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+class Launch:
+    """A kernel with its grid and everything but the pointers that lead its arguments.
+
+    The first call compiles. Later calls go straight to the compiled kernel, without Triton looking
+    at the type and the divisibility of every argument again: they are the same each time.
+    """
+
+    __slots__ = ("_grid", "_kernel", "_options", "_rest", "_run")
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], **options: int
+    ) -> None:
+        self._kernel, self._options = kernel, options
+        self._grid = (*grid, 1, 1)[:3]
+        self._rest = tuple(arguments[n] for n in kernel.arg_names if not n.endswith("_ptr"))
+        self._run: Any = None
+
+    def __call__(self, *pointers: Tensor | None) -> None:
+        # Descriptors made in a kernel lie in memory that Triton asks for at each launch.
+        triton.set_allocator(_allocate)
+        if self._run is not None:
+            self._run(*pointers, *self._rest)
+            return
+        compiled = self._kernel[self._grid](*pointers, *self._rest, **self._options)
+        # The interpreter compiles nothing.
+        if compiled is not None:
+            self._run = compiled[self._grid]
+
+
+class Call:
+    """What runs one problem with inputs of given strides and alignment."""
+
+    __slots__ = ("attend", "lse_dtype", "lse_shape", "out_shape", "part_shape", "problem", "reduce")
+
+    def __init__(self, problem: AttentionProblem, tensors: Tensors, plan: Plan) -> None:
+        # Kept, so that no other problem gets its id.
+        self.problem = problem
+        self.out_shape, self.lse_shape = problem.out_shape, problem.lse_shape
+        self.lse_dtype = problem.lse_dtype
+        tiles = plan.tiles
+        self.attend = Launch(
+            attend,
+            (plan.n_programs, plan.n_runs),
+            attend_arguments(problem, tensors, plan),
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+        self.reduce, self.part_shape = None, (0,)
+        if plan.n_runs > 1:
+            self.part_shape = (*problem.lse_shape, plan.n_spans, problem.Dv)
+            sizes = {n: getattr(problem, n) for n in ("B", "Hq", "Sq", "Skv")}
+            self.reduce = Launch(
+                reduce_parts,
+                (math.prod(problem.lse_shape),),
+                {
+                    **sizes,
+                    **window_of(problem),
+                    "n_spans": plan.n_spans,
+                    "SPAN": tiles.SPAN,
+                    "DV": problem.Dv,
+                    "BLOCK_DV": block_of(problem.Dv),
+                    "UNROLL": UNROLL,
+                },
+                num_warps=max(1, block_of(problem.Dv) // 32),
+            )
+
+    def __call__(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        q, k, v, bias, sinks, kv_lens, cu_q, cu_k, table = tensors
+        out = q.new_empty(self.out_shape)
+        lse = q.new_empty(self.lse_shape, dtype=self.lse_dtype)
+        if self.reduce is None:
+            self.attend(q, k, v, bias, sinks, kv_lens, cu_q, cu_k, table, out, lse, None, None)
+            return out, lse
+        parts = q.new_empty(self.part_shape, dtype=self.lse_dtype)
+        part_lse = q.new_empty(self.part_shape[:-1], dtype=self.lse_dtype)
+        self.attend(q, k, v, bias, None, kv_lens, cu_q, cu_k, table, out, lse, parts, part_lse)
+        self.reduce(parts, part_lse, sinks, kv_lens, cu_q, cu_k, out, lse)
+        return out, lse
+
+
+_CALLS: dict[tuple[Any, ...], Call] = {}
+# A service with this many shapes has other things to wait for than a new plan.
+_MAX_CALLS = 4096
+
+
+def forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """`Kernel.forward`: out and lse of one call."""
+    if 0 in problem.lse_shape:
+        return _nothing(problem, tensors.q)
+    q, k, v, bias = tensors[:4]
+    table = tensors.page_table
+    key = (
+        id(problem),
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        None if bias is None else bias.stride(),
+        None if table is None else table.stride(),
+        # Triton compiles for pointers that are multiples of 16 bytes, or for any.
+        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
+        q.get_device(),
+    )
+    call = _CALLS.get(key)
+    if call is None:
+        if len(_CALLS) >= _MAX_CALLS:
+            _CALLS.clear()
+        plan = plan_of(problem, multiprocessors(q.device))
+        call = _CALLS[key] = Call(problem, tensors, plan)
+    if q.is_cuda and q.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            return call(tensors)
+    return call(tensors)
+
+
+def _nothing(problem: AttentionProblem, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Results without a single row."""
+    return q.new_empty(problem.out_shape), q.new_empty(problem.lse_shape, dtype=problem.lse_dtype)
+
+
+@lru_cache(maxsize=64)
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # the interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -43,9 +43,56 @@ _SINGLE = {
     512: (Tiles(16, 16, 512, 8, 1), Tiles(16, 16, 512, 8, 1)),
 }
 MAX_HEAD_DIM = 512
+# Programs that are worth having for each multiprocessor before spans are put into longer runs.
+RUNS_PER_MULTIPROCESSOR = 8
+
+
+# The largest workspace that is worth keeping all multiprocessors busy.
+MAX_PARTS_BYTES = 1 << 29
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one problem is cut into programs."""
+
+    tiles: Tiles
+    n_slots: int  # tiles of query rows per KV head: of one sequence, or of all packed ones
+    n_programs: int  # over all KV heads and sequences
+    n_spans: int
+    run_spans: int  # spans of one program
+    n_runs: int  # programs side by side over the spans of one tile of rows; 1: nothing is split
 
 
 def tiles_of(problem: AttentionProblem, *, few_rows: bool) -> Tiles:
     table = _SINGLE if problem.dtype == torch.float32 else _HALF
     widest = max(64, block_of(problem.D), block_of(problem.Dv))
     return table[widest][few_rows]
+
+
+def plan_of(problem: AttentionProblem, multiprocessors: int) -> Plan:
+    """Large tiles where there is work for everybody, small ones and runs of spans elsewhere."""
+    tiles = tiles_of(problem, few_rows=False)
+    n_slots = _slots(problem, tiles)
+    heads = problem.Hkv * (1 if problem.layout == "varlen" else problem.B)
+    rows = problem.Sq * (problem.Hq // problem.Hkv)
+    if n_slots * heads < multiprocessors or rows <= tiles.BLOCK_Q // 2:
+        tiles = tiles_of(problem, few_rows=True)
+        n_slots = _slots(problem, tiles)
+    n_programs = n_slots * heads
+    n_spans = max(1, -(-problem.Skv // tiles.SPAN))
+    part_bytes = 4 * problem.Dv * n_spans
+    for size in problem.lse_shape:
+        part_bytes *= size
+    n_runs = 1
+    if n_programs < multiprocessors and part_bytes <= MAX_PARTS_BYTES:
+        n_runs = min(n_spans, -(-RUNS_PER_MULTIPROCESSOR * multiprocessors // n_programs))
+    run_spans = -(-n_spans // n_runs)
+    return Plan(tiles, n_slots, n_programs, n_spans, run_spans, -(-n_spans // run_spans))
+
+
+def _slots(problem: AttentionProblem, tiles: Tiles) -> int:
+    rows = problem.Sq * (problem.Hq // problem.Hkv)
+    if problem.layout == "varlen":
+        # As `tiles.find_sequence` hands them out.
+        return rows // tiles.BLOCK_Q + problem.B
+    return -(-rows // tiles.BLOCK_Q)

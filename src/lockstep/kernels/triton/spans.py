@@ -20,6 +20,7 @@ from lockstep.kernels.triton.tiles import (
     is_seen,
     is_stray,
     load_bias,
+    load_described,
     load_tile,
     online_softmax,
     scores,
@@ -86,6 +87,8 @@ def attend_tiles(
     q,
     k_ptr,
     v_ptr,
+    k_desc,
+    v_desc,
     bias_rows,
     table_ptr,
     part_rows,
@@ -121,10 +124,13 @@ def attend_tiles(
     """
     for tile in tl.range(tile_lo, tile_hi, num_stages=1 if CLEAN else None):
         first = tile * BLOCK_KV
-        k = load_tile(
-            k_ptr, first, kv_len, table_ptr, stride_kp, stride_ks,
-            D, BLOCK_KV, q.shape[1], PAGE_SIZE, MASKED,
-        )  # fmt: skip
+        if k_desc is not None:
+            k = load_described(k_desc, first, table_ptr, PAGE_SIZE)
+        else:
+            k = load_tile(
+                k_ptr, first, kv_len, table_ptr, stride_kp, stride_ks,
+                D, BLOCK_KV, q.shape[1], PAGE_SIZE, MASKED,
+            )  # fmt: skip
         kv_idx = first + tl.arange(0, BLOCK_KV)[None, :]
         bias = None
         if bias_rows is not None:
@@ -134,7 +140,7 @@ def attend_tiles(
             seen = is_seen(position[:, None], kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
             s = tl.where(seen, s, float("-inf"))
         # A new span: what the last one came to is folded, or handed out.
-        if first % SPAN == 0 and tile > start_tile:
+        if SPAN < (1 << 30) and (first % SPAN == 0 and tile > start_tile):
             out, lse = finish(m, l, acc)
             if part_rows is None:
                 folded_m, folded_l, folded_acc = fold(folded_m, folded_l, folded_acc, out, lse)
@@ -146,10 +152,17 @@ def attend_tiles(
             acc = tl.zeros(acc.shape, tl.float32)
         p, alpha, m, l = online_softmax(s, unit(late_scale, SCALE_LATER), m, l)
         acc = acc * alpha[:, None]
-        v = load_tile(
-            v_ptr, first, kv_len, table_ptr, stride_vp, stride_vs,
-            DV, BLOCK_KV, acc.shape[1], PAGE_SIZE, MASKED,
-        )  # fmt: skip
+        if k_desc is not None:
+            v = load_described(v_desc, first, table_ptr, PAGE_SIZE)
+            if MASKED and PAGE_SIZE != 0:
+                # A descriptor ends with the sequence, but not within a page.
+                inside = first + tl.arange(0, BLOCK_KV)[:, None] < kv_len
+                v = tl.where(inside, v, tl.zeros(v.shape, v.dtype))
+        else:
+            v = load_tile(
+                v_ptr, first, kv_len, table_ptr, stride_vp, stride_vs,
+                DV, BLOCK_KV, acc.shape[1], PAGE_SIZE, MASKED,
+            )  # fmt: skip
         if CLEAN:
             v = tl.where(is_stray(v), 0.0, v.to(tl.float32)).to(v.dtype)
         acc = weigh(p, v, acc)

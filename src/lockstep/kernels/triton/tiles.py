@@ -6,8 +6,9 @@ is query `r // GROUP` under head `r % GROUP`.
 Spans. The keys of a sequence are cut into spans of a fixed size at absolute positions. Within a
 span the online softmax carries (m, l, acc); a finished span is a part (out, lse), and parts are
 folded in ascending order by the formula of `lockstep.merge`. Which program computes a span, and
-whether the one that computes it also folds it, changes nothing about the numbers. Sums of products
-that a compiler may contract or leave alone are spelled as `fma`, so that every kernel rounds alike.
+whether the one that computes it also folds it, changes nothing about the numbers. A product that
+is later added to something ends in an `fma` of its own: left to itself, a compiler contracts the two
+where it sees both and cannot where one was stored in between.
 
 Scores leave `scores` times `unit` short of log2 units: one multiplication per row and one fused
 with the subtraction of the maximum, instead of one per score.
@@ -78,6 +79,15 @@ def is_seen(
     if HAS_RIGHT:
         seen &= kv_idx <= position + right
     return seen
+
+
+@triton.jit
+def load_described(desc, first, table_ptr, PAGE_SIZE: tl.constexpr):
+    """What `load_tile` loads, by way of a TMA descriptor of the rows of a head."""
+    row = first
+    if PAGE_SIZE != 0:
+        row = tl.load(table_ptr + first // PAGE_SIZE).to(tl.int32) * PAGE_SIZE + first % PAGE_SIZE
+    return desc.load([row, 0])
 
 
 @triton.jit
@@ -169,7 +179,7 @@ def scores(
         # Whatever hides behind -inf, NaN included.
         s = tl.where(bias == float("-inf"), float("-inf"), s)
     elif not SCALE_LATER:
-        s *= late_scale
+        s = tl.fma(s, late_scale, 0.0)
     return s
 
 
@@ -215,7 +225,7 @@ def finish(m, l, acc):
     """The part (out, lse) that the state of a span stands for; lse in natural units."""
     total = tl.where(l == 0.0, 1.0, l)
     out = acc * (1.0 / total)[:, None]  # [BLOCK_Q, BLOCK_DV]
-    return out, (m + tl.log2(total)) * LN2
+    return out, tl.fma(tl.log2(total), LN2, m * LN2)
 
 
 @triton.jit

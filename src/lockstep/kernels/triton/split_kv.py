@@ -1,0 +1,155 @@
+"""Split-KV: the parts that `forward.attend` hands out, folded into results.
+
+    out = Σ out_i · exp(lse_i) / Σ exp(lse_i)        lse = log Σ exp(lse_i)
+
+One program per row goes over the parts of the spans that the row sees, in ascending order, and does
+to them what the forward kernel does to its own spans. So it does not matter which of the two a call
+takes, nor how many spans a program of the first kernel had.
+
+`merge_parts` is the same for parts that a caller brings: `lockstep.merge`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lockstep.kernels.triton.plan import block_of
+from lockstep.kernels.triton.tiles import close, fold, fold_sink, seen_by_any
+
+
+@triton.jit
+def fold_parts(
+    first,
+    last,
+    parts_ptr,
+    part_lse_ptr,
+    stride_part,
+    stride_lse,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """The state of the parts `first` up to `last` of one row: m [1], l [1], acc [1, BLOCK_DV]."""
+    one, d = tl.arange(0, 1), tl.arange(0, BLOCK_DV)[None, :]
+    m = tl.full([1], float("-inf"), tl.float32)
+    l = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, BLOCK_DV], tl.float32)
+    for chunk in range(first, last, UNROLL):
+        # The loads of a chunk are all under way before the first one is needed.
+        outs, lses = (), ()
+        for i in tl.static_range(UNROLL):
+            part = tl.cast(chunk + i, tl.int64)
+            inside = part < last
+            lse = tl.load(part_lse_ptr + part * stride_lse + one, mask=inside, other=float("-inf"))
+            out = tl.load(parts_ptr + part * stride_part + d, mask=inside & (d < DV), other=0.0)
+            outs, lses = outs + (out,), lses + (lse,)  # noqa: RUF005
+        for i in tl.static_range(UNROLL):
+            # A part that saw no key says nothing, whatever its out holds.
+            silent = (lses[i] == float("-inf"))[:, None]
+            out = tl.where(silent, 0.0, outs[i].to(tl.float32))
+            m, l, acc = fold(m, l, acc, out, lses[i])
+    return m, l, acc
+
+
+@triton.jit
+def store_row(m, l, acc, out_ptr, lse_ptr, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+    out, lse = close(m, l, acc)
+    d = tl.arange(0, BLOCK_DV)[None, :]
+    tl.store(out_ptr + d, out.to(out_ptr.dtype.element_ty), mask=d < DV)
+    tl.store(lse_ptr + tl.arange(0, 1), lse)
+
+
+_SIZES = ("B", "Hq", "Sq", "Skv", "n_spans", "left", "right")
+_INDICES = ("sinks_ptr", "kv_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
+
+
+@triton.jit(do_not_specialize=(*_SIZES, *_INDICES))
+def reduce_parts(
+    parts_ptr,
+    part_lse_ptr,
+    sinks_ptr,
+    kv_lens_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    out_ptr,
+    lse_ptr,
+    B,
+    Hq,
+    Sq,
+    Skv,
+    n_spans,
+    left,
+    right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    SPAN: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """One row per program: parts [rows, n_spans, DV], part_lse [rows, n_spans]."""
+    row = tl.program_id(0)
+    if cu_seqlens_q_ptr is not None:
+        head, token = row % Hq, row // Hq
+        b = 0
+        for first in range(0, B, 1024):
+            ends = first + tl.arange(0, 1024)
+            end = tl.load(cu_seqlens_q_ptr + ends + 1, mask=ends < B, other=token + 1)
+            b += tl.sum((end <= token).to(tl.int32), 0)
+        q_start = tl.load(cu_seqlens_q_ptr + b)
+        q_idx = (token - q_start).to(tl.int32)
+        q_len = (tl.load(cu_seqlens_q_ptr + b + 1) - q_start).to(tl.int32)
+        kv_len = tl.load(cu_seqlens_k_ptr + b + 1) - tl.load(cu_seqlens_k_ptr + b)
+        kv_len = kv_len.to(tl.int32)
+    else:
+        head, q_idx = row // Sq % Hq, row % Sq
+        q_len, kv_len = Sq, Skv
+        if kv_lens_ptr is not None:
+            kv_len = tl.load(kv_lens_ptr + row // Sq // Hq).to(tl.int32)
+    position = q_idx + kv_len - q_len
+    lo, hi = seen_by_any(position, position, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
+    at = row.to(tl.int64)
+    m, l, acc = fold_parts(
+        lo // SPAN, tl.where(lo < hi, tl.cdiv(hi, SPAN), 0),
+        parts_ptr + at * n_spans * DV, part_lse_ptr + at * n_spans, DV, 1, DV, BLOCK_DV, UNROLL,
+    )  # fmt: skip
+    if sinks_ptr is not None:
+        m, l, acc = fold_sink(m, l, acc, tl.load(sinks_ptr + head).to(tl.float32))
+    store_row(m, l, acc, out_ptr + at * DV, lse_ptr + at, DV, BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=("n_parts", "n_rows"))
+def merge_rows(
+    parts_ptr,
+    part_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    n_parts,
+    n_rows,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """One row per program: parts [n_parts, rows, DV], part_lse [n_parts, rows]."""
+    row = tl.program_id(0).to(tl.int64)
+    rows = tl.cast(n_rows, tl.int64)
+    m, l, acc = fold_parts(
+        0, n_parts, parts_ptr + row * DV, part_lse_ptr + row, rows * DV, rows, DV, BLOCK_DV, UNROLL
+    )
+    store_row(m, l, acc, out_ptr + row * DV, lse_ptr + row, DV, BLOCK_DV)
+
+
+def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Combines partial results (out [..., DV], lse [...]) in the order given."""
+    parts, part_lse = torch.stack(outs), torch.stack(lses)
+    out, lse = torch.empty_like(parts[0]), torch.empty_like(part_lse[0])
+    DV, n_rows = out.shape[-1], lse.numel()
+    if n_rows:
+        merge_rows[(n_rows,)](
+            parts, part_lse, out, lse, len(outs), n_rows,
+            DV=DV, BLOCK_DV=block_of(DV), UNROLL=4, num_warps=1,
+        )  # fmt: skip
+    return out, lse
