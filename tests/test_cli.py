@@ -40,7 +40,8 @@ def small_cases(monkeypatch):
         (["audit", "bits"], ["--device", "--kernel", "--json"]),
         (["demo"], ["Exit status 1"]),
         (["doctor"], ["--json"]),
-        (["bench"], ["cpu"]),
+        (["bench"], ["cpu", "gpu"]),
+        (["bench", "gpu"], ["--table", "--quick", "--json", "--save"]),
         (["bench", "cpu"], ["--quick", "--json", "--save"]),
     ],
 )

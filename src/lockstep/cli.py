@@ -114,6 +114,28 @@ def bench_cpu(
         aside.print(f"saved {path}", soft_wrap=True)
 
 
+@bench.command("gpu")
+def bench_gpu(
+    table: Annotated[
+        list[str] | None,
+        typer.Option(help="forward, backward, decode or varlen; all of them, if not given."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Less time per cell.")] = False,
+    as_json: Json = False,
+    save: Annotated[
+        bool, typer.Option("--save", help="Write the result under benchmarks/results.")
+    ] = False,
+) -> None:
+    """Time the GPU kernels beside FlashAttention, cuDNN and flex_attention, all in one run.
+
+    Every result is checked before it is timed. Exit status 1 if one of ours fails, 2 without a
+    CUDA device.
+    """
+    from lockstep.bench import gpu_run
+
+    raise typer.Exit(gpu_run.main(table or [], quick=quick, as_json=as_json, save=save))
+
+
 app.command()(ladder_cli.ladder)
 app.command()(ladder_cli.plan)
 app.command()(claims_cli.claims)

@@ -86,10 +86,14 @@ def versions() -> dict[str, str | None]:
 
 
 def current_commit() -> Commit | None:
-    """The commit this package runs from, or None outside a git checkout."""
+    """The commit this package runs from, or None outside a git checkout.
+
+    A copy of a checkout has no git beside it: LOCKSTEP_COMMIT then says what it is a copy of.
+    """
     head = _output("git", "-C", str(SOURCE), "rev-parse", "HEAD")
     if not head:
-        return None
+        copied = os.environ.get("LOCKSTEP_COMMIT")
+        return Commit(copied, dirty=False) if copied else None
     changed = _output("git", "-C", str(SOURCE), "status", "--porcelain", "--untracked-files=no")
     return Commit(head, dirty=bool(changed))
 

@@ -93,7 +93,7 @@ def counters_block(directory: Path) -> str:
     if run is None:
         return "Not measured yet."
     lines = [
-        "| launch | outputs | global sectors | shared wavefronts | shared accesses | blocks per SM |",
+        "| launch | outputs | global sectors | shared wavefronts | shared accesses | blocks/SM |",
         "|---|---|---:|---:|---:|---:|",
     ]
     for row in run["rows"]:
@@ -115,7 +115,8 @@ def _time(microseconds: float | None) -> str:
 
 
 def _newest(suite: str, directory: Path) -> Run | None:
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in directory.glob("ladder*.json")]
+    paths = directory.glob("ladder*.json")
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     runs = [run for run in found if run["suite"] == suite]
     return max(runs, key=lambda run: run["date"], default=None)
 

@@ -37,7 +37,7 @@ def save(run: dict[str, Any], directory: Path) -> Path:
     commit = run["environment"]["commit"]
     parts = (
         run["suite"],
-        run["environment"]["hardware"]["cpu"],
+        processor(run),
         run["date"],
         commit["hash"][:7] if commit else "unversioned",
     )
@@ -52,16 +52,25 @@ def latest(suite: str, directory: Path) -> list[dict[str, Any]]:
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in directory.glob("*.json")]
     newest: dict[str, dict[str, Any]] = {}
     for run in sorted((r for r in runs if r["suite"] == suite), key=lambda r: str(r["date"])):
-        newest[run["environment"]["hardware"]["cpu"]] = run
-    return [newest[cpu] for cpu in sorted(newest)]
+        newest[processor(run)] = run
+    return [newest[name] for name in sorted(newest)]
+
+
+def processor(run: dict[str, Any]) -> str:
+    """What a run was measured on: the first GPU for a suite of that name, else the CPU."""
+    hardware = run["environment"]["hardware"]
+    return str(hardware["gpus"][0] if run["suite"] == "gpu" else hardware["cpu"])
 
 
 def where(run: dict[str, Any]) -> str:
     """One line that says on what a run was measured."""
     env = run["environment"]
     hardware, versions, commit = env["hardware"], env["versions"], env["commit"]
+    machine = f"{env['threads']} threads on {hardware['cpu']} ({hardware['simd']})"
+    if run["suite"] == "gpu":
+        machine = f"{processor(run)}, Triton {versions['triton']}"
     parts = [
-        f"{env['threads']} threads on {hardware['cpu']} ({hardware['simd']})",
+        machine,
         f"torch {versions['torch']}",
         f"Python {versions['python']}",
         run["date"],

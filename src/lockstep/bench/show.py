@@ -20,7 +20,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.bench.tables import milliseconds
+from lockstep.bench.tables import columns, milliseconds
 
 OURS, THEIRS, GOOD, BAD, QUIET = "bold cyan", "yellow", "green", "bold red", "dim"
 YES, NO = Text("✓", style=GOOD), Text("✗", style=BAD)
@@ -87,6 +87,25 @@ def cpu_table(rows: list[dict[str, Any]]) -> Table:
             Text(f"{row['speed']:.2f}× {row['against']}", style=_verdict_style(row)),
             Text(f"{row['at_least']:.2g}/{row['aim']:.2g}", style=QUIET),
         )
+    return made
+
+
+def gpu_table(name: str, rows: list[dict[str, Any]]) -> Table:
+    """One table of `lockstep bench gpu`: a rate for each contender, the best of a row marked."""
+    contenders = columns(rows)
+    made = table(name, *contenders, right=contenders)
+    ours = set(rows[0]["ours"])
+    for row in rows:
+        best = max(row["rate"].values(), default=None)
+        cells = []
+        for contender in contenders:
+            rate = row["rate"].get(contender)
+            style = OURS if contender in ours else THEIRS
+            if rate is None:
+                cells.append(Text("failed" if contender in row["failed"] else "–", style=QUIET))
+            else:
+                cells.append(Text(f"{rate:,.0f}", style=f"bold {style}" if rate == best else style))
+        made.add_row(row["case"], *cells)
     return made
 
 

@@ -1,10 +1,10 @@
-"""Keep the tables in README.md equal to the results files.
+"""Keep the tables in README.md and docs/ladder.md equal to the results files.
 
 Between the markers `<!-- bench:cpu -->` and `<!-- /bench:cpu -->` stands what this module makes of
 benchmarks/results, and nothing is typed there by hand:
 
-    python -m lockstep.bench.tables            rewrite README.md
-    python -m lockstep.bench.tables --check    exit status 1 if it would change
+    python -m lockstep.bench.tables            rewrite them
+    python -m lockstep.bench.tables --check    exit status 1 if one would change
 """
 
 from __future__ import annotations
@@ -40,6 +40,39 @@ def cpu_table(run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def gpu_block(directory: Path) -> str:
+    """Markdown for the newest GPU run on each device: one table per kind of work."""
+    blocks = []
+    for run in results.latest("gpu", directory):
+        for name in dict.fromkeys(row["table"] for row in run["rows"]):
+            blocks.append(gpu_table(name, [row for row in run["rows"] if row["table"] == name]))
+        blocks.append(f"{results.where(run)}.")
+    return "\n\n".join(blocks)
+
+
+def gpu_table(name: str, rows: list[dict[str, Any]]) -> str:
+    """Rows of one kind as a markdown table, the best of each row in bold."""
+    contenders = columns(rows)
+    lines = [
+        f"| {name}, {rows[0]['unit']} | {' | '.join(contenders)} |",
+        f"|---|{'---:|' * len(contenders)}",
+    ]
+    for row in rows:
+        best = max(row["rate"].values(), default=None)
+        cells = []
+        for contender in contenders:
+            rate = row["rate"].get(contender)
+            text = "–" if rate is None else f"{rate:,.0f}"
+            cells.append(f"**{text}**" if rate is not None and rate == best else text)
+        lines.append(f"| {row['case']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def columns(rows: list[dict[str, Any]]) -> list[str]:
+    """Everyone who has a figure in some row, or a reason for none, in order of appearance."""
+    return list(dict.fromkeys(name for row in rows for name in (*row["rate"], *row["failed"])))
+
+
 def milliseconds(ms: float | None) -> str:
     """A time with three significant digits, and a dash for one that was not taken."""
     if ms is None:
@@ -49,16 +82,20 @@ def milliseconds(ms: float | None) -> str:
     return f"{ms:.3g} ms" if ms < 100 else f"{ms:.0f} ms"
 
 
+PAGES = ("README.md", "docs/ladder.md")
 MARKED = re.compile(r"<!-- bench:(?P<name>\w+) -->.*?<!-- /bench:(?P=name) -->", re.DOTALL)
-BLOCKS: dict[str, Callable[[Path], str]] = {"cpu": cpu_block}
+BLOCKS: dict[str, Callable[[Path], str]] = {"cpu": cpu_block, "gpu": gpu_block}
 
 
 def fill(text: str, directory: Path) -> str:
     """`text` with every marked block replaced by what the results in `directory` say."""
+    from lockstep.bench import ladder_tables  # which draws on this module's neighbours
+
+    blocks = BLOCKS | ladder_tables.blocks()
 
     def block(match: re.Match[str]) -> str:
         name = match["name"]
-        return f"<!-- bench:{name} -->\n{BLOCKS[name](directory)}\n<!-- /bench:{name} -->"
+        return f"<!-- bench:{name} -->\n{blocks[name](directory)}\n<!-- /bench:{name} -->"
 
     return re.sub(
         r"<!-- bench:(?P<name>\w+) -->.*?<!-- /bench:(?P=name) -->", block, text, flags=re.S
@@ -73,13 +110,14 @@ def main(arguments: list[str] | None = None) -> int:
     if root is None:
         print("no benchmarks/results here: run this from a checkout", file=sys.stderr)
         return 2
-    readme = root / "README.md"
-    old = readme.read_text(encoding="utf-8")
-    new = fill(old, root / results.RESULTS)
-    if check:
-        return int(new != old)
-    readme.write_text(new, encoding="utf-8")
-    return 0
+    stale = 0
+    for page in (root / name for name in PAGES if (root / name).exists()):
+        old = page.read_text(encoding="utf-8")
+        new = fill(old, root / results.RESULTS)
+        stale |= int(new != old)
+        if not check:
+            page.write_text(new, encoding="utf-8")
+    return stale if check else 0
 
 
 if __name__ == "__main__":
