@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep import simt
-from lockstep.simt import cuda, float16, float32, int32
+from lockstep.simt import bfloat16, cuda, float16, float32, int32
 from lockstep.simt.cuda_cpp import emit
 from lockstep.simt.samples import kernels
 from lockstep.simt.sass import cuda_source, disassemble, sass_listing, show
@@ -38,6 +38,13 @@ class TestInstructions:
         code = sass(kernels.matmul, arch, **MATMUL)
         assert code.count("HMMA") == 2  # a 16x16x16 product is two instructions
         assert code.count("LDSM") == 2
+
+    def test_bfloat16_operands_are_loaded_like_float16(self, arch):
+        bf16 = {"a": bfloat16[:, :], "b": bfloat16[:, :], "K": 64, "DTYPE": bfloat16}
+        code = sass(kernels.matmul, arch, **bf16)
+        assert code.count("HMMA") == 2
+        assert code.count("LDSM") == 2
+        assert not any(i.opcode.split(".")[0] == "LD" for i in code.instructions)
 
     def test_asynchronous_copies(self, arch):
         code = sass(kernels.async_copy, arch, WIDTH=4, STRIDE=4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.simt import ir
-from lockstep.simt.types import ACCUMULATOR, FragmentType
+from lockstep.simt.types import ACCUMULATOR, FragmentType, bfloat16
 
 from .expressions import ATOM, Code, Expressions
 from .spelling import fragment_name
@@ -45,9 +45,13 @@ class Fragments(Expressions):
             put(f"wmma::fill_fragment({target}, {self.expr(value.value)});", loc, comment)
         elif isinstance(value, ir.FragmentLoad):
             place = f"&{self.element(value.array, value.index)}, {self.expr(value.ld, True)}"
+            load = "wmma::load_matrix_sync"
             if value.type == ACCUMULATOR:
                 place += f", wmma::mem_{value.layout}_major"
-            put(f"wmma::load_matrix_sync({target}, {place});", loc, comment)
+            elif value.array.dtype == bfloat16 and value.array.space is ir.Space.SHARED:
+                load = "load_shared"
+                self.needs.add(f"load_shared_{value.type.role}_{value.layout}")  # type: ignore[union-attr]
+            put(f"{load}({target}, {place});", loc, comment)
         elif isinstance(value, ir.FragmentMma):
             a, b, c = (self.fragment(e) for e in (value.a, value.b, value.c))
             put(f"wmma::mma_sync({target}, {a}, {b}, {c});", loc, comment)

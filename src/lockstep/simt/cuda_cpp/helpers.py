@@ -10,7 +10,27 @@ INCLUDES = {
     "wmma": "#include <mma.h>",
 }
 
+# wmma::load_matrix_sync loads bfloat16 through generic addresses, piece by piece, where it would
+# use ldmatrix for float16; said to be in shared memory, both are the same instructions.
+_LOAD_SHARED = """\
+__device__ __forceinline__ void load_shared(
+    wmma::fragment<wmma::matrix_{role}, 16, 16, 16, __nv_bfloat16, wmma::{layout}_major> &to,
+    const __nv_bfloat16 *from, unsigned ld) {{
+  unsigned *words = reinterpret_cast<unsigned *>(to.x);
+  asm volatile(
+      "wmma.load.{role}.sync.aligned.{layout}.m16n16k16.shared.bf16 {{%0, %1, %2, %3}}, [%4], %5;"
+      : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+      : "r"(unsigned(__cvta_generic_to_shared(from))), "r"(ld)
+      : "memory");
+}}
+"""
+
 HELPERS = {
+    **{
+        f"load_shared_{role}_{layout}": _LOAD_SHARED.format(role=role, layout=layout)
+        for role in "ab"
+        for layout in ("row", "col")
+    },
     "vector": """\
 // N neighbouring elements that move in one instruction.
 template <typename T, int N>

@@ -42,7 +42,7 @@ _TAKEN = """
     atomicAdd atomicAnd atomicCAS atomicExch atomicMax atomicMin atomicOr atomicSub atomicXor
     blockDim blockIdx gridDim threadIdx warpSize nvcuda wmma
     ct_select ct_select_vector floor_div floor_mod lane_id warp_id shared_memory Vector Accumulator
-    NULL
+    load_shared NULL
 """
 RESERVED = frozenset(_TAKEN.split())
 # Names CUDA's headers take at file scope; a local variable may hide them.
