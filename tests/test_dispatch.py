@@ -57,6 +57,15 @@ def test_a_backward_needs_a_kernel_that_has_one(three_kernels):
         dispatch.select(problem(), "third", backward=True)
 
 
+def test_a_kernel_may_refuse_the_backward_alone(monkeypatch):
+    kernels = kernel("first", supports_backward=lambda _: "only there"), kernel("second")
+    monkeypatch.setattr(dispatch, "KERNELS", kernels)
+    assert dispatch.select(problem()).name == "first"
+    assert dispatch.select(problem(), backward=True).name == "second"
+    with pytest.raises(NotImplementedError, match="first: only there"):
+        dispatch.select(problem(), "first", backward=True)
+
+
 def test_nobody_gives_every_reason(monkeypatch):
     kernels = kernel("first", "not today"), kernel("second", "nor tomorrow")
     monkeypatch.setattr(dispatch, "KERNELS", kernels)

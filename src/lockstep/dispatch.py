@@ -41,14 +41,13 @@ def select(
 ) -> Kernel:
     """The kernel called `kernel`, or without a name the first that supports the problem.
 
-    With `backward`, only a kernel that has one will do. Raises ValueError for an unknown name,
-    NotImplementedError with every reason if the named kernel, or each kernel, refuses.
+    With `backward`, only a kernel that has one, and one for this problem, will do. Raises
+    ValueError for an unknown name, NotImplementedError with every reason if the named kernel, or
+    each kernel, refuses.
     """
     refusals = []
     for candidate in _candidates(kernel):
-        refusal = candidate.supports(problem)
-        if refusal is None and backward and candidate.backward is None:
-            refusal = "has no backward"
+        refusal = _refusal(candidate, problem, backward)
         if refusal is None:
             return candidate
         refusals.append(f"\n  {candidate.name}: {refusal}")
@@ -64,6 +63,15 @@ def explain(problem: AttentionProblem, kernel: str | None = None) -> Explanation
     able = (candidate.name for candidate in _candidates(kernel) if reasons[candidate.name] is None)
     refusals = {name: reason for name, reason in reasons.items() if reason is not None}
     return Explanation(problem, next(able, None), refusals)
+
+
+def _refusal(kernel: Kernel, problem: AttentionProblem, backward: bool) -> str | None:
+    refusal = kernel.supports(problem)
+    if refusal is not None or not backward:
+        return refusal
+    if kernel.backward is None:
+        return "has no backward"
+    return None if kernel.supports_backward is None else kernel.supports_backward(problem)
 
 
 def _candidates(name: str | None) -> tuple[Kernel, ...]:

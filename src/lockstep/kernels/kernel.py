@@ -37,14 +37,15 @@ class Needs(NamedTuple):
 class Kernel:
     """One way to run attention.
 
-    `supports` returns the reason for refusing a problem, or None. `forward` returns `out` and
+    `supports` returns the reason for refusing a problem, or None; `supports_backward`, where there
+    is one, the reason for refusing its gradients alone. `forward` returns `out` and
     `lse`, both contiguous, in the shapes and dtypes the problem gives. `backward` takes what
     forward took, then `out, lse, dout, dlse, needs`; `dlse` is None where no gradient comes
     through lse. Both may rely on `q`, `k`, `v`, `bias` and `dout` having a contiguous last dim, on
     a bias of 4 dims, and on lengths, offsets and page indices within their bounds. Neither may
     return an input or a view of one.
 
-    The last four are claims; the audits test exactly what is claimed:
+    Four are claims; the audits test exactly what is claimed:
 
     - deterministic: the same call gives the same bits, every time, on any number of threads.
     - batch_invariant: a sequence's bits, gradients included, depend on nothing around it: batch,
@@ -67,3 +68,4 @@ class Kernel:
     batch_invariant: bool
     constant_time: bool
     query_invariant: bool = False
+    supports_backward: Callable[[AttentionProblem], str | None] | None = None
