@@ -53,7 +53,7 @@ def _rung_block(name: str) -> Callable[[Path], str]:
         timed = _newest("ladder", directory)
         rows = [row for row in counted["rows"] if row["rung"] == name]
         lines = [
-            "| | blocks | shared | occupancy | depth | active lanes | moved | conflicts "
+            "| | blocks | KB shared | occupancy | depth | active lanes | MB moved | conflicts "
             "| barriers | time |",
             "|---|" + "---:|" * 9,
         ]
@@ -69,11 +69,11 @@ def _rung_line(row: dict[str, Any], counted: Run, timed: Run | None) -> str:
     cells = (
         row["title"],
         number(sum(launch["blocks"] for launch in launches)),
-        f"{kilobytes(max(launch['shared_bytes'] for launch in launches))} KB",
+        kilobytes(max(launch["shared_bytes"] for launch in launches)),
         f"{min(launch['occupancy'] for launch in launches):.0%}",
         number(seen["depth"]),
         f"{seen['active_lanes']:.1f}",
-        f"{megabytes(seen['global_bytes'] * counted['heads'])} MB",
+        megabytes(seen["global_bytes"] * counted["heads"]),
         f"{seen['bank_conflicts'] / wavefronts:.0%}" if wavefronts else "–",
         f"{seen['barriers_per_block']:.0f}",
         _time(_first_time(timed, row["title"])),
