@@ -1,0 +1,314 @@
+"""Gradients of the Triton kernels: right in the interpreter, on a GPU, and as machine code.
+
+Kernels that are to be interpreted must know when they are defined. So the tests below that need
+the interpreter run in a process of their own, which one test starts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+
+import plain
+import pytest
+import torch
+from problems import (
+    GRADIENT_LIMIT,
+    Case,
+    assert_exact,
+    draw,
+    draw_seeds,
+    draw_varlen,
+    error,
+    run,
+)
+
+from lockstep import reference
+from lockstep.kernels.kernel import Needs
+from lockstep.problem import Tensors, describe, make_options, pad_bias
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    import interpreter  # noqa: F401
+
+from lockstep.kernels.triton import backward as triton_backward  # noqa: E402
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
+compiled = pytest.mark.skipif(INTERPRETED, reason="not for the interpreter")
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+def gradients(case: Case, seeds) -> dict[str, torch.Tensor]:
+    """Of everything that has one, from the oracle's out and lse: no forward kernel is involved."""
+    tensors = Tensors(**case.tensors)
+    tensors = tensors._replace(bias=pad_bias(tensors.bias))
+    defaults = {"causal": False, "window": None, "scale": None, "softcap": None}
+    problem = describe(tensors, make_options(**{**defaults, **case.options}))
+    exact = run(case, reference)
+    needs = Needs(*(getattr(tensors, name) is not None for name in Needs._fields))
+    grads = triton_backward.backward(
+        problem,
+        tensors,
+        exact.out.to(problem.dtype).contiguous(),
+        exact.lse.to(problem.lse_dtype).contiguous(),
+        seeds[0].to(problem.dtype),
+        seeds[1].to(problem.lse_dtype),
+        needs,
+    )
+    return {name: grad for name, grad in grads._asdict().items() if grad is not None}
+
+
+def check(case: Case) -> None:
+    """The correctness rule, for gradients alone."""
+    seeds = draw_seeds(case)
+    exact, theirs = run(case, reference, seeds).grads, run(case, plain, seeds).grads
+    factor, roundings = GRADIENT_LIMIT
+    for name, grad in gradients(case, seeds).items():
+        grad = grad.reshape(exact[name].shape)
+        floor = roundings * torch.finfo(F32).eps
+        floor += 0.0 if grad.dtype == F32 else torch.finfo(grad.dtype).eps
+        largest = float(exact[name].abs().max()) if grad.numel() else 0.0
+        allowed = factor * error(theirs[name], exact[name]) + floor * largest
+        mine = error(grad, exact[name])
+        assert mine <= allowed, f"d{name} is off by {mine:.3g}, allowed {allowed:.3g}"
+
+
+@compiled
+def test_interpreted_kernels_agree_with_the_oracle():
+    """Runs the tests marked `interpreted`."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    result = subprocess.run(
+        command,
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert " passed" in result.stdout
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("Sq", "Skv", "sizes"),
+    [
+        (40, 70, {"D": 16, "dtype": F32}),
+        (70, 100, {"D": 33, "Dv": 20, "Hq": 4, "dtype": F16}),
+        (130, 80, {"D": 16, "dtype": BF16}),
+        (1, 1, {"D": 1, "dtype": BF16}),
+    ],
+    ids=["fp32", "odd-dims", "more-queries", "one"],
+)
+@pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
+def test_shapes(Sq, Skv, sizes, causal):
+    check(draw(Sq, Skv, causal=causal, **sizes))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (17, 5), "softcap": 5.0},
+        {"window": (20, None)},
+        {"window": (None, 3)},
+        {"scale": -0.3, "causal": True},
+    ],
+    ids=str,
+)
+def test_options(options):
+    check(draw(90, 140, D=16, dtype=F16, **options))
+
+
+@interpreted
+def test_sinks_are_summed_over_the_batch():
+    sinks = torch.tensor([0.5, -math.inf, 3.0, -2.0])
+    check(draw(33, 70, B=2, Hq=4, D=16, dtype=BF16, sinks=sinks, causal=True))
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(2, 2, 1, 1), (1, 1, 1, 40), (1, 2, 40, 40), (40, 1), ()])
+def test_bias_broadcasts(shape):
+    """In fp32: the terms of a row cancel, and what is left is the rounding of out."""
+    check(draw(40, 40, B=2, D=16, dtype=F32, bias=torch.randn(shape), softcap=10.0))
+
+
+@interpreted
+def test_bias_that_hides_keys():
+    bias = torch.randn(40, 70).to(BF16)
+    bias[torch.rand(40, 70) < 0.3] = -math.inf
+    bias[4] = -math.inf
+    check(draw(40, 70, D=16, dtype=BF16, bias=bias))
+
+
+@interpreted
+def test_kv_lens():
+    check(draw(40, 130, B=4, D=16, dtype=F16, kv_lens=torch.tensor([0, 1, 64, 130]), causal=True))
+
+
+@interpreted
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (9, 3), "softcap": 8.0}], ids=str)
+def test_varlen(options):
+    case = draw_varlen([1, 0, 63, 5], [40, 7, 63, 0], Hq=2, Hkv=1, D=16, dtype=F16, **options)
+    check(case.replaced(sinks=torch.randn(2)))
+
+
+@interpreted
+@pytest.mark.parametrize(("B", "Sq", "Skv"), [(0, 3, 3), (2, 0, 3), (2, 3, 0)])
+def test_nothing_to_attend(B, Sq, Skv):
+    case = draw(Sq, Skv, B=B, D=16, sinks=torch.zeros(2))
+    seeds = draw_seeds(case)
+    for name, grad in gradients(case, seeds).items():
+        assert grad.shape == case.tensors[name].shape
+        if name != "sinks":
+            assert grad.eq(0).all()
+        elif Skv == 0:
+            # Lse is the sink itself.
+            torch.testing.assert_close(grad, seeds[1].sum((0, 2)))
+
+
+def check_garbage(device: str) -> None:
+    """A query that is NaN and a dO that is infinite reach the keys their rows see, and no other."""
+    case = draw(70, 100, D=16, dtype=BF16, causal=True)
+    case = Case({name: x.to(device) for name, x in case.tensors.items()}, case.options)
+    seeds = tuple(x.to(device) for x in draw_seeds(case))
+    clean = gradients(case, seeds)
+    q, dout = case.tensors["q"].clone(), seeds[0].clone()
+    q[0, 0, 40, 3] = math.nan
+    dout[0, 1, 50, 7] = math.inf
+    dirty = gradients(case.replaced(q=q), (dout, seeds[1]))
+    for head, row in ((0, 40), (1, 50)):
+        seen = row + 30 + 1
+        for name in ("k", "v"):
+            got, expected = dirty[name][0, head], clean[name][0, head]
+            assert torch.equal(got[seen:], expected[seen:])
+            assert not got[:seen].isfinite().all(-1).any()
+        others = [i for i in range(70) if i != row]
+        assert torch.equal(dirty["q"][0, head, others], clean["q"][0, head, others])
+        assert not dirty["q"][0, head, row].isfinite().any()
+
+
+@interpreted
+def test_garbage_stays_with_the_rows_that_see_it():
+    check_garbage("cpu")
+
+
+def constants(D: int, cut: triton_backward.Cut, **changes) -> dict:
+    absent = ("bias_ptr", "kv_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
+    blocks = asdict(cut)
+    found = {
+        **dict.fromkeys(absent),
+        "D": D,
+        "DV": D,
+        "GROUP": 1,
+        "ALIGN": 8,
+        "HAS_LEFT": False,
+        "HAS_RIGHT": True,
+        "HAS_SOFTCAP": False,
+        "BLOCK_Q": blocks["BLOCK_Q"],
+        "BLOCK_KV": blocks["BLOCK_KV"],
+        "BLOCK_D": D,
+        "BLOCK_DV": D,
+    }
+    return found | changes
+
+
+def build_passes(D: int, capability: int, shared_memory: int):
+    from triton_builds import build
+
+    from lockstep.kernels.triton.dkdv import sum_keys
+    from lockstep.kernels.triton.dq import sum_queries
+
+    case = draw(1, 1, D=D, dtype=BF16)
+    problem = describe(Tensors(**case.tensors), make_options(True, None, None, None))
+    cuts = triton_backward.cuts_of(problem, shared_memory)
+    for function, cut in zip((sum_keys, sum_queries), cuts, strict=True):
+        options = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
+        yield build(function, capability, "bf16", options, **constants(D, cut))
+
+
+@compiled
+@pytest.mark.parametrize("D", [64, 128])
+def test_main_loops_keep_everything_in_registers_on_hopper(D):
+    from triton_builds import spills
+
+    for built in build_passes(D, 90, triton_backward.LARGE_SHARED_MEMORY):
+        assert built.stack_bytes <= 128
+        loops = built.loops("HGMMA")
+        assert loops, "no warpgroup products"
+        for body in loops:
+            assert not spills(body)
+
+
+@compiled
+@pytest.mark.parametrize("D", [64, 128])
+def test_whole_tiles_take_no_mask_on_hopper(D):
+    """The pipelined loop, the one with asynchronous copies, compares no positions."""
+    for built in build_passes(D, 90, triton_backward.LARGE_SHARED_MEMORY):
+        (main,) = (b for b in built.loops("HGMMA") if any(t.startswith("LDGSTS") for t in b))
+        selects = [text for text in main if text.startswith(("FSEL", "ISETP.GE", "ISETP.GT"))]
+        assert len(selects) < 8, selects
+
+
+@compiled
+@pytest.mark.parametrize(("capability", "shared_kb"), [(80, 163), (86, 99), (100, 227)])
+def test_it_compiles_for_other_gpus_and_fits(capability, shared_kb):
+    for built in build_passes(128, capability, shared_kb * 1024):
+        assert built.shared_bytes <= shared_kb * 1024
+
+
+GPU_CASES = {
+    "D64": lambda dtype: draw(163, 311, D=64, dtype=dtype),
+    "D128 causal grouped": lambda dtype: draw(
+        300, 511, B=2, Hq=6, Hkv=2, D=128, dtype=dtype, causal=True
+    ),
+    "more queries": lambda dtype: draw(300, 111, D=64, dtype=dtype, causal=True),
+    "D80": lambda dtype: draw(163, 311, D=80, dtype=dtype, causal=True),
+    "D256": lambda dtype: draw(163, 311, D=256, dtype=dtype, causal=True),
+    "D512": lambda dtype: draw(70, 80, D=512, dtype=dtype),
+    "Dv": lambda dtype: draw(140, 211, D=33, Dv=80, dtype=dtype),
+    "window softcap": lambda dtype: draw(263, 500, dtype=dtype, window=(100, 5), softcap=8.0),
+    "sinks": lambda dtype: draw(163, 300, Hq=4, dtype=dtype, sinks=torch.randn(4), causal=True),
+    "kv_lens": lambda dtype: draw(
+        140, 300, B=4, dtype=dtype, kv_lens=torch.tensor([0, 1, 256, 300]), causal=True
+    ),
+    "bias": lambda dtype: draw(163, 300, B=2, Hq=4, dtype=dtype, bias=torch.randn(4, 163, 300)),
+    "shared bias": lambda dtype: draw(163, 300, B=2, Hq=4, dtype=F32, bias=torch.randn(300)),
+    "varlen": lambda dtype: draw_varlen(
+        [1, 0, 263, 5, 130], [300, 7, 263, 0, 211], dtype=dtype, causal=True, sinks=torch.randn(4)
+    ),
+}
+
+
+@pytest.fixture
+def cuda_by_default():
+    """Everything drawn, and what the yardsticks allocate, lies on the GPU."""
+    with torch.device("cuda"):
+        yield
+
+
+@pytest.mark.usefixtures("cuda_by_default")
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("name", GPU_CASES)
+class TestOnGpu:
+    pytestmark = on_gpu
+
+    def test_gradients(self, name, dtype):
+        check(GPU_CASES[name](dtype))
+
+    def test_with_the_forward_kernel(self, name, dtype):
+        assert_exact(GPU_CASES[name](dtype), gradients=True, kernel="triton")
+
+
+class TestGarbageOnGpu:
+    pytestmark = on_gpu
+
+    def test_it_stays_with_the_rows_that_see_it(self):
+        check_garbage("cuda")
