@@ -4,8 +4,8 @@ What changed from block_tile: Q·Kᵀ and P·V are m16n16k16 fragments. A warp o
 in both products and in the softmax between them, so scores travel through shared memory without a
 block barrier, and there is one barrier per key tile: the one that hands over the copies.
 
-The output stays in fragments from the first tile to the last. Which element of a fragment a lane
-holds is the hardware's secret; to correct row r of it by a factor, the factor is written sixteen
+The output stays in fragments from the first tile to the last. Which elements of a fragment a lane
+holds is up to the hardware; to correct row r of it by a factor, the factor is written sixteen
 times side by side and loaded as a fragment of its own.
 
     lockstep trace block_tile_mma --seq 256 --head-dim 64 --causal --length 200
