@@ -114,7 +114,7 @@ def test_command_line():
     rows = json.loads(run.stdout)
     assert {row["document"] for row in rows} == {"block-parallel design"}
     assert {row["verdict"] for row in rows} <= {HOLDS, DIFFERS, DEPENDS, UNMEASURED}
-    run = CliRunner().invoke(app, ["claims", "--document", "block", "--verdict", "differs"])
+    run = CliRunner().invoke(app, ["claims", "--document", "Block", "--verdict", "differs"])
     assert "differs" in run.stdout
     assert "holds" not in run.stdout
 
