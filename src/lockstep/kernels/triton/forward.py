@@ -19,18 +19,19 @@ import triton.language as tl
 from lockstep.kernels.triton.spans import attend_tiles, locate, store_part
 from lockstep.kernels.triton.strays import add_strays
 from lockstep.kernels.triton.tiles import (
-    any_stray,
     close,
     finish,
     fold,
     fold_sink,
+    is_stray,
     seen_by_all,
     seen_by_any,
 )
 
-
-# One binary serves every batch size, length and stride.
+# One binary serves every batch size, length and stride, and indices at any address.
 _SIZES = (
+    *("bias_ptr", "sinks_ptr", "kv_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr"),
+    "page_table_ptr",
     *("stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks"),
     *("stride_vb", "stride_vh", "stride_vs", "stride_bb", "stride_bh", "stride_bq", "stride_bk"),
     *("stride_tb", "stride_rb", "stride_rh", "stride_rs"),
@@ -147,12 +148,12 @@ def attend(
     k_desc, v_desc = None, None
     if TMA:
         # Pages follow one another without a gap: one long column of rows.
-        n_rows_kv = kv_len if PAGE_SIZE == 0 else 1 << 30
+        n_keys = kv_len if PAGE_SIZE == 0 else 1 << 30
         k_desc = tl.make_tensor_descriptor(
-            k_ptr, [n_rows_kv, D], [stride_ks * ALIGN, 1], [BLOCK_KV, BLOCK_D]
+            k_ptr, [n_keys, D], [stride_ks * ALIGN, 1], [BLOCK_KV, BLOCK_D]
         )
         v_desc = tl.make_tensor_descriptor(
-            v_ptr, [n_rows_kv, DV], [stride_vs * ALIGN, 1], [BLOCK_KV, BLOCK_DV]
+            v_ptr, [n_keys, DV], [stride_vs * ALIGN, 1], [BLOCK_KV, BLOCK_DV]
         )
     bias_rows = None
     if bias_ptr is not None:
@@ -165,6 +166,7 @@ def attend(
         part_rows = parts_ptr + out_row * n_spans * DV
         part_lse_rows = part_lse_ptr + out_row * n_spans
 
+    taint = tl.zeros([BLOCK_Q, 1], tl.float32)
     strayed = tl.program_id(0) < 0
     for CLEAN in tl.static_range(2):
         if CLEAN == 0 or strayed:
@@ -179,10 +181,11 @@ def attend(
                     tile_lo = masked if REGION == 2 and not CLEAN else start
                     tile_lo = whole if REGION == 1 else tile_lo
                     tile_hi = end if REGION == 2 else (masked if REGION == 1 else whole)
-                    m, l, acc, folded_m, folded_l, folded_acc, strayed = attend_tiles(
+                    m, l, acc, folded_m, folded_l, folded_acc, taint = attend_tiles(
                         tile_lo, tile_hi, start,
-                        m, l, acc, folded_m, folded_l, folded_acc, strayed,
-                        q, k_ptr, v_ptr, k_desc, v_desc, bias_rows, table_ptr, part_rows, part_lse_rows,
+                        m, l, acc, folded_m, folded_l, folded_acc, taint,
+                        q, k_ptr, v_ptr, k_desc, v_desc,
+                        bias_rows, table_ptr, part_rows, part_lse_rows,
                         stride_kb * ALIGN, stride_ks * ALIGN, stride_vb * ALIGN, stride_vs * ALIGN,
                         stride_bk, position, is_row, kv_len, left, right, cap_scale, late_scale,
                         D, DV, BLOCK_KV, SPAN, PAGE_SIZE, HAS_LEFT, HAS_RIGHT,
@@ -201,12 +204,14 @@ def attend(
                 tl.store(out_rows[:, None] + dv, half, mask=is_row[:, None] & (dv < DV))
                 tl.store(lse_ptr + out_row, lse, mask=is_row)
             if not CLEAN:
-                strayed |= any_stray(out)
+                taint += tl.sum(out * 0.0, 1, keep_dims=True)
+                strayed = tl.sum(is_stray(taint).to(tl.int32)) != 0
     if strayed:
         # The stores above are other threads' loads here.
         tl.debug_barrier()
         add_strays(
-            start, end, out_rows if parts_ptr is None else part_rows, 0 if parts_ptr is None else DV,
+            start, end,
+            out_rows if parts_ptr is None else part_rows, 0 if parts_ptr is None else DV,
             v_ptr, bias_rows, table_ptr, stride_vb * ALIGN, stride_vs * ALIGN, stride_bk,
             position, is_row, kv_len, left, right,
             DV, BLOCK_KV, BLOCK_DV, SPAN, PAGE_SIZE, HAS_LEFT, HAS_RIGHT,

@@ -11,16 +11,15 @@ import triton
 from torch import Tensor
 
 from lockstep.kernels.triton.forward import attend
-from lockstep.kernels.triton.plan import Plan, block_of, plan_of
+from lockstep.kernels.triton.plan import INTERPRETER, Device, Plan, block_of, plan_of, stages_of
 from lockstep.kernels.triton.split_kv import reduce_parts
 from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem, Tensors
 
 # No length comes near: a window of this reach is open.
 FAR = 1 << 30
-# Parts whose loads are under way at once in `split_kv`.
-UNROLL = 32
-TMA = True
+# Parts that are weighed at once.
+CHUNK = 128
 
 
 def strides_of(problem: AttentionProblem, tensors: Tensors) -> dict[str, int]:
@@ -63,6 +62,24 @@ def scales_of(problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
+def is_describable(
+    problem: AttentionProblem,
+    strides: dict[str, int],
+    align: int,
+    tensors: Tensors,
+    BLOCK_KV: int,
+) -> bool:
+    """Whether a TMA descriptor can stand for the rows of a head of k and v."""
+    if align * tensors.q.element_size() != 16:
+        return False
+    if problem.page_size is None:
+        return True
+    # Pages that follow one another without a gap, and tiles that lie in one page.
+    page = problem.page_size
+    gapless = all(strides[f"stride_{n}b"] == page * strides[f"stride_{n}s"] for n in "kv")
+    return gapless and page % BLOCK_KV == 0
+
+
 def attend_arguments(problem: AttentionProblem, tensors: Tensors, plan: Plan) -> dict[str, Any]:
     """All arguments of `forward.attend` but the pointers."""
     strides = strides_of(problem, tensors)
@@ -71,12 +88,6 @@ def attend_arguments(problem: AttentionProblem, tensors: Tensors, plan: Plan) ->
         if name[7] in "qkv":
             strides[name] //= align
     tiles = plan.tiles
-    tma = TMA and align * tensors.q.element_size() == 16
-    if problem.layout == "paged":
-        tma = tma and all(
-            strides[f"stride_{n}b"] == problem.page_size * strides[f"stride_{n}s"] for n in "kv"
-        )
-        tma = tma and problem.page_size % tiles.BLOCK_KV == 0
     return {
         **strides,
         **window_of(problem),
@@ -92,7 +103,7 @@ def attend_arguments(problem: AttentionProblem, tensors: Tensors, plan: Plan) ->
         "GROUP": problem.Hq // problem.Hkv,
         "PAGE_SIZE": problem.page_size or 0,
         "ALIGN": align,
-        "TMA": tma,
+        "TMA": plan.tma and is_describable(problem, strides, align, tensors, tiles.BLOCK_KV),
         "SPAN": tiles.SPAN,
         "BLOCK_Q": tiles.BLOCK_Q,
         "BLOCK_KV": tiles.BLOCK_KV,
@@ -122,7 +133,7 @@ class Launch:
     at the type and the divisibility of every argument again: they are the same each time.
     """
 
-    __slots__ = ("_grid", "_kernel", "_options", "_rest", "_run")
+    __slots__ = ("_function", "_grid", "_kernel", "_metadata", "_options", "_rest", "_run")
 
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], **options: int
@@ -135,13 +146,18 @@ class Launch:
     def __call__(self, *pointers: Tensor | None) -> None:
         # Descriptors made in a kernel lie in memory that Triton asks for at each launch.
         triton.set_allocator(_allocate)
-        if self._run is not None:
-            self._run(*pointers, *self._rest)
+        if self._run is None:
+            compiled = self._kernel[self._grid](*pointers, *self._rest, **self._options)
+            # The interpreter compiles nothing.
+            if compiled is not None:
+                self._function, self._metadata = compiled.function, compiled.packed_metadata
+                self._run = compiled.run
             return
-        compiled = self._kernel[self._grid](*pointers, *self._rest, **self._options)
-        # The interpreter compiles nothing.
-        if compiled is not None:
-            self._run = compiled[self._grid]
+        stream = torch._C._cuda_getCurrentRawStream(pointers[0].device.index)
+        self._run(
+            *self._grid, stream, self._function, self._metadata, None, None, None,
+            *pointers, *self._rest,
+        )  # fmt: skip
 
 
 class Call:
@@ -149,7 +165,9 @@ class Call:
 
     __slots__ = ("attend", "lse_dtype", "lse_shape", "out_shape", "part_shape", "problem", "reduce")
 
-    def __init__(self, problem: AttentionProblem, tensors: Tensors, plan: Plan) -> None:
+    def __init__(
+        self, problem: AttentionProblem, tensors: Tensors, plan: Plan, device: Device
+    ) -> None:
         # Kept, so that no other problem gets its id.
         self.problem = problem
         self.out_shape, self.lse_shape = problem.out_shape, problem.lse_shape
@@ -160,7 +178,7 @@ class Call:
             (plan.n_programs, plan.n_runs),
             attend_arguments(problem, tensors, plan),
             num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
+            num_stages=stages_of(problem, tiles, device.shared_bytes),
         )
         self.reduce, self.part_shape = None, (0,)
         if plan.n_runs > 1:
@@ -176,9 +194,9 @@ class Call:
                     "SPAN": tiles.SPAN,
                     "DV": problem.Dv,
                     "BLOCK_DV": block_of(problem.Dv),
-                    "UNROLL": UNROLL,
+                    "CHUNK": CHUNK,
                 },
-                num_warps=max(1, block_of(problem.Dv) // 32),
+                num_warps=1,
             )
 
     def __call__(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
@@ -189,9 +207,9 @@ class Call:
             self.attend(q, k, v, bias, sinks, kv_lens, cu_q, cu_k, table, out, lse, None, None)
             return out, lse
         parts = q.new_empty(self.part_shape, dtype=self.lse_dtype)
-        part_lse = q.new_empty(self.part_shape[:-1], dtype=self.lse_dtype)
+        part_lse, keep, add = q.new_empty((3, *self.part_shape[:-1]), dtype=self.lse_dtype)
         self.attend(q, k, v, bias, None, kv_lens, cu_q, cu_k, table, out, lse, parts, part_lse)
-        self.reduce(parts, part_lse, sinks, kv_lens, cu_q, cu_k, out, lse)
+        self.reduce(parts, part_lse, keep, add, sinks, kv_lens, cu_q, cu_k, out, lse)
         return out, lse
 
 
@@ -221,8 +239,8 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor
     if call is None:
         if len(_CALLS) >= _MAX_CALLS:
             _CALLS.clear()
-        plan = plan_of(problem, multiprocessors(q.device))
-        call = _CALLS[key] = Call(problem, tensors, plan)
+        device = device_of(q.device)
+        call = _CALLS[key] = Call(problem, tensors, plan_of(problem, device), device)
     if q.is_cuda and q.get_device() != torch.cuda.current_device():
         with torch.cuda.device(q.device):
             return call(tensors)
@@ -235,7 +253,12 @@ def _nothing(problem: AttentionProblem, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=64)
-def multiprocessors(device: torch.device) -> int:
+def device_of(device: torch.device) -> Device:
     if device.type != "cuda":
-        return 1  # the interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    return Device(
+        multiprocessors=properties.multi_processor_count,
+        shared_bytes=properties.shared_memory_per_block_optin,
+        tma=properties.major >= 9,
+    )

@@ -1,54 +1,53 @@
 """How a problem is cut into programs: tile sizes, spans, runs of spans.
 
-What decides the bits of a row is `Tiles.BLOCK_KV` and `Tiles.SPAN`: functions of the head dims and
-the dtype. All the rest, which follows the batch and the device, decides only who computes what.
+What decides the bits of a row are `Tiles.BLOCK_KV`, `Tiles.SPAN` and how the warps share a row's
+scores: functions of the head dims and the dtype. All the rest, which follows the batch and the
+device, decides only who computes what.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from lockstep.problem import AttentionProblem
 
+MAX_HEAD_DIM = 512
+# Keys between two folds. One span of one KV head is the least that a program of split-KV can do.
+SPAN = 512
+# Programs that are worth having for each multiprocessor before spans are put into longer runs.
+PROGRAMS_PER_MULTIPROCESSOR = 4
+# The largest workspace that is worth keeping all multiprocessors busy.
+MAX_PARTS_BYTES = 1 << 29
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a plan has to know of the device."""
+
+    multiprocessors: int
+    shared_bytes: int
+    tma: bool
+
+
+INTERPRETER = Device(multiprocessors=1, shared_bytes=1 << 20, tma=True)
+
 
 @dataclass(frozen=True)
 class Tiles:
-    """One way to cut the work of one KV head."""
+    """One way to cut the work of one KV head.
+
+    As long as each warp has whole rows of scores, as with 16 rows per warp, a row's sums are the
+    same in tiles of any BLOCK_Q.
+    """
 
     BLOCK_Q: int
     BLOCK_KV: int
-    SPAN: int
     num_warps: int
     num_stages: int
-
-
-def block_of(head_dim: int) -> int:
-    """The power of two that a head dim is padded to inside tiles."""
-    return max(16, 1 << (head_dim - 1).bit_length())
-
-
-# By the larger of the padded head dims: many rows, few rows.
-_HALF = {
-    64: (Tiles(128, 128, 512, 8, 3), Tiles(64, 128, 512, 4, 3)),
-    128: (Tiles(128, 64, 512, 8, 3), Tiles(64, 64, 512, 4, 4)),
-    256: (Tiles(128, 64, 512, 8, 2), Tiles(64, 64, 512, 4, 2)),
-    512: (Tiles(64, 32, 512, 8, 2), Tiles(64, 32, 512, 8, 2)),
-}
-_SINGLE = {
-    64: (Tiles(64, 32, 512, 4, 2), Tiles(32, 32, 512, 4, 2)),
-    128: (Tiles(32, 32, 512, 4, 2), Tiles(32, 32, 512, 4, 2)),
-    256: (Tiles(32, 32, 512, 8, 2), Tiles(32, 32, 512, 8, 2)),
-    512: (Tiles(16, 16, 512, 8, 1), Tiles(16, 16, 512, 8, 1)),
-}
-MAX_HEAD_DIM = 512
-# Programs that are worth having for each multiprocessor before spans are put into longer runs.
-RUNS_PER_MULTIPROCESSOR = 8
-
-
-# The largest workspace that is worth keeping all multiprocessors busy.
-MAX_PARTS_BYTES = 1 << 29
+    SPAN: int = SPAN
 
 
 @dataclass(frozen=True)
@@ -61,38 +60,64 @@ class Plan:
     n_spans: int
     run_spans: int  # spans of one program
     n_runs: int  # programs side by side over the spans of one tile of rows; 1: nothing is split
+    tma: bool
 
 
-def tiles_of(problem: AttentionProblem, *, few_rows: bool) -> Tiles:
+def block_of(head_dim: int) -> int:
+    """The power of two that a head dim is padded to inside tiles."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+# By the larger of the padded head dims: for many rows, for at most 16.
+_HALF = {
+    64: (Tiles(64, 128, 4, 3), Tiles(16, 128, 1, 3)),
+    128: (Tiles(64, 64, 4, 3), Tiles(16, 64, 1, 3)),
+    256: (Tiles(64, 32, 8, 3), Tiles(64, 32, 8, 3)),
+    512: (Tiles(32, 16, 8, 2), Tiles(32, 16, 8, 2)),
+}
+_SINGLE = {
+    64: (Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
+    128: (Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 2)),
+    256: (Tiles(16, 16, 8, 2), Tiles(16, 16, 8, 2)),
+    512: (Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1)),
+}
+
+
+def tiles_of(problem: AttentionProblem, rows: int) -> Tiles:
+    """The tiles for `rows` query rows per KV head and sequence."""
     table = _SINGLE if problem.dtype == torch.float32 else _HALF
-    widest = max(64, block_of(problem.D), block_of(problem.Dv))
-    return table[widest][few_rows]
+    many, few = table[max(64, block_of(problem.D), block_of(problem.Dv))]
+    return few if rows <= few.BLOCK_Q else many
 
 
-def plan_of(problem: AttentionProblem, multiprocessors: int) -> Plan:
-    """Large tiles where there is work for everybody, small ones and runs of spans elsewhere."""
-    tiles = tiles_of(problem, few_rows=False)
-    n_slots = _slots(problem, tiles)
-    heads = problem.Hkv * (1 if problem.layout == "varlen" else problem.B)
+def stages_of(problem: AttentionProblem, tiles: Tiles, shared_bytes: int) -> int:
+    """How many tiles of keys and values can be under way at once."""
+    width = problem.dtype.itemsize * (block_of(problem.D) + block_of(problem.Dv))
+    stage = tiles.BLOCK_KV * width
+    if problem.bias_shape is not None:
+        stage += 4 * tiles.BLOCK_Q * tiles.BLOCK_KV
+    free = shared_bytes - tiles.BLOCK_Q * width
+    return max(1, min(tiles.num_stages, free // stage))
+
+
+def plan_of(problem: AttentionProblem, device: Device) -> Plan:
+    """Whole sequences where that keeps every multiprocessor busy, runs of spans elsewhere."""
     rows = problem.Sq * (problem.Hq // problem.Hkv)
-    if n_slots * heads < multiprocessors or rows <= tiles.BLOCK_Q // 2:
-        tiles = tiles_of(problem, few_rows=True)
-        n_slots = _slots(problem, tiles)
-    n_programs = n_slots * heads
-    n_spans = max(1, -(-problem.Skv // tiles.SPAN))
-    part_bytes = 4 * problem.Dv * n_spans
-    for size in problem.lse_shape:
-        part_bytes *= size
-    n_runs = 1
-    if n_programs < multiprocessors and part_bytes <= MAX_PARTS_BYTES:
-        n_runs = min(n_spans, -(-RUNS_PER_MULTIPROCESSOR * multiprocessors // n_programs))
-    run_spans = -(-n_spans // n_runs)
-    return Plan(tiles, n_slots, n_programs, n_spans, run_spans, -(-n_spans // run_spans))
-
-
-def _slots(problem: AttentionProblem, tiles: Tiles) -> int:
-    rows = problem.Sq * (problem.Hq // problem.Hkv)
+    tiles = tiles_of(problem, rows)
+    heads = problem.Hkv
     if problem.layout == "varlen":
         # As `tiles.find_sequence` hands them out.
-        return rows // tiles.BLOCK_Q + problem.B
-    return -(-rows // tiles.BLOCK_Q)
+        n_slots = rows // tiles.BLOCK_Q + problem.B
+    else:
+        n_slots = -(-rows // tiles.BLOCK_Q)
+        heads *= problem.B
+    n_programs = n_slots * heads
+    n_spans = max(1, -(-problem.Skv // tiles.SPAN))
+    part_bytes = 4 * problem.Dv * n_spans * math.prod(problem.lse_shape)
+    n_runs = 1
+    if n_programs < 2 * device.multiprocessors and part_bytes <= MAX_PARTS_BYTES:
+        wanted = PROGRAMS_PER_MULTIPROCESSOR * device.multiprocessors
+        n_runs = min(n_spans, -(-wanted // n_programs))
+    run_spans = -(-n_spans // n_runs)
+    n_runs = -(-n_spans // run_spans)
+    return Plan(tiles, n_slots, n_programs, n_spans, run_spans, n_runs, device.tma)

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.triton.tiles import (
-    any_stray,
     find_sequence,
     finish,
     fold,
@@ -83,7 +82,7 @@ def attend_tiles(
     folded_m,
     folded_l,
     folded_acc,
-    strayed,
+    taint,
     q,
     k_ptr,
     v_ptr,
@@ -119,8 +118,8 @@ def attend_tiles(
 ):
     """The tiles from `tile_lo` up to `tile_hi`; unless MASKED, every row sees all of them.
 
-    With CLEAN, values that are not finite count as 0. `strayed` says whether a part handed out has
-    any.
+    With CLEAN, values that are not finite count as 0. `taint` [BLOCK_Q, 1] is 0 unless a part that was
+    handed out has such values.
     """
     for tile in tl.range(tile_lo, tile_hi, num_stages=1 if CLEAN else None):
         first = tile * BLOCK_KV
@@ -139,18 +138,21 @@ def attend_tiles(
         if MASKED:
             seen = is_seen(position[:, None], kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
             s = tl.where(seen, s, float("-inf"))
-        # A new span: what the last one came to is folded, or handed out.
-        if SPAN < (1 << 30) and (first % SPAN == 0 and tile > start_tile):
-            out, lse = finish(m, l, acc)
+        # A new span starts afresh. Its weights come first: while they are computed, the product of
+        # the tile before is still under way.
+        is_new = first % SPAN == 0 and tile > start_tile
+        span_m, span_l = m, l
+        m = tl.where(is_new, float("-inf"), m)
+        l = tl.where(is_new, 0.0, l)
+        p, alpha, m, l = online_softmax(s, unit(late_scale, SCALE_LATER), m, l)
+        if is_new:
+            out, lse = finish(span_m, span_l, acc)
             if part_rows is None:
                 folded_m, folded_l, folded_acc = fold(folded_m, folded_l, folded_acc, out, lse)
             else:
                 store_part(out, lse, part_rows, part_lse_rows, first // SPAN - 1, is_row, DV)
-                strayed |= any_stray(out)
-            m = tl.full(m.shape, float("-inf"), tl.float32)
-            l = tl.zeros(l.shape, tl.float32)
+                taint += tl.sum(out * 0.0, 1, keep_dims=True)
             acc = tl.zeros(acc.shape, tl.float32)
-        p, alpha, m, l = online_softmax(s, unit(late_scale, SCALE_LATER), m, l)
         acc = acc * alpha[:, None]
         if k_desc is not None:
             v = load_described(v_desc, first, table_ptr, PAGE_SIZE)
@@ -166,4 +168,4 @@ def attend_tiles(
         if CLEAN:
             v = tl.where(is_stray(v), 0.0, v.to(tl.float32)).to(v.dtype)
         acc = weigh(p, v, acc)
-    return m, l, acc, folded_m, folded_l, folded_acc, strayed
+    return m, l, acc, folded_m, folded_l, folded_acc, taint

@@ -17,7 +17,36 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.triton.plan import block_of
-from lockstep.kernels.triton.tiles import close, fold, fold_sink, seen_by_any
+from lockstep.kernels.triton.tiles import close, fold_sink, fold_weights, seen_by_any
+
+# Parts whose loads are under way at once.
+AHEAD: tl.constexpr = tl.constexpr(16)
+
+
+@triton.jit
+def largest(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def weigh_parts(first, last, part_lse_ptr, stride_lse, keep_ptr, add_ptr, CHUNK: tl.constexpr):
+    """What the fold of each part multiplies by; returns the largest lse.
+
+    `tiles.fold` for all parts at once: its maxima are a prefix maximum, which no order changes.
+    """
+    before = tl.full([1], float("-inf"), tl.float32)
+    for chunk in range(first, last, CHUNK):
+        part = chunk + tl.arange(0, CHUNK)
+        at = part_lse_ptr + part.to(tl.int64) * stride_lse
+        inside = part < last
+        lse = tl.load(at, mask=inside, other=float("-inf"))
+        earlier = tl.load(at - stride_lse, mask=inside & (part > chunk), other=float("-inf"))
+        m = tl.maximum(tl.associative_scan(earlier, 0, largest), before)
+        m_new, keep, add = fold_weights(m, lse)
+        tl.store(keep_ptr + part, keep, mask=inside)
+        tl.store(add_ptr + part, add, mask=inside)
+        before = tl.maximum(before, tl.max(m_new, 0))
+    return before
 
 
 @triton.jit
@@ -28,29 +57,31 @@ def fold_parts(
     part_lse_ptr,
     stride_part,
     stride_lse,
+    keep_ptr,
+    add_ptr,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    UNROLL: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """The state of the parts `first` up to `last` of one row: m [1], l [1], acc [1, BLOCK_DV]."""
+    """The state of the parts `first` up to `last` of one row: m [1], l [1], acc [1, BLOCK_DV].
+
+    Weights first, for all parts at once, by way of memory: what is left is a chain of one fma per
+    part, whose loads do not wait for one another.
+    """
+    m = weigh_parts(first, last, part_lse_ptr, stride_lse, keep_ptr, add_ptr, CHUNK)
+    tl.debug_barrier()
     one, d = tl.arange(0, 1), tl.arange(0, BLOCK_DV)[None, :]
-    m = tl.full([1], float("-inf"), tl.float32)
     l = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, BLOCK_DV], tl.float32)
-    for chunk in range(first, last, UNROLL):
-        # The loads of a chunk are all under way before the first one is needed.
-        outs, lses = (), ()
-        for i in tl.static_range(UNROLL):
-            part = tl.cast(chunk + i, tl.int64)
-            inside = part < last
-            lse = tl.load(part_lse_ptr + part * stride_lse + one, mask=inside, other=float("-inf"))
-            out = tl.load(parts_ptr + part * stride_part + d, mask=inside & (d < DV), other=0.0)
-            outs, lses = outs + (out,), lses + (lse,)  # noqa: RUF005
-        for i in tl.static_range(UNROLL):
-            # A part that saw no key says nothing, whatever its out holds.
-            silent = (lses[i] == float("-inf"))[:, None]
-            out = tl.where(silent, 0.0, outs[i].to(tl.float32))
-            m, l, acc = fold(m, l, acc, out, lses[i])
+    for part in tl.range(first, last, num_stages=AHEAD):
+        at = tl.cast(part, tl.int64)
+        keep = tl.load(keep_ptr + at + one)
+        add = tl.load(add_ptr + at + one)
+        out = tl.load(parts_ptr + at * stride_part + d, mask=d < DV, other=0.0)
+        # A part that weighs nothing says nothing, whatever its out holds.
+        out = tl.where(add[:, None] == 0.0, 0.0, out.to(tl.float32))
+        acc = tl.fma(acc, keep[:, None], out * add[:, None])
+        l = tl.fma(l, keep, add)
     return m, l, acc
 
 
@@ -70,6 +101,8 @@ _INDICES = ("sinks_ptr", "kv_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
 def reduce_parts(
     parts_ptr,
     part_lse_ptr,
+    keep_ptr,
+    add_ptr,
     sinks_ptr,
     kv_lens_ptr,
     cu_seqlens_q_ptr,
@@ -88,7 +121,7 @@ def reduce_parts(
     SPAN: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    UNROLL: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """One row per program: parts [rows, n_spans, DV], part_lse [rows, n_spans]."""
     row = tl.program_id(0)
@@ -114,7 +147,8 @@ def reduce_parts(
     at = row.to(tl.int64)
     m, l, acc = fold_parts(
         lo // SPAN, tl.where(lo < hi, tl.cdiv(hi, SPAN), 0),
-        parts_ptr + at * n_spans * DV, part_lse_ptr + at * n_spans, DV, 1, DV, BLOCK_DV, UNROLL,
+        parts_ptr + at * n_spans * DV, part_lse_ptr + at * n_spans, DV, 1,
+        keep_ptr + at * n_spans, add_ptr + at * n_spans, DV, BLOCK_DV, CHUNK,
     )  # fmt: skip
     if sinks_ptr is not None:
         m, l, acc = fold_sink(m, l, acc, tl.load(sinks_ptr + head).to(tl.float32))
@@ -125,20 +159,23 @@ def reduce_parts(
 def merge_rows(
     parts_ptr,
     part_lse_ptr,
+    keep_ptr,
+    add_ptr,
     out_ptr,
     lse_ptr,
     n_parts,
     n_rows,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    UNROLL: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """One row per program: parts [n_parts, rows, DV], part_lse [n_parts, rows]."""
     row = tl.program_id(0).to(tl.int64)
     rows = tl.cast(n_rows, tl.int64)
     m, l, acc = fold_parts(
-        0, n_parts, parts_ptr + row * DV, part_lse_ptr + row, rows * DV, rows, DV, BLOCK_DV, UNROLL
-    )
+        0, n_parts, parts_ptr + row * DV, part_lse_ptr + row, rows * DV, rows,
+        keep_ptr + row * n_parts, add_ptr + row * n_parts, DV, BLOCK_DV, CHUNK,
+    )  # fmt: skip
     store_row(m, l, acc, out_ptr + row * DV, lse_ptr + row, DV, BLOCK_DV)
 
 
@@ -148,8 +185,9 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     out, lse = torch.empty_like(parts[0]), torch.empty_like(part_lse[0])
     DV, n_rows = out.shape[-1], lse.numel()
     if n_rows:
+        keep, add = torch.empty((2, n_rows, len(outs)), dtype=lse.dtype, device=lse.device)
         merge_rows[(n_rows,)](
-            parts, part_lse, out, lse, len(outs), n_rows,
-            DV=DV, BLOCK_DV=block_of(DV), UNROLL=4, num_warps=1,
+            parts, part_lse, keep, add, out, lse, len(outs), n_rows,
+            DV=DV, BLOCK_DV=block_of(DV), CHUNK=16, num_warps=1,
         )  # fmt: skip
     return out, lse

@@ -7,8 +7,8 @@ Spans. The keys of a sequence are cut into spans of a fixed size at absolute pos
 span the online softmax carries (m, l, acc); a finished span is a part (out, lse), and parts are
 folded in ascending order by the formula of `lockstep.merge`. Which program computes a span, and
 whether the one that computes it also folds it, changes nothing about the numbers. A product that
-is later added to something ends in an `fma` of its own: left to itself, a compiler contracts the two
-where it sees both and cannot where one was stored in between.
+is later added to something is written as an `fma`: left to itself, a compiler contracts product and
+sum where it sees both, and cannot where one was stored in between.
 
 Scores leave `scores` times `unit` short of log2 units: one multiplication per row and one fused
 with the subtraction of the maximum, instead of one per score.
@@ -69,9 +69,7 @@ def seen_by_all(first, last, kv_len, left, right, HAS_LEFT: tl.constexpr, HAS_RI
 
 
 @triton.jit
-def is_seen(
-    position, kv_idx, kv_len, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
-):
+def is_seen(position, kv_idx, kv_len, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
     """Which rows see which keys, bias aside: position [BLOCK_Q, 1], kv_idx [1, BLOCK_KV]."""
     seen = (kv_idx < kv_len) & (position == position)  # [BLOCK_Q, BLOCK_KV]
     if HAS_LEFT:
@@ -186,10 +184,7 @@ def scores(
 @triton.jit
 def unit(late_scale, SCALE_LATER: tl.constexpr):
     """What turns the scores into log2 units."""
-    if SCALE_LATER:
-        return late_scale
-    else:
-        return 1.0
+    return late_scale if SCALE_LATER else 1.0
 
 
 @triton.jit
