@@ -107,6 +107,37 @@ def test_vectors_go_by_parts_of_a_warp(width, wavefronts):
     assert trace.totals.global_sectors == 32 * width * 4 // 32
 
 
+@pytest.mark.parametrize(
+    ("lanes", "spread", "width", "wavefronts"),
+    [
+        (32, 1, 4, 4),  # quarters of the warp
+        (32, 0, 4, 2),  # all lanes ask for the same: halves
+        (32, 0, 2, 1),
+        (16, 1, 4, 2),  # what has no lanes costs nothing
+        (8, 1, 4, 1),
+        (8, 1, 2, 1),
+        (1, 1, 4, 1),
+    ],
+)
+def test_parts_of_a_warp_that_ask_for_the_same_or_are_not_there(lanes, spread, width, wavefronts):
+    """As an H200 counts it: benchmarks/ladder_vs_gpu.py."""
+
+    @simt.kernel
+    def vectors(out: float32[:], LANES: Constant, SPREAD: Constant, WIDTH: Constant):
+        tile = cuda.shared.array(128, float32)
+        t = cuda.threadIdx.x
+        for i in range(t, 128, 32):
+            tile[i] = 0.0
+        cuda.syncthreads()
+        if t < LANES:
+            v = cuda.vload(tile, t * SPREAD * WIDTH, WIDTH)  # !
+            out[t] = v[0]
+
+    trace = vectors[1, 32](zeros(32), lanes, spread, width).check()
+    line = trace.line(marked(vectors)).counts
+    assert (line.shared_wavefronts, line.bank_conflicts) == (wavefronts, 0)
+
+
 @pytest.mark.parametrize(("pad", "wavefronts"), [(0, 4 * 4), (8, 4)])
 def test_fragment_loads(pad, wavefronts):
     @simt.kernel

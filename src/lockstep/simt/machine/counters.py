@@ -112,18 +112,62 @@ distinct_sectors = Patterns(_distinct)
 worst_bank = Patterns(_worst_bank)
 
 
-def wavefronts(words: np.ndarray, parts: int) -> np.ndarray:
-    """Wavefronts [warps, columns] of accesses `parts` words wide, [warps, 32, columns].
+def wavefronts(
+    words: np.ndarray, parts: int, present: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Wavefronts of accesses `parts` words wide, and how few they would be without conflicts.
 
-    Wide accesses are served for a half or a quarter of the warp at a time.
+    `words` [warps, 32, columns] are the first words that the lanes ask for, `present` [warps, 32]
+    says which lanes there are; both results are [warps, columns].
+
+    A wide access is served for a piece of the warp at a time: a half of it at 8 bytes, a quarter at
+    16. Two neighbouring pieces go together where each lane asks for the same as the lane beside it,
+    and a piece without lanes costs nothing.
     """
     if parts == 1:
-        return worst_bank(words)
+        counts = worst_bank(words)
+        return counts, np.ones_like(counts)
+    if present is None:
+        present = np.ones(words.shape[:2], bool)
     total = np.zeros((words.shape[0], words.shape[2]), np.int64)
-    for part in np.split(words, parts, axis=1):
-        spread = part[:, :, None, :] + np.arange(parts)[:, None]
-        total += worst_bank(spread.reshape(len(words), WARP_SIZE, -1))
-    return total
+    fewest = np.zeros_like(total)
+    pairs = parts // 2
+    for asked, there in zip(
+        np.split(words, pairs, axis=1), np.split(present, pairs, axis=1), strict=True
+    ):
+        apart, pieces = np.zeros_like(total), np.zeros_like(total)
+        for piece, lanes in zip(
+            np.split(asked, 2, axis=1), np.split(there, 2, axis=1), strict=True
+        ):
+            some = lanes.any(axis=1)[:, None]
+            apart += np.where(some, _piece(piece, lanes, parts), 0)
+            pieces += some
+        together, alike = _neighbours(asked, there, parts)
+        total += np.where(alike, together, apart)
+        fewest += np.where(alike, np.minimum(pieces, 1), pieces)
+    return total, fewest
+
+
+def _piece(words: np.ndarray, present: np.ndarray, parts: int) -> np.ndarray:
+    """Wavefronts of lanes that are served together, 32 words of them, [warps, columns]."""
+    if not present.all():
+        # an absent lane asks for what the first one present does
+        stand_in = np.where(present, np.arange(present.shape[1]), present.argmax(axis=1)[:, None])
+        words = np.take_along_axis(words, stand_in[:, :, None], axis=1)
+    spread = words[:, :, None, :] + np.arange(parts)[:, None]
+    return worst_bank(spread.reshape(len(words), WARP_SIZE, -1))
+
+
+def _neighbours(
+    words: np.ndarray, present: np.ndarray, parts: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Wavefronts of two pieces that go together, and where they do: [warps, columns]."""
+    even, odd = words[:, ::2], words[:, 1::2]
+    has_even, has_odd = present[:, ::2], present[:, 1::2]
+    alike = ((even == odd) | ~(has_even & has_odd)[:, :, None]).all(axis=1)
+    one = np.where(has_even[:, :, None], even, odd)
+    some = present.any(axis=1)[:, None]
+    return np.where(some, _piece(one, has_even | has_odd, parts), 0), alike
 
 
 def per_warp(lanes: Lanes, address: np.ndarray) -> np.ndarray:
@@ -140,7 +184,7 @@ class Transactions:
     """Sectors and wavefronts of accesses, with a memo for address patterns seen before."""
 
     def __init__(self) -> None:
-        self.memo: dict[tuple, tuple[int, int]] = {}
+        self.memo: dict[tuple, tuple[int, int, int]] = {}
 
     def shared(
         self, site: Site, lanes: Lanes, element: Any, item: int, base: int, size: int
@@ -148,15 +192,14 @@ class Transactions:
         """Count a shared-memory access of `size` bytes per lane at elements of `item` bytes."""
         site.hit(lanes)
         site.bytes += lanes.lanes * size
-        parts = max(size // WORD, 1)  # 8 and 16 bytes: a half or a quarter of the warp at a time
-        site.ideal_wavefronts += lanes.warps * parts
+        parts = max(size // WORD, 1)
         if not isinstance(element, np.ndarray) or element.size == 1:
-            # one address for all: every part of the warp reads the same words
-            self._note(site, lanes.warps * parts, parts)
-            return
+            if parts <= 2:  # all lanes ask for the same
+                self._note(site, lanes.warps, lanes.warps, 1)
+                return
+            element = np.broadcast_to(element, (1, 1))
         if lanes.flat or element.shape[1] != 1:
-            found = self._wavefronts(lanes, element * item + base, parts)
-            self._note(site, *found)
+            self._note(site, *self._wavefronts(lanes, element * item + base, parts))
             return
         # moving all addresses by whole words changes nothing
         first = element[0, 0]
@@ -165,16 +208,19 @@ class Transactions:
         found = self.memo.get(key)
         if found is None:
             found = self.memo[key] = self._wavefronts(lanes, element * item + base, parts)
-        self._note(site, found[0] * lanes.blocks.size, found[1])
+        total, fewest, worst = found
+        self._note(site, total * lanes.blocks.size, fewest * lanes.blocks.size, worst)
 
     @staticmethod
-    def _wavefronts(lanes: Lanes, address: np.ndarray, parts: int) -> tuple[int, int]:
-        counts = wavefronts(per_warp(lanes, address) // WORD, parts)
-        return int(counts.sum()), int(counts.max())
+    def _wavefronts(lanes: Lanes, address: np.ndarray, parts: int) -> tuple[int, int, int]:
+        present = None if lanes.whole_warps else lanes.row_at >= 0
+        counts, fewest = wavefronts(per_warp(lanes, address) // WORD, parts, present)
+        return int(counts.sum()), int(fewest.sum()), int(counts.max())
 
     @staticmethod
-    def _note(site: Site, wavefronts: int, worst: int) -> None:
+    def _note(site: Site, wavefronts: int, fewest: int, worst: int) -> None:
         site.wavefronts += wavefronts
+        site.ideal_wavefronts += fewest
         site.worst_wavefronts = max(site.worst_wavefronts, worst)
 
     @staticmethod

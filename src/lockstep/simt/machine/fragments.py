@@ -129,9 +129,9 @@ class Fragments(Pipeline):
             offset = pattern + (row * stride + column) * array.item
             place = corner + offset[:, None]  # [warps, 32, columns]
             if isinstance(array, SharedArray):
-                counts = wavefronts(place // WORD, parts)
+                counts, fewest = wavefronts(place // WORD, parts)
                 site.wavefronts += int(counts.sum()) * repeat
-                site.ideal_wavefronts += parts * frame.warps
+                site.ideal_wavefronts += int(fewest.sum()) * repeat
                 site.worst_wavefronts = max(site.worst_wavefronts, int(counts.max()))
             else:
                 site.requests += frame.warps
