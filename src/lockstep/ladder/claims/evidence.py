@@ -19,7 +19,7 @@ from lockstep.simt.occupancy import fit
 if TYPE_CHECKING:
     import torch
 
-    from lockstep.simt import Trace
+    from lockstep.simt.machine import Trace
     from lockstep.simt.machine.trace import Phase
 
 # the problems that the documents speak of
@@ -101,7 +101,10 @@ def where(suite: str) -> str | None:
         return None
     env = run["environment"]
     parts = [*env["hardware"]["gpus"], f"torch {env['versions']['torch']}", run["date"]]
-    return ", ".join([*parts, f"commit {env['commit']['hash'][:7]}"] if env["commit"] else parts)
+    commit = env["commit"]
+    if commit:
+        parts.append(f"commit {commit['hash'][:7]}{' with local changes' * commit['dirty']}")
+    return ", ".join(parts)
 
 
 def microseconds(title: str, problem: Problem) -> float | None:
