@@ -37,6 +37,10 @@ def broken(q, k, v, causal):
     raise RuntimeError("no such\nthing")
 
 
+def refusing(q, k, v, causal):
+    raise NotImplementedError("no kernel runs this\n  not here")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
 def test_no_gpu_is_said_plainly():
     result = runner.invoke(cli.app, ["bench", "gpu"])
@@ -69,12 +73,14 @@ def test_a_contender_that_fails_or_errs_has_its_reason_and_no_figure(table):
         peers.Peer("right", right, backward=True),
         peers.Peer("wrong", wrong, backward=True),
         peers.Peer("broken", broken, backward=True),
+        peers.Peer("refusing", refusing, backward=True),
         peers.Peer("forward only", right),
     ]
     (case,) = (case for case in gpu.CASES if case.table == table)
     row = gpu.run(case, [cpu.KERNEL], contenders)
     forward_only = {"forward only"} if table == "forward" else set()
     assert set(row.rate) == {"cpu", "right"} | forward_only
+    assert row.refused == {"refusing": "not here"}
     assert row.failed["broken"] == "RuntimeError: no such"
     assert row.failed["wrong"].startswith("WrongResult: differs by")
     products = 4 * 2 * 64 * 64 * 16 * (0.5 if table == "forward" else 2.5)

@@ -81,6 +81,29 @@ def check(case: Case) -> None:
         assert mine <= allowed, f"d{name} is off by {mine:.3g}, allowed {allowed:.3g}"
 
 
+@pytest.fixture(autouse=True)
+def _in_bounds():
+    """Where kernels are interpreted, every access is looked at."""
+    if not INTERPRETED:
+        yield
+        return
+    from bounds import checked
+
+    with checked():
+        yield
+
+
+@interpreted
+def test_an_access_beyond_a_tensor_is_seen(monkeypatch):
+    from bounds import OutOfBounds
+
+    case = draw(40, 40, D=16, dtype=F16)
+    short = torch.empty(1, 2, 39, 16, dtype=F16)
+    monkeypatch.setattr(triton_backward, "_like", lambda x: short)
+    with pytest.raises(Exception, match=OutOfBounds.__name__):
+        gradients(case, draw_seeds(case))
+
+
 @compiled
 def test_interpreted_kernels_agree_with_the_oracle():
     """Runs the tests marked `interpreted`."""
@@ -266,21 +289,21 @@ def test_it_compiles_for_other_gpus_and_fits(capability, shared_kb):
 
 GPU_CASES = {
     "D64": lambda dtype: draw(163, 311, D=64, dtype=dtype),
-    "D128 causal grouped": lambda dtype: draw(
+    "D128-causal-grouped": lambda dtype: draw(
         300, 511, B=2, Hq=6, Hkv=2, D=128, dtype=dtype, causal=True
     ),
-    "more queries": lambda dtype: draw(300, 111, D=64, dtype=dtype, causal=True),
+    "more-queries": lambda dtype: draw(300, 111, D=64, dtype=dtype, causal=True),
     "D80": lambda dtype: draw(163, 311, D=80, dtype=dtype, causal=True),
     "D256": lambda dtype: draw(163, 311, D=256, dtype=dtype, causal=True),
     "D512": lambda dtype: draw(70, 80, D=512, dtype=dtype),
     "Dv": lambda dtype: draw(140, 211, D=33, Dv=80, dtype=dtype),
-    "window softcap": lambda dtype: draw(263, 500, dtype=dtype, window=(100, 5), softcap=8.0),
+    "window-softcap": lambda dtype: draw(263, 500, dtype=dtype, window=(100, 5), softcap=8.0),
     "sinks": lambda dtype: draw(163, 300, Hq=4, dtype=dtype, sinks=torch.randn(4), causal=True),
     "kv_lens": lambda dtype: draw(
         140, 300, B=4, dtype=dtype, kv_lens=torch.tensor([0, 1, 256, 300]), causal=True
     ),
     "bias": lambda dtype: draw(163, 300, B=2, Hq=4, dtype=dtype, bias=torch.randn(4, 163, 300)),
-    "shared bias": lambda dtype: draw(163, 300, B=2, Hq=4, dtype=F32, bias=torch.randn(300)),
+    "shared-bias": lambda dtype: draw(163, 300, B=2, Hq=4, dtype=F32, bias=torch.randn(300)),
     "varlen": lambda dtype: draw_varlen(
         [1, 0, 263, 5, 130], [300, 7, 263, 0, 211], dtype=dtype, causal=True, sinks=torch.randn(4)
     ),

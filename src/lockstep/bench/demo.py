@@ -71,9 +71,8 @@ def run(console: Console) -> bool:
         _climb(),
         _rung_row,
     )
-    ok = all(check.ok for check in (*exact, *same)) and all(
-        counted.right and not counted.hazards for _, counted in climbed
-    )
+    ok = all(check.ok for check in exact) and all(check.ok for check in same)
+    ok = ok and all(counted.right and not counted.hazards for _, counted in climbed)
     _closing(console, ok)
     return ok
 

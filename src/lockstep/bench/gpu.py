@@ -93,13 +93,17 @@ CASES: tuple[Case, ...] = (
 
 @dataclass
 class Row:
-    """What one case came to: milliseconds and rates by contender, or why there are none."""
+    """What one case came to: milliseconds and rates by contender, or why there are none.
+
+    A contender that refuses a case says so before it runs; one that fails, or errs, does not.
+    """
 
     case: Case
     ours: list[str]
     ms: dict[str, float] = field(default_factory=dict)
     rate: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         case = self.case
@@ -118,6 +122,7 @@ class Row:
             "ms": {name: round(ms, 5) for name, ms in self.ms.items()},
             "rate": {name: round(rate, 1) for name, rate in self.rate.items()},
             "failed": self.failed,
+            "refused": self.refused,
         }
 
 
@@ -159,6 +164,10 @@ def run(case: Case, ours: list[Kernel], peers: list[Peer], *, quick: bool = Fals
             call, rows = prepare()
             _check(rows(call()), expected)
             ms = _milliseconds(call, quick)
+        except NotImplementedError as refusal:
+            # Not a failure: some kernels are for some problems only.
+            row.refused[name] = str(refusal).splitlines()[-1].strip()[:200]
+            continue
         except Exception as error:
             # Whatever a library trips over is its cell's, not the run's.
             row.failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]

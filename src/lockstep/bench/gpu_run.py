@@ -21,11 +21,13 @@ def main(
     as_json: bool = False,
     save: bool = False,
     more_peers: Sequence[peers.Peer] = (),
+    without: Sequence[str] = (),
     directory: Path | None = None,
 ) -> int:
     """Time `tables` (all, if empty) and print them; the exit status.
 
-    `more_peers` take part besides those that can be imported, in place of any with their name.
+    `more_peers` take part besides those that can be imported, in place of any with their name;
+    the peers named in `without` do not.
     """
     # What is printed on the way goes to stderr: stdout is for the tables, or for JSON alone.
     aside = Console(stderr=True)
@@ -39,8 +41,8 @@ def main(
     except gpu.NoGpu as error:
         aside.print(f"error: {error}", style=show.BAD, soft_wrap=True)
         return USAGE
-    replaced = {peer.name for peer in more_peers}
-    theirs = [peer for peer in peers.find() if peer.name not in replaced]
+    left_out = {*without, *(peer.name for peer in more_peers)}
+    theirs = [peer for peer in peers.find() if peer.name not in left_out]
     cases = [case for case in gpu.CASES if not tables or case.table in tables]
     rows = []
     with show.progress(aside, len(cases)) as steps:

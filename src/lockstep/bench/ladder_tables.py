@@ -93,17 +93,30 @@ def counters_block(directory: Path) -> str:
     if run is None:
         return "Not measured yet."
     lines = [
-        "| launch | outputs | global sectors | shared wavefronts | shared accesses | blocks/SM |",
-        "|---|---|---:|---:|---:|---:|",
+        "| launch | outputs | global sectors | shared wavefronts | blocks/SM | why they differ |",
+        "|---|---|---:|---:|---:|---|",
     ]
     for row in run["rows"]:
         machine, gpu = row["machine"], row["gpu"]
         same = "same bits" if row["bitwise"] else f"within {row['largest_error']:.0e}"
-        counts = ("global_sectors", "shared_wavefronts", "shared_accesses")
-        pairs = [_pair(machine[name], gpu[name]) for name in counts]
+        pairs = [
+            _pair(machine[name], gpu[name]) for name in ("global_sectors", "shared_wavefronts")
+        ]
         fits = _pair(row["blocks_per_sm"]["closed_form"], row["blocks_per_sm"]["driver"])
-        lines.append(f"| {row['name']} | {same} | {' | '.join(pairs)} | {fits} |")
+        why = _why(row)
+        lines.append(f"| {row['name']} | {same} | {' | '.join(pairs)} | {fits} | {why} |")
     return "\n".join(lines) + f"\n\n{where(run)}."
+
+
+def _why(row: dict[str, Any]) -> str:
+    """Why counts differ, as far as it is known."""
+    verdicts = {row["global_sectors_verdict"], row["shared_wavefronts_verdict"]} - {"equal"}
+    reasons = {
+        "merged": "the compiler merges accesses",
+        "known": row["known_difference"],
+        "differs": "not known",
+    }
+    return "; ".join(reasons[verdict] for verdict in sorted(verdicts))
 
 
 def _pair(ours: int, theirs: int) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from lockstep.kernels.triton.dbias import sum_bias
 from lockstep.kernels.triton.dkdv import sum_keys
 from lockstep.kernels.triton.dq import sum_queries
 from lockstep.kernels.triton.gradient_rows import prepare_rows, sum_sinks
-from lockstep.kernels.triton.launch import FAR, scales_of, strides_of
+from lockstep.kernels.triton.launch import Launch, device_of, scales_of, strides_of, window_of
 from lockstep.kernels.triton.plan import block_of
 from lockstep.problem import AttentionProblem, Tensors
 
@@ -66,19 +65,70 @@ _SINGLE = {
 LARGE_SHARED_MEMORY = 163 * 1024
 
 
-@lru_cache
-def _shared_memory(device: torch.device) -> int:
-    if device.type != "cuda":
-        return LARGE_SHARED_MEMORY
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
 def cuts_of(problem: AttentionProblem, shared_memory: int) -> tuple[Cut, Cut]:
     """The cuts for dK and dV, and for dQ."""
     table = _HALF if shared_memory >= LARGE_SHARED_MEMORY else _HALF_SMALL
     if problem.dtype == torch.float32:
         table = _SINGLE
     return table[max(64, block_of(problem.D), block_of(problem.Dv))]
+
+
+class Call:
+    """What derives one problem with inputs of given strides and alignment."""
+
+    def __init__(self, problem: AttentionProblem, tensors: Tensors, dout: Tensor) -> None:
+        # Kept, so that no other problem gets its id.
+        self.problem = problem
+        packed = problem.layout == "varlen"
+        B = 1 if packed else problem.B
+        self.statistics_shape = (2, B, problem.Hq, problem.Sq)
+        arguments = {**_arguments(problem, tensors, dout), "H": problem.Hq, "S": problem.Sq}
+        arguments |= {"stride_rb": problem.Hq * problem.Sq, "stride_rh": problem.Sq, "stride_rs": 1}
+        if packed:
+            arguments |= {"stride_rb": 0, "stride_rh": 1, "stride_rs": problem.Hq}
+        block_rows = max(16, 8192 // arguments["BLOCK_DV"])
+        row_tiles = triton.cdiv(problem.Sq, block_rows) * problem.Hq * B
+        self.rows = Launch(prepare_rows, (row_tiles,), arguments | {"BLOCK_ROWS": block_rows})
+        self.sinks = Launch(sum_sinks, (problem.Hq,), arguments | {"B": B, "BLOCK_ROWS": SINK_ROWS})
+        for_keys, for_queries = cuts_of(problem, device_of(dout.device).shared_bytes)
+        n_keys = _slots(problem, problem.Skv, for_keys.BLOCK_KV)
+        n_queries = _slots(problem, problem.Sq, for_queries.BLOCK_Q)
+        self.keys = _launch(sum_keys, n_keys * problem.Hkv * B, arguments, for_keys, n_slots=n_keys)
+        self.queries = _launch(
+            sum_queries, n_queries * problem.Hq * B, arguments, for_queries, n_slots=n_queries
+        )
+        self.bias = None if tensors.bias is None else _launch_bias(arguments, tensors, for_queries)
+
+    def __call__(
+        self,
+        tensors: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        grads: dict[str, Tensor],
+    ) -> None:
+        """Fills `grads`, which holds those that are wanted."""
+        q, k, v, bias, sinks, kv_lens, cu_q, cu_k, _ = tensors
+        lse2, delta = lse.new_empty(self.statistics_shape).unbind()
+        self.rows(out, dout, lse, dlse, lse2, delta)
+        if "sinks" in grads:
+            self.sinks(sinks, lse2, delta, grads["sinks"])
+        pointers = (q, k, v, bias, kv_lens, cu_q, cu_k, dout, lse2, delta)
+        if "k" in grads or "v" in grads:
+            # Both come out of one pass; the one nobody asked for is dropped.
+            dk = grads["k"] if "k" in grads else _like(k)
+            dv = grads["v"] if "v" in grads else _like(v)
+            self.keys(*pointers, dk, dv)
+        if "q" in grads:
+            self.queries(*pointers, grads["q"])
+        if self.bias is not None and "bias" in grads:
+            self.bias(q, k, v, bias, kv_lens, dout, lse2, delta, grads["bias"])
+
+
+_CALLS: dict[tuple[Any, ...], Call] = {}
+# As many shapes as a training run is likely to have, and then some.
+_MAX_CALLS = 1024
 
 
 def backward(
@@ -91,30 +141,41 @@ def backward(
     needs: Needs,
 ) -> Gradients:
     """As `lockstep.kernels.kernel.Kernel.backward` says."""
-    found = {name: _like(getattr(tensors, name)) for name in needs._fields if getattr(needs, name)}
+    grads = {name: _like(getattr(tensors, name)) for name in needs._fields if getattr(needs, name)}
     if 0 in (problem.B, problem.Sq, problem.Skv):
-        _fill_without_pairs(found, lse, dlse)
-        return Gradients(*map(found.get, Gradients._fields))
-    lse2, delta = _prepare(problem, out, lse, dout, dlse)
-    if "sinks" in found:
-        B, Hq, S = lse2.shape
-        sinks = tensors.sinks, lse2, delta, found["sinks"]
-        sum_sinks[(Hq,)](*sinks, B, Hq, S, BLOCK_ROWS=SINK_ROWS)
-    arguments = _arguments(problem, tensors, dout)
-    pointers = *tensors[:4], *tensors[5:8], dout, lse2, delta
-    for_keys, for_queries = cuts_of(problem, _shared_memory(dout.device))
-    if needs.k or needs.v:
-        # Both come out of one pass; the one nobody asked for is dropped.
-        dk = found["k"] if needs.k else _like(tensors.k)
-        dv = found["v"] if needs.v else _like(tensors.v)
-        n_slots, grid = _programs(problem, problem.Skv, for_keys.BLOCK_KV, problem.Hkv)
-        sum_keys[grid](*pointers, dk, dv, n_slots=n_slots, **arguments, **vars(for_keys))
-    if needs.q:
-        n_slots, grid = _programs(problem, problem.Sq, for_queries.BLOCK_Q, problem.Hq)
-        sum_queries[grid](*pointers, found["q"], n_slots=n_slots, **arguments, **vars(for_queries))
-    if needs.bias:
-        _sum_bias(tensors, dout, lse2, delta, found["bias"], arguments, for_queries)
-    return Gradients(*map(found.get, Gradients._fields))
+        _fill_without_pairs(grads, lse, dlse)
+    elif dout.is_cuda and dout.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(dout.device):
+            _call_for(problem, tensors, out, lse, dout, dlse)(tensors, out, lse, dout, dlse, grads)
+    else:
+        _call_for(problem, tensors, out, lse, dout, dlse)(tensors, out, lse, dout, dlse, grads)
+    return Gradients(*map(grads.get, Gradients._fields))
+
+
+def _call_for(
+    problem: AttentionProblem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Call:
+    """The call prepared for this problem, these strides and this alignment."""
+    given = [x for x in (*tensors, out, lse, dout, dlse) if x is not None]
+    key = (
+        id(problem),
+        *(x.stride() for x in (*tensors[:4], dout) if x is not None),
+        # Triton compiles for pointers that are multiples of 16 bytes, or for any: each by itself.
+        *(x.data_ptr() & 15 for x in given),
+        dlse is None,
+        dout.get_device(),
+    )
+    call = _CALLS.get(key)
+    if call is None:
+        if len(_CALLS) >= _MAX_CALLS:
+            _CALLS.clear()
+        call = _CALLS[key] = Call(problem, tensors, dout)
+    return call
 
 
 def _like(x: Tensor) -> Tensor:
@@ -132,101 +193,56 @@ def _fill_without_pairs(grads: dict[str, Tensor], lse: Tensor, dlse: Tensor | No
         grads["sinks"].copy_(share.sum(others, dtype=torch.float64))
 
 
-def _programs(
-    problem: AttentionProblem, S: int, block: int, heads: int
-) -> tuple[int, tuple[int, ...]]:
-    """Tiles of a head, and the grid of all. Packed sequences get one tile more each, as
-    `tiles.find_sequence` says.
-    """
-    if problem.layout == "varlen":
-        n_slots = S // block + problem.B
-        return n_slots, (n_slots * heads,)
-    n_slots = triton.cdiv(S, block)
-    return n_slots, (n_slots * heads * problem.B,)
+def _slots(problem: AttentionProblem, S: int, block: int) -> int:
+    """Tiles of a head; in a packed batch one more per sequence, see `tiles.find_sequence`."""
+    return S // block + problem.B if problem.layout == "varlen" else triton.cdiv(S, block)
 
 
-def _prepare(
-    problem: AttentionProblem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """lse2 and delta [B, Hq, Sq]; those of a packed batch [1, Hq, T]."""
-    packed = problem.layout == "varlen"
-    shape = (2, 1 if packed else problem.B, problem.Hq, problem.Sq)
-    lse2, delta = torch.empty(shape, dtype=torch.float32, device=out.device).unbind()
-    _, B, Hq, S = shape
-    row_strides = (0, 1, Hq) if packed else (Hq * S, S, 1)
-    block_dv = block_of(problem.Dv)
-    block_rows = max(16, 8192 // block_dv)
-    prepare_rows[(triton.cdiv(S, block_rows) * Hq * B,)](
-        *(out, dout, lse, dlse, lse2, delta),
-        *_dout_strides(problem, dout),
-        *row_strides,
-        *(S, Hq),
-        DV=problem.Dv,
-        BLOCK_DV=block_dv,
-        BLOCK_ROWS=block_rows,
-    )
-    return lse2, delta
+def _launch(kernel: Any, programs: int, arguments: dict[str, Any], cut: Cut, **more: Any) -> Launch:
+    blocks = {"BLOCK_Q": cut.BLOCK_Q, "BLOCK_KV": cut.BLOCK_KV}
+    options = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
+    return Launch(kernel, (programs,), arguments | blocks | more, **options)
 
 
-def _dout_strides(problem: AttentionProblem, dout: Tensor) -> tuple[int, int, int]:
-    """By sequence, head and token."""
-    if problem.layout == "varlen":
-        return 0, dout.stride(1), dout.stride(0)
-    return dout.stride(0), dout.stride(1), dout.stride(2)
-
-
-def _arguments(problem: AttentionProblem, tensors: Tensors, dout: Tensor) -> dict[str, Any]:
-    """What all passes take besides pointers, tiles and blocks."""
-    strides = strides_of(problem, tensors)
-    strides = {name: strides[name] for name in strides if name[7] in "qkvb"}
-    of_dout = zip("bhs", _dout_strides(problem, dout), strict=True)
-    strides |= {f"stride_o{letter}": stride for letter, stride in of_dout}
-    # Rows start at multiples of `align` elements, 16 bytes at most.
-    wide = [name for name in strides if name[7] in "qkvo"]
-    size = dout.element_size()
-    starts = (x.data_ptr() // size for x in (*tensors[:3], dout))
-    align = math.gcd(16 // size, *(strides[name] for name in wide), *starts)
-    strides |= {name: strides[name] // align for name in wide}
-    left, right = problem.window
-    scales = scales_of(problem)
-    del scales["SCALE_LATER"]
-    return {
-        **strides,
-        **{name: getattr(problem, name) for name in ("B", "Hq", "Sq", "Skv")},
-        "left": FAR if left is None else min(left, FAR),
-        "right": FAR if right is None else min(right, FAR),
-        "scale": problem.scale,
-        **scales,
-        "D": problem.D,
-        "DV": problem.Dv,
-        "GROUP": problem.Hq // problem.Hkv,
-        "ALIGN": align,
-        "HAS_LEFT": left is not None,
-        "HAS_RIGHT": right is not None,
-        "BLOCK_D": block_of(problem.D),
-        "BLOCK_DV": block_of(problem.Dv),
-    }
-
-
-def _sum_bias(
-    tensors: Tensors,
-    dout: Tensor,
-    lse2: Tensor,
-    delta: Tensor,
-    dbias: Tensor,
-    arguments: dict[str, Any],
-    cut: Cut,
-) -> None:
-    B, Hq, Sq, Skv = dbias.shape
+def _launch_bias(arguments: dict[str, Any], tensors: Tensors, cut: Cut) -> Launch:
+    B, Hq, Sq, Skv = tensors.bias.shape
     programs = B * Hq * triton.cdiv(Sq, cut.BLOCK_Q) * triton.cdiv(Skv, cut.BLOCK_KV)
-    sum_bias[(programs,)](
-        *(*tensors[:4], tensors.kv_lens, dout, lse2, delta, dbias),
-        **{name: value for name, value in arguments.items() if name != "scale"},
+    return _launch(
+        sum_bias,
+        programs,
+        arguments,
+        cut,
         bias_B=B,
         bias_Hq=Hq,
         bias_Sq=Sq,
         bias_Skv=Skv,
         SHARED_Q=Sq < arguments["Sq"],
         SHARED_KV=Skv < arguments["Skv"],
-        **vars(cut),
     )
+
+
+def _arguments(problem: AttentionProblem, tensors: Tensors, dout: Tensor) -> dict[str, Any]:
+    """What the passes take besides pointers, tiles and blocks."""
+    strides = strides_of(problem, tensors)
+    # By sequence, head and token.
+    of_dout = (dout.stride(0), dout.stride(1), dout.stride(2))
+    if problem.layout == "varlen":
+        of_dout = (0, dout.stride(1), dout.stride(0))
+    strides |= dict(zip(("stride_ob", "stride_oh", "stride_os"), of_dout, strict=True))
+    # Rows start at multiples of `align` elements, 16 bytes at most.
+    wide = [name for name in strides if name[7] in "qkvo"]
+    size = dout.element_size()
+    starts = (x.data_ptr() // size for x in (*tensors[:3], dout))
+    align = math.gcd(16 // size, *(strides[name] for name in wide), *starts)
+    return {
+        **strides,
+        **{name: strides[name] // align for name in wide},
+        **{name: getattr(problem, name) for name in ("B", "Hq", "Sq", "Skv", "scale", "D")},
+        **scales_of(problem),
+        **window_of(problem),
+        "DV": problem.Dv,
+        "GROUP": problem.Hq // problem.Hkv,
+        "ALIGN": align,
+        "BLOCK_D": block_of(problem.D),
+        "BLOCK_DV": block_of(problem.Dv),
+    }

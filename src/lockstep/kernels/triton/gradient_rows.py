@@ -15,8 +15,13 @@ import triton.language as tl
 
 from lockstep.kernels.triton.tiles import LOG2E
 
+_SIZES = (
+    *("stride_ob", "stride_oh", "stride_os", "stride_rb", "stride_rh", "stride_rs"),
+    *("S", "H"),
+)
 
-@triton.jit(do_not_specialize=("stride_ob", "stride_oh", "stride_os", "stride_rs", "S", "H"))
+
+@triton.jit(do_not_specialize=_SIZES)
 def prepare_rows(
     out_ptr,
     dout_ptr,
@@ -32,18 +37,20 @@ def prepare_rows(
     stride_rs,
     S,
     H,
+    ALIGN: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """`stride_o*` are those of dout; `stride_r*` count rows of out and lse."""
+    """`stride_o*` are those of dout in units of ALIGN; `stride_r*` count rows of out and lse."""
     tiles = tl.cdiv(S, BLOCK_ROWS)
     tile, head = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     q_idx = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_row = q_idx < S
     row = b * stride_rb + h * stride_rh + q_idx.to(tl.int64) * stride_rs  # [BLOCK_ROWS]
-    dout_row = b * stride_ob + h * stride_oh + q_idx.to(tl.int64) * stride_os
+    dout_row = b * (stride_ob * ALIGN) + h * (stride_oh * ALIGN)
+    dout_row += q_idx.to(tl.int64) * (stride_os * ALIGN)
     d = tl.arange(0, BLOCK_DV)[None, :]
     inside = is_row[:, None] & (d < DV)
     out = tl.load(out_ptr + row[:, None] * DV + d, mask=inside, other=0.0).to(tl.float32)
