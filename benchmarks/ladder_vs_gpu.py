@@ -27,6 +27,7 @@ PROBLEM = Problem(B=1, H=1, S=128, D=32)
 RESULT = simt_vs_gpu.ROOT / "benchmarks" / "results" / "ladder-vs-h200.json"
 # outputs are fp16: a last bit of 2**-11, relative to a largest value that may be up to twice as big
 TOLERANCE = 2.0**-10
+ASYNCHRONOUS = "hardware counts some parts of an asynchronous copy twice"
 WHY = "exp2 differs in the last bit, and tensor cores add in an order of their own"
 
 
@@ -36,6 +37,12 @@ def written(launch: Launch) -> tuple[str, ...]:
     body = launch.kernel.typed(**launch.arguments).body
     arrays = [stmt.array for stmt in ir.walk(body) if isinstance(stmt, stores)]
     return tuple(dict.fromkeys(a.name for a in arrays if a.space is ir.Space.GLOBAL))
+
+
+def known_difference(launch: Launch) -> str:
+    body = launch.kernel.typed(**launch.arguments).body
+    copies = any(isinstance(stmt, ir.AsyncCopy) for stmt in ir.walk(body))
+    return ASYNCHRONOUS if copies else ""
 
 
 def samples_of(rung: Rung) -> list[Sample]:
@@ -55,6 +62,7 @@ def samples_of(rung: Rung) -> list[Sample]:
                 launch.dynamic_bytes,
                 tolerance=TOLERANCE,
                 why=WHY,
+                differs=known_difference(launch),
             )
         )
         if launch is not launches[-1]:

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -40,6 +40,7 @@ from rich.table import Table
 from lockstep.simt import gpu, nvrtc
 from lockstep.simt.cuda_cpp import emit
 from lockstep.simt.launch import extent
+from lockstep.simt.machine import Trace
 from lockstep.simt.occupancy import fit
 from lockstep.simt.samples import SAMPLES, Sample
 
@@ -101,6 +102,16 @@ class Row:
 
 
 COUNTS = ("global_requests", "global_sectors", "shared_wavefronts")
+MORE_COUNTS = ("shared_accesses", "shared_load_wavefronts", "shared_store_wavefronts")
+
+
+def machine_counts(trace: Trace) -> dict[str, int]:
+    return {count: getattr(trace.totals, count) for count in COUNTS + MORE_COUNTS}
+
+
+def as_json(row: Row, counting: bool) -> dict[str, Any]:
+    verdicts = {f"{count}_verdict": row.verdict(count) for count in COUNTS} if counting else {}
+    return asdict(row) | verdicts
 
 
 def attention_sample() -> Sample:
@@ -192,10 +203,6 @@ def measure(samples: list[Sample], console: Console) -> list[Row]:
             trace = launch.trace(**arguments)
             bitwise, error = compare(sample, arguments, run_on_gpu(sample))
             registers, blocks = occupancy_here(sample)
-            totals = trace.totals
-            machine = {count: getattr(totals, count) for count in COUNTS}
-            for more in ("shared_accesses", "shared_load_wavefronts", "shared_store_wavefronts"):
-                machine[more] = getattr(totals, more)
             rows.append(
                 Row(
                     sample.name,
@@ -208,7 +215,7 @@ def measure(samples: list[Sample], console: Console) -> list[Row]:
                     sample.why,
                     sample.differs,
                     len(trace.hazards),
-                    machine,
+                    machine_counts(trace),
                     round(trace.seconds, 3),
                     registers,
                     blocks,
@@ -346,6 +353,22 @@ def table(rows: list[Row], with_counts: bool) -> Table:
     return out
 
 
+def recount(samples: list[Sample], path: Path) -> None:
+    """Bring the machine's side of a result up to date; the GPU's stays as it was counted."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    by_name = {sample.name: sample for sample in samples}
+    known = {field.name for field in fields(Row)}
+    for index, old in enumerate(result["rows"]):
+        sample = by_name[old["name"]]
+        launch = sample.kernel[sample.grid, sample.block, sample.dynamic_bytes]
+        row = Row(**{name: value for name, value in old.items() if name in known})
+        row.machine = machine_counts(launch.trace(**sample.arguments()))
+        row.known_difference = sample.differs
+        result["rows"][index] = as_json(row, counting=True)
+    result["machine_counted_again"] = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
 def run(
     suite: str, make_samples: Callable[[], list[Sample]], script: str, result: Path, about: str
 ) -> int:
@@ -353,9 +376,15 @@ def run(
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--no-counters", action="store_true", help="compare outputs only")
     parser.add_argument("--json", type=Path, default=result, help="where the result goes")
+    parser.add_argument(
+        "--recount", action="store_true", help="the machine's side only, into the given result"
+    )
     parser.add_argument("--launch-only", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     console = Console(width=120)
+    if options.recount:
+        recount(make_samples(), options.json)
+        return 0
     if not torch.cuda.is_available():
         console.print("no CUDA device here", style="red")
         return 2
@@ -378,10 +407,7 @@ def run(
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "environment": environment(ncu),
         "launch_microseconds": overhead,
-        "rows": [
-            asdict(row) | ({f"{c}_verdict": row.verdict(c) for c in COUNTS} if counting else {})
-            for row in rows
-        ],
+        "rows": [as_json(row, counting) for row in rows],
     }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

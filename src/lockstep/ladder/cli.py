@@ -236,8 +236,8 @@ def ladder(
 LEGEND = (
     "Plan: blocks, KB of shared memory of a block, occupancy. Trace, of one head: depth, the warp "
     "instructions one after the other in the longest block; lanes active of 32; wavefronts lost to "
-    "bank conflicts; how often the threads of a block meet at barriers. MB moved to and from "
-    "global memory are those of one head times the number of heads. ct: constant-time."
+    "bank conflicts; barriers that a block passes. MB moved to and from global memory are those of "
+    "one head times the number of heads. ct: constant-time."
 )
 
 

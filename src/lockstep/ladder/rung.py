@@ -20,7 +20,7 @@ from lockstep.simt.types import WARP_SIZE
 if TYPE_CHECKING:
     import torch
 
-    from lockstep.simt import Trace
+    from lockstep.simt.machine import Trace
 
 DTYPES = ("float16", "bfloat16")
 HEAD_DIMS = (32, 64, 128)

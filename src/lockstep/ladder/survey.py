@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lockstep.simt import Trace
+from lockstep.simt.machine import Trace
 
 from .check import errors
 from .plan import Plan, plan

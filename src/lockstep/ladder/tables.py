@@ -91,7 +91,7 @@ def ladder_table(rows: Iterable[Row], timed: bool) -> Table:
     return made
 
 
-_LENSES = ("blocks", "KB", "occ.", "depth", "lanes", "MB", "lost", "meet")
+_LENSES = ("blocks", "KB", "occ.", "depth", "lanes", "MB", "lost", "bar")
 _BENCH = ("time", "TFLOP/s")
 
 
