@@ -154,8 +154,14 @@ def kilobytes(count: int) -> str:
 
 
 def megabytes(count: int) -> str:
-    """Units of 1024² bytes, with three digits."""
+    """Units of 1024² bytes, with two decimals up to ten, then three digits or more.
+
+    >>> megabytes(3 * 2**20), megabytes(2505 * 2**20)
+    ('3.00', '2505')
+    """
     value = count / 1024**2
+    if value < 9.995:
+        return f"{value:.2f}"
     return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
 
 
