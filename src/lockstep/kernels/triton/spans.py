@@ -118,8 +118,8 @@ def attend_tiles(
 ):
     """The tiles from `tile_lo` up to `tile_hi`; unless MASKED, every row sees all of them.
 
-    With CLEAN, values that are not finite count as 0. `taint` [BLOCK_Q, 1] is 0 unless a part that was
-    handed out has such values.
+    With CLEAN, values that are not finite count as 0. `taint` [BLOCK_Q, 1] is 0 unless a part that
+    was handed out has such values.
     """
     for tile in tl.range(tile_lo, tile_hi, num_stages=1 if CLEAN else None):
         first = tile * BLOCK_KV

@@ -1,0 +1,232 @@
+"""The Triton forward against the oracle: every option, layout and dtype.
+
+On small tiles, so that the interpreter can do it; on a GPU also on the real ones.
+"""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from problems import DTYPES, Case, draw, draw_varlen, paginate, run, same_bits
+
+pytest.importorskip("triton")
+from triton_device import GPU, attend, check, needs_triton, use_small_tiles
+
+from lockstep import reference
+
+pytestmark = needs_triton
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a GPU")]
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp16", "bf16"])
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (17, 5)},
+    "window to the left": {"window": (30, None)},
+    "causal window": {"window": (40, 0), "causal": True},
+    "softcap": {"softcap": 5.0},
+    "negative scale": {"scale": -0.3},
+    "no scale": {"scale": 0.0},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 3.0, -math.inf])},
+}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    use_small_tiles(monkeypatch)
+
+
+small = pytest.mark.usefixtures("small_tiles")
+
+
+@small
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    check(draw(9, 70, Hq=4, D=16, **OPTIONS[name]))
+
+
+@small
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
+    check(draw(9, 70, Hq=4, D=16, dtype=dtype, causal=True, softcap=20.0))
+
+
+@small
+@pytest.mark.parametrize(("D", "Dv"), [(1, 1), (33, 40), (40, 16), (80, 24)])
+def test_head_dims(D, Dv):
+    check(draw(5, 40, D=D, Dv=Dv))
+
+
+@small
+@pytest.mark.parametrize(("Sq", "Skv"), [(1, 1), (1, 33), (17, 1), (40, 63), (63, 17)])
+def test_lengths(Sq, Skv):
+    check(draw(Sq, Skv, D=16, causal=True))
+
+
+@small
+@pytest.mark.parametrize(("Hq", "Hkv"), [(6, 2), (5, 1)])
+def test_grouped_heads(Hq, Hkv):
+    check(draw(7, 50, B=2, Hq=Hq, Hkv=Hkv, D=16, causal=True, sinks=torch.randn(Hq)))
+
+
+@small
+@pytest.mark.parametrize("shape", [(2, 4, 1, 1), (1, 1, 1, 50), (1, 4, 7, 50), (7, 1)], ids=str)
+def test_bias_broadcasts(shape):
+    check(draw(7, 50, B=2, Hq=4, D=16, bias=torch.randn(shape), softcap=10.0))
+
+
+@small
+def test_bias_that_hides_keys():
+    bias = torch.randn(7, 50)
+    bias[torch.rand(7, 50) < 0.3] = -math.inf
+    bias[4] = -math.inf
+    check(draw(7, 50, D=16, dtype=torch.float16, bias=bias))
+
+
+@small
+@pytest.mark.parametrize("integer", [torch.int32, torch.int64])
+def test_kv_lens(integer):
+    check(draw(3, 50, B=4, D=16, kv_lens=torch.tensor([0, 1, 32, 50], dtype=integer), causal=True))
+
+
+@small
+@pytest.mark.parametrize("options", [{}, {"window": (9, 3), "softcap": 8.0}], ids=str)
+def test_varlen(options):
+    case = draw_varlen([1, 0, 23, 5, 9], [40, 7, 23, 0, 50], D=16, **options)
+    check(case.replaced(sinks=torch.randn(4)))
+
+
+@small
+@pytest.mark.parametrize("page_size", [1, 5, 16, 48])
+def test_paged(page_size):
+    dense = draw(3, 50, B=3, Hq=4, D=16, causal=True, kv_lens=torch.tensor([50, 0, 33]))
+    paged = paginate(dense, page_size, garbage=math.nan)
+    assert same_bits(attend(paged).out, attend(dense).out)
+    check(paginate(dense, page_size))
+
+
+@small
+def test_strided_inputs():
+    q = torch.randn(2, 7, 4, 16).transpose(1, 2)
+    k = torch.randn(2, 1, 16, 40).mT.expand(2, 2, 40, 16)
+    v = torch.randn(2, 2, 80, 24)[:, :, ::2, 5:21]
+    check(Case({"q": q, "k": k, "v": v}))
+
+
+@small
+@pytest.mark.parametrize(("B", "Sq", "Skv"), [(0, 3, 3), (2, 0, 3), (2, 3, 0), (2, 0, 0)])
+def test_nothing_to_attend(B, Sq, Skv):
+    result = attend(draw(Sq, Skv, B=B, D=16))
+    assert result.out.shape == (B, 2, Sq, 16)
+    assert result.out.eq(0).all()
+    assert result.lse.eq(-math.inf).all()
+
+
+@small
+def test_rows_that_see_nothing():
+    result = attend(draw(20, 4, D=16, causal=True))
+    assert result.out[:, :, :16].eq(0).all()
+    assert result.lse[:, :, :16].eq(-math.inf).all()
+    assert result.lse[:, :, 16:].isfinite().all()
+
+
+@small
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("hidden_by", ["causal", "window", "bias", "kv_lens"])
+def test_garbage_reaches_only_rows_that_see_it(hidden_by, garbage):
+    case = draw(20, 50, D=16)
+    if hidden_by == "bias":
+        bias = torch.zeros(20, 50)
+        bias[:10, 41] = -math.inf
+        case = case.replaced(bias=bias)
+    elif hidden_by == "kv_lens":
+        case = case.replaced(kv_lens=torch.tensor([41]), causal=True)
+    else:
+        case = case.replaced(
+            **{"causal": {"causal": True}, "window": {"window": (9, 0)}}[hidden_by]
+        )
+    clean = attend(case)
+    dirty = {name: case.tensors[name].clone() for name in ("k", "v")}
+    for tensor in dirty.values():
+        tensor[:, 0, 41] = garbage
+    result, exact = attend(case.replaced(v=dirty["v"])), run(case.replaced(v=dirty["v"]), reference)
+    assert torch.equal(result.out.isnan(), exact.out.isnan())
+    assert torch.equal(result.out.isinf(), exact.out.isinf())
+    untouched = exact.out.isfinite()
+    assert torch.equal(result.out[untouched], clean.out[untouched])
+    result = attend(case.replaced(k=dirty["k"]))
+    rows = run(case.replaced(k=dirty["k"]), reference).lse.isfinite() & exact.out.isfinite().all(-1)
+    assert torch.equal(result.out[rows], clean.out[rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+class TestOnAGpu:
+    """The real tiles."""
+
+    @by_dtype
+    @pytest.mark.parametrize("D", [1, 16, 33, 64, 72, 80, 128, 256, 512])
+    def test_head_dims(self, D, dtype):
+        check(draw(111, 300, D=D, dtype=dtype, causal=True))
+
+    @by_dtype
+    @pytest.mark.parametrize("D", [64, 128])
+    @pytest.mark.parametrize("Sq", [1, 4, 63, 300])
+    @pytest.mark.parametrize("name", OPTIONS)
+    def test_options(self, name, Sq, D, dtype):
+        check(draw(Sq, 1100, Hq=4, Hkv=2, D=D, dtype=dtype, **OPTIONS[name]))
+
+    @by_dtype
+    @pytest.mark.parametrize("Sq", [2, 111])
+    def test_bias(self, Sq, dtype):
+        bias = torch.randn(2, 1, Sq, 700)
+        bias[torch.rand(bias.shape) < 0.3] = -math.inf
+        check(draw(Sq, 700, B=2, Hq=4, dtype=dtype, bias=bias))
+
+    @by_dtype
+    @pytest.mark.parametrize("page_size", [1, 16, 64, 256])
+    @pytest.mark.parametrize("Sq", [1, 70])
+    def test_paged(self, Sq, page_size, dtype):
+        dense = draw(Sq, 600, B=3, Hq=8, Hkv=2, D=128, dtype=dtype, causal=True)
+        dense = dense.replaced(kv_lens=torch.tensor([600, 0, 277]))
+        paged = paginate(dense, page_size, garbage=math.nan)
+        assert same_bits(attend(paged).out, attend(dense).out)
+        check(paginate(dense, page_size))
+
+    @by_dtype
+    @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (90, 3)}], ids=str)
+    def test_varlen(self, options, dtype):
+        lens = [1, 0, 263, 5, 700], [1300, 7, 263, 0, 911]
+        check(draw_varlen(*lens, dtype=dtype, sinks=torch.randn(4), **options))
+
+    @settings(
+        max_examples=150,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[
+            HealthCheck.function_scoped_fixture,
+            HealthCheck.differing_executors,
+        ],
+    )
+    @given(st.data())
+    def test_drawn_problems(self, data):
+        torch.manual_seed(data.draw(st.integers(0, 2**16)))
+        sizes = {n: data.draw(st.integers(*r)) for n, r in {"B": (1, 3), "Hkv": (1, 2)}.items()}
+        Sq, Skv = data.draw(st.integers(1, 200)), data.draw(st.integers(0, 1500))
+        D = data.draw(st.sampled_from([16, 40, 64, 96, 128]))
+        dtype = data.draw(st.sampled_from(DTYPES))
+        Hq = sizes["Hkv"] * data.draw(st.integers(1, 5))
+        more = {"causal": data.draw(st.booleans())}
+        if data.draw(st.booleans()):
+            sides = st.sampled_from([None, 0, 17, 600])
+            more["window"] = (data.draw(sides), 0 if more["causal"] else data.draw(sides))
+        if data.draw(st.booleans()):
+            more["softcap"] = data.draw(st.sampled_from([0.5, 50.0]))
+        if data.draw(st.booleans()):
+            more["sinks"] = torch.randn(Hq)
+        if data.draw(st.booleans()):
+            more["kv_lens"] = torch.randint(0, Skv + 1, (sizes["B"],))
+        check(draw(Sq, Skv, **sizes, Hq=Hq, D=D, dtype=dtype, **more))

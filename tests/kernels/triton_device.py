@@ -1,0 +1,67 @@
+"""Where tests of the Triton kernels run: on a GPU if there is one, otherwise in the interpreter.
+
+The interpreter has to be chosen before Triton sees a kernel, with TRITON_INTERPRET=1:
+`test_triton_interpreter.py` runs these tests so in a process of its own. Without either they skip.
+"""
+
+from __future__ import annotations
+
+import os
+
+import plain
+import pytest
+import torch
+from problems import FORWARD_LIMIT, Case, Result, error, run
+
+from lockstep import reference
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    import interpreter  # noqa: F401
+
+from lockstep.kernels.triton import launch, plan  # noqa: E402
+
+GPU = torch.cuda.is_available() and not INTERPRETED
+DEVICE = "cuda" if GPU else "cpu"
+
+needs_triton = pytest.mark.skipif(
+    not (GPU or INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1 in the environment"
+)
+
+
+def attend(case: Case) -> Result:
+    """What the kernel makes of a case, on the device under test; the result comes back."""
+    tensors = {name: tensor.to(DEVICE) for name, tensor in case.tensors.items()}
+    result = run(Case(tensors, case.options), kernel="triton")
+    return Result(result.out.cpu(), result.lse.cpu())
+
+
+def check(case: Case) -> None:
+    """The correctness rule; the oracle and PyTorch's operators run on the CPU."""
+    exact, theirs = run(case, reference).items(), run(case, plain).items()
+    factor, roundings = FORWARD_LIMIT
+    for what, ours in attend(case).items().items():
+        floor = roundings * torch.finfo(torch.float32).eps
+        floor += 0.0 if ours.dtype == torch.float32 else torch.finfo(ours.dtype).eps
+        finite = exact[what].masked_fill(exact[what].isinf(), 0.0).abs()
+        largest = float(finite.max()) if finite.numel() else 0.0
+        allowed = factor * error(theirs[what], exact[what]) + floor * largest
+        mine = error(ours, exact[what])
+        assert mine <= allowed, f"{what} is off by {mine:.3g}, allowed {allowed:.3g}"
+
+
+def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16 keys and spans of 32, so that small problems have several of both."""
+    tiles = plan.Tiles(16, 16, 1, 2, SPAN=32)
+    table = dict.fromkeys((64, 128, 256, 512), (tiles, tiles))
+    for name in ("_HALF", "_SINGLE"):
+        monkeypatch.setattr(plan, name, table)
+    monkeypatch.setattr(launch, "_CALLS", {})
+
+
+def use_multiprocessors(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Plans for a device of another size: 1 splits nothing, 1000 gives every span a program."""
+    real = launch.device_of(torch.device(DEVICE))
+    device = plan.Device(number, real.shared_bytes, real.tma)
+    monkeypatch.setattr(launch, "device_of", lambda _: device)
+    monkeypatch.setattr(launch, "_CALLS", {})
