@@ -1,4 +1,4 @@
-"""What warps say to each other: tiles through a ring of shared memory, and turns.
+"""What warps say to each other: tiles through a ring of shared memory, turns, ends of laps.
 
 Slot `i % STAGES` of a ring holds the i-th tile sent since the kernel began. Two mbarriers guard
 each slot: `full` completes when the bytes of a tile have landed, `empty` when every consumer has
@@ -13,6 +13,13 @@ from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon, mbarrier, t
 
 # Named barriers below 8 belong to the compiler.
 _FIRST_TURN = gl.constexpr(8)
+
+
+@gluon.jit
+def allocate_tiles(desc, N: gl.constexpr):
+    """Shared memory for N tiles of a tensor map."""
+    shape: gl.constexpr = [N] + desc.block_shape  # noqa: RUF005, Gluon does not unpack
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
 
 @aggregate
@@ -34,7 +41,7 @@ class Channel:
     @gluon.jit
     def create(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
         """A ring for tiles of `desc`, each awaited and released by CONSUMERS partitions."""
-        tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_shape, desc.layout)
+        tiles = allocate_tiles(desc, STAGES)
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(STAGES):
@@ -67,6 +74,47 @@ class Channel:
         mbarrier.arrive(self.empty.index(i % self.STAGES), count=1, pred=pred)
 
 
+@aggregate
+class Lap:
+    """Whether there is a second lap: `ran_away` [CONSUMERS, 1] int32 says who asks for it, and is
+    written when `done` [1, 1] completes."""
+
+    ran_away: gl.shared_memory_descriptor
+    done: gl.shared_memory_descriptor
+    CONSUMERS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, ran_away, done, CONSUMERS):
+        self.ran_away = ran_away
+        self.done = done
+        self.CONSUMERS = gl.constexpr(CONSUMERS)
+
+    @gluon.jit
+    def create(CONSUMERS: gl.constexpr):
+        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        ran_away = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], flat)
+        done = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(done.index(0), count=CONSUMERS)
+        return Lap(ran_away, done, CONSUMERS)
+
+    @gluon.jit
+    def end(self, c: gl.constexpr, ran_away):
+        """Consumer `c` is through; `ran_away` is 1 if it has rows to compute again."""
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        self.ran_away.index(c).store(gl.full([1], 0, gl.int32, one) + ran_away)
+        mbarrier.arrive(self.done.index(0), count=1)
+
+    @gluon.jit
+    def again(self):
+        """1 if any consumer asks for a second lap, else 0; waits for all of them."""
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        mbarrier.wait(self.done.index(0), 0)
+        asks = gl.full([1], 0, gl.int32, one)
+        for c in gl.static_range(self.CONSUMERS):
+            asks = asks | self.ran_away.index(c).load(one)
+        return gl.max(asks, 0)
+
+
 @gluon.constexpr_function
 def _turn_asm(verb, consumer):
     # Two warpgroups meet at each barrier: the one that waits and the one before it.
@@ -86,4 +134,19 @@ def pass_turn(c: gl.constexpr, token):
     """Give consumer `c` its turn, without waiting."""
     gl.inline_asm_elementwise(
         _turn_asm("arrive", c), "=r,r", [token], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def await_stores(token):
+    """Wait until what this warpgroup stored by TMA is in memory; `token` is any int32.
+
+    Gluon's own wait returns once shared memory has been read."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, $1;",
+        "=r,r",
+        [token],
+        gl.int32,
+        is_pure=False,
+        pack=1,
     )

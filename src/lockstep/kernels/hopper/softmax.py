@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.gluon_shim import gl, gluon
 
+LN2 = gl.constexpr(0.6931471805599453)
+LOG2E = gl.constexpr(1.4426950408889634)
 # A settled row whose sum reaches this is computed again: 2^64 leaves room for values up to 2^63.
 OVERFLOW = gl.constexpr(18446744073709551616.0)
 
@@ -71,5 +73,5 @@ def multiply_rows(x, factor):
 def cap(s, scale_over_cap, cap_log2):
     """cap · tanh(s·scale / cap), in log2 units."""
     # tanh x = 1 - 2 / (1 + e^2x); exp2 may overflow to inf, which makes it 1.
-    e = gl.exp2(s * (scale_over_cap * 2.8853900817779268))
+    e = gl.exp2(s * (scale_over_cap * 2.0 * LOG2E))
     return cap_log2 - 2.0 * cap_log2 / (1.0 + e)

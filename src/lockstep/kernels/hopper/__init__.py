@@ -1,0 +1,94 @@
+"""The Hopper path: Gluon kernels for compute capability 9.0.
+
+Importing this package does not import Triton.
+
+    gluon_shim.py  Gluon's names, whatever the version of Triton
+    channel.py     tiles between producer and consumers; turns between consumers
+    schedule.py    which tile next, and which keys it sees
+    softmax.py     from scores to weights
+    forward.py     the kernel and its producer
+    consumer.py    a warpgroup that computes
+    plan.py        tile sizes by head dim
+    launch.py      from a problem to a launch
+
+By design a row's bits depend on its own sequence and the head dims alone.
+
+Not among `dispatch.KERNELS` yet: of its tests on an H200, 113 passed, one failed for a reason not
+yet known, and 55 did not get to run. `supports` lets through what those 113 cover.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.kernel import Kernel
+from lockstep.problem import AttentionProblem, Tensors
+
+MAX_HEAD_DIM = 256
+# Rows are coordinates of tensor maps, which reach to 2^31, half of it for the length.
+MAX_ROWS = 1 << 29
+# Fewer query rows than this leave the SMs idle: the Triton path splits the keys instead.
+MIN_QUERIES = 16
+
+
+def _forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    from lockstep.kernels.hopper.launch import forward
+
+    return forward(problem, tensors)
+
+
+@lru_cache(maxsize=1)
+def _has_gluon() -> bool:
+    if find_spec("triton") is None:
+        return False
+    return find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
+
+
+@lru_cache(maxsize=64)
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def supports(problem: AttentionProblem) -> str | None:
+    if problem.device_type != "cuda":
+        return f"runs on CUDA devices, got tensors on {problem.device_type}"
+    major, minor = _capability(torch.cuda.current_device())
+    if (major, minor) != (9, 0):
+        return f"needs compute capability 9.0, this device has {major}.{minor}"
+    if not _has_gluon():
+        return "needs triton 3.6 or newer, with Gluon"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16, got {str(problem.dtype).removeprefix('torch.')}"
+    if problem.D % 8 or problem.Dv % 8 or max(problem.D, problem.Dv) > MAX_HEAD_DIM:
+        return (
+            f"takes head dims in multiples of 8 up to {MAX_HEAD_DIM}, got D = {problem.D} and "
+            f"Dv = {problem.Dv}"
+        )
+    if problem.layout == "paged":
+        return "takes no pages"
+    if problem.layout == "varlen" or problem.has_kv_lens:
+        return "takes dense sequences of one length: others have not been verified on a GPU yet"
+    if problem.bias_shape is not None:
+        return "takes no bias"
+    if problem.Sq < MIN_QUERIES:
+        return f"takes {MIN_QUERIES} queries or more in a sequence, got {problem.Sq}"
+    if problem.B * problem.Hq * max(problem.Sq, problem.Skv) > MAX_ROWS:
+        return f"takes up to {MAX_ROWS} rows in all heads, got more"
+    return None
+
+
+KERNEL = Kernel(
+    name="hopper",
+    supports=supports,
+    forward=_forward,
+    backward=None,
+    # By design it is all three; nothing is claimed before its tests have run on a GPU.
+    deterministic=False,
+    batch_invariant=False,
+    constant_time=False,
+    query_invariant=False,
+)

@@ -1,0 +1,60 @@
+"""Shapes of the forward kernel by head dim, as measured on an H200.
+
+BLOCK_KV is part of a row's bits, so it may follow the head dims and nothing else. The other
+choices change no bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.problem import AttentionProblem
+
+ROWS = 64  # of a consumer
+# Registers of a thread by consumers: at launch, then of a consumer and of the producer.
+REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tile sizes and pipeline of one build."""
+
+    consumers: int
+    block_kv: int
+    stages: int
+    turns: bool
+
+    @property
+    def block_q(self) -> int:
+        return self.consumers * ROWS
+
+
+PLANS = {
+    64: Plan(consumers=3, block_kv=128, stages=3, turns=False),
+    128: Plan(consumers=2, block_kv=128, stages=2, turns=False),
+    256: Plan(consumers=2, block_kv=64, stages=2, turns=False),
+}
+# Where tiles have few blocks of keys, lower tiles lose less at their ends. Up to which Sq:
+SHORT, SHORT_CAUSAL = 1024, 4096
+SHORT_PLANS = {**PLANS, 64: Plan(consumers=2, block_kv=128, stages=3, turns=True)}
+# Programs are this busy where pairing tiles is worth it.
+BUSY = 0.96
+
+
+def padded(dim: int) -> int:
+    """The width of a tile for head dim `dim`: what lies beyond is zero to the copy engine."""
+    return next(width for width in PLANS if dim <= width)
+
+
+def plan_of(problem: AttentionProblem) -> Plan:
+    """The build for a problem."""
+    short = SHORT if problem.window[1] is None else SHORT_CAUSAL
+    plans = SHORT_PLANS if problem.Sq <= short else PLANS
+    return plans[padded(max(problem.D, problem.Dv))]
+
+
+def pays_to_pair(heads: int, n_q_tiles: int, processors: int) -> bool:
+    """Whether pairs of tiles fill the rounds of `processors` programs."""
+    pairs = heads * -(-n_q_tiles // 2)
+    rounds = -(-pairs // processors)
+    return pairs >= BUSY * rounds * processors

@@ -1,0 +1,136 @@
+"""The Hopper forward without a GPU: what it compiles to, what it refuses, what it launches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from problems import draw
+
+from lockstep.kernels import hopper
+from lockstep.problem import Options, Tensors, describe
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+from hopper_build import Build, compile_for_hopper, count
+
+from lockstep.kernels.hopper import launch, plan
+from lockstep.kernels.hopper.forward import forward_kernel
+
+SHARED_MEMORY = 232_448  # bytes a block of sm_90 may have
+PROCESSORS = 132
+
+
+def problem_of(tensors: dict[str, torch.Tensor], **options):
+    return describe(Tensors(**tensors), Options(**options))
+
+
+def build(D: int, dtype: torch.dtype = torch.bfloat16, **options) -> Build:
+    tensors = Tensors(**draw(5000, 256, D=D, dtype=dtype).tensors)
+    problem = describe(tensors, Options(**options))
+    out, lse = torch.empty(problem.out_shape, dtype=dtype), torch.empty(problem.lse_shape)
+    arguments, constants = launch.arguments_of(problem, tensors, out, lse, PROCESSORS)
+    registers = plan.REGISTERS[plan.plan_of(problem).consumers][0]
+    return compile_for_hopper(
+        forward_kernel, (*arguments, *constants), num_warps=4, maxnreg=registers
+    )
+
+
+@pytest.mark.parametrize(("D", "causal"), [(64, False), (128, True), (256, False)])
+def test_machine_code(D, causal):
+    built = build(D, causal=causal)
+    shape = plan.PLANS[D]
+    at_launch, of_consumer, of_producer = plan.REGISTERS[shape.consumers]
+    assert built.registers == at_launch
+    for registers in (of_consumer, of_producer):
+        assert f"USETMAXREG.DEALLOC.CTAPOOL {registers:#x}" in built.text
+    assert built.kernel.metadata.shared <= SHARED_MEMORY
+    assert "serialized" not in built.report
+    assert len(built.main_loops) == shape.consumers
+    per_thread = shape.block_kv * plan.ROWS // 128
+    for body in built.main_loops:
+        found = count(body)
+        assert found["LDL"] == found["STL"] == 0  # nothing spilled
+        scores = body.index("WARPGROUP.DEPBAR.LE gsb0, 0x1")
+        product = len(body) - 1 - body[::-1].index("WARPGROUP.DEPBAR.LE gsb0, 0x0")
+        # The exponentials run under the product: after the scores are there, before it is.
+        assert count(body[scores:product])["MUFU.EX2"] >= per_thread
+        assert found["MUFU.EX2"] - count(body[scores:product])["MUFU.EX2"] == 0
+        # Weights take the registers of those before, which the product reads until then.
+        assert count(body[:product])["F2FP"] == 0
+        assert count(body[product:])["F2FP"] == per_thread // 2
+
+
+def test_a_build_without_branches_on_data():
+    """fp16 takes running maxima: one lap, every block rescaled."""
+    body = build(128, torch.float16).main_loops[0]
+    found = count(body)
+    assert found["FMNMX"] >= 64
+    assert found["FMUL"] >= 64
+
+
+def refusal(monkeypatch, capability=(9, 0), **changes):
+    monkeypatch.setattr(hopper, "_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    case = draw(64, 64, dtype=torch.bfloat16)
+    problem = problem_of(case.tensors)
+    changes = {"device_type": "cuda", **changes}
+    return hopper.supports(type(problem)(**{**vars(problem), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device_type": "cpu"}, "runs on CUDA"),
+        ({"capability": (10, 0)}, "9.0"),
+        ({"dtype": torch.float32}, "float32"),
+        ({"D": 60}, "D = 60"),
+        ({"Dv": 264}, "Dv = 264"),
+        ({"layout": "paged"}, "pages"),
+        ({"bias_shape": (1, 1, 1, 1)}, "bias"),
+        ({"layout": "varlen"}, "not been verified"),
+        ({"has_kv_lens": True}, "not been verified"),
+        ({"Sq": 1}, "16 queries"),
+        ({"Skv": 1 << 30}, "rows"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refusals(monkeypatch, changes, reason):
+    assert reason in refusal(monkeypatch, **changes)
+
+
+def test_takes_what_it_says(monkeypatch):
+    assert refusal(monkeypatch) is None
+    assert refusal(monkeypatch, D=256, Dv=128, causal=True, softcap=3.0, has_sinks=True) is None
+
+
+def test_block_of_keys_follows_the_head_dims_alone():
+    for D in (64, 128, 256):
+        assert plan.PLANS[D].block_kv == plan.SHORT_PLANS[D].block_kv
+
+
+def test_pairs_only_where_they_fill_the_card():
+    assert plan.pays_to_pair(heads=16, n_q_tiles=128, processors=132)
+    assert not plan.pays_to_pair(heads=1, n_q_tiles=8, processors=132)
+
+
+def test_strides_the_copy_engine_does_not_take_are_copied():
+    x = torch.randn(2, 3, 40, 64).bfloat16()
+    assert launch._fit(x) is x
+    assert launch._fit(x.transpose(1, 2)).data_ptr() == x.data_ptr()
+    for odd in (x[..., 1:], torch.cat([x, x[..., :1]], -1)[..., :64], x[:, :1].expand_as(x)):
+        fitted = launch._fit(odd)
+        assert fitted.data_ptr() != odd.data_ptr()
+        assert torch.equal(fitted, odd)
+
+
+def test_ragged_keys_share_the_rows_between_batches():
+    k = torch.randn(2, 3, 40, 64).bfloat16()
+    k_, v_, rows = launch._fit_keys(k, k, ragged=True)
+    assert k_ is k
+    assert v_ is k
+    assert rows == 3 * 40
+    heads_last = k.transpose(1, 2).contiguous().transpose(1, 2)
+    assert launch._fit_keys(heads_last, heads_last, ragged=True)[2] == 40
+    k_, v_, rows = launch._fit_keys(k, heads_last, ragged=True)
+    assert rows == 3 * 40
+    assert v_.is_contiguous()

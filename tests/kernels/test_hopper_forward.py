@@ -1,0 +1,297 @@
+"""The Hopper forward on a GPU: the correctness rule, garbage, bits, and no hang."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from problems import FORWARD_LIMIT, Case, draw, draw_varlen, error, run, same_bits
+
+from lockstep import reference
+from lockstep.kernels import hopper
+from lockstep.problem import Tensors, describe, make_options
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU",
+    ),
+]
+
+DTYPES = (torch.bfloat16, torch.float16)
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
+HEAD_DIMS = (64, 96, 128, 192, 256)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def on_gpu(case: Case) -> Case:
+    return Case({name: x.cuda() for name, x in case.tensors.items()}, case.options)
+
+
+def launch(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of the Hopper kernel for a case on the GPU, whether dispatch would choose it
+    or not."""
+    options = {"causal": False, "window": None, "scale": None, "softcap": None, **case.options}
+    tensors = Tensors(**case.tensors)
+    return hopper.KERNEL.forward(describe(tensors, make_options(**options)), tensors)
+
+
+def hopper_run(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for a case on the CPU, back on the CPU."""
+    out, lse = launch(on_gpu(case))
+    return out.cpu(), lse.cpu()
+
+
+def check(case: Case) -> None:
+    """The correctness rule, PyTorch's error taken in the precision of the inputs."""
+    import plain
+
+    exact, theirs = run(case, reference), run(case, plain)
+    ours = dict(zip(("out", "lse"), hopper_run(case), strict=True))
+    factor, roundings = FORWARD_LIMIT
+    for what, mine in ours.items():
+        expected = exact.items()[what]
+        finite = expected.masked_fill(expected.isinf(), 0.0)
+        floor = roundings * torch.finfo(torch.float32).eps + (
+            torch.finfo(mine.dtype).eps if mine.dtype != torch.float32 else 0.0
+        )
+        allowed = factor * error(theirs.items()[what], expected) + floor * float(finite.abs().max())
+        assert error(mine, expected) <= allowed, what
+
+
+@by_dtype
+@pytest.mark.parametrize("D", [8, 32, *HEAD_DIMS])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_head_dims(D, causal, dtype):
+    check(draw(111, 300, D=D, dtype=dtype, causal=causal))
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(192, 128), (64, 128), (40, 256)])
+def test_value_dim_of_its_own(D, Dv):
+    check(draw(100, 200, D=D, Dv=Dv, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("Sq", "Skv"), [(16, 1), (63, 64), (64, 63), (191, 129), (193, 127), (1023, 1023), (300, 111)]
+)
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_lengths(Sq, Skv, D, causal):
+    check(draw(Sq, Skv, D=D, dtype=torch.bfloat16, causal=causal))
+
+
+@pytest.mark.parametrize(("Hq", "Hkv"), [(4, 1), (6, 2), (9, 3)])
+def test_grouped_heads(Hq, Hkv):
+    check(draw(130, 300, B=2, Hq=Hq, Hkv=Hkv, dtype=torch.bfloat16, causal=True))
+
+
+@by_dtype
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (17, 5)},
+        {"window": (0, 0)},
+        {"window": (None, 40)},
+        {"window": (200, None)},
+        {"window": (129, None), "causal": True},
+        {"softcap": 5.0},
+        {"scale": -0.3},
+        {"scale": 0.0},
+        {"softcap": 20.0, "window": (64, 0)},
+    ],
+    ids=str,
+)
+def test_options(options, D, dtype):
+    check(draw(300, 500, D=D, dtype=dtype, **options))
+
+
+@by_dtype
+@pytest.mark.parametrize("sink_dtype", [torch.float32, None], ids=["fp32", "same"])
+def test_sinks(dtype, sink_dtype):
+    sinks = torch.tensor([0.5, -1.0, 30.0, -math.inf]).to(sink_dtype or dtype)
+    check(draw(130, 300, Hq=4, dtype=dtype, sinks=sinks, causal=True))
+
+
+@by_dtype
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_kv_lens(D, dtype):
+    lens = torch.tensor([0, 1, 128, 255, 300])
+    check(draw(200, 300, B=5, D=D, dtype=dtype, kv_lens=lens))
+    check(draw(200, 300, B=5, D=D, dtype=dtype, kv_lens=lens.int(), causal=True))
+
+
+@by_dtype
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_varlen(D, dtype):
+    q_lens, kv_lens = [1, 300, 0, 64, 7, 192, 500], [300, 1, 40, 0, 129, 192, 500]
+    check(draw_varlen(q_lens, kv_lens, D=D, dtype=dtype))
+    check(draw_varlen(q_lens, kv_lens, D=D, dtype=dtype, causal=True))
+    check(draw_varlen(q_lens, kv_lens, D=D, dtype=dtype, window=(30, 10), sinks=torch.randn(4)))
+
+
+@pytest.mark.parametrize("how", ["heads last", "sliced", "odd offset", "expanded"])
+def test_strides(how):
+    case = draw(130, 200, B=2, Hq=4, Hkv=4, dtype=torch.bfloat16, causal=True)
+    expected = hopper_run(case)
+    tensors = on_gpu(case).tensors
+    if how == "heads last":
+        tensors = {n: x.transpose(1, 2).contiguous().transpose(1, 2) for n, x in tensors.items()}
+    elif how == "sliced":
+        tensors = {n: torch.cat([x, x], -1)[..., : x.shape[-1]] for n, x in tensors.items()}
+    elif how == "odd offset":
+        tensors = {n: torch.cat([x[..., :1], x], -1)[..., 1:] for n, x in tensors.items()}
+    else:
+        tensors["k"] = tensors["k"][:, :1].expand_as(tensors["k"])
+        expected = hopper_run(case.replaced(k=case.tensors["k"][:, :1].repeat(1, 4, 1, 1)))
+    for ours, exact in zip(launch(Case(tensors, case.options)), expected, strict=True):
+        assert same_bits(ours.cpu(), exact)
+
+
+@pytest.mark.parametrize(("B", "Sq", "Skv"), [(0, 16, 3), (2, 16, 0)])
+def test_nothing_to_attend(B, Sq, Skv):
+    case = draw(Sq, Skv, B=B, dtype=torch.bfloat16, sinks=torch.ones(2))
+    out, lse = hopper_run(case)
+    assert (out == 0).all()
+    assert (lse == 1).all()
+
+
+@by_dtype
+@pytest.mark.parametrize("garbage", [math.nan, math.inf])
+def test_garbage_beyond_a_length_stays_there(garbage, dtype):
+    lens = torch.tensor([0, 5, 128, 200])
+    case = draw(150, 300, B=4, dtype=dtype, kv_lens=lens, causal=True)
+    clean = hopper_run(case)
+    for b, n in enumerate(lens.tolist()):
+        for name in ("k", "v"):
+            case.tensors[name][b, :, n:] = garbage
+    for ours, expected in zip(hopper_run(case), clean, strict=True):
+        assert same_bits(ours, expected)
+
+
+def test_garbage_of_a_neighbour_stays_there():
+    case = draw_varlen([100, 70, 200], [90, 70, 200], dtype=torch.bfloat16, causal=True)
+    clean = hopper_run(case)
+    for name in ("k", "v"):
+        case.tensors[name][90:160] = math.nan
+    for ours, expected in zip(hopper_run(case), clean, strict=True):
+        assert same_bits(ours[:100], expected[:100])
+        assert same_bits(ours[170:], expected[170:])
+        assert ours[100:170].isnan().all()
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_rows_that_run_away(D, causal):
+    """Scores that rise by hundreds after the first block: the second lap computes them."""
+    case = draw(300, 600, B=2, Hq=3, Hkv=3, D=D, dtype=torch.bfloat16, causal=causal)
+    alone = hopper_run(case)
+    q, k = case.tensors["q"], case.tensors["k"]
+    k[1, 2, 400] = q[1, 2, 200] * 60
+    check(case)
+    # Rows whose own scores stay low keep their bits.
+    scores = q[1, 2].double() @ k[1, 2, 400].double() * D**-0.5
+    calm = scores.abs() < 20
+    calm[200] = False
+    low = hopper_run(case.replaced(k=case.tensors["k"].clone()))
+    assert calm.any()
+    if causal:
+        before = slice(0, 100)  # rows that do not see key 400
+        assert same_bits(low[0][1, 2, before], alone[0][1, 2, before])
+    assert same_bits(low[0][0], alone[0][0])
+
+
+@by_dtype
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_bits_do_not_depend_on_the_batch(D, dtype):
+    case = draw(200, 333, B=5, Hq=4, Hkv=2, D=D, dtype=dtype, causal=True)
+    whole = hopper_run(case)
+    for b in range(5):
+        one = case.replaced(**{n: case.tensors[n][b : b + 1] for n in ("q", "k", "v")})
+        for mine, together in zip(hopper_run(one), whole, strict=True):
+            assert same_bits(mine, together[b : b + 1])
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_bits_do_not_depend_on_the_layout(D):
+    lens = [200, 77, 300]
+    packed = draw_varlen(lens, lens, D=D, dtype=torch.bfloat16, causal=True)
+    out, lse = hopper_run(packed)
+    offset = 0
+    for n in lens:
+        rows = slice(offset, offset + n)
+        q, k, v = (packed.tensors[x][rows].transpose(0, 1)[None] for x in ("q", "k", "v"))
+        mine, mine_lse = hopper_run(Case({"q": q, "k": k, "v": v}, {"causal": True}))
+        assert same_bits(mine[0].transpose(0, 1), out[rows])
+        assert same_bits(mine_lse[0].transpose(0, 1), lse[rows])
+        offset += n
+
+
+@by_dtype
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("window", [None, (150, 0)], ids=["causal", "window"])
+def test_bits_do_not_depend_on_the_other_queries(D, dtype, window):
+    options: dict[str, Any] = {"window": window} if window else {"causal": True}
+    case = draw(3000, 3000, D=D, dtype=dtype, **options)
+    whole = hopper_run(case)
+    for first, n in ((0, 100), (900, 16), (1777, 300), (2984, 16)):
+        keys = slice(0, first + n)
+        piece = Case(
+            {
+                "q": case.tensors["q"][:, :, first : first + n],
+                "k": case.tensors["k"][:, :, keys],
+                "v": case.tensors["v"][:, :, keys],
+            },
+            options,
+        )
+        for mine, together in zip(hopper_run(piece), whole, strict=True):
+            assert same_bits(mine, together[:, :, first : first + n])
+
+
+def test_every_element_is_written_and_launches_repeat():
+    case = on_gpu(draw(777, 777, B=3, Hq=8, Hkv=8, D=128, dtype=torch.bfloat16, causal=True))
+    first, first_lse = launch(case)
+    assert not first.isnan().any()
+    for _ in range(20):
+        torch.full((3, 8, 777, 128), math.nan, device="cuda", dtype=torch.bfloat16)  # poison
+        out, lse = launch(case)
+        assert same_bits(first, out)
+        assert same_bits(first_lse, lse)
+
+
+def test_long_rows_over_and_over():
+    """Many blocks to a tile, few tiles: each launch against the first."""
+    for D in (64, 128, 256):
+        case = on_gpu(draw(1023, 1023, D=D, dtype=torch.bfloat16))
+        first, first_lse = launch(case)
+        for _ in range(500):
+            out, lse = launch(case)
+            assert same_bits(first, out)
+            assert same_bits(first_lse, lse)
+
+
+def test_no_hang():
+    """10,000 launches over random shapes; a hang is a hang, so run this under a timeout."""
+    draws = random.Random(0)
+    pool = torch.randn(1 << 22, device="cuda", dtype=torch.bfloat16)
+    for i in range(10_000):
+        D = draws.choice((64, 128, 256))
+        B, Hq = draws.randint(1, 3), draws.choice((1, 2, 4))
+        Sq, Skv = draws.randint(16, 700), draws.randint(1, 700)
+        q, k, v = (pool[: B * Hq * S * D].view(B, Hq, S, D) for S in (Sq, Skv, Skv))
+        tensors, options = {"q": q, "k": k, "v": v}, {"causal": draws.random() < 0.5}
+        if draws.random() < 0.3:
+            tensors["kv_lens"] = torch.randint(0, Skv + 1, (B,), device="cuda")
+        elif draws.random() < 0.2:
+            options = {"window": (draws.randint(0, 300), draws.randint(0, 300))}
+        launch(Case(tensors, options))
+        if i % 500 == 499:
+            torch.cuda.synchronize()
