@@ -1,0 +1,263 @@
+"""Gradients on Hopper GPUs: five matrix products per pair of tiles, one order for every sum.
+
+    backward_rows     lse2 and delta of each row; dQ from its sums    one short launch each
+    backward_kernel   dK, dV and the sums of dQ                       where the time goes
+    backward_walk     which keys and queries a program works on
+    backward_turns    the order in which programs add to dQ
+
+dQ of a row adds up key tiles in ascending order; dK and dV of a key add up query heads in
+ascending and query tiles in descending order. Tiles start at multiples of their size, counted in
+the own sequence. So no bit depends on the batch, on the GPU or on how a launch happens to run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from lockstep.kernels.hopper.backward_kernel import backward_kernel
+from lockstep.kernels.hopper.backward_rows import finish_queries, prepare_rows
+from lockstep.kernels.hopper.gluon_shim import TensorDescriptor, gl
+from lockstep.kernels.hopper.schedule import RAGGED
+from lockstep.kernels.kernel import Gradients, Needs
+from lockstep.numerics import LOG2E
+from lockstep.problem import AttentionProblem, Tensors
+
+BLOCK_KV = 128
+# By padded head dim: what leaves room for dK and dV, or for the scores, in 240 registers.
+BLOCK_Q = {64: 128, 128: 64}
+# Registers of a thread when a program starts; its partitions then share them out anew.
+OPTIONS = {"num_warps": 4, "maxnreg": 168}
+# Heads whose key tiles are handed out in turn, if these tiles together are no more than so many.
+# With more heads, programs wait less for each other at dQ; with fewer, they share more of L2.
+KEY_TILES_AT_ONCE = 128
+# Where later key tiles have fewer queries, programs of one head catch up with each other sooner.
+MASKED_HEADS_AT_ONCE = 8
+# Beyond any length; two of them fit into int32.
+FAR = 1 << 29
+
+
+def supports_backward(problem: AttentionProblem) -> str | None:
+    """Why the backward refuses a problem that the forward may take."""
+    if problem.layout == "paged":
+        return "has no backward through pages"
+    if problem.bias_shape is not None:
+        return "has no backward through a bias"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16, got {str(problem.dtype).removeprefix('torch.')}"
+    if max(problem.D, problem.Dv) > max(BLOCK_Q):
+        return f"has a backward for D and Dv up to 128, got {problem.D} and {problem.Dv}"
+    if problem.D % 8 or problem.Dv % 8:
+        return f"takes D and Dv that are multiples of 8, got {problem.D} and {problem.Dv}"
+    if 0 in (problem.B, problem.Sq, problem.Skv):
+        return "takes at least one query and one key"
+    return None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a problem is cut into tiles. A slot is a place for a tile of one head; packed sequences
+    may own one too many each (`find_sequence`)."""
+
+    block_d: int
+    block_q: int
+    q_slots: int
+    kv_slots: int
+    sequences: int  # that have heads and slots of their own: all of them, or 1 if packed
+    Hq: int
+    Hkv: int
+
+    @property
+    def n_tiles(self) -> int:
+        """Slots for queries of all heads."""
+        return self.q_slots * self.sequences * self.Hq
+
+    @property
+    def programs(self) -> int:
+        return self.kv_slots * self.sequences * self.Hkv
+
+
+def cut_of(problem: AttentionProblem) -> Cut:
+    block_d = 64 if max(problem.D, problem.Dv) <= 64 else 128
+    block_q = BLOCK_Q[block_d]
+    if problem.layout == "varlen":
+        q_slots, kv_slots = problem.Sq // block_q + problem.B, problem.Skv // BLOCK_KV + problem.B
+        sequences = 1
+    else:
+        q_slots, kv_slots = triton.cdiv(problem.Sq, block_q), triton.cdiv(problem.Skv, BLOCK_KV)
+        sequences = problem.B
+    return Cut(block_d, block_q, q_slots, kv_slots, sequences, problem.Hq, problem.Hkv)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What the launches leave for each other; `backward_rows` says how."""
+
+    stats: Tensor  # [n_tiles, 2, block_q] fp32
+    sums: Tensor  # [32 * n_tiles, 256] fp32
+    turn: Tensor  # [n_tiles] int32
+    ticket: Tensor  # [1] int32
+
+    @staticmethod
+    def of(cut: Cut, device: torch.device) -> Workspace:
+        stats = torch.empty((cut.n_tiles, 2, cut.block_q), dtype=torch.float32, device=device)
+        sums = torch.empty((cut.n_tiles * 32, 256), dtype=torch.float32, device=device)
+        counts = torch.empty(cut.n_tiles + 1, dtype=torch.int32, device=device)
+        return Workspace(stats, sums, counts[:-1], counts[-1:])
+
+
+def backward(
+    problem: AttentionProblem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    needs: Needs,
+) -> Gradients:
+    """As `lockstep.kernels.kernel.Kernel.backward` says."""
+    q, k, v, dout = (_aligned(x) for x in (*tensors[:3], dout))
+    if tensors.kv_lens is not None and (not _batch_rows(k) or _batch_rows(k) != _batch_rows(v)):
+        k, v = _copy(k), _copy(v)
+    tensors = tensors._replace(q=q, k=k, v=v)
+    cut = cut_of(problem)
+    work = Workspace.of(cut, q.device)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    sizes = (problem.Hq, problem.B, problem.Sq, problem.Skv, cut.q_slots)
+    packed = problem.layout == "varlen"
+    row_strides = (0, 1, problem.Hq) if packed else (problem.Hq * problem.Sq, problem.Sq, 1)
+
+    prepare_rows[(cut.n_tiles,)](
+        *(out, dout, lse, dlse, work.stats, work.turn, work.ticket),
+        *(tensors.cu_seqlens_q, tensors.cu_seqlens_k, *_strides(dout, packed)),
+        *(*row_strides, *sizes),
+        DV=problem.Dv,
+        BLOCK_D=cut.block_d,
+        BLOCK_Q=cut.block_q,
+    )
+    arguments, constants = kernel_arguments(problem, tensors, dout, dk, dv, cut, work)
+    backward_kernel[(cut.programs,)](*arguments, **constants, **OPTIONS)
+    if needs.q:
+        finish_queries[(cut.n_tiles, 2)](
+            *(work.sums, dq, tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens),
+            *(*row_strides, *sizes, *_reach(problem)),
+            scale=problem.scale,
+            D=problem.D,
+            BLOCK_Q=cut.block_q,
+            BLOCK_KV=BLOCK_KV,
+            **_masks(problem),
+        )
+    return Gradients(
+        q=dq if needs.q else None,
+        k=dk if needs.k else None,
+        v=dv if needs.v else None,
+        bias=None,
+        sinks=_sink_gradient(tensors.sinks, work.stats, cut) if needs.sinks else None,
+    )
+
+
+def kernel_arguments(
+    problem: AttentionProblem,
+    tensors: Tensors,
+    dout: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cut: Cut,
+    work: Workspace,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments and compile-time constants of `backward_kernel`."""
+    packed, kv_lens = problem.layout == "varlen", tensors.kv_lens
+    ragged_kv = packed or kv_lens is not None
+    query_block = [1, 1, 1, cut.block_q, cut.block_d]
+    key_block = [1, 1, 1, BLOCK_KV, cut.block_d]
+    n_heads = cut.sequences * problem.Hkv
+    fewest = MASKED_HEADS_AT_ONCE if problem.window[1] is not None else 1
+    at_once = min(n_heads, max(fewest, KEY_TILES_AT_ONCE // cut.kv_slots))
+    arguments = (
+        _tensor_map(tensors.q, query_block, packed, packed),
+        _tensor_map(dout, query_block, packed, packed),
+        _flat_map(work.stats.view(-1), [2 * cut.block_q]),
+        _tensor_map(tensors.k, key_block, packed, ragged_kv),
+        _tensor_map(tensors.v, key_block, packed, ragged_kv),
+        _tensor_map(dk, key_block, packed, packed),
+        _tensor_map(dv, key_block, packed, packed),
+        _flat_map(work.sums, [32, 256]),
+        *(work.turn, work.ticket, tensors.cu_seqlens_q, tensors.cu_seqlens_k, kv_lens),
+        *(problem.scale, problem.scale * LOG2E, (problem.softcap or 0.0) * LOG2E),
+        *(cut.kv_slots, cut.q_slots, n_heads, at_once, problem.Hkv, problem.Hq // problem.Hkv),
+        *(problem.B, problem.Sq, problem.Skv, *_reach(problem)),
+        0 if kv_lens is None else _batch_rows(tensors.k),
+    )
+    constants = {
+        "LAYOUT": "varlen" if packed else "dense" if kv_lens is None else "kv_lens",
+        "HAS_EDGE": ragged_kv or problem.Skv % BLOCK_KV != 0,
+        "CAPPED": problem.softcap is not None,
+        **_masks(problem),
+    }
+    return arguments, constants
+
+
+def _reach(problem: AttentionProblem) -> tuple[int, int]:
+    """Keys seen left and right of the diagonal."""
+    left, right = (FAR if side is None else min(side, FAR) for side in problem.window)
+    return left, right
+
+
+def _masks(problem: AttentionProblem) -> dict[str, bool]:
+    left, right = problem.window
+    return {"HAS_LEFT": left is not None, "HAS_RIGHT": right is not None}
+
+
+def _strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
+    """By sequence, head and token."""
+    return (0, x.stride(1), x.stride(0)) if packed else (x.stride(0), x.stride(1), x.stride(2))
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy of it, with rows at multiples of 16 bytes."""
+    strides = (stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1)
+    fits = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 and stride > 0 for stride in strides)
+    return x if fits else _copy(x)
+
+
+def _copy(x: Tensor) -> Tensor:
+    # Not `contiguous`: it returns x itself where only its address or a dim of size 1 is odd.
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _batch_rows(x: Tensor) -> int:
+    """Rows from one sequence to the next, 0 where these are not whole rows of a tensor map."""
+    by_batch, _, by_row = _strides(x, False)
+    return by_batch // by_row if by_row > 0 and by_row % 8 == 0 == by_batch % by_row else 0
+
+
+def _tensor_map(x: Tensor, block: list[int], packed: bool, ragged: bool) -> TensorDescriptor:
+    """x as [·, B, H, S, D]; if ragged, with rows that `Job` clips to those of a sequence."""
+    # A dim of size 1 may have any stride, and a tensor map takes few.
+    by_batch, by_head, by_row = (
+        stride if stride % 8 == 0 and stride > 0 else 8 for stride in _strides(x, packed)
+    )
+    H, S, D = (x.shape[1], x.shape[0], x.shape[2]) if packed else x.shape[1:]
+    if ragged:
+        shape = [0x7FFF0000, 0x7FFF0000, H, RAGGED.value, D]
+        strides = [(1 << 34) - by_row, by_row, by_head, by_row, 1]
+    else:
+        shape, strides = [1, x.shape[0], H, S, D], [by_batch, by_batch, by_head, by_row, 1]
+    return TensorDescriptor(x, shape, strides, block, gl.NVMMASharedLayout(128, 16, 5))
+
+
+def _flat_map(x: Tensor, block: list[int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(0, 32, len(block))
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
+def _sink_gradient(sinks: Tensor | None, stats: Tensor, cut: Cut) -> Tensor:
+    """dsink = -Σ_rows exp(sink - lse) · delta [Hq], summed in fp64."""
+    assert sinks is not None
+    lse2, delta = stats.view(cut.sequences, cut.Hq, cut.q_slots, 2, cut.block_q).unbind(3)
+    weight = torch.exp2(sinks.float().view(1, cut.Hq, 1, 1) * LOG2E - lse2)
+    return -(weight * delta).sum((0, 2, 3), dtype=torch.float64).to(sinks.dtype)

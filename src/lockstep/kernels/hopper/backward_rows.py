@@ -1,0 +1,109 @@
+"""What the backward kernel needs to know of each row before, and what becomes of dQ after it.
+
+    lse2  = lse · log2(e), +inf for rows that see no key: their weights 2^(s - lse2) are 0
+    delta = Σ_d dO·O - dlse
+
+Query tiles of all heads are numbered through. `stats` [n_tiles, 2, BLOCK_Q] holds lse2 and delta
+of a tile side by side, so that one copy brings both; rows beyond the sequence look like rows that
+see no key. `sums` [n_tiles, 2, 4096] holds the halves of a tile of dQ as registers held them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lockstep.kernels.triton.tiles import LOG2E, find_sequence
+
+
+@triton.jit
+def _place(cu_q_ptr, cu_kv_ptr, kv_lens_ptr, H, B, Sq, Skv, q_slots, BLOCK_Q: tl.constexpr):
+    """The tile of this program: its number, sequence, head, number in the sequence; then the
+    sequence's first row and its lengths."""
+    tile = tl.program_id(0)
+    head, q_tile = tile // q_slots, tile % q_slots
+    if cu_q_ptr is not None:
+        batch, q_tile = find_sequence(q_tile, cu_q_ptr, B, 1, BLOCK_Q)
+        start = tl.load(cu_q_ptr + batch).to(tl.int32)
+        len_q = tl.load(cu_q_ptr + batch + 1).to(tl.int32) - start
+        first_key = tl.load(cu_kv_ptr + batch).to(tl.int32)
+        len_kv = tl.load(cu_kv_ptr + batch + 1).to(tl.int32) - first_key
+    else:
+        batch, head = head // H, head % H
+        start, len_q, len_kv = 0, Sq, Skv
+        if kv_lens_ptr is not None:
+            len_kv = tl.load(kv_lens_ptr + batch).to(tl.int32)
+    return tile, batch, head, q_tile, start, len_q, len_kv
+
+
+@triton.jit(do_not_specialize=("B", "Sq", "Skv", "H", "q_slots"))
+def prepare_rows(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, turn_ptr, ticket_ptr, cu_q_ptr, cu_kv_ptr,
+    stride_ob, stride_oh, stride_os, stride_rb, stride_rh, stride_rs, H, B, Sq, Skv, q_slots,
+    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """`stride_o*` are those of dout; `stride_r*` count rows of out and lse."""
+    tile, batch, head, q_tile, start, len_q, _ = _place(
+        cu_q_ptr, cu_kv_ptr, None, H, B, Sq, Skv, q_slots, BLOCK_Q
+    )
+    q_idx = q_tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    is_row = q_idx < len_q
+    if cu_q_ptr is not None:
+        batch = 0
+    b, h, s = tl.cast(batch, tl.int64), tl.cast(head, tl.int64), (start + q_idx).to(tl.int64)
+    row = b * stride_rb + h * stride_rh + s * stride_rs  # [BLOCK_Q]
+    dout_row = b * stride_ob + h * stride_oh + s * stride_os
+    d = tl.arange(0, BLOCK_D)[None, :]
+    inside = is_row[:, None] & (d < DV)
+    out = tl.load(out_ptr + row[:, None] * DV + d, mask=inside, other=0.0).to(tl.float32)
+    dout = tl.load(dout_ptr + dout_row[:, None] + d, mask=inside, other=0.0).to(tl.float32)
+    delta = tl.sum(out * dout, 1)  # [BLOCK_Q]
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + row, mask=is_row, other=0.0)
+    lse = tl.load(lse_ptr + row, mask=is_row, other=float("-inf"))
+    is_empty = lse == float("-inf")
+    to = stats_ptr + tile.to(tl.int64) * (2 * BLOCK_Q) + tl.arange(0, BLOCK_Q)
+    tl.store(to, tl.where(is_empty, float("inf"), lse * LOG2E))
+    tl.store(to + BLOCK_Q, tl.where(is_empty, 0.0, delta))
+    tl.store(turn_ptr + tile, 0)
+    if tile == 0:
+        tl.store(ticket_ptr, 0)
+
+
+@triton.jit(do_not_specialize=("B", "Sq", "Skv", "H", "q_slots", "left", "right"))
+def finish_queries(
+    sums_ptr, dq_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, stride_rb, stride_rh, stride_rs,
+    H, B, Sq, Skv, q_slots, left, right, scale, D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """dQ = scale · sums; 0 for tiles that see no key, whose sums nobody has written."""
+    tile, batch, head, q_tile, start, len_q, len_kv = _place(
+        cu_q_ptr, cu_kv_ptr, kv_lens_ptr, H, B, Sq, Skv, q_slots, BLOCK_Q
+    )
+    half = tl.program_id(1)
+    # Somebody came if the key tile with the first key that any row sees walked over this one.
+    first_q = q_tile * BLOCK_Q + len_kv - len_q
+    first_key = 0
+    if HAS_LEFT:
+        first_key = tl.maximum(first_q - left, 0)
+    was_visited = first_key < len_kv
+    if HAS_RIGHT:
+        begin = first_key // BLOCK_KV * BLOCK_KV - (len_kv - len_q) - right
+        was_visited &= q_tile >= tl.maximum(begin, 0) // BLOCK_Q
+    x = tl.zeros([4096], tl.float32)
+    if was_visited:
+        x = tl.load(sums_ptr + (tile.to(tl.int64) * 2 + half) * 4096 + tl.arange(0, 4096))
+    # `Turns.give` says where each row and column has gone.
+    x = x.reshape([8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, 64])
+    q_idx, d = q_tile * BLOCK_Q + tl.arange(0, 64), tl.arange(0, 64)
+    if BLOCK_Q == 64:
+        d += half * 64
+    else:
+        q_idx += half * 64
+    if cu_q_ptr is not None:
+        batch = 0
+    b, h, s = tl.cast(batch, tl.int64), tl.cast(head, tl.int64), (start + q_idx).to(tl.int64)
+    row = b * stride_rb + h * stride_rh + s * stride_rs
+    inside = (q_idx < len_q)[:, None] & (d < D)[None, :]
+    dq = (x * scale).to(dq_ptr.dtype.element_ty)
+    tl.store(dq_ptr + row[:, None] * D + d[None, :], dq, mask=inside)

@@ -1,0 +1,152 @@
+"""Adding up dQ in one fixed order: key tiles take turns at a query tile, in ascending order.
+
+Every program adds its part of dQ to fp32 sums in global memory. `turn[q_tile]` counts the parts
+that have arrived. A program waits until it counts the key tiles before its own, adds, and only
+then counts itself. So each sum has one order, whatever runs when.
+
+Nobody waits for long. All programs walk the query tiles in the same direction, so the second key
+tile of a head starts right behind the first and stays behind it. And nobody waits forever: key
+tiles are handed out in ascending order, so the part waited for belongs to a program that runs.
+
+The warpgroups with the matrix products see none of this. They leave their part in shared memory
+and go on; one warp waits for the turn (`take_turns`), another has the copy engine add the part and
+then passes the turn on (`add_parts`).
+"""
+
+from __future__ import annotations
+
+from triton._C.libtriton import ir
+from triton.experimental.gluon.language._core import builtin
+
+from lockstep.kernels.hopper.gluon_shim import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_store,
+    tma_store_wait,
+)
+
+# Turns that may have come up before their parts are added.
+SLOTS = gl.constexpr(4)
+
+
+@builtin
+def _tma_add(desc, coordinates, tile, _semantic=None):
+    """Add a tile in shared memory to global memory. Gluon has had a name for it since 3.8."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, desc.handle, coordinates, tile.handle)
+
+
+@aggregate
+class Turns:
+    """`part` [32, 256] fp32 is a program's tile of dQ on its way out; `staged` completes when the
+    consumers have written it, `drained` when it has been read. `ready` and `passed` [SLOTS, 1]
+    are the two ends of the turns that have come up."""
+
+    part: gl.shared_memory_descriptor
+    staged: gl.shared_memory_descriptor
+    drained: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    passed: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, part, staged, drained, ready, passed):
+        self.part = part
+        self.staged = staged
+        self.drained = drained
+        self.ready = ready
+        self.passed = passed
+
+    @gluon.jit
+    def create(sums_desc, CONSUMERS: gl.constexpr):
+        layout: gl.constexpr = mbarrier.MBarrierLayout()
+        part = gl.allocate_shared_memory(gl.float32, sums_desc.block_shape, sums_desc.layout)
+        staged = gl.allocate_shared_memory(gl.int64, [1], layout)
+        drained = gl.allocate_shared_memory(gl.int64, [1], layout)
+        ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], layout)
+        passed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], layout)
+        mbarrier.init(staged, count=CONSUMERS)
+        mbarrier.init(drained, count=1)
+        for i in gl.static_range(SLOTS):
+            mbarrier.init(ready.index(i), count=1)
+            mbarrier.init(passed.index(i), count=1)
+        return Turns(part, staged, drained, ready, passed)
+
+    @gluon.jit
+    def give(self, n, dq, half: gl.constexpr):
+        """Consumer: leave its accumulator [64, 64], one half of the n-th tile, to be added.
+
+        The sums keep the order of the registers: four of thread 0, of thread 1, … of 128 threads,
+        then their next four. So threads write 16 bytes side by side, and nothing is rearranged on
+        the way; `backward_rows.finish_queries` reads them back.
+        """
+        # Row 16·warp + 8·i + lane // 4, column 8·j + 2·(lane % 4) + k: register 4·j + 2·i + k.
+        dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([16, 256])
+        mbarrier.wait(self.drained, (n & 1) ^ 1)
+        self.part.slice(half * 16, 16, dim=0).store(dq)
+        fence_async_shared()
+        mbarrier.arrive(self.staged, count=1)
+
+
+@gluon.jit
+def _await_count(count_ptr, count):
+    """Spin until the counter holds `count`; what was written before it got there is visible."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; "
+        "AGAIN: ld.acquire.gpu.global.u32 $0, [$1]; setp.ne.u32 p, $0, $2; @p bra AGAIN; "
+        "fence.proxy.async; }",
+        "=r,l,r",
+        [count_ptr.to(gl.int64), count],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _await_sums(token):
+    """Wait until what this warp had the copy engine write has been written, not only read."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
+        "=r,r",
+        [token],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def take_turns(turns, turn_ptr, walk):
+    """Partition of one warp: waits for each turn of the program and says so."""
+    tile = walk.first_tile
+    t = tile * 0
+    for n in range(walk.n_steps):
+        mbarrier.wait(turns.passed.index(n % SLOTS), ((n // SLOTS) & 1) ^ 1)
+        _await_count(turn_ptr + tile, walk.turn(t))
+        mbarrier.arrive(turns.ready.index(n % SLOTS), count=1)
+        tile, t = walk.next(tile, t)
+
+
+@gluon.jit
+def add_parts(turns, sums_desc, turn_ptr, walk):
+    """Partition of one warp: adds each part when it is there and its turn has come."""
+    tile = walk.first_tile
+    t = tile * 0
+    for n in range(walk.n_steps):
+        mbarrier.wait(turns.staged, n & 1)
+        mbarrier.wait(turns.ready.index(n % SLOTS), (n // SLOTS) & 1)
+        if walk.turn(t) == 0:
+            # Whoever comes first stores, so that nobody has to set the sums to 0 before.
+            tma_store(sums_desc, [tile * 32, 0], turns.part)
+        else:
+            _tma_add(sums_desc, [tile * 32, 0], turns.part)
+        tma_store_wait(0)
+        mbarrier.arrive(turns.drained, count=1)
+        _await_sums(n)
+        gl.atomic_add(turn_ptr + tile, 1, sem="release", scope="gpu")
+        mbarrier.arrive(turns.passed.index(n % SLOTS), count=1)
+        tile, t = walk.next(tile, t)

@@ -1,0 +1,214 @@
+"""The Hopper backward on a GPU: the correctness rule, garbage, bits, and no hang."""
+
+from __future__ import annotations
+
+import random
+
+import plain
+import pytest
+import torch
+from problems import GRADIENT_LIMIT, Case, draw, draw_seeds, draw_varlen, error, run, same_bits
+
+from lockstep import reference
+from lockstep.kernels.kernel import Needs
+from lockstep.problem import Tensors, describe, make_options
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU",
+    ),
+]
+
+DTYPES = (torch.bfloat16, torch.float16)
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
+by_head_dim = pytest.mark.parametrize("D", [64, 128])
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def gradients(case: Case, seeds: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """dq, dk, dv and dsinks of the Hopper kernel, out and lse taken from the oracle."""
+    from lockstep.kernels.hopper.backward import backward, supports_backward
+
+    tensors = Tensors(**{name: x.cuda() for name, x in case.tensors.items()})
+    names = ("causal", "window", "scale", "softcap")
+    options = make_options(*({"causal": False, **case.options}.get(name) for name in names))
+    problem = describe(tensors, options)
+    assert supports_backward(problem) is None
+    saved = run(case, reference)
+    out, lse = saved.out.to(problem.dtype).cuda(), saved.lse.float().cuda()
+    needs = Needs(True, True, True, False, tensors.sinks is not None)
+    found = backward(problem, tensors, out, lse, *(x.cuda() for x in seeds), needs)
+    return {f"d{name}": x.cpu() for name, x in found._asdict().items() if x is not None}
+
+
+def check(case: Case) -> None:
+    """The correctness rule, PyTorch's error taken in the precision of the inputs."""
+    seeds = draw_seeds(case)
+    exact, theirs = run(case, reference, seeds).items(), run(case, plain, seeds).items()
+    factor, roundings = GRADIENT_LIMIT
+    for what, mine in gradients(case, seeds).items():
+        floor = roundings * torch.finfo(torch.float32).eps
+        if mine.dtype != torch.float32:
+            floor += torch.finfo(mine.dtype).eps
+        largest = float(exact[what].abs().max())
+        allowed = factor * error(theirs[what], exact[what]) + floor * largest
+        assert error(mine, exact[what]) <= allowed, what
+
+
+@by_dtype
+@by_head_dim
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("Sq", "Skv"), [(128, 128), (1, 1), (63, 111), (300, 129), (129, 300)])
+def test_dense(Sq, Skv, causal, D, dtype):
+    check(draw(Sq, Skv, B=2, Hq=4, Hkv=2, D=D, dtype=dtype, causal=causal))
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(8, 64), (40, 40), (96, 96), (96, 32), (64, 128)])
+def test_other_head_dims(D, Dv):
+    check(draw(190, 201, D=D, Dv=Dv, dtype=torch.bfloat16, causal=True))
+
+
+@by_head_dim
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (100, 30)},
+        {"window": (0, 0)},
+        {"window": (70, None), "causal": True},
+        {"window": (None, 200)},
+        {"window": (300, None)},
+        {"softcap": 3.0},
+        {"softcap": 3.0, "causal": True},
+        {"scale": 0.3},
+        {"scale": -0.1, "causal": True},
+    ],
+    ids=str,
+)
+def test_options(options, D):
+    check(draw(333, 517, D=D, dtype=torch.bfloat16, **options))
+
+
+@by_head_dim
+def test_sinks(D):
+    case = draw(200, 300, B=2, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, causal=True)
+    check(case.replaced(sinks=torch.randn(4)))
+
+
+@by_head_dim
+def test_rows_and_keys_that_see_nothing_get_zero(D):
+    case = draw(400, 150, D=D, dtype=torch.bfloat16, causal=True)
+    found = gradients(case, draw_seeds(case))
+    assert not found["dq"][:, :, :250].any()
+    case = draw(100, 400, D=D, dtype=torch.bfloat16, window=(20, 0))
+    found = gradients(case, draw_seeds(case))
+    assert not found["dk"][:, :, :280].any()
+    assert not found["dv"][:, :, :280].any()
+
+
+@by_head_dim
+def test_kv_lens(D):
+    case = draw(129, 400, B=4, D=D, dtype=torch.bfloat16, causal=True)
+    check(case.replaced(kv_lens=torch.tensor([0, 1, 256, 400])))
+
+
+@by_head_dim
+def test_varlen(D):
+    lens = [1, 130, 64, 0, 257], [5, 130, 200, 30, 100]
+    check(draw_varlen(*lens, D=D, dtype=torch.bfloat16, causal=True))
+    check(draw_varlen(*lens, D=D, dtype=torch.bfloat16, window=(50, 20)))
+
+
+@by_head_dim
+def test_strides(D):
+    """Views with rows far apart, and ones that no tensor map takes."""
+    case = draw(150, 170, B=2, D=D, dtype=torch.bfloat16)
+    seeds = draw_seeds(case)
+    expected = gradients(case, seeds)
+    spread = {n: x.transpose(1, 2).contiguous().transpose(1, 2) for n, x in case.tensors.items()}
+    odd = {n: torch.nn.functional.pad(x, (0, 1))[..., :-1] for n, x in case.tensors.items()}
+    for views in (spread, odd):
+        found = gradients(Case(views, case.options), seeds)
+        assert all(same_bits(found[name], expected[name]) for name in expected)
+
+
+@by_head_dim
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
+def test_nothing_beyond_a_length_leaks(garbage, D):
+    case = draw(100, 300, B=2, D=D, dtype=torch.bfloat16)
+    lens = torch.tensor([77, 200])
+    case = case.replaced(kv_lens=lens)
+    seeds = draw_seeds(case)
+    expected = gradients(case, seeds)
+    for name in ("k", "v"):
+        for b, length in enumerate(lens):
+            case.tensors[name][b, :, length:] = garbage
+    found = gradients(case, seeds)
+    assert all(same_bits(found[name], expected[name]) for name in expected)
+
+
+@by_head_dim
+def test_neighbours_do_not_leak(D):
+    case = draw_varlen([70, 90, 80], [70, 90, 80], D=D, dtype=torch.bfloat16)
+    dout, dlse = draw_seeds(case)
+    expected = gradients(case, (dout, dlse))
+    for name in ("q", "k", "v"):
+        case.tensors[name][70:160] = float("nan")
+    dout[70:160] = float("nan")
+    found = gradients(case, (dout, dlse))
+    for name in expected:
+        assert same_bits(found[name][:70], expected[name][:70])
+        assert same_bits(found[name][160:], expected[name][160:])
+
+
+@by_head_dim
+@pytest.mark.parametrize("causal", [False, True])
+def test_bits(causal, D):
+    """The same call again, and a sequence alone, in another place, and packed."""
+    case = draw(700, 900, B=3, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, causal=causal)
+    seeds = draw_seeds(case)
+    together = gradients(case, seeds)
+    for _ in range(5):
+        again = gradients(case, seeds)
+        assert all(same_bits(again[name], together[name]) for name in together)
+    rotated = Case({n: x.roll(1, 0) for n, x in case.tensors.items()}, case.options)
+    elsewhere = gradients(rotated, tuple(x.roll(1, 0) for x in seeds))
+    alone = Case({n: x[1:2] for n, x in case.tensors.items()}, case.options)
+    single = gradients(alone, tuple(x[1:2] for x in seeds))
+    q, k, v = (case.tensors[n].transpose(1, 2).flatten(0, 1) for n in "qkv")
+    cu = {f"cu_seqlens_{n}": torch.arange(4) * s for n, s in (("q", 700), ("k", 900))}
+    packed = gradients(
+        Case({"q": q, "k": k, "v": v, **cu}, case.options),
+        tuple(x.transpose(1, 2).flatten(0, 1) for x in seeds),
+    )
+    for name in together:
+        assert same_bits(elsewhere[name].roll(-1, 0), together[name])
+        assert same_bits(single[name], together[name][1:2])
+        of_batch = together[name].transpose(1, 2).flatten(0, 1)
+        assert same_bits(packed[name], of_batch)
+
+
+def test_random_shapes_do_not_hang():
+    """Programs wait for each other, so every shape is a chance to wait forever."""
+    draws = random.Random(0)
+    for _ in range(150):
+        window = draws.choice([None, (draws.randrange(300), draws.randrange(300)), (5, None)])
+        causal = window is None and draws.random() < 0.5
+        case = draw(
+            draws.randrange(1, 900),
+            draws.randrange(1, 900),
+            B=draws.randrange(1, 4),
+            Hq=draws.choice([2, 4, 6]),
+            Hkv=2,
+            D=draws.choice([64, 128]),
+            dtype=torch.bfloat16,
+            causal=causal,
+            window=window,
+        )
+        found = gradients(case, draw_seeds(case))
+        assert all(bool(x.isfinite().all()) for x in found.values())

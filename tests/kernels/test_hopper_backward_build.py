@@ -1,0 +1,101 @@
+"""The Hopper backward compiled for sm_90 without a GPU: registers, products, overlap."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+from hopper_build import compile_for_hopper, count
+
+from lockstep.kernels.hopper import backward
+from lockstep.problem import Tensors, describe, make_options
+
+BRANCH = re.compile(r"BRA\S* (?:\S+, )?0x([0-9a-f]+)")
+BUILDS = [(64, False), (64, True), (128, False), (128, True)]
+
+
+def compiled(D: int, **options):
+    """The backward kernel as a call with these options would launch it."""
+    x = torch.empty(2, 4, 512, D, dtype=torch.bfloat16)
+    names = ("causal", "window", "scale", "softcap")
+    given = make_options(*({"causal": False, **options}.get(name) for name in names))
+    problem = describe(Tensors(x, x, x), given)
+    cut = backward.cut_of(problem)
+    work = backward.Workspace.of(cut, x.device)
+    arguments, constants = backward.kernel_arguments(problem, Tensors(x, x, x), x, x, x, cut, work)
+    return compile_for_hopper(backward.backward_kernel, arguments, **constants, **backward.OPTIONS)
+
+
+@pytest.fixture(scope="module", params=BUILDS, ids=str)
+def build(request):
+    D, causal = request.param
+    return compiled(D, causal=causal)
+
+
+def consumer_loops(build) -> list[list[str]]:
+    """The loops over query tiles, one for each warpgroup.
+
+    A wait that is not over at once jumps away and back, which looks like a longer loop.
+    """
+    at, loops = dict(build.instructions), []
+    for end, text in build.instructions:
+        back = BRANCH.search(text)
+        if back and int(back[1], 16) < end:
+            begin = int(back[1], 16)
+            body = [t for where, t in at.items() if begin <= where <= end]
+            if count(body)["HGMMA"] == 32:
+                loops.append((len(body), begin, end, body))
+    chosen: list[tuple[int, int, int, list[str]]] = []
+    for loop in sorted(loops, key=lambda loop: loop[0]):
+        if all(loop[2] < begin or end < loop[1] for _, begin, end, _ in chosen):
+            chosen.append(loop)
+    return [body for *_, body in chosen]
+
+
+def test_products_are_neither_serialized_nor_interrupted_by_spills(build):
+    assert "serialized" not in build.report
+    assert build.registers == 168
+    loops = consumer_loops(build)
+    assert len(loops) == 2
+    for body in loops:
+        names = count(body)
+        # A few scalars are kept in local memory; the smallest matrix would be 16 registers.
+        assert names["STL"] + names["LDL"] <= 8
+
+
+def test_five_products_and_the_work_under_them(build):
+    for body in consumer_loops(build):
+        marks = [t for t in body if t.startswith(("WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR"))]
+        kinds = "".join("w" if "DEPBAR" in mark else "p" for mark in marks)
+        # dP, dV | dQ, dK | S: each waits while the next product is already under way.
+        assert kinds == "ppwppwpw"
+        exponentials = [i for i, t in enumerate(body) if t.startswith("MUFU.EX2")]
+        waits = [i for i, t in enumerate(body) if "DEPBAR" in t]
+        first_product = next(i for i, t in enumerate(body) if t.startswith("HGMMA"))
+        assert len(exponentials) == body_elements(build)
+        assert all(first_product < i < waits[0] for i in exponentials)
+
+
+def body_elements(build) -> int:
+    """Scores of a thread in one step."""
+    return 64 * (128 if build.kernel.metadata.shared > 199_000 else 64) // 128
+
+
+def test_dq_leaves_through_the_copy_engine(build):
+    text = [text for _, text in build.instructions]
+    assert sum(t.startswith("UTMAREDG") for t in text) == 1
+    # The two other atomics draw a ticket and count a turn: integers.
+    atomics = [t.split()[0] for t in text if t.startswith(("RED", "ATOM"))]
+    assert len(atomics) == 2
+    assert not any("F32" in name or "F16" in name for name in atomics)
+
+
+@pytest.mark.parametrize(
+    "options", [{"window": (100, 30)}, {"causal": True, "softcap": 5.0}], ids=str
+)
+def test_other_builds_are_not_serialized(options):
+    assert "serialized" not in compiled(128, **options).report
