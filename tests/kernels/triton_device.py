@@ -54,7 +54,7 @@ def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 16 keys and spans of 32, so that small problems have several of both."""
     tiles = plan.Tiles(16, 16, 1, 2, SPAN=32)
     table = dict.fromkeys((64, 128, 256, 512), (tiles, tiles))
-    for name in ("_HALF", "_SINGLE"):
+    for name in ("_HALF", "_HALF_BY_POINTERS", "_SINGLE"):
         monkeypatch.setattr(plan, name, table)
     monkeypatch.setattr(launch, "_CALLS", {})
 

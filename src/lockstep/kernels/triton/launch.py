@@ -70,7 +70,7 @@ def is_describable(
     BLOCK_KV: int,
 ) -> bool:
     """Whether a TMA descriptor can stand for the rows of a head of k and v."""
-    if align * tensors.q.element_size() != 16:
+    if align * tensors.q.element_size() != 16 or 0 in (strides["stride_ks"], strides["stride_vs"]):
         return False
     if problem.page_size is None:
         return True

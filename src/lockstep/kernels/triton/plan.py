@@ -1,8 +1,8 @@
 """How a problem is cut into programs: tile sizes, spans, runs of spans.
 
 What decides the bits of a row are `Tiles.BLOCK_KV`, `Tiles.SPAN` and how the warps share a row's
-scores: functions of the head dims and the dtype. All the rest, which follows the batch and the
-device, decides only who computes what.
+scores: functions of the head dims, the dtype and the kind of GPU. All the rest, which follows the
+batch and the number of multiprocessors, decides only who computes what.
 """
 
 from __future__ import annotations
@@ -68,11 +68,18 @@ def block_of(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-# By the larger of the padded head dims: for many rows, for at most 16.
+# By the larger of the padded head dims: for many rows, and for a few that are split.
 _HALF = {
     64: (Tiles(64, 128, 4, 3), Tiles(16, 128, 1, 3)),
     128: (Tiles(64, 64, 4, 3), Tiles(16, 64, 1, 3)),
     256: (Tiles(64, 32, 8, 3), Tiles(64, 32, 8, 3)),
+    512: (Tiles(32, 16, 8, 2), Tiles(32, 16, 8, 2)),
+}
+# Without TMA, addresses take registers: smaller tiles, or more warps.
+_HALF_BY_POINTERS = {
+    64: (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3)),
+    128: (Tiles(64, 64, 8, 3), Tiles(64, 64, 8, 3)),
+    256: (Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2)),
     512: (Tiles(32, 16, 8, 2), Tiles(32, 16, 8, 2)),
 }
 _SINGLE = {
@@ -83,11 +90,11 @@ _SINGLE = {
 }
 
 
-def tiles_of(problem: AttentionProblem, rows: int) -> Tiles:
-    """The tiles for `rows` query rows per KV head and sequence."""
-    table = _SINGLE if problem.dtype == torch.float32 else _HALF
-    many, few = table[max(64, block_of(problem.D), block_of(problem.Dv))]
-    return few if rows <= few.BLOCK_Q else many
+def tiles_of(problem: AttentionProblem, device: Device) -> tuple[Tiles, Tiles]:
+    """The tiles for many query rows, and those for a few that are split over many programs."""
+    half = _HALF if device.tma else _HALF_BY_POINTERS
+    table = _SINGLE if problem.dtype == torch.float32 else half
+    return table[max(64, block_of(problem.D), block_of(problem.Dv))]
 
 
 def stages_of(problem: AttentionProblem, tiles: Tiles, shared_bytes: int) -> int:
@@ -102,16 +109,8 @@ def stages_of(problem: AttentionProblem, tiles: Tiles, shared_bytes: int) -> int
 
 def plan_of(problem: AttentionProblem, device: Device) -> Plan:
     """Whole sequences where that keeps every multiprocessor busy, runs of spans elsewhere."""
-    rows = problem.Sq * (problem.Hq // problem.Hkv)
-    tiles = tiles_of(problem, rows)
-    heads = problem.Hkv
-    if problem.layout == "varlen":
-        # As `tiles.find_sequence` hands them out.
-        n_slots = rows // tiles.BLOCK_Q + problem.B
-    else:
-        n_slots = -(-rows // tiles.BLOCK_Q)
-        heads *= problem.B
-    n_programs = n_slots * heads
+    tiles, few = tiles_of(problem, device)
+    n_slots, n_programs = _count(problem, tiles)
     n_spans = max(1, -(-problem.Skv // tiles.SPAN))
     part_bytes = 4 * problem.Dv * n_spans * math.prod(problem.lse_shape)
     n_runs = 1
@@ -120,4 +119,18 @@ def plan_of(problem: AttentionProblem, device: Device) -> Plan:
         n_runs = min(n_spans, -(-wanted // n_programs))
     run_spans = -(-n_spans // n_runs)
     n_runs = -(-n_spans // run_spans)
+    if n_runs > 1 and problem.Sq * (problem.Hq // problem.Hkv) <= few.BLOCK_Q:
+        tiles = few
+        n_slots, n_programs = _count(problem, tiles)
     return Plan(tiles, n_slots, n_programs, n_spans, run_spans, n_runs, device.tma)
+
+
+def _count(problem: AttentionProblem, tiles: Tiles) -> tuple[int, int]:
+    """`n_slots` and `n_programs` of a plan."""
+    rows = problem.Sq * (problem.Hq // problem.Hkv)
+    if problem.layout == "varlen":
+        # As `tiles.find_sequence` hands them out.
+        n_slots = rows // tiles.BLOCK_Q + problem.B
+        return n_slots, n_slots * problem.Hkv
+    n_slots = -(-rows // tiles.BLOCK_Q)
+    return n_slots, n_slots * problem.Hkv * problem.B
