@@ -10,6 +10,7 @@ Importing this package does not import Triton.
     consumer.py    a warpgroup that computes
     plan.py        tile sizes by head dim
     launch.py      from a problem to a launch
+    backward.py    gradients, and its own list of modules
 
 By design a row's bits depend on its own sequence and the head dims alone.
 
@@ -25,7 +26,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kernel import Kernel
+from lockstep.kernels.kernel import Gradients, Kernel, Needs
 from lockstep.problem import AttentionProblem, Tensors
 
 MAX_HEAD_DIM = 256
@@ -39,6 +40,26 @@ def _forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tenso
     from lockstep.kernels.hopper.launch import forward
 
     return forward(problem, tensors)
+
+
+def _backward(
+    problem: AttentionProblem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    needs: Needs,
+) -> Gradients:
+    from lockstep.kernels.hopper.backward import backward
+
+    return backward(problem, tensors, out, lse, dout, dlse, needs)
+
+
+def _supports_backward(problem: AttentionProblem) -> str | None:
+    from lockstep.kernels.hopper.backward import supports_backward
+
+    return supports_backward(problem)
 
 
 @lru_cache(maxsize=1)
@@ -85,10 +106,11 @@ KERNEL = Kernel(
     name="hopper",
     supports=supports,
     forward=_forward,
-    backward=None,
+    backward=_backward,
     # By design it is all three; nothing is claimed before its tests have run on a GPU.
     deterministic=False,
     batch_invariant=False,
     constant_time=False,
     query_invariant=False,
+    supports_backward=_supports_backward,
 )
