@@ -184,6 +184,15 @@ def test_varlen(options):
 
 
 @interpreted
+def test_strided_inputs():
+    """Rows at odd addresses, heads behind tokens, one key head for all."""
+    q = torch.randn(1, 40, 2, 24).to(F16).transpose(1, 2)[..., 3:19]
+    k = torch.randn(1, 1, 50, 16).to(F16).expand(1, 2, 50, 16)
+    v = torch.randn(1, 2, 100, 16).to(F16)[:, :, ::2]
+    check(Case({"q": q, "k": k, "v": v}))
+
+
+@interpreted
 @pytest.mark.parametrize(("B", "Sq", "Skv"), [(0, 3, 3), (2, 0, 3), (2, 3, 0)])
 def test_nothing_to_attend(B, Sq, Skv):
     case = draw(Sq, Skv, B=B, D=16, sinks=torch.zeros(2))

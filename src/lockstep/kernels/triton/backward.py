@@ -12,7 +12,6 @@ memory stays linear in the sequence.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +46,7 @@ class Cut:
 _HALF = {
     64: (Cut(64, 64, 4, 3), Cut(64, 64, 4, 3)),
     128: (Cut(64, 128, 8, 3), Cut(128, 64, 8, 3)),
-    256: (Cut(32, 64, 8, 2), Cut(64, 32, 4, 2)),
+    256: (Cut(32, 64, 8, 2), Cut(64, 32, 8, 2)),
     512: (Cut(16, 32, 8, 1), Cut(32, 16, 8, 1)),
 }
 _HALF_SMALL = {
@@ -142,6 +141,8 @@ def backward(
 ) -> Gradients:
     """As `lockstep.kernels.kernel.Kernel.backward` says."""
     grads = {name: _like(getattr(tensors, name)) for name in needs._fields if getattr(needs, name)}
+    q, k, v, dout = (_with_aligned_rows(x) for x in (*tensors[:3], dout))
+    tensors = tensors._replace(q=q, k=k, v=v)
     if 0 in (problem.B, problem.Sq, problem.Skv):
         _fill_without_pairs(grads, lse, dlse)
     elif dout.is_cuda and dout.get_device() != torch.cuda.current_device():
@@ -176,6 +177,19 @@ def _call_for(
             _CALLS.clear()
         call = _CALLS[key] = Call(problem, tensors, dout)
     return call
+
+
+def _with_aligned_rows(x: Tensor) -> Tensor:
+    """x, or a copy of it, with rows that start at multiples of 16 bytes.
+
+    Otherwise every element would be loaded by itself, in each pass and for each tile again.
+    """
+    unit = 16 // x.element_size()
+    if x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in x.stride()[:-1]):
+        return x
+    D = x.shape[-1]
+    copy = x.new_empty(*x.shape[:-1], -(-D // unit) * unit)[..., :D]
+    return copy.copy_(x)
 
 
 def _like(x: Tensor) -> Tensor:
@@ -229,14 +243,11 @@ def _arguments(problem: AttentionProblem, tensors: Tensors, dout: Tensor) -> dic
     if problem.layout == "varlen":
         of_dout = (0, dout.stride(1), dout.stride(0))
     strides |= dict(zip(("stride_ob", "stride_oh", "stride_os"), of_dout, strict=True))
-    # Rows start at multiples of `align` elements, 16 bytes at most.
-    wide = [name for name in strides if name[7] in "qkvo"]
-    size = dout.element_size()
-    starts = (x.data_ptr() // size for x in (*tensors[:3], dout))
-    align = math.gcd(16 // size, *(strides[name] for name in wide), *starts)
+    # Rows start at multiples of 16 bytes.
+    align = 16 // dout.element_size()
     return {
         **strides,
-        **{name: strides[name] // align for name in wide},
+        **{name: stride // align for name, stride in strides.items() if name[7] in "qkvo"},
         **{name: getattr(problem, name) for name in ("B", "Hq", "Sq", "Skv", "scale", "D")},
         **scales_of(problem),
         **window_of(problem),
