@@ -99,3 +99,28 @@ def test_dq_leaves_through_the_copy_engine(build):
 )
 def test_other_builds_are_not_serialized(options):
     assert "serialized" not in compiled(128, **options).report
+
+
+def describe_call(D: int = 64, Dv: int | None = None, dtype=torch.bfloat16, S: int = 32, **more):
+    q, v = torch.empty(1, 2, S, D, dtype=dtype), torch.empty(1, 2, S, Dv or D, dtype=dtype)
+    return describe(Tensors(q, q, v, **more), make_options(False, None, None, None))
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (describe_call(D=256), "up to 128, got 256 and 256"),
+        (describe_call(D=64, Dv=192), "up to 128, got 64 and 192"),
+        (describe_call(D=60), "multiples of 8, got 60"),
+        (describe_call(dtype=torch.float32), "takes float16 and bfloat16, got float32"),
+        (describe_call(S=0), "at least one query and one key"),
+        (describe_call(bias=torch.empty(1, 1, 32, 32, dtype=torch.bfloat16)), "through a bias"),
+    ],
+)
+def test_refusals(problem, reason):
+    assert reason in backward.supports_backward(problem)
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (96, 40), (8, 128)])
+def test_takes_head_dims_up_to_128(D, Dv):
+    assert backward.supports_backward(describe_call(D, Dv)) is None
