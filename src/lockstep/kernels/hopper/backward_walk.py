@@ -20,8 +20,8 @@ class Walk:
     n_tiles: gl.tensor  # of one head
     tiles_per_head: gl.tensor
     kv_tile: gl.tensor
-    # Key r of the program and query c of its t-th tile see each other if
-    #   low + t·BLOCK_Q' <= r - c <= high + t·BLOCK_Q'   with BLOCK_Q' = -BLOCK_Q, and r < room
+    # Key r of the program and query c of a head's t-th tile see each other if r < room and
+    #   low - t·BLOCK_Q <= r - c <= high - t·BLOCK_Q
     low: gl.tensor
     high: gl.tensor
     room: gl.tensor
