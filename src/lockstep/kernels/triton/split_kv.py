@@ -19,8 +19,8 @@ from torch import Tensor
 from lockstep.kernels.triton.plan import block_of
 from lockstep.kernels.triton.tiles import close, fold_sink, fold_weights, seen_by_any
 
-# Parts whose loads are under way at once.
-AHEAD: tl.constexpr = tl.constexpr(16)
+# Parts whose loads are under way at once. Each takes five copies, and a warp waits for 63 at most.
+AHEAD: tl.constexpr = tl.constexpr(12)
 
 
 @triton.jit
@@ -70,19 +70,19 @@ def fold_parts(
     """
     m = weigh_parts(first, last, part_lse_ptr, stride_lse, keep_ptr, add_ptr, CHUNK)
     tl.debug_barrier()
-    one, d = tl.arange(0, 1), tl.arange(0, BLOCK_DV)[None, :]
-    l = tl.zeros([1], tl.float32)
+    one, d = tl.arange(0, 1)[:, None], tl.arange(0, BLOCK_DV)[None, :]
+    l = tl.zeros([1, 1], tl.float32)
     acc = tl.zeros([1, BLOCK_DV], tl.float32)
     for part in tl.range(first, last, num_stages=AHEAD):
         at = tl.cast(part, tl.int64)
-        keep = tl.load(keep_ptr + at + one)
+        keep = tl.load(keep_ptr + at + one)  # [1, 1]
         add = tl.load(add_ptr + at + one)
         out = tl.load(parts_ptr + at * stride_part + d, mask=d < DV, other=0.0)
         # A part that weighs nothing says nothing, whatever its out holds.
-        out = tl.where(add[:, None] == 0.0, 0.0, out.to(tl.float32))
-        acc = tl.fma(acc, keep[:, None], out * add[:, None])
+        out = tl.where(add == 0.0, 0.0, out.to(tl.float32))
+        acc = tl.fma(acc, keep, out * add)
         l = tl.fma(l, keep, add)
-    return m, l, acc
+    return m, tl.sum(l, 1), acc
 
 
 @triton.jit
