@@ -206,6 +206,52 @@ def test_nothing_to_attend(B, Sq, Skv):
             torch.testing.assert_close(grad, seeds[1].sum((0, 2)))
 
 
+@interpreted
+def test_gradients_of_a_sequence_do_not_know_what_is_around_it():
+    """Alone, between others, and with NaN behind its keys: the same tiles in the same order."""
+    alone = draw(70, 90, Hq=4, D=16, dtype=F16, causal=True)
+    others = draw(70, 90, B=2, Hq=4, D=16, dtype=F16)
+    seeds, other_seeds = draw_seeds(alone), draw_seeds(others)
+    expected = gradients(alone, seeds)
+
+    def between(x, y, value=0.0, pad=0):
+        x, y = (torch.nn.functional.pad(t, (0, 0, 0, pad), value=value) for t in (x, y))
+        return torch.cat([y[:1], x, y[1:]])
+
+    names = ("q", "k", "v")
+    batch = {n: between(alone.tensors[n], others.tensors[n]) for n in names}
+    batch |= {n: between(alone.tensors[n], others.tensors[n], math.nan, 50) for n in ("k", "v")}
+    crowd = alone.replaced(**batch, kv_lens=torch.tensor([31, 90, 70]))
+    douts = between(seeds[0], other_seeds[0])
+    dlses = torch.cat([other_seeds[1][:1], seeds[1], other_seeds[1][1:]])
+    found = gradients(crowd, (douts, dlses))
+    for name in names:
+        own = found[name][1:2, :, : expected[name].shape[2]]
+        assert torch.equal(own, expected[name]), name
+    for name in ("k", "v"):
+        assert found[name][1, :, 90:].eq(0).all()
+
+
+@interpreted
+def test_gradients_of_packed_sequences_are_those_of_dense_ones():
+    lens = [5, 70, 33], [40, 70, 50]
+    case = draw_varlen(*lens, Hq=2, Hkv=1, D=16, dtype=F16, causal=True)
+    seeds = draw_seeds(case)
+    packed = gradients(case, seeds)
+    starts = case.tensors["cu_seqlens_q"].tolist(), case.tensors["cu_seqlens_k"].tolist()
+    for b in range(3):
+        q_tokens, k_tokens = (slice(start[b], start[b + 1]) for start in starts)
+        own = {"q": q_tokens, "k": k_tokens, "v": k_tokens}
+
+        def dense(x, tokens):
+            return x[tokens].transpose(0, 1)[None].contiguous()
+
+        tensors = {n: dense(case.tensors[n], tokens) for n, tokens in own.items()}
+        alone = gradients(Case(tensors, case.options), tuple(dense(s, q_tokens) for s in seeds))
+        for name, tokens in own.items():
+            assert torch.equal(alone[name], dense(packed[name], tokens)), name
+
+
 def check_garbage(device: str) -> None:
     """A query that is NaN and a dO that is infinite reach the keys their rows see, and no other."""
     case = draw(70, 100, D=16, dtype=BF16, causal=True)

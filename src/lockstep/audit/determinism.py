@@ -43,7 +43,7 @@ def cuda_graph(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
     for option in OPTIONS:
         batch = draw(shape, kernel, option)
         expected = batch.run()
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             batch.run()
