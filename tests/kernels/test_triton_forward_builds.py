@@ -21,7 +21,7 @@ from lockstep.problem import Tensors, describe, make_options
 DEVICES = {
     80: plan.Device(multiprocessors=108, shared_bytes=163 << 10, tma=False),
     90: plan.Device(multiprocessors=132, shared_bytes=227 << 10, tma=True),
-    100: plan.Device(multiprocessors=148, shared_bytes=227 << 10, tma=True),
+    100: plan.Device(148, shared_bytes=227 << 10, tma=True, tensor_memory=True),
 }
 PREFILL, DECODE = 40_000, 1
 

@@ -7,6 +7,7 @@ The interpreter has to be chosen before Triton sees a kernel, with TRITON_INTERP
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import plain
 import pytest
@@ -62,6 +63,6 @@ def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def use_multiprocessors(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Plans for a device of another size: 1 splits nothing, 1000 gives every span a program."""
     real = launch.device_of(torch.device(DEVICE))
-    device = plan.Device(number, real.shared_bytes, real.tma)
+    device = replace(real, multiprocessors=number)
     monkeypatch.setattr(launch, "device_of", lambda _: device)
     monkeypatch.setattr(launch, "_CALLS", {})

@@ -261,4 +261,5 @@ def device_of(device: torch.device) -> Device:
         multiprocessors=properties.multi_processor_count,
         shared_bytes=properties.shared_memory_per_block_optin,
         tma=properties.major >= 9,
+        tensor_memory=properties.major >= 10,
     )

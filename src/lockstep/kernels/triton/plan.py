@@ -30,6 +30,7 @@ class Device:
     multiprocessors: int
     shared_bytes: int
     tma: bool
+    tensor_memory: bool = False  # from sm_100 on, large products accumulate there
 
 
 INTERPRETER = Device(multiprocessors=1, shared_bytes=1 << 20, tma=True)
@@ -94,7 +95,9 @@ def tiles_of(problem: AttentionProblem, device: Device) -> tuple[Tiles, Tiles]:
     """The tiles for many query rows, and those for a few that are split over many programs."""
     half = _HALF if device.tma else _HALF_BY_POINTERS
     table = _SINGLE if problem.dtype == torch.float32 else half
-    return table[max(64, block_of(problem.D), block_of(problem.Dv))]
+    many, few = table[max(64, block_of(problem.D), block_of(problem.Dv))]
+    # What comes out of tensor memory is laid out, and so summed, in another way.
+    return many, many if device.tensor_memory else few
 
 
 def stages_of(problem: AttentionProblem, tiles: Tiles, shared_bytes: int) -> int:
