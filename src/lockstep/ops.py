@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep import dispatch, numerics
+from lockstep.kernels import triton
 from lockstep.kernels.kernel import Kernel, Needs
 from lockstep.problem import (
     AttentionProblem,
@@ -257,6 +258,11 @@ def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
         from lockstep.kernels.cpu.merge import merge
 
         return merge(outs, lses)
+    if outs[0].is_cuda and outs[0].dtype != torch.float64 and triton.installed():
+        # Likewise on a GPU.
+        from lockstep.kernels.triton.split_kv import merge as merge_on_gpu
+
+        return merge_on_gpu(outs, lses)
     return numerics.merge(outs, lses)
 
 

@@ -17,6 +17,7 @@ keys, and which kernel folds it, may follow the batch and the device: it changes
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -53,16 +54,14 @@ def _backward(
 
 
 @lru_cache(maxsize=1)
-def _installed() -> bool:
+def installed() -> bool:
     return find_spec("triton") is not None
 
 
 @lru_cache(maxsize=1)
 def _interpreted() -> bool:
-    """Whether TRITON_INTERPRET is set: kernels then run on the CPU, slowly."""
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
+    """Whether kernels run on the CPU, slowly. Asked without importing Triton."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 @lru_cache(maxsize=64)
@@ -71,7 +70,7 @@ def _capability(device: int) -> tuple[int, int]:
 
 
 def supports(problem: AttentionProblem) -> str | None:
-    if not _installed():
+    if not installed():
         return "needs the package triton, which is not installed"
     if problem.device_type != "cuda" and not (problem.device_type == "cpu" and _interpreted()):
         return f"runs on CUDA devices, got tensors on {problem.device_type}"
