@@ -2,8 +2,8 @@
 
     python benchmarks/hopper_h200.py [--peers DIRECTORY] [--save-to DIRECTORY] [--rounds N]
 
-DIRECTORY of peers holds `peers.py` with `load_fa3(file)` and `fa3(...)`, and the file `fa3.xz`. Every
-build is first checked against float64; one that is wrong is reported and not timed.
+The directory of peers holds `peers.py` with `load_fa3(file)` and `fa3(...)`, and the file `fa3.xz`.
+Every build is first checked against float64; one that is wrong is reported and not timed.
 """
 
 from __future__ import annotations

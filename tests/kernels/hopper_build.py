@@ -8,6 +8,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,24 @@ class Build:
     def instructions(self) -> list[tuple[int, str]]:
         return [(int(at, 16), text) for at, text in _INSTRUCTION.findall(self.text)]
 
-    @cached_property
+    @property
     def main_loops(self) -> list[list[str]]:
+        """Their instructions without addresses."""
+        return [[text for _, text in loop] for loop in self.addressed_loops]
+
+    @cached_property
+    def addressed_loops(self) -> list[Instructions]:
         """The innermost loops with two matrix products: one per consumer."""
-        loops: list[tuple[int, int, list[str]]] = []
+        loops: list[tuple[int, int, Instructions]] = []
         for end, text in self.instructions:
             back = _BRANCH.search(text)
             if back and int(back[1], 16) < end:
                 begin = int(back[1], 16)
-                body = [t for at, t in self.instructions if begin <= at <= end]
-                groups = sum(t.startswith("WARPGROUP.ARRIVE") for t in body)
-                if groups >= 2 and any(t.startswith("HGMMA") for t in body):
+                body = [(at, t) for at, t in self.instructions if begin <= at <= end]
+                groups = sum(t.startswith("WARPGROUP.ARRIVE") for _, t in body)
+                if groups >= 2 and any(t.startswith("HGMMA") for _, t in body):
                     loops.append((begin, end, body))
-        innermost: list[tuple[int, int, list[str]]] = []
+        innermost: list[tuple[int, int, Instructions]] = []
         for begin, end, body in sorted(loops, key=lambda loop: loop[1] - loop[0]):
             if all(end < b or e < begin for b, e, _ in innermost):
                 innermost.append((begin, end, body))
@@ -55,6 +61,63 @@ class Build:
     @property
     def registers(self) -> int:
         return int(re.search(r"Used (\d+) registers", self.report)[1])
+
+
+Instructions = list[tuple[int, str]]
+
+
+def writes_in_flight(loop: Instructions) -> list[str]:
+    """Instructions of a loop that write a register a matrix product still reads or writes.
+
+    Goes round twice on every combination of the forward branches inside. A product is under way
+    from its HGMMA to a wait that covers it; instructions between are free to use any register the
+    assembler thinks dead, and it has been seen to think so of the left operand."""
+    end, index = loop[-1][0], {at: i for i, (at, _) in enumerate(loop)}
+    jumps = {at: index[to] for at, text in loop if (to := _target(text)) and at < to <= end}
+    found = set()
+    for taken in product((False, True), repeat=2 * len(jumps)):
+        under_way: dict[int, int] = {}  # register: its group of products
+        group = 0
+        for lap in (0, 1):
+            take = dict(zip(jumps, taken[lap * len(jumps) :], strict=False))
+            i = 0
+            while i < len(loop):
+                at, text = loop[i]
+                i = jumps[at] if take.get(at) else i + 1
+                if text.startswith("WARPGROUP.ARRIVE"):
+                    group += 1
+                elif text.startswith("WARPGROUP.DEPBAR"):
+                    left = int(text.rsplit("0x", 1)[1], 16)  # groups that may stay under way
+                    under_way = {r: g for r, g in under_way.items() if g > group - left}
+                elif text.startswith("HGMMA"):
+                    under_way |= dict.fromkeys(_of_product(text), group)
+                elif _written(text) & under_way.keys():
+                    found.add(f"{at:#x}: {text}")
+    return sorted(found)
+
+
+def _target(text: str) -> int | None:
+    branch = _BRANCH.match(text)
+    return int(branch[1], 16) if branch else None
+
+
+def _of_product(text: str) -> set[int]:
+    """The registers of an HGMMA: its accumulator, and its left operand if that is not in memory."""
+    width, acc, left = re.match(r"HGMMA\.64x(\d+)x16\S* R(\d+), (R\d+|gdesc\[\w+\])", text).groups()
+    registers = set(range(int(acc), int(acc) + int(width) // 2))
+    if left.startswith("R"):
+        registers |= set(range(int(left[1:]), int(left[1:]) + 4))
+    return registers
+
+
+def _written(text: str) -> set[int]:
+    """The vector registers an instruction writes, by its first operand that is not a predicate."""
+    name = text.split()[0]
+    first = re.match(r"\S+ (?:!?P\w+, )*R(\d+)", text)
+    if first is None or name.startswith(("ST", "RED", "R2UR", "BAR", "SYNCS", "U")):
+        return set()
+    n = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
+    return set(range(int(first[1]), int(first[1]) + n))
 
 
 def count(body: list[str]) -> Counter[str]:

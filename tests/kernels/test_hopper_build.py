@@ -11,7 +11,7 @@ from lockstep.problem import Options, Tensors, describe
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from hopper_build import Build, compile_for_hopper, count
+from hopper_build import Build, compile_for_hopper, count, writes_in_flight
 
 from lockstep.kernels.hopper import launch, plan
 from lockstep.kernels.hopper.forward import forward_kernel
@@ -47,7 +47,9 @@ def test_machine_code(D, causal):
     assert "serialized" not in built.report
     assert len(built.main_loops) == shape.consumers
     per_thread = shape.block_kv * plan.ROWS // 128
-    for body in built.main_loops:
+    for loop in built.addressed_loops:
+        assert not writes_in_flight(loop)
+        body = [text for _, text in loop]
         found = count(body)
         assert found["LDL"] == found["STL"] == 0  # nothing spilled
         scores = body.index("WARPGROUP.DEPBAR.LE gsb0, 0x1")
@@ -58,6 +60,23 @@ def test_machine_code(D, causal):
         # Weights take the registers of those before, which the product reads until then.
         assert count(body[:product])["F2FP"] == 0
         assert count(body[product:])["F2FP"] == per_thread // 2
+
+
+def test_a_register_written_under_a_product_is_found():
+    """The defect that once made NaN: weights over those the product before still reads."""
+    texts = [
+        "WARPGROUP.ARRIVE",
+        "HGMMA.64x128x16.F32.BF16 R24, R88, gdesc[UR8], R24, gsb0",
+        "BRA 0x40",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x0",
+        "F2FP.BF16.F32.PACK_AB R89, R12, R13",
+        "BRA 0x0",
+    ]
+    loop = [(16 * i, text) for i, text in enumerate(texts)]
+    # Only on the path that jumps over the wait.
+    assert writes_in_flight(loop) == ["0x40: F2FP.BF16.F32.PACK_AB R89, R12, R13"]
+    loop[2] = (0x20, "NOP")
+    assert not writes_in_flight(loop)
 
 
 def test_a_build_without_branches_on_data():
