@@ -19,7 +19,7 @@ demo: $(READY) ## run attention here: checked, reproduced bit for bit, timed
 	@$(BIN)/lockstep demo
 
 test: $(READY) ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile $(ARGS)
 
 lint: $(READY) ## check style and types
 	$(BIN)/ruff check .

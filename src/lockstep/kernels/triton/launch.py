@@ -231,8 +231,8 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor
         v.stride(),
         None if bias is None else bias.stride(),
         None if table is None else table.stride(),
-        # Triton compiles for pointers that are multiples of 16 bytes, or for any.
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
+        # Triton compiles for pointers that are multiples of 16 bytes, or for any: each by itself.
+        *(x.data_ptr() & 15 for x in tensors if x is not None),
         q.get_device(),
     )
     call = _CALLS.get(key)
