@@ -62,20 +62,3 @@ def test_without_results_the_tables_say_so(tmp_path):
     assert blocks["ladder"](tmp_path) == "Not measured yet."
     assert blocks["ladder_counters"](tmp_path) == "Not measured yet."
     assert blocks["rung_naive"](tmp_path) == "Not counted yet."
-
-
-def test_counts_that_differ_come_with_their_reason(tmp_path):
-    row = {
-        "name": "a kernel",
-        "bitwise": True,
-        "machine": {"global_sectors": 1000, "shared_wavefronts": 7},
-        "gpu": {"global_sectors": 1000, "shared_wavefronts": 5},
-        "blocks_per_sm": {"closed_form": 4, "driver": 4},
-        "global_sectors_verdict": "equal",
-        "shared_wavefronts_verdict": "merged",
-        "known_difference": "",
-    }
-    run = {"suite": "ladder-vs-gpu", "date": "2026-01-02", "environment": ENVIRONMENT}
-    (tmp_path / "ladder-vs-x1.json").write_text(json.dumps(run | {"rows": [row]}))
-    line = ladder_tables.counters_block(tmp_path).splitlines()[2]
-    assert line == "| a kernel | same bits | 1,000 | 7 / 5 | 4 | the compiler merges accesses |"

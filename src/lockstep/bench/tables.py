@@ -1,4 +1,4 @@
-"""Keep the tables in README.md and docs/ladder.md equal to the results files.
+"""Keep the tables in README.md and docs/ equal to the results files.
 
 Between the markers `<!-- bench:cpu -->` and `<!-- /bench:cpu -->` stands what this module makes of
 benchmarks/results, and nothing is typed there by hand:
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.bench import results
+from lockstep.bench.counter_tables import agreement_block
 
 
 def cpu_block(directory: Path) -> str:
@@ -82,9 +83,13 @@ def milliseconds(ms: float | None) -> str:
     return f"{ms:.3g} ms" if ms < 100 else f"{ms:.0f} ms"
 
 
-PAGES = ("README.md", "docs/ladder.md")
+PAGES = ("README.md", "docs/ladder.md", "docs/simt-cuda.md")
 MARKED = re.compile(r"<!-- bench:(?P<name>\w+) -->.*?<!-- /bench:(?P=name) -->", re.DOTALL)
-BLOCKS: dict[str, Callable[[Path], str]] = {"cpu": cpu_block, "gpu": gpu_block}
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    "cpu": cpu_block,
+    "gpu": gpu_block,
+    "simt_counters": agreement_block,
+}
 
 
 def fill(text: str, directory: Path) -> str:
@@ -97,9 +102,7 @@ def fill(text: str, directory: Path) -> str:
         name = match["name"]
         return f"<!-- bench:{name} -->\n{blocks[name](directory)}\n<!-- /bench:{name} -->"
 
-    return re.sub(
-        r"<!-- bench:(?P<name>\w+) -->.*?<!-- /bench:(?P=name) -->", block, text, flags=re.S
-    )
+    return MARKED.sub(block, text)
 
 
 def main(arguments: list[str] | None = None) -> int:

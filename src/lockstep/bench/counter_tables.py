@@ -1,0 +1,103 @@
+"""Tables of the machine's counts against Nsight Compute's, in markdown, out of the results files.
+
+simt-vs-<gpu>.json     the samples of `lockstep.simt`, from benchmarks/simt_vs_gpu.py
+ladder-vs-<gpu>.json   the rungs of the ladder, from benchmarks/ladder_vs_gpu.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Run = dict[str, Any]
+COUNTS = ("global_requests", "global_sectors", "shared_wavefronts")
+
+
+def agreement_block(directory: Path) -> str:
+    """In how many of the samples machine and GPU agree, and what the others count."""
+    run = newest("simt-vs-gpu", directory)
+    if run is None:
+        return "Not measured yet."
+    rows = run["rows"]
+    rounded = [row["largest_error"] for row in rows if not row["bitwise"]]
+    fits = [row["blocks_per_sm"] for row in rows]
+    lines = [
+        "| | kernels |",
+        "|---|---:|",
+        _share("outputs equal, bit for bit", len(rows) - len(rounded), rows),
+        _share(f"outputs within {max(rounded, default=0.0):.1e}", len(rounded), rows),
+    ]
+    for count in COUNTS:
+        equal = sum(row["machine"][count] == row["gpu"][count] for row in rows)
+        lines.append(_share(f"{count.replace('_', ' ')} equal", equal, rows))
+    as_driver = sum(fit["closed_form"] == fit["driver"] for fit in fits)
+    lines.append(_share("blocks per multiprocessor as the driver says", as_driver, rows))
+    others = [row for row in rows if any(row[f"{count}_verdict"] != "equal" for count in COUNTS)]
+    table = _counters_table({**run, "rows": others})
+    return "\n".join(lines) + f"\n\nWhere counts differ, machine / GPU:\n\n{table}"
+
+
+def _share(what: str, n: int, rows: list[dict[str, Any]]) -> str:
+    return f"| {what} | {n} of {len(rows)} |"
+
+
+def counters_block(suite: str) -> Callable[[Path], str]:
+    """Sectors and wavefronts of every launch: the machine's, and Nsight Compute's if different."""
+
+    def block(directory: Path) -> str:
+        run = newest(suite, directory)
+        return "Not measured yet." if run is None else _counters_table(run)
+
+    return block
+
+
+def _counters_table(run: Run) -> str:
+    lines = [
+        "| launch | outputs | global sectors | shared wavefronts | blocks/SM | why they differ |",
+        "|---|---|---:|---:|---:|---|",
+    ]
+    for row in run["rows"]:
+        machine, gpu = row["machine"], row["gpu"]
+        same = "same bits" if row["bitwise"] else f"within {row['largest_error']:.0e}"
+        pairs = [
+            _pair(machine[name], gpu[name]) for name in ("global_sectors", "shared_wavefronts")
+        ]
+        fits = _pair(row["blocks_per_sm"]["closed_form"], row["blocks_per_sm"]["driver"])
+        why = _why(row)
+        lines.append(f"| {row['name']} | {same} | {' | '.join(pairs)} | {fits} | {why} |")
+    return "\n".join(lines) + f"\n\n{where(run)}."
+
+
+def _why(row: dict[str, Any]) -> str:
+    """Why counts differ, as far as it is known."""
+    verdicts = {row["global_sectors_verdict"], row["shared_wavefronts_verdict"]} - {"equal"}
+    reasons = {
+        "merged": "the compiler merges accesses",
+        "known": row["known_difference"],
+        "differs": "not known",
+    }
+    return "; ".join(reasons[verdict] for verdict in sorted(verdicts))
+
+
+def _pair(ours: int, theirs: int) -> str:
+    return f"{ours:,}" if ours == theirs else f"{ours:,} / {theirs:,}"
+
+
+def newest(suite: str, directory: Path) -> Run | None:
+    """The newest run of `suite`; None if there is none."""
+    found = (json.loads(path.read_text(encoding="utf-8")) for path in directory.glob("*.json"))
+    runs = [run for run in found if run["suite"] == suite]
+    return max(runs, key=lambda run: run["date"], default=None)
+
+
+def where(run: Run) -> str:
+    """On what GPU, with which versions, when and at which commit a run was measured."""
+    env = run["environment"]
+    versions, commit = env["versions"], env["commit"]
+    parts = [", ".join(env["hardware"]["gpus"]), f"torch {versions['torch']}", run["date"]]
+    if commit and commit.get("hash"):
+        changed = " with local changes" * commit.get("dirty", False)
+        parts.append(f"commit {commit['hash'][:7]}{changed}")
+    return ", ".join(parts)
