@@ -10,7 +10,7 @@ from rich.text import Text
 
 from lockstep.bench import environment, show
 
-CLAIMS = ("deterministic", "batch_invariant", "constant_time")
+CLAIMS = ("deterministic", "batch_invariant", "query_invariant", "constant_time")
 
 
 def examine() -> dict[str, Any]:
