@@ -8,8 +8,6 @@ writes benchmarks/results/hopper-backward-peers-<gpu>.json.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,11 +101,7 @@ def main() -> None:
         table.add_row(str(row["D"]), str(row["S"]), "yes" if row["causal"] else "no", *rates)
     console.print(table)
     run = results.collect("hopper-backward", rows)
-    if "LOCKSTEP_COMMIT" in os.environ:  # a copy of the checkout may have come without its history
-        run["environment"]["commit"] = {"hash": os.environ["LOCKSTEP_COMMIT"], "dirty": False}
-    gpu = torch.cuda.get_device_name().split()[-1].lower()
-    path = ROOT / results.RESULTS / f"hopper-backward-peers-{gpu}.json"
-    path.write_text(json.dumps(run, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path = results.save_for_gpu(run, "hopper-backward-peers", ROOT / results.RESULTS)
     console.print(f"saved {path.relative_to(ROOT)}")
 
 

@@ -9,8 +9,6 @@ status 1 if a rung is wrong.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -102,14 +100,7 @@ def peer_rows(problem: Problem) -> Iterator[dict[str, Any]]:
 
 
 def save(rows: list[dict[str, Any]]) -> Path:
-    run = results.collect("ladder", rows)
-    if run["environment"]["commit"] is None and "LOCKSTEP_COMMIT" in os.environ:
-        # a copy of the checkout may have come without its history
-        run["environment"]["commit"] = {"hash": os.environ["LOCKSTEP_COMMIT"], "dirty": False}
-    gpu = torch.cuda.get_device_name().split()[-1].lower()
-    path = ROOT / results.RESULTS / f"ladder-{gpu}.json"
-    path.write_text(json.dumps(run, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    return path
+    return results.save_for_gpu(results.collect("ladder", rows), "ladder", ROOT / results.RESULTS)
 
 
 def main() -> int:

@@ -8,7 +8,6 @@ a hazard.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -35,8 +34,7 @@ def main() -> int:
     Console().print(ladder_table(rows, timed=False))
     run = results.collect("ladder-machine", [row.as_json() for row in rows])
     run |= {"problem": str(PROBLEM), "heads": PROBLEM.heads, "gpu": GPU}
-    path = ROOT / results.RESULTS / "ladder-machine.json"
-    path.write_text(json.dumps(run, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    results.write(run, ROOT / results.RESULTS / "ladder-machine.json")
     counted = [row.counted for row in rows if row.counted]
     return int(any(c.hazards or not c.right for c in counted))
 

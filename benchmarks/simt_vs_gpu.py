@@ -19,7 +19,6 @@ import csv
 import importlib.util
 import io
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -37,6 +36,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from lockstep.bench import results
+from lockstep.bench.environment import current_commit
 from lockstep.simt import gpu, nvrtc
 from lockstep.simt.cuda_cpp import emit
 from lockstep.simt.launch import extent
@@ -319,17 +320,11 @@ def environment(ncu: str) -> dict[str, Any]:
     )
     versions["driver"] = driver.stdout.strip()
     versions["nvrtc"] = nvrtc.nvrtc_version()
-    git = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--verify", "-q", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    commit = current_commit()
     return {
         "hardware": {"gpus": [torch.cuda.get_device_name()]},
         "versions": versions,
-        # a copy of the checkout may have come without its history
-        "commit": {"hash": git.stdout.strip() or os.environ.get("LOCKSTEP_COMMIT")},
+        "commit": asdict(commit) if commit else None,
     }
 
 
@@ -366,7 +361,7 @@ def recount(samples: list[Sample], path: Path) -> None:
         row.known_difference = sample.differs
         result["rows"][index] = as_json(row, counting=True)
     result["machine_counted_again"] = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    results.write(result, path)
 
 
 def run(
@@ -409,8 +404,7 @@ def run(
         "launch_microseconds": overhead,
         "rows": [as_json(row, counting) for row in rows],
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    results.write(found, options.json)
     wrong = [r.name for r in rows if not r.outputs_agree]
     wrong += [r.name for r in rows if r.blocks_per_sm["closed_form"] != r.blocks_per_sm["driver"]]
     if counting:

@@ -7,13 +7,10 @@ Needs a CUDA GPU and the extra `gpu`. Writes benchmarks/results/split-kv-<gpu>.j
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from triton.testing import do_bench
@@ -86,11 +83,7 @@ def main() -> None:
                 table.add_row(rung.title, *(f"{t:.1f}" for t in times), f"{gain:.2f}")
         console.print(table)
     run = results.collect("split-kv", rows)
-    if "LOCKSTEP_COMMIT" in os.environ:  # a copy of the checkout may have come without its history
-        run["environment"]["commit"] = {"hash": os.environ["LOCKSTEP_COMMIT"], "dirty": False}
-    gpu = torch.cuda.get_device_name().split()[-1].lower()
-    path = ROOT / results.RESULTS / f"split-kv-{gpu}.json"
-    path.write_text(json.dumps(run, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path = results.save_for_gpu(run, "split-kv", ROOT / results.RESULTS)
     console.print(f"saved {path.relative_to(ROOT)}")
 
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from lockstep.bench.counter_tables import COUNTS, agreement_block, counters_block, where
+from lockstep.bench.counter_tables import COUNTS, agreement_block, counters_block
+from lockstep.bench.results import where_on_gpu
 
 ENVIRONMENT = {
     "hardware": {"gpus": ["NVIDIA X1"]},
@@ -65,6 +66,6 @@ def test_without_results_the_table_says_so(tmp_path, block):
 
 def test_the_caption_says_if_the_tree_was_changed():
     run = {"date": "2026-01-02", "environment": ENVIRONMENT}
-    assert where(run) == "NVIDIA X1, torch 2.13.0, 2026-01-02, commit 0123456"
+    assert where_on_gpu(run) == "NVIDIA X1, torch 2.13.0, 2026-01-02, commit 0123456"
     run["environment"] = ENVIRONMENT | {"commit": {"hash": "0123456789abcdef", "dirty": True}}
-    assert where(run).endswith("commit 0123456 with local changes")
+    assert where_on_gpu(run).endswith("commit 0123456 with local changes")

@@ -6,10 +6,11 @@ ladder-vs-<gpu>.json   the rungs of the ladder, from benchmarks/ladder_vs_gpu.py
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from lockstep.bench import results
 
 Run = dict[str, Any]
 COUNTS = ("global_requests", "global_sectors", "shared_wavefronts")
@@ -17,7 +18,7 @@ COUNTS = ("global_requests", "global_sectors", "shared_wavefronts")
 
 def agreement_block(directory: Path) -> str:
     """In how many of the samples machine and GPU agree, and what the others count."""
-    run = newest("simt-vs-gpu", directory)
+    run = results.newest("simt-vs-gpu", directory)
     if run is None:
         return "Not measured yet."
     rows = run["rows"]
@@ -47,7 +48,7 @@ def counters_block(suite: str) -> Callable[[Path], str]:
     """Sectors and wavefronts of every launch: the machine's, and Nsight Compute's if different."""
 
     def block(directory: Path) -> str:
-        run = newest(suite, directory)
+        run = results.newest(suite, directory)
         return "Not measured yet." if run is None else _counters_table(run)
 
     return block
@@ -67,7 +68,7 @@ def _counters_table(run: Run) -> str:
         fits = _pair(row["blocks_per_sm"]["closed_form"], row["blocks_per_sm"]["driver"])
         why = _why(row)
         lines.append(f"| {row['name']} | {same} | {' | '.join(pairs)} | {fits} | {why} |")
-    return "\n".join(lines) + f"\n\n{where(run)}."
+    return "\n".join(lines) + f"\n\n{results.where_on_gpu(run)}."
 
 
 def _why(row: dict[str, Any]) -> str:
@@ -83,21 +84,3 @@ def _why(row: dict[str, Any]) -> str:
 
 def _pair(ours: int, theirs: int) -> str:
     return f"{ours:,}" if ours == theirs else f"{ours:,} / {theirs:,}"
-
-
-def newest(suite: str, directory: Path) -> Run | None:
-    """The newest run of `suite`; None if there is none."""
-    found = (json.loads(path.read_text(encoding="utf-8")) for path in directory.glob("*.json"))
-    runs = [run for run in found if run["suite"] == suite]
-    return max(runs, key=lambda run: run["date"], default=None)
-
-
-def where(run: Run) -> str:
-    """On what GPU, with which versions, when and at which commit a run was measured."""
-    env = run["environment"]
-    versions, commit = env["versions"], env["commit"]
-    parts = [", ".join(env["hardware"]["gpus"]), f"torch {versions['torch']}", run["date"]]
-    if commit and commit.get("hash"):
-        changed = " with local changes" * commit.get("dirty", False)
-        parts.append(f"commit {commit['hash'][:7]}{changed}")
-    return ", ".join(parts)

@@ -88,12 +88,16 @@ def versions() -> dict[str, str | None]:
 def current_commit() -> Commit | None:
     """The commit this package runs from, or None outside a git checkout.
 
-    A copy of a checkout has no git beside it: LOCKSTEP_COMMIT then says what it is a copy of.
+    A copy of a checkout may have come without its history, or with an older one: where
+    LOCKSTEP_COMMIT is set, it says what the copy is of, with `-dirty` behind it if the tree was
+    changed (`git describe --always --abbrev=40 --exclude='*' --dirty` prints just that).
     """
+    copied = os.environ.get("LOCKSTEP_COMMIT")
+    if copied:
+        return Commit(copied.removesuffix("-dirty"), dirty=copied.endswith("-dirty"))
     head = _output("git", "-C", str(SOURCE), "rev-parse", "HEAD")
     if not head:
-        copied = os.environ.get("LOCKSTEP_COMMIT")
-        return Commit(copied, dirty=False) if copied else None
+        return None
     changed = _output("git", "-C", str(SOURCE), "status", "--porcelain", "--untracked-files=no")
     return Commit(head, dirty=bool(changed))
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.bench.counter_tables import counters_block, newest, where
+from lockstep.bench import results
+from lockstep.bench.counter_tables import counters_block
 from lockstep.ladder import RUNGS
 from lockstep.ladder.tables import duration, kilobytes, megabytes, number
 
@@ -26,7 +27,7 @@ def blocks() -> dict[str, Callable[[Path], str]]:
 
 def gpu_block(directory: Path) -> str:
     """Times of every rung and its peers, one column per problem; the newest run on a GPU."""
-    run = newest("ladder", directory)
+    run = results.newest("ladder", directory)
     if run is None:
         return "Not measured yet."
     shapes = list(dict.fromkeys(row["shape"] for row in run["rows"]))
@@ -41,16 +42,16 @@ def gpu_block(directory: Path) -> str:
         cells = (_time(times.get((name, shape))) for shape in shapes)
         title = f"{name}, constant-time" if name in oblivious else name
         lines.append(f"| {title} | {' | '.join(cells)} |")
-    return "\n".join(lines) + f"\n\nfp16, {where(run)}."
+    return "\n".join(lines) + f"\n\nfp16, {results.where_on_gpu(run)}."
 
 
 def _rung_block(name: str) -> Callable[[Path], str]:
     def block(directory: Path) -> str:
         """Plan, trace and time of one rung, a line per variant."""
-        counted = newest("ladder-machine", directory)
+        counted = results.newest("ladder-machine", directory)
         if counted is None:
             return "Not counted yet."
-        timed = newest("ladder", directory)
+        timed = results.newest("ladder", directory)
         rows = [row for row in counted["rows"] if row["rung"] == name]
         lines = [
             "| | blocks | KB shared | occupancy | depth | active lanes | MB moved | conflicts "

@@ -41,19 +41,37 @@ def save(run: dict[str, Any], directory: Path) -> Path:
         run["date"],
         commit["hash"][:7] if commit else "unversioned",
     )
-    path = directory / ("_".join(_slug(part) for part in parts) + ".json")
-    directory.mkdir(parents=True, exist_ok=True)
+    return write(run, directory / ("_".join(_slug(part) for part in parts) + ".json"))
+
+
+def save_for_gpu(run: dict[str, Any], name: str, directory: Path) -> Path:
+    """Write a run as `name`-<gpu>.json, in place of the one before it."""
+    gpu = run["environment"]["hardware"]["gpus"][0].split()[-1].lower()
+    return write(run, directory / f"{name}-{gpu}.json")
+
+
+def write(run: dict[str, Any], path: Path) -> Path:
+    """Write a run into `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(run, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path
 
 
 def latest(suite: str, directory: Path) -> list[dict[str, Any]]:
     """The newest run of `suite` on each processor, ordered by processor."""
+    by_processor = {processor(run): run for run in _by_date(suite, directory)}
+    return [by_processor[name] for name in sorted(by_processor)]
+
+
+def newest(suite: str, directory: Path) -> dict[str, Any] | None:
+    """The newest run of `suite` on any machine; None if there is none."""
+    runs = _by_date(suite, directory)
+    return runs[-1] if runs else None
+
+
+def _by_date(suite: str, directory: Path) -> list[dict[str, Any]]:
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in directory.glob("*.json")]
-    newest: dict[str, dict[str, Any]] = {}
-    for run in sorted((r for r in runs if r["suite"] == suite), key=lambda r: str(r["date"])):
-        newest[processor(run)] = run
-    return [newest[name] for name in sorted(newest)]
+    return sorted((run for run in runs if run["suite"] == suite), key=lambda run: str(run["date"]))
 
 
 def processor(run: dict[str, Any]) -> str:
@@ -65,7 +83,7 @@ def processor(run: dict[str, Any]) -> str:
 def where(run: dict[str, Any]) -> str:
     """One line that says on what a run was measured."""
     env = run["environment"]
-    hardware, versions, commit = env["hardware"], env["versions"], env["commit"]
+    hardware, versions = env["hardware"], env["versions"]
     machine = f"{env['threads']} threads on {hardware['cpu']} ({hardware['simd']})"
     if run["suite"] == "gpu":
         machine = f"{processor(run)}, Triton {versions['triton']}"
@@ -73,11 +91,25 @@ def where(run: dict[str, Any]) -> str:
         machine,
         f"torch {versions['torch']}",
         f"Python {versions['python']}",
-        run["date"],
+        *_when(run),
     ]
-    if commit:
-        parts.append(f"commit {commit['hash'][:7]}{' with local changes' * commit['dirty']}")
     return ", ".join(parts)
+
+
+def where_on_gpu(run: dict[str, Any]) -> str:
+    """The same for a run that only the GPU had a part in."""
+    env = run["environment"]
+    parts = [", ".join(env["hardware"]["gpus"]), f"torch {env['versions']['torch']}", *_when(run)]
+    return ", ".join(parts)
+
+
+def _when(run: dict[str, Any]) -> list[str]:
+    """The date, and the commit where it is known."""
+    commit = run["environment"]["commit"]
+    if not commit or not commit["hash"]:
+        return [run["date"]]
+    changed = " with local changes" * commit.get("dirty", False)
+    return [run["date"], f"commit {commit['hash'][:7]}{changed}"]
 
 
 def _slug(text: str) -> str:
