@@ -85,7 +85,7 @@ def bench_cpu(
     Every case is checked before it is timed, and all contenders take turns within one run. Speed
     is how many times as fast as what a case is held against. Exit status 1 if a result is wrong.
     """
-    from lockstep.bench import cpu, results, show
+    from lockstep.bench import cpu, results, show, timing
 
     rounds = QUICK_ROUNDS if quick else ROUNDS
     # What is printed on the way goes to stderr: stdout is for the table, or for JSON alone.
@@ -97,7 +97,7 @@ def bench_cpu(
                 steps.say(f"{case.name}, {case.shape}")
                 rows.append(cpu.run(case, rounds).as_json())
                 steps.done()
-    except cpu.WrongResult as error:
+    except timing.WrongResult as error:
         aside.print(f"wrong result: {error}", style=show.BAD)
         raise typer.Exit(1) from None
     run = results.collect("cpu", rows)

@@ -31,8 +31,10 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 def transforming() -> bool:
     """Whether a torch.func transform or forward-mode differentiation is under way, in eager."""
-    if torch.compiler.is_compiling():
-        return False
+    return not torch.compiler.is_compiling() and _under_transform()
+
+
+def _under_transform() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
@@ -40,8 +42,7 @@ def nobody_listens(args: tuple[Any, ...]) -> bool:
     """Whether the dispatcher would do no more than call the implementation."""
     if (
         torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
+        or _under_transform()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._get_tracing_state() is not None

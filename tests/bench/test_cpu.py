@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from lockstep.bench import checks, cpu
+from lockstep.bench import checks, cpu, timing
 from lockstep.bench.timing import Timings
 
 
@@ -39,7 +39,7 @@ def test_sdpa_computes_the_same_thing(name):
 def test_nan_is_a_wrong_result(monkeypatch):
     case = dataclasses.replace(cpu.CASES[0], Sq=16, Skv=16)
     monkeypatch.setattr("lockstep.attention", lambda q, k, v, **_: torch.full_like(q, float("nan")))
-    with pytest.raises(cpu.WrongResult, match="fp32 forward, H8 S16 D64: differs"):
+    with pytest.raises(timing.WrongResult, match="fp32 forward, H8 S16 D64: differs"):
         cpu.run(case, rounds=1)
 
 

@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import triton
+from machine_code import Instructions, disassemble, loops, run_tool, target
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
-BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([^/\s].*?)\s*;")
-_BRANCH = re.compile(r"BRA\S* (?:\S+, )?0x([0-9a-f]+)")
-
 
 @dataclass(frozen=True)
 class Build:
-    """A compiled kernel: `kernel` as Triton returns it, `text` its disassembly."""
+    """A compiled kernel, as Triton returns it."""
 
     kernel: Any
-    text: str
     report: str  # of ptxas
 
     @cached_property
-    def instructions(self) -> list[tuple[int, str]]:
-        return [(int(at, 16), text) for at, text in _INSTRUCTION.findall(self.text)]
+    def instructions(self) -> Instructions:
+        return disassemble(self.kernel.asm["cubin"])
 
     @property
     def main_loops(self) -> list[list[str]]:
@@ -43,17 +36,14 @@ class Build:
     @cached_property
     def addressed_loops(self) -> list[Instructions]:
         """The innermost loops with two matrix products: one per consumer."""
-        loops: list[tuple[int, int, Instructions]] = []
-        for end, text in self.instructions:
-            back = _BRANCH.search(text)
-            if back and int(back[1], 16) < end:
-                begin = int(back[1], 16)
-                body = [(at, t) for at, t in self.instructions if begin <= at <= end]
-                groups = sum(t.startswith("WARPGROUP.ARRIVE") for _, t in body)
-                if groups >= 2 and any(t.startswith("HGMMA") for _, t in body):
-                    loops.append((begin, end, body))
+        main: list[tuple[int, int, Instructions]] = []
+        for begin, end in loops(self.instructions):
+            body = [(at, t) for at, t in self.instructions if begin <= at <= end]
+            groups = sum(t.startswith("WARPGROUP.ARRIVE") for _, t in body)
+            if groups >= 2 and any(t.startswith("HGMMA") for _, t in body):
+                main.append((begin, end, body))
         innermost: list[tuple[int, int, Instructions]] = []
-        for begin, end, body in sorted(loops, key=lambda loop: loop[1] - loop[0]):
+        for begin, end, body in sorted(main, key=lambda loop: loop[1] - loop[0]):
             if all(end < b or e < begin for b, e, _ in innermost):
                 innermost.append((begin, end, body))
         return [body for *_, body in sorted(innermost, key=lambda loop: loop[0])]
@@ -63,9 +53,6 @@ class Build:
         return int(re.search(r"Used (\d+) registers", self.report)[1])
 
 
-Instructions = list[tuple[int, str]]
-
-
 def writes_in_flight(loop: Instructions) -> list[str]:
     """Instructions of a loop that write a register a matrix product still reads or writes.
 
@@ -73,7 +60,7 @@ def writes_in_flight(loop: Instructions) -> list[str]:
     from its HGMMA to a wait that covers it; instructions between are free to use any register the
     assembler thinks dead, and it has been seen to think so of the left operand."""
     end, index = loop[-1][0], {at: i for i, (at, _) in enumerate(loop)}
-    jumps = {at: index[to] for at, text in loop if (to := _target(text)) and at < to <= end}
+    jumps = {at: index[to] for at, text in loop if (to := target(text)) and at < to <= end}
     found = set()
     for taken in product((False, True), repeat=2 * len(jumps)):
         under_way: dict[int, int] = {}  # register: its group of products
@@ -94,11 +81,6 @@ def writes_in_flight(loop: Instructions) -> list[str]:
                 elif _written(text) & under_way.keys():
                     found.add(f"{at:#x}: {text}")
     return sorted(found)
-
-
-def _target(text: str) -> int | None:
-    branch = _BRANCH.match(text)
-    return int(branch[1], 16) if branch else None
 
 
 def _of_product(text: str) -> set[int]:
@@ -137,22 +119,6 @@ def compile_for_hopper(function: Any, arguments: tuple[Any, ...], **options: Any
     )
     source = GluonASTSource(function, signature, constants, attributes)
     kernel = triton.compile(source, target=target, options=launch_options.__dict__)
-    return Build(kernel, _disassemble(kernel.asm["cubin"]), _assemble(kernel.asm["ptx"]))
-
-
-def _disassemble(cubin: bytes) -> str:
-    path = _temporary("kernel.cubin")
-    path.write_bytes(cubin)
-    command = [BINARIES / "cuobjdump", "-sass", path]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def _assemble(ptx: str) -> str:
-    path = _temporary("kernel.ptx")
-    path.write_text(ptx)
-    command = [BINARIES / "ptxas", "-v", "--gpu-name=sm_90a", path, "-o", "/dev/null"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
-
-
-def _temporary(name: str) -> Path:
-    return Path(tempfile.mkdtemp()) / name
+    options = ("-v", "--gpu-name=sm_90a", "-o", "/dev/null")
+    ptx = kernel.asm["ptx"].encode()
+    return Build(kernel, run_tool("ptxas", *options, content=ptx, suffix=".ptx").stderr)

@@ -42,7 +42,7 @@ def test_machine_code(D, causal):
     at_launch, of_consumer, of_producer = plan.REGISTERS[shape.consumers]
     assert built.registers == at_launch
     for registers in (of_consumer, of_producer):
-        assert f"USETMAXREG.DEALLOC.CTAPOOL {registers:#x}" in built.text
+        assert f"USETMAXREG.DEALLOC.CTAPOOL {registers:#x}" in dict(built.instructions).values()
     assert built.kernel.metadata.shared <= SHARED_MEMORY
     assert "serialized" not in built.report
     assert len(built.main_loops) == shape.consumers

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import triton
+from machine_code import Instructions, disassemble, loops, run_tool
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([^/\s].*?)\s*;")
-_BRANCH = re.compile(r"BRA\S* (?:\S+, )?0x([0-9a-f]+)")
 _SPILLS = ("LDL", "STL")
 
 
@@ -26,32 +21,23 @@ class Build:
 
     kernel: Any
 
-    def _dump(self, what: str) -> str:
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(self.kernel.asm["cubin"])
-            file.flush()
-            command = [str(CUOBJDUMP), what, file.name]
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
     @cached_property
     def stack_bytes(self) -> int:
-        return int(re.search(r"STACK:(\d+)", self._dump("-res-usage"))[1])
+        cubin = self.kernel.asm["cubin"]
+        usage = run_tool("cuobjdump", "-res-usage", content=cubin, suffix=".cubin").stdout
+        return int(re.search(r"STACK:(\d+)", usage)[1])
 
     @property
     def shared_bytes(self) -> int:
         return self.kernel.metadata.shared
 
     @cached_property
-    def instructions(self) -> list[tuple[int, str]]:
-        return [(int(at, 16), text) for at, text in _INSTRUCTION.findall(self._dump("-sass"))]
+    def instructions(self) -> Instructions:
+        return disassemble(self.kernel.asm["cubin"])
 
     def loops(self, contains: str) -> list[list[str]]:
         """Bodies of the innermost loops that have an instruction which starts like this."""
-        found: list[tuple[int, int]] = []
-        for end, text in self.instructions:
-            back = _BRANCH.search(text)
-            if back and int(back[1], 16) < end:
-                found.append((int(back[1], 16), end))
+        found = loops(self.instructions)
         innermost = [
             (lo, hi)
             for lo, hi in found

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lockstep.bench.timing import Contender, Timings, interleave
+from lockstep.bench.timing import Contender, Timings, WrongResult, interleave
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,10 +105,6 @@ class Row:
             "at_least": round(case.at_least, 3),
             "aim": round(case.aim, 3),
         }
-
-
-class WrongResult(RuntimeError):
-    """A case computed something else than PyTorch does, so its time means nothing."""
 
 
 def run(case: Case, rounds: int) -> Row:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lockstep.bench.peers import Peer
+from lockstep.bench.timing import WrongResult
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,10 +37,6 @@ UNITS = {"forward": "TFLOP/s", "backward": "TFLOP/s", "decode": "GB/s", "varlen"
 
 class NoGpu(RuntimeError):
     """There is no CUDA device, or no kernel for it."""
-
-
-class WrongResult(RuntimeError):
-    """A contender computed something else, so its time means nothing."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,10 @@ SAMPLE_SECONDS = 0.03
 ENOUGH_SECONDS = 20.0
 
 
+class WrongResult(RuntimeError):
+    """A contender computed something else, so its time means nothing."""
+
+
 @dataclass(frozen=True)
 class Timings:
     """Seconds per call, by contender, one entry per round."""

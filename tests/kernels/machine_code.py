@@ -1,0 +1,45 @@
+"""The machine code of a kernel, as the tools that come with Triton print it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import triton
+
+BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([^/\s].*?)\s*;")
+_BRANCH = re.compile(r"BRA\S* (?:\S+, )?0x([0-9a-f]+)")
+
+Instructions = list[tuple[int, str]]
+"""Addresses and texts, predicates aside."""
+
+
+def run_tool(
+    name: str, *options: str, content: bytes, suffix: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs one of the tools on a file with this content."""
+    with tempfile.NamedTemporaryFile(suffix=suffix) as file:
+        file.write(content)
+        file.flush()
+        command = [str(BINARIES / name), *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True)
+
+
+def disassemble(cubin: bytes) -> Instructions:
+    text = run_tool("cuobjdump", "-sass", content=cubin, suffix=".cubin").stdout
+    return [(int(at, 16), line) for at, line in _INSTRUCTION.findall(text)]
+
+
+def target(text: str) -> int | None:
+    """Where a branch goes; None for any other instruction."""
+    branch = _BRANCH.match(text)
+    return int(branch[1], 16) if branch else None
+
+
+def loops(instructions: Instructions) -> list[tuple[int, int]]:
+    """First and last address of everything that a branch jumps back over."""
+    jumps = ((target(text), at) for at, text in instructions)
+    return [(to, at) for to, at in jumps if to is not None and to < at]
