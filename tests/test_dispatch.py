@@ -51,6 +51,18 @@ def test_a_named_kernel_never_falls_back(three_kernels):
         dispatch.select(problem(), "first")
 
 
+def test_query_invariance_goes_to_a_kernel_that_promises_it(monkeypatch):
+    kernels = kernel("plain"), kernel("strict", query_invariant=True)
+    monkeypatch.setattr(dispatch, "KERNELS", kernels)
+    strict = dataclasses.replace(problem(), query_invariant=True)
+    assert dispatch.select(problem()).name == "plain"
+    assert dispatch.select(strict).name == "strict"
+    assert dispatch.select(strict, backward=True).name == "strict"
+    assert dispatch.explain(strict).refusals == {"plain": "does not promise query_invariant"}
+    with pytest.raises(NotImplementedError, match="plain: does not promise query_invariant"):
+        dispatch.select(strict, "plain")
+
+
 def test_a_backward_needs_a_kernel_that_has_one(three_kernels):
     assert dispatch.select(problem(), backward=True).name == "second"
     with pytest.raises(NotImplementedError, match="third: has no backward"):

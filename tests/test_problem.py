@@ -194,6 +194,12 @@ def test_bad_input(arguments, changes, error, message):
 
 
 @pytest.mark.parametrize("arguments", CALLS)
+def test_query_invariant_is_a_flag(arguments):
+    with pytest.raises(TypeError, match="^query_invariant takes True or False, got int"):
+        CALLS[arguments][0](**arguments(), query_invariant=1)
+
+
+@pytest.mark.parametrize("arguments", CALLS)
 def test_unknown_kernel(arguments):
     with pytest.raises(ValueError, match=r"^kernel takes one of .*oracle.* got 'no_such_kernel'"):
         CALLS[arguments][0](**arguments(), kernel="no_such_kernel")

@@ -23,6 +23,7 @@ class _Common(TypedDict, total=False):
     scale: float | None
     softcap: float | None
     sinks: Tensor | None
+    query_invariant: bool
     kernel: str | None
 
 
@@ -60,12 +61,13 @@ def attention(
     bias: Tensor | None = None,
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
+    query_invariant: bool = False,
     kernel: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention: `softmax(softcap(scale · q kᵀ) + bias) v`.
 
-    Differentiable in q, k, v, bias and sinks, through lse as well. A row's bits depend on nothing
-    but that row and the keys it sees, unless the kernel that `explain` names says otherwise.
+    Differentiable in q, k, v, bias and sinks, through lse as well. A sequence's bits do not depend
+    on the batch around it.
 
     Args:
         q: [B, Hq, Sq, D] float16, bfloat16, float32 or float64. As for k and v, any strides do;
@@ -86,6 +88,9 @@ def attention(
             looked at, and `Skv` in the above becomes `kv_lens[b]`. Values are checked on the CPU
             only: on a GPU that would wait for the device.
         return_lse: Also return the log-sum-exp of each row's scores.
+        query_invariant: Also make the bits of a row of out and lse independent of the other
+            queries of the call: a whole prefill, its chunks and single tokens against the same
+            cache then agree bit for bit. Only kernels that promise it will run.
         kernel: The name of a kernel, which then runs or raises. None chooses; see `explain`.
 
     Returns:
@@ -103,7 +108,7 @@ def attention(
         >>> lockstep.attention(q, k, v, causal=True).shape
         torch.Size([2, 8, 1024, 64])
     """
-    options = make_options(causal, window, scale, softcap)
+    options = make_options(causal, window, scale, softcap, query_invariant)
     tensors = _prepare(Tensors(q, k, v, bias, sinks, kv_lens), "dense")
     out, lse = ops.attention(*tensors[:6], *options, kernel)
     return (out, lse) if return_lse else out
@@ -144,6 +149,7 @@ def attention_varlen(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    query_invariant: bool = False,
     kernel: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over sequences of different lengths, packed one after another without padding.
@@ -175,7 +181,7 @@ def attention_varlen(
         >>> lockstep.attention_varlen(q, k, v, offsets, offsets, causal=True).shape
         torch.Size([300, 8, 64])
     """
-    options = make_options(causal, window, scale, softcap)
+    options = make_options(causal, window, scale, softcap, query_invariant)
     tensors = _prepare(
         Tensors(q, k, v, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k),
         "varlen",
@@ -222,6 +228,7 @@ def attention_paged(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     return_lse: bool = False,
+    query_invariant: bool = False,
     kernel: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention out of a paged cache: decode (Sq = 1) and chunked prefill (Sq > 1).
@@ -255,7 +262,7 @@ def attention_paged(
         >>> lockstep.attention_paged(q, k_pages, v_pages, page_table, kv_lens).shape
         torch.Size([2, 8, 1, 64])
     """
-    options = make_options(causal, window, scale, softcap)
+    options = make_options(causal, window, scale, softcap, query_invariant)
     tensors = _prepare(
         Tensors(q, k_pages, v_pages, bias, sinks, kv_lens, page_table=page_table), "paged"
     )
@@ -315,6 +322,7 @@ def explain(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     page_table: Tensor | None = None,
+    query_invariant: bool = False,
     kernel: str | None = None,
 ) -> Explanation:
     """Says which kernel a call would run and why each other one refuses. Runs nothing.
@@ -335,7 +343,7 @@ def explain(
         >>> lockstep.explain(q, k, v, causal=True).kernel
         'oracle'
     """
-    options = make_options(causal, window, scale, softcap)
+    options = make_options(causal, window, scale, softcap, query_invariant)
     tensors = Tensors(q, k, v, bias, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table)
     tensors = _prepare(tensors, tensors.layout)
     return dispatch.explain(describe(tensors, options), kernel)

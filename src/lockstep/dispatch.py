@@ -59,13 +59,15 @@ def explain(problem: AttentionProblem, kernel: str | None = None) -> Explanation
 
     Raises ValueError for an unknown name.
     """
-    reasons = {candidate.name: candidate.supports(problem) for candidate in KERNELS}
+    reasons = {candidate.name: _refusal(candidate, problem) for candidate in KERNELS}
     able = (candidate.name for candidate in _candidates(kernel) if reasons[candidate.name] is None)
     refusals = {name: reason for name, reason in reasons.items() if reason is not None}
     return Explanation(problem, next(able, None), refusals)
 
 
-def _refusal(kernel: Kernel, problem: AttentionProblem, backward: bool) -> str | None:
+def _refusal(kernel: Kernel, problem: AttentionProblem, backward: bool = False) -> str | None:
+    if problem.query_invariant and not kernel.query_invariant:
+        return "does not promise query_invariant"
     refusal = kernel.supports(problem)
     if refusal is not None or not backward:
         return refusal

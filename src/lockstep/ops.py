@@ -103,7 +103,7 @@ class _Attention:
 
     OPTIONS = (
         "bool causal, int? window_left, int? window_right, float? scale, float? softcap, "
-        "str? kernel"
+        "bool query_invariant, str? kernel"
     )
 
     def __init__(self, name: str, schema: str, fields: tuple[str, ...]) -> None:

@@ -53,6 +53,7 @@ class Options(NamedTuple):
     window_right: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    query_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class AttentionProblem:
     bias_dtype: torch.dtype | None
     has_sinks: bool
     has_kv_lens: bool
+    query_invariant: bool = False
 
     @property
     def window(self) -> Window:
@@ -122,25 +124,32 @@ class AttentionProblem:
             text += ", sinks"
         if self.has_kv_lens and self.layout != "paged":
             text += ", kv_lens"
+        if self.query_invariant:
+            text += ", query_invariant"
         return text
 
 
 def make_options(
-    causal: bool, window: Window | None, scale: float | None, softcap: float | None
+    causal: bool,
+    window: Window | None,
+    scale: float | None,
+    softcap: float | None,
+    query_invariant: bool = False,
 ) -> Options:
     """Checks the types of a caller's options; `describe` checks their values.
 
     Raises TypeError, and ValueError for a window that is not a pair.
     """
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal takes True or False, got {_type(causal)}")
+    for name, flag in (("causal", causal), ("query_invariant", query_invariant)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} takes True or False, got {_type(flag)}")
     for name, number in (("scale", scale), ("softcap", softcap)):
         if number is not None and (
             isinstance(number, bool) or not isinstance(number, (int, float))
         ):
             raise TypeError(f"{name} takes a number or None, got {_type(number)}")
     if window is None:
-        return Options(causal, None, None, scale, softcap)
+        return Options(causal, None, None, scale, softcap, query_invariant)
     if not isinstance(window, (tuple, list)):
         raise TypeError(f"window takes (left, right) or None, got {_type(window)}")
     if len(window) != 2:
@@ -149,7 +158,7 @@ def make_options(
     for side, reach in (("left", left), ("right", right)):
         if reach is not None and (isinstance(reach, bool) or not isinstance(reach, int)):
             raise TypeError(f"window takes integers or None, got {_type(reach)} for its {side}")
-    return Options(causal, left, right, scale, softcap)
+    return Options(causal, left, right, scale, softcap, query_invariant)
 
 
 def pad_bias(bias: Tensor | None) -> Tensor | None:
@@ -246,6 +255,7 @@ def describe(tensors: Tensors, options: Options) -> AttentionProblem:
         bias_dtype=None if bias is None else bias.dtype,
         has_sinks=tensors.sinks is not None,
         has_kv_lens=tensors.kv_lens is not None,
+        query_invariant=options.query_invariant,
     )
 
 
@@ -355,7 +365,7 @@ def _check_dtypes_and_devices(tensors: Tensors, layout: Layout) -> None:
 
 
 def _check_options(options: Options) -> None:
-    causal, left, right, scale, softcap = options
+    causal, left, right, scale, softcap, _ = options
     if (left is not None and left < 0) or (right is not None and right < 0):
         raise ValueError(f"window takes distances of 0 or more, or None, got ({left}, {right})")
     if causal and right is not None and right > 0:

@@ -51,8 +51,9 @@ class Kernel:
     - batch_invariant: a sequence's bits, gradients included, depend on nothing around it: batch,
       neighbours, padding, and whether it comes dense, packed or in pages.
     - constant_time: what is executed and touched does not depend on values or secret lengths.
-    - query_invariant: a row's bits do not depend on the other queries of its call either: whole
-      prefill, chunks and one token at a time against the same cache agree.
+    - query_invariant: where a problem asks for it, the bits of a row of out and lse do not depend
+      on the other queries of its call either: whole prefill, chunks and one token at a time
+      against the same cache agree.
     """
 
     name: str
