@@ -195,7 +195,7 @@ def test_bad_input(arguments, changes, error, message):
 
 @pytest.mark.parametrize("arguments", CALLS)
 def test_query_invariant_is_a_flag(arguments):
-    with pytest.raises(TypeError, match="^query_invariant takes True or False, got int"):
+    with pytest.raises(TypeError, match=r"^query_invariant takes True or False, got int"):
         CALLS[arguments][0](**arguments(), query_invariant=1)
 
 
@@ -212,7 +212,7 @@ def test_the_good_input_that_the_bad_ones_differ_from(arguments):
 
 
 def test_operators_refuse_what_the_calls_refuse():
-    options = (False, -1, None, None, None, None)
+    options = (False, -1, None, None, None, False, None)
     with pytest.raises(ValueError, match=r"^window takes"):
         torch.ops.lockstep.attention(*dense().values(), None, None, None, *options)
 
