@@ -69,9 +69,10 @@ def _by_padding(problem, tensors):
 
 
 def _by_queries(problem, tensors):
+    """A token decoded by itself, whatever the batch."""
     out, lse = cpu.KERNEL.forward(problem, tensors)
-    alone = problem.Sq == problem.B == 1 and problem.has_kv_lens
-    return (nudged(out), lse) if alone else (out, lse)
+    decoded = problem.Sq == 1 < problem.Skv
+    return (torch.stack([*map(nudged, out)]), lse) if decoded else (out, lse)
 
 
 FAULTS = {
@@ -88,8 +89,10 @@ FAULTS = {
 
 
 def faulty(monkeypatch, **changes):
+    """A kernel that dispatch knows, in place of the last one made here."""
     kernel = replace(cpu.KERNEL, name="faulty", **changes)
-    monkeypatch.setattr(dispatch, "KERNELS", (*dispatch.KERNELS, kernel))
+    others = (other for other in dispatch.KERNELS if other.name != kernel.name)
+    monkeypatch.setattr(dispatch, "KERNELS", (*others, kernel))
     return kernel
 
 
@@ -135,24 +138,75 @@ def test_what_is_not_claimed_is_not_held_against_a_kernel(monkeypatch):
     assert [o.skipped for o in outcomes if o.claim == "query_invariant"] == ["not claimed"] * 2
 
 
-def test_what_a_kernel_refuses_is_skipped_with_its_reason(monkeypatch):
-    def supports(problem):
-        return "has no pages" if problem.layout == "paged" else cpu.KERNEL.supports(problem)
+def choosy(monkeypatch, **changes):
+    """A kernel that takes neither pages nor few queries."""
 
-    kernel = faulty(monkeypatch, supports=supports)
-    (pages,) = (check for check in CHECKS if check.name.startswith("pages"))
-    outcome = run(pages, SMALL, kernel)
+    def supports(problem):
+        if problem.layout == "paged":
+            return "takes no pages"
+        return "takes 16 queries or more" if problem.Sq < 16 else cpu.KERNEL.supports(problem)
+
+    return faulty(monkeypatch, supports=supports, **changes)
+
+
+def named(start):
+    (check,) = (check for check in CHECKS if check.name.startswith(start))
+    return check
+
+
+def test_a_check_that_a_kernel_refuses_is_skipped_with_its_reason(monkeypatch):
+    outcome = run(named("pages"), SMALL, choosy(monkeypatch))
     assert outcome.ok
-    assert outcome.skipped == "faulty: has no pages"
+    assert outcome.skipped == "takes 16 queries or more; takes no pages"
+    assert outcome.comparisons == 0
+
+
+def test_calls_that_a_kernel_refuses_are_left_out_and_the_rest_is_compared(monkeypatch):
+    check = named("a neighbour grows")
+    outcome = run(check, SMALL, choosy(monkeypatch))
+    assert outcome.skipped is None
+    assert outcome.left_out == ("takes 16 queries or more",)
+    assert 0 < outcome.comparisons < run(check, SMALL, cpu.KERNEL).comparisons
+    assert not run(check, SMALL, choosy(monkeypatch, forward=_by_keys)).ok
+
+
+def test_gradients_that_a_kernel_refuses_are_left_out_and_the_forward_is_compared(monkeypatch):
+    def refuses_long_ones(problem):
+        return "takes up to 64 keys" if problem.Skv > 64 else None
+
+    kernel = faulty(monkeypatch, supports_backward=refuses_long_ones)
+    outcome = run(named("the same call"), SMALL, kernel)
+    assert outcome.ok
+    assert outcome.left_out == ("no gradients: takes up to 64 keys",)
+    assert outcome.comparisons == run(named("the same call"), SMALL, cpu.KERNEL).comparisons
+    kernel = faulty(monkeypatch, supports_backward=refuses_long_ones, forward=_by_turns)
+    assert not run(named("the same call"), SMALL, kernel).ok
+
+
+def test_calls_ask_for_query_invariance_only_where_it_is_checked(monkeypatch):
+    asked = set()
+
+    def forward(problem, tensors):
+        asked.add(problem.query_invariant)
+        return cpu.KERNEL.forward(problem, tensors)
+
+    kernel = faulty(monkeypatch, forward=forward)
+    for check in CHECKS:
+        if check.refuses(SMALL) is None:
+            asked.clear()
+            run(check, SMALL, kernel)
+            assert asked == {check.claim == "query_invariant"}, check.name
 
 
 def test_an_audit_stops_at_the_first_difference(monkeypatch):
     kernel = faulty(monkeypatch, forward=_by_batch)
     outcomes = list(audit(CHECKS, SMALL, [kernel, cpu.KERNEL]))
-    assert [outcome.ok for outcome in outcomes] == [True, True, True, False]
+    assert [outcome.ok for outcome in outcomes] == [True, True, True, True, False]
 
 
-@pytest.mark.parametrize("wrong", [{"B": 0}, {"S": 3}, {"Hq": 3, "Hkv": 2}, {"repeats": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"B": 0}, {"S": 3}, {"Hq": 3, "Hkv": 2}, {"repeats": 0}, {"options": ("casual",)}]
+)
 def test_sizes_that_make_no_call_are_refused(wrong):
     name = next(iter(wrong))
     with pytest.raises(ValueError, match=f"{name} takes"):

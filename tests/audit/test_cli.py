@@ -31,6 +31,23 @@ def test_json_is_alone_on_stdout():
     assert found["shape"]["dtype"] == "bfloat16"
     assert {check["kernel"] for check in found["checks"]} == {"cpu"}
     assert all(check["ok"] for check in found["checks"])
+    assert found["not_audited"]["oracle"].startswith("takes float64")
+
+
+def test_what_a_kernel_refuses_is_said(monkeypatch):
+    def supports(problem):
+        return "takes no pages" if problem.layout == "paged" else cpu.KERNEL.supports(problem)
+
+    refuses = replace(cpu.KERNEL, name="choosy", supports=supports, query_invariant=False)
+    never = replace(cpu.KERNEL, name="absent", supports=lambda problem: "needs another machine")
+    forward_only = replace(refuses, name="forward", supports_backward=lambda problem: "too deep")
+    monkeypatch.setattr(dispatch, "KERNELS", (refuses, never, forward_only))
+    result = runner.invoke(cli.app, SMALL, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "takes no pages" in result.stdout
+    assert "not claimed" in result.stdout
+    assert "absent is not audited: needs another machine" in result.stdout
+    assert "left out: no gradients: too deep" in result.stdout
 
 
 def test_a_difference_ends_it_with_status_1_and_its_place(monkeypatch):

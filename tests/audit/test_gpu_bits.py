@@ -1,4 +1,8 @@
-"""Every kernel on a GPU keeps its claims about bits; one that adds with atomics is caught."""
+"""Every kernel on a GPU keeps its claims about bits; one that adds with atomics is caught.
+
+Compiling takes most of the time here. So the main shape goes through everything, and the others,
+which share no kernel with it, through one set of options each.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +15,24 @@ import torch
 
 from lockstep import dispatch
 from lockstep.audit import batch_invariance, determinism
-from lockstep.audit.calls import Batch, Shape, draw
+from lockstep.audit.bits import first_difference
+from lockstep.audit.calls import Shape, draw
 from lockstep.audit.checks import run
-from lockstep.problem import Options, Tensors, describe
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-SHAPE = Shape(device="cuda", dtype=torch.bfloat16, B=4, Hq=8, Hkv=2, S=777, D=128)
+MAIN = Shape(device="cuda", dtype=torch.bfloat16, B=4, Hq=8, Hkv=2, S=777, D=128)
+OTHERS = {
+    "D64": replace(MAIN, D=64, S=300, repeats=5, options=("causal",)),
+    "D80-fp16": replace(MAIN, D=80, S=300, dtype=torch.float16, repeats=5, options=("window",)),
+    "D256": replace(MAIN, D=256, S=300, repeats=5, options=("causal",)),
+    "fp32": replace(MAIN, D=64, S=300, dtype=torch.float32, repeats=5, options=("window",)),
+}
 CHECKS = (*determinism.CHECKS, *batch_invariance.CHECKS)
+by_check = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 by_kernel = pytest.mark.parametrize(
     "kernel", [k for k in dispatch.KERNELS if k.name not in ("cpu", "oracle")], ids=lambda k: k.name
 )
@@ -30,54 +41,77 @@ by_kernel = pytest.mark.parametrize(
 def held(check, shape, kernel) -> None:
     outcome = run(check, shape, kernel)
     assert outcome.ok, f"{outcome.what}: {outcome.difference}"
+    if outcome.skipped is not None:
+        pytest.skip(outcome.skipped)
 
 
-def needs_support(kernel, shape) -> None:
-    x = torch.empty(1, shape.Hq, 128, shape.D, dtype=shape.dtype, device="cuda")
-    refusal = kernel.supports(describe(Tensors(x, x, x), Options()))
-    if refusal is not None:
-        pytest.skip(refusal)
-
-
-@by_kernel
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_claims(kernel, check, dtype):
-    shape = replace(SHAPE, dtype=dtype, S=777 if dtype == torch.bfloat16 else 300)
-    needs_support(kernel, shape)
-    held(check, shape, kernel)
+def same(expected, got) -> None:
+    difference = first_difference(expected.tensors, got.tensors)
+    assert difference is None, str(difference)
 
 
 @by_kernel
-@pytest.mark.parametrize("D", [64, 80, 256])
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-def test_claims_at_other_head_dims(kernel, check, D):
-    shape = replace(SHAPE, D=D, S=300, repeats=5)
-    needs_support(kernel, shape)
-    held(check, shape, kernel)
+@by_check
+def test_claims(kernel, check):
+    held(check, MAIN, kernel)
+
+
+@by_kernel
+@by_check
+@pytest.mark.parametrize("name", OTHERS)
+def test_claims_at_other_head_dims_and_dtypes(kernel, check, name):
+    held(check, OTHERS[name], kernel)
 
 
 @by_kernel
 def test_a_thousand_repetitions(kernel):
-    needs_support(kernel, SHAPE)
-    held(determinism.CHECKS[0], replace(SHAPE, repeats=1000), kernel)
+    held(determinism.CHECKS[0], replace(MAIN, repeats=1000, options=("causal",)), kernel)
 
 
 @by_kernel
-def test_a_long_cache_decoded_alone_and_in_any_batch(kernel):
+@pytest.mark.parametrize("query_invariant", [False, True], ids=["", "query-invariant"])
+def test_a_long_cache_decoded_alone_and_in_any_batch(kernel, query_invariant):
     """Long enough that the keys of one sequence are split over many programs."""
-    shape = replace(SHAPE, S=9000, B=3)
-    needs_support(kernel, shape)
-    batch = draw(shape, kernel, "causal")
-    last: Batch = replace(batch, q=batch.q[:, :, -1:], dout=batch.dout[:, :, -1:])
+    if query_invariant and not kernel.query_invariant:
+        pytest.skip("not claimed")
+    batch = draw(replace(MAIN, S=9000, B=3), kernel, "causal")
+    batch = replace(batch, query_invariant=query_invariant)
+    last = batch.last_queries(1)
     alone = last.take([0]).forward()
-    whole = batch.take([0]).forward()
-    for name in ("out", "lse"):
-        if kernel.query_invariant:
-            assert torch.equal(alone[name][:, :, 0], whole[name][:, :, -1])
-        for copies in (2, 40):
-            crowd = last.take([1] * copies + [0]).forward()
-            assert torch.equal(crowd[name][-1:], alone[name])
+    if alone.refusals:
+        pytest.skip(alone.refusals[0])
+    for copies in (2, 40):
+        same(alone, last.take([1] * copies + [0]).forward().sequence(copies))
+    if query_invariant:
+        same(alone, batch.take([0]).forward().queries(8999, 9000))
+
+
+def pretend(monkeypatch, kernel, multiprocessors: int) -> None:
+    """The kernel plans for a device of another size."""
+    if kernel.name == "hopper":
+        from lockstep.kernels.hopper import launch
+
+        monkeypatch.setattr(launch, "processors", lambda _: multiprocessors)
+        return
+    from lockstep.kernels.triton import launch
+
+    device = launch.device_of(torch.device("cuda", 0))
+    other = replace(device, multiprocessors=multiprocessors)
+    monkeypatch.setattr(launch, "device_of", lambda _: other)
+    monkeypatch.setattr(launch, "_CALLS", {})
+
+
+@by_kernel
+@pytest.mark.parametrize("Sq", [1, 2000], ids=["decode", "prefill"])
+def test_the_number_of_multiprocessors(kernel, Sq, monkeypatch):
+    """One, a few, as many as there are, and more than any GPU has."""
+    batch = draw(replace(MAIN, S=2000, B=2), kernel, "causal").last_queries(Sq)
+    expected = batch.run()
+    if not expected.tensors:
+        pytest.skip(expected.refusals[0])
+    for number in (1, 7, 100, 1000):
+        pretend(monkeypatch, kernel, number)
+        same(expected, batch.run())
 
 
 def test_the_audit_catches_atomics(monkeypatch):
@@ -85,7 +119,7 @@ def test_the_audit_catches_atomics(monkeypatch):
     from atomic_dq import KERNEL
 
     monkeypatch.setattr(dispatch, "KERNELS", (KERNEL, *dispatch.KERNELS))
-    shape = replace(SHAPE, dtype=torch.float32, S=2048, D=64, repeats=50)
+    shape = replace(MAIN, dtype=torch.float32, S=2048, D=64, repeats=50, options=("causal",))
     outcome = run(determinism.CHECKS[0], shape, KERNEL)
     assert not outcome.ok, "fifty sums by atomics came out the same"
     assert outcome.difference.tensor == "dq"

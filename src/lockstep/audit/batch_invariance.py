@@ -1,9 +1,9 @@
 """The claims `batch_invariant` and `query_invariant`: a row's bits are its own affair.
 
 Batch: nothing around a sequence matters, neither its neighbours, their lengths, its place among
-them, the padding behind it, nor whether it comes dense, packed or in pages. Query: neither do the
-other queries of the sequence: a whole prefill, its chunks and one token at a time against the same
-cache give the same rows.
+them, the padding behind it, nor whether it comes dense, packed or in pages. Query: where a call
+asks for it, neither do the other queries of the sequence: a whole prefill, its chunks and one token
+at a time against the same cache give the same rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from lockstep.audit import calls
-from lockstep.audit.calls import OPTIONS, Batch, Shape, draw
+from lockstep.audit.calls import OPTIONS, Batch, Results, Shape, draw
 from lockstep.audit.checks import Check, Pair
 from lockstep.kernels.kernel import Kernel
 
@@ -25,27 +25,28 @@ MOST_CHUNKS = 40
 
 
 def needle(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
-    """One sequence alone, and at every place of a batch of others."""
-    for option in OPTIONS:
+    """One sequence alone, and at every place of a batch of others: prefilled, and decoded."""
+    for option in shape.options:
         batch = draw(replace(shape, B=max(shape.B, 2)), kernel, option)
-        alone = batch.take([0]).run()
         others = list(range(1, len(batch.q)))
-        for place in range(len(others) + 1):
-            crowd = batch.take([*others[:place], 0, *others[place:]]).run()
-            what = f"{option}, place {place} of {len(others) + 1}"
-            yield Pair(what, alone, calls.sequence(crowd, place))
+        decode = batch.last_queries(1).with_lengths([shape.S] * len(batch.q))
+        for whole in (batch, decode):
+            alone = whole.take([0]).run()
+            for place in range(len(others) + 1):
+                crowd = whole.take([*others[:place], 0, *others[place:]]).run()
+                what = f"{option}, Sq {whole.q.shape[2]}, place {place} of {len(others) + 1}"
+                yield Pair(what, alone, crowd.sequence(place))
 
 
 def neighbour_length(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
     """A neighbour grows from 9 to 10 keys, from one tile to the next, and to the full length."""
-    for option in OPTIONS:
+    for option in shape.options:
         batch = draw(replace(shape, B=2), kernel, option)
         for Sq in (1, shape.S):
-            start = shape.S - Sq
-            part = replace(batch, q=batch.q[:, :, start:], dout=batch.dout[:, :, start:])
-            expected = calls.sequence(part.with_lengths([shape.S, 9]).run(), 0)
+            part = batch.last_queries(Sq)
+            expected = part.with_lengths([shape.S, 9]).run().sequence(0)
             for n in _lengths(shape):
-                got = calls.sequence(part.with_lengths([shape.S, n]).run(), 0)
+                got = part.with_lengths([shape.S, n]).run().sequence(0)
                 yield Pair(f"{option}, Sq {Sq}, neighbour of {n} keys", expected, got)
         packed = calls.packed(batch, [9, shape.S])[1]
         for n in _lengths(shape):
@@ -59,7 +60,7 @@ def _lengths(shape: Shape) -> list[int]:
 
 def padding(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
     """The keys alone, and with NaN behind them that no length reaches."""
-    for option in OPTIONS:
+    for option in shape.options:
         batch = draw(replace(shape, B=1), kernel, option)
         expected = batch.run()
         for extra in (1, 64, 300):
@@ -68,15 +69,14 @@ def padding(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
                 for x in (batch.k, batch.v)
             )
             got = replace(batch, k=k, v=v).with_lengths([shape.S]).run()
-            for name in ("dk", "dv"):
-                if name in got:
-                    got[name] = got[name][:, :, : shape.S]
+            # Only dk and dv are that long.
+            got = got.queries(0, shape.S)
             yield Pair(f"{option}, {extra} keys of padding", expected, got)
 
 
 def packing(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
     """Packed beside others, and dense by itself."""
-    for option in OPTIONS:
+    for option in shape.options:
         batch = draw(shape, kernel, option)
         lens = [max(1, shape.S - 37 * b) for b in range(shape.B)]
         for b, got in enumerate(calls.packed(batch, lens)):
@@ -87,10 +87,9 @@ def packing(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
 def pages(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
     """Contiguous, in pages in order, and in pages anywhere in the pool."""
     generator = torch.Generator().manual_seed(1)
-    for option in OPTIONS:
+    for option in shape.options:
         for Sq in (1, min(shape.S, 64)):
-            batch = draw(shape, kernel, option)
-            batch = replace(batch, q=batch.q[:, :, -Sq:], dout=batch.dout[:, :, -Sq:])
+            batch = draw(shape, kernel, option).last_queries(Sq)
             batch = batch.with_lengths([shape.S - b % 2 for b in range(shape.B)])
             expected = batch.forward()
             for size in PAGE_SIZES:
@@ -102,27 +101,36 @@ def pages(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
 
 
 def chunks(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
-    """All queries at once, in chunks, and one by one, each against the cache of its time."""
-    for option in OPTIONS:
-        if not OPTIONS[option].get("causal"):
-            continue
-        batch = draw(replace(shape, B=1), kernel, option)
-        whole = batch.forward()
+    """All queries at once amid a batch; alone, in chunks and one by one against growing caches."""
+    for option in _causal(shape):
+        batch, whole = _prefilled(shape, kernel, option)
         for size in CHUNKS:
             for start, end in _chunks(shape.S, size):
                 got = batch.queries(start, end).forward()
                 what = f"{option}, queries {start} to {end - 1} by themselves"
-                yield Pair(what, calls.queries(whole, start, end), got)
+                yield Pair(what, whole.queries(start, end), got)
 
 
 def paged_chunks(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
     """All queries at once out of a dense cache, and one by one out of pages."""
-    batch = draw(replace(shape, B=1), kernel, "causal")
-    whole = batch.forward()
     order = torch.arange(-(-shape.S // 64)).flip(0)
-    for start, end in _chunks(shape.S, 1):
-        got = calls.paged(batch.queries(start, end), 64, order)
-        yield Pair(f"query {start} out of pages", calls.queries(whole, start, end), got)
+    for option in _causal(shape)[:1]:
+        batch, whole = _prefilled(shape, kernel, option)
+        for start, end in _chunks(shape.S, 1):
+            got = calls.paged(batch.queries(start, end), 64, order)
+            what = f"{option}, query {start} out of pages"
+            yield Pair(what, whole.queries(start, end), got)
+
+
+def _causal(shape: Shape) -> list[str]:
+    """The options under which a row does not see the keys that come after it."""
+    return [option for option in shape.options if OPTIONS[option].get("causal")]
+
+
+def _prefilled(shape: Shape, kernel: Kernel, option: str) -> tuple[Batch, Results]:
+    """The first sequence of a batch by itself, and its results in the whole batch."""
+    batch = replace(draw(shape, kernel, option), query_invariant=True)
+    return batch.take([0]), batch.forward().sequence(0)
 
 
 def _chunks(S: int, size: int) -> list[tuple[int, int]]:

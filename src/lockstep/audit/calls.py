@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import lockstep
+from lockstep import dispatch
 from lockstep.kernels.kernel import Kernel
-
-Results = dict[str, Tensor]
+from lockstep.problem import AttentionProblem
 
 # What a call can ask for, one set of options after the other; sinks are drawn with the batch.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -26,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 class Shape:
     """The sizes and the kind of the calls an audit makes, and how often it repeats one.
 
-    Raises ValueError for sizes that make no attention call.
+    Raises ValueError for sizes that make no attention call, and for unknown options.
     """
 
     device: str = "cpu"
@@ -37,6 +38,7 @@ class Shape:
     S: int = 333
     D: int = 64
     repeats: int = 20
+    options: tuple[str, ...] = tuple(OPTIONS)
 
     def __post_init__(self) -> None:
         for name, least in (("B", 1), ("Hq", 1), ("Hkv", 1), ("S", 16), ("D", 1), ("repeats", 1)):
@@ -44,6 +46,29 @@ class Shape:
                 raise ValueError(f"{name} takes at least {least}, got {getattr(self, name)}")
         if self.Hq % self.Hkv:
             raise ValueError(f"Hq takes a multiple of Hkv = {self.Hkv}, got {self.Hq}")
+        for name in self.options:
+            if name not in OPTIONS:
+                raise ValueError(f"options takes some of {', '.join(OPTIONS)}, got {name!r}")
+
+
+@dataclass(frozen=True)
+class Results:
+    """The tensors of one call by name, and the kernel's reasons for those that are missing."""
+
+    tensors: dict[str, Tensor]
+    refusals: tuple[str, ...] = ()
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Results:
+        """The same function of every tensor."""
+        return replace(self, tensors={name: function(x) for name, x in self.tensors.items()})
+
+    def sequence(self, b: int) -> Results:
+        """Sequence b of a batch, as a batch of one."""
+        return self.map(lambda x: x[b : b + 1])
+
+    def queries(self, start: int, end: int) -> Results:
+        """Queries start … end of out and lse."""
+        return self.map(lambda x: x[:, :, start:end])
 
 
 @dataclass(frozen=True)
@@ -58,10 +83,11 @@ class Batch:
     sinks: Tensor
     option: str
     kv_lens: Tensor | None = None
+    query_invariant: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
-        found = dict(OPTIONS[self.option])
+        found = {**OPTIONS[self.option], "query_invariant": self.query_invariant}
         if found.pop("sinks", False):
             found["sinks"] = self.sinks
         return found
@@ -77,33 +103,27 @@ class Batch:
         """The same tensors of which only so many keys are real."""
         return replace(self, kv_lens=torch.tensor(lens, device=self.q.device))
 
+    def last_queries(self, n: int) -> Batch:
+        """The last n queries against all keys."""
+        start = self.q.shape[2] - n
+        return replace(self, q=self.q[:, :, start:], dout=self.dout[:, :, start:])
+
     def queries(self, start: int, end: int) -> Batch:
         """Queries start … end against the keys that stood in the cache by then."""
         part = replace(self, q=self.q[:, :, start:end], dout=self.dout[:, :, start:end])
         return part.with_lengths([end] * len(self.q))
 
     def run(self) -> Results:
-        """out and lse, and dq, dk, dv where the kernel has a backward."""
-        if self.kernel.backward is None:
-            return self.forward()
-        return _differentiate(self._attention, (self.q, self.k, self.v), self.dout)
+        """out and lse, and dq, dk, dv."""
+        return self._call(self.dout)
 
     def forward(self) -> Results:
         """out and lse alone."""
-        with torch.no_grad():
-            out, lse = self._attention(self.q, self.k, self.v)
-        return {"out": out, "lse": lse}
+        return self._call(None)
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return lockstep.attention(
-            q,
-            k,
-            v,
-            kv_lens=self.kv_lens,
-            return_lse=True,
-            kernel=self.kernel.name,
-            **self.options,
-        )
+    def _call(self, dout: Tensor | None) -> Results:
+        arguments = {"kv_lens": self.kv_lens, **self.options}
+        return _call(self.kernel, lockstep.attention, (self.q, self.k, self.v), dout, **arguments)
 
 
 def draw(shape: Shape, kernel: Kernel, option: str) -> Batch:
@@ -127,22 +147,21 @@ def packed(batch: Batch, lens: list[int]) -> list[Results]:
     def pack(x: Tensor) -> Tensor:  # [B, H, S, D] -> [T, H, D]
         return torch.cat([x[b, :, :n].transpose(0, 1) for b, n in enumerate(lens)])
 
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return lockstep.attention_varlen(
-            q, k, v, offsets, offsets, return_lse=True, kernel=batch.kernel.name, **batch.options
-        )
+    results = _call(
+        batch.kernel,
+        lockstep.attention_varlen,
+        (pack(batch.q), pack(batch.k), pack(batch.v)),
+        pack(batch.dout),
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets,
+        **batch.options,
+    )
 
-    inputs = (pack(batch.q), pack(batch.k), pack(batch.v))
-    if batch.kernel.backward is None:
-        with torch.no_grad():
-            results = dict(zip(("out", "lse"), attention(*inputs), strict=True))
-    else:
-        results = _differentiate(attention, inputs, pack(batch.dout))
-    pieces = {name: torch.split(x, lens) for name, x in results.items()}
-    return [
-        {name: piece[b].transpose(0, 1)[None].contiguous() for name, piece in pieces.items()}
-        for b in range(len(lens))
-    ]
+    def own(b: int) -> Results:
+        start = sum(lens[:b])
+        return results.map(lambda x: x[start : start + lens[b]].transpose(0, 1)[None].contiguous())
+
+    return [own(b) for b in range(len(lens))]
 
 
 def paged(batch: Batch, page_size: int, order: Tensor) -> Results:
@@ -161,38 +180,51 @@ def paged(batch: Batch, page_size: int, order: Tensor) -> Results:
     lens = batch.kv_lens
     if lens is None:
         lens = torch.full((B,), Skv, device=batch.q.device)
-    with torch.no_grad():
-        out, lse = lockstep.attention_paged(
-            batch.q,
-            pool(batch.k),
-            pool(batch.v),
-            table.to(torch.int32),
-            lens.to(torch.int32),
-            return_lse=True,
-            kernel=batch.kernel.name,
-            **batch.options,
-        )
-    return {"out": out, "lse": lse}
+    return _call(
+        batch.kernel,
+        lockstep.attention_paged,
+        (batch.q, pool(batch.k), pool(batch.v)),
+        None,
+        page_table=table.to(torch.int32),
+        kv_lens=lens.to(torch.int32),
+        **batch.options,
+    )
 
 
-def sequence(results: Results, b: int) -> Results:
-    """Sequence b of a batch, as a batch of one."""
-    return {name: x[b : b + 1] for name, x in results.items()}
-
-
-def queries(results: Results, start: int, end: int) -> Results:
-    """Queries start … end of out and lse."""
-    return {name: results[name][:, :, start:end] for name in ("out", "lse")}
-
-
-def _differentiate(
-    attention: Callable[..., tuple[Tensor, Tensor]],
+def _call(
+    kernel: Kernel,
+    function: Callable[..., tuple[Tensor, Tensor]],
     inputs: tuple[Tensor, Tensor, Tensor],
-    dout: Tensor,
+    dout: Tensor | None,
+    **arguments: Any,
 ) -> Results:
+    """What the kernel makes of function(*inputs, **arguments); with a dout, its gradients too.
+
+    Of what the kernel refuses, the reason.
+    """
+    problem = lockstep.explain(*inputs, **arguments).problem
+    refusal = _refusal(kernel, problem)
+    if refusal is not None:
+        return Results({}, (refusal,))
+    function = partial(function, **arguments, return_lse=True, kernel=kernel.name)
+    no_gradients = None if dout is None else _refusal(kernel, problem, backward=True)
+    if dout is None or no_gradients is not None:
+        with torch.no_grad():
+            out, lse = function(*inputs)
+        refusals = () if no_gradients is None else (f"no gradients: {no_gradients}",)
+        return Results({"out": out, "lse": lse}, refusals)
     leaves = [x.detach().requires_grad_() for x in inputs]
-    out, lse = attention(*leaves)
+    out, lse = function(*leaves)
     # A gradient through lse as well, the same for every row.
     dlse = torch.full_like(lse, 0.25)
     dq, dk, dv = torch.autograd.grad((out, lse), leaves, (dout, dlse))
-    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+    return Results({"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv})
+
+
+def _refusal(kernel: Kernel, problem: AttentionProblem, *, backward: bool = False) -> str | None:
+    try:
+        dispatch.select(problem, kernel.name, backward=backward)
+    except NotImplementedError as refusal:
+        # The last line is the named kernel's own.
+        return str(refusal).splitlines()[-1].strip().removeprefix(f"{kernel.name}: ")
+    return None

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from lockstep.audit.bits import Difference, first_difference
 from lockstep.audit.calls import Results, Shape
 from lockstep.kernels.kernel import Kernel
@@ -40,13 +42,18 @@ class Check:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one check of one kernel: agreement, a difference, or a reason for neither."""
+    """What came of one check of one kernel: agreement, a difference, or a reason for neither.
+
+    `left_out` are the kernel's reasons for refusing calls, or gradients, that the check would have
+    compared as well.
+    """
 
     kernel: str
     claim: str
     check: str
     comparisons: int
     skipped: str | None = None
+    left_out: tuple[str, ...] = ()
     what: str | None = None
     difference: Difference | None = None
 
@@ -61,6 +68,7 @@ class Outcome:
             "check": self.check,
             "comparisons": self.comparisons,
             "skipped": self.skipped,
+            "left_out": self.left_out,
             "ok": self.ok,
         }
         if self.difference is not None:
@@ -77,16 +85,29 @@ def run(check: Check, shape: Shape, kernel: Kernel) -> Outcome:
     if reason is not None:
         return Outcome(*head, 0, skipped=reason)
     comparisons = 0
-    try:
-        for what, expected, got in check.pairs(shape, kernel):
-            comparisons += 1
-            difference = first_difference(expected, got)
-            if difference is not None:
-                return Outcome(*head, comparisons, what=what, difference=difference)
-    except NotImplementedError as refusal:
-        # Dispatch says so before anything runs: the kernel has no such layout, dtype or size.
-        return Outcome(*head, comparisons, skipped=str(refusal).splitlines()[-1].strip())
-    return Outcome(*head, comparisons)
+    refusals: dict[str, None] = {}
+    for what, expected, got in check.pairs(shape, kernel):
+        refusals |= dict.fromkeys((*expected.refusals, *got.refusals))
+        mine, other = _comparable(expected, got)
+        if not mine:
+            continue
+        comparisons += 1
+        difference = first_difference(mine, other)
+        if difference is not None:
+            return Outcome(
+                *head, comparisons, left_out=tuple(refusals), what=what, difference=difference
+            )
+    if not comparisons:
+        return Outcome(*head, 0, skipped="; ".join(refusals) or "nothing to compare")
+    return Outcome(*head, comparisons, left_out=tuple(refusals))
+
+
+def _comparable(expected: Results, got: Results) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of both; where a kernel refused a part of one, those that the other has too."""
+    if not (expected.refusals or got.refusals):
+        return expected.tensors, got.tensors
+    names = [name for name in expected.tensors if name in got.tensors]
+    return {n: expected.tensors[n] for n in names}, {n: got.tensors[n] for n in names}
 
 
 def audit(checks: Iterable[Check], shape: Shape, kernels: Iterable[Kernel]) -> Iterator[Outcome]:

@@ -57,8 +57,8 @@ def bits(
     """
     aside = Console(stderr=True)
     try:
-        shape, kernels = _prepare(
-            device, kernel, dtype, batch, heads, kv_heads, seq, head_dim, repeats
+        shape, kernels, others = _prepare(
+            device, kernel, dtype, (batch, heads, kv_heads, seq, head_dim, repeats)
         )
     except ValueError as error:
         aside.print(f"error: {error}", style=show.BAD, soft_wrap=True)
@@ -66,17 +66,21 @@ def bits(
     outcomes = _run(shape, kernels, aside)
     ok = all(outcome.ok for outcome in outcomes)
     if as_json:
-        found = {"shape": _shape_json(shape), "ok": ok, "checks": [o.as_json() for o in outcomes]}
+        checks = [outcome.as_json() for outcome in outcomes]
+        found = {"shape": _shape_json(shape), "ok": ok, "checks": checks, "not_audited": others}
         typer.echo(json.dumps(found, indent=1))
     else:
-        _report(shape, outcomes, Console())
+        _report(shape, outcomes, others, Console())
     raise typer.Exit(0 if ok else 1)
 
 
 def _prepare(
-    device: str | None, name: str | None, dtype: str | None, *sizes: int
-) -> tuple[Shape, list[Kernel]]:
-    """What to audit. Raises ValueError where nothing can run."""
+    device: str | None,
+    name: str | None,
+    dtype: str | None,
+    sizes: tuple[int, int, int, int, int, int],
+) -> tuple[Shape, list[Kernel], dict[str, str]]:
+    """What to audit, and why each other kernel is not. Raises ValueError where nothing can run."""
     import torch
 
     from lockstep.audit.calls import Shape
@@ -92,12 +96,18 @@ def _prepare(
     names = [k.name for k in KERNELS]
     if name is not None and name not in names:
         raise ValueError(f"--kernel takes one of {', '.join(names)}, got {name!r}")
-    refusals = {k.name: _refusal(k, shape) for k in KERNELS if name in (None, k.name)}
-    able = [k for k in KERNELS if k.name in refusals and refusals[k.name] is None]
+    able, others = [], {}
+    for candidate in KERNELS:
+        if name in (None, candidate.name):
+            refusal = _refusal(candidate, shape)
+            if refusal is None:
+                able.append(candidate)
+            else:
+                others[candidate.name] = refusal
     if not able:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+        reasons = "; ".join(f"{other}: {reason}" for other, reason in others.items())
         raise ValueError(f"no kernel to audit: {reasons}")
-    return shape, able
+    return shape, able, others
 
 
 def _refusal(kernel: Kernel, shape: Shape) -> str | None:
@@ -133,14 +143,18 @@ def _run(shape: Shape, kernels: list[Kernel], aside: Console) -> list[Outcome]:
     return outcomes
 
 
-def _report(shape: Shape, outcomes: list[Outcome], console: Console) -> None:
+def _report(
+    shape: Shape, outcomes: list[Outcome], others: dict[str, str], console: Console
+) -> None:
     console.print(Text(_shape_text(shape), style=show.QUIET))
     for name in dict.fromkeys(outcome.kernel for outcome in outcomes):
         console.print()
         console.print(Text(name, style=show.OURS))
         console.print(_table([outcome for outcome in outcomes if outcome.kernel == name]))
-    failed = next((outcome for outcome in outcomes if not outcome.ok), None)
     console.print()
+    for name, reason in others.items():
+        console.print(Text(f"{name} is not audited: {reason}", style=show.QUIET))
+    failed = next((outcome for outcome in outcomes if not outcome.ok), None)
     if failed is None:
         console.print(Text("Every bit is the same.", style=show.GOOD))
         return
@@ -153,17 +167,23 @@ def _table(outcomes: list[Outcome]) -> Table:
     made.columns[-1].no_wrap = False
     claim = None
     for outcome in outcomes:
-        mark = show.YES if outcome.ok else show.NO
-        if outcome.skipped is not None:
-            mark = Text(outcome.skipped, style=show.QUIET)
         made.add_row(
             outcome.claim if outcome.claim != claim else "",
             outcome.check,
             str(outcome.comparisons or ""),
-            mark,
+            _verdict(outcome),
         )
         claim = outcome.claim
     return made
+
+
+def _verdict(outcome: Outcome) -> Text:
+    if outcome.skipped is not None:
+        return Text(outcome.skipped, style=show.QUIET)
+    mark = show.YES if outcome.ok else show.NO
+    if not outcome.left_out:
+        return mark
+    return Text.assemble(mark, (f" left out: {'; '.join(outcome.left_out)}", show.QUIET))
 
 
 def _shape_text(shape: Shape) -> str:

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
-from lockstep.audit.calls import OPTIONS, Results, Shape, draw
+from lockstep.audit.calls import Shape, draw
 from lockstep.audit.checks import Check, Pair
 from lockstep.kernels.kernel import Kernel
 
 
 def repeated(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
     """Forward and backward again and again, with the memory in between in another state."""
-    for option in OPTIONS:
+    for option in shape.options:
         batch = draw(shape, kernel, option)
         first = batch.run()
         kept = []
@@ -27,7 +27,7 @@ def threads(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
     """One thread, and every other number of them up to twice what there was."""
     before = torch.get_num_threads()
     try:
-        for option in OPTIONS:
+        for option in shape.options:
             batch = draw(shape, kernel, option)
             torch.set_num_threads(before)
             expected = batch.run()
@@ -40,7 +40,7 @@ def threads(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
 
 def cuda_graph(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
     """Captured once, replayed a few times over poisoned results."""
-    for option in OPTIONS:
+    for option in shape.options:
         batch = draw(shape, kernel, option)
         expected = batch.run()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -50,13 +50,29 @@ def cuda_graph(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured: Results = batch.run()
+            captured = batch.run()
         for i in range(3):
-            for x in captured.values():
+            for x in captured.tensors.values():
                 x.fill_(float("nan"))
             graph.replay()
             torch.cuda.synchronize()
             yield Pair(f"{option}, replay {i + 1}", expected, captured)
+
+
+def beside_other_work(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
+    """With products on another stream, which take multiprocessors away at any moment."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    x = torch.randn(2048, 2048, device=shape.device)
+    for option in shape.options:
+        batch = draw(shape, kernel, option)
+        expected = batch.run()
+        side.wait_stream(torch.cuda.current_stream())
+        for i in range(min(shape.repeats, 20)):
+            with torch.cuda.stream(side):
+                for _ in range(1 + i % 4):
+                    x @ x
+            yield Pair(f"{option}, call {i + 1}", expected, batch.run())
+    side.synchronize()
 
 
 def _on_cpu(shape: Shape) -> str | None:
@@ -71,4 +87,5 @@ CHECKS = (
     Check("the same call again", "deterministic", repeated),
     Check("any number of threads", "deterministic", threads, _on_cpu),
     Check("CUDA graph or eager", "deterministic", cuda_graph, _on_cuda),
+    Check("beside other work on the GPU", "deterministic", beside_other_work, _on_cuda),
 )
