@@ -18,7 +18,7 @@ from torch import Tensor
 import lockstep
 from lockstep import dispatch, reference
 from lockstep.kernels.kernel import Kernel
-from lockstep.problem import Tensors, describe, make_options, pad_bias
+from lockstep.problem import AttentionProblem, Tensors, describe, make_options, pad_bias
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Times PyTorch's error, plus fp32 roundings of the largest element: PyTorch may happen to be nearly
@@ -141,8 +141,14 @@ def supporting(case: Case, *, backward: bool = False) -> list[Kernel]:
         for kernel in dispatch.KERNELS
         if kernel.name != "oracle"
         and kernel.supports(problem) is None
-        and (kernel.backward is not None or not backward)
+        and not (backward and _refuses_backward(kernel, problem))
     ]
+
+
+def _refuses_backward(kernel: Kernel, problem: AttentionProblem) -> bool:
+    if kernel.backward is None or kernel.supports_backward is None:
+        return kernel.backward is None
+    return kernel.supports_backward(problem) is not None
 
 
 def run(
