@@ -21,10 +21,11 @@ demo: $(READY) ## run attention here: checked, reproduced bit for bit, timed
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile $(ARGS)
 
-lint: $(READY) ## check style and types
+lint: $(READY) ## check style, types, and the tables in the docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m lockstep.bench.tables --check
 
 bench: $(READY) ## time the CPU path against PyTorch
 	@$(BIN)/lockstep bench cpu $(ARGS)

@@ -10,19 +10,18 @@ status 1 if a rung is wrong.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
-from triton.testing import do_bench
 
 import lockstep
-from lockstep.bench import results, show
+from lockstep.bench import peers, results, show
+from lockstep.bench.gpu_timing import take_turns
 from lockstep.ladder import RUNGS, Problem, Rung, run_on_gpu
 from lockstep.ladder.check import errors
 from lockstep.ladder.survey import microseconds
@@ -40,7 +39,7 @@ CHECKED = (
     Problem(B=1, H=2, S=200, D=128, causal=True),
     Problem(B=1, H=1, S=1, D=64),
 )
-PEERS = {"FA2 (PyTorch)": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+PEERS = {"FA2": "FA2 (PyTorch)", "cuDNN": "cuDNN"}
 
 
 def wrong(rung: Rung) -> list[Problem]:
@@ -80,23 +79,21 @@ def rung_rows(problem: Problem, rungs: list[Rung]) -> Iterator[dict[str, Any]]:
 
 
 def peer_rows(problem: Problem) -> Iterator[dict[str, Any]]:
-    """PyTorch's kernels, and whatever the library chooses for these tensors."""
+    """PyTorch's kernels, and whatever the library chooses for these tensors, in turns."""
     q, k, v, _ = problem.draw(device="cuda")
-
-    def time(call: Callable[[], Any]) -> float:
-        return 1e3 * float(do_bench(call, warmup=10, rep=50, return_mode="median"))
-
-    for name, backend in PEERS.items():
-        with sdpa_kernel(backend):
-            yield row(
-                problem,
-                name,
-                time(lambda: scaled_dot_product_attention(q, k, v, is_causal=problem.causal)),
-            )
+    everyone = {peer.name: peer.prefill for peer in peers.find() if peer.name in PEERS}
+    calls = {
+        PEERS[name]: prepare(q, k, v, problem.causal)
+        for name, prepare in everyone.items()
+        if prepare is not None
+    }
     ours = lockstep.explain(q, k, v, causal=problem.causal).kernel
     if ours not in (None, "oracle"):
-        found = time(lambda: lockstep.attention(q, k, v, causal=problem.causal))
-        yield row(problem, f"lockstep.attention ({ours})", found)
+        attention = partial(lockstep.attention, q, k, v, causal=problem.causal)
+        calls[f"lockstep.attention ({ours})"] = attention
+    timings = take_turns(calls)
+    for name in calls:
+        yield row(problem, name, 1e6 * timings.median(name))
 
 
 def save(rows: list[dict[str, Any]]) -> Path:

@@ -9,28 +9,48 @@ import torch
 from typer.testing import CliRunner
 
 from lockstep import cli
-from lockstep.bench import gpu, gpu_calls, gpu_run, peers, results, show
+from lockstep.bench import gpu, gpu_calls, gpu_check, gpu_run, ours, peers, results, show, timing
 from lockstep.kernels import cpu
 
 runner = CliRunner()
-SMALL = gpu.Case("forward", 64, 16, 2, 2, 1, causal=True)
+SMALL = {
+    "forward": gpu.Case("forward", 64, 16, 2, 2, 1, causal=True),
+    "small": gpu.Case("small", 32, 16, 2, 2, 1),
+    "backward": gpu.Case("backward", 64, 16, 2, 2, 1),
+    "decode": gpu.Case("decode", 512, 16, 4, 2, 2, causal=True),
+    "varlen": gpu.Case("varlen", 64, 16, 2, 2, 5, causal=True),
+}
 
 
 @pytest.fixture
 def on_the_cpu(monkeypatch):
-    """Everything but the timing, with the CPU kernel in place of one for a GPU."""
+    """Everything but the timing, with the CPU kernel in place of one for a GPU: every call takes
+    2 ms, but for the peer called "right", which takes 3."""
     monkeypatch.setattr(gpu_calls, "_normal", lambda *sizes: torch.randn(*sizes).bfloat16())
     monkeypatch.setattr(gpu, "kernels", lambda: [cpu.KERNEL])
-    monkeypatch.setattr(gpu, "_milliseconds", lambda call, quick: 2.0)
-    monkeypatch.setattr(gpu, "CASES", (SMALL, gpu.Case("backward", 64, 16, 2, 2, 1)))
+    monkeypatch.setattr(gpu, "CASES", (SMALL["forward"], SMALL["backward"]))
+    monkeypatch.setattr(results, "processor", lambda run: "GPU")
+    monkeypatch.setattr(peers, "find", list)
+    monkeypatch.setattr(
+        "lockstep.bench.environment.versions", lambda: {"torch": "2", "python": "3", "triton": "3"}
+    )
+
+    def take_turns(calls, rounds):
+        return timing.Timings({n: [3e-3 if n == "right" else 2e-3] * rounds for n in calls})
+
+    monkeypatch.setattr(gpu, "take_turns", take_turns)
 
 
 def right(q, k, v, causal):
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 def wrong(q, k, v, causal):
-    return q + k + v
+    return lambda: q + k + v
+
+
+def nan(q, k, v, causal):
+    return lambda: (q + k + v) * torch.nan
 
 
 def broken(q, k, v, causal):
@@ -61,67 +81,153 @@ def test_every_case_has_a_name_of_its_own_and_a_unit():
     assert {case.table for case in gpu.CASES} == set(gpu.UNITS) == set(gpu_calls.TABLES)
 
 
-def test_the_decode_cases_are_those_of_batch_invariant_serving():
+def test_the_cases_cover_head_dims_lengths_masks_and_batches():
+    found = {(case.table, case.D, case.S, case.causal) for case in gpu.CASES}
+    for table in ("forward", "backward"):
+        for D in (64, 128):
+            for S in (1024, 4096, 16384):
+                assert {(table, D, S, False), (table, D, S, True)} <= found
+    assert {("forward", 256, 16384, False), ("forward", 256, 16384, True)} <= found
     cells = {(case.B, case.S) for case in gpu.CASES if case.table == "decode"}
     assert cells == {(B, S) for B in (1, 8, 64) for S in (4096, 16384, 65536)}
+    for case in gpu.CASES:
+        assert case.table not in ("forward", "backward") or case.B * case.S == 16384
+
+
+def test_cases_are_chosen_by_table_and_by_words_in_their_names():
+    assert gpu_run.choose() == list(gpu.CASES)
+    assert {case.S for case in gpu_run.choose(["forward"], ["D 64, S 4k"])} == {4096}
 
 
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("table", ["forward", "backward"])
 def test_a_contender_that_fails_or_errs_has_its_reason_and_no_figure(table):
     contenders = [
-        peers.Peer("right", right, backward=True),
-        peers.Peer("wrong", wrong, backward=True),
-        peers.Peer("broken", broken, backward=True),
-        peers.Peer("refusing", refusing, backward=True),
-        peers.Peer("forward only", right),
+        *ours.entrants([cpu.KERNEL]),
+        peers.Entrant("right", right, backward=True),
+        peers.Entrant("tokens first", right, backward=True, tokens_first=True),
+        peers.Entrant("wrong", wrong, backward=True),
+        peers.Entrant("nan", nan, backward=True),
+        peers.Entrant("broken", broken, backward=True),
+        peers.Entrant("refusing", refusing, backward=True),
+        peers.Entrant("forward only", right),
     ]
-    (case,) = (case for case in gpu.CASES if case.table == table)
-    row = gpu.run(case, [cpu.KERNEL], contenders)
-    forward_only = {"forward only"} if table == "forward" else set()
-    assert set(row.rate) == {"cpu", "right"} | forward_only
-    assert row.refused == {"refusing": "not here"}
-    assert row.failed["broken"] == "RuntimeError: no such"
-    assert row.failed["wrong"].startswith("WrongResult: differs by")
+    row = gpu.run(SMALL[table], contenders, rounds=2).as_json()
+    forward_only = {"forward only", "cpu, query-invariant"} if table == "forward" else set()
+    assert set(row["rate"]) == {"cpu", "right", "tokens first"} | forward_only
+    assert row["refused"] == {"refusing": "not here"}
+    assert row["failed"]["broken"] == "RuntimeError: no such"
+    what = "out" if table == "forward" else "dq"
+    assert row["failed"]["wrong"].startswith(f"WrongResult: {what} is off by")
+    assert row["failed"]["nan"].startswith(f"WrongResult: {what} is off by nan")
     products = 4 * 2 * 64 * 64 * 16 * (0.5 if table == "forward" else 2.5)
-    assert row.rate["cpu"] == pytest.approx(products / 1e9 / 2.0)
+    assert row["rate"]["cpu"] == pytest.approx(products / 1e9 / 2.0, abs=0.05)
+    assert row["chosen"] == "cpu"
+    assert row["best_peer"] == "tokens first"
+    assert 0 < row["error"]["cpu"] <= 1
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("table", list(SMALL))
+def test_every_table_checks_and_times_our_kernels(table):
+    row = gpu.run(SMALL[table], ours.entrants([cpu.KERNEL]), rounds=1).as_json()
+    assert "cpu" in row["ms"], row
+    assert row["chosen"] == "cpu"
+    assert not row["failed"]
+    if table == "varlen":
+        # What packing is held against has no result of its own to be wrong.
+        assert "cpu, one sequence" in row["ms"]
+        assert "cpu, one sequence" not in row["error"]
+    if table == "small":
+        assert row["unit"] == "µs"
+        assert row["rate"]["cpu"] == pytest.approx(2000)
+
+
+@pytest.mark.parametrize("table", ["decode", "varlen"])
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_wrong_row_of_the_last_head_is_found(table):
+    work = gpu_calls.TABLES[table](SMALL[table])
+    (mine, *_) = ours.entrants([cpu.KERNEL])
+    out = work.prepare(mine)()
+    expected = gpu_check.expect(work.pieces, causal=True, backward=False)
+    assert gpu_check.largest_error(work.pick(out), expected) <= 1
+    out[-1, -1] += 0.5
+    with pytest.raises(timing.WrongResult, match="out is off by"):
+        gpu_check.largest_error(work.pick(out), expected)
+
+
+def test_the_oracle_in_blocks_of_rows_is_the_oracle(monkeypatch):
+    q, k, v, dout = torch.randn(4, 50, 16).bfloat16()
+    piece = gpu_check.Piece(q[:30], k, v, dout[:30])
+    whole = gpu_check._exact(piece, True, True)
+    monkeypatch.setattr(gpu_check, "ROWS", 7)
+    for a, b in zip(gpu_check._exact(piece, True, True), whole, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.usefixtures("on_the_cpu")
 def test_peers_of_a_script_take_part_and_the_run_is_saved(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(peers, "find", lambda: [peers.Peer("right", broken)])
-    monkeypatch.setattr("lockstep.bench.results.processor", lambda run: "GPU")
-    monkeypatch.setattr(
-        "lockstep.bench.environment.versions", lambda: {"torch": "2", "python": "3", "triton": "3"}
-    )
-    added = [peers.Peer("right", right)]
+    monkeypatch.setattr(peers, "find", lambda: [peers.Entrant("right", broken)])
+    added = [peers.Entrant("right", right, version="1.2")]
     assert gpu_run.main([], as_json=True, more_peers=added, directory=tmp_path) == 0
     run = json.loads(capsys.readouterr().out)
-    assert run["rows"][0]["rate"].keys() == {"cpu", "right"}
+    assert run["rows"][0]["rate"].keys() == {"cpu", "cpu, query-invariant", "right"}
+    assert run["rows"][0]["speed"]["cpu"] == 1.5
+    assert run["peers"] == {"right": "1.2"}
+    assert run["missing"] == []
     (saved,) = tmp_path.glob("gpu_*.json")
     assert json.loads(saved.read_text()) == run
-    assert gpu_run.main(["forward"], more_peers=[peers.Peer("right", broken)]) == 0
+    assert gpu_run.main(["forward"], more_peers=[peers.Entrant("right", broken)]) == 0
     shown = capsys.readouterr().out
     assert "right: RuntimeError: no such" in shown
     assert "backward" not in shown
 
 
 @pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("stop", [gpu.DeviceLost("gone"), KeyboardInterrupt()])
+def test_a_run_that_is_cut_off_says_what_is_missing(monkeypatch, tmp_path, stop):
+    real = gpu.run
+
+    def run(case, entrants, *, rounds):
+        if case.table == "backward":
+            raise stop
+        return real(case, entrants, rounds=rounds)
+
+    monkeypatch.setattr(gpu, "run", run)
+    if isinstance(stop, gpu.DeviceLost):
+        assert gpu_run.main([], directory=tmp_path) == 1
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            gpu_run.main([], directory=tmp_path)
+    (saved,) = tmp_path.glob("gpu_*.json")
+    kept = json.loads(saved.read_text())
+    assert [row["table"] for row in kept["rows"]] == ["forward"]
+    assert kept["missing"] == ["backward: D 16, S 64"]
+
+
+@pytest.mark.usefixtures("on_the_cpu")
 def test_a_wrong_result_of_ours_ends_with_status_1(monkeypatch):
     monkeypatch.setattr("lockstep.attention", lambda q, k, v, **_: torch.zeros_like(q))
-    monkeypatch.setattr(peers, "find", list)
-    monkeypatch.setattr(results, "where", lambda run: "")
     assert gpu_run.main(["forward"]) == 1
 
 
-def test_a_cell_without_a_figure_says_failed():
+def test_a_cell_without_a_figure_says_why():
+    def row(case, S, rate, failed):
+        about = {"case": case, "table": "t", "D": 64, "B": 1, "S": S, "causal": False, "unit": "T"}
+        who = {"ours": ["a"], "peers": ["b"], "chosen": "a", "best_peer": "b"}
+        ms = {name: 1 / value for name, value in rate.items()}
+        speed = {"a": 0.92} if "b" in rate else {}
+        return {**about, **who, "rate": rate, "ms": ms, "failed": failed, "speed": speed}
+
     rows = [
-        {"case": "x", "ours": ["a"], "rate": {"a": 10.0}, "failed": {"b": "why"}},
-        {"case": "y", "ours": ["a"], "rate": {"a": 11.0, "b": 12.0}, "failed": {}},
+        row("y", 2, {"a": 11.0, "b": 12.0}, {}),
+        row("x", 1, {"a": 10.0}, {"b": "WrongResult: off"}),
+        row("z", 3, {"a": 10.0}, {"b": "RuntimeError: no"}),
     ]
     made = show.gpu_table("t", rows)
-    assert [column.header for column in made.columns] == ["t", "a", "b"]
-    assert [str(cell) for cell in made.columns[2].cells] == ["failed", "12"]
+    assert [column.header for column in made.columns] == ["t", "a", "b", "chosen", "× best peer"]
+    assert [str(cell) for cell in made.columns[2].cells] == ["wrong", "12", "failed"]
+    assert [str(cell) for cell in made.columns[4].cells] == ["–", "0.92× b", "–"]
 
 
 def test_lengths_have_a_long_tail():
@@ -136,8 +242,10 @@ def test_lengths_have_a_long_tail():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("table", list(gpu.UNITS))
 def test_every_table_runs_on_a_gpu(table):
-    sizes = {"forward": (256, 64, 4, 4, 2), "backward": (256, 64, 4, 4, 2)}
+    sizes = dict.fromkeys(("forward", "small", "backward"), (256, 64, 4, 4, 2))
     sizes |= {"decode": (512, 128, 8, 2, 2), "varlen": (256, 64, 4, 4, 8)}
     case = gpu.Case(table, *sizes[table], causal=True)
-    row = gpu.run(case, gpu.kernels(), peers.find()[:2], quick=True)
-    assert "triton" in row.rate, row.failed
+    entrants = [*ours.entrants(gpu.kernels()), *peers.find()[:2]]
+    row = gpu.run(case, entrants, rounds=1)
+    assert "triton" in row.timings.seconds, row.failed
+    assert row.chosen in row.timings.seconds

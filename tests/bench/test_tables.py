@@ -77,37 +77,6 @@ def test_an_unknown_block_is_an_error(tmp_path):
         tables.fill("<!-- bench:tpu --><!-- /bench:tpu -->", tmp_path)
 
 
-GPU_RUN = {
-    "suite": "gpu",
-    "date": "2026-01-02",
-    "environment": {
-        "hardware": {"cpu": "Fast(R) CPU(TM) 9 @ 3GHz", "simd": "AVX2", "gpus": ["NVIDIA X1"]},
-        "versions": {"torch": "2.13.0", "python": "3.12.1", "triton": "3.6.0"},
-        "threads": 2,
-        "commit": {"hash": "0123456789abcdef", "dirty": False},
-    },
-    "rows": [
-        {
-            "table": "decode",
-            "case": "B 1, 4k keys",
-            "unit": "GB/s",
-            "ours": ["triton"],
-            "rate": {"triton": 1234.5, "FA3": 900.0},
-            "failed": {"flex": "RuntimeError: no"},
-        }
-    ],
-}
-
-
-def test_a_gpu_run_is_filed_under_the_gpu_and_marks_the_best(tmp_path):
-    path = results.save(GPU_RUN, tmp_path)
-    assert path.name == "gpu_nvidia-x1_2026-01-02_0123456.json"
-    filled = tables.fill("<!-- bench:gpu --><!-- /bench:gpu -->", tmp_path)
-    assert "| decode, GB/s | triton | FA3 | flex |" in filled
-    assert "| B 1, 4k keys | **1,234** | 900 | – |" in filled
-    assert "NVIDIA X1, Triton 3.6.0, torch 2.13.0" in filled
-
-
 def test_local_changes_are_confessed():
     run = copy.deepcopy(RUN)
     run["environment"]["commit"]["dirty"] = True

@@ -1,42 +1,48 @@
-"""`lockstep bench gpu`: the GPU kernels beside their peers, all in one run.
+"""`lockstep bench gpu`: the GPU kernels beside their peers, all in one run, bf16.
 
-Four tables. A cell is a median over calls timed with CUDA events, turned into a rate:
+Five tables, each cell a median over rounds in which all contenders take turns:
 
     forward, backward   TFLOP/s, 16,384 tokens in all; causal counts half the products, and a
                         backward counts as 2.5 forwards, however many products a kernel makes
+    small               µs of two forwards too small to fill a large GPU
     decode              GB/s of keys and values read; one query against a paged cache
     varlen              TFLOP/s over packed sequences of long-tailed lengths
 
-Every result is compared with float32 attention of a few of its rows before it is timed. A
-contender that cannot run a case, or computes something else, has its reason in place of a figure.
+Every result is checked by the error rule before it is timed (`gpu_check`). A contender that cannot
+run a case, or computes something else, has its reason in place of a figure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lockstep.bench.peers import Peer
-from lockstep.bench.timing import WrongResult
+from lockstep.bench.gpu_timing import ROUNDS, take_turns
+from lockstep.bench.peers import Entrant
+from lockstep.bench.timing import Timings
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from lockstep.bench.gpu_calls import Work
     from lockstep.kernels.kernel import Kernel
 
 TOKENS = 16384
-DECODE_HEADS, DECODE_KV_HEADS, DECODE_DIM = 32, 8, 128
-VARLEN_SEQUENCES, VARLEN_LONGEST = 64, 8192
-# Of the largest element: what 16-bit rounding explains.
-TOLERANCE = 2e-2
-# Milliseconds of warming up and of timing, per cell.
-WARM_UP, MEASURE, QUICK_MEASURE = 25, 100, 20
-UNITS = {"forward": "TFLOP/s", "backward": "TFLOP/s", "decode": "GB/s", "varlen": "TFLOP/s"}
+BACKWARD_FLOPS = 2.5  # forwards
+UNITS = {
+    "forward": "TFLOP/s",
+    "small": "µs",
+    "backward": "TFLOP/s",
+    "decode": "GB/s",
+    "varlen": "TFLOP/s",
+}
 
 
 class NoGpu(RuntimeError):
     """There is no CUDA device, or no kernel for it."""
+
+
+class DeviceLost(RuntimeError):
+    """The CUDA context is broken: nothing more can run in this process."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,8 @@ class Case:
         how = ", causal" if self.causal else ""
         if self.table == "varlen":
             return f"{self.B} sequences up to {_thousands(self.S)}, D {self.D}{how}"
+        if self.table == "small":
+            return f"B {self.B}, H {self.Hq}, S {self.S}, D {self.D}{how}"
         return f"D {self.D}, S {_thousands(self.S)}{how}"
 
 
@@ -65,45 +73,55 @@ def _thousands(n: int) -> str:
     return f"{n // 1024}k" if n % 1024 == 0 else str(n)
 
 
-def _prefill_cases() -> Iterator[Case]:
-    for table in ("forward", "backward"):
-        for D in (64, 128):
-            for S in (1024, 4096, 16384):
-                for causal in (False, True):
-                    H = 2048 // D
-                    yield Case(table, S, D, H, H, TOKENS // S, causal)
+def _prefill(table: str, dims: tuple[int, ...], lengths: tuple[int, ...]) -> Iterator[Case]:
+    for D in dims:
+        for S in lengths:
+            for causal in (False, True):
+                yield Case(table, S, D, 2048 // D, 2048 // D, TOKENS // S, causal)
 
 
+# In the order in which they run, so that a run that is cut off has what matters most.
 CASES: tuple[Case, ...] = (
-    *_prefill_cases(),
-    *(
-        Case("decode", S, DECODE_DIM, DECODE_HEADS, DECODE_KV_HEADS, B, causal=True)
-        for B in (1, 8, 64)
-        for S in (4096, 16384, 65536)
-    ),
-    *(
-        Case("varlen", VARLEN_LONGEST, D, 2048 // D, 2048 // D, VARLEN_SEQUENCES, causal=True)
-        for D in (64, 128)
-    ),
+    *_prefill("forward", (64, 128), (16384, 4096, 1024)),
+    Case("small", 1024, 64, 16, 16, B=4, causal=True),
+    *_prefill("backward", (64, 128), (16384, 4096)),
+    *(Case("decode", S, 128, 32, 8, B, True) for B in (1, 8, 64) for S in (4096, 16384, 65536)),
+    *_prefill("forward", (256,), (16384,)),
+    *(Case("varlen", 8192, D, 2048 // D, 2048 // D, 64, causal=True) for D in (64, 128)),
+    Case("small", 1024, 32, 16, 16, B=2),
+    *_prefill("backward", (64, 128), (1024,)),
 )
 
 
 @dataclass
 class Row:
-    """What one case came to: milliseconds and rates by contender, or why there are none.
+    """What one case came to.
 
     A contender that refuses a case says so before it runs; one that fails, or errs, does not.
     """
 
     case: Case
-    ours: list[str]
-    ms: dict[str, float] = field(default_factory=dict)
-    rate: dict[str, float] = field(default_factory=dict)
+    chosen: str | None = None
+    amount: float = 0.0
+    kinds: dict[str, str] = field(default_factory=dict)
+    timings: Timings = field(default_factory=lambda: Timings({}))
+    errors: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
+    def of_kind(self, kind: str) -> list[str]:
+        """Names of the contenders of this kind, with a time or without."""
+        return [name for name, found in self.kinds.items() if found == kind]
+
+    @property
+    def best_peer(self) -> str | None:
+        timed = [name for name in self.of_kind("peer") if name in self.timings.seconds]
+        return min(timed, key=self.timings.median, default=None)
+
     def as_json(self) -> dict[str, Any]:
-        case = self.case
+        case, timings, best = self.case, self.timings, self.best_peer
+        ms = {name: timings.median(name) * 1e3 for name in timings.seconds}
+        ours = [name for name in self.of_kind("ours") if name in ms]
         return {
             "table": case.table,
             "case": case.name,
@@ -115,12 +133,20 @@ class Row:
             "D": case.D,
             "causal": case.causal,
             "dtype": "bf16",
-            "ours": self.ours,
-            "ms": {name: round(ms, 5) for name, ms in self.ms.items()},
-            "rate": {name: round(rate, 1) for name, rate in self.rate.items()},
+            "ours": self.of_kind("ours"),
+            "peers": self.of_kind("peer"),
+            "chosen": self.chosen,
+            "best_peer": best,
+            "ms": {name: round(time, 5) for name, time in ms.items()},
+            "rate": {name: round(self._rate(time), 1) for name, time in ms.items()},
+            "speed": {name: round(timings.speed(name, best), 3) for name in ours if best},
+            "error": {name: round(error, 3) for name, error in self.errors.items()},
             "failed": self.failed,
             "refused": self.refused,
         }
+
+    def _rate(self, ms: float) -> float:
+        return ms * 1e3 if UNITS[self.case.table] == "µs" else self.amount / ms
 
 
 def kernels() -> list[Kernel]:
@@ -144,46 +170,72 @@ def kernels() -> list[Kernel]:
     return found
 
 
-def run(case: Case, ours: list[Kernel], peers: list[Peer], *, quick: bool = False) -> Row:
-    """Check and time one case with everyone who takes part in it."""
+def run(case: Case, entrants: list[Entrant], *, rounds: int = ROUNDS) -> Row:
+    """Check everyone who takes part in one case, then time those who are right in turns.
+
+    Raises:
+        DeviceLost: A contender broke the CUDA context.
+    """
     import torch
 
     from lockstep.bench.gpu_calls import TABLES
+    from lockstep.bench.gpu_check import expect
 
-    row = Row(case, [kernel.name for kernel in ours])
+    row = Row(case)
     try:
-        work, expected, contenders = TABLES[case.table](case, ours, peers)
-    except torch.cuda.OutOfMemoryError:
-        row.failed = dict.fromkeys(row.ours, "does not fit into memory")
+        work = TABLES[case.table](case)
+        expected = expect(work.pieces, causal=case.causal, backward=case.table == "backward")
+    except torch.OutOfMemoryError:
+        row.failed = {e.name: "does not fit into memory" for e in entrants if e.kind == "ours"}
+        row.kinds = dict.fromkeys(row.failed, "ours")
         return row
-    for name, prepare in contenders.items():
-        try:
-            call, rows = prepare()
-            _check(rows(call()), expected)
-            ms = _milliseconds(call, quick)
-        except NotImplementedError as refusal:
-            # Not a failure: some kernels are for some problems only.
-            row.refused[name] = str(refusal).splitlines()[-1].strip()[:200]
-            continue
-        except Exception as error:
-            # Whatever a library trips over is its cell's, not the run's.
-            row.failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            continue
-        row.ms[name] = ms
-        row.rate[name] = work / ms
+    row.chosen, row.amount = work.chosen, work.amount
+    calls = {}
+    for entrant in entrants:
+        call = _checked(row, work, entrant, expected)
+        if call is not None:
+            calls[entrant.name] = call
+    with torch.no_grad():
+        row.timings = take_turns(calls, rounds)
     return row
 
 
-def _milliseconds(call: Callable[[], Any], quick: bool) -> float:
-    from triton.testing import do_bench
+def _checked(row: Row, work: Work, entrant: Entrant, expected: list[Any]) -> Any:
+    """The call to time, or None; `row` then says why, if the entrant was to take part at all."""
+    import torch
 
-    measure = QUICK_MEASURE if quick else MEASURE
-    return float(do_bench(call, warmup=WARM_UP, rep=measure, return_mode="median"))
+    from lockstep.bench.gpu_check import largest_error
+
+    name = entrant.name
+    try:
+        with torch.no_grad():
+            call = work.prepare(entrant)
+            if call is None:
+                return None
+            row.kinds[name] = entrant.kind
+            result = call()
+            if entrant.kind != "bound":
+                row.errors[name] = largest_error(work.pick(result), expected)
+    except NotImplementedError as refusal:
+        # Not a failure: some kernels are for some problems only.
+        row.kinds[name] = entrant.kind
+        row.refused[name] = str(refusal).splitlines()[-1].strip()[:200]
+        return None
+    except Exception as error:
+        # Whatever a library trips over is its cell's, not the run's.
+        row.kinds[name] = entrant.kind
+        row.failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        _check_device(f"{name} in {row.case.table}: {row.case.name}")
+        return None
+    return call
 
 
-def _check(rows: Tensor, expected: Tensor) -> None:
-    error = float((rows.float() - expected).abs().max())
-    limit = TOLERANCE * max(1.0, float(expected.abs().max()))
-    # `not <=` so that NaN is wrong as well.
-    if not error <= limit:
-        raise WrongResult(f"differs by {error:.2g}, and rounding explains {limit:.2g}")
+def _check_device(after: str) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise DeviceLost(f"CUDA stopped working after {after}: {error}") from error

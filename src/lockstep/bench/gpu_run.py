@@ -1,4 +1,4 @@
-"""Run the cases of `lockstep bench gpu` and show what came of them."""
+"""Run the cases of `lockstep bench gpu`, show what came of them, and keep it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lockstep.bench import gpu, peers, results, show
+from lockstep.bench import gpu, gpu_timing, ours, peers, results, show
 
 WRONG, USAGE = 1, 2
 
@@ -20,14 +20,17 @@ def main(
     quick: bool = False,
     as_json: bool = False,
     save: bool = False,
-    more_peers: Sequence[peers.Peer] = (),
+    more_peers: Sequence[peers.Entrant] = (),
     without: Sequence[str] = (),
+    cases: Sequence[str] = (),
     directory: Path | None = None,
 ) -> int:
     """Time `tables` (all, if empty) and print them; the exit status.
 
     `more_peers` take part besides those that can be imported, in place of any with their name;
-    the peers named in `without` do not.
+    those named in `without` do not. Where the run is kept, it is written after every case, with
+    the cases that are still missing: a run that is cut off is a run of fewer cases. `cases` leaves
+    out those in whose names none of these words occurs.
     """
     # What is printed on the way goes to stderr: stdout is for the tables, or for JSON alone.
     aside = Console(stderr=True)
@@ -37,29 +40,72 @@ def main(
         aside.print(f"error: --table takes {takes}, got {unknown[0]!r}", style=show.BAD)
         return USAGE
     try:
-        ours = gpu.kernels()
+        everyone = entrants(more_peers, without)
     except gpu.NoGpu as error:
         aside.print(f"error: {error}", style=show.BAD, soft_wrap=True)
         return USAGE
-    left_out = {*without, *(peer.name for peer in more_peers)}
-    theirs = [peer for peer in peers.find() if peer.name not in left_out]
-    cases = [case for case in gpu.CASES if not tables or case.table in tables]
-    rows = []
-    with show.progress(aside, len(cases)) as steps:
-        for case in cases:
-            steps.say(f"{case.table}: {case.name}")
-            rows.append(gpu.run(case, ours, [*theirs, *more_peers], quick=quick).as_json())
-            steps.done()
-    run = results.collect("gpu", rows)
+    if save:
+        directory = directory or (results.checkout() or Path()) / results.RESULTS
+    run = results.collect("gpu", [])
+    run["peers"] = {e.name: e.version for e in everyone if e.kind == "peer"}
+    stopped = _run_all(run, choose(tables, cases), everyone, quick, directory, aside)
     if as_json:
         print(json.dumps(run, indent=1, ensure_ascii=False))
     else:
         _report(run, Console())
-    if save or directory is not None:
-        root = results.checkout() or Path()
-        path = results.save(run, directory or root / results.RESULTS)
-        aside.print(f"saved {path}", soft_wrap=True)
-    return WRONG if any(name in row["failed"] for row in rows for name in row["ours"]) else 0
+    if directory is not None:
+        aside.print(f"saved {results.path_of(run, directory)}", soft_wrap=True)
+    wrong = any(name in row["failed"] for row in run["rows"] for name in row["ours"])
+    return WRONG if wrong or stopped else 0
+
+
+def choose(tables: Sequence[str] = (), words: Sequence[str] = ()) -> list[gpu.Case]:
+    """The cases of these tables in whose names one of these words occurs; empty means any."""
+    return [
+        case
+        for case in gpu.CASES
+        if (not tables or case.table in tables)
+        and (not words or any(word in case.name for word in words))
+    ]
+
+
+def entrants(more: Sequence[peers.Entrant], without: Sequence[str]) -> list[peers.Entrant]:
+    """Ours first, then the peers.
+
+    Raises:
+        NoGpu: As `gpu.kernels`.
+    """
+    mine = ours.entrants(gpu.kernels())
+    replaced = {peer.name for peer in more}
+    theirs = [peer for peer in peers.find() if peer.name not in replaced]
+    return [entrant for entrant in (*mine, *theirs, *more) if entrant.name not in without]
+
+
+def _run_all(
+    run: dict[str, Any],
+    cases: list[gpu.Case],
+    everyone: list[peers.Entrant],
+    quick: bool,
+    directory: Path | None,
+    aside: Console,
+) -> bool:
+    """Fill the rows of `run` and keep it up to date on disk; whether it had to stop early."""
+    rounds = gpu_timing.QUICK_ROUNDS if quick else gpu_timing.ROUNDS
+    run["rounds"] = rounds
+    run["missing"] = [f"{case.table}: {case.name}" for case in cases]
+    with show.progress(aside, len(cases)) as steps:
+        for case in cases:
+            steps.say(f"{case.table}: {case.name}")
+            try:
+                run["rows"].append(gpu.run(case, everyone, rounds=rounds).as_json())
+            except gpu.DeviceLost as error:
+                aside.print(f"stopped: {error}", style=show.BAD, soft_wrap=True)
+                return True
+            run["missing"].pop(0)
+            if directory is not None:
+                results.save(run, directory)
+            steps.done()
+    return False
 
 
 def _report(run: dict[str, Any], console: Console) -> None:

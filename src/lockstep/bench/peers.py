@@ -1,33 +1,45 @@
-"""What else computes attention on this GPU: the peers in the tables of `lockstep bench gpu`.
+"""Who takes part in `lockstep bench gpu`, and the peers among them.
 
-PyTorch's own are always there; others if they can be imported. A script can add more, see
-`benchmarks/gpu_h200.py`.
+PyTorch's own attentions are always there; other libraries if they can be imported. A script can add
+more, see `benchmarks/gpu_h200.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import metadata
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Prefill = Callable[["Tensor", "Tensor", "Tensor", bool], "Tensor"]
-Decode = Callable[["Tensor", "Tensor", "Tensor", "Tensor", "Tensor"], Callable[[], "Tensor"]]
-Varlen = Callable[["Tensor", "Tensor", "Tensor", "Tensor", int, bool], "Tensor"]
+Call = Callable[[], "Tensor"]
+Prefill = Callable[["Tensor", "Tensor", "Tensor", bool], Call]
+Decode = Callable[["Tensor", "Tensor", "Tensor", "Tensor", "Tensor"], Call]
+Varlen = Callable[["Tensor", "Tensor", "Tensor", "Tensor", int, bool], Call]
 
 
 @dataclass(frozen=True)
-class Peer:
-    """A library by what it can do; None for what it cannot.
+class Entrant:
+    """One column of the tables, by what it can do; None for what it cannot.
 
-    prefill: (q, k, v [B, H, S, D], causal) -> out, differentiable if `backward`.
+    Each function prepares a call: what has to be done once only is done outside the timing.
+
+    prefill: (q, k, v [B, H, S, D], causal) -> call that returns [B, H, S, D]; autograd
+        differentiates it if `backward`.
     decode: (q [B, Hq, 1, D], k_pages, v_pages [n_pages, page, Hkv, D], page_table [B, pages],
-        kv_lens [B]) -> a call without arguments that does the work and returns [B, Hq, 1, D].
-    varlen: (q, k, v [T, H, D], cu_seqlens [B + 1] int32, longest, causal) -> out [T, H, D].
+        kv_lens [B]) -> call that returns [B, Hq, 1, D].
+    varlen: (q, k, v [T, H, D], cu_seqlens [B + 1] int32, longest, causal) -> call that returns
+        [T, H, D].
+
+    kind: "ours", "peer", or "bound" for what is no attention over the same data, but shows what
+        could be reached at best: it is timed and not checked.
+    tokens_first: prefill's tensors lie in memory as [B, S, H, D], which this library likes best.
+    version: As far as it is not that of torch.
     """
 
     name: str
@@ -35,49 +47,83 @@ class Peer:
     backward: bool = False
     decode: Decode | None = None
     varlen: Varlen | None = None
+    kind: Literal["ours", "peer", "bound"] = "peer"
+    tokens_first: bool = False
+    version: str = ""
 
 
-def find() -> list[Peer]:
+def find() -> list[Entrant]:
     """The peers that this machine has."""
     found = [
-        Peer("FA2", _sdpa("FLASH_ATTENTION"), backward=True, varlen=_torch_varlen()),
-        Peer("cuDNN", _sdpa("CUDNN_ATTENTION"), backward=True),
-        Peer("flex", _flex, backward=True),
+        Entrant("FA2", _sdpa("FLASH_ATTENTION"), backward=True, varlen=_torch_varlen()),
+        Entrant("cuDNN", _sdpa("CUDNN_ATTENTION"), backward=True, version=_cudnn_version()),
+        Entrant("flex", _flex),
     ]
     if find_spec("flash_attn_interface") is not None:
-        found.append(Peer("FA3", _fa3, True, _fa3_decode(0)))
-        found.append(Peer("FA3 one split", decode=_fa3_decode(1)))
+        version = _version("flash-attn-3", "flash_attn_3")
+        found.append(Entrant("FA3", _fa3, True, _fa3_decode(0), tokens_first=True, version=version))
+        found.append(Entrant("FA3 one split", decode=_fa3_decode(1)))
     if find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None:
-        found.append(Peer("FA4", _fa4, backward=True))
+        found.append(fa4())
     if find_spec("flashinfer") is not None:
-        found.append(Peer("flashinfer", decode=_flashinfer_decode))
+        found.append(
+            Entrant("flashinfer", decode=_flashinfer_decode, version=_version("flashinfer-python"))
+        )
     return found
 
 
+def _cudnn_version() -> str:
+    import torch
+
+    number: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    if number is None:
+        return ""
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def _version(*distributions: str) -> str:
+    """Of the first that is installed."""
+    for name in distributions:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return ""
+
+
 def _sdpa(backend: str) -> Prefill:
-    def run(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
-        with sdpa_kernel(getattr(SDPBackend, backend)):
-            return scaled_dot_product_attention(
-                q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
-            )
+        grouped = q.shape[1] != k.shape[1]
 
-    return run
+        def run() -> Tensor:
+            with sdpa_kernel(getattr(SDPBackend, backend)):
+                return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+
+        return run
+
+    return prepare
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+    flex = _compiled_flex()
     mask = _causal_mask(q.shape[2], k.shape[2]) if causal else None
-    out: Tensor = _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-    return out
+    grouped = q.shape[1] != k.shape[1]
+    return lambda: flex(q, k, v, block_mask=mask, enable_gqa=grouped)
 
 
 @lru_cache
 def _compiled_flex() -> Callable[..., Any]:
+    """flex_attention, compiled for each shape it meets.
+
+    Beyond a number of shapes, torch.compile would quietly run it uncompiled: slow, and no peer.
+    """
     import torch
+    from torch._dynamo import config
     from torch.nn.attention.flex_attention import flex_attention
 
+    config.recompile_limit = 1000
+    config.fail_on_recompile_limit_hit = True
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -95,9 +141,9 @@ def _torch_varlen() -> Varlen | None:
     if find_spec("torch.nn.attention.varlen") is None:
         return None
 
-    def run(
+    def prepare(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, causal: bool
-    ) -> Tensor:
+    ) -> Call:
         import inspect
 
         from torch.nn.attention.varlen import varlen_attn
@@ -108,20 +154,20 @@ def _torch_varlen() -> Varlen | None:
         if takes_causal:
             how = {"is_causal": causal}
         args: Any = (q, k, v, cu_seqlens, cu_seqlens, longest, longest)
-        return _first(varlen_attn(*args, **how))  # type: ignore[no-any-return]
+        return lambda: _first(varlen_attn(*args, **how))
 
-    return run
+    return prepare
 
 
 def _first(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
 
 
-def _fa3(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def _fa3(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
     from flash_attn_interface import flash_attn_func
 
-    out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
-    return _first(out).transpose(1, 2)  # type: ignore[no-any-return]
+    tokens = [x.transpose(1, 2) for x in (q, k, v)]  # [B, S, H, D]
+    return lambda: _first(flash_attn_func(*tokens, causal=causal)).transpose(1, 2)
 
 
 def _fa3_decode(num_splits: int) -> Decode:
@@ -129,7 +175,7 @@ def _fa3_decode(num_splits: int) -> Decode:
 
     def prepare(
         q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, kv_lens: Tensor
-    ) -> Callable[[], Tensor]:
+    ) -> Call:
         from flash_attn_interface import flash_attn_with_kvcache
 
         tokens = q.transpose(1, 2)  # [B, 1, Hq, D]
@@ -151,16 +197,43 @@ def _fa3_decode(num_splits: int) -> Decode:
     return prepare
 
 
-def _fa4(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def fa4() -> Entrant:
+    """FlashAttention-4, which has to be importable as `flash_attn.cute`."""
+    version = _version("flash-attn-4")
+    return Entrant(
+        "FA4", _fa4, backward=True, varlen=_fa4_varlen, tokens_first=True, version=version
+    )
+
+
+def _fa4(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
     from flash_attn.cute import flash_attn_func
 
-    out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
-    return _first(out).transpose(1, 2)  # type: ignore[no-any-return]
+    tokens = [x.transpose(1, 2) for x in (q, k, v)]  # [B, S, H, D]
+    return lambda: _first(flash_attn_func(*tokens, causal=causal)).transpose(1, 2)
+
+
+def _fa4_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, causal: bool
+) -> Call:
+    from flash_attn.cute import flash_attn_varlen_func
+
+    return lambda: _first(
+        flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            causal=causal,
+        )
+    )
 
 
 def _flashinfer_decode(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, kv_lens: Tensor
-) -> Callable[[], Tensor]:
+) -> Call:
     import flashinfer
     import torch
 

@@ -34,6 +34,11 @@ def collect(suite: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def save(run: dict[str, Any], directory: Path) -> Path:
     """Write a run into `directory`, named after suite, processor, date and commit."""
+    return write(run, path_of(run, directory))
+
+
+def path_of(run: dict[str, Any], directory: Path) -> Path:
+    """Where `save` puts a run."""
     commit = run["environment"]["commit"]
     parts = (
         run["suite"],
@@ -41,7 +46,7 @@ def save(run: dict[str, Any], directory: Path) -> Path:
         run["date"],
         commit["hash"][:7] if commit else "unversioned",
     )
-    return write(run, directory / ("_".join(_slug(part) for part in parts) + ".json"))
+    return directory / ("_".join(_slug(part) for part in parts) + ".json")
 
 
 def save_for_gpu(run: dict[str, Any], name: str, directory: Path) -> Path:

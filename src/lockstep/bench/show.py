@@ -20,7 +20,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.bench.tables import columns, milliseconds
+from lockstep.bench import gpu_tables
+from lockstep.bench.tables import milliseconds
 
 OURS, THEIRS, GOOD, BAD, QUIET = "bold cyan", "yellow", "green", "bold red", "dim"
 YES, NO = Text("✓", style=GOOD), Text("✗", style=BAD)
@@ -91,21 +92,23 @@ def cpu_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def gpu_table(name: str, rows: list[dict[str, Any]]) -> Table:
-    """One table of `lockstep bench gpu`: a rate for each contender, the best of a row marked."""
-    contenders = columns(rows)
-    made = table(name, *contenders, right=contenders)
-    ours = set(rows[0]["ours"])
-    for row in rows:
-        best = max(row["rate"].values(), default=None)
+    """One table of `lockstep bench gpu`: the best of a row in bold, and in the last column how the
+    kernel that Lockstep chooses compares with the best peer."""
+    contenders = gpu_tables.columns(rows)
+    made = table(name, *contenders, "chosen", "× best peer", right=(*contenders, "× best peer"))
+    for row in gpu_tables.in_order(rows):
         cells = []
         for contender in contenders:
-            rate = row["rate"].get(contender)
-            style = OURS if contender in ours else THEIRS
-            if rate is None:
-                cells.append(Text("failed" if contender in row["failed"] else "–", style=QUIET))
-            else:
-                cells.append(Text(f"{rate:,.0f}", style=f"bold {style}" if rate == best else style))
-        made.add_row(row["case"], *cells)
+            style = OURS if contender in row["ours"] else THEIRS
+            if contender not in row["ms"]:
+                style = BAD if contender in row["failed"] else QUIET
+            elif contender == gpu_tables.best(row):
+                style = f"bold {style}"
+            cells.append(Text(gpu_tables.figure(row, contender), style=style))
+        speed = row["speed"].get(row["chosen"])
+        ratio = "–" if speed is None else f"{speed:.2f}× {row['best_peer']}"
+        good = speed is None or speed >= 1
+        made.add_row(row["case"], *cells, row["chosen"] or "–", Text(ratio, GOOD if good else BAD))
     return made
 
 

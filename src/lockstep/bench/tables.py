@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.bench import results
+from lockstep.bench import gpu_tables, results, study_tables
 from lockstep.bench.counter_tables import agreement_block
 
 
@@ -41,39 +41,6 @@ def cpu_table(run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def gpu_block(directory: Path) -> str:
-    """Markdown for the newest GPU run on each device: one table per kind of work."""
-    blocks = []
-    for run in results.latest("gpu", directory):
-        for name in dict.fromkeys(row["table"] for row in run["rows"]):
-            blocks.append(gpu_table(name, [row for row in run["rows"] if row["table"] == name]))
-        blocks.append(f"{results.where(run)}.")
-    return "\n\n".join(blocks)
-
-
-def gpu_table(name: str, rows: list[dict[str, Any]]) -> str:
-    """Rows of one kind as a markdown table, the best of each row in bold."""
-    contenders = columns(rows)
-    lines = [
-        f"| {name}, {rows[0]['unit']} | {' | '.join(contenders)} |",
-        f"|---|{'---:|' * len(contenders)}",
-    ]
-    for row in rows:
-        best = max(row["rate"].values(), default=None)
-        cells = []
-        for contender in contenders:
-            rate = row["rate"].get(contender)
-            text = "–" if rate is None else f"{rate:,.0f}"
-            cells.append(f"**{text}**" if rate is not None and rate == best else text)
-        lines.append(f"| {row['case']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def columns(rows: list[dict[str, Any]]) -> list[str]:
-    """Everyone who has a figure in some row, or a reason for none, in order of appearance."""
-    return list(dict.fromkeys(name for row in rows for name in (*row["rate"], *row["failed"])))
-
-
 def milliseconds(ms: float | None) -> str:
     """A time with three significant digits, and a dash for one that was not taken."""
     if ms is None:
@@ -83,12 +50,21 @@ def milliseconds(ms: float | None) -> str:
     return f"{ms:.3g} ms" if ms < 100 else f"{ms:.0f} ms"
 
 
-PAGES = ("README.md", "docs/ladder.md", "docs/simt-cuda.md")
+PAGES = (
+    "README.md",
+    "docs/ladder.md",
+    "docs/simt-cuda.md",
+    "docs/hopper.md",
+    "docs/hopper-backward.md",
+    "docs/triton.md",
+    "docs/gradients.md",
+)
 MARKED = re.compile(r"<!-- bench:(?P<name>\w+) -->.*?<!-- /bench:(?P=name) -->", re.DOTALL)
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "cpu": cpu_block,
-    "gpu": gpu_block,
     "simt_counters": agreement_block,
+    **gpu_tables.BLOCKS,
+    **study_tables.BLOCKS,
 }
 
 
@@ -117,6 +93,8 @@ def main(arguments: list[str] | None = None) -> int:
     for page in (root / name for name in PAGES if (root / name).exists()):
         old = page.read_text(encoding="utf-8")
         new = fill(old, root / results.RESULTS)
+        if check and new != old:
+            print(f"{page.name} is not what the results say", file=sys.stderr)
         stale |= int(new != old)
         if not check:
             page.write_text(new, encoding="utf-8")

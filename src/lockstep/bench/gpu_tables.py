@@ -1,0 +1,189 @@
+"""Markdown tables of `lockstep bench gpu`, out of the newest run on each GPU.
+
+`gpu` is for the README: what `lockstep.attention` reaches, beside the best peer of each case. The
+others are for the pages on the kernels, with everyone's figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.bench import results
+from lockstep.bench.ours import INVARIANT, ONE_SEQUENCE
+
+Row = dict[str, Any]
+Run = dict[str, Any]
+BEST = "best peer"
+NOTHING = "Not measured yet."
+
+
+@dataclass(frozen=True)
+class View:
+    """Which rows and columns of a run a page shows.
+
+    peers: None shows all.
+    ratios: (mine, other), a column for each: how many times as fast.
+    """
+
+    tables: tuple[str, ...]
+    ours: tuple[str, ...]
+    ratios: tuple[tuple[str, str], ...]
+    peers: tuple[str, ...] | None = None
+
+    def __call__(self, directory: Path) -> str:
+        blocks = []
+        for run in results.latest("gpu", directory):
+            found = [self._table(run, name) for name in self.tables]
+            blocks += [table for table in found if table]
+            blocks.append(caption(run, self.tables))
+        return "\n\n".join(blocks) or NOTHING
+
+    def _table(self, run: Run, name: str) -> str:
+        rows = in_order(row for row in run["rows"] if row["table"] == name)
+        contenders = [column for column in columns(rows) if self._shows(rows, column)]
+        if not set(contenders) & set(self.ours):
+            return ""
+        ratios = [r for r in self.ratios if {*r} <= {*contenders, BEST}]
+        heads = [*contenders, *(f"{mine} / {other}" for mine, other in ratios)]
+        lines = [f"| {name}, {rows[0]['unit']} | {' | '.join(heads)} |", _rule(len(heads))]
+        for row in rows:
+            cells = [
+                f"**{figure(row, c)}**" if c == best(row) else figure(row, c) for c in contenders
+            ]
+            cells += [ratio(row, mine, other) for mine, other in ratios]
+            lines.append(f"| {row['case']} | {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    def _shows(self, rows: Sequence[Row], column: str) -> bool:
+        if column in self.ours:
+            return True
+        peers = {name for row in rows for name in row["peers"]}
+        return column in (peers if self.peers is None else self.peers)
+
+
+def summary(directory: Path) -> str:
+    """What Lockstep chooses, and how it compares with the best peer of each case."""
+    blocks = []
+    for run in results.latest("gpu", directory):
+        rows = in_order(run["rows"])
+        blocks += [_prefill_matrix(rows), _decode_matrix(rows), _short_list(rows)]
+        blocks.append(caption(run))
+    return "\n\n".join(block for block in blocks if block) or NOTHING
+
+
+def _prefill_matrix(rows: list[Row]) -> str:
+    heads = {
+        ("forward", False): "forward",
+        ("forward", True): "forward, causal",
+        ("backward", False): "backward",
+        ("backward", True): "backward, causal",
+    }
+    cells = {(r["D"], r["S"], r["table"], r["causal"]): _achieved(r) for r in rows}
+    shapes = dict.fromkeys((r["D"], r["S"]) for r in rows if (r["table"], r["causal"]) in heads)
+    lines = [f"| TFLOP/s | {' | '.join(heads.values())} |", _rule(len(heads))]
+    for D, S in shapes:
+        line = [cells.get((D, S, *head), "–") for head in heads]
+        lines.append(f"| D {D}, S {S // 1024}k | {' | '.join(line)} |")
+    return "\n".join(lines) if shapes else ""
+
+
+def _decode_matrix(rows: list[Row]) -> str:
+    rows = [row for row in rows if row["table"] == "decode"]
+    lengths, batches = (sorted({row[size] for row in rows}) for size in ("S", "B"))
+    cells = {(row["B"], row["S"]): _achieved(row) for row in rows}
+    heads = (f"{S // 1024}k keys" for S in lengths)
+    lines = [f"| decode, GB/s | {' | '.join(heads)} |", _rule(len(lengths))]
+    for B in batches:
+        lines.append(f"| batch {B} | {' | '.join(cells.get((B, S), '–') for S in lengths)} |")
+    return "\n".join(lines) if rows else ""
+
+
+def _short_list(rows: list[Row]) -> str:
+    chosen = [row for row in rows if row["table"] in ("small", "varlen")]
+    lines = ["| | |", "|---|---:|"]
+    lines += [f"| {row['case']} | {_achieved(row, unit=True)} |" for row in chosen]
+    return "\n".join(lines) if chosen else ""
+
+
+def _achieved(row: Row, unit: bool = False) -> str:
+    """The chosen kernel's figure and its ratio to the best peer, in bold if it is ahead."""
+    chosen = row["chosen"]
+    if chosen not in row["ms"]:
+        return figure(row, chosen)
+    text = figure(row, chosen) + f" {row['unit']}" * unit
+    if row["best_peer"] is None:
+        return text
+    speed = row["speed"][chosen]
+    text = f"{text} ({speed:.2f}× {row['best_peer']})"
+    return f"**{text}**" if speed >= 1 else text
+
+
+def caption(run: Run, tables: Iterable[str] | None = None) -> str:
+    """How the figures came about, where, and what is missing."""
+    versions = [f"{name} {version}" for name, version in run["peers"].items() if version]
+    where = ", ".join([results.where(run), *versions])
+    text = f"bf16, medians of {run['rounds']} rounds in which all take turns. {where}."
+    wanted = None if tables is None else tuple(tables)
+    missing = [c for c in run["missing"] if wanted is None or c.split(":")[0] in wanted]
+    return f"{text} Not in this run: {'; '.join(missing)}." if missing else text
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """By head dim, batch size where it is what varies, and length."""
+    return sorted(
+        rows,
+        key=lambda row: (row["D"], row["B"] * (row["table"] == "decode"), row["S"], row["causal"]),
+    )
+
+
+def columns(rows: Iterable[Row]) -> list[str]:
+    """Everyone who has a figure in some row, or a reason for none but a refusal, in order."""
+    return list(dict.fromkeys(name for row in rows for name in (*row["ms"], *row["failed"])))
+
+
+def best(row: Row) -> str | None:
+    """The fastest in a row, bounds aside."""
+    timed = [name for name in (*row["ours"], *row["peers"]) if name in row["ms"]]
+    return min(timed, key=lambda name: row["ms"][name], default=None)
+
+
+def figure(row: Row, name: str | None) -> str:
+    """In the unit of the table; `failed` or `wrong`, or a dash for a case it is not in."""
+    if name in row["failed"]:
+        wrong = row["failed"][name].startswith("WrongResult")
+        return "wrong" if wrong else "failed"
+    if name not in row["rate"]:
+        return "–"
+    rate = row["rate"][name]
+    return f"{rate:.1f}" if row["unit"] == "µs" else f"{rate:,.0f}"
+
+
+def ratio(row: Row, mine: str, other: str) -> str:
+    """How many times as fast as `other` a contender is."""
+    if other == BEST:
+        return f"{row['speed'][mine]:.2f}" if mine in row["speed"] else "–"
+    if mine not in row["ms"] or other not in row["ms"]:
+        return "–"
+    return f"{row['ms'][other] / row['ms'][mine]:.2f}"
+
+
+def _rule(n: int) -> str:
+    return f"|---|{'---:|' * n}"
+
+
+_TRITON = ("triton", "triton" + INVARIANT)
+_PACKED = tuple((name, name + ONE_SEQUENCE) for name in ("hopper", "triton"))
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    "gpu": summary,
+    "hopper_forward": View(("forward", "small"), ("hopper",), (("hopper", BEST),)),
+    "hopper_backward": View(("backward",), ("hopper",), (("hopper", BEST),)),
+    "triton_forward": View(
+        ("forward",), _TRITON, (("triton", "FA2"), ("triton", "flex")), ("FA2", "flex")
+    ),
+    "triton_backward": View(("backward",), ("triton",), (("triton", "FA2"),), ("FA2",)),
+    "triton_decode": View(("decode",), _TRITON, (("triton", "FA3"), ("triton", "FA3 one split"))),
+    "varlen": View(("varlen",), sum(_PACKED, ()), _PACKED),
+}

@@ -1,0 +1,75 @@
+"""Time calls on a GPU against each other.
+
+Contenders take turns in every round, so that they meet the same clocks and temperatures. Each call
+lies between two events of its own and finds a cold L2; while the device fills the L2 with something
+else, the host runs ahead, so what it takes to launch a call is not in its time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from math import ceil
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from lockstep.bench.timing import Timings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROUNDS, QUICK_ROUNDS = 8, 3
+# A turn is as many calls as take this long, within bounds.
+TURN_SECONDS, MOST_CALLS = 10e-3, 30
+# Of memory written before each call: several times the L2 of any GPU.
+FLUSHED_BYTES = 256 << 20
+
+
+def take_turns(calls: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS) -> Timings:
+    """Seconds per call: for each round, the median over the calls of a turn.
+
+    What compiles on first use must have been called before.
+
+    Args:
+        calls: By name; they run on the current CUDA stream.
+        rounds: Turns of each, at least 1.
+
+    Example:
+        >>> timings = take_turns({"sum": lambda: x.sum(), "mean": lambda: x.mean()})
+        >>> timings.speed("sum", against="mean")
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds takes at least 1, got {rounds}")
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    lengths = {}
+    for name, call in calls.items():
+        once = median(_turn(call, 3))
+        lengths[name] = min(MOST_CALLS, ceil(TURN_SECONDS / once))
+    for _ in range(rounds):
+        for name, call in calls.items():
+            seconds[name].append(median(_turn(call, lengths[name])))
+    return Timings(seconds)
+
+
+def _turn(call: Callable[[], Any], n: int) -> list[float]:
+    """Seconds of each of `n` calls in a row."""
+    import torch
+
+    def event() -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    pairs = [(event(), event()) for _ in range(n)]
+    for begin, end in pairs:
+        _something_else().zero_()
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
+
+
+@lru_cache(maxsize=1)
+def _something_else() -> Tensor:
+    import torch
+
+    return torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda")

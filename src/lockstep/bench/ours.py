@@ -1,0 +1,103 @@
+"""Lockstep's own kernels as they take part in `lockstep bench gpu`: each by its name."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lockstep.bench.peers import Call, Entrant
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lockstep.kernels.kernel import Kernel
+
+INVARIANT, ONE_SEQUENCE = ", query-invariant", ", one sequence"
+
+
+def entrants(kernels: list[Kernel]) -> list[Entrant]:
+    """A column for each kernel, one more for what query invariance costs where it is promised, and
+    one for what packed sequences could reach at best."""
+    found = []
+    for kernel in kernels:
+        found.append(_entrant(kernel, kernel.name))
+        if kernel.query_invariant:
+            found.append(_entrant(kernel, kernel.name + INVARIANT, query_invariant=True))
+        found.append(
+            Entrant(
+                kernel.name + ONE_SEQUENCE, varlen=partial(_dense, kernel=kernel.name), kind="bound"
+            )
+        )
+    return found
+
+
+def _entrant(kernel: Kernel, name: str, **options: Any) -> Entrant:
+    options["kernel"] = kernel.name
+    # Query invariance is about out and lse, and it is chunks and tokens that it is wanted for.
+    plain = "query_invariant" not in options
+    return Entrant(
+        name,
+        prefill=partial(_prefill, options=options),
+        backward=kernel.backward is not None and plain,
+        decode=partial(_decode, options=options),
+        varlen=partial(_varlen, options=options) if plain else None,
+        kind="ours",
+    )
+
+
+def _prefill(q: Tensor, k: Tensor, v: Tensor, causal: bool, options: dict[str, Any]) -> Call:
+    import lockstep
+
+    return partial(lockstep.attention, q, k, v, causal=causal, **options)
+
+
+def _decode(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    options: dict[str, Any],
+) -> Call:
+    import lockstep
+
+    cache = k_pages, v_pages, page_table, kv_lens
+    return partial(lockstep.attention_paged, q, *cache, causal=True, **options)
+
+
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    causal: bool,
+    options: dict[str, Any],
+) -> Call:
+    import lockstep
+
+    return partial(
+        lockstep.attention_varlen, q, k, v, cu_seqlens, cu_seqlens, causal=causal, **options
+    )
+
+
+def _dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    causal: bool,
+    kernel: str,
+) -> Call:
+    """One sequence with as many pairs of a query and a key as all packed ones have: no padding, and
+    no sequence too short to fill a tile."""
+    import torch
+
+    import lockstep
+
+    S = math.isqrt(int(cu_seqlens.long().diff().square().sum()))
+    H, D = q.shape[1:]
+    x = torch.randn(3, 1, H, S, D, dtype=torch.float32, device=q.device).to(q.dtype)
+    return partial(lockstep.attention, *x, causal=causal, kernel=kernel)

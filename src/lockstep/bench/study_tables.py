@@ -1,0 +1,121 @@
+"""Markdown tables of single studies: what designs of the Hopper kernels were worth to each other.
+
+Each has a results file of its own. It compares builds that a release does not contain: no command
+makes it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lockstep.bench import results
+
+Row = dict[str, Any]
+PEER = "cuDNN"
+PEERS = ("FA3", PEER)
+NOTHING = "Not measured yet."
+# Columns of the first table on how a part of dQ leaves the SM, and what the results call them.
+WAYS_OUT = {
+    "ordered": "reductions from registers",
+    "no order": "reductions from registers, no order",
+    "no addition to dQ": "no addition to dQ",
+    "no dQ": "no dQ",
+}
+WAYS_OUT_RUN, COPY_ENGINE_RUN = 2, 3
+
+
+def forward_builds(directory: Path) -> str:
+    """The best of the builds of the Hopper forward for each problem, beside the peers."""
+    run = results.newest("hopper-forward", directory)
+    if run is None:
+        return NOTHING
+    cells: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in run["rows"]:
+        if "tflops" in row:
+            problem = (row["D"], row["S"], row["causal"])
+            cells.setdefault(problem, {})[row["kernel"]] = row["tflops"]
+    lines = [
+        f"| D, S | causal | best build | {' | '.join(('TFLOP/s', *PEERS))} |",
+        f"|---|---|---|{'---:|' * (1 + len(PEERS))}",
+    ]
+    for (D, S, causal), found in sorted(cells.items()):
+        best = max((name for name in found if name not in PEERS), key=found.__getitem__)
+        rates = " | ".join(f"{found[name]:.0f}" for name in (best, *PEERS))
+        lines.append(f"| {D}, {S // 1024}k | {_yes(causal)} | {best} | {rates} |")
+    return "\n".join(lines) + f"\n\nbf16, {results.where_on_gpu(run)}."
+
+
+def forward_ideas(directory: Path) -> str:
+    """What ideas for the Hopper forward were worth at 16k without a mask, one after the other."""
+    run = results.newest("hopper-forward", directory)
+    if run is None:
+        return NOTHING
+    lines = ["| D | build | TFLOP/s |", "|---|---|---:|"]
+    for row in sorted(run["ideas"], key=lambda row: int(row["D"])):
+        lines.append(f"| {row['D']} | {row['kernel']} | {row['tflops']:.0f} |")
+    return "\n".join(lines) + f"\n\nbf16, {results.where_on_gpu(run)}."
+
+
+def ways_out(directory: Path) -> str:
+    """The one-pass backward as it was and with its dQ left out bit by bit, four heads in turn."""
+
+    def column(row: Row) -> str | None:
+        if row["design"] == PEER:
+            return PEER
+        named = (name for name, design in WAYS_OUT.items() if design == row["design"])
+        return next(named, None) if row["heads_at_once"] == 4 else None
+
+    return _backward(directory, WAYS_OUT_RUN, (*WAYS_OUT, PEER), column)
+
+
+def heads_in_turn(directory: Path) -> str:
+    """The backward by the number of heads in turn, the best of each row in bold."""
+    heads = ("1", "2", "4", "8", "16")
+
+    def column(row: Row) -> str | None:
+        return PEER if row["design"] == PEER else str(row["heads_at_once"])
+
+    return _backward(directory, COPY_ENGINE_RUN, (*heads, PEER), column, mark=heads)
+
+
+def _backward(
+    directory: Path,
+    run_number: int,
+    heads: tuple[str, ...],
+    column: Callable[[Row], str | None],
+    mark: tuple[str, ...] = (),
+) -> str:
+    run = results.newest("hopper-backward", directory)
+    if run is None:
+        return NOTHING
+    cells: dict[tuple[int, int, bool], dict[str, int]] = {}
+    for row in run["rows"]:
+        head = column(row) if row["run"] == run_number else None
+        if head is not None:
+            cells.setdefault((row["D"], row["S"], row["causal"]), {})[head] = row["tflops"]
+    lines = [f"| D, S | causal | {' | '.join(heads)} |", f"|---|---|{'---:|' * len(heads)}"]
+    for (D, S, causal), found in sorted(cells.items()):
+        most = max((found.get(head, 0) for head in mark), default=None)
+        texts = [_marked(found.get(head), head in mark, most) for head in heads]
+        lines.append(f"| {D}, {S // 1024}k | {_yes(causal)} | {' | '.join(texts)} |")
+    return "\n".join(lines) + f"\n\nTFLOP/s, bf16, {results.where_on_gpu(run)}."
+
+
+def _yes(causal: bool) -> str:
+    return "yes" if causal else "no"
+
+
+def _marked(tflops: int | None, counts: bool, most: int | None) -> str:
+    if tflops is None:
+        return "–"
+    return f"**{tflops}**" if counts and tflops == most else str(tflops)
+
+
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    "hopper_forward_builds": forward_builds,
+    "hopper_forward_ideas": forward_ideas,
+    "hopper_backward_ways_out": ways_out,
+    "hopper_backward_heads": heads_in_turn,
+}
