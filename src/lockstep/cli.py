@@ -118,18 +118,21 @@ def bench_cpu(
 def bench_gpu(
     table: Annotated[
         list[str] | None,
-        typer.Option(help="forward, backward, decode or varlen; all of them, if not given."),
+        typer.Option(help="forward, small, backward, decode or varlen; all, if not given."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Less time per cell.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: rougher, sooner.")] = False,
     as_json: Json = False,
     save: Annotated[
-        bool, typer.Option("--save", help="Write the result under benchmarks/results.")
+        bool,
+        typer.Option("--save", help="Write the result under benchmarks/results, case by case."),
     ] = False,
 ) -> None:
     """Time the GPU kernels beside FlashAttention, cuDNN and flex_attention, all in one run.
 
-    Every result is checked before it is timed. Exit status 1 if one of ours fails, 2 without a
-    CUDA device.
+    Every result is checked by the error rule before it is timed, and all contenders take turns.
+    Each kernel of Lockstep has a column of its own; `chosen` names the one that a call without
+    `kernel=` runs. The first run compiles for some minutes. Exit status 1 if one of ours fails or
+    is wrong, 2 without a CUDA device.
     """
     from lockstep.bench import gpu_run
 

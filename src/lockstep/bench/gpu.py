@@ -161,7 +161,10 @@ def kernels() -> list[Kernel]:
     from lockstep.problem import Options, Tensors, describe
 
     if not torch.cuda.is_available():
-        raise NoGpu("no CUDA device here, or a torch built without CUDA")
+        raise NoGpu(
+            "no CUDA device here, or a torch built without CUDA; the CPU has a benchmark of its "
+            "own: lockstep bench cpu"
+        )
     x = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16, device="cuda")
     problem = describe(Tensors(x, x, x), Options())
     found = [k for k in KERNELS if k.supports(problem) is None]
