@@ -15,14 +15,17 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-# Before anyone imports FA4 or Inductor. Inductor would start a pool of compilers per process.
+# Before anyone imports FA4 or Inductor, which would start a pool of compilers per process, and from
+# its first compilation on have Triton keep what it makes elsewhere.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
 
 import torch
 from torch import Tensor
@@ -130,6 +133,10 @@ def load_all(options: argparse.Namespace) -> list[Entrant]:
     loaded = load(options.peers)
     if any(entrant.name == "FA4" for entrant in loaded):
         workers += start("FA4")
+    # Meanwhile, this process imports what it will need.
+    everyone = gpu_run.entrants(loaded, options.without)
+    case, *_ = gpu_run.choose(options.table, options.case)
+    _call_once((case, entrant) for entrant in everyone)
     for worker in workers:
         try:
             worker.wait(max(0.0, started + WARM_UP_SECONDS - perf_counter()))
@@ -153,7 +160,11 @@ def warm_up(which: str, share: str, options: argparse.Namespace) -> None:
     first = {(case.table, case.D, case.causal): case for case in cases}.values()
     rest = [case for case in cases if case not in first]
     calls = [(case, entrant) for part in (first, rest) for entrant in entrants for case in part]
-    for case, entrant in calls[i::n]:
+    _call_once(calls[i::n])
+
+
+def _call_once(calls: Iterable[tuple[gpu.Case, Entrant]]) -> None:
+    for case, entrant in calls:
         try:
             call = TABLES[case.table](case).prepare(entrant)
             with torch.no_grad():

@@ -211,6 +211,17 @@ def test_a_wrong_result_of_ours_ends_with_status_1(monkeypatch):
     assert gpu_run.main(["forward"]) == 1
 
 
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_case_that_does_not_fit_into_memory_is_left_out(monkeypatch):
+    def full(*sizes):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(gpu_calls, "_normal", full)
+    row = gpu.run(SMALL["forward"], ours.entrants([cpu.KERNEL])).as_json()
+    assert row["refused"]["cpu"] == "the case does not fit into memory"
+    assert gpu_run.main(["forward"]) == 0
+
+
 def test_a_cell_without_a_figure_says_why():
     def row(case, S, rate, failed):
         about = {"case": case, "table": "t", "D": 64, "B": 1, "S": S, "causal": False, "unit": "T"}

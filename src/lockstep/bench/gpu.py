@@ -189,8 +189,8 @@ def run(case: Case, entrants: list[Entrant], *, rounds: int = ROUNDS) -> Row:
         work = TABLES[case.table](case)
         expected = expect(work.pieces, causal=case.causal, backward=case.table == "backward")
     except torch.OutOfMemoryError:
-        row.failed = {e.name: "does not fit into memory" for e in entrants if e.kind == "ours"}
-        row.kinds = dict.fromkeys(row.failed, "ours")
+        row.kinds = {entrant.name: entrant.kind for entrant in entrants}
+        row.refused = dict.fromkeys(row.kinds, "the case does not fit into memory")
         return row
     row.chosen, row.amount = work.chosen, work.amount
     calls = {}

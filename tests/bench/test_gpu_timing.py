@@ -1,0 +1,67 @@
+"""Turns on a GPU, with a clock in place of the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lockstep.bench import gpu_timing
+from lockstep.bench.gpu_timing import MOST_CALLS, take_turns
+
+
+class Device:
+    """Events on it read a clock that only calls and flushes move."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        self.log: list[str] = []
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = device.now
+
+            def elapsed_time(self, end):
+                return (end.at - self.at) * 1e3
+
+        class Memory:
+            def zero_(self):
+                device.now += 65e-6
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(gpu_timing, "_something_else", Memory)
+
+    def call(self, name: str, seconds: float):
+        def run() -> None:
+            self.log.append(name)
+            self.now += seconds
+
+        return run
+
+
+@pytest.fixture
+def device(monkeypatch):
+    return Device(monkeypatch)
+
+
+def test_flushing_is_not_in_a_time(device):
+    timings = take_turns({"a": device.call("a", 30e-6), "b": device.call("b", 20e-3)}, rounds=3)
+    assert timings.seconds["a"] == pytest.approx([30e-6] * 3)
+    assert timings.seconds["b"] == pytest.approx([20e-3] * 3)
+    assert device.log.count("a") == 3 + 3 * MOST_CALLS
+    assert device.log.count("b") == 3 + 3
+
+
+def test_another_one_begins_every_round(device):
+    take_turns({name: device.call(name, 1.0) for name in "abc"}, rounds=3)
+    assert "".join(device.log) == "aaabbbccc" + "abc" + "bca" + "cab"
+
+
+def test_nobody_to_time_and_no_rounds():
+    assert take_turns({}).seconds == {}
+    with pytest.raises(ValueError, match="rounds takes at least 1, got 0"):
+        take_turns({}, rounds=0)
