@@ -13,7 +13,8 @@ class Device:
     """Events on it read a clock that only calls and flushes move."""
 
     def __init__(self, monkeypatch):
-        self.now = 0.0
+        self.now = self.host = 0.0
+        self.held: set[int] = set()
         self.log: list[str] = []
         device = self
 
@@ -33,12 +34,19 @@ class Device:
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "_sleep", self.sleep)
+        monkeypatch.setattr(gpu_timing, "perf_counter", lambda: self.host)
         monkeypatch.setattr(gpu_timing, "_something_else", Memory)
 
-    def call(self, name: str, seconds: float):
+    def sleep(self, cycles: int) -> None:
+        self.held.add(cycles)
+        self.now += cycles / 2e9
+
+    def call(self, name: str, seconds: float, host: float = 1e-5):
         def run() -> None:
             self.log.append(name)
             self.now += seconds
+            self.host += host
 
         return run
 
@@ -48,17 +56,23 @@ def device(monkeypatch):
     return Device(monkeypatch)
 
 
-def test_flushing_is_not_in_a_time(device):
+def test_flushing_and_waiting_are_not_in_a_time(device):
     timings = take_turns({"a": device.call("a", 30e-6), "b": device.call("b", 20e-3)}, rounds=3)
     assert timings.seconds["a"] == pytest.approx([30e-6] * 3)
     assert timings.seconds["b"] == pytest.approx([20e-3] * 3)
-    assert device.log.count("a") == 3 + 3 * MOST_CALLS
-    assert device.log.count("b") == 3 + 3
+    assert device.log.count("a") == 6 + 3 * MOST_CALLS
+    assert device.log.count("b") == 6 + 3
+
+
+def test_the_device_waits_for_longer_than_the_host_needs(device):
+    take_turns({"a": device.call("a", 1e-4, host=3e-4)}, rounds=1)
+    (cycles,) = device.held
+    assert cycles / 2e9 > 3e-4
 
 
 def test_another_one_begins_every_round(device):
     take_turns({name: device.call(name, 1.0) for name in "abc"}, rounds=3)
-    assert "".join(device.log) == "aaabbbccc" + "abc" + "bca" + "cab"
+    assert "".join(device.log) == "aaaaaabbbbbbcccccc" + "abc" + "bca" + "cab"
 
 
 def test_nobody_to_time_and_no_rounds():

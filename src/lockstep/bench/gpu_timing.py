@@ -1,8 +1,8 @@
 """Time calls on a GPU against each other.
 
 Contenders take turns in every round, so that they meet the same clocks and temperatures. Each call
-lies between two events of its own and finds a cold L2; while the device fills the L2 with something
-else, the host runs ahead, so what it takes to launch a call is not in its time.
+lies between two events of its own and finds a cold L2. Before it the device is kept busy, for longer
+than the host needs to issue the call: the host's time is not in it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from math import ceil
 from statistics import median
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from lockstep.bench.timing import Timings
@@ -19,10 +20,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROUNDS, QUICK_ROUNDS = 8, 3
+# Calls to learn how long one takes.
+PROBES = 3
 # A turn is as many calls as take this long, within bounds.
 TURN_SECONDS, MOST_CALLS = 10e-3, 30
 # Of memory written before each call: several times the L2 of any GPU.
 FLUSHED_BYTES = 256 << 20
+# Cycles of waiting per second of the host's: more than any GPU makes.
+HOLD_HZ = 3e9
 
 
 def take_turns(calls: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS) -> Timings:
@@ -43,21 +48,32 @@ def take_turns(calls: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS) -> 
     if not calls:
         return Timings({})
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    lengths = {}
+    lengths, holds = {}, {}
     for name, call in calls.items():
-        once = median(_turn(call, 3))
+        holds[name] = int(HOLD_HZ * median(_host_seconds(call) for _ in range(PROBES)))
+        once = median(_turn(call, PROBES, holds[name]))
         lengths[name] = min(MOST_CALLS, ceil(TURN_SECONDS / once))
     order = list(calls)
     for _ in range(rounds):
         for name in order:
-            seconds[name].append(median(_turn(calls[name], lengths[name])))
+            seconds[name].append(median(_turn(calls[name], lengths[name], holds[name])))
         # Nobody always comes after the one that heats the device most.
         order.append(order.pop(0))
     return Timings(seconds)
 
 
-def _turn(call: Callable[[], Any], n: int) -> list[float]:
-    """Seconds of each of `n` calls in a row."""
+def _host_seconds(call: Callable[[], Any]) -> float:
+    """What the host takes to issue a call to an idle device."""
+    import torch
+
+    torch.cuda.synchronize()
+    start = perf_counter()
+    call()
+    return perf_counter() - start
+
+
+def _turn(call: Callable[[], Any], n: int, hold: int) -> list[float]:
+    """Seconds of each of `n` calls in a row, `hold` cycles of waiting before each."""
     import torch
 
     def event() -> torch.cuda.Event:
@@ -66,6 +82,7 @@ def _turn(call: Callable[[], Any], n: int) -> list[float]:
     pairs = [(event(), event()) for _ in range(n)]
     for begin, end in pairs:
         _something_else().zero_()
+        torch.cuda._sleep(hold)  # type: ignore[no-untyped-call]
         begin.record()
         call()
         end.record()
