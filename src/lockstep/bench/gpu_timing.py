@@ -1,8 +1,8 @@
 """Time calls on a GPU against each other.
 
 Contenders take turns in every round, so that they meet the same clocks and temperatures. Each call
-lies between two events of its own and finds a cold L2. Before it the device is kept busy, for longer
-than the host needs to issue the call: the host's time is not in it.
+lies between two events of its own and finds a cold L2. Before it the device is kept busy until the
+host has issued the call: the host's time is not in it.
 """
 
 from __future__ import annotations
