@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lockstep
+from lockstep import dispatch
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -18,6 +19,20 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").g
 def test_the_example_in_the_readme_runs():
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     exec(compile(code, "README.md", "exec"), {})
+
+
+def test_the_readme_names_every_kernel_and_what_it_claims():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
+    claims = {row[0].strip("`"): row[3] for row in rows if len(row) == 4}
+    assert list(claims) == [kernel.name for kernel in dispatch.KERNELS]
+    for kernel in dispatch.KERNELS:
+        claimed = [
+            name.replace("_", "-")
+            for name in ("deterministic", "batch_invariant", "query_invariant", "constant_time")
+            if getattr(kernel, name)
+        ]
+        assert claims[kernel.name] == (", ".join(claimed) or "–")
 
 
 def test_what_docs_index_shows_is_what_is_printed():
