@@ -84,8 +84,8 @@ def _prefill(table: str, dims: tuple[int, ...], lengths: tuple[int, ...]) -> Ite
 CASES: tuple[Case, ...] = (
     *_prefill("forward", (64, 128), (16384, 4096, 1024)),
     Case("small", 1024, 64, 16, 16, B=4, causal=True),
-    *_prefill("backward", (64, 128), (16384, 4096)),
     *(Case("decode", S, 128, 32, 8, B, True) for B in (1, 8, 64) for S in (4096, 16384, 65536)),
+    *_prefill("backward", (64, 128), (16384, 4096)),
     *_prefill("forward", (256,), (16384,)),
     *(Case("varlen", 8192, D, 2048 // D, 2048 // D, 64, causal=True) for D in (64, 128)),
     Case("small", 1024, 32, 16, 16, B=2),
