@@ -18,7 +18,8 @@ from lockstep.audit.calls import OPTIONS, Batch, Results, Shape, draw
 from lockstep.audit.checks import Check, Pair
 from lockstep.kernels.kernel import Kernel
 
-PAGE_SIZES = (16, 64, 256)
+# By the number of queries.
+PAGE_SIZES = {1: (16, 64, 256), 64: (64,)}
 CHUNKS = (1, 7, 64, 129)
 # Calls per option and chunk size; of a longer sequence evenly spaced chunks are taken.
 MOST_CHUNKS = 40
@@ -88,11 +89,11 @@ def pages(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
     """Contiguous, in pages in order, and in pages anywhere in the pool."""
     generator = torch.Generator().manual_seed(1)
     for option in shape.options:
-        for Sq in (1, min(shape.S, 64)):
-            batch = draw(shape, kernel, option).last_queries(Sq)
+        for Sq, sizes in PAGE_SIZES.items():
+            batch = draw(shape, kernel, option).last_queries(min(shape.S, Sq))
             batch = batch.with_lengths([shape.S - b % 2 for b in range(shape.B)])
             expected = batch.forward()
-            for size in PAGE_SIZES:
+            for size in sizes:
                 n = shape.B * -(-shape.S // size) + 2
                 what = f"{option}, Sq {Sq}, pages of {size}"
                 yield Pair(f"{what} in order", expected, calls.paged(batch, size, torch.arange(n)))
