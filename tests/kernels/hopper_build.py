@@ -16,6 +16,9 @@ from triton.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
+# Until the scores are there while a product is under way, and until the product is, too.
+SCORES_WAIT, PRODUCT_WAIT = (f"WARPGROUP.DEPBAR.LE gsb0, 0x{n}" for n in (1, 0))
+
 
 @dataclass(frozen=True)
 class Build:
@@ -35,18 +38,27 @@ class Build:
 
     @cached_property
     def addressed_loops(self) -> list[Instructions]:
-        """The innermost loops with two matrix products: one per consumer."""
-        main: list[tuple[int, int, Instructions]] = []
-        for begin, end in loops(self.instructions):
-            body = [(at, t) for at, t in self.instructions if begin <= at <= end]
-            groups = sum(t.startswith("WARPGROUP.ARRIVE") for _, t in body)
-            if groups >= 2 and any(t.startswith("HGMMA") for _, t in body):
-                main.append((begin, end, body))
-        innermost: list[tuple[int, int, Instructions]] = []
-        for begin, end, body in sorted(main, key=lambda loop: loop[1] - loop[0]):
-            if all(end < b or e < begin for b, e, _ in innermost):
-                innermost.append((begin, end, body))
-        return [body for *_, body in sorted(innermost, key=lambda loop: loop[0])]
+        """The loops with a product under way behind the scores: one per consumer."""
+        found = []
+        for begin, end in sorted(set(loops(self.instructions))):
+            body = [(at, text) for at, text in self.instructions if begin <= at <= end]
+            texts = [text for _, text in body]
+            # Out of line, a wait that has to be repeated jumps back over much else.
+            if texts.count(SCORES_WAIT) == texts.count(PRODUCT_WAIT) == 1:
+                found.append(body)
+        return found
+
+    @cached_property
+    def overlaps(self) -> list[Instructions]:
+        """From the start of each pair of products to a little behind the wait for the second."""
+        texts = [text for _, text in self.instructions]
+        found = []
+        for i, text in enumerate(texts):
+            if text == SCORES_WAIT:
+                starts = [j for j in range(i) if texts[j] == "WARPGROUP.ARRIVE"]
+                end = texts.index(PRODUCT_WAIT, i)
+                found.append(self.instructions[starts[-2] : end + 40])
+        return found
 
     @property
     def registers(self) -> int:

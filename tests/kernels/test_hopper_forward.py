@@ -188,6 +188,40 @@ def test_garbage_of_a_neighbour_stays_there():
         assert ours[100:170].isnan().all()
 
 
+@by_dtype
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (70, 20)}], ids=str)
+def test_garbage_behind_a_mask_stays_there(D, dtype, options):
+    """Bit for bit: rows that do not see it cannot tell; rows that do see it, and nothing else."""
+    case = draw(300, 300, B=2, D=D, dtype=dtype, **options)
+    clean, clean_lse = hopper_run(case)
+    v = case.tensors["v"].clone()
+    strays = {(0, 0, 130, 3): math.nan, (0, 1, 150, 9): math.inf, (1, 0, 7, 63): -math.inf}
+    strays |= {(1, 1, 200, 0): math.inf, (1, 1, 210, 0): -math.inf}
+    for at, value in strays.items():
+        v[at] = value
+    out, lse = hopper_run(case.replaced(v=v))
+    assert same_bits(lse, clean_lse)
+    expected = clean.clone()
+    first, last = (0, 300) if "causal" in options else (-20, 70)  # rows from the key that see it
+    for (b, h, key, column), value in strays.items():
+        expected[b, h, max(key + first, 0) : key + last + 1, column] += value
+    assert same_bits(out, expected)
+
+
+@by_dtype
+def test_garbage_in_keys_behind_a_mask_stays_there(dtype):
+    case = draw(300, 300, D=128, dtype=dtype, causal=True)
+    clean, clean_lse = hopper_run(case)
+    for name in ("k", "v"):
+        case.tensors[name][:, :, 150:] = math.nan
+    out, lse = hopper_run(case)
+    assert same_bits(out[:, :, :150], clean[:, :, :150])
+    assert same_bits(lse[:, :, :150], clean_lse[:, :, :150])
+    assert out[:, :, 150:].isnan().all()
+    assert lse[:, :, 150:].isnan().all()
+
+
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_rows_that_run_away(D, causal):

@@ -6,16 +6,15 @@ Importing this package does not import Triton.
     channel.py     tiles between producer and consumers; turns between consumers
     schedule.py    which tile next, and which keys it sees
     softmax.py     from scores to weights
+    team.py        what the warps of a program share
     forward.py     the kernel and its producer
     consumer.py    a warpgroup that computes
+    second_lap.py  rows that went wrong, once more
     plan.py        tile sizes by head dim
     launch.py      from a problem to a launch
     backward.py    gradients, and its own list of modules
 
-By design a row's bits depend on its own sequence and the head dims alone.
-
-Not among `dispatch.KERNELS` yet: of its tests on an H200, 113 passed, one failed for a reason not
-yet known, and 55 did not get to run. `supports` lets through what those 113 cover.
+A row's bits depend on its own sequence and the head dims alone.
 """
 
 from __future__ import annotations
@@ -91,11 +90,11 @@ def supports(problem: AttentionProblem) -> str | None:
         )
     if problem.layout == "paged":
         return "takes no pages"
-    if problem.layout == "varlen" or problem.has_kv_lens:
-        return "takes dense sequences of one length: others have not been verified on a GPU yet"
     if problem.bias_shape is not None:
         return "takes no bias"
-    if problem.Sq < MIN_QUERIES:
+    # Of packed sequences only the sum of lengths is known, and what runs a sequence must not depend
+    # on its neighbours.
+    if problem.layout != "varlen" and problem.Sq < MIN_QUERIES:
         return f"takes {MIN_QUERIES} queries or more in a sequence, got {problem.Sq}"
     if problem.B * problem.Hq * max(problem.Sq, problem.Skv) > MAX_ROWS:
         return f"takes up to {MAX_ROWS} rows in all heads, got more"
@@ -107,10 +106,11 @@ KERNEL = Kernel(
     supports=supports,
     forward=_forward,
     backward=_backward,
-    # By design it is all three; nothing is claimed before its tests have run on a GPU.
-    deterministic=False,
-    batch_invariant=False,
+    deterministic=True,
+    batch_invariant=True,
+    # Settled maxima and the second lap branch on data.
     constant_time=False,
+    # Its rows do not depend on the other queries, but a few queries run elsewhere: MIN_QUERIES.
     query_invariant=False,
     supports_backward=_supports_backward,
 )

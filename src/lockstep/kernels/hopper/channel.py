@@ -69,50 +69,56 @@ class Channel:
         return tile.reshape([tile.shape[3], tile.shape[4]])
 
     @gluon.jit
-    def release(self, i, pred=True):
-        """Consumer: the i-th tile is done with."""
-        mbarrier.arrive(self.empty.index(i % self.STAGES), count=1, pred=pred)
+    def release(self, i, CONSUMERS: gl.constexpr = 1):
+        """Consumer: the i-th tile is done with, by so many of them."""
+        mbarrier.arrive(self.empty.index(i % self.STAGES), count=CONSUMERS)
+
+
+@gluon.jit
+def _either(a, b):
+    return a | b
 
 
 @aggregate
 class Lap:
-    """Whether there is a second lap: `ran_away` [CONSUMERS, 1] int32 says who asks for it, and is
-    written when `done` [1, 1] completes."""
+    """What a second lap has to do: `wrong` [CONSUMERS, 1] int32 has bit i % 32 set if something in
+    a consumer's i-th tile went wrong, and is written when `done` [1, 1] completes."""
 
-    ran_away: gl.shared_memory_descriptor
+    wrong: gl.shared_memory_descriptor
     done: gl.shared_memory_descriptor
     CONSUMERS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, ran_away, done, CONSUMERS):
-        self.ran_away = ran_away
+    def __init__(self, wrong, done, CONSUMERS):
+        self.wrong = wrong
         self.done = done
         self.CONSUMERS = gl.constexpr(CONSUMERS)
 
     @gluon.jit
     def create(CONSUMERS: gl.constexpr):
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        ran_away = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], flat)
+        wrong = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], flat)
         done = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         mbarrier.init(done.index(0), count=CONSUMERS)
-        return Lap(ran_away, done, CONSUMERS)
+        return Lap(wrong, done, CONSUMERS)
 
     @gluon.jit
-    def end(self, c: gl.constexpr, ran_away):
-        """Consumer `c` is through; `ran_away` is 1 if it has rows to compute again."""
+    def end(self, c: gl.constexpr, wrong):
+        """Consumer `c` is through; `wrong` [ROWS] has the bits of each row."""
         one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        self.ran_away.index(c).store(gl.full([1], 0, gl.int32, one) + ran_away)
+        wrong = gl.reduce(wrong, 0, _either)
+        self.wrong.index(c).store(gl.full([1], 0, gl.int32, one) | wrong)
         mbarrier.arrive(self.done.index(0), count=1)
 
     @gluon.jit
-    def again(self):
-        """1 if any consumer asks for a second lap, else 0; waits for all of them."""
+    def wrong_tiles(self):
+        """The bits of all consumers; waits for all of them."""
         one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         mbarrier.wait(self.done.index(0), 0)
-        asks = gl.full([1], 0, gl.int32, one)
+        wrong = gl.full([1], 0, gl.int32, one)
         for c in gl.static_range(self.CONSUMERS):
-            asks = asks | self.ran_away.index(c).load(one)
-        return gl.max(asks, 0)
+            wrong = wrong | self.wrong.index(c).load(one)
+        return gl.reduce(wrong, 0, _either)
 
 
 @gluon.constexpr_function

@@ -10,9 +10,11 @@ the end of a lap is ever communicated.
 from __future__ import annotations
 
 from lockstep.kernels.hopper.channel import Channel, Lap, allocate_tiles
-from lockstep.kernels.hopper.consumer import ROWS, Build, Results, Team, consume
+from lockstep.kernels.hopper.consumer import consume
 from lockstep.kernels.hopper.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.schedule import Schedule
+from lockstep.kernels.hopper.second_lap import produce_again
+from lockstep.kernels.hopper.team import ROWS, Build, Results, Team
 
 # Values in int32 and pointers that must not make a kernel of their own: none is compiled for a
 # length that happens to be 1 or a multiple of 16.
@@ -20,7 +22,7 @@ UNSPECIALIZED = [
     "row_stride_b",
     "row_stride_h",
     "row_stride_s",
-    "paired",
+    "order",
     "n_q_tiles",
     "heads",
     "Hq",
@@ -44,25 +46,24 @@ def produce(team, q_desc, k_desc, v_desc, q_channels):
     schedule = team.schedule
     sent = 0
     tiles = 0
-    laps = 1
-    n = 0
-    while n < laps:
-        for turn in range(schedule.n_steps()):
-            tile = schedule.tile(turn)
-            if tile.exists:
-                for c in gl.static_range(team.build.CONSUMERS):
-                    at = schedule.q_coordinates(tile, tile.q_idx + c * ROWS)
-                    q_channels[c].send(tiles, q_desc, at)
-                tiles += 1
-                begin, end = schedule.blocks(tile, tile.q_idx, schedule.BLOCK_Q)
-                for block in range(begin, end):
-                    at = schedule.kv_coordinates(tile, block)
-                    team.k.send(sent, k_desc, at)
-                    team.v.send(sent, v_desc, at)
-                    sent += 1
-        n += 1
-        if team.build.SETTLED and n == 1:
-            laps = 1 + team.lap.again()
+    step = 0
+    step, tile = schedule.next(step)
+    while tile.exists:
+        for c in gl.static_range(team.build.CONSUMERS):
+            at = schedule.q_coordinates(tile, tile.q_idx + c * ROWS)
+            q_channels[c].send(tiles, q_desc, at)
+        begin, end = schedule.blocks(tile, tile.q_idx, schedule.BLOCK_Q)
+        for block in range(begin, end):
+            at = schedule.kv_coordinates(tile, block)
+            team.k.send(sent, k_desc, at)
+            team.v.send(sent, v_desc, at)
+            sent += 1
+        tiles += 1
+        step, tile = schedule.next(step + 1)
+    if team.build.SECOND_LAP:
+        wrong = team.lap.wrong_tiles()
+        if wrong != 0:
+            produce_again(team, q_desc, k_desc, v_desc, q_channels[0], sent, tiles, wrong)
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
@@ -82,7 +83,7 @@ def forward_kernel(
     row_stride_b,  # of lse, and of out in rows
     row_stride_h,
     row_stride_s,
-    paired,
+    order,
     n_q_tiles,
     heads,
     Hq,
@@ -103,12 +104,13 @@ def forward_kernel(
     STAGES: gl.constexpr,
     TURNS: gl.constexpr,
     SETTLED: gl.constexpr,
+    SECOND_LAP: gl.constexpr,
     OUT_IN_Q: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     schedule = Schedule(
-        (paired, n_q_tiles, heads, Hq, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows),
+        (order, n_q_tiles, heads, Hq, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows),
         (cu_q_ptr, cu_kv_ptr, kv_lens_ptr),
         LAYOUT,
         HAS_LEFT,
@@ -121,13 +123,15 @@ def forward_kernel(
         Channel.create(k_desc, STAGES, CONSUMERS),
         Channel.create(v_desc, STAGES, CONSUMERS),
         Lap.create(CONSUMERS),
-        Build(CONSUMERS, TURNS, SETTLED, OUT_IN_Q, SCORES, HAS_SINKS, DV),
+        Build(CONSUMERS, TURNS, SETTLED, SECOND_LAP, OUT_IN_Q, SCORES, HAS_SINKS, DV),
         scale,
         cap_log2,
     )
     results = Results(out_ptr, lse_ptr, sinks_ptr, row_stride_b, row_stride_h, row_stride_s)
-    q_0 = Channel.create(q_desc, 1, 1)
-    q_1 = Channel.create(q_desc, 1, 1)
+    # The queries of the next tile arrive while this one is at work, where there is room for both.
+    Q_STAGES: gl.constexpr = 1 if OUT_IN_Q else 2
+    q_0 = Channel.create(q_desc, Q_STAGES, 1)
+    q_1 = Channel.create(q_desc, Q_STAGES, 1)
     if OUT_IN_Q:
         o_0 = q_0.tiles
         o_1 = q_1.tiles
@@ -146,7 +150,7 @@ def forward_kernel(
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
     else:
-        q_2 = Channel.create(q_desc, 1, 1)
+        q_2 = Channel.create(q_desc, Q_STAGES, 1)
         o_2 = allocate_tiles(o_desc, 1)
         gl.warp_specialize(
             [

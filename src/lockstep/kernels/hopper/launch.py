@@ -1,25 +1,18 @@
-"""From a problem to a launch: tensor maps, sizes, and compiled kernels kept at hand."""
+"""From a problem to a launch: everything but the pointers is worked out once and kept."""
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lockstep.kernels.hopper.forward import forward_kernel
 from lockstep.kernels.hopper.gluon_shim import TensorDescriptor, gl
-from lockstep.kernels.hopper.plan import (
-    REGISTERS,
-    ROWS,
-    Plan,
-    padded,
-    pays_to_pair,
-    plan_of,
-)
-from lockstep.kernels.hopper.schedule import RAGGED
+from lockstep.kernels.hopper.plan import REGISTERS, ROWS, padded, pays_to_pair, plan_of
+from lockstep.kernels.hopper.schedule import BY_HEAD, LONGEST_FIRST, PAIRED, RAGGED
 from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem, Tensors
 
@@ -28,44 +21,185 @@ GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _FAR, _WRAP = 0x7FFF0000, 1 << 34
 _ALIGNMENT = 8  # elements: the copy engine takes addresses in multiples of 16 bytes
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+
+class Map:
+    """A tensor map as a compiled kernel takes it. `TensorDescriptor` checks what is in it first;
+    of maps of one shape, it is asked to check one."""
+
+    __slots__ = ("base", "shape", "strides")
+    padding = "zero"
+
+    def __init__(self, base: Tensor, shape: list[int], strides: list[int]) -> None:
+        self.base, self.shape, self.strides = base, shape, strides
+
+
+class Shape(NamedTuple):
+    """A tensor map without its tensor."""
+
+    shape: list[int]
+    strides: list[int]
+    block: list[int]
+
+    def describe(self, x: Tensor) -> TensorDescriptor:
+        layout = gl.NVMMASharedLayout.get_default_for(self.block, GLUON_DTYPES[x.dtype])
+        return TensorDescriptor(x, self.shape, self.strides, self.block, layout)
+
+
+class Call:
+    """What runs one problem with inputs of given strides and alignment."""
+
+    def __init__(self, problem: AttentionProblem, tensors: Tensors, n_processors: int) -> None:
+        # Kept, so that no other problem gets its id.
+        self.problem = problem
+        plan = plan_of(problem)
+        packed = problem.layout == "varlen"
+        layout = "varlen" if packed else "kv_lens" if problem.has_kv_lens else "dense"
+        self.out_shape, self.lse_shape = problem.out_shape, problem.lse_shape
+        q, k, v = tensors[:3]
+        fitted = (_fit(q), *_fit_keys(k, v, share_rows=layout == "kv_lens"))
+        self.copied = tuple(x is not y for x, y in zip((q, k, v), fitted, strict=True))
+        width, width_v = padded(problem.D), padded(problem.Dv)
+        out = q.new_empty(problem.out_shape, device="meta")
+        self.shapes = (
+            _shape(_by_head(fitted[0], packed), ROWS, width, packed),
+            _shape(_by_head(fitted[1], packed), plan.block_kv, width, layout != "dense"),
+            _shape(_by_head(fitted[2], packed), plan.block_kv, width_v, layout != "dense"),
+            _shape(_by_head(out, packed), ROWS, width_v, packed),
+        )
+        self.numbers = self._numbers(layout, fitted[1], n_processors)
+        self.constants = (
+            layout,
+            problem.window[0] is not None,
+            problem.window[1] is not None,
+            _scales(problem)[0],
+            problem.has_sinks,
+            problem.Dv,
+            plan.consumers,
+            plan.stages,
+            plan.turns,
+            # bf16 weights have the exponents of fp32; fp16 weights would overflow.
+            problem.dtype == torch.bfloat16,
+            True,
+            width == width_v == 256,
+            *REGISTERS[plan.consumers][1:],
+        )
+        self.options = {"num_warps": 4, "maxnreg": REGISTERS[plan.consumers][0]}
+        self._run: Any = None
+
+    def _numbers(self, layout: str, k: Tensor, n_processors: int) -> tuple[float, ...]:
+        """The arguments behind the pointers; sets the grid."""
+        problem, plan = self.problem, plan_of(self.problem)
+        B, Hq, Sq = problem.B, problem.Hq, problem.Sq
+        left, right = problem.window
+        if layout == "varlen":
+            heads, n_q_tiles = Hq, Sq // plan.block_q + B
+            row_strides = (0, 1, Hq)
+        else:
+            heads, n_q_tiles = B * Hq, -(-Sq // plan.block_q)
+            row_strides = (Hq * Sq, Sq, 1)
+        order = LONGEST_FIRST
+        if layout != "varlen" and (left is not None or right is None):
+            order = BY_HEAD
+        elif layout != "varlen" and pays_to_pair(heads, n_q_tiles, n_processors):
+            order = PAIRED
+        self.grid = (min(n_processors, heads * n_q_tiles), 1, 1)
+        return (
+            *_scales(problem)[1:],
+            *row_strides,
+            order.value,
+            n_q_tiles,
+            heads,
+            Hq,
+            Hq // problem.Hkv,
+            B,
+            Sq,
+            problem.Skv,
+            left or 0,
+            right or 0,
+            # From one batch to the next in a ragged map of k and v.
+            0 if B == 1 or layout != "kv_lens" else k.stride(0) // k.stride(2),
+        )
+
+    def arguments(self, tensors: Tensors, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
+        """What `forward_kernel` takes, to compile it."""
+        bases = (*self._fitted(tensors), out)
+        maps = (s.describe(x) for s, x in zip(self.shapes, bases, strict=True))
+        return (*maps, *self._pointers(tensors, out, lse), *self.numbers, *self.constants)
+
+    def _fitted(self, tensors: Tensors) -> tuple[Tensor, ...]:
+        return tuple(
+            _copy(x) if copied else x for x, copied in zip(tensors[:3], self.copied, strict=True)
+        )
+
+    def _pointers(self, tensors: Tensors, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        _, _, _, _, sinks, kv_lens, cu_q, cu_k, _ = tensors
+        # A pointer that is not used may be any.
+        return (
+            out,
+            lse,
+            lse if sinks is None else sinks,
+            lse if cu_q is None else cu_q,
+            lse if cu_k is None else cu_k,
+            lse if kv_lens is None else kv_lens,
+        )
+
+    def __call__(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        q = tensors.q
+        out = q.new_empty(self.out_shape)
+        lse = q.new_empty(self.lse_shape, dtype=torch.float32)
+        if self._run is None:
+            compiled = forward_kernel[self.grid](*self.arguments(tensors, out, lse), **self.options)
+            self._function, self._metadata = compiled.function, compiled.packed_metadata
+            self._run = compiled.run
+            return out, lse
+        bases = tensors[:3] if True not in self.copied else self._fitted(tensors)
+        maps = [Map(x, s.shape, s.strides) for x, s in zip((*bases, out), self.shapes, strict=True)]
+        stream = torch._C._cuda_getCurrentRawStream(q.device.index)
+        self._run(
+            *self.grid, stream, self._function, self._metadata, None, None, None,
+            *maps, *self._pointers(tensors, out, lse), *self.numbers, *self.constants,
+        )  # fmt: skip
+        return out, lse
+
+
+_CALLS: dict[tuple[Any, ...], Call] = {}
+# A service with this many shapes has other things to wait for than a new plan.
+_MAX_CALLS = 4096
 
 
 def forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     """(out, lse) of a problem that `supports` lets through."""
-    q = tensors.q
-    out = q.new_empty(problem.out_shape)
-    lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
-    if not out.numel():
-        return out, lse
-    if not problem.Skv:
-        return out.zero_(), _without_keys(lse, problem, tensors.sinks)
-    plan = plan_of(problem)
-    arguments, constants = arguments_of(problem, tensors, out, lse, processors(q.device))
-    _launch(q.device, arguments, constants, plan)
+    q, k, v = tensors[:3]
+    if 0 in problem.out_shape or not problem.Skv:
+        return _without_keys(problem, tensors)
+    key = (
+        id(problem),
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        *(x.data_ptr() & 15 for x in (q, k, v)),
+        *(x.dtype for x in tensors[4:8] if x is not None),
+        q.device,
+        processors(q.device),
+    )
+    call = _CALLS.get(key)
+    if call is None:
+        if len(_CALLS) >= _MAX_CALLS:
+            _CALLS.clear()
+        call = _CALLS[key] = Call(problem, tensors, processors(q.device))
+    if q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            return call(tensors)
+    return call(tensors)
+
+
+def _without_keys(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    q, sinks = tensors.q, tensors.sinks
+    out = q.new_zeros(problem.out_shape)
+    lse = q.new_full(problem.lse_shape, -math.inf, dtype=torch.float32)
+    if sinks is not None:
+        lse.copy_(sinks if problem.layout == "varlen" else sinks[:, None])
     return out, lse
-
-
-def _without_keys(lse: Tensor, problem: AttentionProblem, sinks: Tensor | None) -> Tensor:
-    if sinks is None:
-        return lse.fill_(-math.inf)
-    return lse.copy_(sinks if problem.layout == "varlen" else sinks[:, None])
-
-
-def _launch(
-    device: torch.device, arguments: tuple[Any, ...], constants: tuple[Any, ...], plan: Plan
-) -> None:
-    key = (device, *constants, *(x.dtype for x in arguments if isinstance(x, Tensor)))
-    tiles = arguments[_N_Q_TILES] * arguments[_N_Q_TILES + 1]
-    grid = (min(processors(device), tiles), 1, 1)
-    with torch.cuda.device(device):
-        kernel = _compiled.get(key)
-        if kernel is not None:
-            kernel[grid](*arguments, *constants)
-        else:
-            _compiled[key] = forward_kernel[grid](
-                *arguments, *constants, num_warps=4, maxnreg=REGISTERS[plan.consumers][0]
-            )
 
 
 @lru_cache(maxsize=64)
@@ -73,81 +207,8 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-_N_Q_TILES = 16  # where n_q_tiles stands among the arguments of forward_kernel, then heads
-
-
-def arguments_of(
-    problem: AttentionProblem, tensors: Tensors, out: Tensor, lse: Tensor, n_processors: int
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What `forward_kernel` takes: arguments, then constants."""
-    plan = plan_of(problem)
-    packed = problem.layout == "varlen"
-    layout = "varlen" if packed else "kv_lens" if problem.has_kv_lens else "dense"
-    q, k, v = (_by_head(x, packed) for x in tensors[:3])
-    q = _fit(q)
-    k, v, kv_batch_rows = _fit_keys(k, v, ragged=layout != "dense")
-    width, width_v = padded(problem.D), padded(problem.Dv)
-    maps = (
-        _map(q, ROWS, width, packed),
-        _map(k, plan.block_kv, width, layout != "dense"),
-        _map(v, plan.block_kv, width_v, layout != "dense"),
-        _map(_by_head(out, packed), ROWS, width_v, packed),
-    )
-    B, Hq, Sq = problem.B, problem.Hq, problem.Sq
-    left, right = problem.window
-    if packed:
-        heads, n_q_tiles = Hq, Sq // plan.block_q + B
-        row_strides = (0, 1, Hq)
-    else:
-        heads, n_q_tiles = B * Hq, -(-Sq // plan.block_q)
-        row_strides = (Hq * Sq, Sq, 1)
-    paired = right is not None and left is None and not packed
-    paired = paired and pays_to_pair(heads, n_q_tiles, n_processors)
-    scores, scale, cap_log2 = _scales(problem)
-    unused = lse
-    arguments = (
-        *maps,
-        out,
-        lse,
-        unused if tensors.sinks is None else tensors.sinks,
-        unused if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q,
-        unused if tensors.cu_seqlens_k is None else tensors.cu_seqlens_k,
-        unused if tensors.kv_lens is None else tensors.kv_lens,
-        scale,
-        cap_log2,
-        *row_strides,
-        int(paired),
-        n_q_tiles,
-        heads,
-        Hq,
-        Hq // problem.Hkv,
-        B,
-        Sq,
-        problem.Skv,
-        left or 0,
-        right or 0,
-        kv_batch_rows,
-    )
-    constants = (
-        layout,
-        left is not None,
-        right is not None,
-        scores,
-        problem.has_sinks,
-        problem.Dv,
-        plan.consumers,
-        plan.stages,
-        plan.turns,
-        # bf16 weights have the exponents of fp32; fp16 weights would overflow.
-        problem.dtype == torch.bfloat16,
-        width == width_v == 256,
-        *REGISTERS[plan.consumers][1:],
-    )
-    return arguments, constants
-
-
 def _scales(problem: AttentionProblem) -> tuple[str, float, float]:
-    """How scores become log2 units: see `forward.score`."""
+    """How scores become log2 units: see `team.Team.see`."""
     if problem.softcap is not None:
         return "capped", problem.scale / problem.softcap, problem.softcap * LOG2E
     scale = problem.scale * LOG2E
@@ -160,27 +221,30 @@ def _by_head(x: Tensor, packed: bool) -> Tensor:
 
 
 def _fit(x: Tensor) -> Tensor:
-    """x [B, H, S, D] if the copy engine takes its strides and address, else a copy."""
+    """x [..., D] if the copy engine takes its strides and address, else a copy."""
     takes = x.data_ptr() % 16 == 0 and all(
         size == 1 or (stride > 0 and stride % _ALIGNMENT == 0)
-        for size, stride in zip(x.shape[:3], x.stride(), strict=False)
+        for size, stride in zip(x.shape[:-1], x.stride(), strict=False)
     )
-    return x if takes else x.clone(memory_format=torch.contiguous_format)
+    return x if takes else _copy(x)
 
 
-def _fit_keys(k: Tensor, v: Tensor, ragged: bool) -> tuple[Tensor, Tensor, int]:
-    """k, v, and for ragged maps the rows from one batch to the next, which both have to share."""
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _fit_keys(k: Tensor, v: Tensor, share_rows: bool) -> tuple[Tensor, Tensor]:
+    """k and v to fit; where they share it, with one number of rows from a batch to the next."""
     k, v = _fit(k), _fit(v)
-    if not ragged or k.shape[0] == 1:
-        return k, v, 0
+    if not share_rows or k.shape[0] == 1:
+        return k, v
     steps = {x.stride(0) / x.stride(2) if x.shape[2] > 1 else 0.5 for x in (k, v)}
-    if len(steps) == 1 and (step := steps.pop()).is_integer():
-        return k, v, int(step)
-    k, v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
-    return k, v, k.shape[1] * k.shape[2]
+    if len(steps) == 1 and steps.pop().is_integer():
+        return k, v
+    return _copy(k), _copy(v)
 
 
-def _map(x: Tensor, rows: int, width: int, ragged: bool) -> TensorDescriptor:
+def _shape(x: Tensor, rows: int, width: int, ragged: bool) -> Shape:
     """The tensor map of x [B, H, S, D] in tiles [rows, width]: see `schedule` for ragged ones."""
     B, H, S, D = x.shape
     # The stride of a dim of size 1 means nothing and may be anything.
@@ -190,15 +254,7 @@ def _map(x: Tensor, rows: int, width: int, ragged: bool) -> TensorDescriptor:
     )
     if S == 1:
         ss = -(-D // _ALIGNMENT) * _ALIGNMENT
+    block = [1, 1, 1, rows, width]
     if ragged:
-        shape, strides = [_FAR, _FAR, H, RAGGED.value, D], [_WRAP - ss, ss, sh, ss, 1]
-    else:
-        shape, strides = [1, B, H, S, D], [_ALIGNMENT, sb, sh, ss, 1]
-    return TensorDescriptor(
-        x, shape, strides, [1, 1, 1, rows, width], _tile_layout(x.dtype, rows, width)
-    )
-
-
-@lru_cache(maxsize=64)
-def _tile_layout(dtype: torch.dtype, rows: int, width: int) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([1, 1, 1, rows, width], GLUON_DTYPES[dtype])
+        return Shape([_FAR, _FAR, H, RAGGED.value, D], [_WRAP - ss, ss, sh, ss, 1], block)
+    return Shape([1, B, H, S, D], [_ALIGNMENT, sb, sh, ss, 1], block)

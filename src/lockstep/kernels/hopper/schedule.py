@@ -1,9 +1,13 @@
 """Which tile of queries a program works on next, and which keys that tile sees.
 
-Programs are persistent. Where tiles see more keys the later they lie (causal), tiles i and n-1-i
-of a head make one piece of work: all pieces are equally long, and neighbouring programs share the
-keys of a head in L2. Where there are few pieces, single tiles go round the programs longest first,
-every other round backwards, so that whoever had the longest tile has the shortest next.
+Programs are persistent, and neighbours should work on the same keys at the same time, which then
+come from L2. Three orders:
+
+- BY_HEAD, where tiles see equally many keys: head after head.
+- PAIRED, where later tiles see more (causal): tiles i and n-1-i of a head make one piece of work,
+  all pieces are equally long, and go head after head.
+- LONGEST_FIRST, where pairs are too few to fill the rounds: single tiles go round the programs,
+  every other round backwards, so that whoever had the longest tile has the shortest next.
 
 None of this reaches the result: a row's keys always come in ascending order, in blocks aligned to
 multiples of BLOCK_KV in its own sequence.
@@ -17,6 +21,7 @@ from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon
 # RAGGED - length + r in a dim of size RAGGED, and two further dims take the shift back, modulo
 # 2^64 bytes. (The idea is that of triton.tools.ragged_tma.)
 RAGGED = gl.constexpr(1 << 30)
+LONGEST_FIRST, PAIRED, BY_HEAD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
 @aggregate
@@ -50,7 +55,7 @@ class Tile:
 class Schedule:
     """Sizes and masks of one launch."""
 
-    paired: gl.tensor
+    order: gl.tensor
     n_q_tiles: gl.tensor
     heads: gl.tensor  # with tiles of their own: B · Hq if dense, Hq if sequences are packed
     Hq: gl.tensor
@@ -72,7 +77,7 @@ class Schedule:
 
     @gluon.constexpr_function
     def __init__(self, sizes, pointers, LAYOUT, HAS_LEFT, HAS_RIGHT, BLOCK_Q, BLOCK_KV):
-        self.paired = sizes[0]
+        self.order = sizes[0]
         self.n_q_tiles = sizes[1]
         self.heads = sizes[2]
         self.Hq = sizes[3]
@@ -93,33 +98,43 @@ class Schedule:
         self.BLOCK_KV = gl.constexpr(BLOCK_KV)
 
     @gluon.jit
-    def n_steps(self):
-        """How many tiles a program is given at most."""
-        programs = gl.num_programs(0)
-        if self.paired:
-            steps = 2 * gl.cdiv((self.n_q_tiles + 1) // 2 * self.heads, programs)
-        else:
-            steps = gl.cdiv(self.n_q_tiles * self.heads, programs)
-        return steps
+    def next(self, step):
+        """The first step from `step` on that has a tile, and the tile; without one, the tile does
+        not exist."""
+        n_tiles = self.n_q_tiles
+        if self.order == PAIRED:
+            n_tiles = (n_tiles + 1) // 2 * 2
+        n_steps = 2 * gl.cdiv(n_tiles * self.heads, 2 * gl.num_programs(0))
+        tile = self.tile(step)
+        while (tile.exists == 0) & (step + 1 < n_steps):
+            step += 1
+            tile = self.tile(step)
+        return step, tile
 
     @gluon.jit
     def tile(self, step):
         """The tile of a step; there may be none."""
         pid = gl.program_id(0)
         programs = gl.num_programs(0)
-        if self.paired:
+        if self.order == PAIRED:
             n_pairs = (self.n_q_tiles + 1) // 2
             index = step // 2 * programs + pid
             head = index // n_pairs
             pair = index % n_pairs
             slot = gl.where(step % 2 == 0, self.n_q_tiles - 1 - pair, pair)
             # The tile in the middle is its own pair.
-            exists = (head < self.heads) & ((step % 2 == 0) | (2 * pair != self.n_q_tiles - 1))
+            exists = (step % 2 == 0) | (2 * pair != self.n_q_tiles - 1)
+        elif self.order == BY_HEAD:
+            index = step * programs + pid
+            head = index // self.n_q_tiles
+            slot = index % self.n_q_tiles
+            exists = step >= 0
         else:
             index = step * programs + gl.where(step % 2 == 0, pid, programs - 1 - pid)
             slot = self.n_q_tiles - 1 - index // self.heads
             head = index % self.heads
             exists = slot >= 0
+        exists = exists & (head < self.heads)
         if self.LAYOUT == "varlen":
             return self._packed_tile(exists, head, gl.maximum(slot, 0))
         batch = head // self.Hq
@@ -177,7 +192,9 @@ class Schedule:
         if self.HAS_RIGHT:
             end = gl.minimum(end, first + ROWS + self.right)
         if self.HAS_LEFT:
-            begin = gl.minimum(gl.maximum(first - self.left, 0), tile.len_kv) // self.BLOCK_KV
+            # Rows past the last one of a sequence may see no key at all; nor may there be any.
+            last_key = gl.maximum(tile.len_kv - 1, 0)
+            begin = gl.minimum(gl.maximum(first - self.left, 0), last_key) // self.BLOCK_KV
         return begin, gl.maximum(gl.cdiv(gl.maximum(end, 0), self.BLOCK_KV), begin + 1)
 
     @gluon.jit
@@ -212,9 +229,10 @@ class Schedule:
         return 0, tile.batch, tile.head, q_idx, 0
 
     @gluon.jit
-    def kv_coordinates(self, tile, block):
+    def kv_coordinates(self, tile, block, column=0):
         """Where a block of keys lies in the tensor maps of k and v."""
         row = block * self.BLOCK_KV
         if self.LAYOUT == "dense":
-            return 0, tile.batch, tile.kv_head, row, 0
-        return RAGGED, tile.kv_start + tile.len_kv, tile.kv_head, RAGGED - tile.len_kv + row, 0
+            return 0, tile.batch, tile.kv_head, row, column
+        row = RAGGED - tile.len_kv + row
+        return RAGGED, tile.kv_start + tile.len_kv, tile.kv_head, row, column

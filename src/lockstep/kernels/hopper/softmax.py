@@ -8,7 +8,7 @@ Softmax does not need the maximum. It needs any `m` near enough for `exp2` to ne
 vanish, and bf16 weights have the exponents of fp32. So a *settled* row keeps the maximum of the
 first block in which it saw a key, and spends no instruction on later ones: a third of all the
 softmax takes. Should a later key exceed that first maximum by more than about 2^64, its row's sum
-gives it away, and the row is computed again with a running maximum (`forward.py`, second lap).
+gives it away, and the row is computed again with a running maximum (`second_lap.py`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ def hide(s, first_key, begin, end, HAS_LEFT: gl.constexpr):
 
 
 @gluon.jit
-def raise_maximum(s, m, scale, running):
+def raise_maximum(s, m, scale, rises):
     """A new `m` [BLOCK_Q], and the factor `alpha` for all that was summed under the old one.
 
-    Unless maxima are `running`, a row that has one keeps it."""
+    `m` rises to the maximum of `s` in the rows that `rises` names, True for all."""
     m_new = gl.maximum(m, gl.max(s, 1))
-    m_new = gl.where(running | (m == -float("inf")), m_new, m)
+    if rises is not True:
+        m_new = gl.where(rises, m_new, m)
     # exp2(-inf - -inf) would be NaN: a row that has seen no key has nothing to rescale.
     drop = gl.where(m_new == -float("inf"), 0.0, (m - m_new) * scale)
     return m_new, gl.exp2(drop)
@@ -60,6 +61,13 @@ def thread_sums(p):
     by itself. In the layout of wgmma, thread t of them has the columns 8i + 2t and 8i + 2t + 1."""
     pairs = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
     return gl.sum(gl.sum(pairs, 3), 1)
+
+
+@gluon.jit
+def add_sums(l, alpha, weights):
+    """l·alpha + the sums of `weights` [BLOCK_Q, 4], with one rounding in every build."""
+    ones = gl.full(l.shape, 1.0, gl.float32, l.type.layout)
+    return gl.fma(l, multiply_rows(ones, alpha), thread_sums(weights))
 
 
 @gluon.jit

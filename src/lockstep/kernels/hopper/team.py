@@ -1,0 +1,183 @@
+"""What the warps of a program share: how the kernel was built, the tiles in flight, the results."""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.channel import Channel, Lap
+from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon
+from lockstep.kernels.hopper.schedule import Schedule
+from lockstep.kernels.hopper.softmax import LN2, LOG2E, cap, hide, multiply_rows
+
+ROWS = gl.constexpr(64)  # of a consumer: the height of a wgmma
+
+
+@aggregate
+class Build:
+    """What is decided when the kernel is compiled.
+
+    Two choices branch on data: SETTLED, and SECOND_LAP, which SETTLED needs. A kernel that runs in
+    constant time has neither. A NaN or infinity in V then reaches, as NaN, rows that do not see
+    its key but share a block with it: such a kernel has to be given a V without them.
+    """
+
+    CONSUMERS: gl.constexpr
+    TURNS: gl.constexpr  # consumers take turns at the tensor cores
+    SETTLED: gl.constexpr  # rows keep their first maximum: softmax.py
+    SECOND_LAP: gl.constexpr  # rows that went wrong are computed again: second_lap.py
+    OUT_IN_Q: gl.constexpr  # out leaves through the shared memory of q
+    SCORES: gl.constexpr  # "raw", "scaled" (where scale is not positive) or "capped"
+    HAS_SINKS: gl.constexpr
+    DV: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, CONSUMERS, TURNS, SETTLED, SECOND_LAP, OUT_IN_Q, SCORES, HAS_SINKS, DV):
+        self.CONSUMERS = gl.constexpr(CONSUMERS)
+        self.TURNS = gl.constexpr(TURNS)
+        self.SETTLED = gl.constexpr(SETTLED)
+        self.SECOND_LAP = gl.constexpr(SECOND_LAP)
+        self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)
+        self.SCORES = gl.constexpr(SCORES)
+        self.HAS_SINKS = gl.constexpr(HAS_SINKS)
+        self.DV = gl.constexpr(DV)
+
+
+@aggregate
+class Team:
+    """What producer and consumers share."""
+
+    schedule: Schedule
+    k: Channel
+    v: Channel
+    lap: Lap
+    build: Build
+    scale: gl.tensor  # to log2 units; over the cap, if scores are capped
+    cap_log2: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, schedule, k, v, lap, build, scale, cap_log2):
+        self.schedule = schedule
+        self.k = k
+        self.v = v
+        self.lap = lap
+        self.build = build
+        self.scale = scale
+        self.cap_log2 = cap_log2
+
+    @gluon.jit
+    def see(self, rows, s, block):
+        """Scores in their final units, -inf where a row does not see the key."""
+        if self.build.SCORES == "capped":
+            s = cap(s, self.scale, self.cap_log2)
+        elif self.build.SCORES == "scaled":
+            s = s * self.scale
+        if rows.is_edge(block):
+            s = rows.hide(self.schedule, s, block)
+        return s
+
+    @gluon.jit
+    def score_scale(self):
+        """From what `see` returns to log2 units."""
+        return self.scale if self.build.SCORES == "raw" else 1.0
+
+
+@aggregate
+class Rows:
+    """What a consumer knows about its rows of a tile."""
+
+    begin: gl.tensor  # blocks of keys they see
+    end: gl.tensor
+    tile_begin: gl.tensor  # blocks any row of the tile sees
+    tile_end: gl.tensor
+    inner_begin: gl.tensor  # blocks every one of them sees whole
+    inner_end: gl.tensor
+    row_begin: gl.tensor  # [ROWS], the first key of each row
+    row_end: gl.tensor  # [ROWS], and the one behind its last
+
+    @gluon.constexpr_function
+    def __init__(
+        self, begin, end, tile_begin, tile_end, inner_begin, inner_end, row_begin, row_end
+    ):
+        self.begin = begin
+        self.end = end
+        self.tile_begin = tile_begin
+        self.tile_end = tile_end
+        self.inner_begin = inner_begin
+        self.inner_end = inner_end
+        self.row_begin = row_begin
+        self.row_end = row_end
+
+    @gluon.jit
+    def of_consumer(c, schedule, tile):
+        """The rows of a tile that are consumer `c`'s."""
+        s_layout: gl.constexpr = gl.NVMMADistributedLayout(
+            [3, 0], [4, 1], [16, schedule.BLOCK_KV, 16]
+        )
+        q_idx = tile.q_idx + c * ROWS
+        tile_begin, tile_end = schedule.blocks(tile, tile.q_idx, schedule.BLOCK_Q)
+        begin, end = schedule.blocks(tile, q_idx, ROWS)
+        inner_begin, inner_end = schedule.inner_blocks(tile, q_idx, ROWS)
+        row_begin, row_end = schedule.row_bounds(
+            tile, q_idx + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+        )
+        return Rows(begin, end, tile_begin, tile_end, inner_begin, inner_end, row_begin, row_end)
+
+    @gluon.jit
+    def is_edge(self, block):
+        """Whether some row does not see some key of the block."""
+        return (block < self.inner_begin) | (block >= self.inner_end)
+
+    @gluon.jit
+    def have_edges(self):
+        return (self.begin < self.inner_begin) | (self.end > self.inner_end)
+
+    @gluon.jit
+    def hide(self, schedule, s, block):
+        first_key = block * schedule.BLOCK_KV
+        return hide(s, first_key, self.row_begin, self.row_end, schedule.HAS_LEFT)
+
+
+@aggregate
+class Results:
+    """Where the rows of out and lse go: row r of a head is `b·stride_b + h·stride_h + r·stride_s`
+    elements into lse, and that many rows of DV into out."""
+
+    out_ptr: gl.tensor
+    lse_ptr: gl.tensor
+    sinks_ptr: gl.tensor
+    stride_b: gl.tensor
+    stride_h: gl.tensor
+    stride_s: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, out_ptr, lse_ptr, sinks_ptr, stride_b, stride_h, stride_s):
+        self.out_ptr = out_ptr
+        self.lse_ptr = lse_ptr
+        self.sinks_ptr = sinks_ptr
+        self.stride_b = stride_b
+        self.stride_h = stride_h
+        self.stride_s = stride_s
+
+    @gluon.jit
+    def row(self, tile, q_idx):
+        start = tile.batch * self.stride_b + tile.head * self.stride_h
+        return start + (tile.q_start + q_idx) * self.stride_s
+
+
+@gluon.jit
+def normalize(team, results, tile, acc, m, l):
+    """out [ROWS, DV] fp32, lse and l [ROWS] from the state of the rows."""
+    m = m * team.score_scale()  # in log2 units
+    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+    if team.build.HAS_SINKS:
+        # A sink is a key without a value.
+        sink = gl.load(results.sinks_ptr + tile.head).to(gl.float32) * LOG2E
+        top = gl.maximum(m, sink)
+        origin = gl.where(top == -float("inf"), 0.0, top)
+        factor = gl.exp2(m - origin)
+        l = l * factor + gl.exp2(sink - origin)
+        m = origin
+    empty = l == 0.0
+    lse = gl.where(empty, -float("inf"), (m + gl.log2(l)) * LN2)
+    inverse = 1.0 / gl.where(empty, 1.0, l)
+    if team.build.HAS_SINKS:
+        inverse = inverse * factor
+    return multiply_rows(acc, inverse), lse, l
