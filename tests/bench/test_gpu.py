@@ -184,6 +184,16 @@ def test_peers_of_a_script_take_part_and_the_run_is_saved(monkeypatch, tmp_path,
 
 
 @pytest.mark.usefixtures("on_the_cpu")
+def test_no_figure_is_cut_short_in_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    added = [peers.Entrant(f"a library with a long name, {i}", right) for i in range(5)]
+    assert gpu_run.main(["forward"], more_peers=added) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert all(peer.name in shown for peer in added)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("stop", [gpu.DeviceLost("gone"), KeyboardInterrupt()])
 def test_a_run_that_is_cut_off_says_what_is_missing(monkeypatch, tmp_path, stop):
     real = gpu.run

@@ -111,7 +111,11 @@ def _run_all(
 def _report(run: dict[str, Any], console: Console) -> None:
     for name in dict.fromkeys(row["table"] for row in run["rows"]):
         rows = [row for row in run["rows"] if row["table"] == name]
-        console.print(show.gpu_table(f"{name}, {rows[0]['unit']}", rows))
+        table = show.gpu_table(f"{name}, {rows[0]['unit']}", rows)
+        # Lines too long for a terminal or a pipe are still better than figures cut short.
+        unbounded = console.options.update_width(1000)
+        console.width = max(console.width, console.measure(table, options=unbounded).maximum)
+        console.print(table)
         for row in rows:
             for contender, reason in row["failed"].items():
                 console.print(
