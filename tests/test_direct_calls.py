@@ -28,12 +28,16 @@ def test_a_plain_call_goes_to_the_implementation(qkv, monkeypatch):
 
 
 @pytest.mark.parametrize("which", range(3))
-def test_both_ways_give_the_same_bits(qkv, which):
-    direct = lockstep.attention(*qkv, causal=True)
+def test_a_call_with_a_gradient_is_direct_and_gives_the_same_bits(qkv, which, monkeypatch):
     qkv[which].requires_grad_()
-    dispatched = lockstep.attention(*qkv, causal=True)
-    assert dispatched.requires_grad
+    options = (True, None, None, None, None, False, None)
+    dispatched, lse = torch.ops.lockstep.attention(*qkv, None, None, None, *options)
+    monkeypatch.setattr(ops.attention, "op", None)
+    direct = lockstep.attention(*qkv, causal=True)
     assert torch.equal(direct, dispatched)
+    dout = torch.randn_like(direct)
+    grads = [torch.autograd.grad(out, qkv[which], dout)[0] for out in (direct, dispatched)]
+    assert torch.equal(*grads)
 
 
 def test_no_grad_calls_are_direct_and_leave_no_graph(qkv):
