@@ -68,7 +68,7 @@ def build(
             signature[name] = "constexpr"
             constexprs[name] = constants[name]
         elif name.endswith("_ptr"):
-            kind = "fp32" if name.startswith(("lse", "delta", "dlse")) else dtype
+            kind = "fp32" if name.startswith(("lse", "part", "rows", "dlse")) else dtype
             kind = "i32" if "lens" in name else kind
             signature[name] = f"*{kind}"
             attributes[(i,)] = [["tt.divisibility", 16]]

@@ -53,7 +53,9 @@ def check(case: Case) -> None:
 
 def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 16 keys and spans of 32, so that small problems have several of both."""
-    tiles = plan.Tiles(16, 16, 1, 2, SPAN=32)
+    tiles = plan.Tiles(16, 16, 1, 2)
+    for module in (plan, launch):
+        monkeypatch.setattr(module, "LEAST_SPAN", 32)
     table = dict.fromkeys((64, 128, 256, 512), (tiles, tiles))
     for name in ("_HALF", "_HALF_BY_POINTERS", "_SINGLE"):
         monkeypatch.setattr(plan, name, table)

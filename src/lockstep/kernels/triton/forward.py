@@ -15,8 +15,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from lockstep.kernels.triton.spans import attend_tiles, locate, store_part
+from lockstep.kernels.triton.spans import (
+    attend_tiles,
+    locate,
+    span_of,
+    store_part,
+    tiles_of_region,
+)
 from lockstep.kernels.triton.strays import add_strays
 from lockstep.kernels.triton.tiles import (
     close,
@@ -35,7 +42,7 @@ _SIZES = (
     *("stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks"),
     *("stride_vb", "stride_vh", "stride_vs", "stride_bb", "stride_bh", "stride_bq", "stride_bk"),
     *("stride_tb", "stride_rb", "stride_rh", "stride_rs"),
-    *("B", "Sq", "Skv", "n_slots", "n_spans", "run_spans", "left", "right"),
+    *("B", "Hkv", "Sq", "Skv", "wanted", "n_slots", "n_spans", "run_spans", "left", "right"),
 )
 
 
@@ -72,8 +79,10 @@ def attend(
     stride_rh,
     stride_rs,
     B,
+    Hkv,
     Sq,
     Skv,
+    wanted,
     n_slots,
     n_spans,
     run_spans,
@@ -91,7 +100,9 @@ def attend(
     HAS_SOFTCAP: tl.constexpr,
     SCALE_LATER: tl.constexpr,
     TMA: tl.constexpr,
-    SPAN: tl.constexpr,
+    FOLDS: tl.constexpr,
+    LEAST_SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -102,13 +113,16 @@ def attend(
     Strides of q, k and v are in units of ALIGN elements, so that wide loads are known to be
     aligned. `stride_r*` count rows of out and lse.
     """
+    if EARLY and parts_ptr is not None:
+        # Lets `split_kv` start as soon as there is room, to wait for the parts where it needs them.
+        gdc_launch_dependents()
     b, head, tile, q_start, q_len, kv_start, kv_len = locate(
-        tl.program_id(0), n_slots, B, Sq, Skv, kv_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+        tl.program_id(0), n_slots, B, Hkv, Sq, Skv, kv_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
         GROUP, BLOCK_Q,
     )  # fmt: skip
     row = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
     n_rows = q_len * GROUP
-    if tile * BLOCK_Q >= n_rows:
+    if tile < 0 or tile * BLOCK_Q >= n_rows:
         return
     is_row = row < n_rows
     q_idx, q_head = row // GROUP, head * GROUP + row % GROUP
@@ -121,9 +135,11 @@ def attend(
     all_lo, all_hi = seen_by_all(
         first_position, last_position, kv_len, left, right, HAS_LEFT, HAS_RIGHT
     )
+    span = span_of(q_len, kv_len, Hkv, left, right, wanted, GROUP, HAS_LEFT, HAS_RIGHT, LEAST_SPAN)
     if parts_ptr is not None:
-        run_first = tl.program_id(1) * run_spans * SPAN
-        lo, hi = tl.maximum(lo, run_first), tl.minimum(hi, run_first + run_spans * SPAN)
+        run = run_spans * span
+        run_first = tl.program_id(1) * run
+        lo, hi = tl.maximum(lo, run_first), tl.minimum(hi, run_first + run)
         if lo >= hi:
             return
     # Tiles [start, whole) and [masked, end) need a mask, [whole, masked) do not.
@@ -166,6 +182,8 @@ def attend(
         part_rows = parts_ptr + out_row * n_spans * DV
         part_lse_rows = part_lse_ptr + out_row * n_spans
 
+    # Some of the packed sequences may have no folds: those should not pay for them.
+    STRAIGHT_FIRST: tl.constexpr = not FOLDS or cu_seqlens_q_ptr is not None
     taint = tl.zeros([BLOCK_Q, 1], tl.float32)
     strayed = tl.program_id(0) < 0
     for CLEAN in tl.static_range(2):
@@ -174,26 +192,29 @@ def attend(
             l = tl.zeros([BLOCK_Q], tl.float32)
             acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
             folded_m, folded_l, folded_acc = m, l, acc
-            for REGION in tl.static_range(3):
-                # The left edge of a window, the middle, the diagonal and the end. To clean up, one
-                # masked loop does for all of them.
-                if (REGION == 2 or not CLEAN) and (REGION > 0 or HAS_LEFT):
-                    tile_lo = masked if REGION == 2 and not CLEAN else start
-                    tile_lo = whole if REGION == 1 else tile_lo
-                    tile_hi = end if REGION == 2 else (masked if REGION == 1 else whole)
-                    m, l, acc, folded_m, folded_l, folded_acc, taint = attend_tiles(
-                        tile_lo, tile_hi, start,
-                        m, l, acc, folded_m, folded_l, folded_acc, taint,
+            span_end = (lo // span + 1) * span
+            for REGION in tl.static_range(4):
+                # The left edge of a window; the middle, up to the first fold and from there on; the
+                # diagonal and the end. To clean up, one masked loop does for all of them.
+                HERE = HAS_LEFT if REGION == 0 else STRAIGHT_FIRST if REGION == 1 else FOLDS
+                if REGION == 3 or (HERE and not CLEAN):
+                    tile_lo, tile_hi = tiles_of_region(
+                        start, whole, masked, end, span_end,
+                        REGION, CLEAN, FOLDS and STRAIGHT_FIRST, BLOCK_KV,
+                    )  # fmt: skip
+                    m, l, acc, folded_m, folded_l, folded_acc, taint, span_end = attend_tiles(
+                        tile_lo, tile_hi,
+                        m, l, acc, folded_m, folded_l, folded_acc, taint, span_end,
                         q, k_ptr, v_ptr, k_desc, v_desc,
-                        bias_rows, table_ptr, part_rows, part_lse_rows,
+                        bias_rows, table_ptr, span, part_rows, part_lse_rows,
                         stride_kb * ALIGN, stride_ks * ALIGN, stride_vb * ALIGN, stride_vs * ALIGN,
                         stride_bk, position, is_row, kv_len, left, right, cap_scale, late_scale,
-                        D, DV, BLOCK_KV, SPAN, PAGE_SIZE, HAS_LEFT, HAS_RIGHT,
-                        HAS_SOFTCAP, SCALE_LATER, REGION != 1, CLEAN,
+                        D, DV, BLOCK_KV, FOLDS and REGION != 1, PAGE_SIZE, HAS_LEFT, HAS_RIGHT,
+                        HAS_SOFTCAP, SCALE_LATER, REGION == 0 or REGION == 3, CLEAN,
                     )  # fmt: skip
             out, lse = finish(m, l, acc)
             if parts_ptr is not None:
-                store_part(out, lse, part_rows, part_lse_rows, (hi - 1) // SPAN, is_row, DV)
+                store_part(out, lse, part_rows, part_lse_rows, (hi - 1) // span, is_row, DV)
             else:
                 m, l, acc = fold(folded_m, folded_l, folded_acc, out, lse)
                 if sinks_ptr is not None:
@@ -211,8 +232,9 @@ def attend(
         tl.debug_barrier()
         add_strays(
             start, end,
-            out_rows if parts_ptr is None else part_rows, 0 if parts_ptr is None else DV,
+            out_rows if parts_ptr is None else part_rows,
             v_ptr, bias_rows, table_ptr, stride_vb * ALIGN, stride_vs * ALIGN, stride_bk,
-            position, is_row, kv_len, left, right,
-            DV, BLOCK_KV, BLOCK_DV, SPAN, PAGE_SIZE, HAS_LEFT, HAS_RIGHT,
+            position, is_row, kv_len, left, right, span,
+            DV, BLOCK_KV, BLOCK_DV, 0 if parts_ptr is None else DV, PAGE_SIZE,
+            HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip

@@ -11,15 +11,19 @@ import triton
 from torch import Tensor
 
 from lockstep.kernels.triton.forward import attend
-from lockstep.kernels.triton.plan import INTERPRETER, Device, Plan, block_of, plan_of, stages_of
+from lockstep.kernels.triton.plan import (
+    FAR,
+    INTERPRETER,
+    LEAST_SPAN,
+    Device,
+    Plan,
+    block_of,
+    plan_of,
+    stages_of,
+)
 from lockstep.kernels.triton.split_kv import reduce_parts
 from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem, Tensors
-
-# No length comes near: a window of this reach is open.
-FAR = 1 << 30
-# Parts that are weighed at once.
-CHUNK = 128
 
 
 def strides_of(problem: AttentionProblem, tensors: Tensors) -> dict[str, int]:
@@ -92,9 +96,8 @@ def attend_arguments(problem: AttentionProblem, tensors: Tensors, plan: Plan) ->
         **strides,
         **window_of(problem),
         **scales_of(problem),
-        "B": problem.B,
-        "Sq": problem.Sq,
-        "Skv": problem.Skv,
+        **{size: getattr(problem, size) for size in ("B", "Hkv", "Sq", "Skv")},
+        "wanted": plan.wanted,
         "n_slots": plan.n_slots,
         "n_spans": plan.n_spans,
         "run_spans": plan.run_spans,
@@ -104,11 +107,13 @@ def attend_arguments(problem: AttentionProblem, tensors: Tensors, plan: Plan) ->
         "PAGE_SIZE": problem.page_size or 0,
         "ALIGN": align,
         "TMA": plan.tma and is_describable(problem, strides, align, tensors, tiles.BLOCK_KV),
-        "SPAN": tiles.SPAN,
+        "FOLDS": plan.n_spans > 1,
+        "LEAST_SPAN": LEAST_SPAN,
+        "EARLY": plan.early,
         "BLOCK_Q": tiles.BLOCK_Q,
         "BLOCK_KV": tiles.BLOCK_KV,
-        "BLOCK_D": block_of(problem.D),
-        "BLOCK_DV": block_of(problem.Dv),
+        "BLOCK_D": plan.BLOCK_D,
+        "BLOCK_DV": plan.BLOCK_DV,
     }
 
 
@@ -178,25 +183,28 @@ class Call:
             (plan.n_programs, plan.n_runs),
             attend_arguments(problem, tensors, plan),
             num_warps=tiles.num_warps,
-            num_stages=stages_of(problem, tiles, device.shared_bytes),
+            num_stages=stages_of(problem, plan, device.shared_bytes),
         )
         self.reduce, self.part_shape = None, (0,)
         if plan.n_runs > 1:
             self.part_shape = (*problem.lse_shape, plan.n_spans, problem.Dv)
-            sizes = {n: getattr(problem, n) for n in ("B", "Hq", "Sq", "Skv")}
+            sizes = {n: getattr(problem, n) for n in ("B", "Hkv", "Sq", "Skv")}
             self.reduce = Launch(
                 reduce_parts,
                 (math.prod(problem.lse_shape),),
                 {
                     **sizes,
                     **window_of(problem),
+                    "wanted": plan.wanted,
                     "n_spans": plan.n_spans,
-                    "SPAN": tiles.SPAN,
+                    "GROUP": problem.Hq // problem.Hkv,
+                    "LEAST_SPAN": LEAST_SPAN,
+                    "EARLY": plan.early,
                     "DV": problem.Dv,
                     "BLOCK_DV": block_of(problem.Dv),
-                    "CHUNK": CHUNK,
                 },
                 num_warps=1,
+                **({"launch_pdl": True} if plan.early else {}),
             )
 
     def __call__(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
@@ -207,9 +215,9 @@ class Call:
             self.attend(q, k, v, bias, sinks, kv_lens, cu_q, cu_k, table, out, lse, None, None)
             return out, lse
         parts = q.new_empty(self.part_shape, dtype=self.lse_dtype)
-        part_lse, keep, add = q.new_empty((3, *self.part_shape[:-1]), dtype=self.lse_dtype)
+        part_lse = q.new_empty(self.part_shape[:-1], dtype=self.lse_dtype)
         self.attend(q, k, v, bias, None, kv_lens, cu_q, cu_k, table, out, lse, parts, part_lse)
-        self.reduce(parts, part_lse, keep, add, sinks, kv_lens, cu_q, cu_k, out, lse)
+        self.reduce(parts, part_lse, sinks, kv_lens, cu_q, cu_k, out, lse)
         return out, lse
 
 
@@ -262,4 +270,8 @@ def device_of(device: torch.device) -> Device:
         shared_bytes=properties.shared_memory_per_block_optin,
         tma=properties.major >= 9,
         tensor_memory=properties.major >= 10,
+        early=properties.major >= 9,
+        # Rows of 128 bytes. With shorter ones ptxas, up to CUDA 13.0, has the products of sm_90
+        # read their operands from addresses that it never computed.
+        least_block=64 if properties.major == 9 else 16,
     )

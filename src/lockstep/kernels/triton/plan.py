@@ -1,8 +1,9 @@
 """How a problem is cut into programs: tile sizes, spans, runs of spans.
 
-What decides the bits of a row are `Tiles.BLOCK_KV`, `Tiles.SPAN` and how the warps share a row's
-scores: functions of the head dims, the dtype and the kind of GPU. All the rest, which follows the
-batch and the number of multiprocessors, decides only who computes what.
+What decides the bits of a row are `Tiles.BLOCK_KV`, how the warps share a row's scores, and whether
+its sequence is folded span by span or computed straight: functions of the head dims, the dtype, the
+kind of GPU and of how many rows the sequence has itself. All the rest, which follows the batch and
+the number of multiprocessors, decides only who computes what.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ import torch
 from lockstep.problem import AttentionProblem
 
 MAX_HEAD_DIM = 512
-# Keys between two folds. One span of one KV head is the least that a program of split-KV can do.
-SPAN = 512
-# Programs that are worth having for each multiprocessor before spans are put into longer runs.
-PROGRAMS_PER_MULTIPROCESSOR = 4
+# The least number of keys between two folds: also what a program of split-KV has to do at least.
+LEAST_SPAN = 256
+# Programs with which one sequence keeps a GPU busy by itself.
+BUSY = 256
+# Programs that a multiprocessor can have at once.
+PROGRAMS_PER_MULTIPROCESSOR = 2
+# No length comes near.
+FAR = 1 << 30
 # The largest workspace that is worth keeping all multiprocessors busy.
 MAX_PARTS_BYTES = 1 << 29
 
@@ -31,6 +36,8 @@ class Device:
     shared_bytes: int
     tma: bool
     tensor_memory: bool = False  # from sm_100 on, large products accumulate there
+    early: bool = False  # whether a kernel can start while the one before it still runs
+    least_block: int = 16  # what the head dims of 16-bit tiles are padded to at least
 
 
 INTERPRETER = Device(multiprocessors=1, shared_bytes=1 << 20, tma=True)
@@ -48,7 +55,6 @@ class Tiles:
     BLOCK_KV: int
     num_warps: int
     num_stages: int
-    SPAN: int = SPAN
 
 
 @dataclass(frozen=True)
@@ -56,17 +62,27 @@ class Plan:
     """How one problem is cut into programs."""
 
     tiles: Tiles
+    BLOCK_D: int
+    BLOCK_DV: int
+    wanted: int  # programs that the spans of one sequence should make, see `span_of`
     n_slots: int  # tiles of query rows per KV head: of one sequence, or of all packed ones
     n_programs: int  # over all KV heads and sequences
     n_spans: int
     run_spans: int  # spans of one program
     n_runs: int  # programs side by side over the spans of one tile of rows; 1: nothing is split
     tma: bool
+    early: bool
 
 
-def block_of(head_dim: int) -> int:
+def block_of(head_dim: int, least: int = 16) -> int:
     """The power of two that a head dim is padded to inside tiles."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+    return max(least, 1 << (head_dim - 1).bit_length())
+
+
+def blocks_of(problem: AttentionProblem, device: Device) -> tuple[int, int]:
+    """BLOCK_D and BLOCK_DV."""
+    least = 16 if problem.dtype == torch.float32 else device.least_block
+    return block_of(problem.D, least), block_of(problem.Dv, least)
 
 
 # By the larger of the padded head dims: for many rows, and for a few that are split.
@@ -100,9 +116,10 @@ def tiles_of(problem: AttentionProblem, device: Device) -> tuple[Tiles, Tiles]:
     return many, many if device.tensor_memory else few
 
 
-def stages_of(problem: AttentionProblem, tiles: Tiles, shared_bytes: int) -> int:
+def stages_of(problem: AttentionProblem, plan: Plan, shared_bytes: int) -> int:
     """How many tiles of keys and values can be under way at once."""
-    width = problem.dtype.itemsize * (block_of(problem.D) + block_of(problem.Dv))
+    tiles = plan.tiles
+    width = problem.dtype.itemsize * (plan.BLOCK_D + plan.BLOCK_DV)
     stage = tiles.BLOCK_KV * width
     if problem.bias_shape is not None:
         stage += 4 * tiles.BLOCK_Q * tiles.BLOCK_KV
@@ -110,22 +127,72 @@ def stages_of(problem: AttentionProblem, tiles: Tiles, shared_bytes: int) -> int
     return max(1, min(tiles.num_stages, free // stage))
 
 
+def span_of(problem: AttentionProblem, q_len: int, kv_len: int) -> int:
+    """How many keys a sequence has between two folds.
+
+    Folding costs, so a sequence has as many spans as it takes to keep a GPU busy with it alone, and
+    no more: one with many rows is computed straight. That depends on its own lengths, and so its
+    bits do. With `query_invariant` they may not, and all spans have the same size.
+    """
+    left, right = problem.window
+    reach = kv_len
+    if left is not None and right is not None:
+        reach = min(kv_len, left + right + q_len)
+    tiles = max(1, -(-q_len * (problem.Hq // problem.Hkv) // 64) * problem.Hkv)
+    least = -(-reach // -(-_wanted(problem) // tiles))
+    return max(1, -(-least // LEAST_SPAN)) * LEAST_SPAN
+
+
 def plan_of(problem: AttentionProblem, device: Device) -> Plan:
-    """Whole sequences where that keeps every multiprocessor busy, runs of spans elsewhere."""
+    """Whole sequences where they keep the multiprocessors busy, runs of spans elsewhere."""
     tiles, few = tiles_of(problem, device)
     n_slots, n_programs = _count(problem, tiles)
-    n_spans = max(1, -(-problem.Skv // tiles.SPAN))
-    part_bytes = 4 * problem.Dv * n_spans * math.prod(problem.lse_shape)
+    n_spans = _most_spans(problem)
+    part_bytes = 4 * (problem.Dv + 1) * n_spans * math.prod(problem.lse_shape)
     n_runs = 1
-    if n_programs < 2 * device.multiprocessors and part_bytes <= MAX_PARTS_BYTES:
-        wanted = PROGRAMS_PER_MULTIPROCESSOR * device.multiprocessors
-        n_runs = min(n_spans, -(-wanted // n_programs))
+    if n_spans > 1 and part_bytes <= MAX_PARTS_BYTES:
+        n_runs = _runs(n_spans, n_programs, PROGRAMS_PER_MULTIPROCESSOR * device.multiprocessors)
     run_spans = -(-n_spans // n_runs)
     n_runs = -(-n_spans // run_spans)
     if n_runs > 1 and problem.Sq * (problem.Hq // problem.Hkv) <= few.BLOCK_Q:
         tiles = few
         n_slots, n_programs = _count(problem, tiles)
-    return Plan(tiles, n_slots, n_programs, n_spans, run_spans, n_runs, device.tma)
+    return Plan(
+        tiles,
+        *blocks_of(problem, device),
+        _wanted(problem),
+        n_slots,
+        n_programs,
+        n_spans,
+        run_spans,
+        n_runs,
+        device.tma,
+        device.early,
+    )
+
+
+def _runs(n_spans: int, n_programs: int, at_once: int) -> int:
+    """Into how many runs the spans are best put, each run of each tile of rows being a program."""
+
+    def rounds(n_runs: int) -> int:
+        return -(-n_programs * n_runs // at_once) * -(-n_spans // n_runs)
+
+    # Parts take time as well: few runs if they do nearly as well as many.
+    enough = 1.1 * min(map(rounds, range(1, n_spans + 1)))
+    return next(n_runs for n_runs in range(1, n_spans + 1) if rounds(n_runs) <= enough)
+
+
+def _wanted(problem: AttentionProblem) -> int:
+    return FAR if problem.query_invariant else BUSY
+
+
+def _most_spans(problem: AttentionProblem) -> int:
+    """The most spans that any sequence of the problem can have."""
+    q_len = 1 if problem.layout == "varlen" else problem.Sq
+    tiles = -(-q_len * (problem.Hq // problem.Hkv) // 64) * problem.Hkv
+    in_longest = -(-problem.Skv // span_of(problem, q_len, problem.Skv))
+    in_any = min(-(-_wanted(problem) // tiles), -(-problem.Skv // LEAST_SPAN))
+    return max(1, in_longest, in_any)
 
 
 def _count(problem: AttentionProblem, tiles: Tiles) -> tuple[int, int]:

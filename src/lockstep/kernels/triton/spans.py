@@ -22,6 +22,7 @@ from lockstep.kernels.triton.tiles import (
     load_described,
     load_tile,
     online_softmax,
+    page_of,
     scores,
     unit,
     weigh,
@@ -33,6 +34,7 @@ def locate(
     program,
     n_slots,
     B,
+    Hkv,
     Sq,
     Skv,
     kv_lens_ptr,
@@ -44,7 +46,8 @@ def locate(
     """Sequence, KV head and tile of a program, and where its sequence begins and how long it is.
 
     Slots run over the tiles of one KV head, last tile first: causal tiles grow along the sequence,
-    and the longest should not start last.
+    and the longest should not start last. The heads of a sequence come next to one another: in
+    pages their keys lie side by side. A tile may be one that the sequence does not have.
     """
     head, slot = program // n_slots, program % n_slots
     if cu_seqlens_q_ptr is not None:
@@ -53,14 +56,68 @@ def locate(
         q_len = (tl.load(cu_seqlens_q_ptr + b + 1) - q_start).to(tl.int32)
         kv_start = tl.load(cu_seqlens_k_ptr + b).to(tl.int64)
         kv_len = (tl.load(cu_seqlens_k_ptr + b + 1) - kv_start).to(tl.int32)
+        tile = tl.cdiv(q_len * GROUP, BLOCK_Q) - 1 - tile
     else:
-        b, head = head % B, head // B
+        b, head = head // Hkv, head % Hkv
         tile = n_slots - 1 - slot
         q_start, kv_start = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
         q_len, kv_len = Sq, Skv
         if kv_lens_ptr is not None:
             kv_len = tl.load(kv_lens_ptr + b).to(tl.int32)
     return b, head, tile, q_start, q_len, kv_start, kv_len
+
+
+@triton.jit
+def span_of(
+    q_len,
+    kv_len,
+    Hkv,
+    left,
+    right,
+    wanted,
+    GROUP: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    LEAST_SPAN: tl.constexpr,
+):
+    """How many keys a sequence has between two folds. `plan.span_of` says why."""
+    reach = kv_len
+    if HAS_LEFT and HAS_RIGHT:
+        reach = tl.minimum(left, kv_len) + tl.minimum(right, kv_len) + q_len
+        reach = tl.minimum(reach, kv_len)
+    tiles = tl.maximum(tl.cdiv(q_len * GROUP, 64) * Hkv, 1)
+    least = tl.cdiv(reach, tl.cdiv(wanted, tiles))
+    return tl.maximum(tl.cdiv(least, LEAST_SPAN), 1) * LEAST_SPAN
+
+
+@triton.jit
+def tiles_of_region(
+    start,
+    whole,
+    masked,
+    end,
+    span_end,
+    REGION: tl.constexpr,
+    CLEAN: tl.constexpr,
+    IN_TWO: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+):
+    """The tiles [lo, hi) of a region. The middle may be IN_TWO: up to the first fold, and after."""
+    lo, hi = start, end
+    if REGION == 0:
+        hi = whole
+    elif REGION == 3:
+        if not CLEAN:
+            lo = masked
+    else:
+        lo, hi = whole, masked
+        if IN_TWO:
+            first_fold = tl.minimum(tl.maximum(span_end // BLOCK_KV, whole), masked)
+            if REGION == 1:
+                hi = first_fold
+            else:
+                lo = first_fold
+    return lo, hi
 
 
 @triton.jit
@@ -75,7 +132,6 @@ def store_part(out, lse, part_rows, part_lse_rows, span, is_row, DV: tl.constexp
 def attend_tiles(
     tile_lo,
     tile_hi,
-    start_tile,
     m,
     l,
     acc,
@@ -83,6 +139,7 @@ def attend_tiles(
     folded_l,
     folded_acc,
     taint,
+    span_end,
     q,
     k_ptr,
     v_ptr,
@@ -90,6 +147,7 @@ def attend_tiles(
     v_desc,
     bias_rows,
     table_ptr,
+    span,
     part_rows,
     part_lse_rows,
     stride_kp,
@@ -107,7 +165,7 @@ def attend_tiles(
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    SPAN: tl.constexpr,
+    FOLDS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
@@ -118,17 +176,23 @@ def attend_tiles(
 ):
     """The tiles from `tile_lo` up to `tile_hi`; unless MASKED, every row sees all of them.
 
-    With CLEAN, values that are not finite count as 0. `taint` [BLOCK_Q, 1] is 0 unless a part that
-    was handed out has such values.
+    `span_end` is where the span ends that (m, l, acc) belong to; unless FOLDS, nothing is seen
+    beyond. With CLEAN, values that are not finite count as 0. `taint` [BLOCK_Q, 1] is 0 unless a
+    part that was handed out has such values.
     """
-    for tile in tl.range(tile_lo, tile_hi, num_stages=1 if CLEAN else None):
+    # One tile ahead: where a tile is should not have to be waited for.
+    next_page = page_of(tile_lo * BLOCK_KV, kv_len, table_ptr, PAGE_SIZE)
+    # Masked tiles are few, and need room to mask values.
+    for tile in tl.range(tile_lo, tile_hi, num_stages=1 if CLEAN else 2 if MASKED else None):
         first = tile * BLOCK_KV
+        page = next_page
+        next_page = page_of(first + BLOCK_KV, kv_len, table_ptr, PAGE_SIZE)
         if k_desc is not None:
-            k = load_described(k_desc, first, table_ptr, PAGE_SIZE)
+            k = load_described(k_desc, first, page, PAGE_SIZE)
         else:
             k = load_tile(
                 k_ptr, first, kv_len, table_ptr, stride_kp, stride_ks,
-                D, BLOCK_KV, q.shape[1], PAGE_SIZE, MASKED,
+                D, BLOCK_KV, q.shape[1], PAGE_SIZE, MASKED, page,
             )  # fmt: skip
         kv_idx = first + tl.arange(0, BLOCK_KV)[None, :]
         bias = None
@@ -138,24 +202,26 @@ def attend_tiles(
         if MASKED:
             seen = is_seen(position[:, None], kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
             s = tl.where(seen, s, float("-inf"))
-        # A new span starts afresh. Its weights come first: while they are computed, the product of
-        # the tile before is still under way.
-        is_new = first % SPAN == 0 and tile > start_tile
-        span_m, span_l = m, l
-        m = tl.where(is_new, float("-inf"), m)
-        l = tl.where(is_new, 0.0, l)
+        if FOLDS:
+            # A new span starts afresh. Its weights come first: while they are computed, the product
+            # of the tile before is still under way.
+            is_new = first == span_end
+            span_m, span_l = m, l
+            m = tl.where(is_new, float("-inf"), m)
+            l = tl.where(is_new, 0.0, l)
         p, alpha, m, l = online_softmax(s, unit(late_scale, SCALE_LATER), m, l)
-        if is_new:
+        if FOLDS and is_new:
             out, lse = finish(span_m, span_l, acc)
             if part_rows is None:
                 folded_m, folded_l, folded_acc = fold(folded_m, folded_l, folded_acc, out, lse)
             else:
-                store_part(out, lse, part_rows, part_lse_rows, first // SPAN - 1, is_row, DV)
+                store_part(out, lse, part_rows, part_lse_rows, first // span - 1, is_row, DV)
                 taint += tl.sum(out * 0.0, 1, keep_dims=True)
             acc = tl.zeros(acc.shape, tl.float32)
+            span_end += span
         acc = acc * alpha[:, None]
         if k_desc is not None:
-            v = load_described(v_desc, first, table_ptr, PAGE_SIZE)
+            v = load_described(v_desc, first, page, PAGE_SIZE)
             if MASKED and PAGE_SIZE != 0:
                 # A descriptor ends with the sequence, but not within a page.
                 inside = first + tl.arange(0, BLOCK_KV)[:, None] < kv_len
@@ -163,9 +229,9 @@ def attend_tiles(
         else:
             v = load_tile(
                 v_ptr, first, kv_len, table_ptr, stride_vp, stride_vs,
-                DV, BLOCK_KV, acc.shape[1], PAGE_SIZE, MASKED,
+                DV, BLOCK_KV, acc.shape[1], PAGE_SIZE, MASKED, page,
             )  # fmt: skip
         if CLEAN:
             v = tl.where(is_stray(v), 0.0, v.to(tl.float32)).to(v.dtype)
         acc = weigh(p, v, acc)
-    return m, l, acc, folded_m, folded_l, folded_acc, taint
+    return m, l, acc, folded_m, folded_l, folded_acc, taint, span_end

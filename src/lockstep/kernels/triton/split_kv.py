@@ -15,38 +15,30 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from lockstep.kernels.triton.plan import block_of
-from lockstep.kernels.triton.tiles import close, fold_sink, fold_weights, seen_by_any
+from lockstep.kernels.triton.spans import span_of
+from lockstep.kernels.triton.tiles import close, fold, fold_sink, seen_by_any
 
-# Parts whose loads are under way at once. Each takes five copies, and a warp waits for 63 at most.
-AHEAD: tl.constexpr = tl.constexpr(12)
-
-
-@triton.jit
-def largest(a, b):
-    return tl.maximum(a, b)
+# Parts that are loaded at once: enough to hide how long memory takes, few enough for registers.
+BATCH: tl.constexpr = tl.constexpr(16)
 
 
 @triton.jit
-def weigh_parts(first, last, part_lse_ptr, stride_lse, keep_ptr, add_ptr, CHUNK: tl.constexpr):
-    """What the fold of each part multiplies by; returns the largest lse.
-
-    `tiles.fold` for all parts at once: its maxima are a prefix maximum, which no order changes.
-    """
-    before = tl.full([1], float("-inf"), tl.float32)
-    for chunk in range(first, last, CHUNK):
-        part = chunk + tl.arange(0, CHUNK)
-        at = part_lse_ptr + part.to(tl.int64) * stride_lse
-        inside = part < last
+def load_parts(first, last, parts_ptr, part_lse_ptr, stride_part, stride_lse, d, DV: tl.constexpr):
+    """The next BATCH parts of a row, none from `last` on: out [1, BLOCK_DV] and lse [1] of each."""
+    outs, lses = (), ()
+    for i in tl.static_range(BATCH):
+        part = tl.cast(first + i, tl.int64)
+        inside = first + i < last
+        at = part_lse_ptr + part * stride_lse + tl.arange(0, 1)
         lse = tl.load(at, mask=inside, other=float("-inf"))
-        earlier = tl.load(at - stride_lse, mask=inside & (part > chunk), other=float("-inf"))
-        m = tl.maximum(tl.associative_scan(earlier, 0, largest), before)
-        m_new, keep, add = fold_weights(m, lse)
-        tl.store(keep_ptr + part, keep, mask=inside)
-        tl.store(add_ptr + part, add, mask=inside)
-        before = tl.maximum(before, tl.max(m_new, 0))
-    return before
+        out = tl.load(parts_ptr + part * stride_part + d, mask=inside & (d < DV), other=0.0)
+        # A part that weighs nothing says nothing, whatever its out holds.
+        out = tl.where(lse[:, None] == float("-inf"), 0.0, out.to(tl.float32))
+        outs, lses = outs + (out,), lses + (lse,)  # noqa: RUF005
+    return outs, lses
 
 
 @triton.jit
@@ -57,32 +49,21 @@ def fold_parts(
     part_lse_ptr,
     stride_part,
     stride_lse,
-    keep_ptr,
-    add_ptr,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
-    """The state of the parts `first` up to `last` of one row: m [1], l [1], acc [1, BLOCK_DV].
-
-    Weights first, for all parts at once, by way of memory: what is left is a chain of one fma per
-    part, whose loads do not wait for one another.
-    """
-    m = weigh_parts(first, last, part_lse_ptr, stride_lse, keep_ptr, add_ptr, CHUNK)
-    tl.debug_barrier()
-    one, d = tl.arange(0, 1)[:, None], tl.arange(0, BLOCK_DV)[None, :]
-    l = tl.zeros([1, 1], tl.float32)
+    """The state of the parts `first` up to `last` of one row: m [1], l [1], acc [1, BLOCK_DV]."""
+    d = tl.arange(0, BLOCK_DV)[None, :]
+    m = tl.full([1], float("-inf"), tl.float32)
+    l = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, BLOCK_DV], tl.float32)
-    for part in tl.range(first, last, num_stages=AHEAD):
-        at = tl.cast(part, tl.int64)
-        keep = tl.load(keep_ptr + at + one)  # [1, 1]
-        add = tl.load(add_ptr + at + one)
-        out = tl.load(parts_ptr + at * stride_part + d, mask=d < DV, other=0.0)
-        # A part that weighs nothing says nothing, whatever its out holds.
-        out = tl.where(add == 0.0, 0.0, out.to(tl.float32))
-        acc = tl.fma(acc, keep, out * add)
-        l = tl.fma(l, keep, add)
-    return m, tl.sum(l, 1), acc
+    for batch in range(first, last, BATCH):
+        outs, lses = load_parts(
+            batch, last, parts_ptr, part_lse_ptr, stride_part, stride_lse, d, DV
+        )
+        for i in tl.static_range(BATCH):
+            m, l, acc = fold(m, l, acc, outs[i], lses[i])
+    return m, l, acc
 
 
 @triton.jit
@@ -93,7 +74,7 @@ def store_row(m, l, acc, out_ptr, lse_ptr, DV: tl.constexpr, BLOCK_DV: tl.conste
     tl.store(lse_ptr + tl.arange(0, 1), lse)
 
 
-_SIZES = ("B", "Hq", "Sq", "Skv", "n_spans", "left", "right")
+_SIZES = ("B", "Hkv", "Sq", "Skv", "wanted", "n_spans", "left", "right")
 _INDICES = ("sinks_ptr", "kv_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
 
 
@@ -101,8 +82,6 @@ _INDICES = ("sinks_ptr", "kv_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
 def reduce_parts(
     parts_ptr,
     part_lse_ptr,
-    keep_ptr,
-    add_ptr,
     sinks_ptr,
     kv_lens_ptr,
     cu_seqlens_q_ptr,
@@ -110,21 +89,27 @@ def reduce_parts(
     out_ptr,
     lse_ptr,
     B,
-    Hq,
+    Hkv,
     Sq,
     Skv,
+    wanted,
     n_spans,
     left,
     right,
+    GROUP: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
-    SPAN: tl.constexpr,
+    LEAST_SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
-    """One row per program: parts [rows, n_spans, DV], part_lse [rows, n_spans]."""
+    """One row per program: parts [rows, n_spans, DV], part_lse [rows, n_spans].
+
+    If EARLY, programs start before the parts are there, and wait for them.
+    """
     row = tl.program_id(0)
+    Hq = Hkv * GROUP
     if cu_seqlens_q_ptr is not None:
         head, token = row % Hq, row // Hq
         b = 0
@@ -144,11 +129,13 @@ def reduce_parts(
             kv_len = tl.load(kv_lens_ptr + row // Sq // Hq).to(tl.int32)
     position = q_idx + kv_len - q_len
     lo, hi = seen_by_any(position, position, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
+    span = span_of(q_len, kv_len, Hkv, left, right, wanted, GROUP, HAS_LEFT, HAS_RIGHT, LEAST_SPAN)
+    if EARLY:
+        gdc_wait()
     at = row.to(tl.int64)
     m, l, acc = fold_parts(
-        lo // SPAN, tl.where(lo < hi, tl.cdiv(hi, SPAN), 0),
-        parts_ptr + at * n_spans * DV, part_lse_ptr + at * n_spans, DV, 1,
-        keep_ptr + at * n_spans, add_ptr + at * n_spans, DV, BLOCK_DV, CHUNK,
+        lo // span, tl.where(lo < hi, tl.cdiv(hi, span), 0),
+        parts_ptr + at * n_spans * DV, part_lse_ptr + at * n_spans, DV, 1, DV, BLOCK_DV,
     )  # fmt: skip
     if sinks_ptr is not None:
         m, l, acc = fold_sink(m, l, acc, tl.load(sinks_ptr + head).to(tl.float32))
@@ -159,22 +146,18 @@ def reduce_parts(
 def merge_rows(
     parts_ptr,
     part_lse_ptr,
-    keep_ptr,
-    add_ptr,
     out_ptr,
     lse_ptr,
     n_parts,
     n_rows,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
     """One row per program: parts [n_parts, rows, DV], part_lse [n_parts, rows]."""
     row = tl.program_id(0).to(tl.int64)
     rows = tl.cast(n_rows, tl.int64)
     m, l, acc = fold_parts(
-        0, n_parts, parts_ptr + row * DV, part_lse_ptr + row, rows * DV, rows,
-        keep_ptr + row * n_parts, add_ptr + row * n_parts, DV, BLOCK_DV, CHUNK,
+        0, n_parts, parts_ptr + row * DV, part_lse_ptr + row, rows * DV, rows, DV, BLOCK_DV,
     )  # fmt: skip
     store_row(m, l, acc, out_ptr + row * DV, lse_ptr + row, DV, BLOCK_DV)
 
@@ -185,9 +168,8 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     out, lse = torch.empty_like(parts[0]), torch.empty_like(part_lse[0])
     DV, n_rows = out.shape[-1], lse.numel()
     if n_rows:
-        keep, add = torch.empty((2, n_rows, len(outs)), dtype=lse.dtype, device=lse.device)
         merge_rows[(n_rows,)](
-            parts, part_lse, keep, add, out, lse, len(outs), n_rows,
-            DV=DV, BLOCK_DV=block_of(DV), CHUNK=16, num_warps=1,
+            parts, part_lse, out, lse, len(outs), n_rows,
+            DV=DV, BLOCK_DV=block_of(DV), num_warps=1,
         )  # fmt: skip
     return out, lse

@@ -19,7 +19,6 @@ def add_strays(
     tile_lo,
     tile_hi,
     rows_ptr,
-    stride_span,
     v_ptr,
     bias_rows,
     table_ptr,
@@ -31,15 +30,19 @@ def add_strays(
     kv_len,
     left,
     right,
+    span,
     DV: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    SPAN: tl.constexpr,
+    STRIDE_SPAN: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
 ):
-    """Adds to the rows of out [BLOCK_Q], or to those of each span's part, the strays they see."""
+    """Adds to the rows of out [BLOCK_Q] the strays they see.
+
+    With a STRIDE_SPAN, to the rows of the parts: so far apart are the parts of a row.
+    """
     d = tl.arange(0, BLOCK_DV)[None, :]
     for tile in range(tile_lo, tile_hi):
         first = tile * BLOCK_KV
@@ -48,7 +51,9 @@ def add_strays(
             DV, BLOCK_KV, BLOCK_DV, PAGE_SIZE, True,
         )  # fmt: skip
         if any_stray(v):
-            span_ptr = rows_ptr[:, None] + first // SPAN * stride_span + d
+            span_ptr = rows_ptr[:, None] + d
+            if STRIDE_SPAN != 0:
+                span_ptr += first // span * STRIDE_SPAN
             inside = is_row[:, None] & (d < DV)
             for kv_idx in range(first, tl.minimum(first + BLOCK_KV, kv_len)):
                 value = load_tile(

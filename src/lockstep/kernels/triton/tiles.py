@@ -80,12 +80,21 @@ def is_seen(position, kv_idx, kv_len, left, right, HAS_LEFT: tl.constexpr, HAS_R
 
 
 @triton.jit
-def load_described(desc, first, table_ptr, PAGE_SIZE: tl.constexpr):
+def load_described(desc, first, page, PAGE_SIZE: tl.constexpr):
     """What `load_tile` loads, by way of a TMA descriptor of the rows of a head."""
     row = first
     if PAGE_SIZE != 0:
-        row = tl.load(table_ptr + first // PAGE_SIZE).to(tl.int32) * PAGE_SIZE + first % PAGE_SIZE
+        row = page.to(tl.int32) * PAGE_SIZE + first % PAGE_SIZE
     return desc.load([row, 0])
+
+
+@triton.jit
+def page_of(first, kv_len, table_ptr, PAGE_SIZE: tl.constexpr):
+    """The page of key `first`, 0 beyond the sequence and where there are no pages."""
+    page = tl.full([], 0, tl.int64)
+    if PAGE_SIZE != 0:
+        page = tl.load(table_ptr + first // PAGE_SIZE, mask=first < kv_len, other=0).to(tl.int64)
+    return page
 
 
 @triton.jit
@@ -101,10 +110,12 @@ def load_tile(
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
+    page=None,
 ):
     """Keys or values `first` to `first + BLOCK_KV` of one head of a sequence: [BLOCK_KV, BLOCK_D].
 
-    With a PAGE_SIZE they come out of pages; `table_ptr` is then the sequence's page table. MASKED
+    With a PAGE_SIZE they come out of pages; `table_ptr` is then the sequence's page table, and
+    `page` that of the first key, if the caller knows it. MASKED
     tiles are not read beyond `kv_len`: what is there may not be memory, and reads as 0.
     """
     offset = tl.arange(0, BLOCK_KV)
@@ -114,15 +125,16 @@ def load_tile(
         rows = base_ptr + tl.cast(first, tl.int64) * stride_s + offset[:, None] * stride_s
     elif PAGE_SIZE % BLOCK_KV == 0:
         # The whole tile lies in one page.
-        page = tl.load(table_ptr + first // PAGE_SIZE).to(tl.int64)
+        if page is None:
+            page = page_of(first, kv_len, table_ptr, PAGE_SIZE)
         slot = first % PAGE_SIZE
         rows = base_ptr + page * stride_page + tl.cast(slot, tl.int64) * stride_s
         rows += offset[:, None] * stride_s
     else:
         kv_idx = first + offset
-        page = tl.load(table_ptr + kv_idx // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+        pages = tl.load(table_ptr + kv_idx // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
         slot = (kv_idx % PAGE_SIZE).to(tl.int64)
-        rows = base_ptr + (page * stride_page + slot * stride_s)[:, None]
+        rows = base_ptr + (pages * stride_page + slot * stride_s)[:, None]
     tile_ptr = rows + d[None, :]  # [BLOCK_KV, BLOCK_D]
     if MASKED and D < BLOCK_D:
         return tl.load(tile_ptr, mask=inside[:, None] & (d < D)[None, :], other=0.0)

@@ -1,0 +1,100 @@
+"""How a sequence is cut into spans: by its own lengths and heads, wherever it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from problems import Case, Result, assert_same_bits, draw, draw_varlen
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+from triton_device import DEVICE, attend, needs_triton, use_multiprocessors, use_small_tiles
+
+from lockstep.kernels.triton import plan, spans
+from lockstep.problem import AttentionProblem, Tensors, describe, make_options
+
+pytestmark = needs_triton
+WINDOWS = [(None, None), (40, 3), (700, 0)]
+
+
+@pytest.fixture(autouse=True)
+def small_and_soon_busy(monkeypatch):
+    use_small_tiles(monkeypatch)
+    monkeypatch.setattr(plan, "BUSY", 9)
+
+
+def problem_of(case: Case) -> AttentionProblem:
+    return describe(Tensors(**case.tensors), make_options(False, None, None, None))
+
+
+@triton.jit
+def store_spans(
+    spans_ptr,
+    lens_ptr,
+    Hkv,
+    left,
+    right,
+    wanted,
+    GROUP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    LEAST_SPAN: tl.constexpr,
+):
+    i = tl.program_id(0)
+    q_len, kv_len = tl.load(lens_ptr + 2 * i), tl.load(lens_ptr + 2 * i + 1)
+    span = spans.span_of(
+        q_len, kv_len, Hkv, left, right, wanted, GROUP, HAS_WINDOW, HAS_WINDOW, LEAST_SPAN
+    )
+    tl.store(spans_ptr + i, span)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_host_and_device_agree(window):
+    problem = problem_of(draw(1, 1, Hq=4, Hkv=2))
+    problem = replace(problem, window_left=window[0], window_right=window[1])
+    lens = [(q, kv) for q in (1, 16, 40, 64, 300) for kv in (0, 1, 31, 64, 500, 3000)]
+    found = torch.zeros(len(lens), dtype=torch.int32, device=DEVICE)
+    reach = (0, 0) if window[0] is None else window
+    store_spans[(len(lens),)](
+        found, torch.tensor(lens, dtype=torch.int32, device=DEVICE), 2, *reach, plan.BUSY,
+        GROUP=2, HAS_WINDOW=window[0] is not None, LEAST_SPAN=plan.LEAST_SPAN,
+    )  # fmt: skip
+    assert found.tolist() == [plan.span_of(problem, *pair) for pair in lens]
+    assert len(set(found.tolist())) >= 3
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize(("Sq", "Skv"), [(1, 1000), (40, 100), (64, 3000), (300, 5000)])
+def test_room_for_every_length(Sq, Skv, window):
+    problem = problem_of(draw(Sq, 1, Hq=4, Hkv=2))
+    problem = replace(problem, Skv=Skv, window_left=window[0], window_right=window[1])
+    n_spans = plan.plan_of(problem, plan.INTERPRETER).n_spans
+    for kv_len in range(Skv + 1):
+        assert -(-kv_len // plan.span_of(problem, Sq, kv_len)) <= n_spans
+
+
+def test_many_rows_are_computed_straight():
+    long = draw(2000, 700, Hq=4, Hkv=2)
+    assert plan.plan_of(problem_of(long), plan.INTERPRETER).n_spans == 1
+    strict = replace(problem_of(long), query_invariant=True)
+    assert plan.span_of(strict, 2000, 700) == plan.span_of(strict, 1, 700) == plan.LEAST_SPAN
+
+
+def test_packed_sequences_have_the_bits_of_dense_ones(monkeypatch):
+    use_multiprocessors(monkeypatch, 1)
+    monkeypatch.setattr(plan, "BUSY", 3)
+    q_lens, kv_lens = [8, 20, 10], [100, 90, 120]
+    packed = draw_varlen(q_lens, kv_lens, Hq=8, Hkv=1, D=16, causal=True)
+    lens = zip(q_lens, kv_lens, strict=True)
+    counts = [-(-kv // plan.span_of(problem_of(packed), q, kv)) for q, kv in lens]
+    assert counts == [2, 1, 2]
+    whole, tensors = attend(packed), packed.tensors
+    queries = tensors["q"].split(q_lens)
+    keys, values = (tensors[name].split(kv_lens) for name in ("k", "v"))
+    outs, lses = whole.out.split(q_lens), whole.lse.split(q_lens)
+    for *qkv, out, lse in zip(queries, keys, values, outs, lses, strict=True):
+        q, k, v = (x.transpose(0, 1)[None] for x in qkv)
+        dense = attend(Case({"q": q, "k": k, "v": v}, packed.options))
+        assert_same_bits(dense, Result(out.transpose(0, 1)[None], lse.transpose(0, 1)[None]))
