@@ -12,7 +12,7 @@ import torch
 from problems import draw
 
 from lockstep.kernels import hopper
-from lockstep.problem import AttentionProblem, Options, Tensors, describe
+from lockstep.problem import Options, Tensors, describe
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
@@ -103,8 +103,7 @@ def test_machine_code(D, causal):
         assert count(body[product:])["F2FP"] == per_thread // 2
     # The first block of a tile runs under the last product of the tile before, where there is
     # room for the queries of both.
-    per_consumer = 2 if D < 256 else 1
-    assert len(built.overlaps) == per_consumer * shape.consumers
+    assert len(built.overlaps) == shape.q_stages * shape.consumers
     assert not any(writes_in_flight(overlap) for overlap in built.overlaps)
 
 
@@ -175,9 +174,10 @@ def test_block_of_keys_follows_the_head_dims_alone():
         assert plan.PLANS[D].block_kv == plan.SHORT_PLANS[D].block_kv
 
 
-def test_pairs_only_where_they_fill_the_card():
-    assert plan.pays_to_pair(heads=16, n_q_tiles=128, processors=132)
-    assert not plan.pays_to_pair(heads=1, n_q_tiles=8, processors=132)
+def test_pairs_only_where_they_fill_the_card_and_keys_stay_in_l2():
+    assert plan.pays_to_pair(heads=16, n_q_tiles=128, processors=132, head_bytes=8 << 20)
+    assert not plan.pays_to_pair(heads=8, n_q_tiles=128, processors=132, head_bytes=16 << 20)
+    assert not plan.pays_to_pair(heads=1, n_q_tiles=8, processors=132, head_bytes=1 << 10)
 
 
 def test_strides_the_copy_engine_does_not_take_are_copied():

@@ -164,8 +164,19 @@ def end(team, last, p, acc):
 
 
 @gluon.jit
+def store_columns(team, tile, first_row, column: gl.constexpr, out, o_smem, o_desc):
+    """Send columns of the output on their way through shared memory."""
+    tma_store_wait(0)
+    o = o_smem.index(0)
+    o.reshape([ROWS, out.shape[1]]).store(out)
+    fence_async_shared()
+    tma_store(o_desc, team.schedule.q_coordinates(tile, first_row, column), o)
+
+
+@gluon.jit
 def finish(c: gl.constexpr, team, results, tile, rows, acc, m, l, o_smem, o_desc):
     """Write the results of a tile; 1 for rows [ROWS] that are to be computed again, else 0."""
+    OUT_COLUMNS: gl.constexpr = o_desc.block_shape[4]
     row_layout: gl.constexpr = m.type.layout
     out, lse, l = normalize(team, results, tile, acc, m, l)
     first_row = tile.q_idx + c * ROWS
@@ -181,11 +192,13 @@ def finish(c: gl.constexpr, team, results, tile, rows, acc, m, l, o_smem, o_desc
         ran_away = exists & ((l < OVERFLOW) == 0)
         lse = gl.where(ran_away, float("nan"), lse)
         wrong = wrong | gl.where(ran_away, 1, 0)
-    tma_store_wait(0)
-    o = o_smem.index(0)
-    o.reshape([ROWS, out.shape[1]]).store(out.to(o_desc.dtype))
-    fence_async_shared()
-    tma_store(o_desc, team.schedule.q_coordinates(tile, first_row), o)
+    out = out.to(o_desc.dtype)
+    if out.shape[1] == OUT_COLUMNS:
+        store_columns(team, tile, first_row, 0, out, o_smem, o_desc)
+    else:
+        left, right = out.reshape([ROWS, 2, out.shape[1] // 2]).permute((0, 2, 1)).split()
+        store_columns(team, tile, first_row, 0, left, o_smem, o_desc)
+        store_columns(team, tile, first_row, OUT_COLUMNS, right, o_smem, o_desc)
     gl.store(results.lse_ptr + results.row(tile, q_idx), lse, mask=exists)
     return wrong
 
@@ -195,7 +208,8 @@ def consume(c: gl.constexpr, team, results, q_channel, o_smem, o_desc):
     """Every tile of this program; then, for the first consumer, what went wrong once more."""
     schedule = team.schedule
     DV: gl.constexpr = team.v.tiles.shape[5]
-    OUT_IN_Q: gl.constexpr = team.build.OUT_IN_Q
+    # Where there is room for the queries of two tiles, one flows into the next.
+    FLOWS: gl.constexpr = team.build.Q_STAGES == 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, schedule.BLOCK_KV, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     seen = 0
@@ -225,15 +239,14 @@ def consume(c: gl.constexpr, team, results, q_channel, o_smem, o_desc):
 
             turn, next_tile = schedule.next(turn + 1)
             next_rows = Rows.of_consumer(c, schedule, next_tile)
-            if not OUT_IN_Q:
-                q_channel.release(tiles)
+            q_channel.release(tiles)
             next_m = m
             next_l = l
             if next_tile.exists:
                 for _ in range(next_rows.tile_begin, next_rows.begin):
                     skip(c, team, seen)
                     seen += 1
-            if not OUT_IN_Q and next_tile.exists:
+            if FLOWS and next_tile.exists:
                 acc, p, next_m, next_l = turn_over(
                     c, team, next_rows, q_channel, tiles + 1, last, seen, p, acc
                 )
@@ -241,11 +254,8 @@ def consume(c: gl.constexpr, team, results, q_channel, o_smem, o_desc):
                 acc = end(team, last, p, acc)
             again = finish(c, team, results, tile, rows, acc, m, l, o_smem, o_desc)
             wrong |= again << (tiles % 32)
-            if OUT_IN_Q:
-                tma_store_wait(0)
-                q_channel.release(tiles)
-                if next_tile.exists:
-                    p, next_m, next_l = start(c, team, next_rows, q_channel, tiles + 1, seen)
+            if not FLOWS and next_tile.exists:
+                p, next_m, next_l = start(c, team, next_rows, q_channel, tiles + 1, seen)
             tiles += 1
             tile = next_tile
             rows = next_rows

@@ -71,7 +71,7 @@ def forward_kernel(
     q_desc,  # tiles [ROWS, D] of q [B, Hq, Sq, D]
     k_desc,  # tiles [BLOCK_KV, D] of k [B, Hkv, Skv, D]
     v_desc,  # tiles [BLOCK_KV, Dv] of v [B, Hkv, Skv, Dv]
-    o_desc,  # tiles [ROWS, Dv] of out
+    o_desc,  # tiles [ROWS, Dv] of out, or half of Dv
     out_ptr,  # contiguous [B, Hq, Sq, Dv], packed [Tq, Hq, Dv]
     lse_ptr,  # contiguous [B, Hq, Sq] fp32, packed [Tq, Hq]
     sinks_ptr,  # [Hq]
@@ -105,7 +105,7 @@ def forward_kernel(
     TURNS: gl.constexpr,
     SETTLED: gl.constexpr,
     SECOND_LAP: gl.constexpr,
-    OUT_IN_Q: gl.constexpr,
+    Q_STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -123,21 +123,15 @@ def forward_kernel(
         Channel.create(k_desc, STAGES, CONSUMERS),
         Channel.create(v_desc, STAGES, CONSUMERS),
         Lap.create(CONSUMERS),
-        Build(CONSUMERS, TURNS, SETTLED, SECOND_LAP, OUT_IN_Q, SCORES, HAS_SINKS, DV),
+        Build(CONSUMERS, TURNS, SETTLED, SECOND_LAP, Q_STAGES, SCORES, HAS_SINKS, DV),
         scale,
         cap_log2,
     )
     results = Results(out_ptr, lse_ptr, sinks_ptr, row_stride_b, row_stride_h, row_stride_s)
-    # The queries of the next tile arrive while this one is at work, where there is room for both.
-    Q_STAGES: gl.constexpr = 1 if OUT_IN_Q else 2
     q_0 = Channel.create(q_desc, Q_STAGES, 1)
     q_1 = Channel.create(q_desc, Q_STAGES, 1)
-    if OUT_IN_Q:
-        o_0 = q_0.tiles
-        o_1 = q_1.tiles
-    else:
-        o_0 = allocate_tiles(o_desc, 1)
-        o_1 = allocate_tiles(o_desc, 1)
+    o_0 = allocate_tiles(o_desc, 1)
+    o_1 = allocate_tiles(o_desc, 1)
     # Arguments are written out in place: bound to a name, the constants in them become tensors.
     if CONSUMERS == 2:
         gl.warp_specialize(

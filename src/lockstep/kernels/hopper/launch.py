@@ -11,7 +11,14 @@ from torch import Tensor
 
 from lockstep.kernels.hopper.forward import forward_kernel
 from lockstep.kernels.hopper.gluon_shim import TensorDescriptor, gl
-from lockstep.kernels.hopper.plan import REGISTERS, ROWS, padded, pays_to_pair, plan_of
+from lockstep.kernels.hopper.plan import (
+    OUT_COLUMNS,
+    REGISTERS,
+    ROWS,
+    padded,
+    pays_to_pair,
+    plan_of,
+)
 from lockstep.kernels.hopper.schedule import BY_HEAD, LONGEST_FIRST, PAIRED, RAGGED
 from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem, Tensors
@@ -64,7 +71,7 @@ class Call:
             _shape(_by_head(fitted[0], packed), ROWS, width, packed),
             _shape(_by_head(fitted[1], packed), plan.block_kv, width, layout != "dense"),
             _shape(_by_head(fitted[2], packed), plan.block_kv, width_v, layout != "dense"),
-            _shape(_by_head(out, packed), ROWS, width_v, packed),
+            _shape(_by_head(out, packed), ROWS, min(width_v, OUT_COLUMNS), packed),
         )
         self.numbers = self._numbers(layout, fitted[1], n_processors)
         self.constants = (
@@ -80,7 +87,7 @@ class Call:
             # bf16 weights have the exponents of fp32; fp16 weights would overflow.
             problem.dtype == torch.bfloat16,
             True,
-            width == width_v == 256,
+            plan.q_stages,
             *REGISTERS[plan.consumers][1:],
         )
         self.options = {"num_warps": 4, "maxnreg": REGISTERS[plan.consumers][0]}
@@ -100,8 +107,10 @@ class Call:
         order = LONGEST_FIRST
         if layout != "varlen" and (left is not None or right is None):
             order = BY_HEAD
-        elif layout != "varlen" and pays_to_pair(heads, n_q_tiles, n_processors):
-            order = PAIRED
+        elif layout != "varlen":
+            head_bytes = problem.Skv * (problem.D + problem.Dv) * 2 * problem.Hkv // Hq
+            if pays_to_pair(heads, n_q_tiles, n_processors, head_bytes):
+                order = PAIRED
         self.grid = (min(n_processors, heads * n_q_tiles), 1, 1)
         return (
             *_scales(problem)[1:],

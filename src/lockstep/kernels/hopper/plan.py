@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from lockstep.problem import AttentionProblem
 
 ROWS = 64  # of a consumer
+OUT_COLUMNS = 128  # of out that leave through shared memory at once
 # Registers of a thread by consumers: at launch, then of a consumer and of the producer.
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
 
@@ -22,6 +23,7 @@ class Plan:
     consumers: int
     block_kv: int
     stages: int
+    q_stages: int
     turns: bool
 
     @property
@@ -30,15 +32,16 @@ class Plan:
 
 
 PLANS = {
-    64: Plan(consumers=3, block_kv=128, stages=3, turns=False),
-    128: Plan(consumers=2, block_kv=128, stages=2, turns=False),
-    256: Plan(consumers=2, block_kv=64, stages=2, turns=False),
+    64: Plan(consumers=3, block_kv=128, stages=3, q_stages=2, turns=False),
+    128: Plan(consumers=2, block_kv=128, stages=2, q_stages=2, turns=True),
+    256: Plan(consumers=2, block_kv=64, stages=2, q_stages=1, turns=False),
 }
 # Where tiles have few blocks of keys, lower tiles lose less at their ends. Up to which Sq:
 SHORT, SHORT_CAUSAL = 1024, 4096
-SHORT_PLANS = {**PLANS, 64: Plan(consumers=2, block_kv=128, stages=3, turns=True)}
-# Programs are this busy where pairing tiles is worth it.
-BUSY = 0.96
+SHORT_PLANS = {**PLANS, 64: Plan(consumers=2, block_kv=128, stages=3, q_stages=2, turns=True)}
+# Pairing tiles is worth it where it keeps programs this busy, and while the keys and values of the
+# heads at work fit into L2.
+BUSY, L2_BYTES = 0.96, 50e6
 
 
 def padded(dim: int) -> int:
@@ -53,8 +56,11 @@ def plan_of(problem: AttentionProblem) -> Plan:
     return plans[padded(max(problem.D, problem.Dv))]
 
 
-def pays_to_pair(heads: int, n_q_tiles: int, processors: int) -> bool:
-    """Whether pairs of tiles fill the rounds of `processors` programs."""
-    pairs = heads * -(-n_q_tiles // 2)
+def pays_to_pair(heads: int, n_q_tiles: int, processors: int, head_bytes: int) -> bool:
+    """Whether pairs of tiles fill the rounds of `processors` programs; `head_bytes` is what a head
+    has of keys and values."""
+    per_head = -(-n_q_tiles // 2)
+    pairs = heads * per_head
     rounds = -(-pairs // processors)
-    return pairs >= BUSY * rounds * processors
+    heads_at_work = min(heads, processors / per_head + 1)
+    return pairs >= BUSY * rounds * processors and heads_at_work * head_bytes <= L2_BYTES

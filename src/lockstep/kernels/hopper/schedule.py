@@ -222,11 +222,12 @@ class Schedule:
         return begin, end
 
     @gluon.jit
-    def q_coordinates(self, tile, q_idx):
+    def q_coordinates(self, tile, q_idx, column=0):
         """Where row `q_idx` of a tile's sequence lies in the tensor maps of q and out."""
         if self.LAYOUT == "varlen":
-            return RAGGED, tile.q_start + tile.len_q, tile.head, RAGGED - tile.len_q + q_idx, 0
-        return 0, tile.batch, tile.head, q_idx, 0
+            row = RAGGED - tile.len_q + q_idx
+            return RAGGED, tile.q_start + tile.len_q, tile.head, row, column
+        return 0, tile.batch, tile.head, q_idx, column
 
     @gluon.jit
     def kv_coordinates(self, tile, block, column=0):

@@ -23,18 +23,18 @@ class Build:
     TURNS: gl.constexpr  # consumers take turns at the tensor cores
     SETTLED: gl.constexpr  # rows keep their first maximum: softmax.py
     SECOND_LAP: gl.constexpr  # rows that went wrong are computed again: second_lap.py
-    OUT_IN_Q: gl.constexpr  # out leaves through the shared memory of q
+    Q_STAGES: gl.constexpr  # 2: the queries of the next tile arrive while this one is at work
     SCORES: gl.constexpr  # "raw", "scaled" (where scale is not positive) or "capped"
     HAS_SINKS: gl.constexpr
     DV: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, CONSUMERS, TURNS, SETTLED, SECOND_LAP, OUT_IN_Q, SCORES, HAS_SINKS, DV):
+    def __init__(self, CONSUMERS, TURNS, SETTLED, SECOND_LAP, Q_STAGES, SCORES, HAS_SINKS, DV):
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.TURNS = gl.constexpr(TURNS)
         self.SETTLED = gl.constexpr(SETTLED)
         self.SECOND_LAP = gl.constexpr(SECOND_LAP)
-        self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)
+        self.Q_STAGES = gl.constexpr(Q_STAGES)
         self.SCORES = gl.constexpr(SCORES)
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
         self.DV = gl.constexpr(DV)
