@@ -10,7 +10,6 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import asdict
 
 import plain
 import pytest
@@ -36,6 +35,7 @@ if INTERPRETED:
     import interpreter  # noqa: F401
 
 from lockstep.kernels.triton import backward as triton_backward  # noqa: E402
+from lockstep.kernels.triton.plan import Device, blocks_of  # noqa: E402
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
 compiled = pytest.mark.skipif(INTERPRETED, reason="not for the interpreter")
@@ -99,7 +99,7 @@ def test_an_access_beyond_a_tensor_is_seen(monkeypatch):
 
     case = draw(40, 40, D=16, dtype=F16)
     short = torch.empty(1, 2, 39, 16, dtype=F16)
-    monkeypatch.setattr(triton_backward, "_like", lambda x: short)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *_, **__: short)
     with pytest.raises(Exception, match=OutOfBounds.__name__):
         gradients(case, draw_seeds(case))
 
@@ -126,9 +126,10 @@ def test_interpreted_kernels_agree_with_the_oracle():
         (40, 70, {"D": 16, "dtype": F32}),
         (70, 100, {"D": 33, "Dv": 20, "Hq": 4, "dtype": F16}),
         (130, 80, {"D": 16, "dtype": BF16}),
+        (40, 70, {"D": 80, "dtype": F16}),
         (1, 1, {"D": 1, "dtype": BF16}),
     ],
-    ids=["fp32", "odd-dims", "more-queries", "one"],
+    ids=["fp32", "odd-dims", "more-queries", "wide", "one"],
 )
 @pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
 def test_shapes(Sq, Skv, sizes, causal):
@@ -278,43 +279,48 @@ def test_garbage_stays_with_the_rows_that_see_it():
     check_garbage("cpu")
 
 
-def constants(D: int, cut: triton_backward.Cut, **changes) -> dict:
+def constants(D: int, Dv: int, cut: triton_backward.Cut) -> dict:
     absent = ("bias_ptr", "kv_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
-    blocks = asdict(cut)
-    found = {
+    return {
         **dict.fromkeys(absent),
         "D": D,
-        "DV": D,
+        "DV": Dv,
         "GROUP": 1,
         "ALIGN": 8,
         "HAS_LEFT": False,
         "HAS_RIGHT": True,
         "HAS_SOFTCAP": False,
-        "BLOCK_Q": blocks["BLOCK_Q"],
-        "BLOCK_KV": blocks["BLOCK_KV"],
-        "BLOCK_D": D,
-        "BLOCK_DV": D,
+        "BLOCK_Q": cut.BLOCK_Q,
+        "BLOCK_KV": cut.BLOCK_KV,
+        "COPIES": cut.copies,
     }
-    return found | changes
 
 
-# Shared memory a block may have, in KB, and how a matrix product is spelled. The build for sm_80 is
-# that of all GPUs with less than Hopper's: it has to fit the least of them.
-TARGETS = {80: (99, "HMMA"), 90: (227, "HGMMA"), 100: (227, "UTC")}
+# The devices, and how a matrix product is spelled there. The build for sm_80 is that of all GPUs
+# with less shared memory than Hopper: it has to fit the least of them.
+TARGETS = {
+    80: (Device(84, shared_bytes=99 << 10, tma=False), "HMMA"),
+    90: (Device(132, shared_bytes=227 << 10, tma=True, least_block=64), "HGMMA"),
+    100: (Device(148, shared_bytes=227 << 10, tma=True, tensor_memory=True), "UTC"),
+}
 
 
-def build_passes(D: int, capability: int):
+def build_passes(D: int, capability: int, Dv: int | None = None):
     from triton_builds import build
 
     from lockstep.kernels.triton.dkdv import sum_keys
     from lockstep.kernels.triton.dq import sum_queries
 
-    case = draw(1, 1, D=D, dtype=BF16)
+    device, Dv = TARGETS[capability][0], Dv or D
+    case = draw(1, 1, D=D, Dv=Dv, dtype=BF16)
     problem = describe(Tensors(**case.tensors), make_options(True, None, None, None))
-    cuts = triton_backward.cuts_of(problem, TARGETS[capability][0] * 1024)
+    cuts = triton_backward.cuts_of(problem, device.shared_bytes)
+    blocks = dict(zip(("BLOCK_D", "BLOCK_DV"), blocks_of(problem, device), strict=True))
     for function, cut in zip((sum_keys, sum_queries), cuts, strict=True):
         options = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
-        yield build(function, capability, "bf16", options, **constants(D, cut))
+        known = {**constants(D, Dv, cut), **blocks}
+        known = {name: value for name, value in known.items() if name in function.arg_names}
+        yield build(function, capability, "bf16", options, **known)
 
 
 @compiled
@@ -323,9 +329,9 @@ def build_passes(D: int, capability: int):
 def test_loops_keep_everything_in_registers(capability, D):
     from triton_builds import spills
 
-    shared_kb, product = TARGETS[capability]
+    device, product = TARGETS[capability]
     for built in build_passes(D, capability):
-        assert built.shared_bytes <= shared_kb * 1024
+        assert built.shared_bytes <= device.shared_bytes
         loops = built.loops(product)
         assert loops, "no matrix products"
         for body in loops:
@@ -334,12 +340,26 @@ def test_loops_keep_everything_in_registers(capability, D):
 
 @compiled
 @pytest.mark.parametrize("D", [64, 128])
-def test_whole_tiles_take_no_mask_on_hopper(D):
-    """The pipelined loop, the one with asynchronous copies, compares no positions."""
+def test_the_main_loop_on_hopper(D):
+    """The pipelined one, with asynchronous copies, for tiles that need no mask."""
     for built in build_passes(D, 90):
         (main,) = (b for b in built.loops("HGMMA") if any(t.startswith("LDGSTS") for t in b))
         selects = [text for text in main if text.startswith(("FSEL", "ISETP.GE", "ISETP.GT"))]
-        assert len(selects) < 8, selects
+        assert len(selects) < 8, f"positions are compared: {selects}"
+        # A product by itself would be waited for before the next.
+        waits = [text for text in main if text.startswith("WARPGROUP.DEPBAR")]
+        assert len(waits) <= 4, "ptxas has serialised the products"
+        copies = [text for text in main if text.startswith("LDGSTS")]
+        assert len(copies) <= 9, "statistics are copied by every thread that needs them"
+
+
+@compiled
+@pytest.mark.parametrize(("D", "Dv"), [(128, 128), (16, 64), (64, 32)])
+def test_products_on_hopper_find_their_operands(D, Dv):
+    from operand_addresses import lost_operands
+
+    for built in build_passes(D, 90, Dv):
+        assert not lost_operands(built.kernel.asm["cubin"])
 
 
 # Case by case the dtypes it runs in: each is another three kernels to compile.

@@ -25,7 +25,7 @@ from lockstep.kernels.triton.dkdv import sum_keys
 from lockstep.kernels.triton.dq import sum_queries
 from lockstep.kernels.triton.gradient_rows import prepare_rows, sum_sinks
 from lockstep.kernels.triton.launch import Launch, device_of, scales_of, strides_of, window_of
-from lockstep.kernels.triton.plan import block_of
+from lockstep.kernels.triton.plan import block_of, blocks_of
 from lockstep.problem import AttentionProblem, Tensors
 
 SINK_ROWS = 1024
@@ -39,6 +39,12 @@ class Cut:
     BLOCK_KV: int
     num_warps: int
     num_stages: int
+
+    @property
+    def copies(self) -> int:
+        """For `gradient_tiles.load_statistics`: as many elements as threads, if two copies do."""
+        threads = 32 * self.num_warps
+        return 2 if threads == 4 * self.BLOCK_Q else 1
 
 
 # By the larger of the padded head dims: dkdv, dq. The first table is for Hopper and its successors
@@ -78,9 +84,13 @@ class Call:
     def __init__(self, problem: AttentionProblem, tensors: Tensors, dout: Tensor) -> None:
         # Kept, so that no other problem gets its id.
         self.problem = problem
+        q, k, v, aligned_dout = (_with_aligned_rows(x) for x in (*tensors[:3], dout))
+        self.copies = any(x is not y for x, y in zip((q, k, v), tensors, strict=False))
+        self.copies = self.copies or aligned_dout is not dout
+        tensors, dout = tensors._replace(q=q, k=k, v=v), aligned_dout
         packed = problem.layout == "varlen"
         B = 1 if packed else problem.B
-        self.statistics_shape = (2, B, problem.Hq, problem.Sq)
+        self.rows_shape = (B, problem.Hq, problem.Sq, 2)
         arguments = {**_arguments(problem, tensors, dout), "H": problem.Hq, "S": problem.Sq}
         arguments |= {"stride_rb": problem.Hq * problem.Sq, "stride_rh": problem.Sq, "stride_rs": 1}
         if packed:
@@ -105,24 +115,29 @@ class Call:
         lse: Tensor,
         dout: Tensor,
         dlse: Tensor | None,
-        grads: dict[str, Tensor],
-    ) -> None:
-        """Fills `grads`, which holds those that are wanted."""
+        needs: Needs,
+    ) -> Gradients:
         q, k, v, bias, sinks, kv_lens, cu_q, cu_k, _ = tensors
-        lse2, delta = lse.new_empty(self.statistics_shape).unbind()
-        self.rows(out, dout, lse, dlse, lse2, delta)
-        if "sinks" in grads:
-            self.sinks(sinks, lse2, delta, grads["sinks"])
-        pointers = (q, k, v, bias, kv_lens, cu_q, cu_k, dout, lse2, delta)
-        if "k" in grads or "v" in grads:
+        if self.copies:
+            q, k, v, dout = (_with_aligned_rows(x) for x in (q, k, v, dout))
+        rows = lse.new_empty(self.rows_shape)
+        self.rows(out, dout, lse, dlse, rows)
+        dq = dk = dv = dbias = dsinks = None
+        pointers = (q, k, v, bias, kv_lens, cu_q, cu_k, dout, rows)
+        if needs.k or needs.v:
             # Both come out of one pass; the one nobody asked for is dropped.
-            dk = grads["k"] if "k" in grads else _like(k)
-            dv = grads["v"] if "v" in grads else _like(v)
+            dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
             self.keys(*pointers, dk, dv)
-        if "q" in grads:
-            self.queries(*pointers, grads["q"])
-        if self.bias is not None and "bias" in grads:
-            self.bias(q, k, v, bias, kv_lens, dout, lse2, delta, grads["bias"])
+        if needs.q:
+            dq = q.new_empty(q.shape)
+            self.queries(*pointers, dq)
+        if needs.bias and bias is not None and self.bias is not None:
+            dbias = bias.new_empty(bias.shape)
+            self.bias(q, k, v, bias, kv_lens, dout, rows, dbias)
+        if needs.sinks and sinks is not None:
+            dsinks = sinks.new_empty(sinks.shape)
+            self.sinks(sinks, rows, dsinks)
+        return Gradients(dq, dk if needs.k else None, dv if needs.v else None, dbias, dsinks)
 
 
 _CALLS: dict[tuple[Any, ...], Call] = {}
@@ -140,17 +155,13 @@ def backward(
     needs: Needs,
 ) -> Gradients:
     """As `lockstep.kernels.kernel.Kernel.backward` says."""
-    grads = {name: _like(getattr(tensors, name)) for name in needs._fields if getattr(needs, name)}
-    q, k, v, dout = (_with_aligned_rows(x) for x in (*tensors[:3], dout))
-    tensors = tensors._replace(q=q, k=k, v=v)
     if 0 in (problem.B, problem.Sq, problem.Skv):
-        _fill_without_pairs(grads, lse, dlse)
-    elif dout.is_cuda and dout.get_device() != torch.cuda.current_device():
+        return _without_pairs(tensors, lse, dlse, needs)
+    call = _call_for(problem, tensors, out, lse, dout, dlse)
+    if dout.is_cuda and dout.get_device() != torch.cuda.current_device():
         with torch.cuda.device(dout.device):
-            _call_for(problem, tensors, out, lse, dout, dlse)(tensors, out, lse, dout, dlse, grads)
-    else:
-        _call_for(problem, tensors, out, lse, dout, dlse)(tensors, out, lse, dout, dlse, grads)
-    return Gradients(*map(grads.get, Gradients._fields))
+            return call(tensors, out, lse, dout, dlse, needs)
+    return call(tensors, out, lse, dout, dlse, needs)
 
 
 def _call_for(
@@ -162,12 +173,17 @@ def _call_for(
     dlse: Tensor | None,
 ) -> Call:
     """The call prepared for this problem, these strides and this alignment."""
-    given = [x for x in (*tensors, out, lse, dout, dlse) if x is not None]
+    q, k, v, bias = tensors[:4]
+    # Triton compiles for pointers that are multiples of 16 bytes, or for any: each by itself.
+    offsets = [x.data_ptr() & 15 for x in (*tensors, out, lse, dout, dlse) if x is not None]
     key = (
         id(problem),
-        *(x.stride() for x in (*tensors[:4], dout) if x is not None),
-        # Triton compiles for pointers that are multiples of 16 bytes, or for any: each by itself.
-        *(x.data_ptr() & 15 for x in given),
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        dout.stride(),
+        None if bias is None else bias.stride(),
+        tuple(offsets) if any(offsets) else None,
         dlse is None,
         dout.get_device(),
     )
@@ -192,19 +208,19 @@ def _with_aligned_rows(x: Tensor) -> Tensor:
     return copy.copy_(x)
 
 
-def _like(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _fill_without_pairs(grads: dict[str, Tensor], lse: Tensor, dlse: Tensor | None) -> None:
+def _without_pairs(tensors: Tensors, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Gradients:
     """Without rows or keys, only the sinks may have a gradient: lse is then the sink itself."""
-    for grad in grads.values():
-        grad.zero_()
+    grads = {
+        name: torch.zeros_like(getattr(tensors, name), memory_format=torch.contiguous_format)
+        for name in needs._fields
+        if getattr(needs, name)
+    }
     if "sinks" in grads and dlse is not None and lse.numel():
         # Rows without a sink either have lse -inf. Dim 1 holds the heads in every layout.
         share = dlse.masked_fill(lse == -torch.inf, 0.0)
         others = [dim for dim in range(lse.dim()) if dim != 1]
         grads["sinks"].copy_(share.sum(others, dtype=torch.float64))
+    return Gradients(*map(grads.get, Gradients._fields))
 
 
 def _slots(problem: AttentionProblem, S: int, block: int) -> int:
@@ -213,7 +229,7 @@ def _slots(problem: AttentionProblem, S: int, block: int) -> int:
 
 
 def _launch(kernel: Any, programs: int, arguments: dict[str, Any], cut: Cut, **more: Any) -> Launch:
-    blocks = {"BLOCK_Q": cut.BLOCK_Q, "BLOCK_KV": cut.BLOCK_KV}
+    blocks = {"BLOCK_Q": cut.BLOCK_Q, "BLOCK_KV": cut.BLOCK_KV, "COPIES": cut.copies}
     options = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
     return Launch(kernel, (programs,), arguments | blocks | more, **options)
 
@@ -245,6 +261,7 @@ def _arguments(problem: AttentionProblem, tensors: Tensors, dout: Tensor) -> dic
     strides |= dict(zip(("stride_ob", "stride_oh", "stride_os"), of_dout, strict=True))
     # Rows start at multiples of 16 bytes.
     align = 16 // dout.element_size()
+    BLOCK_D, BLOCK_DV = blocks_of(problem, device_of(dout.device))
     return {
         **strides,
         **{name: stride // align for name, stride in strides.items() if name[7] in "qkvo"},
@@ -254,6 +271,6 @@ def _arguments(problem: AttentionProblem, tensors: Tensors, dout: Tensor) -> dic
         "DV": problem.Dv,
         "GROUP": problem.Hq // problem.Hkv,
         "ALIGN": align,
-        "BLOCK_D": block_of(problem.D),
-        "BLOCK_DV": block_of(problem.Dv),
+        "BLOCK_D": BLOCK_D,
+        "BLOCK_DV": BLOCK_DV,
     }

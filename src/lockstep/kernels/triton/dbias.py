@@ -11,8 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lockstep.kernels.triton.gradient_tiles import derive, load_bias, load_statistics, weights
-from lockstep.kernels.triton.tiles import PRECISION, is_seen, load_tile, seen_by_any
+from lockstep.kernels.triton.gradient_tiles import (
+    derive,
+    load_bias,
+    load_rows,
+    load_statistics,
+    weights,
+)
+from lockstep.kernels.triton.tiles import PRECISION, is_seen, seen_by_any
 
 _SIZES = (
     *("stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks"),
@@ -30,8 +36,7 @@ def sum_bias(
     bias_ptr,
     kv_lens_ptr,
     dout_ptr,
-    lse2_ptr,
-    delta_ptr,
+    rows_ptr,
     dbias_ptr,
     stride_qb,
     stride_qh,
@@ -104,13 +109,9 @@ def sum_bias(
             for tile in range(first_q_tile, end_q_tile):
                 q0 = tile * BLOCK_Q
                 q_idx = q0 + tl.arange(0, BLOCK_Q)
-                q = load_tile(
-                    q_rows, q0, Sq, None, 0, stride_qs * ALIGN, D, BLOCK_Q, BLOCK_D, 0, True
-                )
-                dout = load_tile(
-                    dout_rows, q0, Sq, None, 0, stride_os * ALIGN, DV, BLOCK_Q, BLOCK_DV, 0, True
-                )
-                lse2, delta = load_statistics(lse2_ptr + row, delta_ptr + row, q_idx, Sq, True)
+                q = load_rows(q_rows, q0, Sq, stride_qs * ALIGN, D, BLOCK_Q, BLOCK_D, True)
+                dout = load_rows(dout_rows, q0, Sq, stride_os * ALIGN, DV, BLOCK_Q, BLOCK_DV, True)
+                lse2, delta = load_statistics(rows_ptr + row * 2, q_idx, Sq, 1, True)
                 last_q = tl.minimum(q0 + BLOCK_Q, Sq) - 1
                 lo, hi = seen_by_any(
                     q0 + shift, last_q + shift, kv_len, left, right, HAS_LEFT, HAS_RIGHT
@@ -120,14 +121,12 @@ def sum_bias(
                 for other in range(begin, end):
                     kv0 = other * BLOCK_KV
                     kv_idx = kv0 + tl.arange(0, BLOCK_KV)[None, :]
-                    k = load_tile(
-                        k_rows, kv0, kv_len, None, 0, stride_ks * ALIGN,
-                        D, BLOCK_KV, BLOCK_D, 0, True,
-                    )  # fmt: skip
-                    v = load_tile(
-                        v_rows, kv0, kv_len, None, 0, stride_vs * ALIGN,
-                        DV, BLOCK_KV, BLOCK_DV, 0, True,
-                    )  # fmt: skip
+                    k = load_rows(
+                        k_rows, kv0, kv_len, stride_ks * ALIGN, D, BLOCK_KV, BLOCK_D, True
+                    )
+                    v = load_rows(
+                        v_rows, kv0, kv_len, stride_vs * ALIGN, DV, BLOCK_KV, BLOCK_DV, True
+                    )
                     bias = load_bias(
                         bias_rows, q_idx[:, None], kv_idx, Sq, kv_len, stride_bq, stride_bk
                     )

@@ -1,10 +1,10 @@
 """Gradients of keys and values: dK = scale Σ_q dS q,  dV = Σ_q p dO.
 
-One program owns BLOCK_KV keys of one KV head and walks over all rows that see any of them: those
-at the diagonal, those that see all of its keys, those at the end; each time the query heads of the
-group in ascending order and their tiles of queries in ascending order, cut at fixed positions of
-the sequence. Nobody else adds to what it owns. Scores are held transposed, [BLOCK_KV, BLOCK_Q]: p
-and dS are then the left factors of the products that follow.
+One program owns BLOCK_KV keys of one KV head and walks over all rows that see any of them: first
+the tiles of queries that see all of its keys, then those at the edges, the diagonal say; each time
+the query heads of the group in ascending order and their tiles in ascending order, cut at fixed
+positions of the sequence. Nobody else adds to what it owns. Scores are held transposed,
+[BLOCK_KV, BLOCK_Q]: p and dS are then the left factors of the products that follow.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.triton.gradient_tiles import (
+    count_tiles,
     derive,
     finite,
     load_bias,
+    load_rows,
     load_statistics,
+    nth_tile,
     sequence_bounds,
     tile_ranges,
     weights,
@@ -25,7 +28,6 @@ from lockstep.kernels.triton.tiles import (
     PRECISION,
     find_sequence,
     is_seen,
-    load_tile,
     seen_by_all,
     seen_by_any,
     weigh,
@@ -34,7 +36,9 @@ from lockstep.kernels.triton.tiles import (
 
 @triton.jit
 def add_queries(
-    begin,
+    start,
+    whole,
+    masked,
     end,
     dk,
     dv,
@@ -44,8 +48,7 @@ def add_queries(
     q_ptr,
     dout_ptr,
     bias_ptr,
-    lse2_ptr,
-    delta_ptr,
+    rows_ptr,
     stride_qh,
     stride_qs,
     stride_oh,
@@ -67,24 +70,24 @@ def add_queries(
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    COPIES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The tiles of queries from `begin` up to `end` under each head of the group.
+    """The tiles of queries that need a mask, or none, under each head of the group.
 
-    Unless MASKED, all the queries see all the keys. Pointers are those of the group's first head.
+    See `tile_ranges` for which these are. Pointers are those of the group's first head.
     """
-    tiles = end - begin
+    tiles = count_tiles(start, whole, masked, end, MASKED)
     # One loop over heads and tiles: a loop inside a loop would keep two sets of addresses.
     # Masked tiles are few: they need no pipeline, and its memory goes to their finite copies.
     for i in tl.range(0, tiles * GROUP, num_stages=1 if MASKED else None):
         g = tl.cast(i // tiles if GROUP > 1 else 0, tl.int64)
-        first = (begin + i % tiles if GROUP > 1 else begin + i) * BLOCK_Q
-        q = load_tile(
-            q_ptr + g * stride_qh, first, q_len, None, 0, stride_qs,
-            D, BLOCK_Q, k.shape[1], 0, MASKED,
-        )  # fmt: skip
+        first = nth_tile(i % tiles if GROUP > 1 else i, start, whole, masked, MASKED) * BLOCK_Q
+        q = load_rows(
+            q_ptr + g * stride_qh, first, q_len, stride_qs, D, BLOCK_Q, k.shape[1], MASKED
+        )
         q_idx = first + tl.arange(0, BLOCK_Q)
-        lse2, delta = load_statistics(lse2_ptr + g * Sq, delta_ptr + g * Sq, q_idx, q_len, MASKED)
+        lse2, delta = load_statistics(rows_ptr + g * Sq * 2, q_idx, q_len, COPIES, MASKED)
         bias, seen = None, None
         if MASKED:
             position = q_idx[None, :] + (kv_len - q_len)
@@ -97,10 +100,9 @@ def add_queries(
             )  # [BLOCK_KV, BLOCK_Q]  # fmt: skip
             seen &= bias != float("-inf")
         p, slope = weights(k, q, lse2[None, :], bias, seen, cap_scale, late_scale, HAS_SOFTCAP)
-        dout = load_tile(
-            dout_ptr + g * stride_oh, first, q_len, None, 0, stride_os,
-            DV, BLOCK_Q, v.shape[1], 0, MASKED,
-        )  # fmt: skip
+        dout = load_rows(
+            dout_ptr + g * stride_oh, first, q_len, stride_os, DV, BLOCK_Q, v.shape[1], MASKED
+        )
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # [BLOCK_KV, BLOCK_Q]
         dv = weigh(p, finite(dout) if MASKED else dout, dv)
         ds = derive(p, dp, delta[None, :], slope, seen)
@@ -126,8 +128,7 @@ def sum_keys(
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     dout_ptr,
-    lse2_ptr,
-    delta_ptr,
+    rows_ptr,
     dk_ptr,
     dv_ptr,
     stride_qb,
@@ -167,6 +168,7 @@ def sum_keys(
     BLOCK_KV: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    COPIES: tl.constexpr,
 ):
     """Programs run over the key tiles of a head, then the batch, then the KV heads.
 
@@ -210,12 +212,8 @@ def sum_keys(
         v_ptr += b64 * (stride_vb * ALIGN) + h64 * (stride_vh * ALIGN)
         k_ptr += kv_start * (stride_ks * ALIGN)
         v_ptr += kv_start * (stride_vs * ALIGN)
-        k = load_tile(
-            k_ptr, first_key, kv_len, None, 0, stride_ks * ALIGN, D, BLOCK_KV, BLOCK_D, 0, True
-        )
-        v = load_tile(
-            v_ptr, first_key, kv_len, None, 0, stride_vs * ALIGN, DV, BLOCK_KV, BLOCK_DV, 0, True
-        )
+        k = load_rows(k_ptr, first_key, kv_len, stride_ks * ALIGN, D, BLOCK_KV, BLOCK_D, True)
+        v = load_rows(v_ptr, first_key, kv_len, stride_vs * ALIGN, DV, BLOCK_KV, BLOCK_DV, True)
         q_head = h64 * GROUP
         q_ptr += b64 * (stride_qb * ALIGN) + q_head * (stride_qh * ALIGN)
         q_ptr += q_start * (stride_qs * ALIGN)
@@ -228,21 +226,20 @@ def sum_keys(
         bias_rows = None
         if bias_ptr is not None:
             bias_rows = bias_ptr + b64 * stride_bb + q_head * stride_bh
-        # Masks take registers, which smaller tiles make up for.
+        # Masked tiles come last: the other way round, ptxas waits for every single product. Masks
+        # take registers, which smaller tiles make up for.
         MASKED_Q: tl.constexpr = max(16, BLOCK_Q // 2)
-        for part in tl.static_range(3):
-            # Rows at the diagonal, rows that see every key, the end of the window or sequence.
-            if part == 2 or (bias_ptr is None and (part == 1 or HAS_RIGHT)):
-                begin = start if part == 0 else (whole if part == 1 else masked)
-                until = whole if part == 0 else (masked if part == 1 else end)
-                share = 1 if part == 1 else BLOCK_Q // MASKED_Q
+        for MASKED in tl.static_range(2):
+            if MASKED or bias_ptr is None:
+                share = BLOCK_Q // MASKED_Q if MASKED else 1
                 dk, dv = add_queries(
-                    begin * share, until * share, dk, dv, k, v, kv_idx[:, None],
-                    q_ptr, dout_ptr, bias_rows, lse2_ptr + row, delta_ptr + row,
+                    start * share, whole * share, masked * share, end * share,
+                    dk, dv, k, v, kv_idx[:, None],
+                    q_ptr, dout_ptr, bias_rows, rows_ptr + row * 2,
                     stride_qh * ALIGN, stride_qs * ALIGN, stride_oh * ALIGN, stride_os * ALIGN,
                     stride_bh, stride_bq, stride_bk, Sq, q_len, kv_len, left, right,
                     cap_scale, late_scale, D, DV, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-                    BLOCK_Q if part == 1 else MASKED_Q, part != 1,
+                    MASKED_Q if MASKED else BLOCK_Q, COPIES, MASKED == 1,
                 )  # fmt: skip
 
     is_key = (kv_idx < kv_len)[:, None]

@@ -1,8 +1,8 @@
 """Gradients of queries: dQ = scale Σ_kv dS k.
 
-One program owns BLOCK_Q queries of one head and walks the tiles of BLOCK_KV keys that they see in
-ascending order, cut at fixed positions of the sequence: what a query's sum looks like depends on
-neither the other queries nor the batch.
+One program owns BLOCK_Q queries of one head and walks over the tiles of BLOCK_KV keys that they
+see: first those that all of them see, then those at the edges, the diagonal say; each time in
+ascending order, cut at fixed positions of the sequence.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.triton.gradient_tiles import (
+    count_tiles,
     derive,
     finite,
     load_bias,
+    load_rows,
     load_statistics,
+    nth_tile,
     sequence_bounds,
     tile_ranges,
     weights,
@@ -23,7 +26,6 @@ from lockstep.kernels.triton.tiles import (
     PRECISION,
     find_sequence,
     is_seen,
-    load_tile,
     seen_by_all,
     seen_by_any,
     weigh,
@@ -32,7 +34,9 @@ from lockstep.kernels.triton.tiles import (
 
 @triton.jit
 def add_keys(
-    begin,
+    start,
+    whole,
+    masked,
     end,
     dq,
     q,
@@ -61,14 +65,13 @@ def add_keys(
     BLOCK_KV: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The tiles of keys from `begin` up to `end`; unless MASKED, all queries see all of them."""
+    """The tiles of keys that need a mask, or none: see `tile_ranges` for which these are."""
+    tiles = count_tiles(start, whole, masked, end, MASKED)
     # Masked tiles are few: they need no pipeline, and its memory goes to their finite copies.
-    for tile in tl.range(begin, end, num_stages=1 if MASKED else None):
-        first = tile * BLOCK_KV
-        k = load_tile(k_ptr, first, kv_len, None, 0, stride_ks, D, BLOCK_KV, q.shape[1], 0, MASKED)
-        v = load_tile(
-            v_ptr, first, kv_len, None, 0, stride_vs, DV, BLOCK_KV, dout.shape[1], 0, MASKED
-        )
+    for i in tl.range(0, tiles, num_stages=1 if MASKED else None):
+        first = nth_tile(i, start, whole, masked, MASKED) * BLOCK_KV
+        k = load_rows(k_ptr, first, kv_len, stride_ks, D, BLOCK_KV, q.shape[1], MASKED)
+        v = load_rows(v_ptr, first, kv_len, stride_vs, DV, BLOCK_KV, dout.shape[1], MASKED)
         bias, seen = None, None
         if MASKED:
             kv_idx = first + tl.arange(0, BLOCK_KV)[None, :]
@@ -102,8 +105,7 @@ def sum_queries(
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     dout_ptr,
-    lse2_ptr,
-    delta_ptr,
+    rows_ptr,
     dq_ptr,
     stride_qb,
     stride_qh,
@@ -176,34 +178,45 @@ def sum_queries(
     dout_ptr += b64 * (stride_ob * ALIGN) + q_head * (stride_oh * ALIGN)
     k_ptr += b64 * (stride_kb * ALIGN) + h64 * (stride_kh * ALIGN) + kv_start * (stride_ks * ALIGN)
     v_ptr += b64 * (stride_vb * ALIGN) + h64 * (stride_vh * ALIGN) + kv_start * (stride_vs * ALIGN)
-    q = load_tile(
-        q_ptr + q_start * (stride_qs * ALIGN), first_query, q_len, None, 0, stride_qs * ALIGN,
-        D, BLOCK_Q, BLOCK_D, 0, True,
-    )  # fmt: skip
-    dout = load_tile(
-        dout_ptr + q_start * (stride_os * ALIGN), first_query, q_len, None, 0, stride_os * ALIGN,
-        DV, BLOCK_Q, BLOCK_DV, 0, True,
-    )  # fmt: skip
+    q = load_rows(
+        q_ptr + q_start * (stride_qs * ALIGN),
+        first_query,
+        q_len,
+        stride_qs * ALIGN,
+        D,
+        BLOCK_Q,
+        BLOCK_D,
+        True,
+    )
+    dout = load_rows(
+        dout_ptr + q_start * (stride_os * ALIGN),
+        first_query,
+        q_len,
+        stride_os * ALIGN,
+        DV,
+        BLOCK_Q,
+        BLOCK_DV,
+        True,
+    )
     # Statistics lie [B, Hq, Sq], or [Hq, T] of a packed batch.
     row = q_head * Sq + q_start
     if cu_seqlens_q_ptr is None:
         row += b64 * Hq * Sq
-    lse2, delta = load_statistics(lse2_ptr + row, delta_ptr + row, q_idx, q_len, True)
+    lse2, delta = load_statistics(rows_ptr + row * 2, q_idx, q_len, 1, True)
     bias_rows = None
     if bias_ptr is not None:
         bias_rows = bias_ptr + b64 * stride_bb + q_head * stride_bh
 
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for part in tl.static_range(3):
-        # The left edge of a window, keys that every row sees, the diagonal or the end.
-        if part == 2 or (bias_ptr is None and (part == 1 or HAS_LEFT)):
-            begin = start if part == 0 else (whole if part == 1 else masked)
-            until = whole if part == 0 else (masked if part == 1 else end)
+    # Masked tiles come last: the other way round, ptxas waits for every single product.
+    for MASKED in tl.static_range(2):
+        if MASKED or bias_ptr is None:
             dq = add_keys(
-                begin, until, dq, q, dout, lse2[:, None], delta[:, None], q_idx[:, None],
+                start, whole, masked, end,
+                dq, q, dout, lse2[:, None], delta[:, None], q_idx[:, None],
                 k_ptr, v_ptr, bias_rows, stride_ks * ALIGN, stride_vs * ALIGN,
                 stride_bq, stride_bk, q_len, kv_len, left, right, cap_scale, late_scale,
-                D, DV, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BLOCK_KV, part != 1,
+                D, DV, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BLOCK_KV, MASKED == 1,
             )  # fmt: skip
 
     rows = (dq_row + (q_start + q_idx) * stride_row)[:, None]  # [BLOCK_Q, 1]

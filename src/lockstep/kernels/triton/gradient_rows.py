@@ -4,8 +4,8 @@
             NaN for a row whose dO is not finite, so that every key it sees gets to know
     delta = Σ_d dO·O - dlse                              dsink = -Σ_rows exp(sink - lse) · delta
 
-Both are kept in fp32 and with the rows of one head side by side: [B, Hq, Sq], or [Hq, T] of a
-packed batch, whose rows are those of one long sequence here.
+Both are kept in fp32, side by side, and with the rows of one head together: [B, Hq, Sq, 2], or
+[Hq, T, 2] of a packed batch, whose rows are those of one long sequence here.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ def prepare_rows(
     dout_ptr,
     lse_ptr,
     dlse_ptr,
-    lse2_ptr,
-    delta_ptr,
+    rows_ptr,
     stride_ob,
     stride_oh,
     stride_os,
@@ -62,14 +61,14 @@ def prepare_rows(
     stray = tl.max(((dout * 0.0) != 0.0).to(tl.int32), 1) != 0
     lse2 = tl.where(stray, float("nan"), lse * LOG2E)
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse2)
-    to = head.to(tl.int64) * S + q_idx
-    tl.store(lse2_ptr + to, lse2, mask=is_row)
-    tl.store(delta_ptr + to, delta, mask=is_row)
+    to = rows_ptr + (head.to(tl.int64) * S + q_idx) * 2
+    tl.store(to, lse2, mask=is_row)
+    tl.store(to + 1, delta, mask=is_row)
 
 
 @triton.jit(do_not_specialize=("B", "H", "S"))
 def sum_sinks(
-    sinks_ptr, lse2_ptr, delta_ptr, dsinks_ptr, B, H, S, BLOCK_ROWS: tl.constexpr
+    sinks_ptr, rows_ptr, dsinks_ptr, B, H, S, BLOCK_ROWS: tl.constexpr
 ):  # fmt: skip
     """One program per head. The sum runs over the rows of the whole batch, in order, in fp64."""
     head = tl.program_id(0)
@@ -80,8 +79,9 @@ def sum_sinks(
         for first in range(0, S, BLOCK_ROWS):
             q_idx = first + tl.arange(0, BLOCK_ROWS)
             is_row = q_idx < S
-            lse2 = tl.load(lse2_ptr + first_row + q_idx, mask=is_row, other=float("inf"))
-            delta = tl.load(delta_ptr + first_row + q_idx, mask=is_row, other=0.0)
+            at = rows_ptr + (first_row + q_idx) * 2
+            lse2 = tl.load(at, mask=is_row, other=float("inf"))
+            delta = tl.load(at + 1, mask=is_row, other=0.0)
             weight = tl.exp2(sink * LOG2E - lse2)
             # A sink of -inf is none, whatever the row holds.
             share = tl.where(sink == float("-inf"), 0.0, weight * delta)

@@ -36,6 +36,20 @@ def tile_ranges(lo, hi, all_lo, all_hi, BLOCK: tl.constexpr, ALL_MASKED: tl.cons
 
 
 @triton.jit
+def count_tiles(start, whole, masked, end, MASKED: tl.constexpr):
+    """How many of the tiles that `tile_ranges` found need a mask, or none."""
+    return (whole - start) + (end - masked) if MASKED else masked - whole
+
+
+@triton.jit
+def nth_tile(i, start, whole, masked, MASKED: tl.constexpr):
+    """The i-th of those, in ascending order."""
+    if not MASKED:
+        return whole + i
+    return tl.where(i < whole - start, start + i, masked + i - (whole - start))
+
+
+@triton.jit
 def weights(
     a,  # [M, BLOCK_D]
     b,  # [N, BLOCK_D]
@@ -94,13 +108,43 @@ def load_bias(bias_ptr, q_idx, kv_idx, q_len, kv_len, stride_bq, stride_bk):
 
 
 @triton.jit
-def load_statistics(lse2_ptr, delta_ptr, q_idx, q_len, MASKED: tl.constexpr):
-    """lse2 and delta of rows; beyond the last row, those of a row that sees nothing."""
+def load_rows(
+    base_ptr,
+    first,
+    n,
+    stride_s,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Rows `first` to `first + BLOCK` of a head: [BLOCK, BLOCK_D]; MASKED: 0 from row n on."""
+    row = tl.arange(0, BLOCK)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    start = base_ptr + tl.cast(first, tl.int64) * stride_s
     if MASKED:
-        is_row = q_idx < q_len
-        lse2 = tl.load(lse2_ptr + q_idx, mask=is_row, other=float("inf"))
-        return lse2, tl.load(delta_ptr + q_idx, mask=is_row, other=0.0)
-    return tl.load(lse2_ptr + q_idx), tl.load(delta_ptr + q_idx)
+        at = start + row[:, None] * stride_s + d  # [BLOCK, BLOCK_D]
+        return tl.load(at, mask=(row < n - first)[:, None] & (d < D), other=0.0)
+    # A program loads about 16 rows at once, and from there to the next 16 it is as far for every
+    # thread: in the main loop, where registers are short, the distance then takes none of its own.
+    at = start + (row // 16 * (16 * stride_s))[:, None] + ((row % 16 * stride_s)[:, None] + d)
+    return tl.load(at, mask=d < D, other=0.0) if D < BLOCK_D else tl.load(at)
+
+
+@triton.jit
+def load_statistics(rows_ptr, q_idx, q_len, COPIES: tl.constexpr, MASKED: tl.constexpr):
+    """lse2 and delta of rows, each [BLOCK_Q]; beyond the last row, anything finite.
+
+    Of a tile with fewer elements than the program has threads, Triton has each thread load all that
+    it is going to need, four bytes at a time. COPIES makes up the number.
+    """
+    column = tl.arange(0, 2 * COPIES)[None, :]
+    at = rows_ptr + q_idx[:, None] * 2 + column % 2  # [BLOCK_Q, 2 * COPIES]
+    statistics = tl.load(at, mask=q_idx[:, None] < q_len, other=0.0) if MASKED else tl.load(at)
+    if COPIES == 2:
+        pairs = tl.trans(tl.reshape(statistics, [q_idx.shape[0], 2, 2]), 0, 2, 1)
+        statistics, _ = tl.split(pairs)  # [BLOCK_Q, 2]
+    return tl.split(statistics)
 
 
 @triton.jit
