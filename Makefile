@@ -7,9 +7,11 @@ READY := $(VENV)/.ready
 PIP   := $(BIN)/python -m pip --disable-pip-version-check install -q
 # CUDA builds of torch bring a Triton of their own; this one goes beside the CPU build.
 TRITON := triton==3.6.0
+# Beside it, for the test that kernels compile with the others too.
+TRITONS := 3.7.1 3.8.0 3.9.0
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test tritons lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -20,6 +22,12 @@ demo: $(READY) ## run attention here: checked, reproduced bit for bit, timed
 
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile $(ARGS)
+
+tritons: $(READY) ## install other versions of Triton, 3 GB, for the tests that compile with them
+	@test "$$(uname)" != Linux || for version in $(TRITONS); do \
+	  test -d $(VENV)/tritons/$$version || $(PIP) --no-deps --target $(VENV)/tritons/$$version \
+	    triton==$$version; \
+	done
 
 lint: $(READY) ## check style, types, and the tables in the docs
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import triton
+from triton.backends.nvidia.compiler import get_ptxas
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([^/\s].*?)\s*;")
@@ -20,11 +21,12 @@ Instructions = list[tuple[int, str]]
 def run_tool(
     name: str, *options: str, content: bytes, suffix: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs one of the tools on a file with this content."""
+    """Runs one of the tools on a file with this content; `ptxas` is the one for sm_90."""
+    tool = get_ptxas(90).path if name == "ptxas" else BINARIES / name
     with tempfile.NamedTemporaryFile(suffix=suffix) as file:
         file.write(content)
         file.flush()
-        command = [str(BINARIES / name), *options, file.name]
+        command = [str(tool), *options, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True)
 
 
