@@ -52,6 +52,10 @@ SAMPLES: dict[str, Callable[[], Case]] = {
         140, 211, D=33, Dv=80, dtype=F16, window=(17, 5), softcap=8.0
     ),
     "prefill, D 1, Dv 17": lambda: draw(65, 130, D=1, Dv=17, dtype=BF16, causal=True),
+    "prefill, D 128, Dv 17": lambda: draw(
+        65, 300, B=2, Hq=4, D=128, Dv=17, dtype=BF16, causal=True
+    ),
+    "prefill, D 512, Dv 111": lambda: draw(65, 300, D=512, Dv=111, dtype=BF16, causal=True),
     "prefill, strided": _strided,
     "bias and sinks": lambda: draw(
         163, 300, B=2, Hq=4, dtype=BF16, bias=torch.randn(4, 163, 300), sinks=torch.randn(4)

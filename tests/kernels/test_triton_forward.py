@@ -167,16 +167,30 @@ def test_garbage_reaches_only_rows_that_see_it(hidden_by, garbage):
 class TestOnAGpu:
     """The real tiles."""
 
-    @by_dtype
-    @pytest.mark.parametrize("D", [1, 16, 33, 64, 72, 80, 128, 256, 512])
-    def test_head_dims(self, D, dtype):
-        check(draw(111, 300, D=D, dtype=dtype, causal=True))
+    @pytest.mark.parametrize(
+        ("D", "Dv"),
+        [
+            *[(16, 16), (32, 32), (72, 80), (80, 128), (192, 128), (256, 256), (512, 512)],
+            *[(1, 1), (17, 63), (33, 1), (64, 17), (128, 1), (128, 17), (128, 32), (512, 111)],
+        ],
+    )
+    def test_head_dims(self, D, Dv):
+        check(draw(111, 600, D=D, Dv=Dv, dtype=torch.bfloat16, causal=True))
 
-    @by_dtype
-    @pytest.mark.parametrize("D", [64, 128])
-    @pytest.mark.parametrize("Sq", [1, 4, 63, 300])
-    @pytest.mark.parametrize("name", OPTIONS)
-    def test_options(self, name, Sq, D, dtype):
+    @pytest.mark.parametrize("D", [1, 40, 64, 128, 256, 512])
+    def test_head_dims_in_float32(self, D):
+        check(draw(111, 300, D=D, causal=True))
+
+    # One dtype and head dim for each: every build takes seconds.
+    @pytest.mark.parametrize("Sq", [1, 63, 300])
+    @pytest.mark.parametrize(
+        ("name", "D", "dtype"),
+        [
+            (name, (64, 128)[i % 2], DTYPES[i % 3])
+            for i, name in enumerate([*OPTIONS, *list(OPTIONS)[1:]])
+        ],
+    )
+    def test_options(self, name, D, dtype, Sq):
         check(draw(Sq, 1100, Hq=4, Hkv=2, D=D, dtype=dtype, **OPTIONS[name]))
 
     @by_dtype
@@ -186,8 +200,10 @@ class TestOnAGpu:
         bias[torch.rand(bias.shape) < 0.3] = -math.inf
         check(draw(Sq, 700, B=2, Hq=4, dtype=dtype, bias=bias))
 
-    @by_dtype
-    @pytest.mark.parametrize("page_size", [1, 16, 64, 256])
+    @pytest.mark.parametrize(
+        ("page_size", "dtype"),
+        [(1, torch.bfloat16), (16, torch.float32), (64, torch.float16), (256, torch.bfloat16)],
+    )
     @pytest.mark.parametrize("Sq", [1, 70])
     def test_paged(self, Sq, page_size, dtype):
         dense = draw(Sq, 600, B=3, Hq=8, Hkv=2, D=128, dtype=dtype, causal=True)
@@ -196,8 +212,15 @@ class TestOnAGpu:
         assert same_bits(attend(paged).out, attend(dense).out)
         check(paginate(dense, page_size))
 
-    @by_dtype
-    @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (90, 3)}], ids=str)
+    @pytest.mark.parametrize(
+        ("options", "dtype"),
+        [
+            ({}, torch.float32),
+            ({"causal": True}, torch.bfloat16),
+            ({"window": (90, 3)}, torch.float16),
+        ],
+        ids=str,
+    )
     def test_varlen(self, options, dtype):
         lens = [1, 0, 263, 5, 700], [1300, 7, 263, 0, 911]
         check(draw_varlen(*lens, dtype=dtype, sinks=torch.randn(4), **options))

@@ -25,6 +25,10 @@ from lockstep.kernels.triton.split_kv import reduce_parts
 from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem, Tensors
 
+Result = tuple[Tensor, Tensor]
+# Of what Triton asks for; tensors begin at multiples of more.
+SCRATCH_ALIGNMENT = 128
+
 
 def strides_of(problem: AttentionProblem, tensors: Tensors) -> dict[str, int]:
     """Strides by sequence (or page), head and token, whatever the layout; 0 where there is none."""
@@ -117,6 +121,21 @@ def attend_arguments(problem: AttentionProblem, tensors: Tensors, plan: Plan) ->
     }
 
 
+def reduce_arguments(problem: AttentionProblem, plan: Plan) -> dict[str, Any]:
+    """All arguments of `split_kv.reduce_parts` but the pointers."""
+    return {
+        **{size: getattr(problem, size) for size in ("B", "Hkv", "Sq", "Skv")},
+        **window_of(problem),
+        "wanted": plan.wanted,
+        "n_spans": plan.n_spans,
+        "GROUP": problem.Hq // problem.Hkv,
+        "LEAST_SPAN": LEAST_SPAN,
+        "EARLY": plan.early,
+        "DV": problem.Dv,
+        "BLOCK_DV": block_of(problem.Dv),
+    }
+
+
 def window_of(problem: AttentionProblem) -> dict[str, Any]:
     left, right = problem.window
     return {
@@ -141,24 +160,36 @@ class Launch:
     __slots__ = ("_function", "_grid", "_kernel", "_metadata", "_options", "_rest", "_run")
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], **options: int
+        self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], **options: Any
     ) -> None:
         self._kernel, self._options = kernel, options
         self._grid = (*grid, 1, 1)[:3]
         self._rest = tuple(arguments[n] for n in kernel.arg_names if not n.endswith("_ptr"))
         self._run: Any = None
 
+    @property
+    def is_compiled(self) -> bool:
+        return self._run is not None
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What Triton wants of global memory at each launch: room for descriptors."""
+        return math.prod(self._grid) * self._run.global_scratch_size
+
     def __call__(self, *pointers: Tensor | None) -> None:
-        # Descriptors made in a kernel lie in memory that Triton asks for at each launch.
         triton.set_allocator(_allocate)
-        if self._run is None:
-            compiled = self._kernel[self._grid](*pointers, *self._rest, **self._options)
-            # The interpreter compiles nothing.
-            if compiled is not None:
-                self._function, self._metadata = compiled.function, compiled.packed_metadata
-                self._run = compiled.run
+        if self.is_compiled:
+            stream = torch._C._cuda_getCurrentRawStream(pointers[0].device.index)
+            self.enqueue(stream, *pointers)
             return
-        stream = torch._C._cuda_getCurrentRawStream(pointers[0].device.index)
+        compiled = self._kernel[self._grid](*pointers, *self._rest, **self._options)
+        # The interpreter compiles nothing.
+        if compiled is not None:
+            self._function, self._metadata = compiled.function, compiled.packed_metadata
+            self._run = compiled.run
+
+    def enqueue(self, stream: int, *pointers: Tensor | int | None) -> None:
+        """Launches what is compiled. Addresses do for tensors, and take less time."""
         self._run(
             *self._grid, stream, self._function, self._metadata, None, None, None,
             *pointers, *self._rest,
@@ -168,7 +199,10 @@ class Launch:
 class Call:
     """What runs one problem with inputs of given strides and alignment."""
 
-    __slots__ = ("attend", "lse_dtype", "lse_shape", "out_shape", "part_shape", "problem", "reduce")
+    __slots__ = (
+        *("attend", "reduce", "problem", "out_shape", "lse_shape", "lse_dtype"),
+        *("part_shape", "part_lse_at", "scratch_at", "workspace_bytes"),
+    )
 
     def __init__(
         self, problem: AttentionProblem, tensors: Tensors, plan: Plan, device: Device
@@ -177,48 +211,64 @@ class Call:
         self.problem = problem
         self.out_shape, self.lse_shape = problem.out_shape, problem.lse_shape
         self.lse_dtype = problem.lse_dtype
-        tiles = plan.tiles
         self.attend = Launch(
             attend,
             (plan.n_programs, plan.n_runs),
             attend_arguments(problem, tensors, plan),
-            num_warps=tiles.num_warps,
+            num_warps=plan.tiles.num_warps,
             num_stages=stages_of(problem, plan, device.shared_bytes),
         )
-        self.reduce, self.part_shape = None, (0,)
+        self.reduce: Launch | None = None
+        self.part_shape: tuple[int, ...] = (0,)
         if plan.n_runs > 1:
             self.part_shape = (*problem.lse_shape, plan.n_spans, problem.Dv)
-            sizes = {n: getattr(problem, n) for n in ("B", "Hkv", "Sq", "Skv")}
             self.reduce = Launch(
                 reduce_parts,
                 (math.prod(problem.lse_shape),),
-                {
-                    **sizes,
-                    **window_of(problem),
-                    "wanted": plan.wanted,
-                    "n_spans": plan.n_spans,
-                    "GROUP": problem.Hq // problem.Hkv,
-                    "LEAST_SPAN": LEAST_SPAN,
-                    "EARLY": plan.early,
-                    "DV": problem.Dv,
-                    "BLOCK_DV": block_of(problem.Dv),
-                },
+                reduce_arguments(problem, plan),
                 num_warps=1,
                 **({"launch_pdl": True} if plan.early else {}),
             )
+        # The workspace: parts, then their lse, then the scratch of `attend`, known once compiled.
+        self.part_lse_at = 4 * math.prod(self.part_shape)
+        room = self.part_lse_at + 4 * math.prod(self.part_shape[:-1])
+        self.scratch_at = room if plan.n_runs > 1 else 0
+        self.scratch_at += -self.scratch_at % SCRATCH_ALIGNMENT
+        self.workspace_bytes = self.scratch_at
 
-    def __call__(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        q, k, v, bias, sinks, kv_lens, cu_q, cu_k, table = tensors
+    def __call__(self, tensors: Tensors, pointers: list[int | None], device: int) -> Result:
+        q = tensors[0]
         out = q.new_empty(self.out_shape)
         lse = q.new_empty(self.lse_shape, dtype=self.lse_dtype)
-        if self.reduce is None:
-            self.attend(q, k, v, bias, sinks, kv_lens, cu_q, cu_k, table, out, lse, None, None)
+        if not self.attend.is_compiled:
+            self._first(tensors, out, lse)
             return out, lse
-        parts = q.new_empty(self.part_shape, dtype=self.lse_dtype)
-        part_lse = q.new_empty(self.part_shape[:-1], dtype=self.lse_dtype)
-        self.attend(q, k, v, bias, None, kv_lens, cu_q, cu_k, table, out, lse, parts, part_lse)
-        self.reduce(parts, part_lse, sinks, kv_lens, cu_q, cu_k, out, lse)
+        # Held until the kernels are in the stream, behind which nobody can have it sooner.
+        workspace = q.new_empty(self.workspace_bytes, dtype=torch.uint8)
+        start = workspace.data_ptr()
+        triton.set_allocator(lambda size, alignment, stream: start + self.scratch_at)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        results = out.data_ptr(), lse.data_ptr()
+        if self.reduce is None:
+            self.attend.enqueue(stream, *pointers, *results, None, None)
+            return out, lse
+        parts = start, start + self.part_lse_at
+        sinks, pointers[4] = pointers[4], None
+        self.attend.enqueue(stream, *pointers, *results, *parts)
+        self.reduce.enqueue(stream, *parts, sinks, *pointers[5:8], *results)
         return out, lse
+
+    def _first(self, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
+        """A call that compiles, which takes tensors to see what they are."""
+        if self.reduce is None:
+            self.attend(*tensors, out, lse, None, None)
+        else:
+            parts = out.new_empty(self.part_shape, dtype=self.lse_dtype)
+            part_lse = out.new_empty(self.part_shape[:-1], dtype=self.lse_dtype)
+            self.attend(*tensors._replace(sinks=None), out, lse, parts, part_lse)
+            self.reduce(parts, part_lse, tensors.sinks, *tensors[5:8], out, lse)
+        if self.attend.is_compiled:
+            self.workspace_bytes = self.scratch_at + self.attend.scratch_bytes
 
 
 _CALLS: dict[tuple[Any, ...], Call] = {}
@@ -226,36 +276,38 @@ _CALLS: dict[tuple[Any, ...], Call] = {}
 _MAX_CALLS = 4096
 
 
-def forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
     """`Kernel.forward`: out and lse of one call."""
-    if 0 in problem.lse_shape:
-        return _nothing(problem, tensors.q)
     q, k, v, bias = tensors[:4]
-    table = tensors.page_table
+    table = tensors[8]
+    device = q.get_device()
+    pointers = [None if x is None else x.data_ptr() for x in tensors]
     key = (
         id(problem),
+        device,
         q.stride(),
         k.stride(),
         v.stride(),
         None if bias is None else bias.stride(),
         None if table is None else table.stride(),
         # Triton compiles for pointers that are multiples of 16 bytes, or for any: each by itself.
-        *(x.data_ptr() & 15 for x in tensors if x is not None),
-        q.get_device(),
+        *[p & 15 for p in pointers if p is not None],
     )
     call = _CALLS.get(key)
     if call is None:
+        if 0 in problem.lse_shape:
+            return _nothing(problem, q)
         if len(_CALLS) >= _MAX_CALLS:
             _CALLS.clear()
-        device = device_of(q.device)
-        call = _CALLS[key] = Call(problem, tensors, plan_of(problem, device), device)
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(q.device):
-            return call(tensors)
-    return call(tensors)
+        of_device = device_of(q.device)
+        call = _CALLS[key] = Call(problem, tensors, plan_of(problem, of_device), of_device)
+    if device >= 0 and device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            return call(tensors, pointers, device)
+    return call(tensors, pointers, device)
 
 
-def _nothing(problem: AttentionProblem, q: Tensor) -> tuple[Tensor, Tensor]:
+def _nothing(problem: AttentionProblem, q: Tensor) -> Result:
     """Results without a single row."""
     return q.new_empty(problem.out_shape), q.new_empty(problem.lse_shape, dtype=problem.lse_dtype)
 
