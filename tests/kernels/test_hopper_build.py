@@ -104,7 +104,11 @@ def test_machine_code(D, causal):
     # The first block of a tile runs under the last product of the tile before, where there is
     # room for the queries of both.
     assert len(built.overlaps) == shape.q_stages * shape.consumers
-    assert not any(writes_in_flight(overlap) for overlap in built.overlaps)
+    for overlap in built.overlaps:
+        assert not writes_in_flight(overlap)
+        body = [text for _, text in overlap]
+        under_way = body[body.index(SCORES_WAIT) : body.index(PRODUCT_WAIT)]
+        assert count(under_way)["MUFU.EX2"] >= per_thread
 
 
 def test_a_register_written_under_a_product_is_found():

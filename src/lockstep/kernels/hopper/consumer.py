@@ -26,6 +26,7 @@ from lockstep.kernels.hopper.second_lap import consume_again
 from lockstep.kernels.hopper.softmax import (
     OVERFLOW,
     add_sums,
+    compute_here,
     multiply_rows,
     raise_maximum,
     thread_sums,
@@ -148,6 +149,8 @@ def turn_over(c: gl.constexpr, team, rows, q_channel, tiles, last, seen, p, acc)
     s = warpgroup_mma_wait(1, deps=(s,))
     team.k.release(seen)
     weights, m, l = weigh_first(team, rows, s, rows.begin)
+    # Else ptxas may put off these sums, and with them the exponentials, until after the product.
+    l = compute_here(l)
     acc, weights = await_product(team, acc, weights, seen + 1, rows.begin + 1 < rows.end)
     team.v.release(last)
     return acc, gl.convert_layout(weights.to(p.dtype), p.type.layout), m, l

@@ -71,6 +71,20 @@ def add_sums(l, alpha, weights):
 
 
 @gluon.jit
+def compute_here(x):
+    """x, fp32, computed before anything that follows, whatever ptxas would rather do: it moves
+    nothing down across a trap that may depend on it. No arithmetic makes a NaN of these bits."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.eq.b32 p, $1, 0xffc0dead; @p trap; mov.b32 $0, $1; }",
+        "=r,r",
+        [x],
+        gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def multiply_rows(x, factor):
     """x [BLOCK_Q, ·] times factor [BLOCK_Q], whatever the layout of either."""
     rows: gl.constexpr = gl.SliceLayout(1, x.type.layout)
