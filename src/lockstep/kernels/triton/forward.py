@@ -126,6 +126,31 @@ def attend(
         return
     is_row = row < n_rows
     q_idx, q_head = row // GROUP, head * GROUP + row % GROUP
+    d, dv = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
+    b64 = b.to(tl.int64)
+    q_rows = q_ptr + b64 * (stride_qb * ALIGN) + q_head.to(tl.int64) * (stride_qh * ALIGN)
+    q_rows += (q_start + q_idx) * (stride_qs * ALIGN)
+    q = tl.load(q_rows[:, None] + d, mask=is_row[:, None] & (d < D), other=0.0)
+    k_ptr += head.to(tl.int64) * (stride_kh * ALIGN)
+    v_ptr += head.to(tl.int64) * (stride_vh * ALIGN)
+    table_ptr = page_table_ptr
+    if PAGE_SIZE == 0:
+        k_ptr += b64 * (stride_kb * ALIGN) + kv_start * (stride_ks * ALIGN)
+        v_ptr += b64 * (stride_vb * ALIGN) + kv_start * (stride_vs * ALIGN)
+    else:
+        table_ptr += b64 * stride_tb
+    k_desc, v_desc = None, None
+    if TMA:
+        # Made before a length is looked at: that takes its time as well.
+        # Pages follow one another without a gap: one long column of rows.
+        n_keys = kv_len if PAGE_SIZE == 0 else 1 << 30
+        k_desc = tl.make_tensor_descriptor(
+            k_ptr, [n_keys, D], [stride_ks * ALIGN, 1], [BLOCK_KV, BLOCK_D]
+        )
+        v_desc = tl.make_tensor_descriptor(
+            v_ptr, [n_keys, DV], [stride_vs * ALIGN, 1], [BLOCK_KV, BLOCK_DV]
+        )
+
     shift = kv_len - q_len
     position = q_idx + shift
 
@@ -148,29 +173,6 @@ def attend(
     whole = tl.minimum(tl.maximum(tl.cdiv(all_lo, BLOCK_KV), start), end)
     masked = tl.minimum(tl.maximum(all_hi // BLOCK_KV, whole), end)
 
-    d, dv = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
-    b64 = b.to(tl.int64)
-    q_rows = q_ptr + b64 * (stride_qb * ALIGN) + q_head.to(tl.int64) * (stride_qh * ALIGN)
-    q_rows += (q_start + q_idx) * (stride_qs * ALIGN)
-    q = tl.load(q_rows[:, None] + d, mask=is_row[:, None] & (d < D), other=0.0)
-    k_ptr += head.to(tl.int64) * (stride_kh * ALIGN)
-    v_ptr += head.to(tl.int64) * (stride_vh * ALIGN)
-    table_ptr = page_table_ptr
-    if PAGE_SIZE == 0:
-        k_ptr += b64 * (stride_kb * ALIGN) + kv_start * (stride_ks * ALIGN)
-        v_ptr += b64 * (stride_vb * ALIGN) + kv_start * (stride_vs * ALIGN)
-    else:
-        table_ptr += b64 * stride_tb
-    k_desc, v_desc = None, None
-    if TMA:
-        # Pages follow one another without a gap: one long column of rows.
-        n_keys = kv_len if PAGE_SIZE == 0 else 1 << 30
-        k_desc = tl.make_tensor_descriptor(
-            k_ptr, [n_keys, D], [stride_ks * ALIGN, 1], [BLOCK_KV, BLOCK_D]
-        )
-        v_desc = tl.make_tensor_descriptor(
-            v_ptr, [n_keys, DV], [stride_vs * ALIGN, 1], [BLOCK_KV, BLOCK_DV]
-        )
     bias_rows = None
     if bias_ptr is not None:
         bias_rows = bias_ptr + b64 * stride_bb + q_head.to(tl.int64) * stride_bh

@@ -3,7 +3,7 @@
 Rows. The query heads that share a KV head are packed into the rows of a tile: row `r` of a KV head
 is query `r // GROUP` under head `r % GROUP`.
 
-Spans. The keys of a sequence are cut into spans of a fixed size at absolute positions. Within a
+Spans. The keys of a sequence are cut into spans of equal size from the first on. Within a
 span the online softmax carries (m, l, acc); a finished span is a part (out, lse), and parts are
 folded in ascending order by the formula of `lockstep.merge`. Which program computes a span, and
 whether the one that computes it also folds it, changes nothing about the numbers. A product that
