@@ -28,7 +28,7 @@ WAYS_OUT_RUN, COPY_ENGINE_RUN = 2, 3
 
 def forward_builds(directory: Path) -> str:
     """The best of the builds of the Hopper forward for each problem, beside the peers."""
-    run = results.newest("hopper-forward", directory)
+    run = results.newest("hopper-forward-builds", directory)
     if run is None:
         return NOTHING
     cells: dict[tuple[Any, ...], dict[str, float]] = {}
