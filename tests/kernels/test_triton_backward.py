@@ -1,4 +1,4 @@
-"""Gradients of the Triton kernels: right in the interpreter, on a GPU, and as machine code.
+"""Gradients of the Triton kernels: right in the interpreter and on a GPU.
 
 Kernels that are to be interpreted must know when they are defined. So the tests below that need
 the interpreter run in a process of their own, which one test starts.
@@ -35,7 +35,6 @@ if INTERPRETED:
     import interpreter  # noqa: F401
 
 from lockstep.kernels.triton import backward as triton_backward  # noqa: E402
-from lockstep.kernels.triton.plan import Device, blocks_of  # noqa: E402
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
 compiled = pytest.mark.skipif(INTERPRETED, reason="not for the interpreter")
@@ -277,89 +276,6 @@ def check_garbage(device: str) -> None:
 @interpreted
 def test_garbage_stays_with_the_rows_that_see_it():
     check_garbage("cpu")
-
-
-def constants(D: int, Dv: int, cut: triton_backward.Cut) -> dict:
-    absent = ("bias_ptr", "kv_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
-    return {
-        **dict.fromkeys(absent),
-        "D": D,
-        "DV": Dv,
-        "GROUP": 1,
-        "ALIGN": 8,
-        "HAS_LEFT": False,
-        "HAS_RIGHT": True,
-        "HAS_SOFTCAP": False,
-        "BLOCK_Q": cut.BLOCK_Q,
-        "BLOCK_KV": cut.BLOCK_KV,
-        "COPIES": cut.copies,
-    }
-
-
-# The devices, and how a matrix product is spelled there. The build for sm_80 is that of all GPUs
-# with less shared memory than Hopper: it has to fit the least of them.
-TARGETS = {
-    80: (Device(84, shared_bytes=99 << 10, tma=False), "HMMA"),
-    90: (Device(132, shared_bytes=227 << 10, tma=True, least_block=64), "HGMMA"),
-    100: (Device(148, shared_bytes=227 << 10, tma=True, tensor_memory=True), "UTC"),
-}
-
-
-def build_passes(D: int, capability: int, Dv: int | None = None):
-    from triton_builds import build
-
-    from lockstep.kernels.triton.dkdv import sum_keys
-    from lockstep.kernels.triton.dq import sum_queries
-
-    device, Dv = TARGETS[capability][0], Dv or D
-    case = draw(1, 1, D=D, Dv=Dv, dtype=BF16)
-    problem = describe(Tensors(**case.tensors), make_options(True, None, None, None))
-    cuts = triton_backward.cuts_of(problem, device.shared_bytes)
-    blocks = dict(zip(("BLOCK_D", "BLOCK_DV"), blocks_of(problem, device), strict=True))
-    for function, cut in zip((sum_keys, sum_queries), cuts, strict=True):
-        options = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
-        known = {**constants(D, Dv, cut), **blocks}
-        known = {name: value for name, value in known.items() if name in function.arg_names}
-        yield build(function, capability, "bf16", options, **known)
-
-
-@compiled
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("capability", TARGETS)
-def test_loops_keep_everything_in_registers(capability, D):
-    from triton_builds import spills
-
-    device, product = TARGETS[capability]
-    for built in build_passes(D, capability):
-        assert built.shared_bytes <= device.shared_bytes
-        loops = built.loops(product)
-        assert loops, "no matrix products"
-        for body in loops:
-            assert not spills(body)
-
-
-@compiled
-@pytest.mark.parametrize("D", [64, 128])
-def test_the_main_loop_on_hopper(D):
-    """The pipelined one, with asynchronous copies, for tiles that need no mask."""
-    for built in build_passes(D, 90):
-        (main,) = (b for b in built.loops("HGMMA") if any(t.startswith("LDGSTS") for t in b))
-        selects = [text for text in main if text.startswith(("FSEL", "ISETP.GE", "ISETP.GT"))]
-        assert len(selects) < 8, f"positions are compared: {selects}"
-        # A product by itself would be waited for before the next.
-        waits = [text for text in main if text.startswith("WARPGROUP.DEPBAR")]
-        assert len(waits) <= 4, "ptxas has serialised the products"
-        copies = [text for text in main if text.startswith("LDGSTS")]
-        assert len(copies) <= 9, "statistics are copied by every thread that needs them"
-
-
-@compiled
-@pytest.mark.parametrize(("D", "Dv"), [(128, 128), (16, 64), (64, 32)])
-def test_products_on_hopper_find_their_operands(D, Dv):
-    from operand_addresses import lost_operands
-
-    for built in build_passes(D, 90, Dv):
-        assert not lost_operands(built.kernel.asm["cubin"])
 
 
 # Case by case the dtypes it runs in: each is another three kernels to compile.

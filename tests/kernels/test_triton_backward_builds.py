@@ -1,0 +1,93 @@
+"""The Triton backward as machine code: cross-compiled for GPUs that need not be there."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from operand_addresses import lost_operands
+from problems import draw
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from triton_builds import build, spills
+
+from lockstep.kernels.triton import backward
+from lockstep.kernels.triton.dkdv import sum_keys
+from lockstep.kernels.triton.dq import sum_queries
+from lockstep.kernels.triton.plan import Device, blocks_of
+from lockstep.problem import Tensors, describe, make_options
+
+
+def constants(D: int, Dv: int, cut: backward.Cut) -> dict:
+    absent = ("bias_ptr", "kv_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
+    return {
+        **dict.fromkeys(absent),
+        "D": D,
+        "DV": Dv,
+        "GROUP": 1,
+        "ALIGN": 8,
+        "HAS_LEFT": False,
+        "HAS_RIGHT": True,
+        "HAS_SOFTCAP": False,
+        "BLOCK_Q": cut.BLOCK_Q,
+        "BLOCK_KV": cut.BLOCK_KV,
+        "COPIES": cut.copies,
+    }
+
+
+# The devices, and how a matrix product is spelled there. The build for sm_80 is that of all GPUs
+# with less shared memory than Hopper: it has to fit the least of them.
+TARGETS = {
+    80: (Device(84, shared_bytes=99 << 10, tma=False), "HMMA"),
+    90: (Device(132, shared_bytes=227 << 10, tma=True, least_block=64), "HGMMA"),
+    100: (Device(148, shared_bytes=227 << 10, tma=True, tensor_memory=True), "UTC"),
+}
+
+
+def build_passes(D: int, capability: int, Dv: int | None = None):
+    device, Dv = TARGETS[capability][0], Dv or D
+    case = draw(1, 1, D=D, Dv=Dv, dtype=torch.bfloat16)
+    problem = describe(Tensors(**case.tensors), make_options(True, None, None, None))
+    cuts = backward.cuts_of(problem, device.shared_bytes)
+    blocks = dict(zip(("BLOCK_D", "BLOCK_DV"), blocks_of(problem, device), strict=True))
+    for function, cut in zip((sum_keys, sum_queries), cuts, strict=True):
+        options = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
+        known = {**constants(D, Dv, cut), **blocks}
+        known = {name: value for name, value in known.items() if name in function.arg_names}
+        yield build(function, capability, "bf16", options, **known)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("capability", TARGETS)
+def test_loops_keep_everything_in_registers(capability, D):
+    device, product = TARGETS[capability]
+    for built in build_passes(D, capability):
+        assert built.shared_bytes <= device.shared_bytes
+        loops = built.loops(product)
+        assert loops, "no matrix products"
+        for body in loops:
+            assert not spills(body)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_the_main_loop_on_hopper(D):
+    """The pipelined one, with asynchronous copies, for tiles that need no mask."""
+    for built in build_passes(D, 90):
+        (main,) = (b for b in built.loops("HGMMA") if any(t.startswith("LDGSTS") for t in b))
+        selects = [text for text in main if text.startswith(("FSEL", "ISETP.GE", "ISETP.GT"))]
+        assert len(selects) < 8, f"positions are compared: {selects}"
+        # A product by itself would be waited for before the next.
+        waits = [text for text in main if text.startswith("WARPGROUP.DEPBAR")]
+        assert len(waits) <= 4, "ptxas has serialised the products"
+        copies = [text for text in main if text.startswith("LDGSTS")]
+        assert len(copies) <= 9, "statistics are copied by every thread that needs them"
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(128, 128), (16, 64), (64, 32)])
+def test_products_on_hopper_find_their_operands(D, Dv):
+    for built in build_passes(D, 90, Dv):
+        assert not lost_operands(built.kernel.asm["cubin"])
