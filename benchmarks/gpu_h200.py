@@ -5,8 +5,9 @@
 PEERS_DIRECTORY holds `peers.py` with `load_fa3(file)` and `load_fa4(a, b)`, the file `fa3.xz`, and,
 if FA4 is to take part, the directories `a` and `b`.
 
-Most of a first run is compilation, and all compilers here keep what they have made on disk. So N
-processes at once first call everything once, then the run itself begins.
+Most of a first run is compilation, and all compilers here keep what they have made on disk. So
+several processes first call everything once, then the run itself begins. flex_attention is compiled
+for every shape, and takes part at 4k and 16k only.
 """
 
 from __future__ import annotations
@@ -15,27 +16,35 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any
-
-# Before anyone imports FA4 or Inductor, which would start a pool of compilers per process, and from
-# its first compilation on have Triton keep what it makes elsewhere.
-os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
 
 import torch
 from torch import Tensor
 
 from lockstep.bench import gpu, gpu_run, peers
 from lockstep.bench.gpu_calls import TABLES
-from lockstep.bench.peers import Call, Decode, Entrant
+from lockstep.bench.peers import Call, Decode, Entrant, Prefill
 
 # What is not compiled by then is left to the run itself.
-WARM_UP_SECONDS = 70.0
+WARM_UP_SECONDS = 65.0
+FLEX_LENGTHS = (4096, 16384)
+STARTED = perf_counter()
+
+
+def keep_builds() -> None:
+    """Have all compilers keep what they make, and where the next process looks for it."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    # Once it has compiled something, Inductor would have Triton look elsewhere.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
+    # One pool of compilers per process would be too many.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def load(directory: Path) -> list[Entrant]:
@@ -117,50 +126,85 @@ def _fa3_forward(
     return torch.ops._vllm_fa3_C.fwd(*arguments)[0]
 
 
+def _flex_at_some_lengths() -> Iterable[Entrant]:
+    for peer in peers.find():
+        if peer.name == "flex" and peer.prefill is not None:
+            yield replace(peer, prefill=partial(_at_some_lengths, peer.prefill))
+
+
+def _at_some_lengths(prefill: Prefill, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+    if q.shape[2] not in FLEX_LENGTHS or q.shape[3] > 128:
+        raise NotImplementedError("left out of this run, to save the time of compiling it")
+    return prefill(q, k, v, causal)
+
+
 def load_all(options: argparse.Namespace) -> list[Entrant]:
-    """The peers, after `options.processes` processes have called everything once, and as many again
-    FA4, which has to be unpacked first."""
+    """The peers, after everything has been called once by `options.processes` processes."""
+    flex = list(_flex_at_some_lengths())
     if not options.processes:
-        return load(options.peers)
-    started = perf_counter()
+        return [*flex, *load(options.peers)]
+    claims = tempfile.mkdtemp()
 
     def start(which: str) -> list[subprocess.Popen[bytes]]:
-        n = options.processes
-        command = [sys.executable, *sys.argv, "--warm-up", which]
-        return [subprocess.Popen([*command, f"{i}/{n}"]) for i in range(n)]
+        command = [sys.executable, *sys.argv, "--warm-up", which, claims]
+        return [subprocess.Popen(command) for _ in range(options.processes)]
 
     workers = start("others")
-    loaded = load(options.peers)
+    loaded = [*flex, *load(options.peers)]
     if any(entrant.name == "FA4" for entrant in loaded):
+        # They could not begin before it was unpacked.
         workers += start("FA4")
-    # Meanwhile, this process imports what it will need.
+    # This process has to import and to load all that, too.
+    under_way = _until(lambda: any(worker.poll() is None for worker in workers))
     everyone = gpu_run.entrants(loaded, options.without)
-    case, *_ = gpu_run.choose(options.table, options.case)
-    _call_once((case, entrant) for entrant in everyone)
+    calls = _calls(options, everyone, ("hopper", "flex", "FA4"))
+    _call_once(call for call in calls if under_way())
     for worker in workers:
         try:
-            worker.wait(max(0.0, started + WARM_UP_SECONDS - perf_counter()))
+            worker.wait(max(0.0, STARTED + WARM_UP_SECONDS - perf_counter()))
         except subprocess.TimeoutExpired:
             worker.kill()
-    print(f"compiled after {perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+    print(f"compiled after {perf_counter() - STARTED:.0f} s", file=sys.stderr, flush=True)
     return loaded
 
 
-def warm_up(which: str, share: str, options: argparse.Namespace) -> None:
-    """One process's share of the calls that compile something."""
-    i, n = map(int, share.split("/"))
-    more = load(options.peers) if which == "FA4" else []
+def _until(condition: Callable[[], bool]) -> Callable[[], bool]:
+    """Whether it holds and there is time left to warm up."""
+    return lambda: condition() and perf_counter() < STARTED + WARM_UP_SECONDS
+
+
+def warm_up(which: str, claims: Path, options: argparse.Namespace) -> None:
+    """In one of several processes: call what no other one has claimed."""
+    more = load(options.peers) if which == "FA4" else list(_flex_at_some_lengths())
     everyone = gpu_run.entrants(more, options.without)
-    if which == "FA4":
-        entrants = [entrant for entrant in everyone if entrant.name == "FA4"]
-    else:
-        entrants = [e for e in everyone if e.kind == "ours" or e.name == "flex"]
-    # Most compile for head dims and masks, not for lengths: one length of each first.
+    mine = [entrant for entrant in everyone if (entrant.name == "FA4") == (which == "FA4")]
+    numbered = enumerate(_calls(options, mine, ("hopper", "flex")))
+    _call_once(call for number, call in numbered if _claim(claims / f"{which}_{number}"))
+
+
+def _claim(path: Path) -> bool:
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _calls(
+    options: argparse.Namespace, everyone: Iterable[Entrant], before_others: tuple[str, ...]
+) -> list[tuple[gpu.Case, Entrant]]:
+    """What compiles something. Most compile for head dims and masks, not for lengths: one length of
+    each before the others."""
+    named = {entrant.name: entrant for entrant in everyone}
+    compiled = [named.pop(name) for name in before_others if name in named]
+    compiled += [e for e in named.values() if e.kind == "ours" or e.name == "FA4"]
     cases = gpu_run.choose(options.table, options.case)
-    first = {(case.table, case.D, case.causal): case for case in cases}.values()
-    rest = [case for case in cases if case not in first]
-    calls = [(case, entrant) for part in (first, rest) for entrant in entrants for case in part]
-    _call_once(calls[i::n])
+    first: dict[tuple[str, int, bool], gpu.Case] = {}
+    for case in cases:
+        first.setdefault((case.table, case.D, case.causal), case)
+    rest = [case for case in cases if case not in first.values()]
+    parts = (first.values(), rest)
+    return [(case, entrant) for part in parts for entrant in compiled for case in part]
 
 
 def _call_once(calls: Iterable[tuple[gpu.Case, Entrant]]) -> None:
@@ -168,8 +212,11 @@ def _call_once(calls: Iterable[tuple[gpu.Case, Entrant]]) -> None:
         try:
             call = TABLES[case.table](case).prepare(entrant)
             with torch.no_grad():
-                call and call()
+                if call is not None:
+                    call()
             torch.cuda.synchronize()
+        except NotImplementedError:
+            continue
         except Exception as error:
             # The run will show the same in its cell.
             print(f"{entrant.name}, {case}: {error}"[:200], file=sys.stderr)
@@ -186,18 +233,25 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--without", action="append", default=[], help="name of a contender")
     parser.add_argument("--save-to", type=Path, help="directory for the results file")
+    parser.add_argument(
+        "--budget-seconds", type=float, help="begin no case after this time; what is left is named"
+    )
     parser.add_argument("--warm-up", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    keep_builds()
     if options.warm_up:
-        warm_up(*options.warm_up, options)
+        which, claims = options.warm_up
+        warm_up(which, Path(claims), options)
         return 0
     loaded = load_all(options)
+    budget = options.budget_seconds
     return gpu_run.main(
         options.table,
         quick=options.quick,
         more_peers=loaded,
         without=options.without,
         cases=options.case,
+        deadline=None if budget is None else STARTED + budget,
         directory=options.save_to,
     )
 

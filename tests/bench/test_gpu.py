@@ -216,6 +216,16 @@ def test_a_run_that_is_cut_off_says_what_is_missing(monkeypatch, tmp_path, stop)
 
 
 @pytest.mark.usefixtures("on_the_cpu")
+def test_no_case_begins_after_the_deadline(monkeypatch, tmp_path, capsys):
+    now = iter([1.0, 3.0])
+    monkeypatch.setattr(gpu_run, "perf_counter", lambda: next(now))
+    assert gpu_run.main([], deadline=2.0, directory=tmp_path) == 0
+    assert "out of time, left out: backward: D 16, S 64" in capsys.readouterr().err
+    (saved,) = tmp_path.glob("gpu_*.json")
+    assert json.loads(saved.read_text())["missing"] == ["backward: D 16, S 64"]
+
+
+@pytest.mark.usefixtures("on_the_cpu")
 def test_a_wrong_result_of_ours_ends_with_status_1(monkeypatch):
     monkeypatch.setattr("lockstep.attention", lambda q, k, v, **_: torch.zeros_like(q))
     assert gpu_run.main(["forward"]) == 1

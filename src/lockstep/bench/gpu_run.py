@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +24,7 @@ def main(
     more_peers: Sequence[peers.Entrant] = (),
     without: Sequence[str] = (),
     cases: Sequence[str] = (),
+    deadline: float | None = None,
     directory: Path | None = None,
 ) -> int:
     """Time `tables` (all, if empty) and print them; the exit status.
@@ -30,7 +32,8 @@ def main(
     `more_peers` take part besides those that can be imported, in place of any with their name;
     those named in `without` do not. Where the run is kept, it is written after every case, with
     the cases that are still missing: a run that is cut off is a run of fewer cases. `cases` leaves
-    out those in whose names none of these words occurs.
+    out those in whose names none of these words occurs. No case is begun after `deadline`, by
+    `time.perf_counter`.
     """
     # What is printed on the way goes to stderr: stdout is for the tables, or for JSON alone.
     aside = Console(stderr=True)
@@ -48,7 +51,8 @@ def main(
         directory = directory or (results.checkout() or Path()) / results.RESULTS
     run = results.collect("gpu", [])
     run["peers"] = {e.name: e.version for e in everyone if e.kind == "peer"}
-    stopped = _run_all(run, choose(tables, cases), everyone, quick, directory, aside)
+    wanted = choose(tables, cases)
+    stopped = _run_all(run, wanted, everyone, quick, deadline, directory, aside)
     if as_json:
         print(json.dumps(run, indent=1, ensure_ascii=False))
     else:
@@ -86,15 +90,21 @@ def _run_all(
     cases: list[gpu.Case],
     everyone: list[peers.Entrant],
     quick: bool,
+    deadline: float | None,
     directory: Path | None,
     aside: Console,
 ) -> bool:
-    """Fill the rows of `run` and keep it up to date on disk; whether it had to stop early."""
+    """Fill the rows of `run` and keep it up to date on disk; whether the device broke."""
     rounds = gpu_timing.QUICK_ROUNDS if quick else gpu_timing.ROUNDS
     run["rounds"] = rounds
     run["missing"] = [f"{case.table}: {case.name}" for case in cases]
+    if directory is not None:
+        results.save(run, directory)
     with show.progress(aside, len(cases)) as steps:
         for case in cases:
+            if deadline is not None and perf_counter() > deadline:
+                aside.print(f"out of time, left out: {'; '.join(run['missing'])}", soft_wrap=True)
+                break
             steps.say(f"{case.table}: {case.name}")
             try:
                 run["rows"].append(gpu.run(case, everyone, rounds=rounds).as_json())
