@@ -22,6 +22,7 @@ UNSPECIALIZED = [
     "row_stride_b",
     "row_stride_h",
     "row_stride_s",
+    "Dv",
     "order",
     "n_q_tiles",
     "heads",
@@ -83,6 +84,7 @@ def forward_kernel(
     row_stride_b,  # of lse, and of out in rows
     row_stride_h,
     row_stride_s,
+    Dv,
     order,
     n_q_tiles,
     heads,
@@ -99,7 +101,6 @@ def forward_kernel(
     HAS_RIGHT: gl.constexpr,
     SCORES: gl.constexpr,
     HAS_SINKS: gl.constexpr,
-    DV: gl.constexpr,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
     TURNS: gl.constexpr,
@@ -123,11 +124,11 @@ def forward_kernel(
         Channel.create(k_desc, STAGES, CONSUMERS),
         Channel.create(v_desc, STAGES, CONSUMERS),
         Lap.create(CONSUMERS),
-        Build(CONSUMERS, TURNS, SETTLED, SECOND_LAP, Q_STAGES, SCORES, HAS_SINKS, DV),
+        Build(CONSUMERS, TURNS, SETTLED, SECOND_LAP, Q_STAGES, SCORES, HAS_SINKS),
         scale,
         cap_log2,
     )
-    results = Results(out_ptr, lse_ptr, sinks_ptr, row_stride_b, row_stride_h, row_stride_s)
+    results = Results(out_ptr, lse_ptr, sinks_ptr, row_stride_b, row_stride_h, row_stride_s, Dv)
     q_0 = Channel.create(q_desc, Q_STAGES, 1)
     q_1 = Channel.create(q_desc, Q_STAGES, 1)
     o_0 = allocate_tiles(o_desc, 1)

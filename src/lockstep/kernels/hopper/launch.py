@@ -80,7 +80,6 @@ class Call:
             problem.window[1] is not None,
             _scales(problem)[0],
             problem.has_sinks,
-            problem.Dv,
             plan.consumers,
             plan.stages,
             plan.turns,
@@ -115,6 +114,7 @@ class Call:
         return (
             *_scales(problem)[1:],
             *row_strides,
+            problem.Dv,
             order.value,
             n_q_tiles,
             heads,

@@ -111,15 +111,15 @@ def attend_again(team, rows, q, runs, seen):
 
 
 @gluon.jit
-def replace_rows(results, out, row, chosen, first_column, DV: gl.constexpr):
+def replace_rows(results, out, row, chosen, first_column):
     """Store the `chosen` rows of out [ROWS, ·], columns of the tensor from `first_column` on; `row`
     [ROWS] counts rows of the tensor."""
     layout: gl.constexpr = out.type.layout
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     column = first_column + gl.arange(0, out.shape[1], gl.SliceLayout(0, layout))
     column = gl.expand_dims(column, 0)
-    start = gl.expand_dims(gl.convert_layout(row.to(gl.int64), rows), 1) * DV
-    mask = gl.expand_dims(gl.convert_layout(chosen, rows), 1) & (column < DV)
+    start = gl.expand_dims(gl.convert_layout(row.to(gl.int64), rows), 1) * results.Dv
+    mask = gl.expand_dims(gl.convert_layout(chosen, rows), 1) & (column < results.Dv)
     gl.store(results.out_ptr + start + column, out, mask=mask)
 
 
@@ -148,7 +148,7 @@ def consume_again(team, results, q_channel, seen, sent_q, wrong):
                     acc, m, l, seen = attend_again(team, rows, q, runs, seen)
                     out, lse, _l = normalize(team, results, tile, acc, m, l)
                     out = out.to(q.dtype)
-                    replace_rows(results, out, row, chosen, first_column, team.build.DV)
+                    replace_rows(results, out, row, chosen, first_column)
                     gl.store(results.lse_ptr + row, lse, mask=chosen)
                 q_channel.release(sent_q)
                 sent_q += 1

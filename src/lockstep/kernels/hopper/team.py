@@ -26,10 +26,9 @@ class Build:
     Q_STAGES: gl.constexpr  # 2: the queries of the next tile arrive while this one is at work
     SCORES: gl.constexpr  # "raw", "scaled" (where scale is not positive) or "capped"
     HAS_SINKS: gl.constexpr
-    DV: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, CONSUMERS, TURNS, SETTLED, SECOND_LAP, Q_STAGES, SCORES, HAS_SINKS, DV):
+    def __init__(self, CONSUMERS, TURNS, SETTLED, SECOND_LAP, Q_STAGES, SCORES, HAS_SINKS):
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.TURNS = gl.constexpr(TURNS)
         self.SETTLED = gl.constexpr(SETTLED)
@@ -37,7 +36,6 @@ class Build:
         self.Q_STAGES = gl.constexpr(Q_STAGES)
         self.SCORES = gl.constexpr(SCORES)
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
-        self.DV = gl.constexpr(DV)
 
 
 @aggregate
@@ -138,7 +136,7 @@ class Rows:
 @aggregate
 class Results:
     """Where the rows of out and lse go: row r of a head is `b·stride_b + h·stride_h + r·stride_s`
-    elements into lse, and that many rows of DV into out."""
+    elements into lse, and that many rows of Dv into out."""
 
     out_ptr: gl.tensor
     lse_ptr: gl.tensor
@@ -146,15 +144,17 @@ class Results:
     stride_b: gl.tensor
     stride_h: gl.tensor
     stride_s: gl.tensor
+    Dv: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, out_ptr, lse_ptr, sinks_ptr, stride_b, stride_h, stride_s):
+    def __init__(self, out_ptr, lse_ptr, sinks_ptr, stride_b, stride_h, stride_s, Dv):
         self.out_ptr = out_ptr
         self.lse_ptr = lse_ptr
         self.sinks_ptr = sinks_ptr
         self.stride_b = stride_b
         self.stride_h = stride_h
         self.stride_s = stride_s
+        self.Dv = Dv
 
     @gluon.jit
     def row(self, tile, q_idx):
