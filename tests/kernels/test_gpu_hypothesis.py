@@ -50,21 +50,19 @@ def drawn_options(draw: Draw, names: tuple[str, ...], sizes: tuple[int, ...]) ->
     reach = st.integers(0, 200)
     values: dict[str, Callable[[], Any]] = {
         "window": lambda: (draw(reach), draw(reach)),
-        "left": lambda: (draw(reach), 0),
         "softcap": lambda: draw(st.floats(0.5, 50.0)),
         "scale": lambda: draw(st.floats(0.01, 0.5)),
         "sinks": lambda: torch.randn(Hq),
         "kv_lens": lambda: torch.tensor([draw(st.integers(0, Skv)) for _ in range(B)]),
         "bias": lambda: torch.randn(B, Hq, Sq, Skv),
     }
-    return {"window" if name == "left" else name: values[name]() for name in names}
+    return {name: values[name]() for name in names}
 
 
 KINDS: dict[str, Callable[[Draw], problems.Case]] = {
     "causal, four heads to one": lambda draw: dense(
         draw, D=128, dtype=BF16, group=4, causal=True, optional=("scale",)
     ),
-    "plain, D 64": lambda draw: dense(draw, D=64, dtype=F16),
     "window, softcap, sinks": lambda draw: dense(
         draw, D=64, dtype=BF16, optional=("window", "softcap", "sinks")
     ),
@@ -75,12 +73,8 @@ KINDS: dict[str, Callable[[Draw], problems.Case]] = {
     "packed, causal": lambda draw: packed(
         draw, D=128, dtype=BF16, group=2, causal=True, optional=("sinks",)
     ),
-    "packed, window, D 80": lambda draw: packed(draw, D=80, dtype=F16, optional=("left",)),
     "pages of 16": lambda draw: paged(
         draw, page_size=16, D=128, dtype=BF16, group=8, causal=True, optional=("kv_lens",)
-    ),
-    "pages of 256": lambda draw: paged(
-        draw, page_size=256, D=64, dtype=F16, group=1, causal=True, optional=("kv_lens", "sinks")
     ),
 }
 
