@@ -30,7 +30,7 @@ SHAPES = {
     "D64-plain": replace(MAIN, D=64, S=300, repeats=5, options=("plain",)),
     "D80-window": replace(MAIN, D=80, S=300, dtype=torch.float16, repeats=5, options=("window",)),
     "D256-causal": replace(MAIN, D=256, S=300, repeats=5, options=("causal",)),
-    "fp32-window": replace(MAIN, D=64, S=300, dtype=torch.float32, repeats=5, options=("window",)),
+    "fp32-window": replace(MAIN, D=32, S=300, dtype=torch.float32, repeats=5, options=("window",)),
 }
 CHECKS = [
     check
