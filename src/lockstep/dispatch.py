@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.kernels import cpu, oracle, triton
+from lockstep.kernels import cpu, hopper, oracle, triton
 from lockstep.kernels.kernel import Kernel
 from lockstep.problem import AttentionProblem
 
 # In order of preference.
-KERNELS: tuple[Kernel, ...] = (triton.KERNEL, cpu.KERNEL, oracle.KERNEL)
+KERNELS: tuple[Kernel, ...] = (hopper.KERNEL, triton.KERNEL, cpu.KERNEL, oracle.KERNEL)
 
 
 @dataclass(frozen=True)
