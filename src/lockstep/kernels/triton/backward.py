@@ -84,10 +84,10 @@ class Call:
     def __init__(self, problem: AttentionProblem, tensors: Tensors, dout: Tensor) -> None:
         # Kept, so that no other problem gets its id.
         self.problem = problem
-        q, k, v, aligned_dout = (_with_aligned_rows(x) for x in (*tensors[:3], dout))
-        self.copies = any(x is not y for x, y in zip((q, k, v), tensors, strict=False))
-        self.copies = self.copies or aligned_dout is not dout
-        tensors, dout = tensors._replace(q=q, k=k, v=v), aligned_dout
+        given = (*tensors[:3], dout)
+        q, k, v, dout = aligned = [_with_aligned_rows(x) for x in given]
+        self.copies = any(x is not y for x, y in zip(given, aligned, strict=True))
+        tensors = tensors._replace(q=q, k=k, v=v)
         packed = problem.layout == "varlen"
         B = 1 if packed else problem.B
         self.rows_shape = (B, problem.Hq, problem.Sq, 2)
