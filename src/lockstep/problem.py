@@ -206,13 +206,14 @@ REQUIRED: dict[Layout, tuple[str, ...]] = {
 
 def check_types(tensors: Tensors, layout: Layout) -> None:
     """Raises TypeError for an argument that is not a tensor, ValueError for one out of place."""
+    required, shapes = REQUIRED[layout], SHAPES[layout]
     for name, tensor in zip(tensors._fields, tensors, strict=True):
         if tensor is None:
-            if name in REQUIRED[layout]:
+            if name in required:
                 raise TypeError(f"{_shown(name, layout)} takes a torch.Tensor, got None")
-        elif not isinstance(tensor, Tensor):
+        elif type(tensor) is not Tensor and not isinstance(tensor, Tensor):
             raise TypeError(f"{_shown(name, layout)} takes a torch.Tensor, got {_type(tensor)}")
-        elif name not in SHAPES[layout]:
+        elif name not in shapes:
             raise ValueError(f"{name} is not an argument of {layout} attention")
 
 

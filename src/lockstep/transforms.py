@@ -27,7 +27,9 @@ from torch.autograd import forward_ad
 # (call, info, in_dims, *args) -> (output, out_dims): `call` takes args without the mapped dim.
 VmapRule = Callable[..., tuple[Any, Any]]
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+# Asking whether one of these is a tensor takes longer than knowing that it is not.
+_OPTION_TYPES = frozenset({type(None), bool, int, float, str, list})
 
 
 def transforming() -> bool:
@@ -51,17 +53,22 @@ def nobody_listens(args: tuple[Any, ...]) -> bool:
     ):
         return False
     for arg in args:
-        if isinstance(arg, Tensor) and (
-            type(arg) not in _PLAIN_TYPES or not (arg.is_cpu or arg.is_cuda) or arg.is_neg()
-        ):
+        kind = type(arg)
+        if kind in _PLAIN_TYPES:
+            if not (arg.is_cuda or arg.is_cpu) or arg.is_neg():
+                return False
+        elif kind not in _OPTION_TYPES and isinstance(arg, Tensor):
             return False
     return True
 
 
 def _wants_gradient(args: tuple[Any, ...]) -> bool:
-    return torch.is_grad_enabled() and any(
-        isinstance(arg, Tensor) and arg.requires_grad for arg in args
-    )
+    """Of arguments that nobody listens to."""
+    if torch.is_grad_enabled():
+        for arg in args:
+            if type(arg) in _PLAIN_TYPES and arg.requires_grad:
+                return True
+    return False
 
 
 class Transformable:
