@@ -35,6 +35,8 @@ from lockstep.bench.peers import Call, Decode, Entrant, Prefill
 # What is not compiled by then is left to the run itself.
 WARM_UP_SECONDS = 65.0
 FLEX_LENGTHS = (4096, 16384)
+# Larger caches would not fit into memory for all processes at once, and need no other builds.
+MOST_TOKENS = 1 << 19
 STARTED = perf_counter()
 
 
@@ -198,13 +200,21 @@ def _calls(
     named = {entrant.name: entrant for entrant in everyone}
     compiled = [named.pop(name) for name in before_others if name in named]
     compiled += [e for e in named.values() if e.kind == "ours" or e.name == "FA4"]
-    cases = gpu_run.choose(options.table, options.case)
+    cases = [c for c in gpu_run.choose(options.table, options.case) if c.B * c.S <= MOST_TOKENS]
     first: dict[tuple[str, int, bool], gpu.Case] = {}
     for case in cases:
         first.setdefault((case.table, case.D, case.causal), case)
     rest = [case for case in cases if case not in first.values()]
     parts = (first.values(), rest)
-    return [(case, entrant) for part in parts for entrant in compiled for case in part]
+    calls = [(case, entrant) for part in parts for entrant in compiled for case in part]
+    return [(case, entrant) for case, entrant in calls if _takes_part(entrant, case)]
+
+
+def _takes_part(entrant: Entrant, case: gpu.Case) -> bool:
+    of_table = {"decode": entrant.decode, "varlen": entrant.varlen}
+    if case.table in of_table:
+        return of_table[case.table] is not None
+    return entrant.prefill is not None and (case.table != "backward" or entrant.backward)
 
 
 def _call_once(calls: Iterable[tuple[gpu.Case, Entrant]]) -> None:
@@ -216,10 +226,11 @@ def _call_once(calls: Iterable[tuple[gpu.Case, Entrant]]) -> None:
                     call()
             torch.cuda.synchronize()
         except NotImplementedError:
-            continue
+            pass
         except Exception as error:
             # The run will show the same in its cell.
             print(f"{entrant.name}, {case}: {error}"[:200], file=sys.stderr)
+        torch.cuda.empty_cache()
 
 
 def main() -> int:
