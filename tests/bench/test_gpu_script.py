@@ -1,0 +1,70 @@
+"""benchmarks/gpu_h200.py: who compiles what before the run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.bench.peers import Entrant
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("gpu_h200", ROOT / "benchmarks" / "gpu_h200.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def nothing(*_):
+    raise AssertionError("not to be called")
+
+
+EVERYONE = [
+    Entrant("hopper", nothing, backward=True, decode=nothing, kind="ours"),
+    Entrant("hopper, one sequence", varlen=nothing, kind="bound"),
+    Entrant("FA2", nothing, backward=True),
+    Entrant("flex", nothing),
+]
+
+
+def test_every_build_is_made_once_before_lengths_repeat(script):
+    options = argparse.Namespace(table=[], case=[])
+    calls = script._calls(options, EVERYONE, ("hopper", "flex"))
+    assert {entrant.name for _, entrant in calls} == {"hopper", "flex"}
+    builds = [(entrant.name, case.table, case.D, case.causal) for case, entrant in calls]
+    n = len(set(builds))
+    assert len(set(builds[:n])) == n
+    assert len(set(calls)) == len(calls)
+
+
+def test_nobody_is_asked_for_what_it_cannot_do_or_memory_cannot_hold(script):
+    calls = script._calls(argparse.Namespace(table=[], case=[]), EVERYONE, ("hopper", "flex"))
+    assert all(case.B * case.S <= script.MOST_TOKENS for case, _ in calls)
+    assert {case.table for case, e in calls if e.name == "flex"} == {"forward", "small"}
+    assert "varlen" not in {case.table for case, _ in calls}
+    assert ("decode", 8) in {(case.table, case.B) for case, e in calls if e.name == "hopper"}
+
+
+def test_one_process_claims_a_call(script, tmp_path):
+    assert script._claim(tmp_path / "others_3")
+    assert not script._claim(tmp_path / "others_3")
+    assert script._claim(tmp_path / "FA4_3")
+
+
+def test_flex_is_left_out_where_it_would_only_compile(script):
+    def prefill(q, k, v, causal):
+        return lambda: q
+
+    for S in script.FLEX_LENGTHS:
+        q = torch.empty(1, 1, S, 64)
+        assert script._at_some_lengths(prefill, q, q, q, True)() is q
+    short = torch.empty(1, 1, 1024, 64)
+    with pytest.raises(NotImplementedError, match="left out of this run"):
+        script._at_some_lengths(prefill, short, short, short, True)
