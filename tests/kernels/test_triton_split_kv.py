@@ -18,6 +18,8 @@ from triton_device import (
     use_small_tiles,
 )
 
+import lockstep
+from lockstep.kernels.triton.forward import attend as attend_kernel
 from lockstep.kernels.triton.split_kv import merge
 
 pytestmark = needs_triton
@@ -172,14 +174,27 @@ class TestOnAGpu:
         others = [0, 2, 3, 4]
         assert same_bits(again.out[others], whole.out[others])
 
+    def test_one_build_for_all_lengths_and_batches(self):
+        (kernels, *_), before = attend_kernel.device_caches[torch.cuda.current_device()], None
+        for B, Skv in ((2, 3000), (1, 5001), (3, 777)):
+            case = draw(1, Skv, B=B, Hq=8, Hkv=2, D=128, dtype=torch.bfloat16, causal=True)
+            tensors = {n: t.cuda() for n, t in case.tensors.items()}
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                Case(tensors, case.options).call(lockstep, kernel="triton")
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            before = before or len(kernels)
+            assert len(kernels) == before
+
     def test_captured_in_a_graph(self):
         case = draw(1, 5000, B=2, Hq=8, Hkv=2, D=128, dtype=torch.bfloat16)
         tensors = {n: t.cuda() for n, t in case.tensors.items()}
         moved = Case(tensors, case.options)
-        eager = moved.call(__import__("lockstep"), kernel="triton")[0]
+        eager = moved.call(lockstep, kernel="triton")[0]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = moved.call(__import__("lockstep"), kernel="triton")[0]
+            captured = moved.call(lockstep, kernel="triton")[0]
         captured.zero_()
         graph.replay()
         torch.cuda.synchronize()

@@ -18,8 +18,10 @@ from lockstep.problem import AttentionProblem
 MAX_HEAD_DIM = 512
 # The least number of keys between two folds: also what a program of split-KV has to do at least.
 LEAST_SPAN = 256
-# Programs with which one sequence keeps a GPU busy by itself.
+# Programs with which one sequence keeps a GPU busy by itself, and half of which nearly do.
 BUSY = 256
+# From how many times the least on a span is worth its fold, even if half as many would nearly do.
+LONG = 4
 # Programs that a multiprocessor can have at once.
 PROGRAMS_PER_MULTIPROCESSOR = 2
 # No length comes near.
@@ -131,16 +133,16 @@ def span_of(problem: AttentionProblem, q_len: int, kv_len: int) -> int:
     """How many keys a sequence has between two folds.
 
     Folding costs, so a sequence has as many spans as it takes to keep a GPU busy with it alone, and
-    no more: one with many rows is computed straight. That depends on its own lengths, and so its
-    bits do. With `query_invariant` they may not, and all spans have the same size.
+    half as many if they would be short: one with many rows is computed straight. That depends on
+    its own lengths, and so its bits do. With `query_invariant` they may not, and all spans have the
+    same size.
     """
     left, right = problem.window
     reach = kv_len
     if left is not None and right is not None:
         reach = min(kv_len, left + right + q_len)
-    tiles = max(1, -(-q_len * (problem.Hq // problem.Hkv) // 64) * problem.Hkv)
-    least = -(-reach // -(-_wanted(problem) // tiles))
-    return max(1, -(-least // LEAST_SPAN)) * LEAST_SPAN
+    short, long = (-(-reach // n_spans) for n_spans in _spans_wanted(problem, q_len))
+    return max(1, -(-max(short, min(long, LONG * LEAST_SPAN)) // LEAST_SPAN)) * LEAST_SPAN
 
 
 def plan_of(problem: AttentionProblem, device: Device) -> Plan:
@@ -189,10 +191,19 @@ def _wanted(problem: AttentionProblem) -> int:
 def _most_spans(problem: AttentionProblem) -> int:
     """The most spans that any sequence of the problem can have."""
     q_len = 1 if problem.layout == "varlen" else problem.Sq
-    tiles = -(-q_len * (problem.Hq // problem.Hkv) // 64) * problem.Hkv
+    many, few = _spans_wanted(problem, q_len)
+    # As far as a span is short, there are few of them.
+    in_any = max(few, min(many, -(-problem.Skv // (LONG * LEAST_SPAN))))
+    # A window sees few of the spans between the first key and the last.
     in_longest = -(-problem.Skv // span_of(problem, q_len, problem.Skv))
-    in_any = min(-(-_wanted(problem) // tiles), -(-problem.Skv // LEAST_SPAN))
-    return max(1, in_longest, in_any)
+    return max(1, in_longest, min(in_any, -(-problem.Skv // LEAST_SPAN)))
+
+
+def _spans_wanted(problem: AttentionProblem, q_len: int) -> tuple[int, int]:
+    """How many spans make as many programs as are wanted, and how many make half of them."""
+    tiles = max(1, -(-q_len * (problem.Hq // problem.Hkv) // 64) * problem.Hkv)
+    wanted = _wanted(problem)
+    return -(-wanted // tiles), -(-(wanted // 2) // tiles)
 
 
 def _count(problem: AttentionProblem, tiles: Tiles) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lockstep.kernels.triton import plan
 from lockstep.kernels.triton.tiles import (
     find_sequence,
     finish,
@@ -27,6 +28,8 @@ from lockstep.kernels.triton.tiles import (
     unit,
     weigh,
 )
+
+LONG: tl.constexpr = tl.constexpr(plan.LONG)
 
 
 @triton.jit
@@ -86,8 +89,10 @@ def span_of(
         reach = tl.minimum(left, kv_len) + tl.minimum(right, kv_len) + q_len
         reach = tl.minimum(reach, kv_len)
     tiles = tl.maximum(tl.cdiv(q_len * GROUP, 64) * Hkv, 1)
-    least = tl.cdiv(reach, tl.cdiv(wanted, tiles))
-    return tl.maximum(tl.cdiv(least, LEAST_SPAN), 1) * LEAST_SPAN
+    short = tl.cdiv(reach, tl.cdiv(wanted, tiles))
+    long = tl.cdiv(reach, tl.cdiv(wanted // 2, tiles))
+    span = tl.maximum(short, tl.minimum(long, LONG * LEAST_SPAN))
+    return tl.maximum(tl.cdiv(span, LEAST_SPAN), 1) * LEAST_SPAN
 
 
 @triton.jit
@@ -123,8 +128,12 @@ def tiles_of_region(
 @triton.jit
 def store_part(out, lse, part_rows, part_lse_rows, span, is_row, DV: tl.constexpr):
     """Hands out the part of one span: out [BLOCK_Q, BLOCK_DV], lse [BLOCK_Q], rows [BLOCK_Q]."""
-    d = tl.arange(0, out.shape[1])[None, :]
-    tl.store(part_rows[:, None] + span * DV + d, out, mask=is_row[:, None] & (d < DV))
+    # On its way a tile passes through shared memory; half a tile leaves room for a third program.
+    HALF: tl.constexpr = out.shape[1] // 2
+    halves = tl.split(tl.permute(tl.reshape(out, [out.shape[0], 2, HALF]), [0, 2, 1]))
+    for i in tl.static_range(2):
+        d = i * HALF + tl.arange(0, HALF)[None, :]
+        tl.store(part_rows[:, None] + span * DV + d, halves[i], mask=is_row[:, None] & (d < DV))
     tl.store(part_lse_rows + span, lse, mask=is_row)
 
 
