@@ -200,7 +200,7 @@ def _calls(
     named = {entrant.name: entrant for entrant in everyone}
     compiled = [named.pop(name) for name in before_others if name in named]
     compiled += [e for e in named.values() if e.kind == "ours" or e.name == "FA4"]
-    cases = [c for c in gpu_run.choose(options.table, options.case) if c.B * c.S <= MOST_TOKENS]
+    cases = [c for c in gpu_run.choose(options.table, options.case) if c.tokens <= MOST_TOKENS]
     first: dict[tuple[str, int, bool], gpu.Case] = {}
     for case in cases:
         first.setdefault((case.table, case.D, case.causal), case)

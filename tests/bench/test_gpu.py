@@ -136,8 +136,8 @@ def test_every_table_checks_and_times_our_kernels(table):
     assert not row["failed"]
     if table == "varlen":
         # What packing is held against has no result of its own to be wrong.
-        assert "cpu, one sequence" in row["ms"]
-        assert "cpu, one sequence" not in row["error"]
+        assert "cpu, equal lengths" in row["ms"]
+        assert "cpu, equal lengths" not in row["error"]
     if table == "small":
         assert row["unit"] == "µs"
         assert row["rate"]["cpu"] == pytest.approx(2000)
@@ -262,11 +262,25 @@ def test_a_cell_without_a_figure_says_why():
 
 
 def test_lengths_have_a_long_tail():
-    lens = gpu_calls.long_tailed_lengths(64, 8192)
-    assert lens == sorted(lens)
-    assert 16 <= lens[0] < 20
-    assert 7000 < lens[-1] <= 8192
-    assert lens[32] < 512
+    lens = gpu_calls.long_tailed_lengths(64, 32768)
+    assert abs(sum(lens) - 32768) < 64
+    assert max(lens) > 8 * sorted(lens)[32] > 64 * min(lens) / 8 > 0
+    assert lens != sorted(lens)
+    assert min(gpu_calls.long_tailed_lengths(5, 5)) == 1
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_equal_lengths_are_as_much_work_as_packed_ones(monkeypatch):
+    made = {}
+    monkeypatch.setattr("lockstep.attention", lambda q, k, v, **_: made.update(q=q))
+    lens = gpu_calls.long_tailed_lengths(64, 32768)
+    cu_seqlens = torch.tensor([0, *lens]).cumsum(0).int()
+    q = torch.empty(sum(lens), 1, 8)
+    ours._equal_lengths(q, q, q, cu_seqlens, max(lens), True, "cpu")()
+    B, _, S, _ = made["q"].shape
+    pairs, tokens = B * S * S, B * S
+    assert pairs == pytest.approx(sum(n * n for n in lens), rel=1e-3)
+    assert tokens == pytest.approx(sum(lens), rel=0.1)
 
 
 @pytest.mark.gpu

@@ -47,7 +47,7 @@ class DeviceLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a table."""
+    """One row of a table. `S` is the length of each sequence, or of all packed ones together."""
 
     table: str
     S: int
@@ -58,12 +58,16 @@ class Case:
     causal: bool = False
 
     @property
+    def tokens(self) -> int:
+        return self.S if self.table == "varlen" else self.B * self.S
+
+    @property
     def name(self) -> str:
         if self.table == "decode":
             return f"B {self.B}, {_thousands(self.S)} keys"
         how = ", causal" if self.causal else ""
         if self.table == "varlen":
-            return f"{self.B} sequences up to {_thousands(self.S)}, D {self.D}{how}"
+            return f"{self.B} sequences, {_thousands(self.S)} tokens, D {self.D}{how}"
         if self.table == "small":
             return f"B {self.B}, H {self.Hq}, S {self.S}, D {self.D}{how}"
         return f"D {self.D}, S {_thousands(self.S)}{how}"
@@ -87,7 +91,7 @@ CASES: tuple[Case, ...] = (
     *(Case("decode", S, 128, 32, 8, B, True) for B in (1, 8, 64) for S in (4096, 16384, 65536)),
     *_prefill("backward", (64, 128), (16384, 4096)),
     *_prefill("forward", (256,), (16384,)),
-    *(Case("varlen", 8192, D, 2048 // D, 2048 // D, 64, causal=True) for D in (64, 128)),
+    *(Case("varlen", 2 * TOKENS, D, 2048 // D, 2048 // D, 64, causal=True) for D in (64, 128)),
     Case("small", 1024, 32, 16, 16, B=2),
     *_prefill("backward", (64, 128), (1024,)),
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ from lockstep.bench.peers import Entrant
 from lockstep.problem import Options, Tensors, describe
 
 PAGE = 256
+# Of the logarithms of lengths in a batch of packed sequences.
+SPREAD = 1.2
+STEP = 37
 
 
 @dataclass(frozen=True)
@@ -93,21 +98,25 @@ def varlen(case: Case) -> Work:
     q, k, v = (_normal(sum(lens), case.Hq, case.D) for _ in range(3))
     cu_seqlens = torch.tensor([0, *lens], device=q.device).cumsum(0).int()
     ends = cu_seqlens.tolist()
-    rows = [slice(ends[b], ends[b + 1]) for b in range(case.B)]
-    checked = [(rows[b], h) for b, h in _spread(case.B, case.Hq)]
+    longest = max(lens)
+    some = sorted({0, lens.index(longest), case.B - 1})
+    checked = [(slice(ends[b], ends[b + 1]), -1 - b % case.Hq) for b in some]
     return Work(
         sum(4 * case.Hq * n * n / 2 * case.D for n in lens) / 1e9,
         _chosen(Tensors(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens), causal=True),
         [Piece(*(x[of, h] for x in (q, k, v, q))) for of, h in checked],
         lambda out: [(out[of, h],) for of, h in checked],
-        lambda entrant: entrant.varlen and entrant.varlen(q, k, v, cu_seqlens, lens[-1], True),
+        lambda entrant: entrant.varlen and entrant.varlen(q, k, v, cu_seqlens, longest, True),
     )
 
 
-def long_tailed_lengths(n: int, longest: int) -> list[int]:
-    """Log-uniform lengths from 16 to `longest`, ascending: quantiles, so always the same."""
-    steps = ((i + 0.5) / n for i in range(n))
-    return [round(16 * (longest / 16) ** step) for step in steps]
+def long_tailed_lengths(n: int, tokens: int) -> list[int]:
+    """About `tokens` in `n` log-normal lengths: quantiles, so always the same, in mixed order."""
+    normal = NormalDist()
+    sizes = [math.exp(SPREAD * normal.inv_cdf((i + 0.5) / n)) for i in range(n)]
+    lens = [max(1, round(size * tokens / sum(sizes))) for size in sizes]
+    # A step that shares no divisor with n visits everyone once.
+    return [lens[i * STEP % n] for i in range(n)]
 
 
 TABLES: dict[str, Callable[[Case], Work]] = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.bench import results
-from lockstep.bench.ours import INVARIANT, ONE_SEQUENCE
+from lockstep.bench.ours import EQUAL, INVARIANT
 
 Row = dict[str, Any]
 Run = dict[str, Any]
@@ -175,7 +175,7 @@ def _rule(n: int) -> str:
 
 
 _TRITON = ("triton", "triton" + INVARIANT)
-_PACKED = tuple((name, name + ONE_SEQUENCE) for name in ("hopper", "triton"))
+_PACKED = tuple((name, name + EQUAL) for name in ("hopper", "triton"))
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "gpu": summary,
     "hopper_forward": View(("forward", "small"), ("hopper",), (("hopper", BEST),)),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from lockstep.kernels.kernel import Kernel
 
-INVARIANT, ONE_SEQUENCE = ", query-invariant", ", one sequence"
+INVARIANT, EQUAL = ", query-invariant", ", equal lengths"
 
 
 def entrants(kernels: list[Kernel]) -> list[Entrant]:
@@ -26,7 +26,9 @@ def entrants(kernels: list[Kernel]) -> list[Entrant]:
             found.append(_entrant(kernel, kernel.name + INVARIANT, query_invariant=True))
         found.append(
             Entrant(
-                kernel.name + ONE_SEQUENCE, varlen=partial(_dense, kernel=kernel.name), kind="bound"
+                kernel.name + EQUAL,
+                varlen=partial(_equal_lengths, kernel=kernel.name),
+                kind="bound",
             )
         )
     return found
@@ -82,7 +84,7 @@ def _varlen(
     )
 
 
-def _dense(
+def _equal_lengths(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -91,13 +93,15 @@ def _dense(
     causal: bool,
     kernel: str,
 ) -> Call:
-    """One sequence with as many pairs of a query and a key as all packed ones have: no padding, and
-    no sequence too short to fill a tile."""
+    """Dense sequences of one length, with as many pairs of a query and a key as the packed ones
+    have, and about as many tokens: what packing could reach if nothing were ragged."""
     import torch
 
     import lockstep
 
-    S = math.isqrt(int(cu_seqlens.long().diff().square().sum()))
-    H, D = q.shape[1:]
-    x = torch.randn(3, 1, H, S, D, dtype=torch.float32, device=q.device).to(q.dtype)
+    T, H, D = q.shape
+    pairs = int(cu_seqlens.long().diff().square().sum())
+    B = max(1, round(T * T / pairs))
+    S = round(math.sqrt(pairs / B))
+    x = torch.randn(3, B, H, S, D, dtype=torch.float32, device=q.device).to(q.dtype)
     return partial(lockstep.attention, *x, causal=causal, kernel=kernel)
