@@ -27,6 +27,7 @@ from hopper_build import (
 
 from lockstep.kernels.hopper import launch, plan
 from lockstep.kernels.hopper.forward import forward_kernel
+from lockstep.kernels.hopper.gluon_shim import TensorDescriptor
 from lockstep.kernels.hopper.schedule import Schedule
 
 SHARED_MEMORY = 232_448  # bytes a block of sm_90 may have
@@ -201,3 +202,24 @@ def test_ragged_keys_share_the_rows_between_batches():
     assert launch._fit_keys(heads_last, heads_last, share_rows=True)[0] is heads_last
     k_, v_ = launch._fit_keys(k, heads_last, share_rows=True)
     assert k_.stride() == v_.stride()
+
+
+def test_later_calls_go_straight_to_the_compiled_kernel(monkeypatch):
+    """With tensors of their own, and the first ones let go."""
+    launched = []
+    compiled = SimpleNamespace(
+        function=None, packed_metadata=None, run=lambda *arguments: launched.append(arguments)
+    )
+    by_grid = {(2, 1, 1): lambda *arguments, **options: compiled}
+    monkeypatch.setattr(launch, "forward_kernel", by_grid)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    tensors = Tensors(**draw(64, 64, dtype=torch.bfloat16).tensors)
+    call = launch.Call(describe(tensors, Options()), tensors, PROCESSORS)
+    call(tensors)
+    assert all(fields["base"] is None for fields in call._maps)
+    others = Tensors(*(x.clone() for x in tensors[:3]))
+    out, lse = call(others)
+    (arguments,) = launched
+    maps = [x for x in arguments if isinstance(x, TensorDescriptor)]
+    assert [x.base.data_ptr() for x in maps] == [x.data_ptr() for x in (*others[:3], out)]
+    assert any(x is lse for x in arguments)

@@ -73,6 +73,44 @@ def check(case: Case) -> None:
         assert error(mine, expected) <= allowed, what
 
 
+def test_no_hang():
+    """10,000 launches over random shapes of a few builds, into memory full of NaN. A hang is a
+    hang, so run this under a timeout."""
+    draws = random.Random(0)
+    pool = torch.randn(1 << 22, device="cuda", dtype=torch.bfloat16)
+    unwritten = torch.zeros((), device="cuda", dtype=torch.int64)
+    for i in range(10_000):
+        out, lse = launch(random_case(draws, pool))
+        unwritten += out.isnan().sum() + lse.isnan().sum()
+        # The next results lie where these did.
+        out.fill_(math.nan)
+        lse.fill_(math.nan)
+        del out, lse
+        if i % 500 == 499:
+            assert int(unwritten) == 0
+
+
+def random_case(draws: random.Random, pool: torch.Tensor) -> Case:
+    """Any lengths, few builds."""
+    D, kind = draws.choice(
+        [(64, "causal"), *((128, kind) for kind in ("full", "window", "kv_lens", "varlen"))]
+    )
+    B, Hq = draws.randint(1, 3), draws.choice((1, 2, 4))
+    Sq, Skv = draws.randint(16, 700), draws.randint(1, 700)
+    q, k, v = (pool[: B * Hq * S * D].view(B, Hq, S, D) for S in (Sq, Skv, Skv))
+    tensors, options = {"q": q, "k": k, "v": v}, {"causal": kind != "full"}
+    if kind == "window":
+        options = {"window": (draws.randint(0, 300), draws.randint(0, 300))}
+    elif kind == "kv_lens":
+        tensors["kv_lens"] = torch.tensor([draws.randint(0, Skv) for _ in range(B)]).cuda()
+    elif kind == "varlen":
+        tensors = {n: x.reshape(-1, Hq, D) for n, x in tensors.items()}
+        for n, S in (("q", Sq), ("k", Skv)):
+            cuts = sorted(draws.randint(0, B * S) for _ in range(B))
+            tensors[f"cu_seqlens_{n}"] = torch.tensor([0, *cuts, B * S], dtype=torch.int32).cuda()
+    return Case(tensors, options)
+
+
 @by_dtype
 @pytest.mark.parametrize("D", [8, 32, *HEAD_DIMS])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -310,45 +348,6 @@ def test_long_rows_over_and_over():
             out, lse = launch(case)
             assert same_bits(first, out)
             assert same_bits(first_lse, lse)
-
-
-def test_no_hang():
-    """10,000 launches over random shapes of a few builds, into memory full of NaN. A hang is a
-    hang, so run this under a timeout."""
-    draws = random.Random(0)
-    pool = torch.randn(1 << 22, device="cuda", dtype=torch.bfloat16)
-    unwritten = torch.zeros((), device="cuda", dtype=torch.int64)
-    for i in range(10_000):
-        out, lse = launch(random_case(draws, pool))
-        unwritten += out.isnan().sum() + lse.isnan().sum()
-        # The next results lie where these did.
-        out.fill_(math.nan)
-        lse.fill_(math.nan)
-        del out, lse
-        if i % 500 == 499:
-            assert int(unwritten) == 0
-
-
-def random_case(draws: random.Random, pool: torch.Tensor) -> Case:
-    """Any lengths, few builds."""
-    D, kind = draws.choice(
-        [(64, "full"), (64, "causal"), (256, "causal")]
-        + [(128, kind) for kind in ("full", "causal", "window", "kv_lens", "varlen")]
-    )
-    B, Hq = draws.randint(1, 3), draws.choice((1, 2, 4))
-    Sq, Skv = draws.randint(16, 700), draws.randint(1, 700)
-    q, k, v = (pool[: B * Hq * S * D].view(B, Hq, S, D) for S in (Sq, Skv, Skv))
-    tensors, options = {"q": q, "k": k, "v": v}, {"causal": kind != "full"}
-    if kind == "window":
-        options = {"window": (draws.randint(0, 300), draws.randint(0, 300))}
-    elif kind == "kv_lens":
-        tensors["kv_lens"] = torch.tensor([draws.randint(0, Skv) for _ in range(B)]).cuda()
-    elif kind == "varlen":
-        tensors = {n: x.reshape(-1, Hq, D) for n, x in tensors.items()}
-        for n, S in (("q", Sq), ("k", Skv)):
-            cuts = sorted(draws.randint(0, B * S) for _ in range(B))
-            tensors[f"cu_seqlens_{n}"] = torch.tensor([0, *cuts, B * S], dtype=torch.int32).cuda()
-    return Case(tensors, options)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -29,17 +29,6 @@ _FAR, _WRAP = 0x7FFF0000, 1 << 34
 _ALIGNMENT = 8  # elements: the copy engine takes addresses in multiples of 16 bytes
 
 
-class Map:
-    """A tensor map as a compiled kernel takes it. `TensorDescriptor` checks what is in it first;
-    of maps of one shape, it is asked to check one."""
-
-    __slots__ = ("base", "shape", "strides")
-    padding = "zero"
-
-    def __init__(self, base: Tensor, shape: list[int], strides: list[int]) -> None:
-        self.base, self.shape, self.strides = base, shape, strides
-
-
 class Shape(NamedTuple):
     """A tensor map without its tensor."""
 
@@ -50,6 +39,14 @@ class Shape(NamedTuple):
     def describe(self, x: Tensor) -> TensorDescriptor:
         layout = gl.NVMMASharedLayout.get_default_for(self.block, GLUON_DTYPES[x.dtype])
         return TensorDescriptor(x, self.shape, self.strides, self.block, layout)
+
+
+def _describe_again(fields: dict[str, Any], x: Tensor) -> TensorDescriptor:
+    """The descriptor of another tensor of the same shape, strides and alignment: what was checked
+    is not checked again."""
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.__dict__.update(fields, base=x)
+    return descriptor
 
 
 class Call:
@@ -157,12 +154,14 @@ class Call:
         out = q.new_empty(self.out_shape)
         lse = q.new_empty(self.lse_shape, dtype=torch.float32)
         if self._run is None:
-            compiled = forward_kernel[self.grid](*self.arguments(tensors, out, lse), **self.options)
+            arguments = self.arguments(tensors, out, lse)
+            compiled = forward_kernel[self.grid](*arguments, **self.options)
+            self._maps = [vars(x) | {"base": None} for x in arguments[: len(self.shapes)]]
             self._function, self._metadata = compiled.function, compiled.packed_metadata
             self._run = compiled.run
             return out, lse
         bases = tensors[:3] if True not in self.copied else self._fitted(tensors)
-        maps = [Map(x, s.shape, s.strides) for x, s in zip((*bases, out), self.shapes, strict=True)]
+        maps = map(_describe_again, self._maps, (*bases, out))
         stream = torch._C._cuda_getCurrentRawStream(q.device.index)
         self._run(
             *self.grid, stream, self._function, self._metadata, None, None, None,
