@@ -26,8 +26,8 @@ from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem, Tensors
 
 Result = tuple[Tensor, Tensor]
-# Of what Triton asks for; tensors begin at multiples of more.
-SCRATCH_ALIGNMENT = 128
+# Of what lies in a workspace; tensors begin at multiples of more.
+ALIGNMENT = 128
 
 
 def strides_of(problem: AttentionProblem, tensors: Tensors) -> dict[str, int]:
@@ -157,7 +157,10 @@ class Launch:
     at the type and the divisibility of every argument again: they are the same each time.
     """
 
-    __slots__ = ("_function", "_grid", "_kernel", "_metadata", "_options", "_rest", "_run")
+    __slots__ = (
+        *("_function", "_grid", "_kernel", "_metadata", "_options", "_rest", "_run"),
+        "scratch_bytes",
+    )
 
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], **options: Any
@@ -166,15 +169,12 @@ class Launch:
         self._grid = (*grid, 1, 1)[:3]
         self._rest = tuple(arguments[n] for n in kernel.arg_names if not n.endswith("_ptr"))
         self._run: Any = None
+        # What Triton wants of global memory at each launch, for descriptors. Known once compiled.
+        self.scratch_bytes = 0
 
     @property
     def is_compiled(self) -> bool:
         return self._run is not None
-
-    @property
-    def scratch_bytes(self) -> int:
-        """What Triton wants of global memory at each launch: room for descriptors."""
-        return math.prod(self._grid) * self._run.global_scratch_size
 
     def __call__(self, *pointers: Tensor | None) -> None:
         triton.set_allocator(_allocate)
@@ -187,6 +187,8 @@ class Launch:
         if compiled is not None:
             self._function, self._metadata = compiled.function, compiled.packed_metadata
             self._run = compiled.run
+            of_program = getattr(compiled.metadata, "global_scratch_size", 0)
+            self.scratch_bytes = math.prod(self._grid) * of_program
 
     def enqueue(self, stream: int, *pointers: Tensor | int | None) -> None:
         """Launches what is compiled. Addresses do for tensors, and take less time."""
@@ -230,10 +232,9 @@ class Call:
                 **({"launch_pdl": True} if plan.early else {}),
             )
         # The workspace: parts, then their lse, then the scratch of `attend`, known once compiled.
-        self.part_lse_at = 4 * math.prod(self.part_shape)
-        room = self.part_lse_at + 4 * math.prod(self.part_shape[:-1])
-        self.scratch_at = room if plan.n_runs > 1 else 0
-        self.scratch_at += -self.scratch_at % SCRATCH_ALIGNMENT
+        self.part_lse_at = _aligned(4 * math.prod(self.part_shape))
+        of_lse = 4 * math.prod(self.part_shape[:-1]) if plan.n_runs > 1 else 0
+        self.scratch_at = _aligned(self.part_lse_at + of_lse)
         self.workspace_bytes = self.scratch_at
 
     def __call__(self, tensors: Tensors, pointers: list[int | None], device: int) -> Result:
@@ -243,10 +244,16 @@ class Call:
         if not self.attend.is_compiled:
             self._first(tensors, out, lse)
             return out, lse
-        # Held until the kernels are in the stream, behind which nobody can have it sooner.
+        # Held until the kernels are in the stream: whoever gets it next comes after them.
         workspace = q.new_empty(self.workspace_bytes, dtype=torch.uint8)
         start = workspace.data_ptr()
-        triton.set_allocator(lambda size, alignment, stream: start + self.scratch_at)
+
+        def allocate(size: int, alignment: int, stream: int | None) -> Tensor | int:
+            if size <= self.attend.scratch_bytes and alignment <= ALIGNMENT:
+                return start + self.scratch_at
+            return _allocate(size, alignment, stream)
+
+        triton.set_allocator(allocate)
         stream = torch._C._cuda_getCurrentRawStream(device)
         results = out.data_ptr(), lse.data_ptr()
         if self.reduce is None:
@@ -269,6 +276,10 @@ class Call:
             self.reduce(parts, part_lse, tensors.sinks, *tensors[5:8], out, lse)
         if self.attend.is_compiled:
             self.workspace_bytes = self.scratch_at + self.attend.scratch_bytes
+
+
+def _aligned(at: int) -> int:
+    return at + -at % ALIGNMENT
 
 
 _CALLS: dict[tuple[Any, ...], Call] = {}
