@@ -51,7 +51,8 @@ class View:
         lines = [f"| {name}, {rows[0]['unit']} | {' | '.join(heads)} |", _rule(len(heads))]
         for row in rows:
             cells = [
-                f"**{figure(row, c)}**" if c == best(row) else figure(row, c) for c in contenders
+                f"**{figure(row, c)}**" if c == best(row, contenders) else figure(row, c)
+                for c in contenders
             ]
             cells += [ratio(row, mine, other) for mine, other in ratios]
             lines.append(f"| {row['case']} | {' | '.join(cells)} |")
@@ -144,9 +145,9 @@ def columns(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in (*row["ms"], *row["failed"])))
 
 
-def best(row: Row) -> str | None:
-    """The fastest in a row, bounds aside."""
-    timed = [name for name in (*row["ours"], *row["peers"]) if name in row["ms"]]
+def best(row: Row, shown: Sequence[str]) -> str | None:
+    """The fastest in a row of those shown, bounds aside."""
+    timed = [n for n in shown if n in row["ms"] and n in (*row["ours"], *row["peers"])]
     return min(timed, key=lambda name: row["ms"][name], default=None)
 
 

@@ -102,7 +102,7 @@ def gpu_table(name: str, rows: list[dict[str, Any]]) -> Table:
             style = OURS if contender in row["ours"] else THEIRS
             if contender not in row["ms"]:
                 style = BAD if contender in row["failed"] else QUIET
-            elif contender == gpu_tables.best(row):
+            elif contender == gpu_tables.best(row, contenders):
                 style = f"bold {style}"
             cells.append(Text(gpu_tables.figure(row, contender), style=style))
         speed = row["speed"].get(row["chosen"])
