@@ -137,7 +137,7 @@ def test_grouped_heads(Hq, Hkv):
     check(draw(130, 300, B=2, Hq=Hq, Hkv=Hkv, dtype=torch.bfloat16, causal=True))
 
 
-@by_build
+@pytest.mark.parametrize(("D", "dtype"), [(64, torch.float16), (128, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize(
     "options",
     [
