@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -73,10 +74,24 @@ def check(case: Case) -> None:
         assert error(mine, expected) <= allowed, what
 
 
-def test_no_hang():
-    """10,000 launches over random shapes of a few builds, into memory full of NaN. A hang is a
-    hang, so run this under a timeout."""
+def follow_each_other(monkeypatch, case: Case) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Results with few programs, each of which has many tiles, and with one tile to a program."""
+    for programs in (1, 3, 1000):
+        monkeypatch.setattr(hopper_launch(), "processors", lambda _, n=programs: n)
+        yield hopper_run(case)
+
+
+def hopper_launch():
+    from lockstep.kernels.hopper import launch
+
+    return launch
+
+
+def test_no_hang(monkeypatch):
+    """10,000 launches over random shapes of a few builds, into memory full of NaN, on one program
+    or many. A hang is a hang, so run this under a timeout."""
     draws = random.Random(0)
+    monkeypatch.setattr(hopper_launch(), "processors", lambda _: draws.choice((1, 7, 132)))
     pool = torch.randn(1 << 22, device="cuda", dtype=torch.bfloat16)
     unwritten = torch.zeros((), device="cuda", dtype=torch.int64)
     for i in range(10_000):
@@ -109,6 +124,25 @@ def random_case(draws: random.Random, pool: torch.Tensor) -> Case:
             cuts = sorted(draws.randint(0, B * S) for _ in range(B))
             tensors[f"cu_seqlens_{n}"] = torch.tensor([0, *cuts, B * S], dtype=torch.int32).cuda()
     return Case(tensors, options)
+
+
+@by_build
+@pytest.mark.parametrize("kind", ["causal", "full", "window", "kv_lens", "varlen"])
+def test_tiles_that_follow_each_other(kind, D, dtype, monkeypatch):
+    """Consumers of a tile see different blocks: lengths that differ by no multiple of 64."""
+    options: dict[str, Any] = {"window": (150, 20)} if kind == "window" else {"causal": True}
+    case = draw(700, 650, B=2, Hq=4, Hkv=2, D=D, dtype=dtype, **options)
+    if kind == "full":
+        case = case.replaced(causal=False)
+    elif kind == "kv_lens":
+        case = case.replaced(kv_lens=torch.tensor([650, 300]))
+    elif kind == "varlen":
+        case = draw_varlen([300, 7, 500], [333, 40, 450], D=D, dtype=dtype, **options)
+    few, some, many = follow_each_other(monkeypatch, case)
+    check(case)
+    for a, b, c in zip(few, some, many, strict=True):
+        assert same_bits(a, b)
+        assert same_bits(b, c)
 
 
 @by_dtype

@@ -151,8 +151,13 @@ def turn_over(c: gl.constexpr, team, rows, q_channel, tiles, last, seen, p, acc)
     weights, m, l = weigh_first(team, rows, s, rows.begin)
     # Else ptxas may put off these sums, and with them the exponentials, until after the product.
     l = compute_here(l)
-    acc, weights = await_product(team, acc, weights, seen + 1, rows.begin + 1 < rows.end)
+    # The block of K after that may have to wait for the slot of V that is still in use here, where
+    # blocks were skipped between the two tiles.
+    has_more = rows.begin + 1 < rows.end
+    fits = seen - last < team.v.STAGES
+    acc, weights = await_product(team, acc, weights, seen + 1, has_more & fits)
     team.v.release(last)
+    team.k.wait(seen + 1, pred=has_more)
     return acc, gl.convert_layout(weights.to(p.dtype), p.type.layout), m, l
 
 
