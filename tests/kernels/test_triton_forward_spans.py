@@ -85,11 +85,11 @@ def test_many_rows_are_computed_straight():
 def test_packed_sequences_have_the_bits_of_dense_ones(monkeypatch):
     use_multiprocessors(monkeypatch, 1)
     monkeypatch.setattr(plan, "BUSY", 3)
-    q_lens, kv_lens = [8, 20, 10], [140, 90, 150]
+    q_lens, kv_lens = [8, 17], [140, 60]
     packed = draw_varlen(q_lens, kv_lens, Hq=8, Hkv=1, D=16, causal=True)
     lens = zip(q_lens, kv_lens, strict=True)
     counts = [-(-kv // plan.span_of(problem_of(packed), q, kv)) for q, kv in lens]
-    assert counts == [2, 1, 2]
+    assert counts == [2, 1]
     whole, tensors = attend(packed), packed.tensors
     queries = tensors["q"].split(q_lens)
     keys, values = (tensors[name].split(kv_lens) for name in ("k", "v"))

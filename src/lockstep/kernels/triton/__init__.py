@@ -11,8 +11,9 @@ Importing this package does not import Triton.
     launch.py     from a problem to a launch
     backward.py   gradients
 
-A row's bits depend on its own sequence and the head dims alone. Which program computes a span of
-keys, and which kernel folds it, may follow the batch and the device: it changes no number.
+A row's bits depend on its own sequence, the heads and the head dims alone; with `query_invariant`
+not on the other queries of the sequence either. Which program computes a span of keys, and which
+kernel folds it, may follow the batch and the device: it changes no number.
 """
 
 from __future__ import annotations
