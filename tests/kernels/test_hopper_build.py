@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
-import textwrap
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +25,6 @@ from hopper_build import (
 from lockstep.kernels.hopper import launch, plan
 from lockstep.kernels.hopper.forward import forward_kernel
 from lockstep.kernels.hopper.gluon_shim import TensorDescriptor
-from lockstep.kernels.hopper.schedule import Schedule
 
 SHARED_MEMORY = 232_448  # bytes a block of sm_90 may have
 PROCESSORS = 132
@@ -47,31 +43,6 @@ def build(D: int, dtype: torch.dtype = torch.bfloat16, options=(), **constants) 
     arguments = dict(zip(forward_kernel.arg_names, call.arguments(tensors, out, lse), strict=True))
     arguments |= constants
     return compile_for_hopper(forward_kernel, tuple(arguments.values()), **call.options)
-
-
-def test_a_tile_sees_all_blocks_that_its_consumers_see():
-    """Rows past the end of a sequence included: a block nobody sends is waited for forever."""
-    for len_q, len_kv, left in itertools.product(
-        (1, 100, 300), (0, 1, 128, 256, 300), (0, 17, 200)
-    ):
-        for right, consumers in itertools.product((0, 5, 300), (2, 3)):
-            schedule = SimpleNamespace(left=left, right=right, BLOCK_KV=128)
-            for q_idx in range(0, len_q, 64 * consumers):
-                tile = SimpleNamespace(len_q=len_q, len_kv=len_kv)
-                begin, end = blocks(schedule, tile, q_idx, 64 * consumers)
-                for c in range(consumers):
-                    mine = blocks(schedule, tile, q_idx + 64 * c, 64)
-                    assert begin <= mine[0] < mine[1] <= end
-
-
-def blocks(schedule, tile, q_idx, rows):
-    """`Schedule.blocks` as Python runs it."""
-    source = inspect.getsource(Schedule.blocks.fn)
-    names = {"minimum": min, "maximum": max, "cdiv": lambda a, b: -(-a // b), "constexpr": int}
-    space = {"gl": SimpleNamespace(**names)}
-    exec(textwrap.dedent(source.partition("\n")[2]), space)
-    schedule.HAS_LEFT = schedule.HAS_RIGHT = True
-    return space["blocks"](schedule, tile, q_idx, rows)
 
 
 @pytest.mark.parametrize(("D", "causal"), [(64, False), (128, True), (256, False)])

@@ -1,0 +1,198 @@
+"""Who waits for whom in the Hopper forward: a model of its warps in which no one may wait forever.
+
+The model has the waits and releases of `forward.produce` and `consumer.consume`, in their order,
+and takes the blocks of a tile from `schedule.py` itself. Warps run in random order.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+from lockstep.kernels.hopper.plan import PLANS, ROWS, SHORT_PLANS, Plan
+from lockstep.kernels.hopper.schedule import Schedule
+
+# A warp says what it waits for, and goes on once that holds.
+Warp = Iterator[Callable[[], bool]]
+
+
+class Ring:
+    """A channel: which tiles are there, and which slots are free."""
+
+    def __init__(self, stages: int, consumers: int) -> None:
+        self.stages, self.consumers = stages, consumers
+        self.sent, self.released = 0, Counter()
+
+    def there(self, i: int) -> Callable[[], bool]:
+        return lambda: i < self.sent
+
+    def free(self, i: int) -> Callable[[], bool]:
+        return lambda: i < self.stages or self.released[i - self.stages] == self.consumers
+
+    def release(self, i: int) -> None:
+        self.released[i] += 1
+
+
+class Program:
+    """One program with its rings, turns and tiles."""
+
+    def __init__(self, plan: Plan, left: int | None, right: int | None, tiles: list) -> None:
+        self.plan, self.tiles = plan, tiles
+        self.k, self.v = (Ring(plan.stages, plan.consumers) for _ in range(2))
+        self.q = [Ring(plan.q_stages, 1) for _ in range(plan.consumers)]
+        self.turns = Counter({0: 1})
+        self.schedule = SimpleNamespace(
+            left=left or 0,
+            right=right or 0,
+            HAS_LEFT=left is not None,
+            HAS_RIGHT=right is not None,
+            BLOCK_KV=plan.block_kv,
+        )
+        self.seen: dict[str, int] = {}
+
+    def blocks(self, tile, q_idx: int, rows: int) -> tuple[int, int]:
+        return blocks_function()(self.schedule, tile, q_idx, rows)
+
+    def produce(self) -> Warp:
+        sent = 0
+        for n, tile in enumerate(self.tiles):
+            for q in self.q:
+                yield q.free(n)
+                q.sent += 1
+            for _ in range(*self.blocks(tile, tile.q_idx, self.plan.block_q)):
+                for ring in (self.k, self.v):
+                    yield ring.free(sent)
+                    ring.sent += 1
+                sent += 1
+        self.seen["producer"] = sent
+
+    def issue(self, c: int, also: Callable[[], bool] | None = None) -> Warp:
+        """Products in turn; `also` is what the second of them waits for."""
+        if self.plan.turns:
+            yield lambda: self.turns[c] > 0
+            self.turns[c] -= 1
+        if also is not None:
+            yield also
+        if self.plan.turns:
+            self.turns[(c + 1) % self.plan.consumers] += 1
+
+    def skip(self, c: int, i: int) -> Warp:
+        yield self.k.there(i)
+        yield from self.issue(c)
+        self.k.release(i)
+        yield self.v.there(i)
+        self.v.release(i)
+
+    def start(self, c: int, n: int, i: int, has_more: bool) -> Warp:
+        yield self.q[c].there(n)
+        yield self.k.there(i)
+        yield from self.issue(c)
+        self.k.release(i)
+        if has_more:
+            yield self.k.there(i + 1)
+
+    def turn_over(self, c: int, n: int, last: int, i: int, has_more: bool) -> Warp:
+        yield self.q[c].there(n)
+        yield self.k.there(i)
+        yield from self.issue(c, self.v.there(last))
+        self.k.release(i)
+        if has_more and i - last < self.plan.stages:
+            yield self.k.there(i + 1)
+        self.v.release(last)
+        if has_more:
+            yield self.k.there(i + 1)
+
+    def consume(self, c: int) -> Warp:
+        k, v, seen = self.k, self.v, 0
+        first, *later = self.tiles
+        begin, end = self.blocks(first, first.q_idx + c * ROWS, ROWS)
+        tile_begin, tile_end = self.blocks(first, first.q_idx, self.plan.block_q)
+        for _ in range(tile_begin, begin):
+            yield from self.skip(c, seen)
+            seen += 1
+        yield from self.start(c, 0, seen, begin + 1 < end)
+        for n, tile in enumerate([*later, None], 1):
+            for block in range(begin + 1, end):
+                yield from self.issue(c, v.there(seen))
+                k.release(seen + 1)
+                if block + 1 < end:
+                    yield k.there(seen + 2)
+                v.release(seen)
+                seen += 1
+            last, seen = seen, seen + 1
+            for _ in range(end, tile_end):
+                yield from self.skip(c, seen)
+                seen += 1
+            self.q[c].release(n - 1)
+            if tile is not None:
+                begin, end = self.blocks(tile, tile.q_idx + c * ROWS, ROWS)
+                tile_begin, tile_end = self.blocks(tile, tile.q_idx, self.plan.block_q)
+                for _ in range(tile_begin, begin):
+                    yield from self.skip(c, seen)
+                    seen += 1
+            if tile is not None and self.plan.q_stages == 2:
+                yield from self.turn_over(c, n, last, seen, begin + 1 < end)
+            else:
+                yield v.there(last)
+                v.release(last)
+                if tile is not None:
+                    yield from self.start(c, n, seen, begin + 1 < end)
+        self.seen[f"consumer {c}"] = seen
+
+    def run(self, draws: random.Random) -> None:
+        warps = [self.produce(), *(self.consume(c) for c in range(self.plan.consumers))]
+        waits = [(warp, lambda: True) for warp in warps]
+        while waits:
+            ready = [i for i, (_, holds) in enumerate(waits) if holds()]
+            assert ready, f"everyone waits: {vars(self)}"
+            i = draws.choice(ready)
+            warp = waits[i][0]
+            try:
+                waits[i] = warp, next(warp)
+            except StopIteration:
+                del waits[i]
+
+
+@cache
+def blocks_function() -> Callable:
+    """`Schedule.blocks` as Python runs it."""
+    source = inspect.getsource(Schedule.blocks.fn).partition("\n")[2]  # without its decorator
+    names = {"minimum": min, "maximum": max, "cdiv": lambda a, b: -(-a // b), "constexpr": int}
+    space = {"gl": SimpleNamespace(**names)}
+    exec("from __future__ import annotations\n" + textwrap.dedent(source), space)
+    return space["blocks"]
+
+
+def draw_tile(draws: random.Random, plan: Plan) -> SimpleNamespace:
+    len_q = draws.choice((1, 16, 63, 64, 100, 300, 500))
+    len_kv = draws.choice((0, 1, 63, 64, 100, 128, 256, 300, 700))
+    return SimpleNamespace(
+        len_q=len_q, len_kv=len_kv, q_idx=draws.randrange(0, len_q, plan.block_q)
+    )
+
+
+@pytest.mark.parametrize("plan", sorted({*PLANS.values(), *SHORT_PLANS.values()}, key=repr))
+def test_no_one_waits_forever(plan):
+    draws = random.Random(0)
+    for _ in range(800):
+        left = draws.choice((None, None, 0, 17, 70, 129, 200))
+        right = draws.choice((None, 0, 0, 5, 40, 300))
+        tiles = [draw_tile(draws, plan) for _ in range(draws.randint(1, 5))]
+        program = Program(plan, left, right, tiles)
+        for tile in tiles:
+            begin, end = program.blocks(tile, tile.q_idx, plan.block_q)
+            for c in range(plan.consumers):
+                mine = program.blocks(tile, tile.q_idx + c * ROWS, ROWS)
+                assert begin <= mine[0] < mine[1] <= end
+        program.run(draws)
+        # Everyone counts the same blocks.
+        assert len(set(program.seen.values())) == 1
