@@ -93,9 +93,11 @@ def test_kv_lens(integer):
 
 
 @small
-@pytest.mark.parametrize("options", [{}, {"window": (9, 3), "softcap": 8.0}], ids=str)
-def test_varlen(options):
-    case = draw_varlen([1, 0, 23, 5, 9], [40, 7, 23, 0, 50], D=16, **options)
+@pytest.mark.parametrize(
+    ("Hkv", "options"), [(2, {}), (4, {"window": (9, 3), "softcap": 8.0})], ids=str
+)
+def test_varlen(Hkv, options):
+    case = draw_varlen([1, 0, 23, 5, 9], [40, 7, 23, 0, 50], Hkv=Hkv, D=16, **options)
     check(case.replaced(sinks=torch.randn(4)))
 
 

@@ -50,10 +50,15 @@ def locate(
 
     Slots run over the tiles of one KV head, last tile first: causal tiles grow along the sequence,
     and the longest should not start last. The heads of a sequence come next to one another: in
-    pages their keys lie side by side. A tile may be one that the sequence does not have.
+    pages their keys lie side by side. So do those of packed sequences, where four heads take turns
+    by slots: one alone would keep coming back to a few slices of the cache. A tile may be one that
+    the sequence does not have.
     """
     head, slot = program // n_slots, program % n_slots
     if cu_seqlens_q_ptr is not None:
+        turns = tl.where(Hkv % 4 == 0, 4, 1)
+        slot = program // turns % n_slots
+        head = program // (turns * n_slots) * turns + program % turns
         b, tile = find_sequence(slot, cu_seqlens_q_ptr, B, GROUP, BLOCK_Q)
         q_start = tl.load(cu_seqlens_q_ptr + b).to(tl.int64)
         q_len = (tl.load(cu_seqlens_q_ptr + b + 1) - q_start).to(tl.int32)
