@@ -13,7 +13,10 @@ from test_hopper_backward_build import compiled
 from test_hopper_build import build
 
 if __name__ == "__main__":
-    builds = {"forward": build(128, options={"causal": True}.items()), "backward": compiled(64, causal=True)}
+    builds = {
+        "forward": build(128, options={"causal": True}.items()),
+        "backward": compiled(64, causal=True),
+    }
     products = {
         name: count([text for _, text in built.instructions])["HGMMA"]
         for name, built in builds.items()
