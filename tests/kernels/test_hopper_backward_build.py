@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from hopper_build import compile_for_hopper, count
+from hopper_build import compile_for_hopper, count, writes_in_flight
+from machine_code import Instructions, loops
 
 from lockstep.kernels.hopper import backward
 from lockstep.problem import Tensors, describe, make_options
 
-BRANCH = re.compile(r"BRA\S* (?:\S+, )?0x([0-9a-f]+)")
 BUILDS = [(64, False), (64, True), (128, False), (128, True)]
 
 
@@ -36,60 +34,59 @@ def build(request):
     return compiled(D, causal=causal)
 
 
-def consumer_loops(build) -> list[list[str]]:
+@pytest.fixture(scope="module")
+def consumer_loops(build) -> list[Instructions]:
     """The loops over query tiles, one for each warpgroup.
 
     A wait that is not over at once jumps away and back, which looks like a longer loop.
     """
-    at, loops = dict(build.instructions), []
-    for end, text in build.instructions:
-        back = BRANCH.search(text)
-        if back and int(back[1], 16) < end:
-            begin = int(back[1], 16)
-            body = [t for where, t in at.items() if begin <= where <= end]
-            if count(body)["HGMMA"] == 32:
-                loops.append((len(body), begin, end, body))
-    chosen: list[tuple[int, int, int, list[str]]] = []
-    for loop in sorted(loops, key=lambda loop: loop[0]):
-        if all(loop[2] < begin or end < loop[1] for _, begin, end, _ in chosen):
-            chosen.append(loop)
-    return [body for *_, body in chosen]
+    found = []
+    for begin, end in loops(build.instructions):
+        body = [(at, text) for at, text in build.instructions if begin <= at <= end]
+        names = count([text for _, text in body])
+        if names["HGMMA"] == 32 and names["MUFU.EX2"]:
+            found.append((begin, end, body))
+    innermost: list[tuple[int, int, Instructions]] = []
+    for begin, end, body in sorted(found, key=lambda loop: len(loop[2])):
+        if all(end < b or e < begin for b, e, _ in innermost):
+            innermost.append((begin, end, body))
+    return [body for *_, body in innermost]
 
 
-def test_products_are_neither_serialized_nor_interrupted_by_spills(build):
+def test_products_are_neither_serialized_nor_interrupted_by_spills(build, consumer_loops):
     assert "serialized" not in build.report
     assert build.registers == 168
-    loops = consumer_loops(build)
-    assert len(loops) == 2
-    for body in loops:
-        names = count(body)
+    assert len(consumer_loops) == 2
+    for body in consumer_loops:
         # A few scalars are kept in local memory; the smallest matrix would be 16 registers.
-        assert names["STL"] + names["LDL"] <= 8
+        assert count([text for _, text in body])["STL"] <= 8
 
 
-def test_five_products_and_the_work_under_them(build):
-    for body in consumer_loops(build):
+def test_no_operand_is_overwritten_under_a_product(consumer_loops):
+    assert not any(writes_in_flight(body) for body in consumer_loops)
+
+
+def test_five_products_and_the_work_under_them(build, consumer_loops):
+    for loop in consumer_loops:
+        body = [text for _, text in loop]
         marks = [t for t in body if t.startswith(("WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR"))]
         kinds = "".join("w" if "DEPBAR" in mark else "p" for mark in marks)
         # dP, dV | dQ, dK | S: each waits while the next product is already under way.
         assert kinds == "ppwppwpw"
         exponentials = [i for i, t in enumerate(body) if t.startswith("MUFU.EX2")]
         waits = [i for i, t in enumerate(body) if "DEPBAR" in t]
-        first_product = next(i for i, t in enumerate(body) if t.startswith("HGMMA"))
-        assert len(exponentials) == body_elements(build)
-        assert all(first_product < i < waits[0] for i in exponentials)
-
-
-def body_elements(build) -> int:
-    """Scores of a thread in one step."""
-    return 64 * (128 if build.kernel.metadata.shared > 199_000 else 64) // 128
+        products = [i for i, t in enumerate(body) if t.startswith("HGMMA")]
+        # One for each score of a thread, and scores are what the first product makes.
+        width = int(body[products[0]].split()[0].split("x")[1])
+        assert len(exponentials) == width // 2
+        assert all(products[0] < i < waits[0] for i in exponentials)
 
 
 def test_dq_leaves_through_the_copy_engine(build):
     text = [text for _, text in build.instructions]
     assert sum(t.startswith("UTMAREDG") for t in text) == 1
     # The two other atomics draw a ticket and count a turn: integers.
-    atomics = [t.split()[0] for t in text if t.startswith(("RED", "ATOM"))]
+    atomics = [t.split()[0] for t in text if t.startswith(("RED.", "REDG", "ATOM"))]
     assert len(atomics) == 2
     assert not any("F32" in name or "F16" in name for name in atomics)
 

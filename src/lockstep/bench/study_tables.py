@@ -23,7 +23,14 @@ WAYS_OUT = {
     "no addition to dQ": "no addition to dQ",
     "no dQ": "no dQ",
 }
-WAYS_OUT_RUN, COPY_ENGINE_RUN = 2, 3
+WAYS_OUT_RUN, COPY_ENGINE_RUN, DIAGONAL_RUN = 2, 3, 4
+# What made the backward faster, one after the other; then, where causal, one head at a time.
+STEPS = {
+    "from the diagonal": "from the diagonal",
+    "two parts": "from the diagonal, two parts",
+    "dQ a step later": "from the diagonal, two parts, dQ a step later",
+}
+ONE_HEAD = "one head in turn"
 
 
 def forward_builds(directory: Path) -> str:
@@ -80,6 +87,20 @@ def heads_in_turn(directory: Path) -> str:
     return _backward(directory, COPY_ENGINE_RUN, (*heads, PEER), column, mark=heads)
 
 
+def backward_steps(directory: Path) -> str:
+    """The backward as one idea after the other was added."""
+
+    def column(row: Row) -> str | None:
+        if row["design"] == PEER:
+            return PEER
+        if row["causal"] and row["heads_at_once"] != 4:
+            is_last = row["design"] == STEPS["dQ a step later"]
+            return ONE_HEAD if is_last and row["heads_at_once"] == 1 else None
+        return next((name for name, design in STEPS.items() if design == row["design"]), None)
+
+    return _backward(directory, DIAGONAL_RUN, (*STEPS, ONE_HEAD, PEER), column)
+
+
 def _backward(
     directory: Path,
     run_number: int,
@@ -118,4 +139,5 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "hopper_forward_ideas": forward_ideas,
     "hopper_backward_ways_out": ways_out,
     "hopper_backward_heads": heads_in_turn,
+    "hopper_backward_steps": backward_steps,
 }

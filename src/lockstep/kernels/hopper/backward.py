@@ -3,16 +3,19 @@
     backward_rows     lse2 and delta of each row; dQ from its sums    one short launch each
     backward_kernel   dK, dV and the sums of dQ                       where the time goes
     backward_walk     which keys and queries a program works on
+    backward_tiles    what its warps share
     backward_turns    the order in which programs add to dQ
+    backward_strays   what is not finite, and who does not see it
 
-dQ of a row adds up key tiles in ascending order; dK and dV of a key add up query heads in
-ascending and query tiles in descending order. Tiles start at multiples of their size, counted in
-the own sequence. So no bit depends on the batch, on the GPU or on how a launch happens to run.
+dQ of a row adds up key tiles in descending order; dK and dV of a key add up query heads and query
+tiles in ascending order. Tiles start at multiples of their size, counted in the own sequence. So
+no bit depends on the batch, on the GPU or on how a launch happens to run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,13 +35,15 @@ BLOCK_KV = 128
 BLOCK_Q = {64: 128, 128: 64}
 # Registers of a thread when a program starts; its partitions then share them out anew.
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
-# Heads whose key tiles are handed out in turn, if these tiles together are no more than so many.
-# With more heads, programs wait less for each other at dQ; with fewer, they share more of L2.
+# Where all walks begin at the first query tile, programs of one head follow each other a step
+# apart. Tickets go round so many heads that these programs make no more than this many.
 KEY_TILES_AT_ONCE = 128
-# Where later key tiles have fewer queries, programs of one head catch up with each other sooner.
-MASKED_HEADS_AT_ONCE = 8
 # Beyond any length; two of them fit into int32.
 FAR = 1 << 29
+# Elements between rows that the copy engine takes, in multiples of: 16 bytes.
+ALIGN = 8
+
+_compiled: dict[tuple[Any, ...], Any] = {}
 
 
 def supports_backward(problem: AttentionProblem) -> str | None:
@@ -131,25 +136,28 @@ def backward(
     packed = problem.layout == "varlen"
     row_strides = (0, 1, problem.Hq) if packed else (problem.Hq * problem.Sq, problem.Sq, 1)
 
-    prepare_rows[(cut.n_tiles,)](
-        *(out, dout, lse, dlse, work.stats, work.turn, work.ticket),
-        *(tensors.cu_seqlens_q, tensors.cu_seqlens_k, *_strides(dout, packed)),
-        *(*row_strides, *sizes),
-        DV=problem.Dv,
-        BLOCK_D=cut.block_d,
-        BLOCK_Q=cut.block_q,
+    dout_strides = (stride // ALIGN for stride in _strides(dout, packed))
+
+    _launch(
+        prepare_rows,
+        (cut.n_tiles, 1, 1),
+        (
+            *(out, dout, lse, dlse, work.stats, work.turn, work.ticket),
+            *(tensors.cu_seqlens_q, tensors.cu_seqlens_k, *dout_strides, *row_strides, *sizes),
+        ),
+        {"ALIGN": ALIGN, "DV": problem.Dv, "BLOCK_D": cut.block_d, "BLOCK_Q": cut.block_q},
     )
     arguments, constants = kernel_arguments(problem, tensors, dout, dk, dv, cut, work)
-    backward_kernel[(cut.programs,)](*arguments, **constants, **OPTIONS)
+    _launch(backward_kernel, (cut.programs, 1, 1), arguments, constants, **OPTIONS)
     if needs.q:
-        finish_queries[(cut.n_tiles, 2)](
-            *(work.sums, dq, tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens),
-            *(*row_strides, *sizes, *_reach(problem)),
-            scale=problem.scale,
-            D=problem.D,
-            BLOCK_Q=cut.block_q,
-            BLOCK_KV=BLOCK_KV,
-            **_masks(problem),
+        _launch(
+            finish_queries,
+            (cut.n_tiles, 2, 1),
+            (
+                *(work.sums, dq, tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens),
+                *(*row_strides, *sizes, *_reach(problem), problem.scale),
+            ),
+            {"D": problem.D, "BLOCK_Q": cut.block_q, "BLOCK_KV": BLOCK_KV, **_masks(problem)},
         )
     return Gradients(
         q=dq if needs.q else None,
@@ -158,6 +166,32 @@ def backward(
         bias=None,
         sinks=_sink_gradient(tensors.sinks, work.stats, cut) if needs.sinks else None,
     )
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: dict[str, Any],
+    **options: int,
+) -> None:  # fmt: skip
+    """Run a kernel whose parameters are `arguments`, then `constants`, in this order. All but the
+    first such run skip Triton's look at every argument: it would find the same."""
+    device = arguments[0].device if isinstance(arguments[0], Tensor) else arguments[0].base.device
+    traits = (_traits(x) for x in arguments if type(x) not in (int, float))
+    key = (kernel, device, *constants.values(), *traits)
+    with torch.cuda.device(device):
+        compiled = _compiled.get(key)
+        if compiled is None:
+            _compiled[key] = kernel[grid](*arguments, **constants, **options)
+        else:
+            compiled[grid](*arguments, *constants.values())
+
+
+def _traits(argument: Tensor | TensorDescriptor | None) -> tuple[Any, ...] | None:
+    """What of an argument a compiled kernel depends on; on numbers it does not."""
+    if argument is None:
+        return None
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    return argument.base.dtype, *argument.block_shape
 
 
 def kernel_arguments(
@@ -175,8 +209,9 @@ def kernel_arguments(
     query_block = [1, 1, 1, cut.block_q, cut.block_d]
     key_block = [1, 1, 1, BLOCK_KV, cut.block_d]
     n_heads = cut.sequences * problem.Hkv
-    fewest = MASKED_HEADS_AT_ONCE if problem.window[1] is not None else 1
-    at_once = min(n_heads, max(fewest, KEY_TILES_AT_ONCE // cut.kv_slots))
+    at_once = 1
+    if problem.window[1] is None:
+        at_once = min(n_heads, max(1, KEY_TILES_AT_ONCE // cut.kv_slots))
     arguments = (
         _tensor_map(tensors.q, query_block, packed, packed),
         _tensor_map(dout, query_block, packed, packed),
@@ -194,9 +229,10 @@ def kernel_arguments(
     )
     constants = {
         "LAYOUT": "varlen" if packed else "dense" if kv_lens is None else "kv_lens",
+        **_masks(problem),
         "HAS_EDGE": ragged_kv or problem.Skv % BLOCK_KV != 0,
         "CAPPED": problem.softcap is not None,
-        **_masks(problem),
+        "HIDES_SCORES": problem.softcap is None and problem.scale > 0,
     }
     return arguments, constants
 
@@ -220,7 +256,7 @@ def _strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
 def _aligned(x: Tensor) -> Tensor:
     """x, or a copy of it, with rows at multiples of 16 bytes."""
     strides = (stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1)
-    fits = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 and stride > 0 for stride in strides)
+    fits = x.data_ptr() % 16 == 0 and all(stride % ALIGN == 0 and stride > 0 for stride in strides)
     return x if fits else _copy(x)
 
 
@@ -232,14 +268,14 @@ def _copy(x: Tensor) -> Tensor:
 def _batch_rows(x: Tensor) -> int:
     """Rows from one sequence to the next, 0 where these are not whole rows of a tensor map."""
     by_batch, _, by_row = _strides(x, False)
-    return by_batch // by_row if by_row > 0 and by_row % 8 == 0 == by_batch % by_row else 0
+    return by_batch // by_row if by_row > 0 and by_row % ALIGN == 0 == by_batch % by_row else 0
 
 
 def _tensor_map(x: Tensor, block: list[int], packed: bool, ragged: bool) -> TensorDescriptor:
     """x as [·, B, H, S, D]; if ragged, with rows that `Job` clips to those of a sequence."""
     # A dim of size 1 may have any stride, and a tensor map takes few.
     by_batch, by_head, by_row = (
-        stride if stride % 8 == 0 and stride > 0 else 8 for stride in _strides(x, packed)
+        stride if stride % ALIGN == 0 and stride > 0 else ALIGN for stride in _strides(x, packed)
     )
     H, S, D = (x.shape[1], x.shape[0], x.shape[2]) if packed else x.shape[1:]
     if ragged:
@@ -247,12 +283,16 @@ def _tensor_map(x: Tensor, block: list[int], packed: bool, ragged: bool) -> Tens
         strides = [(1 << 34) - by_row, by_row, by_head, by_row, 1]
     else:
         shape, strides = [1, x.shape[0], H, S, D], [by_batch, by_batch, by_head, by_row, 1]
-    return TensorDescriptor(x, shape, strides, block, gl.NVMMASharedLayout(128, 16, 5))
+    return TensorDescriptor(x, shape, strides, block, _layout(128, 16, 5))
 
 
 def _flat_map(x: Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(0, 32, len(block))
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _layout(0, 32, len(block)))
+
+
+@lru_cache(maxsize=8)
+def _layout(swizzle: int, bits: int, rank: int) -> Any:
+    return gl.NVMMASharedLayout(swizzle, bits, rank)
 
 
 def _sink_gradient(sinks: Tensor | None, stats: Tensor, cut: Cut) -> Tensor:
@@ -260,4 +300,6 @@ def _sink_gradient(sinks: Tensor | None, stats: Tensor, cut: Cut) -> Tensor:
     assert sinks is not None
     lse2, delta = stats.view(cut.sequences, cut.Hq, cut.q_slots, 2, cut.block_q).unbind(3)
     weight = torch.exp2(sinks.float().view(1, cut.Hq, 1, 1) * LOG2E - lse2)
+    # A sink of -inf is none, whatever a row holds.
+    weight = weight.masked_fill(sinks.view(1, cut.Hq, 1, 1) == -torch.inf, 0.0)
     return -(weight * delta).sum((0, 2, 3), dtype=torch.float64).to(sinks.dtype)

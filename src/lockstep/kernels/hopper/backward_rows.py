@@ -1,6 +1,7 @@
 """What the backward kernel needs to know of each row before, and what becomes of dQ after it.
 
-    lse2  = lse · log2(e), +inf for rows that see no key: their weights 2^(s - lse2) are 0
+    lse2  = lse · log2(e), +inf for rows that see no key: their weights 2^(s - lse2) are 0;
+            STRAY for rows whose lse, delta or dO is not finite: the keys they see weigh infinity
     delta = Σ_d dO·O - dlse
 
 Query tiles of all heads are numbered through. `stats` [n_tiles, 2, BLOCK_Q] holds lse2 and delta
@@ -14,6 +15,9 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.triton.tiles import LOG2E, find_sequence
+
+# Finite, so that 2^(-inf - STRAY), the weight of a hidden key, is 0.
+STRAY = tl.constexpr(-3.0e38)
 
 
 @triton.jit
@@ -36,13 +40,19 @@ def _place(cu_q_ptr, cu_kv_ptr, kv_lens_ptr, H, B, Sq, Skv, q_slots, BLOCK_Q: tl
     return tile, batch, head, q_tile, start, len_q, len_kv
 
 
-@triton.jit(do_not_specialize=("B", "Sq", "Skv", "H", "q_slots"))
+_SIZES = (
+    *("stride_ob", "stride_oh", "stride_os", "stride_rb", "stride_rh", "stride_rs"),
+    *("H", "B", "Sq", "Skv", "q_slots", "left", "right"),
+)
+
+
+@triton.jit(do_not_specialize=_SIZES)
 def prepare_rows(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, turn_ptr, ticket_ptr, cu_q_ptr, cu_kv_ptr,
     stride_ob, stride_oh, stride_os, stride_rb, stride_rh, stride_rs, H, B, Sq, Skv, q_slots,
-    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    ALIGN: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """`stride_o*` are those of dout; `stride_r*` count rows of out and lse."""
+    """`stride_o*` are those of dout in units of ALIGN; `stride_r*` count rows of out and lse."""
     tile, batch, head, q_tile, start, len_q, _ = _place(
         cu_q_ptr, cu_kv_ptr, None, H, B, Sq, Skv, q_slots, BLOCK_Q
     )
@@ -52,7 +62,7 @@ def prepare_rows(
         batch = 0
     b, h, s = tl.cast(batch, tl.int64), tl.cast(head, tl.int64), (start + q_idx).to(tl.int64)
     row = b * stride_rb + h * stride_rh + s * stride_rs  # [BLOCK_Q]
-    dout_row = b * stride_ob + h * stride_oh + s * stride_os
+    dout_row = (b * stride_ob + h * stride_oh + s * stride_os) * ALIGN
     d = tl.arange(0, BLOCK_D)[None, :]
     inside = is_row[:, None] & (d < DV)
     out = tl.load(out_ptr + row[:, None] * DV + d, mask=inside, other=0.0).to(tl.float32)
@@ -63,14 +73,17 @@ def prepare_rows(
     lse = tl.load(lse_ptr + row, mask=is_row, other=float("-inf"))
     is_empty = lse == float("-inf")
     to = stats_ptr + tile.to(tl.int64) * (2 * BLOCK_Q) + tl.arange(0, BLOCK_Q)
-    tl.store(to, tl.where(is_empty, float("inf"), lse * LOG2E))
-    tl.store(to + BLOCK_Q, tl.where(is_empty, 0.0, delta))
+    is_stray = tl.max(((dout * 0.0) != 0.0).to(tl.int32), 1) != 0
+    is_stray |= ((lse + delta) * 0.0) != 0.0
+    lse2 = tl.where(is_stray, STRAY, lse * LOG2E)
+    tl.store(to, tl.where(is_empty, float("inf"), lse2))
+    tl.store(to + BLOCK_Q, tl.where(is_empty | is_stray, 0.0, delta))
     tl.store(turn_ptr + tile, 0)
     if tile == 0:
         tl.store(ticket_ptr, 0)
 
 
-@triton.jit(do_not_specialize=("B", "Sq", "Skv", "H", "q_slots", "left", "right"))
+@triton.jit(do_not_specialize=_SIZES)
 def finish_queries(
     sums_ptr, dq_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, stride_rb, stride_rh, stride_rs,
     H, B, Sq, Skv, q_slots, left, right, scale, D: tl.constexpr, BLOCK_Q: tl.constexpr,
@@ -105,5 +118,7 @@ def finish_queries(
     b, h, s = tl.cast(batch, tl.int64), tl.cast(head, tl.int64), (start + q_idx).to(tl.int64)
     row = b * stride_rb + h * stride_rh + s * stride_rs
     inside = (q_idx < len_q)[:, None] & (d < D)[None, :]
+    # Whatever is not finite is NaN.
+    x += x * 0.0
     dq = (x * scale).to(dq_ptr.dtype.element_ty)
     tl.store(dq_ptr + row[:, None] * D + d[None, :], dq, mask=inside)

@@ -1,12 +1,13 @@
-"""Adding up dQ in one fixed order: key tiles take turns at a query tile, in ascending order.
+"""Adding up dQ in one fixed order: key tiles take turns at a query tile, the last one first.
 
 Every program adds its part of dQ to fp32 sums in global memory. `turn[q_tile]` counts the parts
-that have arrived. A program waits until it counts the key tiles before its own, adds, and only
+that have arrived. A program waits until it counts the key tiles behind its own, adds, and only
 then counts itself. So each sum has one order, whatever runs when.
 
-Nobody waits for long. All programs walk the query tiles in the same direction, so the second key
-tile of a head starts right behind the first and stays behind it. And nobody waits forever: key
-tiles are handed out in ascending order, so the part waited for belongs to a program that runs.
+Nobody waits for long. Under a causal mask walks begin at the diagonal, so of programs that start
+together each is one tile behind the one it waits for; without a mask it falls behind in its first
+steps and stays there. And nobody waits forever: key tiles are handed out from the last to the
+first, so the part waited for belongs to a program that runs.
 
 The warpgroups with the matrix products see none of this. They leave their part in shared memory
 and go on; one warp waits for the turn (`take_turns`), another has the copy engine add the part and
@@ -18,6 +19,7 @@ from __future__ import annotations
 from triton._C.libtriton import ir
 from triton.experimental.gluon.language._core import builtin
 
+from lockstep.kernels.hopper.backward_tiles import allocate_tiles, barriers
 from lockstep.kernels.hopper.gluon_shim import (
     aggregate,
     fence_async_shared,
@@ -30,6 +32,8 @@ from lockstep.kernels.hopper.gluon_shim import (
 
 # Turns that may have come up before their parts are added.
 SLOTS = gl.constexpr(4)
+# Tiles of dQ of a program that may wait to be added.
+PARTS = gl.constexpr(2)
 
 
 @builtin
@@ -42,19 +46,19 @@ def _tma_add(desc, coordinates, tile, _semantic=None):
 
 @aggregate
 class Turns:
-    """`part` [32, 256] fp32 is a program's tile of dQ on its way out; `staged` completes when the
-    consumers have written it, `drained` when it has been read. `ready` and `passed` [SLOTS, 1]
+    """`parts` [PARTS, 32, 256] fp32 are tiles of dQ on their way out; `staged` completes when the
+    consumers have written one, `drained` when it has been read. `ready` and `passed` [SLOTS, 1]
     are the two ends of the turns that have come up."""
 
-    part: gl.shared_memory_descriptor
+    parts: gl.shared_memory_descriptor
     staged: gl.shared_memory_descriptor
     drained: gl.shared_memory_descriptor
     ready: gl.shared_memory_descriptor
     passed: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, part, staged, drained, ready, passed):
-        self.part = part
+    def __init__(self, parts, staged, drained, ready, passed):
+        self.parts = parts
         self.staged = staged
         self.drained = drained
         self.ready = ready
@@ -62,22 +66,14 @@ class Turns:
 
     @gluon.jit
     def create(sums_desc, CONSUMERS: gl.constexpr):
-        layout: gl.constexpr = mbarrier.MBarrierLayout()
-        part = gl.allocate_shared_memory(gl.float32, sums_desc.block_shape, sums_desc.layout)
-        staged = gl.allocate_shared_memory(gl.int64, [1], layout)
-        drained = gl.allocate_shared_memory(gl.int64, [1], layout)
-        ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], layout)
-        passed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], layout)
-        mbarrier.init(staged, count=CONSUMERS)
-        mbarrier.init(drained, count=1)
-        for i in gl.static_range(SLOTS):
-            mbarrier.init(ready.index(i), count=1)
-            mbarrier.init(passed.index(i), count=1)
-        return Turns(part, staged, drained, ready, passed)
+        parts = allocate_tiles(sums_desc, PARTS)
+        staged, drained = barriers(PARTS, CONSUMERS), barriers(PARTS, 1)
+        return Turns(parts, staged, drained, barriers(SLOTS, 1), barriers(SLOTS, 1))
 
     @gluon.jit
-    def give(self, n, dq, half: gl.constexpr):
-        """Consumer: leave its accumulator [64, 64], one half of the n-th tile, to be added.
+    def give(self, n, dq, half: gl.constexpr, is_part=True):
+        """Consumer: leave its accumulator [64, 64], one half of the n-th tile, to be added; or, if
+        it is no part of it, only where that tile will go.
 
         The sums keep the order of the registers: four of thread 0, of thread 1, … of 128 threads,
         then their next four. So threads write 16 bytes side by side, and nothing is rearranged on
@@ -85,10 +81,11 @@ class Turns:
         """
         # Row 16·warp + 8·i + lane // 4, column 8·j + 2·(lane % 4) + k: register 4·j + 2·i + k.
         dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([16, 256])
-        mbarrier.wait(self.drained, (n & 1) ^ 1)
-        self.part.slice(half * 16, 16, dim=0).store(dq)
+        slot = n % PARTS
+        mbarrier.wait(self.drained.index(slot), ((n // PARTS) & 1) ^ 1)
+        self.parts.index(slot).slice(half * 16, 16, dim=0).store(dq)
         fence_async_shared()
-        mbarrier.arrive(self.staged, count=1)
+        mbarrier.arrive(self.staged.index(slot), count=1, pred=is_part)
 
 
 @gluon.jit
@@ -137,15 +134,16 @@ def add_parts(turns, sums_desc, turn_ptr, walk):
     tile = walk.first_tile
     t = tile * 0
     for n in range(walk.n_steps):
-        mbarrier.wait(turns.staged, n & 1)
+        slot = n % PARTS
+        mbarrier.wait(turns.staged.index(slot), (n // PARTS) & 1)
         mbarrier.wait(turns.ready.index(n % SLOTS), (n // SLOTS) & 1)
         if walk.turn(t) == 0:
             # Whoever comes first stores, so that nobody has to set the sums to 0 before.
-            tma_store(sums_desc, [tile * 32, 0], turns.part)
+            tma_store(sums_desc, [tile * 32, 0], turns.parts.index(slot))
         else:
-            _tma_add(sums_desc, [tile * 32, 0], turns.part)
+            _tma_add(sums_desc, [tile * 32, 0], turns.parts.index(slot))
         tma_store_wait(0)
-        mbarrier.arrive(turns.drained, count=1)
+        mbarrier.arrive(turns.drained.index(slot), count=1)
         _await_sums(n)
         gl.atomic_add(turn_ptr + tile, 1, sem="release", scope="gpu")
         mbarrier.arrive(turns.passed.index(n % SLOTS), count=1)

@@ -1,7 +1,8 @@
 """Which keys a program of the backward owns, and which query tiles it walks over.
 
 A program owns BLOCK_KV keys of one head and walks over all query tiles that see any of them, from
-the last to the first, once for each query head that shares these keys.
+the first to the last, once for each query head that shares these keys. Under a causal mask walks
+begin at the diagonal: programs that start together are always at different tiles.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ class Walk:
     n_steps: gl.tensor
     n_tiles: gl.tensor  # of one head
     tiles_per_head: gl.tensor
-    kv_tile: gl.tensor
     # Key r of the program and query c of a head's t-th tile see each other if r < room and
-    #   low - t·BLOCK_Q <= r - c <= high - t·BLOCK_Q
+    #   low + t·BLOCK_Q <= r - c <= high + t·BLOCK_Q
     low: gl.tensor
     high: gl.tensor
     room: gl.tensor
@@ -32,15 +32,14 @@ class Walk:
     HAS_EDGE: gl.constexpr  # the last key tile may be cut short
 
     @gluon.constexpr_function
-    def __init__(self, sizes, BLOCK_Q, BLOCK_KV, HAS_LEFT, HAS_RIGHT, HAS_EDGE):
-        self.first_tile = sizes[0]
-        self.n_steps = sizes[1]
-        self.n_tiles = sizes[2]
-        self.tiles_per_head = sizes[3]
-        self.kv_tile = sizes[4]
-        self.low = sizes[5]
-        self.high = sizes[6]
-        self.room = sizes[7]
+    def __init__(self, tiles, bounds, BLOCK_Q, BLOCK_KV, HAS_LEFT, HAS_RIGHT, HAS_EDGE):
+        self.first_tile = tiles[0]
+        self.n_steps = tiles[1]
+        self.n_tiles = tiles[2]
+        self.tiles_per_head = tiles[3]
+        self.low = bounds[0]
+        self.high = bounds[1]
+        self.room = bounds[2]
         self.BLOCK_Q = gl.constexpr(BLOCK_Q)
         self.BLOCK_KV = gl.constexpr(BLOCK_KV)
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
@@ -50,8 +49,8 @@ class Walk:
     @gluon.jit
     def next(self, tile, t):
         """The tile after `tile`, which is number `t` of its head; and its number."""
-        over = self.tiles_per_head + self.n_tiles - 1
-        return gl.where(t == self.n_tiles - 1, tile + over, tile - 1), self.next_number(t)
+        over = self.tiles_per_head - self.n_tiles + 1
+        return gl.where(t == self.n_tiles - 1, tile + over, tile + 1), self.next_number(t)
 
     @gluon.jit
     def next_number(self, t):
@@ -60,42 +59,40 @@ class Walk:
 
     @gluon.jit
     def turn(self, t):
-        """How many key tiles add to a head's t-th tile before this program does."""
-        turn = self.kv_tile
-        if self.HAS_LEFT:
-            first_seen = self.kv_tile * self.BLOCK_KV + self.low - t * self.BLOCK_Q
-            turn -= gl.maximum(first_seen, 0) // self.BLOCK_KV
-        return turn
+        """How many key tiles add to a head's t-th tile before this program does: those behind its
+        own that the tile sees."""
+        last_key = self.room - 1
+        if self.HAS_RIGHT:
+            last_key = gl.minimum(last_key, self.high + (t + 1) * self.BLOCK_Q - 1)
+        return last_key // self.BLOCK_KV
 
     @gluon.jit
     def cuts(self, t):
         """Whether some key of the program is hidden from some query of the t-th tile."""
-        low = self.low - t * self.BLOCK_Q
-        high = self.high - t * self.BLOCK_Q
         cut = self.room < 0
         if self.HAS_EDGE:
             cut = self.room < self.BLOCK_KV
         if self.HAS_LEFT:
-            cut = cut | (low > 1 - self.BLOCK_Q)
+            cut = cut | (self.low + t * self.BLOCK_Q > 1 - self.BLOCK_Q)
         if self.HAS_RIGHT:
-            cut = cut | (high < self.BLOCK_KV - 1)
+            cut = cut | (self.high + t * self.BLOCK_Q < self.BLOCK_KV - 1)
         return cut
 
     @gluon.jit
-    def hide(self, s, t, first_row: gl.constexpr):
-        """Scores [rows, BLOCK_Q] of the t-th tile, -inf where key and query are hidden from each
+    def hide(self, x, t, first_row: gl.constexpr, value: gl.constexpr):
+        """x [rows, BLOCK_Q] of the t-th tile, `value` where key and query are hidden from each
         other; `first_row` is the program's key in row 0."""
-        rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-        columns: gl.constexpr = gl.SliceLayout(0, s.type.layout)
-        key = gl.expand_dims(first_row + gl.arange(0, s.shape[0], rows), 1)
-        query = gl.expand_dims(gl.arange(0, s.shape[1], columns) - t * self.BLOCK_Q, 0)
+        rows: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+        columns: gl.constexpr = gl.SliceLayout(0, x.type.layout)
+        key = gl.expand_dims(first_row + gl.arange(0, x.shape[0], rows), 1)
+        query = gl.expand_dims(gl.arange(0, x.shape[1], columns) + t * self.BLOCK_Q, 0)
         if self.HAS_EDGE:
-            s = gl.where(key < self.room, s, -float("inf"))
+            x = gl.where(key < self.room, x, value)
         if self.HAS_LEFT:
-            s = gl.where(key - self.low >= query, s, -float("inf"))
+            x = gl.where(key - self.low >= query, x, value)
         if self.HAS_RIGHT:
-            s = gl.where(key - self.high <= query, s, -float("inf"))
-        return s
+            x = gl.where(key - self.high <= query, x, value)
+        return x
 
 
 @aggregate
@@ -105,7 +102,7 @@ class Job:
     batch: gl.tensor
     head: gl.tensor  # of k and v
     kv_idx: gl.tensor  # first key, counted in its sequence
-    last_q_tile: gl.tensor
+    first_q_tile: gl.tensor
     q_start: gl.tensor  # the sequence's first query row in the tensor
     kv_start: gl.tensor  # and its first key
     len_q: gl.tensor
@@ -117,7 +114,7 @@ class Job:
         self.batch = place[0]
         self.head = place[1]
         self.kv_idx = place[2]
-        self.last_q_tile = place[3]
+        self.first_q_tile = place[3]
         self.q_start = lengths[0]
         self.kv_start = lengths[1]
         self.len_q = lengths[2]
@@ -145,6 +142,62 @@ class Job:
         if self.LAYOUT == "varlen":
             return self.kv_coordinates()
         return 0, self.batch, self.head, self.kv_idx, 0
+
+
+@gluon.jit
+def assign(
+    ticket, kv_slots, q_slots, n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left, right,
+    kv_batch_rows, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
+):  # fmt: skip
+    """The keys behind a ticket: those of a head from the last to the first, `heads_at_once` heads
+    in turn. So whatever a program waits for (`backward_turns`) has an earlier ticket."""
+    first_head = ticket // (kv_slots * heads_at_once) * heads_at_once
+    heads = gl.minimum(heads_at_once, n_heads - first_head)
+    ticket -= first_head * kv_slots
+    slot = kv_slots - 1 - ticket // heads
+    head = first_head + ticket % heads
+    if LAYOUT == "varlen":
+        batch = find_sequence(slot, cu_kv_ptr, B, BLOCK_KV)
+        q_start = gl.load(cu_q_ptr + batch).to(gl.int32)
+        kv_start = gl.load(cu_kv_ptr + batch).to(gl.int32)
+        len_q = gl.load(cu_q_ptr + batch + 1).to(gl.int32) - q_start
+        len_kv = gl.load(cu_kv_ptr + batch + 1).to(gl.int32) - kv_start
+        kv_tile = slot - kv_start // BLOCK_KV - batch
+        tile = head * heads_per_kv * q_slots + q_start // BLOCK_Q + batch
+    else:
+        batch = head // Hkv
+        head = head % Hkv
+        q_start = batch * 0
+        kv_start = batch * 0
+        len_q = Sq
+        len_kv = Skv
+        if LAYOUT == "kv_lens":
+            kv_start = batch * kv_batch_rows
+            len_kv = gl.load(kv_lens_ptr + batch).to(gl.int32)
+        kv_tile = slot
+        tile = (batch * Hkv + head) * heads_per_kv * q_slots
+
+    kv_idx = kv_tile * BLOCK_KV
+    diagonal = len_kv - len_q
+    begin = kv_idx * 0
+    end = len_q
+    if HAS_RIGHT:
+        begin = gl.maximum(kv_idx - diagonal - right, 0)
+    if HAS_LEFT:
+        last_key = gl.minimum(kv_idx + BLOCK_KV, len_kv) - 1
+        end = gl.minimum(end, last_key - diagonal + left + 1)
+    end = gl.where(kv_idx < len_kv, gl.maximum(end, 0), 0)
+    first_q_tile = begin // BLOCK_Q
+    n_tiles = gl.maximum(gl.cdiv(end, BLOCK_Q) - first_q_tile, 0)
+    corner = kv_idx - diagonal - first_q_tile * BLOCK_Q  # first key - first query of the first tile
+    walk = Walk(
+        (tile + first_q_tile, n_tiles * heads_per_kv, n_tiles, q_slots),
+        (-left - corner, right - corner, len_kv - kv_idx),
+        BLOCK_Q, BLOCK_KV, HAS_LEFT, HAS_RIGHT, HAS_EDGE,
+    )  # fmt: skip
+    place = (batch, head, kv_idx, first_q_tile)
+    return Job(place, (q_start, kv_start, len_q, len_kv), LAYOUT), walk
 
 
 @gluon.jit

@@ -1,0 +1,127 @@
+"""The walks of the Hopper backward, computed by the kernel's own functions on plain numbers."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+from lockstep.kernels.hopper import backward_walk
+from lockstep.kernels.hopper.backward import BLOCK_KV, BLOCK_Q, FAR
+
+Walk = backward_walk.Walk
+PLAIN = SimpleNamespace(
+    where=lambda condition, a, b: a if condition else b,
+    minimum=min,
+    maximum=max,
+    cdiv=lambda a, b: -(-a // b),
+    constexpr=int,
+)
+
+
+class PlainWalk(SimpleNamespace):
+    """`Walk` with numbers for tensors."""
+
+    def __init__(self, tiles, bounds, *constants):
+        names = ("BLOCK_Q", "BLOCK_KV", "HAS_LEFT", "HAS_RIGHT", "HAS_EDGE")
+        super().__init__(**dict(zip(names, constants, strict=True)))
+        self.first_tile, self.n_steps, self.n_tiles, self.tiles_per_head = tiles
+        self.low, self.high, self.room = bounds
+
+    def tiles(self):
+        """(tile, number in its head) of each step."""
+        tile, t = self.first_tile, 0
+        for _ in range(self.n_steps):
+            yield tile, t
+            tile, t = Walk.next.fn(self, tile, t)
+
+    def next_number(self, t):
+        return Walk.next_number.fn(self, t)
+
+    def turn(self, t):
+        return Walk.turn.fn(self, t)
+
+    def cuts(self, t):
+        return Walk.cuts.fn(self, t)
+
+
+@pytest.fixture
+def walks(monkeypatch):
+    """All walks of a dense call with one sequence, by ticket: (head, first key, walk)."""
+    monkeypatch.setattr(backward_walk, "gl", PLAIN)
+    monkeypatch.setattr(backward_walk, "Walk", PlainWalk)
+    monkeypatch.setattr(backward_walk, "Job", lambda place, lengths, layout: place)
+
+    def compute(block_q, Sq, Skv, left, right, Hkv=1, group=1, at_once=1):
+        kv_slots, q_slots = -(-Skv // BLOCK_KV), -(-Sq // block_q)
+        for ticket in range(kv_slots * Hkv):
+            place, walk = backward_walk.assign.fn(
+                ticket, kv_slots, q_slots, Hkv, at_once, Hkv, group, 1, Sq, Skv,
+                FAR if left is None else left, FAR if right is None else right, 0, None, None,
+                None, "dense", left is not None, right is not None, True, block_q, BLOCK_KV,
+            )  # fmt: skip
+            yield place[1], place[2], walk
+
+    return compute
+
+
+def test_turns_count_those_with_earlier_tickets(walks):
+    """Whoever waits for its turn waits for programs that were there before: nobody locks up."""
+    draws = random.Random(0)
+    for _ in range(400):
+        left, right = (draws.choice([None, 0, draws.randrange(600)]) for _ in range(2))
+        sizes = (
+            draws.choice(list(BLOCK_Q.values())),
+            draws.randrange(1, 900),
+            draws.randrange(1, 900),
+        )
+        Hkv = draws.choice([1, 2, 3])
+        parts: dict[int, int] = {}
+        for *_, walk in walks(
+            *sizes, left, right, Hkv=Hkv, group=draws.choice([1, 2]), at_once=draws.randint(1, Hkv)
+        ):
+            for tile, t in walk.tiles():
+                assert walk.turn(t) == parts.get(tile, 0)
+                parts[tile] = parts.get(tile, 0) + 1
+
+
+def test_walks_visit_every_pair_that_sees_each_other_once_and_know_which_they_cut(walks):
+    draws = random.Random(1)
+    for _ in range(60):
+        left, right = (draws.choice([None, 0, draws.randrange(300)]) for _ in range(2))
+        block_q = draws.choice(list(BLOCK_Q.values()))
+        Sq, Skv = draws.randrange(1, 500), draws.randrange(1, 500)
+        visible = {
+            (q, k)
+            for q in range(Sq)
+            for k in range(Skv)
+            if (left is None or k >= q + Skv - Sq - left)
+            and (right is None or k <= q + Skv - Sq + right)
+        }
+        seen: set[tuple[int, int]] = set()
+        for _, first_key, walk in walks(block_q, Sq, Skv, left, right):
+            tiles = list(walk.tiles())
+            assert len({tile for tile, _ in tiles}) == len(tiles)
+            for tile, t in tiles:
+                pairs = {
+                    (q, k)
+                    for q in range(tile * block_q, min((tile + 1) * block_q, Sq))
+                    for k in range(first_key, min(first_key + BLOCK_KV, Skv))
+                }
+                seen |= pairs
+                if not walk.cuts(t):
+                    assert first_key + BLOCK_KV <= Skv
+                    assert pairs <= visible
+        assert visible <= seen
+
+
+def test_programs_of_a_causal_head_that_start_together_never_meet(walks):
+    for block_q in BLOCK_Q.values():
+        steps: dict[int, set[int]] = {}
+        for *_, walk in walks(block_q, 2048, 2048, None, 0):
+            for n, (tile, _) in enumerate(walk.tiles()):
+                assert tile not in steps.setdefault(n, set())
+                steps[n].add(tile)
