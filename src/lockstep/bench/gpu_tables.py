@@ -6,6 +6,7 @@ others are for the pages on the kernels, with everyone's figures.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,13 +123,19 @@ def _achieved(row: Row, unit: bool = False) -> str:
     return f"**{text}**" if speed >= 1 else text
 
 
-def caption(run: Run, tables: Iterable[str] | None = None) -> str:
-    """How the figures came about, where, and what is missing."""
+def caption(run: Run, tables: tuple[str, ...] | None = None) -> str:
+    """How the figures of these tables, or of all, came about, and what is missing."""
+
+    def wanted(table: str) -> bool:
+        return tables is None or table in tables
+
     versions = [f"{name} {version}" for name, version in run["peers"].items() if version]
-    where = ", ".join([results.where(run), *versions])
-    text = f"bf16, medians of {run['rounds']} rounds in which all take turns. {where}."
-    wanted = None if tables is None else tuple(tables)
-    missing = [c for c in run["missing"] if wanted is None or c.split(":")[0] in wanted]
+    errors = [e for row in run["rows"] if wanted(row["table"]) for e in row["error"].values()]
+    text = f"bf16, medians of {run['rounds']} rounds in which all take turns; "
+    percent = math.ceil(100 * max(errors, default=0))
+    text += f"no error is above {percent} % of what the error rule allows. "
+    text += ", ".join([results.where(run), *versions]) + "."
+    missing = [case for case in run["missing"] if wanted(case.split(":")[0])]
     return f"{text} Not in this run: {'; '.join(missing)}." if missing else text
 
 
