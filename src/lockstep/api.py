@@ -110,7 +110,7 @@ def attention(
     """
     options = make_options(causal, window, scale, softcap, query_invariant)
     tensors = _prepare(Tensors(q, k, v, bias, sinks, kv_lens), "dense")
-    out, lse = ops.attention(*tensors[:6], *options, kernel)
+    out, lse = ops.attention(tensors, options, kernel)
     return (out, lse) if return_lse else out
 
 
@@ -186,9 +186,7 @@ def attention_varlen(
         Tensors(q, k, v, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k),
         "varlen",
     )
-    out, lse = ops.attention_varlen(
-        *tensors[:3], tensors.sinks, cu_seqlens_q, cu_seqlens_k, *options, kernel
-    )
+    out, lse = ops.attention_varlen(tensors, options, kernel)
     return (out, lse) if return_lse else out
 
 
@@ -266,9 +264,7 @@ def attention_paged(
     tensors = _prepare(
         Tensors(q, k_pages, v_pages, bias, sinks, kv_lens, page_table=page_table), "paged"
     )
-    out, lse = ops.attention_paged(
-        *tensors[:3], page_table, kv_lens, tensors.bias, tensors.sinks, *options, kernel
-    )
+    out, lse = ops.attention_paged(tensors, options, kernel)
     return (out, lse) if return_lse else out
 
 

@@ -32,8 +32,10 @@ from lockstep.transforms import (
     VmapRule,
     fold_attention,
     fold_attention_backward,
+    nobody_listens,
     sample_by_sample,
     transforming,
+    wants_gradient,
 )
 
 _LIB = torch.library.Library("lockstep", "DEF")
@@ -101,6 +103,7 @@ class _Attention:
     options, then the name of a kernel.
     """
 
+    call: Transformable
     OPTIONS = (
         "bool causal, int? window_left, int? window_right, float? scale, float? softcap, "
         "bool query_invariant, str? kernel"
@@ -121,8 +124,18 @@ class _Attention:
         tensors = Tensors._make(self.order((*args[:n], None)))
         return tensors, Options._make(args[n:-1]), args[-1]
 
+    def __call__(
+        self, tensors: Tensors, options: Options, name: str | None
+    ) -> tuple[Tensor, Tensor]:
+        """Straight to the kernel, if neither torch nor autograd has to know of it."""
+        if nobody_listens(tensors) and not wants_gradient(tensors):
+            return self.run(tensors, options, name)
+        return self.call(*(getattr(tensors, field) for field in self.fields), *options, name)
+
     def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
-        tensors, options, name = self.unpack(args)
+        return self.run(*self.unpack(args))
+
+    def run(self, tensors: Tensors, options: Options, name: str | None) -> tuple[Tensor, Tensor]:
         problem, kernel = _plan(tensors, options, name)
         check_values(problem, tensors)
         return kernel.forward(problem, _with_contiguous_rows(tensors))
@@ -228,21 +241,21 @@ def _with_contiguous_rows(tensors: Tensors) -> Tensors:
     )
 
 
-_DENSE = _DerivableAttention(
+attention = _DerivableAttention(
     "attention",
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? kv_lens",
     ("q", "k", "v", "bias", "sinks", "kv_lens"),
     rule=fold_attention,
     backward_rule=fold_attention_backward,
 )
-_VARLEN = _DerivableAttention(
+attention_varlen = _DerivableAttention(
     "attention_varlen",
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor cu_seqlens_q, Tensor cu_seqlens_k",
     ("q", "k", "v", "sinks", "cu_seqlens_q", "cu_seqlens_k"),
     rule=sample_by_sample,
     backward_rule=sample_by_sample,
 )
-_PAGED = _Attention(
+attention_paged = _Attention(
     "attention_paged",
     "Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor kv_lens, Tensor? bias, "
     "Tensor? sinks",
@@ -285,11 +298,9 @@ def _derive_merge(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[list[Tensor], l
 _MERGE = _define("merge(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)", _merge, _fake_merge)
 torch.library.register_autograd(_MERGE, _derive_merge, setup_context=_save_for_merge, lib=_LIB)
 
-attention = _DENSE.call
-attention_varlen = _VARLEN.call
-attention_paged = _define_gradient(
-    _PAGED.op,
-    _PAGED.forward,
+attention_paged.call = _define_gradient(
+    attention_paged.op,
+    attention_paged.forward,
     _underivable("attention_paged is for inference: it has no gradient"),
     _save_nothing,
     sample_by_sample,

@@ -62,7 +62,7 @@ def nobody_listens(args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _wants_gradient(args: tuple[Any, ...]) -> bool:
+def wants_gradient(args: tuple[Any, ...]) -> bool:
     """Of arguments that nobody listens to."""
     if torch.is_grad_enabled():
         for arg in args:
@@ -111,7 +111,7 @@ class Transformable:
 
     def __call__(self, *args: Any) -> Any:
         if nobody_listens(args):
-            call = self.direct.apply if _wants_gradient(args) else self.implementation
+            call = self.direct.apply if wants_gradient(args) else self.implementation
             return call(*args)
         return self.function.apply(*args) if transforming() else self.op(*args)
 
