@@ -8,6 +8,7 @@ Importing this package does not import Triton.
     split_kv.py   the second kernel of split-KV: parts folded into results; and merge
     strays.py     values that are not finite stay with the rows that see them
     plan.py       tile sizes, and who computes what
+    scratch.py    memory that Triton asks for at a launch
     launch.py     from a problem to a launch
     backward.py   gradients
 

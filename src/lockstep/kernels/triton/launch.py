@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from lockstep.kernels.triton.forward import attend
@@ -21,6 +20,7 @@ from lockstep.kernels.triton.plan import (
     plan_of,
     stages_of,
 )
+from lockstep.kernels.triton.scratch import Allocating, allocate
 from lockstep.kernels.triton.split_kv import reduce_parts
 from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem, Tensors
@@ -146,10 +146,6 @@ def window_of(problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
-def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
-    return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
 class Launch:
     """A kernel with its grid and everything but the pointers that lead its arguments.
 
@@ -177,11 +173,15 @@ class Launch:
         return self._run is not None
 
     def __call__(self, *pointers: Tensor | None) -> None:
-        triton.set_allocator(_allocate)
-        if self.is_compiled:
-            stream = torch._C._cuda_getCurrentRawStream(pointers[0].device.index)
-            self.enqueue(stream, *pointers)
-            return
+        with Allocating(allocate):
+            if self.is_compiled:
+                stream = torch._C._cuda_getCurrentRawStream(pointers[0].device.index)
+                self.enqueue(stream, *pointers)
+            else:
+                self._compile(*pointers)
+
+    def _compile(self, *pointers: Tensor | None) -> None:
+        """Launches once as well."""
         compiled = self._kernel[self._grid](*pointers, *self._rest, **self._options)
         # The interpreter compiles nothing.
         if compiled is not None:
@@ -248,21 +248,21 @@ class Call:
         workspace = q.new_empty(self.workspace_bytes, dtype=torch.uint8)
         start = workspace.data_ptr()
 
-        def allocate(size: int, alignment: int, stream: int | None) -> Tensor | int:
+        def scratch(size: int, alignment: int, stream: int | None) -> Tensor | int:
             if size <= self.attend.scratch_bytes and alignment <= ALIGNMENT:
                 return start + self.scratch_at
-            return _allocate(size, alignment, stream)
+            return allocate(size, alignment, stream)
 
-        triton.set_allocator(allocate)
         stream = torch._C._cuda_getCurrentRawStream(device)
         results = out.data_ptr(), lse.data_ptr()
-        if self.reduce is None:
-            self.attend.enqueue(stream, *pointers, *results, None, None)
-            return out, lse
-        parts = start, start + self.part_lse_at
-        sinks, pointers[4] = pointers[4], None
-        self.attend.enqueue(stream, *pointers, *results, *parts)
-        self.reduce.enqueue(stream, *parts, sinks, *pointers[5:8], *results)
+        with Allocating(scratch):
+            if self.reduce is None:
+                self.attend.enqueue(stream, *pointers, *results, None, None)
+            else:
+                parts = start, start + self.part_lse_at
+                sinks, pointers[4] = pointers[4], None
+                self.attend.enqueue(stream, *pointers, *results, *parts)
+                self.reduce.enqueue(stream, *parts, sinks, *pointers[5:8], *results)
         return out, lse
 
     def _first(self, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
