@@ -25,8 +25,8 @@ test: $(READY) ## run the tests
 
 tritons: $(READY) ## install other versions of Triton, 3 GB, for the tests that compile with them
 	@test "$$(uname)" != Linux || for version in $(TRITONS); do \
-	  test -d $(VENV)/tritons/$$version || $(PIP) --no-deps --target $(VENV)/tritons/$$version \
-	    triton==$$version; \
+	  to=$(VENV)/tritons/$$version; test -d $$to && continue; rm -rf $$to.part; \
+	  $(PIP) --no-deps --target $$to.part triton==$$version && mv $$to.part $$to || exit 1; \
 	done
 
 lint: $(READY) ## check style, types, and the tables in the docs
