@@ -22,7 +22,7 @@ from hopper_build import (
     writes_in_flight,
 )
 
-from lockstep.kernels.hopper import launch, plan
+from lockstep.kernels.hopper import copy_engine, launch, plan
 from lockstep.kernels.hopper.forward import forward_kernel
 from lockstep.kernels.hopper.gluon_shim import TensorDescriptor
 
@@ -158,10 +158,10 @@ def test_pairs_only_where_they_fill_the_card_and_keys_stay_in_l2():
 
 def test_strides_the_copy_engine_does_not_take_are_copied():
     x = torch.randn(2, 3, 40, 64).bfloat16()
-    assert launch._fit(x) is x
-    assert launch._fit(x.transpose(1, 2)).data_ptr() == x.data_ptr()
+    assert copy_engine.fit(x) is x
+    assert copy_engine.fit(x.transpose(1, 2)).data_ptr() == x.data_ptr()
     for odd in (x[..., 1:], torch.cat([x, x[..., :1]], -1)[..., :64], x[:, :1].expand_as(x)):
-        fitted = launch._fit(odd)
+        fitted = copy_engine.fit(odd)
         assert fitted.data_ptr() != odd.data_ptr()
         assert torch.equal(fitted, odd)
 

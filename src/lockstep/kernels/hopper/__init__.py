@@ -11,6 +11,7 @@ Importing this package does not import Triton.
     consumer.py    a warpgroup that computes
     second_lap.py  rows that went wrong, once more
     plan.py        tile sizes by head dim
+    copy_engine.py what tensors the copy engine takes
     launch.py      from a problem to a launch
     backward.py    gradients, and its own list of modules
 

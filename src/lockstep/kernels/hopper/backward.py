@@ -24,8 +24,8 @@ from torch import Tensor
 
 from lockstep.kernels.hopper.backward_kernel import backward_kernel
 from lockstep.kernels.hopper.backward_rows import finish_queries, prepare_rows
+from lockstep.kernels.hopper.copy_engine import ALIGNMENT, copy, fit, ragged
 from lockstep.kernels.hopper.gluon_shim import TensorDescriptor, gl
-from lockstep.kernels.hopper.schedule import RAGGED
 from lockstep.kernels.kernel import Gradients, Needs
 from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem, Tensors
@@ -40,8 +40,6 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168}
 KEY_TILES_AT_ONCE = 128
 # Beyond any length; two of them fit into int32.
 FAR = 1 << 29
-# Elements between rows that the copy engine takes, in multiples of: 16 bytes.
-ALIGN = 8
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 
@@ -125,9 +123,9 @@ def backward(
     needs: Needs,
 ) -> Gradients:
     """As `lockstep.kernels.kernel.Kernel.backward` says."""
-    q, k, v, dout = (_aligned(x) for x in (*tensors[:3], dout))
+    q, k, v, dout = (fit(x) for x in (*tensors[:3], dout))
     if tensors.kv_lens is not None and (not _batch_rows(k) or _batch_rows(k) != _batch_rows(v)):
-        k, v = _copy(k), _copy(v)
+        k, v = copy(k), copy(v)
     tensors = tensors._replace(q=q, k=k, v=v)
     cut = cut_of(problem)
     work = Workspace.of(cut, q.device)
@@ -136,7 +134,7 @@ def backward(
     packed = problem.layout == "varlen"
     row_strides = (0, 1, problem.Hq) if packed else (problem.Hq * problem.Sq, problem.Sq, 1)
 
-    dout_strides = (stride // ALIGN for stride in _strides(dout, packed))
+    dout_strides = (stride // ALIGNMENT for stride in _strides(dout, packed))
 
     _launch(
         prepare_rows,
@@ -145,7 +143,7 @@ def backward(
             *(out, dout, lse, dlse, work.stats, work.turn, work.ticket),
             *(tensors.cu_seqlens_q, tensors.cu_seqlens_k, *dout_strides, *row_strides, *sizes),
         ),
-        {"ALIGN": ALIGN, "DV": problem.Dv, "BLOCK_D": cut.block_d, "BLOCK_Q": cut.block_q},
+        {"ALIGN": ALIGNMENT, "DV": problem.Dv, "BLOCK_D": cut.block_d, "BLOCK_Q": cut.block_q},
     )
     arguments, constants = kernel_arguments(problem, tensors, dout, dk, dv, cut, work)
     _launch(backward_kernel, (cut.programs, 1, 1), arguments, constants, **OPTIONS)
@@ -253,34 +251,23 @@ def _strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
     return (0, x.stride(1), x.stride(0)) if packed else (x.stride(0), x.stride(1), x.stride(2))
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """x, or a copy of it, with rows at multiples of 16 bytes."""
-    strides = (stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1)
-    fits = x.data_ptr() % 16 == 0 and all(stride % ALIGN == 0 and stride > 0 for stride in strides)
-    return x if fits else _copy(x)
-
-
-def _copy(x: Tensor) -> Tensor:
-    # Not `contiguous`: it returns x itself where only its address or a dim of size 1 is odd.
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def _batch_rows(x: Tensor) -> int:
     """Rows from one sequence to the next, 0 where these are not whole rows of a tensor map."""
     by_batch, _, by_row = _strides(x, False)
-    return by_batch // by_row if by_row > 0 and by_row % ALIGN == 0 == by_batch % by_row else 0
+    whole = by_row > 0 and by_row % ALIGNMENT == 0 == by_batch % by_row
+    return by_batch // by_row if whole else 0
 
 
-def _tensor_map(x: Tensor, block: list[int], packed: bool, ragged: bool) -> TensorDescriptor:
-    """x as [·, B, H, S, D]; if ragged, with rows that `Job` clips to those of a sequence."""
+def _tensor_map(x: Tensor, block: list[int], packed: bool, clipped: bool) -> TensorDescriptor:
+    """x as [·, B, H, S, D]; if clipped, with rows that `Job` clips to those of a sequence."""
     # A dim of size 1 may have any stride, and a tensor map takes few.
     by_batch, by_head, by_row = (
-        stride if stride % ALIGN == 0 and stride > 0 else ALIGN for stride in _strides(x, packed)
+        stride if stride % ALIGNMENT == 0 and stride > 0 else ALIGNMENT
+        for stride in _strides(x, packed)
     )
     H, S, D = (x.shape[1], x.shape[0], x.shape[2]) if packed else x.shape[1:]
-    if ragged:
-        shape = [0x7FFF0000, 0x7FFF0000, H, RAGGED.value, D]
-        strides = [(1 << 34) - by_row, by_row, by_head, by_row, 1]
+    if clipped:
+        shape, strides = ragged(H, D, by_head, by_row)
     else:
         shape, strides = [1, x.shape[0], H, S, D], [by_batch, by_batch, by_head, by_row, 1]
     return TensorDescriptor(x, shape, strides, block, _layout(128, 16, 5))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.kernels.hopper.copy_engine import ALIGNMENT, copy, fit, ragged
 from lockstep.kernels.hopper.forward import forward_kernel
 from lockstep.kernels.hopper.gluon_shim import TensorDescriptor, gl
 from lockstep.kernels.hopper.plan import (
@@ -19,14 +20,11 @@ from lockstep.kernels.hopper.plan import (
     pays_to_pair,
     plan_of,
 )
-from lockstep.kernels.hopper.schedule import BY_HEAD, LONGEST_FIRST, PAIRED, RAGGED
+from lockstep.kernels.hopper.schedule import BY_HEAD, LONGEST_FIRST, PAIRED
 from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem, Tensors
 
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-# Tensor maps count in int32, and strides of 2^34 elements vanish modulo 2^64 bytes in RAGGED steps.
-_FAR, _WRAP = 0x7FFF0000, 1 << 34
-_ALIGNMENT = 8  # elements: the copy engine takes addresses in multiples of 16 bytes
 
 
 class Shape(NamedTuple):
@@ -60,7 +58,7 @@ class Call:
         layout = "varlen" if packed else "kv_lens" if problem.has_kv_lens else "dense"
         self.out_shape, self.lse_shape = problem.out_shape, problem.lse_shape
         q, k, v = tensors[:3]
-        fitted = (_fit(q), *_fit_keys(k, v, share_rows=layout == "kv_lens"))
+        fitted = (fit(q), *_fit_keys(k, v, share_rows=layout == "kv_lens"))
         self.copied = tuple(x is not y for x, y in zip((q, k, v), fitted, strict=True))
         width, width_v = padded(problem.D), padded(problem.Dv)
         out = q.new_empty(problem.out_shape, device="meta")
@@ -134,7 +132,7 @@ class Call:
 
     def _fitted(self, tensors: Tensors) -> tuple[Tensor, ...]:
         return tuple(
-            _copy(x) if copied else x for x, copied in zip(tensors[:3], self.copied, strict=True)
+            copy(x) if copied else x for x, copied in zip(tensors[:3], self.copied, strict=True)
         )
 
     def _pointers(self, tensors: Tensors, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
@@ -228,41 +226,28 @@ def _by_head(x: Tensor, packed: bool) -> Tensor:
     return x.transpose(0, 1)[None] if packed else x
 
 
-def _fit(x: Tensor) -> Tensor:
-    """x [..., D] if the copy engine takes its strides and address, else a copy."""
-    takes = x.data_ptr() % 16 == 0 and all(
-        size == 1 or (stride > 0 and stride % _ALIGNMENT == 0)
-        for size, stride in zip(x.shape[:-1], x.stride(), strict=False)
-    )
-    return x if takes else _copy(x)
-
-
-def _copy(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def _fit_keys(k: Tensor, v: Tensor, share_rows: bool) -> tuple[Tensor, Tensor]:
     """k and v to fit; where they share it, with one number of rows from a batch to the next."""
-    k, v = _fit(k), _fit(v)
+    k, v = fit(k), fit(v)
     if not share_rows or k.shape[0] == 1:
         return k, v
     steps = {x.stride(0) / x.stride(2) if x.shape[2] > 1 else 0.5 for x in (k, v)}
     if len(steps) == 1 and steps.pop().is_integer():
         return k, v
-    return _copy(k), _copy(v)
+    return copy(k), copy(v)
 
 
-def _shape(x: Tensor, rows: int, width: int, ragged: bool) -> Shape:
-    """The tensor map of x [B, H, S, D] in tiles [rows, width]: see `schedule` for ragged ones."""
+def _shape(x: Tensor, rows: int, width: int, clipped: bool) -> Shape:
+    """The tensor map of x [B, H, S, D] in tiles [rows, width], or clipped to a sequence's rows."""
     B, H, S, D = x.shape
     # The stride of a dim of size 1 means nothing and may be anything.
     sb, sh, ss = (
-        stride if size > 1 else _ALIGNMENT
+        stride if size > 1 else ALIGNMENT
         for size, stride in zip(x.shape[:3], x.stride(), strict=False)
     )
     if S == 1:
-        ss = -(-D // _ALIGNMENT) * _ALIGNMENT
+        ss = -(-D // ALIGNMENT) * ALIGNMENT
     block = [1, 1, 1, rows, width]
-    if ragged:
-        return Shape([_FAR, _FAR, H, RAGGED.value, D], [_WRAP - ss, ss, sh, ss, 1], block)
-    return Shape([1, B, H, S, D], [_ALIGNMENT, sb, sh, ss, 1], block)
+    if clipped:
+        return Shape(*ragged(H, D, sh, ss), block)
+    return Shape([1, B, H, S, D], [ALIGNMENT, sb, sh, ss, 1], block)
