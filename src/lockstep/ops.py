@@ -128,9 +128,11 @@ class _Attention:
         self, tensors: Tensors, options: Options, name: str | None
     ) -> tuple[Tensor, Tensor]:
         """Straight to the kernel, if neither torch nor autograd has to know of it."""
-        if nobody_listens(tensors) and not wants_gradient(tensors):
+        unheard = nobody_listens(tensors)
+        if unheard and not wants_gradient(tensors):
             return self.run(tensors, options, name)
-        return self.call(*(getattr(tensors, field) for field in self.fields), *options, name)
+        args = (*(getattr(tensors, field) for field in self.fields), *options, name)
+        return self.call.direct.apply(*args) if unheard else self.call.heard(*args)
 
     def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
         return self.run(*self.unpack(args))

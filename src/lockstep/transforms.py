@@ -113,6 +113,10 @@ class Transformable:
         if nobody_listens(args):
             call = self.direct.apply if wants_gradient(args) else self.implementation
             return call(*args)
+        return self.heard(*args)
+
+    def heard(self, *args: Any) -> Any:
+        """A call that somebody listens to."""
         return self.function.apply(*args) if transforming() else self.op(*args)
 
 
