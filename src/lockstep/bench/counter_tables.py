@@ -20,7 +20,7 @@ def agreement_block(directory: Path) -> str:
     """In how many of the samples machine and GPU agree, and what the others count."""
     run = results.newest("simt-vs-gpu", directory)
     if run is None:
-        return "Not measured yet."
+        return results.NOT_MEASURED
     rows = run["rows"]
     rounded = [row["largest_error"] for row in rows if not row["bitwise"]]
     fits = [row["blocks_per_sm"] for row in rows]
@@ -49,7 +49,7 @@ def counters_block(suite: str) -> Callable[[Path], str]:
 
     def block(directory: Path) -> str:
         run = results.newest(suite, directory)
-        return "Not measured yet." if run is None else _counters_table(run)
+        return results.NOT_MEASURED if run is None else _counters_table(run)
 
     return block
 

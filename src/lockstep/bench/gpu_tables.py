@@ -18,7 +18,6 @@ from lockstep.bench.ours import EQUAL, INVARIANT
 Row = dict[str, Any]
 Run = dict[str, Any]
 BEST = "best peer"
-NOTHING = "Not measured yet."
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class View:
             found = [self._table(run, name) for name in self.tables]
             blocks += [table for table in found if table]
             blocks.append(caption(run, self.tables))
-        return "\n\n".join(blocks) or NOTHING
+        return "\n\n".join(blocks) or results.NOT_MEASURED
 
     def _table(self, run: Run, name: str) -> str:
         rows = in_order(row for row in run["rows"] if row["table"] == name)
@@ -73,7 +72,7 @@ def summary(directory: Path) -> str:
         rows = in_order(run["rows"])
         blocks += [_prefill_matrix(rows), _decode_matrix(rows), _short_list(rows)]
         blocks.append(caption(run))
-    return "\n\n".join(block for block in blocks if block) or NOTHING
+    return "\n\n".join(block for block in blocks if block) or results.NOT_MEASURED
 
 
 def _prefill_matrix(rows: list[Row]) -> str:

@@ -29,7 +29,7 @@ def gpu_block(directory: Path) -> str:
     """Times of every rung and its peers, one column per problem; the newest run on a GPU."""
     run = results.newest("ladder", directory)
     if run is None:
-        return "Not measured yet."
+        return results.NOT_MEASURED
     shapes = list(dict.fromkeys(row["shape"] for row in run["rows"]))
     times = {(row["kernel"], row["shape"]): row["microseconds"] for row in run["rows"]}
     names = list(dict.fromkeys(row["kernel"] for row in run["rows"]))

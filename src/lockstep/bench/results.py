@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.bench import environment
 
+NOT_MEASURED = "Not measured yet."  # in place of a table
 RESULTS = Path("benchmarks") / "results"
 
 

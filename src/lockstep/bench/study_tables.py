@@ -15,7 +15,6 @@ from lockstep.bench import results
 Row = dict[str, Any]
 PEER = "cuDNN"
 PEERS = ("FA3", PEER)
-NOTHING = "Not measured yet."
 # Columns of the first table on how a part of dQ leaves the SM, and what the results call them.
 WAYS_OUT = {
     "ordered": "reductions from registers",
@@ -37,7 +36,7 @@ def forward_builds(directory: Path) -> str:
     """The best of the builds of the Hopper forward for each problem, beside the peers."""
     run = results.newest("hopper-forward-builds", directory)
     if run is None:
-        return NOTHING
+        return results.NOT_MEASURED
     cells: dict[tuple[Any, ...], dict[str, float]] = {}
     for row in run["rows"]:
         if "tflops" in row:
@@ -58,7 +57,7 @@ def forward_ideas(directory: Path) -> str:
     """What ideas for the Hopper forward were worth at 16k without a mask, one after the other."""
     run = results.newest("hopper-forward", directory)
     if run is None:
-        return NOTHING
+        return results.NOT_MEASURED
     lines = ["| D | build | TFLOP/s |", "|---|---|---:|"]
     for row in sorted(run["ideas"], key=lambda row: int(row["D"])):
         lines.append(f"| {row['D']} | {row['kernel']} | {row['tflops']:.0f} |")
@@ -110,7 +109,7 @@ def _backward(
 ) -> str:
     run = results.newest("hopper-backward", directory)
     if run is None:
-        return NOTHING
+        return results.NOT_MEASURED
     cells: dict[tuple[int, int, bool], dict[str, int]] = {}
     for row in run["rows"]:
         head = column(row) if row["run"] == run_number else None
