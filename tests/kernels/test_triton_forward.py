@@ -32,6 +32,15 @@ OPTIONS = {
     "no scale": {"scale": 0.0},
     "sinks": {"sinks": torch.tensor([0.5, -1.0, 3.0, -math.inf])},
 }
+# What a drawn problem is compiled for: D, dtype, query heads to a key head, and which options it
+# has. Lengths and values are drawn: each line takes few builds.
+DRAWN = {
+    "causal": (128, torch.bfloat16, 5, ("causal",)),
+    "causal, lengths, sinks": (64, torch.float16, 1, ("causal", "kv_lens", "sinks")),
+    "window, softcap": (96, torch.bfloat16, 2, ("window", "softcap")),
+    "window to the left, lengths": (40, torch.float32, 4, ("left", "kv_lens")),
+    "plain": (16, torch.float16, 3, ()),
+}
 
 
 @pytest.fixture
@@ -227,8 +236,9 @@ class TestOnAGpu:
         lens = [1, 0, 263, 5, 700], [1300, 7, 263, 0, 911]
         check(draw_varlen(*lens, dtype=dtype, sinks=torch.randn(4), **options))
 
+    @pytest.mark.parametrize("kind", DRAWN)
     @settings(
-        max_examples=150,
+        max_examples=30,
         deadline=None,
         derandomize=True,
         suppress_health_check=[
@@ -236,22 +246,23 @@ class TestOnAGpu:
             HealthCheck.differing_executors,
         ],
     )
-    @given(st.data())
-    def test_drawn_problems(self, data):
+    @given(data=st.data())
+    def test_drawn_problems(self, kind, data):
         torch.manual_seed(data.draw(st.integers(0, 2**16)))
         sizes = {n: data.draw(st.integers(*r)) for n, r in {"B": (1, 3), "Hkv": (1, 2)}.items()}
         Sq, Skv = data.draw(st.integers(1, 200)), data.draw(st.integers(0, 1500))
-        D = data.draw(st.sampled_from([16, 40, 64, 96, 128]))
-        dtype = data.draw(st.sampled_from(DTYPES))
-        Hq = sizes["Hkv"] * data.draw(st.integers(1, 5))
-        more = {"causal": data.draw(st.booleans())}
-        if data.draw(st.booleans()):
-            sides = st.sampled_from([None, 0, 17, 600])
-            more["window"] = (data.draw(sides), 0 if more["causal"] else data.draw(sides))
-        if data.draw(st.booleans()):
-            more["softcap"] = data.draw(st.sampled_from([0.5, 50.0]))
-        if data.draw(st.booleans()):
-            more["sinks"] = torch.randn(Hq)
-        if data.draw(st.booleans()):
-            more["kv_lens"] = torch.randint(0, Skv + 1, (sizes["B"],))
+        D, dtype, group, names = DRAWN[kind]
+        Hq = sizes["Hkv"] * group
+        reach = st.sampled_from([0, 17, 600])
+        options = {
+            "causal": lambda: True,
+            "left": lambda: (data.draw(reach), None),
+            "window": lambda: (data.draw(reach), data.draw(reach)),
+            "softcap": lambda: data.draw(st.sampled_from([0.5, 50.0])),
+            "sinks": lambda: torch.randn(Hq),
+            "kv_lens": lambda: torch.randint(0, Skv + 1, (sizes["B"],)),
+        }
+        more = {name: options[name]() for name in names}
+        if "left" in more:
+            more["window"] = more.pop("left")
         check(draw(Sq, Skv, **sizes, Hq=Hq, D=D, dtype=dtype, **more))

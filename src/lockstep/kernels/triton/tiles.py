@@ -167,6 +167,24 @@ def tanh(x):
 
 
 @triton.jit
+def product(a, b):
+    """a bᵀ of a [M, D] and b [N, D]: [M, N] fp32.
+
+    A product of float32 is a chain of multiply-adds along D, each of which rounds. Chains of 32
+    that are then added in pairs err less than one long one. The additions are spelled as `fma`:
+    Triton takes a product that is added to something for a request to continue that chain.
+    """
+    HALF: tl.constexpr = a.shape[1] // 2
+    if a.dtype == tl.float32 and HALF >= 32:
+        a_lo, a_hi = tl.split(tl.trans(tl.reshape(a, [a.shape[0], 2, HALF]), 0, 2, 1))
+        b_lo, b_hi = tl.split(tl.trans(tl.reshape(b, [b.shape[0], 2, HALF]), 0, 2, 1))
+        s = tl.fma(product(a_hi, b_hi), 1.0, product(a_lo, b_lo))
+    else:
+        s = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    return s
+
+
+@triton.jit
 def scores(
     q,  # [BLOCK_Q, BLOCK_D]
     k,  # [BLOCK_KV, BLOCK_D]
@@ -181,7 +199,7 @@ def scores(
     `cap_scale` is scale / softcap. `late_scale` is LOG2E times softcap, or times scale where there
     is no softcap; SCALE_LATER says that it is positive and that there is no bias.
     """
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    s = product(q, k)
     if HAS_SOFTCAP:
         s = tanh(s * cap_scale)
     if bias is not None:
@@ -213,6 +231,9 @@ def online_softmax(s, unit, m, l):
 @triton.jit
 def weigh(p, v, acc):
     """acc + p v. Hidden keys have p = 0; see `strays` for what 0 · v may be."""
+    if v.dtype == tl.float32:
+        # A chain of its own, see `product`.
+        return tl.fma(tl.dot(p, v, input_precision=PRECISION), 1.0, acc)
     return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
 
