@@ -52,7 +52,8 @@ def prepare_rows(
     stride_ob, stride_oh, stride_os, stride_rb, stride_rh, stride_rs, H, B, Sq, Skv, q_slots,
     ALIGN: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """`stride_o*` are those of dout in units of ALIGN; `stride_r*` count rows of out and lse."""
+    """`stride_o*` are those of dout in units of ALIGN; `stride_r*` count rows of out and lse. Where
+    nobody takes turns, there are no counters to set to 0."""
     tile, batch, head, q_tile, start, len_q, _ = _place(
         cu_q_ptr, cu_kv_ptr, None, H, B, Sq, Skv, q_slots, BLOCK_Q
     )
@@ -78,9 +79,10 @@ def prepare_rows(
     lse2 = tl.where(is_stray, STRAY, lse * LOG2E)
     tl.store(to, tl.where(is_empty, float("inf"), lse2))
     tl.store(to + BLOCK_Q, tl.where(is_empty | is_stray, 0.0, delta))
-    tl.store(turn_ptr + tile, 0)
-    if tile == 0:
-        tl.store(ticket_ptr, 0)
+    if turn_ptr is not None:
+        tl.store(turn_ptr + tile, 0)
+        if tile == 0:
+            tl.store(ticket_ptr, 0)
 
 
 @triton.jit(do_not_specialize=_SIZES)

@@ -29,42 +29,48 @@ def _in_chunks(tile, n, _semantic=None):
     return _semantic.memdesc_reinterpret(tile, gl.int32, shape, layout)
 
 
+@gluon.constexpr_function
+def largest(dtype):
+    """The bits of the largest number."""
+    return 0x7F7F if dtype == gl.bfloat16 else 0x7BFF
+
+
 @gluon.jit
 def inspect(walk, tiles):
     """Partition of one warp: says of each query tile that consumers may go on with it. From the
     first tile on v is clean, from the second one on k, which is needed for dQ one step later."""
     dtype: gl.constexpr = tiles.k.dtype
-    LARGEST: gl.constexpr = 0x7F7F if dtype == gl.bfloat16 else 0x7BFF
+    LARGEST: gl.constexpr = largest(dtype)
     t = walk.n_steps * 0
     for n in range(walk.n_steps):
         slot = n % STAGES
         if n == 0:
             mbarrier.wait(tiles.kv_full, 0)
-            _replace(tiles.matrix(tiles.v), dtype, 0)
+            replace_strays(tiles.matrix(tiles.v), dtype, 0)
         mbarrier.wait(tiles.q_full.index(slot), (n // STAGES) & 1)
         mbarrier.wait(tiles.dout_full.index(slot), (n // STAGES) & 1)
         if walk.cuts(t):  # noqa: SIM102, Gluon would evaluate both sides of an `and`
-            if _has_strays(tiles.stats.index(slot), walk.BLOCK_Q):
-                _replace(tiles.matrix(tiles.q.index(slot)), dtype, 0)
-                _replace(tiles.matrix(tiles.dout.index(slot)), dtype, 0)
+            if has_strays(tiles.stats.index(slot), walk.BLOCK_Q):
+                replace_strays(tiles.matrix(tiles.q.index(slot)), dtype, 0)
+                replace_strays(tiles.matrix(tiles.dout.index(slot)), dtype, 0)
         fence_async_shared()
         mbarrier.arrive(tiles.inspected.index(slot), count=1)
         if n == 0:
-            _replace(tiles.matrix(tiles.k), dtype, LARGEST)
+            replace_strays(tiles.matrix(tiles.k), dtype, LARGEST)
             fence_async_shared()
             mbarrier.arrive(tiles.k_inspected, count=1)
         t = walk.next_number(t)
 
 
 @gluon.jit
-def _has_strays(stats, BLOCK_Q: gl.constexpr):
+def has_strays(stats, BLOCK_Q: gl.constexpr):
     """Whether any row has a q or dO that is not finite, by its lse2."""
     layout: gl.constexpr = gl.BlockedLayout([BLOCK_Q // 32], [32], [gl.num_warps()], [0])
     return gl.max(gl.abs(stats.slice(0, BLOCK_Q).load(layout)), 0) > HUGE
 
 
 @gluon.jit
-def _replace(tile, dtype: gl.constexpr, value: gl.constexpr):
+def replace_strays(tile, dtype: gl.constexpr, value: gl.constexpr):
     """Set what is not finite in a tile [rows, D] of shared memory to a number with these bits,
     signs aside."""
     N: gl.constexpr = tile.shape[0] * tile.shape[1] // (2 * CHUNK)

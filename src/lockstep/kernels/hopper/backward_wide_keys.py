@@ -1,0 +1,281 @@
+"""dK and dV for head dims above 128: one warpgroup sums dV, another one dK.
+
+    Sᵀ = K·Qᵀ    Pᵀ = exp2(Sᵀ·scale - lse)        dV += Pᵀ·dO
+    dPᵀ = V·dOᵀ  dSᵀ = Pᵀ∘(dPᵀ - delta)           dK += dSᵀ·Q
+
+A program owns BLOCK_KV = 64 keys and walks over the query tiles that see them. At head dim 256, dK
+and dV of 64 keys fill half of the registers of an SM, so each warpgroup holds one of them. That
+also parts the products: the line above needs nothing of the one below, and the one below only the
+weights Pᵀ, which go from each thread of the first warpgroup to the same thread of the second
+through shared memory. Scores are computed transposed, so that Pᵀ and dSᵀ are already the left
+operands, in registers, of the products for dV and dK. While one warpgroup computes weights, the
+products of the other keep the matrix units busy.
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.backward_strays import has_strays
+from lockstep.kernels.hopper.backward_tiles import STAGES, allocate_tiles, barriers
+from lockstep.kernels.hopper.backward_walk import assign
+from lockstep.kernels.hopper.backward_wide_tiles import (
+    Ring,
+    add_products,
+    multiply_rows,
+    no_sums,
+    pieces_of,
+    settle,
+    weigh,
+)
+from lockstep.kernels.hopper.gluon_shim import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    tma_store_wait,
+    warpgroup_mma_wait,
+)
+
+
+@aggregate
+class Team:
+    """What the warps of a program share."""
+
+    k: Ring  # dk in the end
+    v: Ring
+    q: Ring
+    dout: Ring
+    stats: gl.shared_memory_descriptor  # [STAGES, 2 * BLOCK_Q] fp32: lse2 and delta, as full as q
+    inspected: gl.shared_memory_descriptor  # of v, q and dout
+    weights: gl.shared_memory_descriptor  # [2, 16, 256] fp32: `as_registers`
+    weighed: gl.shared_memory_descriptor
+    taken: gl.shared_memory_descriptor
+    done: gl.shared_memory_descriptor  # with all products
+    dkv_full: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, keys, queries, stats, inspected, weights, ends):
+        self.k = keys[0]
+        self.v = keys[1]
+        self.q = queries[0]
+        self.dout = queries[1]
+        self.stats = stats
+        self.inspected = inspected
+        self.weights = weights[0]
+        self.weighed = weights[1]
+        self.taken = weights[2]
+        self.done = ends[0]
+        self.dkv_full = ends[1]
+
+    @gluon.jit
+    def create(q_desc, dout_desc, stats_desc, k_desc, v_desc, ND: gl.constexpr, NDV: gl.constexpr):
+        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        weights = gl.allocate_shared_memory(gl.float32, [2, 16, 256], flat)
+        return Team(
+            (Ring.create(k_desc, ND, 1, 1), Ring.create(v_desc, NDV, 1, 1)),
+            (Ring.create(q_desc, ND, STAGES, 2), Ring.create(dout_desc, NDV, STAGES, 2)),
+            allocate_tiles(stats_desc, STAGES),
+            barriers(STAGES, 1),
+            (weights, barriers(2, 1), barriers(2, 1)),
+            (barriers(1, 2).index(0), barriers(1, 2).index(0)),
+        )
+
+    @gluon.jit
+    def await_dout(self, n, MASKED: gl.constexpr, pred=True):
+        """Until the n-th tile of dO is there and, under a mask, rid of what is not finite."""
+        ready = self.inspected if MASKED else self.dout.full
+        mbarrier.wait(ready.index(n % STAGES), (n // STAGES) & 1, pred=pred)
+
+
+@gluon.jit
+def as_registers(x):
+    """An accumulator [64, 64] as [16, 256]: four registers of thread 0, of thread 1, … of 128
+    threads, then their next four."""
+    # Row 16·warp + 8·i + lane // 4, column 8·j + 2·(lane % 4) + k: register 4·j + 2·i + k.
+    return x.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([16, 256])
+
+
+@gluon.jit
+def from_registers(x):
+    """The way back."""
+    return x.reshape([8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, 64])
+
+
+@gluon.jit
+def sum_values(walk, team, scale_log2, cap_log2, CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr):
+    """Partition of four warps: S, the weights and dV.
+
+    A cap or a scale that is not positive would bring scores of -inf back; unless HIDES_SCORES, it
+    is the weights that are hidden."""
+    MASKED: gl.constexpr = walk.HAS_LEFT or walk.HAS_RIGHT
+    dv = no_sums(team.v.N)
+    t = walk.n_steps * 0
+    team.k.wait(0)
+    team.q.wait(0, pred=walk.n_steps > 0)
+    s = warpgroup_mma_wait(0, deps=(multiply_rows(team.k, 0, 0, team.q, 0),))
+    team.q.release(0)
+    columns: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    for n in range(walk.n_steps):
+        lse2 = team.stats.index(n % STAGES).slice(0, walk.BLOCK_Q).load(columns)
+        lse2 = gl.expand_dims(lse2, 0)
+        if HIDES_SCORES:
+            if walk.cuts(t):
+                s = walk.hide(s, t, 0, -float("inf"))
+            p, slope = weigh(s, lse2, scale_log2, cap_log2, CAPPED)
+        else:
+            p, slope = weigh(s, lse2, scale_log2, cap_log2, CAPPED)
+            if walk.cuts(t):
+                p = walk.hide(p, t, 0, 0.0)
+                slope = walk.hide(slope, t, 0, 0.0)
+        mbarrier.wait(team.taken.index(n & 1), ((n >> 1) & 1) ^ 1)
+        team.weights.index(n & 1).store(as_registers(p * slope if CAPPED else p))
+        mbarrier.arrive(team.weighed.index(n & 1), count=1)
+        team.await_dout(n, MASKED)
+        dv = add_products(dv, p, team.dout, n)
+        is_more = n + 1 < walk.n_steps
+        team.q.wait(n + 1, pred=is_more)
+        # After the last tile this multiplies what lies there, and nobody looks at it.
+        s = multiply_rows(team.k, 0, 0, team.q, n + 1)
+        s, dv = settle(s, dv)
+        team.dout.release(n)
+        team.q.release(n + 1, pred=is_more)
+        t = walk.next_number(t)
+    _finish(team, team.v, dv, 1.0, MASKED)
+
+
+@gluon.jit
+def sum_keys(walk, team, scale):
+    """Partition of four warps: dP, dS and dK."""
+    MASKED: gl.constexpr = walk.HAS_LEFT or walk.HAS_RIGHT
+    dk = no_sums(team.k.N)
+    team.v.wait(0)
+    team.await_dout(0, MASKED, pred=walk.n_steps > 0)
+    dp = warpgroup_mma_wait(0, deps=(multiply_rows(team.v, 0, 0, team.dout, 0),))
+    team.dout.release(0)
+    columns: gl.constexpr = gl.SliceLayout(0, dp.type.layout)
+    registers: gl.constexpr = as_registers(dp).type.layout
+    for n in range(walk.n_steps):
+        team.q.wait(n)
+        delta = team.stats.index(n % STAGES).slice(walk.BLOCK_Q, walk.BLOCK_Q).load(columns)
+        dp = dp - gl.expand_dims(delta, 0)
+        mbarrier.wait(team.weighed.index(n & 1), (n >> 1) & 1)
+        p = from_registers(team.weights.index(n & 1).load(registers))
+        ds = gl.convert_layout(p, dp.type.layout) * dp
+        mbarrier.arrive(team.taken.index(n & 1), count=1)
+        dk = add_products(dk, ds, team.q, n)
+        is_more = n + 1 < walk.n_steps
+        team.await_dout(n + 1, MASKED, pred=is_more)
+        dp = multiply_rows(team.v, 0, 0, team.dout, n + 1)
+        dp, dk = settle(dp, dk)
+        team.q.release(n)
+        team.dout.release(n + 1, pred=is_more)
+    _finish(team, team.k, dk, scale, MASKED)
+
+
+@gluon.jit
+def _finish(team, to, sums, scale, MASKED: gl.constexpr):
+    """Leave scale · sums to the producer, where k or v was."""
+    mbarrier.arrive(team.done, count=1)
+    mbarrier.wait(team.done, 0)
+    for p in gl.static_range(pieces_of(to.N)):
+        x = sums[p]
+        if MASKED:
+            # Whatever is not finite is NaN: `backward_strays`.
+            x += x * 0.0
+        to.piece(0, p).store((x * scale).to(to.chunks.dtype))
+    fence_async_shared()
+    mbarrier.arrive(team.dkv_full, count=1)
+
+
+@gluon.jit
+def produce(job, walk, team, heads_per_kv, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
+            dv_desc):  # fmt: skip
+    """Partition of one warp: loads k, v and the query tiles, and stores dk and dv."""
+    team.k.send(0, k_desc, job.kv_coordinates())
+    team.v.send(0, v_desc, job.kv_coordinates())
+    tile = walk.first_tile
+    t = tile * 0
+    head = job.head * heads_per_kv
+    for n in range(walk.n_steps):
+        slot = n % STAGES
+        row = job.q_coordinates(head, (job.first_q_tile + t) * walk.BLOCK_Q)
+        team.q.send(n, q_desc, row, stats_desc.block_type.nbytes)
+        stats_at = [tile * (2 * walk.BLOCK_Q)]
+        tma_load(stats_desc, stats_at, team.q.full.index(slot), team.stats.index(slot))
+        team.dout.send(n, dout_desc, row)
+        tile, t = walk.next(tile, t)
+        head = gl.where(t == 0, head + 1, head)
+    mbarrier.wait(team.dkv_full, 0)
+    team.k.store(dk_desc, job.dkv_coordinates())
+    team.v.store(dv_desc, job.dkv_coordinates())
+    tma_store_wait(0)
+
+
+@gluon.jit
+def inspect(walk, team):
+    """Partition of one warp: takes what is not finite out of v, and out of query tiles with hidden
+    pairs, before dO and then q are multiplied: `backward_strays`."""
+    t = walk.n_steps * 0
+    for n in range(walk.n_steps):
+        if n == 0:
+            team.v.wait(0)
+            team.v.replace_strays(0, 0)
+        team.q.wait(n)
+        team.dout.wait(n)
+        if walk.cuts(t):  # noqa: SIM102, Gluon would evaluate both sides of an `and`
+            if has_strays(team.stats.index(n % STAGES), walk.BLOCK_Q):
+                team.q.replace_strays(n, 0)
+                team.dout.replace_strays(n, 0)
+        fence_async_shared()
+        mbarrier.arrive(team.inspected.index(n % STAGES), count=1)
+        t = walk.next_number(t)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "cu_q_ptr", "cu_kv_ptr", "kv_lens_ptr", "kv_slots", "q_slots", "n_heads", "Hkv",
+        "heads_per_kv", "B", "Sq", "Skv", "left", "right", "kv_batch_rows",
+    ]
+)  # fmt: skip
+def keys_kernel(
+    q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, cu_q_ptr, cu_kv_ptr,
+    kv_lens_ptr, scale, scale_log2, cap_log2, kv_slots, q_slots, n_heads, Hkv, heads_per_kv, B,
+    Sq, Skv, left, right, kv_batch_rows,
+    ND: gl.constexpr, NDV: gl.constexpr, LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr, CAPPED: gl.constexpr,
+    HIDES_SCORES: gl.constexpr,
+):  # fmt: skip
+    # One head after the other, which shares most of L2; the first keys of a head first, which have
+    # the longest walks under a causal mask and the last tickets.
+    ticket = gl.num_programs(0) - 1 - gl.program_id(0)
+    job, walk = assign(
+        ticket, kv_slots, q_slots, n_heads, 1, Hkv, heads_per_kv, B, Sq, Skv, left,
+        right, kv_batch_rows, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT,
+        HAS_EDGE, q_desc.block_shape[3], k_desc.block_shape[3],
+    )  # fmt: skip
+    team = Team.create(q_desc, dout_desc, stats_desc, k_desc, v_desc, ND, NDV)
+    # Tuples are written out in place: bound to a name, the constants in them become tensors.
+    if HAS_LEFT or HAS_RIGHT:
+        gl.warp_specialize(
+            [
+                (sum_values, (walk, team, scale_log2, cap_log2, CAPPED, HIDES_SCORES)),
+                (sum_keys, (walk, team, scale)),
+                (produce, (job, walk, team, heads_per_kv, q_desc, dout_desc, stats_desc, k_desc,
+                           v_desc, dk_desc, dv_desc)),
+                (inspect, (walk, team)),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (sum_values, (walk, team, scale_log2, cap_log2, CAPPED, HIDES_SCORES)),
+                (sum_keys, (walk, team, scale)),
+                (produce, (job, walk, team, heads_per_kv, q_desc, dout_desc, stats_desc, k_desc,
+                           v_desc, dk_desc, dv_desc)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip

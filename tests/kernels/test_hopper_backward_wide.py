@@ -1,0 +1,169 @@
+"""The Hopper backward for head dims above 128, without a GPU: its machine code, and which keys the
+programs of dQ walk over. On a GPU it is tested with the others, in `test_hopper_backward.py`."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+from hopper_build import Build, compile_for_hopper, count, writes_in_flight
+from machine_code import Instructions, loops
+
+from lockstep.kernels.hopper import backward_wide, backward_wide_queries
+from lockstep.kernels.hopper.backward import FAR
+from lockstep.kernels.hopper.backward_wide_queries import Sight
+from lockstep.problem import Tensors, describe, make_options
+
+BLOCK_Q, BLOCK_KV = backward_wide.BLOCK_Q, backward_wide.BLOCK
+
+
+def compiled(which: str, D: int, Dv: int, causal: bool) -> Build:
+    """A kernel as a call with these options would launch it."""
+    q, v = (torch.empty(2, 4, 512, d, dtype=torch.bfloat16) for d in (D, Dv))
+    tensors = Tensors(q, q, v)
+    problem = describe(tensors, make_options(causal, None, None, None))
+    cut = backward_wide.cut_of(problem)
+    stats = torch.empty(cut.n_tiles, 2, BLOCK_KV)
+    if which == "keys":
+        kernel = backward_wide.keys_kernel
+        given = backward_wide.keys_arguments(problem, tensors, v, stats, q, v, cut)
+    else:
+        kernel = backward_wide.queries_kernel
+        given = backward_wide.queries_arguments(problem, tensors, v, stats, q, cut)
+    arguments, constants = given
+    return compile_for_hopper(kernel, arguments, **constants, **backward_wide.OPTIONS)
+
+
+# Of each loop, one per warpgroup: HGMMA instructions and exponentials. A product over the head dim
+# takes one of 16 columns each; one over 64 rows takes four, or eight where it comes in two pieces.
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("keys", 256, 256, False, {(20, 32), (20, 0)}),
+        ("keys", 192, 128, True, {(16, 32), (16, 0)}),
+        ("queries", 256, 256, True, {(36, 32)}),
+        ("queries", 192, 128, False, {(28, 32)}),
+    ],
+    ids=str,
+)
+def case(request):
+    *call, expected = request.param
+    return compiled(*call), expected
+
+
+def loop_counts(body: Instructions) -> tuple[int, int]:
+    names = count([text for _, text in body])
+    return names["HGMMA"], names["MUFU.EX2"]
+
+
+def consumer_loops(build: Build, expected: set[tuple[int, int]]) -> list[Instructions]:
+    """The innermost loops with such counts: a wait that is not over at once jumps away and back,
+    which looks like a longer loop."""
+    found: list[tuple[int, int, Instructions]] = []
+    for begin, end in sorted(set(loops(build.instructions)), key=lambda loop: loop[1] - loop[0]):
+        body = [(at, text) for at, text in build.instructions if begin <= at <= end]
+        apart = all(end < b or e < begin for b, e, _ in found)
+        if apart and loop_counts(body) in expected:
+            found.append((begin, end, body))
+    return [body for *_, body in found]
+
+
+def test_machine_code(case):
+    build, expected = case
+    assert "serialized" not in build.report
+    assert build.registers == 168
+    bodies = consumer_loops(build, expected)
+    assert len(bodies) == 2
+    assert {loop_counts(body) for body in bodies} == expected
+    for body in bodies:
+        # A few addresses are kept in local memory; the smallest matrix would be 16 registers.
+        assert count([text for _, text in body])["STL"] < 16
+        assert not writes_in_flight(body)
+
+
+def test_no_atomics(case):
+    names = [text.split()[0] for _, text in case[0].instructions]
+    assert not any(name.startswith(("RED.", "REDG", "ATOM", "UTMAREDG")) for name in names)
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(136, 136), (192, 128), (256, 256), (256, 8), (64, 200)])
+def test_tiles_fit_in_shared_memory(D, Dv):
+    q, v = (torch.empty(1, 1, 64, d, dtype=torch.bfloat16) for d in (D, Dv))
+    problem = describe(Tensors(q, q, v), make_options(False, None, None, None))
+    nd, ndv = backward_wide._chunks(problem).values()
+    k_stages, v_stages = backward_wide._stages(problem).values()
+    assert k_stages >= 2
+    assert v_stages >= 1
+    chunks = 2 * (nd + ndv) + k_stages * nd + v_stages * ndv
+    # Statistics and barriers need little.
+    assert chunks * BLOCK_KV * 64 * 2 + 1024 <= backward_wide.SHARED_BYTES
+
+
+class PlainSight(SimpleNamespace):
+    """`Sight` with numbers for tensors."""
+
+    def __init__(self, tiles, bounds, *constants):
+        names = ("BLOCK_KV", "HAS_LEFT", "HAS_RIGHT", "HAS_EDGE")
+        super().__init__(**dict(zip(names, constants, strict=True)))
+        self.first_tile, self.n_steps = tiles
+        self.low, self.high, self.room = bounds
+
+    def sees(self, r: int, c: int, t: int) -> bool:
+        """As `hide` has it, for query r of the program and key c of its t-th tile."""
+        key = c + t * self.BLOCK_KV
+        is_seen = key < self.room
+        if self.HAS_LEFT:
+            is_seen = is_seen and r + self.low <= key
+        if self.HAS_RIGHT:
+            is_seen = is_seen and r + self.high >= key
+        return is_seen
+
+
+def test_programs_of_dq_visit_every_pair_that_sees_each_other_once(monkeypatch):
+    plain = SimpleNamespace(
+        where=lambda condition, a, b: a if condition else b,
+        minimum=min,
+        maximum=max,
+        cdiv=lambda a, b: -(-a // b),
+    )
+    monkeypatch.setattr(backward_wide_queries, "gl", plain)
+    monkeypatch.setattr(backward_wide_queries, "BLOCK_Q", BLOCK_Q)
+    monkeypatch.setattr(backward_wide_queries, "Sight", PlainSight)
+    monkeypatch.setattr(backward_wide_queries, "Place", lambda place, lengths, layout: place)
+    draws = random.Random(0)
+    for _ in range(60):
+        left, right = (draws.choice([None, 0, draws.randrange(300)]) for _ in range(2))
+        Sq, Skv = draws.randrange(1, 400), draws.randrange(1, 400)
+        visible = {
+            (q, k)
+            for q in range(Sq)
+            for k in range(Skv)
+            if (left is None or k >= q + Skv - Sq - left)
+            and (right is None or k <= q + Skv - Sq + right)
+        }
+        seen: set[tuple[int, int]] = set()
+        for slot in range(-(-Sq // BLOCK_Q)):
+            (*_, q_idx, _), sight = backward_wide_queries.assign.fn(
+                slot, 0, 1, 1, 1, 1, Sq, Skv, FAR if left is None else left,
+                FAR if right is None else right, 0, None, None, None, "dense", left is not None,
+                right is not None, True, BLOCK_KV,
+            )  # fmt: skip
+            rows = range(min(BLOCK_Q, Sq - q_idx))
+            for t in range(sight.n_steps):
+                first_key = (sight.first_tile + t) * BLOCK_KV
+                pairs = {
+                    (q_idx + r, first_key + c)
+                    for r in rows
+                    for c in range(BLOCK_KV)
+                    if sight.sees(r, c, t)
+                }
+                assert not pairs & seen
+                seen |= pairs
+                if not Sight.cuts.fn(sight, t):
+                    assert len(pairs) == len(rows) * BLOCK_KV
+        assert seen == visible
