@@ -38,10 +38,9 @@ SHARED_BYTES = 227 * 1024
 
 def cut_of(problem: AttentionProblem) -> narrow.Cut:
     """Tiles of the first pass, whose query tiles are those of the statistics."""
-    packed = problem.layout == "varlen"
-    slots = (_slots(problem, S, BLOCK) for S in (problem.Sq, problem.Skv))
-    sequences = 1 if packed else problem.B
-    return narrow.Cut(256, BLOCK, *slots, sequences, problem.Hq, problem.Hkv)
+    q_slots, kv_slots = (_slots(problem, S, BLOCK) for S in (problem.Sq, problem.Skv))
+    sequences = 1 if problem.layout == "varlen" else problem.B
+    return narrow.Cut(256, BLOCK, q_slots, kv_slots, sequences, problem.Hq, problem.Hkv)
 
 
 def _slots(problem: AttentionProblem, S: int, block: int) -> int:

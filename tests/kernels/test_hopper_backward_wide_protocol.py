@@ -1,0 +1,276 @@
+"""Who waits for whom in the wide Hopper backward: its own functions, run as Python on barriers that
+count as mbarriers do, with warps in random order. No one may wait forever, and no tile may change
+while it is read."""
+
+from __future__ import annotations
+
+import random
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+from triton.runtime.jit import JITFunction
+
+from lockstep.kernels.hopper import backward_wide_keys as keys
+from lockstep.kernels.hopper import backward_wide_queries as queries
+from lockstep.kernels.hopper import backward_wide_tiles as tiles
+
+# Taken before they are replaced.
+CREATE_KEYS, AWAIT_DOUT = keys.Team.create.fn, keys.Team.await_dout.fn
+CREATE_QUERIES = queries.Team.create.fn
+DESC = SimpleNamespace(block_type=SimpleNamespace(nbytes=1), dtype=None)
+
+
+class Crew:
+    """Threads of which one runs at a time; at each barrier another one is chosen by lot."""
+
+    def __init__(self, seed: int) -> None:
+        self.draws = random.Random(seed)
+        self.waiting: dict = {}  # what each thread waits for
+        self.turns: dict = {}
+        self.failure: BaseException | None = None
+
+    def pause(self, holds=lambda: True) -> None:
+        me = threading.get_ident()
+        self.waiting[me] = holds
+        self.pass_on()
+        self.turns[me].acquire()
+        if self.failure is not None:
+            raise RuntimeError("stopped")
+
+    def pass_on(self) -> None:
+        able = [i for i, holds in self.waiting.items() if self.failure is not None or holds()]
+        if self.waiting and not able:
+            self.failure = AssertionError("everyone waits")
+            able = list(self.waiting)
+        if able:
+            chosen = self.draws.choice(able)
+            del self.waiting[chosen]
+            self.turns[chosen].release()
+
+    def run(self, *warps) -> None:
+        started = threading.Barrier(len(warps) + 1)
+
+        def body(warp) -> None:
+            me = threading.get_ident()
+            self.turns[me] = threading.Semaphore(0)
+            self.waiting[me] = lambda: True
+            started.wait()
+            self.turns[me].acquire()
+            try:
+                warp()
+            except BaseException as error:
+                self.failure = self.failure or error
+            self.pass_on()
+
+        threads = [threading.Thread(target=body, args=(warp,)) for warp in warps]
+        for thread in threads:
+            thread.start()
+        started.wait()
+        self.pass_on()
+        for thread in threads:
+            thread.join()
+        if self.failure is not None:
+            raise self.failure
+
+
+class Barrier:
+    """Completes a phase when all have arrived and all bytes have landed."""
+
+    def __init__(self, count: int) -> None:
+        self.count = self.missing = count
+        self.bytes = self.phase = 0
+
+    def change(self, arrivals: int, nbytes: int) -> None:
+        self.missing -= arrivals
+        self.bytes += nbytes
+        assert self.missing >= 0
+        if self.missing == 0 and self.bytes == 0:
+            self.missing = self.count
+            self.phase += 1
+
+
+class Slots(list):
+    """Shared memory by its first dim."""
+
+    dtype = None
+
+    def index(self, i):
+        return self[i]
+
+
+class Anything:
+    """Stands for every value that no one waits for."""
+
+    def __getattr__(self, name):
+        return self
+
+    def __call__(self, *args, **more):
+        return self
+
+    __add__ = __sub__ = __mul__ = __lt__ = __floordiv__ = __getitem__ = __radd__ = __call__
+
+
+class PlainGluon(Anything):
+    static_range = range
+
+    @staticmethod
+    def where(condition, a, b):
+        return a if condition else b
+
+
+class PlainRing:
+    def __init__(self, chunks, full, empty, N, STAGES):
+        self.chunks, self.full, self.empty, self.N, self.STAGES = chunks, full, empty, N, STAGES
+        self.n_tiles = 0  # that will ever be sent
+
+    create = staticmethod(tiles.Ring.create.fn)
+    send, wait, release = tiles.Ring.send.fn, tiles.Ring.wait.fn, tiles.Ring.release.fn
+    piece = store = Anything()
+
+    def check(self, i: int) -> None:
+        if i < self.n_tiles:
+            assert self.chunks[i % self.STAGES * self.N].holds == i
+
+    def replace_strays(self, i, value):
+        self.check(i)
+
+
+@pytest.fixture
+def crew(monkeypatch, request):
+    crew = Crew(request.param)
+    reads: dict = {}  # of each thread: what its products read
+
+    def wait(barrier, phase, pred=True):
+        crew.pause(lambda: not pred or barrier.phase & 1 != phase)
+
+    def arrive(barrier, count, pred=True):
+        if pred:
+            barrier.change(count, 0)
+
+    def load(desc, at, barrier, tile):
+        crew.pause()
+        tile.holds = at[3] if len(at) == 5 else None
+        barrier.change(0, -1)
+
+    def read(*those):
+        for ring, i in those:
+            ring.check(i)
+        reads.setdefault(threading.get_ident(), []).extend(those)
+        return Anything()
+
+    def settle(*_, **__):
+        crew.pause()
+        for ring, i in reads.pop(threading.get_ident(), ()):
+            ring.check(i)
+        return Anything(), Anything()
+
+    plain = {
+        "mbarrier": SimpleNamespace(
+            wait=wait, arrive=arrive, expect=lambda barrier, n: barrier.change(1, n)
+        ),
+        "tma_load": load,
+        "gl": PlainGluon(),
+        "Ring": PlainRing,
+        "barriers": lambda n, count: Slots(Barrier(count) for _ in range(n)),
+        "allocate_tiles": lambda desc, n: Slots(SimpleNamespace(holds=None) for _ in range(n)),
+        "multiply_rows": lambda own, i, first, ring, j: read((own, i), (ring, j)),
+        "add_products": lambda sums, weights, ring, i: read((ring, i)),
+        "settle": settle,
+        "warpgroup_mma_wait": lambda n, deps: settle()[0],
+        "weigh": lambda *_: (Anything(), Anything()),
+        "pieces_of": lambda N: 1,
+        **dict.fromkeys(("fence_async_shared", "tma_store_wait", "has_strays"), Anything()),
+        **dict.fromkeys(("no_sums", "as_registers", "from_registers", "largest"), Anything()),
+        "STAGES": keys.STAGES.value,
+        "ROWS": 64,
+        "CHUNK": 64,
+        "BLOCK_Q": 128,
+        "Team": lambda *parts: parts,
+    }
+    for module in (tiles, keys, queries):
+        for name, value in vars(module).copy().items():
+            if isinstance(value, JITFunction):
+                monkeypatch.setattr(module, name, value.fn)
+            if name in plain:
+                monkeypatch.setattr(module, name, plain[name])
+    return crew
+
+
+by_lot = pytest.mark.parametrize("crew", range(40), indirect=True)
+
+
+def walk_of(draws: random.Random, masked: bool) -> SimpleNamespace:
+    n_steps = draws.choice([0, 1, 2, 3, 7, 40])
+    cuts = [masked and draws.random() < 0.4 for _ in range(n_steps + 1)]
+    return SimpleNamespace(
+        n_steps=n_steps,
+        first_tile=0,
+        BLOCK_Q=1,
+        BLOCK_KV=1,
+        HAS_LEFT=masked,
+        HAS_RIGHT=masked,
+        cuts=cuts.__getitem__,
+        hide=Anything(),
+        next=lambda tile, t: (tile + 1, t + 1),
+        next_number=lambda t: t + 1,
+    )
+
+
+@by_lot
+@pytest.mark.parametrize("masked", [False, True])
+def test_keys(crew, masked):
+    walk = walk_of(crew.draws, masked)
+    (k, v), (q, dout), stats, inspected, weights, ends = CREATE_KEYS(*[DESC] * 5, 2, 3)
+    k.n_tiles = v.n_tiles = 1
+    q.n_tiles = dout.n_tiles = walk.n_steps
+    stats = Slots(Anything() for _ in stats)
+    weights = (Slots([Anything()] * 2), *weights[1:])
+    names = ("weights", "weighed", "taken", "done", "dkv_full")
+    team = SimpleNamespace(k=k, v=v, q=q, dout=dout, stats=stats, inspected=inspected)
+    vars(team).update(zip(names, (*weights, *ends), strict=True))
+    team.await_dout = lambda *a, **more: AWAIT_DOUT(team, *a, **more)
+    job = SimpleNamespace(
+        head=0,
+        first_q_tile=0,
+        kv_coordinates=lambda: (0,) * 5,
+        dkv_coordinates=lambda: (0,) * 5,
+        q_coordinates=lambda head, row: (0, 0, 0, row, 0),
+    )
+    crew.run(
+        lambda: keys.sum_values(walk, team, 1.0, 1.0, False, True),
+        lambda: keys.sum_keys(walk, team, 1.0),
+        lambda: keys.produce(job, walk, team, 1, *[DESC] * 7),
+        *([lambda: keys.inspect(walk, team)] if masked else []),
+    )
+
+
+@by_lot
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("stages", [(2, 1), (3, 2)])
+def test_queries(crew, stages, masked):
+    sight = walk_of(crew.draws, masked)
+    names = ("q", "dout", "k", "v", "inspected", "dq_full")
+    parts = CREATE_QUERIES(*[DESC] * 4, 2, 3, *stages, masked)
+    team = SimpleNamespace(**dict(zip(names, parts, strict=True)))
+    team.q.n_tiles = team.dout.n_tiles = 1
+    team.k.n_tiles = team.v.n_tiles = sight.n_steps
+    place = SimpleNamespace(
+        q_idx=Anything(),
+        len_q=Anything(),
+        stats_tile=Anything(),
+        q_coordinates=lambda: (0,) * 5,
+        kv_coordinates=lambda key: (0, 0, 0, key, 0),
+    )
+    consumers = [
+        lambda w=w: queries.consume(w, place, sight, team, Anything(), 1.0, 1.0, 1.0, False, True)
+        for w in (0, 1)
+    ]
+    crew.run(
+        *consumers,
+        lambda: queries.produce(place, sight, team, *[DESC] * 5),
+        *([lambda: queries.inspect(sight, team)] if masked else []),
+    )
