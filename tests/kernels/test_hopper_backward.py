@@ -14,6 +14,7 @@ import torch
 from problems import GRADIENT_LIMIT, Case, draw, draw_seeds, draw_varlen, error, run, same_bits
 
 from lockstep import reference
+from lockstep.kernels.hopper import KERNEL
 from lockstep.kernels.kernel import Needs
 from lockstep.problem import Tensors, describe, make_options
 
@@ -27,7 +28,7 @@ pytestmark = [
 
 DTYPES = (torch.bfloat16, torch.float16)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
-by_head_dim = pytest.mark.parametrize("D", [64, 128])
+by_head_dim = pytest.mark.parametrize("D", [64, 128, 256])
 
 
 @pytest.fixture(autouse=True)
@@ -39,17 +40,15 @@ def _seed_on_gpu():
 
 def gradients(case: Case, seeds: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
     """dq, dk, dv and dsinks of the Hopper kernel, out and lse taken from the oracle."""
-    from lockstep.kernels.hopper.backward import backward, supports_backward
-
     tensors = Tensors(**case.tensors)
     names = ("causal", "window", "scale", "softcap")
     options = make_options(*({"causal": False, **case.options}.get(name) for name in names))
     problem = describe(tensors, options)
-    assert supports_backward(problem) is None
+    assert KERNEL.supports_backward(problem) is None
     saved = run(case, reference)
     out, lse = saved.out.to(problem.dtype), saved.lse.float()
     needs = Needs(True, True, True, False, tensors.sinks is not None)
-    found = backward(problem, tensors, out, lse, *seeds, needs)
+    found = KERNEL.backward(problem, tensors, out, lse, *seeds, needs)
     return {f"d{name}": x for name, x in found._asdict().items() if x is not None}
 
 
@@ -75,7 +74,13 @@ def test_dense(causal, D, dtype):
         check(draw(Sq, Skv, B=2, Hq=4, Hkv=2, D=D, dtype=dtype, causal=causal))
 
 
-@pytest.mark.parametrize(("D", "Dv"), [(8, 64), (40, 40), (96, 96), (96, 32), (64, 128)])
+@pytest.mark.parametrize(
+    ("D", "Dv"),
+    [
+        *((8, 64), (40, 40), (96, 96), (96, 32), (64, 128)),
+        *((192, 192), (192, 128), (160, 160), (136, 256), (64, 200), (256, 8)),
+    ],
+)
 def test_other_head_dims(D, Dv):
     check(draw(190, 201, D=D, Dv=Dv, dtype=torch.bfloat16, causal=True))
 
@@ -158,7 +163,11 @@ def test_nothing_beyond_a_length_leaks(garbage, D):
 
 
 @pytest.mark.parametrize(
-    ("D", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (64, torch.float16)]
+    ("D", "dtype"),
+    [
+        *((64, torch.bfloat16), (128, torch.bfloat16), (64, torch.float16)),
+        *((192, torch.bfloat16), (256, torch.bfloat16), (192, torch.float16)),
+    ],
 )
 def test_garbage_stays_with_those_who_see_it(D, dtype):
     """A query or dO that is not finite reaches the keys its row sees; a key or value, the rows that

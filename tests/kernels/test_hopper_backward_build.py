@@ -106,8 +106,8 @@ def describe_call(D: int = 64, Dv: int | None = None, dtype=torch.bfloat16, S: i
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
-        (describe_call(D=256), "up to 128, got 256 and 256"),
-        (describe_call(D=64, Dv=192), "up to 128, got 64 and 192"),
+        (describe_call(D=264), "up to 256, got 264 and 264"),
+        (describe_call(D=64, Dv=320), "up to 256, got 64 and 320"),
         (describe_call(D=60), "multiples of 8, got 60"),
         (describe_call(dtype=torch.float32), "takes float16 and bfloat16, got float32"),
         (describe_call(S=0), "at least one query and one key"),
@@ -118,6 +118,6 @@ def test_refusals(problem, reason):
     assert reason in backward.supports_backward(problem)
 
 
-@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (96, 40), (8, 128)])
-def test_takes_head_dims_up_to_128(D, Dv):
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (96, 40), (8, 256)])
+def test_takes_head_dims_up_to_256(D, Dv):
     assert backward.supports_backward(describe_call(D, Dv)) is None

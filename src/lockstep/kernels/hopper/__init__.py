@@ -14,6 +14,7 @@ Importing this package does not import Triton.
     copy_engine.py what tensors the copy engine takes
     launch.py      from a problem to a launch
     backward.py    gradients, and its own list of modules
+    backward_wide.py  those of head dims above 128, and its own
 
 A row's bits depend on its own sequence and the head dims alone.
 """
@@ -30,6 +31,8 @@ from lockstep.kernels.kernel import Gradients, Kernel, Needs
 from lockstep.problem import AttentionProblem, Tensors
 
 MAX_HEAD_DIM = 256
+# Above it, gradients take two passes.
+MAX_ONE_PASS_HEAD_DIM = 128
 # Rows are coordinates of tensor maps, which reach to 2^31, half of it for the length.
 MAX_ROWS = 1 << 29
 # Fewer query rows than this leave the SMs idle: the Triton path splits the keys instead.
@@ -51,7 +54,10 @@ def _backward(
     dlse: Tensor | None,
     needs: Needs,
 ) -> Gradients:
-    from lockstep.kernels.hopper.backward import backward
+    if max(problem.D, problem.Dv) > MAX_ONE_PASS_HEAD_DIM:
+        from lockstep.kernels.hopper.backward_wide import backward
+    else:
+        from lockstep.kernels.hopper.backward import backward
 
     return backward(problem, tensors, out, lse, dout, dlse, needs)
 

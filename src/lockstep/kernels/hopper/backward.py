@@ -22,6 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
+from lockstep.kernels.hopper import MAX_HEAD_DIM
 from lockstep.kernels.hopper.backward_kernel import backward_kernel
 from lockstep.kernels.hopper.backward_rows import finish_queries, prepare_rows
 from lockstep.kernels.hopper.copy_engine import ALIGNMENT, copy, fit, ragged
@@ -52,8 +53,8 @@ def supports_backward(problem: AttentionProblem) -> str | None:
         return "has no backward through a bias"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, got {str(problem.dtype).removeprefix('torch.')}"
-    if max(problem.D, problem.Dv) > max(BLOCK_Q):
-        return f"has a backward for D and Dv up to 128, got {problem.D} and {problem.Dv}"
+    if max(problem.D, problem.Dv) > MAX_HEAD_DIM:
+        return f"has a backward for D and Dv up to 256, got {problem.D} and {problem.Dv}"
     if problem.D % 8 or problem.Dv % 8:
         return f"takes D and Dv that are multiples of 8, got {problem.D} and {problem.Dv}"
     if 0 in (problem.B, problem.Sq, problem.Skv):
