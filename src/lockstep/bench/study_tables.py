@@ -30,6 +30,7 @@ STEPS = {
     "dQ a step later": "from the diagonal, two parts, dQ a step later",
 }
 ONE_HEAD = "one head in turn"
+WIDE = "hopper-backward-wide"
 
 
 def forward_builds(directory: Path) -> str:
@@ -100,14 +101,21 @@ def backward_steps(directory: Path) -> str:
     return _backward(directory, DIAGONAL_RUN, (*STEPS, ONE_HEAD, PEER), column)
 
 
+def wide_backward(directory: Path) -> str:
+    """The backward for head dims above 128 beside what ran there before it, and its peers."""
+    designs = ("two passes", "Triton", "FA2", PEER)
+    return _backward(directory, 1, designs, lambda row: row["design"], designs, WIDE)
+
+
 def _backward(
     directory: Path,
     run_number: int,
     heads: tuple[str, ...],
     column: Callable[[Row], str | None],
     mark: tuple[str, ...] = (),
+    suite: str = "hopper-backward",
 ) -> str:
-    run = results.newest("hopper-backward", directory)
+    run = results.newest(suite, directory)
     if run is None:
         return results.NOT_MEASURED
     cells: dict[tuple[int, int, bool], dict[str, int]] = {}
@@ -139,4 +147,5 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "hopper_backward_ways_out": ways_out,
     "hopper_backward_heads": heads_in_turn,
     "hopper_backward_steps": backward_steps,
+    "hopper_backward_wide": wide_backward,
 }
