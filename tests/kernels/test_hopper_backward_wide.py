@@ -14,9 +14,9 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from hopper_build import Build, compile_for_hopper, count, writes_in_flight
 from machine_code import Instructions, loops
 
-from lockstep.kernels.hopper import backward_wide, backward_wide_queries
+from lockstep.kernels.hopper import backward_wide, backward_wide_sight
 from lockstep.kernels.hopper.backward import FAR
-from lockstep.kernels.hopper.backward_wide_queries import Sight
+from lockstep.kernels.hopper.backward_wide_sight import Sight
 from lockstep.problem import Tensors, describe, make_options
 
 BLOCK_Q, BLOCK_KV = backward_wide.BLOCK_Q, backward_wide.BLOCK
@@ -131,10 +131,10 @@ def test_programs_of_dq_visit_every_pair_that_sees_each_other_once(monkeypatch):
         maximum=max,
         cdiv=lambda a, b: -(-a // b),
     )
-    monkeypatch.setattr(backward_wide_queries, "gl", plain)
-    monkeypatch.setattr(backward_wide_queries, "BLOCK_Q", BLOCK_Q)
-    monkeypatch.setattr(backward_wide_queries, "Sight", PlainSight)
-    monkeypatch.setattr(backward_wide_queries, "Place", lambda place, lengths, layout: place)
+    monkeypatch.setattr(backward_wide_sight, "gl", plain)
+    monkeypatch.setattr(backward_wide_sight, "BLOCK_Q", BLOCK_Q)
+    monkeypatch.setattr(backward_wide_sight, "Sight", PlainSight)
+    monkeypatch.setattr(backward_wide_sight, "Place", lambda place, lengths, layout: place)
     draws = random.Random(0)
     for _ in range(60):
         left, right = (draws.choice([None, 0, draws.randrange(300)]) for _ in range(2))
@@ -148,7 +148,7 @@ def test_programs_of_dq_visit_every_pair_that_sees_each_other_once(monkeypatch):
         }
         seen: set[tuple[int, int]] = set()
         for slot in range(-(-Sq // BLOCK_Q)):
-            (*_, q_idx, _), sight = backward_wide_queries.assign.fn(
+            (*_, q_idx, _), sight = backward_wide_sight.assign.fn(
                 slot, 0, 1, 1, 1, 1, Sq, Skv, FAR if left is None else left,
                 FAR if right is None else right, 0, None, None, None, "dense", left is not None,
                 right is not None, True, BLOCK_KV,

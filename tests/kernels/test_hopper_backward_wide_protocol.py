@@ -188,7 +188,6 @@ def crew(monkeypatch, request):
         "STAGES": keys.STAGES.value,
         "ROWS": 64,
         "CHUNK": 64,
-        "BLOCK_Q": 128,
         "Team": lambda *parts: parts,
     }
     for module in (tiles, keys, queries):

@@ -3,6 +3,7 @@
     backward_rows           lse2 and delta of each row    one short launch
     backward_wide_keys      dK and dV, by key tile        four products per tile
     backward_wide_queries   dQ, by query tile             three products per tile
+    backward_wide_sight     which keys that tile sees
     backward_wide_tiles     what both are made of
 
 dK and dV of a key add up query heads and query tiles in ascending order, dQ of a row key tiles.
@@ -21,8 +22,8 @@ from torch import Tensor
 from lockstep.kernels.hopper import backward as narrow
 from lockstep.kernels.hopper.backward_rows import prepare_rows
 from lockstep.kernels.hopper.backward_wide_keys import keys_kernel
-from lockstep.kernels.hopper.backward_wide_queries import BLOCK_Q as QUERIES
 from lockstep.kernels.hopper.backward_wide_queries import queries_kernel
+from lockstep.kernels.hopper.backward_wide_sight import BLOCK_Q as QUERIES
 from lockstep.kernels.hopper.backward_wide_tiles import CHUNK, ROWS
 from lockstep.kernels.hopper.copy_engine import ALIGNMENT, copy, fit
 from lockstep.kernels.kernel import Gradients, Needs
