@@ -156,6 +156,19 @@ def test_pairs_only_where_they_fill_the_card_and_keys_stay_in_l2():
     assert not plan.pays_to_pair(heads=1, n_q_tiles=8, processors=132, head_bytes=1 << 10)
 
 
+def test_packed_sequences_have_the_tiles_of_their_mean_length():
+    q = torch.empty(64, 16, 64, dtype=torch.bfloat16)
+
+    def tiles(n: int, B: int) -> plan.Plan:
+        offsets = torch.zeros(B + 1, dtype=torch.int32)
+        packed = q[:1].expand(n, 16, 64)
+        tensors = Tensors(packed, packed, packed, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+        return plan.plan_of(describe(tensors, Options(causal=True)))
+
+    assert tiles(32768, 64) == plan.SHORT_PLANS[64]
+    assert tiles(32768, 4) == plan.PLANS[64]
+
+
 def test_strides_the_copy_engine_does_not_take_are_copied():
     x = torch.randn(2, 3, 40, 64).bfloat16()
     assert copy_engine.fit(x) is x

@@ -213,6 +213,59 @@ def test_varlen(D, dtype):
     check(draw_varlen(q_lens, kv_lens, D=D, dtype=dtype, window=(30, 10), sinks=torch.randn(4)))
 
 
+def long_tailed(**options: Any) -> Case:
+    """More tiles than any GPU has SMs, in sequences of very different lengths."""
+    lens = [40, 3000, 7, 500, 129, 0, 1100, 64]
+    return draw_varlen(lens, lens, Hq=8, Hkv=2, dtype=torch.bfloat16, causal=True, **options)
+
+
+def test_who_draws_a_tile_changes_no_bit(monkeypatch):
+    """Nor does a second lap, which few programs make over more tiles than a mark has bits."""
+    case = long_tailed(D=128)
+    v = case.tensors["v"]
+    v[50, 0, 3], v[2900, 1, 5], v[3600, 0, 0] = math.nan, math.inf, math.nan
+    few, some, many = follow_each_other(monkeypatch, case)
+    for a, b, c in zip(few, some, many, strict=True):
+        assert same_bits(a, b)
+        assert same_bits(b, c)
+    offset = 0
+    for n in case.tensors["cu_seqlens_q"].diff().tolist():
+        rows = slice(offset, offset + n)
+        offset += n
+        if n < hopper.MIN_QUERIES:
+            continue
+        alone = {x: case.tensors[x][rows].transpose(0, 1)[None] for x in ("q", "k", "v")}
+        out, lse = hopper_run(Case(alone, {"causal": True}))
+        assert same_bits(out[0].transpose(0, 1), many[0][rows])
+        assert same_bits(lse[0].transpose(0, 1), many[1][rows])
+
+
+def test_tickets_of_launches_do_not_mix():
+    """Packed launches side by side on several streams, and from a graph."""
+    case = on_gpu(long_tailed(D=64))
+    expected = launch(case)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(25):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(launch(case))
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        replayed = launch(case)
+    for _ in range(3):
+        for x in replayed:
+            x.fill_(math.nan)
+        graph.replay()
+        results.append(tuple(x.clone() for x in replayed))
+    torch.cuda.synchronize()
+    for out, lse in results:
+        assert same_bits(out, expected[0])
+        assert same_bits(lse, expected[1])
+
+
 @pytest.mark.parametrize("how", ["heads last", "sliced", "odd offset", "expanded"])
 def test_strides(how):
     case = draw(130, 200, B=2, Hq=4, Hkv=4, dtype=torch.bfloat16, causal=True)

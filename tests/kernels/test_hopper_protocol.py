@@ -1,7 +1,8 @@
 """Who waits for whom in the Hopper forward: a model of its warps in which no one may wait forever.
 
-The model has the waits and releases of `forward.produce` and `consumer.consume`, in their order,
-and takes the blocks of a tile from `schedule.py` itself. Warps run in random order.
+The model has the waits and releases of `usher.usher`, `forward.produce` and `consumer.consume`, in
+their order, and takes the blocks of a tile from `schedule.py` itself. Warps run in random order.
+So do tickets: `schedule.py` says which tile each stands for.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
+from lockstep.kernels.hopper.board import SLOTS
 from lockstep.kernels.hopper.plan import PLANS, ROWS, SHORT_PLANS, Plan
-from lockstep.kernels.hopper.schedule import Schedule
+from lockstep.kernels.hopper.schedule import AS_THEY_COME, LINE_HEAD, LONGEST_FIRST, Schedule
 
 # A warp says what it waits for, and goes on once that holds.
 Warp = Iterator[Callable[[], bool]]
@@ -49,6 +51,7 @@ class Program:
         self.plan, self.tiles = plan, tiles
         self.k, self.v = (Ring(plan.stages, plan.consumers) for _ in range(2))
         self.q = [Ring(plan.q_stages, 1) for _ in range(plan.consumers)]
+        self.board = Ring(SLOTS.value, plan.consumers + 1)
         self.turns = Counter({0: 1})
         self.schedule = SimpleNamespace(
             left=left or 0,
@@ -60,10 +63,21 @@ class Program:
         self.seen: dict[str, int] = {}
 
     def blocks(self, tile, q_idx: int, rows: int) -> tuple[int, int]:
-        return blocks_function()(self.schedule, tile, q_idx, rows)
+        return in_python("blocks")(self.schedule, tile, q_idx, rows)
+
+    def usher(self) -> Warp:
+        # After the last tile comes one that does not exist.
+        for n in range(len(self.tiles) + 1):
+            yield self.board.free(n)
+            self.board.sent += 1
+
+    def read_board(self, n: int) -> Warp:
+        yield self.board.there(n)
+        self.board.release(n)
 
     def produce(self) -> Warp:
         sent = 0
+        yield from self.read_board(0)
         for n, tile in enumerate(self.tiles):
             for q in self.q:
                 yield q.free(n)
@@ -73,6 +87,7 @@ class Program:
                     yield ring.free(sent)
                     ring.sent += 1
                 sent += 1
+            yield from self.read_board(n + 1)
         self.seen["producer"] = sent
 
     def issue(self, c: int, also: Callable[[], bool] | None = None) -> Warp:
@@ -114,6 +129,7 @@ class Program:
     def consume(self, c: int) -> Warp:
         k, v, seen = self.k, self.v, 0
         first, *later = self.tiles
+        yield from self.read_board(0)
         begin, end = self.blocks(first, first.q_idx + c * ROWS, ROWS)
         tile_begin, tile_end = self.blocks(first, first.q_idx, self.plan.block_q)
         for _ in range(tile_begin, begin):
@@ -132,6 +148,7 @@ class Program:
             for _ in range(end, tile_end):
                 yield from self.skip(c, seen)
                 seen += 1
+            yield from self.read_board(n)
             self.q[c].release(n - 1)
             if tile is not None:
                 begin, end = self.blocks(tile, tile.q_idx + c * ROWS, ROWS)
@@ -149,7 +166,11 @@ class Program:
         self.seen[f"consumer {c}"] = seen
 
     def run(self, draws: random.Random) -> None:
-        warps = [self.produce(), *(self.consume(c) for c in range(self.plan.consumers))]
+        warps = [
+            self.usher(),
+            self.produce(),
+            *(self.consume(c) for c in range(self.plan.consumers)),
+        ]
         waits = [(warp, lambda: True) for warp in warps]
         while waits:
             ready = [i for i, (_, holds) in enumerate(waits) if holds()]
@@ -162,14 +183,52 @@ class Program:
                 del waits[i]
 
 
+class Pointer:
+    """Where a kernel loads from."""
+
+    def __init__(self, values: list[int], offset: int = 0) -> None:
+        self.values, self.offset = values, offset
+
+    def __add__(self, step: int) -> Pointer:
+        return Pointer(self.values, self.offset + step)
+
+    def load(self) -> Integer:
+        return Integer(self.values[self.offset])
+
+
+class Integer(int):
+    """What a kernel loads."""
+
+    def to(self, dtype: object) -> Integer:
+        return self
+
+
 @cache
-def blocks_function() -> Callable:
-    """`Schedule.blocks` as Python runs it."""
-    source = inspect.getsource(Schedule.blocks.fn).partition("\n")[2]  # without its decorator
-    names = {"minimum": min, "maximum": max, "cdiv": lambda a, b: -(-a // b), "constexpr": int}
-    space = {"gl": SimpleNamespace(**names)}
+def in_python(method: str) -> Callable:
+    """A method of `Schedule` as Python runs it."""
+    source = inspect.getsource(getattr(Schedule, method).fn).partition("\n")[2]  # no decorator
+    functions = {
+        "minimum": min,
+        "maximum": max,
+        "cdiv": lambda a, b: -(-a // b),
+        "where": lambda condition, a, b: a if condition else b,
+        "load": Pointer.load,
+        "int32": None,
+        "constexpr": int,
+    }
+    space = {
+        "gl": SimpleNamespace(**functions),
+        "LONGEST_FIRST": LONGEST_FIRST.value,
+        "LINE_HEAD": LINE_HEAD.value,
+        "Tile": lambda exists, head, _kv_head, _batch, q_idx, q_start, *_: (
+            exists,
+            head,
+            q_idx,
+            q_start,
+        ),
+    }
     exec("from __future__ import annotations\n" + textwrap.dedent(source), space)
-    return space["blocks"]
+    return space[method]
 
 
 def draw_tile(draws: random.Random, plan: Plan) -> SimpleNamespace:
@@ -196,3 +255,41 @@ def test_no_one_waits_forever(plan):
         program.run(draws)
         # Everyone counts the same blocks.
         assert len(set(program.seen.values())) == 1
+
+
+@pytest.mark.parametrize("order", [LONGEST_FIRST, AS_THEY_COME], ids=["longest first", "as is"])
+def test_every_tile_has_one_ticket(order):
+    draws = random.Random(0)
+    for _ in range(100):
+        lens = [draws.choice((0, 1, 100, 128, 300, 1000)) for _ in range(draws.randint(1, 9))]
+        starts = [sum(lens[:b]) for b in range(len(lens) + 1)]
+        block_q, Hq = draws.choice((128, 192)), draws.choice((1, 3, 8))
+        tiles = [-(-n // block_q) for n in lens]
+        line = sorted(range(len(lens)), key=lambda b: -lens[b])
+        before = [sum(tiles[b] for b in line[:place]) for place in range(len(lens))]
+        schedule = SimpleNamespace(
+            order=order.value,
+            n_q_tiles=starts[-1] // block_q + len(lens),
+            Hq=Hq,
+            heads_per_kv=1,
+            B=len(lens),
+            l2_keys=draws.choice((0, 700, 2000, 1 << 30)),
+            cu_q_ptr=Pointer(starts),
+            cu_kv_ptr=Pointer(starts),
+            line_ptr=Pointer([0, *before, *line]),
+            BLOCK_Q=block_q,
+        )
+        schedule._first_slot = lambda place, at=schedule: in_python("_first_slot")(at, place)
+        found = Counter()
+        for ticket in range(schedule.n_q_tiles * Hq):
+            exists, *tile, q_start = in_python("packed_tile")(schedule, ticket)
+            found[(q_start, *tile)] += bool(exists)
+            if order is LONGEST_FIRST and not exists:
+                break
+        expected = [
+            (starts[b], head, q_tile * block_q)
+            for b in range(len(lens))
+            for head in range(Hq)
+            for q_tile in range(tiles[b])
+        ]
+        assert +found == Counter(expected)

@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-MODULES = ("test_triton_forward.py", "test_triton_forward_spans.py", "test_triton_split_kv.py")
+MODULES = (
+    "test_triton_forward.py",
+    "test_triton_forward_spans.py",
+    "test_triton_split_kv.py",
+    "test_hopper_line_up.py",
+)
 
 pytest.importorskip("triton")
 

@@ -5,6 +5,8 @@ Importing this package does not import Triton.
     gluon_shim.py  Gluon's names, whatever the version of Triton
     channel.py     tiles between producer and consumers; turns between consumers
     schedule.py    which tile next, and which keys it sees
+    usher.py       a warp that tells the others, through board.py
+    line_up.py     packed sequences, longest first
     softmax.py     from scores to weights
     team.py        what the warps of a program share
     forward.py     the kernel and its producer

@@ -225,8 +225,7 @@ def consume(c: gl.constexpr, team, results, q_channel, o_smem, o_desc):
     if team.build.TURNS and c == team.build.CONSUMERS - 1:
         pass_turn(0, tiles)
     wrong = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, s_layout))
-    turn = 0
-    turn, tile = schedule.next(turn)
+    tile = team.board.read(tiles)
     if tile.exists:
         rows = Rows.of_consumer(c, schedule, tile)
         for _ in range(rows.tile_begin, rows.begin):
@@ -245,7 +244,7 @@ def consume(c: gl.constexpr, team, results, q_channel, o_smem, o_desc):
                 skip(c, team, seen)
                 seen += 1
 
-            turn, next_tile = schedule.next(turn + 1)
+            next_tile = team.board.read(tiles + 1)
             next_rows = Rows.of_consumer(c, schedule, next_tile)
             q_channel.release(tiles)
             next_m = m
@@ -275,6 +274,4 @@ def consume(c: gl.constexpr, team, results, q_channel, o_smem, o_desc):
         await_stores(tiles)
         team.lap.end(c, wrong)
         if c == 0:
-            wrong_tiles = team.lap.wrong_tiles()
-            if wrong_tiles != 0:
-                consume_again(team, results, q_channel, seen, tiles, wrong_tiles)
+            consume_again(team, results, q_channel, seen, tiles)

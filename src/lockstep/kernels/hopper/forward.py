@@ -1,20 +1,21 @@
-"""The forward kernel: one producer warp, and two or three consumer warpgroups of 64 query rows.
+"""The forward kernel: two warps that serve two or three consumer warpgroups of 64 query rows.
 
     S = Q·Kᵀ,  P = exp2(S·scale - m·scale),  O = Σ P·V / l,  lse = m + log(l)
 
-The producer streams Q, K and V into shared memory by TMA; the consumers (`consumer.py`) do the
-rest. Everyone walks the same tiles in the same order (`schedule.py`), so nothing but the data and
-the end of a lap is ever communicated.
+The usher (`usher.py`) says which tile is next, the producer streams its Q, K and V into shared
+memory by TMA, and the consumers (`consumer.py`) do the rest.
 """
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.board import Board
 from lockstep.kernels.hopper.channel import Channel, Lap, allocate_tiles
 from lockstep.kernels.hopper.consumer import consume
 from lockstep.kernels.hopper.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.schedule import Schedule
 from lockstep.kernels.hopper.second_lap import produce_again
 from lockstep.kernels.hopper.team import ROWS, Build, Results, Team
+from lockstep.kernels.hopper.usher import usher
 
 # Values in int32 and pointers that must not make a kernel of their own: none is compiled for a
 # length that happens to be 1 or a multiple of 16.
@@ -34,10 +35,12 @@ UNSPECIALIZED = [
     "left",
     "right",
     "kv_batch_rows",
+    "l2_keys",
     "sinks_ptr",
     "cu_q_ptr",
     "cu_kv_ptr",
     "kv_lens_ptr",
+    "line_ptr",
 ]
 
 
@@ -47,8 +50,7 @@ def produce(team, q_desc, k_desc, v_desc, q_channels):
     schedule = team.schedule
     sent = 0
     tiles = 0
-    step = 0
-    step, tile = schedule.next(step)
+    tile = team.board.read(tiles)
     while tile.exists:
         for c in gl.static_range(team.build.CONSUMERS):
             at = schedule.q_coordinates(tile, tile.q_idx + c * ROWS)
@@ -60,11 +62,9 @@ def produce(team, q_desc, k_desc, v_desc, q_channels):
             team.v.send(sent, v_desc, at)
             sent += 1
         tiles += 1
-        step, tile = schedule.next(step + 1)
+        tile = team.board.read(tiles)
     if team.build.SECOND_LAP:
-        wrong = team.lap.wrong_tiles()
-        if wrong != 0:
-            produce_again(team, q_desc, k_desc, v_desc, q_channels[0], sent, tiles, wrong)
+        produce_again(team, q_desc, k_desc, v_desc, q_channels[0], sent, tiles)
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
@@ -79,6 +79,7 @@ def forward_kernel(
     cu_q_ptr,  # [B + 1]
     cu_kv_ptr,  # [B + 1]
     kv_lens_ptr,  # [B]
+    line_ptr,  # see line_up.py
     scale,
     cap_log2,
     row_stride_b,  # of lse, and of out in rows
@@ -96,6 +97,7 @@ def forward_kernel(
     left,
     right,
     kv_batch_rows,
+    l2_keys,
     LAYOUT: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
@@ -108,11 +110,24 @@ def forward_kernel(
     SECOND_LAP: gl.constexpr,
     Q_STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    SERVER_REGISTERS: gl.constexpr,
 ):
     schedule = Schedule(
-        (order, n_q_tiles, heads, Hq, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows),
-        (cu_q_ptr, cu_kv_ptr, kv_lens_ptr),
+        (
+            order,
+            n_q_tiles,
+            heads,
+            Hq,
+            heads_per_kv,
+            B,
+            Sq,
+            Skv,
+            left,
+            right,
+            kv_batch_rows,
+            l2_keys,
+        ),
+        (cu_q_ptr, cu_kv_ptr, kv_lens_ptr, line_ptr),
         LAYOUT,
         HAS_LEFT,
         HAS_RIGHT,
@@ -123,6 +138,7 @@ def forward_kernel(
         schedule,
         Channel.create(k_desc, STAGES, CONSUMERS),
         Channel.create(v_desc, STAGES, CONSUMERS),
+        Board.create(CONSUMERS + 1),
         Lap.create(CONSUMERS),
         Build(CONSUMERS, TURNS, SETTLED, SECOND_LAP, Q_STAGES, SCORES, HAS_SINKS),
         scale,
@@ -140,9 +156,10 @@ def forward_kernel(
                 (consume, (0, team, results, q_0, o_0, o_desc)),
                 (consume, (1, team, results, q_1, o_1, o_desc)),
                 (produce, (team, q_desc, k_desc, v_desc, (q_0, q_1))),
+                (usher, (team,)),
             ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+            [4, 1, 1],
+            [CONSUMER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS],
         )
     else:
         q_2 = Channel.create(q_desc, Q_STAGES, 1)
@@ -153,7 +170,8 @@ def forward_kernel(
                 (consume, (1, team, results, q_1, o_1, o_desc)),
                 (consume, (2, team, results, q_2, o_2, o_desc)),
                 (produce, (team, q_desc, k_desc, v_desc, (q_0, q_1, q_2))),
+                (usher, (team,)),
             ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+            [4, 4, 1, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS],
         )

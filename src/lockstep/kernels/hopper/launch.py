@@ -12,15 +12,17 @@ from torch import Tensor
 from lockstep.kernels.hopper.copy_engine import ALIGNMENT, copy, fit, ragged
 from lockstep.kernels.hopper.forward import forward_kernel
 from lockstep.kernels.hopper.gluon_shim import TensorDescriptor, gl
+from lockstep.kernels.hopper.line_up import Line
 from lockstep.kernels.hopper.plan import (
     OUT_COLUMNS,
     REGISTERS,
     ROWS,
+    keys_in_l2,
     padded,
     pays_to_pair,
     plan_of,
 )
-from lockstep.kernels.hopper.schedule import BY_HEAD, LONGEST_FIRST, PAIRED
+from lockstep.kernels.hopper.schedule import AS_THEY_COME, BY_HEAD, LONGEST_FIRST, PAIRED
 from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem, Tensors
 
@@ -99,9 +101,15 @@ class Call:
             heads, n_q_tiles = B * Hq, -(-Sq // plan.block_q)
             row_strides = (Hq * Sq, Sq, 1)
         order = LONGEST_FIRST
-        if layout != "varlen" and (left is not None or right is None):
+        self._line: Line | None = None
+        if layout == "varlen":
+            n_tickets = heads * n_q_tiles
+            if n_tickets <= n_processors:
+                order = AS_THEY_COME
+            self._line = Line(B, plan.block_q, n_tickets, sorts=n_tickets > n_processors)
+        elif left is not None or right is None:
             order = BY_HEAD
-        elif layout != "varlen":
+        else:
             head_bytes = problem.Skv * (problem.D + problem.Dv) * 2 * problem.Hkv // Hq
             if pays_to_pair(heads, n_q_tiles, n_processors, head_bytes):
                 order = PAIRED
@@ -122,20 +130,26 @@ class Call:
             right or 0,
             # From one batch to the next in a ragged map of k and v.
             0 if B == 1 or layout != "kv_lens" else k.stride(0) // k.stride(2),
+            keys_in_l2(problem),
         )
 
-    def arguments(self, tensors: Tensors, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
+    def arguments(
+        self, tensors: Tensors, out: Tensor, lse: Tensor, line: Tensor | None = None
+    ) -> tuple[Any, ...]:
         """What `forward_kernel` takes, to compile it."""
         bases = (*self._fitted(tensors), out)
         maps = (s.describe(x) for s, x in zip(self.shapes, bases, strict=True))
-        return (*maps, *self._pointers(tensors, out, lse), *self.numbers, *self.constants)
+        pointers = self._pointers(tensors, out, lse, line)
+        return (*maps, *pointers, *self.numbers, *self.constants)
 
     def _fitted(self, tensors: Tensors) -> tuple[Tensor, ...]:
         return tuple(
             copy(x) if copied else x for x, copied in zip(tensors[:3], self.copied, strict=True)
         )
 
-    def _pointers(self, tensors: Tensors, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    def _pointers(
+        self, tensors: Tensors, out: Tensor, lse: Tensor, line: Tensor | None
+    ) -> tuple[Tensor, ...]:
         _, _, _, _, sinks, kv_lens, cu_q, cu_k, _ = tensors
         # A pointer that is not used may be any.
         return (
@@ -145,14 +159,16 @@ class Call:
             lse if cu_q is None else cu_q,
             lse if cu_k is None else cu_k,
             lse if kv_lens is None else kv_lens,
+            lse if line is None else line,
         )
 
     def __call__(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         q = tensors.q
         out = q.new_empty(self.out_shape)
         lse = q.new_empty(self.lse_shape, dtype=torch.float32)
+        line = None if self._line is None else self._line(tensors)
         if self._run is None:
-            arguments = self.arguments(tensors, out, lse)
+            arguments = self.arguments(tensors, out, lse, line)
             compiled = forward_kernel[self.grid](*arguments, **self.options)
             self._maps = [vars(x) | {"base": None} for x in arguments[: len(self.shapes)]]
             self._function, self._metadata = compiled.function, compiled.packed_metadata
@@ -163,7 +179,7 @@ class Call:
         stream = torch._C._cuda_getCurrentRawStream(q.device.index)
         self._run(
             *self.grid, stream, self._function, self._metadata, None, None, None,
-            *maps, *self._pointers(tensors, out, lse), *self.numbers, *self.constants,
+            *maps, *self._pointers(tensors, out, lse, line), *self.numbers, *self.constants,
         )  # fmt: skip
         return out, lse
 

@@ -12,7 +12,7 @@ from lockstep.problem import AttentionProblem
 
 ROWS = 64  # of a consumer
 OUT_COLUMNS = 128  # of out that leave through shared memory at once
-# Registers of a thread by consumers: at launch, then of a consumer and of the producer.
+# Registers of a thread by consumers: at launch, then of a consumer and of the warps that serve it.
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
 
 
@@ -42,6 +42,9 @@ SHORT_PLANS = {**PLANS, 64: Plan(consumers=2, block_kv=128, stages=3, q_stages=2
 # Pairing tiles is worth it where it keeps programs this busy, and while the keys and values of the
 # heads at work fit into L2.
 BUSY, L2_BYTES = 0.96, 50e6
+# Heads of a packed sequence are at work at the same time if their keys and values fit into this:
+# what L2 holds twice, once in each of its halves.
+NEAR_L2_BYTES = 25e6
 
 
 def padded(dim: int) -> int:
@@ -52,7 +55,9 @@ def padded(dim: int) -> int:
 def plan_of(problem: AttentionProblem) -> Plan:
     """The build for a problem."""
     short = SHORT if problem.window[1] is None else SHORT_CAUSAL
-    plans = SHORT_PLANS if problem.Sq <= short else PLANS
+    # Of packed sequences only the mean is known.
+    length = problem.Sq / problem.B if problem.layout == "varlen" else problem.Sq
+    plans = SHORT_PLANS if length <= short else PLANS
     return plans[padded(max(problem.D, problem.Dv))]
 
 
@@ -64,3 +69,8 @@ def pays_to_pair(heads: int, n_q_tiles: int, processors: int, head_bytes: int) -
     rounds = -(-pairs // processors)
     heads_at_work = min(heads, processors / per_head + 1)
     return pairs >= BUSY * rounds * processors and heads_at_work * head_bytes <= L2_BYTES
+
+
+def keys_in_l2(problem: AttentionProblem) -> int:
+    """How many keys of one head of queries, with their values, stay in the near half of L2."""
+    return int(NEAR_L2_BYTES / ((problem.D + problem.Dv) * 2) * problem.Hq / problem.Hkv)

@@ -1,13 +1,20 @@
 """Which tile of queries a program works on next, and which keys that tile sees.
 
 Programs are persistent, and neighbours should work on the same keys at the same time, which then
-come from L2. Three orders:
+come from L2. Where every sequence has the same number of tiles, a program's tiles follow from its
+number, in one of three orders:
 
 - BY_HEAD, where tiles see equally many keys: head after head.
 - PAIRED, where later tiles see more (causal): tiles i and n-1-i of a head make one piece of work,
   all pieces are equally long, and go head after head.
 - LONGEST_FIRST, where pairs are too few to fill the rounds: single tiles go round the programs,
   every other round backwards, so that whoever had the longest tile has the shortest next.
+
+Packed sequences have lengths that only the device knows. Programs draw tickets for their tiles
+(`usher.py`), and tickets are numbered
+
+- LONGEST_FIRST: the longest sequence first, its last tiles first (`line_up.py`); or
+- AS_THEY_COME, where every tile has a program of its own and no order is better than another.
 
 None of this reaches the result: a row's keys always come in ascending order, in blocks aligned to
 multiples of BLOCK_KV in its own sequence.
@@ -21,7 +28,10 @@ from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon
 # RAGGED - length + r in a dim of size RAGGED, and two further dims take the shift back, modulo
 # 2^64 bytes. (The idea is that of triton.tools.ragged_tma.)
 RAGGED = gl.constexpr(1 << 30)
+# Numbers in front of the sequences in line: the tickets drawn.
+LINE_HEAD = gl.constexpr(1)
 LONGEST_FIRST, PAIRED, BY_HEAD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+AS_THEY_COME = gl.constexpr(3)
 
 
 @aggregate
@@ -66,9 +76,11 @@ class Schedule:
     left: gl.tensor
     right: gl.tensor
     kv_batch_rows: gl.tensor  # from one batch to the next in a ragged map of k and v
+    l2_keys: gl.tensor  # of one head whose keys and values may stay in L2
     cu_q_ptr: gl.tensor
     cu_kv_ptr: gl.tensor
     kv_lens_ptr: gl.tensor
+    line_ptr: gl.tensor
     LAYOUT: gl.constexpr  # "dense", "kv_lens" or "varlen"
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
@@ -88,9 +100,11 @@ class Schedule:
         self.left = sizes[8]
         self.right = sizes[9]
         self.kv_batch_rows = sizes[10]
+        self.l2_keys = sizes[11]
         self.cu_q_ptr = pointers[0]
         self.cu_kv_ptr = pointers[1]
         self.kv_lens_ptr = pointers[2]
+        self.line_ptr = pointers[3]
         self.LAYOUT = gl.constexpr(LAYOUT)
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
@@ -135,8 +149,6 @@ class Schedule:
             head = index % self.heads
             exists = slot >= 0
         exists = exists & (head < self.heads)
-        if self.LAYOUT == "varlen":
-            return self._packed_tile(exists, head, gl.maximum(slot, 0))
         batch = head // self.Hq
         head = head % self.Hq
         len_kv = self.Skv
@@ -157,31 +169,55 @@ class Schedule:
         )
 
     @gluon.jit
-    def _packed_tile(self, exists, head, slot):
-        """Sequence b has the slots from cu_q[b] // BLOCK_Q + b on: enough for its tiles, at most
-        one too many, and known without looking at the lengths before it."""
+    def packed_tile(self, ticket):
+        """The tile of a ticket; there may be none."""
+        slot = ticket // self.Hq
         low = slot * 0
         high = self.B
         while high - low > 1:
             middle = (low + high) // 2
-            first = gl.load(self.cu_q_ptr + middle).to(gl.int32) // self.BLOCK_Q + middle
+            first = self._first_slot(middle)
             low = gl.where(first <= slot, middle, low)
             high = gl.where(first <= slot, high, middle)
-        q_start = gl.load(self.cu_q_ptr + low).to(gl.int32)
-        kv_start = gl.load(self.cu_kv_ptr + low).to(gl.int32)
-        len_q = gl.load(self.cu_q_ptr + low + 1).to(gl.int32) - q_start
-        q_idx = (slot - q_start // self.BLOCK_Q - low) * self.BLOCK_Q
+        first = self._first_slot(low)
+        sequence = low
+        if self.order == LONGEST_FIRST:
+            sequence = gl.load(self.line_ptr + LINE_HEAD + self.B + low)
+        q_start = gl.load(self.cu_q_ptr + sequence).to(gl.int32)
+        kv_start = gl.load(self.cu_kv_ptr + sequence).to(gl.int32)
+        len_q = gl.load(self.cu_q_ptr + sequence + 1).to(gl.int32) - q_start
+        len_kv = gl.load(self.cu_kv_ptr + sequence + 1).to(gl.int32) - kv_start
+        n_tiles = gl.cdiv(len_q, self.BLOCK_Q)
+        # Of the tickets of a sequence, as many heads come first as have their keys in L2, the last
+        # tiles of all of them before the last but one.
+        of_sequence = ticket - first * self.Hq
+        group = gl.minimum(gl.maximum(self.l2_keys // gl.maximum(len_kv, 1), 1), self.Hq)
+        first_head = of_sequence // gl.maximum(group * n_tiles, 1) * group
+        group = gl.maximum(gl.minimum(group, self.Hq - first_head), 1)
+        of_group = of_sequence - first_head * n_tiles
+        head = first_head + of_group % group
+        q_tile = n_tiles - 1 - of_group // group
         return Tile(
-            exists & (q_idx < len_q),
+            (ticket < self.n_q_tiles * self.Hq) & (of_sequence < n_tiles * self.Hq),
             head,
             head // self.heads_per_kv,
-            low * 0,
-            q_idx,
+            head * 0,
+            q_tile * self.BLOCK_Q,
             q_start,
             kv_start,
             len_q,
-            gl.load(self.cu_kv_ptr + low + 1).to(gl.int32) - kv_start,
+            len_kv,
         )
+
+    @gluon.jit
+    def _first_slot(self, place):
+        """What tiles of a head come before those of the sequence at a place in the line.
+
+        As they come, sequence b has the slots from cu_q[b] // BLOCK_Q + b on: enough for its
+        tiles, at most one too many, and known without looking at the lengths before it."""
+        if self.order == LONGEST_FIRST:
+            return gl.load(self.line_ptr + LINE_HEAD + place)
+        return gl.load(self.cu_q_ptr + place).to(gl.int32) // self.BLOCK_Q + place
 
     @gluon.jit
     def blocks(self, tile, q_idx, ROWS: gl.constexpr):

@@ -124,58 +124,57 @@ def replace_rows(results, out, row, chosen, first_column):
 
 
 @gluon.jit
-def consume_again(team, results, q_channel, seen, sent_q, wrong):
-    """The second lap of the first consumer, which has seen so many blocks and tiles of queries in
-    the first; `wrong` has the bits of the tiles to compute again."""
+def consume_again(team, results, q_channel, seen, tiles):
+    """The second lap of the first consumer, which saw so many blocks and tiles in the first."""
+    CONSUMERS: gl.constexpr = team.build.CONSUMERS
     schedule = team.schedule
-    place = 0
-    step = 0
-    step, tile = schedule.next(step)
+    sent_q = tiles
+    # The first lap ended with a tile that did not exist.
+    tiles += 1
+    tile = team.board.read(tiles, CONSUMERS)
     while tile.exists:
-        if (wrong >> (place % 32)) & 1:
-            for c in range(team.build.CONSUMERS):
-                rows = Rows.of_consumer(c, schedule, tile)
-                q_idx = tile.q_idx + c * ROWS + gl.arange(0, ROWS, rows.row_end.type.layout)
-                row = results.row(tile, q_idx)
-                mark = gl.load(results.lse_ptr + row, mask=q_idx < tile.len_q, other=0.0)
-                runs = mark != mark
-                chosen = runs | (mark == float("inf"))
-                if not team.build.SETTLED:
-                    runs = runs | True
-                q_channel.wait(sent_q)
-                q = q_channel.tile(sent_q)
-                for first_column in range(0, team.v.tiles.shape[5], SLICE):
-                    acc, m, l, seen = attend_again(team, rows, q, runs, seen)
-                    out, lse, _l = normalize(team, results, tile, acc, m, l)
-                    out = out.to(q.dtype)
-                    replace_rows(results, out, row, chosen, first_column)
-                    gl.store(results.lse_ptr + row, lse, mask=chosen)
-                q_channel.release(sent_q)
-                sent_q += 1
-        place += 1
-        step, tile = schedule.next(step + 1)
+        for c in range(CONSUMERS):
+            rows = Rows.of_consumer(c, schedule, tile)
+            q_idx = tile.q_idx + c * ROWS + gl.arange(0, ROWS, rows.row_end.type.layout)
+            row = results.row(tile, q_idx)
+            mark = gl.load(results.lse_ptr + row, mask=q_idx < tile.len_q, other=0.0)
+            runs = mark != mark
+            chosen = runs | (mark == float("inf"))
+            if not team.build.SETTLED:
+                runs = runs | True
+            q_channel.wait(sent_q)
+            q = q_channel.tile(sent_q)
+            for first_column in range(0, team.v.tiles.shape[5], SLICE):
+                acc, m, l, seen = attend_again(team, rows, q, runs, seen)
+                out, lse, _l = normalize(team, results, tile, acc, m, l)
+                out = out.to(q.dtype)
+                replace_rows(results, out, row, chosen, first_column)
+                gl.store(results.lse_ptr + row, lse, mask=chosen)
+            q_channel.release(sent_q)
+            sent_q += 1
+        tiles += 1
+        tile = team.board.read(tiles, CONSUMERS)
 
 
 @gluon.jit
-def produce_again(team, q_desc, k_desc, v_desc, q_channel, sent, sent_q, wrong):
+def produce_again(team, q_desc, k_desc, v_desc, q_channel, sent, tiles):
     """The producer's side of it."""
     schedule = team.schedule
-    place = 0
-    step = 0
-    step, tile = schedule.next(step)
+    sent_q = tiles
+    tiles += 1
+    tile = team.board.read(tiles)
     while tile.exists:
-        if (wrong >> (place % 32)) & 1:
-            for c in range(team.build.CONSUMERS):
-                q_idx = tile.q_idx + c * ROWS
-                q_channel.send(sent_q, q_desc, schedule.q_coordinates(tile, q_idx))
-                sent_q += 1
-                begin, end = schedule.blocks(tile, q_idx, ROWS)
-                for first_column in range(0, team.v.tiles.shape[5], SLICE):
-                    for block in range(begin, end):
-                        at = schedule.kv_coordinates(tile, block)
-                        team.k.send(sent, k_desc, at)
-                        at = schedule.kv_coordinates(tile, block, first_column)
-                        team.v.send(sent, v_desc, at)
-                        sent += 1
-        place += 1
-        step, tile = schedule.next(step + 1)
+        for c in range(team.build.CONSUMERS):
+            q_idx = tile.q_idx + c * ROWS
+            q_channel.send(sent_q, q_desc, schedule.q_coordinates(tile, q_idx))
+            sent_q += 1
+            begin, end = schedule.blocks(tile, q_idx, ROWS)
+            for first_column in range(0, team.v.tiles.shape[5], SLICE):
+                for block in range(begin, end):
+                    at = schedule.kv_coordinates(tile, block)
+                    team.k.send(sent, k_desc, at)
+                    at = schedule.kv_coordinates(tile, block, first_column)
+                    team.v.send(sent, v_desc, at)
+                    sent += 1
+        tiles += 1
+        tile = team.board.read(tiles)

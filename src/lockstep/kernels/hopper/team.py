@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.board import Board
 from lockstep.kernels.hopper.channel import Channel, Lap
 from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon
 from lockstep.kernels.hopper.schedule import Schedule
@@ -40,21 +41,23 @@ class Build:
 
 @aggregate
 class Team:
-    """What producer and consumers share."""
+    """What usher, producer and consumers share."""
 
     schedule: Schedule
     k: Channel
     v: Channel
+    board: Board
     lap: Lap
     build: Build
     scale: gl.tensor  # to log2 units; over the cap, if scores are capped
     cap_log2: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, schedule, k, v, lap, build, scale, cap_log2):
+    def __init__(self, schedule, k, v, board, lap, build, scale, cap_log2):
         self.schedule = schedule
         self.k = k
         self.v = v
+        self.board = board
         self.lap = lap
         self.build = build
         self.scale = scale
