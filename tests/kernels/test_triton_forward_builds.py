@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -24,14 +25,22 @@ DEVICES = {
     80: plan.Device(multiprocessors=108, shared_bytes=163 << 10, tma=False),
     90: plan.Device(132, shared_bytes=227 << 10, tma=True, early=True, least_block=64),
     100: plan.Device(148, shared_bytes=227 << 10, tma=True, tensor_memory=True),
+    120: plan.Device(170, shared_bytes=99 << 10, tma=True, tensor_memory=True),
 }
 PREFILL, DECODE = 40_000, 1
 
 
-def built(capability: int, D: int, Sq: int, Dv: int | None = None, **changes: int) -> Build:
-    """The kernel that a causal bf16 call would launch, `changes` to the device aside."""
+def built(
+    capability: int,
+    D: int,
+    Sq: int,
+    Dv: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    **changes: int,
+) -> Build:
+    """The kernel that a causal call would launch, `changes` to the device aside."""
     Dv = Dv or D
-    case = draw(Sq, 5000, Hq=4, Hkv=1, D=D, Dv=Dv, dtype=torch.bfloat16)
+    case = draw(Sq, 5000, Hq=4, Hkv=1, D=D, Dv=Dv, dtype=dtype)
     tensors, device = Tensors(**case.tensors), replace(DEVICES[capability], **changes)
     problem = describe(tensors, make_options(True, None, None, None))
     chosen = plan.plan_of(problem, device)
@@ -48,7 +57,8 @@ def built(capability: int, D: int, Sq: int, Dv: int | None = None, **changes: in
         "num_stages": launch.stages_of(problem, chosen, device.shared_bytes),
     }
     nothing = {f"{name}_ptr": None for name in absent}
-    return build(attend, capability, "bf16", options, **constants, **nothing, D=D, DV=Dv)
+    name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    return build(attend, capability, name, options, **constants, **nothing, D=D, DV=Dv)
 
 
 def assert_loops_in_registers(kernel: Build, product: str) -> None:
@@ -84,10 +94,29 @@ def test_prefill_on_ampere():
     assert kernel.shared_bytes <= DEVICES[80].shared_bytes
 
 
-@pytest.mark.parametrize(("capability", "Sq"), [(90, DECODE), (80, DECODE), (100, PREFILL)])
-def test_builds(capability, Sq):
-    kernel = built(capability, 128, Sq)
+@pytest.mark.parametrize(
+    ("capability", "D", "Sq"),
+    [
+        (90, 128, DECODE),
+        (80, 128, DECODE),
+        (100, 128, PREFILL),
+        (90, 256, PREFILL),
+        (120, 256, DECODE),
+    ],
+)
+def test_builds(capability, D, Sq):
+    kernel = built(capability, D, Sq)
     assert kernel.shared_bytes <= DEVICES[capability].shared_bytes
+
+
+def test_chains_of_float32_are_short():
+    """Triton's own simplifications would make one long chain of products that are added."""
+    ir = built(90, 64, PREFILL, dtype=torch.float32).kernel.asm["ttir"]
+    products = re.findall(r"tt\.dot %\w+, %\w+, (%\w+)", ir)
+    # In each loop: two for the scores, one for the values.
+    assert products
+    assert len(products) % 3 == 0
+    assert all(start.startswith("%cst") for start in products)
 
 
 @pytest.mark.parametrize("function", [split_kv.reduce_parts, split_kv.merge_rows])

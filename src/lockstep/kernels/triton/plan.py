@@ -91,7 +91,7 @@ def blocks_of(problem: AttentionProblem, device: Device) -> tuple[int, int]:
 _HALF = {
     64: (Tiles(64, 128, 4, 3), Tiles(16, 128, 1, 3)),
     128: (Tiles(64, 64, 4, 3), Tiles(16, 64, 1, 3)),
-    256: (Tiles(64, 32, 8, 3), Tiles(64, 32, 8, 3)),
+    256: (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2)),
     512: (Tiles(32, 16, 8, 2), Tiles(32, 16, 8, 2)),
 }
 # Without TMA, addresses take registers: smaller tiles, or more warps.
@@ -111,22 +111,42 @@ _SINGLE = {
 
 def tiles_of(problem: AttentionProblem, device: Device) -> tuple[Tiles, Tiles]:
     """The tiles for many query rows, and those for a few that are split over many programs."""
-    half = _HALF if device.tma else _HALF_BY_POINTERS
-    table = _SINGLE if problem.dtype == torch.float32 else half
-    many, few = table[max(64, block_of(problem.D), block_of(problem.Dv))]
+    size = max(64, block_of(problem.D), block_of(problem.Dv))
+    many, few = (_HALF if device.tma else _HALF_BY_POINTERS)[size]
+    if problem.dtype == torch.float32:
+        many, few = _SINGLE[size]
+    elif _shared_bytes(problem, many, 1, *blocks_of(problem, device)) > device.shared_bytes:
+        many, few = _HALF_BY_POINTERS[size]
     # What comes out of tensor memory is laid out, and so summed, in another way.
     return many, many if device.tensor_memory else few
 
 
 def stages_of(problem: AttentionProblem, plan: Plan, shared_bytes: int) -> int:
     """How many tiles of keys and values can be under way at once."""
-    tiles = plan.tiles
-    width = problem.dtype.itemsize * (plan.BLOCK_D + plan.BLOCK_DV)
-    stage = tiles.BLOCK_KV * width
+    # Parts leave while others are under way, in halves: see `spans.store_part`.
+    of_parts = 2 * plan.tiles.BLOCK_Q * plan.BLOCK_DV if plan.n_runs > 1 else 0
+    stages = plan.tiles.num_stages
+    blocks = plan.BLOCK_D, plan.BLOCK_DV
+    while stages > 1 and (
+        _shared_bytes(problem, plan.tiles, stages, *blocks) + of_parts > shared_bytes
+    ):
+        stages -= 1
+    return stages
+
+
+def _shared_bytes(
+    problem: AttentionProblem, tiles: Tiles, stages: int, BLOCK_D: int, BLOCK_DV: int
+) -> int:
+    """Of the queries and of stages of keys and values, and some for barriers and sums.
+
+    Results leave through the memory of both.
+    """
+    queries = problem.dtype.itemsize * tiles.BLOCK_Q * BLOCK_D
+    stage = problem.dtype.itemsize * tiles.BLOCK_KV * (BLOCK_D + BLOCK_DV)
     if problem.bias_shape is not None:
         stage += 4 * tiles.BLOCK_Q * tiles.BLOCK_KV
-    free = shared_bytes - tiles.BLOCK_Q * width
-    return max(1, min(tiles.num_stages, free // stage))
+    results = problem.dtype.itemsize * tiles.BLOCK_Q * BLOCK_DV
+    return max(queries + stages * stage, results) + 1024
 
 
 def span_of(problem: AttentionProblem, q_len: int, kv_len: int) -> int:
