@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from problems import Case, Result, assert_same_bits, draw, draw_varlen
+from problems import Case, Result, assert_same_bits, draw, draw_varlen, run
 
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from triton_device import DEVICE, attend, needs_triton, use_multiprocessors, use_small_tiles
 
-from lockstep.kernels.triton import plan, spans
+from lockstep.kernels.triton import launch, plan, spans
 from lockstep.problem import AttentionProblem, Tensors, describe, make_options
 
 pytestmark = needs_triton
@@ -80,6 +80,40 @@ def test_many_rows_are_computed_straight():
     assert plan.plan_of(problem_of(long), plan.INTERPRETER).n_spans == 1
     strict = replace(problem_of(long), query_invariant=True)
     assert plan.span_of(strict, 2000, 700) == plan.span_of(strict, 1, 700) == plan.LEAST_SPAN
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (6, 3), (9, 9), (16, 1)], ids=str)
+@pytest.mark.parametrize("query_invariant", [False, True])
+def test_where_no_sequence_is_folded(heads, query_invariant):
+    Hq, Hkv = heads
+    problem = replace(problem_of(draw(1, 1, Hq=Hq, Hkv=Hkv)), query_invariant=query_invariant)
+    folded = False
+    for n in range(1, 9 * 64):
+        folded |= plan.span_of(problem, n, n) < n
+        assert plan._all_straight(replace(problem, Skv=n)) == (not folded)
+
+
+def test_own_keys_change_no_bit(monkeypatch):
+    """One cu_seqlens for queries and keys says that nothing is folded here; two do not."""
+    plans = []
+    plan_of = plan.plan_of
+
+    def noticed(*args):
+        plans.append(plan_of(*args))
+        return plans[-1]
+
+    monkeypatch.setattr(launch, "plan_of", noticed)
+    monkeypatch.setattr(launch, "_CALLS", {})
+    lens = [5, 0, 70]
+    packed = draw_varlen(lens, lens, Hq=3, Hkv=3, D=16)
+    cu_seqlens = packed.tensors["cu_seqlens_q"].to(DEVICE)
+    tensors = {name: tensor.to(DEVICE) for name, tensor in packed.tensors.items()}
+    results = []
+    for of_keys in (cu_seqlens, cu_seqlens.clone()):
+        case = Case(tensors | {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": of_keys})
+        results.append(run(case, kernel="triton"))
+    assert [chosen.n_spans == 1 for chosen in plans] == [True, False]
+    assert_same_bits(*results)
 
 
 def test_packed_sequences_have_the_bits_of_dense_ones(monkeypatch):

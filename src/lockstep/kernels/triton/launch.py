@@ -293,6 +293,8 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
     table = tensors[8]
     device = q.get_device()
     pointers = [None if x is None else x.data_ptr() for x in tensors]
+    # The same cu_seqlens: every packed sequence has as many keys as queries.
+    own_keys = pointers[6] is not None and pointers[6] == pointers[7]
     key = (
         id(problem),
         device,
@@ -301,6 +303,7 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
         v.stride(),
         None if bias is None else bias.stride(),
         None if table is None else table.stride(),
+        own_keys,
         # Triton compiles for pointers that are multiples of 16 bytes, or for any: each by itself.
         *[p & 15 for p in pointers if p is not None],
     )
@@ -311,7 +314,8 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
         if len(_CALLS) >= _MAX_CALLS:
             _CALLS.clear()
         of_device = device_of(q.device)
-        call = _CALLS[key] = Call(problem, tensors, plan_of(problem, of_device), of_device)
+        plan = plan_of(problem, of_device, own_keys)
+        call = _CALLS[key] = Call(problem, tensors, plan, of_device)
     if device >= 0 and device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             return call(tensors, pointers, device)

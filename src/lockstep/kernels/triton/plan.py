@@ -22,6 +22,8 @@ LEAST_SPAN = 256
 BUSY = 256
 # From how many times the least on a span is worth its fold, even if half as many would nearly do.
 LONG = 4
+# Up to how many times the least a sequence is not worth being cut at all.
+SHORT = 2
 # Programs that a multiprocessor can have at once.
 PROGRAMS_PER_MULTIPROCESSOR = 2
 # No length comes near.
@@ -153,23 +155,28 @@ def span_of(problem: AttentionProblem, q_len: int, kv_len: int) -> int:
     """How many keys a sequence has between two folds.
 
     Folding costs, so a sequence has as many spans as it takes to keep a GPU busy with it alone, and
-    half as many if they would be short: one with many rows is computed straight. That depends on
-    its own lengths, and so its bits do. With `query_invariant` they may not, and all spans have the
-    same size.
+    half as many if they would be short: one with many rows, or few keys, is computed straight. That
+    depends on its own lengths, and so its bits do. With `query_invariant` they may not, and all
+    spans have the same size.
     """
     left, right = problem.window
     reach = kv_len
     if left is not None and right is not None:
         reach = min(kv_len, left + right + q_len)
+    if _is_short(problem, reach):
+        return SHORT * LEAST_SPAN
     short, long = (-(-reach // n_spans) for n_spans in _spans_wanted(problem, q_len))
     return max(1, -(-max(short, min(long, LONG * LEAST_SPAN)) // LEAST_SPAN)) * LEAST_SPAN
 
 
-def plan_of(problem: AttentionProblem, device: Device) -> Plan:
-    """Whole sequences where they keep the multiprocessors busy, runs of spans elsewhere."""
+def plan_of(problem: AttentionProblem, device: Device, own_keys: bool = False) -> Plan:
+    """Whole sequences where they keep the multiprocessors busy, runs of spans elsewhere.
+
+    own_keys: Packed sequences are known to have as many keys as queries.
+    """
     tiles, few = tiles_of(problem, device)
     n_slots, n_programs = _count(problem, tiles)
-    n_spans = _most_spans(problem)
+    n_spans = 1 if own_keys and _all_straight(problem) else _most_spans(problem)
     part_bytes = 4 * (problem.Dv + 1) * n_spans * math.prod(problem.lse_shape)
     n_runs = 1
     if n_spans > 1 and part_bytes <= MAX_PARTS_BYTES:
@@ -208,8 +215,14 @@ def _wanted(problem: AttentionProblem) -> int:
     return FAR if problem.query_invariant else BUSY
 
 
+def _is_short(problem: AttentionProblem, reach: int) -> bool:
+    return reach <= SHORT * LEAST_SPAN and not problem.query_invariant
+
+
 def _most_spans(problem: AttentionProblem) -> int:
     """The most spans that any sequence of the problem can have."""
+    if _is_short(problem, problem.Skv):
+        return 1
     q_len = 1 if problem.layout == "varlen" else problem.Sq
     many, few = _spans_wanted(problem, q_len)
     # As far as a span is short, there are few of them.
@@ -217,6 +230,16 @@ def _most_spans(problem: AttentionProblem) -> int:
     # A window sees few of the spans between the first key and the last.
     in_longest = -(-problem.Skv // span_of(problem, q_len, problem.Skv))
     return max(1, in_longest, min(in_any, -(-problem.Skv // LEAST_SPAN)))
+
+
+def _all_straight(problem: AttentionProblem) -> bool:
+    """Whether any sequence with as many keys as queries has one span.
+
+    `span_of` has a rule for few keys, one for some and one for many. As rows grow with the keys, a
+    rule that gives its shortest sequence one span gives all of its sequences one.
+    """
+    shortest = (LEAST_SPAN + 1, SHORT * LEAST_SPAN + 1, LONG * LEAST_SPAN + 1)
+    return all(span_of(problem, n, n) >= n for n in shortest if n <= problem.Skv)
 
 
 def _spans_wanted(problem: AttentionProblem, q_len: int) -> tuple[int, int]:

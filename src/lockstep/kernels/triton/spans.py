@@ -29,7 +29,9 @@ from lockstep.kernels.triton.tiles import (
     weigh,
 )
 
+SHORT: tl.constexpr = tl.constexpr(plan.SHORT)
 LONG: tl.constexpr = tl.constexpr(plan.LONG)
+FAR: tl.constexpr = tl.constexpr(plan.FAR)
 
 
 @triton.jit
@@ -97,7 +99,9 @@ def span_of(
     short = tl.cdiv(reach, tl.cdiv(wanted, tiles))
     long = tl.cdiv(reach, tl.cdiv(wanted // 2, tiles))
     span = tl.maximum(short, tl.minimum(long, LONG * LEAST_SPAN))
-    return tl.maximum(tl.cdiv(span, LEAST_SPAN), 1) * LEAST_SPAN
+    span = tl.maximum(tl.cdiv(span, LEAST_SPAN), 1)
+    span = tl.where((reach <= SHORT * LEAST_SPAN) & (wanted < FAR), SHORT, span)
+    return span * LEAST_SPAN
 
 
 @triton.jit
