@@ -144,3 +144,23 @@ def test_designs_of_the_backward_by_heads_in_turn():
     lines = study_tables.heads_in_turn(ROOT / results.RESULTS).splitlines()
     assert lines[0] == "| D, S | causal | 1 | 2 | 4 | 8 | 16 | cuDNN |"
     assert len(lines) == 2 + 8 + 2
+
+
+def test_each_table_is_of_the_newest_run_that_has_it(tmp_path):
+    packed = row("varlen", "D 64, long tail", {"hopper": 321.0, "FA3": 300.0})
+    later = {**copy.deepcopy(RUN), "time": "23:59", "missing": [], "rows": [packed]}
+    later["environment"]["commit"]["hash"] = "fedcba9876543210"
+    results.write({**RUN, "time": "00:01"}, tmp_path / "a.json")
+    results.write(later, tmp_path / "b.json")
+    (parts,) = gpu_tables.current(tmp_path)
+    assert [{r["table"] for r in part["rows"]} & {"varlen", "forward"} for part in parts] == [
+        {"forward"},
+        {"varlen"},
+    ]
+    readme = gpu_tables.summary(tmp_path)
+    assert "321 TFLOP/s" in readme
+    assert "commit 0123456" in readme
+    assert "varlen: bf16" in readme
+    assert "commit fedcba9" in readme
+    assert "fedcba9" not in gpu_tables.BLOCKS["hopper_forward"](tmp_path)
+    assert "0123456" not in gpu_tables.BLOCKS["varlen"](tmp_path)

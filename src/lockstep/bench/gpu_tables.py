@@ -1,4 +1,4 @@
-"""Markdown tables of `lockstep bench gpu`, out of the newest run on each GPU.
+"""Markdown tables of `lockstep bench gpu`, each out of the newest run on a GPU that has it.
 
 `gpu` is for the README: what `lockstep.attention` reaches, beside the best peer of each case. The
 others are for the pages on the kernels, with everyone's figures.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,11 @@ class View:
 
     def __call__(self, directory: Path) -> str:
         blocks = []
-        for run in results.latest("gpu", directory):
+        for run in chain.from_iterable(current(directory)):
             found = [self._table(run, name) for name in self.tables]
             blocks += [table for table in found if table]
-            blocks.append(caption(run, self.tables))
+            if any(found):
+                blocks.append(caption(run, self.tables))
         return "\n\n".join(blocks) or results.NOT_MEASURED
 
     def _table(self, run: Run, name: str) -> str:
@@ -65,13 +67,37 @@ class View:
         return column in (peers if self.peers is None else self.peers)
 
 
+def current(directory: Path) -> list[list[Run]]:
+    """Of each GPU, the runs its tables come from: of each run the tables that no newer one has."""
+    found = []
+    for runs in results.by_processor("gpu", directory):
+        # What all runs lack, the newest one is missing.
+        newest = {_table_of(case): i for i, run in enumerate(runs) for case in run["missing"]}
+        newest |= {row["table"]: i for i, run in enumerate(runs) for row in run["rows"]}
+        parts = [_only(run, {t for t, j in newest.items() if j == i}) for i, run in enumerate(runs)]
+        found.append([part for part in parts if part["rows"]])
+    return found
+
+
+def _only(run: Run, tables: set[str]) -> Run:
+    """A run as if it had had no other tables."""
+    rows = [row for row in run["rows"] if row["table"] in tables]
+    return {**run, "rows": rows, "missing": [c for c in run["missing"] if _table_of(c) in tables]}
+
+
+def _table_of(missing_case: str) -> str:
+    return missing_case.split(":")[0]
+
+
 def summary(directory: Path) -> str:
     """What Lockstep chooses, and how it compares with the best peer of each case."""
     blocks = []
-    for run in results.latest("gpu", directory):
-        rows = in_order(run["rows"])
+    for runs in current(directory):
+        rows = in_order(row for run in runs for row in run["rows"])
         blocks += [_prefill_matrix(rows), _decode_matrix(rows), _short_list(rows)]
-        blocks.append(caption(run))
+        for run in runs:
+            names = ", ".join(dict.fromkeys(row["table"] for row in run["rows"]))
+            blocks.append(f"{names}: " * (len(runs) > 1) + caption(run))
     return "\n\n".join(block for block in blocks if block) or results.NOT_MEASURED
 
 
@@ -134,7 +160,7 @@ def caption(run: Run, tables: tuple[str, ...] | None = None) -> str:
     percent = math.ceil(100 * max(errors, default=0))
     text += f"no error is above {percent} % of what the error rule allows. "
     text += ", ".join([results.where(run), *versions]) + "."
-    missing = [case for case in run["missing"] if wanted(case.split(":")[0])]
+    missing = [case for case in run["missing"] if wanted(_table_of(case))]
     return f"{text} Not in this run: {'; '.join(missing)}." if missing else text
 
 

@@ -1,6 +1,6 @@
 """Results files: one JSON per measured run, under benchmarks/results of a checkout.
 
-{"suite": "cpu", "date": "2026-01-31", "environment": {...}, "rows": [{...}, ...]}
+{"suite": "cpu", "date": "2026-01-31", "time": "14:05", "environment": {...}, "rows": [{...}, ...]}
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ def checkout() -> Path | None:
 
 def collect(suite: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """A run as it goes into a file: its rows, and where and when they were measured."""
+    now = datetime.now(timezone.utc)
     return {
         "suite": suite,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "date": now.strftime("%Y-%m-%d"),
+        "time": now.strftime("%H:%M"),
         "environment": environment.describe(),
         "rows": rows,
     }
@@ -65,8 +67,15 @@ def write(run: dict[str, Any], path: Path) -> Path:
 
 def latest(suite: str, directory: Path) -> list[dict[str, Any]]:
     """The newest run of `suite` on each processor, ordered by processor."""
-    by_processor = {processor(run): run for run in _by_date(suite, directory)}
-    return [by_processor[name] for name in sorted(by_processor)]
+    return [runs[-1] for runs in by_processor(suite, directory)]
+
+
+def by_processor(suite: str, directory: Path) -> list[list[dict[str, Any]]]:
+    """All runs of `suite`, those of one processor together, oldest first; ordered by processor."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for run in _by_date(suite, directory):
+        runs.setdefault(processor(run), []).append(run)
+    return [runs[name] for name in sorted(runs)]
 
 
 def newest(suite: str, directory: Path) -> dict[str, Any] | None:
@@ -77,7 +86,8 @@ def newest(suite: str, directory: Path) -> dict[str, Any] | None:
 
 def _by_date(suite: str, directory: Path) -> list[dict[str, Any]]:
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in directory.glob("*.json")]
-    return sorted((run for run in runs if run["suite"] == suite), key=lambda run: str(run["date"]))
+    runs = [run for run in runs if run["suite"] == suite]
+    return sorted(runs, key=lambda run: (run["date"], run.get("time", "")))
 
 
 def processor(run: dict[str, Any]) -> str:
