@@ -31,6 +31,14 @@ STEPS = {
 }
 ONE_HEAD = "one head in turn"
 WIDE = "hopper-backward-wide"
+# Builds of the backward with less latency in a step, and what the results call them.
+LEANER = {
+    "as it is": "as it is",
+    "leaner": "leaner",
+    "S from −lse": "leaner, S starts from -lse",
+    "dK, dQ, S in a row": "leaner, dK, dQ, S in a row",
+}
+SMS = 132
 
 
 def forward_builds(directory: Path) -> str:
@@ -107,6 +115,23 @@ def wide_backward(directory: Path) -> str:
     return _backward(directory, 1, designs, lambda row: row["design"], designs, WIDE)
 
 
+def backward_cycles(directory: Path) -> str:
+    """Cycles of an SM for a step of the backward, the fewest of each row in bold."""
+    run = results.newest("hopper-backward-cycles", directory)
+    if run is None:
+        return results.NOT_MEASURED
+    cells: dict[tuple[int, int, bool], dict[str, int]] = {}
+    for row in run["rows"]:
+        problem = (row["D"], row["S"], row["causal"])
+        cells.setdefault(problem, {})[row["design"]] = round(row["cycles"] * SMS / row["steps"])
+    lines = [f"| D, S | causal | {' | '.join(LEANER)} |", f"|---|---|{'---:|' * len(LEANER)}"]
+    for (D, S, causal), found in sorted(cells.items()):
+        cycles = [found[design] for design in LEANER.values()]
+        texts = [f"**{n:,}**" if n == min(cycles) else f"{n:,}" for n in cycles]
+        lines.append(f"| {D}, {S // 1024}k | {_yes(causal)} | {' | '.join(texts)} |")
+    return "\n".join(lines) + f"\n\nCycles, bf16, {results.where_on_gpu(run)}."
+
+
 def _backward(
     directory: Path,
     run_number: int,
@@ -148,4 +173,5 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "hopper_backward_heads": heads_in_turn,
     "hopper_backward_steps": backward_steps,
     "hopper_backward_wide": wide_backward,
+    "hopper_backward_cycles": backward_cycles,
 }
