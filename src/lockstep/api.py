@@ -11,7 +11,16 @@ from torch.amp import is_autocast_available
 
 from lockstep import dispatch, ops
 from lockstep.dispatch import Explanation
-from lockstep.problem import Layout, Tensors, Window, check_types, describe, make_options, pad_bias
+from lockstep.problem import (
+    Layout,
+    Options,
+    Tensors,
+    Window,
+    check_types,
+    describe,
+    make_options,
+    pad_bias,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -109,8 +118,8 @@ def attention(
         torch.Size([2, 8, 1024, 64])
     """
     options = make_options(causal, window, scale, softcap, query_invariant)
-    tensors = _prepare(Tensors(q, k, v, bias, sinks, kv_lens), "dense")
-    out, lse = ops.attention(tensors, options, kernel)
+    tensors = Tensors(q, k, v, bias, sinks, kv_lens)
+    out, lse = _run(ops.attention, tensors, options, kernel)
     return (out, lse) if return_lse else out
 
 
@@ -182,11 +191,8 @@ def attention_varlen(
         torch.Size([300, 8, 64])
     """
     options = make_options(causal, window, scale, softcap, query_invariant)
-    tensors = _prepare(
-        Tensors(q, k, v, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k),
-        "varlen",
-    )
-    out, lse = ops.attention_varlen(tensors, options, kernel)
+    tensors = Tensors(q, k, v, None, sinks, None, cu_seqlens_q, cu_seqlens_k)
+    out, lse = _run(ops.attention_varlen, tensors, options, kernel)
     return (out, lse) if return_lse else out
 
 
@@ -261,10 +267,8 @@ def attention_paged(
         torch.Size([2, 8, 1, 64])
     """
     options = make_options(causal, window, scale, softcap, query_invariant)
-    tensors = _prepare(
-        Tensors(q, k_pages, v_pages, bias, sinks, kv_lens, page_table=page_table), "paged"
-    )
-    out, lse = ops.attention_paged(tensors, options, kernel)
+    tensors = Tensors(q, k_pages, v_pages, bias, sinks, kv_lens, None, None, page_table)
+    out, lse = _run(ops.attention_paged, tensors, options, kernel)
     return (out, lse) if return_lse else out
 
 
@@ -343,6 +347,16 @@ def explain(
     tensors = Tensors(q, k, v, bias, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table)
     tensors = _prepare(tensors, tensors.layout)
     return dispatch.explain(describe(tensors, options), kernel)
+
+
+def _run(
+    operator: ops.Attention, tensors: Tensors, options: Options, kernel: str | None
+) -> tuple[Tensor, Tensor]:
+    if not torch._C._is_any_autocast_enabled():
+        results = operator.again(tensors, options, kernel)
+        if results is not None:
+            return results
+    return operator(_prepare(tensors, operator.layout), options, kernel)
 
 
 def _prepare(tensors: Tensors, layout: Layout) -> Tensors:

@@ -16,11 +16,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lockstep import dispatch, numerics
+from lockstep import dispatch, numerics, prepared
+from lockstep.cache import Cache
 from lockstep.kernels import triton
-from lockstep.kernels.kernel import Kernel, Needs
+from lockstep.kernels.kernel import Kernel, Needs, Prepared, Result
 from lockstep.problem import (
     AttentionProblem,
+    Layout,
     Options,
     Tensors,
     check_parts,
@@ -28,10 +30,12 @@ from lockstep.problem import (
     describe,
 )
 from lockstep.transforms import (
+    PLAIN_TYPES,
     Transformable,
     VmapRule,
     fold_attention,
     fold_attention_backward,
+    is_quiet,
     nobody_listens,
     sample_by_sample,
     transforming,
@@ -76,8 +80,7 @@ def _underivable(message: str) -> Callable[..., NoReturn]:
 
 
 # What was found for a call, by all that it depends on.
-_PLANS: dict[tuple[Any, ...], tuple[AttentionProblem, Kernel]] = {}
-_MAX_PLANS = 4096
+_PLANS: Cache[tuple[Any, ...], tuple[AttentionProblem, Kernel]] = Cache(limit=4096)
 
 
 def _plan(
@@ -89,14 +92,35 @@ def _plan(
     plan = _PLANS.get(key)
     if plan is None:
         problem = describe(tensors, options)
-        plan = problem, dispatch.select(problem, name, backward=backward)
-        if len(_PLANS) >= _MAX_PLANS:
-            _PLANS.clear()
-        _PLANS[key] = plan
+        # Kernels look at the current device.
+        with torch.cuda.device_of(tensors.q):
+            plan = _PLANS[key] = problem, dispatch.select(problem, name, backward=backward)
     return plan
 
 
-class _Attention:
+def _prepare(tensors: Tensors, options: Options, name: str | None) -> Prepared:
+    """What runs this call, and others like it."""
+    problem, kernel = _plan(tensors, options, name)
+    rows = _with_contiguous_rows(tensors)
+    if kernel.prepare is not None:
+        run = kernel.prepare(problem, rows)
+    else:
+
+        def run(tensors: Tensors, addresses: list[int]) -> Result:
+            return kernel.forward(problem, tensors)
+
+    if rows is tensors and problem.device_type != "cpu":
+        return run
+
+    def check_and_run(tensors: Tensors, addresses: list[int]) -> Result:
+        check_values(problem, tensors)
+        rows = _with_contiguous_rows(tensors)
+        return run(rows, addresses if rows is tensors else rows.addresses())
+
+    return check_and_run
+
+
+class Attention:
     """The operators of one layout.
 
     Their arguments are the tensors in `schema`, which `fields` names as `Tensors` does, then the
@@ -109,8 +133,8 @@ class _Attention:
         "bool query_invariant, str? kernel"
     )
 
-    def __init__(self, name: str, schema: str, fields: tuple[str, ...]) -> None:
-        self.name = name
+    def __init__(self, layout: Layout, name: str, schema: str, fields: tuple[str, ...]) -> None:
+        self.layout, self.name = layout, name
         self.schema = f"{schema}, {self.OPTIONS}"
         self.fields = fields
         # From the arguments of the operator to the order of Tensors; -1 is the None behind them.
@@ -124,43 +148,60 @@ class _Attention:
         tensors = Tensors._make(self.order((*args[:n], None)))
         return tensors, Options._make(args[n:-1]), args[-1]
 
-    def __call__(
-        self, tensors: Tensors, options: Options, name: str | None
-    ) -> tuple[Tensor, Tensor]:
-        """Straight to the kernel, if neither torch nor autograd has to know of it."""
-        unheard = nobody_listens(tensors)
-        if unheard and not wants_gradient(tensors):
-            return self.run(tensors, options, name)
-        args = (*(getattr(tensors, field) for field in self.fields), *options, name)
-        return self.call.direct.apply(*args) if unheard else self.call.heard(*args)
+    def pack(self, tensors: Tensors, options: Options, name: str | None) -> tuple[Any, ...]:
+        return *(getattr(tensors, field) for field in self.fields), *options, name
 
-    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
-        return self.run(*self.unpack(args))
+    def again(self, tensors: Tensors, options: Options, name: str | None) -> Result | None:
+        """The results of a call like an earlier one; None if it is the first of its kind, or if
+        somebody but autograd listens."""
+        if not is_quiet():
+            return None
+        found = prepared.find(tensors, options, name)
+        if found is None:
+            return None
+        run, addresses, require_grad = found
+        if require_grad and torch.is_grad_enabled():
+            args = self.pack(tensors, options, name)
+            return self.call.derivable(partial(run, tensors, addresses), *args)
+        return run(tensors, addresses)
 
-    def run(self, tensors: Tensors, options: Options, name: str | None) -> tuple[Tensor, Tensor]:
-        problem, kernel = _plan(tensors, options, name)
-        check_values(problem, tensors)
-        return kernel.forward(problem, _with_contiguous_rows(tensors))
+    def __call__(self, tensors: Tensors, options: Options, name: str | None) -> Result:
+        args = self.pack(tensors, options, name)
+        if not nobody_listens(tensors):
+            return self.call.heard(*args)
+        run = partial(self.run, tensors, options, name)
+        return self.call.derivable(run, *args) if wants_gradient(tensors) else run()
 
-    def fake_forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, *args: Any) -> Result:
+        """The operator."""
+        tensors, options, name = self.unpack(args)
+        return self.run(Tensors._make(map(_as_plain, tensors)), options, name)
+
+    def run(self, tensors: Tensors, options: Options, name: str | None) -> Result:
+        """Of plain tensors."""
+        run, addresses, _ = prepared.find_or_keep(tensors, options, name, _prepare)
+        return run(tensors, addresses)
+
+    def fake_forward(self, *args: Any) -> Result:
         tensors, options, _ = self.unpack(args)
         problem = describe(tensors, options)
         out = tensors.q.new_empty(problem.out_shape)
         return out, tensors.q.new_empty(problem.lse_shape, dtype=problem.lse_dtype)
 
 
-class _DerivableAttention(_Attention):
+class _DerivableAttention(Attention):
     """A layout with gradients: its forward and backward operators."""
 
     def __init__(
         self,
+        layout: Layout,
         name: str,
         schema: str,
         fields: tuple[str, ...],
         rule: VmapRule,
         backward_rule: VmapRule,
     ) -> None:
-        super().__init__(name, schema, fields)
+        super().__init__(layout, name, schema, fields)
         backward_op = _define(
             f"{name}_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {self.schema}, "
             "bool[] needs) -> Tensor[]",
@@ -227,6 +268,12 @@ class _DerivableAttention(_Attention):
         return *(found.get(name) for name in self.fields), *(None for _ in ctx.options)
 
 
+def _as_plain(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or type(tensor) in PLAIN_TYPES:
+        return tensor
+    return tensor.as_subclass(Tensor)
+
+
 def _contiguous_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
@@ -244,6 +291,7 @@ def _with_contiguous_rows(tensors: Tensors) -> Tensors:
 
 
 attention = _DerivableAttention(
+    "dense",
     "attention",
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? kv_lens",
     ("q", "k", "v", "bias", "sinks", "kv_lens"),
@@ -251,13 +299,15 @@ attention = _DerivableAttention(
     backward_rule=fold_attention_backward,
 )
 attention_varlen = _DerivableAttention(
+    "varlen",
     "attention_varlen",
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor cu_seqlens_q, Tensor cu_seqlens_k",
     ("q", "k", "v", "sinks", "cu_seqlens_q", "cu_seqlens_k"),
     rule=sample_by_sample,
     backward_rule=sample_by_sample,
 )
-attention_paged = _Attention(
+attention_paged = Attention(
+    "paged",
     "attention_paged",
     "Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor kv_lens, Tensor? bias, "
     "Tensor? sinks",
@@ -265,7 +315,7 @@ attention_paged = _Attention(
 )
 
 
-def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _merge(outs: list[Tensor], lses: list[Tensor]) -> Result:
     check_parts(outs, lses)
     outs, lses = [x.contiguous() for x in outs], [x.contiguous() for x in lses]
     if outs[0].device.type == "cpu" and outs[0].dtype != torch.float64:
@@ -281,7 +331,7 @@ def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     return numerics.merge(outs, lses)
 
 
-def _fake_merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _fake_merge(outs: list[Tensor], lses: list[Tensor]) -> Result:
     check_parts(outs, lses)
     return outs[0].new_empty(outs[0].shape), lses[0].new_empty(lses[0].shape)
 
@@ -309,7 +359,7 @@ attention_paged.call = _define_gradient(
 )
 
 
-def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+def merge(outs: list[Tensor], lses: list[Tensor]) -> Result:
     if transforming():
         # Plain torch operations, which every transform understands.
         check_parts(outs, lses)

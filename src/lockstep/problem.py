@@ -20,6 +20,8 @@ from lockstep.numerics import statistics_dtype
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
+# Types of a number that may be left out. A bool is an int to isinstance alone.
+_NUMBER = frozenset({float, int, type(None)})
 _SIZES = ("B", "Hq", "Hkv", "Sq", "Skv", "D", "Dv")
 Layout = Literal["dense", "varlen", "paged"]
 Window = tuple[int | None, int | None]
@@ -43,6 +45,10 @@ class Tensors(NamedTuple):
         if self.page_table is not None:
             return "paged"
         return "dense" if self.cu_seqlens_q is None and self.cu_seqlens_k is None else "varlen"
+
+    def addresses(self) -> list[int]:
+        """0 where there is no tensor."""
+        return [0 if x is None else x.data_ptr() for x in self]
 
 
 class Options(NamedTuple):
@@ -140,6 +146,14 @@ def make_options(
 
     Raises TypeError, and ValueError for a window that is not a pair.
     """
+    if (
+        window is None
+        and type(causal) is bool
+        and type(query_invariant) is bool
+        and type(scale) in _NUMBER
+        and type(softcap) in _NUMBER
+    ):
+        return Options(causal, None, None, scale, softcap, query_invariant)
     for name, flag in (("causal", causal), ("query_invariant", query_invariant)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} takes True or False, got {_type(flag)}")

@@ -23,38 +23,49 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 # (call, info, in_dims, *args) -> (output, out_dims): `call` takes args without the mapped dim.
 VmapRule = Callable[..., tuple[Any, Any]]
 
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 # Asking whether one of these is a tensor takes longer than knowing that it is not.
 _OPTION_TYPES = frozenset({type(None), bool, int, float, str, list})
 
 
 def transforming() -> bool:
     """Whether a torch.func transform or forward-mode differentiation is under way, in eager."""
-    return not torch.compiler.is_compiling() and _under_transform()
+    return not is_compiling() and (_transforms_active() or forward_ad._current_level >= 0)
 
 
-def _under_transform() -> bool:
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+# Looked up once: on the way to a short kernel the looking-up counts.
+_transforms_active = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_trace = torch._C._get_tracing_state
+_profiler_enabled = torch._C._autograd._profiler_enabled
+
+
+def is_quiet() -> bool:
+    """Whether no compiler, mode, transform, trace or profiler is at work."""
+    return not (
+        is_compiling()
+        or _transforms_active()
+        or forward_ad._current_level >= 0
+        or _dispatch_modes() > 0
+        or _function_modes() > 0
+        or _trace() is not None
+        or _profiler_enabled()
+    )
 
 
 def nobody_listens(args: tuple[Any, ...]) -> bool:
     """Whether the dispatcher would do no more than call the implementation, autograd aside."""
-    if (
-        torch.compiler.is_compiling()
-        or _under_transform()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._profiler_enabled()
-    ):
+    if not is_quiet():
         return False
     for arg in args:
         kind = type(arg)
-        if kind in _PLAIN_TYPES:
+        if kind in PLAIN_TYPES:
             if not (arg.is_cuda or arg.is_cpu) or arg.is_neg():
                 return False
         elif kind not in _OPTION_TYPES and isinstance(arg, Tensor):
@@ -66,7 +77,7 @@ def wants_gradient(args: tuple[Any, ...]) -> bool:
     """Of arguments that nobody listens to."""
     if torch.is_grad_enabled():
         for arg in args:
-            if type(arg) in _PLAIN_TYPES and arg.requires_grad:
+            if type(arg) in PLAIN_TYPES and arg.requires_grad:
                 return True
     return False
 
@@ -99,21 +110,30 @@ class Transformable:
         )
 
         def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-            output = tuple(implementation(*args))
+            *args, run = args
+            output = tuple(run())
             save(ctx, args, output)
             return output
 
-        self.direct: Any = type(
+        def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            return *derive(ctx, *grads), None
+
+        self._direct: Any = type(
             op._opname,
             (torch.autograd.Function,),
-            {"forward": staticmethod(forward), "backward": staticmethod(derive)},
+            {"forward": staticmethod(forward), "backward": staticmethod(backward)},
         )
 
     def __call__(self, *args: Any) -> Any:
-        if nobody_listens(args):
-            call = self.direct.apply if wants_gradient(args) else self.implementation
-            return call(*args)
-        return self.heard(*args)
+        if not nobody_listens(args):
+            return self.heard(*args)
+        if wants_gradient(args):
+            return self.derivable(partial(self.implementation, *args), *args)
+        return self.implementation(*args)
+
+    def derivable(self, run: Callable[[], Any], *args: Any) -> Any:
+        """A call that autograd alone listens to: what `run` returns, with its gradient."""
+        return self._direct.apply(*args, run)
 
     def heard(self, *args: Any) -> Any:
         """A call that somebody listens to."""

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep import dispatch
+from lockstep import dispatch, prepared
 from lockstep.audit import batch_invariance, determinism
 from lockstep.audit.bits import first_difference
 from lockstep.audit.calls import Shape, draw
 from lockstep.audit.checks import run
+from lockstep.cache import Cache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,6 +86,8 @@ def test_a_long_cache_decoded_alone_and_in_any_batch(kernel, query_invariant):
 
 def pretend(monkeypatch, kernel, multiprocessors: int) -> None:
     """The kernel plans for a device of another size."""
+    for name in ("_ENTRIES", "_LAST"):
+        monkeypatch.setattr(prepared, name, Cache(limit=100))
     if kernel.name == "hopper":
         from lockstep.kernels.hopper import launch
 
@@ -95,7 +98,6 @@ def pretend(monkeypatch, kernel, multiprocessors: int) -> None:
     device = launch.device_of(torch.device("cuda", 0))
     other = replace(device, multiprocessors=multiprocessors)
     monkeypatch.setattr(launch, "device_of", lambda _: other)
-    monkeypatch.setattr(launch, "_CALLS", {})
 
 
 @by_kernel

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from problems import draw
@@ -24,7 +22,6 @@ from hopper_build import (
 
 from lockstep.kernels.hopper import copy_engine, launch, plan
 from lockstep.kernels.hopper.forward import forward_kernel
-from lockstep.kernels.hopper.gluon_shim import TensorDescriptor
 
 SHARED_MEMORY = 232_448  # bytes a block of sm_90 may have
 PROCESSORS = 132
@@ -188,22 +185,28 @@ def test_ragged_keys_share_the_rows_between_batches():
     assert k_.stride() == v_.stride()
 
 
-def test_later_calls_go_straight_to_the_compiled_kernel(monkeypatch):
-    """With tensors of their own, and the first ones let go."""
+@pytest.mark.parametrize("aligned", [True, False])
+def test_later_calls_bring_their_own_addresses(monkeypatch, aligned):
     launched = []
-    compiled = SimpleNamespace(
-        function=None, packed_metadata=None, run=lambda *arguments: launched.append(arguments)
-    )
-    by_grid = {(2, 1, 1): lambda *arguments, **options: compiled}
+    by_grid = {(2, 1, 1): lambda *arguments, **options: None}
     monkeypatch.setattr(launch, "forward_kernel", by_grid)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(launch, "launcher_of", lambda *_: lambda *given: launched.append(given))
+    for name in ("_cuda_getCurrentRawStream", "_cuda_getDevice"):
+        monkeypatch.setattr(torch._C, name, lambda *device: -1, raising=False)
     tensors = Tensors(**draw(64, 64, dtype=torch.bfloat16).tensors)
+    if not aligned:
+        v = tensors.v
+        tensors = tensors._replace(v=torch.zeros(v.numel() + 1, dtype=v.dtype)[1:].view_as(v))
     call = launch.Call(describe(tensors, Options()), tensors, PROCESSORS)
-    call(tensors)
-    assert all(fields["base"] is None for fields in call._maps)
+    call(tensors, tensors.addresses())
     others = Tensors(*(x.clone() for x in tensors[:3]))
-    out, lse = call(others)
-    (arguments,) = launched
-    maps = [x for x in arguments if isinstance(x, TensorDescriptor)]
-    assert [x.base.data_ptr() for x in maps] == [x.data_ptr() for x in (*others[:3], out)]
-    assert any(x is lse for x in arguments)
+    out, lse = call(others, others.addresses())
+    ((_, pointers, bases),) = launched
+    assert pointers == (out.data_ptr(), *[lse.data_ptr()] * 6, 0)
+    expected = [x.data_ptr() for x in (*others[:3], out)]
+    if aligned:
+        assert list(bases) == expected
+    else:
+        # v goes there as a copy.
+        assert [a == b for a, b in zip(bases, expected, strict=True)] == [True, True, False, True]
+        assert all(base % 16 == 0 for base in bases)

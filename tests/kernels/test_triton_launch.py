@@ -12,9 +12,8 @@ pytest.importorskip("triton")
 
 from triton.runtime._allocation import _allocator
 
-from lockstep.kernels.triton import launch, scratch
-from lockstep.kernels.triton.plan import INTERPRETER, plan_of
-from lockstep.problem import Options, Tensors, describe
+from lockstep.kernels import driver
+from lockstep.kernels.triton import launch
 
 
 class Compiled:
@@ -25,9 +24,11 @@ class Compiled:
 
     def __init__(self) -> None:
         self.allocators: list[Any] = []
+        self.arguments: tuple[Any, ...] = ()
 
     def run(self, *arguments: Any) -> None:
         self.allocators.append(_allocator.get())
+        self.arguments = arguments
 
 
 class Kernel:
@@ -50,25 +51,28 @@ class Kernel:
 
 @pytest.fixture
 def of_the_caller(monkeypatch):
-    """An allocator that somebody else has set."""
+    """An allocator that somebody else has set; and launches go Triton's way."""
 
     def allocator(size: int, alignment: int, stream: int | None) -> torch.Tensor:
         raise AssertionError("not for these kernels")
 
+    monkeypatch.setattr(driver, "parameters_of", lambda *_: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     before = _allocator.set(allocator)
     yield allocator
     _allocator.reset(before)
 
 
-def test_first_and_later_launches(of_the_caller):
+def test_first_and_later_launches(of_the_caller, monkeypatch):
+    lent = torch.zeros(2 * 128)
+    monkeypatch.setattr(launch, "allocate", lambda *size: lent)
     kernel = Kernel()
     start = launch.Launch(kernel, (2,), {})
     for _ in range(2):
         start(torch.zeros(1))
         assert _allocator.get() is of_the_caller
-    assert kernel.compiled.allocators == [scratch.allocate] * 2
     assert start.scratch_bytes == 2 * 128
+    assert [give(256, 16, 0) for give in kernel.compiled.allocators] == [lent, lent.data_ptr()]
 
 
 def test_a_launch_that_fails(of_the_caller):
@@ -76,22 +80,3 @@ def test_a_launch_that_fails(of_the_caller):
     with pytest.raises(ValueError, match="no"):
         start(torch.zeros(1))
     assert _allocator.get() is of_the_caller
-
-
-def test_a_forward_call_lends_its_workspace(of_the_caller):
-    """And for that launch only: another's kernel must not get memory that is free again."""
-    compiled = Compiled()
-    q = torch.randn(1, 2, 5, 64)
-    tensors = Tensors(q, q, q)
-    problem = describe(tensors, Options())
-    call = launch.Call(problem, tensors, plan_of(problem, INTERPRETER), INTERPRETER)
-    call.attend._run, call.attend.scratch_bytes = compiled.run, 128
-    call.attend._function = call.attend._metadata = None
-    call.workspace_bytes += 128
-    out, lse = call(tensors, [None] * len(tensors), 0)
-    assert out.shape == q.shape
-    assert lse.shape == q.shape[:-1]
-    assert _allocator.get() is of_the_caller
-    (lent,) = compiled.allocators
-    assert lent is not of_the_caller
-    assert isinstance(lent(128, 16, 0), int)

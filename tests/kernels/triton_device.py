@@ -14,7 +14,8 @@ import pytest
 import torch
 from problems import FORWARD_LIMIT, Case, Result, error, run
 
-from lockstep import reference
+from lockstep import prepared, reference
+from lockstep.cache import Cache
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -51,6 +52,12 @@ def check(case: Case) -> None:
         assert mine <= allowed, f"{what} is off by {mine:.3g}, allowed {allowed:.3g}"
 
 
+def forget_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was prepared before is not used, and what is prepared now will not be used after."""
+    for name in ("_ENTRIES", "_LAST"):
+        monkeypatch.setattr(prepared, name, Cache(limit=100))
+
+
 def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 16 keys and spans of 32, so that small problems have several of both."""
     tiles = plan.Tiles(16, 16, 1, 2)
@@ -59,7 +66,7 @@ def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     table = dict.fromkeys((64, 128, 256, 512), (tiles, tiles))
     for name in ("_HALF", "_HALF_BY_POINTERS", "_SINGLE"):
         monkeypatch.setattr(plan, name, table)
-    monkeypatch.setattr(launch, "_CALLS", {})
+    forget_calls(monkeypatch)
 
 
 def use_multiprocessors(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -67,4 +74,4 @@ def use_multiprocessors(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     real = launch.device_of(torch.device(DEVICE))
     device = replace(real, multiprocessors=number)
     monkeypatch.setattr(launch, "device_of", lambda _: device)
-    monkeypatch.setattr(launch, "_CALLS", {})
+    forget_calls(monkeypatch)

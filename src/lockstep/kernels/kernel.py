@@ -10,7 +10,11 @@ from torch import Tensor
 
 from lockstep.problem import AttentionProblem, Tensors
 
-__all__ = ["Gradients", "Kernel", "Needs", "Tensors"]
+__all__ = ["Gradients", "Kernel", "Needs", "Prepared", "Result", "Tensors"]
+
+Result = tuple[Tensor, Tensor]
+Prepared = Callable[[Tensors, "list[int]"], Result]
+"""Runs one kind of call: takes its tensors and their addresses, 0 where there is none."""
 
 
 class Gradients(NamedTuple):
@@ -45,6 +49,11 @@ class Kernel:
     a bias of 4 dims, and on lengths, offsets and page indices within their bounds. Neither may
     return an input or a view of one.
 
+    `prepare`, where there is one, does for a problem and tensors what `forward` does before it
+    looks at data. What it returns then serves all calls whose tensors have the same shapes,
+    strides, dtypes and device, addresses that are equal modulo 16 bytes, and one tensor or two as
+    cu_seqlens.
+
     Four are claims; the audits test exactly what is claimed:
 
     - deterministic: the same call gives the same bits, every time, on any number of threads.
@@ -58,7 +67,7 @@ class Kernel:
 
     name: str
     supports: Callable[[AttentionProblem], str | None]
-    forward: Callable[[AttentionProblem, Tensors], tuple[Tensor, Tensor]]
+    forward: Callable[[AttentionProblem, Tensors], Result]
     backward: (
         Callable[
             [AttentionProblem, Tensors, Tensor, Tensor, Tensor, Tensor | None, Needs], Gradients
@@ -70,3 +79,4 @@ class Kernel:
     constant_time: bool
     query_invariant: bool = False
     supports_backward: Callable[[AttentionProblem], str | None] | None = None
+    prepare: Callable[[AttentionProblem, Tensors], Prepared] | None = None

@@ -29,7 +29,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kernel import Gradients, Kernel, Needs
+from lockstep.kernels.kernel import Gradients, Kernel, Needs, Prepared
 from lockstep.problem import AttentionProblem, Tensors
 
 MAX_HEAD_DIM = 256
@@ -39,6 +39,12 @@ MAX_ONE_PASS_HEAD_DIM = 128
 MAX_ROWS = 1 << 29
 # Fewer query rows than this leave the SMs idle: the Triton path splits the keys instead.
 MIN_QUERIES = 16
+
+
+def _prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
+    from lockstep.kernels.hopper.launch import prepare
+
+    return prepare(problem, tensors)
 
 
 def _forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
@@ -122,4 +128,5 @@ KERNEL = Kernel(
     # Its rows do not depend on the other queries, but a few queries run elsewhere: MIN_QUERIES.
     query_invariant=False,
     supports_backward=_supports_backward,
+    prepare=_prepare,
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lockstep.kernels.allocate import allocator
+from lockstep.kernels.driver import Launcher, launcher_of
 from lockstep.kernels.hopper.copy_engine import ALIGNMENT, copy, fit, ragged
 from lockstep.kernels.hopper.forward import forward_kernel
 from lockstep.kernels.hopper.gluon_shim import TensorDescriptor, gl
@@ -23,6 +25,7 @@ from lockstep.kernels.hopper.plan import (
     plan_of,
 )
 from lockstep.kernels.hopper.schedule import AS_THEY_COME, BY_HEAD, LONGEST_FIRST, PAIRED
+from lockstep.kernels.kernel import Prepared, Result
 from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem, Tensors
 
@@ -41,25 +44,18 @@ class Shape(NamedTuple):
         return TensorDescriptor(x, self.shape, self.strides, self.block, layout)
 
 
-def _describe_again(fields: dict[str, Any], x: Tensor) -> TensorDescriptor:
-    """The descriptor of another tensor of the same shape, strides and alignment: what was checked
-    is not checked again."""
-    descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    descriptor.__dict__.update(fields, base=x)
-    return descriptor
-
-
 class Call:
     """What runs one problem with inputs of given strides and alignment."""
 
     def __init__(self, problem: AttentionProblem, tensors: Tensors, n_processors: int) -> None:
-        # Kept, so that no other problem gets its id.
         self.problem = problem
         plan = plan_of(problem)
         packed = problem.layout == "varlen"
         layout = "varlen" if packed else "kv_lens" if problem.has_kv_lens else "dense"
-        self.out_shape, self.lse_shape = problem.out_shape, problem.lse_shape
         q, k, v = tensors[:3]
+        self.device = q.get_device()
+        self.new_out = allocator(problem.out_shape, problem.dtype, q.device)
+        self.new_lse = allocator(problem.lse_shape, torch.float32, q.device)
         fitted = (fit(q), *_fit_keys(k, v, share_rows=layout == "kv_lens"))
         self.copied = tuple(x is not y for x, y in zip((q, k, v), fitted, strict=True))
         width, width_v = padded(problem.D), padded(problem.Dv)
@@ -87,7 +83,7 @@ class Call:
             *REGISTERS[plan.consumers][1:],
         )
         self.options = {"num_warps": 4, "maxnreg": REGISTERS[plan.consumers][0]}
-        self._run: Any = None
+        self._launcher: Launcher | None = None
 
     def _numbers(self, layout: str, k: Tensor, n_processors: int) -> tuple[float, ...]:
         """The arguments behind the pointers; sets the grid."""
@@ -162,60 +158,50 @@ class Call:
             lse if line is None else line,
         )
 
-    def __call__(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        q = tensors.q
-        out = q.new_empty(self.out_shape)
-        lse = q.new_empty(self.lse_shape, dtype=torch.float32)
+    def __call__(self, tensors: Tensors, addresses: list[int]) -> Result:
+        if self.device != torch._C._cuda_getDevice():
+            with torch.cuda.device(self.device):
+                return self._run(tensors, addresses)
+        return self._run(tensors, addresses)
+
+    def _run(self, tensors: Tensors, addresses: list[int]) -> Result:
+        out, lse = self.new_out(), self.new_lse()
         line = None if self._line is None else self._line(tensors)
-        if self._run is None:
+        if self._launcher is None:
             arguments = self.arguments(tensors, out, lse, line)
             compiled = forward_kernel[self.grid](*arguments, **self.options)
-            self._maps = [vars(x) | {"base": None} for x in arguments[: len(self.shapes)]]
-            self._function, self._metadata = compiled.function, compiled.packed_metadata
-            self._run = compiled.run
+            self._launcher = launcher_of(compiled, self.grid, arguments)
             return out, lse
-        bases = tensors[:3] if True not in self.copied else self._fitted(tensors)
-        maps = map(_describe_again, self._maps, (*bases, out))
-        stream = torch._C._cuda_getCurrentRawStream(q.device.index)
-        self._run(
-            *self.grid, stream, self._function, self._metadata, None, None, None,
-            *maps, *self._pointers(tensors, out, lse, line), *self.numbers, *self.constants,
-        )  # fmt: skip
+        if True in self.copied:
+            # Held until the kernel is in the stream.
+            tensors = Tensors(*self._fitted(tensors), *tensors[3:])
+            addresses = tensors.addresses()
+        q, k, v, _, sinks, kv_lens, cu_q, cu_k, _ = addresses
+        of_out, of_lse = out.data_ptr(), lse.data_ptr()
+        of_line = 0 if line is None else line.data_ptr()
+        # In the order of `_pointers`, and no scratch memory.
+        pointers = (sinks, cu_q, cu_k, kv_lens, of_line)
+        self._launcher(
+            torch._C._cuda_getCurrentRawStream(self.device),
+            (of_out, of_lse, *(address or of_lse for address in pointers), 0),
+            (q, k, v, of_out),
+        )
         return out, lse
 
 
-_CALLS: dict[tuple[Any, ...], Call] = {}
-# A service with this many shapes has other things to wait for than a new plan.
-_MAX_CALLS = 4096
-
-
-def forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a problem that `supports` lets through."""
-    q, k, v = tensors[:3]
+def prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
+    """`Kernel.prepare`, of a problem that `supports` lets through."""
     if 0 in problem.out_shape or not problem.Skv:
-        return _without_keys(problem, tensors)
-    key = (
-        id(problem),
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        *(x.data_ptr() & 15 for x in (q, k, v)),
-        *(x.dtype for x in tensors[4:8] if x is not None),
-        q.device,
-        processors(q.device),
-    )
-    call = _CALLS.get(key)
-    if call is None:
-        if len(_CALLS) >= _MAX_CALLS:
-            _CALLS.clear()
-        call = _CALLS[key] = Call(problem, tensors, processors(q.device))
-    if q.device.index != torch.cuda.current_device():
-        with torch.cuda.device(q.device):
-            return call(tensors)
-    return call(tensors)
+        return partial(_without_keys, problem)
+    return Call(problem, tensors, processors(tensors.q.device))
 
 
-def _without_keys(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
+    """(out, lse) of a problem that `supports` lets through."""
+    return prepare(problem, tensors)(tensors, tensors.addresses())
+
+
+def _without_keys(problem: AttentionProblem, tensors: Tensors, addresses: list[int]) -> Result:
     q, sinks = tensors.q, tensors.sinks
     out = q.new_zeros(problem.out_shape)
     lse = q.new_full(problem.lse_shape, -math.inf, dtype=torch.float32)

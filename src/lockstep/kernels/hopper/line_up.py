@@ -14,13 +14,12 @@ A line is one tensor of int32:
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.driver import Launcher, launcher_of
 from lockstep.problem import Tensors
 
 SEQUENCES, OTHERS = 32, 128  # of a program, and how many of all others it looks at at once
@@ -76,7 +75,7 @@ class Line:
         self.size = 1 + 2 * B + n_tickets if sorts else 1
         self.grid = (triton.cdiv(B, SEQUENCES), 1, 1)
         self.numbers = (B, block_q, SEQUENCES, OTHERS)
-        self._run: Any = None
+        self._launcher: Launcher | None = None
 
     def __call__(self, tensors: Tensors) -> Tensor:
         cu_q, cu_kv = tensors.cu_seqlens_q, tensors.cu_seqlens_k
@@ -86,11 +85,10 @@ class Line:
         if not self.sorts:
             return line
         arguments = (cu_q, cu_kv, line, *self.numbers)
-        if self._run is None:
+        if self._launcher is None:
             compiled = line_up_kernel[self.grid](*arguments)
-            self._function, self._metadata = compiled.function, compiled.packed_metadata
-            self._run = compiled.run
+            self._launcher = launcher_of(compiled, self.grid, arguments)
             return line
         stream = torch._C._cuda_getCurrentRawStream(cu_q.device.index)
-        self._run(*self.grid, stream, self._function, self._metadata, None, None, None, *arguments)
+        self._launcher(stream, (cu_q.data_ptr(), cu_kv.data_ptr(), line.data_ptr(), 0))
         return line

@@ -26,13 +26,19 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kernel import Gradients, Kernel, Needs
+from lockstep.kernels.kernel import Gradients, Kernel, Needs, Prepared
 from lockstep.problem import AttentionProblem, Tensors
 
 MAX_HEAD_DIM = 512
 # Positions are int32, and so is a tile's distance from the end of a window.
 MAX_LENGTH = 1 << 28
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
+    from lockstep.kernels.triton.launch import prepare
+
+    return prepare(problem, tensors)
 
 
 def _forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
@@ -99,4 +105,5 @@ KERNEL = Kernel(
     batch_invariant=True,
     constant_time=False,
     query_invariant=True,
+    prepare=_prepare,
 )

@@ -19,6 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
+from lockstep.cache import Cache
 from lockstep.kernels.kernel import Gradients, Needs
 from lockstep.kernels.triton.dbias import sum_bias
 from lockstep.kernels.triton.dkdv import sum_keys
@@ -140,9 +141,7 @@ class Call:
         return Gradients(dq, dk if needs.k else None, dv if needs.v else None, dbias, dsinks)
 
 
-_CALLS: dict[tuple[Any, ...], Call] = {}
-# As many shapes as a training run is likely to have, and then some.
-_MAX_CALLS = 1024
+_CALLS: Cache[tuple[Any, ...], Call] = Cache(limit=1024)
 
 
 def backward(
@@ -189,8 +188,6 @@ def _call_for(
     )
     call = _CALLS.get(key)
     if call is None:
-        if len(_CALLS) >= _MAX_CALLS:
-            _CALLS.clear()
         call = _CALLS[key] = Call(problem, tensors, dout)
     return call
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.kernels.allocate import allocator
+from lockstep.kernels.driver import Launcher, launcher_of
+from lockstep.kernels.kernel import Prepared, Result
 from lockstep.kernels.triton.forward import attend
 from lockstep.kernels.triton.plan import (
     FAR,
@@ -25,7 +29,6 @@ from lockstep.kernels.triton.split_kv import reduce_parts
 from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem, Tensors
 
-Result = tuple[Tensor, Tensor]
 # Of what lies in a workspace; tensors begin at multiples of more.
 ALIGNMENT = 128
 
@@ -149,14 +152,11 @@ def window_of(problem: AttentionProblem) -> dict[str, Any]:
 class Launch:
     """A kernel with its grid and everything but the pointers that lead its arguments.
 
-    The first call compiles. Later calls go straight to the compiled kernel, without Triton looking
-    at the type and the divisibility of every argument again: they are the same each time.
+    The first call compiles. Later calls go straight to the driver, without Triton looking at the
+    type and the divisibility of every argument again: they are the same each time.
     """
 
-    __slots__ = (
-        *("_function", "_grid", "_kernel", "_metadata", "_options", "_rest", "_run"),
-        "scratch_bytes",
-    )
+    __slots__ = ("_grid", "_kernel", "_options", "_rest", "enqueue", "scratch_bytes")
 
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], **options: Any
@@ -164,55 +164,47 @@ class Launch:
         self._kernel, self._options = kernel, options
         self._grid = (*grid, 1, 1)[:3]
         self._rest = tuple(arguments[n] for n in kernel.arg_names if not n.endswith("_ptr"))
-        self._run: Any = None
-        # What Triton wants of global memory at each launch, for descriptors. Known once compiled.
+        # Takes the stream and addresses, the last one that of `scratch_bytes`. Set once compiled.
+        self.enqueue: Launcher | None = None
+        # What Triton wants of global memory at each launch, for descriptors.
         self.scratch_bytes = 0
 
-    @property
-    def is_compiled(self) -> bool:
-        return self._run is not None
-
     def __call__(self, *pointers: Tensor | None) -> None:
-        with Allocating(allocate):
-            if self.is_compiled:
-                stream = torch._C._cuda_getCurrentRawStream(pointers[0].device.index)
-                self.enqueue(stream, *pointers)
-            else:
-                self._compile(*pointers)
+        if self.enqueue is None:
+            self._compile(*pointers)
+            return
+        assert pointers[0] is not None
+        scratch = allocate(self.scratch_bytes) if self.scratch_bytes else None
+        stream = torch._C._cuda_getCurrentRawStream(pointers[0].get_device())
+        self.enqueue(stream, tuple(0 if x is None else x.data_ptr() for x in (*pointers, scratch)))
 
     def _compile(self, *pointers: Tensor | None) -> None:
         """Launches once as well."""
-        compiled = self._kernel[self._grid](*pointers, *self._rest, **self._options)
+        arguments = (*pointers, *self._rest)
+        with Allocating(allocate):
+            compiled = self._kernel[self._grid](*arguments, **self._options)
         # The interpreter compiles nothing.
         if compiled is not None:
-            self._function, self._metadata = compiled.function, compiled.packed_metadata
-            self._run = compiled.run
             of_program = getattr(compiled.metadata, "global_scratch_size", 0)
             self.scratch_bytes = math.prod(self._grid) * of_program
-
-    def enqueue(self, stream: int, *pointers: Tensor | int | None) -> None:
-        """Launches what is compiled. Addresses do for tensors, and take less time."""
-        self._run(
-            *self._grid, stream, self._function, self._metadata, None, None, None,
-            *pointers, *self._rest,
-        )  # fmt: skip
+            self.enqueue = launcher_of(compiled, self._grid, arguments)
 
 
 class Call:
     """What runs one problem with inputs of given strides and alignment."""
 
     __slots__ = (
-        *("attend", "reduce", "problem", "out_shape", "lse_shape", "lse_dtype"),
-        *("part_shape", "part_lse_at", "scratch_at", "workspace_bytes"),
+        *("attend", "device", "reduce", "part_shape", "part_lse_at", "scratch_at"),
+        *("new_out", "new_lse", "new_workspace"),
     )
 
     def __init__(
         self, problem: AttentionProblem, tensors: Tensors, plan: Plan, device: Device
     ) -> None:
-        # Kept, so that no other problem gets its id.
-        self.problem = problem
-        self.out_shape, self.lse_shape = problem.out_shape, problem.lse_shape
-        self.lse_dtype = problem.lse_dtype
+        where = tensors.q.device
+        self.device = -1 if where.index is None else where.index
+        self.new_out = allocator(problem.out_shape, problem.dtype, where)
+        self.new_lse = allocator(problem.lse_shape, problem.lse_dtype, where)
         self.attend = Launch(
             attend,
             (plan.n_programs, plan.n_runs),
@@ -235,34 +227,31 @@ class Call:
         self.part_lse_at = _aligned(4 * math.prod(self.part_shape))
         of_lse = 4 * math.prod(self.part_shape[:-1]) if plan.n_runs > 1 else 0
         self.scratch_at = _aligned(self.part_lse_at + of_lse)
-        self.workspace_bytes = self.scratch_at
+        self.new_workspace: Callable[[], Tensor] | None = None
 
-    def __call__(self, tensors: Tensors, pointers: list[int | None], device: int) -> Result:
-        q = tensors[0]
-        out = q.new_empty(self.out_shape)
-        lse = q.new_empty(self.lse_shape, dtype=self.lse_dtype)
-        if not self.attend.is_compiled:
+    def __call__(self, tensors: Tensors, addresses: list[int]) -> Result:
+        if self.device >= 0 and self.device != torch._C._cuda_getDevice():
+            with torch.cuda.device(self.device):
+                return self._run(tensors, addresses)
+        return self._run(tensors, addresses)
+
+    def _run(self, tensors: Tensors, addresses: list[int]) -> Result:
+        out, lse = self.new_out(), self.new_lse()
+        if self.attend.enqueue is None:
             self._first(tensors, out, lse)
             return out, lse
-        # Held until the kernels are in the stream: whoever gets it next comes after them.
-        workspace = q.new_empty(self.workspace_bytes, dtype=torch.uint8)
-        start = workspace.data_ptr()
-
-        def scratch(size: int, alignment: int, stream: int | None) -> Tensor | int:
-            if size <= self.attend.scratch_bytes and alignment <= ALIGNMENT:
-                return start + self.scratch_at
-            return allocate(size, alignment, stream)
-
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        start = 0
+        if self.new_workspace is not None:
+            # Held until the kernels are in the stream: whoever gets it next comes after them.
+            workspace = self.new_workspace()
+            start = workspace.data_ptr()
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
         results = out.data_ptr(), lse.data_ptr()
-        with Allocating(scratch):
-            if self.reduce is None:
-                self.attend.enqueue(stream, *pointers, *results, None, None)
-            else:
-                parts = start, start + self.part_lse_at
-                sinks, pointers[4] = pointers[4], None
-                self.attend.enqueue(stream, *pointers, *results, *parts)
-                self.reduce.enqueue(stream, *parts, sinks, *pointers[5:8], *results)
+        parts = start, start + self.part_lse_at
+        # What was None when it was compiled is not looked at.
+        self.attend.enqueue(stream, (*addresses, *results, *parts, start + self.scratch_at))
+        if self.reduce is not None:
+            self.reduce.enqueue(stream, (*parts, *addresses[4:8], *results, 0))
         return out, lse
 
     def _first(self, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
@@ -270,60 +259,38 @@ class Call:
         if self.reduce is None:
             self.attend(*tensors, out, lse, None, None)
         else:
-            parts = out.new_empty(self.part_shape, dtype=self.lse_dtype)
-            part_lse = out.new_empty(self.part_shape[:-1], dtype=self.lse_dtype)
+            parts = out.new_empty(self.part_shape, dtype=lse.dtype)
+            part_lse = out.new_empty(self.part_shape[:-1], dtype=lse.dtype)
             self.attend(*tensors._replace(sinks=None), out, lse, parts, part_lse)
-            self.reduce(parts, part_lse, tensors.sinks, *tensors[5:8], out, lse)
-        if self.attend.is_compiled:
-            self.workspace_bytes = self.scratch_at + self.attend.scratch_bytes
+            self.reduce(parts, part_lse, *tensors[4:8], out, lse)
+        bytes_in_all = self.scratch_at + self.attend.scratch_bytes
+        if self.attend.enqueue is not None and bytes_in_all:
+            self.new_workspace = allocator((bytes_in_all,), torch.uint8, out.device)
 
 
 def _aligned(at: int) -> int:
     return at + -at % ALIGNMENT
 
 
-_CALLS: dict[tuple[Any, ...], Call] = {}
-# A service with this many shapes has other things to wait for than a new plan.
-_MAX_CALLS = 4096
+def prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
+    """`Kernel.prepare`"""
+    if 0 in problem.lse_shape:
+        return partial(_nothing, problem)
+    device = device_of(tensors.q.device)
+    addresses = tensors.addresses()
+    # The same cu_seqlens: every packed sequence has as many keys as queries.
+    own_keys = problem.layout == "varlen" and addresses[6] == addresses[7]
+    return Call(problem, tensors, plan_of(problem, device, own_keys), device)
 
 
 def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
     """`Kernel.forward`: out and lse of one call."""
-    q, k, v, bias = tensors[:4]
-    table = tensors[8]
-    device = q.get_device()
-    pointers = [None if x is None else x.data_ptr() for x in tensors]
-    # The same cu_seqlens: every packed sequence has as many keys as queries.
-    own_keys = pointers[6] is not None and pointers[6] == pointers[7]
-    key = (
-        id(problem),
-        device,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        None if bias is None else bias.stride(),
-        None if table is None else table.stride(),
-        own_keys,
-        # Triton compiles for pointers that are multiples of 16 bytes, or for any: each by itself.
-        *[p & 15 for p in pointers if p is not None],
-    )
-    call = _CALLS.get(key)
-    if call is None:
-        if 0 in problem.lse_shape:
-            return _nothing(problem, q)
-        if len(_CALLS) >= _MAX_CALLS:
-            _CALLS.clear()
-        of_device = device_of(q.device)
-        plan = plan_of(problem, of_device, own_keys)
-        call = _CALLS[key] = Call(problem, tensors, plan, of_device)
-    if device >= 0 and device != torch._C._cuda_getDevice():
-        with torch.cuda.device(device):
-            return call(tensors, pointers, device)
-    return call(tensors, pointers, device)
+    return prepare(problem, tensors)(tensors, tensors.addresses())
 
 
-def _nothing(problem: AttentionProblem, q: Tensor) -> Result:
+def _nothing(problem: AttentionProblem, tensors: Tensors, addresses: list[int]) -> Result:
     """Results without a single row."""
+    q = tensors.q
     return q.new_empty(problem.out_shape), q.new_empty(problem.lse_shape, dtype=problem.lse_dtype)
 
 

@@ -19,7 +19,7 @@ Allocate = Callable[[int, int, "int | None"], "Tensor | int"]
 """(size, alignment, stream) -> memory, or its address."""
 
 
-def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+def allocate(size: int, alignment: int = 16, stream: int | None = None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 

@@ -1,0 +1,312 @@
+"""Launches of compiled Triton kernels, straight to the CUDA driver.
+
+Triton's launcher takes every argument of a kernel anew at each launch: the numbers and constants
+that are the same each time, and tensor maps that it encodes in Python. That takes longer than the
+launch. Here the parameters lie in memory as the driver wants them, and a launch writes addresses
+into them.
+
+What the parameters of a kernel are follows from its signature, and the driver is asked whether it
+agrees. Where it does not, or cannot tell, `launcher_of` takes Triton's way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from copy import copy
+from functools import lru_cache, partial
+from itertools import repeat
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from lockstep.cache import Cache
+from lockstep.kernels.triton.scratch import Allocating
+
+Grid = tuple[int, int, int]
+
+
+class Launcher(Protocol):
+    def __call__(
+        self, stream: int, addresses: tuple[int, ...], bases: tuple[int, ...] = ...
+    ) -> None:
+        """Takes the addresses in the order of the kernel's arguments (that of scratch memory last;
+        0 for none), and those of the tensors behind its tensor maps."""
+
+
+# CUtensorMap: 128 bytes at a multiple of 64.
+MAP_BYTES, MAP_ALIGNMENT = 128, 64
+# CUtensorMapDataType by the type that Triton's metadata has; CUtensorMapL2promotion of 128 bytes.
+_MAP_TYPES = {8: 10, 9: 8, 10: 9}
+_PROMOTE_128 = 2
+# CUlaunchAttributeID: start while the kernel before is still running.
+_PROGRAMMATIC_SERIALIZATION = 6
+# CUresult of a thread that has not used CUDA yet.
+_INVALID_CONTEXT = 201
+_NUMBERS: dict[str, Any] = {
+    "i1": ctypes.c_int8,
+    "i8": ctypes.c_int8,
+    "i16": ctypes.c_int16,
+    "i32": ctypes.c_int32,
+    "i64": ctypes.c_int64,
+    "u1": ctypes.c_uint8,
+    "u8": ctypes.c_uint8,
+    "u16": ctypes.c_uint16,
+    "u32": ctypes.c_uint32,
+    "u64": ctypes.c_uint64,
+    "fp32": ctypes.c_float,
+    "fp64": ctypes.c_double,
+}
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute"""
+
+    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig"""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("n_attributes", ctypes.c_uint),
+    )
+
+
+@lru_cache(maxsize=1)
+def library() -> Any:
+    """The driver, or None."""
+    if torch.version.cuda is None:
+        return None
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+class TensorMap:
+    """A tensor map without the address of its tensor."""
+
+    def __init__(self, metadata: dict[str, Any], shape: list[int], strides: list[int]) -> None:
+        rank, size = len(shape), metadata["elem_size"]
+        # The driver counts dims from the last, and strides in bytes.
+        self._head = _MAP_TYPES.get(metadata["elem_type"], metadata["elem_type"]), rank
+        self._rest = (
+            (ctypes.c_uint64 * rank)(*reversed(shape)),
+            (ctypes.c_uint64 * (rank - 1))(*(size * stride for stride in reversed(strides[:-1]))),
+            (ctypes.c_uint32 * rank)(*reversed(metadata["block_size"])),
+            (ctypes.c_uint32 * rank)(*[1] * rank),
+            *(0, metadata["swizzle"], _PROMOTE_128, 0),
+        )
+
+    def encode(self, base: int) -> tuple[int, Any]:
+        """Where the map of a tensor at `base` lies, and what keeps it there."""
+        memory = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
+        address = ctypes.addressof(memory) + -ctypes.addressof(memory) % MAP_ALIGNMENT
+        _call(
+            library().cuTensorMapEncodeTiled,
+            *(ctypes.c_void_p(address), *self._head, ctypes.c_void_p(base), *self._rest),
+        )
+        return address, memory
+
+
+class Parameter(NamedTuple):
+    """One parameter of a kernel: an address, a number, or a tensor map."""
+
+    size: int
+    content: int | bytes | TensorMap
+    """The place of an address among those of a launch, or the number, or the map."""
+
+
+def parameters_of(compiled: Any, arguments: tuple[Any, ...]) -> list[Parameter] | None:
+    """What a kernel that was compiled for `arguments` has as parameters; None for what only Triton
+    knows. Tensors, and None in their place, are addresses; two more are Triton's scratch memory."""
+    maps = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    parameters: list[Parameter] = []
+    n_addresses = 0
+    for kind, argument in zip(compiled.src.signature.values(), arguments, strict=True):
+        if argument is None or hasattr(argument, "data_ptr"):
+            if kind != "constexpr":
+                parameters.append(Parameter(8, n_addresses))
+            n_addresses += 1
+        elif kind == "constexpr":
+            continue
+        elif kind in _NUMBERS:
+            parameters.append(_number(kind, argument))
+        elif kind.startswith("tensordesc") and (metadata := next(maps, None)) is not None:
+            shape, strides = list(argument.shape), list(argument.strides)
+            parameters.append(Parameter(MAP_BYTES, TensorMap(metadata, shape, strides)))
+            parameters += [_number("i32", size) for size in shape]
+            parameters += [_number("i64", stride) for stride in strides]
+        else:
+            return None
+    return [*parameters, Parameter(8, n_addresses), _number("u64", 0)]
+
+
+def _number(kind: str, value: float) -> Parameter:
+    content = bytes(_NUMBERS[kind](value))
+    return Parameter(len(content), content)
+
+
+def launcher_of(compiled: Any, grid: Grid, arguments: tuple[Any, ...]) -> Launcher:
+    """What launches a kernel that was compiled for `arguments` again, with the same numbers."""
+    parameters = parameters_of(compiled, arguments)
+    metadata = compiled.metadata
+    if (
+        parameters is not None
+        and metadata.num_ctas == 1
+        and not metadata.launch_cooperative_grid
+        and not metadata.profile_scratch_size
+        and [parameter.size for parameter in parameters] == sizes_of(compiled.function)
+    ):
+        return ByDriver(compiled.function, grid, metadata, parameters)
+    # A launch must not keep the tensors of the first one.
+    return partial(_by_triton, compiled, grid, _moved(arguments, repeat(0), repeat(0)))
+
+
+class ByDriver:
+    """A `Launcher` that writes into memory which the driver reads."""
+
+    __slots__ = ("_frames", "_function", "_launch", "_maps", "_new_frame")
+
+    def __init__(
+        self, function: int, grid: Grid, metadata: Any, parameters: list[Parameter]
+    ) -> None:
+        self._launch = library().cuLaunchKernelEx
+        self._function = ctypes.c_void_p(function)
+        self._maps = [
+            (i, content) for i, (_, content) in enumerate(parameters) if type(content) is TensorMap
+        ]
+        self._new_frame = partial(_Frame, grid, metadata, parameters)
+        # As many as threads have launched at once: the driver reads a frame while others run.
+        self._frames: list[_Frame] = []
+
+    def __call__(
+        self, stream: int, addresses: tuple[int, ...], bases: tuple[int, ...] = ()
+    ) -> None:
+        try:
+            frame = self._frames.pop()
+        except IndexError:
+            frame = self._new_frame()
+        frame.addresses[:] = addresses
+        frame.config.stream = stream
+        if bases:
+            # Held until the driver has read them.
+            maps = _ENCODED.get((self, bases)) or self._encode(bases)
+            for i, address, _ in maps:
+                frame.parameters[i] = address
+        _call(self._launch, frame.reference, self._function, frame.parameters, None)
+        self._frames.append(frame)
+
+    def _encode(self, bases: tuple[int, ...]) -> list[tuple[int, int, Any]]:
+        maps = [
+            (i, *tensor_map.encode(base))
+            for (i, tensor_map), base in zip(self._maps, bases, strict=True)
+        ]
+        _ENCODED[self, bases] = maps
+        return maps
+
+
+# Tensors come and go, but the allocator gives the same addresses again and again.
+_ENCODED: Cache[tuple[ByDriver, tuple[int, ...]], list[tuple[int, int, Any]]] = Cache(limit=2048)
+
+
+class _Frame:
+    """The memory that the driver reads at a launch."""
+
+    __slots__ = ("_attribute", "_words", "addresses", "config", "parameters", "reference")
+
+    def __init__(self, grid: Grid, metadata: Any, parameters: list[Parameter]) -> None:
+        n_addresses = 1 + max(content for _, content in parameters if type(content) is int)
+        self.addresses = (ctypes.c_uint64 * n_addresses)()
+        self._words = (ctypes.c_uint64 * len(parameters))()
+        self.parameters = (ctypes.c_void_p * len(parameters))()
+        for i, (size, content) in enumerate(parameters):
+            word = ctypes.addressof(self._words) + 8 * i
+            if type(content) is int:
+                self.parameters[i] = ctypes.addressof(self.addresses) + 8 * content
+            elif type(content) is bytes:
+                ctypes.memmove(word, content, size)
+                self.parameters[i] = word
+        self._attribute = _Attribute(id=_PROGRAMMATIC_SERIALIZATION)
+        self._attribute.value[0] = 1
+        self.config = _Config(
+            grid=grid,
+            block=(32 * metadata.num_warps, 1, 1),
+            shared_bytes=metadata.shared,
+            attributes=ctypes.addressof(self._attribute),
+            n_attributes=int(metadata.launch_pdl),
+        )
+        self.reference = ctypes.byref(self.config)
+
+
+class _Address(int):
+    """What Triton asks a tensor for."""
+
+    def data_ptr(self) -> int:
+        return self
+
+
+def _moved(
+    arguments: tuple[Any, ...], pointers: Iterable[int], bases: Iterable[int]
+) -> tuple[Any, ...]:
+    """Arguments with addresses in place of tensors."""
+    next_pointer, next_base = iter(pointers), iter(bases)
+    moved = []
+    for argument in arguments:
+        if argument is None or hasattr(argument, "data_ptr"):
+            argument = _Address(next(next_pointer))
+        elif hasattr(argument, "block_shape"):
+            argument = copy(argument)
+            argument.base = _Address(next(next_base))
+        moved.append(argument)
+    return tuple(moved)
+
+
+def _by_triton(
+    compiled: Any,
+    grid: Grid,
+    arguments: tuple[Any, ...],
+    stream: int,
+    addresses: tuple[int, ...],
+    bases: tuple[int, ...] = (),
+) -> None:
+    """A `Launcher` that any compiled kernel has."""
+    *pointers, scratch = addresses
+    filled = _moved(arguments, pointers, bases)
+    with Allocating(lambda *size: scratch):
+        compiled.run(
+            *grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *filled
+        )
+
+
+def sizes_of(function: int) -> list[int]:
+    """Bytes of each parameter of a loaded kernel; none where the driver cannot tell."""
+    if not hasattr(library(), "cuFuncGetParamInfo"):
+        return []
+    sizes: list[int] = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    references = ctypes.byref(offset), ctypes.byref(size)
+    while not library().cuFuncGetParamInfo(ctypes.c_void_p(function), len(sizes), *references):
+        sizes.append(size.value)
+    return sizes
+
+
+def _call(function: Any, *arguments: Any) -> None:
+    """Calls the driver, in torch's context. Raises RuntimeError."""
+    result = function(*arguments)
+    if result == _INVALID_CONTEXT:
+        context = ctypes.c_void_p()
+        device = torch.cuda.current_device()
+        library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        library().cuCtxSetCurrent(context)
+        result = function(*arguments)
+    if result:
+        text = ctypes.c_char_p()
+        library().cuGetErrorString(result, ctypes.byref(text))
+        raise RuntimeError(f"CUDA error {result}: {(text.value or b'unknown').decode()}")

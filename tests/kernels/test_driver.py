@@ -1,0 +1,175 @@
+"""What a launch hands to the CUDA driver, read back by a driver of our own."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+from hopper_build import compile_for_hopper
+from toy_kernel import ARGUMENTS, toy
+
+from lockstep.kernels import driver
+from lockstep.kernels.driver import MAP_BYTES, ByDriver, launcher_of, parameters_of
+
+GRID = (5, 2, 1)
+
+
+def sizes_in(ptx: str) -> list[int]:
+    """Bytes of the parameters that a kernel declares."""
+    header = ptx[ptx.index(".entry") : ptx.index(")", ptx.index(".entry"))]
+    pattern = r"\.param (?:\.align \d+ )?\.[a-z](\d+).*?(?:\[(\d+)\])?(?:,|$)"
+    declared = re.findall(pattern, header, re.MULTILINE)
+    return [int(bits) // 8 * int(count or 1) for bits, count in declared]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Any:
+    return compile_for_hopper(toy, ARGUMENTS).kernel
+
+
+def test_parameters_are_those_of_the_machine_code(compiled):
+    found = [parameter.size for parameter in parameters_of(compiled, ARGUMENTS)]
+    assert found == sizes_in(compiled.asm["ptx"])
+    assert found.count(MAP_BYTES) == 1
+
+
+class Driver:
+    """Reads what it is given as the CUDA driver would."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes, self.launches, self.results = sizes, [], []
+
+    def cuFuncGetParamInfo(self, function: Any, i: int, offset: Any, size: Any) -> int:
+        if i >= len(self.sizes):
+            return 1
+        size._obj.value = self.sizes[i]
+        return 0
+
+    def cuTensorMapEncodeTiled(self, address: Any, *rest: Any) -> int:
+        base = rest[2].value
+        ctypes.memmove(address.value, base.to_bytes(8, "little"), 8)
+        return 0
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:
+        if self.results:
+            return self.results.pop()
+        read = [ctypes.string_at(at, size) for at, size in zip(parameters, self.sizes, strict=True)]
+        self.launches.append((config._obj, read))
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:
+        context._obj.value = 77
+        return 0
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        self.current = context.value
+        return 0
+
+    def cuGetErrorString(self, result: int, text: Any) -> int:
+        text._obj.value = b"out of luck"
+        return 0
+
+
+@pytest.fixture
+def fake(monkeypatch) -> Driver:
+    # [map, its 2 sizes, its 2 strides, an address, i32, fp32, two addresses]
+    fake = Driver([MAP_BYTES, 4, 4, 8, 8, 8, 4, 4, 8, 8])
+    monkeypatch.setattr(driver, "library", lambda: fake)
+    return fake
+
+
+def handle(compiled: Any, **metadata: Any) -> Any:
+    """A compiled kernel as it is once loaded."""
+    values = compiled.metadata._asdict() | metadata
+    return SimpleNamespace(
+        function=42, packed_metadata=None, src=compiled.src, metadata=SimpleNamespace(**values)
+    )
+
+
+def words(read: list[bytes]) -> list[int]:
+    return [int.from_bytes(x[:8], "little") for x in read]
+
+
+def test_a_launch_hands_over_addresses_and_numbers(compiled, fake):
+    launch = launcher_of(handle(compiled, launch_pdl=True), GRID, ARGUMENTS)
+    assert isinstance(launch, ByDriver)
+    for turn in range(3):
+        # The second pointer was None and is no parameter.
+        launch(9 + turn, (1000 + turn, 2000, 3000 + turn), (4000 + turn,))
+    assert len(fake.launches) == 3
+    for turn, (config, read) in enumerate(fake.launches):
+        assert tuple(config.grid) == GRID
+        assert tuple(config.block) == (128, 1, 1)
+        assert config.n_attributes == 1
+        base, *sizes_and_strides, pointer, number, _, scratch, profile = words(read)
+        assert base == 4000 + turn
+        assert sizes_and_strides == [64, 64, 64, 1]
+        assert (pointer, number, scratch, profile) == (1000 + turn, 7, 3000 + turn, 0)
+        assert ctypes.c_float.from_buffer_copy(read[7]).value == 0.25
+    # One frame did for all: the last launch's stream stands in it.
+    assert {id(config) for config, _ in fake.launches} == {id(fake.launches[0][0])}
+    assert config.stream == 11
+
+
+def test_launches_at_the_same_time_have_frames_of_their_own(compiled, fake):
+    launch = launcher_of(handle(compiled), GRID, ARGUMENTS)
+    inner = fake.cuLaunchKernelEx
+
+    def while_another_thread_launches(*arguments: Any) -> int:
+        launch._launch = inner
+        launch(1, (10, 20, 30), (40,))
+        return inner(*arguments)
+
+    launch._launch = while_another_thread_launches
+    launch(2, (11, 21, 31), (41,))
+    assert [words(read)[5] for _, read in fake.launches] == [10, 11]
+    assert [words(read)[0] for _, read in fake.launches] == [40, 41]
+
+
+def test_a_thread_without_a_context_gets_one(compiled, fake, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    launch = launcher_of(handle(compiled), GRID, ARGUMENTS)
+    fake.results = [201]
+    launch(0, (1, 2, 3), (4,))
+    assert fake.current == 77
+    assert len(fake.launches) == 1
+
+
+def test_an_error_of_the_driver_is_raised(compiled, fake):
+    launch = launcher_of(handle(compiled), GRID, ARGUMENTS)
+    fake.results = [700]
+    with pytest.raises(RuntimeError, match="CUDA error 700: out of luck"):
+        launch(0, (1, 2, 3), (4,))
+
+
+@pytest.mark.parametrize("why", ["sizes differ", "cooperative", "clusters", "no driver"])
+def test_what_the_driver_does_not_agree_with_goes_triton_s_way(compiled, fake, monkeypatch, why):
+    kernel = handle(compiled)
+    if why == "sizes differ":
+        fake.sizes.append(8)
+    elif why == "no driver":
+        monkeypatch.setattr(driver, "library", lambda: None)
+    else:
+        changed = {"cooperative": "launch_cooperative_grid", "clusters": "num_ctas"}[why]
+        kernel = handle(compiled, **{changed: 2})
+    launched = []
+    kernel.run = lambda *arguments: launched.append(arguments)
+    tensor = torch.zeros(1)
+    seen = weakref.ref(tensor)
+    launch = launcher_of(kernel, GRID, (ARGUMENTS[0], tensor, *ARGUMENTS[2:]))
+    del tensor
+    assert seen() is None, "the tensors of the first launch are kept"
+    assert not isinstance(launch, ByDriver)
+    launch(9, (1000, 2000, 3000), (4000,))
+    *head, tensor_map, pointer, absent, number, real, constant = launched[0]
+    assert head == [*GRID, 9, 42, None, None, None, None]
+    assert tensor_map.base.data_ptr() == 4000
+    assert (pointer, absent, number, real, constant) == (1000, 2000, 7, 0.25, 3)

@@ -1,0 +1,158 @@
+"""A call like an earlier one is recognized as such, and no other is."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+import lockstep
+from lockstep import dispatch, prepared
+from lockstep.cache import Cache
+from lockstep.problem import Options, Tensors
+
+
+def like(x: torch.Tensor) -> torch.Tensor:
+    return torch.randn_like(x, requires_grad=x.requires_grad)
+
+
+@pytest.fixture
+def tensors() -> Tensors:
+    return Tensors(*torch.randn(3, 2, 4, 5, 8).unbind())
+
+
+@pytest.fixture
+def entry(tensors, monkeypatch):
+    """What runs calls like that with `tensors`."""
+    monkeypatch.setattr(prepared, "_ENTRIES", Cache(limit=10))
+    monkeypatch.setattr(prepared, "_LAST", Cache(limit=10))
+    run = prepared.find_or_keep(tensors, Options(), None, lambda *_: print)[0]
+    assert run is print
+    for _ in range(2):
+        assert prepared.find(tensors, Options(), None)[0] is print
+    return prepared._LAST[Options(), None]
+
+
+def test_torch_s_guards_work():
+    assert prepared._HAS_GUARDS
+
+
+def test_a_call_like_another_is_recognized(tensors, entry):
+    others = Tensors(*map(like, tensors[:3]))
+    assert entry.recognize(others) == others.addresses()
+    assert prepared.find(others, Options(), None) == (print, others.addresses(), False)
+
+
+def test_one_tensor_may_come_twice(tensors, entry):
+    q = tensors.q
+    assert entry.recognize(Tensors(q, q, q)) == [q.data_ptr()] * 3 + [0] * 6
+
+
+def shifted(x: torch.Tensor, n: int) -> torch.Tensor:
+    return torch.randn(x.numel() + n)[n:].view_as(x)
+
+
+CHANGES = {
+    "shape": lambda k: torch.randn(2, 4, 6, 8),
+    "dims": lambda k: k[0],
+    "strides": lambda k: torch.randn(2, 5, 4, 8).transpose(1, 2),
+    "dtype": lambda k: k.double(),
+    "device": lambda k: k.to("meta"),
+    "alignment": lambda k: shifted(k, 1),
+    "pending sign": torch._neg_view,
+    "subclass": lambda k: k.as_subclass(type("Mine", (torch.Tensor,), {})),
+    "absent": lambda k: None,
+    "no tensor": lambda k: 3,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("by", ["guards", "key"])
+def test_a_change_is_noticed(tensors, entry, change, by, monkeypatch):
+    others = tensors._replace(k=CHANGES[change](tensors.k))
+    if by == "key":
+        monkeypatch.setattr(prepared, "_LAST", Cache(limit=10))
+    else:
+        assert entry.recognize(others) is None
+    assert prepared.find(others, Options(), None) is None
+
+
+@pytest.mark.parametrize("field", Tensors._fields[3:])
+def test_another_tensor_is_noticed(tensors, entry, field):
+    others = tensors._replace(**{field: torch.zeros(4)})
+    assert entry.recognize(others) is None
+    assert prepared.find(others, Options(), None) is None
+
+
+def test_offsets_of_their_own_are_noticed(tensors, entry):
+    q, k, v = (x.flatten(0, 1) for x in tensors[:3])
+    offsets, others = torch.tensor([0, 3, 8]), torch.tensor([0, 3, 8])
+    for cu_seqlens_k in (offsets, others) * 3:
+        given = Tensors(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=cu_seqlens_k)
+        shared = cu_seqlens_k is offsets
+        run, *_ = prepared.find_or_keep(given, Options(), None, lambda *_, shared=shared: shared)
+        assert run is shared
+        assert prepared.find(given, Options(), None)[0] is shared
+
+
+def test_other_options_and_kernels_are_noticed(tensors, entry, monkeypatch):
+    assert prepared.find(tensors, Options(causal=True), None) is None
+    assert prepared.find(tensors, Options(), "cpu") is None
+    monkeypatch.setattr(dispatch, "KERNELS", dispatch.KERNELS[1:])
+    assert prepared.find(tensors, Options(), None) is None
+
+
+def test_a_gradient_is_noticed(tensors, entry):
+    wanting = tensors._replace(v=like(tensors.v).requires_grad_())
+    for given, wants in ((tensors, False), (wanting, True)) * 3:
+        assert prepared.find(given, Options(), None)[2] is wants
+
+
+def test_tensors_are_not_kept(tensors, entry):
+    q = torch.randn(2, 4, 7, 8)
+    seen = weakref.ref(q)
+    for _ in range(3):
+        lockstep.attention(q, *tensors[1:3])
+    del q
+    assert seen() is None
+
+
+def test_without_guards_the_key_does(tensors, entry, monkeypatch):
+    monkeypatch.setattr(prepared, "_HAS_GUARDS", False)
+    monkeypatch.setattr(prepared, "_ENTRIES", Cache(limit=10))
+    expected = lockstep.attention(*tensors[:3])
+    for _ in range(3):
+        assert torch.equal(lockstep.attention(*tensors[:3]), expected)
+    assert len(prepared._ENTRIES) == 1
+
+
+WRONG = {
+    "k": [torch.randn(2, 4, 5, 9), torch.randn(2, 3, 5, 8), torch.zeros(2, 4, 5, 8).long(), None],
+    "v": [torch.randn(2, 4, 6, 8), torch.randn(4, 5, 8), torch.randn(2, 4, 5, 8).half(), "v"],
+    "bias": [torch.zeros(3), torch.zeros(5).long()],
+    "kv_lens": [torch.tensor([6, 1]), torch.tensor([1.0, 1.0])],
+    "causal": [1],
+    "scale": [True, float("nan")],
+    "softcap": [0.0],
+    "window": [(1,), (True, 0)],
+    "kernel": ["nobody"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(n, v) for n, vs in WRONG.items() for v in vs], ids=str
+)
+def test_errors_are_those_of_a_first_call(tensors, name, value):
+    """After calls that differ in one argument, which is right there."""
+
+    def call() -> str:
+        with pytest.raises((ValueError, TypeError)) as caught:
+            lockstep.attention(**{**right, name: value})
+        return f"{caught.type}: {caught.value}"
+
+    right = {"q": tensors.q, "k": tensors.k, "v": tensors.v, "causal": True, "scale": 1.0}
+    first = call()
+    for _ in range(3):
+        lockstep.attention(**right)
+    assert call() == first
