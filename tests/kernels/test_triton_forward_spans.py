@@ -11,7 +11,14 @@ from problems import Case, Result, assert_same_bits, draw, draw_varlen, run
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
-from triton_device import DEVICE, attend, needs_triton, use_multiprocessors, use_small_tiles
+from triton_device import (
+    DEVICE,
+    attend,
+    forget_calls,
+    needs_triton,
+    use_multiprocessors,
+    use_small_tiles,
+)
 
 from lockstep.kernels.triton import launch, plan, spans
 from lockstep.problem import AttentionProblem, Tensors, describe, make_options
@@ -103,7 +110,7 @@ def test_own_keys_change_no_bit(monkeypatch):
         return plans[-1]
 
     monkeypatch.setattr(launch, "plan_of", noticed)
-    monkeypatch.setattr(launch, "_CALLS", {})
+    forget_calls(monkeypatch)
     lens = [5, 0, 70]
     packed = draw_varlen(lens, lens, Hq=3, Hkv=3, D=16)
     cu_seqlens = packed.tensors["cu_seqlens_q"].to(DEVICE)
