@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problems import draw
+from problems import draw, draw_varlen
 
 from lockstep.kernels import hopper
 from lockstep.problem import Options, Tensors, describe
@@ -34,11 +34,17 @@ def problem_of(tensors: dict[str, torch.Tensor], **options):
 def build(D: int, dtype: torch.dtype = torch.bfloat16, options=(), **constants) -> Build:
     """The kernel for a long dense problem; `constants` of the kernel may be set to others."""
     tensors = Tensors(**draw(5000, 256, D=D, dtype=dtype).tensors)
+    return build_for(tensors, options, **constants)
+
+
+def build_for(tensors: Tensors, options=(), **constants) -> Build:
     problem = describe(tensors, Options(**dict(options)))
-    out, lse = torch.empty(problem.out_shape, dtype=dtype), torch.empty(problem.lse_shape)
+    out = torch.empty(problem.out_shape, dtype=problem.dtype)
+    lse = torch.empty(problem.lse_shape)
+    line = torch.empty(1, dtype=torch.int32) if tensors.layout == "varlen" else None
     call = launch.Call(problem, tensors, PROCESSORS)
-    arguments = dict(zip(forward_kernel.arg_names, call.arguments(tensors, out, lse), strict=True))
-    arguments |= constants
+    values = call.arguments(tensors, out, lse, line)
+    arguments = dict(zip(forward_kernel.arg_names, values, strict=True)) | constants
     return compile_for_hopper(forward_kernel, tuple(arguments.values()), **call.options)
 
 
@@ -78,6 +84,18 @@ def test_machine_code(D, causal):
         body = [text for _, text in overlap]
         under_way = body[body.index(SCORES_WAIT) : body.index(PRODUCT_WAIT)]
         assert count(under_way)["MUFU.EX2"] >= per_thread
+
+
+def test_machine_code_of_packed_sequences():
+    """Nobody but the usher draws tickets, and nothing is spilled in a main loop."""
+    lens = [300] * 40
+    tensors = Tensors(**draw_varlen(lens, lens, D=64, dtype=torch.bfloat16).tensors)
+    built = build_for(tensors, {"causal": True})
+    found = count([text for _, text in built.instructions])
+    assert found["ATOMG"] + found["ATOM"] == 1
+    assert len(built.main_loops) == plan.SHORT_PLANS[64].consumers
+    for loop in built.main_loops:
+        assert count(loop)["STL"] == count(loop)["LDL"] == 0
 
 
 def test_a_register_written_under_a_product_is_found():
