@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import re
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,9 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from hopper_build import compile_for_hopper
 from toy_kernel import ARGUMENTS, toy
 
+import lockstep
+from lockstep import prepared
+from lockstep.cache import Cache
 from lockstep.kernels import driver
 from lockstep.kernels.driver import MAP_BYTES, ByDriver, launcher_of, parameters_of
 
@@ -173,3 +178,95 @@ def test_what_the_driver_does_not_agree_with_goes_triton_s_way(compiled, fake, m
     assert head == [*GRID, 9, 42, None, None, None, None]
     assert tensor_map.base.data_ptr() == 4000
     assert (pointer, absent, number, real, constant) == (1000, 2000, 7, 0.25, 3)
+
+
+def calls() -> dict[str, Any]:
+    """Of each kernel, with tensors that are copied and tensors that are not."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 300, 64, device="cuda", dtype=torch.bfloat16)
+    odd = torch.randn(v.numel() + 3, device="cuda").to(v.dtype)[3:].view_as(v)
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    cu_seqlens = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
+    page_table = torch.randperm(32, device="cuda").int().view(2, 16)
+    kv_lens = torch.tensor([1900, 77], dtype=torch.int32, device="cuda")
+    pages = torch.randn(2, 32, 128, 2, 64, device="cuda", dtype=torch.bfloat16)
+    options = {"causal": True, "return_lse": True}
+    found = {
+        "paged": lambda: lockstep.attention_paged(q, *pages, page_table, kv_lens, **options),
+        "decode": lambda: lockstep.attention_paged(
+            q[:, :, :1], *pages, page_table, kv_lens, **options
+        ),
+    }
+    for kernel in ("triton", "hopper"):
+        given = {**options, "kernel": kernel}
+        found |= {
+            f"{kernel}, dense": partial(lockstep.attention, q, k, v, **given),
+            f"{kernel}, odd": partial(lockstep.attention, q, k, odd, **given),
+            f"{kernel}, varlen": partial(
+                lockstep.attention_varlen, *packed, cu_seqlens, cu_seqlens, **given
+            ),
+        }
+    return found
+
+
+def in_a_thread(call: Any) -> Any:
+    """Of four new ones, which launch at once."""
+    with ThreadPoolExecutor(4) as threads:
+        results = [x.result() for x in [threads.submit(call) for _ in range(40)]]
+    torch.cuda.synchronize()
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+    return results[0]
+
+
+def on_a_stream(call: Any) -> Any:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        results = call()
+    stream.synchronize()
+    return results
+
+
+def in_a_graph(call: Any) -> Any:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    for x in results:
+        x.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    return results
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "paged",
+        "decode",
+        "triton, dense",
+        "triton, odd",
+        "triton, varlen",
+        "hopper, dense",
+        "hopper, odd",
+        "hopper, varlen",
+    ],
+)
+def test_later_launches_give_the_bits_of_the_first(name, monkeypatch):
+    """The first goes through Triton."""
+    if name.startswith("hopper") and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    by_driver = []
+    launch = ByDriver.__call__
+    monkeypatch.setattr(
+        ByDriver, "__call__", lambda *given: (by_driver.append(given), launch(*given))
+    )
+    for table in ("_ENTRIES", "_LAST"):
+        monkeypatch.setattr(prepared, table, Cache(limit=10))
+    call = calls()[name]
+    first = call()
+    for how in (lambda call: call(), in_a_thread, on_a_stream, in_a_graph):
+        assert all(map(torch.equal, how(call), first))
+    assert by_driver
