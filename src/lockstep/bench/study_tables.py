@@ -32,6 +32,17 @@ STEPS = {
 ONE_HEAD = "one head in turn"
 WIDE = "hopper-backward-wide"
 # Builds of the backward with less latency in a step, and what the results call them.
+WITHOUT = "hopper-backward-left-out"
+LEFT_OUT = (
+    "as it is",
+    "one barrier",
+    "no order",
+    "Q and dO not loaded",
+    "no product for dQ",
+    "dS not stored",
+    "no exponentials",
+)
+WAYS_OF_DQ = ("as it is", "one barrier", "dQ stored", "dQ not added", "dK first")
 LEANER = {
     "as it is": "as it is",
     "leaner": "leaner",
@@ -115,6 +126,16 @@ def wide_backward(directory: Path) -> str:
     return _backward(directory, 1, designs, lambda row: row["design"], designs, WIDE)
 
 
+def backward_left_out(directory: Path) -> str:
+    """The backward without some of its work."""
+    return _backward(directory, 1, LEFT_OUT, lambda row: row["design"], suite=WITHOUT)
+
+
+def backward_ways_of_dq(directory: Path) -> str:
+    """The backward by what becomes of dQ."""
+    return _backward(directory, 2, WAYS_OF_DQ, lambda row: row["design"], suite=WITHOUT)
+
+
 def backward_cycles(directory: Path) -> str:
     """Cycles of an SM for a step of the backward, the fewest of each row in bold."""
     run = results.newest("hopper-backward-cycles", directory)
@@ -174,4 +195,6 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "hopper_backward_steps": backward_steps,
     "hopper_backward_wide": wide_backward,
     "hopper_backward_cycles": backward_cycles,
+    "hopper_backward_left_out": backward_left_out,
+    "hopper_backward_ways_of_dq": backward_ways_of_dq,
 }
