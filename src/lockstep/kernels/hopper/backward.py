@@ -15,7 +15,6 @@ no bit depends on the batch, on the GPU or on how a launch happens to run.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,8 +24,16 @@ from torch import Tensor
 from lockstep.kernels.hopper import MAX_HEAD_DIM
 from lockstep.kernels.hopper.backward_kernel import backward_kernel
 from lockstep.kernels.hopper.backward_rows import finish_queries, prepare_rows
-from lockstep.kernels.hopper.copy_engine import ALIGNMENT, copy, fit, ragged
-from lockstep.kernels.hopper.gluon_shim import TensorDescriptor, gl
+from lockstep.kernels.hopper.copy_engine import (
+    ALIGNMENT,
+    batch_rows,
+    copy,
+    fit,
+    flat_map,
+    strides_of,
+    tensor_map,
+)
+from lockstep.kernels.hopper.gluon_shim import TensorDescriptor
 from lockstep.kernels.kernel import Gradients, Needs
 from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem, Tensors
@@ -125,7 +132,7 @@ def backward(
 ) -> Gradients:
     """As `lockstep.kernels.kernel.Kernel.backward` says."""
     q, k, v, dout = (fit(x) for x in (*tensors[:3], dout))
-    if tensors.kv_lens is not None and (not _batch_rows(k) or _batch_rows(k) != _batch_rows(v)):
+    if tensors.kv_lens is not None and (not batch_rows(k) or batch_rows(k) != batch_rows(v)):
         k, v = copy(k), copy(v)
     tensors = tensors._replace(q=q, k=k, v=v)
     cut = cut_of(problem)
@@ -135,9 +142,9 @@ def backward(
     packed = problem.layout == "varlen"
     row_strides = (0, 1, problem.Hq) if packed else (problem.Hq * problem.Sq, problem.Sq, 1)
 
-    dout_strides = (stride // ALIGNMENT for stride in _strides(dout, packed))
+    dout_strides = (stride // ALIGNMENT for stride in strides_of(dout, packed))
 
-    _launch(
+    launch(
         prepare_rows,
         (cut.n_tiles, 1, 1),
         (
@@ -147,27 +154,27 @@ def backward(
         {"ALIGN": ALIGNMENT, "DV": problem.Dv, "BLOCK_D": cut.block_d, "BLOCK_Q": cut.block_q},
     )
     arguments, constants = kernel_arguments(problem, tensors, dout, dk, dv, cut, work)
-    _launch(backward_kernel, (cut.programs, 1, 1), arguments, constants, **OPTIONS)
+    launch(backward_kernel, (cut.programs, 1, 1), arguments, constants, **OPTIONS)
     if needs.q:
-        _launch(
+        launch(
             finish_queries,
             (cut.n_tiles, 2, 1),
             (
                 *(work.sums, dq, tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens),
-                *(*row_strides, *sizes, *_reach(problem), problem.scale),
+                *(*row_strides, *sizes, *reach(problem), problem.scale),
             ),
-            {"D": problem.D, "BLOCK_Q": cut.block_q, "BLOCK_KV": BLOCK_KV, **_masks(problem)},
+            {"D": problem.D, "BLOCK_Q": cut.block_q, "BLOCK_KV": BLOCK_KV, **masks(problem)},
         )
     return Gradients(
         q=dq if needs.q else None,
         k=dk if needs.k else None,
         v=dv if needs.v else None,
         bias=None,
-        sinks=_sink_gradient(tensors.sinks, work.stats, cut) if needs.sinks else None,
+        sinks=sink_gradient(tensors.sinks, work.stats, cut) if needs.sinks else None,
     )
 
 
-def _launch(
+def launch(
     kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: dict[str, Any],
     **options: int,
 ) -> None:  # fmt: skip
@@ -212,23 +219,23 @@ def kernel_arguments(
     if problem.window[1] is None:
         at_once = min(n_heads, max(1, KEY_TILES_AT_ONCE // cut.kv_slots))
     arguments = (
-        _tensor_map(tensors.q, query_block, packed, packed),
-        _tensor_map(dout, query_block, packed, packed),
-        _flat_map(work.stats.view(-1), [2 * cut.block_q]),
-        _tensor_map(tensors.k, key_block, packed, ragged_kv),
-        _tensor_map(tensors.v, key_block, packed, ragged_kv),
-        _tensor_map(dk, key_block, packed, packed),
-        _tensor_map(dv, key_block, packed, packed),
-        _flat_map(work.sums, [32, 256]),
+        tensor_map(tensors.q, query_block, packed, packed),
+        tensor_map(dout, query_block, packed, packed),
+        flat_map(work.stats.view(-1), [2 * cut.block_q]),
+        tensor_map(tensors.k, key_block, packed, ragged_kv),
+        tensor_map(tensors.v, key_block, packed, ragged_kv),
+        tensor_map(dk, key_block, packed, packed),
+        tensor_map(dv, key_block, packed, packed),
+        flat_map(work.sums, [32, 256]),
         *(work.turn, work.ticket, tensors.cu_seqlens_q, tensors.cu_seqlens_k, kv_lens),
         *(problem.scale, problem.scale * LOG2E, (problem.softcap or 0.0) * LOG2E),
         *(cut.kv_slots, cut.q_slots, n_heads, at_once, problem.Hkv, problem.Hq // problem.Hkv),
-        *(problem.B, problem.Sq, problem.Skv, *_reach(problem)),
-        0 if kv_lens is None else _batch_rows(tensors.k),
+        *(problem.B, problem.Sq, problem.Skv, *reach(problem)),
+        0 if kv_lens is None else batch_rows(tensors.k),
     )
     constants = {
         "LAYOUT": "varlen" if packed else "dense" if kv_lens is None else "kv_lens",
-        **_masks(problem),
+        **masks(problem),
         "HAS_EDGE": ragged_kv or problem.Skv % BLOCK_KV != 0,
         "CAPPED": problem.softcap is not None,
         "HIDES_SCORES": problem.softcap is None and problem.scale > 0,
@@ -236,54 +243,18 @@ def kernel_arguments(
     return arguments, constants
 
 
-def _reach(problem: AttentionProblem) -> tuple[int, int]:
+def reach(problem: AttentionProblem) -> tuple[int, int]:
     """Keys seen left and right of the diagonal."""
     left, right = (FAR if side is None else min(side, FAR) for side in problem.window)
     return left, right
 
 
-def _masks(problem: AttentionProblem) -> dict[str, bool]:
+def masks(problem: AttentionProblem) -> dict[str, bool]:
     left, right = problem.window
     return {"HAS_LEFT": left is not None, "HAS_RIGHT": right is not None}
 
 
-def _strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
-    """By sequence, head and token."""
-    return (0, x.stride(1), x.stride(0)) if packed else (x.stride(0), x.stride(1), x.stride(2))
-
-
-def _batch_rows(x: Tensor) -> int:
-    """Rows from one sequence to the next, 0 where these are not whole rows of a tensor map."""
-    by_batch, _, by_row = _strides(x, False)
-    whole = by_row > 0 and by_row % ALIGNMENT == 0 == by_batch % by_row
-    return by_batch // by_row if whole else 0
-
-
-def _tensor_map(x: Tensor, block: list[int], packed: bool, clipped: bool) -> TensorDescriptor:
-    """x as [·, B, H, S, D]; if clipped, with rows that `Job` clips to those of a sequence."""
-    # A dim of size 1 may have any stride, and a tensor map takes few.
-    by_batch, by_head, by_row = (
-        stride if stride % ALIGNMENT == 0 and stride > 0 else ALIGNMENT
-        for stride in _strides(x, packed)
-    )
-    H, S, D = (x.shape[1], x.shape[0], x.shape[2]) if packed else x.shape[1:]
-    if clipped:
-        shape, strides = ragged(H, D, by_head, by_row)
-    else:
-        shape, strides = [1, x.shape[0], H, S, D], [by_batch, by_batch, by_head, by_row, 1]
-    return TensorDescriptor(x, shape, strides, block, _layout(128, 16, 5))
-
-
-def _flat_map(x: Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _layout(0, 32, len(block)))
-
-
-@lru_cache(maxsize=8)
-def _layout(swizzle: int, bits: int, rank: int) -> Any:
-    return gl.NVMMASharedLayout(swizzle, bits, rank)
-
-
-def _sink_gradient(sinks: Tensor | None, stats: Tensor, cut: Cut) -> Tensor:
+def sink_gradient(sinks: Tensor | None, stats: Tensor, cut: Cut) -> Tensor:
     """dsink = -Σ_rows exp(sink - lse) · delta [Hq], summed in fp64."""
     assert sinks is not None
     lse2, delta = stats.view(cut.sequences, cut.Hq, cut.q_slots, 2, cut.block_q).unbind(3)

@@ -69,7 +69,8 @@ def produce(job, walk, tiles, heads_per_kv, q_desc, dout_desc, stats_desc, k_des
 
 @gluon.jit
 def weigh(s, lse2, scale_log2, cap_log2, CAPPED: gl.constexpr):
-    """Weights [ROWS, BLOCK_Q] from raw products, and what a cap multiplies their gradients by."""
+    """Weights from raw products, and what a cap multiplies their gradients by; lse2 has a row or
+    column for all."""
     if CAPPED:
         # tanh x = 1 - 2 / (1 + e^2x); exp2 may overflow to inf, which makes it 1.
         tanh = 1.0 - 2.0 / (1.0 + gl.exp2(s * (2.0 * scale_log2 / cap_log2 * LOG2E)))
@@ -78,7 +79,7 @@ def weigh(s, lse2, scale_log2, cap_log2, CAPPED: gl.constexpr):
     else:
         slope = s
         s = s * scale_log2
-    return gl.exp2(s - gl.expand_dims(lse2, 0)), slope
+    return gl.exp2(s - lse2), slope
 
 
 @gluon.jit
@@ -137,7 +138,7 @@ def consume(
         ready = tiles.inspected if MASKED else tiles.dout_full
         mbarrier.wait(ready.index(slot), (n // STAGES) & 1)
         dp = multiply_scores(own_v, dout)
-        lse2 = stats.slice(0, BLOCK_Q).load(columns)
+        lse2 = gl.expand_dims(stats.slice(0, BLOCK_Q).load(columns), 0)
         if HIDES_SCORES:
             if walk.cuts(t):
                 s = walk.hide(s, t, W * ROWS, -float("inf"))

@@ -25,7 +25,15 @@ from lockstep.kernels.hopper.backward_wide_keys import keys_kernel
 from lockstep.kernels.hopper.backward_wide_queries import queries_kernel
 from lockstep.kernels.hopper.backward_wide_sight import BLOCK_Q as QUERIES
 from lockstep.kernels.hopper.backward_wide_tiles import CHUNK, ROWS
-from lockstep.kernels.hopper.copy_engine import ALIGNMENT, copy, fit
+from lockstep.kernels.hopper.copy_engine import (
+    ALIGNMENT,
+    batch_rows,
+    copy,
+    fit,
+    flat_map,
+    strides_of,
+    tensor_map,
+)
 from lockstep.kernels.kernel import Gradients, Needs
 from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem, Tensors
@@ -59,7 +67,6 @@ def backward(
 ) -> Gradients:
     """As `lockstep.kernels.kernel.Kernel.backward` says."""
     q, k, v, dout = (fit(x) for x in (*tensors[:3], dout))
-    batch_rows = narrow._batch_rows
     if tensors.kv_lens is not None and (not batch_rows(k) or batch_rows(k) != batch_rows(v)):
         k, v = copy(k), copy(v)
     tensors = tensors._replace(q=q, k=k, v=v)
@@ -68,12 +75,12 @@ def backward(
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     packed = problem.layout == "varlen"
     row_strides = (0, 1, problem.Hq) if packed else (problem.Hq * problem.Sq, problem.Sq, 1)
-    narrow._launch(
+    narrow.launch(
         prepare_rows,
         (cut.n_tiles, 1, 1),
         (
             *(out, dout, lse, dlse, stats, None, None, tensors.cu_seqlens_q, tensors.cu_seqlens_k),
-            *(stride // ALIGNMENT for stride in narrow._strides(dout, packed)),
+            *(stride // ALIGNMENT for stride in strides_of(dout, packed)),
             *(*row_strides, problem.Hq, problem.B, problem.Sq, problem.Skv, cut.q_slots),
         ),
         {"ALIGN": ALIGNMENT, "DV": problem.Dv, "BLOCK_D": cut.block_d, "BLOCK_Q": BLOCK},
@@ -81,17 +88,17 @@ def backward(
     )
     if needs.k or needs.v:
         arguments, constants = keys_arguments(problem, tensors, dout, stats, dk, dv, cut)
-        narrow._launch(keys_kernel, (cut.programs, 1, 1), arguments, constants, **OPTIONS)
+        narrow.launch(keys_kernel, (cut.programs, 1, 1), arguments, constants, **OPTIONS)
     if needs.q:
         arguments, constants = queries_arguments(problem, tensors, dout, stats, dq, cut)
         programs = _slots(problem, problem.Sq, BLOCK_Q) * cut.sequences * problem.Hq
-        narrow._launch(queries_kernel, (programs, 1, 1), arguments, constants, **OPTIONS)
+        narrow.launch(queries_kernel, (programs, 1, 1), arguments, constants, **OPTIONS)
     return Gradients(
         q=dq if needs.q else None,
         k=dk if needs.k else None,
         v=dv if needs.v else None,
         bias=None,
-        sinks=narrow._sink_gradient(tensors.sinks, stats, cut) if needs.sinks else None,
+        sinks=narrow.sink_gradient(tensors.sinks, stats, cut) if needs.sinks else None,
     )
 
 
@@ -109,13 +116,13 @@ def keys_arguments(
     block = [1, 1, 1, BLOCK, CHUNK.value]
     n_heads = cut.sequences * problem.Hkv
     arguments = (
-        narrow._tensor_map(tensors.q, block, packed, packed),
-        narrow._tensor_map(dout, block, packed, packed),
-        narrow._flat_map(stats.view(-1), [2 * BLOCK]),
-        narrow._tensor_map(tensors.k, block, packed, ragged_kv),
-        narrow._tensor_map(tensors.v, block, packed, ragged_kv),
-        narrow._tensor_map(dk, block, packed, packed),
-        narrow._tensor_map(dv, block, packed, packed),
+        tensor_map(tensors.q, block, packed, packed),
+        tensor_map(dout, block, packed, packed),
+        flat_map(stats.view(-1), [2 * BLOCK]),
+        tensor_map(tensors.k, block, packed, ragged_kv),
+        tensor_map(tensors.v, block, packed, ragged_kv),
+        tensor_map(dk, block, packed, packed),
+        tensor_map(dv, block, packed, packed),
         *(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens, *_scales(problem)),
         *(cut.kv_slots, cut.q_slots, n_heads, problem.Hkv, problem.Hq // problem.Hkv),
         *_sizes(problem, tensors),
@@ -135,11 +142,11 @@ def queries_arguments(
     packed, ragged_kv = _raggedness(problem, tensors)
     q_block, kv_block = [1, 1, 1, BLOCK_Q, CHUNK.value], [1, 1, 1, BLOCK, CHUNK.value]
     arguments = (
-        narrow._tensor_map(tensors.q, q_block, packed, packed),
-        narrow._tensor_map(dout, q_block, packed, packed),
-        narrow._tensor_map(tensors.k, kv_block, packed, ragged_kv),
-        narrow._tensor_map(tensors.v, kv_block, packed, ragged_kv),
-        narrow._tensor_map(dq, q_block, packed, packed),
+        tensor_map(tensors.q, q_block, packed, packed),
+        tensor_map(dout, q_block, packed, packed),
+        tensor_map(tensors.k, kv_block, packed, ragged_kv),
+        tensor_map(tensors.v, kv_block, packed, ragged_kv),
+        tensor_map(dq, q_block, packed, packed),
         *(stats, tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens, *_scales(problem)),
         *(_slots(problem, problem.Sq, BLOCK_Q), cut.q_slots, problem.Hq),
         *(problem.Hq // problem.Hkv, *_sizes(problem, tensors)),
@@ -167,8 +174,8 @@ def _scales(problem: AttentionProblem) -> tuple[float, float, float]:
 
 
 def _sizes(problem: AttentionProblem, tensors: Tensors) -> tuple[int, ...]:
-    kv_batch_rows = 0 if tensors.kv_lens is None else narrow._batch_rows(tensors.k)
-    return problem.B, problem.Sq, problem.Skv, *narrow._reach(problem), kv_batch_rows
+    kv_batch_rows = 0 if tensors.kv_lens is None else batch_rows(tensors.k)
+    return problem.B, problem.Sq, problem.Skv, *narrow.reach(problem), kv_batch_rows
 
 
 def _chunks(problem: AttentionProblem) -> dict[str, int]:
@@ -180,7 +187,7 @@ def _constants(problem: AttentionProblem, tensors: Tensors) -> dict[str, Any]:
     packed, ragged_kv = _raggedness(problem, tensors)
     return {
         "LAYOUT": "varlen" if packed else "kv_lens" if ragged_kv else "dense",
-        **narrow._masks(problem),
+        **narrow.masks(problem),
         "HAS_EDGE": ragged_kv or problem.Skv % BLOCK != 0,
         "CAPPED": problem.softcap is not None,
         "HIDES_SCORES": problem.softcap is None and problem.scale > 0,

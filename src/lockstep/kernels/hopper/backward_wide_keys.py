@@ -14,6 +14,7 @@ products of the other keep the matrix units busy.
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.backward_kernel import weigh
 from lockstep.kernels.hopper.backward_strays import has_strays
 from lockstep.kernels.hopper.backward_tiles import STAGES, allocate_tiles, barriers
 from lockstep.kernels.hopper.backward_walk import assign
@@ -24,7 +25,6 @@ from lockstep.kernels.hopper.backward_wide_tiles import (
     no_sums,
     pieces_of,
     settle,
-    weigh,
 )
 from lockstep.kernels.hopper.gluon_shim import (
     aggregate,

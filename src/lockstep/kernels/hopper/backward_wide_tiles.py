@@ -24,7 +24,6 @@ from lockstep.kernels.hopper.gluon_shim import (
 
 CHUNK = gl.constexpr(64)
 ROWS = gl.constexpr(64)  # of a warpgroup: the height of a wgmma
-LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.constexpr_function
@@ -168,17 +167,3 @@ def settle(scores, sums):
     """Wait for all products under way."""
     done = warpgroup_mma_wait(0, deps=(scores,) + sums)  # noqa: RUF005, Gluon does not unpack
     return done[0], done[1:]
-
-
-@gluon.jit
-def weigh(s, lse2, scale_log2, cap_log2, CAPPED: gl.constexpr):
-    """Weights from raw products, and what a cap multiplies their gradients by."""
-    if CAPPED:
-        # tanh x = 1 - 2 / (1 + e^2x); exp2 may overflow to inf, which makes it 1.
-        tanh = 1.0 - 2.0 / (1.0 + gl.exp2(s * (2.0 * scale_log2 / cap_log2 * LOG2E)))
-        slope = 1.0 - tanh * tanh
-        s = tanh * cap_log2
-    else:
-        slope = s
-        s = s * scale_log2
-    return gl.exp2(s - lse2), slope
