@@ -27,7 +27,7 @@ DEVICES = {
     100: plan.Device(148, shared_bytes=227 << 10, tma=True, tensor_memory=True),
     120: plan.Device(170, shared_bytes=99 << 10, tma=True, tensor_memory=True),
 }
-PREFILL, DECODE = 40_000, 1
+PREFILL, CHUNK, DECODE = 40_000, 111, 1
 
 
 def built(
@@ -44,7 +44,7 @@ def built(
     tensors, device = Tensors(**case.tensors), replace(DEVICES[capability], **changes)
     problem = describe(tensors, make_options(True, None, None, None))
     chosen = plan.plan_of(problem, device)
-    assert (chosen.n_runs > 1) == (Sq == DECODE)
+    assert (chosen.n_runs > 1) == (Sq != PREFILL)
     arguments = launch.attend_arguments(problem, tensors, chosen)
     assert arguments["TMA"] == (device.tma and Dv % 8 == 0)
     absent = ["bias", "sinks", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "page_table"]
@@ -101,6 +101,7 @@ def test_prefill_on_ampere():
         (80, 128, DECODE),
         (100, 128, PREFILL),
         (90, 256, PREFILL),
+        (90, 256, CHUNK),
         (120, 256, DECODE),
     ],
 )

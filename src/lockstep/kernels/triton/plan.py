@@ -125,30 +125,33 @@ def tiles_of(problem: AttentionProblem, device: Device) -> tuple[Tiles, Tiles]:
 
 def stages_of(problem: AttentionProblem, plan: Plan, shared_bytes: int) -> int:
     """How many tiles of keys and values can be under way at once."""
-    # Parts leave while others are under way, in halves: see `spans.store_part`.
-    of_parts = 2 * plan.tiles.BLOCK_Q * plan.BLOCK_DV if plan.n_runs > 1 else 0
+    blocks, split = (plan.BLOCK_D, plan.BLOCK_DV), plan.n_runs > 1
     stages = plan.tiles.num_stages
-    blocks = plan.BLOCK_D, plan.BLOCK_DV
-    while stages > 1 and (
-        _shared_bytes(problem, plan.tiles, stages, *blocks) + of_parts > shared_bytes
-    ):
+    while stages > 1 and _shared_bytes(problem, plan.tiles, stages, *blocks, split) > shared_bytes:
         stages -= 1
     return stages
 
 
 def _shared_bytes(
-    problem: AttentionProblem, tiles: Tiles, stages: int, BLOCK_D: int, BLOCK_DV: int
+    problem: AttentionProblem,
+    tiles: Tiles,
+    stages: int,
+    BLOCK_D: int,
+    BLOCK_DV: int,
+    split: bool = False,
 ) -> int:
     """Of the queries and of stages of keys and values, and some for barriers and sums.
 
-    Results leave through the memory of both.
+    Results leave through the memory of both. Parts leave while other tiles are under way, and need
+    their own: for half a tile, see `spans.store_part`.
     """
     queries = problem.dtype.itemsize * tiles.BLOCK_Q * BLOCK_D
     stage = problem.dtype.itemsize * tiles.BLOCK_KV * (BLOCK_D + BLOCK_DV)
     if problem.bias_shape is not None:
         stage += 4 * tiles.BLOCK_Q * tiles.BLOCK_KV
     results = problem.dtype.itemsize * tiles.BLOCK_Q * BLOCK_DV
-    return max(queries + stages * stage, results) + 1024
+    parts = 2 * tiles.BLOCK_Q * BLOCK_DV if split else 0
+    return max(queries + stages * stage, results) + parts + 1024
 
 
 def span_of(problem: AttentionProblem, q_len: int, kv_len: int) -> int:
@@ -183,12 +186,16 @@ def plan_of(problem: AttentionProblem, device: Device, own_keys: bool = False) -
         n_runs = _runs(n_spans, n_programs, PROGRAMS_PER_MULTIPROCESSOR * device.multiprocessors)
     run_spans = -(-n_spans // n_runs)
     n_runs = -(-n_spans // run_spans)
-    if n_runs > 1 and problem.Sq * (problem.Hq // problem.Hkv) <= few.BLOCK_Q:
-        tiles = few
-        n_slots, n_programs = _count(problem, tiles)
+    blocks = blocks_of(problem, device)
+    if n_runs > 1:
+        # Masked tiles have two stages whatever the others have.
+        fits = _shared_bytes(problem, tiles, 2, *blocks, split=True) <= device.shared_bytes
+        if problem.Sq * (problem.Hq // problem.Hkv) <= few.BLOCK_Q or not fits:
+            tiles = few
+            n_slots, n_programs = _count(problem, tiles)
     return Plan(
         tiles,
-        *blocks_of(problem, device),
+        *blocks,
         _wanted(problem),
         n_slots,
         n_programs,
