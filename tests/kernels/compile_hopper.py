@@ -1,4 +1,5 @@
-"""Compiles one forward and one backward kernel of the Hopper path, and says with which Triton.
+"""Compiles one forward and one backward kernel of the Hopper path, and says with which Triton;
+and whether launches know the parameters of a kernel that it compiles.
 
 For `test_hopper_versions.py`, which runs it with other versions of Triton first in the path.
 """
@@ -8,9 +9,13 @@ from __future__ import annotations
 import json
 
 import triton
-from hopper_build import count
+from hopper_build import compile_for_hopper, count
+from test_driver import sizes_in
 from test_hopper_backward_build import compiled
 from test_hopper_build import build
+from toy_kernel import ARGUMENTS, toy
+
+from lockstep.kernels.driver import parameters_of
 
 if __name__ == "__main__":
     builds = {
@@ -22,5 +27,12 @@ if __name__ == "__main__":
         for name, built in builds.items()
     }
     serialized = [name for name, built in builds.items() if "serialized" in built.report]
-    found = {"triton": triton.__version__, "products": products, "serialized": serialized}
+    compiled_toy = compile_for_hopper(toy, ARGUMENTS).kernel
+    sizes = [parameter.size for parameter in parameters_of(compiled_toy, ARGUMENTS)]
+    found = {
+        "triton": triton.__version__,
+        "products": products,
+        "serialized": serialized,
+        "parameters": sizes == sizes_in(compiled_toy.asm["ptx"]),
+    }
     print(json.dumps(found))

@@ -142,7 +142,7 @@ def test_launches_at_the_same_time_have_frames_of_their_own(compiled, fake):
 def test_a_thread_without_a_context_gets_one(compiled, fake, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     launch = launcher_of(handle(compiled), GRID, ARGUMENTS)
-    fake.results = [201]
+    fake.results = [201, 201]
     launch(0, (1, 2, 3), (4,))
     assert fake.current == 77
     assert len(fake.launches) == 1
@@ -150,7 +150,7 @@ def test_a_thread_without_a_context_gets_one(compiled, fake, monkeypatch):
 
 def test_an_error_of_the_driver_is_raised(compiled, fake):
     launch = launcher_of(handle(compiled), GRID, ARGUMENTS)
-    fake.results = [700]
+    fake.results = [700, 700]
     with pytest.raises(RuntimeError, match="CUDA error 700: out of luck"):
         launch(0, (1, 2, 3), (4,))
 

@@ -36,3 +36,4 @@ def test_kernels_compile(version):
     assert found["triton"] == version
     assert all(n > 0 for n in found["products"].values()), found
     assert not found["serialized"]
+    assert found["parameters"]

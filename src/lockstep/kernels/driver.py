@@ -200,7 +200,9 @@ class ByDriver:
             maps = _ENCODED.get((self, bases)) or self._encode(bases)
             for i, address, _ in maps:
                 frame.parameters[i] = address
-        _call(self._launch, frame.reference, self._function, frame.parameters, None)
+        if self._launch(frame.reference, self._function, frame.parameters, None):
+            # Once more, for a context that was missing or the name of the error.
+            _call(self._launch, frame.reference, self._function, frame.parameters, None)
         self._frames.append(frame)
 
     def _encode(self, bases: tuple[int, ...]) -> list[tuple[int, int, Any]]:
