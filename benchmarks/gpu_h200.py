@@ -211,7 +211,11 @@ def _calls(
 
 
 def _takes_part(entrant: Entrant, case: gpu.Case) -> bool:
-    of_table = {"decode": entrant.decode, "varlen": entrant.varlen}
+    of_table = {
+        "decode": entrant.decode,
+        "host_decode": entrant.decode,
+        "varlen": entrant.varlen,
+    }
     if case.table in of_table:
         return of_table[case.table] is not None
     return entrant.prefill is not None and (case.table != "backward" or entrant.backward)

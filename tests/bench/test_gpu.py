@@ -19,6 +19,8 @@ SMALL = {
     "backward": gpu.Case("backward", 64, 16, 2, 2, 1),
     "decode": gpu.Case("decode", 512, 16, 4, 2, 2, causal=True),
     "varlen": gpu.Case("varlen", 64, 16, 2, 2, 5, causal=True),
+    "host": gpu.Case("host", 32, 16, 2, 2, causal=True),
+    "host_decode": gpu.Case("host_decode", 512, 16, 4, 2, causal=True),
 }
 
 
@@ -39,6 +41,7 @@ def on_the_cpu(monkeypatch):
         return timing.Timings({n: [3e-3 if n == "right" else 2e-3] * rounds for n in calls})
 
     monkeypatch.setattr(gpu, "take_turns", take_turns)
+    monkeypatch.setattr(gpu, "take_host_turns", take_turns)
 
 
 def right(q, k, v, causal):
@@ -138,7 +141,7 @@ def test_every_table_checks_and_times_our_kernels(table):
         # What packing is held against has no result of its own to be wrong.
         assert "cpu, equal lengths" in row["ms"]
         assert "cpu, equal lengths" not in row["error"]
-    if table == "small":
+    if table in ("small", "host", "host_decode"):
         assert row["unit"] == "µs"
         assert row["rate"]["cpu"] == pytest.approx(2000)
 
@@ -287,8 +290,9 @@ def test_equal_lengths_are_as_much_work_as_packed_ones(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("table", list(gpu.UNITS))
 def test_every_table_runs_on_a_gpu(table):
-    sizes = dict.fromkeys(("forward", "small", "backward"), (256, 64, 4, 4, 2))
-    sizes |= {"decode": (512, 128, 8, 2, 2), "varlen": (256, 64, 4, 4, 8)}
+    sizes = dict.fromkeys(("forward", "small", "backward", "host"), (256, 64, 4, 4, 2))
+    sizes |= dict.fromkeys(("decode", "host_decode"), (512, 128, 8, 2, 2))
+    sizes |= {"varlen": (256, 64, 4, 4, 8)}
     case = gpu.Case(table, *sizes[table], causal=True)
     entrants = [*ours.entrants(gpu.kernels()), *peers.find()[:2]]
     row = gpu.run(case, entrants, rounds=1)

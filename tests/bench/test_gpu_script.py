@@ -47,7 +47,7 @@ def test_every_build_is_made_once_before_lengths_repeat(script):
 def test_nobody_is_asked_for_what_it_cannot_do_or_memory_cannot_hold(script):
     calls = script._calls(argparse.Namespace(table=[], case=[]), EVERYONE, ("hopper", "flex"))
     assert all(case.tokens <= script.MOST_TOKENS for case, _ in calls)
-    assert {case.table for case, e in calls if e.name == "flex"} == {"forward", "small"}
+    assert {case.table for case, e in calls if e.name == "flex"} == {"forward", "small", "host"}
     assert {e.name for case, e in calls if case.table == "varlen"} == {"hopper"}
     assert ("decode", 8) in {(case.table, case.B) for case, e in calls if e.name == "hopper"}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.bench import gpu_timing
-from lockstep.bench.gpu_timing import MOST_CALLS, take_turns
+from lockstep.bench.gpu_timing import HOST_CALLS, MOST_CALLS, take_host_turns, take_turns
 
 
 class Device:
@@ -79,3 +79,14 @@ def test_nobody_to_time_and_no_rounds():
     assert take_turns({}).seconds == {}
     with pytest.raises(ValueError, match="rounds takes at least 1, got 0"):
         take_turns({}, rounds=0)
+
+
+def test_the_host_is_timed_without_the_device(device):
+    calls = {"a": device.call("a", 1.0, host=2e-5), "b": device.call("b", 1e-6, host=5e-5)}
+    timings = take_host_turns(calls, rounds=2)
+    assert timings.seconds["a"] == pytest.approx([2e-5] * 2)
+    assert timings.seconds["b"] == pytest.approx([5e-5] * 2)
+    assert "".join(device.log) == "".join(name * HOST_CALLS for name in "abba")
+    assert take_host_turns({}).seconds == {}
+    with pytest.raises(ValueError, match="rounds takes at least 1, got 0"):
+        take_host_turns(calls, rounds=0)

@@ -1,12 +1,14 @@
 """`lockstep bench gpu`: the GPU kernels beside their peers, all in one run, bf16.
 
-Five tables, each cell a median over rounds in which all contenders take turns:
+Seven tables, each cell a median over rounds in which all contenders take turns:
 
     forward, backward   TFLOP/s, 16,384 tokens in all; causal counts half the products, and a
                         backward counts as 2.5 forwards, however many products a kernel makes
     small               µs of two forwards too small to fill a large GPU
     decode              GB/s of keys and values read; one query against a paged cache
     varlen              TFLOP/s over packed sequences of long-tailed lengths
+    host, host_decode   µs of the host for one call, over before the device is: a short forward, and
+                        a query against a paged cache that is split
 
 Every result is checked by the error rule before it is timed (`gpu_check`). A contender that cannot
 run a case, or computes something else, has its reason in place of a figure.
@@ -18,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lockstep.bench.gpu_timing import ROUNDS, take_turns
+from lockstep.bench.gpu_timing import ROUNDS, take_host_turns, take_turns
 from lockstep.bench.peers import Entrant
 from lockstep.bench.timing import Timings
 
@@ -34,6 +36,8 @@ UNITS = {
     "backward": "TFLOP/s",
     "decode": "GB/s",
     "varlen": "TFLOP/s",
+    "host": "µs",
+    "host_decode": "µs",
 }
 
 
@@ -63,12 +67,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        if self.table == "decode":
+        if self.table in ("decode", "host_decode"):
             return f"B {self.B}, {_thousands(self.S)} keys"
         how = ", causal" if self.causal else ""
         if self.table == "varlen":
             return f"{self.B} sequences, {_thousands(self.S)} tokens, D {self.D}{how}"
-        if self.table == "small":
+        if self.table in ("small", "host"):
             return f"B {self.B}, H {self.Hq}, S {self.S}, D {self.D}{how}"
         return f"D {self.D}, S {_thousands(self.S)}{how}"
 
@@ -93,6 +97,8 @@ CASES: tuple[Case, ...] = (
     *_prefill("forward", (256,), (16384,)),
     *(Case("varlen", 2 * TOKENS, D, 2048 // D, 2048 // D, 64, causal=True) for D in (64, 128)),
     Case("small", 1024, 32, 16, 16, B=2),
+    Case("host", 64, 64, 8, 8, causal=True),
+    Case("host_decode", 2048, 64, 8, 2, causal=True),
     *_prefill("backward", (64, 128), (1024,)),
 )
 
@@ -202,8 +208,9 @@ def run(case: Case, entrants: list[Entrant], *, rounds: int = ROUNDS) -> Row:
         call = _checked(row, work, entrant, expected)
         if call is not None:
             calls[entrant.name] = call
+    timed = take_host_turns if case.table in ("host", "host_decode") else take_turns
     with torch.no_grad():
-        row.timings = take_turns(calls, rounds)
+        row.timings = timed(calls, rounds)
     return row
 
 

@@ -125,6 +125,8 @@ TABLES: dict[str, Callable[[Case], Work]] = {
     "backward": prefill,
     "decode": decode,
     "varlen": varlen,
+    "host": prefill,
+    "host_decode": decode,
 }
 
 

@@ -3,6 +3,9 @@
 Contenders take turns in every round, so that they meet the same clocks and temperatures. Each call
 lies between two events of its own and finds a cold L2. Before it the device is kept busy until the
 host has issued the call: the host's time is not in it.
+
+`take_host_turns` times the other side: from a call to its return. By then the results have their
+memory and the kernels stand in the stream; the device is not waited for.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ ROUNDS, QUICK_ROUNDS = 8, 3
 PROBES = 3
 # A turn is as many calls as take this long, within bounds.
 TURN_SECONDS, MOST_CALLS = 10e-3, 30
+# Calls of a turn of the host. So many short kernels fit into a stream that is never full.
+HOST_CALLS = 200
 # Of memory written before each call: several times the L2 of any GPU.
 FLUSHED_BYTES = 256 << 20
 # Cycles of waiting per second of the host's: more than any GPU makes.
@@ -59,6 +64,37 @@ def take_turns(calls: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS) -> 
             seconds[name].append(median(_turn(calls[name], lengths[name], holds[name])))
         # Nobody always comes after the one that heats the device most.
         order.append(order.pop(0))
+    return Timings(seconds)
+
+
+def take_host_turns(calls: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS) -> Timings:
+    """Seconds of the host per call: for each round, the mean of a turn.
+
+    A turn begins with an idle device. What is worked out on a first call must have been called
+    before.
+
+    Args:
+        calls: By name; each is short enough for the device to keep up, or nearly.
+        rounds: Turns of each, at least 1.
+    """
+    import torch
+
+    if rounds < 1:
+        raise ValueError(f"rounds takes at least 1, got {rounds}")
+    if not calls:
+        return Timings({})
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    for _ in range(rounds):
+        for name in order:
+            call = calls[name]
+            torch.cuda.synchronize()
+            start = perf_counter()
+            for _ in range(HOST_CALLS):
+                call()
+            seconds[name].append((perf_counter() - start) / HOST_CALLS)
+        order.append(order.pop(0))
+    torch.cuda.synchronize()
     return Timings(seconds)
 
 
