@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from lockstep.kernels.hopper.board import SLOTS
 from lockstep.kernels.hopper.plan import PLANS, ROWS, SHORT_PLANS, Plan
 from lockstep.kernels.hopper.schedule import AS_THEY_COME, LINE_HEAD, LONGEST_FIRST, Schedule
+from lockstep.kernels.hopper.usher import call_by_ticket
 
 # A warp says what it waits for, and goes on once that holds.
 Warp = Iterator[Callable[[], bool]]
@@ -192,8 +194,12 @@ class Pointer:
     def __add__(self, step: int) -> Pointer:
         return Pointer(self.values, self.offset + step)
 
-    def load(self) -> Integer:
-        return Integer(self.values[self.offset])
+    def load(self, mask: bool = True, other: int = 0) -> Integer:
+        return Integer(self.values[self.offset] if mask else other)
+
+    def store(self, value: int, mask: bool) -> None:
+        if mask:
+            self.values[self.offset] = value
 
 
 class Integer(int):
@@ -206,18 +212,24 @@ class Integer(int):
 @cache
 def in_python(method: str) -> Callable:
     """A method of `Schedule` as Python runs it."""
-    source = inspect.getsource(getattr(Schedule, method).fn).partition("\n")[2]  # no decorator
+    return as_python(getattr(Schedule, method))
+
+
+def as_python(function: Any, **more: Any) -> Callable:
+    """A Gluon function as Python runs it; `more` is what it finds in `gl` besides arithmetic."""
+    source = inspect.getsource(function.fn).partition("\n")[2]  # without its decorator
     functions = {
         "minimum": min,
         "maximum": max,
         "cdiv": lambda a, b: -(-a // b),
         "where": lambda condition, a, b: a if condition else b,
         "load": Pointer.load,
+        "store": Pointer.store,
         "int32": None,
         "constexpr": int,
     }
     space = {
-        "gl": SimpleNamespace(**functions),
+        "gl": SimpleNamespace(**functions, **more),
         "LONGEST_FIRST": LONGEST_FIRST.value,
         "LINE_HEAD": LINE_HEAD.value,
         "Tile": lambda exists, head, _kv_head, _batch, q_idx, q_start, *_: (
@@ -228,7 +240,7 @@ def in_python(method: str) -> Callable:
         ),
     }
     exec("from __future__ import annotations\n" + textwrap.dedent(source), space)
-    return space[method]
+    return space[function.fn.__name__]
 
 
 def draw_tile(draws: random.Random, plan: Plan) -> SimpleNamespace:
@@ -293,3 +305,48 @@ def test_every_tile_has_one_ticket(order):
             for q_tile in range(tiles[b])
         ]
         assert +found == Counter(expected)
+
+
+@pytest.mark.parametrize("order", [LONGEST_FIRST, AS_THEY_COME], ids=["longest first", "as is"])
+def test_a_second_lap_calls_the_tiles_with_marks(order):
+    """Of the tickets a program drew between those of others, more of them than a mark has bits."""
+    draws = random.Random(0)
+    programs, B, n_tickets = 7, 3, 500
+    for _ in range(50):
+        drawn, posted = 0, []
+
+        def draw_ticket(*_: Any, **__: Any) -> int:
+            nonlocal drawn
+            drawn += draws.randint(1, programs)
+            return drawn - 1
+
+        wrong = draws.choice((0, 1, draws.getrandbits(32) - (1 << 31)))
+        schedule = SimpleNamespace(
+            order=order.value,
+            B=B,
+            line_ptr=Pointer([0] * (LINE_HEAD.value + 2 * B + n_tickets)),
+            packed_tile=lambda ticket: SimpleNamespace(
+                exists=ticket < (programs if order is AS_THEY_COME else n_tickets), ticket=ticket
+            ),
+        )
+        team = SimpleNamespace(
+            schedule=schedule,
+            build=SimpleNamespace(SECOND_LAP=True),
+            board=SimpleNamespace(post=lambda n, tile, to=posted: to.append((n, tile))),
+            lap=SimpleNamespace(wrong_tiles=lambda wrong=wrong: wrong),
+        )
+        as_python(
+            call_by_ticket,
+            program_id=lambda _: 4,
+            num_programs=lambda _: programs,
+            atomic_add=draw_ticket,
+        )(team)
+        assert [n for n, _ in posted] == list(range(len(posted)))
+        end = next(n for n, tile in posted if not tile.exists)
+        first = [tile.ticket for _, tile in posted[:end]]
+        again = [tile.ticket for _, tile in posted[end + 1 : -1]]
+        assert not posted[-1][1].exists
+        assert first[0] == 4
+        assert len(first) == 1 or order is LONGEST_FIRST
+        marked = [ticket for i, ticket in enumerate(first) if (wrong >> (i % 32)) & 1]
+        assert sorted(again) == marked
