@@ -118,7 +118,9 @@ def bench_cpu(
 def bench_gpu(
     table: Annotated[
         list[str] | None,
-        typer.Option(help="forward, small, backward, decode or varlen; all, if not given."),
+        typer.Option(
+            help="forward, small, backward, decode, varlen, host or host_decode; all, if not given."
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: rougher, sooner.")] = False,
     as_json: Json = False,
