@@ -69,7 +69,7 @@ def build(
             constexprs[name] = constants[name]
         elif name.endswith("_ptr"):
             kind = "fp32" if name.startswith(("lse", "part", "rows", "dlse")) else dtype
-            kind = "i32" if "lens" in name else kind
+            kind = "i32" if "lens" in name or name.startswith("page") else kind
             signature[name] = f"*{kind}"
             attributes[(i,)] = [["tt.divisibility", 16]]
         else:

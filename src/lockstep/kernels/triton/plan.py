@@ -109,6 +109,7 @@ _SINGLE = {
     256: (Tiles(16, 16, 8, 2), Tiles(16, 16, 8, 2)),
     512: (Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1)),
 }
+_SINGLE_BY_POINTERS = {**_SINGLE, 128: (Tiles(16, 16, 8, 2), Tiles(16, 16, 8, 2))}
 
 
 def tiles_of(problem: AttentionProblem, device: Device) -> tuple[Tiles, Tiles]:
@@ -116,7 +117,7 @@ def tiles_of(problem: AttentionProblem, device: Device) -> tuple[Tiles, Tiles]:
     size = max(64, block_of(problem.D), block_of(problem.Dv))
     many, few = (_HALF if device.tma else _HALF_BY_POINTERS)[size]
     if problem.dtype == torch.float32:
-        many, few = _SINGLE[size]
+        many, few = (_SINGLE if device.tma else _SINGLE_BY_POINTERS)[size]
     elif _shared_bytes(problem, many, 1, *blocks_of(problem, device)) > device.shared_bytes:
         many, few = _HALF_BY_POINTERS[size]
     # What comes out of tensor memory is laid out, and so summed, in another way.

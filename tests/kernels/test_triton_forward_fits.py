@@ -1,0 +1,115 @@
+"""Every kind of forward fits the shared memory of the GPUs it is for.
+
+How much a build takes is known before it is assembled, so these stop there.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from problems import draw, draw_varlen
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("not for the interpreter", allow_module_level=True)
+
+from triton.backends.nvidia.compiler import CUDABackend
+from triton_builds import build
+
+from lockstep.kernels.triton import launch, plan
+from lockstep.kernels.triton.forward import attend
+from lockstep.problem import Tensors, describe, make_options
+
+DEVICES = {
+    80: plan.Device(multiprocessors=108, shared_bytes=163 << 10, tma=False),
+    86: plan.Device(84, shared_bytes=99 << 10, tma=False),
+    90: plan.Device(132, shared_bytes=227 << 10, tma=True, early=True, least_block=64),
+    100: plan.Device(148, shared_bytes=227 << 10, tma=True, tensor_memory=True, early=True),
+    120: plan.Device(170, shared_bytes=99 << 10, tma=True, tensor_memory=True, early=True),
+}
+NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+BF16 = torch.bfloat16
+
+
+def prefill(**sizes) -> Tensors:
+    return Tensors(**draw(17_000, 1100, Hq=1, Hkv=1, **sizes).tensors)
+
+
+def chunk(**sizes) -> Tensors:
+    return Tensors(**draw(111, 1100, Hq=1, Hkv=1, **sizes).tensors)
+
+
+def biased(**sizes) -> Tensors:
+    return chunk(**sizes)._replace(bias=torch.zeros(1, 1, 111, 1100))
+
+
+def packed(**sizes) -> Tensors:
+    return Tensors(**draw_varlen([300, 5], [300, 5000], Hq=4, Hkv=4, **sizes).tensors)
+
+
+def paged(page_size: int, D: int, dtype: torch.dtype) -> Tensors:
+    pages = torch.zeros(2, page_size, 1, D, dtype=dtype)
+    table = torch.zeros(1, 2048 // page_size, dtype=torch.int32)
+    lens = torch.tensor([2000], dtype=torch.int32)
+    q = torch.zeros(1, 8, 1, D, dtype=dtype)
+    return Tensors(q, pages, pages, kv_lens=lens, page_table=table)
+
+
+KINDS = {
+    "prefill": prefill,
+    "chunk": chunk,
+    "bias": biased,
+    "packed": packed,
+    "pages of 16": lambda **sizes: paged(16, **sizes),
+    "pages of 256": lambda **sizes: paged(256, **sizes),
+}
+
+
+@pytest.fixture
+def unassembled(monkeypatch, tmp_path):
+    """In a cache of its own: nobody else has a use for such builds."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(CUDABackend, "make_cubin", lambda *_: b"")
+
+
+def shared_bytes(capability: int, tensors: Tensors, query_invariant: bool) -> int:
+    device = DEVICES[capability]
+    problem = describe(tensors, make_options(True, None, None, None, query_invariant))
+    chosen = plan.plan_of(problem, device)
+    arguments = launch.attend_arguments(problem, tensors, chosen)
+    absent = [name for name, tensor in tensors._asdict().items() if tensor is None]
+    absent += [] if chosen.n_runs > 1 else ["parts", "part_lse"]
+    constants = {name: value for name, value in arguments.items() if name.isupper() and name != "B"}
+    options = {
+        "num_warps": chosen.tiles.num_warps,
+        "num_stages": launch.stages_of(problem, chosen, device.shared_bytes),
+    }
+    nothing = {f"{name}_ptr": None for name in absent}
+    built = build(attend, capability, NAMES[problem.dtype], options, **constants, **nothing)
+    return built.shared_bytes
+
+
+def assert_fits(capability, D, dtype, kind, query_invariant=False):
+    tensors = KINDS[kind](D=D, dtype=dtype)
+    limit = DEVICES[capability].shared_bytes
+    assert shared_bytes(capability, tensors, query_invariant) <= limit
+
+
+@pytest.mark.usefixtures("unassembled")
+@pytest.mark.parametrize(
+    ("capability", "D", "kind"),
+    [
+        *[(90, 256, kind) for kind in ("chunk", "bias", "packed", "pages of 256")],
+        *[(capability, 256, "chunk") for capability in (86, 100, 120)],
+        (90, 512, "chunk"),
+    ],
+)
+def test_fits(capability, D, kind):
+    assert_fits(capability, D, BF16, kind)
+
+
+@pytest.mark.usefixtures("unassembled")
+def test_query_invariant_fits():
+    assert_fits(90, 256, BF16, "prefill", query_invariant=True)
