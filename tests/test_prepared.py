@@ -40,13 +40,13 @@ def test_torch_s_guards_work():
 
 def test_a_call_like_another_is_recognized(tensors, entry):
     others = Tensors(*map(like, tensors[:3]))
-    assert entry.recognize(others) == others.addresses()
+    assert entry.recognize(others) == (print, others.addresses(), False)
     assert prepared.find(others, Options(), None) == (print, others.addresses(), False)
 
 
 def test_one_tensor_may_come_twice(tensors, entry):
     q = tensors.q
-    assert entry.recognize(Tensors(q, q, q)) == [q.data_ptr()] * 3 + [0] * 6
+    assert entry.recognize(Tensors(q, q, q))[1] == [q.data_ptr()] * 3 + [0] * 6
 
 
 def shifted(x: torch.Tensor, n: int) -> torch.Tensor:
@@ -107,6 +107,18 @@ def test_a_gradient_is_noticed(tensors, entry):
     wanting = tensors._replace(v=like(tensors.v).requires_grad_())
     for given, wants in ((tensors, False), (wanting, True)) * 3:
         assert prepared.find(given, Options(), None)[2] is wants
+
+
+def test_no_gradient_is_lost_between_modes(tensors):
+    wanting = tensors._replace(v=like(tensors.v).requires_grad_())
+    for given in (tensors, wanting, wanting, tensors, wanting):
+        for enabled in (True, False, True, True, False, False, True):
+            with torch.set_grad_enabled(enabled):
+                out = lockstep.attention(*given[:3])
+            assert out.requires_grad is (enabled and given is wanting)
+    with torch.inference_mode():
+        assert lockstep.attention(*wanting[:3]).is_inference()
+    assert lockstep.attention(*wanting[:3]).requires_grad
 
 
 def test_tensors_are_not_kept(tensors, entry):

@@ -65,21 +65,12 @@ def _shares_offsets(addresses: list[int]) -> bool:
 Found = tuple[Prepared, list[int], bool]
 
 
-class _Entry:
-    """A call that was prepared, and how to recognize another one like it."""
+class _Likeness:
+    """Recognizes tensors like those of one call. Nothing of it changes: threads share it."""
 
-    __slots__ = (
-        *("_absent", "_guards", "_nones", "_shares_offsets"),
-        *("kernels", "require_grad", "run"),
-    )
+    __slots__ = ("_absent", "_guards", "_nones", "_shares_offsets", "require_grad")
 
-    def __init__(self, run: Prepared) -> None:
-        self.run, self.kernels = run, dispatch.KERNELS
-        self._guards: list[tuple[int, Callable[[Tensor | None], bool], int]] = []
-
-    def learn(self, tensors: Tensors, seen: Seen) -> None:
-        if not _HAS_GUARDS:
-            return
+    def __init__(self, tensors: Tensors, seen: Seen) -> None:
         self.require_grad = seen.require_grad
         self._shares_offsets = _shares_offsets(seen.addresses)
         absent = [i for i, x in enumerate(tensors) if x is None]
@@ -89,13 +80,9 @@ class _Entry:
             (i, _guard(x), seen.addresses[i] & 15) for i, x in enumerate(tensors) if x is not None
         ]
 
-    def recognize(self, tensors: Tensors) -> list[int] | None:
-        """The addresses of tensors like those that were learnt; None for any others."""
-        if (
-            not self._guards
-            or self.kernels is not dispatch.KERNELS
-            or self._absent(tensors) != self._nones
-        ):
+    def addresses_of(self, tensors: Tensors) -> list[int] | None:
+        """None for tensors that are not like them."""
+        if self._absent(tensors) != self._nones:
             return None
         addresses = [0] * len(tensors)
         for i, is_like, offset in self._guards:
@@ -106,6 +93,23 @@ class _Entry:
             if address & 15 != offset:
                 return None
         return addresses if _shares_offsets(addresses) is self._shares_offsets else None
+
+
+class _Entry:
+    """A call that was prepared, and how to recognize another one like it."""
+
+    __slots__ = ("kernels", "likeness", "run")
+
+    def __init__(self, run: Prepared) -> None:
+        self.run, self.kernels = run, dispatch.KERNELS
+        self.likeness: _Likeness | None = None
+
+    def recognize(self, tensors: Tensors) -> Found | None:
+        likeness = self.likeness
+        if likeness is None or self.kernels is not dispatch.KERNELS:
+            return None
+        addresses = likeness.addresses_of(tensors)
+        return None if addresses is None else (self.run, addresses, likeness.require_grad)
 
 
 def _guard(x: Tensor) -> Callable[[Tensor | None], bool]:
@@ -136,17 +140,17 @@ def find(tensors: Tensors, options: Options, name: str | None) -> Found | None:
     are not plain."""
     entry = _LAST.get((options, name))
     if entry is not None:
-        addresses = entry.recognize(tensors)
-        if addresses is not None:
-            return entry.run, addresses, entry.require_grad
+        found = entry.recognize(tensors)
+        if found is not None:
+            return found
     seen = look_at(tensors)
     if seen is None:
         return None
     entry = _ENTRIES.get(_key(seen, options, name))
     if entry is None:
         return None
-    if entry.recognize(tensors) is None:
-        entry.learn(tensors, seen)
+    if _HAS_GUARDS and entry.recognize(tensors) is None:
+        entry.likeness = _Likeness(tensors, seen)
     _LAST[options, name] = entry
     return entry.run, seen.addresses, seen.require_grad
 
