@@ -1,4 +1,4 @@
-"""Compiles one forward and one backward kernel of the Hopper path, and says with which Triton;
+"""Compiles one forward and two backward kernels of the Hopper path, and says with which Triton;
 and whether launches know the parameters of a kernel that it compiles.
 
 For `test_hopper_versions.py`, which runs it with other versions of Triton first in the path.
@@ -12,6 +12,7 @@ import triton
 from hopper_build import compile_for_hopper, count
 from test_driver import sizes_in
 from test_hopper_backward_build import compiled
+from test_hopper_backward_wide import compiled as compiled_wide
 from test_hopper_build import build
 from toy_kernel import ARGUMENTS, toy
 
@@ -21,6 +22,7 @@ if __name__ == "__main__":
     builds = {
         "forward": build(128, options={"causal": True}.items()),
         "backward": compiled(64, causal=True),
+        "wide backward": compiled_wide("queries", 192, 128, causal=False),
     }
     products = {
         name: count([text for _, text in built.instructions])["HGMMA"]
