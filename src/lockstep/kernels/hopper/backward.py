@@ -33,7 +33,7 @@ from lockstep.kernels.hopper.copy_engine import (
     strides_of,
     tensor_map,
 )
-from lockstep.kernels.hopper.gluon_shim import TensorDescriptor
+from lockstep.kernels.hopper.gluon_shim import JOINS_CHUNKS, TensorDescriptor
 from lockstep.kernels.kernel import Gradients, Needs
 from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem, Tensors
@@ -62,6 +62,11 @@ def supports_backward(problem: AttentionProblem) -> str | None:
         return f"takes float16 and bfloat16, got {str(problem.dtype).removeprefix('torch.')}"
     if max(problem.D, problem.Dv) > MAX_HEAD_DIM:
         return f"has a backward for D and Dv up to 256, got {problem.D} and {problem.Dv}"
+    if max(problem.D, problem.Dv) > max(BLOCK_Q) and not JOINS_CHUNKS:
+        return (
+            f"has a backward for D and Dv above {max(BLOCK_Q)} with Triton 3.6 and 3.7, this is "
+            f"{triton.__version__}"
+        )
     if problem.D % 8 or problem.Dv % 8:
         return f"takes D and Dv that are multiples of 8, got {problem.D} and {problem.Dv}"
     if 0 in (problem.B, problem.Sq, problem.Skv):
