@@ -37,8 +37,10 @@ MAX_HEAD_DIM = 256
 MAX_ONE_PASS_HEAD_DIM = 128
 # Rows are coordinates of tensor maps, which reach to 2^31, half of it for the length.
 MAX_ROWS = 1 << 29
-# Fewer query rows than this leave the SMs idle: the Triton path splits the keys instead.
+# Fewer query rows than this leave the SMs idle: the Triton path splits the keys instead. With
+# grouped heads it also packs a group into one tile, and is faster for longer.
 MIN_QUERIES = 16
+MIN_QUERIES_OF_GROUPS = 33
 
 
 def _prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
@@ -109,8 +111,9 @@ def supports(problem: AttentionProblem) -> str | None:
         return "takes no bias"
     # Of packed sequences only the sum of lengths is known, and what runs a sequence must not depend
     # on its neighbours.
-    if problem.layout != "varlen" and problem.Sq < MIN_QUERIES:
-        return f"takes {MIN_QUERIES} queries or more in a sequence, got {problem.Sq}"
+    least = MIN_QUERIES if problem.Hq == problem.Hkv else MIN_QUERIES_OF_GROUPS
+    if problem.layout != "varlen" and problem.Sq < least:
+        return f"takes {least} queries or more in a sequence, got {problem.Sq}"
     if problem.B * problem.Hq * max(problem.Sq, problem.Skv) > MAX_ROWS:
         return f"takes up to {MAX_ROWS} rows in all heads, got more"
     return None
