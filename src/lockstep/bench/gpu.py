@@ -99,6 +99,7 @@ CASES: tuple[Case, ...] = (
     Case("small", 1024, 32, 16, 16, B=2),
     Case("host", 64, 64, 8, 8, causal=True),
     Case("host_decode", 2048, 64, 8, 2, causal=True),
+    *_prefill("backward", (256,), (16384, 4096)),
     *_prefill("backward", (64, 128), (1024,)),
 )
 
