@@ -153,7 +153,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [(n, v) for n, vs in WRONG.items() for v in vs], ids=str
+    ("name", "value"),
+    [pytest.param(n, v, id=f"{n}-{i}") for n, vs in WRONG.items() for i, v in enumerate(vs)],
 )
 def test_errors_are_those_of_a_first_call(tensors, name, value):
     """After calls that differ in one argument, which is right there."""
