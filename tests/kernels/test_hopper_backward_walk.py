@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from lockstep.kernels.hopper import backward_walk
-from lockstep.kernels.hopper.backward import BLOCK_KV, BLOCK_Q, FAR
+from lockstep.kernels.hopper.backward import BLOCK_KV, BLOCK_Q
+from lockstep.kernels.hopper.backward_call import FAR
 
 Walk = backward_walk.Walk
 PLAIN = SimpleNamespace(
@@ -52,6 +53,7 @@ class PlainWalk(SimpleNamespace):
 def walks(monkeypatch):
     """All walks of a dense call with one sequence, by ticket: (head, first key, walk)."""
     monkeypatch.setattr(backward_walk, "gl", PLAIN)
+    monkeypatch.setattr(backward_walk, "locate", backward_walk.locate.fn)
     monkeypatch.setattr(backward_walk, "Walk", PlainWalk)
     monkeypatch.setattr(backward_walk, "Job", lambda place, lengths, layout: place)
 

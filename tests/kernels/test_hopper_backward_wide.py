@@ -14,8 +14,8 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from hopper_build import Build, compile_for_hopper, count, writes_in_flight
 from machine_code import Instructions, loops
 
-from lockstep.kernels.hopper import backward_wide, backward_wide_sight
-from lockstep.kernels.hopper.backward import FAR
+from lockstep.kernels.hopper import backward_walk, backward_wide, backward_wide_sight
+from lockstep.kernels.hopper.backward_call import FAR
 from lockstep.kernels.hopper.backward_wide_sight import Sight
 from lockstep.problem import Tensors, describe, make_options
 
@@ -132,6 +132,7 @@ def test_programs_of_dq_visit_every_pair_that_sees_each_other_once(monkeypatch):
         cdiv=lambda a, b: -(-a // b),
     )
     monkeypatch.setattr(backward_wide_sight, "gl", plain)
+    monkeypatch.setattr(backward_wide_sight, "locate", backward_walk.locate.fn)
     monkeypatch.setattr(backward_wide_sight, "BLOCK_Q", BLOCK_Q)
     monkeypatch.setattr(backward_wide_sight, "Sight", PlainSight)
     monkeypatch.setattr(backward_wide_sight, "Place", lambda place, lengths, layout: place)

@@ -8,7 +8,7 @@ begin at the diagonal: programs that start together are always at different tile
 from __future__ import annotations
 
 from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon
-from lockstep.kernels.hopper.schedule import RAGGED
+from lockstep.kernels.hopper.schedule import coordinates
 
 
 @aggregate
@@ -124,24 +124,25 @@ class Job:
     @gluon.jit
     def q_coordinates(self, head, q_idx):
         """Where a row lies in the tensor maps of q and dout."""
-        if self.LAYOUT == "varlen":
-            return RAGGED, self.q_start + self.len_q, head, RAGGED - self.len_q + q_idx, 0
-        return 0, self.batch, head, q_idx, 0
+        return coordinates(
+            self.batch, self.q_start, self.len_q, head, q_idx, 0, self.LAYOUT == "varlen"
+        )
 
     @gluon.jit
     def kv_coordinates(self):
         """Where the keys lie in the tensor maps of k and v."""
-        if self.LAYOUT == "dense":
-            return 0, self.batch, self.head, self.kv_idx, 0
-        end = self.kv_start + self.len_kv
-        return RAGGED, end, self.head, RAGGED - self.len_kv + self.kv_idx, 0
+        return self._key_coordinates(self.LAYOUT != "dense")
 
     @gluon.jit
     def dkv_coordinates(self):
         """Where they lie in those of dk and dv: rows beyond a length in kv_lens are there too."""
-        if self.LAYOUT == "varlen":
-            return self.kv_coordinates()
-        return 0, self.batch, self.head, self.kv_idx, 0
+        return self._key_coordinates(self.LAYOUT == "varlen")
+
+    @gluon.jit
+    def _key_coordinates(self, CLIPPED: gl.constexpr):
+        return coordinates(
+            self.batch, self.kv_start, self.len_kv, self.head, self.kv_idx, 0, CLIPPED
+        )
 
 
 @gluon.jit
@@ -157,24 +158,14 @@ def assign(
     ticket -= first_head * kv_slots
     slot = kv_slots - 1 - ticket // heads
     head = first_head + ticket % heads
+    batch, head, q_start, kv_start, len_q, len_kv = locate(
+        slot, head, Hkv, B, Sq, Skv, kv_batch_rows, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, cu_kv_ptr,
+        LAYOUT, BLOCK_KV,
+    )  # fmt: skip
     if LAYOUT == "varlen":
-        batch = find_sequence(slot, cu_kv_ptr, B, BLOCK_KV)
-        q_start = gl.load(cu_q_ptr + batch).to(gl.int32)
-        kv_start = gl.load(cu_kv_ptr + batch).to(gl.int32)
-        len_q = gl.load(cu_q_ptr + batch + 1).to(gl.int32) - q_start
-        len_kv = gl.load(cu_kv_ptr + batch + 1).to(gl.int32) - kv_start
         kv_tile = slot - kv_start // BLOCK_KV - batch
         tile = head * heads_per_kv * q_slots + q_start // BLOCK_Q + batch
     else:
-        batch = head // Hkv
-        head = head % Hkv
-        q_start = batch * 0
-        kv_start = batch * 0
-        len_q = Sq
-        len_kv = Skv
-        if LAYOUT == "kv_lens":
-            kv_start = batch * kv_batch_rows
-            len_kv = gl.load(kv_lens_ptr + batch).to(gl.int32)
         kv_tile = slot
         tile = (batch * Hkv + head) * heads_per_kv * q_slots
 
@@ -198,6 +189,33 @@ def assign(
     )  # fmt: skip
     place = (batch, head, kv_idx, first_q_tile)
     return Job(place, (q_start, kv_start, len_q, len_kv), LAYOUT), walk
+
+
+@gluon.jit
+def locate(
+    slot, head, H, B, Sq, Skv, kv_batch_rows, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, cu_ptr,
+    LAYOUT: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """Whose tile a slot is: the sequence and the head in it, its first query and key in the
+    tensors, and its lengths. `head` counts through all sequences, H to each, unless they are
+    packed; `cu_ptr` then has the offsets that slots go by."""
+    if LAYOUT == "varlen":
+        batch = find_sequence(slot, cu_ptr, B, BLOCK)
+        q_start = gl.load(cu_q_ptr + batch).to(gl.int32)
+        kv_start = gl.load(cu_kv_ptr + batch).to(gl.int32)
+        len_q = gl.load(cu_q_ptr + batch + 1).to(gl.int32) - q_start
+        len_kv = gl.load(cu_kv_ptr + batch + 1).to(gl.int32) - kv_start
+    else:
+        batch = head // H
+        head = head % H
+        q_start = batch * 0
+        kv_start = batch * 0
+        len_q = Sq
+        len_kv = Skv
+        if LAYOUT == "kv_lens":
+            kv_start = batch * kv_batch_rows
+            len_kv = gl.load(kv_lens_ptr + batch).to(gl.int32)
+    return batch, head, q_start, kv_start, len_q, len_kv
 
 
 @gluon.jit

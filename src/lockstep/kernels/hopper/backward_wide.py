@@ -1,5 +1,6 @@
 """Gradients on Hopper GPUs for head dims from 129 to 256: two passes, seven products.
 
+    backward_call           what it shares with the backward of narrow heads
     backward_rows           lse2 and delta of each row    one short launch
     backward_wide_keys      dK and dV, by key tile        four products per tile
     backward_wide_queries   dQ, by query tile             three products per tile
@@ -19,23 +20,26 @@ import torch
 import triton
 from torch import Tensor
 
-from lockstep.kernels.hopper import backward as narrow
-from lockstep.kernels.hopper.backward_rows import prepare_rows
+from lockstep.kernels.hopper.backward_call import (
+    Cut,
+    constants_of,
+    cut_into,
+    fit_inputs,
+    launch,
+    new_gradients,
+    prepare_statistics,
+    raggedness,
+    scales_of,
+    sizes_of,
+    slots_of,
+    wanted,
+)
 from lockstep.kernels.hopper.backward_wide_keys import keys_kernel
 from lockstep.kernels.hopper.backward_wide_queries import queries_kernel
 from lockstep.kernels.hopper.backward_wide_sight import BLOCK_Q as QUERIES
 from lockstep.kernels.hopper.backward_wide_tiles import CHUNK, ROWS
-from lockstep.kernels.hopper.copy_engine import (
-    ALIGNMENT,
-    batch_rows,
-    copy,
-    fit,
-    flat_map,
-    strides_of,
-    tensor_map,
-)
+from lockstep.kernels.hopper.copy_engine import flat_map, tensor_map
 from lockstep.kernels.kernel import Gradients, Needs
-from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem, Tensors
 
 BLOCK = ROWS.value  # queries and keys of a tile; programs of the second pass own two tiles of rows
@@ -45,15 +49,9 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168}
 SHARED_BYTES = 227 * 1024
 
 
-def cut_of(problem: AttentionProblem) -> narrow.Cut:
+def cut_of(problem: AttentionProblem) -> Cut:
     """Tiles of the first pass, whose query tiles are those of the statistics."""
-    q_slots, kv_slots = (_slots(problem, S, BLOCK) for S in (problem.Sq, problem.Skv))
-    sequences = 1 if problem.layout == "varlen" else problem.B
-    return narrow.Cut(256, BLOCK, q_slots, kv_slots, sequences, problem.Hq, problem.Hkv)
-
-
-def _slots(problem: AttentionProblem, S: int, block: int) -> int:
-    return S // block + problem.B if problem.layout == "varlen" else triton.cdiv(S, block)
+    return cut_into(problem, 256, BLOCK, BLOCK)
 
 
 def backward(
@@ -66,40 +64,19 @@ def backward(
     needs: Needs,
 ) -> Gradients:
     """As `lockstep.kernels.kernel.Kernel.backward` says."""
-    q, k, v, dout = (fit(x) for x in (*tensors[:3], dout))
-    if tensors.kv_lens is not None and (not batch_rows(k) or batch_rows(k) != batch_rows(v)):
-        k, v = copy(k), copy(v)
-    tensors = tensors._replace(q=q, k=k, v=v)
+    tensors, dout = fit_inputs(tensors, dout)
     cut = cut_of(problem)
-    stats = torch.empty((cut.n_tiles, 2, BLOCK), dtype=torch.float32, device=q.device)
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    packed = problem.layout == "varlen"
-    row_strides = (0, 1, problem.Hq) if packed else (problem.Hq * problem.Sq, problem.Sq, 1)
-    narrow.launch(
-        prepare_rows,
-        (cut.n_tiles, 1, 1),
-        (
-            *(out, dout, lse, dlse, stats, None, None, tensors.cu_seqlens_q, tensors.cu_seqlens_k),
-            *(stride // ALIGNMENT for stride in strides_of(dout, packed)),
-            *(*row_strides, problem.Hq, problem.B, problem.Sq, problem.Skv, cut.q_slots),
-        ),
-        {"ALIGN": ALIGNMENT, "DV": problem.Dv, "BLOCK_D": cut.block_d, "BLOCK_Q": BLOCK},
-        num_warps=8,
-    )
+    stats = torch.empty((cut.n_tiles, 2, BLOCK), dtype=torch.float32, device=dout.device)
+    dq, dk, dv = new_gradients(tensors)
+    prepare_statistics(problem, tensors, (out, lse, dout, dlse), stats, cut, num_warps=8)
     if needs.k or needs.v:
         arguments, constants = keys_arguments(problem, tensors, dout, stats, dk, dv, cut)
-        narrow.launch(keys_kernel, (cut.programs, 1, 1), arguments, constants, **OPTIONS)
+        launch(keys_kernel, (cut.programs, 1, 1), arguments, constants, **OPTIONS)
     if needs.q:
         arguments, constants = queries_arguments(problem, tensors, dout, stats, dq, cut)
-        programs = _slots(problem, problem.Sq, BLOCK_Q) * cut.sequences * problem.Hq
-        narrow.launch(queries_kernel, (programs, 1, 1), arguments, constants, **OPTIONS)
-    return Gradients(
-        q=dq if needs.q else None,
-        k=dk if needs.k else None,
-        v=dv if needs.v else None,
-        bias=None,
-        sinks=narrow.sink_gradient(tensors.sinks, stats, cut) if needs.sinks else None,
-    )
+        programs = slots_of(problem, problem.Sq, BLOCK_Q) * cut.sequences * problem.Hq
+        launch(queries_kernel, (programs, 1, 1), arguments, constants, **OPTIONS)
+    return wanted(needs, dq, dk, dv, tensors.sinks, stats, cut)
 
 
 def keys_arguments(
@@ -109,10 +86,10 @@ def keys_arguments(
     stats: Tensor,
     dk: Tensor,
     dv: Tensor,
-    cut: narrow.Cut,
+    cut: Cut,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments and compile-time constants of `keys_kernel`."""
-    packed, ragged_kv = _raggedness(problem, tensors)
+    packed, ragged_kv = raggedness(problem)
     block = [1, 1, 1, BLOCK, CHUNK.value]
     n_heads = cut.sequences * problem.Hkv
     arguments = (
@@ -123,11 +100,11 @@ def keys_arguments(
         tensor_map(tensors.v, block, packed, ragged_kv),
         tensor_map(dk, block, packed, packed),
         tensor_map(dv, block, packed, packed),
-        *(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens, *_scales(problem)),
+        *(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens, *scales_of(problem)),
         *(cut.kv_slots, cut.q_slots, n_heads, problem.Hkv, problem.Hq // problem.Hkv),
-        *_sizes(problem, tensors),
+        *sizes_of(problem, tensors.k),
     )
-    return arguments, {**_chunks(problem), **_constants(problem, tensors)}
+    return arguments, {**_chunks(problem), **constants_of(problem, BLOCK)}
 
 
 def queries_arguments(
@@ -136,10 +113,10 @@ def queries_arguments(
     dout: Tensor,
     stats: Tensor,
     dq: Tensor,
-    cut: narrow.Cut,
+    cut: Cut,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Those of `queries_kernel`."""
-    packed, ragged_kv = _raggedness(problem, tensors)
+    packed, ragged_kv = raggedness(problem)
     q_block, kv_block = [1, 1, 1, BLOCK_Q, CHUNK.value], [1, 1, 1, BLOCK, CHUNK.value]
     arguments = (
         tensor_map(tensors.q, q_block, packed, packed),
@@ -147,11 +124,11 @@ def queries_arguments(
         tensor_map(tensors.k, kv_block, packed, ragged_kv),
         tensor_map(tensors.v, kv_block, packed, ragged_kv),
         tensor_map(dq, q_block, packed, packed),
-        *(stats, tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens, *_scales(problem)),
-        *(_slots(problem, problem.Sq, BLOCK_Q), cut.q_slots, problem.Hq),
-        *(problem.Hq // problem.Hkv, *_sizes(problem, tensors)),
+        *(stats, tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens, *scales_of(problem)),
+        *(slots_of(problem, problem.Sq, BLOCK_Q), cut.q_slots, problem.Hq),
+        *(problem.Hq // problem.Hkv, *sizes_of(problem, tensors.k)),
     )
-    return arguments, {**_chunks(problem), **_stages(problem), **_constants(problem, tensors)}
+    return arguments, {**_chunks(problem), **_stages(problem), **constants_of(problem, BLOCK)}
 
 
 def _stages(problem: AttentionProblem) -> dict[str, int]:
@@ -163,32 +140,6 @@ def _stages(problem: AttentionProblem) -> dict[str, int]:
     return {"K_STAGES": min(3, (free - v_stages * ndv) // nd), "V_STAGES": v_stages}
 
 
-def _raggedness(problem: AttentionProblem, tensors: Tensors) -> tuple[bool, bool]:
-    """Whether queries, and whether keys, are clipped to those of a sequence."""
-    packed = problem.layout == "varlen"
-    return packed, packed or tensors.kv_lens is not None
-
-
-def _scales(problem: AttentionProblem) -> tuple[float, float, float]:
-    return problem.scale, problem.scale * LOG2E, (problem.softcap or 0.0) * LOG2E
-
-
-def _sizes(problem: AttentionProblem, tensors: Tensors) -> tuple[int, ...]:
-    kv_batch_rows = 0 if tensors.kv_lens is None else batch_rows(tensors.k)
-    return problem.B, problem.Sq, problem.Skv, *narrow.reach(problem), kv_batch_rows
-
-
 def _chunks(problem: AttentionProblem) -> dict[str, int]:
     nd, ndv = (triton.cdiv(D, CHUNK.value) for D in (problem.D, problem.Dv))
     return {"ND": nd, "NDV": ndv}
-
-
-def _constants(problem: AttentionProblem, tensors: Tensors) -> dict[str, Any]:
-    packed, ragged_kv = _raggedness(problem, tensors)
-    return {
-        "LAYOUT": "varlen" if packed else "kv_lens" if ragged_kv else "dense",
-        **narrow.masks(problem),
-        "HAS_EDGE": ragged_kv or problem.Skv % BLOCK != 0,
-        "CAPPED": problem.softcap is not None,
-        "HIDES_SCORES": problem.softcap is None and problem.scale > 0,
-    }

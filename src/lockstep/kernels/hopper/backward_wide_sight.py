@@ -6,10 +6,10 @@ the first to the last.
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.backward_walk import find_sequence
+from lockstep.kernels.hopper.backward_walk import locate
 from lockstep.kernels.hopper.backward_wide_tiles import ROWS
 from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon
-from lockstep.kernels.hopper.schedule import RAGGED
+from lockstep.kernels.hopper.schedule import coordinates
 
 BLOCK_Q = gl.constexpr(2 * ROWS.value)
 
@@ -103,18 +103,16 @@ class Place:
     @gluon.jit
     def q_coordinates(self):
         """Where the queries lie in the tensor maps of q, dout and dq."""
-        if self.LAYOUT == "varlen":
-            end = self.q_start + self.len_q
-            return RAGGED, end, self.head, RAGGED - self.len_q + self.q_idx, 0
-        return 0, self.batch, self.head, self.q_idx, 0
+        return coordinates(
+            self.batch, self.q_start, self.len_q, self.head, self.q_idx, 0, self.LAYOUT == "varlen"
+        )
 
     @gluon.jit
     def kv_coordinates(self, kv_idx):
         """Where a key lies in those of k and v."""
-        if self.LAYOUT == "dense":
-            return 0, self.batch, self.kv_head, kv_idx, 0
-        end = self.kv_start + self.len_kv
-        return RAGGED, end, self.kv_head, RAGGED - self.len_kv + kv_idx, 0
+        return coordinates(
+            self.batch, self.kv_start, self.len_kv, self.kv_head, kv_idx, 0, self.LAYOUT != "dense"
+        )
 
 
 @gluon.jit
@@ -124,26 +122,15 @@ def assign(
     HAS_EDGE: gl.constexpr, BLOCK_KV: gl.constexpr,
 ):  # fmt: skip
     """The queries of a slot, and what they see. A head has `stats_slots` tiles of statistics."""
+    stats_tile = head * stats_slots
+    batch, head, q_start, kv_start, len_q, len_kv = locate(
+        slot, head, Hq, B, Sq, Skv, kv_batch_rows, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, cu_q_ptr,
+        LAYOUT, BLOCK_Q,
+    )  # fmt: skip
+    q_idx = slot * BLOCK_Q
     if LAYOUT == "varlen":
-        batch = find_sequence(slot, cu_q_ptr, B, BLOCK_Q)
-        q_start = gl.load(cu_q_ptr + batch).to(gl.int32)
-        kv_start = gl.load(cu_kv_ptr + batch).to(gl.int32)
-        len_q = gl.load(cu_q_ptr + batch + 1).to(gl.int32) - q_start
-        len_kv = gl.load(cu_kv_ptr + batch + 1).to(gl.int32) - kv_start
         q_idx = (slot - q_start // BLOCK_Q - batch) * BLOCK_Q
-        stats_tile = head * stats_slots + q_start // ROWS + batch
-    else:
-        stats_tile = head * stats_slots
-        batch = head // Hq
-        head = head % Hq
-        q_start = batch * 0
-        kv_start = batch * 0
-        len_q = Sq
-        len_kv = Skv
-        if LAYOUT == "kv_lens":
-            kv_start = batch * kv_batch_rows
-            len_kv = gl.load(kv_lens_ptr + batch).to(gl.int32)
-        q_idx = slot * BLOCK_Q
+        stats_tile += q_start // ROWS + batch
 
     diagonal = len_kv - len_q
     begin = q_idx * 0

@@ -34,6 +34,14 @@ LONGEST_FIRST, PAIRED, BY_HEAD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(
 AS_THEY_COME = gl.constexpr(3)
 
 
+@gluon.jit
+def coordinates(batch, start, length, head, row, column, CLIPPED: gl.constexpr):
+    """Where a row of a head and sequence lies in a tensor map, clipped to the sequence or not."""
+    if CLIPPED:
+        return RAGGED, start + length, head, RAGGED - length + row, column
+    return 0, batch, head, row, column
+
+
 @aggregate
 class Tile:
     """One tile of queries: where it lies in its tensors."""
@@ -260,16 +268,20 @@ class Schedule:
     @gluon.jit
     def q_coordinates(self, tile, q_idx, column=0):
         """Where row `q_idx` of a tile's sequence lies in the tensor maps of q and out."""
-        if self.LAYOUT == "varlen":
-            row = RAGGED - tile.len_q + q_idx
-            return RAGGED, tile.q_start + tile.len_q, tile.head, row, column
-        return 0, tile.batch, tile.head, q_idx, column
+        return coordinates(
+            tile.batch, tile.q_start, tile.len_q, tile.head, q_idx, column, self.LAYOUT == "varlen"
+        )
 
     @gluon.jit
     def kv_coordinates(self, tile, block, column=0):
         """Where a block of keys lies in the tensor maps of k and v."""
         row = block * self.BLOCK_KV
-        if self.LAYOUT == "dense":
-            return 0, tile.batch, tile.kv_head, row, column
-        row = RAGGED - tile.len_kv + row
-        return RAGGED, tile.kv_start + tile.len_kv, tile.kv_head, row, column
+        return coordinates(
+            tile.batch,
+            tile.kv_start,
+            tile.len_kv,
+            tile.kv_head,
+            row,
+            column,
+            self.LAYOUT != "dense",
+        )
