@@ -17,15 +17,13 @@ from test_hopper_build import build
 from toy_kernel import ARGUMENTS, toy
 
 from lockstep.kernels.driver import parameters_of
-from lockstep.kernels.hopper.gluon_shim import JOINS_CHUNKS
 
 if __name__ == "__main__":
     builds = {
         "forward": build(128, options={"causal": True}.items()),
         "backward": compiled(64, causal=True),
+        "wide backward": compiled_wide("queries", 192, 128, causal=False),
     }
-    if JOINS_CHUNKS:
-        builds["wide backward"] = compiled_wide("queries", 192, 128, causal=False)
     products = {
         name: count([text for _, text in built.instructions])["HGMMA"]
         for name, built in builds.items()

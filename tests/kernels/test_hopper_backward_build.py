@@ -118,14 +118,6 @@ def test_refusals(problem, reason):
     assert reason in backward.supports_backward(problem)
 
 
-def test_wide_heads_are_refused_where_triton_cannot_compile_them(monkeypatch):
-    problem = describe_call(D=192)
-    monkeypatch.setattr(backward, "JOINS_CHUNKS", True)
-    assert backward.supports_backward(problem) is None
-    monkeypatch.setattr(backward, "JOINS_CHUNKS", False)
-    assert "above 128 with Triton 3.6 and 3.7" in backward.supports_backward(problem)
-
-
 @pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (96, 40), (8, 256)])
 def test_takes_head_dims_up_to_256(D, Dv):
     assert backward.supports_backward(describe_call(D, Dv)) is None

@@ -123,17 +123,20 @@ class PlainGluon(Anything):
 
 
 class PlainRing:
-    def __init__(self, chunks, full, empty, N, STAGES):
-        self.chunks, self.full, self.empty, self.N, self.STAGES = chunks, full, empty, N, STAGES
+    def __init__(self, main, rest, full, empty, N, STAGES):
+        self.main, self.full, self.empty, self.N, self.STAGES = main, full, empty, N, STAGES
         self.n_tiles = 0  # that will ever be sent
 
     create = staticmethod(tiles.Ring.create.fn)
     send, wait, release = tiles.Ring.send.fn, tiles.Ring.wait.fn, tiles.Ring.release.fn
     piece = store = Anything()
 
+    def chunk(self, i: int, c: int) -> SimpleNamespace:
+        return self.main[i % self.STAGES]
+
     def check(self, i: int) -> None:
         if i < self.n_tiles:
-            assert self.chunks[i % self.STAGES * self.N].holds == i
+            assert self.main[i % self.STAGES].holds == i
 
     def replace_strays(self, i, value):
         self.check(i)
@@ -182,7 +185,9 @@ def crew(monkeypatch, request):
         "settle": settle,
         "warpgroup_mma_wait": lambda n, deps: settle()[0],
         "weigh": lambda *_: (Anything(), Anything()),
+        "_allocate_pieces": lambda desc, n, _: Slots(SimpleNamespace(holds=None) for _ in range(n)),
         "pieces_of": lambda N: 1,
+        "columns_of": Anything(),
         **dict.fromkeys(("fence_async_shared", "tma_store_wait", "has_strays"), Anything()),
         **dict.fromkeys(("no_sums", "as_registers", "from_registers", "largest"), Anything()),
         "STAGES": keys.STAGES.value,

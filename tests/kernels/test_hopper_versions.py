@@ -35,7 +35,5 @@ def test_kernels_compile(version):
     found = json.loads(done.stdout)
     assert found["triton"] == version
     assert all(n > 0 for n in found["products"].values()), found
-    # From 3.8 on, gradients of wide heads are refused, and go to the Triton kernels.
-    assert ("wide backward" in found["products"]) == (version < "3.8")
     assert not found["serialized"]
     assert found["parameters"]

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from lockstep.kernels.hopper import MAX_HEAD_DIM
@@ -42,7 +41,6 @@ from lockstep.kernels.hopper.backward_call import (
 from lockstep.kernels.hopper.backward_kernel import backward_kernel
 from lockstep.kernels.hopper.backward_rows import finish_queries
 from lockstep.kernels.hopper.copy_engine import flat_map, tensor_map
-from lockstep.kernels.hopper.gluon_shim import JOINS_CHUNKS
 from lockstep.kernels.kernel import Gradients, Needs
 from lockstep.problem import AttentionProblem, Tensors
 
@@ -66,11 +64,6 @@ def supports_backward(problem: AttentionProblem) -> str | None:
         return f"takes float16 and bfloat16, got {str(problem.dtype).removeprefix('torch.')}"
     if max(problem.D, problem.Dv) > MAX_HEAD_DIM:
         return f"has a backward for D and Dv up to 256, got {problem.D} and {problem.Dv}"
-    if max(problem.D, problem.Dv) > max(BLOCK_Q) and not JOINS_CHUNKS:
-        return (
-            f"has a backward for D and Dv above {max(BLOCK_Q)} with Triton 3.6 and 3.7, this is "
-            f"{triton.__version__}"
-        )
     if problem.D % 8 or problem.Dv % 8:
         return f"takes D and Dv that are multiples of 8, got {problem.D} and {problem.Dv}"
     if 0 in (problem.B, problem.Sq, problem.Skv):

@@ -183,7 +183,7 @@ def _finish(team, to, sums, scale, MASKED: gl.constexpr):
         if MASKED:
             # Whatever is not finite is NaN: `backward_strays`.
             x += x * 0.0
-        to.piece(0, p).store((x * scale).to(to.chunks.dtype))
+        to.piece(0, p).store((x * scale).to(to.main.dtype))
     fence_async_shared()
     mbarrier.arrive(team.dkv_full, count=1)
 

@@ -146,7 +146,7 @@ def produce(place, sight, team, q_desc, dout_desc, k_desc, v_desc, dq_desc):
 @gluon.jit
 def inspect(sight, team):
     """Partition of one warp: takes what is not finite out of key tiles with hidden pairs."""
-    LARGEST: gl.constexpr = largest(team.k.chunks.dtype)
+    LARGEST: gl.constexpr = largest(team.k.main.dtype)
     for n in range(sight.n_steps):
         team.k.wait(n)
         team.v.wait(n)

@@ -7,10 +7,10 @@ and 64 columns, and any other number one piece.
 
 from __future__ import annotations
 
-from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+from triton.experimental.gluon.language._core import builtin
 
 from lockstep.kernels.hopper.backward_strays import replace_strays
-from lockstep.kernels.hopper.backward_tiles import allocate_tiles, barriers
+from lockstep.kernels.hopper.backward_tiles import barriers
 from lockstep.kernels.hopper.gluon_shim import (
     aggregate,
     gl,
@@ -38,12 +38,20 @@ def columns_of(N, piece):
 
 
 @builtin
-def _joined(chunk, columns, _semantic=None):
-    """A chunk [rows, CHUNK] and those behind it as one matrix. Gluon has had a public name for
-    `memdesc_reinterpret` since 3.9."""
-    shape = [chunk.shape[0], _unwrap_if_constexpr(columns)]
-    layout = gl.NVMMASharedLayout.get_default_for(shape, chunk.dtype)
-    return _semantic.memdesc_reinterpret(chunk, chunk.dtype, shape, layout)
+def _in_chunks(piece, _semantic=None):
+    """A piece [rows, columns] as its chunks [n, 1, 1, 1, rows, CHUNK]. Gluon has had a public name
+    for `memdesc_reinterpret` since 3.9."""
+    rows, columns = piece.shape
+    shape = [columns // CHUNK.value, 1, 1, 1, rows, CHUNK.value]
+    layout = gl.NVMMASharedLayout(128, 16, 5)
+    return _semantic.memdesc_reinterpret(piece, piece.dtype, shape, layout)
+
+
+@gluon.jit
+def _allocate_pieces(desc, STAGES: gl.constexpr, columns: gl.constexpr):
+    rows: gl.constexpr = desc.block_shape[3]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, columns], desc.dtype)
+    return gl.allocate_shared_memory(desc.dtype, [STAGES, rows, columns], layout)
 
 
 @aggregate
@@ -52,15 +60,17 @@ class Ring:
     program began is in slot i % STAGES. `full` completes when it has landed, `empty` when all
     consumers are done with it."""
 
-    chunks: gl.shared_memory_descriptor  # [STAGES * N, 1, 1, 1, rows, CHUNK]
+    main: gl.shared_memory_descriptor  # [STAGES, rows, columns], the first pieces
+    rest: gl.shared_memory_descriptor  # the second ones, if there are any
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     N: gl.constexpr
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, chunks, full, empty, N, STAGES):
-        self.chunks = chunks
+    def __init__(self, main, rest, full, empty, N, STAGES):
+        self.main = main
+        self.rest = rest
         self.full = full
         self.empty = empty
         self.N = gl.constexpr(N)
@@ -68,8 +78,11 @@ class Ring:
 
     @gluon.jit
     def create(desc, N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-        chunks = allocate_tiles(desc, STAGES * N)
-        return Ring(chunks, barriers(STAGES, 1), barriers(STAGES, CONSUMERS), N, STAGES)
+        main = _allocate_pieces(desc, STAGES, columns_of(N, 0))
+        rest = main
+        if pieces_of(N) == 2:
+            rest = _allocate_pieces(desc, STAGES, columns_of(N, 1))
+        return Ring(main, rest, barriers(STAGES, 1), barriers(STAGES, CONSUMERS), N, STAGES)
 
     @gluon.jit
     def send(self, i, desc, coordinates, further_bytes: gl.constexpr = 0):
@@ -81,8 +94,7 @@ class Ring:
         mbarrier.expect(full, self.N * desc.block_type.nbytes + further_bytes)
         a, b, head, row, _ = coordinates
         for c in gl.static_range(self.N):
-            at = [a, b, head, row, c * CHUNK]
-            tma_load(desc, at, full, self.chunks.index(slot * self.N + c))
+            tma_load(desc, [a, b, head, row, c * CHUNK], full, self.chunk(i, c))
 
     @gluon.jit
     def wait(self, i, pred=True):
@@ -93,35 +105,36 @@ class Ring:
         mbarrier.arrive(self.empty.index(i % self.STAGES), count=1, pred=pred)
 
     @gluon.jit
-    def chunk(self, i, c):
-        """Columns c · CHUNK … of the i-th tile [rows, CHUNK]."""
-        tile = self.chunks.index(i % self.STAGES * self.N + c)
-        return tile.reshape([tile.shape[3], tile.shape[4]])
-
-    @gluon.jit
     def piece(self, i, p: gl.constexpr):
         """The p-th piece of the i-th tile [rows, columns]."""
-        return _joined(self.chunk(i, 2 * p), columns_of(self.N, p))
+        pieces = self.main if p == 0 else self.rest
+        return pieces.index(i % self.STAGES)
+
+    @gluon.jit
+    def chunk(self, i, c: gl.constexpr):
+        """The c-th chunk of the i-th tile, as tensor maps have it."""
+        PIECE: gl.constexpr = 1 if self.N == 3 and c == 2 else 0
+        return _in_chunks(self.piece(i, PIECE)).index(c - 2 * PIECE)
 
     @gluon.jit
     def replace_strays(self, i, value: gl.constexpr):
         """Set what is not finite in the i-th tile to a number with these bits."""
-        for c in range(self.N):
-            replace_strays(self.chunk(i, c), self.chunks.dtype, value)
+        for p in gl.static_range(pieces_of(self.N)):
+            replace_strays(self.piece(i, p), self.main.dtype, value)
 
     @gluon.jit
     def store(self, desc, coordinates):
         """Producer: store the tile in slot 0."""
         a, b, head, row, _ = coordinates
         for c in gl.static_range(self.N):
-            tma_store(desc, [a, b, head, row, c * CHUNK], self.chunks.index(c))
+            tma_store(desc, [a, b, head, row, c * CHUNK], self.chunk(0, c))
 
 
 @gluon.jit
 def multiply_rows(own, i, first: gl.constexpr, tiles, j):
     """ROWS rows from `first` on of own's i-th tile times the j-th of `tiles` [n, D], transposed:
     [ROWS, n], under way."""
-    n: gl.constexpr = tiles.chunks.shape[4]
+    n: gl.constexpr = tiles.main.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
     acc = gl.zeros([ROWS, n], gl.float32, layout)
     for p in gl.static_range(pieces_of(tiles.N)):
@@ -149,7 +162,7 @@ def _zeros(columns: gl.constexpr):
 @gluon.jit
 def add_products(sums, weights, tiles, i):
     """sums + weights [ROWS, n] times the i-th of `tiles` [n, D], under way."""
-    weights = weights.to(tiles.chunks.dtype)
+    weights = weights.to(tiles.main.dtype)
     if tiles.N == 3:
         return _add(sums[0], weights, tiles.piece(i, 0)), _add(sums[1], weights, tiles.piece(i, 1))
     else:  # noqa: RET505

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import get_type_hints
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,7 +21,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
 __all__ = [
-    "JOINS_CHUNKS",
     "TensorDescriptor",
     "aggregate",
     "fence_async_shared",
@@ -47,9 +45,6 @@ def aggregate(cls: type) -> type:
     cls.__annotations__ = get_type_hints(cls)
     return _aggregate(cls)
 
-
-# From 3.8 on, memory cannot be seen as more than its own shape holds (`backward_wide_tiles`).
-JOINS_CHUNKS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 
 # Renamed in 3.9, which keeps the old names for now.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared

@@ -167,18 +167,20 @@ def tanh(x):
 
 
 @triton.jit
-def product(a, b):
+def product(a, b, CHAINS: tl.constexpr = 4):
     """a bᵀ of a [M, D] and b [N, D]: [M, N] fp32.
 
-    A product of float32 is a chain of multiply-adds along D, each of which rounds. Chains of 32
-    that are then added in pairs err less than one long one. The additions are spelled as `fma`:
-    Triton takes a product that is added to something for a request to continue that chain.
+    A product of float32 is a chain of multiply-adds along D, each of which rounds. Up to four
+    chains, each over every fourth element and of 32 at least, err less than one long one. Their
+    sums are spelled as `fma`: Triton takes a product that is added to something for a request to
+    continue that chain.
     """
     HALF: tl.constexpr = a.shape[1] // 2
-    if a.dtype == tl.float32 and HALF >= 32:
-        a_lo, a_hi = tl.split(tl.trans(tl.reshape(a, [a.shape[0], 2, HALF]), 0, 2, 1))
-        b_lo, b_hi = tl.split(tl.trans(tl.reshape(b, [b.shape[0], 2, HALF]), 0, 2, 1))
-        s = tl.fma(product(a_hi, b_hi), 1.0, product(a_lo, b_lo))
+    if a.dtype == tl.float32 and CHAINS > 1 and HALF >= 32:
+        a_even, a_odd = tl.split(tl.reshape(a, [a.shape[0], HALF, 2]))
+        b_even, b_odd = tl.split(tl.reshape(b, [b.shape[0], HALF, 2]))
+        odd = product(a_odd, b_odd, CHAINS // 2)
+        s = tl.fma(odd, 1.0, product(a_even, b_even, CHAINS // 2))
     else:
         s = tl.dot(a, tl.trans(b), input_precision=PRECISION)
     return s
