@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -43,6 +44,7 @@ def compiled() -> Any:
 def test_parameters_are_those_of_the_machine_code(compiled):
     found = [parameter.size for parameter in parameters_of(compiled, ARGUMENTS)]
     assert found == sizes_in(compiled.asm["ptx"])
+    assert len(found) == driver._count_parameters(compiled.asm["ptx"])
     assert found.count(MAP_BYTES) == 1
 
 
@@ -51,9 +53,12 @@ class Driver:
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes, self.launches, self.results = sizes, [], []
+        self.n_errors = 0
+        self.current = threading.local()
 
     def cuFuncGetParamInfo(self, function: Any, i: int, offset: Any, size: Any) -> int:
         if i >= len(self.sizes):
+            self.n_errors += 1
             return 1
         size._obj.value = self.sizes[i]
         return 0
@@ -64,8 +69,12 @@ class Driver:
         return 0
 
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:
-        if self.results:
-            return self.results.pop()
+        result = self.results.pop() if self.results else 0
+        if getattr(self.current, "context", None) is None:
+            result = 201
+        if result:
+            self.n_errors += 1
+            return result
         read = [ctypes.string_at(at, size) for at, size in zip(parameters, self.sizes, strict=True)]
         self.launches.append((config._obj, read))
         return 0
@@ -74,8 +83,12 @@ class Driver:
         context._obj.value = 77
         return 0
 
+    def cuCtxGetCurrent(self, context: Any) -> int:
+        context._obj.value = getattr(self.current, "context", None)
+        return 0
+
     def cuCtxSetCurrent(self, context: Any) -> int:
-        self.current = context.value
+        self.current.context = context.value
         return 0
 
     def cuGetErrorString(self, result: int, text: Any) -> int:
@@ -88,6 +101,8 @@ def fake(monkeypatch) -> Driver:
     # [map, its 2 sizes, its 2 strides, an address, i32, fp32, two addresses]
     fake = Driver([MAP_BYTES, 4, 4, 8, 8, 8, 4, 4, 8, 8])
     monkeypatch.setattr(driver, "library", lambda: fake)
+    monkeypatch.setattr(driver, "_THREAD", driver._Thread())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return fake
 
 
@@ -95,7 +110,11 @@ def handle(compiled: Any, **metadata: Any) -> Any:
     """A compiled kernel as it is once loaded."""
     values = compiled.metadata._asdict() | metadata
     return SimpleNamespace(
-        function=42, packed_metadata=None, src=compiled.src, metadata=SimpleNamespace(**values)
+        function=42,
+        packed_metadata=None,
+        src=compiled.src,
+        asm=compiled.asm,
+        metadata=SimpleNamespace(**values),
     )
 
 
@@ -106,6 +125,7 @@ def words(read: list[bytes]) -> list[int]:
 def test_a_launch_hands_over_addresses_and_numbers(compiled, fake):
     launch = launcher_of(handle(compiled, launch_pdl=True), GRID, ARGUMENTS)
     assert isinstance(launch, ByDriver)
+    assert not fake.n_errors, "a sanitizer would report them"
     for turn in range(3):
         # The second pointer was None and is no parameter.
         launch(9 + turn, (1000 + turn, 2000, 3000 + turn), (4000 + turn,))
@@ -139,27 +159,59 @@ def test_launches_at_the_same_time_have_frames_of_their_own(compiled, fake):
     assert [words(read)[0] for _, read in fake.launches] == [40, 41]
 
 
-def test_a_thread_without_a_context_gets_one(compiled, fake, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+def test_a_thread_without_a_context_gets_one(compiled, fake):
     launch = launcher_of(handle(compiled), GRID, ARGUMENTS)
-    fake.results = [201, 201]
+    for n in (1, 2, 3):
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(launch, 0, (1, 2, 3), (4,)).result()
+        assert len(fake.launches) == n
+    assert not fake.n_errors, "a sanitizer would report them"
+
+
+def test_a_context_that_somebody_left_is_entered_again(compiled, fake):
+    launch = launcher_of(handle(compiled), GRID, ARGUMENTS)
     launch(0, (1, 2, 3), (4,))
-    assert fake.current == 77
-    assert len(fake.launches) == 1
+    fake.current.context = None
+    launch(0, (1, 2, 3), (4,))
+    assert fake.current.context == 77
+    assert len(fake.launches) == 2
+
+
+def test_a_context_of_somebody_else_stays(compiled, fake):
+    fake.current.context = 5
+    launcher_of(handle(compiled), GRID, ARGUMENTS)(0, (1, 2, 3), (4,))
+    assert fake.current.context == 5
 
 
 def test_an_error_of_the_driver_is_raised(compiled, fake):
     launch = launcher_of(handle(compiled), GRID, ARGUMENTS)
-    fake.results = [700, 700]
+    fake.results = [700]
     with pytest.raises(RuntimeError, match="CUDA error 700: out of luck"):
         launch(0, (1, 2, 3), (4,))
 
 
-@pytest.mark.parametrize("why", ["sizes differ", "cooperative", "clusters", "no driver"])
+@pytest.mark.parametrize(
+    "why",
+    [
+        *("fewer in the code", "more in the code", "sizes differ", "fewer in the driver"),
+        *("no code", "cooperative", "clusters", "no driver"),
+    ],
+)
 def test_what_the_driver_does_not_agree_with_goes_triton_s_way(compiled, fake, monkeypatch, why):
     kernel = handle(compiled)
-    if why == "sizes differ":
+    ptx = compiled.asm["ptx"]
+    last = re.search(r",\s*\.param [^,]*?(?=\s*\))", ptx)[0]
+    if why == "fewer in the code":
+        kernel.asm = {"ptx": ptx.replace(last, "", 1)}
+    elif why == "more in the code":
+        kernel.asm = {"ptx": ptx.replace(last, last + last, 1)}
         fake.sizes.append(8)
+    elif why == "sizes differ":
+        fake.sizes[6] = 8
+    elif why == "fewer in the driver":
+        fake.sizes.pop()
+    elif why == "no code":
+        kernel.asm = {}
     elif why == "no driver":
         monkeypatch.setattr(driver, "library", lambda: None)
     else:

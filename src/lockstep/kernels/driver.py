@@ -12,6 +12,7 @@ agrees. Where it does not, or cannot tell, `launcher_of` takes Triton's way.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterable
 from copy import copy
 from functools import lru_cache, partial
@@ -41,7 +42,7 @@ _MAP_TYPES = {8: 10, 9: 8, 10: 9}
 _PROMOTE_128 = 2
 # CUlaunchAttributeID: start while the kernel before is still running.
 _PROGRAMMATIC_SERIALIZATION = 6
-# CUresult of a thread that has not used CUDA yet.
+# CUresult of a launch without a context.
 _INVALID_CONTEXT = 201
 _NUMBERS: dict[str, Any] = {
     "i1": ctypes.c_int8,
@@ -108,10 +109,11 @@ class TensorMap:
         """Where the map of a tensor at `base` lies, and what keeps it there."""
         memory = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
         address = ctypes.addressof(memory) + -ctypes.addressof(memory) % MAP_ALIGNMENT
-        _call(
-            library().cuTensorMapEncodeTiled,
-            *(ctypes.c_void_p(address), *self._head, ctypes.c_void_p(base), *self._rest),
+        result = library().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(address), *self._head, ctypes.c_void_p(base), *self._rest
         )
+        if result:
+            raise _error(result)
         return address, memory
 
 
@@ -162,7 +164,7 @@ def launcher_of(compiled: Any, grid: Grid, arguments: tuple[Any, ...]) -> Launch
         and metadata.num_ctas == 1
         and not metadata.launch_cooperative_grid
         and not metadata.profile_scratch_size
-        and [parameter.size for parameter in parameters] == sizes_of(compiled.function)
+        and [parameter.size for parameter in parameters] == sizes_of(compiled)
     ):
         return ByDriver(compiled.function, grid, metadata, parameters)
     # A launch must not keep the tensors of the first one.
@@ -193,6 +195,8 @@ class ByDriver:
             frame = self._frames.pop()
         except IndexError:
             frame = self._new_frame()
+        if not _THREAD.has_context:
+            _enter_context()
         frame.addresses[:] = addresses
         frame.config.stream = stream
         if bases:
@@ -200,9 +204,13 @@ class ByDriver:
             maps = _ENCODED.get((self, bases)) or self._encode(bases)
             for i, address, _ in maps:
                 frame.parameters[i] = address
-        if self._launch(frame.reference, self._function, frame.parameters, None):
-            # Once more, for a context that was missing or the name of the error.
-            _call(self._launch, frame.reference, self._function, frame.parameters, None)
+        result = self._launch(frame.reference, self._function, frame.parameters, None)
+        if result == _INVALID_CONTEXT:
+            # Somebody has left it since.
+            _enter_context()
+            result = self._launch(frame.reference, self._function, frame.parameters, None)
+        if result:
+            raise _error(result)
         self._frames.append(frame)
 
     def _encode(self, bases: tuple[int, ...]) -> list[tuple[int, int, Any]]:
@@ -287,28 +295,51 @@ def _by_triton(
         )
 
 
-def sizes_of(function: int) -> list[int]:
+def sizes_of(compiled: Any) -> list[int]:
     """Bytes of each parameter of a loaded kernel; none where the driver cannot tell."""
     if not hasattr(library(), "cuFuncGetParamInfo"):
         return []
+    if not _THREAD.has_context:
+        _enter_context()
+    # Asking for one more than there are is an error, which debuggers and sanitizers report.
     sizes: list[int] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     references = ctypes.byref(offset), ctypes.byref(size)
-    while not library().cuFuncGetParamInfo(ctypes.c_void_p(function), len(sizes), *references):
+    for i in range(_count_parameters(compiled.asm.get("ptx", ""))):
+        if library().cuFuncGetParamInfo(ctypes.c_void_p(compiled.function), i, *references):
+            return []
         sizes.append(size.value)
     return sizes
 
 
-def _call(function: Any, *arguments: Any) -> None:
-    """Calls the driver, in torch's context. Raises RuntimeError."""
-    result = function(*arguments)
-    if result == _INVALID_CONTEXT:
-        context = ctypes.c_void_p()
+def _count_parameters(ptx: str) -> int:
+    """Of the kernel that was compiled to `ptx`."""
+    _, _, entry = ptx.partition(".entry")
+    return entry.partition(")")[0].count(".param ")
+
+
+class _Thread(threading.local):
+    has_context = False
+
+
+_THREAD = _Thread()
+
+
+def _enter_context() -> None:
+    """Into torch's context, for a thread that has not used CUDA yet. A launch that fails would tell
+    as well, but sanitizers would report it."""
+    context = ctypes.c_void_p()
+    result = library().cuCtxGetCurrent(ctypes.byref(context))
+    if not result and not context:
         device = torch.cuda.current_device()
-        library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-        library().cuCtxSetCurrent(context)
-        result = function(*arguments)
+        result = library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        result = result or library().cuCtxSetCurrent(context)
     if result:
-        text = ctypes.c_char_p()
-        library().cuGetErrorString(result, ctypes.byref(text))
-        raise RuntimeError(f"CUDA error {result}: {(text.value or b'unknown').decode()}")
+        raise _error(result)
+    _THREAD.has_context = True
+
+
+def _error(result: int) -> RuntimeError:
+    text = ctypes.c_char_p()
+    library().cuGetErrorString(result, ctypes.byref(text))
+    return RuntimeError(f"CUDA error {result}: {(text.value or b'unknown').decode()}")
