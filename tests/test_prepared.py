@@ -27,7 +27,7 @@ def entry(tensors, monkeypatch):
     """What runs calls like that with `tensors`."""
     monkeypatch.setattr(prepared, "_ENTRIES", Cache(limit=10))
     monkeypatch.setattr(prepared, "_LAST", Cache(limit=10))
-    run = prepared.find_or_keep(tensors, Options(), None, lambda *_: print)[0]
+    run = prepared.find_or_keep(lambda *_: print, tensors, Options(), None)[0]
     assert run is print
     for _ in range(2):
         assert prepared.find(tensors, Options(), None)[0] is print
@@ -91,7 +91,7 @@ def test_offsets_of_their_own_are_noticed(tensors, entry):
     for cu_seqlens_k in (offsets, others) * 3:
         given = Tensors(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=cu_seqlens_k)
         shared = cu_seqlens_k is offsets
-        run, *_ = prepared.find_or_keep(given, Options(), None, lambda *_, shared=shared: shared)
+        run, *_ = prepared.find_or_keep(lambda *_, shared=shared: shared, given, Options(), None)
         assert run is shared
         assert prepared.find(given, Options(), None)[0] is shared
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from operator import itemgetter
+from itertools import repeat
+from operator import is_, itemgetter
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +20,15 @@ from torch import Tensor
 from lockstep import dispatch, numerics, prepared
 from lockstep.cache import Cache
 from lockstep.kernels import triton
-from lockstep.kernels.kernel import Kernel, Needs, Prepared, Result
+from lockstep.kernels.kernel import (
+    Given,
+    Gradients,
+    Kernel,
+    Needs,
+    Prepared,
+    PreparedBackward,
+    Result,
+)
 from lockstep.problem import (
     AttentionProblem,
     Layout,
@@ -43,6 +52,7 @@ from lockstep.transforms import (
 )
 
 _LIB = torch.library.Library("lockstep", "DEF")
+_N_TENSORS = len(Tensors._fields)
 
 
 def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -120,6 +130,33 @@ def _prepare(tensors: Tensors, options: Options, name: str | None) -> Prepared:
     return check_and_run
 
 
+def _prepare_backward(
+    given: Given, options: Options, name: str | None, needs: Needs
+) -> PreparedBackward:
+    """What derives this call, and others like it."""
+    problem, kernel = _plan(_tensors_of(given), options, name, backward=True)
+    rows = _with_contiguous_results(given)
+    if kernel.prepare_backward is not None:
+        run = kernel.prepare_backward(problem, rows, needs)
+    else:
+        derive = kernel.backward
+        assert derive is not None
+
+        def run(given: Given, addresses: list[int]) -> Gradients:
+            results: Any = given[_N_TENSORS:]
+            return derive(problem, _tensors_of(given), *results, needs)
+
+    if problem.device_type != "cpu" and all(map(is_, rows, given)):
+        return run
+
+    def check_and_run(given: Given, addresses: list[int]) -> Gradients:
+        check_values(problem, _tensors_of(given))
+        rows = _with_contiguous_results(given)
+        return run(rows, [0 if x is None else x.data_ptr() for x in rows])
+
+    return check_and_run
+
+
 class Attention:
     """The operators of one layout.
 
@@ -179,7 +216,7 @@ class Attention:
 
     def run(self, tensors: Tensors, options: Options, name: str | None) -> Result:
         """Of plain tensors."""
-        run, addresses, _ = prepared.find_or_keep(tensors, options, name, _prepare)
+        run, addresses, _ = prepared.find_or_keep(_prepare, tensors, options, name)
         return run(tensors, addresses)
 
     def fake_forward(self, *args: Any) -> Result:
@@ -202,6 +239,10 @@ class _DerivableAttention(Attention):
         backward_rule: VmapRule,
     ) -> None:
         super().__init__(layout, name, schema, fields)
+        # From the order of Gradients to that of the operator's tensors, and `needs_of` so far.
+        places = {field: i for i, field in enumerate(Gradients._fields)}
+        self.in_place = itemgetter(*(places.get(field, -1) for field in fields))
+        self._needs: dict[tuple[bool, ...], Needs] = {}
         backward_op = _define(
             f"{name}_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {self.schema}, "
             "bool[] needs) -> Tensor[]",
@@ -220,21 +261,27 @@ class _DerivableAttention(Attention):
     def backward(
         self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
     ) -> list[Tensor]:
+        """The operator."""
         tensors, options, name = self.unpack(args[:-1])
         needs = Needs._make(args[-1])
-        problem, kernel = _plan(tensors, options, name, backward=True)
-        check_values(problem, tensors)
-        assert kernel.backward is not None
-        grads = kernel.backward(
-            problem,
-            _with_contiguous_rows(tensors),
-            out.contiguous(),
-            lse.contiguous(),
-            _contiguous_rows(dout),
-            None if dlse is None else dlse.contiguous(),
-            needs,
-        )
+        given = tuple(map(_as_plain, (*tensors, out, lse, dout, dlse)))
+        run, addresses, _ = prepared.find_or_keep(_prepare_backward, given, options, name, needs)
+        grads: Gradients = run(given, addresses)
         return [grad for grad, need in zip(grads, needs, strict=True) if need and grad is not None]
+
+    def derive_again(
+        self, given: Given, options: tuple[Any, ...], needs: Needs
+    ) -> Gradients | None:
+        """The gradients of a call like one that was derived before, as `again` does it."""
+        if torch.is_grad_enabled() or not is_quiet():
+            return None
+        *rest, name = options
+        found = prepared.find(given, Options._make(rest), name, needs)
+        if found is None:
+            return None
+        run, addresses, _ = found
+        grads: Gradients = run(given, addresses)
+        return grads
 
     def fake_backward(
         self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
@@ -253,25 +300,50 @@ class _DerivableAttention(Attention):
 
     def derive(self, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         *inputs, out, lse = ctx.saved_tensors
-        asked = dict(zip(self.fields, ctx.needs_input_grad, strict=False))
-        wanted = [name for name in Needs._fields if asked.get(name, False)]
-        grads = self.call_backward(
-            torch.zeros_like(out) if dout is None else dout,
-            dlse,
-            out,
-            lse,
-            *inputs,
-            *ctx.options,
-            [name in wanted for name in Needs._fields],
-        )
-        found = dict(zip(wanted, grads, strict=True))
-        return *(found.get(name) for name in self.fields), *(None for _ in ctx.options)
+        needs = self.needs_of(ctx.needs_input_grad)
+        if dout is None:
+            dout = torch.zeros_like(out)
+        given = (*self.order((*inputs, None)), out, lse, dout, dlse)
+        found = self.derive_again(given, ctx.options, needs)
+        if found is None:
+            results = (dout, dlse, out, lse)
+            grads = iter(self.call_backward(*results, *inputs, *ctx.options, list(needs)))
+            found = Gradients._make(next(grads) if need else None for need in needs)
+        return *self.in_place((*found, None)), *repeat(None, len(ctx.options))
+
+    def needs_of(self, asked: tuple[bool, ...]) -> Needs:
+        """From what autograd asks for, by argument of the operator."""
+        needs = self._needs.get(asked)
+        if needs is None:
+            by_field = dict(zip(self.fields, asked, strict=False))
+            needs = Needs._make(by_field.get(name, False) for name in Needs._fields)
+            self._needs[asked] = needs
+        return needs
 
 
 def _as_plain(tensor: Tensor | None) -> Tensor | None:
     if tensor is None or type(tensor) in PLAIN_TYPES:
         return tensor
     return tensor.as_subclass(Tensor)
+
+
+def _tensors_of(given: Given) -> Tensors:
+    return Tensors._make(given[:_N_TENSORS])
+
+
+def _with_contiguous_results(given: Given) -> Given:
+    """What a backward takes."""
+    out, lse, dout, dlse = given[_N_TENSORS:]
+    assert out is not None
+    assert lse is not None
+    assert dout is not None
+    return (
+        *_with_contiguous_rows(_tensors_of(given)),
+        out.contiguous(),
+        lse.contiguous(),
+        _contiguous_rows(dout),
+        None if dlse is None else dlse.contiguous(),
+    )
 
 
 def _contiguous_rows(tensor: Tensor) -> Tensor:

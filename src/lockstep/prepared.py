@@ -3,7 +3,8 @@
 A call is like another if its options are equal, and its tensors in type, shape, strides, dtype,
 device and address modulo 16 bytes, and if queries and keys share their cu_seqlens as they did
 there. Then it would pass the same checks, pose the same problem and run the same kernel with the
-same arguments, addresses aside: none of this is done again.
+same arguments, addresses aside: none of this is done again. Gradients are calls, too; theirs take
+more tensors, behind those of the call they derive.
 
 Two ways lead there. A dictionary knows thousands of calls, but a key takes each tensor apart, and
 that takes longer than everything after it. So the last call with given options is tried first, by
@@ -21,9 +22,12 @@ from torch import Tensor
 
 from lockstep import dispatch
 from lockstep.cache import Cache
-from lockstep.kernels.kernel import Prepared
-from lockstep.problem import Options, Tensors
+from lockstep.kernels.kernel import Given
+from lockstep.problem import Tensors
 from lockstep.transforms import PLAIN_TYPES
+
+Run = Callable[..., Any]
+"""`Prepared` or `PreparedBackward`"""
 
 _CU_SEQLENS_Q, _CU_SEQLENS_K = map(Tensors._fields.index, ("cu_seqlens_q", "cu_seqlens_k"))
 
@@ -37,7 +41,7 @@ class Seen(NamedTuple):
     require_grad: bool
 
 
-def look_at(tensors: Tensors) -> Seen | None:
+def look_at(tensors: Given) -> Seen | None:
     """None if one is not a plain tensor: the dispatcher then has to see it."""
     kinds: list[Any] = []
     addresses: list[int] = []
@@ -62,7 +66,7 @@ def _shares_offsets(addresses: list[int]) -> bool:
 
 
 # What runs a call, the addresses of its tensors, and whether one of them requires a gradient.
-Found = tuple[Prepared, list[int], bool]
+Found = tuple[Run, list[int], bool]
 
 
 class _Likeness:
@@ -70,7 +74,7 @@ class _Likeness:
 
     __slots__ = ("_absent", "_guards", "_nones", "_shares_offsets", "require_grad")
 
-    def __init__(self, tensors: Tensors, seen: Seen) -> None:
+    def __init__(self, tensors: Given, seen: Seen) -> None:
         self.require_grad = seen.require_grad
         self._shares_offsets = _shares_offsets(seen.addresses)
         absent = [i for i, x in enumerate(tensors) if x is None]
@@ -80,13 +84,13 @@ class _Likeness:
             (i, _guard(x), seen.addresses[i] & 15) for i, x in enumerate(tensors) if x is not None
         ]
 
-    def addresses_of(self, tensors: Tensors) -> list[int] | None:
+    def addresses_of(self, tensors: Given) -> list[int] | None:
         """None for tensors that are not like them."""
         if self._absent(tensors) != self._nones:
             return None
         addresses = [0] * len(tensors)
         for i, is_like, offset in self._guards:
-            x = tensors[i]
+            x: Any = tensors[i]
             if not is_like(x):
                 return None
             address = addresses[i] = x.data_ptr()
@@ -100,11 +104,11 @@ class _Entry:
 
     __slots__ = ("kernels", "likeness", "run")
 
-    def __init__(self, run: Prepared) -> None:
+    def __init__(self, run: Run) -> None:
         self.run, self.kernels = run, dispatch.KERNELS
         self.likeness: _Likeness | None = None
 
-    def recognize(self, tensors: Tensors) -> Found | None:
+    def recognize(self, tensors: Given) -> Found | None:
         likeness = self.likeness
         if likeness is None or self.kernels is not dispatch.KERNELS:
             return None
@@ -131,14 +135,15 @@ def _guards_work() -> bool:
 _HAS_GUARDS = _guards_work()
 
 
+# By all that a call depends on, and by its options alone.
 _ENTRIES: Cache[tuple[Any, ...], _Entry] = Cache(limit=4096)
-_LAST: Cache[tuple[Options, str | None], _Entry] = Cache(limit=256)
+_LAST: Cache[tuple[Any, ...], _Entry] = Cache(limit=256)
 
 
-def find(tensors: Tensors, options: Options, name: str | None) -> Found | None:
+def find(tensors: Given, *options: Any) -> Found | None:
     """What runs a call like an earlier one; None for the first of its kind, and for tensors that
     are not plain."""
-    entry = _LAST.get((options, name))
+    entry = _LAST.get(options)
     if entry is not None:
         found = entry.recognize(tensors)
         if found is not None:
@@ -146,30 +151,25 @@ def find(tensors: Tensors, options: Options, name: str | None) -> Found | None:
     seen = look_at(tensors)
     if seen is None:
         return None
-    entry = _ENTRIES.get(_key(seen, options, name))
+    entry = _ENTRIES.get(_key(seen, options))
     if entry is None:
         return None
     if _HAS_GUARDS and entry.recognize(tensors) is None:
         entry.likeness = _Likeness(tensors, seen)
-    _LAST[options, name] = entry
+    _LAST[options] = entry
     return entry.run, seen.addresses, seen.require_grad
 
 
-def find_or_keep(
-    tensors: Tensors,
-    options: Options,
-    name: str | None,
-    prepare: Callable[[Tensors, Options, str | None], Prepared],
-) -> Found:
+def find_or_keep(prepare: Callable[..., Run], tensors: Given, *options: Any) -> Found:
     """What runs a call of plain tensors, prepared if there was none like it."""
     seen = look_at(tensors)
     assert seen is not None
-    key = _key(seen, options, name)
+    key = _key(seen, options)
     entry = _ENTRIES.get(key)
     if entry is None:
-        entry = _ENTRIES[key] = _Entry(prepare(tensors, options, name))
+        entry = _ENTRIES[key] = _Entry(prepare(tensors, *options))
     return entry.run, seen.addresses, seen.require_grad
 
 
-def _key(seen: Seen, options: Options, name: str | None) -> tuple[Any, ...]:
-    return (options, name, dispatch.KERNELS, *seen.kinds)
+def _key(seen: Seen, options: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (options, dispatch.KERNELS, *seen.kinds)

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from lockstep.problem import AttentionProblem, Tensors
 
-__all__ = ["Gradients", "Kernel", "Needs", "Prepared", "Result", "Tensors"]
+__all__ = [
+    "Given",
+    "Gradients",
+    "Kernel",
+    "Needs",
+    "Prepared",
+    "PreparedBackward",
+    "Result",
+    "Tensors",
+]
 
 Result = tuple[Tensor, Tensor]
 Prepared = Callable[[Tensors, "list[int]"], Result]
@@ -37,6 +46,12 @@ class Needs(NamedTuple):
     sinks: bool
 
 
+Given = tuple["Tensor | None", ...]
+"""The tensors of a call; for its gradients, then its out and lse, dout and dlse."""
+PreparedBackward = Callable[[Given, "list[int]"], Gradients]
+"""Derives one kind of call: takes all tensors and their addresses, 0 where there is none."""
+
+
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """One way to run attention.
@@ -52,7 +67,7 @@ class Kernel:
     `prepare`, where there is one, does for a problem and tensors what `forward` does before it
     looks at data. What it returns then serves all calls whose tensors have the same shapes,
     strides, dtypes and device, addresses that are equal modulo 16 bytes, and one tensor or two as
-    cu_seqlens.
+    cu_seqlens. `prepare_backward` is to `backward` what `prepare` is to `forward`.
 
     Four are claims; the audits test exactly what is claimed:
 
@@ -80,3 +95,4 @@ class Kernel:
     query_invariant: bool = False
     supports_backward: Callable[[AttentionProblem], str | None] | None = None
     prepare: Callable[[AttentionProblem, Tensors], Prepared] | None = None
+    prepare_backward: Callable[[AttentionProblem, Given, Needs], PreparedBackward] | None = None
