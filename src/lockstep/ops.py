@@ -28,6 +28,7 @@ from lockstep.kernels.kernel import (
     Prepared,
     PreparedBackward,
     Result,
+    addresses_of,
 )
 from lockstep.problem import (
     AttentionProblem,
@@ -152,7 +153,7 @@ def _prepare_backward(
     def check_and_run(given: Given, addresses: list[int]) -> Gradients:
         check_values(problem, _tensors_of(given))
         rows = _with_contiguous_results(given)
-        return run(rows, [0 if x is None else x.data_ptr() for x in rows])
+        return run(rows, addresses_of(rows))
 
     return check_and_run
 

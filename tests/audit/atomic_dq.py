@@ -80,4 +80,4 @@ def backward(problem, tensors, out, lse, dout, dlse, needs):
     return grads._replace(q=dq.to(tensors.q.dtype))
 
 
-KERNEL: Kernel = replace(portable.KERNEL, name="atomic", backward=backward)
+KERNEL: Kernel = replace(portable.KERNEL, name="atomic", backward=backward, prepare_backward=None)

@@ -19,6 +19,7 @@ __all__ = [
     "PreparedBackward",
     "Result",
     "Tensors",
+    "addresses_of",
 ]
 
 Result = tuple[Tensor, Tensor]
@@ -48,6 +49,13 @@ class Needs(NamedTuple):
 
 Given = tuple["Tensor | None", ...]
 """The tensors of a call; for its gradients, then its out and lse, dout and dlse."""
+
+
+def addresses_of(given: Given) -> list[int]:
+    """0 where there is no tensor."""
+    return [0 if x is None else x.data_ptr() for x in given]
+
+
 PreparedBackward = Callable[[Given, "list[int]"], Gradients]
 """Derives one kind of call: takes all tensors and their addresses, 0 where there is none."""
 

@@ -26,7 +26,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kernel import Gradients, Kernel, Needs, Prepared
+from lockstep.kernels.kernel import Given, Gradients, Kernel, Needs, Prepared, PreparedBackward
 from lockstep.problem import AttentionProblem, Tensors
 
 MAX_HEAD_DIM = 512
@@ -59,6 +59,12 @@ def _backward(
     from lockstep.kernels.triton.backward import backward
 
     return backward(problem, tensors, out, lse, dout, dlse, needs)
+
+
+def _prepare_backward(problem: AttentionProblem, given: Given, needs: Needs) -> PreparedBackward:
+    from lockstep.kernels.triton.backward import prepare_backward
+
+    return prepare_backward(problem, given, needs)
 
 
 @lru_cache(maxsize=1)
@@ -106,4 +112,5 @@ KERNEL = Kernel(
     constant_time=False,
     query_invariant=True,
     prepare=_prepare,
+    prepare_backward=_prepare_backward,
 )

@@ -13,14 +13,16 @@ memory stays linear in the sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from lockstep.cache import Cache
-from lockstep.kernels.kernel import Gradients, Needs
+from lockstep.kernels.allocate import allocator
+from lockstep.kernels.kernel import Given, Gradients, Needs, PreparedBackward, addresses_of
 from lockstep.kernels.triton.dbias import sum_bias
 from lockstep.kernels.triton.dkdv import sum_keys
 from lockstep.kernels.triton.dq import sum_queries
@@ -82,13 +84,18 @@ def cuts_of(problem: AttentionProblem, shared_memory: int) -> tuple[Cut, Cut]:
 class Call:
     """What derives one problem with inputs of given strides and alignment."""
 
-    def __init__(self, problem: AttentionProblem, tensors: Tensors, dout: Tensor) -> None:
-        # Kept, so that no other problem gets its id.
-        self.problem = problem
-        given = (*tensors[:3], dout)
-        q, k, v, dout = aligned = [_with_aligned_rows(x) for x in given]
-        self.copies = any(x is not y for x, y in zip(given, aligned, strict=True))
-        tensors = tensors._replace(q=q, k=k, v=v)
+    __slots__ = (
+        *("problem", "needs", "device", "copies", "rows_shape", "is_ready"),
+        *("rows", "keys", "queries", "bias", "sinks"),
+        *("new_rows", "new_dq", "new_dk", "new_dv", "new_dbias", "new_dsinks"),
+    )
+
+    def __init__(self, problem: AttentionProblem, given: Given, needs: Needs) -> None:
+        self.problem, self.needs = problem, needs
+        aligned = _with_aligned_inputs(given)
+        self.copies = not all(map(is_, aligned, given))
+        tensors, _, lse, dout, _ = _split(aligned)
+        self.device = dout.get_device()
         packed = problem.layout == "varlen"
         B = 1 if packed else problem.B
         self.rows_shape = (B, problem.Hq, problem.Sq, 2)
@@ -99,49 +106,109 @@ class Call:
         block_rows = max(16, 8192 // arguments["BLOCK_DV"])
         row_tiles = triton.cdiv(problem.Sq, block_rows) * problem.Hq * B
         self.rows = Launch(prepare_rows, (row_tiles,), arguments | {"BLOCK_ROWS": block_rows})
-        self.sinks = Launch(sum_sinks, (problem.Hq,), arguments | {"B": B, "BLOCK_ROWS": SINK_ROWS})
         for_keys, for_queries = cuts_of(problem, device_of(dout.device).shared_bytes)
         n_keys = _slots(problem, problem.Skv, for_keys.BLOCK_KV)
         n_queries = _slots(problem, problem.Sq, for_queries.BLOCK_Q)
-        self.keys = _launch(sum_keys, n_keys * problem.Hkv * B, arguments, for_keys, n_slots=n_keys)
-        self.queries = _launch(
-            sum_queries, n_queries * problem.Hq * B, arguments, for_queries, n_slots=n_queries
+        self.keys = self.queries = self.bias = self.sinks = None
+        if needs.k or needs.v:
+            programs = n_keys * problem.Hkv * B
+            self.keys = _launch(sum_keys, programs, arguments, for_keys, n_slots=n_keys)
+        if needs.q:
+            programs = n_queries * problem.Hq * B
+            self.queries = _launch(sum_queries, programs, arguments, for_queries, n_slots=n_queries)
+        if needs.bias and tensors.bias is not None:
+            self.bias = _launch_bias(arguments, tensors, for_queries)
+        if needs.sinks and tensors.sinks is not None:
+            more = {"B": B, "BLOCK_ROWS": SINK_ROWS}
+            self.sinks = Launch(sum_sinks, (problem.Hq,), arguments | more)
+        self.new_rows = allocator(self.rows_shape, lse.dtype, dout.device)
+        self.new_dq, self.new_dk, self.new_dv, self.new_dbias, self.new_dsinks = (
+            None if x is None else allocator(tuple(x.shape), x.dtype, x.device) for x in tensors[:5]
         )
-        self.bias = None if tensors.bias is None else _launch_bias(arguments, tensors, for_queries)
+        self.is_ready = False
 
-    def __call__(
-        self,
-        tensors: Tensors,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        needs: Needs,
-    ) -> Gradients:
-        q, k, v, bias, sinks, kv_lens, cu_q, cu_k, _ = tensors
+    def __call__(self, given: Given, addresses: list[int]) -> Gradients:
+        if self.device >= 0 and self.device != torch._C._cuda_getDevice():
+            with torch.cuda.device(self.device):
+                return self._run(given, addresses)
+        return self._run(given, addresses)
+
+    def _run(self, given: Given, addresses: list[int]) -> Gradients:
         if self.copies:
-            q, k, v, dout = (_with_aligned_rows(x) for x in (q, k, v, dout))
+            # Held until the kernels are in the stream, as are rows.
+            given = _with_aligned_inputs(given)
+            addresses = addresses_of(given)
+        if not self.is_ready:
+            return self._first(given)
+        q, k, v, bias, sinks, kv_lens, cu_q, cu_k, _, out, lse, dout, dlse = addresses
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        rows = self.new_rows()
+        of_rows = rows.data_ptr()
+        # What was None when it was compiled is not looked at, and there is no scratch memory.
+        self.rows.enqueue(stream, (out, dout, lse, dlse, of_rows, 0))
+        dq = dk = dv = dbias = dsinks = None
+        inputs = (q, k, v, bias, kv_lens, cu_q, cu_k, dout, of_rows)
+        if self.keys is not None:
+            dk, dv = self.new_dk(), self.new_dv()
+            self.keys.enqueue(stream, (*inputs, dk.data_ptr(), dv.data_ptr(), 0))
+        if self.queries is not None:
+            dq = self.new_dq()
+            self.queries.enqueue(stream, (*inputs, dq.data_ptr(), 0))
+        if self.bias is not None:
+            dbias = self.new_dbias()
+            inputs = (q, k, v, bias, kv_lens, dout, of_rows)
+            self.bias.enqueue(stream, (*inputs, dbias.data_ptr(), 0))
+        if self.sinks is not None:
+            dsinks = self.new_dsinks()
+            self.sinks.enqueue(stream, (sinks, of_rows, dsinks.data_ptr(), 0))
+        return self._wanted(dq, dk, dv, dbias, dsinks)
+
+    def _first(self, given: Given) -> Gradients:
+        """A call that compiles, which takes tensors to see what they are."""
+        (q, k, v, bias, sinks, kv_lens, cu_q, cu_k, _), out, lse, dout, dlse = _split(given)
         rows = lse.new_empty(self.rows_shape)
         self.rows(out, dout, lse, dlse, rows)
         dq = dk = dv = dbias = dsinks = None
         pointers = (q, k, v, bias, kv_lens, cu_q, cu_k, dout, rows)
-        if needs.k or needs.v:
-            # Both come out of one pass; the one nobody asked for is dropped.
+        if self.keys is not None:
             dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
             self.keys(*pointers, dk, dv)
-        if needs.q:
+        if self.queries is not None:
             dq = q.new_empty(q.shape)
             self.queries(*pointers, dq)
-        if needs.bias and bias is not None and self.bias is not None:
+        if self.bias is not None:
             dbias = bias.new_empty(bias.shape)
             self.bias(q, k, v, bias, kv_lens, dout, rows, dbias)
-        if needs.sinks and sinks is not None:
+        if self.sinks is not None:
             dsinks = sinks.new_empty(sinks.shape)
             self.sinks(sinks, rows, dsinks)
+        launches = (self.rows, self.keys, self.queries, self.bias, self.sinks)
+        # The interpreter compiles nothing.
+        self.is_ready = all(
+            launch.enqueue is not None and not launch.scratch_bytes
+            for launch in launches
+            if launch is not None
+        )
+        return self._wanted(dq, dk, dv, dbias, dsinks)
+
+    def _wanted(
+        self,
+        dq: Tensor | None,
+        dk: Tensor | None,
+        dv: Tensor | None,
+        dbias: Tensor | None,
+        dsinks: Tensor | None,
+    ) -> Gradients:
+        # dK and dV come out of one pass; the one nobody asked for is dropped.
+        needs = self.needs
         return Gradients(dq, dk if needs.k else None, dv if needs.v else None, dbias, dsinks)
 
 
-_CALLS: Cache[tuple[Any, ...], Call] = Cache(limit=1024)
+def prepare_backward(problem: AttentionProblem, given: Given, needs: Needs) -> PreparedBackward:
+    """`Kernel.prepare_backward`"""
+    if 0 in (problem.B, problem.Sq, problem.Skv):
+        return partial(_without_pairs, needs)
+    return Call(problem, given, needs)
 
 
 def backward(
@@ -154,42 +221,20 @@ def backward(
     needs: Needs,
 ) -> Gradients:
     """As `lockstep.kernels.kernel.Kernel.backward` says."""
-    if 0 in (problem.B, problem.Sq, problem.Skv):
-        return _without_pairs(tensors, lse, dlse, needs)
-    call = _call_for(problem, tensors, out, lse, dout, dlse)
-    if dout.is_cuda and dout.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(dout.device):
-            return call(tensors, out, lse, dout, dlse, needs)
-    return call(tensors, out, lse, dout, dlse, needs)
+    given = (*tensors, out, lse, dout, dlse)
+    return prepare_backward(problem, given, needs)(given, addresses_of(given))
 
 
-def _call_for(
-    problem: AttentionProblem,
-    tensors: Tensors,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-) -> Call:
-    """The call prepared for this problem, these strides and this alignment."""
-    q, k, v, bias = tensors[:4]
-    # Triton compiles for pointers that are multiples of 16 bytes, or for any: each by itself.
-    offsets = [x.data_ptr() & 15 for x in (*tensors, out, lse, dout, dlse) if x is not None]
-    key = (
-        id(problem),
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        dout.stride(),
-        None if bias is None else bias.stride(),
-        tuple(offsets) if any(offsets) else None,
-        dlse is None,
-        dout.get_device(),
-    )
-    call = _CALLS.get(key)
-    if call is None:
-        call = _CALLS[key] = Call(problem, tensors, dout)
-    return call
+def _split(given: Given) -> tuple[Tensors, Any, Any, Any, Tensor | None]:
+    """The tensors of the call, out, lse, dout and dlse."""
+    *tensors, out, lse, dout, dlse = given
+    return Tensors._make(tensors), out, lse, dout, dlse
+
+
+def _with_aligned_inputs(given: Given) -> Given:
+    q, k, v, *others, dout, dlse = given
+    q, k, v, dout = (_with_aligned_rows(x) for x in (q, k, v, dout))
+    return q, k, v, *others, dout, dlse
 
 
 def _with_aligned_rows(x: Tensor) -> Tensor:
@@ -205,8 +250,9 @@ def _with_aligned_rows(x: Tensor) -> Tensor:
     return copy.copy_(x)
 
 
-def _without_pairs(tensors: Tensors, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Gradients:
+def _without_pairs(needs: Needs, given: Given, addresses: list[int]) -> Gradients:
     """Without rows or keys, only the sinks may have a gradient: lse is then the sink itself."""
+    tensors, _, lse, _, dlse = _split(given)
     grads = {
         name: torch.zeros_like(getattr(tensors, name), memory_format=torch.contiguous_format)
         for name in needs._fields

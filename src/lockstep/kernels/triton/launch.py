@@ -195,7 +195,7 @@ class Call:
 
     __slots__ = (
         *("attend", "device", "reduce", "part_shape", "part_lse_at", "scratch_at"),
-        *("new_out", "new_lse", "new_workspace"),
+        *("new_out", "new_lse", "new_workspace", "is_ready"),
     )
 
     def __init__(
@@ -228,6 +228,7 @@ class Call:
         of_lse = 4 * math.prod(self.part_shape[:-1]) if plan.n_runs > 1 else 0
         self.scratch_at = _aligned(self.part_lse_at + of_lse)
         self.new_workspace: Callable[[], Tensor] | None = None
+        self.is_ready = False
 
     def __call__(self, tensors: Tensors, addresses: list[int]) -> Result:
         if self.device >= 0 and self.device != torch._C._cuda_getDevice():
@@ -237,7 +238,7 @@ class Call:
 
     def _run(self, tensors: Tensors, addresses: list[int]) -> Result:
         out, lse = self.new_out(), self.new_lse()
-        if self.attend.enqueue is None:
+        if not self.is_ready:
             self._first(tensors, out, lse)
             return out, lse
         start = 0
@@ -266,6 +267,8 @@ class Call:
         bytes_in_all = self.scratch_at + self.attend.scratch_bytes
         if self.attend.enqueue is not None and bytes_in_all:
             self.new_workspace = allocator((bytes_in_all,), torch.uint8, out.device)
+        # Only now, as other threads may come while the second kernel compiles.
+        self.is_ready = self.attend.enqueue is not None
 
 
 def _aligned(at: int) -> int:
