@@ -71,15 +71,17 @@ def test_five_products_and_the_work_under_them(build, consumer_loops):
         body = [text for _, text in loop]
         marks = [t for t in body if t.startswith(("WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR"))]
         kinds = "".join("w" if "DEPBAR" in mark else "p" for mark in marks)
-        # dP, dV | dQ, dK | S: each waits while the next product is already under way.
-        assert kinds == "ppwppwpw"
+        # S, dP | dV | dQ, dK || : each waits while the next product is already under way.
+        assert kinds == "ppwpwppww"
         exponentials = [i for i, t in enumerate(body) if t.startswith("MUFU.EX2")]
         waits = [i for i, t in enumerate(body) if "DEPBAR" in t]
         products = [i for i, t in enumerate(body) if t.startswith("HGMMA")]
         # One for each score of a thread, and scores are what the first product makes.
         width = int(body[products[0]].split()[0].split("x")[1])
         assert len(exponentials) == width // 2
-        assert all(products[0] < i < waits[0] for i in exponentials)
+        # S is there, dP under way, and dV waits for the weights.
+        weighted = next(i for i in products if i > waits[0])
+        assert all(waits[0] < i < weighted < waits[1] for i in exponentials)
 
 
 def test_dq_leaves_through_the_copy_engine(build):

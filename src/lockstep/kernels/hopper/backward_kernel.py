@@ -9,10 +9,11 @@ the left operands, in registers, of the products for dV and dK. Only dQ sums ove
 it dSᵀ goes through shared memory, and each warpgroup multiplies one half of the tile of dQ, which
 is then added to sums in global memory (`backward_turns.py`).
 
-The exponentials of a tile run under V·dOᵀ, its dS under Pᵀ·dO. Its dQ is multiplied one step
-later: by then dS of the other warpgroup is there, and neither has to wait for the other. Further
-warps have one task each: to load tiles, to wait for turns at dQ, to add to it, and where there is a
-mask, to look for what is not finite.
+The exponentials of a tile run under V·dOᵀ, its dS under Pᵀ·dO; then the warpgroups meet, and its dQ
+leaves under dSᵀ·Q. What a step costs is shared memory: the products alone read it in four cycles of
+five, so whatever else is read or written is placed under the two products that have their left
+operand in registers, and fenced once a step. Further warps have one task each: to load tiles, to
+wait for turns at dQ, to add to it, and where there is a mask, to look for what is not finite.
 """
 
 from __future__ import annotations
@@ -49,16 +50,14 @@ def produce(job, walk, tiles, heads_per_kv, q_desc, dout_desc, stats_desc, k_des
     head = job.head * heads_per_kv
     for n in range(walk.n_steps):
         slot = n % STAGES
-        emptied = ((n // STAGES) & 1) ^ 1
         row = job.q_coordinates(head, (job.first_q_tile + t) * walk.BLOCK_Q)
-        mbarrier.wait(tiles.q_empty.index(slot), emptied)
-        full = tiles.q_full.index(slot)
-        mbarrier.expect(full, q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
+        if n >= STAGES:
+            tiles.await_empty(slot)
+        full = tiles.full.index(slot)
+        mbarrier.expect(full, 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
         tma_load(q_desc, row, full, tiles.q.index(slot))
         tma_load(stats_desc, [tile * (2 * walk.BLOCK_Q)], full, tiles.stats.index(slot))
-        mbarrier.wait(tiles.dout_empty.index(slot), emptied)
-        mbarrier.expect(tiles.dout_full.index(slot), dout_desc.block_type.nbytes)
-        tma_load(dout_desc, row, tiles.dout_full.index(slot), tiles.dout.index(slot))
+        tma_load(dout_desc, row, full, tiles.dout.index(slot))
         tile, t = walk.next(tile, t)
         head = gl.where(t == 0, head + 1, head)
     mbarrier.wait(tiles.dkv_full, 0)
@@ -93,15 +92,15 @@ def multiply_scores(own, queries):
 
 @gluon.jit
 def multiply_dq(ds, k, half: gl.constexpr):
-    """One half [64, 64] of dQ from ds [BLOCK_KV, BLOCK_Q] and k [BLOCK_KV, D], under way: of its
+    """One half [64, 64] of dQ from ds [BLOCK_Q, BLOCK_KV] and k [BLOCK_KV, D], under way: of its
     columns where BLOCK_Q is 64, else of its rows."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     nothing = gl.zeros([64, 64], gl.float32, layout)
-    if ds.shape[1] == 64:
+    if ds.shape[0] == 64:
         k = k.slice(half * 64, 64, dim=1)
     else:
-        ds = ds.slice(half * 64, 64, dim=1)
-    return warpgroup_mma(ds.permute((1, 0)), k, nothing, use_acc=False, is_async=True)
+        ds = ds.slice(half * 64, 64, dim=0)
+    return warpgroup_mma(ds, k, nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -125,78 +124,77 @@ def consume(
     own_k = k.slice(W * ROWS, ROWS, dim=0)
     own_v = tiles.matrix(tiles.v).slice(W * ROWS, ROWS, dim=0)
 
-    t = walk.n_steps * 0
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    # S and dP read shared memory in every cycle, dK in every other: lse2 is read under dK of the
+    # step before, if the registers are there.
+    EARLY: gl.constexpr = BLOCK_Q == 64
+    ready = tiles.inspected if MASKED else tiles.full
     mbarrier.wait(tiles.kv_full, 0)
-    mbarrier.wait(tiles.q_full.index(0), 0, pred=walk.n_steps > 0)
-    s = multiply_scores(own_k, tiles.matrix(tiles.q.index(0)))
-    s = warpgroup_mma_wait(0, deps=(s,))
-    columns: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    mbarrier.wait(ready.index(0), 0, pred=walk.n_steps > 0)
+    if EARLY:
+        lse2 = tiles.stats.index(0).slice(0, BLOCK_Q).load(columns)
+    t = walk.n_steps * 0
     for n in range(walk.n_steps):
         slot = n % STAGES
         stats = tiles.stats.index(slot)
+        q = tiles.matrix(tiles.q.index(slot))
         dout = tiles.matrix(tiles.dout.index(slot))
-        ready = tiles.inspected if MASKED else tiles.dout_full
-        mbarrier.wait(ready.index(slot), (n // STAGES) & 1)
+        s = multiply_scores(own_k, q)
         dp = multiply_scores(own_v, dout)
-        lse2 = gl.expand_dims(stats.slice(0, BLOCK_Q).load(columns), 0)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        if not EARLY:
+            lse2 = stats.slice(0, BLOCK_Q).load(columns)
         if HIDES_SCORES:
             if walk.cuts(t):
                 s = walk.hide(s, t, W * ROWS, -float("inf"))
-            p, slope = weigh(s, lse2, scale_log2, cap_log2, CAPPED)
+            p, slope = weigh(s, gl.expand_dims(lse2, 0), scale_log2, cap_log2, CAPPED)
         else:
-            p, slope = weigh(s, lse2, scale_log2, cap_log2, CAPPED)
+            p, slope = weigh(s, gl.expand_dims(lse2, 0), scale_log2, cap_log2, CAPPED)
             if walk.cuts(t):
                 p = walk.hide(p, t, W * ROWS, 0.0)
                 slope = walk.hide(slope, t, W * ROWS, 0.0)
         dv = warpgroup_mma(gl.convert_layout(p.to(dtype), left), dout, dv, is_async=True)
 
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        # Read no earlier: registers are short while scores and dp are both there.
         delta = stats.slice(BLOCK_Q, BLOCK_Q).load(columns)
         ds = p * (dp - gl.expand_dims(delta, 0))
         if CAPPED:
             ds = ds * slope
         ds = ds.to(dtype)
-        mbarrier.wait(tiles.ds_empty.index(n & 1), ((n >> 1) & 1) ^ 1)
-        tiles.ds.index(n & 1).slice(W * ROWS, ROWS, dim=0).store(ds)
+        ds_tile = tiles.ds.index(n % 2)
+        ds_tile.slice(W * ROWS, ROWS, dim=1).permute((1, 0)).store(ds)
+        # For dS, and for dQ of the step before.
         fence_async_shared()
-        mbarrier.arrive(tiles.ds_full.index(n & 1), count=1)
-        # The first step has no step before it: what it multiplies instead goes nowhere.
-        is_part = n > 0
-        m = gl.maximum(n - 1, 0)
-        mbarrier.wait(tiles.ds_full.index(m & 1), (m >> 1) & 1, pred=is_part)
-        dq = multiply_dq(tiles.ds.index(m & 1), k, W)
-        q = tiles.matrix(tiles.q.index(slot))
+        turns.announce(n - 1)
+        tiles.meet()
+        if MASKED:
+            mbarrier.wait(tiles.k_inspected, 0, pred=n == 0)
+        dq = multiply_dq(ds_tile, k, W)
         dk = warpgroup_mma(gl.convert_layout(ds, left), q, dk, is_async=True)
 
+        turns.await_room(n)
         dq = warpgroup_mma_wait(1, deps=(dq,))
-        mbarrier.arrive(tiles.dout_empty.index(slot), count=1)
-        mbarrier.arrive(tiles.ds_empty.index(m & 1), count=1, pred=is_part)
-        turns.give(m, dq, W, is_part)
+        turns.leave(n, dq, W)
         ahead = (n + 1) % STAGES
         is_more = n + 1 < walk.n_steps
-        mbarrier.wait(tiles.q_full.index(ahead), ((n + 1) // STAGES) & 1, pred=is_more)
-        # After the last tile this multiplies what lies there, and nobody looks at it.
-        s = multiply_scores(own_k, tiles.matrix(tiles.q.index(ahead)))
-        s, dk, dv = warpgroup_mma_wait(0, deps=(s, dk, dv))
-        mbarrier.arrive(tiles.q_empty.index(slot), count=1)
+        mbarrier.wait(ready.index(ahead), ((n + 1) // STAGES) & 1, pred=is_more)
+        if EARLY:
+            lse2 = tiles.stats.index(ahead).slice(0, BLOCK_Q).load(columns)
+        dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+        if n + STAGES < walk.n_steps:
+            tiles.release(slot)
         t = walk.next_number(t)
 
+    fence_async_shared()
+    turns.announce(walk.n_steps - 1)
+    # From here on nobody reads k.
+    tiles.meet()
     if MASKED:
         # Whatever is not finite is NaN: `backward_strays`.
         dk += dk * 0.0
         dv += dv * 0.0
     own_v.store(dv.to(dtype))
-    is_part = walk.n_steps > 0
-    m = gl.maximum(walk.n_steps - 1, 0)
-    mbarrier.wait(tiles.ds_full.index(m & 1), (m >> 1) & 1, pred=is_part)
-    if MASKED:
-        mbarrier.wait(tiles.k_inspected, 0, pred=is_part)
-    dq = warpgroup_mma_wait(0, deps=(multiply_dq(tiles.ds.index(m & 1), k, W),))
-    mbarrier.arrive(tiles.k_done, count=1)
-    turns.give(m, dq, W, is_part)
-    # The other warpgroup reads all of k for its dQ.
-    mbarrier.wait(tiles.k_done, 0)
     own_k.store((dk * scale).to(dtype))
     fence_async_shared()
     mbarrier.arrive(tiles.dkv_full, count=1)
@@ -224,7 +222,7 @@ def backward_kernel(
         HAS_EDGE, q_desc.block_shape[3], k_desc.block_shape[3],
     )  # fmt: skip
     tiles = Tiles.create(q_desc, dout_desc, stats_desc, k_desc, v_desc)
-    turns = Turns.create(sums_desc, 2)
+    turns = Turns.create(sums_desc)
     # Tuples are written out in place: bound to a name, the constants in them become tensors.
     if HAS_LEFT or HAS_RIGHT:
         gl.warp_specialize(

@@ -38,7 +38,7 @@ def largest(dtype):
 @gluon.jit
 def inspect(walk, tiles):
     """Partition of one warp: says of each query tile that consumers may go on with it. From the
-    first tile on v is clean, from the second one on k, which is needed for dQ one step later."""
+    first tile on v is clean; k, which they need for dQ only, is somewhat later."""
     dtype: gl.constexpr = tiles.k.dtype
     LARGEST: gl.constexpr = largest(dtype)
     t = walk.n_steps * 0
@@ -47,8 +47,7 @@ def inspect(walk, tiles):
         if n == 0:
             mbarrier.wait(tiles.kv_full, 0)
             replace_strays(tiles.matrix(tiles.v), dtype, 0)
-        mbarrier.wait(tiles.q_full.index(slot), (n // STAGES) & 1)
-        mbarrier.wait(tiles.dout_full.index(slot), (n // STAGES) & 1)
+        mbarrier.wait(tiles.full.index(slot), (n // STAGES) & 1)
         if walk.cuts(t):  # noqa: SIM102, Gluon would evaluate both sides of an `and`
             if has_strays(tiles.stats.index(slot), walk.BLOCK_Q):
                 replace_strays(tiles.matrix(tiles.q.index(slot)), dtype, 0)

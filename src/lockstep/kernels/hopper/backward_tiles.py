@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon, mbarrier
+from lockstep.kernels.hopper.named_barriers import FIRST_FREE, arrive, await_all
 
 STAGES = gl.constexpr(2)
+PARTS = gl.constexpr(2)  # tiles of dQ of a program that may wait to be added
+
+CONSUMERS = gl.constexpr(256)  # threads
+CONSUMERS_AND_WARP = gl.constexpr(288)
+MEETING = FIRST_FREE
+STAGED = gl.constexpr(FIRST_FREE.value + 1)  # PARTS of them
+EMPTY = gl.constexpr(STAGED.value + PARTS.value)  # STAGES of them
 
 
 @gluon.jit
@@ -25,71 +33,72 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 @aggregate
 class Tiles:
-    """`stats` holds lse2 and delta of a query tile. `*_full` complete when a tile has landed or was
-    written, `*_empty` when both consumers are done with it."""
+    """`stats` holds lse2 and delta of a query tile. `full` complete when the tiles of a step have
+    landed; when both consumers are done with them, the named barriers from EMPTY on do."""
 
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, 1, BLOCK_Q, D]
     stats: gl.shared_memory_descriptor  # [STAGES, 2 * BLOCK_Q] fp32
     dout: gl.shared_memory_descriptor  # [STAGES, 1, 1, 1, BLOCK_Q, D]
     k: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_KV, D], dk in the end
     v: gl.shared_memory_descriptor
-    ds: gl.shared_memory_descriptor  # [2, BLOCK_KV, BLOCK_Q]
-    q_full: gl.shared_memory_descriptor
-    q_empty: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor  # [2, BLOCK_Q, BLOCK_KV]
+    full: gl.shared_memory_descriptor
     inspected: gl.shared_memory_descriptor  # of q and dout: `backward_strays`
-    dout_full: gl.shared_memory_descriptor
-    dout_empty: gl.shared_memory_descriptor
-    ds_full: gl.shared_memory_descriptor
-    ds_empty: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
     dkv_full: gl.shared_memory_descriptor
-    k_done: gl.shared_memory_descriptor
     k_inspected: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, queries, keys, q_bars, dout_bars, ds_bars, kv_bars):
+    def __init__(self, queries, keys, q_bars, kv_bars):
         self.q = queries[0]
         self.stats = queries[1]
         self.dout = queries[2]
         self.k = keys[0]
         self.v = keys[1]
         self.ds = keys[2]
-        self.q_full = q_bars[0]
-        self.q_empty = q_bars[1]
-        self.inspected = q_bars[2]
-        self.dout_full = dout_bars[0]
-        self.dout_empty = dout_bars[1]
-        self.ds_full = ds_bars[0]
-        self.ds_empty = ds_bars[1]
+        self.full = q_bars[0]
+        self.inspected = q_bars[1]
         self.kv_full = kv_bars[0]
         self.dkv_full = kv_bars[1]
-        self.k_done = kv_bars[2]
-        self.k_inspected = kv_bars[3]
+        self.k_inspected = kv_bars[2]
 
     @gluon.jit
     def create(q_desc, dout_desc, stats_desc, k_desc, v_desc):
         dtype: gl.constexpr = q_desc.dtype
         BLOCK_Q: gl.constexpr = q_desc.block_shape[3]
         BLOCK_KV: gl.constexpr = k_desc.block_shape[3]
-        ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_KV, BLOCK_Q], dtype)
+        ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_Q, BLOCK_KV], dtype)
         q = allocate_tiles(q_desc, STAGES)
         stats = allocate_tiles(stats_desc, STAGES)
         dout = allocate_tiles(dout_desc, STAGES)
         k = allocate_tiles(k_desc, 1).index(0)
         v = allocate_tiles(v_desc, 1).index(0)
-        ds = gl.allocate_shared_memory(dtype, [2, BLOCK_KV, BLOCK_Q], ds_layout)
+        ds = gl.allocate_shared_memory(dtype, [2, BLOCK_Q, BLOCK_KV], ds_layout)
         kv_full, k_inspected = barriers(1, 1).index(0), barriers(1, 1).index(0)
-        dkv_full, k_done = barriers(1, 2).index(0), barriers(1, 2).index(0)
+        dkv_full = barriers(1, 2).index(0)
         return Tiles(
             (q, stats, dout),
             (k, v, ds),
-            (barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1)),
-            (barriers(STAGES, 1), barriers(STAGES, 2)),
-            (barriers(2, 2), barriers(2, 2)),
-            (kv_full, dkv_full, k_done, k_inspected),
+            (barriers(STAGES, 1), barriers(STAGES, 1)),
+            (kv_full, dkv_full, k_inspected),
         )
 
     @gluon.jit
     def matrix(self, tile):
         """A tile as [rows, D]."""
         return tile.reshape([tile.shape[3], tile.shape[4]])
+
+    @gluon.jit
+    def release(self, slot):
+        """Consumer: this step's tiles may be written over."""
+        arrive(EMPTY + slot, CONSUMERS_AND_WARP)
+
+    @gluon.jit
+    def await_empty(self, slot):
+        """Producer: wait until the tiles of the step before the last may be written over."""
+        await_all(EMPTY + slot, CONSUMERS_AND_WARP)
+
+    @gluon.jit
+    def meet(self):
+        """Consumer: wait for the other one."""
+        await_all(MEETING, CONSUMERS)

@@ -19,21 +19,25 @@ from __future__ import annotations
 from triton._C.libtriton import ir
 from triton.experimental.gluon.language._core import builtin
 
-from lockstep.kernels.hopper.backward_tiles import allocate_tiles, barriers
+from lockstep.kernels.hopper.backward_tiles import (
+    CONSUMERS_AND_WARP,
+    PARTS,
+    STAGED,
+    allocate_tiles,
+    barriers,
+)
 from lockstep.kernels.hopper.gluon_shim import (
     aggregate,
-    fence_async_shared,
     gl,
     gluon,
     mbarrier,
     tma_store,
     tma_store_wait,
 )
+from lockstep.kernels.hopper.named_barriers import arrive, await_all
 
 # Turns that may have come up before their parts are added.
 SLOTS = gl.constexpr(4)
-# Tiles of dQ of a program that may wait to be added.
-PARTS = gl.constexpr(2)
 
 
 @builtin
@@ -46,34 +50,36 @@ def _tma_add(desc, coordinates, tile, _semantic=None):
 
 @aggregate
 class Turns:
-    """`parts` [PARTS, 32, 256] fp32 are tiles of dQ on their way out; `staged` completes when the
-    consumers have written one, `drained` when it has been read. `ready` and `passed` [SLOTS, 1]
-    are the two ends of the turns that have come up."""
+    """`parts` [PARTS, 32, 256] fp32 are tiles of dQ on their way out. Named barriers from STAGED on
+    complete when the consumers have written one, `drained` when it has been read. `ready` and
+    `passed` [SLOTS, 1] are the two ends of the turns that have come up."""
 
     parts: gl.shared_memory_descriptor
-    staged: gl.shared_memory_descriptor
     drained: gl.shared_memory_descriptor
     ready: gl.shared_memory_descriptor
     passed: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, parts, staged, drained, ready, passed):
+    def __init__(self, parts, drained, ready, passed):
         self.parts = parts
-        self.staged = staged
         self.drained = drained
         self.ready = ready
         self.passed = passed
 
     @gluon.jit
-    def create(sums_desc, CONSUMERS: gl.constexpr):
+    def create(sums_desc):
         parts = allocate_tiles(sums_desc, PARTS)
-        staged, drained = barriers(PARTS, CONSUMERS), barriers(PARTS, 1)
-        return Turns(parts, staged, drained, barriers(SLOTS, 1), barriers(SLOTS, 1))
+        return Turns(parts, barriers(PARTS, 1), barriers(SLOTS, 1), barriers(SLOTS, 1))
 
     @gluon.jit
-    def give(self, n, dq, half: gl.constexpr, is_part=True):
-        """Consumer: leave its accumulator [64, 64], one half of the n-th tile, to be added; or, if
-        it is no part of it, only where that tile will go.
+    def await_room(self, n):
+        """Consumer: wait until the n-th tile may be left."""
+        mbarrier.wait(self.drained.index(n % PARTS), ((n // PARTS) & 1) ^ 1)
+
+    @gluon.jit
+    def leave(self, n, dq, half: gl.constexpr):
+        """Consumer: leave its accumulator [64, 64], one half of the n-th tile, to be added once it
+        has been fenced and announced.
 
         The sums keep the order of the registers: four of thread 0, of thread 1, … of 128 threads,
         then their next four. So threads write 16 bytes side by side, and nothing is rearranged on
@@ -81,11 +87,13 @@ class Turns:
         """
         # Row 16·warp + 8·i + lane // 4, column 8·j + 2·(lane % 4) + k: register 4·j + 2·i + k.
         dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([16, 256])
-        slot = n % PARTS
-        mbarrier.wait(self.drained.index(slot), ((n // PARTS) & 1) ^ 1)
-        self.parts.index(slot).slice(half * 16, 16, dim=0).store(dq)
-        fence_async_shared()
-        mbarrier.arrive(self.staged.index(slot), count=1, pred=is_part)
+        self.parts.index(n % PARTS).slice(half * 16, 16, dim=0).store(dq)
+
+    @gluon.jit
+    def announce(self, n):
+        """Consumer: its half of the n-th tile, if there is one, may be added."""
+        if n >= 0:
+            arrive(STAGED + n % PARTS, CONSUMERS_AND_WARP)
 
 
 @gluon.jit
@@ -94,7 +102,7 @@ def _await_count(count_ptr, count):
     gl.inline_asm_elementwise(
         "{ .reg .pred p; "
         "AGAIN: ld.acquire.gpu.global.u32 $0, [$1]; setp.ne.u32 p, $0, $2; @p bra AGAIN; "
-        "fence.proxy.async; }",
+        "fence.proxy.async.global; }",
         "=r,l,r",
         [count_ptr.to(gl.int64), count],
         gl.int32,
@@ -107,7 +115,7 @@ def _await_count(count_ptr, count):
 def _await_sums(token):
     """Wait until what this warp had the copy engine write has been written, not only read."""
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
+        "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
         "=r,r",
         [token],
         gl.int32,
@@ -135,7 +143,7 @@ def add_parts(turns, sums_desc, turn_ptr, walk):
     t = tile * 0
     for n in range(walk.n_steps):
         slot = n % PARTS
-        mbarrier.wait(turns.staged.index(slot), (n // PARTS) & 1)
+        await_all(STAGED + slot, CONSUMERS_AND_WARP)
         mbarrier.wait(turns.ready.index(n % SLOTS), (n // SLOTS) & 1)
         if walk.turn(t) == 0:
             # Whoever comes first stores, so that nobody has to set the sums to 0 before.
