@@ -29,7 +29,15 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kernel import Gradients, Kernel, Needs, Prepared
+from lockstep.kernels.kernel import (
+    Given,
+    Gradients,
+    Kernel,
+    Needs,
+    Prepared,
+    PreparedBackward,
+    addresses_of,
+)
 from lockstep.problem import AttentionProblem, Tensors
 
 MAX_HEAD_DIM = 256
@@ -64,12 +72,18 @@ def _backward(
     dlse: Tensor | None,
     needs: Needs,
 ) -> Gradients:
-    if max(problem.D, problem.Dv) > MAX_ONE_PASS_HEAD_DIM:
-        from lockstep.kernels.hopper.backward_wide import backward
-    else:
-        from lockstep.kernels.hopper.backward import backward
+    given = (*tensors, out, lse, dout, dlse)
+    return _prepare_backward(problem, given, needs)(given, addresses_of(given))
 
-    return backward(problem, tensors, out, lse, dout, dlse, needs)
+
+def _prepare_backward(problem: AttentionProblem, given: Given, needs: Needs) -> PreparedBackward:
+    if max(problem.D, problem.Dv) > MAX_ONE_PASS_HEAD_DIM:
+        from lockstep.kernels.hopper.backward_wide import WideCall
+
+        return WideCall(problem, given, needs)
+    from lockstep.kernels.hopper.backward import NarrowCall
+
+    return NarrowCall(problem, given, needs)
 
 
 def _supports_backward(problem: AttentionProblem) -> str | None:
@@ -132,4 +146,5 @@ KERNEL = Kernel(
     query_invariant=False,
     supports_backward=_supports_backward,
     prepare=_prepare,
+    prepare_backward=_prepare_backward,
 )

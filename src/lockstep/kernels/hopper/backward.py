@@ -16,32 +16,32 @@ no bit depends on the batch, on the GPU or on how a launch happens to run.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lockstep.kernels.allocate import allocator
 from lockstep.kernels.hopper import MAX_HEAD_DIM
 from lockstep.kernels.hopper.backward_call import (
+    SINKS,
+    Call,
     Cut,
     constants_of,
     cut_into,
-    fit_inputs,
     launch,
     masks,
-    new_gradients,
     prepare_statistics,
     raggedness,
     reach,
     row_arguments,
     scales_of,
     sizes_of,
-    wanted,
 )
 from lockstep.kernels.hopper.backward_kernel import backward_kernel
 from lockstep.kernels.hopper.backward_rows import finish_queries
 from lockstep.kernels.hopper.copy_engine import flat_map, tensor_map
-from lockstep.kernels.kernel import Gradients, Needs
+from lockstep.kernels.kernel import Given, Gradients, Needs
 from lockstep.problem import AttentionProblem, Tensors
 
 BLOCK_KV = 128
@@ -76,6 +76,23 @@ def cut_of(problem: AttentionProblem) -> Cut:
     return cut_into(problem, block_d, BLOCK_Q[block_d], BLOCK_KV)
 
 
+class Layout(NamedTuple):
+    """Where the parts of a workspace begin, in bytes. They are multiples of 512 each, but for the
+    counters at the end."""
+
+    sums: int
+    turn: int
+    ticket: int
+    end: int
+
+    @staticmethod
+    def of(cut: Cut) -> Layout:
+        sums = 4 * cut.n_tiles * 2 * cut.block_q
+        turn = sums + 4 * cut.n_tiles * 32 * 256
+        ticket = turn + 4 * cut.n_tiles
+        return Layout(sums, turn, ticket, ticket + 4)
+
+
 @dataclass(frozen=True)
 class Workspace:
     """What the launches leave for each other; `backward_rows` says how."""
@@ -87,41 +104,61 @@ class Workspace:
 
     @staticmethod
     def of(cut: Cut, device: torch.device) -> Workspace:
-        stats = torch.empty((cut.n_tiles, 2, cut.block_q), dtype=torch.float32, device=device)
-        sums = torch.empty((cut.n_tiles * 32, 256), dtype=torch.float32, device=device)
-        counts = torch.empty(cut.n_tiles + 1, dtype=torch.int32, device=device)
-        return Workspace(stats, sums, counts[:-1], counts[-1:])
-
-
-def backward(
-    problem: AttentionProblem,
-    tensors: Tensors,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    needs: Needs,
-) -> Gradients:
-    """As `lockstep.kernels.kernel.Kernel.backward` says."""
-    tensors, dout = fit_inputs(tensors, dout)
-    cut = cut_of(problem)
-    work = Workspace.of(cut, dout.device)
-    dq, dk, dv = new_gradients(tensors)
-    counters = work.turn, work.ticket
-    prepare_statistics(problem, tensors, (out, lse, dout, dlse), work.stats, cut, counters)
-    arguments, constants = kernel_arguments(problem, tensors, dout, dk, dv, cut, work)
-    launch(backward_kernel, (cut.programs, 1, 1), arguments, constants, **OPTIONS)
-    if needs.q:
-        launch(
-            finish_queries,
-            (cut.n_tiles, 2, 1),
-            (
-                *(work.sums, dq, tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens),
-                *(*row_arguments(problem, cut), *reach(problem), problem.scale),
-            ),
-            {"D": problem.D, "BLOCK_Q": cut.block_q, "BLOCK_KV": BLOCK_KV, **masks(problem)},
+        at = Layout.of(cut)
+        memory = torch.empty(at.end, dtype=torch.uint8, device=device)
+        stats, sums = (
+            x.view(torch.float32) for x in (memory[: at.sums], memory[at.sums : at.turn])
         )
-    return wanted(needs, dq, dk, dv, tensors.sinks, work.stats, cut)
+        turn, ticket = (
+            x.view(torch.int32) for x in (memory[at.turn : at.ticket], memory[at.ticket :])
+        )
+        return Workspace(stats.view(cut.n_tiles, 2, cut.block_q), sums.view(-1, 256), turn, ticket)
+
+
+class NarrowCall(Call):
+    """`Kernel.prepare_backward`"""
+
+    def __init__(self, problem: AttentionProblem, given: Given, needs: Needs) -> None:
+        super().__init__(problem, given, needs, cut_of(problem))
+        self.at = Layout.of(self.cut)
+        self.new_workspace = allocator((self.at.end,), torch.uint8, self.where)
+
+    def first(
+        self, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> Gradients:
+        problem, cut = self.problem, self.cut
+        work = Workspace.of(cut, dout.device)
+        dq, dk, dv = (self.new_dq() if self.needs.q else None), self.new_dk(), self.new_dv()
+        counters = work.turn, work.ticket
+        results = out, lse, dout, dlse
+        rows = prepare_statistics(problem, tensors, results, work.stats, cut, counters)
+        arguments, constants = kernel_arguments(problem, tensors, dout, dk, dv, cut, work)
+        pairs = launch(backward_kernel, (cut.programs, 1, 1), arguments, constants, **OPTIONS)
+        queries = None
+        if dq is not None:
+            arguments, constants = queries_arguments(problem, tensors, dq, cut, work)
+            queries = launch(finish_queries, (cut.n_tiles, 2, 1), arguments, constants)
+        self.launchers = rows, pairs, queries
+        return self.wanted(dq, dk, dv, tensors.sinks, work.stats)
+
+    def again(self, stream: int, given: Given, addresses: list[int]) -> Gradients:
+        q, k, v, _, _, kv_lens, cu_q, cu_k, _, out, lse, dout, dlse = addresses
+        rows, pairs, queries = self.launchers
+        workspace, dk, dv = self.new_workspace(), self.new_dk(), self.new_dv()
+        dq = None
+        stats = workspace.data_ptr()
+        sums, turn, ticket = stats + self.at.sums, stats + self.at.turn, stats + self.at.ticket
+        # In the order of their arguments, and no scratch memory.
+        rows(stream, (out, dout, lse, dlse, stats, turn, ticket, cu_q, cu_k, 0))
+        pairs(
+            stream,
+            (turn, ticket, cu_q, cu_k, kv_lens, 0),
+            (q, dout, stats, k, v, dk.data_ptr(), dv.data_ptr(), sums),
+        )
+        if queries is not None:
+            dq = self.new_dq()
+            queries(stream, (sums, dq.data_ptr(), cu_q, cu_k, kv_lens, 0))
+        return self.wanted(dq, dk, dv, given[SINKS], workspace)
 
 
 def kernel_arguments(
@@ -156,3 +193,15 @@ def kernel_arguments(
         *sizes_of(problem, tensors.k),
     )
     return arguments, constants_of(problem, BLOCK_KV)
+
+
+def queries_arguments(
+    problem: AttentionProblem, tensors: Tensors, dq: Tensor, cut: Cut, work: Workspace
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Those of `finish_queries`."""
+    arguments = (
+        *(work.sums, dq, tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens),
+        *(*row_arguments(problem, cut), *reach(problem), problem.scale),
+    )
+    constants = {"D": problem.D, "BLOCK_Q": cut.block_q, "BLOCK_KV": BLOCK_KV, **masks(problem)}
+    return arguments, constants

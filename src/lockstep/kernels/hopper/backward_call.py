@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from lockstep.cache import Cache
+from lockstep.kernels.allocate import allocator
+from lockstep.kernels.driver import Launcher, launcher_of
 from lockstep.kernels.hopper.backward_rows import prepare_rows
 from lockstep.kernels.hopper.copy_engine import ALIGNMENT, batch_rows, copy, fit, strides_of
 from lockstep.kernels.hopper.gluon_shim import TensorDescriptor
-from lockstep.kernels.kernel import Gradients, Needs
+from lockstep.kernels.kernel import Given, Gradients, Needs, addresses_of
 from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem, Tensors
 
 # Beyond any length; two of them fit into int32.
 FAR = 1 << 29
-
-
-_compiled: dict[tuple[Any, ...], Any] = {}
+SINKS = Tensors._fields.index("sinks")
+# By all that a compiled kernel depends on.
+_COMPILED: Cache[tuple[Any, ...], Any] = Cache(limit=1024)
 
 
 @dataclass(frozen=True)
@@ -58,17 +63,73 @@ def cut_into(problem: AttentionProblem, block_d: int, block_q: int, block_kv: in
     return Cut(block_d, block_q, q_slots, kv_slots, sequences, problem.Hq, problem.Hkv)
 
 
-def fit_inputs(tensors: Tensors, dout: Tensor) -> tuple[Tensors, Tensor]:
+class Call:
+    """What derives one problem with inputs of given strides and alignment.
+
+    The first call compiles, and takes tensors to see what they are. Later ones take addresses."""
+
+    def __init__(self, problem: AttentionProblem, given: Given, needs: Needs, cut: Cut) -> None:
+        self.problem, self.needs, self.cut = problem, needs, cut
+        q, k, v = given[:3]
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        self.where, self.device = q.device, q.get_device()
+        self.new_dq, self.new_dk, self.new_dv = (
+            allocator(tuple(x.shape), x.dtype, x.device) for x in (q, k, v)
+        )
+        self._copies = not all(map(is_, _fit_inputs(given), given))
+        # In the order of their launches, once compiled.
+        self.launchers: tuple[Launcher | None, ...] | None = None
+
+    def __call__(self, given: Given, addresses: list[int]) -> Gradients:
+        if self.device != torch._C._cuda_getDevice():
+            with torch.cuda.device(self.device):
+                return self._run(given, addresses)
+        return self._run(given, addresses)
+
+    def _run(self, given: Given, addresses: list[int]) -> Gradients:
+        if self._copies:
+            # Held until the kernels are in the stream.
+            given = _fit_inputs(given)
+            addresses = addresses_of(given)
+        if self.launchers is None:
+            *tensors, out, lse, dout, dlse = given
+            return self.first(Tensors._make(tensors), out, lse, dout, dlse)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        return self.again(stream, given, addresses)
+
+    def first(
+        self, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> Gradients:
+        """Sets `launchers`."""
+        raise NotImplementedError
+
+    def again(self, stream: int, given: Given, addresses: list[int]) -> Gradients:
+        raise NotImplementedError
+
+    def wanted(
+        self,
+        dq: Tensor | None,
+        dk: Tensor | None,
+        dv: Tensor | None,
+        sinks: Tensor | None,
+        memory: Tensor,
+    ) -> Gradients:
+        """Of what was computed, what is needed. `memory` begins with the statistics of rows."""
+        needs = self.needs
+        dsinks = _sink_gradient(sinks, memory, self.cut) if needs.sinks else None
+        return Gradients(dq, dk if needs.k else None, dv if needs.v else None, None, dsinks)
+
+
+def _fit_inputs(given: Given) -> Given:
     """As the copy engine takes them; with kv_lens, k and v have as many rows to a sequence."""
+    *tensors, out, lse, dout, dlse = given
     q, k, v, dout = (fit(x) for x in (*tensors[:3], dout))
-    if tensors.kv_lens is not None and (not batch_rows(k) or batch_rows(k) != batch_rows(v)):
+    kv_lens = tensors[5]
+    if kv_lens is not None and (not batch_rows(k) or batch_rows(k) != batch_rows(v)):
         k, v = copy(k), copy(v)
-    return tensors._replace(q=q, k=k, v=v), dout
-
-
-def new_gradients(tensors: Tensors) -> tuple[Tensor, ...]:
-    """Memory for dq, dk and dv."""
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors[:3])
+    return q, k, v, *tensors[3:], out, lse, dout, dlse
 
 
 def row_arguments(problem: AttentionProblem, cut: Cut) -> tuple[int, ...]:
@@ -86,11 +147,11 @@ def prepare_statistics(
     cut: Cut,
     counters: tuple[Tensor | None, Tensor | None] = (None, None),
     **options: int,
-) -> None:
+) -> Launcher:
     """Launch `prepare_rows`. `results` are out, lse, dout and dlse, `counters` turn and ticket."""
     out, lse, dout, dlse = results
     dout_strides = strides_of(dout, problem.layout == "varlen")
-    launch(
+    return launch(
         prepare_rows,
         (cut.n_tiles, 1, 1),
         (
@@ -106,27 +167,34 @@ def prepare_statistics(
 def launch(
     kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: dict[str, Any],
     **options: int,
-) -> None:  # fmt: skip
-    """Run a kernel whose parameters are `arguments`, then `constants`, in this order. All but the
-    first such run skip Triton's look at every argument: it would find the same."""
-    device = arguments[0].device if isinstance(arguments[0], Tensor) else arguments[0].base.device
-    traits = (_traits(x) for x in arguments if type(x) not in (int, float))
-    key = (kernel, device, *constants.values(), *traits)
-    with torch.cuda.device(device):
-        compiled = _compiled.get(key)
-        if compiled is None:
-            _compiled[key] = kernel[grid](*arguments, **constants, **options)
-        else:
-            compiled[grid](*arguments, *constants.values())
+) -> Launcher:  # fmt: skip
+    """Run a kernel whose parameters are `arguments`, then `constants`, in this order; returns what
+    runs it again. All but the first of a kind skip Triton's look at every argument: it would find
+    the same."""
+    device = torch._C._cuda_getDevice()
+    key = (kernel, device, *constants.values(), *map(_traits, arguments))
+    compiled = _COMPILED.get(key)
+    given = (*arguments, *constants.values())
+    if compiled is None:
+        compiled = _COMPILED[key] = kernel[grid](*arguments, **constants, **options)
+        return launcher_of(compiled, grid, given)
+    launcher = launcher_of(compiled, grid, given)
+    pointers = tuple(x for x in arguments if x is None or isinstance(x, Tensor))
+    bases = tuple(x.base for x in arguments if isinstance(x, TensorDescriptor))
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    launcher(stream, (*addresses_of(pointers), 0), tuple(addresses_of(bases)))
+    return launcher
 
 
-def _traits(argument: Tensor | TensorDescriptor | None) -> tuple[Any, ...] | None:
-    """What of an argument a compiled kernel depends on; on numbers it does not."""
+def _traits(argument: Any) -> Any:
+    """What of an argument a compiled kernel depends on: of numbers nothing but their types."""
     if argument is None:
         return None
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
-    return argument.base.dtype, *argument.block_shape
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, *argument.block_shape
+    return type(argument), -(1 << 31) <= argument < 1 << 31
 
 
 def raggedness(problem: AttentionProblem) -> tuple[bool, bool]:
@@ -167,23 +235,12 @@ def masks(problem: AttentionProblem) -> dict[str, bool]:
     return {"HAS_LEFT": left is not None, "HAS_RIGHT": right is not None}
 
 
-def wanted(
-    needs: Needs, dq: Tensor, dk: Tensor, dv: Tensor, sinks: Tensor | None, stats: Tensor, cut: Cut
-) -> Gradients:
-    """Those that are needed."""
-    return Gradients(
-        q=dq if needs.q else None,
-        k=dk if needs.k else None,
-        v=dv if needs.v else None,
-        bias=None,
-        sinks=_sink_gradient(sinks, stats, cut) if needs.sinks else None,
-    )
-
-
-def _sink_gradient(sinks: Tensor | None, stats: Tensor, cut: Cut) -> Tensor:
+def _sink_gradient(sinks: Tensor | None, memory: Tensor, cut: Cut) -> Tensor:
     """dsink = -Σ_rows exp(sink - lse) · delta [Hq], summed in fp64."""
     assert sinks is not None
-    lse2, delta = stats.view(cut.sequences, cut.Hq, cut.q_slots, 2, cut.block_q).unbind(3)
+    shape = (cut.sequences, cut.Hq, cut.q_slots, 2, cut.block_q)
+    stats = memory.view(-1).view(torch.float32)[: math.prod(shape)].view(shape)
+    lse2, delta = stats.unbind(3)
     weight = torch.exp2(sinks.float().view(1, cut.Hq, 1, 1) * LOG2E - lse2)
     # A sink of -inf is none, whatever a row holds.
     weight = weight.masked_fill(sinks.view(1, cut.Hq, 1, 1) == -torch.inf, 0.0)

@@ -20,26 +20,26 @@ import torch
 import triton
 from torch import Tensor
 
+from lockstep.kernels.allocate import allocator
 from lockstep.kernels.hopper.backward_call import (
+    SINKS,
+    Call,
     Cut,
     constants_of,
     cut_into,
-    fit_inputs,
     launch,
-    new_gradients,
     prepare_statistics,
     raggedness,
     scales_of,
     sizes_of,
     slots_of,
-    wanted,
 )
 from lockstep.kernels.hopper.backward_wide_keys import keys_kernel
 from lockstep.kernels.hopper.backward_wide_queries import queries_kernel
 from lockstep.kernels.hopper.backward_wide_sight import BLOCK_Q as QUERIES
 from lockstep.kernels.hopper.backward_wide_tiles import CHUNK, ROWS
 from lockstep.kernels.hopper.copy_engine import flat_map, tensor_map
-from lockstep.kernels.kernel import Gradients, Needs
+from lockstep.kernels.kernel import Given, Gradients, Needs
 from lockstep.problem import AttentionProblem, Tensors
 
 BLOCK = ROWS.value  # queries and keys of a tile; programs of the second pass own two tiles of rows
@@ -54,29 +54,50 @@ def cut_of(problem: AttentionProblem) -> Cut:
     return cut_into(problem, 256, BLOCK, BLOCK)
 
 
-def backward(
-    problem: AttentionProblem,
-    tensors: Tensors,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    needs: Needs,
-) -> Gradients:
-    """As `lockstep.kernels.kernel.Kernel.backward` says."""
-    tensors, dout = fit_inputs(tensors, dout)
-    cut = cut_of(problem)
-    stats = torch.empty((cut.n_tiles, 2, BLOCK), dtype=torch.float32, device=dout.device)
-    dq, dk, dv = new_gradients(tensors)
-    prepare_statistics(problem, tensors, (out, lse, dout, dlse), stats, cut, num_warps=8)
-    if needs.k or needs.v:
-        arguments, constants = keys_arguments(problem, tensors, dout, stats, dk, dv, cut)
-        launch(keys_kernel, (cut.programs, 1, 1), arguments, constants, **OPTIONS)
-    if needs.q:
-        arguments, constants = queries_arguments(problem, tensors, dout, stats, dq, cut)
-        programs = slots_of(problem, problem.Sq, BLOCK_Q) * cut.sequences * problem.Hq
-        launch(queries_kernel, (programs, 1, 1), arguments, constants, **OPTIONS)
-    return wanted(needs, dq, dk, dv, tensors.sinks, stats, cut)
+class WideCall(Call):
+    """`Kernel.prepare_backward`"""
+
+    def __init__(self, problem: AttentionProblem, given: Given, needs: Needs) -> None:
+        super().__init__(problem, given, needs, cut_of(problem))
+        shape = (self.cut.n_tiles, 2, BLOCK)
+        self.new_stats = allocator(shape, torch.float32, self.where)
+
+    def first(
+        self, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> Gradients:
+        problem, cut, needs = self.problem, self.cut, self.needs
+        stats, dq, dk, dv = self.new_stats(), None, None, None
+        results = out, lse, dout, dlse
+        rows = prepare_statistics(problem, tensors, results, stats, cut, num_warps=8)
+        keys = queries = None
+        if needs.k or needs.v:
+            dk, dv = self.new_dk(), self.new_dv()
+            arguments, constants = keys_arguments(problem, tensors, dout, stats, dk, dv, cut)
+            keys = launch(keys_kernel, (cut.programs, 1, 1), arguments, constants, **OPTIONS)
+        if needs.q:
+            dq = self.new_dq()
+            arguments, constants = queries_arguments(problem, tensors, dout, stats, dq, cut)
+            programs = slots_of(problem, problem.Sq, BLOCK_Q) * cut.sequences * problem.Hq
+            queries = launch(queries_kernel, (programs, 1, 1), arguments, constants, **OPTIONS)
+        self.launchers = rows, keys, queries
+        return self.wanted(dq, dk, dv, tensors.sinks, stats)
+
+    def again(self, stream: int, given: Given, addresses: list[int]) -> Gradients:
+        q, k, v, _, _, kv_lens, cu_q, cu_k, _, out, lse, dout, dlse = addresses
+        rows, keys, queries = self.launchers
+        stats, dq, dk, dv = self.new_stats(), None, None, None
+        of_stats = stats.data_ptr()
+        # In the order of their arguments, and no scratch memory.
+        rows(stream, (out, dout, lse, dlse, of_stats, 0, 0, cu_q, cu_k, 0))
+        if keys is not None:
+            dk, dv = self.new_dk(), self.new_dv()
+            maps = (q, dout, of_stats, k, v, dk.data_ptr(), dv.data_ptr())
+            keys(stream, (cu_q, cu_k, kv_lens, 0), maps)
+        if queries is not None:
+            dq = self.new_dq()
+            maps = (q, dout, k, v, dq.data_ptr())
+            queries(stream, (of_stats, cu_q, cu_k, kv_lens, 0), maps)
+        return self.wanted(dq, dk, dv, given[SINKS], stats)
 
 
 def keys_arguments(
