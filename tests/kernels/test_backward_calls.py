@@ -1,0 +1,248 @@
+"""Gradients of a call like an earlier one: kernels get the addresses that a first call gives them.
+
+Without a GPU, kernels are neither compiled nor run: it is looked at what they are given."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+from triton.runtime.jit import JITFunction
+
+from lockstep import dispatch
+from lockstep.cache import Cache
+from lockstep.kernels.hopper import backward_call
+from lockstep.kernels.kernel import Given, Needs, addresses_of
+from lockstep.kernels.triton import launch as triton_launch
+from lockstep.problem import AttentionProblem, Tensors, describe, make_options
+
+BF16 = torch.bfloat16
+STREAM = 5
+
+
+def first_bytes(address: int) -> bytes:
+    return ctypes.string_at(address, 4)
+
+
+@dataclass
+class Launches:
+    """What would have been launched: kernel, grid, addresses, those of tensor maps, and what stands
+    there then, as copies are gone when the kernels have run."""
+
+    log: list[tuple[Any, ...]] = field(default_factory=list)
+    by_driver: int = 0
+    during_compilation: Any = None
+
+    def compile(self, kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> Any:
+        given = (*arguments, *constants.values())
+        pointers = [x for x in given if x is None or isinstance(x, torch.Tensor)]
+        bases = [x.base for x in given if hasattr(x, "block_shape")]
+        self.read(kernel.__name__, grid, addresses_of(pointers), addresses_of(bases))
+        if self.during_compilation is not None:
+            during, self.during_compilation = self.during_compilation, None
+            during(kernel.__name__)
+        return Compiled(kernel.__name__)
+
+    def launcher(self, compiled: Any, grid: Any, arguments: tuple[Any, ...]) -> Any:
+        def launch(stream: int, addresses: tuple[int, ...], bases: tuple[int, ...] = ()) -> None:
+            assert stream == STREAM
+            assert addresses[-1] == 0, "nobody wants scratch memory"
+            self.by_driver += 1
+            self.read(compiled.name, grid, addresses[:-1], bases)
+
+        return launch
+
+    def read(self, name: str, grid: Any, addresses: Any, bases: Any) -> None:
+        begins = {x: first_bytes(x) for x in (*addresses, *bases) if x}
+        self.log.append((name, tuple(grid), tuple(addresses), tuple(bases), begins))
+
+
+@dataclass
+class Compiled:
+    name: str
+
+    class metadata:
+        global_scratch_size = 0
+
+
+@pytest.fixture
+def launches(monkeypatch) -> Launches:
+    found = Launches()
+    monkeypatch.setattr(JITFunction, "__getitem__", lambda k, grid: partial(found.compile, k, grid))
+    for module in (backward_call, triton_launch):
+        monkeypatch.setattr(module, "launcher_of", found.launcher)
+    monkeypatch.setattr(backward_call, "_COMPILED", Cache(limit=100))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
+    return found
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).to(BF16)
+
+
+def dense(S: int = 70, D: int = 64, **more: Any) -> Given:
+    q, dout = drawn(2, 4, S, D), drawn(2, 4, S, D)
+    k, v = drawn(2, 2, 300, D), drawn(2, 2, 300, D)
+    lse, dlse = torch.randn(2, 4, S), torch.randn(2, 4, S)
+    return (*Tensors(q, k, v, **more), drawn(2, 4, S, D), lse, dout, dlse)
+
+
+def varlen(D: int = 64) -> Given:
+    q, dout, k, v = (drawn(300, 4, D) for _ in range(4))
+    offsets = [torch.tensor([0, n, 300], dtype=torch.int32) for n in (100, 120)]
+    tensors = Tensors(q, k, v, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
+    return (*tensors, drawn(300, 4, D), torch.randn(300, 4), dout, torch.randn(300, 4))
+
+
+def odd(D: int = 64) -> Given:
+    """q and dout at addresses that are copied."""
+    given = list(dense(D=D))
+    for i in (0, 11):
+        given[i] = drawn(given[i].numel() + 1)[1:].view_as(given[i])
+    return tuple(given)
+
+
+CASES = {
+    "dense": dense,
+    "without dlse": lambda **sizes: (*dense(**sizes)[:-1], None),
+    "sinks": lambda **sizes: dense(sinks=torch.randn(4), **sizes),
+    "kv_lens": lambda **sizes: dense(kv_lens=torch.tensor([7, 300]), **sizes),
+    "varlen": varlen,
+    "odd": odd,
+}
+
+
+def needs_of(given: Given, names: str = "qkv") -> Needs:
+    return Needs(*(name in names for name in "qkv"), bias=False, sinks=given[4] is not None)
+
+
+def problem_of(given: Given) -> AttentionProblem:
+    problem = describe(Tensors._make(given[:9]), make_options(True, None, None, None))
+    return replace(problem, device_type="cuda")
+
+
+def prepare(kernel: str, given: Given, needs: Needs | None = None) -> Any:
+    (found,) = dispatch._candidates(kernel)
+    return found.prepare_backward(problem_of(given), given, needs or needs_of(given))
+
+
+def run(call: Any, launches: Launches, given: Given) -> list[Any]:
+    """Launches of a call, with names in place of addresses, and places in workspaces."""
+    start = len(launches.log)
+    grads = call(given, addresses_of(given))
+    fields = (*Tensors._fields, "out", "lse", "dout", "dlse")
+    names = dict(zip(addresses_of(given), fields, strict=True))
+    names |= {x.data_ptr(): f"d{name}" for name, x in grads._asdict().items() if x is not None}
+    names[0] = None
+    copies = {first_bytes(given[i].data_ptr()): f"a copy of {fields[i]}" for i in (0, 1, 2, 11)}
+    # The fifth argument of the first kernel, whichever it is.
+    workspace = launches.log[start][2][4]
+    bytes_of_rows = 8 * math.prod(call.problem.lse_shape)
+    n_bytes = call.at.end if hasattr(call, "at") else bytes_of_rows
+
+    def meaning(address: int, begins: dict[int, bytes]) -> Any:
+        place = address - workspace
+        if address in names or 0 <= place < n_bytes:
+            return names.get(address, place)
+        return copies.get(begins[address], "something else")
+
+    return [
+        (name, grid, [meaning(x, begins) for x in addresses], [meaning(x, begins) for x in bases])
+        for name, grid, addresses, bases, begins in launches.log[start:]
+    ]
+
+
+by_kernel = pytest.mark.parametrize(
+    ("kernel", "D"), [("triton", 64), ("hopper", 64), ("hopper", 256)]
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "needs"), [*((case, "qkv") for case in CASES), ("dense", "q"), ("dense", "kv")]
+)
+@by_kernel
+def test_later_calls_launch_what_the_first_does(launches, kernel, D, case, needs):
+    given = CASES[case](D=D)
+    needs = needs_of(given, needs)
+    call = prepare(kernel, given, needs)
+    first = run(call, launches, given)
+    assert launches.by_driver == 0
+    for n in (1, 2):
+        other = CASES[case](D=D)
+        assert run(call, launches, other) == first
+        assert launches.by_driver == n * len(first)
+    used = {x for _, _, addresses, bases in first for x in (*addresses, *bases)}
+    copied = {"q", "dout"} if case == "odd" else set()
+    results = {f"d{name}" for name in "qkv" if getattr(needs, name)}
+    expected = {"q", "k", "v", "dout", "out", "lse", *results} - copied
+    expected |= {f"a copy of {name}" for name in copied}
+    expected |= set() if case == "without dlse" else {"dlse"}
+    expected |= {"kv_lens"} if case == "kv_lens" else set()
+    expected |= {"cu_seqlens_q", "cu_seqlens_k"} if case == "varlen" else set()
+    assert expected <= used
+    # The narrow Hopper kernel writes dK and dV in any case.
+    unused = kernel == "hopper" and D == 64 and not needs.k
+    assert ("something else" in used) == unused
+
+
+@pytest.mark.parametrize("D", [64, 256])
+def test_another_shape_takes_the_kernel_that_is_there(launches, D):
+    """As all Hopper gradients do: it depends on no size."""
+    calls = [(prepare("hopper", given), given) for given in (dense(S=70, D=D), dense(S=71, D=D))]
+    first, second = (run(call, launches, given) for call, given in calls)
+    assert second == first
+    assert launches.by_driver == len(second)
+
+
+@by_kernel
+def test_no_tensor_is_kept(launches, kernel, D):
+    given = dense(D=D)
+    call = prepare(kernel, given)
+    for _ in range(2):
+        grads = call(given, addresses_of(given))
+    seen = [weakref.ref(x) for x in (*given, *grads) if x is not None]
+    del given, grads
+    assert [x() for x in seen] == [None] * len(seen)
+
+
+@by_kernel
+def test_a_thread_that_comes_while_another_compiles(launches, kernel, D):
+    given = dense(D=D)
+    call = prepare(kernel, given)
+    inner = []
+
+    launches.during_compilation = lambda name: inner.append(run(call, launches, given))
+    call(given, addresses_of(given))
+    launches.log.clear()
+    assert inner == [run(call, launches, given)]
+
+
+def test_a_thread_that_comes_while_a_split_forward_compiles(launches, monkeypatch):
+    """Two kernels, and the second is not there yet."""
+    tensors = Tensors(drawn(1, 4, 1, 64), *(drawn(1, 2, 8192, 64) for _ in range(2)))
+    device = triton_launch.Device(132, 232448, True, False, True, 64)
+    monkeypatch.setattr(triton_launch, "device_of", lambda _: device)
+    call = triton_launch.prepare(problem_of((*tensors, None)), tensors)
+    names = []
+
+    def another_comes(name: str) -> None:
+        assert name == "attend"
+        launches.during_compilation = lambda name: (
+            names.append(name),
+            call(tensors, tensors.addresses()),
+        )
+
+    launches.during_compilation = another_comes
+    call(tensors, tensors.addresses())
+    assert names == ["reduce_parts"]
+    assert [x[0] for x in launches.log] == ["attend", "reduce_parts", "attend", "reduce_parts"]
