@@ -87,8 +87,8 @@ def run_sample(name: str, only: str | None) -> None:
     forward = {kernel.name for kernel in supporting(case)}
     backward = {kernel.name for kernel in supporting(case, backward=True)} if derivable else set()
     for kernel in sorted(forward if only is None else forward & {only}):
-        # The first call goes through Triton's launcher, the second straight to the driver.
-        for _ in range(2):
+        # The first two go through Triton's launcher, the third straight to the driver.
+        for _ in range(3):
             run(case, seeds=seeds if kernel in backward else None, kernel=kernel)
             torch.cuda.synchronize()
         print(f"ran {kernel}{', with gradients' if kernel in backward else ''}")

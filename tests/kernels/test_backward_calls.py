@@ -43,14 +43,16 @@ class Launches:
     during_compilation: Any = None
 
     def compile(self, kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> Any:
-        given = (*arguments, *constants.values())
-        pointers = [x for x in given if x is None or isinstance(x, torch.Tensor)]
-        bases = [x.base for x in given if hasattr(x, "block_shape")]
-        self.read(kernel.__name__, grid, addresses_of(pointers), addresses_of(bases))
+        self.note(kernel.__name__, grid, (*arguments, *constants.values()))
         if self.during_compilation is not None:
             during, self.during_compilation = self.during_compilation, None
             during(kernel.__name__)
-        return Compiled(kernel.__name__)
+        return Compiled(kernel.__name__, self)
+
+    def note(self, name: str, grid: Any, arguments: tuple[Any, ...]) -> None:
+        pointers = [x for x in arguments if x is None or isinstance(x, torch.Tensor)]
+        bases = [x.base for x in arguments if hasattr(x, "block_shape")]
+        self.read(name, grid, addresses_of(pointers), addresses_of(bases))
 
     def launcher(self, compiled: Any, grid: Any, arguments: tuple[Any, ...]) -> Any:
         def launch(stream: int, addresses: tuple[int, ...], bases: tuple[int, ...] = ()) -> None:
@@ -69,9 +71,13 @@ class Launches:
 @dataclass
 class Compiled:
     name: str
+    launches: Launches
 
     class metadata:
         global_scratch_size = 0
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments: self.launches.note(self.name, grid, arguments)
 
 
 @pytest.fixture
@@ -162,6 +168,8 @@ def run(call: Any, launches: Launches, given: Given) -> list[Any]:
     ]
 
 
+# Behind the first one: Hopper kernels are launched by Triton twice.
+SLOW_CALLS = {"triton": 0, "hopper": 1}
 by_kernel = pytest.mark.parametrize(
     ("kernel", "D"), [("triton", 64), ("hopper", 64), ("hopper", 256)]
 )
@@ -176,11 +184,10 @@ def test_later_calls_launch_what_the_first_does(launches, kernel, D, case, needs
     needs = needs_of(given, needs)
     call = prepare(kernel, given, needs)
     first = run(call, launches, given)
-    assert launches.by_driver == 0
-    for n in (1, 2):
+    for n in range(4):
         other = CASES[case](D=D)
         assert run(call, launches, other) == first
-        assert launches.by_driver == n * len(first)
+        assert launches.by_driver == max(0, n + 1 - SLOW_CALLS[kernel]) * len(first)
     used = {x for _, _, addresses, bases in first for x in (*addresses, *bases)}
     copied = {"q", "dout"} if case == "odd" else set()
     results = {f"d{name}" for name in "qkv" if getattr(needs, name)}
@@ -201,14 +208,14 @@ def test_another_shape_takes_the_kernel_that_is_there(launches, D):
     calls = [(prepare("hopper", given), given) for given in (dense(S=70, D=D), dense(S=71, D=D))]
     first, second = (run(call, launches, given) for call, given in calls)
     assert second == first
-    assert launches.by_driver == len(second)
+    assert len(backward_call._COMPILED) == len(first)
 
 
 @by_kernel
 def test_no_tensor_is_kept(launches, kernel, D):
     given = dense(D=D)
     call = prepare(kernel, given)
-    for _ in range(2):
+    for _ in range(3):
         grads = call(given, addresses_of(given))
     seen = [weakref.ref(x) for x in (*given, *grads) if x is not None]
     del given, grads
@@ -216,15 +223,17 @@ def test_no_tensor_is_kept(launches, kernel, D):
 
 
 @by_kernel
-def test_a_thread_that_comes_while_another_compiles(launches, kernel, D):
+def test_threads_that_come_while_another_compiles(launches, kernel, D):
     given = dense(D=D)
     call = prepare(kernel, given)
     inner = []
 
-    launches.during_compilation = lambda name: inner.append(run(call, launches, given))
+    def others_come(name: str) -> None:
+        inner.extend(run(call, launches, given) for _ in range(4))
+
+    launches.during_compilation = others_come
     call(given, addresses_of(given))
-    launches.log.clear()
-    assert inner == [run(call, launches, given)]
+    assert inner == [run(call, launches, given)] * 4
 
 
 def test_a_thread_that_comes_while_a_split_forward_compiles(launches, monkeypatch):

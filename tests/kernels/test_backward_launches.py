@@ -1,5 +1,5 @@
 """Gradients on a GPU: those of later calls, which go straight to the driver, have the bits of those
-of the first, which goes through Triton; in threads, on streams and in CUDA graphs, too."""
+of the first two, which go through Triton; in threads, on streams and in CUDA graphs, too."""
 
 from __future__ import annotations
 
@@ -123,6 +123,7 @@ def test_later_gradients_have_the_bits_of_the_first(case, kernel, D, by_driver):
     call = Derivation(CASES[case](D), kernel)
     first = call()
     assert all(x.isfinite().all() for x in first)
+    assert all(map(torch.equal, first, call()))
     by_driver.clear()
     again = call()
     # A forward, rows, and at least one pass.

@@ -314,8 +314,8 @@ def sizes_of(compiled: Any) -> list[int]:
 
 def _count_parameters(ptx: str) -> int:
     """Of the kernel that was compiled to `ptx`."""
-    _, _, entry = ptx.partition(".entry")
-    return entry.partition(")")[0].count(".param ")
+    begin = ptx.find(".entry")
+    return 0 if begin < 0 else ptx.count(".param ", begin, ptx.index(")", begin))
 
 
 class _Thread(threading.local):

@@ -27,11 +27,10 @@ from lockstep.kernels.hopper.backward_call import (
     SINKS,
     Call,
     Cut,
+    Launched,
     constants_of,
     cut_into,
-    launch,
     masks,
-    prepare_statistics,
     raggedness,
     reach,
     row_arguments,
@@ -123,23 +122,21 @@ class NarrowCall(Call):
         self.at = Layout.of(self.cut)
         self.new_workspace = allocator((self.at.end,), torch.uint8, self.where)
 
-    def first(
+    def derive(
         self, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-    ) -> Gradients:
+    ) -> tuple[Gradients, tuple[Launched | None, ...]]:
         problem, cut = self.problem, self.cut
         work = Workspace.of(cut, dout.device)
         dq, dk, dv = (self.new_dq() if self.needs.q else None), self.new_dk(), self.new_dv()
         counters = work.turn, work.ticket
-        results = out, lse, dout, dlse
-        rows = prepare_statistics(problem, tensors, results, work.stats, cut, counters)
+        rows = self.prepare_statistics(tensors, (out, lse, dout, dlse), work.stats, counters)
         arguments, constants = kernel_arguments(problem, tensors, dout, dk, dv, cut, work)
-        pairs = launch(backward_kernel, (cut.programs, 1, 1), arguments, constants, **OPTIONS)
+        pairs = self.launch(backward_kernel, (cut.programs, 1, 1), arguments, constants, **OPTIONS)
         queries = None
         if dq is not None:
             arguments, constants = queries_arguments(problem, tensors, dq, cut, work)
-            queries = launch(finish_queries, (cut.n_tiles, 2, 1), arguments, constants)
-        self.launchers = rows, pairs, queries
-        return self.wanted(dq, dk, dv, tensors.sinks, work.stats)
+            queries = self.launch(finish_queries, (cut.n_tiles, 2, 1), arguments, constants)
+        return self.wanted(dq, dk, dv, tensors.sinks, work.stats), (rows, pairs, queries)
 
     def again(self, stream: int, given: Given, addresses: list[int]) -> Gradients:
         q, k, v, _, _, kv_lens, cu_q, cu_k, _, out, lse, dout, dlse = addresses

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from lockstep.cache import Cache
 from lockstep.kernels.allocate import allocator
-from lockstep.kernels.driver import Launcher, launcher_of
+from lockstep.kernels.driver import Grid, Launcher, launcher_of
 from lockstep.kernels.hopper.backward_rows import prepare_rows
 from lockstep.kernels.hopper.copy_engine import ALIGNMENT, batch_rows, copy, fit, strides_of
 from lockstep.kernels.hopper.gluon_shim import TensorDescriptor
@@ -24,6 +26,8 @@ from lockstep.problem import AttentionProblem, Tensors
 # Beyond any length; two of them fit into int32.
 FAR = 1 << 29
 SINKS = Tensors._fields.index("sinks")
+Launched = Callable[[], Launcher]
+"""Works out how to launch the same once more. Keeps tensors until then."""
 # By all that a compiled kernel depends on.
 _COMPILED: Cache[tuple[Any, ...], Any] = Cache(limit=1024)
 
@@ -66,7 +70,8 @@ def cut_into(problem: AttentionProblem, block_d: int, block_q: int, block_kv: in
 class Call:
     """What derives one problem with inputs of given strides and alignment.
 
-    The first call compiles, and takes tensors to see what they are. Later ones take addresses."""
+    The first call may compile. The second works out how to launch the same once more, which takes
+    too long for calls that come once. Later ones take addresses alone."""
 
     def __init__(self, problem: AttentionProblem, given: Given, needs: Needs, cut: Cut) -> None:
         self.problem, self.needs, self.cut = problem, needs, cut
@@ -79,7 +84,8 @@ class Call:
             allocator(tuple(x.shape), x.dtype, x.device) for x in (q, k, v)
         )
         self._copies = not all(map(is_, _fit_inputs(given), given))
-        # In the order of their launches, once compiled.
+        self._was_called = False
+        # In the order of their launches.
         self.launchers: tuple[Launcher | None, ...] | None = None
 
     def __call__(self, given: Given, addresses: list[int]) -> Gradients:
@@ -95,18 +101,60 @@ class Call:
             addresses = addresses_of(given)
         if self.launchers is None:
             *tensors, out, lse, dout, dlse = given
-            return self.first(Tensors._make(tensors), out, lse, dout, dlse)
+            grads, launched = self.derive(Tensors._make(tensors), out, lse, dout, dlse)
+            if self._was_called:
+                self.launchers = tuple(None if x is None else x() for x in launched)
+            self._was_called = True
+            return grads
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         return self.again(stream, given, addresses)
 
-    def first(
+    def derive(
         self, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-    ) -> Gradients:
-        """Sets `launchers`."""
+    ) -> tuple[Gradients, tuple[Launched | None, ...]]:
+        """By `launch`; returns what that returns, too, and None for a kernel nobody needs."""
         raise NotImplementedError
 
     def again(self, stream: int, given: Given, addresses: list[int]) -> Gradients:
         raise NotImplementedError
+
+    def launch(
+        self, kernel: Any, grid: Grid, arguments: tuple[Any, ...], constants: dict[str, Any],
+        **options: int,
+    ) -> Launched:  # fmt: skip
+        """Run a kernel whose parameters are `arguments`, then `constants`, in this order. All but
+        the first of its kind skip Triton's look at every argument: it would find the same."""
+        key = (kernel, self.device, *constants.values(), *map(_traits, arguments))
+        compiled = _COMPILED.get(key)
+        if compiled is None:
+            compiled = _COMPILED[key] = kernel[grid](*arguments, **constants, **options)
+        else:
+            compiled[grid](*arguments, *constants.values())
+        return partial(launcher_of, compiled, grid, (*arguments, *constants.values()))
+
+    def prepare_statistics(
+        self,
+        tensors: Tensors,
+        results: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        stats: Tensor,
+        counters: tuple[Tensor | None, Tensor | None] = (None, None),
+        **options: int,
+    ) -> Launched:
+        """Launch `prepare_rows`. `results` are out, lse, dout, dlse, `counters` turn and ticket."""
+        problem, cut = self.problem, self.cut
+        out, lse, dout, dlse = results
+        dout_strides = strides_of(dout, problem.layout == "varlen")
+        return self.launch(
+            prepare_rows,
+            (cut.n_tiles, 1, 1),
+            (
+                *(out, dout, lse, dlse, stats, *counters),
+                *(tensors.cu_seqlens_q, tensors.cu_seqlens_k),
+                *(*(stride // ALIGNMENT for stride in dout_strides), *row_arguments(problem, cut)),
+            ),
+            {"ALIGN": ALIGNMENT, "DV": problem.Dv, "BLOCK_D": cut.block_d, "BLOCK_Q": cut.block_q},
+            **options,
+        )
 
     def wanted(
         self,
@@ -137,53 +185,6 @@ def row_arguments(problem: AttentionProblem, cut: Cut) -> tuple[int, ...]:
     packed = problem.layout == "varlen"
     strides = (0, 1, problem.Hq) if packed else (problem.Hq * problem.Sq, problem.Sq, 1)
     return *strides, problem.Hq, problem.B, problem.Sq, problem.Skv, cut.q_slots
-
-
-def prepare_statistics(
-    problem: AttentionProblem,
-    tensors: Tensors,
-    results: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    stats: Tensor,
-    cut: Cut,
-    counters: tuple[Tensor | None, Tensor | None] = (None, None),
-    **options: int,
-) -> Launcher:
-    """Launch `prepare_rows`. `results` are out, lse, dout and dlse, `counters` turn and ticket."""
-    out, lse, dout, dlse = results
-    dout_strides = strides_of(dout, problem.layout == "varlen")
-    return launch(
-        prepare_rows,
-        (cut.n_tiles, 1, 1),
-        (
-            *(out, dout, lse, dlse, stats, *counters),
-            *(tensors.cu_seqlens_q, tensors.cu_seqlens_k),
-            *(*(stride // ALIGNMENT for stride in dout_strides), *row_arguments(problem, cut)),
-        ),
-        {"ALIGN": ALIGNMENT, "DV": problem.Dv, "BLOCK_D": cut.block_d, "BLOCK_Q": cut.block_q},
-        **options,
-    )
-
-
-def launch(
-    kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: dict[str, Any],
-    **options: int,
-) -> Launcher:  # fmt: skip
-    """Run a kernel whose parameters are `arguments`, then `constants`, in this order; returns what
-    runs it again. All but the first of a kind skip Triton's look at every argument: it would find
-    the same."""
-    device = torch._C._cuda_getDevice()
-    key = (kernel, device, *constants.values(), *map(_traits, arguments))
-    compiled = _COMPILED.get(key)
-    given = (*arguments, *constants.values())
-    if compiled is None:
-        compiled = _COMPILED[key] = kernel[grid](*arguments, **constants, **options)
-        return launcher_of(compiled, grid, given)
-    launcher = launcher_of(compiled, grid, given)
-    pointers = tuple(x for x in arguments if x is None or isinstance(x, Tensor))
-    bases = tuple(x.base for x in arguments if isinstance(x, TensorDescriptor))
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    launcher(stream, (*addresses_of(pointers), 0), tuple(addresses_of(bases)))
-    return launcher
 
 
 def _traits(argument: Any) -> Any:

@@ -25,10 +25,9 @@ from lockstep.kernels.hopper.backward_call import (
     SINKS,
     Call,
     Cut,
+    Launched,
     constants_of,
     cut_into,
-    launch,
-    prepare_statistics,
     raggedness,
     scales_of,
     sizes_of,
@@ -62,25 +61,23 @@ class WideCall(Call):
         shape = (self.cut.n_tiles, 2, BLOCK)
         self.new_stats = allocator(shape, torch.float32, self.where)
 
-    def first(
+    def derive(
         self, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-    ) -> Gradients:
+    ) -> tuple[Gradients, tuple[Launched | None, ...]]:
         problem, cut, needs = self.problem, self.cut, self.needs
         stats, dq, dk, dv = self.new_stats(), None, None, None
-        results = out, lse, dout, dlse
-        rows = prepare_statistics(problem, tensors, results, stats, cut, num_warps=8)
+        rows = self.prepare_statistics(tensors, (out, lse, dout, dlse), stats, num_warps=8)
         keys = queries = None
         if needs.k or needs.v:
             dk, dv = self.new_dk(), self.new_dv()
             arguments, constants = keys_arguments(problem, tensors, dout, stats, dk, dv, cut)
-            keys = launch(keys_kernel, (cut.programs, 1, 1), arguments, constants, **OPTIONS)
+            keys = self.launch(keys_kernel, (cut.programs, 1, 1), arguments, constants, **OPTIONS)
         if needs.q:
             dq = self.new_dq()
             arguments, constants = queries_arguments(problem, tensors, dout, stats, dq, cut)
             programs = slots_of(problem, problem.Sq, BLOCK_Q) * cut.sequences * problem.Hq
-            queries = launch(queries_kernel, (programs, 1, 1), arguments, constants, **OPTIONS)
-        self.launchers = rows, keys, queries
-        return self.wanted(dq, dk, dv, tensors.sinks, stats)
+            queries = self.launch(queries_kernel, (programs, 1, 1), arguments, constants, **OPTIONS)
+        return self.wanted(dq, dk, dv, tensors.sinks, stats), (rows, keys, queries)
 
     def again(self, stream: int, given: Given, addresses: list[int]) -> Gradients:
         q, k, v, _, _, kv_lens, cu_q, cu_k, _, out, lse, dout, dlse = addresses
