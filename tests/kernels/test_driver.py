@@ -23,7 +23,7 @@ import lockstep
 from lockstep import prepared
 from lockstep.cache import Cache
 from lockstep.kernels import driver
-from lockstep.kernels.driver import MAP_BYTES, ByDriver, launcher_of, parameters_of
+from lockstep.kernels.driver import MAP_BYTES, ByDriver, TensorMap, launcher_of, parameters_of
 
 GRID = (5, 2, 1)
 
@@ -53,7 +53,7 @@ class Driver:
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes, self.launches, self.results = sizes, [], []
-        self.n_errors = 0
+        self.n_errors, self.encoded = 0, []
         self.current = threading.local()
 
     def cuFuncGetParamInfo(self, function: Any, i: int, offset: Any, size: Any) -> int:
@@ -64,7 +64,7 @@ class Driver:
         return 0
 
     def cuTensorMapEncodeTiled(self, address: Any, *rest: Any) -> int:
-        base = rest[2].value
+        self.encoded.append(base := rest[2].value)
         ctypes.memmove(address.value, base.to_bytes(8, "little"), 8)
         return 0
 
@@ -142,6 +142,36 @@ def test_a_launch_hands_over_addresses_and_numbers(compiled, fake):
     # One frame did for all: the last launch's stream stands in it.
     assert {id(config) for config, _ in fake.launches} == {id(fake.launches[0][0])}
     assert config.stream == 11
+
+
+def test_maps_are_encoded_as_triton_does(monkeypatch):
+    """The arguments of cuTensorMapEncodeTiled behind the address of the map."""
+    given = []
+    encoder = SimpleNamespace(cuTensorMapEncodeTiled=lambda *rest: given.append(rest) or 0)
+    monkeypatch.setattr(driver, "library", lambda: encoder)
+    matrix = {"elem_size": 2, "elem_type": 10, "block_size": [64, 32], "swizzle": 3}
+    vector = {"elem_size": 4, "elem_type": 7, "block_size": [128], "swizzle": 0}
+    TensorMap(matrix, [100, 72], [80, 1]).at(4096)
+    TensorMap(vector, [640], [1]).at(8192)
+    read = [[list(x) if isinstance(x, ctypes.Array) else x for x in rest[1:]] for rest in given]
+    kind, rank, base, *rest = read[0]
+    assert (kind, rank, base.value) == (9, 2, 4096)
+    assert rest == [[72, 100], [160], [32, 64], [1, 1], 0, 3, 2, 0]
+    kind, rank, base, *rest = read[1]
+    assert (kind, rank, base.value) == (7, 1, 8192)
+    assert rest == [[640], [2560], [128], [1], 0, 0, 2, 0]
+
+
+def test_a_map_is_encoded_once_for_an_address(compiled, fake, monkeypatch):
+    launch = launcher_of(handle(compiled), GRID, ARGUMENTS)
+    for base in (4000, 5000, 4000, 5000):
+        launch(9, (1, 2, 3), (base,))
+    assert fake.encoded == [4000, 5000]
+    # Who has forgotten how the maps of a launch lay still knows each one.
+    monkeypatch.setattr(driver, "_ENCODED", Cache(limit=10))
+    launch(9, (1, 2, 3), (5000,))
+    assert fake.encoded == [4000, 5000]
+    assert [words(read)[0] for _, read in fake.launches] == [4000, 5000, 4000, 5000, 5000]
 
 
 def test_launches_at_the_same_time_have_frames_of_their_own(compiled, fake):

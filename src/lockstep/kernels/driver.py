@@ -95,18 +95,23 @@ class TensorMap:
 
     def __init__(self, metadata: dict[str, Any], shape: list[int], strides: list[int]) -> None:
         rank, size = len(shape), metadata["elem_size"]
-        # The driver counts dims from the last, and strides in bytes.
+        # The driver counts dims from the last, and strides in bytes. A vector has none; it gets what
+        # Triton gives it.
+        in_bytes = [size * stride for stride in reversed(strides[:-1])] or [size * shape[0]]
         self._head = _MAP_TYPES.get(metadata["elem_type"], metadata["elem_type"]), rank
         self._rest = (
             (ctypes.c_uint64 * rank)(*reversed(shape)),
-            (ctypes.c_uint64 * (rank - 1))(*(size * stride for stride in reversed(strides[:-1]))),
+            (ctypes.c_uint64 * len(in_bytes))(*in_bytes),
             (ctypes.c_uint32 * rank)(*reversed(metadata["block_size"])),
             (ctypes.c_uint32 * rank)(*[1] * rank),
             *(0, metadata["swizzle"], _PROMOTE_128, 0),
         )
 
-    def encode(self, base: int) -> tuple[int, Any]:
+    def at(self, base: int) -> tuple[int, Any]:
         """Where the map of a tensor at `base` lies, and what keeps it there."""
+        return _MAPS.get((self, base)) or self._encode(base)
+
+    def _encode(self, base: int) -> tuple[int, Any]:
         memory = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
         address = ctypes.addressof(memory) + -ctypes.addressof(memory) % MAP_ALIGNMENT
         result = library().cuTensorMapEncodeTiled(
@@ -114,7 +119,12 @@ class TensorMap:
         )
         if result:
             raise _error(result)
+        _MAPS[self, base] = address, memory
         return address, memory
+
+
+# Tensors come and go, but the allocator gives the same addresses again and again.
+_MAPS: Cache[tuple[TensorMap, int], tuple[int, Any]] = Cache(limit=8192)
 
 
 class Parameter(NamedTuple):
@@ -215,14 +225,14 @@ class ByDriver:
 
     def _encode(self, bases: tuple[int, ...]) -> list[tuple[int, int, Any]]:
         maps = [
-            (i, *tensor_map.encode(base))
+            (i, *tensor_map.at(base))
             for (i, tensor_map), base in zip(self._maps, bases, strict=True)
         ]
         _ENCODED[self, bases] = maps
         return maps
 
 
-# Tensors come and go, but the allocator gives the same addresses again and again.
+# The same for all maps of a launch: one look instead of several.
 _ENCODED: Cache[tuple[ByDriver, tuple[int, ...]], list[tuple[int, int, Any]]] = Cache(limit=2048)
 
 
