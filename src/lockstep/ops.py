@@ -175,7 +175,8 @@ class Attention:
         self.layout, self.name = layout, name
         self.schema = f"{schema}, {self.OPTIONS}"
         self.fields = fields
-        # From the arguments of the operator to the order of Tensors; -1 is the None behind them.
+        # From Tensors to the arguments of the operator, and back; -1 is the None behind them.
+        self.given = itemgetter(*map(Tensors._fields.index, fields))
         self.order = itemgetter(*(fields.index(f) if f in fields else -1 for f in Tensors._fields))
         self.op = _define(
             f"{name}({self.schema}) -> (Tensor, Tensor)", self.forward, self.fake_forward
@@ -185,9 +186,6 @@ class Attention:
         n = len(self.fields)
         tensors = Tensors._make(self.order((*args[:n], None)))
         return tensors, Options._make(args[n:-1]), args[-1]
-
-    def pack(self, tensors: Tensors, options: Options, name: str | None) -> tuple[Any, ...]:
-        return *(getattr(tensors, field) for field in self.fields), *options, name
 
     def again(self, tensors: Tensors, options: Options, name: str | None) -> Result | None:
         """The results of a call like an earlier one; None if it is the first of its kind, or if
@@ -199,16 +197,19 @@ class Attention:
             return None
         run, addresses, require_grad = found
         if require_grad and torch.is_grad_enabled():
-            args = self.pack(tensors, options, name)
-            return self.call.derivable(partial(run, tensors, addresses), *args)
+            run = partial(run, tensors, addresses)
+            return self.call.derivable(run, self.given(tensors), (*options, name))
         return run(tensors, addresses)
 
     def __call__(self, tensors: Tensors, options: Options, name: str | None) -> Result:
-        args = self.pack(tensors, options, name)
         if not nobody_listens(tensors):
-            return self.call.heard(*args)
+            # Compilers cannot look into `given`.
+            given = (getattr(tensors, field) for field in self.fields)
+            return self.call.heard(*given, *options, name)
         run = partial(self.run, tensors, options, name)
-        return self.call.derivable(run, *args) if wants_gradient(tensors) else run()
+        if wants_gradient(tensors):
+            return self.call.derivable(run, self.given(tensors), (*options, name))
+        return run()
 
     def forward(self, *args: Any) -> Result:
         """The operator."""

@@ -110,13 +110,14 @@ class Transformable:
         )
 
         def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-            *args, run = args
+            *tensors, options, run = args
             output = tuple(run())
-            save(ctx, args, output)
+            save(ctx, (*tensors, *options), output)
             return output
 
         def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            return *derive(ctx, *grads), None
+            n_tensors = len(ctx.needs_input_grad) - 2
+            return *derive(ctx, *grads)[:n_tensors], None, None
 
         self._direct: Any = type(
             op._opname,
@@ -128,12 +129,15 @@ class Transformable:
         if not nobody_listens(args):
             return self.heard(*args)
         if wants_gradient(args):
-            return self.derivable(partial(self.implementation, *args), *args)
+            return self.derivable(partial(self.implementation, *args), args)
         return self.implementation(*args)
 
-    def derivable(self, run: Callable[[], Any], *args: Any) -> Any:
-        """A call that autograd alone listens to: what `run` returns, with its gradient."""
-        return self._direct.apply(*args, run)
+    def derivable(
+        self, run: Callable[[], Any], tensors: tuple[Any, ...], options: tuple[Any, ...] = ()
+    ) -> Any:
+        """A call that autograd alone listens to: what `run` returns, with its gradient. Autograd
+        looks at each argument by itself, but not into `options`, the last ones."""
+        return self._direct.apply(*tensors, options, run)
 
     def heard(self, *args: Any) -> Any:
         """A call that somebody listens to."""

@@ -95,8 +95,8 @@ class TensorMap:
 
     def __init__(self, metadata: dict[str, Any], shape: list[int], strides: list[int]) -> None:
         rank, size = len(shape), metadata["elem_size"]
-        # The driver counts dims from the last, and strides in bytes. A vector has none; it gets what
-        # Triton gives it.
+        # The driver counts dims from the last, and strides in bytes. A vector has none; it gets
+        # what Triton gives it.
         in_bytes = [size * stride for stride in reversed(strides[:-1])] or [size * shape[0]]
         self._head = _MAP_TYPES.get(metadata["elem_type"], metadata["elem_type"]), rank
         self._rest = (
