@@ -71,17 +71,36 @@ def test_five_products_and_the_work_under_them(build, consumer_loops):
         body = [text for _, text in loop]
         marks = [t for t in body if t.startswith(("WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR"))]
         kinds = "".join("w" if "DEPBAR" in mark else "p" for mark in marks)
-        # S, dP | dV | dQ, dK || : each waits while the next product is already under way.
-        assert kinds == "ppwpwppww"
         exponentials = [i for i, t in enumerate(body) if t.startswith("MUFU.EX2")]
         waits = [i for i, t in enumerate(body) if "DEPBAR" in t]
         products = [i for i, t in enumerate(body) if t.startswith("HGMMA")]
         # One for each score of a thread, and scores are what the first product makes.
         width = int(body[products[0]].split()[0].split("x")[1])
         assert len(exponentials) == width // 2
-        # S is there, dP under way, and dV waits for the weights.
-        weighted = next(i for i in products if i > waits[0])
-        assert all(waits[0] < i < weighted < waits[1] for i in exponentials)
+        if width == 64:
+            # Together: S, dP | dV | dQ, dK. S is there, dP under way, dV waits for the weights.
+            assert kinds == "ppwpwppww"
+            weighted = next(i for i in products if i > waits[0])
+            assert all(waits[0] < i < weighted < waits[1] for i in exponentials)
+        else:
+            # Apart: dP, dV | dQ, dK | S. Each waits while the next is already under way.
+            assert kinds == "ppwppwpw"
+            assert all(products[0] < i < waits[0] for i in exponentials)
+
+
+def test_shared_memory_is_fenced_once_a_step(consumer_loops):
+    for loop in consumer_loops:
+        assert sum("FENCE.VIEW.ASYNC" in text for _, text in loop) == 1
+
+
+def test_barriers_have_numbers_of_their_own(build):
+    """Those of `named_barriers` are given with a count of threads that no partition has."""
+    from lockstep.kernels.hopper.named_barriers import FIRST_FREE
+
+    partitions = [t.split()[1:] for _, t in build.instructions if t.startswith("BAR.SYNC")]
+    taken = {int(words[0].rstrip(","), 16) for words in partitions if words[1:] in ([], ["0x80"])}
+    assert taken
+    assert max(taken) < FIRST_FREE.value
 
 
 def test_dq_leaves_through_the_copy_engine(build):

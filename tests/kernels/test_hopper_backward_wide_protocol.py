@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
+from crew import Anything, Barrier, Crew, Slots
 from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.hopper import backward_wide_keys as keys
@@ -22,96 +23,6 @@ from lockstep.kernels.hopper import backward_wide_tiles as tiles
 CREATE_KEYS, AWAIT_DOUT = keys.Team.create.fn, keys.Team.await_dout.fn
 CREATE_QUERIES = queries.Team.create.fn
 DESC = SimpleNamespace(block_type=SimpleNamespace(nbytes=1), dtype=None)
-
-
-class Crew:
-    """Threads of which one runs at a time; at each barrier another one is chosen by lot."""
-
-    def __init__(self, seed: int) -> None:
-        self.draws = random.Random(seed)
-        self.waiting: dict = {}  # what each thread waits for
-        self.turns: dict = {}
-        self.failure: BaseException | None = None
-
-    def pause(self, holds=lambda: True) -> None:
-        me = threading.get_ident()
-        self.waiting[me] = holds
-        self.pass_on()
-        self.turns[me].acquire()
-        if self.failure is not None:
-            raise RuntimeError("stopped")
-
-    def pass_on(self) -> None:
-        able = [i for i, holds in self.waiting.items() if self.failure is not None or holds()]
-        if self.waiting and not able:
-            self.failure = AssertionError("everyone waits")
-            able = list(self.waiting)
-        if able:
-            chosen = self.draws.choice(able)
-            del self.waiting[chosen]
-            self.turns[chosen].release()
-
-    def run(self, *warps) -> None:
-        started = threading.Barrier(len(warps) + 1)
-
-        def body(warp) -> None:
-            me = threading.get_ident()
-            self.turns[me] = threading.Semaphore(0)
-            self.waiting[me] = lambda: True
-            started.wait()
-            self.turns[me].acquire()
-            try:
-                warp()
-            except BaseException as error:
-                self.failure = self.failure or error
-            self.pass_on()
-
-        threads = [threading.Thread(target=body, args=(warp,)) for warp in warps]
-        for thread in threads:
-            thread.start()
-        started.wait()
-        self.pass_on()
-        for thread in threads:
-            thread.join()
-        if self.failure is not None:
-            raise self.failure
-
-
-class Barrier:
-    """Completes a phase when all have arrived and all bytes have landed."""
-
-    def __init__(self, count: int) -> None:
-        self.count = self.missing = count
-        self.bytes = self.phase = 0
-
-    def change(self, arrivals: int, nbytes: int) -> None:
-        self.missing -= arrivals
-        self.bytes += nbytes
-        assert self.missing >= 0
-        if self.missing == 0 and self.bytes == 0:
-            self.missing = self.count
-            self.phase += 1
-
-
-class Slots(list):
-    """Shared memory by its first dim."""
-
-    dtype = None
-
-    def index(self, i):
-        return self[i]
-
-
-class Anything:
-    """Stands for every value that no one waits for."""
-
-    def __getattr__(self, name):
-        return self
-
-    def __call__(self, *args, **more):
-        return self
-
-    __add__ = __sub__ = __mul__ = __lt__ = __floordiv__ = __getitem__ = __radd__ = __call__
 
 
 class PlainGluon(Anything):

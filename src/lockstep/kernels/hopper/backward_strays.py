@@ -46,7 +46,7 @@ def inspect(walk, tiles):
         slot = n % STAGES
         if n == 0:
             mbarrier.wait(tiles.kv_full, 0)
-            replace_strays(tiles.matrix(tiles.v), dtype, 0)
+            replace_strays(tiles.keys(0, True)[1], dtype, 0)
         mbarrier.wait(tiles.full.index(slot), (n // STAGES) & 1)
         if walk.cuts(t):  # noqa: SIM102, Gluon would evaluate both sides of an `and`
             if has_strays(tiles.stats.index(slot), walk.BLOCK_Q):
@@ -55,7 +55,7 @@ def inspect(walk, tiles):
         fence_async_shared()
         mbarrier.arrive(tiles.inspected.index(slot), count=1)
         if n == 0:
-            replace_strays(tiles.matrix(tiles.k), dtype, LARGEST)
+            replace_strays(tiles.keys(0, True)[0], dtype, LARGEST)
             fence_async_shared()
             mbarrier.arrive(tiles.k_inspected, count=1)
         t = walk.next_number(t)

@@ -39,17 +39,19 @@ class Tiles:
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, 1, BLOCK_Q, D]
     stats: gl.shared_memory_descriptor  # [STAGES, 2 * BLOCK_Q] fp32
     dout: gl.shared_memory_descriptor  # [STAGES, 1, 1, 1, BLOCK_Q, D]
-    k: gl.shared_memory_descriptor  # [1, 1, 1, BLOCK_KV, D], dk in the end
+    k: gl.shared_memory_descriptor  # [1, 1, 1, 1, BLOCK_KV, D], dk in the end
     v: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor  # [2, BLOCK_Q, BLOCK_KV]
     full: gl.shared_memory_descriptor
     inspected: gl.shared_memory_descriptor  # of q and dout: `backward_strays`
+    ds_full: gl.shared_memory_descriptor  # for consumers apart
+    ds_empty: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
     dkv_full: gl.shared_memory_descriptor
     k_inspected: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, queries, keys, q_bars, kv_bars):
+    def __init__(self, queries, keys, q_bars, ds_bars, kv_bars):
         self.q = queries[0]
         self.stats = queries[1]
         self.dout = queries[2]
@@ -58,6 +60,8 @@ class Tiles:
         self.ds = keys[2]
         self.full = q_bars[0]
         self.inspected = q_bars[1]
+        self.ds_full = ds_bars[0]
+        self.ds_empty = ds_bars[1]
         self.kv_full = kv_bars[0]
         self.dkv_full = kv_bars[1]
         self.k_inspected = kv_bars[2]
@@ -71,8 +75,8 @@ class Tiles:
         q = allocate_tiles(q_desc, STAGES)
         stats = allocate_tiles(stats_desc, STAGES)
         dout = allocate_tiles(dout_desc, STAGES)
-        k = allocate_tiles(k_desc, 1).index(0)
-        v = allocate_tiles(v_desc, 1).index(0)
+        k = allocate_tiles(k_desc, 1)
+        v = allocate_tiles(v_desc, 1)
         ds = gl.allocate_shared_memory(dtype, [2, BLOCK_Q, BLOCK_KV], ds_layout)
         kv_full, k_inspected = barriers(1, 1).index(0), barriers(1, 1).index(0)
         dkv_full = barriers(1, 2).index(0)
@@ -80,6 +84,7 @@ class Tiles:
             (q, stats, dout),
             (k, v, ds),
             (barriers(STAGES, 1), barriers(STAGES, 1)),
+            (barriers(2, 2), barriers(2, 2)),
             (kv_full, dkv_full, k_inspected),
         )
 
@@ -87,6 +92,13 @@ class Tiles:
     def matrix(self, tile):
         """A tile as [rows, D]."""
         return tile.reshape([tile.shape[3], tile.shape[4]])
+
+    @gluon.jit
+    def keys(self, n, KEPT: gl.constexpr):
+        """k and v [BLOCK_KV, D], in the n-th step. Unless KEPT, descriptors of operands take no
+        registers from one step to the next: no compiler can know that the index is 0."""
+        index = 0 if KEPT else n >> 30
+        return self.matrix(self.k.index(index)), self.matrix(self.v.index(index))
 
     @gluon.jit
     def release(self, slot):

@@ -14,7 +14,7 @@ products of the other keep the matrix units busy.
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.backward_kernel import weigh
+from lockstep.kernels.hopper.backward_products import weigh
 from lockstep.kernels.hopper.backward_strays import has_strays
 from lockstep.kernels.hopper.backward_tiles import STAGES, allocate_tiles, barriers
 from lockstep.kernels.hopper.backward_walk import assign

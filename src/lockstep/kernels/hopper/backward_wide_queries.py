@@ -8,7 +8,7 @@ registers, of the product for dQ. The exponentials of a tile run under dO·Vᵀ.
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.backward_kernel import weigh
+from lockstep.kernels.hopper.backward_products import weigh
 from lockstep.kernels.hopper.backward_strays import largest
 from lockstep.kernels.hopper.backward_tiles import barriers
 from lockstep.kernels.hopper.backward_wide_sight import assign

@@ -1,0 +1,114 @@
+"""Consumers that run apart, for head dims up to 64.
+
+    issue dP                        exponentials run under it
+    issue dV                        dS runs under it
+    issue dQ of the step before, dK dQ leaves under dK
+    issue S, next tile
+
+With 128 query rows there are twice as many exponentials for as many products, and two warpgroups
+that computed them at the same time would leave the matrix units idle. So dQ is multiplied one step
+later: by then dS of the other warpgroup has long been there, and neither has to wait for the other.
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.backward_products import (
+    ROWS,
+    derive_scores,
+    finish,
+    multiply_dq,
+    multiply_scores,
+    weigh_seen,
+)
+from lockstep.kernels.hopper.backward_tiles import STAGES
+from lockstep.kernels.hopper.gluon_shim import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def consume_apart(
+    W: gl.constexpr, walk, tiles, turns, scale, scale_log2, cap_log2, CAPPED: gl.constexpr,
+    HIDES_SCORES: gl.constexpr,
+):  # fmt: skip
+    """`backward_kernel.consume`"""
+    BLOCK_Q: gl.constexpr = walk.BLOCK_Q
+    MASKED: gl.constexpr = walk.HAS_LEFT or walk.HAS_RIGHT
+    D: gl.constexpr = tiles.k.shape[5]
+    dtype: gl.constexpr = tiles.k.dtype
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    columns: gl.constexpr = gl.SliceLayout(0, score_layout)
+    dk = gl.zeros([ROWS, D], gl.float32, acc_layout)
+    dv = gl.zeros([ROWS, D], gl.float32, acc_layout)
+
+    mbarrier.wait(tiles.kv_full, 0)
+    mbarrier.wait(tiles.full.index(0), 0, pred=walk.n_steps > 0)
+    first_k, _ = tiles.keys(0, True)
+    s = multiply_scores(first_k.slice(W * ROWS, ROWS, dim=0), tiles.matrix(tiles.q.index(0)))
+    s = warpgroup_mma_wait(0, deps=(s,))
+    t = walk.n_steps * 0
+    for n in range(walk.n_steps):
+        slot = n % STAGES
+        stats = tiles.stats.index(slot)
+        q = tiles.matrix(tiles.q.index(slot))
+        dout = tiles.matrix(tiles.dout.index(slot))
+        k, v = tiles.keys(n, not MASKED)
+        if MASKED:
+            mbarrier.wait(tiles.inspected.index(slot), (n // STAGES) & 1)
+        dp = multiply_scores(v.slice(W * ROWS, ROWS, dim=0), dout)
+        lse2 = stats.slice(0, BLOCK_Q).load(columns)
+        p, slope = weigh_seen(
+            s, lse2, walk, t, W * ROWS, scale_log2, cap_log2, CAPPED, HIDES_SCORES
+        )
+        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), left), dout, dv, is_async=True)
+
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+        # Read no earlier: registers are short while scores and dp are both there.
+        delta = stats.slice(BLOCK_Q, BLOCK_Q).load(columns)
+        ds = derive_scores(p, dp, delta, slope, CAPPED).to(dtype)
+        mbarrier.wait(tiles.ds_empty.index(n % 2), ((n // 2) & 1) ^ 1)
+        tiles.ds.index(n % 2).slice(W * ROWS, ROWS, dim=1).permute((1, 0)).store(ds)
+        # For dS, and for what was left of dQ in the step before.
+        fence_async_shared()
+        turns.announce(n - 2)
+        mbarrier.arrive(tiles.ds_full.index(n % 2), count=1)
+        # The first step has no step before it: what it multiplies instead goes nowhere.
+        is_part = n > 0
+        m = gl.maximum(n - 1, 0)
+        mbarrier.wait(tiles.ds_full.index(m % 2), (m // 2) & 1, pred=is_part)
+        dq = multiply_dq(tiles.ds.index(m % 2), k, W)
+        dk = warpgroup_mma(gl.convert_layout(ds, left), q, dk, is_async=True)
+
+        turns.await_room(m)
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+        mbarrier.arrive(tiles.ds_empty.index(m % 2), count=1, pred=is_part)
+        turns.leave(m, dq, W)
+        ahead = (n + 1) % STAGES
+        is_more = n + 1 < walk.n_steps
+        mbarrier.wait(tiles.full.index(ahead), ((n + 1) // STAGES) & 1, pred=is_more)
+        # After the last tile this multiplies what lies there, and nobody looks at it.
+        s = multiply_scores(k.slice(W * ROWS, ROWS, dim=0), tiles.matrix(tiles.q.index(ahead)))
+        s, dk, dv = warpgroup_mma_wait(0, deps=(s, dk, dv))
+        if n + STAGES < walk.n_steps:
+            tiles.release(slot)
+        t = walk.next_number(t)
+
+    fence_async_shared()
+    turns.announce(walk.n_steps - 2)
+    is_part = walk.n_steps > 0
+    m = gl.maximum(walk.n_steps - 1, 0)
+    mbarrier.wait(tiles.ds_full.index(m % 2), (m // 2) & 1, pred=is_part)
+    if MASKED:
+        mbarrier.wait(tiles.k_inspected, 0, pred=is_part)
+    last_k, _ = tiles.keys(0, True)
+    dq = warpgroup_mma_wait(0, deps=(multiply_dq(tiles.ds.index(m % 2), last_k, W),))
+    turns.await_room(m)
+    turns.leave(m, dq, W)
+    finish(W, walk, tiles, turns, dk, dv, scale, MASKED)

@@ -1,0 +1,99 @@
+"""Consumers that take each step together, for head dims above 64.
+
+    issue S, dP             S is waited for
+    issue dV                exponentials have run under dP, dS runs under dV
+    meet                    dS of both is there
+    issue dQ, dK            dQ leaves under dK
+
+It is shared memory that a step takes time for here. S, dP and dQ read operands in every cycle, dV
+and dK, with one operand in registers, in every other. Whatever else is read or written has to wait
+until then, and whoever waits for it with it: so lse is read under dK of the step before, and dQ is
+written there and fenced only with dS of the next step.
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.backward_products import (
+    ROWS,
+    derive_scores,
+    finish,
+    multiply_dq,
+    multiply_scores,
+    weigh_seen,
+)
+from lockstep.kernels.hopper.backward_tiles import STAGES
+from lockstep.kernels.hopper.gluon_shim import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def consume_together(
+    W: gl.constexpr, walk, tiles, turns, scale, scale_log2, cap_log2, CAPPED: gl.constexpr,
+    HIDES_SCORES: gl.constexpr,
+):  # fmt: skip
+    """`backward_kernel.consume`"""
+    BLOCK_Q: gl.constexpr = walk.BLOCK_Q
+    MASKED: gl.constexpr = walk.HAS_LEFT or walk.HAS_RIGHT
+    D: gl.constexpr = tiles.k.shape[5]
+    dtype: gl.constexpr = tiles.k.dtype
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    columns: gl.constexpr = gl.SliceLayout(0, score_layout)
+    dk = gl.zeros([ROWS, D], gl.float32, acc_layout)
+    dv = gl.zeros([ROWS, D], gl.float32, acc_layout)
+
+    ready = tiles.inspected if MASKED else tiles.full
+    mbarrier.wait(tiles.kv_full, 0)
+    mbarrier.wait(tiles.full.index(0), 0, pred=walk.n_steps > 0)
+    lse2 = tiles.stats.index(0).slice(0, BLOCK_Q).load(columns)
+    t = walk.n_steps * 0
+    for n in range(walk.n_steps):
+        slot = n % STAGES
+        stats = tiles.stats.index(slot)
+        q = tiles.matrix(tiles.q.index(slot))
+        dout = tiles.matrix(tiles.dout.index(slot))
+        k, v = tiles.keys(n, not MASKED)
+        s = multiply_scores(k.slice(W * ROWS, ROWS, dim=0), q)
+        if MASKED:
+            mbarrier.wait(tiles.inspected.index(0), 0, pred=n == 0)
+        dp = multiply_scores(v.slice(W * ROWS, ROWS, dim=0), dout)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        p, slope = weigh_seen(
+            s, lse2, walk, t, W * ROWS, scale_log2, cap_log2, CAPPED, HIDES_SCORES
+        )
+        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), left), dout, dv, is_async=True)
+
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+        delta = stats.slice(BLOCK_Q, BLOCK_Q).load(columns)
+        ds = derive_scores(p, dp, delta, slope, CAPPED).to(dtype)
+        ds_tile = tiles.ds.index(n % 2)
+        ds_tile.slice(W * ROWS, ROWS, dim=1).permute((1, 0)).store(ds)
+        # For dS, and for dQ of the step before.
+        fence_async_shared()
+        turns.announce(n - 1)
+        tiles.meet()
+        if MASKED:
+            mbarrier.wait(tiles.k_inspected, 0, pred=n == 0)
+        dq = multiply_dq(ds_tile, k, W)
+        dk = warpgroup_mma(gl.convert_layout(ds, left), q, dk, is_async=True)
+
+        turns.await_room(n)
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+        turns.leave(n, dq, W)
+        ahead = (n + 1) % STAGES
+        is_more = n + 1 < walk.n_steps
+        mbarrier.wait(ready.index(ahead), ((n + 1) // STAGES) & 1, pred=is_more)
+        lse2 = tiles.stats.index(ahead).slice(0, BLOCK_Q).load(columns)
+        dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+        if n + STAGES < walk.n_steps:
+            tiles.release(slot)
+        t = walk.next_number(t)
+
+    finish(W, walk, tiles, turns, dk, dv, scale, MASKED)
