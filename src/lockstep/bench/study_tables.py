@@ -50,6 +50,10 @@ LEANER = {
     "dK, dQ, S in a row": "leaner, dK, dQ, S in a row",
 }
 SMS = 132
+# How the two warpgroups of the backward go about a step.
+PAIRING = "hopper-backward-together"
+PAIRINGS = ("before", "together", "operands found again", "apart")
+PROFILED = ("FA4", "before", "together", "together, no order")
 
 
 def forward_builds(directory: Path) -> str:
@@ -153,6 +157,29 @@ def backward_cycles(directory: Path) -> str:
     return "\n".join(lines) + f"\n\nCycles, bf16, {results.where_on_gpu(run)}."
 
 
+def backward_pairings(directory: Path) -> str:
+    """The backward by how its warpgroups go about a step."""
+    return _backward(directory, 1, PAIRINGS, lambda row: row["design"], PAIRINGS, PAIRING)
+
+
+def backward_busy(directory: Path) -> str:
+    """How busy the matrix units are in the backward, and in FA4's."""
+    run = results.newest(PAIRING, directory)
+    if run is None:
+        return results.NOT_MEASURED
+    cells: dict[tuple[int, int, bool], dict[str, float]] = {}
+    for row in run["profile"]:
+        problem = (row["D"], row["S"], row["causal"])
+        cells.setdefault(problem, {})[row["design"]] = row["tensor_percent"]
+    lines = [f"| D, S | causal | {' | '.join(PROFILED)} |", f"|---|---|{'---:|' * len(PROFILED)}"]
+    for (D, S, causal), found in sorted(cells.items()):
+        texts = [f"{found[name]:.0f} %" if name in found else "–" for name in PROFILED]
+        lines.append(f"| {D}, {S // 1024}k | {_yes(causal)} | {' | '.join(texts)} |")
+    return (
+        "\n".join(lines) + f"\n\nOf the cycles an SM is active, bf16, {results.where_on_gpu(run)}."
+    )
+
+
 def _backward(
     directory: Path,
     run_number: int,
@@ -197,4 +224,6 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "hopper_backward_cycles": backward_cycles,
     "hopper_backward_left_out": backward_left_out,
     "hopper_backward_ways_of_dq": backward_ways_of_dq,
+    "hopper_backward_pairings": backward_pairings,
+    "hopper_backward_busy": backward_busy,
 }
