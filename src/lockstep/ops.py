@@ -11,32 +11,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import repeat
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from lockstep import dispatch, numerics, prepared
-from lockstep.cache import Cache
+from lockstep import numerics, prepared
 from lockstep.kernels import triton
 from lockstep.kernels.kernel import (
     Given,
     Gradients,
-    Kernel,
     Needs,
-    Prepared,
-    PreparedBackward,
     Result,
-    addresses_of,
 )
+from lockstep.preparation import prepare, prepare_backward
 from lockstep.problem import (
-    AttentionProblem,
     Layout,
     Options,
     Tensors,
     check_parts,
-    check_values,
     describe,
 )
 from lockstep.transforms import (
@@ -53,7 +47,6 @@ from lockstep.transforms import (
 )
 
 _LIB = torch.library.Library("lockstep", "DEF")
-_N_TENSORS = len(Tensors._fields)
 
 
 def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -88,74 +81,6 @@ def _underivable(message: str) -> Callable[..., NoReturn]:
         raise NotImplementedError(message)
 
     return derive
-
-
-# What was found for a call, by all that it depends on.
-_PLANS: Cache[tuple[Any, ...], tuple[AttentionProblem, Kernel]] = Cache(limit=4096)
-
-
-def _plan(
-    tensors: Tensors, options: Options, name: str | None, *, backward: bool = False
-) -> tuple[AttentionProblem, Kernel]:
-    """The problem and the kernel for it: the same objects again for a call of the same kind."""
-    kinds = [None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
-    key = (options, name, backward, dispatch.KERNELS, *kinds)
-    plan = _PLANS.get(key)
-    if plan is None:
-        problem = describe(tensors, options)
-        # Kernels look at the current device.
-        with torch.cuda.device_of(tensors.q):
-            plan = _PLANS[key] = problem, dispatch.select(problem, name, backward=backward)
-    return plan
-
-
-def _prepare(tensors: Tensors, options: Options, name: str | None) -> Prepared:
-    """What runs this call, and others like it."""
-    problem, kernel = _plan(tensors, options, name)
-    rows = _with_contiguous_rows(tensors)
-    if kernel.prepare is not None:
-        run = kernel.prepare(problem, rows)
-    else:
-
-        def run(tensors: Tensors, addresses: list[int]) -> Result:
-            return kernel.forward(problem, tensors)
-
-    if rows is tensors and problem.device_type != "cpu":
-        return run
-
-    def check_and_run(tensors: Tensors, addresses: list[int]) -> Result:
-        check_values(problem, tensors)
-        rows = _with_contiguous_rows(tensors)
-        return run(rows, addresses if rows is tensors else rows.addresses())
-
-    return check_and_run
-
-
-def _prepare_backward(
-    given: Given, options: Options, name: str | None, needs: Needs
-) -> PreparedBackward:
-    """What derives this call, and others like it."""
-    problem, kernel = _plan(_tensors_of(given), options, name, backward=True)
-    rows = _with_contiguous_results(given)
-    if kernel.prepare_backward is not None:
-        run = kernel.prepare_backward(problem, rows, needs)
-    else:
-        derive = kernel.backward
-        assert derive is not None
-
-        def run(given: Given, addresses: list[int]) -> Gradients:
-            results: Any = given[_N_TENSORS:]
-            return derive(problem, _tensors_of(given), *results, needs)
-
-    if problem.device_type != "cpu" and all(map(is_, rows, given)):
-        return run
-
-    def check_and_run(given: Given, addresses: list[int]) -> Gradients:
-        check_values(problem, _tensors_of(given))
-        rows = _with_contiguous_results(given)
-        return run(rows, addresses_of(rows))
-
-    return check_and_run
 
 
 class Attention:
@@ -218,7 +143,7 @@ class Attention:
 
     def run(self, tensors: Tensors, options: Options, name: str | None) -> Result:
         """Of plain tensors."""
-        run, addresses, _ = prepared.find_or_keep(_prepare, tensors, options, name)
+        run, addresses, _ = prepared.find_or_keep(prepare, tensors, options, name)
         return run(tensors, addresses)
 
     def fake_forward(self, *args: Any) -> Result:
@@ -267,7 +192,7 @@ class _DerivableAttention(Attention):
         tensors, options, name = self.unpack(args[:-1])
         needs = Needs._make(args[-1])
         given = tuple(map(_as_plain, (*tensors, out, lse, dout, dlse)))
-        run, addresses, _ = prepared.find_or_keep(_prepare_backward, given, options, name, needs)
+        run, addresses, _ = prepared.find_or_keep(prepare_backward, given, options, name, needs)
         grads: Gradients = run(given, addresses)
         return [grad for grad, need in zip(grads, needs, strict=True) if need and grad is not None]
 
@@ -327,41 +252,6 @@ def _as_plain(tensor: Tensor | None) -> Tensor | None:
     if tensor is None or type(tensor) in PLAIN_TYPES:
         return tensor
     return tensor.as_subclass(Tensor)
-
-
-def _tensors_of(given: Given) -> Tensors:
-    return Tensors._make(given[:_N_TENSORS])
-
-
-def _with_contiguous_results(given: Given) -> Given:
-    """What a backward takes."""
-    out, lse, dout, dlse = given[_N_TENSORS:]
-    assert out is not None
-    assert lse is not None
-    assert dout is not None
-    return (
-        *_with_contiguous_rows(_tensors_of(given)),
-        out.contiguous(),
-        lse.contiguous(),
-        _contiguous_rows(dout),
-        None if dlse is None else dlse.contiguous(),
-    )
-
-
-def _contiguous_rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _with_contiguous_rows(tensors: Tensors) -> Tensors:
-    q, k, v, bias = tensors[:4]
-    if bias is None and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-        return tensors
-    return tensors._replace(
-        q=_contiguous_rows(q),
-        k=_contiguous_rows(k),
-        v=_contiguous_rows(v),
-        bias=None if bias is None else _contiguous_rows(bias),
-    )
 
 
 attention = _DerivableAttention(

@@ -1,0 +1,129 @@
+"""From tensors and options to what runs them: the problem they pose, the kernel for it, and what
+that kernel makes of both. `prepared` keeps it for calls like this one.
+"""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep import dispatch
+from lockstep.cache import Cache
+from lockstep.kernels.kernel import (
+    Given,
+    Gradients,
+    Kernel,
+    Needs,
+    Prepared,
+    PreparedBackward,
+    Result,
+    addresses_of,
+)
+from lockstep.problem import AttentionProblem, Options, Tensors, check_values, describe
+
+_N_TENSORS = len(Tensors._fields)
+
+# What was found for a call, by all that it depends on.
+_PLANS: Cache[tuple[Any, ...], tuple[AttentionProblem, Kernel]] = Cache(limit=4096)
+
+
+def _plan(
+    tensors: Tensors, options: Options, name: str | None, *, backward: bool = False
+) -> tuple[AttentionProblem, Kernel]:
+    """The problem and the kernel for it: the same objects again for a call of the same kind."""
+    kinds = [None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
+    key = (options, name, backward, dispatch.KERNELS, *kinds)
+    plan = _PLANS.get(key)
+    if plan is None:
+        problem = describe(tensors, options)
+        # Kernels look at the current device.
+        with torch.cuda.device_of(tensors.q):
+            plan = _PLANS[key] = problem, dispatch.select(problem, name, backward=backward)
+    return plan
+
+
+def prepare(tensors: Tensors, options: Options, name: str | None) -> Prepared:
+    """What runs this call, and others like it."""
+    problem, kernel = _plan(tensors, options, name)
+    rows = _with_contiguous_rows(tensors)
+    if kernel.prepare is not None:
+        run = kernel.prepare(problem, rows)
+    else:
+
+        def run(tensors: Tensors, addresses: list[int]) -> Result:
+            return kernel.forward(problem, tensors)
+
+    if rows is tensors and problem.device_type != "cpu":
+        return run
+
+    def check_and_run(tensors: Tensors, addresses: list[int]) -> Result:
+        check_values(problem, tensors)
+        rows = _with_contiguous_rows(tensors)
+        return run(rows, addresses if rows is tensors else rows.addresses())
+
+    return check_and_run
+
+
+def prepare_backward(
+    given: Given, options: Options, name: str | None, needs: Needs
+) -> PreparedBackward:
+    """What derives this call, and others like it."""
+    problem, kernel = _plan(_tensors_of(given), options, name, backward=True)
+    rows = _with_contiguous_results(given)
+    if kernel.prepare_backward is not None:
+        run = kernel.prepare_backward(problem, rows, needs)
+    else:
+        derive = kernel.backward
+        assert derive is not None
+
+        def run(given: Given, addresses: list[int]) -> Gradients:
+            results: Any = given[_N_TENSORS:]
+            return derive(problem, _tensors_of(given), *results, needs)
+
+    if problem.device_type != "cpu" and all(map(is_, rows, given)):
+        return run
+
+    def check_and_run(given: Given, addresses: list[int]) -> Gradients:
+        check_values(problem, _tensors_of(given))
+        rows = _with_contiguous_results(given)
+        return run(rows, addresses_of(rows))
+
+    return check_and_run
+
+
+def _tensors_of(given: Given) -> Tensors:
+    return Tensors._make(given[:_N_TENSORS])
+
+
+def _with_contiguous_results(given: Given) -> Given:
+    """What a backward takes."""
+    out, lse, dout, dlse = given[_N_TENSORS:]
+    assert out is not None
+    assert lse is not None
+    assert dout is not None
+    return (
+        *_with_contiguous_rows(_tensors_of(given)),
+        out.contiguous(),
+        lse.contiguous(),
+        _contiguous_rows(dout),
+        None if dlse is None else dlse.contiguous(),
+    )
+
+
+def _contiguous_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _with_contiguous_rows(tensors: Tensors) -> Tensors:
+    q, k, v, bias = tensors[:4]
+    if bias is None and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        return tensors
+    return tensors._replace(
+        q=_contiguous_rows(q),
+        k=_contiguous_rows(k),
+        v=_contiguous_rows(v),
+        bias=None if bias is None else _contiguous_rows(bias),
+    )
