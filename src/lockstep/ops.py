@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep import numerics, prepared
+from lockstep.checks import check_parts
 from lockstep.kernels import triton
 from lockstep.kernels.kernel import (
     Given,
@@ -30,7 +31,6 @@ from lockstep.problem import (
     Layout,
     Options,
     Tensors,
-    check_parts,
     describe,
 )
 from lockstep.transforms import (

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lockstep import dispatch
 from lockstep.cache import Cache
+from lockstep.checks import check_values
 from lockstep.kernels.kernel import (
     Given,
     Gradients,
@@ -22,7 +23,7 @@ from lockstep.kernels.kernel import (
     Result,
     addresses_of,
 )
-from lockstep.problem import AttentionProblem, Options, Tensors, check_values, describe
+from lockstep.problem import AttentionProblem, Options, Tensors, describe
 
 _N_TENSORS = len(Tensors._fields)
 

@@ -1,15 +1,14 @@
 """What one attention call is: every shape, mask and option of it, and nothing of its data.
 
 `describe` turns the arguments of a call into an `AttentionProblem`, and raises if they do not fit
-together. It never looks at a value, so it serves fake tensors and symbolic lengths as well.
-`check_values` does look: at the lengths, offsets and page indices of a call that is about to run.
+together. It never looks at a value, so it serves fake tensors and symbolic lengths as well. For a
+call that is about to run, `checks` does.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -115,7 +114,7 @@ class AttentionProblem:
 
     def __str__(self) -> str:
         sizes = " ".join(f"{n}={getattr(self, n)}" for n in _SIZES)
-        text = f"{self.layout} {sizes} {_dtype(self.dtype)} on {self.device_type}"
+        text = f"{self.layout} {sizes} {short(self.dtype)} on {self.device_type}"
         if self.layout == "paged":
             text += f", {self.n_pages} pages of {self.page_size}"
         if self.causal:
@@ -274,57 +273,6 @@ def describe(tensors: Tensors, options: Options) -> AttentionProblem:
     )
 
 
-def check_values(problem: AttentionProblem, tensors: Tensors) -> None:
-    """Checks lengths, offsets and page indices before a kernel follows them.
-
-    Raises ValueError. Only CPU tensors are looked at: on any other device reading them back would
-    make every call wait for the device, so there the caller answers for them.
-    """
-    if problem.device_type != "cpu":
-        return
-    lens = tensors.kv_lens.tolist() if tensors.kv_lens is not None else []
-    for b, length in enumerate(lens):
-        if not 0 <= length <= problem.Skv:
-            raise ValueError(f"kv_lens takes 0 to Skv = {problem.Skv}, got {length} at index {b}")
-    if problem.layout == "varlen":
-        assert tensors.cu_seqlens_q is not None
-        assert tensors.cu_seqlens_k is not None
-        _check_offset_values("cu_seqlens_q", tensors.cu_seqlens_q.tolist(), "Tq", problem.Sq)
-        _check_offset_values("cu_seqlens_k", tensors.cu_seqlens_k.tolist(), "Tk", problem.Skv)
-    elif problem.layout == "paged":
-        assert tensors.page_table is not None
-        assert tensors.kv_lens is not None
-        _check_page_values(problem, tensors.page_table, tensors.kv_lens)
-
-
-def check_parts(outs: list[Tensor], lses: list[Tensor]) -> None:
-    """Checks the partial results given to `merge`. Raises ValueError or TypeError."""
-    if not outs:
-        raise ValueError("parts takes at least one (out, lse) pair, got none")
-    first = outs[0]
-    if first.dtype not in DTYPES:
-        raise TypeError(f"parts takes out of dtype {_list(DTYPES)}, got {_dtype(first.dtype)}")
-    if first.dim() < 1:
-        raise ValueError("parts takes out of shape [..., Dv], got a tensor without dims")
-    lse_dtype = statistics_dtype(first.dtype)
-    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        if out.shape != first.shape or out.dtype != first.dtype:
-            raise ValueError(
-                f"parts takes outs of one shape and dtype: the first is {list(first.shape)} "
-                f"{_dtype(first.dtype)}, got {list(out.shape)} {_dtype(out.dtype)} at index {i}"
-            )
-        if lse.shape != first.shape[:-1] or lse.dtype != lse_dtype:
-            raise ValueError(
-                f"parts takes an lse of shape {list(first.shape[:-1])} and {_dtype(lse_dtype)} for "
-                f"its out, got {list(lse.shape)} {_dtype(lse.dtype)} at index {i}"
-            )
-        if out.device != first.device or lse.device != first.device:
-            raise ValueError(
-                f"parts takes tensors on one device: the first is on {first.device}, got out on "
-                f"{out.device} and lse on {lse.device} at index {i}"
-            )
-
-
 def _match_shapes(tensors: Tensors, layout: Layout) -> dict[str, int]:
     """Binds the names in SHAPES to sizes, in the order of that table."""
     sizes: dict[str, int] = {}
@@ -359,7 +307,7 @@ def _check_dtypes_and_devices(tensors: Tensors, layout: Layout) -> None:
     q = tensors.q
     dtype, device = q.dtype, q.device
     if dtype not in DTYPES:
-        raise TypeError(f"q takes {_list(DTYPES)}, got {_dtype(dtype)}")
+        raise TypeError(f"q takes {any_of(DTYPES)}, got {short(dtype)}")
     for name, tensor in zip(tensors._fields, tensors, strict=True):
         if tensor is None:
             continue
@@ -373,9 +321,9 @@ def _check_dtypes_and_devices(tensors: Tensors, layout: Layout) -> None:
         elif name not in ("q", "k", "v"):
             takes = INDEX_DTYPES
         if tensor.dtype not in takes:
-            why = "" if takes is INDEX_DTYPES else f" with q in {_dtype(dtype)}"
+            why = "" if takes is INDEX_DTYPES else f" with q in {short(dtype)}"
             raise TypeError(
-                f"{_shown(name, layout)} takes {_list(takes)}{why}, got {_dtype(tensor.dtype)}"
+                f"{_shown(name, layout)} takes {any_of(takes)}{why}, got {short(tensor.dtype)}"
             )
 
 
@@ -394,46 +342,17 @@ def _check_options(options: Options) -> None:
         raise ValueError(f"softcap takes a finite number above 0 or None, got {softcap}")
 
 
-def _check_offset_values(name: str, offsets: list[int], total_name: str, total: int) -> None:
-    if not offsets or offsets[0] != 0:
-        raise ValueError(f"{name} takes offsets that start at 0, got {offsets[:1]}")
-    for i, (start, end) in enumerate(pairwise(offsets)):
-        if end < start:
-            raise ValueError(
-                f"{name} takes offsets that never decrease, got {start} then {end} at index {i + 1}"
-            )
-    if offsets[-1] != total:
-        raise ValueError(
-            f"{name} takes offsets that end at {total_name} = {total}, got {offsets[-1]}"
-        )
-
-
-def _check_page_values(problem: AttentionProblem, page_table: Tensor, kv_lens: Tensor) -> None:
-    """Only the pages that hold a key within kv_lens count; other entries may be anything."""
-    assert problem.page_size is not None
-    assert problem.n_pages is not None
-    first_key = torch.arange(0, problem.Skv, problem.page_size)  # [max_pages]
-    in_use = first_key < kv_lens[:, None]  # [B, max_pages]
-    wrong = in_use & ((page_table < 0) | (page_table >= problem.n_pages))
-    if wrong.any():
-        b, i = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"page_table takes indices of the {problem.n_pages} pages, got {int(page_table[b, i])} "
-            f"for page {i} of sequence {b}"
-        )
-
-
 def _shown(name: str, layout: Layout) -> str:
     """The name by which the caller knows an argument."""
     return f"{name}_pages" if layout == "paged" and name in ("k", "v") else name
 
 
-def _dtype(dtype: torch.dtype) -> str:
+def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _list(dtypes: tuple[torch.dtype, ...]) -> str:
-    return " or ".join(_dtype(dtype) for dtype in dtypes)
+def any_of(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(short(dtype) for dtype in dtypes)
 
 
 def _type(value: object) -> str:

@@ -15,13 +15,13 @@ import math
 import torch
 from torch import Tensor
 
+from lockstep.checks import check_values
 from lockstep.problem import (
     AttentionProblem,
     Layout,
     Tensors,
     Window,
     check_types,
-    check_values,
     describe,
     make_options,
     pad_bias,

@@ -1,0 +1,91 @@
+"""Checks of values that a call is about to follow, and of parts that are to be merged."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lockstep.numerics import statistics_dtype
+from lockstep.problem import DTYPES, AttentionProblem, Tensors, any_of, short
+
+
+def check_values(problem: AttentionProblem, tensors: Tensors) -> None:
+    """Checks lengths, offsets and page indices before a kernel follows them.
+
+    Raises ValueError. Only CPU tensors are looked at: on any other device reading them back would
+    make every call wait for the device, so there the caller answers for them.
+    """
+    if problem.device_type != "cpu":
+        return
+    lens = tensors.kv_lens.tolist() if tensors.kv_lens is not None else []
+    for b, length in enumerate(lens):
+        if not 0 <= length <= problem.Skv:
+            raise ValueError(f"kv_lens takes 0 to Skv = {problem.Skv}, got {length} at index {b}")
+    if problem.layout == "varlen":
+        assert tensors.cu_seqlens_q is not None
+        assert tensors.cu_seqlens_k is not None
+        _check_offset_values("cu_seqlens_q", tensors.cu_seqlens_q.tolist(), "Tq", problem.Sq)
+        _check_offset_values("cu_seqlens_k", tensors.cu_seqlens_k.tolist(), "Tk", problem.Skv)
+    elif problem.layout == "paged":
+        assert tensors.page_table is not None
+        assert tensors.kv_lens is not None
+        _check_page_values(problem, tensors.page_table, tensors.kv_lens)
+
+
+def check_parts(outs: list[Tensor], lses: list[Tensor]) -> None:
+    """Checks the partial results given to `merge`. Raises ValueError or TypeError."""
+    if not outs:
+        raise ValueError("parts takes at least one (out, lse) pair, got none")
+    first = outs[0]
+    if first.dtype not in DTYPES:
+        raise TypeError(f"parts takes out of dtype {any_of(DTYPES)}, got {short(first.dtype)}")
+    if first.dim() < 1:
+        raise ValueError("parts takes out of shape [..., Dv], got a tensor without dims")
+    lse_dtype = statistics_dtype(first.dtype)
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if out.shape != first.shape or out.dtype != first.dtype:
+            raise ValueError(
+                f"parts takes outs of one shape and dtype: the first is {list(first.shape)} "
+                f"{short(first.dtype)}, got {list(out.shape)} {short(out.dtype)} at index {i}"
+            )
+        if lse.shape != first.shape[:-1] or lse.dtype != lse_dtype:
+            raise ValueError(
+                f"parts takes an lse of shape {list(first.shape[:-1])} and {short(lse_dtype)} for "
+                f"its out, got {list(lse.shape)} {short(lse.dtype)} at index {i}"
+            )
+        if out.device != first.device or lse.device != first.device:
+            raise ValueError(
+                f"parts takes tensors on one device: the first is on {first.device}, got out on "
+                f"{out.device} and lse on {lse.device} at index {i}"
+            )
+
+
+def _check_offset_values(name: str, offsets: list[int], total_name: str, total: int) -> None:
+    if not offsets or offsets[0] != 0:
+        raise ValueError(f"{name} takes offsets that start at 0, got {offsets[:1]}")
+    for i, (start, end) in enumerate(pairwise(offsets)):
+        if end < start:
+            raise ValueError(
+                f"{name} takes offsets that never decrease, got {start} then {end} at index {i + 1}"
+            )
+    if offsets[-1] != total:
+        raise ValueError(
+            f"{name} takes offsets that end at {total_name} = {total}, got {offsets[-1]}"
+        )
+
+
+def _check_page_values(problem: AttentionProblem, page_table: Tensor, kv_lens: Tensor) -> None:
+    """Only the pages that hold a key within kv_lens count; other entries may be anything."""
+    assert problem.page_size is not None
+    assert problem.n_pages is not None
+    first_key = torch.arange(0, problem.Skv, problem.page_size)  # [max_pages]
+    in_use = first_key < kv_lens[:, None]  # [B, max_pages]
+    wrong = in_use & ((page_table < 0) | (page_table >= problem.n_pages))
+    if wrong.any():
+        b, i = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"page_table takes indices of the {problem.n_pages} pages, got {int(page_table[b, i])} "
+            f"for page {i} of sequence {b}"
+        )
