@@ -11,7 +11,7 @@ import json
 import triton
 from hopper_build import compile_for_hopper, count
 from test_driver import sizes_in
-from test_hopper_backward_build import compiled
+from test_hopper_backward_build import compiled, partition_barriers
 from test_hopper_backward_wide import compiled as compiled_wide
 from test_hopper_build import build
 from toy_kernel import ARGUMENTS, toy
@@ -36,5 +36,6 @@ if __name__ == "__main__":
         "products": products,
         "serialized": serialized,
         "parameters": sizes == sizes_in(compiled_toy.asm["ptx"]),
+        "barriers": max(partition_barriers(builds["backward"])),
     }
     print(json.dumps(found))

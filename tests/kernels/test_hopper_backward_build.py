@@ -11,6 +11,7 @@ from hopper_build import compile_for_hopper, count, writes_in_flight
 from machine_code import Instructions, loops
 
 from lockstep.kernels.hopper import backward
+from lockstep.kernels.hopper.named_barriers import FIRST_FREE
 from lockstep.problem import Tensors, describe, make_options
 
 BUILDS = [(64, False), (64, True), (128, False), (128, True)]
@@ -93,12 +94,14 @@ def test_shared_memory_is_fenced_once_a_step(consumer_loops):
         assert sum("FENCE.VIEW.ASYNC" in text for _, text in loop) == 1
 
 
-def test_barriers_have_numbers_of_their_own(build):
-    """Those of `named_barriers` are given with a count of threads that no partition has."""
-    from lockstep.kernels.hopper.named_barriers import FIRST_FREE
+def partition_barriers(build) -> set[int]:
+    """Numbers of the barriers that Triton uses: of all threads, or of four warps."""
+    barriers = [t.split()[1:] for _, t in build.instructions if t.startswith("BAR.SYNC")]
+    return {int(words[0].rstrip(","), 16) for words in barriers if words[1:] in ([], ["0x80"])}
 
-    partitions = [t.split()[1:] for _, t in build.instructions if t.startswith("BAR.SYNC")]
-    taken = {int(words[0].rstrip(","), 16) for words in partitions if words[1:] in ([], ["0x80"])}
+
+def test_barriers_have_numbers_of_their_own(build):
+    taken = partition_barriers(build)
     assert taken
     assert max(taken) < FIRST_FREE.value
 

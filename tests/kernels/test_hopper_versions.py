@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
+from lockstep.kernels.hopper.named_barriers import FIRST_FREE
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 # `make tritons` puts them there, each in a directory of its own.
@@ -37,3 +39,4 @@ def test_kernels_compile(version):
     assert all(n > 0 for n in found["products"].values()), found
     assert not found["serialized"]
     assert found["parameters"]
+    assert found["barriers"] < FIRST_FREE.value
