@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import random
 import threading
+from types import SimpleNamespace
+
+from triton.runtime.jit import JITFunction
 
 
 class Crew:
@@ -59,6 +62,32 @@ class Crew:
         if self.failure is not None:
             raise self.failure
 
+    @property
+    def mbarrier(self) -> SimpleNamespace:
+        """Gluon's, of `Barrier`s."""
+
+        def wait(barrier, phase, pred=True):
+            self.pause(lambda: not pred or barrier.phase & 1 != phase)
+
+        def arrive(barrier, count, pred=True):
+            if pred:
+                barrier.change(count, 0)
+
+        def expect(barrier, nbytes):
+            barrier.change(1, nbytes)
+
+        return SimpleNamespace(wait=wait, arrive=arrive, expect=expect)
+
+
+def make_plain(monkeypatch, modules, plain) -> None:
+    """Have the functions of these modules run as Python, with other things in place of some."""
+    for module in modules:
+        for name, value in vars(module).copy().items():
+            if isinstance(value, JITFunction):
+                monkeypatch.setattr(module, name, value.fn)
+            if name in plain:
+                monkeypatch.setattr(module, name, plain[name])
+
 
 class Barrier:
     """Completes a phase when all have arrived and all bytes have landed."""
@@ -95,3 +124,12 @@ class Anything:
         return self
 
     __add__ = __sub__ = __mul__ = __lt__ = __floordiv__ = __getitem__ = __radd__ = __call__
+
+
+class PlainGluon(Anything):
+    maximum = staticmethod(max)
+    static_range = range
+
+    @staticmethod
+    def where(condition, a, b):
+        return a if condition else b

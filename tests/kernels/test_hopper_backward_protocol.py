@@ -11,8 +11,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from crew import Anything, Barrier, Crew, Slots
-from triton.runtime.jit import JITFunction
+from crew import Anything, Barrier, Crew, PlainGluon, Slots, make_plain
 
 from lockstep.kernels.hopper import backward_apart as apart
 from lockstep.kernels.hopper import backward_kernel as kernel
@@ -64,13 +63,7 @@ class Tile:
 ROLE = threading.local()
 
 
-class PlainGluon(Anything):
-    maximum = staticmethod(max)
-
-    @staticmethod
-    def where(condition, a, b):
-        return a if condition else b
-
+class GluonOfTiles(PlainGluon):
     @staticmethod
     def allocate_shared_memory(_dtype, shape, _layout):
         return Slots(Tile() for _ in range(shape[0]))
@@ -110,13 +103,6 @@ class PlainTurns:
 def crew(monkeypatch, request):
     crew = Crew(request.param)
     crew.sums = {}  # key tiles that have added to each query tile, in order
-
-    def wait(barrier, phase, pred=True):
-        crew.pause(lambda: not pred or barrier.phase & 1 != phase)
-
-    def arrive(barrier, count, pred=True):
-        if pred:
-            barrier.change(count, 0)
 
     def load(desc, at, barrier, tile):
         crew.pause()
@@ -173,14 +159,12 @@ def crew(monkeypatch, request):
         return read(k, exchanged=None if nowhere else ds)
 
     plain = {
-        "mbarrier": SimpleNamespace(
-            wait=wait, arrive=arrive, expect=lambda barrier, n: barrier.change(1, n)
-        ),
+        "mbarrier": crew.mbarrier,
         "tma_load": load,
         "tma_store": send,
         "_tma_add": send,
         "tma_store_wait": lambda n: settle(n, (0,)),
-        "gl": PlainGluon(),
+        "gl": GluonOfTiles(),
         "barriers": lambda n, count: Slots(Barrier(count) for _ in range(n)),
         "allocate_tiles": lambda desc, n: Slots(Tile() for _ in range(n)),
         "Tiles": PlainTiles,
@@ -209,12 +193,7 @@ def crew(monkeypatch, request):
     }
     crew.counts = {}  # by tile: a 1 for each key tile that has added to it
     plain["gl"].atomic_add = lambda tile, one, **_: crew.counts.setdefault(tile, []).append(one)
-    for module in MODULES:
-        for name, value in vars(module).copy().items():
-            if isinstance(value, JITFunction):
-                monkeypatch.setattr(module, name, value.fn)
-            if name in plain:
-                monkeypatch.setattr(module, name, plain[name])
+    make_plain(monkeypatch, MODULES, plain)
     return crew
 
 

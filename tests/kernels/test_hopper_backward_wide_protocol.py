@@ -12,8 +12,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from crew import Anything, Barrier, Crew, Slots
-from triton.runtime.jit import JITFunction
+from crew import Anything, Barrier, Crew, PlainGluon, Slots, make_plain
 
 from lockstep.kernels.hopper import backward_wide_keys as keys
 from lockstep.kernels.hopper import backward_wide_queries as queries
@@ -23,14 +22,6 @@ from lockstep.kernels.hopper import backward_wide_tiles as tiles
 CREATE_KEYS, AWAIT_DOUT = keys.Team.create.fn, keys.Team.await_dout.fn
 CREATE_QUERIES = queries.Team.create.fn
 DESC = SimpleNamespace(block_type=SimpleNamespace(nbytes=1), dtype=None)
-
-
-class PlainGluon(Anything):
-    static_range = range
-
-    @staticmethod
-    def where(condition, a, b):
-        return a if condition else b
 
 
 class PlainRing:
@@ -58,13 +49,6 @@ def crew(monkeypatch, request):
     crew = Crew(request.param)
     reads: dict = {}  # of each thread: what its products read
 
-    def wait(barrier, phase, pred=True):
-        crew.pause(lambda: not pred or barrier.phase & 1 != phase)
-
-    def arrive(barrier, count, pred=True):
-        if pred:
-            barrier.change(count, 0)
-
     def load(desc, at, barrier, tile):
         crew.pause()
         tile.holds = at[3] if len(at) == 5 else None
@@ -83,9 +67,7 @@ def crew(monkeypatch, request):
         return Anything(), Anything()
 
     plain = {
-        "mbarrier": SimpleNamespace(
-            wait=wait, arrive=arrive, expect=lambda barrier, n: barrier.change(1, n)
-        ),
+        "mbarrier": crew.mbarrier,
         "tma_load": load,
         "gl": PlainGluon(),
         "Ring": PlainRing,
@@ -95,7 +77,8 @@ def crew(monkeypatch, request):
         "add_products": lambda sums, weights, ring, i: read((ring, i)),
         "settle": settle,
         "warpgroup_mma_wait": lambda n, deps: settle()[0],
-        "weigh": lambda *_: (Anything(), Anything()),
+        "weigh_seen": lambda *_: (Anything(), Anything()),
+        "derive_scores": Anything(),
         "_allocate_pieces": lambda desc, n, _: Slots(SimpleNamespace(holds=None) for _ in range(n)),
         "pieces_of": lambda N: 1,
         "columns_of": Anything(),
@@ -106,12 +89,7 @@ def crew(monkeypatch, request):
         "CHUNK": 64,
         "Team": lambda *parts: parts,
     }
-    for module in (tiles, keys, queries):
-        for name, value in vars(module).copy().items():
-            if isinstance(value, JITFunction):
-                monkeypatch.setattr(module, name, value.fn)
-            if name in plain:
-                monkeypatch.setattr(module, name, plain[name])
+    make_plain(monkeypatch, (tiles, keys, queries), plain)
     return crew
 
 

@@ -14,11 +14,14 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.backward_products import (
     ROWS,
+    accumulator,
+    add_product,
     derive_scores,
     finish,
     multiply_dq,
     multiply_scores,
     weigh_seen,
+    zeros,
 )
 from lockstep.kernels.hopper.backward_tiles import STAGES
 from lockstep.kernels.hopper.gluon_shim import (
@@ -26,7 +29,6 @@ from lockstep.kernels.hopper.gluon_shim import (
     gl,
     gluon,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -41,12 +43,8 @@ def consume_apart(
     MASKED: gl.constexpr = walk.HAS_LEFT or walk.HAS_RIGHT
     D: gl.constexpr = tiles.k.shape[5]
     dtype: gl.constexpr = tiles.k.dtype
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
-    columns: gl.constexpr = gl.SliceLayout(0, score_layout)
-    dk = gl.zeros([ROWS, D], gl.float32, acc_layout)
-    dv = gl.zeros([ROWS, D], gl.float32, acc_layout)
+    columns: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_Q))
+    dk, dv = zeros(D), zeros(D)
 
     mbarrier.wait(tiles.kv_full, 0)
     mbarrier.wait(tiles.full.index(0), 0, pred=walk.n_steps > 0)
@@ -63,16 +61,16 @@ def consume_apart(
         if MASKED:
             mbarrier.wait(tiles.inspected.index(slot), (n // STAGES) & 1)
         dp = multiply_scores(v.slice(W * ROWS, ROWS, dim=0), dout)
-        lse2 = stats.slice(0, BLOCK_Q).load(columns)
+        lse2 = gl.expand_dims(stats.slice(0, BLOCK_Q).load(columns), 0)
         p, slope = weigh_seen(
             s, lse2, walk, t, W * ROWS, scale_log2, cap_log2, CAPPED, HIDES_SCORES
         )
-        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), left), dout, dv, is_async=True)
+        dv = add_product(dv, p.to(dtype), dout)
 
         dp = warpgroup_mma_wait(1, deps=(dp,))
         # Read no earlier: registers are short while scores and dp are both there.
         delta = stats.slice(BLOCK_Q, BLOCK_Q).load(columns)
-        ds = derive_scores(p, dp, delta, slope, CAPPED).to(dtype)
+        ds = derive_scores(p, dp, gl.expand_dims(delta, 0), slope, CAPPED).to(dtype)
         mbarrier.wait(tiles.ds_empty.index(n % 2), ((n // 2) & 1) ^ 1)
         tiles.ds.index(n % 2).slice(W * ROWS, ROWS, dim=1).permute((1, 0)).store(ds)
         # For dS, and for what was left of dQ in the step before.
@@ -84,7 +82,7 @@ def consume_apart(
         m = gl.maximum(n - 1, 0)
         mbarrier.wait(tiles.ds_full.index(m % 2), (m // 2) & 1, pred=is_part)
         dq = multiply_dq(tiles.ds.index(m % 2), k, W)
-        dk = warpgroup_mma(gl.convert_layout(ds, left), q, dk, is_async=True)
+        dk = add_product(dk, ds, q)
 
         turns.await_room(m)
         dq = warpgroup_mma_wait(1, deps=(dq,))

@@ -1,7 +1,8 @@
-"""What consumers of the backward compute with a tile, however they are paired.
+"""What consumers of the backwards compute with a tile, whatever its width and however they are
+paired.
 
-Scores and dS are transposed, keys by queries: so Pᵀ and dSᵀ are already the left operands, in
-registers, of the products for dV and dK.
+Scores and dS of keys are transposed, keys by queries: so Pᵀ and dSᵀ are already the left operands,
+in registers, of the products for dV and dK.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from lockstep.kernels.hopper.gluon_shim import (
     warpgroup_mma,
 )
 
-ROWS = gl.constexpr(64)  # keys of a warpgroup: the height of a wgmma
+ROWS = gl.constexpr(64)  # of a warpgroup: the height of a wgmma
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
@@ -35,39 +36,57 @@ def weigh(s, lse2, scale_log2, cap_log2, CAPPED: gl.constexpr):
 
 @gluon.jit
 def weigh_seen(
-    s, lse2, walk, t, first_key: gl.constexpr, scale_log2, cap_log2, CAPPED: gl.constexpr,
+    s, lse2, walk, t, first_row: gl.constexpr, scale_log2, cap_log2, CAPPED: gl.constexpr,
     HIDES_SCORES: gl.constexpr,
 ):  # fmt: skip
-    """`weigh`, with 0 for pairs that the mask hides in the t-th tile of a walk; lse2 [BLOCK_Q].
+    """`weigh`, with 0 for pairs that the mask hides in the t-th tile of a walk; `first_row` is that
+    of s in the program.
 
     A cap or a scale that is not positive would bring scores of -inf back; unless HIDES_SCORES, it
     is the weights that are hidden."""
-    lse2 = gl.expand_dims(lse2, 0)
     if HIDES_SCORES:
         if walk.cuts(t):
-            s = walk.hide(s, t, first_key, -float("inf"))
+            s = walk.hide(s, t, first_row, -float("inf"))
         p, slope = weigh(s, lse2, scale_log2, cap_log2, CAPPED)
     else:
         p, slope = weigh(s, lse2, scale_log2, cap_log2, CAPPED)
         if walk.cuts(t):
-            p = walk.hide(p, t, first_key, 0.0)
-            slope = walk.hide(slope, t, first_key, 0.0)
+            p = walk.hide(p, t, first_row, 0.0)
+            slope = walk.hide(slope, t, first_row, 0.0)
     return p, slope
 
 
 @gluon.jit
 def derive_scores(p, dp, delta, slope, CAPPED: gl.constexpr):
-    """dS from weights and dP [ROWS, BLOCK_Q]; delta [BLOCK_Q]."""
-    ds = p * (dp - gl.expand_dims(delta, 0))
+    """dS from weights and dP of one shape; delta has a row or column for all."""
+    ds = p * (dp - delta)
     return ds * slope if CAPPED else ds
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """The layout of a product [ROWS, columns] of a warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def zeros(columns: gl.constexpr):
+    """Sums [ROWS, columns] of no products."""
+    layout: gl.constexpr = accumulator(columns)
+    return gl.zeros([ROWS, columns], gl.float32, layout)
+
+
+@gluon.jit
+def add_product(sums, weights, tile):
+    """sums + weights [ROWS, n] times a tile [n, columns], under way."""
+    left: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 2)
+    return warpgroup_mma(gl.convert_layout(weights, left), tile, sums, is_async=True)
 
 
 @gluon.jit
 def multiply_scores(own, queries):
     """own [ROWS, D] times queries [BLOCK_Q, D] transposed, under way."""
-    BLOCK_Q: gl.constexpr = queries.shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
-    nothing = gl.zeros([ROWS, BLOCK_Q], gl.float32, layout)
+    nothing = zeros(queries.shape[0])
     return warpgroup_mma(own, queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
@@ -75,13 +94,11 @@ def multiply_scores(own, queries):
 def multiply_dq(ds, k, half: gl.constexpr):
     """One half [64, 64] of dQ from ds [BLOCK_Q, BLOCK_KV] and k [BLOCK_KV, D], under way: of its
     columns where BLOCK_Q is 64, else of its rows."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    nothing = gl.zeros([64, 64], gl.float32, layout)
     if ds.shape[0] == 64:
         k = k.slice(half * 64, 64, dim=1)
     else:
         ds = ds.slice(half * 64, 64, dim=0)
-    return warpgroup_mma(ds, k, nothing, use_acc=False, is_async=True)
+    return warpgroup_mma(ds, k, zeros(64), use_acc=False, is_async=True)
 
 
 @gluon.jit

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.backward_products import (
     ROWS,
+    accumulator,
+    add_product,
     derive_scores,
     finish,
     multiply_dq,
     multiply_scores,
     weigh_seen,
+    zeros,
 )
 from lockstep.kernels.hopper.backward_tiles import STAGES
 from lockstep.kernels.hopper.gluon_shim import (
@@ -27,7 +30,6 @@ from lockstep.kernels.hopper.gluon_shim import (
     gl,
     gluon,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -42,12 +44,8 @@ def consume_together(
     MASKED: gl.constexpr = walk.HAS_LEFT or walk.HAS_RIGHT
     D: gl.constexpr = tiles.k.shape[5]
     dtype: gl.constexpr = tiles.k.dtype
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
-    columns: gl.constexpr = gl.SliceLayout(0, score_layout)
-    dk = gl.zeros([ROWS, D], gl.float32, acc_layout)
-    dv = gl.zeros([ROWS, D], gl.float32, acc_layout)
+    columns: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_Q))
+    dk, dv = zeros(D), zeros(D)
 
     ready = tiles.inspected if MASKED else tiles.full
     mbarrier.wait(tiles.kv_full, 0)
@@ -66,13 +64,14 @@ def consume_together(
         dp = multiply_scores(v.slice(W * ROWS, ROWS, dim=0), dout)
         s = warpgroup_mma_wait(1, deps=(s,))
         p, slope = weigh_seen(
-            s, lse2, walk, t, W * ROWS, scale_log2, cap_log2, CAPPED, HIDES_SCORES
-        )
-        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), left), dout, dv, is_async=True)
+            s, gl.expand_dims(lse2, 0), walk, t, W * ROWS, scale_log2, cap_log2, CAPPED,
+            HIDES_SCORES,
+        )  # fmt: skip
+        dv = add_product(dv, p.to(dtype), dout)
 
         dp = warpgroup_mma_wait(1, deps=(dp,))
         delta = stats.slice(BLOCK_Q, BLOCK_Q).load(columns)
-        ds = derive_scores(p, dp, delta, slope, CAPPED).to(dtype)
+        ds = derive_scores(p, dp, gl.expand_dims(delta, 0), slope, CAPPED).to(dtype)
         ds_tile = tiles.ds.index(n % 2)
         ds_tile.slice(W * ROWS, ROWS, dim=1).permute((1, 0)).store(ds)
         # For dS, and for dQ of the step before.
@@ -82,7 +81,7 @@ def consume_together(
         if MASKED:
             mbarrier.wait(tiles.k_inspected, 0, pred=n == 0)
         dq = multiply_dq(ds_tile, k, W)
-        dk = warpgroup_mma(gl.convert_layout(ds, left), q, dk, is_async=True)
+        dk = add_product(dk, ds, q)
 
         turns.await_room(n)
         dq = warpgroup_mma_wait(1, deps=(dq,))

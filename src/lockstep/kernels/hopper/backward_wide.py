@@ -33,10 +33,11 @@ from lockstep.kernels.hopper.backward_call import (
     sizes_of,
     slots_of,
 )
+from lockstep.kernels.hopper.backward_products import ROWS
 from lockstep.kernels.hopper.backward_wide_keys import keys_kernel
 from lockstep.kernels.hopper.backward_wide_queries import queries_kernel
 from lockstep.kernels.hopper.backward_wide_sight import BLOCK_Q as QUERIES
-from lockstep.kernels.hopper.backward_wide_tiles import CHUNK, ROWS
+from lockstep.kernels.hopper.backward_wide_tiles import CHUNK
 from lockstep.kernels.hopper.copy_engine import flat_map, tensor_map
 from lockstep.kernels.kernel import Given, Gradients, Needs
 from lockstep.problem import AttentionProblem, Tensors

@@ -14,7 +14,7 @@ products of the other keep the matrix units busy.
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.backward_products import weigh
+from lockstep.kernels.hopper.backward_products import weigh_seen
 from lockstep.kernels.hopper.backward_strays import has_strays
 from lockstep.kernels.hopper.backward_tiles import STAGES, allocate_tiles, barriers
 from lockstep.kernels.hopper.backward_walk import assign
@@ -104,10 +104,7 @@ def from_registers(x):
 
 @gluon.jit
 def sum_values(walk, team, scale_log2, cap_log2, CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr):
-    """Partition of four warps: S, the weights and dV.
-
-    A cap or a scale that is not positive would bring scores of -inf back; unless HIDES_SCORES, it
-    is the weights that are hidden."""
+    """Partition of four warps: S, the weights and dV."""
     MASKED: gl.constexpr = walk.HAS_LEFT or walk.HAS_RIGHT
     dv = no_sums(team.v.N)
     t = walk.n_steps * 0
@@ -119,15 +116,7 @@ def sum_values(walk, team, scale_log2, cap_log2, CAPPED: gl.constexpr, HIDES_SCO
     for n in range(walk.n_steps):
         lse2 = team.stats.index(n % STAGES).slice(0, walk.BLOCK_Q).load(columns)
         lse2 = gl.expand_dims(lse2, 0)
-        if HIDES_SCORES:
-            if walk.cuts(t):
-                s = walk.hide(s, t, 0, -float("inf"))
-            p, slope = weigh(s, lse2, scale_log2, cap_log2, CAPPED)
-        else:
-            p, slope = weigh(s, lse2, scale_log2, cap_log2, CAPPED)
-            if walk.cuts(t):
-                p = walk.hide(p, t, 0, 0.0)
-                slope = walk.hide(slope, t, 0, 0.0)
+        p, slope = weigh_seen(s, lse2, walk, t, 0, scale_log2, cap_log2, CAPPED, HIDES_SCORES)
         mbarrier.wait(team.taken.index(n & 1), ((n >> 1) & 1) ^ 1)
         team.weights.index(n & 1).store(as_registers(p * slope if CAPPED else p))
         mbarrier.arrive(team.weighed.index(n & 1), count=1)

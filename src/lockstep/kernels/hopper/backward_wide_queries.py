@@ -8,12 +8,11 @@ registers, of the product for dQ. The exponentials of a tile run under dO·Vᵀ.
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.backward_products import weigh
+from lockstep.kernels.hopper.backward_products import ROWS, derive_scores, weigh_seen
 from lockstep.kernels.hopper.backward_strays import largest
 from lockstep.kernels.hopper.backward_tiles import barriers
 from lockstep.kernels.hopper.backward_wide_sight import assign
 from lockstep.kernels.hopper.backward_wide_tiles import (
-    ROWS,
     Ring,
     add_products,
     multiply_rows,
@@ -96,20 +95,12 @@ def consume(
             phase = (n // team.v.STAGES) & 1
             mbarrier.wait(team.inspected.index(slot), phase, pred=is_cut)
         dp = multiply_rows(team.dout, 0, W * ROWS, team.v, n)
-        if HIDES_SCORES:
-            if is_cut:
-                s = sight.hide(s, n, W * ROWS, -float("inf"))
-            p, slope = weigh(s, lse2, scale_log2, cap_log2, CAPPED)
-        else:
-            p, slope = weigh(s, lse2, scale_log2, cap_log2, CAPPED)
-            if is_cut:
-                p = sight.hide(p, n, W * ROWS, 0.0)
-                slope = sight.hide(slope, n, W * ROWS, 0.0)
+        p, slope = weigh_seen(
+            s, lse2, sight, n, W * ROWS, scale_log2, cap_log2, CAPPED, HIDES_SCORES
+        )
         dp = warpgroup_mma_wait(0, deps=(dp,))
         team.v.release(n)
-        ds = p * (dp - delta)
-        if CAPPED:
-            ds = ds * slope
+        ds = derive_scores(p, dp, delta, slope, CAPPED)
         dq = add_products(dq, ds, team.k, n)
         team.k.wait(n + 1, pred=n + 1 < sight.n_steps)
         # After the last tile this multiplies what lies there, and nobody looks at it.

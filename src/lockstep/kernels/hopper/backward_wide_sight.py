@@ -6,8 +6,8 @@ the first to the last.
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.backward_products import ROWS
 from lockstep.kernels.hopper.backward_walk import locate
-from lockstep.kernels.hopper.backward_wide_tiles import ROWS
 from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon
 from lockstep.kernels.hopper.schedule import coordinates
 

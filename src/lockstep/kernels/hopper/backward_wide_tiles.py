@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from triton.experimental.gluon.language._core import builtin
 
+from lockstep.kernels.hopper.backward_products import ROWS, add_product, zeros
 from lockstep.kernels.hopper.backward_strays import replace_strays
 from lockstep.kernels.hopper.backward_tiles import barriers
 from lockstep.kernels.hopper.gluon_shim import (
@@ -23,7 +24,6 @@ from lockstep.kernels.hopper.gluon_shim import (
 )
 
 CHUNK = gl.constexpr(64)
-ROWS = gl.constexpr(64)  # of a warpgroup: the height of a wgmma
 
 
 @gluon.constexpr_function
@@ -134,9 +134,7 @@ class Ring:
 def multiply_rows(own, i, first: gl.constexpr, tiles, j):
     """ROWS rows from `first` on of own's i-th tile times the j-th of `tiles` [n, D], transposed:
     [ROWS, n], under way."""
-    n: gl.constexpr = tiles.main.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
-    acc = gl.zeros([ROWS, n], gl.float32, layout)
+    acc = zeros(tiles.main.shape[1])
     for p in gl.static_range(pieces_of(tiles.N)):
         a = own.piece(i, p).slice(first, ROWS, dim=0)
         b = tiles.piece(j, p).permute((1, 0))
@@ -148,31 +146,20 @@ def multiply_rows(own, i, first: gl.constexpr, tiles, j):
 def no_sums(N: gl.constexpr):
     """Accumulators [ROWS, columns] of each piece of N chunks."""
     if N == 3:
-        return _zeros(columns_of(N, 0)), _zeros(columns_of(N, 1))
+        return zeros(columns_of(N, 0)), zeros(columns_of(N, 1))
     else:  # noqa: RET505, Gluon would go on and return both
-        return (_zeros(columns_of(N, 0)),)
-
-
-@gluon.jit
-def _zeros(columns: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-    return gl.zeros([ROWS, columns], gl.float32, layout)
+        return (zeros(columns_of(N, 0)),)
 
 
 @gluon.jit
 def add_products(sums, weights, tiles, i):
     """sums + weights [ROWS, n] times the i-th of `tiles` [n, D], under way."""
     weights = weights.to(tiles.main.dtype)
+    first = add_product(sums[0], weights, tiles.piece(i, 0))
     if tiles.N == 3:
-        return _add(sums[0], weights, tiles.piece(i, 0)), _add(sums[1], weights, tiles.piece(i, 1))
+        return first, add_product(sums[1], weights, tiles.piece(i, 1))
     else:  # noqa: RET505
-        return (_add(sums[0], weights, tiles.piece(i, 0)),)
-
-
-@gluon.jit
-def _add(acc, weights, tile):
-    left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    return warpgroup_mma(gl.convert_layout(weights, left), tile, acc, is_async=True)
+        return (first,)
 
 
 @gluon.jit
