@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lockstep.cache import Cache
 from lockstep.kernels.allocate import allocator
+from lockstep.kernels.device_call import DeviceCall
 from lockstep.kernels.driver import Grid, Launcher, launcher_of
 from lockstep.kernels.hopper.backward_rows import prepare_rows
 from lockstep.kernels.hopper.copy_engine import ALIGNMENT, batch_rows, copy, fit, strides_of
@@ -25,7 +26,7 @@ from lockstep.problem import AttentionProblem, Tensors
 
 # Beyond any length; two of them fit into int32.
 FAR = 1 << 29
-SINKS = Tensors._fields.index("sinks")
+SINKS, KV_LENS = map(Tensors._fields.index, ("sinks", "kv_lens"))
 Launched = Callable[[], Launcher]
 """Works out how to launch the same once more. Keeps tensors until then."""
 # By all that a compiled kernel depends on.
@@ -67,7 +68,7 @@ def cut_into(problem: AttentionProblem, block_d: int, block_q: int, block_kv: in
     return Cut(block_d, block_q, q_slots, kv_slots, sequences, problem.Hq, problem.Hkv)
 
 
-class Call:
+class Call(DeviceCall):
     """What derives one problem with inputs of given strides and alignment.
 
     The first call may compile. The second works out how to launch the same once more, which takes
@@ -87,12 +88,6 @@ class Call:
         self._was_called = False
         # In the order of their launches.
         self.launchers: tuple[Launcher | None, ...] | None = None
-
-    def __call__(self, given: Given, addresses: list[int]) -> Gradients:
-        if self.device != torch._C._cuda_getDevice():
-            with torch.cuda.device(self.device):
-                return self._run(given, addresses)
-        return self._run(given, addresses)
 
     def _run(self, given: Given, addresses: list[int]) -> Gradients:
         if self._copies:
@@ -174,8 +169,7 @@ def _fit_inputs(given: Given) -> Given:
     """As the copy engine takes them; with kv_lens, k and v have as many rows to a sequence."""
     *tensors, out, lse, dout, dlse = given
     q, k, v, dout = (fit(x) for x in (*tensors[:3], dout))
-    kv_lens = tensors[5]
-    if kv_lens is not None and (not batch_rows(k) or batch_rows(k) != batch_rows(v)):
+    if tensors[KV_LENS] is not None and (not batch_rows(k) or batch_rows(k) != batch_rows(v)):
         k, v = copy(k), copy(v)
     return q, k, v, *tensors[3:], out, lse, dout, dlse
 

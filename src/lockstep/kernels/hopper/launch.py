@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.allocate import allocator
+from lockstep.kernels.device_call import DeviceCall
 from lockstep.kernels.driver import Launcher, launcher_of
 from lockstep.kernels.hopper.copy_engine import ALIGNMENT, copy, fit, ragged
 from lockstep.kernels.hopper.forward import forward_kernel
@@ -44,7 +45,7 @@ class Shape(NamedTuple):
         return TensorDescriptor(x, self.shape, self.strides, self.block, layout)
 
 
-class Call:
+class Call(DeviceCall):
     """What runs one problem with inputs of given strides and alignment."""
 
     def __init__(self, problem: AttentionProblem, tensors: Tensors, n_processors: int) -> None:
@@ -157,12 +158,6 @@ class Call:
             lse if kv_lens is None else kv_lens,
             lse if line is None else line,
         )
-
-    def __call__(self, tensors: Tensors, addresses: list[int]) -> Result:
-        if self.device != torch._C._cuda_getDevice():
-            with torch.cuda.device(self.device):
-                return self._run(tensors, addresses)
-        return self._run(tensors, addresses)
 
     def _run(self, tensors: Tensors, addresses: list[int]) -> Result:
         out, lse = self.new_out(), self.new_lse()

@@ -22,6 +22,7 @@ import triton
 from torch import Tensor
 
 from lockstep.kernels.allocate import allocator
+from lockstep.kernels.device_call import DeviceCall
 from lockstep.kernels.kernel import Given, Gradients, Needs, PreparedBackward, addresses_of
 from lockstep.kernels.triton.dbias import sum_bias
 from lockstep.kernels.triton.dkdv import sum_keys
@@ -81,7 +82,7 @@ def cuts_of(problem: AttentionProblem, shared_memory: int) -> tuple[Cut, Cut]:
     return table[max(64, block_of(problem.D), block_of(problem.Dv))]
 
 
-class Call:
+class Call(DeviceCall):
     """What derives one problem with inputs of given strides and alignment."""
 
     __slots__ = (
@@ -126,12 +127,6 @@ class Call:
             None if x is None else allocator(tuple(x.shape), x.dtype, x.device) for x in tensors[:5]
         )
         self.is_ready = False
-
-    def __call__(self, given: Given, addresses: list[int]) -> Gradients:
-        if self.device >= 0 and self.device != torch._C._cuda_getDevice():
-            with torch.cuda.device(self.device):
-                return self._run(given, addresses)
-        return self._run(given, addresses)
 
     def _run(self, given: Given, addresses: list[int]) -> Gradients:
         if self.copies:

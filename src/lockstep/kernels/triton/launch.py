@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.allocate import allocator
+from lockstep.kernels.device_call import DeviceCall
 from lockstep.kernels.driver import Launcher, launcher_of
 from lockstep.kernels.kernel import Prepared, Result
 from lockstep.kernels.triton.forward import attend
@@ -190,7 +191,7 @@ class Launch:
             self.enqueue = launcher_of(compiled, self._grid, arguments)
 
 
-class Call:
+class Call(DeviceCall):
     """What runs one problem with inputs of given strides and alignment."""
 
     __slots__ = (
@@ -229,12 +230,6 @@ class Call:
         self.scratch_at = _aligned(self.part_lse_at + of_lse)
         self.new_workspace: Callable[[], Tensor] | None = None
         self.is_ready = False
-
-    def __call__(self, tensors: Tensors, addresses: list[int]) -> Result:
-        if self.device >= 0 and self.device != torch._C._cuda_getDevice():
-            with torch.cuda.device(self.device):
-                return self._run(tensors, addresses)
-        return self._run(tensors, addresses)
 
     def _run(self, tensors: Tensors, addresses: list[int]) -> Result:
         out, lse = self.new_out(), self.new_lse()
