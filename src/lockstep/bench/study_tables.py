@@ -149,12 +149,12 @@ def backward_cycles(directory: Path) -> str:
     for row in run["rows"]:
         problem = (row["D"], row["S"], row["causal"])
         cells.setdefault(problem, {})[row["design"]] = round(row["cycles"] * SMS / row["steps"])
-    lines = [f"| D, S | causal | {' | '.join(LEANER)} |", f"|---|---|{'---:|' * len(LEANER)}"]
-    for (D, S, causal), found in sorted(cells.items()):
+
+    def show(found: dict[str, int]) -> list[str]:
         cycles = [found[design] for design in LEANER.values()]
-        texts = [f"**{n:,}**" if n == min(cycles) else f"{n:,}" for n in cycles]
-        lines.append(f"| {D}, {S // 1024}k | {_yes(causal)} | {' | '.join(texts)} |")
-    return "\n".join(lines) + f"\n\nCycles, bf16, {results.where_on_gpu(run)}."
+        return [f"**{n:,}**" if n == min(cycles) else f"{n:,}" for n in cycles]
+
+    return _by_problem(tuple(LEANER), cells, show, "Cycles", run)
 
 
 def backward_pairings(directory: Path) -> str:
@@ -171,13 +171,11 @@ def backward_busy(directory: Path) -> str:
     for row in run["profile"]:
         problem = (row["D"], row["S"], row["causal"])
         cells.setdefault(problem, {})[row["design"]] = row["tensor_percent"]
-    lines = [f"| D, S | causal | {' | '.join(PROFILED)} |", f"|---|---|{'---:|' * len(PROFILED)}"]
-    for (D, S, causal), found in sorted(cells.items()):
-        texts = [f"{found[name]:.0f} %" if name in found else "–" for name in PROFILED]
-        lines.append(f"| {D}, {S // 1024}k | {_yes(causal)} | {' | '.join(texts)} |")
-    return (
-        "\n".join(lines) + f"\n\nOf the cycles an SM is active, bf16, {results.where_on_gpu(run)}."
-    )
+
+    def show(found: dict[str, float]) -> list[str]:
+        return [f"{found[name]:.0f} %" if name in found else "–" for name in PROFILED]
+
+    return _by_problem(PROFILED, cells, show, "Of the cycles an SM is active", run)
 
 
 def _backward(
@@ -196,12 +194,26 @@ def _backward(
         head = column(row) if row["run"] == run_number else None
         if head is not None:
             cells.setdefault((row["D"], row["S"], row["causal"]), {})[head] = row["tflops"]
+
+    def show(found: dict[str, int]) -> list[str]:
+        most = max((found.get(head, 0) for head in mark), default=None)
+        return [_marked(found.get(head), head in mark, most) for head in heads]
+
+    return _by_problem(heads, cells, show, "TFLOP/s", run)
+
+
+def _by_problem(
+    heads: tuple[str, ...],
+    cells: dict[tuple[int, int, bool], Any],
+    show: Callable[[Any], list[str]],
+    unit: str,
+    run: Row,
+) -> str:
+    """A table with a row for each head dim, length and mask."""
     lines = [f"| D, S | causal | {' | '.join(heads)} |", f"|---|---|{'---:|' * len(heads)}"]
     for (D, S, causal), found in sorted(cells.items()):
-        most = max((found.get(head, 0) for head in mark), default=None)
-        texts = [_marked(found.get(head), head in mark, most) for head in heads]
-        lines.append(f"| {D}, {S // 1024}k | {_yes(causal)} | {' | '.join(texts)} |")
-    return "\n".join(lines) + f"\n\nTFLOP/s, bf16, {results.where_on_gpu(run)}."
+        lines.append(f"| {D}, {S // 1024}k | {_yes(causal)} | {' | '.join(show(found))} |")
+    return "\n".join(lines) + f"\n\n{unit}, bf16, {results.where_on_gpu(run)}."
 
 
 def _yes(causal: bool) -> str:
