@@ -128,6 +128,7 @@ class Anything:
 
 class PlainGluon(Anything):
     maximum = staticmethod(max)
+    minimum = staticmethod(min)
     static_range = range
 
     @staticmethod

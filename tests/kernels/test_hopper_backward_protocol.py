@@ -14,6 +14,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from crew import Anything, Barrier, Crew, PlainGluon, Slots, make_plain
 
 from lockstep.kernels.hopper import backward_apart as apart
+from lockstep.kernels.hopper import backward_board as board
 from lockstep.kernels.hopper import backward_kernel as kernel
 from lockstep.kernels.hopper import backward_products as products
 from lockstep.kernels.hopper import backward_strays as strays
@@ -21,23 +22,35 @@ from lockstep.kernels.hopper import backward_tiles as tiles
 from lockstep.kernels.hopper import backward_together as together
 from lockstep.kernels.hopper import backward_turns as turns
 
-MODULES = (apart, kernel, products, strays, tiles, together, turns)
+MODULES = (apart, board, kernel, products, strays, tiles, together, turns)
+NAMED = ("STAGED", "EMPTY", "KEYS_EMPTY", "DERIVED", "MEETING", "CONSUMERS", "CONSUMERS_AND_WARP")
+BLOCK_KV, HEAD_DIM = 128, {64: 128, 128: 64}
 # Taken before they are replaced.
 CREATE_TILES, CREATE_TURNS = tiles.Tiles.create.fn, turns.Turns.create.fn
-DESC = SimpleNamespace(
-    block_type=SimpleNamespace(nbytes=1), block_shape=[1] * 5, dtype=None, layout=None
-)
+CREATE_BOARD, LEAVE = board.Board.create.fn, tiles.Tiles.leave.fn
+
+
+class Value(Anything):
+    """One that knows what it was made of: a walk, and the number of a query tile in it."""
+
+    shape = (64,)
+
+    def __init__(self, of) -> None:
+        self.of = of
+        self.is_spoilt = False
 
 
 class Tile:
-    """Shared memory that remembers who reads it, and which writes have been fenced."""
+    """Shared memory that remembers what it holds, who reads it, and which writes were fenced."""
 
     dtype = None
 
     def __init__(self) -> None:
         self.readers = 0
-        self.written = [0, 0]  # how often, by each consumer
-        self.fenced = [0, 0]
+        self.glances = []  # scores under way, which nobody may need in the end
+        self.loaded = None
+        self.written = {}  # by each consumer, since it was last loaded or sent
+        self.unfenced = set()
 
     def slice(self, *_, **__):
         return self
@@ -47,17 +60,19 @@ class Tile:
     def load(self, _):
         return Anything()
 
-    def store(self, _):
+    def store(self, value):
         assert self.readers == 0, "written while it is read"
-        me = ROLE.consumer
-        self.written[me] += 1
-        ROLE.unfenced.append((self, me))
+        self.loaded = None
+        self.written[ROLE.consumer] = value.of
+        self.unfenced.add(ROLE.consumer)
+        ROLE.unfenced.append(self)
 
-    def read_exchanged(self) -> None:
-        """What both consumers have written is there, and fenced."""
-        assert self.written[0] == self.written[1], "half of it is missing"
-        assert self.fenced == self.written, "not fenced"
-        self.readers += 1
+    def holds(self, writers):
+        """What these consumers, and no others, have written: the same, and fenced."""
+        assert set(self.written) == set(writers), "half of it is missing"
+        assert not self.unfenced, "not fenced"
+        (value,) = set(self.written.values())
+        return value
 
 
 ROLE = threading.local()
@@ -66,17 +81,28 @@ ROLE = threading.local()
 class GluonOfTiles(PlainGluon):
     @staticmethod
     def allocate_shared_memory(_dtype, shape, _layout):
-        return Slots(Tile() for _ in range(shape[0]))
+        return shaped(shape)
+
+
+def shaped(shape):
+    slots = Slots(Tile() for _ in range(shape[0]))
+    slots.shape = shape
+    return slots
+
+
+def describe(rows, columns):
+    nbytes = SimpleNamespace(nbytes=1)
+    shape = [1, 1, 1, rows, columns]
+    return SimpleNamespace(block_type=nbytes, block_shape=shape, dtype=None, layout=None)
 
 
 class PlainTiles:
     def __init__(self, queries, keys, q_bars, ds_bars, kv_bars) -> None:
         self.q, self.stats, self.dout = queries
         self.k, self.v, self.ds = keys
-        self.k.shape = (1,) * 6
         self.full, self.inspected = q_bars
         self.ds_full, self.ds_empty = ds_bars
-        self.kv_full, self.dkv_full, self.k_inspected = kv_bars
+        self.kv_full, self.dkv_stored, self.k_inspected = kv_bars
         self.named: dict = {}
 
     def matrix(self, tile):
@@ -86,7 +112,15 @@ class PlainTiles:
         return self.k.index(0), self.v.index(0)
 
     release, await_empty = tiles.Tiles.release.fn, tiles.Tiles.await_empty.fn
-    meet = tiles.Tiles.meet.fn
+    release_keys, await_keys_empty = tiles.Tiles.release_keys.fn, tiles.Tiles.await_keys_empty.fn
+    meet, derived = tiles.Tiles.meet.fn, tiles.Tiles.derived.fn
+    await_derived = tiles.Tiles.await_derived.fn
+
+    def leave(self, w, slot, dk, dv) -> None:
+        if not ROLE.apart:
+            for tile in self.derived(slot, w):
+                tile.written = {}  # from here on it is this consumer's alone
+        LEAVE(self, w, slot, dk, dv)
 
 
 class PlainTurns:
@@ -99,14 +133,49 @@ class PlainTurns:
         self.parts.index(n % 2).store(dq)
 
 
+class PlainBoard:
+    def __init__(self, memory, tiles_per_head, *constants) -> None:
+        _, self.posted, self.wiped = memory
+        names = ("BLOCK_Q", "BLOCK_KV", "HAS_LEFT", "HAS_RIGHT", "HAS_EDGE")
+        self.__dict__.update(zip(names, constants, strict=True))
+        self.fields = {}
+        self.at = lambda n: n % board.SLOTS
+
+    _await_wiped = board.Board._await_wiped.fn
+
+    def post(self, n, walk) -> None:
+        self._await_wiped(n)
+        self.fields[n % board.SLOTS] = walk
+        kernel.mbarrier.arrive(self.posted.index(n % board.SLOTS), count=1)
+
+    def close(self, n) -> None:
+        self.post(n, None)
+
+    def has(self, n) -> bool:
+        kernel.mbarrier.wait(self.posted.index(n % board.SLOTS), (n // board.SLOTS) & 1)
+        return self.fields[n % board.SLOTS] is not None
+
+    def read(self, n):
+        walk = self.fields[n % board.SLOTS]
+        kernel.mbarrier.arrive(self.wiped.index(n % board.SLOTS), count=1)
+        return walk
+
+
 @pytest.fixture
 def crew(monkeypatch, request):
     crew = Crew(request.param)
     crew.sums = {}  # key tiles that have added to each query tile, in order
+    crew.derived = {}  # what has been stored, by key tile and first row
+    crew.tickets = 0
+    crew.counts = {}  # by tile: how many key tiles have added to it
 
     def load(desc, at, barrier, tile):
         crew.pause()
         assert tile.readers == 0, "loaded while it is read"
+        assert not tile.written, "loaded before it has been sent"
+        for value in tile.glances:
+            value.is_spoilt = True
+        tile.loaded = at
         barrier.change(0, -1)
 
     def arrive_by_number(number, threads):
@@ -126,37 +195,76 @@ def crew(monkeypatch, request):
         crew.pause(lambda: came["phase"] != phase)
 
     def fence():
-        for tile, who in ROLE.unfenced:
-            tile.fenced[who] += 1
+        for tile in ROLE.unfenced:
+            tile.unfenced.discard(ROLE.consumer)
         ROLE.unfenced.clear()
 
-    def read(*those, exchanged=None):
+    def read(*those):
         for tile in those:
             tile.readers += 1
-        if exchanged is not None:
-            exchanged.read_exchanged()
-        ROLE.groups.append([*those, *([exchanged] if exchanged is not None else [])])
-        return Anything()
+        ROLE.groups.append((those, None))
 
     def settle(pending, deps):
         crew.pause()
         while len(ROLE.groups) > pending:
-            for tile in ROLE.groups.pop(0):
-                tile.readers -= 1
+            those, value = ROLE.groups.pop(0)
+            for tile in those:
+                if value is None:
+                    tile.readers -= 1
+                else:
+                    tile.glances.remove(value)
         return deps[0] if len(deps) == 1 else deps
 
-    def send(desc, at, part):
+    def send(desc, at, tile):
+        value = tile.holds((0, 1) if ROLE.name == "add" or ROLE.apart else (at[1] // 64,))
+        read(tile)
         if ROLE.name == "produce":
-            return  # dk and dv, when everyone is done
-        part.read_exchanged()
-        ROLE.groups.append([part])
-        crew.sums.setdefault(at[0] // 32, []).append(ROLE.program)
+            crew.derived[at] = [*crew.derived.get(at, ()), value]
+        else:
+            ticket, t = value
+            assert crew.begins[ticket] + t == at[0] // 32
+            crew.sums.setdefault(at[0] // 32, []).append(ticket)
+        tile.written = {}
+
+    def multiply_scores(own, queries):
+        value = Value((own.loaded, queries.loaded))
+        for tile in (own, queries):
+            tile.glances.append(value)
+        ROLE.groups.append(((own, queries), value))
+        return value
+
+    def weigh_seen(s, lse2, walk, t, *_):
+        step = walk.ticket, t
+        assert s.of == (("keys", walk.ticket), ("queries", *step))
+        assert not s.is_spoilt
+        ROLE.steps.append(step)
+        ROLE.is_new = True
+        return Value(step), Anything()
+
+    def derive_scores(p, dp, *_):
+        assert dp.of == (("keys", p.of[0]), ("queries", *p.of))
+        assert not dp.is_spoilt
+        return p
 
     def multiply_dq(ds, k, half):
-        ROLE.products += 1
-        # Consumers apart first multiply what lies there, and it goes nowhere.
-        nowhere = ROLE.apart and ROLE.products == 1
-        return read(k, exchanged=None if nowhere else ds)
+        # Consumers apart multiply the step before; where there is none, it goes nowhere.
+        goes = len(ROLE.steps) == (1 + (ROLE.apart and ROLE.is_new))
+        ROLE.is_new = False
+        if not goes:
+            read()
+            return Value(None)
+        read(k, ds)
+        step = ROLE.steps.pop(0)
+        assert k.loaded == ("keys", step[0])
+        assert ds.holds((0, 1)) == step
+        return Value(step)
+
+    def add_product(sums, weights, tile):
+        ticket, t = weights.of
+        assert tile.loaded == ("queries", ticket, t)
+        assert sums.of in (None, ticket)
+        read(tile)
+        return Value(ticket)
 
     plain = {
         "mbarrier": crew.mbarrier,
@@ -166,90 +274,133 @@ def crew(monkeypatch, request):
         "tma_store_wait": lambda n: settle(n, (0,)),
         "gl": GluonOfTiles(),
         "barriers": lambda n, count: Slots(Barrier(count) for _ in range(n)),
-        "allocate_tiles": lambda desc, n: Slots(Tile() for _ in range(n)),
+        "allocate_tiles": lambda desc, n: shaped([n, *desc.block_shape]),
+        "allocate_numbers": lambda n: None,
         "Tiles": PlainTiles,
         "Turns": PlainTurns,
+        "Board": PlainBoard,
         "arrive": arrive_by_number,
         "await_all": await_by_number,
         "fence_async_shared": fence,
-        "multiply_scores": lambda own, queries: read(own, queries),
+        "zeros": lambda columns: Value(None),
+        "multiply_scores": multiply_scores,
         "multiply_dq": multiply_dq,
-        "warpgroup_mma": lambda left, right, *_, **__: read(right),
+        "add_product": add_product,
         "warpgroup_mma_wait": settle,
-        "weigh_seen": lambda *_: (Anything(), Anything()),
-        "derive_scores": lambda *_: Anything(),
+        "weigh_seen": weigh_seen,
+        "derive_scores": derive_scores,
         "replace_strays": lambda *_: None,
         "has_strays": lambda *_: False,
         "largest": lambda _: 0,
-        "_await_count": lambda tile, count: crew.pause(
-            lambda: len(crew.counts.setdefault(tile, [])) == count
-        ),
+        "assign": lambda ticket, *_: crew.assign(ticket),
+        "_await_count": lambda tile, count: crew.pause(lambda: crew.counts.get(tile, 0) == count),
         "_await_sums": lambda _: None,
-        **{name: getattr(tiles, name).value for name in ("STAGES", "PARTS", "STAGED", "EMPTY")},
-        **{name: getattr(tiles, name).value for name in ("MEETING", "CONSUMERS")},
-        "CONSUMERS_AND_WARP": tiles.CONSUMERS_AND_WARP.value,
-        "SLOTS": turns.SLOTS.value,
+        **{name: getattr(tiles, name).value for name in ("STAGES", "PARTS", *NAMED)},
         "ROWS": 64,
     }
-    crew.counts = {}  # by tile: a 1 for each key tile that has added to it
-    plain["gl"].atomic_add = lambda tile, one, **_: crew.counts.setdefault(tile, []).append(one)
+
+    def atomic_add(where, one, **_):
+        if where == "ticket":
+            crew.tickets += 1
+            return crew.tickets - 1
+        crew.counts[where] = crew.counts.get(where, 0) + 1
+
+    plain["gl"].atomic_add = atomic_add
     make_plain(monkeypatch, MODULES, plain)
+    for module, slots in ((turns, turns.SLOTS.value), (board, board.SLOTS.value)):
+        monkeypatch.setattr(module, "SLOTS", slots)
+    monkeypatch.setattr(board, "_FIELDS", board._FIELDS.value)
     return crew
 
 
-def play(role, program, named, action, threads=32, consumer=None, apart=False):
+def play(role, named, action, threads=32, consumer=None, apart=False):
     """A warp, or a warpgroup, that knows who it is."""
 
     def run() -> None:
-        ROLE.name, ROLE.program, ROLE.named, ROLE.threads = role, program, named, threads
-        ROLE.consumer, ROLE.apart, ROLE.products = consumer, apart, 0
+        ROLE.name, ROLE.named, ROLE.threads = role, named, threads
+        ROLE.consumer, ROLE.apart, ROLE.steps, ROLE.is_new = consumer, apart, [], False
         ROLE.unfenced, ROLE.groups = [], []
         action()
 
     return run
 
 
-@pytest.mark.parametrize("crew", range(30), indirect=True)
+class PlainWalk(SimpleNamespace):
+    """From the tile `begins[ticket]` to the last one."""
+
+    def next(self, tile, t):
+        return tile + 1, t + 1
+
+    def next_number(self, t):
+        return t + 1
+
+    def first_number(self):
+        return 0
+
+
+def program(block_q, masked, draws):
+    """The warps of one."""
+    is_apart = block_q == 128
+    query, key = describe(block_q, HEAD_DIM[block_q]), describe(BLOCK_KV, HEAD_DIM[block_q])
+    team = CREATE_TILES(query, query, query, key, key)
+    parts = CREATE_TURNS(query)
+    walks = CREATE_BOARD(4 + masked, 0, block_q, BLOCK_KV, False, masked, True)
+    roles = {
+        "produce": lambda: kernel.produce(
+            walks, team, *[query] * 3, *[key] * 2, *[query] * 2, "ticket", *[None] * 3,
+            len(draws), 0, 1, 1, 1, 1, *[0] * 6, "dense",
+        ),
+        "take turns": lambda: turns.take_turns(walks, parts, 0),
+        "add": lambda: turns.add_parts(walks, parts, query, 0),
+    }  # fmt: skip
+    if masked:
+        roles["inspect"] = lambda: strays.inspect(walks, team)
+    for name, run in roles.items():
+        yield play(name, team.named, run, apart=is_apart)
+    for w in (0, 1):
+
+        def consume(w=w):
+            kernel.consume(w, walks, team, parts, 1.0, 1.0, 1.0, False, True)
+
+        yield play(f"consume {w}", team.named, consume, 128, w, is_apart)
+
+
+@pytest.mark.parametrize("crew", range(40), indirect=True)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("block_q", [64, 128])
 def test_nobody_waits_forever_and_sums_have_one_order(crew, block_q, masked):
     draws = crew.draws
     n_tiles = draws.choice([1, 2, 3, 5, 9])
-    # By ticket; whoever comes later walks further, as under a causal mask.
-    begins = sorted(draws.randrange(n_tiles + 1) for _ in range(draws.choice([1, 2, 3])))[::-1]
-    warps = []
-    for program, begin in enumerate(begins):
-        team = CREATE_TILES(*[DESC] * 5)
-        parts = CREATE_TURNS(DESC)
-        cuts = [masked and draws.random() < 0.4 for _ in range(n_tiles + 1)]
-        walk = SimpleNamespace(
+    # By ticket: where a walk begins. Some are over at once.
+    crew.begins = begins = [draws.randrange(n_tiles + 1) for _ in range(draws.choice([1, 2, 5, 8]))]
+    cuts = [[masked and draws.random() < 0.4 for _ in range(n_tiles + 1)] for _ in begins]
+
+    def assign(ticket):
+        begin = begins[min(ticket, len(begins) - 1)]
+        walk = PlainWalk(
+            ticket=ticket,
             first_tile=begin,
             n_steps=n_tiles - begin,
             BLOCK_Q=block_q,
-            HAS_LEFT=False,
-            HAS_RIGHT=masked,
-            cuts=cuts.__getitem__,
-            next=lambda tile, t: (tile + 1, t + 1),
-            next_number=lambda t: t + 1,
-            turn=lambda t, i=program, b=begin: sum(other <= b + t for other in begins[:i]),
+            cuts=lambda t: cuts[ticket][t],
+            turn=lambda t: sum(other <= begin + t for other in begins[:ticket]),
         )
-        is_apart = block_q == 128
-        for w in (0, 1):
+        job = SimpleNamespace(
+            head=0,
+            first_q_tile=0,
+            q_coordinates=lambda head, row: ("queries", ticket, row // block_q),
+            kv_coordinates=lambda: ("keys", ticket),
+            dkv_coordinates=lambda row: (ticket, row),
+        )
+        return job, walk
 
-            def consumer(w=w, walk=walk, team=team, parts=parts):
-                kernel.consume(w, walk, team, parts, 1.0, 1.0, 1.0, False, True)
-
-            warps.append(play(f"consume {w}", program, team.named, consumer, 128, w, is_apart))
-        helpers = {
-            "produce": lambda walk=walk, team=team: kernel.produce(
-                Anything(), walk, team, 1, *[DESC] * 7
-            ),
-            "take turns": lambda walk=walk, parts=parts: turns.take_turns(parts, 0, walk),
-            "add": lambda walk=walk, parts=parts: turns.add_parts(parts, DESC, 0, walk),
-        }
-        if masked:
-            helpers["inspect"] = lambda walk=walk, team=team: strays.inspect(walk, team)
-        warps += [play(name, program, team.named, run) for name, run in helpers.items()]
-    crew.run(*warps)
+    crew.assign = assign
+    programs = [program(block_q, masked, begins) for _ in range(draws.choice([1, 2, 3]))]
+    crew.run(*(warp for warps in programs for warp in warps))
     for tile in range(n_tiles):
         assert crew.sums.get(tile, []) == [i for i, b in enumerate(begins) if b <= tile]
+    # dk and dv of every key tile, once.
+    for ticket, begin in enumerate(begins):
+        made_of = ticket if begin < n_tiles else None
+        for row in range(0, BLOCK_KV, block_q):
+            assert crew.derived[ticket, row] == [made_of] * 2

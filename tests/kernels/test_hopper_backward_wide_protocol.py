@@ -110,6 +110,7 @@ def walk_of(draws: random.Random, masked: bool) -> SimpleNamespace:
         hide=Anything(),
         next=lambda tile, t: (tile + 1, t + 1),
         next_number=lambda t: t + 1,
+        first_number=lambda: 0,
     )
 
 

@@ -40,6 +40,7 @@ from lockstep.kernels.hopper.backward_call import (
 from lockstep.kernels.hopper.backward_kernel import backward_kernel
 from lockstep.kernels.hopper.backward_rows import finish_queries
 from lockstep.kernels.hopper.copy_engine import flat_map, tensor_map
+from lockstep.kernels.hopper.launch import processors
 from lockstep.kernels.kernel import Given, Gradients, Needs
 from lockstep.problem import AttentionProblem, Tensors
 
@@ -51,6 +52,9 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168}
 # Where all walks begin at the first query tile, programs of one head follow each other a step
 # apart. Tickets go round so many heads that these programs make no more than this many.
 KEY_TILES_AT_ONCE = 128
+# To be tuned: the more, the less programs of a head wait for each other, and the less of L2 they
+# share.
+MASKED_HEADS_AT_ONCE = 16
 
 
 def supports_backward(problem: AttentionProblem) -> str | None:
@@ -131,7 +135,8 @@ class NarrowCall(Call):
         counters = work.turn, work.ticket
         rows = self.prepare_statistics(tensors, (out, lse, dout, dlse), work.stats, counters)
         arguments, constants = kernel_arguments(problem, tensors, dout, dk, dv, cut, work)
-        pairs = self.launch(backward_kernel, (cut.programs, 1, 1), arguments, constants, **OPTIONS)
+        programs = min(cut.programs, processors(dout.device))
+        pairs = self.launch(backward_kernel, (programs, 1, 1), arguments, constants, **OPTIONS)
         queries = None
         if dq is not None:
             arguments, constants = queries_arguments(problem, tensors, dq, cut, work)
@@ -172,7 +177,7 @@ def kernel_arguments(
     query_block = [1, 1, 1, cut.block_q, cut.block_d]
     key_block = [1, 1, 1, BLOCK_KV, cut.block_d]
     n_heads = cut.sequences * problem.Hkv
-    at_once = 1
+    at_once = min(n_heads, MASKED_HEADS_AT_ONCE)
     if problem.window[1] is None:
         at_once = min(n_heads, max(1, KEY_TILES_AT_ONCE // cut.kv_slots))
     arguments = (
@@ -181,8 +186,8 @@ def kernel_arguments(
         flat_map(work.stats.view(-1), [2 * cut.block_q]),
         tensor_map(tensors.k, key_block, packed, ragged_kv),
         tensor_map(tensors.v, key_block, packed, ragged_kv),
-        tensor_map(dk, key_block, packed, packed),
-        tensor_map(dv, key_block, packed, packed),
+        tensor_map(dk, query_block, packed, packed),
+        tensor_map(dv, query_block, packed, packed),
         flat_map(work.sums, [32, 256]),
         *(work.turn, work.ticket, tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens),
         *scales_of(problem),

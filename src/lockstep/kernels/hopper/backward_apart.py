@@ -35,78 +35,92 @@ from lockstep.kernels.hopper.gluon_shim import (
 
 @gluon.jit
 def consume_apart(
-    W: gl.constexpr, walk, tiles, turns, scale, scale_log2, cap_log2, CAPPED: gl.constexpr,
+    W: gl.constexpr, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED: gl.constexpr,
     HIDES_SCORES: gl.constexpr,
 ):  # fmt: skip
     """`backward_kernel.consume`"""
-    BLOCK_Q: gl.constexpr = walk.BLOCK_Q
-    MASKED: gl.constexpr = walk.HAS_LEFT or walk.HAS_RIGHT
+    BLOCK_Q: gl.constexpr = board.BLOCK_Q
+    MASKED: gl.constexpr = board.HAS_LEFT or board.HAS_RIGHT
     D: gl.constexpr = tiles.k.shape[5]
     dtype: gl.constexpr = tiles.k.dtype
     columns: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_Q))
-    dk, dv = zeros(D), zeros(D)
 
-    mbarrier.wait(tiles.kv_full, 0)
-    mbarrier.wait(tiles.full.index(0), 0, pred=walk.n_steps > 0)
-    first_k, _ = tiles.keys(0, True)
-    s = multiply_scores(first_k.slice(W * ROWS, ROWS, dim=0), tiles.matrix(tiles.q.index(0)))
-    s = warpgroup_mma_wait(0, deps=(s,))
-    t = walk.n_steps * 0
-    for n in range(walk.n_steps):
-        slot = n % STAGES
-        stats = tiles.stats.index(slot)
-        q = tiles.matrix(tiles.q.index(slot))
-        dout = tiles.matrix(tiles.dout.index(slot))
-        k, v = tiles.keys(n, not MASKED)
-        if MASKED:
-            mbarrier.wait(tiles.inspected.index(slot), (n // STAGES) & 1)
-        dp = multiply_scores(v.slice(W * ROWS, ROWS, dim=0), dout)
-        lse2 = gl.expand_dims(stats.slice(0, BLOCK_Q).load(columns), 0)
-        p, slope = weigh_seen(
-            s, lse2, walk, t, W * ROWS, scale_log2, cap_log2, CAPPED, HIDES_SCORES
-        )
-        dv = add_product(dv, p.to(dtype), dout)
+    calls = 0
+    keys = 0  # that have been loaded: walks of no tile have none
+    begin = 0
+    while board.has(calls):
+        walk = board.read(calls)
+        end = begin + walk.n_steps
+        is_any = walk.n_steps > 0
+        dk, dv = zeros(D), zeros(D)
+        mbarrier.wait(tiles.dkv_stored, (calls & 1) ^ 1)
+        mbarrier.wait(tiles.kv_full, keys & 1, pred=is_any)
+        mbarrier.wait(tiles.full.index(begin % STAGES), (begin // STAGES) & 1, pred=is_any)
+        first_k, _ = tiles.keys(0, True)
+        first_q = tiles.matrix(tiles.q.index(begin % STAGES))
+        s = multiply_scores(first_k.slice(W * ROWS, ROWS, dim=0), first_q)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        t = walk.first_number()
+        for n in range(begin, end):
+            slot = n % STAGES
+            stats = tiles.stats.index(slot)
+            q = tiles.matrix(tiles.q.index(slot))
+            dout = tiles.matrix(tiles.dout.index(slot))
+            k, v = tiles.keys(n, not MASKED)
+            if MASKED:
+                mbarrier.wait(tiles.inspected.index(slot), (n // STAGES) & 1)
+            dp = multiply_scores(v.slice(W * ROWS, ROWS, dim=0), dout)
+            lse2 = gl.expand_dims(stats.slice(0, BLOCK_Q).load(columns), 0)
+            p, slope = weigh_seen(
+                s, lse2, walk, t, W * ROWS, scale_log2, cap_log2, CAPPED, HIDES_SCORES
+            )
+            dv = add_product(dv, p.to(dtype), dout)
 
-        dp = warpgroup_mma_wait(1, deps=(dp,))
-        # Read no earlier: registers are short while scores and dp are both there.
-        delta = stats.slice(BLOCK_Q, BLOCK_Q).load(columns)
-        ds = derive_scores(p, dp, gl.expand_dims(delta, 0), slope, CAPPED).to(dtype)
-        mbarrier.wait(tiles.ds_empty.index(n % 2), ((n // 2) & 1) ^ 1)
-        tiles.ds.index(n % 2).slice(W * ROWS, ROWS, dim=1).permute((1, 0)).store(ds)
-        # For dS, and for what was left of dQ in the step before.
+            dp = warpgroup_mma_wait(1, deps=(dp,))
+            # Read no earlier: registers are short while scores and dp are both there.
+            delta = stats.slice(BLOCK_Q, BLOCK_Q).load(columns)
+            ds = derive_scores(p, dp, gl.expand_dims(delta, 0), slope, CAPPED).to(dtype)
+            mbarrier.wait(tiles.ds_empty.index(n % 2), ((n // 2) & 1) ^ 1)
+            ds_tile = tiles.matrix(tiles.ds.index(n % 2))
+            ds_tile.slice(W * ROWS, ROWS, dim=1).permute((1, 0)).store(ds)
+            # For dS, and for what was left of dQ in the step before.
+            fence_async_shared()
+            turns.announce(n - 2, n > begin + 1)
+            mbarrier.arrive(tiles.ds_full.index(n % 2), count=1)
+            # The first step has no step before it: what it multiplies instead goes nowhere.
+            is_part = n > begin
+            m = gl.where(is_part, n - 1, n)
+            mbarrier.wait(tiles.ds_full.index(m % 2), (m // 2) & 1, pred=is_part)
+            dq = multiply_dq(tiles.matrix(tiles.ds.index(m % 2)), k, W)
+            dk = add_product(dk, ds, q)
+
+            turns.await_room(m)
+            dq = warpgroup_mma_wait(1, deps=(dq,))
+            mbarrier.arrive(tiles.ds_empty.index(m % 2), count=1, pred=is_part)
+            turns.leave(m, dq, W)
+            ahead = (n + 1) % STAGES
+            is_more = n + 1 < end
+            mbarrier.wait(tiles.full.index(ahead), ((n + 1) // STAGES) & 1, pred=is_more)
+            # After the last tile this multiplies what lies there, and nobody looks at it.
+            s = multiply_scores(k.slice(W * ROWS, ROWS, dim=0), tiles.matrix(tiles.q.index(ahead)))
+            s, dk, dv = warpgroup_mma_wait(0, deps=(s, dk, dv))
+            if is_more:
+                tiles.release(slot)
+            t = walk.next_number(t)
+
         fence_async_shared()
-        turns.announce(n - 2)
-        mbarrier.arrive(tiles.ds_full.index(n % 2), count=1)
-        # The first step has no step before it: what it multiplies instead goes nowhere.
-        is_part = n > 0
-        m = gl.maximum(n - 1, 0)
-        mbarrier.wait(tiles.ds_full.index(m % 2), (m // 2) & 1, pred=is_part)
-        dq = multiply_dq(tiles.ds.index(m % 2), k, W)
-        dk = add_product(dk, ds, q)
-
+        turns.announce(end - 2, walk.n_steps > 1)
+        m = gl.where(is_any, end - 1, end)
+        mbarrier.wait(tiles.ds_full.index(m % 2), (m // 2) & 1, pred=is_any)
+        if MASKED:
+            mbarrier.wait(tiles.k_inspected, keys & 1, pred=is_any)
+        last_k, _ = tiles.keys(0, True)
+        last_ds = tiles.matrix(tiles.ds.index(m % 2))
+        dq = warpgroup_mma_wait(0, deps=(multiply_dq(last_ds, last_k, W),))
+        mbarrier.arrive(tiles.ds_empty.index(m % 2), count=1, pred=is_any)
         turns.await_room(m)
-        dq = warpgroup_mma_wait(1, deps=(dq,))
-        mbarrier.arrive(tiles.ds_empty.index(m % 2), count=1, pred=is_part)
         turns.leave(m, dq, W)
-        ahead = (n + 1) % STAGES
-        is_more = n + 1 < walk.n_steps
-        mbarrier.wait(tiles.full.index(ahead), ((n + 1) // STAGES) & 1, pred=is_more)
-        # After the last tile this multiplies what lies there, and nobody looks at it.
-        s = multiply_scores(k.slice(W * ROWS, ROWS, dim=0), tiles.matrix(tiles.q.index(ahead)))
-        s, dk, dv = warpgroup_mma_wait(0, deps=(s, dk, dv))
-        if n + STAGES < walk.n_steps:
-            tiles.release(slot)
-        t = walk.next_number(t)
-
-    fence_async_shared()
-    turns.announce(walk.n_steps - 2)
-    is_part = walk.n_steps > 0
-    m = gl.maximum(walk.n_steps - 1, 0)
-    mbarrier.wait(tiles.ds_full.index(m % 2), (m // 2) & 1, pred=is_part)
-    if MASKED:
-        mbarrier.wait(tiles.k_inspected, 0, pred=is_part)
-    last_k, _ = tiles.keys(0, True)
-    dq = warpgroup_mma_wait(0, deps=(multiply_dq(tiles.ds.index(m % 2), last_k, W),))
-    turns.await_room(m)
-    turns.leave(m, dq, W)
-    finish(W, walk, tiles, turns, dk, dv, scale, MASKED)
+        finish(W, end, walk, tiles, turns, dk, dv, scale, MASKED)
+        begin = end
+        keys += gl.minimum(walk.n_steps, 1)
+        calls += 1

@@ -14,6 +14,7 @@ wait for turns at dQ, to add to it, and where there is a mask, to look for what 
 from __future__ import annotations
 
 from lockstep.kernels.hopper.backward_apart import consume_apart
+from lockstep.kernels.hopper.backward_board import Board
 from lockstep.kernels.hopper.backward_strays import inspect
 from lockstep.kernels.hopper.backward_tiles import STAGES, Tiles
 from lockstep.kernels.hopper.backward_together import consume_together
@@ -30,43 +31,99 @@ from lockstep.kernels.hopper.gluon_shim import (
 
 
 @gluon.jit
-def produce(job, walk, tiles, heads_per_kv, q_desc, dout_desc, stats_desc, k_desc, v_desc,
-            dk_desc, dv_desc):  # fmt: skip
-    """Partition of one warp: loads k, v and the query tiles, and stores dk and dv."""
-    mbarrier.expect(tiles.kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    tma_load(k_desc, job.kv_coordinates(), tiles.kv_full, tiles.k.index(0))
-    tma_load(v_desc, job.kv_coordinates(), tiles.kv_full, tiles.v.index(0))
-    tile = walk.first_tile
-    t = tile * 0
-    head = job.head * heads_per_kv
-    for n in range(walk.n_steps):
-        slot = n % STAGES
-        row = job.q_coordinates(head, (job.first_q_tile + t) * walk.BLOCK_Q)
-        if n >= STAGES:
-            tiles.await_empty(slot)
-        full = tiles.full.index(slot)
-        mbarrier.expect(full, 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
-        tma_load(q_desc, row, full, tiles.q.index(slot))
-        tma_load(stats_desc, [tile * (2 * walk.BLOCK_Q)], full, tiles.stats.index(slot))
-        tma_load(dout_desc, row, full, tiles.dout.index(slot))
-        tile, t = walk.next(tile, t)
-        head = gl.where(t == 0, head + 1, head)
-    mbarrier.wait(tiles.dkv_full, 0)
-    tma_store(dk_desc, job.dkv_coordinates(), tiles.k.index(0))
-    tma_store(dv_desc, job.dkv_coordinates(), tiles.v.index(0))
+def load_queries(n, tile, t, head, job, tiles, q_desc, dout_desc, stats_desc):
+    """The query tiles of the n-th step, into a slot that is free."""
+    slot = n % STAGES
+    row = job.q_coordinates(head, (job.first_q_tile + t) * q_desc.block_shape[3])
+    full = tiles.full.index(slot)
+    mbarrier.expect(full, 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
+    tma_load(q_desc, row, full, tiles.q.index(slot))
+    tma_load(stats_desc, [tile * stats_desc.block_shape[0]], full, tiles.stats.index(slot))
+    tma_load(dout_desc, row, full, tiles.dout.index(slot))
+
+
+@gluon.jit
+def store_keys(n, job, tiles, dk_desc, dv_desc):
+    """dk and dv of a walk that ends after `n` steps in all, when they are there."""
+    BLOCK_Q: gl.constexpr = dk_desc.block_shape[3]
+    tiles.await_derived()
+    for i in gl.static_range(tiles.k.shape[4] // BLOCK_Q):
+        dk, dv = tiles.derived((n + 1) % STAGES, i)
+        tma_store(dk_desc, job.dkv_coordinates(i * BLOCK_Q), dk)
+        tma_store(dv_desc, job.dkv_coordinates(i * BLOCK_Q), dv)
     tma_store_wait(0)
+    mbarrier.arrive(tiles.dkv_stored, count=1)
+
+
+@gluon.jit
+def produce(
+    board, tiles, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, ticket_ptr,
+    cu_q_ptr, cu_kv_ptr, kv_lens_ptr, kv_slots, q_slots, n_heads, heads_at_once, Hkv, heads_per_kv,
+    B, Sq, Skv, left, right, kv_batch_rows, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Partition of one warp: draws tickets, loads keys and queries, and stores dk and dv.
+
+    Keys of the next walk come while the last dk and dv leave."""
+    calls = 0
+    keys = 0  # that have been loaded: walks of no tile have none
+    n = 0
+    # Whoever draws a ticket has all earlier ones of its own behind it, or under way.
+    ticket = gl.atomic_add(ticket_ptr, 1)
+    last, walk = assign(
+        ticket, kv_slots, q_slots, n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left,
+        right, kv_batch_rows, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, LAYOUT, board.HAS_LEFT,
+        board.HAS_RIGHT, board.HAS_EDGE, board.BLOCK_Q, board.BLOCK_KV,
+    )  # fmt: skip
+    while ticket < kv_slots * n_heads:
+        job, walk = assign(
+            ticket, kv_slots, q_slots, n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left,
+            right, kv_batch_rows, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, LAYOUT, board.HAS_LEFT,
+            board.HAS_RIGHT, board.HAS_EDGE, board.BLOCK_Q, board.BLOCK_KV,
+        )  # fmt: skip
+        board.post(calls, walk)
+        tile = walk.first_tile
+        t = walk.first_number()
+        head = job.head * heads_per_kv
+        if walk.n_steps > 0:
+            load_queries(n, tile, t, head, job, tiles, q_desc, dout_desc, stats_desc)
+            if keys > 0:
+                tiles.await_keys_empty()
+            mbarrier.expect(tiles.kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+            tma_load(v_desc, job.kv_coordinates(), tiles.kv_full, tiles.v.index(0))
+            tma_load(k_desc, job.kv_coordinates(), tiles.kv_full, tiles.k.index(0))
+            keys += 1
+        if calls > 0:
+            store_keys(n, last, tiles, dk_desc, dv_desc)
+        for i in range(1, walk.n_steps):
+            tile, t = walk.next(tile, t)
+            head = gl.where(t == walk.first_number(), head + 1, head)
+            if i >= STAGES:
+                tiles.await_empty((n + i) % STAGES)
+            load_queries(n + i, tile, t, head, job, tiles, q_desc, dout_desc, stats_desc)
+        n += walk.n_steps
+        if walk.n_steps >= STAGES:
+            # That of the last step but one: the next walk begins there.
+            tiles.await_empty(n % STAGES)
+        last = job
+        calls += 1
+        ticket = gl.atomic_add(ticket_ptr, 1)
+    board.close(calls)
+    if keys > 0:
+        tiles.await_keys_empty()
+    if calls > 0:
+        store_keys(n, last, tiles, dk_desc, dv_desc)
 
 
 @gluon.jit
 def consume(
-    W: gl.constexpr, walk, tiles, turns, scale, scale_log2, cap_log2, CAPPED: gl.constexpr,
+    W: gl.constexpr, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED: gl.constexpr,
     HIDES_SCORES: gl.constexpr,
 ):  # fmt: skip
     """Partition of four warps: the keys from W·ROWS on, and one half of every tile of dQ."""
-    if walk.BLOCK_Q == 64:
-        consume_together(W, walk, tiles, turns, scale, scale_log2, cap_log2, CAPPED, HIDES_SCORES)
+    if board.BLOCK_Q == 64:
+        consume_together(W, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED, HIDES_SCORES)
     else:
-        consume_apart(W, walk, tiles, turns, scale, scale_log2, cap_log2, CAPPED, HIDES_SCORES)
+        consume_apart(W, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED, HIDES_SCORES)
 
 
 @gluon.jit(
@@ -83,28 +140,28 @@ def backward_kernel(
     LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr,
     CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr,
 ):  # fmt: skip
-    # Drawn in the order in which programs start to run.
-    ticket = gl.atomic_add(ticket_ptr, 1)
-    job, walk = assign(
-        ticket, kv_slots, q_slots, n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left,
-        right, kv_batch_rows, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT,
-        HAS_EDGE, q_desc.block_shape[3], k_desc.block_shape[3],
+    MASKED: gl.constexpr = HAS_LEFT or HAS_RIGHT
+    board = Board.create(
+        5 if MASKED else 4, q_slots, q_desc.block_shape[3], k_desc.block_shape[3], HAS_LEFT,
+        HAS_RIGHT, HAS_EDGE,
     )  # fmt: skip
     tiles = Tiles.create(q_desc, dout_desc, stats_desc, k_desc, v_desc)
     turns = Turns.create(sums_desc)
     # Tuples are written out in place: bound to a name, the constants in them become tensors.
-    if HAS_LEFT or HAS_RIGHT:
+    if MASKED:
         gl.warp_specialize(
             [
-                (consume, (0, walk, tiles, turns, scale, scale_log2, cap_log2, CAPPED,
+                (consume, (0, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED,
                            HIDES_SCORES)),
-                (consume, (1, walk, tiles, turns, scale, scale_log2, cap_log2, CAPPED,
+                (consume, (1, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED,
                            HIDES_SCORES)),
-                (produce, (job, walk, tiles, heads_per_kv, q_desc, dout_desc, stats_desc, k_desc,
-                           v_desc, dk_desc, dv_desc)),
-                (take_turns, (turns, turn_ptr, walk)),
-                (add_parts, (turns, sums_desc, turn_ptr, walk)),
-                (inspect, (walk, tiles)),
+                (produce, (board, tiles, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
+                           dv_desc, ticket_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, kv_slots,
+                           q_slots, n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left,
+                           right, kv_batch_rows, LAYOUT)),
+                (take_turns, (board, turns, turn_ptr)),
+                (add_parts, (board, turns, sums_desc, turn_ptr)),
+                (inspect, (board, tiles)),
             ],
             [4, 1, 1, 1, 1],
             [240, 24, 24, 24, 24],
@@ -112,14 +169,16 @@ def backward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, walk, tiles, turns, scale, scale_log2, cap_log2, CAPPED,
+                (consume, (0, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED,
                            HIDES_SCORES)),
-                (consume, (1, walk, tiles, turns, scale, scale_log2, cap_log2, CAPPED,
+                (consume, (1, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED,
                            HIDES_SCORES)),
-                (produce, (job, walk, tiles, heads_per_kv, q_desc, dout_desc, stats_desc, k_desc,
-                           v_desc, dk_desc, dv_desc)),
-                (take_turns, (turns, turn_ptr, walk)),
-                (add_parts, (turns, sums_desc, turn_ptr, walk)),
+                (produce, (board, tiles, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
+                           dv_desc, ticket_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, kv_slots,
+                           q_slots, n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left,
+                           right, kv_batch_rows, LAYOUT)),
+                (take_turns, (board, turns, turn_ptr)),
+                (add_parts, (board, turns, sums_desc, turn_ptr)),
             ],
             [4, 1, 1, 1],
             [240, 24, 24, 24],

@@ -7,11 +7,11 @@ in registers, of the products for dV and dK.
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.backward_tiles import STAGES
 from lockstep.kernels.hopper.gluon_shim import (
     fence_async_shared,
     gl,
     gluon,
-    mbarrier,
     warpgroup_mma,
 )
 
@@ -102,18 +102,16 @@ def multiply_dq(ds, k, half: gl.constexpr):
 
 
 @gluon.jit
-def finish(W: gl.constexpr, walk, tiles, turns, dk, dv, scale, MASKED: gl.constexpr):
-    """The end of a consumer: announces the last tile of dQ it has left, and leaves dk and dv."""
+def finish(W: gl.constexpr, n, walk, tiles, turns, dk, dv, scale, MASKED: gl.constexpr):
+    """The end of a walk, after `n` steps in all: announces the last tile of dQ that this consumer
+    has left, and leaves dk and dv."""
     fence_async_shared()
-    turns.announce(walk.n_steps - 1)
-    # From here on nobody reads k.
+    turns.announce(n - 1, walk.n_steps > 0)
     tiles.meet()
+    if walk.n_steps > 0:
+        tiles.release_keys()
     if MASKED:
         # Whatever is not finite is NaN: `backward_strays`.
         dk += dk * 0.0
         dv += dv * 0.0
-    k, v = tiles.keys(0, True)
-    v.slice(W * ROWS, ROWS, dim=0).store(dv.to(v.dtype))
-    k.slice(W * ROWS, ROWS, dim=0).store((dk * scale).to(k.dtype))
-    fence_async_shared()
-    mbarrier.arrive(tiles.dkv_full, count=1)
+    tiles.leave(W, (n + 1) % STAGES, dk * scale, dv)

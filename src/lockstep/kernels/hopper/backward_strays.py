@@ -36,29 +36,37 @@ def largest(dtype):
 
 
 @gluon.jit
-def inspect(walk, tiles):
+def inspect(board, tiles):
     """Partition of one warp: says of each query tile that consumers may go on with it. From the
-    first tile on v is clean; k, which they need for dQ only, is somewhat later."""
+    first tile of a walk on v is clean; k, which they need for dQ only, is somewhat later."""
     dtype: gl.constexpr = tiles.k.dtype
     LARGEST: gl.constexpr = largest(dtype)
-    t = walk.n_steps * 0
-    for n in range(walk.n_steps):
-        slot = n % STAGES
-        if n == 0:
-            mbarrier.wait(tiles.kv_full, 0)
-            replace_strays(tiles.keys(0, True)[1], dtype, 0)
-        mbarrier.wait(tiles.full.index(slot), (n // STAGES) & 1)
-        if walk.cuts(t):  # noqa: SIM102, Gluon would evaluate both sides of an `and`
-            if has_strays(tiles.stats.index(slot), walk.BLOCK_Q):
-                replace_strays(tiles.matrix(tiles.q.index(slot)), dtype, 0)
-                replace_strays(tiles.matrix(tiles.dout.index(slot)), dtype, 0)
-        fence_async_shared()
-        mbarrier.arrive(tiles.inspected.index(slot), count=1)
-        if n == 0:
-            replace_strays(tiles.keys(0, True)[0], dtype, LARGEST)
+    calls = 0
+    keys = 0  # that have been loaded: walks of no tile have none
+    begin = 0
+    while board.has(calls):
+        walk = board.read(calls)
+        t = walk.first_number()
+        for n in range(begin, begin + walk.n_steps):
+            slot = n % STAGES
+            if n == begin:
+                mbarrier.wait(tiles.kv_full, keys & 1)
+                replace_strays(tiles.keys(0, True)[1], dtype, 0)
+            mbarrier.wait(tiles.full.index(slot), (n // STAGES) & 1)
+            if walk.cuts(t):  # noqa: SIM102, Gluon would evaluate both sides of an `and`
+                if has_strays(tiles.stats.index(slot), walk.BLOCK_Q):
+                    replace_strays(tiles.matrix(tiles.q.index(slot)), dtype, 0)
+                    replace_strays(tiles.matrix(tiles.dout.index(slot)), dtype, 0)
             fence_async_shared()
-            mbarrier.arrive(tiles.k_inspected, count=1)
-        t = walk.next_number(t)
+            mbarrier.arrive(tiles.inspected.index(slot), count=1)
+            if n == begin:
+                replace_strays(tiles.keys(0, True)[0], dtype, LARGEST)
+                fence_async_shared()
+                mbarrier.arrive(tiles.k_inspected, count=1)
+            t = walk.next_number(t)
+        begin += walk.n_steps
+        keys += gl.minimum(walk.n_steps, 1)
+        calls += 1
 
 
 @gluon.jit

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon, mbarrier
+from lockstep.kernels.hopper.gluon_shim import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+)
 from lockstep.kernels.hopper.named_barriers import FIRST_FREE, arrive, await_all
 
 STAGES = gl.constexpr(2)
@@ -13,6 +19,8 @@ CONSUMERS_AND_WARP = gl.constexpr(288)
 MEETING = FIRST_FREE
 STAGED = gl.constexpr(FIRST_FREE.value + 1)  # PARTS of them
 EMPTY = gl.constexpr(STAGED.value + PARTS.value)  # STAGES of them
+KEYS_EMPTY = gl.constexpr(EMPTY.value + STAGES.value)
+DERIVED = gl.constexpr(KEYS_EMPTY.value + 1)
 
 
 @gluon.jit
@@ -34,20 +42,23 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 @aggregate
 class Tiles:
     """`stats` holds lse2 and delta of a query tile. `full` complete when the tiles of a step have
-    landed; when both consumers are done with them, the named barriers from EMPTY on do."""
+    landed; when both consumers are done with them, the named barriers from EMPTY on do. Likewise
+    `kv_full` and KEYS_EMPTY for the keys of a walk. At its end dk and dv lie where nobody needs
+    anything any more, or not yet: DERIVED says that they are there, `dkv_stored` that they are
+    gone."""
 
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, 1, BLOCK_Q, D]
     stats: gl.shared_memory_descriptor  # [STAGES, 2 * BLOCK_Q] fp32
     dout: gl.shared_memory_descriptor  # [STAGES, 1, 1, 1, BLOCK_Q, D]
-    k: gl.shared_memory_descriptor  # [1, 1, 1, 1, BLOCK_KV, D], dk in the end
+    k: gl.shared_memory_descriptor  # [1, 1, 1, 1, BLOCK_KV, D]
     v: gl.shared_memory_descriptor
-    ds: gl.shared_memory_descriptor  # [2, BLOCK_Q, BLOCK_KV]
+    ds: gl.shared_memory_descriptor  # [2, 1, 1, 1, BLOCK_Q, BLOCK_KV]
     full: gl.shared_memory_descriptor
     inspected: gl.shared_memory_descriptor  # of q and dout: `backward_strays`
     ds_full: gl.shared_memory_descriptor  # for consumers apart
     ds_empty: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
-    dkv_full: gl.shared_memory_descriptor
+    dkv_stored: gl.shared_memory_descriptor
     k_inspected: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
@@ -63,7 +74,7 @@ class Tiles:
         self.ds_full = ds_bars[0]
         self.ds_empty = ds_bars[1]
         self.kv_full = kv_bars[0]
-        self.dkv_full = kv_bars[1]
+        self.dkv_stored = kv_bars[1]
         self.k_inspected = kv_bars[2]
 
     @gluon.jit
@@ -71,21 +82,20 @@ class Tiles:
         dtype: gl.constexpr = q_desc.dtype
         BLOCK_Q: gl.constexpr = q_desc.block_shape[3]
         BLOCK_KV: gl.constexpr = k_desc.block_shape[3]
-        ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_Q, BLOCK_KV], dtype)
         q = allocate_tiles(q_desc, STAGES)
         stats = allocate_tiles(stats_desc, STAGES)
         dout = allocate_tiles(dout_desc, STAGES)
         k = allocate_tiles(k_desc, 1)
         v = allocate_tiles(v_desc, 1)
-        ds = gl.allocate_shared_memory(dtype, [2, BLOCK_Q, BLOCK_KV], ds_layout)
+        ds = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, BLOCK_Q, BLOCK_KV], q_desc.layout)
         kv_full, k_inspected = barriers(1, 1).index(0), barriers(1, 1).index(0)
-        dkv_full = barriers(1, 2).index(0)
+        dkv_stored = barriers(1, 1).index(0)
         return Tiles(
             (q, stats, dout),
             (k, v, ds),
             (barriers(STAGES, 1), barriers(STAGES, 1)),
             (barriers(2, 2), barriers(2, 2)),
-            (kv_full, dkv_full, k_inspected),
+            (kv_full, dkv_stored, k_inspected),
         )
 
     @gluon.jit
@@ -111,6 +121,43 @@ class Tiles:
         await_all(EMPTY + slot, CONSUMERS_AND_WARP)
 
     @gluon.jit
+    def release_keys(self):
+        """Consumer: k and v may be written over."""
+        arrive(KEYS_EMPTY, CONSUMERS_AND_WARP)
+
+    @gluon.jit
+    def await_keys_empty(self):
+        """Producer: wait until k and v of the walk before may be written over."""
+        await_all(KEYS_EMPTY, CONSUMERS_AND_WARP)
+
+    @gluon.jit
     def meet(self):
         """Consumer: wait for the other one."""
         await_all(MEETING, CONSUMERS)
+
+    @gluon.jit
+    def derived(self, slot, i: gl.constexpr):
+        """Where the i-th tiles [BLOCK_Q, D] of dk and dv lie, if `slot` is that of the walk's last
+        query tile. The next walk begins with the other one."""
+        if self.q.shape[4] == self.k.shape[4]:
+            return self.q.index(slot), self.dout.index(slot)
+        else:  # noqa: RET505, Gluon would compile both
+            return (self.q if i == 0 else self.dout).index(slot), self.ds.index(i)
+
+    @gluon.jit
+    def leave(self, W: gl.constexpr, slot, dk, dv):
+        """Consumer: its rows of dk and dv, to be stored."""
+        BLOCK_Q: gl.constexpr = self.q.shape[4]
+        ROWS: gl.constexpr = dk.shape[0]
+        row: gl.constexpr = W * ROWS
+        dk_tile, dv_tile = self.derived(slot, row // BLOCK_Q)
+        rows: gl.constexpr = row % BLOCK_Q
+        self.matrix(dk_tile).slice(rows, ROWS, dim=0).store(dk.to(dk_tile.dtype))
+        self.matrix(dv_tile).slice(rows, ROWS, dim=0).store(dv.to(dv_tile.dtype))
+        fence_async_shared()
+        arrive(DERIVED, CONSUMERS_AND_WARP)
+
+    @gluon.jit
+    def await_derived(self):
+        """Producer: wait until dk and dv are there."""
+        await_all(DERIVED, CONSUMERS_AND_WARP)

@@ -36,63 +36,74 @@ from lockstep.kernels.hopper.gluon_shim import (
 
 @gluon.jit
 def consume_together(
-    W: gl.constexpr, walk, tiles, turns, scale, scale_log2, cap_log2, CAPPED: gl.constexpr,
+    W: gl.constexpr, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED: gl.constexpr,
     HIDES_SCORES: gl.constexpr,
 ):  # fmt: skip
     """`backward_kernel.consume`"""
-    BLOCK_Q: gl.constexpr = walk.BLOCK_Q
-    MASKED: gl.constexpr = walk.HAS_LEFT or walk.HAS_RIGHT
+    BLOCK_Q: gl.constexpr = board.BLOCK_Q
+    MASKED: gl.constexpr = board.HAS_LEFT or board.HAS_RIGHT
     D: gl.constexpr = tiles.k.shape[5]
     dtype: gl.constexpr = tiles.k.dtype
     columns: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_Q))
-    dk, dv = zeros(D), zeros(D)
-
     ready = tiles.inspected if MASKED else tiles.full
-    mbarrier.wait(tiles.kv_full, 0)
-    mbarrier.wait(tiles.full.index(0), 0, pred=walk.n_steps > 0)
-    lse2 = tiles.stats.index(0).slice(0, BLOCK_Q).load(columns)
-    t = walk.n_steps * 0
-    for n in range(walk.n_steps):
-        slot = n % STAGES
-        stats = tiles.stats.index(slot)
-        q = tiles.matrix(tiles.q.index(slot))
-        dout = tiles.matrix(tiles.dout.index(slot))
-        k, v = tiles.keys(n, not MASKED)
-        s = multiply_scores(k.slice(W * ROWS, ROWS, dim=0), q)
-        if MASKED:
-            mbarrier.wait(tiles.inspected.index(0), 0, pred=n == 0)
-        dp = multiply_scores(v.slice(W * ROWS, ROWS, dim=0), dout)
-        s = warpgroup_mma_wait(1, deps=(s,))
-        p, slope = weigh_seen(
-            s, gl.expand_dims(lse2, 0), walk, t, W * ROWS, scale_log2, cap_log2, CAPPED,
-            HIDES_SCORES,
-        )  # fmt: skip
-        dv = add_product(dv, p.to(dtype), dout)
 
-        dp = warpgroup_mma_wait(1, deps=(dp,))
-        delta = stats.slice(BLOCK_Q, BLOCK_Q).load(columns)
-        ds = derive_scores(p, dp, gl.expand_dims(delta, 0), slope, CAPPED).to(dtype)
-        ds_tile = tiles.ds.index(n % 2)
-        ds_tile.slice(W * ROWS, ROWS, dim=1).permute((1, 0)).store(ds)
-        # For dS, and for dQ of the step before.
-        fence_async_shared()
-        turns.announce(n - 1)
-        tiles.meet()
-        if MASKED:
-            mbarrier.wait(tiles.k_inspected, 0, pred=n == 0)
-        dq = multiply_dq(ds_tile, k, W)
-        dk = add_product(dk, ds, q)
+    calls = 0
+    keys = 0  # that have been loaded: walks of no tile have none
+    begin = 0
+    while board.has(calls):
+        walk = board.read(calls)
+        end = begin + walk.n_steps
+        is_any = walk.n_steps > 0
+        dk, dv = zeros(D), zeros(D)
+        mbarrier.wait(tiles.dkv_stored, (calls & 1) ^ 1)
+        mbarrier.wait(tiles.kv_full, keys & 1, pred=is_any)
+        mbarrier.wait(tiles.full.index(begin % STAGES), (begin // STAGES) & 1, pred=is_any)
+        lse2 = tiles.stats.index(begin % STAGES).slice(0, BLOCK_Q).load(columns)
+        t = walk.first_number()
+        for n in range(begin, end):
+            slot = n % STAGES
+            stats = tiles.stats.index(slot)
+            q = tiles.matrix(tiles.q.index(slot))
+            dout = tiles.matrix(tiles.dout.index(slot))
+            k, v = tiles.keys(n, not MASKED)
+            s = multiply_scores(k.slice(W * ROWS, ROWS, dim=0), q)
+            if MASKED:
+                mbarrier.wait(tiles.inspected.index(slot), (n // STAGES) & 1, pred=n == begin)
+            dp = multiply_scores(v.slice(W * ROWS, ROWS, dim=0), dout)
+            s = warpgroup_mma_wait(1, deps=(s,))
+            p, slope = weigh_seen(
+                s, gl.expand_dims(lse2, 0), walk, t, W * ROWS, scale_log2, cap_log2, CAPPED,
+                HIDES_SCORES,
+            )  # fmt: skip
+            dv = add_product(dv, p.to(dtype), dout)
 
-        turns.await_room(n)
-        dq = warpgroup_mma_wait(1, deps=(dq,))
-        turns.leave(n, dq, W)
-        ahead = (n + 1) % STAGES
-        is_more = n + 1 < walk.n_steps
-        mbarrier.wait(ready.index(ahead), ((n + 1) // STAGES) & 1, pred=is_more)
-        lse2 = tiles.stats.index(ahead).slice(0, BLOCK_Q).load(columns)
-        dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
-        if n + STAGES < walk.n_steps:
-            tiles.release(slot)
-        t = walk.next_number(t)
+            dp = warpgroup_mma_wait(1, deps=(dp,))
+            delta = stats.slice(BLOCK_Q, BLOCK_Q).load(columns)
+            ds = derive_scores(p, dp, gl.expand_dims(delta, 0), slope, CAPPED).to(dtype)
+            ds_tile = tiles.matrix(tiles.ds.index(n % 2))
+            ds_tile.slice(W * ROWS, ROWS, dim=1).permute((1, 0)).store(ds)
+            # For dS, and for dQ of the step before.
+            fence_async_shared()
+            turns.announce(n - 1, n > begin)
+            tiles.meet()
+            if MASKED:
+                mbarrier.wait(tiles.k_inspected, keys & 1, pred=n == begin)
+            dq = multiply_dq(ds_tile, k, W)
+            dk = add_product(dk, ds, q)
 
-    finish(W, walk, tiles, turns, dk, dv, scale, MASKED)
+            turns.await_room(n)
+            dq = warpgroup_mma_wait(1, deps=(dq,))
+            turns.leave(n, dq, W)
+            ahead = (n + 1) % STAGES
+            is_more = n + 1 < end
+            mbarrier.wait(ready.index(ahead), ((n + 1) // STAGES) & 1, pred=is_more)
+            lse2 = tiles.stats.index(ahead).slice(0, BLOCK_Q).load(columns)
+            dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+            if is_more:
+                tiles.release(slot)
+            t = walk.next_number(t)
+
+        finish(W, end, walk, tiles, turns, dk, dv, scale, MASKED)
+        begin = end
+        keys += gl.minimum(walk.n_steps, 1)
+        calls += 1

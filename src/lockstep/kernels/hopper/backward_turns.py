@@ -90,9 +90,9 @@ class Turns:
         self.parts.index(n % PARTS).slice(half * 16, 16, dim=0).store(dq)
 
     @gluon.jit
-    def announce(self, n):
-        """Consumer: its half of the n-th tile, if there is one, may be added."""
-        if n >= 0:
+    def announce(self, n, is_there):
+        """Consumer: its half of the n-th tile, if it is there, may be added."""
+        if is_there:
             arrive(STAGED + n % PARTS, CONSUMERS_AND_WARP)
 
 
@@ -125,34 +125,46 @@ def _await_sums(token):
 
 
 @gluon.jit
-def take_turns(turns, turn_ptr, walk):
+def take_turns(board, turns, turn_ptr):
     """Partition of one warp: waits for each turn of the program and says so."""
-    tile = walk.first_tile
-    t = tile * 0
-    for n in range(walk.n_steps):
-        mbarrier.wait(turns.passed.index(n % SLOTS), ((n // SLOTS) & 1) ^ 1)
-        _await_count(turn_ptr + tile, walk.turn(t))
-        mbarrier.arrive(turns.ready.index(n % SLOTS), count=1)
-        tile, t = walk.next(tile, t)
+    calls = 0
+    begin = 0
+    while board.has(calls):
+        walk = board.read(calls)
+        tile = walk.first_tile
+        t = walk.first_number()
+        for n in range(begin, begin + walk.n_steps):
+            mbarrier.wait(turns.passed.index(n % SLOTS), ((n // SLOTS) & 1) ^ 1)
+            _await_count(turn_ptr + tile, walk.turn(t))
+            mbarrier.arrive(turns.ready.index(n % SLOTS), count=1)
+            tile, t = walk.next(tile, t)
+        begin += walk.n_steps
+        calls += 1
 
 
 @gluon.jit
-def add_parts(turns, sums_desc, turn_ptr, walk):
+def add_parts(board, turns, sums_desc, turn_ptr):
     """Partition of one warp: adds each part when it is there and its turn has come."""
-    tile = walk.first_tile
-    t = tile * 0
-    for n in range(walk.n_steps):
-        slot = n % PARTS
-        await_all(STAGED + slot, CONSUMERS_AND_WARP)
-        mbarrier.wait(turns.ready.index(n % SLOTS), (n // SLOTS) & 1)
-        if walk.turn(t) == 0:
-            # Whoever comes first stores, so that nobody has to set the sums to 0 before.
-            tma_store(sums_desc, [tile * 32, 0], turns.parts.index(slot))
-        else:
-            _tma_add(sums_desc, [tile * 32, 0], turns.parts.index(slot))
-        tma_store_wait(0)
-        mbarrier.arrive(turns.drained.index(slot), count=1)
-        _await_sums(n)
-        gl.atomic_add(turn_ptr + tile, 1, sem="release", scope="gpu")
-        mbarrier.arrive(turns.passed.index(n % SLOTS), count=1)
-        tile, t = walk.next(tile, t)
+    calls = 0
+    begin = 0
+    while board.has(calls):
+        walk = board.read(calls)
+        tile = walk.first_tile
+        t = walk.first_number()
+        for n in range(begin, begin + walk.n_steps):
+            slot = n % PARTS
+            await_all(STAGED + slot, CONSUMERS_AND_WARP)
+            mbarrier.wait(turns.ready.index(n % SLOTS), (n // SLOTS) & 1)
+            if walk.turn(t) == 0:
+                # Whoever comes first stores, so that nobody has to set the sums to 0 before.
+                tma_store(sums_desc, [tile * 32, 0], turns.parts.index(slot))
+            else:
+                _tma_add(sums_desc, [tile * 32, 0], turns.parts.index(slot))
+            tma_store_wait(0)
+            mbarrier.arrive(turns.drained.index(slot), count=1)
+            _await_sums(n)
+            gl.atomic_add(turn_ptr + tile, 1, sem="release", scope="gpu")
+            mbarrier.arrive(turns.passed.index(n % SLOTS), count=1)
+            tile, t = walk.next(tile, t)
+        begin += walk.n_steps
+        calls += 1

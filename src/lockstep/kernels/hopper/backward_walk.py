@@ -1,8 +1,8 @@
 """Which keys a program of the backward owns, and which query tiles it walks over.
 
 A program owns BLOCK_KV keys of one head and walks over all query tiles that see any of them, from
-the first to the last, once for each query head that shares these keys. Under a causal mask walks
-begin at the diagonal: programs that start together are always at different tiles.
+the last to the first, once for each query head that shares these keys. Under a causal mask walks
+end at the diagonal: the first keys, which are handed out first, have the longest.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Walk:
     low: gl.tensor
     high: gl.tensor
     room: gl.tensor
+    first_key: gl.tensor  # in its sequence
     BLOCK_Q: gl.constexpr
     BLOCK_KV: gl.constexpr
     HAS_LEFT: gl.constexpr
@@ -40,6 +41,7 @@ class Walk:
         self.low = bounds[0]
         self.high = bounds[1]
         self.room = bounds[2]
+        self.first_key = bounds[3]
         self.BLOCK_Q = gl.constexpr(BLOCK_Q)
         self.BLOCK_KV = gl.constexpr(BLOCK_KV)
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
@@ -49,22 +51,27 @@ class Walk:
     @gluon.jit
     def next(self, tile, t):
         """The tile after `tile`, which is number `t` of its head; and its number."""
-        over = self.tiles_per_head - self.n_tiles + 1
-        return gl.where(t == self.n_tiles - 1, tile + over, tile + 1), self.next_number(t)
+        over = self.tiles_per_head + self.n_tiles - 1
+        return gl.where(t == 0, tile + over, tile - 1), self.next_number(t)
 
     @gluon.jit
     def next_number(self, t):
         """The number, in its head, of the tile after the t-th."""
-        return gl.where(t == self.n_tiles - 1, 0, t + 1)
+        return gl.where(t == 0, self.first_number(), t - 1)
+
+    @gluon.jit
+    def first_number(self):
+        """That of the tile which a walk begins with, in each head."""
+        return gl.maximum(self.n_tiles - 1, 0)
 
     @gluon.jit
     def turn(self, t):
-        """How many key tiles add to a head's t-th tile before this program does: those behind its
+        """How many key tiles add to a head's t-th tile before this program does: those before its
         own that the tile sees."""
-        last_key = self.room - 1
-        if self.HAS_RIGHT:
-            last_key = gl.minimum(last_key, self.high + (t + 1) * self.BLOCK_Q - 1)
-        return last_key // self.BLOCK_KV
+        first_seen = self.first_key * 0
+        if self.HAS_LEFT:
+            first_seen = gl.maximum(self.first_key + self.low + t * self.BLOCK_Q, 0)
+        return self.first_key // self.BLOCK_KV - first_seen // self.BLOCK_KV
 
     @gluon.jit
     def cuts(self, t):
@@ -131,18 +138,18 @@ class Job:
     @gluon.jit
     def kv_coordinates(self):
         """Where the keys lie in the tensor maps of k and v."""
-        return self._key_coordinates(self.LAYOUT != "dense")
+        return self._key_coordinates(0, self.LAYOUT != "dense")
 
     @gluon.jit
-    def dkv_coordinates(self):
-        """Where they lie in those of dk and dv: rows beyond a length in kv_lens are there too."""
-        return self._key_coordinates(self.LAYOUT == "varlen")
+    def dkv_coordinates(self, first_row: gl.constexpr = 0):
+        """Where they, from one of them on, lie in those of dk and dv: rows beyond a length in
+        kv_lens are there too."""
+        return self._key_coordinates(first_row, self.LAYOUT == "varlen")
 
     @gluon.jit
-    def _key_coordinates(self, CLIPPED: gl.constexpr):
-        return coordinates(
-            self.batch, self.kv_start, self.len_kv, self.head, self.kv_idx, 0, CLIPPED
-        )
+    def _key_coordinates(self, first_row: gl.constexpr, CLIPPED: gl.constexpr):
+        row = self.kv_idx + first_row
+        return coordinates(self.batch, self.kv_start, self.len_kv, self.head, row, 0, CLIPPED)
 
 
 @gluon.jit
@@ -151,12 +158,12 @@ def assign(
     kv_batch_rows, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
 ):  # fmt: skip
-    """The keys behind a ticket: those of a head from the last to the first, `heads_at_once` heads
+    """The keys behind a ticket: those of a head from the first to the last, `heads_at_once` heads
     in turn. So whatever a program waits for (`backward_turns`) has an earlier ticket."""
     first_head = ticket // (kv_slots * heads_at_once) * heads_at_once
     heads = gl.minimum(heads_at_once, n_heads - first_head)
     ticket -= first_head * kv_slots
-    slot = kv_slots - 1 - ticket // heads
+    slot = ticket // heads
     head = first_head + ticket % heads
     batch, head, q_start, kv_start, len_q, len_kv = locate(
         slot, head, Hkv, B, Sq, Skv, kv_batch_rows, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, cu_kv_ptr,
@@ -183,8 +190,8 @@ def assign(
     n_tiles = gl.maximum(gl.cdiv(end, BLOCK_Q) - first_q_tile, 0)
     corner = kv_idx - diagonal - first_q_tile * BLOCK_Q  # first key - first query of the first tile
     walk = Walk(
-        (tile + first_q_tile, n_tiles * heads_per_kv, n_tiles, q_slots),
-        (-left - corner, right - corner, len_kv - kv_idx),
+        (tile + first_q_tile + gl.maximum(n_tiles - 1, 0), n_tiles * heads_per_kv, n_tiles, q_slots),
+        (-left - corner, right - corner, len_kv - kv_idx, kv_idx),
         BLOCK_Q, BLOCK_KV, HAS_LEFT, HAS_RIGHT, HAS_EDGE,
     )  # fmt: skip
     place = (batch, head, kv_idx, first_q_tile)

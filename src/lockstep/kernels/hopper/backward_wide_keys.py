@@ -107,7 +107,7 @@ def sum_values(walk, team, scale_log2, cap_log2, CAPPED: gl.constexpr, HIDES_SCO
     """Partition of four warps: S, the weights and dV."""
     MASKED: gl.constexpr = walk.HAS_LEFT or walk.HAS_RIGHT
     dv = no_sums(team.v.N)
-    t = walk.n_steps * 0
+    t = walk.first_number()
     team.k.wait(0)
     team.q.wait(0, pred=walk.n_steps > 0)
     s = warpgroup_mma_wait(0, deps=(multiply_rows(team.k, 0, 0, team.q, 0),))
@@ -184,7 +184,7 @@ def produce(job, walk, team, heads_per_kv, q_desc, dout_desc, stats_desc, k_desc
     team.k.send(0, k_desc, job.kv_coordinates())
     team.v.send(0, v_desc, job.kv_coordinates())
     tile = walk.first_tile
-    t = tile * 0
+    t = walk.first_number()
     head = job.head * heads_per_kv
     for n in range(walk.n_steps):
         slot = n % STAGES
@@ -194,7 +194,7 @@ def produce(job, walk, team, heads_per_kv, q_desc, dout_desc, stats_desc, k_desc
         tma_load(stats_desc, stats_at, team.q.full.index(slot), team.stats.index(slot))
         team.dout.send(n, dout_desc, row)
         tile, t = walk.next(tile, t)
-        head = gl.where(t == 0, head + 1, head)
+        head = gl.where(t == walk.first_number(), head + 1, head)
     mbarrier.wait(team.dkv_full, 0)
     team.k.store(dk_desc, job.dkv_coordinates())
     team.v.store(dv_desc, job.dkv_coordinates())
@@ -205,7 +205,7 @@ def produce(job, walk, team, heads_per_kv, q_desc, dout_desc, stats_desc, k_desc
 def inspect(walk, team):
     """Partition of one warp: takes what is not finite out of v, and out of query tiles with hidden
     pairs, before dO and then q are multiplied: `backward_strays`."""
-    t = walk.n_steps * 0
+    t = walk.first_number()
     for n in range(walk.n_steps):
         if n == 0:
             team.v.wait(0)

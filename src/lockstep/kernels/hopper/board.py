@@ -10,6 +10,25 @@ SLOTS = gl.constexpr(2)
 _FIELDS = gl.constexpr(9)
 
 
+@gluon.jit
+def allocate_numbers(N: gl.constexpr):
+    """Shared memory [N, 1] int32 for numbers that one partition writes and others read."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return gl.allocate_shared_memory(gl.int32, [N, 1], flat)
+
+
+@gluon.jit
+def write_number(numbers, at, value):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    numbers.index(at).store(gl.full([1], 0, gl.int32, one) + value)
+
+
+@gluon.jit
+def read_number(numbers, at):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.sum(numbers.index(at).load(one), 0)
+
+
 @aggregate
 class Board:
     """`fields` [SLOTS · _FIELDS, 1] int32 of the tiles; `posted` and `wiped` [SLOTS, 1] complete
@@ -27,8 +46,7 @@ class Board:
 
     @gluon.jit
     def create(READERS: gl.constexpr):
-        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        fields = gl.allocate_shared_memory(gl.int32, [SLOTS * _FIELDS, 1], flat)
+        fields = allocate_numbers(SLOTS * _FIELDS)
         posted = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         wiped = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(SLOTS):
@@ -41,15 +59,16 @@ class Board:
         """Usher: the n-th tile, as soon as everyone has read the one SLOTS before it."""
         slot = n % SLOTS
         mbarrier.wait(self.wiped.index(slot), ((n // SLOTS) & 1) ^ 1)
-        self._write(slot, 0, tile.exists.to(gl.int32))
-        self._write(slot, 1, tile.head)
-        self._write(slot, 2, tile.kv_head)
-        self._write(slot, 3, tile.batch)
-        self._write(slot, 4, tile.q_idx)
-        self._write(slot, 5, tile.q_start)
-        self._write(slot, 6, tile.kv_start)
-        self._write(slot, 7, tile.len_q)
-        self._write(slot, 8, tile.len_kv)
+        at = slot * _FIELDS
+        write_number(self.fields, at, tile.exists.to(gl.int32))
+        write_number(self.fields, at + 1, tile.head)
+        write_number(self.fields, at + 2, tile.kv_head)
+        write_number(self.fields, at + 3, tile.batch)
+        write_number(self.fields, at + 4, tile.q_idx)
+        write_number(self.fields, at + 5, tile.q_start)
+        write_number(self.fields, at + 6, tile.kv_start)
+        write_number(self.fields, at + 7, tile.len_q)
+        write_number(self.fields, at + 8, tile.len_kv)
         mbarrier.arrive(self.posted.index(slot), count=1)
 
     @gluon.jit
@@ -57,26 +76,17 @@ class Board:
         """The n-th tile, read for so many readers."""
         slot = n % SLOTS
         mbarrier.wait(self.posted.index(slot), (n // SLOTS) & 1)
+        at = slot * _FIELDS
         tile = Tile(
-            self._read(slot, 0) != 0,
-            self._read(slot, 1),
-            self._read(slot, 2),
-            self._read(slot, 3),
-            self._read(slot, 4),
-            self._read(slot, 5),
-            self._read(slot, 6),
-            self._read(slot, 7),
-            self._read(slot, 8),
+            read_number(self.fields, at) != 0,
+            read_number(self.fields, at + 1),
+            read_number(self.fields, at + 2),
+            read_number(self.fields, at + 3),
+            read_number(self.fields, at + 4),
+            read_number(self.fields, at + 5),
+            read_number(self.fields, at + 6),
+            read_number(self.fields, at + 7),
+            read_number(self.fields, at + 8),
         )
         mbarrier.arrive(self.wiped.index(slot), count=READERS)
         return tile
-
-    @gluon.jit
-    def _write(self, slot, field: gl.constexpr, value):
-        one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        self.fields.index(slot * _FIELDS + field).store(gl.full([1], 0, gl.int32, one) + value)
-
-    @gluon.jit
-    def _read(self, slot, field: gl.constexpr):
-        one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        return gl.sum(self.fields.index(slot * _FIELDS + field).load(one), 0)
