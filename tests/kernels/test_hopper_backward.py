@@ -14,7 +14,7 @@ import torch
 from problems import GRADIENT_LIMIT, Case, draw, draw_seeds, draw_varlen, error, run, same_bits
 
 from lockstep import reference
-from lockstep.kernels.hopper import KERNEL
+from lockstep.kernels.hopper import KERNEL, backward
 from lockstep.kernels.kernel import Needs
 from lockstep.problem import Tensors, describe, make_options
 
@@ -253,6 +253,36 @@ def test_bits(causal, D):
         assert same_bits(packed[name], of_batch)
 
 
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (150, 40)}], ids=["none", "causal", "window"]
+)
+def test_how_many_programs_share_the_walks_changes_no_bit(options, D, monkeypatch):
+    """Also where some walks are over at once, as for keys beyond a length."""
+    case = draw(300, 700, B=2, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, **options)
+    case = case.replaced(kv_lens=torch.tensor([130, 640]))
+    seeds = draw_seeds(case)
+    expected = gradients(case, seeds)
+    for programs in (1, 2, 3, 7):
+        monkeypatch.setattr(backward, "processors", lambda _, n=programs: n)
+        found = gradients(case, seeds)
+        assert all(same_bits(found[name], expected[name]) for name in expected)
+
+
+@by_head_dim
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+def test_bits_with_garbage(name, value, D):
+    """Who sees it, and what comes of it, is not left to chance."""
+    case = draw(300, 300, Hq=8, Hkv=8, D=D, dtype=torch.bfloat16, causal=True)
+    dout, dlse = draw_seeds(case)
+    {**case.tensors, "dout": dout}[name][0, :, 5:300:64, 3] = value
+    expected = gradients(case, (dout, dlse))
+    for _ in range(8):
+        again = gradients(case, (dout, dlse))
+        assert all(same_bits(again[what], expected[what]) for what in expected)
+
+
 @by_head_dim
 @pytest.mark.parametrize("mask", ["none", "causal", "window", "left"])
 def test_random_shapes_do_not_hang(mask, D):
@@ -265,8 +295,9 @@ def test_random_shapes_do_not_hang(mask, D):
             # Not a multiple of a tile, so that one build will do.
             draws.randrange(0, 900, 128) + draws.randrange(1, 128),
             B=draws.randrange(1, 4),
-            Hq=draws.choice([2, 4, 6]),
-            Hkv=2,
+            # A few walks, or several for each program.
+            Hq=(heads := draws.choice([2, 24])) * draws.choice([1, 2]),
+            Hkv=heads,
             D=D,
             dtype=torch.bfloat16,
             causal=mask == "causal",

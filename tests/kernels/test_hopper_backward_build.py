@@ -90,8 +90,11 @@ def test_five_products_and_the_work_under_them(build, consumer_loops):
 
 
 def test_shared_memory_is_fenced_once_a_step(consumer_loops):
+    """And once more where strays have been found."""
     for loop in consumer_loops:
-        assert sum("FENCE.VIEW.ASYNC" in text for _, text in loop) == 1
+        fences = sum("FENCE.VIEW.ASYNC" in text for _, text in loop)
+        finds_strays = any("7f807f80" in text for _, text in loop)
+        assert fences == 1 + finds_strays
 
 
 def partition_barriers(build) -> set[int]:
@@ -108,10 +111,11 @@ def test_barriers_have_numbers_of_their_own(build):
 
 def test_dq_leaves_through_the_copy_engine(build):
     text = [text for _, text in build.instructions]
-    assert sum(t.startswith("UTMAREDG") for t in text) == 1
-    # The two other atomics draw a ticket and count a turn: integers.
+    # By two warps, for every other part each.
+    assert sum(t.startswith("UTMAREDG") for t in text) == 2
+    # The other atomics draw the first ticket and the next, and count turns: integers.
     atomics = [t.split()[0] for t in text if t.startswith(("RED.", "REDG", "ATOM"))]
-    assert len(atomics) == 2
+    assert len(atomics) == 4
     assert not any("F32" in name or "F16" in name for name in atomics)
 
 

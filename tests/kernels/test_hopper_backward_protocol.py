@@ -43,12 +43,15 @@ class Value(Anything):
 class Tile:
     """Shared memory that remembers what it holds, who reads it, and which writes were fenced."""
 
-    dtype = None
+    dtype, shape = None, (1, 1)
+    is_v = False
 
     def __init__(self) -> None:
         self.readers = 0
         self.glances = []  # scores under way, which nobody may need in the end
         self.loaded = None
+        self.had_strays = False  # when it was loaded
+        self.strays = set()  # consumers in whose half there are some
         self.written = {}  # by each consumer, since it was last loaded or sent
         self.unfenced = set()
 
@@ -67,6 +70,9 @@ class Tile:
         self.unfenced.add(ROLE.consumer)
         ROLE.unfenced.append(self)
 
+    def is_clean(self):
+        return not self.strays and not self.unfenced
+
     def holds(self, writers):
         """What these consumers, and no others, have written: the same, and fenced."""
         assert set(self.written) == set(writers), "half of it is missing"
@@ -79,6 +85,10 @@ ROLE = threading.local()
 
 
 class GluonOfTiles(PlainGluon):
+    @staticmethod
+    def max(x, axis):
+        return x
+
     @staticmethod
     def allocate_shared_memory(_dtype, shape, _layout):
         return shaped(shape)
@@ -97,13 +107,16 @@ def describe(rows, columns):
 
 
 class PlainTiles:
-    def __init__(self, queries, keys, q_bars, ds_bars, kv_bars) -> None:
+    def __init__(self, queries, keys, full, ds_bars, kv_bars) -> None:
         self.q, self.stats, self.dout = queries
         self.k, self.v, self.ds = keys
-        self.full, self.inspected = q_bars
+        self.full = full
         self.ds_full, self.ds_empty = ds_bars
-        self.kv_full, self.dkv_stored, self.k_inspected = kv_bars
+        self.kv_full, self.dkv_stored = kv_bars
         self.named: dict = {}
+        self.v.index(0).is_v = True
+        for stats, q in zip(self.stats, self.q, strict=True):
+            stats.q = q
 
     def matrix(self, tile):
         return tile
@@ -124,8 +137,8 @@ class PlainTiles:
 
 
 class PlainTurns:
-    def __init__(self, parts, drained, ready, passed) -> None:
-        self.parts, self.drained, self.ready, self.passed = parts, drained, ready, passed
+    def __init__(self, parts, drained) -> None:
+        self.parts, self.drained = parts, drained
 
     await_room, announce = turns.Turns.await_room.fn, turns.Turns.announce.fn
 
@@ -139,7 +152,6 @@ class PlainBoard:
         names = ("BLOCK_Q", "BLOCK_KV", "HAS_LEFT", "HAS_RIGHT", "HAS_EDGE")
         self.__dict__.update(zip(names, constants, strict=True))
         self.fields = {}
-        self.at = lambda n: n % board.SLOTS
 
     _await_wiped = board.Board._await_wiped.fn
 
@@ -176,6 +188,8 @@ def crew(monkeypatch, request):
         for value in tile.glances:
             value.is_spoilt = True
         tile.loaded = at
+        tile.had_strays = crew.has_strays(at)
+        tile.strays = {0, 1} if tile.had_strays else set()
         barrier.change(0, -1)
 
     def arrive_by_number(number, threads):
@@ -216,7 +230,7 @@ def crew(monkeypatch, request):
         return deps[0] if len(deps) == 1 else deps
 
     def send(desc, at, tile):
-        value = tile.holds((0, 1) if ROLE.name == "add" or ROLE.apart else (at[1] // 64,))
+        value = tile.holds((0, 1) if ROLE.name.startswith("add") or ROLE.apart else (at[1] // 64,))
         read(tile)
         if ROLE.name == "produce":
             crew.derived[at] = [*crew.derived.get(at, ()), value]
@@ -226,8 +240,16 @@ def crew(monkeypatch, request):
             crew.sums.setdefault(at[0] // 32, []).append(ticket)
         tile.written = {}
 
+    def overwrite_strays(tile, part, parts, value):
+        assert tile.readers == 0, "cleaned while it is read"
+        tile.strays.discard(part)
+        tile.unfenced.add(ROLE.consumer)
+        ROLE.unfenced.append(tile)
+
     def multiply_scores(own, queries):
         value = Value((own.loaded, queries.loaded))
+        # Scores of a query with a stray are not looked at; dP is.
+        value.is_spoilt = not own.is_clean() or (own.is_v and not queries.is_clean())
         for tile in (own, queries):
             tile.glances.append(value)
         ROLE.groups.append(((own, queries), value))
@@ -256,12 +278,14 @@ def crew(monkeypatch, request):
         read(k, ds)
         step = ROLE.steps.pop(0)
         assert k.loaded == ("keys", step[0])
+        assert k.is_clean()
         assert ds.holds((0, 1)) == step
         return Value(step)
 
     def add_product(sums, weights, tile):
         ticket, t = weights.of
         assert tile.loaded == ("queries", ticket, t)
+        assert tile.is_clean()
         assert sums.of in (None, ticket)
         read(tile)
         return Value(ticket)
@@ -276,12 +300,14 @@ def crew(monkeypatch, request):
         "barriers": lambda n, count: Slots(Barrier(count) for _ in range(n)),
         "allocate_tiles": lambda desc, n: shaped([n, *desc.block_shape]),
         "allocate_numbers": lambda n: None,
+        "Job": lambda *_: None,
         "Tiles": PlainTiles,
         "Turns": PlainTurns,
         "Board": PlainBoard,
         "arrive": arrive_by_number,
         "await_all": await_by_number,
         "fence_async_shared": fence,
+        "await_warps": lambda: None,
         "zeros": lambda columns: Value(None),
         "multiply_scores": multiply_scores,
         "multiply_dq": multiply_dq,
@@ -289,8 +315,9 @@ def crew(monkeypatch, request):
         "warpgroup_mma_wait": settle,
         "weigh_seen": weigh_seen,
         "derive_scores": derive_scores,
-        "replace_strays": lambda *_: None,
-        "has_strays": lambda *_: False,
+        "find_strays": lambda tile, part, parts: int(part in tile.strays),
+        "overwrite_strays": overwrite_strays,
+        "has_strays": lambda stats, *_: stats.q.had_strays,
         "largest": lambda _: 0,
         "assign": lambda ticket, *_: crew.assign(ticket),
         "_await_count": lambda tile, count: crew.pause(lambda: crew.counts.get(tile, 0) == count),
@@ -304,11 +331,11 @@ def crew(monkeypatch, request):
             crew.tickets += 1
             return crew.tickets - 1
         crew.counts[where] = crew.counts.get(where, 0) + 1
+        return None
 
     plain["gl"].atomic_add = atomic_add
     make_plain(monkeypatch, MODULES, plain)
-    for module, slots in ((turns, turns.SLOTS.value), (board, board.SLOTS.value)):
-        monkeypatch.setattr(module, "SLOTS", slots)
+    monkeypatch.setattr(board, "SLOTS", board.SLOTS.value)
     monkeypatch.setattr(board, "_FIELDS", board._FIELDS.value)
     return crew
 
@@ -344,17 +371,15 @@ def program(block_q, masked, draws):
     query, key = describe(block_q, HEAD_DIM[block_q]), describe(BLOCK_KV, HEAD_DIM[block_q])
     team = CREATE_TILES(query, query, query, key, key)
     parts = CREATE_TURNS(query)
-    walks = CREATE_BOARD(4 + masked, 0, block_q, BLOCK_KV, False, masked, True)
+    walks = CREATE_BOARD(4, 0, block_q, BLOCK_KV, False, masked, True)
     roles = {
         "produce": lambda: kernel.produce(
             walks, team, *[query] * 3, *[key] * 2, *[query] * 2, "ticket", *[None] * 3,
             len(draws), 0, 1, 1, 1, 1, *[0] * 6, "dense",
         ),
-        "take turns": lambda: turns.take_turns(walks, parts, 0),
-        "add": lambda: turns.add_parts(walks, parts, query, 0),
+        "add 0": lambda: turns.add_parts(0, walks, parts, query, 0),
+        "add 1": lambda: turns.add_parts(1, walks, parts, query, 0),
     }  # fmt: skip
-    if masked:
-        roles["inspect"] = lambda: strays.inspect(walks, team)
     for name, run in roles.items():
         yield play(name, team.named, run, apart=is_apart)
     for w in (0, 1):
@@ -394,7 +419,15 @@ def test_nobody_waits_forever_and_sums_have_one_order(crew, block_q, masked):
         )
         return job, walk
 
-    crew.assign = assign
+    strays = {at: masked and draws.random() < 0.3 for at in range(len(begins))}
+
+    def has_strays(at):
+        """Of k and v, or of q and dout where they matter. The two of a pair are loaded alike."""
+        if at[0] == "keys":
+            return strays[at[1]]
+        return at[0] == "queries" and strays[at[1]] and cuts[at[1]][at[2]]
+
+    crew.assign, crew.has_strays = assign, has_strays
     programs = [program(block_q, masked, begins) for _ in range(draws.choice([1, 2, 3]))]
     crew.run(*(warp for warps in programs for warp in warps))
     for tile in range(n_tiles):

@@ -3,14 +3,15 @@
     backward_call     what it shares with the backward of wide heads
     backward_rows     lse2 and delta of each row; dQ from its sums    one short launch each
     backward_kernel   dK, dV and the sums of dQ                       where the time goes
-    backward_walk     which keys and queries a program works on
+    backward_walk     which keys and queries a ticket stands for
+    backward_board    how a program's warps learn of the next one
     backward_tiles    what its warps share
     backward_turns    the order in which programs add to dQ
     backward_strays   what is not finite, and who does not see it
 
-dQ of a row adds up key tiles in descending order; dK and dV of a key add up query heads and query
-tiles in ascending order. Tiles start at multiples of their size, counted in the own sequence. So
-no bit depends on the batch, on the GPU or on how a launch happens to run.
+dQ of a row adds up key tiles in ascending order; dK and dV of a key add up query heads in ascending
+and their query tiles in descending order. Tiles start at multiples of their size, counted in the
+own sequence. So no bit depends on the batch, on the GPU or on how a launch happens to run.
 """
 
 from __future__ import annotations
@@ -49,12 +50,10 @@ BLOCK_KV = 128
 BLOCK_Q = {64: 128, 128: 64}
 # Registers of a thread when a program starts; its partitions then share them out anew.
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
-# Where all walks begin at the first query tile, programs of one head follow each other a step
-# apart. Tickets go round so many heads that these programs make no more than this many.
-KEY_TILES_AT_ONCE = 128
-# To be tuned: the more, the less programs of a head wait for each other, and the less of L2 they
-# share.
-MASKED_HEADS_AT_ONCE = 16
+# Tickets go round so many heads, by padded head dim. The more, the less programs of one head wait
+# for each other, and the less they share of what L2 holds.
+HEADS_AT_ONCE = {64: 16, 128: 8}
+HEADS_AT_ONCE_WITH_MASK = {64: 48, 128: 16}
 
 
 def supports_backward(problem: AttentionProblem) -> str | None:
@@ -177,9 +176,9 @@ def kernel_arguments(
     query_block = [1, 1, 1, cut.block_q, cut.block_d]
     key_block = [1, 1, 1, BLOCK_KV, cut.block_d]
     n_heads = cut.sequences * problem.Hkv
-    at_once = min(n_heads, MASKED_HEADS_AT_ONCE)
-    if problem.window[1] is None:
-        at_once = min(n_heads, max(1, KEY_TILES_AT_ONCE // cut.kv_slots))
+    is_masked = problem.window != (None, None)
+    at_once = (HEADS_AT_ONCE_WITH_MASK if is_masked else HEADS_AT_ONCE)[cut.block_d]
+    at_once = min(n_heads, at_once)
     arguments = (
         tensor_map(tensors.q, query_block, packed, packed),
         tensor_map(dout, query_block, packed, packed),

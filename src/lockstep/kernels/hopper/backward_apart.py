@@ -23,6 +23,7 @@ from lockstep.kernels.hopper.backward_products import (
     weigh_seen,
     zeros,
 )
+from lockstep.kernels.hopper.backward_strays import clean_keys, clean_queries
 from lockstep.kernels.hopper.backward_tiles import STAGES
 from lockstep.kernels.hopper.gluon_shim import (
     fence_async_shared,
@@ -56,23 +57,26 @@ def consume_apart(
         mbarrier.wait(tiles.dkv_stored, (calls & 1) ^ 1)
         mbarrier.wait(tiles.kv_full, keys & 1, pred=is_any)
         mbarrier.wait(tiles.full.index(begin % STAGES), (begin // STAGES) & 1, pred=is_any)
+        t = walk.first_number()
+        if MASKED:
+            if is_any:
+                clean_keys(W, tiles)
+            if walk.cuts(t) & is_any:
+                clean_queries(W, tiles, begin % STAGES, columns)
         first_k, _ = tiles.keys(0, True)
         first_q = tiles.matrix(tiles.q.index(begin % STAGES))
         s = multiply_scores(first_k.slice(W * ROWS, ROWS, dim=0), first_q)
         s = warpgroup_mma_wait(0, deps=(s,))
-        t = walk.first_number()
         for n in range(begin, end):
             slot = n % STAGES
             stats = tiles.stats.index(slot)
             q = tiles.matrix(tiles.q.index(slot))
             dout = tiles.matrix(tiles.dout.index(slot))
             k, v = tiles.keys(n, not MASKED)
-            if MASKED:
-                mbarrier.wait(tiles.inspected.index(slot), (n // STAGES) & 1)
             dp = multiply_scores(v.slice(W * ROWS, ROWS, dim=0), dout)
             lse2 = gl.expand_dims(stats.slice(0, BLOCK_Q).load(columns), 0)
             p, slope = weigh_seen(
-                s, lse2, walk, t, W * ROWS, scale_log2, cap_log2, CAPPED, HIDES_SCORES
+                s, lse2, walk, t, W * ROWS, scale_log2, cap_log2, CAPPED, HIDES_SCORES, False
             )
             dv = add_product(dv, p.to(dtype), dout)
 
@@ -101,22 +105,25 @@ def consume_apart(
             ahead = (n + 1) % STAGES
             is_more = n + 1 < end
             mbarrier.wait(tiles.full.index(ahead), ((n + 1) // STAGES) & 1, pred=is_more)
+            t = walk.next_number(t)
+            if MASKED:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
+                if walk.cuts(t) & is_more:
+                    clean_queries(W, tiles, ahead, columns)
             # After the last tile this multiplies what lies there, and nobody looks at it.
             s = multiply_scores(k.slice(W * ROWS, ROWS, dim=0), tiles.matrix(tiles.q.index(ahead)))
             s, dk, dv = warpgroup_mma_wait(0, deps=(s, dk, dv))
             if is_more:
                 tiles.release(slot)
-            t = walk.next_number(t)
 
         fence_async_shared()
         turns.announce(end - 2, walk.n_steps > 1)
         m = gl.where(is_any, end - 1, end)
         mbarrier.wait(tiles.ds_full.index(m % 2), (m // 2) & 1, pred=is_any)
-        if MASKED:
-            mbarrier.wait(tiles.k_inspected, keys & 1, pred=is_any)
         last_k, _ = tiles.keys(0, True)
         last_ds = tiles.matrix(tiles.ds.index(m % 2))
         dq = warpgroup_mma_wait(0, deps=(multiply_dq(last_ds, last_k, W),))
+        if is_any:
+            tiles.release_keys()
         mbarrier.arrive(tiles.ds_empty.index(m % 2), count=1, pred=is_any)
         turns.await_room(m)
         turns.leave(m, dq, W)

@@ -3,23 +3,22 @@
     Sᵀ = K·Qᵀ    dPᵀ = V·dOᵀ    Pᵀ = exp2(Sᵀ·scale - lse)    dSᵀ = Pᵀ∘(dPᵀ - delta)
     dV += Pᵀ·dO    dK += dSᵀ·Q    dQ += dS·K
 
-A program owns BLOCK_KV = 128 keys and walks over the query tiles that see them. Two warpgroups of
-64 keys hold dK and dV in registers. Only dQ sums over all 128 keys: for it dSᵀ goes through shared
-memory, and each warpgroup multiplies one half of the tile of dQ, which is then added to sums in
-global memory (`backward_turns.py`). How the two go about it depends on the head dim:
-`backward_together.py`, `backward_apart.py`. Further warps have one task each: to load tiles, to
-wait for turns at dQ, to add to it, and where there is a mask, to look for what is not finite.
+There is one program to an SM. It draws tickets (`backward_walk.py`), each of which stands for
+BLOCK_KV = 128 keys and a walk over the query tiles that see them. Two warpgroups of 64 keys hold dK
+and dV in registers. Only dQ sums over all 128 keys: for it dSᵀ goes through shared memory, and each
+warpgroup multiplies one half of the tile of dQ, which is then added to sums in global memory
+(`backward_turns.py`). How the two go about it depends on the head dim: `backward_together.py`,
+`backward_apart.py`. One more warp draws tickets, loads tiles and stores dK and dV; two add to dQ.
 """
 
 from __future__ import annotations
 
 from lockstep.kernels.hopper.backward_apart import consume_apart
 from lockstep.kernels.hopper.backward_board import Board
-from lockstep.kernels.hopper.backward_strays import inspect
 from lockstep.kernels.hopper.backward_tiles import STAGES, Tiles
 from lockstep.kernels.hopper.backward_together import consume_together
-from lockstep.kernels.hopper.backward_turns import Turns, add_parts, take_turns
-from lockstep.kernels.hopper.backward_walk import assign
+from lockstep.kernels.hopper.backward_turns import Turns, add_parts
+from lockstep.kernels.hopper.backward_walk import Job, assign
 from lockstep.kernels.hopper.gluon_shim import (
     gl,
     gluon,
@@ -69,11 +68,8 @@ def produce(
     n = 0
     # Whoever draws a ticket has all earlier ones of its own behind it, or under way.
     ticket = gl.atomic_add(ticket_ptr, 1)
-    last, walk = assign(
-        ticket, kv_slots, q_slots, n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left,
-        right, kv_batch_rows, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, LAYOUT, board.HAS_LEFT,
-        board.HAS_RIGHT, board.HAS_EDGE, board.BLOCK_Q, board.BLOCK_KV,
-    )  # fmt: skip
+    none = ticket * 0
+    last = Job((none, none, none, none), (none, none, none, none), LAYOUT)
     while ticket < kv_slots * n_heads:
         job, walk = assign(
             ticket, kv_slots, q_slots, n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left,
@@ -140,46 +136,24 @@ def backward_kernel(
     LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr,
     CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr,
 ):  # fmt: skip
-    MASKED: gl.constexpr = HAS_LEFT or HAS_RIGHT
     board = Board.create(
-        5 if MASKED else 4, q_slots, q_desc.block_shape[3], k_desc.block_shape[3], HAS_LEFT,
+        4, q_slots, q_desc.block_shape[3], k_desc.block_shape[3], HAS_LEFT,
         HAS_RIGHT, HAS_EDGE,
     )  # fmt: skip
     tiles = Tiles.create(q_desc, dout_desc, stats_desc, k_desc, v_desc)
     turns = Turns.create(sums_desc)
     # Tuples are written out in place: bound to a name, the constants in them become tensors.
-    if MASKED:
-        gl.warp_specialize(
-            [
-                (consume, (0, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED,
-                           HIDES_SCORES)),
-                (consume, (1, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED,
-                           HIDES_SCORES)),
-                (produce, (board, tiles, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
-                           dv_desc, ticket_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, kv_slots,
-                           q_slots, n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left,
-                           right, kv_batch_rows, LAYOUT)),
-                (take_turns, (board, turns, turn_ptr)),
-                (add_parts, (board, turns, sums_desc, turn_ptr)),
-                (inspect, (board, tiles)),
-            ],
-            [4, 1, 1, 1, 1],
-            [240, 24, 24, 24, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (0, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED,
-                           HIDES_SCORES)),
-                (consume, (1, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED,
-                           HIDES_SCORES)),
-                (produce, (board, tiles, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
-                           dv_desc, ticket_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, kv_slots,
-                           q_slots, n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left,
-                           right, kv_batch_rows, LAYOUT)),
-                (take_turns, (board, turns, turn_ptr)),
-                (add_parts, (board, turns, sums_desc, turn_ptr)),
-            ],
-            [4, 1, 1, 1],
-            [240, 24, 24, 24],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (consume, (0, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED, HIDES_SCORES)),
+            (consume, (1, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED, HIDES_SCORES)),
+            (produce, (board, tiles, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
+                       dv_desc, ticket_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, kv_slots, q_slots,
+                       n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left, right,
+                       kv_batch_rows, LAYOUT)),
+            (add_parts, (0, board, turns, sums_desc, turn_ptr)),
+            (add_parts, (1, board, turns, sums_desc, turn_ptr)),
+        ],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
+    )  # fmt: skip

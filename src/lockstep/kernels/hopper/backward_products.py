@@ -7,6 +7,7 @@ in registers, of the products for dV and dK.
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.backward_rows import STRAY
 from lockstep.kernels.hopper.backward_tiles import STAGES
 from lockstep.kernels.hopper.gluon_shim import (
     fence_async_shared,
@@ -37,19 +38,21 @@ def weigh(s, lse2, scale_log2, cap_log2, CAPPED: gl.constexpr):
 @gluon.jit
 def weigh_seen(
     s, lse2, walk, t, first_row: gl.constexpr, scale_log2, cap_log2, CAPPED: gl.constexpr,
-    HIDES_SCORES: gl.constexpr,
+    HIDES_SCORES: gl.constexpr, MAY_HAVE_STRAYS: gl.constexpr,
 ):  # fmt: skip
     """`weigh`, with 0 for pairs that the mask hides in the t-th tile of a walk; `first_row` is that
     of s in the program.
 
     A cap or a scale that is not positive would bring scores of -inf back; unless HIDES_SCORES, it
-    is the weights that are hidden."""
-    if HIDES_SCORES:
-        if walk.cuts(t):
+    is the weights that are hidden. If it is left to chance whether strays in q were replaced before
+    s was multiplied, it is not left to chance what comes of it: who sees them weighs infinity."""
+    if walk.cuts(t):
+        if MAY_HAVE_STRAYS:
+            s = gl.where(lse2 == STRAY, 0.0, s)
+        if HIDES_SCORES:
             s = walk.hide(s, t, first_row, -float("inf"))
-        p, slope = weigh(s, lse2, scale_log2, cap_log2, CAPPED)
-    else:
-        p, slope = weigh(s, lse2, scale_log2, cap_log2, CAPPED)
+    p, slope = weigh(s, lse2, scale_log2, cap_log2, CAPPED)
+    if not HIDES_SCORES:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
         if walk.cuts(t):
             p = walk.hide(p, t, first_row, 0.0)
             slope = walk.hide(slope, t, first_row, 0.0)
@@ -108,8 +111,6 @@ def finish(W: gl.constexpr, n, walk, tiles, turns, dk, dv, scale, MASKED: gl.con
     fence_async_shared()
     turns.announce(n - 1, walk.n_steps > 0)
     tiles.meet()
-    if walk.n_steps > 0:
-        tiles.release_keys()
     if MASKED:
         # Whatever is not finite is NaN: `backward_strays`.
         dk += dk * 0.0

@@ -54,28 +54,24 @@ class Tiles:
     v: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor  # [2, 1, 1, 1, BLOCK_Q, BLOCK_KV]
     full: gl.shared_memory_descriptor
-    inspected: gl.shared_memory_descriptor  # of q and dout: `backward_strays`
     ds_full: gl.shared_memory_descriptor  # for consumers apart
     ds_empty: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
     dkv_stored: gl.shared_memory_descriptor
-    k_inspected: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, queries, keys, q_bars, ds_bars, kv_bars):
+    def __init__(self, queries, keys, full, ds_bars, kv_bars):
         self.q = queries[0]
         self.stats = queries[1]
         self.dout = queries[2]
         self.k = keys[0]
         self.v = keys[1]
         self.ds = keys[2]
-        self.full = q_bars[0]
-        self.inspected = q_bars[1]
+        self.full = full
         self.ds_full = ds_bars[0]
         self.ds_empty = ds_bars[1]
         self.kv_full = kv_bars[0]
         self.dkv_stored = kv_bars[1]
-        self.k_inspected = kv_bars[2]
 
     @gluon.jit
     def create(q_desc, dout_desc, stats_desc, k_desc, v_desc):
@@ -88,14 +84,12 @@ class Tiles:
         k = allocate_tiles(k_desc, 1)
         v = allocate_tiles(v_desc, 1)
         ds = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, BLOCK_Q, BLOCK_KV], q_desc.layout)
-        kv_full, k_inspected = barriers(1, 1).index(0), barriers(1, 1).index(0)
-        dkv_stored = barriers(1, 1).index(0)
         return Tiles(
             (q, stats, dout),
             (k, v, ds),
-            (barriers(STAGES, 1), barriers(STAGES, 1)),
+            barriers(STAGES, 1),
             (barriers(2, 2), barriers(2, 2)),
-            (kv_full, dkv_stored, k_inspected),
+            (barriers(1, 1).index(0), barriers(1, 1).index(0)),
         )
 
     @gluon.jit

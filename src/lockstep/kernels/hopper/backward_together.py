@@ -24,8 +24,10 @@ from lockstep.kernels.hopper.backward_products import (
     weigh_seen,
     zeros,
 )
+from lockstep.kernels.hopper.backward_strays import clean_keys, clean_queries
 from lockstep.kernels.hopper.backward_tiles import STAGES
 from lockstep.kernels.hopper.gluon_shim import (
+    await_warps,
     fence_async_shared,
     gl,
     gluon,
@@ -45,7 +47,6 @@ def consume_together(
     D: gl.constexpr = tiles.k.shape[5]
     dtype: gl.constexpr = tiles.k.dtype
     columns: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_Q))
-    ready = tiles.inspected if MASKED else tiles.full
 
     calls = 0
     keys = 0  # that have been loaded: walks of no tile have none
@@ -60,20 +61,27 @@ def consume_together(
         mbarrier.wait(tiles.full.index(begin % STAGES), (begin // STAGES) & 1, pred=is_any)
         lse2 = tiles.stats.index(begin % STAGES).slice(0, BLOCK_Q).load(columns)
         t = walk.first_number()
+        if MASKED:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
+            if is_any:
+                clean_keys(W, tiles)
         for n in range(begin, end):
             slot = n % STAGES
             stats = tiles.stats.index(slot)
             q = tiles.matrix(tiles.q.index(slot))
             dout = tiles.matrix(tiles.dout.index(slot))
-            k, v = tiles.keys(n, not MASKED)
+            k, v = tiles.keys(n, False)
             s = multiply_scores(k.slice(W * ROWS, ROWS, dim=0), q)
-            if MASKED:
-                mbarrier.wait(tiles.inspected.index(slot), (n // STAGES) & 1, pred=n == begin)
+            # Everyone has read dS of the step before the last. Triton would see to it only when the
+            # next one is to be written and the other warpgroup waits for it.
+            await_warps()
+            if MASKED:  # noqa: SIM102
+                if walk.cuts(t):
+                    clean_queries(W, tiles, slot, columns)
             dp = multiply_scores(v.slice(W * ROWS, ROWS, dim=0), dout)
             s = warpgroup_mma_wait(1, deps=(s,))
             p, slope = weigh_seen(
                 s, gl.expand_dims(lse2, 0), walk, t, W * ROWS, scale_log2, cap_log2, CAPPED,
-                HIDES_SCORES,
+                HIDES_SCORES, MASKED,
             )  # fmt: skip
             dv = add_product(dv, p.to(dtype), dout)
 
@@ -86,17 +94,17 @@ def consume_together(
             fence_async_shared()
             turns.announce(n - 1, n > begin)
             tiles.meet()
-            if MASKED:
-                mbarrier.wait(tiles.k_inspected, keys & 1, pred=n == begin)
             dq = multiply_dq(ds_tile, k, W)
             dk = add_product(dk, ds, q)
 
             turns.await_room(n)
             dq = warpgroup_mma_wait(1, deps=(dq,))
-            turns.leave(n, dq, W)
             ahead = (n + 1) % STAGES
             is_more = n + 1 < end
-            mbarrier.wait(ready.index(ahead), ((n + 1) // STAGES) & 1, pred=is_more)
+            if not is_more:
+                tiles.release_keys()
+            turns.leave(n, dq, W)
+            mbarrier.wait(tiles.full.index(ahead), ((n + 1) // STAGES) & 1, pred=is_more)
             lse2 = tiles.stats.index(ahead).slice(0, BLOCK_Q).load(columns)
             dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
             if is_more:

@@ -1,17 +1,17 @@
-"""Adding up dQ in one fixed order: key tiles take turns at a query tile, the last one first.
+"""Adding up dQ in one fixed order: key tiles take turns at a query tile, the first one first.
 
-Every program adds its part of dQ to fp32 sums in global memory. `turn[q_tile]` counts the parts
-that have arrived. A program waits until it counts the key tiles behind its own, adds, and only
-then counts itself. So each sum has one order, whatever runs when.
+Every walk adds its part of dQ to fp32 sums in global memory. `turn[q_tile]` counts the parts that
+have arrived. A program waits until it counts the key tiles before its own, adds, and only then
+counts itself. So each sum has one order, whatever runs when.
 
-Nobody waits for long. Under a causal mask walks begin at the diagonal, so of programs that start
-together each is one tile behind the one it waits for; without a mask it falls behind in its first
-steps and stays there. And nobody waits forever: key tiles are handed out from the last to the
-first, so the part waited for belongs to a program that runs.
+Nobody waits for long. All walks begin at the last query tile, and tickets go round several heads:
+walks over the same tiles begin some time apart and stay so. And nobody waits forever: the keys of a
+head are handed out in ascending order, and a program goes through its tickets as it drew them. So
+whoever has the lowest ticket that is not done is at it, and waits for no one.
 
 The warpgroups with the matrix products see none of this. They leave their part in shared memory
-and go on; one warp waits for the turn (`take_turns`), another has the copy engine add the part and
-then passes the turn on (`add_parts`).
+and go on; two warps, for every other part each, wait for the turn, have the copy engine add the
+part and pass the turn on (`add_parts`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,6 @@ from lockstep.kernels.hopper.gluon_shim import (
 )
 from lockstep.kernels.hopper.named_barriers import arrive, await_all
 
-# Turns that may have come up before their parts are added.
-SLOTS = gl.constexpr(4)
-
 
 @builtin
 def _tma_add(desc, coordinates, tile, _semantic=None):
@@ -51,25 +48,19 @@ def _tma_add(desc, coordinates, tile, _semantic=None):
 @aggregate
 class Turns:
     """`parts` [PARTS, 32, 256] fp32 are tiles of dQ on their way out. Named barriers from STAGED on
-    complete when the consumers have written one, `drained` when it has been read. `ready` and
-    `passed` [SLOTS, 1] are the two ends of the turns that have come up."""
+    complete when the consumers have written one, `drained` when it has been read."""
 
     parts: gl.shared_memory_descriptor
     drained: gl.shared_memory_descriptor
-    ready: gl.shared_memory_descriptor
-    passed: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, parts, drained, ready, passed):
+    def __init__(self, parts, drained):
         self.parts = parts
         self.drained = drained
-        self.ready = ready
-        self.passed = passed
 
     @gluon.jit
     def create(sums_desc):
-        parts = allocate_tiles(sums_desc, PARTS)
-        return Turns(parts, barriers(PARTS, 1), barriers(SLOTS, 1), barriers(SLOTS, 1))
+        return Turns(allocate_tiles(sums_desc, PARTS), barriers(PARTS, 1))
 
     @gluon.jit
     def await_room(self, n):
@@ -125,8 +116,8 @@ def _await_sums(token):
 
 
 @gluon.jit
-def take_turns(board, turns, turn_ptr):
-    """Partition of one warp: waits for each turn of the program and says so."""
+def add_parts(W: gl.constexpr, board, turns, sums_desc, turn_ptr):
+    """Partition of one warp: adds every PARTS-th part when its turn has come and it is there."""
     calls = 0
     begin = 0
     while board.has(calls):
@@ -134,37 +125,20 @@ def take_turns(board, turns, turn_ptr):
         tile = walk.first_tile
         t = walk.first_number()
         for n in range(begin, begin + walk.n_steps):
-            mbarrier.wait(turns.passed.index(n % SLOTS), ((n // SLOTS) & 1) ^ 1)
-            _await_count(turn_ptr + tile, walk.turn(t))
-            mbarrier.arrive(turns.ready.index(n % SLOTS), count=1)
-            tile, t = walk.next(tile, t)
-        begin += walk.n_steps
-        calls += 1
-
-
-@gluon.jit
-def add_parts(board, turns, sums_desc, turn_ptr):
-    """Partition of one warp: adds each part when it is there and its turn has come."""
-    calls = 0
-    begin = 0
-    while board.has(calls):
-        walk = board.read(calls)
-        tile = walk.first_tile
-        t = walk.first_number()
-        for n in range(begin, begin + walk.n_steps):
-            slot = n % PARTS
-            await_all(STAGED + slot, CONSUMERS_AND_WARP)
-            mbarrier.wait(turns.ready.index(n % SLOTS), (n // SLOTS) & 1)
-            if walk.turn(t) == 0:
-                # Whoever comes first stores, so that nobody has to set the sums to 0 before.
-                tma_store(sums_desc, [tile * 32, 0], turns.parts.index(slot))
-            else:
-                _tma_add(sums_desc, [tile * 32, 0], turns.parts.index(slot))
-            tma_store_wait(0)
-            mbarrier.arrive(turns.drained.index(slot), count=1)
-            _await_sums(n)
-            gl.atomic_add(turn_ptr + tile, 1, sem="release", scope="gpu")
-            mbarrier.arrive(turns.passed.index(n % SLOTS), count=1)
+            if n % PARTS == W:
+                turn = walk.turn(t)
+                _await_count(turn_ptr + tile, turn)
+                await_all(STAGED + W, CONSUMERS_AND_WARP)
+                part = turns.parts.index(W)
+                if turn == 0:
+                    # Whoever comes first stores, so that nobody has to set the sums to 0 before.
+                    tma_store(sums_desc, [tile * 32, 0], part)
+                else:
+                    _tma_add(sums_desc, [tile * 32, 0], part)
+                tma_store_wait(0)
+                mbarrier.arrive(turns.drained.index(W), count=1)
+                _await_sums(n)
+                gl.atomic_add(turn_ptr + tile, 1, sem="release", scope="gpu")
             tile, t = walk.next(tile, t)
         begin += walk.n_steps
         calls += 1

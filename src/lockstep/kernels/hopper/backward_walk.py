@@ -1,8 +1,8 @@
-"""Which keys a program of the backward owns, and which query tiles it walks over.
+"""Which keys a ticket of the backward stands for, and which query tiles a program walks over then.
 
-A program owns BLOCK_KV keys of one head and walks over all query tiles that see any of them, from
-the last to the first, once for each query head that shares these keys. Under a causal mask walks
-end at the diagonal: the first keys, which are handed out first, have the longest.
+A ticket stands for BLOCK_KV keys of one head. The walk goes over all query tiles that see any of
+them, from the last to the first, once for each query head that shares these keys. Under a causal
+mask walks end at the diagonal: the first keys, which are handed out first, have the longest.
 """
 
 from __future__ import annotations
@@ -189,8 +189,9 @@ def assign(
     first_q_tile = begin // BLOCK_Q
     n_tiles = gl.maximum(gl.cdiv(end, BLOCK_Q) - first_q_tile, 0)
     corner = kv_idx - diagonal - first_q_tile * BLOCK_Q  # first key - first query of the first tile
+    last_q_tile = first_q_tile + gl.maximum(n_tiles - 1, 0)
     walk = Walk(
-        (tile + first_q_tile + gl.maximum(n_tiles - 1, 0), n_tiles * heads_per_kv, n_tiles, q_slots),
+        (tile + last_q_tile, n_tiles * heads_per_kv, n_tiles, q_slots),
         (-left - corner, right - corner, len_kv - kv_idx, kv_idx),
         BLOCK_Q, BLOCK_KV, HAS_LEFT, HAS_RIGHT, HAS_EDGE,
     )  # fmt: skip

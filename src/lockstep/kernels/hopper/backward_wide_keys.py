@@ -116,7 +116,9 @@ def sum_values(walk, team, scale_log2, cap_log2, CAPPED: gl.constexpr, HIDES_SCO
     for n in range(walk.n_steps):
         lse2 = team.stats.index(n % STAGES).slice(0, walk.BLOCK_Q).load(columns)
         lse2 = gl.expand_dims(lse2, 0)
-        p, slope = weigh_seen(s, lse2, walk, t, 0, scale_log2, cap_log2, CAPPED, HIDES_SCORES)
+        p, slope = weigh_seen(
+            s, lse2, walk, t, 0, scale_log2, cap_log2, CAPPED, HIDES_SCORES, MASKED
+        )
         mbarrier.wait(team.taken.index(n & 1), ((n >> 1) & 1) ^ 1)
         team.weights.index(n & 1).store(as_registers(p * slope if CAPPED else p))
         mbarrier.arrive(team.weighed.index(n & 1), count=1)
@@ -205,6 +207,8 @@ def produce(job, walk, team, heads_per_kv, q_desc, dout_desc, stats_desc, k_desc
 def inspect(walk, team):
     """Partition of one warp: takes what is not finite out of v, and out of query tiles with hidden
     pairs, before dO and then q are multiplied: `backward_strays`."""
+    ROWS_OF_LANE: gl.constexpr = walk.BLOCK_Q // 32
+    rows: gl.constexpr = gl.BlockedLayout([ROWS_OF_LANE], [32], [gl.num_warps()], [0])
     t = walk.first_number()
     for n in range(walk.n_steps):
         if n == 0:
@@ -213,7 +217,7 @@ def inspect(walk, team):
         team.q.wait(n)
         team.dout.wait(n)
         if walk.cuts(t):  # noqa: SIM102, Gluon would evaluate both sides of an `and`
-            if has_strays(team.stats.index(n % STAGES), walk.BLOCK_Q):
+            if has_strays(team.stats.index(n % STAGES), walk.BLOCK_Q, rows):
                 team.q.replace_strays(n, 0)
                 team.dout.replace_strays(n, 0)
         fence_async_shared()

@@ -96,7 +96,7 @@ def consume(
             mbarrier.wait(team.inspected.index(slot), phase, pred=is_cut)
         dp = multiply_rows(team.dout, 0, W * ROWS, team.v, n)
         p, slope = weigh_seen(
-            s, lse2, sight, n, W * ROWS, scale_log2, cap_log2, CAPPED, HIDES_SCORES
+            s, lse2, sight, n, W * ROWS, scale_log2, cap_log2, CAPPED, HIDES_SCORES, MASKED
         )
         dp = warpgroup_mma_wait(0, deps=(dp,))
         team.v.release(n)

@@ -120,7 +120,7 @@ class Ring:
     def replace_strays(self, i, value: gl.constexpr):
         """Set what is not finite in the i-th tile to a number with these bits."""
         for p in gl.static_range(pieces_of(self.N)):
-            replace_strays(self.piece(i, p), self.main.dtype, value)
+            replace_strays(self.piece(i, p), value)
 
     @gluon.jit
     def store(self, desc, coordinates):

@@ -23,6 +23,7 @@ from triton.language import core
 __all__ = [
     "TensorDescriptor",
     "aggregate",
+    "await_warps",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -46,6 +47,8 @@ def aggregate(cls: type) -> type:
     return _aggregate(cls)
 
 
+# Of one partition. Renamed in 3.7.
+await_warps = getattr(gl, "barrier", None) or gl.thread_barrier
 # Renamed in 3.9, which keeps the old names for now.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
