@@ -121,3 +121,8 @@ def test_walks_visit_every_pair_that_sees_each_other_once_and_know_which_they_cu
                     assert first_key + BLOCK_KV <= Skv
                     assert pairs <= visible
         assert visible <= seen
+
+
+def test_longest_walks_of_a_causal_head_come_first(walks):
+    steps = [walk.n_steps for *_, walk in walks(64, 2048, 2048, None, 0)]
+    assert steps == sorted(steps, reverse=True)

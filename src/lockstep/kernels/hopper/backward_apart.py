@@ -54,7 +54,6 @@ def consume_apart(
         end = begin + walk.n_steps
         is_any = walk.n_steps > 0
         dk, dv = zeros(D), zeros(D)
-        mbarrier.wait(tiles.dkv_stored, (calls & 1) ^ 1)
         mbarrier.wait(tiles.kv_full, keys & 1, pred=is_any)
         mbarrier.wait(tiles.full.index(begin % STAGES), (begin // STAGES) & 1, pred=is_any)
         t = walk.first_number()
@@ -127,6 +126,8 @@ def consume_apart(
         mbarrier.arrive(tiles.ds_empty.index(m % 2), count=1, pred=is_any)
         turns.await_room(m)
         turns.leave(m, dq, W)
+        # Those of the walk before, which may have been in the same place.
+        mbarrier.wait(tiles.dkv_stored, (calls & 1) ^ 1)
         finish(W, end, walk, tiles, turns, dk, dv, scale, MASKED)
         begin = end
         keys += gl.minimum(walk.n_steps, 1)

@@ -56,7 +56,6 @@ def consume_together(
         end = begin + walk.n_steps
         is_any = walk.n_steps > 0
         dk, dv = zeros(D), zeros(D)
-        mbarrier.wait(tiles.dkv_stored, (calls & 1) ^ 1)
         mbarrier.wait(tiles.kv_full, keys & 1, pred=is_any)
         mbarrier.wait(tiles.full.index(begin % STAGES), (begin // STAGES) & 1, pred=is_any)
         lse2 = tiles.stats.index(begin % STAGES).slice(0, BLOCK_Q).load(columns)
@@ -64,6 +63,8 @@ def consume_together(
         if MASKED:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
             if is_any:
                 clean_keys(W, tiles)
+        # The last dv lies where dS is going to be.
+        mbarrier.wait(tiles.dkv_stored, (calls & 1) ^ 1)
         for n in range(begin, end):
             slot = n % STAGES
             stats = tiles.stats.index(slot)
