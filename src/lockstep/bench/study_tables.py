@@ -54,6 +54,19 @@ SMS = 132
 PAIRING = "hopper-backward-together"
 PAIRINGS = ("before", "together", "operands found again", "apart")
 PROFILED = ("FA4", "before", "together", "together, no order")
+# Programs of the backward that draw one ticket after the other, and what made their ends short.
+TICKETS = "hopper-backward-tickets"
+STAYING_RUN, ENDS_RUN, MANY_HEADS_RUN = 2, 4, 5
+STAYING = {"before": "before", "heads in turn": "ascending", "programs stay": "one program to an SM"}
+# Heads in turn in the run that compares these, by head dim and mask.
+STAYING_HEADS = {(64, False): 8, (64, True): 32, (128, False): 8, (128, True): 16}
+ENDS = {
+    "before": "before",
+    "programs stay": "one program to an SM",
+    "two add": "two adders",
+    "consumers clean": "consumers clean",
+    "operands found again": "consumers clean, operands found again",
+}
 
 
 def forward_builds(directory: Path) -> str:
@@ -94,8 +107,7 @@ def ways_out(directory: Path) -> str:
     def column(row: Row) -> str | None:
         if row["design"] == PEER:
             return PEER
-        named = (name for name, design in WAYS_OUT.items() if design == row["design"])
-        return next(named, None) if row["heads_at_once"] == 4 else None
+        return _name(WAYS_OUT, row) if row["heads_at_once"] == 4 else None
 
     return _backward(directory, WAYS_OUT_RUN, (*WAYS_OUT, PEER), column)
 
@@ -119,7 +131,7 @@ def backward_steps(directory: Path) -> str:
         if row["causal"] and row["heads_at_once"] != 4:
             is_last = row["design"] == STEPS["dQ a step later"]
             return ONE_HEAD if is_last and row["heads_at_once"] == 1 else None
-        return next((name for name, design in STEPS.items() if design == row["design"]), None)
+        return _name(STEPS, row)
 
     return _backward(directory, DIAGONAL_RUN, (*STEPS, ONE_HEAD, PEER), column)
 
@@ -176,6 +188,38 @@ def backward_busy(directory: Path) -> str:
         return [f"{found[name]:.0f} %" if name in found else "–" for name in PROFILED]
 
     return _by_problem(PROFILED, cells, show, "Of the cycles an SM is active", run)
+
+
+def backward_staying(directory: Path) -> str:
+    """The backward with several heads in turn, and with programs that stay."""
+
+    def column(row: Row) -> str | None:
+        name = _name(STAYING, row)
+        heads = None if name == "before" else STAYING_HEADS[row["D"], row["causal"]]
+        return name if row["heads"] == heads else None
+
+    return _backward(directory, STAYING_RUN, tuple(STAYING), column, tuple(STAYING), TICKETS)
+
+
+def backward_ends(directory: Path) -> str:
+    """The backward as the ends of its walks got shorter."""
+    heads = tuple(ENDS)
+    return _backward(directory, ENDS_RUN, heads, lambda row: _name(ENDS, row), heads, TICKETS)
+
+
+def backward_many_heads(directory: Path) -> str:
+    """The backward whose programs stay, by the number of heads in turn."""
+    heads = ("4", "8", "16", "24", "32", "48", "64", "128")
+
+    def column(row: Row) -> str | None:
+        return str(row["heads"]) if row["design"] == "consumers clean, S first" else None
+
+    return _backward(directory, MANY_HEADS_RUN, heads, column, heads, TICKETS)
+
+
+def _name(columns: dict[str, str], row: Row) -> str | None:
+    """That of the column which shows a row's design."""
+    return next((name for name, design in columns.items() if design == row["design"]), None)
 
 
 def _backward(
@@ -238,4 +282,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "hopper_backward_ways_of_dq": backward_ways_of_dq,
     "hopper_backward_pairings": backward_pairings,
     "hopper_backward_busy": backward_busy,
+    "hopper_backward_staying": backward_staying,
+    "hopper_backward_ends": backward_ends,
+    "hopper_backward_many_heads": backward_many_heads,
 }

@@ -240,10 +240,9 @@ def keys_kernel(
     HIDES_SCORES: gl.constexpr,
 ):  # fmt: skip
     # One head after the other, which shares most of L2; the first keys of a head first, which have
-    # the longest walks under a causal mask and the last tickets.
-    ticket = gl.num_programs(0) - 1 - gl.program_id(0)
+    # the longest walks under a causal mask.
     job, walk = assign(
-        ticket, kv_slots, q_slots, n_heads, 1, Hkv, heads_per_kv, B, Sq, Skv, left,
+        gl.program_id(0), kv_slots, q_slots, n_heads, 1, Hkv, heads_per_kv, B, Sq, Skv, left,
         right, kv_batch_rows, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT,
         HAS_EDGE, q_desc.block_shape[3], k_desc.block_shape[3],
     )  # fmt: skip
