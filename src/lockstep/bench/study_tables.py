@@ -57,7 +57,11 @@ PROFILED = ("FA4", "before", "together", "together, no order")
 # Programs of the backward that draw one ticket after the other, and what made their ends short.
 TICKETS = "hopper-backward-tickets"
 STAYING_RUN, ENDS_RUN, MANY_HEADS_RUN = 2, 4, 5
-STAYING = {"before": "before", "heads in turn": "ascending", "programs stay": "one program to an SM"}
+STAYING = {
+    "before": "before",
+    "heads in turn": "ascending",
+    "programs stay": "one program to an SM",
+}
 # Heads in turn in the run that compares these, by head dim and mask.
 STAYING_HEADS = {(64, False): 8, (64, True): 32, (128, False): 8, (128, True): 16}
 ENDS = {
