@@ -27,6 +27,7 @@ from problems import Case, draw, draw_seeds, draw_varlen, paginate, run, support
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 FAILED, UNUSABLE = 1, 2
+CLEAN, UNUSED, DIRTY = "clean", "unused", "FAILED"
 
 
 def _strided() -> Case:
@@ -94,8 +95,8 @@ def run_sample(name: str, only: str | None) -> None:
         print(f"ran {kernel}{', with gradients' if kernel in backward else ''}")
 
 
-def check_sample(name: str, tool: str, only: str | None) -> tuple[bool, str]:
-    """Whether the sanitizer finds nothing, and what was run or found."""
+def check_sample(name: str, tool: str, only: str | None) -> tuple[str, str]:
+    """What came of it (`CLEAN`, `UNUSED` or `DIRTY`), and what was run or found."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "3"]
     command += [sys.executable, __file__, "--sample", name]
     command += [] if only is None else ["--kernel", only]
@@ -103,8 +104,8 @@ def check_sample(name: str, tool: str, only: str | None) -> tuple[bool, str]:
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode == 0:
         ran = [line[4:] for line in result.stdout.splitlines() if line.startswith("ran ")]
-        return True, "; ".join(ran) or "no kernel takes it"
-    return False, (result.stdout + result.stderr)[-4000:]
+        return (CLEAN, "; ".join(ran)) if ran else (UNUSED, "no kernel takes it")
+    return DIRTY, (result.stdout + result.stderr)[-4000:]
 
 
 def main() -> int:
@@ -130,15 +131,24 @@ def main() -> int:
         what = "compute-sanitizer on the PATH" if names else f"--match of one of {list(SAMPLES)}"
         print(f"error: needs {what}", file=sys.stderr)
         return UNUSABLE
-    failures = 0
+    outcomes = []
     with ThreadPoolExecutor(options.processes) as pool:
         work = {pool.submit(check_sample, n, options.tool, options.kernel): n for n in names}
         for done in as_completed(work):
-            clean, what = done.result()
-            failures += not clean
-            print(f"{'clean' if clean else 'FAILED'}  {work[done]}: {what}", flush=True)
-    print(f"{options.tool}: {len(names) - failures} of {len(names)} samples clean")
-    return FAILED if failures else 0
+            outcome, what = done.result()
+            outcomes.append(outcome)
+            print(f"{outcome}  {work[done]}: {what}", flush=True)
+    return report(options.tool, outcomes)
+
+
+def report(tool: str, outcomes: list[str]) -> int:
+    """Print what came of all samples; the exit status."""
+    ran = len(outcomes) - outcomes.count(UNUSED)
+    unused = f", {outcomes.count(UNUSED)} that no kernel takes" if UNUSED in outcomes else ""
+    print(f"{tool}: {outcomes.count(CLEAN)} of {ran} samples clean{unused}")
+    if not ran:
+        return UNUSABLE
+    return FAILED if DIRTY in outcomes else 0
 
 
 if __name__ == "__main__":

@@ -97,6 +97,16 @@ def test_shared_memory_is_fenced_once_a_step(consumer_loops):
         assert fences == 1 + finds_strays
 
 
+def test_no_warp_waits_for_others_before_ds_is_stored(consumer_loops):
+    """The other warpgroup waits for it: what there is to wait for has been waited for before."""
+    for loop in consumer_loops:
+        names = [text.split()[0] for _, text in loop]
+        stored = next(i for i, name in enumerate(names) if name.startswith("STSM"))
+        since_dp = names[:stored][::-1]
+        since_dp = since_dp[: next(i for i, name in enumerate(since_dp) if "DEPBAR" in name)]
+        assert not any(name.startswith("BAR.SYNC") for name in since_dp)
+
+
 def partition_barriers(build) -> set[int]:
     """Numbers of the barriers that Triton uses: of all threads, or of four warps."""
     barriers = [t.split()[1:] for _, t in build.instructions if t.startswith("BAR.SYNC")]
