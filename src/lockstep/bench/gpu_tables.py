@@ -130,14 +130,16 @@ def _decode_matrix(rows: list[Row]) -> str:
 
 
 def _short_list(rows: list[Row]) -> str:
-    chosen = [row for row in rows if row["table"] in ("small", "varlen", *HOST)]
+    order = ("small", "varlen", *HOST)
+    chosen = [row for table in order for row in rows if row["table"] == table]
     lines = ["| | |", "|---|---:|"]
     lines += [f"| {_short_name(row)} | {_achieved(row, unit=True)} |" for row in chosen]
     return "\n".join(lines) if chosen else ""
 
 
 def _short_name(row: Row) -> str:
-    return f"time of the host for a call: {row['case']}" if row["table"] in HOST else row["case"]
+    kind = {HOST[0]: "prefill", HOST[1]: "decode"}.get(row["table"])
+    return f"time of the host for a call: {kind}, {row['case']}" if kind else row["case"]
 
 
 def _achieved(row: Row, unit: bool = False) -> str:
