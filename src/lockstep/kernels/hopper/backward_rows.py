@@ -108,7 +108,7 @@ def finish_queries(
     x = tl.zeros([4096], tl.float32)
     if was_visited:
         x = tl.load(sums_ptr + (tile.to(tl.int64) * 2 + half) * 4096 + tl.arange(0, 4096))
-    # `Turns.give` says where each row and column has gone.
+    # `Turns.leave` says where each row and column has gone.
     x = x.reshape([8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, 64])
     q_idx, d = q_tile * BLOCK_Q + tl.arange(0, 64), tl.arange(0, 64)
     if BLOCK_Q == 64:
