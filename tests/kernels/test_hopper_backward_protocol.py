@@ -44,7 +44,6 @@ class Tile:
     """Shared memory that remembers what it holds, who reads it, and which writes were fenced."""
 
     dtype, shape = None, (1, 1)
-    is_v = False
 
     def __init__(self) -> None:
         self.readers = 0
@@ -114,7 +113,6 @@ class PlainTiles:
         self.ds_full, self.ds_empty = ds_bars
         self.kv_full, self.dkv_stored = kv_bars
         self.named: dict = {}
-        self.v.index(0).is_v = True
         for stats, q in zip(self.stats, self.q, strict=True):
             stats.q = q
 
@@ -190,7 +188,15 @@ def crew(monkeypatch, request):
         tile.loaded = at
         tile.had_strays = crew.has_strays(at)
         tile.strays = {0, 1} if tile.had_strays else set()
+        ROLE.on_the_way[tile] = barrier
         barrier.change(0, -1)
+
+    def wait(barrier, phase, pred=True):
+        crew.mbarrier.wait(barrier, phase, pred)
+        if pred:
+            arrived = [tile for tile, other in ROLE.on_the_way.items() if other is barrier]
+            for tile in arrived:
+                del ROLE.on_the_way[tile]
 
     def arrive_by_number(number, threads):
         came = ROLE.named.setdefault(number, {"who": {}, "phase": 0})
@@ -242,24 +248,25 @@ def crew(monkeypatch, request):
 
     def overwrite_strays(tile, part, parts, value):
         assert tile.readers == 0, "cleaned while it is read"
-        tile.strays.discard(part)
+        assert tile not in ROLE.on_the_way, "cleaned before it is there"
+        tile.strays -= {part} if parts == 2 else {0, 1}
         tile.unfenced.add(ROLE.consumer)
         ROLE.unfenced.append(tile)
 
     def multiply_scores(own, queries):
         value = Value((own.loaded, queries.loaded))
-        # Scores of a query with a stray are not looked at; dP is.
-        value.is_spoilt = not own.is_clean() or (own.is_v and not queries.is_clean())
+        value.is_spoilt = not own.is_clean() or not queries.is_clean()
         for tile in (own, queries):
             tile.glances.append(value)
         ROLE.groups.append(((own, queries), value))
         return value
 
-    def weigh_seen(s, lse2, walk, t, *_):
+    def weigh_columns(s, lse2, walk, t, first_row, first_column, *_):
         step = walk.ticket, t
         assert s.of == (("keys", walk.ticket), ("queries", *step))
         assert not s.is_spoilt
-        ROLE.steps.append(step)
+        if first_column == 0:
+            ROLE.steps.append(step)
         ROLE.is_new = True
         return Value(step), Anything()
 
@@ -291,7 +298,7 @@ def crew(monkeypatch, request):
         return Value(ticket)
 
     plain = {
-        "mbarrier": crew.mbarrier,
+        "mbarrier": SimpleNamespace(**{**vars(crew.mbarrier), "wait": wait}),
         "tma_load": load,
         "tma_store": send,
         "_tma_add": send,
@@ -313,7 +320,11 @@ def crew(monkeypatch, request):
         "multiply_dq": multiply_dq,
         "add_product": add_product,
         "warpgroup_mma_wait": settle,
-        "weigh_seen": weigh_seen,
+        "hide_scores": lambda s, *_: s,
+        "halves": lambda x: (x, x),
+        "whole": lambda left, right: left,
+        "load_half": lambda *_: Anything(),
+        "weigh_columns": weigh_columns,
         "derive_scores": derive_scores,
         "find_strays": lambda tile, part, parts: int(part in tile.strays),
         "overwrite_strays": overwrite_strays,
@@ -346,7 +357,7 @@ def play(role, named, action, threads=32, consumer=None, apart=False):
     def run() -> None:
         ROLE.name, ROLE.named, ROLE.threads = role, named, threads
         ROLE.consumer, ROLE.apart, ROLE.steps, ROLE.is_new = consumer, apart, [], False
-        ROLE.unfenced, ROLE.groups = [], []
+        ROLE.unfenced, ROLE.groups, ROLE.on_the_way = [], [], {}
         action()
 
     return run

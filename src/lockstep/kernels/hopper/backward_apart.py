@@ -1,7 +1,7 @@
 """Consumers that run apart, for head dims up to 64.
 
     issue dP                        exponentials run under it
-    issue dV                        dS runs under it
+    issue dV, in halves             and under the first half; dS runs under the second
     issue dQ of the step before, dK dQ leaves under dK
     issue S, next tile
 
@@ -14,17 +14,20 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.backward_products import (
     ROWS,
-    accumulator,
     add_product,
     derive_scores,
     finish,
+    halves,
+    hide_scores,
+    load_half,
     multiply_dq,
     multiply_scores,
-    weigh_seen,
+    weigh_columns,
+    whole,
     zeros,
 )
-from lockstep.kernels.hopper.backward_strays import clean_keys, clean_queries
-from lockstep.kernels.hopper.backward_tiles import STAGES
+from lockstep.kernels.hopper.backward_strays import clean_keys
+from lockstep.kernels.hopper.backward_tiles import STAGES, phase_of, slot_of
 from lockstep.kernels.hopper.gluon_shim import (
     fence_async_shared,
     gl,
@@ -44,7 +47,7 @@ def consume_apart(
     MASKED: gl.constexpr = board.HAS_LEFT or board.HAS_RIGHT
     D: gl.constexpr = tiles.k.shape[5]
     dtype: gl.constexpr = tiles.k.dtype
-    columns: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_Q))
+    HALF: gl.constexpr = BLOCK_Q // 2
 
     calls = 0
     keys = 0  # that have been loaded: walks of no tile have none
@@ -55,75 +58,82 @@ def consume_apart(
         is_any = walk.n_steps > 0
         dk, dv = zeros(D), zeros(D)
         mbarrier.wait(tiles.kv_full, keys & 1, pred=is_any)
-        mbarrier.wait(tiles.full.index(begin % STAGES), (begin // STAGES) & 1, pred=is_any)
+        first_slot = slot_of(begin, STAGES)
+        mbarrier.wait(tiles.full.index(first_slot), phase_of(begin, STAGES), pred=is_any)
         t = walk.first_number()
-        if MASKED:
+        if MASKED:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
             if is_any:
                 clean_keys(W, tiles)
-            if walk.cuts(t) & is_any:
-                clean_queries(W, tiles, begin % STAGES, columns)
         first_k, _ = tiles.keys(0, True)
-        first_q = tiles.matrix(tiles.q.index(begin % STAGES))
+        first_q = tiles.matrix(tiles.q.index(first_slot))
         s = multiply_scores(first_k.slice(W * ROWS, ROWS, dim=0), first_q)
         s = warpgroup_mma_wait(0, deps=(s,))
         for n in range(begin, end):
-            slot = n % STAGES
+            slot = slot_of(n, STAGES)
             stats = tiles.stats.index(slot)
             q = tiles.matrix(tiles.q.index(slot))
             dout = tiles.matrix(tiles.dout.index(slot))
             k, v = tiles.keys(n, not MASKED)
             dp = multiply_scores(v.slice(W * ROWS, ROWS, dim=0), dout)
-            lse2 = gl.expand_dims(stats.slice(0, BLOCK_Q).load(columns), 0)
-            p, slope = weigh_seen(
-                s, lse2, walk, t, W * ROWS, scale_log2, cap_log2, CAPPED, HIDES_SCORES, False
-            )
-            dv = add_product(dv, p.to(dtype), dout)
+            s = hide_scores(s, walk, t, W * ROWS, HIDES_SCORES)
+            s_left, s_right = halves(s)
+            p_left, slope_left = weigh_columns(
+                s_left, load_half(stats, 0, HALF), walk, t, W * ROWS, 0, scale_log2, cap_log2,
+                CAPPED, HIDES_SCORES,
+            )  # fmt: skip
+            dv = add_product(dv, p_left.to(dtype), dout.slice(0, HALF, dim=0))
+            p_right, slope_right = weigh_columns(
+                s_right, load_half(stats, HALF, HALF), walk, t, W * ROWS, HALF, scale_log2,
+                cap_log2, CAPPED, HIDES_SCORES,
+            )  # fmt: skip
+            dv = add_product(dv, p_right.to(dtype), dout.slice(HALF, HALF, dim=0))
 
-            dp = warpgroup_mma_wait(1, deps=(dp,))
+            dp = warpgroup_mma_wait(2, deps=(dp,))
+            dp_left, dp_right = halves(dp)
             # Read no earlier: registers are short while scores and dp are both there.
-            delta = stats.slice(BLOCK_Q, BLOCK_Q).load(columns)
-            ds = derive_scores(p, dp, gl.expand_dims(delta, 0), slope, CAPPED).to(dtype)
-            mbarrier.wait(tiles.ds_empty.index(n % 2), ((n // 2) & 1) ^ 1)
-            ds_tile = tiles.matrix(tiles.ds.index(n % 2))
+            delta = load_half(stats, BLOCK_Q, HALF)
+            ds_left = derive_scores(p_left, dp_left, delta, slope_left, CAPPED)
+            delta = load_half(stats, BLOCK_Q + HALF, HALF)
+            ds_right = derive_scores(p_right, dp_right, delta, slope_right, CAPPED)
+            ds = whole(ds_left.to(dtype), ds_right.to(dtype))
+            mbarrier.wait(tiles.ds_empty.index(slot), phase_of(n, 2) ^ 1)
+            ds_tile = tiles.matrix(tiles.ds.index(slot))
             ds_tile.slice(W * ROWS, ROWS, dim=1).permute((1, 0)).store(ds)
             # For dS, and for what was left of dQ in the step before.
             fence_async_shared()
             turns.announce(n - 2, n > begin + 1)
-            mbarrier.arrive(tiles.ds_full.index(n % 2), count=1)
+            mbarrier.arrive(tiles.ds_full.index(slot), count=1)
             # The first step has no step before it: what it multiplies instead goes nowhere.
             is_part = n > begin
             m = gl.where(is_part, n - 1, n)
-            mbarrier.wait(tiles.ds_full.index(m % 2), (m // 2) & 1, pred=is_part)
-            dq = multiply_dq(tiles.matrix(tiles.ds.index(m % 2)), k, W)
+            mbarrier.wait(tiles.ds_full.index(slot_of(m, 2)), phase_of(m, 2), pred=is_part)
+            dq = multiply_dq(tiles.matrix(tiles.ds.index(slot_of(m, 2))), k, W)
             dk = add_product(dk, ds, q)
 
             turns.await_room(m)
             dq = warpgroup_mma_wait(1, deps=(dq,))
-            mbarrier.arrive(tiles.ds_empty.index(m % 2), count=1, pred=is_part)
+            mbarrier.arrive(tiles.ds_empty.index(slot_of(m, 2)), count=1, pred=is_part)
             turns.leave(m, dq, W)
-            ahead = (n + 1) % STAGES
+            ahead = slot_of(n + 1, STAGES)
             is_more = n + 1 < end
-            mbarrier.wait(tiles.full.index(ahead), ((n + 1) // STAGES) & 1, pred=is_more)
-            t = walk.next_number(t)
-            if MASKED:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
-                if walk.cuts(t) & is_more:
-                    clean_queries(W, tiles, ahead, columns)
+            mbarrier.wait(tiles.full.index(ahead), phase_of(n + 1, STAGES), pred=is_more)
             # After the last tile this multiplies what lies there, and nobody looks at it.
             s = multiply_scores(k.slice(W * ROWS, ROWS, dim=0), tiles.matrix(tiles.q.index(ahead)))
             s, dk, dv = warpgroup_mma_wait(0, deps=(s, dk, dv))
             if is_more:
                 tiles.release(slot)
+            t = walk.next_number(t)
 
         fence_async_shared()
         turns.announce(end - 2, walk.n_steps > 1)
         m = gl.where(is_any, end - 1, end)
-        mbarrier.wait(tiles.ds_full.index(m % 2), (m // 2) & 1, pred=is_any)
+        mbarrier.wait(tiles.ds_full.index(slot_of(m, 2)), phase_of(m, 2), pred=is_any)
         last_k, _ = tiles.keys(0, True)
-        last_ds = tiles.matrix(tiles.ds.index(m % 2))
+        last_ds = tiles.matrix(tiles.ds.index(slot_of(m, 2)))
         dq = warpgroup_mma_wait(0, deps=(multiply_dq(last_ds, last_k, W),))
         if is_any:
             tiles.release_keys()
-        mbarrier.arrive(tiles.ds_empty.index(m % 2), count=1, pred=is_any)
+        mbarrier.arrive(tiles.ds_empty.index(slot_of(m, 2)), count=1, pred=is_any)
         turns.await_room(m)
         turns.leave(m, dq, W)
         # Those of the walk before, which may have been in the same place.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.backward_apart import consume_apart
 from lockstep.kernels.hopper.backward_board import Board
+from lockstep.kernels.hopper.backward_strays import clean_queries
 from lockstep.kernels.hopper.backward_tiles import STAGES, Tiles
 from lockstep.kernels.hopper.backward_together import consume_together
 from lockstep.kernels.hopper.backward_turns import Turns, add_parts
@@ -30,15 +31,24 @@ from lockstep.kernels.hopper.gluon_shim import (
 
 
 @gluon.jit
-def load_queries(n, tile, t, head, job, tiles, q_desc, dout_desc, stats_desc):
+def load_queries(n, tile, t, head, job, is_inspected, tiles, q_desc, dout_desc, stats_desc):
     """The query tiles of the n-th step, into a slot that is free."""
     slot = n % STAGES
     row = job.q_coordinates(head, (job.first_q_tile + t) * q_desc.block_shape[3])
-    full = tiles.full.index(slot)
+    full = tiles.full.index(gl.where(is_inspected, STAGES, slot))
     mbarrier.expect(full, 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
     tma_load(q_desc, row, full, tiles.q.index(slot))
     tma_load(stats_desc, [tile * stats_desc.block_shape[0]], full, tiles.stats.index(slot))
     tma_load(dout_desc, row, full, tiles.dout.index(slot))
+
+
+@gluon.jit
+def inspect_queries(n, n_inspected, tiles):
+    """Let consumers have the query tiles of the n-th step once they are clean; `n_inspected` steps
+    were inspected before."""
+    mbarrier.wait(tiles.full.index(STAGES), n_inspected & 1)
+    clean_queries(tiles, n % STAGES)
+    mbarrier.arrive(tiles.full.index(n % STAGES), count=1)
 
 
 @gluon.jit
@@ -63,9 +73,11 @@ def produce(
     """Partition of one warp: draws tickets, loads keys and queries, and stores dk and dv.
 
     Keys of the next walk come while the last dk and dv leave."""
+    MASKED: gl.constexpr = board.HAS_LEFT or board.HAS_RIGHT
     calls = 0
     keys = 0  # that have been loaded: walks of no tile have none
     n = 0
+    n_inspected = 0
     # Whoever draws a ticket has all earlier ones of its own behind it, or under way.
     ticket = gl.atomic_add(ticket_ptr, 1)
     none = ticket * 0
@@ -80,14 +92,18 @@ def produce(
         tile = walk.first_tile
         t = walk.first_number()
         head = job.head * heads_per_kv
+        is_cut = walk.cuts(t) if MASKED else False
         if walk.n_steps > 0:
-            load_queries(n, tile, t, head, job, tiles, q_desc, dout_desc, stats_desc)
+            load_queries(n, tile, t, head, job, is_cut, tiles, q_desc, dout_desc, stats_desc)
             if keys > 0:
                 tiles.await_keys_empty()
             mbarrier.expect(tiles.kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
             tma_load(v_desc, job.kv_coordinates(), tiles.kv_full, tiles.v.index(0))
             tma_load(k_desc, job.kv_coordinates(), tiles.kv_full, tiles.k.index(0))
             keys += 1
+            if is_cut:
+                inspect_queries(n, n_inspected, tiles)
+                n_inspected += 1
         if calls > 0:
             store_keys(n, last, tiles, dk_desc, dv_desc)
         for i in range(1, walk.n_steps):
@@ -95,7 +111,11 @@ def produce(
             head = gl.where(t == walk.first_number(), head + 1, head)
             if i >= STAGES:
                 tiles.await_empty((n + i) % STAGES)
-            load_queries(n + i, tile, t, head, job, tiles, q_desc, dout_desc, stats_desc)
+            is_cut = walk.cuts(t) if MASKED else False
+            load_queries(n + i, tile, t, head, job, is_cut, tiles, q_desc, dout_desc, stats_desc)
+            if is_cut:
+                inspect_queries(n + i, n_inspected, tiles)
+                n_inspected += 1
         n += walk.n_steps
         if walk.n_steps >= STAGES:
             # That of the last step but one: the next walk begins there.

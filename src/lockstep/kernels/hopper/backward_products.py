@@ -36,27 +36,45 @@ def weigh(s, lse2, scale_log2, cap_log2, CAPPED: gl.constexpr):
 
 
 @gluon.jit
+def hide_scores(s, walk, t, first_row: gl.constexpr, HIDES_SCORES: gl.constexpr, lse2=None):
+    """Raw products, with -inf for pairs that the mask hides in the t-th tile of a walk; `first_row`
+    is that of s in the program.
+
+    A cap or a scale that is not positive would bring such scores back; unless HIDES_SCORES, it is
+    the weights that are hidden. If it is left to chance whether strays in q were replaced before s
+    was multiplied, it is not left to chance what comes of it: by `lse2`, who sees them weighs
+    infinity."""
+    if walk.cuts(t):
+        if lse2 is not None:
+            s = gl.where(lse2 == STRAY, 0.0, s)
+        if HIDES_SCORES:
+            s = walk.hide(s, t, first_row, -float("inf"))
+    return s
+
+
+@gluon.jit
+def weigh_columns(
+    s, lse2, walk, t, first_row: gl.constexpr, first_column: gl.constexpr, scale_log2, cap_log2,
+    CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr,
+):  # fmt: skip
+    """`weigh` of columns from `first_column` on, behind `hide_scores`; 0 for hidden pairs."""
+    p, slope = weigh(s, lse2, scale_log2, cap_log2, CAPPED)
+    if not HIDES_SCORES:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
+        if walk.cuts(t):
+            p = walk.hide(p, t, first_row, 0.0, first_column)
+            slope = walk.hide(slope, t, first_row, 0.0, first_column)
+    return p, slope
+
+
+@gluon.jit
 def weigh_seen(
     s, lse2, walk, t, first_row: gl.constexpr, scale_log2, cap_log2, CAPPED: gl.constexpr,
     HIDES_SCORES: gl.constexpr, MAY_HAVE_STRAYS: gl.constexpr,
 ):  # fmt: skip
-    """`weigh`, with 0 for pairs that the mask hides in the t-th tile of a walk; `first_row` is that
-    of s in the program.
-
-    A cap or a scale that is not positive would bring scores of -inf back; unless HIDES_SCORES, it
-    is the weights that are hidden. If it is left to chance whether strays in q were replaced before
-    s was multiplied, it is not left to chance what comes of it: who sees them weighs infinity."""
-    if walk.cuts(t):
-        if MAY_HAVE_STRAYS:
-            s = gl.where(lse2 == STRAY, 0.0, s)
-        if HIDES_SCORES:
-            s = walk.hide(s, t, first_row, -float("inf"))
-    p, slope = weigh(s, lse2, scale_log2, cap_log2, CAPPED)
-    if not HIDES_SCORES:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
-        if walk.cuts(t):
-            p = walk.hide(p, t, first_row, 0.0)
-            slope = walk.hide(slope, t, first_row, 0.0)
-    return p, slope
+    """Both, for all columns."""
+    strays = lse2 if MAY_HAVE_STRAYS else None
+    s = hide_scores(s, walk, t, first_row, HIDES_SCORES, strays)
+    return weigh_columns(s, lse2, walk, t, first_row, 0, scale_log2, cap_log2, CAPPED, HIDES_SCORES)
 
 
 @gluon.jit
@@ -80,9 +98,36 @@ def zeros(columns: gl.constexpr):
 
 
 @gluon.jit
+def halves(x):
+    """The left and the right half of an accumulator [ROWS, n]: its first registers, its last."""
+    N: gl.constexpr = x.shape[1] // 2
+    left, right = x.reshape([ROWS, 2, N]).permute((0, 2, 1)).split()
+    layout: gl.constexpr = accumulator(N)
+    return (
+        gl.convert_layout(left, layout, assert_trivial=True),
+        gl.convert_layout(right, layout, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def load_half(stats, first: gl.constexpr, N: gl.constexpr):
+    """Numbers of rows, [1, N] from `first` on, as a half has its columns."""
+    columns: gl.constexpr = gl.SliceLayout(0, accumulator(N))
+    return gl.expand_dims(stats.slice(first, N).load(columns), 0)
+
+
+@gluon.jit
+def whole(left, right):
+    """What `halves` has taken apart."""
+    N: gl.constexpr = left.shape[1] * 2
+    x = gl.join(left, right).permute((0, 2, 1)).reshape([ROWS, N])
+    return gl.convert_layout(x, accumulator(N), assert_trivial=True)
+
+
+@gluon.jit
 def add_product(sums, weights, tile):
     """sums + weights [ROWS, n] times a tile [n, columns], under way."""
-    left: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 2)
+    left: gl.constexpr = gl.DotOperandLayout(0, accumulator(tile.shape[1]), 2)
     return warpgroup_mma(gl.convert_layout(weights, left), tile, sums, is_async=True)
 
 

@@ -5,8 +5,6 @@ is not finite in v becomes 0 in shared memory, and in tiles with hidden pairs in
 it becomes the largest number: a score of -inf, which other rows may have seen, stays out of reach.
 Who sees it loses nothing: such rows have STRAY for lse2 (`backward_rows`), infinite weights for all
 keys they see, and whatever is not finite in the end is NaN.
-
-S may be multiplied while q is cleaned: nobody looks at what it is for a row with a stray.
 """
 
 from __future__ import annotations
@@ -46,22 +44,25 @@ def clean_keys(W: gl.constexpr, tiles):
 
 
 @gluon.jit
-def clean_queries(W: gl.constexpr, tiles, slot, layout: gl.constexpr):
-    """Consumer: one half of q and dO, where any row has a stray. On return the other half is
-    clean, too. `layout` is one in which a warp has all rows."""
+def clean_queries(tiles, slot):
+    """A warp: q and dO of a query tile that has landed, where any row has a stray."""
     q, dout = tiles.matrix(tiles.q.index(slot)), tiles.matrix(tiles.dout.index(slot))
-    if has_strays(tiles.stats.index(slot), q.shape[0], layout):
-        overwrite_strays(q, W, 2, 0)
-        overwrite_strays(dout, W, 2, 0)
-        fence_async_shared()
-        await_warps()
-        tiles.meet()
+    if has_strays(tiles.stats.index(slot), q.shape[0]):
+        overwrite_strays(q, 0, 1, 0)
+        overwrite_strays(dout, 0, 1, 0)
+    fence_async_shared()
 
 
 @gluon.jit
-def has_strays(stats, BLOCK_Q: gl.constexpr, layout: gl.constexpr):
-    """Whether any row has a q or dO that is not finite, by its lse2."""
-    return gl.max(gl.abs(stats.slice(0, BLOCK_Q).load(layout)), 0) > HUGE
+def has_strays(stats, BLOCK_Q: gl.constexpr):
+    """A warp: whether any row has a q or dO that is not finite, by its lse2."""
+    PER_LANE: gl.constexpr = BLOCK_Q // 32
+    layout: gl.constexpr = gl.BlockedLayout([PER_LANE], [32], [1], [0])
+    is_stray = gl.abs(stats.slice(0, BLOCK_Q).load(layout)) > HUGE
+    # Of integers a maximum is one instruction with one result for the warp. One by shuffles could
+    # differ between lanes, for all that ptxas knows, and it would have every loop of the kernel,
+    # whoever runs it, gather the lanes of a warp.
+    return gl.max(is_stray.to(gl.int32), 0) != 0
 
 
 @gluon.jit

@@ -23,6 +23,24 @@ KEYS_EMPTY = gl.constexpr(EMPTY.value + STAGES.value)
 DERIVED = gl.constexpr(KEYS_EMPTY.value + 1)
 
 
+@gluon.constexpr_function
+def _log2(n):
+    return n.bit_length() - 1
+
+
+@gluon.jit
+def slot_of(n, N: gl.constexpr):
+    """Where the n-th of something is that has N places, a power of two. `n % N` would be a signed
+    division, in the way of the first product of each step."""
+    return n & (N - 1)
+
+
+@gluon.jit
+def phase_of(n, N: gl.constexpr):
+    """The parity of the phase that the n-th completes of its place's barrier."""
+    return (n >> _log2(N)) & 1
+
+
 @gluon.jit
 def allocate_tiles(desc, N: gl.constexpr):
     """Shared memory for N tiles of a tensor map."""
@@ -41,11 +59,11 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 @aggregate
 class Tiles:
-    """`stats` holds lse2 and delta of a query tile. `full` complete when the tiles of a step have
-    landed; when both consumers are done with them, the named barriers from EMPTY on do. Likewise
-    `kv_full` and KEYS_EMPTY for the keys of a walk. At its end dk and dv lie where nobody needs
-    anything any more, or not yet: DERIVED says that they are there, `dkv_stored` that they are
-    gone."""
+    """`stats` holds lse2 and delta of a query tile. `full` complete when the tiles of a step are
+    there, the last of them when tiles have landed that are to be inspected before; when both
+    consumers are done with them, the named barriers from EMPTY on do. Likewise `kv_full` and
+    KEYS_EMPTY for the keys of a walk. At its end dk and dv lie where nobody needs anything any
+    more, or not yet: DERIVED says that they are there, `dkv_stored` that they are gone."""
 
     q: gl.shared_memory_descriptor  # [STAGES, 1, 1, 1, BLOCK_Q, D]
     stats: gl.shared_memory_descriptor  # [STAGES, 2 * BLOCK_Q] fp32
@@ -53,7 +71,7 @@ class Tiles:
     k: gl.shared_memory_descriptor  # [1, 1, 1, 1, BLOCK_KV, D]
     v: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor  # [2, 1, 1, 1, BLOCK_Q, BLOCK_KV]
-    full: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # [STAGES + 1, 1]
     ds_full: gl.shared_memory_descriptor  # for consumers apart
     ds_empty: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
@@ -87,7 +105,7 @@ class Tiles:
         return Tiles(
             (q, stats, dout),
             (k, v, ds),
-            barriers(STAGES, 1),
+            barriers(STAGES + 1, 1),
             (barriers(2, 2), barriers(2, 2)),
             (barriers(1, 1).index(0), barriers(1, 1).index(0)),
         )

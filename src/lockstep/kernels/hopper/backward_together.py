@@ -1,7 +1,7 @@
 """Consumers that take each step together, for head dims above 64.
 
     issue S, dP             S is waited for
-    issue dV                exponentials have run under dP, dS runs under dV
+    issue dV, in halves     exponentials run under dP and the first half, dS under the second
     meet                    dS of both is there
     issue dQ, dK            dQ leaves under dK
 
@@ -15,17 +15,20 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.backward_products import (
     ROWS,
-    accumulator,
     add_product,
     derive_scores,
     finish,
+    halves,
+    hide_scores,
+    load_half,
     multiply_dq,
     multiply_scores,
-    weigh_seen,
+    weigh_columns,
+    whole,
     zeros,
 )
-from lockstep.kernels.hopper.backward_strays import clean_keys, clean_queries
-from lockstep.kernels.hopper.backward_tiles import STAGES
+from lockstep.kernels.hopper.backward_strays import clean_keys
+from lockstep.kernels.hopper.backward_tiles import STAGES, phase_of, slot_of
 from lockstep.kernels.hopper.gluon_shim import (
     await_warps,
     fence_async_shared,
@@ -46,7 +49,7 @@ def consume_together(
     MASKED: gl.constexpr = board.HAS_LEFT or board.HAS_RIGHT
     D: gl.constexpr = tiles.k.shape[5]
     dtype: gl.constexpr = tiles.k.dtype
-    columns: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_Q))
+    HALF: gl.constexpr = BLOCK_Q // 2
 
     calls = 0
     keys = 0  # that have been loaded: walks of no tile have none
@@ -57,8 +60,10 @@ def consume_together(
         is_any = walk.n_steps > 0
         dk, dv = zeros(D), zeros(D)
         mbarrier.wait(tiles.kv_full, keys & 1, pred=is_any)
-        mbarrier.wait(tiles.full.index(begin % STAGES), (begin // STAGES) & 1, pred=is_any)
-        lse2 = tiles.stats.index(begin % STAGES).slice(0, BLOCK_Q).load(columns)
+        first_slot = slot_of(begin, STAGES)
+        mbarrier.wait(tiles.full.index(first_slot), phase_of(begin, STAGES), pred=is_any)
+        stats = tiles.stats.index(first_slot)
+        lse_left, lse_right = load_half(stats, 0, HALF), load_half(stats, HALF, HALF)
         t = walk.first_number()
         if MASKED:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
             if is_any:
@@ -66,7 +71,7 @@ def consume_together(
         # The last dv lies where dS is going to be.
         mbarrier.wait(tiles.dkv_stored, (calls & 1) ^ 1)
         for n in range(begin, end):
-            slot = n % STAGES
+            slot = slot_of(n, STAGES)
             stats = tiles.stats.index(slot)
             q = tiles.matrix(tiles.q.index(slot))
             dout = tiles.matrix(tiles.dout.index(slot))
@@ -75,21 +80,28 @@ def consume_together(
             # Everyone has read dS of the step before the last. Triton would see to it only when the
             # next one is to be written and the other warpgroup waits for it.
             await_warps()
-            if MASKED:  # noqa: SIM102
-                if walk.cuts(t):
-                    clean_queries(W, tiles, slot, columns)
             dp = multiply_scores(v.slice(W * ROWS, ROWS, dim=0), dout)
             s = warpgroup_mma_wait(1, deps=(s,))
-            p, slope = weigh_seen(
-                s, gl.expand_dims(lse2, 0), walk, t, W * ROWS, scale_log2, cap_log2, CAPPED,
-                HIDES_SCORES, MASKED,
+            s = hide_scores(s, walk, t, W * ROWS, HIDES_SCORES)
+            s_left, s_right = halves(s)
+            p_left, slope_left = weigh_columns(
+                s_left, lse_left, walk, t, W * ROWS, 0, scale_log2, cap_log2, CAPPED, HIDES_SCORES
+            )
+            dv = add_product(dv, p_left.to(dtype), dout.slice(0, HALF, dim=0))
+            delta_left = load_half(stats, BLOCK_Q, HALF)
+            delta_right = load_half(stats, BLOCK_Q + HALF, HALF)
+            p_right, slope_right = weigh_columns(
+                s_right, lse_right, walk, t, W * ROWS, HALF, scale_log2, cap_log2, CAPPED,
+                HIDES_SCORES,
             )  # fmt: skip
-            dv = add_product(dv, p.to(dtype), dout)
+            dv = add_product(dv, p_right.to(dtype), dout.slice(HALF, HALF, dim=0))
 
-            dp = warpgroup_mma_wait(1, deps=(dp,))
-            delta = stats.slice(BLOCK_Q, BLOCK_Q).load(columns)
-            ds = derive_scores(p, dp, gl.expand_dims(delta, 0), slope, CAPPED).to(dtype)
-            ds_tile = tiles.matrix(tiles.ds.index(n % 2))
+            dp = warpgroup_mma_wait(2, deps=(dp,))
+            dp_left, dp_right = halves(dp)
+            ds_left = derive_scores(p_left, dp_left, delta_left, slope_left, CAPPED)
+            ds_right = derive_scores(p_right, dp_right, delta_right, slope_right, CAPPED)
+            ds = whole(ds_left.to(dtype), ds_right.to(dtype))
+            ds_tile = tiles.matrix(tiles.ds.index(slot))
             ds_tile.slice(W * ROWS, ROWS, dim=1).permute((1, 0)).store(ds)
             # For dS, and for dQ of the step before.
             fence_async_shared()
@@ -100,13 +112,14 @@ def consume_together(
 
             turns.await_room(n)
             dq = warpgroup_mma_wait(1, deps=(dq,))
-            ahead = (n + 1) % STAGES
+            ahead = slot_of(n + 1, STAGES)
             is_more = n + 1 < end
             if not is_more:
                 tiles.release_keys()
             turns.leave(n, dq, W)
-            mbarrier.wait(tiles.full.index(ahead), ((n + 1) // STAGES) & 1, pred=is_more)
-            lse2 = tiles.stats.index(ahead).slice(0, BLOCK_Q).load(columns)
+            mbarrier.wait(tiles.full.index(ahead), phase_of(n + 1, STAGES), pred=is_more)
+            stats = tiles.stats.index(ahead)
+            lse_left, lse_right = load_half(stats, 0, HALF), load_half(stats, HALF, HALF)
             dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
             if is_more:
                 tiles.release(slot)

@@ -86,13 +86,17 @@ class Walk:
         return cut
 
     @gluon.jit
-    def hide(self, x, t, first_row: gl.constexpr, value: gl.constexpr):
-        """x [rows, BLOCK_Q] of the t-th tile, `value` where key and query are hidden from each
-        other; `first_row` is the program's key in row 0."""
+    def hide(
+        self, x, t, first_row: gl.constexpr, value: gl.constexpr, first_column: gl.constexpr = 0
+    ):  # fmt: skip
+        """x [rows, columns] of the t-th tile, `value` where key and query are hidden from each
+        other; `first_row` is the program's key in row 0, `first_column` the tile's query in
+        column 0."""
         rows: gl.constexpr = gl.SliceLayout(1, x.type.layout)
         columns: gl.constexpr = gl.SliceLayout(0, x.type.layout)
         key = gl.expand_dims(first_row + gl.arange(0, x.shape[0], rows), 1)
-        query = gl.expand_dims(gl.arange(0, x.shape[1], columns) + t * self.BLOCK_Q, 0)
+        query = gl.arange(first_column, first_column + x.shape[1], columns)
+        query = gl.expand_dims(query + t * self.BLOCK_Q, 0)
         if self.HAS_EDGE:
             x = gl.where(key < self.room, x, value)
         if self.HAS_LEFT:

@@ -207,8 +207,6 @@ def produce(job, walk, team, heads_per_kv, q_desc, dout_desc, stats_desc, k_desc
 def inspect(walk, team):
     """Partition of one warp: takes what is not finite out of v, and out of query tiles with hidden
     pairs, before dO and then q are multiplied: `backward_strays`."""
-    ROWS_OF_LANE: gl.constexpr = walk.BLOCK_Q // 32
-    rows: gl.constexpr = gl.BlockedLayout([ROWS_OF_LANE], [32], [gl.num_warps()], [0])
     t = walk.first_number()
     for n in range(walk.n_steps):
         if n == 0:
@@ -217,7 +215,7 @@ def inspect(walk, team):
         team.q.wait(n)
         team.dout.wait(n)
         if walk.cuts(t):  # noqa: SIM102, Gluon would evaluate both sides of an `and`
-            if has_strays(team.stats.index(n % STAGES), walk.BLOCK_Q, rows):
+            if has_strays(team.stats.index(n % STAGES), walk.BLOCK_Q):
                 team.q.replace_strays(n, 0)
                 team.dout.replace_strays(n, 0)
         fence_async_shared()

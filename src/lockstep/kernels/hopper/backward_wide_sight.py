@@ -56,13 +56,17 @@ class Sight:
         return cut
 
     @gluon.jit
-    def hide(self, x, t, first_row: gl.constexpr, value: gl.constexpr):
-        """x [ROWS, BLOCK_KV] of the t-th tile, `value` where key and query are hidden from each
-        other; `first_row` is the program's query in row 0."""
+    def hide(
+        self, x, t, first_row: gl.constexpr, value: gl.constexpr, first_column: gl.constexpr = 0
+    ):  # fmt: skip
+        """x [ROWS, columns] of the t-th tile, `value` where key and query are hidden from each
+        other; `first_row` is the program's query in row 0, `first_column` the tile's key in
+        column 0."""
         rows: gl.constexpr = gl.SliceLayout(1, x.type.layout)
         columns: gl.constexpr = gl.SliceLayout(0, x.type.layout)
         query = gl.expand_dims(first_row + gl.arange(0, x.shape[0], rows), 1)
-        key = gl.expand_dims(gl.arange(0, x.shape[1], columns) + t * self.BLOCK_KV, 0)
+        key = gl.arange(first_column, first_column + x.shape[1], columns)
+        key = gl.expand_dims(key + t * self.BLOCK_KV, 0)
         if self.HAS_EDGE:
             x = gl.where(key < self.room, x, value)
         if self.HAS_LEFT:
