@@ -20,7 +20,7 @@ from triton_device import (
     use_small_tiles,
 )
 
-from lockstep.kernels.triton import launch, plan, spans
+from lockstep.kernels.triton import launch, plan, spans, tiles
 from lockstep.problem import AttentionProblem, Tensors, describe, make_options
 
 pytestmark = needs_triton
@@ -139,3 +139,35 @@ def test_packed_sequences_have_the_bits_of_dense_ones(monkeypatch):
         q, k, v = (x.transpose(0, 1)[None] for x in qkv)
         dense = attend(Case({"q": q, "k": k, "v": v}, packed.options))
         assert_same_bits(dense, Result(out.transpose(0, 1)[None], lse.transpose(0, 1)[None]))
+
+
+@triton.jit
+def store_sequences(found_ptr, cu_seqlens_ptr, B, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr):
+    slot = tl.program_id(0)
+    b, tile, start, end = tiles.find_sequence(slot, cu_seqlens_ptr, B, GROUP, BLOCK_Q)
+    tl.store(found_ptr + 4 * slot, b)
+    tl.store(found_ptr + 4 * slot + 1, tile)
+    tl.store(found_ptr + 4 * slot + 2, start)
+    tl.store(found_ptr + 4 * slot + 3, end)
+
+
+# Around the number of sequences that are looked at together.
+@pytest.mark.parametrize(
+    ("B", "dtype"), [(1, torch.int32), (9, torch.int64), (255, torch.int32), (257, torch.int32)]
+)
+def test_every_tile_of_a_packed_batch_has_a_slot(B, dtype):
+    lens = torch.randint(0, 12, (B,)) * (torch.rand(B) < 0.7)
+    lens[-1] = 33
+    starts = [0, *lens.cumsum(0).tolist()]
+    group, block_q = 2, 16
+    n_slots = starts[-1] * group // block_q + B
+    found = torch.full((n_slots, 4), -1, dtype=torch.int64, device=DEVICE)
+    cu_seqlens = torch.tensor(starts, dtype=dtype, device=DEVICE)
+    store_sequences[(n_slots,)](found, cu_seqlens, B, GROUP=group, BLOCK_Q=block_q)
+    tiles_of: dict[int, list[int]] = {}
+    for b, tile, start, end in found.tolist():
+        assert (start, end) == (starts[b], starts[b + 1])
+        tiles_of.setdefault(b, []).append(tile)
+    for b, length in enumerate(lens.tolist()):
+        needed = -(-length * group // block_q)
+        assert tiles_of.get(b, [])[:needed] == list(range(needed))
