@@ -144,29 +144,26 @@ def test_packed_sequences_have_the_bits_of_dense_ones(monkeypatch):
 @triton.jit
 def store_sequences(found_ptr, cu_seqlens_ptr, B, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr):
     slot = tl.program_id(0)
-    b, tile, start, end = tiles.find_sequence(slot, cu_seqlens_ptr, B, GROUP, BLOCK_Q)
-    tl.store(found_ptr + 4 * slot, b)
-    tl.store(found_ptr + 4 * slot + 1, tile)
-    tl.store(found_ptr + 4 * slot + 2, start)
-    tl.store(found_ptr + 4 * slot + 3, end)
+    b, tile = tiles.find_sequence(slot, cu_seqlens_ptr, B, GROUP, BLOCK_Q)
+    tl.store(found_ptr + 2 * slot, b)
+    tl.store(found_ptr + 2 * slot + 1, tile)
 
 
 # Around the number of sequences that are looked at together.
 @pytest.mark.parametrize(
-    ("B", "dtype"), [(1, torch.int32), (9, torch.int64), (255, torch.int32), (257, torch.int32)]
+    ("B", "dtype"), [(1, torch.int32), (9, torch.int64), (100, torch.int32), (1025, torch.int32)]
 )
 def test_every_tile_of_a_packed_batch_has_a_slot(B, dtype):
-    lens = torch.randint(0, 12, (B,)) * (torch.rand(B) < 0.7)
+    lens = torch.randint(0, 40, (B,)) * (torch.rand(B) < 20 / B)
     lens[-1] = 33
     starts = [0, *lens.cumsum(0).tolist()]
     group, block_q = 2, 16
     n_slots = starts[-1] * group // block_q + B
-    found = torch.full((n_slots, 4), -1, dtype=torch.int64, device=DEVICE)
+    found = torch.full((n_slots, 2), -1, dtype=torch.int32, device=DEVICE)
     cu_seqlens = torch.tensor(starts, dtype=dtype, device=DEVICE)
     store_sequences[(n_slots,)](found, cu_seqlens, B, GROUP=group, BLOCK_Q=block_q)
     tiles_of: dict[int, list[int]] = {}
-    for b, tile, start, end in found.tolist():
-        assert (start, end) == (starts[b], starts[b + 1])
+    for b, tile in found.tolist():
         tiles_of.setdefault(b, []).append(tile)
     for b, length in enumerate(lens.tolist()):
         needed = -(-length * group // block_q)

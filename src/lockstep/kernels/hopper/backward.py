@@ -53,7 +53,7 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168}
 # Tickets go round so many heads, by padded head dim. The more, the less programs of one head wait
 # for each other, and the less they share of what L2 holds.
 HEADS_AT_ONCE = {64: 16, 128: 8}
-HEADS_AT_ONCE_WITH_MASK = {64: 48, 128: 16}
+HEADS_AT_ONCE_WITH_MASK = {64: 48, 128: 24}
 
 
 def supports_backward(problem: AttentionProblem) -> str | None:

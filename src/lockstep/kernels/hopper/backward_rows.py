@@ -27,9 +27,9 @@ def _place(cu_q_ptr, cu_kv_ptr, kv_lens_ptr, H, B, Sq, Skv, q_slots, BLOCK_Q: tl
     tile = tl.program_id(0)
     head, q_tile = tile // q_slots, tile % q_slots
     if cu_q_ptr is not None:
-        batch, q_tile, start, end = find_sequence(q_tile, cu_q_ptr, B, 1, BLOCK_Q)
-        start = start.to(tl.int32)
-        len_q = end.to(tl.int32) - start
+        batch, q_tile = find_sequence(q_tile, cu_q_ptr, B, 1, BLOCK_Q)
+        start = tl.load(cu_q_ptr + batch).to(tl.int32)
+        len_q = tl.load(cu_q_ptr + batch + 1).to(tl.int32) - start
         first_key = tl.load(cu_kv_ptr + batch).to(tl.int32)
         len_kv = tl.load(cu_kv_ptr + batch + 1).to(tl.int32) - first_key
     else:

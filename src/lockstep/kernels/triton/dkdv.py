@@ -178,7 +178,7 @@ def sum_keys(
     head, slot = tl.program_id(0) // n_slots, tl.program_id(0) % n_slots
     Hkv = Hq // GROUP
     if cu_seqlens_k_ptr is not None:
-        b, tile, _, _ = find_sequence(slot, cu_seqlens_k_ptr, B, 1, BLOCK_KV)
+        b, tile = find_sequence(slot, cu_seqlens_k_ptr, B, 1, BLOCK_KV)
         dk_row = head.to(tl.int64)
         stride_row = Hkv
     else:

@@ -152,7 +152,7 @@ def sum_queries(
     """
     head, slot = tl.program_id(0) // n_slots, tl.program_id(0) % n_slots
     if cu_seqlens_q_ptr is not None:
-        b, tile, _, _ = find_sequence(slot, cu_seqlens_q_ptr, B, 1, BLOCK_Q)
+        b, tile = find_sequence(slot, cu_seqlens_q_ptr, B, 1, BLOCK_Q)
         dq_row = head.to(tl.int64)
         stride_row = Hq
     else:

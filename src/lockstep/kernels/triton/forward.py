@@ -93,7 +93,6 @@ def attend(
     D: tl.constexpr,
     DV: tl.constexpr,
     GROUP: tl.constexpr,
-    OWN_KEYS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     ALIGN: tl.constexpr,
     HAS_LEFT: tl.constexpr,
@@ -112,15 +111,14 @@ def attend(
     """Pointers may be None where a call has no such tensor.
 
     Strides of q, k and v are in units of ALIGN elements, so that wide loads are known to be
-    aligned. `stride_r*` count rows of out and lse. OWN_KEYS: a packed sequence's keys lie where its
-    queries do.
+    aligned. `stride_r*` count rows of out and lse.
     """
     if EARLY and parts_ptr is not None:
         # Lets `split_kv` start as soon as there is room, to wait for the parts where it needs them.
         gdc_launch_dependents()
     b, head, tile, q_start, q_len, kv_start, kv_len = locate(
         tl.program_id(0), n_slots, B, Hkv, Sq, Skv, kv_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-        GROUP, OWN_KEYS, BLOCK_Q,
+        GROUP, BLOCK_Q,
     )  # fmt: skip
     row = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
     n_rows = q_len * GROUP

@@ -112,7 +112,6 @@ def attend_arguments(problem: AttentionProblem, tensors: Tensors, plan: Plan) ->
         "D": problem.D,
         "DV": problem.Dv,
         "GROUP": problem.Hq // problem.Hkv,
-        "OWN_KEYS": plan.own_keys,
         "PAGE_SIZE": problem.page_size or 0,
         "ALIGN": align,
         "TMA": plan.tma and is_describable(problem, strides, align, tensors, tiles.BLOCK_KV),

@@ -74,7 +74,6 @@ class Plan:
     n_spans: int
     run_spans: int  # spans of one program
     n_runs: int  # programs side by side over the spans of one tile of rows; 1: nothing is split
-    own_keys: bool  # packed sequences are known to have as many keys as queries
     tma: bool
     early: bool
 
@@ -204,7 +203,6 @@ def plan_of(problem: AttentionProblem, device: Device, own_keys: bool = False) -
         n_spans,
         run_spans,
         n_runs,
-        own_keys,
         device.tma,
         device.early,
     )

@@ -46,7 +46,6 @@ def locate(
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     GROUP: tl.constexpr,
-    OWN_KEYS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
     """Sequence, KV head and tile of a program, and where its sequence begins and how long it is.
@@ -62,12 +61,11 @@ def locate(
         turns = tl.where(Hkv % 4 == 0, 4, 1)
         slot = program // turns % n_slots
         head = program // (turns * n_slots) * turns + program % turns
-        b, tile, q_start, q_end = find_sequence(slot, cu_seqlens_q_ptr, B, GROUP, BLOCK_Q)
-        q_len = (q_end - q_start).to(tl.int32)
-        kv_start, kv_len = q_start, q_len
-        if not OWN_KEYS:
-            kv_start = tl.load(cu_seqlens_k_ptr + b).to(tl.int64)
-            kv_len = (tl.load(cu_seqlens_k_ptr + b + 1) - kv_start).to(tl.int32)
+        b, tile = find_sequence(slot, cu_seqlens_q_ptr, B, GROUP, BLOCK_Q)
+        q_start = tl.load(cu_seqlens_q_ptr + b).to(tl.int64)
+        q_len = (tl.load(cu_seqlens_q_ptr + b + 1) - q_start).to(tl.int32)
+        kv_start = tl.load(cu_seqlens_k_ptr + b).to(tl.int64)
+        kv_len = (tl.load(cu_seqlens_k_ptr + b + 1) - kv_start).to(tl.int32)
         tile = tl.cdiv(q_len * GROUP, BLOCK_Q) - 1 - tile
     else:
         b, head = head // Hkv, head % Hkv

@@ -29,26 +29,21 @@ PRECISION: tl.constexpr = tl.constexpr("ieee")
 
 @triton.jit
 def find_sequence(slot, cu_seqlens_ptr, B, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """Sequence and tile of slot number `slot` of a packed batch, without anyone counting tiles;
-    then the rows where the sequence starts and ends.
+    """Sequence and tile of slot number `slot` of a packed batch, without anyone counting tiles.
 
     Sequence b owns the slots from `cu_seqlens[b] * GROUP // BLOCK_Q + b` to where the next begins.
-    That is always enough for its tiles and never more than one too many. All of it comes from one
-    look at cu_seqlens: a second one, at what the first has found, would keep a program waiting.
+    That is always enough for its tiles and never more than one too many.
     """
-    CHUNK: tl.constexpr = 256
-    PLACES: tl.constexpr = 40  # bits for a row; those above count sequences
-    last = tl.zeros([CHUNK], tl.int64)  # to begin at or before the slot, and its start
-    end = tl.full([CHUNK], 1 << PLACES, tl.int64)  # where a later one starts
-    for first in range(0, B + 1, CHUNK):
-        b = (first + tl.arange(0, CHUNK)).to(tl.int64)
-        start = tl.load(cu_seqlens_ptr + b, mask=b <= B, other=0).to(tl.int64)
+    CHUNK: tl.constexpr = 1024
+    before = 0  # sequences that begin at or before the slot
+    for first in range(0, B, CHUNK):
+        b = first + tl.arange(0, CHUNK)
+        start = tl.load(cu_seqlens_ptr + b, mask=b < B, other=0).to(tl.int64)
         begins = (start * GROUP // BLOCK_Q + b <= slot) & (b < B)
-        last = tl.maximum(last, tl.where(begins, (b << PLACES) + start, 0))
-        end = tl.minimum(end, tl.where(begins | (b > B), 1 << PLACES, start))
-    last, end = tl.max(last, 0), tl.min(end, 0)
-    b, start = (last >> PLACES).to(tl.int32), last & ((1 << PLACES) - 1)
-    return b, (slot - b - start * GROUP // BLOCK_Q).to(tl.int32), start, end
+        before += tl.sum(begins.to(tl.int32), 0)
+    b = before - 1
+    first_slot = tl.load(cu_seqlens_ptr + b).to(tl.int64) * GROUP // BLOCK_Q + b
+    return b, (slot - first_slot).to(tl.int32)
 
 
 @triton.jit
