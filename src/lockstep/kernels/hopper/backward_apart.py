@@ -27,7 +27,7 @@ from lockstep.kernels.hopper.backward_products import (
     zeros,
 )
 from lockstep.kernels.hopper.backward_strays import clean_keys
-from lockstep.kernels.hopper.backward_tiles import STAGES, phase_of, slot_of
+from lockstep.kernels.hopper.backward_tiles import STAGES
 from lockstep.kernels.hopper.gluon_shim import (
     fence_async_shared,
     gl,
@@ -35,6 +35,7 @@ from lockstep.kernels.hopper.gluon_shim import (
     mbarrier,
     warpgroup_mma_wait,
 )
+from lockstep.kernels.hopper.shared_memory import phase_of, slot_of
 
 
 @gluon.jit

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.backward_tiles import barriers
 from lockstep.kernels.hopper.backward_walk import Walk
-from lockstep.kernels.hopper.board import allocate_numbers, read_number, write_number
 from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon, mbarrier
+from lockstep.kernels.hopper.shared_memory import (
+    allocate_numbers,
+    barriers,
+    read_number,
+    write_number,
+)
 
 # Walks that may be on the board at once: that under way, and the next one.
 SLOTS = gl.constexpr(2)

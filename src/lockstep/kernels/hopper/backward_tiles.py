@@ -7,9 +7,9 @@ from lockstep.kernels.hopper.gluon_shim import (
     fence_async_shared,
     gl,
     gluon,
-    mbarrier,
 )
 from lockstep.kernels.hopper.named_barriers import FIRST_FREE, arrive, await_all
+from lockstep.kernels.hopper.shared_memory import allocate_tiles, barriers
 
 STAGES = gl.constexpr(2)
 PARTS = gl.constexpr(2)  # tiles of dQ of a program that may wait to be added
@@ -21,40 +21,6 @@ STAGED = gl.constexpr(FIRST_FREE.value + 1)  # PARTS of them
 EMPTY = gl.constexpr(STAGED.value + PARTS.value)  # STAGES of them
 KEYS_EMPTY = gl.constexpr(EMPTY.value + STAGES.value)
 DERIVED = gl.constexpr(KEYS_EMPTY.value + 1)
-
-
-@gluon.constexpr_function
-def _log2(n):
-    return n.bit_length() - 1
-
-
-@gluon.jit
-def slot_of(n, N: gl.constexpr):
-    """Where the n-th of something is that has N places, a power of two. `n % N` would be a signed
-    division, in the way of the first product of each step."""
-    return n & (N - 1)
-
-
-@gluon.jit
-def phase_of(n, N: gl.constexpr):
-    """The parity of the phase that the n-th completes of its place's barrier."""
-    return (n >> _log2(N)) & 1
-
-
-@gluon.jit
-def allocate_tiles(desc, N: gl.constexpr):
-    """Shared memory for N tiles of a tensor map."""
-    shape: gl.constexpr = [N] + desc.block_shape  # noqa: RUF005, Gluon does not unpack
-    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-
-
-@gluon.jit
-def barriers(N: gl.constexpr, COUNT: gl.constexpr):
-    """N barriers [N, 1], each of which completes when COUNT partitions have arrived."""
-    bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(N):
-        mbarrier.init(bars.index(i), count=COUNT)
-    return bars
 
 
 @aggregate

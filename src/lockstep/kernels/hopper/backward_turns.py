@@ -19,13 +19,7 @@ from __future__ import annotations
 from triton._C.libtriton import ir
 from triton.experimental.gluon.language._core import builtin
 
-from lockstep.kernels.hopper.backward_tiles import (
-    CONSUMERS_AND_WARP,
-    PARTS,
-    STAGED,
-    allocate_tiles,
-    barriers,
-)
+from lockstep.kernels.hopper.backward_tiles import CONSUMERS_AND_WARP, PARTS, STAGED
 from lockstep.kernels.hopper.gluon_shim import (
     aggregate,
     gl,
@@ -35,6 +29,7 @@ from lockstep.kernels.hopper.gluon_shim import (
     tma_store_wait,
 )
 from lockstep.kernels.hopper.named_barriers import arrive, await_all
+from lockstep.kernels.hopper.shared_memory import allocate_tiles, barriers
 
 
 @builtin

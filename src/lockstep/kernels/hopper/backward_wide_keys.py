@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.backward_products import weigh_seen
 from lockstep.kernels.hopper.backward_strays import has_strays
-from lockstep.kernels.hopper.backward_tiles import STAGES, allocate_tiles, barriers
+from lockstep.kernels.hopper.backward_tiles import STAGES
 from lockstep.kernels.hopper.backward_walk import assign
 from lockstep.kernels.hopper.backward_wide_tiles import (
     Ring,
@@ -36,6 +36,7 @@ from lockstep.kernels.hopper.gluon_shim import (
     tma_store_wait,
     warpgroup_mma_wait,
 )
+from lockstep.kernels.hopper.shared_memory import allocate_tiles, barriers
 
 
 @aggregate

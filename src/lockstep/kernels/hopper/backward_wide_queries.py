@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.backward_products import ROWS, derive_scores, weigh_seen
 from lockstep.kernels.hopper.backward_strays import largest
-from lockstep.kernels.hopper.backward_tiles import barriers
 from lockstep.kernels.hopper.backward_wide_sight import assign
 from lockstep.kernels.hopper.backward_wide_tiles import (
     Ring,
@@ -29,6 +28,7 @@ from lockstep.kernels.hopper.gluon_shim import (
     tma_store_wait,
     warpgroup_mma_wait,
 )
+from lockstep.kernels.hopper.shared_memory import barriers
 
 
 @aggregate

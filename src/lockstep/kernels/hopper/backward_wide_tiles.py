@@ -11,7 +11,6 @@ from triton.experimental.gluon.language._core import builtin
 
 from lockstep.kernels.hopper.backward_products import ROWS, add_product, zeros
 from lockstep.kernels.hopper.backward_strays import replace_strays
-from lockstep.kernels.hopper.backward_tiles import barriers
 from lockstep.kernels.hopper.gluon_shim import (
     aggregate,
     gl,
@@ -22,6 +21,7 @@ from lockstep.kernels.hopper.gluon_shim import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from lockstep.kernels.hopper.shared_memory import barriers
 
 CHUNK = gl.constexpr(64)
 

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon, mbarrier
 from lockstep.kernels.hopper.schedule import Tile
+from lockstep.kernels.hopper.shared_memory import (
+    allocate_numbers,
+    barriers,
+    read_number,
+    write_number,
+)
 
 # Tiles that may be on the board at once: that at work, and the next one.
 SLOTS = gl.constexpr(2)
 _FIELDS = gl.constexpr(9)
-
-
-@gluon.jit
-def allocate_numbers(N: gl.constexpr):
-    """Shared memory [N, 1] int32 for numbers that one partition writes and others read."""
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return gl.allocate_shared_memory(gl.int32, [N, 1], flat)
-
-
-@gluon.jit
-def write_number(numbers, at, value):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    numbers.index(at).store(gl.full([1], 0, gl.int32, one) + value)
-
-
-@gluon.jit
-def read_number(numbers, at):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.sum(numbers.index(at).load(one), 0)
 
 
 @aggregate
@@ -47,12 +34,7 @@ class Board:
     @gluon.jit
     def create(READERS: gl.constexpr):
         fields = allocate_numbers(SLOTS * _FIELDS)
-        posted = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-        wiped = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(SLOTS):
-            mbarrier.init(posted.index(i), count=1)
-            mbarrier.init(wiped.index(i), count=READERS)
-        return Board(fields, posted, wiped)
+        return Board(fields, barriers(SLOTS, 1), barriers(SLOTS, READERS))
 
     @gluon.jit
     def post(self, n, tile):

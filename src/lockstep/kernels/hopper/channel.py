@@ -10,16 +10,8 @@ before the first returns at once, so a fresh ring needs no priming.
 from __future__ import annotations
 
 from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon, mbarrier, tma_load
-
-# Named barriers below 8 belong to the compiler.
-_FIRST_TURN = gl.constexpr(8)
-
-
-@gluon.jit
-def allocate_tiles(desc, N: gl.constexpr):
-    """Shared memory for N tiles of a tensor map."""
-    shape: gl.constexpr = [N] + desc.block_shape  # noqa: RUF005, Gluon does not unpack
-    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+from lockstep.kernels.hopper.named_barriers import FIRST_FREE
+from lockstep.kernels.hopper.shared_memory import allocate_numbers, allocate_tiles, barriers
 
 
 @aggregate
@@ -42,12 +34,7 @@ class Channel:
     def create(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
         """A ring for tiles of `desc`, each awaited and released by CONSUMERS partitions."""
         tiles = allocate_tiles(desc, STAGES)
-        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(STAGES):
-            mbarrier.init(full.index(i), count=1)
-            mbarrier.init(empty.index(i), count=CONSUMERS)
-        return Channel(tiles, full, empty, STAGES)
+        return Channel(tiles, barriers(STAGES, 1), barriers(STAGES, CONSUMERS), STAGES)
 
     @gluon.jit
     def send(self, i, desc, coordinates):
@@ -96,11 +83,7 @@ class Lap:
 
     @gluon.jit
     def create(CONSUMERS: gl.constexpr):
-        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        wrong = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], flat)
-        done = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(done.index(0), count=CONSUMERS)
-        return Lap(wrong, done, CONSUMERS)
+        return Lap(allocate_numbers(CONSUMERS), barriers(1, CONSUMERS), CONSUMERS)
 
     @gluon.jit
     def end(self, c: gl.constexpr, wrong):
@@ -124,7 +107,7 @@ class Lap:
 @gluon.constexpr_function
 def _turn_asm(verb, consumer):
     # Two warpgroups meet at each barrier: the one that waits and the one before it.
-    return f"bar.{verb} {_FIRST_TURN.value + consumer}, 256; mov.u32 $0, $1;"
+    return f"bar.{verb} {FIRST_FREE.value + consumer}, 256; mov.u32 $0, $1;"
 
 
 @gluon.jit

@@ -9,11 +9,12 @@ memory by TMA, and the consumers (`consumer.py`) do the rest.
 from __future__ import annotations
 
 from lockstep.kernels.hopper.board import Board
-from lockstep.kernels.hopper.channel import Channel, Lap, allocate_tiles
+from lockstep.kernels.hopper.channel import Channel, Lap
 from lockstep.kernels.hopper.consumer import consume
 from lockstep.kernels.hopper.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.schedule import Schedule
 from lockstep.kernels.hopper.second_lap import produce_again
+from lockstep.kernels.hopper.shared_memory import allocate_tiles
 from lockstep.kernels.hopper.team import ROWS, Build, Results, Team
 from lockstep.kernels.hopper.usher import usher
 
