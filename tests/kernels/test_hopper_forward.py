@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hopper_cases import KINDS, random_case
 from problems import FORWARD_LIMIT, Case, draw, draw_varlen, error, run, same_bits
 
 from lockstep import reference
@@ -95,7 +96,7 @@ def test_no_hang(monkeypatch):
     pool = torch.randn(1 << 22, device="cuda", dtype=torch.bfloat16)
     unwritten = torch.zeros((), device="cuda", dtype=torch.int64)
     for i in range(10_000):
-        out, lse = launch(random_case(draws, pool))
+        out, lse = launch(random_case(draws, pool, *draws.choice(KINDS)))
         unwritten += out.isnan().sum() + lse.isnan().sum()
         # The next results lie where these did.
         out.fill_(math.nan)
@@ -103,27 +104,6 @@ def test_no_hang(monkeypatch):
         del out, lse
         if i % 500 == 499:
             assert int(unwritten) == 0
-
-
-def random_case(draws: random.Random, pool: torch.Tensor) -> Case:
-    """Any lengths, few builds."""
-    D, kind = draws.choice(
-        [(64, "causal"), *((128, kind) for kind in ("full", "window", "kv_lens", "varlen"))]
-    )
-    B, Hq = draws.randint(1, 3), draws.choice((1, 2, 4))
-    Sq, Skv = draws.randint(16, 700), draws.randint(1, 700)
-    q, k, v = (pool[: B * Hq * S * D].view(B, Hq, S, D) for S in (Sq, Skv, Skv))
-    tensors, options = {"q": q, "k": k, "v": v}, {"causal": kind != "full"}
-    if kind == "window":
-        options = {"window": (draws.randint(0, 300), draws.randint(0, 300))}
-    elif kind == "kv_lens":
-        tensors["kv_lens"] = torch.tensor([draws.randint(0, Skv) for _ in range(B)]).cuda()
-    elif kind == "varlen":
-        tensors = {n: x.reshape(-1, Hq, D) for n, x in tensors.items()}
-        for n, S in (("q", Sq), ("k", Skv)):
-            cuts = sorted(draws.randint(0, B * S) for _ in range(B))
-            tensors[f"cu_seqlens_{n}"] = torch.tensor([0, *cuts, B * S], dtype=torch.int32).cuda()
-    return Case(tensors, options)
 
 
 @by_build

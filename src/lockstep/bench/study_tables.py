@@ -54,6 +54,24 @@ SMS = 132
 PAIRING = "hopper-backward-together"
 PAIRINGS = ("before", "together", "operands found again", "apart")
 PROFILED = ("FA4", "before", "together", "together, no order")
+# What the backward multiplies dV by while exponentials go on, and what stands before a step.
+HALVES = "hopper-backward-halves"
+HALVES_RUN, OPERANDS_RUN = 7, 1
+IN_HALVES = {
+    "before": "before",
+    "producer cleans": "the producer cleans queries",
+    "dV in halves": "dV in halves",
+    "no division": "no division",
+    "both": "dV in halves, no division",
+}
+OPERANDS = {
+    "before": "before",
+    "half of K": "half of K in registers",
+    "dP from −delta": "dP starts from -delta",
+    "and S from −lse": "S starts from -lse, dP from -delta",
+    "and half of V": "S starts from -lse, dP from -delta, half of V in registers",
+    "and half of K": "S starts from -lse, dP from -delta, half of K in registers",
+}
 # Programs of the backward that draw one ticket after the other, and what made their ends short.
 TICKETS = "hopper-backward-tickets"
 STAYING_RUN, ENDS_RUN, MANY_HEADS_RUN = 2, 4, 5
@@ -221,6 +239,22 @@ def backward_many_heads(directory: Path) -> str:
     return _backward(directory, MANY_HEADS_RUN, heads, column, heads, TICKETS)
 
 
+def backward_halves(directory: Path) -> str:
+    """The backward as dV came in halves, and a producer that cleans queries."""
+    heads = tuple(IN_HALVES)
+    return _backward(directory, HALVES_RUN, heads, lambda row: _name(IN_HALVES, row), heads, HALVES)
+
+
+def backward_operands(directory: Path) -> str:
+    """The backward with half of an operand in registers."""
+    heads = tuple(OPERANDS)
+
+    def column(row: Row) -> str | None:
+        return _name(OPERANDS, row) if row["D"] == 128 else None
+
+    return _backward(directory, OPERANDS_RUN, heads, column, heads, HALVES)
+
+
 def _name(columns: dict[str, str], row: Row) -> str | None:
     """That of the column which shows a row's design."""
     return next((name for name, design in columns.items() if design == row["design"]), None)
@@ -289,4 +323,6 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "hopper_backward_staying": backward_staying,
     "hopper_backward_ends": backward_ends,
     "hopper_backward_many_heads": backward_many_heads,
+    "hopper_backward_halves": backward_halves,
+    "hopper_backward_operands": backward_operands,
 }
