@@ -11,7 +11,12 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon, mbarrier, tma_load
 from lockstep.kernels.hopper.named_barriers import FIRST_FREE
-from lockstep.kernels.hopper.shared_memory import allocate_numbers, allocate_tiles, barriers
+from lockstep.kernels.hopper.shared_memory import (
+    allocate_numbers,
+    allocate_tiles,
+    barriers,
+    pairs_of_barriers,
+)
 
 
 @aggregate
@@ -34,7 +39,8 @@ class Channel:
     def create(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
         """A ring for tiles of `desc`, each awaited and released by CONSUMERS partitions."""
         tiles = allocate_tiles(desc, STAGES)
-        return Channel(tiles, barriers(STAGES, 1), barriers(STAGES, CONSUMERS), STAGES)
+        full, empty = pairs_of_barriers(STAGES, CONSUMERS)
+        return Channel(tiles, full, empty, STAGES)
 
     @gluon.jit
     def send(self, i, desc, coordinates):
