@@ -3,6 +3,8 @@
 Importing this package does not import Triton.
 
     gluon_shim.py  Gluon's names, whatever the version of Triton
+    shared_memory.py  tiles, numbers and barriers in shared memory
+    named_barriers.py barriers of the hardware, by number
     channel.py     tiles between producer and consumers; turns between consumers
     schedule.py    which tile next, and which keys it sees
     usher.py       a warp that tells the others, through board.py
@@ -86,12 +88,6 @@ def _prepare_backward(problem: AttentionProblem, given: Given, needs: Needs) -> 
     return NarrowCall(problem, given, needs)
 
 
-def _supports_backward(problem: AttentionProblem) -> str | None:
-    from lockstep.kernels.hopper.backward import supports_backward
-
-    return supports_backward(problem)
-
-
 @lru_cache(maxsize=1)
 def _has_gluon() -> bool:
     if find_spec("triton") is None:
@@ -133,6 +129,13 @@ def supports(problem: AttentionProblem) -> str | None:
     return None
 
 
+def supports_backward(problem: AttentionProblem) -> str | None:
+    """Why gradients are refused of a problem that the forward takes."""
+    if 0 in (problem.B, problem.Sq, problem.Skv):
+        return "has a backward for at least one query and one key"
+    return None
+
+
 KERNEL = Kernel(
     name="hopper",
     supports=supports,
@@ -144,7 +147,7 @@ KERNEL = Kernel(
     constant_time=False,
     # Its rows do not depend on the other queries, but a few queries run elsewhere: MIN_QUERIES.
     query_invariant=False,
-    supports_backward=_supports_backward,
+    supports_backward=supports_backward,
     prepare=_prepare,
     prepare_backward=_prepare_backward,
 )

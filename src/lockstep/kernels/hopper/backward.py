@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.allocate import allocator
-from lockstep.kernels.hopper import MAX_HEAD_DIM
 from lockstep.kernels.hopper.backward_call import (
     SINKS,
     Call,
@@ -54,23 +53,6 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168}
 # for each other, and the less they share of what L2 holds.
 HEADS_AT_ONCE = {64: 16, 128: 8}
 HEADS_AT_ONCE_WITH_MASK = {64: 48, 128: 24}
-
-
-def supports_backward(problem: AttentionProblem) -> str | None:
-    """Why the backward refuses a problem that the forward may take."""
-    if problem.layout == "paged":
-        return "has no backward through pages"
-    if problem.bias_shape is not None:
-        return "has no backward through a bias"
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 and bfloat16, got {str(problem.dtype).removeprefix('torch.')}"
-    if max(problem.D, problem.Dv) > MAX_HEAD_DIM:
-        return f"has a backward for D and Dv up to 256, got {problem.D} and {problem.Dv}"
-    if problem.D % 8 or problem.Dv % 8:
-        return f"takes D and Dv that are multiples of 8, got {problem.D} and {problem.Dv}"
-    if 0 in (problem.B, problem.Sq, problem.Skv):
-        return "takes at least one query and one key"
-    return None
 
 
 def cut_of(problem: AttentionProblem) -> Cut:
