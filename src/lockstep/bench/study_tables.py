@@ -50,6 +50,18 @@ LEANER = {
     "dK, dQ, S in a row": "leaner, dK, dQ, S in a row",
 }
 SMS = 132
+CYCLES = "hopper-backward-cycles"
+# What instructions of a step move through shared memory, and for whom.
+MOVES = {
+    "operands of the five products": "HGMMA",
+    "lse and delta into registers": "LDS",
+    "dS, registers to shared memory": "STSM",
+    "dQ, registers to shared memory": "STS",
+}
+# By head dim: whether the profile of the table is that under a causal mask.
+MOVES_OF = {128: False, 64: True}
+# Q and dO in, dQ out: 64 KB a step, 128 bytes at a time.
+COPY_ENGINE_MOVES = 64 * 1024 // 128
 # How the two warpgroups of the backward go about a step.
 PAIRING = "hopper-backward-together"
 PAIRINGS = ("before", "together", "operands found again", "apart")
@@ -176,7 +188,7 @@ def backward_ways_of_dq(directory: Path) -> str:
 
 def backward_cycles(directory: Path) -> str:
     """Cycles of an SM for a step of the backward, the fewest of each row in bold."""
-    run = results.newest("hopper-backward-cycles", directory)
+    run = results.newest(CYCLES, directory)
     if run is None:
         return results.NOT_MEASURED
     cells: dict[tuple[int, int, bool], dict[str, int]] = {}
@@ -189,6 +201,22 @@ def backward_cycles(directory: Path) -> str:
         return [f"**{n:,}**" if n == min(cycles) else f"{n:,}" for n in cycles]
 
     return _by_problem(tuple(LEANER), cells, show, "Cycles", run)
+
+
+def backward_wavefronts(directory: Path) -> str:
+    """What a step of the backward moves through shared memory."""
+    run = results.newest(CYCLES, directory)
+    if run is None:
+        return results.NOT_MEASURED
+    found = {(row["D"], row["causal"]): row["wavefronts_per_step"] for row in run["profile"]}
+    columns = [found[problem] for problem in MOVES_OF.items()]
+    lines = [f"| | {' | '.join(f'D {D}' for D in MOVES_OF)} |", f"|---|{'---:|' * len(MOVES_OF)}"]
+    for what, name in MOVES.items():
+        lines.append(f"| {what} | {' | '.join(f'{column[name]:,.0f}' for column in columns)} |")
+    moves = " | ".join([str(COPY_ENGINE_MOVES)] * len(columns))
+    lines.append(f"| copy engine: Q and dO in, dQ out (by their size) | {moves} |")
+    where = "S 16k, at D 64 under a causal mask"
+    return "\n".join(lines) + f"\n\nWavefronts, {where}, bf16, {results.where_on_gpu(run)}."
 
 
 def backward_pairings(directory: Path) -> str:
@@ -316,6 +344,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "hopper_backward_steps": backward_steps,
     "hopper_backward_wide": wide_backward,
     "hopper_backward_cycles": backward_cycles,
+    "hopper_backward_wavefronts": backward_wavefronts,
     "hopper_backward_left_out": backward_left_out,
     "hopper_backward_ways_of_dq": backward_ways_of_dq,
     "hopper_backward_pairings": backward_pairings,
