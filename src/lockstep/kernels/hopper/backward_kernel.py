@@ -72,7 +72,9 @@ def produce(
 ):  # fmt: skip
     """Partition of one warp: draws tickets, loads keys and queries, and stores dk and dv.
 
-    Keys of the next walk come while the last dk and dv leave."""
+    Keys of the next walk come while the last dk and dv leave. Query tiles that a mask cuts are
+    cleaned (`backward_strays`) before consumers hear of them; the next one has to wait for room in
+    any case."""
     MASKED: gl.constexpr = board.HAS_LEFT or board.HAS_RIGHT
     calls = 0
     keys = 0  # that have been loaded: walks of no tile have none

@@ -43,7 +43,9 @@ def _tma_add(desc, coordinates, tile, _semantic=None):
 @aggregate
 class Turns:
     """`parts` [PARTS, 32, 256] fp32 are tiles of dQ on their way out. Named barriers from STAGED on
-    complete when the consumers have written one, `drained` when it has been read."""
+    complete when the consumers have written one, `drained` when it has been read.
+
+    Slots are found by `%`: with `slot_of`, the kernel for D 128 was 3 to 4 % slower without a mask."""
 
     parts: gl.shared_memory_descriptor
     drained: gl.shared_memory_descriptor
