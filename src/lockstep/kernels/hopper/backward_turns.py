@@ -45,7 +45,8 @@ class Turns:
     """`parts` [PARTS, 32, 256] fp32 are tiles of dQ on their way out. Named barriers from STAGED on
     complete when the consumers have written one, `drained` when it has been read.
 
-    Slots are found by `%`: with `slot_of`, the kernel for D 128 was 3 to 4 % slower without a mask."""
+    Slots are found by `%`: with `slot_of`, the kernel for D 128 without a mask was 3 to 4 %
+    slower."""
 
     parts: gl.shared_memory_descriptor
     drained: gl.shared_memory_descriptor
