@@ -131,13 +131,17 @@ def paginate(case: Case, page_size: int, *, garbage: float = 0.0) -> Case:
     return case.replaced(k=pools[0], v=pools[1], page_table=page_table, kv_lens=lens)
 
 
+def pose(case: Case) -> tuple[AttentionProblem, Tensors]:
+    """What a kernel is asked to run, and the tensors it gets."""
+    tensors = Tensors(**case.tensors)
+    tensors = tensors._replace(bias=pad_bias(tensors.bias))
+    options = {"causal": False, "window": None, "scale": None, "softcap": None, **case.options}
+    return describe(tensors, make_options(**options)), tensors
+
+
 def supporting(case: Case, *, backward: bool = False) -> list[Kernel]:
     """The kernels that say they run this case, the oracle aside."""
-    names = ("causal", "window", "scale", "softcap")
-    defaults = {"causal": False}
-    options = make_options(*({**defaults, **case.options}.get(name) for name in names))
-    tensors = Tensors(**case.tensors)
-    problem = describe(tensors._replace(bias=pad_bias(tensors.bias)), options)
+    problem, _ = pose(case)
     return [
         kernel
         for kernel in dispatch.KERNELS

@@ -12,12 +12,21 @@ import plain
 import pytest
 import torch
 from hopper_cases import KINDS, random_case
-from problems import GRADIENT_LIMIT, Case, draw, draw_seeds, draw_varlen, error, run, same_bits
+from problems import (
+    GRADIENT_LIMIT,
+    Case,
+    draw,
+    draw_seeds,
+    draw_varlen,
+    error,
+    pose,
+    run,
+    same_bits,
+)
 
 from lockstep import reference
 from lockstep.kernels.hopper import KERNEL, backward
 from lockstep.kernels.kernel import Needs
-from lockstep.problem import Tensors, describe, make_options
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,10 +50,7 @@ def _seed_on_gpu():
 
 def gradients(case: Case, seeds: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
     """dq, dk, dv and dsinks of the Hopper kernel, out and lse taken from the oracle."""
-    tensors = Tensors(**case.tensors)
-    names = ("causal", "window", "scale", "softcap")
-    options = make_options(*({"causal": False, **case.options}.get(name) for name in names))
-    problem = describe(tensors, options)
+    problem, tensors = pose(case)
     assert KERNEL.supports_backward(problem) is None
     saved = run(case, reference)
     out, lse = saved.out.to(problem.dtype), saved.lse.float()
@@ -318,10 +324,7 @@ def test_no_hang(D, kind, monkeypatch):
     unwritten = torch.zeros((), dtype=torch.int64)
     needs = Needs(True, True, True, False, False)
     for i in range(10_000 // len(KINDS)):
-        case = random_case(draws, pool, D, kind)
-        options = {"causal": False, "window": None, "scale": None, "softcap": None, **case.options}
-        tensors = Tensors(**case.tensors)
-        problem = describe(tensors, make_options(**options))
+        problem, tensors = pose(random_case(draws, pool, D, kind))
         out, lse = KERNEL.forward(problem, tensors)
         dout = pool[: out.numel()].view(out.shape)
         found = KERNEL.backward(problem, tensors, out, lse, dout, None, needs)

@@ -333,7 +333,7 @@ def crew(monkeypatch, request):
         "assign": lambda ticket, *_: crew.assign(ticket),
         "_await_count": lambda tile, count: crew.pause(lambda: crew.counts.get(tile, 0) == count),
         "_await_sums": lambda _: None,
-        **{name: getattr(tiles, name).value for name in ("STAGES", "PARTS", *NAMED)},
+        **{name: getattr(tiles, name).value for name in ("STAGES", "PARTS", "DS_TILES", *NAMED)},
         "ROWS": 64,
     }
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from hopper_cases import KINDS, random_case
-from problems import FORWARD_LIMIT, Case, draw, draw_varlen, error, run, same_bits
+from problems import FORWARD_LIMIT, Case, draw, draw_varlen, error, pose, run, same_bits
 
 from lockstep import reference
 from lockstep.kernels import hopper
-from lockstep.problem import Tensors, describe, make_options
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,9 +46,7 @@ def on_gpu(case: Case) -> Case:
 def launch(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the Hopper kernel for a case on the GPU, whether dispatch would choose it
     or not."""
-    options = {"causal": False, "window": None, "scale": None, "softcap": None, **case.options}
-    tensors = Tensors(**case.tensors)
-    return hopper.KERNEL.forward(describe(tensors, make_options(**options)), tensors)
+    return hopper.KERNEL.forward(*pose(case))
 
 
 def hopper_run(case: Case) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,12 +22,12 @@ from problems import (
     draw_seeds,
     draw_varlen,
     error,
+    pose,
     run,
 )
 
 from lockstep import reference
 from lockstep.kernels.kernel import Needs
-from lockstep.problem import Tensors, describe, make_options, pad_bias
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -47,10 +47,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 def gradients(case: Case, seeds) -> dict[str, torch.Tensor]:
     """Of everything that has one, from the oracle's out and lse: no forward kernel is involved."""
-    tensors = Tensors(**case.tensors)
-    tensors = tensors._replace(bias=pad_bias(tensors.bias))
-    defaults = {"causal": False, "window": None, "scale": None, "softcap": None}
-    problem = describe(tensors, make_options(**{**defaults, **case.options}))
+    problem, tensors = pose(case)
     exact = run(case, reference)
     needs = Needs(*(getattr(tensors, name) is not None for name in Needs._fields))
     grads = triton_backward.backward(

@@ -66,7 +66,8 @@ COPY_ENGINE_MOVES = 64 * 1024 // 128
 PAIRING = "hopper-backward-together"
 PAIRINGS = ("before", "together", "operands found again", "apart")
 PROFILED = ("FA4", "before", "together", "together, no order")
-# What the backward multiplies dV by while exponentials go on, and what stands before a step.
+# dV in halves while exponentials go on, and what stood in the way of a step; then operands of
+# products in registers.
 HALVES = "hopper-backward-halves"
 HALVES_RUN, OPERANDS_RUN = 7, 1
 IN_HALVES = {

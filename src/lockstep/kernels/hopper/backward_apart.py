@@ -27,7 +27,7 @@ from lockstep.kernels.hopper.backward_products import (
     zeros,
 )
 from lockstep.kernels.hopper.backward_strays import clean_keys
-from lockstep.kernels.hopper.backward_tiles import STAGES
+from lockstep.kernels.hopper.backward_tiles import DS_TILES, STAGES
 from lockstep.kernels.hopper.gluon_shim import (
     fence_async_shared,
     gl,
@@ -97,23 +97,25 @@ def consume_apart(
             delta = load_half(stats, BLOCK_Q + HALF, HALF)
             ds_right = derive_scores(p_right, dp_right, delta, slope_right, CAPPED)
             ds = whole(ds_left.to(dtype), ds_right.to(dtype))
-            mbarrier.wait(tiles.ds_empty.index(slot), phase_of(n, 2) ^ 1)
-            ds_tile = tiles.matrix(tiles.ds.index(slot))
+            ds_slot = slot_of(n, DS_TILES)
+            mbarrier.wait(tiles.ds_empty.index(ds_slot), phase_of(n, DS_TILES) ^ 1)
+            ds_tile = tiles.matrix(tiles.ds.index(ds_slot))
             ds_tile.slice(W * ROWS, ROWS, dim=1).permute((1, 0)).store(ds)
             # For dS, and for what was left of dQ in the step before.
             fence_async_shared()
             turns.announce(n - 2, n > begin + 1)
-            mbarrier.arrive(tiles.ds_full.index(slot), count=1)
+            mbarrier.arrive(tiles.ds_full.index(ds_slot), count=1)
             # The first step has no step before it: what it multiplies instead goes nowhere.
             is_part = n > begin
             m = gl.where(is_part, n - 1, n)
-            mbarrier.wait(tiles.ds_full.index(slot_of(m, 2)), phase_of(m, 2), pred=is_part)
-            dq = multiply_dq(tiles.matrix(tiles.ds.index(slot_of(m, 2))), k, W)
+            m_slot = slot_of(m, DS_TILES)
+            mbarrier.wait(tiles.ds_full.index(m_slot), phase_of(m, DS_TILES), pred=is_part)
+            dq = multiply_dq(tiles.matrix(tiles.ds.index(m_slot)), k, W)
             dk = add_product(dk, ds, q)
 
             turns.await_room(m)
             dq = warpgroup_mma_wait(1, deps=(dq,))
-            mbarrier.arrive(tiles.ds_empty.index(slot_of(m, 2)), count=1, pred=is_part)
+            mbarrier.arrive(tiles.ds_empty.index(m_slot), count=1, pred=is_part)
             turns.leave(m, dq, W)
             ahead = slot_of(n + 1, STAGES)
             is_more = n + 1 < end
@@ -128,13 +130,14 @@ def consume_apart(
         fence_async_shared()
         turns.announce(end - 2, walk.n_steps > 1)
         m = gl.where(is_any, end - 1, end)
-        mbarrier.wait(tiles.ds_full.index(slot_of(m, 2)), phase_of(m, 2), pred=is_any)
+        m_slot = slot_of(m, DS_TILES)
+        mbarrier.wait(tiles.ds_full.index(m_slot), phase_of(m, DS_TILES), pred=is_any)
         last_k, _ = tiles.keys(0, True)
-        last_ds = tiles.matrix(tiles.ds.index(slot_of(m, 2)))
+        last_ds = tiles.matrix(tiles.ds.index(m_slot))
         dq = warpgroup_mma_wait(0, deps=(multiply_dq(last_ds, last_k, W),))
         if is_any:
             tiles.release_keys()
-        mbarrier.arrive(tiles.ds_empty.index(slot_of(m, 2)), count=1, pred=is_any)
+        mbarrier.arrive(tiles.ds_empty.index(m_slot), count=1, pred=is_any)
         turns.await_room(m)
         turns.leave(m, dq, W)
         # Those of the walk before, which may have been in the same place.

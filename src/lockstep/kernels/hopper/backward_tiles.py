@@ -13,6 +13,7 @@ from lockstep.kernels.hopper.shared_memory import allocate_tiles, barriers
 
 STAGES = gl.constexpr(2)
 PARTS = gl.constexpr(2)  # tiles of dQ of a program that may wait to be added
+DS_TILES = gl.constexpr(2)  # one to be multiplied, one to be written
 
 CONSUMERS = gl.constexpr(256)  # threads
 CONSUMERS_AND_WARP = gl.constexpr(288)
@@ -36,7 +37,7 @@ class Tiles:
     dout: gl.shared_memory_descriptor  # [STAGES, 1, 1, 1, BLOCK_Q, D]
     k: gl.shared_memory_descriptor  # [1, 1, 1, 1, BLOCK_KV, D]
     v: gl.shared_memory_descriptor
-    ds: gl.shared_memory_descriptor  # [2, 1, 1, 1, BLOCK_Q, BLOCK_KV]
+    ds: gl.shared_memory_descriptor  # [DS_TILES, 1, 1, 1, BLOCK_Q, BLOCK_KV]
     full: gl.shared_memory_descriptor  # [STAGES + 1, 1]
     ds_full: gl.shared_memory_descriptor  # for consumers apart
     ds_empty: gl.shared_memory_descriptor
@@ -67,12 +68,13 @@ class Tiles:
         dout = allocate_tiles(dout_desc, STAGES)
         k = allocate_tiles(k_desc, 1)
         v = allocate_tiles(v_desc, 1)
-        ds = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, BLOCK_Q, BLOCK_KV], q_desc.layout)
+        ds_shape: gl.constexpr = [DS_TILES, 1, 1, 1, BLOCK_Q, BLOCK_KV]
+        ds = gl.allocate_shared_memory(dtype, ds_shape, q_desc.layout)
         return Tiles(
             (q, stats, dout),
             (k, v, ds),
             barriers(STAGES + 1, 1),
-            (barriers(2, 2), barriers(2, 2)),
+            (barriers(DS_TILES, 2), barriers(DS_TILES, 2)),
             (barriers(1, 1).index(0), barriers(1, 1).index(0)),
         )
 

@@ -28,7 +28,7 @@ from lockstep.kernels.hopper.backward_products import (
     zeros,
 )
 from lockstep.kernels.hopper.backward_strays import clean_keys
-from lockstep.kernels.hopper.backward_tiles import STAGES
+from lockstep.kernels.hopper.backward_tiles import DS_TILES, STAGES
 from lockstep.kernels.hopper.gluon_shim import (
     await_warps,
     fence_async_shared,
@@ -102,7 +102,7 @@ def consume_together(
             ds_left = derive_scores(p_left, dp_left, delta_left, slope_left, CAPPED)
             ds_right = derive_scores(p_right, dp_right, delta_right, slope_right, CAPPED)
             ds = whole(ds_left.to(dtype), ds_right.to(dtype))
-            ds_tile = tiles.matrix(tiles.ds.index(slot))
+            ds_tile = tiles.matrix(tiles.ds.index(slot_of(n, DS_TILES)))
             ds_tile.slice(W * ROWS, ROWS, dim=1).permute((1, 0)).store(ds)
             # For dS, and for dQ of the step before.
             fence_async_shared()
