@@ -6,7 +6,7 @@ from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon, mbarrier
 from lockstep.kernels.hopper.schedule import Tile
 from lockstep.kernels.hopper.shared_memory import (
     allocate_numbers,
-    pairs_of_barriers,
+    barriers,
     read_number,
     write_number,
 )
@@ -34,7 +34,7 @@ class Board:
     @gluon.jit
     def create(READERS: gl.constexpr):
         fields = allocate_numbers(SLOTS * _FIELDS)
-        posted, wiped = pairs_of_barriers(SLOTS, READERS)
+        posted, wiped = barriers(SLOTS, 1), barriers(SLOTS, READERS)
         return Board(fields, posted, wiped)
 
     @gluon.jit

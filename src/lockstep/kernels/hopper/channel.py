@@ -15,7 +15,6 @@ from lockstep.kernels.hopper.shared_memory import (
     allocate_numbers,
     allocate_tiles,
     barriers,
-    pairs_of_barriers,
 )
 
 
@@ -39,7 +38,7 @@ class Channel:
     def create(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
         """A ring for tiles of `desc`, each awaited and released by CONSUMERS partitions."""
         tiles = allocate_tiles(desc, STAGES)
-        full, empty = pairs_of_barriers(STAGES, CONSUMERS)
+        full, empty = barriers(STAGES, 1), barriers(STAGES, CONSUMERS)
         return Channel(tiles, full, empty, STAGES)
 
     @gluon.jit

@@ -40,17 +40,6 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
     return bars
 
 
-@gluon.jit
-def pairs_of_barriers(N: gl.constexpr, COUNT: gl.constexpr):
-    """For each of N slots two barriers, [N, 1] both: of one arrival, and of COUNT."""
-    full = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(N):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=COUNT)
-    return full, empty
-
-
 @gluon.constexpr_function
 def _log2(n):
     return n.bit_length() - 1
