@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from triton_builds import build, spills
+from triton_builds import at_once_on_hopper, build, spills
 
 from lockstep.kernels.triton import backward
 from lockstep.kernels.triton.dkdv import sum_keys
@@ -48,17 +48,21 @@ TARGETS = {
 }
 
 
-def build_passes(D: int, capability: int, Dv: int | None = None):
+def build_passes(D: int, capability: int, Dv: int | None = None, present: tuple[str, ...] = ()):
+    """dK and dV, then dQ; `present` are the optional tensors of the call."""
     device, Dv = TARGETS[capability][0], Dv or D
     case = draw(1, 1, D=D, Dv=Dv, dtype=torch.bfloat16)
     problem = describe(Tensors(**case.tensors), make_options(True, None, None, None))
-    cuts = backward.cuts_of(problem, device.shared_bytes)
+    cuts = backward.cuts_of(problem, device)
     blocks = dict(zip(("BLOCK_D", "BLOCK_DV"), blocks_of(problem, device), strict=True))
     for function, cut in zip((sum_keys, sum_queries), cuts, strict=True):
-        options = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
         known = {**constants(D, Dv, cut), **blocks}
-        known = {name: value for name, value in known.items() if name in function.arg_names}
-        yield build(function, capability, "bf16", options, **known)
+        known = {
+            name: value
+            for name, value in known.items()
+            if name in function.arg_names and name not in present
+        }
+        yield build(function, capability, "bf16", cut.options, **known)
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -85,6 +89,26 @@ def test_the_main_loop_on_hopper(D):
         assert len(waits) <= 4, "ptxas has serialised the products"
         copies = [text for text in main if text.startswith("LDGSTS")]
         assert len(copies) <= 9, "statistics are copied by every thread that needs them"
+
+
+@pytest.mark.usefixtures("unassembled")
+@pytest.mark.parametrize("D", [256, 512])
+@pytest.mark.parametrize("capability", TARGETS)
+def test_wide_heads_fit(capability, D):
+    for built in build_passes(D, capability):
+        assert built.shared_bytes <= TARGETS[capability][0].shared_bytes
+
+
+@pytest.mark.usefixtures("unassembled")
+def test_wide_heads_of_a_packed_batch_fit():
+    packed = ("cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
+    for built in build_passes(256, 90, present=packed):
+        assert built.shared_bytes <= TARGETS[90][0].shared_bytes
+
+
+def test_three_programs_of_dq_share_a_multiprocessor():
+    _, queries = build_passes(64, 90)
+    assert at_once_on_hopper(queries) == 3
 
 
 @pytest.mark.parametrize(("D", "Dv"), [(128, 128), (16, 64), (64, 32)])

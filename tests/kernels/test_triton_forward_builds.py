@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("not for the interpreter", allow_module_level=True)
 
-from triton_builds import Build, build, spills
+from triton_builds import Build, at_once_on_hopper, build, spills
 
 from lockstep.kernels.triton import launch, plan, split_kv
 from lockstep.kernels.triton.forward import attend
@@ -35,13 +35,14 @@ def built(
     Sq: int,
     Dv: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    query_invariant: bool = False,
     **changes: int,
 ) -> Build:
     """The kernel that a causal call would launch, `changes` to the device aside."""
     Dv = Dv or D
     case = draw(Sq, 5000, Hq=4, Hkv=1, D=D, Dv=Dv, dtype=dtype)
     tensors, device = Tensors(**case.tensors), replace(DEVICES[capability], **changes)
-    problem = describe(tensors, make_options(True, None, None, None))
+    problem = describe(tensors, make_options(True, None, None, None, query_invariant))
     chosen = plan.plan_of(problem, device)
     assert (chosen.n_runs > 1) == (Sq == DECODE)
     arguments = launch.attend_arguments(problem, tensors, chosen)
@@ -51,10 +52,7 @@ def built(
     constants = {name: value for name, value in arguments.items() if name.isupper()}
     for size in ("B", "D", "DV"):
         constants.pop(size, None)
-    options = {
-        "num_warps": chosen.tiles.num_warps,
-        "num_stages": launch.stages_of(problem, chosen, device.shared_bytes),
-    }
+    options = launch.options_of(problem, chosen, device)
     nothing = {f"{name}_ptr": None for name in absent}
     name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     return build(attend, capability, name, options, **constants, **nothing, D=D, DV=Dv)
@@ -74,6 +72,11 @@ def test_prefill_on_hopper(D):
     assert kernel.shared_bytes <= DEVICES[90].shared_bytes
     assert not lost_operands(kernel.kernel.asm["cubin"])
     assert any(text.startswith("UTMALDG") for _, text in kernel.instructions)
+
+
+@pytest.mark.parametrize("query_invariant", [False, True])
+def test_three_programs_share_a_multiprocessor(query_invariant):
+    assert at_once_on_hopper(built(90, 64, PREFILL, query_invariant=query_invariant)) == 3
 
 
 def test_products_find_their_operands():

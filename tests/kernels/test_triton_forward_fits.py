@@ -15,7 +15,6 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("not for the interpreter", allow_module_level=True)
 
-from triton.backends.nvidia.compiler import CUDABackend
 from triton_builds import build
 
 from lockstep.kernels.triton import launch, plan
@@ -67,13 +66,6 @@ KINDS = {
 }
 
 
-@pytest.fixture
-def unassembled(monkeypatch, tmp_path):
-    """In a cache of its own: nobody else has a use for such builds."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(CUDABackend, "make_cubin", lambda *_: b"")
-
-
 def shared_bytes(capability: int, tensors: Tensors, query_invariant: bool) -> int:
     device = DEVICES[capability]
     problem = describe(tensors, make_options(True, None, None, None, query_invariant))
@@ -82,10 +74,7 @@ def shared_bytes(capability: int, tensors: Tensors, query_invariant: bool) -> in
     absent = [name for name, tensor in tensors._asdict().items() if tensor is None]
     absent += [] if chosen.n_runs > 1 else ["parts", "part_lse"]
     constants = {name: value for name, value in arguments.items() if name.isupper() and name != "B"}
-    options = {
-        "num_warps": chosen.tiles.num_warps,
-        "num_stages": launch.stages_of(problem, chosen, device.shared_bytes),
-    }
+    options = launch.options_of(problem, chosen, device)
     nothing = {f"{name}_ptr": None for name in absent}
     built = build(attend, capability, NAMES[problem.dtype], options, **constants, **nothing)
     return built.shared_bytes

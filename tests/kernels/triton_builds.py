@@ -22,10 +22,19 @@ class Build:
     kernel: Any
 
     @cached_property
-    def stack_bytes(self) -> int:
+    def _usage(self) -> dict[str, int]:
         cubin = self.kernel.asm["cubin"]
         usage = run_tool("cuobjdump", "-res-usage", content=cubin, suffix=".cubin").stdout
-        return int(re.search(r"STACK:(\d+)", usage)[1])
+        return {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", usage)}
+
+    @property
+    def stack_bytes(self) -> int:
+        return self._usage["STACK"]
+
+    @property
+    def registers(self) -> int:
+        """Of a thread."""
+        return self._usage["REG"]
 
     @property
     def shared_bytes(self) -> int:
@@ -47,6 +56,15 @@ class Build:
             [text for at, text in self.instructions if lo <= at <= hi] for lo, hi in innermost
         )
         return [body for body in bodies if any(text.startswith(contains) for text in body)]
+
+
+def at_once_on_hopper(built: Build) -> int:
+    """How many programs share a multiprocessor with 64 Ki registers and 228 KB."""
+    threads = 32 * built.kernel.metadata.num_warps
+    # A kilobyte per program is not its own.
+    return min(
+        (64 << 10) // (threads * built.registers), (228 << 10) // (built.shared_bytes + 1024)
+    )
 
 
 def spills(body: list[str]) -> list[str]:

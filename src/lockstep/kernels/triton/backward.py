@@ -29,7 +29,7 @@ from lockstep.kernels.triton.dkdv import sum_keys
 from lockstep.kernels.triton.dq import sum_queries
 from lockstep.kernels.triton.gradient_rows import prepare_rows, sum_sinks
 from lockstep.kernels.triton.launch import Launch, device_of, scales_of, strides_of, window_of
-from lockstep.kernels.triton.plan import block_of, blocks_of
+from lockstep.kernels.triton.plan import Device, block_of, blocks_of
 from lockstep.problem import AttentionProblem, Tensors
 
 SINK_ROWS = 1024
@@ -43,6 +43,13 @@ class Cut:
     BLOCK_KV: int
     num_warps: int
     num_stages: int
+    registers: int | None = None  # of a thread, at most
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What a pass is compiled with."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.registers is None else options | {"maxnreg": self.registers}
 
     @property
     def copies(self) -> int:
@@ -52,12 +59,19 @@ class Cut:
 
 
 # By the larger of the padded head dims: dkdv, dq. The first table is for Hopper and its successors
-# in data centres, whose products need few registers; the second does with 99 KB of shared memory.
+# in data centres, whose products need few registers; the last does with 99 KB of shared memory. On
+# Hopper, unless a bias takes the registers, the second goes first: with D 64, three programs of dq
+# share a multiprocessor; with D 256, tiles fill its shared memory.
 _HALF = {
     64: (Cut(64, 64, 4, 3), Cut(64, 64, 4, 3)),
     128: (Cut(64, 128, 8, 3), Cut(128, 64, 8, 3)),
     256: (Cut(32, 64, 8, 2), Cut(128, 32, 8, 2)),
     512: (Cut(16, 32, 8, 1), Cut(32, 16, 8, 1)),
+}
+_HALF_HOPPER = {
+    **_HALF,
+    64: (Cut(64, 64, 4, 3), Cut(64, 64, 4, 3, registers=168)),
+    256: (Cut(64, 64, 8, 2), Cut(128, 32, 8, 3)),
 }
 _HALF_SMALL = {
     64: (Cut(32, 64, 4, 3), Cut(64, 32, 4, 3)),
@@ -74,11 +88,14 @@ _SINGLE = {
 LARGE_SHARED_MEMORY = 227 * 1024
 
 
-def cuts_of(problem: AttentionProblem, shared_memory: int) -> tuple[Cut, Cut]:
+def cuts_of(problem: AttentionProblem, device: Device) -> tuple[Cut, Cut]:
     """The cuts for dK and dV, and for dQ."""
-    table = _HALF if shared_memory >= LARGE_SHARED_MEMORY else _HALF_SMALL
     if problem.dtype == torch.float32:
         table = _SINGLE
+    elif device.shared_bytes < LARGE_SHARED_MEMORY:
+        table = _HALF_SMALL
+    else:
+        table = _HALF_HOPPER if device.is_hopper and problem.bias_shape is None else _HALF
     return table[max(64, block_of(problem.D), block_of(problem.Dv))]
 
 
@@ -107,7 +124,7 @@ class Call(DeviceCall):
         block_rows = max(16, 8192 // arguments["BLOCK_DV"])
         row_tiles = triton.cdiv(problem.Sq, block_rows) * problem.Hq * B
         self.rows = Launch(prepare_rows, (row_tiles,), arguments | {"BLOCK_ROWS": block_rows})
-        for_keys, for_queries = cuts_of(problem, device_of(dout.device).shared_bytes)
+        for_keys, for_queries = cuts_of(problem, device_of(dout.device))
         n_keys = _slots(problem, problem.Skv, for_keys.BLOCK_KV)
         n_queries = _slots(problem, problem.Sq, for_queries.BLOCK_Q)
         self.keys = self.queries = self.bias = self.sinks = None
@@ -268,8 +285,7 @@ def _slots(problem: AttentionProblem, S: int, block: int) -> int:
 
 def _launch(kernel: Any, programs: int, arguments: dict[str, Any], cut: Cut, **more: Any) -> Launch:
     blocks = {"BLOCK_Q": cut.BLOCK_Q, "BLOCK_KV": cut.BLOCK_KV, "COPIES": cut.copies}
-    options = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
-    return Launch(kernel, (programs,), arguments | blocks | more, **options)
+    return Launch(kernel, (programs,), arguments | blocks | more, **cut.options)
 
 
 def _launch_bias(arguments: dict[str, Any], tensors: Tensors, cut: Cut) -> Launch:

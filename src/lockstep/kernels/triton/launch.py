@@ -125,6 +125,17 @@ def attend_arguments(problem: AttentionProblem, tensors: Tensors, plan: Plan) ->
     }
 
 
+def options_of(problem: AttentionProblem, plan: Plan, device: Device) -> dict[str, int]:
+    """What `forward.attend` is compiled with."""
+    options = {
+        "num_warps": plan.tiles.num_warps,
+        "num_stages": stages_of(problem, plan, device.shared_bytes),
+    }
+    if plan.tiles.registers is not None:
+        options["maxnreg"] = plan.tiles.registers
+    return options
+
+
 def reduce_arguments(problem: AttentionProblem, plan: Plan) -> dict[str, Any]:
     """All arguments of `split_kv.reduce_parts` but the pointers."""
     return {
@@ -210,8 +221,7 @@ class Call(DeviceCall):
             attend,
             (plan.n_programs, plan.n_runs),
             attend_arguments(problem, tensors, plan),
-            num_warps=plan.tiles.num_warps,
-            num_stages=stages_of(problem, plan, device.shared_bytes),
+            **options_of(problem, plan, device),
         )
         self.reduce: Launch | None = None
         self.part_shape: tuple[int, ...] = (0,)

@@ -43,6 +43,11 @@ class Device:
     early: bool = False  # whether a kernel can start while the one before it still runs
     least_block: int = 16  # what the head dims of 16-bit tiles are padded to at least
 
+    @property
+    def is_hopper(self) -> bool:
+        """Whether large products read shared memory and accumulate in registers."""
+        return self.tma and not self.tensor_memory
+
 
 INTERPRETER = Device(multiprocessors=1, shared_bytes=1 << 20, tma=True)
 
@@ -59,6 +64,7 @@ class Tiles:
     BLOCK_KV: int
     num_warps: int
     num_stages: int
+    registers: int | None = None  # of a thread, at most
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,9 @@ _HALF = {
     256: (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2)),
     512: (Tiles(32, 16, 8, 2), Tiles(32, 16, 8, 2)),
 }
+# On Hopper three programs of four warps, with 168 registers each, share a multiprocessor: while one
+# of them begins or ends, two are busy. A stage less makes room for the third.
+_HALF_THREE = Tiles(64, 128, 4, 2, registers=168)
 # Without TMA, addresses take registers: smaller tiles, or more warps.
 _HALF_BY_POINTERS = {
     64: (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3)),
@@ -194,6 +203,9 @@ def plan_of(problem: AttentionProblem, device: Device, own_keys: bool = False) -
         if problem.Sq * (problem.Hq // problem.Hkv) <= few.BLOCK_Q or not fits:
             tiles = few
             n_slots, n_programs = _count(problem, tiles)
+    elif device.is_hopper and tiles is _HALF[64][0] and problem.bias_shape is None:
+        # The same bits. With a bias, or parts in shared memory, three do not fit.
+        tiles = _HALF_THREE
     return Plan(
         tiles,
         *blocks,

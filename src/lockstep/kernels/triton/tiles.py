@@ -34,14 +34,13 @@ def find_sequence(slot, cu_seqlens_ptr, B, GROUP: tl.constexpr, BLOCK_Q: tl.cons
     Sequence b owns the slots from `cu_seqlens[b] * GROUP // BLOCK_Q + b` to where the next begins.
     That is always enough for its tiles and never more than one too many.
     """
-    CHUNK: tl.constexpr = 1024
-    before = 0  # sequences that begin at or before the slot
+    CHUNK: tl.constexpr = 256
+    before = tl.zeros([CHUNK], tl.int32)  # sequences that begin at or before the slot
     for first in range(0, B, CHUNK):
         b = first + tl.arange(0, CHUNK)
         start = tl.load(cu_seqlens_ptr + b, mask=b < B, other=0).to(tl.int64)
-        begins = (start * GROUP // BLOCK_Q + b <= slot) & (b < B)
-        before += tl.sum(begins.to(tl.int32), 0)
-    b = before - 1
+        before += ((start * GROUP // BLOCK_Q + b <= slot) & (b < B)).to(tl.int32)
+    b = tl.sum(before, 0) - 1
     first_slot = tl.load(cu_seqlens_ptr + b).to(tl.int64) * GROUP // BLOCK_Q + b
     return b, (slot - first_slot).to(tl.int32)
 
