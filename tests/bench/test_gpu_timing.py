@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise, permutations
+
 import pytest
 import torch
 
 from lockstep.bench import gpu_timing
-from lockstep.bench.gpu_timing import HOST_CALLS, MOST_CALLS, take_host_turns, take_turns
+from lockstep.bench.gpu_timing import (
+    HOST_CALLS,
+    MOST_CALLS,
+    order_of,
+    take_host_turns,
+    take_turns,
+)
 
 
 class Device:
@@ -70,9 +79,20 @@ def test_the_device_waits_for_longer_than_the_host_needs(device):
     assert cycles / 2e9 > 3e-4
 
 
-def test_another_one_begins_every_round(device):
-    take_turns({name: device.call(name, 1.0) for name in "abc"}, rounds=3)
-    assert "".join(device.log) == "aaaaaabbbbbbcccccc" + "abc" + "bca" + "cab"
+def test_rounds_differ_in_order(device):
+    take_turns({name: device.call(name, 1.0) for name in "abcd"}, rounds=2)
+    assert "".join(device.log) == "aaaaaabbbbbbccccccdddddd" + "abdc" + "bcad"
+
+
+@pytest.mark.parametrize("n", range(2, 11))
+def test_everyone_follows_everyone_else_equally_often(n):
+    names = list("abcdefghij"[:n])
+    followed = Counter()
+    for number in range(2 * n):
+        order = order_of(names, number)
+        assert sorted(order) == names
+        followed.update(pairwise(order))
+    assert followed == dict.fromkeys(permutations(names, 2), 2)
 
 
 def test_nobody_to_time_and_no_rounds():

@@ -58,12 +58,9 @@ def take_turns(calls: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS) -> 
         holds[name] = int(HOLD_HZ * median(_host_seconds(call) for _ in range(PROBES)))
         once = median(_turn(call, PROBES, holds[name]))
         lengths[name] = min(MOST_CALLS, ceil(TURN_SECONDS / once))
-    order = list(calls)
-    for _ in range(rounds):
-        for name in order:
+    for number in range(rounds):
+        for name in order_of(list(calls), number):
             seconds[name].append(median(_turn(calls[name], lengths[name], holds[name])))
-        # Nobody always comes after the one that heats the device most.
-        order.append(order.pop(0))
     return Timings(seconds)
 
 
@@ -84,18 +81,29 @@ def take_host_turns(calls: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS
     if not calls:
         return Timings({})
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
-    for _ in range(rounds):
-        for name in order:
+    for number in range(rounds):
+        for name in order_of(list(calls), number):
             call = calls[name]
             torch.cuda.synchronize()
             start = perf_counter()
             for _ in range(HOST_CALLS):
                 call()
             seconds[name].append((perf_counter() - start) / HOST_CALLS)
-        order.append(order.pop(0))
     torch.cuda.synchronize()
     return Timings(seconds)
+
+
+def order_of(names: list[str], number: int) -> list[str]:
+    """The order of one round. Over the rounds everyone follows everyone else equally often: whoever
+    comes after the one that heats the device most has a device that is slower than the others'.
+
+    In zigzag (0, 1, -1, 2, -2 and so on from the one whose round it is) no two neighbours are
+    equally far apart if the names are even in number; if odd, every second round goes backwards.
+    """
+    n = len(names)
+    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(n)]
+    order = [names[(number + step) % n] for step in zigzag]
+    return order[::-1] if n % 2 and number % 2 else order
 
 
 def _host_seconds(call: Callable[[], Any]) -> float:
