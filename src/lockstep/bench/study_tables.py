@@ -1,4 +1,4 @@
-"""Markdown tables of single studies: what designs of the Hopper kernels were worth to each other.
+"""Markdown tables of single studies: what designs of the GPU kernels were worth to each other.
 
 Each has a results file of its own. It compares builds that a release does not contain: no command
 makes it again.
@@ -101,6 +101,14 @@ ENDS = {
     "two add": "two adders",
     "consumers clean": "consumers clean",
     "operands found again": "consumers clean, operands found again",
+}
+# How many programs of the Triton forward share a multiprocessor, by tile of keys and registers.
+PROGRAMS_RUN = 1
+PROGRAMS = {
+    "two programs": (128, 3, None),
+    "three": (128, 2, 168),
+    "three, 64 keys to a tile": (64, 3, 168),
+    "four, 64 keys to a tile": (64, 2, 128),
 }
 
 
@@ -284,6 +292,25 @@ def backward_operands(directory: Path) -> str:
     return _backward(directory, OPERANDS_RUN, heads, column, heads, HALVES)
 
 
+def triton_programs(directory: Path) -> str:
+    """The Triton forward at D 64 with more or fewer programs to a multiprocessor."""
+    run = results.newest("triton-programs", directory)
+    if run is None:
+        return results.NOT_MEASURED
+    heads = {cut: head for head, cut in PROGRAMS.items()}
+    cells: dict[tuple[int, int, bool], dict[str, float]] = {}
+    for row in run["rows"]:
+        head = heads.get((row["BLOCK_KV"], row["stages"], row["registers"]))
+        if (row["run"], row["kind"], row["D"]) == (PROGRAMS_RUN, "forward", 64) and head:
+            cells.setdefault((64, row["S"], row["causal"]), {})[head] = row["tflops"]
+
+    def show(found: dict[str, float]) -> list[str]:
+        most = max(found.values())
+        return [f"**{found[h]:.0f}**" if found[h] == most else f"{found[h]:.0f}" for h in PROGRAMS]
+
+    return _by_problem(tuple(PROGRAMS), cells, show, "TFLOP/s", run)
+
+
 def _name(columns: dict[str, str], row: Row) -> str | None:
     """That of the column which shows a row's design."""
     return next((name for name, design in columns.items() if design == row["design"]), None)
@@ -355,4 +382,5 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "hopper_backward_many_heads": backward_many_heads,
     "hopper_backward_halves": backward_halves,
     "hopper_backward_operands": backward_operands,
+    "triton_programs": triton_programs,
 }
