@@ -193,10 +193,11 @@ def test_bad_input(arguments, changes, error, message):
             call(**arguments(**changes))
 
 
+@pytest.mark.parametrize("flag", ["query_invariant", "allow_tf32"])
 @pytest.mark.parametrize("arguments", CALLS)
-def test_query_invariant_is_a_flag(arguments):
-    with pytest.raises(TypeError, match=r"^query_invariant takes True or False, got int"):
-        CALLS[arguments][0](**arguments(), query_invariant=1)
+def test_flags_are_flags(arguments, flag):
+    with pytest.raises(TypeError, match=rf"^{flag} takes True or False, got int"):
+        CALLS[arguments][0](**arguments(), **{flag: 1})
 
 
 @pytest.mark.parametrize("arguments", CALLS)
@@ -212,7 +213,7 @@ def test_the_good_input_that_the_bad_ones_differ_from(arguments):
 
 
 def test_operators_refuse_what_the_calls_refuse():
-    options = (False, -1, None, None, None, False, None)
+    options = (False, -1, None, None, None, False, False, None)
     with pytest.raises(ValueError, match=r"^window takes"):
         torch.ops.lockstep.attention(*dense().values(), None, None, None, *options)
 

@@ -33,6 +33,7 @@ class _Common(TypedDict, total=False):
     softcap: float | None
     sinks: Tensor | None
     query_invariant: bool
+    allow_tf32: bool
     kernel: str | None
 
 
@@ -71,6 +72,7 @@ def attention(
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
     query_invariant: bool = False,
+    allow_tf32: bool = False,
     kernel: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention: `softmax(softcap(scale · q kᵀ) + bias) v`.
@@ -100,6 +102,9 @@ def attention(
         query_invariant: Also make the bits of a row of out and lse independent of the other
             queries of the call: a whole prefill, its chunks and single tokens against the same
             cache then agree bit for bit. Only kernels that promise it will run.
+        allow_tf32: Let a GPU round the factors of float32 products to tf32, 10 bits behind the
+            point: as exact as float16, and several times as fast. What torch is set to do in
+            matrix products does not matter here.
         kernel: The name of a kernel, which then runs or raises. None chooses; see `explain`.
 
     Returns:
@@ -117,7 +122,7 @@ def attention(
         >>> lockstep.attention(q, k, v, causal=True).shape
         torch.Size([2, 8, 1024, 64])
     """
-    options = make_options(causal, window, scale, softcap, query_invariant)
+    options = make_options(causal, window, scale, softcap, query_invariant, allow_tf32)
     tensors = Tensors(q, k, v, bias, sinks, kv_lens)
     out, lse = _run(ops.attention, tensors, options, kernel)
     return (out, lse) if return_lse else out
@@ -159,6 +164,7 @@ def attention_varlen(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     query_invariant: bool = False,
+    allow_tf32: bool = False,
     kernel: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over sequences of different lengths, packed one after another without padding.
@@ -190,7 +196,7 @@ def attention_varlen(
         >>> lockstep.attention_varlen(q, k, v, offsets, offsets, causal=True).shape
         torch.Size([300, 8, 64])
     """
-    options = make_options(causal, window, scale, softcap, query_invariant)
+    options = make_options(causal, window, scale, softcap, query_invariant, allow_tf32)
     tensors = Tensors(q, k, v, None, sinks, None, cu_seqlens_q, cu_seqlens_k)
     out, lse = _run(ops.attention_varlen, tensors, options, kernel)
     return (out, lse) if return_lse else out
@@ -233,6 +239,7 @@ def attention_paged(
     bias: Tensor | None = None,
     return_lse: bool = False,
     query_invariant: bool = False,
+    allow_tf32: bool = False,
     kernel: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention out of a paged cache: decode (Sq = 1) and chunked prefill (Sq > 1).
@@ -266,7 +273,7 @@ def attention_paged(
         >>> lockstep.attention_paged(q, k_pages, v_pages, page_table, kv_lens).shape
         torch.Size([2, 8, 1, 64])
     """
-    options = make_options(causal, window, scale, softcap, query_invariant)
+    options = make_options(causal, window, scale, softcap, query_invariant, allow_tf32)
     tensors = Tensors(q, k_pages, v_pages, bias, sinks, kv_lens, None, None, page_table)
     out, lse = _run(ops.attention_paged, tensors, options, kernel)
     return (out, lse) if return_lse else out
@@ -323,6 +330,7 @@ def explain(
     cu_seqlens_k: Tensor | None = None,
     page_table: Tensor | None = None,
     query_invariant: bool = False,
+    allow_tf32: bool = False,
     kernel: str | None = None,
 ) -> Explanation:
     """Says which kernel a call would run and why each other one refuses. Runs nothing.
@@ -343,7 +351,7 @@ def explain(
         >>> lockstep.explain(q, k, v, causal=True).kernel
         'oracle'
     """
-    options = make_options(causal, window, scale, softcap, query_invariant)
+    options = make_options(causal, window, scale, softcap, query_invariant, allow_tf32)
     tensors = Tensors(q, k, v, bias, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table)
     tensors = _prepare(tensors, tensors.layout)
     return dispatch.explain(describe(tensors, options), kernel)

@@ -93,7 +93,7 @@ class Attention:
     call: Transformable
     OPTIONS = (
         "bool causal, int? window_left, int? window_right, float? scale, float? softcap, "
-        "bool query_invariant, str? kernel"
+        "bool query_invariant, bool allow_tf32, str? kernel"
     )
 
     def __init__(self, layout: Layout, name: str, schema: str, fields: tuple[str, ...]) -> None:

@@ -59,6 +59,7 @@ class Options(NamedTuple):
     scale: float | None = None
     softcap: float | None = None
     query_invariant: bool = False
+    allow_tf32: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class AttentionProblem:
     has_sinks: bool
     has_kv_lens: bool
     query_invariant: bool = False
+    allow_tf32: bool = False  # only with float32
 
     @property
     def window(self) -> Window:
@@ -131,6 +133,8 @@ class AttentionProblem:
             text += ", kv_lens"
         if self.query_invariant:
             text += ", query_invariant"
+        if self.allow_tf32:
+            text += ", allow_tf32"
         return text
 
 
@@ -140,6 +144,7 @@ def make_options(
     scale: float | None,
     softcap: float | None,
     query_invariant: bool = False,
+    allow_tf32: bool = False,
 ) -> Options:
     """Checks the types of a caller's options; `describe` checks their values.
 
@@ -149,11 +154,13 @@ def make_options(
         window is None
         and type(causal) is bool
         and type(query_invariant) is bool
+        and type(allow_tf32) is bool
         and type(scale) in _NUMBER
         and type(softcap) in _NUMBER
     ):
-        return Options(causal, None, None, scale, softcap, query_invariant)
-    for name, flag in (("causal", causal), ("query_invariant", query_invariant)):
+        return Options(causal, None, None, scale, softcap, query_invariant, allow_tf32)
+    flags = {"causal": causal, "query_invariant": query_invariant, "allow_tf32": allow_tf32}
+    for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name} takes True or False, got {_type(flag)}")
     for name, number in (("scale", scale), ("softcap", softcap)):
@@ -162,7 +169,7 @@ def make_options(
         ):
             raise TypeError(f"{name} takes a number or None, got {_type(number)}")
     if window is None:
-        return Options(causal, None, None, scale, softcap, query_invariant)
+        return Options(causal, None, None, scale, softcap, query_invariant, allow_tf32)
     if not isinstance(window, (tuple, list)):
         raise TypeError(f"window takes (left, right) or None, got {_type(window)}")
     if len(window) != 2:
@@ -171,7 +178,7 @@ def make_options(
     for side, reach in (("left", left), ("right", right)):
         if reach is not None and (isinstance(reach, bool) or not isinstance(reach, int)):
             raise TypeError(f"window takes integers or None, got {_type(reach)} for its {side}")
-    return Options(causal, left, right, scale, softcap, query_invariant)
+    return Options(causal, left, right, scale, softcap, query_invariant, allow_tf32)
 
 
 def pad_bias(bias: Tensor | None) -> Tensor | None:
@@ -270,6 +277,7 @@ def describe(tensors: Tensors, options: Options) -> AttentionProblem:
         has_sinks=tensors.sinks is not None,
         has_kv_lens=tensors.kv_lens is not None,
         query_invariant=options.query_invariant,
+        allow_tf32=options.allow_tf32 and tensors.q.dtype == torch.float32,
     )
 
 
@@ -328,7 +336,7 @@ def _check_dtypes_and_devices(tensors: Tensors, layout: Layout) -> None:
 
 
 def _check_options(options: Options) -> None:
-    causal, left, right, scale, softcap, _ = options
+    causal, left, right, scale, softcap, *_ = options
     if (left is not None and left < 0) or (right is not None and right < 0):
         raise ValueError(f"window takes distances of 0 or more, or None, got ({left}, {right})")
     if causal and right is not None and right > 0:

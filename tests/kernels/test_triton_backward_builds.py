@@ -33,6 +33,7 @@ def constants(D: int, Dv: int, cut: backward.Cut) -> dict:
         "HAS_LEFT": False,
         "HAS_RIGHT": True,
         "HAS_SOFTCAP": False,
+        "PRECISION": "ieee",
         "BLOCK_Q": cut.BLOCK_Q,
         "BLOCK_KV": cut.BLOCK_KV,
         "COPIES": cut.copies,

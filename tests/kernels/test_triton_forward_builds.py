@@ -36,13 +36,14 @@ def built(
     Dv: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     query_invariant: bool = False,
+    allow_tf32: bool = False,
     **changes: int,
 ) -> Build:
     """The kernel that a causal call would launch, `changes` to the device aside."""
     Dv = Dv or D
     case = draw(Sq, 5000, Hq=4, Hkv=1, D=D, Dv=Dv, dtype=dtype)
     tensors, device = Tensors(**case.tensors), replace(DEVICES[capability], **changes)
-    problem = describe(tensors, make_options(True, None, None, None, query_invariant))
+    problem = describe(tensors, make_options(True, None, None, None, query_invariant, allow_tf32))
     chosen = plan.plan_of(problem, device)
     assert (chosen.n_runs > 1) == (Sq == DECODE)
     arguments = launch.attend_arguments(problem, tensors, chosen)
@@ -110,6 +111,17 @@ def test_chains_of_float32_are_short():
     assert products
     assert len(products) % 3 == 0
     assert all(start.startswith("%cst") for start in products)
+
+
+@pytest.mark.parametrize(
+    ("capability", "product"), [(80, "HMMA.1688.F32.TF32"), (90, "HGMMA.64x64x8.F32.TF32")]
+)
+def test_tensor_cores_take_float32_if_they_may(capability, product):
+    by_default = built(capability, 64, PREFILL, dtype=torch.float32)
+    assert not any(".F32.TF32" in text for _, text in by_default.instructions)
+    assert_loops_in_registers(
+        built(capability, 64, PREFILL, dtype=torch.float32, allow_tf32=True), product
+    )
 
 
 @pytest.mark.parametrize("function", [split_kv.reduce_parts, split_kv.merge_rows])

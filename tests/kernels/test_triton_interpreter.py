@@ -15,6 +15,7 @@ MODULES = (
     "test_triton_forward.py",
     "test_triton_forward_spans.py",
     "test_triton_split_kv.py",
+    "test_triton_tf32.py",
     "test_hopper_line_up.py",
 )
 

@@ -18,7 +18,7 @@ from lockstep.kernels.triton.gradient_tiles import (
     load_statistics,
     weights,
 )
-from lockstep.kernels.triton.tiles import PRECISION, is_seen, seen_by_any
+from lockstep.kernels.triton.tiles import is_seen, seen_by_any
 
 _SIZES = (
     *("stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks"),
@@ -73,6 +73,7 @@ def sum_bias(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
     SHARED_Q: tl.constexpr,
     SHARED_KV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -134,7 +135,15 @@ def sum_bias(
                     seen = is_seen(position, kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
                     seen &= bias != float("-inf")
                     p, _ = weights(
-                        q, k, lse2[:, None], bias, seen, cap_scale, late_scale, HAS_SOFTCAP
+                        q,
+                        k,
+                        lse2[:, None],
+                        bias,
+                        seen,
+                        cap_scale,
+                        late_scale,
+                        HAS_SOFTCAP,
+                        PRECISION,
                     )
                     dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
                     # The bias is added behind the softcap, so its slope does not come in.

@@ -25,7 +25,6 @@ from lockstep.kernels.triton.gradient_tiles import (
     weights,
 )
 from lockstep.kernels.triton.tiles import (
-    PRECISION,
     find_sequence,
     is_seen,
     seen_by_all,
@@ -69,6 +68,7 @@ def add_queries(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     COPIES: tl.constexpr,
     MASKED: tl.constexpr,
@@ -99,14 +99,16 @@ def add_queries(
                 stride_bq, stride_bk,
             )  # [BLOCK_KV, BLOCK_Q]  # fmt: skip
             seen &= bias != float("-inf")
-        p, slope = weights(k, q, lse2[None, :], bias, seen, cap_scale, late_scale, HAS_SOFTCAP)
+        p, slope = weights(
+            k, q, lse2[None, :], bias, seen, cap_scale, late_scale, HAS_SOFTCAP, PRECISION
+        )
         dout = load_rows(
             dout_ptr + g * stride_oh, first, q_len, stride_os, DV, BLOCK_Q, v.shape[1], MASKED
         )
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # [BLOCK_KV, BLOCK_Q]
-        dv = weigh(p, finite(dout) if MASKED else dout, dv)
+        dv = weigh(p, finite(dout) if MASKED else dout, dv, PRECISION)
         ds = derive(p, dp, delta[None, :], slope, seen)
-        dk = weigh(ds, finite(q) if MASKED else q, dk)
+        dk = weigh(ds, finite(q) if MASKED else q, dk, PRECISION)
     return dk, dv
 
 
@@ -164,6 +166,7 @@ def sum_keys(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -239,7 +242,7 @@ def sum_keys(
                     stride_qh * ALIGN, stride_qs * ALIGN, stride_oh * ALIGN, stride_os * ALIGN,
                     stride_bh, stride_bq, stride_bk, Sq, q_len, kv_len, left, right,
                     cap_scale, late_scale, D, DV, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-                    MASKED_Q if MASKED else BLOCK_Q, COPIES, MASKED == 1,
+                    PRECISION, MASKED_Q if MASKED else BLOCK_Q, COPIES, MASKED == 1,
                 )  # fmt: skip
 
     is_key = (kv_idx < kv_len)[:, None]

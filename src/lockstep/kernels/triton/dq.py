@@ -23,7 +23,6 @@ from lockstep.kernels.triton.gradient_tiles import (
     weights,
 )
 from lockstep.kernels.triton.tiles import (
-    PRECISION,
     find_sequence,
     is_seen,
     seen_by_all,
@@ -62,6 +61,7 @@ def add_keys(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -80,10 +80,10 @@ def add_keys(
             if bias_ptr is not None:
                 bias = load_bias(bias_ptr, q_idx, kv_idx, q_len, kv_len, stride_bq, stride_bk)
                 seen &= bias != float("-inf")
-        p, slope = weights(q, k, lse2, bias, seen, cap_scale, late_scale, HAS_SOFTCAP)
+        p, slope = weights(q, k, lse2, bias, seen, cap_scale, late_scale, HAS_SOFTCAP, PRECISION)
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [BLOCK_Q, BLOCK_KV]
         ds = derive(p, dp, delta, slope, seen)
-        dq = weigh(ds, finite(k) if MASKED else k, dq)
+        dq = weigh(ds, finite(k) if MASKED else k, dq, PRECISION)
     return dq
 
 
@@ -140,6 +140,7 @@ def sum_queries(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -216,7 +217,7 @@ def sum_queries(
                 dq, q, dout, lse2[:, None], delta[:, None], q_idx[:, None],
                 k_ptr, v_ptr, bias_rows, stride_ks * ALIGN, stride_vs * ALIGN,
                 stride_bq, stride_bk, q_len, kv_len, left, right, cap_scale, late_scale,
-                D, DV, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BLOCK_KV, MASKED == 1,
+                D, DV, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PRECISION, BLOCK_KV, MASKED == 1,
             )  # fmt: skip
 
     rows = (dq_row + (q_start + q_idx) * stride_row)[:, None]  # [BLOCK_Q, 1]

@@ -99,6 +99,7 @@ def attend(
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     SCALE_LATER: tl.constexpr,
+    PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     FOLDS: tl.constexpr,
     LEAST_SPAN: tl.constexpr,
@@ -212,7 +213,7 @@ def attend(
                         stride_kb * ALIGN, stride_ks * ALIGN, stride_vb * ALIGN, stride_vs * ALIGN,
                         stride_bk, position, is_row, kv_len, left, right, cap_scale, late_scale,
                         D, DV, BLOCK_KV, FOLDS and REGION != 1, PAGE_SIZE, HAS_LEFT, HAS_RIGHT,
-                        HAS_SOFTCAP, SCALE_LATER, REGION == 0 or REGION == 3, CLEAN,
+                        HAS_SOFTCAP, SCALE_LATER, PRECISION, REGION == 0 or REGION == 3, CLEAN,
                     )  # fmt: skip
             out, lse = finish(m, l, acc)
             if parts_ptr is not None:

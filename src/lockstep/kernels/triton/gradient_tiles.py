@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lockstep.kernels.triton.tiles import LOG2E, PRECISION, tanh
+from lockstep.kernels.triton.tiles import LOG2E, tanh
 
 
 @triton.jit
@@ -59,6 +59,7 @@ def weights(
     cap_scale,
     late_scale,
     HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """p [M, N] fp32, and the slope of the softcap [M, N], 1 without one.
 

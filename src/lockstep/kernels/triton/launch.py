@@ -70,6 +70,7 @@ def scales_of(problem: AttentionProblem) -> dict[str, Any]:
         "cap_scale": 0.0 if cap is None else problem.scale / cap,
         "late_scale": late * LOG2E,
         "HAS_SOFTCAP": cap is not None,
+        "PRECISION": "tf32" if problem.allow_tf32 else "ieee",
         "SCALE_LATER": late > 0 and problem.bias_shape is None,
     }
 

@@ -66,6 +66,11 @@ class Tiles:
     num_stages: int
     registers: int | None = None  # of a thread, at most
 
+    @property
+    def cut(self) -> tuple[int, int, int]:
+        """What decides bits."""
+        return self.BLOCK_Q, self.BLOCK_KV, self.num_warps
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -119,16 +124,33 @@ _SINGLE = {
     512: (Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1)),
 }
 _SINGLE_BY_POINTERS = {**_SINGLE, 128: (Tiles(16, 16, 8, 2), Tiles(16, 16, 8, 2))}
+# Tensor cores take float32 for tf32.
+_TF32 = {
+    64: (Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+    128: (Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2)),
+    256: (Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2)),
+    512: _SINGLE[512],
+}
+_TF32_BY_POINTERS = {
+    64: (Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2)),
+    128: (Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2)),
+    256: (Tiles(32, 16, 8, 2), Tiles(32, 16, 8, 2)),
+    512: _SINGLE[512],
+}
 
 
 def tiles_of(problem: AttentionProblem, device: Device) -> tuple[Tiles, Tiles]:
     """The tiles for many query rows, and those for a few that are split over many programs."""
     size = max(64, block_of(problem.D), block_of(problem.Dv))
-    many, few = (_HALF if device.tma else _HALF_BY_POINTERS)[size]
-    if problem.dtype == torch.float32:
-        many, few = (_SINGLE if device.tma else _SINGLE_BY_POINTERS)[size]
-    elif _shared_bytes(problem, many, 1, *blocks_of(problem, device)) > device.shared_bytes:
-        many, few = _HALF_BY_POINTERS[size]
+    if problem.allow_tf32:
+        by_descriptors, by_pointers = _TF32, _TF32_BY_POINTERS
+    elif problem.dtype == torch.float32:
+        by_descriptors, by_pointers = _SINGLE, _SINGLE_BY_POINTERS
+    else:
+        by_descriptors, by_pointers = _HALF, _HALF_BY_POINTERS
+    many, few = (by_descriptors if device.tma else by_pointers)[size]
+    if _shared_bytes(problem, many, 1, *blocks_of(problem, device)) > device.shared_bytes:
+        many, few = by_pointers[size]
     # What comes out of tensor memory is laid out, and so summed, in another way.
     return many, many if device.tensor_memory else few
 
@@ -203,8 +225,8 @@ def plan_of(problem: AttentionProblem, device: Device, own_keys: bool = False) -
         if problem.Sq * (problem.Hq // problem.Hkv) <= few.BLOCK_Q or not fits:
             tiles = few
             n_slots, n_programs = _count(problem, tiles)
-    elif device.is_hopper and tiles is _HALF[64][0] and problem.bias_shape is None:
-        # The same bits. With a bias, or parts in shared memory, three do not fit.
+    elif device.is_hopper and problem.bias_shape is None and tiles.cut == _HALF_THREE.cut:
+        # With a bias, or parts in shared memory, three do not fit.
         tiles = _HALF_THREE
     return Plan(
         tiles,

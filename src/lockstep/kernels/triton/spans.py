@@ -189,6 +189,7 @@ def attend_tiles(
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     SCALE_LATER: tl.constexpr,
+    PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
     CLEAN: tl.constexpr,
 ):
@@ -216,7 +217,7 @@ def attend_tiles(
         bias = None
         if bias_rows is not None:
             bias = load_bias(bias_rows, kv_idx, stride_bk, is_row, kv_len)
-        s = scores(q, k, bias, cap_scale, late_scale, HAS_SOFTCAP, SCALE_LATER)
+        s = scores(q, k, bias, cap_scale, late_scale, HAS_SOFTCAP, SCALE_LATER, PRECISION)
         if MASKED:
             seen = is_seen(position[:, None], kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
             s = tl.where(seen, s, float("-inf"))
@@ -251,5 +252,5 @@ def attend_tiles(
             )  # fmt: skip
         if CLEAN:
             v = tl.where(is_stray(v), 0.0, v.to(tl.float32)).to(v.dtype)
-        acc = weigh(p, v, acc)
+        acc = weigh(p, v, acc, PRECISION)
     return m, l, acc, folded_m, folded_l, folded_acc, taint, span_end

@@ -23,8 +23,6 @@ from lockstep import numerics
 
 LOG2E: tl.constexpr = tl.constexpr(numerics.LOG2E)
 LN2: tl.constexpr = tl.constexpr(numerics.LN2)
-# Products of float32 inputs are float32 products, not tf32. 16-bit inputs do not care.
-PRECISION: tl.constexpr = tl.constexpr("ieee")
 
 
 @triton.jit
@@ -166,8 +164,10 @@ def tanh(x):
 
 
 @triton.jit
-def product(a, b, CHAINS: tl.constexpr = 4):
+def product(a, b, PRECISION: tl.constexpr, CHAINS: tl.constexpr = 4):
     """a bᵀ of a [M, D] and b [N, D]: [M, N] fp32.
+
+    PRECISION is that of float32 factors: "ieee" or "tf32". Others do not care.
 
     A product of float32 is a chain of multiply-adds along D, each of which rounds. Up to four
     chains, each over every fourth element and of 32 at least, err less than one long one. Their
@@ -175,11 +175,11 @@ def product(a, b, CHAINS: tl.constexpr = 4):
     continue that chain.
     """
     HALF: tl.constexpr = a.shape[1] // 2
-    if a.dtype == tl.float32 and CHAINS > 1 and HALF >= 32:
+    if a.dtype == tl.float32 and PRECISION == "ieee" and CHAINS > 1 and HALF >= 32:
         a_even, a_odd = tl.split(tl.reshape(a, [a.shape[0], HALF, 2]))
         b_even, b_odd = tl.split(tl.reshape(b, [b.shape[0], HALF, 2]))
-        odd = product(a_odd, b_odd, CHAINS // 2)
-        s = tl.fma(odd, 1.0, product(a_even, b_even, CHAINS // 2))
+        odd = product(a_odd, b_odd, PRECISION, CHAINS // 2)
+        s = tl.fma(odd, 1.0, product(a_even, b_even, PRECISION, CHAINS // 2))
     else:
         s = tl.dot(a, tl.trans(b), input_precision=PRECISION)
     return s
@@ -194,13 +194,14 @@ def scores(
     late_scale,
     HAS_SOFTCAP: tl.constexpr,
     SCALE_LATER: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """[BLOCK_Q, BLOCK_KV] fp32, to be multiplied by `unit(late_scale, SCALE_LATER)`.
 
     `cap_scale` is scale / softcap. `late_scale` is LOG2E times softcap, or times scale where there
     is no softcap; SCALE_LATER says that it is positive and that there is no bias.
     """
-    s = product(q, k)
+    s = product(q, k, PRECISION)
     if HAS_SOFTCAP:
         s = tanh(s * cap_scale)
     if bias is not None:
@@ -230,9 +231,9 @@ def online_softmax(s, unit, m, l):
 
 
 @triton.jit
-def weigh(p, v, acc):
+def weigh(p, v, acc, PRECISION: tl.constexpr):
     """acc + p v. Hidden keys have p = 0; see `strays` for what 0 · v may be."""
-    if v.dtype == tl.float32:
+    if v.dtype == tl.float32 and PRECISION == "ieee":
         # A chain of its own, see `product`.
         return tl.fma(tl.dot(p, v, input_precision=PRECISION), 1.0, acc)
     return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
