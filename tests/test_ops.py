@@ -11,7 +11,7 @@ from lockstep import numerics, reference
 
 # What runs float32 and bfloat16 differs from machine to machine; float64 is the oracle's.
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
-OPTIONS = (True, 3, 0, 0.4, 30.0, False, None)
+OPTIONS = (True, 3, 0, 0.4, 30.0, False, False, None)
 OFFSETS = torch.tensor([0, 2, 5]), torch.tensor([0, 3, 9], dtype=torch.int32)
 LENS = torch.tensor([3, 7])
 

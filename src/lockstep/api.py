@@ -102,9 +102,9 @@ def attention(
         query_invariant: Also make the bits of a row of out and lse independent of the other
             queries of the call: a whole prefill, its chunks and single tokens against the same
             cache then agree bit for bit. Only kernels that promise it will run.
-        allow_tf32: Let a GPU round the factors of float32 products to tf32, 10 bits behind the
-            point: as exact as float16, and several times as fast. What torch is set to do in
-            matrix products does not matter here.
+        allow_tf32: Let a GPU cut the factors of float32 products to tf32, 10 bits behind the
+            point: results are off by a few thousandths, and come many times as fast. What torch
+            is set to do in its matrix products does not matter here.
         kernel: The name of a kernel, which then runs or raises. None chooses; see `explain`.
 
     Returns:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.bench import gpu_tables, results, study_tables, tables
+from lockstep.bench import gpu_tables, results, study_tables, tables, triton_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
@@ -129,8 +129,9 @@ def test_ratios_are_to_the_peers_a_page_names(directory):
 
 
 def test_without_results_the_blocks_say_so(tmp_path):
-    for block in (*gpu_tables.BLOCKS.values(), *study_tables.BLOCKS.values()):
-        assert block(tmp_path) == "Not measured yet."
+    for module in (gpu_tables, study_tables, triton_tables):
+        for block in module.BLOCKS.values():
+            assert block(tmp_path) == "Not measured yet."
 
 
 def test_every_block_of_a_page_is_known_and_filled():

@@ -1,4 +1,4 @@
-"""Markdown tables of single studies: what designs of the GPU kernels were worth to each other.
+"""Markdown tables of single studies: what designs of the Hopper kernels were worth to each other.
 
 Each has a results file of its own. It compares builds that a release does not contain: no command
 makes it again.
@@ -102,14 +102,6 @@ ENDS = {
     "consumers clean": "consumers clean",
     "operands found again": "consumers clean, operands found again",
 }
-# How many programs of the Triton forward share a multiprocessor, by tile of keys and registers.
-PROGRAMS_RUN = 1
-PROGRAMS = {
-    "two programs": (128, 3, None),
-    "three": (128, 2, 168),
-    "three, 64 keys to a tile": (64, 3, 168),
-    "four, 64 keys to a tile": (64, 2, 128),
-}
 
 
 def forward_builds(directory: Path) -> str:
@@ -209,7 +201,7 @@ def backward_cycles(directory: Path) -> str:
         cycles = [found[design] for design in LEANER.values()]
         return [f"**{n:,}**" if n == min(cycles) else f"{n:,}" for n in cycles]
 
-    return _by_problem(tuple(LEANER), cells, show, "Cycles", run)
+    return by_problem(tuple(LEANER), cells, show, "Cycles", run)
 
 
 def backward_wavefronts(directory: Path) -> str:
@@ -246,7 +238,7 @@ def backward_busy(directory: Path) -> str:
     def show(found: dict[str, float]) -> list[str]:
         return [f"{found[name]:.0f} %" if name in found else "–" for name in PROFILED]
 
-    return _by_problem(PROFILED, cells, show, "Of the cycles an SM is active", run)
+    return by_problem(PROFILED, cells, show, "Of the cycles an SM is active", run)
 
 
 def backward_staying(directory: Path) -> str:
@@ -292,25 +284,6 @@ def backward_operands(directory: Path) -> str:
     return _backward(directory, OPERANDS_RUN, heads, column, heads, HALVES)
 
 
-def triton_programs(directory: Path) -> str:
-    """The Triton forward at D 64 with more or fewer programs to a multiprocessor."""
-    run = results.newest("triton-programs", directory)
-    if run is None:
-        return results.NOT_MEASURED
-    heads = {cut: head for head, cut in PROGRAMS.items()}
-    cells: dict[tuple[int, int, bool], dict[str, float]] = {}
-    for row in run["rows"]:
-        head = heads.get((row["BLOCK_KV"], row["stages"], row["registers"]))
-        if (row["run"], row["kind"], row["D"]) == (PROGRAMS_RUN, "forward", 64) and head:
-            cells.setdefault((64, row["S"], row["causal"]), {})[head] = row["tflops"]
-
-    def show(found: dict[str, float]) -> list[str]:
-        most = max(found.values())
-        return [f"**{found[h]:.0f}**" if found[h] == most else f"{found[h]:.0f}" for h in PROGRAMS]
-
-    return _by_problem(tuple(PROGRAMS), cells, show, "TFLOP/s", run)
-
-
 def _name(columns: dict[str, str], row: Row) -> str | None:
     """That of the column which shows a row's design."""
     return next((name for name, design in columns.items() if design == row["design"]), None)
@@ -337,21 +310,22 @@ def _backward(
         most = max((found.get(head, 0) for head in mark), default=None)
         return [_marked(found.get(head), head in mark, most) for head in heads]
 
-    return _by_problem(heads, cells, show, "TFLOP/s", run)
+    return by_problem(heads, cells, show, "TFLOP/s", run)
 
 
-def _by_problem(
+def by_problem(
     heads: tuple[str, ...],
     cells: dict[tuple[int, int, bool], Any],
     show: Callable[[Any], list[str]],
     unit: str,
     run: Row,
+    dtype: str = "bf16",
 ) -> str:
     """A table with a row for each head dim, length and mask."""
     lines = [f"| D, S | causal | {' | '.join(heads)} |", f"|---|---|{'---:|' * len(heads)}"]
     for (D, S, causal), found in sorted(cells.items()):
         lines.append(f"| {D}, {S // 1024}k | {_yes(causal)} | {' | '.join(show(found))} |")
-    return "\n".join(lines) + f"\n\n{unit}, bf16, {results.where_on_gpu(run)}."
+    return "\n".join(lines) + f"\n\n{unit}, {dtype}, {results.where_on_gpu(run)}."
 
 
 def _yes(causal: bool) -> str:
@@ -382,5 +356,4 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "hopper_backward_many_heads": backward_many_heads,
     "hopper_backward_halves": backward_halves,
     "hopper_backward_operands": backward_operands,
-    "triton_programs": triton_programs,
 }

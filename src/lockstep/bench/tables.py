@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.bench import gpu_tables, results, study_tables
+from lockstep.bench import gpu_tables, results, study_tables, triton_tables
 from lockstep.bench.counter_tables import agreement_block
 
 
@@ -65,6 +65,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "simt_counters": agreement_block,
     **gpu_tables.BLOCKS,
     **study_tables.BLOCKS,
+    **triton_tables.BLOCKS,
 }
 
 

@@ -1,0 +1,58 @@
+"""Markdown tables of single studies of the Triton kernels, as `study_tables` of the Hopper ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.bench import results
+from lockstep.bench.study_tables import by_problem
+
+# How many programs of the Triton forward share a multiprocessor, by tile of keys and registers.
+PROGRAMS_RUN = 1
+PROGRAMS = {
+    "two programs": (128, 3, None),
+    "three": (128, 2, 168),
+    "three, 64 keys to a tile": (64, 3, 168),
+    "four, 64 keys to a tile": (64, 2, 128),
+}
+
+
+def triton_programs(directory: Path) -> str:
+    """The Triton forward at D 64 with more or fewer programs to a multiprocessor."""
+    run = results.newest("triton-programs", directory)
+    if run is None:
+        return results.NOT_MEASURED
+    heads = {cut: head for head, cut in PROGRAMS.items()}
+    cells: dict[tuple[int, int, bool], dict[str, float]] = {}
+    for row in run["rows"]:
+        head = heads.get((row["BLOCK_KV"], row["stages"], row["registers"]))
+        if (row["run"], row["kind"], row["D"]) == (PROGRAMS_RUN, "forward", 64) and head:
+            cells.setdefault((64, row["S"], row["causal"]), {})[head] = row["tflops"]
+
+    def show(found: dict[str, float]) -> list[str]:
+        most = max(found.values())
+        return [f"**{found[h]:.0f}**" if found[h] == most else f"{found[h]:.0f}" for h in PROGRAMS]
+
+    return by_problem(tuple(PROGRAMS), cells, show, "TFLOP/s", run)
+
+
+def triton_tf32(directory: Path) -> str:
+    """float32 as it is, rounded to tf32, and torch's own kernel with tf32."""
+    run = results.newest("triton-tf32", directory)
+    if run is None:
+        return results.NOT_MEASURED
+    cells: dict[tuple[int, int, bool], dict[str, float]] = {}
+    for row in run["rows"]:
+        head = row["kernel"] + (", backward" if row["backward"] else "")
+        cells.setdefault((row["D"], row["S"], row["causal"]), {})[head] = row["tflops"]
+    heads = tuple(next(iter(cells.values())))
+    return by_problem(
+        heads, cells, lambda found: [f"{found[h]:.0f}" for h in heads], "TFLOP/s", run, "float32"
+    )
+
+
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    "triton_programs": triton_programs,
+    "triton_tf32": triton_tf32,
+}
