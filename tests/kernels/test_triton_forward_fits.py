@@ -6,6 +6,7 @@ How much a build takes is known before it is assembled, so these stop there.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton_builds import build
 
+from lockstep.kernels import triton as triton_kernels
 from lockstep.kernels.triton import launch, plan
 from lockstep.kernels.triton.forward import attend
 from lockstep.problem import Tensors, describe, make_options
@@ -66,9 +68,9 @@ KINDS = {
 }
 
 
-def shared_bytes(capability: int, tensors: Tensors, query_invariant: bool) -> int:
+def shared_bytes(capability: int, tensors: Tensors, **flags: bool) -> int:
     device = DEVICES[capability]
-    problem = describe(tensors, make_options(True, None, None, None, query_invariant))
+    problem = describe(tensors, make_options(True, None, None, None, **flags))
     chosen = plan.plan_of(problem, device)
     arguments = launch.attend_arguments(problem, tensors, chosen)
     absent = [name for name, tensor in tensors._asdict().items() if tensor is None]
@@ -80,10 +82,10 @@ def shared_bytes(capability: int, tensors: Tensors, query_invariant: bool) -> in
     return built.shared_bytes
 
 
-def assert_fits(capability, D, dtype, kind, query_invariant=False):
+def assert_fits(capability, D, dtype, kind, **flags):
     tensors = KINDS[kind](D=D, dtype=dtype)
     limit = DEVICES[capability].shared_bytes
-    assert shared_bytes(capability, tensors, query_invariant) <= limit
+    assert shared_bytes(capability, tensors, **flags) <= limit
 
 
 @pytest.mark.usefixtures("unassembled")
@@ -102,3 +104,34 @@ def test_fits(capability, D, kind):
 @pytest.mark.usefixtures("unassembled")
 def test_query_invariant_fits():
     assert_fits(90, 256, BF16, "prefill", query_invariant=True)
+
+
+@pytest.mark.usefixtures("unassembled")
+@pytest.mark.parametrize(("capability", "D"), [(86, 128), (86, 256), (120, 128), (120, 256)])
+def test_tf32_fits(capability, D):
+    assert_fits(capability, D, torch.float32, "chunk", allow_tf32=True)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kilobytes", "dtype", "D", "refusal"),
+    [
+        ((7, 5), 64, BF16, 64, "needs compute capability 8.0, this device has 7.5"),
+        ((8, 6), 99, BF16, 512, None),
+        ((8, 6), 99, torch.float32, 256, None),
+        ((8, 6), 99, torch.float32, 257, "takes float32 head dims up to 256 on this device, "),
+        ((8, 0), 163, torch.float32, 512, None),
+    ],
+)
+def test_what_a_device_refuses(monkeypatch, capability, kilobytes, dtype, D, refusal):
+    monkeypatch.setattr(triton_kernels, "_capability", lambda _: capability)
+    monkeypatch.setattr(triton_kernels, "_shared_bytes", lambda _: kilobytes << 10)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    problem = describe(chunk(D=D, dtype=dtype), make_options(True, None, None, None))
+    said = triton_kernels.supports(replace(problem, device_type="cuda"))
+    assert said == refusal if refusal is None else said.startswith(refusal)
+
+
+@pytest.mark.usefixtures("unassembled")
+def test_wide_heads_in_float32_take_what_is_asked_for():
+    limit = triton_kernels.WIDE_SINGLE_BYTES
+    assert shared_bytes(86, KINDS["bias"](D=512, dtype=torch.float32)) <= limit

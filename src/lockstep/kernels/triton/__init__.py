@@ -30,6 +30,9 @@ from lockstep.kernels.kernel import Given, Gradients, Kernel, Needs, Prepared, P
 from lockstep.problem import AttentionProblem, Tensors
 
 MAX_HEAD_DIM = 512
+# Of float32 where a program cannot have that much shared memory, as on most GPUs that are not for
+# data centres: the least tiles of wider heads take it, forward or backward.
+MAX_SINGLE_HEAD_DIM, WIDE_SINGLE_BYTES = 256, 130 << 10
 # Positions are int32, and so is a tile's distance from the end of a window.
 MAX_LENGTH = 1 << 28
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -83,6 +86,12 @@ def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+@lru_cache(maxsize=64)
+def _shared_bytes(device: int) -> int:
+    """What a program can have."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 def supports(problem: AttentionProblem) -> str | None:
     if not installed():
         return "needs the package triton, which is not installed"
@@ -96,9 +105,21 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"takes head dims up to {MAX_HEAD_DIM}, got {max(problem.D, problem.Dv)}"
     if max(problem.Sq, problem.Skv) > MAX_LENGTH:
         return f"takes up to {MAX_LENGTH} tokens, got {max(problem.Sq, problem.Skv)}"
-    if problem.device_type == "cuda" and _capability(torch.cuda.current_device()) < (8, 0):
-        major, minor = _capability(torch.cuda.current_device())
+    return _device_supports(problem) if problem.device_type == "cuda" else None
+
+
+def _device_supports(problem: AttentionProblem) -> str | None:
+    device = torch.cuda.current_device()
+    if _capability(device) < (8, 0):
+        major, minor = _capability(device)
         return f"needs compute capability 8.0, this device has {major}.{minor}"
+    head_dim = max(problem.D, problem.Dv)
+    is_wide = problem.dtype == torch.float32 and head_dim > MAX_SINGLE_HEAD_DIM
+    if is_wide and _shared_bytes(device) < WIDE_SINGLE_BYTES:
+        return (
+            f"takes float32 head dims up to {MAX_SINGLE_HEAD_DIM} on this device, which has "
+            f"{_shared_bytes(device) >> 10} KB of shared memory, got {head_dim}"
+        )
     return None
 
 

@@ -85,8 +85,8 @@ _SINGLE = {
     256: (Cut(16, 16, 4, 1), Cut(16, 16, 4, 1)),
     512: (Cut(16, 16, 8, 1), Cut(16, 16, 8, 1)),
 }
-# Tensor cores take float32 for tf32.
-_TF32 = {
+# Tensor cores take float32 for tf32, and want larger tiles.
+_TF32_HOPPER = {
     **_SINGLE,
     64: (Cut(32, 64, 4, 2), Cut(64, 32, 4, 2)),
     128: (Cut(32, 64, 8, 2), Cut(64, 32, 8, 2)),
@@ -97,7 +97,7 @@ LARGE_SHARED_MEMORY = 227 * 1024
 def cuts_of(problem: AttentionProblem, device: Device) -> tuple[Cut, Cut]:
     """The cuts for dK and dV, and for dQ."""
     if problem.dtype == torch.float32:
-        table = _TF32 if problem.allow_tf32 and device.is_hopper else _SINGLE
+        table = _TF32_HOPPER if problem.allow_tf32 and device.is_hopper else _SINGLE
     elif device.shared_bytes < LARGE_SHARED_MEMORY:
         table = _HALF_SMALL
     else:

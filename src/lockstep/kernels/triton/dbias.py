@@ -135,16 +135,9 @@ def sum_bias(
                     seen = is_seen(position, kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
                     seen &= bias != float("-inf")
                     p, _ = weights(
-                        q,
-                        k,
-                        lse2[:, None],
-                        bias,
-                        seen,
-                        cap_scale,
-                        late_scale,
-                        HAS_SOFTCAP,
-                        PRECISION,
-                    )
+                        q, k, lse2[:, None], bias, seen,
+                        cap_scale, late_scale, HAS_SOFTCAP, PRECISION,
+                    )  # fmt: skip
                     dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
                     # The bias is added behind the softcap, so its slope does not come in.
                     total += derive(p, dp, delta[:, None], 1.0, seen)

@@ -124,17 +124,17 @@ _SINGLE = {
     512: (Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1)),
 }
 _SINGLE_BY_POINTERS = {**_SINGLE, 128: (Tiles(16, 16, 8, 2), Tiles(16, 16, 8, 2))}
-# Tensor cores take float32 for tf32.
+# Tensor cores take float32 for tf32. The first table does with 99 KB of shared memory.
 _TF32 = {
-    64: (Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
-    128: (Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2)),
-    256: (Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2)),
-    512: _SINGLE[512],
-}
-_TF32_BY_POINTERS = {
     64: (Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2)),
     128: (Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2)),
     256: (Tiles(32, 16, 8, 2), Tiles(32, 16, 8, 2)),
+    512: _SINGLE[512],
+}
+_TF32_HOPPER = {
+    64: (Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+    128: (Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2)),
+    256: (Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2)),
     512: _SINGLE[512],
 }
 
@@ -143,7 +143,7 @@ def tiles_of(problem: AttentionProblem, device: Device) -> tuple[Tiles, Tiles]:
     """The tiles for many query rows, and those for a few that are split over many programs."""
     size = max(64, block_of(problem.D), block_of(problem.Dv))
     if problem.allow_tf32:
-        by_descriptors, by_pointers = _TF32, _TF32_BY_POINTERS
+        by_descriptors, by_pointers = _TF32_HOPPER if device.is_hopper else _TF32, _TF32
     elif problem.dtype == torch.float32:
         by_descriptors, by_pointers = _SINGLE, _SINGLE_BY_POINTERS
     else:
