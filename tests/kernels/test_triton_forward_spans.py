@@ -150,9 +150,8 @@ def store_sequences(found_ptr, cu_seqlens_ptr, B, GROUP: tl.constexpr, BLOCK_Q: 
 
 
 # Around the number of sequences that are looked at together.
-@pytest.mark.parametrize(
-    ("B", "dtype"), [(1, torch.int32), (9, torch.int64), (100, torch.int32), (1025, torch.int32)]
-)
+@pytest.mark.parametrize("B", [1, 9, 100, 256, 257, 1025])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_every_tile_of_a_packed_batch_has_a_slot(B, dtype):
     lens = torch.randint(0, 40, (B,)) * (torch.rand(B) < 20 / B)
     lens[-1] = 33

@@ -64,7 +64,7 @@ def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (plan, launch):
         monkeypatch.setattr(module, "LEAST_SPAN", 32)
     table = dict.fromkeys((64, 128, 256, 512), (tiles, tiles))
-    for name in ("_HALF", "_HALF_BY_POINTERS", "_SINGLE", "_SINGLE_BY_POINTERS", "_TF32_HOPPER"):
+    for name in ("_HALF", "_HALF_BY_POINTERS", "_SINGLE", "_SINGLE_BY_POINTERS"):
         monkeypatch.setattr(plan, name, table)
     forget_calls(monkeypatch)
 

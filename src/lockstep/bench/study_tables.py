@@ -144,7 +144,7 @@ def ways_out(directory: Path) -> str:
             return PEER
         return _name(WAYS_OUT, row) if row["heads_at_once"] == 4 else None
 
-    return _backward(directory, WAYS_OUT_RUN, (*WAYS_OUT, PEER), column)
+    return by_design(directory, WAYS_OUT_RUN, (*WAYS_OUT, PEER), column)
 
 
 def heads_in_turn(directory: Path) -> str:
@@ -154,7 +154,7 @@ def heads_in_turn(directory: Path) -> str:
     def column(row: Row) -> str | None:
         return PEER if row["design"] == PEER else str(row["heads_at_once"])
 
-    return _backward(directory, COPY_ENGINE_RUN, (*heads, PEER), column, mark=heads)
+    return by_design(directory, COPY_ENGINE_RUN, (*heads, PEER), column, mark=heads)
 
 
 def backward_steps(directory: Path) -> str:
@@ -168,23 +168,23 @@ def backward_steps(directory: Path) -> str:
             return ONE_HEAD if is_last and row["heads_at_once"] == 1 else None
         return _name(STEPS, row)
 
-    return _backward(directory, DIAGONAL_RUN, (*STEPS, ONE_HEAD, PEER), column)
+    return by_design(directory, DIAGONAL_RUN, (*STEPS, ONE_HEAD, PEER), column)
 
 
 def wide_backward(directory: Path) -> str:
     """The backward for head dims above 128 beside what ran there before it, and its peers."""
     designs = ("two passes", "Triton", "FA2", PEER)
-    return _backward(directory, 1, designs, lambda row: row["design"], designs, WIDE)
+    return by_design(directory, 1, designs, lambda row: row["design"], designs, WIDE)
 
 
 def backward_left_out(directory: Path) -> str:
     """The backward without some of its work."""
-    return _backward(directory, 1, LEFT_OUT, lambda row: row["design"], suite=WITHOUT)
+    return by_design(directory, 1, LEFT_OUT, lambda row: row["design"], suite=WITHOUT)
 
 
 def backward_ways_of_dq(directory: Path) -> str:
     """The backward by what becomes of dQ."""
-    return _backward(directory, 2, WAYS_OF_DQ, lambda row: row["design"], suite=WITHOUT)
+    return by_design(directory, 2, WAYS_OF_DQ, lambda row: row["design"], suite=WITHOUT)
 
 
 def backward_cycles(directory: Path) -> str:
@@ -222,7 +222,7 @@ def backward_wavefronts(directory: Path) -> str:
 
 def backward_pairings(directory: Path) -> str:
     """The backward by how its warpgroups go about a step."""
-    return _backward(directory, 1, PAIRINGS, lambda row: row["design"], PAIRINGS, PAIRING)
+    return by_design(directory, 1, PAIRINGS, lambda row: row["design"], PAIRINGS, PAIRING)
 
 
 def backward_busy(directory: Path) -> str:
@@ -249,13 +249,13 @@ def backward_staying(directory: Path) -> str:
         heads = None if name == "before" else STAYING_HEADS[row["D"], row["causal"]]
         return name if row["heads"] == heads else None
 
-    return _backward(directory, STAYING_RUN, tuple(STAYING), column, tuple(STAYING), TICKETS)
+    return by_design(directory, STAYING_RUN, tuple(STAYING), column, tuple(STAYING), TICKETS)
 
 
 def backward_ends(directory: Path) -> str:
     """The backward as the ends of its walks got shorter."""
     heads = tuple(ENDS)
-    return _backward(directory, ENDS_RUN, heads, lambda row: _name(ENDS, row), heads, TICKETS)
+    return by_design(directory, ENDS_RUN, heads, lambda row: _name(ENDS, row), heads, TICKETS)
 
 
 def backward_many_heads(directory: Path) -> str:
@@ -265,13 +265,13 @@ def backward_many_heads(directory: Path) -> str:
     def column(row: Row) -> str | None:
         return str(row["heads"]) if row["design"] == "consumers clean, S first" else None
 
-    return _backward(directory, MANY_HEADS_RUN, heads, column, heads, TICKETS)
+    return by_design(directory, MANY_HEADS_RUN, heads, column, heads, TICKETS)
 
 
 def backward_halves(directory: Path) -> str:
     """The backward as dV came in halves, and a producer that cleans queries."""
     heads = tuple(IN_HALVES)
-    return _backward(directory, HALVES_RUN, heads, lambda row: _name(IN_HALVES, row), heads, HALVES)
+    return by_design(directory, HALVES_RUN, heads, lambda row: _name(IN_HALVES, row), heads, HALVES)
 
 
 def backward_operands(directory: Path) -> str:
@@ -281,7 +281,7 @@ def backward_operands(directory: Path) -> str:
     def column(row: Row) -> str | None:
         return _name(OPERANDS, row) if row["D"] == 128 else None
 
-    return _backward(directory, OPERANDS_RUN, heads, column, heads, HALVES)
+    return by_design(directory, OPERANDS_RUN, heads, column, heads, HALVES)
 
 
 def _name(columns: dict[str, str], row: Row) -> str | None:
@@ -289,7 +289,7 @@ def _name(columns: dict[str, str], row: Row) -> str | None:
     return next((name for name, design in columns.items() if design == row["design"]), None)
 
 
-def _backward(
+def by_design(
     directory: Path,
     run_number: int,
     heads: tuple[str, ...],
@@ -297,6 +297,8 @@ def _backward(
     mark: tuple[str, ...] = (),
     suite: str = "hopper-backward",
 ) -> str:
+    """TFLOP/s of one run of a study, a column for each design that `column` names; the best of
+    `mark` stands out."""
     run = results.newest(suite, directory)
     if run is None:
         return results.NOT_MEASURED
@@ -304,7 +306,7 @@ def _backward(
     for row in run["rows"]:
         head = column(row) if row["run"] == run_number else None
         if head is not None:
-            cells.setdefault((row["D"], row["S"], row["causal"]), {})[head] = row["tflops"]
+            cells.setdefault((row["D"], row["S"], row["causal"]), {})[head] = round(row["tflops"])
 
     def show(found: dict[str, int]) -> list[str]:
         most = max((found.get(head, 0) for head in mark), default=None)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.bench import results
-from lockstep.bench.study_tables import by_problem
+from lockstep.bench.study_tables import Row, by_design, by_problem
 
 # How many programs of the Triton forward share a multiprocessor, by tile of keys and registers.
 PROGRAMS_RUN = 1
@@ -20,25 +20,18 @@ PROGRAMS = {
 
 def triton_programs(directory: Path) -> str:
     """The Triton forward at D 64 with more or fewer programs to a multiprocessor."""
-    run = results.newest("triton-programs", directory)
-    if run is None:
-        return results.NOT_MEASURED
     heads = {cut: head for head, cut in PROGRAMS.items()}
-    cells: dict[tuple[int, int, bool], dict[str, float]] = {}
-    for row in run["rows"]:
-        head = heads.get((row["BLOCK_KV"], row["stages"], row["registers"]))
-        if (row["run"], row["kind"], row["D"]) == (PROGRAMS_RUN, "forward", 64) and head:
-            cells.setdefault((64, row["S"], row["causal"]), {})[head] = row["tflops"]
 
-    def show(found: dict[str, float]) -> list[str]:
-        most = max(found.values())
-        return [f"**{found[h]:.0f}**" if found[h] == most else f"{found[h]:.0f}" for h in PROGRAMS]
+    def column(row: Row) -> str | None:
+        cut = row["BLOCK_KV"], row["stages"], row["registers"]
+        return heads.get(cut) if (row["kind"], row["D"]) == ("forward", 64) else None
 
-    return by_problem(tuple(PROGRAMS), cells, show, "TFLOP/s", run)
+    names = tuple(PROGRAMS)
+    return by_design(directory, PROGRAMS_RUN, names, column, names, "triton-programs")
 
 
 def triton_tf32(directory: Path) -> str:
-    """float32 as it is, rounded to tf32, and torch's own kernel with tf32."""
+    """float32 as it is, cut to tf32, and torch's own kernel with tf32."""
     run = results.newest("triton-tf32", directory)
     if run is None:
         return results.NOT_MEASURED

@@ -12,7 +12,6 @@ memory stays linear in the sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from operator import is_
 from typing import Any
@@ -29,27 +28,14 @@ from lockstep.kernels.triton.dkdv import sum_keys
 from lockstep.kernels.triton.dq import sum_queries
 from lockstep.kernels.triton.gradient_rows import prepare_rows, sum_sinks
 from lockstep.kernels.triton.launch import Launch, device_of, scales_of, strides_of, window_of
-from lockstep.kernels.triton.plan import Device, block_of, blocks_of
+from lockstep.kernels.triton.plan import Device, Tiles, block_of, blocks_of
 from lockstep.problem import AttentionProblem, Tensors
 
 SINK_ROWS = 1024
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(Tiles):
     """How one pass is cut into programs. Its blocks decide the bits; the rest does not."""
-
-    BLOCK_Q: int
-    BLOCK_KV: int
-    num_warps: int
-    num_stages: int
-    registers: int | None = None  # of a thread, at most
-
-    @property
-    def options(self) -> dict[str, int]:
-        """What a pass is compiled with."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return options if self.registers is None else options | {"maxnreg": self.registers}
 
     @property
     def copies(self) -> int:

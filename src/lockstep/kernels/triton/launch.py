@@ -128,13 +128,7 @@ def attend_arguments(problem: AttentionProblem, tensors: Tensors, plan: Plan) ->
 
 def options_of(problem: AttentionProblem, plan: Plan, device: Device) -> dict[str, int]:
     """What `forward.attend` is compiled with."""
-    options = {
-        "num_warps": plan.tiles.num_warps,
-        "num_stages": stages_of(problem, plan, device.shared_bytes),
-    }
-    if plan.tiles.registers is not None:
-        options["maxnreg"] = plan.tiles.registers
-    return options
+    return plan.tiles.options | {"num_stages": stages_of(problem, plan, device.shared_bytes)}
 
 
 def reduce_arguments(problem: AttentionProblem, plan: Plan) -> dict[str, Any]:

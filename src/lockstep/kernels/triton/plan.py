@@ -67,9 +67,10 @@ class Tiles:
     registers: int | None = None  # of a thread, at most
 
     @property
-    def cut(self) -> tuple[int, int, int]:
-        """What decides bits."""
-        return self.BLOCK_Q, self.BLOCK_KV, self.num_warps
+    def options(self) -> dict[str, int]:
+        """What a kernel is compiled with."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.registers is None else options | {"maxnreg": self.registers}
 
 
 @dataclass(frozen=True)
@@ -100,16 +101,17 @@ def blocks_of(problem: AttentionProblem, device: Device) -> tuple[int, int]:
     return block_of(problem.D, least), block_of(problem.Dv, least)
 
 
+_HALF_TWO = Tiles(64, 128, 4, 3)
+# On Hopper three programs of four warps, with 168 registers each, share a multiprocessor: while one
+# of them begins or ends, two are busy. A stage less makes room for the third.
+_HALF_THREE = Tiles(64, 128, 4, 2, registers=168)
 # By the larger of the padded head dims: for many rows, and for a few that are split.
 _HALF = {
-    64: (Tiles(64, 128, 4, 3), Tiles(16, 128, 1, 3)),
+    64: (_HALF_TWO, Tiles(16, 128, 1, 3)),
     128: (Tiles(64, 64, 4, 3), Tiles(16, 64, 1, 3)),
     256: (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2)),
     512: (Tiles(32, 16, 8, 2), Tiles(32, 16, 8, 2)),
 }
-# On Hopper three programs of four warps, with 168 registers each, share a multiprocessor: while one
-# of them begins or ends, two are busy. A stage less makes room for the third.
-_HALF_THREE = Tiles(64, 128, 4, 2, registers=168)
 # Without TMA, addresses take registers: smaller tiles, or more warps.
 _HALF_BY_POINTERS = {
     64: (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3)),
@@ -225,7 +227,7 @@ def plan_of(problem: AttentionProblem, device: Device, own_keys: bool = False) -
         if problem.Sq * (problem.Hq // problem.Hkv) <= few.BLOCK_Q or not fits:
             tiles = few
             n_slots, n_programs = _count(problem, tiles)
-    elif device.is_hopper and problem.bias_shape is None and tiles.cut == _HALF_THREE.cut:
+    elif device.is_hopper and problem.bias_shape is None and tiles == _HALF_TWO:
         # With a bias, or parts in shared memory, three do not fit.
         tiles = _HALF_THREE
     return Plan(
