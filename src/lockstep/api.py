@@ -363,8 +363,8 @@ def _run(
     if not torch._C._is_any_autocast_enabled():
         results = operator.again(tensors, options, kernel)
         if results is not None:
-            return results
-    return operator(_prepare(tensors, operator.layout), options, kernel)
+            return results[:2]
+    return operator(_prepare(tensors, operator.layout), options, kernel)[:2]
 
 
 def _prepare(tensors: Tensors, layout: Layout) -> Tensors:

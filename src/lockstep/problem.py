@@ -111,6 +111,16 @@ class AttentionProblem:
         return self.out_shape[:-1]
 
     @property
+    def has_gradient(self) -> bool:
+        """Pages are for inference."""
+        return self.layout != "paged"
+
+    @property
+    def statistics_shape(self) -> tuple[int, ...]:
+        """(m, l) of each row, which the weights come from again in the backward."""
+        return *self.lse_shape, 2
+
+    @property
     def lse_dtype(self) -> torch.dtype:
         return statistics_dtype(self.dtype)
 

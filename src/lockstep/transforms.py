@@ -172,15 +172,15 @@ def fold_attention(
         _fold(x, dim, n, B)
         for x, dim in zip((q, k, v, bias, kv_lens), (*in_dims[:4], in_dims[5]), strict=True)
     )
-    out, lse = call(q, k, v, bias, sinks, kv_lens, *options)
-    return (out.unflatten(0, (n, B)), lse.unflatten(0, (n, B))), (0, 0)
+    results = call(q, k, v, bias, sinks, kv_lens, *options)
+    return tuple(x.unflatten(0, (n, B)) for x in results), (0,) * len(results)
 
 
 def fold_attention_backward(
     call: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], *args: Any
 ) -> tuple[Any, Any]:
     """The vmap rule of `attention_backward`."""
-    *tensors, sinks, kv_lens = args[:10]  # tensors: dout, dlse, out, lse, q, k, v, bias
+    *tensors, sinks, kv_lens = args[:10]  # tensors: dout, dlse, out, statistics, q, k, v, bias
     needs = args[-1]
     if in_dims[8] is not None or needs[3] or needs[4]:
         return sample_by_sample(call, info, in_dims, *args)
