@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.numerics import statistics_dtype
+from lockstep.numerics import LOG2E, statistics_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -119,6 +119,16 @@ class AttentionProblem:
     def statistics_shape(self) -> tuple[int, ...]:
         """(m, l) of each row, which the weights come from again in the backward."""
         return *self.lse_shape, 2
+
+    @property
+    def has_raw_scores(self) -> bool:
+        """Whether GPU kernels hold scores as products q·k, and scale them in the exponent."""
+        return self.bias_shape is None and self.softcap is None and self.scale > 0
+
+    @property
+    def score_unit(self) -> float:
+        """From scores, raw or in natural units, to log2 units."""
+        return self.scale * LOG2E if self.has_raw_scores else LOG2E
 
     @property
     def lse_dtype(self) -> torch.dtype:
