@@ -2,8 +2,8 @@
 
 `lockstep::attention`, `::attention_varlen` and `::attention_paged` return `(out, lse)`. The first
 two return `statistics` as well, for their `_backward` operators, which return the wanted gradients
-in the order q, k, v, bias, sinks. `lockstep::merge` combines partial results. Every operator is functional, and its outputs
-are contiguous whatever the strides of its inputs.
+in the order q, k, v, bias, sinks. `lockstep::merge` combines partial results. Every operator is
+functional, and its outputs are contiguous whatever the strides of its inputs.
 """
 
 from __future__ import annotations

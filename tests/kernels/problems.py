@@ -151,6 +151,13 @@ def supporting(case: Case, *, backward: bool = False) -> list[Kernel]:
     ]
 
 
+def statistics_of(problem: AttentionProblem, lse: torch.Tensor) -> torch.Tensor:
+    """What a GPU kernel would have saved, had it no more than the lse: m = lse and l = 1."""
+    natural = problem.scale if problem.has_raw_scores else 1.0
+    m = (lse.double() / natural).masked_fill(lse == -torch.inf, torch.inf).float()
+    return torch.stack((m, torch.ones_like(m)), -1)
+
+
 def _refuses_backward(kernel: Kernel, problem: AttentionProblem) -> bool:
     if kernel.backward is None or kernel.supports_backward is None:
         return kernel.backward is None

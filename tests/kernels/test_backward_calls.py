@@ -100,8 +100,8 @@ def drawn(*shape: int) -> torch.Tensor:
 def dense(S: int = 70, D: int = 64, **more: Any) -> Given:
     q, dout = drawn(2, 4, S, D), drawn(2, 4, S, D)
     k, v = drawn(2, 2, 300, D), drawn(2, 2, 300, D)
-    lse, dlse = torch.randn(2, 4, S), torch.randn(2, 4, S)
-    return (*Tensors(q, k, v, **more), drawn(2, 4, S, D), lse, dout, dlse)
+    statistics, dlse = torch.rand(2, 4, S, 2), torch.randn(2, 4, S)
+    return (*Tensors(q, k, v, **more), drawn(2, 4, S, D), statistics, dout, dlse)
 
 
 def varlen(D: int = 64) -> Given:
@@ -147,14 +147,14 @@ def run(call: Any, launches: Launches, given: Given) -> list[Any]:
     """Launches of a call, with names in place of addresses, and places in workspaces."""
     start = len(launches.log)
     grads = call(given, addresses_of(given))
-    fields = (*Tensors._fields, "out", "lse", "dout", "dlse")
+    fields = (*Tensors._fields, "out", "statistics", "dout", "dlse")
     names = dict(zip(addresses_of(given), fields, strict=True))
     names |= {x.data_ptr(): f"d{name}" for name, x in grads._asdict().items() if x is not None}
     names[0] = None
     copies = {first_bytes(given[i].data_ptr()): f"a copy of {fields[i]}" for i in (0, 1, 2, 11)}
     # The fifth argument of the first kernel, whichever it is.
     workspace = launches.log[start][2][4]
-    bytes_of_rows = 8 * math.prod(call.problem.lse_shape)
+    bytes_of_rows = 16 * math.prod(call.problem.lse_shape)
     n_bytes = call.at.end if hasattr(call, "at") else bytes_of_rows
 
     def meaning(address: int, begins: dict[int, bytes]) -> Any:
@@ -192,7 +192,7 @@ def test_later_calls_launch_what_the_first_does(launches, kernel, D, case, needs
     used = {x for _, _, addresses, bases in first for x in (*addresses, *bases)}
     copied = {"q", "dout"} if case == "odd" else set()
     results = {f"d{name}" for name in "qkv" if getattr(needs, name)}
-    expected = {"q", "k", "v", "dout", "out", "lse", *results} - copied
+    expected = {"q", "k", "v", "dout", "out", "statistics", *results} - copied
     expected |= {f"a copy of {name}" for name in copied}
     expected |= set() if case == "without dlse" else {"dlse"}
     expected |= {"kv_lens"} if case == "kv_lens" else set()

@@ -22,6 +22,7 @@ from problems import (
     pose,
     run,
     same_bits,
+    statistics_of,
 )
 
 from lockstep import reference
@@ -53,9 +54,9 @@ def gradients(case: Case, seeds: tuple[torch.Tensor, torch.Tensor]) -> dict[str,
     problem, tensors = pose(case)
     assert KERNEL.supports_backward(problem) is None
     saved = run(case, reference)
-    out, lse = saved.out.to(problem.dtype), saved.lse.float()
+    out, statistics = saved.out.to(problem.dtype), statistics_of(problem, saved.lse)
     needs = Needs(True, True, True, False, tensors.sinks is not None)
-    found = KERNEL.backward(problem, tensors, out, lse, *seeds, needs)
+    found = KERNEL.backward(problem, tensors, out, statistics, *seeds, needs)
     return {f"d{name}": x for name, x in found._asdict().items() if x is not None}
 
 
@@ -325,13 +326,13 @@ def test_no_hang(D, kind, monkeypatch):
     needs = Needs(True, True, True, False, False)
     for i in range(10_000 // len(KINDS)):
         problem, tensors = pose(random_case(draws, pool, D, kind))
-        out, lse = KERNEL.forward(problem, tensors)
+        out, _, statistics = KERNEL.forward(problem, tensors)
         dout = pool[: out.numel()].view(out.shape)
-        found = KERNEL.backward(problem, tensors, out, lse, dout, None, needs)
+        found = KERNEL.backward(problem, tensors, out, statistics, dout, None, needs)
         for x in (found.q, found.k, found.v):
             unwritten += x.isnan().sum()
             # The next results lie where these did.
             x.fill_(math.nan)
-        del out, lse, found, x
+        del out, statistics, found, x
         if i % 500 == 499:
             assert int(unwritten) == 0

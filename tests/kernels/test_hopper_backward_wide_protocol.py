@@ -135,7 +135,7 @@ def test_keys(crew, masked):
         q_coordinates=lambda head, row: (0, 0, 0, row, 0),
     )
     crew.run(
-        lambda: keys.sum_values(walk, team, 1.0, 1.0, False, True),
+        lambda: keys.sum_values(walk, team, 1.0, 1.0, 1.0, False, True),
         lambda: keys.sum_keys(walk, team, 1.0),
         lambda: keys.produce(job, walk, team, 1, *[DESC] * 7),
         *([lambda: keys.inspect(walk, team)] if masked else []),

@@ -40,10 +40,10 @@ def build(D: int, dtype: torch.dtype = torch.bfloat16, options=(), **constants) 
 def build_for(tensors: Tensors, options=(), **constants) -> Build:
     problem = describe(tensors, Options(**dict(options)))
     out = torch.empty(problem.out_shape, dtype=problem.dtype)
-    lse = torch.empty(problem.lse_shape)
+    lse, statistics = torch.empty(problem.lse_shape), torch.empty(problem.statistics_shape)
     line = torch.empty(1, dtype=torch.int32) if tensors.layout == "varlen" else None
     call = launch.Call(problem, tensors, PROCESSORS)
-    values = call.arguments(tensors, out, lse, line)
+    values = call.arguments(tensors, out, lse, statistics, line)
     arguments = dict(zip(forward_kernel.arg_names, values, strict=True)) | constants
     return compile_for_hopper(forward_kernel, tuple(arguments.values()), **call.options)
 
@@ -219,9 +219,10 @@ def test_later_calls_bring_their_own_addresses(monkeypatch, aligned):
     call = launch.Call(describe(tensors, Options()), tensors, PROCESSORS)
     call(tensors, tensors.addresses())
     others = Tensors(*(x.clone() for x in tensors[:3]))
-    out, lse = call(others, others.addresses())
+    out, lse, statistics = call(others, others.addresses())
     ((_, pointers, bases),) = launched
-    assert pointers == (out.data_ptr(), *[lse.data_ptr()] * 6, 0)
+    of_rows = (lse.data_ptr(), statistics.data_ptr())
+    assert pointers == (out.data_ptr(), *of_rows, *[lse.data_ptr()] * 5, 0)
     expected = [x.data_ptr() for x in (*others[:3], out)]
     if aligned:
         assert list(bases) == expected

@@ -24,6 +24,7 @@ from problems import (
     error,
     pose,
     run,
+    statistics_of,
 )
 
 from lockstep import reference
@@ -54,7 +55,7 @@ def gradients(case: Case, seeds) -> dict[str, torch.Tensor]:
         problem,
         tensors,
         exact.out.to(problem.dtype).contiguous(),
-        exact.lse.to(problem.lse_dtype).contiguous(),
+        statistics_of(problem, exact.lse),
         seeds[0].to(problem.dtype),
         seeds[1].to(problem.lse_dtype),
         needs,

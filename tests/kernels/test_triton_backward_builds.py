@@ -36,7 +36,7 @@ def constants(D: int, Dv: int, cut: backward.Cut) -> dict:
         "PRECISION": "ieee",
         "BLOCK_Q": cut.BLOCK_Q,
         "BLOCK_KV": cut.BLOCK_KV,
-        "COPIES": cut.copies,
+        "RAW": True,
     }
 
 

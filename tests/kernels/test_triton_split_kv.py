@@ -94,6 +94,7 @@ class TestSmall:
             assert_same_bits(alone, Result(whole.out[:, :, row], whole.lse[:, :, row]))
 
     def test_merged_parts_are_the_whole(self):
+        """But for the rounding of their lse: within a call, parts have none."""
         case = draw(2, 100, D=16, query_invariant=True)
         cuts = [
             {n: case.tensors[n][:, :, i : i + 32] for n in ("k", "v")} for i in range(0, 100, 32)
@@ -102,7 +103,9 @@ class TestSmall:
         device = "cuda" if GPU else "cpu"
         outs, lses = ([getattr(p, n).to(device) for p in parts] for n in ("out", "lse"))
         out, lse = merge(outs, lses)
-        assert_same_bits(Result(out.cpu(), lse.cpu()), attend(case))
+        whole = attend(case)
+        torch.testing.assert_close(out.cpu(), whole.out, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(lse.cpu(), whole.lse, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.gpu

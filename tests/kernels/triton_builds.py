@@ -86,11 +86,13 @@ def build(
             signature[name] = "constexpr"
             constexprs[name] = constants[name]
         elif name.endswith("_ptr"):
-            kind = "fp32" if name.startswith(("lse", "part", "rows", "dlse")) else dtype
+            kind = (
+                "fp32" if name.startswith(("lse", "part", "rows", "dlse", "statistics")) else dtype
+            )
             kind = "i32" if "lens" in name or name.startswith("page") else kind
             signature[name] = f"*{kind}"
             attributes[(i,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = "fp32" if name.endswith("scale") else "i32"
+            signature[name] = "fp32" if name.endswith(("scale", "unit", "natural")) else "i32"
     source = ASTSource(function, signature, constexprs, attributes)
     return Build(triton.compile(source, GPUTarget("cuda", capability, 32), options))

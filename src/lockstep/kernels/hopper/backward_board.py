@@ -55,7 +55,8 @@ class Board:
 
     @gluon.jit
     def post(self, n, walk, is_large):
-        """Producer: the n-th walk, and whether it has large scores, as soon as everyone has read the one SLOTS before it."""
+        """Producer: the n-th walk, and whether it has large scores, as soon as everyone has read
+        the one SLOTS before it."""
         at = self._await_wiped(n)
         write_number(self.fields, at, walk.n_steps)
         write_number(self.fields, at + 1, walk.n_tiles)

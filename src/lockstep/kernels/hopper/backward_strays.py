@@ -3,7 +3,7 @@
 A hidden pair weighs 0, but 0 · NaN is NaN in a matrix product. So where there is a mask, whatever
 is not finite in v becomes 0 in shared memory, and in tiles with hidden pairs in q and dO, too. In k
 it becomes the largest number: a score of -inf, which other rows may have seen, stays out of reach.
-Who sees it loses nothing: such rows have STRAY for lse2 and m (`backward_rows`), infinite weights for all
+Who sees it loses nothing: such rows have STRAY for m (`backward_rows`), infinite weights for all
 keys they see, and whatever is not finite in the end is NaN.
 """
 

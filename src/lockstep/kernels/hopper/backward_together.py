@@ -48,7 +48,6 @@ def take_steps(
 ):  # fmt: skip
     """The steps of a walk: the sums dk and dv."""
     BLOCK_Q: gl.constexpr = walk.BLOCK_Q
-    MASKED: gl.constexpr = walk.HAS_LEFT or walk.HAS_RIGHT
     dtype: gl.constexpr = tiles.k.dtype
     HALF: gl.constexpr = BLOCK_Q // 2
     dk, dv = zeros(tiles.k.shape[5]), zeros(tiles.k.shape[5])
@@ -78,7 +77,8 @@ def take_steps(
         delta_left = load_half(stats, BLOCK_Q, HALF)
         delta_right = load_half(stats, BLOCK_Q + HALF, HALF)
         p_right, slope_right = weigh_columns(
-            s_right, lse_right, large, walk, tile, t, W * ROWS, HALF, (scale, unit, softcap), CAPPED,
+            s_right, lse_right, large, walk, tile, t, W * ROWS, HALF, (scale, unit, softcap),
+            CAPPED,
             HIDES_SCORES,
         )  # fmt: skip
         dv = add_product(dv, p_right.to(dtype), dout.slice(HALF, HALF, dim=0))

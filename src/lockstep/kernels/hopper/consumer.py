@@ -30,7 +30,6 @@ from lockstep.kernels.hopper.softmax import (
     compute_here,
     multiply_rows,
     raise_maximum,
-    round_tops,
     thread_sums,
     thread_tops,
     weigh,
@@ -126,7 +125,8 @@ def step(c: gl.constexpr, team, rows, block, seen, q, p, acc, m, l, tops):
 
 @gluon.jit
 def start(c: gl.constexpr, team, rows, q_channel, tiles, seen):
-    """The first block of a tile by itself: p, m, l, tops. The block of K after it is there on return."""
+    """The first block of a tile by itself: p, m, l, tops. The block of K after it is there on
+    return."""
     DV: gl.constexpr = team.v.tiles.shape[5]
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     q_channel.wait(tiles)
@@ -190,9 +190,8 @@ def finish(c: gl.constexpr, team, results, tile, rows, acc, m, l, tops, o_smem, 
     """Write the results of a tile; 1 for rows [ROWS] that are to be computed again, else 0."""
     OUT_COLUMNS: gl.constexpr = o_desc.block_shape[4]
     row_layout: gl.constexpr = m.type.layout
-    r = round_tops(l, tops) if team.build.SETTLED else l
     is_large = (gl.abs(m) * team.score_scale() >= LARGE) & (m > -float("inf"))
-    out, lse, m, l = normalize(team, results, tile, acc, m, l, r, None)
+    out, lse, m, l = normalize(team, results, tile, acc, m, l, tops, None, o_desc.dtype)
     first_row = tile.q_idx + c * ROWS
     q_idx = first_row + gl.arange(0, ROWS, row_layout)
     exists = q_idx < tile.len_q

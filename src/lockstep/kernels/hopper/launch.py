@@ -27,7 +27,6 @@ from lockstep.kernels.hopper.plan import (
 )
 from lockstep.kernels.hopper.schedule import AS_THEY_COME, BY_HEAD, LONGEST_FIRST, PAIRED
 from lockstep.kernels.kernel import Prepared, Result
-from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem, Tensors
 
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -226,7 +225,9 @@ def _scales(problem: AttentionProblem) -> tuple[str, float, float]:
     """How scores become log2 units: see `team.Team.see`."""
     if problem.softcap is not None:
         return "capped", problem.scale / problem.softcap, problem.softcap
-    return ("raw", problem.score_unit, 0.0) if problem.has_raw_scores else ("scaled", problem.scale, 0.0)
+    if problem.has_raw_scores:
+        return "raw", problem.score_unit, 0.0
+    return "scaled", problem.scale, 0.0
 
 
 def _by_head(x: Tensor, packed: bool) -> Tensor:

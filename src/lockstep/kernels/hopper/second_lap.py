@@ -29,6 +29,7 @@ from lockstep.kernels.hopper.softmax import (
     multiply_rows,
     raise_maximum,
     thread_sums,
+    thread_tops,
     weigh,
     weigh_exactly,
 )
@@ -73,8 +74,8 @@ def clean_product(p, seen, v_tile, acc):
 
 @gluon.jit
 def attend_again(team, rows, q, runs, is_exact, seen):
-    """Rows against their keys and a slice of the values: acc [ROWS, ·], m [ROWS], l [ROWS, 4], and
-    how many blocks were seen so far."""
+    """Rows against their keys and a slice of the values: acc [ROWS, ·], m [ROWS], l and tops
+    [ROWS, 4], and how many blocks were seen so far."""
     CONSUMERS: gl.constexpr = team.build.CONSUMERS
     BLOCK_KV: gl.constexpr = team.schedule.BLOCK_KV
     WIDTH: gl.constexpr = min(team.v.tiles.shape[5], SLICE)
@@ -85,6 +86,7 @@ def attend_again(team, rows, q, runs, is_exact, seen):
     zero = gl.zeros([ROWS, BLOCK_KV], gl.float32, s_layout)
     m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
     l = thread_sums(zero)
+    tops = thread_tops(zero)
     acc = gl.zeros([ROWS, WIDTH], gl.float32, o_layout)
     for block in range(rows.begin, rows.end):
         team.k.wait(seen)
@@ -98,6 +100,7 @@ def attend_again(team, rows, q, runs, is_exact, seen):
         exact = gl.expand_dims(is_exact, 1)
         weights = gl.where(exact, weigh_exactly(s, m, scale), weigh(s, m, scale))
         l = add_sums(l, alpha, weights)
+        tops = gl.maximum(tops, thread_tops(weights))
         acc = multiply_rows(acc, alpha)
         p = gl.convert_layout(weights.to(q.dtype), p_layout)
         team.v.wait(seen)
@@ -110,7 +113,7 @@ def attend_again(team, rows, q, runs, is_exact, seen):
             acc = product(p, v_tile, acc)
         team.v.release(seen, CONSUMERS)
         seen += 1
-    return acc, m, l, seen
+    return acc, m, l, tops, seen
 
 
 @gluon.jit
@@ -149,8 +152,8 @@ def consume_again(team, results, q_channel, seen, tiles):
             q_channel.wait(sent_q)
             q = q_channel.tile(sent_q)
             for first_column in range(0, team.v.tiles.shape[5], SLICE):
-                acc, m, l, seen = attend_again(team, rows, q, runs, is_exact, seen)
-                out, lse, m, l = normalize(team, results, tile, acc, m, l, l, is_exact)
+                acc, m, l, tops, seen = attend_again(team, rows, q, runs, is_exact, seen)
+                out, lse, m, l = normalize(team, results, tile, acc, m, l, tops, is_exact, q.dtype)
                 out = out.to(q.dtype)
                 replace_rows(results, out, row, chosen, first_column)
                 results.store_statistics(row, lse, m, l, chosen)

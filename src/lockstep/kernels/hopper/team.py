@@ -6,7 +6,15 @@ from lockstep.kernels.hopper.board import Board
 from lockstep.kernels.hopper.channel import Channel, Lap
 from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon
 from lockstep.kernels.hopper.schedule import Schedule
-from lockstep.kernels.hopper.softmax import LN2, LOG2E, cap, hide, multiply_rows, slip
+from lockstep.kernels.hopper.softmax import (
+    LN2,
+    LOG2E,
+    cap,
+    hide,
+    multiply_rows,
+    round_tops,
+    slip,
+)
 
 ROWS = gl.constexpr(64)  # of a consumer: the height of a wgmma
 
@@ -174,18 +182,27 @@ class Results:
 
 
 @gluon.jit
-def normalize(team, results, tile, acc, m, l, r, is_exact):
+def normalize(team, results, tile, acc, m, l, tops, is_exact, dtype: gl.constexpr):
     """out [ROWS, DV] fp32; lse, m and l [ROWS], relative to which weights are exp2((s - m)·scale).
 
-    acc is divided by `r`, the sum of the weights that it was multiplied by. `is_exact` names the
-    rows that went through `weigh_exactly`."""
+    acc is divided by the sum with the largest weights as it was multiplied by them, rounded to
+    `dtype`: `round_tops`. `is_exact` names the rows that went through `weigh_exactly`, and so with
+    a running maximum, whose weight is 1."""
     scale = team.score_scale()
     # From here on, sums are relative to m·scale as it is.
     factor = gl.exp2(-slip(m, scale))
     if is_exact is not None:
         factor = gl.where(is_exact, 1.0, factor)
-    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
-    r = gl.convert_layout(gl.sum(r, 1), m.type.layout)
+    if team.build.SETTLED:
+        r = gl.convert_layout(gl.sum(round_tops(l, tops), 1), m.type.layout)
+        l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+        if is_exact is not None:
+            r = gl.where(is_exact, l, r)
+    else:
+        l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+        # The weight of a running maximum is known: it is what rounding m·scale makes of 1.
+        top = 1.0 / factor
+        r = gl.where(l == 0.0, l, l + (top.to(dtype).to(gl.float32) - top))
     if team.build.HAS_SINKS:
         l = l * factor
         r = r * factor

@@ -1,6 +1,6 @@
 """Gradients on the GPU, without atomics: every sum has one owner and one order.
 
-    gradient_rows   lse2 and delta of every row; dsinks       one launch, one more for sinks
+    gradient_rows   m, l and delta of every row; dsinks       one launch, one more for sinks
     dkdv            dK and dV, by key tile                    four products per tile
     dq              dQ, by query tile                         three products per tile
     dbias           the bias, by tile of the bias             only if wanted
@@ -34,53 +34,43 @@ from lockstep.problem import AttentionProblem, Tensors
 SINK_ROWS = 1024
 
 
-class Cut(Tiles):
-    """How one pass is cut into programs. Its blocks decide the bits; the rest does not."""
-
-    @property
-    def copies(self) -> int:
-        """For `gradient_tiles.load_statistics`: as many elements as threads, if two copies do."""
-        threads = 32 * self.num_warps
-        return 2 if threads == 4 * self.BLOCK_Q else 1
-
-
 # By the larger of the padded head dims: dkdv, dq. The first table is for Hopper and its successors
 # in data centres, whose products need few registers; the last does with 99 KB of shared memory. On
 # Hopper, unless a bias takes the registers, the second goes first: with D 64, three programs of dq
 # share a multiprocessor; with D 256, tiles fill its shared memory.
 _HALF = {
-    64: (Cut(64, 64, 4, 3), Cut(64, 64, 4, 3)),
-    128: (Cut(64, 128, 8, 3), Cut(128, 64, 8, 3)),
-    256: (Cut(32, 64, 8, 2), Cut(128, 32, 8, 2)),
-    512: (Cut(16, 32, 8, 1), Cut(32, 16, 8, 1)),
+    64: (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3)),
+    128: (Tiles(64, 128, 8, 3), Tiles(128, 64, 8, 3)),
+    256: (Tiles(32, 64, 8, 2), Tiles(128, 32, 8, 2)),
+    512: (Tiles(16, 32, 8, 1), Tiles(32, 16, 8, 1)),
 }
 _HALF_HOPPER = {
     **_HALF,
-    64: (Cut(64, 64, 4, 3), Cut(64, 64, 4, 3, registers=168)),
-    256: (Cut(64, 64, 8, 2), Cut(128, 32, 8, 3)),
+    64: (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3, registers=168)),
+    256: (Tiles(64, 64, 8, 2), Tiles(128, 32, 8, 3)),
 }
 _HALF_SMALL = {
-    64: (Cut(32, 64, 4, 3), Cut(64, 32, 4, 3)),
-    128: (Cut(32, 64, 4, 2), Cut(64, 32, 4, 2)),
-    256: (Cut(16, 32, 4, 2), Cut(32, 32, 4, 1)),
-    512: (Cut(16, 16, 8, 1), Cut(16, 16, 8, 1)),
+    64: (Tiles(32, 64, 4, 3), Tiles(64, 32, 4, 3)),
+    128: (Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
+    256: (Tiles(16, 32, 4, 2), Tiles(32, 32, 4, 1)),
+    512: (Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1)),
 }
 _SINGLE = {
-    64: (Cut(32, 32, 4, 2), Cut(32, 32, 4, 2)),
-    128: (Cut(32, 32, 4, 1), Cut(32, 32, 4, 1)),
-    256: (Cut(16, 16, 4, 1), Cut(16, 16, 4, 1)),
-    512: (Cut(16, 16, 8, 1), Cut(16, 16, 8, 1)),
+    64: (Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2)),
+    128: (Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+    256: (Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+    512: (Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1)),
 }
 # Tensor cores take float32 for tf32, and want larger tiles.
 _TF32_HOPPER = {
     **_SINGLE,
-    64: (Cut(32, 64, 4, 2), Cut(64, 32, 4, 2)),
-    128: (Cut(32, 64, 8, 2), Cut(64, 32, 8, 2)),
+    64: (Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
+    128: (Tiles(32, 64, 8, 2), Tiles(64, 32, 8, 2)),
 }
 LARGE_SHARED_MEMORY = 227 * 1024
 
 
-def cuts_of(problem: AttentionProblem, device: Device) -> tuple[Cut, Cut]:
+def cuts_of(problem: AttentionProblem, device: Device) -> tuple[Tiles, Tiles]:
     """The cuts for dK and dV, and for dQ."""
     if problem.dtype == torch.float32:
         table = _TF32_HOPPER if problem.allow_tf32 and device.is_hopper else _SINGLE
@@ -104,11 +94,11 @@ class Call(DeviceCall):
         self.problem, self.needs = problem, needs
         aligned = _with_aligned_inputs(given)
         self.copies = not all(map(is_, aligned, given))
-        tensors, _, lse, dout, _ = _split(aligned)
+        tensors, _, statistics, dout, _ = _split(aligned)
         self.device = dout.get_device()
         packed = problem.layout == "varlen"
         B = 1 if packed else problem.B
-        self.rows_shape = (B, problem.Hq, problem.Sq, 2)
+        self.rows_shape = (B, problem.Hq, problem.Sq, 4)
         arguments = {**_arguments(problem, tensors, dout), "H": problem.Hq, "S": problem.Sq}
         arguments |= {"stride_rb": problem.Hq * problem.Sq, "stride_rh": problem.Sq, "stride_rs": 1}
         if packed:
@@ -131,7 +121,7 @@ class Call(DeviceCall):
         if needs.sinks and tensors.sinks is not None:
             more = {"B": B, "BLOCK_ROWS": SINK_ROWS}
             self.sinks = Launch(sum_sinks, (problem.Hq,), arguments | more)
-        self.new_rows = allocator(self.rows_shape, lse.dtype, dout.device)
+        self.new_rows = allocator(self.rows_shape, statistics.dtype, dout.device)
         self.new_dq, self.new_dk, self.new_dv, self.new_dbias, self.new_dsinks = (
             None if x is None else allocator(tuple(x.shape), x.dtype, x.device) for x in tensors[:5]
         )
@@ -144,12 +134,12 @@ class Call(DeviceCall):
             addresses = addresses_of(given)
         if not self.is_ready:
             return self._first(given)
-        q, k, v, bias, sinks, kv_lens, cu_q, cu_k, _, out, lse, dout, dlse = addresses
+        q, k, v, bias, sinks, kv_lens, cu_q, cu_k, _, out, statistics, dout, dlse = addresses
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         rows = self.new_rows()
         of_rows = rows.data_ptr()
         # What was None when it was compiled is not looked at, and there is no scratch memory.
-        self.rows.enqueue(stream, (out, dout, lse, dlse, of_rows, 0))
+        self.rows.enqueue(stream, (out, dout, statistics, dlse, of_rows, 0))
         dq = dk = dv = dbias = dsinks = None
         inputs = (q, k, v, bias, kv_lens, cu_q, cu_k, dout, of_rows)
         if self.keys is not None:
@@ -169,9 +159,9 @@ class Call(DeviceCall):
 
     def _first(self, given: Given) -> Gradients:
         """A call that compiles, which takes tensors to see what they are."""
-        (q, k, v, bias, sinks, kv_lens, cu_q, cu_k, _), out, lse, dout, dlse = _split(given)
-        rows = lse.new_empty(self.rows_shape)
-        self.rows(out, dout, lse, dlse, rows)
+        (q, k, v, bias, sinks, kv_lens, cu_q, cu_k, _), out, statistics, dout, dlse = _split(given)
+        rows = statistics.new_empty(self.rows_shape)
+        self.rows(out, dout, statistics, dlse, rows)
         dq = dk = dv = dbias = dsinks = None
         pointers = (q, k, v, bias, kv_lens, cu_q, cu_k, dout, rows)
         if self.keys is not None:
@@ -219,20 +209,20 @@ def backward(
     problem: AttentionProblem,
     tensors: Tensors,
     out: Tensor,
-    lse: Tensor,
+    statistics: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
     needs: Needs,
 ) -> Gradients:
     """As `lockstep.kernels.kernel.Kernel.backward` says."""
-    given = (*tensors, out, lse, dout, dlse)
+    given = (*tensors, out, statistics, dout, dlse)
     return prepare_backward(problem, given, needs)(given, addresses_of(given))
 
 
 def _split(given: Given) -> tuple[Tensors, Any, Any, Any, Tensor | None]:
-    """The tensors of the call, out, lse, dout and dlse."""
-    *tensors, out, lse, dout, dlse = given
-    return Tensors._make(tensors), out, lse, dout, dlse
+    """The tensors of the call, out, statistics, dout and dlse."""
+    *tensors, out, statistics, dout, dlse = given
+    return Tensors._make(tensors), out, statistics, dout, dlse
 
 
 def _with_aligned_inputs(given: Given) -> Given:
@@ -256,17 +246,17 @@ def _with_aligned_rows(x: Tensor) -> Tensor:
 
 def _without_pairs(needs: Needs, given: Given, addresses: list[int]) -> Gradients:
     """Without rows or keys, only the sinks may have a gradient: lse is then the sink itself."""
-    tensors, _, lse, _, dlse = _split(given)
+    tensors, _, _, _, dlse = _split(given)
     grads = {
         name: torch.zeros_like(getattr(tensors, name), memory_format=torch.contiguous_format)
         for name in needs._fields
         if getattr(needs, name)
     }
-    if "sinks" in grads and dlse is not None and lse.numel():
-        # Rows without a sink either have lse -inf. Dim 1 holds the heads in every layout.
-        share = dlse.masked_fill(lse == -torch.inf, 0.0)
-        others = [dim for dim in range(lse.dim()) if dim != 1]
-        grads["sinks"].copy_(share.sum(others, dtype=torch.float64))
+    if "sinks" in grads and dlse is not None:
+        # Dim 1 holds the heads in every layout. A sink of -inf is none.
+        others = [dim for dim in range(dlse.dim()) if dim != 1]
+        share = dlse.sum(others, dtype=torch.float64)
+        grads["sinks"].copy_(share.masked_fill(tensors.sinks == -torch.inf, 0.0))
     return Gradients(*map(grads.get, Gradients._fields))
 
 
@@ -275,12 +265,14 @@ def _slots(problem: AttentionProblem, S: int, block: int) -> int:
     return S // block + problem.B if problem.layout == "varlen" else triton.cdiv(S, block)
 
 
-def _launch(kernel: Any, programs: int, arguments: dict[str, Any], cut: Cut, **more: Any) -> Launch:
-    blocks = {"BLOCK_Q": cut.BLOCK_Q, "BLOCK_KV": cut.BLOCK_KV, "COPIES": cut.copies}
+def _launch(
+    kernel: Any, programs: int, arguments: dict[str, Any], cut: Tiles, **more: Any
+) -> Launch:
+    blocks = {"BLOCK_Q": cut.BLOCK_Q, "BLOCK_KV": cut.BLOCK_KV}
     return Launch(kernel, (programs,), arguments | blocks | more, **cut.options)
 
 
-def _launch_bias(arguments: dict[str, Any], tensors: Tensors, cut: Cut) -> Launch:
+def _launch_bias(arguments: dict[str, Any], tensors: Tensors, cut: Tiles) -> Launch:
     B, Hq, Sq, Skv = tensors.bias.shape
     programs = B * Hq * triton.cdiv(Sq, cut.BLOCK_Q) * triton.cdiv(Skv, cut.BLOCK_KV)
     return _launch(
@@ -319,4 +311,5 @@ def _arguments(problem: AttentionProblem, tensors: Tensors, dout: Tensor) -> dic
         "ALIGN": align,
         "BLOCK_D": BLOCK_D,
         "BLOCK_DV": BLOCK_DV,
+        "RECIPROCAL": problem.dtype == torch.float32,
     }

@@ -65,7 +65,8 @@ def sum_bias(
     left,
     right,
     cap_scale,
-    late_scale,
+    score_scale,
+    unit,
     D: tl.constexpr,
     DV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -73,6 +74,7 @@ def sum_bias(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    RAW: tl.constexpr,
     PRECISION: tl.constexpr,
     SHARED_Q: tl.constexpr,
     SHARED_KV: tl.constexpr,
@@ -112,7 +114,7 @@ def sum_bias(
                 q_idx = q0 + tl.arange(0, BLOCK_Q)
                 q = load_rows(q_rows, q0, Sq, stride_qs * ALIGN, D, BLOCK_Q, BLOCK_D, True)
                 dout = load_rows(dout_rows, q0, Sq, stride_os * ALIGN, DV, BLOCK_Q, BLOCK_DV, True)
-                lse2, delta = load_statistics(rows_ptr + row * 2, q_idx, Sq, 1, True)
+                m, norm, delta = load_statistics(rows_ptr + row * 4, q_idx, Sq, True)
                 last_q = tl.minimum(q0 + BLOCK_Q, Sq) - 1
                 lo, hi = seen_by_any(
                     q0 + shift, last_q + shift, kv_len, left, right, HAS_LEFT, HAS_RIGHT
@@ -135,8 +137,8 @@ def sum_bias(
                     seen = is_seen(position, kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
                     seen &= bias != float("-inf")
                     p, _ = weights(
-                        q, k, lse2[:, None], bias, seen,
-                        cap_scale, late_scale, HAS_SOFTCAP, PRECISION,
+                        q, k, m[:, None], norm[:, None], bias, seen,
+                        cap_scale, score_scale, unit, HAS_SOFTCAP, RAW, PRECISION,
                     )  # fmt: skip
                     dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
                     # The bias is added behind the softcap, so its slope does not come in.

@@ -61,16 +61,17 @@ def add_queries(
     left,
     right,
     cap_scale,
-    late_scale,
+    score_scale,
+    unit,
     D: tl.constexpr,
     DV: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    RAW: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-    COPIES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """The tiles of queries that need a mask, or none, under each head of the group.
@@ -87,7 +88,7 @@ def add_queries(
             q_ptr + g * stride_qh, first, q_len, stride_qs, D, BLOCK_Q, k.shape[1], MASKED
         )
         q_idx = first + tl.arange(0, BLOCK_Q)
-        lse2, delta = load_statistics(rows_ptr + g * Sq * 2, q_idx, q_len, COPIES, MASKED)
+        m, norm, delta = load_statistics(rows_ptr + g * Sq * 4, q_idx, q_len, MASKED)
         bias, seen = None, None
         if MASKED:
             position = q_idx[None, :] + (kv_len - q_len)
@@ -100,8 +101,9 @@ def add_queries(
             )  # [BLOCK_KV, BLOCK_Q]  # fmt: skip
             seen &= bias != float("-inf")
         p, slope = weights(
-            k, q, lse2[None, :], bias, seen, cap_scale, late_scale, HAS_SOFTCAP, PRECISION
-        )
+            k, q, m[None, :], norm[None, :], bias, seen, cap_scale, score_scale, unit,
+            HAS_SOFTCAP, RAW, PRECISION,
+        )  # fmt: skip
         dout = load_rows(
             dout_ptr + g * stride_oh, first, q_len, stride_os, DV, BLOCK_Q, v.shape[1], MASKED
         )
@@ -158,7 +160,8 @@ def sum_keys(
     right,
     scale,
     cap_scale,
-    late_scale,
+    score_scale,
+    unit,
     D: tl.constexpr,
     DV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -166,12 +169,12 @@ def sum_keys(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    RAW: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    COPIES: tl.constexpr,
 ):
     """Programs run over the key tiles of a head, then the batch, then the KV heads.
 
@@ -238,11 +241,11 @@ def sum_keys(
                 dk, dv = add_queries(
                     start * share, whole * share, masked * share, end * share,
                     dk, dv, k, v, kv_idx[:, None],
-                    q_ptr, dout_ptr, bias_rows, rows_ptr + row * 2,
+                    q_ptr, dout_ptr, bias_rows, rows_ptr + row * 4,
                     stride_qh * ALIGN, stride_qs * ALIGN, stride_oh * ALIGN, stride_os * ALIGN,
                     stride_bh, stride_bq, stride_bk, Sq, q_len, kv_len, left, right,
-                    cap_scale, late_scale, D, DV, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-                    PRECISION, MASKED_Q if MASKED else BLOCK_Q, COPIES, MASKED == 1,
+                    cap_scale, score_scale, unit, D, DV, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+                    RAW, PRECISION, MASKED_Q if MASKED else BLOCK_Q, MASKED == 1,
                 )  # fmt: skip
 
     is_key = (kv_idx < kv_len)[:, None]

@@ -40,7 +40,8 @@ def add_keys(
     dq,
     q,
     dout,
-    lse2,
+    m,
+    norm,
     delta,
     q_idx,
     k_ptr,
@@ -55,12 +56,14 @@ def add_keys(
     left,
     right,
     cap_scale,
-    late_scale,
+    score_scale,
+    unit,
     D: tl.constexpr,
     DV: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    RAW: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     MASKED: tl.constexpr,
@@ -80,7 +83,9 @@ def add_keys(
             if bias_ptr is not None:
                 bias = load_bias(bias_ptr, q_idx, kv_idx, q_len, kv_len, stride_bq, stride_bk)
                 seen &= bias != float("-inf")
-        p, slope = weights(q, k, lse2, bias, seen, cap_scale, late_scale, HAS_SOFTCAP, PRECISION)
+        p, slope = weights(
+            q, k, m, norm, bias, seen, cap_scale, score_scale, unit, HAS_SOFTCAP, RAW, PRECISION
+        )
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [BLOCK_Q, BLOCK_KV]
         ds = derive(p, dp, delta, slope, seen)
         dq = weigh(ds, finite(k) if MASKED else k, dq, PRECISION)
@@ -132,7 +137,8 @@ def sum_queries(
     right,
     scale,
     cap_scale,
-    late_scale,
+    score_scale,
+    unit,
     D: tl.constexpr,
     DV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -140,6 +146,7 @@ def sum_queries(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    RAW: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
@@ -203,7 +210,7 @@ def sum_queries(
     row = q_head * Sq + q_start
     if cu_seqlens_q_ptr is None:
         row += b64 * Hq * Sq
-    lse2, delta = load_statistics(rows_ptr + row * 2, q_idx, q_len, 1, True)
+    m, norm, delta = load_statistics(rows_ptr + row * 4, q_idx, q_len, True)
     bias_rows = None
     if bias_ptr is not None:
         bias_rows = bias_ptr + b64 * stride_bb + q_head * stride_bh
@@ -214,10 +221,11 @@ def sum_queries(
         if MASKED or bias_ptr is None:
             dq = add_keys(
                 start, whole, masked, end,
-                dq, q, dout, lse2[:, None], delta[:, None], q_idx[:, None],
+                dq, q, dout, m[:, None], norm[:, None], delta[:, None], q_idx[:, None],
                 k_ptr, v_ptr, bias_rows, stride_ks * ALIGN, stride_vs * ALIGN,
-                stride_bq, stride_bk, q_len, kv_len, left, right, cap_scale, late_scale,
-                D, DV, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PRECISION, BLOCK_KV, MASKED == 1,
+                stride_bq, stride_bk, q_len, kv_len, left, right, cap_scale,
+                score_scale, unit, D, DV, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAW, PRECISION,
+                BLOCK_KV, MASKED == 1,
             )  # fmt: skip
 
     rows = (dq_row + (q_start + q_idx) * stride_row)[:, None]  # [BLOCK_Q, 1]

@@ -27,12 +27,12 @@ from lockstep.kernels.triton.spans import (
 from lockstep.kernels.triton.strays import add_strays
 from lockstep.kernels.triton.tiles import (
     close,
-    finish,
     fold,
     fold_sink,
     is_stray,
     seen_by_all,
     seen_by_any,
+    store_statistics,
 )
 
 # One binary serves every batch size, length and stride, and indices at any address.
@@ -59,8 +59,9 @@ def attend(
     page_table_ptr,
     out_ptr,
     lse_ptr,
+    statistics_ptr,
     parts_ptr,
-    part_lse_ptr,
+    part_stats_ptr,
     stride_qb,
     stride_qh,
     stride_qs,
@@ -89,7 +90,9 @@ def attend(
     left,
     right,
     cap_scale,
-    late_scale,
+    score_scale,
+    unit,
+    natural,
     D: tl.constexpr,
     DV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -98,7 +101,7 @@ def attend(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    SCALE_LATER: tl.constexpr,
+    RAW: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     FOLDS: tl.constexpr,
@@ -180,10 +183,10 @@ def attend(
         bias_rows += q_idx.to(tl.int64) * stride_bq
     out_row = b64 * stride_rb + q_head.to(tl.int64) * stride_rh + (q_start + q_idx) * stride_rs
     out_rows = out_ptr + out_row * DV
-    part_rows, part_lse_rows = None, None
+    part_rows, part_stats_rows = None, None
     if parts_ptr is not None:
         part_rows = parts_ptr + out_row * n_spans * DV
-        part_lse_rows = part_lse_ptr + out_row * n_spans
+        part_stats_rows = part_stats_ptr + out_row * n_spans * 2
 
     # Some of the packed sequences may have no folds: those should not pay for them.
     STRAIGHT_FIRST: tl.constexpr = not FOLDS or cu_seqlens_q_ptr is not None
@@ -209,24 +212,27 @@ def attend(
                         tile_lo, tile_hi,
                         m, l, acc, folded_m, folded_l, folded_acc, taint, span_end,
                         q, k_ptr, v_ptr, k_desc, v_desc,
-                        bias_rows, table_ptr, span, part_rows, part_lse_rows,
+                        bias_rows, table_ptr, span, part_rows, part_stats_rows,
                         stride_kb * ALIGN, stride_ks * ALIGN, stride_vb * ALIGN, stride_vs * ALIGN,
-                        stride_bk, position, is_row, kv_len, left, right, cap_scale, late_scale,
+                        stride_bk, position, is_row, kv_len, left, right, cap_scale,
+                        score_scale, unit,
                         D, DV, BLOCK_KV, FOLDS and REGION != 1, PAGE_SIZE, HAS_LEFT, HAS_RIGHT,
-                        HAS_SOFTCAP, SCALE_LATER, PRECISION, REGION == 0 or REGION == 3, CLEAN,
+                        HAS_SOFTCAP, RAW, PRECISION, REGION == 0 or REGION == 3, CLEAN,
                     )  # fmt: skip
-            out, lse = finish(m, l, acc)
+            out = acc
             if parts_ptr is not None:
-                store_part(out, lse, part_rows, part_lse_rows, (hi - 1) // span, is_row, DV)
+                store_part(m, l, acc, part_rows, part_stats_rows, (hi - 1) // span, is_row, DV)
             else:
-                m, l, acc = fold(folded_m, folded_l, folded_acc, out, lse)
+                m, l, acc = fold(folded_m, folded_l, folded_acc, m, l, acc, unit)
                 if sinks_ptr is not None:
                     sink = tl.load(sinks_ptr + q_head, mask=is_row, other=0.0).to(tl.float32)
-                    m, l, acc = fold_sink(m, l, acc, sink)
-                out, lse = close(m, l, acc)
+                    m, l, acc = fold_sink(m, l, acc, sink, natural, unit)
+                out, lse = close(m, l, acc, natural)
                 half = out.to(out_ptr.dtype.element_ty)
                 tl.store(out_rows[:, None] + dv, half, mask=is_row[:, None] & (dv < DV))
                 tl.store(lse_ptr + out_row, lse, mask=is_row)
+                if statistics_ptr is not None:
+                    store_statistics(statistics_ptr, out_row, m, l, is_row)
             if not CLEAN:
                 taint += tl.sum(out * 0.0, 1, keep_dims=True)
                 strayed = tl.sum(is_stray(taint).to(tl.int32)) != 0

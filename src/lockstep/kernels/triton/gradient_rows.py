@@ -1,11 +1,13 @@
 """What the gradients need to know of each row, and the gradient of the sinks.
 
-    lse2  = lse · log2(e), +inf for a row that sees no key: its weights 2^(s - lse2) are 0;
-            NaN for a row whose dO is not finite, so that every key it sees gets to know
-    delta = Σ_d dO·O - dlse                              dsink = -Σ_rows exp(sink - lse) · delta
+    m      as `Kernel` defines it, +inf for a row that sees no key: its weights are 0; NaN for a row
+           whose dO is not finite, so that every key it sees gets to know
+    norm   = log2 l, and weights are 2^((s - m)·unit - log2 l); for float32 1 / l, by which they are
+           multiplied, since a rounded logarithm would cost them more than a rounding
+    delta  = Σ_d dO·O - dlse                             dsink = -Σ_rows exp(sink - lse) · delta
 
-Both are kept in fp32, side by side, and with the rows of one head together: [B, Hq, Sq, 2], or
-[Hq, T, 2] of a packed batch, whose rows are those of one long sequence here.
+They are kept in fp32, side by side, and with the rows of one head together: [B, Hq, Sq, 4], or
+[Hq, T, 4] of a packed batch, whose rows are those of one long sequence here. The fourth is 0.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lockstep.kernels.triton.tiles import LOG2E
+from lockstep.kernels.triton.gradient_tiles import weigh_exactly
+from lockstep.kernels.triton.tiles import score_of_sink
 
 _SIZES = (
     *("stride_ob", "stride_oh", "stride_os", "stride_rb", "stride_rh", "stride_rs"),
@@ -25,7 +28,7 @@ _SIZES = (
 def prepare_rows(
     out_ptr,
     dout_ptr,
-    lse_ptr,
+    statistics_ptr,
     dlse_ptr,
     rows_ptr,
     stride_ob,
@@ -40,6 +43,7 @@ def prepare_rows(
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
 ):
     """`stride_o*` are those of dout in units of ALIGN; `stride_r*` count rows of out and lse."""
     tiles = tl.cdiv(S, BLOCK_ROWS)
@@ -57,18 +61,21 @@ def prepare_rows(
     delta = tl.sum(out * dout, 1)  # [BLOCK_ROWS]
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + row, mask=is_row, other=0.0)
-    lse = tl.load(lse_ptr + row, mask=is_row, other=0.0)
+    m = tl.load(statistics_ptr + 2 * row, mask=is_row, other=0.0)
+    l = tl.load(statistics_ptr + 2 * row + 1, mask=is_row, other=1.0)
     stray = tl.max(((dout * 0.0) != 0.0).to(tl.int32), 1) != 0
-    lse2 = tl.where(stray, float("nan"), lse * LOG2E)
-    lse2 = tl.where(lse == float("-inf"), float("inf"), lse2)
-    to = rows_ptr + (head.to(tl.int64) * S + q_idx) * 2
-    tl.store(to, lse2, mask=is_row)
-    tl.store(to + 1, delta, mask=is_row)
+    m = tl.where(stray & (m != float("inf")), float("nan"), m)
+    to = rows_ptr + (head.to(tl.int64) * S + q_idx) * 4
+    tl.store(to, m, mask=is_row)
+    tl.store(to + 1, 1.0 / l if RECIPROCAL else tl.log2(l), mask=is_row)
+    tl.store(to + 2, delta, mask=is_row)
+    tl.store(to + 3, tl.zeros_like(delta), mask=is_row)
 
 
 @triton.jit(do_not_specialize=("B", "H", "S"))
 def sum_sinks(
-    sinks_ptr, rows_ptr, dsinks_ptr, B, H, S, BLOCK_ROWS: tl.constexpr
+    sinks_ptr, rows_ptr, dsinks_ptr, B, H, S, unit, natural, BLOCK_ROWS: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
 ):  # fmt: skip
     """One program per head. The sum runs over the rows of the whole batch, in order, in fp64."""
     head = tl.program_id(0)
@@ -79,10 +86,11 @@ def sum_sinks(
         for first in range(0, S, BLOCK_ROWS):
             q_idx = first + tl.arange(0, BLOCK_ROWS)
             is_row = q_idx < S
-            at = rows_ptr + (first_row + q_idx) * 2
-            lse2 = tl.load(at, mask=is_row, other=float("inf"))
-            delta = tl.load(at + 1, mask=is_row, other=0.0)
-            weight = tl.exp2(sink * LOG2E - lse2)
+            at = rows_ptr + (first_row + q_idx) * 4
+            m = tl.load(at, mask=is_row, other=float("inf"))
+            norm = tl.load(at + 1, mask=is_row, other=0.0)
+            delta = tl.load(at + 2, mask=is_row, other=0.0)
+            weight = weigh_exactly(score_of_sink(sink, natural), m, norm, unit, RECIPROCAL)
             # A sink of -inf is none, whatever the row holds.
             share = tl.where(sink == float("-inf"), 0.0, weight * delta)
             total -= share.to(tl.float64)

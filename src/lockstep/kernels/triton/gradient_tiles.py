@@ -2,7 +2,7 @@
 
 With r = q·k, the raw score of a pair, and everything else as in `lockstep.numerics`,
 
-    s  = softcap(scale r) + bias      p  = exp(s - lse)
+    s  = softcap(scale r) + bias      p  = exp(s - m) / l
     dP = dO vᵀ                        dS = p (dP - delta)      delta = Σ_d dO·O - dlse
     dr = scale · slope · dS           slope = 1 - tanh², the softcap's own
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lockstep.kernels.triton.tiles import LOG2E, tanh
+from lockstep.kernels.triton.tiles import finish_scores, product
 
 
 @triton.jit
@@ -50,31 +50,34 @@ def nth_tile(i, start, whole, masked, MASKED: tl.constexpr):
 
 
 @triton.jit
+def weigh_exactly(s, m, norm, unit, RECIPROCAL: tl.constexpr):
+    """Weights of scores of any size: the difference to m, where it is small, is exact."""
+    x = (s - m) * unit
+    return tl.exp2(x) * norm if RECIPROCAL else tl.exp2(x - norm)
+
+
+@triton.jit
 def weights(
     a,  # [M, BLOCK_D]
     b,  # [N, BLOCK_D]
-    lse2,  # [M, 1] or [1, N] fp32, log2 units, +inf for rows without keys
+    m,  # [M, 1] or [1, N] fp32, and so is norm: see `gradient_rows`
+    norm,
     bias,  # [M, N] fp32, or None
     seen,  # [M, N] bool, or None
     cap_scale,
-    late_scale,
+    score_scale,
+    unit,
     HAS_SOFTCAP: tl.constexpr,
+    RAW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """p [M, N] fp32, and the slope of the softcap [M, N], 1 without one.
 
-    `cap_scale` is scale / softcap; `late_scale` is LOG2E times softcap, or times scale.
+    Scores are those of the forward, to the bit: `tiles.scores` explains its arguments.
     """
-    s = tl.dot(a, tl.trans(b), input_precision=PRECISION)  # [M, N] fp32
-    slope = 1.0
-    if HAS_SOFTCAP:
-        s = tanh(s * cap_scale)
-        slope = tl.fma(-s, s, 1.0)
-    if bias is not None:
-        s = tl.fma(s, late_scale, bias * LOG2E)
-        p = tl.exp2(s - lse2)
-    else:
-        p = tl.exp2(tl.fma(s, late_scale, -lse2))
+    s = product(a, b, PRECISION)  # [M, N] fp32
+    s, slope = finish_scores(s, bias, cap_scale, score_scale, HAS_SOFTCAP, RAW)
+    p = weigh_exactly(s, m, norm, unit, a.dtype == tl.float32)
     if seen is not None:
         p = tl.where(seen, p, 0.0)
     return p, slope
@@ -93,7 +96,7 @@ def derive(p, dp, delta, slope, seen):
 def finite(x):
     """x with 0 for what is not finite, as a factor for weights that are 0 where x is not seen.
 
-    0 · x would be NaN there. What is lost for pairs that are seen comes back through lse2, which
+    0 · x would be NaN there. What is lost for pairs that are seen comes back through m, which
     is NaN for a row with anything not finite in it, and so are all weights of that row.
     """
     stray = (x.to(tl.float32) * 0.0) != 0.0
@@ -133,19 +136,16 @@ def load_rows(
 
 
 @triton.jit
-def load_statistics(rows_ptr, q_idx, q_len, COPIES: tl.constexpr, MASKED: tl.constexpr):
-    """lse2 and delta of rows, each [BLOCK_Q]; beyond the last row, anything finite.
-
-    Of a tile with fewer elements than the program has threads, Triton has each thread load all that
-    it is going to need, four bytes at a time. COPIES makes up the number.
-    """
-    column = tl.arange(0, 2 * COPIES)[None, :]
-    at = rows_ptr + q_idx[:, None] * 2 + column % 2  # [BLOCK_Q, 2 * COPIES]
-    statistics = tl.load(at, mask=q_idx[:, None] < q_len, other=0.0) if MASKED else tl.load(at)
-    if COPIES == 2:
-        pairs = tl.trans(tl.reshape(statistics, [q_idx.shape[0], 2, 2]), 0, 2, 1)
-        statistics, _ = tl.split(pairs)  # [BLOCK_Q, 2]
-    return tl.split(statistics)
+def load_statistics(rows_ptr, q_idx, q_len, MASKED: tl.constexpr):
+    """m, norm and delta of rows, each [BLOCK_Q]; beyond the last row, anything finite."""
+    # In one load: of fewer numbers, each thread would load all that it needs by itself.
+    at = rows_ptr + q_idx[:, None] * 4 + tl.arange(0, 4)[None, :]  # [BLOCK_Q, 4]
+    found = tl.load(at, mask=q_idx[:, None] < q_len, other=0.0) if MASKED else tl.load(at)
+    # [BLOCK_Q, 2, 2]: m and norm, delta and nothing.
+    evens, odds = tl.split(tl.reshape(found, [q_idx.shape[0], 2, 2]))
+    m, delta = tl.split(evens)
+    norm, _ = tl.split(odds)
+    return m, norm, delta
 
 
 @triton.jit

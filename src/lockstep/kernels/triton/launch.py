@@ -27,7 +27,6 @@ from lockstep.kernels.triton.plan import (
 )
 from lockstep.kernels.triton.scratch import Allocating, allocate
 from lockstep.kernels.triton.split_kv import reduce_parts
-from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem, Tensors
 
 # Of what lies in a workspace; tensors begin at multiples of more.
@@ -65,13 +64,21 @@ def alignment(strides: dict[str, int], tensors: Tensors) -> int:
 def scales_of(problem: AttentionProblem) -> dict[str, Any]:
     """The numbers and flags that `tiles.scores` takes."""
     cap = problem.softcap
-    late = problem.scale if cap is None else cap
     return {
         "cap_scale": 0.0 if cap is None else problem.scale / cap,
-        "late_scale": late * LOG2E,
+        "score_scale": problem.scale if cap is None else cap,
         "HAS_SOFTCAP": cap is not None,
         "PRECISION": "tf32" if problem.allow_tf32 else "ieee",
-        "SCALE_LATER": late > 0 and problem.bias_shape is None,
+        "RAW": problem.has_raw_scores,
+        **units_of(problem),
+    }
+
+
+def units_of(problem: AttentionProblem) -> dict[str, float]:
+    """What turns scores into log2 units, and into natural ones."""
+    return {
+        "unit": problem.score_unit,
+        "natural": problem.scale if problem.has_raw_scores else 1.0,
     }
 
 
@@ -136,6 +143,7 @@ def reduce_arguments(problem: AttentionProblem, plan: Plan) -> dict[str, Any]:
     return {
         **{size: getattr(problem, size) for size in ("B", "Hkv", "Sq", "Skv")},
         **window_of(problem),
+        **units_of(problem),
         "wanted": plan.wanted,
         "n_spans": plan.n_spans,
         "GROUP": problem.Hq // problem.Hkv,
@@ -201,8 +209,8 @@ class Call(DeviceCall):
     """What runs one problem with inputs of given strides and alignment."""
 
     __slots__ = (
-        *("attend", "device", "reduce", "part_shape", "part_lse_at", "scratch_at"),
-        *("new_out", "new_lse", "new_workspace", "is_ready"),
+        *("attend", "device", "reduce", "part_shape", "part_stats_at", "scratch_at"),
+        *("new_out", "new_lse", "new_statistics", "new_workspace", "is_ready"),
     )
 
     def __init__(
@@ -212,6 +220,11 @@ class Call(DeviceCall):
         self.device = -1 if where.index is None else where.index
         self.new_out = allocator(problem.out_shape, problem.dtype, where)
         self.new_lse = allocator(problem.lse_shape, problem.lse_dtype, where)
+        self.new_statistics = (
+            allocator(problem.statistics_shape, problem.lse_dtype, where)
+            if problem.has_gradient
+            else None
+        )
         self.attend = Launch(
             attend,
             (plan.n_programs, plan.n_runs),
@@ -229,41 +242,44 @@ class Call(DeviceCall):
                 num_warps=1,
                 **({"launch_pdl": True} if plan.early else {}),
             )
-        # The workspace: parts, then their lse, then the scratch of `attend`, known once compiled.
-        self.part_lse_at = _aligned(4 * math.prod(self.part_shape))
-        of_lse = 4 * math.prod(self.part_shape[:-1]) if plan.n_runs > 1 else 0
-        self.scratch_at = _aligned(self.part_lse_at + of_lse)
+        # The workspace: parts, their m and l, then the scratch of `attend`, known once compiled.
+        self.part_stats_at = _aligned(4 * math.prod(self.part_shape))
+        of_stats = 8 * math.prod(self.part_shape[:-1]) if plan.n_runs > 1 else 0
+        self.scratch_at = _aligned(self.part_stats_at + of_stats)
         self.new_workspace: Callable[[], Tensor] | None = None
         self.is_ready = False
 
     def _run(self, tensors: Tensors, addresses: list[int]) -> Result:
         out, lse = self.new_out(), self.new_lse()
+        statistics = None if self.new_statistics is None else self.new_statistics()
         if not self.is_ready:
-            self._first(tensors, out, lse)
-            return out, lse
+            self._first(tensors, out, lse, statistics)
+            return out, lse, statistics
         start = 0
         if self.new_workspace is not None:
             # Held until the kernels are in the stream: whoever gets it next comes after them.
             workspace = self.new_workspace()
             start = workspace.data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        results = out.data_ptr(), lse.data_ptr()
-        parts = start, start + self.part_lse_at
+        of_statistics = 0 if statistics is None else statistics.data_ptr()
+        results = out.data_ptr(), lse.data_ptr(), of_statistics
+        parts = start, start + self.part_stats_at
         # What was None when it was compiled is not looked at.
         self.attend.enqueue(stream, (*addresses, *results, *parts, start + self.scratch_at))
         if self.reduce is not None:
             self.reduce.enqueue(stream, (*parts, *addresses[4:8], *results, 0))
-        return out, lse
+        return out, lse, statistics
 
-    def _first(self, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
+    def _first(self, tensors: Tensors, out: Tensor, lse: Tensor, statistics: Tensor | None) -> None:
         """A call that compiles, which takes tensors to see what they are."""
         if self.reduce is None:
-            self.attend(*tensors, out, lse, None, None)
+            self.attend(*tensors, out, lse, statistics, None, None)
         else:
             parts = out.new_empty(self.part_shape, dtype=lse.dtype)
-            part_lse = out.new_empty(self.part_shape[:-1], dtype=lse.dtype)
-            self.attend(*tensors._replace(sinks=None), out, lse, parts, part_lse)
-            self.reduce(parts, part_lse, *tensors[4:8], out, lse)
+            part_stats = out.new_empty((*self.part_shape[:-1], 2), dtype=lse.dtype)
+            alone = tensors._replace(sinks=None)
+            self.attend(*alone, out, lse, statistics, parts, part_stats)
+            self.reduce(parts, part_stats, *tensors[4:8], out, lse, statistics)
         bytes_in_all = self.scratch_at + self.attend.scratch_bytes
         if self.attend.enqueue is not None and bytes_in_all:
             self.new_workspace = allocator((bytes_in_all,), torch.uint8, out.device)
@@ -287,14 +303,20 @@ def prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
 
 
 def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
-    """`Kernel.forward`: out and lse of one call."""
+    """`Kernel.forward`"""
     return prepare(problem, tensors)(tensors, tensors.addresses())
 
 
 def _nothing(problem: AttentionProblem, tensors: Tensors, addresses: list[int]) -> Result:
     """Results without a single row."""
-    q = tensors.q
-    return q.new_empty(problem.out_shape), q.new_empty(problem.lse_shape, dtype=problem.lse_dtype)
+    out, lse = (
+        tensors.q.new_empty(shape, dtype=dtype)
+        for shape, dtype in (
+            (problem.out_shape, problem.dtype),
+            (problem.lse_shape, problem.lse_dtype),
+        )
+    )
+    return out, lse, lse.new_empty(problem.statistics_shape) if problem.has_gradient else None
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,6 @@ import triton.language as tl
 from lockstep.kernels.triton import plan
 from lockstep.kernels.triton.tiles import (
     find_sequence,
-    finish,
     fold,
     is_seen,
     is_stray,
@@ -25,7 +24,6 @@ from lockstep.kernels.triton.tiles import (
     online_softmax,
     page_of,
     scores,
-    unit,
     weigh,
 )
 
@@ -135,15 +133,16 @@ def tiles_of_region(
 
 
 @triton.jit
-def store_part(out, lse, part_rows, part_lse_rows, span, is_row, DV: tl.constexpr):
-    """Hands out the part of one span: out [BLOCK_Q, BLOCK_DV], lse [BLOCK_Q], rows [BLOCK_Q]."""
+def store_part(m, l, acc, part_rows, part_stats_rows, span, is_row, DV: tl.constexpr):
+    """Hands out the part of one span: m, l [BLOCK_Q], acc [BLOCK_Q, BLOCK_DV], rows [BLOCK_Q]."""
     # On its way a tile passes through shared memory; half a tile leaves room for a third program.
-    HALF: tl.constexpr = out.shape[1] // 2
-    halves = tl.split(tl.permute(tl.reshape(out, [out.shape[0], 2, HALF]), [0, 2, 1]))
+    HALF: tl.constexpr = acc.shape[1] // 2
+    halves = tl.split(tl.permute(tl.reshape(acc, [acc.shape[0], 2, HALF]), [0, 2, 1]))
     for i in tl.static_range(2):
         d = i * HALF + tl.arange(0, HALF)[None, :]
         tl.store(part_rows[:, None] + span * DV + d, halves[i], mask=is_row[:, None] & (d < DV))
-    tl.store(part_lse_rows + span, lse, mask=is_row)
+    tl.store(part_stats_rows + span * 2, m, mask=is_row)
+    tl.store(part_stats_rows + span * 2 + 1, l, mask=is_row)
 
 
 @triton.jit
@@ -167,7 +166,7 @@ def attend_tiles(
     table_ptr,
     span,
     part_rows,
-    part_lse_rows,
+    part_stats_rows,
     stride_kp,
     stride_ks,
     stride_vp,
@@ -179,7 +178,8 @@ def attend_tiles(
     left,
     right,
     cap_scale,
-    late_scale,
+    score_scale,
+    unit,
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_KV: tl.constexpr,
@@ -188,7 +188,7 @@ def attend_tiles(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    SCALE_LATER: tl.constexpr,
+    RAW: tl.constexpr,
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
     CLEAN: tl.constexpr,
@@ -217,7 +217,7 @@ def attend_tiles(
         bias = None
         if bias_rows is not None:
             bias = load_bias(bias_rows, kv_idx, stride_bk, is_row, kv_len)
-        s = scores(q, k, bias, cap_scale, late_scale, HAS_SOFTCAP, SCALE_LATER, PRECISION)
+        s = scores(q, k, bias, cap_scale, score_scale, HAS_SOFTCAP, RAW, PRECISION)
         if MASKED:
             seen = is_seen(position[:, None], kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
             s = tl.where(seen, s, float("-inf"))
@@ -228,14 +228,16 @@ def attend_tiles(
             span_m, span_l = m, l
             m = tl.where(is_new, float("-inf"), m)
             l = tl.where(is_new, 0.0, l)
-        p, alpha, m, l = online_softmax(s, unit(late_scale, SCALE_LATER), m, l)
+        p, alpha, m, l = online_softmax(s, unit, m, l)
         if FOLDS and is_new:
-            out, lse = finish(span_m, span_l, acc)
             if part_rows is None:
-                folded_m, folded_l, folded_acc = fold(folded_m, folded_l, folded_acc, out, lse)
+                folded_m, folded_l, folded_acc = fold(
+                    folded_m, folded_l, folded_acc, span_m, span_l, acc, unit
+                )
             else:
-                store_part(out, lse, part_rows, part_lse_rows, first // span - 1, is_row, DV)
-                taint += tl.sum(out * 0.0, 1, keep_dims=True)
+                last = first // span - 1
+                store_part(span_m, span_l, acc, part_rows, part_stats_rows, last, is_row, DV)
+                taint += tl.sum(acc * 0.0, 1, keep_dims=True)
             acc = tl.zeros(acc.shape, tl.float32)
             span_end += span
         acc = acc * alpha[:, None]

@@ -1,12 +1,12 @@
 """Split-KV: the parts that `forward.attend` hands out, folded into results.
 
-    out = Σ out_i · exp(lse_i) / Σ exp(lse_i)        lse = log Σ exp(lse_i)
+    out = Σ acc_i · exp(m_i) / Σ l_i · exp(m_i)        lse = log Σ l_i · exp(m_i)
 
 One program per row goes over the parts of the spans that the row sees, in ascending order, and does
 to them what the forward kernel does to its own spans. So it does not matter which of the two a call
 takes, nor how many spans a program of the first kernel had.
 
-`merge_parts` is the same for parts that a caller brings: `lockstep.merge`.
+`merge_rows` is the same for results that a caller brings: `lockstep.merge`.
 """
 
 from __future__ import annotations
@@ -19,26 +19,40 @@ from triton.language.extra.cuda import gdc_wait
 
 from lockstep.kernels.triton.plan import block_of
 from lockstep.kernels.triton.spans import span_of
-from lockstep.kernels.triton.tiles import close, fold, fold_sink, seen_by_any
+from lockstep.kernels.triton.tiles import (
+    LOG2E,
+    close,
+    fold,
+    fold_sink,
+    seen_by_any,
+    store_statistics,
+)
 
 # Parts that are loaded at once: enough to hide how long memory takes, few enough for registers.
 BATCH: tl.constexpr = tl.constexpr(16)
 
 
 @triton.jit
-def load_parts(first, last, parts_ptr, part_lse_ptr, stride_part, stride_lse, d, DV: tl.constexpr):
-    """The next BATCH parts of a row, none from `last` on: out [1, BLOCK_DV] and lse [1] of each."""
-    outs, lses = (), ()
+def load_parts(first, last, parts_ptr, part_stats_ptr, stride_part, stride_stats, d,
+               DV: tl.constexpr, ARE_RESULTS: tl.constexpr):  # fmt: skip
+    """The next BATCH parts of a row, none from `last` on: m [1], l [1], acc [1, BLOCK_DV] of each.
+
+    ARE_RESULTS: parts are (out, lse), which is (acc, m) with l = 1.
+    """
+    ms, ls, accs = (), (), ()
     for i in tl.static_range(BATCH):
         part = tl.cast(first + i, tl.int64)
         inside = first + i < last
-        at = part_lse_ptr + part * stride_lse + tl.arange(0, 1)
-        lse = tl.load(at, mask=inside, other=float("-inf"))
-        out = tl.load(parts_ptr + part * stride_part + d, mask=inside & (d < DV), other=0.0)
-        # A part that weighs nothing says nothing, whatever its out holds.
-        out = tl.where(lse[:, None] == float("-inf"), 0.0, out.to(tl.float32))
-        outs, lses = outs + (out,), lses + (lse,)  # noqa: RUF005
-    return outs, lses
+        at = part_stats_ptr + part * stride_stats + tl.arange(0, 1)
+        m = tl.load(at, mask=inside, other=float("-inf"))
+        l = tl.full([1], 1.0, tl.float32)
+        if not ARE_RESULTS:
+            l = tl.load(at + 1, mask=inside, other=0.0)
+        acc = tl.load(parts_ptr + part * stride_part + d, mask=inside & (d < DV), other=0.0)
+        # A part that weighs nothing says nothing, whatever its acc holds.
+        acc = tl.where(m[:, None] == float("-inf"), 0.0, acc.to(tl.float32))
+        ms, ls, accs = ms + (m,), ls + (l,), accs + (acc,)  # noqa: RUF005
+    return ms, ls, accs
 
 
 @triton.jit
@@ -46,11 +60,13 @@ def fold_parts(
     first,
     last,
     parts_ptr,
-    part_lse_ptr,
+    part_stats_ptr,
     stride_part,
-    stride_lse,
+    stride_stats,
+    unit,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    ARE_RESULTS: tl.constexpr,
 ):
     """The state of the parts `first` up to `last` of one row: m [1], l [1], acc [1, BLOCK_DV]."""
     d = tl.arange(0, BLOCK_DV)[None, :]
@@ -58,17 +74,17 @@ def fold_parts(
     l = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, BLOCK_DV], tl.float32)
     for batch in range(first, last, BATCH):
-        outs, lses = load_parts(
-            batch, last, parts_ptr, part_lse_ptr, stride_part, stride_lse, d, DV
+        ms, ls, accs = load_parts(
+            batch, last, parts_ptr, part_stats_ptr, stride_part, stride_stats, d, DV, ARE_RESULTS
         )
         for i in tl.static_range(BATCH):
-            m, l, acc = fold(m, l, acc, outs[i], lses[i])
+            m, l, acc = fold(m, l, acc, ms[i], ls[i], accs[i], unit)
     return m, l, acc
 
 
 @triton.jit
-def store_row(m, l, acc, out_ptr, lse_ptr, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
-    out, lse = close(m, l, acc)
+def store_row(m, l, acc, out_ptr, lse_ptr, natural, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+    out, lse = close(m, l, acc, natural)
     d = tl.arange(0, BLOCK_DV)[None, :]
     tl.store(out_ptr + d, out.to(out_ptr.dtype.element_ty), mask=d < DV)
     tl.store(lse_ptr + tl.arange(0, 1), lse)
@@ -81,13 +97,14 @@ _INDICES = ("sinks_ptr", "kv_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
 @triton.jit(do_not_specialize=(*_SIZES, *_INDICES))
 def reduce_parts(
     parts_ptr,
-    part_lse_ptr,
+    part_stats_ptr,
     sinks_ptr,
     kv_lens_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     out_ptr,
     lse_ptr,
+    statistics_ptr,
     B,
     Hkv,
     Sq,
@@ -96,6 +113,8 @@ def reduce_parts(
     n_spans,
     left,
     right,
+    unit,
+    natural,
     GROUP: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
@@ -104,7 +123,7 @@ def reduce_parts(
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """One row per program: parts [rows, n_spans, DV], part_lse [rows, n_spans].
+    """One row per program: parts [rows, n_spans, DV], part_stats [rows, n_spans, 2].
 
     If EARLY, programs start before the parts are there, and wait for them.
     """
@@ -135,11 +154,15 @@ def reduce_parts(
     at = row.to(tl.int64)
     m, l, acc = fold_parts(
         lo // span, tl.where(lo < hi, tl.cdiv(hi, span), 0),
-        parts_ptr + at * n_spans * DV, part_lse_ptr + at * n_spans, DV, 1, DV, BLOCK_DV,
+        parts_ptr + at * n_spans * DV, part_stats_ptr + at * n_spans * 2, DV, 2, unit,
+        DV, BLOCK_DV, False,
     )  # fmt: skip
     if sinks_ptr is not None:
-        m, l, acc = fold_sink(m, l, acc, tl.load(sinks_ptr + head).to(tl.float32))
-    store_row(m, l, acc, out_ptr + at * DV, lse_ptr + at, DV, BLOCK_DV)
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+        m, l, acc = fold_sink(m, l, acc, sink, natural, unit)
+    store_row(m, l, acc, out_ptr + at * DV, lse_ptr + at, natural, DV, BLOCK_DV)
+    if statistics_ptr is not None:
+        store_statistics(statistics_ptr, at + tl.arange(0, 1), m, l, None)
 
 
 @triton.jit(do_not_specialize=("n_parts", "n_rows"))
@@ -157,9 +180,10 @@ def merge_rows(
     row = tl.program_id(0).to(tl.int64)
     rows = tl.cast(n_rows, tl.int64)
     m, l, acc = fold_parts(
-        0, n_parts, parts_ptr + row * DV, part_lse_ptr + row, rows * DV, rows, DV, BLOCK_DV,
+        0, n_parts, parts_ptr + row * DV, part_lse_ptr + row, rows * DV, rows, LOG2E,
+        DV, BLOCK_DV, True,
     )  # fmt: skip
-    store_row(m, l, acc, out_ptr + row * DV, lse_ptr + row, DV, BLOCK_DV)
+    store_row(m, l, acc, out_ptr + row * DV, lse_ptr + row, 1.0, DV, BLOCK_DV)
 
 
 def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -4,14 +4,15 @@ Rows. The query heads that share a KV head are packed into the rows of a tile: r
 is query `r // GROUP` under head `r % GROUP`.
 
 Spans. The keys of a sequence are cut into spans of equal size from the first on. Within a
-span the online softmax carries (m, l, acc); a finished span is a part (out, lse), and parts are
-folded in ascending order by the formula of `lockstep.merge`. Which program computes a span, and
-whether the one that computes it also folds it, changes nothing about the numbers. A product that
-is later added to something is written as an `fma`: left to itself, a compiler contracts product and
-sum where it sees both, and cannot where one was stored in between.
+span the online softmax carries (m, l, acc); a finished span is a part with the same three, and
+parts are folded in ascending order by the formula of `lockstep.merge`. Which program computes a
+span, and whether the one that computes it also folds it, changes nothing about the numbers. A
+product that is later added to something is written as an `fma`: left to itself, a compiler joins
+product and sum where it sees both, and cannot where one was stored in between.
 
-Scores leave `scores` times `unit` short of log2 units: one multiplication per row and one fused
-with the subtraction of the maximum, instead of one per score.
+Scores are raw products, or in natural units where a softcap, a bias or a scale that is not positive
+comes in; times `unit` they are in log2 units. The maximum is subtracted first: the difference of
+large scores is exact, and so are their weights, whatever their size.
 """
 
 from __future__ import annotations
@@ -191,42 +192,45 @@ def scores(
     k,  # [BLOCK_KV, BLOCK_D]
     bias,  # [BLOCK_Q, BLOCK_KV] fp32, or None
     cap_scale,
-    late_scale,
+    score_scale,
     HAS_SOFTCAP: tl.constexpr,
-    SCALE_LATER: tl.constexpr,
+    RAW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """[BLOCK_Q, BLOCK_KV] fp32, to be multiplied by `unit(late_scale, SCALE_LATER)`.
+    """[BLOCK_Q, BLOCK_KV] fp32: products, unless RAW in natural units.
 
-    `cap_scale` is scale / softcap. `late_scale` is LOG2E times softcap, or times scale where there
-    is no softcap; SCALE_LATER says that it is positive and that there is no bias.
+    `cap_scale` is scale / softcap. `score_scale` is softcap, or scale where there is none.
     """
     s = product(q, k, PRECISION)
-    if HAS_SOFTCAP:
-        s = tanh(s * cap_scale)
-    if bias is not None:
-        s = tl.fma(s, late_scale, bias * LOG2E)
-        # Whatever hides behind -inf, NaN included.
-        s = tl.where(bias == float("-inf"), float("-inf"), s)
-    elif not SCALE_LATER:
-        s = tl.fma(s, late_scale, 0.0)
-    return s
+    return finish_scores(s, bias, cap_scale, score_scale, HAS_SOFTCAP, RAW)[0]
 
 
 @triton.jit
-def unit(late_scale, SCALE_LATER: tl.constexpr):
-    """What turns the scores into log2 units."""
-    return late_scale if SCALE_LATER else 1.0
+def finish_scores(
+    s, bias, cap_scale, score_scale, HAS_SOFTCAP: tl.constexpr, RAW: tl.constexpr
+):  # fmt: skip
+    """Scores from products, and the slope of the softcap, 1 without one."""
+    slope = 1.0
+    if HAS_SOFTCAP:
+        s = tanh(s * cap_scale)
+        slope = tl.fma(-s, s, 1.0)
+    if bias is not None:
+        s = tl.fma(s, score_scale, bias)
+        # Whatever hides behind -inf, NaN included.
+        s = tl.where(bias == float("-inf"), float("-inf"), s)
+    elif not RAW:
+        s = tl.fma(s, score_scale, 0.0)
+    return s, slope
 
 
 @triton.jit
 def online_softmax(s, unit, m, l):
     """One step: p [BLOCK_Q, BLOCK_KV], what to multiply acc by [BLOCK_Q], and the new m and l."""
-    m_new = tl.maximum(m, tl.max(s, 1) * unit)
+    m_new = tl.maximum(m, tl.max(s, 1))
     # exp2(-inf - -inf) would be NaN: measured from 0, a row without keys weighs nothing.
     origin = tl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = tl.exp2(m - origin)
-    p = tl.exp2(tl.fma(s, unit, -origin[:, None]))  # [BLOCK_Q, BLOCK_KV]
+    alpha = tl.exp2((m - origin) * unit)
+    p = tl.exp2((s - origin[:, None]) * unit)  # [BLOCK_Q, BLOCK_KV]
     return p, alpha, m_new, tl.fma(l, alpha, tl.sum(p, 1))
 
 
@@ -251,40 +255,48 @@ def any_stray(x):
 
 
 @triton.jit
-def finish(m, l, acc):
-    """The part (out, lse) that the state of a span stands for; lse in natural units."""
-    total = tl.where(l == 0.0, 1.0, l)
-    out = acc * (1.0 / total)[:, None]  # [BLOCK_Q, BLOCK_DV]
-    return out, tl.fma(tl.log2(total), LN2, m * LN2)
-
-
-@triton.jit
-def fold_weights(m, lse):
-    """New maximum, and what the parts so far and the part with `lse` weigh under it."""
-    m_new = tl.maximum(m, lse)
+def fold_weights(m, part_m, unit):
+    """New maximum, and what the parts so far and one with `part_m` weigh under it."""
+    m_new = tl.maximum(m, part_m)
     origin = tl.where(m_new == float("-inf"), 0.0, m_new)
-    return m_new, tl.exp2((m - origin) * LOG2E), tl.exp2((lse - origin) * LOG2E)
+    return m_new, tl.exp2((m - origin) * unit), tl.exp2((part_m - origin) * unit)
 
 
 @triton.jit
-def fold(m, l, acc, out, lse):
-    """The state (m, l, acc) of the parts so far with one more part (out, lse)."""
-    m, keep, add = fold_weights(m, lse)
-    acc = tl.fma(acc, tl.expand_dims(keep, -1), out * tl.expand_dims(add, -1))
-    return m, tl.fma(l, keep, add), acc
+def fold(m, l, acc, part_m, part_l, part_acc, unit):
+    """The state (m, l, acc) of the parts so far with one more part."""
+    m, keep, add = fold_weights(m, part_m, unit)
+    acc = tl.fma(acc, tl.expand_dims(keep, -1), part_acc * tl.expand_dims(add, -1))
+    return m, tl.fma(l, keep, part_l * add), acc
 
 
 @triton.jit
-def fold_sink(m, l, acc, sink):
-    """A sink is a part without a value."""
-    m, keep, add = fold_weights(m, sink)
+def score_of_sink(sink, natural):
+    """A sink as a score; finite even where the scale is next to nothing."""
+    return tl.minimum(tl.maximum(sink / natural, -3.0e38), 3.0e38)
+
+
+@triton.jit
+def fold_sink(m, l, acc, sink, natural, unit):
+    """A sink is a part without a value; -inf is none."""
+    score = tl.where(sink == float("-inf"), sink, score_of_sink(sink, natural))
+    m, keep, add = fold_weights(m, score, unit)
     return m, tl.fma(l, keep, add), acc * tl.expand_dims(keep, -1)
 
 
 @triton.jit
-def close(m, l, acc):
-    """The result (out, lse) of all parts."""
+def close(m, l, acc, natural):
+    """The result (out, lse) of all parts; `natural` turns scores into natural units."""
     total = tl.where(l == 0.0, 1.0, l)
     # Adding 0 makes one zero of the two.
     out = tl.fma(acc, tl.expand_dims(1.0 / total, -1), 0.0)
-    return out, tl.fma(tl.log2(total), LN2, m)
+    return out, tl.fma(tl.log2(total), LN2, m * natural)
+
+
+@triton.jit
+def store_statistics(statistics_ptr, row, m, l, mask):
+    """(m, l) as `Kernel` defines them, of rows numbered `row`."""
+    is_empty = l == 0.0
+    at = statistics_ptr + tl.cast(row, tl.int64) * 2
+    tl.store(at, tl.where(is_empty, float("inf"), m), mask=mask)
+    tl.store(at + 1, tl.where(is_empty, 1.0, l), mask=mask)
