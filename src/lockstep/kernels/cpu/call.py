@@ -34,6 +34,7 @@ CALL = np.dtype(
         ("v", STRIDED),
         ("out", STRIDED),
         ("lse", STRIDED),
+        ("statistics", STRIDED),  # (m, l) of each row; address 0: not wanted
         ("bias", STRIDED),  # address 0: none
         ("bias_col", np.int64),
         ("bias_kind", np.int64),

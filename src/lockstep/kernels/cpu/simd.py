@@ -55,8 +55,8 @@ EXP2_COEFFICIENTS = (
     0.000154531629451,
 )
 MANTISSA_BITS = 23
-# Below this the weight is under the smallest normal float and counts as zero.
-EXP2_UNDERFLOW = -126.0
+# From 2**n with n below this on, the weight may be under the smallest normal float: it counts as 0.
+SMALLEST_EXPONENT = -125.0
 
 
 def _host_lanes() -> int:
@@ -156,14 +156,17 @@ class Emit:
         """The larger one; a NaN in ``new`` is passed over."""
         return self.ir.select(self.ir.fcmp_ordered(">", new, old), new, old)
 
-    def split(self, x: ir.Value, offset: float) -> tuple[ir.Value, ir.Value]:
-        """x = n + f with n whole: returns an int whose low bits hold n + offset, and f."""
-        # Adding 1.5·2²³ rounds to a whole number that sits in the mantissa's low bits.
-        magic = self.constant(12582912.0 + offset, _width(x))
-        shifted = self.ir.fadd(x, magic)
+    def split(self, x: ir.Value, unit: float) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """x · unit = n + f with n whole, the product unrounded: returns 2**n, n and f."""
+        factor = self.constant(unit, _width(x))
+        # Adding 1.5·2²³ rounds to a whole number that sits in the mantissa's low bits; 127 more
+        # make it an exponent.
+        magic = self.constant(12582912.0 + 127.0, _width(x))
+        shifted = self.fma(x, factor, magic)
         whole = self.ir.fsub(shifted, magic)
         bits = self.ir.bitcast(shifted, vector(_width(x), LLVM_I32))
-        return bits, self.ir.fsub(x, whole)
+        fraction = self.fma(x, factor, self.ir.fneg(whole))
+        return self.float_of(bits, MANTISSA_BITS), whole, fraction
 
     def float_of(self, bits: ir.Value, shift: int) -> ir.Value:
         """The float whose bit pattern is ``bits << shift``."""
@@ -179,20 +182,16 @@ class Emit:
             poly = self.fma(poly, f, self.constant(coefficient, width))
         return self.ir.fmul(poly, f)
 
-    def exp2(self, x: ir.Value) -> ir.Value:
-        """2**x for x ≤ 0; zero below the underflow limit, NaN for NaN."""
+    def exp(self, x: ir.Value) -> ir.Value:
+        """e**x for x ≤ 0; zero below the underflow limit, NaN for NaN."""
         width = _width(x)
-        bits, f = self.split(x, 127.0)
-        scale = self.float_of(bits, MANTISSA_BITS)
+        scale, whole, f = self.split(x, LOG2E)
         # A product, not a sum of bit patterns, so that NaN stays NaN.
         result = self.ir.fmul(
             self.ir.fadd(self.exp2m1_fraction(f), self.constant(1.0, width)), scale
         )
-        tiny = self.ir.fcmp_ordered("<", x, self.constant(EXP2_UNDERFLOW, width))
+        tiny = self.ir.fcmp_ordered("<", whole, self.constant(SMALLEST_EXPONENT, width))
         return self.ir.select(tiny, self.constant(0.0, width), result)
-
-    def exp(self, x: ir.Value) -> ir.Value:
-        return self.exp2(self.ir.fmul(x, self.constant(LOG2E, _width(x))))
 
     def log2(self, x: ir.Value) -> ir.Value:
         """log2(x) for normal x > 0; NaN for NaN."""
@@ -223,8 +222,7 @@ class Emit:
         limit, minus = self.constant(10.0, width), self.constant(-10.0, width)
         low = self.ir.select(self.ir.fcmp_ordered("<", x, minus), minus, x)
         clipped = self.ir.select(self.ir.fcmp_ordered(">", low, limit), limit, low)
-        bits, f = self.split(self.ir.fmul(clipped, self.constant(2.0 * LOG2E, width)), 127.0)
-        scale = self.float_of(bits, MANTISSA_BITS)
+        scale, _, f = self.split(clipped, 2.0 * LOG2E)
         scale_m1 = self.ir.fsub(scale, self.constant(1.0, width))
         e = self.fma(scale, self.exp2m1_fraction(f), scale_m1)
         return self.ir.fdiv(e, self.ir.fadd(e, self.constant(2.0, width)))

@@ -85,8 +85,14 @@ CALL_WORDS = CALL.itemsize // 8
 TABLES = CALL.fields["q_first"][1] // 8  # type: ignore[index]
 
 
-def describe(problem: AttentionProblem, tensors: Tensors, out: Tensor, lse: Tensor) -> Described:
-    """One call for the kernels; ``out`` and ``lse`` are per query row, to write or to read."""
+def describe(
+    problem: AttentionProblem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor | None,
+    statistics: Tensor | None,
+) -> Described:
+    """One call for the kernels; the last three are per query row, to write or to read."""
     q_dims, k_dims = query_dims(problem), kv_dims(problem)
     tables = _lengths(problem, tensors)
     bias, bias_kind, bias_col = NO_TENSOR, F32, 0
@@ -110,7 +116,8 @@ def describe(problem: AttentionProblem, tensors: Tensors, out: Tensor, lse: Tens
         *strided(tensors.k, k_dims),
         *strided(tensors.v, k_dims),
         *strided(out, q_dims),
-        *strided(lse, q_dims),
+        *(NO_TENSOR if lse is None else strided(lse, q_dims)),
+        *(NO_TENSOR if statistics is None else strided(statistics, q_dims)),
         *bias,
         bias_col,
         bias_kind,
