@@ -229,12 +229,14 @@ def _fold_unit(call, unit, scratch):
     block = carve_block(scratch, call.D, call.Dv)
     fill(block.zero_row, MAX_HEAD_DIM, f32(0.0))
     Dv = padded(call.Dv, MR)
+    begin, last = unit.first_span, unit.first_span + unit.n_spans
     state = _carve_running(block.end, call.Dv)
-    group = _carve_running(state.end, call.Dv)
+    # The first group would be folded into nothing, which changes no bit.
+    alone = _end_of_group(begin, last) == last
+    group = state if alone else _carve_running(state.end, call.Dv)
     n_tiles = load_queries(call, block, b, h, unit.first_row, n_rows)
     _clear(state, n_tiles, Dv)
     hi = rows_range(call, b, unit.first_row, n_rows)[1]
-    begin, last = unit.first_span, unit.first_span + unit.n_spans
     while begin < last:
         _clear(group, n_tiles, Dv)
         end = _end_of_group(begin, last)
@@ -245,7 +247,7 @@ def _fold_unit(call, unit, scratch):
             for t in range(n_tiles):
                 if attend_span(call, block, b, t, first, n, finite):
                     _fold_tile(group, t, Dv, block.part, block.part_m, block.part_l)
-        for t in range(n_tiles):
+        for t in range(0 if alone else n_tiles):
             at = group.acc + t * Dv * ROW
             _fold_tile(state, t, Dv, at, group.m + t * ROW, group.l + t * ROW)
         begin = end
