@@ -7,7 +7,17 @@ import math
 import plain
 import pytest
 import torch
-from problems import DTYPES, Case, assert_exact, draw, draw_seeds, error, run, same_bits
+from problems import (
+    DTYPES,
+    Case,
+    assert_exact,
+    assert_near,
+    draw,
+    draw_seeds,
+    error,
+    run,
+    same_bits,
+)
 from torch import Tensor
 
 import lockstep
@@ -180,6 +190,39 @@ def test_a_row_of_the_lowest_bias_averages_v(Sq, dtype):
 def test_large_sinks(Sq):
     for sink in (-3.4e38, -1e9, 1e4, 1e9, 3.4e38):
         check(draw(Sq, 300, sinks=torch.tensor([sink, 0.0])))
+
+
+@by_rows
+@pytest.mark.parametrize(
+    "option",
+    [{"scale": s} for s in (0.0, 1e-60, 1e-39, 1e39, -1e39)]
+    + [{"softcap": s} for s in (1e-300, 1e-40, 1e-38, 3.4e38, 1e39, 1e300)],
+    ids=str,
+)
+def test_options_beyond_the_range_of_fp32(option, Sq):
+    """Queries of 0 have scores of 0, whatever these are multiplied with or divided by."""
+    case = draw(Sq, 300, **option)
+    case = case.replaced(q=torch.zeros_like(case.tensors["q"]))
+    result, exact = (run(case, module) for module in (lockstep, reference))
+    torch.testing.assert_close(result.out.double(), exact.out, rtol=1e-6, atol=1e-6)
+    seeds = draw_seeds(case)
+    assert not any(grad.isnan().any() for grad in run(case, seeds=seeds).grads.values())
+    if "softcap" in option:
+        assert_near(draw(Sq, 300, **option))
+
+
+@by_rows
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_products_overflow_only_where_scores_do(sign, Sq):
+    """q·k of 8e38, scores of 1e38: the largest wins, and rows of nothing but -1e38 are not empty.
+
+    Near the oracle, for PyTorch's operators overflow.
+    """
+    case = draw(Sq, 300)
+    q, k = sign * case.tensors["q"].abs(), case.tensors["k"].abs()
+    case = case.replaced(q=q * 4e18, k=k * 4e18)
+    assert (q.double() @ k.double().mT * 1.6e37).abs().max() > torch.finfo(torch.float32).max
+    assert_near(case)
 
 
 def _long(n: int, v: Tensor) -> tuple[Tensor, Tensor]:

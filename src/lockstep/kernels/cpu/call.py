@@ -50,6 +50,8 @@ CALL = np.dtype(
         ("right", np.int64),
         ("scale", np.float64),
         ("softcap", np.float64),  # 0: none
+        ("q_factor", np.float64),  # of queries, before the product
+        ("score_factor", np.float64),  # of products: scores, or arguments of the softcap
     ]
 )
 """Everything a kernel needs to know about a call; kernels receive it by reference."""

@@ -30,7 +30,7 @@ from lockstep.kernels.cpu.simd import (
     i64,
 )
 from lockstep.kernels.cpu.tiles import MINUS_INF as MINUS_INFINITY
-from lockstep.kernels.cpu.tiles import VECTOR, add_scaled
+from lockstep.kernels.cpu.tiles import VECTOR, add_scaled, scale_vectors
 from lockstep.kernels.cpu.wide import (
     CHAIN,
     MAX_HEAD_DIM,
@@ -38,7 +38,6 @@ from lockstep.kernels.cpu.wide import (
     SPAN,
     biased,
     padded,
-    score_factor,
 )
 
 # Up to this many rows are narrow.
@@ -261,14 +260,16 @@ def load_narrow(call, block, unit):
         first = of_sequence(call.q_first, unit.b)
         row = row_address(call.q, first, unit.b, unit.h * call.G + g, q_idx)
         scalar.store_word(row, block.rows + 8 * i)
-    copy_rows(call.kind, block.rows, unit.n_rows, call.D, block.q, 4 * padded(call.D, WIDTH))
+    D = padded(call.D, WIDTH)
+    copy_rows(call.kind, block.rows, unit.n_rows, call.D, block.q, 4 * D)
+    scale_vectors(block.q, unit.n_rows * D, f32(call.q_factor))
 
 
 @compiled
 def _score_span(call, block, unit, k, k_pitch, first, n):
     """Finished scores of all rows into block.s [n_rows, SPAN]."""
     q_pitch, whole = 4 * padded(call.D, WIDTH), padded(n, WIDTH)
-    D, c, s = padded(call.D, WIDTH), score_factor(call), block.s
+    D, c, s = padded(call.D, WIDTH), f32(call.score_factor), block.s
     for d in range(0, D, CHAIN):
         last = d + CHAIN >= D
         to, by = (s, c if last else f32(1.0)) if d == 0 else (block.spare, f32(1.0))

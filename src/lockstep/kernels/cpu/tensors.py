@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from array import array
 from itertools import chain, pairwise
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from lockstep.problem import AttentionProblem
 
 NO_TENSOR = (0, 0, 0, 0)
+LARGEST = torch.finfo(torch.float32).max
 KINDS = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
 # Where the batch (or page), head and row dims stand in each layout.
 DENSE, PACKED, PAGED = (0, 1, 2), (None, 1, 0), (0, 2, 1)
@@ -128,7 +130,7 @@ def describe(
         0 if pages is None else pages.shape[1],
         _side(problem.window_left),
         _side(0 if problem.causal else problem.window_right),
-        *struct.unpack("2q", struct.pack("2d", problem.scale, problem.softcap or 0.0)),
+        *struct.unpack("4q", struct.pack("4d", *_factors(problem))),
     )
     assert len(words) == CALL_WORDS
     record = array("q", words + tuple(chain(*tables)))
@@ -136,6 +138,22 @@ def describe(
     for i in range(len(tables)):
         record[TABLES + i] = start + 8 * (CALL_WORDS + i * problem.B)
     return Described(record, tables[1], tables[3], (sinks, pages))
+
+
+def _factors(problem: AttentionProblem) -> tuple[float, float, float, float]:
+    """(scale, softcap, q_factor, score_factor), each within the range of fp32.
+
+    The power of two in a scale below 1 goes into the queries. It rounds nothing there, and products
+    do not overflow where scores would not.
+    """
+    scale, softcap = _within_range(problem.scale), _within_range(problem.softcap or 0.0)
+    q_factor = 2.0 ** min(0, math.frexp(scale)[1] - 1)
+    rest = scale / q_factor
+    return scale, softcap, q_factor, _within_range(rest / softcap) if softcap else rest
+
+
+def _within_range(x: float) -> float:
+    return max(-LARGEST, min(x, LARGEST))
 
 
 def _side(window: int | None) -> int:

@@ -274,3 +274,12 @@ def add_vectors(e: Emit, x, y, n):
     with e.loop(e.ir.sdiv(n, e.integer(WIDTH))) as i:
         at = e.offset(x, i, VECTOR)
         e.store(e.ir.fadd(e.load(at), e.load(e.offset(y, i, VECTOR))), at)
+
+
+@emitter(i64, i64, f32)
+def scale_vectors(e: Emit, x, n, c):
+    """x *= c for n floats, a multiple of WIDTH."""
+    factor = e.splat(c)
+    with e.loop(e.ir.sdiv(n, e.integer(WIDTH))) as i:
+        at = e.offset(x, i, VECTOR)
+        e.store(e.ir.fmul(e.load(at), factor), at)

@@ -29,6 +29,7 @@ from lockstep.kernels.cpu.tiles import (
     extend_tile,
     mask_rows,
     max_rows,
+    scale_vectors,
     score_tile,
     score_tile_max,
     softcap_rows,
@@ -127,6 +128,7 @@ def load_queries(call, block, b, h, row0, n_rows):
     for t in range(n_tiles):
         table = block.q_rows + 8 * t * LANES
         gather_columns(call.kind, table, LANES, call.D, block.q_t + t * call.D * ROW, ROW)
+    scale_vectors(block.q_t, n_tiles * LANES * call.D, f32(call.q_factor))
     return n_tiles
 
 
@@ -149,12 +151,6 @@ def load_span(call, block, b, h, first, n):
     gather_panels(call.kind, block.kv_rows, whole, call.D, block.k_panels)
     fill_kv_rows(call, call.v, b, h, first, n, whole, block.zero_row, block.kv_rows)
     return copy_panels(call.kind, block.kv_rows, whole, call.Dv, block.v_panels, SPAN)
-
-
-@compiled
-def score_factor(call):
-    """What a product q·k is multiplied with: it becomes a score, or the argument of the softcap."""
-    return f32(call.scale / call.softcap if call.softcap > 0.0 else call.scale)
 
 
 @compiled
@@ -196,7 +192,7 @@ def tile_scores(call, block, b, t, first, begin, end, bounds, slopes):
     lo_max, hi_min = bounds
     capped = call.softcap > 0.0
     has_bias = call.bias.address != 0
-    factor = score_factor(call)
+    factor = f32(call.score_factor)
     q_t = block.q_t + t * call.D * ROW
     lo = block.lo + 4 * t * LANES
     hi = block.hi + 4 * t * LANES
