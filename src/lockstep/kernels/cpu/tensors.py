@@ -6,6 +6,7 @@ import ctypes
 import math
 import struct
 from array import array
+from functools import lru_cache
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -130,7 +131,7 @@ def describe(
         0 if pages is None else pages.shape[1],
         _side(problem.window_left),
         _side(0 if problem.causal else problem.window_right),
-        *struct.unpack("4q", struct.pack("4d", *_factors(problem))),
+        *_factors(problem.scale, problem.softcap),
     )
     assert len(words) == CALL_WORDS
     record = array("q", words + tuple(chain(*tables)))
@@ -140,16 +141,18 @@ def describe(
     return Described(record, tables[1], tables[3], (sinks, pages))
 
 
-def _factors(problem: AttentionProblem) -> tuple[float, float, float, float]:
-    """(scale, softcap, q_factor, score_factor), each within the range of fp32.
+@lru_cache(maxsize=64)
+def _factors(scale: float, softcap: float | None) -> tuple[int, ...]:
+    """(scale, softcap, q_factor, score_factor), each within the range of fp32, as words.
 
     The power of two in a scale below 1 goes into the queries. It rounds nothing there, and products
     do not overflow where scores would not.
     """
-    scale, softcap = _within_range(problem.scale), _within_range(problem.softcap or 0.0)
+    scale, cap = _within_range(scale), _within_range(softcap or 0.0)
     q_factor = 2.0 ** min(0, math.frexp(scale)[1] - 1)
     rest = scale / q_factor
-    return scale, softcap, q_factor, _within_range(rest / softcap) if softcap else rest
+    score_factor = _within_range(rest / cap) if cap else rest
+    return struct.unpack("4q", struct.pack("4d", scale, cap, q_factor, score_factor))
 
 
 def _within_range(x: float) -> float:
