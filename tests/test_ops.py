@@ -65,18 +65,18 @@ def test_opcheck_paged(dtype):
 @pytest.mark.parametrize("needs", [[True] * 5, [False, True, False, False, True]])
 def test_opcheck_backward(needs, dtype):
     tensors = dense(dtype=dtype)
-    out, lse = torch.ops.lockstep.attention(*tensors, *OPTIONS)
+    out, lse, statistics = torch.ops.lockstep.attention(*tensors, *OPTIONS)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    args = (dout, dlse, out, lse, *tensors, *OPTIONS, needs)
+    args = (dout, dlse, out, statistics, *tensors, *OPTIONS, needs)
     torch.library.opcheck(torch.ops.lockstep.attention_backward.default, args)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_opcheck_varlen_backward(dtype):
     tensors = varlen(dtype=dtype)
-    out, lse = torch.ops.lockstep.attention_varlen(*tensors, *OPTIONS)
+    out, _, statistics = torch.ops.lockstep.attention_varlen(*tensors, *OPTIONS)
     needs = [True, True, True, False, True]
-    args = (torch.randn_like(out), None, out, lse, *tensors, *OPTIONS, needs)
+    args = (torch.randn_like(out), None, out, statistics, *tensors, *OPTIONS, needs)
     torch.library.opcheck(torch.ops.lockstep.attention_varlen_backward.default, args)
 
 

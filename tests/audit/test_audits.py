@@ -32,47 +32,47 @@ _TURNS = itertools.count()
 
 def _by_turns(problem, tensors):
     """Another answer every other time."""
-    out, lse = cpu.KERNEL.forward(problem, tensors)
-    return (nudged(out), lse) if next(_TURNS) % 2 else (out, lse)
+    out, *rest = cpu.KERNEL.forward(problem, tensors)
+    return (nudged(out), *rest) if next(_TURNS) % 2 else (out, *rest)
 
 
 def _by_threads(problem, tensors):
-    out, lse = cpu.KERNEL.forward(problem, tensors)
-    return (nudged(out), lse) if torch.get_num_threads() == 3 else (out, lse)
+    out, *rest = cpu.KERNEL.forward(problem, tensors)
+    return (nudged(out), *rest) if torch.get_num_threads() == 3 else (out, *rest)
 
 
 def _by_batch(problem, tensors):
-    out, lse = cpu.KERNEL.forward(problem, tensors)
-    return (torch.stack([*map(nudged, out)]), lse) if problem.B > 1 else (out, lse)
+    out, *rest = cpu.KERNEL.forward(problem, tensors)
+    return (torch.stack([*map(nudged, out)]), *rest) if problem.B > 1 else (out, *rest)
 
 
 def _by_layout(layout):
     def forward(problem, tensors):
-        out, lse = cpu.KERNEL.forward(problem, tensors)
-        return (out, nudged(lse)) if problem.layout == layout else (out, lse)
+        out, lse, statistics = cpu.KERNEL.forward(problem, tensors)
+        return out, nudged(lse) if problem.layout == layout else lse, statistics
 
     return forward
 
 
 def _by_keys(problem, tensors):
     """As a split chosen by the longest neighbour would."""
-    out, lse = cpu.KERNEL.forward(problem, tensors)
+    out, *rest = cpu.KERNEL.forward(problem, tensors)
     longest = int(tensors.kv_lens.max()) if tensors.kv_lens is not None else problem.Skv
     total = int(tensors.kv_lens.sum()) if tensors.kv_lens is not None else 0
     changed = torch.stack([*map(nudged, out)])
-    return (changed, lse) if total > longest + 9 else (out, lse)
+    return (changed, *rest) if total > longest + 9 else (out, *rest)
 
 
 def _by_padding(problem, tensors):
-    out, lse = cpu.KERNEL.forward(problem, tensors)
-    return (nudged(out), lse) if problem.Skv > SMALL.S + 200 else (out, lse)
+    out, *rest = cpu.KERNEL.forward(problem, tensors)
+    return (nudged(out), *rest) if problem.Skv > SMALL.S + 200 else (out, *rest)
 
 
 def _by_queries(problem, tensors):
     """A token decoded by itself, whatever the batch."""
-    out, lse = cpu.KERNEL.forward(problem, tensors)
+    out, *rest = cpu.KERNEL.forward(problem, tensors)
     decoded = problem.Sq == 1 < problem.Skv
-    return (torch.stack([*map(nudged, out)]), lse) if decoded else (out, lse)
+    return (torch.stack([*map(nudged, out)]), *rest) if decoded else (out, *rest)
 
 
 FAULTS = {

@@ -54,8 +54,8 @@ def test_a_difference_ends_it_with_status_1_and_its_place(monkeypatch):
     turns = iter(range(100))
 
     def forward(problem, tensors):
-        out, lse = cpu.KERNEL.forward(problem, tensors)
-        return out + 1e-3 * next(turns), lse
+        out, *rest = cpu.KERNEL.forward(problem, tensors)
+        return out + 1e-3 * next(turns), *rest
 
     kernel = replace(cpu.KERNEL, name="fickle", forward=forward)
     monkeypatch.setattr(dispatch, "KERNELS", (kernel,))

@@ -187,7 +187,8 @@ def test_strides_do_not_matter(Sq, dtype):
 
 @pytest.mark.parametrize("Sq", [1, 40])
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0])], ids=["bare", "sinks"])
-def test_merged_parts_are_the_whole(Sq, sinks):
+def test_merged_parts_are_near_the_whole(Sq, sinks):
+    """Not the whole's bits: a part that is finished has been divided by its sum, and rounded."""
     case = draw(Sq, 700)
     parts = [
         run(case.replaced(**{n: case.tensors[n][:, :, i : i + 256] for n in ("k", "v")}))
@@ -198,4 +199,14 @@ def test_merged_parts_are_the_whole(Sq, sinks):
         out, lse = pairs[0]
         pairs.append((torch.zeros_like(out), sinks[None, :, None].expand_as(lse)))
         case = case.replaced(sinks=sinks)
-    assert_same_bits(Result(*lockstep.merge(pairs)), run(case))
+    merged, whole = lockstep.merge(pairs), run(case)
+    torch.testing.assert_close(merged, (whole.out, whole.lse), rtol=1e-6, atol=1e-6)
+    assert_same_bits(Result(*lockstep.merge(pairs)), Result(*merged))
+
+
+@pytest.mark.parametrize("Sq", [1, 40])
+def test_a_part_merged_with_nothing_keeps_its_bits(Sq):
+    part = run(draw(Sq, 700))
+    nothing = torch.full_like(part.out, math.nan), torch.full_like(part.lse, -math.inf)
+    pairs = [nothing, (part.out, part.lse), nothing]
+    assert_same_bits(Result(*lockstep.merge(pairs)), part)

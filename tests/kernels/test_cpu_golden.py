@@ -16,19 +16,19 @@ import lockstep
 CASES = {
     "causal": (
         {"Hq": 2, "Hkv": 1, "Sq": 300, "Skv": 300, "D": 64, "Dv": 64, "causal": True},
-        "dfd683a18710e245",
+        "a93b360c8fad51ae",
     ),
     "decode": (
         {"Hq": 4, "Hkv": 2, "Sq": 1, "Skv": 700, "D": 33, "Dv": 47},
-        "47ffafcbeb9cd169",
+        "f1adb8ab6ea86b0f",
     ),
     "softcap": (
         {"Hq": 2, "Hkv": 2, "Sq": 111, "Skv": 257, "D": 80, "Dv": 80, "softcap": 5.0},
-        "7205c28c64dd471a",
+        "40258fdcf8319563",
     ),
     "window": (
         {"Hq": 8, "Hkv": 2, "Sq": 2, "Skv": 1000, "D": 128, "Dv": 128, "window": (100, 3)},
-        "f25e773f10c48cc9",
+        "9b2d639de1600726",
     ),
 }
 

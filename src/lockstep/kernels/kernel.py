@@ -73,10 +73,11 @@ class Kernel:
     a bias of 4 dims, and on lengths, offsets and page indices within their bounds. Neither may
     return an input or a view of one.
 
-    `statistics` [*lse.shape, 2] are (m, l) of each row: with scores s in log2 units, rounded as the
-    kernel rounds them, the weights of the row are `exp2(s - m) / l`. An lse of the same precision
-    cannot say that much: where scores are large, its rounding is an error of every weight. A row
-    that sees no key has (inf, 1). None where the problem has no gradient.
+    `statistics` [*lse.shape, 2] are (m, l) of each row: with scores s as the kernel has them, the
+    weights of the row are `exp2((s - m) * unit) / l`, sink included. s - m comes first: it is exact
+    for scores near m, however large they are, as an lse of the same precision cannot be. On the
+    CPU, s and m are in natural units, as bias, sinks and lse are, and unit = log2(e). A row that
+    sees no key has (inf, 1). None where the problem has no gradient.
 
     `prepare`, where there is one, does for a problem and tensors what `forward` does before it
     looks at data. What it returns then serves all calls whose tensors have the same shapes,

@@ -1,6 +1,6 @@
 """Gradients on the CPU, without atomics: every sum has one owner and one order.
 
-With p = 2^(s − lse) recomputed tile by tile, dP = dO vᵀ and delta = Σ_d dO·O − dlse:
+With p = e^(s − m) / l recomputed tile by tile, dP = dO vᵀ and delta = Σ_d dO·O − dlse:
 
     dS = p (dP − delta)        dQ = scale Σ_kv dS k        dK = scale Σ_q dS q        dV = Σ_q p dO
 
@@ -279,7 +279,7 @@ def backward(
     problem: AttentionProblem,
     tensors: Tensors,
     out: Tensor,
-    lse: Tensor,
+    statistics: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
     needs: Needs,
@@ -288,11 +288,11 @@ def backward(
     from lockstep.kernels.kernel import Gradients
 
     D, Dv = problem.D, problem.Dv
-    described = describe(problem, tensors, out, lse)
+    described = describe(problem, tensors, out, None, statistics)
     q_dims, k_dims = query_dims(problem), kv_dims(problem)
     # Keys and queries that no one sees keep these zeros.
     dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype) for t in (tensors.q, tensors.k, tensors.v))
-    delta = torch.zeros(lse.shape, dtype=torch.float32)
+    delta = torch.zeros(problem.lse_shape, dtype=torch.float32)
     group = problem.Hq // problem.Hkv
     tiles = -(-np.array(described.q_len) * group // LANES) * problem.Hkv
     first_tile = np.cumsum(tiles) - tiles

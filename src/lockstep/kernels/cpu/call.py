@@ -34,6 +34,7 @@ CALL = np.dtype(
         ("v", STRIDED),
         ("out", STRIDED),
         ("lse", STRIDED),
+        ("statistics", STRIDED),  # (m, l) of each row; address 0: not wanted
         ("bias", STRIDED),  # address 0: none
         ("bias_col", np.int64),
         ("bias_kind", np.int64),
@@ -49,6 +50,8 @@ CALL = np.dtype(
         ("right", np.int64),
         ("scale", np.float64),
         ("softcap", np.float64),  # 0: none
+        ("q_factor", np.float64),  # of queries, before the product
+        ("score_factor", np.float64),  # of products: scores, or arguments of the softcap
     ]
 )
 """Everything a kernel needs to know about a call; kernels receive it by reference."""

@@ -24,8 +24,16 @@ from lockstep.kernels.cpu.rescore import (
 from lockstep.kernels.cpu.simd import LANES, f32
 from lockstep.kernels.cpu.tensors import DENSE, Described, address, strided
 from lockstep.kernels.cpu.threads import parallel
-from lockstep.kernels.cpu.tiles import ROW, dot_columns
-from lockstep.kernels.cpu.wide import MAX_HEAD_DIM, MINUS_INF, ROWS, SPAN, carve_block, tile_bounds
+from lockstep.kernels.cpu.tiles import ROW, add_vectors, dot_columns
+from lockstep.kernels.cpu.wide import (
+    CHAIN,
+    MAX_HEAD_DIM,
+    MINUS_INF,
+    ROWS,
+    SPAN,
+    carve_block,
+    tile_bounds,
+)
 
 if TYPE_CHECKING:
     from lockstep.kernels.kernel import Tensors
@@ -45,7 +53,7 @@ def _gather_tile(call, tensor, b, h, row, n, rows, to):
 
 @kernel
 def _run_deltas(arguments):
-    """delta = Σ_d dO · O, one chain per row; a ticket is a sequence and KV head.
+    """delta = Σ_d dO · O; a ticket is a sequence and KV head.
 
     Arguments: call, gradient.
     """
@@ -63,7 +71,12 @@ def _run_deltas(arguments):
             n = min(LANES, rows - row)
             _gather_tile(call, call.out, b, h, row, n, block.q_rows, work.dout)
             _gather_tile(call, grad.dout, b, h, row, n, block.q_rows, work.dout_t)
-            dot_columns(work.dout, work.dout_t, call.Dv, work.delta)
+            dot_columns(work.dout, work.dout_t, min(call.Dv, CHAIN), work.delta)
+            # Chains as in dP: where one key has all the weight, dP and delta are the same.
+            for d in range(CHAIN, call.Dv, CHAIN):
+                at, dims = d * ROW, min(CHAIN, call.Dv - d)
+                dot_columns(work.dout + at, work.dout_t + at, dims, work.m)
+                add_vectors(work.delta, work.m, LANES)
             for lane in range(n):
                 g, q_idx = split_row(call, b, row + lane)
                 to = row_address(grad.delta, first, b, h * call.G + g, q_idx)
@@ -80,7 +93,7 @@ def row_deltas(
 
 @kernel
 def _run_sinks(arguments):
-    """sums [Hq] = −Σ e^(sink − lse) · delta over all rows of a head, in order, in float64.
+    """sums [Hq] = −Σ e^(sink − m) / l · delta over all rows of a head, in order, in float64.
 
     Arguments: call, gradient, sums.
     """
@@ -94,11 +107,12 @@ def _run_sinks(arguments):
         for b in range(call.B):
             first = of_sequence(call.q_first, b)
             for q_idx in range(of_sequence(call.q_len, b)):
-                lse = scalar.load(row_address(call.lse, first, b, head, q_idx))
+                statistics = row_address(call.statistics, first, b, head, q_idx)
+                m, l = scalar.load(statistics), scalar.load(statistics + 4)
                 delta = scalar.load(row_address(grad.delta, first, b, head, q_idx))
                 sink = scalar.load(call.sinks + 4 * head)
                 if sink != MINUS_INF:
-                    scalar.add_f64(-scalar.exp(sink - lse) * delta, at)
+                    scalar.add_f64(-scalar.exp(sink - m) / l * delta, at)
 
 
 def sink_gradient(tensors: Tensors, described: Described, record: np.ndarray) -> Tensor:

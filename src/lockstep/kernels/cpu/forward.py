@@ -3,27 +3,27 @@
     out = softmax(softcap(scale · q kᵀ) + bias) v        q [.., D], k [.., D], v [.., Dv]
 
 Query rows come in *units* of up to ROWS rows of one KV head. For each span of SPAN keys a unit
-gets a part (out, lse); parts are folded together in ascending order. A unit that is folded on
-the fly and one whose spans were shared out among threads go through the same steps, so the
-choice between them is free: it never shows in the bits.
+gets a part (acc, m, l). Parts are folded together in ascending order: those of GROUP spans, at
+absolute positions, then groups, so that a long row rounds its sums a few hundred times rather
+than once per span. A unit that is folded on the fly and one whose spans were shared out among
+threads go through the same steps, so the choice between them is free: it never shows in the bits.
 """
 
 from __future__ import annotations
 
 from array import array
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lockstep.kernels.cpu import scalar
 from lockstep.kernels.cpu.arguments import argument, enter, record_at, take_ticket
 from lockstep.kernels.cpu.call import call_at, of_sequence, row_address, split_row
 from lockstep.kernels.cpu.compile import compiled, kernel
 from lockstep.kernels.cpu.memory import scatter_columns
-from lockstep.kernels.cpu.merge import close_row, fill, fold_row
+from lockstep.kernels.cpu.merge import close_row, fill, fold_row, write_statistics
 from lockstep.kernels.cpu.narrow import NARROW, attend_narrow, carve_narrow, load_narrow
 from lockstep.kernels.cpu.simd import F32, LANES, MR, f32
 from lockstep.kernels.cpu.tensors import address, describe
@@ -43,7 +43,7 @@ from lockstep.kernels.cpu.wide import (
 )
 
 if TYPE_CHECKING:
-    from lockstep.kernels.kernel import Tensors
+    from lockstep.kernels.kernel import Result, Tensors
     from lockstep.problem import AttentionProblem
 
 UNIT = np.dtype(
@@ -63,6 +63,8 @@ ITEM = np.dtype([("unit", np.int64), ("first_span", np.int64), ("last_span", np.
 UNIT_BYTES, ITEM_BYTES = UNIT.itemsize, ITEM.itemsize
 DONE = UNIT.fields["done"][1]  # type: ignore[index]
 unit_at, item_at = record_at(UNIT), record_at(ITEM)
+# Spans that are folded together before their sum is folded into the row's: bits depend on it.
+GROUP = 64
 # Splitting one unit's spans keeps one part per row and span: stay below this many floats.
 WORKSPACE_LIMIT = 16 << 20
 
@@ -147,8 +149,17 @@ def plan(arguments):
 
 
 @compiled
-def _write_rows(call, unit, rows, acc, m):
-    """Scatter finished tiles acc [tiles, Dv, LANES], m [tiles, LANES] to out and lse."""
+def _write_row_statistics(call, b, head, q_idx, m, l):
+    first = of_sequence(call.q_first, b)
+    lse = row_address(call.lse, first, b, head, q_idx)
+    wanted = call.statistics.address != 0
+    statistics = row_address(call.statistics, first, b, head, q_idx) if wanted else 0
+    write_statistics(m, l, lse, statistics)
+
+
+@compiled
+def _write_rows(call, unit, rows, acc, m, l):
+    """Scatter finished tiles acc [tiles, Dv, LANES]; m and l [tiles, LANES] of each row."""
     b, h, row0, n_rows = unit.b, unit.h, unit.first_row, unit.n_rows
     q_first = of_sequence(call.q_first, b)
     Dv = padded(call.Dv, MR)
@@ -157,11 +168,58 @@ def _write_rows(call, unit, rows, acc, m):
         # Lanes that repeat the last row repeat its result too.
         row = row_address(call.out, q_first, b, h * call.G + g, q_idx)
         scalar.store_word(row, rows + 8 * i)
-        lse = row_address(call.lse, q_first, b, h * call.G + g, q_idx)
-        scalar.store(scalar.load(m + 4 * i), lse)
+        row_m, row_l = scalar.load(m + 4 * i), scalar.load(l + 4 * i)
+        _write_row_statistics(call, b, h * call.G + g, q_idx, row_m, row_l)
     for t in range(padded(n_rows, LANES) // LANES):
         table = rows + 8 * t * LANES
         scatter_columns(call.kind, table, LANES, call.Dv, acc + t * Dv * ROW, ROW)
+
+
+class Running(NamedTuple):
+    """Where the state of a unit's tiles lies in scratch, by address."""
+
+    acc: int  # [TILES, Dv, LANES]
+    m: int  # [TILES, LANES]
+    l: int  # [TILES, LANES]
+    end: int
+
+
+@compiled
+def _carve_running(base, Dv):
+    m = base + 4 * ROWS * padded(Dv, MR)
+    return Running(base, m, m + 4 * ROWS, m + 8 * ROWS)
+
+
+@compiled
+def _clear(state, n_tiles, Dv):
+    fill(state.acc, n_tiles * LANES * Dv, f32(0.0))
+    fill(state.m, n_tiles * LANES, MINUS_INF)
+    fill(state.l, n_tiles * LANES, f32(0.0))
+
+
+@compiled
+def _fold_tile(state, t, Dv, part, part_m, part_l):
+    fold_span(
+        state.acc + t * Dv * ROW, Dv, state.m + t * ROW, state.l + t * ROW, part, part_m, part_l
+    )
+
+
+@compiled
+def _end_of_group(span, last):
+    """The first span that is not folded together with ``span``, or ``last``."""
+    return min(last, (span // GROUP + 1) * GROUP)
+
+
+@compiled
+def _fold_sinks(call, block, state, n_tiles, Dv):
+    """A sink is one more part: a weight without a value."""
+    fill(block.part, LANES * Dv, f32(0.0))
+    fill(block.part_l, LANES, f32(1.0))
+    for t in range(n_tiles):
+        for lane in range(LANES):
+            head = scalar.load_word(block.q_head + 8 * (t * LANES + lane))
+            scalar.store(scalar.load(call.sinks + 4 * head), block.part_m + 4 * lane)
+        _fold_tile(state, t, Dv, block.part, block.part_m, block.part_l)
 
 
 @compiled
@@ -171,38 +229,37 @@ def _fold_unit(call, unit, scratch):
     block = carve_block(scratch, call.D, call.Dv)
     fill(block.zero_row, MAX_HEAD_DIM, f32(0.0))
     Dv = padded(call.Dv, MR)
-    acc = block.end
-    m = acc + 4 * ROWS * Dv
-    l = m + 4 * ROWS
+    begin, last = unit.first_span, unit.first_span + unit.n_spans
+    state = _carve_running(block.end, call.Dv)
+    # The first group would be folded into nothing, which changes no bit.
+    alone = _end_of_group(begin, last) == last
+    group = state if alone else _carve_running(state.end, call.Dv)
     n_tiles = load_queries(call, block, b, h, unit.first_row, n_rows)
-    fill(acc, n_tiles * LANES * Dv, f32(0.0))
-    fill(m, n_tiles * LANES, MINUS_INF)
-    fill(l, n_tiles * LANES, f32(0.0))
+    _clear(state, n_tiles, Dv)
     hi = rows_range(call, b, unit.first_row, n_rows)[1]
-    for span in range(unit.first_span, unit.first_span + unit.n_spans):
-        first = span * SPAN
-        n = min(SPAN, hi - first)
-        finite = load_span(call, block, b, h, first, n)
-        for t in range(n_tiles):
-            if attend_span(call, block, b, t, first, n, finite):
-                at = acc + t * Dv * ROW
-                fold_span(at, Dv, m + t * ROW, l + t * ROW, block.part, block.part_m)
+    while begin < last:
+        _clear(group, n_tiles, Dv)
+        end = _end_of_group(begin, last)
+        for span in range(begin, end):
+            first = span * SPAN
+            n = min(SPAN, hi - first)
+            finite = load_span(call, block, b, h, first, n)
+            for t in range(n_tiles):
+                if attend_span(call, block, b, t, first, n, finite):
+                    _fold_tile(group, t, Dv, block.part, block.part_m, block.part_l)
+        for t in range(0 if alone else n_tiles):
+            at = group.acc + t * Dv * ROW
+            _fold_tile(state, t, Dv, at, group.m + t * ROW, group.l + t * ROW)
+        begin = end
     if call.sinks != 0:
-        fill(block.part, LANES * Dv, f32(0.0))
+        _fold_sinks(call, block, state, n_tiles, Dv)
     for t in range(n_tiles):
-        at = acc + t * Dv * ROW
-        if call.sinks != 0:
-            for lane in range(LANES):
-                head = scalar.load_word(block.q_head + 8 * (t * LANES + lane))
-                sink = scalar.load(call.sinks + 4 * head)
-                scalar.store(sink, block.part_m + 4 * lane)
-            fold_span(at, Dv, m + t * ROW, l + t * ROW, block.part, block.part_m)
-        close_rows(at, Dv, m + t * ROW, l + t * ROW)
-    _write_rows(call, unit, block.q_rows, acc, m)
+        close_rows(state.acc + t * Dv * ROW, Dv, state.l + t * ROW)
+    _write_rows(call, unit, block.q_rows, state.acc, state.m, state.l)
 
 
 @compiled
-def _split_unit(call, unit, span0, span1, scratch, parts, lses):
+def _split_unit(call, unit, span0, span1, scratch, parts, statistics):
     """Some spans of one unit; each row's part goes to the workspace [row, span]."""
     b, h, n_rows = unit.b, unit.h, unit.n_rows
     block = carve_block(scratch, call.D, call.Dv)
@@ -218,8 +275,10 @@ def _split_unit(call, unit, span0, span1, scratch, parts, lses):
             seen = attend_span(call, block, b, t, first, n, finite)
             for lane in range(LANES):
                 part = column + min(t * LANES + lane, n_rows - 1) * unit.n_spans
-                lse = scalar.load(block.part_m + 4 * lane) if seen else MINUS_INF
-                scalar.store(lse, lses + 4 * part)
+                m = scalar.load(block.part_m + 4 * lane) if seen else MINUS_INF
+                l = scalar.load(block.part_l + 4 * lane) if seen else f32(0.0)
+                scalar.store(m, statistics + 8 * part)
+                scalar.store(l, statistics + 8 * part + 4)
                 row = block.q_rows + 8 * (t * LANES + lane)
                 scalar.store_word(parts + 4 * part * call.Dv, row)
             if seen:
@@ -228,37 +287,45 @@ def _split_unit(call, unit, span0, span1, scratch, parts, lses):
 
 
 @compiled
-def _merge_unit(call, unit, scratch, parts, lses):
-    """Fold the workspace parts of a split unit, span after span, then the sink."""
-    b, h = unit.b, unit.h
-    q_first = of_sequence(call.q_first, b)
-    acc = scratch
+def _merge_unit(call, unit, scratch, parts, statistics):
+    """Fold the workspace parts of a split unit, group after group, then the sink."""
+    b, h, Dv = unit.b, unit.h, call.Dv
+    acc, group = scratch, scratch + 4 * Dv
     for i in range(unit.n_rows):
         g, q_idx = split_row(call, b, unit.first_row + i)
         head = h * call.G + g
-        fill(acc, call.Dv, f32(0.0))
+        first_part = unit.workspace + i * unit.n_spans - unit.first_span
+        fill(acc, Dv, f32(0.0))
         m, l = MINUS_INF, f32(0.0)
-        for j in range(unit.n_spans):
-            part = unit.workspace + i * unit.n_spans + j
-            at = parts + 4 * part * call.Dv
-            m, l = fold_row(acc, m, l, call.Dv, F32, at, scalar.load(lses + 4 * part))
+        span, last = unit.first_span, unit.first_span + unit.n_spans
+        while span < last:
+            end = _end_of_group(span, last)
+            fill(group, Dv, f32(0.0))
+            group_m, group_l = MINUS_INF, f32(0.0)
+            for part in range(first_part + span, first_part + end):
+                at, part_m = parts + 4 * part * Dv, scalar.load(statistics + 8 * part)
+                part_l = scalar.load(statistics + 8 * part + 4)
+                group_m, group_l = fold_row(group, group_m, group_l, Dv, F32, at, part_m, part_l)
+            m, l = fold_row(acc, m, l, Dv, F32, group, group_m, group_l)
+            span = end
         if call.sinks != 0:
-            m, l = fold_row(acc, m, l, call.Dv, F32, 0, scalar.load(call.sinks + 4 * head))
-        out = row_address(call.out, q_first, b, head, q_idx)
-        lse = row_address(call.lse, q_first, b, head, q_idx)
-        close_row(acc, m, l, call.Dv, call.kind, out, lse)
+            sink = scalar.load(call.sinks + 4 * head)
+            m, l = fold_row(acc, m, l, Dv, F32, 0, sink, f32(1.0))
+        out = row_address(call.out, of_sequence(call.q_first, b), b, head, q_idx)
+        close_row(acc, l, Dv, call.kind, out)
+        _write_row_statistics(call, b, head, q_idx, m, l)
 
 
 @kernel
 def run_items(arguments):
     """Every item, wide or narrow, folded or into the workspace; who ends a unit merges it.
 
-    Arguments: call, units, items, how many items, parts, lses.
+    Arguments: call, units, items, how many items, parts, their statistics.
     """
     scratch = enter(arguments)
     call, units = call_at(argument(arguments, 0)), argument(arguments, 1)
     items, n_items = argument(arguments, 2), argument(arguments, 3)
-    parts, lses = argument(arguments, 4), argument(arguments, 5)
+    parts, statistics = argument(arguments, 4), argument(arguments, 5)
     while True:
         ticket = take_ticket(arguments)
         if ticket >= n_items:
@@ -272,21 +339,21 @@ def run_items(arguments):
             block = carve_narrow(scratch, call.D, call.Dv)
             load_narrow(call, block, unit)
             for span in range(item.first_span, item.last_span):
-                attend_narrow(call, block, unit, span, parts, lses)
+                attend_narrow(call, block, unit, span, parts, statistics)
         else:
-            _split_unit(call, unit, item.first_span, item.last_span, scratch, parts, lses)
+            _split_unit(call, unit, item.first_span, item.last_span, scratch, parts, statistics)
         done = units + item.unit * UNIT_BYTES + DONE
         if scalar.fetch_add_one(done) == unit.pieces - 1:
-            _merge_unit(call, unit, scratch, parts, lses)
+            _merge_unit(call, unit, scratch, parts, statistics)
 
 
 @kernel
 def _measure_scratch(arguments):
     """Arguments: D, Dv, result: the bytes a thread needs for either kind of unit."""
     D, Dv = argument(arguments, 0), argument(arguments, 1)
-    running = 4 * ROWS * padded(Dv, MR) + 8 * ROWS  # acc, m, l of _fold_unit
-    size = max(carve_block(0, D, Dv).end + running, carve_narrow(0, D, Dv).end)
-    scalar.store_word(size, argument(arguments, 2))
+    state = _carve_running(carve_block(0, D, Dv).end, Dv)
+    group = _carve_running(state.end, Dv)
+    scalar.store_word(max(group.end, carve_narrow(0, D, Dv).end), argument(arguments, 2))
 
 
 @lru_cache(maxsize=64)
@@ -296,16 +363,19 @@ def _scratch_bytes(D: int, Dv: int) -> int:
     return int(result[0])
 
 
-def forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """(out, lse) of one call; out has q's shape with Dv, lse the same without the last dim."""
-    q, D, Dv = tensors.q, problem.D, problem.Dv
-    out = torch.empty((*q.shape[:-1], Dv), dtype=q.dtype)
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32)
-    described = describe(problem, tensors, out, lse)
+def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
+    """out, lse and statistics of one call."""
+    D, Dv = problem.D, problem.Dv
+    out = torch.empty(problem.out_shape, dtype=problem.dtype)
+    lse = torch.empty(problem.lse_shape, dtype=torch.float32)
+    statistics = None
+    if problem.has_gradient:
+        statistics = torch.empty(problem.statistics_shape, dtype=torch.float32)
+    described = describe(problem, tensors, out, lse, statistics)
     G, threads = problem.Hq // problem.Hkv, torch.get_num_threads()
     n_units = problem.Hkv * sum(-(-G * length // ROWS) for length in described.q_len)
     if n_units == 0:
-        return out, lse
+        return out, lse, statistics
     # Three results of the plan, the units, the items.
     sizes = (
         3,
@@ -319,8 +389,8 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor
     call = described.address
     parallel(plan, (call, threads, n_units, units, items, results))
     n_parts, n_items, row_spans = table[: sizes[0]]
-    workspace = np.empty(n_parts * (Dv + 1), np.float32)
+    workspace = np.empty(n_parts * (Dv + 2), np.float32)
     parts = address(workspace)
     arguments = (call, units, items, n_items, parts, parts + 4 * n_parts * Dv)
     parallel(run_items, arguments, _scratch_bytes(D, Dv), row_spans * SPAN * (D + Dv))
-    return out, lse
+    return out, lse, statistics

@@ -1,10 +1,11 @@
 """Fold parts of one row together: the split-KV formula, one row at a time.
 
-    m' = max(m, lse_i)
-    acc = acc · e^(m − m') + out_i · e^(lse_i − m')
-    l   = l · e^(m − m') + e^(lse_i − m')            out = acc / l,  lse = m + log l
+    m'  = max(m, m_i)
+    acc = acc · e^(m − m') + acc_i · e^(m_i − m')
+    l   = l · e^(m − m') + l_i · e^(m_i − m')            out = acc / l,  lse = m + log l
 
-The wide path does the same to LANES rows at once (``tiles.fold_span``), with the same bits.
+The wide path does the same to LANES rows at once (``tiles.fold_span``), with the same bits. A
+finished result (out, lse) is a part with acc = out, m = lse, l = 1; so is a sink, of no value.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lockstep.kernels.cpu.simd import F32, LN2, WIDTH, Emit, emitter, f32, i64
 from lockstep.kernels.cpu.tensors import KINDS
 from lockstep.kernels.cpu.threads import parallel
 
-MINUS_INF = f32(-np.inf)
+INF, MINUS_INF = f32(np.inf), f32(-np.inf)
 ROWS_PER_TICKET = 64
 
 
@@ -40,14 +41,14 @@ def _fold_vectors(e: Emit, acc, part, n, old, new):
 
 
 @compiled
-def fold_row(acc, m, l, D, kind, part, lse):
-    """Fold one part into (acc, m, l); returns the new m and l. A part of 0 is a sink: no value."""
-    if lse == MINUS_INF:
+def fold_row(acc, m, l, D, kind, part, part_m, part_l):
+    """Fold a part into (acc, m, l); returns the new m and l. A part at address 0 has no value."""
+    if part_l == f32(0.0):
         return m, l
-    largest = lse if lse > m else m
+    largest = part_m if part_m > m else m
     base = f32(0.0) if largest == MINUS_INF else largest
     old = scalar.exp(m - base)
-    new = scalar.exp(lse - base)
+    new = scalar.exp(part_m - base)
     size = 4 if kind == F32 else 2
     done = 0
     if kind == F32 and part != 0:
@@ -57,18 +58,28 @@ def fold_row(acc, m, l, D, kind, part, lse):
         value = scalar.load_element(kind, part + size * d) if part != 0 else f32(0.0)
         at = acc + 4 * d
         scalar.store(scalar.fma(scalar.load(at), old, value * new), at)
-    return largest, scalar.fma(l, old, new)
+    return largest, scalar.fma(l, old, part_l * new)
 
 
 @compiled
-def close_row(acc, m, l, D, kind, out, lse):
-    """Write out = acc / l and lse = m + log l."""
+def close_row(acc, l, D, kind, out):
+    """Write out = acc / l."""
     total = f32(1.0) if l == f32(0.0) else l
     size = 4 if kind == F32 else 2
     for d in range(D):
         value = scalar.load(acc + 4 * d) / total + f32(0.0)
         scalar.store_element(kind, value, out + size * d)
+
+
+@compiled
+def write_statistics(m, l, lse, statistics):
+    """Write lse = m + log l, and (m, l) for the backward unless their address is 0."""
+    total = f32(1.0) if l == f32(0.0) else l
     scalar.store(m + scalar.log2(total) * f32(LN2), lse)
+    if statistics != 0:
+        # A row that sees no key has weights e^(s − ∞) = 0.
+        scalar.store(INF if m == MINUS_INF else m, statistics)
+        scalar.store(total, statistics + 4)
 
 
 @kernel
@@ -92,9 +103,12 @@ def _merge_rows(arguments):
             m, l = MINUS_INF, f32(0.0)
             for i in range(n_parts):
                 at = i * n_rows + row
-                part_lse = scalar.load(lses + 4 * at)
-                m, l = fold_row(acc, m, l, D, kind, parts + size * at * D, part_lse)
-            close_row(acc, m, l, D, kind, out + size * row * D, lse + 4 * row)
+                part, part_m = parts + size * at * D, scalar.load(lses + 4 * at)
+                # What saw no key says nothing, whatever its out holds.
+                part_l = f32(0.0) if part_m == MINUS_INF else f32(1.0)
+                m, l = fold_row(acc, m, l, D, kind, part, part_m, part_l)
+            close_row(acc, l, D, kind, out + size * row * D)
+            write_statistics(m, l, lse + 4 * row, 0)
 
 
 def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:

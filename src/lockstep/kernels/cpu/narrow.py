@@ -23,8 +23,6 @@ from lockstep.kernels.cpu.merge import fill
 from lockstep.kernels.cpu.simd import (
     F32,
     LLVM_F32,
-    LN2,
-    LOG2E,
     WIDTH,
     Emit,
     emitter,
@@ -32,8 +30,15 @@ from lockstep.kernels.cpu.simd import (
     i64,
 )
 from lockstep.kernels.cpu.tiles import MINUS_INF as MINUS_INFINITY
-from lockstep.kernels.cpu.tiles import VECTOR, add_scaled
-from lockstep.kernels.cpu.wide import CHAIN, MAX_HEAD_DIM, MINUS_INF, SPAN, biased, padded
+from lockstep.kernels.cpu.tiles import VECTOR, add_scaled, scale_vectors
+from lockstep.kernels.cpu.wide import (
+    CHAIN,
+    MAX_HEAD_DIM,
+    MINUS_INF,
+    SPAN,
+    biased,
+    padded,
+)
 
 # Up to this many rows are narrow.
 NARROW = 8
@@ -99,12 +104,12 @@ def _max_row(e: Emit, s, n):
 
 
 @emitter(i64, i64, f32)
-def _exp2_row(e: Emit, s, n, base):
-    """s = 2^(s − base) in place; s [n], n a multiple of WIDTH."""
+def _exp_row(e: Emit, s, n, base):
+    """s = e^(s − base) in place; s [n], n a multiple of WIDTH."""
     largest = e.splat(base)
     with e.loop(e.ir.sdiv(n, e.integer(WIDTH))) as i:
         at = e.offset(s, i, VECTOR)
-        e.store(e.exp2(e.ir.fsub(e.load(at), largest)), at)
+        e.store(e.exp(e.ir.fsub(e.load(at), largest)), at)
 
 
 def _accumulate(rows: int, vectors: int):
@@ -149,7 +154,7 @@ class Narrow(NamedTuple):
     spare: int  # [NARROW, SPAN]
     out: int  # [NARROW, Dv]
     m: int  # [NARROW]
-    l: int  # [NARROW] sum of weights, then its inverse
+    l: int  # [NARROW]
     end: int
 
 
@@ -183,7 +188,7 @@ def _finish_scores(call, b, head, q_idx, first, n, s):
         elif changed:
             score = scalar.load(at)
             if call.softcap > 0.0:
-                score = scalar.tanh(score) * f32(call.softcap * LOG2E)
+                score = scalar.tanh(score) * f32(call.softcap)
             if call.bias.address != 0:
                 value = scalar.load_element(call.bias_kind, bias + kv * call.bias_col)
                 score = biased(score, value)
@@ -220,7 +225,7 @@ def _accumulate_carefully(v, v_pitch, n, base, s, out, out_pitch):
         for kv in range(n):
             score = scalar.load(s + 4 * kv)
             if score != MINUS_INF:
-                weight = scalar.exp2(score - base)
+                weight = scalar.exp(score - base)
                 acc = scalar.fma(scalar.load(v + kv * v_pitch + at), weight, acc)
         scalar.store(acc, out + at)
 
@@ -255,15 +260,16 @@ def load_narrow(call, block, unit):
         first = of_sequence(call.q_first, unit.b)
         row = row_address(call.q, first, unit.b, unit.h * call.G + g, q_idx)
         scalar.store_word(row, block.rows + 8 * i)
-    copy_rows(call.kind, block.rows, unit.n_rows, call.D, block.q, 4 * padded(call.D, WIDTH))
+    D = padded(call.D, WIDTH)
+    copy_rows(call.kind, block.rows, unit.n_rows, call.D, block.q, 4 * D)
+    scale_vectors(block.q, unit.n_rows * D, f32(call.q_factor))
 
 
 @compiled
 def _score_span(call, block, unit, k, k_pitch, first, n):
     """Finished scores of all rows into block.s [n_rows, SPAN]."""
-    factor = call.scale / call.softcap if call.softcap > 0.0 else call.scale * LOG2E
     q_pitch, whole = 4 * padded(call.D, WIDTH), padded(n, WIDTH)
-    D, c, s = padded(call.D, WIDTH), f32(factor), block.s
+    D, c, s = padded(call.D, WIDTH), f32(call.score_factor), block.s
     for d in range(0, D, CHAIN):
         last = d + CHAIN >= D
         to, by = (s, c if last else f32(1.0)) if d == 0 else (block.spare, f32(1.0))
@@ -278,8 +284,8 @@ def _score_span(call, block, unit, k, k_pitch, first, n):
 
 
 @compiled
-def attend_narrow(call, block, unit, span, parts, lses):
-    """All rows of a narrow unit against one span; (out, lse) of each row to the workspace."""
+def attend_narrow(call, block, unit, span, parts, statistics):
+    """All rows of a narrow unit against one span; each row's part goes to the workspace."""
     b, h, n_rows = unit.b, unit.h, unit.n_rows
     first = span * SPAN
     n = min(SPAN, of_sequence(call.kv_len, b) - first)
@@ -290,15 +296,9 @@ def attend_narrow(call, block, unit, span, parts, lses):
         s = block.s + i * S_PITCH
         m = _max_row(s, padded(n, WIDTH))
         scalar.store(m, block.m + 4 * i)
-        _exp2_row(s, padded(n, WIDTH), f32(0.0) if m == MINUS_INF else m)
+        _exp_row(s, padded(n, WIDTH), f32(0.0) if m == MINUS_INF else m)
     v, v_pitch = _rows_of_span(call, call.v, block, b, h, first, n, call.Dv, block.v)
     _accumulate_rows(v, v_pitch, n, block.s, n_rows, block.out, pitch, block.l)
-    for i in range(n_rows):
-        m, l = scalar.load(block.m + 4 * i), scalar.load(block.l + 4 * i)
-        part = unit.workspace + i * unit.n_spans + span - unit.first_span
-        lse = (m + scalar.log2(l)) * f32(LN2) if l != f32(0.0) else MINUS_INF
-        scalar.store(lse, lses + 4 * part)
-        scalar.store(f32(1.0) / l if l != f32(0.0) else f32(0.0), block.l + 4 * i)
     if not _is_finite(block.out, n_rows * pitch // 4):
         _score_span(call, block, unit, k, k_pitch, first, n)
         for i in range(n_rows):
@@ -308,7 +308,8 @@ def attend_narrow(call, block, unit, span, parts, lses):
             _accumulate_carefully(v, v_pitch, n, base, s, out, pitch)
     for i in range(n_rows):
         part = unit.workspace + i * unit.n_spans + span - unit.first_span
-        inverse = scalar.load(block.l + 4 * i)
+        scalar.store(scalar.load(block.m + 4 * i), statistics + 8 * part)
+        scalar.store(scalar.load(block.l + 4 * i), statistics + 8 * part + 4)
         for d in range(call.Dv):
-            value = scalar.load(block.out + i * pitch + 4 * d) * inverse
+            value = scalar.load(block.out + i * pitch + 4 * d)
             scalar.store(value, parts + 4 * (part * call.Dv + d))

@@ -1,6 +1,8 @@
 """Recompute the weights of a tile and their gradients: what every backward pass starts from.
 
-p = 2^(s − lse2),   dS = p (dP − delta),   dP = dO vᵀ,   delta = Σ_d dO·O − dlse
+p = e^(s − m) / l,   dS = p (dP − delta),   dP = dO vᵀ,   delta = Σ_d dO·O − dlse
+
+Scores come from the operations of the forward, so s − m is what the forward found, bit for bit.
 """
 
 from __future__ import annotations
@@ -14,10 +16,9 @@ from lockstep.kernels.cpu.arguments import record_at
 from lockstep.kernels.cpu.call import STRIDED, fill_kv_rows, of_sequence, row_address
 from lockstep.kernels.cpu.compile import compiled
 from lockstep.kernels.cpu.memory import copy_panels, copy_rows, gather_columns, gather_panels
-from lockstep.kernels.cpu.simd import LANES, LOG2E, MR, WIDTH, f32
+from lockstep.kernels.cpu.simd import LANES, MR, WIDTH, f32
 from lockstep.kernels.cpu.tiles import ROW, score_gradient_rows
 from lockstep.kernels.cpu.wide import (
-    MINUS_INF,
     ROWS,
     SPAN,
     load_queries,
@@ -51,7 +52,8 @@ class Gradient(NamedTuple):
     dout_t: int  # [TILES, Dv, LANES]
     q: int  # [ROWS, D] whole vectors
     dout: int  # [ROWS, Dv] whole vectors
-    lse2: int  # [ROWS]
+    m: int  # [ROWS]
+    inverse: int  # [ROWS] 1 / l
     delta: int  # [ROWS]
     k_cols: int  # [D / MR, SPAN, MR]
     dp: int  # [SPAN, LANES]
@@ -69,8 +71,9 @@ def carve_gradient(base, D, Dv):
     k_row, v_row = 4 * padded(D, WIDTH), 4 * padded(Dv, WIDTH)
     q = base + 4 * ROWS * padded(Dv, WIDTH)
     dout = q + ROWS * k_row
-    lse2 = dout + ROWS * v_row
-    delta = lse2 + 4 * ROWS
+    m = dout + ROWS * v_row
+    inverse = m + 4 * ROWS
+    delta = inverse + 4 * ROWS
     k_cols = delta + 4 * ROWS
     dp = k_cols + 4 * SPAN * padded(D, MR)
     slopes = dp + SPAN * ROW
@@ -81,13 +84,13 @@ def carve_gradient(base, D, Dv):
     dv_part = dk_part + SPAN * k_row
     end = dv_part + SPAN * v_row
     return Gradient(
-        base, q, dout, lse2, delta, k_cols, dp, slopes, dq, dk, dv, dk_part, dv_part, end
+        base, q, dout, m, inverse, delta, k_cols, dp, slopes, dq, dk, dv, dk_part, dv_part, end
     )
 
 
 @compiled
 def load_rows(call, grad, block, work, b, h, row0, n_rows):
-    """Queries, dO, lse and delta of a block; returns its tiles and whether q and dO are finite."""
+    """Rows of a block, and what belongs to them; returns its tiles and whether q, dO are finite."""
     n_tiles = load_queries(call, block, b, h, row0, n_rows)
     first = of_sequence(call.q_first, b)
     # Lanes that only fill up the last tile see nothing.
@@ -99,10 +102,9 @@ def load_rows(call, grad, block, work, b, h, row0, n_rows):
     for i in range(n_tiles * LANES):
         head = scalar.load_word(block.q_head + 8 * i)
         q_idx = scalar.load_word(block.q_idx + 8 * i)
-        lse = scalar.load(row_address(call.lse, first, b, head, q_idx))
-        # A row that sees no key has weights 2^(s − ∞) = 0.
-        lse2 = f32(np.inf) if lse == MINUS_INF else lse * f32(LOG2E)
-        scalar.store(lse2, work.lse2 + 4 * i)
+        statistics = row_address(call.statistics, first, b, head, q_idx)
+        scalar.store(scalar.load(statistics), work.m + 4 * i)
+        scalar.store(f32(1.0) / scalar.load(statistics + 4), work.inverse + 4 * i)
         delta = scalar.load(row_address(grad.delta, first, b, head, q_idx))
         scalar.store(delta, work.delta + 4 * i)
         dout = row_address(grad.dout, first, b, head, q_idx)
@@ -137,5 +139,5 @@ def score_gradients(call, block, work, b, t, first, begin, end, bounds, slopes):
         multiply_tile(v_panel, dout_t, dp, call.Dv, f32(1.0), block.part)
     at, row = begin * ROW, 4 * t * LANES
     slopes = slopes + at if slopes != 0 else 0
-    lse2, delta = work.lse2 + row, work.delta + row
-    score_gradient_rows(block.s + at, work.dp + at, end - begin, lse2, delta, slopes)
+    m, inverse, delta = work.m + row, work.inverse + row, work.delta + row
+    score_gradient_rows(block.s + at, work.dp + at, end - begin, m, inverse, delta, slopes)

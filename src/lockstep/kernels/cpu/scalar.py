@@ -28,11 +28,6 @@ def fma(e: Emit, x, y, z):
 
 
 @emitter(f32, returns=f32)
-def exp2(e: Emit, x):
-    return e.exp2(x)
-
-
-@emitter(f32, returns=f32)
 def exp(e: Emit, x):
     return e.exp(x)
 

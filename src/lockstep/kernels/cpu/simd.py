@@ -43,20 +43,20 @@ ITEMSIZE = (4, 2, 2)
 LOG2E = 1.0 / log(2.0)
 LN2 = log(2.0)
 
-# 2**f = 1 + f·(c1 + f·(c2 + …)) on [-½, ½], interpolated at Chebyshev nodes: relative error
+# 2**−f = 1 + f·(c1 + f·(c2 + …)) on [-½, ½], interpolated at Chebyshev nodes: relative error
 # below 1e-8.
 # The constant term is exactly 1, so exp2(0) is exactly 1: rescaling by it changes no bit.
 EXP2_COEFFICIENTS = (
-    0.693147188026,
+    -0.693147188026,
     0.240226507606,
-    0.0555035711422,
+    -0.0555035711422,
     0.00961808255728,
-    0.00133908633647,
+    -0.00133908633647,
     0.000154531629451,
 )
 MANTISSA_BITS = 23
-# Below this the weight is under the smallest normal float and counts as zero.
-EXP2_UNDERFLOW = -126.0
+# Below this, e**x is about the smallest normal float (e**−87.3): the weight counts as zero.
+EXP_UNDERFLOW = -87.0
 
 
 def _host_lanes() -> int:
@@ -156,14 +156,18 @@ class Emit:
         """The larger one; a NaN in ``new`` is passed over."""
         return self.ir.select(self.ir.fcmp_ordered(">", new, old), new, old)
 
-    def split(self, x: ir.Value, offset: float) -> tuple[ir.Value, ir.Value]:
-        """x = n + f with n whole: returns an int whose low bits hold n + offset, and f."""
-        # Adding 1.5·2²³ rounds to a whole number that sits in the mantissa's low bits.
-        magic = self.constant(12582912.0 + offset, _width(x))
-        shifted = self.ir.fadd(x, magic)
+    def split(self, x: ir.Value, unit: float) -> tuple[ir.Value, ir.Value]:
+        """x · unit = n − f with n whole, the product unrounded: returns 2**n and f."""
+        factor = self.constant(unit, _width(x))
+        # Adding 1.5·2²³ rounds to a whole number that sits in the mantissa's low bits; 127 more
+        # make it an exponent.
+        magic = self.constant(12582912.0 + 127.0, _width(x))
+        shifted = self.fma(x, factor, magic)
         whole = self.ir.fsub(shifted, magic)
         bits = self.ir.bitcast(shifted, vector(_width(x), LLVM_I32))
-        return bits, self.ir.fsub(x, whole)
+        # n − x · unit is one instruction everywhere; x · unit − n is two on NEON.
+        fraction = self.fma(self.ir.fneg(x), factor, whole)
+        return self.float_of(bits, MANTISSA_BITS), fraction
 
     def float_of(self, bits: ir.Value, shift: int) -> ir.Value:
         """The float whose bit pattern is ``bits << shift``."""
@@ -172,27 +176,21 @@ class Emit:
         return self.ir.bitcast(self.ir.shl(bits, by), vector(width))
 
     def exp2m1_fraction(self, f: ir.Value) -> ir.Value:
-        """2**f − 1 for |f| ≤ ½, with no cancellation."""
+        """2**−f − 1 for |f| ≤ ½, with no cancellation."""
         width = _width(f)
         poly = self.constant(EXP2_COEFFICIENTS[-1], width)
         for coefficient in EXP2_COEFFICIENTS[-2::-1]:
             poly = self.fma(poly, f, self.constant(coefficient, width))
         return self.ir.fmul(poly, f)
 
-    def exp2(self, x: ir.Value) -> ir.Value:
-        """2**x for x ≤ 0; zero below the underflow limit, NaN for NaN."""
-        width = _width(x)
-        bits, f = self.split(x, 127.0)
-        scale = self.float_of(bits, MANTISSA_BITS)
-        # A product, not a sum of bit patterns, so that NaN stays NaN.
-        result = self.ir.fmul(
-            self.ir.fadd(self.exp2m1_fraction(f), self.constant(1.0, width)), scale
-        )
-        tiny = self.ir.fcmp_ordered("<", x, self.constant(EXP2_UNDERFLOW, width))
-        return self.ir.select(tiny, self.constant(0.0, width), result)
-
     def exp(self, x: ir.Value) -> ir.Value:
-        return self.exp2(self.ir.fmul(x, self.constant(LOG2E, _width(x))))
+        """e**x for x ≤ 0; zero below the underflow limit, NaN for NaN."""
+        width = _width(x)
+        scale, f = self.split(x, LOG2E)
+        # A product, not a sum of bit patterns, so that NaN stays NaN.
+        result = self.fma(self.exp2m1_fraction(f), scale, scale)
+        tiny = self.ir.fcmp_ordered("<", x, self.constant(EXP_UNDERFLOW, width))
+        return self.ir.select(tiny, self.constant(0.0, width), result)
 
     def log2(self, x: ir.Value) -> ir.Value:
         """log2(x) for normal x > 0; NaN for NaN."""
@@ -223,8 +221,7 @@ class Emit:
         limit, minus = self.constant(10.0, width), self.constant(-10.0, width)
         low = self.ir.select(self.ir.fcmp_ordered("<", x, minus), minus, x)
         clipped = self.ir.select(self.ir.fcmp_ordered(">", low, limit), limit, low)
-        bits, f = self.split(self.ir.fmul(clipped, self.constant(2.0 * LOG2E, width)), 127.0)
-        scale = self.float_of(bits, MANTISSA_BITS)
+        scale, f = self.split(clipped, 2.0 * LOG2E)
         scale_m1 = self.ir.fsub(scale, self.constant(1.0, width))
         e = self.fma(scale, self.exp2m1_fraction(f), scale_m1)
         return self.ir.fdiv(e, self.ir.fadd(e, self.constant(2.0, width)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from array import array
+from functools import lru_cache
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from lockstep.problem import AttentionProblem
 
 NO_TENSOR = (0, 0, 0, 0)
+LARGEST = torch.finfo(torch.float32).max
 KINDS = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
 # Where the batch (or page), head and row dims stand in each layout.
 DENSE, PACKED, PAGED = (0, 1, 2), (None, 1, 0), (0, 2, 1)
@@ -85,8 +88,14 @@ CALL_WORDS = CALL.itemsize // 8
 TABLES = CALL.fields["q_first"][1] // 8  # type: ignore[index]
 
 
-def describe(problem: AttentionProblem, tensors: Tensors, out: Tensor, lse: Tensor) -> Described:
-    """One call for the kernels; ``out`` and ``lse`` are per query row, to write or to read."""
+def describe(
+    problem: AttentionProblem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor | None,
+    statistics: Tensor | None,
+) -> Described:
+    """One call for the kernels; the last three are per query row, to write or to read."""
     q_dims, k_dims = query_dims(problem), kv_dims(problem)
     tables = _lengths(problem, tensors)
     bias, bias_kind, bias_col = NO_TENSOR, F32, 0
@@ -110,7 +119,8 @@ def describe(problem: AttentionProblem, tensors: Tensors, out: Tensor, lse: Tens
         *strided(tensors.k, k_dims),
         *strided(tensors.v, k_dims),
         *strided(out, q_dims),
-        *strided(lse, q_dims),
+        *(NO_TENSOR if lse is None else strided(lse, q_dims)),
+        *(NO_TENSOR if statistics is None else strided(statistics, q_dims)),
         *bias,
         bias_col,
         bias_kind,
@@ -121,7 +131,7 @@ def describe(problem: AttentionProblem, tensors: Tensors, out: Tensor, lse: Tens
         0 if pages is None else pages.shape[1],
         _side(problem.window_left),
         _side(0 if problem.causal else problem.window_right),
-        *struct.unpack("2q", struct.pack("2d", problem.scale, problem.softcap or 0.0)),
+        *_factors(problem.scale, problem.softcap),
     )
     assert len(words) == CALL_WORDS
     record = array("q", words + tuple(chain(*tables)))
@@ -129,6 +139,24 @@ def describe(problem: AttentionProblem, tensors: Tensors, out: Tensor, lse: Tens
     for i in range(len(tables)):
         record[TABLES + i] = start + 8 * (CALL_WORDS + i * problem.B)
     return Described(record, tables[1], tables[3], (sinks, pages))
+
+
+@lru_cache(maxsize=64)
+def _factors(scale: float, softcap: float | None) -> tuple[int, ...]:
+    """(scale, softcap, q_factor, score_factor), each within the range of fp32, as words.
+
+    The power of two in a scale below 1 goes into the queries. It rounds nothing there, and products
+    do not overflow where scores would not.
+    """
+    scale, cap = _within_range(scale), _within_range(softcap or 0.0)
+    q_factor = 2.0 ** min(0, math.frexp(scale)[1] - 1)
+    rest = scale / q_factor
+    score_factor = _within_range(rest / cap) if cap else rest
+    return struct.unpack("4q", struct.pack("4d", scale, cap, q_factor, score_factor))
+
+
+def _within_range(x: float) -> float:
+    return max(-LARGEST, min(x, LARGEST))
 
 
 def _side(window: int | None) -> int:

@@ -3,11 +3,14 @@
 A tile holds LANES query rows side by side, one per SIMD lane, and walks over keys:
 
     scores   s[kv, lane]  = c · Σ_d  k[kv, d] · q[d, lane]      keys broadcast from panels
-    weights  p[kv, lane]  = 2^(s − m),   l[lane] = Σ_kv p
+    weights  p[kv, lane]  = e^(s − m),   l[lane] = Σ_kv p
     output   acc[d, lane] = Σ_kv v[kv, d] · p[kv, lane]         values broadcast from panels
 
 Every sum is one chain of fused multiply-adds in ascending order, per lane. Softmax needs no
 step across lanes, and a row's bits do not depend on the rows beside it.
+
+Scores are in natural units, as bias and sinks are, and s − m comes before anything it is
+multiplied with: it is exact for scores near the largest, however large they are.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from lockstep.kernels.cpu.simd import (
     LANES,
     LLVM_F32,
     LLVM_I32,
-    LN2,
     MR,
     NV,
     WIDTH,
@@ -161,56 +163,38 @@ def softcap_rows(e: Emit, s, n, cap, slopes):
 
 
 def _finite_or_zero(e: Emit, m):
-    """A row that has seen no key has m = −inf; its weights are 2^(−inf − 0) = 0."""
+    """A row that has seen no key has m = −inf; its weights are e^(−inf − 0) = 0."""
     return e.ir.select(e.ir.fcmp_ordered("==", m, e.constant(MINUS_INF)), e.constant(0.0), m)
 
 
 @emitter(i64, i64, i64, i64)
 def weigh_rows(e: Emit, s, n, m, l):
-    """s = 2^(s − m) in place, l [LANES] += Σ s; s [n, LANES]."""
+    """s = e^(s − m) in place, l [LANES] += Σ s; s [n, LANES]."""
     largest = [_finite_or_zero(e, e.load(m, VECTOR * j)) for j in range(NV)]
     total = [e.variable(e.load(l, VECTOR * j)) for j in range(NV)]
     with e.loop(n) as kv:
         row = e.offset(s, kv, ROW)
         for j in range(NV):
-            p = e.exp2(e.ir.fsub(e.load(row, VECTOR * j), largest[j]))
+            p = e.exp(e.ir.fsub(e.load(row, VECTOR * j), largest[j]))
             e.store(p, row, VECTOR * j)
             total[j].set(e.ir.fadd(total[j].get(), p))
     for j in range(NV):
         e.store(total[j].get(), l, VECTOR * j)
 
 
-@emitter(i64, i64, i64, i64)
-def normalise_span(e: Emit, acc, D, m, l):
-    """(acc, m, l) of one span become (out, lse): acc / l in place, lse in m (natural log)."""
-    one, zero = e.constant(1.0), e.constant(0.0)
-    inverse = []
-    for j in range(NV):
-        total = e.load(l, VECTOR * j)
-        empty = e.ir.fcmp_ordered("==", total, zero)
-        inverse.append(e.ir.select(empty, zero, e.ir.fdiv(one, total)))
-        log2 = e.ir.fadd(e.load(m, VECTOR * j), e.log2(e.ir.select(empty, one, total)))
-        lse = e.ir.fmul(log2, e.constant(LN2))
-        e.store(e.ir.select(empty, e.constant(MINUS_INF), lse), m, VECTOR * j)
-    with e.loop(D) as d:
-        row = e.offset(acc, d, ROW)
-        for j in range(NV):
-            e.store(e.ir.fmul(e.load(row, VECTOR * j), inverse[j]), row, VECTOR * j)
-
-
-@emitter(i64, i64, i64, i64, i64, i64)
-def fold_span(e: Emit, acc, D, m, l, part, lse):
-    """Fold a part (out, lse) into the running (acc, m, l): the split-KV formula."""
+@emitter(i64, i64, i64, i64, i64, i64, i64)
+def fold_span(e: Emit, acc, D, m, l, part, part_m, part_l):
+    """Fold a part into the running (acc, m, l): the split-KV formula."""
     old_weight, new_weight = [], []
     for j in range(NV):
-        old, new = e.load(m, VECTOR * j), e.load(lse, VECTOR * j)
+        old, new = e.load(m, VECTOR * j), e.load(part_m, VECTOR * j)
         largest = e.maximum(new, old)
         base = _finite_or_zero(e, largest)
         old_weight.append(e.exp(e.ir.fsub(old, base)))
         new_weight.append(e.exp(e.ir.fsub(new, base)))
         e.store(largest, m, VECTOR * j)
-        total = e.fma(e.load(l, VECTOR * j), old_weight[j], new_weight[j])
-        e.store(total, l, VECTOR * j)
+        fresh = e.ir.fmul(e.load(part_l, VECTOR * j), new_weight[j])
+        e.store(e.fma(e.load(l, VECTOR * j), old_weight[j], fresh), l, VECTOR * j)
     with e.loop(D) as d:
         run, row = e.offset(acc, d, ROW), e.offset(part, d, ROW)
         for j in range(NV):
@@ -218,17 +202,15 @@ def fold_span(e: Emit, acc, D, m, l, part, lse):
             e.store(e.fma(e.load(run, VECTOR * j), old_weight[j], fresh), run, VECTOR * j)
 
 
-@emitter(i64, i64, i64, i64)
-def close_rows(e: Emit, acc, D, m, l):
-    """The running (acc, m, l) become (out, lse): acc / l in place, lse in m."""
-    one, zero = e.constant(1.0), e.constant(0.0)
+@emitter(i64, i64, i64)
+def close_rows(e: Emit, acc, D, l):
+    """acc [D, LANES] = acc / l in place; a row without keys stays 0."""
+    zero = e.constant(0.0)
     totals = []
     for j in range(NV):
         total = e.load(l, VECTOR * j)
         empty = e.ir.fcmp_ordered("==", total, zero)
-        totals.append(e.ir.select(empty, one, total))
-        log = e.ir.fmul(e.log2(totals[j]), e.constant(LN2))
-        e.store(e.ir.fadd(e.load(m, VECTOR * j), log), m, VECTOR * j)
+        totals.append(e.ir.select(empty, e.constant(1.0), total))
     with e.loop(D) as d:
         row = e.offset(acc, d, ROW)
         for j in range(NV):
@@ -237,22 +219,23 @@ def close_rows(e: Emit, acc, D, m, l):
             e.store(e.ir.fadd(out, zero), row, VECTOR * j)
 
 
-@emitter(i64, i64, i64, i64, i64, i64)
-def score_gradient_rows(e: Emit, s, dp, n, lse2, delta, slopes):
-    """s = p = 2^(s − lse2), dp = p · (dp − delta) · slope.
+@emitter(i64, i64, i64, i64, i64, i64, i64)
+def score_gradient_rows(e: Emit, s, dp, n, m, inverse, delta, slopes):
+    """s = p = e^(s − m) · inverse, dp = p · (dp − delta) · slope; inverse = 1 / l.
 
     A score of −inf gives p = −0 and dp = 0: weights are never negative, so −0 marks what is
     masked, and adds nothing where nobody looks for the mark.
     """
     wanted = e.ir.icmp_signed("!=", slopes, e.integer(0))
     zero, minus_inf = e.constant(0.0), e.constant(MINUS_INF)
-    log_sum = [e.load(lse2, VECTOR * j) for j in range(NV)]
+    largest = [e.load(m, VECTOR * j) for j in range(NV)]
+    inverses = [e.load(inverse, VECTOR * j) for j in range(NV)]
     deltas = [e.load(delta, VECTOR * j) for j in range(NV)]
     with e.loop(n) as i:
         row, grad = e.offset(s, i, ROW), e.offset(dp, i, ROW)
         for j in range(NV):
             score = e.load(row, VECTOR * j)
-            p = e.exp2(e.ir.fsub(score, log_sum[j]))
+            p = e.ir.fmul(e.exp(e.ir.fsub(score, largest[j])), inverses[j])
             ds = e.variable(e.ir.fmul(p, e.ir.fsub(e.load(grad, VECTOR * j), deltas[j])))
             with e.ir.if_then(wanted):
                 slope = e.load(e.offset(slopes, i, ROW), VECTOR * j)
@@ -291,3 +274,12 @@ def add_vectors(e: Emit, x, y, n):
     with e.loop(e.ir.sdiv(n, e.integer(WIDTH))) as i:
         at = e.offset(x, i, VECTOR)
         e.store(e.ir.fadd(e.load(at), e.load(e.offset(y, i, VECTOR))), at)
+
+
+@emitter(i64, i64, f32)
+def scale_vectors(e: Emit, x, n, c):
+    """x *= c for n floats, a multiple of WIDTH."""
+    factor = e.splat(c)
+    with e.loop(e.ir.sdiv(n, e.integer(WIDTH))) as i:
+        at = e.offset(x, i, VECTOR)
+        e.store(e.ir.fmul(e.load(at), factor), at)

@@ -22,14 +22,14 @@ from lockstep.kernels.cpu.call import (
 from lockstep.kernels.cpu.compile import compiled
 from lockstep.kernels.cpu.memory import copy_panels, gather_columns, gather_panels
 from lockstep.kernels.cpu.merge import fill
-from lockstep.kernels.cpu.simd import LANES, LOG2E, MR, f32
+from lockstep.kernels.cpu.simd import LANES, MR, f32
 from lockstep.kernels.cpu.tiles import (
     ROW,
     add_scaled,
     extend_tile,
     mask_rows,
     max_rows,
-    normalise_span,
+    scale_vectors,
     score_tile,
     score_tile_max,
     softcap_rows,
@@ -64,8 +64,8 @@ class Block(NamedTuple):
     k_panels: int  # [SPAN / MR, D, MR]
     v_panels: int  # [Dv / MR, SPAN, MR]
     s: int  # [SPAN, LANES] scores, then weights
-    part: int  # [Dv, LANES] output of one span
-    part_m: int  # [LANES] its max, then its lse
+    part: int  # [Dv, LANES] acc of one span
+    part_m: int  # [LANES] its m and l
     part_l: int  # [LANES]
     end: int
 
@@ -128,6 +128,7 @@ def load_queries(call, block, b, h, row0, n_rows):
     for t in range(n_tiles):
         table = block.q_rows + 8 * t * LANES
         gather_columns(call.kind, table, LANES, call.D, block.q_t + t * call.D * ROW, ROW)
+    scale_vectors(block.q_t, n_tiles * LANES * call.D, f32(call.q_factor))
     return n_tiles
 
 
@@ -155,12 +156,12 @@ def load_span(call, block, b, h, first, n):
 @compiled
 def biased(score, bias):
     """A bias of −inf hides the key, whatever its score is: NaN too."""
-    return MINUS_INF if bias == MINUS_INF else score + bias * f32(LOG2E)
+    return MINUS_INF if bias == MINUS_INF else score + bias
 
 
 @compiled
 def add_bias(call, block, b, t, first, n, s):
-    """s [n, LANES] += bias in log2 units, for the keys first … first + n that exist."""
+    """s [n, LANES] += bias, for the keys first … first + n that exist."""
     n = min(n, of_sequence(call.kv_len, b) - first)
     for lane in range(LANES):
         i = t * LANES + lane
@@ -184,14 +185,14 @@ def multiply_tile(panel, columns, s, D, c, spare):
 
 @compiled
 def tile_scores(call, block, b, t, first, begin, end, bounds, slopes):
-    """Scores of keys begin … end (offsets into the span) for tile t, masked, in log2 units.
+    """Scores of keys begin … end (offsets into the span) for tile t, masked, in natural units.
 
     The max of the fully visible part goes into part_m on the way; returns nothing else.
     """
     lo_max, hi_min = bounds
     capped = call.softcap > 0.0
     has_bias = call.bias.address != 0
-    factor = f32(call.scale / call.softcap) if capped else f32(call.scale * LOG2E)
+    factor = f32(call.score_factor)
     q_t = block.q_t + t * call.D * ROW
     lo = block.lo + 4 * t * LANES
     hi = block.hi + 4 * t * LANES
@@ -205,7 +206,7 @@ def tile_scores(call, block, b, t, first, begin, end, bounds, slopes):
         multiply_tile(k_panel, q_t, s, call.D, factor, block.part)
         if capped:
             slope = slopes + kv * ROW if slopes != 0 else 0
-            softcap_rows(s, MR, f32(call.softcap * LOG2E), slope)
+            softcap_rows(s, MR, f32(call.softcap), slope)
         if has_bias:
             add_bias(call, block, b, t, first + kv, MR, s)
         if not whole:
@@ -240,7 +241,7 @@ def weigh_and_accumulate_carefully(call, block, begin, end):
         for kv in range(begin, end):
             at = block.s + kv * ROW + 4 * lane
             score = scalar.load(at)
-            p = scalar.exp2(score - base)
+            p = scalar.exp(score - base)
             l += p
             # Weights are never negative: −1 marks what is masked.
             scalar.store(f32(-1.0) if score == MINUS_INF else p, at)
@@ -268,7 +269,7 @@ def accumulate(panels, p, acc, D, kv, n, fresh):
 
 @compiled
 def attend_span(call, block, b, t, first, n, finite):
-    """Tile t against the loaded span: (out, lse) of the span into part, part_m. False if unseen."""
+    """Tile t against the loaded span: its part, part_m and part_l. False if it sees nothing."""
     begin, end, bounds = tile_bounds(block, t, first, n)
     if begin >= end:
         return False
@@ -283,5 +284,4 @@ def attend_span(call, block, b, t, first, n, finite):
             accumulate(block.v_panels, block.s, block.part, Dv, kv, n_keys, kv == begin)
     else:
         weigh_and_accumulate_carefully(call, block, begin, end)
-    normalise_span(block.part, Dv, block.part_m, block.part_l)
     return True
