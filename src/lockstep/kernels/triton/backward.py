@@ -129,7 +129,7 @@ class Call(DeviceCall):
         if needs.bias and tensors.bias is not None:
             self.bias = _launch_bias(arguments, tensors, for_queries)
         if needs.sinks and tensors.sinks is not None:
-            more = {"B": B, "BLOCK_ROWS": SINK_ROWS}
+            more = {"B": B, "n_sequences": problem.B, "BLOCK_ROWS": SINK_ROWS}
             self.sinks = Launch(sum_sinks, (problem.Hq,), arguments | more)
         self.new_rows = allocator(self.rows_shape, lse.dtype, dout.device)
         self.new_dq, self.new_dk, self.new_dv, self.new_dbias, self.new_dsinks = (
@@ -164,7 +164,7 @@ class Call(DeviceCall):
             self.bias.enqueue(stream, (*inputs, dbias.data_ptr(), 0))
         if self.sinks is not None:
             dsinks = self.new_dsinks()
-            self.sinks.enqueue(stream, (sinks, of_rows, dsinks.data_ptr(), 0))
+            self.sinks.enqueue(stream, (sinks, cu_q, of_rows, dsinks.data_ptr(), 0))
         return self._wanted(dq, dk, dv, dbias, dsinks)
 
     def _first(self, given: Given) -> Gradients:
@@ -185,7 +185,7 @@ class Call(DeviceCall):
             self.bias(q, k, v, bias, kv_lens, dout, rows, dbias)
         if self.sinks is not None:
             dsinks = sinks.new_empty(sinks.shape)
-            self.sinks(sinks, rows, dsinks)
+            self.sinks(sinks, cu_q, rows, dsinks)
         launches = (self.rows, self.keys, self.queries, self.bias, self.sinks)
         # The interpreter compiles nothing.
         self.is_ready = all(
@@ -271,8 +271,8 @@ def _without_pairs(needs: Needs, given: Given, addresses: list[int]) -> Gradient
 
 
 def _slots(problem: AttentionProblem, S: int, block: int) -> int:
-    """Tiles of a head; in a packed batch one more per sequence, see `tiles.find_sequence`."""
-    return S // block + problem.B if problem.layout == "varlen" else triton.cdiv(S, block)
+    """Tiles of a head; in a packed batch what `sequences.find_sequence` hands out."""
+    return S // block + problem.B + 1 if problem.layout == "varlen" else triton.cdiv(S, block)
 
 
 def _launch(kernel: Any, programs: int, arguments: dict[str, Any], cut: Cut, **more: Any) -> Launch:

@@ -106,6 +106,7 @@ def attend_arguments(problem: AttentionProblem, tensors: Tensors, plan: Plan) ->
         **window_of(problem),
         **scales_of(problem),
         **{size: getattr(problem, size) for size in ("B", "Hkv", "Sq", "Skv")},
+        "n_pages": problem.n_pages or 0,
         "wanted": plan.wanted,
         "n_slots": plan.n_slots,
         "n_spans": plan.n_spans,

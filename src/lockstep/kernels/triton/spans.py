@@ -13,17 +13,19 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.triton import plan
+from lockstep.kernels.triton.sequences import checked_length, find_sequence
 from lockstep.kernels.triton.tiles import (
-    find_sequence,
+    checked_pages,
     finish,
     fold,
     is_seen,
     is_stray,
     load_bias,
     load_described,
+    load_pages,
     load_tile,
+    nan_where,
     online_softmax,
-    page_of,
     scores,
     unit,
     weigh,
@@ -48,7 +50,8 @@ def locate(
     GROUP: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
-    """Sequence, KV head and tile of a program, and where its sequence begins and how long it is.
+    """Sequence, KV head and tile of a program; where its sequence begins and how long it is, and
+    whether it is good: if it is not (`sequences`), it has no keys.
 
     Slots run over the tiles of one KV head, last tile first: causal tiles grow along the sequence,
     and the longest should not start last. The heads of a sequence come next to one another: in
@@ -61,20 +64,19 @@ def locate(
         turns = tl.where(Hkv % 4 == 0, 4, 1)
         slot = program // turns % n_slots
         head = program // (turns * n_slots) * turns + program % turns
-        b, tile = find_sequence(slot, cu_seqlens_q_ptr, B, GROUP, BLOCK_Q)
-        q_start = tl.load(cu_seqlens_q_ptr + b).to(tl.int64)
-        q_len = (tl.load(cu_seqlens_q_ptr + b + 1) - q_start).to(tl.int32)
-        kv_start = tl.load(cu_seqlens_k_ptr + b).to(tl.int64)
-        kv_len = (tl.load(cu_seqlens_k_ptr + b + 1) - kv_start).to(tl.int32)
+        b, tile, is_good, q_start, q_len, kv_start, kv_len = find_sequence(
+            slot, cu_seqlens_q_ptr, cu_seqlens_k_ptr, B, Sq, Skv, GROUP, BLOCK_Q
+        )
+        kv_len = tl.where(is_good, kv_len, 0)
         tile = tl.cdiv(q_len * GROUP, BLOCK_Q) - 1 - tile
     else:
         b, head = head // Hkv, head % Hkv
         tile = n_slots - 1 - slot
         q_start, kv_start = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
-        q_len, kv_len = Sq, Skv
+        q_len, kv_len, is_good = Sq, Skv, True
         if kv_lens_ptr is not None:
-            kv_len = tl.load(kv_lens_ptr + b).to(tl.int32)
-    return b, head, tile, q_start, q_len, kv_start, kv_len
+            kv_len, is_good = checked_length(kv_lens_ptr, b, Skv)
+    return b, head, tile, q_start, q_len, kv_start, kv_len, is_good
 
 
 @triton.jit
@@ -165,6 +167,7 @@ def attend_tiles(
     v_desc,
     bias_rows,
     table_ptr,
+    n_pages,
     span,
     part_rows,
     part_lse_rows,
@@ -197,27 +200,39 @@ def attend_tiles(
 
     `span_end` is where the span ends that (m, l, acc) belong to; unless FOLDS, nothing is seen
     beyond. With CLEAN, values that are not finite count as 0. `taint` [BLOCK_Q, 1] is 0 unless a
-    part that was handed out has such values.
+    part that was handed out has such values. Keys on a page that is not there count as NaN.
     """
     # One tile ahead: where a tile is should not have to be waited for.
-    next_page = page_of(tile_lo * BLOCK_KV, kv_len, table_ptr, PAGE_SIZE)
+    AHEAD: tl.constexpr = PAGE_SIZE % BLOCK_KV == 0
+    next_pages = load_pages(tile_lo * BLOCK_KV, kv_len, table_ptr, PAGE_SIZE, BLOCK_KV)
+    is_any_wrong = next_pages < next_pages
     # Masked tiles are few, and need room to mask values.
     for tile in tl.range(tile_lo, tile_hi, num_stages=1 if CLEAN else 2 if MASKED else None):
         first = tile * BLOCK_KV
-        page = next_page
-        next_page = page_of(first + BLOCK_KV, kv_len, table_ptr, PAGE_SIZE)
+        if AHEAD:
+            pages = next_pages
+            next_pages = load_pages(first + BLOCK_KV, kv_len, table_ptr, PAGE_SIZE, BLOCK_KV)
+        else:
+            pages = load_pages(first, kv_len, table_ptr, PAGE_SIZE, BLOCK_KV)
+        if PAGE_SIZE != 0:
+            pages, is_wrong = checked_pages(pages, n_pages)
+            is_any_wrong |= is_wrong
         if k_desc is not None:
-            k = load_described(k_desc, first, page, PAGE_SIZE)
+            k = load_described(k_desc, first, pages, PAGE_SIZE)
         else:
             k = load_tile(
-                k_ptr, first, kv_len, table_ptr, stride_kp, stride_ks,
-                D, BLOCK_KV, q.shape[1], PAGE_SIZE, MASKED, page,
+                k_ptr, first, kv_len, pages, stride_kp, stride_ks,
+                D, BLOCK_KV, q.shape[1], PAGE_SIZE, MASKED,
             )  # fmt: skip
         kv_idx = first + tl.arange(0, BLOCK_KV)[None, :]
         bias = None
         if bias_rows is not None:
             bias = load_bias(bias_rows, kv_idx, stride_bk, is_row, kv_len)
         s = scores(q, k, bias, cap_scale, late_scale, HAS_SOFTCAP, SCALE_LATER, PRECISION)
+        if PAGE_SIZE != 0 and (MASKED or bias is not None):
+            s += nan_where(is_wrong if AHEAD else is_wrong[None, :])
+            if bias is not None:
+                s = tl.where(bias == float("-inf"), float("-inf"), s)
         if MASKED:
             seen = is_seen(position[:, None], kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
             s = tl.where(seen, s, float("-inf"))
@@ -240,17 +255,20 @@ def attend_tiles(
             span_end += span
         acc = acc * alpha[:, None]
         if k_desc is not None:
-            v = load_described(v_desc, first, page, PAGE_SIZE)
+            v = load_described(v_desc, first, pages, PAGE_SIZE)
             if MASKED and PAGE_SIZE != 0:
                 # A descriptor ends with the sequence, but not within a page.
                 inside = first + tl.arange(0, BLOCK_KV)[:, None] < kv_len
                 v = tl.where(inside, v, tl.zeros(v.shape, v.dtype))
         else:
             v = load_tile(
-                v_ptr, first, kv_len, table_ptr, stride_vp, stride_vs,
-                DV, BLOCK_KV, acc.shape[1], PAGE_SIZE, MASKED, page,
+                v_ptr, first, kv_len, pages, stride_vp, stride_vs,
+                DV, BLOCK_KV, acc.shape[1], PAGE_SIZE, MASKED,
             )  # fmt: skip
         if CLEAN:
             v = tl.where(is_stray(v), 0.0, v.to(tl.float32)).to(v.dtype)
         acc = weigh(p, v, acc, PRECISION)
+    if PAGE_SIZE != 0 and not MASKED and bias_rows is None:
+        # All rows see all keys: once for all of them does.
+        l += nan_where(tl.max(is_any_wrong.to(tl.int32), 0) != 0 if not AHEAD else is_any_wrong)
     return m, l, acc, folded_m, folded_l, folded_acc, taint, span_end

@@ -26,24 +26,6 @@ LN2: tl.constexpr = tl.constexpr(numerics.LN2)
 
 
 @triton.jit
-def find_sequence(slot, cu_seqlens_ptr, B, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """Sequence and tile of slot number `slot` of a packed batch, without anyone counting tiles.
-
-    Sequence b owns the slots from `cu_seqlens[b] * GROUP // BLOCK_Q + b` to where the next begins.
-    That is always enough for its tiles and never more than one too many.
-    """
-    CHUNK: tl.constexpr = 256
-    before = tl.zeros([CHUNK], tl.int32)  # sequences that begin at or before the slot
-    for first in range(0, B, CHUNK):
-        b = first + tl.arange(0, CHUNK)
-        start = tl.load(cu_seqlens_ptr + b, mask=b < B, other=0).to(tl.int64)
-        before += ((start * GROUP // BLOCK_Q + b <= slot) & (b < B)).to(tl.int32)
-    b = tl.sum(before, 0) - 1
-    first_slot = tl.load(cu_seqlens_ptr + b).to(tl.int64) * GROUP // BLOCK_Q + b
-    return b, (slot - first_slot).to(tl.int32)
-
-
-@triton.jit
 def seen_by_any(first, last, kv_len, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
     """Keys [lo, hi) outside which no row at the positions `first` to `last` sees anything."""
     lo, hi = 0, kv_len
@@ -86,12 +68,32 @@ def load_described(desc, first, page, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def page_of(first, kv_len, table_ptr, PAGE_SIZE: tl.constexpr):
-    """The page of key `first`, 0 beyond the sequence and where there are no pages."""
-    page = tl.full([], 0, tl.int64)
+def load_pages(
+    first, kv_len, table_ptr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr
+):  # fmt: skip
+    """Page numbers of the keys `first` to `first + BLOCK_KV`: one if the whole tile lies in one
+    page, else [BLOCK_KV]. 0 beyond the sequence, and where there are no pages."""
+    pages = tl.full([], 0, tl.int64)
     if PAGE_SIZE != 0:
-        page = tl.load(table_ptr + first // PAGE_SIZE, mask=first < kv_len, other=0).to(tl.int64)
-    return page
+        kv_idx = first
+        if PAGE_SIZE % BLOCK_KV != 0:
+            kv_idx += tl.arange(0, BLOCK_KV)
+        inside = kv_idx < kv_len
+        pages = tl.load(table_ptr + kv_idx // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+    return pages
+
+
+@triton.jit
+def checked_pages(pages, n_pages):
+    """Pages that are there, and which of the numbers are wrong: page 0 stands for those."""
+    is_wrong = (pages < 0) | (pages >= n_pages)
+    return tl.where(is_wrong, 0, pages), is_wrong
+
+
+@triton.jit
+def nan_where(is_wrong):
+    """What to add to numbers so that they are NaN, or what they are."""
+    return tl.where(is_wrong, float("nan"), 0.0)
 
 
 @triton.jit
@@ -99,7 +101,7 @@ def load_tile(
     base_ptr,
     first,
     kv_len,
-    table_ptr,
+    pages,
     stride_page,
     stride_s,
     D: tl.constexpr,
@@ -107,13 +109,11 @@ def load_tile(
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
-    page=None,
 ):
     """Keys or values `first` to `first + BLOCK_KV` of one head of a sequence: [BLOCK_KV, BLOCK_D].
 
-    With a PAGE_SIZE they come out of pages; `table_ptr` is then the sequence's page table, and
-    `page` that of the first key, if the caller knows it. MASKED
-    tiles are not read beyond `kv_len`: what is there may not be memory, and reads as 0.
+    With a PAGE_SIZE they come out of `pages`, by numbers that were checked. MASKED tiles are not
+    read beyond `kv_len`: what is there may not be memory, and reads as 0.
     """
     offset = tl.arange(0, BLOCK_KV)
     d = tl.arange(0, BLOCK_D)
@@ -122,15 +122,11 @@ def load_tile(
         rows = base_ptr + tl.cast(first, tl.int64) * stride_s + offset[:, None] * stride_s
     elif PAGE_SIZE % BLOCK_KV == 0:
         # The whole tile lies in one page.
-        if page is None:
-            page = page_of(first, kv_len, table_ptr, PAGE_SIZE)
         slot = first % PAGE_SIZE
-        rows = base_ptr + page * stride_page + tl.cast(slot, tl.int64) * stride_s
+        rows = base_ptr + pages * stride_page + tl.cast(slot, tl.int64) * stride_s
         rows += offset[:, None] * stride_s
     else:
-        kv_idx = first + offset
-        pages = tl.load(table_ptr + kv_idx // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        slot = (kv_idx % PAGE_SIZE).to(tl.int64)
+        slot = ((first + offset) % PAGE_SIZE).to(tl.int64)
         rows = base_ptr + (pages * stride_page + slot * stride_s)[:, None]
     tile_ptr = rows + d[None, :]  # [BLOCK_KV, BLOCK_D]
     if MASKED and D < BLOCK_D:
