@@ -66,7 +66,7 @@ def walks(monkeypatch):
             place, walk = backward_walk.assign.fn(
                 ticket, kv_slots, q_slots, Hkv, at_once, Hkv, group, 1, Sq, Skv,
                 FAR if left is None else left, FAR if right is None else right, 0, None, None,
-                None, "dense", left is not None, right is not None, True, block_q, BLOCK_KV,
+                "dense", left is not None, right is not None, True, block_q, BLOCK_KV,
             )  # fmt: skip
             yield place[1], place[2], walk
 

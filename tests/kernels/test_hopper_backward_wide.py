@@ -31,10 +31,10 @@ def compiled(which: str, D: int, Dv: int, causal: bool) -> Build:
     stats = torch.empty(cut.n_tiles, 2, BLOCK_KV)
     if which == "keys":
         kernel = backward_wide.keys_kernel
-        given = backward_wide.keys_arguments(problem, tensors, v, stats, q, v, cut)
+        given = backward_wide.keys_arguments(problem, tensors, v, stats, None, q, v, cut)
     else:
         kernel = backward_wide.queries_kernel
-        given = backward_wide.queries_arguments(problem, tensors, v, stats, q, cut)
+        given = backward_wide.queries_arguments(problem, tensors, v, stats, None, q, cut)
     arguments, constants = given
     return compile_for_hopper(kernel, arguments, **constants, **backward_wide.OPTIONS)
 

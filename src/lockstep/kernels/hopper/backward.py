@@ -17,6 +17,7 @@ own sequence. So no bit depends on the batch, on the GPU or on how a launch happ
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,7 @@ class Layout(NamedTuple):
     sums: int
     turn: int
     ticket: int
+    bounds: int
     end: int
 
     @staticmethod
@@ -74,7 +76,7 @@ class Layout(NamedTuple):
         sums = 4 * cut.n_tiles * 2 * cut.block_q
         turn = sums + 4 * cut.n_tiles * 32 * 256
         ticket = turn + 4 * cut.n_tiles
-        return Layout(sums, turn, ticket, ticket + 4)
+        return Layout(sums, turn, ticket, ticket + 4, ticket + 4 + 4 * cut.n_bounds)
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Workspace:
     sums: Tensor  # [32 * n_tiles, 256] fp32
     turn: Tensor  # [n_tiles] int32
     ticket: Tensor  # [1] int32
+    bounds: Tensor | None  # [3 * (B + 2)] int32, of packed sequences
 
     @staticmethod
     def of(cut: Cut, device: torch.device) -> Workspace:
@@ -93,10 +96,11 @@ class Workspace:
         stats, sums = (
             x.view(torch.float32) for x in (memory[: at.sums], memory[at.sums : at.turn])
         )
-        turn, ticket = (
-            x.view(torch.int32) for x in (memory[at.turn : at.ticket], memory[at.ticket :])
+        turn, ticket, bounds = (
+            memory[begin:end].view(torch.int32) for begin, end in pairwise(at[1:])
         )
-        return Workspace(stats.view(cut.n_tiles, 2, cut.block_q), sums.view(-1, 256), turn, ticket)
+        stats, sums = stats.view(cut.n_tiles, 2, cut.block_q), sums.view(-1, 256)
+        return Workspace(stats, sums, turn, ticket, bounds if cut.n_bounds else None)
 
 
 class NarrowCall(Call):
@@ -114,7 +118,8 @@ class NarrowCall(Call):
         work = Workspace.of(cut, dout.device)
         dq, dk, dv = (self.new_dq() if self.needs.q else None), self.new_dk(), self.new_dv()
         counters = work.turn, work.ticket
-        rows = self.prepare_statistics(tensors, (out, lse, dout, dlse), work.stats, counters)
+        results = (out, lse, dout, dlse)
+        rows = self.prepare_statistics(tensors, results, work.stats, work.bounds, counters)
         arguments, constants = kernel_arguments(problem, tensors, dout, dk, dv, cut, work)
         programs = min(cut.programs, processors(dout.device))
         pairs = self.launch(backward_kernel, (programs, 1, 1), arguments, constants, **OPTIONS)
@@ -130,12 +135,13 @@ class NarrowCall(Call):
         workspace, dk, dv = self.new_workspace(), self.new_dk(), self.new_dv()
         dq = None
         stats = workspace.data_ptr()
-        sums, turn, ticket = stats + self.at.sums, stats + self.at.turn, stats + self.at.ticket
+        sums, turn, ticket, bounds = (stats + place for place in self.at[:-1])
+        bounds = bounds if self.cut.n_bounds else 0
         # In the order of their arguments, and no scratch memory.
-        rows(stream, (out, dout, lse, dlse, stats, turn, ticket, cu_q, cu_k, 0))
+        rows(stream, (out, dout, lse, dlse, stats, turn, ticket, bounds, cu_q, cu_k, 0))
         pairs(
             stream,
-            (turn, ticket, cu_q, cu_k, kv_lens, 0),
+            (turn, ticket, bounds, kv_lens, 0),
             (q, dout, stats, k, v, dk.data_ptr(), dv.data_ptr(), sums),
         )
         if queries is not None:
@@ -170,7 +176,7 @@ def kernel_arguments(
         tensor_map(dk, query_block, packed, packed),
         tensor_map(dv, query_block, packed, packed),
         flat_map(work.sums, [32, 256]),
-        *(work.turn, work.ticket, tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens),
+        *(work.turn, work.ticket, work.bounds, tensors.kv_lens),
         *scales_of(problem),
         *(cut.kv_slots, cut.q_slots, n_heads, at_once, problem.Hkv, problem.Hq // problem.Hkv),
         *sizes_of(problem, tensors.k),

@@ -67,8 +67,8 @@ def store_keys(n, job, tiles, dk_desc, dv_desc):
 @gluon.jit
 def produce(
     board, tiles, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, ticket_ptr,
-    cu_q_ptr, cu_kv_ptr, kv_lens_ptr, kv_slots, q_slots, n_heads, heads_at_once, Hkv, heads_per_kv,
-    B, Sq, Skv, left, right, kv_batch_rows, LAYOUT: gl.constexpr,
+    bounds_ptr, kv_lens_ptr, kv_slots, q_slots, n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq,
+    Skv, left, right, kv_batch_rows, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Partition of one warp: draws tickets, loads keys and queries, and stores dk and dv.
 
@@ -87,8 +87,8 @@ def produce(
     while ticket < kv_slots * n_heads:
         job, walk = assign(
             ticket, kv_slots, q_slots, n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left,
-            right, kv_batch_rows, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, LAYOUT, board.HAS_LEFT,
-            board.HAS_RIGHT, board.HAS_EDGE, board.BLOCK_Q, board.BLOCK_KV,
+            right, kv_batch_rows, bounds_ptr, kv_lens_ptr, LAYOUT, board.HAS_LEFT, board.HAS_RIGHT,
+            board.HAS_EDGE, board.BLOCK_Q, board.BLOCK_KV,
         )  # fmt: skip
         board.post(calls, walk)
         tile = walk.first_tile
@@ -146,14 +146,14 @@ def consume(
 
 @gluon.jit(
     do_not_specialize=[
-        "turn_ptr", "ticket_ptr", "cu_q_ptr", "cu_kv_ptr", "kv_lens_ptr", "kv_slots", "q_slots",
+        "turn_ptr", "ticket_ptr", "bounds_ptr", "kv_lens_ptr", "kv_slots", "q_slots",
         "n_heads", "heads_at_once", "Hkv", "heads_per_kv", "B", "Sq", "Skv", "left", "right",
         "kv_batch_rows",
     ]
 )  # fmt: skip
 def backward_kernel(
     q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, sums_desc, turn_ptr,
-    ticket_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, scale, scale_log2, cap_log2, kv_slots, q_slots,
+    ticket_ptr, bounds_ptr, kv_lens_ptr, scale, scale_log2, cap_log2, kv_slots, q_slots,
     n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows,
     LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr,
     CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr,
@@ -170,7 +170,7 @@ def backward_kernel(
             (consume, (0, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED, HIDES_SCORES)),
             (consume, (1, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED, HIDES_SCORES)),
             (produce, (board, tiles, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
-                       dv_desc, ticket_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, kv_slots, q_slots,
+                       dv_desc, ticket_ptr, bounds_ptr, kv_lens_ptr, kv_slots, q_slots,
                        n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left, right,
                        kv_batch_rows, LAYOUT)),
             (add_parts, (0, board, turns, sums_desc, turn_ptr)),

@@ -146,7 +146,7 @@ def consume_again(team, results, q_channel, seen, tiles):
             q = q_channel.tile(sent_q)
             for first_column in range(0, team.v.tiles.shape[5], SLICE):
                 acc, m, l, seen = attend_again(team, rows, q, runs, seen)
-                out, lse, _l = normalize(team, results, tile, acc, m, l)
+                out, lse, _l = normalize(team, results, tile, rows, acc, m, l)
                 out = out.to(q.dtype)
                 replace_rows(results, out, row, chosen, first_column)
                 gl.store(results.lse_ptr + row, lse, mask=chosen)

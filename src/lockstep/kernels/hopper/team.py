@@ -5,7 +5,7 @@ from __future__ import annotations
 from lockstep.kernels.hopper.board import Board
 from lockstep.kernels.hopper.channel import Channel, Lap
 from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon
-from lockstep.kernels.hopper.schedule import Schedule
+from lockstep.kernels.hopper.schedule import BAD, Schedule
 from lockstep.kernels.hopper.softmax import LN2, LOG2E, cap, hide, multiply_rows
 
 ROWS = gl.constexpr(64)  # of a consumer: the height of a wgmma
@@ -127,6 +127,11 @@ class Rows:
         return (block < self.inner_begin) | (block >= self.inner_end)
 
     @gluon.jit
+    def flaw(self):
+        """What to add to results: NaN if the sequence is bad."""
+        return gl.where(self.inner_end == BAD, float("nan"), 0.0)
+
+    @gluon.jit
     def have_edges(self):
         return (self.begin < self.inner_begin) | (self.end > self.inner_end)
 
@@ -166,7 +171,7 @@ class Results:
 
 
 @gluon.jit
-def normalize(team, results, tile, acc, m, l):
+def normalize(team, results, tile, rows, acc, m, l):
     """out [ROWS, DV] fp32, lse and l [ROWS] from the state of the rows."""
     m = m * team.score_scale()  # in log2 units
     l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
@@ -179,8 +184,9 @@ def normalize(team, results, tile, acc, m, l):
         l = l * factor + gl.exp2(sink - origin)
         m = origin
     empty = l == 0.0
-    lse = gl.where(empty, -float("inf"), (m + gl.log2(l)) * LN2)
-    inverse = 1.0 / gl.where(empty, 1.0, l)
+    flaw = rows.flaw()
+    lse = gl.where(empty, -float("inf"), (m + gl.log2(l)) * LN2) + flaw
+    inverse = 1.0 / gl.where(empty, 1.0, l) + flaw
     if team.build.HAS_SINKS:
         inverse = inverse * factor
     return multiply_rows(acc, inverse), lse, l
