@@ -54,7 +54,7 @@ class TestInterpreted:
     def _tiles(self, monkeypatch):
         use_small_tiles(monkeypatch)
 
-    @pytest.mark.parametrize("seed", range(12))
+    @pytest.mark.parametrize("seed", range(8))
     def test_offsets(self, seed):
         draws = random.Random(seed)
         q_lens, kv_lens = ([draws.choice((0, 1, 7, 20, 33)) for _ in range(4)] for _ in range(2))
@@ -80,12 +80,12 @@ class TestInterpreted:
         check(spoil_lengths(random.Random(seed), case), interpret, gradients=True)
 
     @pytest.mark.parametrize("multiprocessors", [1, 1000])
-    @pytest.mark.parametrize("page_size", [8, 16, 24])
+    @pytest.mark.parametrize("page_size", [8, 16])
     @pytest.mark.parametrize("spoil", [spoil_lengths, spoil_pages])
     def test_pages(self, spoil, page_size, multiprocessors, monkeypatch):
         use_multiprocessors(monkeypatch, multiprocessors)
-        Sq, options = (1, {}) if multiprocessors > 1 else (20, {"causal": True})
-        case = draw(Sq, 140, B=3, Hkv=1, D=16, kv_lens=torch.tensor([140, 33, 77]), **options)
+        Sq, options = (1, {}) if multiprocessors > 1 else (9, {"causal": True})
+        case = draw(Sq, 70, B=3, Hkv=1, D=16, kv_lens=torch.tensor([70, 1, 47]), **options)
         case = paginate(case.replaced(query_invariant=True), page_size, garbage=float("nan"))
         check(spoil(random.Random(page_size), case), interpret, gradients=False)
 

@@ -69,8 +69,11 @@ class Kernel:
     `lse`, both contiguous, in the shapes and dtypes the problem gives. `backward` takes what
     forward took, then `out, lse, dout, dlse, needs`; `dlse` is None where no gradient comes
     through lse. Both may rely on `q`, `k`, `v`, `bias` and `dout` having a contiguous last dim, on
-    a bias of 4 dims, and on lengths, offsets and page indices within their bounds. Neither may
-    return an input or a view of one.
+    a bias of 4 dims, and on contiguous sinks, lengths, offsets and rows of page tables. On a CPU
+    they may rely on lengths, offsets and page indices within their bounds; on a GPU nobody has
+    looked at these, and rows of sequences for which they are wrong become NaN, in gradients too,
+    while other sequences keep their bits: `triton.sequences`. Neither may return an input or a
+    view of one.
 
     `prepare`, where there is one, does for a problem and tensors what `forward` does before it
     looks at data. What it returns then serves all calls whose tensors have the same shapes,

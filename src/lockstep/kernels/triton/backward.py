@@ -211,7 +211,7 @@ class Call(DeviceCall):
 def prepare_backward(problem: AttentionProblem, given: Given, needs: Needs) -> PreparedBackward:
     """`Kernel.prepare_backward`"""
     if 0 in (problem.B, problem.Sq, problem.Skv):
-        return partial(_without_pairs, needs)
+        return partial(_without_pairs, problem, needs)
     return Call(problem, given, needs)
 
 
@@ -254,14 +254,22 @@ def _with_aligned_rows(x: Tensor) -> Tensor:
     return copy.copy_(x)
 
 
-def _without_pairs(needs: Needs, given: Given, addresses: list[int]) -> Gradients:
-    """Without rows or keys, only the sinks may have a gradient: lse is then the sink itself."""
+def _without_pairs(
+    problem: AttentionProblem, needs: Needs, given: Given, addresses: list[int]
+) -> Gradients:
+    """Without rows or keys, only the sinks may have a gradient: lse is then the sink itself. Rows
+    and keys that no sequence owns have NaN, as do rows of bad ones."""
     tensors, _, lse, _, dlse = _split(given)
     grads = {
         name: torch.zeros_like(getattr(tensors, name), memory_format=torch.contiguous_format)
         for name in needs._fields
         if getattr(needs, name)
     }
+    if problem.B == 0:
+        for name in grads.keys() & {"q", "k", "v"}:
+            grads[name].fill_(torch.nan)
+    elif "q" in grads:
+        grads["q"].masked_fill_(lse.isnan()[..., None], torch.nan)
     if "sinks" in grads and dlse is not None and lse.numel():
         # Rows without a sink either have lse -inf. Dim 1 holds the heads in every layout.
         share = dlse.masked_fill(lse == -torch.inf, 0.0)
