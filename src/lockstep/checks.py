@@ -30,7 +30,8 @@ def check_values(problem: AttentionProblem, tensors: Tensors) -> None:
     for b, length in enumerate(lens):
         if not 0 <= length <= problem.Skv:
             raise ValueError(
-                f"kv_lens takes 0 to Skv = {problem.Skv}, got {length} at index {b}, for sequence {b}"
+                f"kv_lens takes 0 to Skv = {problem.Skv}, got {length} at index {b}, for sequence "
+                f"{b}"
             )
     if problem.layout == "varlen":
         assert tensors.cu_seqlens_q is not None

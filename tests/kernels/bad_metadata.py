@@ -56,7 +56,17 @@ def spoil_offsets(draws: random.Random, offsets: list[int], T: int) -> list[int]
     for _ in range(draws.randint(1, 3)):
         i = draws.choice([0, len(offsets) - 1, *range(len(offsets)), *range(len(offsets))])
         offsets[i] = draws.choice(
-            [-1, -(1 << 31), T + 1, T + 300, (1 << 31) - 1, 0, T, draws.randint(0, T), offsets[i - 1]]
+            [
+                -1,
+                -(1 << 31),
+                T + 1,
+                T + 300,
+                (1 << 31) - 1,
+                0,
+                T,
+                draws.randint(0, T),
+                offsets[i - 1],
+            ]
         )
     return offsets
 

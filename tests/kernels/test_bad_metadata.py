@@ -11,7 +11,15 @@ import random
 
 import pytest
 import torch
-from bad_metadata import STALE, Spoiled, check, spoil_lengths, spoil_offsets, spoil_pages, spoil_varlen
+from bad_metadata import (
+    STALE,
+    Spoiled,
+    check,
+    spoil_lengths,
+    spoil_offsets,
+    spoil_pages,
+    spoil_varlen,
+)
 from problems import Case, Result, draw, draw_varlen, paginate, pose, run, supporting
 
 pytest.importorskip("triton")
@@ -59,7 +67,7 @@ class TestInterpreted:
         draws = random.Random(seed)
         q_lens, kv_lens = ([draws.choice((0, 1, 7, 20, 33)) for _ in range(4)] for _ in range(2))
         options = {"causal": True} if seed % 2 else {"sinks": torch.randn(4)}
-        case = draw_varlen(q_lens + [3], kv_lens + [5], Hkv=2, D=16, **options)
+        case = draw_varlen([*q_lens, 3], [*kv_lens, 5], Hkv=2, D=16, **options)
         dtype = (torch.int32, torch.int64)[seed % 2]
         for n in ("q", "k"):
             case = case.replaced(**{f"cu_seqlens_{n}": case.tensors[f"cu_seqlens_{n}"].to(dtype)})

@@ -153,7 +153,7 @@ def test_programs_of_dq_visit_every_pair_that_sees_each_other_once(monkeypatch):
         for slot in range(-(-Sq // BLOCK_Q)):
             (*_, q_idx, _), sight = backward_wide_sight.assign.fn(
                 slot, 0, 1, 1, 1, 1, Sq, Skv, FAR if left is None else left,
-                FAR if right is None else right, 0, None, None, None, "dense", left is not None,
+                FAR if right is None else right, 0, None, None, "dense", left is not None,
                 right is not None, True, BLOCK_KV,
             )  # fmt: skip
             rows = range(min(BLOCK_Q, Sq - q_idx))

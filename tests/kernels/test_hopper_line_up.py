@@ -59,7 +59,9 @@ def test_line_by_wrong_offsets(seed):
     offsets[0][draws.randint(1, B)] = -1
     (q, q_right), (k, k_right) = (clean(x, t) for x, t in zip(offsets, T, strict=True))
     ends = [[*q[1:], T[0]], [*k[1:], T[1]]]
-    lens = [[end - start for start, end in zip(x, y, strict=True)] for x, y in zip((q, k), ends)]
+    lens = [
+        [end - start for start, end in zip(*x, strict=True)] for x in zip((q, k), ends, strict=True)
+    ]
     right = [a and b for a, b in zip(q_right, k_right, strict=True)]
     good = [*(a and b for a, b in pairwise(right)), False]
     lens[1] = [n if is_good else -1 for n, is_good in zip(lens[1], good, strict=True)]

@@ -298,7 +298,9 @@ def test_every_tile_has_one_ticket(order):
         tiles = [-(-n // block_q) for n in lens]
         line = [*sorted(range(B), key=lambda b: -lens[b]), B]
         before = [sum(tiles[b] for b in line[:place]) for place in range(B + 1)]
-        bounds = [n for b in line for n in (starts[b], lens[b], starts[b], lens[b] if b < B else -1)]
+        bounds = [
+            n for b in line for n in (starts[b], lens[b], starts[b], lens[b] if b < B else -1)
+        ]
         schedule = SimpleNamespace(
             order=order.value,
             n_q_tiles=starts[-1] // block_q + B + 1,

@@ -69,8 +69,8 @@ _SIZES = (
 @triton.jit(do_not_specialize=_SIZES)
 def prepare_rows(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, turn_ptr, ticket_ptr, bounds_ptr, cu_q_ptr,
-    cu_kv_ptr, stride_ob, stride_oh, stride_os, stride_rb, stride_rh, stride_rs, H, B, Sq, Skv, q_slots,
-    ALIGN: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    cu_kv_ptr, stride_ob, stride_oh, stride_os, stride_rb, stride_rh, stride_rs, H, B, Sq, Skv,
+    q_slots, ALIGN: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """`stride_o*` are those of dout in units of ALIGN; `stride_r*` count rows of out and lse. Where
     nobody takes turns, there are no counters to set to 0."""

@@ -95,7 +95,7 @@ def _line_up_clean(cu_q_ptr, cu_kv_ptr, line_ptr, B, Tq, Tk, block_q):
     """All sequences as they come, with no wrong offset."""
     q_start, kv_start = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     tiles = tl.full([], 0, tl.int32)
-    for b in range(0, B + 1):
+    for b in range(B + 1):
         q_end = next_clean(q_start, b + 1, cu_q_ptr, B, Tq)
         kv_end = next_clean(kv_start, b + 1, cu_kv_ptr, B, Tk)
         given_q_start, given_q_end = given_bounds(b, cu_q_ptr, B, Tq)
@@ -104,9 +104,7 @@ def _line_up_clean(cu_q_ptr, cu_kv_ptr, line_ptr, B, Tq, Tk, block_q):
         is_good = is_good & (kv_start == given_kv_start) & (kv_end == given_kv_end)
         len_q = (q_end - q_start).to(tl.int32)
         len_kv = tl.where(is_good, kv_end - kv_start, -1).to(tl.int32)
-        _store(
-            line_ptr, B, b, tiles, q_start.to(tl.int32), len_q, kv_start.to(tl.int32), len_kv, b
-        )
+        _store(line_ptr, B, b, tiles, q_start.to(tl.int32), len_q, kv_start.to(tl.int32), len_kv, b)
         tiles += tl.cdiv(len_q, block_q)
         q_start, kv_start = q_end, kv_end
 
@@ -116,9 +114,7 @@ class Line:
 
     Without `sorts` there are as many programs as tickets, and the line stays empty."""
 
-    def __init__(
-        self, B: int, Tq: int, Tk: int, block_q: int, n_tickets: int, sorts: bool
-    ) -> None:
+    def __init__(self, B: int, Tq: int, Tk: int, block_q: int, n_tickets: int, sorts: bool) -> None:
         self.sorts = sorts
         self.size = HEAD + NUMBERS * (B + 1) + n_tickets if sorts else 1
         self.grid = (triton.cdiv(B + 1, SEQUENCES), 1, 1)

@@ -68,7 +68,8 @@ def prepare_rows(
 
 @triton.jit(do_not_specialize=("cu_seqlens_q_ptr", "B", "H", "S", "n_sequences"))
 def sum_sinks(
-    sinks_ptr, cu_seqlens_q_ptr, rows_ptr, dsinks_ptr, B, H, S, n_sequences, BLOCK_ROWS: tl.constexpr
+    sinks_ptr, cu_seqlens_q_ptr, rows_ptr, dsinks_ptr, B, H, S, n_sequences,
+    BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program per head. The sum runs over the rows of the whole batch, in order, in fp64."""
     head = tl.program_id(0)
