@@ -20,10 +20,27 @@ from bad_metadata import (
     spoil_pages,
     spoil_varlen,
 )
-from problems import Case, Result, draw, draw_varlen, paginate, pose, run, supporting
+from problems import (
+    Case,
+    Result,
+    assert_same_bits,
+    draw,
+    draw_varlen,
+    paginate,
+    pose,
+    run,
+    supporting,
+)
 
 pytest.importorskip("triton")
-from triton_device import GPU, INTERPRETED, use_multiprocessors, use_small_tiles
+from triton_device import (
+    GPU,
+    INTERPRETED,
+    attend,
+    forget_calls,
+    use_multiprocessors,
+    use_small_tiles,
+)
 
 from lockstep.kernels.kernel import Needs
 from lockstep.kernels.triton import backward, launch
@@ -117,6 +134,20 @@ class TestInterpreted:
         assert result.out.isnan().all()
         assert result.lse.isnan().all()
 
+    def test_numbers_with_strides(self):
+        """Which are not wrong at all, but do not lie side by side."""
+        sinks, wide = torch.randn(4), torch.tensor([[9, -1], [3, -1], [0, -1]])
+        dense = draw(5, 9, B=3, Hq=4, D=16, kv_lens=wide[:, 0], sinks=sinks.repeat(2, 1).t()[:, 0])
+        paged = paginate(dense.replaced(kv_lens=torch.tensor([9, 3, 0])), 4)
+        table = paged.tensors["page_table"]
+        paged = paged.replaced(page_table=table.t().contiguous().t(), kv_lens=wide[:, 0])
+        packed = draw_varlen([5, 4], [2, 7], D=16)
+        offsets = {n: x for n, x in packed.tensors.items() if n.startswith("cu_")}
+        offsets = {n: torch.stack([x, x + 100], 1)[:, 0] for n, x in offsets.items()}
+        for case in (dense, paged, packed.replaced(**offsets)):
+            plain = {n: x.contiguous() for n, x in case.tensors.items()}
+            assert_same_bits(attend(case), attend(Case(plain, case.options)))
+
     def test_sinks_do_not_hear_of_rows_behind_the_last_sequence(self):
         case = draw_varlen([5, 3, 6], [4, 4, 2], D=16, sinks=torch.randn(4))
         seeds = torch.randn(14, 4, 16), torch.randn(14, 4)
@@ -202,6 +233,16 @@ def test_pages(page_size, spoil, Sq, _):
     case = paginate(case, page_size, garbage=float("nan"))
     for seed in range(4):
         check_on_gpu(spoil(random.Random(seed), case), gradients=False)
+
+
+@pytest.mark.parametrize("_", [pytest.param(0, marks=on_gpu, id="gpu")])
+def test_a_call_raises_instead_on_request(monkeypatch, _):
+    monkeypatch.setenv("LOCKSTEP_CHECK", "1")
+    forget_calls(monkeypatch)
+    case = draw(20, 30, B=2, dtype=BF16, kv_lens=torch.tensor([30, 31]))
+    case = Case({n: x.cuda() for n, x in case.tensors.items()})
+    with pytest.raises(ValueError, match=r"kv_lens takes 0 to Skv = 30, got 31 .* sequence 1"):
+        run(case)
 
 
 def test_drawn_offsets_are_wrong():
