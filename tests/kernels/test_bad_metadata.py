@@ -8,6 +8,7 @@ row that read too far would show; `memcheck.py` runs such calls under compute-sa
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from bad_metadata import (
     STALE,
     Spoiled,
     check,
+    clean,
     spoil_lengths,
     spoil_offsets,
     spoil_pages,
@@ -24,6 +26,7 @@ from problems import (
     Case,
     Result,
     assert_same_bits,
+    differing,
     draw,
     draw_varlen,
     paginate,
@@ -133,6 +136,47 @@ class TestInterpreted:
         result = interpret(case.replaced(cu_seqlens_q=nobody, cu_seqlens_k=nobody), None)
         assert result.out.isnan().all()
         assert result.lse.isnan().all()
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_what_the_hopper_backward_goes_by(self, seed):
+        """Its short launches: bounds and statistics before, dq after."""
+        from bounds import checked
+
+        from lockstep.kernels.hopper.backward_rows import finish_queries, prepare_rows
+
+        draws = random.Random(seed)
+        spoiled = spoil_varlen(draws, draw_varlen([130, 0, 70, 64], [9, 8, 30, 1], Hq=1, Hkv=1))
+        T, Tk = 264, 48
+        offsets = [spoiled.case.tensors[f"cu_seqlens_{n}"].tolist() for n in ("q", "k")]
+        (q, q_right), (k, k_right) = (clean(x, t) for x, t in zip(offsets, (T, Tk), strict=True))
+        right = [a and b for a, b in zip(q_right, k_right, strict=True)]
+        good = [int(a and b) for a, b in pairwise(right)]
+        n_slots = T // 64 + 5
+        result = interpret(spoiled.case, None)
+        out, lse = (x.view(T, -1) for x in (result.out.to(BF16), result.lse))
+        bounds = torch.full((3, 6), -7, dtype=torch.int32)
+        stats, turn = torch.full((n_slots, 2, 64), STALE), torch.full((n_slots,), 7)
+        cu = [torch.tensor(x) for x in offsets]
+        rows = (0, 1, 1, 1, 4, T, Tk, n_slots)
+        with checked():
+            prepare_rows[(n_slots,)](
+                out, out, lse, None, stats, turn.int(), turn[:1].int(), bounds, *cu,
+                0, 8, 8, *rows, ALIGN=8, DV=64, BLOCK_D=64, BLOCK_Q=64,
+            )  # fmt: skip
+            dq = torch.full((T, 64), STALE, dtype=BF16)
+            sums = torch.zeros(n_slots, 2, 4096)
+            finish_queries[(n_slots, 2)](
+                sums, dq, *cu, None, *rows, 0, 0, 1.0, D=64, BLOCK_Q=64, BLOCK_KV=64,
+                HAS_LEFT=False, HAS_RIGHT=False,
+            )  # fmt: skip
+        assert bounds.tolist() == [[*q, T], [*k, Tk], [*good, 0, -7]]
+        expected = torch.full((T, 64), torch.nan, dtype=BF16)
+        for sequence in spoiled.good:
+            expected[sequence.queries] = 0
+        assert not differing(dq, expected)
+        # Rows of bad sequences are marked; those of nobody look like rows that see no key.
+        marked = (stats[:, 0] < -1e38).sum()
+        assert marked == sum(b - a for a, b, x in zip(q, q[1:], good, strict=False) if not x)
 
     def test_numbers_with_strides(self):
         """Which are not wrong at all, but do not lie side by side."""
