@@ -147,7 +147,8 @@ def check(spoiled: Spoiled, compute: Compute, *, gradients: bool) -> None:
             rows = sequence.keys if what in ("dk", "dv") else sequence.queries
             x[rows] = alone[what]
             if sequence.lost is not None:
-                x[rows].masked_fill_(_along_rows(sequence.lost, x[rows]), torch.nan)
+                lost = _along_rows(sequence.lost.to(device), x[rows])
+                x[rows].masked_fill_(lost, torch.nan)
     for what, x in found.items():
         n = differing(x, expected[what])
         assert not n, f"{what}: {n} of {x.numel()} elements are not as expected: {spoiled.why}"

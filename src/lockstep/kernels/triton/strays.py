@@ -56,7 +56,7 @@ def add_strays(
     for tile in range(tile_lo, tile_hi):
         first = tile * BLOCK_KV
         pages = load_pages(first, kv_len, table_ptr, PAGE_SIZE, BLOCK_KV)
-        pages, _ = checked_pages(pages, n_pages)
+        pages, _are_wrong = checked_pages(pages, n_pages)
         v = load_tile(
             v_ptr, first, kv_len, pages, stride_vp, stride_vs,
             DV, BLOCK_KV, BLOCK_DV, PAGE_SIZE, True,
@@ -68,7 +68,7 @@ def add_strays(
             inside = is_row[:, None] & (d < DV)
             for kv_idx in range(first, tl.minimum(first + BLOCK_KV, kv_len)):
                 page = load_pages(kv_idx, kv_len, table_ptr, PAGE_SIZE, 1)
-                page, _ = checked_pages(page, n_pages)
+                page, _is_wrong = checked_pages(page, n_pages)
                 value = load_tile(
                     v_ptr, kv_idx, kv_len, page, stride_vp, stride_vs,
                     DV, 1, BLOCK_DV, PAGE_SIZE, True,
