@@ -130,6 +130,14 @@ class TestInterpreted:
             assert torch.equal(result.out, expected.out)
             assert torch.equal(result.lse, expected.lse)
 
+    def test_no_pages_at_all(self):
+        case = paginate(draw(1, 20, B=2, D=16, kv_lens=torch.tensor([20, 0])), 16)
+        none = {n: case.tensors[n][:0] for n in ("k", "v")}
+        result = interpret(case.replaced(**none), None)
+        assert result.out[0].isnan().all()
+        assert result.lse[0].isnan().all()
+        assert (result.out[1] == 0).all()
+
     def test_rows_without_any_sequence(self):
         case = draw_varlen([5, 3], [4, 4], D=16)
         nobody = torch.zeros(1, dtype=torch.int32)

@@ -15,20 +15,20 @@ import triton.language as tl
 from lockstep.kernels.triton import plan
 from lockstep.kernels.triton.sequences import checked_length, find_sequence
 from lockstep.kernels.triton.tiles import (
-    checked_pages,
     finish,
     fold,
     is_seen,
     is_stray,
     load_bias,
     load_described,
-    load_pages,
     load_tile,
     nan_where,
     online_softmax,
+    page_of,
     scores,
     unit,
     weigh,
+    wrong_pages,
 )
 
 SHORT: tl.constexpr = tl.constexpr(plan.SHORT)
@@ -203,34 +203,46 @@ def attend_tiles(
     part that was handed out has such values. Keys on a page that is not there count as NaN.
     """
     # One tile ahead: where a tile is should not have to be waited for.
-    AHEAD: tl.constexpr = PAGE_SIZE % BLOCK_KV == 0
-    next_pages = load_pages(tile_lo * BLOCK_KV, kv_len, table_ptr, PAGE_SIZE, BLOCK_KV)
-    is_any_wrong = next_pages < next_pages
+    IN_PAGE: tl.constexpr = PAGE_SIZE != 0 and PAGE_SIZE % BLOCK_KV == 0
+    IN_PAGES: tl.constexpr = PAGE_SIZE != 0 and not IN_PAGE
+    # Where every row sees every key, it does to look for wrong pages once all tiles are done.
+    LATER: tl.constexpr = not MASKED and bias_rows is None
+    if IN_PAGE:
+        next_page, is_next_wrong = page_of(
+            tile_lo * BLOCK_KV, kv_len, table_ptr, n_pages, PAGE_SIZE
+        )  # fmt: skip
+        is_any_wrong = tile_lo < 0
+    elif IN_PAGES:
+        # None of no keys.
+        is_any_wrong = wrong_pages(0, 0, table_ptr, n_pages, PAGE_SIZE, BLOCK_KV)
     # Masked tiles are few, and need room to mask values.
     for tile in tl.range(tile_lo, tile_hi, num_stages=1 if CLEAN else 2 if MASKED else None):
         first = tile * BLOCK_KV
-        if AHEAD:
-            pages = next_pages
-            next_pages = load_pages(first + BLOCK_KV, kv_len, table_ptr, PAGE_SIZE, BLOCK_KV)
-        else:
-            pages = load_pages(first, kv_len, table_ptr, PAGE_SIZE, BLOCK_KV)
-        if PAGE_SIZE != 0:
-            pages, is_wrong = checked_pages(pages, n_pages)
+        page = None
+        if IN_PAGE:
+            page, is_wrong = next_page, is_next_wrong
+            next_page, is_next_wrong = page_of(
+                first + BLOCK_KV, kv_len, table_ptr, n_pages, PAGE_SIZE
+            )  # fmt: skip
             is_any_wrong |= is_wrong
+        elif IN_PAGES and LATER:
+            is_any_wrong |= wrong_pages(first, kv_len, table_ptr, n_pages, PAGE_SIZE, BLOCK_KV)
         if k_desc is not None:
-            k = load_described(k_desc, first, pages, PAGE_SIZE)
+            k = load_described(k_desc, first, page, PAGE_SIZE)
         else:
             k = load_tile(
-                k_ptr, first, kv_len, pages, stride_kp, stride_ks,
-                D, BLOCK_KV, q.shape[1], PAGE_SIZE, MASKED,
+                k_ptr, first, kv_len, table_ptr, n_pages, stride_kp, stride_ks,
+                D, BLOCK_KV, q.shape[1], PAGE_SIZE, MASKED, page,
             )  # fmt: skip
         kv_idx = first + tl.arange(0, BLOCK_KV)[None, :]
         bias = None
         if bias_rows is not None:
             bias = load_bias(bias_rows, kv_idx, stride_bk, is_row, kv_len)
         s = scores(q, k, bias, cap_scale, late_scale, HAS_SOFTCAP, SCALE_LATER, PRECISION)
-        if PAGE_SIZE != 0 and (MASKED or bias is not None):
-            s += nan_where(is_wrong if AHEAD else is_wrong[None, :])
+        if PAGE_SIZE != 0 and not LATER:
+            if IN_PAGES:
+                _page, is_wrong = page_of(kv_idx, kv_len, table_ptr, n_pages, PAGE_SIZE)
+            s += nan_where(is_wrong)
             if bias is not None:
                 s = tl.where(bias == float("-inf"), float("-inf"), s)
         if MASKED:
@@ -255,20 +267,19 @@ def attend_tiles(
             span_end += span
         acc = acc * alpha[:, None]
         if k_desc is not None:
-            v = load_described(v_desc, first, pages, PAGE_SIZE)
+            v = load_described(v_desc, first, page, PAGE_SIZE)
             if MASKED and PAGE_SIZE != 0:
                 # A descriptor ends with the sequence, but not within a page.
                 inside = first + tl.arange(0, BLOCK_KV)[:, None] < kv_len
                 v = tl.where(inside, v, tl.zeros(v.shape, v.dtype))
         else:
             v = load_tile(
-                v_ptr, first, kv_len, pages, stride_vp, stride_vs,
-                DV, BLOCK_KV, acc.shape[1], PAGE_SIZE, MASKED,
+                v_ptr, first, kv_len, table_ptr, n_pages, stride_vp, stride_vs,
+                DV, BLOCK_KV, acc.shape[1], PAGE_SIZE, MASKED, page,
             )  # fmt: skip
         if CLEAN:
             v = tl.where(is_stray(v), 0.0, v.to(tl.float32)).to(v.dtype)
         acc = weigh(p, v, acc, PRECISION)
-    if PAGE_SIZE != 0 and not MASKED and bias_rows is None:
-        # All rows see all keys: once for all of them does.
-        l += nan_where(tl.max(is_any_wrong.to(tl.int32), 0) != 0 if not AHEAD else is_any_wrong)
+    if PAGE_SIZE != 0 and LATER:
+        l += nan_where(is_any_wrong if IN_PAGE else tl.max(is_any_wrong.to(tl.int32), 0) != 0)
     return m, l, acc, folded_m, folded_l, folded_acc, taint, span_end

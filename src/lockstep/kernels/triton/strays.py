@@ -13,11 +13,9 @@ import triton.language as tl
 
 from lockstep.kernels.triton.tiles import (
     any_stray,
-    checked_pages,
     is_seen,
     is_stray,
     load_bias,
-    load_pages,
     load_tile,
 )
 
@@ -55,10 +53,8 @@ def add_strays(
     d = tl.arange(0, BLOCK_DV)[None, :]
     for tile in range(tile_lo, tile_hi):
         first = tile * BLOCK_KV
-        pages = load_pages(first, kv_len, table_ptr, PAGE_SIZE, BLOCK_KV)
-        pages, _are_wrong = checked_pages(pages, n_pages)
         v = load_tile(
-            v_ptr, first, kv_len, pages, stride_vp, stride_vs,
+            v_ptr, first, kv_len, table_ptr, n_pages, stride_vp, stride_vs,
             DV, BLOCK_KV, BLOCK_DV, PAGE_SIZE, True,
         )  # fmt: skip
         if any_stray(v):
@@ -67,10 +63,8 @@ def add_strays(
                 span_ptr += first // span * STRIDE_SPAN
             inside = is_row[:, None] & (d < DV)
             for kv_idx in range(first, tl.minimum(first + BLOCK_KV, kv_len)):
-                page = load_pages(kv_idx, kv_len, table_ptr, PAGE_SIZE, 1)
-                page, _is_wrong = checked_pages(page, n_pages)
                 value = load_tile(
-                    v_ptr, kv_idx, kv_len, page, stride_vp, stride_vs,
+                    v_ptr, kv_idx, kv_len, table_ptr, n_pages, stride_vp, stride_vs,
                     DV, 1, BLOCK_DV, PAGE_SIZE, True,
                 )  # [1, BLOCK_DV]  # fmt: skip
                 key = kv_idx + tl.arange(0, 1)[None, :]

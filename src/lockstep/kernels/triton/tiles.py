@@ -68,26 +68,26 @@ def load_described(desc, first, page, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_pages(
-    first, kv_len, table_ptr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr
-):  # fmt: skip
-    """Page numbers of the keys `first` to `first + BLOCK_KV`: one if the whole tile lies in one
-    page, else [BLOCK_KV]. 0 beyond the sequence, and where there are no pages."""
-    pages = tl.full([], 0, tl.int64)
-    if PAGE_SIZE != 0:
-        kv_idx = first
-        if PAGE_SIZE % BLOCK_KV != 0:
-            kv_idx += tl.arange(0, BLOCK_KV)
-        inside = kv_idx < kv_len
-        pages = tl.load(table_ptr + kv_idx // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-    return pages
+def page_of(kv_idx, kv_len, table_ptr, n_pages, PAGE_SIZE: tl.constexpr):
+    """The page of a key, or of several, 0 beyond the sequence; and whether its number is wrong: the
+    last page may then stand for it, or whichever is there."""
+    page = tl.load(table_ptr + kv_idx // PAGE_SIZE, mask=kv_idx < kv_len, other=0)
+    is_wrong = (page < 0) | (page >= n_pages)
+    # Half of a number does, and takes one instruction: this is done for every row of a tile.
+    there = tl.minimum(page.to(tl.uint32), tl.cast(n_pages - 1, tl.uint32))
+    return there.to(tl.int64), is_wrong
 
 
 @triton.jit
-def checked_pages(pages, n_pages):
-    """Pages that are there, and which of the numbers are wrong: page 0 stands for those."""
-    is_wrong = (pages < 0) | (pages >= n_pages)
-    return tl.where(is_wrong, 0, pages), is_wrong
+def wrong_pages(
+    first, kv_len, table_ptr, n_pages, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr
+):  # fmt: skip
+    """Which pages of the tile of keys from `first` on have a wrong number: [n] for n pages."""
+    N: tl.constexpr = triton.next_power_of_2((BLOCK_KV - 1) // PAGE_SIZE + 2)
+    first_of_page = (first // PAGE_SIZE + tl.arange(0, N)) * PAGE_SIZE
+    end = tl.minimum(first + BLOCK_KV, kv_len)
+    _page, is_wrong = page_of(first_of_page, end, table_ptr, n_pages, PAGE_SIZE)
+    return is_wrong
 
 
 @triton.jit
@@ -101,7 +101,8 @@ def load_tile(
     base_ptr,
     first,
     kv_len,
-    pages,
+    table_ptr,
+    n_pages,
     stride_page,
     stride_s,
     D: tl.constexpr,
@@ -109,11 +110,13 @@ def load_tile(
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
+    page=None,
 ):
     """Keys or values `first` to `first + BLOCK_KV` of one head of a sequence: [BLOCK_KV, BLOCK_D].
 
-    With a PAGE_SIZE they come out of `pages`, by numbers that were checked. MASKED tiles are not
-    read beyond `kv_len`: what is there may not be memory, and reads as 0.
+    With a PAGE_SIZE they come out of pages; `table_ptr` is then the sequence's page table, and
+    `page` that of the first key, if the caller knows it. MASKED tiles are not read beyond `kv_len`:
+    what is there may not be memory, and reads as 0.
     """
     offset = tl.arange(0, BLOCK_KV)
     d = tl.arange(0, BLOCK_D)
@@ -122,11 +125,15 @@ def load_tile(
         rows = base_ptr + tl.cast(first, tl.int64) * stride_s + offset[:, None] * stride_s
     elif PAGE_SIZE % BLOCK_KV == 0:
         # The whole tile lies in one page.
+        if page is None:
+            page, _is_wrong = page_of(first, kv_len, table_ptr, n_pages, PAGE_SIZE)
         slot = first % PAGE_SIZE
-        rows = base_ptr + pages * stride_page + tl.cast(slot, tl.int64) * stride_s
+        rows = base_ptr + page * stride_page + tl.cast(slot, tl.int64) * stride_s
         rows += offset[:, None] * stride_s
     else:
-        slot = ((first + offset) % PAGE_SIZE).to(tl.int64)
+        kv_idx = first + offset
+        pages, _are_wrong = page_of(kv_idx, kv_len, table_ptr, n_pages, PAGE_SIZE)
+        slot = (kv_idx % PAGE_SIZE).to(tl.int64)
         rows = base_ptr + (pages * stride_page + slot * stride_s)[:, None]
     tile_ptr = rows + d[None, :]  # [BLOCK_KV, BLOCK_D]
     if MASKED and D < BLOCK_D:
