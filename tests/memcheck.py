@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "kernels"))
 
 import torch
+from bad_metadata import spoil_lengths, spoil_pages, spoil_varlen
 from problems import Case, draw, draw_seeds, draw_varlen, paginate, run, supporting
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -42,6 +44,17 @@ def _decode(Skv: int, page_size: int = 0, **sizes: object) -> Case:
     lens = torch.tensor([Skv, 1, Skv - 37])
     case = draw(1, Skv, B=3, Hq=8, Hkv=2, kv_lens=lens, causal=True, **sizes)
     return paginate(case, page_size, garbage=float("nan")) if page_size else case
+
+
+def _wrong_offsets(seed: int, D: int, Hq: int = 4) -> Case:
+    lens = [263, 1, 0, 500] if Hq == 4 else [700, 63, 1300, 64]
+    case = draw_varlen(lens, lens, Hq=Hq, D=D, dtype=BF16, causal=True)
+    return spoil_varlen(random.Random(seed), case).case
+
+
+def _wrong_lengths(seed: int, D: int) -> Case:
+    case = draw(140, 300, B=4, D=D, dtype=BF16, kv_lens=torch.tensor([0, 1, 256, 300]), causal=True)
+    return spoil_lengths(random.Random(seed), case).case
 
 
 SAMPLES: dict[str, Callable[[], Case]] = {
@@ -75,6 +88,20 @@ SAMPLES: dict[str, Callable[[], Case]] = {
     "decode, pages of 16": lambda: _decode(601, 16, D=128, dtype=BF16),
     "decode, pages of 256": lambda: _decode(1301, 256, D=64, dtype=F16),
     "decode, pages of 24, D 80": lambda: _decode(601, 24, D=80, Dv=33, dtype=BF16),
+    "wrong kv_lens": lambda: _wrong_lengths(0, D=64),
+    "wrong kv_lens, D 256": lambda: _wrong_lengths(1, D=256),
+    "wrong offsets": lambda: _wrong_offsets(0, D=64),
+    "wrong offsets, D 128": lambda: _wrong_offsets(1, D=128, Hq=16),
+    "wrong offsets, D 256": lambda: _wrong_offsets(2, D=256),
+    "decode, wrong kv_lens": lambda: (
+        spoil_lengths(random.Random(0), _decode(1301, 256, D=64, dtype=BF16)).case
+    ),
+    "decode, wrong pages of 16": lambda: (
+        spoil_pages(random.Random(0), _decode(601, 16, D=128, dtype=BF16)).case
+    ),
+    "decode, wrong pages of 256": lambda: (
+        spoil_pages(random.Random(1), _decode(1301, 256, D=64, dtype=BF16)).case
+    ),
 }
 
 

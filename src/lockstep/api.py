@@ -95,9 +95,10 @@ def attention(
             the softmax, with no value attached.
         bias: Broadcastable to [B, Hq, Sq, Skv], in the dtype of q or float32, added to the scores.
             Where it is -inf, it hides the key.
-        kv_lens: [B] int32 or int64. Sequence b has `kv_lens[b]` keys; what lies beyond is not
-            looked at, and `Skv` in the above becomes `kv_lens[b]`. Values are checked on the CPU
-            only: on a GPU that would wait for the device.
+        kv_lens: [B] int32 or int64, each from 0 to Skv. Sequence b has `kv_lens[b]` keys; what
+            lies beyond is not looked at, and `Skv` in the above becomes `kv_lens[b]`. A length out
+            of that range raises on the CPU. On a GPU, where looking at it would wait for the
+            device, it makes its own sequence NaN, unless the environment has LOCKSTEP_CHECK=1.
         return_lse: Also return the log-sum-exp of each row's scores.
         query_invariant: Also make the bits of a row of out and lse independent of the other
             queries of the call: a whole prefill, its chunks and single tokens against the same
@@ -177,9 +178,14 @@ def attention_varlen(
         q: [Tq, Hq, D]
         k: [Tk, Hkv, D]
         v: [Tk, Hkv, Dv]
-        cu_seqlens_q: [B + 1] int32 or int64, from 0 to Tq, never decreasing. As for cu_seqlens_k,
-            values are checked on the CPU only: on a GPU that would wait for the device.
+        cu_seqlens_q: [B + 1] int32 or int64, from 0 to Tq, never decreasing.
         cu_seqlens_k: [B + 1] int32 or int64, from 0 to Tk, never decreasing.
+
+    Wrong offsets raise on the CPU. On a GPU, where looking at them would wait for the device, they
+    raise with LOCKSTEP_CHECK=1 in the environment. Without it, sequences that begin or end at a
+    wrong offset are NaN, with their gradients, and others are as they should be: the first offset
+    is wrong unless it is 0, another one if it is out of range or less than one before it that is
+    not. Rows and keys behind the last offset, which belong to no sequence, are NaN too.
 
     The other arguments are those of `attention`.
 
@@ -253,9 +259,11 @@ def attention_paged(
         k_pages: [n_pages, page, Hkv, D]
         v_pages: [n_pages, page, Hkv, Dv]
         page_table: [B, max_pages] int32 or int64. Only the entries that kv_lens reaches are
-            looked at. As for kv_lens, values are checked on the CPU only: on a GPU that would
-            wait for the device.
-        kv_lens: [B] int32 or int64, at most `max_pages · page`, which is Skv to the bias.
+            looked at. As for kv_lens, a wrong one raises on the CPU. On a GPU, where looking at it
+            would wait for the device, the keys on a page that is not there are NaN to the rows
+            that see them, unless the environment has LOCKSTEP_CHECK=1.
+        kv_lens: [B] int32 or int64, at most `max_pages · page`, which is Skv to the bias. Others
+            are treated as by `attention`.
 
     The other arguments are those of `attention`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 
 import torch
@@ -11,18 +12,27 @@ from lockstep.numerics import statistics_dtype
 from lockstep.problem import DTYPES, AttentionProblem, Tensors, any_of, short
 
 
+def are_values_checked(problem: AttentionProblem) -> bool:
+    """Whether `check_values` looks at the tensors of a problem before a kernel runs.
+
+    On a GPU reading them back makes every call wait for the device. There the kernels check, and
+    bad sequences come out as NaN, unless the environment has LOCKSTEP_CHECK=1.
+    """
+    return problem.device_type == "cpu" or os.environ.get("LOCKSTEP_CHECK", "0") not in ("", "0")
+
+
 def check_values(problem: AttentionProblem, tensors: Tensors) -> None:
     """Checks lengths, offsets and page indices before a kernel follows them.
 
-    Raises ValueError. Only CPU tensors are looked at: on any other device reading them back would
-    make every call wait for the device, so there the caller answers for them.
+    Raises ValueError that names the argument and the sequence. Waits for the device.
     """
-    if problem.device_type != "cpu":
-        return
     lens = tensors.kv_lens.tolist() if tensors.kv_lens is not None else []
     for b, length in enumerate(lens):
         if not 0 <= length <= problem.Skv:
-            raise ValueError(f"kv_lens takes 0 to Skv = {problem.Skv}, got {length} at index {b}")
+            raise ValueError(
+                f"kv_lens takes 0 to Skv = {problem.Skv}, got {length} at index {b}, for sequence "
+                f"{b}"
+            )
     if problem.layout == "varlen":
         assert tensors.cu_seqlens_q is not None
         assert tensors.cu_seqlens_k is not None
@@ -64,15 +74,19 @@ def check_parts(outs: list[Tensor], lses: list[Tensor]) -> None:
 
 def _check_offset_values(name: str, offsets: list[int], total_name: str, total: int) -> None:
     if not offsets or offsets[0] != 0:
-        raise ValueError(f"{name} takes offsets that start at 0, got {offsets[:1]}")
+        raise ValueError(
+            f"{name} takes offsets that start at 0, got {offsets[:1]}, where sequence 0 begins"
+        )
     for i, (start, end) in enumerate(pairwise(offsets)):
         if end < start:
             raise ValueError(
-                f"{name} takes offsets that never decrease, got {start} then {end} at index {i + 1}"
+                f"{name} takes offsets that never decrease, got {start} then {end} at index "
+                f"{i + 1}, where sequence {i} ends"
             )
     if offsets[-1] != total:
         raise ValueError(
-            f"{name} takes offsets that end at {total_name} = {total}, got {offsets[-1]}"
+            f"{name} takes offsets that end at {total_name} = {total}, got {offsets[-1]} at index "
+            f"{len(offsets) - 1}, where the last sequence ends"
         )
 
 
@@ -80,7 +94,8 @@ def _check_page_values(problem: AttentionProblem, page_table: Tensor, kv_lens: T
     """Only the pages that hold a key within kv_lens count; other entries may be anything."""
     assert problem.page_size is not None
     assert problem.n_pages is not None
-    first_key = torch.arange(0, problem.Skv, problem.page_size)  # [max_pages]
+    device = page_table.device
+    first_key = torch.arange(0, problem.Skv, problem.page_size, device=device)  # [max_pages]
     in_use = first_key < kv_lens[:, None]  # [B, max_pages]
     wrong = in_use & ((page_table < 0) | (page_table >= problem.n_pages))
     if wrong.any():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep import dispatch
 from lockstep.cache import Cache
-from lockstep.checks import check_values
+from lockstep.checks import are_values_checked, check_values
 from lockstep.kernels.kernel import (
     Given,
     Gradients,
@@ -57,11 +57,13 @@ def prepare(tensors: Tensors, options: Options, name: str | None) -> Prepared:
         def run(tensors: Tensors, addresses: list[int]) -> Result:
             return kernel.forward(problem, tensors)
 
-    if rows is tensors and problem.device_type != "cpu":
+    is_checked = are_values_checked(problem)
+    if rows is tensors and not is_checked:
         return run
 
     def check_and_run(tensors: Tensors, addresses: list[int]) -> Result:
-        check_values(problem, tensors)
+        if is_checked:
+            check_values(problem, tensors)
         rows = _with_contiguous_rows(tensors)
         return run(rows, addresses if rows is tensors else rows.addresses())
 
@@ -84,11 +86,13 @@ def prepare_backward(
             results: Any = given[_N_TENSORS:]
             return derive(problem, _tensors_of(given), *results, needs)
 
-    if problem.device_type != "cpu" and all(map(is_, rows, given)):
+    is_checked = are_values_checked(problem)
+    if not is_checked and all(map(is_, rows, given)):
         return run
 
     def check_and_run(given: Given, addresses: list[int]) -> Gradients:
-        check_values(problem, _tensors_of(given))
+        if is_checked:
+            check_values(problem, _tensors_of(given))
         rows = _with_contiguous_results(given)
         return run(rows, addresses_of(rows))
 
@@ -119,6 +123,7 @@ def _contiguous_rows(tensor: Tensor) -> Tensor:
 
 
 def _with_contiguous_rows(tensors: Tensors) -> Tensors:
+    tensors = _with_contiguous_numbers(tensors)
     q, k, v, bias = tensors[:4]
     if bias is None and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         return tensors
@@ -128,3 +133,11 @@ def _with_contiguous_rows(tensors: Tensors) -> Tensors:
         v=_contiguous_rows(v),
         bias=None if bias is None else _contiguous_rows(bias),
     )
+
+
+def _with_contiguous_numbers(tensors: Tensors) -> Tensors:
+    """Sinks, lengths, offsets and page tables: of these, kernels know where a row begins."""
+    numbers = tensors[4:]
+    if all(x is None or x.stride(-1) == 1 for x in numbers):
+        return tensors
+    return Tensors(*tensors[:4], *(None if x is None else _contiguous_rows(x) for x in numbers))

@@ -97,13 +97,16 @@ def _run(
 ) -> Tensor | tuple[Tensor, Tensor]:
     check_types(tensors, layout)
     problem = describe(tensors, make_options(causal, window, scale, softcap))
-    check_values(problem, tensors)
     out, lse = evaluate(problem, tensors)
     return (out, lse) if return_lse else out
 
 
 def evaluate(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` in float64, differentiable in every floating-point tensor."""
+    """`out` and `lse` in float64, differentiable in every floating-point tensor.
+
+    Raises ValueError for lengths, offsets and page indices that are wrong, on any device.
+    """
+    check_values(problem, tensors)
     double = tensors._replace(
         **{
             name: tensor.double()

@@ -36,7 +36,9 @@ def checked() -> Iterator[None]:
 
     def check(pointers: Any, mask: Any) -> None:
         size = pointers.get_element_ty().primitive_bitwidth // 8
-        active = np.broadcast_to(mask.data.astype(bool), pointers.data.shape)
+        # Those of descriptors come as they are.
+        mask = mask if isinstance(mask, np.ndarray) else mask.data
+        active = np.broadcast_to(mask.astype(bool), pointers.data.shape)
         at = pointers.data[active].astype(np.int64)
         inside = np.zeros(at.shape, bool)
         for start, end in given:

@@ -154,8 +154,11 @@ def run(call: Any, launches: Launches, given: Given) -> list[Any]:
     copies = {first_bytes(given[i].data_ptr()): f"a copy of {fields[i]}" for i in (0, 1, 2, 11)}
     # The fifth argument of the first kernel, whichever it is.
     workspace = launches.log[start][2][4]
-    bytes_of_rows = 16 * math.prod(call.problem.lse_shape)
-    n_bytes = call.at.end if hasattr(call, "at") else bytes_of_rows
+    n_bytes = 16 * math.prod(call.problem.lse_shape)
+    if hasattr(call, "at"):
+        n_bytes = call.at.end
+    elif hasattr(call, "bounds_at"):
+        n_bytes = 4 * (call.bounds_at + call.cut.n_bounds)
 
     def meaning(address: int, begins: dict[int, bytes]) -> Any:
         place = address - workspace

@@ -378,6 +378,9 @@ class PlainWalk(SimpleNamespace):
     def first_number(self):
         return 0
 
+    def flaw(self):
+        return 0.0
+
 
 def program(block_q, masked, draws):
     """The warps of one."""
@@ -388,7 +391,7 @@ def program(block_q, masked, draws):
     walks = CREATE_BOARD(4, 0, block_q, BLOCK_KV, False, masked, True)
     roles = {
         "produce": lambda: kernel.produce(
-            walks, team, *[query] * 3, *[key] * 2, *[query] * 2, None, "ticket", *[None] * 3,
+            walks, team, *[query] * 3, *[key] * 2, *[query] * 2, None, "ticket", *[None] * 2,
             len(draws), 0, 1, 1, 1, 1, *[0] * 6, "dense",
         ),
         "add 0": lambda: turns.add_parts(0, walks, parts, query, 0),

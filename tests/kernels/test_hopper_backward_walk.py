@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -66,7 +67,7 @@ def walks(monkeypatch):
             place, walk = backward_walk.assign.fn(
                 ticket, kv_slots, q_slots, Hkv, at_once, Hkv, group, 1, Sq, Skv,
                 FAR if left is None else left, FAR if right is None else right, 0, None, None,
-                None, "dense", left is not None, right is not None, True, block_q, BLOCK_KV,
+                "dense", left is not None, right is not None, True, block_q, BLOCK_KV,
             )  # fmt: skip
             yield place[1], place[2], walk
 
@@ -126,3 +127,48 @@ def test_walks_visit_every_pair_that_sees_each_other_once_and_know_which_they_cu
 def test_longest_walks_of_a_causal_head_come_first(walks):
     steps = [walk.n_steps for *_, walk in walks(64, 2048, 2048, None, 0)]
     assert steps == sorted(steps, reverse=True)
+
+
+def test_packed_walks_go_over_every_key_tile_once_and_no_bad_sequence(monkeypatch):
+    """By the bounds of `backward_rows`: the last sequence owns what nobody owns."""
+    at = SimpleNamespace(load=lambda place: place[0][place[1]])
+    monkeypatch.setattr(backward_walk, "gl", SimpleNamespace(**vars(PLAIN), **vars(at)))
+    monkeypatch.setattr(backward_walk, "locate", backward_walk.locate.fn)
+    monkeypatch.setattr(backward_walk, "find_sequence", backward_walk.find_sequence.fn)
+    monkeypatch.setattr(backward_walk, "Walk", PlainWalk)
+    monkeypatch.setattr(backward_walk, "Job", lambda place, lengths, layout: (place, lengths))
+    draws, block_q = random.Random(2), 64
+    for _ in range(100):
+        B, Tq, Tk = draws.randint(1, 6), draws.randrange(1, 900), draws.randrange(1, 900)
+        q, k = (sorted(draws.choices(range(T + 1), k=B)) for T in (Tq, Tk))
+        q, k = [0, *q, Tq], [0, *k, Tk]
+        good = [draws.choice((0, 1)) for _ in range(B)] + [0]
+        kv_slots, q_slots = Tk // BLOCK_KV + B + 1, Tq // block_q + B + 1
+        seen = []
+        for ticket in range(kv_slots):
+            (place, lengths), walk = backward_walk.assign.fn(
+                ticket, kv_slots, q_slots, 1, 1, 1, 1, B, Tq, Tk, FAR, FAR, 0,
+                Numbers([*q, *k, *good]), None, "varlen", False, False, True, block_q, BLOCK_KV,
+            )  # fmt: skip
+            b, _, kv_idx, _ = place
+            assert lengths == (q[b], k[b], q[b + 1] - q[b], k[b + 1] - k[b])
+            has_keys = kv_idx < k[b + 1] - k[b]
+            seen += [k[b] + kv_idx] if has_keys else []
+            tiles = -(-lengths[2] // block_q) if has_keys else 0
+            assert (walk.n_tiles, walk.n_steps) == ((tiles, tiles) if good[b] else (-1, 0))
+            assert all(0 <= tile < q_slots for tile, _ in walk.tiles())
+        starts = [x for a, b in pairwise(k) for x in range(a, b, BLOCK_KV)]
+        assert sorted(seen) == starts
+
+
+class Numbers:
+    """What a kernel loads from, by the steps from where it begins."""
+
+    def __init__(self, values: list[int], at: int = 0) -> None:
+        self.values, self.at = values, at
+
+    def __add__(self, step: int) -> Numbers:
+        return Numbers(self.values, self.at + step)
+
+    def __getitem__(self, i: int) -> object:
+        return (self.values, self.at)[i]

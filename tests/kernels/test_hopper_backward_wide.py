@@ -31,10 +31,10 @@ def compiled(which: str, D: int, Dv: int, causal: bool) -> Build:
     stats = torch.empty(cut.n_tiles, 2, BLOCK_KV)
     if which == "keys":
         kernel = backward_wide.keys_kernel
-        given = backward_wide.keys_arguments(problem, tensors, v, stats, q, v, cut)
+        given = backward_wide.keys_arguments(problem, tensors, v, stats, None, q, v, cut)
     else:
         kernel = backward_wide.queries_kernel
-        given = backward_wide.queries_arguments(problem, tensors, v, stats, q, cut)
+        given = backward_wide.queries_arguments(problem, tensors, v, stats, None, q, cut)
     arguments, constants = given
     return compile_for_hopper(kernel, arguments, **constants, **backward_wide.OPTIONS)
 
@@ -153,7 +153,7 @@ def test_programs_of_dq_visit_every_pair_that_sees_each_other_once(monkeypatch):
         for slot in range(-(-Sq // BLOCK_Q)):
             (*_, q_idx, _), sight = backward_wide_sight.assign.fn(
                 slot, 0, 1, 1, 1, 1, Sq, Skv, FAR if left is None else left,
-                FAR if right is None else right, 0, None, None, None, "dense", left is not None,
+                FAR if right is None else right, 0, None, None, "dense", left is not None,
                 right is not None, True, BLOCK_KV,
             )  # fmt: skip
             rows = range(min(BLOCK_Q, Sq - q_idx))

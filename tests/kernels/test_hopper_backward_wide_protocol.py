@@ -96,8 +96,8 @@ def crew(monkeypatch, request):
 by_lot = pytest.mark.parametrize("crew", range(40), indirect=True)
 
 
-def walk_of(draws: random.Random, masked: bool) -> SimpleNamespace:
-    n_steps = draws.choice([0, 1, 2, 3, 7, 40])
+def walk_of(draws: random.Random, masked: bool, none: tuple[int, ...] = (0,)) -> SimpleNamespace:
+    n_steps = draws.choice([*none, 1, 2, 3, 7, 40])
     cuts = [masked and draws.random() < 0.4 for _ in range(n_steps + 1)]
     return SimpleNamespace(
         n_steps=n_steps,
@@ -111,6 +111,7 @@ def walk_of(draws: random.Random, masked: bool) -> SimpleNamespace:
         next=lambda tile, t: (tile + 1, t + 1),
         next_number=lambda t: t + 1,
         first_number=lambda: 0,
+        flaw=lambda: 0.0,
     )
 
 
@@ -146,12 +147,13 @@ def test_keys(crew, masked):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("stages", [(2, 1), (3, 2)])
 def test_queries(crew, stages, masked):
-    sight = walk_of(crew.draws, masked)
+    # A bad sequence has less than no steps.
+    sight = walk_of(crew.draws, masked, none=(0, -1))
     names = ("q", "dout", "k", "v", "inspected", "dq_full")
     parts = CREATE_QUERIES(*[DESC] * 4, 2, 3, *stages, masked)
     team = SimpleNamespace(**dict(zip(names, parts, strict=True)))
     team.q.n_tiles = team.dout.n_tiles = 1
-    team.k.n_tiles = team.v.n_tiles = sight.n_steps
+    team.k.n_tiles = team.v.n_tiles = max(sight.n_steps, 0)
     place = SimpleNamespace(
         q_idx=Anything(),
         len_q=Anything(),

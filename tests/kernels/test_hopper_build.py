@@ -146,6 +146,8 @@ def refusal(monkeypatch, capability=(9, 0), **changes):
         ({"Sq": 15, "Hq": 4, "Hkv": 4}, "16 queries"),
         ({"Sq": 32, "Hq": 4, "Hkv": 2}, "33 queries"),
         ({"Skv": 1 << 30}, "rows"),
+        ({"Skv": 0, "has_kv_lens": True}, "one key"),
+        ({"B": 0, "layout": "varlen"}, "one sequence"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

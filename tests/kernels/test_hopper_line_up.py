@@ -3,28 +3,66 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
+from bad_metadata import clean, spoil_offsets
 from triton_device import DEVICE, needs_triton
 
-from lockstep.kernels.hopper.line_up import OTHERS, SEQUENCES, line_up_kernel
+from lockstep.kernels.hopper.line_up import HEAD, NUMBERS, OTHERS, SEQUENCES, line_up_kernel
 
 pytestmark = needs_triton
 BLOCK_Q = 128
+
+
+def line_up(offsets: list[list[int]], T: list[int], dtype: torch.dtype) -> list[list[int]]:
+    """What stands at each place: tiles before it, and where its sequence lies; and the ends."""
+    P = len(offsets[0])
+    line = torch.full((2 + NUMBERS * P,), -7, dtype=torch.int32, device=DEVICE)
+    given = [torch.tensor(x, dtype=dtype, device=DEVICE) for x in offsets]
+    line_up_kernel[(-(-P // SEQUENCES),)](*given, line, P - 1, *T, BLOCK_Q, SEQUENCES, OTHERS)
+    assert line[[0, -1]].tolist() == [0, -7]
+    before, bounds = line[HEAD : HEAD + P], line[HEAD + P : -1].view(P, 4)
+    return torch.cat([before[:, None], bounds], 1).tolist()
+
+
+def places(starts: list[list[int]], lens: list[list[int]], order: list[int]) -> list[list[int]]:
+    """The same, of sequences in this order."""
+    found, tiles = [], 0
+    for b in order:
+        found.append([tiles, starts[0][b], lens[0][b], starts[1][b], lens[1][b]])
+        tiles += -(-lens[0][b] // BLOCK_Q)
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("B", [1, 7, 64, 200])
 def test_line(B, dtype):
     draws = random.Random(B)
-    q_lens, kv_lens = ([draws.choice((0, 1, 128, 500, 999)) for _ in range(B)] for _ in range(2))
-    offsets = [
-        torch.tensor([0, *lens]).cumsum(0).to(dtype).to(DEVICE) for lens in (q_lens, kv_lens)
+    lens = [[draws.choice((0, 1, 128, 500, 999)) for _ in range(B)] for _ in range(2)]
+    offsets = [[sum(x[:b]) for b in range(B + 1)] for x in lens]
+    T = [x[-1] + draws.choice((0, 5)) for x in offsets]
+    # Stable: the earlier of equals first. Behind all, rows that nobody owns.
+    order = [*sorted(range(B), key=lambda b: -lens[1][b]), B]
+    lens = [[*lens[0], T[0] - offsets[0][-1]], [*lens[1], -1]]
+    assert line_up(offsets, T, dtype) == places(offsets, lens, order)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_line_by_wrong_offsets(seed):
+    draws = random.Random(seed)
+    T, B = [2000, 3000], 40
+    offsets = [[0, *sorted(draws.randint(0, t) for _ in range(B - 1)), t] for t in T]
+    for i in draws.choice([(0,), (1,), (0, 1)]):
+        offsets[i] = spoil_offsets(draws, offsets[i], T[i])
+    offsets[0][draws.randint(1, B)] = -1
+    (q, q_right), (k, k_right) = (clean(x, t) for x, t in zip(offsets, T, strict=True))
+    ends = [[*q[1:], T[0]], [*k[1:], T[1]]]
+    lens = [
+        [end - start for start, end in zip(*x, strict=True)] for x in zip((q, k), ends, strict=True)
     ]
-    line = torch.full((2 + 2 * B,), -1, dtype=torch.int32, device=DEVICE)
-    line_up_kernel[(-(-B // SEQUENCES),)](*offsets, line, B, BLOCK_Q, SEQUENCES, OTHERS)
-    order = sorted(range(B), key=lambda b: -kv_lens[b])  # stable: the earlier of equals first
-    tiles = [-(-q_lens[b] // BLOCK_Q) for b in order]
-    before = [sum(tiles[:place]) for place in range(B)]
-    assert line.tolist() == [0, *before, *order, -1]
+    right = [a and b for a, b in zip(q_right, k_right, strict=True)]
+    good = [*(a and b for a, b in pairwise(right)), False]
+    lens[1] = [n if is_good else -1 for n, is_good in zip(lens[1], good, strict=True)]
+    assert line_up(offsets, T, torch.int64) == places([q, k], lens, list(range(B + 1)))

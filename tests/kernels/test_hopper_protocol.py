@@ -22,7 +22,14 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from lockstep.kernels.hopper.board import SLOTS
 from lockstep.kernels.hopper.plan import PLANS, ROWS, SHORT_PLANS, Plan
-from lockstep.kernels.hopper.schedule import AS_THEY_COME, LINE_HEAD, LONGEST_FIRST, Schedule
+from lockstep.kernels.hopper.schedule import (
+    AS_THEY_COME,
+    BAD,
+    LINE_HEAD,
+    LINE_NUMBERS,
+    LONGEST_FIRST,
+    Schedule,
+)
 from lockstep.kernels.hopper.usher import call_by_ticket
 
 # A warp says what it waits for, and goes on once that holds.
@@ -232,6 +239,8 @@ def as_python(function: Any, **more: Any) -> Callable:
         "gl": SimpleNamespace(**functions, **more),
         "LONGEST_FIRST": LONGEST_FIRST.value,
         "LINE_HEAD": LINE_HEAD.value,
+        "LINE_NUMBERS": LINE_NUMBERS.value,
+        "BAD": BAD.value,
         "Tile": lambda exists, head, _kv_head, _batch, q_idx, q_start, *_: (
             exists,
             head,
@@ -245,7 +254,7 @@ def as_python(function: Any, **more: Any) -> Callable:
 
 def draw_tile(draws: random.Random, plan: Plan) -> SimpleNamespace:
     len_q = draws.choice((1, 16, 63, 64, 100, 300, 500))
-    len_kv = draws.choice((0, 1, 63, 64, 100, 128, 256, 300, 700))
+    len_kv = draws.choice((BAD.value, 0, 1, 63, 64, 100, 128, 256, 300, 700))
     return SimpleNamespace(
         len_q=len_q, len_kv=len_kv, q_idx=draws.randrange(0, len_q, plan.block_q)
     )
@@ -269,29 +278,41 @@ def test_no_one_waits_forever(plan):
         assert len(set(program.seen.values())) == 1
 
 
+def as_it_comes(slot: int, starts: list[int], lens: list[int], block_q: int) -> tuple[int, ...]:
+    """`Schedule._as_it_comes`, which counts across the lanes of a warp."""
+    firsts = [start // block_q + b for b, start in enumerate(starts[:-1])]
+    b = sum(first <= slot for first in firsts) - 1
+    return firsts[b], starts[b], lens[b], starts[b], lens[b] if b < len(lens) - 1 else BAD.value
+
+
 @pytest.mark.parametrize("order", [LONGEST_FIRST, AS_THEY_COME], ids=["longest first", "as is"])
 def test_every_tile_has_one_ticket(order):
     draws = random.Random(0)
     for _ in range(100):
         lens = [draws.choice((0, 1, 100, 128, 300, 1000)) for _ in range(draws.randint(1, 9))]
-        starts = [sum(lens[:b]) for b in range(len(lens) + 1)]
+        B = len(lens)
+        # The last ones are rows that nobody owns.
+        lens.append(draws.choice((0, 0, 1, 200)))
+        starts = [sum(lens[:b]) for b in range(B + 2)]
         block_q, Hq = draws.choice((128, 192)), draws.choice((1, 3, 8))
         tiles = [-(-n // block_q) for n in lens]
-        line = sorted(range(len(lens)), key=lambda b: -lens[b])
-        before = [sum(tiles[b] for b in line[:place]) for place in range(len(lens))]
+        line = [*sorted(range(B), key=lambda b: -lens[b]), B]
+        before = [sum(tiles[b] for b in line[:place]) for place in range(B + 1)]
+        bounds = [
+            n for b in line for n in (starts[b], lens[b], starts[b], lens[b] if b < B else -1)
+        ]
         schedule = SimpleNamespace(
             order=order.value,
-            n_q_tiles=starts[-1] // block_q + len(lens),
+            n_q_tiles=starts[-1] // block_q + B + 1,
             Hq=Hq,
             heads_per_kv=1,
-            B=len(lens),
+            B=B,
             l2_keys=draws.choice((0, 700, 2000, 1 << 30)),
-            cu_q_ptr=Pointer(starts),
-            cu_kv_ptr=Pointer(starts),
-            line_ptr=Pointer([0, *before, *line]),
+            line_ptr=Pointer([0, *before, *bounds]),
             BLOCK_Q=block_q,
         )
-        schedule._first_slot = lambda place, at=schedule: in_python("_first_slot")(at, place)
+        schedule._in_line = lambda slot, at=schedule: in_python("_in_line")(at, slot)
+        schedule._as_it_comes = lambda slot, x=(starts, lens, block_q): as_it_comes(slot, *x)
         found = Counter()
         for ticket in range(schedule.n_q_tiles * Hq):
             exists, *tile, q_start = in_python("packed_tile")(schedule, ticket)
@@ -300,7 +321,7 @@ def test_every_tile_has_one_ticket(order):
                 break
         expected = [
             (starts[b], head, q_tile * block_q)
-            for b in range(len(lens))
+            for b in range(B + 1)
             for head in range(Hq)
             for q_tile in range(tiles[b])
         ]
@@ -324,7 +345,7 @@ def test_a_second_lap_calls_the_tiles_with_marks(order):
         schedule = SimpleNamespace(
             order=order.value,
             B=B,
-            line_ptr=Pointer([0] * (LINE_HEAD.value + 2 * B + n_tickets)),
+            line_ptr=Pointer([0] * (LINE_HEAD.value + LINE_NUMBERS.value * (B + 1) + n_tickets)),
             packed_tile=lambda ticket: SimpleNamespace(
                 exists=ticket < (programs if order is AS_THEY_COME else n_tickets), ticket=ticket
             ),

@@ -20,7 +20,7 @@ from triton_device import (
     use_small_tiles,
 )
 
-from lockstep.kernels.triton import launch, plan, spans, tiles
+from lockstep.kernels.triton import launch, plan, sequences, spans
 from lockstep.problem import AttentionProblem, Tensors, describe, make_options
 
 pytestmark = needs_triton
@@ -142,11 +142,13 @@ def test_packed_sequences_have_the_bits_of_dense_ones(monkeypatch):
 
 
 @triton.jit
-def store_sequences(found_ptr, cu_seqlens_ptr, B, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr):
+def store_sequences(found_ptr, cu_seqlens_ptr, B, T, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr):
     slot = tl.program_id(0)
-    b, tile = tiles.find_sequence(slot, cu_seqlens_ptr, B, GROUP, BLOCK_Q)
+    b, tile, is_good, _, _, _, _ = sequences.find_sequence(
+        slot, cu_seqlens_ptr, cu_seqlens_ptr, B, T, T, GROUP, BLOCK_Q
+    )
     tl.store(found_ptr + 2 * slot, b)
-    tl.store(found_ptr + 2 * slot + 1, tile)
+    tl.store(found_ptr + 2 * slot + 1, tl.where(is_good, tile, -1))
 
 
 # Around the number of sequences that are looked at together.
@@ -157,10 +159,10 @@ def test_every_tile_of_a_packed_batch_has_a_slot(B, dtype):
     lens[-1] = 33
     starts = [0, *lens.cumsum(0).tolist()]
     group, block_q = 2, 16
-    n_slots = starts[-1] * group // block_q + B
+    n_slots = starts[-1] * group // block_q + B + 1
     found = torch.full((n_slots, 2), -1, dtype=torch.int32, device=DEVICE)
     cu_seqlens = torch.tensor(starts, dtype=dtype, device=DEVICE)
-    store_sequences[(n_slots,)](found, cu_seqlens, B, GROUP=group, BLOCK_Q=block_q)
+    store_sequences[(n_slots,)](found, cu_seqlens, B, starts[-1], GROUP=group, BLOCK_Q=block_q)
     tiles_of: dict[int, list[int]] = {}
     for b, tile in found.tolist():
         tiles_of.setdefault(b, []).append(tile)

@@ -17,6 +17,7 @@ MODULES = (
     "test_triton_split_kv.py",
     "test_triton_tf32.py",
     "test_hopper_line_up.py",
+    "test_bad_metadata.py",
 )
 
 pytest.importorskip("triton")

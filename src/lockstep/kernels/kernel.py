@@ -70,8 +70,11 @@ class Kernel:
     `statistics`, all contiguous, in the shapes and dtypes the problem gives. `backward` takes what
     forward took, then `out, statistics, dout, dlse, needs`; `dlse` is None where no gradient comes
     through lse. Both may rely on `q`, `k`, `v`, `bias` and `dout` having a contiguous last dim, on
-    a bias of 4 dims, and on lengths, offsets and page indices within their bounds. Neither may
-    return an input or a view of one.
+    a bias of 4 dims, and on contiguous sinks, lengths, offsets and rows of page tables. On a CPU
+    they may rely on lengths, offsets and page indices within their bounds; on a GPU nobody has
+    looked at these, and rows of sequences for which they are wrong become NaN, in gradients too,
+    while other sequences keep their bits: `triton.sequences`. Neither may return an input or a
+    view of one.
 
     `statistics` [*lse.shape, 2] are (m, l) of each row: with scores s as the kernel has them, the
     weights of the row are `exp2((s - m) * unit) / l`, sink included. s - m comes first: it is exact

@@ -120,6 +120,9 @@ def supports(problem: AttentionProblem) -> str | None:
         return "takes no pages"
     if problem.bias_shape is not None:
         return "takes no bias"
+    has_numbers = problem.has_kv_lens or problem.layout == "varlen"
+    if has_numbers and 0 in (problem.B, problem.Skv):
+        return "takes lengths and offsets of at least one sequence and one key"
     # Of packed sequences only the sum of lengths is known, and what runs a sequence must not depend
     # on its neighbours.
     least = MIN_QUERIES if problem.Hq == problem.Hkv else MIN_QUERIES_OF_GROUPS

@@ -70,6 +70,7 @@ class Layout(NamedTuple):
     flags: int
     turn: int
     ticket: int
+    bounds: int
     end: int
 
     @staticmethod
@@ -79,7 +80,8 @@ class Layout(NamedTuple):
         flags = sums + 4 * cut.n_tiles * 32 * 256
         turn = flags + 4 * cut.n_tiles
         ticket = turn + 4 * cut.n_tiles
-        return Layout(large, sums, flags, turn, ticket, ticket + 4)
+        bounds = ticket + 4
+        return Layout(large, sums, flags, turn, ticket, bounds, bounds + 4 * cut.n_bounds)
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Workspace:
     flags: Tensor  # [n_tiles] int32
     turn: Tensor  # [n_tiles] int32
     ticket: Tensor  # [1] int32
+    bounds: Tensor | None  # [3 * (B + 2)] int32, of packed sequences
 
     @staticmethod
     def of(cut: Cut, device: torch.device) -> Workspace:
@@ -102,13 +105,14 @@ class Workspace:
     @staticmethod
     def lay_out(cut: Cut, memory: Tensor) -> Workspace:
         at = Layout.of(cut)
-        begins = (0, at.large, at.sums, at.flags, at.turn, at.ticket, at.end)
-        parts = [memory[begin:end] for begin, end in pairwise(begins)]
+        parts = [memory[begin:end] for begin, end in pairwise((0, *at))]
         stats, large, sums = (x.view(torch.float32) for x in parts[:3])
-        flags, turn, ticket = (x.view(torch.int32) for x in parts[3:])
+        *numbers, bounds = (x.view(torch.int32) for x in parts[3:])
         shape = (cut.n_tiles, 2, cut.block_q)
         return Workspace(
-            stats.view(shape), large.view(shape), sums.view(-1, 256), flags, turn, ticket
+            *(stats.view(shape), large.view(shape), sums.view(-1, 256)),
+            *numbers,
+            bounds if cut.n_bounds else None,
         )
 
 
@@ -128,7 +132,8 @@ class NarrowCall(Call):
         work = Workspace.lay_out(cut, memory)
         dq, dk, dv = (self.new_dq() if self.needs.q else None), self.new_dk(), self.new_dv()
         others = work.large, work.flags, work.turn, work.ticket
-        rows = self.prepare_statistics(tensors, (out, statistics, dout, dlse), work.stats, others)
+        results = (out, statistics, dout, dlse)
+        rows = self.prepare_statistics(tensors, results, work.stats, work.bounds, others)
         arguments, constants = kernel_arguments(problem, tensors, dout, dk, dv, cut, work)
         programs = min(cut.programs, processors(dout.device))
         pairs = self.launch(backward_kernel, (programs, 1, 1), arguments, constants, **OPTIONS)
@@ -144,15 +149,16 @@ class NarrowCall(Call):
         workspace, dk, dv = self.new_workspace(), self.new_dk(), self.new_dv()
         dq = None
         stats = workspace.data_ptr()
-        large, sums, flags, turn, ticket = (stats + at for at in self.at[:-1])
+        large, sums, flags, turn, ticket, bounds = (stats + at for at in self.at[:-1])
+        bounds = bounds if self.cut.n_bounds else 0
         # In the order of their arguments, and no scratch memory.
         rows(
             stream,
-            (out, dout, statistics, dlse, stats, large, flags, turn, ticket, cu_q, cu_k, 0),
+            (out, dout, statistics, dlse, stats, large, flags, turn, ticket, bounds, cu_q, cu_k, 0),
         )
         pairs(
             stream,
-            (large, flags, turn, ticket, cu_q, cu_k, kv_lens, 0),
+            (large, flags, turn, ticket, bounds, kv_lens, 0),
             (q, dout, stats, k, v, dk.data_ptr(), dv.data_ptr(), sums),
         )
         if queries is not None:
@@ -196,8 +202,7 @@ def kernel_arguments(
         tensor_map(dk, query_block, packed, packed),
         tensor_map(dv, query_block, packed, packed),
         flat_map(work.sums, [32, 256]),
-        *(work.large, work.flags, work.turn, work.ticket),
-        *(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens),
+        *(work.large, work.flags, work.turn, work.ticket, work.bounds, tensors.kv_lens),
         *scales_of(problem),
         *(cut.kv_slots, cut.q_slots, n_heads, at_once, problem.Hkv, problem.Hq // problem.Hkv),
         *sizes_of(problem, tensors.k),

@@ -35,7 +35,7 @@ _COMPILED: Cache[tuple[Any, ...], Any] = Cache(limit=1024)
 @dataclass(frozen=True)
 class Cut:
     """How a problem is cut into tiles. A slot is a place for a tile of one head; packed sequences
-    may own one too many each (`find_sequence`)."""
+    may own one too many each, and there is one for rows that none of them owns."""
 
     block_d: int
     block_q: int
@@ -44,6 +44,12 @@ class Cut:
     sequences: int  # that have heads and slots of their own: all of them, or 1 if packed
     Hq: int
     Hkv: int
+    packed: int | None  # how many sequences are
+
+    @property
+    def n_bounds(self) -> int:
+        """Numbers of `backward_rows`, which say where packed sequences begin."""
+        return 0 if self.packed is None else 3 * (self.packed + 2)
 
     @property
     def n_tiles(self) -> int:
@@ -57,14 +63,15 @@ class Cut:
 
 def slots_of(problem: AttentionProblem, S: int, block: int) -> int:
     """Places for tiles of `block` rows in a head of `S` rows."""
-    return S // block + problem.B if problem.layout == "varlen" else triton.cdiv(S, block)
+    return S // block + problem.B + 1 if problem.layout == "varlen" else triton.cdiv(S, block)
 
 
 def cut_into(problem: AttentionProblem, block_d: int, block_q: int, block_kv: int) -> Cut:
     q_slots = slots_of(problem, problem.Sq, block_q)
     kv_slots = slots_of(problem, problem.Skv, block_kv)
-    sequences = 1 if problem.layout == "varlen" else problem.B
-    return Cut(block_d, block_q, q_slots, kv_slots, sequences, problem.Hq, problem.Hkv)
+    packed = problem.B if problem.layout == "varlen" else None
+    sequences = problem.B if packed is None else 1
+    return Cut(block_d, block_q, q_slots, kv_slots, sequences, problem.Hq, problem.Hkv, packed)
 
 
 class Call(DeviceCall):
@@ -135,6 +142,7 @@ class Call(DeviceCall):
         tensors: Tensors,
         results: tuple[Tensor, Tensor, Tensor, Tensor | None],
         stats: Tensor,
+        bounds: Tensor | None,
         others: tuple[Tensor | None, ...] = (None, None, None, None),
         **options: int,
     ) -> Launched:
@@ -147,7 +155,7 @@ class Call(DeviceCall):
             prepare_rows,
             (cut.n_tiles, 1, 1),
             (
-                *(out, dout, statistics, dlse, stats, *others),
+                *(out, dout, statistics, dlse, stats, *others, bounds),
                 *(tensors.cu_seqlens_q, tensors.cu_seqlens_k),
                 *(*(stride // ALIGNMENT for stride in dout_strides), *row_arguments(problem, cut)),
                 problem.score_unit,

@@ -81,9 +81,8 @@ def has_large_scores(flags_ptr, walk, heads_per_kv):
 @gluon.jit
 def produce(
     board, tiles, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, flags_ptr,
-    ticket_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, kv_slots, q_slots, n_heads, heads_at_once, Hkv,
-    heads_per_kv,
-    B, Sq, Skv, left, right, kv_batch_rows, LAYOUT: gl.constexpr,
+    ticket_ptr, bounds_ptr, kv_lens_ptr, kv_slots, q_slots, n_heads, heads_at_once, Hkv,
+    heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Partition of one warp: draws tickets, loads keys and queries, and stores dk and dv.
 
@@ -102,8 +101,8 @@ def produce(
     while ticket < kv_slots * n_heads:
         job, walk = assign(
             ticket, kv_slots, q_slots, n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left,
-            right, kv_batch_rows, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, LAYOUT, board.HAS_LEFT,
-            board.HAS_RIGHT, board.HAS_EDGE, board.BLOCK_Q, board.BLOCK_KV,
+            right, kv_batch_rows, bounds_ptr, kv_lens_ptr, LAYOUT, board.HAS_LEFT, board.HAS_RIGHT,
+            board.HAS_EDGE, board.BLOCK_Q, board.BLOCK_KV,
         )  # fmt: skip
         board.post(calls, walk, has_large_scores(flags_ptr, walk, heads_per_kv))
         tile = walk.first_tile
@@ -163,16 +162,16 @@ def consume(
 
 @gluon.jit(
     do_not_specialize=[
-        "large_ptr", "flags_ptr", "turn_ptr", "ticket_ptr", "cu_q_ptr", "cu_kv_ptr",
-        "kv_lens_ptr", "kv_slots", "q_slots",
+        "large_ptr", "flags_ptr", "turn_ptr", "ticket_ptr", "bounds_ptr", "kv_lens_ptr",
+        "kv_slots", "q_slots",
         "n_heads", "heads_at_once", "Hkv", "heads_per_kv", "B", "Sq", "Skv", "left", "right",
         "kv_batch_rows",
     ]
 )  # fmt: skip
 def backward_kernel(
     q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, sums_desc, large_ptr,
-    flags_ptr, turn_ptr, ticket_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, scale, unit, softcap,
-    kv_slots, q_slots,
+    flags_ptr, turn_ptr, ticket_ptr, bounds_ptr, kv_lens_ptr, scale, unit, softcap, kv_slots,
+    q_slots,
     n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows,
     LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr,
     CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr,
@@ -191,8 +190,8 @@ def backward_kernel(
             (consume, (1, board, tiles, turns, large_ptr, scale, unit, softcap, CAPPED,
                        HIDES_SCORES)),
             (produce, (board, tiles, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
-                       dv_desc, flags_ptr, ticket_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, kv_slots,
-                       q_slots, n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left, right,
+                       dv_desc, flags_ptr, ticket_ptr, bounds_ptr, kv_lens_ptr, kv_slots, q_slots,
+                       n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left, right,
                        kv_batch_rows, LAYOUT)),
             (add_parts, (0, board, turns, sums_desc, turn_ptr)),
             (add_parts, (1, board, turns, sums_desc, turn_ptr)),

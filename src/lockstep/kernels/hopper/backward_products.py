@@ -211,4 +211,5 @@ def finish(W: gl.constexpr, n, walk, tiles, turns, dk, dv, scale, MASKED: gl.con
         # Whatever is not finite is NaN: `backward_strays`.
         dk += dk * 0.0
         dv += dv * 0.0
-    tiles.leave(W, (n + 1) % STAGES, dk * scale, dv)
+    flaw = walk.flaw()
+    tiles.leave(W, (n + 1) % STAGES, dk * (scale + flaw), dv * (1.0 + flaw))

@@ -11,6 +11,9 @@ brings a tile's: [n_tiles, 2, BLOCK_Q] with lse2 and delta for narrow heads, whi
 in `large` [n_tiles, 2, BLOCK_Q] for tiles whose `flags` [n_tiles] are not 0; for wide ones
 [n_tiles, 4, BLOCK_Q] with m, delta, log2 l, and nothing. Rows beyond the sequence look like rows
 that see no key. `sums` [n_tiles, 2, 4096] holds the halves of a tile of dQ as registers held them.
+
+Of packed sequences, `bounds` [3, B + 2] int32 holds what the kernels behind go by: the offsets of
+queries, those of keys, and 1 for good sequences, all without wrong ones (`triton.sequences`).
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lockstep.kernels.triton.tiles import find_sequence
+from lockstep.kernels.triton.sequences import bounds_of, checked_length, owner_of
+from lockstep.kernels.triton.tiles import nan_where
 
 # Finite, so that 2^((-inf - STRAY)·unit), the weight of a hidden key, is 0.
 STRAY = tl.constexpr(-3.0e38)
@@ -29,45 +33,65 @@ LARGE = tl.constexpr(2048.0)
 @triton.jit
 def _place(cu_q_ptr, cu_kv_ptr, kv_lens_ptr, H, B, Sq, Skv, q_slots, BLOCK_Q: tl.constexpr):
     """The tile of this program: its number, sequence, head, number in the sequence; then the
-    sequence's first row and its lengths."""
+    sequence's first row and its lengths, whether it is good, and if any offset is wrong."""
     tile = tl.program_id(0)
     head, q_tile = tile // q_slots, tile % q_slots
     if cu_q_ptr is not None:
-        batch, q_tile = find_sequence(q_tile, cu_q_ptr, B, 1, BLOCK_Q)
-        start = tl.load(cu_q_ptr + batch).to(tl.int32)
-        len_q = tl.load(cu_q_ptr + batch + 1).to(tl.int32) - start
-        first_key = tl.load(cu_kv_ptr + batch).to(tl.int32)
-        len_kv = tl.load(cu_kv_ptr + batch + 1).to(tl.int32) - first_key
+        batch, is_any_wrong = owner_of(q_tile, cu_q_ptr, cu_kv_ptr, B, Sq, Skv, 1, BLOCK_Q)
+        start, end, is_right = bounds_of(batch, is_any_wrong, cu_q_ptr, B, Sq)
+        first_key, last_key, is_key_right = bounds_of(batch, is_any_wrong, cu_kv_ptr, B, Skv)
+        is_good = is_right & is_key_right
+        start, len_q = start.to(tl.int32), (end - start).to(tl.int32)
+        len_kv = tl.where(is_good, last_key - first_key, 0).to(tl.int32)
+        q_tile -= start // BLOCK_Q + batch
     else:
         batch, head = head // H, head % H
-        start, len_q, len_kv = 0, Sq, Skv
+        start, len_q, len_kv, is_good, is_any_wrong = 0, Sq, Skv, True, False
         if kv_lens_ptr is not None:
-            len_kv = tl.load(kv_lens_ptr + batch).to(tl.int32)
-    return tile, batch, head, q_tile, start, len_q, len_kv
+            len_kv, is_good = checked_length(kv_lens_ptr, batch, Skv)
+    return tile, batch, head, q_tile, start, len_q, len_kv, is_good, is_any_wrong
+
+
+@triton.jit
+def _store_bounds(bounds_ptr, b, is_any_wrong, cu_q_ptr, cu_kv_ptr, B, Sq, Skv):
+    """Those of sequence b, and behind sequence B where all of them end."""
+    q_start, _, is_right = bounds_of(b, is_any_wrong, cu_q_ptr, B, Sq)
+    kv_start, _, is_key_right = bounds_of(b, is_any_wrong, cu_kv_ptr, B, Skv)
+    is_good = is_right & is_key_right
+    tl.store(bounds_ptr + b, q_start.to(tl.int32))
+    tl.store(bounds_ptr + (B + 2) + b, kv_start.to(tl.int32))
+    tl.store(bounds_ptr + 2 * (B + 2) + b, is_good.to(tl.int32))
+    if b == B:
+        tl.store(bounds_ptr + b + 1, Sq)
+        tl.store(bounds_ptr + (B + 2) + b + 1, Skv)
 
 
 _SIZES = (
     *("stride_ob", "stride_oh", "stride_os", "stride_rb", "stride_rh", "stride_rs"),
-    *("H", "B", "Sq", "Skv", "q_slots", "left", "right"),
+    *("H", "B", "Sq", "Skv", "q_slots", "left", "right", "bounds_ptr"),
 )
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def prepare_rows(
     out_ptr, dout_ptr, statistics_ptr, dlse_ptr, stats_ptr, large_ptr, flags_ptr, turn_ptr,
-    ticket_ptr, cu_q_ptr, cu_kv_ptr, stride_ob, stride_oh, stride_os, stride_rb, stride_rh,
-    stride_rs, H, B, Sq, Skv, q_slots, unit,
+    ticket_ptr, bounds_ptr, cu_q_ptr, cu_kv_ptr, stride_ob, stride_oh, stride_os, stride_rb,
+    stride_rh, stride_rs, H, B, Sq, Skv, q_slots, unit,
     ALIGN: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """`stride_o*` are those of dout in units of ALIGN; `stride_r*` count rows of out and lse. For
     wide heads, there are neither flags nor counters to set to 0."""
-    tile, batch, head, q_tile, start, len_q, _ = _place(
+    tile, batch, head, q_tile, start, len_q, _, _, is_any_wrong = _place(
         cu_q_ptr, cu_kv_ptr, None, H, B, Sq, Skv, q_slots, BLOCK_Q
     )
     q_idx = q_tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     is_row = q_idx < len_q
     if cu_q_ptr is not None:
+        # Rows that nobody owns are NaN, and nobody is to hear of it.
+        is_row &= batch < B
         batch = 0
+        if tile <= B:
+            _store_bounds(bounds_ptr, tile, is_any_wrong, cu_q_ptr, cu_kv_ptr, B, Sq, Skv)
     b, h, s = tl.cast(batch, tl.int64), tl.cast(head, tl.int64), (start + q_idx).to(tl.int64)
     row = b * stride_rb + h * stride_rh + s * stride_rs  # [BLOCK_Q]
     dout_row = (b * stride_ob + h * stride_oh + s * stride_os) * ALIGN
@@ -115,8 +139,9 @@ def finish_queries(
     H, B, Sq, Skv, q_slots, left, right, scale, D: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale · sums; 0 for tiles that see no key, whose sums nobody has written."""
-    tile, batch, head, q_tile, start, len_q, len_kv = _place(
+    """dQ = scale · sums; 0 for tiles that see no key, whose sums nobody has written; NaN for those
+    of bad sequences."""
+    tile, batch, head, q_tile, start, len_q, len_kv, is_good, _ = _place(
         cu_q_ptr, cu_kv_ptr, kv_lens_ptr, H, B, Sq, Skv, q_slots, BLOCK_Q
     )
     half = tl.program_id(1)
@@ -145,6 +170,6 @@ def finish_queries(
     row = b * stride_rb + h * stride_rh + s * stride_rs
     inside = (q_idx < len_q)[:, None] & (d < D)[None, :]
     # Whatever is not finite is NaN.
-    x += x * 0.0
+    x += x * nan_where(not is_good)
     dq = (x * scale).to(dq_ptr.dtype.element_ty)
     tl.store(dq_ptr + row[:, None] * D + d[None, :], dq, mask=inside)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon
 from lockstep.kernels.hopper.schedule import coordinates
+from lockstep.kernels.triton.sequences import checked_length
 
 
 @aggregate
@@ -18,7 +19,7 @@ class Walk:
 
     first_tile: gl.tensor
     n_steps: gl.tensor
-    n_tiles: gl.tensor  # of one head
+    n_tiles: gl.tensor  # of one head; -1 if the sequence is bad: then there are no steps
     tiles_per_head: gl.tensor
     # Key r of the program and query c of a head's t-th tile see each other if r < room and
     #   low + t·BLOCK_Q <= r - c <= high + t·BLOCK_Q
@@ -63,6 +64,11 @@ class Walk:
     def first_number(self):
         """That of the tile which a walk begins with, in each head."""
         return gl.maximum(self.n_tiles - 1, 0)
+
+    @gluon.jit
+    def flaw(self):
+        """What to add to the factors of results: NaN if the sequence is bad."""
+        return gl.where(self.n_tiles < 0, float("nan"), 0.0)
 
     @gluon.jit
     def turn(self, t):
@@ -159,7 +165,7 @@ class Job:
 @gluon.jit
 def assign(
     ticket, kv_slots, q_slots, n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left, right,
-    kv_batch_rows, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr,
+    kv_batch_rows, bounds_ptr, kv_lens_ptr, LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
 ):  # fmt: skip
     """The keys behind a ticket: those of a head from the first to the last, `heads_at_once` heads
@@ -169,10 +175,9 @@ def assign(
     ticket -= first_head * kv_slots
     slot = ticket // heads
     head = first_head + ticket % heads
-    batch, head, q_start, kv_start, len_q, len_kv = locate(
-        slot, head, Hkv, B, Sq, Skv, kv_batch_rows, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, cu_kv_ptr,
-        LAYOUT, BLOCK_KV,
-    )  # fmt: skip
+    batch, head, q_start, kv_start, len_q, len_kv, is_good = locate(
+        slot, head, Hkv, B, Sq, Skv, kv_batch_rows, bounds_ptr, kv_lens_ptr, True, LAYOUT, BLOCK_KV
+    )
     if LAYOUT == "varlen":
         kv_tile = slot - kv_start // BLOCK_KV - batch
         tile = head * heads_per_kv * q_slots + q_start // BLOCK_Q + batch
@@ -191,11 +196,11 @@ def assign(
         end = gl.minimum(end, last_key - diagonal + left + 1)
     end = gl.where(kv_idx < len_kv, gl.maximum(end, 0), 0)
     first_q_tile = begin // BLOCK_Q
-    n_tiles = gl.maximum(gl.cdiv(end, BLOCK_Q) - first_q_tile, 0)
+    n_tiles = gl.where(is_good, gl.maximum(gl.cdiv(end, BLOCK_Q) - first_q_tile, 0), -1)
     corner = kv_idx - diagonal - first_q_tile * BLOCK_Q  # first key - first query of the first tile
     last_q_tile = first_q_tile + gl.maximum(n_tiles - 1, 0)
     walk = Walk(
-        (tile + last_q_tile, n_tiles * heads_per_kv, n_tiles, q_slots),
+        (tile + last_q_tile, gl.maximum(n_tiles, 0) * heads_per_kv, n_tiles, q_slots),
         (-left - corner, right - corner, len_kv - kv_idx, kv_idx),
         BLOCK_Q, BLOCK_KV, HAS_LEFT, HAS_RIGHT, HAS_EDGE,
     )  # fmt: skip
@@ -205,18 +210,23 @@ def assign(
 
 @gluon.jit
 def locate(
-    slot, head, H, B, Sq, Skv, kv_batch_rows, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, cu_ptr,
+    slot, head, H, B, Sq, Skv, kv_batch_rows, bounds_ptr, kv_lens_ptr, BY_KEYS: gl.constexpr,
     LAYOUT: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """Whose tile a slot is: the sequence and the head in it, its first query and key in the
-    tensors, and its lengths. `head` counts through all sequences, H to each, unless they are
-    packed; `cu_ptr` then has the offsets that slots go by."""
+    tensors, its lengths, and whether it is good. `head` counts through all sequences, H to each,
+    unless they are packed; slots then go by their offsets of keys, or of queries. A bad sequence
+    that is not packed has no keys."""
     if LAYOUT == "varlen":
-        batch = find_sequence(slot, cu_ptr, B, BLOCK)
-        q_start = gl.load(cu_q_ptr + batch).to(gl.int32)
-        kv_start = gl.load(cu_kv_ptr + batch).to(gl.int32)
-        len_q = gl.load(cu_q_ptr + batch + 1).to(gl.int32) - q_start
-        len_kv = gl.load(cu_kv_ptr + batch + 1).to(gl.int32) - kv_start
+        # Offsets of queries, of keys, and who is good: `backward_rows`.
+        cu_q_ptr = bounds_ptr
+        cu_kv_ptr = bounds_ptr + (B + 2)
+        batch = find_sequence(slot, cu_kv_ptr if BY_KEYS else cu_q_ptr, B + 1, BLOCK)
+        q_start = gl.load(cu_q_ptr + batch)
+        kv_start = gl.load(cu_kv_ptr + batch)
+        len_q = gl.load(cu_q_ptr + batch + 1) - q_start
+        len_kv = gl.load(cu_kv_ptr + batch + 1) - kv_start
+        is_good = gl.load(cu_kv_ptr + (B + 2) + batch) != 0
     else:
         batch = head // H
         head = head % H
@@ -224,10 +234,11 @@ def locate(
         kv_start = batch * 0
         len_q = Sq
         len_kv = Skv
+        is_good = batch == batch
         if LAYOUT == "kv_lens":
             kv_start = batch * kv_batch_rows
-            len_kv = gl.load(kv_lens_ptr + batch).to(gl.int32)
-    return batch, head, q_start, kv_start, len_q, len_kv
+            len_kv, is_good = checked_length(kv_lens_ptr, batch, Skv)
+    return batch, head, q_start, kv_start, len_q, len_kv, is_good
 
 
 @gluon.jit
@@ -238,7 +249,7 @@ def find_sequence(slot, cu_ptr, B, BLOCK: gl.constexpr):
     high = B
     while high - low > 1:
         middle = (low + high) // 2
-        first = gl.load(cu_ptr + middle).to(gl.int32) // BLOCK + middle
+        first = gl.load(cu_ptr + middle) // BLOCK + middle
         low = gl.where(first <= slot, middle, low)
         high = gl.where(first <= slot, high, middle)
     return low

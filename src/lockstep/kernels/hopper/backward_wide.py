@@ -59,23 +59,32 @@ class WideCall(Call):
 
     def __init__(self, problem: AttentionProblem, given: Given, needs: Needs) -> None:
         super().__init__(problem, given, needs, cut_of(problem))
-        shape = (self.cut.n_tiles, 4, BLOCK)
-        self.new_stats = allocator(shape, torch.float32, self.where)
+        # Statistics, then bounds of packed sequences: `backward_rows`.
+        self.bounds_at = self.cut.n_tiles * 4 * BLOCK
+        shape = (self.bounds_at + self.cut.n_bounds,)
+        self.new_workspace = allocator(shape, torch.float32, self.where)
 
     def derive(
         self, tensors: Tensors, out: Tensor, statistics: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> tuple[Gradients, tuple[Launched | None, ...]]:
         problem, cut, needs = self.problem, self.cut, self.needs
-        stats, dq, dk, dv = self.new_stats(), None, None, None
-        rows = self.prepare_statistics(tensors, (out, statistics, dout, dlse), stats, num_warps=8)
+        workspace, dq, dk, dv = self.new_workspace(), None, None, None
+        stats, bounds = workspace[: self.bounds_at], None
+        if cut.n_bounds:
+            bounds = workspace[self.bounds_at :].view(torch.int32)
+        results = (out, statistics, dout, dlse)
+        rows = self.prepare_statistics(tensors, results, stats, bounds, num_warps=8)
         keys = queries = None
         if needs.k or needs.v:
             dk, dv = self.new_dk(), self.new_dv()
-            arguments, constants = keys_arguments(problem, tensors, dout, stats, dk, dv, cut)
+            given = (problem, tensors, dout, stats, bounds)
+            arguments, constants = keys_arguments(*given, dk, dv, cut)
             keys = self.launch(keys_kernel, (cut.programs, 1, 1), arguments, constants, **OPTIONS)
         if needs.q:
             dq = self.new_dq()
-            arguments, constants = queries_arguments(problem, tensors, dout, stats, dq, cut)
+            arguments, constants = queries_arguments(
+                problem, tensors, dout, stats, bounds, dq, cut
+            )  # fmt: skip
             programs = slots_of(problem, problem.Sq, BLOCK_Q) * cut.sequences * problem.Hq
             queries = self.launch(queries_kernel, (programs, 1, 1), arguments, constants, **OPTIONS)
         return self.wanted(dq, dk, dv, tensors.sinks, stats), (rows, keys, queries)
@@ -83,23 +92,26 @@ class WideCall(Call):
     def again(self, stream: int, given: Given, addresses: list[int]) -> Gradients:
         q, k, v, _, _, kv_lens, cu_q, cu_k, _, out, statistics, dout, dlse = addresses
         rows, keys, queries = self.launchers
-        stats, dq, dk, dv = self.new_stats(), None, None, None
+        stats, dq, dk, dv = self.new_workspace(), None, None, None
         of_stats = stats.data_ptr()
+        bounds = of_stats + 4 * self.bounds_at if self.cut.n_bounds else 0
         # In the order of their arguments, and no scratch memory.
-        rows(stream, (out, dout, statistics, dlse, of_stats, 0, 0, 0, 0, cu_q, cu_k, 0))
+        rows(stream, (out, dout, statistics, dlse, of_stats, 0, 0, 0, 0, bounds, cu_q, cu_k, 0))
         if keys is not None:
             dk, dv = self.new_dk(), self.new_dv()
             maps = (q, dout, of_stats, k, v, dk.data_ptr(), dv.data_ptr())
-            keys(stream, (cu_q, cu_k, kv_lens, 0), maps)
+            keys(stream, (bounds, kv_lens, 0), maps)
         if queries is not None:
             dq = self.new_dq()
             maps = (q, dout, k, v, dq.data_ptr())
-            queries(stream, (of_stats, cu_q, cu_k, kv_lens, 0), maps)
+            queries(stream, (of_stats, bounds, kv_lens, 0), maps)
         return self.wanted(dq, dk, dv, given[SINKS], stats)
 
     def row_statistics(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         cut = self.cut
-        m, delta, log2_l, _ = memory.view(cut.sequences, cut.Hq, cut.q_slots, 4, BLOCK).unbind(3)
+        m, delta, log2_l, _ = (
+            memory[: self.bounds_at].view(cut.sequences, cut.Hq, cut.q_slots, 4, BLOCK).unbind(3)
+        )
         return m.double() * self.problem.score_unit + log2_l, delta
 
 
@@ -108,6 +120,7 @@ def keys_arguments(
     tensors: Tensors,
     dout: Tensor,
     stats: Tensor,
+    bounds: Tensor | None,
     dk: Tensor,
     dv: Tensor,
     cut: Cut,
@@ -124,7 +137,7 @@ def keys_arguments(
         tensor_map(tensors.v, block, packed, ragged_kv),
         tensor_map(dk, block, packed, packed),
         tensor_map(dv, block, packed, packed),
-        *(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens, *scales_of(problem)),
+        *(bounds, tensors.kv_lens, *scales_of(problem)),
         *(cut.kv_slots, cut.q_slots, n_heads, problem.Hkv, problem.Hq // problem.Hkv),
         *sizes_of(problem, tensors.k),
     )
@@ -136,6 +149,7 @@ def queries_arguments(
     tensors: Tensors,
     dout: Tensor,
     stats: Tensor,
+    bounds: Tensor | None,
     dq: Tensor,
     cut: Cut,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -148,7 +162,7 @@ def queries_arguments(
         tensor_map(tensors.k, kv_block, packed, ragged_kv),
         tensor_map(tensors.v, kv_block, packed, ragged_kv),
         tensor_map(dq, q_block, packed, packed),
-        *(stats, tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens, *scales_of(problem)),
+        *(stats, bounds, tensors.kv_lens, *scales_of(problem)),
         *(slots_of(problem, problem.Sq, BLOCK_Q), cut.q_slots, problem.Hq),
         *(problem.Hq // problem.Hkv, *sizes_of(problem, tensors.k)),
     )

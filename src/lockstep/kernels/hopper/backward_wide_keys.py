@@ -134,7 +134,7 @@ def sum_values(walk, team, scale, unit, softcap, CAPPED: gl.constexpr, HIDES_SCO
         team.dout.release(n)
         team.q.release(n + 1, pred=is_more)
         t = walk.next_number(t)
-    _finish(team, team.v, dv, 1.0, MASKED)
+    _finish(team, team.v, dv, 1.0 + walk.flaw(), MASKED)
 
 
 @gluon.jit
@@ -163,7 +163,7 @@ def sum_keys(walk, team, scale):
         dp, dk = settle(dp, dk)
         team.q.release(n)
         team.dout.release(n + 1, pred=is_more)
-    _finish(team, team.k, dk, scale, MASKED)
+    _finish(team, team.k, dk, scale + walk.flaw(), MASKED)
 
 
 @gluon.jit
@@ -227,13 +227,13 @@ def inspect(walk, team):
 
 @gluon.jit(
     do_not_specialize=[
-        "cu_q_ptr", "cu_kv_ptr", "kv_lens_ptr", "kv_slots", "q_slots", "n_heads", "Hkv",
+        "bounds_ptr", "kv_lens_ptr", "kv_slots", "q_slots", "n_heads", "Hkv",
         "heads_per_kv", "B", "Sq", "Skv", "left", "right", "kv_batch_rows",
     ]
 )  # fmt: skip
 def keys_kernel(
-    q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, cu_q_ptr, cu_kv_ptr,
-    kv_lens_ptr, scale, unit, softcap, kv_slots, q_slots, n_heads, Hkv, heads_per_kv, B,
+    q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, bounds_ptr, kv_lens_ptr, scale,
+    unit, softcap, kv_slots, q_slots, n_heads, Hkv, heads_per_kv, B,
     Sq, Skv, left, right, kv_batch_rows,
     ND: gl.constexpr, NDV: gl.constexpr, LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr, CAPPED: gl.constexpr,
@@ -243,7 +243,7 @@ def keys_kernel(
     # the longest walks under a causal mask.
     job, walk = assign(
         gl.program_id(0), kv_slots, q_slots, n_heads, 1, Hkv, heads_per_kv, B, Sq, Skv, left,
-        right, kv_batch_rows, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT,
+        right, kv_batch_rows, bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT,
         HAS_EDGE, q_desc.block_shape[3], k_desc.block_shape[3],
     )  # fmt: skip
     team = Team.create(q_desc, dout_desc, stats_desc, k_desc, v_desc, ND, NDV)

@@ -108,6 +108,7 @@ def consume(
         s = multiply_rows(team.q, 0, W * ROWS, team.k, n + 1)
         s, dq = settle(s, dq)
         team.k.release(n)
+    scale += sight.flaw()
     for p in gl.static_range(pieces_of(team.q.N)):
         x = dq[p]
         # Whatever is not finite is NaN.
@@ -153,12 +154,12 @@ def inspect(sight, team):
 
 @gluon.jit(
     do_not_specialize=[
-        "stats_ptr", "cu_q_ptr", "cu_kv_ptr", "kv_lens_ptr", "q_slots", "stats_slots", "Hq",
+        "stats_ptr", "bounds_ptr", "kv_lens_ptr", "q_slots", "stats_slots", "Hq",
         "heads_per_kv", "B", "Sq", "Skv", "left", "right", "kv_batch_rows",
     ]
 )  # fmt: skip
 def queries_kernel(
-    q_desc, dout_desc, k_desc, v_desc, dq_desc, stats_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, scale,
+    q_desc, dout_desc, k_desc, v_desc, dq_desc, stats_ptr, bounds_ptr, kv_lens_ptr, scale,
     unit, softcap, q_slots, stats_slots, Hq, heads_per_kv, B, Sq, Skv, left, right,
     kv_batch_rows,
     ND: gl.constexpr, NDV: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
@@ -169,7 +170,7 @@ def queries_kernel(
     program = gl.program_id(0)
     place, sight = assign(
         q_slots - 1 - program % q_slots, program // q_slots, stats_slots, Hq, heads_per_kv, B, Sq,
-        Skv, left, right, kv_batch_rows, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT,
+        Skv, left, right, kv_batch_rows, bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT,
         HAS_RIGHT, HAS_EDGE, k_desc.block_shape[3],
     )  # fmt: skip
     MASKED: gl.constexpr = HAS_LEFT or HAS_RIGHT

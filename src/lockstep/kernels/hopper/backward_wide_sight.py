@@ -19,7 +19,7 @@ class Sight:
     """The key tiles that a program's queries see, from the first to the last."""
 
     first_tile: gl.tensor
-    n_steps: gl.tensor
+    n_steps: gl.tensor  # -1 if the sequence is bad
     # Query r of the program sees key c of its t-th tile if c < room - t·BLOCK_KV and
     #   low - t·BLOCK_KV <= c - r <= high - t·BLOCK_KV
     low: gl.tensor
@@ -41,6 +41,11 @@ class Sight:
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.HAS_EDGE = gl.constexpr(HAS_EDGE)
+
+    @gluon.jit
+    def flaw(self):
+        """What to add to the factor of results: NaN if the sequence is bad."""
+        return gl.where(self.n_steps < 0, float("nan"), 0.0)
 
     @gluon.jit
     def cuts(self, t):
@@ -121,16 +126,15 @@ class Place:
 
 @gluon.jit
 def assign(
-    slot, head, stats_slots, Hq, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows, cu_q_ptr,
-    cu_kv_ptr, kv_lens_ptr, LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    slot, head, stats_slots, Hq, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows, bounds_ptr,
+    kv_lens_ptr, LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_EDGE: gl.constexpr, BLOCK_KV: gl.constexpr,
 ):  # fmt: skip
     """The queries of a slot, and what they see. A head has `stats_slots` tiles of statistics."""
     stats_tile = head * stats_slots
-    batch, head, q_start, kv_start, len_q, len_kv = locate(
-        slot, head, Hq, B, Sq, Skv, kv_batch_rows, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, cu_q_ptr,
-        LAYOUT, BLOCK_Q,
-    )  # fmt: skip
+    batch, head, q_start, kv_start, len_q, len_kv, is_good = locate(
+        slot, head, Hq, B, Sq, Skv, kv_batch_rows, bounds_ptr, kv_lens_ptr, False, LAYOUT, BLOCK_Q
+    )
     q_idx = slot * BLOCK_Q
     if LAYOUT == "varlen":
         q_idx = (slot - q_start // BLOCK_Q - batch) * BLOCK_Q
@@ -146,7 +150,7 @@ def assign(
         end = gl.minimum(end, last_query + diagonal + right + 1)
     end = gl.where(q_idx < len_q, gl.maximum(end, 0), 0)
     first_tile = begin // BLOCK_KV
-    n_tiles = gl.maximum(gl.cdiv(end, BLOCK_KV) - first_tile, 0)
+    n_tiles = gl.where(is_good, gl.maximum(gl.cdiv(end, BLOCK_KV) - first_tile, 0), -1)
     corner = q_idx + diagonal - first_tile * BLOCK_KV  # first query - first key of the first tile
     sight = Sight(
         (first_tile, n_tiles), (corner - left, corner + right, len_kv - first_tile * BLOCK_KV),

@@ -22,6 +22,7 @@ from lockstep.kernels.hopper.gluon_shim import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from lockstep.kernels.hopper.schedule import BAD
 from lockstep.kernels.hopper.second_lap import consume_again
 from lockstep.kernels.hopper.softmax import (
     LARGE,
@@ -191,14 +192,14 @@ def finish(c: gl.constexpr, team, results, tile, rows, acc, m, l, tops, o_smem, 
     OUT_COLUMNS: gl.constexpr = o_desc.block_shape[4]
     row_layout: gl.constexpr = m.type.layout
     is_large = (gl.abs(m) * team.score_scale() >= LARGE) & (m > -float("inf"))
-    out, lse, m, l = normalize(team, results, tile, acc, m, l, tops, None, o_desc.dtype)
+    out, lse, m, l = normalize(team, results, tile, rows, acc, m, l, tops, None, o_desc.dtype)
     first_row = tile.q_idx + c * ROWS
     q_idx = first_row + gl.arange(0, ROWS, row_layout)
     exists = q_idx < tile.len_q
     wrong = gl.full([ROWS], 0, gl.int32, row_layout)
     if team.build.SECOND_LAP and rows.have_edges():
         total = gl.convert_layout(gl.sum(out, 1), row_layout)
-        stray = exists & ((gl.abs(total) < float("inf")) == 0)
+        stray = exists & ((gl.abs(total) < float("inf")) == 0) & (rows.inner_end != BAD)
         lse = gl.where(stray, float("inf"), lse)
         wrong = gl.where(stray, 1, 0)
     if team.build.SECOND_LAP:

@@ -92,7 +92,8 @@ class Call(DeviceCall):
         B, Hq, Sq = problem.B, problem.Hq, problem.Sq
         left, right = problem.window
         if layout == "varlen":
-            heads, n_q_tiles = Hq, Sq // plan.block_q + B
+            # One more for rows that no sequence owns.
+            heads, n_q_tiles = Hq, Sq // plan.block_q + B + 1
             row_strides = (0, 1, Hq)
         else:
             heads, n_q_tiles = B * Hq, -(-Sq // plan.block_q)
@@ -103,7 +104,8 @@ class Call(DeviceCall):
             n_tickets = heads * n_q_tiles
             if n_tickets <= n_processors:
                 order = AS_THEY_COME
-            self._line = Line(B, plan.block_q, n_tickets, sorts=n_tickets > n_processors)
+            sizes = (B, Sq, problem.Skv, plan.block_q, n_tickets)
+            self._line = Line(*sizes, sorts=n_tickets > n_processors)
         elif left is not None or right is None:
             order = BY_HEAD
         else:

@@ -56,7 +56,7 @@ def plan_of(problem: AttentionProblem) -> Plan:
     """The build for a problem."""
     short = SHORT if problem.window[1] is None else SHORT_CAUSAL
     # Of packed sequences only the mean is known.
-    length = problem.Sq / problem.B if problem.layout == "varlen" else problem.Sq
+    length = problem.Sq / max(problem.B, 1) if problem.layout == "varlen" else problem.Sq
     plans = SHORT_PLANS if length <= short else PLANS
     return plans[padded(max(problem.D, problem.Dv))]
 

@@ -22,14 +22,18 @@ multiples of BLOCK_KV in its own sequence.
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper import line_up
 from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon
+from lockstep.kernels.triton.sequences import bounds_of, checked_length, look_at, search
 
 # A ragged tensor map clips rows to [start, start + length): row r of them has the coordinate
 # RAGGED - length + r in a dim of size RAGGED, and two further dims take the shift back, modulo
 # 2^64 bytes. (The idea is that of triton.tools.ragged_tma.)
 RAGGED = gl.constexpr(1 << 30)
-# Numbers in front of the sequences in line: the tickets drawn.
-LINE_HEAD = gl.constexpr(1)
+# Numbers in front of the places in line: the tickets drawn. And those of a place: `line_up`.
+LINE_HEAD, LINE_NUMBERS = gl.constexpr(line_up.HEAD), gl.constexpr(line_up.NUMBERS)
+# Of keys, for a sequence whose length or offsets are wrong (`triton.sequences`).
+BAD = gl.constexpr(-1)
 LONGEST_FIRST, PAIRED, BY_HEAD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 AS_THEY_COME = gl.constexpr(3)
 
@@ -162,7 +166,10 @@ class Schedule:
         len_kv = self.Skv
         kv_start = batch * 0
         if self.LAYOUT == "kv_lens":
-            len_kv = gl.load(self.kv_lens_ptr + batch, mask=exists, other=0).to(gl.int32)
+            # Of a tile that does not exist, the length of any sequence.
+            b = gl.where(exists, batch, 0)
+            len_kv, is_good = checked_length(self.kv_lens_ptr, b, self.Skv)
+            len_kv = gl.where(is_good, len_kv, BAD)
             kv_start = batch * self.kv_batch_rows
         return Tile(
             exists,
@@ -180,21 +187,10 @@ class Schedule:
     def packed_tile(self, ticket):
         """The tile of a ticket; there may be none."""
         slot = ticket // self.Hq
-        low = slot * 0
-        high = self.B
-        while high - low > 1:
-            middle = (low + high) // 2
-            first = self._first_slot(middle)
-            low = gl.where(first <= slot, middle, low)
-            high = gl.where(first <= slot, high, middle)
-        first = self._first_slot(low)
-        sequence = low
         if self.order == LONGEST_FIRST:
-            sequence = gl.load(self.line_ptr + LINE_HEAD + self.B + low)
-        q_start = gl.load(self.cu_q_ptr + sequence).to(gl.int32)
-        kv_start = gl.load(self.cu_kv_ptr + sequence).to(gl.int32)
-        len_q = gl.load(self.cu_q_ptr + sequence + 1).to(gl.int32) - q_start
-        len_kv = gl.load(self.cu_kv_ptr + sequence + 1).to(gl.int32) - kv_start
+            first, q_start, len_q, kv_start, len_kv = self._in_line(slot)
+        else:
+            first, q_start, len_q, kv_start, len_kv = self._as_it_comes(slot)
         n_tiles = gl.cdiv(len_q, self.BLOCK_Q)
         # Of the tickets of a sequence, as many heads come first as have their keys in L2, the last
         # tiles of all of them before the last but one.
@@ -218,14 +214,52 @@ class Schedule:
         )
 
     @gluon.jit
-    def _first_slot(self, place):
-        """What tiles of a head come before those of the sequence at a place in the line.
+    def _in_line(self, slot):
+        """Whose tile a slot is: how many tiles of a head come before those of the sequence, where
+        its queries begin and how many there are, and the same of its keys."""
+        n_places = self.B + 1
+        low = slot * 0
+        high = n_places
+        while high - low > 1:
+            middle = (low + high) // 2
+            first = gl.load(self.line_ptr + LINE_HEAD + middle)
+            low = gl.where(first <= slot, middle, low)
+            high = gl.where(first <= slot, high, middle)
+        first = gl.load(self.line_ptr + LINE_HEAD + low)
+        at = self.line_ptr + LINE_HEAD + n_places + low * 4
+        return first, gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
 
-        As they come, sequence b has the slots from cu_q[b] // BLOCK_Q + b on: enough for its
-        tiles, at most one too many, and known without looking at the lengths before it."""
-        if self.order == LONGEST_FIRST:
-            return gl.load(self.line_ptr + LINE_HEAD + place)
-        return gl.load(self.cu_q_ptr + place).to(gl.int32) // self.BLOCK_Q + place
+    @gluon.jit
+    def _as_it_comes(self, slot):
+        """The same without a line, for one warp and a few sequences.
+
+        Sequence b has the slots from cu_q[b] // BLOCK_Q + b on: enough for its tiles, at most one
+        too many, and known without looking at the lengths before it."""
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        before = gl.full([32], 0, gl.int32, layout)
+        wrong = gl.full([32], 0, gl.int32, layout)
+        for i in range(0, self.B + 1, 32):
+            b = i + gl.arange(0, 32, layout)
+            start, is_wrong = look_at(b, self.cu_q_ptr, self.B, self.Sq)
+            _, is_key_wrong = look_at(b, self.cu_kv_ptr, self.B, self.Skv)
+            is_before = (start.to(gl.int32) // self.BLOCK_Q + b <= slot) & (b <= self.B)
+            before += is_before.to(gl.int32)
+            wrong |= (is_wrong | is_key_wrong).to(gl.int32)
+        sequence = gl.sum(before, 0) - 1
+        is_any_wrong = gl.max(wrong, 0) != 0
+        if is_any_wrong:
+            sequence = search(slot, self.cu_q_ptr, self.B, self.Sq, 1, self.BLOCK_Q, 1)
+        q_start, q_end, is_good = bounds_of(
+            sequence, is_any_wrong, self.cu_q_ptr, self.B, self.Sq
+        )  # fmt: skip
+        kv_start, kv_end, is_key_good = bounds_of(
+            sequence, is_any_wrong, self.cu_kv_ptr, self.B, self.Skv
+        )
+        q_start = q_start.to(gl.int32)
+        kv_start = kv_start.to(gl.int32)
+        len_kv = gl.where(is_good & is_key_good, kv_end.to(gl.int32) - kv_start, BAD)
+        first = q_start // self.BLOCK_Q + sequence
+        return first, q_start, q_end.to(gl.int32) - q_start, kv_start, len_kv
 
     @gluon.jit
     def blocks(self, tile, q_idx, ROWS: gl.constexpr):
@@ -243,7 +277,8 @@ class Schedule:
 
     @gluon.jit
     def inner_blocks(self, tile, q_idx, ROWS: gl.constexpr):
-        """Blocks from `begin` to `end` are seen whole by every one of ROWS rows from `q_idx` on."""
+        """Blocks from `begin` to `end` are seen whole by every one of ROWS rows from `q_idx` on;
+        `end` is BAD if the sequence is."""
         first = q_idx + tile.len_kv - tile.len_q
         begin = first * 0
         end = tile.len_kv
@@ -251,7 +286,8 @@ class Schedule:
             end = gl.minimum(end, first + self.right + 1)
         if self.HAS_LEFT:
             begin = gl.cdiv(gl.maximum(first + ROWS - 1 - self.left, 0), self.BLOCK_KV)
-        return begin, gl.maximum(end, 0) // self.BLOCK_KV
+        end = gl.maximum(end, 0) // self.BLOCK_KV
+        return begin, gl.where(tile.len_kv == BAD, BAD, end)
 
     @gluon.jit
     def row_bounds(self, tile, q_idx):

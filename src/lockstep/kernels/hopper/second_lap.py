@@ -153,7 +153,9 @@ def consume_again(team, results, q_channel, seen, tiles):
             q = q_channel.tile(sent_q)
             for first_column in range(0, team.v.tiles.shape[5], SLICE):
                 acc, m, l, tops, seen = attend_again(team, rows, q, runs, is_exact, seen)
-                out, lse, m, l = normalize(team, results, tile, acc, m, l, tops, is_exact, q.dtype)
+                out, lse, m, l = normalize(
+                    team, results, tile, rows, acc, m, l, tops, is_exact, q.dtype
+                )
                 out = out.to(q.dtype)
                 replace_rows(results, out, row, chosen, first_column)
                 results.store_statistics(row, lse, m, l, chosen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lockstep.kernels.hopper.board import Board
 from lockstep.kernels.hopper.channel import Channel, Lap
 from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon
-from lockstep.kernels.hopper.schedule import Schedule
+from lockstep.kernels.hopper.schedule import BAD, Schedule
 from lockstep.kernels.hopper.softmax import (
     LN2,
     LOG2E,
@@ -135,6 +135,11 @@ class Rows:
         return (block < self.inner_begin) | (block >= self.inner_end)
 
     @gluon.jit
+    def flaw(self):
+        """What to add to results: NaN if the sequence is bad."""
+        return gl.where(self.inner_end == BAD, float("nan"), 0.0)
+
+    @gluon.jit
     def have_edges(self):
         return (self.begin < self.inner_begin) | (self.end > self.inner_end)
 
@@ -182,7 +187,7 @@ class Results:
 
 
 @gluon.jit
-def normalize(team, results, tile, acc, m, l, tops, is_exact, dtype: gl.constexpr):
+def normalize(team, results, tile, rows, acc, m, l, tops, is_exact, dtype: gl.constexpr):
     """out [ROWS, DV] fp32; lse, m and l [ROWS], relative to which weights are exp2((s - m)·scale).
 
     acc is divided by the sum with the largest weights as it was multiplied by them, rounded to
@@ -223,6 +228,7 @@ def normalize(team, results, tile, acc, m, l, tops, is_exact, dtype: gl.constexp
     is_empty = l == 0.0
     log2_l = gl.log2(gl.where(is_empty, 1.0, l))
     lse = (m * scale + (slip(m, scale) + log2_l)) * LN2
-    lse = gl.where(is_empty, -float("inf"), lse)
+    flaw = rows.flaw()
+    lse = gl.where(is_empty, -float("inf"), lse) + flaw
     m = gl.where(is_empty, float("inf"), m)
-    return multiply_rows(acc, inverse), lse, m, gl.where(is_empty, 1.0, l)
+    return multiply_rows(acc, inverse + flaw), lse, m, gl.where(is_empty, 1.0, l)

@@ -11,7 +11,7 @@ For that it has to know them: with a ticket goes the ticket that its program dre
 from __future__ import annotations
 
 from lockstep.kernels.hopper.gluon_shim import gl, gluon
-from lockstep.kernels.hopper.schedule import LINE_HEAD, LONGEST_FIRST
+from lockstep.kernels.hopper.schedule import LINE_HEAD, LINE_NUMBERS, LONGEST_FIRST
 
 
 @gluon.jit
@@ -53,7 +53,7 @@ def call_by_number(team):
 @gluon.jit
 def call_by_ticket(team):
     schedule = team.schedule
-    before_ptr = schedule.line_ptr + LINE_HEAD + 2 * schedule.B
+    before_ptr = schedule.line_ptr + LINE_HEAD + LINE_NUMBERS * (schedule.B + 1)
     is_line = schedule.order == LONGEST_FIRST
     calls = 0
     last = -1

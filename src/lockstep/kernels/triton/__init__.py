@@ -2,6 +2,7 @@
 
 Importing this package does not import Triton.
 
+    sequences.py  where sequences lie, by numbers on the device that may be wrong
     tiles.py      what is done to one tile of keys
     spans.py      from a program to its rows, and over their keys span by span
     forward.py    the kernel: rows against all the keys they see, or against a run of spans

@@ -119,7 +119,7 @@ class Call(DeviceCall):
         if needs.bias and tensors.bias is not None:
             self.bias = _launch_bias(arguments, tensors, for_queries)
         if needs.sinks and tensors.sinks is not None:
-            more = {"B": B, "BLOCK_ROWS": SINK_ROWS}
+            more = {"B": B, "n_sequences": problem.B, "BLOCK_ROWS": SINK_ROWS}
             self.sinks = Launch(sum_sinks, (problem.Hq,), arguments | more)
         self.new_rows = allocator(self.rows_shape, statistics.dtype, dout.device)
         self.new_dq, self.new_dk, self.new_dv, self.new_dbias, self.new_dsinks = (
@@ -154,7 +154,7 @@ class Call(DeviceCall):
             self.bias.enqueue(stream, (*inputs, dbias.data_ptr(), 0))
         if self.sinks is not None:
             dsinks = self.new_dsinks()
-            self.sinks.enqueue(stream, (sinks, of_rows, dsinks.data_ptr(), 0))
+            self.sinks.enqueue(stream, (sinks, cu_q, of_rows, dsinks.data_ptr(), 0))
         return self._wanted(dq, dk, dv, dbias, dsinks)
 
     def _first(self, given: Given) -> Gradients:
@@ -175,7 +175,7 @@ class Call(DeviceCall):
             self.bias(q, k, v, bias, kv_lens, dout, rows, dbias)
         if self.sinks is not None:
             dsinks = sinks.new_empty(sinks.shape)
-            self.sinks(sinks, rows, dsinks)
+            self.sinks(sinks, cu_q, rows, dsinks)
         launches = (self.rows, self.keys, self.queries, self.bias, self.sinks)
         # The interpreter compiles nothing.
         self.is_ready = all(
@@ -201,7 +201,7 @@ class Call(DeviceCall):
 def prepare_backward(problem: AttentionProblem, given: Given, needs: Needs) -> PreparedBackward:
     """`Kernel.prepare_backward`"""
     if 0 in (problem.B, problem.Sq, problem.Skv):
-        return partial(_without_pairs, needs)
+        return partial(_without_pairs, problem, needs)
     return Call(problem, given, needs)
 
 
@@ -244,14 +244,23 @@ def _with_aligned_rows(x: Tensor) -> Tensor:
     return copy.copy_(x)
 
 
-def _without_pairs(needs: Needs, given: Given, addresses: list[int]) -> Gradients:
-    """Without rows or keys, only the sinks may have a gradient: lse is then the sink itself."""
-    tensors, _, _, _, dlse = _split(given)
+def _without_pairs(
+    problem: AttentionProblem, needs: Needs, given: Given, addresses: list[int]
+) -> Gradients:
+    """Without rows or keys, only the sinks may have a gradient: lse is then the sink itself. Rows
+    and keys that no sequence owns have NaN, as do rows of bad ones."""
+    tensors, _, statistics, _, dlse = _split(given)
     grads = {
         name: torch.zeros_like(getattr(tensors, name), memory_format=torch.contiguous_format)
         for name in needs._fields
         if getattr(needs, name)
     }
+    is_bad = statistics[..., 1].isnan()
+    if problem.B == 0:
+        for name in grads.keys() & {"q", "k", "v"}:
+            grads[name].fill_(torch.nan)
+    elif "q" in grads:
+        grads["q"].masked_fill_(is_bad[..., None], torch.nan)
     if "sinks" in grads and dlse is not None:
         # Dim 1 holds the heads in every layout. A sink of -inf is none.
         others = [dim for dim in range(dlse.dim()) if dim != 1]
@@ -261,8 +270,8 @@ def _without_pairs(needs: Needs, given: Given, addresses: list[int]) -> Gradient
 
 
 def _slots(problem: AttentionProblem, S: int, block: int) -> int:
-    """Tiles of a head; in a packed batch one more per sequence, see `tiles.find_sequence`."""
-    return S // block + problem.B if problem.layout == "varlen" else triton.cdiv(S, block)
+    """Tiles of a head; in a packed batch what `sequences.find_sequence` hands out."""
+    return S // block + problem.B + 1 if problem.layout == "varlen" else triton.cdiv(S, block)
 
 
 def _launch(

@@ -18,7 +18,8 @@ from lockstep.kernels.triton.gradient_tiles import (
     load_statistics,
     weights,
 )
-from lockstep.kernels.triton.tiles import is_seen, seen_by_any
+from lockstep.kernels.triton.sequences import checked_length
+from lockstep.kernels.triton.tiles import is_seen, nan_where, seen_by_any
 
 _SIZES = (
     *("stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks"),
@@ -98,7 +99,8 @@ def sum_bias(
     for b in range(bias_b, B, bias_B):
         kv_len = Skv
         if kv_lens_ptr is not None:
-            kv_len = tl.load(kv_lens_ptr + b).to(tl.int32)
+            kv_len, is_good = checked_length(kv_lens_ptr, b, Skv)
+            total += nan_where(not is_good)
         shift = kv_len - Sq
         b64 = tl.cast(b, tl.int64)
         for head in range(bias_head, Hq, bias_Hq):

@@ -20,13 +20,13 @@ from lockstep.kernels.triton.gradient_tiles import (
     load_rows,
     load_statistics,
     nth_tile,
-    sequence_bounds,
     tile_ranges,
     weights,
 )
+from lockstep.kernels.triton.sequences import find_sequence, whole_sequence
 from lockstep.kernels.triton.tiles import (
-    find_sequence,
     is_seen,
+    nan_where,
     seen_by_all,
     seen_by_any,
     weigh,
@@ -179,21 +179,21 @@ def sum_keys(
     """Programs run over the key tiles of a head, then the batch, then the KV heads.
 
     The first tiles come first: under a causal mask they are the longest. Strides of q, k, v and
-    dout are in units of ALIGN elements.
+    dout are in units of ALIGN elements. Keys of a bad sequence (`sequences`) have gradients of NaN.
     """
     head, slot = tl.program_id(0) // n_slots, tl.program_id(0) % n_slots
     Hkv = Hq // GROUP
     if cu_seqlens_k_ptr is not None:
-        b, tile = find_sequence(slot, cu_seqlens_k_ptr, B, 1, BLOCK_KV)
+        b, tile, is_good, kv_start, kv_len, q_start, q_len = find_sequence(
+            slot, cu_seqlens_k_ptr, cu_seqlens_q_ptr, B, Skv, Sq, 1, BLOCK_KV
+        )
         dk_row = head.to(tl.int64)
         stride_row = Hkv
     else:
         b, tile, head = head % B, slot, head // B
+        is_good, q_start, q_len, kv_start, kv_len = whole_sequence(b, Sq, Skv, kv_lens_ptr)
         dk_row = (b * Hkv + head).to(tl.int64) * Skv
         stride_row = 1
-    q_start, q_len, kv_start, kv_len = sequence_bounds(
-        b, Sq, Skv, kv_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr
-    )
     # How many keys there are to write: of those beyond kv_lens, zeros.
     n_keys = kv_len if cu_seqlens_k_ptr is not None else Skv
     first_key = tile * BLOCK_KV
@@ -203,7 +203,7 @@ def sum_keys(
     dk = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_KV, BLOCK_DV], tl.float32)
 
-    if first_key < kv_len:
+    if is_good and first_key < kv_len:
         shift = kv_len - q_len
         last_key = tl.minimum(first_key + BLOCK_KV, kv_len) - 1
         # Which rows see a key is which keys a row sees, with left and right exchanged.
@@ -251,8 +251,9 @@ def sum_keys(
     is_key = (kv_idx < kv_len)[:, None]
     inside = (kv_idx < n_keys)[:, None]
     # Adding 0 makes one zero of the two.
-    dk = tl.where(is_key, tl.fma(dk, scale, 0.0), 0.0)
-    dv = tl.where(is_key, dv + 0.0, 0.0)
+    flaw = nan_where(not is_good)
+    dk = tl.where(is_key, tl.fma(dk, scale, 0.0), 0.0) + flaw
+    dv = tl.where(is_key, dv, 0.0) + flaw
     rows = (dk_row + (kv_start + kv_idx) * stride_row)[:, None]  # [BLOCK_KV, 1]
     d, e = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     tl.store(dk_ptr + rows * D + d, dk.to(dk_ptr.dtype.element_ty), mask=inside & (d < D))

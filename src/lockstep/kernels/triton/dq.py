@@ -18,13 +18,13 @@ from lockstep.kernels.triton.gradient_tiles import (
     load_rows,
     load_statistics,
     nth_tile,
-    sequence_bounds,
     tile_ranges,
     weights,
 )
+from lockstep.kernels.triton.sequences import find_sequence, whole_sequence
 from lockstep.kernels.triton.tiles import (
-    find_sequence,
     is_seen,
+    nan_where,
     seen_by_all,
     seen_by_any,
     weigh,
@@ -156,20 +156,22 @@ def sum_queries(
     """Programs run over the query tiles of a head, then the batch, then the heads.
 
     The last tiles come first: under a causal mask they are the longest. Strides of q, k, v and
-    dout are in units of ALIGN elements.
+    dout are in units of ALIGN elements. Queries of a bad sequence (`sequences`) have gradients of
+    NaN.
     """
     head, slot = tl.program_id(0) // n_slots, tl.program_id(0) % n_slots
     if cu_seqlens_q_ptr is not None:
-        b, tile = find_sequence(slot, cu_seqlens_q_ptr, B, 1, BLOCK_Q)
+        b, tile, is_good, q_start, q_len, kv_start, kv_len = find_sequence(
+            slot, cu_seqlens_q_ptr, cu_seqlens_k_ptr, B, Sq, Skv, 1, BLOCK_Q
+        )
+        kv_len = tl.where(is_good, kv_len, 0)
         dq_row = head.to(tl.int64)
         stride_row = Hq
     else:
         b, tile, head = head % B, n_slots - 1 - slot, head // B
+        is_good, q_start, q_len, kv_start, kv_len = whole_sequence(b, Sq, Skv, kv_lens_ptr)
         dq_row = (b * Hq + head).to(tl.int64) * Sq
         stride_row = 1
-    q_start, q_len, kv_start, kv_len = sequence_bounds(
-        b, Sq, Skv, kv_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr
-    )
     first_query = tile * BLOCK_Q
     if first_query >= q_len:
         return
@@ -232,5 +234,5 @@ def sum_queries(
     d = tl.arange(0, BLOCK_D)[None, :]
     inside = (q_idx < q_len)[:, None] & (d < D)
     # Adding 0 makes one zero of the two.
-    dq = tl.fma(dq, scale, 0.0)
+    dq = tl.fma(dq, scale, nan_where(not is_good))
     tl.store(dq_ptr + rows * D + d, dq.to(dq_ptr.dtype.element_ty), mask=inside)

@@ -42,7 +42,8 @@ _SIZES = (
     *("stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks"),
     *("stride_vb", "stride_vh", "stride_vs", "stride_bb", "stride_bh", "stride_bq", "stride_bk"),
     *("stride_tb", "stride_rb", "stride_rh", "stride_rs"),
-    *("B", "Hkv", "Sq", "Skv", "wanted", "n_slots", "n_spans", "run_spans", "left", "right"),
+    *("B", "Hkv", "Sq", "Skv", "n_pages", "wanted", "n_slots", "n_spans", "run_spans"),
+    *("left", "right"),
 )
 
 
@@ -83,6 +84,7 @@ def attend(
     Hkv,
     Sq,
     Skv,
+    n_pages,
     wanted,
     n_slots,
     n_spans,
@@ -115,12 +117,13 @@ def attend(
     """Pointers may be None where a call has no such tensor.
 
     Strides of q, k and v are in units of ALIGN elements, so that wide loads are known to be
-    aligned. `stride_r*` count rows of out and lse.
+    aligned. `stride_r*` count rows of out and lse. Lengths, offsets and page numbers are checked:
+    `sequences`.
     """
     if EARLY and parts_ptr is not None:
         # Lets `split_kv` start as soon as there is room, to wait for the parts where it needs them.
         gdc_launch_dependents()
-    b, head, tile, q_start, q_len, kv_start, kv_len = locate(
+    b, head, tile, q_start, q_len, kv_start, kv_len, is_good = locate(
         tl.program_id(0), n_slots, B, Hkv, Sq, Skv, kv_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
         GROUP, BLOCK_Q,
     )  # fmt: skip
@@ -155,6 +158,19 @@ def attend(
             v_ptr, [n_keys, DV], [stride_vs * ALIGN, 1], [BLOCK_KV, BLOCK_DV]
         )
 
+    out_row = b64 * stride_rb + q_head.to(tl.int64) * stride_rh + (q_start + q_idx) * stride_rs
+    out_rows = out_ptr + out_row * DV
+    if not is_good:
+        # Of parts there are none: `split_kv` finds out for itself.
+        if parts_ptr is None:
+            nan = tl.full([BLOCK_Q, BLOCK_DV], float("nan"), out_ptr.dtype.element_ty)
+            tl.store(out_rows[:, None] + dv, nan, mask=is_row[:, None] & (dv < DV))
+            tl.store(lse_ptr + out_row, float("nan"), mask=is_row)
+            if statistics_ptr is not None:
+                flaw = tl.full([BLOCK_Q], float("nan"), tl.float32)
+                store_statistics(statistics_ptr, out_row, flaw, flaw, is_row)
+        return
+
     shift = kv_len - q_len
     position = q_idx + shift
 
@@ -181,8 +197,6 @@ def attend(
     if bias_ptr is not None:
         bias_rows = bias_ptr + b64 * stride_bb + q_head.to(tl.int64) * stride_bh
         bias_rows += q_idx.to(tl.int64) * stride_bq
-    out_row = b64 * stride_rb + q_head.to(tl.int64) * stride_rh + (q_start + q_idx) * stride_rs
-    out_rows = out_ptr + out_row * DV
     part_rows, part_stats_rows = None, None
     if parts_ptr is not None:
         part_rows = parts_ptr + out_row * n_spans * DV
@@ -212,7 +226,7 @@ def attend(
                         tile_lo, tile_hi,
                         m, l, acc, folded_m, folded_l, folded_acc, taint, span_end,
                         q, k_ptr, v_ptr, k_desc, v_desc,
-                        bias_rows, table_ptr, span, part_rows, part_stats_rows,
+                        bias_rows, table_ptr, n_pages, span, part_rows, part_stats_rows,
                         stride_kb * ALIGN, stride_ks * ALIGN, stride_vb * ALIGN, stride_vs * ALIGN,
                         stride_bk, position, is_row, kv_len, left, right, cap_scale,
                         score_scale, unit,
@@ -242,7 +256,7 @@ def attend(
         add_strays(
             start, end,
             out_rows if parts_ptr is None else part_rows,
-            v_ptr, bias_rows, table_ptr, stride_vb * ALIGN, stride_vs * ALIGN, stride_bk,
+            v_ptr, bias_rows, table_ptr, n_pages, stride_vb * ALIGN, stride_vs * ALIGN, stride_bk,
             position, is_row, kv_len, left, right, span,
             DV, BLOCK_KV, BLOCK_DV, 0 if parts_ptr is None else DV, PAGE_SIZE,
             HAS_LEFT, HAS_RIGHT,

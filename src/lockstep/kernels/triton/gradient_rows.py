@@ -72,20 +72,25 @@ def prepare_rows(
     tl.store(to + 3, tl.zeros_like(delta), mask=is_row)
 
 
-@triton.jit(do_not_specialize=("B", "H", "S"))
+@triton.jit(do_not_specialize=("cu_seqlens_q_ptr", "B", "H", "S", "n_sequences"))
 def sum_sinks(
-    sinks_ptr, rows_ptr, dsinks_ptr, B, H, S, unit, natural, BLOCK_ROWS: tl.constexpr,
-    RECIPROCAL: tl.constexpr,
+    sinks_ptr, cu_seqlens_q_ptr, rows_ptr, dsinks_ptr, B, H, S, n_sequences, unit, natural,
+    BLOCK_ROWS: tl.constexpr, RECIPROCAL: tl.constexpr,
 ):  # fmt: skip
     """One program per head. The sum runs over the rows of the whole batch, in order, in fp64."""
     head = tl.program_id(0)
+    last_row = S
+    if cu_seqlens_q_ptr is not None:
+        # Rows behind the last sequence are NaN, and nobody's.
+        end = tl.load(cu_seqlens_q_ptr + n_sequences)
+        last_row = tl.where((end >= 0) & (end <= S), end, S).to(tl.int32)
     sink = tl.load(sinks_ptr + head).to(tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float64)
     for b in range(B):
         first_row = tl.cast(b * H + head, tl.int64) * S
-        for first in range(0, S, BLOCK_ROWS):
+        for first in range(0, last_row, BLOCK_ROWS):
             q_idx = first + tl.arange(0, BLOCK_ROWS)
-            is_row = q_idx < S
+            is_row = q_idx < last_row
             at = rows_ptr + (first_row + q_idx) * 4
             m = tl.load(at, mask=is_row, other=float("inf"))
             norm = tl.load(at + 1, mask=is_row, other=0.0)

@@ -146,18 +146,3 @@ def load_statistics(rows_ptr, q_idx, q_len, MASKED: tl.constexpr):
     m, delta = tl.split(evens)
     norm, _ = tl.split(odds)
     return m, norm, delta
-
-
-@triton.jit
-def sequence_bounds(b, Sq, Skv, kv_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr):
-    """Where the queries and keys of sequence b begin, and how many there are."""
-    q_start, kv_start = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
-    q_len, kv_len = Sq, Skv
-    if cu_seqlens_q_ptr is not None:
-        q_start = tl.load(cu_seqlens_q_ptr + b).to(tl.int64)
-        q_len = (tl.load(cu_seqlens_q_ptr + b + 1) - q_start).to(tl.int32)
-        kv_start = tl.load(cu_seqlens_k_ptr + b).to(tl.int64)
-        kv_len = (tl.load(cu_seqlens_k_ptr + b + 1) - kv_start).to(tl.int32)
-    if kv_lens_ptr is not None:
-        kv_len = tl.load(kv_lens_ptr + b).to(tl.int32)
-    return q_start, q_len, kv_start, kv_len

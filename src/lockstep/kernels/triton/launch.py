@@ -112,7 +112,8 @@ def attend_arguments(problem: AttentionProblem, tensors: Tensors, plan: Plan) ->
         **strides,
         **window_of(problem),
         **scales_of(problem),
-        **{size: getattr(problem, size) for size in ("B", "Hkv", "Sq", "Skv")},
+        **sizes_of(problem),
+        "n_pages": problem.n_pages or 0,
         "wanted": plan.wanted,
         "n_slots": plan.n_slots,
         "n_spans": plan.n_spans,
@@ -141,7 +142,7 @@ def options_of(problem: AttentionProblem, plan: Plan, device: Device) -> dict[st
 def reduce_arguments(problem: AttentionProblem, plan: Plan) -> dict[str, Any]:
     """All arguments of `split_kv.reduce_parts` but the pointers."""
     return {
-        **{size: getattr(problem, size) for size in ("B", "Hkv", "Sq", "Skv")},
+        **sizes_of(problem),
         **window_of(problem),
         **units_of(problem),
         "wanted": plan.wanted,
@@ -152,6 +153,12 @@ def reduce_arguments(problem: AttentionProblem, plan: Plan) -> dict[str, Any]:
         "DV": problem.Dv,
         "BLOCK_DV": block_of(problem.Dv),
     }
+
+
+def sizes_of(problem: AttentionProblem) -> dict[str, int]:
+    sizes = {size: getattr(problem, size) for size in ("B", "Hkv", "Sq", "Skv")}
+    # Where there is no page, no sequence can have a key, whatever a table has room for.
+    return sizes | {"Skv": 0} if problem.n_pages == 0 else sizes
 
 
 def window_of(problem: AttentionProblem) -> dict[str, Any]:

@@ -297,8 +297,8 @@ def _count(problem: AttentionProblem, tiles: Tiles) -> tuple[int, int]:
     """`n_slots` and `n_programs` of a plan."""
     rows = problem.Sq * (problem.Hq // problem.Hkv)
     if problem.layout == "varlen":
-        # As `tiles.find_sequence` hands them out.
-        n_slots = rows // tiles.BLOCK_Q + problem.B
+        # As `sequences.find_sequence` hands them out, to one more for rows that nobody owns.
+        n_slots = rows // tiles.BLOCK_Q + problem.B + 1
         return n_slots, n_slots * problem.Hkv
     n_slots = -(-rows // tiles.BLOCK_Q)
     return n_slots, n_slots * problem.Hkv * problem.B

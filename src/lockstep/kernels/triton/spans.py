@@ -13,18 +13,20 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.triton import plan
+from lockstep.kernels.triton.sequences import checked_length, find_sequence
 from lockstep.kernels.triton.tiles import (
-    find_sequence,
     fold,
     is_seen,
     is_stray,
     load_bias,
     load_described,
     load_tile,
+    nan_where,
     online_softmax,
     page_of,
     scores,
     weigh,
+    wrong_pages,
 )
 
 SHORT: tl.constexpr = tl.constexpr(plan.SHORT)
@@ -46,7 +48,8 @@ def locate(
     GROUP: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
-    """Sequence, KV head and tile of a program, and where its sequence begins and how long it is.
+    """Sequence, KV head and tile of a program; where its sequence begins and how long it is, and
+    whether it is good: if it is not (`sequences`), it has no keys.
 
     Slots run over the tiles of one KV head, last tile first: causal tiles grow along the sequence,
     and the longest should not start last. The heads of a sequence come next to one another: in
@@ -59,20 +62,19 @@ def locate(
         turns = tl.where(Hkv % 4 == 0, 4, 1)
         slot = program // turns % n_slots
         head = program // (turns * n_slots) * turns + program % turns
-        b, tile = find_sequence(slot, cu_seqlens_q_ptr, B, GROUP, BLOCK_Q)
-        q_start = tl.load(cu_seqlens_q_ptr + b).to(tl.int64)
-        q_len = (tl.load(cu_seqlens_q_ptr + b + 1) - q_start).to(tl.int32)
-        kv_start = tl.load(cu_seqlens_k_ptr + b).to(tl.int64)
-        kv_len = (tl.load(cu_seqlens_k_ptr + b + 1) - kv_start).to(tl.int32)
+        b, tile, is_good, q_start, q_len, kv_start, kv_len = find_sequence(
+            slot, cu_seqlens_q_ptr, cu_seqlens_k_ptr, B, Sq, Skv, GROUP, BLOCK_Q
+        )
+        kv_len = tl.where(is_good, kv_len, 0)
         tile = tl.cdiv(q_len * GROUP, BLOCK_Q) - 1 - tile
     else:
         b, head = head // Hkv, head % Hkv
         tile = n_slots - 1 - slot
         q_start, kv_start = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
-        q_len, kv_len = Sq, Skv
+        q_len, kv_len, is_good = Sq, Skv, True
         if kv_lens_ptr is not None:
-            kv_len = tl.load(kv_lens_ptr + b).to(tl.int32)
-    return b, head, tile, q_start, q_len, kv_start, kv_len
+            kv_len, is_good = checked_length(kv_lens_ptr, b, Skv)
+    return b, head, tile, q_start, q_len, kv_start, kv_len, is_good
 
 
 @triton.jit
@@ -164,6 +166,7 @@ def attend_tiles(
     v_desc,
     bias_rows,
     table_ptr,
+    n_pages,
     span,
     part_rows,
     part_stats_rows,
@@ -197,20 +200,38 @@ def attend_tiles(
 
     `span_end` is where the span ends that (m, l, acc) belong to; unless FOLDS, nothing is seen
     beyond. With CLEAN, values that are not finite count as 0. `taint` [BLOCK_Q, 1] is 0 unless a
-    part that was handed out has such values.
+    part that was handed out has such values. Keys on a page that is not there count as NaN.
     """
     # One tile ahead: where a tile is should not have to be waited for.
-    next_page = page_of(tile_lo * BLOCK_KV, kv_len, table_ptr, PAGE_SIZE)
+    IN_PAGE: tl.constexpr = PAGE_SIZE != 0 and PAGE_SIZE % BLOCK_KV == 0
+    IN_PAGES: tl.constexpr = PAGE_SIZE != 0 and not IN_PAGE
+    # Where every row sees every key, it does to look for wrong pages once all tiles are done.
+    LATER: tl.constexpr = not MASKED and bias_rows is None
+    if IN_PAGE:
+        next_page, is_next_wrong = page_of(
+            tile_lo * BLOCK_KV, kv_len, table_ptr, n_pages, PAGE_SIZE
+        )  # fmt: skip
+        is_any_wrong = tile_lo < 0
+    elif IN_PAGES:
+        # None of no keys.
+        is_any_wrong = wrong_pages(0, 0, table_ptr, n_pages, PAGE_SIZE, BLOCK_KV)
     # Masked tiles are few, and need room to mask values.
     for tile in tl.range(tile_lo, tile_hi, num_stages=1 if CLEAN else 2 if MASKED else None):
         first = tile * BLOCK_KV
-        page = next_page
-        next_page = page_of(first + BLOCK_KV, kv_len, table_ptr, PAGE_SIZE)
+        page = None
+        if IN_PAGE:
+            page, is_wrong = next_page, is_next_wrong
+            next_page, is_next_wrong = page_of(
+                first + BLOCK_KV, kv_len, table_ptr, n_pages, PAGE_SIZE
+            )  # fmt: skip
+            is_any_wrong |= is_wrong
+        elif IN_PAGES and LATER:
+            is_any_wrong |= wrong_pages(first, kv_len, table_ptr, n_pages, PAGE_SIZE, BLOCK_KV)
         if k_desc is not None:
             k = load_described(k_desc, first, page, PAGE_SIZE)
         else:
             k = load_tile(
-                k_ptr, first, kv_len, table_ptr, stride_kp, stride_ks,
+                k_ptr, first, kv_len, table_ptr, n_pages, stride_kp, stride_ks,
                 D, BLOCK_KV, q.shape[1], PAGE_SIZE, MASKED, page,
             )  # fmt: skip
         kv_idx = first + tl.arange(0, BLOCK_KV)[None, :]
@@ -218,6 +239,12 @@ def attend_tiles(
         if bias_rows is not None:
             bias = load_bias(bias_rows, kv_idx, stride_bk, is_row, kv_len)
         s = scores(q, k, bias, cap_scale, score_scale, HAS_SOFTCAP, RAW, PRECISION)
+        if PAGE_SIZE != 0 and not LATER:
+            if IN_PAGES:
+                _page, is_wrong = page_of(kv_idx, kv_len, table_ptr, n_pages, PAGE_SIZE)
+            s += nan_where(is_wrong)
+            if bias is not None:
+                s = tl.where(bias == float("-inf"), float("-inf"), s)
         if MASKED:
             seen = is_seen(position[:, None], kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
             s = tl.where(seen, s, float("-inf"))
@@ -249,10 +276,12 @@ def attend_tiles(
                 v = tl.where(inside, v, tl.zeros(v.shape, v.dtype))
         else:
             v = load_tile(
-                v_ptr, first, kv_len, table_ptr, stride_vp, stride_vs,
+                v_ptr, first, kv_len, table_ptr, n_pages, stride_vp, stride_vs,
                 DV, BLOCK_KV, acc.shape[1], PAGE_SIZE, MASKED, page,
             )  # fmt: skip
         if CLEAN:
             v = tl.where(is_stray(v), 0.0, v.to(tl.float32)).to(v.dtype)
         acc = weigh(p, v, acc, PRECISION)
+    if PAGE_SIZE != 0 and LATER:
+        l += nan_where(is_any_wrong if IN_PAGE else tl.max(is_any_wrong.to(tl.int32), 0) != 0)
     return m, l, acc, folded_m, folded_l, folded_acc, taint, span_end

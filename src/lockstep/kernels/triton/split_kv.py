@@ -18,12 +18,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from lockstep.kernels.triton.plan import block_of
+from lockstep.kernels.triton.sequences import checked_length, find_sequence
 from lockstep.kernels.triton.spans import span_of
 from lockstep.kernels.triton.tiles import (
     LOG2E,
     close,
     fold,
     fold_sink,
+    nan_where,
     seen_by_any,
     store_statistics,
 )
@@ -131,21 +133,15 @@ def reduce_parts(
     Hq = Hkv * GROUP
     if cu_seqlens_q_ptr is not None:
         head, token = row % Hq, row // Hq
-        b = 0
-        for first in range(0, B, 1024):
-            ends = first + tl.arange(0, 1024)
-            end = tl.load(cu_seqlens_q_ptr + ends + 1, mask=ends < B, other=token + 1)
-            b += tl.sum((end <= token).to(tl.int32), 0)
-        q_start = tl.load(cu_seqlens_q_ptr + b)
-        q_idx = (token - q_start).to(tl.int32)
-        q_len = (tl.load(cu_seqlens_q_ptr + b + 1) - q_start).to(tl.int32)
-        kv_len = tl.load(cu_seqlens_k_ptr + b + 1) - tl.load(cu_seqlens_k_ptr + b)
-        kv_len = kv_len.to(tl.int32)
+        _, q_idx, is_good, _, q_len, _, kv_len = find_sequence(
+            token, cu_seqlens_q_ptr, cu_seqlens_k_ptr, B, Sq, Skv, 1, 1, 0
+        )
+        kv_len = tl.where(is_good, kv_len, 0)
     else:
         head, q_idx = row // Sq % Hq, row % Sq
-        q_len, kv_len = Sq, Skv
+        q_len, kv_len, is_good = Sq, Skv, True
         if kv_lens_ptr is not None:
-            kv_len = tl.load(kv_lens_ptr + row // Sq // Hq).to(tl.int32)
+            kv_len, is_good = checked_length(kv_lens_ptr, row // Sq // Hq, Skv)
     position = q_idx + kv_len - q_len
     lo, hi = seen_by_any(position, position, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
     span = span_of(q_len, kv_len, Hkv, left, right, wanted, GROUP, HAS_LEFT, HAS_RIGHT, LEAST_SPAN)
@@ -160,6 +156,7 @@ def reduce_parts(
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
         m, l, acc = fold_sink(m, l, acc, sink, natural, unit)
+    l += nan_where(not is_good)
     store_row(m, l, acc, out_ptr + at * DV, lse_ptr + at, natural, DV, BLOCK_DV)
     if statistics_ptr is not None:
         store_statistics(statistics_ptr, at + tl.arange(0, 1), m, l, None)

@@ -11,7 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lockstep.kernels.triton.tiles import any_stray, is_seen, is_stray, load_bias, load_tile
+from lockstep.kernels.triton.tiles import (
+    any_stray,
+    is_seen,
+    is_stray,
+    load_bias,
+    load_tile,
+)
 
 
 @triton.jit
@@ -22,6 +28,7 @@ def add_strays(
     v_ptr,
     bias_rows,
     table_ptr,
+    n_pages,
     stride_vp,
     stride_vs,
     stride_bk,
@@ -47,7 +54,7 @@ def add_strays(
     for tile in range(tile_lo, tile_hi):
         first = tile * BLOCK_KV
         v = load_tile(
-            v_ptr, first, kv_len, table_ptr, stride_vp, stride_vs,
+            v_ptr, first, kv_len, table_ptr, n_pages, stride_vp, stride_vs,
             DV, BLOCK_KV, BLOCK_DV, PAGE_SIZE, True,
         )  # fmt: skip
         if any_stray(v):
@@ -57,7 +64,7 @@ def add_strays(
             inside = is_row[:, None] & (d < DV)
             for kv_idx in range(first, tl.minimum(first + BLOCK_KV, kv_len)):
                 value = load_tile(
-                    v_ptr, kv_idx, kv_len, table_ptr, stride_vp, stride_vs,
+                    v_ptr, kv_idx, kv_len, table_ptr, n_pages, stride_vp, stride_vs,
                     DV, 1, BLOCK_DV, PAGE_SIZE, True,
                 )  # [1, BLOCK_DV]  # fmt: skip
                 key = kv_idx + tl.arange(0, 1)[None, :]

@@ -27,24 +27,6 @@ LN2: tl.constexpr = tl.constexpr(numerics.LN2)
 
 
 @triton.jit
-def find_sequence(slot, cu_seqlens_ptr, B, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """Sequence and tile of slot number `slot` of a packed batch, without anyone counting tiles.
-
-    Sequence b owns the slots from `cu_seqlens[b] * GROUP // BLOCK_Q + b` to where the next begins.
-    That is always enough for its tiles and never more than one too many.
-    """
-    CHUNK: tl.constexpr = 256
-    before = tl.zeros([CHUNK], tl.int32)  # sequences that begin at or before the slot
-    for first in range(0, B, CHUNK):
-        b = first + tl.arange(0, CHUNK)
-        start = tl.load(cu_seqlens_ptr + b, mask=b < B, other=0).to(tl.int64)
-        before += ((start * GROUP // BLOCK_Q + b <= slot) & (b < B)).to(tl.int32)
-    b = tl.sum(before, 0) - 1
-    first_slot = tl.load(cu_seqlens_ptr + b).to(tl.int64) * GROUP // BLOCK_Q + b
-    return b, (slot - first_slot).to(tl.int32)
-
-
-@triton.jit
 def seen_by_any(first, last, kv_len, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
     """Keys [lo, hi) outside which no row at the positions `first` to `last` sees anything."""
     lo, hi = 0, kv_len
@@ -87,12 +69,32 @@ def load_described(desc, first, page, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def page_of(first, kv_len, table_ptr, PAGE_SIZE: tl.constexpr):
-    """The page of key `first`, 0 beyond the sequence and where there are no pages."""
-    page = tl.full([], 0, tl.int64)
-    if PAGE_SIZE != 0:
-        page = tl.load(table_ptr + first // PAGE_SIZE, mask=first < kv_len, other=0).to(tl.int64)
-    return page
+def page_of(kv_idx, kv_len, table_ptr, n_pages, PAGE_SIZE: tl.constexpr):
+    """The page of a key, or of several, 0 beyond the sequence; and whether its number is wrong: the
+    last page may then stand for it, or whichever is there."""
+    page = tl.load(table_ptr + kv_idx // PAGE_SIZE, mask=kv_idx < kv_len, other=0)
+    is_wrong = (page < 0) | (page >= n_pages)
+    # Half of a number does, and takes one instruction: this is done for every row of a tile.
+    there = tl.minimum(page.to(tl.uint32), tl.cast(n_pages - 1, tl.uint32))
+    return there.to(tl.int64), is_wrong
+
+
+@triton.jit
+def wrong_pages(
+    first, kv_len, table_ptr, n_pages, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr
+):  # fmt: skip
+    """Which pages of the tile of keys from `first` on have a wrong number: [n] for n pages."""
+    N: tl.constexpr = triton.next_power_of_2((BLOCK_KV - 1) // PAGE_SIZE + 2)
+    first_of_page = (first // PAGE_SIZE + tl.arange(0, N)) * PAGE_SIZE
+    end = tl.minimum(first + BLOCK_KV, kv_len)
+    _page, is_wrong = page_of(first_of_page, end, table_ptr, n_pages, PAGE_SIZE)
+    return is_wrong
+
+
+@triton.jit
+def nan_where(is_wrong):
+    """What to add to numbers so that they are NaN, or what they are."""
+    return tl.where(is_wrong, float("nan"), 0.0)
 
 
 @triton.jit
@@ -101,6 +103,7 @@ def load_tile(
     first,
     kv_len,
     table_ptr,
+    n_pages,
     stride_page,
     stride_s,
     D: tl.constexpr,
@@ -113,8 +116,8 @@ def load_tile(
     """Keys or values `first` to `first + BLOCK_KV` of one head of a sequence: [BLOCK_KV, BLOCK_D].
 
     With a PAGE_SIZE they come out of pages; `table_ptr` is then the sequence's page table, and
-    `page` that of the first key, if the caller knows it. MASKED
-    tiles are not read beyond `kv_len`: what is there may not be memory, and reads as 0.
+    `page` that of the first key, if the caller knows it. MASKED tiles are not read beyond `kv_len`:
+    what is there may not be memory, and reads as 0.
     """
     offset = tl.arange(0, BLOCK_KV)
     d = tl.arange(0, BLOCK_D)
@@ -124,13 +127,13 @@ def load_tile(
     elif PAGE_SIZE % BLOCK_KV == 0:
         # The whole tile lies in one page.
         if page is None:
-            page = page_of(first, kv_len, table_ptr, PAGE_SIZE)
+            page, _is_wrong = page_of(first, kv_len, table_ptr, n_pages, PAGE_SIZE)
         slot = first % PAGE_SIZE
         rows = base_ptr + page * stride_page + tl.cast(slot, tl.int64) * stride_s
         rows += offset[:, None] * stride_s
     else:
         kv_idx = first + offset
-        pages = tl.load(table_ptr + kv_idx // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+        pages, _are_wrong = page_of(kv_idx, kv_len, table_ptr, n_pages, PAGE_SIZE)
         slot = (kv_idx % PAGE_SIZE).to(tl.int64)
         rows = base_ptr + (pages * stride_page + slot * stride_s)[:, None]
     tile_ptr = rows + d[None, :]  # [BLOCK_KV, BLOCK_D]

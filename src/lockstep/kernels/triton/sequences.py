@@ -1,0 +1,159 @@
+"""Where sequences begin and how long they are, by numbers on the device that may be wrong.
+
+Nobody has looked at these numbers: reading them back would make every call wait. So the kernels
+check them, and a sequence whose numbers are wrong is *bad*: its rows become NaN, and no key of it
+is looked at.
+
+- A length in kv_lens is wrong unless it is in [0, Skv].
+- The first offset of packed sequences is wrong unless it is 0. Another one is wrong unless it is in
+  [0, T] and at least as large as every offset before it in that range. A sequence is bad if it
+  begins or ends at a wrong offset, of queries or of keys.
+
+Every row has one owner nevertheless: in the place of a wrong offset stands the largest right one
+before it (`bounds_of`). From the last offset on rows belong to nobody; they are taken for those
+of one more sequence, number B, which is bad.
+
+Where a page number is wrong, not in [0, n_pages), its keys are NaN to those who see them: `tiles`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Offsets that are looked at together.
+CHUNK: tl.constexpr = tl.constexpr(256)
+# More than there are sequences.
+MANY: tl.constexpr = tl.constexpr(1 << 32)
+
+
+@triton.jit
+def checked_length(kv_lens_ptr, b, Skv):
+    """The keys of sequence b, and whether that many can be: 0 if not."""
+    length = tl.load(kv_lens_ptr + b)
+    is_good = (length >= 0) & (length <= Skv)
+    return tl.where(is_good, length, 0).to(tl.int32), is_good
+
+
+@triton.jit
+def whole_sequence(b, Sq, Skv, kv_lens_ptr):
+    """What `find_sequence` returns of sequence b, behind its tile, where none are packed."""
+    start = tl.full([], 0, tl.int64)
+    kv_len, is_good = Skv, True
+    if kv_lens_ptr is not None:
+        kv_len, is_good = checked_length(kv_lens_ptr, b, Skv)
+    return is_good, start, Sq, start, kv_len
+
+
+@triton.jit
+def find_sequence(
+    slot,
+    cu_ptr,
+    other_cu_ptr,
+    B,
+    T,
+    other_T,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPARE: tl.constexpr = 1,
+):
+    """Whose slot number `slot` is in a packed batch, and where that sequence lies.
+
+    Returns the sequence, its tile, whether it is good, its start and length by the offsets at
+    `cu_ptr`, which slots go by, and the same by those at `other_cu_ptr`.
+    """
+    b, is_any_wrong = owner_of(
+        slot, cu_ptr, other_cu_ptr, B, T, other_T, GROUP, BLOCK, SPARE
+    )  # fmt: skip
+    start, end, is_right = bounds_of(b, is_any_wrong, cu_ptr, B, T)
+    other_start, other_end, is_other_right = bounds_of(b, is_any_wrong, other_cu_ptr, B, other_T)
+    tile = (slot - start * GROUP // BLOCK - b * SPARE).to(tl.int32)
+    length, other_length = (end - start).to(tl.int32), (other_end - other_start).to(tl.int32)
+    return b, tile, is_right & is_other_right, start, length, other_start, other_length
+
+
+@triton.jit
+def owner_of(
+    slot,
+    cu_ptr,
+    other_cu_ptr,
+    B,
+    T,
+    other_T,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPARE: tl.constexpr = 1,
+):
+    """The sequence that owns a slot, without anyone counting tiles; and if any offset is wrong.
+
+    Sequence b owns the slots from `offset[b] * GROUP // BLOCK + b * SPARE` to where the next
+    begins. With one SPARE slot that is always enough for its tiles and never more than one too
+    many; slots of one row each (GROUP and BLOCK of 1) need none.
+    """
+    before = tl.zeros([CHUNK], tl.int64)  # sequences that begin at or before the slot
+    for first in range(0, B + 1, CHUNK):
+        b = first + tl.arange(0, CHUNK)
+        start, is_wrong = look_at(b, cu_ptr, B, T)
+        _, is_other_wrong = look_at(b, other_cu_ptr, B, other_T)
+        is_before = (start * GROUP // BLOCK + b * SPARE <= slot) & (b <= B)
+        before += is_before.to(tl.int64) - (is_wrong | is_other_wrong).to(tl.int64) * MANY
+    owner = tl.sum(before, 0) - 1
+    is_any_wrong = owner < 0
+    b = owner.to(tl.int32)
+    if is_any_wrong:
+        b = search(slot, cu_ptr, B, T, GROUP, BLOCK, SPARE)
+    return b, is_any_wrong
+
+
+@triton.jit
+def bounds_of(b, is_any_wrong, cu_ptr, B, T):
+    """Start and end of sequence b, no wrong offset among them, and whether these are its own.
+
+    If any offset is wrong, this takes as long as there are sequences before it.
+    """
+    start, end = given_bounds(b, cu_ptr, B, T)
+    is_right = b < B
+    if is_any_wrong:
+        given_start, given_end = start, end
+        start = given_start * 0
+        end = start
+        for i in range(1, b + 2):
+            start = end
+            end = next_clean(end, i, cu_ptr, B, T)
+        is_right = is_right & (start == given_start) & (end == given_end)
+    return start, end, is_right
+
+
+@triton.jit
+def next_clean(clean, i, cu_ptr, B, T):
+    """Offset i, or what stands in its place; `clean` is that of offset i - 1, 0 is the first."""
+    offset = tl.load(cu_ptr + i, mask=i <= B, other=T).to(tl.int64)
+    return tl.maximum(clean, tl.where((offset >= 0) & (offset <= T), offset, 0))
+
+
+@triton.jit
+def look_at(b, cu_ptr, B, T):
+    """Where sequences b [n] begin; and whether an offset is wrong, if one is, for any of them all.
+
+    What says so is a sequence that begins behind its own end, or ends behind that of the tensor."""
+    start, end = given_bounds(b, cu_ptr, B, T)
+    return start, (start > end) | (end > T) | ((b == 0) & (start != 0))
+
+
+@triton.jit
+def given_bounds(b, cu_ptr, B, T):
+    """Where sequences b begin and end, as the offsets say. Sequence B ends with the tensor."""
+    start = tl.load(cu_ptr + b, mask=b <= B, other=0).to(tl.int64)
+    end = tl.load(cu_ptr + b + 1, mask=b < B, other=T).to(tl.int64)
+    return start, end
+
+
+@triton.jit
+def search(slot, cu_ptr, B, T, GROUP: tl.constexpr, BLOCK: tl.constexpr, SPARE: tl.constexpr):
+    """The owner of a slot by clean offsets."""
+    owner = slot * 0
+    clean = owner.to(tl.int64)
+    for b in range(1, B + 1):
+        clean = next_clean(clean, b, cu_ptr, B, T)
+        owner = tl.where(clean * GROUP // BLOCK + b * SPARE <= slot, b, owner)
+    return owner

@@ -1,0 +1,129 @@
+"""Kernels compile for a Hopper GPU, up to machine code, with every kind of number that says where
+keys are: as a launch would, with its arguments."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from problems import Case, draw, draw_varlen, paginate, pose
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from lockstep.cache import Cache
+from lockstep.kernels import hopper
+from lockstep.kernels.hopper import backward_call, line_up
+from lockstep.kernels.hopper import launch as hopper_launch
+from lockstep.kernels.kernel import Needs, addresses_of
+from lockstep.kernels.triton import backward, launch, plan
+
+BF16 = torch.bfloat16
+HOPPER = plan.Device(132, 227 << 10, tma=True, early=True, least_block=64)
+LENS, OFFSETS = torch.tensor([2000, 3, 700]), [300, 0, 17, 900]
+
+
+def lengths(dtype: torch.dtype, Sq: int, page_size: int = 0, **more: Any) -> Case:
+    case = draw(Sq, 2000, B=3, Hq=8, dtype=BF16, kv_lens=LENS.to(dtype), causal=True, **more)
+    return paginate(case, page_size) if page_size else case
+
+
+def packed(dtype: torch.dtype, lens: list[int] = OFFSETS, D: int = 64) -> Case:
+    sinks = torch.zeros(8)
+    case = draw_varlen(lens, OFFSETS, Hq=8, D=D, dtype=BF16, causal=True, sinks=sinks)
+    for n in ("cu_seqlens_q", "cu_seqlens_k"):
+        case = case.replaced(**{n: case.tensors[n].to(dtype)})
+    return case
+
+
+@pytest.fixture
+def compiled(monkeypatch, unassembled) -> list[str]:
+    """What would have been launched, but for Gluon's kernels, which have tests of their own."""
+    found: list[str] = []
+
+    def compile(function: JITFunction, *arguments: Any, **options: Any) -> None:
+        if function.is_gluon():
+            return
+        gpu = GPUTarget("cuda", 90, 32)
+        backend = make_backend(gpu)
+        bind = create_function_from_signature(function.signature, function.params, backend)
+        bound, specialization, rest = bind(*arguments, **options)
+        rest, signature, constants, attributes = function._pack_args(
+            backend, dict(options), bound, specialization, rest
+        )
+        source = ASTSource(function, signature, constants, attributes)
+        triton.compile(source, target=gpu, options=rest.__dict__)
+        found.append(function.__name__)
+
+    monkeypatch.setattr(
+        JITFunction, "__getitem__", lambda function, _: lambda *a, **k: compile(function, *a, **k)
+    )
+    monkeypatch.setattr(backward_call, "_COMPILED", Cache(limit=100))
+    for module in (hopper_launch, line_up, backward_call):
+        monkeypatch.setattr(module, "launcher_of", lambda *_: None)
+    return found
+
+
+def derive(prepare: Any, case: Case) -> None:
+    problem, tensors = pose(case)
+    out, lse = torch.empty(problem.out_shape, dtype=BF16), torch.empty(problem.lse_shape)
+    given = (*tensors, out, lse, out, lse)
+    needs = Needs(True, True, True, tensors.bias is not None, tensors.sinks is not None)
+    prepare(replace(problem, device_type="cuda"), given, needs)(given, addresses_of(given))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        lengths(torch.int64, 1),
+        lengths(torch.int32, 100),
+        lengths(torch.int64, 1, page_size=16),
+        lengths(torch.int32, 1, page_size=256),
+        lengths(torch.int32, 100, page_size=16, bias=torch.zeros(2000)),
+        packed(torch.int32, [1, 1, 2, 3]),
+        packed(torch.int64),
+    ],
+    ids=["decode", "lengths", "pages of 16", "pages of 256", "bias", "packed decode", "packed"],
+)
+def test_forward(compiled, monkeypatch, case):
+    monkeypatch.setattr(launch, "device_of", lambda _: HOPPER)
+    launch.forward(*pose(case))
+    assert compiled[0] == "attend"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        lengths(torch.int64, 100, bias=torch.zeros(3, 1, 100, 2000)),
+        packed(torch.int32),
+        packed(torch.int64),
+    ],
+    ids=["lengths", "packed", "packed, int64"],
+)
+def test_backward(compiled, monkeypatch, case):
+    monkeypatch.setattr(backward, "device_of", lambda _: HOPPER)
+    derive(backward.prepare_backward, case)
+    assert {"prepare_rows", "sum_keys", "sum_queries"} <= set(compiled)
+
+
+@pytest.mark.parametrize("D", [64, 256])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_short_launches_of_the_hopper_kernels(compiled, monkeypatch, D, dtype):
+    from lockstep.kernels.hopper import backward as narrow
+
+    monkeypatch.setattr(narrow, "processors", lambda _: 132)
+    case = packed(dtype, D=D)
+    derive(hopper.KERNEL.prepare_backward, case)
+    problem, tensors = pose(case)
+    line_up.Line(problem.B, problem.Sq, problem.Skv, 128, 1000, sorts=True)(tensors)
+    expected = {"prepare_rows", "line_up_kernel"} | ({"finish_queries"} if D == 64 else set())
+    assert set(compiled) == expected
