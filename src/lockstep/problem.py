@@ -7,7 +7,6 @@ call that is about to run, `checks` does.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -19,8 +18,13 @@ from lockstep.numerics import statistics_dtype
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
-# Types of a number that may be left out. A bool is an int to isinstance alone.
-_NUMBER = frozenset({float, int, type(None)})
+# scale, softcap and their quotient, where not 0: float32 holds them, and a few times as much.
+LEAST_FACTOR, MOST_FACTOR = 1e-37, 1e37
+_FACTORS = f"{LEAST_FACTOR} to {MOST_FACTOR}"
+# Types of an option that may be left out.
+_NUMBER, _NAME = frozenset({float, type(None)}), frozenset({str, type(None)})
+# Of a window: what an operator of torch takes.
+MAX_REACH = (1 << 63) - 1
 _SIZES = ("B", "Hq", "Hkv", "Sq", "Skv", "D", "Dv")
 Layout = Literal["dense", "varlen", "paged"]
 Window = tuple[int | None, int | None]
@@ -145,40 +149,58 @@ def make_options(
     softcap: float | None,
     query_invariant: bool = False,
     allow_tf32: bool = False,
+    return_lse: bool = False,
+    kernel: str | None = None,
 ) -> Options:
     """Checks the types of a caller's options; `describe` checks their values.
 
-    Raises TypeError, and ValueError for a window that is not a pair.
+    `return_lse` and `kernel` are checked only. Raises TypeError, and ValueError for a window that
+    is not a pair and for numbers beyond all bounds.
     """
     if (
         window is None
         and type(causal) is bool
         and type(query_invariant) is bool
         and type(allow_tf32) is bool
+        and type(return_lse) is bool
         and type(scale) in _NUMBER
         and type(softcap) in _NUMBER
+        and type(kernel) in _NAME
     ):
         return Options(causal, None, None, scale, softcap, query_invariant, allow_tf32)
     flags = {"causal": causal, "query_invariant": query_invariant, "allow_tf32": allow_tf32}
-    for name, flag in flags.items():
+    for name, flag in (*flags.items(), ("return_lse", return_lse)):
         if not isinstance(flag, bool):
-            raise TypeError(f"{name} takes True or False, got {_type(flag)}")
-    for name, number in (("scale", scale), ("softcap", softcap)):
-        if number is not None and (
-            isinstance(number, bool) or not isinstance(number, (int, float))
-        ):
-            raise TypeError(f"{name} takes a number or None, got {_type(number)}")
-    if window is None:
-        return Options(causal, None, None, scale, softcap, query_invariant, allow_tf32)
+            raise TypeError(f"{name} takes True or False, got {type_of(flag)}")
+    if kernel is not None and not isinstance(kernel, str):
+        raise TypeError(f"kernel takes the name of a kernel or None, got {type_of(kernel)}")
+    scale, softcap = _number("scale", scale), _number("softcap", softcap)
+    left, right = (None, None) if window is None else _sides(window)
+    return Options(causal, left, right, scale, softcap, query_invariant, allow_tf32)
+
+
+def _number(name: str, number: float | None) -> float | None:
+    if number is None:
+        return None
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise TypeError(f"{name} takes a number or None, got {type_of(number)}")
+    if isinstance(number, int) and abs(number) > MOST_FACTOR:
+        # It may be one that no float holds.
+        raise ValueError(f"{name} takes a finite number of size {_FACTORS}, got a larger integer")
+    return float(number)
+
+
+def _sides(window: Window) -> Window:
     if not isinstance(window, (tuple, list)):
-        raise TypeError(f"window takes (left, right) or None, got {_type(window)}")
+        raise TypeError(f"window takes (left, right) or None, got {type_of(window)}")
     if len(window) != 2:
         raise ValueError(f"window takes (left, right), got {len(window)} entries")
-    left, right = window
-    for side, reach in (("left", left), ("right", right)):
+    for side, reach in zip(("left", "right"), window, strict=True):
         if reach is not None and (isinstance(reach, bool) or not isinstance(reach, int)):
-            raise TypeError(f"window takes integers or None, got {_type(reach)} for its {side}")
-    return Options(causal, left, right, scale, softcap, query_invariant, allow_tf32)
+            raise TypeError(f"window takes integers or None, got {type_of(reach)} for its {side}")
+        if reach is not None and abs(reach) > MAX_REACH:
+            raise ValueError(f"window takes distances up to {MAX_REACH}, got more for its {side}")
+    return window[0], window[1]
 
 
 def pad_bias(bias: Tensor | None) -> Tensor | None:
@@ -224,19 +246,6 @@ REQUIRED: dict[Layout, tuple[str, ...]] = {
 }
 
 
-def check_types(tensors: Tensors, layout: Layout) -> None:
-    """Raises TypeError for an argument that is not a tensor, ValueError for one out of place."""
-    required, shapes = REQUIRED[layout], SHAPES[layout]
-    for name, tensor in zip(tensors._fields, tensors, strict=True):
-        if tensor is None:
-            if name in required:
-                raise TypeError(f"{_shown(name, layout)} takes a torch.Tensor, got None")
-        elif type(tensor) is not Tensor and not isinstance(tensor, Tensor):
-            raise TypeError(f"{_shown(name, layout)} takes a torch.Tensor, got {_type(tensor)}")
-        elif name not in shapes:
-            raise ValueError(f"{name} is not an argument of {layout} attention")
-
-
 def describe(tensors: Tensors, options: Options) -> AttentionProblem:
     """The problem that `tensors` and `options` pose.
 
@@ -250,9 +259,12 @@ def describe(tensors: Tensors, options: Options) -> AttentionProblem:
     Hq, Hkv, D = sizes["Hq"], sizes["Hkv"], sizes["D"]
     if Hq % Hkv != 0:
         raise ValueError(
-            f"q takes a multiple of the heads of {_shown('k', layout)}, got Hq = {Hq} and "
+            f"q takes a multiple of the heads of {shown('k', layout)}, got Hq = {Hq} and "
             f"Hkv = {Hkv}"
         )
+    scale = D**-0.5 if options.scale is None else float(options.scale)
+    softcap = None if options.softcap is None else float(options.softcap)
+    _check_factors(scale, softcap)
     bias = tensors.bias
     return AttentionProblem(
         layout=layout,
@@ -270,8 +282,8 @@ def describe(tensors: Tensors, options: Options) -> AttentionProblem:
         causal=options.causal,
         window_left=options.window_left,
         window_right=options.window_right,
-        scale=D**-0.5 if options.scale is None else float(options.scale),
-        softcap=None if options.softcap is None else float(options.softcap),
+        scale=scale,
+        softcap=softcap,
         bias_shape=None if bias is None else tuple(bias.shape),
         bias_dtype=None if bias is None else bias.dtype,
         has_sinks=tensors.sinks is not None,
@@ -291,19 +303,19 @@ def _match_shapes(tensors: Tensors, layout: Layout) -> dict[str, int]:
         shape = tensor.shape
         if len(shape) != len(dims):
             raise ValueError(
-                f"{_shown(name, layout)} takes shape [{', '.join(dims)}], got {len(shape)} dims: "
+                f"{shown(name, layout)} takes shape [{', '.join(dims)}], got {len(shape)} dims: "
                 f"{list(shape)}"
             )
         for dim, size in zip(dims, shape, strict=True):
             # Only the bias broadcasts.
             if sizes.setdefault(dim, size) != size and not (name == "bias" and size == 1):
                 raise ValueError(
-                    f"{_shown(name, layout)} takes shape [{', '.join(dims)}] with {dim} = "
+                    f"{shown(name, layout)} takes shape [{', '.join(dims)}] with {dim} = "
                     f"{sizes[dim]}, got {list(shape)}"
                 )
             if dim in _NEVER_EMPTY and size < 1:
                 raise ValueError(
-                    f"{_shown(name, layout)} takes shape [{', '.join(dims)}] with {dim} at least "
+                    f"{shown(name, layout)} takes shape [{', '.join(dims)}] with {dim} at least "
                     f"1, got {list(shape)}"
                 )
         if name == "page_table":
@@ -321,7 +333,7 @@ def _check_dtypes_and_devices(tensors: Tensors, layout: Layout) -> None:
             continue
         if tensor.device != device:
             raise ValueError(
-                f"{_shown(name, layout)} takes the device of q, {device}, got {tensor.device}"
+                f"{shown(name, layout)} takes the device of q, {device}, got {tensor.device}"
             )
         takes: tuple[torch.dtype, ...] = (dtype,)
         if name in ("bias", "sinks"):
@@ -331,12 +343,12 @@ def _check_dtypes_and_devices(tensors: Tensors, layout: Layout) -> None:
         if tensor.dtype not in takes:
             why = "" if takes is INDEX_DTYPES else f" with q in {short(dtype)}"
             raise TypeError(
-                f"{_shown(name, layout)} takes {any_of(takes)}{why}, got {short(tensor.dtype)}"
+                f"{shown(name, layout)} takes {any_of(takes)}{why}, got {short(tensor.dtype)}"
             )
 
 
 def _check_options(options: Options) -> None:
-    causal, left, right, scale, softcap, *_ = options
+    causal, left, right = options[:3]
     if (left is not None and left < 0) or (right is not None and right < 0):
         raise ValueError(f"window takes distances of 0 or more, or None, got ({left}, {right})")
     if causal and right is not None and right > 0:
@@ -344,18 +356,37 @@ def _check_options(options: Options) -> None:
             f"window takes 0 or None on its right with causal=True, got {right}: causal hides the "
             "keys there"
         )
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale takes a finite number or None, got {scale}")
-    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
-        raise ValueError(f"softcap takes a finite number above 0 or None, got {softcap}")
 
 
-def _shown(name: str, layout: Layout) -> str:
+def _check_factors(scale: float, softcap: float | None) -> None:
+    """Of what kernels multiply scores by, in float32: a factor of inf would make NaN of a 0."""
+    if not (scale == 0 or _is_factor(scale)):
+        raise ValueError(
+            f"scale takes a finite number or None: 0, or of size {_FACTORS}, got {scale}"
+        )
+    if softcap is None:
+        return
+    if not (softcap > 0 and _is_factor(softcap)):
+        raise ValueError(
+            f"softcap takes a finite number above 0 or None: of size {_FACTORS}, got {softcap}"
+        )
+    if not (scale == 0 or _is_factor(scale / softcap)):
+        raise ValueError(
+            f"softcap takes a number such that scale / softcap is of size {_FACTORS}, got "
+            f"{softcap} with a scale of {scale}"
+        )
+
+
+def _is_factor(x: float) -> bool:
+    return LEAST_FACTOR <= abs(x) <= MOST_FACTOR
+
+
+def shown(name: str, layout: Layout) -> str:
     """The name by which the caller knows an argument."""
     return f"{name}_pages" if layout == "paged" and name in ("k", "v") else name
 
 
-def short(dtype: torch.dtype) -> str:
+def short(dtype: torch.dtype | torch.layout) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -363,5 +394,5 @@ def any_of(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(short(dtype) for dtype in dtypes)
 
 
-def _type(value: object) -> str:
+def type_of(value: object) -> str:
     return type(value).__name__
