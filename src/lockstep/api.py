@@ -94,7 +94,7 @@ def attention(
         sinks: [Hq] in the dtype of q or float32. One more logit per head in the denominator of
             the softmax, with no value attached.
         bias: Broadcastable to [B, Hq, Sq, Skv], in the dtype of q or float32, added to the scores.
-            Where it is -inf, it hides the key.
+            Where it is -inf, it hides the key. Any strides do; it is never copied.
         kv_lens: [B] int32 or int64. Sequence b has `kv_lens[b]` keys; what lies beyond is not
             looked at, and `Skv` in the above becomes `kv_lens[b]`. Values are checked on the CPU
             only: on a GPU that would wait for the device.

@@ -68,9 +68,9 @@ class Kernel:
     is one, the reason for refusing its gradients alone. `forward` returns `out` and
     `lse`, both contiguous, in the shapes and dtypes the problem gives. `backward` takes what
     forward took, then `out, lse, dout, dlse, needs`; `dlse` is None where no gradient comes
-    through lse. Both may rely on `q`, `k`, `v`, `bias` and `dout` having a contiguous last dim, on
-    a bias of 4 dims, and on lengths, offsets and page indices within their bounds. Neither may
-    return an input or a view of one.
+    through lse. Both may rely on `q`, `k`, `v` and `dout` having a contiguous last dim, on a bias
+    of 4 dims, whose strides may be any, 0 included, and on lengths, offsets and page indices within
+    their bounds. Neither may return an input or a view of one.
 
     `prepare`, where there is one, does for a problem and tensors what `forward` does before it
     looks at data. What it returns then serves all calls whose tensors have the same shapes,
