@@ -1,8 +1,8 @@
 """The operators torch knows: schemas, fake kernels, autograd.
 
 `lockstep::attention`, `::attention_varlen` and `::attention_paged` return `(out, lse)`. The first
-two have a `_backward` operator, which returns the wanted gradients in the order q, k, v, bias,
-sinks. `lockstep::merge` combines partial results. Every operator is functional, and its outputs
+two return `statistics` as well, for their `_backward` operators, which return the wanted gradients
+in the order q, k, v, bias, sinks. `lockstep::merge` combines partial results. Every operator is functional, and its outputs
 are contiguous whatever the strides of its inputs.
 """
 
@@ -98,16 +98,21 @@ class Attention:
         "bool query_invariant, bool allow_tf32, str? kernel"
     )
 
-    def __init__(self, layout: Layout, name: str, schema: str, fields: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        name: str,
+        schema: str,
+        fields: tuple[str, ...],
+        returns: str = "(Tensor, Tensor)",
+    ) -> None:
         self.layout, self.name = layout, name
         self.schema = f"{schema}, {self.OPTIONS}"
         self.fields = fields
         # From Tensors to the arguments of the operator, and back; -1 is the None behind them.
         self.given = itemgetter(*map(Tensors._fields.index, fields))
         self.order = itemgetter(*(fields.index(f) if f in fields else -1 for f in Tensors._fields))
-        self.op = _define(
-            f"{name}({self.schema}) -> (Tensor, Tensor)", self.forward, self.fake_forward
-        )
+        self.op = _define(f"{name}({self.schema}) -> {returns}", self.forward, self.fake_forward)
 
     def unpack(self, args: tuple[Any, ...]) -> tuple[Tensors, Options, str | None]:
         n = len(self.fields)
@@ -138,24 +143,27 @@ class Attention:
             return self.call.derivable(run, self.given(tensors), (*options, name))
         return run()
 
-    def forward(self, *args: Any) -> Result:
+    def forward(self, *args: Any) -> tuple[Tensor, ...]:
         """The operator."""
         tensors, options, name = self.unpack(args)
         check_types(tensors, self.layout)
-        return self.run(Tensors._make(map(_as_plain, tensors)), options, name)
+        results = self.run(Tensors._make(map(_as_plain, tensors)), options, name)
+        return tuple(x for x in results if x is not None)
 
     def run(self, tensors: Tensors, options: Options, name: str | None) -> Result:
         """Of plain tensors."""
         run, addresses, _ = prepared.find_or_keep(prepare, tensors, options, name)
         return run(tensors, addresses)
 
-    def fake_forward(self, *args: Any) -> Result:
+    def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         tensors, options, name = self.unpack(args)
         check_types(tensors, self.layout)
         problem = describe(tensors, options)
         dispatch.candidates(name)
         out = tensors.q.new_empty(problem.out_shape)
-        return out, tensors.q.new_empty(problem.lse_shape, dtype=problem.lse_dtype)
+        shapes = (problem.lse_shape, problem.statistics_shape)
+        of_rows = shapes if problem.has_gradient else shapes[:1]
+        return out, *(tensors.q.new_empty(shape, dtype=problem.lse_dtype) for shape in of_rows)
 
 
 class _DerivableAttention(Attention):
@@ -170,14 +178,14 @@ class _DerivableAttention(Attention):
         rule: VmapRule,
         backward_rule: VmapRule,
     ) -> None:
-        super().__init__(layout, name, schema, fields)
+        super().__init__(layout, name, schema, fields, "(Tensor, Tensor, Tensor)")
         # From the order of Gradients to that of the operator's tensors, and `needs_of` so far.
         places = {field: i for i, field in enumerate(Gradients._fields)}
         self.in_place = itemgetter(*(places.get(field, -1) for field in fields))
         self._needs: dict[tuple[bool, ...], Needs] = {}
         backward_op = _define(
-            f"{name}_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {self.schema}, "
-            "bool[] needs) -> Tensor[]",
+            f"{name}_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor statistics, "
+            f"{self.schema}, bool[] needs) -> Tensor[]",
             self.backward,
             self.fake_backward,
         )
@@ -191,14 +199,14 @@ class _DerivableAttention(Attention):
         self.call = _define_gradient(self.op, self.forward, self.derive, self.save, rule)
 
     def backward(
-        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
+        self, dout: Tensor, dlse: Tensor | None, out: Tensor, statistics: Tensor, *args: Any
     ) -> list[Tensor]:
         """The operator."""
         tensors, options, name = self.unpack(args[:-1])
         needs = Needs._make(args[-1])
         check_types(tensors, self.layout)
         check_strided("dout", dout)
-        given = tuple(map(_as_plain, (*tensors, out, lse, dout, dlse)))
+        given = tuple(map(_as_plain, (*tensors, out, statistics, dout, dlse)))
         run, addresses, _ = prepared.find_or_keep(prepare_backward, given, options, name, needs)
         grads: Gradients = run(given, addresses)
         return [grad for grad, need in zip(grads, needs, strict=True) if need and grad is not None]
@@ -218,7 +226,7 @@ class _DerivableAttention(Attention):
         return grads
 
     def fake_backward(
-        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
+        self, dout: Tensor, dlse: Tensor | None, out: Tensor, statistics: Tensor, *args: Any
     ) -> list[Tensor]:
         tensors, options, _ = self.unpack(args[:-1])
         describe(tensors, options)
@@ -226,21 +234,25 @@ class _DerivableAttention(Attention):
         wanted = (getattr(tensors, name) for name in needs._fields if getattr(needs, name))
         return [x.new_empty(x.shape) for x in wanted]
 
-    def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         n = len(self.fields)
-        ctx.save_for_backward(*inputs[:n], *output)
+        out, _, statistics = output
+        ctx.save_for_backward(*inputs[:n], out, statistics)
+        ctx.mark_non_differentiable(statistics)
         ctx.options = inputs[n:]
         ctx.set_materialize_grads(False)
 
-    def derive(self, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        *inputs, out, lse = ctx.saved_tensors
+    def derive(
+        self, ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None = None
+    ) -> tuple[Any, ...]:
+        *inputs, out, statistics = ctx.saved_tensors
         needs = self.needs_of(ctx.needs_input_grad)
         if dout is None:
             dout = torch.zeros_like(out)
-        given = (*self.order((*inputs, None)), out, lse, dout, dlse)
+        given = (*self.order((*inputs, None)), out, statistics, dout, dlse)
         found = self.derive_again(given, ctx.options, needs)
         if found is None:
-            results = (dout, dlse, out, lse)
+            results = (dout, dlse, out, statistics)
             grads = iter(self.call_backward(*results, *inputs, *ctx.options, list(needs)))
             found = Gradients._make(next(grads) if need else None for need in needs)
         return *self.in_place((*found, None)), *repeat(None, len(ctx.options))
@@ -286,7 +298,7 @@ attention_paged = Attention(
 )
 
 
-def _merge(outs: list[Tensor], lses: list[Tensor]) -> Result:
+def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     check_parts(outs, lses)
     outs, lses = [x.contiguous() for x in outs], [x.contiguous() for x in lses]
     if outs[0].device.type == "cpu" and outs[0].dtype != torch.float64:
@@ -302,7 +314,7 @@ def _merge(outs: list[Tensor], lses: list[Tensor]) -> Result:
     return numerics.merge(outs, lses)
 
 
-def _fake_merge(outs: list[Tensor], lses: list[Tensor]) -> Result:
+def _fake_merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     check_parts(outs, lses)
     return outs[0].new_empty(outs[0].shape), lses[0].new_empty(lses[0].shape)
 
@@ -330,7 +342,7 @@ attention_paged.call = _define_gradient(
 )
 
 
-def merge(outs: list[Tensor], lses: list[Tensor]) -> Result:
+def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     # Tensors without strides do not get as far as the operator.
     check_parts(outs, lses)
     if forward_ad._current_level >= 0:

@@ -101,14 +101,14 @@ def _tensors_of(given: Given) -> Tensors:
 
 def _with_contiguous_results(given: Given) -> Given:
     """What a backward takes."""
-    out, lse, dout, dlse = given[_N_TENSORS:]
+    out, statistics, dout, dlse = given[_N_TENSORS:]
     assert out is not None
-    assert lse is not None
+    assert statistics is not None
     assert dout is not None
     return (
         *_with_contiguous_rows(_tensors_of(given)),
         out.contiguous(),
-        lse.contiguous(),
+        statistics.contiguous(),
         _contiguous_rows(dout),
         None if dlse is None else dlse.contiguous(),
     )

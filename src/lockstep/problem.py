@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.numerics import statistics_dtype
+from lockstep.numerics import LOG2E, statistics_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -113,6 +113,26 @@ class AttentionProblem:
     @property
     def lse_shape(self) -> tuple[int, ...]:
         return self.out_shape[:-1]
+
+    @property
+    def has_gradient(self) -> bool:
+        """Pages are for inference."""
+        return self.layout != "paged"
+
+    @property
+    def statistics_shape(self) -> tuple[int, ...]:
+        """(m, l) of each row, which the weights come from again in the backward."""
+        return *self.lse_shape, 2
+
+    @property
+    def has_raw_scores(self) -> bool:
+        """Whether GPU kernels hold scores as products q·k, and scale them in the exponent."""
+        return self.bias_shape is None and self.softcap is None and self.scale > 0
+
+    @property
+    def score_unit(self) -> float:
+        """From scores, raw or in natural units, to log2 units."""
+        return self.scale * LOG2E if self.has_raw_scores else LOG2E
 
     @property
     def lse_dtype(self) -> torch.dtype:

@@ -164,7 +164,7 @@ def fold_attention_backward(
     call: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], *args: Any
 ) -> tuple[Any, Any]:
     """The vmap rule of `attention_backward`."""
-    *tensors, sinks, kv_lens = args[:10]  # tensors: dout, dlse, out, lse, q, k, v, bias
+    *tensors, sinks, kv_lens = args[:10]  # tensors: dout, dlse, out, statistics, q, k, v, bias
     needs = args[-1]
     if in_dims[8] is not None or needs[3] or needs[4]:
         return sample_by_sample(call, info, in_dims, *args)

@@ -22,7 +22,8 @@ __all__ = [
     "addresses_of",
 ]
 
-Result = tuple[Tensor, Tensor]
+Result = tuple[Tensor, Tensor, "Tensor | None"]
+"""out, lse and statistics, as `Kernel` says."""
 Prepared = Callable[[Tensors, "list[int]"], Result]
 """Runs one kind of call: takes its tensors and their addresses, 0 where there is none."""
 
@@ -48,7 +49,7 @@ class Needs(NamedTuple):
 
 
 Given = tuple["Tensor | None", ...]
-"""The tensors of a call; for its gradients, then its out and lse, dout and dlse."""
+"""The tensors of a call; for its gradients, then its out and statistics, dout and dlse."""
 
 
 def addresses_of(given: Given) -> list[int]:
@@ -65,12 +66,17 @@ class Kernel:
     """One way to run attention.
 
     `supports` returns the reason for refusing a problem, or None; `supports_backward`, where there
-    is one, the reason for refusing its gradients alone. `forward` returns `out` and
-    `lse`, both contiguous, in the shapes and dtypes the problem gives. `backward` takes what
-    forward took, then `out, lse, dout, dlse, needs`; `dlse` is None where no gradient comes
+    is one, the reason for refusing its gradients alone. `forward` returns `out`, `lse` and
+    `statistics`, all contiguous, in the shapes and dtypes the problem gives. `backward` takes what
+    forward took, then `out, statistics, dout, dlse, needs`; `dlse` is None where no gradient comes
     through lse. Both may rely on `q`, `k`, `v` and `dout` having a contiguous last dim, on a bias
     of 4 dims, whose strides may be any, 0 included, and on lengths, offsets and page indices within
     their bounds. Neither may return an input or a view of one.
+
+    `statistics` [*lse.shape, 2] are (m, l) of each row: with scores s in log2 units, rounded as the
+    kernel rounds them, the weights of the row are `exp2(s - m) / l`. An lse of the same precision
+    cannot say that much: where scores are large, its rounding is an error of every weight. A row
+    that sees no key has (inf, 1). None where the problem has no gradient.
 
     `prepare`, where there is one, does for a problem and tensors what `forward` does before it
     looks at data. What it returns then serves all calls whose tensors have the same shapes,

@@ -9,21 +9,23 @@ import torch
 from torch import Tensor
 
 from lockstep import reference
-from lockstep.kernels.kernel import Gradients, Kernel, Needs
+from lockstep.kernels.kernel import Gradients, Kernel, Needs, Result
 from lockstep.problem import AttentionProblem, Tensors
 
 
-def forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
     with torch.no_grad():
         out, lse = reference.evaluate(problem, tensors)
-    return out.contiguous(), lse.contiguous()
+    # The backward evaluates everything again.
+    statistics = lse.new_zeros(problem.statistics_shape) if problem.has_gradient else None
+    return out.contiguous(), lse.contiguous(), statistics
 
 
 def backward(
     problem: AttentionProblem,
     tensors: Tensors,
     out: Tensor,
-    lse: Tensor,
+    statistics: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
     needs: Needs,

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.cpu import processes as processes
-from lockstep.kernels.kernel import Gradients, Kernel, Needs
+from lockstep.kernels.kernel import Gradients, Kernel, Needs, Result
 from lockstep.problem import AttentionProblem, Tensors
 
 # Positions are compared as int32 inside tiles.
 MAX_LENGTH = 1 << 28
 
 
-def _forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+def _forward(problem: AttentionProblem, tensors: Tensors) -> Result:
     from lockstep.kernels.cpu.forward import forward
 
     return forward(problem, tensors)
@@ -35,14 +35,14 @@ def _backward(
     problem: AttentionProblem,
     tensors: Tensors,
     out: Tensor,
-    lse: Tensor,
+    statistics: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
     needs: Needs,
 ) -> Gradients:
     from lockstep.kernels.cpu.backward import backward
 
-    return backward(problem, tensors, out, lse, dout, dlse, needs)
+    return backward(problem, tensors, out, statistics, dout, dlse, needs)
 
 
 def supports(problem: AttentionProblem) -> str | None:

@@ -38,6 +38,7 @@ from lockstep.kernels.kernel import (
     Needs,
     Prepared,
     PreparedBackward,
+    Result,
     addresses_of,
 )
 from lockstep.problem import AttentionProblem, Tensors
@@ -61,7 +62,7 @@ def _prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
     return prepare(problem, tensors)
 
 
-def _forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+def _forward(problem: AttentionProblem, tensors: Tensors) -> Result:
     from lockstep.kernels.hopper.launch import forward
 
     return forward(problem, tensors)
@@ -71,12 +72,12 @@ def _backward(
     problem: AttentionProblem,
     tensors: Tensors,
     out: Tensor,
-    lse: Tensor,
+    statistics: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
     needs: Needs,
 ) -> Gradients:
-    given = (*tensors, out, lse, dout, dlse)
+    given = (*tensors, out, statistics, dout, dlse)
     return _prepare_backward(problem, given, needs)(given, addresses_of(given))
 
 

@@ -17,6 +17,7 @@ own sequence. So no bit depends on the batch, on the GPU or on how a launch happ
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -62,19 +63,23 @@ def cut_of(problem: AttentionProblem) -> Cut:
 
 class Layout(NamedTuple):
     """Where the parts of a workspace begin, in bytes. They are multiples of 512 each, but for the
-    counters at the end."""
+    numbers of tiles at the end."""
 
+    large: int
     sums: int
+    flags: int
     turn: int
     ticket: int
     end: int
 
     @staticmethod
     def of(cut: Cut) -> Layout:
-        sums = 4 * cut.n_tiles * 2 * cut.block_q
-        turn = sums + 4 * cut.n_tiles * 32 * 256
+        large = 4 * cut.n_tiles * 2 * cut.block_q
+        sums = 2 * large
+        flags = sums + 4 * cut.n_tiles * 32 * 256
+        turn = flags + 4 * cut.n_tiles
         ticket = turn + 4 * cut.n_tiles
-        return Layout(sums, turn, ticket, ticket + 4)
+        return Layout(large, sums, flags, turn, ticket, ticket + 4)
 
 
 @dataclass(frozen=True)
@@ -82,21 +87,29 @@ class Workspace:
     """What the launches leave for each other; `backward_rows` says how."""
 
     stats: Tensor  # [n_tiles, 2, block_q] fp32
+    large: Tensor  # [n_tiles, 2, block_q] fp32
     sums: Tensor  # [32 * n_tiles, 256] fp32
+    flags: Tensor  # [n_tiles] int32
     turn: Tensor  # [n_tiles] int32
     ticket: Tensor  # [1] int32
 
     @staticmethod
     def of(cut: Cut, device: torch.device) -> Workspace:
+        return Workspace.lay_out(
+            cut, torch.empty(Layout.of(cut).end, dtype=torch.uint8, device=device)
+        )
+
+    @staticmethod
+    def lay_out(cut: Cut, memory: Tensor) -> Workspace:
         at = Layout.of(cut)
-        memory = torch.empty(at.end, dtype=torch.uint8, device=device)
-        stats, sums = (
-            x.view(torch.float32) for x in (memory[: at.sums], memory[at.sums : at.turn])
+        begins = (0, at.large, at.sums, at.flags, at.turn, at.ticket, at.end)
+        parts = [memory[begin:end] for begin, end in pairwise(begins)]
+        stats, large, sums = (x.view(torch.float32) for x in parts[:3])
+        flags, turn, ticket = (x.view(torch.int32) for x in parts[3:])
+        shape = (cut.n_tiles, 2, cut.block_q)
+        return Workspace(
+            stats.view(shape), large.view(shape), sums.view(-1, 256), flags, turn, ticket
         )
-        turn, ticket = (
-            x.view(torch.int32) for x in (memory[at.turn : at.ticket], memory[at.ticket :])
-        )
-        return Workspace(stats.view(cut.n_tiles, 2, cut.block_q), sums.view(-1, 256), turn, ticket)
 
 
 class NarrowCall(Call):
@@ -108,13 +121,14 @@ class NarrowCall(Call):
         self.new_workspace = allocator((self.at.end,), torch.uint8, self.where)
 
     def derive(
-        self, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+        self, tensors: Tensors, out: Tensor, statistics: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> tuple[Gradients, tuple[Launched | None, ...]]:
         problem, cut = self.problem, self.cut
-        work = Workspace.of(cut, dout.device)
+        memory = self.new_workspace()
+        work = Workspace.lay_out(cut, memory)
         dq, dk, dv = (self.new_dq() if self.needs.q else None), self.new_dk(), self.new_dv()
-        counters = work.turn, work.ticket
-        rows = self.prepare_statistics(tensors, (out, lse, dout, dlse), work.stats, counters)
+        others = work.large, work.flags, work.turn, work.ticket
+        rows = self.prepare_statistics(tensors, (out, statistics, dout, dlse), work.stats, others)
         arguments, constants = kernel_arguments(problem, tensors, dout, dk, dv, cut, work)
         programs = min(cut.programs, processors(dout.device))
         pairs = self.launch(backward_kernel, (programs, 1, 1), arguments, constants, **OPTIONS)
@@ -122,26 +136,38 @@ class NarrowCall(Call):
         if dq is not None:
             arguments, constants = queries_arguments(problem, tensors, dq, cut, work)
             queries = self.launch(finish_queries, (cut.n_tiles, 2, 1), arguments, constants)
-        return self.wanted(dq, dk, dv, tensors.sinks, work.stats), (rows, pairs, queries)
+        return self.wanted(dq, dk, dv, tensors.sinks, memory), (rows, pairs, queries)
 
     def again(self, stream: int, given: Given, addresses: list[int]) -> Gradients:
-        q, k, v, _, _, kv_lens, cu_q, cu_k, _, out, lse, dout, dlse = addresses
+        q, k, v, _, _, kv_lens, cu_q, cu_k, _, out, statistics, dout, dlse = addresses
         rows, pairs, queries = self.launchers
         workspace, dk, dv = self.new_workspace(), self.new_dk(), self.new_dv()
         dq = None
         stats = workspace.data_ptr()
-        sums, turn, ticket = stats + self.at.sums, stats + self.at.turn, stats + self.at.ticket
+        large, sums, flags, turn, ticket = (stats + at for at in self.at[:-1])
         # In the order of their arguments, and no scratch memory.
-        rows(stream, (out, dout, lse, dlse, stats, turn, ticket, cu_q, cu_k, 0))
+        rows(
+            stream,
+            (out, dout, statistics, dlse, stats, large, flags, turn, ticket, cu_q, cu_k, 0),
+        )
         pairs(
             stream,
-            (turn, ticket, cu_q, cu_k, kv_lens, 0),
+            (large, flags, turn, ticket, cu_q, cu_k, kv_lens, 0),
             (q, dout, stats, k, v, dk.data_ptr(), dv.data_ptr(), sums),
         )
         if queries is not None:
             dq = self.new_dq()
             queries(stream, (sums, dq.data_ptr(), cu_q, cu_k, kv_lens, 0))
         return self.wanted(dq, dk, dv, given[SINKS], workspace)
+
+    def row_statistics(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        cut, work = self.cut, Workspace.lay_out(self.cut, memory)
+        lse2, delta = work.stats.unbind(1)
+        m, log2_l = work.large.unbind(1)
+        exact = m.double() * self.problem.score_unit + log2_l
+        lse2 = torch.where((work.flags != 0)[:, None], exact, lse2.double())
+        shape = (cut.sequences, cut.Hq, cut.q_slots, cut.block_q)
+        return lse2.view(shape), delta.view(shape)
 
 
 def kernel_arguments(
@@ -170,7 +196,8 @@ def kernel_arguments(
         tensor_map(dk, query_block, packed, packed),
         tensor_map(dv, query_block, packed, packed),
         flat_map(work.sums, [32, 256]),
-        *(work.turn, work.ticket, tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens),
+        *(work.large, work.flags, work.turn, work.ticket),
+        *(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens),
         *scales_of(problem),
         *(cut.kv_slots, cut.q_slots, n_heads, at_once, problem.Hkv, problem.Hq // problem.Hkv),
         *sizes_of(problem, tensors.k),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.backward_products import (
     ROWS,
+    LargeScores,
     add_product,
     derive_scores,
     finish,
@@ -39,93 +40,113 @@ from lockstep.kernels.hopper.shared_memory import phase_of, slot_of
 
 
 @gluon.jit
-def consume_apart(
-    W: gl.constexpr, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED: gl.constexpr,
-    HIDES_SCORES: gl.constexpr,
+def take_steps(
+    W: gl.constexpr, begin, end, walk, tiles, turns, scale, unit, softcap, large,
+    CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr,
 ):  # fmt: skip
-    """`backward_kernel.consume`"""
-    BLOCK_Q: gl.constexpr = board.BLOCK_Q
-    MASKED: gl.constexpr = board.HAS_LEFT or board.HAS_RIGHT
-    D: gl.constexpr = tiles.k.shape[5]
+    """The steps of a walk: the sums dk and dv."""
+    BLOCK_Q: gl.constexpr = walk.BLOCK_Q
+    MASKED: gl.constexpr = walk.HAS_LEFT or walk.HAS_RIGHT
     dtype: gl.constexpr = tiles.k.dtype
     HALF: gl.constexpr = BLOCK_Q // 2
+    dk, dv = zeros(tiles.k.shape[5]), zeros(tiles.k.shape[5])
+    first_k, _ = tiles.keys(0, True)
+    first_q = tiles.matrix(tiles.q.index(slot_of(begin, STAGES)))
+    s = multiply_scores(first_k.slice(W * ROWS, ROWS, dim=0), first_q)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    tile = walk.first_tile
+    t = walk.first_number()
+    for n in range(begin, end):
+        slot = slot_of(n, STAGES)
+        stats = tiles.stats.index(slot)
+        q = tiles.matrix(tiles.q.index(slot))
+        dout = tiles.matrix(tiles.dout.index(slot))
+        k, v = tiles.keys(n, not MASKED)
+        dp = multiply_scores(v.slice(W * ROWS, ROWS, dim=0), dout)
+        s = hide_scores(s, walk, t, W * ROWS, HIDES_SCORES)
+        s_left, s_right = halves(s)
+        p_left, slope_left = weigh_columns(
+            s_left, load_half(stats, 0, HALF), large, walk, tile, t, W * ROWS, 0,
+            (scale, unit, softcap), CAPPED, HIDES_SCORES,
+        )  # fmt: skip
+        dv = add_product(dv, p_left.to(dtype), dout.slice(0, HALF, dim=0))
+        p_right, slope_right = weigh_columns(
+            s_right, load_half(stats, HALF, HALF), large, walk, tile, t, W * ROWS, HALF,
+            (scale, unit, softcap), CAPPED, HIDES_SCORES,
+        )  # fmt: skip
+        dv = add_product(dv, p_right.to(dtype), dout.slice(HALF, HALF, dim=0))
+
+        dp = warpgroup_mma_wait(2, deps=(dp,))
+        dp_left, dp_right = halves(dp)
+        # Read no earlier: registers are short while scores and dp are both there.
+        delta = load_half(stats, BLOCK_Q, HALF)
+        ds_left = derive_scores(p_left, dp_left, delta, slope_left, CAPPED)
+        delta = load_half(stats, BLOCK_Q + HALF, HALF)
+        ds_right = derive_scores(p_right, dp_right, delta, slope_right, CAPPED)
+        ds = whole(ds_left.to(dtype), ds_right.to(dtype))
+        ds_slot = slot_of(n, DS_TILES)
+        mbarrier.wait(tiles.ds_empty.index(ds_slot), phase_of(n, DS_TILES) ^ 1)
+        ds_tile = tiles.matrix(tiles.ds.index(ds_slot))
+        ds_tile.slice(W * ROWS, ROWS, dim=1).permute((1, 0)).store(ds)
+        # For dS, and for what was left of dQ in the step before.
+        fence_async_shared()
+        turns.announce(n - 2, n > begin + 1)
+        mbarrier.arrive(tiles.ds_full.index(ds_slot), count=1)
+        # The first step has no step before it: what it multiplies instead goes nowhere.
+        is_part = n > begin
+        m = gl.where(is_part, n - 1, n)
+        m_slot = slot_of(m, DS_TILES)
+        mbarrier.wait(tiles.ds_full.index(m_slot), phase_of(m, DS_TILES), pred=is_part)
+        dq = multiply_dq(tiles.matrix(tiles.ds.index(m_slot)), k, W)
+        dk = add_product(dk, ds, q)
+
+        turns.await_room(m)
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+        mbarrier.arrive(tiles.ds_empty.index(m_slot), count=1, pred=is_part)
+        turns.leave(m, dq, W)
+        ahead = slot_of(n + 1, STAGES)
+        is_more = n + 1 < end
+        mbarrier.wait(tiles.full.index(ahead), phase_of(n + 1, STAGES), pred=is_more)
+        # After the last tile this multiplies what lies there, and nobody looks at it.
+        s = multiply_scores(k.slice(W * ROWS, ROWS, dim=0), tiles.matrix(tiles.q.index(ahead)))
+        s, dk, dv = warpgroup_mma_wait(0, deps=(s, dk, dv))
+        if is_more:
+            tiles.release(slot)
+        tile, t = walk.next(tile, t)
+    return dk, dv
+
+
+@gluon.jit
+def consume_apart(
+    W: gl.constexpr, board, tiles, turns, large_ptr, scale, unit, softcap,
+    CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr,
+):  # fmt: skip
+    """`backward_kernel.consume`"""
+    MASKED: gl.constexpr = board.HAS_LEFT or board.HAS_RIGHT
 
     calls = 0
     keys = 0  # that have been loaded: walks of no tile have none
     begin = 0
     while board.has(calls):
-        walk = board.read(calls)
+        walk, is_large = board.read(calls)
         end = begin + walk.n_steps
         is_any = walk.n_steps > 0
-        dk, dv = zeros(D), zeros(D)
         mbarrier.wait(tiles.kv_full, keys & 1, pred=is_any)
         first_slot = slot_of(begin, STAGES)
         mbarrier.wait(tiles.full.index(first_slot), phase_of(begin, STAGES), pred=is_any)
-        t = walk.first_number()
         if MASKED:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
             if is_any:
                 clean_keys(W, tiles)
-        first_k, _ = tiles.keys(0, True)
-        first_q = tiles.matrix(tiles.q.index(first_slot))
-        s = multiply_scores(first_k.slice(W * ROWS, ROWS, dim=0), first_q)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        for n in range(begin, end):
-            slot = slot_of(n, STAGES)
-            stats = tiles.stats.index(slot)
-            q = tiles.matrix(tiles.q.index(slot))
-            dout = tiles.matrix(tiles.dout.index(slot))
-            k, v = tiles.keys(n, not MASKED)
-            dp = multiply_scores(v.slice(W * ROWS, ROWS, dim=0), dout)
-            s = hide_scores(s, walk, t, W * ROWS, HIDES_SCORES)
-            s_left, s_right = halves(s)
-            p_left, slope_left = weigh_columns(
-                s_left, load_half(stats, 0, HALF), walk, t, W * ROWS, 0, scale_log2, cap_log2,
-                CAPPED, HIDES_SCORES,
+        if is_large:
+            dk, dv = take_steps(
+                W, begin, end, walk, tiles, turns, scale, unit, softcap,
+                LargeScores(large_ptr, True), CAPPED, HIDES_SCORES,
             )  # fmt: skip
-            dv = add_product(dv, p_left.to(dtype), dout.slice(0, HALF, dim=0))
-            p_right, slope_right = weigh_columns(
-                s_right, load_half(stats, HALF, HALF), walk, t, W * ROWS, HALF, scale_log2,
-                cap_log2, CAPPED, HIDES_SCORES,
+        else:
+            dk, dv = take_steps(
+                W, begin, end, walk, tiles, turns, scale, unit, softcap,
+                LargeScores(large_ptr, False), CAPPED, HIDES_SCORES,
             )  # fmt: skip
-            dv = add_product(dv, p_right.to(dtype), dout.slice(HALF, HALF, dim=0))
-
-            dp = warpgroup_mma_wait(2, deps=(dp,))
-            dp_left, dp_right = halves(dp)
-            # Read no earlier: registers are short while scores and dp are both there.
-            delta = load_half(stats, BLOCK_Q, HALF)
-            ds_left = derive_scores(p_left, dp_left, delta, slope_left, CAPPED)
-            delta = load_half(stats, BLOCK_Q + HALF, HALF)
-            ds_right = derive_scores(p_right, dp_right, delta, slope_right, CAPPED)
-            ds = whole(ds_left.to(dtype), ds_right.to(dtype))
-            ds_slot = slot_of(n, DS_TILES)
-            mbarrier.wait(tiles.ds_empty.index(ds_slot), phase_of(n, DS_TILES) ^ 1)
-            ds_tile = tiles.matrix(tiles.ds.index(ds_slot))
-            ds_tile.slice(W * ROWS, ROWS, dim=1).permute((1, 0)).store(ds)
-            # For dS, and for what was left of dQ in the step before.
-            fence_async_shared()
-            turns.announce(n - 2, n > begin + 1)
-            mbarrier.arrive(tiles.ds_full.index(ds_slot), count=1)
-            # The first step has no step before it: what it multiplies instead goes nowhere.
-            is_part = n > begin
-            m = gl.where(is_part, n - 1, n)
-            m_slot = slot_of(m, DS_TILES)
-            mbarrier.wait(tiles.ds_full.index(m_slot), phase_of(m, DS_TILES), pred=is_part)
-            dq = multiply_dq(tiles.matrix(tiles.ds.index(m_slot)), k, W)
-            dk = add_product(dk, ds, q)
-
-            turns.await_room(m)
-            dq = warpgroup_mma_wait(1, deps=(dq,))
-            mbarrier.arrive(tiles.ds_empty.index(m_slot), count=1, pred=is_part)
-            turns.leave(m, dq, W)
-            ahead = slot_of(n + 1, STAGES)
-            is_more = n + 1 < end
-            mbarrier.wait(tiles.full.index(ahead), phase_of(n + 1, STAGES), pred=is_more)
-            # After the last tile this multiplies what lies there, and nobody looks at it.
-            s = multiply_scores(k.slice(W * ROWS, ROWS, dim=0), tiles.matrix(tiles.q.index(ahead)))
-            s, dk, dv = warpgroup_mma_wait(0, deps=(s, dk, dv))
-            if is_more:
-                tiles.release(slot)
-            t = walk.next_number(t)
 
         fence_async_shared()
         turns.announce(end - 2, walk.n_steps > 1)

@@ -13,7 +13,7 @@ from lockstep.kernels.hopper.shared_memory import (
 
 # Walks that may be on the board at once: that under way, and the next one.
 SLOTS = gl.constexpr(2)
-_FIELDS = gl.constexpr(7)
+_FIELDS = gl.constexpr(8)
 
 
 @aggregate
@@ -54,8 +54,8 @@ class Board:
         )  # fmt: skip
 
     @gluon.jit
-    def post(self, n, walk):
-        """Producer: the n-th walk, as soon as everyone has read the one SLOTS before it."""
+    def post(self, n, walk, is_large):
+        """Producer: the n-th walk, and whether it has large scores, as soon as everyone has read the one SLOTS before it."""
         at = self._await_wiped(n)
         write_number(self.fields, at, walk.n_steps)
         write_number(self.fields, at + 1, walk.n_tiles)
@@ -64,6 +64,7 @@ class Board:
         write_number(self.fields, at + 4, walk.high)
         write_number(self.fields, at + 5, walk.room)
         write_number(self.fields, at + 6, walk.first_key)
+        write_number(self.fields, at + 7, is_large)
         mbarrier.arrive(self.posted.index(n % SLOTS), count=1)
 
     @gluon.jit
@@ -86,7 +87,7 @@ class Board:
 
     @gluon.jit
     def read(self, n):
-        """The n-th walk, which is there."""
+        """The n-th walk, which is there, and whether it has large scores."""
         at = n % SLOTS * _FIELDS
         n_steps = read_number(self.fields, at)
         n_tiles = read_number(self.fields, at + 1)
@@ -95,8 +96,10 @@ class Board:
         high = read_number(self.fields, at + 4)
         room = read_number(self.fields, at + 5)
         first_key = read_number(self.fields, at + 6)
+        is_large = read_number(self.fields, at + 7) != 0
         mbarrier.arrive(self.wiped.index(n % SLOTS), count=1)
-        return Walk(
+        walk = Walk(
             (first_tile, n_steps, n_tiles, self.tiles_per_head), (low, high, room, first_key),
             self.BLOCK_Q, self.BLOCK_KV, self.HAS_LEFT, self.HAS_RIGHT, self.HAS_EDGE,
         )  # fmt: skip
+        return walk, is_large

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -95,8 +94,8 @@ class Call(DeviceCall):
             given = _fit_inputs(given)
             addresses = addresses_of(given)
         if self.launchers is None:
-            *tensors, out, lse, dout, dlse = given
-            grads, launched = self.derive(Tensors._make(tensors), out, lse, dout, dlse)
+            *tensors, out, statistics, dout, dlse = given
+            grads, launched = self.derive(Tensors._make(tensors), out, statistics, dout, dlse)
             if self._was_called:
                 self.launchers = tuple(None if x is None else x() for x in launched)
             self._was_called = True
@@ -105,12 +104,16 @@ class Call(DeviceCall):
         return self.again(stream, given, addresses)
 
     def derive(
-        self, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+        self, tensors: Tensors, out: Tensor, statistics: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> tuple[Gradients, tuple[Launched | None, ...]]:
         """By `launch`; returns what that returns, too, and None for a kernel nobody needs."""
         raise NotImplementedError
 
     def again(self, stream: int, given: Given, addresses: list[int]) -> Gradients:
+        raise NotImplementedError
+
+    def row_statistics(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """lse in log2 units, in fp64, and delta of all rows, [sequences, Hq, q_slots, block_q]."""
         raise NotImplementedError
 
     def launch(
@@ -132,20 +135,22 @@ class Call(DeviceCall):
         tensors: Tensors,
         results: tuple[Tensor, Tensor, Tensor, Tensor | None],
         stats: Tensor,
-        counters: tuple[Tensor | None, Tensor | None] = (None, None),
+        others: tuple[Tensor | None, ...] = (None, None, None, None),
         **options: int,
     ) -> Launched:
-        """Launch `prepare_rows`. `results` are out, lse, dout, dlse, `counters` turn and ticket."""
+        """Launch `prepare_rows`. `results` are out, statistics, dout, dlse, `others` what
+        narrow heads have besides: large, flags, turn, ticket."""
         problem, cut = self.problem, self.cut
-        out, lse, dout, dlse = results
+        out, statistics, dout, dlse = results
         dout_strides = strides_of(dout, problem.layout == "varlen")
         return self.launch(
             prepare_rows,
             (cut.n_tiles, 1, 1),
             (
-                *(out, dout, lse, dlse, stats, *counters),
+                *(out, dout, statistics, dlse, stats, *others),
                 *(tensors.cu_seqlens_q, tensors.cu_seqlens_k),
                 *(*(stride // ALIGNMENT for stride in dout_strides), *row_arguments(problem, cut)),
+                problem.score_unit,
             ),
             {"ALIGN": ALIGNMENT, "DV": problem.Dv, "BLOCK_D": cut.block_d, "BLOCK_Q": cut.block_q},
             **options,
@@ -159,19 +164,19 @@ class Call(DeviceCall):
         sinks: Tensor | None,
         memory: Tensor,
     ) -> Gradients:
-        """Of what was computed, what is needed. `memory` begins with the statistics of rows."""
+        """Of what was computed, what is needed. `memory` is what `row_statistics` takes."""
         needs = self.needs
-        dsinks = _sink_gradient(sinks, memory, self.cut) if needs.sinks else None
+        dsinks = _sink_gradient(sinks, *self.row_statistics(memory)) if needs.sinks else None
         return Gradients(dq, dk if needs.k else None, dv if needs.v else None, None, dsinks)
 
 
 def _fit_inputs(given: Given) -> Given:
     """As the copy engine takes them; with kv_lens, k and v have as many rows to a sequence."""
-    *tensors, out, lse, dout, dlse = given
+    *tensors, out, statistics, dout, dlse = given
     q, k, v, dout = (fit(x) for x in (*tensors[:3], dout))
     if tensors[KV_LENS] is not None and (not batch_rows(k) or batch_rows(k) != batch_rows(v)):
         k, v = copy(k), copy(v)
-    return q, k, v, *tensors[3:], out, lse, dout, dlse
+    return q, k, v, *tensors[3:], out, statistics, dout, dlse
 
 
 def row_arguments(problem: AttentionProblem, cut: Cut) -> tuple[int, ...]:
@@ -199,7 +204,8 @@ def raggedness(problem: AttentionProblem) -> tuple[bool, bool]:
 
 
 def scales_of(problem: AttentionProblem) -> tuple[float, float, float]:
-    return problem.scale, problem.scale * LOG2E, (problem.softcap or 0.0) * LOG2E
+    """scale, the unit of scores, and the cap."""
+    return problem.scale, problem.score_unit, problem.softcap or 0.0
 
 
 def sizes_of(problem: AttentionProblem, k: Tensor) -> tuple[int, ...]:
@@ -215,7 +221,7 @@ def constants_of(problem: AttentionProblem, block_kv: int) -> dict[str, Any]:
         **masks(problem),
         "HAS_EDGE": ragged_kv or problem.Skv % block_kv != 0,
         "CAPPED": problem.softcap is not None,
-        "HIDES_SCORES": problem.softcap is None and problem.scale > 0,
+        "HIDES_SCORES": problem.has_raw_scores,
     }
 
 
@@ -230,13 +236,11 @@ def masks(problem: AttentionProblem) -> dict[str, bool]:
     return {"HAS_LEFT": left is not None, "HAS_RIGHT": right is not None}
 
 
-def _sink_gradient(sinks: Tensor | None, memory: Tensor, cut: Cut) -> Tensor:
-    """dsink = -Σ_rows exp(sink - lse) · delta [Hq], summed in fp64."""
+def _sink_gradient(sinks: Tensor | None, lse2: Tensor, delta: Tensor) -> Tensor:
+    """dsink = -Σ_rows exp(sink - lse) · delta [Hq], summed in fp64; lse2 and delta have heads in
+    their second dim."""
     assert sinks is not None
-    shape = (cut.sequences, cut.Hq, cut.q_slots, 2, cut.block_q)
-    stats = memory.view(-1).view(torch.float32)[: math.prod(shape)].view(shape)
-    lse2, delta = stats.unbind(3)
-    weight = torch.exp2(sinks.float().view(1, cut.Hq, 1, 1) * LOG2E - lse2)
+    sinks2 = sinks.double().view(1, -1, 1, 1) * LOG2E
     # A sink of -inf is none, whatever a row holds.
-    weight = weight.masked_fill(sinks.view(1, cut.Hq, 1, 1) == -torch.inf, 0.0)
-    return -(weight * delta).sum((0, 2, 3), dtype=torch.float64).to(sinks.dtype)
+    weight = torch.exp2(sinks2 - lse2).masked_fill(sinks2 == -torch.inf, 0.0)
+    return -(weight * delta).sum((0, 2, 3)).to(sinks.dtype)

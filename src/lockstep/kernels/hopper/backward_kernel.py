@@ -1,6 +1,6 @@
 """The backward kernel: five matrix products per pair of tiles, each computed once.
 
-    Sᵀ = K·Qᵀ    dPᵀ = V·dOᵀ    Pᵀ = exp2(Sᵀ·scale - lse)    dSᵀ = Pᵀ∘(dPᵀ - delta)
+    Sᵀ = K·Qᵀ    dPᵀ = V·dOᵀ    Pᵀ = exp2((Sᵀ - m)·unit) / l    dSᵀ = Pᵀ∘(dPᵀ - delta)
     dV += Pᵀ·dO    dK += dSᵀ·Q    dQ += dS·K
 
 There is one program to an SM. It draws tickets (`backward_walk.py`), each of which stands for
@@ -65,9 +65,23 @@ def store_keys(n, job, tiles, dk_desc, dv_desc):
 
 
 @gluon.jit
+def has_large_scores(flags_ptr, walk, heads_per_kv):
+    """A warp: 1 if any query tile of a walk has them, else 0."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    i = gl.arange(0, 128, layout)
+    found = gl.full([128], 0, gl.int32, layout)
+    for head in range(heads_per_kv):
+        last = walk.first_tile + head * walk.tiles_per_head
+        for first in range(0, walk.n_tiles, 128):
+            is_tile = first + i < walk.n_tiles
+            found = found | gl.load(flags_ptr + last - first - i, mask=is_tile, other=0)
+    return gl.max(found, 0)
+
+
+@gluon.jit
 def produce(
-    board, tiles, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, ticket_ptr,
-    cu_q_ptr, cu_kv_ptr, kv_lens_ptr, kv_slots, q_slots, n_heads, heads_at_once, Hkv, heads_per_kv,
+    board, tiles, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, flags_ptr,
+    ticket_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, kv_slots, q_slots, n_heads, heads_at_once, Hkv, heads_per_kv,
     B, Sq, Skv, left, right, kv_batch_rows, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Partition of one warp: draws tickets, loads keys and queries, and stores dk and dv.
@@ -90,7 +104,7 @@ def produce(
             right, kv_batch_rows, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, LAYOUT, board.HAS_LEFT,
             board.HAS_RIGHT, board.HAS_EDGE, board.BLOCK_Q, board.BLOCK_KV,
         )  # fmt: skip
-        board.post(calls, walk)
+        board.post(calls, walk, has_large_scores(flags_ptr, walk, heads_per_kv))
         tile = walk.first_tile
         t = walk.first_number()
         head = job.head * heads_per_kv
@@ -134,26 +148,30 @@ def produce(
 
 @gluon.jit
 def consume(
-    W: gl.constexpr, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED: gl.constexpr,
-    HIDES_SCORES: gl.constexpr,
+    W: gl.constexpr, board, tiles, turns, large_ptr, scale, unit, softcap,
+    CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr,
 ):  # fmt: skip
     """Partition of four warps: the keys from W·ROWS on, and one half of every tile of dQ."""
     if board.BLOCK_Q == 64:
-        consume_together(W, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED, HIDES_SCORES)
+        consume_together(
+            W, board, tiles, turns, large_ptr, scale, unit, softcap, CAPPED, HIDES_SCORES
+        )
     else:
-        consume_apart(W, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED, HIDES_SCORES)
+        consume_apart(
+            W, board, tiles, turns, large_ptr, scale, unit, softcap, CAPPED, HIDES_SCORES
+        )
 
 
 @gluon.jit(
     do_not_specialize=[
-        "turn_ptr", "ticket_ptr", "cu_q_ptr", "cu_kv_ptr", "kv_lens_ptr", "kv_slots", "q_slots",
+        "large_ptr", "flags_ptr", "turn_ptr", "ticket_ptr", "cu_q_ptr", "cu_kv_ptr", "kv_lens_ptr", "kv_slots", "q_slots",
         "n_heads", "heads_at_once", "Hkv", "heads_per_kv", "B", "Sq", "Skv", "left", "right",
         "kv_batch_rows",
     ]
 )  # fmt: skip
 def backward_kernel(
-    q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, sums_desc, turn_ptr,
-    ticket_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, scale, scale_log2, cap_log2, kv_slots, q_slots,
+    q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, sums_desc, large_ptr,
+    flags_ptr, turn_ptr, ticket_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, scale, unit, softcap, kv_slots, q_slots,
     n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows,
     LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr,
     CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr,
@@ -167,10 +185,12 @@ def backward_kernel(
     # Tuples are written out in place: bound to a name, the constants in them become tensors.
     gl.warp_specialize(
         [
-            (consume, (0, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED, HIDES_SCORES)),
-            (consume, (1, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED, HIDES_SCORES)),
+            (consume, (0, board, tiles, turns, large_ptr, scale, unit, softcap, CAPPED,
+                       HIDES_SCORES)),
+            (consume, (1, board, tiles, turns, large_ptr, scale, unit, softcap, CAPPED,
+                       HIDES_SCORES)),
             (produce, (board, tiles, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
-                       dv_desc, ticket_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, kv_slots, q_slots,
+                       dv_desc, flags_ptr, ticket_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, kv_slots, q_slots,
                        n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left, right,
                        kv_batch_rows, LAYOUT)),
             (add_parts, (0, board, turns, sums_desc, turn_ptr)),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from lockstep.kernels.hopper.backward_rows import STRAY
 from lockstep.kernels.hopper.backward_tiles import STAGES
 from lockstep.kernels.hopper.gluon_shim import (
+    aggregate,
     fence_async_shared,
     gl,
     gluon,
@@ -21,32 +22,69 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def weigh(s, lse2, scale_log2, cap_log2, CAPPED: gl.constexpr):
-    """Weights from raw products, and what a cap multiplies their gradients by; lse2 has a row or
-    column for all."""
+def finish_scores(s, scale, softcap, CAPPED: gl.constexpr, RAW: gl.constexpr):
+    """Scores from raw products, and what a cap multiplies their gradients by. RAW ones are left as
+    they are."""
+    slope = s
     if CAPPED:
         # tanh x = 1 - 2 / (1 + e^2x); exp2 may overflow to inf, which makes it 1.
-        tanh = 1.0 - 2.0 / (1.0 + gl.exp2(s * (2.0 * scale_log2 / cap_log2 * LOG2E)))
+        half = 1.0 / (1.0 + gl.exp2(s * (scale / softcap * 2.0 * LOG2E)))
+        tanh = 1.0 - 2.0 * half
         slope = 1.0 - tanh * tanh
-        s = tanh * cap_log2
-    else:
-        slope = s
-        s = s * scale_log2
-    return gl.exp2(s - lse2), slope
+        s = tanh * softcap
+    elif not RAW:
+        s = s * scale
+    return s, slope
 
 
 @gluon.jit
-def hide_scores(s, walk, t, first_row: gl.constexpr, HIDES_SCORES: gl.constexpr, lse2=None):
+def weigh_exactly(s, m, log2_l, unit):
+    """Weights of scores of any size: the difference to m, where it is small, is exact. m and log2_l
+    have a row or column for all."""
+    return gl.exp2((s - m) * unit - log2_l)
+
+
+@aggregate
+class LargeScores:
+    """Where the weights of a walk with large scores come from: `backward_rows`. A walk without has
+    none, and is not slowed down by it: it has a loop of its own."""
+
+    rows_ptr: gl.tensor  # m and log2 l of all tiles, [n_tiles, 2, BLOCK_Q]
+    ANY: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, rows_ptr, ANY):
+        self.rows_ptr = rows_ptr
+        self.ANY = gl.constexpr(ANY)
+
+    @gluon.jit
+    def weigh(self, s, lse2, tile, unit, first_column: gl.constexpr, BLOCK_Q: gl.constexpr):
+        """Weights of scores of a tile, of columns from `first_column` on; lse2 has a column for
+        all."""
+        if self.ANY:
+            columns: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+            column = first_column + gl.arange(0, s.shape[1], columns)
+            at = self.rows_ptr + tile.to(gl.int64) * (2 * BLOCK_Q) + column
+            m = gl.expand_dims(gl.load(at), 0)
+            log2_l = gl.expand_dims(gl.load(at + BLOCK_Q), 0)
+            p = weigh_exactly(s, m, log2_l, unit)
+        else:
+            p = gl.exp2(s * unit - lse2)
+        return p
+
+
+@gluon.jit
+def hide_scores(s, walk, t, first_row: gl.constexpr, HIDES_SCORES: gl.constexpr, m=None):
     """Raw products, with -inf for pairs that the mask hides in the t-th tile of a walk; `first_row`
     is that of s in the program.
 
     A cap or a scale that is not positive would bring such scores back; unless HIDES_SCORES, it is
     the weights that are hidden. If it is left to chance whether strays in q were replaced before s
-    was multiplied, it is not left to chance what comes of it: by `lse2`, who sees them weighs
+    was multiplied, it is not left to chance what comes of it: by `m`, who sees them weighs
     infinity."""
     if walk.cuts(t):
-        if lse2 is not None:
-            s = gl.where(lse2 == STRAY, 0.0, s)
+        if m is not None:
+            s = gl.where(m == STRAY, 0.0, s)
         if HIDES_SCORES:
             s = walk.hide(s, t, first_row, -float("inf"))
     return s
@@ -54,11 +92,22 @@ def hide_scores(s, walk, t, first_row: gl.constexpr, HIDES_SCORES: gl.constexpr,
 
 @gluon.jit
 def weigh_columns(
-    s, lse2, walk, t, first_row: gl.constexpr, first_column: gl.constexpr, scale_log2, cap_log2,
+    s, lse2, large, walk, tile, t, first_row: gl.constexpr, first_column: gl.constexpr, scales,
     CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr,
 ):  # fmt: skip
-    """`weigh` of columns from `first_column` on, behind `hide_scores`; 0 for hidden pairs."""
-    p, slope = weigh(s, lse2, scale_log2, cap_log2, CAPPED)
+    """Weights of columns from `first_column` on, behind `hide_scores`; 0 for hidden pairs."""
+    scale, unit, softcap = scales
+    s, slope = finish_scores(s, scale, softcap, CAPPED, HIDES_SCORES)
+    p = large.weigh(s, lse2, tile, unit, first_column, walk.BLOCK_Q)
+    return hide_weights(p, slope, walk, t, first_row, first_column, HIDES_SCORES)
+
+
+@gluon.jit
+def hide_weights(
+    p, slope, walk, t, first_row: gl.constexpr, first_column: gl.constexpr,
+    HIDES_SCORES: gl.constexpr,
+):  # fmt: skip
+    """0 for hidden pairs, unless `hide_scores` has seen to it."""
     if not HIDES_SCORES:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
         if walk.cuts(t):
             p = walk.hide(p, t, first_row, 0.0, first_column)
@@ -68,13 +117,15 @@ def weigh_columns(
 
 @gluon.jit
 def weigh_seen(
-    s, lse2, walk, t, first_row: gl.constexpr, scale_log2, cap_log2, CAPPED: gl.constexpr,
+    s, m, log2_l, walk, t, first_row: gl.constexpr, scales, CAPPED: gl.constexpr,
     HIDES_SCORES: gl.constexpr, MAY_HAVE_STRAYS: gl.constexpr,
 ):  # fmt: skip
-    """Both, for all columns."""
-    strays = lse2 if MAY_HAVE_STRAYS else None
-    s = hide_scores(s, walk, t, first_row, HIDES_SCORES, strays)
-    return weigh_columns(s, lse2, walk, t, first_row, 0, scale_log2, cap_log2, CAPPED, HIDES_SCORES)
+    """Weights of raw products of any size, for all columns; 0 for hidden pairs."""
+    scale, unit, softcap = scales
+    s = hide_scores(s, walk, t, first_row, HIDES_SCORES, m if MAY_HAVE_STRAYS else None)
+    s, slope = finish_scores(s, scale, softcap, CAPPED, HIDES_SCORES)
+    p = weigh_exactly(s, m, log2_l, unit)
+    return hide_weights(p, slope, walk, t, first_row, 0, HIDES_SCORES)
 
 
 @gluon.jit

@@ -1,12 +1,16 @@
 """What the backward kernel needs to know of each row before, and what becomes of dQ after it.
 
-    lse2  = lse · log2(e), +inf for rows that see no key: their weights 2^(s - lse2) are 0;
-            STRAY for rows whose lse, delta or dO is not finite: the keys they see weigh infinity
-    delta = Σ_d dO·O - dlse
+    m, log2 l   such that weights are 2^((s - m)·unit - log2 l). m is +inf for rows that see no key,
+                whose weights are 0, and STRAY for rows whose m, l, delta or dO is not finite: the
+                keys they see weigh infinity
+    lse2        = m·unit + log2 l, rounded: weights are 2^(s·unit - lse2), but for large scores
+    delta       = Σ_d dO·O - dlse
 
-Query tiles of all heads are numbered through. `stats` [n_tiles, 2, BLOCK_Q] holds lse2 and delta
-of a tile side by side, so that one copy brings both; rows beyond the sequence look like rows that
-see no key. `sums` [n_tiles, 2, 4096] holds the halves of a tile of dQ as registers held them.
+Query tiles of all heads are numbered through. Rows of `stats` lie side by side, so that one copy
+brings a tile's: [n_tiles, 2, BLOCK_Q] with lse2 and delta for narrow heads, which have m and log2 l
+in `large` [n_tiles, 2, BLOCK_Q] for tiles whose `flags` [n_tiles] are not 0; for wide ones
+[n_tiles, 4, BLOCK_Q] with m, delta, log2 l, and nothing. Rows beyond the sequence look like rows
+that see no key. `sums` [n_tiles, 2, 4096] holds the halves of a tile of dQ as registers held them.
 """
 
 from __future__ import annotations
@@ -14,10 +18,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lockstep.kernels.triton.tiles import LOG2E, find_sequence
+from lockstep.kernels.triton.tiles import find_sequence
 
-# Finite, so that 2^(-inf - STRAY), the weight of a hidden key, is 0.
+# Finite, so that 2^((-inf - STRAY)·unit), the weight of a hidden key, is 0.
 STRAY = tl.constexpr(-3.0e38)
+# From here on, rounding lse2 costs weights a tenth of what rounding them to 16 bits does, or more.
+LARGE = tl.constexpr(2048.0)
 
 
 @triton.jit
@@ -48,12 +54,13 @@ _SIZES = (
 
 @triton.jit(do_not_specialize=_SIZES)
 def prepare_rows(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, turn_ptr, ticket_ptr, cu_q_ptr, cu_kv_ptr,
-    stride_ob, stride_oh, stride_os, stride_rb, stride_rh, stride_rs, H, B, Sq, Skv, q_slots,
+    out_ptr, dout_ptr, statistics_ptr, dlse_ptr, stats_ptr, large_ptr, flags_ptr, turn_ptr,
+    ticket_ptr, cu_q_ptr, cu_kv_ptr, stride_ob, stride_oh, stride_os, stride_rb, stride_rh,
+    stride_rs, H, B, Sq, Skv, q_slots, unit,
     ALIGN: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """`stride_o*` are those of dout in units of ALIGN; `stride_r*` count rows of out and lse. Where
-    nobody takes turns, there are no counters to set to 0."""
+    """`stride_o*` are those of dout in units of ALIGN; `stride_r*` count rows of out and lse. For
+    wide heads, there are neither flags nor counters to set to 0."""
     tile, batch, head, q_tile, start, len_q, _ = _place(
         cu_q_ptr, cu_kv_ptr, None, H, B, Sq, Skv, q_slots, BLOCK_Q
     )
@@ -71,15 +78,32 @@ def prepare_rows(
     delta = tl.sum(out * dout, 1)  # [BLOCK_Q]
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + row, mask=is_row, other=0.0)
-    lse = tl.load(lse_ptr + row, mask=is_row, other=float("-inf"))
-    is_empty = lse == float("-inf")
-    to = stats_ptr + tile.to(tl.int64) * (2 * BLOCK_Q) + tl.arange(0, BLOCK_Q)
+    m = tl.load(statistics_ptr + 2 * row, mask=is_row, other=float("inf"))
+    log2_l = tl.log2(tl.load(statistics_ptr + 2 * row + 1, mask=is_row, other=1.0))
+    is_empty = m == float("inf")
+    r, tile64 = tl.arange(0, BLOCK_Q), tile.to(tl.int64)
     is_stray = tl.max(((dout * 0.0) != 0.0).to(tl.int32), 1) != 0
-    is_stray |= ((lse + delta) * 0.0) != 0.0
-    lse2 = tl.where(is_stray, STRAY, lse * LOG2E)
-    tl.store(to, tl.where(is_empty, float("inf"), lse2))
-    tl.store(to + BLOCK_Q, tl.where(is_empty | is_stray, 0.0, delta))
-    if turn_ptr is not None:
+    is_stray |= ((m + log2_l + delta) * 0.0) != 0.0
+    is_stray &= is_empty == 0
+    m = tl.where(is_stray, STRAY, m)
+    delta = tl.where(is_empty | is_stray, 0.0, delta)
+    log2_l = tl.where(is_empty | is_stray, 0.0, log2_l)
+    if flags_ptr is None:
+        to = stats_ptr + tile64 * (4 * BLOCK_Q) + r
+        tl.store(to, m)
+        tl.store(to + BLOCK_Q, delta)
+        tl.store(to + 2 * BLOCK_Q, log2_l)
+    else:
+        lse2 = tl.where(is_stray, STRAY, tl.fma(m, unit, log2_l))
+        to = stats_ptr + tile64 * (2 * BLOCK_Q) + r
+        tl.store(to, lse2)
+        tl.store(to + BLOCK_Q, delta)
+        is_large = (tl.abs(lse2) >= LARGE) & (is_empty == 0) & (is_stray == 0)
+        flag = tl.max(is_large.to(tl.int32), 0)
+        tl.store(flags_ptr + tile, flag)
+        to = large_ptr + tile64 * (2 * BLOCK_Q) + r
+        tl.store(to, m, mask=flag != 0)
+        tl.store(to + BLOCK_Q, log2_l, mask=flag != 0)
         tl.store(turn_ptr + tile, 0)
         if tile == 0:
             tl.store(ticket_ptr, 0)

@@ -3,7 +3,7 @@
 A hidden pair weighs 0, but 0 · NaN is NaN in a matrix product. So where there is a mask, whatever
 is not finite in v becomes 0 in shared memory, and in tiles with hidden pairs in q and dO, too. In k
 it becomes the largest number: a score of -inf, which other rows may have seen, stays out of reach.
-Who sees it loses nothing: such rows have STRAY for lse2 (`backward_rows`), infinite weights for all
+Who sees it loses nothing: such rows have STRAY for lse2 and m (`backward_rows`), infinite weights for all
 keys they see, and whatever is not finite in the end is NaN.
 """
 
@@ -55,7 +55,7 @@ def clean_queries(tiles, slot):
 
 @gluon.jit
 def has_strays(stats, BLOCK_Q: gl.constexpr):
-    """A warp: whether any row has a q or dO that is not finite, by its lse2."""
+    """A warp: whether any row has a q or dO that is not finite, by its m."""
     PER_LANE: gl.constexpr = BLOCK_Q // 32
     layout: gl.constexpr = gl.BlockedLayout([PER_LANE], [32], [1], [0])
     is_stray = gl.abs(stats.slice(0, BLOCK_Q).load(layout)) > HUGE

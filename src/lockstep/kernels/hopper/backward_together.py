@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.backward_products import (
     ROWS,
+    LargeScores,
     add_product,
     derive_scores,
     finish,
@@ -41,90 +42,111 @@ from lockstep.kernels.hopper.shared_memory import phase_of, slot_of
 
 
 @gluon.jit
-def consume_together(
-    W: gl.constexpr, board, tiles, turns, scale, scale_log2, cap_log2, CAPPED: gl.constexpr,
-    HIDES_SCORES: gl.constexpr,
+def take_steps(
+    W: gl.constexpr, begin, end, walk, tiles, turns, scale, unit, softcap, large,
+    CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr,
 ):  # fmt: skip
-    """`backward_kernel.consume`"""
-    BLOCK_Q: gl.constexpr = board.BLOCK_Q
-    MASKED: gl.constexpr = board.HAS_LEFT or board.HAS_RIGHT
-    D: gl.constexpr = tiles.k.shape[5]
+    """The steps of a walk: the sums dk and dv."""
+    BLOCK_Q: gl.constexpr = walk.BLOCK_Q
+    MASKED: gl.constexpr = walk.HAS_LEFT or walk.HAS_RIGHT
     dtype: gl.constexpr = tiles.k.dtype
     HALF: gl.constexpr = BLOCK_Q // 2
+    dk, dv = zeros(tiles.k.shape[5]), zeros(tiles.k.shape[5])
+    stats = tiles.stats.index(slot_of(begin, STAGES))
+    lse_left, lse_right = load_half(stats, 0, HALF), load_half(stats, HALF, HALF)
+    tile = walk.first_tile
+    t = walk.first_number()
+    for n in range(begin, end):
+        slot = slot_of(n, STAGES)
+        stats = tiles.stats.index(slot)
+        q = tiles.matrix(tiles.q.index(slot))
+        dout = tiles.matrix(tiles.dout.index(slot))
+        k, v = tiles.keys(n, False)
+        s = multiply_scores(k.slice(W * ROWS, ROWS, dim=0), q)
+        # Everyone has read dS of the step before the last. Triton would see to it only when the
+        # next one is to be written and the other warpgroup waits for it.
+        await_warps()
+        dp = multiply_scores(v.slice(W * ROWS, ROWS, dim=0), dout)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        s = hide_scores(s, walk, t, W * ROWS, HIDES_SCORES)
+        s_left, s_right = halves(s)
+        p_left, slope_left = weigh_columns(
+            s_left, lse_left, large, walk, tile, t, W * ROWS, 0, (scale, unit, softcap), CAPPED,
+            HIDES_SCORES,
+        )  # fmt: skip
+        dv = add_product(dv, p_left.to(dtype), dout.slice(0, HALF, dim=0))
+        delta_left = load_half(stats, BLOCK_Q, HALF)
+        delta_right = load_half(stats, BLOCK_Q + HALF, HALF)
+        p_right, slope_right = weigh_columns(
+            s_right, lse_right, large, walk, tile, t, W * ROWS, HALF, (scale, unit, softcap), CAPPED,
+            HIDES_SCORES,
+        )  # fmt: skip
+        dv = add_product(dv, p_right.to(dtype), dout.slice(HALF, HALF, dim=0))
+
+        dp = warpgroup_mma_wait(2, deps=(dp,))
+        dp_left, dp_right = halves(dp)
+        ds_left = derive_scores(p_left, dp_left, delta_left, slope_left, CAPPED)
+        ds_right = derive_scores(p_right, dp_right, delta_right, slope_right, CAPPED)
+        ds = whole(ds_left.to(dtype), ds_right.to(dtype))
+        ds_tile = tiles.matrix(tiles.ds.index(slot_of(n, DS_TILES)))
+        ds_tile.slice(W * ROWS, ROWS, dim=1).permute((1, 0)).store(ds)
+        # For dS, and for dQ of the step before.
+        fence_async_shared()
+        turns.announce(n - 1, n > begin)
+        tiles.meet()
+        dq = multiply_dq(ds_tile, k, W)
+        dk = add_product(dk, ds, q)
+
+        turns.await_room(n)
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+        ahead = slot_of(n + 1, STAGES)
+        is_more = n + 1 < end
+        if not is_more:
+            tiles.release_keys()
+        turns.leave(n, dq, W)
+        mbarrier.wait(tiles.full.index(ahead), phase_of(n + 1, STAGES), pred=is_more)
+        stats = tiles.stats.index(ahead)
+        lse_left, lse_right = load_half(stats, 0, HALF), load_half(stats, HALF, HALF)
+        dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+        if is_more:
+            tiles.release(slot)
+        tile, t = walk.next(tile, t)
+    return dk, dv
+
+
+@gluon.jit
+def consume_together(
+    W: gl.constexpr, board, tiles, turns, large_ptr, scale, unit, softcap,
+    CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr,
+):  # fmt: skip
+    """`backward_kernel.consume`"""
+    MASKED: gl.constexpr = board.HAS_LEFT or board.HAS_RIGHT
 
     calls = 0
     keys = 0  # that have been loaded: walks of no tile have none
     begin = 0
     while board.has(calls):
-        walk = board.read(calls)
+        walk, is_large = board.read(calls)
         end = begin + walk.n_steps
         is_any = walk.n_steps > 0
-        dk, dv = zeros(D), zeros(D)
         mbarrier.wait(tiles.kv_full, keys & 1, pred=is_any)
         first_slot = slot_of(begin, STAGES)
         mbarrier.wait(tiles.full.index(first_slot), phase_of(begin, STAGES), pred=is_any)
-        stats = tiles.stats.index(first_slot)
-        lse_left, lse_right = load_half(stats, 0, HALF), load_half(stats, HALF, HALF)
-        t = walk.first_number()
         if MASKED:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
             if is_any:
                 clean_keys(W, tiles)
         # The last dv lies where dS is going to be.
         mbarrier.wait(tiles.dkv_stored, (calls & 1) ^ 1)
-        for n in range(begin, end):
-            slot = slot_of(n, STAGES)
-            stats = tiles.stats.index(slot)
-            q = tiles.matrix(tiles.q.index(slot))
-            dout = tiles.matrix(tiles.dout.index(slot))
-            k, v = tiles.keys(n, False)
-            s = multiply_scores(k.slice(W * ROWS, ROWS, dim=0), q)
-            # Everyone has read dS of the step before the last. Triton would see to it only when the
-            # next one is to be written and the other warpgroup waits for it.
-            await_warps()
-            dp = multiply_scores(v.slice(W * ROWS, ROWS, dim=0), dout)
-            s = warpgroup_mma_wait(1, deps=(s,))
-            s = hide_scores(s, walk, t, W * ROWS, HIDES_SCORES)
-            s_left, s_right = halves(s)
-            p_left, slope_left = weigh_columns(
-                s_left, lse_left, walk, t, W * ROWS, 0, scale_log2, cap_log2, CAPPED, HIDES_SCORES
-            )
-            dv = add_product(dv, p_left.to(dtype), dout.slice(0, HALF, dim=0))
-            delta_left = load_half(stats, BLOCK_Q, HALF)
-            delta_right = load_half(stats, BLOCK_Q + HALF, HALF)
-            p_right, slope_right = weigh_columns(
-                s_right, lse_right, walk, t, W * ROWS, HALF, scale_log2, cap_log2, CAPPED,
-                HIDES_SCORES,
+        if is_large:
+            dk, dv = take_steps(
+                W, begin, end, walk, tiles, turns, scale, unit, softcap,
+                LargeScores(large_ptr, True), CAPPED, HIDES_SCORES,
             )  # fmt: skip
-            dv = add_product(dv, p_right.to(dtype), dout.slice(HALF, HALF, dim=0))
-
-            dp = warpgroup_mma_wait(2, deps=(dp,))
-            dp_left, dp_right = halves(dp)
-            ds_left = derive_scores(p_left, dp_left, delta_left, slope_left, CAPPED)
-            ds_right = derive_scores(p_right, dp_right, delta_right, slope_right, CAPPED)
-            ds = whole(ds_left.to(dtype), ds_right.to(dtype))
-            ds_tile = tiles.matrix(tiles.ds.index(slot_of(n, DS_TILES)))
-            ds_tile.slice(W * ROWS, ROWS, dim=1).permute((1, 0)).store(ds)
-            # For dS, and for dQ of the step before.
-            fence_async_shared()
-            turns.announce(n - 1, n > begin)
-            tiles.meet()
-            dq = multiply_dq(ds_tile, k, W)
-            dk = add_product(dk, ds, q)
-
-            turns.await_room(n)
-            dq = warpgroup_mma_wait(1, deps=(dq,))
-            ahead = slot_of(n + 1, STAGES)
-            is_more = n + 1 < end
-            if not is_more:
-                tiles.release_keys()
-            turns.leave(n, dq, W)
-            mbarrier.wait(tiles.full.index(ahead), phase_of(n + 1, STAGES), pred=is_more)
-            stats = tiles.stats.index(ahead)
-            lse_left, lse_right = load_half(stats, 0, HALF), load_half(stats, HALF, HALF)
-            dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
-            if is_more:
-                tiles.release(slot)
-            t = walk.next_number(t)
+        else:
+            dk, dv = take_steps(
+                W, begin, end, walk, tiles, turns, scale, unit, softcap,
+                LargeScores(large_ptr, False), CAPPED, HIDES_SCORES,
+            )  # fmt: skip
 
         finish(W, end, walk, tiles, turns, dk, dv, scale, MASKED)
         begin = end

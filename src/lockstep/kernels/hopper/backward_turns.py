@@ -119,7 +119,7 @@ def add_parts(W: gl.constexpr, board, turns, sums_desc, turn_ptr):
     calls = 0
     begin = 0
     while board.has(calls):
-        walk = board.read(calls)
+        walk, _ = board.read(calls)
         tile = walk.first_tile
         t = walk.first_number()
         for n in range(begin, begin + walk.n_steps):

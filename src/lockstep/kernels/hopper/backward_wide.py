@@ -1,7 +1,7 @@
 """Gradients on Hopper GPUs for head dims from 129 to 256: two passes, seven products.
 
     backward_call           what it shares with the backward of narrow heads
-    backward_rows           lse2 and delta of each row    one short launch
+    backward_rows           m, log2 l and delta of each row    one short launch
     backward_wide_keys      dK and dV, by key tile        four products per tile
     backward_wide_queries   dQ, by query tile             three products per tile
     backward_wide_sight     which keys that tile sees
@@ -59,15 +59,15 @@ class WideCall(Call):
 
     def __init__(self, problem: AttentionProblem, given: Given, needs: Needs) -> None:
         super().__init__(problem, given, needs, cut_of(problem))
-        shape = (self.cut.n_tiles, 2, BLOCK)
+        shape = (self.cut.n_tiles, 4, BLOCK)
         self.new_stats = allocator(shape, torch.float32, self.where)
 
     def derive(
-        self, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+        self, tensors: Tensors, out: Tensor, statistics: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> tuple[Gradients, tuple[Launched | None, ...]]:
         problem, cut, needs = self.problem, self.cut, self.needs
         stats, dq, dk, dv = self.new_stats(), None, None, None
-        rows = self.prepare_statistics(tensors, (out, lse, dout, dlse), stats, num_warps=8)
+        rows = self.prepare_statistics(tensors, (out, statistics, dout, dlse), stats, num_warps=8)
         keys = queries = None
         if needs.k or needs.v:
             dk, dv = self.new_dk(), self.new_dv()
@@ -81,12 +81,12 @@ class WideCall(Call):
         return self.wanted(dq, dk, dv, tensors.sinks, stats), (rows, keys, queries)
 
     def again(self, stream: int, given: Given, addresses: list[int]) -> Gradients:
-        q, k, v, _, _, kv_lens, cu_q, cu_k, _, out, lse, dout, dlse = addresses
+        q, k, v, _, _, kv_lens, cu_q, cu_k, _, out, statistics, dout, dlse = addresses
         rows, keys, queries = self.launchers
         stats, dq, dk, dv = self.new_stats(), None, None, None
         of_stats = stats.data_ptr()
         # In the order of their arguments, and no scratch memory.
-        rows(stream, (out, dout, lse, dlse, of_stats, 0, 0, cu_q, cu_k, 0))
+        rows(stream, (out, dout, statistics, dlse, of_stats, 0, 0, 0, 0, cu_q, cu_k, 0))
         if keys is not None:
             dk, dv = self.new_dk(), self.new_dv()
             maps = (q, dout, of_stats, k, v, dk.data_ptr(), dv.data_ptr())
@@ -96,6 +96,11 @@ class WideCall(Call):
             maps = (q, dout, k, v, dq.data_ptr())
             queries(stream, (of_stats, cu_q, cu_k, kv_lens, 0), maps)
         return self.wanted(dq, dk, dv, given[SINKS], stats)
+
+    def row_statistics(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        cut = self.cut
+        m, delta, log2_l, _ = memory.view(cut.sequences, cut.Hq, cut.q_slots, 4, BLOCK).unbind(3)
+        return m.double() * self.problem.score_unit + log2_l, delta
 
 
 def keys_arguments(
@@ -114,7 +119,7 @@ def keys_arguments(
     arguments = (
         tensor_map(tensors.q, block, packed, packed),
         tensor_map(dout, block, packed, packed),
-        flat_map(stats.view(-1), [2 * BLOCK]),
+        flat_map(stats.view(-1), [4 * BLOCK]),
         tensor_map(tensors.k, block, packed, ragged_kv),
         tensor_map(tensors.v, block, packed, ragged_kv),
         tensor_map(dk, block, packed, packed),

@@ -47,7 +47,7 @@ class Team:
     v: Ring
     q: Ring
     dout: Ring
-    stats: gl.shared_memory_descriptor  # [STAGES, 2 * BLOCK_Q] fp32: lse2 and delta, as full as q
+    stats: gl.shared_memory_descriptor  # [STAGES, 4 * BLOCK_Q] fp32: m, delta, log2 l; as full as q
     inspected: gl.shared_memory_descriptor  # of v, q and dout
     weights: gl.shared_memory_descriptor  # [2, 16, 256] fp32: `as_registers`
     weighed: gl.shared_memory_descriptor
@@ -104,7 +104,7 @@ def from_registers(x):
 
 
 @gluon.jit
-def sum_values(walk, team, scale_log2, cap_log2, CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr):
+def sum_values(walk, team, scale, unit, softcap, CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr):
     """Partition of four warps: S, the weights and dV."""
     MASKED: gl.constexpr = walk.HAS_LEFT or walk.HAS_RIGHT
     dv = no_sums(team.v.N)
@@ -115,10 +115,11 @@ def sum_values(walk, team, scale_log2, cap_log2, CAPPED: gl.constexpr, HIDES_SCO
     team.q.release(0)
     columns: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     for n in range(walk.n_steps):
-        lse2 = team.stats.index(n % STAGES).slice(0, walk.BLOCK_Q).load(columns)
-        lse2 = gl.expand_dims(lse2, 0)
+        stats = team.stats.index(n % STAGES)
+        m = gl.expand_dims(stats.slice(0, walk.BLOCK_Q).load(columns), 0)
+        log2_l = gl.expand_dims(stats.slice(2 * walk.BLOCK_Q, walk.BLOCK_Q).load(columns), 0)
         p, slope = weigh_seen(
-            s, lse2, walk, t, 0, scale_log2, cap_log2, CAPPED, HIDES_SCORES, MASKED
+            s, m, log2_l, walk, t, 0, (scale, unit, softcap), CAPPED, HIDES_SCORES, MASKED
         )
         mbarrier.wait(team.taken.index(n & 1), ((n >> 1) & 1) ^ 1)
         team.weights.index(n & 1).store(as_registers(p * slope if CAPPED else p))
@@ -193,7 +194,7 @@ def produce(job, walk, team, heads_per_kv, q_desc, dout_desc, stats_desc, k_desc
         slot = n % STAGES
         row = job.q_coordinates(head, (job.first_q_tile + t) * walk.BLOCK_Q)
         team.q.send(n, q_desc, row, stats_desc.block_type.nbytes)
-        stats_at = [tile * (2 * walk.BLOCK_Q)]
+        stats_at = [tile * (4 * walk.BLOCK_Q)]
         tma_load(stats_desc, stats_at, team.q.full.index(slot), team.stats.index(slot))
         team.dout.send(n, dout_desc, row)
         tile, t = walk.next(tile, t)
@@ -232,7 +233,7 @@ def inspect(walk, team):
 )  # fmt: skip
 def keys_kernel(
     q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, cu_q_ptr, cu_kv_ptr,
-    kv_lens_ptr, scale, scale_log2, cap_log2, kv_slots, q_slots, n_heads, Hkv, heads_per_kv, B,
+    kv_lens_ptr, scale, unit, softcap, kv_slots, q_slots, n_heads, Hkv, heads_per_kv, B,
     Sq, Skv, left, right, kv_batch_rows,
     ND: gl.constexpr, NDV: gl.constexpr, LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr, CAPPED: gl.constexpr,
@@ -250,7 +251,7 @@ def keys_kernel(
     if HAS_LEFT or HAS_RIGHT:
         gl.warp_specialize(
             [
-                (sum_values, (walk, team, scale_log2, cap_log2, CAPPED, HIDES_SCORES)),
+                (sum_values, (walk, team, scale, unit, softcap, CAPPED, HIDES_SCORES)),
                 (sum_keys, (walk, team, scale)),
                 (produce, (job, walk, team, heads_per_kv, q_desc, dout_desc, stats_desc, k_desc,
                            v_desc, dk_desc, dv_desc)),
@@ -262,7 +263,7 @@ def keys_kernel(
     else:
         gl.warp_specialize(
             [
-                (sum_values, (walk, team, scale_log2, cap_log2, CAPPED, HIDES_SCORES)),
+                (sum_values, (walk, team, scale, unit, softcap, CAPPED, HIDES_SCORES)),
                 (sum_keys, (walk, team, scale)),
                 (produce, (job, walk, team, heads_per_kv, q_desc, dout_desc, stats_desc, k_desc,
                            v_desc, dk_desc, dv_desc)),

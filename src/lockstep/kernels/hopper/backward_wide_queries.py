@@ -70,7 +70,7 @@ class Team:
 
 @gluon.jit
 def consume(
-    W: gl.constexpr, place, sight, team, stats_ptr, scale, scale_log2, cap_log2,
+    W: gl.constexpr, place, sight, team, stats_ptr, scale, unit, softcap,
     CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr,
 ):  # fmt: skip
     """Partition of four warps: the queries from W·ROWS on."""
@@ -82,9 +82,10 @@ def consume(
     rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
     r = gl.arange(0, ROWS, rows)
     is_row = place.q_idx + W * ROWS + r < place.len_q
-    # `backward_rows`: a tile's lse2, then its delta.
-    stats_ptr += (place.stats_tile + place.q_idx // ROWS + W).to(gl.int64) * (2 * ROWS)
-    lse2 = gl.expand_dims(gl.load(stats_ptr + r, mask=is_row, other=float("inf")), 1)
+    # `backward_rows`: m of a tile, then its delta and log2 l.
+    stats_ptr += (place.stats_tile + place.q_idx // ROWS + W).to(gl.int64) * (4 * ROWS)
+    m = gl.expand_dims(gl.load(stats_ptr + r, mask=is_row, other=float("inf")), 1)
+    log2_l = gl.expand_dims(gl.load(stats_ptr + 2 * ROWS + r, mask=is_row, other=0.0), 1)
     delta = gl.expand_dims(gl.load(stats_ptr + ROWS + r, mask=is_row, other=0.0), 1)
     team.dout.wait(0)
     for n in range(sight.n_steps):
@@ -96,7 +97,7 @@ def consume(
             mbarrier.wait(team.inspected.index(slot), phase, pred=is_cut)
         dp = multiply_rows(team.dout, 0, W * ROWS, team.v, n)
         p, slope = weigh_seen(
-            s, lse2, sight, n, W * ROWS, scale_log2, cap_log2, CAPPED, HIDES_SCORES, MASKED
+            s, m, log2_l, sight, n, W * ROWS, (scale, unit, softcap), CAPPED, HIDES_SCORES, MASKED
         )
         dp = warpgroup_mma_wait(0, deps=(dp,))
         team.v.release(n)
@@ -158,7 +159,7 @@ def inspect(sight, team):
 )  # fmt: skip
 def queries_kernel(
     q_desc, dout_desc, k_desc, v_desc, dq_desc, stats_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, scale,
-    scale_log2, cap_log2, q_slots, stats_slots, Hq, heads_per_kv, B, Sq, Skv, left, right,
+    unit, softcap, q_slots, stats_slots, Hq, heads_per_kv, B, Sq, Skv, left, right,
     kv_batch_rows,
     ND: gl.constexpr, NDV: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr,
@@ -177,9 +178,9 @@ def queries_kernel(
     if MASKED:
         gl.warp_specialize(
             [
-                (consume, (0, place, sight, team, stats_ptr, scale, scale_log2, cap_log2, CAPPED,
+                (consume, (0, place, sight, team, stats_ptr, scale, unit, softcap, CAPPED,
                            HIDES_SCORES)),
-                (consume, (1, place, sight, team, stats_ptr, scale, scale_log2, cap_log2, CAPPED,
+                (consume, (1, place, sight, team, stats_ptr, scale, unit, softcap, CAPPED,
                            HIDES_SCORES)),
                 (produce, (place, sight, team, q_desc, dout_desc, k_desc, v_desc, dq_desc)),
                 (inspect, (sight, team)),
@@ -190,9 +191,9 @@ def queries_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, place, sight, team, stats_ptr, scale, scale_log2, cap_log2, CAPPED,
+                (consume, (0, place, sight, team, stats_ptr, scale, unit, softcap, CAPPED,
                            HIDES_SCORES)),
-                (consume, (1, place, sight, team, stats_ptr, scale, scale_log2, cap_log2, CAPPED,
+                (consume, (1, place, sight, team, stats_ptr, scale, unit, softcap, CAPPED,
                            HIDES_SCORES)),
                 (produce, (place, sight, team, q_desc, dout_desc, k_desc, v_desc, dq_desc)),
             ],

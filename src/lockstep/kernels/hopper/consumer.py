@@ -24,12 +24,15 @@ from lockstep.kernels.hopper.gluon_shim import (
 )
 from lockstep.kernels.hopper.second_lap import consume_again
 from lockstep.kernels.hopper.softmax import (
+    LARGE,
     OVERFLOW,
     add_sums,
     compute_here,
     multiply_rows,
     raise_maximum,
+    round_tops,
     thread_sums,
+    thread_tops,
     weigh,
 )
 from lockstep.kernels.hopper.team import ROWS, Rows, normalize
@@ -70,13 +73,13 @@ def issue_product(c: gl.constexpr, team, p, acc, i):
 
 @gluon.jit
 def weigh_first(team, rows, s, block):
-    """Weights [ROWS, BLOCK_KV] of the first block that rows see, their m and their l."""
+    """Weights [ROWS, BLOCK_KV] of the first block that rows see, their m, l and tops."""
     scale = team.score_scale()
     s = team.see(rows, s, block)
     m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
     m, _alpha = raise_maximum(s, m, scale, True)
     weights = weigh(s, m, scale)
-    return weights, m, thread_sums(weights)
+    return weights, m, thread_sums(weights), thread_tops(weights)
 
 
 @gluon.jit
@@ -91,7 +94,7 @@ def await_product(team, acc, weights, next_block, expected):
 
 
 @gluon.jit
-def step(c: gl.constexpr, team, rows, block, seen, q, p, acc, m, l):
+def step(c: gl.constexpr, team, rows, block, seen, q, p, acc, m, l, tops):
     """Scores and weights of `block`, and the product of the block before, whose weights are `p`.
 
     The block of K is there already; the one after it is, too, on return."""
@@ -109,6 +112,7 @@ def step(c: gl.constexpr, team, rows, block, seen, q, p, acc, m, l):
             acc = warpgroup_mma_init(multiply_rows(warpgroup_mma_wait(0, deps=(acc,)), alpha))
         weights = weigh(s, m, scale)
         l += thread_sums(weights)
+        tops = gl.maximum(tops, thread_tops(weights))
         acc, weights = await_product(team, acc, weights, seen + 2, block + 1 < rows.end)
     else:
         m, alpha = raise_maximum(s, m, scale, True)
@@ -117,12 +121,12 @@ def step(c: gl.constexpr, team, rows, block, seen, q, p, acc, m, l):
         acc, weights = await_product(team, acc, weights, seen + 2, block + 1 < rows.end)
         acc = multiply_rows(acc, alpha)
     team.v.release(seen)
-    return gl.convert_layout(weights.to(p.dtype), p.type.layout), acc, m, l
+    return gl.convert_layout(weights.to(p.dtype), p.type.layout), acc, m, l, tops
 
 
 @gluon.jit
 def start(c: gl.constexpr, team, rows, q_channel, tiles, seen):
-    """The first block of a tile by itself: p, m, l. The block of K after it is there on return."""
+    """The first block of a tile by itself: p, m, l, tops. The block of K after it is there on return."""
     DV: gl.constexpr = team.v.tiles.shape[5]
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     q_channel.wait(tiles)
@@ -133,22 +137,22 @@ def start(c: gl.constexpr, team, rows, q_channel, tiles, seen):
         pass_turn((c + 1) % team.build.CONSUMERS, seen)
     s = warpgroup_mma_wait(0, deps=(s,))
     team.k.release(seen)
-    weights, m, l = weigh_first(team, rows, s, rows.begin)
+    weights, m, l, tops = weigh_first(team, rows, s, rows.begin)
     team.k.wait(seen + 1, pred=rows.begin + 1 < rows.end)
-    return gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, o_layout, 2)), m, l
+    return gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, o_layout, 2)), m, l, tops
 
 
 @gluon.jit
 def turn_over(c: gl.constexpr, team, rows, q_channel, tiles, last, seen, p, acc):
     """The product of the last block of a tile, and the first block, `seen`, of the next one, whose
-    `rows` these are: acc, then p, m and l of the next."""
+    `rows` these are: acc, then p, m, l and tops of the next."""
     q_channel.wait(tiles)
     team.k.wait(seen)
     s = issue_scores(c, team, q_channel.tile(tiles), seen)
     acc = issue_product(c, team, p, acc, last)
     s = warpgroup_mma_wait(1, deps=(s,))
     team.k.release(seen)
-    weights, m, l = weigh_first(team, rows, s, rows.begin)
+    weights, m, l, tops = weigh_first(team, rows, s, rows.begin)
     # Else ptxas may put off these sums, and with them the exponentials, until after the product.
     l = compute_here(l)
     # The block of K after that may have to wait for the slot of V that is still in use here, where
@@ -158,7 +162,7 @@ def turn_over(c: gl.constexpr, team, rows, q_channel, tiles, last, seen, p, acc)
     acc, weights = await_product(team, acc, weights, seen + 1, has_more & fits)
     team.v.release(last)
     team.k.wait(seen + 1, pred=has_more)
-    return acc, gl.convert_layout(weights.to(p.dtype), p.type.layout), m, l
+    return acc, gl.convert_layout(weights.to(p.dtype), p.type.layout), m, l, tops
 
 
 @gluon.jit
@@ -182,11 +186,13 @@ def store_columns(team, tile, first_row, column: gl.constexpr, out, o_smem, o_de
 
 
 @gluon.jit
-def finish(c: gl.constexpr, team, results, tile, rows, acc, m, l, o_smem, o_desc):
+def finish(c: gl.constexpr, team, results, tile, rows, acc, m, l, tops, o_smem, o_desc):
     """Write the results of a tile; 1 for rows [ROWS] that are to be computed again, else 0."""
     OUT_COLUMNS: gl.constexpr = o_desc.block_shape[4]
     row_layout: gl.constexpr = m.type.layout
-    out, lse, l = normalize(team, results, tile, acc, m, l)
+    r = round_tops(l, tops) if team.build.SETTLED else l
+    is_large = (gl.abs(m) * team.score_scale() >= LARGE) & (m > -float("inf"))
+    out, lse, m, l = normalize(team, results, tile, acc, m, l, r, None)
     first_row = tile.q_idx + c * ROWS
     q_idx = first_row + gl.arange(0, ROWS, row_layout)
     exists = q_idx < tile.len_q
@@ -196,8 +202,8 @@ def finish(c: gl.constexpr, team, results, tile, rows, acc, m, l, o_smem, o_desc
         stray = exists & ((gl.abs(total) < float("inf")) == 0)
         lse = gl.where(stray, float("inf"), lse)
         wrong = gl.where(stray, 1, 0)
-    if team.build.SETTLED:
-        ran_away = exists & ((l < OVERFLOW) == 0)
+    if team.build.SECOND_LAP:
+        ran_away = exists & (is_large | ((l < OVERFLOW) == 0))
         lse = gl.where(ran_away, float("nan"), lse)
         wrong = wrong | gl.where(ran_away, 1, 0)
     out = out.to(o_desc.dtype)
@@ -207,7 +213,7 @@ def finish(c: gl.constexpr, team, results, tile, rows, acc, m, l, o_smem, o_desc
         left, right = out.reshape([ROWS, 2, out.shape[1] // 2]).permute((0, 2, 1)).split()
         store_columns(team, tile, first_row, 0, left, o_smem, o_desc)
         store_columns(team, tile, first_row, OUT_COLUMNS, right, o_smem, o_desc)
-    gl.store(results.lse_ptr + results.row(tile, q_idx), lse, mask=exists)
+    results.store_statistics(results.row(tile, q_idx), lse, m, l, exists)
     return wrong
 
 
@@ -231,12 +237,12 @@ def consume(c: gl.constexpr, team, results, q_channel, o_smem, o_desc):
         for _ in range(rows.tile_begin, rows.begin):
             skip(c, team, seen)
             seen += 1
-        p, m, l = start(c, team, rows, q_channel, tiles, seen)
+        p, m, l, tops = start(c, team, rows, q_channel, tiles, seen)
         while tile.exists:
             acc = gl.zeros([ROWS, DV], gl.float32, o_layout)
             q = q_channel.tile(tiles)
             for block in range(rows.begin + 1, rows.end):
-                p, acc, m, l = step(c, team, rows, block, seen, q, p, acc, m, l)
+                p, acc, m, l, tops = step(c, team, rows, block, seen, q, p, acc, m, l, tops)
                 seen += 1
             last = seen
             seen += 1
@@ -249,25 +255,27 @@ def consume(c: gl.constexpr, team, results, q_channel, o_smem, o_desc):
             q_channel.release(tiles)
             next_m = m
             next_l = l
+            next_tops = tops
             if next_tile.exists:
                 for _ in range(next_rows.tile_begin, next_rows.begin):
                     skip(c, team, seen)
                     seen += 1
             if FLOWS and next_tile.exists:
-                acc, p, next_m, next_l = turn_over(
+                acc, p, next_m, next_l, next_tops = turn_over(
                     c, team, next_rows, q_channel, tiles + 1, last, seen, p, acc
                 )
             else:
                 acc = end(team, last, p, acc)
-            again = finish(c, team, results, tile, rows, acc, m, l, o_smem, o_desc)
+            again = finish(c, team, results, tile, rows, acc, m, l, tops, o_smem, o_desc)
             wrong |= again << (tiles % 32)
             if not FLOWS and next_tile.exists:
-                p, next_m, next_l = start(c, team, next_rows, q_channel, tiles + 1, seen)
+                p, next_m, next_l, next_tops = start(c, team, next_rows, q_channel, tiles + 1, seen)
             tiles += 1
             tile = next_tile
             rows = next_rows
             m = next_m
             l = next_l
+            tops = next_tops
     tma_store_wait(0)
     if team.build.SECOND_LAP:
         # What the copy engine still writes must not overtake the rows of the second lap.

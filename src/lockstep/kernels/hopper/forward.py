@@ -76,13 +76,14 @@ def forward_kernel(
     o_desc,  # tiles [ROWS, Dv] of out, or half of Dv
     out_ptr,  # contiguous [B, Hq, Sq, Dv], packed [Tq, Hq, Dv]
     lse_ptr,  # contiguous [B, Hq, Sq] fp32, packed [Tq, Hq]
+    statistics_ptr,  # [*lse, 2]
     sinks_ptr,  # [Hq]
     cu_q_ptr,  # [B + 1]
     cu_kv_ptr,  # [B + 1]
     kv_lens_ptr,  # [B]
     line_ptr,  # see line_up.py
     scale,
-    cap_log2,
+    softcap,
     row_stride_b,  # of lse, and of out in rows
     row_stride_h,
     row_stride_s,
@@ -143,9 +144,11 @@ def forward_kernel(
         Lap.create(CONSUMERS),
         Build(CONSUMERS, TURNS, SETTLED, SECOND_LAP, Q_STAGES, SCORES, HAS_SINKS),
         scale,
-        cap_log2,
+        softcap,
     )
-    results = Results(out_ptr, lse_ptr, sinks_ptr, row_stride_b, row_stride_h, row_stride_s, Dv)
+    results = Results(
+        (out_ptr, lse_ptr, statistics_ptr, sinks_ptr), row_stride_b, row_stride_h, row_stride_s, Dv
+    )
     q_0 = Channel.create(q_desc, Q_STAGES, 1)
     q_1 = Channel.create(q_desc, Q_STAGES, 1)
     o_0 = allocate_tiles(o_desc, 1)

@@ -57,6 +57,7 @@ class Call(DeviceCall):
         self.device = q.get_device()
         self.new_out = allocator(problem.out_shape, problem.dtype, q.device)
         self.new_lse = allocator(problem.lse_shape, torch.float32, q.device)
+        self.new_statistics = allocator(problem.statistics_shape, torch.float32, q.device)
         fitted = (fit(q), *_fit_keys(k, v, share_rows=layout == "kv_lens"))
         self.copied = tuple(x is not y for x, y in zip((q, k, v), fitted, strict=True))
         width, width_v = padded(problem.D), padded(problem.Dv)
@@ -131,12 +132,17 @@ class Call(DeviceCall):
         )
 
     def arguments(
-        self, tensors: Tensors, out: Tensor, lse: Tensor, line: Tensor | None = None
+        self,
+        tensors: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        statistics: Tensor,
+        line: Tensor | None = None,
     ) -> tuple[Any, ...]:
         """What `forward_kernel` takes, to compile it."""
         bases = (*self._fitted(tensors), out)
         maps = (s.describe(x) for s, x in zip(self.shapes, bases, strict=True))
-        pointers = self._pointers(tensors, out, lse, line)
+        pointers = self._pointers(tensors, out, lse, statistics, line)
         return (*maps, *pointers, *self.numbers, *self.constants)
 
     def _fitted(self, tensors: Tensors) -> tuple[Tensor, ...]:
@@ -145,13 +151,14 @@ class Call(DeviceCall):
         )
 
     def _pointers(
-        self, tensors: Tensors, out: Tensor, lse: Tensor, line: Tensor | None
+        self, tensors: Tensors, out: Tensor, lse: Tensor, statistics: Tensor, line: Tensor | None
     ) -> tuple[Tensor, ...]:
         _, _, _, _, sinks, kv_lens, cu_q, cu_k, _ = tensors
         # A pointer that is not used may be any.
         return (
             out,
             lse,
+            statistics,
             lse if sinks is None else sinks,
             lse if cu_q is None else cu_q,
             lse if cu_k is None else cu_k,
@@ -160,13 +167,13 @@ class Call(DeviceCall):
         )
 
     def _run(self, tensors: Tensors, addresses: list[int]) -> Result:
-        out, lse = self.new_out(), self.new_lse()
+        out, lse, statistics = self.new_out(), self.new_lse(), self.new_statistics()
         line = None if self._line is None else self._line(tensors)
         if self._launcher is None:
-            arguments = self.arguments(tensors, out, lse, line)
+            arguments = self.arguments(tensors, out, lse, statistics, line)
             compiled = forward_kernel[self.grid](*arguments, **self.options)
             self._launcher = launcher_of(compiled, self.grid, arguments)
-            return out, lse
+            return out, lse, statistics
         if True in self.copied:
             # Held until the kernel is in the stream.
             tensors = Tensors(*self._fitted(tensors), *tensors[3:])
@@ -178,10 +185,14 @@ class Call(DeviceCall):
         pointers = (sinks, cu_q, cu_k, kv_lens, of_line)
         self._launcher(
             torch._C._cuda_getCurrentRawStream(self.device),
-            (of_out, of_lse, *(address or of_lse for address in pointers), 0),
+            (
+                *(of_out, of_lse, statistics.data_ptr()),
+                *(address or of_lse for address in pointers),
+                0,
+            ),
             (q, k, v, of_out),
         )
-        return out, lse
+        return out, lse, statistics
 
 
 def prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
@@ -192,7 +203,7 @@ def prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
 
 
 def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
-    """(out, lse) of a problem that `supports` lets through."""
+    """`Kernel.forward`, of a problem that `supports` lets through."""
     return prepare(problem, tensors)(tensors, tensors.addresses())
 
 
@@ -202,7 +213,8 @@ def _without_keys(problem: AttentionProblem, tensors: Tensors, addresses: list[i
     lse = q.new_full(problem.lse_shape, -math.inf, dtype=torch.float32)
     if sinks is not None:
         lse.copy_(sinks if problem.layout == "varlen" else sinks[:, None])
-    return out, lse
+    # Without a key, whatever they are: there is no weight to compute again.
+    return out, lse, lse.new_ones(problem.statistics_shape)
 
 
 @lru_cache(maxsize=64)
@@ -213,9 +225,8 @@ def processors(device: torch.device) -> int:
 def _scales(problem: AttentionProblem) -> tuple[str, float, float]:
     """How scores become log2 units: see `team.Team.see`."""
     if problem.softcap is not None:
-        return "capped", problem.scale / problem.softcap, problem.softcap * LOG2E
-    scale = problem.scale * LOG2E
-    return ("raw" if scale > 0 else "scaled"), scale, 0.0
+        return "capped", problem.scale / problem.softcap, problem.softcap
+    return ("raw", problem.score_unit, 0.0) if problem.has_raw_scores else ("scaled", problem.scale, 0.0)
 
 
 def _by_head(x: Tensor, packed: bool) -> Tensor:

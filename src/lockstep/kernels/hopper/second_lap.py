@@ -2,7 +2,8 @@
 
 The first lap leaves a mark in the lse of such a row:
 
-- NaN, if its sum ran away: its settled maximum was too low. Now its maximum runs.
+- NaN, if its sum ran away: its settled maximum was too low, or it is too large for `weigh`. Now its
+  maximum runs, and its weights are those of `weigh_exactly`.
 - +inf, if its output is not finite and some of its blocks are masked. The tensor cores make NaN of
   0 · NaN and 0 · inf, so V may have held something that the row does not see. Now V is cleaned of
   NaN and infinities before it is multiplied, and they are given to the rows that do see them. All
@@ -29,6 +30,7 @@ from lockstep.kernels.hopper.softmax import (
     raise_maximum,
     thread_sums,
     weigh,
+    weigh_exactly,
 )
 from lockstep.kernels.hopper.team import ROWS, Rows, normalize
 
@@ -70,7 +72,7 @@ def clean_product(p, seen, v_tile, acc):
 
 
 @gluon.jit
-def attend_again(team, rows, q, runs, seen):
+def attend_again(team, rows, q, runs, is_exact, seen):
     """Rows against their keys and a slice of the values: acc [ROWS, ·], m [ROWS], l [ROWS, 4], and
     how many blocks were seen so far."""
     CONSUMERS: gl.constexpr = team.build.CONSUMERS
@@ -93,7 +95,8 @@ def attend_again(team, rows, q, runs, seen):
         s = team.see(rows, s, block)
         rises = runs | ((m == -float("inf")) & (block <= rows.inner_begin))
         m, alpha = raise_maximum(s, m, scale, rises)
-        weights = weigh(s, m, scale)
+        exact = gl.expand_dims(is_exact, 1)
+        weights = gl.where(exact, weigh_exactly(s, m, scale), weigh(s, m, scale))
         l = add_sums(l, alpha, weights)
         acc = multiply_rows(acc, alpha)
         p = gl.convert_layout(weights.to(q.dtype), p_layout)
@@ -138,18 +141,19 @@ def consume_again(team, results, q_channel, seen, tiles):
             q_idx = tile.q_idx + c * ROWS + gl.arange(0, ROWS, rows.row_end.type.layout)
             row = results.row(tile, q_idx)
             mark = gl.load(results.lse_ptr + row, mask=q_idx < tile.len_q, other=0.0)
-            runs = mark != mark
-            chosen = runs | (mark == float("inf"))
+            is_exact = mark != mark
+            chosen = is_exact | (mark == float("inf"))
+            runs = is_exact
             if not team.build.SETTLED:
                 runs = runs | True
             q_channel.wait(sent_q)
             q = q_channel.tile(sent_q)
             for first_column in range(0, team.v.tiles.shape[5], SLICE):
-                acc, m, l, seen = attend_again(team, rows, q, runs, seen)
-                out, lse, _l = normalize(team, results, tile, acc, m, l)
+                acc, m, l, seen = attend_again(team, rows, q, runs, is_exact, seen)
+                out, lse, m, l = normalize(team, results, tile, acc, m, l, l, is_exact)
                 out = out.to(q.dtype)
                 replace_rows(results, out, row, chosen, first_column)
-                gl.store(results.lse_ptr + row, lse, mask=chosen)
+                results.store_statistics(row, lse, m, l, chosen)
             q_channel.release(sent_q)
             sent_q += 1
         tiles += 1

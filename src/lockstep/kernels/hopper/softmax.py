@@ -6,8 +6,8 @@ is held in raw units as well, and is a maximum only because `scale` is positive.
 
 Softmax does not need the maximum. It needs any `m` near enough for `exp2` to neither overflow nor
 vanish, and bf16 weights have the exponents of fp32. So a *settled* row keeps the maximum of the
-first block in which it saw a key, and spends no instruction on later ones: a third of all the
-softmax takes. Should a later key exceed that first maximum by more than about 2^64, its row's sum
+first block in which it saw a key, and need not wait for those of later ones: a third of all the
+softmax takes. What its largest weight then loses by rounding, `round_tops` makes up for. Should a later key exceed that first maximum by more than about 2^64, its row's sum
 gives it away, and the row is computed again with a running maximum (`second_lap.py`).
 """
 
@@ -19,6 +19,8 @@ LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
 # A settled row whose sum reaches this is computed again: 2^64 leaves room for values up to 2^63.
 OVERFLOW = gl.constexpr(18446744073709551616.0)
+# So is one with a maximum of this size in log2 units: see `weigh`.
+LARGE = gl.constexpr(4194304.0)
 
 
 @gluon.jit
@@ -48,11 +50,28 @@ def raise_maximum(s, m, scale, rises):
 
 @gluon.jit
 def weigh(s, m, scale):
-    """p = exp2((s - m)·scale) [BLOCK_Q, BLOCK_KV] fp32."""
+    """p = exp2(s·scale - m·scale) [BLOCK_Q, BLOCK_KV] fp32.
+
+    m·scale is rounded, which is the same factor for all weights of a row (`slip`), and no more than
+    that while m·scale is below LARGE."""
     # Rows that have seen no key measure from 0: exp2(-inf - 0) = 0.
     offset = gl.where(m == -float("inf"), 0.0, -m * scale)
     zero = gl.full(s.shape, 0.0, gl.float32, s.type.layout)
     return gl.exp2(gl.fma(s, zero + scale, zero + gl.expand_dims(offset, 1)))
+
+
+@gluon.jit
+def weigh_exactly(s, m, scale):
+    """p = exp2((s - m)·scale): scores of any size have the same weights as small ones that differ
+    by as much."""
+    origin = gl.where(m == -float("inf"), 0.0, m)
+    return gl.exp2((s - gl.expand_dims(origin, 1)) * scale)
+
+
+@gluon.jit
+def slip(m, scale):
+    """What rounding m·scale adds to the exponents of `weigh`."""
+    return gl.where(gl.abs(m) < float("inf"), gl.fma(m, scale + gl.zeros_like(m), -m * scale), 0.0)
 
 
 @gluon.jit
@@ -61,6 +80,26 @@ def thread_sums(p):
     by itself. In the layout of wgmma, thread t of them has the columns 8i + 2t and 8i + 2t + 1."""
     pairs = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
     return gl.sum(gl.sum(pairs, 3), 1)
+
+
+@gluon.jit
+def thread_tops(p):
+    """`thread_sums`, but the largest weights, as the integers that their bits are: of those, one
+    instruction finds the largest of three."""
+    bits = p.to(gl.int32, bitcast=True).reshape([p.shape[0], p.shape[1] // 8, 4, 2])
+    layout: gl.constexpr = gl.max(gl.max(bits, 3), 1).type.layout
+    return gl.convert_layout(gl.max(gl.max(bits, 1), 2), layout, assert_trivial=True)
+
+
+@gluon.jit
+def round_tops(l, tops):
+    """The sums `l` with the largest weights as the product has them, rounded to bf16.
+
+    Where one weight outweighs all others, as it does in peaked rows, its rounding would otherwise
+    be an error of the whole row; the maximum of a row, which is 1, has none. The roundings of many
+    weights cancel out."""
+    p = tops.to(gl.float32, bitcast=True)
+    return l + (p.to(gl.bfloat16).to(gl.float32) - p)
 
 
 @gluon.jit
@@ -92,8 +131,8 @@ def multiply_rows(x, factor):
 
 
 @gluon.jit
-def cap(s, scale_over_cap, cap_log2):
-    """cap · tanh(s·scale / cap), in log2 units."""
+def cap(s, scale_over_cap, softcap):
+    """softcap · tanh(s·scale / softcap)."""
     # tanh x = 1 - 2 / (1 + e^2x); exp2 may overflow to inf, which makes it 1.
     e = gl.exp2(s * (scale_over_cap * 2.0 * LOG2E))
-    return cap_log2 - 2.0 * cap_log2 / (1.0 + e)
+    return softcap - 2.0 * softcap / (1.0 + e)

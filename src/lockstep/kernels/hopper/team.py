@@ -6,7 +6,7 @@ from lockstep.kernels.hopper.board import Board
 from lockstep.kernels.hopper.channel import Channel, Lap
 from lockstep.kernels.hopper.gluon_shim import aggregate, gl, gluon
 from lockstep.kernels.hopper.schedule import Schedule
-from lockstep.kernels.hopper.softmax import LN2, LOG2E, cap, hide, multiply_rows
+from lockstep.kernels.hopper.softmax import LN2, LOG2E, cap, hide, multiply_rows, slip
 
 ROWS = gl.constexpr(64)  # of a consumer: the height of a wgmma
 
@@ -49,11 +49,11 @@ class Team:
     board: Board
     lap: Lap
     build: Build
-    scale: gl.tensor  # to log2 units; over the cap, if scores are capped
-    cap_log2: gl.tensor
+    scale: gl.tensor  # of raw scores to log2 units, else to natural ones; over the cap, if capped
+    softcap: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, schedule, k, v, board, lap, build, scale, cap_log2):
+    def __init__(self, schedule, k, v, board, lap, build, scale, softcap):
         self.schedule = schedule
         self.k = k
         self.v = v
@@ -61,13 +61,13 @@ class Team:
         self.lap = lap
         self.build = build
         self.scale = scale
-        self.cap_log2 = cap_log2
+        self.softcap = softcap
 
     @gluon.jit
     def see(self, rows, s, block):
         """Scores in their final units, -inf where a row does not see the key."""
         if self.build.SCORES == "capped":
-            s = cap(s, self.scale, self.cap_log2)
+            s = cap(s, self.scale, self.softcap)
         elif self.build.SCORES == "scaled":
             s = s * self.scale
         if rows.is_edge(block):
@@ -77,7 +77,7 @@ class Team:
     @gluon.jit
     def score_scale(self):
         """From what `see` returns to log2 units."""
-        return self.scale if self.build.SCORES == "raw" else 1.0
+        return self.scale if self.build.SCORES == "raw" else LOG2E
 
 
 @aggregate
@@ -139,10 +139,11 @@ class Rows:
 @aggregate
 class Results:
     """Where the rows of out and lse go: row r of a head is `b·stride_b + h·stride_h + r·stride_s`
-    elements into lse, and that many rows of Dv into out."""
+    elements into lse, and that many rows of Dv into out, of 2 into statistics."""
 
     out_ptr: gl.tensor
     lse_ptr: gl.tensor
+    statistics_ptr: gl.tensor
     sinks_ptr: gl.tensor
     stride_b: gl.tensor
     stride_h: gl.tensor
@@ -150,10 +151,11 @@ class Results:
     Dv: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, out_ptr, lse_ptr, sinks_ptr, stride_b, stride_h, stride_s, Dv):
-        self.out_ptr = out_ptr
-        self.lse_ptr = lse_ptr
-        self.sinks_ptr = sinks_ptr
+    def __init__(self, pointers, stride_b, stride_h, stride_s, Dv):
+        self.out_ptr = pointers[0]
+        self.lse_ptr = pointers[1]
+        self.statistics_ptr = pointers[2]
+        self.sinks_ptr = pointers[3]
         self.stride_b = stride_b
         self.stride_h = stride_h
         self.stride_s = stride_s
@@ -164,23 +166,46 @@ class Results:
         start = tile.batch * self.stride_b + tile.head * self.stride_h
         return start + (tile.q_start + q_idx) * self.stride_s
 
+    @gluon.jit
+    def store_statistics(self, row, lse, m, l, mask):
+        gl.store(self.lse_ptr + row, lse, mask=mask)
+        gl.store(self.statistics_ptr + 2 * row.to(gl.int64), m, mask=mask)
+        gl.store(self.statistics_ptr + 2 * row.to(gl.int64) + 1, l, mask=mask)
+
 
 @gluon.jit
-def normalize(team, results, tile, acc, m, l):
-    """out [ROWS, DV] fp32, lse and l [ROWS] from the state of the rows."""
-    m = m * team.score_scale()  # in log2 units
+def normalize(team, results, tile, acc, m, l, r, is_exact):
+    """out [ROWS, DV] fp32; lse, m and l [ROWS], relative to which weights are exp2((s - m)·scale).
+
+    acc is divided by `r`, the sum of the weights that it was multiplied by. `is_exact` names the
+    rows that went through `weigh_exactly`."""
+    scale = team.score_scale()
+    # From here on, sums are relative to m·scale as it is.
+    factor = gl.exp2(-slip(m, scale))
+    if is_exact is not None:
+        factor = gl.where(is_exact, 1.0, factor)
     l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+    r = gl.convert_layout(gl.sum(r, 1), m.type.layout)
     if team.build.HAS_SINKS:
+        l = l * factor
+        r = r * factor
         # A sink is a key without a value.
         sink = gl.load(results.sinks_ptr + tile.head).to(gl.float32) * LOG2E
-        top = gl.maximum(m, sink)
-        origin = gl.where(top == -float("inf"), 0.0, top)
-        factor = gl.exp2(m - origin)
-        l = l * factor + gl.exp2(sink - origin)
-        m = origin
-    empty = l == 0.0
-    lse = gl.where(empty, -float("inf"), (m + gl.log2(l)) * LN2)
-    inverse = 1.0 / gl.where(empty, 1.0, l)
-    if team.build.HAS_SINKS:
-        inverse = inverse * factor
-    return multiply_rows(acc, inverse), lse, l
+        # Finite even where the scale is next to nothing.
+        top = gl.minimum(gl.maximum(m, sink / scale), 3.0e38)
+        top = gl.where(top == -float("inf"), 0.0, top)
+        keep = gl.exp2((m - top) * scale)
+        weight = gl.exp2(gl.fma(-top, scale + gl.zeros_like(top), sink + gl.zeros_like(top)))
+        l = l * keep + weight
+        r = r * keep + weight
+        inverse = factor * keep / gl.where(r == 0.0, 1.0, r)
+        m = top
+    else:
+        inverse = 1.0 / gl.where(r == 0.0, 1.0, r)
+        l = l * factor
+    is_empty = l == 0.0
+    log2_l = gl.log2(gl.where(is_empty, 1.0, l))
+    lse = (m * scale + (slip(m, scale) + log2_l)) * LN2
+    lse = gl.where(is_empty, -float("inf"), lse)
+    m = gl.where(is_empty, float("inf"), m)
+    return multiply_rows(acc, inverse), lse, m, gl.where(is_empty, 1.0, l)
