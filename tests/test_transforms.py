@@ -251,6 +251,13 @@ def test_operators_take_part_in_transforms():
     assert torch.equal(of_operator(q), of_call(q))
 
 
+def test_several_gradients_at_a_time_are_refused_by_name():
+    q = rand(1, 2, 5, 8, dtype=torch.float32).requires_grad_()
+    out = lockstep.attention(q, q, q)
+    with pytest.raises(RuntimeError, match="lockstep::attention_backward"):
+        torch.autograd.grad(out, q, rand(3, *out.shape, dtype=q.dtype), is_grads_batched=True)
+
+
 WRONG_SAMPLES = [
     {"k": (1, HKV, SKV, D), "v": (1, HKV, SKV, D)},
     {"v": (1, HKV, SKV, D)},

@@ -75,8 +75,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention: `softmax(softcap(scale · q kᵀ) + bias) v`.
 
-    Differentiable in q, k, v, bias and sinks, through lse as well. A sequence's bits do not depend
-    on the batch around it.
+    Differentiable in q, k, v, bias and sinks, through lse as well: once, in reverse mode. A
+    sequence's bits do not depend on the batch around it.
 
     Args:
         q: [B, Hq, Sq, D] float16, bfloat16, float32 or float64. As for k and v, any strides do;
@@ -94,7 +94,7 @@ def attention(
         sinks: [Hq] in the dtype of q or float32. One more logit per head in the denominator of
             the softmax, with no value attached.
         bias: Broadcastable to [B, Hq, Sq, Skv], in the dtype of q or float32, added to the scores.
-            Where it is -inf, it hides the key. Any strides do; it is never copied.
+            Where it is -inf, it hides the key. Any strides do, and cost no copy.
         kv_lens: [B] int32 or int64. Sequence b has `kv_lens[b]` keys; what lies beyond is not
             looked at, and `Skv` in the above becomes `kv_lens[b]`. Values are checked on the CPU
             only: on a GPU that would wait for the device.
@@ -172,7 +172,7 @@ def attention_varlen(
 
     Sequence b has the queries `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` and the keys
     `cu_seqlens_k[b]` to `cu_seqlens_k[b + 1]`, and gets what `attention` would give it alone.
-    Differentiable in q, k, v and sinks, through lse as well.
+    Differentiable in q, k, v and sinks, through lse as well: once, in reverse mode.
 
     Args:
         q: [Tq, Hq, D]

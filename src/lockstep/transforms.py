@@ -35,6 +35,7 @@ _transforms_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _trace = torch._C._get_tracing_state
+_has_storage = torch._C._has_storage
 _profiler_enabled = torch._C._autograd._profiler_enabled
 
 
@@ -59,6 +60,9 @@ def nobody_listens(args: tuple[Any, ...]) -> bool:
         kind = type(arg)
         if kind in PLAIN_TYPES:
             if not (arg.is_cuda or arg.is_cpu) or arg.is_neg() or arg._is_zerotensor():
+                return False
+            # Several gradients at a time (is_grads_batched) come wrapped.
+            if not _has_storage(arg):
                 return False
         elif kind not in _OPTION_TYPES and isinstance(arg, Tensor):
             return False
