@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lockstep.numerics import statistics_dtype
+from lockstep.options import type_of
 from lockstep.problem import (
     DTYPES,
-    REQUIRED,
     SHAPES,
     AttentionProblem,
     Layout,
@@ -21,8 +21,13 @@ from lockstep.problem import (
     any_of,
     short,
     shown,
-    type_of,
 )
+
+REQUIRED: dict[Layout, tuple[str, ...]] = {
+    "dense": ("q", "k", "v"),
+    "varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
+    "paged": ("q", "k", "v", "page_table", "kv_lens"),
+}
 
 
 def check_types(tensors: Tensors, layout: Layout) -> None:
