@@ -109,6 +109,84 @@ def test_autocast_leaves_float64_alone():
         assert lockstep.attention(q, q, q).dtype == torch.float64
 
 
+def calls_in(dtype: torch.dtype):
+    """Each call with arguments that it takes, by name."""
+    x, packed, pages = rand(2, 2, 6, 8), rand(6, 2, 8), rand(3, 4, 2, 8)
+    offsets, table, lens = (
+        torch.tensor([0, 2, 6]),
+        torch.tensor([[0, 2], [1, 2]]),
+        torch.tensor([5, 8]),
+    )
+    sinks = rand(2).to(dtype)
+    x, packed, pages = (t.to(dtype) for t in (x, packed, pages))
+    bias, paged_bias = rand(6, 6).to(dtype), rand(6, 8).to(dtype)
+    dense = {"q": x, "k": x, "v": x, "bias": bias, "sinks": sinks, "kv_lens": torch.tensor([6, 3])}
+    varlen = {"q": packed, "k": packed, "v": packed, "sinks": sinks}
+    paged = {"q": x, "k_pages": pages, "v_pages": pages, "bias": paged_bias, "sinks": sinks}
+    return {
+        lockstep.attention: dense,
+        lockstep.attention_varlen: varlen | {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets},
+        lockstep.attention_paged: paged | {"page_table": table, "kv_lens": lens},
+    }
+
+
+NOT_CAST = [torch.bool, torch.int64, torch.uint8, torch.complex64, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", NOT_CAST)
+@pytest.mark.parametrize("call", calls_in(torch.float32), ids=lambda call: call.__name__)
+def test_autocast_hides_no_wrong_dtype(call, dtype):
+    """One argument after the other, of every call."""
+    right = calls_in(torch.float32)[call]
+    for name, tensor in right.items():
+        if dtype == torch.int64 and not tensor.is_floating_point():
+            continue
+        wrong = right | {name: tensor.to(dtype)}
+        short = str(dtype).removeprefix("torch.")
+        with torch.autocast("cpu"), pytest.raises(TypeError, match=f"^{name} takes .* got {short}"):
+            call(**wrong)
+        with pytest.raises(TypeError, match=f"^{name} takes .* got {short}"):
+            call(**wrong)
+
+
+@pytest.mark.parametrize("call", calls_in(torch.float32), ids=lambda call: call.__name__)
+def test_autocast_gives_the_bits_of_a_call_with_cast_tensors(call):
+    right = calls_in(torch.float32)[call]
+    given = {n: x.bfloat16() if n[0] in "qkv" and n != "kv_lens" else x for n, x in right.items()}
+    expected = call(**given)
+    assert expected.dtype == torch.bfloat16
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(call(**right), expected)
+        assert call(**right).dtype == torch.float32
+
+
+def test_zeros_without_memory_are_zeros():
+    """What autograd makes of a gradient that is not there."""
+    for call, right in calls_in(torch.float32).items():
+        for name, tensor in right.items():
+            given = (
+                torch.zeros_like(tensor),
+                torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype),
+            )
+            try:
+                expected = call(**right | {name: given[0]})
+            except ValueError:
+                with pytest.raises(ValueError, match=f"^{name} takes"):
+                    call(**right | {name: given[1]})
+                continue
+            for _ in range(2):
+                assert torch.equal(call(**right | {name: given[1]}), expected)
+
+
+def test_a_gradient_of_zeros_without_memory_is_zero():
+    q = rand(1, 2, 6, 8, dtype=torch.float32).requires_grad_()
+    for _ in range(2):
+        out = lockstep.attention(q, q, q)
+        (dq,) = torch.autograd.grad(out, q, torch._efficientzerotensor(out.shape))
+        assert dq.eq(0).all()
+
+
 @pytest.mark.parametrize(
     "call", [api.attention, api.attention_varlen, api.attention_paged, api.merge, api.explain]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -150,6 +151,108 @@ def test_demo_fails_when_a_check_does(monkeypatch, failing):
     result = runner.invoke(cli.app, ["demo"])
     assert result.exit_code == 1
     assert "A check failed." in result.stdout
+
+
+# What each command does first, so that it can be made to fail there.
+BEGINS = {
+    ("demo",): "lockstep.bench.demo.run",
+    ("doctor",): "lockstep.bench.doctor.examine",
+    ("bench", "cpu"): "lockstep.bench.cpu.run",
+    ("bench", "gpu"): "lockstep.bench.gpu_run.main",
+    ("audit", "bits"): "lockstep.audit.cli._prepare",
+    ("ladder",): "lockstep.ladder.cli._problem",
+    ("plan",): "lockstep.ladder.cli._problem",
+    ("trace", "naive"): "lockstep.ladder.cli._problem",
+    ("show", "naive"): "lockstep.ladder.cli._problem",
+    ("claims",): "lockstep.ladder.claims.page.findings",
+}
+
+
+@pytest.fixture(params=BEGINS, ids=" ".join)
+def failing_with(request, monkeypatch):
+    """The result of a command that meets an error."""
+
+    def fail(error: BaseException):
+        def begin(*args, **kwargs):
+            raise error
+
+        monkeypatch.setattr(BEGINS[request.param], begin)
+        return runner.invoke(cli.app, request.param)
+
+    return fail
+
+
+def test_ctrl_c_ends_every_command_with_one_line(failing_with):
+    result = failing_with(KeyboardInterrupt())
+    assert result.exit_code == 130
+    assert isinstance(result.exception, SystemExit)
+    assert result.stderr.strip() == "interrupted"
+
+
+NO_MEMORY = [
+    MemoryError("Unable to allocate 745. GiB"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes.\nframe #0: ..."),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 TiB."),
+]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
+def test_a_lack_of_memory_ends_every_command_with_one_line(failing_with, error):
+    result = failing_with(error)
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit)
+    assert result.stderr.strip().startswith("error: not enough memory: ")
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_an_error_of_ours_is_not_taken_for_a_lack_of_memory(monkeypatch):
+    def examine():
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr("lockstep.bench.doctor.examine", examine)
+    assert isinstance(runner.invoke(cli.app, ["doctor"]).exception, RuntimeError)
+
+
+PRINTING = [
+    ["plan"],
+    ["plan", "naive"],
+    ["plan", "--json"],
+    ["doctor"],
+    ["doctor", "--json"],
+    ["demo"],
+    ["bench", "cpu", "--quick"],
+    ["ladder", "--seq", "20", "--no-bench"],
+    ["trace", "small_tile", "--seq", "20"],
+    ["trace", "transpose, padded"],
+    ["claims"],
+    ["audit", "bits", "--device", "cpu", "--seq", "40", "--repeats", "2", "--head-dim", "8"],
+    ["audit", "bits", "--seq", "99999999999"],
+    ["plan", "--seq", "99999999999"],
+    ["--help"],
+]
+
+
+@pytest.mark.usefixtures("small_cases")
+@pytest.mark.parametrize("arguments", PRINTING, ids=" ".join)
+def test_a_terminal_without_unicode_gets_other_characters(arguments):
+    result = CliRunner(charset="ascii").invoke(cli.app, arguments)
+    assert result.exit_code == (2 if "99999999999" in arguments else 0), result.output
+    assert result.stdout_bytes.isascii()
+    assert (result.stdout_bytes + result.stderr_bytes).strip()
+    if "--json" in arguments:
+        json.loads(result.stdout)
+
+
+def test_a_terminal_without_unicode_gets_a_plan():
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep.cli", "plan"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=True,
+    )
+    assert done.stdout.isascii()
+    assert b"naive" in done.stdout
+    assert b"?" not in done.stdout
 
 
 @pytest.mark.parametrize("command", ["trace", "show"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.func import grad, grad_and_value, jvp, vjp, vmap
 
 import lockstep
 
@@ -99,6 +100,95 @@ def test_inductor():
     torch._dynamo.reset()
     grads = torch.autograd.grad(torch.compile(f, fullgraph=True)(q, k, v), (q, k, v))
     torch.testing.assert_close(grads, torch.autograd.grad(f(q, k, v), (q, k, v)))
+
+
+def transformed():
+    """Functions made by torch.func, with their arguments."""
+    q, k, v, bias, sinks = (
+        rand(2, 4, 5, 8), rand(2, 2, 7, 8), rand(2, 2, 7, 6), rand(5, 7), rand(4)
+    )  # fmt: skip
+    packed, offsets, lens = rand(9, 4, 8), torch.tensor([0, 4, 9]), torch.tensor([3, 7])
+    parts = rand(5, 4), rand(5), rand(5, 4), rand(5)
+
+    def dense(q, k, v, bias, sinks):
+        out, lse = lockstep.attention(
+            q, k, v, bias=bias, sinks=sinks, kv_lens=lens, causal=True, return_lse=True
+        )
+        return out.square().sum() + lse[:, :, -1].sum()
+
+    def alone(q):
+        return lockstep.attention(q, q, q).square().sum()
+
+    def varlen(x):
+        out, lse = lockstep.attention_varlen(x, x, x, offsets, offsets, return_lse=True)
+        return out.square().sum() + lse.sum()
+
+    def merge(a, b, c, d):
+        out, lse = lockstep.merge([(a, b), (c, d)])
+        return out.square().sum() + lse.sum()
+
+    samples = rand(3, 2, 4, 5, 8)
+    return {
+        "q": (grad(alone), (q,)),
+        "all": (grad(dense, argnums=(0, 1, 2, 3, 4)), (q, k, v, bias, sinks)),
+        "with its value": (grad_and_value(alone), (q,)),
+        "varlen": (grad(varlen), (packed,)),
+        "merge": (grad(merge, argnums=(0, 1, 2, 3)), parts),
+        "vmap": (vmap(alone), (samples,)),
+        "vmap of grad": (vmap(grad(alone)), (samples,)),
+        "grad of vmap": (grad(lambda x: vmap(alone)(x).sum()), (samples,)),
+        "vmap of grad of varlen": (vmap(grad(varlen)), (rand(3, 9, 4, 8),)),
+        "vjp": (lambda q: vjp(alone, q)[1](q.new_ones(()))[0], (q,)),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("name", transformed())
+def test_transforms_inside(name, fullgraph, dtype):
+    function, args = transformed()[name]
+    if dtype == torch.float32:
+        args = tuple(x.float() for x in args)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=fullgraph)
+    torch.testing.assert_close(compiled(*args), function(*args), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["all", "varlen", "vmap of grad"])
+def test_transforms_inside_inductor(name):
+    function, args = transformed()[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True)
+    torch.testing.assert_close(compiled(*args), function(*args))
+
+
+def test_forward_mode_is_refused_while_compiling(compiled):
+    g, _ = compiled(lambda q: jvp(lambda q: lockstep.attention(q, q, q), (q,), (q,)))
+    with pytest.raises(Exception, match="has no forward-mode derivative"):
+        g(rand(1, 2, 3, 4))
+
+
+def test_second_derivatives_are_refused_while_compiling(compiled):
+    inner = grad(lambda q: lockstep.attention(q, q, q).square().sum())
+    g, _ = compiled(grad(lambda q: inner(q).sum()))
+    with pytest.raises(Exception, match="has no second derivative"):
+        g(rand(1, 2, 3, 4))
+
+
+def test_an_unknown_kernel_is_named_while_compiling(compiled):
+    g, _ = compiled(lambda q: lockstep.attention(q, q, q, kernel="abacus"))
+    with pytest.raises(Exception, match=r"kernel takes one of .* got 'abacus'"):
+        g(rand(1, 2, 3, 4))
+
+
+def test_a_scale_may_follow_from_a_length(compiled):
+    def f(q):
+        return lockstep.attention(q, q, q, scale=q.shape[2] ** -0.5, window=(q.shape[2] // 2, 0))
+
+    g, _ = compiled(f)
+    for S in LENGTHS:
+        q = rand(1, 2, S, 8)
+        torch.testing.assert_close(g(q), f(q))
 
 
 def test_bad_input_is_named_while_compiling(compiled):

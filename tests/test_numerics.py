@@ -121,7 +121,15 @@ OUT, LSE = torch.zeros(3, 2), torch.zeros(3)
     [
         ([], ValueError, "at least one"),
         ([OUT], TypeError, "pairs, got Tensor at index 0"),
-        ([(OUT, LSE), (OUT, None)], TypeError, "pairs of tensors, .* index 1"),
+        ([(OUT, LSE), (OUT, None)], TypeError, "tensors, got NoneType for lse at index 1"),
+        (None, TypeError, "a sequence of .* pairs, got NoneType"),
+        (3, TypeError, "a sequence of .* pairs, got int"),
+        (OUT, TypeError, "a sequence of .* pairs, got Tensor"),
+        (torch.tensor(1.0), TypeError, "a sequence of .* pairs, got Tensor"),
+        ("ab", TypeError, "pairs, got str at index 0"),
+        ({"out": OUT}, TypeError, "pairs, got str at index 0"),
+        ([(OUT, LSE, LSE)], TypeError, "pairs, got 3 entries at index 0"),
+        ([(OUT.numpy(), LSE)], TypeError, "tensors, got ndarray for out at index 0"),
         ([(OUT, LSE), (OUT[:2], LSE)], ValueError, "one shape and dtype.* at index 1"),
         ([(OUT, LSE), (OUT.half(), LSE)], ValueError, "one shape and dtype.* at index 1"),
         ([(OUT, LSE[:2])], ValueError, r"an lse of shape \[3\].* at index 0"),
@@ -133,3 +141,39 @@ OUT, LSE = torch.zeros(3, 2), torch.zeros(3)
 def test_parts_that_do_not_fit(parts, error, message):
     with pytest.raises(error, match=f"^parts takes .*{message}"):
         lockstep.merge(parts)
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype stage")
+@pytest.mark.parametrize("kind", ["sparse_coo", "_mkldnn", "nested"])
+def test_parts_without_strides_are_refused(kind):
+    change = {
+        "sparse_coo": torch.Tensor.to_sparse,
+        "_mkldnn": torch.Tensor.to_mkldnn,
+        "nested": lambda x: torch.nested.nested_tensor([x, x]),
+    }[kind]
+    for i, name in enumerate(("out", "lse")):
+        wrong = [OUT, LSE]
+        wrong[i] = change(wrong[i])
+        message = rf"^{name} of parts\[1\] takes a strided tensor, got .*{kind}"
+        with pytest.raises(TypeError, match=message):
+            lockstep.merge([(OUT, LSE), tuple(wrong)])
+
+
+def test_zeros_without_memory_are_merged():
+    out, lse = torch.randn(3, 2), torch.randn(3)
+    zeros = torch._efficientzerotensor((3, 2)), torch._efficientzerotensor((3,))
+    got = lockstep.merge([(out, lse), zeros])
+    expected = lockstep.merge([(out, lse), (torch.zeros(3, 2), torch.zeros(3))])
+    assert all(map(torch.equal, got, expected))
+
+
+def test_autocast_changes_no_part():
+    out, lse = torch.randn(3, 2), torch.randn(3)
+    expected = lockstep.merge([(out, lse), (out, lse)])
+    with torch.autocast("cpu"):
+        got = lockstep.merge([(out, lse), (out, lse)])
+        with pytest.raises(TypeError, match=r"^parts takes out of dtype .* got int64"):
+            lockstep.merge([(OUT.long(), LSE)])
+        with pytest.raises(ValueError, match=r"^parts takes an lse .* got .* float64"):
+            lockstep.merge([(OUT, LSE.double())])
+    assert all(map(torch.equal, got, expected))

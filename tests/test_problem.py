@@ -183,6 +183,23 @@ BAD = [
     (dense, {"causal": 1}, TypeError, "^causal takes True or False, got int"),
     (varlen, {"window": (4, 1), "causal": True}, ValueError, "^window takes 0 or None"),
     (paged, {"scale": math.nan}, ValueError, "^scale takes a finite number"),
+    # what float32 does not hold, or holds in part
+    (dense, {"scale": 10**400}, ValueError, "^scale takes a finite number .* larger integer"),
+    (dense, {"scale": -(10**400)}, ValueError, "^scale takes a finite number"),
+    (varlen, {"softcap": 10**400}, ValueError, "^softcap takes a finite number"),
+    (dense, {"softcap": math.inf}, ValueError, "^softcap takes a finite number"),
+    (dense, {"scale": 1e39}, ValueError, r"^scale takes .* size 1e-37 to 1e\+37, got 1e\+39"),
+    (dense, {"scale": -3e38}, ValueError, "^scale takes"),
+    (dense, {"scale": 1e-40}, ValueError, "^scale takes"),
+    (dense, {"softcap": 3e38}, ValueError, r"^softcap takes .* 1e-37 to 1e\+37, got 3e\+38"),
+    (paged, {"softcap": 1e-40}, ValueError, "^softcap takes"),
+    (dense, {"softcap": 1e30, "scale": 1e-9}, ValueError, "^softcap takes .* scale / softcap"),
+    (dense, {"softcap": 1e-30, "scale": 1e9}, ValueError, "^softcap takes .* scale / softcap"),
+    (dense, {"window": (10**30, 0)}, ValueError, "^window takes distances up to .* its left"),
+    # flags
+    (dense, {"return_lse": "no"}, TypeError, "^return_lse takes True or False, got str"),
+    (varlen, {"return_lse": 0}, TypeError, "^return_lse takes True or False, got int"),
+    (paged, {"return_lse": None}, TypeError, "^return_lse takes True or False, got NoneType"),
 ]
 
 
@@ -204,6 +221,97 @@ def test_flags_are_flags(arguments, flag):
 def test_unknown_kernel(arguments):
     with pytest.raises(ValueError, match=r"^kernel takes one of .*oracle.* got 'no_such_kernel'"):
         CALLS[arguments][0](**arguments(), kernel="no_such_kernel")
+
+
+@pytest.mark.parametrize("kernel", [["cpu"], {}, 3, torch.float32])
+@pytest.mark.parametrize("arguments", CALLS)
+def test_a_kernel_is_given_by_name(arguments, kernel):
+    message = r"^kernel takes the name of a kernel or None, got"
+    with pytest.raises(TypeError, match=message):
+        CALLS[arguments][0](**arguments(), kernel=kernel)
+    with pytest.raises(TypeError, match=message):
+        lockstep.explain(**dense(), kernel=kernel)
+
+
+@pytest.mark.parametrize("arguments", CALLS)
+def test_unknown_kernel_on_the_meta_device(arguments):
+    meta = {name: tensor.to("meta") for name, tensor in arguments().items()}
+    with pytest.raises(ValueError, match=r"^kernel takes one of .* got 'no_such_kernel'"):
+        CALLS[arguments][0](**meta, kernel="no_such_kernel")
+
+
+def nested(x: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor(list(x))
+
+
+def jagged(x: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor([x, x], layout=torch.jagged)
+
+
+WITHOUT_STRIDES = {
+    "sparse_coo": lambda x: x.to_sparse(),
+    "sparse_csr": lambda x: x.reshape(-1, x.shape[-1]).to_sparse_csr(),
+    "_mkldnn": lambda x: x.float().to_mkldnn(),
+    "nested": nested,
+    "nested, jagged": jagged,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype stage", "ignore:.*beta state")
+@pytest.mark.parametrize("kind", WITHOUT_STRIDES)
+@pytest.mark.parametrize("arguments", CALLS)
+def test_tensors_without_strides_are_refused_by_name(arguments, kind):
+    right = arguments(sinks=rand(HQ))
+    if arguments is not varlen:
+        right |= {"bias": rand(B, HQ, SQ, SKV if arguments is dense else MAX_PAGES * PAGE)}
+    if arguments is dense:
+        right |= {"kv_lens": torch.tensor([3, 7])}
+    for name, tensor in right.items():
+        wrong = right | {name: WITHOUT_STRIDES[kind](tensor)}
+        found = kind.split(",")[0]
+        for call in CALLS[arguments]:
+            with pytest.raises(TypeError, match=rf"^{name} takes a strided tensor, got .*{found}"):
+                call(**wrong)
+        # The right call before, and gradients wanted: no other way leads past the check.
+        single = {n: x.float() if x.is_floating_point() else x for n, x in right.items()}
+        CALLS[arguments][0](**single)
+        if not single[name].is_floating_point() or kind != "sparse_coo":
+            continue
+        wrong = single | {name: single[name].to_sparse().requires_grad_()}
+        with pytest.raises(TypeError, match=rf"^{name} takes a strided tensor"):
+            CALLS[arguments][0](**wrong)
+
+
+def test_operators_refuse_tensors_without_strides():
+    q, k, v = dense().values()
+    options = (False, None, None, None, None, False, False, None)
+    with pytest.raises(TypeError, match=r"^k takes a strided tensor, got one of layout sparse_coo"):
+        torch.ops.lockstep.attention(q, k.to_sparse(), v, None, None, None, *options)
+
+
+FACTORS = [
+    {"scale": 0},
+    {"scale": -1.5},
+    {"scale": 1e-37},
+    {"scale": 1e37},
+    {"softcap": 1e-37},
+    {"softcap": 1e-30},
+    {"softcap": 1e30},
+    {"softcap": 1e37, "scale": 1.0},
+    {"softcap": 1e-3, "scale": 0},
+]
+
+
+@pytest.mark.parametrize("options", FACTORS, ids=str)
+@pytest.mark.parametrize("zero", [False, True])
+def test_factors_at_the_ends_of_their_range_give_what_the_oracle_gives(options, zero):
+    q, k, v = torch.randn(3, 1, 2, 9, 4)
+    q = torch.zeros_like(q) if zero else q
+    if not zero and abs(options.get("scale", 0)) > 1e30:
+        q = q * 1e-37
+    out, lse = lockstep.attention(q, k, v, **options, return_lse=True)
+    expected = lockstep.reference.attention(q, k, v, **options, return_lse=True)
+    torch.testing.assert_close((out.double(), lse.double()), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("arguments", CALLS)

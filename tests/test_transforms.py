@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.func import grad, jacrev, jvp, vmap
+from torch.func import grad, jacrev, jvp, vjp, vmap
 
 import lockstep
+from lockstep import numerics
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -149,19 +150,181 @@ def test_merge():
     torch.testing.assert_close(vmap(gradient)(*args), one_by_one(gradient, args, (0, 0, 0, 0)))
 
 
-def test_second_derivatives_are_refused():
-    q = rand(1, 1, 2, 3)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_second_derivatives_are_refused(dtype):
+    q, offsets = rand(1, 1, 2, 3, dtype=dtype), torch.tensor([0, 2])
+    packed = q[0].transpose(0, 1)
+    calls = [
+        (q, lambda q: lockstep.attention(q, q, q).square().sum()),
+        (packed, lambda x: lockstep.attention_varlen(x, x, x, offsets, offsets).square().sum()),
+    ]
+    for x, call in calls:
+        inner = grad(call)
+        outer = grad(lambda x, inner=inner: inner(x).sum())
+        for function, given in ((outer, x), (vmap(outer), torch.stack([x, x]))):
+            with pytest.raises(NotImplementedError, match="has no second derivative"):
+                function(given)
+        leaf = x.detach().requires_grad_()
+        with pytest.raises(NotImplementedError, match="has no second derivative"):
+            inner(leaf).sum().backward()
+
+
+def test_a_gradient_inside_a_gradient_that_does_not_derive_it():
+    q, other = rand(1, 1, 2, 3), rand(1, 1, 2, 3)
     inner = grad(lambda q: lockstep.attention(q, q, q).square().sum())
-    with pytest.raises(NotImplementedError, match="has no second derivative"):
-        grad(lambda q: inner(q).sum())(q)
+    torch.testing.assert_close(grad(lambda x: (inner(other) * x).sum())(q), inner(other))
 
 
-def test_forward_mode_is_refused():
-    q = rand(1, 1, 2, 3)
-    with pytest.raises(NotImplementedError, match="jvp"):
-        jvp(lambda q: lockstep.attention(q, q, q), (q,), (q,))
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
-        lockstep.attention(forward_ad.make_dual(q, q), q, q)
+def test_gradients_of_merge_of_every_order():
+    parts = rand(5, 4), rand(5), rand(5, 4), rand(5)
+
+    def f(*parts):
+        out, lse = lockstep.merge([parts[:2], parts[2:]])
+        return out.square().sum() + lse.sum()
+
+    def g(*parts):
+        out, lse = numerics.merge(parts[::2], parts[1::2])
+        return out.square().sum() + lse.sum()
+
+    def twice(f):
+        return grad(lambda *x: grad(f)(*x).square().sum(), argnums=(0, 1, 2, 3))
+
+    torch.testing.assert_close(twice(f)(*parts), twice(g)(*parts))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_forward_mode_is_refused(dtype):
+    q, pages = rand(1, 1, 2, 3, dtype=dtype), rand(2, 4, 1, 3, dtype=dtype)
+    packed, offsets = rand(4, 2, 3, dtype=dtype), torch.tensor([0, 4])
+    table, lens = torch.tensor([[1]]), torch.tensor([3])
+    calls = [
+        (q, lambda q: lockstep.attention(q, q.detach(), q)),
+        (packed, lambda x: lockstep.attention_varlen(x, x, x, offsets, offsets)),
+        (q, lambda q: lockstep.attention_paged(q, pages, pages, table, lens)),
+    ]
+    message = "has no forward-mode derivative"
+    for x, call in calls:
+        with pytest.raises(NotImplementedError, match=message):
+            jvp(call, (x,), (x,))
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=message):
+            call(forward_ad.make_dual(x, x))
+        # A tangent of zeros has no memory.
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=message):
+            call(forward_ad.make_dual(x, torch._efficientzerotensor(x.shape, dtype=dtype)))
+
+
+def test_merge_has_a_forward_mode_derivative():
+    parts = rand(5, 4), rand(5), rand(5, 4), rand(5)
+
+    def f(*parts):
+        return lockstep.merge([parts[:2], parts[2:]])
+
+    _, tangents = jvp(f, parts, parts)
+    step = 1e-6
+    ahead, behind = (f(*(x * (1 + sign * step) for x in parts)) for sign in (1, -1))
+    expected = tuple((a - b) / (2 * step) for a, b in zip(ahead, behind, strict=True))
+    torch.testing.assert_close(tangents, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gradient_may_be_asked_for_when_the_transform_is_over(dtype):
+    q, offsets = rand(1, 2, 5, 8, dtype=dtype), torch.tensor([0, 2, 5])
+    packed = q[0].transpose(0, 1)
+    calls = [
+        (q, lambda q: lockstep.attention(q, q, q)),
+        (packed, lambda x: lockstep.attention_varlen(x, x, x, offsets, offsets)),
+        (q, lambda q: lockstep.merge([(q, q[..., 0].to(q.dtype))] * 2)[0]),
+    ]
+    for x, call in calls:
+        out, derive = vjp(call, x)
+        leaf = x.detach().requires_grad_()
+        (expected,) = torch.autograd.grad(call(leaf), leaf, torch.ones_like(out))
+        for _ in range(2):
+            assert torch.equal(derive(torch.ones_like(out))[0], expected)
+
+
+def test_operators_take_part_in_transforms():
+    q = rand(1, 2, 5, 8)
+    options = (None, None, None, True, None, None, None, None, False, False, None)
+    of_operator = grad(lambda q: torch.ops.lockstep.attention(q, q, q, *options)[0].square().sum())
+    of_call = grad(lambda q: lockstep.attention(q, q, q, causal=True).square().sum())
+    assert torch.equal(of_operator(q), of_call(q))
+
+
+def test_several_gradients_at_a_time_are_refused_by_name():
+    q = rand(1, 2, 5, 8, dtype=torch.float32).requires_grad_()
+    out = lockstep.attention(q, q, q)
+    with pytest.raises(RuntimeError, match="lockstep::attention_backward"):
+        torch.autograd.grad(out, q, rand(3, *out.shape, dtype=q.dtype), is_grads_batched=True)
+
+
+WRONG_SAMPLES = [
+    {"k": (1, HKV, SKV, D), "v": (1, HKV, SKV, D)},
+    {"v": (1, HKV, SKV, D)},
+    {"q": (1, HQ, SQ, D)},
+    {"q": (N * B, HQ, SQ, D)},
+    {"bias": (N, HQ, 1, SKV)},
+    {"k": (B, HKV, 1, D)},
+]
+
+
+@pytest.mark.parametrize("shapes", WRONG_SAMPLES, ids=str)
+@pytest.mark.parametrize("mapped", [("q", "k", "v"), ("k",), ("q",), ("bias",)], ids=str)
+def test_samples_that_do_not_fit_raise_what_they_raise_alone(shapes, mapped):
+    sample = [rand(*shapes.get(name, shape)) for name, shape in SHAPES.items()] + [None]
+    with pytest.raises(ValueError, match=" takes ") as alone:
+        f(*sample)
+    in_dims = tuple(0 if name in mapped else None for name in (*SHAPES, "lens"))
+    args = [x if d is None else torch.stack([x] * N) for x, d in zip(sample, in_dims, strict=True)]
+    with pytest.raises(ValueError, match=" takes ") as together:
+        vmap(f, in_dims)(*args)
+    assert str(together.value) == str(alone.value)
+
+
+def test_lengths_of_a_sample_are_as_many_as_its_sequences():
+    args, _ = arguments({"q": 0}, torch.float64)
+    wrong = torch.tensor([[3], [4], [5]])
+    with pytest.raises(ValueError, match=r"^kv_lens takes shape \[B\] with B = 2, got \[1\]"):
+        vmap(f, (0, None, None, None, None, 0))(*args[:5], wrong)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_samples(dtype):
+    x, offsets = rand(0, 6, 2, 4, dtype=dtype), torch.tensor([0, 2, 6])
+
+    def packed(x, offsets):
+        return lockstep.attention_varlen(x, x, x, offsets, offsets, return_lse=True)
+
+    out, lse = vmap(packed, (0, None))(x, offsets)
+    assert (out.shape, out.dtype, lse.shape) == ((0, 6, 2, 4), dtype, (0, 6, 2))
+    dx = vmap(grad(lambda x: packed(x, offsets)[0].sum()))(x)
+    assert (dx.shape, dx.dtype) == (x.shape, dtype)
+    with pytest.raises(ValueError, match=r"^q takes shape \[Tq, Hq, D\]"):
+        vmap(packed, (0, None))(x[..., 0], offsets)
+
+    q, pages = rand(0, 2, 4, 1, 8, dtype=dtype), rand(5, 4, 2, 8, dtype=dtype)
+    out = vmap(lambda q: lockstep.attention_paged(q, pages, pages, LENS[:, None], LENS - 3))(q)
+    assert out.shape == q.shape
+
+    for mapped in ({"q": 0}, {"sinks": 0}, {"bias": 0}):
+        args, in_dims = arguments(mapped, dtype)
+        args = [a if d is None else a[:0] for a, d in zip(args, in_dims, strict=True)]
+        out, lse = vmap(f, in_dims)(*args)
+        assert (out.shape, lse.shape) == ((0, B, HQ, SQ, D), (0, B, HQ, SQ))
+        grads = vmap(grad(loss, argnums=(0, 1, 2, 3, 4)), in_dims)(*args)
+        assert [g.shape for g in grads] == [(0, *shape) for shape in SHAPES.values()]
+
+    parts = rand(0, 5, 4, dtype=dtype), rand(0, 5, dtype=dtype)
+    out, lse = vmap(lambda out, lse: lockstep.merge([(out, lse)] * 2))(*parts)
+    assert (out.shape, lse.shape) == ((0, 5, 4), (0, 5))
+
+
+def test_merge_of_samples_that_do_not_fit():
+    def f(a, b, c, d):
+        return lockstep.merge([(a, b), (c, d)])
+
+    with pytest.raises(ValueError, match=r"^parts takes"):
+        vmap(f)(rand(N, 5, 4), rand(N, 5), rand(N, 1, 4), rand(N, 1))
 
 
 def test_forward_mode_that_does_not_concern_the_call_is_no_obstacle():

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
-import torch
 from torch import Tensor
-from torch.amp import is_autocast_available
 
-from lockstep import dispatch, ops
+from lockstep import autocast, dispatch, ops
+from lockstep.checks import check_types, split_parts
 from lockstep.dispatch import Explanation
 from lockstep.problem import (
     Layout,
     Options,
     Tensors,
     Window,
-    check_types,
     describe,
     make_options,
     pad_bias,
@@ -77,8 +75,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention: `softmax(softcap(scale · q kᵀ) + bias) v`.
 
-    Differentiable in q, k, v, bias and sinks, through lse as well. A sequence's bits do not depend
-    on the batch around it.
+    Differentiable in q, k, v, bias and sinks, through lse as well: once, in reverse mode. A
+    sequence's bits do not depend on the batch around it.
 
     Args:
         q: [B, Hq, Sq, D] float16, bfloat16, float32 or float64. As for k and v, any strides do;
@@ -89,12 +87,14 @@ def attention(
         causal: Row `q_idx` sees the keys up to `q_idx + Skv - Sq`: the last row sees them all.
         window: `(left, right)`: a row sees that many keys on either side of its diagonal position
             `q_idx + Skv - Sq`, None for no limit on that side.
-        scale: What scores are multiplied by; `D ** -0.5` if None.
+        scale: What scores are multiplied by; `D ** -0.5` if None. 0, or of a size between 1e-37
+            and 1e37: kernels hold it in float32.
         softcap: Bounds scores smoothly: `softcap · tanh(score / softcap)`, before the bias.
+            Between 1e-37 and 1e37, and `scale / softcap` likewise.
         sinks: [Hq] in the dtype of q or float32. One more logit per head in the denominator of
             the softmax, with no value attached.
         bias: Broadcastable to [B, Hq, Sq, Skv], in the dtype of q or float32, added to the scores.
-            Where it is -inf, it hides the key.
+            Where it is -inf, it hides the key. Any strides do, and cost no copy.
         kv_lens: [B] int32 or int64, each from 0 to Skv. Sequence b has `kv_lens[b]` keys; what
             lies beyond is not looked at, and `Skv` in the above becomes `kv_lens[b]`. A length out
             of that range raises on the CPU. On a GPU, where looking at it would wait for the
@@ -123,10 +123,11 @@ def attention(
         >>> lockstep.attention(q, k, v, causal=True).shape
         torch.Size([2, 8, 1024, 64])
     """
-    options = make_options(causal, window, scale, softcap, query_invariant, allow_tf32)
+    options = make_options(
+        causal, window, scale, softcap, query_invariant, allow_tf32, return_lse, kernel
+    )
     tensors = Tensors(q, k, v, bias, sinks, kv_lens)
-    out, lse = _run(ops.attention, tensors, options, kernel)
-    return (out, lse) if return_lse else out
+    return _run(ops.attention, tensors, options, kernel, return_lse)
 
 
 @overload
@@ -172,7 +173,7 @@ def attention_varlen(
 
     Sequence b has the queries `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` and the keys
     `cu_seqlens_k[b]` to `cu_seqlens_k[b + 1]`, and gets what `attention` would give it alone.
-    Differentiable in q, k, v and sinks, through lse as well.
+    Differentiable in q, k, v and sinks, through lse as well: once, in reverse mode.
 
     Args:
         q: [Tq, Hq, D]
@@ -202,10 +203,11 @@ def attention_varlen(
         >>> lockstep.attention_varlen(q, k, v, offsets, offsets, causal=True).shape
         torch.Size([300, 8, 64])
     """
-    options = make_options(causal, window, scale, softcap, query_invariant, allow_tf32)
+    options = make_options(
+        causal, window, scale, softcap, query_invariant, allow_tf32, return_lse, kernel
+    )
     tensors = Tensors(q, k, v, None, sinks, None, cu_seqlens_q, cu_seqlens_k)
-    out, lse = _run(ops.attention_varlen, tensors, options, kernel)
-    return (out, lse) if return_lse else out
+    return _run(ops.attention_varlen, tensors, options, kernel, return_lse)
 
 
 @overload
@@ -281,10 +283,11 @@ def attention_paged(
         >>> lockstep.attention_paged(q, k_pages, v_pages, page_table, kv_lens).shape
         torch.Size([2, 8, 1, 64])
     """
-    options = make_options(causal, window, scale, softcap, query_invariant, allow_tf32)
+    options = make_options(
+        causal, window, scale, softcap, query_invariant, allow_tf32, return_lse, kernel
+    )
     tensors = Tensors(q, k_pages, v_pages, bias, sinks, kv_lens, None, None, page_table)
-    out, lse = _run(ops.attention_paged, tensors, options, kernel)
-    return (out, lse) if return_lse else out
+    return _run(ops.attention_paged, tensors, options, kernel, return_lse)
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -310,16 +313,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         >>> parts = [lockstep.attention(q, k, v, return_lse=True) for k, v in halves]
         >>> out, lse = lockstep.merge(parts)
     """
-    outs, lses = [], []
-    for i, part in enumerate(parts):
-        if not isinstance(part, (tuple, list)) or len(part) != 2:
-            raise TypeError(f"parts takes (out, lse) pairs, got {type(part).__name__} at index {i}")
-        out, lse = part
-        if not isinstance(out, Tensor) or not isinstance(lse, Tensor):
-            raise TypeError(f"parts takes pairs of tensors, got something else at index {i}")
-        outs.append(out)
-        lses.append(lse)
-    return ops.merge(outs, lses)
+    return ops.merge(*split_parts(parts))
 
 
 def explain(
@@ -359,20 +353,27 @@ def explain(
         >>> lockstep.explain(q, k, v, causal=True).kernel
         'oracle'
     """
-    options = make_options(causal, window, scale, softcap, query_invariant, allow_tf32)
+    options = make_options(
+        causal, window, scale, softcap, query_invariant, allow_tf32, kernel=kernel
+    )
     tensors = Tensors(q, k, v, bias, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table)
     tensors = _prepare(tensors, tensors.layout)
     return dispatch.explain(describe(tensors, options), kernel)
 
 
 def _run(
-    operator: ops.Attention, tensors: Tensors, options: Options, kernel: str | None
-) -> tuple[Tensor, Tensor]:
-    if not torch._C._is_any_autocast_enabled():
+    operator: ops.Attention,
+    tensors: Tensors,
+    options: Options,
+    kernel: str | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    results = None
+    if not autocast.is_any_enabled():
         results = operator.again(tensors, options, kernel)
-        if results is not None:
-            return results[:2]
-    return operator(_prepare(tensors, operator.layout), options, kernel)[:2]
+    if results is None:
+        results = operator(_prepare(tensors, operator.layout), options, kernel)
+    return results[:2] if return_lse else results[0]
 
 
 def _prepare(tensors: Tensors, layout: Layout) -> Tensors:
@@ -380,17 +381,4 @@ def _prepare(tensors: Tensors, layout: Layout) -> Tensors:
     check_types(tensors, layout)
     if tensors.bias is not None:
         tensors = tensors._replace(bias=pad_bias(tensors.bias))
-    if not torch._C._is_any_autocast_enabled():
-        return tensors
-    device_type = tensors.q.device.type
-    if not (is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
-        return tensors
-    # As for scaled_dot_product_attention: all but float64 goes to the autocast dtype. A float32
-    # bias and float32 sinks stay what they are, since they go with every dtype.
-    dtype = torch.get_autocast_dtype(device_type)
-    q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in tensors[:3])
-    bias, sinks = (
-        x if x is None or x.dtype in (torch.float32, torch.float64) else x.to(dtype)
-        for x in tensors[3:5]
-    )
-    return tensors._replace(q=q, k=k, v=v, bias=bias, sinks=sinks)
+    return autocast.cast(tensors)

@@ -1,15 +1,58 @@
-"""Checks of values that a call is about to follow, and of parts that are to be merged."""
+"""Checks that need the tensors themselves: their kind, the values that a call is about to follow,
+and whether parts that are to be merged fit together."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.numerics import statistics_dtype
-from lockstep.problem import DTYPES, AttentionProblem, Tensors, any_of, short
+from lockstep.options import type_of
+from lockstep.problem import (
+    DTYPES,
+    SHAPES,
+    AttentionProblem,
+    Layout,
+    Tensors,
+    any_of,
+    short,
+    shown,
+)
+
+REQUIRED: dict[Layout, tuple[str, ...]] = {
+    "dense": ("q", "k", "v"),
+    "varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
+    "paged": ("q", "k", "v", "page_table", "kv_lens"),
+}
+
+
+def check_types(tensors: Tensors, layout: Layout) -> None:
+    """Raises TypeError for an argument that is not a tensor, or one without strides; ValueError
+    for one out of place."""
+    required, shapes = REQUIRED[layout], SHAPES[layout]
+    for name, tensor in zip(tensors._fields, tensors, strict=True):
+        if tensor is None:
+            if name in required:
+                raise TypeError(f"{shown(name, layout)} takes a torch.Tensor, got None")
+        elif type(tensor) is not Tensor and not isinstance(tensor, Tensor):
+            raise TypeError(f"{shown(name, layout)} takes a torch.Tensor, got {type_of(tensor)}")
+        elif name not in shapes:
+            raise ValueError(f"{name} is not an argument of {layout} attention")
+        else:
+            check_strided(shown(name, layout), tensor)
+
+
+def check_strided(name: str, tensor: Tensor) -> None:
+    """Raises TypeError for sparse, nested and other tensors whose elements have no strides."""
+    if tensor.is_nested:
+        raise TypeError(f"{name} takes a strided tensor, got a nested one")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} takes a strided tensor, got one of layout {short(tensor.layout)}")
 
 
 def are_values_checked(problem: AttentionProblem) -> bool:
@@ -44,10 +87,31 @@ def check_values(problem: AttentionProblem, tensors: Tensors) -> None:
         _check_page_values(problem, tensors.page_table, tensors.kv_lens)
 
 
+def split_parts(parts: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """outs and lses of what `merge` was given. Raises TypeError unless it is pairs of tensors."""
+    if isinstance(parts, Tensor) or not isinstance(parts, Iterable):
+        raise TypeError(f"parts takes a sequence of (out, lse) pairs, got {type_of(parts)}")
+    outs, lses = [], []
+    for i, part in enumerate(parts):
+        if not isinstance(part, (tuple, list)):
+            raise TypeError(f"parts takes (out, lse) pairs, got {type_of(part)} at index {i}")
+        if len(part) != 2:
+            raise TypeError(f"parts takes (out, lse) pairs, got {len(part)} entries at index {i}")
+        for name, x in zip(("out", "lse"), part, strict=True):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"parts takes tensors, got {type_of(x)} for {name} at index {i}")
+        outs.append(part[0])
+        lses.append(part[1])
+    return outs, lses
+
+
 def check_parts(outs: list[Tensor], lses: list[Tensor]) -> None:
     """Checks the partial results given to `merge`. Raises ValueError or TypeError."""
     if not outs:
         raise ValueError("parts takes at least one (out, lse) pair, got none")
+    for i, pair in enumerate(zip(outs, lses, strict=True)):
+        for name, x in zip(("out", "lse"), pair, strict=True):
+            check_strided(f"{name} of parts[{i}]", x)
     first = outs[0]
     if first.dtype not in DTYPES:
         raise TypeError(f"parts takes out of dtype {any_of(DTYPES)}, got {short(first.dtype)}")

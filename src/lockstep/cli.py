@@ -11,11 +11,13 @@ import typer
 from rich.console import Console
 
 from lockstep.audit import cli as audit_cli
+from lockstep.command import Commands
 from lockstep.ladder import cli as ladder_cli
 from lockstep.ladder.claims import cli as claims_cli
 
 app = typer.Typer(
     name="lockstep",
+    cls=Commands,
     help="Exact attention for PyTorch: fast, bitwise reproducible, see-through.",
     no_args_is_help=True,
     add_completion=False,
@@ -149,7 +151,7 @@ app.command()(ladder_cli.show)
 
 
 def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=1, ensure_ascii=False))
+    typer.echo(json.dumps(value, indent=1))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def select(
     each kernel, refuses.
     """
     refusals = []
-    for candidate in _candidates(kernel):
+    for candidate in candidates(kernel):
         refusal = _refusal(candidate, problem, backward)
         if refusal is None:
             return candidate
@@ -60,7 +60,7 @@ def explain(problem: AttentionProblem, kernel: str | None = None) -> Explanation
     Raises ValueError for an unknown name.
     """
     reasons = {candidate.name: _refusal(candidate, problem) for candidate in KERNELS}
-    able = (candidate.name for candidate in _candidates(kernel) if reasons[candidate.name] is None)
+    able = (candidate.name for candidate in candidates(kernel) if reasons[candidate.name] is None)
     refusals = {name: reason for name, reason in reasons.items() if reason is not None}
     return Explanation(problem, next(able, None), refusals)
 
@@ -76,7 +76,7 @@ def _refusal(kernel: Kernel, problem: AttentionProblem, backward: bool = False) 
     return None if kernel.supports_backward is None else kernel.supports_backward(problem)
 
 
-def _candidates(name: str | None) -> tuple[Kernel, ...]:
+def candidates(name: str | None) -> tuple[Kernel, ...]:
     if name is None:
         return KERNELS
     for kernel in KERNELS:

@@ -16,9 +16,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from lockstep import numerics, prepared
-from lockstep.checks import check_parts
+from lockstep import dispatch, numerics, prepared
+from lockstep.checks import check_parts, check_strided, check_types
+from lockstep.gradients import register_gradient
 from lockstep.kernels import triton
 from lockstep.kernels.kernel import (
     Given,
@@ -35,14 +37,14 @@ from lockstep.problem import (
 )
 from lockstep.transforms import (
     PLAIN_TYPES,
-    Transformable,
+    Operator,
     VmapRule,
     fold_attention,
     fold_attention_backward,
     is_quiet,
+    lead_with_samples,
     nobody_listens,
     sample_by_sample,
-    transforming,
     wants_gradient,
 )
 
@@ -64,10 +66,10 @@ def _define_gradient(
     derive: Callable[..., Any],
     save: Callable[..., None],
     rule: VmapRule,
-) -> Transformable:
-    torch.library.register_autograd(op, derive, setup_context=save, lib=_LIB)
+) -> Operator:
+    register_gradient(_LIB, op, derive, save)
     torch.library.register_vmap(op, partial(rule, op), lib=_LIB)
-    return Transformable(op, implementation, derive, save, rule)
+    return Operator(op, implementation, derive, save)
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -90,7 +92,7 @@ class Attention:
     options, then the name of a kernel.
     """
 
-    call: Transformable
+    call: Operator
     OPTIONS = (
         "bool causal, int? window_left, int? window_right, float? scale, float? softcap, "
         "bool query_invariant, bool allow_tf32, str? kernel"
@@ -135,7 +137,7 @@ class Attention:
         if not nobody_listens(tensors):
             # Compilers cannot look into `given`.
             given = (getattr(tensors, field) for field in self.fields)
-            return self.call.heard(*given, *options, name)
+            return self.call.op(*given, *options, name)
         run = partial(self.run, tensors, options, name)
         if wants_gradient(tensors):
             return self.call.derivable(run, self.given(tensors), (*options, name))
@@ -144,6 +146,7 @@ class Attention:
     def forward(self, *args: Any) -> tuple[Tensor, ...]:
         """The operator."""
         tensors, options, name = self.unpack(args)
+        check_types(tensors, self.layout)
         results = self.run(Tensors._make(map(_as_plain, tensors)), options, name)
         return tuple(x for x in results if x is not None)
 
@@ -153,8 +156,10 @@ class Attention:
         return run(tensors, addresses)
 
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
-        tensors, options, _ = self.unpack(args)
+        tensors, options, name = self.unpack(args)
+        check_types(tensors, self.layout)
         problem = describe(tensors, options)
+        dispatch.candidates(name)
         out = tensors.q.new_empty(problem.out_shape)
         shapes = (problem.lse_shape, problem.statistics_shape)
         of_rows = shapes if problem.has_gradient else shapes[:1]
@@ -199,6 +204,8 @@ class _DerivableAttention(Attention):
         """The operator."""
         tensors, options, name = self.unpack(args[:-1])
         needs = Needs._make(args[-1])
+        check_types(tensors, self.layout)
+        check_strided("dout", dout)
         given = tuple(map(_as_plain, (*tensors, out, statistics, dout, dlse)))
         run, addresses, _ = prepared.find_or_keep(prepare_backward, given, options, name, needs)
         grads: Gradients = run(given, addresses)
@@ -324,7 +331,7 @@ def _derive_merge(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[list[Tensor], l
 
 
 _MERGE = _define("merge(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)", _merge, _fake_merge)
-torch.library.register_autograd(_MERGE, _derive_merge, setup_context=_save_for_merge, lib=_LIB)
+_define_gradient(_MERGE, _merge, _derive_merge, _save_for_merge, lead_with_samples)
 
 attention_paged.call = _define_gradient(
     attention_paged.op,
@@ -336,9 +343,10 @@ attention_paged.call = _define_gradient(
 
 
 def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    if transforming():
-        # Plain torch operations, which every transform understands.
-        check_parts(outs, lses)
+    # Tensors without strides do not get as far as the operator.
+    check_parts(outs, lses)
+    if forward_ad._current_level >= 0:
+        # Plain torch operations, which have a derivative in forward mode.
         return numerics.merge(outs, lses)
     out, lse = _MERGE(outs, lses)
     return out, lse

@@ -123,16 +123,12 @@ def _contiguous_rows(tensor: Tensor) -> Tensor:
 
 
 def _with_contiguous_rows(tensors: Tensors) -> Tensors:
+    """A bias keeps its strides: a copy of one that was expanded may be larger than all the rest."""
     tensors = _with_contiguous_numbers(tensors)
-    q, k, v, bias = tensors[:4]
-    if bias is None and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+    q, k, v = tensors[:3]
+    if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         return tensors
-    return tensors._replace(
-        q=_contiguous_rows(q),
-        k=_contiguous_rows(k),
-        v=_contiguous_rows(v),
-        bias=None if bias is None else _contiguous_rows(bias),
-    )
+    return tensors._replace(q=_contiguous_rows(q), k=_contiguous_rows(k), v=_contiguous_rows(v))
 
 
 def _with_contiguous_numbers(tensors: Tensors) -> Tensors:

@@ -42,7 +42,15 @@ class Seen(NamedTuple):
 
 
 def look_at(tensors: Given) -> Seen | None:
-    """None if one is not a plain tensor: the dispatcher then has to see it."""
+    """None if one is not a plain tensor: the dispatcher then has to see it, or a check."""
+    try:
+        return _look_at(tensors)
+    except RuntimeError:
+        # Asking first would take longer: sparse tensors have no address, nested ones no shape.
+        return None
+
+
+def _look_at(tensors: Given) -> Seen | None:
     kinds: list[Any] = []
     addresses: list[int] = []
     require_grad = False
@@ -52,6 +60,9 @@ def look_at(tensors: Given) -> Seen | None:
             addresses.append(0)
         elif type(x) in PLAIN_TYPES and not x.is_neg():
             address = x.data_ptr()
+            # A tensor of zeros that has none in memory.
+            if address == 0 and x._is_zerotensor():
+                return None
             addresses.append(address)
             kinds += (x.shape, x.stride(), x.dtype, x.device, address & 15)
             require_grad = require_grad or x.requires_grad
@@ -91,7 +102,8 @@ class _Likeness:
         addresses = [0] * len(tensors)
         for i, is_like, offset in self._guards:
             x: Any = tensors[i]
-            if not is_like(x):
+            # A guard that is given a nested tensor ends the process.
+            if type(x) not in PLAIN_TYPES or x.is_nested or not is_like(x):
                 return None
             address = addresses[i] = x.data_ptr()
             if address & 15 != offset:

@@ -7,7 +7,6 @@ call that is about to run, `checks` does.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -16,14 +15,17 @@ from torch import Tensor
 
 from lockstep.numerics import LOG2E, statistics_dtype
 
+# A problem is posed by tensors and options: who asks for one has both from here.
+from lockstep.options import Options as Options
+from lockstep.options import Window as Window
+from lockstep.options import check_factors, check_options
+from lockstep.options import make_options as make_options
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
-# Types of a number that may be left out. A bool is an int to isinstance alone.
-_NUMBER = frozenset({float, int, type(None)})
 _SIZES = ("B", "Hq", "Hkv", "Sq", "Skv", "D", "Dv")
 Layout = Literal["dense", "varlen", "paged"]
-Window = tuple[int | None, int | None]
 
 
 class Tensors(NamedTuple):
@@ -48,18 +50,6 @@ class Tensors(NamedTuple):
     def addresses(self) -> list[int]:
         """0 where there is no tensor."""
         return [0 if x is None else x.data_ptr() for x in self]
-
-
-class Options(NamedTuple):
-    """What a call asks for besides its tensors."""
-
-    causal: bool = False
-    window_left: int | None = None
-    window_right: int | None = None
-    scale: float | None = None
-    softcap: float | None = None
-    query_invariant: bool = False
-    allow_tf32: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,49 +148,6 @@ class AttentionProblem:
         return text
 
 
-def make_options(
-    causal: bool,
-    window: Window | None,
-    scale: float | None,
-    softcap: float | None,
-    query_invariant: bool = False,
-    allow_tf32: bool = False,
-) -> Options:
-    """Checks the types of a caller's options; `describe` checks their values.
-
-    Raises TypeError, and ValueError for a window that is not a pair.
-    """
-    if (
-        window is None
-        and type(causal) is bool
-        and type(query_invariant) is bool
-        and type(allow_tf32) is bool
-        and type(scale) in _NUMBER
-        and type(softcap) in _NUMBER
-    ):
-        return Options(causal, None, None, scale, softcap, query_invariant, allow_tf32)
-    flags = {"causal": causal, "query_invariant": query_invariant, "allow_tf32": allow_tf32}
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} takes True or False, got {_type(flag)}")
-    for name, number in (("scale", scale), ("softcap", softcap)):
-        if number is not None and (
-            isinstance(number, bool) or not isinstance(number, (int, float))
-        ):
-            raise TypeError(f"{name} takes a number or None, got {_type(number)}")
-    if window is None:
-        return Options(causal, None, None, scale, softcap, query_invariant, allow_tf32)
-    if not isinstance(window, (tuple, list)):
-        raise TypeError(f"window takes (left, right) or None, got {_type(window)}")
-    if len(window) != 2:
-        raise ValueError(f"window takes (left, right), got {len(window)} entries")
-    left, right = window
-    for side, reach in (("left", left), ("right", right)):
-        if reach is not None and (isinstance(reach, bool) or not isinstance(reach, int)):
-            raise TypeError(f"window takes integers or None, got {_type(reach)} for its {side}")
-    return Options(causal, left, right, scale, softcap, query_invariant, allow_tf32)
-
-
 def pad_bias(bias: Tensor | None) -> Tensor | None:
     """Gives a bias of fewer than 4 dims leading dims of 1, as broadcasting would."""
     if isinstance(bias, Tensor) and bias.dim() < 4:
@@ -237,24 +184,6 @@ SHAPES: dict[Layout, dict[str, tuple[str, ...]]] = {
     },
 }
 _NEVER_EMPTY = frozenset({"Hq", "Hkv", "D", "Dv", "page"})
-REQUIRED: dict[Layout, tuple[str, ...]] = {
-    "dense": ("q", "k", "v"),
-    "varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
-    "paged": ("q", "k", "v", "page_table", "kv_lens"),
-}
-
-
-def check_types(tensors: Tensors, layout: Layout) -> None:
-    """Raises TypeError for an argument that is not a tensor, ValueError for one out of place."""
-    required, shapes = REQUIRED[layout], SHAPES[layout]
-    for name, tensor in zip(tensors._fields, tensors, strict=True):
-        if tensor is None:
-            if name in required:
-                raise TypeError(f"{_shown(name, layout)} takes a torch.Tensor, got None")
-        elif type(tensor) is not Tensor and not isinstance(tensor, Tensor):
-            raise TypeError(f"{_shown(name, layout)} takes a torch.Tensor, got {_type(tensor)}")
-        elif name not in shapes:
-            raise ValueError(f"{name} is not an argument of {layout} attention")
 
 
 def describe(tensors: Tensors, options: Options) -> AttentionProblem:
@@ -265,14 +194,17 @@ def describe(tensors: Tensors, options: Options) -> AttentionProblem:
     """
     layout = tensors.layout
     _check_dtypes_and_devices(tensors, layout)
-    _check_options(options)
+    check_options(options)
     sizes = _match_shapes(tensors, layout)
     Hq, Hkv, D = sizes["Hq"], sizes["Hkv"], sizes["D"]
     if Hq % Hkv != 0:
         raise ValueError(
-            f"q takes a multiple of the heads of {_shown('k', layout)}, got Hq = {Hq} and "
+            f"q takes a multiple of the heads of {shown('k', layout)}, got Hq = {Hq} and "
             f"Hkv = {Hkv}"
         )
+    scale = D**-0.5 if options.scale is None else float(options.scale)
+    softcap = None if options.softcap is None else float(options.softcap)
+    check_factors(scale, softcap)
     bias = tensors.bias
     return AttentionProblem(
         layout=layout,
@@ -290,8 +222,8 @@ def describe(tensors: Tensors, options: Options) -> AttentionProblem:
         causal=options.causal,
         window_left=options.window_left,
         window_right=options.window_right,
-        scale=D**-0.5 if options.scale is None else float(options.scale),
-        softcap=None if options.softcap is None else float(options.softcap),
+        scale=scale,
+        softcap=softcap,
         bias_shape=None if bias is None else tuple(bias.shape),
         bias_dtype=None if bias is None else bias.dtype,
         has_sinks=tensors.sinks is not None,
@@ -311,19 +243,19 @@ def _match_shapes(tensors: Tensors, layout: Layout) -> dict[str, int]:
         shape = tensor.shape
         if len(shape) != len(dims):
             raise ValueError(
-                f"{_shown(name, layout)} takes shape [{', '.join(dims)}], got {len(shape)} dims: "
+                f"{shown(name, layout)} takes shape [{', '.join(dims)}], got {len(shape)} dims: "
                 f"{list(shape)}"
             )
         for dim, size in zip(dims, shape, strict=True):
             # Only the bias broadcasts.
             if sizes.setdefault(dim, size) != size and not (name == "bias" and size == 1):
                 raise ValueError(
-                    f"{_shown(name, layout)} takes shape [{', '.join(dims)}] with {dim} = "
+                    f"{shown(name, layout)} takes shape [{', '.join(dims)}] with {dim} = "
                     f"{sizes[dim]}, got {list(shape)}"
                 )
             if dim in _NEVER_EMPTY and size < 1:
                 raise ValueError(
-                    f"{_shown(name, layout)} takes shape [{', '.join(dims)}] with {dim} at least "
+                    f"{shown(name, layout)} takes shape [{', '.join(dims)}] with {dim} at least "
                     f"1, got {list(shape)}"
                 )
         if name == "page_table":
@@ -341,7 +273,7 @@ def _check_dtypes_and_devices(tensors: Tensors, layout: Layout) -> None:
             continue
         if tensor.device != device:
             raise ValueError(
-                f"{_shown(name, layout)} takes the device of q, {device}, got {tensor.device}"
+                f"{shown(name, layout)} takes the device of q, {device}, got {tensor.device}"
             )
         takes: tuple[torch.dtype, ...] = (dtype,)
         if name in ("bias", "sinks"):
@@ -351,37 +283,18 @@ def _check_dtypes_and_devices(tensors: Tensors, layout: Layout) -> None:
         if tensor.dtype not in takes:
             why = "" if takes is INDEX_DTYPES else f" with q in {short(dtype)}"
             raise TypeError(
-                f"{_shown(name, layout)} takes {any_of(takes)}{why}, got {short(tensor.dtype)}"
+                f"{shown(name, layout)} takes {any_of(takes)}{why}, got {short(tensor.dtype)}"
             )
 
 
-def _check_options(options: Options) -> None:
-    causal, left, right, scale, softcap, *_ = options
-    if (left is not None and left < 0) or (right is not None and right < 0):
-        raise ValueError(f"window takes distances of 0 or more, or None, got ({left}, {right})")
-    if causal and right is not None and right > 0:
-        raise ValueError(
-            f"window takes 0 or None on its right with causal=True, got {right}: causal hides the "
-            "keys there"
-        )
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale takes a finite number or None, got {scale}")
-    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
-        raise ValueError(f"softcap takes a finite number above 0 or None, got {softcap}")
-
-
-def _shown(name: str, layout: Layout) -> str:
+def shown(name: str, layout: Layout) -> str:
     """The name by which the caller knows an argument."""
     return f"{name}_pages" if layout == "paged" and name in ("k", "v") else name
 
 
-def short(dtype: torch.dtype) -> str:
+def short(dtype: torch.dtype | torch.layout) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def any_of(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(short(dtype) for dtype in dtypes)
-
-
-def _type(value: object) -> str:
-    return type(value).__name__

@@ -15,13 +15,12 @@ import math
 import torch
 from torch import Tensor
 
-from lockstep.checks import check_values
+from lockstep.checks import check_types, check_values
 from lockstep.problem import (
     AttentionProblem,
     Layout,
     Tensors,
     Window,
-    check_types,
     describe,
     make_options,
     pad_bias,
@@ -43,7 +42,7 @@ def attention(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`lockstep.attention` in float64; same arguments, same errors."""
-    tensors = Tensors(q, k, v, pad_bias(bias), sinks, kv_lens)
+    tensors = Tensors(q, k, v, bias, sinks, kv_lens)
     return _run("dense", tensors, causal, window, scale, softcap, return_lse)
 
 
@@ -82,7 +81,7 @@ def attention_paged(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`lockstep.attention_paged` in float64; same arguments, same errors."""
-    tensors = Tensors(q, k_pages, v_pages, pad_bias(bias), sinks, kv_lens, page_table=page_table)
+    tensors = Tensors(q, k_pages, v_pages, bias, sinks, kv_lens, page_table=page_table)
     return _run("paged", tensors, causal, window, scale, softcap, return_lse)
 
 
@@ -96,7 +95,8 @@ def _run(
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     check_types(tensors, layout)
-    problem = describe(tensors, make_options(causal, window, scale, softcap))
+    tensors = tensors._replace(bias=pad_bias(tensors.bias))
+    problem = describe(tensors, make_options(causal, window, scale, softcap, return_lse=return_lse))
     out, lse = evaluate(problem, tensors)
     return (out, lse) if return_lse else out
 

@@ -1,13 +1,9 @@
-"""How an operator is called: directly, through torch's dispatcher, or under torch.func.
+"""How an operator is called: directly, or through torch's dispatcher; and what vmap makes of it.
 
 In plain eager mode the dispatcher would only find the implementation we already hold, and a short
-kernel is over before it has. So a call goes there only if something may be listening: a compiler, a
-mode, a tensor subclass, a profiler. If it is autograd alone, an autograd.Function around the
-implementation does, at a quarter of the time that torch.library's takes.
-
-The gradient that torch.library registers takes no part in torch.func's transforms, and is silently
-left out of forward-mode differentiation. `Transformable` puts the same gradient into an
-autograd.Function, which takes part in the former and refuses the latter.
+kernel is over before it has. So a call goes there only if something may be listening: a compiler,
+a mode, a transform, a tensor subclass, a profiler. If it is autograd alone, an autograd.Function
+around the implementation does, at a quarter of the time that the dispatcher takes.
 
 Under vmap, dense attention folds the mapped dim into the batch. What has no batch dim to fold it
 into (sinks that differ from sample to sample, gradients that are sums over the batch, packed and
@@ -22,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -33,16 +30,12 @@ PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _OPTION_TYPES = frozenset({type(None), bool, int, float, str, list})
 
 
-def transforming() -> bool:
-    """Whether a torch.func transform or forward-mode differentiation is under way, in eager."""
-    return not is_compiling() and (_transforms_active() or forward_ad._current_level >= 0)
-
-
 # Looked up once: on the way to a short kernel the looking-up counts.
 _transforms_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _trace = torch._C._get_tracing_state
+_has_storage = torch._C._has_storage
 _profiler_enabled = torch._C._autograd._profiler_enabled
 
 
@@ -66,7 +59,10 @@ def nobody_listens(args: tuple[Any, ...]) -> bool:
     for arg in args:
         kind = type(arg)
         if kind in PLAIN_TYPES:
-            if not (arg.is_cuda or arg.is_cpu) or arg.is_neg():
+            if not (arg.is_cuda or arg.is_cpu) or arg.is_neg() or arg._is_zerotensor():
+                return False
+            # Several gradients at a time (is_grads_batched) come wrapped.
+            if not _has_storage(arg):
                 return False
         elif kind not in _OPTION_TYPES and isinstance(arg, Tensor):
             return False
@@ -82,10 +78,10 @@ def wants_gradient(args: tuple[Any, ...]) -> bool:
     return False
 
 
-class Transformable:
+class Operator:
     """Calls an operator: its `implementation` where nobody listens, otherwise through torch.
 
-    `derive` and `save` are what torch.library.register_autograd takes for the operator.
+    `derive` and `save` are those that the operator's gradient is registered with.
     """
 
     def __init__(
@@ -94,20 +90,8 @@ class Transformable:
         implementation: Callable[..., Any],
         derive: Callable[..., Any],
         save: Callable[..., None],
-        rule: VmapRule,
     ) -> None:
         self.op, self.implementation = op, implementation
-        self.function: Any = type(
-            f"{op._opname}_function",
-            (torch.autograd.Function,),
-            {
-                # A list would pass for an output without gradient.
-                "forward": staticmethod(lambda *args: tuple(op(*args))),
-                "setup_context": staticmethod(save),
-                "backward": staticmethod(derive),
-                "vmap": staticmethod(partial(rule, self)),
-            },
-        )
 
         def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
             *tensors, options, run = args
@@ -126,8 +110,10 @@ class Transformable:
         )
 
     def __call__(self, *args: Any) -> Any:
+        # What a transform has saved may be asked for when it is over, as by torch.func.vjp.
+        args = unwrap_dead_wrappers(args)
         if not nobody_listens(args):
-            return self.heard(*args)
+            return self.op(*args)
         if wants_gradient(args):
             return self.derivable(partial(self.implementation, *args), args)
         return self.implementation(*args)
@@ -139,15 +125,16 @@ class Transformable:
         looks at each argument by itself, but not into `options`, the last ones."""
         return self._direct.apply(*tensors, options, run)
 
-    def heard(self, *args: Any) -> Any:
-        """A call that somebody listens to."""
-        return self.function.apply(*args) if transforming() else self.op(*args)
-
 
 def sample_by_sample(
     call: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], *args: Any
 ) -> tuple[Any, Any]:
     """Runs the samples one after another."""
+    if info.batch_size == 0:
+        outline = _outline(call, in_dims, args)
+        device = next(arg.device for arg in args if isinstance(arg, Tensor))
+        stacked = [x.new_empty((0, *x.shape), device=device) for x in outline]
+        return _like(outline, stacked)
     results = []
     for i in range(info.batch_size):
         sample = (
@@ -156,8 +143,7 @@ def sample_by_sample(
         )
         results.append(call(*sample))
     stacked = [torch.stack(tensors) for tensors in zip(*results, strict=True)]
-    kind = type(results[0])
-    return kind(stacked), kind(0 for _ in stacked)
+    return _like(results[0], stacked)
 
 
 def fold_attention(
@@ -167,13 +153,15 @@ def fold_attention(
     q, k, v, bias, sinks, kv_lens, *options = args
     if in_dims[4] is not None:
         return sample_by_sample(call, info, in_dims, *args)
+    # Samples that do not fit together may still do so once they are folded.
+    _outline(call, in_dims, args)
     n, B = info.batch_size, _batch(q, in_dims[0])
     q, k, v, bias, kv_lens = (
         _fold(x, dim, n, B)
         for x, dim in zip((q, k, v, bias, kv_lens), (*in_dims[:4], in_dims[5]), strict=True)
     )
     results = call(q, k, v, bias, sinks, kv_lens, *options)
-    return tuple(x.unflatten(0, (n, B)) for x in results), (0,) * len(results)
+    return _like(results, [x.unflatten(0, (n, B)) for x in results])
 
 
 def fold_attention_backward(
@@ -188,17 +176,50 @@ def fold_attention_backward(
     tensors = [_fold(x, dim, n, B) for x, dim in zip(tensors, in_dims[:8], strict=True)]
     kv_lens = _fold(kv_lens, in_dims[9], n, B)
     grads = call(*tensors, sinks, kv_lens, *args[10:])
-    kind = type(grads)
-    return kind(grad.unflatten(0, (n, B)) for grad in grads), kind(0 for _ in grads)
+    return _like(grads, [grad.unflatten(0, (n, B)) for grad in grads])
+
+
+def lead_with_samples(
+    call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *args: list[Tensor]
+) -> tuple[Any, Any]:
+    """The vmap rule of `merge`, whose tensors may have any dims before their last."""
+    leading = [
+        [_lead(x, dim, info.batch_size) for x, dim in zip(xs, dims, strict=True)]
+        for xs, dims in zip(args, in_dims, strict=True)
+    ]
+    results = call(*leading)
+    return _like(results, list(results))
+
+
+def _like(results: Any, mapped: list[Tensor]) -> tuple[Any, Any]:
+    """Results with the mapped dim first, in the kind of sequence that an operator returns."""
+    kind = type(results)
+    return kind(mapped), kind(0 for _ in mapped)
+
+
+def _outline(call: Callable[..., Any], in_dims: tuple[int | None, ...], args: Any) -> Any:
+    """What one sample gives, in all but its numbers. Raises what its shapes and dtypes raise."""
+
+    def sample(arg: Any, dim: int | None) -> Any:
+        if not isinstance(arg, Tensor):
+            return arg
+        shape = [size for i, size in enumerate(arg.shape) if i != dim]
+        return torch.empty(shape, dtype=arg.dtype, device="meta")
+
+    return call(*map(sample, args, in_dims))
 
 
 def _batch(q: Tensor, dim: int | None) -> int:
     return q.shape[0] if dim is None or dim > 0 else q.shape[1]
 
 
+def _lead(x: Tensor, dim: int | None, n: int) -> Tensor:
+    return x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
 def _fold(x: Tensor | None, dim: int | None, n: int, B: int) -> Tensor | None:
     """[n, B or 1, ...], the mapped dim anywhere or absent -> [n * B, ...]"""
     if x is None:
         return None
-    x = x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
+    x = _lead(x, dim, n)
     return x.expand(n, B, *x.shape[2:]).flatten(0, 1)

@@ -72,7 +72,19 @@ def test_a_difference_ends_it_with_status_1_and_its_place(monkeypatch):
     [
         (["--dtype", "int3"], "--dtype takes one of fp16"),
         (["--kernel", "abacus"], "--kernel takes one of"),
-        (["--seq", "2"], "S takes at least 16"),
+        (["--seq", "2"], "--seq takes at least 16, got 2"),
+        (["--seq", "-1"], "--seq takes at least 16, got -1"),
+        (["--seq", "99999999999"], "--batch · --heads · --seq · --head-dim takes up to"),
+        (["--batch", "0"], "--batch takes at least 1, got 0"),
+        (["--heads", "0"], "--heads takes at least 1, got 0"),
+        (["--heads", "3", "--kv-heads", "2"], "--heads takes a multiple of --kv-heads = 2, got 3"),
+        (["--kv-heads", "-2"], "--kv-heads takes at least 1, got -2"),
+        (["--head-dim", "0"], "--head-dim takes at least 1, got 0"),
+        (["--repeats", "0"], "--repeats takes at least 1, got 0"),
+        (["--device", "banana"], "--device takes cpu, cuda or cuda:N, got 'banana'"),
+        (["--device", "mps"], "--device takes cpu, cuda or cuda:N, got 'mps'"),
+        (["--device", "cpu:1"], "--device takes cpu, cuda or cuda:N, got 'cpu:1'"),
+        (["--device", "cuda:x"], "--device takes cpu, cuda or cuda:N, got 'cuda:x'"),
         (["--kernel", "oracle"], "oracle: takes float64"),
         (["--kernel", "oracle", "--dtype", "fp64"], "claims nothing about bits"),
     ],
@@ -80,6 +92,7 @@ def test_a_difference_ends_it_with_status_1_and_its_place(monkeypatch):
 def test_what_cannot_run_is_a_usage_error(arguments, message):
     result = runner.invoke(cli.app, [*SMALL, *arguments])
     assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit)
     assert message in result.stderr.replace("\n", " ")
 
 

@@ -131,6 +131,24 @@ def paginate(case: Case, page_size: int, *, garbage: float = 0.0) -> Case:
     return case.replaced(k=pools[0], v=pools[1], page_table=page_table, kv_lens=lens)
 
 
+def strided_biases(B: int, Hq: int, Sq: int, Skv: int) -> dict[str, Tensor]:
+    """Biases of one shape, none of them contiguous."""
+    whole = (B, Hq, Sq, Skv)
+    return {
+        "one for all keys": torch.randn(B, Hq, Sq, 1).expand(whole),
+        "one for all queries": torch.randn(B, Hq, 1, Skv).expand(whole),
+        "one for all heads": torch.randn(B, 1, Sq, Skv).expand(whole),
+        "one for all sequences": torch.randn(Hq, Sq, Skv).expand(whole),
+        "a row for all": torch.randn(Skv).expand(whole),
+        "a column for all": torch.randn(Sq, 1).expand(whole),
+        "a number for all": torch.randn(()).expand(whole),
+        "keys before queries": torch.randn(B, Hq, Skv, Sq).mT,
+        "every third key": torch.randn(B, Hq, Sq, 3 * Skv)[..., 1::3],
+        "heads last": torch.randn(B, Sq, Skv, Hq).permute(0, 3, 1, 2),
+        "within rows that are longer": torch.randn(B, Hq, Sq, Skv + 5)[..., 3:-2],
+    }
+
+
 def pose(case: Case) -> tuple[AttentionProblem, Tensors]:
     """What a kernel is asked to run, and the tensors it gets."""
     tensors = Tensors(**case.tensors)

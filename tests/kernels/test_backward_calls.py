@@ -139,7 +139,7 @@ def problem_of(given: Given) -> AttentionProblem:
 
 
 def prepare(kernel: str, given: Given, needs: Needs | None = None) -> Any:
-    (found,) = dispatch._candidates(kernel)
+    (found,) = dispatch.candidates(kernel)
     return found.prepare_backward(problem_of(given), given, needs or needs_of(given))
 
 

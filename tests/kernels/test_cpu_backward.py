@@ -6,7 +6,17 @@ import math
 
 import pytest
 import torch
-from problems import DTYPES, Case, assert_exact, draw, draw_seeds, draw_varlen, run
+from problems import (
+    DTYPES,
+    Case,
+    assert_exact,
+    assert_same_bits,
+    draw,
+    draw_seeds,
+    draw_varlen,
+    run,
+    strided_biases,
+)
 
 import lockstep
 
@@ -63,6 +73,26 @@ def test_sinks(dtype):
 )
 def test_bias_broadcasts(shape):
     check(draw(63, 300, B=2, Hq=4, D=16, bias=torch.randn(shape), softcap=10.0))
+
+
+@pytest.mark.parametrize("name", strided_biases(1, 1, 1, 1))
+def test_strides_of_a_bias_change_no_bit(name):
+    bias = strided_biases(2, 2, 40, 300)[name]
+    case = draw(40, 300, B=2, D=16, bias=bias, causal=True)
+    seeds = draw_seeds(case)
+    expected = run(case.replaced(bias=bias.contiguous()), seeds=seeds, kernel="cpu")
+    assert_same_bits(run(case, seeds=seeds, kernel="cpu"), expected)
+
+
+@pytest.mark.parametrize("shape", [(40, 1), (40,), (3, 1, 40)], ids=str)
+def test_an_expanded_bias_gives_its_gradient_to_what_it_was_made_of(shape):
+    part = torch.randn(shape, requires_grad=True)
+    q, k, v, dout = torch.randn(4, 2, 3, 40, 16)
+    grads = []
+    for bias in (part.expand(2, 3, 40, 40), part):
+        out, lse = lockstep.attention(q, k, v, bias=bias, causal=True, return_lse=True)
+        grads += torch.autograd.grad((out * dout).sum() + lse.sum(), part)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
 
 
 @by_dtype

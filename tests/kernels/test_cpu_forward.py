@@ -6,7 +6,17 @@ import math
 
 import pytest
 import torch
-from problems import DTYPES, Case, assert_exact, draw, draw_varlen, paginate, run
+from problems import (
+    DTYPES,
+    Case,
+    assert_exact,
+    assert_same_bits,
+    draw,
+    draw_varlen,
+    paginate,
+    run,
+    strided_biases,
+)
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp16", "bf16"])
 
@@ -71,6 +81,15 @@ def test_options(name, Sq, dtype):
 def test_bias_broadcasts(Sq, shape):
     bias = torch.randn([Sq if size == "Sq" else size for size in shape])
     assert_exact(draw(Sq, 300, B=2, Hq=4, bias=bias, softcap=10.0), kernel="cpu")
+
+
+@pytest.mark.parametrize("Sq", [3, 63])
+@pytest.mark.parametrize("name", strided_biases(1, 1, 1, 1))
+def test_strides_of_a_bias_change_no_bit(name, Sq):
+    bias = strided_biases(2, 2, Sq, 300)[name]
+    case = draw(Sq, 300, B=2, D=16, bias=bias)
+    expected = run(case.replaced(bias=bias.contiguous()), kernel="cpu")
+    assert_same_bits(run(case, kernel="cpu"), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

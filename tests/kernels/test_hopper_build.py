@@ -143,6 +143,7 @@ def refusal(monkeypatch, capability=(9, 0), **changes):
         ({"Dv": 264}, "Dv = 264"),
         ({"layout": "paged"}, "pages"),
         ({"bias_shape": (1, 1, 1, 1)}, "bias"),
+        ({"softcap": 1e4}, "softcap up to 1024.0, got 10000.0"),
         ({"Sq": 15, "Hq": 4, "Hkv": 4}, "16 queries"),
         ({"Sq": 32, "Hq": 4, "Hkv": 2}, "33 queries"),
         ({"Skv": 1 << 30}, "rows"),

@@ -24,7 +24,9 @@ from problems import (
     error,
     pose,
     run,
+    same_bits,
     statistics_of,
+    strided_biases,
 )
 
 from lockstep import reference
@@ -159,6 +161,17 @@ def test_sinks_are_summed_over_the_batch():
 def test_bias_broadcasts(shape):
     """In fp32: the terms of a row cancel, and what is left is the rounding of out."""
     check(draw(40, 40, B=2, D=16, dtype=F32, bias=torch.randn(shape), softcap=10.0))
+
+
+@interpreted
+@pytest.mark.parametrize("name", strided_biases(1, 1, 1, 1))
+def test_strides_of_a_bias_change_no_bit(name):
+    bias = strided_biases(2, 2, 20, 40)[name]
+    case = draw(20, 40, B=2, D=16, dtype=F32, bias=bias)
+    seeds = draw_seeds(case)
+    got, expected = gradients(case, seeds), gradients(case.replaced(bias=bias.contiguous()), seeds)
+    for what in expected:
+        assert same_bits(got[what], expected[what]), what
 
 
 @interpreted

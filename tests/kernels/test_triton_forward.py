@@ -11,7 +11,17 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from problems import DTYPES, Case, draw, draw_varlen, paginate, run, same_bits
+from problems import (
+    DTYPES,
+    Case,
+    assert_same_bits,
+    draw,
+    draw_varlen,
+    paginate,
+    run,
+    same_bits,
+    strided_biases,
+)
 
 pytest.importorskip("triton")
 from triton_device import GPU, attend, check, needs_triton, use_small_tiles
@@ -85,6 +95,14 @@ def test_grouped_heads(Hq, Hkv):
 @pytest.mark.parametrize("shape", [(2, 4, 1, 1), (1, 1, 1, 50), (1, 4, 7, 50), (7, 1)], ids=str)
 def test_bias_broadcasts(shape):
     check(draw(7, 50, B=2, Hq=4, D=16, bias=torch.randn(shape), softcap=10.0))
+
+
+@small
+@pytest.mark.parametrize("name", strided_biases(1, 1, 1, 1))
+def test_strides_of_a_bias_change_no_bit(name):
+    bias = strided_biases(2, 2, 7, 50)[name]
+    case = draw(7, 50, B=2, D=16, bias=bias)
+    assert_same_bits(attend(case), attend(case.replaced(bias=bias.contiguous())))
 
 
 @small

@@ -619,6 +619,8 @@ def test_launch_errors_name_the_argument():
         axpy[1]
     with pytest.raises(ValueError, match="block is 0"):
         axpy[1, 0]
+    with pytest.raises(ValueError, match="grid is 2147483648, every size must be at most"):
+        axpy[1 << 31, 32]
     with pytest.raises(ValueError, match="2048 threads"):
         axpy[1, 2048](x, x, 1.0, 8)
     with pytest.raises(TypeError, match="missing a required argument: 'n'"):

@@ -23,6 +23,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+# Of a tensor: more take longer than anybody waits, if there is memory for them.
+MAX_ELEMENTS = 1 << 31
+
+
 @dataclass(frozen=True)
 class Shape:
     """The sizes and the kind of the calls an audit makes, and how often it repeats one.
@@ -44,6 +48,9 @@ class Shape:
         for name, least in (("B", 1), ("Hq", 1), ("Hkv", 1), ("S", 16), ("D", 1), ("repeats", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} takes at least {least}, got {getattr(self, name)}")
+        if self.B * self.Hq * self.S * self.D > MAX_ELEMENTS:
+            elements = self.B * self.Hq * self.S * self.D
+            raise ValueError(f"B · Hq · S · D takes up to {MAX_ELEMENTS} numbers, got {elements}")
         if self.Hq % self.Hkv:
             raise ValueError(f"Hq takes a multiple of Hkv = {self.Hkv}, got {self.Hq}")
         for name in self.options:

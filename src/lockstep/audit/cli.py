@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.bench import show
+from lockstep.command import by_option
 
 if TYPE_CHECKING:
     from lockstep.audit.calls import Shape
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Test the claims of the kernels on this machine.", no_args_is_help=True)
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+# By the field of `Shape` that they set.
+OPTIONS = {
+    "B": "--batch",
+    "Hq": "--heads",
+    "Hkv": "--kv-heads",
+    "S": "--seq",
+    "D": "--head-dim",
+    "repeats": "--repeats",
+}
 USAGE = 2
 
 
@@ -87,12 +97,14 @@ def _prepare(
     from lockstep.dispatch import KERNELS
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda needs a CUDA device and a torch built for it: none is here")
+    _check_device(device)
     dtype = dtype or ("bf16" if torch.device(device).type == "cuda" else "fp32")
     if dtype not in DTYPES:
         raise ValueError(f"--dtype takes one of {', '.join(DTYPES)}, got {dtype!r}")
-    shape = Shape(device, getattr(torch, DTYPES[dtype]), *sizes)
+    try:
+        shape = Shape(device, getattr(torch, DTYPES[dtype]), *sizes)
+    except ValueError as error:
+        raise ValueError(by_option(error, OPTIONS)) from None
     names = [k.name for k in KERNELS]
     if name is not None and name not in names:
         raise ValueError(f"--kernel takes one of {', '.join(names)}, got {name!r}")
@@ -108,6 +120,20 @@ def _prepare(
         reasons = "; ".join(f"{other}: {reason}" for other, reason in others.items())
         raise ValueError(f"no kernel to audit: {reasons}")
     return shape, able, others
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
+        raise ValueError(f"--device takes cpu, cuda or cuda:N, got {device!r}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a CUDA device and a torch built for it: none is here")
+    if index and int(index) >= torch.cuda.device_count():
+        raise ValueError(
+            f"--device takes cuda:0 to cuda:{torch.cuda.device_count() - 1} here, got {device!r}"
+        )
 
 
 def _refusal(kernel: Kernel, shape: Shape) -> str | None:

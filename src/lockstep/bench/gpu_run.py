@@ -54,7 +54,7 @@ def main(
     wanted = choose(tables, cases)
     stopped = _run_all(run, wanted, everyone, quick, deadline, directory, aside)
     if as_json:
-        print(json.dumps(run, indent=1, ensure_ascii=False))
+        print(json.dumps(run, indent=1))
     else:
         _report(run, Console())
     if directory is not None:

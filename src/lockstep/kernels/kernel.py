@@ -69,18 +69,19 @@ class Kernel:
     is one, the reason for refusing its gradients alone. `forward` returns `out`, `lse` and
     `statistics`, all contiguous, in the shapes and dtypes the problem gives. `backward` takes what
     forward took, then `out, statistics, dout, dlse, needs`; `dlse` is None where no gradient comes
-    through lse. Both may rely on `q`, `k`, `v`, `bias` and `dout` having a contiguous last dim, on
-    a bias of 4 dims, and on contiguous sinks, lengths, offsets and rows of page tables. On a CPU
-    they may rely on lengths, offsets and page indices within their bounds; on a GPU nobody has
-    looked at these, and rows of sequences for which they are wrong become NaN, in gradients too,
-    while other sequences keep their bits: `triton.sequences`. Neither may return an input or a
-    view of one.
+    through lse. Both may rely on `q`, `k`, `v` and `dout` having a contiguous last dim, on a bias
+    of 4 dims, whose strides may be any, 0 included, and on contiguous sinks, lengths, offsets and
+    rows of page tables. On a CPU they may rely on lengths, offsets and page indices within their
+    bounds; on a GPU nobody has looked at these, and rows of sequences for which they are wrong
+    become NaN, in gradients too, while other sequences keep their bits: `triton.sequences`. Neither
+    may return an input or a view of one.
 
     `statistics` [*lse.shape, 2] are (m, l) of each row: with scores s as the kernel has them, the
     weights of the row are `exp2((s - m) * unit) / l`, sink included. s - m comes first: it is exact
     for scores near m, however large they are, as an lse of the same precision cannot be. On the
-    CPU, s and m are in natural units, as bias, sinks and lse are, and unit = log2(e). A row that
-    sees no key has (inf, 1). None where the problem has no gradient.
+    CPU, s and m are in natural units, as bias, sinks and lse are, and unit = log2(e); on a GPU,
+    where one kernel may derive what another ran, `AttentionProblem.score_unit` says which they
+    have. A row that sees no key has (inf, 1). None where the problem has no gradient.
 
     `prepare`, where there is one, does for a problem and tensors what `forward` does before it
     looks at data. What it returns then serves all calls whose tensors have the same shapes,

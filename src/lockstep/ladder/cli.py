@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from lockstep.command import by_option
 from lockstep.simt import cli as simt_cli
 from lockstep.simt.cli import Arguments, progress_bar, reported
 
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
     from .rung import Problem, Rung
     from .survey import Row
 
+# By the field of `Problem` that they set.
+OPTIONS = {
+    "B": "--batch",
+    "H": "--heads",
+    "S": "--seq",
+    "D": "--head-dim",
+    "dtype": "--dtype",
+    "length": "--length",
+}
 RUNG_OR_KERNEL = "A rung, FILE:KERNEL, or the name of a built-in sample"
 PROBLEM = "For a rung"
 Target = Annotated[str, typer.Argument(metavar="KERNEL", help=RUNG_OR_KERNEL)]
@@ -76,10 +86,10 @@ def trace(
         return
     with reported():
         from .check import errors
-        from .rung import Problem, run_on_machine
+        from .rung import run_on_machine
 
         rung = _chosen(rung, softmax=softmax, tile=tile, kv_tiles=kv_tiles)
-        problem = Problem(batch, heads, seq, head_dim, causal, dtype, length)
+        problem = _problem(batch, heads, seq, head_dim, causal, dtype, length)
         tensors = problem.draw()
         with progress_bar() as progress:
             task = progress.add_task(rung.title, total=None)
@@ -129,9 +139,9 @@ def show(
     with reported():
         from lockstep.simt.sass import show as render
 
-        from .rung import Problem, launches_of
+        from .rung import launches_of
 
-        problem = Problem(1, 1, 128, head_dim, causal, dtype)
+        problem = _problem(1, 1, 128, head_dim, causal, dtype)
         wanted = [what for what, on in (("cuda", cuda), ("sass", sass)) if on] or ["cuda"]
         for launch in launches_of(
             _chosen(rung, softmax=softmax, tile=tile, kv_tiles=kv_tiles), problem, problem.draw()
@@ -162,10 +172,9 @@ def plan(
     """
     with reported():
         from . import find
-        from .rung import Problem
         from .survey import survey
 
-        problem = Problem(batch, heads, seq, head_dim, causal, dtype)
+        problem = _problem(batch, heads, seq, head_dim, causal, dtype)
         steps = (
             [_chosen(find(target), softmax=softmax, tile=tile, kv_tiles=kv_tiles)]
             if target
@@ -206,10 +215,9 @@ def ladder(
     with reported():
         from lockstep.bench.show import progress
 
-        from .rung import Problem
         from .survey import survey
 
-        problem, name = Problem(batch, heads, seq, head_dim, causal, dtype), _known(gpu)
+        problem, name = _problem(batch, heads, seq, head_dim, causal, dtype), _known(gpu)
         steps = _all_steps()
         timing = bench and _has_gpu()
         rows = []
@@ -239,6 +247,15 @@ LEGEND = (
     "bank conflicts; barriers that a block passes. MB moved to and from global memory are those of "
     "one head times the number of heads. ct: constant-time."
 )
+
+
+def _problem(*sizes: Any) -> Problem:
+    from .rung import Problem
+
+    try:
+        return Problem(*sizes)
+    except (ValueError, TypeError) as error:
+        raise type(error)(by_option(error, OPTIONS)) from None
 
 
 def _rung(name: str) -> Rung | None:
@@ -286,4 +303,4 @@ def _about(problem: Problem, gpu: str) -> dict[str, Any]:
 
 
 def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=1, ensure_ascii=False))
+    typer.echo(json.dumps(value, indent=1))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 DTYPES = ("float16", "bfloat16")
 HEAD_DIMS = (32, 64, 128)
 BYTES = 2  # of an element of q, k, v and out
+MAX_ELEMENTS = (1 << 31) - 1  # of a tensor
 SECTOR = 32  # bytes global memory moves at a time
 
 
@@ -50,6 +51,11 @@ class Problem:
                 raise ValueError(f"{name} is {getattr(self, name)}, takes 1 or more")
         if self.D not in HEAD_DIMS:
             raise ValueError(f"D is {self.D}, takes one of {', '.join(map(str, HEAD_DIMS))}")
+        if self.rows * self.D > MAX_ELEMENTS:
+            raise ValueError(
+                f"B · H · S · D is {self.rows * self.D}, takes up to {MAX_ELEMENTS}: an index is "
+                "an int32"
+            )
         if self.dtype not in DTYPES:
             raise TypeError(f"dtype is {self.dtype!r}, takes {' or '.join(DTYPES)}")
         if self.length is not None and not 0 <= self.length <= self.S:

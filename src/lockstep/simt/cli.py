@@ -174,9 +174,7 @@ def parse(kernel: Kernel, texts: list[str]) -> dict[str, Any]:
 
 def _value(name: str, text: str, declared: Scalar | ArrayType | None) -> Any:
     if text.startswith("@"):
-        import numpy as np
-
-        return np.load(text[1:])
+        return _from_disk(name, text[1:])
     dtype_text, colon, shape_text = text.rpartition(":")
     dtype = scalar_named(dtype_text) if colon else None
     if isinstance(declared, ArrayType) or dtype is not None:
@@ -185,6 +183,8 @@ def _value(name: str, text: str, declared: Scalar | ArrayType | None) -> Any:
             shape = tuple(int(n) for n in shape_text.split("x"))
         except ValueError:
             raise UsageError(f"'{name}' takes a shape such as 64x32, got '{text}'") from None
+        if min(shape) < 1:
+            raise UsageError(f"'{name}' takes sizes of at least 1, got '{text}'")
         return _array(shape, dtype)
     for convert in (int, float):
         try:
@@ -194,6 +194,15 @@ def _value(name: str, text: str, declared: Scalar | ArrayType | None) -> Any:
     if text in ("True", "False"):
         return text == "True"
     return scalar_named(text) or text
+
+
+def _from_disk(name: str, path: str) -> Any:
+    import numpy as np
+
+    try:
+        return np.load(path)
+    except (OSError, ValueError, EOFError) as error:
+        raise UsageError(f"'{name}' takes an array in a .npy file, got '{path}': {error}") from None
 
 
 def _array(shape: tuple[int, ...], dtype: Scalar) -> Any:

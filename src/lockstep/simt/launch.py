@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .machine import Trace
 
 Index3 = tuple[int, int, int]
+MAX_SIZE = (1 << 31) - 1  # an index is an int32
 
 
 class Launch:
@@ -71,4 +72,6 @@ def extent(value: Any, name: str) -> Index3:
         raise TypeError(f"{name} takes integers, got {value!r}") from None
     if any(size < 1 for size in sizes):
         raise ValueError(f"{name} is {value!r}, every size must be at least 1")
+    if any(size > MAX_SIZE for size in sizes):
+        raise ValueError(f"{name} is {value!r}, every size must be at most {MAX_SIZE}")
     return (*sizes, 1, 1)[:3]  # type: ignore[return-value]

@@ -52,6 +52,8 @@ MAX_ROWS = 1 << 29
 # grouped heads it also packs a group into one tile, and is faster for longer.
 MIN_QUERIES = 16
 MIN_QUERIES_OF_GROUPS = 33
+# Its tanh is off by a rounding of 1, and so a capped score by that times the cap.
+MAX_SOFTCAP = 1024.0
 
 
 def _prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
@@ -123,6 +125,8 @@ def supports(problem: AttentionProblem) -> str | None:
     has_numbers = problem.has_kv_lens or problem.layout == "varlen"
     if has_numbers and 0 in (problem.B, problem.Skv):
         return "takes lengths and offsets of at least one sequence and one key"
+    if problem.softcap is not None and problem.softcap > MAX_SOFTCAP:
+        return f"takes a softcap up to {MAX_SOFTCAP}, got {problem.softcap}"
     # Of packed sequences only the sum of lengths is known, and what runs a sequence must not depend
     # on its neighbours.
     least = MIN_QUERIES if problem.Hq == problem.Hkv else MIN_QUERIES_OF_GROUPS

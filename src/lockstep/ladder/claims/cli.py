@@ -47,9 +47,7 @@ def claims(
     if verdict:
         found = [finding for finding in found if finding.verdict == verdict]
     if as_json:
-        typer.echo(
-            json.dumps([finding.as_json() for finding in found], indent=1, ensure_ascii=False)
-        )
+        typer.echo(json.dumps([finding.as_json() for finding in found], indent=1))
         return
     console = Console()
     console.print(ledger(found))

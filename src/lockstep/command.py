@@ -1,0 +1,77 @@
+"""How the `lockstep` command prints and ends, whichever of its commands runs.
+
+A terminal that cannot show a character gets one that stands for it. Ctrl-C and a lack of memory end
+in a line and a status: a traceback would say nothing that the line does not. Errors name options as
+they are typed.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+USAGE, INTERRUPTED = 2, 130
+
+# One character for one: columns stay where they are.
+_INSTEAD = str.maketrans("·×µ–−±²ᵀᵢΣ≤≥✓✗…█▉▊▋▌▍▎▏", "*xu--~2TiS<>yn~########")
+_PLAIN = "lockstep.plain"
+
+
+class Commands(TyperGroup):
+    """All commands."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            # A stream that somebody has replaced may not have it.
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors=_PLAIN)
+        return super().main(*args, **kwargs)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _ended_by_a_line():
+            return super().invoke(ctx)
+
+
+def by_option(error: Exception, options: dict[str, str]) -> str:
+    """What an error says of fields, said of the options that set them: `options` by field."""
+    fields = "|".join(options)
+    return re.sub(rf"\b({fields})\b", lambda found: options[found[1]], str(error))
+
+
+def _spelled_plainly(error: UnicodeError) -> tuple[str, int]:
+    """An error handler of codecs: for a character that the encoding does not have."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end].translate(_INSTEAD)
+    return text.encode("ascii", errors="replace").decode(), error.end
+
+
+codecs.register_error(_PLAIN, _spelled_plainly)
+
+
+@contextmanager
+def _ended_by_a_line() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        _end("interrupted", INTERRUPTED)
+    except MemoryError as error:
+        _end(f"error: not enough memory: {error}", USAGE)
+    except RuntimeError as error:
+        # So torch says it, on a CPU and on a GPU.
+        said = str(error)
+        if "can't allocate memory" not in said and "out of memory" not in said:
+            raise
+        _end(f"error: not enough memory: {said.splitlines()[0]}", USAGE)
+
+
+def _end(line: str, status: int) -> NoReturn:
+    typer.echo(line, err=True)
+    raise typer.Exit(status) from None

@@ -1,0 +1,125 @@
+"""What a call asks for besides its tensors: types, values, and what is said of wrong ones."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# scale, softcap and their quotient, where not 0: float32 holds them, and a few times as much.
+LEAST_FACTOR, MOST_FACTOR = 1e-37, 1e37
+_FACTORS = f"{LEAST_FACTOR} to {MOST_FACTOR}"
+# Types of an option that may be left out.
+_NUMBER, _NAME = frozenset({float, type(None)}), frozenset({str, type(None)})
+# Of a window: what an operator of torch takes.
+MAX_REACH = (1 << 63) - 1
+Window = tuple[int | None, int | None]
+
+
+class Options(NamedTuple):
+    """What a call asks for besides its tensors."""
+
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    query_invariant: bool = False
+    allow_tf32: bool = False
+
+
+def make_options(
+    causal: bool,
+    window: Window | None,
+    scale: float | None,
+    softcap: float | None,
+    query_invariant: bool = False,
+    allow_tf32: bool = False,
+    return_lse: bool = False,
+    kernel: str | None = None,
+) -> Options:
+    """Checks the types of a caller's options; `describe` checks their values.
+
+    `return_lse` and `kernel` are checked only. Raises TypeError, and ValueError for a window that
+    is not a pair and for numbers beyond all bounds.
+    """
+    if (
+        window is None
+        and type(causal) is bool
+        and type(query_invariant) is bool
+        and type(allow_tf32) is bool
+        and type(return_lse) is bool
+        and type(scale) in _NUMBER
+        and type(softcap) in _NUMBER
+        and type(kernel) in _NAME
+    ):
+        return Options(causal, None, None, scale, softcap, query_invariant, allow_tf32)
+    flags = {"causal": causal, "query_invariant": query_invariant, "allow_tf32": allow_tf32}
+    for name, flag in (*flags.items(), ("return_lse", return_lse)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} takes True or False, got {type_of(flag)}")
+    if kernel is not None and not isinstance(kernel, str):
+        raise TypeError(f"kernel takes the name of a kernel or None, got {type_of(kernel)}")
+    scale, softcap = _number("scale", scale), _number("softcap", softcap)
+    left, right = (None, None) if window is None else _sides(window)
+    return Options(causal, left, right, scale, softcap, query_invariant, allow_tf32)
+
+
+def _number(name: str, number: float | None) -> float | None:
+    if number is None:
+        return None
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise TypeError(f"{name} takes a number or None, got {type_of(number)}")
+    if isinstance(number, int) and abs(number) > MOST_FACTOR:
+        # It may be one that no float holds.
+        raise ValueError(f"{name} takes a finite number of size {_FACTORS}, got a larger integer")
+    return float(number)
+
+
+def _sides(window: Window) -> Window:
+    if not isinstance(window, (tuple, list)):
+        raise TypeError(f"window takes (left, right) or None, got {type_of(window)}")
+    if len(window) != 2:
+        raise ValueError(f"window takes (left, right), got {len(window)} entries")
+    for side, reach in zip(("left", "right"), window, strict=True):
+        if reach is not None and (isinstance(reach, bool) or not isinstance(reach, int)):
+            raise TypeError(f"window takes integers or None, got {type_of(reach)} for its {side}")
+        if reach is not None and abs(reach) > MAX_REACH:
+            raise ValueError(f"window takes distances up to {MAX_REACH}, got more for its {side}")
+    return window[0], window[1]
+
+
+def check_options(options: Options) -> None:
+    causal, left, right = options[:3]
+    if (left is not None and left < 0) or (right is not None and right < 0):
+        raise ValueError(f"window takes distances of 0 or more, or None, got ({left}, {right})")
+    if causal and right is not None and right > 0:
+        raise ValueError(
+            f"window takes 0 or None on its right with causal=True, got {right}: causal hides the "
+            "keys there"
+        )
+
+
+def check_factors(scale: float, softcap: float | None) -> None:
+    """Of what kernels multiply scores by, in float32: a factor of inf would make NaN of a 0."""
+    if not (scale == 0 or _is_factor(scale)):
+        raise ValueError(
+            f"scale takes a finite number or None: 0, or of size {_FACTORS}, got {scale}"
+        )
+    if softcap is None:
+        return
+    if not (softcap > 0 and _is_factor(softcap)):
+        raise ValueError(
+            f"softcap takes a finite number above 0 or None: of size {_FACTORS}, got {softcap}"
+        )
+    if not (scale == 0 or _is_factor(scale / softcap)):
+        raise ValueError(
+            f"softcap takes a number such that scale / softcap is of size {_FACTORS}, got "
+            f"{softcap} with a scale of {scale}"
+        )
+
+
+def _is_factor(x: float) -> bool:
+    return LEAST_FACTOR <= abs(x) <= MOST_FACTOR
+
+
+def type_of(value: object) -> str:
+    return type(value).__name__
