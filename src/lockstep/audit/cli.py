@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.audit import exact_cli
 from lockstep.bench import show
 
 if TYPE_CHECKING:
@@ -22,10 +23,7 @@ app = typer.Typer(help="Test the claims of the kernels on this machine.", no_arg
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 USAGE = 2
 
-
-@app.callback()
-def main() -> None:
-    """Keeps `bits` a subcommand while it is the only one."""
+app.command()(exact_cli.exact)
 
 
 @app.command()
