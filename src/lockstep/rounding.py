@@ -1,12 +1,13 @@
 """What rounding has to cost: the root mean square error of attention that rounds everything once.
 
 A kernel holds scores, statistics and sums in float32 (float64 for float64), and what it multiplies
-and returns in the dtype of its tensors. Let u and w be half an eps of the two. If each number is
-rounded once, in independent errors, and sums of n terms are trees, which round a term 1 + log₂ n
-times, then variances add up along the definition. For one row with weights p, n keys, and the
-derivatives of `docs/gradients.md`:
+and returns in the dtype of its tensors; u and w are the errors of the two (`Units`). If each
+number is rounded once, in independent errors, and sums of n terms are trees, which round a term
+1 + log₂ n times (q·k is added up term by term: its partial sums grow to D/4 times the variance of
+its terms), then variances add up along the definition. For one row with weights p, n keys,
+and the derivatives of `docs/gradients.md`:
 
-    s    = scale · q·k        var s  = u² (L(D) scale² Σ q² k² + s²), at most 1
+    s    = scale · q·k        var s  = u² ((1 + D/4) scale² Σ q² k² + s²), at most 1
     out  = Σ p v              var out = Σ p² ((w² + L u²) v² + var s (v - out)²) + (w² + c) out²
     lse  = m + log l          var lse = Σ p² var s + c + u² (lse² + m²)
     dp   = dout·v             var dp = u² (L(Dv) Σ dout² v² + dp²)
@@ -42,9 +43,11 @@ Variances = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Units:
-    """Half an eps of statistics (u) and of tensors (w), and the least step of a tensor.
+    """The errors of numbers in statistics (u) and in tensors (w), relative to them.
 
-    Of a weight, nothing below `least_weight` counts: exp2 may give 0 there.
+    u is half an eps of float32: on its way to a weight a score is scaled, rounded and taken
+    through exp2. w is one rounding, evenly distributed within half an eps of the dtype. `least` is
+    the least step of the dtype; a weight below `least_weight` may be 0, where exp2 ends.
     """
 
     u: float
@@ -56,7 +59,12 @@ class Units:
     def of(cls, dtype: torch.dtype) -> Units:
         own, statistics = torch.finfo(dtype), torch.finfo(statistics_dtype(dtype))
         least = own.smallest_normal * own.eps
-        return cls(statistics.eps / 2, own.eps / 2, least, max(least, statistics.smallest_normal))
+        return cls(
+            statistics.eps / 2,
+            own.eps / math.sqrt(12),
+            least,
+            max(least, statistics.smallest_normal),
+        )
 
 
 class Row(NamedTuple):
@@ -254,7 +262,8 @@ def _of_rows(problem: AttentionProblem, units: Units, t: Row) -> Variances:
 def _scores(problem: AttentionProblem, units: Units, t: Row) -> tuple[Tensor, Tensor, Tensor]:
     """Scores, their variance, and their derivative by q·k, each [B, Hq, rows, Skv]."""
     s = problem.scale * (t.q @ t.k.mT)
-    var = _levels(problem.D) * problem.scale**2 * (t.q**2 @ t.k.mT**2) + s**2
+    # Every kernel adds up the columns of a score one after the other.
+    var = (1 + problem.D / 4) * problem.scale**2 * (t.q**2 @ t.k.mT**2) + s**2
     slope = torch.full_like(s, problem.scale)
     if problem.softcap is not None:
         bent = torch.tanh(s / problem.softcap)

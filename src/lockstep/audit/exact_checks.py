@@ -125,7 +125,7 @@ def memory(case: Case, seeds: Seeds | None, kernel: str) -> Shares:
     found = peak(lambda: run(case, seeds=seeds, kernel=kernel), case.tensors["q"].device)
     tensors = sum(x.numel() * 4 for x in case.tensors.values())
     allowed = 64 * 2**20 + 20 * tensors
-    if found is not None and found > allowed:
+    if found > allowed:
         raise Broken(
             f"the call takes {found / 2**20:.0f} MiB, of which {allowed / 2**20:.0f} MiB would be "
             f"linear in its length"
@@ -164,10 +164,14 @@ def _same(expected: dict[str, Tensor], got: dict[str, Tensor], what: str) -> Non
 
 
 def _spoil_key(case: Case, name: str, value: float) -> Case:
-    """The middle of the keys, of the first sequence, of packed tokens or of the pages, spoiled."""
+    """One key spoiled, in the middle of the first sequence or of packed tokens; or a whole page."""
     x = case.tensors[name].clone()
-    at = (0, 0, x.shape[2] // 2) if case.layout == "dense" else (len(x) // 2,)
-    x[at] = value
+    if case.layout == "dense":
+        x[0, 0, x.shape[2] // 2] = value
+    elif case.layout == "varlen":
+        x[len(x) // 2] = value
+    else:
+        x[int(case.tensors["page_table"][0, 0])] = value
     return case.replaced(**{name: x})
 
 

@@ -1,19 +1,19 @@
-"""How much memory a call takes at its peak, beyond what was there before."""
+"""How much memory a call takes."""
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from torch.autograd.profiler import profile
 
-_PROCESS = Path("/proc/self")
 
+def peak(call: Callable[[], object], device: torch.device) -> int:
+    """Bytes that a call needs beyond what is there before it.
 
-def peak(call: Callable[[], object], device: torch.device) -> int | None:
-    """Bytes at the peak of a call; None where the system does not tell.
-
-    On a CPU these are the resident pages of the process, so a few MiB either way say nothing.
+    On a CPU this is what PyTorch allocates in all, freed in between or not, and NumPy's peak: the
+    resident size of a process says little, because allocators keep what was freed before.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -22,18 +22,12 @@ def peak(call: Callable[[], object], device: torch.device) -> int | None:
         call()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
+    tracemalloc.start()
     try:
-        # 5 resets the peak; see proc(5).
-        (_PROCESS / "clear_refs").write_text("5")
-        before = _resident("VmRSS")
-        call()
-        return _resident("VmHWM") - before
-    except OSError:
-        return None
-
-
-def _resident(field: str) -> int:
-    for line in (_PROCESS / "status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"no {field} in {_PROCESS / 'status'}")
+        with profile(use_kineto=False, profile_memory=True) as seen:
+            call()
+        numpy = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    events = seen.function_events or []
+    return numpy + sum(max(int(event.self_cpu_memory_usage), 0) for event in events)
