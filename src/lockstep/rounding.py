@@ -16,9 +16,10 @@ and the derivatives of `docs/gradients.md`:
     dq   = scale · Σ ds k     var dq = Σ (scale² var ds + L u² ds²) k² + scale² var δ (Σ p k)²
                                        + (Σ p² var s + c + w²) dq²                dk and dv alike
 
-with L(n) = 1 + log₂ n, L = L(n) for the sums over keys, and c = L u² Σ p², the relative variance of
-l. The errors of l and δ are those of a row, the same for all of its keys. `dp - δ` cancels in a row
-that one key dominates: there a gradient may be off by far more than a rounding of itself.
+with L(n) = 1 + log₂ n, L = L(n) for the sums over keys, and c = u² (L Σ p² + 2), the relative
+variance of l. The errors of l and δ are those of a row, the same for all of its keys. `dp - δ`
+cancels in a row that one key dominates: there a gradient may be off by far more than a rounding of
+itself.
 """
 
 from __future__ import annotations
@@ -212,7 +213,8 @@ def _of_rows(problem: AttentionProblem, units: Units, t: Row) -> Variances:
     p2, moved = p**2, p**2 * var_s
     keys = u2 * _levels(p.shape[-1])  # of a sum over keys, for each of its terms
     rounded = ((w2 + keys) * p2).clamp(min=none2) * t.seen
-    var_l = keys * p2.sum(-1, keepdim=True)  # relative to l
+    # Relative to l. Its terms are positive: the partial sums of each level add up to l again.
+    var_l = keys * p2.sum(-1, keepdim=True) + 2 * u2
     shift = moved.sum(-1, keepdim=True) + var_l
     out = p @ t.v
     away = moved @ t.v**2 - 2 * out * (moved @ t.v) + out**2 * moved.sum(-1, keepdim=True)
