@@ -163,7 +163,8 @@ class Drawing:
     def seeds(self, out_shape: tuple[int, ...]) -> None:
         if self.rng.random() < 0.25:
             return
-        kinds = [x for x in _DOUTS if not (x == "ones" and self.values.alike)]
+        alike = self.values.alike or self.options.get("scale") == 0.0
+        kinds = [x for x in _DOUTS if not (x == "ones" and alike)]
         kind = self.rng.choice(kinds)
         self.tensor("dout", _DOUTS[kind], out_shape, self.dtype)
         dlse = self.rng.choice((NORMAL, "torch.zeros({shape})"))

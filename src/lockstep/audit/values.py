@@ -60,7 +60,7 @@ VALUES = (
     Values("integers", *3 * ("torch.randint(-4, 5, {shape}).float()",), options={"scale": 1.0}),
     Values("alternating signs", _BY_ELEMENT, _BY_ELEMENT, _BY_ROW),
     Values("subnormal values", v="{tiny} * torch.randn({shape})"),
-    Values("subnormal", *3 * ("{tiny} * torch.randn({shape})",)),
+    Values("subnormal", *3 * ("{tiny} * torch.randn({shape})",), alike=True),
     Values("zeros", k="torch.zeros({shape})", alike=True),
 )
 
