@@ -11,7 +11,7 @@ TRITON := triton==3.6.0
 TRITONS := 3.7.1 3.8.0 3.9.0
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test tritons lint bench clean
+.PHONY: help demo test tritons audit lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -28,6 +28,9 @@ tritons: $(READY) ## install other versions of Triton, 3 GB, for the tests that 
 	  to=$(VENV)/tritons/$$version; test -d $$to && continue; rm -rf $$to.part; \
 	  $(PIP) --no-deps --target $$to.part triton==$$version && mv $$to.part $$to || exit 1; \
 	done
+
+audit: $(READY) ## check problems of all kinds for a minute, the same ones each time
+	OMP_NUM_THREADS=2 $(BIN)/lockstep audit exact --device cpu --minutes 1 --seed 0
 
 lint: $(READY) ## check style, types, and the tables in the docs
 	$(BIN)/ruff check .

@@ -140,7 +140,7 @@ def test_demo_holds_here():
 @pytest.mark.parametrize(
     "failing",
     [
-        ("exactness", checks.Exactness("fp32 output", ours=3e-6, theirs=1e-6, limit=2.0)),
+        ("exactness", checks.Exactness("fp32 output", ours=3e-6, theirs=1e-6, allowed=2e-6)),
         ("same_bits", checks.SameBits("the same call again", ours=0.99, theirs=1.0)),
     ],
     ids=["exactness", "same_bits"],

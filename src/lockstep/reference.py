@@ -11,6 +11,7 @@ and is differentiable by autograd. It materialises the scores, so it is for chec
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -101,34 +102,47 @@ def _run(
     return (out, lse) if return_lse else out
 
 
-def evaluate(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` in float64, differentiable in every floating-point tensor.
+Attend = Callable[..., tuple[Tensor, Tensor]]
+
+
+def evaluate(
+    problem: AttentionProblem,
+    tensors: Tensors,
+    *,
+    dtype: torch.dtype = torch.float64,
+    attend: Attend | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` in `dtype`, differentiable in every floating-point tensor.
+
+    `attend` takes what `_attend` takes, dense tensors of one sequence or several, and stands for
+    it where the definition is to be evaluated in another way.
 
     Raises ValueError for lengths, offsets and page indices that are wrong, on any device.
     """
     check_values(problem, tensors)
-    double = tensors._replace(
+    cast = tensors._replace(
         **{
-            name: tensor.double()
+            name: tensor.to(dtype)
             for name, tensor in tensors._asdict().items()
             if tensor is not None and tensor.is_floating_point()
         }
     )
+    attend = attend or _attend
     if problem.layout == "dense":
-        return _dense(problem, double)
+        return _dense(problem, cast, attend)
     if problem.layout == "varlen":
-        return _varlen(problem, double)
-    return _paged(problem, double)
+        return _varlen(problem, cast, attend)
+    return _paged(problem, cast, attend)
 
 
-def _dense(problem: AttentionProblem, t: Tensors) -> tuple[Tensor, Tensor]:
+def _dense(problem: AttentionProblem, t: Tensors, attend: Attend) -> tuple[Tensor, Tensor]:
     lens = t.kv_lens
     if lens is None:
         lens = torch.full((problem.B,), problem.Skv, device=t.q.device)
-    return _attend(problem, t.q, t.k, t.v, t.bias, t.sinks, lens)
+    return attend(problem, t.q, t.k, t.v, t.bias, t.sinks, lens)
 
 
-def _varlen(problem: AttentionProblem, t: Tensors) -> tuple[Tensor, Tensor]:
+def _varlen(problem: AttentionProblem, t: Tensors, attend: Attend) -> tuple[Tensor, Tensor]:
     assert t.cu_seqlens_q is not None
     assert t.cu_seqlens_k is not None
     lens_q, lens_k = t.cu_seqlens_q.diff().tolist(), t.cu_seqlens_k.diff().tolist()
@@ -143,13 +157,13 @@ def _varlen(problem: AttentionProblem, t: Tensors) -> tuple[Tensor, Tensor]:
         # [T, H, D] -> [1, H, S, D] and back
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         lens = torch.tensor([k.shape[2]], device=k.device)
-        out, lse = _attend(problem, q, k, v, None, t.sinks, lens)
+        out, lse = attend(problem, q, k, v, None, t.sinks, lens)
         outs.append(out.squeeze(0).transpose(0, 1))
         lses.append(lse.squeeze(0).transpose(0, 1))
     return torch.cat(outs), torch.cat(lses)
 
 
-def _paged(problem: AttentionProblem, t: Tensors) -> tuple[Tensor, Tensor]:
+def _paged(problem: AttentionProblem, t: Tensors, attend: Attend) -> tuple[Tensor, Tensor]:
     assert t.page_table is not None
     assert t.kv_lens is not None
     assert problem.page_size is not None
@@ -164,7 +178,7 @@ def _paged(problem: AttentionProblem, t: Tensors) -> tuple[Tensor, Tensor]:
             bias = bias[b : b + 1] if bias.shape[0] != 1 else bias
             bias = bias[..., :length] if bias.shape[3] != 1 else bias
         lens = t.kv_lens[b : b + 1]
-        out, lse = _attend(problem, t.q[b : b + 1], k, v, bias, t.sinks, lens)
+        out, lse = attend(problem, t.q[b : b + 1], k, v, bias, t.sinks, lens)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)

@@ -39,7 +39,7 @@ def test_sdpa_computes_the_same_thing(name):
 def test_nan_is_a_wrong_result(monkeypatch):
     case = dataclasses.replace(cpu.CASES[0], Sq=16, Skv=16)
     monkeypatch.setattr("lockstep.attention", lambda q, k, v, **_: torch.full_like(q, float("nan")))
-    with pytest.raises(timing.WrongResult, match="fp32 forward, H8 S16 D64: differs"):
+    with pytest.raises(timing.WrongResult, match="fp32 forward, H8 S16 D64: off by"):
         cpu.run(case, rounds=1)
 
 
@@ -54,9 +54,9 @@ def test_a_row_reports_medians_in_milliseconds():
 @pytest.mark.parametrize(
     ("check", "ok"),
     [
-        (checks.Exactness("x", ours=2.0, theirs=1.0, limit=2.0), True),
-        (checks.Exactness("x", ours=2.1, theirs=1.0, limit=2.0), False),
-        (checks.Exactness("x", ours=float("nan"), theirs=1.0, limit=2.0), False),
+        (checks.Exactness("x", ours=2.0, theirs=1.0, allowed=2.0), True),
+        (checks.Exactness("x", ours=2.1, theirs=1.0, allowed=2.0), False),
+        (checks.Exactness("x", ours=float("nan"), theirs=1.0, allowed=2.0), False),
         (checks.SameBits("x", ours=1.0, theirs=0.5), True),
         (checks.SameBits("x", ours=0.999, theirs=1.0), False),
     ],

@@ -122,7 +122,7 @@ def test_a_contender_that_fails_or_errs_has_its_reason_and_no_figure(table):
     assert row["failed"]["broken"] == "RuntimeError: no such"
     what = "out" if table == "forward" else "dq"
     assert row["failed"]["wrong"].startswith(f"WrongResult: {what} is off by")
-    assert row["failed"]["nan"].startswith(f"WrongResult: {what} is off by nan")
+    assert row["failed"]["nan"].startswith(f"WrongResult: {what} is off by inf")
     products = 4 * 2 * 64 * 64 * 16 * (0.5 if table == "forward" else 2.5)
     assert row["rate"]["cpu"] == pytest.approx(products / 1e9 / 2.0, abs=0.05)
     assert row["chosen"] == "cpu"

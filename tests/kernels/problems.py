@@ -1,79 +1,27 @@
-"""Attention calls as data: draw one, run it three ways, compare.
+"""Attention calls as data: draw one, run it, hold it against the oracle.
 
-A `Case` runs through a kernel, through the float64 oracle and through `plain`, PyTorch's operators
-in the precision of the inputs. `assert_exact` is the correctness rule of Lockstep: the largest
-error against the oracle is at most twice PyTorch's, three times for gradients, plus a few roundings
-of the largest element.
+`assert_exact` is the correctness rule of Lockstep, `lockstep.error_rule`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
-import plain
 import torch
 from torch import Tensor
 
 import lockstep
-from lockstep import dispatch, reference
+from lockstep import dispatch
+from lockstep.audit import values
+from lockstep.audit.cases import Case, Result, Seeds, run
+from lockstep.error_rule import error, expect
 from lockstep.kernels.kernel import Kernel
-from lockstep.problem import AttentionProblem, Tensors, describe, make_options, pad_bias
+from lockstep.problem import AttentionProblem, Tensors
+
+__all__ = ["Case", "Result", "run"]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Times PyTorch's error, plus fp32 roundings of the largest element: PyTorch may happen to be nearly
-# exact. With one query row, say, it derives a softmax it has saved; ours comes from the lse.
-FORWARD_LIMIT, GRADIENT_LIMIT = (2.0, 4), (3.0, 32)
-# What roundings on the way may leave, of a largest element of about 1.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
-
-# The call of each layout and the tensors it takes by position.
-_CALLS = {
-    "dense": ("attention", ("q", "k", "v")),
-    "varlen": ("attention_varlen", ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")),
-    "paged": ("attention_paged", ("q", "k", "v", "page_table", "kv_lens")),
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call: its tensors, named as in `lockstep.problem.Tensors`, and its options."""
-
-    tensors: dict[str, Tensor]
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def layout(self) -> str:
-        return Tensors(**self.tensors).layout
-
-    def replaced(self, **changes: Any) -> Case:
-        """The same call with other tensors or options; None takes one away."""
-        tensors, options = dict(self.tensors), dict(self.options)
-        for name, value in changes.items():
-            target = tensors if name in Tensors._fields else options
-            target[name] = value
-            if value is None:
-                del target[name]
-        return Case(tensors, options)
-
-    def call(self, module: Any, **more: Any) -> tuple[Tensor, Tensor]:
-        """(out, lse) from the call of this layout in `module`."""
-        name, positional = _CALLS[self.layout]
-        tensors = dict(self.tensors)
-        first = [tensors.pop(argument) for argument in positional]
-        return getattr(module, name)(*first, **tensors, **self.options, return_lse=True, **more)
-
-
-@dataclass(frozen=True)
-class Result:
-    out: Tensor
-    lse: Tensor
-    grads: dict[str, Tensor] = field(default_factory=dict)
-
-    def items(self) -> dict[str, Tensor]:
-        """Every tensor by name: out, lse, dq, …"""
-        return {"out": self.out, "lse": self.lse} | {f"d{n}": g for n, g in self.grads.items()}
+VALUES = {x.name: x for x in values.VALUES}
 
 
 def draw(
@@ -86,12 +34,15 @@ def draw(
     D: int = 64,
     Dv: int | None = None,
     dtype: torch.dtype = torch.float32,
+    numbers: str = "normal",
     **more: Any,
 ) -> Case:
-    """A dense case of random numbers; `more` are further tensors and options."""
-    q, k = torch.randn(B, Hq, Sq, D).to(dtype), torch.randn(B, Hkv, Skv, D).to(dtype)
-    v = torch.randn(B, Hkv, Skv, D if Dv is None else Dv).to(dtype)
-    return Case({"q": q, "k": k, "v": v}).replaced(**more)
+    """A dense case of random numbers, by the name of their distribution; `more` are further tensors
+    and options."""
+    kind = VALUES[numbers]
+    shapes = {"q": (B, Hq, Sq, D), "k": (B, Hkv, Skv, D), "v": (B, Hkv, Skv, Dv or D)}
+    tensors = {name: values.draw(getattr(kind, name), s, dtype) for name, s in shapes.items()}
+    return Case(tensors, dict(kind.options)).replaced(**more)
 
 
 def draw_varlen(
@@ -151,10 +102,7 @@ def strided_biases(B: int, Hq: int, Sq: int, Skv: int) -> dict[str, Tensor]:
 
 def pose(case: Case) -> tuple[AttentionProblem, Tensors]:
     """What a kernel is asked to run, and the tensors it gets."""
-    tensors = Tensors(**case.tensors)
-    tensors = tensors._replace(bias=pad_bias(tensors.bias))
-    options = {"causal": False, "window": None, "scale": None, "softcap": None, **case.options}
-    return describe(tensors, make_options(**options)), tensors
+    return case.pose()
 
 
 def supporting(case: Case, *, backward: bool = False) -> list[Kernel]:
@@ -182,73 +130,39 @@ def _refuses_backward(kernel: Kernel, problem: AttentionProblem) -> bool:
     return kernel.supports_backward(problem) is not None
 
 
-def run(
-    case: Case, module: Any = lockstep, seeds: tuple[Tensor, Tensor] | None = None, **more: Any
-) -> Result:
-    """One call; with `seeds` = (dout, dlse) also the gradients of all that has one."""
-    if seeds is None:
-        with torch.no_grad():
-            return Result(*case.call(module, **more))
-    leaves = {
-        n: t.detach().requires_grad_() for n, t in case.tensors.items() if n in DIFFERENTIABLE
-    }
-    out, lse = case.replaced(**leaves).call(module, **more)
-    seeds = seeds[0].to(out.dtype), seeds[1].to(lse.dtype)
-    grads = torch.autograd.grad((out, lse), list(leaves.values()), seeds, materialize_grads=True)
-    return Result(out.detach(), lse.detach(), dict(zip(leaves, grads, strict=True)))
-
-
-def draw_seeds(case: Case) -> tuple[Tensor, Tensor]:
+def draw_seeds(case: Case) -> Seeds:
     """Random (dout, dlse) for a case; both fit its dtype."""
     q, v = case.tensors["q"], case.tensors["v"]
     return torch.randn(*q.shape[:-1], v.shape[-1]).to(q.dtype), torch.randn(q.shape[:-1])
 
 
-def error(result: Tensor, exact: Tensor) -> float:
-    """The largest absolute difference; infinities have to be the same ones."""
-    result, exact = result.double(), exact.double()
-    if not result.numel():
-        return 0.0
-    same = result == exact
-    return float((result - exact).masked_fill(same, 0.0).abs().max())
-
-
-def _largest(x: Tensor) -> float:
-    return float(x.masked_fill(x.isinf(), 0.0).abs().max()) if x.numel() else 0.0
-
-
 def assert_exact(case: Case, *, gradients: bool = False, kernel: str | None = None) -> None:
-    """The correctness rule for every kernel that runs the case, or for the one named."""
+    """The error rule for every kernel that runs the case, or for the one named."""
     seeds = draw_seeds(case) if gradients else None
-    exact = run(case, reference, seeds).items()
-    theirs = run(case, plain, seeds).items()
     names = [kernel] if kernel else [k.name for k in supporting(case, backward=gradients)]
     for name in names:
-        for what, ours in run(case, lockstep, seeds, kernel=name).items().items():
-            factor, roundings = FORWARD_LIMIT if what in ("out", "lse") else GRADIENT_LIMIT
-            floor = roundings * torch.finfo(torch.float32).eps
-            if ours.dtype != torch.float32:
-                floor += torch.finfo(ours.dtype).eps
-            allowed = factor * error(theirs[what], exact[what]) + floor * _largest(exact[what])
-            mine = error(ours, exact[what])
-            assert mine <= allowed, f"{name}: {what} is off by {mine:.3g}, allowed {allowed:.3g}"
+        assert_allowed(case, run(case, lockstep, seeds, kernel=name).items(), seeds, name)
 
 
-def assert_near(case: Case) -> None:
-    """Every kernel that runs the case is near the oracle, with its gradients where it has them.
-
-    For problems that are so small or so odd that PyTorch may be exact by chance.
-    """
-    limit = TOLERANCE[case.tensors["q"].dtype]
+def assert_all_exact(case: Case) -> None:
+    """The error rule for every kernel that runs the case, with its gradients where it has them."""
     seeds = None if case.layout == "paged" else draw_seeds(case)
-    exact = run(case, reference, seeds).items()
     derivable = [] if seeds is None else supporting(case, backward=True)
     for kernel in supporting(case):
-        result = run(case, seeds=seeds if kernel in derivable else None, kernel=kernel.name)
-        for what, ours in result.items().items():
-            allowed = limit * (1 + _largest(exact[what]))
-            mine = error(ours, exact[what])
-            assert mine <= allowed, f"{kernel.name}: {what} is off by {mine:.3g} of {allowed:.3g}"
+        wanted = seeds if kernel in derivable else None
+        assert_allowed(case, run(case, seeds=wanted, kernel=kernel.name).items(), wanted)
+
+
+def assert_allowed(
+    case: Case, results: dict[str, Tensor], seeds: Seeds | None = None, kernel: str = ""
+) -> None:
+    """The error rule for results by name, out, lse, dq, …, of whatever made them."""
+    problem, tensors = case.pose()
+    expected = expect(problem, tensors, *(seeds or ()))
+    for name, result in results.items():
+        exact = expected[name].exact
+        mine, allowed = error(result.reshape(exact.shape), exact), expected[name].allowed
+        assert mine <= allowed, f"{kernel} {name} is off by {mine:.3g}, allowed {allowed:.3g}"
 
 
 def bits(x: Tensor) -> Tensor:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from hopper_cases import KINDS, random_case
-from problems import FORWARD_LIMIT, Case, draw, draw_varlen, error, pose, run, same_bits
+from problems import Case, assert_allowed, draw, draw_varlen, pose, same_bits
 
-from lockstep import reference
 from lockstep.kernels import hopper
 
 pytestmark = [
@@ -56,20 +55,8 @@ def hopper_run(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check(case: Case) -> None:
-    """The correctness rule, PyTorch's error taken in the precision of the inputs."""
-    import plain
-
-    exact, theirs = run(case, reference), run(case, plain)
-    ours = dict(zip(("out", "lse"), hopper_run(case), strict=True))
-    factor, roundings = FORWARD_LIMIT
-    for what, mine in ours.items():
-        expected = exact.items()[what]
-        finite = expected.masked_fill(expected.isinf(), 0.0)
-        floor = roundings * torch.finfo(torch.float32).eps + (
-            torch.finfo(mine.dtype).eps if mine.dtype != torch.float32 else 0.0
-        )
-        allowed = factor * error(theirs.items()[what], expected) + floor * float(finite.abs().max())
-        assert error(mine, expected) <= allowed, what
+    """The error rule."""
+    assert_allowed(case, dict(zip(("out", "lse"), hopper_run(case), strict=True)), kernel="hopper")
 
 
 def follow_each_other(monkeypatch, case: Case) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

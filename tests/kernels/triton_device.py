@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-import plain
 import pytest
 import torch
-from problems import FORWARD_LIMIT, Case, Result, error, run
+from problems import Case, Result, assert_allowed, run
 
-from lockstep import prepared, reference
+from lockstep import prepared
 from lockstep.cache import Cache
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -39,17 +38,8 @@ def attend(case: Case) -> Result:
 
 
 def check(case: Case) -> None:
-    """The correctness rule; the oracle and PyTorch's operators run on the CPU."""
-    exact, theirs = run(case, reference).items(), run(case, plain).items()
-    factor, roundings = FORWARD_LIMIT
-    for what, ours in attend(case).items().items():
-        floor = roundings * torch.finfo(torch.float32).eps
-        floor += 0.0 if ours.dtype == torch.float32 else torch.finfo(ours.dtype).eps
-        finite = exact[what].masked_fill(exact[what].isinf(), 0.0).abs()
-        largest = float(finite.max()) if finite.numel() else 0.0
-        allowed = factor * error(theirs[what], exact[what]) + floor * largest
-        mine = error(ours, exact[what])
-        assert mine <= allowed, f"{what} is off by {mine:.3g}, allowed {allowed:.3g}"
+    """The error rule; the oracle and PyTorch's operators run on the CPU."""
+    assert_allowed(case, attend(case).items(), kernel="triton")
 
 
 def forget_calls(monkeypatch: pytest.MonkeyPatch) -> None:

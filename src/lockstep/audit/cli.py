@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.audit import exact_cli
 from lockstep.bench import show
 from lockstep.command import by_option
 
@@ -32,10 +33,7 @@ OPTIONS = {
 }
 USAGE = 2
 
-
-@app.callback()
-def main() -> None:
-    """Keeps `bits` a subcommand while it is the only one."""
+app.command()(exact_cli.exact)
 
 
 @app.command()

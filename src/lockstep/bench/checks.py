@@ -1,7 +1,6 @@
 """What `lockstep demo` shows to be true on this machine: exact, and the same bits.
 
-Exact: the largest error against the float64 oracle is at most twice that of PyTorch's own math
-attention in the same precision, three times for gradients. Same bits: no tolerance at all.
+Exact: by the error rule (`lockstep.error_rule`). Same bits: no tolerance at all.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORWARD_LIMIT, GRADIENT_LIMIT = 2.0, 3.0
 # Several spans of keys, and no tile comes out even.
 B, HQ, HKV, S, D = 2, 8, 2, 777, 64
 
@@ -22,16 +20,16 @@ Attention = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
 
 @dataclass(frozen=True)
 class Exactness:
-    """Largest errors against the oracle, of Lockstep and of PyTorch's math attention."""
+    """Largest errors against the oracle: of Lockstep, of PyTorch's math attention, and allowed."""
 
     what: str
     ours: float
     theirs: float
-    limit: float
+    allowed: float
 
     @property
     def ok(self) -> bool:
-        return self.ours <= self.limit * self.theirs
+        return self.ours <= self.allowed
 
 
 @dataclass(frozen=True)
@@ -51,18 +49,25 @@ def exactness() -> Iterator[Exactness]:
     """Causal attention with grouped heads in every dtype, and its gradients."""
     import torch
 
+    from lockstep.error_rule import Expected, error, expect
+    from lockstep.problem import Options, Tensors, describe
+
+    def expected(inputs: tuple[Tensor, ...], dout: Tensor | None = None) -> dict[str, Expected]:
+        tensors = Tensors(*inputs)
+        return expect(describe(tensors, Options(causal=True)), tensors, dout)
+
+    def compare(what: str, result: Tensor, rule: Expected) -> Exactness:
+        return Exactness(what, error(result, rule.exact), rule.math, rule.allowed)
+
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        q, k, v = _inputs(dtype)
-        exact = _oracle(q, k, v)
-        ours, theirs = _error(_lockstep(q, k, v), exact), _error(_math(q, k, v), exact)
-        yield Exactness(f"{_name(dtype)} output", ours, theirs, FORWARD_LIMIT)
+        inputs = _inputs(dtype)
+        yield compare(f"{_name(dtype)} output", _lockstep(*inputs), expected(inputs)["out"])
 
     inputs = _inputs(torch.float32)
     dout = torch.randn(B, HQ, S, D, generator=torch.Generator().manual_seed(1))
-    gradients = [_gradients(call, inputs, dout) for call in (_lockstep, _math, _oracle)]
-    for name, mine, math, exact in zip("qkv", *gradients, strict=True):
-        ours, theirs = _error(mine, exact), _error(math, exact)
-        yield Exactness(f"fp32 gradient of {name}", ours, theirs, GRADIENT_LIMIT)
+    rules = expected(inputs, dout)
+    for name, mine in zip("qkv", _gradients(_lockstep, inputs, dout), strict=True):
+        yield compare(f"fp32 gradient of {name}", mine, rules[f"d{name}"])
 
 
 def same_bits() -> Iterator[SameBits]:
@@ -100,23 +105,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     mask = causal_lower_right(q.shape[2], k.shape[2])
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-
-
-def _math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's attention written out: product, softmax, product."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-
-    with sdpa_kernel(SDPBackend.MATH):
-        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-def _oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    from lockstep import reference
-
-    out = reference.attention(q, k, v, causal=True)
-    assert not isinstance(out, tuple)
-    return out
 
 
 def _inputs(dtype: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,10 +146,6 @@ def _on_one_thread(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Ten
         return attention(q, k, v)
     finally:
         torch.set_num_threads(threads)
-
-
-def _error(result: Tensor, exact: Tensor) -> float:
-    return float((result.double() - exact).abs().max())
 
 
 def _share_equal(a: Tensor, b: Tensor) -> float:

@@ -130,7 +130,7 @@ def _exactness_row(table: Table, check: checks.Exactness) -> None:
         Text(f"{check.ours:.1e}", style=show.OURS),
         Text(f"{check.theirs:.1e}", style=show.THEIRS),
         f"{check.ours / check.theirs:.2f}×",
-        f"{check.limit:.0f}×",
+        f"{check.allowed / check.theirs:.2f}×",
         show.YES if check.ok else show.NO,
     )
 

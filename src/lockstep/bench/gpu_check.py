@@ -1,8 +1,6 @@
-"""Whether what was timed on a GPU is attention: the rule of `docs/numerics.md`, before timing.
+"""Whether what was timed on a GPU is attention: by the error rule, before timing.
 
-A result is checked in pieces, each one head of one sequence, all of its rows: against the float64
-oracle, with PyTorch's math attention in the precision of the inputs as the measure of what rounding
-explains.
+A result is checked in pieces, each one head of one sequence, all of its rows.
 """
 
 from __future__ import annotations
@@ -12,12 +10,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
-from lockstep import reference
-from lockstep.bench.checks import FORWARD_LIMIT, GRADIENT_LIMIT
+from lockstep import error_rule, math_attention, reference, rounding
 from lockstep.bench.timing import WrongResult
+from lockstep.error_rule import Expected
+from lockstep.problem import Options, Tensors, describe
 
 # Query rows for which the oracle holds scores at once.
 ROWS = 2048
@@ -32,20 +29,14 @@ class Piece(NamedTuple):
     dout: Tensor  # [Sq, D]
 
 
-class Expected(NamedTuple):
-    """What a tensor should be, and how far off it may be."""
-
-    what: str
-    exact: Tensor  # float64
-    allowed: float
-
-
-def expect(pieces: Sequence[Piece], *, causal: bool, backward: bool) -> list[list[Expected]]:
+def expect(pieces: Sequence[Piece], *, causal: bool, backward: bool) -> list[dict[str, Expected]]:
     """For each piece: out, or dq, dk and dv if `backward`."""
     return [_expect(piece, causal, backward) for piece in pieces]
 
 
-def largest_error(results: Sequence[Sequence[Tensor]], expected: list[list[Expected]]) -> float:
+def largest_error(
+    results: Sequence[Sequence[Tensor]], expected: list[dict[str, Expected]]
+) -> float:
     """The largest error of all pieces, as a share of what is allowed.
 
     Raises:
@@ -53,25 +44,29 @@ def largest_error(results: Sequence[Sequence[Tensor]], expected: list[list[Expec
     """
     worst = 0.0
     for piece, tensors in zip(expected, results, strict=True):
-        for (what, exact, allowed), tensor in zip(piece, tensors, strict=True):
-            error = _error(tensor, exact)
-            # `not <=` so that NaN is wrong as well.
-            if not error <= allowed:
-                raise WrongResult(f"{what} is off by {error:.2g}, rounding explains {allowed:.2g}")
-            worst = max(worst, error / allowed)
+        for (what, rule), tensor in zip(piece.items(), tensors, strict=True):
+            share = rule.share(tensor)
+            if share > 1:
+                raise WrongResult(
+                    f"{what} is off by {error_rule.error(tensor, rule.exact):.2g}, rounding "
+                    f"explains {rule.allowed:.2g}"
+                )
+            worst = max(worst, share)
     return worst
 
 
-def _expect(piece: Piece, causal: bool, backward: bool) -> list[Expected]:
-    names, limit = (("dq", "dk", "dv"), GRADIENT_LIMIT) if backward else (("out",), FORWARD_LIMIT)
-    exact = _exact(piece, causal, backward)
-    theirs = _math(piece, causal, backward)
-    found = []
-    for what, x, y in zip(names, exact, theirs, strict=True):
-        # PyTorch may happen to be exact where one rounding is still to be forgiven.
-        floor = torch.finfo(piece.q.dtype).eps * float(x.abs().max())
-        found.append(Expected(what, x, limit * _error(y, x) + floor))
-    return found
+def _expect(piece: Piece, causal: bool, backward: bool) -> dict[str, Expected]:
+    tensors = Tensors(*(_heads(x) for x in piece[:3]))
+    problem = describe(tensors, Options(causal=causal))
+    dout = _heads(piece.dout) if backward else None
+    names = ("dq", "dk", "dv") if backward else ("out",)
+    exact = dict(zip(names, _exact(piece, causal, backward), strict=True))
+    theirs = error_rule.results(math_attention.evaluate, problem, tensors, dout)
+    spread = rounding.spread(problem, tensors, dout)
+    return {
+        name: error_rule.judge(name, exact[name], theirs[name][0, 0], spread[name])
+        for name in names
+    }
 
 
 def _exact(piece: Piece, causal: bool, backward: bool) -> tuple[Tensor, ...]:
@@ -97,20 +92,5 @@ def _exact(piece: Piece, causal: bool, backward: bool) -> tuple[Tensor, ...]:
     return (torch.cat(dqs), dk, dv) if backward else (torch.cat(outs),)
 
 
-def _math(piece: Piece, causal: bool, backward: bool) -> tuple[Tensor, ...]:
-    leaves = [_heads(x).detach().requires_grad_(backward) for x in piece[:3]]
-    # PyTorch aligns a causal mask to the first key; a single query sees all keys.
-    causal = causal and len(piece.q) > 1
-    with sdpa_kernel(SDPBackend.MATH):
-        out = scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=causal)
-    if not backward:
-        return (out[0, 0],)
-    return tuple(x[0, 0] for x in torch.autograd.grad(out, leaves, _heads(piece.dout)))
-
-
 def _heads(x: Tensor) -> Tensor:
     return x[None, None]  # [1, 1, S, D]
-
-
-def _error(result: Tensor, exact: Tensor) -> float:
-    return float((result.double() - exact).abs().max())

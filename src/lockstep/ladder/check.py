@@ -1,34 +1,28 @@
-"""Whether a rung's output is right: the library's rule, against the float64 oracle.
-
-The largest error is at most twice that of PyTorch's own math attention in the same precision, plus
-a few float32 roundings of the largest element, since PyTorch may happen to be exact.
-"""
+"""Whether a rung's output is right: the error rule of the library (`lockstep.error_rule`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .rung import Problem, Tensors
 
 if TYPE_CHECKING:
     import torch
 
-LIMIT = 2.0  # times PyTorch's error
-ROUNDINGS = 4 * 2.0**-24  # of the largest element
+    from lockstep.problem import AttentionProblem
+    from lockstep.problem import Tensors as Arguments
 
 
-@dataclass(frozen=True)
-class Errors:
-    """Largest errors against the oracle: of a rung, and of PyTorch's math attention."""
+class Errors(NamedTuple):
+    """Largest errors against the oracle: of a rung, of PyTorch's math attention, and allowed."""
 
     ours: float
     theirs: float
-    largest: float  # element of the exact output
+    allowed: float
 
     @property
     def ok(self) -> bool:
-        return self.ours <= LIMIT * self.theirs + ROUNDINGS * self.largest
+        return self.ours <= self.allowed
 
 
 def errors(problem: Problem, tensors: Tensors) -> Errors:
@@ -37,46 +31,29 @@ def errors(problem: Problem, tensors: Tensors) -> Errors:
     >>> errors(problem, tensors).ok                                    # doctest: +SKIP
     True
     """
-    import torch
+    from lockstep.error_rule import error, expect
 
-    exact = oracle(problem, tensors)
-    ours = (tensors.out.double() - exact).abs().nan_to_num(nan=torch.inf).max()
-    theirs = (_math(problem, tensors).double() - exact).abs().max()
-    return Errors(float(ours), float(theirs), float(exact.abs().max()))
+    expected = expect(*_posed(problem, tensors))["out"]
+    return Errors(error(tensors.out, expected.exact), expected.math, expected.allowed)
 
 
 def oracle(problem: Problem, tensors: Tensors) -> torch.Tensor:
     """Exact attention [B, H, S, D] in float64."""
     from lockstep import reference
 
-    bias = _bias(problem, tensors.q.device)
-    out = reference.attention(*tensors[:3], causal=problem.causal, bias=bias)
-    assert not isinstance(out, tuple)
-    return out
+    return reference.evaluate(*_posed(problem, tensors))[0]
 
 
-def _math(problem: Problem, tensors: Tensors) -> torch.Tensor:
-    """PyTorch's attention written out, in the precision of the inputs. A row that sees no key is
-    NaN there, and zero here."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-
-    q, k, v, _ = tensors
-    bias = _bias(problem, q.device)
-    if bias is not None and problem.causal:
-        bias = bias + q.new_full(bias.shape[-2:], float("-inf")).float().triu(1)
-    with sdpa_kernel(SDPBackend.MATH):
-        if bias is None:
-            return scaled_dot_product_attention(q, k, v, is_causal=problem.causal)
-        return scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype)).nan_to_num()
-
-
-def _bias(problem: Problem, device: torch.device) -> torch.Tensor | None:
-    """Minus infinity for the keys that do not count, [1, 1, S, S]; None where all do."""
+def _posed(problem: Problem, tensors: Tensors) -> tuple[AttentionProblem, Arguments]:
+    """The call that a rung stands for; a bias hides the keys that do not count."""
     import torch
 
-    if problem.length is None:
-        return None
-    bias = torch.zeros(1, 1, problem.S, problem.S, device=device)
-    bias[..., problem.length :] = float("-inf")
-    return bias
+    from lockstep.problem import Options, describe
+    from lockstep.problem import Tensors as Arguments
+
+    bias = None
+    if problem.length is not None:
+        bias = torch.zeros(1, 1, problem.S, problem.S, device=tensors.q.device)
+        bias[..., problem.length :] = float("-inf")
+    arguments = Arguments(*tensors[:3], bias=bias)
+    return describe(arguments, Options(causal=problem.causal)), arguments

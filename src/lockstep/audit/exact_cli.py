@@ -1,0 +1,148 @@
+"""The command `lockstep audit exact`. What is heavy to import is imported inside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from lockstep.bench import show
+
+if TYPE_CHECKING:
+    from lockstep.audit.exact import Failure, Summary
+    from lockstep.kernels.kernel import Kernel
+
+USAGE = 2
+MINUTES = 1.0
+
+
+def exact(
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="How long to go on; 1, if neither this nor --problems is given."),
+    ] = None,
+    problems: Annotated[
+        int | None, typer.Option(help="How many problems to draw: the same ones for a seed.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; cuda where there is one, if not given.")
+    ] = None,
+    kernel: Annotated[
+        str | None, typer.Option(help="One kernel by name; all that run here, if not given.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Draws the same problems again; another each time if not.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON for a script to read.")
+    ] = False,
+) -> None:
+    """Draw problems of all kinds and check error rule, leaks, bits, memory and bad metadata.
+
+    Goes on until the time is up, until Ctrl-C, or until a check fails: then it prints a program
+    that shows the failure. Exit status 1 at a failure, 2 if nothing can run.
+    """
+    # PyTorch's profiler, which counts what a call allocates, would announce itself.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    aside = Console(stderr=True)
+    try:
+        where, kernels = _prepare(device, kernel, minutes, problems)
+    except ValueError as error:
+        aside.print(f"error: {error}", style=show.BAD, soft_wrap=True)
+        raise typer.Exit(USAGE) from None
+    if minutes is None and problems is None:
+        minutes = MINUTES
+    if seed is None:
+        seed = time.time_ns() % 2**31
+    summary = _run(kernels, where, seed, minutes, problems, aside)
+    if as_json:
+        typer.echo(json.dumps({"device": where, "seed": seed, **summary.as_json()}, indent=1))
+    else:
+        _report(summary, where, seed, Console())
+    raise typer.Exit(0 if summary.ok else 1)
+
+
+def _prepare(
+    device: str | None, name: str | None, minutes: float | None, problems: int | None
+) -> tuple[str, list[Kernel]]:
+    """The device, and the kernels for it. Raises ValueError for what the options do not take."""
+    import torch
+
+    from lockstep.dispatch import KERNELS
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"--device takes cpu or cuda, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a CUDA device and a torch built for it: none is here")
+    for option, number in (("--minutes", minutes), ("--problems", problems)):
+        if number is not None and not number > 0:
+            raise ValueError(f"{option} takes a number above 0, got {number}")
+    # The oracle is what the others are held against.
+    names = [k.name for k in KERNELS if k.name != "oracle"]
+    if name is not None and name not in names:
+        raise ValueError(f"--kernel takes one of {', '.join(names)}, got {name!r}")
+    return device, [k for k in KERNELS if k.name in ([name] if name else names)]
+
+
+def _run(
+    kernels: list[Kernel],
+    device: str,
+    seed: int,
+    minutes: float | None,
+    problems: int | None,
+    aside: Console,
+) -> Summary:
+    """Problems with a counter beside them; Ctrl-C ends them early."""
+    from lockstep.audit.exact import Summary, audit
+
+    summary = Summary()
+    columns = (
+        SpinnerColumn(style=show.OURS),
+        TextColumn("{task.completed} problems, seed {task.fields[seed]}", style=show.QUIET),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=aside, transient=True) as bar:
+        task = bar.add_task("", total=problems, seed=seed)
+        steps = audit(kernels, device=device, seed=seed, problems=problems, minutes=minutes)
+        try:
+            for summary in steps:
+                bar.update(task, completed=summary.problems)
+        except KeyboardInterrupt:
+            aside.print("stopped", style=show.QUIET)
+    return summary
+
+
+def _report(summary: Summary, device: str, seed: int, console: Console) -> None:
+    console.print(Text(f"{summary.problems} problems on {device}, seed {seed}", style=show.QUIET))
+    kinds = show.table("kind", "problems", right=("problems",))
+    for kind, n in sorted(summary.kinds.items()):
+        kinds.add_row(kind, str(n))
+    console.print(kinds)
+    checks = show.table("kernel", "check", "problems", right=("problems",))
+    for (kernel, check), n in sorted(summary.checks.items()):
+        checks.add_row(kernel, check, str(n))
+    console.print(checks)
+    shares = show.table("kernel", "result", "of the error rule", right=("of the error rule",))
+    for (kernel, result), share in sorted(summary.shares.items()):
+        shares.add_row(kernel, result, f"{share:.0%}")
+    console.print(shares)
+    if summary.failure is not None:
+        _report_failure(summary.failure, console)
+    elif summary.checks:
+        console.print(Text("Every check holds.", style=show.GOOD))
+    else:
+        console.print(Text("No kernel took any of these problems.", style=show.QUIET))
+
+
+def _report_failure(failure: Failure, console: Console) -> None:
+    console.print(Text(f"{failure.kernel}: {failure.check}: {failure.what}", style=show.BAD))
+    console.print(Text(f"{failure.problem}; this program shows it:\n", style=show.QUIET))
+    # As it is: to be copied.
+    console.print(failure.snippet, soft_wrap=True, highlight=False, markup=False)

@@ -1,0 +1,113 @@
+"""One sequence of a call: by itself, its share of the results, and what it does not see."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep import reference
+from lockstep.audit.cases import Case, Result, Seeds
+
+# By layout, what has the batch in front.
+_BATCHED = {
+    "dense": ("q", "k", "v", "kv_lens"),
+    "paged": ("q", "page_table", "kv_lens"),
+}
+_RESULTS = {"dense": ("out", "lse", "dq", "dk", "dv"), "paged": ("out", "lse", "dq")}
+
+
+def count(case: Case) -> int:
+    """How many sequences a call has."""
+    if case.layout == "varlen":
+        return len(case.tensors["cu_seqlens_q"]) - 1
+    return len(case.tensors["q"])
+
+
+def tokens(case: Case, b: int) -> tuple[slice, slice]:
+    """The queries and the keys of sequence b in packed tensors."""
+    q, k = (case.tensors[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    return slice(q[b], q[b + 1]), slice(k[b], k[b + 1])
+
+
+def alone(case: Case, seeds: Seeds | None, b: int) -> tuple[Case, Seeds | None]:
+    """A call with sequence b and no other."""
+    part = slice(b, b + 1)
+    if case.layout == "varlen":
+        part, keys = tokens(case, b)
+        changes: dict[str, Any] = {
+            name: case.tensors[name][part if name == "q" else keys] for name in ("q", "k", "v")
+        }
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            offsets = case.tensors[name][b : b + 2]
+            changes[name] = offsets - offsets[0]
+    else:
+        names = [name for name in _BATCHED[case.layout] if name in case.tensors]
+        changes = {name: case.tensors[name][part] for name in names}
+        bias = case.tensors.get("bias")
+        if bias is not None and bias.dim() == 4 and bias.shape[0] > 1:
+            changes["bias"] = bias[part]
+    own = None if seeds is None else (seeds[0][part], seeds[1][part])
+    return case.replaced(**changes), own
+
+
+def share(case: Case, result: Result, b: int) -> dict[str, Tensor]:
+    """What sequence b has of the results; gradients that sequences share are left out."""
+    found = result.items()
+    if case.layout == "varlen":
+        queries, keys = tokens(case, b)
+        return {
+            name: x[keys if name in ("dk", "dv") else queries]
+            for name, x in found.items()
+            if name in _RESULTS["dense"]
+        }
+    return {name: x[b : b + 1] for name, x in found.items() if name in _RESULTS[case.layout]}
+
+
+def seen(case: Case) -> Tensor:
+    """Which keys each row of a dense call sees, bool [B, Hq, Sq, Skv]."""
+    problem, tensors = case.pose()
+    lens = tensors.kv_lens
+    if lens is None:
+        lens = torch.full((problem.B,), problem.Skv, device=tensors.q.device)
+    found = reference.visible(problem, lens, problem.Sq, problem.Skv)
+    if tensors.bias is not None:
+        found = found & (tensors.bias != -math.inf)
+    return found.expand(problem.B, problem.Hq, problem.Sq, problem.Skv)
+
+
+def littered(case: Case) -> Case | None:
+    """The same call with NaN and infinities wherever no row looks; None where all is looked at."""
+    if case.layout == "dense":
+        return _littered_dense(case)
+    return _littered_pages(case) if case.layout == "paged" else None
+
+
+def _littered_dense(case: Case) -> Case:
+    visible = seen(case)  # [B, Hq, Sq, Skv]
+    q, k, v = (case.tensors[name] for name in ("q", "k", "v"))
+    used = visible.any(2).view(len(k), k.shape[1], -1, k.shape[2]).any(2)  # [B, Hkv, Skv]
+    return case.replaced(q=_litter(q, ~visible.any(-1)), k=_litter(k, ~used), v=_litter(v, ~used))
+
+
+def _littered_pages(case: Case) -> Case:
+    k, v, table = (case.tensors[name] for name in ("k", "v", "page_table"))
+    n_pages, page = k.shape[:2]
+    used = torch.zeros(n_pages, page, dtype=torch.bool, device=k.device)
+    table = table.clone()
+    for b, length in enumerate(case.tensors["kv_lens"].tolist()):
+        positions = torch.arange(length, device=k.device)
+        used[table[b, positions // page].long(), positions % page] = True
+        # Entries past the end of a sequence may be anything.
+        table[b, -(-length // page) :] = n_pages + 10**6
+    hidden = (~used)[..., None].expand(k.shape[:-1])
+    return case.replaced(k=_litter(k, hidden), v=_litter(v, hidden), page_table=table)
+
+
+def _litter(x: Tensor, rows: Tensor) -> Tensor:
+    """NaN, inf and -inf in turns throughout the rows given, bool in the shape of x less one."""
+    kinds = x.new_tensor([math.nan, math.inf, -math.inf])
+    garbage = kinds[torch.arange(x.numel(), device=x.device) % 3].view(x.shape)
+    return torch.where(rows[..., None], garbage, x)

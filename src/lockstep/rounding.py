@@ -1,0 +1,284 @@
+"""What rounding has to cost: the root mean square error of attention that rounds everything once.
+
+A kernel holds scores, statistics and sums in float32 (float64 for float64), and what it multiplies
+and returns in the dtype of its tensors; u and w are the errors of the two (`Units`). If each
+number is rounded once, in independent errors, and sums of n terms are trees, which round a term
+1 + log₂ n times (q·k is added up term by term: its partial sums grow to D/4 times the variance of
+its terms), then variances add up along the definition. For one row with weights p, n keys,
+and the derivatives of `docs/gradients.md`:
+
+    s    = scale · q·k        var s  = u² ((1 + D/4) scale² Σ q² k² + s²), at most 1
+    out  = Σ p v              var out = Σ p² ((w² + L u²) v² + var s (v - out)²) + (w² + c) out²
+    lse  = m + log l          var lse = Σ p² var s + c + u² (lse² + m²)
+    dp   = dout·v             var dp = u² (L(Dv) Σ dout² v² + dp²)
+    δ    = dout·out - dlse    var δ  = Σ dout² (var out + L(Dv) u² out²) + u² δ²
+    ds   = p (dp - δ)         var ds = p² (var dp + (dp - δ)² (w² + var s))       own of each key
+    dq   = scale · Σ ds k     var dq = Σ (scale² var ds + L u² ds²) k² + scale² var δ (Σ p k)²
+                                       + (Σ p² var s + c + w²) dq²                dk and dv alike
+
+with L(n) = 1 + log₂ n, L = L(n) for the sums over keys, and c = u² (L Σ p² + 2), the relative
+variance of l. The errors of l and δ are those of a row, the same for all of its keys. `dp - δ`
+cancels in a row that one key dominates: there a gradient may be off by far more than a rounding of
+itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep import reference
+from lockstep.numerics import statistics_dtype
+from lockstep.problem import AttentionProblem, Tensors
+
+# Query rows for which scores are held at once.
+ROWS = 2048
+# By the name of the result: out, lse; dq, dk, dv, dbias, dsinks.
+Variances = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Units:
+    """The errors of numbers in statistics (u) and in tensors (w), relative to them.
+
+    u is half an eps of float32: on its way to a weight a score is scaled, rounded and taken
+    through exp2. w is one rounding, evenly distributed within half an eps of the dtype. `least` is
+    the least step of the dtype; a weight below `least_weight` may be 0, where exp2 ends.
+    """
+
+    u: float
+    w: float
+    least: float
+    least_weight: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Units:
+        own, statistics = torch.finfo(dtype), torch.finfo(statistics_dtype(dtype))
+        least = own.smallest_normal * own.eps
+        return cls(
+            statistics.eps / 2,
+            own.eps / math.sqrt(12),
+            least,
+            max(least, statistics.smallest_normal),
+        )
+
+
+class Row(NamedTuple):
+    """A block of query rows of some sequences, keys and values repeated for their group."""
+
+    q: Tensor  # [B, Hq, rows, D]
+    k: Tensor  # [B, Hq, Skv, D]
+    v: Tensor  # [B, Hq, Skv, Dv]
+    bias: Tensor | None  # [B, Hq, rows, Skv], expanded
+    sinks: Tensor | None  # [Hq]
+    bias_per_row: bool  # one number for all keys
+    seen: Tensor  # [B, Hq, rows, Skv] bool
+    dout: Tensor | None  # [B, Hq, rows, Dv]
+    dlse: Tensor | None  # [B, Hq, rows, 1]
+
+
+def spread(
+    problem: AttentionProblem,
+    tensors: Tensors,
+    dout: Tensor | None = None,
+    dlse: Tensor | None = None,
+) -> dict[str, float]:
+    """The largest root mean square error of each result, by name: out, lse; with dout also dq, ….
+
+    `dout` and `dlse` have the shapes of out and lse. What is not finite counts as 0.
+    """
+    largest: dict[str, float] = {}
+    sinks: list[Tensor] = []
+
+    def attend(_: AttentionProblem, q: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        q, dout_, dlse_ = _unjoin(problem, q)
+        gradients = (dout_, dlse_) if dout is not None else (None, None)
+        found = _variances(problem, q, *rest, *gradients)
+        if "dsinks" in found:
+            sinks.append(found["dsinks"])
+        for name, variance in found.items():
+            if variance.numel():
+                root = math.sqrt(float(variance.nan_to_num().max()))
+                largest[name] = max(largest.get(name, 0.0), root)
+        return q.new_zeros(*q.shape[:3], problem.Dv), q.new_zeros(q.shape[:3])
+
+    joined = tensors._replace(q=_join(tensors.q, dout, dlse, problem.Dv))
+    with torch.no_grad():
+        reference.evaluate(problem, joined, attend=attend)
+    if sinks:
+        # Every sequence adds to them.
+        largest["dsinks"] = math.sqrt(float(torch.stack(sinks).sum(0).max()))
+    return largest
+
+
+# Sequences come out of packed and paged tensors one by one; what belongs to a query goes with it.
+
+
+def _join(q: Tensor, dout: Tensor | None, dlse: Tensor | None, Dv: int) -> Tensor:
+    dout = q.new_zeros(*q.shape[:-1], Dv) if dout is None else dout
+    dlse = q.new_zeros(q.shape[:-1]) if dlse is None else dlse
+    return torch.cat([q.double(), dout.double(), dlse.double()[..., None]], dim=-1)
+
+
+def _unjoin(problem: AttentionProblem, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q[..., : problem.D], q[..., problem.D : -1], q[..., -1:]
+
+
+def _variances(
+    problem: AttentionProblem,
+    q: Tensor,  # [B, Hq, Sq, D]
+    k: Tensor,  # [B, Hkv, Skv, D]
+    v: Tensor,  # [B, Hkv, Skv, Dv]
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    lens: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> Variances:
+    """Of dense tensors; those of dk, dv, dbias and dsinks are summed over what adds to them."""
+    units, group = Units.of(problem.dtype), problem.Hq // problem.Hkv
+    total: Variances = {}
+    for rows in _rows(problem, q, k, v, bias, sinks, lens, dout, dlse):
+        for name, variance in _of_rows(problem, units, rows).items():
+            if name in ("dk", "dv", "dsinks"):
+                total[name] = total[name] + variance if name in total else variance
+            else:
+                total[name] = torch.cat([total[name], variance], 2) if name in total else variance
+    for name in ("dk", "dv"):
+        if name in total:  # [B, Hq, Skv, D] -> [B, Hkv, Skv, D]
+            B, _, Skv, D = total[name].shape
+            total[name] = total[name].view(B, problem.Hkv, group, Skv, D).sum(2)
+    if bias is not None and "dbias" in total:
+        dbias = total.pop("ds").sum_to_size(bias.shape)
+        total["dbias"] = total["dbias"].sum_to_size(bias.shape) + units.w**2 * dbias**2
+    return total
+
+
+def _rows(
+    problem: AttentionProblem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    lens: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> Iterator[Row]:
+    group = problem.Hq // problem.Hkv
+    q, k, v = (x.nan_to_num(0.0, 0.0, 0.0) for x in (q, k, v))
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    shape = (*q.shape[:3], k.shape[2])
+    seen = reference.visible(problem, lens, *shape[2:])
+    per_row = bias is not None and bias.shape[3] == 1
+    if bias is not None:
+        seen = seen & (bias != -math.inf)
+        bias = bias.nan_to_num(0.0, 0.0, 0.0).expand(shape)
+    seen = seen.expand(shape)
+    for start in range(0, shape[2], ROWS):
+        part = slice(start, start + ROWS)
+        yield Row(
+            q[:, :, part],
+            k,
+            v,
+            None if bias is None else bias[:, :, part],
+            sinks,
+            per_row,
+            seen[:, :, part],
+            None if dout is None else dout[:, :, part],
+            None if dlse is None else dlse[:, :, part],
+        )
+
+
+def _of_rows(problem: AttentionProblem, units: Units, t: Row) -> Variances:
+    u2, w2, least2, none2 = (x**2 for x in (units.u, units.w, units.least, units.least_weight))
+    s, var_s, slope = _scores(problem, units, t)
+    logits = s.masked_fill(~t.seen, -math.inf)
+    if t.sinks is not None:
+        sink = t.sinks[:, None, None].expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sink], -1)
+    if not logits.shape[-1]:
+        return {}
+    m = logits.amax(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
+    weights = (logits - m).exp()
+    l = weights.sum(-1, keepdim=True)
+    weights = weights / l.masked_fill(l == 0, 1.0)
+    lse = (m + l.log()).masked_fill(l == 0, 0.0)  # [B, Hq, rows, 1]
+    p = weights[..., : t.k.shape[2]]
+    p2, moved = p**2, p**2 * var_s
+    keys = u2 * _levels(p.shape[-1])  # of a sum over keys, for each of its terms
+    rounded = ((w2 + keys) * p2).clamp(min=none2) * t.seen
+    # Relative to l. Its terms are positive: the partial sums of each level add up to l again.
+    var_l = keys * p2.sum(-1, keepdim=True) + 2 * u2
+    shift = moved.sum(-1, keepdim=True) + var_l
+    out = p @ t.v
+    away = moved @ t.v**2 - 2 * out * (moved @ t.v) + out**2 * moved.sum(-1, keepdim=True)
+    var_out = rounded @ t.v**2 + away.clamp(min=0.0) + (w2 + var_l) * out**2 + least2
+    var_lse = shift + u2 * (lse**2 + m**2)
+    found = {"out": var_out, "lse": var_lse.squeeze(-1)}
+    if t.dout is None or t.dlse is None:
+        return found
+
+    dout2, v2 = t.dout**2, t.v**2
+    columns = u2 * _levels(problem.Dv)
+    dp = t.dout @ t.v.mT
+    var_dp = columns * (dout2 @ v2.mT) + u2 * dp**2
+    delta = (t.dout * out).sum(-1, keepdim=True) - t.dlse
+    var_delta = (dout2 * (var_out + columns * out**2)).sum(-1, keepdim=True) + u2 * delta**2
+    ds = p * (dp - delta)
+    own = p2 * (var_dp + (dp - delta) ** 2 * (w2 + var_s)) + none2 * t.seen
+    own_x = slope**2 * own
+    if problem.softcap is not None:
+        # 1 - tanh² cancels where the cap bites.
+        own_x = own_x + 4 * u2 * problem.scale**2 * ds**2
+    dx, px = slope * ds, slope * p
+    queries = u2 * _levels(t.q.shape[2] * problem.Hq // problem.Hkv)
+    dq, dk, dv = dx @ t.k, dx.mT @ t.q, p.mT @ t.dout
+    of_row = var_delta * (px @ t.k) ** 2 + (shift + w2) * dq**2
+    found["dq"] = (own_x + keys * dx**2) @ t.k**2 + of_row + least2
+    all_x = own_x + px**2 * var_delta + dx**2 * (shift + queries)
+    found["dk"] = all_x.mT @ t.q**2 + w2 * dk**2 + least2
+    all_p = p2 * (w2 + var_s + shift + queries) + none2 * t.seen
+    found["dv"] = all_p.mT @ dout2 + w2 * dv**2 + least2
+    if t.bias is not None:
+        found["ds"] = ds
+        found["dbias"] = own + p2 * var_delta + ds**2 * (shift + queries) + least2
+        if t.bias_per_row:
+            found["ds"] = ds.sum(-1, keepdim=True)
+            of_row = var_delta * p.sum(-1, keepdim=True) ** 2 + shift * found["ds"] ** 2
+            own = (own + ds**2 * (queries + keys)).sum(-1, keepdim=True)
+            found["dbias"] = own + of_row + least2
+    if t.sinks is not None:
+        p_sink = weights[..., -1:]
+        relative = var_delta + delta**2 * (w2 + u2 + queries + shift)
+        var = (p_sink**2 * relative + none2 * delta**2).sum((0, 2, 3))
+        found["dsinks"] = var + w2 * (p_sink * delta).sum((0, 2, 3)) ** 2 + least2
+    return found
+
+
+def _scores(problem: AttentionProblem, units: Units, t: Row) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, their variance, and their derivative by q·k, each [B, Hq, rows, Skv]."""
+    s = problem.scale * (t.q @ t.k.mT)
+    # Every kernel adds up the columns of a score one after the other.
+    var = (1 + problem.D / 4) * problem.scale**2 * (t.q**2 @ t.k.mT**2) + s**2
+    slope = torch.full_like(s, problem.scale)
+    if problem.softcap is not None:
+        bent = torch.tanh(s / problem.softcap)
+        slope = slope * (1 - bent**2)
+        s, var = problem.softcap * bent, (1 - bent**2) ** 2 * var
+        var = var + s**2
+    if t.bias is not None:
+        s = s + t.bias
+        var = var + s**2
+    # A weight is not off by more than itself, however large the scores are.
+    return s, (units.u**2 * var).clamp(max=1.0), slope
+
+
+def _levels(n: int) -> float:
+    """How often a term of a sum is rounded: as a product, and at each level of a tree of sums."""
+    return 1 + math.log2(max(n, 1))
