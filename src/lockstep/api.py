@@ -11,6 +11,7 @@ from torch.amp import is_autocast_available
 
 from lockstep import dispatch, ops
 from lockstep.dispatch import Explanation
+from lockstep.kernels.cpu.processes import fork_safe
 from lockstep.problem import (
     Layout,
     Options,
@@ -367,6 +368,7 @@ def _run(
     return operator(_prepare(tensors, operator.layout), options, kernel)
 
 
+@fork_safe
 def _prepare(tensors: Tensors, layout: Layout) -> Tensors:
     """What happens to every call's tensors: a type check, a bias of 4 dims, autocast."""
     check_types(tensors, layout)

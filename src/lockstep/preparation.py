@@ -13,6 +13,7 @@ from torch import Tensor
 from lockstep import dispatch
 from lockstep.cache import Cache
 from lockstep.checks import check_values
+from lockstep.kernels.cpu.processes import fork_safe
 from lockstep.kernels.kernel import (
     Given,
     Gradients,
@@ -60,6 +61,7 @@ def prepare(tensors: Tensors, options: Options, name: str | None) -> Prepared:
     if rows is tensors and problem.device_type != "cpu":
         return run
 
+    @fork_safe
     def check_and_run(tensors: Tensors, addresses: list[int]) -> Result:
         check_values(problem, tensors)
         rows = _with_contiguous_rows(tensors)
@@ -87,6 +89,7 @@ def prepare_backward(
     if problem.device_type != "cpu" and all(map(is_, rows, given)):
         return run
 
+    @fork_safe
     def check_and_run(given: Given, addresses: list[int]) -> Gradients:
         check_values(problem, _tensors_of(given))
         rows = _with_contiguous_results(given)

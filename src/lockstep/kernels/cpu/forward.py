@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.kernels.cpu import scalar
+from lockstep.kernels.cpu import processes, scalar
 from lockstep.kernels.cpu.arguments import argument, enter, record_at, take_ticket
 from lockstep.kernels.cpu.call import call_at, of_sequence, row_address, split_row
 from lockstep.kernels.cpu.compile import compiled, kernel
@@ -302,7 +302,7 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor
     out = torch.empty((*q.shape[:-1], Dv), dtype=q.dtype)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32)
     described = describe(problem, tensors, out, lse)
-    G, threads = problem.Hq // problem.Hkv, torch.get_num_threads()
+    G, threads = problem.Hq // problem.Hkv, processes.threads()
     n_units = problem.Hkv * sum(-(-G * length // ROWS) for length in described.q_len)
     if n_units == 0:
         return out, lse
