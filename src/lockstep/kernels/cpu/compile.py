@@ -69,9 +69,9 @@ def _patiently() -> Iterator[None]:
 class Kernel:
     """A native function ``void(int64 arguments)`` that any thread may run, without Python."""
 
-    def __init__(self, function: Callable[[int], None]) -> None:
+    def __init__(self, function: Callable[[int], None], name: str | None = None) -> None:
         self._function = function
-        self._name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+        self._name = f"{function.__module__.rpartition('.')[2]}.{name or function.__name__}"
         self.__doc__ = function.__doc__
 
     @cached_property

@@ -11,6 +11,7 @@ choice between them is free: it never shows in the bits.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from lockstep.kernels.cpu import processes, scalar
 from lockstep.kernels.cpu.arguments import argument, enter, record_at, take_ticket
 from lockstep.kernels.cpu.call import call_at, of_sequence, row_address, split_row
-from lockstep.kernels.cpu.compile import compiled, kernel
+from lockstep.kernels.cpu.compile import Kernel, compiled, kernel
 from lockstep.kernels.cpu.memory import scatter_columns
 from lockstep.kernels.cpu.merge import close_row, fill, fold_row
 from lockstep.kernels.cpu.narrow import NARROW, attend_narrow, carve_narrow, load_narrow
@@ -249,51 +250,73 @@ def _merge_unit(call, unit, scratch, parts, lses):
         close_row(acc, m, l, call.Dv, call.kind, out, lse)
 
 
-@kernel
-def run_items(arguments):
-    """Every item, wide or narrow, folded or into the workspace; who ends a unit merges it.
-
-    Arguments: call, units, items, how many items, parts, lses.
-    """
-    scratch = enter(arguments)
-    call, units = call_at(argument(arguments, 0)), argument(arguments, 1)
-    items, n_items = argument(arguments, 2), argument(arguments, 3)
-    parts, lses = argument(arguments, 4), argument(arguments, 5)
-    while True:
-        ticket = take_ticket(arguments)
-        if ticket >= n_items:
-            return
-        item = item_at(items + ticket * ITEM_BYTES)
-        unit = unit_at(units + item.unit * UNIT_BYTES)
-        if unit.workspace < 0:
-            _fold_unit(call, unit, scratch)
-            continue
-        if unit.n_rows <= NARROW:
-            block = carve_narrow(scratch, call.D, call.Dv)
-            load_narrow(call, block, unit)
-            for span in range(item.first_span, item.last_span):
-                attend_narrow(call, block, unit, span, parts, lses)
-        else:
-            _split_unit(call, unit, item.first_span, item.last_span, scratch, parts, lses)
-        done = units + item.unit * UNIT_BYTES + DONE
-        if scalar.fetch_add_one(done) == unit.pieces - 1:
-            _merge_unit(call, unit, scratch, parts, lses)
+@compiled
+def _run_wide(call, unit, item, scratch, parts, lses):
+    if unit.workspace < 0:
+        _fold_unit(call, unit, scratch)
+    else:
+        _split_unit(call, unit, item.first_span, item.last_span, scratch, parts, lses)
 
 
-@kernel
-def _measure_scratch(arguments):
-    """Arguments: D, Dv, result: the bytes a thread needs for either kind of unit."""
-    D, Dv = argument(arguments, 0), argument(arguments, 1)
-    running = 4 * ROWS * padded(Dv, MR) + 8 * ROWS  # acc, m, l of _fold_unit
-    size = max(carve_block(0, D, Dv).end + running, carve_narrow(0, D, Dv).end)
-    scalar.store_word(size, argument(arguments, 2))
+@compiled
+def _run_narrow(call, unit, item, scratch, parts, lses):
+    block = carve_narrow(scratch, call.D, call.Dv)
+    load_narrow(call, block, unit)
+    for span in range(item.first_span, item.last_span):
+        attend_narrow(call, block, unit, span, parts, lses)
+
+
+def _items_runner(wide: bool, narrow: bool) -> Kernel:
+    """For calls with wide units, narrow ones or both: few need both, and each takes seconds to
+    compile."""
+
+    def run_items(arguments):
+        """Every item, folded or into the workspace; who ends a unit merges it.
+
+        Arguments: call, units, items, how many items, parts, lses.
+        """
+        scratch = enter(arguments)
+        call, units = call_at(argument(arguments, 0)), argument(arguments, 1)
+        items, n_items = argument(arguments, 2), argument(arguments, 3)
+        parts, lses = argument(arguments, 4), argument(arguments, 5)
+        while True:
+            ticket = take_ticket(arguments)
+            if ticket >= n_items:
+                return
+            item = item_at(items + ticket * ITEM_BYTES)
+            unit = unit_at(units + item.unit * UNIT_BYTES)
+            # numba leaves out the branches that these constants close.
+            if wide:
+                if unit.n_rows > NARROW:
+                    _run_wide(call, unit, item, scratch, parts, lses)
+            if narrow:
+                if unit.n_rows <= NARROW:
+                    _run_narrow(call, unit, item, scratch, parts, lses)
+            if unit.workspace >= 0:
+                done = units + item.unit * UNIT_BYTES + DONE
+                if scalar.fetch_add_one(done) == unit.pieces - 1:
+                    _merge_unit(call, unit, scratch, parts, lses)
+
+    return Kernel(run_items, f"run_items_{wide:d}{narrow:d}")
+
+
+_RUNNERS = {kinds: _items_runner(*kinds) for kinds in ((True, False), (False, True), (True, True))}
+
+
+def _kinds(n_rows: Iterable[int]) -> tuple[bool, bool]:
+    """Whether units are wide, and whether some are narrow, given the rows per KV head."""
+    wide = narrow = False
+    for rows in n_rows:
+        wide = wide or rows > NARROW
+        narrow = narrow or 0 < rows % ROWS <= NARROW
+    return wide, narrow
 
 
 @lru_cache(maxsize=64)
 def _scratch_bytes(D: int, Dv: int) -> int:
-    result = np.zeros(1, np.int64)
-    parallel(_measure_scratch, (D, Dv, address(result)))
-    return int(result[0])
+    """What a thread needs for either kind of unit."""
+    running = 4 * ROWS * padded(Dv, MR) + 8 * ROWS  # acc, m, l of _fold_unit
+    return max(carve_block(0, D, Dv).end + running, carve_narrow(0, D, Dv).end)
 
 
 def forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
@@ -303,14 +326,15 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor
     lse = torch.empty(q.shape[:-1], dtype=torch.float32)
     described = describe(problem, tensors, out, lse)
     G, threads = problem.Hq // problem.Hkv, processes.threads()
-    n_units = problem.Hkv * sum(-(-G * length // ROWS) for length in described.q_len)
+    n_rows = [G * length for length in described.q_len]
+    n_units = problem.Hkv * sum(-(-rows // ROWS) for rows in n_rows)
     if n_units == 0:
         return out, lse
     # Three results of the plan, the units, the items.
     sizes = (
         3,
         n_units * UNIT_BYTES // 8,
-        n_units * max_pieces.py_func(threads, n_units) * ITEM_BYTES // 8,
+        n_units * max_pieces(threads, n_units) * ITEM_BYTES // 8,
     )
     table = array("q", bytes(8 * sum(sizes)))
     results, _ = table.buffer_info()
@@ -322,5 +346,6 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor
     workspace = np.empty(n_parts * (Dv + 1), np.float32)
     parts = address(workspace)
     arguments = (call, units, items, n_items, parts, parts + 4 * n_parts * Dv)
+    run_items = _RUNNERS[_kinds(n_rows)]
     parallel(run_items, arguments, _scratch_bytes(D, Dv), row_spans * SPAN * (D + Dv))
     return out, lse

@@ -118,7 +118,37 @@ class _Lowered(CodeLibrary):
         raise NotImplementedError
 
 
+class _Operators:
+    """numba's typing of calls, which remembers what it found for arithmetic.
+
+    Finding it takes as long as everything else in type inference: numba asks each NumPy function
+    of that name, too, and again for each literal.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def resolve_function_type(self, func: Any, args: Any, kws: Any) -> Any:
+        numbers = all(isinstance(arg, (types.Number, types.Boolean)) for arg in args)
+        if kws or not numbers or not isinstance(func, types.Function):
+            return self._context.resolve_function_type(func, args, kws)
+        key = func, tuple(types.unliteral(arg) for arg in args)
+        if key not in _SIGNATURES:
+            _SIGNATURES[key] = self._context.resolve_function_type(*key, kws)
+        return _SIGNATURES[key]
+
+
+_SIGNATURES: dict[Any, Any] = {}
+
+
 class _Pipeline(CompilerBase):
+    def __init__(self, typingctx: Any, *args: Any) -> None:
+        super().__init__(typingctx, *args)
+        self.state.typingctx = _Operators(typingctx)
+
     def define_pipelines(self) -> list[PassManager]:
         state = self.state
         state.library = _Lowered(state.targetctx.codegen(), state.func_id.func_qualname)
@@ -130,10 +160,13 @@ class _Pipeline(CompilerBase):
 
 
 class Part(CPUDispatcher):
-    """A function that kernels may call."""
+    """A function that kernels may call; called from Python, it runs as Python."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function, targetoptions=OPTIONS, pipeline_class=_Pipeline)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.py_func(*args)
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         # numba would make one version for each literal; LLVM propagates constants by itself.
