@@ -1,4 +1,4 @@
-"""Flushed subnormal numbers, another rounding: settings of the caller's thread that change no bit."""
+"""Settings of the caller's thread for floating-point numbers change no bit."""
 
 from __future__ import annotations
 

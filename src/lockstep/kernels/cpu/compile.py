@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -21,6 +21,8 @@ from lockstep.kernels.cpu.lowering import Part, lower
 
 compiled = Part
 """For parts of a kernel: compiled with the kernel that calls them."""
+inlined = partial(Part, forceinline=True)
+"""For parts that were measured to be faster inside their caller, where LLVM would not put them."""
 
 # Who compiles for longer than this many seconds says so.
 PATIENCE = 2.0

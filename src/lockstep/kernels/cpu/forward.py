@@ -285,11 +285,11 @@ def _items_runner(wide: bool, narrow: bool) -> Kernel:
                 return
             item = item_at(items + ticket * ITEM_BYTES)
             unit = unit_at(units + item.unit * UNIT_BYTES)
-            # numba leaves out the branches that these constants close.
-            if wide:
+            # numba leaves out the branches that these constants close, but not parts of conditions.
+            if wide:  # noqa: SIM102
                 if unit.n_rows > NARROW:
                     _run_wide(call, unit, item, scratch, parts, lses)
-            if narrow:
+            if narrow:  # noqa: SIM102
                 if unit.n_rows <= NARROW:
                     _run_narrow(call, unit, item, scratch, parts, lses)
             if unit.workspace >= 0:
@@ -334,7 +334,7 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor
     sizes = (
         3,
         n_units * UNIT_BYTES // 8,
-        n_units * max_pieces(threads, n_units) * ITEM_BYTES // 8,
+        n_units * max_pieces.py_func(threads, n_units) * ITEM_BYTES // 8,
     )
     table = array("q", bytes(8 * sum(sizes)))
     results, _ = table.buffer_info()

@@ -162,8 +162,9 @@ class _Pipeline(CompilerBase):
 class Part(CPUDispatcher):
     """A function that kernels may call; called from Python, it runs as Python."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function, targetoptions=OPTIONS, pipeline_class=_Pipeline)
+    def __init__(self, function: Callable[..., Any], forceinline: bool = False) -> None:
+        options = {**OPTIONS, "forceinline": forceinline}
+        super().__init__(function, targetoptions=options, pipeline_class=_Pipeline)
 
     def __call__(self, *args: Any) -> Any:
         return self.py_func(*args)

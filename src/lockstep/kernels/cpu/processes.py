@@ -40,6 +40,8 @@ if hasattr(os, "register_at_fork"):
 
 def threads() -> int:
     """How many threads a kernel may use: as many as the caller has set."""
+    if not forked:
+        return torch.get_num_threads()
     return getattr(_caller, "threads", None) or torch.get_num_threads()
 
 
