@@ -162,6 +162,16 @@ def test_the_next_directory_serves_where_the_first_does_not(tmp_path, monkeypatc
     assert doctor.compile_cache()["kernels"] == 1
 
 
+def test_code_is_looked_for_where_it_would_be_written(tmp_path, monkeypatch, compilations):
+    first, second = tmp_path / "first", tmp_path / "second"
+    monkeypatch.setattr(store, "directories", lambda: [second])
+    _run()
+    monkeypatch.setattr(store, "directories", lambda: [first, second])
+    _run()
+    assert len(compilations) == 2
+    assert _file(first).name == _file(second).name
+
+
 def test_the_directory_of_the_user_comes_first(tmp_path, monkeypatch):
     beside = Path(store.__file__).parent / "__pycache__"
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")

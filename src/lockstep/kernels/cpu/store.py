@@ -47,12 +47,16 @@ def directories() -> list[Path]:
 
 def home() -> Path | None:
     """The directory that new code goes to, or None if none can be written to."""
-    for directory in directories():
-        with suppress(OSError):
-            directory.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=directory).close()
-            return directory
-    return None
+    return next(filter(_can_be_written_to, directories()), None)
+
+
+def _can_be_written_to(directory: Path) -> bool:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError:
+        return False
+    return True
 
 
 def files() -> Iterator[Path]:
@@ -89,6 +93,10 @@ def read(kernel: str) -> bytes | None:
             digest, code = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
             if digest == _digest(name, code):
                 return code
+        # Whoever installed into a directory that is read-only now may have left code there; it is
+        # not looked for beyond the place where it belongs.
+        if _can_be_written_to(directory):
+            return None
     return None
 
 
