@@ -10,6 +10,7 @@ from torch import Tensor
 from lockstep import autocast, dispatch, ops
 from lockstep.checks import check_types, split_parts
 from lockstep.dispatch import Explanation
+from lockstep.kernels.cpu.processes import fork_safe
 from lockstep.problem import (
     Layout,
     Options,
@@ -376,6 +377,7 @@ def _run(
     return results[:2] if return_lse else results[0]
 
 
+@fork_safe
 def _prepare(tensors: Tensors, layout: Layout) -> Tensors:
     """What happens to every call's tensors: a type check, a bias of 4 dims, autocast."""
     check_types(tensors, layout)

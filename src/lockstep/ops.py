@@ -22,6 +22,7 @@ from lockstep import dispatch, numerics, prepared
 from lockstep.checks import check_parts, check_strided, check_types
 from lockstep.gradients import register_gradient
 from lockstep.kernels import triton
+from lockstep.kernels.cpu.processes import fork_safe
 from lockstep.kernels.kernel import (
     Given,
     Gradients,
@@ -133,6 +134,7 @@ class Attention:
             return self.call.derivable(run, self.given(tensors), (*options, name))
         return run(tensors, addresses)
 
+    @fork_safe
     def __call__(self, tensors: Tensors, options: Options, name: str | None) -> Result:
         if not nobody_listens(tensors):
             # Compilers cannot look into `given`.
@@ -248,7 +250,7 @@ class _DerivableAttention(Attention):
         *inputs, out, statistics = ctx.saved_tensors
         needs = self.needs_of(ctx.needs_input_grad)
         if dout is None:
-            dout = torch.zeros_like(out)
+            dout = fork_safe(torch.zeros_like)(out)
         given = (*self.order((*inputs, None)), out, statistics, dout, dlse)
         found = self.derive_again(given, ctx.options, needs)
         if found is None:
@@ -298,6 +300,7 @@ attention_paged = Attention(
 )
 
 
+@fork_safe
 def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     check_parts(outs, lses)
     outs, lses = [x.contiguous() for x in outs], [x.contiguous() for x in lses]
@@ -324,6 +327,7 @@ def _save_for_merge(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
     ctx.save_for_backward(*outs, *lses, *output)
 
 
+@fork_safe
 def _derive_merge(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     *parts, out, lse = ctx.saved_tensors
     n = len(parts) // 2
@@ -342,6 +346,7 @@ attention_paged.call = _define_gradient(
 )
 
 
+@fork_safe
 def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     # Tensors without strides do not get as far as the operator.
     check_parts(outs, lses)

@@ -13,6 +13,7 @@ from torch import Tensor
 from lockstep import dispatch
 from lockstep.cache import Cache
 from lockstep.checks import are_values_checked, check_values
+from lockstep.kernels.cpu.processes import fork_safe
 from lockstep.kernels.kernel import (
     Given,
     Gradients,
@@ -61,6 +62,7 @@ def prepare(tensors: Tensors, options: Options, name: str | None) -> Prepared:
     if rows is tensors and not is_checked:
         return run
 
+    @fork_safe
     def check_and_run(tensors: Tensors, addresses: list[int]) -> Result:
         if is_checked:
             check_values(problem, tensors)
@@ -90,6 +92,7 @@ def prepare_backward(
     if not is_checked and all(map(is_, rows, given)):
         return run
 
+    @fork_safe
     def check_and_run(given: Given, addresses: list[int]) -> Gradients:
         if is_checked:
             check_values(problem, _tensors_of(given))

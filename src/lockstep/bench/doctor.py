@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -52,13 +51,19 @@ def kernels() -> list[dict[str, Any]]:
 
 
 def compile_cache() -> dict[str, Any]:
-    """Where compiled CPU kernels are kept, how many there are and how much room they take."""
-    directory = _cache_directory()
-    files = sorted(directory.glob("*.nbc")) if directory.is_dir() else []
+    """Where compiled CPU kernels are kept, how many there are and how much room they take.
+
+    `directory` is where new ones go, None where no directory can be written to.
+    """
+    from lockstep.kernels.cpu import store
+
+    directory = store.home()
+    sizes = [path.stat().st_size for path in store.files()]
     return {
-        "directory": str(directory),
-        "kernels": len(files),
-        "bytes": sum(path.stat().st_size for path in files),
+        "directory": None if directory is None else str(directory),
+        "searched": [str(directory) for directory in store.directories()],
+        "kernels": len(sizes),
+        "bytes": sum(sizes),
     }
 
 
@@ -85,10 +90,21 @@ def report(facts: dict[str, Any], console: Console) -> None:
     _heading(console, "Kernels")
     _report_kernels(facts["kernels"], console)
     _heading(console, "Compiled code on disk")
-    state = f"{cache['kernels']} functions, {cache['bytes'] / 2**20:.1f} MiB"
-    if not cache["kernels"]:
-        state = "nothing yet: the first call compiles, later processes load the result"
-    _report_lines(console, {"holds": state, "where": cache["directory"]})
+    _report_lines(console, _cache_lines(cache))
+
+
+def _cache_lines(cache: dict[str, Any]) -> dict[str, str]:
+    if cache["kernels"]:
+        holds = f"{cache['kernels']} kernels, {cache['bytes'] / 2**10:.0f} KiB"
+    elif cache["directory"]:
+        holds = "nothing yet: the first call compiles, later processes load the result"
+    else:
+        holds = "nothing: every process compiles anew"
+    where = cache["directory"] or "nowhere: no directory can be written to"
+    lines = {"holds": holds, "new ones go": where}
+    if not cache["directory"]:
+        lines["tried"] = ", ".join(cache["searched"])
+    return lines
 
 
 def _heading(console: Console, text: str) -> None:
@@ -139,13 +155,3 @@ def _grouped(places: list[str]) -> str:
 
 def _short(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
-
-
-def _cache_directory() -> Path:
-    """Where numba keeps what it compiled of the CPU path: beside it, if it may write there."""
-    from numba.core.caching import FunctionCache
-
-    from lockstep.kernels import cpu
-
-    cache = FunctionCache(cpu.supports)  # type: ignore[no-untyped-call]
-    return Path(cache.cache_path)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.kernels.cpu import scalar
+from lockstep.kernels.cpu import processes, scalar
 from lockstep.kernels.cpu.arguments import argument, enter, record_at, take_ticket
 from lockstep.kernels.cpu.call import call_at, of_sequence, row_address, split_row
 from lockstep.kernels.cpu.compile import compiled, kernel
@@ -234,19 +234,10 @@ def run_gradients(arguments):
             _write_queries(call, grad, block, item)
 
 
-@kernel
-def _measure_scratch(arguments):
-    """Arguments: D, Dv, result: the bytes a thread needs."""
-    D, Dv = argument(arguments, 0), argument(arguments, 1)
-    size = carve_gradient(carve_block(0, D, Dv).end, D, Dv).end
-    scalar.store_word(size, argument(arguments, 2))
-
-
 @lru_cache(maxsize=64)
 def _scratch_bytes(D: int, Dv: int) -> int:
-    result = np.zeros(1, np.int64)
-    parallel(_measure_scratch, (D, Dv, address(result)))
-    return int(result[0])
+    """What a thread needs."""
+    return carve_gradient(carve_block(0, D, Dv).end, D, Dv).end
 
 
 def _items(
@@ -303,11 +294,11 @@ def backward(
         record[name] = strided(tensor, q_dims)
     for name, tensor in (("dk", dk), ("dv", dv)):
         record[name] = strided(tensor, k_dims)
+    if dlse is not None:
+        record["dlse"] = strided(dlse, q_dims)
     record["dq_tiles"], record["first_tile"] = address(dq_tiles), address(first_tile)
     scratch = _scratch_bytes(D, Dv)
     row_deltas(problem, described, record, scratch)
-    if dlse is not None:
-        delta -= dlse
 
     def run(want_q: bool, want_kv: bool, by_span: bool, by_block: bool) -> None:
         record["want_q"], record["want_kv"] = want_q, want_kv
@@ -317,7 +308,7 @@ def backward(
         parallel(run_gradients, arguments, scratch, 5 * pairs * (D + Dv) // 2)
 
     want_kv = needs.k or needs.v
-    heads, threads = problem.B * problem.Hkv, torch.get_num_threads()
+    heads, threads = problem.B * problem.Hkv, processes.threads()
     if needs.q and want_kv and -(-heads // threads) * 5 * threads <= 7 * heads:
         run(True, True, False, False)
     else:

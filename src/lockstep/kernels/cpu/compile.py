@@ -1,72 +1,97 @@
-"""How numba compiles this package: native entry points, built on first use, kept on disk.
-
-numba's own cache looks only at the file a kernel stands in; ours spread over several files, so
-the cache is keyed by all of them.
-"""
+"""How this package is compiled: native entry points, built on first use, kept on disk."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
+import gc
+import os
+import sys
 import threading
-from collections.abc import Callable
-from functools import cached_property, lru_cache
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import Any
 
-from numba import njit, types
-from numba.core.caching import FunctionCache
-from numba.core.ccallback import CFunc
+import llvmlite.binding as llvm
+from numba.core.compiler_lock import global_compiler_lock
 
-# No reference counting: kernels hold no Python or numba objects, only addresses.
-OPTIONS = {"nogil": True, "error_model": "numpy", "_nrt": False}
+from lockstep.kernels.cpu import machine, processes, store
+from lockstep.kernels.cpu.entry import entry_of
+from lockstep.kernels.cpu.lowering import Part, lower
 
-# Parts are never called from Python: without wrappers they compile in two thirds of the time.
-compiled = njit(**OPTIONS, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+compiled = Part
 """For parts of a kernel: compiled with the kernel that calls them."""
+inlined = partial(Part, forceinline=True)
+"""For parts that were measured to be faster inside their caller, where LLVM would not put them."""
 
-_compiling = threading.Lock()
+# Who compiles for longer than this many seconds says so.
+PATIENCE = 2.0
+
+_compiling = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    # A child would wait for ever for a lock that a thread of its parent held.
+    os.register_at_fork(
+        before=_compiling.acquire,
+        after_in_child=_compiling.release,
+        after_in_parent=_compiling.release,
+    )
+
+_told = False
 
 
-@lru_cache(maxsize=1)
-def _fingerprint() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+def _tell() -> None:
+    global _told
+    if not _told and sys.stderr is not None:
+        _told = True
+        print(
+            "lockstep: compiling the CPU kernels for this machine, a matter of seconds",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
-class _Cache(FunctionCache):
-    """numba's cache of machine code, with our stamp, and quicker to load from."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        self._cache_file._source_stamp = _fingerprint()
-
-    def load_overload(self, signature: Any, context: Any) -> Any:
-        # numba would first set up all it needs to compile, which takes half a second;
-        # finished machine code needs none of it.
-        with self._guard_against_spurious_io_errors():
-            return self._load_overload(signature, context)
+@contextmanager
+def _patiently() -> Iterator[None]:
+    """Tell the user, once, if this takes long; a forked child leaves that to its parent."""
+    timer = threading.Timer(PATIENCE, _tell)
+    timer.daemon = True
+    if not (_told or processes.forked):
+        timer.start()
+    # Types and instructions by the hundred thousand, all of them alive: nothing to collect.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if collecting:
+            gc.enable()
 
 
 class Kernel:
     """A native function ``void(int64 arguments)`` that any thread may run, without Python."""
 
-    def __init__(self, function: Callable[[int], None]) -> None:
+    def __init__(self, function: Callable[[int], None], name: str | None = None) -> None:
         self._function = function
+        self._name = f"{function.__module__.rpartition('.')[2]}.{name or function.__name__}"
         self.__doc__ = function.__doc__
 
     @cached_property
     def address(self) -> int:
         """Where the machine code lies; compiled or loaded from disk when first asked for."""
-        with _compiling:
-            native = CFunc(self._function, ((types.int64,), types.void), {}, OPTIONS)
-            native._cache = _Cache(self._function)
-            native.compile()
-            # The code lives as long as this object does.
-            self._native = native
-            return native.address
+        with _compiling, global_compiler_lock:
+            code = store.read(self._name)
+            if code is None:
+                with _patiently():
+                    code = self._compile()
+                store.write(self._name, code)
+            return machine.load(code, self._name)
+
+    def _compile(self) -> bytes:
+        module, function = lower(self._function)
+        entry = entry_of(self._name, function, machine.triple())
+        module.link_in(llvm.parse_assembly(entry))
+        return machine.generate(module, self._name)
 
     @cached_property
     def _call(self) -> Callable[[int], None]:

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from lockstep.kernels.kernel import Tensors
     from lockstep.problem import AttentionProblem
 
+# Sums that a thread rounds before it asks for more.
+ROUNDED_AT_ONCE = 4096
+
 
 @compiled
 def _gather_tile(call, tensor, b, h, row, n, rows, to):
@@ -53,7 +56,7 @@ def _gather_tile(call, tensor, b, h, row, n, rows, to):
 
 @kernel
 def _run_deltas(arguments):
-    """delta = Σ_d dO · O; a ticket is a sequence and KV head.
+    """delta = Σ_d dO · O − dlse; a ticket is a sequence and KV head.
 
     Arguments: call, gradient.
     """
@@ -79,8 +82,10 @@ def _run_deltas(arguments):
                 add_vectors(work.delta, work.m, LANES)
             for lane in range(n):
                 g, q_idx = split_row(call, b, row + lane)
-                to = row_address(grad.delta, first, b, h * call.G + g, q_idx)
-                scalar.store(scalar.load(work.delta + 4 * lane), to)
+                head, delta = h * call.G + g, scalar.load(work.delta + 4 * lane)
+                if grad.dlse.address != 0:
+                    delta -= scalar.load(row_address(grad.dlse, first, b, head, q_idx))
+                scalar.store(delta, row_address(grad.delta, first, b, head, q_idx))
 
 
 def row_deltas(
@@ -115,12 +120,32 @@ def _run_sinks(arguments):
                     scalar.add_f64(-scalar.exp(sink - m) / l * delta, at)
 
 
+@kernel
+def _run_rounding(arguments):
+    """Arguments: sums [n] float64, results [n] float32, n."""
+    sums, results, n = argument(arguments, 0), argument(arguments, 1), argument(arguments, 2)
+    while True:
+        first = ROUNDED_AT_ONCE * take_ticket(arguments)
+        if first >= n:
+            return
+        for i in range(first, min(first + ROUNDED_AT_ONCE, n)):
+            scalar.store(scalar.load_f64(sums + 8 * i), results + 4 * i)
+
+
+def _rounded(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous float64 sums in another dtype, by way of float32, whatever torch does to
+    subnormal numbers."""
+    results = torch.empty(sums.shape, dtype=torch.float32)
+    parallel(_run_rounding, (sums.data_ptr(), results.data_ptr(), sums.numel()), 0, sums.numel())
+    return results.to(dtype)
+
+
 def sink_gradient(tensors: Tensors, described: Described, record: np.ndarray) -> Tensor:
     """d sinks [Hq], in the dtype of the sinks."""
     sums = np.zeros(tensors.sinks.numel())
     work = sum(described.q_len) * sums.size * 8
     parallel(_run_sinks, (described.address, address(record), address(sums)), 0, work)
-    return torch.from_numpy(sums).to(tensors.sinks.dtype)
+    return _rounded(torch.from_numpy(sums), tensors.sinks.dtype)
 
 
 @compiled
@@ -205,4 +230,5 @@ def bias_gradient(
     work = problem.B * problem.Hq * problem.Sq * problem.Skv * (problem.D + problem.Dv)
     arguments = (described.address, address(record), shape[0], shape[1], n_blocks)
     parallel(_run_bias, arguments, scratch, work)
-    return sums.to(tensors.bias.dtype)
+    dtype = tensors.bias.dtype
+    return sums.to(dtype) if exact else _rounded(sums, dtype)

@@ -12,16 +12,17 @@ threads go through the same steps, so the choice between them is free: it never 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from lockstep.kernels.cpu import scalar
+from lockstep.kernels.cpu import processes, scalar
 from lockstep.kernels.cpu.arguments import argument, enter, record_at, take_ticket
 from lockstep.kernels.cpu.call import call_at, of_sequence, row_address, split_row
-from lockstep.kernels.cpu.compile import compiled, kernel
+from lockstep.kernels.cpu.compile import Kernel, compiled, kernel
 from lockstep.kernels.cpu.memory import scatter_columns
 from lockstep.kernels.cpu.merge import close_row, fill, fold_row, write_statistics
 from lockstep.kernels.cpu.narrow import NARROW, attend_narrow, carve_narrow, load_narrow
@@ -316,51 +317,74 @@ def _merge_unit(call, unit, scratch, parts, statistics):
         _write_row_statistics(call, b, head, q_idx, m, l)
 
 
-@kernel
-def run_items(arguments):
-    """Every item, wide or narrow, folded or into the workspace; who ends a unit merges it.
-
-    Arguments: call, units, items, how many items, parts, their statistics.
-    """
-    scratch = enter(arguments)
-    call, units = call_at(argument(arguments, 0)), argument(arguments, 1)
-    items, n_items = argument(arguments, 2), argument(arguments, 3)
-    parts, statistics = argument(arguments, 4), argument(arguments, 5)
-    while True:
-        ticket = take_ticket(arguments)
-        if ticket >= n_items:
-            return
-        item = item_at(items + ticket * ITEM_BYTES)
-        unit = unit_at(units + item.unit * UNIT_BYTES)
-        if unit.workspace < 0:
-            _fold_unit(call, unit, scratch)
-            continue
-        if unit.n_rows <= NARROW:
-            block = carve_narrow(scratch, call.D, call.Dv)
-            load_narrow(call, block, unit)
-            for span in range(item.first_span, item.last_span):
-                attend_narrow(call, block, unit, span, parts, statistics)
-        else:
-            _split_unit(call, unit, item.first_span, item.last_span, scratch, parts, statistics)
-        done = units + item.unit * UNIT_BYTES + DONE
-        if scalar.fetch_add_one(done) == unit.pieces - 1:
-            _merge_unit(call, unit, scratch, parts, statistics)
+@compiled
+def _run_wide(call, unit, item, scratch, parts, statistics):
+    if unit.workspace < 0:
+        _fold_unit(call, unit, scratch)
+    else:
+        _split_unit(call, unit, item.first_span, item.last_span, scratch, parts, statistics)
 
 
-@kernel
-def _measure_scratch(arguments):
-    """Arguments: D, Dv, result: the bytes a thread needs for either kind of unit."""
-    D, Dv = argument(arguments, 0), argument(arguments, 1)
-    state = _carve_running(carve_block(0, D, Dv).end, Dv)
-    group = _carve_running(state.end, Dv)
-    scalar.store_word(max(group.end, carve_narrow(0, D, Dv).end), argument(arguments, 2))
+@compiled
+def _run_narrow(call, unit, item, scratch, parts, statistics):
+    block = carve_narrow(scratch, call.D, call.Dv)
+    load_narrow(call, block, unit)
+    for span in range(item.first_span, item.last_span):
+        attend_narrow(call, block, unit, span, parts, statistics)
+
+
+def _items_runner(wide: bool, narrow: bool) -> Kernel:
+    """For calls with wide units, narrow ones or both: few need both, and each takes seconds to
+    compile."""
+
+    def run_items(arguments):
+        """Every item, folded or into the workspace; who ends a unit merges it.
+
+        Arguments: call, units, items, how many items, parts, statistics.
+        """
+        scratch = enter(arguments)
+        call, units = call_at(argument(arguments, 0)), argument(arguments, 1)
+        items, n_items = argument(arguments, 2), argument(arguments, 3)
+        parts, statistics = argument(arguments, 4), argument(arguments, 5)
+        while True:
+            ticket = take_ticket(arguments)
+            if ticket >= n_items:
+                return
+            item = item_at(items + ticket * ITEM_BYTES)
+            unit = unit_at(units + item.unit * UNIT_BYTES)
+            # numba leaves out the branches that these constants close, but not parts of conditions.
+            if wide:  # noqa: SIM102
+                if unit.n_rows > NARROW:
+                    _run_wide(call, unit, item, scratch, parts, statistics)
+            if narrow:  # noqa: SIM102
+                if unit.n_rows <= NARROW:
+                    _run_narrow(call, unit, item, scratch, parts, statistics)
+            if unit.workspace >= 0:
+                done = units + item.unit * UNIT_BYTES + DONE
+                if scalar.fetch_add_one(done) == unit.pieces - 1:
+                    _merge_unit(call, unit, scratch, parts, statistics)
+
+    return Kernel(run_items, f"run_items_{wide:d}{narrow:d}")
+
+
+_RUNNERS = {kinds: _items_runner(*kinds) for kinds in ((True, False), (False, True), (True, True))}
+
+
+def _kinds(n_rows: Iterable[int]) -> tuple[bool, bool]:
+    """Whether units are wide, and whether some are narrow, given the rows per KV head."""
+    wide = narrow = False
+    for rows in n_rows:
+        wide = wide or rows > NARROW
+        narrow = narrow or 0 < rows % ROWS <= NARROW
+    return wide, narrow
 
 
 @lru_cache(maxsize=64)
 def _scratch_bytes(D: int, Dv: int) -> int:
-    result = np.zeros(1, np.int64)
-    parallel(_measure_scratch, (D, Dv, address(result)))
-    return int(result[0])
+    """What a thread needs for either kind of unit."""
+    state = _carve_running(carve_block(0, D, Dv).end, Dv)
+    group = _carve_running(state.end, Dv)
+    return max(group.end, carve_narrow(0, D, Dv).end)
 
 
 def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
@@ -372,8 +396,9 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
     if problem.has_gradient:
         statistics = torch.empty(problem.statistics_shape, dtype=torch.float32)
     described = describe(problem, tensors, out, lse, statistics)
-    G, threads = problem.Hq // problem.Hkv, torch.get_num_threads()
-    n_units = problem.Hkv * sum(-(-G * length // ROWS) for length in described.q_len)
+    G, threads = problem.Hq // problem.Hkv, processes.threads()
+    n_rows = [G * length for length in described.q_len]
+    n_units = problem.Hkv * sum(-(-rows // ROWS) for rows in n_rows)
     if n_units == 0:
         return out, lse, statistics
     # Three results of the plan, the units, the items.
@@ -392,5 +417,6 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
     workspace = np.empty(n_parts * (Dv + 2), np.float32)
     parts = address(workspace)
     arguments = (call, units, items, n_items, parts, parts + 4 * n_parts * Dv)
+    run_items = _RUNNERS[_kinds(n_rows)]
     parallel(run_items, arguments, _scratch_bytes(D, Dv), row_spans * SPAN * (D + Dv))
     return out, lse, statistics

@@ -17,7 +17,7 @@ from lockstep.kernels.cpu.call import (
     split_row,
     visible,
 )
-from lockstep.kernels.cpu.compile import compiled
+from lockstep.kernels.cpu.compile import compiled, inlined
 from lockstep.kernels.cpu.memory import copy_rows
 from lockstep.kernels.cpu.merge import fill
 from lockstep.kernels.cpu.simd import (
@@ -195,7 +195,7 @@ def _finish_scores(call, b, head, q_idx, first, n, s):
             scalar.store(score, at)
 
 
-@compiled
+@inlined
 def _accumulate_rows(v, v_pitch, n, p, n_rows, out, out_pitch, l):
     """out [n_rows, Dv] = p [n_rows, n] · v [n, Dv], l [n_rows] = Σ p; rows by fours if possible."""
     row = 0

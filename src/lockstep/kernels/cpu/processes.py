@@ -1,10 +1,32 @@
-"""Whether this process was forked after Lockstep was imported. Costs nothing to import."""
+"""Forked children, where OpenMP cannot be used again. Costs nothing to import.
+
+OpenMP's threads do not survive a fork, and a child that waits for them hangs: in our kernels, but
+also in torch's own operations, which share these threads.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
-forked = False
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _was_forked() -> bool:
+    """Whether this process was forked before this import."""
+    by_fork = multiprocessing.get_start_method(allow_none=True) in (None, "fork")
+    return by_fork and multiprocessing.parent_process() is not None
+
+
+forked = _was_forked()
+_caller = threading.local()
 
 
 def _note_fork() -> None:
@@ -14,3 +36,31 @@ def _note_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_note_fork)
+
+
+def threads() -> int:
+    """How many threads a kernel may use: as many as the caller has set."""
+    if not forked:
+        return torch.get_num_threads()
+    return getattr(_caller, "threads", None) or torch.get_num_threads()
+
+
+def fork_safe(function: Callable[P, T]) -> Callable[P, T]:
+    """Let torch's operations inside ``function`` run on the calling thread in a forked child.
+
+    The child's own setting is put back afterwards, and `threads` tells it in between.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not forked or getattr(_caller, "threads", None):
+            return function(*args, **kwargs)
+        _caller.threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_num_threads(_caller.threads)
+            _caller.threads = None
+
+    return call

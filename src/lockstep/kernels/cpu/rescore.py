@@ -30,6 +30,7 @@ from lockstep.kernels.cpu.wide import (
 GRADIENT = np.dtype(
     [
         ("dout", STRIDED),
+        ("dlse", STRIDED),  # address 0: none
         ("delta", STRIDED),
         ("dq", STRIDED),
         ("dk", STRIDED),

@@ -84,6 +84,12 @@ def add_f64(e: Emit, value, address):
     e.store(e.ir.fadd(total, e.ir.fpext(value, LLVM_F64)), address)
 
 
+@emitter(i64, returns=f32)
+def load_f64(e: Emit, address):
+    """A float64, rounded."""
+    return e.ir.fptrunc(e.load(address, 0, LLVM_F64), LLVM_F32)
+
+
 @emitter(f32, returns=types.boolean)
 def is_minus_zero(e: Emit, value):
     bits = e.ir.bitcast(value, LLVM_I32)

@@ -10,7 +10,6 @@ Threads draw tickets from a shared counter, so no result depends on how many the
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import re
 import threading
 from array import array
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from lockstep.kernels.cpu import processes
 from lockstep.kernels.cpu.arguments import HEADER
@@ -54,15 +52,6 @@ def _gomp_parallel() -> Callable[..., Any] | None:
     return None
 
 
-def _is_forked() -> bool:
-    """OpenMP's threads do not survive a fork, and waiting for them would hang."""
-    if processes.forked:
-        return True
-    # Lockstep may have been imported only after the fork.
-    by_fork = multiprocessing.get_start_method(allow_none=True) in (None, "fork")
-    return by_fork and multiprocessing.parent_process() is not None
-
-
 def _scratch(size: int) -> int:
     """Where this thread's scratch memory lies: ``size`` bytes from a cache line on, not cleared."""
     if getattr(_local, "size", -1) < size:
@@ -74,7 +63,7 @@ def _scratch(size: int) -> int:
 def parallel(
     kernel: Kernel, arguments: Sequence[int], scratch_bytes: int = 0, work: int = 0
 ) -> None:
-    """Run ``kernel`` on as many threads as ``work`` is worth, at most torch.get_num_threads().
+    """Run ``kernel`` on as many threads as ``work`` is worth, at most `processes.threads`.
 
     Args:
         kernel: reads its arguments with `arguments.argument`, its work with `take_ticket`.
@@ -82,7 +71,7 @@ def parallel(
         scratch_bytes: how much memory each thread gets from `enter`.
         work: about how many fused multiply-adds there are in all.
     """
-    threads = max(1, min(torch.get_num_threads(), 1 + work // WORTH_A_THREAD))
+    threads = max(1, min(processes.threads(), 1 + work // WORTH_A_THREAD))
     stride = -(-scratch_bytes // 64) * 64
     block = array("q", (0, 0, _scratch(threads * stride), stride, *arguments))
     assert len(block) == HEADER + len(arguments)
@@ -91,7 +80,7 @@ def parallel(
         kernel(address)
         return
     gomp_parallel = _gomp_parallel()
-    if gomp_parallel is not None and not _is_forked():
+    if gomp_parallel is not None and not processes.forked:
         gomp_parallel(kernel.address, address, threads, 0)
         return
     with ThreadPoolExecutor(threads) as pool:

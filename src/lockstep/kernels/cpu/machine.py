@@ -1,0 +1,68 @@
+"""This machine's LLVM: from a module to machine code, and from machine code to an address."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+from numba.core.codegen import get_host_cpu_features, initialize_llvm
+
+OPTIMISATION = 3
+
+
+def triple() -> str:
+    """The kind of machine this process runs on, as LLVM names it."""
+    initialize_llvm()
+    return str(llvm.get_process_triple())
+
+
+def identity() -> str:
+    """All of the machine and of LLVM that machine code depends on."""
+    parts = (triple(), llvm.get_host_cpu_name(), get_host_cpu_features(), llvmlite.__version__)
+    return " ".join(parts)
+
+
+@lru_cache(maxsize=1)
+def _target() -> Any:
+    # The options numba has for code that is run at once.
+    return llvm.Target.from_triple(triple()).create_target_machine(
+        cpu=llvm.get_host_cpu_name(),
+        features=get_host_cpu_features(),
+        opt=OPTIMISATION,
+        reloc="static" if triple().startswith("x86") else "default",
+        codemodel="jitdefault",
+        jit=True,
+    )
+
+
+@lru_cache(maxsize=1)
+def _engine() -> Any:
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target())
+
+
+def generate(module: llvm.ModuleRef, entry: str) -> bytes:
+    """Machine code, as an object file, of a module of which only ``entry`` is called."""
+    target = _target()
+    module.triple, module.data_layout = triple(), str(target.target_data)
+    parts = [f.name for f in module.functions if not f.is_declaration and f.name != entry]
+    for name in parts:
+        module.get_function(name).linkage = "linkonce_odr"
+    tuning = llvm.create_pipeline_tuning_options(speed_level=OPTIMISATION)
+    tuning.loop_vectorization = True
+    passes = llvm.create_pass_builder(target, tuning)
+    passes.getModulePassManager().run(module, passes)
+    # What was not inlined: objects of several kernels hold parts of the same name.
+    for function in module.functions:
+        if not function.is_declaration and function.name != entry:
+            function.linkage = "internal"
+    return bytes(target.emit_object(module))
+
+
+def load(code: bytes, entry: str) -> int:
+    """The address of ``entry``, good for as long as this process lives."""
+    engine = _engine()
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return int(engine.get_function_address(entry))

@@ -1,0 +1,244 @@
+"""Compiled code on disk: whatever is wrong with it, a kernel runs, and never from a broken file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numba
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.bench import doctor
+from lockstep.kernels.cpu import compile as compiling
+from lockstep.kernels.cpu import machine, processes, scalar, store
+
+
+def _answer(arguments):
+    """Writes 42 where its address says."""
+    scalar.store_word(42, arguments)
+
+
+NAME = f"{__name__.rpartition('.')[2]}._answer"
+
+
+def _run() -> int:
+    """What a process does that has not run the kernel before."""
+    result = np.zeros(1, np.int64)
+    compiling.Kernel(_answer)(result.ctypes.data)
+    return int(result[0])
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    """The only directory there is."""
+    directory = tmp_path / "home"
+    monkeypatch.setattr(store, "directories", lambda: [directory])
+    monkeypatch.setattr(store, "_warned", False)
+    return directory
+
+
+@pytest.fixture
+def compilations(monkeypatch) -> list[str]:
+    """The kernels that were compiled and not loaded."""
+    names: list[str] = []
+    generate = machine.generate
+
+    def counted(module, entry):
+        names.append(entry)
+        return generate(module, entry)
+
+    monkeypatch.setattr(machine, "generate", counted)
+    return names
+
+
+def _file(home: Path) -> Path:
+    (path,) = home.iterdir()
+    return path
+
+
+def test_a_kernel_is_compiled_once(home, compilations):
+    assert [_run(), _run()] == [42, 42]
+    assert compilations == [NAME]
+    assert _file(home).suffix == store.SUFFIX
+
+
+def _truncate(at: float) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        content = path.read_bytes()
+        path.write_bytes(content[: int(at * len(content))])
+
+    return damage
+
+
+def _flip(at: float) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[int(at * len(content))] ^= 16
+        path.write_bytes(content)
+
+    return damage
+
+
+def _make_a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGE = {
+    "empty": _truncate(0),
+    **{f"cut at {at}": _truncate(at) for at in (0.001, 0.01, 0.3, 0.9, 0.999)},
+    **{f"flipped at {at}": _flip(at) for at in (0, 0.02, 0.5, 0.999)},
+    "garbage": lambda path: path.write_bytes(os.urandom(5000)),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "of another kernel": lambda path: store._replace(path, b"\0" * store.DIGEST_BYTES),
+    "a directory": _make_a_directory,
+    "not readable": lambda path: path.chmod(0),
+    "a dangling link": lambda path: (path.unlink(), path.symlink_to("nowhere")),
+    "gone": Path.unlink,
+    "gone with its directory": lambda path: shutil.rmtree(path.parent),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.filterwarnings("ignore:lockstep compiles its CPU kernels in memory")
+def test_a_damaged_file_is_not_run_and_is_replaced(home, compilations, damage):
+    _run()
+    path = _file(home)
+    damage(path)
+    readable = path.is_file() and os.access(path, os.R_OK)
+    assert _run() == 42
+    # To root every file is readable.
+    undamaged = damage is DAMAGE["not readable"] and readable
+    assert len(compilations) == (1 if undamaged else 2)
+    if not path.is_dir():
+        compilations.clear()
+        assert _run() == 42
+        assert compilations == []
+    assert [*home.iterdir()] == [path]
+
+
+def test_nothing_can_be_written(tmp_path, monkeypatch, compilations):
+    blocked = tmp_path / "file"
+    blocked.touch()
+    monkeypatch.setattr(store, "directories", lambda: [blocked, blocked / "below"])
+    monkeypatch.setattr(store, "_warned", False)
+    with pytest.warns(RuntimeWarning, match="in memory.*NUMBA_CACHE_DIR"):
+        assert _run() == 42
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _run() == 42
+    assert len(compilations) == 2
+    assert store.home() is None
+    assert doctor.compile_cache()["directory"] is None
+
+
+def test_the_disk_is_full(home, monkeypatch, compilations):
+    def write_a_part(path: Path, content: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(content[:100])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", write_a_part)
+    with pytest.warns(RuntimeWarning, match="No space left"):
+        assert _run() == 42
+    assert [*home.iterdir()] == []
+
+
+def test_the_next_directory_serves_where_the_first_does_not(tmp_path, monkeypatch, compilations):
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.touch()
+    monkeypatch.setattr(store, "directories", lambda: [first, second])
+    assert [_run(), _run()] == [42, 42]
+    assert len(compilations) == 1
+    assert doctor.compile_cache()["directory"] == str(second)
+    assert doctor.compile_cache()["kernels"] == 1
+
+
+def test_code_is_looked_for_where_it_would_be_written(tmp_path, monkeypatch, compilations):
+    first, second = tmp_path / "first", tmp_path / "second"
+    monkeypatch.setattr(store, "directories", lambda: [second])
+    _run()
+    monkeypatch.setattr(store, "directories", lambda: [first, second])
+    _run()
+    assert len(compilations) == 2
+    assert _file(first).name == _file(second).name
+
+
+def test_the_directory_of_the_user_comes_first(tmp_path, monkeypatch):
+    beside = Path(store.__file__).parent / "__pycache__"
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    assert store.directories()[0] == beside
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert store.directories()[0].parent == tmp_path
+    assert store.directories()[1] == beside
+
+
+def test_code_of_older_sources_is_removed_and_that_of_other_machines_stays(home, compilations):
+    _run()
+    path = _file(home)
+    kernel, here, sources = path.name.removesuffix(store.SUFFIX).rsplit(".", 2)
+    other = path.with_name(f"{kernel}.{here[::-1]}.{sources}{store.SUFFIX}")
+    path.rename(path.with_name(f"{kernel}.{here}.{sources[::-1]}{store.SUFFIX}"))
+    other.touch()
+    assert _run() == 42
+    assert {*home.iterdir()} == {path, other}
+
+
+def test_whoever_waits_is_told_once(home, compilations, monkeypatch, capsys):
+    monkeypatch.setattr(compiling, "PATIENCE", 0.0)
+    monkeypatch.setattr(compiling, "_told", False)
+    _run()
+    assert capsys.readouterr().err.count("lockstep: compiling") == 1
+    _file(home).unlink()
+    _run()
+    assert len(compilations) == 2
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("reason", ["quick", "loaded", "forked"])
+def test_who_does_not_wait_is_told_nothing(home, compilations, monkeypatch, capsys, reason):
+    if reason == "loaded":
+        _run()
+    if reason == "forked":
+        monkeypatch.setattr(processes, "forked", True)
+    monkeypatch.setattr(compiling, "PATIENCE", 60.0 if reason == "quick" else 0.0)
+    monkeypatch.setattr(compiling, "_told", False)
+    _run()
+    assert len(compilations) == 1
+    assert capsys.readouterr().err == ""
+
+
+CALL = """
+import torch, lockstep
+q = torch.randn(1, 2, 64, 64)
+lockstep.attention(q, q, q)
+"""
+
+
+def test_an_install_that_cannot_be_written_to(tmp_path):
+    source = Path(lockstep.__file__).parent
+    copy = tmp_path / "lockstep"
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    # Nobody, not even root, can make directories of these.
+    (copy / "kernels" / "cpu" / "__pycache__").touch()
+    (tmp_path / "home").touch()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "HOME": str(tmp_path / "home")}
+    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
+        environment.pop(name, None)
+    for command in (["-c", CALL], ["-m", "lockstep.cli", "doctor"]):
+        done = subprocess.run(
+            [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        if command[0] == "-c":
+            assert done.stderr.count("compiles its CPU kernels in memory") == 1
+        else:
+            assert "no directory can be written to" in done.stdout
