@@ -115,10 +115,10 @@ def bounds_of(b, is_any_wrong, cu_ptr, B, T):
     is_right = b < B
     if is_any_wrong:
         given_start, given_end = start, end
-        start = given_start * 0
-        end = start
+        end = given_end * 0
         for i in range(1, b + 2):
-            start = end
+            # Not `start = end`: Triton would leave it out of the loop.
+            start = tl.where(i == b + 1, end, start)
             end = next_clean(end, i, cu_ptr, B, T)
         is_right = is_right & (start == given_start) & (end == given_end)
     return start, end, is_right
