@@ -67,11 +67,11 @@ def interpret(case: Case, seeds: tuple[torch.Tensor, torch.Tensor] | None) -> Re
 
     problem, tensors = pose(case)
     with checked():
-        out, lse = launch.forward(problem, tensors)
+        out, lse, statistics = launch.forward(problem, tensors)
         if seeds is None:
             return Result(out, lse)
         needs = Needs(True, True, True, tensors.bias is not None, tensors.sinks is not None)
-        grads = backward.backward(problem, tensors, out, lse, *seeds, needs)
+        grads = backward.backward(problem, tensors, out, statistics, *seeds, needs)
     return Result(out, lse, {n: x for n, x in grads._asdict().items() if x is not None})
 
 

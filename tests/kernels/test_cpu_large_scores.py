@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 
-import plain
 import pytest
 import torch
 from problems import (
     DTYPES,
     Case,
+    assert_all_exact,
     assert_exact,
-    assert_near,
     draw,
     draw_seeds,
-    error,
     run,
     same_bits,
 )
@@ -30,35 +28,8 @@ SIGMAS = (1.0, 3.0, 10.0, 30.0, 100.0, 1e3, 3e4)
 
 
 def check(case: Case) -> None:
-    """The rule. For 16 bits its yardstick is fp32 arithmetic: scores may overflow in fp16."""
-    dtype = case.tensors["q"].dtype
-    if dtype == torch.float32:
-        assert_exact(case, gradients=True, kernel="cpu")
-        return
-    seeds = draw_seeds(case)
-    exact, ours = run(case, reference, seeds).items(), run(case, seeds=seeds, kernel="cpu").items()
-    wide = case.replaced(**{n: x.float() for n, x in case.tensors.items()})
-    theirs = run(wide, plain, seeds).items()
-    from_out = _rounding_of_out(wide, seeds[0], exact["out"])
-    for what, result in ours.items():
-        # Gradients may be beyond the dtype: then they are infinite.
-        rounded = exact[what].to(result.dtype)
-        factor = 2 if what in ("out", "lse") else 3
-        largest = float(rounded.masked_fill(rounded.isinf(), 0).abs().max())
-        floor = torch.finfo(dtype).eps * (largest + from_out.get(what, 0.0))
-        allowed = factor * error(theirs[what], exact[what]) + floor
-        mine = error(result, rounded)
-        assert mine <= allowed, f"{what} is off by {mine:.3g}, allowed {allowed:.3g}"
-
-
-def _rounding_of_out(case: Case, dout: Tensor, out: Tensor) -> dict[str, float]:
-    """The most that relative errors of 1 in out make of dq and dk: a backward has out rounded."""
-    q, k = (case.tensors[n].double() for n in ("q", "k"))
-    scale = case.options.get("scale", q.shape[-1] ** -0.5)
-    p = torch.softmax(q @ k.mT * scale + case.tensors.get("bias", torch.zeros(())), -1)
-    ds = p * (dout.double() * out).abs().sum(-1, keepdim=True)  # [B, H, Sq, Skv]
-    dq, dk = ds @ k.abs() * abs(scale), ds.mT @ q.abs() * abs(scale)
-    return {"dq": float(dq.max()), "dk": float(dk.max()), "dbias": float(ds.max())}
+    """The rule, forward and backward."""
+    assert_exact(case, gradients=True, kernel="cpu")
 
 
 def scaled(case: Case, sigma: float) -> Case:
@@ -195,11 +166,10 @@ def test_large_sinks(Sq):
 @by_rows
 @pytest.mark.parametrize(
     "option",
-    [{"scale": s} for s in (0.0, 1e-60, 1e-39, 1e39, -1e39)]
-    + [{"softcap": s} for s in (1e-300, 1e-40, 1e-38, 3.4e38, 1e39, 1e300)],
+    [{"scale": s} for s in (0.0, 1e-37, 1e37, -1e37)] + [{"softcap": s} for s in (1e-37, 1e36)],
     ids=str,
 )
-def test_options_beyond_the_range_of_fp32(option, Sq):
+def test_options_at_the_ends_of_their_range(option, Sq):
     """Queries of 0 have scores of 0, whatever these are multiplied with or divided by."""
     case = draw(Sq, 300, **option)
     case = case.replaced(q=torch.zeros_like(case.tensors["q"]))
@@ -208,7 +178,7 @@ def test_options_beyond_the_range_of_fp32(option, Sq):
     seeds = draw_seeds(case)
     assert not any(grad.isnan().any() for grad in run(case, seeds=seeds).grads.values())
     if "softcap" in option:
-        assert_near(draw(Sq, 300, **option))
+        assert_all_exact(draw(Sq, 300, **option))
 
 
 @by_rows
@@ -222,7 +192,7 @@ def test_products_overflow_only_where_scores_do(sign, Sq):
     q, k = sign * case.tensors["q"].abs(), case.tensors["k"].abs()
     case = case.replaced(q=q * 4e18, k=k * 4e18)
     assert (q.double() @ k.double().mT * 1.6e37).abs().max() > torch.finfo(torch.float32).max
-    assert_near(case)
+    assert_all_exact(case)
 
 
 def _long(n: int, v: Tensor) -> tuple[Tensor, Tensor]:

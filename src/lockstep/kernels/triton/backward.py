@@ -70,6 +70,11 @@ _TF32_HOPPER = {
 LARGE_SHARED_MEMORY = 227 * 1024
 
 
+def copies_of(cut: Tiles) -> int:
+    """For `gradient_tiles.load_pair`: as many elements as threads, if two copies do."""
+    return 2 if 32 * cut.num_warps == 4 * cut.BLOCK_Q else 1
+
+
 def cuts_of(problem: AttentionProblem, device: Device) -> tuple[Tiles, Tiles]:
     """The cuts for dK and dV, and for dQ."""
     if problem.dtype == torch.float32:
@@ -277,7 +282,7 @@ def _slots(problem: AttentionProblem, S: int, block: int) -> int:
 def _launch(
     kernel: Any, programs: int, arguments: dict[str, Any], cut: Tiles, **more: Any
 ) -> Launch:
-    blocks = {"BLOCK_Q": cut.BLOCK_Q, "BLOCK_KV": cut.BLOCK_KV}
+    blocks = {"BLOCK_Q": cut.BLOCK_Q, "BLOCK_KV": cut.BLOCK_KV, "COPIES": copies_of(cut)}
     return Launch(kernel, (programs,), arguments | blocks | more, **cut.options)
 
 

@@ -116,7 +116,7 @@ def sum_bias(
                 q_idx = q0 + tl.arange(0, BLOCK_Q)
                 q = load_rows(q_rows, q0, Sq, stride_qs * ALIGN, D, BLOCK_Q, BLOCK_D, True)
                 dout = load_rows(dout_rows, q0, Sq, stride_os * ALIGN, DV, BLOCK_Q, BLOCK_DV, True)
-                m, norm, delta = load_statistics(rows_ptr + row * 4, q_idx, Sq, True)
+                m, norm, delta = load_statistics(rows_ptr + row * 4, q_idx, Sq)
                 last_q = tl.minimum(q0 + BLOCK_Q, Sq) - 1
                 lo, hi = seen_by_any(
                     q0 + shift, last_q + shift, kv_len, left, right, HAS_LEFT, HAS_RIGHT

@@ -17,8 +17,8 @@ from lockstep.kernels.triton.gradient_tiles import (
     derive,
     finite,
     load_bias,
+    load_pair,
     load_rows,
-    load_statistics,
     nth_tile,
     tile_ranges,
     weights,
@@ -72,6 +72,7 @@ def add_queries(
     RAW: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    COPIES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """The tiles of queries that need a mask, or none, under each head of the group.
@@ -88,7 +89,8 @@ def add_queries(
             q_ptr + g * stride_qh, first, q_len, stride_qs, D, BLOCK_Q, k.shape[1], MASKED
         )
         q_idx = first + tl.arange(0, BLOCK_Q)
-        m, norm, delta = load_statistics(rows_ptr + g * Sq * 4, q_idx, q_len, MASKED)
+        of_rows = rows_ptr + g * Sq * 4
+        m, norm = load_pair(of_rows, q_idx, q_len, COPIES, MASKED)
         bias, seen = None, None
         if MASKED:
             position = q_idx[None, :] + (kv_len - q_len)
@@ -109,6 +111,8 @@ def add_queries(
         )
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # [BLOCK_KV, BLOCK_Q]
         dv = weigh(p, finite(dout) if MASKED else dout, dv, PRECISION)
+        # No earlier: registers are short until the weights are there.
+        delta, _ = load_pair(of_rows + 2, q_idx, q_len, COPIES, MASKED)
         ds = derive(p, dp, delta[None, :], slope, seen)
         dk = weigh(ds, finite(q) if MASKED else q, dk, PRECISION)
     return dk, dv
@@ -175,6 +179,7 @@ def sum_keys(
     BLOCK_KV: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    COPIES: tl.constexpr,
 ):
     """Programs run over the key tiles of a head, then the batch, then the KV heads.
 
@@ -245,7 +250,7 @@ def sum_keys(
                     stride_qh * ALIGN, stride_qs * ALIGN, stride_oh * ALIGN, stride_os * ALIGN,
                     stride_bh, stride_bq, stride_bk, Sq, q_len, kv_len, left, right,
                     cap_scale, score_scale, unit, D, DV, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-                    RAW, PRECISION, MASKED_Q if MASKED else BLOCK_Q, MASKED == 1,
+                    RAW, PRECISION, MASKED_Q if MASKED else BLOCK_Q, COPIES, MASKED == 1,
                 )  # fmt: skip
 
     is_key = (kv_idx < kv_len)[:, None]

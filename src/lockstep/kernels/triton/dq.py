@@ -212,7 +212,7 @@ def sum_queries(
     row = q_head * Sq + q_start
     if cu_seqlens_q_ptr is None:
         row += b64 * Hq * Sq
-    m, norm, delta = load_statistics(rows_ptr + row * 4, q_idx, q_len, True)
+    m, norm, delta = load_statistics(rows_ptr + row * 4, q_idx, q_len)
     bias_rows = None
     if bias_ptr is not None:
         bias_rows = bias_ptr + b64 * stride_bb + q_head * stride_bh

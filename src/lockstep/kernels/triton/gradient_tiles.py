@@ -136,13 +136,24 @@ def load_rows(
 
 
 @triton.jit
-def load_statistics(rows_ptr, q_idx, q_len, MASKED: tl.constexpr):
-    """m, norm and delta of rows, each [BLOCK_Q]; beyond the last row, anything finite."""
-    # In one load: of fewer numbers, each thread would load all that it needs by itself.
-    at = rows_ptr + q_idx[:, None] * 4 + tl.arange(0, 4)[None, :]  # [BLOCK_Q, 4]
+def load_pair(rows_ptr, q_idx, q_len, COPIES: tl.constexpr, MASKED: tl.constexpr):
+    """Two numbers of rows that lie side by side, each [BLOCK_Q]; beyond the last row 0.
+
+    Of a tile with fewer elements than the program has threads, Triton has each thread load all that
+    it is going to need, four bytes at a time. COPIES makes up the number.
+    """
+    column = tl.arange(0, 2 * COPIES)[None, :]
+    at = rows_ptr + q_idx[:, None] * 4 + column % 2  # [BLOCK_Q, 2 * COPIES]
     found = tl.load(at, mask=q_idx[:, None] < q_len, other=0.0) if MASKED else tl.load(at)
-    # [BLOCK_Q, 2, 2]: m and norm, delta and nothing.
-    evens, odds = tl.split(tl.reshape(found, [q_idx.shape[0], 2, 2]))
-    m, delta = tl.split(evens)
-    norm, _ = tl.split(odds)
+    if COPIES == 2:
+        pairs = tl.trans(tl.reshape(found, [q_idx.shape[0], 2, 2]), 0, 2, 1)
+        found, _ = tl.split(pairs)  # [BLOCK_Q, 2]
+    return tl.split(found)
+
+
+@triton.jit
+def load_statistics(rows_ptr, q_idx, q_len):
+    """m, norm and delta of rows, each [BLOCK_Q]; beyond the last row, anything finite."""
+    m, norm = load_pair(rows_ptr, q_idx, q_len, 1, True)
+    delta, _ = load_pair(rows_ptr + 2, q_idx, q_len, 1, True)
     return m, norm, delta
