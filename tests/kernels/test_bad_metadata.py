@@ -32,6 +32,7 @@ from problems import (
     paginate,
     pose,
     run,
+    statistics_of,
     supporting,
 )
 
@@ -161,15 +162,18 @@ class TestInterpreted:
         good = [int(a and b) for a, b in pairwise(right)]
         n_slots = T // 64 + 5
         result = interpret(spoiled.case, None)
-        out, lse = (x.view(T, -1) for x in (result.out.to(BF16), result.lse))
+        out = result.out.to(BF16).view(T, -1)
+        statistics = statistics_of(pose(spoiled.case)[0], result.lse.view(T))
+        large, flags = torch.full((n_slots, 2, 64), STALE), torch.full((n_slots,), 7)
         bounds = torch.full((3, 6), -7, dtype=torch.int32)
         stats, turn = torch.full((n_slots, 2, 64), STALE), torch.full((n_slots,), 7)
         cu = [torch.tensor(x) for x in offsets]
         rows = (0, 1, 1, 1, 4, T, Tk, n_slots)
         with checked():
             prepare_rows[(n_slots,)](
-                out, out, lse, None, stats, turn.int(), turn[:1].int(), bounds, *cu,
-                0, 8, 8, *rows, ALIGN=8, DV=64, BLOCK_D=64, BLOCK_Q=64,
+                out, out, statistics, None, stats, large, flags.int(), turn.int(),
+                turn[:1].int(), bounds, *cu, 0, 8, 8, *rows, 1.0,
+                ALIGN=8, DV=64, BLOCK_D=64, BLOCK_Q=64,
             )  # fmt: skip
             dq = torch.full((T, 64), STALE, dtype=BF16)
             sums = torch.zeros(n_slots, 2, 4096)

@@ -16,6 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -26,6 +27,7 @@ from lockstep.kernels.hopper import backward_call, line_up
 from lockstep.kernels.hopper import launch as hopper_launch
 from lockstep.kernels.kernel import Needs, addresses_of
 from lockstep.kernels.triton import backward, launch, plan
+from lockstep.kernels.triton.sequences import bounds_of
 
 BF16 = torch.bfloat16
 HOPPER = plan.Device(132, 227 << 10, tma=True, early=True, least_block=64)
@@ -127,3 +129,19 @@ def test_short_launches_of_the_hopper_kernels(compiled, monkeypatch, D, dtype):
     line_up.Line(problem.B, problem.Sq, problem.Skv, 128, 1000, sorts=True)(tensors)
     expected = {"prepare_rows", "line_up_kernel"} | ({"finish_queries"} if D == 64 else set())
     assert set(compiled) == expected
+
+
+@triton.jit
+def _bounds(cu_ptr, to_ptr, B, T):
+    b = tl.program_id(0)
+    start, end, _ = bounds_of(b, T > 0, cu_ptr, B, T)
+    tl.store(to_ptr + b * 2, start)
+    tl.store(to_ptr + b * 2 + 1, end)
+
+
+def test_the_start_of_a_sequence_is_carried_through_the_loop():
+    """Triton 3.6 leaves `start = end` out of a loop; its interpreter does not."""
+    kinds = {"cu_ptr": "*i32", "to_ptr": "*i64", "B": "i32", "T": "i32"}
+    built = triton.compile(ASTSource(_bounds, kinds), target=GPUTarget("cuda", 90, 32))
+    (loop,) = (line for line in built.asm["ttir"].splitlines() if "scf.for" in line)
+    assert loop.count("i64") == 2, loop

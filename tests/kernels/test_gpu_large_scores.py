@@ -1,0 +1,73 @@
+"""Peaked rows and scores of any size on a GPU: as exact as FlashAttention 2, or exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import Case, supporting
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import lockstep
+from lockstep import reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+HALF = (torch.bfloat16, torch.float16)
+by_half = pytest.mark.parametrize("dtype", HALF, ids=["bf16", "fp16"])
+
+
+def draw_on_gpu(Sq: int, Skv: int, D: int, sigma: float, dtype: torch.dtype) -> list[Tensor]:
+    """q and k times sigma, v, dout: [2, 4, ., D]"""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(2, 4, S, D, device="cuda") for S in (Sq, Skv, Skv, Sq))
+    return [x.to(dtype) for x in (q * sigma, k * sigma, v, dout)]
+
+
+def results(attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """out, dq, dk, dv in float64."""
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves)
+    grads = torch.autograd.grad(out, leaves, dout.to(out.dtype))
+    return [x.detach().double() for x in (out, *grads)]
+
+
+def kernels_for(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
+    case = Case({"q": q, "k": k, "v": v}, {})
+    return [kernel.name for kernel in supporting(case, backward=True)]
+
+
+@by_half
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+@pytest.mark.parametrize("sigma", [1.0, 3.0, 10.0, 30.0])
+def test_peaked_rows_are_as_exact_as_those_of_flash_attention_2(sigma, D, dtype):
+    tensors = draw_on_gpu(1023, 1023, D, sigma, dtype)
+    wide = [x.double() for x in tensors]
+    exact = results(reference.attention, *wide)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        theirs = results(F.scaled_dot_product_attention, *tensors)
+    for name in kernels_for(*tensors[:3]):
+        ours = results(lambda *qkv, name=name: lockstep.attention(*qkv, kernel=name), *tensors)
+        names = ("out", "dq", "dk", "dv")
+        for what, mine, other, right in zip(names, ours, theirs, exact, strict=True):
+            rms = ((mine - right).square().mean() / (other - right).square().mean()).sqrt()
+            assert rms <= 1.1, f"{name}: {what} has {float(rms):.2f} times the error"
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("sigma", [1.0, 30.0, 300.0, 3e3])
+def test_the_only_key_has_all_the_weight(sigma, D, dtype):
+    """Whatever its score is: out is v, and dv the sum of dout."""
+    q, k, v, dout = draw_on_gpu(40, 1, D, sigma, dtype)
+    for name in kernels_for(q, k, v):
+        out, _, _, dv = results(
+            lambda *qkv, name=name: lockstep.attention(*qkv, kernel=name), q, k, v, dout
+        )
+        assert torch.equal(out, v.double().expand_as(out)), name
+        summed = dout.double().sum(2, keepdim=True)
+        scale = dout.double().abs().sum(2, keepdim=True).max()
+        assert (dv - summed).abs().max() <= 2 * torch.finfo(dtype).eps * scale, name
