@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from problems import assert_exact, draw
 
 LIMIT_MB = 200
 S = 32_768
@@ -46,3 +47,15 @@ def test_memory_is_linear_in_the_sequence(name):
     assert done.returncode == 0, done.stderr
     # One matrix of scores alone, or of a bias, would take 4 GB.
     assert float(done.stdout) < LIMIT_MB
+
+
+@pytest.mark.parametrize("D", [513, 1000])
+def test_any_head_dim(D):
+    """Rows of zeros, which fill up the last tile of keys, are as long as a head dim is."""
+    from lockstep.kernels.cpu.narrow import carve_narrow
+    from lockstep.kernels.cpu.wide import carve_block
+
+    assert carve_block(0, D, 8).q_rows >= 4 * D
+    assert carve_narrow(0, 8, D).rows >= 4 * D
+    assert_exact(draw(37, 41, D=D, Dv=D + 1), gradients=True, kernel="cpu")
+    assert_exact(draw(1, 41, D=D, Dv=8), kernel="cpu")

@@ -48,7 +48,6 @@ from lockstep.kernels.cpu.tiles import (
 )
 from lockstep.kernels.cpu.wide import (
     CHUNK,
-    MAX_HEAD_DIM,
     ROWS,
     SPAN,
     accumulate,
@@ -56,6 +55,7 @@ from lockstep.kernels.cpu.wide import (
     padded,
     rows_range,
     tile_bounds,
+    zeros_for,
 )
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def run_gradients(arguments):
     items, n_items = argument(arguments, 2), argument(arguments, 3)
     block = carve_block(enter(arguments), call.D, call.Dv)
     work = carve_gradient(block.end, call.D, call.Dv)
-    fill(block.zero_row, MAX_HEAD_DIM, f32(0.0))
+    fill(block.zero_row, zeros_for(call.D, call.Dv), f32(0.0))
     while True:
         ticket = take_ticket(arguments)
         if ticket >= n_items:

@@ -27,12 +27,12 @@ from lockstep.kernels.cpu.threads import parallel
 from lockstep.kernels.cpu.tiles import ROW, add_vectors, dot_columns
 from lockstep.kernels.cpu.wide import (
     CHAIN,
-    MAX_HEAD_DIM,
     MINUS_INF,
     ROWS,
     SPAN,
     carve_block,
     tile_bounds,
+    zeros_for,
 )
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _run_bias(arguments):
     B, Hq, n_blocks = argument(arguments, 2), argument(arguments, 3), argument(arguments, 4)
     block = carve_block(enter(arguments), call.D, call.Dv)
     work = carve_gradient(block.end, call.D, call.Dv)
-    fill(block.zero_row, MAX_HEAD_DIM, f32(0.0))
+    fill(block.zero_row, zeros_for(call.D, call.Dv), f32(0.0))
     while True:
         ticket = take_ticket(arguments)
         if ticket >= B * Hq * n_blocks:

@@ -31,7 +31,6 @@ from lockstep.kernels.cpu.tensors import address, describe
 from lockstep.kernels.cpu.threads import parallel
 from lockstep.kernels.cpu.tiles import ROW, close_rows, fold_span
 from lockstep.kernels.cpu.wide import (
-    MAX_HEAD_DIM,
     MINUS_INF,
     ROWS,
     SPAN,
@@ -41,6 +40,7 @@ from lockstep.kernels.cpu.wide import (
     load_span,
     padded,
     rows_range,
+    zeros_for,
 )
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _fold_unit(call, unit, scratch):
     """All spans of one unit, folded as they come."""
     b, h, n_rows = unit.b, unit.h, unit.n_rows
     block = carve_block(scratch, call.D, call.Dv)
-    fill(block.zero_row, MAX_HEAD_DIM, f32(0.0))
+    fill(block.zero_row, zeros_for(call.D, call.Dv), f32(0.0))
     Dv = padded(call.Dv, MR)
     begin, last = unit.first_span, unit.first_span + unit.n_spans
     state = _carve_running(block.end, call.Dv)
@@ -264,7 +264,7 @@ def _split_unit(call, unit, span0, span1, scratch, parts, statistics):
     """Some spans of one unit; each row's part goes to the workspace [row, span]."""
     b, h, n_rows = unit.b, unit.h, unit.n_rows
     block = carve_block(scratch, call.D, call.Dv)
-    fill(block.zero_row, MAX_HEAD_DIM, f32(0.0))
+    fill(block.zero_row, zeros_for(call.D, call.Dv), f32(0.0))
     n_tiles = load_queries(call, block, b, h, unit.first_row, n_rows)
     hi = rows_range(call, b, unit.first_row, n_rows)[1]
     for span in range(span0, span1):

@@ -33,11 +33,11 @@ from lockstep.kernels.cpu.tiles import MINUS_INF as MINUS_INFINITY
 from lockstep.kernels.cpu.tiles import VECTOR, add_scaled, scale_vectors
 from lockstep.kernels.cpu.wide import (
     CHAIN,
-    MAX_HEAD_DIM,
     MINUS_INF,
     SPAN,
     biased,
     padded,
+    zeros_for,
 )
 
 # Up to this many rows are narrow.
@@ -145,7 +145,7 @@ _accumulate_4x1, _accumulate_4x4 = _accumulate(4, 1), _accumulate(4, 4)
 class Narrow(NamedTuple):
     """Where the parts of a narrow unit lie in scratch, by address."""
 
-    zero_row: int  # [MAX_HEAD_DIM]
+    zero_row: int  # [zeros_for(D, Dv)]
     rows: int  # [SPAN] addresses
     q: int  # [NARROW, D]
     k: int  # [SPAN, D]
@@ -162,7 +162,7 @@ class Narrow(NamedTuple):
 def carve_narrow(base, D, Dv):
     """Lay a Narrow out from address ``base``; head dims are padded to whole vectors."""
     k_pitch, v_pitch = 4 * padded(D, WIDTH), 4 * padded(Dv, WIDTH)
-    rows = base + 4 * MAX_HEAD_DIM
+    rows = base + 4 * zeros_for(D, Dv)
     q = rows + 8 * SPAN
     k = q + NARROW * k_pitch
     v = k + SPAN * k_pitch
@@ -254,7 +254,7 @@ def _rows_of_span(call, tensor, block, b, h, first, n, D, copy):
 @compiled
 def load_narrow(call, block, unit):
     """Widen the unit's queries; once per item."""
-    fill(block.zero_row, MAX_HEAD_DIM, f32(0.0))
+    fill(block.zero_row, zeros_for(call.D, call.Dv), f32(0.0))
     for i in range(unit.n_rows):
         g, q_idx = split_row(call, unit.b, unit.first_row + i)
         first = of_sequence(call.q_first, unit.b)

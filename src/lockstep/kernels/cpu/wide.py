@@ -44,7 +44,6 @@ ROWS = 384
 TILES = ROWS // LANES
 # Keys whose weights stay in the first-level cache while all head dims pass over them.
 CHUNK = 64
-MAX_HEAD_DIM = 512
 # Head dims that one chain of a score takes before it is added to the others: bits depend on it.
 CHAIN = 128
 MINUS_INF = f32(-np.inf)
@@ -53,7 +52,7 @@ MINUS_INF = f32(-np.inf)
 class Block(NamedTuple):
     """Where the parts of a block lie in scratch, by address."""
 
-    zero_row: int  # [MAX_HEAD_DIM]
+    zero_row: int  # [zeros_for(D, Dv)]
     q_rows: int  # [ROWS] addresses
     kv_rows: int  # [SPAN] addresses
     q_idx: int  # [ROWS] int64; the last row repeats to fill its tile
@@ -76,9 +75,15 @@ def padded(n, step):
 
 
 @compiled
+def zeros_for(D, Dv):
+    """How long a row of zeros is that stands for a key or a value, in whole cache lines."""
+    return padded(max(D, Dv), 16)
+
+
+@compiled
 def carve_block(base, D, Dv):
     """Lay a Block out from address ``base``, each part on a cache line."""
-    q_rows = base + 4 * MAX_HEAD_DIM
+    q_rows = base + 4 * zeros_for(D, Dv)
     kv_rows = q_rows + 8 * ROWS
     q_idx = kv_rows + 8 * SPAN
     q_head = q_idx + 8 * ROWS
