@@ -78,8 +78,7 @@ def take_steps(
         delta_right = load_half(stats, BLOCK_Q + HALF, HALF)
         p_right, slope_right = weigh_columns(
             s_right, lse_right, large, walk, tile, t, W * ROWS, HALF, (scale, unit, softcap),
-            CAPPED,
-            HIDES_SCORES,
+            CAPPED, HIDES_SCORES,
         )  # fmt: skip
         dv = add_product(dv, p_right.to(dtype), dout.slice(HALF, HALF, dim=0))
 
