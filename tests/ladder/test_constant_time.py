@@ -69,7 +69,7 @@ def with_planted(rung: str, line: str, instead: str, directory: Path):
     assert source.count(line) == 1
     path = directory / f"{rung}_leaks.py"
     path.write_text(source.replace(line, instead), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(f"lockstep.ladder.{rung}_leaks", path)
+    spec = importlib.util.spec_from_file_location(f"lockstep.ladder.rungs.{rung}_leaks", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from lockstep import ladder
 from lockstep.cli import app
-from lockstep.ladder import small_tile_2d
+from lockstep.ladder.rungs import r5_small_tile_2d as small_tile_2d
 from lockstep.ladder.tables import duration, kilobytes, number
 
 FEW = ("naive", "small_tile_2d")

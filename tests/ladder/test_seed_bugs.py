@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from lockstep import simt
-from lockstep.ladder import Problem, run_on_machine, small_tile
+from lockstep.ladder import Problem, run_on_machine
 from lockstep.ladder.check import errors
-from lockstep.ladder.parts import EMPTY, FULL, rows_max, warp_max, warp_sum
+from lockstep.ladder.parts.rows import EMPTY, FULL, rows_max, warp_max, warp_sum
+from lockstep.ladder.rungs import r4_small_tile as small_tile
 from lockstep.simt import Constant, HazardError, SimtError, cuda, float16, float32
 
 THREADS = 256

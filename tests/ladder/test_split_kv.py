@@ -7,7 +7,7 @@ import torch
 
 from lockstep.ladder import Problem, find, plans_of, run_on_machine
 from lockstep.ladder.check import errors
-from lockstep.ladder.split_kv import splits_of
+from lockstep.ladder.rungs.r7_split_kv import splits_of
 
 RUNG = find("split_kv")
 

@@ -1,18 +1,14 @@
-"""The ladder: attention kernels from naive to tensor cores, one file each, in climbing order."""
+"""The ladder: attention kernels from naive to tensor cores.
+
+rungs/   the kernels, one file each, numbered in climbing order
+parts/   pieces that several of them share
+rung.py  what a rung is, and how to run one on the machine or on a GPU
+check.py, plan.py, survey.py, tables.py, cli.py   tools that take any rung
+claims/  claims of documents about these kernels, held against plans, traces and times
+"""
 
 from __future__ import annotations
 
-from . import (
-    block_tile,
-    block_tile_mma,
-    large_tile,
-    naive,
-    row_per_thread,
-    small_tile,
-    small_tile_2d,
-    split_kv,
-    warp_mma,
-)
 from .rung import (
     Launch,
     LaunchPlan,
@@ -26,19 +22,7 @@ from .rung import (
     run_on_machine,
     shared_layout,
 )
-
-# climbing order; a new rung is its file and one line here
-RUNGS: tuple[Rung, ...] = (
-    naive.RUNG,
-    row_per_thread.RUNG,
-    large_tile.RUNG,
-    small_tile.RUNG,
-    small_tile_2d.RUNG,
-    warp_mma.RUNG,
-    split_kv.RUNG,
-    block_tile.RUNG,
-    block_tile_mma.RUNG,
-)
+from .rungs import RUNGS, find
 
 __all__ = [
     "RUNGS",
@@ -55,11 +39,3 @@ __all__ = [
     "run_on_machine",
     "shared_layout",
 ]
-
-
-def find(name: str) -> Rung:
-    """The rung of that name. Raises ValueError naming those there are."""
-    for rung in RUNGS:
-        if rung.name == name:
-            return rung
-    raise ValueError(f"there is no rung '{name}'; there are {', '.join(r.name for r in RUNGS)}")

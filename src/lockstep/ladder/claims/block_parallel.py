@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from lockstep.ladder import PhasePlan, paired_rows
+from lockstep.ladder import PhasePlan
+from lockstep.ladder.parts import paired_rows
 from lockstep.ladder.plan import PEAKS
 
 from .claim import Claim, about, at_least, at_most, between, exactly

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from lockstep.ladder import PhasePlan, large_tile, small_tile
+from lockstep.ladder import PhasePlan
+from lockstep.ladder.rungs import r3_large_tile as large_tile
+from lockstep.ladder.rungs import r4_small_tile as small_tile
 
 from .claim import Claim, Readings, about, at_most, exactly
 from .evidence import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from lockstep.ladder import small_tile
+from lockstep.ladder.rungs import r4_small_tile as small_tile
 
 from .claim import Claim, about, between
 from .evidence import (

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from lockstep.ladder import large_tile, small_tile, warp_mma
+from lockstep.ladder.rungs import r3_large_tile as large_tile
+from lockstep.ladder.rungs import r4_small_tile as small_tile
+from lockstep.ladder.rungs import r6_warp_mma as warp_mma
 
 from .claim import Claim, about, at_least, exactly
 from .evidence import (

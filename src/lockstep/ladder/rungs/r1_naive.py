@@ -15,11 +15,19 @@ from __future__ import annotations
 import torch
 
 from lockstep import simt
+from lockstep.ladder.parts.rows import EMPTY
+from lockstep.ladder.rung import (
+    BYTES,
+    SECTOR,
+    Launch,
+    LaunchPlan,
+    PhasePlan,
+    Problem,
+    Rung,
+    Tensors,
+)
 from lockstep.numerics import LOG2E
 from lockstep.simt import Constant, cuda, float32, int32
-
-from .parts import EMPTY
-from .rung import BYTES, SECTOR, Launch, LaunchPlan, PhasePlan, Problem, Rung, Tensors
 
 THREADS = 256
 TILE_ROWS, TILE_COLS = 8, 32  # scores of a block: lanes along the keys

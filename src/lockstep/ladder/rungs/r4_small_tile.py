@@ -16,10 +16,17 @@ results for itself, out of scratch memory that is nobody else's.
 from __future__ import annotations
 
 from lockstep import simt
-from lockstep.simt import Constant, cuda, float32, int32
-
-from .parts import EMPTY, VECTOR, rows_max, rows_sum, stage_rows
-from .rung import (
+from lockstep.ladder.parts.rows import EMPTY, VECTOR, rows_max, rows_sum, stage_rows
+from lockstep.ladder.parts.tiled import (
+    add_values_by_column,
+    score_elements,
+    softmax_by_one_thread,
+    start_rows,
+    tiled_plan,
+    walk,
+    write_rows,
+)
+from lockstep.ladder.rung import (
     BYTES,
     Launch,
     LaunchPlan,
@@ -30,15 +37,7 @@ from .rung import (
     shared_layout,
     usual_arguments,
 )
-from .tiled import (
-    add_values_by_column,
-    score_elements,
-    softmax_by_one_thread,
-    start_rows,
-    tiled_plan,
-    walk,
-    write_rows,
-)
+from lockstep.simt import Constant, cuda, float32, int32
 
 BLOCK_Q, BLOCK_KV, THREADS = 45, 90, 256
 WARPS = THREADS // 32

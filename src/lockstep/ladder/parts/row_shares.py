@@ -10,7 +10,7 @@ from __future__ import annotations
 from lockstep import simt
 from lockstep.simt import Constant, ct, cuda
 
-from .parts import EMPTY, FULL
+from .rows import EMPTY, FULL
 
 FRAGMENT = 16
 

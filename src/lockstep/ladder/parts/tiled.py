@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep import simt
+from lockstep.ladder.rung import BYTES, SECTOR, LaunchPlan, PhasePlan, Problem
 from lockstep.simt import Constant, cuda
 
-from .parts import EMPTY, VECTOR, dot8
-from .rung import BYTES, SECTOR, LaunchPlan, PhasePlan, Problem
+from .rows import EMPTY, VECTOR, dot8
 
 
 @simt.device

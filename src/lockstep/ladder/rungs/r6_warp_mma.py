@@ -19,10 +19,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lockstep import simt
-from lockstep.simt import Constant, cuda, float32, int32, wmma
-
-from .parts import EMPTY, FULL, VECTOR, dot8, stage_rows, warp_max, warp_sum
-from .row_shares import (
+from lockstep.ladder.parts.row_shares import (
     FRAGMENT,
     exponentials,
     rounded8,
@@ -30,7 +27,9 @@ from .row_shares import (
     store_weights,
     visible_scores,
 )
-from .rung import (
+from lockstep.ladder.parts.rows import EMPTY, FULL, VECTOR, dot8, stage_rows, warp_max, warp_sum
+from lockstep.ladder.parts.tiled import start_rows, tiled_plan, walk, write_rows
+from lockstep.ladder.rung import (
     BYTES,
     Launch,
     LaunchPlan,
@@ -41,7 +40,7 @@ from .rung import (
     shared_layout,
     usual_arguments,
 )
-from .tiled import start_rows, tiled_plan, walk, write_rows
+from lockstep.simt import Constant, cuda, float32, int32, wmma
 
 THREADS = 256
 WARPS = THREADS // 32

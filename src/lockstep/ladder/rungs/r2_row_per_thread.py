@@ -17,10 +17,8 @@ that of the public S, and the division becomes `rsqrt` squared, which has no slo
 from __future__ import annotations
 
 from lockstep import simt
-from lockstep.simt import Constant, Secret, ct, cuda, float32, int32
-
-from .parts import EMPTY, VECTOR, row_add8, row_dot8, scaled8, stage_rows
-from .rung import (
+from lockstep.ladder.parts.rows import EMPTY, VECTOR, row_add8, row_dot8, scaled8, stage_rows
+from lockstep.ladder.rung import (
     BYTES,
     SECTOR,
     Launch,
@@ -31,6 +29,7 @@ from .rung import (
     Tensors,
     usual_arguments,
 )
+from lockstep.simt import Constant, Secret, ct, cuda, float32, int32
 
 THREADS = 256
 BLOCK_KV = 32

@@ -17,10 +17,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lockstep import simt
-from lockstep.simt import Constant, cuda, float32, int32
-
-from .parts import EMPTY, VECTOR, dot8, stage_rows, warp_max, warp_sum
-from .rung import (
+from lockstep.ladder.parts.rows import EMPTY, VECTOR, dot8, stage_rows, warp_max, warp_sum
+from lockstep.ladder.parts.tiled import masked, start_rows, tiled_plan, walk, write_rows
+from lockstep.ladder.rung import (
     BYTES,
     Launch,
     LaunchPlan,
@@ -31,7 +30,7 @@ from .rung import (
     shared_layout,
     usual_arguments,
 )
-from .tiled import masked, start_rows, tiled_plan, walk, write_rows
+from lockstep.simt import Constant, cuda, float32, int32
 
 BLOCK_Q, BLOCK_KV, THREADS = 45, 90, 256
 WARPS = THREADS // 32

@@ -16,10 +16,8 @@ length within it, and no division.
 from __future__ import annotations
 
 from lockstep import simt
-from lockstep.simt import Constant, Secret, ct, cuda, float32, int32
-
-from . import paired_rows
-from .paired_rows import (
+from lockstep.ladder.parts import paired_rows
+from lockstep.ladder.parts.paired_rows import (
     BLOCK,
     OWN,
     PAD,
@@ -30,9 +28,10 @@ from .paired_rows import (
     inverse_sum,
     start_copy,
 )
-from .parts import EMPTY, VECTOR
-from .row_shares import exponentials, visible_scores
-from .rung import BYTES, Launch, LaunchPlan, PhasePlan, Problem, Rung, Tensors
+from lockstep.ladder.parts.row_shares import exponentials, visible_scores
+from lockstep.ladder.parts.rows import EMPTY, VECTOR
+from lockstep.ladder.rung import BYTES, Launch, LaunchPlan, PhasePlan, Problem, Rung, Tensors
+from lockstep.simt import Constant, Secret, ct, cuda, float32, int32
 
 SCORE_ROWS, SCORE_COLS = 8, 4  # that a thread of Q·Kᵀ holds
 OUT_ROWS = 4  # that a thread of P·V holds

@@ -9,10 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep import simt
+from lockstep.ladder.rung import (
+    BYTES,
+    SECTOR,
+    LaunchPlan,
+    PhasePlan,
+    Problem,
+    Tensors,
+    usual_arguments,
+)
 from lockstep.simt import Constant, ct, cuda
 
-from .parts import FULL, VECTOR
-from .rung import BYTES, SECTOR, LaunchPlan, PhasePlan, Problem, Tensors, usual_arguments
+from .rows import FULL, VECTOR
 
 BLOCK = 64  # queries, and keys, of a tile
 THREADS = 128

@@ -17,11 +17,9 @@ score (tile="8x8") or 8 x 8 of them (tile="64x64").
 from __future__ import annotations
 
 from lockstep import simt
-from lockstep.numerics import LOG2E
-from lockstep.simt import Constant, cuda, float32, int32
-
-from .parts import EMPTY, FULL, VECTOR
-from .rung import (
+from lockstep.ladder.parts.rows import EMPTY, FULL, VECTOR
+from lockstep.ladder.parts.tiled import walk
+from lockstep.ladder.rung import (
     BYTES,
     SECTOR,
     Launch,
@@ -32,7 +30,8 @@ from .rung import (
     Tensors,
     shared_layout,
 )
-from .tiled import walk
+from lockstep.numerics import LOG2E
+from lockstep.simt import Constant, cuda, float32, int32
 
 SIDE = 8  # threads along each dimension of a tile
 THREADS = SIDE * SIDE

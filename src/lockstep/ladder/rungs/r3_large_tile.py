@@ -12,10 +12,17 @@ would be 263 KB, more than any block may have.
 from __future__ import annotations
 
 from lockstep import simt
-from lockstep.simt import Constant, cuda, float32, int32
-
-from .parts import VECTOR, stage_rows
-from .rung import (
+from lockstep.ladder.parts.rows import VECTOR, stage_rows
+from lockstep.ladder.parts.tiled import (
+    add_values_by_column,
+    score_elements,
+    softmax_by_one_thread,
+    start_rows,
+    tiled_plan,
+    walk,
+    write_rows,
+)
+from lockstep.ladder.rung import (
     BYTES,
     Launch,
     LaunchPlan,
@@ -26,15 +33,7 @@ from .rung import (
     shared_layout,
     usual_arguments,
 )
-from .tiled import (
-    add_values_by_column,
-    score_elements,
-    softmax_by_one_thread,
-    start_rows,
-    tiled_plan,
-    walk,
-    write_rows,
-)
+from lockstep.simt import Constant, cuda, float32, int32
 
 BLOCK_Q, BLOCK_KV, THREADS = 120, 120, 64
 IN_PLACE_FROM = 128  # head dim from which weights overwrite scores

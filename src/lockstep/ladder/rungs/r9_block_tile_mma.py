@@ -14,10 +14,8 @@ times side by side and loaded as a fragment of its own.
 from __future__ import annotations
 
 from lockstep import simt
-from lockstep.simt import Constant, Secret, ct, cuda, float32, int32, wmma
-
-from . import paired_rows
-from .paired_rows import (
+from lockstep.ladder.parts import paired_rows
+from lockstep.ladder.parts.paired_rows import (
     BLOCK,
     OWN,
     PAD,
@@ -28,8 +26,7 @@ from .paired_rows import (
     inverse_sum,
     start_copy,
 )
-from .parts import EMPTY, VECTOR
-from .row_shares import (
+from lockstep.ladder.parts.row_shares import (
     FRAGMENT,
     exponentials,
     rounded8,
@@ -37,7 +34,9 @@ from .row_shares import (
     store_weights,
     visible_scores,
 )
-from .rung import BYTES, Launch, LaunchPlan, PhasePlan, Problem, Rung, Tensors
+from lockstep.ladder.parts.rows import EMPTY, VECTOR
+from lockstep.ladder.rung import BYTES, Launch, LaunchPlan, PhasePlan, Problem, Rung, Tensors
+from lockstep.simt import Constant, Secret, ct, cuda, float32, int32, wmma
 
 WIDTH = BLOCK  # columns of the output that are written at a time
 
