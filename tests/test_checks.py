@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep import checks, preparation
+from lockstep import checks, prepare
 from lockstep.kernels.kernel import Kernel
 from lockstep.problem import Options, Tensors, describe
 
@@ -55,7 +55,7 @@ def elsewhere(monkeypatch) -> list[str]:
         prepare=note("forward"), prepare_backward=note("backward"),
     )  # fmt: skip
     monkeypatch.setattr(
-        preparation,
+        prepare,
         "_plan",
         lambda tensors, options, *_, **__: (
             replace(describe(tensors, options), device_type="cuda"),
@@ -68,8 +68,8 @@ def elsewhere(monkeypatch) -> list[str]:
 def call_and_derive(tensors: Tensors) -> None:
     q = tensors.q
     given = (*tensors, q, q[..., 0].contiguous(), q, None)
-    preparation.prepare(tensors, Options(), None)(tensors, tensors.addresses())
-    preparation.prepare_backward(given, Options(), None, None)(given, [])
+    prepare.prepare(tensors, Options(), None)(tensors, tensors.addresses())
+    prepare.prepare_backward(given, Options(), None, None)(given, [])
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -78,7 +78,7 @@ def test_a_device_is_not_waited_for(elsewhere, monkeypatch, case, value):
     monkeypatch.delenv("LOCKSTEP_CHECK", raising=False)
     if value is not None:
         monkeypatch.setenv("LOCKSTEP_CHECK", value)
-    monkeypatch.setattr(preparation, "check_values", None)
+    monkeypatch.setattr(prepare, "check_values", None)
     call_and_derive(WRONG[case][0])
     assert elsewhere == ["forward", "backward"]
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lockstep import dispatch, numerics, prepared
+from lockstep import call_cache, dispatch, numerics
 from lockstep.checks import check_parts, check_strided, check_types
+from lockstep.eager import PLAIN_TYPES, Operator, is_quiet, nobody_listens, wants_gradient
 from lockstep.gradients import register_gradient
 from lockstep.kernels import triton
 from lockstep.kernels.cpu.processes import fork_safe
@@ -29,24 +30,19 @@ from lockstep.kernels.kernel import (
     Needs,
     Result,
 )
-from lockstep.preparation import prepare, prepare_backward
+from lockstep.prepare import prepare, prepare_backward
 from lockstep.problem import (
     Layout,
     Options,
     Tensors,
     describe,
 )
-from lockstep.transforms import (
-    PLAIN_TYPES,
-    Operator,
+from lockstep.vmap_rules import (
     VmapRule,
     fold_attention,
     fold_attention_backward,
-    is_quiet,
     lead_with_samples,
-    nobody_listens,
     sample_by_sample,
-    wants_gradient,
 )
 
 _LIB = torch.library.Library("lockstep", "DEF")
@@ -125,7 +121,7 @@ class Attention:
         somebody but autograd listens."""
         if not is_quiet():
             return None
-        found = prepared.find(tensors, options, name)
+        found = call_cache.find(tensors, options, name)
         if found is None:
             return None
         run, addresses, require_grad = found
@@ -154,7 +150,7 @@ class Attention:
 
     def run(self, tensors: Tensors, options: Options, name: str | None) -> Result:
         """Of plain tensors."""
-        run, addresses, _ = prepared.find_or_keep(prepare, tensors, options, name)
+        run, addresses, _ = call_cache.find_or_keep(prepare, tensors, options, name)
         return run(tensors, addresses)
 
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
@@ -209,7 +205,7 @@ class _DerivableAttention(Attention):
         check_types(tensors, self.layout)
         check_strided("dout", dout)
         given = tuple(map(_as_plain, (*tensors, out, statistics, dout, dlse)))
-        run, addresses, _ = prepared.find_or_keep(prepare_backward, given, options, name, needs)
+        run, addresses, _ = call_cache.find_or_keep(prepare_backward, given, options, name, needs)
         grads: Gradients = run(given, addresses)
         return [grad for grad, need in zip(grads, needs, strict=True) if need and grad is not None]
 
@@ -220,7 +216,7 @@ class _DerivableAttention(Attention):
         if torch.is_grad_enabled() or not is_quiet():
             return None
         *rest, name = options
-        found = prepared.find(given, Options._make(rest), name, needs)
+        found = call_cache.find(given, Options._make(rest), name, needs)
         if found is None:
             return None
         run, addresses, _ = found

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep import dispatch, prepared
+from lockstep import call_cache, dispatch
 from lockstep.audit import batch_invariance, determinism
 from lockstep.audit.bits import first_difference
 from lockstep.audit.calls import Shape, draw
@@ -87,7 +87,7 @@ def test_a_long_cache_decoded_alone_and_in_any_batch(kernel, query_invariant):
 def pretend(monkeypatch, kernel, multiprocessors: int) -> None:
     """The kernel plans for a device of another size."""
     for name in ("_ENTRIES", "_LAST"):
-        monkeypatch.setattr(prepared, name, Cache(limit=100))
+        monkeypatch.setattr(call_cache, name, Cache(limit=100))
     if kernel.name == "hopper":
         from lockstep.kernels.hopper import launch
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from problems import Case, draw, draw_varlen
 
 import lockstep
-from lockstep import prepared
+from lockstep import call_cache
 from lockstep.cache import Cache
 from lockstep.kernels.driver import ByDriver
 
@@ -106,7 +106,7 @@ def by_driver(monkeypatch) -> list[Any]:
     launch = ByDriver.__call__
     monkeypatch.setattr(ByDriver, "__call__", lambda *given: (found.append(given), launch(*given)))
     for table in ("_ENTRIES", "_LAST"):
-        monkeypatch.setattr(prepared, table, Cache(limit=100))
+        monkeypatch.setattr(call_cache, table, Cache(limit=100))
     return found
 
 

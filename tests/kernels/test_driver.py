@@ -20,7 +20,7 @@ from hopper_build import compile_for_hopper
 from toy_kernel import ARGUMENTS, toy
 
 import lockstep
-from lockstep import prepared
+from lockstep import call_cache
 from lockstep.cache import Cache
 from lockstep.kernels import driver
 from lockstep.kernels.driver import MAP_BYTES, ByDriver, TensorMap, launcher_of, parameters_of
@@ -346,7 +346,7 @@ def test_later_launches_give_the_bits_of_the_first(name, monkeypatch):
         ByDriver, "__call__", lambda *given: (by_driver.append(given), launch(*given))
     )
     for table in ("_ENTRIES", "_LAST"):
-        monkeypatch.setattr(prepared, table, Cache(limit=10))
+        monkeypatch.setattr(call_cache, table, Cache(limit=10))
     call = calls()[name]
     first = call()
     for how in (lambda call: call(), in_a_thread, on_a_stream, in_a_graph):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from problems import Case, Result, assert_allowed, run
 
-from lockstep import prepared
+from lockstep import call_cache
 from lockstep.cache import Cache
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -45,7 +45,7 @@ def check(case: Case) -> None:
 def forget_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was prepared before is not used, and what is prepared now will not be used after."""
     for name in ("_ENTRIES", "_LAST"):
-        monkeypatch.setattr(prepared, name, Cache(limit=100))
+        monkeypatch.setattr(call_cache, name, Cache(limit=100))
 
 
 def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

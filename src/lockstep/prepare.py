@@ -1,5 +1,5 @@
 """From tensors and options to what runs them: the problem they pose, the kernel for it, and what
-that kernel makes of both. `prepared` keeps it for calls like this one.
+that kernel makes of both. `call_cache` keeps it for calls like this one.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lockstep
-from lockstep import dispatch, prepared
+from lockstep import call_cache, dispatch
 from lockstep.cache import Cache
 from lockstep.problem import Options, Tensors
 
@@ -25,23 +25,23 @@ def tensors() -> Tensors:
 @pytest.fixture
 def entry(tensors, monkeypatch):
     """What runs calls like that with `tensors`."""
-    monkeypatch.setattr(prepared, "_ENTRIES", Cache(limit=10))
-    monkeypatch.setattr(prepared, "_LAST", Cache(limit=10))
-    run = prepared.find_or_keep(lambda *_: print, tensors, Options(), None)[0]
+    monkeypatch.setattr(call_cache, "_ENTRIES", Cache(limit=10))
+    monkeypatch.setattr(call_cache, "_LAST", Cache(limit=10))
+    run = call_cache.find_or_keep(lambda *_: print, tensors, Options(), None)[0]
     assert run is print
     for _ in range(2):
-        assert prepared.find(tensors, Options(), None)[0] is print
-    return prepared._LAST[Options(), None]
+        assert call_cache.find(tensors, Options(), None)[0] is print
+    return call_cache._LAST[Options(), None]
 
 
 def test_torch_s_guards_work():
-    assert prepared._HAS_GUARDS
+    assert call_cache._HAS_GUARDS
 
 
 def test_a_call_like_another_is_recognized(tensors, entry):
     others = Tensors(*map(like, tensors[:3]))
     assert entry.recognize(others) == (print, others.addresses(), False)
-    assert prepared.find(others, Options(), None) == (print, others.addresses(), False)
+    assert call_cache.find(others, Options(), None) == (print, others.addresses(), False)
 
 
 def test_one_tensor_may_come_twice(tensors, entry):
@@ -72,17 +72,17 @@ CHANGES = {
 def test_a_change_is_noticed(tensors, entry, change, by, monkeypatch):
     others = tensors._replace(k=CHANGES[change](tensors.k))
     if by == "key":
-        monkeypatch.setattr(prepared, "_LAST", Cache(limit=10))
+        monkeypatch.setattr(call_cache, "_LAST", Cache(limit=10))
     else:
         assert entry.recognize(others) is None
-    assert prepared.find(others, Options(), None) is None
+    assert call_cache.find(others, Options(), None) is None
 
 
 @pytest.mark.parametrize("field", Tensors._fields[3:])
 def test_another_tensor_is_noticed(tensors, entry, field):
     others = tensors._replace(**{field: torch.zeros(4)})
     assert entry.recognize(others) is None
-    assert prepared.find(others, Options(), None) is None
+    assert call_cache.find(others, Options(), None) is None
 
 
 def test_offsets_of_their_own_are_noticed(tensors, entry):
@@ -91,22 +91,22 @@ def test_offsets_of_their_own_are_noticed(tensors, entry):
     for cu_seqlens_k in (offsets, others) * 3:
         given = Tensors(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=cu_seqlens_k)
         shared = cu_seqlens_k is offsets
-        run, *_ = prepared.find_or_keep(lambda *_, shared=shared: shared, given, Options(), None)
+        run, *_ = call_cache.find_or_keep(lambda *_, shared=shared: shared, given, Options(), None)
         assert run is shared
-        assert prepared.find(given, Options(), None)[0] is shared
+        assert call_cache.find(given, Options(), None)[0] is shared
 
 
 def test_other_options_and_kernels_are_noticed(tensors, entry, monkeypatch):
-    assert prepared.find(tensors, Options(causal=True), None) is None
-    assert prepared.find(tensors, Options(), "cpu") is None
+    assert call_cache.find(tensors, Options(causal=True), None) is None
+    assert call_cache.find(tensors, Options(), "cpu") is None
     monkeypatch.setattr(dispatch, "KERNELS", dispatch.KERNELS[1:])
-    assert prepared.find(tensors, Options(), None) is None
+    assert call_cache.find(tensors, Options(), None) is None
 
 
 def test_a_gradient_is_noticed(tensors, entry):
     wanting = tensors._replace(v=like(tensors.v).requires_grad_())
     for given, wants in ((tensors, False), (wanting, True)) * 3:
-        assert prepared.find(given, Options(), None)[2] is wants
+        assert call_cache.find(given, Options(), None)[2] is wants
 
 
 def test_no_gradient_is_lost_between_modes(tensors):
@@ -131,12 +131,12 @@ def test_tensors_are_not_kept(tensors, entry):
 
 
 def test_without_guards_the_key_does(tensors, entry, monkeypatch):
-    monkeypatch.setattr(prepared, "_HAS_GUARDS", False)
-    monkeypatch.setattr(prepared, "_ENTRIES", Cache(limit=10))
+    monkeypatch.setattr(call_cache, "_HAS_GUARDS", False)
+    monkeypatch.setattr(call_cache, "_ENTRIES", Cache(limit=10))
     expected = lockstep.attention(*tensors[:3])
     for _ in range(3):
         assert torch.equal(lockstep.attention(*tensors[:3]), expected)
-    assert len(prepared._ENTRIES) == 1
+    assert len(call_cache._ENTRIES) == 1
 
 
 WRONG = {

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from lockstep import dispatch
 from lockstep.cache import Cache
+from lockstep.eager import PLAIN_TYPES
 from lockstep.kernels.kernel import Given
 from lockstep.problem import Tensors
-from lockstep.transforms import PLAIN_TYPES
 
 Run = Callable[..., Any]
 """`Prepared` or `PreparedBackward`"""

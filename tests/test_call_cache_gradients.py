@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
-from lockstep import dispatch, prepared, reference
+from lockstep import call_cache, dispatch, reference
 from lockstep.cache import Cache
 from lockstep.kernels import oracle
 from lockstep.kernels.kernel import Given, Gradients, Needs, addresses_of
@@ -36,7 +36,7 @@ def prepares(monkeypatch) -> list[Needs]:
     kernel = replace(oracle.KERNEL, prepare_backward=prepare_backward)
     monkeypatch.setattr(dispatch, "KERNELS", (kernel,))
     for table in ("_ENTRIES", "_LAST"):
-        monkeypatch.setattr(prepared, table, Cache(limit=100))
+        monkeypatch.setattr(call_cache, table, Cache(limit=100))
     return found
 
 

@@ -8,9 +8,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
-from lockstep import ops, preparation, prepared
+from lockstep import call_cache, ops, prepare
 from lockstep.cache import Cache
-from lockstep.transforms import nobody_listens
+from lockstep.eager import nobody_listens
 
 
 @pytest.fixture
@@ -125,9 +125,9 @@ def test_a_remembered_plan_still_checks_types(qkv):
 
 
 def test_plans_are_forgotten_when_there_are_too_many(qkv, monkeypatch):
-    monkeypatch.setattr(preparation, "_PLANS", Cache(limit=3))
-    monkeypatch.setattr(prepared, "_ENTRIES", Cache(limit=3))
+    monkeypatch.setattr(prepare, "_PLANS", Cache(limit=3))
+    monkeypatch.setattr(call_cache, "_ENTRIES", Cache(limit=3))
     for n in range(1, 6):
         lockstep.attention(qkv[0], qkv[1][:, :, :n], qkv[2][:, :, :n])
-        assert 0 < len(preparation._PLANS) <= 3
-        assert 0 < len(prepared._ENTRIES) <= 3
+        assert 0 < len(prepare._PLANS) <= 3
+        assert 0 < len(call_cache._ENTRIES) <= 3
