@@ -9,7 +9,7 @@ and the derivatives of `docs/gradients.md`:
 
     s    = scale · q·k        var s  = u² ((1 + D/4) scale² Σ q² k² + s²), at most 1
     out  = Σ p v              var out = Σ p² ((w² + L u²) v² + var s (v - out)²) + (w² + c) out²
-    lse  = m + log l          var lse = Σ p² var s + c + u² (lse² + m²)
+    lse  = m + log l          var lse = Σ p² var s + c + u² (lse² + m²)     (softcap: see `_cap`)
     dp   = dout·v             var dp = u² (L(Dv) Σ dout² v² + dp²)
     δ    = dout·out - dlse    var δ  = Σ dout² (var out + L(Dv) u² out²) + u² δ²
     ds   = p (dp - δ)         var ds = p² (var dp + (dp - δ)² (w² + var s))       own of each key
@@ -219,7 +219,7 @@ def _of_rows(problem: AttentionProblem, units: Units, t: Row) -> Variances:
     out = p @ t.v
     away = moved @ t.v**2 - 2 * out * (moved @ t.v) + out**2 * moved.sum(-1, keepdim=True)
     var_out = rounded @ t.v**2 + away.clamp(min=0.0) + (w2 + var_l) * out**2 + least2
-    var_lse = shift + u2 * (lse**2 + m**2)
+    var_lse = shift + u2 * (lse**2 + m**2 + _cap(problem, units) ** 2)
     found = {"out": var_out, "lse": var_lse.squeeze(-1)}
     if t.dout is None or t.dlse is None:
         return found
@@ -271,12 +271,20 @@ def _scores(problem: AttentionProblem, units: Units, t: Row) -> tuple[Tensor, Te
         bent = torch.tanh(s / problem.softcap)
         slope = slope * (1 - bent**2)
         s, var = problem.softcap * bent, (1 - bent**2) ** 2 * var
-        var = var + s**2
+        var = var + s**2 + _cap(problem, units) ** 2
     if t.bias is not None:
         s = s + t.bias
         var = var + s**2
     # A weight is not off by more than itself, however large the scores are.
     return s, (units.u**2 * var).clamp(max=1.0), slope
+
+
+def _cap(problem: AttentionProblem, units: Units) -> float:
+    """What the error of a capped score is relative to, beside the score itself.
+
+    For 16-bit tensors, tanh x may be computed as 1 - 2 / (1 + e^2x), which is exact to u, not to u
+    times itself. Equal scores of a row have equal errors of this kind, and lse has them, too."""
+    return problem.softcap if problem.softcap is not None and units.w > units.u else 0.0
 
 
 def _levels(n: int) -> float:

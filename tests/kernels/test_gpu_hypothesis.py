@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from lockstep.audit.values import BIASES
+from lockstep.audit import values
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,17 +56,17 @@ def paged(draw: Draw, *, page_size: int, **fixed: Any):
 def drawn_options(draw: Draw, names: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, Any]:
     B, Hq, Sq, Skv = sizes
     reach = st.integers(0, 200)
-    values: dict[str, Callable[[], Any]] = {
+    drawn: dict[str, Callable[[], Any]] = {
         "window": lambda: (draw(reach), draw(reach)),
         "softcap": lambda: draw(st.floats(0.5, 50.0)),
         "scale": lambda: draw(st.floats(0.01, 0.5)),
         "sinks": lambda: torch.randn(Hq),
         "kv_lens": lambda: torch.tensor([draw(st.integers(0, Skv)) for _ in range(B)]),
         "bias": lambda: values.draw(
-            BIASES[draw(st.sampled_from(sorted(BIASES)))], (B, Hq, Sq, Skv), torch.float32
+            values.BIASES[draw(st.sampled_from(sorted(values.BIASES)))], (B, Hq, Sq, Skv), torch.float32
         ),
     }
-    return {name: values[name]() for name in names}
+    return {name: drawn[name]() for name in names}
 
 
 KINDS: dict[str, Callable[[Draw], problems.Case]] = {

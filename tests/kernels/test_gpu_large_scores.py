@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import Case, supporting
+from problems import Case, assert_exact, supporting
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -71,3 +71,18 @@ def test_the_only_key_has_all_the_weight(sigma, D, dtype):
         summed = dout.double().sum(2, keepdim=True)
         scale = dout.double().abs().sum(2, keepdim=True).max()
         assert (dv - summed).abs().max() <= 2 * torch.finfo(dtype).eps * scale, name
+
+
+@by_half
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_large_scores_in_some_tiles_leave_the_others_alone(causal, D, dtype):
+    """One head of a group has large scores, and so have some rows of another head."""
+    torch.manual_seed(1)
+    q = torch.randn(1, 4, 400, D, device="cuda")
+    k, v = (torch.randn(1, 1, 300, D, device="cuda") for _ in "kv")
+    q[:, 1] *= 1000
+    q[:, 2, 130:200] *= 1000
+    tensors = {name: x.to(dtype) for name, x in zip("qkv", (q, k, v), strict=True)}
+    with torch.device("cuda"):
+        assert_exact(Case(tensors, {"causal": causal}), gradients=True)

@@ -8,7 +8,7 @@
 
 Query tiles of all heads are numbered through. Rows of `stats` lie side by side, so that one copy
 brings a tile's: [n_tiles, 2, BLOCK_Q] with lse2 and delta for narrow heads, which have m and log2 l
-in `large` [n_tiles, 2, BLOCK_Q] for tiles whose `flags` [n_tiles] are not 0; for wide ones
+in `large` [n_tiles, 2, BLOCK_Q], and `flags` [n_tiles] for tiles that need them; for wide ones
 [n_tiles, 4, BLOCK_Q] with m, delta, log2 l, and nothing. Rows beyond the sequence look like rows
 that see no key. `sums` [n_tiles, 2, 4096] holds the halves of a tile of dQ as registers held them.
 
@@ -126,8 +126,9 @@ def prepare_rows(
         flag = tl.max(is_large.to(tl.int32), 0)
         tl.store(flags_ptr + tile, flag)
         to = large_ptr + tile64 * (2 * BLOCK_Q) + r
-        tl.store(to, m, mask=flag != 0)
-        tl.store(to + BLOCK_Q, log2_l, mask=flag != 0)
+        # Of every tile: a walk over some that need them reads those of all.
+        tl.store(to, m)
+        tl.store(to + BLOCK_Q, log2_l)
         tl.store(turn_ptr + tile, 0)
         if tile == 0:
             tl.store(ticket_ptr, 0)
