@@ -44,9 +44,14 @@ class Launch:
         return self.trace(**arguments)
 
     def trace(
-        self, *args: Any, progress: Callable[[int, int], None] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        progress: Callable[[int, int], None] | None = None,
+        record: int | None = None,
+        **kwargs: Any,
     ) -> Trace:
-        """Run on the machine. `progress(done, all)` is told how many blocks are through.
+        """Run on the machine. `progress(done, all)` is told how many blocks are through; the trace
+        has a `Recording` of the block with number `record`, where one is given.
 
         Raises what `Kernel.typed` raises, and ValueError for a launch no GPU could run.
         """
@@ -54,7 +59,8 @@ class Launch:
 
         arguments = self.kernel.bind(*args, **kwargs)
         typed = self.kernel.typed(**arguments)
-        return run(typed, self.grid, self.block, self.dynamic_bytes, arguments, progress)
+        launch = self.grid, self.block, self.dynamic_bytes
+        return run(typed, *launch, arguments, progress, record=record)
 
 
 def extent(value: Any, name: str) -> Index3:

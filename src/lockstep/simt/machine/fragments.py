@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -91,7 +91,7 @@ class Fragments(Pipeline):
             text += f" with leading dimension {stride}, shape {tuple(array.shape)}"
             self.hazards.report(OUT_OF_BOUNDS, site, text, thread, block, array.name)
             element = np.clip(element, 0, array.size - 1)
-        self._count_fragment(site, array, origin, stride, base)
+        self.count_fragment(site, array, origin, stride, base)
         return origin, element
 
     def _check_fragment_alignment(
@@ -109,25 +109,15 @@ class Fragments(Pipeline):
             thread, block = self.lane_name(where)
             self.hazards.report(MISALIGNED, site, text, thread, block, array.name)
 
-    def _count_fragment(
+    def count_fragment(
         self, site: Site, array: Memory, origin: np.ndarray, stride: int, base: int
     ) -> None:
-        """16-bit operands come from shared memory as four 8x8 matrices of 16-byte rows; everything
-        else as one access per pair of neighbours and quarter."""
+        """Transactions of one matrix per warp."""
         frame = self.frame
         site.hit(frame)
         site.bytes += frame.warps * ELEMENTS * array.item
         repeat = frame.blocks.size if not frame.flat and origin.shape[1] == 1 else 1
-        corner = (origin * array.item + base)[:, None, :]  # [warps, 1, columns] bytes
-        if isinstance(array, SharedArray) and array.item == 2:
-            rows = np.arange(8)[:, None] * stride * 2 + np.arange(4)[None, :] * WORD
-            pattern, parts = rows.reshape(-1), 1
-        else:
-            pattern = (LANE_ROW * stride + LANE_COLUMN) * array.item
-            parts = 2 if array.item == 4 else 1
-        for row, column in QUARTERS:
-            offset = pattern + (row * stride + column) * array.item
-            place = corner + offset[:, None]  # [warps, 32, columns]
+        for place, parts in self.fragment_places(array, origin, stride, base):
             if isinstance(array, SharedArray):
                 counts, fewest = wavefronts(place // WORD, parts)
                 site.wavefronts += int(counts.sum()) * repeat
@@ -139,6 +129,26 @@ class Fragments(Pipeline):
                 site.sectors += sectors
                 ideal = -(-WARP_SIZE * 2 * array.item // SECTOR) * frame.warps
                 site.ideal_sectors += min(sectors, ideal)
+
+    @staticmethod
+    def fragment_places(
+        array: Memory, origin: np.ndarray, stride: int, base: int
+    ) -> Iterator[tuple[np.ndarray, int]]:
+        """The accesses that make up a matrix: bytes [warps, 32, columns], and words of a lane.
+
+        16-bit operands come from shared memory as four 8x8 matrices of 16-byte rows; everything
+        else as one access per pair of neighbours and quarter.
+        """
+        corner = (origin * array.item + base)[:, None, :]  # [warps, 1, columns] bytes
+        if isinstance(array, SharedArray) and array.item == 2:
+            rows = np.arange(8)[:, None] * stride * 2 + np.arange(4)[None, :] * WORD
+            pattern, parts = rows.reshape(-1), 1
+        else:
+            pattern = (LANE_ROW * stride + LANE_COLUMN) * array.item
+            parts = 2 if array.item == 4 else 1
+        for row, column in QUARTERS:
+            offset = pattern + (row * stride + column) * array.item
+            yield corner + offset[:, None], parts
 
     def fragment_fill(self, site: Site, value: Value) -> Fragment:
         site.hit(self.frame)

@@ -17,6 +17,8 @@ from .global_shadow import GlobalShadow
 from .hazards import Hazards
 from .memory import GlobalArray, LocalArray, SharedArray, check_extent, host_array
 from .program import Program, compile_kernel
+from .recorder import Recorder
+from .recording import Recording
 from .shadow import SharedShadow
 from .trace import Trace, collect
 from .values import NUMPY, Value, cast
@@ -75,6 +77,10 @@ class Machine(Fragments):
         self.arrays[name] = self.shared_arrays[name] = made
 
 
+class RecordingMachine(Recorder, Machine):
+    """The machine for the batch that has the recorded block."""
+
+
 def run(
     kernel: ir.Kernel,
     grid: Index3,
@@ -83,13 +89,16 @@ def run(
     arguments: dict[str, Any],
     progress: Progress | None = None,
     lanes_per_batch: int = LANES_PER_BATCH,
+    record: int | None = None,
 ) -> Trace:
     """Execute `kernel` on the machine and tell everything it did.
 
     `arguments` maps parameter names to NumPy arrays, torch tensors in host memory or numbers;
-    arrays are modified in place. `progress(done, all)` hears about blocks.
+    arrays are modified in place. `progress(done, all)` hears about blocks. The trace has a
+    recording of the block with number `record`, where one is given.
 
-    Raises ValueError for a launch no GPU could run, TypeError for arguments that do not fit.
+    Raises ValueError for a launch no GPU could run or a block to record that is not there,
+    TypeError for arguments that do not fit.
     """
     began = time.perf_counter()
     threads, blocks = int(np.prod(block)), int(np.prod(grid))
@@ -97,6 +106,9 @@ def run(
         raise ValueError(f"block {block} has {threads} threads; a block has 1 to {MAX_THREADS}")
     if blocks < 1:
         raise ValueError(f"grid {grid} has no blocks")
+    if record is not None and not 0 <= record < blocks:
+        raise ValueError(f"record is {record}, takes 0 to {blocks - 1}: there are {blocks} blocks")
+    recording = None if record is None else Recording(record, threads)
     bases, static_bytes = _lay_out(kernel)
     if static_bytes + dynamic_bytes > MAX_SHARED:
         raise ValueError(
@@ -116,7 +128,8 @@ def run(
     with np.errstate(all="ignore"):
         for first in range(0, blocks, per_batch):
             numbers = np.arange(first, min(first + per_batch, blocks))
-            machine = Machine(
+            recorded = recording is not None and recording.block in numbers
+            machine = (RecordingMachine if recorded else Machine)(
                 block,
                 grid,
                 numbers,
@@ -126,7 +139,11 @@ def run(
                 dynamic_bytes=dynamic_bytes,
             )
             _prepare(machine, kernel, bases, global_arrays, scalars)
+            if recording is not None and isinstance(machine, RecordingMachine):
+                machine.start_recording(recording)
             _execute(machine, program)
+            if isinstance(machine, RecordingMachine):
+                machine.stop_recording(program.sites)
             machines.append((numbers, machine.depth))
             if progress is not None:
                 progress(int(numbers[-1]) + 1, blocks)
@@ -140,6 +157,7 @@ def run(
         dynamic_bytes,
         machines,
         time.perf_counter() - began,
+        recording,
     )
 
 

@@ -14,6 +14,7 @@ from lockstep.simt.errors import HazardError
 
 from .counters import SECTOR, Depth, Site
 from .hazards import Hazard, Hazards
+from .recording import Recording
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -166,6 +167,7 @@ class Trace:
     hazards: list[Hazard]
     warnings: list[tuple[str, str, int]]  # message, file, line
     seconds: float  # the machine's own time
+    recording: Recording | None = None  # of one block, where that was asked for
 
     def line(self, number: int, file: str | None = None) -> Line:
         """The report of one source line. Raises KeyError if it was never executed."""
@@ -225,6 +227,7 @@ def collect(
     dynamic_bytes: int,
     batches: list[tuple[np.ndarray, Depth]],
     seconds: float,
+    recording: Recording | None = None,
 ) -> Trace:
     """Put the counters of a run together."""
     lines: dict[tuple[str, int], Line] = {}
@@ -274,6 +277,7 @@ def collect(
         hazards=list(hazards.found.values()),
         warnings=[(w.message, w.loc.file, w.loc.line) for w in kernel.warnings],
         seconds=seconds,
+        recording=recording,
     )
 
 
