@@ -114,7 +114,9 @@ def test_the_floor_is_of_the_size_of_real_errors(dtype, sigma):
     dout, dlse = torch.randn(1, 2, 111, 64).to(dtype), torch.randn(1, 2, 111)
     problem, tensors = pose(q, k, v, softcap=50.0)
     for name, expected in error_rule.expect(problem, tensors, dout, dlse).items():
-        assert 0.1 * expected.floor < expected.math < 10 * expected.floor, name
+        # Kernels may compute a cap less exactly than math attention if tensors have 16 bits.
+        least = 0.02 if dtype == BF16 and name == "lse" else 0.1
+        assert least * expected.floor < expected.math < 10 * expected.floor, name
 
 
 def test_sequences_have_the_floor_they_have_alone():

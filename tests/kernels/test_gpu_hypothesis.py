@@ -63,7 +63,9 @@ def drawn_options(draw: Draw, names: tuple[str, ...], sizes: tuple[int, ...]) ->
         "sinks": lambda: torch.randn(Hq),
         "kv_lens": lambda: torch.tensor([draw(st.integers(0, Skv)) for _ in range(B)]),
         "bias": lambda: values.draw(
-            values.BIASES[draw(st.sampled_from(sorted(values.BIASES)))], (B, Hq, Sq, Skv), torch.float32
+            values.BIASES[draw(st.sampled_from(sorted(values.BIASES)))],
+            (B, Hq, Sq, Skv),
+            torch.float32,
         ),
     }
     return {name: drawn[name]() for name in names}
