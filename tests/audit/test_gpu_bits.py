@@ -89,7 +89,7 @@ def pretend(monkeypatch, kernel, multiprocessors: int) -> None:
     for name in ("_ENTRIES", "_LAST"):
         monkeypatch.setattr(call_cache, name, Cache(limit=100))
     if kernel.name == "hopper":
-        from lockstep.kernels.hopper import launch
+        from lockstep.kernels.hopper.forward import launch
 
         monkeypatch.setattr(launch, "processors", lambda _: multiprocessors)
         return

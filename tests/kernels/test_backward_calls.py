@@ -20,7 +20,8 @@ from triton.runtime.jit import JITFunction
 
 from lockstep import dispatch
 from lockstep.cache import Cache
-from lockstep.kernels.hopper import backward, backward_call
+from lockstep.kernels.hopper.backward import call as backward_call
+from lockstep.kernels.hopper.backward.narrow import call as narrow
 from lockstep.kernels.kernel import Given, Needs, addresses_of
 from lockstep.kernels.triton import launch as triton_launch
 from lockstep.problem import AttentionProblem, Tensors, describe, make_options
@@ -87,7 +88,7 @@ def launches(monkeypatch) -> Launches:
     for module in (backward_call, triton_launch):
         monkeypatch.setattr(module, "launcher_of", found.launcher)
     monkeypatch.setattr(backward_call, "_COMPILED", Cache(limit=100))
-    monkeypatch.setattr(backward, "processors", lambda _: 132)
+    monkeypatch.setattr(narrow, "processors", lambda _: 132)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
     return found

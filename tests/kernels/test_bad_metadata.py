@@ -151,7 +151,7 @@ class TestInterpreted:
         """Its short launches: bounds and statistics before, dq after."""
         from bounds import checked
 
-        from lockstep.kernels.hopper.backward_rows import finish_queries, prepare_rows
+        from lockstep.kernels.hopper.backward.rows import finish_queries, prepare_rows
 
         draws = random.Random(seed)
         spoiled = spoil_varlen(draws, draw_varlen([130, 0, 70, 64], [9, 8, 30, 1], Hq=1, Hkv=1))

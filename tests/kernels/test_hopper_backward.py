@@ -24,7 +24,8 @@ from problems import (
 )
 
 from lockstep import reference
-from lockstep.kernels.hopper import KERNEL, backward
+from lockstep.kernels.hopper import KERNEL
+from lockstep.kernels.hopper.backward.narrow import call as narrow
 from lockstep.kernels.kernel import Needs
 
 pytestmark = [
@@ -255,14 +256,14 @@ def test_bits(causal, D):
 @pytest.mark.parametrize(
     "options", [{}, {"causal": True}, {"window": (150, 40)}], ids=["none", "causal", "window"]
 )
-def test_how_many_programs_share_the_walks_changes_no_bit(options, D, monkeypatch):
-    """Also where some walks are over at once, as for keys beyond a length."""
+def test_how_many_programs_share_the_tickets_changes_no_bit(options, D, monkeypatch):
+    """Also where some loops are over at once, as for keys beyond a length."""
     case = draw(300, 700, B=2, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, **options)
     case = case.replaced(kv_lens=torch.tensor([130, 640]))
     seeds = draw_seeds(case)
     expected = gradients(case, seeds)
     for programs in (1, 2, 3, 7):
-        monkeypatch.setattr(backward, "processors", lambda _, n=programs: n)
+        monkeypatch.setattr(narrow, "processors", lambda _, n=programs: n)
         found = gradients(case, seeds)
         assert all(same_bits(found[name], expected[name]) for name in expected)
 
@@ -293,7 +294,7 @@ def test_random_shapes_do_not_hang(mask, D):
             # Not a multiple of a tile, so that one build will do.
             draws.randrange(0, 900, 128) + draws.randrange(1, 128),
             B=draws.randrange(1, 4),
-            # A few walks, or several for each program.
+            # A few tickets, or several for each program.
             Hq=(heads := draws.choice([2, 24])) * draws.choice([1, 2]),
             Hkv=heads,
             D=D,
@@ -310,7 +311,7 @@ def test_no_hang(D, kind, monkeypatch):
     """10,000 launches in all, on one program or many, into memory full of NaN. A hang is a hang, so
     run this under a timeout."""
     draws = random.Random(kind)
-    monkeypatch.setattr(backward, "processors", lambda _: draws.choice((1, 7, 132)))
+    monkeypatch.setattr(narrow, "processors", lambda _: draws.choice((1, 7, 132)))
     pool = torch.randn(1 << 22, dtype=torch.bfloat16)
     unwritten = torch.zeros((), dtype=torch.int64)
     needs = Needs(True, True, True, False, False)

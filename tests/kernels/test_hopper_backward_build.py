@@ -10,8 +10,9 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from hopper_build import compile_for_hopper, count, writes_in_flight
 from machine_code import Instructions, loops
 
-from lockstep.kernels.hopper import backward, supports_backward
-from lockstep.kernels.hopper.named_barriers import FIRST_FREE
+from lockstep.kernels.hopper import supports_backward
+from lockstep.kernels.hopper.backward.narrow import call as narrow
+from lockstep.kernels.hopper.common.named_barriers import FIRST_FREE
 from lockstep.problem import Tensors, describe, make_options
 
 BUILDS = [(64, False), (64, True), (128, False), (128, True)]
@@ -23,10 +24,10 @@ def compiled(D: int, **options):
     names = ("causal", "window", "scale", "softcap")
     given = make_options(*({"causal": False, **options}.get(name) for name in names))
     problem = describe(Tensors(x, x, x), given)
-    cut = backward.cut_of(problem)
-    work = backward.Workspace.of(cut, x.device)
-    arguments, constants = backward.kernel_arguments(problem, Tensors(x, x, x), x, x, x, cut, work)
-    return compile_for_hopper(backward.backward_kernel, arguments, **constants, **backward.OPTIONS)
+    cut = narrow.cut_of(problem)
+    work = narrow.Workspace.of(cut, x.device)
+    arguments, constants = narrow.kernel_arguments(problem, Tensors(x, x, x), x, x, x, cut, work)
+    return compile_for_hopper(narrow.backward_kernel, arguments, **constants, **narrow.OPTIONS)
 
 
 @pytest.fixture(scope="module", params=BUILDS, ids=str)
@@ -57,7 +58,7 @@ def consumer_loops(build) -> list[Instructions]:
 def test_products_are_neither_serialized_nor_interrupted_by_spills(build, consumer_loops):
     assert "serialized" not in build.report
     assert build.registers == 168
-    # One of each warpgroup for walks with large scores, one for all others.
+    # One of each warpgroup for loops with large scores, one for all others.
     assert len(consumer_loops) == 4
     for body in consumer_loops:
         found = count([text for _, text in body])

@@ -13,25 +13,26 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from crew import Anything, Barrier, Crew, PlainGluon, Slots, make_plain
 
-from lockstep.kernels.hopper import backward_apart as apart
-from lockstep.kernels.hopper import backward_board as board
-from lockstep.kernels.hopper import backward_kernel as kernel
-from lockstep.kernels.hopper import backward_products as products
-from lockstep.kernels.hopper import backward_strays as strays
-from lockstep.kernels.hopper import backward_tiles as tiles
-from lockstep.kernels.hopper import backward_together as together
-from lockstep.kernels.hopper import backward_turns as turns
+from lockstep.kernels.hopper.backward import nonfinite, products
+from lockstep.kernels.hopper.backward.narrow import (
+    apart,
+    dq_sums,
+    kernel,
+    tile_queue,
+    tiles,
+    together,
+)
 
-MODULES = (apart, board, kernel, products, strays, tiles, together, turns)
+MODULES = (apart, dq_sums, kernel, nonfinite, products, tile_queue, tiles, together)
 NAMED = ("STAGED", "EMPTY", "KEYS_EMPTY", "DERIVED", "MEETING", "CONSUMERS", "CONSUMERS_AND_WARP")
 BLOCK_KV, HEAD_DIM = 128, {64: 128, 128: 64}
 # Taken before they are replaced.
-CREATE_TILES, CREATE_TURNS = tiles.Tiles.create.fn, turns.Turns.create.fn
-CREATE_BOARD, LEAVE = board.Board.create.fn, tiles.Tiles.leave.fn
+CREATE_TILES, CREATE_DQ_SUMS = tiles.Tiles.create.fn, dq_sums.DqSums.create.fn
+CREATE_TILE_QUEUE, LEAVE = tile_queue.TileQueue.create.fn, tiles.Tiles.leave.fn
 
 
 class Value(Anything):
-    """One that knows what it was made of: a walk, and the number of a query tile in it."""
+    """One that knows what it was made of: a loop, and the number of a query tile in it."""
 
     shape = (64,)
 
@@ -49,8 +50,8 @@ class Tile:
         self.readers = 0
         self.glances = []  # scores under way, which nobody may need in the end
         self.loaded = None
-        self.had_strays = False  # when it was loaded
-        self.strays = set()  # consumers in whose half there are some
+        self.had_nonfinite = False  # when it was loaded
+        self.nonfinite = set()  # consumers in whose half there are some
         self.written = {}  # by each consumer, since it was last loaded or sent
         self.unfenced = set()
 
@@ -70,7 +71,7 @@ class Tile:
         ROLE.unfenced.append(self)
 
     def is_clean(self):
-        return not self.strays and not self.unfenced
+        return not self.nonfinite and not self.unfenced
 
     def holds(self, writers):
         """What these consumers, and no others, have written: the same, and fenced."""
@@ -134,40 +135,40 @@ class PlainTiles:
         LEAVE(self, w, slot, dk, dv)
 
 
-class PlainTurns:
+class PlainDqSums:
     def __init__(self, parts, drained) -> None:
         self.parts, self.drained = parts, drained
 
-    await_room, announce = turns.Turns.await_room.fn, turns.Turns.announce.fn
+    await_room, announce = dq_sums.DqSums.await_room.fn, dq_sums.DqSums.announce.fn
 
     def leave(self, n, dq, half) -> None:
         self.parts.index(n % 2).store(dq)
 
 
-class PlainBoard:
+class PlainTileQueue:
     def __init__(self, memory, tiles_per_head, *constants) -> None:
         _, self.posted, self.wiped = memory
         names = ("BLOCK_Q", "BLOCK_KV", "HAS_LEFT", "HAS_RIGHT", "HAS_EDGE")
         self.__dict__.update(zip(names, constants, strict=True))
         self.fields = {}
 
-    _await_wiped = board.Board._await_wiped.fn
+    _await_wiped = tile_queue.TileQueue._await_wiped.fn
 
-    def post(self, n, walk, is_large=0) -> None:
+    def post(self, n, loop, is_large=0) -> None:
         self._await_wiped(n)
-        self.fields[n % board.SLOTS] = None if walk is None else (walk, is_large)
-        kernel.mbarrier.arrive(self.posted.index(n % board.SLOTS), count=1)
+        self.fields[n % tile_queue.SLOTS] = None if loop is None else (loop, is_large)
+        kernel.mbarrier.arrive(self.posted.index(n % tile_queue.SLOTS), count=1)
 
     def close(self, n) -> None:
         self.post(n, None)
 
     def has(self, n) -> bool:
-        kernel.mbarrier.wait(self.posted.index(n % board.SLOTS), (n // board.SLOTS) & 1)
-        return self.fields[n % board.SLOTS] is not None
+        kernel.mbarrier.wait(self.posted.index(n % tile_queue.SLOTS), (n // tile_queue.SLOTS) & 1)
+        return self.fields[n % tile_queue.SLOTS] is not None
 
     def read(self, n):
-        found = self.fields[n % board.SLOTS]
-        kernel.mbarrier.arrive(self.wiped.index(n % board.SLOTS), count=1)
+        found = self.fields[n % tile_queue.SLOTS]
+        kernel.mbarrier.arrive(self.wiped.index(n % tile_queue.SLOTS), count=1)
         return found
 
 
@@ -186,8 +187,8 @@ def crew(monkeypatch, request):
         for value in tile.glances:
             value.is_spoilt = True
         tile.loaded = at
-        tile.had_strays = crew.has_strays(at)
-        tile.strays = {0, 1} if tile.had_strays else set()
+        tile.had_nonfinite = crew.has_nonfinite(at)
+        tile.nonfinite = {0, 1} if tile.had_nonfinite else set()
         ROLE.on_the_way[tile] = barrier
         barrier.change(0, -1)
 
@@ -246,10 +247,10 @@ def crew(monkeypatch, request):
             crew.sums.setdefault(at[0] // 32, []).append(ticket)
         tile.written = {}
 
-    def overwrite_strays(tile, part, parts, value):
+    def overwrite_nonfinite(tile, part, parts, value):
         assert tile.readers == 0, "cleaned while it is read"
         assert tile not in ROLE.on_the_way, "cleaned before it is there"
-        tile.strays -= {part} if parts == 2 else {0, 1}
+        tile.nonfinite -= {part} if parts == 2 else {0, 1}
         tile.unfenced.add(ROLE.consumer)
         ROLE.unfenced.append(tile)
 
@@ -261,9 +262,9 @@ def crew(monkeypatch, request):
         ROLE.groups.append(((own, queries), value))
         return value
 
-    def weigh_columns(s, lse2, large, walk, tile, t, first_row, first_column, *_):
-        step = walk.ticket, t
-        assert s.of == (("keys", walk.ticket), ("queries", *step))
+    def weigh_columns(s, lse2, large, loop, tile, t, first_row, first_column, *_):
+        step = loop.ticket, t
+        assert s.of == (("keys", loop.ticket), ("queries", *step))
         assert not s.is_spoilt
         if first_column == 0:
             ROLE.steps.append(step)
@@ -307,10 +308,10 @@ def crew(monkeypatch, request):
         "barriers": lambda n, count: Slots(Barrier(count) for _ in range(n)),
         "allocate_tiles": lambda desc, n: shaped([n, *desc.block_shape]),
         "allocate_numbers": lambda n: None,
-        "Job": lambda *_: None,
+        "KeyTile": lambda *_: None,
         "Tiles": PlainTiles,
-        "Turns": PlainTurns,
-        "Board": PlainBoard,
+        "DqSums": PlainDqSums,
+        "TileQueue": PlainTileQueue,
         "arrive": arrive_by_number,
         "await_all": await_by_number,
         "fence_async_shared": fence,
@@ -326,12 +327,12 @@ def crew(monkeypatch, request):
         "load_half": lambda *_: Anything(),
         "weigh_columns": weigh_columns,
         "derive_scores": derive_scores,
-        "find_strays": lambda tile, part, parts: int(part in tile.strays),
-        "overwrite_strays": overwrite_strays,
+        "find_nonfinite": lambda tile, part, parts: int(part in tile.nonfinite),
+        "overwrite_nonfinite": overwrite_nonfinite,
         "LargeScores": lambda *_: None,
         # Both loops take the same steps: now one, now the other.
-        "has_large_scores": lambda flags, walk, heads: walk.ticket % 2,
-        "has_strays": lambda stats, *_: stats.q.had_strays,
+        "has_large_scores": lambda flags, loop, heads: loop.ticket % 2,
+        "has_nonfinite": lambda stats, *_: stats.q.had_nonfinite,
         "largest": lambda _: 0,
         "assign": lambda ticket, *_: crew.assign(ticket),
         "_await_count": lambda tile, count: crew.pause(lambda: crew.counts.get(tile, 0) == count),
@@ -349,8 +350,8 @@ def crew(monkeypatch, request):
 
     plain["gl"].atomic_add = atomic_add
     make_plain(monkeypatch, MODULES, plain)
-    monkeypatch.setattr(board, "SLOTS", board.SLOTS.value)
-    monkeypatch.setattr(board, "_FIELDS", board._FIELDS.value)
+    monkeypatch.setattr(tile_queue, "SLOTS", tile_queue.SLOTS.value)
+    monkeypatch.setattr(tile_queue, "_FIELDS", tile_queue._FIELDS.value)
     return crew
 
 
@@ -366,7 +367,7 @@ def play(role, named, action, threads=32, consumer=None, apart=False):
     return run
 
 
-class PlainWalk(SimpleNamespace):
+class PlainLoop(SimpleNamespace):
     """From the tile `begins[ticket]` to the last one."""
 
     def next(self, tile, t):
@@ -378,7 +379,7 @@ class PlainWalk(SimpleNamespace):
     def first_number(self):
         return 0
 
-    def flaw(self):
+    def nan_if_bad(self):
         return 0.0
 
 
@@ -387,22 +388,22 @@ def program(block_q, masked, draws):
     is_apart = block_q == 128
     query, key = describe(block_q, HEAD_DIM[block_q]), describe(BLOCK_KV, HEAD_DIM[block_q])
     team = CREATE_TILES(query, query, query, key, key)
-    parts = CREATE_TURNS(query)
-    walks = CREATE_BOARD(4, 0, block_q, BLOCK_KV, False, masked, True)
+    parts = CREATE_DQ_SUMS(query)
+    loops = CREATE_TILE_QUEUE(4, 0, block_q, BLOCK_KV, False, masked, True)
     roles = {
         "produce": lambda: kernel.produce(
-            walks, team, *[query] * 3, *[key] * 2, *[query] * 2, None, "ticket", *[None] * 2,
+            loops, team, *[query] * 3, *[key] * 2, *[query] * 2, None, "ticket", *[None] * 2,
             len(draws), 0, 1, 1, 1, 1, *[0] * 6, "dense",
         ),
-        "add 0": lambda: turns.add_parts(0, walks, parts, query, 0),
-        "add 1": lambda: turns.add_parts(1, walks, parts, query, 0),
+        "add 0": lambda: dq_sums.add_parts(0, loops, parts, query, 0),
+        "add 1": lambda: dq_sums.add_parts(1, loops, parts, query, 0),
     }  # fmt: skip
     for name, run in roles.items():
         yield play(name, team.named, run, apart=is_apart)
     for w in (0, 1):
 
         def consume(w=w):
-            kernel.consume(w, walks, team, parts, None, 1.0, 1.0, 1.0, False, True)
+            kernel.consume(w, loops, team, parts, None, 1.0, 1.0, 1.0, False, True)
 
         yield play(f"consume {w}", team.named, consume, 128, w, is_apart)
 
@@ -413,14 +414,14 @@ def program(block_q, masked, draws):
 def test_nobody_waits_forever_and_sums_have_one_order(crew, block_q, masked):
     draws = crew.draws
     n_tiles = draws.choice([1, 2, 3, 5, 9])
-    # By ticket: where a walk ends. Many are over at once.
+    # By ticket: where a loop ends. Many are over at once.
     ends = [n_tiles, *range(n_tiles + 1)]
     crew.begins = begins = draws.choices(ends, k=draws.choice([1, 2, 5, 12]))
     cuts = [[masked and draws.random() < 0.4 for _ in range(n_tiles + 1)] for _ in begins]
 
     def assign(ticket):
         begin = begins[min(ticket, len(begins) - 1)]
-        walk = PlainWalk(
+        loop = PlainLoop(
             ticket=ticket,
             first_tile=begin,
             n_steps=n_tiles - begin,
@@ -437,17 +438,17 @@ def test_nobody_waits_forever_and_sums_have_one_order(crew, block_q, masked):
             kv_coordinates=lambda: ("keys", ticket),
             dkv_coordinates=lambda row: (ticket, row),
         )
-        return job, walk
+        return job, loop
 
-    strays = {at: masked and draws.random() < 0.3 for at in range(len(begins))}
+    nonfinite = {at: masked and draws.random() < 0.3 for at in range(len(begins))}
 
-    def has_strays(at):
+    def has_nonfinite(at):
         """Of k and v, or of q and dout where they matter. The two of a pair are loaded alike."""
         if at[0] == "keys":
-            return strays[at[1]]
-        return at[0] == "queries" and strays[at[1]] and cuts[at[1]][at[2]]
+            return nonfinite[at[1]]
+        return at[0] == "queries" and nonfinite[at[1]] and cuts[at[1]][at[2]]
 
-    crew.assign, crew.has_strays = assign, has_strays
+    crew.assign, crew.has_nonfinite = assign, has_nonfinite
     programs = [program(block_q, masked, begins) for _ in range(draws.choice([1, 2, 3]))]
     crew.run(*(warp for warps in programs for warp in warps))
     for tile in range(n_tiles):

@@ -1,5 +1,5 @@
 """The Hopper backward for head dims above 128, without a GPU: its machine code, and which keys the
-programs of dQ walk over. On a GPU it is tested with the others, in `test_hopper_backward.py`."""
+programs of dQ loop over. On a GPU it is tested with the others, in `test_hopper_backward.py`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from hopper_build import Build, compile_for_hopper, count, writes_in_flight
 from machine_code import Instructions, loops
 
-from lockstep.kernels.hopper import backward_walk, backward_wide, backward_wide_sight
-from lockstep.kernels.hopper.backward_call import FAR
-from lockstep.kernels.hopper.backward_wide_sight import Sight
+from lockstep.kernels.hopper.backward import query_loop
+from lockstep.kernels.hopper.backward.call import FAR
+from lockstep.kernels.hopper.backward.wide import call as wide
+from lockstep.kernels.hopper.backward.wide import key_loop
+from lockstep.kernels.hopper.backward.wide.key_loop import KeyLoop
 from lockstep.problem import Tensors, describe, make_options
 
-BLOCK_Q, BLOCK_KV = backward_wide.BLOCK_Q, backward_wide.BLOCK
+BLOCK_Q, BLOCK_KV = wide.BLOCK_Q, wide.BLOCK
 
 
 def compiled(which: str, D: int, Dv: int, causal: bool) -> Build:
@@ -27,16 +29,16 @@ def compiled(which: str, D: int, Dv: int, causal: bool) -> Build:
     q, v = (torch.empty(2, 4, 512, d, dtype=torch.bfloat16) for d in (D, Dv))
     tensors = Tensors(q, q, v)
     problem = describe(tensors, make_options(causal, None, None, None))
-    cut = backward_wide.cut_of(problem)
+    cut = wide.cut_of(problem)
     stats = torch.empty(cut.n_tiles, 2, BLOCK_KV)
     if which == "keys":
-        kernel = backward_wide.keys_kernel
-        given = backward_wide.keys_arguments(problem, tensors, v, stats, None, q, v, cut)
+        kernel = wide.keys_kernel
+        given = wide.keys_arguments(problem, tensors, v, stats, None, q, v, cut)
     else:
-        kernel = backward_wide.queries_kernel
-        given = backward_wide.queries_arguments(problem, tensors, v, stats, None, q, cut)
+        kernel = wide.queries_kernel
+        given = wide.queries_arguments(problem, tensors, v, stats, None, q, cut)
     arguments, constants = given
-    return compile_for_hopper(kernel, arguments, **constants, **backward_wide.OPTIONS)
+    return compile_for_hopper(kernel, arguments, **constants, **wide.OPTIONS)
 
 
 # Of each loop, one per warpgroup: HGMMA instructions and exponentials. A product over the head dim
@@ -97,17 +99,17 @@ def test_no_atomics(case):
 def test_tiles_fit_in_shared_memory(D, Dv):
     q, v = (torch.empty(1, 1, 64, d, dtype=torch.bfloat16) for d in (D, Dv))
     problem = describe(Tensors(q, q, v), make_options(False, None, None, None))
-    nd, ndv = backward_wide._chunks(problem).values()
-    k_stages, v_stages = backward_wide._stages(problem).values()
+    nd, ndv = wide._chunks(problem).values()
+    k_stages, v_stages = wide._stages(problem).values()
     assert k_stages >= 2
     assert v_stages >= 1
     chunks = 2 * (nd + ndv) + k_stages * nd + v_stages * ndv
     # Statistics and barriers need little.
-    assert chunks * BLOCK_KV * 64 * 2 + 1024 <= backward_wide.SHARED_BYTES
+    assert chunks * BLOCK_KV * 64 * 2 + 1024 <= wide.SHARED_BYTES
 
 
-class PlainSight(SimpleNamespace):
-    """`Sight` with numbers for tensors."""
+class PlainLoop(SimpleNamespace):
+    """`KeyLoop` with numbers for tensors."""
 
     def __init__(self, tiles, bounds, *constants):
         names = ("BLOCK_KV", "HAS_LEFT", "HAS_RIGHT", "HAS_EDGE")
@@ -133,11 +135,11 @@ def test_programs_of_dq_visit_every_pair_that_sees_each_other_once(monkeypatch):
         maximum=max,
         cdiv=lambda a, b: -(-a // b),
     )
-    monkeypatch.setattr(backward_wide_sight, "gl", plain)
-    monkeypatch.setattr(backward_wide_sight, "locate", backward_walk.locate.fn)
-    monkeypatch.setattr(backward_wide_sight, "BLOCK_Q", BLOCK_Q)
-    monkeypatch.setattr(backward_wide_sight, "Sight", PlainSight)
-    monkeypatch.setattr(backward_wide_sight, "Place", lambda place, lengths, layout: place)
+    monkeypatch.setattr(key_loop, "gl", plain)
+    monkeypatch.setattr(key_loop, "locate", query_loop.locate.fn)
+    monkeypatch.setattr(key_loop, "BLOCK_Q", BLOCK_Q)
+    monkeypatch.setattr(key_loop, "KeyLoop", PlainLoop)
+    monkeypatch.setattr(key_loop, "QueryTile", lambda place, lengths, layout: place)
     draws = random.Random(0)
     for _ in range(60):
         left, right = (draws.choice([None, 0, draws.randrange(300)]) for _ in range(2))
@@ -151,22 +153,22 @@ def test_programs_of_dq_visit_every_pair_that_sees_each_other_once(monkeypatch):
         }
         seen: set[tuple[int, int]] = set()
         for slot in range(-(-Sq // BLOCK_Q)):
-            (*_, q_idx, _), sight = backward_wide_sight.assign.fn(
+            (*_, q_idx, _), loop = key_loop.assign.fn(
                 slot, 0, 1, 1, 1, 1, Sq, Skv, FAR if left is None else left,
                 FAR if right is None else right, 0, None, None, "dense", left is not None,
                 right is not None, True, BLOCK_KV,
             )  # fmt: skip
             rows = range(min(BLOCK_Q, Sq - q_idx))
-            for t in range(sight.n_steps):
-                first_key = (sight.first_tile + t) * BLOCK_KV
+            for t in range(loop.n_steps):
+                first_key = (loop.first_tile + t) * BLOCK_KV
                 pairs = {
                     (q_idx + r, first_key + c)
                     for r in rows
                     for c in range(BLOCK_KV)
-                    if sight.sees(r, c, t)
+                    if loop.sees(r, c, t)
                 }
                 assert not pairs & seen
                 seen |= pairs
-                if not Sight.cuts.fn(sight, t):
+                if not KeyLoop.cuts.fn(loop, t):
                     assert len(pairs) == len(rows) * BLOCK_KV
         assert seen == visible

@@ -14,13 +14,11 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from crew import Anything, Barrier, Crew, PlainGluon, Slots, make_plain
 
-from lockstep.kernels.hopper import backward_wide_keys as keys
-from lockstep.kernels.hopper import backward_wide_queries as queries
-from lockstep.kernels.hopper import backward_wide_tiles as tiles
+from lockstep.kernels.hopper.backward.wide import keys, queries, tiles
 
 # Taken before they are replaced.
-CREATE_KEYS, AWAIT_DOUT = keys.Team.create.fn, keys.Team.await_dout.fn
-CREATE_QUERIES = queries.Team.create.fn
+CREATE_KEYS, AWAIT_DOUT = keys.Program.create.fn, keys.Program.await_dout.fn
+CREATE_QUERIES = queries.Program.create.fn
 DESC = SimpleNamespace(block_type=SimpleNamespace(nbytes=1), dtype=None)
 
 
@@ -40,7 +38,7 @@ class PlainRing:
         if i < self.n_tiles:
             assert self.main[i % self.STAGES].holds == i
 
-    def replace_strays(self, i, value):
+    def replace_nonfinite(self, i, value):
         self.check(i)
 
 
@@ -82,12 +80,12 @@ def crew(monkeypatch, request):
         "_allocate_pieces": lambda desc, n, _: Slots(SimpleNamespace(holds=None) for _ in range(n)),
         "pieces_of": lambda N: 1,
         "columns_of": Anything(),
-        **dict.fromkeys(("fence_async_shared", "tma_store_wait", "has_strays"), Anything()),
+        **dict.fromkeys(("fence_async_shared", "tma_store_wait", "has_nonfinite"), Anything()),
         **dict.fromkeys(("no_sums", "as_registers", "from_registers", "largest"), Anything()),
         "STAGES": keys.STAGES.value,
         "ROWS": 64,
         "CHUNK": 64,
-        "Team": lambda *parts: parts,
+        "Program": lambda *parts: parts,
     }
     make_plain(monkeypatch, (tiles, keys, queries), plain)
     return crew
@@ -96,7 +94,7 @@ def crew(monkeypatch, request):
 by_lot = pytest.mark.parametrize("crew", range(40), indirect=True)
 
 
-def walk_of(draws: random.Random, masked: bool, none: tuple[int, ...] = (0,)) -> SimpleNamespace:
+def loop_of(draws: random.Random, masked: bool, none: tuple[int, ...] = (0,)) -> SimpleNamespace:
     n_steps = draws.choice([*none, 1, 2, 3, 7, 40])
     cuts = [masked and draws.random() < 0.4 for _ in range(n_steps + 1)]
     return SimpleNamespace(
@@ -111,24 +109,24 @@ def walk_of(draws: random.Random, masked: bool, none: tuple[int, ...] = (0,)) ->
         next=lambda tile, t: (tile + 1, t + 1),
         next_number=lambda t: t + 1,
         first_number=lambda: 0,
-        flaw=lambda: 0.0,
+        nan_if_bad=lambda: 0.0,
     )
 
 
 @by_lot
 @pytest.mark.parametrize("masked", [False, True])
 def test_keys(crew, masked):
-    walk = walk_of(crew.draws, masked)
+    loop = loop_of(crew.draws, masked)
     (k, v), (q, dout), stats, inspected, weights, ends = CREATE_KEYS(*[DESC] * 5, 2, 3)
     k.n_tiles = v.n_tiles = 1
-    q.n_tiles = dout.n_tiles = walk.n_steps
+    q.n_tiles = dout.n_tiles = loop.n_steps
     stats = Slots(Anything() for _ in stats)
     weights = (Slots([Anything()] * 2), *weights[1:])
     names = ("weights", "weighed", "taken", "done", "dkv_full")
-    team = SimpleNamespace(k=k, v=v, q=q, dout=dout, stats=stats, inspected=inspected)
-    vars(team).update(zip(names, (*weights, *ends), strict=True))
-    team.await_dout = lambda *a, **more: AWAIT_DOUT(team, *a, **more)
-    job = SimpleNamespace(
+    program = SimpleNamespace(k=k, v=v, q=q, dout=dout, stats=stats, inspected=inspected)
+    vars(program).update(zip(names, (*weights, *ends), strict=True))
+    program.await_dout = lambda *a, **more: AWAIT_DOUT(program, *a, **more)
+    key_tile = SimpleNamespace(
         head=0,
         first_q_tile=0,
         kv_coordinates=lambda: (0,) * 5,
@@ -136,10 +134,10 @@ def test_keys(crew, masked):
         q_coordinates=lambda head, row: (0, 0, 0, row, 0),
     )
     crew.run(
-        lambda: keys.sum_values(walk, team, 1.0, 1.0, 1.0, False, True),
-        lambda: keys.sum_keys(walk, team, 1.0),
-        lambda: keys.produce(job, walk, team, 1, *[DESC] * 7),
-        *([lambda: keys.inspect(walk, team)] if masked else []),
+        lambda: keys.sum_values(loop, program, 1.0, 1.0, 1.0, False, True),
+        lambda: keys.sum_keys(loop, program, 1.0),
+        lambda: keys.produce(key_tile, loop, program, 1, *[DESC] * 7),
+        *([lambda: keys.inspect(loop, program)] if masked else []),
     )
 
 
@@ -148,13 +146,13 @@ def test_keys(crew, masked):
 @pytest.mark.parametrize("stages", [(2, 1), (3, 2)])
 def test_queries(crew, stages, masked):
     # A bad sequence has less than no steps.
-    sight = walk_of(crew.draws, masked, none=(0, -1))
+    loop = loop_of(crew.draws, masked, none=(0, -1))
     names = ("q", "dout", "k", "v", "inspected", "dq_full")
     parts = CREATE_QUERIES(*[DESC] * 4, 2, 3, *stages, masked)
-    team = SimpleNamespace(**dict(zip(names, parts, strict=True)))
-    team.q.n_tiles = team.dout.n_tiles = 1
-    team.k.n_tiles = team.v.n_tiles = max(sight.n_steps, 0)
-    place = SimpleNamespace(
+    program = SimpleNamespace(**dict(zip(names, parts, strict=True)))
+    program.q.n_tiles = program.dout.n_tiles = 1
+    program.k.n_tiles = program.v.n_tiles = max(loop.n_steps, 0)
+    query_tile = SimpleNamespace(
         q_idx=Anything(),
         len_q=Anything(),
         stats_tile=Anything(),
@@ -162,11 +160,13 @@ def test_queries(crew, stages, masked):
         kv_coordinates=lambda key: (0, 0, 0, key, 0),
     )
     consumers = [
-        lambda w=w: queries.consume(w, place, sight, team, Anything(), 1.0, 1.0, 1.0, False, True)
+        lambda w=w: queries.consume(
+            w, query_tile, loop, program, Anything(), 1.0, 1.0, 1.0, False, True
+        )
         for w in (0, 1)
     ]
     crew.run(
         *consumers,
-        lambda: queries.produce(place, sight, team, *[DESC] * 5),
-        *([lambda: queries.inspect(sight, team)] if masked else []),
+        lambda: queries.produce(query_tile, loop, program, *[DESC] * 5),
+        *([lambda: queries.inspect(loop, program)] if masked else []),
     )

@@ -20,8 +20,9 @@ from hopper_build import (
     writes_in_flight,
 )
 
-from lockstep.kernels.hopper import copy_engine, launch, plan
-from lockstep.kernels.hopper.forward import forward_kernel
+from lockstep.kernels.hopper.common import copy_engine
+from lockstep.kernels.hopper.forward import launch, plan
+from lockstep.kernels.hopper.forward.kernel import forward_kernel
 
 SHARED_MEMORY = 232_448  # bytes a block of sm_90 may have
 PROCESSORS = 132
@@ -87,7 +88,7 @@ def test_machine_code(D, causal):
 
 
 def test_machine_code_of_packed_sequences():
-    """Nobody but the usher draws tickets, and nothing is spilled in a main loop."""
+    """Only the scheduler warp draws tickets, and nothing is spilled in a main loop."""
     lens = [300] * 40
     tensors = Tensors(**draw_varlen(lens, lens, D=64, dtype=torch.bfloat16).tensors)
     built = build_for(tensors, {"causal": True})
@@ -116,8 +117,8 @@ def test_a_register_written_under_a_product_is_found():
 
 
 def test_a_build_without_branches_on_data():
-    """One lap and running maxima: every block is rescaled, and no mark is ever read."""
-    built = build(64, SETTLED=False, SECOND_LAP=False)
+    """One pass and running maxima: every block is rescaled, and no mark is ever read."""
+    built = build(64, FIXED_MAX=False, SECOND_PASS=False)
     found = count(built.main_loops[0])
     assert found["FMNMX"] >= 64
     assert found["FMUL"] >= 32

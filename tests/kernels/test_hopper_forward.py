@@ -67,7 +67,7 @@ def follow_each_other(monkeypatch, case: Case) -> Iterator[tuple[torch.Tensor, t
 
 
 def hopper_launch():
-    from lockstep.kernels.hopper import launch
+    from lockstep.kernels.hopper.forward import launch
 
     return launch
 
@@ -184,7 +184,7 @@ def long_tailed(**options: Any) -> Case:
 
 
 def test_who_draws_a_tile_changes_no_bit(monkeypatch):
-    """Nor does a second lap, which few programs make over more tiles than a mark has bits."""
+    """Nor does a second pass, which few programs make over more tiles than a mark has bits."""
     case = long_tailed(D=128)
     v = case.tensors["v"]
     v[50, 0, 3], v[2900, 1, 5], v[3600, 0, 0] = math.nan, math.inf, math.nan
@@ -287,15 +287,15 @@ def test_garbage_behind_a_mask_stays_there(D, dtype, options):
     case = draw(300, 300, B=2, D=D, dtype=dtype, **options)
     clean, clean_lse = hopper_run(case)
     v = case.tensors["v"].clone()
-    strays = {(0, 0, 130, 3): math.nan, (0, 1, 150, 9): math.inf, (1, 0, 7, 63): -math.inf}
-    strays |= {(1, 1, 200, 0): math.inf, (1, 1, 210, 0): -math.inf}
-    for at, value in strays.items():
+    nonfinite = {(0, 0, 130, 3): math.nan, (0, 1, 150, 9): math.inf, (1, 0, 7, 63): -math.inf}
+    nonfinite |= {(1, 1, 200, 0): math.inf, (1, 1, 210, 0): -math.inf}
+    for at, value in nonfinite.items():
         v[at] = value
     out, lse = hopper_run(case.replaced(v=v))
     assert same_bits(lse, clean_lse)
     expected = clean.clone()
     first, last = (0, 300) if "causal" in options else (-20, 70)  # rows from the key that see it
-    for (b, h, key, column), value in strays.items():
+    for (b, h, key, column), value in nonfinite.items():
         expected[b, h, max(key + first, 0) : key + last + 1, column] += value
     assert same_bits(out, expected)
 
@@ -316,7 +316,7 @@ def test_garbage_in_keys_behind_a_mask_stays_there(dtype):
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_rows_that_run_away(D, causal):
-    """Scores that rise by hundreds after the first block: the second lap computes them."""
+    """Scores that rise by hundreds after the first block: the second pass computes them."""
     case = draw(300, 600, B=2, Hq=3, Hkv=3, D=D, dtype=torch.bfloat16, causal=causal)
     alone = hopper_run(case)
     q, k = case.tensors["q"], case.tensors["k"]

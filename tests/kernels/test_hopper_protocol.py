@@ -1,8 +1,8 @@
 """Who waits for whom in the Hopper forward: a model of its warps in which no one may wait forever.
 
-The model has the waits and releases of `usher.usher`, `forward.produce` and `consumer.consume`, in
-their order, and takes the blocks of a tile from `schedule.py` itself. Warps run in random order.
-So do tickets: `schedule.py` says which tile each stands for.
+The model has the waits and releases of `scheduler.schedule_tiles`, `kernel.produce` and
+`consumer.consume`, in their order, and takes the blocks of a tile from `schedule.py` itself. Warps
+run in random order. So do tickets: `schedule.py` says which tile each stands for.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from lockstep.kernels.hopper.board import SLOTS
-from lockstep.kernels.hopper.plan import PLANS, ROWS, SHORT_PLANS, Plan
-from lockstep.kernels.hopper.schedule import (
-    AS_THEY_COME,
+from lockstep.kernels.hopper.forward.plan import PLANS, ROWS, SHORT_PLANS, Plan
+from lockstep.kernels.hopper.forward.schedule import (
     BAD,
-    LINE_HEAD,
-    LINE_NUMBERS,
     LONGEST_FIRST,
+    ORDER_HEAD,
+    ORDER_NUMBERS,
+    UNSORTED,
     Schedule,
 )
-from lockstep.kernels.hopper.usher import call_by_ticket
+from lockstep.kernels.hopper.forward.scheduler import schedule_by_ticket
+from lockstep.kernels.hopper.forward.tile_queue import SLOTS
 
 # A warp says what it waits for, and goes on once that holds.
 Warp = Iterator[Callable[[], bool]]
@@ -60,7 +60,7 @@ class Program:
         self.plan, self.tiles = plan, tiles
         self.k, self.v = (Ring(plan.stages, plan.consumers) for _ in range(2))
         self.q = [Ring(plan.q_stages, 1) for _ in range(plan.consumers)]
-        self.board = Ring(SLOTS.value, plan.consumers + 1)
+        self.tile_queue = Ring(SLOTS.value, plan.consumers + 1)
         self.turns = Counter({0: 1})
         self.schedule = SimpleNamespace(
             left=left or 0,
@@ -74,19 +74,19 @@ class Program:
     def blocks(self, tile, q_idx: int, rows: int) -> tuple[int, int]:
         return in_python("blocks")(self.schedule, tile, q_idx, rows)
 
-    def usher(self) -> Warp:
+    def schedule_tiles(self) -> Warp:
         # After the last tile comes one that does not exist.
         for n in range(len(self.tiles) + 1):
-            yield self.board.free(n)
-            self.board.sent += 1
+            yield self.tile_queue.free(n)
+            self.tile_queue.sent += 1
 
-    def read_board(self, n: int) -> Warp:
-        yield self.board.there(n)
-        self.board.release(n)
+    def read_queue(self, n: int) -> Warp:
+        yield self.tile_queue.there(n)
+        self.tile_queue.release(n)
 
     def produce(self) -> Warp:
         sent = 0
-        yield from self.read_board(0)
+        yield from self.read_queue(0)
         for n, tile in enumerate(self.tiles):
             for q in self.q:
                 yield q.free(n)
@@ -96,17 +96,17 @@ class Program:
                     yield ring.free(sent)
                     ring.sent += 1
                 sent += 1
-            yield from self.read_board(n + 1)
+            yield from self.read_queue(n + 1)
         self.seen["producer"] = sent
 
     def issue(self, c: int, also: Callable[[], bool] | None = None) -> Warp:
         """Products in turn; `also` is what the second of them waits for."""
-        if self.plan.turns:
+        if self.plan.pingpong:
             yield lambda: self.turns[c] > 0
             self.turns[c] -= 1
         if also is not None:
             yield also
-        if self.plan.turns:
+        if self.plan.pingpong:
             self.turns[(c + 1) % self.plan.consumers] += 1
 
     def skip(self, c: int, i: int) -> Warp:
@@ -138,7 +138,7 @@ class Program:
     def consume(self, c: int) -> Warp:
         k, v, seen = self.k, self.v, 0
         first, *later = self.tiles
-        yield from self.read_board(0)
+        yield from self.read_queue(0)
         begin, end = self.blocks(first, first.q_idx + c * ROWS, ROWS)
         tile_begin, tile_end = self.blocks(first, first.q_idx, self.plan.block_q)
         for _ in range(tile_begin, begin):
@@ -157,7 +157,7 @@ class Program:
             for _ in range(end, tile_end):
                 yield from self.skip(c, seen)
                 seen += 1
-            yield from self.read_board(n)
+            yield from self.read_queue(n)
             self.q[c].release(n - 1)
             if tile is not None:
                 begin, end = self.blocks(tile, tile.q_idx + c * ROWS, ROWS)
@@ -176,7 +176,7 @@ class Program:
 
     def run(self, draws: random.Random) -> None:
         warps = [
-            self.usher(),
+            self.schedule_tiles(),
             self.produce(),
             *(self.consume(c) for c in range(self.plan.consumers)),
         ]
@@ -238,8 +238,8 @@ def as_python(function: Any, **more: Any) -> Callable:
     space = {
         "gl": SimpleNamespace(**functions, **more),
         "LONGEST_FIRST": LONGEST_FIRST.value,
-        "LINE_HEAD": LINE_HEAD.value,
-        "LINE_NUMBERS": LINE_NUMBERS.value,
+        "ORDER_HEAD": ORDER_HEAD.value,
+        "ORDER_NUMBERS": ORDER_NUMBERS.value,
         "BAD": BAD.value,
         "Tile": lambda exists, head, _kv_head, _batch, q_idx, q_start, *_: (
             exists,
@@ -278,14 +278,16 @@ def test_no_one_waits_forever(plan):
         assert len(set(program.seen.values())) == 1
 
 
-def as_it_comes(slot: int, starts: list[int], lens: list[int], block_q: int) -> tuple[int, ...]:
-    """`Schedule._as_it_comes`, which counts across the lanes of a warp."""
+def unsorted_sequence(
+    slot: int, starts: list[int], lens: list[int], block_q: int
+) -> tuple[int, ...]:
+    """`Schedule._unsorted_sequence`, which counts across the lanes of a warp."""
     firsts = [start // block_q + b for b, start in enumerate(starts[:-1])]
     b = sum(first <= slot for first in firsts) - 1
     return firsts[b], starts[b], lens[b], starts[b], lens[b] if b < len(lens) - 1 else BAD.value
 
 
-@pytest.mark.parametrize("order", [LONGEST_FIRST, AS_THEY_COME], ids=["longest first", "as is"])
+@pytest.mark.parametrize("order", [LONGEST_FIRST, UNSORTED], ids=["longest first", "as is"])
 def test_every_tile_has_one_ticket(order):
     draws = random.Random(0)
     for _ in range(100):
@@ -296,10 +298,10 @@ def test_every_tile_has_one_ticket(order):
         starts = [sum(lens[:b]) for b in range(B + 2)]
         block_q, Hq = draws.choice((128, 192)), draws.choice((1, 3, 8))
         tiles = [-(-n // block_q) for n in lens]
-        line = [*sorted(range(B), key=lambda b: -lens[b]), B]
-        before = [sum(tiles[b] for b in line[:place]) for place in range(B + 1)]
+        sequences = [*sorted(range(B), key=lambda b: -lens[b]), B]
+        before = [sum(tiles[b] for b in sequences[:place]) for place in range(B + 1)]
         bounds = [
-            n for b in line for n in (starts[b], lens[b], starts[b], lens[b] if b < B else -1)
+            n for b in sequences for n in (starts[b], lens[b], starts[b], lens[b] if b < B else -1)
         ]
         schedule = SimpleNamespace(
             order=order.value,
@@ -308,11 +310,15 @@ def test_every_tile_has_one_ticket(order):
             heads_per_kv=1,
             B=B,
             l2_keys=draws.choice((0, 700, 2000, 1 << 30)),
-            line_ptr=Pointer([0, *before, *bounds]),
+            sequence_order_ptr=Pointer([0, *before, *bounds]),
             BLOCK_Q=block_q,
         )
-        schedule._in_line = lambda slot, at=schedule: in_python("_in_line")(at, slot)
-        schedule._as_it_comes = lambda slot, x=(starts, lens, block_q): as_it_comes(slot, *x)
+        schedule._sorted_sequence = lambda slot, at=schedule: in_python("_sorted_sequence")(
+            at, slot
+        )
+        schedule._unsorted_sequence = lambda slot, x=(starts, lens, block_q): unsorted_sequence(
+            slot, *x
+        )
         found = Counter()
         for ticket in range(schedule.n_q_tiles * Hq):
             exists, *tile, q_start = in_python("packed_tile")(schedule, ticket)
@@ -328,7 +334,7 @@ def test_every_tile_has_one_ticket(order):
         assert +found == Counter(expected)
 
 
-@pytest.mark.parametrize("order", [LONGEST_FIRST, AS_THEY_COME], ids=["longest first", "as is"])
+@pytest.mark.parametrize("order", [LONGEST_FIRST, UNSORTED], ids=["longest first", "as is"])
 def test_a_second_lap_calls_the_tiles_with_marks(order):
     """Of the tickets a program drew between those of others, more of them than a mark has bits."""
     draws = random.Random(0)
@@ -345,23 +351,25 @@ def test_a_second_lap_calls_the_tiles_with_marks(order):
         schedule = SimpleNamespace(
             order=order.value,
             B=B,
-            line_ptr=Pointer([0] * (LINE_HEAD.value + LINE_NUMBERS.value * (B + 1) + n_tickets)),
+            sequence_order_ptr=Pointer(
+                [0] * (ORDER_HEAD.value + ORDER_NUMBERS.value * (B + 1) + n_tickets)
+            ),
             packed_tile=lambda ticket: SimpleNamespace(
-                exists=ticket < (programs if order is AS_THEY_COME else n_tickets), ticket=ticket
+                exists=ticket < (programs if order is UNSORTED else n_tickets), ticket=ticket
             ),
         )
-        team = SimpleNamespace(
+        program = SimpleNamespace(
             schedule=schedule,
-            build=SimpleNamespace(SECOND_LAP=True),
-            board=SimpleNamespace(post=lambda n, tile, to=posted: to.append((n, tile))),
-            lap=SimpleNamespace(wrong_tiles=lambda wrong=wrong: wrong),
+            build=SimpleNamespace(SECOND_PASS=True),
+            tile_queue=SimpleNamespace(post=lambda n, tile, to=posted: to.append((n, tile))),
+            failed=SimpleNamespace(wrong_tiles=lambda wrong=wrong: wrong),
         )
         as_python(
-            call_by_ticket,
+            schedule_by_ticket,
             program_id=lambda _: 4,
             num_programs=lambda _: programs,
             atomic_add=draw_ticket,
-        )(team)
+        )(program)
         assert [n for n, _ in posted] == list(range(len(posted)))
         end = next(n for n, tile in posted if not tile.exists)
         first = [tile.ticket for _, tile in posted[:end]]

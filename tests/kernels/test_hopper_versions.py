@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from lockstep.kernels.hopper.named_barriers import FIRST_FREE
+from lockstep.kernels.hopper.common.named_barriers import FIRST_FREE
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

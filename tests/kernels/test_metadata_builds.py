@@ -23,8 +23,9 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from lockstep.cache import Cache
 from lockstep.kernels import hopper
-from lockstep.kernels.hopper import backward_call, line_up
-from lockstep.kernels.hopper import launch as hopper_launch
+from lockstep.kernels.hopper.backward import call as backward_call
+from lockstep.kernels.hopper.forward import launch as hopper_launch
+from lockstep.kernels.hopper.forward import sequence_order
 from lockstep.kernels.kernel import Needs, addresses_of
 from lockstep.kernels.triton import backward, launch, plan
 from lockstep.kernels.triton.sequences import bounds_of
@@ -70,7 +71,7 @@ def compiled(monkeypatch, unassembled) -> list[str]:
         JITFunction, "__getitem__", lambda function, _: lambda *a, **k: compile(function, *a, **k)
     )
     monkeypatch.setattr(backward_call, "_COMPILED", Cache(limit=100))
-    for module in (hopper_launch, line_up, backward_call):
+    for module in (hopper_launch, sequence_order, backward_call):
         monkeypatch.setattr(module, "launcher_of", lambda *_: None)
     return found
 
@@ -120,14 +121,16 @@ def test_backward(compiled, monkeypatch, case):
 @pytest.mark.parametrize("D", [64, 256])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_short_launches_of_the_hopper_kernels(compiled, monkeypatch, D, dtype):
-    from lockstep.kernels.hopper import backward as narrow
+    from lockstep.kernels.hopper.backward.narrow import call as narrow
 
     monkeypatch.setattr(narrow, "processors", lambda _: 132)
     case = packed(dtype, D=D)
     derive(hopper.KERNEL.prepare_backward, case)
     problem, tensors = pose(case)
-    line_up.Line(problem.B, problem.Sq, problem.Skv, 128, 1000, sorts=True)(tensors)
-    expected = {"prepare_rows", "line_up_kernel"} | ({"finish_queries"} if D == 64 else set())
+    sequence_order.SequenceOrder(problem.B, problem.Sq, problem.Skv, 128, 1000, sorts=True)(tensors)
+    expected = {"prepare_rows", "sort_sequences_kernel"} | (
+        {"finish_queries"} if D == 64 else set()
+    )
     assert set(compiled) == expected
 
 

@@ -14,6 +14,6 @@ def test_spans_in_the_interpreter():
         "test_triton_forward_spans.py",
         "test_triton_split_kv.py",
         "test_triton_tf32.py",
-        "test_hopper_line_up.py",
+        "test_hopper_sequence_order.py",
         at_least=50,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.kernels.hopper.gluon_shim import TensorDescriptor, gl, gluon
+from lockstep.kernels.hopper.common.gluon_shim import TensorDescriptor, gl, gluon
 
 
 @gluon.jit

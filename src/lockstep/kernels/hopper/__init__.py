@@ -2,23 +2,9 @@
 
 Importing this package does not import Triton.
 
-    gluon_shim.py  Gluon's names, whatever the version of Triton
-    shared_memory.py  tiles, numbers and barriers in shared memory
-    named_barriers.py barriers of the hardware, by number
-    channel.py     tiles between producer and consumers; turns between consumers
-    schedule.py    which tile next, and which keys it sees
-    usher.py       a warp that tells the others, through board.py
-    line_up.py     packed sequences, longest first
-    softmax.py     from scores to weights
-    team.py        what the warps of a program share
-    forward.py     the kernel and its producer
-    consumer.py    a warpgroup that computes
-    second_lap.py  rows that went wrong, once more
-    plan.py        tile sizes by head dim
-    copy_engine.py what tensors the copy engine takes
-    launch.py      from a problem to a launch
-    backward.py    gradients, and its own list of modules
-    backward_wide.py  those of head dims above 128, and its own
+    common/    what both directions use: Gluon's names, shared memory, barriers, tensor maps
+    forward/   one kernel, warp-specialized and persistent
+    backward/  gradients: one design for head dims up to 128, one for wider heads
 
 A row's bits depend on its own sequence and the head dims alone.
 """
@@ -57,13 +43,13 @@ MAX_SOFTCAP = 1024.0
 
 
 def _prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
-    from lockstep.kernels.hopper.launch import prepare
+    from lockstep.kernels.hopper.forward.launch import prepare
 
     return prepare(problem, tensors)
 
 
 def _forward(problem: AttentionProblem, tensors: Tensors) -> Result:
-    from lockstep.kernels.hopper.launch import forward
+    from lockstep.kernels.hopper.forward.launch import forward
 
     return forward(problem, tensors)
 
@@ -83,10 +69,10 @@ def _backward(
 
 def _prepare_backward(problem: AttentionProblem, given: Given, needs: Needs) -> PreparedBackward:
     if max(problem.D, problem.Dv) > MAX_ONE_PASS_HEAD_DIM:
-        from lockstep.kernels.hopper.backward_wide import WideCall
+        from lockstep.kernels.hopper.backward.wide.call import WideCall
 
         return WideCall(problem, given, needs)
-    from lockstep.kernels.hopper.backward import NarrowCall
+    from lockstep.kernels.hopper.backward.narrow.call import NarrowCall
 
     return NarrowCall(problem, given, needs)
 
@@ -151,7 +137,7 @@ KERNEL = Kernel(
     backward=_backward,
     deterministic=True,
     batch_invariant=True,
-    # Settled maxima and the second lap branch on data.
+    # Fixed maxima and the second pass branch on data.
     constant_time=False,
     # Its rows do not depend on the other queries, but a few queries run elsewhere: MIN_QUERIES.
     query_invariant=False,

@@ -1,0 +1,14 @@
+"""Gradients for head dims up to 128: five matrix products per pair of tiles.
+
+    call.py        from a problem to three launches: `rows.py` before and after the kernel
+    kernel.py      the kernel and its producer: dK, dV and the sums of dQ
+    tile_queue.py  how a program's warps learn of the next key tile
+    tiles.py       what its warps share
+    together.py    consumers that take each step together, for head dims above 64
+    apart.py       consumers that run apart, for head dims up to 64
+    dq_sums.py     the order in which programs add to dQ
+
+dQ of a row adds up key tiles in ascending order; dK and dV of a key add up query heads in ascending
+and their query tiles in descending order. Tiles start at multiples of their size, counted in the
+own sequence. So no bit depends on the batch, on the GPU or on how a launch happens to run.
+"""

@@ -1,0 +1,120 @@
+"""Values that are not finite, taken out of the way of those who do not see them.
+
+A hidden pair weighs 0, but 0 · NaN is NaN in a matrix product. So where there is a mask, whatever
+is not finite in v becomes 0 in shared memory, and in tiles with hidden pairs in q and dO, too. In k
+it becomes the largest number: a score of -inf, which other rows may have seen, stays out of reach.
+Who sees it loses nothing: such rows have NONFINITE for m (`rows`), infinite weights for all
+keys they see, and whatever is not finite in the end is NaN.
+"""
+
+from __future__ import annotations
+
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+
+from lockstep.kernels.hopper.common.gluon_shim import await_warps, fence_async_shared, gl, gluon
+
+HUGE = gl.constexpr(1.0e38)
+
+
+@builtin
+def _in_chunks(tile, n, words, _semantic=None):
+    """A tile as n chunks of words, whatever its layout. Gluon has had a public name since 3.9."""
+    layout = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    shape = [_unwrap_if_constexpr(n), _unwrap_if_constexpr(words)]
+    return _semantic.memdesc_reinterpret(tile, gl.int32, shape, layout)
+
+
+@gluon.constexpr_function
+def largest(dtype):
+    """The bits of the largest number."""
+    return 0x7F7F if dtype == gl.bfloat16 else 0x7BFF
+
+
+@gluon.jit
+def clean_keys(W: gl.constexpr, tiles):
+    """Consumer: one half of k and of v. On return the other half is clean, too."""
+    k, v = tiles.keys(0, True)
+    if gl.max(find_nonfinite(k, W, 2) | find_nonfinite(v, W, 2), 0) != 0:
+        overwrite_nonfinite(k, W, 2, largest(k.dtype))
+        overwrite_nonfinite(v, W, 2, 0)
+        fence_async_shared()
+        # Triton, which does not know of `meet`, would have warps wait in every step.
+        await_warps()
+    tiles.meet()
+
+
+@gluon.jit
+def clean_queries(tiles, slot):
+    """A warp: q and dO of a query tile that has landed, if any row is marked NONFINITE."""
+    q, dout = tiles.matrix(tiles.q.index(slot)), tiles.matrix(tiles.dout.index(slot))
+    if has_nonfinite(tiles.stats.index(slot), q.shape[0]):
+        overwrite_nonfinite(q, 0, 1, 0)
+        overwrite_nonfinite(dout, 0, 1, 0)
+    fence_async_shared()
+
+
+@gluon.jit
+def has_nonfinite(stats, BLOCK_Q: gl.constexpr):
+    """A warp: whether any row has a q or dO that is not finite, by its m."""
+    PER_LANE: gl.constexpr = BLOCK_Q // 32
+    layout: gl.constexpr = gl.BlockedLayout([PER_LANE], [32], [1], [0])
+    is_nonfinite = gl.abs(stats.slice(0, BLOCK_Q).load(layout)) > HUGE
+    # Of integers a maximum is one instruction with one result for the warp. One by shuffles could
+    # differ between lanes, for all that ptxas knows, and it would have every loop of the kernel,
+    # whoever runs it, gather the lanes of a warp.
+    return gl.max(is_nonfinite.to(gl.int32), 0) != 0
+
+
+@gluon.jit
+def replace_nonfinite(tile, value: gl.constexpr):
+    """Set what is not finite in a tile [rows, D] of shared memory to a number with these bits,
+    signs aside."""
+    if gl.max(find_nonfinite(tile, 0, 1), 0) != 0:
+        overwrite_nonfinite(tile, 0, 1, value)
+
+
+@gluon.constexpr_function
+def _chunk(num_warps):
+    """Words that a partition looks at together: few enough for a warp with 24 registers."""
+    return max(256, 128 * num_warps)
+
+
+@gluon.jit
+def find_nonfinite(tile, part: gl.constexpr, PARTS: gl.constexpr):
+    """What there is in one of PARTS parts of a tile: nothing, if all that is returned is 0."""
+    CHUNK: gl.constexpr = _chunk(gl.num_warps())
+    N: gl.constexpr = tile.shape[0] * tile.shape[1] // (2 * PARTS * CHUNK)
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    words = _in_chunks(tile, PARTS * N, CHUNK)
+    found = gl.full([CHUNK], 0, gl.int32, layout)
+    for i in range(part * N, part * N + N):
+        found = found | _carry(words.index(i).load(layout), tile.dtype)
+    return _nonfinite(found)
+
+
+@gluon.jit
+def overwrite_nonfinite(tile, part: gl.constexpr, PARTS: gl.constexpr, value: gl.constexpr):
+    CHUNK: gl.constexpr = _chunk(gl.num_warps())
+    N: gl.constexpr = tile.shape[0] * tile.shape[1] // (2 * PARTS * CHUNK)
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    words = _in_chunks(tile, PARTS * N, CHUNK)
+    for i in range(part * N, part * N + N):
+        chunk = words.index(i).load(layout)
+        nonfinite = _nonfinite(_carry(chunk, tile.dtype))
+        words.index(i).store((chunk & ~(nonfinite * 0x7FFF)) | (nonfinite * value))
+
+
+@gluon.jit
+def _carry(words, dtype: gl.constexpr):
+    """Of the two values in each word: bit 15 and bit 31 say which has an exponent of all ones."""
+    if dtype == gl.bfloat16:
+        carried = (words & 0x7F807F80) + 0x00800080
+    else:
+        carried = (words & 0x7C007C00) + 0x04000400
+    return carried
+
+
+@gluon.jit
+def _nonfinite(carried):
+    """The same in bit 0 and bit 16, and nothing else."""
+    return (carried >> 15) & 0x00010001

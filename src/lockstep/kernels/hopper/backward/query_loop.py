@@ -1,0 +1,255 @@
+"""Which keys a ticket of the backward stands for, and which query tiles a program loops over then.
+
+A ticket stands for BLOCK_KV keys of one head. The loop goes over all query tiles that see any of
+them, from the last to the first, once for each query head that shares these keys. Under a causal
+mask loops end at the diagonal: the first keys, which are handed out first, have the longest.
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.common.coordinates import coordinates
+from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
+from lockstep.kernels.triton.sequences import checked_length
+
+
+@aggregate
+class QueryLoop:
+    """The query tiles of a program. Tiles of all heads are numbered through, those of one head
+    side by side: a head's tiles begin `tiles_per_head` after those of the head before."""
+
+    first_tile: gl.tensor
+    n_steps: gl.tensor
+    n_tiles: gl.tensor  # of one head; -1 if the sequence is bad: then there are no steps
+    tiles_per_head: gl.tensor
+    # Key r of the program and query c of a head's t-th tile see each other if r < room and
+    #   low + t·BLOCK_Q <= r - c <= high + t·BLOCK_Q
+    low: gl.tensor
+    high: gl.tensor
+    room: gl.tensor
+    first_key: gl.tensor  # in its sequence
+    BLOCK_Q: gl.constexpr
+    BLOCK_KV: gl.constexpr
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    HAS_EDGE: gl.constexpr  # the last key tile may be cut short
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, bounds, BLOCK_Q, BLOCK_KV, HAS_LEFT, HAS_RIGHT, HAS_EDGE):
+        self.first_tile = tiles[0]
+        self.n_steps = tiles[1]
+        self.n_tiles = tiles[2]
+        self.tiles_per_head = tiles[3]
+        self.low = bounds[0]
+        self.high = bounds[1]
+        self.room = bounds[2]
+        self.first_key = bounds[3]
+        self.BLOCK_Q = gl.constexpr(BLOCK_Q)
+        self.BLOCK_KV = gl.constexpr(BLOCK_KV)
+        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
+        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+        self.HAS_EDGE = gl.constexpr(HAS_EDGE)
+
+    @gluon.jit
+    def next(self, tile, t):
+        """The tile after `tile`, which is number `t` of its head; and its number."""
+        over = self.tiles_per_head + self.n_tiles - 1
+        return gl.where(t == 0, tile + over, tile - 1), self.next_number(t)
+
+    @gluon.jit
+    def next_number(self, t):
+        """The number, in its head, of the tile after the t-th."""
+        return gl.where(t == 0, self.first_number(), t - 1)
+
+    @gluon.jit
+    def first_number(self):
+        """That of the tile which a loop begins with, in each head."""
+        return gl.maximum(self.n_tiles - 1, 0)
+
+    @gluon.jit
+    def nan_if_bad(self):
+        """What to add to the factors of results: NaN if the sequence is bad."""
+        return gl.where(self.n_tiles < 0, float("nan"), 0.0)
+
+    @gluon.jit
+    def turn(self, t):
+        """How many key tiles add to a head's t-th tile before this program does: those before its
+        own that the tile sees."""
+        first_seen = self.first_key * 0
+        if self.HAS_LEFT:
+            first_seen = gl.maximum(self.first_key + self.low + t * self.BLOCK_Q, 0)
+        return self.first_key // self.BLOCK_KV - first_seen // self.BLOCK_KV
+
+    @gluon.jit
+    def cuts(self, t):
+        """Whether some key of the program is hidden from some query of the t-th tile."""
+        cut = self.room < 0
+        if self.HAS_EDGE:
+            cut = self.room < self.BLOCK_KV
+        if self.HAS_LEFT:
+            cut = cut | (self.low + t * self.BLOCK_Q > 1 - self.BLOCK_Q)
+        if self.HAS_RIGHT:
+            cut = cut | (self.high + t * self.BLOCK_Q < self.BLOCK_KV - 1)
+        return cut
+
+    @gluon.jit
+    def hide(
+        self, x, t, first_row: gl.constexpr, value: gl.constexpr, first_column: gl.constexpr = 0
+    ):  # fmt: skip
+        """x [rows, columns] of the t-th tile, `value` where key and query are hidden from each
+        other; `first_row` is the program's key in row 0, `first_column` the tile's query in
+        column 0."""
+        rows: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+        columns: gl.constexpr = gl.SliceLayout(0, x.type.layout)
+        key = gl.expand_dims(first_row + gl.arange(0, x.shape[0], rows), 1)
+        query = gl.arange(first_column, first_column + x.shape[1], columns)
+        query = gl.expand_dims(query + t * self.BLOCK_Q, 0)
+        if self.HAS_EDGE:
+            x = gl.where(key < self.room, x, value)
+        if self.HAS_LEFT:
+            x = gl.where(key - self.low >= query, x, value)
+        if self.HAS_RIGHT:
+            x = gl.where(key - self.high <= query, x, value)
+        return x
+
+
+@aggregate
+class KeyTile:
+    """The keys of a program, and where their sequence lies in the tensors."""
+
+    batch: gl.tensor
+    head: gl.tensor  # of k and v
+    kv_idx: gl.tensor  # first key, counted in its sequence
+    first_q_tile: gl.tensor
+    q_start: gl.tensor  # the sequence's first query row in the tensor
+    kv_start: gl.tensor  # and its first key
+    len_q: gl.tensor
+    len_kv: gl.tensor
+    LAYOUT: gl.constexpr  # "dense", "kv_lens" or "varlen"
+
+    @gluon.constexpr_function
+    def __init__(self, place, lengths, LAYOUT):
+        self.batch = place[0]
+        self.head = place[1]
+        self.kv_idx = place[2]
+        self.first_q_tile = place[3]
+        self.q_start = lengths[0]
+        self.kv_start = lengths[1]
+        self.len_q = lengths[2]
+        self.len_kv = lengths[3]
+        self.LAYOUT = gl.constexpr(LAYOUT)
+
+    @gluon.jit
+    def q_coordinates(self, head, q_idx):
+        """Where a row lies in the tensor maps of q and dout."""
+        return coordinates(
+            self.batch, self.q_start, self.len_q, head, q_idx, 0, self.LAYOUT == "varlen"
+        )
+
+    @gluon.jit
+    def kv_coordinates(self):
+        """Where the keys lie in the tensor maps of k and v."""
+        return self._key_coordinates(0, self.LAYOUT != "dense")
+
+    @gluon.jit
+    def dkv_coordinates(self, first_row: gl.constexpr = 0):
+        """Where they, from one of them on, lie in those of dk and dv: rows beyond a length in
+        kv_lens are there too."""
+        return self._key_coordinates(first_row, self.LAYOUT == "varlen")
+
+    @gluon.jit
+    def _key_coordinates(self, first_row: gl.constexpr, CLIPPED: gl.constexpr):
+        row = self.kv_idx + first_row
+        return coordinates(self.batch, self.kv_start, self.len_kv, self.head, row, 0, CLIPPED)
+
+
+@gluon.jit
+def assign(
+    ticket, kv_slots, q_slots, n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left, right,
+    kv_batch_rows, bounds_ptr, kv_lens_ptr, LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
+):  # fmt: skip
+    """The keys behind a ticket: those of a head from the first to the last, `heads_at_once` heads
+    in turn. So whatever a program waits for (`dq_sums`) has an earlier ticket."""
+    first_head = ticket // (kv_slots * heads_at_once) * heads_at_once
+    heads = gl.minimum(heads_at_once, n_heads - first_head)
+    ticket -= first_head * kv_slots
+    slot = ticket // heads
+    head = first_head + ticket % heads
+    batch, head, q_start, kv_start, len_q, len_kv, is_good = locate(
+        slot, head, Hkv, B, Sq, Skv, kv_batch_rows, bounds_ptr, kv_lens_ptr, True, LAYOUT, BLOCK_KV
+    )
+    if LAYOUT == "varlen":
+        kv_tile = slot - kv_start // BLOCK_KV - batch
+        tile = head * heads_per_kv * q_slots + q_start // BLOCK_Q + batch
+    else:
+        kv_tile = slot
+        tile = (batch * Hkv + head) * heads_per_kv * q_slots
+
+    kv_idx = kv_tile * BLOCK_KV
+    diagonal = len_kv - len_q
+    begin = kv_idx * 0
+    end = len_q
+    if HAS_RIGHT:
+        begin = gl.maximum(kv_idx - diagonal - right, 0)
+    if HAS_LEFT:
+        last_key = gl.minimum(kv_idx + BLOCK_KV, len_kv) - 1
+        end = gl.minimum(end, last_key - diagonal + left + 1)
+    end = gl.where(kv_idx < len_kv, gl.maximum(end, 0), 0)
+    first_q_tile = begin // BLOCK_Q
+    n_tiles = gl.where(is_good, gl.maximum(gl.cdiv(end, BLOCK_Q) - first_q_tile, 0), -1)
+    corner = kv_idx - diagonal - first_q_tile * BLOCK_Q  # first key - first query of the first tile
+    last_q_tile = first_q_tile + gl.maximum(n_tiles - 1, 0)
+    loop = QueryLoop(
+        (tile + last_q_tile, gl.maximum(n_tiles, 0) * heads_per_kv, n_tiles, q_slots),
+        (-left - corner, right - corner, len_kv - kv_idx, kv_idx),
+        BLOCK_Q, BLOCK_KV, HAS_LEFT, HAS_RIGHT, HAS_EDGE,
+    )  # fmt: skip
+    place = (batch, head, kv_idx, first_q_tile)
+    return KeyTile(place, (q_start, kv_start, len_q, len_kv), LAYOUT), loop
+
+
+@gluon.jit
+def locate(
+    slot, head, H, B, Sq, Skv, kv_batch_rows, bounds_ptr, kv_lens_ptr, BY_KEYS: gl.constexpr,
+    LAYOUT: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """Whose tile a slot is: the sequence and the head in it, its first query and key in the
+    tensors, its lengths, and whether it is good. `head` counts through all sequences, H to each,
+    unless they are packed; slots then go by their offsets of keys, or of queries. A bad sequence
+    that is not packed has no keys."""
+    if LAYOUT == "varlen":
+        # Offsets of queries, of keys, and who is good: `rows`.
+        cu_q_ptr = bounds_ptr
+        cu_kv_ptr = bounds_ptr + (B + 2)
+        batch = find_sequence(slot, cu_kv_ptr if BY_KEYS else cu_q_ptr, B + 1, BLOCK)
+        q_start = gl.load(cu_q_ptr + batch)
+        kv_start = gl.load(cu_kv_ptr + batch)
+        len_q = gl.load(cu_q_ptr + batch + 1) - q_start
+        len_kv = gl.load(cu_kv_ptr + batch + 1) - kv_start
+        is_good = gl.load(cu_kv_ptr + (B + 2) + batch) != 0
+    else:
+        batch = head // H
+        head = head % H
+        q_start = batch * 0
+        kv_start = batch * 0
+        len_q = Sq
+        len_kv = Skv
+        is_good = batch == batch
+        if LAYOUT == "kv_lens":
+            kv_start = batch * kv_batch_rows
+            len_kv, is_good = checked_length(kv_lens_ptr, batch, Skv)
+    return batch, head, q_start, kv_start, len_q, len_kv, is_good
+
+
+@gluon.jit
+def find_sequence(slot, cu_ptr, B, BLOCK: gl.constexpr):
+    """The packed sequence that owns a slot: sequence b has the slots from cu[b] // BLOCK + b on,
+    enough for its tiles and at most one too many."""
+    low = slot * 0
+    high = B
+    while high - low > 1:
+        middle = (low + high) // 2
+        first = gl.load(cu_ptr + middle) // BLOCK + middle
+        low = gl.where(first <= slot, middle, low)
+        high = gl.where(first <= slot, high, middle)
+    return low

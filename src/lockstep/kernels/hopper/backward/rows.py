@@ -1,0 +1,176 @@
+"""What the backward kernel needs to know of each row before, and what becomes of dQ after it.
+
+    m, log2 l   such that weights are 2^((s - m)·unit - log2 l). m is +inf for rows that see no key,
+                whose weights are 0, and NONFINITE for rows whose m, l, delta or dO is not finite:
+                the keys they see get infinite weights
+    lse2        = m·unit + log2 l, rounded: weights are 2^(s·unit - lse2), but for large scores
+    delta       = Σ_d dO·O - dlse
+
+Query tiles of all heads are numbered through. Rows of `stats` lie side by side, so that one copy
+brings a tile's: [n_tiles, 2, BLOCK_Q] with lse2 and delta for narrow heads, which have m and log2 l
+in `large` [n_tiles, 2, BLOCK_Q], and `flags` [n_tiles] for tiles that need them; for wide ones
+[n_tiles, 4, BLOCK_Q] with m, delta, log2 l, and nothing. Rows beyond the sequence look like rows
+that see no key. `sums` [n_tiles, 2, 4096] holds the halves of a tile of dQ as registers held them.
+
+Of packed sequences, `bounds` [3, B + 2] int32 holds what the kernels behind go by: the offsets of
+queries, those of keys, and 1 for good sequences, all without wrong ones (`triton.sequences`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lockstep.kernels.triton.sequences import bounds_of, checked_length, owner_of
+from lockstep.kernels.triton.tiles import nan_where
+
+# Finite, so that 2^((-inf - NONFINITE)·unit), the weight of a hidden key, is 0.
+NONFINITE = tl.constexpr(-3.0e38)
+# From here on, rounding lse2 costs weights a tenth of what rounding them to 16 bits does, or more.
+LARGE_LSE = tl.constexpr(2048.0)
+
+
+@triton.jit
+def _place(cu_q_ptr, cu_kv_ptr, kv_lens_ptr, H, B, Sq, Skv, q_slots, BLOCK_Q: tl.constexpr):
+    """The tile of this program: its number, sequence, head, number in the sequence; then the
+    sequence's first row and its lengths, whether it is good, and if any offset is wrong."""
+    tile = tl.program_id(0)
+    head, q_tile = tile // q_slots, tile % q_slots
+    if cu_q_ptr is not None:
+        batch, is_any_wrong = owner_of(q_tile, cu_q_ptr, cu_kv_ptr, B, Sq, Skv, 1, BLOCK_Q)
+        start, end, is_right = bounds_of(batch, is_any_wrong, cu_q_ptr, B, Sq)
+        first_key, last_key, is_key_right = bounds_of(batch, is_any_wrong, cu_kv_ptr, B, Skv)
+        is_good = is_right & is_key_right
+        start, len_q = start.to(tl.int32), (end - start).to(tl.int32)
+        len_kv = tl.where(is_good, last_key - first_key, 0).to(tl.int32)
+        q_tile -= start // BLOCK_Q + batch
+    else:
+        batch, head = head // H, head % H
+        start, len_q, len_kv, is_good, is_any_wrong = 0, Sq, Skv, True, False
+        if kv_lens_ptr is not None:
+            len_kv, is_good = checked_length(kv_lens_ptr, batch, Skv)
+    return tile, batch, head, q_tile, start, len_q, len_kv, is_good, is_any_wrong
+
+
+@triton.jit
+def _store_bounds(bounds_ptr, b, is_any_wrong, cu_q_ptr, cu_kv_ptr, B, Sq, Skv):
+    """Those of sequence b, and behind sequence B where all of them end."""
+    q_start, _, is_right = bounds_of(b, is_any_wrong, cu_q_ptr, B, Sq)
+    kv_start, _, is_key_right = bounds_of(b, is_any_wrong, cu_kv_ptr, B, Skv)
+    is_good = is_right & is_key_right
+    tl.store(bounds_ptr + b, q_start.to(tl.int32))
+    tl.store(bounds_ptr + (B + 2) + b, kv_start.to(tl.int32))
+    tl.store(bounds_ptr + 2 * (B + 2) + b, is_good.to(tl.int32))
+    if b == B:
+        tl.store(bounds_ptr + b + 1, Sq)
+        tl.store(bounds_ptr + (B + 2) + b + 1, Skv)
+
+
+_SIZES = (
+    *("stride_ob", "stride_oh", "stride_os", "stride_rb", "stride_rh", "stride_rs"),
+    *("H", "B", "Sq", "Skv", "q_slots", "left", "right", "bounds_ptr"),
+)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def prepare_rows(
+    out_ptr, dout_ptr, statistics_ptr, dlse_ptr, stats_ptr, large_ptr, flags_ptr, turn_ptr,
+    ticket_ptr, bounds_ptr, cu_q_ptr, cu_kv_ptr, stride_ob, stride_oh, stride_os, stride_rb,
+    stride_rh, stride_rs, H, B, Sq, Skv, q_slots, unit,
+    ALIGN: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """`stride_o*` are those of dout in units of ALIGN; `stride_r*` count rows of out and lse. For
+    wide heads, there are neither flags nor counters to set to 0."""
+    tile, batch, head, q_tile, start, len_q, _, _, is_any_wrong = _place(
+        cu_q_ptr, cu_kv_ptr, None, H, B, Sq, Skv, q_slots, BLOCK_Q
+    )
+    q_idx = q_tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    is_row = q_idx < len_q
+    if cu_q_ptr is not None:
+        # Rows that nobody owns are NaN, and nobody is to hear of it.
+        is_row &= batch < B
+        batch = 0
+        if tile <= B:
+            _store_bounds(bounds_ptr, tile, is_any_wrong, cu_q_ptr, cu_kv_ptr, B, Sq, Skv)
+    b, h, s = tl.cast(batch, tl.int64), tl.cast(head, tl.int64), (start + q_idx).to(tl.int64)
+    row = b * stride_rb + h * stride_rh + s * stride_rs  # [BLOCK_Q]
+    dout_row = (b * stride_ob + h * stride_oh + s * stride_os) * ALIGN
+    d = tl.arange(0, BLOCK_D)[None, :]
+    inside = is_row[:, None] & (d < DV)
+    out = tl.load(out_ptr + row[:, None] * DV + d, mask=inside, other=0.0).to(tl.float32)
+    dout = tl.load(dout_ptr + dout_row[:, None] + d, mask=inside, other=0.0).to(tl.float32)
+    delta = tl.sum(out * dout, 1)  # [BLOCK_Q]
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + row, mask=is_row, other=0.0)
+    m = tl.load(statistics_ptr + 2 * row, mask=is_row, other=float("inf"))
+    log2_l = tl.log2(tl.load(statistics_ptr + 2 * row + 1, mask=is_row, other=1.0))
+    is_empty = m == float("inf")
+    r, tile64 = tl.arange(0, BLOCK_Q), tile.to(tl.int64)
+    is_nonfinite = tl.max(((dout * 0.0) != 0.0).to(tl.int32), 1) != 0
+    is_nonfinite |= ((m + log2_l + delta) * 0.0) != 0.0
+    is_nonfinite &= is_empty == 0
+    m = tl.where(is_nonfinite, NONFINITE, m)
+    delta = tl.where(is_empty | is_nonfinite, 0.0, delta)
+    log2_l = tl.where(is_empty | is_nonfinite, 0.0, log2_l)
+    if flags_ptr is None:
+        to = stats_ptr + tile64 * (4 * BLOCK_Q) + r
+        tl.store(to, m)
+        tl.store(to + BLOCK_Q, delta)
+        tl.store(to + 2 * BLOCK_Q, log2_l)
+    else:
+        lse2 = tl.where(is_nonfinite, NONFINITE, tl.fma(m, unit, log2_l))
+        to = stats_ptr + tile64 * (2 * BLOCK_Q) + r
+        tl.store(to, lse2)
+        tl.store(to + BLOCK_Q, delta)
+        is_large = (tl.abs(lse2) >= LARGE_LSE) & (is_empty == 0) & (is_nonfinite == 0)
+        flag = tl.max(is_large.to(tl.int32), 0)
+        tl.store(flags_ptr + tile, flag)
+        to = large_ptr + tile64 * (2 * BLOCK_Q) + r
+        # Of every tile: a walk over some that need them reads those of all.
+        tl.store(to, m)
+        tl.store(to + BLOCK_Q, log2_l)
+        tl.store(turn_ptr + tile, 0)
+        if tile == 0:
+            tl.store(ticket_ptr, 0)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def finish_queries(
+    sums_ptr, dq_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, stride_rb, stride_rh, stride_rs,
+    H, B, Sq, Skv, q_slots, left, right, scale, D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """dQ = scale · sums; 0 for tiles that see no key, whose sums nobody has written; NaN for those
+    of bad sequences."""
+    tile, batch, head, q_tile, start, len_q, len_kv, is_good, _ = _place(
+        cu_q_ptr, cu_kv_ptr, kv_lens_ptr, H, B, Sq, Skv, q_slots, BLOCK_Q
+    )
+    half = tl.program_id(1)
+    # Somebody came if the key tile with the first key that any row sees looped over this one.
+    first_q = q_tile * BLOCK_Q + len_kv - len_q
+    first_key = 0
+    if HAS_LEFT:
+        first_key = tl.maximum(first_q - left, 0)
+    was_visited = first_key < len_kv
+    if HAS_RIGHT:
+        begin = first_key // BLOCK_KV * BLOCK_KV - (len_kv - len_q) - right
+        was_visited &= q_tile >= tl.maximum(begin, 0) // BLOCK_Q
+    x = tl.zeros([4096], tl.float32)
+    if was_visited:
+        x = tl.load(sums_ptr + (tile.to(tl.int64) * 2 + half) * 4096 + tl.arange(0, 4096))
+    # `DqSums.leave` says where each row and column has gone.
+    x = x.reshape([8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, 64])
+    q_idx, d = q_tile * BLOCK_Q + tl.arange(0, 64), tl.arange(0, 64)
+    if BLOCK_Q == 64:
+        d += half * 64
+    else:
+        q_idx += half * 64
+    if cu_q_ptr is not None:
+        batch = 0
+    b, h, s = tl.cast(batch, tl.int64), tl.cast(head, tl.int64), (start + q_idx).to(tl.int64)
+    row = b * stride_rb + h * stride_rh + s * stride_rs
+    inside = (q_idx < len_q)[:, None] & (d < D)[None, :]
+    # Whatever is not finite is NaN.
+    x += x * nan_where(not is_good)
+    dq = (x * scale).to(dq_ptr.dtype.element_ty)
+    tl.store(dq_ptr + row[:, None] * D + d[None, :], dq, mask=inside)

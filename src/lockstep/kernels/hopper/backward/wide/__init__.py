@@ -1,0 +1,12 @@
+"""Gradients for head dims from 129 to 256: two passes, seven matrix products per pair of tiles.
+
+    call.py      from a problem to launches: `rows.prepare_rows`, then the two kernels
+    keys.py      dK and dV, by key tile: four products per tile
+    queries.py   dQ, by query tile: three products per tile
+    key_loop.py  which key tiles a query tile sees
+    tiles.py     tiles of up to 256 columns, and products of them
+
+dK and dV of a key add up query heads and query tiles in ascending order, dQ of a row key tiles.
+Tiles start at multiples of their size, counted in the own sequence. So no bit depends on the batch,
+on the GPU or on how a launch happens to run.
+"""

@@ -1,0 +1,287 @@
+"""A consumer: one warpgroup, 64 query rows of every tile, P in registers.
+
+It runs one block ahead of itself: the scores of block j+1 are on the tensor cores before the
+product of block j, and the exponentials of block j+1 run under that product. The last block of a
+tile is followed in the same way by the first of the next, and the tile's results are written after
+that (`turn_over`). Consumers may pass a turn around, so that one is at its exponentials while
+another has the tensor cores.
+
+A program makes one pass over its tiles. If rows went wrong in it, `second_pass.py` mends them.
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.common.gluon_shim import (
+    fence_async_shared,
+    gl,
+    gluon,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from lockstep.kernels.hopper.forward.channel import await_stores, await_turn, pass_turn
+from lockstep.kernels.hopper.forward.program import ROWS, Rows, normalize
+from lockstep.kernels.hopper.forward.schedule import BAD
+from lockstep.kernels.hopper.forward.second_pass import consume_second_pass
+from lockstep.kernels.hopper.forward.softmax import (
+    LARGE_MAX,
+    OVERFLOW,
+    add_sums,
+    compute_here,
+    exp2_weights,
+    raise_maximum,
+    scale_rows,
+    thread_sums,
+    thread_tops,
+)
+
+
+@gluon.jit
+def skip(c: gl.constexpr, program, i):
+    """Let a block of keys pass that other consumers need and this one does not."""
+    program.k.wait(i)
+    if program.build.PINGPONG:
+        await_turn(c, i)
+        pass_turn((c + 1) % program.build.CONSUMERS, i)
+    program.k.release(i)
+    program.v.wait(i)
+    program.v.release(i)
+
+
+@gluon.jit
+def issue_scores(c: gl.constexpr, program, q, i):
+    """Q·Kᵀ of the i-th block on its way to the tensor cores."""
+    BLOCK_KV: gl.constexpr = program.schedule.BLOCK_KV
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
+    zero = gl.zeros([ROWS, BLOCK_KV], gl.float32, s_layout)
+    if program.build.PINGPONG:
+        await_turn(c, i)
+    return warpgroup_mma(q, program.k.tile(i).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def issue_product(c: gl.constexpr, program, p, acc, i):
+    """P·V of the i-th block behind it; the next consumer may have the tensor cores then."""
+    program.v.wait(i)
+    acc = warpgroup_mma(p, program.v.tile(i), acc, is_async=True)
+    if program.build.PINGPONG:
+        pass_turn((c + 1) % program.build.CONSUMERS, i)
+    return acc
+
+
+@gluon.jit
+def first_block_weights(program, rows, s, block):
+    """Weights [ROWS, BLOCK_KV] of the first block that rows see, their m, l and tops."""
+    scale = program.score_scale()
+    s = program.see(rows, s, block)
+    m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
+    m, _alpha = raise_maximum(s, m, scale, True)
+    weights = exp2_weights(s, m, scale)
+    return weights, m, thread_sums(weights), thread_tops(weights)
+
+
+@gluon.jit
+def await_product(program, acc, weights, next_block, expected):
+    """acc of a product under way, and the weights computed meanwhile.
+
+    ptxas moves the wait above the exponentials unless a block boundary stands between: waiting for
+    the next block of K, which is needed next anyway, is one. The weights go through the wait
+    because the left operand, which the product reads, gives them its registers."""
+    program.k.wait(next_block, pred=expected)
+    return warpgroup_mma_wait(0, deps=(acc, weights))
+
+
+@gluon.jit
+def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, tops):
+    """Scores and weights of `block`, and the product of the block before, whose weights are `p`.
+
+    The block of K is there already; the one after it is, too, on return."""
+    scale = program.score_scale()
+    s = issue_scores(c, program, q, seen + 1)
+    acc = issue_product(c, program, p, acc, seen)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    program.k.release(seen + 1)
+    s = program.see(rows, s, block)
+    if program.build.FIXED_MAX:
+        # Up to inner_begin, rows may yet see their first key.
+        if program.schedule.HAS_LEFT and block <= rows.inner_begin:
+            m, alpha = raise_maximum(s, m, scale, m == -float("inf"))
+            l = scale_rows(l, alpha)
+            acc = warpgroup_mma_init(scale_rows(warpgroup_mma_wait(0, deps=(acc,)), alpha))
+        weights = exp2_weights(s, m, scale)
+        l += thread_sums(weights)
+        tops = gl.maximum(tops, thread_tops(weights))
+        acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
+    else:
+        m, alpha = raise_maximum(s, m, scale, True)
+        weights = exp2_weights(s, m, scale)
+        l = add_sums(l, alpha, weights)
+        acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
+        acc = scale_rows(acc, alpha)
+    program.v.release(seen)
+    return gl.convert_layout(weights.to(p.dtype), p.type.layout), acc, m, l, tops
+
+
+@gluon.jit
+def start(c: gl.constexpr, program, rows, q_channel, tiles, seen):
+    """The first block of a tile by itself: p, m, l, tops. The block of K after it is there on
+    return."""
+    DV: gl.constexpr = program.v.tiles.shape[5]
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    q_channel.wait(tiles)
+    q = q_channel.tile(tiles)
+    program.k.wait(seen)
+    s = issue_scores(c, program, q, seen)
+    if program.build.PINGPONG:
+        pass_turn((c + 1) % program.build.CONSUMERS, seen)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    program.k.release(seen)
+    weights, m, l, tops = first_block_weights(program, rows, s, rows.begin)
+    program.k.wait(seen + 1, pred=rows.begin + 1 < rows.end)
+    return gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, o_layout, 2)), m, l, tops
+
+
+@gluon.jit
+def turn_over(c: gl.constexpr, program, rows, q_channel, tiles, last, seen, p, acc):
+    """The product of the last block of a tile, and the first block, `seen`, of the next one, whose
+    `rows` these are: acc, then p, m, l and tops of the next."""
+    q_channel.wait(tiles)
+    program.k.wait(seen)
+    s = issue_scores(c, program, q_channel.tile(tiles), seen)
+    acc = issue_product(c, program, p, acc, last)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    program.k.release(seen)
+    weights, m, l, tops = first_block_weights(program, rows, s, rows.begin)
+    # Else ptxas may put off these sums, and with them the exponentials, until after the product.
+    l = compute_here(l)
+    # The block of K after that may have to wait for the slot of V that is still in use here, where
+    # blocks were skipped between the two tiles.
+    has_more = rows.begin + 1 < rows.end
+    fits = seen - last < program.v.STAGES
+    acc, weights = await_product(program, acc, weights, seen + 1, has_more & fits)
+    program.v.release(last)
+    program.k.wait(seen + 1, pred=has_more)
+    return acc, gl.convert_layout(weights.to(p.dtype), p.type.layout), m, l, tops
+
+
+@gluon.jit
+def end(program, last, p, acc):
+    """The product of the last block of a tile by itself: acc."""
+    program.v.wait(last)
+    acc = warpgroup_mma(p, program.v.tile(last), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    program.v.release(last)
+    return acc
+
+
+@gluon.jit
+def store_columns(program, tile, first_row, column: gl.constexpr, out, o_smem, o_desc):
+    """Send columns of the output on their way through shared memory."""
+    tma_store_wait(0)
+    o = o_smem.index(0)
+    o.reshape([ROWS, out.shape[1]]).store(out)
+    fence_async_shared()
+    tma_store(o_desc, program.schedule.q_coordinates(tile, first_row, column), o)
+
+
+@gluon.jit
+def finish(c: gl.constexpr, program, results, tile, rows, acc, m, l, tops, o_smem, o_desc):
+    """Write the results of a tile; 1 for rows [ROWS] that are to be computed again, else 0."""
+    OUT_COLUMNS: gl.constexpr = o_desc.block_shape[4]
+    row_layout: gl.constexpr = m.type.layout
+    is_large = (gl.abs(m) * program.score_scale() >= LARGE_MAX) & (m > -float("inf"))
+    out, lse, m, l = normalize(program, results, tile, rows, acc, m, l, tops, None, o_desc.dtype)
+    first_row = tile.q_idx + c * ROWS
+    q_idx = first_row + gl.arange(0, ROWS, row_layout)
+    exists = q_idx < tile.len_q
+    wrong = gl.full([ROWS], 0, gl.int32, row_layout)
+    if program.build.SECOND_PASS and rows.have_edges():
+        total = gl.convert_layout(gl.sum(out, 1), row_layout)
+        is_nonfinite = exists & ((gl.abs(total) < float("inf")) == 0) & (rows.inner_end != BAD)
+        lse = gl.where(is_nonfinite, float("inf"), lse)
+        wrong = gl.where(is_nonfinite, 1, 0)
+    if program.build.SECOND_PASS:
+        ran_away = exists & (is_large | ((l < OVERFLOW) == 0))
+        lse = gl.where(ran_away, float("nan"), lse)
+        wrong = wrong | gl.where(ran_away, 1, 0)
+    out = out.to(o_desc.dtype)
+    if out.shape[1] == OUT_COLUMNS:
+        store_columns(program, tile, first_row, 0, out, o_smem, o_desc)
+    else:
+        left, right = out.reshape([ROWS, 2, out.shape[1] // 2]).permute((0, 2, 1)).split()
+        store_columns(program, tile, first_row, 0, left, o_smem, o_desc)
+        store_columns(program, tile, first_row, OUT_COLUMNS, right, o_smem, o_desc)
+    results.store_statistics(results.row(tile, q_idx), lse, m, l, exists)
+    return wrong
+
+
+@gluon.jit
+def consume(c: gl.constexpr, program, results, q_channel, o_smem, o_desc):
+    """Every tile of this program; then, for the first consumer, what went wrong once more."""
+    schedule = program.schedule
+    DV: gl.constexpr = program.v.tiles.shape[5]
+    # Where there is room for the queries of two tiles, one flows into the next.
+    FLOWS: gl.constexpr = program.build.Q_STAGES == 2
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, schedule.BLOCK_KV, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    seen = 0
+    tiles = 0
+    if program.build.PINGPONG and c == program.build.CONSUMERS - 1:
+        pass_turn(0, tiles)
+    wrong = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, s_layout))
+    tile = program.tile_queue.read(tiles)
+    if tile.exists:
+        rows = Rows.of_consumer(c, schedule, tile)
+        for _ in range(rows.tile_begin, rows.begin):
+            skip(c, program, seen)
+            seen += 1
+        p, m, l, tops = start(c, program, rows, q_channel, tiles, seen)
+        while tile.exists:
+            acc = gl.zeros([ROWS, DV], gl.float32, o_layout)
+            q = q_channel.tile(tiles)
+            for block in range(rows.begin + 1, rows.end):
+                p, acc, m, l, tops = step(c, program, rows, block, seen, q, p, acc, m, l, tops)
+                seen += 1
+            last = seen
+            seen += 1
+            for _ in range(rows.end, rows.tile_end):
+                skip(c, program, seen)
+                seen += 1
+
+            next_tile = program.tile_queue.read(tiles + 1)
+            next_rows = Rows.of_consumer(c, schedule, next_tile)
+            q_channel.release(tiles)
+            next_m = m
+            next_l = l
+            next_tops = tops
+            if next_tile.exists:
+                for _ in range(next_rows.tile_begin, next_rows.begin):
+                    skip(c, program, seen)
+                    seen += 1
+            if FLOWS and next_tile.exists:
+                acc, p, next_m, next_l, next_tops = turn_over(
+                    c, program, next_rows, q_channel, tiles + 1, last, seen, p, acc
+                )
+            else:
+                acc = end(program, last, p, acc)
+            again = finish(c, program, results, tile, rows, acc, m, l, tops, o_smem, o_desc)
+            wrong |= again << (tiles % 32)
+            if not FLOWS and next_tile.exists:
+                p, next_m, next_l, next_tops = start(
+                    c, program, next_rows, q_channel, tiles + 1, seen
+                )
+            tiles += 1
+            tile = next_tile
+            rows = next_rows
+            m = next_m
+            l = next_l
+            tops = next_tops
+    tma_store_wait(0)
+    if program.build.SECOND_PASS:
+        # What the copy engine still writes must not overtake the rows of the second pass.
+        await_stores(tiles)
+        program.failed.end(c, wrong)
+        if c == 0:
+            consume_second_pass(program, results, q_channel, seen, tiles)

@@ -1,0 +1,181 @@
+"""The forward kernel: two warps that serve two or three consumer warpgroups of 64 query rows.
+
+    S = Q·Kᵀ,  P = exp2(S·scale - m·scale),  O = Σ P·V / l,  lse = m + log(l)
+
+The scheduler warp (`scheduler.py`) says which tile is next, the producer streams its Q, K and V
+into shared memory by TMA, and the consumers (`consumer.py`) do the rest.
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
+from lockstep.kernels.hopper.common.shared_memory import allocate_tiles
+from lockstep.kernels.hopper.forward.channel import Channel, FailedTiles
+from lockstep.kernels.hopper.forward.consumer import consume
+from lockstep.kernels.hopper.forward.program import ROWS, Build, Program, Results
+from lockstep.kernels.hopper.forward.schedule import Schedule
+from lockstep.kernels.hopper.forward.scheduler import schedule_tiles
+from lockstep.kernels.hopper.forward.second_pass import produce_second_pass
+from lockstep.kernels.hopper.forward.tile_queue import TileQueue
+
+# Values in int32 and pointers that must not make a kernel of their own: none is compiled for a
+# length that happens to be 1 or a multiple of 16.
+UNSPECIALIZED = [
+    "row_stride_b",
+    "row_stride_h",
+    "row_stride_s",
+    "Dv",
+    "order",
+    "n_q_tiles",
+    "heads",
+    "Hq",
+    "heads_per_kv",
+    "B",
+    "Sq",
+    "Skv",
+    "left",
+    "right",
+    "kv_batch_rows",
+    "l2_keys",
+    "sinks_ptr",
+    "cu_q_ptr",
+    "cu_kv_ptr",
+    "kv_lens_ptr",
+    "sequence_order_ptr",
+]
+
+
+@gluon.jit
+def produce(program, q_desc, k_desc, v_desc, q_channels):
+    """Send every tile its queries, and block by block its keys and values."""
+    schedule = program.schedule
+    sent = 0
+    tiles = 0
+    tile = program.tile_queue.read(tiles)
+    while tile.exists:
+        for c in gl.static_range(program.build.CONSUMERS):
+            at = schedule.q_coordinates(tile, tile.q_idx + c * ROWS)
+            q_channels[c].send(tiles, q_desc, at)
+        begin, end = schedule.blocks(tile, tile.q_idx, schedule.BLOCK_Q)
+        for block in range(begin, end):
+            at = schedule.kv_coordinates(tile, block)
+            program.k.send(sent, k_desc, at)
+            program.v.send(sent, v_desc, at)
+            sent += 1
+        tiles += 1
+        tile = program.tile_queue.read(tiles)
+    if program.build.SECOND_PASS:
+        produce_second_pass(program, q_desc, k_desc, v_desc, q_channels[0], sent, tiles)
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def forward_kernel(
+    q_desc,  # tiles [ROWS, D] of q [B, Hq, Sq, D]
+    k_desc,  # tiles [BLOCK_KV, D] of k [B, Hkv, Skv, D]
+    v_desc,  # tiles [BLOCK_KV, Dv] of v [B, Hkv, Skv, Dv]
+    o_desc,  # tiles [ROWS, Dv] of out, or half of Dv
+    out_ptr,  # contiguous [B, Hq, Sq, Dv], packed [Tq, Hq, Dv]
+    lse_ptr,  # contiguous [B, Hq, Sq] fp32, packed [Tq, Hq]
+    statistics_ptr,  # [*lse, 2]
+    sinks_ptr,  # [Hq]
+    cu_q_ptr,  # [B + 1]
+    cu_kv_ptr,  # [B + 1]
+    kv_lens_ptr,  # [B]
+    sequence_order_ptr,  # see sequence_order.py
+    scale,
+    softcap,
+    row_stride_b,  # of lse, and of out in rows
+    row_stride_h,
+    row_stride_s,
+    Dv,
+    order,
+    n_q_tiles,
+    heads,
+    Hq,
+    heads_per_kv,
+    B,
+    Sq,
+    Skv,
+    left,
+    right,
+    kv_batch_rows,
+    l2_keys,
+    LAYOUT: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+    SCORES: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    PINGPONG: gl.constexpr,
+    FIXED_MAX: gl.constexpr,
+    SECOND_PASS: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    SERVER_REGISTERS: gl.constexpr,
+):
+    schedule = Schedule(
+        (
+            order,
+            n_q_tiles,
+            heads,
+            Hq,
+            heads_per_kv,
+            B,
+            Sq,
+            Skv,
+            left,
+            right,
+            kv_batch_rows,
+            l2_keys,
+        ),
+        (cu_q_ptr, cu_kv_ptr, kv_lens_ptr, sequence_order_ptr),
+        LAYOUT,
+        HAS_LEFT,
+        HAS_RIGHT,
+        CONSUMERS * ROWS,
+        k_desc.block_shape[3],
+    )
+    program = Program(
+        schedule,
+        Channel.create(k_desc, STAGES, CONSUMERS),
+        Channel.create(v_desc, STAGES, CONSUMERS),
+        TileQueue.create(CONSUMERS + 1),
+        FailedTiles.create(CONSUMERS),
+        Build(CONSUMERS, PINGPONG, FIXED_MAX, SECOND_PASS, Q_STAGES, SCORES, HAS_SINKS),
+        scale,
+        softcap,
+    )
+    results = Results(
+        (out_ptr, lse_ptr, statistics_ptr, sinks_ptr), row_stride_b, row_stride_h, row_stride_s, Dv
+    )
+    q_0 = Channel.create(q_desc, Q_STAGES, 1)
+    q_1 = Channel.create(q_desc, Q_STAGES, 1)
+    o_0 = allocate_tiles(o_desc, 1)
+    o_1 = allocate_tiles(o_desc, 1)
+    # Arguments are written out in place: bound to a name, the constants in them become tensors.
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (0, program, results, q_0, o_0, o_desc)),
+                (consume, (1, program, results, q_1, o_1, o_desc)),
+                (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1))),
+                (schedule_tiles, (program,)),
+            ],
+            [4, 1, 1],
+            [CONSUMER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS],
+        )
+    else:
+        q_2 = Channel.create(q_desc, Q_STAGES, 1)
+        o_2 = allocate_tiles(o_desc, 1)
+        gl.warp_specialize(
+            [
+                (consume, (0, program, results, q_0, o_0, o_desc)),
+                (consume, (1, program, results, q_1, o_1, o_desc)),
+                (consume, (2, program, results, q_2, o_2, o_desc)),
+                (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1, q_2))),
+                (schedule_tiles, (program,)),
+            ],
+            [4, 4, 1, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS],
+        )

@@ -1,0 +1,76 @@
+"""Shapes of the forward kernel by head dim, as measured on an H200.
+
+BLOCK_KV is part of a row's bits, so it may follow the head dims and nothing else. The other
+choices change no bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.problem import AttentionProblem
+
+ROWS = 64  # of a consumer
+OUT_COLUMNS = 128  # of out that leave through shared memory at once
+# Registers of a thread by consumers: at launch, then of a consumer and of the warps that serve it.
+REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tile sizes and pipeline of one build."""
+
+    consumers: int
+    block_kv: int
+    stages: int
+    q_stages: int
+    pingpong: bool
+
+    @property
+    def block_q(self) -> int:
+        return self.consumers * ROWS
+
+
+PLANS = {
+    64: Plan(consumers=3, block_kv=128, stages=3, q_stages=2, pingpong=False),
+    128: Plan(consumers=2, block_kv=128, stages=2, q_stages=2, pingpong=True),
+    256: Plan(consumers=2, block_kv=64, stages=2, q_stages=1, pingpong=False),
+}
+# Where tiles have few blocks of keys, lower tiles lose less at their ends. Up to which Sq:
+SHORT, SHORT_CAUSAL = 1024, 4096
+SHORT_PLANS = {**PLANS, 64: Plan(consumers=2, block_kv=128, stages=3, q_stages=2, pingpong=True)}
+# Pairing tiles is worth it where it keeps programs this busy, and while the keys and values of the
+# heads at work fit into L2.
+BUSY, L2_BYTES = 0.96, 50e6
+# Heads of a packed sequence are at work at the same time if their keys and values fit into this:
+# what L2 holds twice, once in each of its halves.
+NEAR_L2_BYTES = 25e6
+
+
+def padded(dim: int) -> int:
+    """The width of a tile for head dim `dim`: what lies beyond is zero to the copy engine."""
+    return next(width for width in PLANS if dim <= width)
+
+
+def plan_of(problem: AttentionProblem) -> Plan:
+    """The build for a problem."""
+    short = SHORT if problem.window[1] is None else SHORT_CAUSAL
+    # Of packed sequences only the mean is known.
+    length = problem.Sq / max(problem.B, 1) if problem.layout == "varlen" else problem.Sq
+    plans = SHORT_PLANS if length <= short else PLANS
+    return plans[padded(max(problem.D, problem.Dv))]
+
+
+def pays_to_pair(heads: int, n_q_tiles: int, processors: int, head_bytes: int) -> bool:
+    """Whether pairs of tiles fill the rounds of `processors` programs; `head_bytes` is what a head
+    has of keys and values."""
+    per_head = -(-n_q_tiles // 2)
+    pairs = heads * per_head
+    rounds = -(-pairs // processors)
+    heads_at_work = min(heads, processors / per_head + 1)
+    return pairs >= BUSY * rounds * processors and heads_at_work * head_bytes <= L2_BYTES
+
+
+def keys_in_l2(problem: AttentionProblem) -> int:
+    """How many keys of one head of queries, with their values, stay in the near half of L2."""
+    return int(NEAR_L2_BYTES / ((problem.D + problem.Dv) * 2) * problem.Hq / problem.Hkv)

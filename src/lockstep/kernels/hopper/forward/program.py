@@ -1,0 +1,234 @@
+"""What the warps of a program share: how the kernel was built, the tiles in flight, the results."""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
+from lockstep.kernels.hopper.forward.channel import Channel, FailedTiles
+from lockstep.kernels.hopper.forward.schedule import BAD, Schedule
+from lockstep.kernels.hopper.forward.softmax import (
+    LN2,
+    LOG2E,
+    cap,
+    hide,
+    max_rounding_error,
+    round_tops,
+    scale_rows,
+)
+from lockstep.kernels.hopper.forward.tile_queue import TileQueue
+
+ROWS = gl.constexpr(64)  # of a consumer: the height of a wgmma
+
+
+@aggregate
+class Build:
+    """What is decided when the kernel is compiled.
+
+    Two choices branch on data: FIXED_MAX, and SECOND_PASS, which FIXED_MAX needs. A kernel that
+    runs in constant time has neither. A NaN or infinity in V then reaches, as NaN, rows that do not
+    see its key but share a block with it: such a kernel has to be given a V without them.
+    """
+
+    CONSUMERS: gl.constexpr
+    PINGPONG: gl.constexpr  # consumers take turns at the tensor cores
+    FIXED_MAX: gl.constexpr  # rows keep their first maximum: softmax.py
+    SECOND_PASS: gl.constexpr  # rows that went wrong are computed again: second_pass.py
+    Q_STAGES: gl.constexpr  # 2: the queries of the next tile arrive while this one is at work
+    SCORES: gl.constexpr  # "raw", "scaled" (where scale is not positive) or "capped"
+    HAS_SINKS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, CONSUMERS, PINGPONG, FIXED_MAX, SECOND_PASS, Q_STAGES, SCORES, HAS_SINKS):
+        self.CONSUMERS = gl.constexpr(CONSUMERS)
+        self.PINGPONG = gl.constexpr(PINGPONG)
+        self.FIXED_MAX = gl.constexpr(FIXED_MAX)
+        self.SECOND_PASS = gl.constexpr(SECOND_PASS)
+        self.Q_STAGES = gl.constexpr(Q_STAGES)
+        self.SCORES = gl.constexpr(SCORES)
+        self.HAS_SINKS = gl.constexpr(HAS_SINKS)
+
+
+@aggregate
+class Program:
+    """What scheduler warp, producer and consumers share."""
+
+    schedule: Schedule
+    k: Channel
+    v: Channel
+    tile_queue: TileQueue
+    failed: FailedTiles
+    build: Build
+    scale: gl.tensor  # of raw scores to log2 units, else to natural ones; over the cap, if capped
+    softcap: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, schedule, k, v, tile_queue, failed, build, scale, softcap):
+        self.schedule = schedule
+        self.k = k
+        self.v = v
+        self.tile_queue = tile_queue
+        self.failed = failed
+        self.build = build
+        self.scale = scale
+        self.softcap = softcap
+
+    @gluon.jit
+    def see(self, rows, s, block):
+        """Scores in their final units, -inf where a row does not see the key."""
+        if self.build.SCORES == "capped":
+            s = cap(s, self.scale, self.softcap)
+        elif self.build.SCORES == "scaled":
+            s = s * self.scale
+        if rows.is_edge(block):
+            s = rows.hide(self.schedule, s, block)
+        return s
+
+    @gluon.jit
+    def score_scale(self):
+        """From what `see` returns to log2 units."""
+        return self.scale if self.build.SCORES == "raw" else LOG2E
+
+
+@aggregate
+class Rows:
+    """What a consumer knows about its rows of a tile."""
+
+    begin: gl.tensor  # blocks of keys they see
+    end: gl.tensor
+    tile_begin: gl.tensor  # blocks any row of the tile sees
+    tile_end: gl.tensor
+    inner_begin: gl.tensor  # blocks every one of them sees whole
+    inner_end: gl.tensor
+    row_begin: gl.tensor  # [ROWS], the first key of each row
+    row_end: gl.tensor  # [ROWS], and the one behind its last
+
+    @gluon.constexpr_function
+    def __init__(
+        self, begin, end, tile_begin, tile_end, inner_begin, inner_end, row_begin, row_end
+    ):
+        self.begin = begin
+        self.end = end
+        self.tile_begin = tile_begin
+        self.tile_end = tile_end
+        self.inner_begin = inner_begin
+        self.inner_end = inner_end
+        self.row_begin = row_begin
+        self.row_end = row_end
+
+    @gluon.jit
+    def of_consumer(c, schedule, tile):
+        """The rows of a tile that are consumer `c`'s."""
+        s_layout: gl.constexpr = gl.NVMMADistributedLayout(
+            [3, 0], [4, 1], [16, schedule.BLOCK_KV, 16]
+        )
+        q_idx = tile.q_idx + c * ROWS
+        tile_begin, tile_end = schedule.blocks(tile, tile.q_idx, schedule.BLOCK_Q)
+        begin, end = schedule.blocks(tile, q_idx, ROWS)
+        inner_begin, inner_end = schedule.inner_blocks(tile, q_idx, ROWS)
+        row_begin, row_end = schedule.row_bounds(
+            tile, q_idx + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+        )
+        return Rows(begin, end, tile_begin, tile_end, inner_begin, inner_end, row_begin, row_end)
+
+    @gluon.jit
+    def is_edge(self, block):
+        """Whether some row does not see some key of the block."""
+        return (block < self.inner_begin) | (block >= self.inner_end)
+
+    @gluon.jit
+    def nan_if_bad(self):
+        """What to add to results: NaN if the sequence is bad."""
+        return gl.where(self.inner_end == BAD, float("nan"), 0.0)
+
+    @gluon.jit
+    def have_edges(self):
+        return (self.begin < self.inner_begin) | (self.end > self.inner_end)
+
+    @gluon.jit
+    def hide(self, schedule, s, block):
+        first_key = block * schedule.BLOCK_KV
+        return hide(s, first_key, self.row_begin, self.row_end, schedule.HAS_LEFT)
+
+
+@aggregate
+class Results:
+    """Where the rows of out and lse go: row r of a head is `b·stride_b + h·stride_h + r·stride_s`
+    elements into lse, and that many rows of Dv into out, of 2 into statistics."""
+
+    out_ptr: gl.tensor
+    lse_ptr: gl.tensor
+    statistics_ptr: gl.tensor
+    sinks_ptr: gl.tensor
+    stride_b: gl.tensor
+    stride_h: gl.tensor
+    stride_s: gl.tensor
+    Dv: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, pointers, stride_b, stride_h, stride_s, Dv):
+        self.out_ptr = pointers[0]
+        self.lse_ptr = pointers[1]
+        self.statistics_ptr = pointers[2]
+        self.sinks_ptr = pointers[3]
+        self.stride_b = stride_b
+        self.stride_h = stride_h
+        self.stride_s = stride_s
+        self.Dv = Dv
+
+    @gluon.jit
+    def row(self, tile, q_idx):
+        start = tile.batch * self.stride_b + tile.head * self.stride_h
+        return start + (tile.q_start + q_idx) * self.stride_s
+
+    @gluon.jit
+    def store_statistics(self, row, lse, m, l, mask):
+        gl.store(self.lse_ptr + row, lse, mask=mask)
+        gl.store(self.statistics_ptr + 2 * row.to(gl.int64), m, mask=mask)
+        gl.store(self.statistics_ptr + 2 * row.to(gl.int64) + 1, l, mask=mask)
+
+
+@gluon.jit
+def normalize(program, results, tile, rows, acc, m, l, tops, is_exact, dtype: gl.constexpr):
+    """out [ROWS, DV] fp32; lse, m and l [ROWS], relative to which weights are exp2((s - m)·scale).
+
+    acc is divided by the sum with the largest weights as it was multiplied by them, rounded to
+    `dtype`: `round_tops`. `is_exact` names the rows that went through `exp2_weights_exact`, and so
+    with a running maximum, whose weight is 1."""
+    scale = program.score_scale()
+    # From here on, sums are relative to m·scale as it is.
+    factor = gl.exp2(-max_rounding_error(m, scale))
+    if is_exact is not None:
+        factor = gl.where(is_exact, 1.0, factor)
+    if program.build.FIXED_MAX:
+        r = gl.convert_layout(gl.sum(round_tops(l, tops), 1), m.type.layout)
+        l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+        if is_exact is not None:
+            r = gl.where(is_exact, l, r)
+    else:
+        l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+        # The weight of a running maximum is known: it is what rounding m·scale makes of 1.
+        top = 1.0 / factor
+        r = gl.where(l == 0.0, l, l + (top.to(dtype).to(gl.float32) - top))
+    if program.build.HAS_SINKS:
+        l = l * factor
+        r = r * factor
+        # A sink is a key without a value.
+        sink = gl.load(results.sinks_ptr + tile.head).to(gl.float32) * LOG2E
+        # Finite even where the scale is next to nothing.
+        top = gl.minimum(gl.maximum(m, sink / scale), 3.0e38)
+        top = gl.where(top == -float("inf"), 0.0, top)
+        keep = gl.exp2((m - top) * scale)
+        weight = gl.exp2(gl.fma(-top, scale + gl.zeros_like(top), sink + gl.zeros_like(top)))
+        l = l * keep + weight
+        r = r * keep + weight
+        inverse = factor * keep / gl.where(r == 0.0, 1.0, r)
+        m = top
+    else:
+        inverse = 1.0 / gl.where(r == 0.0, 1.0, r)
+        l = l * factor
+    is_empty = l == 0.0
+    log2_l = gl.log2(gl.where(is_empty, 1.0, l))
+    lse = (m * scale + (max_rounding_error(m, scale) + log2_l)) * LN2
+    nan_if_bad = rows.nan_if_bad()
+    lse = gl.where(is_empty, -float("inf"), lse) + nan_if_bad
+    m = gl.where(is_empty, float("inf"), m)
+    return scale_rows(acc, inverse + nan_if_bad), lse, m, gl.where(is_empty, 1.0, l)

@@ -1,0 +1,312 @@
+"""Which tile of queries a program works on next, and which keys that tile sees.
+
+Programs are persistent, and neighbours should work on the same keys at the same time, which then
+come from L2. Where every sequence has the same number of tiles, a program's tiles follow from its
+number, in one of three orders:
+
+- BY_HEAD, where tiles see equally many keys: head after head.
+- PAIRED, where later tiles see more (causal): tiles i and n-1-i of a head make one piece of work,
+  all pieces are equally long, and go head after head.
+- LONGEST_FIRST, where pairs are too few to fill the rounds: single tiles go round the programs,
+  every other round backwards, so that whoever had the longest tile has the shortest next.
+
+Packed sequences have lengths that only the device knows. Programs draw tickets for their tiles
+(`scheduler.py`), and tickets are numbered
+
+- LONGEST_FIRST: the longest sequence first, its last tiles first (`sequence_order.py`); or
+- UNSORTED, where every tile has a program of its own and no order is better than another.
+
+None of this reaches the result: a row's keys always come in ascending order, in blocks aligned to
+multiples of BLOCK_KV in its own sequence.
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.common.coordinates import coordinates
+from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
+from lockstep.kernels.hopper.forward import sequence_order
+from lockstep.kernels.triton.sequences import bounds_of, checked_length, look_at, search
+
+# Numbers in front of the places in line: the tickets drawn. And those of a place: `sequence_order`.
+ORDER_HEAD, ORDER_NUMBERS = gl.constexpr(sequence_order.HEAD), gl.constexpr(sequence_order.NUMBERS)
+# Of keys, for a sequence whose length or offsets are wrong (`triton.sequences`).
+BAD = gl.constexpr(-1)
+LONGEST_FIRST, PAIRED, BY_HEAD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+UNSORTED = gl.constexpr(3)
+
+
+@aggregate
+class Tile:
+    """One tile of queries: where it lies in its tensors."""
+
+    exists: gl.tensor
+    head: gl.tensor
+    kv_head: gl.tensor
+    batch: gl.tensor
+    q_idx: gl.tensor  # first row, counted in its sequence
+    q_start: gl.tensor  # the sequence's first query row in the tensor
+    kv_start: gl.tensor  # and its first key
+    len_q: gl.tensor
+    len_kv: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, exists, head, kv_head, batch, q_idx, q_start, kv_start, len_q, len_kv):
+        self.exists = exists
+        self.head = head
+        self.kv_head = kv_head
+        self.batch = batch
+        self.q_idx = q_idx
+        self.q_start = q_start
+        self.kv_start = kv_start
+        self.len_q = len_q
+        self.len_kv = len_kv
+
+
+@aggregate
+class Schedule:
+    """Sizes and masks of one launch."""
+
+    order: gl.tensor
+    n_q_tiles: gl.tensor
+    heads: gl.tensor  # with tiles of their own: B · Hq if dense, Hq if sequences are packed
+    Hq: gl.tensor
+    heads_per_kv: gl.tensor
+    B: gl.tensor
+    Sq: gl.tensor
+    Skv: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    kv_batch_rows: gl.tensor  # from one batch to the next in a ragged map of k and v
+    l2_keys: gl.tensor  # of one head whose keys and values may stay in L2
+    cu_q_ptr: gl.tensor
+    cu_kv_ptr: gl.tensor
+    kv_lens_ptr: gl.tensor
+    sequence_order_ptr: gl.tensor
+    LAYOUT: gl.constexpr  # "dense", "kv_lens" or "varlen"
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    BLOCK_Q: gl.constexpr
+    BLOCK_KV: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, sizes, pointers, LAYOUT, HAS_LEFT, HAS_RIGHT, BLOCK_Q, BLOCK_KV):
+        self.order = sizes[0]
+        self.n_q_tiles = sizes[1]
+        self.heads = sizes[2]
+        self.Hq = sizes[3]
+        self.heads_per_kv = sizes[4]
+        self.B = sizes[5]
+        self.Sq = sizes[6]
+        self.Skv = sizes[7]
+        self.left = sizes[8]
+        self.right = sizes[9]
+        self.kv_batch_rows = sizes[10]
+        self.l2_keys = sizes[11]
+        self.cu_q_ptr = pointers[0]
+        self.cu_kv_ptr = pointers[1]
+        self.kv_lens_ptr = pointers[2]
+        self.sequence_order_ptr = pointers[3]
+        self.LAYOUT = gl.constexpr(LAYOUT)
+        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
+        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+        self.BLOCK_Q = gl.constexpr(BLOCK_Q)
+        self.BLOCK_KV = gl.constexpr(BLOCK_KV)
+
+    @gluon.jit
+    def next(self, step):
+        """The first step from `step` on that has a tile, and the tile; without one, the tile does
+        not exist."""
+        n_tiles = self.n_q_tiles
+        if self.order == PAIRED:
+            n_tiles = (n_tiles + 1) // 2 * 2
+        n_steps = 2 * gl.cdiv(n_tiles * self.heads, 2 * gl.num_programs(0))
+        tile = self.tile(step)
+        while (tile.exists == 0) & (step + 1 < n_steps):
+            step += 1
+            tile = self.tile(step)
+        return step, tile
+
+    @gluon.jit
+    def tile(self, step):
+        """The tile of a step; there may be none."""
+        pid = gl.program_id(0)
+        programs = gl.num_programs(0)
+        if self.order == PAIRED:
+            n_pairs = (self.n_q_tiles + 1) // 2
+            index = step // 2 * programs + pid
+            head = index // n_pairs
+            pair = index % n_pairs
+            slot = gl.where(step % 2 == 0, self.n_q_tiles - 1 - pair, pair)
+            # The tile in the middle is its own pair.
+            exists = (step % 2 == 0) | (2 * pair != self.n_q_tiles - 1)
+        elif self.order == BY_HEAD:
+            index = step * programs + pid
+            head = index // self.n_q_tiles
+            slot = index % self.n_q_tiles
+            exists = step >= 0
+        else:
+            index = step * programs + gl.where(step % 2 == 0, pid, programs - 1 - pid)
+            slot = self.n_q_tiles - 1 - index // self.heads
+            head = index % self.heads
+            exists = slot >= 0
+        exists = exists & (head < self.heads)
+        batch = head // self.Hq
+        head = head % self.Hq
+        len_kv = self.Skv
+        kv_start = batch * 0
+        if self.LAYOUT == "kv_lens":
+            # Of a tile that does not exist, the length of any sequence.
+            b = gl.where(exists, batch, 0)
+            len_kv, is_good = checked_length(self.kv_lens_ptr, b, self.Skv)
+            len_kv = gl.where(is_good, len_kv, BAD)
+            kv_start = batch * self.kv_batch_rows
+        return Tile(
+            exists,
+            head,
+            head // self.heads_per_kv,
+            batch,
+            slot * self.BLOCK_Q,
+            batch * 0,
+            kv_start,
+            self.Sq,
+            len_kv,
+        )
+
+    @gluon.jit
+    def packed_tile(self, ticket):
+        """The tile of a ticket; there may be none."""
+        slot = ticket // self.Hq
+        if self.order == LONGEST_FIRST:
+            first, q_start, len_q, kv_start, len_kv = self._sorted_sequence(slot)
+        else:
+            first, q_start, len_q, kv_start, len_kv = self._unsorted_sequence(slot)
+        n_tiles = gl.cdiv(len_q, self.BLOCK_Q)
+        # Of the tickets of a sequence, as many heads come first as have their keys in L2, the last
+        # tiles of all of them before the last but one.
+        of_sequence = ticket - first * self.Hq
+        group = gl.minimum(gl.maximum(self.l2_keys // gl.maximum(len_kv, 1), 1), self.Hq)
+        first_head = of_sequence // gl.maximum(group * n_tiles, 1) * group
+        group = gl.maximum(gl.minimum(group, self.Hq - first_head), 1)
+        of_group = of_sequence - first_head * n_tiles
+        head = first_head + of_group % group
+        q_tile = n_tiles - 1 - of_group // group
+        return Tile(
+            (ticket < self.n_q_tiles * self.Hq) & (of_sequence < n_tiles * self.Hq),
+            head,
+            head // self.heads_per_kv,
+            head * 0,
+            q_tile * self.BLOCK_Q,
+            q_start,
+            kv_start,
+            len_q,
+            len_kv,
+        )
+
+    @gluon.jit
+    def _sorted_sequence(self, slot):
+        """Whose tile a slot is: how many tiles of a head come before those of the sequence, where
+        its queries begin and how many there are, and the same of its keys."""
+        n_places = self.B + 1
+        low = slot * 0
+        high = n_places
+        while high - low > 1:
+            middle = (low + high) // 2
+            first = gl.load(self.sequence_order_ptr + ORDER_HEAD + middle)
+            low = gl.where(first <= slot, middle, low)
+            high = gl.where(first <= slot, high, middle)
+        first = gl.load(self.sequence_order_ptr + ORDER_HEAD + low)
+        at = self.sequence_order_ptr + ORDER_HEAD + n_places + low * 4
+        return first, gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+
+    @gluon.jit
+    def _unsorted_sequence(self, slot):
+        """The same without a line, for one warp and a few sequences.
+
+        Sequence b has the slots from cu_q[b] // BLOCK_Q + b on: enough for its tiles, at most one
+        too many, and known without looking at the lengths before it."""
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        before = gl.full([32], 0, gl.int32, layout)
+        wrong = gl.full([32], 0, gl.int32, layout)
+        for i in range(0, self.B + 1, 32):
+            b = i + gl.arange(0, 32, layout)
+            start, is_wrong = look_at(b, self.cu_q_ptr, self.B, self.Sq)
+            _, is_key_wrong = look_at(b, self.cu_kv_ptr, self.B, self.Skv)
+            is_before = (start.to(gl.int32) // self.BLOCK_Q + b <= slot) & (b <= self.B)
+            before += is_before.to(gl.int32)
+            wrong |= (is_wrong | is_key_wrong).to(gl.int32)
+        sequence = gl.sum(before, 0) - 1
+        is_any_wrong = gl.max(wrong, 0) != 0
+        if is_any_wrong:
+            sequence = search(slot, self.cu_q_ptr, self.B, self.Sq, 1, self.BLOCK_Q, 1)
+        q_start, q_end, is_good = bounds_of(
+            sequence, is_any_wrong, self.cu_q_ptr, self.B, self.Sq
+        )  # fmt: skip
+        kv_start, kv_end, is_key_good = bounds_of(
+            sequence, is_any_wrong, self.cu_kv_ptr, self.B, self.Skv
+        )
+        q_start = q_start.to(gl.int32)
+        kv_start = kv_start.to(gl.int32)
+        len_kv = gl.where(is_good & is_key_good, kv_end.to(gl.int32) - kv_start, BAD)
+        first = q_start // self.BLOCK_Q + sequence
+        return first, q_start, q_end.to(gl.int32) - q_start, kv_start, len_kv
+
+    @gluon.jit
+    def blocks(self, tile, q_idx, ROWS: gl.constexpr):
+        """The blocks of keys `begin` to `end`, at least one, that ROWS rows from `q_idx` on see."""
+        first = q_idx + tile.len_kv - tile.len_q  # the first row's place on the diagonal
+        begin = first * 0
+        end = tile.len_kv
+        if self.HAS_RIGHT:
+            end = gl.minimum(end, first + ROWS + self.right)
+        if self.HAS_LEFT:
+            # Rows past the last one of a sequence may see no key at all; nor may there be any.
+            last_key = gl.maximum(tile.len_kv - 1, 0)
+            begin = gl.minimum(gl.maximum(first - self.left, 0), last_key) // self.BLOCK_KV
+        return begin, gl.maximum(gl.cdiv(gl.maximum(end, 0), self.BLOCK_KV), begin + 1)
+
+    @gluon.jit
+    def inner_blocks(self, tile, q_idx, ROWS: gl.constexpr):
+        """Blocks from `begin` to `end` are seen whole by every one of ROWS rows from `q_idx` on;
+        `end` is BAD if the sequence is."""
+        first = q_idx + tile.len_kv - tile.len_q
+        begin = first * 0
+        end = tile.len_kv
+        if self.HAS_RIGHT:
+            end = gl.minimum(end, first + self.right + 1)
+        if self.HAS_LEFT:
+            begin = gl.cdiv(gl.maximum(first + ROWS - 1 - self.left, 0), self.BLOCK_KV)
+        end = gl.maximum(end, 0) // self.BLOCK_KV
+        return begin, gl.where(tile.len_kv == BAD, BAD, end)
+
+    @gluon.jit
+    def row_bounds(self, tile, q_idx):
+        """For rows q_idx [BLOCK_Q]: the first key each sees, and the first it does not."""
+        position = q_idx + (tile.len_kv - tile.len_q)
+        begin = position * 0
+        end = begin + tile.len_kv
+        if self.HAS_RIGHT:
+            end = gl.minimum(end, position + self.right + 1)
+        if self.HAS_LEFT:
+            begin = position - self.left
+        return begin, end
+
+    @gluon.jit
+    def q_coordinates(self, tile, q_idx, column=0):
+        """Where row `q_idx` of a tile's sequence lies in the tensor maps of q and out."""
+        return coordinates(
+            tile.batch, tile.q_start, tile.len_q, tile.head, q_idx, column, self.LAYOUT == "varlen"
+        )
+
+    @gluon.jit
+    def kv_coordinates(self, tile, block, column=0):
+        """Where a block of keys lies in the tensor maps of k and v."""
+        row = block * self.BLOCK_KV
+        return coordinates(
+            tile.batch,
+            tile.kv_start,
+            tile.len_kv,
+            tile.kv_head,
+            row,
+            column,
+            self.LAYOUT != "dense",
+        )

@@ -1,0 +1,190 @@
+"""The second pass: rows that went wrong in the first, block by block, nothing overlapped.
+
+The first pass leaves a mark in the lse of such a row:
+
+- NaN, if its sum ran away: its fixed maximum was too low, or it is too large for `exp2_weights`.
+  Now its maximum runs, and its weights are those of `exp2_weights_exact`.
+- +inf, if its output is not finite and some of its blocks are masked. The tensor cores make NaN of
+  0 · NaN and 0 · inf, so V may have held something that the row does not see. Now V is cleaned of
+  NaN and infinities before it is multiplied, and they are given to the rows that do see them. All
+  else is as in the first pass, so a row that saw nothing of the kind gets the bits it would have
+  had, had V been clean.
+
+Other rows are left alone. The first consumer does all of it, 64 rows after another, and only in
+tiles that have such rows. Columns of the output come in slices of up to 128: a wider product would
+not leave the registers that counting takes.
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.common.gluon_shim import (
+    fence_async_shared,
+    gl,
+    gluon,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from lockstep.kernels.hopper.forward.program import ROWS, Rows, normalize
+from lockstep.kernels.hopper.forward.softmax import (
+    add_sums,
+    exp2_weights,
+    exp2_weights_exact,
+    raise_maximum,
+    scale_rows,
+    thread_sums,
+    thread_tops,
+)
+
+# What stands for a value that is not finite while it is counted. A block has up to 128 keys, so
+# that a count of one kind stays below one of the next; all are exact in bf16 and fp16, and sums of
+# them in fp32.
+_PLUS_INF, _MINUS_INF, _NAN = gl.constexpr(2.0**-8), gl.constexpr(1.0), gl.constexpr(2.0**8)
+
+
+# Columns of a slice.
+SLICE = gl.constexpr(128)
+
+
+@gluon.jit
+def product(p, v_tile, acc):
+    return warpgroup_mma_wait(0, deps=(warpgroup_mma(p, v_tile, acc, is_async=True),))
+
+
+@gluon.jit
+def clean_product(p, seen, v_tile, acc):
+    """acc + p·V where V [BLOCK_KV, DV] may hold NaN and infinities; `seen` [ROWS, BLOCK_KV] is 1
+    where a row sees a key, 0 elsewhere. Overwrites V."""
+    lanes: gl.constexpr = v_tile.shape[1] // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+    v = v_tile.load(layout)
+    x = v.to(gl.float32)
+    finite = gl.abs(x) < float("inf")
+    v_tile.store(gl.where(finite, x, 0.0).to(v.dtype))
+    fence_async_shared()
+    acc = product(p, v_tile, acc)
+    code = gl.where(x != x, _NAN, gl.where(x > 0, _PLUS_INF, _MINUS_INF))
+    v_tile.store(gl.where(finite, 0.0, code).to(v.dtype))
+    fence_async_shared()
+    zero = gl.full(acc.shape, 0.0, gl.float32, acc.type.layout)
+    counts = product(seen, v_tile, zero)
+    plus = gl.where(counts != gl.floor(counts), float("inf"), 0.0)
+    minus = gl.where(counts >= _MINUS_INF, -float("inf"), 0.0)
+    nonfinite = gl.where(counts >= _NAN, float("nan"), plus + minus)
+    return gl.where(counts == 0.0, acc, acc + nonfinite)
+
+
+@gluon.jit
+def attend_second_pass(program, rows, q, runs, is_exact, seen):
+    """Rows against their keys and a slice of the values: acc [ROWS, ·], m [ROWS], l and tops
+    [ROWS, 4], and how many blocks were seen so far."""
+    CONSUMERS: gl.constexpr = program.build.CONSUMERS
+    BLOCK_KV: gl.constexpr = program.schedule.BLOCK_KV
+    WIDTH: gl.constexpr = min(program.v.tiles.shape[5], SLICE)
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    scale = program.score_scale()
+    zero = gl.zeros([ROWS, BLOCK_KV], gl.float32, s_layout)
+    m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
+    l = thread_sums(zero)
+    tops = thread_tops(zero)
+    acc = gl.zeros([ROWS, WIDTH], gl.float32, o_layout)
+    for block in range(rows.begin, rows.end):
+        program.k.wait(seen)
+        k = program.k.tile(seen).permute((1, 0))
+        s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        program.k.release(seen, CONSUMERS)
+        s = program.see(rows, s, block)
+        rises = runs | ((m == -float("inf")) & (block <= rows.inner_begin))
+        m, alpha = raise_maximum(s, m, scale, rises)
+        exact = gl.expand_dims(is_exact, 1)
+        weights = gl.where(exact, exp2_weights_exact(s, m, scale), exp2_weights(s, m, scale))
+        l = add_sums(l, alpha, weights)
+        tops = gl.maximum(tops, thread_tops(weights))
+        acc = scale_rows(acc, alpha)
+        p = gl.convert_layout(weights.to(q.dtype), p_layout)
+        program.v.wait(seen)
+        v_tile = program.v.tile(seen).slice(0, WIDTH, 1)
+        if rows.is_edge(block):
+            visible = gl.exp2(rows.hide(program.schedule, zero, block))
+            visible = gl.convert_layout(visible.to(q.dtype), p_layout)
+            acc = clean_product(p, visible, v_tile, acc)
+        else:
+            acc = product(p, v_tile, acc)
+        program.v.release(seen, CONSUMERS)
+        seen += 1
+    return acc, m, l, tops, seen
+
+
+@gluon.jit
+def replace_rows(results, out, row, chosen, first_column):
+    """Store the `chosen` rows of out [ROWS, ·], columns of the tensor from `first_column` on; `row`
+    [ROWS] counts rows of the tensor."""
+    layout: gl.constexpr = out.type.layout
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    column = first_column + gl.arange(0, out.shape[1], gl.SliceLayout(0, layout))
+    column = gl.expand_dims(column, 0)
+    start = gl.expand_dims(gl.convert_layout(row.to(gl.int64), rows), 1) * results.Dv
+    mask = gl.expand_dims(gl.convert_layout(chosen, rows), 1) & (column < results.Dv)
+    gl.store(results.out_ptr + start + column, out, mask=mask)
+
+
+@gluon.jit
+def consume_second_pass(program, results, q_channel, seen, tiles):
+    """The second pass of the first consumer, which saw so many blocks and tiles in the first."""
+    CONSUMERS: gl.constexpr = program.build.CONSUMERS
+    schedule = program.schedule
+    sent_q = tiles
+    # The first pass ended with a tile that did not exist.
+    tiles += 1
+    tile = program.tile_queue.read(tiles, CONSUMERS)
+    while tile.exists:
+        for c in range(CONSUMERS):
+            rows = Rows.of_consumer(c, schedule, tile)
+            q_idx = tile.q_idx + c * ROWS + gl.arange(0, ROWS, rows.row_end.type.layout)
+            row = results.row(tile, q_idx)
+            mark = gl.load(results.lse_ptr + row, mask=q_idx < tile.len_q, other=0.0)
+            is_exact = mark != mark
+            chosen = is_exact | (mark == float("inf"))
+            runs = is_exact
+            if not program.build.FIXED_MAX:
+                runs = runs | True
+            q_channel.wait(sent_q)
+            q = q_channel.tile(sent_q)
+            for first_column in range(0, program.v.tiles.shape[5], SLICE):
+                acc, m, l, tops, seen = attend_second_pass(program, rows, q, runs, is_exact, seen)
+                out, lse, m, l = normalize(
+                    program, results, tile, rows, acc, m, l, tops, is_exact, q.dtype
+                )
+                out = out.to(q.dtype)
+                replace_rows(results, out, row, chosen, first_column)
+                results.store_statistics(row, lse, m, l, chosen)
+            q_channel.release(sent_q)
+            sent_q += 1
+        tiles += 1
+        tile = program.tile_queue.read(tiles, CONSUMERS)
+
+
+@gluon.jit
+def produce_second_pass(program, q_desc, k_desc, v_desc, q_channel, sent, tiles):
+    """The producer's side of it."""
+    schedule = program.schedule
+    sent_q = tiles
+    tiles += 1
+    tile = program.tile_queue.read(tiles)
+    while tile.exists:
+        for c in range(program.build.CONSUMERS):
+            q_idx = tile.q_idx + c * ROWS
+            q_channel.send(sent_q, q_desc, schedule.q_coordinates(tile, q_idx))
+            sent_q += 1
+            begin, end = schedule.blocks(tile, q_idx, ROWS)
+            for first_column in range(0, program.v.tiles.shape[5], SLICE):
+                for block in range(begin, end):
+                    at = schedule.kv_coordinates(tile, block)
+                    program.k.send(sent, k_desc, at)
+                    at = schedule.kv_coordinates(tile, block, first_column)
+                    program.v.send(sent, v_desc, at)
+                    sent += 1
+        tiles += 1
+        tile = program.tile_queue.read(tiles)

@@ -1,0 +1,140 @@
+"""Packed sequences, lined up longest first: a small kernel before the forward.
+
+A program that draws a long tile when all others are through keeps the whole launch waiting. So the
+sequences with the most keys come first, and the tiles drawn last are short. Only the device knows
+the lengths, and it takes microseconds to sort them there.
+
+A line is one tensor of int32. It has P = B + 1 places, the last one for rows that nobody owns:
+
+    [0]                  the tickets drawn so far, beyond the first of every program
+    [1 : 1 + P]          for each place in line, how many tiles of a head come before it
+    [1 + P : 1 + 5P]     for each place, where its sequence lies: start and length of its queries,
+                         start and length of its keys, which is -1 for a bad one
+    [1 + 5P :]           for each ticket, the one its program had before (`scheduler.py`)
+
+Offsets are looked at here, and nowhere behind. If any is wrong (`triton.sequences`), sequences
+stand in line as they come.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lockstep.kernels.driver import Launcher, launcher_of
+from lockstep.kernels.triton.sequences import given_bounds, look_at, next_clean
+from lockstep.problem import Tensors
+
+SEQUENCES, OTHERS = 32, 128  # of a program, and how many of all others it looks at at once
+HEAD, NUMBERS = 1, 5  # in front of all places, and of a place
+
+
+@triton.jit(do_not_specialize=["cu_q_ptr", "cu_kv_ptr", "order_ptr", "B", "Tq", "Tk", "block_q"])
+def sort_sequences_kernel(
+    cu_q_ptr,  # [B + 1]
+    cu_kv_ptr,  # [B + 1]
+    order_ptr,
+    B,
+    Tq,
+    Tk,
+    block_q,
+    SEQUENCES: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    """Everyone counts the sequences in front of it, and their tiles."""
+    mine = tl.program_id(0) * SEQUENCES + tl.arange(0, SEQUENCES)
+    my_start, my_queries, my_first_key, my_keys = _sizes(cu_q_ptr, cu_kv_ptr, mine, B, Tq, Tk)
+    place = tl.zeros([SEQUENCES], tl.int32)
+    tiles_before = tl.zeros([SEQUENCES], tl.int32)
+    wrong = tl.zeros([OTHERS], tl.int32)
+    for first in range(0, B + 1, OTHERS):
+        other = first + tl.arange(0, OTHERS)
+        _, queries, _, keys = _sizes(cu_q_ptr, cu_kv_ptr, other, B, Tq, Tk)
+        longer = keys[None, :] > my_keys[:, None]
+        earlier = (keys[None, :] == my_keys[:, None]) & (other[None, :] < mine[:, None])
+        before = (longer | earlier).to(tl.int32)  # [SEQUENCES, OTHERS]
+        place += tl.sum(before, 1)
+        tiles_before += tl.sum(before * tl.cdiv(queries, block_q)[None, :], 1)
+        _, is_wrong = look_at(other, cu_q_ptr, B, Tq)
+        _, is_key_wrong = look_at(other, cu_kv_ptr, B, Tk)
+        wrong |= (is_wrong | is_key_wrong).to(tl.int32)
+    if tl.max(wrong, 0) == 0:
+        _store(order_ptr, B, place, tiles_before, my_start, my_queries, my_first_key, my_keys, mine)
+    elif tl.program_id(0) == 0:
+        _store_in_given_order(cu_q_ptr, cu_kv_ptr, order_ptr, B, Tq, Tk, block_q)
+    if tl.program_id(0) == 0:
+        tl.store(order_ptr, 0)
+
+
+@triton.jit
+def _sizes(cu_q_ptr, cu_kv_ptr, b, B, Tq, Tk):
+    """Where sequences b begin in queries and keys, and how many of both there are, as the offsets
+    say. Sequence B has no keys, not even 0, and whoever is not there has nothing at all."""
+    q_start, q_end = given_bounds(b, cu_q_ptr, B, Tq)
+    kv_start, kv_end = given_bounds(b, cu_kv_ptr, B, Tk)
+    len_q = tl.where(b <= B, q_end - q_start, 0)
+    len_kv = tl.where(b < B, kv_end - kv_start, -1)
+    return q_start.to(tl.int32), len_q.to(tl.int32), kv_start.to(tl.int32), len_kv.to(tl.int32)
+
+
+@triton.jit
+def _store(order_ptr, B, place, tiles_before, q_start, len_q, kv_start, len_kv, b):
+    exists = b <= B
+    tl.store(order_ptr + 1 + place, tiles_before, mask=exists)
+    at = order_ptr + 1 + (B + 1) + place * 4
+    tl.store(at, q_start, mask=exists)
+    tl.store(at + 1, len_q, mask=exists)
+    tl.store(at + 2, kv_start, mask=exists)
+    tl.store(at + 3, len_kv, mask=exists)
+
+
+@triton.jit
+def _store_in_given_order(cu_q_ptr, cu_kv_ptr, order_ptr, B, Tq, Tk, block_q):
+    """All sequences as they come, with no wrong offset."""
+    q_start, kv_start = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    tiles = tl.full([], 0, tl.int32)
+    for b in range(B + 1):
+        q_end = next_clean(q_start, b + 1, cu_q_ptr, B, Tq)
+        kv_end = next_clean(kv_start, b + 1, cu_kv_ptr, B, Tk)
+        given_q_start, given_q_end = given_bounds(b, cu_q_ptr, B, Tq)
+        given_kv_start, given_kv_end = given_bounds(b, cu_kv_ptr, B, Tk)
+        is_good = (b < B) & (q_start == given_q_start) & (q_end == given_q_end)
+        is_good = is_good & (kv_start == given_kv_start) & (kv_end == given_kv_end)
+        len_q = (q_end - q_start).to(tl.int32)
+        len_kv = tl.where(is_good, kv_end - kv_start, -1).to(tl.int32)
+        _store(
+            order_ptr, B, b, tiles, q_start.to(tl.int32), len_q, kv_start.to(tl.int32), len_kv, b
+        )
+        tiles += tl.cdiv(len_q, block_q)
+        q_start, kv_start = q_end, kv_end
+
+
+class SequenceOrder:
+    """What lines up the sequences of one problem: calling it returns the line.
+
+    Without `sorts` there are as many programs as tickets, and the line stays empty."""
+
+    def __init__(self, B: int, Tq: int, Tk: int, block_q: int, n_tickets: int, sorts: bool) -> None:
+        self.sorts = sorts
+        self.size = HEAD + NUMBERS * (B + 1) + n_tickets if sorts else 1
+        self.grid = (triton.cdiv(B + 1, SEQUENCES), 1, 1)
+        self.numbers = (B, Tq, Tk, block_q, SEQUENCES, OTHERS)
+        self._launcher: Launcher | None = None
+
+    def __call__(self, tensors: Tensors) -> Tensor:
+        cu_q, cu_kv = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+        assert cu_q is not None
+        assert cu_kv is not None
+        line = cu_q.new_empty(self.size, dtype=torch.int32)
+        if not self.sorts:
+            return line
+        arguments = (cu_q, cu_kv, line, *self.numbers)
+        if self._launcher is None:
+            compiled = sort_sequences_kernel[self.grid](*arguments)
+            self._launcher = launcher_of(compiled, self.grid, arguments)
+            return line
+        stream = torch._C._cuda_getCurrentRawStream(cu_q.device.index)
+        self._launcher(stream, (cu_q.data_ptr(), cu_kv.data_ptr(), line.data_ptr(), 0))
+        return line

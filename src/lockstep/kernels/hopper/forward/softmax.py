@@ -1,0 +1,140 @@
+"""From scores to weights: the normaliser of a row, the exponentials, the masks of edge blocks.
+
+Scores stay as the matrix units leave them, raw products `q·k`; `scale` takes them to log2 units
+and rides for free in the FMA in front of the exponential: `p = exp2(s·scale - m·scale)`. So `m`
+is held in raw units as well, and is a maximum only because `scale` is positive.
+
+Softmax does not need the maximum. It needs any `m` near enough for `exp2` to neither overflow nor
+vanish, and bf16 weights have the exponents of fp32. So a row with a *fixed maximum* keeps the
+maximum of the first block in which it saw a key, and need not wait for those of later ones: a third
+of all the softmax takes. What its largest weight then loses by rounding, `round_tops` makes up for.
+Should a later key exceed that first maximum by more than about 2^64, its row's sum gives it away,
+and the row is computed again with a running maximum (`second_pass.py`).
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
+
+LN2 = gl.constexpr(0.6931471805599453)
+LOG2E = gl.constexpr(1.4426950408889634)
+# A row with a fixed maximum whose sum reaches this is computed again: 2^64 leaves room for values
+# up to 2^63.
+OVERFLOW = gl.constexpr(18446744073709551616.0)
+# So is one with a maximum of this size in log2 units: see `exp2_weights`.
+LARGE_MAX = gl.constexpr(4194304.0)
+
+
+@gluon.jit
+def hide(s, first_key, begin, end, HAS_LEFT: gl.constexpr):
+    """Scores [BLOCK_Q, BLOCK_KV] of the keys from `first_key` on, -inf but for the keys from
+    `begin` to `end` [BLOCK_Q]; without HAS_LEFT, for all keys below `end`."""
+    keys: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    kv_idx = gl.expand_dims(gl.arange(0, s.shape[1], keys), 0)
+    visible = kv_idx < gl.expand_dims(end - first_key, 1)
+    if HAS_LEFT:
+        visible = visible & (kv_idx >= gl.expand_dims(begin - first_key, 1))
+    return gl.where(visible, s, -float("inf"))
+
+
+@gluon.jit
+def raise_maximum(s, m, scale, rises):
+    """A new `m` [BLOCK_Q], and the factor `alpha` for all that was summed under the old one.
+
+    `m` rises to the maximum of `s` in the rows that `rises` names, True for all."""
+    m_new = gl.maximum(m, gl.max(s, 1))
+    if rises is not True:
+        m_new = gl.where(rises, m_new, m)
+    # exp2(-inf - -inf) would be NaN: a row that has seen no key has nothing to rescale.
+    drop = gl.where(m_new == -float("inf"), 0.0, (m - m_new) * scale)
+    return m_new, gl.exp2(drop)
+
+
+@gluon.jit
+def exp2_weights(s, m, scale):
+    """p = exp2(s·scale - m·scale) [BLOCK_Q, BLOCK_KV] fp32.
+
+    m·scale is rounded, which is the same factor for all weights of a row (`max_rounding_error`),
+    and no more than that while m·scale is below LARGE_MAX."""
+    # Rows that have seen no key measure from 0: exp2(-inf - 0) = 0.
+    offset = gl.where(m == -float("inf"), 0.0, -m * scale)
+    zero = gl.full(s.shape, 0.0, gl.float32, s.type.layout)
+    return gl.exp2(gl.fma(s, zero + scale, zero + gl.expand_dims(offset, 1)))
+
+
+@gluon.jit
+def exp2_weights_exact(s, m, scale):
+    """p = exp2((s - m)·scale): scores of any size have the same weights as small ones that differ
+    by as much."""
+    origin = gl.where(m == -float("inf"), 0.0, m)
+    return gl.exp2((s - gl.expand_dims(origin, 1)) * scale)
+
+
+@gluon.jit
+def max_rounding_error(m, scale):
+    """What rounding m·scale adds to the exponents of `exp2_weights`."""
+    return gl.where(gl.abs(m) < float("inf"), gl.fma(m, scale + gl.zeros_like(m), -m * scale), 0.0)
+
+
+@gluon.jit
+def thread_sums(p):
+    """[BLOCK_Q, BLOCK_KV] -> [BLOCK_Q, 4]: what each of the four threads that share a row sums up
+    by itself. In the layout of wgmma, thread t of them has the columns 8i + 2t and 8i + 2t + 1."""
+    pairs = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(pairs, 3), 1)
+
+
+@gluon.jit
+def thread_tops(p):
+    """`thread_sums`, but the largest weights, as the integers that their bits are: of those, one
+    instruction finds the largest of three."""
+    bits = p.to(gl.int32, bitcast=True).reshape([p.shape[0], p.shape[1] // 8, 4, 2])
+    layout: gl.constexpr = gl.max(gl.max(bits, 3), 1).type.layout
+    return gl.convert_layout(gl.max(gl.max(bits, 1), 2), layout, assert_trivial=True)
+
+
+@gluon.jit
+def round_tops(l, tops):
+    """The sums `l` with the largest weights as the product has them, rounded to bf16.
+
+    Where one weight outweighs all others, as it does in peaked rows, its rounding would otherwise
+    be an error of the whole row; the maximum of a row, which is 1, has none. The roundings of many
+    weights cancel out."""
+    p = tops.to(gl.float32, bitcast=True)
+    return l + (p.to(gl.bfloat16).to(gl.float32) - p)
+
+
+@gluon.jit
+def add_sums(l, alpha, weights):
+    """l·alpha + the sums of `weights` [BLOCK_Q, 4], with one rounding in every build."""
+    ones = gl.full(l.shape, 1.0, gl.float32, l.type.layout)
+    return gl.fma(l, scale_rows(ones, alpha), thread_sums(weights))
+
+
+@gluon.jit
+def compute_here(x):
+    """x, fp32, computed before anything that follows, whatever ptxas would rather do: it moves
+    nothing down across a trap that may depend on it. No arithmetic makes a NaN of these bits."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.eq.b32 p, $1, 0xffc0dead; @p trap; mov.b32 $0, $1; }",
+        "=r,r",
+        [x],
+        gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def scale_rows(x, factor):
+    """x [BLOCK_Q, ·] times factor [BLOCK_Q], whatever the layout of either."""
+    rows: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    return x * gl.expand_dims(gl.convert_layout(factor, rows), 1)
+
+
+@gluon.jit
+def cap(s, scale_over_cap, softcap):
+    """softcap · tanh(s·scale / softcap)."""
+    # tanh x = 1 - 2 / (1 + e^2x); exp2 may overflow to inf, which makes it 1.
+    e = gl.exp2(s * (scale_over_cap * 2.0 * LOG2E))
+    return softcap - 2.0 * softcap / (1.0 + e)
