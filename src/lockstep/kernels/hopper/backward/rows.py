@@ -126,7 +126,7 @@ def prepare_rows(
         flag = tl.max(is_large.to(tl.int32), 0)
         tl.store(flags_ptr + tile, flag)
         to = large_ptr + tile64 * (2 * BLOCK_Q) + r
-        # Of every tile: a walk over some that need them reads those of all.
+        # Of every tile: a loop over some that need them reads those of all.
         tl.store(to, m)
         tl.store(to + BLOCK_Q, log2_l)
         tl.store(turn_ptr + tile, 0)
