@@ -20,12 +20,14 @@ import torch
 from rich.console import Console
 
 import lockstep
-from lockstep.bench import peers, results, show
+from lockstep import results
+from lockstep.bench import peers
 from lockstep.bench.gpu_timing import take_turns
+from lockstep.console import table
+from lockstep.formats import duration
 from lockstep.ladder import RUNGS, Problem, Rung, run_on_gpu
 from lockstep.ladder.check import errors
 from lockstep.ladder.survey import microseconds
-from lockstep.ladder.tables import duration
 
 ROOT = Path(__file__).resolve().parents[1]
 PROBLEMS = (
@@ -113,16 +115,16 @@ def main() -> int:
     right = [step for step in steps if step.title not in failed]
     rows: list[dict[str, Any]] = []
     for problem in PROBLEMS:
-        table = show.table(str(problem), "time", "per head", "TFLOP/s", right=("time", "per head"))
+        shown = table(str(problem), "time", "per head", "TFLOP/s", right=("time", "per head"))
         for found in (*rung_rows(problem, right), *peer_rows(problem)):
             rows.append(found)
             time = found["microseconds"]
             cells = ("–", "–", found["why_not"][:40])
             if time is not None:
-                per_head = duration(found["microseconds_per_head"])
-                cells = (duration(time), per_head, f"{found['tflops']:.1f}")
-            table.add_row(found["kernel"], *cells)
-        console.print(table)
+                per_head = duration(found["microseconds_per_head"] / 1e6)
+                cells = (duration(time / 1e6), per_head, f"{found['tflops']:.1f}")
+            shown.add_row(found["kernel"], *cells)
+        console.print(shown)
         save(rows)
     console.print(f"saved {save(rows).relative_to(ROOT)}")
     return 1 if failed else 0

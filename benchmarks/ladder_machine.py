@@ -13,7 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lockstep.bench import results, show
+from lockstep import results
+from lockstep.console import progress
 from lockstep.ladder import RUNGS, Problem
 from lockstep.ladder.survey import survey
 from lockstep.ladder.tables import ladder_table
@@ -27,7 +28,7 @@ def main() -> int:
     """Survey, print, save."""
     steps = [step for rung in RUNGS for step in rung.steps()]
     rows = []
-    with show.progress(Console(stderr=True), len(steps)) as bar:
+    with progress(Console(stderr=True), len(steps)) as bar:
         for row in survey(PROBLEM, GPU, steps):
             rows.append(row)
             bar.done()

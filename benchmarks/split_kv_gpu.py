@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from triton.testing import do_bench
 
-from lockstep.bench import results
+from lockstep import results
 from lockstep.ladder import Launch, Problem, Rung, find, launches_of
 from lockstep.ladder.check import errors
 

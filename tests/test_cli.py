@@ -13,8 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lockstep import cli
-from lockstep.bench import checks, cpu, demo, results, timing
+from lockstep import cli, demo, results
+from lockstep.bench import cpu, timing
+from lockstep.demo import checks
 from lockstep.dispatch import KERNELS
 
 runner = CliRunner()
@@ -155,8 +156,8 @@ def test_demo_fails_when_a_check_does(monkeypatch, failing):
 
 # What each command does first, so that it can be made to fail there.
 BEGINS = {
-    ("demo",): "lockstep.bench.demo.run",
-    ("doctor",): "lockstep.bench.doctor.examine",
+    ("demo",): "lockstep.demo.run",
+    ("doctor",): "lockstep.doctor.examine",
     ("bench", "cpu"): "lockstep.bench.cpu.run",
     ("bench", "gpu"): "lockstep.bench.gpu_run.main",
     ("audit", "bits"): "lockstep.audit.cli._prepare",
@@ -209,7 +210,7 @@ def test_an_error_of_ours_is_not_taken_for_a_lack_of_memory(monkeypatch):
     def examine():
         raise RuntimeError("something else")
 
-    monkeypatch.setattr("lockstep.bench.doctor.examine", examine)
+    monkeypatch.setattr("lockstep.doctor.examine", examine)
     assert isinstance(runner.invoke(cli.app, ["doctor"]).exception, RuntimeError)
 
 

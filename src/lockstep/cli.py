@@ -57,7 +57,7 @@ def demo() -> None:
 
     Takes less than a minute. Exit status 1 if a check fails.
     """
-    from lockstep.bench import demo
+    from lockstep import demo
 
     raise typer.Exit(0 if demo.run(Console()) else 1)
 
@@ -65,7 +65,7 @@ def demo() -> None:
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what hardware, versions and kernels are here, and why a kernel cannot run."""
-    from lockstep.bench import doctor
+    from lockstep import doctor
 
     facts = doctor.examine()
     if as_json:
@@ -87,20 +87,22 @@ def bench_cpu(
     Every case is checked before it is timed, and all contenders take turns within one run. Speed
     is how many times as fast as what a case is held against. Exit status 1 if a result is wrong.
     """
-    from lockstep.bench import cpu, results, show, timing
+    from lockstep import results
+    from lockstep.bench import cpu, show, timing
+    from lockstep.console import BAD, QUIET, progress
 
     rounds = QUICK_ROUNDS if quick else ROUNDS
     # What is printed on the way goes to stderr: stdout is for the table, or for JSON alone.
     aside = Console(stderr=True)
     rows = []
     try:
-        with show.progress(aside, len(cpu.CASES)) as steps:
+        with progress(aside, len(cpu.CASES)) as steps:
             for case in cpu.CASES:
                 steps.say(f"{case.name}, {case.shape}")
                 rows.append(cpu.run(case, rounds).as_json())
                 steps.done()
     except timing.WrongResult as error:
-        aside.print(f"wrong result: {error}", style=show.BAD)
+        aside.print(f"wrong result: {error}", style=BAD)
         raise typer.Exit(1) from None
     run = results.collect("cpu", rows)
     if as_json:
@@ -108,8 +110,8 @@ def bench_cpu(
     else:
         console = Console()
         console.print(show.cpu_table(rows))
-        console.print("\ngoal: the speed it must reach / the speed it aims at", style=show.QUIET)
-        console.print(results.where(run), style=show.QUIET)
+        console.print("\ngoal: the speed it must reach / the speed it aims at", style=QUIET)
+        console.print(results.where(run), style=QUIET)
     if save:
         root = results.checkout() or Path()
         path = results.save(run, root / results.RESULTS)

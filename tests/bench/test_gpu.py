@@ -8,8 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lockstep import cli
-from lockstep.bench import gpu, gpu_calls, gpu_check, gpu_run, ours, peers, results, show, timing
+from lockstep import cli, results
+from lockstep.bench import gpu, gpu_calls, gpu_check, gpu_run, ours, peers, show, timing
 from lockstep.kernels import cpu
 
 runner = CliRunner()
@@ -34,7 +34,7 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(results, "processor", lambda run: "GPU")
     monkeypatch.setattr(peers, "find", list)
     monkeypatch.setattr(
-        "lockstep.bench.environment.versions", lambda: {"torch": "2", "python": "3", "triton": "3"}
+        "lockstep.environment.versions", lambda: {"torch": "2", "python": "3", "triton": "3"}
     )
 
     def take_turns(calls, rounds):

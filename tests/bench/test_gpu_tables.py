@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.bench import gpu_tables, results, study_tables, tables, triton_tables
+from lockstep import results
+from lockstep.bench import gpu_tables, study_tables, tables, triton_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {

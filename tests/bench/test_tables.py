@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.bench import results, tables
+from lockstep import results
+from lockstep.bench import tables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,17 +93,3 @@ def test_the_script_writes_or_checks(tmp_path, monkeypatch, arguments):
     monkeypatch.setattr(results, "checkout", lambda: tmp_path)
     assert tables.main(arguments) == len(arguments)
     assert (readme.read_text() == stale) == bool(arguments)
-
-
-@pytest.mark.parametrize(
-    ("ms", "text"),
-    [
-        (None, "–"),
-        (0.12345, "0.123 ms"),
-        (9.876, "9.88 ms"),
-        (123.4, "123 ms"),
-        (38600.0, "38.6 s"),
-    ],
-)
-def test_times_have_three_digits(ms, text):
-    assert tables.milliseconds(ms) == text

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from lockstep.bench import results
+from lockstep import results
 from lockstep.cli import app
 from lockstep.ladder.claims import CLAIMS, DEPENDS, DIFFERS, HOLDS, UNMEASURED, Claim
 from lockstep.ladder.claims.claim import LENSES, about, at_least, at_most, between, exactly, number

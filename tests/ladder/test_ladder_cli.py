@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 from lockstep import ladder
 from lockstep.cli import app
 from lockstep.ladder.rungs import r5_small_tile_2d as small_tile_2d
-from lockstep.ladder.tables import duration, kilobytes, number
 
 FEW = ("naive", "small_tile_2d")
 
@@ -137,11 +136,3 @@ def test_show_a_rung():
     assert "constexpr int D = 64;" in text
     assert "// phase: softmax" in text
     assert small_tile_2d.small_tile_2d.__name__ in text
-
-
-def test_numbers():
-    assert [number(n) for n in (0, 736, 9999, 65536, 5_384_000)] == [
-        *("0", "736", "9999", "65.5k", "5.38M")
-    ]
-    assert kilobytes(154560) == "150.9"
-    assert [duration(t) for t in (3.14159, 1234.5, 2.5e6)] == ["3.14 µs", "1.23 ms", "2.5 s"]

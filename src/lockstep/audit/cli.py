@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.audit import exact_cli
-from lockstep.bench import show
 from lockstep.command import by_option
+from lockstep.console import BAD, GOOD, NO, OURS, QUIET, YES, progress, table
 
 if TYPE_CHECKING:
     from lockstep.audit.calls import Shape
@@ -69,7 +69,7 @@ def bits(
             device, kernel, dtype, (batch, heads, kv_heads, seq, head_dim, repeats)
         )
     except ValueError as error:
-        aside.print(f"error: {error}", style=show.BAD, soft_wrap=True)
+        aside.print(f"error: {error}", style=BAD, soft_wrap=True)
         raise typer.Exit(USAGE) from None
     outcomes = _run(shape, kernels, aside)
     ok = all(outcome.ok for outcome in outcomes)
@@ -157,7 +157,7 @@ def _run(shape: Shape, kernels: list[Kernel], aside: Console) -> list[Outcome]:
 
     checks = (*determinism.CHECKS, *batch_invariance.CHECKS)
     outcomes = []
-    with show.progress(aside, len(checks) * len(kernels)) as steps:
+    with progress(aside, len(checks) * len(kernels)) as steps:
         upcoming = iter([(k.name, c.name) for k in kernels for c in checks])
         steps.say(": ".join(next(upcoming)))
         for outcome in audit(checks, shape, kernels):
@@ -170,24 +170,24 @@ def _run(shape: Shape, kernels: list[Kernel], aside: Console) -> list[Outcome]:
 def _report(
     shape: Shape, outcomes: list[Outcome], others: dict[str, str], console: Console
 ) -> None:
-    console.print(Text(_shape_text(shape), style=show.QUIET))
+    console.print(Text(_shape_text(shape), style=QUIET))
     for name in dict.fromkeys(outcome.kernel for outcome in outcomes):
         console.print()
-        console.print(Text(name, style=show.OURS))
+        console.print(Text(name, style=OURS))
         console.print(_table([outcome for outcome in outcomes if outcome.kernel == name]))
     console.print()
     for name, reason in others.items():
-        console.print(Text(f"{name} is not audited: {reason}", style=show.QUIET))
+        console.print(Text(f"{name} is not audited: {reason}", style=QUIET))
     failed = next((outcome for outcome in outcomes if not outcome.ok), None)
     if failed is None:
-        console.print(Text("Every bit is the same.", style=show.GOOD))
+        console.print(Text("Every bit is the same.", style=GOOD))
         return
-    console.print(Text(f"{failed.kernel}: {failed.check}: {failed.what}", style=show.BAD))
+    console.print(Text(f"{failed.kernel}: {failed.check}: {failed.what}", style=BAD))
     console.print(str(failed.difference), soft_wrap=True, highlight=False)
 
 
 def _table(outcomes: list[Outcome]) -> Table:
-    made = show.table("claim", "check", "compared", "", right=("compared",))
+    made = table("claim", "check", "compared", "", right=("compared",))
     made.columns[-1].no_wrap = False
     claim = None
     for outcome in outcomes:
@@ -203,11 +203,11 @@ def _table(outcomes: list[Outcome]) -> Table:
 
 def _verdict(outcome: Outcome) -> Text:
     if outcome.skipped is not None:
-        return Text(outcome.skipped, style=show.QUIET)
-    mark = show.YES if outcome.ok else show.NO
+        return Text(outcome.skipped, style=QUIET)
+    mark = YES if outcome.ok else NO
     if not outcome.left_out:
         return mark
-    return Text.assemble(mark, (f" left out: {'; '.join(outcome.left_out)}", show.QUIET))
+    return Text.assemble(mark, (f" left out: {'; '.join(outcome.left_out)}", QUIET))
 
 
 def _shape_text(shape: Shape) -> str:

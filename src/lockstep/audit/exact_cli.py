@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from lockstep.bench import show
+from lockstep.console import BAD, GOOD, OURS, QUIET, table
 
 if TYPE_CHECKING:
     from lockstep.audit.exact import Failure, Summary
@@ -54,7 +54,7 @@ def exact(
     try:
         where, kernels = _prepare(device, kernel, minutes, problems)
     except ValueError as error:
-        aside.print(f"error: {error}", style=show.BAD, soft_wrap=True)
+        aside.print(f"error: {error}", style=BAD, soft_wrap=True)
         raise typer.Exit(USAGE) from None
     if minutes is None and problems is None:
         minutes = MINUTES
@@ -104,8 +104,8 @@ def _run(
 
     summary = Summary()
     columns = (
-        SpinnerColumn(style=show.OURS),
-        TextColumn("{task.completed} problems, seed {task.fields[seed]}", style=show.QUIET),
+        SpinnerColumn(style=OURS),
+        TextColumn("{task.completed} problems, seed {task.fields[seed]}", style=QUIET),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=aside, transient=True) as bar:
@@ -115,34 +115,34 @@ def _run(
             for summary in steps:
                 bar.update(task, completed=summary.problems)
         except KeyboardInterrupt:
-            aside.print("stopped", style=show.QUIET)
+            aside.print("stopped", style=QUIET)
     return summary
 
 
 def _report(summary: Summary, device: str, seed: int, console: Console) -> None:
-    console.print(Text(f"{summary.problems} problems on {device}, seed {seed}", style=show.QUIET))
-    kinds = show.table("kind", "problems", right=("problems",))
+    console.print(Text(f"{summary.problems} problems on {device}, seed {seed}", style=QUIET))
+    kinds = table("kind", "problems", right=("problems",))
     for kind, n in sorted(summary.kinds.items()):
         kinds.add_row(kind, str(n))
     console.print(kinds)
-    checks = show.table("kernel", "check", "problems", right=("problems",))
+    checks = table("kernel", "check", "problems", right=("problems",))
     for (kernel, check), n in sorted(summary.checks.items()):
         checks.add_row(kernel, check, str(n))
     console.print(checks)
-    shares = show.table("kernel", "result", "of the error rule", right=("of the error rule",))
+    shares = table("kernel", "result", "of the error rule", right=("of the error rule",))
     for (kernel, result), share in sorted(summary.shares.items()):
         shares.add_row(kernel, result, f"{share:.0%}")
     console.print(shares)
     if summary.failure is not None:
         _report_failure(summary.failure, console)
     elif summary.checks:
-        console.print(Text("Every check holds.", style=show.GOOD))
+        console.print(Text("Every check holds.", style=GOOD))
     else:
-        console.print(Text("No kernel took any of these problems.", style=show.QUIET))
+        console.print(Text("No kernel took any of these problems.", style=QUIET))
 
 
 def _report_failure(failure: Failure, console: Console) -> None:
-    console.print(Text(f"{failure.kernel}: {failure.check}: {failure.what}", style=show.BAD))
-    console.print(Text(f"{failure.problem}; this program shows it:\n", style=show.QUIET))
+    console.print(Text(f"{failure.kernel}: {failure.check}: {failure.what}", style=BAD))
+    console.print(Text(f"{failure.problem}; this program shows it:\n", style=QUIET))
     # As it is: to be copied.
     console.print(failure.snippet, soft_wrap=True, highlight=False, markup=False)

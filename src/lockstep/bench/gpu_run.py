@@ -10,7 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from lockstep.bench import gpu, gpu_timing, ours, peers, results, show
+from lockstep import results
+from lockstep.bench import gpu, gpu_timing, ours, peers, show
+from lockstep.console import BAD, QUIET, progress
 
 WRONG, USAGE = 1, 2
 
@@ -40,12 +42,12 @@ def main(
     unknown = [name for name in tables if name not in gpu.UNITS]
     if unknown:
         takes = ", ".join(gpu.UNITS)
-        aside.print(f"error: --table takes {takes}, got {unknown[0]!r}", style=show.BAD)
+        aside.print(f"error: --table takes {takes}, got {unknown[0]!r}", style=BAD)
         return USAGE
     try:
         everyone = entrants(more_peers, without)
     except gpu.NoGpu as error:
-        aside.print(f"error: {error}", style=show.BAD, soft_wrap=True)
+        aside.print(f"error: {error}", style=BAD, soft_wrap=True)
         return USAGE
     if save:
         directory = directory or (results.checkout() or Path()) / results.RESULTS
@@ -100,7 +102,7 @@ def _run_all(
     run["missing"] = [f"{case.table}: {case.name}" for case in cases]
     if directory is not None:
         results.save(run, directory)
-    with show.progress(aside, len(cases)) as steps:
+    with progress(aside, len(cases)) as steps:
         for case in cases:
             if deadline is not None and perf_counter() > deadline:
                 aside.print(f"out of time, left out: {'; '.join(run['missing'])}", soft_wrap=True)
@@ -109,7 +111,7 @@ def _run_all(
             try:
                 run["rows"].append(gpu.run(case, everyone, rounds=rounds).as_json())
             except gpu.DeviceLost as error:
-                aside.print(f"stopped: {error}", style=show.BAD, soft_wrap=True)
+                aside.print(f"stopped: {error}", style=BAD, soft_wrap=True)
                 return True
             run["missing"].pop(0)
             if directory is not None:
@@ -128,8 +130,6 @@ def _report(run: dict[str, Any], console: Console) -> None:
         console.print(table)
         for row in rows:
             for contender, reason in row["failed"].items():
-                console.print(
-                    f"{row['case']}: {contender}: {reason}", style=show.QUIET, soft_wrap=True
-                )
+                console.print(f"{row['case']}: {contender}: {reason}", style=QUIET, soft_wrap=True)
         console.print()
-    console.print(results.where(run), style=show.QUIET)
+    console.print(results.where(run), style=QUIET)

@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lockstep.bench import results
+from lockstep import results
 from lockstep.bench.ours import EQUAL, INVARIANT
 
 Row = dict[str, Any]

@@ -11,18 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.bench import results
+from lockstep import results
 from lockstep.bench.counter_tables import counters_block
+from lockstep.formats import duration, kilobytes, megabytes, number
 from lockstep.ladder import RUNGS
-from lockstep.ladder.tables import duration, kilobytes, megabytes, number
 
 Run = dict[str, Any]
-
-
-def blocks() -> dict[str, Callable[[Path], str]]:
-    """What stands between `<!-- bench:NAME -->` markers, by name."""
-    per_rung = {f"rung_{rung.name}": _rung_block(rung.name) for rung in RUNGS}
-    return {"ladder": gpu_block, "ladder_counters": counters_block("ladder-vs-gpu"), **per_rung}
 
 
 def gpu_block(directory: Path) -> str:
@@ -89,4 +83,11 @@ def _first_time(run: Run | None, title: str) -> float | None:
 
 
 def _time(microseconds: float | None) -> str:
-    return "–" if microseconds is None else duration(microseconds)
+    return duration(None if microseconds is None else microseconds / 1e6)
+
+
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    "ladder": gpu_block,
+    "ladder_counters": counters_block("ladder-vs-gpu"),
+    **{f"rung_{rung.name}": _rung_block(rung.name) for rung in RUNGS},
+}

@@ -1,75 +1,15 @@
-"""Tables and progress bars for the terminal."""
+"""The rows of `lockstep bench` as tables for the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
 from lockstep.bench import gpu_tables
-from lockstep.bench.tables import milliseconds
-
-OURS, THEIRS, GOOD, BAD, QUIET = "bold cyan", "yellow", "green", "bold red", "dim"
-YES, NO = Text("✓", style=GOOD), Text("✗", style=BAD)
-
-
-def table(*columns: str, right: Iterable[str] = ()) -> Table:
-    """An empty table in the house style; the columns named in `right` hold numbers."""
-    made = Table(
-        box=box.SIMPLE_HEAD,
-        header_style=QUIET,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-    )
-    numbers = set(right)
-    for column in columns:
-        made.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
-    return made
-
-
-@dataclass(frozen=True)
-class Steps:
-    """A progress bar under way."""
-
-    bar: Progress
-    task: TaskID
-
-    def say(self, what: str) -> None:
-        """What is being done right now."""
-        self.bar.update(self.task, description=what)
-
-    def done(self) -> None:
-        """One step further."""
-        self.bar.advance(self.task)
-
-
-@contextmanager
-def progress(console: Console, steps: int) -> Iterator[Steps]:
-    """A progress bar that leaves no trace when it is done."""
-    columns = (
-        SpinnerColumn(style=OURS),
-        BarColumn(bar_width=24, complete_style="cyan"),
-        TextColumn("{task.completed}/{task.total}", style=QUIET),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        yield Steps(bar, bar.add_task("", total=steps))
+from lockstep.console import BAD, GOOD, OURS, QUIET, THEIRS, table
+from lockstep.formats import duration
 
 
 def cpu_table(rows: list[dict[str, Any]]) -> Table:
@@ -83,8 +23,8 @@ def cpu_table(rows: list[dict[str, Any]]) -> Table:
         made.add_row(
             row["case"],
             Text(row["shape"], style=QUIET),
-            Text(milliseconds(row["ms"]["lockstep"]), style=OURS),
-            Text(milliseconds(row["ms"]["SDPA"]), style=THEIRS),
+            Text(duration(row["ms"]["lockstep"] / 1e3), style=OURS),
+            Text(duration(row["ms"]["SDPA"] / 1e3), style=THEIRS),
             Text(f"{row['speed']:.2f}× {row['against']}", style=_verdict_style(row)),
             Text(f"{row['at_least']:.2g}/{row['aim']:.2g}", style=QUIET),
         )
@@ -119,9 +59,3 @@ def _verdict_style(row: dict[str, Any]) -> str:
     if row["speed"] >= row["aim"]:
         return f"bold {GOOD}"
     return GOOD if row["speed"] >= row["at_least"] else BAD
-
-
-def bar(value: float, longest: float, width: int, style: str) -> Text:
-    """A horizontal bar of `width` cells at `longest`, exact to an eighth of a cell."""
-    eighths = max(1, round(8 * width * value / longest))
-    return Text("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip(), style=style)

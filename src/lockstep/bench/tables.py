@@ -16,8 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.bench import gpu_tables, results, study_tables, triton_tables
+from lockstep import results
+from lockstep.bench import gpu_tables, ladder_tables, study_tables, triton_tables
 from lockstep.bench.counter_tables import agreement_block
+from lockstep.formats import duration
 
 
 def cpu_block(directory: Path) -> str:
@@ -33,7 +35,7 @@ def cpu_table(run: dict[str, Any]) -> str:
         "|---|---|---:|---:|---:|---|",
     ]
     for row in run["rows"]:
-        ours, sdpa = (milliseconds(row["ms"].get(name)) for name in ("lockstep", "SDPA"))
+        ours, sdpa = (_time(row["ms"].get(name)) for name in ("lockstep", "SDPA"))
         lines.append(
             f"| {row['case']} | {row['shape']} | {ours} | {sdpa} "
             f"| {row['speed']:.2f}× | {row['against']} |"
@@ -41,13 +43,8 @@ def cpu_table(run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def milliseconds(ms: float | None) -> str:
-    """A time with three significant digits, and a dash for one that was not taken."""
-    if ms is None:
-        return "–"
-    if ms >= 1000:
-        return f"{ms / 1000:.3g} s"
-    return f"{ms:.3g} ms" if ms < 100 else f"{ms:.0f} ms"
+def _time(ms: float | None) -> str:
+    return duration(None if ms is None else ms / 1e3)
 
 
 PAGES = (
@@ -66,18 +63,16 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     **gpu_tables.BLOCKS,
     **study_tables.BLOCKS,
     **triton_tables.BLOCKS,
+    **ladder_tables.BLOCKS,
 }
 
 
 def fill(text: str, directory: Path) -> str:
     """`text` with every marked block replaced by what the results in `directory` say."""
-    from lockstep.bench import ladder_tables  # which draws on this module's neighbours
-
-    blocks = BLOCKS | ladder_tables.blocks()
 
     def block(match: re.Match[str]) -> str:
         name = match["name"]
-        return f"<!-- bench:{name} -->\n{blocks[name](directory)}\n<!-- /bench:{name} -->"
+        return f"<!-- bench:{name} -->\n{BLOCKS[name](directory)}\n<!-- /bench:{name} -->"
 
     return MARKED.sub(block, text)
 

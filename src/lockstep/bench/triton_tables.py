@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.bench import results
+from lockstep import results
 from lockstep.bench.study_tables import Row, by_design, by_problem
 
 # How many programs of the Triton forward share a multiprocessor, by tile of keys and registers.

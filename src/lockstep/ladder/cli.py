@@ -213,7 +213,7 @@ def ladder(
     Exit status 1 if a rung is wrong or has a hazard.
     """
     with reported():
-        from lockstep.bench.show import progress
+        from lockstep.console import progress
 
         from .survey import survey
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.bench.show import BAD, OURS, QUIET, table
+from lockstep.console import BAD, OURS, QUIET, table
+from lockstep.formats import duration, kilobytes, megabytes, number
 
 from .plan import Plan
 from .survey import Row
@@ -126,47 +127,4 @@ def _bench_cells(row: Row) -> list[str | Text]:
     if row.microseconds is None or row.plan is None:
         return ["", ""]
     rate = row.plan.pairs * 4 * row.problem.D / row.microseconds / 1e6
-    return [Text(duration(row.microseconds), style=OURS), f"{rate:.3g}"]
-
-
-def number(value: float) -> str:
-    """Up to 9999 as it is, then three digits with k, M or G.
-
-    >>> number(736), number(9216), number(65536)
-    ('736', '9216', '65.5k')
-    """
-    if value < 9999.5:
-        return f"{value:.0f}"
-    for unit in ("k", "M", "G"):
-        value /= 1000
-        if value < 999.5:
-            return f"{value:.3g}{unit}"
-    return f"{value:.3g}G"
-
-
-def kilobytes(count: int) -> str:
-    """Units of 1024 bytes, with one decimal.
-
-    >>> kilobytes(154560)
-    '150.9'
-    """
-    return f"{count / 1024:.1f}" if count else "–"
-
-
-def megabytes(count: int) -> str:
-    """Units of 1024² bytes, with two decimals up to ten, then three digits or more.
-
-    >>> megabytes(3 * 2**20), megabytes(2505 * 2**20)
-    ('3.00', '2505')
-    """
-    value = count / 1024**2
-    if value < 9.995:
-        return f"{value:.2f}"
-    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
-
-
-def duration(microseconds: float) -> str:
-    """Three digits, in µs, ms or s."""
-    if microseconds < 1000:
-        return f"{microseconds:.3g} µs"
-    return f"{microseconds / 1e3:.3g} ms" if microseconds < 1e6 else f"{microseconds / 1e6:.3g} s"
+    return [Text(duration(row.microseconds / 1e6), style=OURS), f"{rate:.3g}"]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from lockstep.bench import results
+from lockstep import results
 from lockstep.ladder import LaunchPlan, PhasePlan, Problem, find, plans_of, run_on_machine
 from lockstep.ladder.plan import Plan, Step
 from lockstep.simt.occupancy import fit

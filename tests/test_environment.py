@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from lockstep.bench import results
-from lockstep.bench.environment import Commit, current_commit
+from lockstep import results
+from lockstep.environment import Commit, current_commit
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,13 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.bench import checks, cpu, environment, show
-from lockstep.bench.tables import milliseconds
+from lockstep import environment
+from lockstep.bench import cpu
+from lockstep.console import BAD, GOOD, NO, OURS, QUIET, THEIRS, YES, bar, table
+from lockstep.demo import checks
+from lockstep.formats import duration, number
 from lockstep.ladder import RUNGS, Problem, Rung
 from lockstep.ladder.survey import Counted, count
-from lockstep.ladder.tables import number
 
 BAR_WIDTH = 30
 INDENT = (0, 0, 0, 2)
@@ -43,7 +45,7 @@ def run(console: Console) -> bool:
         console,
         "Exact",
         "largest error against float64, beside PyTorch's own math attention",
-        show.table("", "lockstep", "PyTorch", "ratio", "at most", "", right=_NUMBERS),
+        table("", "lockstep", "PyTorch", "ratio", "at most", "", right=_NUMBERS),
         checks.exactness(),
         _exactness_row,
     )
@@ -51,7 +53,7 @@ def run(console: Console) -> bool:
         console,
         "Same bits",
         "one sequence computed once more, while what is around it changes",
-        show.table("", "lockstep", "", "PyTorch"),
+        table("", "lockstep", "", "PyTorch"),
         checks.same_bits(),
         _same_bits_row,
     )
@@ -67,7 +69,7 @@ def run(console: Console) -> bool:
         console,
         "See-through",
         "from naive to tensor cores, on a machine that counts and checks it all",
-        show.table("rung", *_COUNTS, "", right=_COUNTS),
+        table("rung", *_COUNTS, "", right=_COUNTS),
         _climb(),
         _rung_row,
     )
@@ -84,13 +86,13 @@ _COUNTS = ("depth", "lanes", "moved", "conflicts", "barriers")
 def _heading(console: Console) -> None:
     version, machine = environment.versions(), environment.hardware()
     console.print()
-    console.print(Text.assemble(("Lockstep", show.OURS), "  exact attention for PyTorch"))
+    console.print(Text.assemble(("Lockstep", OURS), "  exact attention for PyTorch"))
     where = f"{machine.cpu}, {machine.cores} cores, {machine.simd}; torch {version['torch']}"
-    console.print(Text(where, style=show.QUIET))
+    console.print(Text(where, style=QUIET))
 
 
 def _closing(console: Console, ok: bool) -> None:
-    verdict, style = ("Every check holds.", show.GOOD) if ok else ("A check failed.", show.BAD)
+    verdict, style = ("Every check holds.", GOOD) if ok else ("A check failed.", BAD)
     console.print(Text(verdict, style=style))
     hints = (
         *(("lockstep bench cpu", "bold"), " times more, ", ("lockstep ladder", "bold")),
@@ -109,12 +111,10 @@ def _section(
 ) -> list[T]:
     """A heading and a table that grows as results come in, under a spinner until the last."""
     console.print()
-    console.print(Text.assemble((title, "bold"), (f"  {subtitle}", show.QUIET)))
+    console.print(Text.assemble((title, "bold"), (f"  {subtitle}", QUIET)))
     console.print()
     done: list[T] = []
-    spinner = Spinner(
-        "dots", Text("running; what runs for the first time compiles"), style=show.OURS
-    )
+    spinner = Spinner("dots", Text("running; what runs for the first time compiles"), style=OURS)
     with Live(spinner, console=console, transient=True) as live:
         for result in results:
             done.append(result)
@@ -127,20 +127,20 @@ def _section(
 def _exactness_row(table: Table, check: checks.Exactness) -> None:
     table.add_row(
         check.what,
-        Text(f"{check.ours:.1e}", style=show.OURS),
-        Text(f"{check.theirs:.1e}", style=show.THEIRS),
+        Text(f"{check.ours:.1e}", style=OURS),
+        Text(f"{check.theirs:.1e}", style=THEIRS),
         f"{check.ours / check.theirs:.2f}×",
         f"{check.allowed / check.theirs:.2f}×",
-        show.YES if check.ok else show.NO,
+        YES if check.ok else NO,
     )
 
 
 def _same_bits_row(table: Table, check: checks.SameBits) -> None:
     table.add_row(
         check.what,
-        Text(_share(check.ours), style=show.OURS),
-        show.YES if check.ok else show.NO,
-        Text(_share(check.theirs), style=show.THEIRS),
+        Text(_share(check.ours), style=OURS),
+        YES if check.ok else NO,
+        Text(_share(check.theirs), style=THEIRS),
     )
 
 
@@ -152,12 +152,12 @@ def _speed_row(table: Table, row: cpu.Row) -> None:
     ours, theirs = row.timings.median(cpu.LOCKSTEP), row.timings.median(cpu.SDPA)
     longest = max(ours, theirs)
     # The empty line keeps pairs of bars apart.
-    names = Group(Text(row.case.name), Text(row.case.shape, style=show.QUIET), Text())
-    labels = Group(Text("lockstep", style=show.OURS), Text("SDPA", style=show.THEIRS))
+    names = Group(Text(row.case.name), Text(row.case.shape, style=QUIET), Text())
+    labels = Group(Text("lockstep", style=OURS), Text("SDPA", style=THEIRS))
     bars = Group(
         *(
-            Text.assemble(show.bar(time, longest, BAR_WIDTH, style), " ", milliseconds(time * 1e3))
-            for time, style in ((ours, show.OURS), (theirs, show.THEIRS))
+            Text.assemble(bar(time, longest, BAR_WIDTH, style), " ", duration(time))
+            for time, style in ((ours, OURS), (theirs, THEIRS))
         )
     )
     speed = row.timings.speed(cpu.LOCKSTEP, cpu.SDPA)
@@ -172,10 +172,10 @@ def _rung_row(table: Table, result: tuple[Rung, Counted]) -> None:
     step, seen = result
     table.add_row(
         step.title,
-        Text(number(seen.depth), style=show.OURS),
+        Text(number(seen.depth), style=OURS),
         f"{seen.active_lanes:.1f}",
         f"{seen.global_bytes / 1024:.0f} KB",
         number(seen.bank_conflicts),
         f"{seen.barriers_per_block:.0f}",
-        show.YES if seen.right and not seen.hazards else show.NO,
+        YES if seen.right and not seen.hazards else NO,
     )

@@ -7,7 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from lockstep.bench import environment, show
+from lockstep import environment
+from lockstep.console import OURS, QUIET
 
 CLAIMS = ("deterministic", "batch_invariant", "query_invariant", "constant_time")
 
@@ -115,8 +116,8 @@ def _heading(console: Console, text: str) -> None:
 def _report_lines(console: Console, lines: dict[str, str]) -> None:
     width = max(map(len, lines))
     for name, value in lines.items():
-        style = show.QUIET if value == "not installed" else ""
-        line = Text.assemble((f"  {name:<{width}}  ", show.QUIET), (value, style))
+        style = QUIET if value == "not installed" else ""
+        line = Text.assemble((f"  {name:<{width}}  ", QUIET), (value, style))
         console.print(line, soft_wrap=True)
 
 
@@ -124,14 +125,14 @@ def _report_kernels(kernels: list[dict[str, Any]], console: Console) -> None:
     """Each kernel in order of preference: where it runs, what it claims, why it does not run."""
     for kernel in kernels:
         able = [where for where, reason in kernel["refusals"].items() if reason is None]
-        style = show.OURS if able else show.QUIET
+        style = OURS if able else QUIET
         runs = f"runs {_grouped(able)}" if able else "cannot run here"
         console.print(Text.assemble(("  " + kernel["name"], style), f"  {runs}"))
         claims = [claim.replace("_", "-") for claim in CLAIMS if kernel[claim]]
         if claims:
-            console.print(Text.assemble(("    claims   ", show.QUIET), ", ".join(claims)))
+            console.print(Text.assemble(("    claims   ", QUIET), ", ".join(claims)))
         for reason, places in _reasons(kernel["refusals"]).items():
-            line = Text.assemble(("    refuses  ", show.QUIET), f"{_grouped(places)}: {reason}")
+            line = Text.assemble(("    refuses  ", QUIET), f"{_grouped(places)}: {reason}")
             console.print(line, soft_wrap=True)
 
 

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from lockstep.bench import environment
+from lockstep import environment
 
 NOT_MEASURED = "Not measured yet."  # in place of a table
 RESULTS = Path("benchmarks") / "results"
@@ -19,7 +19,7 @@ RESULTS = Path("benchmarks") / "results"
 
 def checkout() -> Path | None:
     """The root of the checkout this package runs from, or None if it was installed elsewhere."""
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[2]
     return root if (root / RESULTS).is_dir() else None
 
 
