@@ -4,7 +4,9 @@ Importing this package compiles nothing and does not import numba.
 
     wide.py     many query rows, one per SIMD lane           prefill
     narrow.py   a few query rows, keys across the lanes      decode
-    forward.py  plans the work over both and merges          backward.py  gradients
+    units.py    query rows and spans, cut into work for threads
+    forward.py  runs that work and merges                    backward.py  gradients
+    running.py  the softmax state of many rows
     merge.py    the split-KV formula for one row
     tiles.py    register tiles   memory.py  rows in and out  simd.py  vector code from Python
 

@@ -14,22 +14,38 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from lockstep.kernels.cpu import processes, scalar
-from lockstep.kernels.cpu.arguments import argument, enter, record_at, take_ticket
+from lockstep.kernels.cpu.arguments import argument, enter, take_ticket
 from lockstep.kernels.cpu.call import call_at, of_sequence, row_address, split_row
-from lockstep.kernels.cpu.compile import Kernel, compiled, kernel
+from lockstep.kernels.cpu.compile import Kernel, compiled
 from lockstep.kernels.cpu.memory import scatter_columns
 from lockstep.kernels.cpu.merge import close_row, fill, fold_row, write_statistics
 from lockstep.kernels.cpu.narrow import NARROW, attend_narrow, carve_narrow, load_narrow
+from lockstep.kernels.cpu.running import (
+    carve_running,
+    clear,
+    end_of_group,
+    fold_sinks,
+    fold_tile,
+)
 from lockstep.kernels.cpu.simd import F32, LANES, MR, f32
 from lockstep.kernels.cpu.tensors import address, describe
 from lockstep.kernels.cpu.threads import parallel
-from lockstep.kernels.cpu.tiles import ROW, close_rows, fold_span
+from lockstep.kernels.cpu.tiles import ROW, close_rows
+from lockstep.kernels.cpu.units import (
+    DONE,
+    ITEM_BYTES,
+    UNIT_BYTES,
+    item_at,
+    max_pieces,
+    plan,
+    unit_at,
+)
 from lockstep.kernels.cpu.wide import (
     MINUS_INF,
     ROWS,
@@ -46,107 +62,6 @@ from lockstep.kernels.cpu.wide import (
 if TYPE_CHECKING:
     from lockstep.kernels.kernel import Result, Tensors
     from lockstep.problem import AttentionProblem
-
-UNIT = np.dtype(
-    [
-        ("b", np.int64),
-        ("h", np.int64),
-        ("first_row", np.int64),
-        ("n_rows", np.int64),
-        ("first_span", np.int64),
-        ("n_spans", np.int64),
-        ("workspace", np.int64),  # its first part there; −1: folded on the fly
-        ("pieces", np.int64),  # items it goes into, and how many of them are done
-        ("done", np.int64),
-    ]
-)
-ITEM = np.dtype([("unit", np.int64), ("first_span", np.int64), ("last_span", np.int64)])
-UNIT_BYTES, ITEM_BYTES = UNIT.itemsize, ITEM.itemsize
-DONE = UNIT.fields["done"][1]  # type: ignore[index]
-unit_at, item_at = record_at(UNIT), record_at(ITEM)
-# Spans that are folded together before their sum is folded into the row's: bits depend on it.
-GROUP = 64
-# Splitting one unit's spans keeps one part per row and span: stay below this many floats.
-WORKSPACE_LIMIT = 16 << 20
-
-
-@compiled
-def _list_units(call, units):
-    """Fill the table of units; long units of a causal call come first. None is split yet."""
-    at = 0
-    for b in range(call.B):
-        rows = call.G * of_sequence(call.q_len, b)
-        for first in range(padded(rows, ROWS) - ROWS, -1, -ROWS):
-            n_rows = min(ROWS, rows - first)
-            lo, hi = rows_range(call, b, first, n_rows)
-            first_span = lo // SPAN if lo < hi else 0
-            n_spans = padded(hi, SPAN) // SPAN - first_span if lo < hi else 0
-            for h in range(call.Hkv):
-                unit = unit_at(units + at * UNIT_BYTES)
-                unit.b, unit.h = b, h
-                unit.first_row, unit.n_rows = first, n_rows
-                unit.first_span, unit.n_spans = first_span, n_spans
-                unit.workspace = -1
-                unit.pieces, unit.done = 1, 0
-                at += 1
-
-
-@compiled
-def max_pieces(threads, n_units):
-    return -(-16 * threads // n_units)
-
-
-@compiled
-def _split_units(units, n_units, Dv, threads):
-    """Decide which units to split among threads; returns how many parts that makes, and the work.
-
-    Narrow units always keep their parts; others are split where there are too few of them. A
-    split unit goes into items enough for every thread, and few enough to be worth it.
-    """
-    total = 0
-    for i in range(n_units):
-        unit = unit_at(units + i * UNIT_BYTES)
-        total += unit.n_rows * unit.n_spans
-    few = n_units < 4 * threads and total * Dv <= WORKSPACE_LIMIT
-    n_parts = 0
-    for i in range(n_units):
-        unit = unit_at(units + i * UNIT_BYTES)
-        if unit.n_rows <= NARROW or (few and unit.n_spans > 1):
-            unit.workspace = n_parts
-            n_parts += unit.n_rows * unit.n_spans
-            unit.pieces = max(1, min(unit.n_spans, max_pieces(threads, n_units)))
-    return n_parts, total
-
-
-@compiled
-def _list_items(units, n_units, items):
-    """Fill the table of items; returns how many there are."""
-    at = 0
-    for i in range(n_units):
-        unit = unit_at(units + i * UNIT_BYTES)
-        for piece in range(unit.pieces):
-            item = item_at(items + at * ITEM_BYTES)
-            item.unit = i
-            item.first_span = unit.first_span + unit.n_spans * piece // unit.pieces
-            item.last_span = unit.first_span + unit.n_spans * (piece + 1) // unit.pieces
-            at += 1
-    return at
-
-
-@kernel
-def plan(arguments):
-    """Arguments: call, threads, how many units, units, items, results.
-
-    Results: how many parts, how many items, rows × spans.
-    """
-    call, threads = call_at(argument(arguments, 0)), argument(arguments, 1)
-    n_units, units = argument(arguments, 2), argument(arguments, 3)
-    items, results = argument(arguments, 4), argument(arguments, 5)
-    _list_units(call, units)
-    n_parts, total = _split_units(units, n_units, call.Dv, threads)
-    scalar.store_word(n_parts, results)
-    scalar.store_word(_list_items(units, n_units, items), results + 8)
-    scalar.store_word(total, results + 16)
 
 
 @compiled
@@ -176,53 +91,6 @@ def _write_rows(call, unit, rows, acc, m, l):
         scatter_columns(call.kind, table, LANES, call.Dv, acc + t * Dv * ROW, ROW)
 
 
-class Running(NamedTuple):
-    """Where the state of a unit's tiles lies in scratch, by address."""
-
-    acc: int  # [TILES, Dv, LANES]
-    m: int  # [TILES, LANES]
-    l: int  # [TILES, LANES]
-    end: int
-
-
-@compiled
-def _carve_running(base, Dv):
-    m = base + 4 * ROWS * padded(Dv, MR)
-    return Running(base, m, m + 4 * ROWS, m + 8 * ROWS)
-
-
-@compiled
-def _clear(state, n_tiles, Dv):
-    fill(state.acc, n_tiles * LANES * Dv, f32(0.0))
-    fill(state.m, n_tiles * LANES, MINUS_INF)
-    fill(state.l, n_tiles * LANES, f32(0.0))
-
-
-@compiled
-def _fold_tile(state, t, Dv, part, part_m, part_l):
-    fold_span(
-        state.acc + t * Dv * ROW, Dv, state.m + t * ROW, state.l + t * ROW, part, part_m, part_l
-    )
-
-
-@compiled
-def _end_of_group(span, last):
-    """The first span that is not folded together with ``span``, or ``last``."""
-    return min(last, (span // GROUP + 1) * GROUP)
-
-
-@compiled
-def _fold_sinks(call, block, state, n_tiles, Dv):
-    """A sink is one more part: a weight without a value."""
-    fill(block.part, LANES * Dv, f32(0.0))
-    fill(block.part_l, LANES, f32(1.0))
-    for t in range(n_tiles):
-        for lane in range(LANES):
-            head = scalar.load_word(block.q_head + 8 * (t * LANES + lane))
-            scalar.store(scalar.load(call.sinks + 4 * head), block.part_m + 4 * lane)
-        _fold_tile(state, t, Dv, block.part, block.part_m, block.part_l)
-
-
 @compiled
 def _fold_unit(call, unit, scratch):
     """All spans of one unit, folded as they come."""
@@ -231,29 +99,29 @@ def _fold_unit(call, unit, scratch):
     fill(block.zero_row, zeros_for(call.D, call.Dv), f32(0.0))
     Dv = padded(call.Dv, MR)
     begin, last = unit.first_span, unit.first_span + unit.n_spans
-    state = _carve_running(block.end, call.Dv)
+    state = carve_running(block.end, call.Dv)
     # The first group would be folded into nothing, which changes no bit.
-    alone = _end_of_group(begin, last) == last
-    group = state if alone else _carve_running(state.end, call.Dv)
+    alone = end_of_group(begin, last) == last
+    group = state if alone else carve_running(state.end, call.Dv)
     n_tiles = load_queries(call, block, b, h, unit.first_row, n_rows)
-    _clear(state, n_tiles, Dv)
+    clear(state, n_tiles, Dv)
     hi = rows_range(call, b, unit.first_row, n_rows)[1]
     while begin < last:
-        _clear(group, n_tiles, Dv)
-        end = _end_of_group(begin, last)
+        clear(group, n_tiles, Dv)
+        end = end_of_group(begin, last)
         for span in range(begin, end):
             first = span * SPAN
             n = min(SPAN, hi - first)
             finite = load_span(call, block, b, h, first, n)
             for t in range(n_tiles):
                 if attend_span(call, block, b, t, first, n, finite):
-                    _fold_tile(group, t, Dv, block.part, block.part_m, block.part_l)
+                    fold_tile(group, t, Dv, block.part, block.part_m, block.part_l)
         for t in range(0 if alone else n_tiles):
             at = group.acc + t * Dv * ROW
-            _fold_tile(state, t, Dv, at, group.m + t * ROW, group.l + t * ROW)
+            fold_tile(state, t, Dv, at, group.m + t * ROW, group.l + t * ROW)
         begin = end
     if call.sinks != 0:
-        _fold_sinks(call, block, state, n_tiles, Dv)
+        fold_sinks(call, block, state, n_tiles, Dv)
     for t in range(n_tiles):
         close_rows(state.acc + t * Dv * ROW, Dv, state.l + t * ROW)
     _write_rows(call, unit, block.q_rows, state.acc, state.m, state.l)
@@ -300,7 +168,7 @@ def _merge_unit(call, unit, scratch, parts, statistics):
         m, l = MINUS_INF, f32(0.0)
         span, last = unit.first_span, unit.first_span + unit.n_spans
         while span < last:
-            end = _end_of_group(span, last)
+            end = end_of_group(span, last)
             fill(group, Dv, f32(0.0))
             group_m, group_l = MINUS_INF, f32(0.0)
             for part in range(first_part + span, first_part + end):
@@ -338,7 +206,7 @@ def _items_runner(wide: bool, narrow: bool) -> Kernel:
     compile."""
 
     def run_items(arguments):
-        """Every item, folded or into the workspace; who ends a unit merges it.
+        """Every item, folded or into the workspace; the thread that ends a unit merges it.
 
         Arguments: call, units, items, how many items, parts, statistics.
         """
@@ -382,8 +250,8 @@ def _kinds(n_rows: Iterable[int]) -> tuple[bool, bool]:
 @lru_cache(maxsize=64)
 def _scratch_bytes(D: int, Dv: int) -> int:
     """What a thread needs for either kind of unit."""
-    state = _carve_running(carve_block(0, D, Dv).end, Dv)
-    group = _carve_running(state.end, Dv)
+    state = carve_running(carve_block(0, D, Dv).end, Dv)
+    group = carve_running(state.end, Dv)
     return max(group.end, carve_narrow(0, D, Dv).end)
 
 
