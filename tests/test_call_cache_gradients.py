@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_calls import backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
 from lockstep import call_cache, dispatch, reference
 from lockstep.cache import Cache
 from lockstep.kernels import oracle
-from lockstep.kernels.kernel import Given, Gradients, Needs, addresses_of
-from lockstep.problem import AttentionProblem, Tensors
+from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs
+from lockstep.problem import AttentionProblem
 
 F64 = torch.float64
 
@@ -24,12 +25,12 @@ def prepares(monkeypatch) -> list[Needs]:
     """What `prepare_backward` was called for, with the oracle's gradients."""
     found = []
 
-    def prepare_backward(problem: AttentionProblem, given: Given, needs: Needs) -> Any:
+    def prepare_backward(problem: AttentionProblem, given: BackwardTensors, needs: Needs) -> Any:
         found.append(needs)
 
-        def run(given: Given, addresses: list[int]) -> Gradients:
-            assert addresses == addresses_of(given)
-            return oracle.KERNEL.backward(problem, Tensors._make(given[:9]), *given[9:], needs)
+        def run(given: BackwardTensors, addresses: list[int]) -> Gradients:
+            assert addresses == given.addresses()
+            return backward(oracle.KERNEL, problem, given, needs)
 
         return run
 

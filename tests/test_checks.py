@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep import checks, prepare
-from lockstep.kernels.kernel import Kernel
+from lockstep.kernels.kernel import BackwardTensors, Kernel
 from lockstep.problem import Options, Tensors, describe
 
 X = torch.zeros(2, 1, 4, 8)
@@ -50,10 +50,7 @@ def elsewhere(monkeypatch) -> list[str]:
     def note(kind: str):
         return lambda *_: lambda *_: ran.append(kind)
 
-    kernel = Kernel(
-        "toy", lambda _: None, None, None, True, True, True,
-        prepare=note("forward"), prepare_backward=note("backward"),
-    )  # fmt: skip
+    kernel = Kernel("toy", lambda _: None, note("forward"), note("backward"), True, True, True)
     monkeypatch.setattr(
         prepare,
         "_plan",
@@ -67,7 +64,7 @@ def elsewhere(monkeypatch) -> list[str]:
 
 def call_and_derive(tensors: Tensors) -> None:
     q = tensors.q
-    given = (*tensors, q, q[..., 0].contiguous(), q, None)
+    given = BackwardTensors(*tensors, q, q[..., 0].contiguous(), q, None)
     prepare.prepare(tensors, Options(), None)(tensors, tensors.addresses())
     prepare.prepare_backward(given, Options(), None, None)(given, [])
 

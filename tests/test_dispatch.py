@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import lockstep
-from lockstep import dispatch
+from lockstep import dispatch, numerics
 from lockstep.kernels import oracle
+from lockstep.kernels.kernel import Merge
 from lockstep.problem import Options, Tensors, describe
 
 
@@ -24,7 +25,7 @@ def kernel(name: str, refusal: str | None = None, **changes):
 
 @pytest.fixture
 def three_kernels(monkeypatch):
-    kernels = kernel("first", "not today"), kernel("second"), kernel("third", backward=None)
+    kernels = kernel("first", "not today"), kernel("second"), kernel("third", prepare_backward=None)
     monkeypatch.setattr(dispatch, "KERNELS", kernels)
     return kernels
 
@@ -109,7 +110,8 @@ def test_explanation(three_kernels):
 def test_calls_run_what_explain_names(three_kernels, monkeypatch):
     ran = []
     spy = dataclasses.replace(
-        three_kernels[1], forward=lambda *args: ran.append("second") or oracle.forward(*args)
+        three_kernels[1],
+        prepare=lambda *args: ran.append("second") or oracle.KERNEL.prepare(*args),
     )
     monkeypatch.setattr(dispatch, "KERNELS", (three_kernels[0], spy))
     q = torch.randn(1, 2, 3, 4, dtype=torch.float64)
@@ -149,3 +151,22 @@ def test_kernels_claim_and_describe_themselves():
         assert isinstance(each.supports(problem(torch.float32)), str | None)
         for claim in (each.deterministic, each.batch_invariant, each.constant_time):
             assert isinstance(claim, bool)
+
+
+def test_merge_is_that_of_the_first_kernel_that_takes_the_parts(monkeypatch):
+    ran = []
+
+    def merging(name: str, dtype: torch.dtype):
+        def run(outs, lses):
+            ran.append(name)
+            return numerics.merge(outs, lses)
+
+        return dataclasses.replace(kernel(name), merge=Merge(lambda part: part.dtype == dtype, run))
+
+    without = dataclasses.replace(kernel("none"), merge=None)
+    kernels = (without, merging("single", torch.float32), merging("half", torch.float16))
+    monkeypatch.setattr(dispatch, "KERNELS", (*kernels, oracle.KERNEL))
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        out, lse = torch.randn(2, 3, 4).to(dtype), torch.randn(2, 3)
+        lockstep.merge([(out, lse.double() if dtype == torch.float64 else lse)])
+    assert ran == ["half", "single"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from lockstep.kernels import cpu, hopper, oracle, triton
 from lockstep.kernels.kernel import Kernel
@@ -71,9 +74,21 @@ def _refusal(kernel: Kernel, problem: AttentionProblem, backward: bool = False) 
     refusal = kernel.supports(problem)
     if refusal is not None or not backward:
         return refusal
-    if kernel.backward is None:
+    if kernel.prepare_backward is None:
         return "has no backward"
     return None if kernel.supports_backward is None else kernel.supports_backward(problem)
+
+
+def select_merge(
+    part: Tensor,
+) -> Callable[[list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]:
+    """What combines partial results whose `out` has the device and the dtype of `part`: the merge
+    of the first kernel that takes them. The oracle's takes all."""
+    return next(
+        kernel.merge.run
+        for kernel in KERNELS
+        if kernel.merge is not None and kernel.merge.supports(part)
+    )
 
 
 def candidates(name: str | None) -> tuple[Kernel, ...]:

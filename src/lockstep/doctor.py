@@ -44,7 +44,7 @@ def kernels() -> list[dict[str, Any]]:
                 problem = describe(Tensors(q, q, q), Options(causal=True))
                 refusals[f"{device} {_short(dtype)}"] = kernel.supports(problem)
         claims = {claim: getattr(kernel, claim) for claim in CLAIMS}
-        differentiable = kernel.backward is not None
+        differentiable = kernel.prepare_backward is not None
         found.append(
             {"name": kernel.name, "backward": differentiable, **claims, "refusals": refusals}
         )

@@ -22,14 +22,8 @@ from lockstep import call_cache, dispatch, numerics
 from lockstep.checks import check_parts, check_strided, check_types
 from lockstep.eager import PLAIN_TYPES, Operator, is_quiet, nobody_listens, wants_gradient
 from lockstep.gradients import register_gradient
-from lockstep.kernels import triton
 from lockstep.kernels.cpu.processes import fork_safe
-from lockstep.kernels.kernel import (
-    Given,
-    Gradients,
-    Needs,
-    Result,
-)
+from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs, Result
 from lockstep.prepare import prepare, prepare_backward
 from lockstep.problem import (
     Layout,
@@ -204,13 +198,13 @@ class _DerivableAttention(Attention):
         needs = Needs._make(args[-1])
         check_types(tensors, self.layout)
         check_strided("dout", dout)
-        given = tuple(map(_as_plain, (*tensors, out, statistics, dout, dlse)))
+        given = BackwardTensors._make(map(_as_plain, (*tensors, out, statistics, dout, dlse)))
         run, addresses, _ = call_cache.find_or_keep(prepare_backward, given, options, name, needs)
         grads: Gradients = run(given, addresses)
         return [grad for grad, need in zip(grads, needs, strict=True) if need and grad is not None]
 
     def derive_again(
-        self, given: Given, options: tuple[Any, ...], needs: Needs
+        self, given: BackwardTensors, options: tuple[Any, ...], needs: Needs
     ) -> Gradients | None:
         """The gradients of a call like one that was derived before, as `again` does it."""
         if torch.is_grad_enabled() or not is_quiet():
@@ -247,7 +241,7 @@ class _DerivableAttention(Attention):
         needs = self.needs_of(ctx.needs_input_grad)
         if dout is None:
             dout = fork_safe(torch.zeros_like)(out)
-        given = (*self.order((*inputs, None)), out, statistics, dout, dlse)
+        given = BackwardTensors(*self.order((*inputs, None)), out, statistics, dout, dlse)
         found = self.derive_again(given, ctx.options, needs)
         if found is None:
             results = (dout, dlse, out, statistics)
@@ -300,17 +294,7 @@ attention_paged = Attention(
 def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     check_parts(outs, lses)
     outs, lses = [x.contiguous() for x in outs], [x.contiguous() for x in lses]
-    if outs[0].device.type == "cpu" and outs[0].dtype != torch.float64:
-        # The code that folds one span of keys into the next. Importing it brings numba with it.
-        from lockstep.kernels.cpu.merge import merge
-
-        return merge(outs, lses)
-    if outs[0].is_cuda and outs[0].dtype != torch.float64 and triton.installed():
-        # Likewise on a GPU.
-        from lockstep.kernels.triton.split_kv import merge as merge_on_gpu
-
-        return merge_on_gpu(outs, lses)
-    return numerics.merge(outs, lses)
+    return dispatch.select_merge(outs[0])(outs, lses)
 
 
 def _fake_merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:

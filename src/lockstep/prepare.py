@@ -15,18 +15,15 @@ from lockstep.cache import Cache
 from lockstep.checks import are_values_checked, check_values
 from lockstep.kernels.cpu.processes import fork_safe
 from lockstep.kernels.kernel import (
-    Given,
+    BackwardTensors,
     Gradients,
     Kernel,
     Needs,
     Prepared,
     PreparedBackward,
     Result,
-    addresses_of,
 )
 from lockstep.problem import AttentionProblem, Options, Tensors, describe
-
-_N_TENSORS = len(Tensors._fields)
 
 # What was found for a call, by all that it depends on.
 _PLANS: Cache[tuple[Any, ...], tuple[AttentionProblem, Kernel]] = Cache(limit=4096)
@@ -51,13 +48,7 @@ def prepare(tensors: Tensors, options: Options, name: str | None) -> Prepared:
     """What runs this call, and others like it."""
     problem, kernel = _plan(tensors, options, name)
     rows = _with_contiguous_rows(tensors)
-    if kernel.prepare is not None:
-        run = kernel.prepare(problem, rows)
-    else:
-
-        def run(tensors: Tensors, addresses: list[int]) -> Result:
-            return kernel.forward(problem, tensors)
-
+    run = kernel.prepare(problem, rows)
     is_checked = are_values_checked(problem)
     if rows is tensors and not is_checked:
         return run
@@ -73,51 +64,35 @@ def prepare(tensors: Tensors, options: Options, name: str | None) -> Prepared:
 
 
 def prepare_backward(
-    given: Given, options: Options, name: str | None, needs: Needs
+    given: BackwardTensors, options: Options, name: str | None, needs: Needs
 ) -> PreparedBackward:
     """What derives this call, and others like it."""
-    problem, kernel = _plan(_tensors_of(given), options, name, backward=True)
+    problem, kernel = _plan(given.inputs, options, name, backward=True)
     rows = _with_contiguous_results(given)
-    if kernel.prepare_backward is not None:
-        run = kernel.prepare_backward(problem, rows, needs)
-    else:
-        derive = kernel.backward
-        assert derive is not None
-
-        def run(given: Given, addresses: list[int]) -> Gradients:
-            results: Any = given[_N_TENSORS:]
-            return derive(problem, _tensors_of(given), *results, needs)
-
+    assert kernel.prepare_backward is not None
+    run = kernel.prepare_backward(problem, rows, needs)
     is_checked = are_values_checked(problem)
     if not is_checked and all(map(is_, rows, given)):
         return run
 
     @fork_safe
-    def check_and_run(given: Given, addresses: list[int]) -> Gradients:
+    def check_and_run(given: BackwardTensors, addresses: list[int]) -> Gradients:
         if is_checked:
-            check_values(problem, _tensors_of(given))
+            check_values(problem, given.inputs)
         rows = _with_contiguous_results(given)
-        return run(rows, addresses_of(rows))
+        return run(rows, rows.addresses())
 
     return check_and_run
 
 
-def _tensors_of(given: Given) -> Tensors:
-    return Tensors._make(given[:_N_TENSORS])
-
-
-def _with_contiguous_results(given: Given) -> Given:
+def _with_contiguous_results(given: BackwardTensors) -> BackwardTensors:
     """What a backward takes."""
-    out, statistics, dout, dlse = given[_N_TENSORS:]
-    assert out is not None
-    assert statistics is not None
-    assert dout is not None
-    return (
-        *_with_contiguous_rows(_tensors_of(given)),
-        out.contiguous(),
-        statistics.contiguous(),
-        _contiguous_rows(dout),
-        None if dlse is None else dlse.contiguous(),
+    return BackwardTensors(
+        *_with_contiguous_rows(given.inputs),
+        given.out.contiguous(),
+        given.statistics.contiguous(),
+        _contiguous_rows(given.dout),
+        None if given.dlse is None else given.dlse.contiguous(),
     )
 
 

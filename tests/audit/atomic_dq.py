@@ -7,6 +7,8 @@ from dataclasses import replace
 import torch
 import triton
 import triton.language as tl
+from kernel_calls import backward as run_backward
+from kernel_calls import preparing_backward
 
 from lockstep.kernels import triton as portable
 from lockstep.kernels.kernel import Kernel
@@ -56,18 +58,22 @@ def scatter_dq(
         tl.atomic_add(dq_ptr + q_rows, dq, mask=is_row, sem="relaxed")
 
 
-def backward(problem, tensors, out, lse, dout, dlse, needs):
+def backward(problem, tensors, needs):
     """The portable gradients, with dQ replaced where the mask is plainly causal."""
-    grads = portable.KERNEL.backward(problem, tensors, out, lse, dout, dlse, needs)
+    grads = run_backward(portable.KERNEL, problem, tensors, needs)
     plain = problem.causal and problem.window_left is None and problem.softcap is None
     if not plain or problem.layout != "dense" or problem.Sq != problem.Skv:
         return grads
+    out, dout, dlse = tensors.out, tensors.dout, tensors.dlse
+    m, l = tensors.statistics.unbind(-1)
+    # Scores are positive multiples of what m is in, `AttentionProblem.score_unit` to log2 units.
+    lse = m * (problem.score_unit / LOG2E) + l.log()
     delta = (out.float() * dout.float()).sum(-1) - (0.0 if dlse is None else dlse)
     dq = torch.zeros(tensors.q.shape, dtype=torch.float32, device=tensors.q.device)
     scatter_dq[(triton.cdiv(problem.Sq, BLOCK), problem.B * problem.Hq)](
         *(x.contiguous() for x in tensors[:3]),
         dout.contiguous(),
-        lse,
+        lse.contiguous(),
         delta.contiguous(),
         dq,
         problem.scale,
@@ -80,4 +86,6 @@ def backward(problem, tensors, out, lse, dout, dlse, needs):
     return grads._replace(q=dq.to(tensors.q.dtype))
 
 
-KERNEL: Kernel = replace(portable.KERNEL, name="atomic", backward=backward, prepare_backward=None)
+KERNEL: Kernel = replace(
+    portable.KERNEL, name="atomic", prepare_backward=preparing_backward(backward)
+)

@@ -7,6 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kernel_calls import backward as run_backward
+from kernel_calls import forward as run_forward
+from kernel_calls import preparing, preparing_backward
 
 from lockstep import dispatch
 from lockstep.audit import batch_invariance, determinism
@@ -32,23 +35,23 @@ _TURNS = itertools.count()
 
 def _by_turns(problem, tensors):
     """Another answer every other time."""
-    out, *rest = cpu.KERNEL.forward(problem, tensors)
+    out, *rest = run_forward(cpu.KERNEL, problem, tensors)
     return (nudged(out), *rest) if next(_TURNS) % 2 else (out, *rest)
 
 
 def _by_threads(problem, tensors):
-    out, *rest = cpu.KERNEL.forward(problem, tensors)
+    out, *rest = run_forward(cpu.KERNEL, problem, tensors)
     return (nudged(out), *rest) if torch.get_num_threads() == 3 else (out, *rest)
 
 
 def _by_batch(problem, tensors):
-    out, *rest = cpu.KERNEL.forward(problem, tensors)
+    out, *rest = run_forward(cpu.KERNEL, problem, tensors)
     return (torch.stack([*map(nudged, out)]), *rest) if problem.B > 1 else (out, *rest)
 
 
 def _by_layout(layout):
     def forward(problem, tensors):
-        out, lse, statistics = cpu.KERNEL.forward(problem, tensors)
+        out, lse, statistics = run_forward(cpu.KERNEL, problem, tensors)
         return out, nudged(lse) if problem.layout == layout else lse, statistics
 
     return forward
@@ -56,7 +59,7 @@ def _by_layout(layout):
 
 def _by_keys(problem, tensors):
     """As a split chosen by the longest neighbour would."""
-    out, *rest = cpu.KERNEL.forward(problem, tensors)
+    out, *rest = run_forward(cpu.KERNEL, problem, tensors)
     longest = int(tensors.kv_lens.max()) if tensors.kv_lens is not None else problem.Skv
     total = int(tensors.kv_lens.sum()) if tensors.kv_lens is not None else 0
     changed = torch.stack([*map(nudged, out)])
@@ -64,13 +67,13 @@ def _by_keys(problem, tensors):
 
 
 def _by_padding(problem, tensors):
-    out, *rest = cpu.KERNEL.forward(problem, tensors)
+    out, *rest = run_forward(cpu.KERNEL, problem, tensors)
     return (nudged(out), *rest) if problem.Skv > SMALL.S + 200 else (out, *rest)
 
 
 def _by_queries(problem, tensors):
     """A token decoded by itself, whatever the batch."""
-    out, *rest = cpu.KERNEL.forward(problem, tensors)
+    out, *rest = run_forward(cpu.KERNEL, problem, tensors)
     decoded = problem.Sq == 1 < problem.Skv
     return (torch.stack([*map(nudged, out)]), *rest) if decoded else (out, *rest)
 
@@ -107,7 +110,7 @@ def test_the_cpu_keeps_what_it_claims(check):
 def test_every_check_catches_a_kernel_that_breaks_it(check, monkeypatch):
     if check.refuses(SMALL) is not None:
         pytest.skip("needs a GPU")
-    outcome = run(check, SMALL, faulty(monkeypatch, forward=FAULTS[check.name]))
+    outcome = run(check, SMALL, faulty(monkeypatch, prepare=preparing(FAULTS[check.name])))
     assert not outcome.ok
     assert outcome.difference.tensor in ("out", "lse")
 
@@ -117,22 +120,26 @@ def test_gradients_are_compared(tensor, monkeypatch):
     turns = itertools.count()
 
     def backward(*args):
-        grads = cpu.KERNEL.backward(*args)
+        grads = run_backward(cpu.KERNEL, *args)
         field = tensor[1]
         changed = nudged(getattr(grads, field)) if next(turns) % 2 else getattr(grads, field)
         return grads._replace(**{field: changed})
 
-    outcome = run(determinism.CHECKS[0], SMALL, faulty(monkeypatch, backward=backward))
+    outcome = run(
+        determinism.CHECKS[0],
+        SMALL,
+        faulty(monkeypatch, prepare_backward=preparing_backward(backward)),
+    )
     assert outcome.difference.tensor == tensor
 
 
 def test_without_a_backward_the_forward_is_audited(monkeypatch):
-    kernel = faulty(monkeypatch, backward=None)
+    kernel = faulty(monkeypatch, prepare_backward=None)
     assert all(outcome.ok for outcome in audit(CHECKS, SMALL, [kernel]))
 
 
 def test_what_is_not_claimed_is_not_held_against_a_kernel(monkeypatch):
-    kernel = faulty(monkeypatch, forward=_by_queries, query_invariant=False)
+    kernel = faulty(monkeypatch, prepare=preparing(_by_queries), query_invariant=False)
     outcomes = list(audit(CHECKS, SMALL, [kernel]))
     assert all(outcome.ok for outcome in outcomes)
     assert [o.skipped for o in outcomes if o.claim == "query_invariant"] == ["not claimed"] * 2
@@ -167,7 +174,7 @@ def test_calls_that_a_kernel_refuses_are_left_out_and_the_rest_is_compared(monke
     assert outcome.skipped is None
     assert outcome.left_out == ("takes 16 queries or more",)
     assert 0 < outcome.comparisons < run(check, SMALL, cpu.KERNEL).comparisons
-    assert not run(check, SMALL, choosy(monkeypatch, forward=_by_keys)).ok
+    assert not run(check, SMALL, choosy(monkeypatch, prepare=preparing(_by_keys))).ok
 
 
 def test_gradients_that_a_kernel_refuses_are_left_out_and_the_forward_is_compared(monkeypatch):
@@ -179,7 +186,7 @@ def test_gradients_that_a_kernel_refuses_are_left_out_and_the_forward_is_compare
     assert outcome.ok
     assert outcome.left_out == ("no gradients: takes up to 64 keys",)
     assert outcome.comparisons == run(named("the same call"), SMALL, cpu.KERNEL).comparisons
-    kernel = faulty(monkeypatch, supports_backward=refuses_long_ones, forward=_by_turns)
+    kernel = faulty(monkeypatch, supports_backward=refuses_long_ones, prepare=preparing(_by_turns))
     assert not run(named("the same call"), SMALL, kernel).ok
 
 
@@ -188,9 +195,9 @@ def test_calls_ask_for_query_invariance_only_where_it_is_checked(monkeypatch):
 
     def forward(problem, tensors):
         asked.add(problem.query_invariant)
-        return cpu.KERNEL.forward(problem, tensors)
+        return run_forward(cpu.KERNEL, problem, tensors)
 
-    kernel = faulty(monkeypatch, forward=forward)
+    kernel = faulty(monkeypatch, prepare=preparing(forward))
     for check in CHECKS:
         if check.refuses(SMALL) is None:
             asked.clear()
@@ -199,7 +206,7 @@ def test_calls_ask_for_query_invariance_only_where_it_is_checked(monkeypatch):
 
 
 def test_an_audit_stops_at_the_first_difference(monkeypatch):
-    kernel = faulty(monkeypatch, forward=_by_batch)
+    kernel = faulty(monkeypatch, prepare=preparing(_by_batch))
     outcomes = list(audit(CHECKS, SMALL, [kernel, cpu.KERNEL]))
     assert [outcome.ok for outcome in outcomes] == [True, True, True, True, False]
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kernel_calls import forward as run_forward
+from kernel_calls import preparing
 from typer.testing import CliRunner
 
 from lockstep import cli, dispatch
@@ -54,10 +56,10 @@ def test_a_difference_ends_it_with_status_1_and_its_place(monkeypatch):
     turns = iter(range(100))
 
     def forward(problem, tensors):
-        out, *rest = cpu.KERNEL.forward(problem, tensors)
+        out, *rest = run_forward(cpu.KERNEL, problem, tensors)
         return out + 1e-3 * next(turns), *rest
 
-    kernel = replace(cpu.KERNEL, name="fickle", forward=forward)
+    kernel = replace(cpu.KERNEL, name="fickle", prepare=preparing(forward))
     monkeypatch.setattr(dispatch, "KERNELS", (kernel,))
     result = runner.invoke(cli.app, SMALL)
     assert result.exit_code == 1

@@ -9,6 +9,9 @@ from random import Random
 
 import pytest
 import torch
+from kernel_calls import backward as run_backward
+from kernel_calls import forward as run_forward
+from kernel_calls import preparing, preparing_backward
 from typer.testing import CliRunner
 
 from lockstep import cli, dispatch
@@ -27,10 +30,10 @@ def toy(monkeypatch):
 
     def register(spoil: Callable[..., torch.Tensor]) -> str:
         def forward(problem, tensors):
-            out, *rest = cpu.KERNEL.forward(problem, tensors)
+            out, *rest = run_forward(cpu.KERNEL, problem, tensors)
             return spoil(problem, tensors, out), *rest
 
-        kernel = replace(cpu.KERNEL, name=f"toy {id(spoil)}", forward=forward)
+        kernel = replace(cpu.KERNEL, name=f"toy {id(spoil)}", prepare=preparing(forward))
         monkeypatch.setattr(dispatch, "KERNELS", (kernel, cpu.KERNEL))
         return kernel.name
 
@@ -65,10 +68,11 @@ def test_an_output_that_was_never_written_is_found(toy):
 
 def test_a_wrong_gradient_is_found(monkeypatch):
     def backward(*given):
-        found = cpu.KERNEL.backward(*given)
+        found = run_backward(cpu.KERNEL, *given)
         return found._replace(k=found.k * 1.0001)
 
-    kernel = replace(cpu.KERNEL, name="toy backward", backward=backward, prepare_backward=None)
+    prepare_backward = preparing_backward(backward)
+    kernel = replace(cpu.KERNEL, name="toy backward", prepare_backward=prepare_backward)
     monkeypatch.setattr(dispatch, "KERNELS", (kernel, cpu.KERNEL))
     case, seeds = dense(), (torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9))
     assert set(exact_checks.exact(case, seeds, "cpu")) == {"out", "lse", "dq", "dk", "dv"}

@@ -125,8 +125,8 @@ def statistics_of(problem: AttentionProblem, lse: torch.Tensor) -> torch.Tensor:
 
 
 def _refuses_backward(kernel: Kernel, problem: AttentionProblem) -> bool:
-    if kernel.backward is None or kernel.supports_backward is None:
-        return kernel.backward is None
+    if kernel.prepare_backward is None or kernel.supports_backward is None:
+        return kernel.prepare_backward is None
     return kernel.supports_backward(problem) is not None
 
 

@@ -22,12 +22,17 @@ from lockstep import dispatch
 from lockstep.cache import Cache
 from lockstep.kernels.hopper.backward import call as backward_call
 from lockstep.kernels.hopper.backward.narrow import call as narrow
-from lockstep.kernels.kernel import Given, Needs, addresses_of
+from lockstep.kernels.kernel import BackwardTensors, Needs
 from lockstep.kernels.triton import launch as triton_launch
 from lockstep.problem import AttentionProblem, Tensors, describe, make_options
 
 BF16 = torch.bfloat16
 STREAM = 5
+COPIED = ("q", "k", "v", "dout")
+
+
+def addresses_of(tensors: list[torch.Tensor | None]) -> list[int]:
+    return [0 if x is None else x.data_ptr() for x in tensors]
 
 
 def first_bytes(address: int) -> bytes:
@@ -98,31 +103,32 @@ def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(shape).to(BF16)
 
 
-def dense(S: int = 70, D: int = 64, **more: Any) -> Given:
+def dense(S: int = 70, D: int = 64, **more: Any) -> BackwardTensors:
     q, dout = drawn(2, 4, S, D), drawn(2, 4, S, D)
     k, v = drawn(2, 2, 300, D), drawn(2, 2, 300, D)
     statistics, dlse = torch.rand(2, 4, S, 2), torch.randn(2, 4, S)
-    return (*Tensors(q, k, v, **more), drawn(2, 4, S, D), statistics, dout, dlse)
+    tensors = Tensors(q, k, v, **more)
+    return BackwardTensors(*tensors, drawn(2, 4, S, D), statistics, dout, dlse)
 
 
-def varlen(D: int = 64) -> Given:
+def varlen(D: int = 64) -> BackwardTensors:
     q, dout, k, v = (drawn(300, 4, D) for _ in range(4))
     offsets = [torch.tensor([0, n, 300], dtype=torch.int32) for n in (100, 120)]
     tensors = Tensors(q, k, v, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
-    return (*tensors, drawn(300, 4, D), torch.randn(300, 4), dout, torch.randn(300, 4))
+    out, statistics, dlse = drawn(300, 4, D), torch.rand(300, 4, 2), torch.randn(300, 4)
+    return BackwardTensors(*tensors, out, statistics, dout, dlse)
 
 
-def odd(D: int = 64) -> Given:
+def odd(D: int = 64) -> BackwardTensors:
     """q and dout at addresses that are copied."""
-    given = list(dense(D=D))
-    for i in (0, 11):
-        given[i] = drawn(given[i].numel() + 1)[1:].view_as(given[i])
-    return tuple(given)
+    given = dense(D=D)
+    q, dout = (drawn(x.numel() + 1)[1:].view_as(x) for x in (given.q, given.dout))
+    return given._replace(q=q, dout=dout)
 
 
 CASES = {
     "dense": dense,
-    "without dlse": lambda **sizes: (*dense(**sizes)[:-1], None),
+    "without dlse": lambda **sizes: dense(**sizes)._replace(dlse=None),
     "sinks": lambda **sizes: dense(sinks=torch.randn(4), **sizes),
     "kv_lens": lambda **sizes: dense(kv_lens=torch.tensor([7, 300]), **sizes),
     "varlen": varlen,
@@ -130,29 +136,29 @@ CASES = {
 }
 
 
-def needs_of(given: Given, names: str = "qkv") -> Needs:
-    return Needs(*(name in names for name in "qkv"), bias=False, sinks=given[4] is not None)
+def needs_of(given: BackwardTensors, names: str = "qkv") -> Needs:
+    return Needs(*(name in names for name in "qkv"), bias=False, sinks=given.sinks is not None)
 
 
-def problem_of(given: Given) -> AttentionProblem:
-    problem = describe(Tensors._make(given[:9]), make_options(True, None, None, None))
+def problem_of(tensors: Tensors) -> AttentionProblem:
+    problem = describe(tensors, make_options(True, None, None, None))
     return replace(problem, device_type="cuda")
 
 
-def prepare(kernel: str, given: Given, needs: Needs | None = None) -> Any:
+def prepare(kernel: str, given: BackwardTensors, needs: Needs | None = None) -> Any:
     (found,) = dispatch.candidates(kernel)
-    return found.prepare_backward(problem_of(given), given, needs or needs_of(given))
+    return found.prepare_backward(problem_of(given.inputs), given, needs or needs_of(given))
 
 
-def run(call: Any, launches: Launches, given: Given) -> list[Any]:
+def run(call: Any, launches: Launches, given: BackwardTensors) -> list[Any]:
     """Launches of a call, with names in place of addresses, and places in workspaces."""
     start = len(launches.log)
-    grads = call(given, addresses_of(given))
-    fields = (*Tensors._fields, "out", "statistics", "dout", "dlse")
-    names = dict(zip(addresses_of(given), fields, strict=True))
+    grads = call(given, given.addresses())
+    fields = BackwardTensors._fields
+    names = dict(zip(given.addresses(), fields, strict=True))
     names |= {x.data_ptr(): f"d{name}" for name, x in grads._asdict().items() if x is not None}
     names[0] = None
-    copies = {first_bytes(given[i].data_ptr()): f"a copy of {fields[i]}" for i in (0, 1, 2, 11)}
+    copies = {first_bytes(getattr(given, n).data_ptr()): f"a copy of {n}" for n in COPIED}
     # The fifth argument of the first kernel, whichever it is.
     workspace = launches.log[start][2][4]
     n_bytes = 16 * math.prod(call.problem.lse_shape)
@@ -221,7 +227,7 @@ def test_no_tensor_is_kept(launches, kernel, D):
     given = dense(D=D)
     call = prepare(kernel, given)
     for _ in range(3):
-        grads = call(given, addresses_of(given))
+        grads = call(given, given.addresses())
     seen = [weakref.ref(x) for x in (*given, *grads) if x is not None]
     del given, grads
     assert [x() for x in seen] == [None] * len(seen)
@@ -237,7 +243,7 @@ def test_threads_that_come_while_another_compiles(launches, kernel, D):
         inner.extend(run(call, launches, given) for _ in range(4))
 
     launches.during_compilation = others_come
-    call(given, addresses_of(given))
+    call(given, given.addresses())
     assert inner == [run(call, launches, given)] * 4
 
 
@@ -246,7 +252,7 @@ def test_a_thread_that_comes_while_a_split_forward_compiles(launches, monkeypatc
     tensors = Tensors(drawn(1, 4, 1, 64), *(drawn(1, 2, 8192, 64) for _ in range(2)))
     device = triton_launch.Device(132, 232448, True, False, True, 64)
     monkeypatch.setattr(triton_launch, "device_of", lambda _: device)
-    call = triton_launch.prepare(problem_of((*tensors, None)), tensors)
+    call = triton_launch.prepare(problem_of(tensors), tensors)
     names = []
 
     def another_comes(name: str) -> None:

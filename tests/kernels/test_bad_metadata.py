@@ -46,7 +46,7 @@ from triton_device import (
     use_small_tiles,
 )
 
-from lockstep.kernels.kernel import Needs
+from lockstep.kernels.kernel import BackwardTensors, Needs
 from lockstep.kernels.triton import backward, launch
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -68,11 +68,12 @@ def interpret(case: Case, seeds: tuple[torch.Tensor, torch.Tensor] | None) -> Re
 
     problem, tensors = pose(case)
     with checked():
-        out, lse, statistics = launch.forward(problem, tensors)
+        out, lse, statistics = launch.prepare(problem, tensors)(tensors, tensors.addresses())
         if seeds is None:
             return Result(out, lse)
         needs = Needs(True, True, True, tensors.bias is not None, tensors.sinks is not None)
-        grads = backward.backward(problem, tensors, out, statistics, *seeds, needs)
+        saved = BackwardTensors(*tensors, out, statistics, *seeds)
+        grads = backward.prepare_backward(problem, saved, needs)(saved, saved.addresses())
     return Result(out, lse, {n: x for n, x in grads._asdict().items() if x is not None})
 
 

@@ -11,6 +11,8 @@ import random
 import pytest
 import torch
 from hopper_cases import KINDS, random_case
+from kernel_calls import backward as run_backward
+from kernel_calls import forward as run_forward
 from problems import (
     Case,
     assert_allowed,
@@ -26,7 +28,7 @@ from problems import (
 from lockstep import reference
 from lockstep.kernels.hopper import KERNEL
 from lockstep.kernels.hopper.backward.narrow import call as narrow
-from lockstep.kernels.kernel import Needs
+from lockstep.kernels.kernel import BackwardTensors, Needs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,7 +57,7 @@ def gradients(case: Case, seeds: tuple[torch.Tensor, torch.Tensor]) -> dict[str,
     saved = run(case, reference)
     out, statistics = saved.out.to(problem.dtype), statistics_of(problem, saved.lse)
     needs = Needs(True, True, True, False, tensors.sinks is not None)
-    found = KERNEL.backward(problem, tensors, out, statistics, *seeds, needs)
+    found = run_backward(KERNEL, problem, BackwardTensors(*tensors, out, statistics, *seeds), needs)
     return {f"d{name}": x for name, x in found._asdict().items() if x is not None}
 
 
@@ -317,13 +319,14 @@ def test_no_hang(D, kind, monkeypatch):
     needs = Needs(True, True, True, False, False)
     for i in range(10_000 // len(KINDS)):
         problem, tensors = pose(random_case(draws, pool, D, kind))
-        out, _, statistics = KERNEL.forward(problem, tensors)
+        out, _, statistics = run_forward(KERNEL, problem, tensors)
         dout = pool[: out.numel()].view(out.shape)
-        found = KERNEL.backward(problem, tensors, out, statistics, dout, None, needs)
+        saved = BackwardTensors(*tensors, out, statistics, dout, None)
+        found = run_backward(KERNEL, problem, saved, needs)
         for x in (found.q, found.k, found.v):
             unwritten += x.isnan().sum()
             # The next results lie where these did.
             x.fill_(math.nan)
-        del out, statistics, found, x
+        del out, statistics, saved, found, x
         if i % 500 == 499:
             assert int(unwritten) == 0

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hopper_cases import KINDS, random_case
+from kernel_calls import forward
 from problems import Case, assert_allowed, draw, draw_varlen, pose, same_bits
 
 from lockstep.kernels import hopper
@@ -45,7 +46,7 @@ def on_gpu(case: Case) -> Case:
 def launch(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the Hopper kernel for a case on the GPU, whether dispatch would choose it
     or not."""
-    return hopper.KERNEL.forward(*pose(case))[:2]
+    return forward(hopper.KERNEL, *pose(case))[:2]
 
 
 def hopper_run(case: Case) -> tuple[torch.Tensor, torch.Tensor]:

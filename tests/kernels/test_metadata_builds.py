@@ -26,7 +26,7 @@ from lockstep.kernels import hopper
 from lockstep.kernels.hopper.backward import call as backward_call
 from lockstep.kernels.hopper.forward import launch as hopper_launch
 from lockstep.kernels.hopper.forward import sequence_order
-from lockstep.kernels.kernel import Needs, addresses_of
+from lockstep.kernels.kernel import BackwardTensors, Needs
 from lockstep.kernels.triton import backward, launch, plan
 from lockstep.kernels.triton.sequences import bounds_of
 
@@ -79,9 +79,9 @@ def compiled(monkeypatch, unassembled) -> list[str]:
 def derive(prepare: Any, case: Case) -> None:
     problem, tensors = pose(case)
     out, lse = torch.empty(problem.out_shape, dtype=BF16), torch.empty(problem.lse_shape)
-    given = (*tensors, out, lse, out, lse)
+    given = BackwardTensors(*tensors, out, lse, out, lse)
     needs = Needs(True, True, True, tensors.bias is not None, tensors.sinks is not None)
-    prepare(replace(problem, device_type="cuda"), given, needs)(given, addresses_of(given))
+    prepare(replace(problem, device_type="cuda"), given, needs)(given, given.addresses())
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,8 @@ def derive(prepare: Any, case: Case) -> None:
 )
 def test_forward(compiled, monkeypatch, case):
     monkeypatch.setattr(launch, "device_of", lambda _: HOPPER)
-    launch.forward(*pose(case))
+    problem, tensors = pose(case)
+    launch.prepare(problem, tensors)(tensors, tensors.addresses())
     assert compiled[0] == "attend"
 
 

@@ -28,7 +28,7 @@ from problems import (
 )
 
 from lockstep import reference
-from lockstep.kernels.kernel import Needs
+from lockstep.kernels.kernel import BackwardTensors, Needs
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -51,15 +51,14 @@ def gradients(case: Case, seeds) -> dict[str, torch.Tensor]:
     problem, tensors = pose(case)
     exact = run(case, reference)
     needs = Needs(*(getattr(tensors, name) is not None for name in Needs._fields))
-    grads = triton_backward.backward(
-        problem,
-        tensors,
+    saved = BackwardTensors(
+        *tensors,
         exact.out.to(problem.dtype).contiguous(),
         statistics_of(problem, exact.lse),
         seeds[0].to(problem.dtype),
         seeds[1].to(problem.lse_dtype),
-        needs,
     )
+    grads = triton_backward.prepare_backward(problem, saved, needs)(saved, saved.addresses())
     return {name: grad for name, grad in grads._asdict().items() if grad is not None}
 
 

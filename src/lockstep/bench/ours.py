@@ -41,7 +41,7 @@ def _entrant(kernel: Kernel, name: str, **options: Any) -> Entrant:
     return Entrant(
         name,
         prefill=partial(_prefill, options=options),
-        backward=kernel.backward is not None and plain,
+        backward=kernel.prepare_backward is not None and plain,
         decode=partial(_decode, options=options),
         varlen=partial(_varlen, options=options) if plain else None,
         kind="ours",

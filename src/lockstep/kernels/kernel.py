@@ -11,21 +11,54 @@ from torch import Tensor
 from lockstep.problem import AttentionProblem, Tensors
 
 __all__ = [
+    "BackwardTensors",
     "Given",
     "Gradients",
     "Kernel",
+    "Merge",
     "Needs",
     "Prepared",
     "PreparedBackward",
     "Result",
     "Tensors",
-    "addresses_of",
 ]
 
 Result = tuple[Tensor, Tensor, "Tensor | None"]
 """out, lse and statistics, as `Kernel` says."""
-Prepared = Callable[[Tensors, "list[int]"], Result]
-"""Runs one kind of call: takes its tensors and their addresses, 0 where there is none."""
+
+
+Given = tuple["Tensor | None", ...]
+"""`Tensors` or `BackwardTensors`."""
+
+
+class BackwardTensors(NamedTuple):
+    """The tensors that a backward takes: those of the call, then its results and their gradients.
+
+    `dlse` is None where no gradient comes through lse.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    sinks: Tensor | None
+    kv_lens: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    page_table: Tensor | None
+    out: Tensor
+    statistics: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+
+    @property
+    def inputs(self) -> Tensors:
+        """The tensors of the call."""
+        return Tensors._make(self[: len(Tensors._fields)])
+
+    def addresses(self) -> list[int]:
+        """The address of each tensor, 0 where there is none."""
+        return [0 if x is None else x.data_ptr() for x in self]
 
 
 class Gradients(NamedTuple):
@@ -48,17 +81,22 @@ class Needs(NamedTuple):
     sinks: bool
 
 
-Given = tuple["Tensor | None", ...]
-"""The tensors of a call; for its gradients, then its out and statistics, dout and dlse."""
+Prepared = Callable[[Tensors, "list[int]"], Result]
+"""Runs one kind of call: takes its tensors and their addresses, 0 where there is none."""
+PreparedBackward = Callable[[BackwardTensors, "list[int]"], Gradients]
+"""Computes the gradients of one kind of call: takes its tensors and their addresses, 0 where there
+is none."""
 
 
-def addresses_of(given: Given) -> list[int]:
-    """0 where there is no tensor."""
-    return [0 if x is None else x.data_ptr() for x in given]
+class Merge(NamedTuple):
+    """How a kernel combines partial results: `lockstep.merge`.
 
+    `supports` says whether `run` takes parts with the device and the dtype of this one. `run` takes
+    contiguous parts `out` [..., Dv] and `lse` [...], and combines them in the order given.
+    """
 
-PreparedBackward = Callable[[Given, "list[int]"], Gradients]
-"""Derives one kind of call: takes all tensors and their addresses, 0 where there is none."""
+    supports: Callable[[Tensor], bool]
+    run: Callable[[list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,15 +104,21 @@ class Kernel:
     """One way to run attention.
 
     `supports` returns the reason for refusing a problem, or None; `supports_backward`, where there
-    is one, the reason for refusing its gradients alone. `forward` returns `out`, `lse` and
-    `statistics`, all contiguous, in the shapes and dtypes the problem gives. `backward` takes what
-    forward took, then `out, statistics, dout, dlse, needs`; `dlse` is None where no gradient comes
-    through lse. Both may rely on `q`, `k`, `v` and `dout` having a contiguous last dim, on a bias
-    of 4 dims, whose strides may be any, 0 included, and on contiguous sinks, lengths, offsets and
-    rows of page tables. On a CPU they may rely on lengths, offsets and page indices within their
-    bounds; on a GPU nobody has looked at these, and rows of sequences for which they are wrong
-    become NaN, in gradients too, while other sequences keep their bits: `triton.sequences`. Neither
-    may return an input or a view of one.
+    is one, the reason for refusing its gradients alone.
+
+    `prepare` does for a problem and tensors everything that does not depend on data. What it
+    returns runs this call and all others whose tensors have the same shapes, strides, dtypes and
+    device, addresses that are equal modulo 16 bytes, and one tensor or two as cu_seqlens: it
+    returns `out`, `lse` and `statistics`, all contiguous, in the shapes and dtypes the problem
+    gives. `prepare_backward` does the same for gradients; it is None for a kernel without them.
+    Both may rely on `q`, `k`, `v` and `dout` having a contiguous last dim, on a bias of 4 dims,
+    whose strides may be any, 0 included, and on contiguous sinks, lengths, offsets and rows of page
+    tables. On a CPU they may rely on lengths, offsets and page indices within their bounds. On a
+    GPU these have not been checked: rows of sequences for which they are wrong become NaN, in
+    gradients too, while other sequences keep their bits (`triton.sequences`). Neither may return
+    an input or a view of one.
+
+    `merge`, where there is one, combines partial results; the first kernel that takes them does.
 
     `statistics` [*lse.shape, 2] are (m, l) of each row: with scores s as the kernel has them, the
     weights of the row are `exp2((s - m) * unit) / l`, sink included. s - m comes first: it is exact
@@ -82,11 +126,6 @@ class Kernel:
     CPU, s and m are in natural units, as bias, sinks and lse are, and unit = log2(e); on a GPU,
     where one kernel may derive what another ran, `AttentionProblem.score_unit` says which they
     have. A row that sees no key has (inf, 1). None where the problem has no gradient.
-
-    `prepare`, where there is one, does for a problem and tensors what `forward` does before it
-    looks at data. What it returns then serves all calls whose tensors have the same shapes,
-    strides, dtypes and device, addresses that are equal modulo 16 bytes, and one tensor or two as
-    cu_seqlens. `prepare_backward` is to `backward` what `prepare` is to `forward`.
 
     Four are claims; the audits test exactly what is claimed:
 
@@ -101,17 +140,11 @@ class Kernel:
 
     name: str
     supports: Callable[[AttentionProblem], str | None]
-    forward: Callable[[AttentionProblem, Tensors], Result]
-    backward: (
-        Callable[
-            [AttentionProblem, Tensors, Tensor, Tensor, Tensor, Tensor | None, Needs], Gradients
-        ]
-        | None
-    )
+    prepare: Callable[[AttentionProblem, Tensors], Prepared]
+    prepare_backward: Callable[[AttentionProblem, BackwardTensors, Needs], PreparedBackward] | None
     deterministic: bool
     batch_invariant: bool
     constant_time: bool
     query_invariant: bool = False
     supports_backward: Callable[[AttentionProblem], str | None] | None = None
-    prepare: Callable[[AttentionProblem, Tensors], Prepared] | None = None
-    prepare_backward: Callable[[AttentionProblem, Given, Needs], PreparedBackward] | None = None
+    merge: Merge | None = None

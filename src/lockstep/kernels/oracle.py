@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
-from torch import Tensor
 
-from lockstep import reference
-from lockstep.kernels.kernel import Gradients, Kernel, Needs, Result
+from lockstep import numerics, reference
+from lockstep.kernels.kernel import (
+    BackwardTensors,
+    Gradients,
+    Kernel,
+    Merge,
+    Needs,
+    Prepared,
+    PreparedBackward,
+    Result,
+)
 from lockstep.problem import AttentionProblem, Tensors
 
 
-def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
+def prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
+    """`Kernel.prepare`"""
+    return partial(_run, problem)
+
+
+def _run(problem: AttentionProblem, tensors: Tensors, addresses: list[int]) -> Result:
     with torch.no_grad():
         out, lse = reference.evaluate(problem, tensors)
     # The backward evaluates everything again.
@@ -21,14 +35,15 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
     return out.contiguous(), lse.contiguous(), statistics
 
 
-def backward(
-    problem: AttentionProblem,
-    tensors: Tensors,
-    out: Tensor,
-    statistics: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    needs: Needs,
+def prepare_backward(
+    problem: AttentionProblem, tensors: BackwardTensors, needs: Needs
+) -> PreparedBackward:
+    """`Kernel.prepare_backward`"""
+    return partial(_run_backward, problem, needs)
+
+
+def _run_backward(
+    problem: AttentionProblem, needs: Needs, tensors: BackwardTensors, addresses: list[int]
 ) -> Gradients:
     wanted = {n: getattr(tensors, n).detach() for n in needs._fields if getattr(needs, n)}
     if problem.B == 0:
@@ -37,10 +52,10 @@ def backward(
         with _autograd_inside_an_operator():
             for leaf in wanted.values():
                 leaf.requires_grad_()
-            out, lse = reference.evaluate(problem, tensors._replace(**wanted))
-            loss = (out * dout).sum()
-            if dlse is not None:
-                loss = loss + (lse * dlse).sum()
+            out, lse = reference.evaluate(problem, tensors.inputs._replace(**wanted))
+            loss = (out * tensors.dout).sum()
+            if tensors.dlse is not None:
+                loss = loss + (lse * tensors.dlse).sum()
             grads = torch.autograd.grad(loss, list(wanted.values()))
     found = {name: grad.contiguous() for name, grad in zip(wanted, grads, strict=True)}
     return Gradients(*(found.get(name) for name in Gradients._fields))
@@ -66,9 +81,10 @@ def supports(problem: AttentionProblem) -> str | None:
 KERNEL = Kernel(
     name="oracle",
     supports=supports,
-    forward=forward,
-    backward=backward,
+    prepare=prepare,
+    prepare_backward=prepare_backward,
     deterministic=False,
     batch_invariant=False,
     constant_time=False,
+    merge=Merge(supports=lambda part: True, run=numerics.merge),
 )

@@ -20,31 +20,50 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.cpu import processes as processes
-from lockstep.kernels.kernel import Gradients, Kernel, Needs, Result
+from lockstep.kernels.kernel import (
+    BackwardTensors,
+    Gradients,
+    Kernel,
+    Merge,
+    Needs,
+    Prepared,
+    PreparedBackward,
+    Result,
+)
 from lockstep.problem import AttentionProblem, Tensors
 
 # Positions are compared as int32 inside tiles.
 MAX_LENGTH = 1 << 28
 
 
-def _forward(problem: AttentionProblem, tensors: Tensors) -> Result:
+def _prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
     from lockstep.kernels.cpu.forward import forward
 
-    return forward(problem, tensors)
+    def run(tensors: Tensors, addresses: list[int]) -> Result:
+        return forward(problem, tensors)
+
+    return run
 
 
-def _backward(
-    problem: AttentionProblem,
-    tensors: Tensors,
-    out: Tensor,
-    statistics: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    needs: Needs,
-) -> Gradients:
+def _prepare_backward(
+    problem: AttentionProblem, tensors: BackwardTensors, needs: Needs
+) -> PreparedBackward:
     from lockstep.kernels.cpu.backward import backward
 
-    return backward(problem, tensors, out, statistics, dout, dlse, needs)
+    def run(tensors: BackwardTensors, addresses: list[int]) -> Gradients:
+        return backward(problem, tensors, needs)
+
+    return run
+
+
+def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    from lockstep.kernels.cpu.merge import merge
+
+    return merge(outs, lses)
+
+
+def _supports_merge(part: Tensor) -> bool:
+    return part.device.type == "cpu" and part.dtype != torch.float64
 
 
 def supports(problem: AttentionProblem) -> str | None:
@@ -62,10 +81,11 @@ def supports(problem: AttentionProblem) -> str | None:
 KERNEL = Kernel(
     name="cpu",
     supports=supports,
-    forward=_forward,
-    backward=_backward,
+    prepare=_prepare,
+    prepare_backward=_prepare_backward,
     deterministic=True,
     batch_invariant=True,
     constant_time=False,
     query_invariant=True,
+    merge=Merge(_supports_merge, _merge),
 )

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lockstep.kernels.cpu import processes, scalar
 from lockstep.kernels.cpu.arguments import argument, enter, record_at, take_ticket
@@ -59,7 +58,7 @@ from lockstep.kernels.cpu.wide import (
 )
 
 if TYPE_CHECKING:
-    from lockstep.kernels.kernel import Gradients, Needs, Tensors
+    from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs
     from lockstep.problem import AttentionProblem
 
 ITEM = np.dtype(
@@ -266,20 +265,13 @@ def _items(
     return np.array(rows, ITEM)
 
 
-def backward(
-    problem: AttentionProblem,
-    tensors: Tensors,
-    out: Tensor,
-    statistics: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    needs: Needs,
-) -> Gradients:
+def backward(problem: AttentionProblem, saved: BackwardTensors, needs: Needs) -> Gradients:
     """The gradients asked for, each in the shape and dtype of its tensor."""
     from lockstep.kernels.kernel import Gradients
 
+    tensors = saved.inputs
     D, Dv = problem.D, problem.Dv
-    described = describe(problem, tensors, out, None, statistics)
+    described = describe(problem, tensors, saved.out, None, saved.statistics)
     q_dims, k_dims = query_dims(problem), kv_dims(problem)
     # Keys and queries that no one sees keep these zeros.
     dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype) for t in (tensors.q, tensors.k, tensors.v))
@@ -290,12 +282,12 @@ def backward(
     n_sums = int(tiles.sum()) * LANES * (-(-D // MR) * MR) if needs.q else 0
     dq_tiles = np.zeros(n_sums, np.float32)
     record = np.zeros(1, GRADIENT)
-    for name, tensor in (("dout", dout), ("delta", delta), ("dq", dq)):
+    for name, tensor in (("dout", saved.dout), ("delta", delta), ("dq", dq)):
         record[name] = strided(tensor, q_dims)
     for name, tensor in (("dk", dk), ("dv", dv)):
         record[name] = strided(tensor, k_dims)
-    if dlse is not None:
-        record["dlse"] = strided(dlse, q_dims)
+    if saved.dlse is not None:
+        record["dlse"] = strided(saved.dlse, q_dims)
     record["dq_tiles"], record["first_tile"] = address(dq_tiles), address(first_tile)
     scratch = _scratch_bytes(D, Dv)
     row_deltas(problem, described, record, scratch)

@@ -15,18 +15,8 @@ from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
 
-from lockstep.kernels.kernel import (
-    Given,
-    Gradients,
-    Kernel,
-    Needs,
-    Prepared,
-    PreparedBackward,
-    Result,
-    addresses_of,
-)
+from lockstep.kernels.kernel import BackwardTensors, Kernel, Needs, Prepared, PreparedBackward
 from lockstep.problem import AttentionProblem, Tensors
 
 MAX_HEAD_DIM = 256
@@ -48,33 +38,16 @@ def _prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
     return prepare(problem, tensors)
 
 
-def _forward(problem: AttentionProblem, tensors: Tensors) -> Result:
-    from lockstep.kernels.hopper.forward.launch import forward
-
-    return forward(problem, tensors)
-
-
-def _backward(
-    problem: AttentionProblem,
-    tensors: Tensors,
-    out: Tensor,
-    statistics: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    needs: Needs,
-) -> Gradients:
-    given = (*tensors, out, statistics, dout, dlse)
-    return _prepare_backward(problem, given, needs)(given, addresses_of(given))
-
-
-def _prepare_backward(problem: AttentionProblem, given: Given, needs: Needs) -> PreparedBackward:
+def _prepare_backward(
+    problem: AttentionProblem, tensors: BackwardTensors, needs: Needs
+) -> PreparedBackward:
     if max(problem.D, problem.Dv) > MAX_ONE_PASS_HEAD_DIM:
         from lockstep.kernels.hopper.backward.wide.call import WideCall
 
-        return WideCall(problem, given, needs)
+        return WideCall(problem, tensors, needs)
     from lockstep.kernels.hopper.backward.narrow.call import NarrowCall
 
-    return NarrowCall(problem, given, needs)
+    return NarrowCall(problem, tensors, needs)
 
 
 @lru_cache(maxsize=1)
@@ -133,8 +106,8 @@ def supports_backward(problem: AttentionProblem) -> str | None:
 KERNEL = Kernel(
     name="hopper",
     supports=supports,
-    forward=_forward,
-    backward=_backward,
+    prepare=_prepare,
+    prepare_backward=_prepare_backward,
     deterministic=True,
     batch_invariant=True,
     # Fixed maxima and the second pass branch on data.
@@ -142,6 +115,4 @@ KERNEL = Kernel(
     # Its rows do not depend on the other queries, but a few queries run elsewhere: MIN_QUERIES.
     query_invariant=False,
     supports_backward=supports_backward,
-    prepare=_prepare,
-    prepare_backward=_prepare_backward,
 )

@@ -27,7 +27,14 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kernel import Given, Gradients, Kernel, Needs, Prepared, PreparedBackward
+from lockstep.kernels.kernel import (
+    BackwardTensors,
+    Kernel,
+    Merge,
+    Needs,
+    Prepared,
+    PreparedBackward,
+)
 from lockstep.problem import AttentionProblem, Tensors
 
 MAX_HEAD_DIM = 512
@@ -45,30 +52,22 @@ def _prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
     return prepare(problem, tensors)
 
 
-def _forward(problem: AttentionProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    from lockstep.kernels.triton.launch import forward
-
-    return forward(problem, tensors)
-
-
-def _backward(
-    problem: AttentionProblem,
-    tensors: Tensors,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    needs: Needs,
-) -> Gradients:
-    from lockstep.kernels.triton.backward import backward
-
-    return backward(problem, tensors, out, lse, dout, dlse, needs)
-
-
-def _prepare_backward(problem: AttentionProblem, given: Given, needs: Needs) -> PreparedBackward:
+def _prepare_backward(
+    problem: AttentionProblem, tensors: BackwardTensors, needs: Needs
+) -> PreparedBackward:
     from lockstep.kernels.triton.backward import prepare_backward
 
-    return prepare_backward(problem, given, needs)
+    return prepare_backward(problem, tensors, needs)
+
+
+def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    from lockstep.kernels.triton.split_kv import merge
+
+    return merge(outs, lses)
+
+
+def _supports_merge(part: Tensor) -> bool:
+    return part.is_cuda and part.dtype in _DTYPES and installed()
 
 
 @lru_cache(maxsize=1)
@@ -127,12 +126,11 @@ def _device_supports(problem: AttentionProblem) -> str | None:
 KERNEL = Kernel(
     name="triton",
     supports=supports,
-    forward=_forward,
-    backward=_backward,
+    prepare=_prepare,
+    prepare_backward=_prepare_backward,
     deterministic=True,
     batch_invariant=True,
     constant_time=False,
     query_invariant=True,
-    prepare=_prepare,
-    prepare_backward=_prepare_backward,
+    merge=Merge(_supports_merge, _merge),
 )

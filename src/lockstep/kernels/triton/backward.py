@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lockstep.kernels.allocate import allocator
 from lockstep.kernels.device_call import DeviceCall
-from lockstep.kernels.kernel import Given, Gradients, Needs, PreparedBackward, addresses_of
+from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs, PreparedBackward
 from lockstep.kernels.triton.dbias import sum_bias
 from lockstep.kernels.triton.dkdv import sum_keys
 from lockstep.kernels.triton.dq import sum_queries
@@ -95,11 +95,11 @@ class Call(DeviceCall):
         *("new_rows", "new_dq", "new_dk", "new_dv", "new_dbias", "new_dsinks"),
     )
 
-    def __init__(self, problem: AttentionProblem, given: Given, needs: Needs) -> None:
+    def __init__(self, problem: AttentionProblem, given: BackwardTensors, needs: Needs) -> None:
         self.problem, self.needs = problem, needs
         aligned = _with_aligned_inputs(given)
         self.copies = not all(map(is_, aligned, given))
-        tensors, _, statistics, dout, _ = _split(aligned)
+        tensors, statistics, dout = aligned.inputs, aligned.statistics, aligned.dout
         self.device = dout.get_device()
         packed = problem.layout == "varlen"
         B = 1 if packed else problem.B
@@ -132,11 +132,11 @@ class Call(DeviceCall):
         )
         self.is_ready = False
 
-    def _run(self, given: Given, addresses: list[int]) -> Gradients:
+    def _run(self, given: BackwardTensors, addresses: list[int]) -> Gradients:
         if self.copies:
             # Held until the kernels are in the stream, as are rows.
             given = _with_aligned_inputs(given)
-            addresses = addresses_of(given)
+            addresses = given.addresses()
         if not self.is_ready:
             return self._first(given)
         q, k, v, bias, sinks, kv_lens, cu_q, cu_k, _, out, statistics, dout, dlse = addresses
@@ -162,9 +162,9 @@ class Call(DeviceCall):
             self.sinks.enqueue(stream, (sinks, cu_q, of_rows, dsinks.data_ptr(), 0))
         return self._wanted(dq, dk, dv, dbias, dsinks)
 
-    def _first(self, given: Given) -> Gradients:
+    def _first(self, given: BackwardTensors) -> Gradients:
         """A call that compiles, which takes tensors to see what they are."""
-        (q, k, v, bias, sinks, kv_lens, cu_q, cu_k, _), out, statistics, dout, dlse = _split(given)
+        q, k, v, bias, sinks, kv_lens, cu_q, cu_k, _, out, statistics, dout, dlse = given
         rows = statistics.new_empty(self.rows_shape)
         self.rows(out, dout, statistics, dlse, rows)
         dq = dk = dv = dbias = dsinks = None
@@ -203,37 +203,22 @@ class Call(DeviceCall):
         return Gradients(dq, dk if needs.k else None, dv if needs.v else None, dbias, dsinks)
 
 
-def prepare_backward(problem: AttentionProblem, given: Given, needs: Needs) -> PreparedBackward:
+def prepare_backward(
+    problem: AttentionProblem, given: BackwardTensors, needs: Needs
+) -> PreparedBackward:
     """`Kernel.prepare_backward`"""
     if 0 in (problem.B, problem.Sq, problem.Skv):
         return partial(_without_pairs, problem, needs)
     return Call(problem, given, needs)
 
 
-def backward(
-    problem: AttentionProblem,
-    tensors: Tensors,
-    out: Tensor,
-    statistics: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    needs: Needs,
-) -> Gradients:
-    """As `lockstep.kernels.kernel.Kernel.backward` says."""
-    given = (*tensors, out, statistics, dout, dlse)
-    return prepare_backward(problem, given, needs)(given, addresses_of(given))
-
-
-def _split(given: Given) -> tuple[Tensors, Any, Any, Any, Tensor | None]:
-    """The tensors of the call, out, statistics, dout and dlse."""
-    *tensors, out, statistics, dout, dlse = given
-    return Tensors._make(tensors), out, statistics, dout, dlse
-
-
-def _with_aligned_inputs(given: Given) -> Given:
-    q, k, v, *others, dout, dlse = given
-    q, k, v, dout = (_with_aligned_rows(x) for x in (q, k, v, dout))
-    return q, k, v, *others, dout, dlse
+def _with_aligned_inputs(given: BackwardTensors) -> BackwardTensors:
+    return given._replace(
+        q=_with_aligned_rows(given.q),
+        k=_with_aligned_rows(given.k),
+        v=_with_aligned_rows(given.v),
+        dout=_with_aligned_rows(given.dout),
+    )
 
 
 def _with_aligned_rows(x: Tensor) -> Tensor:
@@ -250,17 +235,17 @@ def _with_aligned_rows(x: Tensor) -> Tensor:
 
 
 def _without_pairs(
-    problem: AttentionProblem, needs: Needs, given: Given, addresses: list[int]
+    problem: AttentionProblem, needs: Needs, given: BackwardTensors, addresses: list[int]
 ) -> Gradients:
     """Without rows or keys, only the sinks may have a gradient: lse is then the sink itself. Rows
     and keys that no sequence owns have NaN, as do rows of bad ones."""
-    tensors, _, statistics, _, dlse = _split(given)
+    dlse = given.dlse
     grads = {
-        name: torch.zeros_like(getattr(tensors, name), memory_format=torch.contiguous_format)
+        name: torch.zeros_like(getattr(given, name), memory_format=torch.contiguous_format)
         for name in needs._fields
         if getattr(needs, name)
     }
-    is_bad = statistics[..., 1].isnan()
+    is_bad = given.statistics[..., 1].isnan()
     if problem.B == 0:
         for name in grads.keys() & {"q", "k", "v"}:
             grads[name].fill_(torch.nan)
@@ -270,7 +255,7 @@ def _without_pairs(
         # Dim 1 holds the heads in every layout. A sink of -inf is none.
         others = [dim for dim in range(dlse.dim()) if dim != 1]
         share = dlse.sum(others, dtype=torch.float64)
-        grads["sinks"].copy_(share.masked_fill(tensors.sinks == -torch.inf, 0.0))
+        grads["sinks"].copy_(share.masked_fill(given.sinks == -torch.inf, 0.0))
     return Gradients(*map(grads.get, Gradients._fields))
 
 

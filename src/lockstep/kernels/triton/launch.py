@@ -309,11 +309,6 @@ def prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
     return Call(problem, tensors, plan_of(problem, device, own_keys), device)
 
 
-def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
-    """`Kernel.forward`"""
-    return prepare(problem, tensors)(tensors, tensors.addresses())
-
-
 def _nothing(problem: AttentionProblem, tensors: Tensors, addresses: list[int]) -> Result:
     """Results without a single row."""
     out, lse = (

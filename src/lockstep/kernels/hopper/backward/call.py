@@ -19,13 +19,12 @@ from lockstep.kernels.driver import Grid, Launcher, launcher_of
 from lockstep.kernels.hopper.backward.rows import prepare_rows
 from lockstep.kernels.hopper.common.copy_engine import ALIGNMENT, batch_rows, copy, fit, strides_of
 from lockstep.kernels.hopper.common.gluon_shim import TensorDescriptor
-from lockstep.kernels.kernel import Given, Gradients, Needs, addresses_of
+from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs
 from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem, Tensors
 
 # Beyond any length; two of them fit into int32.
 FAR = 1 << 29
-SINKS, KV_LENS = map(Tensors._fields.index, ("sinks", "kv_lens"))
 Launched = Callable[[], Launcher]
 """Works out how to launch the same once more. Keeps tensors until then."""
 # By all that a compiled kernel depends on.
@@ -80,12 +79,11 @@ class Call(DeviceCall):
     The first call may compile. The second works out how to launch the same once more, which takes
     too long for calls that come once. Later ones take addresses alone."""
 
-    def __init__(self, problem: AttentionProblem, given: Given, needs: Needs, cut: Cut) -> None:
+    def __init__(
+        self, problem: AttentionProblem, given: BackwardTensors, needs: Needs, cut: Cut
+    ) -> None:
         self.problem, self.needs, self.cut = problem, needs, cut
         q, k, v = given[:3]
-        assert q is not None
-        assert k is not None
-        assert v is not None
         self.where, self.device = q.device, q.get_device()
         self.new_dq, self.new_dk, self.new_dv = (
             allocator(tuple(x.shape), x.dtype, x.device) for x in (q, k, v)
@@ -95,14 +93,14 @@ class Call(DeviceCall):
         # In the order of their launches.
         self.launchers: tuple[Launcher | None, ...] | None = None
 
-    def _run(self, given: Given, addresses: list[int]) -> Gradients:
+    def _run(self, given: BackwardTensors, addresses: list[int]) -> Gradients:
         if self._copies:
             # Held until the kernels are in the stream.
             given = _fit_inputs(given)
-            addresses = addresses_of(given)
+            addresses = given.addresses()
         if self.launchers is None:
-            *tensors, out, statistics, dout, dlse = given
-            grads, launched = self.derive(Tensors._make(tensors), out, statistics, dout, dlse)
+            results = given.out, given.statistics, given.dout, given.dlse
+            grads, launched = self.derive(given.inputs, *results)
             if self._was_called:
                 self.launchers = tuple(None if x is None else x() for x in launched)
             self._was_called = True
@@ -116,7 +114,7 @@ class Call(DeviceCall):
         """By `launch`; returns what that returns, too, and None for a kernel nobody needs."""
         raise NotImplementedError
 
-    def again(self, stream: int, given: Given, addresses: list[int]) -> Gradients:
+    def again(self, stream: int, given: BackwardTensors, addresses: list[int]) -> Gradients:
         raise NotImplementedError
 
     def row_statistics(self, memory: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,13 +176,12 @@ class Call(DeviceCall):
         return Gradients(dq, dk if needs.k else None, dv if needs.v else None, None, dsinks)
 
 
-def _fit_inputs(given: Given) -> Given:
+def _fit_inputs(given: BackwardTensors) -> BackwardTensors:
     """As the copy engine takes them; with kv_lens, k and v have as many rows to a sequence."""
-    *tensors, out, statistics, dout, dlse = given
-    q, k, v, dout = (fit(x) for x in (*tensors[:3], dout))
-    if tensors[KV_LENS] is not None and (not batch_rows(k) or batch_rows(k) != batch_rows(v)):
+    q, k, v, dout = fit(given.q), fit(given.k), fit(given.v), fit(given.dout)
+    if given.kv_lens is not None and (not batch_rows(k) or batch_rows(k) != batch_rows(v)):
         k, v = copy(k), copy(v)
-    return q, k, v, *tensors[3:], out, statistics, dout, dlse
+    return given._replace(q=q, k=k, v=v, dout=dout)
 
 
 def row_arguments(problem: AttentionProblem, cut: Cut) -> tuple[int, ...]:

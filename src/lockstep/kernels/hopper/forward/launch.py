@@ -203,11 +203,6 @@ def prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
     return Call(problem, tensors, processors(tensors.q.device))
 
 
-def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
-    """`Kernel.forward`, of a problem that `supports` lets through."""
-    return prepare(problem, tensors)(tensors, tensors.addresses())
-
-
 def _without_keys(problem: AttentionProblem, tensors: Tensors, addresses: list[int]) -> Result:
     q, sinks = tensors.q, tensors.sinks
     out = q.new_zeros(problem.out_shape)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lockstep.kernels.allocate import allocator
 from lockstep.kernels.hopper.backward.call import (
-    SINKS,
     Call,
     Cut,
     Launched,
@@ -28,7 +27,7 @@ from lockstep.kernels.hopper.backward.narrow.kernel import backward_kernel
 from lockstep.kernels.hopper.backward.rows import finish_queries
 from lockstep.kernels.hopper.common.copy_engine import flat_map, tensor_map
 from lockstep.kernels.hopper.forward.launch import processors
-from lockstep.kernels.kernel import Given, Gradients, Needs
+from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs
 from lockstep.problem import AttentionProblem, Tensors
 
 BLOCK_KV = 128
@@ -105,7 +104,7 @@ class Workspace:
 class NarrowCall(Call):
     """`Kernel.prepare_backward`"""
 
-    def __init__(self, problem: AttentionProblem, given: Given, needs: Needs) -> None:
+    def __init__(self, problem: AttentionProblem, given: BackwardTensors, needs: Needs) -> None:
         super().__init__(problem, given, needs, cut_of(problem))
         self.at = Layout.of(self.cut)
         self.new_workspace = allocator((self.at.end,), torch.uint8, self.where)
@@ -129,7 +128,7 @@ class NarrowCall(Call):
             queries = self.launch(finish_queries, (cut.n_tiles, 2, 1), arguments, constants)
         return self.wanted(dq, dk, dv, tensors.sinks, memory), (rows, pairs, queries)
 
-    def again(self, stream: int, given: Given, addresses: list[int]) -> Gradients:
+    def again(self, stream: int, given: BackwardTensors, addresses: list[int]) -> Gradients:
         q, k, v, _, _, kv_lens, cu_q, cu_k, _, out, statistics, dout, dlse = addresses
         rows, pairs, queries = self.launchers
         workspace, dk, dv = self.new_workspace(), self.new_dk(), self.new_dv()
@@ -150,7 +149,7 @@ class NarrowCall(Call):
         if queries is not None:
             dq = self.new_dq()
             queries(stream, (sums, dq.data_ptr(), cu_q, cu_k, kv_lens, 0))
-        return self.wanted(dq, dk, dv, given[SINKS], workspace)
+        return self.wanted(dq, dk, dv, given.sinks, workspace)
 
     def row_statistics(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         cut, work = self.cut, Workspace.lay_out(self.cut, memory)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lockstep.kernels.allocate import allocator
 from lockstep.kernels.hopper.backward.call import (
-    SINKS,
     Call,
     Cut,
     Launched,
@@ -27,7 +26,7 @@ from lockstep.kernels.hopper.backward.wide.keys import keys_kernel
 from lockstep.kernels.hopper.backward.wide.queries import queries_kernel
 from lockstep.kernels.hopper.backward.wide.tiles import CHUNK
 from lockstep.kernels.hopper.common.copy_engine import flat_map, tensor_map
-from lockstep.kernels.kernel import Given, Gradients, Needs
+from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs
 from lockstep.problem import AttentionProblem, Tensors
 
 BLOCK = ROWS.value  # queries and keys of a tile; programs of the second pass own two tiles of rows
@@ -45,7 +44,7 @@ def cut_of(problem: AttentionProblem) -> Cut:
 class WideCall(Call):
     """`Kernel.prepare_backward`"""
 
-    def __init__(self, problem: AttentionProblem, given: Given, needs: Needs) -> None:
+    def __init__(self, problem: AttentionProblem, given: BackwardTensors, needs: Needs) -> None:
         super().__init__(problem, given, needs, cut_of(problem))
         # Statistics, then bounds of packed sequences: `rows`.
         self.bounds_at = self.cut.n_tiles * 4 * BLOCK
@@ -77,7 +76,7 @@ class WideCall(Call):
             queries = self.launch(queries_kernel, (programs, 1, 1), arguments, constants, **OPTIONS)
         return self.wanted(dq, dk, dv, tensors.sinks, stats), (rows, keys, queries)
 
-    def again(self, stream: int, given: Given, addresses: list[int]) -> Gradients:
+    def again(self, stream: int, given: BackwardTensors, addresses: list[int]) -> Gradients:
         q, k, v, _, _, kv_lens, cu_q, cu_k, _, out, statistics, dout, dlse = addresses
         rows, keys, queries = self.launchers
         stats, dq, dk, dv = self.new_workspace(), None, None, None
@@ -93,7 +92,7 @@ class WideCall(Call):
             dq = self.new_dq()
             maps = (q, dout, k, v, dq.data_ptr())
             queries(stream, (of_stats, bounds, kv_lens, 0), maps)
-        return self.wanted(dq, dk, dv, given[SINKS], stats)
+        return self.wanted(dq, dk, dv, given.sinks, stats)
 
     def row_statistics(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         cut = self.cut

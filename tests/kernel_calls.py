@@ -1,0 +1,32 @@
+"""One call of a kernel, prepared and run; and kernels made of plain functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.kernels.kernel import BackwardTensors, Gradients, Kernel, Needs, Result
+from lockstep.problem import AttentionProblem, Tensors
+
+
+def forward(kernel: Kernel, problem: AttentionProblem, tensors: Tensors) -> Result:
+    return kernel.prepare(problem, tensors)(tensors, tensors.addresses())
+
+
+def backward(
+    kernel: Kernel, problem: AttentionProblem, tensors: BackwardTensors, needs: Needs
+) -> Gradients:
+    assert kernel.prepare_backward is not None
+    return kernel.prepare_backward(problem, tensors, needs)(tensors, tensors.addresses())
+
+
+def preparing(run: Callable[[AttentionProblem, Tensors], Result]) -> Any:
+    """A `Kernel.prepare` whose calls run `run(problem, tensors)`."""
+    return lambda problem, _: lambda tensors, addresses: run(problem, tensors)
+
+
+def preparing_backward(
+    run: Callable[[AttentionProblem, BackwardTensors, Needs], Gradients],
+) -> Any:
+    """A `Kernel.prepare_backward` whose calls run `run(problem, tensors, needs)`."""
+    return lambda problem, _, needs: lambda tensors, addresses: run(problem, tensors, needs)
