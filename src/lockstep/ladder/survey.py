@@ -28,6 +28,7 @@ class Counted:
     shared_wavefronts: int
     bank_conflicts: int
     barriers_per_block: float  # of the launch with most of them
+    warp_barriers_per_warp: float  # likewise
     mma: int
     hazards: int
     right: bool  # by the library's error rule
@@ -82,7 +83,8 @@ def summary(traces: list[Trace], right: bool) -> Counted:
         global_bytes=sum(t.sector_bytes for t in totals),
         shared_wavefronts=sum(t.shared_wavefronts for t in totals),
         bank_conflicts=sum(t.bank_conflicts for t in totals),
-        barriers_per_block=max(_barriers_per_block(trace) for trace in traces),
+        barriers_per_block=max(t.totals.barriers / _warps(t) for t in traces),
+        warp_barriers_per_warp=max(t.totals.warp_barriers / _warps(t) for t in traces),
         mma=sum(t.by_kind["mma"] for t in totals),
         hazards=sum(len(trace.hazards) for trace in traces),
         right=right,
@@ -90,10 +92,10 @@ def summary(traces: list[Trace], right: bool) -> Counted:
     )
 
 
-def _barriers_per_block(trace: Trace) -> float:
+def _warps(trace: Trace) -> int:
+    """Warps of the whole grid."""
     blocks = trace.grid[0] * trace.grid[1] * trace.grid[2]
-    warps = -(-trace.block[0] // 32)
-    return trace.totals.barriers / (blocks * warps)
+    return blocks * -(-trace.block[0] // 32)
 
 
 def survey(

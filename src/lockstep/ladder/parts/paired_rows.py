@@ -42,6 +42,17 @@ def start_copy(tile, stage, source, first, row0, seq, D: Constant):
 
 
 @simt.device
+def copy(tile, stage, source, first, row0, seq, D: Constant):
+    """The same rows by ordinary loads and stores; they are in after the next barrier."""
+    for i in range(D * BLOCK // VECTOR // THREADS):
+        chunk = i * THREADS + cuda.threadIdx.x
+        row = chunk // (D // VECTOR)
+        col = chunk % (D // VECTOR) * VECTOR
+        source_row = first + min(row0 + row, seq - 1)
+        cuda.vstore(tile, (stage, row, col), cuda.vload(source, (source_row, col), VECTOR))
+
+
+@simt.device
 def blank_copied(tile, stage, present, D: Constant, DTYPE: Constant):
     """Set rows from `present` on to zero, in what this thread itself copied.
 

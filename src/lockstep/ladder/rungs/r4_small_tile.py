@@ -1,11 +1,13 @@
-"""small_tile: tiles of 45 queries by 90 keys, 256 threads, and two ways to do the softmax.
+"""small_tile: tiles of 45 queries by 90 keys, 256 threads, and four ways to do the softmax.
 
 What changed from large_tile: a third of the shared memory (52 KB at D 32) lets several blocks live
 on a multiprocessor, and 256 threads share the scores. The grid has three dimensions: query tiles,
 heads, batch.
 
     softmax="sequential"  thread 0 does the softmax of the tile, as before
-    softmax="tree"        two rows at a time: a thread per score, warp shuffles, then over the warps
+    softmax="row_shared"  a row at a time over all 256 threads, halving through shared memory
+    softmax="row_tree"    the same with shuffles in the warps, then a step per warp
+    softmax="tree"        two rows at a time, four warps each: 90 scores keep 128 threads busier
 
 The tree must end in *every* warp: all of them need the maximum. Here each warp reduces the warps'
 results for itself, out of scratch memory that is nobody else's.
@@ -41,18 +43,55 @@ from lockstep.simt import Constant, cuda, float32, int32
 
 BLOCK_Q, BLOCK_KV, THREADS = 45, 90, 256
 WARPS = THREADS // 32
-WARPS_PER_ROW = 4  # at the tree softmax
-ROWS_AT_ONCE = WARPS // WARPS_PER_ROW
-SOFTMAX = ("tree", "sequential")
+SOFTMAX = ("tree", "sequential", "row_shared", "row_tree")
+WARPS_PER_ROW = {"tree": 4, "row_tree": WARPS, "row_shared": WARPS}
+HALVINGS = 8  # of 256 threads down to one
 
 
 @simt.device
-def softmax_by_tree(scores, weights, acc, m, l, maxima, sums, D: Constant):
-    """The online softmax, two rows at a time: a thread per score, shuffles in the warps, then one
-    step over the four warps of the row. `maxima` and `sums` [WARPS] take turns, so that one
-    barrier each will do."""
+def block_max(value, partial):
+    """The largest value of the block, in every thread, through `partial` [THREADS]: no shuffles."""
+    tid = cuda.threadIdx.x
+    partial[tid] = value
+    cuda.syncthreads()
+    for hop in range(HALVINGS):
+        if tid < THREADS // 2 >> hop:
+            partial[tid] = max(partial[tid], partial[tid + (THREADS // 2 >> hop)])
+        cuda.syncthreads()
+    return partial[0]
+
+
+@simt.device
+def block_sum(value, partial):
+    """The sum over the block; otherwise like `block_max`."""
+    tid = cuda.threadIdx.x
+    partial[tid] = value
+    cuda.syncthreads()
+    for hop in range(HALVINGS):
+        if tid < THREADS // 2 >> hop:
+            partial[tid] += partial[tid + (THREADS // 2 >> hop)]
+        cuda.syncthreads()
+    return partial[0]
+
+
+@simt.device
+def softmax_by_tree(
+    scores,
+    weights,
+    acc,
+    m,
+    l,
+    maxima,
+    sums,
+    D: Constant,
+    WARPS_PER_ROW: Constant,
+    SHUFFLES: Constant,
+):
+    """The online softmax, a thread per score, WARPS_PER_ROW warps to a row: shuffles in the warps,
+    then a step per warp; or, without SHUFFLES, halving in shared memory. `maxima` and `sums` take
+    turns, so that no barrier is needed before the next reduction."""
     place = cuda.threadIdx.x % (32 * WARPS_PER_ROW)
-    for first_row in range(0, BLOCK_Q, ROWS_AT_ONCE):
+    for first_row in range(0, BLOCK_Q, WARPS // WARPS_PER_ROW):
         row = first_row + cuda.threadIdx.x // (32 * WARPS_PER_ROW)
         before = EMPTY
         top = EMPTY
@@ -60,14 +99,20 @@ def softmax_by_tree(scores, weights, acc, m, l, maxima, sums, D: Constant):
             before = m[row]
             for col in range(place, BLOCK_KV, 32 * WARPS_PER_ROW):
                 top = max(top, scores[row, col])
-        top = max(before, rows_max(top, maxima, WARPS_PER_ROW))
+        if SHUFFLES:
+            top = max(before, rows_max(top, maxima, WARPS_PER_ROW))
+        else:
+            top = max(before, block_max(top, maxima))
         part = 0.0
         if row < BLOCK_Q:
             for col in range(place, BLOCK_KV, 32 * WARPS_PER_ROW):
                 p = cuda.exp2(scores[row, col] - top)
                 weights[row, col] = p
                 part += p
-        part = rows_sum(part, sums, WARPS_PER_ROW)
+        if SHUFFLES:  # noqa: SIM108 - a device function stands in a statement of its own
+            part = rows_sum(part, sums, WARPS_PER_ROW)
+        else:
+            part = block_sum(part, sums)
         if row < BLOCK_Q:
             correction = cuda.exp2(before - top)
             for d in range(place, D, 32 * WARPS_PER_ROW):
@@ -87,7 +132,8 @@ def small_tile(
     scale_log2: float32,
     D: Constant,
     CAUSAL: Constant,
-    SOFTMAX: Constant,
+    WARPS_PER_ROW: Constant,  # at the softmax; 0: one thread does it
+    SHUFFLES: Constant,
     DTYPE: Constant,
 ):
     q_tile = cuda.shared.array((BLOCK_Q, D), DTYPE)
@@ -98,9 +144,9 @@ def small_tile(
     acc = cuda.shared.array((BLOCK_Q, D), float32)
     m = cuda.shared.array(BLOCK_Q, float32)
     l = cuda.shared.array(BLOCK_Q, float32)
-    if SOFTMAX == "tree":
-        maxima = cuda.shared.array(WARPS, float32)
-        sums = cuda.shared.array(WARPS, float32)
+    if WARPS_PER_ROW:
+        maxima = cuda.shared.array(WARPS if SHUFFLES else THREADS, float32)
+        sums = cuda.shared.array(WARPS if SHUFFLES else THREADS, float32)
 
     first_q = cuda.blockIdx.x * BLOCK_Q
     # row of this head's first token
@@ -127,8 +173,10 @@ def small_tile(
             )  # fmt: skip
             cuda.syncthreads()
         with simt.phase("softmax"):
-            if SOFTMAX == "tree":
-                softmax_by_tree(scores, weights, acc, m, l, maxima, sums, D)
+            if WARPS_PER_ROW:
+                softmax_by_tree(
+                    scores, weights, acc, m, l, maxima, sums, D, WARPS_PER_ROW, SHUFFLES
+                )
             else:
                 softmax_by_one_thread(scores, weights, acc, m, l, BLOCK_Q, BLOCK_KV, D)
             cuda.syncthreads()
@@ -142,33 +190,46 @@ def small_tile(
 
 def launches(problem: Problem, tensors: Tensors, softmax: str) -> list[Launch]:
     """One launch: a block per query tile, head and sequence."""
-    arguments = usual_arguments(problem, tensors) | {"SOFTMAX": softmax}
+    arguments = usual_arguments(problem, tensors) | {
+        "WARPS_PER_ROW": WARPS_PER_ROW.get(softmax, 0),
+        "SHUFFLES": softmax != "row_shared",
+    }
     grid = (-(-problem.S // BLOCK_Q), problem.H, problem.B)
     return [Launch(small_tile, grid, THREADS, arguments)]
 
 
 def shared_bytes(D: int, softmax: str) -> int:
-    """Q, K and V; scores and weights; acc; m and l; the scratch of the tree."""
+    """Q, K and V; scores and weights; acc; m and l; the scratch of the reductions."""
     operands = [rows * D * BYTES for rows in (BLOCK_Q, BLOCK_KV, BLOCK_KV)]
     floats = [BLOCK_Q * BLOCK_KV, BLOCK_Q * BLOCK_KV, BLOCK_Q * D, BLOCK_Q, BLOCK_Q]
-    floats += [WARPS, WARPS] if softmax == "tree" else []
+    scratch = {"tree": WARPS, "row_tree": WARPS, "row_shared": THREADS}
+    floats += 2 * [scratch[softmax]] if softmax in scratch else []
     return shared_layout(*operands, *(4 * n for n in floats))
 
 
+def reduction_steps(softmax: str) -> int:
+    """Steps of one reduction, a barrier in it counted once: five shuffles in the warps, then a step
+    per warp over their results; or halvings in shared memory, each with its barrier."""
+    if softmax == "row_shared":
+        return 1 + HALVINGS
+    return 5 + 1 + WARPS_PER_ROW[softmax]
+
+
 def plans(problem: Problem, softmax: str) -> list[LaunchPlan]:
-    """Phases of a full tile. The tree takes two reductions for its rows, each five shuffles in the
-    warps and a step per warp over their results."""
+    """Phases of a full tile."""
     D = problem.D
     walked = walk(problem, BLOCK_Q, BLOCK_KV)
     tiles = max(walked.tiles)
-    if softmax == "tree":
-        turns = -(-BLOCK_Q // ROWS_AT_ONCE)
-        steps = turns * (3 + 2 * (5 + WARPS_PER_ROW))
-        at_softmax = PhasePlan("softmax", ROWS_AT_ONCE * BLOCK_KV, THREADS, steps, tiles)
-        barriers = 4 + 2 * turns
-    else:
+    if softmax == "sequential":
         at_softmax = PhasePlan("softmax", 1, THREADS, BLOCK_Q * (2 * BLOCK_KV + D), tiles)
         barriers = 4
+    else:
+        at_once = WARPS // WARPS_PER_ROW[softmax]
+        turns = -(-BLOCK_Q // at_once)
+        # two reductions, and of each score maximum, exponential and correction
+        steps = turns * (3 + 2 * (reduction_steps(softmax) - 1))
+        at_softmax = PhasePlan("softmax", at_once * BLOCK_KV, THREADS, steps, tiles)
+        barriers = 4 + 2 * turns * (1 if softmax != "row_shared" else 1 + HALVINGS)
     phases = (
         PhasePlan("load q", BLOCK_Q * D // VECTOR, THREADS),
         PhasePlan("load kv", 2 * BLOCK_KV * D // VECTOR, THREADS, 1, tiles),
@@ -184,9 +245,9 @@ def plans(problem: Problem, softmax: str) -> list[LaunchPlan]:
 
 RUNG = Rung(
     name="small_tile",
-    summary="45×90 tiles, 256 threads: more blocks at a time; softmax by one thread or by a tree",
+    summary="45×90 tiles, 256 threads: more blocks at a time; softmax by one thread or by trees",
     launches=launches,
     plans=plans,
     options={"softmax": SOFTMAX},
-    variants=({"softmax": "sequential"}, {"softmax": "tree"}),
+    variants=tuple({"softmax": name} for name in (*SOFTMAX[1:], SOFTMAX[0])),
 )

@@ -192,7 +192,7 @@ class _Generator(ExpressionWriter):
         self.emit(indent, f"m.syncthreads({self.site('barrier', '', 'syncthreads', stmt.loc)})")
 
     def stmt_warpbarrier(self, stmt: ir.WarpBarrier, indent: int, loop: str | None) -> None:
-        site = self.site("barrier", "", "syncwarp", stmt.loc)
+        site = self.site("warp barrier", "", "syncwarp", stmt.loc)
         self.emit(indent, f"m.syncwarp({site}, {self.expr(stmt.mask)})")
 
     def stmt_if(self, stmt: ir.If, indent: int, loop: str | None) -> None:

@@ -41,7 +41,8 @@ class Counts:
     ideal_wavefronts: int = 0
     shared_load_wavefronts: int = 0
     shared_store_wavefronts: int = 0
-    barriers: int = 0
+    barriers: int = 0  # warps at syncthreads
+    warp_barriers: int = 0  # warps at syncwarp
     shuffles: int = 0
     votes: int = 0
     fragment_operations: int = 0
@@ -86,8 +87,13 @@ class Counts:
             self.shared_load_wavefronts += site.wavefronts if reads else 0
             self.shared_store_wavefronts += 0 if reads else site.wavefronts
         self.divergent_branches += site.divergent
-        counted = {"barrier": "barriers", "shuffle": "shuffles", "vote": "votes"}
-        counted |= {"mma": "fragment_operations", "fragment": "fragment_operations"}
+        counted = {"barrier": "barriers", "warp barrier": "warp_barriers"}
+        counted |= {
+            "shuffle": "shuffles",
+            "vote": "votes",
+            "mma": "fragment_operations",
+            "fragment": "fragment_operations",
+        }
         if site.kind in counted:
             name = counted[site.kind]
             setattr(self, name, getattr(self, name) + site.warps)
