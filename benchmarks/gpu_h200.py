@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.bench import gpu, gpu_run, peers
+from lockstep.bench import gpu_cases, gpu_run, peers
 from lockstep.bench.gpu_calls import TABLES
 from lockstep.bench.peers import Call, Decode, Entrant, Prefill
 
@@ -194,14 +194,14 @@ def _claim(path: Path) -> bool:
 
 def _calls(
     options: argparse.Namespace, everyone: Iterable[Entrant], before_others: tuple[str, ...]
-) -> list[tuple[gpu.Case, Entrant]]:
+) -> list[tuple[gpu_cases.Case, Entrant]]:
     """What compiles something. Most compile for head dims and masks, not for lengths: one length of
     each before the others."""
     named = {entrant.name: entrant for entrant in everyone}
     compiled = [named.pop(name) for name in before_others if name in named]
     compiled += [e for e in named.values() if e.kind == "ours" or e.name == "FA4"]
     cases = [c for c in gpu_run.choose(options.table, options.case) if c.tokens <= MOST_TOKENS]
-    first: dict[tuple[str, int, bool], gpu.Case] = {}
+    first: dict[tuple[str, int, bool], gpu_cases.Case] = {}
     for case in cases:
         first.setdefault((case.table, case.D, case.causal), case)
     rest = [case for case in cases if case not in first.values()]
@@ -210,7 +210,7 @@ def _calls(
     return [(case, entrant) for case, entrant in calls if _takes_part(entrant, case)]
 
 
-def _takes_part(entrant: Entrant, case: gpu.Case) -> bool:
+def _takes_part(entrant: Entrant, case: gpu_cases.Case) -> bool:
     of_table = {
         "decode": entrant.decode,
         "host_decode": entrant.decode,
@@ -221,7 +221,7 @@ def _takes_part(entrant: Entrant, case: gpu.Case) -> bool:
     return entrant.prefill is not None and (case.table != "backward" or entrant.backward)
 
 
-def _call_once(calls: Iterable[tuple[gpu.Case, Entrant]]) -> None:
+def _call_once(calls: Iterable[tuple[gpu_cases.Case, Entrant]]) -> None:
     for case, entrant in calls:
         try:
             call = TABLES[case.table](case).prepare(entrant)
@@ -243,7 +243,7 @@ def main() -> int:
     )
     parser.add_argument("peers", type=Path, metavar="PEERS_DIRECTORY")
     parser.add_argument("--processes", type=int, default=0, help="that compile before the run")
-    parser.add_argument("--table", action="append", default=[], choices=list(gpu.UNITS))
+    parser.add_argument("--table", action="append", default=[], choices=list(gpu_cases.UNITS))
     parser.add_argument("--case", action="append", default=[], help="part of a case's name")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--without", action="append", default=[], help="name of a contender")

@@ -9,18 +9,18 @@ import torch
 from typer.testing import CliRunner
 
 from lockstep import cli, results
-from lockstep.bench import gpu, gpu_calls, gpu_check, gpu_run, ours, peers, show, timing
+from lockstep.bench import gpu, gpu_calls, gpu_cases, gpu_check, gpu_run, ours, peers, show, timing
 from lockstep.kernels import cpu
 
 runner = CliRunner()
 SMALL = {
-    "forward": gpu.Case("forward", 64, 16, 2, 2, 1, causal=True),
-    "small": gpu.Case("small", 32, 16, 2, 2, 1),
-    "backward": gpu.Case("backward", 64, 16, 2, 2, 1),
-    "decode": gpu.Case("decode", 512, 16, 4, 2, 2, causal=True),
-    "varlen": gpu.Case("varlen", 64, 16, 2, 2, 5, causal=True),
-    "host": gpu.Case("host", 32, 16, 2, 2, causal=True),
-    "host_decode": gpu.Case("host_decode", 512, 16, 4, 2, causal=True),
+    "forward": gpu_cases.Case("forward", 64, 16, 2, 2, 1, causal=True),
+    "small": gpu_cases.Case("small", 32, 16, 2, 2, 1),
+    "backward": gpu_cases.Case("backward", 64, 16, 2, 2, 1),
+    "decode": gpu_cases.Case("decode", 512, 16, 4, 2, 2, causal=True),
+    "varlen": gpu_cases.Case("varlen", 64, 16, 2, 2, 5, causal=True),
+    "host": gpu_cases.Case("host", 32, 16, 2, 2, causal=True),
+    "host_decode": gpu_cases.Case("host_decode", 512, 16, 4, 2, causal=True),
 }
 
 
@@ -30,7 +30,7 @@ def on_the_cpu(monkeypatch):
     2 ms, but for the peer called "right", which takes 3."""
     monkeypatch.setattr(gpu_calls, "_normal", lambda *sizes: torch.randn(*sizes).bfloat16())
     monkeypatch.setattr(gpu, "kernels", lambda: [cpu.KERNEL])
-    monkeypatch.setattr(gpu, "CASES", (SMALL["forward"], SMALL["backward"]))
+    monkeypatch.setattr(gpu_cases, "CASES", (SMALL["forward"], SMALL["backward"]))
     monkeypatch.setattr(results, "processor", lambda run: "GPU")
     monkeypatch.setattr(peers, "find", list)
     monkeypatch.setattr(
@@ -79,26 +79,26 @@ def test_an_unknown_table_is_a_usage_error():
 
 
 def test_every_case_has_a_name_of_its_own_and_a_unit():
-    names = [(case.table, case.name) for case in gpu.CASES]
+    names = [(case.table, case.name) for case in gpu_cases.CASES]
     assert len(set(names)) == len(names)
-    assert {case.table for case in gpu.CASES} == set(gpu.UNITS) == set(gpu_calls.TABLES)
+    assert {case.table for case in gpu_cases.CASES} == set(gpu_cases.UNITS) == set(gpu_calls.TABLES)
 
 
 def test_the_cases_cover_head_dims_lengths_masks_and_batches():
-    found = {(case.table, case.D, case.S, case.causal) for case in gpu.CASES}
+    found = {(case.table, case.D, case.S, case.causal) for case in gpu_cases.CASES}
     for table in ("forward", "backward"):
         for D in (64, 128):
             for S in (1024, 4096, 16384):
                 assert {(table, D, S, False), (table, D, S, True)} <= found
     assert {("forward", 256, 16384, False), ("forward", 256, 16384, True)} <= found
-    cells = {(case.B, case.S) for case in gpu.CASES if case.table == "decode"}
+    cells = {(case.B, case.S) for case in gpu_cases.CASES if case.table == "decode"}
     assert cells == {(B, S) for B in (1, 8, 64) for S in (4096, 16384, 65536)}
-    for case in gpu.CASES:
+    for case in gpu_cases.CASES:
         assert case.table not in ("forward", "backward") or case.B * case.S == 16384
 
 
 def test_cases_are_chosen_by_table_and_by_words_in_their_names():
-    assert gpu_run.choose() == list(gpu.CASES)
+    assert gpu_run.choose() == list(gpu_cases.CASES)
     assert {case.S for case in gpu_run.choose(["forward"], ["D 64, S 4k"])} == {4096}
 
 
@@ -288,12 +288,12 @@ def test_equal_lengths_are_as_much_work_as_packed_ones(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("table", list(gpu.UNITS))
+@pytest.mark.parametrize("table", list(gpu_cases.UNITS))
 def test_every_table_runs_on_a_gpu(table):
     sizes = dict.fromkeys(("forward", "small", "backward", "host"), (256, 64, 4, 4, 2))
     sizes |= dict.fromkeys(("decode", "host_decode"), (512, 128, 8, 2, 2))
     sizes |= {"varlen": (256, 64, 4, 4, 8)}
-    case = gpu.Case(table, *sizes[table], causal=True)
+    case = gpu_cases.Case(table, *sizes[table], causal=True)
     entrants = [*ours.entrants(gpu.kernels()), *peers.find()[:2]]
     row = gpu.run(case, entrants, rounds=1)
     assert "triton" in row.timings.seconds, row.failed

@@ -16,29 +16,18 @@ run a case, or computes something else, has its reason in place of a figure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lockstep.bench.gpu_calls import TABLES, Work
+from lockstep.bench.gpu_cases import UNITS, Case
+from lockstep.bench.gpu_check import expect, largest_error
 from lockstep.bench.gpu_timing import ROUNDS, take_host_turns, take_turns
 from lockstep.bench.peers import Entrant
 from lockstep.bench.timing import Timings
 
 if TYPE_CHECKING:
-    from lockstep.bench.gpu_calls import Work
     from lockstep.kernels.kernel import Kernel
-
-TOKENS = 16384
-BACKWARD_FLOPS = 2.5  # forwards
-UNITS = {
-    "forward": "TFLOP/s",
-    "small": "µs",
-    "backward": "TFLOP/s",
-    "decode": "GB/s",
-    "varlen": "TFLOP/s",
-    "host": "µs",
-    "host_decode": "µs",
-}
 
 
 class NoGpu(RuntimeError):
@@ -47,61 +36,6 @@ class NoGpu(RuntimeError):
 
 class DeviceLost(RuntimeError):
     """The CUDA context is broken: nothing more can run in this process."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One row of a table. `S` is the length of each sequence, or of all packed ones together."""
-
-    table: str
-    S: int
-    D: int
-    Hq: int
-    Hkv: int
-    B: int = 1
-    causal: bool = False
-
-    @property
-    def tokens(self) -> int:
-        return self.S if self.table == "varlen" else self.B * self.S
-
-    @property
-    def name(self) -> str:
-        if self.table in ("decode", "host_decode"):
-            return f"B {self.B}, {_thousands(self.S)} keys"
-        how = ", causal" if self.causal else ""
-        if self.table == "varlen":
-            return f"{self.B} sequences, {_thousands(self.S)} tokens, D {self.D}{how}"
-        if self.table in ("small", "host"):
-            return f"B {self.B}, H {self.Hq}, S {self.S}, D {self.D}{how}"
-        return f"D {self.D}, S {_thousands(self.S)}{how}"
-
-
-def _thousands(n: int) -> str:
-    return f"{n // 1024}k" if n % 1024 == 0 else str(n)
-
-
-def _prefill(table: str, dims: tuple[int, ...], lengths: tuple[int, ...]) -> Iterator[Case]:
-    for D in dims:
-        for S in lengths:
-            for causal in (False, True):
-                yield Case(table, S, D, 2048 // D, 2048 // D, TOKENS // S, causal)
-
-
-# In the order in which they run, so that a run that is cut off has what matters most.
-CASES: tuple[Case, ...] = (
-    *_prefill("forward", (64, 128), (16384, 4096, 1024)),
-    Case("small", 1024, 64, 16, 16, B=4, causal=True),
-    *(Case("decode", S, 128, 32, 8, B, True) for B in (1, 8, 64) for S in (4096, 16384, 65536)),
-    *_prefill("backward", (64, 128), (16384, 4096)),
-    *_prefill("forward", (256,), (16384,)),
-    *(Case("varlen", 2 * TOKENS, D, 2048 // D, 2048 // D, 64, causal=True) for D in (64, 128)),
-    Case("small", 1024, 32, 16, 16, B=2),
-    Case("host", 64, 64, 8, 8, causal=True),
-    Case("host_decode", 2048, 64, 8, 2, causal=True),
-    *_prefill("backward", (256,), (16384, 4096)),
-    *_prefill("backward", (64, 128), (1024,)),
-)
 
 
 @dataclass
@@ -192,9 +126,6 @@ def run(case: Case, entrants: list[Entrant], *, rounds: int = ROUNDS) -> Row:
     """
     import torch
 
-    from lockstep.bench.gpu_calls import TABLES
-    from lockstep.bench.gpu_check import expect
-
     row = Row(case)
     try:
         work = TABLES[case.table](case)
@@ -218,8 +149,6 @@ def run(case: Case, entrants: list[Entrant], *, rounds: int = ROUNDS) -> Row:
 def _checked(row: Row, work: Work, entrant: Entrant, expected: list[Any]) -> Any:
     """The call to time, or None; `row` then says why, if the entrant was to take part at all."""
     import torch
-
-    from lockstep.bench.gpu_check import largest_error
 
     name = entrant.name
     try:

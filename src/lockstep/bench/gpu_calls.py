@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep import dispatch
-from lockstep.bench.gpu import BACKWARD_FLOPS, Case
+from lockstep.bench.gpu_cases import BACKWARD_FLOPS, Case
 from lockstep.bench.gpu_check import Piece
 from lockstep.bench.peers import Entrant
 from lockstep.problem import Options, Tensors, describe

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from lockstep import results
-from lockstep.bench import gpu, gpu_timing, ours, peers, show
+from lockstep.bench import gpu, gpu_cases, gpu_timing, ours, peers, show
 from lockstep.console import BAD, QUIET, progress
 
 WRONG, USAGE = 1, 2
@@ -39,9 +39,9 @@ def main(
     """
     # What is printed on the way goes to stderr: stdout is for the tables, or for JSON alone.
     aside = Console(stderr=True)
-    unknown = [name for name in tables if name not in gpu.UNITS]
+    unknown = [name for name in tables if name not in gpu_cases.UNITS]
     if unknown:
-        takes = ", ".join(gpu.UNITS)
+        takes = ", ".join(gpu_cases.UNITS)
         aside.print(f"error: --table takes {takes}, got {unknown[0]!r}", style=BAD)
         return USAGE
     try:
@@ -65,11 +65,11 @@ def main(
     return WRONG if wrong or stopped else 0
 
 
-def choose(tables: Sequence[str] = (), words: Sequence[str] = ()) -> list[gpu.Case]:
+def choose(tables: Sequence[str] = (), words: Sequence[str] = ()) -> list[gpu_cases.Case]:
     """The cases of these tables in whose names one of these words occurs; empty means any."""
     return [
         case
-        for case in gpu.CASES
+        for case in gpu_cases.CASES
         if (not tables or case.table in tables)
         and (not words or any(word in case.name for word in words))
     ]
@@ -89,7 +89,7 @@ def entrants(more: Sequence[peers.Entrant], without: Sequence[str]) -> list[peer
 
 def _run_all(
     run: dict[str, Any],
-    cases: list[gpu.Case],
+    cases: list[gpu_cases.Case],
     everyone: list[peers.Entrant],
     quick: bool,
     deadline: float | None,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from . import ir
 from .cuda_cpp import Layout, emit
 from .errors import SimtError
-from .kernel import Kernel
+from .function import KernelFunction
 from .nvrtc import Compiled, compile_source
 from .types import ArrayType, Scalar, VectorType, bool_, fits, float32, int32, uint32
 
@@ -37,7 +37,7 @@ C_SCALARS = {
 
 
 def launch(
-    kernel: Kernel,
+    kernel: KernelFunction,
     grid: Index3,
     block: Index3,
     dynamic_bytes: int,
@@ -75,7 +75,7 @@ def launch(
 class _Launches:
     """What has been launched of one kernel."""
 
-    def __init__(self, kernel: Kernel):
+    def __init__(self, kernel: KernelFunction):
         constants = set(kernel.constants)
         self.is_constant = [name in constants for name in kernel.parameters]
         self.plans: dict[Any, _Plan] = {}
@@ -144,7 +144,7 @@ class _Plan:
 
 
 def _plan(
-    kernel: Kernel,
+    kernel: KernelFunction,
     grid: Index3,
     block: Index3,
     dynamic_bytes: int,
@@ -198,7 +198,7 @@ def _plan(
     )
 
 
-def _check_arrays(kernel: Kernel, tensors: dict[str, Any]) -> int:
+def _check_arrays(kernel: KernelFunction, tensors: dict[str, Any]) -> int:
     """Number of the one GPU all tensors are on. Raises ValueError if there is no such GPU."""
     devices: dict[str, int] = {}
     for name, tensor in tensors.items():

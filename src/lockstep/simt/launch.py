@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .kernel import Kernel
+    from .function import KernelFunction
     from .machine import Trace
 
 Index3 = tuple[int, int, int]
@@ -21,7 +21,7 @@ class Launch:
     it launches the compiled kernel on the current stream and returns None.
     """
 
-    def __init__(self, kernel: Kernel, configuration: Any):
+    def __init__(self, kernel: KernelFunction, configuration: Any):
         parts = configuration if isinstance(configuration, tuple) else ()
         if len(parts) not in (2, 3):
             raise TypeError(

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from .trace import Counts, Line, Trace
+    from .tally import Counts, Line, Tally
 
 HEADER = ("warps", "lanes", "sectors", "wavefronts", "", "source")
 POOR = 1.5  # this many times the ideal number of transactions deserves red
@@ -42,7 +42,7 @@ def against_ideal(actual: int, ideal: int) -> Text:
     return text
 
 
-def render(trace: Trace) -> RenderableType:
+def render(trace: Tally) -> RenderableType:
     """Everything, top down."""
     parts: list[RenderableType] = [_heading(trace)]
     if len(trace.phases) > 1 or (trace.phases and trace.phases[0].name):
@@ -52,7 +52,7 @@ def render(trace: Trace) -> RenderableType:
     return Group(*parts)
 
 
-def _heading(trace: Trace) -> Text:
+def _heading(trace: Tally) -> Text:
     totals = trace.totals
     blocks = "x".join(str(n) for n in trace.grid if n > 1) or "1"
     threads = "x".join(str(n) for n in trace.block if n > 1) or "1"
@@ -80,7 +80,7 @@ def _heading(trace: Trace) -> Text:
     return text
 
 
-def _phases(trace: Trace) -> Table:
+def _phases(trace: Tally) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("phase")
     for name in ("depth", "threads busy", "warps busy", "instructions", "sectors", "wavefronts"):
@@ -100,7 +100,7 @@ def _phases(trace: Trace) -> Table:
     return table
 
 
-def _source(trace: Trace) -> Text:
+def _source(trace: Tally) -> Text:
     hazards: dict[tuple[str, int], list[str]] = {}
     for hazard in trace.hazards:
         hazards.setdefault((hazard.loc.file, hazard.loc.line), []).append(hazard.kind)
@@ -132,7 +132,7 @@ def _aligned(rows: list[list[Text]]) -> Text:
     return Text("\n", no_wrap=True, overflow="ellipsis").join(lines)
 
 
-def _in_kernel(trace: Trace, line: Line) -> bool:
+def _in_kernel(trace: Tally, line: Line) -> bool:
     last = trace.first_line + len(trace.source)
     return line.file == trace.file and trace.first_line <= line.number < last
 
@@ -174,7 +174,7 @@ def _marks(counts: Counts) -> str:
     return ", ".join(marks)
 
 
-def _notes(trace: Trace) -> list[RenderableType]:
+def _notes(trace: Tally) -> list[RenderableType]:
     notes: list[RenderableType] = []
     for message, file, line in trace.warnings:
         notes.append(Text(f"warning: {file}:{line}: {message}", style="yellow"))
