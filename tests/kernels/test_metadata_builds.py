@@ -27,8 +27,8 @@ from lockstep.kernels.hopper.backward import call as backward_call
 from lockstep.kernels.hopper.forward import launch as hopper_launch
 from lockstep.kernels.hopper.forward import sequence_order
 from lockstep.kernels.kernel import BackwardTensors, Needs
+from lockstep.kernels.sequences import bounds_of
 from lockstep.kernels.triton import backward, launch, plan
-from lockstep.kernels.triton.sequences import bounds_of
 
 BF16 = torch.bfloat16
 HOPPER = plan.Device(132, 227 << 10, tma=True, early=True, least_block=64)

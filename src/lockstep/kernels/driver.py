@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from lockstep.cache import Cache
-from lockstep.kernels.triton.scratch import Allocating
+from lockstep.kernels.scratch import Allocating
 
 Grid = tuple[int, int, int]
 

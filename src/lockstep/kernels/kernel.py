@@ -115,7 +115,7 @@ class Kernel:
     whose strides may be any, 0 included, and on contiguous sinks, lengths, offsets and rows of page
     tables. On a CPU they may rely on lengths, offsets and page indices within their bounds. On a
     GPU these have not been checked: rows of sequences for which they are wrong become NaN, in
-    gradients too, while other sequences keep their bits (`triton.sequences`). Neither may return
+    gradients too, while other sequences keep their bits (`kernels.sequences`). Neither may return
     an input or a view of one.
 
     `merge`, where there is one, combines partial results; the first kernel that takes them does.

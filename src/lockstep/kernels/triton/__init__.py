@@ -2,14 +2,12 @@
 
 Importing this package does not import Triton.
 
-    sequences.py  where sequences lie, by numbers on the device that may be wrong
     tiles.py      what is done to one tile of keys
     spans.py      from a program to its rows, and over their keys span by span
     forward.py    the kernel: rows against all the keys they see, or against a run of spans
     split_kv.py   the second kernel of split-KV: parts folded into results; and merge
     strays.py     values that are not finite stay with the rows that see them
     plan.py       tile sizes, and who computes what
-    scratch.py    memory that Triton asks for at a launch
     launch.py     from a problem to a launch
     backward.py   gradients
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lockstep.kernels.sequences import checked_length, nan_where
 from lockstep.kernels.triton.gradient_tiles import (
     derive,
     load_bias,
@@ -18,8 +19,7 @@ from lockstep.kernels.triton.gradient_tiles import (
     load_statistics,
     weights,
 )
-from lockstep.kernels.triton.sequences import checked_length
-from lockstep.kernels.triton.tiles import is_seen, nan_where, seen_by_any
+from lockstep.kernels.triton.tiles import is_seen, seen_by_any
 
 _SIZES = (
     *("stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks"),

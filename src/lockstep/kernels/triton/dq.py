@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lockstep.kernels.sequences import find_sequence, nan_where, whole_sequence
 from lockstep.kernels.triton.gradient_tiles import (
     count_tiles,
     derive,
@@ -21,10 +22,8 @@ from lockstep.kernels.triton.gradient_tiles import (
     tile_ranges,
     weights,
 )
-from lockstep.kernels.triton.sequences import find_sequence, whole_sequence
 from lockstep.kernels.triton.tiles import (
     is_seen,
-    nan_where,
     seen_by_all,
     seen_by_any,
     weigh,

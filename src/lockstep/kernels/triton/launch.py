@@ -14,6 +14,7 @@ from lockstep.kernels.allocate import allocator
 from lockstep.kernels.device_call import DeviceCall
 from lockstep.kernels.driver import Launcher, launcher_of
 from lockstep.kernels.kernel import Prepared, Result
+from lockstep.kernels.scratch import Allocating, allocate
 from lockstep.kernels.triton.forward import attend
 from lockstep.kernels.triton.plan import (
     FAR,
@@ -25,7 +26,6 @@ from lockstep.kernels.triton.plan import (
     plan_of,
     stages_of,
 )
-from lockstep.kernels.triton.scratch import Allocating, allocate
 from lockstep.kernels.triton.split_kv import reduce_parts
 from lockstep.problem import AttentionProblem, Tensors
 

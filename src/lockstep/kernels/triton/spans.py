@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lockstep.kernels.sequences import checked_length, find_sequence, nan_where
 from lockstep.kernels.triton import plan
-from lockstep.kernels.triton.sequences import checked_length, find_sequence
 from lockstep.kernels.triton.tiles import (
     fold,
     is_seen,
@@ -21,7 +21,6 @@ from lockstep.kernels.triton.tiles import (
     load_bias,
     load_described,
     load_tile,
-    nan_where,
     online_softmax,
     page_of,
     scores,

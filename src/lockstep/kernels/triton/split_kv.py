@@ -17,15 +17,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
+from lockstep.kernels.sequences import checked_length, find_sequence, nan_where
 from lockstep.kernels.triton.plan import block_of
-from lockstep.kernels.triton.sequences import checked_length, find_sequence
 from lockstep.kernels.triton.spans import span_of
 from lockstep.kernels.triton.tiles import (
     LOG2E,
     close,
     fold,
     fold_sink,
-    nan_where,
     seen_by_any,
     store_statistics,
 )

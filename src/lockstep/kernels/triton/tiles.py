@@ -92,12 +92,6 @@ def wrong_pages(
 
 
 @triton.jit
-def nan_where(is_wrong):
-    """What to add to numbers so that they are NaN, or what they are."""
-    return tl.where(is_wrong, float("nan"), 0.0)
-
-
-@triton.jit
 def load_tile(
     base_ptr,
     first,

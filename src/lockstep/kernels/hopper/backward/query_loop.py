@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
-from lockstep.kernels.triton.sequences import checked_length
+from lockstep.kernels.sequences import checked_length
 
 
 @aggregate

@@ -13,7 +13,7 @@ in `large` [n_tiles, 2, BLOCK_Q], and `flags` [n_tiles] for tiles that need them
 that see no key. `sums` [n_tiles, 2, 4096] holds the halves of a tile of dQ as registers held them.
 
 Of packed sequences, `bounds` [3, B + 2] int32 holds what the kernels behind go by: the offsets of
-queries, those of keys, and 1 for good sequences, all without wrong ones (`triton.sequences`).
+queries, those of keys, and 1 for good sequences, all without wrong ones (`kernels.sequences`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lockstep.kernels.triton.sequences import bounds_of, checked_length, owner_of
-from lockstep.kernels.triton.tiles import nan_where
+from lockstep.kernels.sequences import bounds_of, checked_length, nan_where, owner_of
 
 # Finite, so that 2^((-inf - NONFINITE)·unit), the weight of a hidden key, is 0.
 NONFINITE = tl.constexpr(-3.0e38)

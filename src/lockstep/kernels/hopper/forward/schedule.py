@@ -25,11 +25,11 @@ from __future__ import annotations
 from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
 from lockstep.kernels.hopper.forward import sequence_order
-from lockstep.kernels.triton.sequences import bounds_of, checked_length, look_at, search
+from lockstep.kernels.sequences import bounds_of, checked_length, look_at, search
 
 # Numbers in front of the places in line: the tickets drawn. And those of a place: `sequence_order`.
 ORDER_HEAD, ORDER_NUMBERS = gl.constexpr(sequence_order.HEAD), gl.constexpr(sequence_order.NUMBERS)
-# Of keys, for a sequence whose length or offsets are wrong (`triton.sequences`).
+# Of keys, for a sequence whose length or offsets are wrong (`kernels.sequences`).
 BAD = gl.constexpr(-1)
 LONGEST_FIRST, PAIRED, BY_HEAD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 UNSORTED = gl.constexpr(3)

@@ -12,7 +12,7 @@ A line is one tensor of int32. It has P = B + 1 places, the last one for rows th
                          start and length of its keys, which is -1 for a bad one
     [1 + 5P :]           for each ticket, the one its program had before (`scheduler.py`)
 
-Offsets are looked at here, and nowhere behind. If any is wrong (`triton.sequences`), sequences
+Offsets are looked at here, and nowhere behind. If any is wrong (`kernels.sequences`), sequences
 stand in line as they come.
 """
 
@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.driver import Launcher, launcher_of
-from lockstep.kernels.triton.sequences import given_bounds, look_at, next_clean
+from lockstep.kernels.sequences import given_bounds, look_at, next_clean
 from lockstep.problem import Tensors
 
 SEQUENCES, OTHERS = 32, 128  # of a program, and how many of all others it looks at at once

@@ -1,7 +1,7 @@
-"""Who gives Triton the global memory that a launch asks for, to keep descriptors in.
+"""The global memory that Triton asks for at a launch, to keep descriptors in.
 
-Triton has one allocator for all kernels of a thread, and the caller's own kernels may rely on
-theirs. So each launch here brings its own along and leaves everything as it was.
+Triton has one allocator for all kernels of a thread, and the caller's own kernels may rely on the
+one that they have set. So each launch here sets its own and then restores the one before.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Where sequences begin and how long they are, by numbers on the device that may be wrong.
 
-Nobody has looked at these numbers: reading them back would make every call wait. So the kernels
-check them, and a sequence whose numbers are wrong is *bad*: its rows become NaN, and no key of it
-is looked at.
+The host cannot check these numbers: reading them back would make every call wait for the device. So
+the kernels check them, and a sequence whose numbers are wrong is *bad*: its rows become NaN, and
+none of its keys is read.
 
 - A length in kv_lens is wrong unless it is in [0, Skv].
 - The first offset of packed sequences is wrong unless it is 0. Another one is wrong unless it is in
@@ -10,10 +10,11 @@ is looked at.
   begins or ends at a wrong offset, of queries or of keys.
 
 Every row has one owner nevertheless: in the place of a wrong offset stands the largest right one
-before it (`bounds_of`). From the last offset on rows belong to nobody; they are taken for those
-of one more sequence, number B, which is bad.
+before it (`bounds_of`). Rows from the last offset on belong to no sequence; the kernels take them
+for those of one more sequence, number B, which is bad.
 
-Where a page number is wrong, not in [0, n_pages), its keys are NaN to those who see them: `tiles`.
+A page number is wrong unless it is in [0, n_pages); rows that see a key of such a page become NaN:
+`triton.tiles`.
 """
 
 from __future__ import annotations
@@ -28,8 +29,14 @@ MANY: tl.constexpr = tl.constexpr(1 << 32)
 
 
 @triton.jit
+def nan_where(is_wrong):
+    """What to add to numbers so that they are NaN, or what they are."""
+    return tl.where(is_wrong, float("nan"), 0.0)
+
+
+@triton.jit
 def checked_length(kv_lens_ptr, b, Skv):
-    """The keys of sequence b, and whether that many can be: 0 if not."""
+    """How many keys sequence b has, 0 if its length is wrong; and whether it is right."""
     length = tl.load(kv_lens_ptr + b)
     is_good = (length >= 0) & (length <= Skv)
     return tl.where(is_good, length, 0).to(tl.int32), is_good
@@ -37,7 +44,7 @@ def checked_length(kv_lens_ptr, b, Skv):
 
 @triton.jit
 def whole_sequence(b, Sq, Skv, kv_lens_ptr):
-    """What `find_sequence` returns of sequence b, behind its tile, where none are packed."""
+    """What `find_sequence` returns of sequence b, behind its tile, if sequences are not packed."""
     start = tl.full([], 0, tl.int64)
     kv_len, is_good = Skv, True
     if kv_lens_ptr is not None:
@@ -57,7 +64,7 @@ def find_sequence(
     BLOCK: tl.constexpr,
     SPARE: tl.constexpr = 1,
 ):
-    """Whose slot number `slot` is in a packed batch, and where that sequence lies.
+    """The sequence that owns slot number `slot` of a packed batch, and where it lies.
 
     Returns the sequence, its tile, whether it is good, its start and length by the offsets at
     `cu_ptr`, which slots go by, and the same by those at `other_cu_ptr`.
@@ -84,7 +91,7 @@ def owner_of(
     BLOCK: tl.constexpr,
     SPARE: tl.constexpr = 1,
 ):
-    """The sequence that owns a slot, without anyone counting tiles; and if any offset is wrong.
+    """The sequence that owns a slot, found without counting tiles; and whether any offset is wrong.
 
     Sequence b owns the slots from `offset[b] * GROUP // BLOCK + b * SPARE` to where the next
     begins. With one SPARE slot that is always enough for its tiles and never more than one too
@@ -109,7 +116,7 @@ def owner_of(
 def bounds_of(b, is_any_wrong, cu_ptr, B, T):
     """Start and end of sequence b, no wrong offset among them, and whether these are its own.
 
-    If any offset is wrong, this takes as long as there are sequences before it.
+    If any offset is wrong, this takes a step for each sequence before it.
     """
     start, end = given_bounds(b, cu_ptr, B, T)
     is_right = b < B
@@ -133,9 +140,9 @@ def next_clean(clean, i, cu_ptr, B, T):
 
 @triton.jit
 def look_at(b, cu_ptr, B, T):
-    """Where sequences b [n] begin; and whether an offset is wrong, if one is, for any of them all.
+    """Where sequences b [n] begin; whether each begins behind its end or ends behind the tensor.
 
-    What says so is a sequence that begins behind its own end, or ends behind that of the tensor."""
+    If any offset is wrong, one of the B + 1 sequences does."""
     start, end = given_bounds(b, cu_ptr, B, T)
     return start, (start > end) | (end > T) | ((b == 0) & (start != 0))
 
