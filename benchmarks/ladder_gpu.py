@@ -34,6 +34,7 @@ PROBLEMS = (
     Problem(B=2, H=16, S=1024, D=32),
     Problem(B=4, H=16, S=1024, D=64, causal=True),
     Problem(B=1, H=32, S=8192, D=64),
+    Problem(B=1, H=1, S=1024, D=64),
 )
 CHECKED = (
     Problem(B=2, H=3, S=111, D=32),

@@ -207,3 +207,38 @@ class TestOnGpu:
         x = torch.zeros(64, dtype=torch.int32, device="cuda")
         with pytest.raises(ValueError, match="a block of this GPU may have"):
             kernels.reverse_dynamic[1, 64, 300_000](x, x.clone(), 64)
+
+
+@simt.kernel
+def two_phases(x: float32[:], y: float32[:], N: Constant):
+    total = 0.0
+    for i in range(N):
+        with simt.phase("load"):
+            part = x[i]
+        with simt.phase("add"):
+            total += part
+    with simt.phase("load"):
+        y[cuda.grid(1)] = total
+
+
+def test_an_instrumented_build_reads_the_clock_around_phases():
+    plain = emit(two_phases.typed(N=3), threads=64)
+    timed = emit(two_phases.typed(N=3), threads=64, clocks=True)
+    assert "clock64" not in plain.text
+    assert [a.name for a in timed.arguments] == ["x", "y", "phase_cycles"]
+    # twice for each phase in the source, and for the kernel
+    assert timed.text.count("clock64()") == 2 * 3 + 2
+    assert timed.text.count("phase_cycles_0 +=") == 2
+    assert nvrtc.compile_source(timed, "sm_90").cubin
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cycles_of_phases_on_the_gpu():
+    x, y = torch.ones(300, device="cuda"), torch.zeros(64, device="cuda")
+    cycles = torch.zeros(3, dtype=torch.int64, device="cuda")
+    launch(two_phases, (1, 1, 1), (64, 1, 1), 0, {"x": x, "y": y, "N": 300}, clocks=cycles)
+    load, add, whole = cycles.tolist()
+    assert y.tolist() == [300.0] * 64
+    assert load > add > 0
+    assert load + add <= whole

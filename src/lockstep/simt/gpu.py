@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from . import ir
-from .cuda_cpp import Layout, emit
+from .cuda_cpp import CLOCKS, Layout, emit
 from .errors import SimtError
 from .function import KernelFunction
 from .nvrtc import Compiled, compile_source
@@ -43,11 +43,13 @@ def launch(
     dynamic_bytes: int,
     arguments: dict[str, Any],
     contract: bool = True,
+    clocks: torch.Tensor | None = None,
 ) -> None:
     """Run `kernel` on CUDA tensors, on torch's current stream of their device.
 
     `kernel[grid, block, dynamic_bytes](x, y, ...)` calls this. `contract` as in
-    `nvrtc.compile_source`. Returns at once, like every launch.
+    `nvrtc.compile_source`; `clocks`, an int64 tensor, gets the cycles of an instrumented build, as
+    `cuda_cpp.emit` says. Returns at once, like every launch.
 
     Raises what `Kernel.typed` raises; ValueError for tensors on different devices, too large for
     int32 indices, or misaligned for the kernel's vector accesses, and for a launch that the device
@@ -58,8 +60,10 @@ def launch(
     known = kernel.__dict__.get("_gpu_launches")
     if known is None:
         known = kernel.__dict__["_gpu_launches"] = _Launches(kernel)
-    make = partial(_plan, kernel, grid, block, dynamic_bytes, contract, arguments)
+    make = partial(_plan, kernel, grid, block, dynamic_bytes, contract, arguments, clocks=clocks)
     key = known.key(grid, block, dynamic_bytes, contract, arguments.values())
+    if clocks is not None:
+        key, arguments = (key, CLOCKS), {**arguments, CLOCKS: clocks}
     plan = known.plan(key, make)
     addresses = plan.addresses(arguments)
     if plan.restrict and _overlap(addresses, plan.sizes):
@@ -151,6 +155,7 @@ def _plan(
     contract: bool,
     arguments: dict[str, Any],
     aliased: bool = False,
+    clocks: torch.Tensor | None = None,
 ) -> _Plan:
     """Check the arguments, compile and load."""
     import torch
@@ -164,7 +169,9 @@ def _plan(
     if threads > MAX_THREADS:
         raise ValueError(f"block {block} has {threads} threads; a block has 1 to {MAX_THREADS}")
     strided = {n for n, t in tensors.items() if t.shape[-1] > 1 and t.stride(-1) != 1}
-    source = emit(typed, Layout(frozenset(strided), aliased), threads)
+    source = emit(typed, Layout(frozenset(strided), aliased), threads, clocks is not None)
+    if clocks is not None:
+        tensors[CLOCKS] = clocks
     compiled = compile_source(source, _arch(device), contract)
     shared = dynamic_bytes + source.hidden_shared
     with torch.cuda.device(device):

@@ -4,6 +4,6 @@
 >>> print(emit(kernel.typed(TILE=32)).text)                  # doctest: +SKIP
 """
 
-from .emit import Argument, CudaSource, Layout, emit
+from .emit import CLOCKS, Argument, CudaSource, Layout, emit, phases
 
-__all__ = ["Argument", "CudaSource", "Layout", "emit"]
+__all__ = ["CLOCKS", "Argument", "CudaSource", "Layout", "emit", "phases"]

@@ -25,6 +25,7 @@ from .statements import Statements
 from .writer import Writer
 
 STATIC_SHARED_LIMIT = 48 * 1024  # bytes; what is above has to be dynamic
+CLOCKS = "phase_cycles"  # a parameter of instrumented kernels: int64 [phases + 1]
 SHARED_ALIGNMENT = 32  # bytes, what a fragment asks for; vectors and copies ask for less
 
 
@@ -62,17 +63,32 @@ class CudaSource:
     hidden_shared: int
 
 
-def emit(kernel: ir.Kernel, layout: Layout = Layout(), threads: int | None = None) -> CudaSource:  # noqa: B008
+def phases(kernel: ir.Kernel) -> tuple[str, ...]:
+    """Names of the phases of a kernel, in the order they are first met in."""
+    found = (stmt.name for stmt in ir.walk(kernel.body) if isinstance(stmt, ir.Phase))
+    return tuple(dict.fromkeys(found))
+
+
+def emit(
+    kernel: ir.Kernel,
+    layout: Layout = Layout(),  # noqa: B008
+    threads: int | None = None,
+    clocks: bool = False,
+) -> CudaSource:
     """CUDA C++ for a typed kernel, to be compiled for blocks of up to `threads` threads.
+
+    With `clocks` the kernel is instrumented: it takes one more array, `phase_cycles`, and every
+    warp that runs to the end adds its clock cycles in each of `phases`, and all of its cycles last.
+    Blocks are taken to be one-dimensional.
 
     >>> source = emit(transpose.typed(TILE=32))              # doctest: +SKIP
     >>> print(source.text)                                   # doctest: +SKIP
     """
-    return _Emitter(kernel, layout, threads).emit()
+    return _Emitter(kernel, layout, threads, clocks).emit()
 
 
 class _Emitter:
-    def __init__(self, kernel: ir.Kernel, layout: Layout, threads: int | None):
+    def __init__(self, kernel: ir.Kernel, layout: Layout, threads: int | None, clocks: bool):
         self.kernel, self.layout, self.threads = kernel, layout, threads
         sources = [kernel.source, *kernel.device_sources.values()]
         declaring, self.top = place(kernel)
@@ -83,6 +99,8 @@ class _Emitter:
         self.offsets, self.static_bytes = lay_out(self.static)
         self.hides = self.static_bytes > STATIC_SHARED_LIMIT
         self.body = Statements(Writer(sources), layout.strided, taken, declaring, {})
+        self.clocks = clocks
+        self.body.clocks = phases(kernel) if clocks else ()
         self.body.shared = {a.name: self.shared_declaration(a) for a in shared}
 
     def emit(self) -> CudaSource:
@@ -98,7 +116,9 @@ class _Emitter:
                 writer.put("extern __shared__ __align__(128) unsigned char shared_memory[];")
             for name in self.top:
                 writer.put(f"{c_type(self.kernel.variables[name])} {c_name(name)};")
+            self.start_clocks()
             body.block(self.kernel.body)
+            self.write_clocks()
         head = Writer([self.kernel.source])
         arguments = self.signature(head)
         prologue = self.prologue()
@@ -112,6 +132,26 @@ class _Emitter:
             0 if self.hides else self.static_bytes,
             self.static_bytes if self.hides else 0,
         )
+
+    # Clocks of an instrumented kernel
+
+    def start_clocks(self) -> None:
+        if not self.clocks:
+            return
+        self.body.writer.put("const long long kernel_began = clock64();")
+        for i in range(len(self.body.clocks)):
+            self.body.writer.put(f"long long {CLOCKS}_{i} = 0;")
+
+    def write_clocks(self) -> None:
+        if not self.clocks:
+            return
+        put = self.body.writer.put
+        totals = [f"{CLOCKS}_{i}" for i in range(len(self.body.clocks))]
+        put("if (threadIdx.x % 32 == 0) {")
+        with self.body.writer.indented():
+            for i, cycles in enumerate((*totals, "clock64() - kernel_began")):
+                put(f"atomicAdd(&{CLOCKS}[{i}], (unsigned long long)({cycles}));")
+        put("}")
 
     # Shared memory
 
@@ -190,6 +230,9 @@ class _Emitter:
             arguments += [argument for argument, _ in found]
             text = ", ".join(text for _, text in found)
             rows.append((text, comments.get(parameter.name)))
+        if self.clocks:
+            arguments.append(Argument("pointer", CLOCKS))
+            rows.append((f"unsigned long long *{CLOCKS}", None))
         with head.indented(), head.indented():
             for i, (text, comment) in enumerate(rows):
                 head.put(text + (") {" if i == len(rows) - 1 else ","), None, comment)

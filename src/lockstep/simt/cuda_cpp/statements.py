@@ -27,6 +27,7 @@ class Statements(Fragments):
         super().__init__(writer, strided, taken)
         self.declaring = declaring
         self.shared = shared  # declarations of shared arrays, by name
+        self.clocks: tuple[str, ...] = ()  # phases to measure
 
     def block(self, body: ir.Block) -> None:
         for stmt in body:
@@ -199,7 +200,14 @@ class Statements(Fragments):
             stmt.loc,
             self.writer.beside(stmt.loc, _header_end(stmt, stmt.body)),
         )
+        if stmt.name not in self.clocks:
+            self.block(stmt.body)
+            return
+        began = self.fresh("phase_began")
+        self.writer.put(f"const long long {began} = clock64();", stmt.loc)
         self.block(stmt.body)
+        total = f"phase_cycles_{self.clocks.index(stmt.name)}"
+        self.writer.put(f"{total} += clock64() - {began};", stmt.loc)
 
     def stmt_inlined(self, stmt: ir.Inlined) -> None:
         call = stmt.loc.text[stmt.loc.column - 1 : stmt.loc.end_column - 1]
