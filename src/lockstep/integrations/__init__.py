@@ -1,0 +1,1 @@
+"""Lockstep inside other libraries: one module each. Importing one changes nothing yet."""
