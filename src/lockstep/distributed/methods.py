@@ -1,0 +1,98 @@
+"""The methods by name, which of them a call runs, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lockstep.distributed import heads
+from lockstep.distributed.call import Call
+from lockstep.distributed.gather import GatherAttention
+from lockstep.distributed.heads import HeadsAttention
+
+Run = Callable[[Call, Tensor, Tensor, Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
+
+
+class Sizes(NamedTuple):
+    """What the choice of a method goes by."""
+
+    Hq: int
+    Hkv: int
+    ranks: int
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """One way to share attention among ranks."""
+
+    name: str
+    run: Run
+    refuses: Callable[[Sizes], str | None]
+
+
+def _heads_refuses(sizes: Sizes) -> str | None:
+    return heads.refusal(*sizes)
+
+
+METHODS = (
+    Method("heads", HeadsAttention.apply, _heads_refuses),
+    Method("gather", GatherAttention.apply, lambda sizes: None),
+)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `lockstep.distributed.explain` returns; print it to read it."""
+
+    sizes: Sizes
+    method: str
+    """The method that would run."""
+    reasons: dict[str, str]
+    """Why it runs, and why each other method does not."""
+
+    def __str__(self) -> str:
+        width = max(map(len, self.reasons))
+        lines = [
+            f"{self.sizes.Hq} query heads, {self.sizes.Hkv} key heads, {self.sizes.ranks} ranks"
+        ]
+        for name, reason in self.reasons.items():
+            verdict = "runs" if name == self.method else "does not run"
+            lines.append(f"  {name:<{width}}  {verdict}: {reason}")
+        return "\n".join(lines)
+
+
+def find(name: str | None, sizes: Sizes) -> Method:
+    """The method called `name`, or the one that `choose` finds.
+
+    Raises ValueError for an unknown name, NotImplementedError where the method refuses.
+    """
+    method = by_name(choose(sizes).method if name is None else name)
+    refusal = method.refuses(sizes)
+    if refusal is not None:
+        raise NotImplementedError(f"method {method.name!r} {refusal}")
+    return method
+
+
+def by_name(name: str) -> Method:
+    for method in METHODS:
+        if method.name == name:
+            return method
+    names = ", ".join(method.name for method in METHODS)
+    raise ValueError(f"method takes one of {names}, or None to choose, got {name!r}")
+
+
+def choose(sizes: Sizes) -> Explanation:
+    """The rule: `heads` where each rank gets as many key heads as any other, else `gather`."""
+    reasons = {"heads": "key heads divide evenly: fewest bytes, and nothing is computed twice"}
+    if sizes.Hkv % sizes.ranks == 0:
+        reasons["gather"] = "would send more bytes, and hold all keys on each rank"
+        return Explanation(sizes, "heads", reasons)
+    refusal = heads.refusal(*sizes)
+    reasons["heads"] = refusal or (
+        f"{sizes.Hkv} key heads do not divide evenly among {sizes.ranks} ranks: some would wait"
+    )
+    reasons["gather"] = "divides tokens, whatever the heads are"
+    return Explanation(sizes, "gather", reasons)
