@@ -1,10 +1,14 @@
-"""One call of a kernel, prepared and run; and kernels made of plain functions."""
+"""One call of a kernel, prepared and run; kernels made of plain functions; an empty call cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from lockstep import call_cache
+from lockstep.cache import Cache
 from lockstep.kernels.kernel import BackwardTensors, Gradients, Kernel, Needs, Result
 from lockstep.problem import AttentionProblem, Tensors
 
@@ -30,3 +34,9 @@ def preparing_backward(
 ) -> Any:
     """A `Kernel.prepare_backward` whose calls run `run(problem, tensors, needs)`."""
     return lambda problem, _, needs: lambda tensors, addresses: run(problem, tensors, needs)
+
+
+def forget_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was prepared before is not used, and what is prepared now will not be used after."""
+    for name in ("_CALLS", "_LATEST"):
+        monkeypatch.setattr(call_cache, name, Cache(limit=100))

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from kernel_calls import forget_calls
 
 import lockstep
 from lockstep import call_cache, dispatch
@@ -25,13 +26,12 @@ def tensors() -> Tensors:
 @pytest.fixture
 def entry(tensors, monkeypatch):
     """What runs calls like that with `tensors`."""
-    monkeypatch.setattr(call_cache, "_ENTRIES", Cache(limit=10))
-    monkeypatch.setattr(call_cache, "_LAST", Cache(limit=10))
-    run = call_cache.find_or_keep(lambda *_: print, tensors, Options(), None)[0]
+    forget_calls(monkeypatch)
+    run = call_cache.find_or_prepare(lambda *_: print, tensors, Options(), None)[0]
     assert run is print
     for _ in range(2):
         assert call_cache.find(tensors, Options(), None)[0] is print
-    return call_cache._LAST[Options(), None]
+    return call_cache._LATEST[Options(), None]
 
 
 def test_torch_s_guards_work():
@@ -72,7 +72,7 @@ CHANGES = {
 def test_a_change_is_noticed(tensors, entry, change, by, monkeypatch):
     others = tensors._replace(k=CHANGES[change](tensors.k))
     if by == "key":
-        monkeypatch.setattr(call_cache, "_LAST", Cache(limit=10))
+        monkeypatch.setattr(call_cache, "_LATEST", Cache(limit=10))
     else:
         assert entry.recognize(others) is None
     assert call_cache.find(others, Options(), None) is None
@@ -91,7 +91,9 @@ def test_offsets_of_their_own_are_noticed(tensors, entry):
     for cu_seqlens_k in (offsets, others) * 3:
         given = Tensors(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=cu_seqlens_k)
         shared = cu_seqlens_k is offsets
-        run, *_ = call_cache.find_or_keep(lambda *_, shared=shared: shared, given, Options(), None)
+        run, *_ = call_cache.find_or_prepare(
+            lambda *_, shared=shared: shared, given, Options(), None
+        )
         assert run is shared
         assert call_cache.find(given, Options(), None)[0] is shared
 
@@ -130,13 +132,14 @@ def test_tensors_are_not_kept(tensors, entry):
     assert seen() is None
 
 
-def test_without_guards_the_key_does(tensors, entry, monkeypatch):
+def test_without_guards_the_key_does(tensors, monkeypatch):
+    forget_calls(monkeypatch)
     monkeypatch.setattr(call_cache, "_HAS_GUARDS", False)
-    monkeypatch.setattr(call_cache, "_ENTRIES", Cache(limit=10))
     expected = lockstep.attention(*tensors[:3])
     for _ in range(3):
         assert torch.equal(lockstep.attention(*tensors[:3]), expected)
-    assert len(call_cache._ENTRIES) == 1
+    assert len(call_cache._CALLS) == 1
+    assert not call_cache._LATEST
 
 
 WRONG = {

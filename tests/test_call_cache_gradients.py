@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_calls import backward
+from kernel_calls import backward, forget_calls
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
-from lockstep import call_cache, dispatch, reference
-from lockstep.cache import Cache
+from lockstep import dispatch, reference
 from lockstep.kernels import oracle
 from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs
 from lockstep.problem import AttentionProblem
@@ -36,8 +35,7 @@ def prepares(monkeypatch) -> list[Needs]:
 
     kernel = replace(oracle.KERNEL, prepare_backward=prepare_backward)
     monkeypatch.setattr(dispatch, "KERNELS", (kernel,))
-    for table in ("_ENTRIES", "_LAST"):
-        monkeypatch.setattr(call_cache, table, Cache(limit=100))
+    forget_calls(monkeypatch)
     return found
 
 
@@ -99,7 +97,7 @@ def test_a_second_derivative_is_refused_every_time(prepares):
             torch.autograd.grad(dq.sum(), qkv[0])
 
 
-def test_whoever_listens_hears_of_gradients(prepares):
+def test_a_dispatch_mode_sees_the_backward_operator(prepares):
     seen = []
 
     class Spy(TorchDispatchMode):

@@ -53,7 +53,7 @@ def elsewhere(monkeypatch) -> list[str]:
     kernel = Kernel("toy", lambda _: None, note("forward"), note("backward"), True, True, True)
     monkeypatch.setattr(
         prepare,
-        "_plan",
+        "_select",
         lambda tensors, options, *_, **__: (
             replace(describe(tensors, options), device_type="cuda"),
             kernel,

@@ -1,4 +1,4 @@
-"""Plain eager calls skip torch's dispatcher; whoever would have seen them there still does."""
+"""Plain eager calls skip torch's dispatcher, unless something has to see them there."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
-from lockstep import call_cache, ops, prepare
+from lockstep import call_cache, ops
 from lockstep.cache import Cache
-from lockstep.eager import nobody_listens
+from lockstep.eager import can_skip_dispatcher
 
 
 @pytest.fixture
@@ -19,12 +19,12 @@ def qkv() -> list[torch.Tensor]:
 
 
 def test_a_plain_call_goes_to_the_implementation(qkv, monkeypatch):
-    assert nobody_listens(tuple(qkv))
+    assert can_skip_dispatcher(tuple(qkv))
 
     def no_dispatcher(*args):
         raise AssertionError("went through the dispatcher")
 
-    monkeypatch.setattr(ops.attention.call, "op", no_dispatcher)
+    monkeypatch.setattr(ops.attention.operator, "op", no_dispatcher)
     assert lockstep.attention(*qkv).shape == (1, 2, 5, 8)
 
 
@@ -33,7 +33,7 @@ def test_a_call_with_a_gradient_is_direct_and_gives_the_same_bits(qkv, which, mo
     qkv[which].requires_grad_()
     options = (True, None, None, None, None, False, False, None)
     dispatched, *_ = torch.ops.lockstep.attention(*qkv, None, None, None, *options)
-    monkeypatch.setattr(ops.attention.call, "op", None)
+    monkeypatch.setattr(ops.attention.operator, "op", None)
     direct = lockstep.attention(*qkv, causal=True)
     assert torch.equal(direct, dispatched)
     dout = torch.randn_like(direct)
@@ -44,7 +44,7 @@ def test_a_call_with_a_gradient_is_direct_and_gives_the_same_bits(qkv, which, mo
 def test_no_grad_calls_are_direct_and_leave_no_graph(qkv):
     qkv[0].requires_grad_()
     with torch.no_grad():
-        assert nobody_listens(tuple(qkv))
+        assert can_skip_dispatcher(tuple(qkv))
         assert not lockstep.attention(*qkv).requires_grad
 
 
@@ -112,22 +112,20 @@ def test_meta_tensors_get_shapes_only(qkv):
     assert out.shape == (1, 2, 5, 8)
 
 
-def test_a_remembered_plan_still_checks_values(qkv):
+def test_a_cached_call_still_checks_values(qkv):
     assert lockstep.attention(*qkv, kv_lens=torch.tensor([5])).shape == (1, 2, 5, 8)
     with pytest.raises(ValueError, match="kv_lens"):
         lockstep.attention(*qkv, kv_lens=torch.tensor([6]))
 
 
-def test_a_remembered_plan_still_checks_types(qkv):
+def test_a_cached_call_still_checks_types(qkv):
     lockstep.attention(*qkv, causal=True)
     with pytest.raises(TypeError, match="causal"):
         lockstep.attention(*qkv, causal=1)
 
 
-def test_plans_are_forgotten_when_there_are_too_many(qkv, monkeypatch):
-    monkeypatch.setattr(prepare, "_PLANS", Cache(limit=3))
-    monkeypatch.setattr(call_cache, "_ENTRIES", Cache(limit=3))
+def test_calls_are_forgotten_when_there_are_too_many(qkv, monkeypatch):
+    monkeypatch.setattr(call_cache, "_CALLS", Cache(limit=3))
     for n in range(1, 6):
         lockstep.attention(qkv[0], qkv[1][:, :, :n], qkv[2][:, :, :n])
-        assert 0 < len(prepare._PLANS) <= 3
-        assert 0 < len(call_cache._ENTRIES) <= 3
+        assert 0 < len(call_cache._CALLS) <= 3

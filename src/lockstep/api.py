@@ -10,16 +10,7 @@ from torch import Tensor
 from lockstep import autocast, dispatch, ops
 from lockstep.checks import check_types, split_parts
 from lockstep.dispatch import Explanation
-from lockstep.kernels.cpu.processes import fork_safe
-from lockstep.problem import (
-    Layout,
-    Options,
-    Tensors,
-    Window,
-    describe,
-    make_options,
-    pad_bias,
-)
+from lockstep.problem import Options, Tensors, Window, describe, make_options, pad_bias
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -127,7 +118,7 @@ def attention(
     options = make_options(
         causal, window, scale, softcap, query_invariant, allow_tf32, return_lse, kernel
     )
-    tensors = Tensors(q, k, v, bias, sinks, kv_lens)
+    tensors = Tensors(q, k, v, pad_bias(bias), sinks, kv_lens)
     return _run(ops.attention, tensors, options, kernel, return_lse)
 
 
@@ -287,7 +278,7 @@ def attention_paged(
     options = make_options(
         causal, window, scale, softcap, query_invariant, allow_tf32, return_lse, kernel
     )
-    tensors = Tensors(q, k_pages, v_pages, bias, sinks, kv_lens, None, None, page_table)
+    tensors = Tensors(q, k_pages, v_pages, pad_bias(bias), sinks, kv_lens, None, None, page_table)
     return _run(ops.attention_paged, tensors, options, kernel, return_lse)
 
 
@@ -357,9 +348,11 @@ def explain(
     options = make_options(
         causal, window, scale, softcap, query_invariant, allow_tf32, kernel=kernel
     )
-    tensors = Tensors(q, k, v, bias, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table)
-    tensors = _prepare(tensors, tensors.layout)
-    return dispatch.explain(describe(tensors, options), kernel)
+    tensors = Tensors(
+        q, k, v, pad_bias(bias), sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table
+    )
+    check_types(tensors, tensors.layout)
+    return dispatch.explain(describe(autocast.cast(tensors), options), kernel)
 
 
 def _run(
@@ -369,18 +362,9 @@ def _run(
     kernel: str | None,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    results = None
-    if not autocast.is_any_enabled():
-        results = operator.again(tensors, options, kernel)
-    if results is None:
-        results = operator(_prepare(tensors, operator.layout), options, kernel)
+    """Follows one call from its arguments to its results: `ops` does the rest."""
+    if autocast.is_any_enabled():
+        check_types(tensors, operator.layout)
+        tensors = autocast.cast(tensors)
+    results = operator(tensors, options, kernel)
     return results[:2] if return_lse else results[0]
-
-
-@fork_safe
-def _prepare(tensors: Tensors, layout: Layout) -> Tensors:
-    """What happens to every call's tensors: a type check, a bias of 4 dims, autocast."""
-    check_types(tensors, layout)
-    if tensors.bias is not None:
-        tensors = tensors._replace(bias=pad_bias(tensors.bias))
-    return autocast.cast(tensors)

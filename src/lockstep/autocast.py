@@ -6,20 +6,23 @@ that it meets without.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
 from torch.amp import is_autocast_available
 
+from lockstep.kernels.cpu.processes import fork_safe
 from lockstep.problem import Tensors
 
-# As for scaled_dot_product_attention: not float64. A float32 bias and float32 sinks go with every
-# dtype of q, so they keep their bits.
-_OF_QKV = (torch.float16, torch.bfloat16, torch.float32)
-_OF_EXTRAS = (torch.float16, torch.bfloat16)
+# The dtypes that are cast, as for scaled_dot_product_attention: not float64. A bias and sinks in
+# float32 go with every dtype of q, so they keep their bits.
+_QKV_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_BIAS_DTYPES = (torch.float16, torch.bfloat16)
 
 is_any_enabled = torch._C._is_any_autocast_enabled
 
 
+@fork_safe
 def cast(tensors: Tensors) -> Tensors:
     """The tensors that a call runs with; the same ones where autocast is off for their device."""
     if not is_any_enabled():
@@ -28,10 +31,15 @@ def cast(tensors: Tensors) -> Tensors:
     if not (is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
         return tensors
     to = torch.get_autocast_dtype(device_type)
-    q, k, v = (_cast(x, _OF_QKV, to) for x in tensors[:3])
-    bias, sinks = (x if x is None else _cast(x, _OF_EXTRAS, to) for x in tensors[3:5])
-    return tensors._replace(q=q, k=k, v=v, bias=bias, sinks=sinks)
+    return tensors._replace(
+        q=_cast(tensors.q, _QKV_DTYPES, to),
+        k=_cast(tensors.k, _QKV_DTYPES, to),
+        v=_cast(tensors.v, _QKV_DTYPES, to),
+        bias=_cast(tensors.bias, _BIAS_DTYPES, to),
+        sinks=_cast(tensors.sinks, _BIAS_DTYPES, to),
+    )
 
 
-def _cast(x: Tensor, dtypes: tuple[torch.dtype, ...], to: torch.dtype) -> Tensor:
-    return x.to(to) if x.dtype in dtypes else x
+def _cast(x: Any, dtypes: tuple[torch.dtype, ...], to: torch.dtype) -> Any:
+    """A tensor of one of `dtypes` in the dtype `to`; anything else, None included, as it is."""
+    return x.to(to) if x is not None and x.dtype in dtypes else x

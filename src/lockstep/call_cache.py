@@ -1,14 +1,15 @@
-"""Calls like earlier ones: from tensors and options straight to what runs them.
+"""The call cache: from the tensors and options of a call straight to what runs it.
 
 A call is like another if its options are equal, and its tensors in type, shape, strides, dtype,
 device and address modulo 16 bytes, and if queries and keys share their cu_seqlens as they did
 there. Then it would pass the same checks, pose the same problem and run the same kernel with the
 same arguments, addresses aside: none of this is done again. Gradients are calls, too; theirs take
-more tensors, behind those of the call they derive.
+more tensors, behind those of the call itself.
 
-Two ways lead there. A dictionary knows thousands of calls, but a key takes each tensor apart, and
-that takes longer than everything after it. So the last call with given options is tried first, by
-the guards that torch.compile has for tensors; they compare in C++.
+`find` looks a call up in two ways. First it compares the tensors with those of the latest call with
+the same options, by the guards that torch.compile has for tensors: they compare in C++. Only if
+they differ does it make a key of all that a call depends on, and look that up in a dictionary of
+thousands of calls. Making the key takes longer than all the rest of a call.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from lockstep import dispatch
 from lockstep.cache import Cache
 from lockstep.eager import PLAIN_TYPES
-from lockstep.kernels.kernel import Given
+from lockstep.kernels.kernel import BackwardTensors
 from lockstep.problem import Tensors
 
 Run = Callable[..., Any]
@@ -32,31 +33,35 @@ Run = Callable[..., Any]
 _CU_SEQLENS_Q, _CU_SEQLENS_K = map(Tensors._fields.index, ("cu_seqlens_q", "cu_seqlens_k"))
 
 
-class Seen(NamedTuple):
-    """What a look at the tensors of a call shows."""
+# What runs a call, the addresses of its tensors (0 where there is none), and whether one of them
+# requires a gradient.
+Found = tuple[Run, list[int], bool]
 
-    kinds: list[Any]
-    """All that a prepared call depends on."""
+
+class _Kinds(NamedTuple):
+    """What a prepared call depends on, read off its tensors."""
+
+    key: tuple[Any, ...]
     addresses: list[int]
-    require_grad: bool
+    requires_grad: bool
 
 
-def look_at(tensors: Given) -> Seen | None:
-    """None if one is not a plain tensor: the dispatcher then has to see it, or a check."""
+def _kinds_of(tensors: Tensors | BackwardTensors) -> _Kinds | None:
+    """None if one of them is not a plain tensor: the dispatcher has to see it, or a check."""
     try:
-        return _look_at(tensors)
+        return _kinds_of_strided(tensors)
     except RuntimeError:
         # Asking first would take longer: sparse tensors have no address, nested ones no shape.
         return None
 
 
-def _look_at(tensors: Given) -> Seen | None:
-    kinds: list[Any] = []
+def _kinds_of_strided(tensors: Tensors | BackwardTensors) -> _Kinds | None:
+    key: list[Any] = []
     addresses: list[int] = []
-    require_grad = False
+    requires_grad = False
     for x in tensors:
         if x is None:
-            kinds.append(None)
+            key.append(None)
             addresses.append(0)
         elif type(x) in PLAIN_TYPES and not x.is_neg():
             address = x.data_ptr()
@@ -64,68 +69,71 @@ def _look_at(tensors: Given) -> Seen | None:
             if address == 0 and x._is_zerotensor():
                 return None
             addresses.append(address)
-            kinds += (x.shape, x.stride(), x.dtype, x.device, address & 15)
-            require_grad = require_grad or x.requires_grad
+            key += (x.shape, x.stride(), x.dtype, x.device, address & 15)
+            requires_grad = requires_grad or x.requires_grad
         else:
             return None
-    kinds.append(_shares_offsets(addresses))
-    return Seen(kinds, addresses, require_grad)
+    key.append(_shares_offsets(addresses))
+    return _Kinds(tuple(key), addresses, requires_grad)
 
 
 def _shares_offsets(addresses: list[int]) -> bool:
     return addresses[_CU_SEQLENS_Q] == addresses[_CU_SEQLENS_K]
 
 
-# What runs a call, the addresses of its tensors, and whether one of them requires a gradient.
-Found = tuple[Run, list[int], bool]
+class _Guards:
+    """Recognizes tensors like those of one call. It never changes, so threads may share it."""
 
+    __slots__ = ("_absent", "_nones", "_of_tensors", "_shares_offsets", "requires_grad")
 
-class _Likeness:
-    """Recognizes tensors like those of one call. Nothing of it changes: threads share it."""
-
-    __slots__ = ("_absent", "_guards", "_nones", "_shares_offsets", "require_grad")
-
-    def __init__(self, tensors: Given, seen: Seen) -> None:
-        self.require_grad = seen.require_grad
-        self._shares_offsets = _shares_offsets(seen.addresses)
+    def __init__(self, tensors: Tensors | BackwardTensors, kinds: _Kinds) -> None:
+        self.requires_grad = kinds.requires_grad
+        self._shares_offsets = _shares_offsets(kinds.addresses)
         absent = [i for i, x in enumerate(tensors) if x is None]
         # There is always one, and the getter of one does not return a tuple.
         self._absent, self._nones = itemgetter(*absent, absent[0]), (None,) * (len(absent) + 1)
-        self._guards = [
-            (i, _guard(x), seen.addresses[i] & 15) for i, x in enumerate(tensors) if x is not None
+        self._of_tensors = [
+            (i, _guard(x), kinds.addresses[i] & 15) for i, x in enumerate(tensors) if x is not None
         ]
 
-    def addresses_of(self, tensors: Given) -> list[int] | None:
-        """None for tensors that are not like them."""
+    def addresses_of(self, tensors: Tensors | BackwardTensors) -> list[int] | None:
+        """The addresses of tensors that are like those of the call; None for others."""
         if self._absent(tensors) != self._nones:
             return None
         addresses = [0] * len(tensors)
-        for i, is_like, offset in self._guards:
+        for i, is_like, alignment in self._of_tensors:
             x: Any = tensors[i]
             # A guard that is given a nested tensor ends the process.
             if type(x) not in PLAIN_TYPES or x.is_nested or not is_like(x):
                 return None
             address = addresses[i] = x.data_ptr()
-            if address & 15 != offset:
+            if address & 15 != alignment:
                 return None
         return addresses if _shares_offsets(addresses) is self._shares_offsets else None
 
 
 class _Entry:
-    """A call that was prepared, and how to recognize another one like it."""
+    """A call that was prepared, and the guards that recognize another one like it."""
 
-    __slots__ = ("kernels", "likeness", "run")
+    __slots__ = ("guards", "kernels", "run")
 
     def __init__(self, run: Run) -> None:
+        # What was chosen among other kernels is of no use once they have changed.
         self.run, self.kernels = run, dispatch.KERNELS
-        self.likeness: _Likeness | None = None
+        self.guards: _Guards | None = None
 
-    def recognize(self, tensors: Given) -> Found | None:
-        likeness = self.likeness
-        if likeness is None or self.kernels is not dispatch.KERNELS:
+    def recognize(self, tensors: Tensors | BackwardTensors) -> Found | None:
+        guards = self.guards
+        if guards is None or self.kernels is not dispatch.KERNELS:
             return None
-        addresses = likeness.addresses_of(tensors)
-        return None if addresses is None else (self.run, addresses, likeness.require_grad)
+        addresses = guards.addresses_of(tensors)
+        return None if addresses is None else (self.run, addresses, guards.requires_grad)
+
+    def recognize_next(self, tensors: Tensors | BackwardTensors, kinds: _Kinds) -> None:
+        """Makes guards of the tensors of a call that the key has found."""
+        # Guards look at requires_grad, the key does not.
+        if self.guards is None or self.guards.requires_grad is not kinds.requires_grad:
+            self.guards = _Guards(tensors, kinds)
 
 
 def _guard(x: Tensor) -> Callable[[Tensor | None], bool]:
@@ -135,7 +143,8 @@ def _guard(x: Tensor) -> Callable[[Tensor | None], bool]:
 
 
 def _guards_work() -> bool:
-    """They are torch's own, and may change one day. Then the dictionary does."""
+    """Whether torch has the guards, which are its own and may change, and they do what they did.
+    Without them the dictionary finds every call."""
     x = torch.empty(2, 3)
     try:
         is_like = _guard(x)
@@ -147,41 +156,39 @@ def _guards_work() -> bool:
 _HAS_GUARDS = _guards_work()
 
 
-# By all that a call depends on, and by its options alone.
-_ENTRIES: Cache[tuple[Any, ...], _Entry] = Cache(limit=4096)
-_LAST: Cache[tuple[Any, ...], _Entry] = Cache(limit=256)
+# By options and all that a call depends on; and the latest of them by its options alone.
+_CALLS: Cache[tuple[Any, ...], _Entry] = Cache(limit=4096)
+_LATEST: Cache[tuple[Any, ...], _Entry] = Cache(limit=256)
 
 
-def find(tensors: Given, *options: Any) -> Found | None:
+def find(tensors: Tensors | BackwardTensors, *options: Any) -> Found | None:
     """What runs a call like an earlier one; None for the first of its kind, and for tensors that
     are not plain."""
-    entry = _LAST.get(options)
+    entry = _LATEST.get(options)
     if entry is not None:
         found = entry.recognize(tensors)
         if found is not None:
             return found
-    seen = look_at(tensors)
-    if seen is None:
+    kinds = _kinds_of(tensors)
+    if kinds is None:
         return None
-    entry = _ENTRIES.get(_key(seen, options))
-    if entry is None:
+    entry = _CALLS.get((options, kinds.key))
+    if entry is None or entry.kernels is not dispatch.KERNELS:
         return None
-    if _HAS_GUARDS and entry.recognize(tensors) is None:
-        entry.likeness = _Likeness(tensors, seen)
-    _LAST[options] = entry
-    return entry.run, seen.addresses, seen.require_grad
+    if _HAS_GUARDS:
+        entry.recognize_next(tensors, kinds)
+        _LATEST[options] = entry
+    return entry.run, kinds.addresses, kinds.requires_grad
 
 
-def find_or_keep(prepare: Callable[..., Run], tensors: Given, *options: Any) -> Found:
-    """What runs a call of plain tensors, prepared if there was none like it."""
-    seen = look_at(tensors)
-    assert seen is not None
-    key = _key(seen, options)
-    entry = _ENTRIES.get(key)
-    if entry is None:
-        entry = _ENTRIES[key] = _Entry(prepare(tensors, *options))
-    return entry.run, seen.addresses, seen.require_grad
-
-
-def _key(seen: Seen, options: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (options, dispatch.KERNELS, *seen.kinds)
+def find_or_prepare(
+    prepare: Callable[..., Run], tensors: Tensors | BackwardTensors, *options: Any
+) -> Found:
+    """What runs a call of plain tensors; `prepare(tensors, *options)` if there was none like it."""
+    kinds = _kinds_of(tensors)
+    assert kinds is not None
+    key = (options, kinds.key)
+    entry = _CALLS.get(key)
+    if entry is None or entry.kernels is not dispatch.KERNELS:
+        entry = _CALLS[key] = _Entry(prepare(tensors, *options))
+    return entry.run, kinds.addresses, kinds.requires_grad

@@ -1,9 +1,10 @@
-"""How an operator is called: directly, or through torch's dispatcher.
+"""The eager path: a call of an operator that does not go through torch's dispatcher.
 
-In plain eager mode the dispatcher would only find the implementation we already hold, and a short
-kernel is over before it has. So a call goes there only if something may be listening: a compiler,
-a mode, a transform, a tensor subclass, a profiler. If it is autograd alone, an autograd.Function
-around the implementation does, at a quarter of the time that the dispatcher takes.
+In eager mode the dispatcher would only find the implementation that is at hand already, and a short
+kernel is over before it has. So a call goes through the dispatcher only where something has to see
+it there: a compiler, a mode, a transform, a tensor subclass, a profiler. For autograd alone, an
+autograd.Function around the implementation is enough, at a quarter of the time that the dispatcher
+takes.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _has_storage = torch._C._has_storage
 _profiler_enabled = torch._C._autograd._profiler_enabled
 
 
-def is_quiet() -> bool:
-    """Whether no compiler, mode, transform, trace or profiler is at work."""
+def is_eager() -> bool:
+    """Whether no compiler, mode, transform, trace or profiler is active."""
     return not (
         is_compiling()
         or _transforms_active()
@@ -45,9 +46,9 @@ def is_quiet() -> bool:
     )
 
 
-def nobody_listens(args: tuple[Any, ...]) -> bool:
+def can_skip_dispatcher(args: tuple[Any, ...]) -> bool:
     """Whether the dispatcher would do no more than call the implementation, autograd aside."""
-    if not is_quiet():
+    if not is_eager():
         return False
     for arg in args:
         kind = type(arg)
@@ -62,58 +63,59 @@ def nobody_listens(args: tuple[Any, ...]) -> bool:
     return True
 
 
-def wants_gradient(args: tuple[Any, ...]) -> bool:
-    """Of arguments that nobody listens to."""
-    if torch.is_grad_enabled():
-        for arg in args:
-            if type(arg) in PLAIN_TYPES and arg.requires_grad:
-                return True
-    return False
+def _requires_grad(args: tuple[Any, ...]) -> bool:
+    """Whether autograd records a call whose tensors are of plain types."""
+    return torch.is_grad_enabled() and any(
+        arg.requires_grad for arg in args if type(arg) in PLAIN_TYPES
+    )
 
 
 class Operator:
-    """Calls an operator: its `implementation` where nobody listens, otherwise through torch.
+    """An operator that is called past the dispatcher where `can_skip_dispatcher` allows it.
 
-    `derive` and `save` are those that the operator's gradient is registered with.
+    `backward` and `setup_context` are those that the operator's gradient is registered with.
     """
 
     def __init__(
         self,
         op: Any,
         implementation: Callable[..., Any],
-        derive: Callable[..., Any],
-        save: Callable[..., None],
+        backward: Callable[..., Any],
+        setup_context: Callable[..., None],
     ) -> None:
         self.op, self.implementation = op, implementation
 
         def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
             *tensors, options, run = args
             output = tuple(run())
-            save(ctx, (*tensors, *options), output)
+            setup_context(ctx, (*tensors, *options), output)
             return output
 
-        def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        def backward_of_tensors(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             n_tensors = len(ctx.needs_input_grad) - 2
-            return *derive(ctx, *grads)[:n_tensors], None, None
+            return *backward(ctx, *grads)[:n_tensors], None, None
 
-        self._direct: Any = type(
+        self._function: Any = type(
             op._opname,
             (torch.autograd.Function,),
-            {"forward": staticmethod(forward), "backward": staticmethod(backward)},
+            {"forward": staticmethod(forward), "backward": staticmethod(backward_of_tensors)},
         )
 
     def __call__(self, *args: Any) -> Any:
         # What a transform has saved may be asked for when it is over, as by torch.func.vjp.
         args = unwrap_dead_wrappers(args)
-        if not nobody_listens(args):
+        if not can_skip_dispatcher(args):
             return self.op(*args)
-        if wants_gradient(args):
-            return self.derivable(partial(self.implementation, *args), args)
+        if _requires_grad(args):
+            return self.with_gradient(partial(self.implementation, *args), args)
         return self.implementation(*args)
 
-    def derivable(
+    def with_gradient(
         self, run: Callable[[], Any], tensors: tuple[Any, ...], options: tuple[Any, ...] = ()
     ) -> Any:
-        """A call that autograd alone listens to: what `run` returns, with its gradient. Autograd
-        looks at each argument by itself, but not into `options`, the last ones."""
-        return self._direct.apply(*tensors, options, run)
+        """What `run` returns, recorded by autograd as this operator's results.
+
+        `tensors` and `options` are the arguments of the operator. Autograd looks at each of the
+        tensors, and at no option.
+        """
+        return self._function.apply(*tensors, options, run)

@@ -88,7 +88,8 @@ def _sides(window: Window) -> Window:
 
 
 def check_options(options: Options) -> None:
-    causal, left, right = options[:3]
+    """Checks the window. Raises ValueError."""
+    causal, left, right = options.causal, options.window_left, options.window_right
     if (left is not None and left < 0) or (right is not None and right < 0):
         raise ValueError(f"window takes distances of 0 or more, or None, got ({left}, {right})")
     if causal and right is not None and right > 0:
@@ -99,7 +100,8 @@ def check_options(options: Options) -> None:
 
 
 def check_factors(scale: float, softcap: float | None) -> None:
-    """Of what kernels multiply scores by, in float32: a factor of inf would make NaN of a 0."""
+    """Checks what kernels multiply scores by, in float32, where an infinite factor would turn a
+    score of 0 into NaN. Raises ValueError."""
     if not (scale == 0 or _is_factor(scale)):
         raise ValueError(
             f"scale takes a finite number or None: 0, or of size {_FACTORS}, got {scale}"

@@ -1,17 +1,17 @@
-"""From tensors and options to what runs them: the problem they pose, the kernel for it, and what
-that kernel makes of both. `call_cache` keeps it for calls like this one.
+"""From tensors and options to a function that runs them.
+
+The tensors and options pose a problem, a kernel is selected for it, and the kernel prepares what
+does not depend on data. `call_cache` keeps the function for other calls like this one.
 """
 
 from __future__ import annotations
 
-from operator import is_
-from typing import Any
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor
 
 from lockstep import dispatch
-from lockstep.cache import Cache
 from lockstep.checks import are_values_checked, check_values
 from lockstep.kernels.cpu.processes import fork_safe
 from lockstep.kernels.kernel import (
@@ -25,40 +25,35 @@ from lockstep.kernels.kernel import (
 )
 from lockstep.problem import AttentionProblem, Options, Tensors, describe
 
-# What was found for a call, by all that it depends on.
-_PLANS: Cache[tuple[Any, ...], tuple[AttentionProblem, Kernel]] = Cache(limit=4096)
 
-
-def _plan(
+def _select(
     tensors: Tensors, options: Options, name: str | None, *, backward: bool = False
 ) -> tuple[AttentionProblem, Kernel]:
-    """The problem and the kernel for it: the same objects again for a call of the same kind."""
-    kinds = [None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
-    key = (options, name, backward, dispatch.KERNELS, *kinds)
-    plan = _PLANS.get(key)
-    if plan is None:
-        problem = describe(tensors, options)
-        # Kernels look at the current device.
-        with torch.cuda.device_of(tensors.q):
-            plan = _PLANS[key] = problem, dispatch.select(problem, name, backward=backward)
-    return plan
+    """The problem that a call poses, and the kernel for it."""
+    problem = describe(tensors, options)
+    # Kernels look at the current device.
+    with torch.cuda.device_of(tensors.q):
+        return problem, dispatch.select(problem, name, backward=backward)
 
 
 def prepare(tensors: Tensors, options: Options, name: str | None) -> Prepared:
-    """What runs this call, and others like it."""
-    problem, kernel = _plan(tensors, options, name)
+    """The function that runs this call, and others like it."""
+    problem, kernel = _select(tensors, options, name)
     rows = _with_contiguous_rows(tensors)
     run = kernel.prepare(problem, rows)
-    is_checked = are_values_checked(problem)
-    if rows is tensors and not is_checked:
+    # Other calls like this one have the same strides.
+    is_checked, is_contiguous = are_values_checked(problem), rows is tensors
+    if is_contiguous and not is_checked:
         return run
 
     @fork_safe
     def check_and_run(tensors: Tensors, addresses: list[int]) -> Result:
         if is_checked:
             check_values(problem, tensors)
+        if is_contiguous:
+            return run(tensors, addresses)
         rows = _with_contiguous_rows(tensors)
-        return run(rows, addresses if rows is tensors else rows.addresses())
+        return run(rows, rows.addresses())
 
     return check_and_run
 
@@ -66,19 +61,21 @@ def prepare(tensors: Tensors, options: Options, name: str | None) -> Prepared:
 def prepare_backward(
     given: BackwardTensors, options: Options, name: str | None, needs: Needs
 ) -> PreparedBackward:
-    """What derives this call, and others like it."""
-    problem, kernel = _plan(given.inputs, options, name, backward=True)
+    """The function that computes the gradients of this call, and of others like it."""
+    problem, kernel = _select(given.inputs, options, name, backward=True)
     rows = _with_contiguous_results(given)
     assert kernel.prepare_backward is not None
     run = kernel.prepare_backward(problem, rows, needs)
-    is_checked = are_values_checked(problem)
-    if not is_checked and all(map(is_, rows, given)):
+    is_checked, is_contiguous = are_values_checked(problem), all(map(is_, rows, given))
+    if is_contiguous and not is_checked:
         return run
 
     @fork_safe
     def check_and_run(given: BackwardTensors, addresses: list[int]) -> Gradients:
         if is_checked:
             check_values(problem, given.inputs)
+        if is_contiguous:
+            return run(given, addresses)
         rows = _with_contiguous_results(given)
         return run(rows, rows.addresses())
 
@@ -86,7 +83,7 @@ def prepare_backward(
 
 
 def _with_contiguous_results(given: BackwardTensors) -> BackwardTensors:
-    """What a backward takes."""
+    """The tensors of a backward with the strides that kernels rely on."""
     return BackwardTensors(
         *_with_contiguous_rows(given.inputs),
         given.out.contiguous(),
@@ -101,17 +98,26 @@ def _contiguous_rows(tensor: Tensor) -> Tensor:
 
 
 def _with_contiguous_rows(tensors: Tensors) -> Tensors:
-    """A bias keeps its strides: a copy of one that was expanded may be larger than all the rest."""
-    tensors = _with_contiguous_numbers(tensors)
-    q, k, v = tensors[:3]
+    """The tensors of a call with the strides that kernels rely on.
+
+    A bias keeps its strides: a copy of one that was expanded may be larger than all the rest.
+    """
+    tensors = _with_contiguous_vectors(tensors)
+    q, k, v = tensors.q, tensors.k, tensors.v
     if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         return tensors
     return tensors._replace(q=_contiguous_rows(q), k=_contiguous_rows(k), v=_contiguous_rows(v))
 
 
-def _with_contiguous_numbers(tensors: Tensors) -> Tensors:
-    """Sinks, lengths, offsets and page tables: of these, kernels know where a row begins."""
-    numbers = tensors[4:]
-    if all(x is None or x.stride(-1) == 1 for x in numbers):
+# Sinks, lengths, offsets and page tables: kernels are told where a row of these begins, and no
+# stride within it.
+_VECTORS = ("sinks", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "page_table")
+_vectors_of = attrgetter(*_VECTORS)
+
+
+def _with_contiguous_vectors(tensors: Tensors) -> Tensors:
+    vectors = _vectors_of(tensors)
+    if all(x is None or x.stride(-1) == 1 for x in vectors):
         return tensors
-    return Tensors(*tensors[:4], *(None if x is None else _contiguous_rows(x) for x in numbers))
+    contiguous = (None if x is None else _contiguous_rows(x) for x in vectors)
+    return tensors._replace(**dict(zip(_VECTORS, contiguous, strict=True)))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.numerics import LOG2E, statistics_dtype
 
-# A problem is posed by tensors and options: who asks for one has both from here.
+# A problem is posed by tensors and options: both can be imported from here.
 from lockstep.options import Options as Options
 from lockstep.options import Window as Window
 from lockstep.options import check_factors, check_options
@@ -149,10 +149,16 @@ class AttentionProblem:
 
 
 def pad_bias(bias: Tensor | None) -> Tensor | None:
-    """Gives a bias of fewer than 4 dims leading dims of 1, as broadcasting would."""
-    if isinstance(bias, Tensor) and bias.dim() < 4:
+    """Gives a bias of fewer than 4 dims leading dims of 1, as broadcasting would. What is not a
+    tensor with strides stays as it is: `check_types` raises."""
+    if bias is not None and isinstance(bias, Tensor) and bias.dim() < 4 and has_strides(bias):
         return bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
     return bias
+
+
+def has_strides(tensor: Tensor) -> bool:
+    """Whether a tensor is neither nested nor sparse nor of another layout without strides."""
+    return not tensor.is_nested and tensor.layout == torch.strided
 
 
 # What each argument takes: its dims by name. A name stands for one size throughout a call.

@@ -3,18 +3,51 @@
 Dense attention folds the mapped dim into the batch. What has no batch dim to fold it into (sinks
 that differ from sample to sample, gradients that are sums over the batch, packed and paged calls)
 runs sample by sample. Batch invariance makes both give the same bits.
+
+A rule takes `(call, info, in_dims, *args)` and returns `(output, out_dims)`; `call` takes the
+arguments without the mapped dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-# (call, info, in_dims, *args) -> (output, out_dims): `call` takes args without the mapped dim.
+from lockstep.kernels.kernel import Needs
+
 VmapRule = Callable[..., tuple[Any, Any]]
+
+
+class DenseArguments(NamedTuple):
+    """The tensors that `attention` takes, in its order; or the mapped dim of each."""
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any
+    sinks: Any
+    kv_lens: Any
+
+
+class DenseBackwardArguments(NamedTuple):
+    """The tensors that `attention_backward` takes, in its order; or the mapped dim of each."""
+
+    dout: Any
+    dlse: Any
+    out: Any
+    statistics: Any
+    q: Any
+    k: Any
+    v: Any
+    bias: Any
+    sinks: Any
+    kv_lens: Any
+
+
+_Dense = TypeVar("_Dense", DenseArguments, DenseBackwardArguments)
 
 
 def sample_by_sample(
@@ -41,17 +74,14 @@ def fold_attention(
     call: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], *args: Any
 ) -> tuple[Any, Any]:
     """The vmap rule of `attention`."""
-    q, k, v, bias, sinks, kv_lens, *options = args
-    if in_dims[4] is not None:
+    tensors, options = _split(DenseArguments, args)
+    dims, _ = _split(DenseArguments, in_dims)
+    if dims.sinks is not None:
         return sample_by_sample(call, info, in_dims, *args)
     # Samples that do not fit together may still do so once they are folded.
     _outline(call, in_dims, args)
-    n, B = info.batch_size, _batch(q, in_dims[0])
-    q, k, v, bias, kv_lens = (
-        _fold(x, dim, n, B)
-        for x, dim in zip((q, k, v, bias, kv_lens), (*in_dims[:4], in_dims[5]), strict=True)
-    )
-    results = call(q, k, v, bias, sinks, kv_lens, *options)
+    n, B = info.batch_size, _batch(tensors.q, dims.q)
+    results = call(*_fold_all(tensors, dims, n, B), *options)
     return _like(results, [x.unflatten(0, (n, B)) for x in results])
 
 
@@ -59,14 +89,14 @@ def fold_attention_backward(
     call: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], *args: Any
 ) -> tuple[Any, Any]:
     """The vmap rule of `attention_backward`."""
-    *tensors, sinks, kv_lens = args[:10]  # tensors: dout, dlse, out, statistics, q, k, v, bias
-    needs = args[-1]
-    if in_dims[8] is not None or needs[3] or needs[4]:
+    tensors, options = _split(DenseBackwardArguments, args)
+    dims, _ = _split(DenseBackwardArguments, in_dims)
+    *_, needs = options
+    needs = Needs._make(needs)
+    if dims.sinks is not None or needs.bias or needs.sinks:
         return sample_by_sample(call, info, in_dims, *args)
-    n, B = info.batch_size, _batch(tensors[4], in_dims[4])
-    tensors = [_fold(x, dim, n, B) for x, dim in zip(tensors, in_dims[:8], strict=True)]
-    kv_lens = _fold(kv_lens, in_dims[9], n, B)
-    grads = call(*tensors, sinks, kv_lens, *args[10:])
+    n, B = info.batch_size, _batch(tensors.q, dims.q)
+    grads = call(*_fold_all(tensors, dims, n, B), *options)
     return _like(grads, [grad.unflatten(0, (n, B)) for grad in grads])
 
 
@@ -80,6 +110,20 @@ def lead_with_samples(
     ]
     results = call(*leading)
     return _like(results, list(results))
+
+
+def _split(kind: type[_Dense], args: tuple[Any, ...]) -> tuple[_Dense, tuple[Any, ...]]:
+    """The tensors among the arguments of an operator, and the options behind them."""
+    n_tensors = len(kind._fields)
+    return kind._make(args[:n_tensors]), args[n_tensors:]
+
+
+def _fold_all(tensors: _Dense, dims: _Dense, n: int, B: int) -> _Dense:
+    """Folds n samples into the batch of every tensor but the sinks, which have none."""
+    return tensors._make(
+        x if name == "sinks" else _fold(x, dim, n, B)
+        for name, x, dim in zip(tensors._fields, tensors, dims, strict=True)
+    )
 
 
 def _like(results: Any, mapped: list[Tensor]) -> tuple[Any, Any]:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_calls import forget_calls
 
-from lockstep import call_cache, dispatch
+from lockstep import dispatch
 from lockstep.audit import batch_invariance, determinism
 from lockstep.audit.bits import first_difference
 from lockstep.audit.calls import Shape, draw
 from lockstep.audit.checks import run
-from lockstep.cache import Cache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,8 +86,7 @@ def test_a_long_cache_decoded_alone_and_in_any_batch(kernel, query_invariant):
 
 def pretend(monkeypatch, kernel, multiprocessors: int) -> None:
     """The kernel plans for a device of another size."""
-    for name in ("_ENTRIES", "_LAST"):
-        monkeypatch.setattr(call_cache, name, Cache(limit=100))
+    forget_calls(monkeypatch)
     if kernel.name == "hopper":
         from lockstep.kernels.hopper.forward import launch
 

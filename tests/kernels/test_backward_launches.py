@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_calls import forget_calls
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from problems import Case, draw, draw_varlen
 
 import lockstep
-from lockstep import call_cache
-from lockstep.cache import Cache
 from lockstep.kernels.driver import ByDriver
 
 pytestmark = [
@@ -105,8 +104,7 @@ def by_driver(monkeypatch) -> list[Any]:
     found = []
     launch = ByDriver.__call__
     monkeypatch.setattr(ByDriver, "__call__", lambda *given: (found.append(given), launch(*given)))
-    for table in ("_ENTRIES", "_LAST"):
-        monkeypatch.setattr(call_cache, table, Cache(limit=100))
+    forget_calls(monkeypatch)
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_calls import forget_calls
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
@@ -20,7 +21,6 @@ from hopper_build import compile_for_hopper
 from toy_kernel import ARGUMENTS, toy
 
 import lockstep
-from lockstep import call_cache
 from lockstep.cache import Cache
 from lockstep.kernels import driver
 from lockstep.kernels.driver import MAP_BYTES, ByDriver, TensorMap, launcher_of, parameters_of
@@ -345,8 +345,7 @@ def test_later_launches_give_the_bits_of_the_first(name, monkeypatch):
     monkeypatch.setattr(
         ByDriver, "__call__", lambda *given: (by_driver.append(given), launch(*given))
     )
-    for table in ("_ENTRIES", "_LAST"):
-        monkeypatch.setattr(call_cache, table, Cache(limit=10))
+    forget_calls(monkeypatch)
     call = calls()[name]
     first = call()
     for how in (lambda call: call(), in_a_thread, on_a_stream, in_a_graph):

@@ -11,10 +11,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kernel_calls import forget_calls as forget_calls
 from problems import Case, Result, assert_allowed, run
-
-from lockstep import call_cache
-from lockstep.cache import Cache
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -40,12 +38,6 @@ def attend(case: Case) -> Result:
 def check(case: Case) -> None:
     """The error rule; the oracle and PyTorch's operators run on the CPU."""
     assert_allowed(case, attend(case).items(), kernel="triton")
-
-
-def forget_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was prepared before is not used, and what is prepared now will not be used after."""
-    for name in ("_ENTRIES", "_LAST"):
-        monkeypatch.setattr(call_cache, name, Cache(limit=100))
 
 
 def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
