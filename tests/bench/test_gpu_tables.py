@@ -1,4 +1,4 @@
-"""Tables of GPU runs and of single studies, out of their results files."""
+"""Tables of GPU runs, out of their results files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import results
-from lockstep.bench import gpu_tables, study_tables, tables, triton_tables
+from lockstep.bench import gpu_tables, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
@@ -130,9 +130,8 @@ def test_ratios_are_to_the_peers_a_page_names(directory):
 
 
 def test_without_results_the_blocks_say_so(tmp_path):
-    for module in (gpu_tables, study_tables, triton_tables):
-        for block in module.BLOCKS.values():
-            assert block(tmp_path) == "Not measured yet."
+    for block in gpu_tables.BLOCKS.values():
+        assert block(tmp_path) == "Not measured yet."
 
 
 def test_every_block_of_a_page_is_known_and_filled():
@@ -140,12 +139,6 @@ def test_every_block_of_a_page_is_known_and_filled():
         text = (ROOT / page).read_text(encoding="utf-8")
         assert tables.MARKED.search(text), page
         assert tables.fill(text, ROOT / results.RESULTS) == text, page
-
-
-def test_designs_of_the_backward_by_heads_in_turn():
-    lines = study_tables.heads_in_turn(ROOT / results.RESULTS).splitlines()
-    assert lines[0] == "| D, S | causal | 1 | 2 | 4 | 8 | 16 | cuDNN |"
-    assert len(lines) == 2 + 8 + 2
 
 
 def test_each_table_is_of_the_newest_run_that_has_it(tmp_path):

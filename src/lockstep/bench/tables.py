@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import results
-from lockstep.bench import gpu_tables, ladder_tables, study_tables, triton_tables
+from lockstep.bench import gpu_tables, ladder_tables, pivot_tables
 from lockstep.bench.counter_tables import agreement_block
 from lockstep.formats import duration
 
@@ -61,18 +61,21 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "cpu": cpu_block,
     "simt_counters": agreement_block,
     **gpu_tables.BLOCKS,
-    **study_tables.BLOCKS,
-    **triton_tables.BLOCKS,
     **ladder_tables.BLOCKS,
 }
 
 
 def fill(text: str, directory: Path) -> str:
-    """`text` with every marked block replaced by what the results in `directory` say."""
+    """`text` with every marked block replaced by what the results in `directory` say.
+
+    Raises KeyError for a block that neither this module nor a results file knows.
+    """
+    described = pivot_tables.find(directory)
 
     def block(match: re.Match[str]) -> str:
         name = match["name"]
-        return f"<!-- bench:{name} -->\n{BLOCKS[name](directory)}\n<!-- /bench:{name} -->"
+        table = BLOCKS[name](directory) if name in BLOCKS else described[name]
+        return f"<!-- bench:{name} -->\n{table}\n<!-- /bench:{name} -->"
 
     return MARKED.sub(block, text)
 

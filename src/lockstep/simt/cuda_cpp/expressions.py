@@ -11,7 +11,7 @@ from lockstep.simt.types import FragmentType, Scalar, VectorType, bfloat16, floa
 from .spelling import BUILTIN_VECTORS, SCALARS, c_name, c_type, constant_name, number
 
 # How tightly C++ operators bind.
-ATOM, UNARY, TERNARY, LOWEST = 16, 15, 2, 0
+ATOM, UNARY, TERNARY = 16, 15, 2
 BINDING = {
     "*": 13,
     "/": 13,

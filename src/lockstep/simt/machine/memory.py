@@ -208,9 +208,3 @@ def host_array(value: Any, name: str, dtype: Scalar) -> tuple[np.ndarray, int]:
 def check_extent(array: GlobalArray) -> None:
     if array.size >= 2**31:
         raise ValueError(f"'{array.name}' spans {array.size} elements; int32 indices end at 2**31")
-
-
-def report_lane(lanes: Lanes, bad: np.ndarray, blocks: np.ndarray) -> tuple[int, int]:
-    """Thread and block number of the first lane in `bad`."""
-    thread, column = lanes.position(bad)
-    return thread, int(blocks[column])

@@ -11,25 +11,6 @@ from collections import Counter
 from lockstep.simt import ir
 from lockstep.simt.types import Scalar, float32
 
-KINDS = (
-    "integer",
-    "float",
-    "special",
-    "convert",
-    "compare",
-    "global",
-    "shared",
-    "local",
-    "atomic",
-    "copy",
-    "shuffle",
-    "vote",
-    "mma",
-    "fragment",
-    "barrier",
-    "branch",
-    "move",
-)
 SPECIAL = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh")
 
 
