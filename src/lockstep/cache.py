@@ -11,7 +11,8 @@ V = TypeVar("V")
 class Cache(dict[K, V]):
     """A dictionary of at most `limit` entries: it starts anew where one more would not fit.
 
-    Who has that many kinds of calls waits for other things than a new plan.
+    A program with more than `limit` kinds of calls spends its time on other things than preparing
+    them once more.
 
     Example:
         >>> squares = Cache(limit=2)

@@ -102,12 +102,12 @@ class AttentionProblem:
 
     @property
     def has_gradient(self) -> bool:
-        """Pages are for inference."""
+        """Whether a call can be differentiated: pages are for inference."""
         return self.layout != "paged"
 
     @property
     def statistics_shape(self) -> tuple[int, ...]:
-        """(m, l) of each row, which the weights come from again in the backward."""
+        """(m, l) of each row, from which the backward recomputes the weights."""
         return *self.lse_shape, 2
 
     @property
@@ -117,7 +117,7 @@ class AttentionProblem:
 
     @property
     def score_unit(self) -> float:
-        """From scores, raw or in natural units, to log2 units."""
+        """What GPU kernels multiply scores by, raw or in natural units, to get log2 units."""
         return self.scale * LOG2E if self.has_raw_scores else LOG2E
 
     @property

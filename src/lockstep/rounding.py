@@ -140,7 +140,8 @@ def _variances(
     dout: Tensor | None,
     dlse: Tensor | None,
 ) -> Variances:
-    """Of dense tensors; those of dk, dv, dbias and dsinks are summed over what adds to them."""
+    """The variances of a dense call; those of dk, dv, dbias and dsinks are summed over what adds to
+    them."""
     units, group = Units.of(problem.dtype), problem.Hq // problem.Hkv
     total: Variances = {}
     for rows in _rows(problem, q, k, v, bias, sinks, lens, dout, dlse):

@@ -20,11 +20,11 @@ from lockstep.kernels.cpu.entry import entry_of
 from lockstep.kernels.cpu.lowering import Part, lower
 
 compiled = Part
-"""For parts of a kernel: compiled with the kernel that calls them."""
+"""Decorates a part of a kernel, which is compiled with the kernel that calls it."""
 inlined = partial(Part, forceinline=True)
-"""For parts that were measured to be faster inside their caller, where LLVM would not put them."""
+"""Decorates a part that was measured to be faster inside its caller; LLVM would leave it out."""
 
-# Who compiles for longer than this many seconds says so.
+# Compiling for longer than this many seconds prints a message.
 PATIENCE = 2.0
 
 _compiling = threading.RLock()

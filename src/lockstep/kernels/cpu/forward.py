@@ -202,8 +202,8 @@ def _run_narrow(call, unit, item, scratch, parts, statistics):
 
 
 def _items_runner(wide: bool, narrow: bool) -> Kernel:
-    """For calls with wide units, narrow ones or both: few need both, and each takes seconds to
-    compile."""
+    """A kernel that runs the items of wide units, of narrow ones, or of both. Few calls need both,
+    and each of the three takes seconds to compile."""
 
     def run_items(arguments):
         """Every item, folded or into the workspace; the thread that ends a unit merges it.

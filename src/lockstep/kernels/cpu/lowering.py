@@ -35,8 +35,8 @@ from numba.core.untyped_passes import (
     TranslateByteCode,
 )
 
-# No reference counting: kernels hold no Python or numba objects, only addresses. Nor wrappers:
-# nobody calls a part of a kernel from Python.
+# No reference counting: kernels hold no Python or numba objects, only addresses. No wrappers
+# either: parts of a kernel are not called from Python.
 OPTIONS = {
     "nopython": True,
     "nogil": True,

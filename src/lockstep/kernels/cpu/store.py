@@ -93,8 +93,8 @@ def read(kernel: str) -> bytes | None:
             digest, code = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
             if digest == _digest(name, code):
                 return code
-        # Whoever installed into a directory that is read-only now may have left code there; it is
-        # not looked for beyond the place where it belongs.
+        # A directory that is read-only now may hold code from when it was not. Code is not looked
+        # for behind the first directory that can be written to: it would be there.
         if _can_be_written_to(directory):
             return None
     return None

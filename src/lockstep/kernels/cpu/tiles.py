@@ -224,7 +224,7 @@ def score_gradient_rows(e: Emit, s, dp, n, m, inverse, delta, slopes):
     """s = p = e^(s − m) · inverse, dp = p · (dp − delta) · slope; inverse = 1 / l.
 
     A score of −inf gives p = −0 and dp = 0: weights are never negative, so −0 marks what is
-    masked, and adds nothing where nobody looks for the mark.
+    masked, and adds nothing in sums that do not look for the mark.
     """
     wanted = e.ir.icmp_signed("!=", slopes, e.integer(0))
     zero, minus_inf = e.constant(0.0), e.constant(MINUS_INF)

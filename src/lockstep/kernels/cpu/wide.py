@@ -221,7 +221,7 @@ def tile_scores(call, block, b, t, first, begin, end, bounds, slopes):
 
 @compiled
 def tile_bounds(block, t, first, n):
-    """For tile t in the span: keys to visit (offsets, whole panels), and (lo_max, hi_min)."""
+    """The keys that tile t visits in the span (offsets, whole panels), and (lo_max, hi_min)."""
     lo_min, hi_max = first + n, first
     lo_max, hi_min = 0, first + n
     for i in range(t * LANES, (t + 1) * LANES):
