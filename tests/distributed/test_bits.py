@@ -30,13 +30,13 @@ def cases(methods: tuple[str, ...]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_ranks_give_the_bits_of_one_process(ranks):
-    for found in results_of(run_world(ranks, "bits", cases(("heads", "gather")))):
+    for found in results_of(run_world(ranks, "bits", cases(("heads", "gather", "ring")))):
         assert [text for text in found if text] == []
 
 
 @pytest.mark.slow
 def test_eight_ranks_give_the_bits_of_one_process():
-    shapes = [{**case, "heads": (8, 4)} for case in cases(("heads", "gather"))]
+    shapes = [{**case, "heads": (8, 4)} for case in cases(("heads", "gather", "ring"))]
     for found in results_of(run_world(8, "bits", shapes, timeout=500)):
         assert [text for text in found if text] == []
 

@@ -24,7 +24,7 @@ WRONG = {
     ),
     "kind": ({"causal": 1}, "causal takes True or False, got int"),
     "window": ({"window": (-1, 0)}, "window takes distances of 0 or more"),
-    "name": ({"method": "circle"}, "method takes one of heads, gather"),
+    "name": ({"method": "circle"}, "method takes one of heads, gather, ring"),
     "dims": ({"shape": [4, 8, 16]}, "q takes shape [B, Hq, Sq, D]"),
 }
 

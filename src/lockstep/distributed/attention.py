@@ -17,8 +17,8 @@ from lockstep.distributed.call import Call
 from lockstep.distributed.groups import Mesh, group_of
 from lockstep.distributed.local import Settings
 from lockstep.distributed.methods import Explanation, Method, Sizes
-from lockstep.options import make_options, type_of
-from lockstep.problem import Tensors, Window, describe
+from lockstep.options import Options, make_options, type_of
+from lockstep.problem import AttentionProblem, Tensors, Window, describe
 
 # Sizes that differ from rank to rank.
 _OF_A_RANK = frozenset({"tokens of q"})
@@ -56,7 +56,7 @@ def context_parallel_attention(
         k: [B, Hkv, S_rank, D]
         v: [B, Hkv, S_rank, Dv]
         mesh: A DeviceMesh of 1 dim or a process group.
-        method: "heads" or "gather". None chooses; see `explain`.
+        method: "heads", "gather" or "ring". None chooses; see `explain`.
         balanced: Whether the shards are those of `shard(..., balanced=True)`.
         sinks: [Hq], whole on every rank. Their gradient is partial, as that of any parameter: its
             sum over the ranks has the bits of one process.
@@ -106,7 +106,10 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh) -> Explanation:
         >>> print(lockstep.distributed.explain(q, k, v, mesh=mesh))
     """
     group = group_of(mesh)
-    return methods.choose(Sizes(q.shape[1], k.shape[1], dist.get_world_size(group)))
+    tensors = autocast.cast(Tensors(q, k, v))
+    check_types(tensors, "dense")
+    problem = describe(tensors, Options())
+    return methods.choose(_sizes(problem, None, dist.get_world_size(group)))
 
 
 class Asked(NamedTuple):
@@ -152,8 +155,13 @@ def _check(tensors: Tensors, asked: Asked, ranks: int) -> tuple[Tensors, Setting
             "sequence"
         )
     dispatch.select(problem, kernel, backward=any(_wants_gradients(tensors)))
-    found = methods.find(asked.method, Sizes(problem.Hq, problem.Hkv, ranks))
+    found = methods.find(asked.method, _sizes(problem, kernel, ranks))
     return tensors, Settings(*options, kernel), found
+
+
+def _sizes(problem: AttentionProblem, kernel: str | None, ranks: int) -> Sizes:
+    found = dispatch.select(problem, kernel)
+    return Sizes(problem.Hq, problem.Hkv, ranks, found.name, found.carry is not None)
 
 
 _OPTIONS = (*Settings._fields, "method", "balanced", "return_lse")

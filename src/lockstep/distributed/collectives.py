@@ -111,6 +111,39 @@ def from_boxes(
     return result
 
 
+class Part(NamedTuple):
+    """A broadcast under way."""
+
+    to: Tensor
+    moved: Tensor  # on the wire
+    work: dist.Work
+
+
+def start_broadcast(to: Tensor, held: Tensor | None, rank: int, group: ProcessGroup) -> Part:
+    """Begins to fill `to` with what `rank` holds: `held` there, None elsewhere."""
+    source = torch.empty(to.shape, dtype=to.dtype, device=to.device) if held is None else held
+    moved = _on_the_wire(source.contiguous(), group)
+    with named_faults(group, "broadcast"):
+        work = dist.broadcast(moved, group=group, group_src=rank, async_op=True)
+    assert work is not None
+    return Part(to, moved, work)
+
+
+class Arriving(NamedTuple):
+    """A tensor whose parts are broadcast by different ranks."""
+
+    whole: Tensor
+    parts: list[Part]
+    group: ProcessGroup
+
+    def wait(self) -> Tensor:
+        for to, moved, work in self.parts:
+            with named_faults(self.group, "broadcast"):
+                work.wait()
+            to.copy_(moved.view(to.dtype).view(to.shape))
+        return self.whole
+
+
 def _part(x: Tensor, dims: Dims, heads: range, start: int, n: int) -> Tensor:
     return x.narrow(dims.heads, heads.start, len(heads)).narrow(dims.tokens, start, n)
 

@@ -12,6 +12,7 @@ from lockstep.distributed import heads
 from lockstep.distributed.call import Call
 from lockstep.distributed.gather import GatherAttention
 from lockstep.distributed.heads import HeadsAttention
+from lockstep.distributed.ring import RingAttention
 
 Run = Callable[[Call, Tensor, Tensor, Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
 
@@ -22,6 +23,8 @@ class Sizes(NamedTuple):
     Hq: int
     Hkv: int
     ranks: int
+    kernel: str
+    carries: bool  # whether that kernel takes keys in blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,12 +37,19 @@ class Method:
 
 
 def _heads_refuses(sizes: Sizes) -> str | None:
-    return heads.refusal(*sizes)
+    return heads.refusal(sizes.Hq, sizes.Hkv, sizes.ranks)
+
+
+def _ring_refuses(sizes: Sizes) -> str | None:
+    if sizes.carries:
+        return None
+    return f"needs a kernel that takes keys in blocks, which {sizes.kernel} does not"
 
 
 METHODS = (
     Method("heads", HeadsAttention.apply, _heads_refuses),
     Method("gather", GatherAttention.apply, lambda sizes: None),
+    Method("ring", RingAttention.apply, _ring_refuses),
 )
 
 
@@ -85,14 +95,20 @@ def by_name(name: str) -> Method:
 
 
 def choose(sizes: Sizes) -> Explanation:
-    """The rule: `heads` where each rank gets as many key heads as any other, else `gather`."""
-    reasons = {"heads": "key heads divide evenly: fewest bytes, and nothing is computed twice"}
-    if sizes.Hkv % sizes.ranks == 0:
-        reasons["gather"] = "would send more bytes, and hold all keys on each rank"
-        return Explanation(sizes, "heads", reasons)
-    refusal = heads.refusal(*sizes)
-    reasons["heads"] = refusal or (
-        f"{sizes.Hkv} key heads do not divide evenly among {sizes.ranks} ranks: some would wait"
-    )
-    reasons["gather"] = "divides tokens, whatever the heads are"
-    return Explanation(sizes, "gather", reasons)
+    """The rule: `heads` where every rank gets equally many key heads, else `gather`.
+
+    `ring` runs where it is asked for: it is the one whose memory never grows with the sequence,
+    and no rule that all ranks follow knows how much memory each of them has left.
+    """
+    even = sizes.Hkv % sizes.ranks == 0
+    reasons = {
+        "heads": "key heads divide evenly: fewest bytes, and nothing is computed twice"
+        if even
+        else _heads_refuses(sizes)
+        or f"{sizes.Hkv} key heads do not divide evenly among {sizes.ranks} ranks: some would wait",
+        "gather": "would send more bytes, and hold all keys on each rank"
+        if even
+        else "divides tokens, whatever the heads are",
+        "ring": _ring_refuses(sizes) or "runs on request: least memory, most exchanges",
+    }
+    return Explanation(sizes, "heads" if even else "gather", reasons)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from lockstep.problem import AttentionProblem, Tensors
 
 __all__ = [
     "BackwardTensors",
+    "Carry",
     "Given",
     "Gradients",
     "Kernel",
@@ -99,6 +100,33 @@ class Merge(NamedTuple):
     run: Callable[[list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]
 
 
+class Carry(NamedTuple):
+    """Attention over keys, or gradients over rows, that come in blocks, with the bits of one call.
+
+    `forward(problem, q, sinks, start)` makes a state of the rows of q, which begin at position
+    `start`; `state.fold(k, v, first)` adds keys from position `first` on, and `state.close()`
+    returns what `Prepared` does. Blocks of keys begin at multiples of `span` and come in ascending
+    order. `queries(problem, q, statistics, delta, dout, start)` does the same for dq.
+
+    `keys(problem, k, v, start)` makes a state of the keys that begin at `start`;
+    `state.fold(q, dout, statistics, delta, first)` adds rows, and `state.close()` returns dk and
+    dv. Rows are the queries of each query head in turn that reads a key head: [B, Hkv, n, D], in
+    ascending order, from multiples of `rows` on. `delta` is `deltas(problem, q, out, dout, dlse)`.
+
+    `sinks(problem, sinks, statistics, delta)` returns dsinks of some heads with all their rows.
+
+    The problem has the mask and the length of the whole sequence, with as many queries as keys.
+    """
+
+    span: int
+    rows: int
+    forward: Callable[..., Any]
+    deltas: Callable[..., Tensor]
+    queries: Callable[..., Any]
+    keys: Callable[..., Any]
+    sinks: Callable[..., Tensor]
+
+
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """One way to run attention.
@@ -119,6 +147,7 @@ class Kernel:
     an input or a view of one.
 
     `merge`, where there is one, combines partial results; the first kernel that takes them does.
+    `carry`, where there is one, returns what runs a call whose keys or rows come in blocks.
 
     `statistics` [*lse.shape, 2] are (m, l) of each row: with scores s as the kernel has them, the
     weights of the row are `exp2((s - m) * unit) / l`, sink included. s - m comes first: it is exact
@@ -148,3 +177,4 @@ class Kernel:
     query_invariant: bool = False
     supports_backward: Callable[[AttentionProblem], str | None] | None = None
     merge: Merge | None = None
+    carry: Callable[[], Carry] | None = None

@@ -7,7 +7,7 @@ Importing this package compiles nothing and does not import numba.
     units.py    query rows and spans, cut into work for threads
     forward.py  runs that work and merges                    backward.py  gradients
     running.py  the softmax state of many rows
-    merge.py    the split-KV formula for one row
+    merge.py    the split-KV formula for one row             carry.py     keys in blocks
     tiles.py    register tiles   memory.py  rows in and out  simd.py  vector code from Python
 
 A row's bits depend on its own sequence alone: every sum is a chain in ascending order inside
@@ -22,6 +22,7 @@ from torch import Tensor
 from lockstep.kernels.cpu import processes as processes
 from lockstep.kernels.kernel import (
     BackwardTensors,
+    Carry,
     Gradients,
     Kernel,
     Merge,
@@ -66,6 +67,20 @@ def _supports_merge(part: Tensor) -> bool:
     return part.device.type == "cpu" and part.dtype != torch.float64
 
 
+def _carry() -> Carry:
+    from lockstep.kernels.cpu import carry, carry_backward, wide
+
+    return Carry(
+        wide.SPAN,
+        wide.ROWS,
+        carry.CarriedForward,
+        carry_backward.deltas,
+        carry_backward.CarriedQueries,
+        carry_backward.CarriedKeys,
+        carry_backward.sums_of_sinks,
+    )
+
+
 def supports(problem: AttentionProblem) -> str | None:
     if problem.device_type != "cpu":
         return f"runs on the CPU, got tensors on {problem.device_type}"
@@ -88,4 +103,5 @@ KERNEL = Kernel(
     constant_time=False,
     query_invariant=True,
     merge=Merge(_supports_merge, _merge),
+    carry=_carry,
 )

@@ -129,7 +129,7 @@ def dq_tile(call, grad, b, h, row):
 
 
 @compiled
-def _block_gradients(call, grad, block, work, item, row0, first, n, k_finite):
+def block_gradients(call, grad, block, work, item, row0, first, n, k_finite):
     """One row block against one loaded span: adds to dQ sums and to work.dk, work.dv."""
     b, h = item.b, item.h
     n_rows = min(ROWS, item.last_row - row0)
@@ -169,7 +169,7 @@ def _block_gradients(call, grad, block, work, item, row0, first, n, k_finite):
 
 
 @compiled
-def _write_keys(call, tensor, b, h, first, n, sums, D, factor):
+def write_keys(call, tensor, b, h, first, n, sums, D, factor):
     """Store n rows of gradient sums; + 0 leaves one kind of zero."""
     pitch = 4 * padded(D, WIDTH)
     size = 4 if call.kind == F32 else 2
@@ -181,7 +181,7 @@ def _write_keys(call, tensor, b, h, first, n, sums, D, factor):
 
 
 @compiled
-def _write_queries(call, grad, block, item):
+def write_queries(call, grad, block, item):
     """Scale the dQ sums of the item's rows and store them."""
     D = padded(call.D, MR)
     first = of_sequence(call.q_first, item.b)
@@ -224,22 +224,22 @@ def run_gradients(arguments):
             fill(work.dk, SPAN * padded(call.D, WIDTH), f32(0.0))
             fill(work.dv, SPAN * padded(call.Dv, WIDTH), f32(0.0))
             for row0 in range(item.first_row, item.last_row, ROWS):
-                _block_gradients(call, grad, block, work, item, row0, first, n, k_finite)
+                block_gradients(call, grad, block, work, item, row0, first, n, k_finite)
             if grad.want_kv:
                 b, h, scale = item.b, item.h, f32(call.scale)
-                _write_keys(call, grad.dk, b, h, first, n, work.dk, call.D, scale)
-                _write_keys(call, grad.dv, b, h, first, n, work.dv, call.Dv, f32(1.0))
+                write_keys(call, grad.dk, b, h, first, n, work.dk, call.D, scale)
+                write_keys(call, grad.dv, b, h, first, n, work.dv, call.Dv, f32(1.0))
         if grad.want_q:
-            _write_queries(call, grad, block, item)
+            write_queries(call, grad, block, item)
 
 
 @lru_cache(maxsize=64)
-def _scratch_bytes(D: int, Dv: int) -> int:
+def scratch_bytes(D: int, Dv: int) -> int:
     """What a thread needs."""
     return carve_gradient(carve_block(0, D, Dv).end, D, Dv).end
 
 
-def _items(
+def list_items(
     problem: AttentionProblem, described: Described, by_span: bool, by_block: bool
 ) -> np.ndarray:
     """Whole KV heads, cut by span of keys or by block of rows where asked."""
@@ -289,12 +289,12 @@ def backward(problem: AttentionProblem, saved: BackwardTensors, needs: Needs) ->
     if saved.dlse is not None:
         record["dlse"] = strided(saved.dlse, q_dims)
     record["dq_tiles"], record["first_tile"] = address(dq_tiles), address(first_tile)
-    scratch = _scratch_bytes(D, Dv)
+    scratch = scratch_bytes(D, Dv)
     row_deltas(problem, described, record, scratch)
 
     def run(want_q: bool, want_kv: bool, by_span: bool, by_block: bool) -> None:
         record["want_q"], record["want_kv"] = want_q, want_kv
-        items = _items(problem, described, by_span, by_block)
+        items = list_items(problem, described, by_span, by_block)
         pairs = sum(map(mul, described.q_len, described.kv_len)) * problem.Hq
         arguments = (described.address, address(record), address(items), len(items))
         parallel(run_gradients, arguments, scratch, 5 * pairs * (D + Dv) // 2)

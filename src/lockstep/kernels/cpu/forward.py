@@ -74,7 +74,7 @@ def _write_row_statistics(call, b, head, q_idx, m, l):
 
 
 @compiled
-def _write_rows(call, unit, rows, acc, m, l):
+def write_rows(call, unit, rows, acc, m, l):
     """Scatter finished tiles acc [tiles, Dv, LANES]; m and l [tiles, LANES] of each row."""
     b, h, row0, n_rows = unit.b, unit.h, unit.first_row, unit.n_rows
     q_first = of_sequence(call.q_first, b)
@@ -124,7 +124,7 @@ def _fold_unit(call, unit, scratch):
         fold_sinks(call, block, state, n_tiles, Dv)
     for t in range(n_tiles):
         close_rows(state.acc + t * Dv * ROW, Dv, state.l + t * ROW)
-    _write_rows(call, unit, block.q_rows, state.acc, state.m, state.l)
+    write_rows(call, unit, block.q_rows, state.acc, state.m, state.l)
 
 
 @compiled

@@ -1,0 +1,196 @@
+"""Keys go round in blocks while rows wait for them: memory stays that of a shard.
+
+    forward    k, v                    broadcast, block by block    out, lse of own queries
+    backward   k, v                    broadcast, block by block    dq of own queries
+               q, dout, m, l, delta    broadcast, block by block    dk, dv of own keys
+
+Block t is of the t-th `1 / ranks` of the sequence, whoever holds it, and all ranks fold block t
+before block t + 1: every sum goes on in the order of one process. (NCCL broadcasts along a ring.)
+While a block is being computed, the next one is under way. What is carried from block to block is
+the state of the kernel, so this takes a kernel that can be given one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep import dispatch
+from lockstep.distributed.call import Call, join, share_of_heads, spread
+from lockstep.distributed.collectives import DENSE, Arriving, Box, start_broadcast, to_boxes
+from lockstep.distributed.layout import share
+from lockstep.kernels.kernel import Carry
+from lockstep.options import Options
+from lockstep.problem import AttentionProblem, Tensors, describe
+
+TOKENS = DENSE.tokens
+
+
+class RingAttention(torch.autograd.Function):
+    """(out, lse) of local shards q, k, v."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        ring = Ring(call, q, k, v, sinks)
+        states = [
+            ring.carry.forward(ring.problem, q[:, :, piece.local], sinks, piece.tokens.start)
+            for piece in ring.pieces
+        ]
+        ring.fold_keys(states, k, v)
+        out, lse, statistics = _join_rows([state.close() for state in states], ring.problem, q)
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, sinks, out, statistics)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
+        call: Call = ctx.call
+        q, k, v, sinks, out, statistics = ctx.saved_tensors
+        dout = dout.contiguous()
+        ring = Ring(call, q, k, v, sinks)
+        delta = ring.carry.deltas(
+            ring.problem, q, out, dout, dlse.contiguous() if call.uses_lse else None
+        )
+        rows = Rows(q, dout, statistics, delta)
+        _, need_q, need_k, need_v, need_sinks = ctx.needs_input_grad
+        dq = dk = dv = dsinks = None
+        if need_q:
+            dq = _own_queries(ring, rows, k, v)
+        if need_k or need_v:
+            dk, dv = _own_keys(ring, rows, k, v)
+        if need_sinks:
+            dsinks = _own_sinks(ring, rows, sinks)
+        return None, dq, dk if need_k else None, dv if need_v else None, dsinks
+
+
+class Rows(NamedTuple):
+    """What gradients take of the queries of a shard."""
+
+    q: Tensor
+    dout: Tensor
+    statistics: Tensor
+    delta: Tensor
+
+
+class Ring:
+    """One call, and the blocks it walks over."""
+
+    def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+        self.call, self.pieces = call, call.sharding.pieces(call.rank)
+        *options, kernel = call.settings
+        local = describe(Tensors(q, k, v, sinks=sinks), Options._make(options))
+        length = call.sharding.length
+        self.problem: AttentionProblem = replace(local, Sq=length, Skv=length)
+        carry = dispatch.select(local, kernel).carry
+        assert carry is not None
+        self.carry: Carry = carry()
+
+    def fold_keys(self, states: list[Any], k: Tensor, v: Tensor) -> None:
+        """All keys and values, in ascending order, into each state."""
+        D = k.shape[3]
+        packed = torch.cat((k, v), dim=3).unsqueeze(2)  # [B, Hkv, 1, S_rank, D + Dv]
+        for first, block in blocks(self.call, packed, self.carry.span):
+            for state in states:
+                state.fold(block[..., :D], block[..., D:], first)
+
+
+def blocks(call: Call, x: Tensor, multiple: int) -> Iterator[tuple[int, Tensor]]:
+    """The rows of all ranks in ascending order: block by block, with the first row of each.
+
+    x is [B, H, G, S_rank, C]. Row `g · S + i` is token i of head g of a group, S being the length
+    of the whole sequence; blocks are [B, H, n, C], where n is about `G · S / ranks` and a multiple
+    of `multiple`, but for the last.
+    """
+    n_rows = x.shape[2] * call.sharding.length
+    step = -(-n_rows // (call.ranks * multiple)) * multiple
+    coming = _start(call, x, range(min(step, n_rows))) if n_rows else None
+    for first in range(0, n_rows, step):
+        now = coming
+        after = range(first + step, min(first + 2 * step, n_rows))
+        coming = _start(call, x, after) if after else None
+        assert now is not None
+        yield first, now.wait()
+
+
+def _start(call: Call, x: Tensor, rows: range) -> Arriving:
+    """Begins to send the part of `rows` that this rank holds, and to receive the rest."""
+    B, H, _, _, C = x.shape
+    block = x.new_empty(B, H, len(rows), C)
+    length, rank = call.sharding.length, call.rank
+    parts = []
+    for g in range(rows.start // length, (rows.stop - 1) // length + 1):
+        first, last = max(rows.start, g * length), min(rows.stop, (g + 1) * length)
+        tokens = range(first - g * length, last - g * length)
+        for other in range(call.ranks):
+            for start, at, n in call.sharding.overlaps(other, tokens):
+                to = block.narrow(2, first - rows.start + at, n)
+                held = x[:, :, g].narrow(2, start, n) if other == rank else None
+                parts.append(start_broadcast(to, held, other, call.group))
+    return Arriving(block, parts, call.group)
+
+
+def _join_rows(
+    parts: list[tuple[Tensor, ...]], problem: AttentionProblem, q: Tensor
+) -> tuple[Tensor, ...]:
+    if parts:
+        return tuple(join(list(x), TOKENS, x[0]) for x in zip(*parts, strict=True))
+    # A rank without tokens.
+    none = replace(problem, Sq=0)
+    return (
+        q.new_empty(none.out_shape),
+        q.new_empty(none.lse_shape, dtype=none.lse_dtype),
+        q.new_empty(none.statistics_shape, dtype=none.lse_dtype),
+    )
+
+
+def _own_queries(ring: Ring, rows: Rows, k: Tensor, v: Tensor) -> Tensor:
+    states = []
+    for piece in ring.pieces:
+        q, dout, statistics, delta = (x[:, :, piece.local] for x in rows)
+        start = piece.tokens.start
+        states.append(ring.carry.queries(ring.problem, q, statistics, delta, dout, start))
+    ring.fold_keys(states, k, v)
+    return join([state.close() for state in states], TOKENS, rows.q)
+
+
+def _own_keys(ring: Ring, rows: Rows, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    D, Hkv = k.shape[3], k.shape[1]
+    states = [
+        ring.carry.keys(
+            ring.problem, k[:, :, piece.local], v[:, :, piece.local], piece.tokens.start
+        )
+        for piece in ring.pieces
+    ]
+    products = torch.cat((rows.q, rows.dout), dim=3)
+    sums = torch.cat((rows.statistics, rows.delta.unsqueeze(3)), dim=3)
+    by_group = (x.view(x.shape[0], Hkv, -1, *x.shape[2:]) for x in (products, sums))
+    streams = (blocks(ring.call, x, ring.carry.rows) for x in by_group)
+    for (first, qd), (_, ml) in zip(*streams, strict=True):
+        for state in states:
+            state.fold(qd[..., :D], qd[..., D:], ml[..., :2], ml[..., 2], first)
+    closed = [state.close() for state in states]
+    return (
+        join([dk for dk, _ in closed], TOKENS, k),
+        join([dv for _, dv in closed], TOKENS, v),
+    )
+
+
+def _own_sinks(ring: Ring, rows: Rows, sinks: Tensor) -> Tensor:
+    """Those of some heads, over all queries: these ranks trade tokens for heads."""
+    call, Hq, whole = ring.call, rows.q.shape[1], range(ring.call.sharding.length)
+    boxes = [Box(share(Hq, call.ranks, rank), whole) for rank in range(call.ranks)]
+    sums = torch.cat((rows.statistics, rows.delta.unsqueeze(3)), dim=3)
+    some = to_boxes(sums, DENSE, call.sharding, boxes, call.group)  # [B, heads, S, 3]
+    heads = share_of_heads(call, Hq)
+    if not heads:
+        return torch.zeros_like(sinks)
+    cut = sinks[heads.start : heads.stop]
+    values = ring.carry.sinks(ring.problem, cut, some[..., :2], some[..., 2])
+    return spread(values, heads, Hq)
