@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from lockstep.bench import gpu_cases, gpu_run, peers
+from lockstep.bench.contender import Call, Contender, Decode, Prefill
 from lockstep.bench.gpu_calls import TABLES
-from lockstep.bench.peers import Call, Decode, Entrant, Prefill
 
 # What is not compiled by then is left to the run itself.
 WARM_UP_SECONDS = 65.0
@@ -49,13 +49,13 @@ def keep_builds() -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
-def load(directory: Path) -> list[Entrant]:
+def load(directory: Path) -> list[Contender]:
     """FA3 and, where its parts are there, FA4."""
     sys.path.insert(0, str(directory))
     bundles = import_module("peers")
     bundles.load_fa3(str(directory / "fa3.xz"))
     found = [
-        Entrant(
+        Contender(
             "FA3",
             _fa3_prefill,
             decode=_fa3_decode(0),
@@ -63,7 +63,7 @@ def load(directory: Path) -> list[Entrant]:
             tokens_first=True,
             version="of vLLM 0.20.2",
         ),
-        Entrant("FA3 one split", decode=_fa3_decode(1)),
+        Contender("FA3 one split", decode=_fa3_decode(1)),
     ]
     if (directory / "a").is_dir():
         bundles.load_fa4(str(directory / "a"), str(directory / "b"))
@@ -128,7 +128,7 @@ def _fa3_forward(
     return torch.ops._vllm_fa3_C.fwd(*arguments)[0]
 
 
-def _flex_at_some_lengths() -> Iterable[Entrant]:
+def _flex_at_some_lengths() -> Iterable[Contender]:
     for peer in peers.find():
         if peer.name == "flex" and peer.prefill is not None:
             yield replace(peer, prefill=partial(_at_some_lengths, peer.prefill))
@@ -140,7 +140,7 @@ def _at_some_lengths(prefill: Prefill, q: Tensor, k: Tensor, v: Tensor, causal: 
     return prefill(q, k, v, causal)
 
 
-def load_all(options: argparse.Namespace) -> list[Entrant]:
+def load_all(options: argparse.Namespace) -> list[Contender]:
     """The peers, after everything has been called once by `options.processes` processes."""
     flex = list(_flex_at_some_lengths())
     if not options.processes:
@@ -153,13 +153,13 @@ def load_all(options: argparse.Namespace) -> list[Entrant]:
 
     workers = start("others")
     loaded = [*flex, *load(options.peers)]
-    if any(entrant.name == "FA4" for entrant in loaded):
+    if any(contender.name == "FA4" for contender in loaded):
         # They could not begin before it was unpacked.
         workers += start("FA4")
     # This process has to import and to load all that, too.
     under_way = _until(lambda: any(worker.poll() is None for worker in workers))
-    everyone = gpu_run.entrants(loaded, options.without)
-    calls = _calls(options, everyone, ("hopper", "flex", "FA4"))
+    contenders = gpu_run.contenders(loaded, options.without)
+    calls = _calls(options, contenders, ("hopper", "flex", "FA4"))
     _call_once(call for call in calls if under_way())
     for worker in workers:
         try:
@@ -178,8 +178,8 @@ def _until(condition: Callable[[], bool]) -> Callable[[], bool]:
 def warm_up(which: str, claims: Path, options: argparse.Namespace) -> None:
     """In one of several processes: call what no other one has claimed."""
     more = load(options.peers) if which == "FA4" else list(_flex_at_some_lengths())
-    everyone = gpu_run.entrants(more, options.without)
-    mine = [entrant for entrant in everyone if (entrant.name == "FA4") == (which == "FA4")]
+    contenders = gpu_run.contenders(more, options.without)
+    mine = [contender for contender in contenders if (contender.name == "FA4") == (which == "FA4")]
     numbered = enumerate(_calls(options, mine, ("hopper", "flex")))
     _call_once(call for number, call in numbered if _claim(claims / f"{which}_{number}"))
 
@@ -193,11 +193,11 @@ def _claim(path: Path) -> bool:
 
 
 def _calls(
-    options: argparse.Namespace, everyone: Iterable[Entrant], before_others: tuple[str, ...]
-) -> list[tuple[gpu_cases.Case, Entrant]]:
+    options: argparse.Namespace, contenders: Iterable[Contender], before_others: tuple[str, ...]
+) -> list[tuple[gpu_cases.Case, Contender]]:
     """What compiles something. Most compile for head dims and masks, not for lengths: one length of
     each before the others."""
-    named = {entrant.name: entrant for entrant in everyone}
+    named = {contender.name: contender for contender in contenders}
     compiled = [named.pop(name) for name in before_others if name in named]
     compiled += [e for e in named.values() if e.kind == "ours" or e.name == "FA4"]
     cases = [c for c in gpu_run.choose(options.table, options.case) if c.tokens <= MOST_TOKENS]
@@ -206,25 +206,25 @@ def _calls(
         first.setdefault((case.table, case.D, case.causal), case)
     rest = [case for case in cases if case not in first.values()]
     parts = (first.values(), rest)
-    calls = [(case, entrant) for part in parts for entrant in compiled for case in part]
-    return [(case, entrant) for case, entrant in calls if _takes_part(entrant, case)]
+    calls = [(case, contender) for part in parts for contender in compiled for case in part]
+    return [(case, contender) for case, contender in calls if _takes_part(contender, case)]
 
 
-def _takes_part(entrant: Entrant, case: gpu_cases.Case) -> bool:
+def _takes_part(contender: Contender, case: gpu_cases.Case) -> bool:
     of_table = {
-        "decode": entrant.decode,
-        "host_decode": entrant.decode,
-        "varlen": entrant.varlen,
+        "decode": contender.decode,
+        "host_decode": contender.decode,
+        "varlen": contender.varlen,
     }
     if case.table in of_table:
         return of_table[case.table] is not None
-    return entrant.prefill is not None and (case.table != "backward" or entrant.backward)
+    return contender.prefill is not None and (case.table != "backward" or contender.backward)
 
 
-def _call_once(calls: Iterable[tuple[gpu_cases.Case, Entrant]]) -> None:
-    for case, entrant in calls:
+def _call_once(calls: Iterable[tuple[gpu_cases.Case, Contender]]) -> None:
+    for case, contender in calls:
         try:
-            call = TABLES[case.table](case).prepare(entrant)
+            call = TABLES[case.table](case).prepare(contender)
             with torch.no_grad():
                 if call is not None:
                     call()
@@ -233,7 +233,7 @@ def _call_once(calls: Iterable[tuple[gpu_cases.Case, Entrant]]) -> None:
             pass
         except Exception as error:
             # The run will show the same in its cell.
-            print(f"{entrant.name}, {case}: {error}"[:200], file=sys.stderr)
+            print(f"{contender.name}, {case}: {error}"[:200], file=sys.stderr)
         torch.cuda.empty_cache()
 
 

@@ -84,10 +84,10 @@ def rung_rows(problem: Problem, rungs: list[Rung]) -> Iterator[dict[str, Any]]:
 def peer_rows(problem: Problem) -> Iterator[dict[str, Any]]:
     """PyTorch's kernels, and whatever the library chooses for these tensors, in turns."""
     q, k, v, _ = problem.draw(device="cuda")
-    everyone = {peer.name: peer.prefill for peer in peers.find() if peer.name in PEERS}
+    prepared = {peer.name: peer.prefill for peer in peers.find() if peer.name in PEERS}
     calls = {
         PEERS[name]: prepare(q, k, v, problem.causal)
-        for name, prepare in everyone.items()
+        for name, prepare in prepared.items()
         if prepare is not None
     }
     ours = lockstep.explain(q, k, v, causal=problem.causal).kernel

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from lockstep import cli, results
 from lockstep.bench import gpu, gpu_calls, gpu_cases, gpu_check, gpu_run, ours, peers, show, timing
+from lockstep.bench.contender import Contender
 from lockstep.kernels import cpu
 
 runner = CliRunner()
@@ -106,14 +107,14 @@ def test_cases_are_chosen_by_table_and_by_words_in_their_names():
 @pytest.mark.parametrize("table", ["forward", "backward"])
 def test_a_contender_that_fails_or_errs_has_its_reason_and_no_figure(table):
     contenders = [
-        *ours.entrants([cpu.KERNEL]),
-        peers.Entrant("right", right, backward=True),
-        peers.Entrant("tokens first", right, backward=True, tokens_first=True),
-        peers.Entrant("wrong", wrong, backward=True),
-        peers.Entrant("nan", nan, backward=True),
-        peers.Entrant("broken", broken, backward=True),
-        peers.Entrant("refusing", refusing, backward=True),
-        peers.Entrant("forward only", right),
+        *ours.contenders([cpu.KERNEL]),
+        Contender("right", right, backward=True),
+        Contender("tokens first", right, backward=True, tokens_first=True),
+        Contender("wrong", wrong, backward=True),
+        Contender("nan", nan, backward=True),
+        Contender("broken", broken, backward=True),
+        Contender("refusing", refusing, backward=True),
+        Contender("forward only", right),
     ]
     row = gpu.run(SMALL[table], contenders, rounds=2).as_json()
     forward_only = {"forward only", "cpu, query-invariant"} if table == "forward" else set()
@@ -133,7 +134,7 @@ def test_a_contender_that_fails_or_errs_has_its_reason_and_no_figure(table):
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("table", list(SMALL))
 def test_every_table_checks_and_times_our_kernels(table):
-    row = gpu.run(SMALL[table], ours.entrants([cpu.KERNEL]), rounds=1).as_json()
+    row = gpu.run(SMALL[table], ours.contenders([cpu.KERNEL]), rounds=1).as_json()
     assert "cpu" in row["ms"], row
     assert row["chosen"] == "cpu"
     assert not row["failed"]
@@ -150,7 +151,7 @@ def test_every_table_checks_and_times_our_kernels(table):
 @pytest.mark.usefixtures("on_the_cpu")
 def test_a_wrong_row_of_the_last_head_is_found(table):
     work = gpu_calls.TABLES[table](SMALL[table])
-    (mine, *_) = ours.entrants([cpu.KERNEL])
+    (mine, *_) = ours.contenders([cpu.KERNEL])
     out = work.prepare(mine)()
     expected = gpu_check.expect(work.pieces, causal=True, backward=False)
     assert gpu_check.largest_error(work.pick(out), expected) <= 1
@@ -170,8 +171,8 @@ def test_the_oracle_in_blocks_of_rows_is_the_oracle(monkeypatch):
 
 @pytest.mark.usefixtures("on_the_cpu")
 def test_peers_of_a_script_take_part_and_the_run_is_saved(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(peers, "find", lambda: [peers.Entrant("right", broken)])
-    added = [peers.Entrant("right", right, version="1.2")]
+    monkeypatch.setattr(peers, "find", lambda: [Contender("right", broken)])
+    added = [Contender("right", right, version="1.2")]
     assert gpu_run.main([], as_json=True, more_peers=added, directory=tmp_path) == 0
     run = json.loads(capsys.readouterr().out)
     assert run["rows"][0]["rate"].keys() == {"cpu", "cpu, query-invariant", "right"}
@@ -180,7 +181,7 @@ def test_peers_of_a_script_take_part_and_the_run_is_saved(monkeypatch, tmp_path,
     assert run["missing"] == []
     (saved,) = tmp_path.glob("gpu_*.json")
     assert json.loads(saved.read_text()) == run
-    assert gpu_run.main(["forward"], more_peers=[peers.Entrant("right", broken)]) == 0
+    assert gpu_run.main(["forward"], more_peers=[Contender("right", broken)]) == 0
     shown = capsys.readouterr().out
     assert "right: RuntimeError: no such" in shown
     assert "backward" not in shown
@@ -189,7 +190,7 @@ def test_peers_of_a_script_take_part_and_the_run_is_saved(monkeypatch, tmp_path,
 @pytest.mark.usefixtures("on_the_cpu")
 def test_no_figure_is_cut_short_in_a_narrow_terminal(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
-    added = [peers.Entrant(f"a library with a long name, {i}", right) for i in range(5)]
+    added = [Contender(f"a library with a long name, {i}", right) for i in range(5)]
     assert gpu_run.main(["forward"], more_peers=added) == 0
     shown = capsys.readouterr().out
     assert "…" not in shown
@@ -201,10 +202,10 @@ def test_no_figure_is_cut_short_in_a_narrow_terminal(monkeypatch, capsys):
 def test_a_run_that_is_cut_off_says_what_is_missing(monkeypatch, tmp_path, stop):
     real = gpu.run
 
-    def run(case, entrants, *, rounds):
+    def run(case, contenders, *, rounds):
         if case.table == "backward":
             raise stop
-        return real(case, entrants, rounds=rounds)
+        return real(case, contenders, rounds=rounds)
 
     monkeypatch.setattr(gpu, "run", run)
     if isinstance(stop, gpu.DeviceLost):
@@ -240,7 +241,7 @@ def test_a_case_that_does_not_fit_into_memory_is_left_out(monkeypatch):
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(gpu_calls, "_normal", full)
-    row = gpu.run(SMALL["forward"], ours.entrants([cpu.KERNEL])).as_json()
+    row = gpu.run(SMALL["forward"], ours.contenders([cpu.KERNEL])).as_json()
     assert row["refused"]["cpu"] == "the case does not fit into memory"
     assert gpu_run.main(["forward"]) == 0
 
@@ -294,7 +295,7 @@ def test_every_table_runs_on_a_gpu(table):
     sizes |= dict.fromkeys(("decode", "host_decode"), (512, 128, 8, 2, 2))
     sizes |= {"varlen": (256, 64, 4, 4, 8)}
     case = gpu_cases.Case(table, *sizes[table], causal=True)
-    entrants = [*ours.entrants(gpu.kernels()), *peers.find()[:2]]
-    row = gpu.run(case, entrants, rounds=1)
+    contenders = [*ours.contenders(gpu.kernels()), *peers.find()[:2]]
+    row = gpu.run(case, contenders, rounds=1)
     assert "triton" in row.timings.seconds, row.failed
     assert row.chosen in row.timings.seconds

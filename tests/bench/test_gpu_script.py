@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.bench.peers import Entrant
+from lockstep.bench.contender import Contender
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,18 +27,18 @@ def nothing(*_):
 
 
 EVERYONE = [
-    Entrant("hopper", nothing, backward=True, decode=nothing, varlen=nothing, kind="ours"),
-    Entrant("hopper, equal lengths", varlen=nothing, kind="bound"),
-    Entrant("FA2", nothing, backward=True),
-    Entrant("flex", nothing),
+    Contender("hopper", nothing, backward=True, decode=nothing, varlen=nothing, kind="ours"),
+    Contender("hopper, equal lengths", varlen=nothing, kind="bound"),
+    Contender("FA2", nothing, backward=True),
+    Contender("flex", nothing),
 ]
 
 
 def test_every_build_is_made_once_before_lengths_repeat(script):
     options = argparse.Namespace(table=[], case=[])
     calls = script._calls(options, EVERYONE, ("hopper", "flex"))
-    assert {entrant.name for _, entrant in calls} == {"hopper", "flex"}
-    builds = [(entrant.name, case.table, case.D, case.causal) for case, entrant in calls]
+    assert {contender.name for _, contender in calls} == {"hopper", "flex"}
+    builds = [(contender.name, case.table, case.D, case.causal) for case, contender in calls]
     n = len(set(builds))
     assert len(set(builds[:n])) == n
     assert len(set(calls)) == len(calls)

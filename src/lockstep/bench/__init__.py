@@ -1,1 +1,1 @@
-"""What `lockstep demo`, `lockstep doctor` and `lockstep bench` measure and report."""
+"""`lockstep bench`: timings beside PyTorch and other libraries, and the tables made of them."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lockstep.bench.timing import Contender, Timings, WrongResult, interleave
+from lockstep.bench.timing import Timings, WrongResult, interleave
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +76,7 @@ CASES: tuple[Case, ...] = (
 
 @dataclass(frozen=True)
 class Row:
-    """What one case came to."""
+    """The results of one case."""
 
     case: Case
     kernel: str | None
@@ -120,10 +120,13 @@ def run(case: Case, rounds: int) -> Row:
     return Row(case, kernel, interleave(contenders(case, q, k, v), rounds))
 
 
-def contenders(case: Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Contender]:
+def contenders(case: Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
     """The calls to time against each other, by name."""
     ours, theirs = _ours(case), _sdpa(case)
-    timed: dict[str, Contender] = {LOCKSTEP: partial(ours, q, k, v), SDPA: partial(theirs, q, k, v)}
+    timed: dict[str, Callable[[], object]] = {
+        LOCKSTEP: partial(ours, q, k, v),
+        SDPA: partial(theirs, q, k, v),
+    }
     if case.against == LOCKSTEP_FP32:
         timed[LOCKSTEP_FP32] = partial(ours, q.float(), k.float(), v.float())
     return timed

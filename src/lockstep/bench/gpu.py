@@ -19,11 +19,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lockstep.bench.contender import Contender
 from lockstep.bench.gpu_calls import TABLES, Work
 from lockstep.bench.gpu_cases import UNITS, Case
 from lockstep.bench.gpu_check import expect, largest_error
 from lockstep.bench.gpu_timing import ROUNDS, take_host_turns, take_turns
-from lockstep.bench.peers import Entrant
 from lockstep.bench.timing import Timings
 
 if TYPE_CHECKING:
@@ -40,9 +40,10 @@ class DeviceLost(RuntimeError):
 
 @dataclass
 class Row:
-    """What one case came to.
+    """The results of one case.
 
-    A contender that refuses a case says so before it runs; one that fails, or errs, does not.
+    A contender that refuses a case raises NotImplementedError before it runs; one that fails raises
+    anything else, or computes a wrong result.
     """
 
     case: Case
@@ -118,8 +119,8 @@ def kernels() -> list[Kernel]:
     return found
 
 
-def run(case: Case, entrants: list[Entrant], *, rounds: int = ROUNDS) -> Row:
-    """Check everyone who takes part in one case, then time those who are right in turns.
+def run(case: Case, contenders: list[Contender], *, rounds: int = ROUNDS) -> Row:
+    """Check every contender of one case, then time those with a right result in turns.
 
     Raises:
         DeviceLost: A contender broke the CUDA context.
@@ -131,43 +132,44 @@ def run(case: Case, entrants: list[Entrant], *, rounds: int = ROUNDS) -> Row:
         work = TABLES[case.table](case)
         expected = expect(work.pieces, causal=case.causal, backward=case.table == "backward")
     except torch.OutOfMemoryError:
-        row.kinds = {entrant.name: entrant.kind for entrant in entrants}
+        row.kinds = {contender.name: contender.kind for contender in contenders}
         row.refused = dict.fromkeys(row.kinds, "the case does not fit into memory")
         return row
     row.chosen, row.amount = work.chosen, work.amount
     calls = {}
-    for entrant in entrants:
-        call = _checked(row, work, entrant, expected)
+    for contender in contenders:
+        call = _checked(row, work, contender, expected)
         if call is not None:
-            calls[entrant.name] = call
+            calls[contender.name] = call
     timed = take_host_turns if case.table in ("host", "host_decode") else take_turns
     with torch.no_grad():
         row.timings = timed(calls, rounds)
     return row
 
 
-def _checked(row: Row, work: Work, entrant: Entrant, expected: list[Any]) -> Any:
-    """The call to time, or None; `row` then says why, if the entrant was to take part at all."""
+def _checked(row: Row, work: Work, contender: Contender, expected: list[Any]) -> Any:
+    """The call to time; None where there is none, and then `row` has the reason, unless the
+    contender does not take part in this table."""
     import torch
 
-    name = entrant.name
+    name = contender.name
     try:
         with torch.no_grad():
-            call = work.prepare(entrant)
+            call = work.prepare(contender)
             if call is None:
                 return None
-            row.kinds[name] = entrant.kind
+            row.kinds[name] = contender.kind
             result = call()
-            if entrant.kind != "bound":
+            if contender.kind != "bound":
                 row.errors[name] = largest_error(work.pick(result), expected)
     except NotImplementedError as refusal:
         # Not a failure: some kernels are for some problems only.
-        row.kinds[name] = entrant.kind
+        row.kinds[name] = contender.kind
         row.refused[name] = str(refusal).splitlines()[-1].strip()[:200]
         return None
     except Exception as error:
-        # Whatever a library trips over is its cell's, not the run's.
-        row.kinds[name] = entrant.kind
+        # An error of one library ends its own cell, not the run.
+        row.kinds[name] = contender.kind
         row.failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         _check_device(f"{name} in {row.case.table}: {row.case.name}")
         return None

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from lockstep import dispatch
+from lockstep.bench.contender import Contender
 from lockstep.bench.gpu_cases import BACKWARD_FLOPS, Case
 from lockstep.bench.gpu_check import Piece
-from lockstep.bench.peers import Entrant
 from lockstep.problem import Options, Tensors, describe
 
 PAGE = 256
-# Of the logarithms of lengths in a batch of packed sequences.
+# Standard deviation of the logarithms of lengths in a batch of packed sequences.
 SPREAD = 1.2
 STEP = 37
 
@@ -28,33 +28,33 @@ class Work:
     """One case on its inputs.
 
     amount: GFLOP or MB, so that amount / ms is the rate in TFLOP/s or GB/s.
-    chosen: The kernel that `lockstep.attention` runs for it, None if all refuse.
+    chosen: The kernel that `lockstep.attention` runs for it, None if all kernels refuse it.
     pieces: What is checked; `pick` takes the same out of the result of a call.
-    prepare: The call to time, or None if an entrant does not take part.
+    prepare: The call to time, or None if a contender does not take part.
     """
 
     amount: float
     chosen: str | None
     pieces: list[Piece]
     pick: Callable[[Any], list[tuple[Tensor, ...]]]
-    prepare: Callable[[Entrant], Callable[[], Any] | None]
+    prepare: Callable[[Contender], Callable[[], Any] | None]
 
 
 def prefill(case: Case) -> Work:
-    """Forward, or forward once and then backward."""
+    """The work of the tables forward, small, host, and backward, which times the backward alone."""
     backward = case.table == "backward"
     q = _normal(case.B, case.Hq, case.S, case.D)
     k, v = (_normal(case.B, case.Hkv, case.S, case.D) for _ in range(2))
     dout = _normal(case.B, case.Hq, case.S, case.D)
     checked = _spread(case.B, case.Hq)
 
-    def prepare(entrant: Entrant) -> Callable[[], Any] | None:
-        if entrant.prefill is None or (backward and not entrant.backward):
+    def prepare(contender: Contender) -> Callable[[], Any] | None:
+        if contender.prefill is None or (backward and not contender.backward):
             return None
-        tensors = [_tokens_first(x) if entrant.tokens_first else x for x in (q, k, v, dout)]
+        tensors = [_tokens_first(x) if contender.tokens_first else x for x in (q, k, v, dout)]
         if backward:
-            return _backward_call(entrant, tensors, case.causal)
-        return entrant.prefill(tensors[0], tensors[1], tensors[2], case.causal)
+            return _backward_call(contender, tensors, case.causal)
+        return contender.prefill(tensors[0], tensors[1], tensors[2], case.causal)
 
     def pick(result: Any) -> list[tuple[Tensor, ...]]:
         tensors = result if backward else (result,)
@@ -68,7 +68,7 @@ def prefill(case: Case) -> Work:
 
 
 def decode(case: Case) -> Work:
-    """One query per sequence against a cache in shuffled pages."""
+    """The work of decode and host_decode: one query per sequence, a cache in shuffled pages."""
     per_sequence = case.S // PAGE
     n_pages = case.B * per_sequence
     q = _normal(case.B, case.Hq, 1, case.D)
@@ -88,12 +88,14 @@ def decode(case: Case) -> Work:
         _chosen(tensors, causal=True),
         pieces,
         lambda out: [(out[b, h],) for b, h in checked],
-        lambda entrant: entrant.decode and entrant.decode(q, k_pages, v_pages, page_table, kv_lens),
+        lambda contender: (
+            contender.decode and contender.decode(q, k_pages, v_pages, page_table, kv_lens)
+        ),
     )
 
 
 def varlen(case: Case) -> Work:
-    """Packed sequences of long-tailed lengths."""
+    """The work of varlen: packed sequences of long-tailed lengths."""
     lens = long_tailed_lengths(case.B, case.S)
     q, k, v = (_normal(sum(lens), case.Hq, case.D) for _ in range(3))
     cu_seqlens = torch.tensor([0, *lens], device=q.device).cumsum(0).int()
@@ -106,7 +108,7 @@ def varlen(case: Case) -> Work:
         _chosen(Tensors(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens), causal=True),
         [Piece(*(x[of, h] for x in (q, k, v, q))) for of, h in checked],
         lambda out: [(out[of, h],) for of, h in checked],
-        lambda entrant: entrant.varlen and entrant.varlen(q, k, v, cu_seqlens, longest, True),
+        lambda contender: contender.varlen and contender.varlen(q, k, v, cu_seqlens, longest, True),
     )
 
 
@@ -115,7 +117,7 @@ def long_tailed_lengths(n: int, tokens: int) -> list[int]:
     normal = NormalDist()
     sizes = [math.exp(SPREAD * normal.inv_cdf((i + 0.5) / n)) for i in range(n)]
     lens = [max(1, round(size * tokens / sum(sizes))) for size in sizes]
-    # A step that shares no divisor with n visits everyone once.
+    # A step that shares no divisor with n visits each length once.
     return [lens[i * STEP % n] for i in range(n)]
 
 
@@ -131,12 +133,12 @@ TABLES: dict[str, Callable[[Case], Work]] = {
 
 
 def _backward_call(
-    entrant: Entrant, tensors: list[Tensor], causal: bool
+    contender: Contender, tensors: list[Tensor], causal: bool
 ) -> Callable[[], tuple[Tensor, ...]]:
-    assert entrant.prefill is not None
+    assert contender.prefill is not None
     leaves = [x.detach().requires_grad_() for x in tensors[:3]]
     with torch.enable_grad():
-        out = entrant.prefill(leaves[0], leaves[1], leaves[2], causal)()
+        out = contender.prefill(leaves[0], leaves[1], leaves[2], causal)()
     return lambda: torch.autograd.grad(out, leaves, tensors[3], retain_graph=True)
 
 

@@ -1,4 +1,4 @@
-"""Whether what was timed on a GPU is attention: by the error rule, before timing.
+"""Results on a GPU are checked by the error rule before they are timed.
 
 A result is checked in pieces, each one head of one sequence, all of its rows.
 """
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 
 
 def expect(pieces: Sequence[Piece], *, causal: bool, backward: bool) -> list[dict[str, Expected]]:
-    """For each piece: out, or dq, dk and dv if `backward`."""
+    """What the error rule allows for each piece: of out, or of dq, dk and dv if `backward`."""
     return [_expect(piece, causal, backward) for piece in pieces]
 
 
@@ -70,7 +70,7 @@ def _expect(piece: Piece, causal: bool, backward: bool) -> dict[str, Expected]:
 
 
 def _exact(piece: Piece, causal: bool, backward: bool) -> tuple[Tensor, ...]:
-    """By the oracle, a block of query rows at a time."""
+    """The oracle's results, computed for a block of query rows at a time."""
     Sq, Skv = len(piece.q), len(piece.k)
     outs, dqs = [], []
     dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (piece.k, piece.v))

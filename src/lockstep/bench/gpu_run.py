@@ -1,4 +1,4 @@
-"""Run the cases of `lockstep bench gpu`, show what came of them, and keep it."""
+"""Run the cases of `lockstep bench gpu`, print the results and save them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 
 from lockstep import results
 from lockstep.bench import gpu, gpu_cases, gpu_timing, ours, peers, show
+from lockstep.bench.contender import Contender
 from lockstep.console import BAD, QUIET, progress
 
 WRONG, USAGE = 1, 2
@@ -23,7 +24,7 @@ def main(
     quick: bool = False,
     as_json: bool = False,
     save: bool = False,
-    more_peers: Sequence[peers.Entrant] = (),
+    more_peers: Sequence[Contender] = (),
     without: Sequence[str] = (),
     cases: Sequence[str] = (),
     deadline: float | None = None,
@@ -45,16 +46,16 @@ def main(
         aside.print(f"error: --table takes {takes}, got {unknown[0]!r}", style=BAD)
         return USAGE
     try:
-        everyone = entrants(more_peers, without)
+        chosen = contenders(more_peers, without)
     except gpu.NoGpu as error:
         aside.print(f"error: {error}", style=BAD, soft_wrap=True)
         return USAGE
     if save:
         directory = directory or (results.checkout() or Path()) / results.RESULTS
     run = results.collect("gpu", [])
-    run["peers"] = {e.name: e.version for e in everyone if e.kind == "peer"}
+    run["peers"] = {e.name: e.version for e in chosen if e.kind == "peer"}
     wanted = choose(tables, cases)
-    stopped = _run_all(run, wanted, everyone, quick, deadline, directory, aside)
+    stopped = _run_all(run, wanted, chosen, quick, deadline, directory, aside)
     if as_json:
         print(json.dumps(run, indent=1))
     else:
@@ -75,22 +76,22 @@ def choose(tables: Sequence[str] = (), words: Sequence[str] = ()) -> list[gpu_ca
     ]
 
 
-def entrants(more: Sequence[peers.Entrant], without: Sequence[str]) -> list[peers.Entrant]:
+def contenders(more: Sequence[Contender], without: Sequence[str]) -> list[Contender]:
     """Ours first, then the peers.
 
     Raises:
         NoGpu: As `gpu.kernels`.
     """
-    mine = ours.entrants(gpu.kernels())
+    mine = ours.contenders(gpu.kernels())
     replaced = {peer.name for peer in more}
     theirs = [peer for peer in peers.find() if peer.name not in replaced]
-    return [entrant for entrant in (*mine, *theirs, *more) if entrant.name not in without]
+    return [contender for contender in (*mine, *theirs, *more) if contender.name not in without]
 
 
 def _run_all(
     run: dict[str, Any],
     cases: list[gpu_cases.Case],
-    everyone: list[peers.Entrant],
+    chosen: list[Contender],
     quick: bool,
     deadline: float | None,
     directory: Path | None,
@@ -109,7 +110,7 @@ def _run_all(
                 break
             steps.say(f"{case.table}: {case.name}")
             try:
-                run["rows"].append(gpu.run(case, everyone, rounds=rounds).as_json())
+                run["rows"].append(gpu.run(case, chosen, rounds=rounds).as_json())
             except gpu.DeviceLost as error:
                 aside.print(f"stopped: {error}", style=BAD, soft_wrap=True)
                 return True

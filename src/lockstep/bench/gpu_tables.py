@@ -1,7 +1,7 @@
 """Markdown tables of `lockstep bench gpu`, each out of the newest run on a GPU that has it.
 
 `gpu` is for the README: what `lockstep.attention` reaches, beside the best peer of each case. The
-others are for the pages on the kernels, with everyone's figures.
+others are for the pages on the kernels, with the figures of every contender.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class View:
 
 
 def current(directory: Path) -> list[list[Run]]:
-    """Of each GPU, the runs its tables come from: of each run the tables that no newer one has."""
+    """For each GPU, the runs its tables come from, each with the tables that no newer run has."""
     found = []
     for runs in results.by_processor("gpu", directory):
-        # What all runs lack, the newest one is missing.
+        # A table that no run has counts as missing from the newest.
         newest = {_table_of(case): i for i, run in enumerate(runs) for case in run["missing"]}
         newest |= {row["table"]: i for i, run in enumerate(runs) for row in run["rows"]}
         parts = [_only(run, {t for t, j in newest.items() if j == i}) for i, run in enumerate(runs)]
@@ -156,7 +156,7 @@ def _achieved(row: Row, unit: bool = False) -> str:
 
 
 def caption(run: Run, tables: tuple[str, ...] | None = None) -> str:
-    """How the figures of these tables, or of all, came about, and what is missing."""
+    """How the figures of `tables` (all, if None) were measured, and which cases are missing."""
 
     def wanted(table: str) -> bool:
         return tables is None or table in tables
@@ -172,7 +172,7 @@ def caption(run: Run, tables: tuple[str, ...] | None = None) -> str:
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
-    """By head dim, batch size where it is what varies, and length."""
+    """The rows sorted by head dim, batch size in the decode table, length and mask."""
     return sorted(
         rows,
         key=lambda row: (row["D"], row["B"] * (row["table"] == "decode"), row["S"], row["causal"]),
@@ -180,18 +180,19 @@ def in_order(rows: Iterable[Row]) -> list[Row]:
 
 
 def columns(rows: Iterable[Row]) -> list[str]:
-    """Everyone who has a figure in some row, or a reason for none but a refusal, in order."""
+    """Names of the contenders that have a figure in some row, or failed in one, in their order."""
     return list(dict.fromkeys(name for row in rows for name in (*row["ms"], *row["failed"])))
 
 
 def best(row: Row, shown: Sequence[str]) -> str | None:
-    """The fastest in a row of those shown, bounds aside."""
+    """The fastest contender of a row among those shown, without bounds."""
     timed = [n for n in shown if n in row["ms"] and n in (*row["ours"], *row["peers"])]
     return min(timed, key=lambda name: row["ms"][name], default=None)
 
 
 def figure(row: Row, name: str | None) -> str:
-    """In the unit of the table; `failed` or `wrong`, or a dash for a case it is not in."""
+    """The figure of a contender in the unit of the table; `failed`, `wrong`, or a dash where it has
+    none."""
     if name in row["failed"]:
         wrong = row["failed"][name].startswith("WrongResult")
         return "wrong" if wrong else "failed"

@@ -94,8 +94,8 @@ def take_host_turns(calls: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS
 
 
 def order_of(names: list[str], number: int) -> list[str]:
-    """The order of one round. Over the rounds everyone follows everyone else equally often: whoever
-    comes after the one that heats the device most has a device that is slower than the others'.
+    """The order of one round. Over the rounds every contender follows every other equally often:
+    one that runs after the contender that heats the device most finds a slower device.
 
     In zigzag (0, 1, -1, 2, -2 and so on from the one whose round it is) no two neighbours are
     equally far apart if the names are even in number; if odd, every second round goes backwards.
@@ -107,7 +107,7 @@ def order_of(names: list[str], number: int) -> list[str]:
 
 
 def _host_seconds(call: Callable[[], Any]) -> float:
-    """What the host takes to issue a call to an idle device."""
+    """Seconds that the host takes to issue a call to an idle device."""
     import torch
 
     torch.cuda.synchronize()

@@ -77,7 +77,7 @@ def _rung_line(row: dict[str, Any], counted: Run, timed: Run | None) -> str:
 
 
 def _first_time(run: Run | None, title: str) -> float | None:
-    """Of the first problem that was timed."""
+    """The time of a rung on the first problem that was timed."""
     rows = run["rows"] if run else ()
     return next((row["microseconds"] for row in rows if row["kernel"] == title), None)
 

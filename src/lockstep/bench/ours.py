@@ -1,4 +1,4 @@
-"""Lockstep's own kernels as they take part in `lockstep bench gpu`: each by its name."""
+"""Lockstep's kernels as contenders in `lockstep bench gpu`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lockstep.bench.peers import Call, Entrant
+from lockstep.bench.contender import Call, Contender
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 INVARIANT, EQUAL = ", query-invariant", ", equal lengths"
 
 
-def entrants(kernels: list[Kernel]) -> list[Entrant]:
-    """A column for each kernel, one more for what query invariance costs where it is promised, and
-    one for what packed sequences could reach at best."""
+def contenders(kernels: list[Kernel]) -> list[Contender]:
+    """A contender for each kernel, another for query invariance where the kernel claims it, and a
+    bound for packed sequences."""
     found = []
     for kernel in kernels:
-        found.append(_entrant(kernel, kernel.name))
+        found.append(_contender(kernel, kernel.name))
         if kernel.query_invariant:
-            found.append(_entrant(kernel, kernel.name + INVARIANT, query_invariant=True))
+            found.append(_contender(kernel, kernel.name + INVARIANT, query_invariant=True))
         found.append(
-            Entrant(
+            Contender(
                 kernel.name + EQUAL,
                 varlen=partial(_equal_lengths, kernel=kernel.name),
                 kind="bound",
@@ -34,11 +34,11 @@ def entrants(kernels: list[Kernel]) -> list[Entrant]:
     return found
 
 
-def _entrant(kernel: Kernel, name: str, **options: Any) -> Entrant:
+def _contender(kernel: Kernel, name: str, **options: Any) -> Contender:
     options["kernel"] = kernel.name
-    # Query invariance is about out and lse, and it is chunks and tokens that it is wanted for.
+    # Query invariance concerns out and lse, and matters to chunked prefill and decoding alone.
     plain = "query_invariant" not in options
-    return Entrant(
+    return Contender(
         name,
         prefill=partial(_prefill, options=options),
         backward=kernel.prepare_backward is not None and plain,
@@ -94,7 +94,7 @@ def _equal_lengths(
     kernel: str,
 ) -> Call:
     """Dense sequences of one length, with as many pairs of a query and a key as the packed ones
-    have, and about as many tokens: what packing could reach if nothing were ragged."""
+    have, and about as many tokens: the speed of packed sequences if all were equally long."""
     import torch
 
     import lockstep

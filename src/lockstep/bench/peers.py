@@ -1,6 +1,6 @@
-"""Who takes part in `lockstep bench gpu`, and the peers among them.
+"""The peers in `lockstep bench gpu`: attention of other libraries.
 
-PyTorch's own attentions are always there; other libraries if they can be imported. A script can add
+PyTorch's own attentions always take part, other libraries if they can be imported. A script can add
 more, see `benchmarks/gpu_h200.py`.
 """
 
@@ -8,66 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
+
+from lockstep.bench.contender import Call, Contender, Decode, Prefill, Varlen
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Call = Callable[[], "Tensor"]
-Prefill = Callable[["Tensor", "Tensor", "Tensor", bool], Call]
-Decode = Callable[["Tensor", "Tensor", "Tensor", "Tensor", "Tensor"], Call]
-Varlen = Callable[["Tensor", "Tensor", "Tensor", "Tensor", int, bool], Call]
 
-
-@dataclass(frozen=True)
-class Entrant:
-    """One column of the tables, by what it can do; None for what it cannot.
-
-    Each function prepares a call: what has to be done once only is done outside the timing.
-
-    prefill: (q, k, v [B, H, S, D], causal) -> call that returns [B, H, S, D]; autograd
-        differentiates it if `backward`.
-    decode: (q [B, Hq, 1, D], k_pages, v_pages [n_pages, page, Hkv, D], page_table [B, pages],
-        kv_lens [B]) -> call that returns [B, Hq, 1, D].
-    varlen: (q, k, v [T, H, D], cu_seqlens [B + 1] int32, longest, causal) -> call that returns
-        [T, H, D].
-
-    kind: "ours", "peer", or "bound" for what is no attention over the same data, but shows what
-        could be reached at best: it is timed and not checked.
-    tokens_first: prefill's tensors lie in memory as [B, S, H, D], which this library likes best.
-    version: As far as it is not that of torch.
-    """
-
-    name: str
-    prefill: Prefill | None = None
-    backward: bool = False
-    decode: Decode | None = None
-    varlen: Varlen | None = None
-    kind: Literal["ours", "peer", "bound"] = "peer"
-    tokens_first: bool = False
-    version: str = ""
-
-
-def find() -> list[Entrant]:
+def find() -> list[Contender]:
     """The peers that this machine has."""
     found = [
-        Entrant("FA2", _sdpa("FLASH_ATTENTION"), backward=True, varlen=_torch_varlen()),
-        Entrant("cuDNN", _sdpa("CUDNN_ATTENTION"), backward=True, version=_cudnn_version()),
-        Entrant("flex", _flex),
+        Contender("FA2", _sdpa("FLASH_ATTENTION"), backward=True, varlen=_torch_varlen()),
+        Contender("cuDNN", _sdpa("CUDNN_ATTENTION"), backward=True, version=_cudnn_version()),
+        Contender("flex", _flex),
     ]
     if find_spec("flash_attn_interface") is not None:
         version = _version("flash-attn-3", "flash_attn_3")
-        found.append(Entrant("FA3", _fa3, True, _fa3_decode(0), tokens_first=True, version=version))
-        found.append(Entrant("FA3 one split", decode=_fa3_decode(1)))
+        found.append(
+            Contender("FA3", _fa3, True, _fa3_decode(0), tokens_first=True, version=version)
+        )
+        found.append(Contender("FA3 one split", decode=_fa3_decode(1)))
     if find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None:
         found.append(fa4())
     if find_spec("flashinfer") is not None:
         found.append(
-            Entrant("flashinfer", decode=_flashinfer_decode, version=_version("flashinfer-python"))
+            Contender(
+                "flashinfer", decode=_flashinfer_decode, version=_version("flashinfer-python")
+            )
         )
     return found
 
@@ -82,7 +53,7 @@ def _cudnn_version() -> str:
 
 
 def _version(*distributions: str) -> str:
-    """Of the first that is installed."""
+    """The version of the first distribution that is installed, "" where none is."""
     for name in distributions:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
@@ -116,7 +87,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
 def _compiled_flex() -> Callable[..., Any]:
     """flex_attention, compiled for each shape it meets.
 
-    Beyond a number of shapes, torch.compile would quietly run it uncompiled: slow, and no peer.
+    Beyond a number of shapes, torch.compile would run it uncompiled without a word, and slowly.
     """
     import torch
     from torch._dynamo import config
@@ -171,7 +142,7 @@ def _fa3(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
 
 
 def _fa3_decode(num_splits: int) -> Decode:
-    """`num_splits` 0 lets FA3 choose."""
+    """FA3 on a paged cache; with `num_splits` 0 it chooses how far to split the keys."""
 
     def prepare(
         q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, kv_lens: Tensor
@@ -197,10 +168,10 @@ def _fa3_decode(num_splits: int) -> Decode:
     return prepare
 
 
-def fa4() -> Entrant:
+def fa4() -> Contender:
     """FlashAttention-4, which has to be importable as `flash_attn.cute`."""
     version = _version("flash-attn-4")
-    return Entrant(
+    return Contender(
         "FA4", _fa4, backward=True, varlen=_fa4_varlen, tokens_first=True, version=version
     )
 

@@ -1,7 +1,7 @@
 """Time several ways to compute one thing against each other.
 
-Contenders take turns within every round, so whatever else the machine is doing hits all of them,
-and a ratio is taken within a round before the median is taken over rounds.
+Contenders take turns within every round, so that other load on the machine slows all of them, and
+a ratio is taken within a round before the median is taken over rounds.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from math import ceil
 from statistics import median
 from time import perf_counter
-
-Contender = Callable[[], object]
 
 # A sample shorter than this is mostly clock and wake-up noise: short calls are repeated.
 SAMPLE_SECONDS = 0.03
@@ -42,7 +40,7 @@ class Timings:
         return median(b / a for a, b in zip(ours, theirs, strict=True))
 
 
-def interleave(contenders: Mapping[str, Contender], rounds: int) -> Timings:
+def interleave(contenders: Mapping[str, Callable[[], object]], rounds: int) -> Timings:
     """Time every contender once per round.
 
     Each is called once beforehand, to learn how long it takes; that call counts only if it is so
@@ -69,15 +67,15 @@ def interleave(contenders: Mapping[str, Contender], rounds: int) -> Timings:
         for name, contender in contenders.items():
             if sum(seconds[name]) > ENOUGH_SECONDS:
                 continue
-            # Threads of the contender before spin for a while; a short call must not pay for it.
+            # Threads of the previous contender spin for a while: one call that is not timed.
             if calls[name] > 1:
                 contender()
             seconds[name].append(_seconds_per_call(contender, calls[name]))
     return Timings(seconds)
 
 
-def _seconds_per_call(contender: Contender, calls: int) -> float:
+def _seconds_per_call(call: Callable[[], object], calls: int) -> float:
     start = perf_counter()
     for _ in range(calls):
-        contender()
+        call()
     return (perf_counter() - start) / calls
