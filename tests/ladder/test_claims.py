@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from lockstep import results
 from lockstep.cli import app
-from lockstep.ladder.claims import CLAIMS, DEPENDS, DIFFERS, HOLDS, UNMEASURED, Claim
+from lockstep.ladder.claims import CLAIMS, DEPENDS, DIFFERS, HOLDS, UNMEASURED, Claim, evidence
 from lockstep.ladder.claims.claim import LENSES, about, at_least, at_most, between, exactly, number
 from lockstep.ladder.claims.page import PAGE, findings, ledger, page, summary
 
@@ -124,3 +124,57 @@ def test_command_line_mistakes():
     assert run.exit_code == 2
     run = CliRunner().invoke(app, ["claims", "--verdict", "perhaps"])
     assert run.exit_code == 2
+
+
+def test_what_is_judged_is_what_the_document_describes(found):
+    ours = {f.claim.says: f for f in found}
+    # a multiply-add is two operations
+    assert ours["a tile takes 530 thousand operations"].readings[""] == pytest.approx(
+        (2 * 2 * 64**3 + 64**2) / 1e3
+    )
+    assert ours["three barriers per key tile: 49 for 16 tiles"].readings == {"": 49}
+    assert ours["two per key tile: 33"].readings == {"": 33}
+    assert ours["a reduction over 256 threads is 10 operations deep"].readings == {"": 14}
+    assert set(ours["the softmax becomes 12.8 times shallower"].readings) == {"row_tree", "tree"}
+    assert ours["the final result is identical"].readings[""] > 0
+    assert min(ours["splitting makes the kernel faster"].readings.values()) < 1
+
+
+def test_times_per_head_say_what_they_were_divided_by(found):
+    (per_head,) = (f for f in found if f.claim.says.endswith("15 to 20 µs per head"))
+    over = {label.split(", ")[1]: value for label, value in per_head.readings.items()}
+    assert over["over H = 16"] == pytest.approx(4 * over["over B·H = 64"])
+    assert per_head.verdict == DEPENDS
+
+
+PHASES = {
+    "rows": [
+        {
+            "kernel": "small_tile (sequential)",
+            "shape": str(evidence.LONG),
+            "phases": {"scores": 0.2, "softmax": 0.5, "output": 0.25},
+            "microseconds": 80.0,
+        }
+    ],
+    "utilisation": [{"kernel": "row_per_thread", "shape": "", "utilisation": 30.0}],
+}
+
+
+def test_shares_of_time_come_from_measured_phases(monkeypatch):
+    monkeypatch.setattr(evidence, "measured", lambda suite: None)
+    assert evidence.time_shares(("small_tile (sequential)",), evidence.LONG, "softmax") is None
+    assert evidence.utilisation("row_per_thread") is None
+    monkeypatch.setattr(evidence, "measured", {"ladder-phases": PHASES}.get)
+    assert evidence.time_shares(
+        ("small_tile (sequential)", "small_tile (tree)"), evidence.LONG, "softmax", "output"
+    ) == {"small_tile (sequential)": 75.0}
+    assert evidence.phase_time("small_tile (sequential)", evidence.LONG, "softmax") == 40.0
+    assert evidence.utilisation("row_per_thread") == 30.0
+    shares = [c for c in CLAIMS if "99.7 %" in c.says]
+    assert [c.test().verdict for c in shares] == [DIFFERS]
+
+
+def test_no_claim_about_a_share_of_time_is_judged_by_depth():
+    for c in CLAIMS:
+        if c.unit == "%" and "of the time" in c.says:
+            assert c.lens == "bench", c.says

@@ -49,8 +49,8 @@ def _rung_block(name: str) -> Callable[[Path], str]:
         rows = [row for row in counted["rows"] if row["rung"] == name]
         lines = [
             "| | blocks | KB shared | occupancy | depth | active lanes | MB moved | conflicts "
-            "| barriers | time |",
-            "|---|" + "---:|" * 9,
+            "| barriers | of warps | time |",
+            "|---|" + "---:|" * 10,
         ]
         lines += [_rung_line(row, counted, timed) for row in rows]
         return "\n".join(lines)
@@ -71,15 +71,17 @@ def _rung_line(row: dict[str, Any], counted: Run, timed: Run | None) -> str:
         megabytes(seen["global_bytes"] * counted["heads"]),
         f"{seen['bank_conflicts'] / wavefronts:.0%}" if wavefronts else "–",
         f"{seen['barriers_per_block']:.0f}",
-        _time(_first_time(timed, row["title"])),
+        f"{seen['warp_barriers_per_warp']:.0f}",
+        _time(_time_of(timed, row["title"], counted["problem"])),
     )
     return f"| {' | '.join(cells)} |"
 
 
-def _first_time(run: Run | None, title: str) -> float | None:
-    """The time of a rung on the first problem that was timed."""
+def _time_of(run: Run | None, title: str, shape: str) -> float | None:
+    """The time of a rung on the problem that `shape` describes."""
     rows = run["rows"] if run else ()
-    return next((row["microseconds"] for row in rows if row["kernel"] == title), None)
+    found = (row for row in rows if row["kernel"] == title and row["shape"] == shape)
+    return next((row["microseconds"] for row in found), None)
 
 
 def _time(microseconds: float | None) -> str:

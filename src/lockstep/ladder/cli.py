@@ -201,7 +201,7 @@ def ladder(
     gpu: Gpu = "H200",
     batch: Batch = 2,
     heads: Heads = 16,
-    seq: Seq = 256,
+    seq: Seq = 512,
     head_dim: HeadDim = 32,
     causal: Causal = False,
     dtype: Dtype = "float16",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 HOLDS, DIFFERS, DEPENDS, UNMEASURED = "holds", "differs", "depends", "not measured"
-LENSES = ("plan", "trace", "bench", "arithmetic")
+LENSES = ("plan", "trace", "compiler", "bench", "arithmetic")
 
 Readings = Mapping[str, float]
 
@@ -25,6 +25,11 @@ class Figure:
     high: float
     text: str
     tolerance: float = 0.0  # relative
+
+    @property
+    def shown(self) -> str:
+        """The range as text, with the tolerance where there is one."""
+        return self.text + (f" ± {self.tolerance:.0%}" if self.tolerance else "")
 
     def covers(self, value: float) -> bool:
         if not self.tolerance:
@@ -113,7 +118,7 @@ class Finding:
             return ""
         factors = (self.claim.figure.factor(v) for v in self.readings.values())
         worst = max(factors, key=lambda f: abs(math.log(f)) if f > 0 else math.inf)
-        by = f"{worst:.2g}×" if math.isfinite(worst) and worst > 0 else "not zero"
+        by = "none" if worst == 0 else f"{worst:.2g}×" if math.isfinite(worst) else "not zero"
         return f"{by}: {self.claim.why}" if self.verdict == DIFFERS else self.claim.why
 
     def as_json(self) -> dict[str, Any]:
@@ -122,7 +127,7 @@ class Finding:
             "document": claim.document,
             "part": claim.part,
             "says": claim.says,
-            "figure": figure.text,
+            "figure": figure.shown,
             "low": figure.low if math.isfinite(figure.low) else None,
             "high": figure.high if math.isfinite(figure.high) else None,
             "tolerance": figure.tolerance,

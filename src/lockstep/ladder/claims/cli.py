@@ -23,7 +23,7 @@ def claims(
     Exit status 2 for a document or a verdict that there is not.
     """
     from . import CLAIMS, DEPENDS, DIFFERS, HOLDS, UNMEASURED, Claim
-    from .page import findings, ledger, summary
+    from .page import by_document, findings, ledger, summary
 
     verdicts = (HOLDS, DIFFERS, DEPENDS, UNMEASURED)
     if verdict and verdict not in verdicts:
@@ -51,4 +51,7 @@ def claims(
         return
     console = Console()
     console.print(ledger(found))
-    console.print(f"\n{len(found)} claims: {summary(found)}")
+    console.print()
+    for name, text in by_document(found).items():
+        console.print(f"{name}: {text}")
+    console.print(f"{len(found)} claims: {summary(found)}")

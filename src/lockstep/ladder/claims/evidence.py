@@ -12,9 +12,18 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from lockstep import results
-from lockstep.ladder import LaunchPlan, PhasePlan, Problem, find, plans_of, run_on_machine
+from lockstep.ladder import (
+    LaunchPlan,
+    PhasePlan,
+    Problem,
+    find,
+    plans_of,
+    run_on_machine,
+)
 from lockstep.ladder.plan import Plan, Step
 from lockstep.simt.occupancy import fit
+
+from .claim import Readings
 
 if TYPE_CHECKING:
     import torch
@@ -27,9 +36,12 @@ SMALL = Problem(B=2, H=16, S=1024, D=32)
 LONG = Problem(B=1, H=32, S=8192, D=64)
 CAUSAL = Problem(B=4, H=16, S=1024, D=64, causal=True)
 TOY = Problem(B=1, H=1, S=256, D=128)
+ONE_HEAD = Problem(B=1, H=1, S=1024, D=64)
 # one tile of keys for the rungs of 45 × 90, and one for those of 120 and 128
 TRACED = Problem(B=1, H=1, S=90, D=32)
 TRACED_LARGE = Problem(B=1, H=1, S=120, D=32)
+# four tiles of 90 keys: the online softmax has something to correct
+SEVERAL_TILES = Problem(B=1, H=1, S=300, D=32)
 
 
 def planned(rung: str, problem: Problem, gpu: str = "A100", **options: Any) -> Plan:
@@ -73,15 +85,9 @@ def traced_phase(rung: str, problem: Problem, name: str, **options: Any) -> Phas
     return traced(rung, problem, **options).phase(name)
 
 
-def depth_share(rung: str, problem: Problem, *phases: str, **options: Any) -> float:
-    """Percent of the critical path that these phases take."""
-    trace = traced(rung, problem, **options)
-    return 100 * sum(trace.phase(name).depth for name in phases) / float(trace.depth.sum())
-
-
 @cache
 def measured(suite: str) -> Mapping[str, Any] | None:
-    """The newest run of a suite on a GPU; None outside a checkout."""
+    """The newest run of a suite; None outside a checkout."""
     root = results.checkout()
     if root is None:
         return None
@@ -115,6 +121,59 @@ def microseconds(title: str, problem: Problem) -> float | None:
     return None
 
 
+def compiled(title: str, problem: Problem) -> Mapping[str, int] | None:
+    """Registers and spilled bytes of a thread, as compiled for Hopper."""
+    run = measured("ladder-machine")
+    for row in run["compiled"] if run else ():
+        if row["title"] == title and row["shape"] == str(problem):
+            return row
+    return None
+
+
+def _of_phases(title: str, problem: Problem) -> Mapping[str, Any] | None:
+    """The measured phases of a rung."""
+    for row in _rows("ladder-phases"):
+        if row["kernel"] == title and row["shape"] == str(problem):
+            return row
+    return None
+
+
+def time_shares(titles: tuple[str, ...], problem: Problem, *phases: str) -> Readings | None:
+    """Percent of the measured time of rungs that these phases take; None where none is measured."""
+    rows = {title: _of_phases(title, problem) for title in titles}
+    return {
+        title: 100 * sum(row["phases"][name] for name in phases)
+        for title, row in rows.items()
+        if row is not None
+    } or None
+
+
+def phase_time(title: str, problem: Problem, phase: str) -> float | None:
+    """Microseconds of a phase: its share of the time of the rung as it is."""
+    row = _of_phases(title, problem)
+    return None if row is None else row["phases"][phase] * row["microseconds"]
+
+
+def utilisation(title: str) -> float | None:
+    """Percent of the peak of the multiprocessors' busiest unit, as Nsight Compute counts it."""
+    run = measured("ladder-phases")
+    for row in run["utilisation"] if run else ():
+        if row["kernel"] == title:
+            return row["utilisation"]
+    return None
+
+
+def per_head(titles: tuple[str, ...], problem: Problem) -> Readings | None:
+    """Measured time over the heads of one sequence, and over all heads of the batch."""
+    found = {}
+    for title in titles:
+        time = microseconds(title, problem)
+        if time is not None:
+            found[f"{title}, over H = {problem.H}"] = time / problem.H
+            found[f"{title}, over B·H = {problem.heads}"] = time / problem.heads
+    return found or None
+
+
 def speedups(fast: str, slow: str, *problems: Problem) -> dict[str, float] | None:
     """How many times as fast one rung is as another, for each problem that both were timed on."""
     found = {}
@@ -125,11 +184,11 @@ def speedups(fast: str, slow: str, *problems: Problem) -> dict[str, float] | Non
     return found or None
 
 
-def teraflops(title: str, problem: Problem) -> float | None:
+def teraflops(titles: tuple[str, ...], problem: Problem) -> Readings | None:
     """Measured, four operations for each query, key and head dim."""
-    found = microseconds(title, problem)
     work = 4 * problem.heads * problem.S**2 * problem.D
-    return None if found is None else work / found / 1e6
+    times = {title: microseconds(title, problem) for title in titles}
+    return {title: work / time / 1e6 for title, time in times.items() if time} or None
 
 
 def splits(tile: str, problem: Problem) -> dict[str, Mapping[str, Any]]:

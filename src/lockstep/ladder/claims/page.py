@@ -26,17 +26,25 @@ INTRODUCTION = """\
 
 Five documents describe the kernels that became the lower and middle rungs of the ladder: how work
 is spread over a GPU, a softmax by tree reductions, keys split over blocks, warps with matrix
-fragments, and the design of a constant-time kernel with a block per tile. Every figure in them that
-can be checked stands here beside what we get. Three lenses look at a kernel:
+fragments, and the design of a constant-time kernel with a block per tile. Their figures stand here
+beside what we get. Lenses that look at a kernel:
 
 - **plan**: the closed form of the rung, for the problem that the document names;
 - **trace**: what the lockstep machine counts, on one head and few tiles, which is enough for
-  ratios, shares and counts per tile; *depth* is a block's critical path in warp instructions;
-- **bench**: a time measured on a GPU, read from `benchmarks/results`.
+  ratios and counts per tile; *depth* is a block's critical path in warp instructions, not time;
+- **compiler**: registers, as NVRTC compiles the rung for Hopper;
+- **bench**: a time measured on a GPU, read from `benchmarks/results`; shares of time come from a
+  build that reads the clock around each phase;
+- **arithmetic**: the document's own numbers, put together again.
 
 A verdict is computed, never typed. *Holds*: what we get is in the range that the figure and its
 tolerance allow. *Differs*: it is not; the factor compares it with the figure. *Depends*: it is
-under one condition and not under another.
+under one condition and not under another. *Not measured*: the measurement it takes is not among
+the results yet.
+
+One statement has no figure. The split-KV document takes its method to be that of the second
+FlashAttention paper. In that paper a block of the forward pass has a tile of queries and walks over
+all of its keys; keys split over blocks, with a reduction after them, came later, as Flash-Decoding.
 
 The same ledger comes from `lockstep claims`, this page from
 `python -m lockstep.ladder.claims.page`.
@@ -61,6 +69,13 @@ def summary(found: Iterable[Finding]) -> str:
     return ", ".join(f"{counts[v]} {word}" for v, word in words.items() if counts[v])
 
 
+def by_document(found: Iterable[Finding]) -> dict[str, str]:
+    """The same for each document."""
+    found = list(found)
+    names = dict.fromkeys(finding.claim.document for finding in found)
+    return {name: summary(f for f in found if f.claim.document == name) for name in names}
+
+
 def ledger(found: list[Finding]) -> Table:
     """The ledger as a table for the terminal."""
     table = Table(box=None, pad_edge=False)
@@ -75,7 +90,7 @@ def ledger(found: list[Finding]) -> Table:
             claim = finding.claim
             says = claim.says + (f"\n[dim]{finding.explanation}[/]" if finding.explanation else "")
             verdict = f"[{COLOURS[finding.verdict]}]{finding.verdict}[/]"
-            table.add_row(verdict, says, claim.figure.text, _ours(finding), claim.lens)
+            table.add_row(verdict, says, claim.figure.shown, _ours(finding), claim.lens)
     return table
 
 
@@ -86,7 +101,10 @@ def _ours(finding: Finding) -> str:
 def page(found: list[Finding]) -> str:
     """The ledger as a page of the documentation."""
     parts = [INTRODUCTION, f"Of {len(found)} claims: {summary(found)}.\n"]
-    for suite in ("ladder", "split-kv"):
+    parts += ["| document | verdicts |\n|---|---|"]
+    parts[-1] += "".join(f"\n| {name} | {text} |" for name, text in by_document(found).items())
+    parts[-1] += "\n"
+    for suite in ("ladder", "ladder-phases", "split-kv"):
         if where(suite):
             parts.append(f"Times of the suite `{suite}`: {where(suite)}.\n")
     for document, group in groupby(found, lambda finding: finding.claim.document):
@@ -99,12 +117,11 @@ def page(found: list[Finding]) -> str:
 
 
 def _row(finding: Finding) -> str:
-    claim, figure = finding.claim, finding.claim.figure
-    tolerance = f" ± {figure.tolerance:.0%}" if figure.tolerance else ""
+    claim = finding.claim
     verdict = f"**{finding.verdict}**"
     if finding.explanation:
         verdict += f" {finding.explanation}"
-    cells = (claim.part, claim.says, figure.text + tolerance, _ours(finding), claim.lens, verdict)
+    cells = (claim.part, claim.says, claim.figure.shown, _ours(finding), claim.lens, verdict)
     return f"| {' | '.join(cells)} |"
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 from lockstep.ladder import PhasePlan
 from lockstep.ladder.rungs import r3_large_tile as large_tile
 from lockstep.ladder.rungs import r4_small_tile as small_tile
 
-from .claim import Claim, Readings, about, at_most, exactly
+from .claim import Claim, Readings, about, at_least, at_most, exactly
 from .evidence import (
     SMALL,
     TRACED,
@@ -58,6 +59,20 @@ def scores_per(rung: str, workers: int) -> float:
 def _conflicts(rung: str) -> float:
     totals = traced(rung, TRACED).totals
     return 100 * totals.bank_conflicts / totals.shared_wavefronts
+
+
+def _places_in_the_launch() -> float:
+    """Blocks that a grid (tiles, H, B) starts at another place than a grid (tiles, B · H) does."""
+    tiles, H, B = launch_plan("small_tile", SMALL).grid
+
+    def place(x: int, y: int, z: int, grid: tuple[int, int]) -> int:
+        """In the order of the hardware: x runs fastest, then y, then z."""
+        return x + grid[0] * (y + grid[1] * z)
+
+    return sum(
+        place(tile, h, b, (tiles, H)) != place(tile, b * H + h, 0, (tiles, B * H))
+        for tile, h, b in product(range(tiles), range(H), range(B))
+    )
 
 
 GRID = (
@@ -132,6 +147,15 @@ GRID = (
         "×",
         "plan",
         lambda: _times_blocks(H=2 * SMALL.H),
+    ),
+    _claim(
+        "grid, small tiles",
+        "a grid of three dimensions balances the load better than one of two",
+        at_least(1),
+        "blocks that start elsewhere",
+        "plan",
+        _places_in_the_launch,
+        "batch and head as two dimensions or as one: the blocks start in the same order",
     ),
     _claim(
         "why the first version was slow",

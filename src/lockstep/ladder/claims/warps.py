@@ -4,29 +4,39 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
+
+from lockstep.ladder.plan import PEAKS
 from lockstep.ladder.rungs import r3_large_tile as large_tile
 from lockstep.ladder.rungs import r4_small_tile as small_tile
 from lockstep.ladder.rungs import r6_warp_mma as warp_mma
 
-from .claim import Claim, about, at_least, exactly
+from .claim import Claim, Readings, about, at_least, between, exactly
 from .evidence import (
     CAUSAL,
     LONG,
     SMALL,
     TRACED,
     TRACED_LARGE,
-    depth_share,
     launch_plan,
+    phase_time,
     planned_phase,
     speedups,
+    teraflops,
+    time_shares,
     traced,
     traced_phase,
 )
+from .kernels import pass_to_the_next_lane, store_a_fragment
 from .parallelisation import scores_per
+from .tree_softmax import ONE_THREAD
 
 _claim = partial(Claim, "warp-level strategy")
 VECTOR = 8  # elements of a 16-byte access
 EDGED = {"tile": "45x90"}
+EDGES = ("scores at edges", "output at edges")
+FP32_LANES = 64  # of a multiprocessor of the A100
+TENSOR_CORES = 4  # likewise
 
 
 def _busy(rung: str, phase: str, **options: str) -> float:
@@ -49,6 +59,48 @@ def _coalesced() -> dict[str, float]:
         name: 100 * trace.totals.ideal_sectors / trace.totals.global_sectors
         for name, trace in kernels.items()
     }
+
+
+def _lost_to_divergence() -> float:
+    """Percent of all lane slots that lanes of diverged warps leave empty at the edges."""
+    trace = traced("warp_mma", TRACED, **EDGED)
+    counts = [trace.phase(name).counts for name in EDGES]
+    lost = sum(32 * c.instructions - c.lane_instructions for c in counts)
+    return 100 * lost / (32 * trace.totals.instructions)
+
+
+def _busy_warps_of_the_first_solution() -> float:
+    """Warps for which its loop over rows, by 16 · warps up to the last whole 16, has a round."""
+    aligned, warps = small_tile.BLOCK_Q // 16 * 16, warp_mma.THREADS // 32
+    return sum(bool(range(16 * warp, aligned, 16 * warps)) for warp in range(warps))
+
+
+def _products_per_clock() -> Readings:
+    """16 × 16 × 16 products per clock of an A100: its peaks are at one clock."""
+    peak = PEAKS["A100"]
+    multiply_adds = peak.tensor / peak.fp32 * FP32_LANES
+    whole = multiply_adds / 16**3
+    return {"a multiprocessor": whole, "a tensor core": whole / TENSOR_CORES}
+
+
+def _hazards_without_syncwarp() -> float:
+    x = np.arange(32, dtype=np.float32)
+    trace = pass_to_the_next_lane[1, 32](x, np.zeros_like(x), False)
+    return len(trace.hazards)
+
+
+def _hazards_of_a_store() -> float:
+    out = np.zeros((16, 16), np.float32)
+    return len(store_a_fragment[1, 32](out, small_tile.BLOCK_KV).hazards)
+
+
+def _shuffle_gain() -> float | None:
+    """The softmax of a row over 256 threads, by halving in shared memory and with shuffles."""
+    shared, shuffled = (
+        phase_time(f"small_tile ({softmax})", SMALL, "softmax")
+        for softmax in ("row_shared", "row_tree")
+    )
+    return None if shared is None or shuffled is None else shared / shuffled
 
 
 def _amdahl() -> float:
@@ -184,12 +236,12 @@ CLAIMS = (
     ),
     _claim(
         "divergence",
-        "the edges beside the fragments cost about 5 %",
+        "divergence at the edges beside the fragments costs about 5 %",
         about(5, 0.5),
-        "% of depth",
+        "% of lane slots",
         "trace",
-        lambda: depth_share("warp_mma", TRACED, "scores at edges", "output at edges", **EDGED),
-        "37 % of the scores and all 13 last rows of the output are left to ordinary cores",
+        _lost_to_divergence,
+        "lanes at the edges mostly agree; that ordinary cores do this work is the larger cost",
     ),
     _claim(
         "coalescing",
@@ -203,28 +255,91 @@ CLAIMS = (
         "performance impact, time breakdown",
         "Q·Kᵀ takes 60 % of the time",
         about(60, 0.2),
-        "% of depth",
-        "trace",
-        lambda: depth_share("small_tile", TRACED, "scores", softmax="tree"),
-        "P·V takes most of it: the same arithmetic on an eighth of the threads",
+        "%",
+        "bench",
+        lambda: time_shares(ONE_THREAD, SMALL, "scores"),
+        "one thread at the softmax and an eighth of the threads at P·V take most of it",
     ),
     _claim(
         "performance impact, time breakdown",
         "the softmax takes 25 %",
         about(25, 0.2),
-        "% of depth",
-        "trace",
-        lambda: depth_share("small_tile", TRACED, "softmax", softmax="tree"),
-        "P·V takes most of it",
+        "%",
+        "bench",
+        lambda: time_shares(ONE_THREAD, SMALL, "softmax"),
+        "one thread does it",
     ),
     _claim(
         "performance impact, time breakdown",
         "P·V takes 15 %",
         about(15, 0.2),
-        "% of depth",
-        "trace",
-        lambda: depth_share("small_tile", TRACED, "output", softmax="tree"),
+        "%",
+        "bench",
+        lambda: time_shares(ONE_THREAD, SMALL, "output"),
         "the same arithmetic as Q·Kᵀ on an eighth of the threads",
+    ),
+    _claim(
+        "synchronisation",
+        "lanes of a warp run in lockstep, so no syncwarp is needed",
+        exactly(0),
+        "races",
+        "trace",
+        _hazards_without_syncwarp,
+        "since Volta lanes may run apart: without a syncwarp, what one wrote another may not see",
+    ),
+    _claim(
+        "fragments, storing the result",
+        "scores are stored with a leading dimension of 90",
+        exactly(0),
+        "hazards",
+        "trace",
+        _hazards_of_a_store,
+        "rows of a fragment in memory have to be a multiple of 16 bytes apart; 90 floats are not",
+    ),
+    _claim(
+        "fragments, hardware execution",
+        "tensor cores of an A100 do 16 × 16 × 16 per clock",
+        exactly(1),
+        "per clock",
+        "arithmetic",
+        _products_per_clock,
+        "a tensor core does 256 multiply-adds per clock, of 4,096",
+    ),
+    _claim(
+        "strategy comparison",
+        "small tiles: 1.02 TFLOP/s at B2 H16 S1024 D32",
+        about(1.02, 0.2),
+        "TFLOP/s",
+        "bench",
+        lambda: teraflops(ONE_THREAD, SMALL),
+        "another GPU, and another compiler",
+    ),
+    _claim(
+        "strategy comparison",
+        "with fragments 1.74 TFLOP/s",
+        about(1.74, 0.2),
+        "TFLOP/s",
+        "bench",
+        lambda: teraflops(("warp_mma (45x90)",), SMALL),
+        "another GPU; and here P·V and the softmax are spread over all threads",
+    ),
+    _claim(
+        "shuffle reductions",
+        "shuffles make reductions 2 to 3 times as fast as shared memory",
+        between(2, 3),
+        "×",
+        "bench",
+        _shuffle_gain,
+        "a reduction is one part of the softmax, beside exponentials and the correction",
+    ),
+    _claim(
+        "better use of warps",
+        "with the first solution more than three warps have fragments",
+        at_least(4),
+        "warps",
+        "arithmetic",
+        _busy_warps_of_the_first_solution,
+        "it is the loop that was there: rows are dealt out by 16, and 45 rows have two of them",
     ),
     _claim(
         "performance impact, net speedup",

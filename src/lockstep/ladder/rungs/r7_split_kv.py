@@ -395,7 +395,7 @@ def _join_plan(problem: Problem, block: int, per_block: int) -> LaunchPlan:
         block=_joiners(block, D),
         shared_bytes=0,
         phases=(PhasePlan("join", block * D // 4, _joiners(block, D), max(parts)),),
-        iterations=max(parts),
+        iterations=0,  # it walks over parts, not over tiles of keys
         barriers=0,
         load_bytes=asked * heads,
         store_bytes=stores,
