@@ -14,6 +14,8 @@ from lockstep.audit import cli as audit_cli
 from lockstep.command import Commands
 from lockstep.ladder import cli as ladder_cli
 from lockstep.ladder.claims import cli as claims_cli
+from lockstep.report import cli as report_cli
+from lockstep.simt import cli as simt_cli
 
 app = typer.Typer(
     name="lockstep",
@@ -150,6 +152,8 @@ app.command()(ladder_cli.plan)
 app.command()(claims_cli.claims)
 app.command()(ladder_cli.trace)
 app.command()(ladder_cli.show)
+app.command()(report_cli.report)
+simt_cli.write_page = report_cli.write_kernels
 
 
 def _print_json(value: Any) -> None:

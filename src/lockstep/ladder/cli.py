@@ -16,7 +16,7 @@ from rich.console import Console
 
 from lockstep.command import by_option
 from lockstep.simt import cli as simt_cli
-from lockstep.simt.cli import Arguments, progress_bar, reported
+from lockstep.simt.cli import Arguments, Html, progress_bar, reported, save_page
 
 if TYPE_CHECKING:
     from .rung import Problem, Rung
@@ -74,6 +74,7 @@ def trace(
     tile: Tile = None,
     kv_tiles: KvTiles = None,
     as_json: Json = False,
+    html: Html = None,
 ) -> None:
     """Run a rung of the ladder, or any kernel, on the lockstep machine.
 
@@ -82,7 +83,7 @@ def trace(
     """
     rung = _rung(target)
     if rung is None:
-        simt_cli.trace(target, arg, grid, block, shared, as_json)
+        simt_cli.trace(target, arg, grid, block, shared, as_json, html)
         return
     with reported():
         from .check import errors
@@ -98,7 +99,10 @@ def trace(
                 problem,
                 tensors,
                 lambda done, whole: progress.update(task, completed=done, total=whole),
+                record=None if html is None else 0,
             )
+        if html is not None:
+            save_page(html, traces, f"{rung.title}, {problem}")
     found = errors(problem, tensors)
     if as_json:
         about = {"rung": rung.name, "options": rung.settings, "problem": asdict(problem)}

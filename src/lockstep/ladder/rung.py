@@ -275,17 +275,19 @@ def run_on_machine(
     problem: Problem,
     tensors: Tensors | None = None,
     progress: Callable[[int, int], None] | None = None,
+    record: int | None = None,
 ) -> tuple[torch.Tensor, list[Trace]]:
     """The output [B, H, S, D] and one trace per launch, from the lockstep machine.
 
     Tensors are drawn where none are given. `progress(done, all)` counts blocks of one launch.
+    The traces have recordings of block `record`, where one is given.
 
     Raises ValueError where the rung refuses the problem.
     """
     tensors = tensors or problem.draw()
     traces = [
         launch.kernel[launch.grid, launch.block, launch.dynamic_bytes].trace(
-            **launch.arguments, progress=progress
+            **launch.arguments, progress=progress, record=record
         )
         for launch in launches_of(rung, problem, tensors)
     ]

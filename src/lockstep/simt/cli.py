@@ -23,6 +23,9 @@ from .kernel import Kernel
 from .types import ArrayType, Scalar, bfloat16, scalar_named
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .machine import Trace
     from .samples import Sample
 
 NAMED = "FILE:KERNEL, or the name of a built-in sample"
@@ -32,6 +35,13 @@ ARGUMENTS = (
 )
 Target = Annotated[str, typer.Argument(metavar="KERNEL", help=NAMED)]
 Arguments = Annotated[list[str], typer.Option("--arg", "-a", help=ARGUMENTS)]
+Html = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Also write a page with pictures of block 0."),
+]
+
+# Writes the page of --html: file, traces with a record of a block, title. The application sets it.
+write_page: Callable[[Path, Sequence[Trace], str], None] | None = None
 
 
 class UsageError(SimtError, ValueError):
@@ -45,6 +55,7 @@ def trace(
     block: Annotated[str, typer.Option(help="Threads of a block, likewise.")] = "",
     shared: Annotated[int, typer.Option(help="Bytes of dynamic shared memory.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a script.")] = False,
+    html: Html = None,
 ) -> None:
     """Run a kernel on the lockstep machine; print phases, annotated source and hazards.
 
@@ -64,7 +75,10 @@ def trace(
             result = configured.trace(
                 **arguments,
                 progress=lambda done, whole: progress.update(task, completed=done, total=whole),
+                record=None if html is None else 0,
             )
+        if html is not None:
+            save_page(html, [result], kernel.__name__)
     if as_json:
         typer.echo(json.dumps(result.to_json(), indent=2))
     else:
@@ -90,6 +104,16 @@ def show(
         wanted = [what for what, on in (("cuda", cuda), ("sass", sass)) if on] or ["cuda"]
         for what in wanted:
             typer.echo(render(kernel, what, **arguments))
+
+
+def save_page(path: Path, traces: Sequence[Trace], title: str) -> None:
+    """Write the page of `--html`. Raises UsageError where that is not possible."""
+    if write_page is None:
+        raise UsageError("--html is an option of the `lockstep` command")
+    try:
+        write_page(path, traces, title)
+    except OSError as error:
+        raise UsageError(f"--html takes a file that can be written: {error}") from None
 
 
 class reported:

@@ -15,6 +15,7 @@ from .memory import GlobalArray, LocalArray, SharedArray
 from .recording import WAITING, Pattern, Recording, Snapshot, Span
 from .values import from_bfloat_bits
 
+BARRIER, END = "barrier", "end"  # in place of a phase, where there is none
 LARGEST_SNAPSHOT = 1 << 15  # elements of a global array
 
 
@@ -35,6 +36,7 @@ class Recorder(Fragments):
 
     def stop_recording(self, sites: list[Site]) -> None:
         recording = self.recording
+        self._snapshot(END)
         recording.length = int(self.cursor.max())
         recording.sites = sites
         recording.patterns = sorted(self.worst.values(), key=lambda p: p.site.number)
@@ -82,6 +84,8 @@ class Recorder(Fragments):
     def syncthreads(self, site: Site) -> None:
         super().syncthreads(site)
         if self.here(self.frame).size:
+            if not self.phase:
+                self._snapshot(BARRIER)
             now = int(self.cursor.max())
             for warp in np.flatnonzero(self.cursor < now).tolist():
                 self._extend(warp, int(self.cursor[warp]), now, WAITING)
@@ -102,6 +106,8 @@ class Recorder(Fragments):
             known = self.held.get(name)
             if known is None or not np.array_equal(known, values, equal_nan=True):
                 arrays[name] = self.held[name] = values
+        if phase in (BARRIER, END) and not arrays:
+            return
         time = int(self.cursor.max())
         self.recording.snapshots.append(Snapshot(phase, time, arrays))
 
@@ -109,7 +115,9 @@ class Recorder(Fragments):
         """Shared arrays, local arrays [threads, ...], fragments [warps, 16, 16], what the kernel
         keeps in `m`, `l` and `acc` [threads], and small global arrays that it writes."""
         found: dict[str, np.ndarray] = {}
+        spaces = self.recording.spaces
         for name, array in self.arrays.items():
+            spaces[name] = array.space
             if isinstance(array, SharedArray):
                 valid = array.valid[:, self.column if array.valid.shape[1] > 1 else 0]
                 valid = valid | array.all_valid
@@ -121,7 +129,9 @@ class Recorder(Fragments):
                 found[name] = values.T.reshape(self.threads, *array.shape)
             elif array.shadow is not None and array.size <= LARGEST_SNAPSHOT:
                 found[name] = _host_values(array)
-        return found | self._registers()
+        registers = self._registers()
+        spaces.update(dict.fromkeys(registers, "local"))
+        return found | registers
 
     def _registers(self) -> dict[str, np.ndarray]:
         found: dict[str, np.ndarray] = {}

@@ -41,7 +41,8 @@ class Pattern:
 
 @dataclass
 class Snapshot:
-    """What the block held when a phase ended. Arrays that are as they were before are left out."""
+    """What the block held when a phase ended, at a barrier outside of all phases, or at the end.
+    Arrays that are as they were before are left out."""
 
     phase: str
     time: int
@@ -61,6 +62,7 @@ class Recording:
     patterns: list[Pattern] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)  # with the counts of the whole run
+    spaces: dict[str, str] = field(default_factory=dict)  # of the arrays in snapshots
     # threads that executed together -> start and end times, one row per execution and warp
     together: dict[bytes, list[tuple[np.ndarray, int]]] = field(default_factory=dict)
 

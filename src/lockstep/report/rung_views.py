@@ -1,0 +1,50 @@
+"""One rung: planned, traced on the machine with a record of its first block, checked."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from lockstep.ladder import Problem, find, run_on_machine
+from lockstep.ladder.check import errors
+from lockstep.ladder.plan import plan
+from lockstep.ladder.survey import one_head, summary
+
+from .kernel_view import kernel_view
+
+PROBLEM = Problem(B=2, H=16, S=256, D=32)
+GPU = "H200"
+
+
+def rung_view(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What the page shows of a rung with these options: `PROBLEM` planned, one head of it traced.
+
+    `sources` of the result are those of its launches.
+    """
+    rung = find(name).choose(**options)
+    found: dict[str, Any] = {
+        "rung": name,
+        "title": rung.title,
+        "summary": rung.summary,
+        "constant_time": rung.constant_time,
+        "why_not": rung.refusal(PROBLEM) or "",
+    }
+    if found["why_not"]:
+        return found
+    head = one_head(PROBLEM)
+    tensors = head.draw()
+    _, traces = run_on_machine(rung, head, tensors, record=0)
+    found["counted"] = asdict(summary(traces, errors(head, tensors).ok))
+    fits: list[Any] = [None] * len(traces)
+    try:
+        planned = plan(rung, PROBLEM, GPU)
+    except ValueError as error:  # a block that this GPU cannot run
+        found["why_not"] = str(error)
+    else:
+        found["plan"] = planned.as_json()
+        fits = [step.occupancy for step in planned.steps]
+    sources: dict[str, Any] = {}
+    found["launches"] = [
+        kernel_view(trace, sources, fit) for trace, fit in zip(traces, fits, strict=True)
+    ]
+    return found | {"sources": sources}

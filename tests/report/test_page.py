@@ -1,0 +1,78 @@
+"""The file: complete, escaped, and its commands."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import resources
+
+from typer.testing import CliRunner
+
+from lockstep.cli import app
+from lockstep.report.page import LIBRARIES, SCRIPTS, page
+
+ASSETS = resources.files("lockstep.report") / "assets"
+
+
+def embedded(text: str):
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    return json.loads(found)
+
+
+def test_nothing_comes_from_elsewhere(report):
+    text = report.read_text(encoding="utf-8")
+    assert re.findall(r'<(?:script|img|link|iframe)[^>]*(?:src|href)="(?!data:)', text) == []
+    assert re.findall(r"@import|url\((?!data:)", text.split("</style>")[0]) == []
+    assert "<!-- scripts -->" not in text
+
+
+def test_data_stand_inside_as_json(report, data):
+    found = embedded(report.read_text(encoding="utf-8"))
+    assert found["rungs"][0]["title"] == data["rungs"][0]["title"]
+    assert found["claims"] == data["claims"]
+
+
+def test_strings_cannot_end_the_script_and_infinities_become_null():
+    text = page({"kind": "kernel", "text": "</script><b>&\u2028", "x": float("inf")}, "<T>")
+    assert "<title>&lt;T&gt;</title>" in text
+    found = embedded(text)
+    assert found == {"kind": "kernel", "text": "</script><b>&\u2028", "x": None}
+
+
+def test_every_asset_is_used_and_licences_lie_beside_the_libraries():
+    here = {f.name for f in ASSETS.iterdir() if f.is_file()}
+    assert here == {"page.html", "style.css", *SCRIPTS}
+    vendor = {f.name for f in (ASSETS / "vendor").iterdir()}
+    assert vendor == {*LIBRARIES, "d3.LICENSE", "plot.LICENSE"}
+
+
+def test_report_from_saved_data(data, tmp_path):
+    saved, out = tmp_path / "data.json", tmp_path / "page.html"
+    saved.write_text(json.dumps(data))
+    result = CliRunner().invoke(app, ["report", "--from", str(saved), "--out", str(out)])
+    assert result.exit_code == 0
+    assert embedded(out.read_text(encoding="utf-8"))["kind"] == "ladder"
+
+
+def test_files_that_cannot_be_used(tmp_path):
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    for options in (["--from", str(bad)], ["--results", str(tmp_path / "none")]):
+        result = CliRunner().invoke(app, ["report", *options, "-o", str(tmp_path / "x.html")])
+        assert result.exit_code == 2
+        assert options[0] in result.stderr
+
+
+def test_trace_writes_a_page(tmp_path):
+    out = tmp_path / "copy.html"
+    result = CliRunner().invoke(app, ["trace", "copy, stride 2", "--html", str(out)])
+    assert result.exit_code == 0
+    found = embedded(out.read_text(encoding="utf-8"))
+    assert found["rungs"][0]["launches"][0]["kernel"] == "strided_copy"
+    rung = ["trace", "warp_mma", "--tile", "64x64", "--seq", "64", "--html", str(out)]
+    assert CliRunner().invoke(app, rung).exit_code == 0
+    assert "warp_mma" in embedded(out.read_text(encoding="utf-8"))["rungs"][0]["title"]
+    nowhere = ["trace", "copy, stride 2", "--html", str(tmp_path / "none" / "x.html")]
+    result = CliRunner().invoke(app, nowhere)
+    assert result.exit_code == 2
+    assert "--html" in result.stderr
