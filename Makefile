@@ -61,5 +61,5 @@ $(READY): pyproject.toml constraints.txt | $(BIN)/python
 	  --index-url $(CPU_WHEELS) torch 2>/dev/null || echo "No CPU build of torch: taking PyPI's"
 	@$(PIP) -c constraints.txt torch
 	@test "$$(uname)" != Linux || $(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
-	@$(PIP) -c constraints.txt -e '.[dev,gpu]'
+	@$(PIP) -c constraints.txt -e '.[dev,gpu,hf]'
 	@touch $@

@@ -1,0 +1,239 @@
+"""One layer's attention as transformers calls it, by `lockstep.attention` or `attention_varlen`.
+
+Padded batches run as packed ones, without a copy: the tokens of a batch [B, H, S, D] lie at equal
+distances in memory, so they are one long row of tokens, of which each sequence takes its part. What
+lies between, padding and the unused end of a cache, are sequences without queries. Results of
+padding are 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import lockstep
+from lockstep.integrations.transformers.masks import Plan, decode, is_plan
+
+# What models pass along that changes nothing here: about caches, outputs and losses, positions
+# that rotary embeddings have used, and what other implementations want to know of `cu_seq_lens`.
+IGNORED = frozenset(
+    {
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        "use_cache",
+        "past_key_values",
+        "past_key_value",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "num_items_in_batch",
+        "labels",
+        "deterministic",
+        "max_length_q",
+        "max_length_k",
+        "layer_idx",
+        "logits_to_keep",
+    }
+)
+
+
+class Call(NamedTuple):
+    """The options of `lockstep.attention` that a layer sets."""
+
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    query_invariant: bool
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    query_invariant: bool = False,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """The attention function to register.
+
+    Args:
+        query: [B, Hq, Sq, D]; key: [B, Hkv, Skv, D]; value: [B, Hkv, Skv, Dv]
+        attention_mask: What `masks.make_mask` made, or a mask [B or 1, Hq or 1, Sq, Skv]: boolean,
+            True for what counts, or of numbers to be added to the scores.
+
+    Returns:
+        out [B, Sq, Hq, Dv], and None for the weights, which are never there as a whole.
+
+    Raises:
+        ValueError: An argument asks for something that would otherwise be ignored in silence.
+    """
+    _refuse(dropout, rest)
+    sinks = s_aux if s_aux is None or s_aux.dtype == torch.float32 else s_aux.to(query.dtype)
+    call = Call(scaling, softcap, sinks, query_invariant)
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    if cu_seq_lens_q is not None:
+        offsets = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
+        window = _window(sliding_window, is_causal)
+        return _packed(call, query, key, value, offsets, is_causal, window), None
+    if is_plan(attention_mask):
+        assert attention_mask is not None
+        plan = decode(attention_mask)
+    elif attention_mask is None:
+        plan = Plan(is_causal, _window(sliding_window, is_causal))
+    else:
+        return _biased(
+            call, query, key, value, _as_bias(attention_mask, query), position_bias
+        ), None
+    if position_bias is not None:
+        seen = _seen(plan, query, key)
+        return _biased(call, query, key, value, _as_bias(seen, query), position_bias), None
+    if plan.offsets is not None:
+        offsets = (plan.offsets, plan.offsets)
+        return _packed(call, query, key, value, offsets, True, plan.window), None
+    if plan.ranges is not None:
+        return _in_ranges(call, query, key, value, plan, plan.ranges), None
+    kv_lens = None if plan.end is None else plan.end.expand(query.shape[0]).contiguous()
+    out = lockstep.attention(
+        query,
+        key,
+        value,
+        causal=plan.causal,
+        window=plan.window,
+        kv_lens=kv_lens,
+        **call._asdict(),
+    )
+    return out.transpose(1, 2), None
+
+
+def _refuse(dropout: float, rest: dict[str, Any]) -> None:
+    if dropout:
+        raise ValueError(
+            f"attn_implementation='lockstep' has no dropout, got dropout={dropout}: set the "
+            "model's attention dropout to 0, or call model.eval()"
+        )
+    for name, value in rest.items():
+        if name not in IGNORED and value is not None and value is not False:
+            raise ValueError(f"attn_implementation='lockstep' does not know {name}={value!r}")
+
+
+def _window(sliding_window: int | None, causal: bool) -> tuple[int, int] | None:
+    if sliding_window is None:
+        return None
+    return sliding_window - 1, 0 if causal else sliding_window - 1
+
+
+def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=query.dtype, device=query.device)
+    return torch.where(mask, zero, -torch.inf)
+
+
+def _biased(
+    call: Call, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, more: Tensor | None
+) -> Tensor:
+    bias = bias[..., : key.shape[2]]
+    if more is not None:
+        bias = bias + more
+    return lockstep.attention(query, key, value, bias=bias, **call._asdict()).transpose(1, 2)
+
+
+def _seen(plan: Plan, query: Tensor, key: Tensor) -> Tensor:
+    """The boolean mask [B or 1, 1, Sq, Skv] of a plan."""
+    if plan.offsets is not None:
+        raise ValueError("attn_implementation='lockstep' has no position_bias for packed sequences")
+    Sq, Skv = query.shape[2], key.shape[2]
+    k = torch.arange(Skv, device=key.device)
+    end = torch.tensor(Skv, device=key.device) if plan.end is None else plan.end
+    seen = (k < end)[None, None, None, :]
+    late = torch.zeros(1, dtype=torch.int32, device=key.device)
+    if plan.ranges is not None:
+        start, end, late = plan.ranges.unbind(1)
+        seen = ((k >= start[:, None]) & (k < end[:, None]))[:, None, None, :]
+        end = end + late
+    q = (torch.arange(Sq, device=key.device) - Sq + end[..., None]).view(-1, 1, Sq, 1)
+    if plan.causal:
+        seen = seen & (k <= q)
+    if plan.window is not None:
+        seen = seen & (k >= q - plan.window[0])
+        if not plan.causal:
+            seen = seen & (k <= q + plan.window[1])
+    return seen
+
+
+def _tokens(x: Tensor) -> tuple[Tensor, int]:
+    """[B, H, S, D] as tokens [T, H, D], and how many of them lie from one sequence to the next."""
+    B, H, S, D = x.shape
+    batch, head, token, last = x.stride()
+    if B > 1 and batch != S * token and not x.requires_grad and token and batch % token == 0:
+        step = batch // token
+        return x.as_strided(((B - 1) * step + S, H, D), (token, head, last)), step
+    return x.transpose(1, 2).reshape(B * S, H, D), S
+
+
+def _packed(
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: tuple[Tensor, Tensor],
+    causal: bool,
+    window: tuple[int, int] | None,
+) -> Tensor:
+    B, H, S, _ = query.shape
+    q, k, v = (x.transpose(1, 2).reshape(-1, *x.shape[1::2]) for x in (query, key, value))
+    out = lockstep.attention_varlen(
+        q, k, v, *offsets, causal=causal, window=window, **call._asdict()
+    )
+    return out.view(B, S, H, -1)
+
+
+def _in_ranges(
+    call: Call, query: Tensor, key: Tensor, value: Tensor, plan: Plan, ranges: Tensor
+) -> Tensor:
+    """Each batch row is four sequences: queries before the keys begin, if those do not count; the
+    sequence itself; queries after it; keys up to the next one's first."""
+    B, H, Sq, _ = query.shape
+    q = query.transpose(1, 2).reshape(B * Sq, H, -1)
+    (k, step), (v, value_step) = _tokens(key), _tokens(value)
+    if step != value_step:
+        k, v = (x.transpose(1, 2).reshape(-1, *x.shape[1::2]) for x in (key, value))
+        step = key.shape[2]
+    offsets = _offsets(plan, ranges, Sq, step, k.shape[0])
+    out = lockstep.attention_varlen(
+        q, k, v, *offsets, causal=plan.causal, window=plan.window, **call._asdict()
+    )
+    return out.view(B, Sq, H, -1)
+
+
+def _offsets(plan: Plan, ranges: Tensor, Sq: int, step: int, total: int) -> tuple[Tensor, Tensor]:
+    """cu_seqlens_q and cu_seqlens_k [4 B + 2] int32, where keys of a row begin every `step`."""
+    B = ranges.shape[0]
+    start, end, late = ranges.unbind(1)
+    zero = torch.zeros_like(start)
+    early = start if plan.window is not None and not plan.causal else zero
+    row = torch.arange(B, dtype=torch.int32, device=ranges.device)
+    # Where each of the four ends.
+    own = (Sq - late).clamp(min=0)
+    in_q = torch.stack([early, own, zero + Sq, zero + Sq], 1) + row[:, None] * Sq
+    first = row * step
+    following = torch.cat([first[1:] + start[1:], first.new_full((1,), total)])
+    in_k = torch.stack([first + start, first + end, first + end, following], 1)
+    # One more before them: the keys in front of the first row's.
+    of_q = torch.cat([zero.new_zeros(2), in_q.flatten()])
+    of_k = torch.cat([zero.new_zeros(1), start[:1], in_k.flatten()])
+    return of_q, of_k
