@@ -11,70 +11,88 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-import lockstep
-from lockstep.audit.bits import first_difference
-from lockstep.distributed import context_parallel_attention, shard, unshard
-
-TOKENS = 2
+from lockstep.audit.distributed import Case, compare
+from lockstep.distributed import (
+    attention,
+    collectives,
+    context_parallel_attention,
+    gather,
+    shard,
+    unshard,
+)
 
 
 def bits(cases: list[dict[str, Any]]) -> list[str]:
-    """For each case, the first difference between ranks and one process, or an empty string."""
-    return [compare(**case) for case in cases]
+    """For each case, the first difference between this rank and one process, or nothing."""
+    said = []
+    for fields in cases:
+        case = Case(**{**fields, "dtype": getattr(torch, fields.get("dtype", "float32"))})
+        found = compare(case, group())
+        said.append("" if found is None else f"{case}, {case.S} tokens: {found}")
+    return said
 
 
-def compare(
-    method: str | None,
-    S: int,
-    heads: tuple[int, int] = (4, 2),
-    dtype: str = "float32",
-    balanced: bool = False,
-    sinks: bool = False,
-    D: int = 32,
-    **options: Any,
-) -> str:
-    Hq, Hkv = heads
-    torch.manual_seed(S)
-    kind = getattr(torch, dtype)
-    sizes = {"q": (Hq, D), "k": (Hkv, D), "v": (Hkv, D), "dout": (Hq, D)}
-    whole = {name: torch.randn(2, H, S, d).to(kind) for name, (H, d) in sizes.items()}
-    whole["dlse"] = torch.randn(2, Hq, S)
-    parts = {name: shard(x, group(), TOKENS, balanced=balanced) for name, x in whole.items()}
-    if sinks:
-        whole["sinks"] = parts["sinks"] = torch.randn(Hq)
-    expected = run(whole, lockstep.attention, **options)
-    expected = {
-        name: x if name == "dsinks" else shard(x, group(), TOKENS, balanced=balanced)
-        for name, x in expected.items()
-    }
-    got = run(
-        parts,
-        context_parallel_attention,
-        mesh=group(),
-        method=method,
-        balanced=balanced,
-        **options,
-    )
-    if sinks:
-        dist.all_reduce(got["dsinks"])
-    found = first_difference(expected, got)
-    return "" if found is None else f"{method} S={S} {heads} {dtype} {options}: {found}"
+def planted() -> str:
+    """What `compare` says of a rank whose keys come from another order of summation."""
+    inner = gather.derive_keys
+
+    def halves(*args: Any) -> Any:
+        grads, rows, q, *rest = args
+        S = q.shape[2]
+        dk, dv = 0, 0
+        for part in (slice(0, S // 2), slice(S // 2, S)):
+            dout = torch.zeros_like(grads.dout)
+            dout[:, :, part] = grads.dout[:, :, part]
+            # No row of the other half gives anything.
+            found = inner(grads._replace(dout=dout, dlse=None), rows, q, *rest)
+            dk, dv = dk + found.dk, dv + found.dv
+        return type(found)(dk, dv)
+
+    if dist.get_rank() == 1:
+        gather.derive_keys = halves
+    return str(compare(Case("gather", False, S=900), group()))
 
 
-def run(given: dict[str, Tensor], attention: Any, **options: Any) -> dict[str, Tensor]:
-    """out, lse and every gradient of a call."""
-    leaves = {n: given[n].clone().requires_grad_() for n in ("q", "k", "v", "sinks") if n in given}
-    q, k, v = (leaves[name] for name in "qkv")
-    window = options.pop("window", None)
-    options |= {"window": None if window is None else tuple(window)}
-    out, lse = attention(
-        q, k, v, sinks=leaves.get("sinks"), return_lse=True, query_invariant=True, **options
-    )
-    torch.autograd.backward((out, lse), (given["dout"], given["dlse"]))
-    grads = {f"d{name}": leaf.grad for name, leaf in leaves.items()}
-    return {"out": out.detach(), "lse": lse.detach(), **grads}
+def count(cases: list[dict[str, Any]]) -> list[list[int]]:
+    """Bytes that this rank receives in a forward and in its backward."""
+    received = 0
+    rank = dist.get_rank()
+
+    def counting(name: str, of: Any) -> None:
+        inner = getattr(dist, name)
+
+        def wrapped(*args: Any, **options: Any) -> Any:
+            nonlocal received
+            received += of(*args, **options)
+            return inner(*args, **options)
+
+        setattr(dist, name, wrapped)
+
+    def of_all_to_all(to: Any, x: Any, bytes_in: list[int], *_: Any, **__: Any) -> int:
+        return sum(bytes_in) - bytes_in[rank]
+
+    def of_broadcast(x: Any, group_src: int, **_: Any) -> int:
+        return 0 if group_src == rank else x.numel()
+
+    counting(collectives._ALL_GATHER, lambda to, x, *_: to.numel() - x.numel())
+    counting("all_to_all_single", of_all_to_all)
+    counting("broadcast", of_broadcast)
+    # Said at the start of every call.
+    agreement = (dist.get_world_size() - 1) * 8 * (1 + len(attention._WORDS))
+    found = []
+    for method, S, Hq, Hkv, balanced, uses_lse, has_sinks in cases:
+        q = torch.randn(2, Hq, S, 16).bfloat16()
+        k, v = (torch.randn(2, Hkv, S, D).bfloat16() for D in (16, 8))
+        sinks = torch.zeros(Hq, requires_grad=True) if has_sinks else None
+        q, k, v = (shard(x, group(), 2, balanced=balanced).requires_grad_() for x in (q, k, v))
+        received = 0
+        options = {"method": method, "balanced": balanced, "return_lse": uses_lse, "sinks": sinks}
+        results = context_parallel_attention(q, k, v, mesh=group(), **options)
+        forward, received = received - agreement, 0
+        sum(x.sum() for x in (results if uses_lse else [results])).backward()
+        found.append([forward, received])
+    return found
 
 
 def round_trips(sizes: list[int]) -> bool:

@@ -10,12 +10,12 @@ from worlds import results_of, run_world
 # Lengths that no number of ranks divides, below and across the 256 keys of a span and the 384 rows
 # of a block; masks of every kind; as many key heads as query heads, fewer, and one.
 SHAPES: list[dict[str, Any]] = [
-    {"S": 5, "heads": (4, 2), "causal": True, "sinks": True},
-    {"S": 61, "heads": (4, 4), "softcap": 2.0},
-    {"S": 333, "heads": (6, 3), "window": (90, None), "sinks": True, "dtype": "float16"},
-    {"S": 700, "heads": (4, 1), "causal": True, "window": (100, 0), "dtype": "bfloat16"},
-    {"S": 700, "heads": (4, 2), "window": (50, 30)},
-    {"S": 1100, "heads": (4, 2), "causal": True, "sinks": True},
+    {"S": 5, "Hq": 4, "Hkv": 2, "mask": "causal", "sinks": True},
+    {"S": 61, "Hq": 4, "Hkv": 4, "mask": "full", "softcap": 2.0},
+    {"S": 333, "Hq": 6, "Hkv": 3, "mask": "behind", "sinks": True, "dtype": "float16"},
+    {"S": 700, "Hq": 4, "Hkv": 1, "mask": "window", "dtype": "bfloat16"},
+    {"S": 700, "Hq": 4, "Hkv": 2, "mask": "both"},
+    {"S": 1100, "Hq": 4, "Hkv": 2, "mask": "causal", "sinks": True},
 ]
 
 
@@ -36,10 +36,17 @@ def test_ranks_give_the_bits_of_one_process(ranks):
 
 @pytest.mark.slow
 def test_eight_ranks_give_the_bits_of_one_process():
-    shapes = [{**case, "heads": (8, 4)} for case in cases(("heads", "gather", "ring"))]
+    shapes = [{**case, "Hq": 8, "Hkv": 4} for case in cases(("heads", "gather", "ring"))]
     for found in results_of(run_world(8, "bits", shapes, timeout=500)):
         assert [text for text in found if text] == []
 
 
 def test_unshard_undoes_shard():
     assert all(results_of(run_world(3, "round_trips", [1, 5, 64, 333])))
+
+
+def test_another_order_of_summation_shows():
+    """Sums of two halves of the queries, as ranks that reduce dk and dv would make them."""
+    said = results_of(run_world(2, "planted"))
+    assert said[0] == "None"
+    assert said[1].startswith("dk[")

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.audit import exact_cli
+from lockstep.audit import distributed_cli, exact_cli
 from lockstep.command import by_option
 from lockstep.console import BAD, GOOD, NO, OURS, QUIET, YES, progress, table
 
@@ -34,6 +34,7 @@ OPTIONS = {
 USAGE = 2
 
 app.command()(exact_cli.exact)
+app.command()(distributed_cli.distributed)
 
 
 @app.command()

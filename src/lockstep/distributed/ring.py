@@ -170,7 +170,8 @@ def _own_keys(ring: Ring, rows: Rows, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
     ]
     products = torch.cat((rows.q, rows.dout), dim=3)
     sums = torch.cat((rows.statistics, rows.delta.unsqueeze(3)), dim=3)
-    by_group = (x.view(x.shape[0], Hkv, -1, *x.shape[2:]) for x in (products, sums))
+    G = rows.q.shape[1] // Hkv
+    by_group = (x.view(x.shape[0], Hkv, G, *x.shape[2:]) for x in (products, sums))
     streams = (blocks(ring.call, x, ring.carry.rows) for x in by_group)
     for (first, qd), (_, ml) in zip(*streams, strict=True):
         for state in states:

@@ -1,0 +1,109 @@
+"""Attention on several ranks, bit by bit beside one process.
+
+Every rank draws the same whole tensors, computes with `lockstep.attention` what one process gets,
+and compares its own shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import lockstep
+from lockstep.audit.bits import Difference, first_difference
+from lockstep.distributed import context_parallel_attention, shard
+
+TOKENS = 2
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": (100, 0)},
+    "behind": {"window": (90, None)},
+    "both": {"window": (50, 30)},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, and how it is shared."""
+
+    method: str
+    balanced: bool
+    S: int
+    Hq: int = 4
+    Hkv: int = 2
+    D: int = 32
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    mask: str = "causal"
+    sinks: bool = False
+    softcap: float | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**MASKS[self.mask], "softcap": self.softcap, "query_invariant": True}
+
+    def __str__(self) -> str:
+        shards = "balanced" if self.balanced else "contiguous"
+        return f"{self.method}, {shards} shards, {self.mask}"
+
+
+def cases(methods: tuple[str, ...], **sizes: Any) -> Iterator[Case]:
+    """Each method with each kind of shards and mask."""
+    for method in methods:
+        for balanced in (False, True):
+            for mask in MASKS:
+                yield Case(method, balanced, mask=mask, sinks=mask != "full", **sizes)
+
+
+def compare(case: Case, group: ProcessGroup) -> Difference | None:
+    """The first bit of this rank's results and gradients that one process has otherwise."""
+    whole = _draw(case)
+    expected = _run(whole, lockstep.attention, **case.options)
+    parts = {name: _shard(name, x, case, group) for name, x in whole.items()}
+    sharing = {"mesh": group, "method": case.method, "balanced": case.balanced}
+    got = _run(parts, context_parallel_attention, **sharing, **case.options)
+    if case.sinks:
+        dist.all_reduce(got["dsinks"], group=group)
+    mine = {name: _shard(name, x, case, group) for name, x in expected.items()}
+    return first_difference(mine, got)
+
+
+def _shard(name: str, x: Tensor, case: Case, group: ProcessGroup) -> Tensor:
+    """Of parameters, which every rank has whole, and their gradients there is one shard."""
+    return x if name.endswith("sinks") else shard(x, group, TOKENS, balanced=case.balanced)
+
+
+def _draw(case: Case) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(case.S)
+
+    def draw(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=random).to(case.device)
+
+    heads = {"q": case.Hq, "k": case.Hkv, "v": case.Hkv, "dout": case.Hq}
+    drawn = {name: draw(2, H, case.S, case.D).to(case.dtype) for name, H in heads.items()}
+    drawn["dlse"] = draw(2, case.Hq, case.S)
+    if case.sinks:
+        drawn["sinks"] = draw(case.Hq)
+    return drawn
+
+
+def _run(
+    given: Mapping[str, Tensor], attention: Callable[..., Any], **options: Any
+) -> dict[str, Tensor]:
+    """out, lse and every gradient of a call."""
+    leaves = {n: given[n].clone().requires_grad_() for n in ("q", "k", "v", "sinks") if n in given}
+    q, k, v = (leaves[name] for name in "qkv")
+    out, lse = attention(q, k, v, sinks=leaves.get("sinks"), return_lse=True, **options)
+    torch.autograd.backward((out, lse), (given["dout"], given["dlse"]))
+    found = {"out": out.detach(), "lse": lse.detach()}
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None
+        found[f"d{name}"] = leaf.grad
+    return found
