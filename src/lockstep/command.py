@@ -1,8 +1,8 @@
-"""How the `lockstep` command prints and ends, whichever of its commands runs.
+"""How every `lockstep` command prints and ends.
 
-A terminal that cannot show a character gets one that stands for it. Ctrl-C and a lack of memory end
-in a line and a status: a traceback would say nothing that the line does not. Errors name options as
-they are typed.
+A character that the terminal cannot show is replaced by a similar one. Ctrl-C and a lack of memory
+end a command with one line and an exit status, without a traceback. Errors name options as they are
+typed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _PLAIN = "lockstep.plain"
 
 
 class Commands(TyperGroup):
-    """All commands."""
+    """The group of all commands."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):
-            # A stream that somebody has replaced may not have it.
+            # A stream that replaces the standard one, as in a test, may not have it.
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors=_PLAIN)
         return super().main(*args, **kwargs)
@@ -40,13 +40,16 @@ class Commands(TyperGroup):
 
 
 def by_option(error: Exception, options: dict[str, str]) -> str:
-    """What an error says of fields, said of the options that set them: `options` by field."""
+    """The message of an error with fields replaced by the options that set them.
+
+    `options` maps a field, such as "S", to its option, "--seq".
+    """
     fields = "|".join(options)
     return re.sub(rf"\b({fields})\b", lambda found: options[found[1]], str(error))
 
 
 def _spelled_plainly(error: UnicodeError) -> tuple[str, int]:
-    """An error handler of codecs: for a character that the encoding does not have."""
+    """A codecs error handler for characters that the encoding does not have."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     text = error.object[error.start : error.end].translate(_INSTEAD)
@@ -65,7 +68,7 @@ def _ended_by_a_line() -> Iterator[None]:
     except MemoryError as error:
         _end(f"error: not enough memory: {error}", USAGE)
     except RuntimeError as error:
-        # So torch says it, on a CPU and on a GPU.
+        # These are PyTorch's words, on a CPU and on a GPU.
         said = str(error)
         if "can't allocate memory" not in said and "out of memory" not in said:
             raise

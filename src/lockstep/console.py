@@ -46,17 +46,17 @@ class Steps:
     task: TaskID
 
     def say(self, what: str) -> None:
-        """What is being done right now."""
+        """Show `what` as the step that is running."""
         self.bar.update(self.task, description=what)
 
     def done(self) -> None:
-        """One step further."""
+        """Advance by one step."""
         self.bar.advance(self.task)
 
 
 @contextmanager
 def progress(console: Console, steps: int) -> Iterator[Steps]:
-    """A progress bar that leaves no trace when it is done."""
+    """A progress bar that is erased when it is done."""
     columns = (
         SpinnerColumn(style=OURS),
         BarColumn(bar_width=24, complete_style="cyan"),

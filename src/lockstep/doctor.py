@@ -1,4 +1,4 @@
-"""`lockstep doctor`: what is here, which kernels can run on it, and why the others cannot."""
+"""`lockstep doctor`: hardware and versions, which kernels can run, and why the others cannot."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def kernels() -> list[dict[str, Any]]:
 
 
 def compile_cache() -> dict[str, Any]:
-    """Where compiled CPU kernels are kept, how many there are and how much room they take.
+    """The directories of compiled CPU kernels, the number of kernels there, and their size.
 
-    `directory` is where new ones go, None where no directory can be written to.
+    `directory` is where new kernels are saved, None where no directory can be written to.
     """
     from lockstep.kernels.cpu import store
 
@@ -137,7 +137,7 @@ def _report_kernels(kernels: list[dict[str, Any]], console: Console) -> None:
 
 
 def _reasons(refusals: dict[str, str | None]) -> dict[str, list[str]]:
-    """Refused places by reason, less what the reason says it got: that is the place."""
+    """Devices and dtypes by the reason they are refused for, without its last part, ", got …"."""
     places: dict[str, list[str]] = {}
     for where, reason in refusals.items():
         if reason is not None:

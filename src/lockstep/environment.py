@@ -1,4 +1,4 @@
-"""Where a figure was measured: hardware, versions and the commit of this checkout."""
+"""The environment of a measurement: hardware, versions and the commit of this checkout."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _memory_bytes() -> int:
 
 
 def _output(*command: str) -> str:
-    """What a command prints, or nothing where it is missing or fails."""
+    """The output of a command, "" where it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -41,7 +41,7 @@ def save(run: dict[str, Any], directory: Path) -> Path:
 
 
 def path_of(run: dict[str, Any], directory: Path) -> Path:
-    """Where `save` puts a run."""
+    """The path that `save` writes a run to."""
     commit = run["environment"]["commit"]
     parts = (
         run["suite"],
@@ -91,7 +91,7 @@ def _by_date(suite: str, directory: Path) -> list[dict[str, Any]]:
 
 
 def processor(run: dict[str, Any]) -> str:
-    """What a run was measured on: the first GPU for a suite of that name, else the CPU."""
+    """The processor of a run: the first GPU for the suite "gpu", else the CPU."""
     hardware = run["environment"]["hardware"]
     return str(hardware["gpus"][0] if run["suite"] == "gpu" else hardware["cpu"])
 

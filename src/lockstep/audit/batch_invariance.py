@@ -1,9 +1,9 @@
-"""The claims `batch_invariant` and `query_invariant`: a row's bits are its own affair.
+"""The claims `batch_invariant` and `query_invariant`: what must not change the bits of a row.
 
-Batch: nothing around a sequence matters, neither its neighbours, their lengths, its place among
-them, the padding behind it, nor whether it comes dense, packed or in pages. Query: where a call
-asks for it, neither do the other queries of the sequence: a whole prefill, its chunks and one token
-at a time against the same cache give the same rows.
+Batch: the other sequences, their lengths, the place among them, the padding behind a sequence, and
+whether it comes dense, packed or in pages. Query, where a call asks for it: the other queries of
+the sequence, so that a whole prefill, its chunks, and one token at a time against the same cache
+give the same rows.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from lockstep.audit.calls import OPTIONS, Batch, Results, Shape, draw
 from lockstep.audit.checks import Check, Pair
 from lockstep.kernels.kernel import Kernel
 
-# By the number of queries.
+# Sizes of a page by the number of queries.
 PAGE_SIZES = {1: (16, 64, 256), 64: (64,)}
 CHUNKS = (1, 7, 64, 129)
 # Calls per option and chunk size; of a longer sequence evenly spaced chunks are taken.
 MOST_CHUNKS = 40
 
 
-def needle(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
-    """One sequence alone, and at every place of a batch of others: prefilled, and decoded."""
+def alone_and_in_a_batch(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
+    """One sequence alone, and at every place of a batch of others: prefill, and decode."""
     for option in shape.options:
         batch = draw(replace(shape, B=max(shape.B, 2)), kernel, option)
         others = list(range(1, len(batch.q)))
@@ -34,9 +34,9 @@ def needle(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
         for whole in (batch, decode):
             alone = whole.take([0]).run()
             for place in range(len(others) + 1):
-                crowd = whole.take([*others[:place], 0, *others[place:]]).run()
+                batched = whole.take([*others[:place], 0, *others[place:]]).run()
                 what = f"{option}, Sq {whole.q.shape[2]}, place {place} of {len(others) + 1}"
-                yield Pair(what, alone, crowd.sequence(place))
+                yield Pair(what, alone, batched.sequence(place))
 
 
 def neighbour_length(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
@@ -60,7 +60,7 @@ def _lengths(shape: Shape) -> list[int]:
 
 
 def padding(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
-    """The keys alone, and with NaN behind them that no length reaches."""
+    """The keys alone, and followed by NaN beyond the length of the sequence."""
     for option in shape.options:
         batch = draw(replace(shape, B=1), kernel, option)
         expected = batch.run()
@@ -76,7 +76,7 @@ def padding(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
 
 
 def packing(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
-    """Packed beside others, and dense by itself."""
+    """Each sequence packed with others, and dense alone."""
     for option in shape.options:
         batch = draw(shape, kernel, option)
         lens = [max(1, shape.S - 37 * b) for b in range(shape.B)]
@@ -86,7 +86,7 @@ def packing(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
 
 
 def pages(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
-    """Contiguous, in pages in order, and in pages anywhere in the pool."""
+    """Keys contiguous, in pages in order, and in shuffled pages."""
     generator = torch.Generator().manual_seed(1)
     for option in shape.options:
         for Sq, sizes in PAGE_SIZES.items():
@@ -102,7 +102,7 @@ def pages(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
 
 
 def chunks(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
-    """All queries at once amid a batch; alone, in chunks and one by one against growing caches."""
+    """All queries of a sequence at once in a batch; in chunks, and one by one, alone."""
     for option in _causal(shape):
         batch, whole = _prefilled(shape, kernel, option)
         for size in CHUNKS:
@@ -113,7 +113,7 @@ def chunks(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
 
 
 def paged_chunks(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
-    """All queries at once out of a dense cache, and one by one out of pages."""
+    """All queries at once with a dense cache, and one by one with a paged one."""
     order = torch.arange(-(-shape.S // 64)).flip(0)
     for option in _causal(shape)[:1]:
         batch, whole = _prefilled(shape, kernel, option)
@@ -147,7 +147,7 @@ def _first_tokens(batch: Batch, n: int) -> Batch:
 
 
 CHECKS = (
-    Check("alone or in a batch, at any place", "batch_invariant", needle),
+    Check("alone or in a batch, at any place", "batch_invariant", alone_and_in_a_batch),
     Check("a neighbour grows", "batch_invariant", neighbour_length),
     Check("any padding", "batch_invariant", padding),
     Check("packed or dense", "batch_invariant", packing),

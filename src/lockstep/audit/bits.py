@@ -1,4 +1,4 @@
-"""Where two results differ, to the bit."""
+"""Results compared bit by bit."""
 
 from __future__ import annotations
 

@@ -15,15 +15,14 @@ from lockstep import dispatch
 from lockstep.kernels.kernel import Kernel
 from lockstep.problem import AttentionProblem
 
-# What a call can ask for, one set of options after the other; sinks are drawn with the batch.
+# Sets of options that calls are made with; sinks are drawn with the batch.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
     "window": {"causal": True, "window": (100, None), "softcap": 20.0, "sinks": True},
 }
 
-
-# Of a tensor: more take longer than anybody waits, if there is memory for them.
+# Elements of a tensor at most: an audit of more would take hours.
 MAX_ELEMENTS = 1 << 31
 
 
@@ -107,7 +106,7 @@ class Batch:
         return replace(self, **taken, kv_lens=lens)
 
     def with_lengths(self, lens: list[int]) -> Batch:
-        """The same tensors of which only so many keys are real."""
+        """The same tensors, of which sequence b has lens[b] keys."""
         return replace(self, kv_lens=torch.tensor(lens, device=self.q.device))
 
     def last_queries(self, n: int) -> Batch:
@@ -116,16 +115,16 @@ class Batch:
         return replace(self, q=self.q[:, :, start:], dout=self.dout[:, :, start:])
 
     def queries(self, start: int, end: int) -> Batch:
-        """Queries start … end against the keys that stood in the cache by then."""
+        """Queries start … end against the keys that are in the cache by then."""
         part = replace(self, q=self.q[:, :, start:end], dout=self.dout[:, :, start:end])
         return part.with_lengths([end] * len(self.q))
 
     def run(self) -> Results:
-        """out and lse, and dq, dk, dv."""
+        """Results of forward and backward: out, lse, dq, dk, dv."""
         return self._call(self.dout)
 
     def forward(self) -> Results:
-        """out and lse alone."""
+        """Results of the forward alone: out and lse."""
         return self._call(None)
 
     def _call(self, dout: Tensor | None) -> Results:
@@ -134,7 +133,7 @@ class Batch:
 
 
 def draw(shape: Shape, kernel: Kernel, option: str) -> Batch:
-    """Random numbers that are the same on every device."""
+    """A random batch, the same on every device."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*sizes: int) -> Tensor:
@@ -205,9 +204,9 @@ def _call(
     dout: Tensor | None,
     **arguments: Any,
 ) -> Results:
-    """What the kernel makes of function(*inputs, **arguments); with a dout, its gradients too.
+    """The kernel's results of function(*inputs, **arguments); with a dout, its gradients too.
 
-    Of what the kernel refuses, the reason.
+    Where the kernel refuses the call or its gradients, the reason stands in their place.
     """
     problem = lockstep.explain(*inputs, **arguments).problem
     refusal = _refusal(kernel, problem)
@@ -232,6 +231,6 @@ def _refusal(kernel: Kernel, problem: AttentionProblem, *, backward: bool = Fals
     try:
         dispatch.select(problem, kernel.name, backward=backward)
     except NotImplementedError as refusal:
-        # The last line is the named kernel's own.
+        # The last line is that of the named kernel.
         return str(refusal).splitlines()[-1].strip().removeprefix(f"{kernel.name}: ")
     return None

@@ -1,4 +1,4 @@
-"""What an audit is made of, and how one runs.
+"""The parts of `lockstep audit bits`: checks, their outcomes, and how they run.
 
 A `Check` belongs to a claim of the `Kernel` descriptor and yields pairs of results that must have
 the same bits. `audit` runs the checks of everything a kernel claims and stops at the first
@@ -32,7 +32,8 @@ def _anywhere(shape: Shape) -> str | None:
 
 @dataclass(frozen=True)
 class Check:
-    """One way in which a claim could fail. `refuses` says why a shape cannot be checked so."""
+    """One way in which a claim could fail. `refuses` gives the reason where a shape cannot be
+    checked that way, else None."""
 
     name: str
     claim: str
@@ -42,10 +43,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one check of one kernel: agreement, a difference, or a reason for neither.
+    """The outcome of one check of one kernel: agreement, a difference, or a reason for neither.
 
-    `left_out` are the kernel's reasons for refusing calls, or gradients, that the check would have
-    compared as well.
+    `left_out` holds the kernel's reasons for refusing calls, or gradients, that the check would
+    have compared as well.
     """
 
     kernel: str

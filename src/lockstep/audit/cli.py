@@ -89,7 +89,9 @@ def _prepare(
     dtype: str | None,
     sizes: tuple[int, int, int, int, int, int],
 ) -> tuple[Shape, list[Kernel], dict[str, str]]:
-    """What to audit, and why each other kernel is not. Raises ValueError where nothing can run."""
+    """The shape, the kernels to audit, and why each other kernel is not audited.
+
+    Raises ValueError where nothing can run."""
     import torch
 
     from lockstep.audit.calls import Shape
@@ -136,7 +138,7 @@ def _check_device(device: str) -> None:
 
 
 def _refusal(kernel: Kernel, shape: Shape) -> str | None:
-    """Why a kernel cannot be audited: it does not run the dense call, or claims nothing."""
+    """The reason why a kernel cannot be audited: it refuses the dense call, or claims nothing."""
     import torch
 
     from lockstep.problem import Options, Tensors, describe

@@ -12,19 +12,19 @@ from lockstep.kernels.kernel import Kernel
 
 
 def repeated(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
-    """Forward and backward again and again, with the memory in between in another state."""
+    """Forward and backward repeated, with results at other addresses each time."""
     for option in shape.options:
         batch = draw(shape, kernel, option)
         first = batch.run()
         kept = []
         for i in range(1, shape.repeats):
-            # Moves what is allocated next, so that results do not land where they were before.
+            # Results are then allocated at other addresses than before.
             kept.append(torch.empty(997 * i % 4096, device=shape.device))
             yield Pair(f"{option}, call {i + 1}", first, batch.run())
 
 
 def threads(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
-    """One thread, and every other number of them up to twice what there was."""
+    """Calls with 1, 2, 3, as many threads as PyTorch uses, and twice that."""
     before = torch.get_num_threads()
     try:
         for option in shape.options:
@@ -39,7 +39,7 @@ def threads(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
 
 
 def cuda_graph(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
-    """Captured once, replayed a few times over poisoned results."""
+    """A call captured once and replayed, each time over results filled with NaN."""
     for option in shape.options:
         batch = draw(shape, kernel, option)
         expected = batch.run()
@@ -60,7 +60,7 @@ def cuda_graph(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
 
 
 def beside_other_work(shape: Shape, kernel: Kernel) -> Iterator[Pair]:
-    """With products on another stream, which take multiprocessors away at any moment."""
+    """Calls while matrix products on another stream take multiprocessors away at any moment."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     x = torch.randn(2048, 2048, device=shape.device)
     for option in shape.options:

@@ -1,7 +1,7 @@
 """`lockstep audit exact`: random problems of all kinds, until one of them shows a fault.
 
-Each problem is drawn from the seed and its number alone, so a run can be made again, and its first
-so many problems are the same however long it goes on.
+Each problem is drawn from the seed and its number alone: a run with the same seed draws the same
+problems, however many of them it checks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Failure:
 
 @dataclass
 class Summary:
-    """What a run has looked at so far."""
+    """Counts of what a run has checked so far."""
 
     problems: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
@@ -75,7 +75,7 @@ def audit(
     problems: int | None = None,
     minutes: float | None = None,
 ) -> Iterator[Summary]:
-    """Put kernels to one problem after another; yields the same summary after each.
+    """Check kernels on one problem after another; yields the same summary after each.
 
     Ends after so many problems or minutes, whichever is given and comes first, or at the first
     failure.
@@ -122,7 +122,8 @@ def _examine(made: Recipe, kernels: tuple[Kernel, ...], summary: Summary) -> Non
 
 
 def _within(kernel: Kernel, case: Case, seeds: Seeds | None) -> tuple[Seeds | None] | None:
-    """What of a problem the kernel takes: with gradients, forward alone, or None of it."""
+    """The part of a problem that the kernel takes: (seeds,) with gradients, (None,) for the forward
+    alone, None for neither."""
     problem, _ = case.pose()
     for candidate in (seeds, None):
         try:

@@ -1,8 +1,8 @@
-"""What `lockstep audit exact` asks of a kernel, one problem at a time.
+"""The checks of `lockstep audit exact`, each of one kernel on one problem.
 
 Each check takes a call, the gradients that come into its backward (None: forward alone) and the
-name of a kernel. It raises `Broken` with what is wrong, or returns the share of the error rule that
-each result takes, empty where the check is about something else.
+name of a kernel. It raises `Broken` with what is wrong, or returns each result's error as a share
+of what the error rule allows; a check of something else returns an empty dict.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def exact(case: Case, seeds: Seeds | None, kernel: str) -> Shares:
 
 
 def leaks(case: Case, seeds: Seeds | None, kernel: str) -> Shares:
-    """Garbage where no row looks, and in all other sequences, changes no bit."""
+    """NaN and infinities where no row reads, and in all other sequences, change no bit."""
     clean = run(case, seeds=seeds, kernel=kernel)
-    littered = sequences.littered(case)
-    if littered is not None:
-        got = run(littered, seeds=seeds, kernel=kernel)
+    spoiled = sequences.with_garbage(case)
+    if spoiled is not None:
+        got = run(spoiled, seeds=seeds, kernel=kernel)
         _same(clean.items(), got.items(), "garbage that no row sees changes a result")
     for b in range(min(sequences.count(case), 2)):
         spoiled = _spoil_others(case, b)
@@ -113,7 +113,7 @@ def metadata(case: Case, seeds: Seeds | None, kernel: str) -> Shares:
             if b == where:
                 expected = {what: torch.full_like(x, math.nan) for what, x in expected.items()}
             elif name.startswith("cu_seqlens") and b == where + 1:
-                continue  # It starts where the other should have ended.
+                continue  # Its first offset is the wrong one.
             what = f"{name} out of range for sequence {where} changes sequence {b}"
             _same(expected, sequences.share(case, got, b), what)
     return {}
@@ -135,7 +135,7 @@ def memory(case: Case, seeds: Seeds | None, kernel: str) -> Shares:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """New memory holds NaN, as far as PyTorch hands it out: what is never written will show."""
+    """Memory that PyTorch allocates here holds NaN, so that an element never written shows."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
     try:
@@ -145,7 +145,7 @@ def poisoned() -> Iterator[None]:
 
 
 def checks(kernel: Kernel, *, long: bool) -> tuple[str, ...]:
-    """The names of the checks that a kernel is put to, by what it claims."""
+    """Names of the checks for a kernel, by its claims; `long` problems are for one check alone."""
     if long:
         return ("memory",)
     claimed = {"repeats": kernel.deterministic, "neighbours": kernel.batch_invariant}
@@ -176,8 +176,8 @@ def _spoil_key(case: Case, name: str, value: float) -> Case:
 
 
 def _reached(case: Case, name: str) -> dict[str, Tensor]:
-    """Which rows of out and lse see the spoiled key, by the oracle: bool [..., Hq, rows]."""
-    # All of a key is spoiled: one column of each tensor tells as much as all of them.
+    """The rows of out and lse that see the spoiled key, by the oracle: bool [..., Hq, rows]."""
+    # All of a key is spoiled, so one column of each tensor is enough.
     columns = {x: case.tensors[x][..., :1] for x in ("q", "k", "v")}
     spoiled = _spoil_key(case.replaced(**columns), name, math.nan)
     with torch.no_grad():
@@ -190,7 +190,7 @@ def _spoil_others(case: Case, b: int) -> Case:
     changes = {}
     for name in ("q", "k", "v"):
         if case.layout == "paged" and name != "q":
-            continue  # Pages belong to nobody in particular.
+            continue  # Several sequences may share a page.
         x = case.tensors[name]
         part = slice(b, b + 1)
         if case.layout == "varlen":

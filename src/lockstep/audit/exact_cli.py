@@ -48,7 +48,7 @@ def exact(
     Goes on until the time is up, until Ctrl-C, or until a check fails: then it prints a program
     that shows the failure. Exit status 1 at a failure, 2 if nothing can run.
     """
-    # PyTorch's profiler, which counts what a call allocates, would announce itself.
+    # PyTorch's profiler counts what a call allocates, and would log a line.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     aside = Console(stderr=True)
     try:
@@ -84,7 +84,7 @@ def _prepare(
     for option, number in (("--minutes", minutes), ("--problems", problems)):
         if number is not None and not number > 0:
             raise ValueError(f"{option} takes a number above 0, got {number}")
-    # The oracle is what the others are held against.
+    # The oracle is what the others are compared with.
     names = [k.name for k in KERNELS if k.name != "oracle"]
     if name is not None and name not in names:
         raise ValueError(f"--kernel takes one of {', '.join(names)}, got {name!r}")
@@ -99,7 +99,7 @@ def _run(
     problems: int | None,
     aside: Console,
 ) -> Summary:
-    """Problems with a counter beside them; Ctrl-C ends them early."""
+    """Run the audit with a counter on the terminal; Ctrl-C ends it early."""
     from lockstep.audit.exact import Summary, audit
 
     summary = Summary()
@@ -144,5 +144,5 @@ def _report(summary: Summary, device: str, seed: int, console: Console) -> None:
 def _report_failure(failure: Failure, console: Console) -> None:
     console.print(Text(f"{failure.kernel}: {failure.check}: {failure.what}", style=BAD))
     console.print(Text(f"{failure.problem}; this program shows it:\n", style=QUIET))
-    # As it is: to be copied.
+    # Not wrapped, so that it can be copied.
     console.print(failure.snippet, soft_wrap=True, highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""How much memory a call takes."""
+"""The memory that a call takes."""
 
 from __future__ import annotations
 

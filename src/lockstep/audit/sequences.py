@@ -1,4 +1,4 @@
-"""One sequence of a call: by itself, its share of the results, and what it does not see."""
+"""One sequence of a call: the call without the others, its results, and keys it does not see."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep import reference
 from lockstep.audit.cases import Case, Result, Seeds
 
-# By layout, what has the batch in front.
+# Arguments and results whose first dim is the batch, by layout.
 _BATCHED = {
     "dense": ("q", "k", "v", "kv_lens"),
     "paged": ("q", "page_table", "kv_lens"),
@@ -20,7 +20,7 @@ _RESULTS = {"dense": ("out", "lse", "dq", "dk", "dv"), "paged": ("out", "lse", "
 
 
 def count(case: Case) -> int:
-    """How many sequences a call has."""
+    """The number of sequences of a call."""
     if case.layout == "varlen":
         return len(case.tensors["cu_seqlens_q"]) - 1
     return len(case.tensors["q"])
@@ -54,7 +54,7 @@ def alone(case: Case, seeds: Seeds | None, b: int) -> tuple[Case, Seeds | None]:
 
 
 def share(case: Case, result: Result, b: int) -> dict[str, Tensor]:
-    """What sequence b has of the results; gradients that sequences share are left out."""
+    """The results of sequence b; gradients that sequences share are left out."""
     found = result.items()
     if case.layout == "varlen":
         queries, keys = tokens(case, b)
@@ -67,7 +67,7 @@ def share(case: Case, result: Result, b: int) -> dict[str, Tensor]:
 
 
 def seen(case: Case) -> Tensor:
-    """Which keys each row of a dense call sees, bool [B, Hq, Sq, Skv]."""
+    """The keys that each row of a dense call sees, bool [B, Hq, Sq, Skv]."""
     problem, tensors = case.pose()
     lens = tensors.kv_lens
     if lens is None:
@@ -78,21 +78,24 @@ def seen(case: Case) -> Tensor:
     return found.expand(problem.B, problem.Hq, problem.Sq, problem.Skv)
 
 
-def littered(case: Case) -> Case | None:
-    """The same call with NaN and infinities wherever no row looks; None where all is looked at."""
+def with_garbage(case: Case) -> Case | None:
+    """The same call with NaN and infinities wherever no row reads; None for packed sequences, where
+    every element is read."""
     if case.layout == "dense":
-        return _littered_dense(case)
-    return _littered_pages(case) if case.layout == "paged" else None
+        return _dense_with_garbage(case)
+    return _pages_with_garbage(case) if case.layout == "paged" else None
 
 
-def _littered_dense(case: Case) -> Case:
+def _dense_with_garbage(case: Case) -> Case:
     visible = seen(case)  # [B, Hq, Sq, Skv]
     q, k, v = (case.tensors[name] for name in ("q", "k", "v"))
     used = visible.any(2).view(len(k), k.shape[1], -1, k.shape[2]).any(2)  # [B, Hkv, Skv]
-    return case.replaced(q=_litter(q, ~visible.any(-1)), k=_litter(k, ~used), v=_litter(v, ~used))
+    return case.replaced(
+        q=_garbage_in(q, ~visible.any(-1)), k=_garbage_in(k, ~used), v=_garbage_in(v, ~used)
+    )
 
 
-def _littered_pages(case: Case) -> Case:
+def _pages_with_garbage(case: Case) -> Case:
     k, v, table = (case.tensors[name] for name in ("k", "v", "page_table"))
     n_pages, page = k.shape[:2]
     used = torch.zeros(n_pages, page, dtype=torch.bool, device=k.device)
@@ -103,11 +106,11 @@ def _littered_pages(case: Case) -> Case:
         # Entries past the end of a sequence may be anything.
         table[b, -(-length // page) :] = n_pages + 10**6
     hidden = (~used)[..., None].expand(k.shape[:-1])
-    return case.replaced(k=_litter(k, hidden), v=_litter(v, hidden), page_table=table)
+    return case.replaced(k=_garbage_in(k, hidden), v=_garbage_in(v, hidden), page_table=table)
 
 
-def _litter(x: Tensor, rows: Tensor) -> Tensor:
-    """NaN, inf and -inf in turns throughout the rows given, bool in the shape of x less one."""
+def _garbage_in(x: Tensor, rows: Tensor) -> Tensor:
+    """x with NaN, inf and -inf in turns in the rows given, a bool for each row of x."""
     kinds = x.new_tensor([math.nan, math.inf, -math.inf])
     garbage = kinds[torch.arange(x.numel(), device=x.device) % 3].view(x.shape)
     return torch.where(rows[..., None], garbage, x)

@@ -1,8 +1,8 @@
-"""What numbers a problem is made of, as data: the distributions that tests and audits draw from.
+"""The distributions that tests and audits draw numbers from, as data.
 
 An expression is Python source over `torch`, in which `{shape}` stands for the sizes of a tensor,
-`{tiny}` for the smallest normal number of its dtype and `{lowest}` for its most negative one. So a
-problem can be drawn from it, and printed for a reader to draw it again.
+`{tiny}` for the smallest normal number of its dtype and `{lowest}` for its most negative one. A
+problem is drawn from it, and printed with it, so that a reader can draw it again.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ _KEYS = "(torch.rand(1, 1, 1, {shape}[-1]) < 0.3)"
 BIASES = {
     "normal": NORMAL,
     "minus infinity": "torch.zeros({shape}).masked_fill(torch.rand({shape}) < 0.3, -torch.inf)",
-    # What stands for minus infinity in many models, but is a number: over keys, and over rows, of
-    # which every key has it.
+    # Finite numbers that many models use for minus infinity: for some keys, and for all keys of
+    # some rows.
     **{
         f"{name} over {where}": f"torch.zeros({{shape}}) + {value} * {mask}"
         for name, value in (*((x, x) for x in ("-1e4", "-1e9", "-1e30")), ("lowest", "{lowest}"))

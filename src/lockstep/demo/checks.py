@@ -1,6 +1,6 @@
-"""What `lockstep demo` shows to be true on this machine: exact, and the same bits.
+"""The checks of `lockstep demo`: results are exact, and have the same bits.
 
-Exact: by the error rule (`lockstep.error_rule`). Same bits: no tolerance at all.
+Exactness goes by the error rule (`lockstep.error_rule`); bits are compared without tolerance.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Several spans of keys, and no tile comes out even.
+# Several spans of keys, and sizes that are no multiple of a tile.
 B, HQ, HKV, S, D = 2, 8, 2, 777, 64
 
 Attention = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
@@ -71,7 +71,7 @@ def exactness() -> Iterator[Exactness]:
 
 
 def same_bits() -> Iterator[SameBits]:
-    """One sequence, always the same; what is around it changes. PyTorch beside Lockstep."""
+    """One sequence computed again, by both libraries, while one thing about the call changes."""
     import torch
 
     q, k, v = _inputs(torch.float32)
@@ -99,7 +99,7 @@ def _lockstep(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's fastest, with the causal mask aligned to the last query as ours is."""
+    """PyTorch's fastest attention, its causal mask aligned to the last query as in Lockstep."""
     from torch.nn.attention.bias import causal_lower_right
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -127,7 +127,7 @@ def _gradients(
 
 
 def _in_chunks(attention: Attention, q: Tensor, k: Tensor, v: Tensor, *, size: int) -> Tensor:
-    """Every chunk sees the cache as it was then: the keys up to its own last query."""
+    """Attention in chunks of queries, each against the keys up to its own last query."""
     import torch
 
     chunks = []
