@@ -13,6 +13,7 @@ from rich.console import Console
 from lockstep.audit import cli as audit_cli
 from lockstep.command import Commands
 from lockstep.ladder import cli as ladder_cli
+from lockstep.ladder import sweep as ladder_sweep
 from lockstep.ladder.claims import cli as claims_cli
 from lockstep.report import cli as report_cli
 from lockstep.simt import cli as simt_cli
@@ -149,6 +150,7 @@ def bench_gpu(
 
 app.command()(ladder_cli.ladder)
 app.command()(ladder_cli.plan)
+app.command()(ladder_sweep.sweep)
 app.command()(claims_cli.claims)
 app.command()(ladder_cli.trace)
 app.command()(ladder_cli.show)

@@ -29,7 +29,7 @@ def test_ladder(few_rungs):
     text = run("ladder", "--seq", "20", "--batch", "1", "--heads", "3")
     assert "B1 H3 S20 D32 float16, planned for H200" in text
     assert "small_tile_2d" in text
-    assert "times the number of" in text  # what is scaled is said
+    assert "times the number of" in " ".join(text.split())  # what is scaled is said
 
 
 def test_ladder_for_a_script(few_rungs):
@@ -59,7 +59,7 @@ def test_a_wrong_rung_is_an_error(monkeypatch):
 def test_plan_of_all_rungs():
     text = run("plan", "--gpu", "a100", "--batch", "2", "--heads", "16", "--seq", "1024")
     assert "B2 H16 S1024 D32 float16 on A100" in text
-    for name in ("large_tile", "small_tile (tree)", "288", "736", "150.9", "37.5"):
+    for name in ("large_tile", "small_tile (tree)", "9×32", "23×16×2", "150.9", "37.5"):
         assert name in text
 
 
@@ -71,9 +71,53 @@ def test_plan_of_one_rung():
     (row,) = data["rows"]
     assert row["options"] == {"softmax": "sequential"}
     assert row["plan"]["launches"][0]["waves"] == pytest.approx(736 / (4 * 132))
-    assert "shared is 192960 bytes" in run(
-        "plan", "large_tile", "--head-dim", "64", "--gpu", "a100"
-    )
+    refused = run("plan", "large_tile", "--head-dim", "64", "--gpu", "a100")
+    assert refused.startswith("large_tile on A100: shared is 192960 bytes")  # and no empty table
+
+
+def test_plan_on_several_gpus():
+    text = run("plan", "small_tile", "--gpu", "a100,h200")
+    assert "small_tile on A100" in text
+    assert "small_tile on H200" in text
+    assert "occ%: warps that a multiprocessor holds" in " ".join(text.split())
+    data = json.loads(run("plan", "small_tile", "--gpu", "a100,h200", "--json"))
+    assert [row["plan"]["gpu"] for row in data["rows"]] == ["A100", "H200"]
+
+
+def test_two_rungs_side_by_side():
+    arguments = ("trace", "small_tile:softmax=sequential", "--against", "small_tile", "--seq", "20")
+    text = run(*arguments)
+    assert "barriers of a block" in text
+    assert "softmax" in text
+    one, other = json.loads(run(*arguments, "--json"))["rungs"]
+    assert one["title"] == "small_tile (sequential)"
+    assert one["depth"] > other["depth"]
+    assert one["barriers_per_block"] < other["barriers_per_block"]
+
+
+def test_sweep():
+    arguments = ("sweep", "split_kv", "--tile", "8x8", "--kv-tiles", "1,2", "--seq", "32,40")
+    rows = json.loads(run(*arguments, "--json", "--no-bench"))
+    assert [(r["problem"].split()[2], r["options"]["kv_tiles"]) for r in rows] == [
+        *(("S32", 1), ("S32", 2), ("S40", 1), ("S40", 2))
+    ]
+    assert [r["plan"]["launches"][0]["grid"][1] for r in rows] == [4, 2, 5, 3]
+    assert all(r["trace_of_one_head"]["right"] for r in rows)
+    text = run(*arguments, "--no-trace", "--no-bench")
+    assert "split_kv (8x8, kv_tiles 2), S40 D32" in text
+
+
+def test_screens_fit_80_columns(few_rungs, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for arguments in (
+        ("ladder", "--seq", "20", "--no-bench"),
+        ("plan",),
+        ("trace", "small_tile_2d", "--seq", "20"),
+    ):
+        text = run(*arguments)
+        assert max(map(len, text.splitlines())) <= 80
+        assert "…" not in text
+    assert "inlined: stage_rows (rows.py)" in text
 
 
 @pytest.mark.parametrize(
@@ -91,7 +135,14 @@ def test_plan_of_one_rung():
         (("plan", "naive", "--softmax", "tree"), "naive has no option 'softmax'"),
         (("plan", "warp_mma", "--tile", "7x7"), "tile is '7x7', warp_mma takes"),
         (("trace", "naive", "--length", "3"), "naive is not constant-time"),
-        (("trace", "no such thing"), "is neither"),
+        (
+            ("trace", "no such thing"),
+            "is neither a rung nor FILE.py:KERNEL nor a sample rungs: naive;",
+        ),
+        (("trace", "small_tile:softmax=fast"), "softmax is 'fast', small_tile takes"),
+        (("trace", "naive", "--against", "nosuch"), "there is no rung 'nosuch'; there are naive"),
+        (("sweep", "split_kv", "--kv-tiles", "3"), "kv_tiles is '3', split_kv takes"),
+        (("sweep", "naive", "--seq", "a,b"), "--seq takes numbers separated by commas, got 'a,b'"),
     ],
 )
 def test_usage_errors(arguments, message):

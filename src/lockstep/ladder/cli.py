@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
 from lockstep.command import by_option
 from lockstep.simt import cli as simt_cli
-from lockstep.simt.cli import Arguments, Html, progress_bar, reported, save_page
+from lockstep.simt.cli import Arguments, Html, UsageError, progress_bar, reported, save_page
 
 if TYPE_CHECKING:
+    from lockstep.simt.machine import Trace
+
+    from .check import Errors
     from .rung import Problem, Rung
     from .survey import Row
 
@@ -53,6 +56,16 @@ Tile = Annotated[
 KvTiles = Annotated[
     str | None, typer.Option(help="split_kv: 1 to 16, or all.", rich_help_panel=PROBLEM)
 ]
+Stage = Annotated[
+    str | None,
+    typer.Option(
+        help="block_tile: one_thread, double_buffer, two_threads or register_tiles.",
+        rich_help_panel=PROBLEM,
+    ),
+]
+Gpus = Annotated[
+    str, typer.Option(help="T4, A100, RTX4090, L4, L40S, H100, H200 or B200; several by commas.")
+]
 Gpu = Annotated[str, typer.Option(help="T4, A100, RTX 4090, L4, L40S, H100, H200 or B200.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script to read.")]
 
@@ -73,41 +86,44 @@ def trace(
     softmax: Softmax = None,
     tile: Tile = None,
     kv_tiles: KvTiles = None,
+    stage: Stage = None,
+    against: Annotated[
+        str,
+        typer.Option(
+            help="Compare with this rung, such as small_tile:softmax=tree.", rich_help_panel=PROBLEM
+        ),
+    ] = "",
     as_json: Json = False,
     html: Html = None,
 ) -> None:
     """Run a rung of the ladder, or any kernel, on the lockstep machine.
 
-    Prints phases, annotated source and hazards. Exit status 1 if there are hazards or a rung's
-    output is wrong, 2 if it cannot be run at all.
+    Prints phases, annotated source and hazards; with --against, the counts of two rungs side by
+    side. Options of a rung may be part of its name: small_tile:softmax=tree. Exit status 1 if there
+    are hazards or a rung's output is wrong, 2 if it cannot be run at all.
     """
-    rung = _rung(target)
+    with reported():
+        rung = rung_named(target)
     if rung is None:
+        with reported():
+            _check_known(target)
         simt_cli.trace(target, arg, grid, block, shared, as_json, html)
         return
     with reported():
-        from .check import errors
-        from .rung import run_on_machine
+        rung = chosen(rung, softmax=softmax, tile=tile, kv_tiles=kv_tiles, stage=stage)
+        problem = problem_of(batch, heads, seq, head_dim, causal, dtype, length)
+        if against:
+            from . import find
 
-        rung = _chosen(rung, softmax=softmax, tile=tile, kv_tiles=kv_tiles)
-        problem = _problem(batch, heads, seq, head_dim, causal, dtype, length)
-        tensors = problem.draw()
-        with progress_bar() as progress:
-            task = progress.add_task(rung.title, total=None)
-            _, traces = run_on_machine(
-                rung,
-                problem,
-                tensors,
-                lambda done, whole: progress.update(task, completed=done, total=whole),
-                record=None if html is None else 0,
-            )
+            other = rung_named(against) or find(against)
+            _compare((rung, other), problem, as_json)
+        traces, found = _traced(rung, problem, record=None if html is None else 0)
         if html is not None:
             save_page(html, traces, f"{rung.title}, {problem}")
-    found = errors(problem, tensors)
     if as_json:
         about = {"rung": rung.name, "options": rung.settings, "problem": asdict(problem)}
         about["largest_error"] = {"ours": found.ours, "pytorch": found.theirs, "ok": found.ok}
-        _print_json(about | {"traces": [t.to_json() for t in traces]})
+        print_json(about | {"traces": [t.to_json() for t in traces]})
     else:
         console = Console(soft_wrap=False)
         for one in traces:
@@ -131,13 +147,17 @@ def show(
     softmax: Softmax = None,
     tile: Tile = None,
     kv_tiles: KvTiles = None,
+    stage: Stage = None,
 ) -> None:
     """Print what a rung, or any kernel, becomes: CUDA C++ (the default), or SASS.
 
     No GPU is needed. Exit status 2 if the kernel cannot be compiled.
     """
-    rung = _rung(target)
+    with reported():
+        rung = rung_named(target)
     if rung is None:
+        with reported():
+            _check_known(target)
         simt_cli.show(target, arg, cuda, sass)
         return
     with reported():
@@ -145,11 +165,10 @@ def show(
 
         from .rung import launches_of
 
-        problem = _problem(1, 1, 128, head_dim, causal, dtype)
+        problem = problem_of(1, 1, 128, head_dim, causal, dtype)
         wanted = [what for what, on in (("cuda", cuda), ("sass", sass)) if on] or ["cuda"]
-        for launch in launches_of(
-            _chosen(rung, softmax=softmax, tile=tile, kv_tiles=kv_tiles), problem, problem.draw()
-        ):
+        rung = chosen(rung, softmax=softmax, tile=tile, kv_tiles=kv_tiles, stage=stage)
+        for launch in launches_of(rung, problem, problem.draw()):
             for what in wanted:
                 typer.echo(render(launch.kernel, what, **launch.arguments))
 
@@ -158,7 +177,7 @@ def plan(
     target: Annotated[
         str | None, typer.Argument(metavar="[RUNG]", help="With its phases; all rungs if left out.")
     ] = None,
-    gpu: Gpu = "H200",
+    gpu: Gpus = "H200",
     batch: Batch = 2,
     heads: Heads = 16,
     seq: Seq = 1024,
@@ -168,37 +187,32 @@ def plan(
     softmax: Softmax = None,
     tile: Tile = None,
     kv_tiles: KvTiles = None,
+    stage: Stage = None,
     as_json: Json = False,
 ) -> None:
     """Say in closed form what rungs launch on a GPU, how they fit, and what bounds them.
 
-    Needs no GPU. Exit status 2 if there is no such rung or GPU.
+    Needs no GPU. Several GPUs, as in --gpu a100,h200,l40s, stand side by side. Exit status 2 if
+    there is no such rung or GPU.
     """
     with reported():
         from . import find
         from .survey import survey
 
-        problem = _problem(batch, heads, seq, head_dim, causal, dtype)
-        steps = (
-            [_chosen(find(target), softmax=softmax, tile=tile, kv_tiles=kv_tiles)]
-            if target
-            else _all_steps()
-        )
-        rows = list(survey(problem, _known(gpu), steps, tracing=False))
+        problem = problem_of(batch, heads, seq, head_dim, causal, dtype)
+        names = [known(name) for name in gpu.split(",")]
+        steps = _all_steps()
+        if target:
+            rung = rung_named(target) or find(target)
+            options = {"softmax": softmax, "tile": tile, "kv_tiles": kv_tiles, "stage": stage}
+            steps = [chosen(rung, **options)]
+        rows = [row for n in names for row in survey(problem, n, steps, tracing=False)]
     if as_json:
-        _print_json(_about(problem, gpu) | {"rows": [row.as_json() for row in rows]})
+        print_json(_about(problem, ",".join(names)) | {"rows": [row.as_json() for row in rows]})
         return
-    from .tables import fit_table, phase_table, work_table
+    from .plan_screen import print_plans
 
-    console = Console()
-    console.print(f"{problem} on {_known(gpu)}\n")
-    console.print(fit_table(rows))
-    console.print()
-    console.print(work_table(rows))
-    _print_refusals(rows, console)
-    if target and rows[0].plan:
-        console.print()
-        console.print(phase_table(rows[0].plan))
+    print_plans(problem, names, rows, phases=bool(target))
 
 
 def ladder(
@@ -221,9 +235,9 @@ def ladder(
 
         from .survey import survey
 
-        problem, name = _problem(batch, heads, seq, head_dim, causal, dtype), _known(gpu)
+        problem, name = problem_of(batch, heads, seq, head_dim, causal, dtype), known(gpu)
         steps = _all_steps()
-        timing = bench and _has_gpu()
+        timing = bench and has_gpu()
         rows = []
         with progress(Console(stderr=True), len(steps)) as bar:
             bar.say(steps[0].title)
@@ -232,7 +246,7 @@ def ladder(
                 bar.done()
                 bar.say(steps[len(rows)].title if len(rows) < len(steps) else "")
     if as_json:
-        _print_json(_about(problem, gpu) | {"rows": [row.as_json() for row in rows]})
+        print_json(_about(problem, gpu) | {"rows": [row.as_json() for row in rows]})
     else:
         from .tables import ladder_table
 
@@ -247,13 +261,14 @@ def ladder(
 
 LEGEND = (
     "Plan: blocks, KB of shared memory of a block, occupancy. Trace, of one head: depth, the warp "
-    "instructions one after the other in the longest block; lanes active of 32; wavefronts lost to "
-    "bank conflicts; barriers that a block passes. MB moved to and from global memory are those of "
-    "one head times the number of heads. ct: constant-time."
+    "instructions one after the other in the longest block; lanes active of 32; MB moved to and "
+    "from global memory, those of one head times the number of heads; wavefronts lost to bank "
+    "conflicts; bar, barriers that a block passes; wb, those that a warp passes by itself. ct: "
+    "constant-time."
 )
 
 
-def _problem(*sizes: Any) -> Problem:
+def problem_of(*sizes: Any) -> Problem:
     from .rung import Problem
 
     try:
@@ -262,10 +277,75 @@ def _problem(*sizes: Any) -> Problem:
         raise type(error)(by_option(error, OPTIONS)) from None
 
 
-def _rung(name: str) -> Rung | None:
+def rung_named(text: str) -> Rung | None:
+    """The rung that `NAME` or `NAME:OPTION=VALUE,...` stands for; None if there is none."""
     from . import RUNGS
 
-    return next((rung for rung in RUNGS if rung.name == name), None)
+    name, _, options = text.partition(":")
+    found = next((rung for rung in RUNGS if rung.name == name), None)
+    if found is None or not options:
+        return found
+    pairs = [option.partition("=") for option in options.split(",")]
+    return chosen(found, **{key.replace("-", "_"): value for key, _, value in pairs})
+
+
+def _check_known(target: str) -> None:
+    """Raise UsageError with the rungs and samples there are, if `target` is none of them."""
+    from lockstep.simt.samples import SAMPLES
+
+    from . import RUNGS
+
+    if target.rpartition(":")[0].endswith(".py") or target in {s.name for s in SAMPLES}:
+        return
+    rungs, samples = ("; ".join(x.name for x in of) for of in (RUNGS, SAMPLES))
+    raise UsageError(
+        f"'{target}' is neither a rung nor FILE.py:KERNEL nor a sample\n  rungs: {rungs}\n"
+        f"  samples: {samples}"
+    )
+
+
+def _traced(rung: Rung, problem: Problem, record: int | None = None) -> tuple[list[Trace], Errors]:
+    """The traces of a call, with a progress bar, and how far its output is from exact.
+
+    `record` as in `run_on_machine`.
+    """
+    from .check import errors
+    from .rung import run_on_machine
+
+    tensors = problem.draw()
+    with progress_bar() as progress:
+        task = progress.add_task(rung.title, total=None)
+        _, traces = run_on_machine(
+            rung,
+            problem,
+            tensors,
+            lambda done, whole: progress.update(task, completed=done, total=whole),
+            record=record,
+        )
+    return traces, errors(problem, tensors)
+
+
+def _compare(rungs: tuple[Rung, Rung], problem: Problem, as_json: bool) -> NoReturn:
+    """Trace both rungs, print what differs, and exit."""
+    from .survey import summary
+    from .tables import against_phases, against_table
+
+    (one, first), (other, second) = (_traced(rung, problem) for rung in rungs)
+    both = summary(one, first.ok), summary(other, second.ok)
+    titles = rungs[0].title, rungs[1].title
+    if as_json:
+        counted = [{"title": t, **asdict(c)} for t, c in zip(titles, both, strict=True)]
+        print_json({"problem": asdict(problem), "rungs": counted})
+    else:
+        console = Console()
+        console.print(f"{problem}\n")
+        console.print(against_table(titles, both))
+        console.print()
+        console.print(against_phases(titles, (one, other)))
+        for title, counted in zip(titles, both, strict=True):
+            if not counted.right:
+                console.print(f"{title} is wrong", style="bold red")
+    raise typer.Exit(1 if any(c.hazards or not c.right for c in both) else 0)
 
 
 def _all_steps() -> list[Rung]:
@@ -274,7 +354,7 @@ def _all_steps() -> list[Rung]:
     return [step for rung in RUNGS for step in rung.steps()]
 
 
-def _chosen(rung: Rung, **options: str | None) -> Rung:
+def chosen(rung: Rung, **options: str | None) -> Rung:
     """The rung with the options that were given. Raises ValueError for those it does not take."""
     chosen: dict[str, Any] = {}
     for name, text in options.items():
@@ -290,21 +370,22 @@ def _print_refusals(rows: list[Row], console: Console) -> None:
             console.print(f"\n{row.why_not}", style="yellow")
 
 
-def _known(gpu: str) -> str:
+def known(gpu: str) -> str:
+    """The GPU's name as tables write it. Raises ValueError for one that is not known."""
     from .plan import gpu_named
 
     return gpu_named(gpu)
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
 
 
 def _about(problem: Problem, gpu: str) -> dict[str, Any]:
-    return {"problem": asdict(problem), "gpu": _known(gpu)}
+    return {"problem": asdict(problem), "gpu": gpu}
 
 
-def _print_json(value: Any) -> None:
+def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=1))

@@ -46,6 +46,10 @@ class Row:
     counted: Counted | None = None
     microseconds: float | None = None
 
+    def with_counted(self, counted: Counted | None) -> Row:
+        """The row with what the machine counted, here or in another run of the same launches."""
+        return replace(self, counted=counted)
+
     def as_json(self) -> dict[str, Any]:
         return {
             "rung": self.rung.name,

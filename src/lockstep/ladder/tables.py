@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
@@ -11,24 +12,62 @@ from lockstep.console import BAD, OURS, QUIET, table
 from lockstep.formats import duration, kilobytes, megabytes, number
 
 from .plan import Plan
-from .survey import Row
+from .survey import Counted, Row
+
+if TYPE_CHECKING:
+    from lockstep.simt.machine import Trace
+
+# fields of `Counted`, as a table names them
+COUNTED = {
+    "depth": "depth",
+    "instructions": "warp instructions",
+    "active_lanes": "active lanes of 32",
+    "global_bytes": "bytes moved, global",
+    "shared_wavefronts": "wavefronts, shared",
+    "bank_conflicts": "of them bank conflicts",
+    "barriers_per_block": "barriers of a block",
+    "warp_barriers_per_warp": "barriers of a warp",
+    "mma": "matrix products",
+    "hazards": "hazards",
+}
 
 
-def fit_table(rows: Iterable[Row]) -> Table:
-    """What each rung launches on a GPU, and how many blocks a multiprocessor holds."""
-    columns = ("blocks", "thr", "KB", "regs", "occ%", "waves")
-    made = table("rung", *columns, "limit", right=columns)
+FIT_LEGEND = (
+    "grid: blocks in x, y and z; thr: threads of a block; KB: shared memory of a block; regs: "
+    "registers of a thread; occ%: warps that a multiprocessor holds, of those it could; waves: how "
+    "often all multiprocessors are filled with blocks; limit: what keeps it from holding more."
+)
+WORK_LEGEND = (
+    "tiles: of keys, that the longest block walks over; depth: steps one after the other in it; "
+    "par.: operations over depth, those that could be under way together; MB: asked of global "
+    "memory; ×: over q, k, v and out moved once; extra: MB of workspace; roof: the least time that "
+    "arithmetic or memory would take."
+)
+PHASE_LEGEND = (
+    "items: independent pieces of work in one visit of a block; each: items per thread of the "
+    "block; busy: threads that have one, over the rounds of a visit; depth: steps one after the "
+    "other, over all visits; share: of the depth of all phases."
+)
+
+
+def fit_table(rows: Iterable[Row], title: Callable[[Row], str] = lambda r: r.rung.title) -> Table:
+    """What each rung launches on a GPU, and how many blocks a multiprocessor holds.
+
+    `title(row)` heads the line of a row.
+    """
+    columns = ("grid", "thr", "KB", "regs", "occ%", "waves")
+    made = table("", *columns, "limit", right=columns)
     for row in rows:
         if row.plan is None:
             continue
         several = len(row.plan.steps) > 1
         if several:
-            made.add_row(row.rung.title)
+            made.add_row(title(row))
         for step in row.plan.steps:
             launch, fits = step.launch, step.occupancy
             made.add_row(
-                f"  {launch.kernel}" if several else row.rung.title,
-                number(launch.blocks),
+                f"  {launch.kernel}" if several else title(row),
+                "×".join(map(str, launch.grid)),
                 str(launch.block),
                 kilobytes(launch.shared_bytes),
                 str(fits.registers) if step.registers_known else "?",
@@ -39,16 +78,16 @@ def fit_table(rows: Iterable[Row]) -> Table:
     return made
 
 
-def work_table(rows: Iterable[Row]) -> Table:
+def work_table(rows: Iterable[Row], title: Callable[[Row], str] = lambda r: r.rung.title) -> Table:
     """What each rung moves and waits for, and the least time that could take."""
     columns = ("tiles", "depth", "par.", "MB", "×", "extra", "roof µs")
-    made = table("rung", *columns, right=columns)
+    made = table("", *columns, right=columns)
     for row in rows:
         if row.plan is None:
             continue
         plan, (seconds, _) = row.plan, row.plan.roofline
         made.add_row(
-            row.rung.title,
+            title(row),
             str(max(step.launch.iterations for step in plan.steps)),
             number(plan.depth),
             number(plan.parallelism),
@@ -64,7 +103,7 @@ def work_table(rows: Iterable[Row]) -> Table:
 
 def phase_table(plan: Plan) -> Table:
     """How the work of each phase falls to the threads of a block."""
-    columns = ("items", "per thread", "busy threads", "depth", "share of depth")
+    columns = ("items", "each", "busy", "depth", "share")
     made = table("kernel", "phase", *columns, right=columns)
     for step in plan.steps:
         launch = step.launch
@@ -81,18 +120,47 @@ def phase_table(plan: Plan) -> Table:
     return made
 
 
-def ladder_table(rows: Iterable[Row], timed: bool) -> Table:
+def ladder_table(
+    rows: Iterable[Row],
+    timed: bool,
+    title: Callable[[Row], str] = lambda r: r.rung.title + " ct" * r.rung.constant_time,
+) -> Table:
     """The three lenses side by side."""
-    made = table("rung", *_LENSES, *(_BENCH if timed else ()), right=_LENSES + _BENCH)
+    made = table("", *_LENSES, *(_BENCH if timed else ()), right=_LENSES + _BENCH)
+    made.padding = (0, 0, 0, 0)  # 80 columns
     for row in rows:
         cells = [*_plan_cells(row), *_trace_cells(row)]
         if timed:
             cells += _bench_cells(row)
-        made.add_row(row.rung.title + " ct" * row.rung.constant_time, *cells)
+        made.add_row(title(row), *cells)
     return made
 
 
-_LENSES = ("blocks", "KB", "occ.", "depth", "lanes", "MB", "lost", "bar")
+def against_table(titles: tuple[str, str], both: tuple[Counted, Counted]) -> Table:
+    """What the machine counted for two rungs, and the second over the first."""
+    made = table("", *titles, "ratio", right=(*titles, "ratio"))
+    for name, text in COUNTED.items():
+        one, other = (float(getattr(counted, name)) for counted in both)
+        ratio = f"{other / one:.3g}×" if one else "–"
+        cells = (f"{x:.3g}" if 0 < x < 100 and x % 1 else number(x) for x in (one, other))
+        made.add_row(text, *cells, ratio if one != other else "=")
+    return made
+
+
+def against_phases(titles: tuple[str, str], traces: tuple[list[Trace], list[Trace]]) -> Table:
+    """Depth by phase, of both rungs, over all blocks."""
+    found = [
+        {p.name or "(outside)": p.depth for trace in of for p in trace.phases} for of in traces
+    ]
+    made = table("depth by phase", *titles, "ratio", right=(*titles, "ratio"))
+    for name in dict.fromkeys((*found[0], *found[1])):
+        one, other = (depths.get(name) for depths in found)
+        cells = ("–" if depth is None else number(depth) for depth in (one, other))
+        made.add_row(name, *cells, f"{other / one:.3g}×" if one and other else "–")
+    return made
+
+
+_LENSES = ("blocks", "KB", "occ.", "depth", "lanes", "MB", "lost", "bar", "wb")
 _BENCH = ("time", "TFLOP/s")
 
 
@@ -110,16 +178,17 @@ def _plan_cells(row: Row) -> list[str | Text]:
 def _trace_cells(row: Row) -> list[str | Text]:
     seen = row.counted
     if seen is None:
-        return [""] * 5
+        return [""] * 6
     if seen.hazards or not seen.right:
-        return [Text("hazards" if seen.hazards else "wrong", style=BAD), *[""] * 4]
+        return [Text("hazards" if seen.hazards else "wrong", style=BAD), *[""] * 5]
     lost = seen.bank_conflicts / seen.shared_wavefronts if seen.shared_wavefronts else 0.0
     return [
         number(seen.depth),
         f"{seen.active_lanes:.1f}",
         megabytes(seen.global_bytes * row.problem.heads),
         f"{lost:.0%}",
-        f"{seen.barriers_per_block:.0f}",
+        number(seen.barriers_per_block),
+        number(seen.warp_barriers_per_warp),
     ]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -12,7 +13,8 @@ from rich.text import Text
 if TYPE_CHECKING:
     from .tally import Counts, Line, Tally
 
-HEADER = ("warps", "lanes", "sectors", "wavefronts", "", "source")
+HEADER = ("warps", "lanes", "sectors", "wavefr.", "", "source")
+LEAST_SOURCE = 30  # columns for the source, however narrow the screen
 POOR = 1.5  # this many times the ideal number of transactions deserves red
 
 
@@ -100,7 +102,7 @@ def _phases(trace: Tally) -> Table:
     return table
 
 
-def _source(trace: Tally) -> Text:
+def _source(trace: Tally) -> Listing:
     hazards: dict[tuple[str, int], list[str]] = {}
     for hazard in trace.hazards:
         hazards.setdefault((hazard.loc.file, hazard.loc.line), []).append(hazard.kind)
@@ -110,26 +112,54 @@ def _source(trace: Tally) -> Text:
         key = (trace.file, trace.first_line + offset)
         rows.append(_row(key[1], text, known.get(key), hazards.get(key, [])))
     inlined = [line for line in trace.lines if not _in_kernel(trace, line)]
-    if inlined:
-        rows.append([Text("")] * 5 + [Text("inlined device functions", style="dim italic")])
+    before = ""
     for line in inlined:
+        where = _function(trace, line)
+        if where != before:
+            rows.append([Text("")] * 5 + [Text(where, style="dim italic")])
+            before = where
         found = hazards.get((line.file, line.number), [])
         rows.append(_row(line.number, line.text, line, found))
-    return _aligned(rows)
+    return Listing(rows)
 
 
-def _aligned(rows: list[list[Text]]) -> Text:
-    """Columns of figures, right-aligned and left out where empty, then the source."""
-    columns = [c for c in range(5) if any(row[c].plain for row in rows[1:])]
-    widths = {c: max(len(row[c].plain) for row in rows) for c in columns}
-    lines = []
-    for row in rows:
-        line = Text(no_wrap=True)
-        for c in columns:
-            line.append(" " * (widths[c] - len(row[c].plain)))
-            line.append_text(row[c]).append("  ")
-        lines.append(line.append_text(row[5]))
-    return Text("\n", no_wrap=True, overflow="ellipsis").join(lines)
+def _function(trace: Tally, line: Line) -> str:
+    """The device function that a line belongs to, and its file."""
+    file = PurePath(line.file).name
+    for name, source in trace.devices.items():
+        last = source.first_line + len(source.lines)
+        if source.file == line.file and source.first_line <= line.number < last:
+            return f"inlined: {name} ({file})"
+    return f"inlined from {file}"
+
+
+class Listing:
+    """Columns of figures, right-aligned and left out where empty, then the source.
+
+    A line of source that is wider than the screen goes on below itself, further in.
+    """
+
+    def __init__(self, rows: list[list[Text]]):
+        self.rows = rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = [c for c in range(5) if any(row[c].plain for row in self.rows[1:])]
+        widths = {c: max(len(row[c].plain) for row in self.rows) for c in columns}
+        before = sum(widths[c] + 1 for c in columns)
+        room = max(options.max_width - before, LEAST_SOURCE)
+        for row in self.rows:
+            head = Text(no_wrap=True)
+            for c in columns:
+                head.append(" " * (widths[c] - len(row[c].plain)))
+                head.append_text(row[c]).append(" ")
+            indent = len(row[5].plain) - len(row[5].plain.lstrip())
+            hang = min(indent + 2, room // 2)
+            first, *others = row[5].wrap(console, room, overflow="fold") or [Text("")]
+            # words that do not fit go on with the indentation of what they belong to
+            yield head.append_text(first)
+            rest = Text(" ").join(others)
+            for part in rest.wrap(console, room - hang, overflow="fold") if others else ():
+                yield Text(" " * (before + hang), no_wrap=True).append_text(part)
 
 
 def _in_kernel(trace: Tally, line: Line) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.simt import ir
+
 from .counters import SECTOR, Site
 from .hazards import Hazard
 from .recording import Recording
@@ -154,6 +156,7 @@ class Tally:
     file: str
     first_line: int
     source: tuple[str, ...]
+    devices: dict[str, ir.Source]  # device functions that were inlined, by name
     grid: Index3
     block: Index3
     static_shared_bytes: int

@@ -86,6 +86,7 @@ def collect(
         file=kernel.source.file,
         first_line=kernel.source.first_line,
         source=kernel.source.lines,
+        devices=dict(kernel.device_sources),
         grid=grid,
         block=block,
         static_shared_bytes=static_bytes,
