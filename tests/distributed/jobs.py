@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import lockstep
 from lockstep.audit.distributed import Case, compare
 from lockstep.distributed import (
     attention,
@@ -19,6 +20,7 @@ from lockstep.distributed import (
     context_parallel_attention,
     gather,
     shard,
+    sharded_cache_attention,
     unshard,
 )
 
@@ -93,6 +95,40 @@ def count(cases: list[dict[str, Any]]) -> list[list[int]]:
         sum(x.sum() for x in (results if uses_lse else [results])).backward()
         found.append([forward, received])
     return found
+
+
+def decode(cases: list[dict[str, Any]]) -> list[str]:
+    """What is off in sharded caches: from a whole cache, from pages, or from rank to rank."""
+    rank, ranks, page, C = dist.get_rank(), dist.get_world_size(), 16, 64
+    said = []
+    for case in cases:
+        torch.manual_seed(1)
+        Sq, lens = case.pop("Sq"), torch.tensor(case.pop("lens"))
+        if case.pop("sinks", False):
+            case["sinks"] = torch.randn(4)
+        if "window" in case:
+            case["window"] = tuple(case["window"])
+        B = len(lens)
+        q = torch.randn(B, 4, Sq, 32)
+        k, v = torch.randn(2, B, 2, ranks * C, 32)
+        mine = slice(rank * C, (rank + 1) * C)
+        out, lse = sharded_cache_attention(
+            q, k[:, :, mine], v[:, :, mine], lens, group(), return_lse=True, **case
+        )
+        expected = lockstep.attention(q, k, v, kv_lens=lens, return_lse=True, **case)
+        for name, got, right in zip(("out", "lse"), (out, lse), expected, strict=True):
+            if not torch.allclose(got, right, rtol=1e-5, atol=2e-6):
+                said.append(f"{case} {name}: {(got - right).abs().max()}")
+        # The same keys in pages, in the order of their tokens.
+        pages = [x[:, :, mine].transpose(1, 2).reshape(B * C // page, page, 2, 32) for x in (k, v)]
+        table = torch.arange(B * C // page).view(B, C // page)
+        paged = sharded_cache_attention(q, *pages, lens, group(), page_table=table, **case)
+        if not torch.equal(paged, out):
+            said.append(f"{case}: pages differ")
+        everywhere = collectives.all_gather(out, group())
+        if not all(torch.equal(x, out) for x in everywhere):
+            said.append(f"{case}: ranks differ")
+    return said
 
 
 def round_trips(sizes: list[int]) -> bool:
