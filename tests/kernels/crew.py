@@ -89,6 +89,16 @@ def make_plain(monkeypatch, modules, plain) -> None:
                 monkeypatch.setattr(module, name, plain[name])
 
 
+def as_plain(aggregate: type) -> type:
+    """An aggregate of Gluon as a class of Python, with what its functions find in their modules."""
+    members = {
+        name: staticmethod(member.fn) if name == "create" else member.fn
+        for name, member in vars(aggregate).items()
+        if isinstance(member, JITFunction)
+    }
+    return type(aggregate.__name__, (), {**members, "__init__": aggregate.hash_attrs[0].fn})
+
+
 class Barrier:
     """Completes a phase when all have arrived and all bytes have landed."""
 
@@ -127,6 +137,7 @@ class Anything:
 
 
 class PlainGluon(Anything):
+    constexpr = staticmethod(lambda x: x)
     maximum = staticmethod(max)
     minimum = staticmethod(min)
     static_range = range

@@ -10,7 +10,9 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from lockstep.kernels.hopper.backward import query_loop
+from crew import as_plain, make_plain
+
+from lockstep.kernels.hopper.backward import query_loop, sizes
 from lockstep.kernels.hopper.backward.call import FAR
 from lockstep.kernels.hopper.backward.narrow.call import BLOCK_KV, BLOCK_Q
 
@@ -20,17 +22,18 @@ PLAIN = SimpleNamespace(
     minimum=min,
     maximum=max,
     cdiv=lambda a, b: -(-a // b),
-    constexpr=int,
+    constexpr=lambda x: x,
 )
 
 
 class PlainLoop(SimpleNamespace):
     """`QueryLoop` with numbers for tensors."""
 
-    def __init__(self, tiles, bounds, *constants):
+    def __init__(self, tiles, bounds, sizes):
         names = ("BLOCK_Q", "BLOCK_KV", "HAS_LEFT", "HAS_RIGHT", "HAS_EDGE")
-        super().__init__(**dict(zip(names, constants, strict=True)))
-        self.first_tile, self.n_steps, self.n_tiles, self.tiles_per_head = tiles
+        super().__init__(**{name: getattr(sizes, name) for name in names})
+        self.first_tile, self.n_steps, self.n_tiles = tiles
+        self.tiles_per_head = sizes.q_slots
         self.low, self.high, self.room, self.first_key = bounds
 
     def tiles(self):
@@ -56,19 +59,19 @@ class PlainLoop(SimpleNamespace):
 @pytest.fixture
 def loops(monkeypatch):
     """All loops of a dense call with one sequence, by ticket: (head, first key, loop)."""
-    monkeypatch.setattr(query_loop, "gl", PLAIN)
-    monkeypatch.setattr(query_loop, "locate", query_loop.locate.fn)
-    monkeypatch.setattr(query_loop, "QueryLoop", PlainLoop)
+    make_plain(monkeypatch, (query_loop, sizes), {"gl": PLAIN, "QueryLoop": PlainLoop})
     monkeypatch.setattr(query_loop, "KeyTile", lambda place, lengths, layout: place)
+    Sizes = as_plain(sizes.Sizes)
 
     def compute(block_q, Sq, Skv, left, right, Hkv=1, group=1, at_once=1):
         kv_slots, q_slots = -(-Skv // BLOCK_KV), -(-Sq // block_q)
         for ticket in range(kv_slots * Hkv):
-            place, loop = query_loop.assign.fn(
-                ticket, kv_slots, q_slots, Hkv, at_once, Hkv, group, 1, Sq, Skv,
-                FAR if left is None else left, FAR if right is None else right, 0, None, None,
-                "dense", left is not None, right is not None, True, block_q, BLOCK_KV,
+            reach = FAR if left is None else left, FAR if right is None else right
+            given = Sizes(
+                (q_slots, Hkv, group, 1, Sq, Skv, *reach, 0), None, None, "dense",
+                left is not None, right is not None, True, block_q, BLOCK_KV,
             )  # fmt: skip
+            place, loop = query_loop.assign(ticket, kv_slots, Hkv, at_once, given)
             yield place[1], place[2], loop
 
     return compute
@@ -132,10 +135,9 @@ def test_longest_loops_of_a_causal_head_come_first(loops):
 def test_packed_loops_go_over_every_key_tile_once_and_no_bad_sequence(monkeypatch):
     """By the bounds of `rows.py`: the last sequence owns what nobody owns."""
     at = SimpleNamespace(load=lambda place: place[0][place[1]])
-    monkeypatch.setattr(query_loop, "gl", SimpleNamespace(**vars(PLAIN), **vars(at)))
-    monkeypatch.setattr(query_loop, "locate", query_loop.locate.fn)
-    monkeypatch.setattr(query_loop, "find_sequence", query_loop.find_sequence.fn)
-    monkeypatch.setattr(query_loop, "QueryLoop", PlainLoop)
+    plain = {"gl": SimpleNamespace(**vars(PLAIN), **vars(at)), "QueryLoop": PlainLoop}
+    make_plain(monkeypatch, (query_loop, sizes), plain)
+    Sizes = as_plain(sizes.Sizes)
     monkeypatch.setattr(query_loop, "KeyTile", lambda place, lengths, layout: (place, lengths))
     draws, block_q = random.Random(2), 64
     for _ in range(100):
@@ -144,12 +146,13 @@ def test_packed_loops_go_over_every_key_tile_once_and_no_bad_sequence(monkeypatc
         q, k = [0, *q, Tq], [0, *k, Tk]
         good = [draws.choice((0, 1)) for _ in range(B)] + [0]
         kv_slots, q_slots = Tk // BLOCK_KV + B + 1, Tq // block_q + B + 1
+        given = Sizes(
+            (q_slots, 1, 1, B, Tq, Tk, FAR, FAR, 0), Numbers([*q, *k, *good]), None, "varlen",
+            False, False, True, block_q, BLOCK_KV,
+        )  # fmt: skip
         seen = []
         for ticket in range(kv_slots):
-            (place, lengths), loop = query_loop.assign.fn(
-                ticket, kv_slots, q_slots, 1, 1, 1, 1, B, Tq, Tk, FAR, FAR, 0,
-                Numbers([*q, *k, *good]), None, "varlen", False, False, True, block_q, BLOCK_KV,
-            )  # fmt: skip
+            (place, lengths), loop = query_loop.assign(ticket, kv_slots, 1, 1, given)
             b, _, kv_idx, _ = place
             assert lengths == (q[b], k[b], q[b + 1] - q[b], k[b + 1] - k[b])
             has_keys = kv_idx < k[b + 1] - k[b]

@@ -11,24 +11,28 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from crew import Anything, Barrier, Crew, PlainGluon, Slots, make_plain
+from crew import Anything, Barrier, Crew, PlainGluon, Slots, as_plain, make_plain
 
-from lockstep.kernels.hopper.backward import nonfinite, products
+from lockstep.kernels.hopper.backward import nonfinite
 from lockstep.kernels.hopper.backward.narrow import (
     apart,
     dq_sums,
     kernel,
+    steps,
     tile_queue,
     tiles,
     together,
 )
+from lockstep.kernels.hopper.common import mailbox, ring
 
-MODULES = (apart, dq_sums, kernel, nonfinite, products, tile_queue, tiles, together)
-NAMED = ("STAGED", "EMPTY", "KEYS_EMPTY", "DERIVED", "MEETING", "CONSUMERS", "CONSUMERS_AND_WARP")
+MODULES = (
+    apart, dq_sums, kernel, mailbox, nonfinite, ring, steps, tile_queue, tiles, together,
+)  # fmt: skip
+NAMED = ("DQ_FULL", "EMPTY", "KV_EMPTY", "DKV_FULL", "CONSUMERS_MEET", "BOTH_CONSUMERS")
 BLOCK_KV, HEAD_DIM = 128, {64: 128, 128: 64}
 # Taken before they are replaced.
 CREATE_TILES, CREATE_DQ_SUMS = tiles.Tiles.create.fn, dq_sums.DqSums.create.fn
-CREATE_TILE_QUEUE, LEAVE = tile_queue.TileQueue.create.fn, tiles.Tiles.leave.fn
+CREATE_TILE_QUEUE, STAGE_DKV = tile_queue.TileQueue.create.fn, tiles.Tiles.stage_dkv.fn
 
 
 class Value(Anything):
@@ -107,68 +111,66 @@ def describe(rows, columns):
 
 
 class PlainTiles:
-    def __init__(self, queries, keys, full, ds_bars, kv_bars) -> None:
-        self.q, self.stats, self.dout = queries
-        self.k, self.v, self.ds = keys
-        self.full = full
-        self.ds_full, self.ds_empty = ds_bars
-        self.kv_full, self.dkv_stored = kv_bars
+    def __init__(self, queries, keys, full_bar, ds, kv_bars) -> None:
+        self.q_smem, self.stats_smem, self.dout_smem = queries
+        self.k_smem, self.v_smem, self.ds_smem = keys
+        self.full_bar, self.ds = full_bar, ds
+        self.kv_full_bar, self.dkv_stored_bar = kv_bars
         self.named: dict = {}
-        for stats, q in zip(self.stats, self.q, strict=True):
+        for stats, q in zip(self.stats_smem, self.q_smem, strict=True):
             stats.q = q
 
     def matrix(self, tile):
         return tile
 
     def keys(self, n, kept):
-        return self.k.index(0), self.v.index(0)
+        return self.k_smem.index(0), self.v_smem.index(0)
 
-    release, await_empty = tiles.Tiles.release.fn, tiles.Tiles.await_empty.fn
-    release_keys, await_keys_empty = tiles.Tiles.release_keys.fn, tiles.Tiles.await_keys_empty.fn
-    meet, derived = tiles.Tiles.meet.fn, tiles.Tiles.derived.fn
-    await_derived = tiles.Tiles.await_derived.fn
+    wait, queries, ds_tile = (getattr(tiles.Tiles, x).fn for x in ("wait", "queries", "ds_tile"))
+    release, wait_empty = tiles.Tiles.release.fn, tiles.Tiles.wait_empty.fn
+    release_keys, wait_keys_empty = tiles.Tiles.release_keys.fn, tiles.Tiles.wait_keys_empty.fn
+    sync_consumers, dkv = tiles.Tiles.sync_consumers.fn, tiles.Tiles.dkv.fn
+    wait_dkv = tiles.Tiles.wait_dkv.fn
 
-    def leave(self, w, slot, dk, dv) -> None:
+    def stage_dkv(self, w, slot, dk, dv) -> None:
         if not ROLE.apart:
-            for tile in self.derived(slot, w):
+            for tile in self.dkv(slot, w):
                 tile.written = {}  # from here on it is this consumer's alone
-        LEAVE(self, w, slot, dk, dv)
+        STAGE_DKV(self, w, slot, dk, dv)
 
 
 class PlainDqSums:
-    def __init__(self, parts, drained) -> None:
-        self.parts, self.drained = parts, drained
+    def __init__(self, parts_smem, empty_bar) -> None:
+        self.parts_smem, self.empty_bar = parts_smem, empty_bar
 
-    await_room, announce = dq_sums.DqSums.await_room.fn, dq_sums.DqSums.announce.fn
+    wait_empty, publish = dq_sums.DqSums.wait_empty.fn, dq_sums.DqSums.publish.fn
 
-    def leave(self, n, dq, half) -> None:
-        self.parts.index(n % 2).store(dq)
+    def stage(self, n, dq, half) -> None:
+        self.parts_smem.index(n % 2).store(dq)
 
 
 class PlainTileQueue:
-    def __init__(self, memory, tiles_per_head, *constants) -> None:
-        _, self.posted, self.wiped = memory
-        names = ("BLOCK_Q", "BLOCK_KV", "HAS_LEFT", "HAS_RIGHT", "HAS_EDGE")
-        self.__dict__.update(zip(names, constants, strict=True))
-        self.fields = {}
+    """Holds loops as they are, in place of their numbers."""
 
-    _await_wiped = tile_queue.TileQueue._await_wiped.fn
+    def __init__(self, mailbox, sizes) -> None:
+        self.ring, self.sizes = mailbox.ring, sizes
+        self.loops = {}
 
     def post(self, n, loop, is_large=0) -> None:
-        self._await_wiped(n)
-        self.fields[n % tile_queue.SLOTS] = None if loop is None else (loop, is_large)
-        kernel.mbarrier.arrive(self.posted.index(n % tile_queue.SLOTS), count=1)
+        self.ring.wait_empty(n)
+        self.loops[self.ring.slot(n)] = None if loop is None else (loop, is_large)
+        self.ring.fill(n)
 
     def close(self, n) -> None:
         self.post(n, None)
 
     def has(self, n) -> bool:
-        kernel.mbarrier.wait(self.posted.index(n % tile_queue.SLOTS), (n // tile_queue.SLOTS) & 1)
-        return self.fields[n % tile_queue.SLOTS] is not None
+        self.ring.wait_full(n)
+        return self.loops[self.ring.slot(n)] is not None
 
     def read(self, n):
-        found = self.fields[n % tile_queue.SLOTS]
-        kernel.mbarrier.arrive(self.wiped.index(n % tile_queue.SLOTS), count=1)
+        found = self.loops[self.ring.slot(n)]
+        self.ring.release(n)
         return found
 
 
@@ -254,7 +256,7 @@ def crew(monkeypatch, request):
         tile.unfenced.add(ROLE.consumer)
         ROLE.unfenced.append(tile)
 
-    def multiply_scores(own, queries):
+    def issue_scores(own, queries):
         value = Value((own.loaded, queries.loaded))
         value.is_spoilt = not own.is_clean() or not queries.is_clean()
         for tile in (own, queries):
@@ -262,7 +264,7 @@ def crew(monkeypatch, request):
         ROLE.groups.append(((own, queries), value))
         return value
 
-    def weigh_columns(s, lse2, large, loop, tile, t, first_row, first_column, *_):
+    def column_weights(scores, large, s, lse2, loop, tile, t, first_row, first_column):
         step = loop.ticket, t
         assert s.of == (("keys", loop.ticket), ("queries", *step))
         assert not s.is_spoilt
@@ -271,12 +273,12 @@ def crew(monkeypatch, request):
         ROLE.is_new = True
         return Value(step), Anything()
 
-    def derive_scores(p, dp, *_):
+    def gradient(p, dp, *_):
         assert dp.of == (("keys", p.of[0]), ("queries", *p.of))
         assert not dp.is_spoilt
         return p
 
-    def multiply_dq(ds, k, half):
+    def issue_dq(ds, k, half):
         # Consumers apart multiply the step before; where there is none, it goes nowhere.
         goes = len(ROLE.steps) == (1 + (ROLE.apart and ROLE.is_new))
         ROLE.is_new = False
@@ -302,7 +304,7 @@ def crew(monkeypatch, request):
         "mbarrier": SimpleNamespace(**{**vars(crew.mbarrier), "wait": wait}),
         "tma_load": load,
         "tma_store": send,
-        "_tma_add": send,
+        "tma_add": send,
         "tma_store_wait": lambda n: settle(n, (0,)),
         "gl": GluonOfTiles(),
         "barriers": lambda n, count: Slots(Barrier(count) for _ in range(n)),
@@ -312,21 +314,22 @@ def crew(monkeypatch, request):
         "Tiles": PlainTiles,
         "DqSums": PlainDqSums,
         "TileQueue": PlainTileQueue,
+        "Ring": as_plain(ring.Ring),
+        "Mailbox": as_plain(mailbox.Mailbox),
+        "SLOTS": mailbox.SLOTS.value,
         "arrive": arrive_by_number,
         "await_all": await_by_number,
         "fence_async_shared": fence,
         "await_warps": lambda: None,
         "zeros": lambda columns: Value(None),
-        "multiply_scores": multiply_scores,
-        "multiply_dq": multiply_dq,
+        "issue_scores": issue_scores,
+        "issue_dq": issue_dq,
         "add_product": add_product,
         "warpgroup_mma_wait": settle,
-        "hide_scores": lambda s, *_: s,
         "halves": lambda x: (x, x),
         "whole": lambda left, right: left,
         "load_half": lambda *_: Anything(),
-        "weigh_columns": weigh_columns,
-        "derive_scores": derive_scores,
+        "column_weights": column_weights,
         "find_nonfinite": lambda tile, part, parts: int(part in tile.nonfinite),
         "overwrite_nonfinite": overwrite_nonfinite,
         "LargeScores": lambda *_: None,
@@ -337,7 +340,10 @@ def crew(monkeypatch, request):
         "assign": lambda ticket, *_: crew.assign(ticket),
         "_await_count": lambda tile, count: crew.pause(lambda: crew.counts.get(tile, 0) == count),
         "_await_sums": lambda _: None,
-        **{name: getattr(tiles, name).value for name in ("STAGES", "PARTS", "DS_TILES", *NAMED)},
+        **{
+            name: getattr(tiles, name).value
+            for name in ("STAGES", "PARTS", "DS_TILES", "CONSUMERS_AND_WARP", *NAMED)
+        },
         "ROWS": 64,
     }
 
@@ -349,9 +355,8 @@ def crew(monkeypatch, request):
         return None
 
     plain["gl"].atomic_add = atomic_add
+    crew.scores = SimpleNamespace(hide_products=lambda s, *_: s, gradient=gradient, scale=1.0)
     make_plain(monkeypatch, MODULES, plain)
-    monkeypatch.setattr(tile_queue, "SLOTS", tile_queue.SLOTS.value)
-    monkeypatch.setattr(tile_queue, "_FIELDS", tile_queue._FIELDS.value)
     return crew
 
 
@@ -383,29 +388,31 @@ class PlainLoop(SimpleNamespace):
         return 0.0
 
 
-def program(block_q, masked, draws):
+def program(crew, block_q, masked, draws):
     """The warps of one."""
     is_apart = block_q == 128
     query, key = describe(block_q, HEAD_DIM[block_q]), describe(BLOCK_KV, HEAD_DIM[block_q])
-    team = CREATE_TILES(query, query, query, key, key)
+    memory = CREATE_TILES(query, query, query, key, key)
     parts = CREATE_DQ_SUMS(query)
-    loops = CREATE_TILE_QUEUE(4, 0, block_q, BLOCK_KV, False, masked, True)
+    sizes = SimpleNamespace(
+        BLOCK_Q=block_q, HAS_LEFT=False, HAS_RIGHT=masked, heads_per_kv=1, LAYOUT="dense"
+    )
+    queue = CREATE_TILE_QUEUE(4, sizes)
     roles = {
         "produce": lambda: kernel.produce(
-            loops, team, *[query] * 3, *[key] * 2, *[query] * 2, None, "ticket", *[None] * 2,
-            len(draws), 0, 1, 1, 1, 1, *[0] * 6, "dense",
+            queue, memory, *[query] * 3, *[key] * 2, *[query] * 2, None, "ticket", len(draws), 1, 1
         ),
-        "add 0": lambda: dq_sums.add_parts(0, loops, parts, query, 0),
-        "add 1": lambda: dq_sums.add_parts(1, loops, parts, query, 0),
-    }  # fmt: skip
+        "add 0": lambda: dq_sums.add_parts(0, queue, parts, query, 0),
+        "add 1": lambda: dq_sums.add_parts(1, queue, parts, query, 0),
+    }
     for name, run in roles.items():
-        yield play(name, team.named, run, apart=is_apart)
+        yield play(name, memory.named, run, apart=is_apart)
     for w in (0, 1):
 
         def consume(w=w):
-            kernel.consume(w, loops, team, parts, None, 1.0, 1.0, 1.0, False, True)
+            kernel.consume(w, queue, memory, parts, crew.scores, None)
 
-        yield play(f"consume {w}", team.named, consume, 128, w, is_apart)
+        yield play(f"consume {w}", memory.named, consume, 128, w, is_apart)
 
 
 @pytest.mark.parametrize("crew", range(60), indirect=True)
@@ -431,14 +438,14 @@ def test_nobody_waits_forever_and_sums_have_one_order(crew, block_q, masked):
             cuts=lambda t: cuts[ticket][t],
             turn=lambda t: sum(other <= begin + t for other in begins[:ticket]),
         )
-        job = SimpleNamespace(
+        key_tile = SimpleNamespace(
             head=0,
             first_q_tile=0,
             q_coordinates=lambda head, row: ("queries", ticket, row // block_q),
             kv_coordinates=lambda: ("keys", ticket),
             dkv_coordinates=lambda row: (ticket, row),
         )
-        return job, loop
+        return key_tile, loop
 
     nonfinite = {at: masked and draws.random() < 0.3 for at in range(len(begins))}
 
@@ -449,7 +456,7 @@ def test_nobody_waits_forever_and_sums_have_one_order(crew, block_q, masked):
         return at[0] == "queries" and nonfinite[at[1]] and cuts[at[1]][at[2]]
 
     crew.assign, crew.has_nonfinite = assign, has_nonfinite
-    programs = [program(block_q, masked, begins) for _ in range(draws.choice([1, 2, 3]))]
+    programs = [program(crew, block_q, masked, begins) for _ in range(draws.choice([1, 2, 3]))]
     crew.run(*(warp for warps in programs for warp in warps))
     for tile in range(n_tiles):
         assert crew.sums.get(tile, []) == [i for i, b in enumerate(begins) if b <= tile]

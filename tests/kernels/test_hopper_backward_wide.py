@@ -11,10 +11,11 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
+from crew import as_plain, make_plain
 from hopper_build import Build, compile_for_hopper, count, writes_in_flight
 from machine_code import Instructions, loops
 
-from lockstep.kernels.hopper.backward import query_loop
+from lockstep.kernels.hopper.backward import sizes
 from lockstep.kernels.hopper.backward.call import FAR
 from lockstep.kernels.hopper.backward.wide import call as wide
 from lockstep.kernels.hopper.backward.wide import key_loop
@@ -111,9 +112,9 @@ def test_tiles_fit_in_shared_memory(D, Dv):
 class PlainLoop(SimpleNamespace):
     """`KeyLoop` with numbers for tensors."""
 
-    def __init__(self, tiles, bounds, *constants):
+    def __init__(self, tiles, bounds, sizes):
         names = ("BLOCK_KV", "HAS_LEFT", "HAS_RIGHT", "HAS_EDGE")
-        super().__init__(**dict(zip(names, constants, strict=True)))
+        super().__init__(**{name: getattr(sizes, name) for name in names})
         self.first_tile, self.n_steps = tiles
         self.low, self.high, self.room = bounds
 
@@ -134,12 +135,12 @@ def test_programs_of_dq_visit_every_pair_that_sees_each_other_once(monkeypatch):
         minimum=min,
         maximum=max,
         cdiv=lambda a, b: -(-a // b),
+        constexpr=lambda x: x,
     )
-    monkeypatch.setattr(key_loop, "gl", plain)
-    monkeypatch.setattr(key_loop, "locate", query_loop.locate.fn)
-    monkeypatch.setattr(key_loop, "BLOCK_Q", BLOCK_Q)
-    monkeypatch.setattr(key_loop, "KeyLoop", PlainLoop)
-    monkeypatch.setattr(key_loop, "QueryTile", lambda place, lengths, layout: place)
+    plain = {"gl": plain, "BLOCK_Q": BLOCK_Q, "ROWS": BLOCK_KV, "KeyLoop": PlainLoop}
+    plain["QueryTile"] = lambda place, lengths, layout: place
+    make_plain(monkeypatch, (key_loop, sizes), plain)
+    Sizes = as_plain(sizes.Sizes)
     draws = random.Random(0)
     for _ in range(60):
         left, right = (draws.choice([None, 0, draws.randrange(300)]) for _ in range(2))
@@ -152,12 +153,13 @@ def test_programs_of_dq_visit_every_pair_that_sees_each_other_once(monkeypatch):
             and (right is None or k <= q + Skv - Sq + right)
         }
         seen: set[tuple[int, int]] = set()
+        reach = FAR if left is None else left, FAR if right is None else right
+        given = Sizes(
+            (1, 1, 1, 1, Sq, Skv, *reach, 0), None, None, "dense", left is not None,
+            right is not None, True, BLOCK_Q, BLOCK_KV,
+        )  # fmt: skip
         for slot in range(-(-Sq // BLOCK_Q)):
-            (*_, q_idx, _), loop = key_loop.assign.fn(
-                slot, 0, 1, 1, 1, 1, Sq, Skv, FAR if left is None else left,
-                FAR if right is None else right, 0, None, None, "dense", left is not None,
-                right is not None, True, BLOCK_KV,
-            )  # fmt: skip
+            (*_, q_idx, _), loop = key_loop.assign(slot, 0, given)
             rows = range(min(BLOCK_Q, Sq - q_idx))
             for t in range(loop.n_steps):
                 first_key = (loop.first_tile + t) * BLOCK_KV

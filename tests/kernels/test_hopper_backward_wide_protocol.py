@@ -12,31 +12,35 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from crew import Anything, Barrier, Crew, PlainGluon, Slots, make_plain
+from crew import Anything, Barrier, Crew, PlainGluon, Slots, as_plain, make_plain
 
 from lockstep.kernels.hopper.backward.wide import keys, queries, tiles
+from lockstep.kernels.hopper.common import ring
 
 # Taken before they are replaced.
 CREATE_KEYS, AWAIT_DOUT = keys.Program.create.fn, keys.Program.await_dout.fn
 CREATE_QUERIES = queries.Program.create.fn
+SCORES = SimpleNamespace(
+    weights=lambda *_: (Anything(), Anything()), gradient=Anything(), scale=1.0, CAPPED=False
+)
 DESC = SimpleNamespace(block_type=SimpleNamespace(nbytes=1), dtype=None)
 
 
-class PlainRing:
-    def __init__(self, main, rest, full, empty, N, STAGES):
-        self.main, self.full, self.empty, self.N, self.STAGES = main, full, empty, N, STAGES
+class PlainPieceRing:
+    def __init__(self, main_smem, rest_smem, ring, N):
+        self.main_smem, self.ring, self.N = main_smem, ring, N
         self.n_tiles = 0  # that will ever be sent
 
-    create = staticmethod(tiles.Ring.create.fn)
-    send, wait, release = tiles.Ring.send.fn, tiles.Ring.wait.fn, tiles.Ring.release.fn
+    create = staticmethod(tiles.PieceRing.create.fn)
+    send, wait, release = (getattr(tiles.PieceRing, x).fn for x in ("send", "wait", "release"))
     piece = store = Anything()
 
     def chunk(self, i: int, c: int) -> SimpleNamespace:
-        return self.main[i % self.STAGES]
+        return self.main_smem[self.ring.slot(i)]
 
     def check(self, i: int) -> None:
         if i < self.n_tiles:
-            assert self.main[i % self.STAGES].holds == i
+            assert self.main_smem[self.ring.slot(i)].holds == i
 
     def replace_nonfinite(self, i, value):
         self.check(i)
@@ -53,30 +57,29 @@ def crew(monkeypatch, request):
         barrier.change(0, -1)
 
     def read(*those):
-        for ring, i in those:
-            ring.check(i)
+        for tile_ring, i in those:
+            tile_ring.check(i)
         reads.setdefault(threading.get_ident(), []).extend(those)
         return Anything()
 
     def settle(*_, **__):
         crew.pause()
-        for ring, i in reads.pop(threading.get_ident(), ()):
-            ring.check(i)
+        for tile_ring, i in reads.pop(threading.get_ident(), ()):
+            tile_ring.check(i)
         return Anything(), Anything()
 
     plain = {
         "mbarrier": crew.mbarrier,
         "tma_load": load,
         "gl": PlainGluon(),
-        "Ring": PlainRing,
+        "PieceRing": PlainPieceRing,
+        "Ring": as_plain(ring.Ring),
         "barriers": lambda n, count: Slots(Barrier(count) for _ in range(n)),
         "allocate_tiles": lambda desc, n: Slots(SimpleNamespace(holds=None) for _ in range(n)),
-        "multiply_rows": lambda own, i, first, ring, j: read((own, i), (ring, j)),
-        "add_products": lambda sums, weights, ring, i: read((ring, i)),
-        "settle": settle,
+        "issue_scores": lambda own, i, first, other, j: read((own, i), (other, j)),
+        "add_products": lambda sums, weights, other, i: read((other, i)),
+        "wait_all": settle,
         "warpgroup_mma_wait": lambda n, deps: settle()[0],
-        "weigh_seen": lambda *_: (Anything(), Anything()),
-        "derive_scores": Anything(),
         "_allocate_pieces": lambda desc, n, _: Slots(SimpleNamespace(holds=None) for _ in range(n)),
         "pieces_of": lambda N: 1,
         "columns_of": Anything(),
@@ -87,7 +90,7 @@ def crew(monkeypatch, request):
         "CHUNK": 64,
         "Program": lambda *parts: parts,
     }
-    make_plain(monkeypatch, (tiles, keys, queries), plain)
+    make_plain(monkeypatch, (tiles, keys, queries, ring), plain)
     return crew
 
 
@@ -121,10 +124,9 @@ def test_keys(crew, masked):
     k.n_tiles = v.n_tiles = 1
     q.n_tiles = dout.n_tiles = loop.n_steps
     stats = Slots(Anything() for _ in stats)
-    weights = (Slots([Anything()] * 2), *weights[1:])
-    names = ("weights", "weighed", "taken", "done", "dkv_full")
-    program = SimpleNamespace(k=k, v=v, q=q, dout=dout, stats=stats, inspected=inspected)
-    vars(program).update(zip(names, (*weights, *ends), strict=True))
+    program = SimpleNamespace(k=k, v=v, q=q, dout=dout, stats_smem=stats, inspected_bar=inspected)
+    program.weights_smem, program.weights = Slots([Anything()] * 2), weights[1]
+    program.done_bar, program.dkv_full_bar = ends
     program.await_dout = lambda *a, **more: AWAIT_DOUT(program, *a, **more)
     key_tile = SimpleNamespace(
         head=0,
@@ -134,8 +136,8 @@ def test_keys(crew, masked):
         q_coordinates=lambda head, row: (0, 0, 0, row, 0),
     )
     crew.run(
-        lambda: keys.sum_values(loop, program, 1.0, 1.0, 1.0, False, True),
-        lambda: keys.sum_keys(loop, program, 1.0),
+        lambda: keys.sum_values(loop, program, SCORES),
+        lambda: keys.sum_keys(loop, program, SCORES),
         lambda: keys.produce(key_tile, loop, program, 1, *[DESC] * 7),
         *([lambda: keys.inspect(loop, program)] if masked else []),
     )
@@ -147,7 +149,7 @@ def test_keys(crew, masked):
 def test_queries(crew, stages, masked):
     # A bad sequence has less than no steps.
     loop = loop_of(crew.draws, masked, none=(0, -1))
-    names = ("q", "dout", "k", "v", "inspected", "dq_full")
+    names = ("q", "dout", "k", "v", "inspected_bar", "dq_full_bar")
     parts = CREATE_QUERIES(*[DESC] * 4, 2, 3, *stages, masked)
     program = SimpleNamespace(**dict(zip(names, parts, strict=True)))
     program.q.n_tiles = program.dout.n_tiles = 1
@@ -160,9 +162,7 @@ def test_queries(crew, stages, masked):
         kv_coordinates=lambda key: (0, 0, 0, key, 0),
     )
     consumers = [
-        lambda w=w: queries.consume(
-            w, query_tile, loop, program, Anything(), 1.0, 1.0, 1.0, False, True
-        )
+        lambda w=w: queries.consume(w, query_tile, loop, program, Anything(), SCORES)
         for w in (0, 1)
     ]
     crew.run(

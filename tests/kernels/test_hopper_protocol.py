@@ -20,6 +20,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
+from lockstep.kernels.hopper.common.mailbox import SLOTS
 from lockstep.kernels.hopper.forward.plan import PLANS, ROWS, SHORT_PLANS, Plan
 from lockstep.kernels.hopper.forward.schedule import (
     BAD,
@@ -30,14 +31,13 @@ from lockstep.kernels.hopper.forward.schedule import (
     Schedule,
 )
 from lockstep.kernels.hopper.forward.scheduler import schedule_by_ticket
-from lockstep.kernels.hopper.forward.tile_queue import SLOTS
 
 # A warp says what it waits for, and goes on once that holds.
 Warp = Iterator[Callable[[], bool]]
 
 
 class Ring:
-    """A channel: which tiles are there, and which slots are free."""
+    """A ring: which tiles are there, and which slots are free."""
 
     def __init__(self, stages: int, consumers: int) -> None:
         self.stages, self.consumers = stages, consumers
@@ -335,7 +335,7 @@ def test_every_tile_has_one_ticket(order):
 
 
 @pytest.mark.parametrize("order", [LONGEST_FIRST, UNSORTED], ids=["longest first", "as is"])
-def test_a_second_lap_calls_the_tiles_with_marks(order):
+def test_a_second_pass_has_the_tiles_with_marks(order):
     """Of the tickets a program drew between those of others, more of them than a mark has bits."""
     draws = random.Random(0)
     programs, B, n_tickets = 7, 3, 500
@@ -362,7 +362,7 @@ def test_a_second_lap_calls_the_tiles_with_marks(order):
             schedule=schedule,
             build=SimpleNamespace(SECOND_PASS=True),
             tile_queue=SimpleNamespace(post=lambda n, tile, to=posted: to.append((n, tile))),
-            failed=SimpleNamespace(wrong_tiles=lambda wrong=wrong: wrong),
+            failed=SimpleNamespace(collect=lambda wrong=wrong: wrong),
         )
         as_python(
             schedule_by_ticket,

@@ -9,48 +9,22 @@ keys they see, and whatever is not finite in the end is NaN.
 
 from __future__ import annotations
 
-from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
-
-from lockstep.kernels.hopper.common.gluon_shim import await_warps, fence_async_shared, gl, gluon
+from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, reinterpret
 
 HUGE = gl.constexpr(1.0e38)
 
 
-@builtin
-def _in_chunks(tile, n, words, _semantic=None):
-    """A tile as n chunks of words, whatever its layout. Gluon has had a public name since 3.9."""
-    layout = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    shape = [_unwrap_if_constexpr(n), _unwrap_if_constexpr(words)]
-    return _semantic.memdesc_reinterpret(tile, gl.int32, shape, layout)
+@gluon.jit
+def _in_chunks(tile, N: gl.constexpr, WORDS: gl.constexpr):
+    """A tile as N chunks of 32-bit words, whatever its layout."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return reinterpret(tile, gl.int32, [N, WORDS], flat)
 
 
 @gluon.constexpr_function
 def largest(dtype):
     """The bits of the largest number."""
     return 0x7F7F if dtype == gl.bfloat16 else 0x7BFF
-
-
-@gluon.jit
-def clean_keys(W: gl.constexpr, tiles):
-    """Consumer: one half of k and of v. On return the other half is clean, too."""
-    k, v = tiles.keys(0, True)
-    if gl.max(find_nonfinite(k, W, 2) | find_nonfinite(v, W, 2), 0) != 0:
-        overwrite_nonfinite(k, W, 2, largest(k.dtype))
-        overwrite_nonfinite(v, W, 2, 0)
-        fence_async_shared()
-        # Triton, which does not know of `meet`, would have warps wait in every step.
-        await_warps()
-    tiles.meet()
-
-
-@gluon.jit
-def clean_queries(tiles, slot):
-    """A warp: q and dO of a query tile that has landed, if any row is marked NONFINITE."""
-    q, dout = tiles.matrix(tiles.q.index(slot)), tiles.matrix(tiles.dout.index(slot))
-    if has_nonfinite(tiles.stats.index(slot), q.shape[0]):
-        overwrite_nonfinite(q, 0, 1, 0)
-        overwrite_nonfinite(dout, 0, 1, 0)
-    fence_async_shared()
 
 
 @gluon.jit

@@ -7,9 +7,9 @@ mask loops end at the diagonal: the first keys, which are handed out first, have
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.backward.sizes import tiles_in_sight
 from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
-from lockstep.kernels.sequences import checked_length
 
 
 @aggregate
@@ -34,20 +34,20 @@ class QueryLoop:
     HAS_EDGE: gl.constexpr  # the last key tile may be cut short
 
     @gluon.constexpr_function
-    def __init__(self, tiles, bounds, BLOCK_Q, BLOCK_KV, HAS_LEFT, HAS_RIGHT, HAS_EDGE):
+    def __init__(self, tiles, bounds, sizes):
         self.first_tile = tiles[0]
         self.n_steps = tiles[1]
         self.n_tiles = tiles[2]
-        self.tiles_per_head = tiles[3]
+        self.tiles_per_head = sizes.q_slots
         self.low = bounds[0]
         self.high = bounds[1]
         self.room = bounds[2]
         self.first_key = bounds[3]
-        self.BLOCK_Q = gl.constexpr(BLOCK_Q)
-        self.BLOCK_KV = gl.constexpr(BLOCK_KV)
-        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
-        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
-        self.HAS_EDGE = gl.constexpr(HAS_EDGE)
+        self.BLOCK_Q = sizes.BLOCK_Q
+        self.BLOCK_KV = sizes.BLOCK_KV
+        self.HAS_LEFT = sizes.HAS_LEFT
+        self.HAS_RIGHT = sizes.HAS_RIGHT
+        self.HAS_EDGE = sizes.HAS_EDGE
 
     @gluon.jit
     def next(self, tile, t):
@@ -163,93 +163,33 @@ class KeyTile:
 
 
 @gluon.jit
-def assign(
-    ticket, kv_slots, q_slots, n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left, right,
-    kv_batch_rows, bounds_ptr, kv_lens_ptr, LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
-):  # fmt: skip
-    """The keys behind a ticket: those of a head from the first to the last, `heads_at_once` heads
-    in turn. So whatever a program waits for (`dq_sums`) has an earlier ticket."""
+def assign(ticket, kv_slots, n_heads, heads_at_once, sizes):
+    """The keys of a ticket, and the loop over the queries that see them: keys of a head from the
+    first to the last, `heads_at_once` heads in turn. So whatever a program waits for (`dq_sums.py`)
+    has an earlier ticket."""
     first_head = ticket // (kv_slots * heads_at_once) * heads_at_once
     heads = gl.minimum(heads_at_once, n_heads - first_head)
     ticket -= first_head * kv_slots
     slot = ticket // heads
     head = first_head + ticket % heads
-    batch, head, q_start, kv_start, len_q, len_kv, is_good = locate(
-        slot, head, Hkv, B, Sq, Skv, kv_batch_rows, bounds_ptr, kv_lens_ptr, True, LAYOUT, BLOCK_KV
-    )
-    if LAYOUT == "varlen":
-        kv_tile = slot - kv_start // BLOCK_KV - batch
-        tile = head * heads_per_kv * q_slots + q_start // BLOCK_Q + batch
+    batch, head, q_start, kv_start, len_q, len_kv, is_good = sizes.locate(slot, head, True)
+    if sizes.LAYOUT == "varlen":
+        kv_tile = slot - kv_start // sizes.BLOCK_KV - batch
+        tile = head * sizes.heads_per_kv * sizes.q_slots + q_start // sizes.BLOCK_Q + batch
     else:
         kv_tile = slot
-        tile = (batch * Hkv + head) * heads_per_kv * q_slots
-
-    kv_idx = kv_tile * BLOCK_KV
-    diagonal = len_kv - len_q
-    begin = kv_idx * 0
-    end = len_q
-    if HAS_RIGHT:
-        begin = gl.maximum(kv_idx - diagonal - right, 0)
-    if HAS_LEFT:
-        last_key = gl.minimum(kv_idx + BLOCK_KV, len_kv) - 1
-        end = gl.minimum(end, last_key - diagonal + left + 1)
-    end = gl.where(kv_idx < len_kv, gl.maximum(end, 0), 0)
-    first_q_tile = begin // BLOCK_Q
-    n_tiles = gl.where(is_good, gl.maximum(gl.cdiv(end, BLOCK_Q) - first_q_tile, 0), -1)
-    corner = kv_idx - diagonal - first_q_tile * BLOCK_Q  # first key - first query of the first tile
+        tile = (batch * sizes.H + head) * sizes.heads_per_kv * sizes.q_slots
+    kv_idx = kv_tile * sizes.BLOCK_KV
+    # A query sees `left` keys before it, so a key is seen by `left` queries behind it.
+    first_q_tile, n_tiles, corner = tiles_in_sight(
+        kv_idx, len_kv, len_q, is_good, sizes.right, sizes.left, sizes.HAS_RIGHT, sizes.HAS_LEFT,
+        sizes.BLOCK_KV, sizes.BLOCK_Q,
+    )  # fmt: skip
     last_q_tile = first_q_tile + gl.maximum(n_tiles - 1, 0)
     loop = QueryLoop(
-        (tile + last_q_tile, gl.maximum(n_tiles, 0) * heads_per_kv, n_tiles, q_slots),
-        (-left - corner, right - corner, len_kv - kv_idx, kv_idx),
-        BLOCK_Q, BLOCK_KV, HAS_LEFT, HAS_RIGHT, HAS_EDGE,
-    )  # fmt: skip
+        (tile + last_q_tile, gl.maximum(n_tiles, 0) * sizes.heads_per_kv, n_tiles),
+        (-sizes.left - corner, sizes.right - corner, len_kv - kv_idx, kv_idx),
+        sizes,
+    )
     place = (batch, head, kv_idx, first_q_tile)
-    return KeyTile(place, (q_start, kv_start, len_q, len_kv), LAYOUT), loop
-
-
-@gluon.jit
-def locate(
-    slot, head, H, B, Sq, Skv, kv_batch_rows, bounds_ptr, kv_lens_ptr, BY_KEYS: gl.constexpr,
-    LAYOUT: gl.constexpr, BLOCK: gl.constexpr,
-):  # fmt: skip
-    """Whose tile a slot is: the sequence and the head in it, its first query and key in the
-    tensors, its lengths, and whether it is good. `head` counts through all sequences, H to each,
-    unless they are packed; slots then go by their offsets of keys, or of queries. A bad sequence
-    that is not packed has no keys."""
-    if LAYOUT == "varlen":
-        # Offsets of queries, of keys, and who is good: `rows`.
-        cu_q_ptr = bounds_ptr
-        cu_kv_ptr = bounds_ptr + (B + 2)
-        batch = find_sequence(slot, cu_kv_ptr if BY_KEYS else cu_q_ptr, B + 1, BLOCK)
-        q_start = gl.load(cu_q_ptr + batch)
-        kv_start = gl.load(cu_kv_ptr + batch)
-        len_q = gl.load(cu_q_ptr + batch + 1) - q_start
-        len_kv = gl.load(cu_kv_ptr + batch + 1) - kv_start
-        is_good = gl.load(cu_kv_ptr + (B + 2) + batch) != 0
-    else:
-        batch = head // H
-        head = head % H
-        q_start = batch * 0
-        kv_start = batch * 0
-        len_q = Sq
-        len_kv = Skv
-        is_good = batch == batch
-        if LAYOUT == "kv_lens":
-            kv_start = batch * kv_batch_rows
-            len_kv, is_good = checked_length(kv_lens_ptr, batch, Skv)
-    return batch, head, q_start, kv_start, len_q, len_kv, is_good
-
-
-@gluon.jit
-def find_sequence(slot, cu_ptr, B, BLOCK: gl.constexpr):
-    """The packed sequence that owns a slot: sequence b has the slots from cu[b] // BLOCK + b on,
-    enough for its tiles and at most one too many."""
-    low = slot * 0
-    high = B
-    while high - low > 1:
-        middle = (low + high) // 2
-        first = gl.load(cu_ptr + middle) // BLOCK + middle
-        low = gl.where(first <= slot, middle, low)
-        high = gl.where(first <= slot, high, middle)
-    return low
+    return KeyTile(place, (q_start, kv_start, len_q, len_kv), sizes.LAYOUT), loop

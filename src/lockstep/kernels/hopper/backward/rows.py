@@ -21,6 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lockstep.kernels.hopper.common.accumulator import from_registers
 from lockstep.kernels.sequences import bounds_of, checked_length, nan_where, owner_of
 
 # Finite, so that 2^((-inf - NONFINITE)·unit), the weight of a hidden key, is 0.
@@ -157,8 +158,7 @@ def finish_queries(
     x = tl.zeros([4096], tl.float32)
     if was_visited:
         x = tl.load(sums_ptr + (tile.to(tl.int64) * 2 + half) * 4096 + tl.arange(0, 4096))
-    # `DqSums.leave` says where each row and column has gone.
-    x = x.reshape([8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, 64])
+    x = from_registers(x)
     q_idx, d = q_tile * BLOCK_Q + tl.arange(0, 64), tl.arange(0, 64)
     if BLOCK_Q == 64:
         d += half * 64

@@ -1,4 +1,4 @@
-"""Gluon as Triton 3.6 to 3.9 spell it: every name that moved between them, under one name.
+"""Gluon as Triton 3.6 to 3.9 spell it: every name that moved between them or is private in some.
 
 The kernels of this package take their Gluon names from here and nowhere else.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import get_type_hints
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -28,6 +30,8 @@ __all__ = [
     "gl",
     "gluon",
     "mbarrier",
+    "reinterpret",
+    "tma_add",
     "tma_load",
     "tma_store",
     "tma_store_wait",
@@ -53,3 +57,19 @@ await_warps = getattr(gl, "barrier", None) or gl.thread_barrier
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+
+
+@builtin
+def tma_add(desc, coordinates, tile, _semantic=None):
+    """Add a tile in shared memory to global memory. Gluon has had a name for it since 3.8."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, desc.handle, coordinates, tile.handle)
+
+
+@builtin
+def reinterpret(memory, dtype, shape, layout, _semantic=None):
+    """The same shared memory as another dtype, shape and layout. A public method since 3.9."""
+    shape = [_unwrap_if_constexpr(n) for n in _unwrap_if_constexpr(shape)]
+    dtype, layout = _unwrap_if_constexpr(dtype), _unwrap_if_constexpr(layout)
+    return _semantic.memdesc_reinterpret(memory, dtype, shape, layout)

@@ -11,6 +11,7 @@ A program makes one pass over its tiles. If rows went wrong in it, `second_pass.
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator, left_operand, zeros
 from lockstep.kernels.hopper.common.gluon_shim import (
     fence_async_shared,
     gl,
@@ -21,8 +22,9 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from lockstep.kernels.hopper.forward.channel import await_stores, await_turn, pass_turn
-from lockstep.kernels.hopper.forward.program import ROWS, Rows, normalize
+from lockstep.kernels.hopper.forward.failed_tiles import await_stores
+from lockstep.kernels.hopper.forward.pingpong import await_turn, pass_turn
+from lockstep.kernels.hopper.forward.program import Rows, normalize
 from lockstep.kernels.hopper.forward.schedule import BAD
 from lockstep.kernels.hopper.forward.second_pass import consume_second_pass
 from lockstep.kernels.hopper.forward.softmax import (
@@ -54,8 +56,7 @@ def skip(c: gl.constexpr, program, i):
 def issue_scores(c: gl.constexpr, program, q, i):
     """Q·Kᵀ of the i-th block on its way to the tensor cores."""
     BLOCK_KV: gl.constexpr = program.schedule.BLOCK_KV
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
-    zero = gl.zeros([ROWS, BLOCK_KV], gl.float32, s_layout)
+    zero = zeros(BLOCK_KV)
     if program.build.PINGPONG:
         await_turn(c, i)
     return warpgroup_mma(q, program.k.tile(i).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -125,13 +126,12 @@ def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, tops):
 
 
 @gluon.jit
-def start(c: gl.constexpr, program, rows, q_channel, tiles, seen):
+def start(c: gl.constexpr, program, rows, q_ring, tiles, seen):
     """The first block of a tile by itself: p, m, l, tops. The block of K after it is there on
     return."""
-    DV: gl.constexpr = program.v.tiles.shape[5]
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    q_channel.wait(tiles)
-    q = q_channel.tile(tiles)
+    DV: gl.constexpr = program.v.tiles_smem.shape[5]
+    q_ring.wait(tiles)
+    q = q_ring.tile(tiles)
     program.k.wait(seen)
     s = issue_scores(c, program, q, seen)
     if program.build.PINGPONG:
@@ -140,16 +140,16 @@ def start(c: gl.constexpr, program, rows, q_channel, tiles, seen):
     program.k.release(seen)
     weights, m, l, tops = first_block_weights(program, rows, s, rows.begin)
     program.k.wait(seen + 1, pred=rows.begin + 1 < rows.end)
-    return gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, o_layout, 2)), m, l, tops
+    return gl.convert_layout(weights.to(q.dtype), left_operand(DV)), m, l, tops
 
 
 @gluon.jit
-def turn_over(c: gl.constexpr, program, rows, q_channel, tiles, last, seen, p, acc):
+def turn_over(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, acc):
     """The product of the last block of a tile, and the first block, `seen`, of the next one, whose
     `rows` these are: acc, then p, m, l and tops of the next."""
-    q_channel.wait(tiles)
+    q_ring.wait(tiles)
     program.k.wait(seen)
-    s = issue_scores(c, program, q_channel.tile(tiles), seen)
+    s = issue_scores(c, program, q_ring.tile(tiles), seen)
     acc = issue_product(c, program, p, acc, last)
     s = warpgroup_mma_wait(1, deps=(s,))
     program.k.release(seen)
@@ -159,7 +159,7 @@ def turn_over(c: gl.constexpr, program, rows, q_channel, tiles, last, seen, p, a
     # The block of K after that may have to wait for the slot of V that is still in use here, where
     # blocks were skipped between the two tiles.
     has_more = rows.begin + 1 < rows.end
-    fits = seen - last < program.v.STAGES
+    fits = seen - last < program.v.ring.STAGES
     acc, weights = await_product(program, acc, weights, seen + 1, has_more & fits)
     program.v.release(last)
     program.k.wait(seen + 1, pred=has_more)
@@ -218,14 +218,13 @@ def finish(c: gl.constexpr, program, results, tile, rows, acc, m, l, tops, o_sme
 
 
 @gluon.jit
-def consume(c: gl.constexpr, program, results, q_channel, o_smem, o_desc):
+def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc):
     """Every tile of this program; then, for the first consumer, what went wrong once more."""
     schedule = program.schedule
-    DV: gl.constexpr = program.v.tiles.shape[5]
+    DV: gl.constexpr = program.v.tiles_smem.shape[5]
     # Where there is room for the queries of two tiles, one flows into the next.
     FLOWS: gl.constexpr = program.build.Q_STAGES == 2
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, schedule.BLOCK_KV, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    s_layout: gl.constexpr = accumulator(schedule.BLOCK_KV)
     seen = 0
     tiles = 0
     if program.build.PINGPONG and c == program.build.CONSUMERS - 1:
@@ -237,10 +236,10 @@ def consume(c: gl.constexpr, program, results, q_channel, o_smem, o_desc):
         for _ in range(rows.tile_begin, rows.begin):
             skip(c, program, seen)
             seen += 1
-        p, m, l, tops = start(c, program, rows, q_channel, tiles, seen)
+        p, m, l, tops = start(c, program, rows, q_ring, tiles, seen)
         while tile.exists:
-            acc = gl.zeros([ROWS, DV], gl.float32, o_layout)
-            q = q_channel.tile(tiles)
+            acc = zeros(DV)
+            q = q_ring.tile(tiles)
             for block in range(rows.begin + 1, rows.end):
                 p, acc, m, l, tops = step(c, program, rows, block, seen, q, p, acc, m, l, tops)
                 seen += 1
@@ -252,7 +251,7 @@ def consume(c: gl.constexpr, program, results, q_channel, o_smem, o_desc):
 
             next_tile = program.tile_queue.read(tiles + 1)
             next_rows = Rows.of_consumer(c, schedule, next_tile)
-            q_channel.release(tiles)
+            q_ring.release(tiles)
             next_m = m
             next_l = l
             next_tops = tops
@@ -262,16 +261,14 @@ def consume(c: gl.constexpr, program, results, q_channel, o_smem, o_desc):
                     seen += 1
             if FLOWS and next_tile.exists:
                 acc, p, next_m, next_l, next_tops = turn_over(
-                    c, program, next_rows, q_channel, tiles + 1, last, seen, p, acc
+                    c, program, next_rows, q_ring, tiles + 1, last, seen, p, acc
                 )
             else:
                 acc = end(program, last, p, acc)
             again = finish(c, program, results, tile, rows, acc, m, l, tops, o_smem, o_desc)
             wrong |= again << (tiles % 32)
             if not FLOWS and next_tile.exists:
-                p, next_m, next_l, next_tops = start(
-                    c, program, next_rows, q_channel, tiles + 1, seen
-                )
+                p, next_m, next_l, next_tops = start(c, program, next_rows, q_ring, tiles + 1, seen)
             tiles += 1
             tile = next_tile
             rows = next_rows
@@ -282,6 +279,6 @@ def consume(c: gl.constexpr, program, results, q_channel, o_smem, o_desc):
     if program.build.SECOND_PASS:
         # What the copy engine still writes must not overtake the rows of the second pass.
         await_stores(tiles)
-        program.failed.end(c, wrong)
+        program.failed.report(c, wrong)
         if c == 0:
-            consume_second_pass(program, results, q_channel, seen, tiles)
+            consume_second_pass(program, results, q_ring, seen, tiles)

@@ -8,11 +8,13 @@ into shared memory by TMA, and the consumers (`consumer.py`) do the rest.
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
+from lockstep.kernels.hopper.common.ring import TileRing
 from lockstep.kernels.hopper.common.shared_memory import allocate_tiles
-from lockstep.kernels.hopper.forward.channel import Channel, FailedTiles
 from lockstep.kernels.hopper.forward.consumer import consume
-from lockstep.kernels.hopper.forward.program import ROWS, Build, Program, Results
+from lockstep.kernels.hopper.forward.failed_tiles import FailedTiles
+from lockstep.kernels.hopper.forward.program import Build, Program, Results
 from lockstep.kernels.hopper.forward.schedule import Schedule
 from lockstep.kernels.hopper.forward.scheduler import schedule_tiles
 from lockstep.kernels.hopper.forward.second_pass import produce_second_pass
@@ -46,7 +48,7 @@ UNSPECIALIZED = [
 
 
 @gluon.jit
-def produce(program, q_desc, k_desc, v_desc, q_channels):
+def produce(program, q_desc, k_desc, v_desc, q_rings):
     """Send every tile its queries, and block by block its keys and values."""
     schedule = program.schedule
     sent = 0
@@ -55,7 +57,7 @@ def produce(program, q_desc, k_desc, v_desc, q_channels):
     while tile.exists:
         for c in gl.static_range(program.build.CONSUMERS):
             at = schedule.q_coordinates(tile, tile.q_idx + c * ROWS)
-            q_channels[c].send(tiles, q_desc, at)
+            q_rings[c].send(tiles, q_desc, at)
         begin, end = schedule.blocks(tile, tile.q_idx, schedule.BLOCK_Q)
         for block in range(begin, end):
             at = schedule.kv_coordinates(tile, block)
@@ -65,7 +67,7 @@ def produce(program, q_desc, k_desc, v_desc, q_channels):
         tiles += 1
         tile = program.tile_queue.read(tiles)
     if program.build.SECOND_PASS:
-        produce_second_pass(program, q_desc, k_desc, v_desc, q_channels[0], sent, tiles)
+        produce_second_pass(program, q_desc, k_desc, v_desc, q_rings[0], sent, tiles)
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
@@ -138,8 +140,8 @@ def forward_kernel(
     )
     program = Program(
         schedule,
-        Channel.create(k_desc, STAGES, CONSUMERS),
-        Channel.create(v_desc, STAGES, CONSUMERS),
+        TileRing.create(k_desc, STAGES, CONSUMERS),
+        TileRing.create(v_desc, STAGES, CONSUMERS),
         TileQueue.create(CONSUMERS + 1),
         FailedTiles.create(CONSUMERS),
         Build(CONSUMERS, PINGPONG, FIXED_MAX, SECOND_PASS, Q_STAGES, SCORES, HAS_SINKS),
@@ -149,8 +151,8 @@ def forward_kernel(
     results = Results(
         (out_ptr, lse_ptr, statistics_ptr, sinks_ptr), row_stride_b, row_stride_h, row_stride_s, Dv
     )
-    q_0 = Channel.create(q_desc, Q_STAGES, 1)
-    q_1 = Channel.create(q_desc, Q_STAGES, 1)
+    q_0 = TileRing.create(q_desc, Q_STAGES, 1)
+    q_1 = TileRing.create(q_desc, Q_STAGES, 1)
     o_0 = allocate_tiles(o_desc, 1)
     o_1 = allocate_tiles(o_desc, 1)
     # Arguments are written out in place: bound to a name, the constants in them become tensors.
@@ -166,7 +168,7 @@ def forward_kernel(
             [CONSUMER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS],
         )
     else:
-        q_2 = Channel.create(q_desc, Q_STAGES, 1)
+        q_2 = TileRing.create(q_desc, Q_STAGES, 1)
         o_2 = allocate_tiles(o_desc, 1)
         gl.warp_specialize(
             [

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lockstep.kernels.hopper.common.sizes import ROWS
 from lockstep.problem import AttentionProblem
 
-ROWS = 64  # of a consumer
 OUT_COLUMNS = 128  # of out that leave through shared memory at once
 # Registers of a thread by consumers: at launch, then of a consumer and of the warps that serve it.
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
-from lockstep.kernels.hopper.forward.channel import Channel, FailedTiles
+from lockstep.kernels.hopper.common.ring import TileRing
+from lockstep.kernels.hopper.common.scores import LN2, LOG2E, cap
+from lockstep.kernels.hopper.forward.failed_tiles import FailedTiles
 from lockstep.kernels.hopper.forward.schedule import BAD, Schedule
 from lockstep.kernels.hopper.forward.softmax import (
-    LN2,
-    LOG2E,
-    cap,
     hide,
     max_rounding_error,
     round_tops,
     scale_rows,
 )
 from lockstep.kernels.hopper.forward.tile_queue import TileQueue
-
-ROWS = gl.constexpr(64)  # of a consumer: the height of a wgmma
 
 
 @aggregate
@@ -52,8 +50,8 @@ class Program:
     """What scheduler warp, producer and consumers share."""
 
     schedule: Schedule
-    k: Channel
-    v: Channel
+    k: TileRing
+    v: TileRing
     tile_queue: TileQueue
     failed: FailedTiles
     build: Build
@@ -117,9 +115,7 @@ class Rows:
     @gluon.jit
     def of_consumer(c, schedule, tile):
         """The rows of a tile that are consumer `c`'s."""
-        s_layout: gl.constexpr = gl.NVMMADistributedLayout(
-            [3, 0], [4, 1], [16, schedule.BLOCK_KV, 16]
-        )
+        s_layout: gl.constexpr = accumulator(schedule.BLOCK_KV)
         q_idx = tile.q_idx + c * ROWS
         tile_begin, tile_end = schedule.blocks(tile, tile.q_idx, schedule.BLOCK_Q)
         begin, end = schedule.blocks(tile, q_idx, ROWS)

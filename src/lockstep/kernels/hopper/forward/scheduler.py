@@ -34,7 +34,7 @@ def schedule_by_program(program):
         step, tile = schedule.next(step + 1)
     program.tile_queue.post(calls, tile)
     if program.build.SECOND_PASS:
-        wrong = program.failed.wrong_tiles()
+        wrong = program.failed.collect()
         calls += 1
         if wrong != 0:
             place = 0
@@ -72,7 +72,7 @@ def schedule_by_ticket(program):
         tile = schedule.packed_tile(ticket)
     program.tile_queue.post(calls, tile)
     if program.build.SECOND_PASS:
-        wrong = program.failed.wrong_tiles()
+        wrong = program.failed.collect()
         place = calls
         calls += 1
         if wrong != 0:

@@ -17,6 +17,7 @@ not leave the registers that counting takes.
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator, left_operand, zeros
 from lockstep.kernels.hopper.common.gluon_shim import (
     fence_async_shared,
     gl,
@@ -24,7 +25,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from lockstep.kernels.hopper.forward.program import ROWS, Rows, normalize
+from lockstep.kernels.hopper.forward.program import Rows, normalize
 from lockstep.kernels.hopper.forward.softmax import (
     add_sums,
     exp2_weights,
@@ -79,16 +80,15 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
     [ROWS, 4], and how many blocks were seen so far."""
     CONSUMERS: gl.constexpr = program.build.CONSUMERS
     BLOCK_KV: gl.constexpr = program.schedule.BLOCK_KV
-    WIDTH: gl.constexpr = min(program.v.tiles.shape[5], SLICE)
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    WIDTH: gl.constexpr = min(program.v.tiles_smem.shape[5], SLICE)
+    s_layout: gl.constexpr = accumulator(BLOCK_KV)
+    p_layout: gl.constexpr = left_operand(WIDTH)
     scale = program.score_scale()
-    zero = gl.zeros([ROWS, BLOCK_KV], gl.float32, s_layout)
+    zero = zeros(BLOCK_KV)
     m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
     l = thread_sums(zero)
     tops = thread_tops(zero)
-    acc = gl.zeros([ROWS, WIDTH], gl.float32, o_layout)
+    acc = zeros(WIDTH)
     for block in range(rows.begin, rows.end):
         program.k.wait(seen)
         k = program.k.tile(seen).permute((1, 0))
@@ -131,7 +131,7 @@ def replace_rows(results, out, row, chosen, first_column):
 
 
 @gluon.jit
-def consume_second_pass(program, results, q_channel, seen, tiles):
+def consume_second_pass(program, results, q_ring, seen, tiles):
     """The second pass of the first consumer, which saw so many blocks and tiles in the first."""
     CONSUMERS: gl.constexpr = program.build.CONSUMERS
     schedule = program.schedule
@@ -150,9 +150,9 @@ def consume_second_pass(program, results, q_channel, seen, tiles):
             runs = is_exact
             if not program.build.FIXED_MAX:
                 runs = runs | True
-            q_channel.wait(sent_q)
-            q = q_channel.tile(sent_q)
-            for first_column in range(0, program.v.tiles.shape[5], SLICE):
+            q_ring.wait(sent_q)
+            q = q_ring.tile(sent_q)
+            for first_column in range(0, program.v.tiles_smem.shape[5], SLICE):
                 acc, m, l, tops, seen = attend_second_pass(program, rows, q, runs, is_exact, seen)
                 out, lse, m, l = normalize(
                     program, results, tile, rows, acc, m, l, tops, is_exact, q.dtype
@@ -160,14 +160,14 @@ def consume_second_pass(program, results, q_channel, seen, tiles):
                 out = out.to(q.dtype)
                 replace_rows(results, out, row, chosen, first_column)
                 results.store_statistics(row, lse, m, l, chosen)
-            q_channel.release(sent_q)
+            q_ring.release(sent_q)
             sent_q += 1
         tiles += 1
         tile = program.tile_queue.read(tiles, CONSUMERS)
 
 
 @gluon.jit
-def produce_second_pass(program, q_desc, k_desc, v_desc, q_channel, sent, tiles):
+def produce_second_pass(program, q_desc, k_desc, v_desc, q_ring, sent, tiles):
     """The producer's side of it."""
     schedule = program.schedule
     sent_q = tiles
@@ -176,10 +176,10 @@ def produce_second_pass(program, q_desc, k_desc, v_desc, q_channel, sent, tiles)
     while tile.exists:
         for c in range(program.build.CONSUMERS):
             q_idx = tile.q_idx + c * ROWS
-            q_channel.send(sent_q, q_desc, schedule.q_coordinates(tile, q_idx))
+            q_ring.send(sent_q, q_desc, schedule.q_coordinates(tile, q_idx))
             sent_q += 1
             begin, end = schedule.blocks(tile, q_idx, ROWS)
-            for first_column in range(0, program.v.tiles.shape[5], SLICE):
+            for first_column in range(0, program.v.tiles_smem.shape[5], SLICE):
                 for block in range(begin, end):
                     at = schedule.kv_coordinates(tile, block)
                     program.k.send(sent, k_desc, at)

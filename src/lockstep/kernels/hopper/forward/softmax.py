@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 
-LN2 = gl.constexpr(0.6931471805599453)
-LOG2E = gl.constexpr(1.4426950408889634)
 # A row with a fixed maximum whose sum reaches this is computed again: 2^64 leaves room for values
 # up to 2^63.
 OVERFLOW = gl.constexpr(18446744073709551616.0)
@@ -130,11 +128,3 @@ def scale_rows(x, factor):
     """x [BLOCK_Q, ·] times factor [BLOCK_Q], whatever the layout of either."""
     rows: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     return x * gl.expand_dims(gl.convert_layout(factor, rows), 1)
-
-
-@gluon.jit
-def cap(s, scale_over_cap, softcap):
-    """softcap · tanh(s·scale / softcap)."""
-    # tanh x = 1 - 2 / (1 + e^2x); exp2 may overflow to inf, which makes it 1.
-    e = gl.exp2(s * (scale_over_cap * 2.0 * LOG2E))
-    return softcap - 2.0 * softcap / (1.0 + e)

@@ -16,15 +16,14 @@ part and pass the turn on (`add_parts`).
 
 from __future__ import annotations
 
-from triton._C.libtriton import ir
-from triton.experimental.gluon.language._core import builtin
-
-from lockstep.kernels.hopper.backward.narrow.tiles import CONSUMERS_AND_WARP, PARTS, STAGED
+from lockstep.kernels.hopper.backward.narrow.tiles import CONSUMERS_AND_WARP, DQ_FULL, PARTS
+from lockstep.kernels.hopper.common.accumulator import as_registers
 from lockstep.kernels.hopper.common.gluon_shim import (
     aggregate,
     gl,
     gluon,
     mbarrier,
+    tma_add,
     tma_store,
     tma_store_wait,
 )
@@ -32,57 +31,46 @@ from lockstep.kernels.hopper.common.named_barriers import arrive, await_all
 from lockstep.kernels.hopper.common.shared_memory import allocate_tiles, barriers
 
 
-@builtin
-def _tma_add(desc, coordinates, tile, _semantic=None):
-    """Add a tile in shared memory to global memory. Gluon has had a name for it since 3.8."""
-    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-    _semantic.builder.create_async_tma_reduce(kind, desc.handle, coordinates, tile.handle)
-
-
 @aggregate
 class DqSums:
-    """`parts` [PARTS, 32, 256] fp32 are tiles of dQ on their way out. Named barriers from STAGED on
-    complete when the consumers have written one, `drained` when it has been read.
+    """`parts_smem` [PARTS, 32, 256] fp32 are tiles of dQ on their way out. Named barriers from
+    DQ_FULL on complete when the consumers have written one, `empty_bar` when it has been read.
 
     Slots are found by `%`: with `slot_of`, the kernel for D 128 without a mask was 3 to 4 %
     slower."""
 
-    parts: gl.shared_memory_descriptor
-    drained: gl.shared_memory_descriptor
+    parts_smem: gl.shared_memory_descriptor
+    empty_bar: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, parts, drained):
-        self.parts = parts
-        self.drained = drained
+    def __init__(self, parts_smem, empty_bar):
+        self.parts_smem = parts_smem
+        self.empty_bar = empty_bar
 
     @gluon.jit
     def create(sums_desc):
         return DqSums(allocate_tiles(sums_desc, PARTS), barriers(PARTS, 1))
 
     @gluon.jit
-    def await_room(self, n):
-        """Consumer: wait until the n-th tile may be left."""
-        mbarrier.wait(self.drained.index(n % PARTS), ((n // PARTS) & 1) ^ 1)
+    def wait_empty(self, n):
+        """Consumer: wait until the n-th tile may be staged."""
+        mbarrier.wait(self.empty_bar.index(n % PARTS), ((n // PARTS) & 1) ^ 1)
 
     @gluon.jit
-    def leave(self, n, dq, half: gl.constexpr):
-        """Consumer: leave its accumulator [64, 64], one half of the n-th tile, to be added once it
-        has been fenced and announced.
+    def stage(self, n, dq, half: gl.constexpr):
+        """Consumer: write its accumulator [64, 64], one half of the n-th tile, to be added once it
+        has been fenced and published.
 
-        The sums keep the order of the registers: four of thread 0, of thread 1, … of 128 threads,
-        then their next four. So threads write 16 bytes side by side, and nothing is rearranged on
-        the way; `rows.finish_queries` reads them back.
-        """
-        # Row 16·warp + 8·i + lane // 4, column 8·j + 2·(lane % 4) + k: register 4·j + 2·i + k.
-        dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([16, 256])
-        self.parts.index(n % PARTS).slice(half * 16, 16, dim=0).store(dq)
+        The sums keep the order of the registers (`as_registers`). So threads write 16 bytes side by
+        side, and nothing is rearranged on the way; `rows.finish_queries` reads them back."""
+        part_smem = self.parts_smem.index(n % PARTS)
+        part_smem.slice(half * 16, 16, dim=0).store(as_registers(dq))
 
     @gluon.jit
-    def announce(self, n, is_there):
+    def publish(self, n, is_there):
         """Consumer: its half of the n-th tile, if it is there, may be added."""
         if is_there:
-            arrive(STAGED + n % PARTS, CONSUMERS_AND_WARP)
+            arrive(DQ_FULL + n % PARTS, CONSUMERS_AND_WARP)
 
 
 @gluon.jit
@@ -126,15 +114,15 @@ def add_parts(W: gl.constexpr, queue, dq_sums, sums_desc, turn_ptr):
             if n % PARTS == W:
                 turn = loop.turn(t)
                 _await_count(turn_ptr + tile, turn)
-                await_all(STAGED + W, CONSUMERS_AND_WARP)
-                part = dq_sums.parts.index(W)
+                await_all(DQ_FULL + W, CONSUMERS_AND_WARP)
+                part_smem = dq_sums.parts_smem.index(W)
                 if turn == 0:
                     # Whoever comes first stores, so that nobody has to set the sums to 0 before.
-                    tma_store(sums_desc, [tile * 32, 0], part)
+                    tma_store(sums_desc, [tile * 32, 0], part_smem)
                 else:
-                    _tma_add(sums_desc, [tile * 32, 0], part)
+                    tma_add(sums_desc, [tile * 32, 0], part_smem)
                 tma_store_wait(0)
-                mbarrier.arrive(dq_sums.drained.index(W), count=1)
+                mbarrier.arrive(dq_sums.empty_bar.index(W), count=1)
                 _await_sums(n)
                 gl.atomic_add(turn_ptr + tile, 1, sem="release", scope="gpu")
             tile, t = loop.next(tile, t)

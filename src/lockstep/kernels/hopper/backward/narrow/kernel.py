@@ -18,9 +18,12 @@ from lockstep.kernels.hopper.backward.narrow.dq_sums import DqSums, add_parts
 from lockstep.kernels.hopper.backward.narrow.tile_queue import TileQueue
 from lockstep.kernels.hopper.backward.narrow.tiles import STAGES, Tiles
 from lockstep.kernels.hopper.backward.narrow.together import consume_together
-from lockstep.kernels.hopper.backward.nonfinite import clean_queries
+from lockstep.kernels.hopper.backward.nonfinite import has_nonfinite, overwrite_nonfinite
 from lockstep.kernels.hopper.backward.query_loop import KeyTile, assign
+from lockstep.kernels.hopper.backward.scores import Scores
+from lockstep.kernels.hopper.backward.sizes import Sizes
 from lockstep.kernels.hopper.common.gluon_shim import (
+    fence_async_shared,
     gl,
     gluon,
     mbarrier,
@@ -35,33 +38,44 @@ def load_queries(n, tile, t, head, key_tile, is_inspected, tiles, q_desc, dout_d
     """The query tiles of the n-th step, into a slot that is free."""
     slot = n % STAGES
     row = key_tile.q_coordinates(head, (key_tile.first_q_tile + t) * q_desc.block_shape[3])
-    full = tiles.full.index(gl.where(is_inspected, STAGES, slot))
+    full = tiles.full_bar.index(gl.where(is_inspected, STAGES, slot))
     mbarrier.expect(full, 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
-    tma_load(q_desc, row, full, tiles.q.index(slot))
-    tma_load(stats_desc, [tile * stats_desc.block_shape[0]], full, tiles.stats.index(slot))
-    tma_load(dout_desc, row, full, tiles.dout.index(slot))
+    tma_load(q_desc, row, full, tiles.q_smem.index(slot))
+    tma_load(stats_desc, [tile * stats_desc.block_shape[0]], full, tiles.stats_smem.index(slot))
+    tma_load(dout_desc, row, full, tiles.dout_smem.index(slot))
+
+
+@gluon.jit
+def clean_queries(tiles, slot):
+    """A warp: replace what is not finite in q and dO of a query tile that has landed, if any of its
+    rows is marked NONFINITE."""
+    q, dout = tiles.matrix(tiles.q_smem.index(slot)), tiles.matrix(tiles.dout_smem.index(slot))
+    if has_nonfinite(tiles.stats_smem.index(slot), q.shape[0]):
+        overwrite_nonfinite(q, 0, 1, 0)
+        overwrite_nonfinite(dout, 0, 1, 0)
+    fence_async_shared()
 
 
 @gluon.jit
 def inspect_queries(n, n_inspected, tiles):
     """Let consumers have the query tiles of the n-th step once they are clean; `n_inspected` steps
     were inspected before."""
-    mbarrier.wait(tiles.full.index(STAGES), n_inspected & 1)
+    mbarrier.wait(tiles.full_bar.index(STAGES), n_inspected & 1)
     clean_queries(tiles, n % STAGES)
-    mbarrier.arrive(tiles.full.index(n % STAGES), count=1)
+    mbarrier.arrive(tiles.full_bar.index(n % STAGES), count=1)
 
 
 @gluon.jit
 def store_keys(n, key_tile, tiles, dk_desc, dv_desc):
     """dk and dv of a loop that ends after `n` steps in all, when they are there."""
     BLOCK_Q: gl.constexpr = dk_desc.block_shape[3]
-    tiles.await_derived()
-    for i in gl.static_range(tiles.k.shape[4] // BLOCK_Q):
-        dk, dv = tiles.derived((n + 1) % STAGES, i)
+    tiles.wait_dkv()
+    for i in gl.static_range(tiles.k_smem.shape[4] // BLOCK_Q):
+        dk, dv = tiles.dkv((n + 1) % STAGES, i)
         tma_store(dk_desc, key_tile.dkv_coordinates(i * BLOCK_Q), dk)
         tma_store(dv_desc, key_tile.dkv_coordinates(i * BLOCK_Q), dv)
     tma_store_wait(0)
-    mbarrier.arrive(tiles.dkv_stored, count=1)
+    mbarrier.arrive(tiles.dkv_stored_bar, count=1)
 
 
 @gluon.jit
@@ -81,52 +95,48 @@ def has_large_scores(flags_ptr, loop, heads_per_kv):
 @gluon.jit
 def produce(
     queue, tiles, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, flags_ptr,
-    ticket_ptr, bounds_ptr, kv_lens_ptr, kv_slots, q_slots, n_heads, heads_at_once, Hkv,
-    heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows, LAYOUT: gl.constexpr,
+    ticket_ptr, kv_slots, n_heads, heads_at_once,
 ):  # fmt: skip
     """Partition of one warp: draws tickets, loads keys and queries, and stores dk and dv.
 
     Keys of the next loop come while the last dk and dv leave. Query tiles that a mask cuts are
     cleaned (`nonfinite.py`) before consumers may read them; the next one has to wait for room in
     any case."""
-    MASKED: gl.constexpr = queue.HAS_LEFT or queue.HAS_RIGHT
-    calls = 0
-    keys = 0  # that have been loaded: loops of no tile have none
+    sizes = queue.sizes
+    MASKED: gl.constexpr = sizes.HAS_LEFT or sizes.HAS_RIGHT
+    n_loops = 0
+    n_keys = 0  # how often keys have been loaded: a loop of no tile has none
     n = 0
     n_inspected = 0
-    # Whoever draws a ticket has all earlier ones of its own behind it, or under way.
+    # A program that draws a ticket has done all its earlier ones, or is at them.
     ticket = gl.atomic_add(ticket_ptr, 1)
     none = ticket * 0
-    last = KeyTile((none, none, none, none), (none, none, none, none), LAYOUT)
+    last = KeyTile((none, none, none, none), (none, none, none, none), sizes.LAYOUT)
     while ticket < kv_slots * n_heads:
-        key_tile, loop = assign(
-            ticket, kv_slots, q_slots, n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left,
-            right, kv_batch_rows, bounds_ptr, kv_lens_ptr, LAYOUT, queue.HAS_LEFT, queue.HAS_RIGHT,
-            queue.HAS_EDGE, queue.BLOCK_Q, queue.BLOCK_KV,
-        )  # fmt: skip
-        queue.post(calls, loop, has_large_scores(flags_ptr, loop, heads_per_kv))
+        key_tile, loop = assign(ticket, kv_slots, n_heads, heads_at_once, sizes)
+        queue.post(n_loops, loop, has_large_scores(flags_ptr, loop, sizes.heads_per_kv))
         tile = loop.first_tile
         t = loop.first_number()
-        head = key_tile.head * heads_per_kv
+        head = key_tile.head * sizes.heads_per_kv
         is_cut = loop.cuts(t) if MASKED else False
         if loop.n_steps > 0:
             load_queries(n, tile, t, head, key_tile, is_cut, tiles, q_desc, dout_desc, stats_desc)
-            if keys > 0:
-                tiles.await_keys_empty()
-            mbarrier.expect(tiles.kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-            tma_load(v_desc, key_tile.kv_coordinates(), tiles.kv_full, tiles.v.index(0))
-            tma_load(k_desc, key_tile.kv_coordinates(), tiles.kv_full, tiles.k.index(0))
-            keys += 1
+            if n_keys > 0:
+                tiles.wait_keys_empty()
+            mbarrier.expect(tiles.kv_full_bar, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+            tma_load(v_desc, key_tile.kv_coordinates(), tiles.kv_full_bar, tiles.v_smem.index(0))
+            tma_load(k_desc, key_tile.kv_coordinates(), tiles.kv_full_bar, tiles.k_smem.index(0))
+            n_keys += 1
             if is_cut:
                 inspect_queries(n, n_inspected, tiles)
                 n_inspected += 1
-        if calls > 0:
+        if n_loops > 0:
             store_keys(n, last, tiles, dk_desc, dv_desc)
         for i in range(1, loop.n_steps):
             tile, t = loop.next(tile, t)
             head = gl.where(t == loop.first_number(), head + 1, head)
             if i >= STAGES:
-                tiles.await_empty((n + i) % STAGES)
+                tiles.wait_empty((n + i) % STAGES)
             is_cut = loop.cuts(t) if MASKED else False
             load_queries(
                 n + i, tile, t, head, key_tile, is_cut, tiles, q_desc, dout_desc, stats_desc
@@ -137,31 +147,24 @@ def produce(
         n += loop.n_steps
         if loop.n_steps >= STAGES:
             # That of the last step but one: the next loop begins there.
-            tiles.await_empty(n % STAGES)
+            tiles.wait_empty(n % STAGES)
         last = key_tile
-        calls += 1
+        n_loops += 1
         ticket = gl.atomic_add(ticket_ptr, 1)
-    queue.close(calls)
-    if keys > 0:
-        tiles.await_keys_empty()
-    if calls > 0:
+    queue.close(n_loops)
+    if n_keys > 0:
+        tiles.wait_keys_empty()
+    if n_loops > 0:
         store_keys(n, last, tiles, dk_desc, dv_desc)
 
 
 @gluon.jit
-def consume(
-    W: gl.constexpr, queue, tiles, dq_sums, large_ptr, scale, unit, softcap,
-    CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr,
-):  # fmt: skip
+def consume(W: gl.constexpr, queue, tiles, dq_sums, scores, large_ptr):
     """Partition of four warps: the keys from W·ROWS on, and one half of every tile of dQ."""
-    if queue.BLOCK_Q == 64:
-        consume_together(
-            W, queue, tiles, dq_sums, large_ptr, scale, unit, softcap, CAPPED, HIDES_SCORES
-        )
+    if queue.sizes.BLOCK_Q == 64:
+        consume_together(W, queue, tiles, dq_sums, scores, large_ptr)
     else:
-        consume_apart(
-            W, queue, tiles, dq_sums, large_ptr, scale, unit, softcap, CAPPED, HIDES_SCORES
-        )
+        consume_apart(W, queue, tiles, dq_sums, scores, large_ptr)
 
 
 @gluon.jit(
@@ -180,23 +183,22 @@ def backward_kernel(
     LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr,
     CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr,
 ):  # fmt: skip
-    queue = TileQueue.create(
-        4, q_slots, q_desc.block_shape[3], k_desc.block_shape[3], HAS_LEFT,
-        HAS_RIGHT, HAS_EDGE,
+    sizes = Sizes(
+        (q_slots, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows),
+        bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, q_desc.block_shape[3],
+        k_desc.block_shape[3],
     )  # fmt: skip
+    scores = Scores(scale, unit, softcap, CAPPED, HIDES_SCORES)
+    queue = TileQueue.create(4, sizes)
     tiles = Tiles.create(q_desc, dout_desc, stats_desc, k_desc, v_desc)
     dq_sums = DqSums.create(sums_desc)
     # Tuples are written out in place: bound to a name, the constants in them become tensors.
     gl.warp_specialize(
         [
-            (consume, (0, queue, tiles, dq_sums, large_ptr, scale, unit, softcap, CAPPED,
-                       HIDES_SCORES)),
-            (consume, (1, queue, tiles, dq_sums, large_ptr, scale, unit, softcap, CAPPED,
-                       HIDES_SCORES)),
+            (consume, (0, queue, tiles, dq_sums, scores, large_ptr)),
+            (consume, (1, queue, tiles, dq_sums, scores, large_ptr)),
             (produce, (queue, tiles, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
-                       dv_desc, flags_ptr, ticket_ptr, bounds_ptr, kv_lens_ptr, kv_slots, q_slots,
-                       n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left, right,
-                       kv_batch_rows, LAYOUT)),
+                       dv_desc, flags_ptr, ticket_ptr, kv_slots, n_heads, heads_at_once)),
             (add_parts, (0, queue, dq_sums, sums_desc, turn_ptr)),
             (add_parts, (1, queue, dq_sums, sums_desc, turn_ptr)),
         ],

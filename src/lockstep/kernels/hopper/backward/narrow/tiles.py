@@ -7,56 +7,57 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     fence_async_shared,
     gl,
     gluon,
+    mbarrier,
 )
 from lockstep.kernels.hopper.common.named_barriers import FIRST_FREE, arrive, await_all
-from lockstep.kernels.hopper.common.shared_memory import allocate_tiles, barriers
+from lockstep.kernels.hopper.common.ring import Ring
+from lockstep.kernels.hopper.common.shared_memory import allocate_tiles, barriers, phase_of, slot_of
 
 STAGES = gl.constexpr(2)
 PARTS = gl.constexpr(2)  # tiles of dQ of a program that may wait to be added
 DS_TILES = gl.constexpr(2)  # one to be multiplied, one to be written
 
-CONSUMERS = gl.constexpr(256)  # threads
+BOTH_CONSUMERS = gl.constexpr(256)  # threads
 CONSUMERS_AND_WARP = gl.constexpr(288)
-MEETING = FIRST_FREE
-STAGED = gl.constexpr(FIRST_FREE.value + 1)  # PARTS of them
-EMPTY = gl.constexpr(STAGED.value + PARTS.value)  # STAGES of them
-KEYS_EMPTY = gl.constexpr(EMPTY.value + STAGES.value)
-DERIVED = gl.constexpr(KEYS_EMPTY.value + 1)
+CONSUMERS_MEET = FIRST_FREE
+DQ_FULL = gl.constexpr(FIRST_FREE.value + 1)  # PARTS of them
+EMPTY = gl.constexpr(DQ_FULL.value + PARTS.value)  # STAGES of them
+KV_EMPTY = gl.constexpr(EMPTY.value + STAGES.value)
+DKV_FULL = gl.constexpr(KV_EMPTY.value + 1)
 
 
 @aggregate
 class Tiles:
-    """`stats` holds lse2 and delta of a query tile. `full` complete when the tiles of a step are
-    there, the last of them when tiles have landed that are to be inspected before; when both
-    consumers are done with them, the named barriers from EMPTY on do. Likewise `kv_full` and
-    KEYS_EMPTY for the keys of a loop. At its end dk and dv lie where nobody needs anything any
-    more, or not yet: DERIVED says that they are there, `dkv_stored` that they are gone."""
+    """Tiles of queries are in a ring of STAGES. `full_bar` complete when the tiles of a step are
+    there, the last of them when tiles have landed that are to be inspected before; the named
+    barriers from EMPTY on when both consumers have released them. `kv_full_bar` and KV_EMPTY are
+    those of the keys of a loop. At its end dk and dv are staged in tiles that are not needed any
+    more, or not yet: DKV_FULL says that they are there, `dkv_stored_bar` that they are in memory.
+    """
 
-    q: gl.shared_memory_descriptor  # [STAGES, 1, 1, 1, BLOCK_Q, D]
-    stats: gl.shared_memory_descriptor  # [STAGES, 2 * BLOCK_Q] fp32
-    dout: gl.shared_memory_descriptor  # [STAGES, 1, 1, 1, BLOCK_Q, D]
-    k: gl.shared_memory_descriptor  # [1, 1, 1, 1, BLOCK_KV, D]
-    v: gl.shared_memory_descriptor
-    ds: gl.shared_memory_descriptor  # [DS_TILES, 1, 1, 1, BLOCK_Q, BLOCK_KV]
-    full: gl.shared_memory_descriptor  # [STAGES + 1, 1]
-    ds_full: gl.shared_memory_descriptor  # for consumers apart
-    ds_empty: gl.shared_memory_descriptor
-    kv_full: gl.shared_memory_descriptor
-    dkv_stored: gl.shared_memory_descriptor
+    q_smem: gl.shared_memory_descriptor  # [STAGES, 1, 1, 1, BLOCK_Q, D]
+    stats_smem: gl.shared_memory_descriptor  # [STAGES, 2 * BLOCK_Q] fp32
+    dout_smem: gl.shared_memory_descriptor  # [STAGES, 1, 1, 1, BLOCK_Q, D]
+    k_smem: gl.shared_memory_descriptor  # [1, 1, 1, 1, BLOCK_KV, D]
+    v_smem: gl.shared_memory_descriptor
+    ds_smem: gl.shared_memory_descriptor  # [DS_TILES, 1, 1, 1, BLOCK_Q, BLOCK_KV]
+    full_bar: gl.shared_memory_descriptor  # [STAGES + 1, 1]
+    ds: Ring  # of ds_smem, for consumers that run apart
+    kv_full_bar: gl.shared_memory_descriptor
+    dkv_stored_bar: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, queries, keys, full, ds_bars, kv_bars):
-        self.q = queries[0]
-        self.stats = queries[1]
-        self.dout = queries[2]
-        self.k = keys[0]
-        self.v = keys[1]
-        self.ds = keys[2]
-        self.full = full
-        self.ds_full = ds_bars[0]
-        self.ds_empty = ds_bars[1]
-        self.kv_full = kv_bars[0]
-        self.dkv_stored = kv_bars[1]
+    def __init__(self, queries, keys, full_bar, ds, kv_bars):
+        self.q_smem = queries[0]
+        self.stats_smem = queries[1]
+        self.dout_smem = queries[2]
+        self.k_smem = keys[0]
+        self.v_smem = keys[1]
+        self.ds_smem = keys[2]
+        self.full_bar = full_bar
+        self.ds = ds
+        self.kv_full_bar = kv_bars[0]
+        self.dkv_stored_bar = kv_bars[1]
 
     @gluon.jit
     def create(q_desc, dout_desc, stats_desc, k_desc, v_desc):
@@ -74,7 +75,7 @@ class Tiles:
             (q, stats, dout),
             (k, v, ds),
             barriers(STAGES + 1, 1),
-            (barriers(DS_TILES, 2), barriers(DS_TILES, 2)),
+            Ring.create(DS_TILES, CONSUMERS=2, PRODUCERS=2, BY_BITS=True),
             (barriers(1, 1).index(0), barriers(1, 1).index(0)),
         )
 
@@ -88,7 +89,25 @@ class Tiles:
         """k and v [BLOCK_KV, D], in the n-th step. Unless KEPT, descriptors of operands take no
         registers from one step to the next: no compiler can know that the index is 0."""
         index = 0 if KEPT else n >> 30
-        return self.matrix(self.k.index(index)), self.matrix(self.v.index(index))
+        return self.matrix(self.k_smem.index(index)), self.matrix(self.v_smem.index(index))
+
+    @gluon.jit
+    def wait(self, n, pred=True):
+        """Consumer: wait until the query tiles of the n-th step are there."""
+        slot = slot_of(n, STAGES)
+        mbarrier.wait(self.full_bar.index(slot), phase_of(n, STAGES), pred=pred)
+
+    @gluon.jit
+    def queries(self, slot):
+        """q and dO [BLOCK_Q, D] in a slot, and their statistics [2 · BLOCK_Q]."""
+        stats_smem = self.stats_smem.index(slot)
+        q = self.matrix(self.q_smem.index(slot))
+        return q, self.matrix(self.dout_smem.index(slot)), stats_smem
+
+    @gluon.jit
+    def ds_tile(self, n):
+        """Where dS [BLOCK_Q, BLOCK_KV] of the n-th step goes."""
+        return self.matrix(self.ds_smem.index(slot_of(n, DS_TILES)))
 
     @gluon.jit
     def release(self, slot):
@@ -96,48 +115,48 @@ class Tiles:
         arrive(EMPTY + slot, CONSUMERS_AND_WARP)
 
     @gluon.jit
-    def await_empty(self, slot):
+    def wait_empty(self, slot):
         """Producer: wait until the tiles of the step before the last may be written over."""
         await_all(EMPTY + slot, CONSUMERS_AND_WARP)
 
     @gluon.jit
     def release_keys(self):
         """Consumer: k and v may be written over."""
-        arrive(KEYS_EMPTY, CONSUMERS_AND_WARP)
+        arrive(KV_EMPTY, CONSUMERS_AND_WARP)
 
     @gluon.jit
-    def await_keys_empty(self):
+    def wait_keys_empty(self):
         """Producer: wait until k and v of the loop before may be written over."""
-        await_all(KEYS_EMPTY, CONSUMERS_AND_WARP)
+        await_all(KV_EMPTY, CONSUMERS_AND_WARP)
 
     @gluon.jit
-    def meet(self):
+    def sync_consumers(self):
         """Consumer: wait for the other one."""
-        await_all(MEETING, CONSUMERS)
+        await_all(CONSUMERS_MEET, BOTH_CONSUMERS)
 
     @gluon.jit
-    def derived(self, slot, i: gl.constexpr):
+    def dkv(self, slot, i: gl.constexpr):
         """Where the i-th tiles [BLOCK_Q, D] of dk and dv lie, if `slot` is that of the loop's last
         query tile. The next loop begins with the other one."""
-        if self.q.shape[4] == self.k.shape[4]:
-            return self.q.index(slot), self.dout.index(slot)
+        if self.q_smem.shape[4] == self.k_smem.shape[4]:
+            return self.q_smem.index(slot), self.dout_smem.index(slot)
         else:  # noqa: RET505, Gluon would compile both
-            return (self.q if i == 0 else self.dout).index(slot), self.ds.index(i)
+            return (self.q_smem if i == 0 else self.dout_smem).index(slot), self.ds_smem.index(i)
 
     @gluon.jit
-    def leave(self, W: gl.constexpr, slot, dk, dv):
+    def stage_dkv(self, W: gl.constexpr, slot, dk, dv):
         """Consumer: its rows of dk and dv, to be stored."""
-        BLOCK_Q: gl.constexpr = self.q.shape[4]
+        BLOCK_Q: gl.constexpr = self.q_smem.shape[4]
         ROWS: gl.constexpr = dk.shape[0]
         row: gl.constexpr = W * ROWS
-        dk_tile, dv_tile = self.derived(slot, row // BLOCK_Q)
+        dk_tile, dv_tile = self.dkv(slot, row // BLOCK_Q)
         rows: gl.constexpr = row % BLOCK_Q
         self.matrix(dk_tile).slice(rows, ROWS, dim=0).store(dk.to(dk_tile.dtype))
         self.matrix(dv_tile).slice(rows, ROWS, dim=0).store(dv.to(dv_tile.dtype))
         fence_async_shared()
-        arrive(DERIVED, CONSUMERS_AND_WARP)
+        arrive(DKV_FULL, CONSUMERS_AND_WARP)
 
     @gluon.jit
-    def await_derived(self):
+    def wait_dkv(self):
         """Producer: wait until dk and dv are there."""
-        await_all(DERIVED, CONSUMERS_AND_WARP)
+        await_all(DKV_FULL, CONSUMERS_AND_WARP)

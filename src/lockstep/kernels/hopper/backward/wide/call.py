@@ -20,20 +20,19 @@ from lockstep.kernels.hopper.backward.call import (
     sizes_of,
     slots_of,
 )
-from lockstep.kernels.hopper.backward.products import ROWS
 from lockstep.kernels.hopper.backward.wide.key_loop import BLOCK_Q as QUERIES
 from lockstep.kernels.hopper.backward.wide.keys import keys_kernel
 from lockstep.kernels.hopper.backward.wide.queries import queries_kernel
 from lockstep.kernels.hopper.backward.wide.tiles import CHUNK
 from lockstep.kernels.hopper.common.copy_engine import flat_map, tensor_map
+from lockstep.kernels.hopper.common.sizes import ROWS, SHARED_BYTES
 from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs
 from lockstep.problem import AttentionProblem, Tensors
 
-BLOCK = ROWS.value  # queries and keys of a tile; programs of the second pass own two tiles of rows
+BLOCK = ROWS  # queries and keys of a tile; programs of the second pass own two tiles of rows
 BLOCK_Q = QUERIES.value
 # Registers of a thread when a program starts; its partitions then share them out anew.
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
-SHARED_BYTES = 227 * 1024
 
 
 def cut_of(problem: AttentionProblem) -> Cut:

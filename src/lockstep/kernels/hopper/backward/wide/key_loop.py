@@ -6,8 +6,8 @@ the first to the last.
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.backward.products import ROWS
-from lockstep.kernels.hopper.backward.query_loop import locate
+from lockstep.kernels.hopper.backward.sizes import tiles_in_sight
+from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
 
@@ -31,16 +31,16 @@ class KeyLoop:
     HAS_EDGE: gl.constexpr  # the last key tile may be cut short
 
     @gluon.constexpr_function
-    def __init__(self, tiles, bounds, BLOCK_KV, HAS_LEFT, HAS_RIGHT, HAS_EDGE):
+    def __init__(self, tiles, bounds, sizes):
         self.first_tile = tiles[0]
         self.n_steps = tiles[1]
         self.low = bounds[0]
         self.high = bounds[1]
         self.room = bounds[2]
-        self.BLOCK_KV = gl.constexpr(BLOCK_KV)
-        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
-        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
-        self.HAS_EDGE = gl.constexpr(HAS_EDGE)
+        self.BLOCK_KV = sizes.BLOCK_KV
+        self.HAS_LEFT = sizes.HAS_LEFT
+        self.HAS_RIGHT = sizes.HAS_RIGHT
+        self.HAS_EDGE = sizes.HAS_EDGE
 
     @gluon.jit
     def nan_if_bad(self):
@@ -125,36 +125,19 @@ class QueryTile:
 
 
 @gluon.jit
-def assign(
-    slot, head, stats_slots, Hq, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows, bounds_ptr,
-    kv_lens_ptr, LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_EDGE: gl.constexpr, BLOCK_KV: gl.constexpr,
-):  # fmt: skip
-    """The queries of a slot, and what they see. A head has `stats_slots` tiles of statistics."""
-    stats_tile = head * stats_slots
-    batch, head, q_start, kv_start, len_q, len_kv, is_good = locate(
-        slot, head, Hq, B, Sq, Skv, kv_batch_rows, bounds_ptr, kv_lens_ptr, False, LAYOUT, BLOCK_Q
-    )
+def assign(slot, head, sizes):
+    """The queries of a slot, and the loop over the keys they see."""
+    stats_tile = head * sizes.q_slots
+    batch, head, q_start, kv_start, len_q, len_kv, is_good = sizes.locate(slot, head, False)
     q_idx = slot * BLOCK_Q
-    if LAYOUT == "varlen":
+    if sizes.LAYOUT == "varlen":
         q_idx = (slot - q_start // BLOCK_Q - batch) * BLOCK_Q
         stats_tile += q_start // ROWS + batch
-
-    diagonal = len_kv - len_q
-    begin = q_idx * 0
-    end = len_kv
-    if HAS_LEFT:
-        begin = gl.maximum(q_idx + diagonal - left, 0)
-    if HAS_RIGHT:
-        last_query = gl.minimum(q_idx + BLOCK_Q, len_q) - 1
-        end = gl.minimum(end, last_query + diagonal + right + 1)
-    end = gl.where(q_idx < len_q, gl.maximum(end, 0), 0)
-    first_tile = begin // BLOCK_KV
-    n_tiles = gl.where(is_good, gl.maximum(gl.cdiv(end, BLOCK_KV) - first_tile, 0), -1)
-    corner = q_idx + diagonal - first_tile * BLOCK_KV  # first query - first key of the first tile
-    loop = KeyLoop(
-        (first_tile, n_tiles), (corner - left, corner + right, len_kv - first_tile * BLOCK_KV),
-        BLOCK_KV, HAS_LEFT, HAS_RIGHT, HAS_EDGE,
+    first_tile, n_tiles, corner = tiles_in_sight(
+        q_idx, len_q, len_kv, is_good, sizes.left, sizes.right, sizes.HAS_LEFT, sizes.HAS_RIGHT,
+        BLOCK_Q, sizes.BLOCK_KV,
     )  # fmt: skip
-    place = (batch, head, head // heads_per_kv, q_idx, stats_tile)
-    return QueryTile(place, (q_start, kv_start, len_q, len_kv), LAYOUT), loop
+    room = len_kv - first_tile * sizes.BLOCK_KV
+    loop = KeyLoop((first_tile, n_tiles), (corner - sizes.left, corner + sizes.right, room), sizes)
+    place = (batch, head, head // sizes.heads_per_kv, q_idx, stats_tile)
+    return QueryTile(place, (q_start, kv_start, len_q, len_kv), sizes.LAYOUT), loop

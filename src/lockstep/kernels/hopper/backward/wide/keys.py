@@ -14,18 +14,19 @@ products of the other keep the matrix units busy.
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.backward.narrow.tiles import STAGES
 from lockstep.kernels.hopper.backward.nonfinite import has_nonfinite
-from lockstep.kernels.hopper.backward.products import weigh_seen
 from lockstep.kernels.hopper.backward.query_loop import assign
+from lockstep.kernels.hopper.backward.scores import Scores
+from lockstep.kernels.hopper.backward.sizes import Sizes
 from lockstep.kernels.hopper.backward.wide.tiles import (
-    Ring,
+    PieceRing,
     add_products,
-    multiply_rows,
+    issue_scores,
     no_sums,
     pieces_of,
-    settle,
+    wait_all,
 )
+from lockstep.kernels.hopper.common.accumulator import as_registers, from_registers
 from lockstep.kernels.hopper.common.gluon_shim import (
     aggregate,
     fence_async_shared,
@@ -36,103 +37,87 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     tma_store_wait,
     warpgroup_mma_wait,
 )
+from lockstep.kernels.hopper.common.ring import Ring
 from lockstep.kernels.hopper.common.shared_memory import allocate_tiles, barriers
+
+STAGES = gl.constexpr(2)  # query tiles that may be under way
 
 
 @aggregate
 class Program:
     """What the warps of a program share."""
 
-    k: Ring  # dk in the end
-    v: Ring
-    q: Ring
-    dout: Ring
-    stats: gl.shared_memory_descriptor  # [STAGES, 4 * BLOCK_Q] fp32: m, delta, log2 l; as full as q
-    inspected: gl.shared_memory_descriptor  # of v, q and dout
-    weights: gl.shared_memory_descriptor  # [2, 16, 256] fp32: `as_registers`
-    weighed: gl.shared_memory_descriptor
-    taken: gl.shared_memory_descriptor
-    done: gl.shared_memory_descriptor  # with all products
-    dkv_full: gl.shared_memory_descriptor
+    k: PieceRing  # dk in the end
+    v: PieceRing
+    q: PieceRing
+    dout: PieceRing
+    stats_smem: gl.shared_memory_descriptor  # [STAGES, 4 · BLOCK_Q] fp32, full with q
+    inspected_bar: gl.shared_memory_descriptor  # of v, q and dout
+    weights_smem: gl.shared_memory_descriptor  # [2, 16, 256] fp32: `as_registers`
+    weights: Ring  # of weights_smem
+    done_bar: gl.shared_memory_descriptor  # with all products
+    dkv_full_bar: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, keys, queries, stats, inspected, weights, ends):
+    def __init__(self, keys, queries, stats_smem, inspected_bar, weights, end_bars):
         self.k = keys[0]
         self.v = keys[1]
         self.q = queries[0]
         self.dout = queries[1]
-        self.stats = stats
-        self.inspected = inspected
-        self.weights = weights[0]
-        self.weighed = weights[1]
-        self.taken = weights[2]
-        self.done = ends[0]
-        self.dkv_full = ends[1]
+        self.stats_smem = stats_smem
+        self.inspected_bar = inspected_bar
+        self.weights_smem = weights[0]
+        self.weights = weights[1]
+        self.done_bar = end_bars[0]
+        self.dkv_full_bar = end_bars[1]
 
     @gluon.jit
     def create(q_desc, dout_desc, stats_desc, k_desc, v_desc, ND: gl.constexpr, NDV: gl.constexpr):
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        weights = gl.allocate_shared_memory(gl.float32, [2, 16, 256], flat)
+        weights_smem = gl.allocate_shared_memory(gl.float32, [2, 16, 256], flat)
         return Program(
-            (Ring.create(k_desc, ND, 1, 1), Ring.create(v_desc, NDV, 1, 1)),
-            (Ring.create(q_desc, ND, STAGES, 2), Ring.create(dout_desc, NDV, STAGES, 2)),
+            (PieceRing.create(k_desc, ND, 1, 1), PieceRing.create(v_desc, NDV, 1, 1)),
+            (PieceRing.create(q_desc, ND, STAGES, 2), PieceRing.create(dout_desc, NDV, STAGES, 2)),
             allocate_tiles(stats_desc, STAGES),
             barriers(STAGES, 1),
-            (weights, barriers(2, 1), barriers(2, 1)),
+            (weights_smem, Ring.create(2, CONSUMERS=1, BY_BITS=True)),
             (barriers(1, 2).index(0), barriers(1, 2).index(0)),
         )
 
     @gluon.jit
     def await_dout(self, n, MASKED: gl.constexpr, pred=True):
         """Until the n-th tile of dO is there and, under a mask, rid of what is not finite."""
-        ready = self.inspected if MASKED else self.dout.full
+        ready = self.inspected_bar if MASKED else self.dout.ring.full_bar
         mbarrier.wait(ready.index(n % STAGES), (n // STAGES) & 1, pred=pred)
 
 
 @gluon.jit
-def as_registers(x):
-    """An accumulator [64, 64] as [16, 256]: four registers of thread 0, of thread 1, … of 128
-    threads, then their next four."""
-    # Row 16·warp + 8·i + lane // 4, column 8·j + 2·(lane % 4) + k: register 4·j + 2·i + k.
-    return x.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([16, 256])
-
-
-@gluon.jit
-def from_registers(x):
-    """The way back."""
-    return x.reshape([8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, 64])
-
-
-@gluon.jit
-def sum_values(
-    loop, program, scale, unit, softcap, CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr
-):
+def sum_values(loop, program, scores):
     """Partition of four warps: S, the weights and dV."""
     MASKED: gl.constexpr = loop.HAS_LEFT or loop.HAS_RIGHT
     dv = no_sums(program.v.N)
     t = loop.first_number()
     program.k.wait(0)
     program.q.wait(0, pred=loop.n_steps > 0)
-    s = warpgroup_mma_wait(0, deps=(multiply_rows(program.k, 0, 0, program.q, 0),))
+    s = warpgroup_mma_wait(0, deps=(issue_scores(program.k, 0, 0, program.q, 0),))
     program.q.release(0)
     columns: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     for n in range(loop.n_steps):
-        stats = program.stats.index(n % STAGES)
-        m = gl.expand_dims(stats.slice(0, loop.BLOCK_Q).load(columns), 0)
-        log2_l = gl.expand_dims(stats.slice(2 * loop.BLOCK_Q, loop.BLOCK_Q).load(columns), 0)
-        p, slope = weigh_seen(
-            s, m, log2_l, loop, t, 0, (scale, unit, softcap), CAPPED, HIDES_SCORES, MASKED
-        )
-        mbarrier.wait(program.taken.index(n & 1), ((n >> 1) & 1) ^ 1)
-        program.weights.index(n & 1).store(as_registers(p * slope if CAPPED else p))
-        mbarrier.arrive(program.weighed.index(n & 1), count=1)
+        stats_smem = program.stats_smem.index(n % STAGES)
+        m = gl.expand_dims(stats_smem.slice(0, loop.BLOCK_Q).load(columns), 0)
+        log2_l = gl.expand_dims(stats_smem.slice(2 * loop.BLOCK_Q, loop.BLOCK_Q).load(columns), 0)
+        p, slope = scores.weights(s, m, log2_l, loop, t, 0, MASKED)
+        program.weights.wait_empty(n)
+        weights_smem = program.weights_smem.index(program.weights.slot(n))
+        weights_smem.store(as_registers(p * slope if scores.CAPPED else p))
+        program.weights.fill(n)
         program.await_dout(n, MASKED)
         dv = add_products(dv, p, program.dout, n)
         is_more = n + 1 < loop.n_steps
         program.q.wait(n + 1, pred=is_more)
         # After the last tile this multiplies what lies there, and nobody looks at it.
-        s = multiply_rows(program.k, 0, 0, program.q, n + 1)
-        s, dv = settle(s, dv)
+        s = issue_scores(program.k, 0, 0, program.q, n + 1)
+        s, dv = wait_all(s, dv)
         program.dout.release(n)
         program.q.release(n + 1, pred=is_more)
         t = loop.next_number(t)
@@ -140,47 +125,48 @@ def sum_values(
 
 
 @gluon.jit
-def sum_keys(loop, program, scale):
+def sum_keys(loop, program, scores):
     """Partition of four warps: dP, dS and dK."""
     MASKED: gl.constexpr = loop.HAS_LEFT or loop.HAS_RIGHT
     dk = no_sums(program.k.N)
     program.v.wait(0)
     program.await_dout(0, MASKED, pred=loop.n_steps > 0)
-    dp = warpgroup_mma_wait(0, deps=(multiply_rows(program.v, 0, 0, program.dout, 0),))
+    dp = warpgroup_mma_wait(0, deps=(issue_scores(program.v, 0, 0, program.dout, 0),))
     program.dout.release(0)
     columns: gl.constexpr = gl.SliceLayout(0, dp.type.layout)
     registers: gl.constexpr = as_registers(dp).type.layout
     for n in range(loop.n_steps):
         program.q.wait(n)
-        delta = program.stats.index(n % STAGES).slice(loop.BLOCK_Q, loop.BLOCK_Q).load(columns)
+        delta = program.stats_smem.index(n % STAGES).slice(loop.BLOCK_Q, loop.BLOCK_Q).load(columns)
         dp = dp - gl.expand_dims(delta, 0)
-        mbarrier.wait(program.weighed.index(n & 1), (n >> 1) & 1)
-        p = from_registers(program.weights.index(n & 1).load(registers))
+        program.weights.wait_full(n)
+        weights_smem = program.weights_smem.index(program.weights.slot(n))
+        p = from_registers(weights_smem.load(registers))
         ds = gl.convert_layout(p, dp.type.layout) * dp
-        mbarrier.arrive(program.taken.index(n & 1), count=1)
+        program.weights.release(n)
         dk = add_products(dk, ds, program.q, n)
         is_more = n + 1 < loop.n_steps
         program.await_dout(n + 1, MASKED, pred=is_more)
-        dp = multiply_rows(program.v, 0, 0, program.dout, n + 1)
-        dp, dk = settle(dp, dk)
+        dp = issue_scores(program.v, 0, 0, program.dout, n + 1)
+        dp, dk = wait_all(dp, dk)
         program.q.release(n)
         program.dout.release(n + 1, pred=is_more)
-    _finish(program, program.k, dk, scale + loop.nan_if_bad(), MASKED)
+    _finish(program, program.k, dk, scores.scale + loop.nan_if_bad(), MASKED)
 
 
 @gluon.jit
 def _finish(program, to, sums, scale, MASKED: gl.constexpr):
     """Leave scale · sums to the producer, where k or v was."""
-    mbarrier.arrive(program.done, count=1)
-    mbarrier.wait(program.done, 0)
+    mbarrier.arrive(program.done_bar, count=1)
+    mbarrier.wait(program.done_bar, 0)
     for p in gl.static_range(pieces_of(to.N)):
         x = sums[p]
         if MASKED:
             # Whatever is not finite is NaN: `nonfinite.py`.
             x += x * 0.0
-        to.piece(0, p).store((x * scale).to(to.main.dtype))
+        to.piece(0, p).store((x * scale).to(to.main_smem.dtype))
     fence_async_shared()
-    mbarrier.arrive(program.dkv_full, count=1)
+    mbarrier.arrive(program.dkv_full_bar, count=1)
 
 
 @gluon.jit
@@ -199,11 +185,11 @@ def produce(
         row = key_tile.q_coordinates(head, (key_tile.first_q_tile + t) * loop.BLOCK_Q)
         program.q.send(n, q_desc, row, stats_desc.block_type.nbytes)
         stats_at = [tile * (4 * loop.BLOCK_Q)]
-        tma_load(stats_desc, stats_at, program.q.full.index(slot), program.stats.index(slot))
+        tma_load(stats_desc, stats_at, program.q.ring.full(n), program.stats_smem.index(slot))
         program.dout.send(n, dout_desc, row)
         tile, t = loop.next(tile, t)
         head = gl.where(t == loop.first_number(), head + 1, head)
-    mbarrier.wait(program.dkv_full, 0)
+    mbarrier.wait(program.dkv_full_bar, 0)
     program.k.store(dk_desc, key_tile.dkv_coordinates())
     program.v.store(dv_desc, key_tile.dkv_coordinates())
     tma_store_wait(0)
@@ -221,11 +207,11 @@ def inspect(loop, program):
         program.q.wait(n)
         program.dout.wait(n)
         if loop.cuts(t):  # noqa: SIM102, Gluon would evaluate both sides of an `and`
-            if has_nonfinite(program.stats.index(n % STAGES), loop.BLOCK_Q):
+            if has_nonfinite(program.stats_smem.index(n % STAGES), loop.BLOCK_Q):
                 program.q.replace_nonfinite(n, 0)
                 program.dout.replace_nonfinite(n, 0)
         fence_async_shared()
-        mbarrier.arrive(program.inspected.index(n % STAGES), count=1)
+        mbarrier.arrive(program.inspected_bar.index(n % STAGES), count=1)
         t = loop.next_number(t)
 
 
@@ -245,18 +231,20 @@ def keys_kernel(
 ):  # fmt: skip
     # One head after the other, which shares most of L2; the first keys of a head first, which have
     # the longest loops under a causal mask.
-    key_tile, loop = assign(
-        gl.program_id(0), kv_slots, q_slots, n_heads, 1, Hkv, heads_per_kv, B, Sq, Skv, left,
-        right, kv_batch_rows, bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT,
-        HAS_EDGE, q_desc.block_shape[3], k_desc.block_shape[3],
+    sizes = Sizes(
+        (q_slots, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows),
+        bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, q_desc.block_shape[3],
+        k_desc.block_shape[3],
     )  # fmt: skip
+    scores = Scores(scale, unit, softcap, CAPPED, HIDES_SCORES)
+    key_tile, loop = assign(gl.program_id(0), kv_slots, n_heads, 1, sizes)
     program = Program.create(q_desc, dout_desc, stats_desc, k_desc, v_desc, ND, NDV)
     # Tuples are written out in place: bound to a name, the constants in them become tensors.
     if HAS_LEFT or HAS_RIGHT:
         gl.warp_specialize(
             [
-                (sum_values, (loop, program, scale, unit, softcap, CAPPED, HIDES_SCORES)),
-                (sum_keys, (loop, program, scale)),
+                (sum_values, (loop, program, scores)),
+                (sum_keys, (loop, program, scores)),
                 (produce, (key_tile, loop, program, heads_per_kv, q_desc, dout_desc, stats_desc,
                            k_desc, v_desc, dk_desc, dv_desc)),
                 (inspect, (loop, program)),
@@ -267,8 +255,8 @@ def keys_kernel(
     else:
         gl.warp_specialize(
             [
-                (sum_values, (loop, program, scale, unit, softcap, CAPPED, HIDES_SCORES)),
-                (sum_keys, (loop, program, scale)),
+                (sum_values, (loop, program, scores)),
+                (sum_keys, (loop, program, scores)),
                 (produce, (key_tile, loop, program, heads_per_kv, q_desc, dout_desc, stats_desc,
                            k_desc, v_desc, dk_desc, dv_desc)),
             ],

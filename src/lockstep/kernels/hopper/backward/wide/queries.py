@@ -9,16 +9,18 @@ registers, of the product for dQ. The exponentials of a tile run under dO·Vᵀ.
 from __future__ import annotations
 
 from lockstep.kernels.hopper.backward.nonfinite import largest
-from lockstep.kernels.hopper.backward.products import ROWS, derive_scores, weigh_seen
-from lockstep.kernels.hopper.backward.wide.key_loop import assign
+from lockstep.kernels.hopper.backward.scores import Scores
+from lockstep.kernels.hopper.backward.sizes import Sizes
+from lockstep.kernels.hopper.backward.wide.key_loop import BLOCK_Q, assign
 from lockstep.kernels.hopper.backward.wide.tiles import (
-    Ring,
+    PieceRing,
     add_products,
-    multiply_rows,
+    issue_scores,
     no_sums,
     pieces_of,
-    settle,
+    wait_all,
 )
+from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.gluon_shim import (
     aggregate,
     fence_async_shared,
@@ -35,50 +37,47 @@ from lockstep.kernels.hopper.common.shared_memory import barriers
 class Program:
     """What the warps of a program share."""
 
-    q: Ring  # dq in the end
-    dout: Ring
-    k: Ring
-    v: Ring
-    inspected: gl.shared_memory_descriptor  # of tiles of k and v with hidden pairs
-    dq_full: gl.shared_memory_descriptor
+    q: PieceRing  # dq in the end
+    dout: PieceRing
+    k: PieceRing
+    v: PieceRing
+    inspected_bar: gl.shared_memory_descriptor  # of tiles of k and v with hidden pairs
+    dq_full_bar: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, q, dout, k, v, inspected, dq_full):
+    def __init__(self, q, dout, k, v, inspected_bar, dq_full_bar):
         self.q = q
         self.dout = dout
         self.k = k
         self.v = v
-        self.inspected = inspected
-        self.dq_full = dq_full
+        self.inspected_bar = inspected_bar
+        self.dq_full_bar = dq_full_bar
 
     @gluon.jit
     def create(
         q_desc, dout_desc, k_desc, v_desc, ND: gl.constexpr, NDV: gl.constexpr,
         K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, MASKED: gl.constexpr,
     ):  # fmt: skip
-        # Whoever inspects tiles has to be done with them, too.
+        # The warp that inspects tiles releases them, too.
         READERS: gl.constexpr = 3 if MASKED else 2
         return Program(
-            Ring.create(q_desc, ND, 1, 1),
-            Ring.create(dout_desc, NDV, 1, 1),
-            Ring.create(k_desc, ND, K_STAGES, READERS),
-            Ring.create(v_desc, NDV, V_STAGES, READERS),
+            PieceRing.create(q_desc, ND, 1, 1),
+            PieceRing.create(dout_desc, NDV, 1, 1),
+            PieceRing.create(k_desc, ND, K_STAGES, READERS),
+            PieceRing.create(v_desc, NDV, V_STAGES, READERS),
             barriers(V_STAGES, 1),
             barriers(1, 2).index(0),
         )
 
 
 @gluon.jit
-def consume(
-    W: gl.constexpr, query_tile, loop, program, stats_ptr, scale, unit, softcap,
-    CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr,
-):  # fmt: skip
+def consume(W: gl.constexpr, query_tile, loop, program, stats_ptr, scores):
     """Partition of four warps: the queries from W·ROWS on."""
     MASKED: gl.constexpr = loop.HAS_LEFT or loop.HAS_RIGHT
     dq = no_sums(program.q.N)
     program.q.wait(0)
     program.k.wait(0, pred=loop.n_steps > 0)
-    s = warpgroup_mma_wait(0, deps=(multiply_rows(program.q, 0, W * ROWS, program.k, 0),))
+    s = warpgroup_mma_wait(0, deps=(issue_scores(program.q, 0, W * ROWS, program.k, 0),))
     rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
     r = gl.arange(0, ROWS, rows)
     is_row = query_tile.q_idx + W * ROWS + r < query_tile.len_q
@@ -92,23 +91,20 @@ def consume(
         is_cut = loop.cuts(n)
         program.v.wait(n)
         if MASKED:
-            slot = n % program.v.STAGES
-            phase = (n // program.v.STAGES) & 1
-            mbarrier.wait(program.inspected.index(slot), phase, pred=is_cut)
-        dp = multiply_rows(program.dout, 0, W * ROWS, program.v, n)
-        p, slope = weigh_seen(
-            s, m, log2_l, loop, n, W * ROWS, (scale, unit, softcap), CAPPED, HIDES_SCORES, MASKED
-        )
+            inspected_bar = program.inspected_bar.index(program.v.ring.slot(n))
+            mbarrier.wait(inspected_bar, program.v.ring.phase(n), pred=is_cut)
+        dp = issue_scores(program.dout, 0, W * ROWS, program.v, n)
+        p, slope = scores.weights(s, m, log2_l, loop, n, W * ROWS, MASKED)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         program.v.release(n)
-        ds = derive_scores(p, dp, delta, slope, CAPPED)
+        ds = scores.gradient(p, dp, delta, slope)
         dq = add_products(dq, ds, program.k, n)
         program.k.wait(n + 1, pred=n + 1 < loop.n_steps)
         # After the last tile this multiplies what lies there, and nobody looks at it.
-        s = multiply_rows(program.q, 0, W * ROWS, program.k, n + 1)
-        s, dq = settle(s, dq)
+        s = issue_scores(program.q, 0, W * ROWS, program.k, n + 1)
+        s, dq = wait_all(s, dq)
         program.k.release(n)
-    scale += loop.nan_if_bad()
+    scale = scores.scale + loop.nan_if_bad()
     for p in gl.static_range(pieces_of(program.q.N)):
         x = dq[p]
         # Whatever is not finite is NaN.
@@ -116,7 +112,7 @@ def consume(
         own = program.q.piece(0, p).slice(W * ROWS, ROWS, dim=0)
         own.store((x * scale).to(own.dtype))
     fence_async_shared()
-    mbarrier.arrive(program.dq_full, count=1)
+    mbarrier.arrive(program.dq_full_bar, count=1)
 
 
 @gluon.jit
@@ -131,7 +127,7 @@ def produce(query_tile, loop, program, q_desc, dout_desc, k_desc, v_desc, dq_des
         program.v.send(n, v_desc, query_tile.kv_coordinates(kv_idx))
         if n + 1 < loop.n_steps:
             program.k.send(n + 1, k_desc, query_tile.kv_coordinates(kv_idx + loop.BLOCK_KV))
-    mbarrier.wait(program.dq_full, 0)
+    mbarrier.wait(program.dq_full_bar, 0)
     program.q.store(dq_desc, query_tile.q_coordinates())
     tma_store_wait(0)
 
@@ -139,7 +135,7 @@ def produce(query_tile, loop, program, q_desc, dout_desc, k_desc, v_desc, dq_des
 @gluon.jit
 def inspect(loop, program):
     """Partition of one warp: takes what is not finite out of key tiles with hidden pairs."""
-    LARGEST: gl.constexpr = largest(program.k.main.dtype)
+    LARGEST: gl.constexpr = largest(program.k.main_smem.dtype)
     for n in range(loop.n_steps):
         program.k.wait(n)
         program.v.wait(n)
@@ -147,7 +143,7 @@ def inspect(loop, program):
             program.v.replace_nonfinite(n, 0)
             program.k.replace_nonfinite(n, LARGEST)
             fence_async_shared()
-        mbarrier.arrive(program.inspected.index(n % program.v.STAGES), count=1)
+        mbarrier.arrive(program.inspected_bar.index(program.v.ring.slot(n)), count=1)
         program.k.release(n)
         program.v.release(n)
 
@@ -168,21 +164,21 @@ def queries_kernel(
 ):  # fmt: skip
     # Under a causal mask the last queries of a head see most, so they begin.
     pid = gl.program_id(0)
-    query_tile, loop = assign(
-        q_slots - 1 - pid % q_slots, pid // q_slots, stats_slots, Hq, heads_per_kv, B, Sq,
-        Skv, left, right, kv_batch_rows, bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT,
-        HAS_RIGHT, HAS_EDGE, k_desc.block_shape[3],
+    sizes = Sizes(
+        (stats_slots, Hq, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows),
+        bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, BLOCK_Q,
+        k_desc.block_shape[3],
     )  # fmt: skip
+    scores = Scores(scale, unit, softcap, CAPPED, HIDES_SCORES)
+    query_tile, loop = assign(q_slots - 1 - pid % q_slots, pid // q_slots, sizes)
     MASKED: gl.constexpr = HAS_LEFT or HAS_RIGHT
     program = Program.create(q_desc, dout_desc, k_desc, v_desc, ND, NDV, K_STAGES, V_STAGES, MASKED)
     # Tuples are written out in place: bound to a name, the constants in them become tensors.
     if MASKED:
         gl.warp_specialize(
             [
-                (consume, (0, query_tile, loop, program, stats_ptr, scale, unit, softcap, CAPPED,
-                           HIDES_SCORES)),
-                (consume, (1, query_tile, loop, program, stats_ptr, scale, unit, softcap, CAPPED,
-                           HIDES_SCORES)),
+                (consume, (0, query_tile, loop, program, stats_ptr, scores)),
+                (consume, (1, query_tile, loop, program, stats_ptr, scores)),
                 (produce, (query_tile, loop, program, q_desc, dout_desc, k_desc, v_desc, dq_desc)),
                 (inspect, (loop, program)),
             ],
@@ -192,10 +188,8 @@ def queries_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, query_tile, loop, program, stats_ptr, scale, unit, softcap, CAPPED,
-                           HIDES_SCORES)),
-                (consume, (1, query_tile, loop, program, stats_ptr, scale, unit, softcap, CAPPED,
-                           HIDES_SCORES)),
+                (consume, (0, query_tile, loop, program, stats_ptr, scores)),
+                (consume, (1, query_tile, loop, program, stats_ptr, scores)),
                 (produce, (query_tile, loop, program, q_desc, dout_desc, k_desc, v_desc, dq_desc)),
             ],
             [4, 1],

@@ -7,21 +7,20 @@ and 64 columns, and any other number one piece.
 
 from __future__ import annotations
 
-from triton.experimental.gluon.language._core import builtin
-
 from lockstep.kernels.hopper.backward.nonfinite import replace_nonfinite
-from lockstep.kernels.hopper.backward.products import ROWS, add_product, zeros
+from lockstep.kernels.hopper.common.accumulator import ROWS, add_product, zeros
 from lockstep.kernels.hopper.common.gluon_shim import (
     aggregate,
     gl,
     gluon,
     mbarrier,
+    reinterpret,
     tma_load,
     tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from lockstep.kernels.hopper.common.shared_memory import barriers
+from lockstep.kernels.hopper.common.ring import Ring
 
 CHUNK = gl.constexpr(64)
 
@@ -37,14 +36,12 @@ def columns_of(N, piece):
     return 64 if piece == 1 else 128 if N == 3 else 64 * N
 
 
-@builtin
-def _in_chunks(piece, _semantic=None):
-    """A piece [rows, columns] as its chunks [n, 1, 1, 1, rows, CHUNK]. Gluon has had a public name
-    for `memdesc_reinterpret` since 3.9."""
-    rows, columns = piece.shape
-    shape = [columns // CHUNK.value, 1, 1, 1, rows, CHUNK.value]
-    layout = gl.NVMMASharedLayout(128, 16, 5)
-    return _semantic.memdesc_reinterpret(piece, piece.dtype, shape, layout)
+@gluon.jit
+def _in_chunks(piece):
+    """A piece [rows, columns] as its chunks [n, 1, 1, 1, rows, CHUNK]."""
+    shape: gl.constexpr = [piece.shape[1] // CHUNK, 1, 1, 1, piece.shape[0], CHUNK]
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 5)
+    return reinterpret(piece, piece.dtype, shape, layout)
 
 
 @gluon.jit
@@ -55,42 +52,35 @@ def _allocate_pieces(desc, STAGES: gl.constexpr, columns: gl.constexpr):
 
 
 @aggregate
-class Ring:
-    """Tiles [rows, N · CHUNK] on their way from the producer to consumers: the i-th since the
-    program began is in slot i % STAGES. `full` completes when it has landed, `empty` when all
-    consumers are done with it."""
+class PieceRing:
+    """A ring of tiles [rows, N · CHUNK] that the copy engine loads, in pieces."""
 
-    main: gl.shared_memory_descriptor  # [STAGES, rows, columns], the first pieces
-    rest: gl.shared_memory_descriptor  # the second ones, if there are any
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    main_smem: gl.shared_memory_descriptor  # [STAGES, rows, columns], the first pieces
+    rest_smem: gl.shared_memory_descriptor  # the second ones, if there are any
+    ring: Ring
     N: gl.constexpr
-    STAGES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, main, rest, full, empty, N, STAGES):
-        self.main = main
-        self.rest = rest
-        self.full = full
-        self.empty = empty
+    def __init__(self, main_smem, rest_smem, ring, N):
+        self.main_smem = main_smem
+        self.rest_smem = rest_smem
+        self.ring = ring
         self.N = gl.constexpr(N)
-        self.STAGES = gl.constexpr(STAGES)
 
     @gluon.jit
     def create(desc, N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-        main = _allocate_pieces(desc, STAGES, columns_of(N, 0))
-        rest = main
+        main_smem = _allocate_pieces(desc, STAGES, columns_of(N, 0))
+        rest_smem = main_smem
         if pieces_of(N) == 2:
-            rest = _allocate_pieces(desc, STAGES, columns_of(N, 1))
-        return Ring(main, rest, barriers(STAGES, 1), barriers(STAGES, CONSUMERS), N, STAGES)
+            rest_smem = _allocate_pieces(desc, STAGES, columns_of(N, 1))
+        return PieceRing(main_smem, rest_smem, Ring.create(STAGES, CONSUMERS), N)
 
     @gluon.jit
     def send(self, i, desc, coordinates, further_bytes: gl.constexpr = 0):
         """Producer: load the i-th tile, whose first row is at `coordinates`. It is full when so
         many further bytes have landed, too."""
-        slot = i % self.STAGES
-        full = self.full.index(slot)
-        mbarrier.wait(self.empty.index(slot), ((i // self.STAGES) & 1) ^ 1)
+        full = self.ring.full(i)
+        self.ring.wait_empty(i)
         mbarrier.expect(full, self.N * desc.block_type.nbytes + further_bytes)
         a, b, head, row, _ = coordinates
         for c in gl.static_range(self.N):
@@ -98,17 +88,19 @@ class Ring:
 
     @gluon.jit
     def wait(self, i, pred=True):
-        mbarrier.wait(self.full.index(i % self.STAGES), (i // self.STAGES) & 1, pred=pred)
+        """Consumer: wait until the i-th tile is there."""
+        self.ring.wait_full(i, pred)
 
     @gluon.jit
     def release(self, i, pred=True):
-        mbarrier.arrive(self.empty.index(i % self.STAGES), count=1, pred=pred)
+        """Consumer: the i-th tile is no longer needed."""
+        self.ring.release(i, pred=pred)
 
     @gluon.jit
     def piece(self, i, p: gl.constexpr):
         """The p-th piece of the i-th tile [rows, columns]."""
-        pieces = self.main if p == 0 else self.rest
-        return pieces.index(i % self.STAGES)
+        pieces_smem = self.main_smem if p == 0 else self.rest_smem
+        return pieces_smem.index(self.ring.slot(i))
 
     @gluon.jit
     def chunk(self, i, c: gl.constexpr):
@@ -131,10 +123,10 @@ class Ring:
 
 
 @gluon.jit
-def multiply_rows(own, i, first: gl.constexpr, tiles, j):
+def issue_scores(own, i, first: gl.constexpr, tiles, j):
     """ROWS rows from `first` on of own's i-th tile times the j-th of `tiles` [n, D], transposed:
     [ROWS, n], under way."""
-    acc = zeros(tiles.main.shape[1])
+    acc = zeros(tiles.main_smem.shape[1])
     for p in gl.static_range(pieces_of(tiles.N)):
         a = own.piece(i, p).slice(first, ROWS, dim=0)
         b = tiles.piece(j, p).permute((1, 0))
@@ -154,7 +146,7 @@ def no_sums(N: gl.constexpr):
 @gluon.jit
 def add_products(sums, weights, tiles, i):
     """sums + weights [ROWS, n] times the i-th of `tiles` [n, D], under way."""
-    weights = weights.to(tiles.main.dtype)
+    weights = weights.to(tiles.main_smem.dtype)
     first = add_product(sums[0], weights, tiles.piece(i, 0))
     if tiles.N == 3:
         return first, add_product(sums[1], weights, tiles.piece(i, 1))
@@ -163,7 +155,7 @@ def add_products(sums, weights, tiles, i):
 
 
 @gluon.jit
-def settle(scores, sums):
+def wait_all(scores, sums):
     """Wait for all products under way."""
     done = warpgroup_mma_wait(0, deps=(scores,) + sums)  # noqa: RUF005, Gluon does not unpack
     return done[0], done[1:]

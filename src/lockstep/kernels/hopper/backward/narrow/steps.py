@@ -1,0 +1,149 @@
+"""What both schedules of the consumers, `together.py` and `apart.py`, do in a step and around it.
+
+Scores and dS are transposed, keys by queries: so Pᵀ and dSᵀ are already the left operands, in
+registers, of the products for dV and dK.
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.backward.narrow.tiles import STAGES
+from lockstep.kernels.hopper.backward.nonfinite import find_nonfinite, largest, overwrite_nonfinite
+from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator, zeros
+from lockstep.kernels.hopper.common.gluon_shim import (
+    aggregate,
+    await_warps,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+)
+
+
+@aggregate
+class LargeScores:
+    """Where the weights of a loop with large scores come from: `rows.py`. A loop without any has
+    none, and is not slowed down by it: it has code of its own."""
+
+    rows_ptr: gl.tensor  # m and log2 l of all tiles, [n_tiles, 2, BLOCK_Q]
+    ANY: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, rows_ptr, ANY):
+        self.rows_ptr = rows_ptr
+        self.ANY = gl.constexpr(ANY)
+
+    @gluon.jit
+    def weights(self, scores, s, lse2, tile, first_column: gl.constexpr, BLOCK_Q: gl.constexpr):
+        """Weights of scores s of a tile, of columns from `first_column` on; lse2 is [1, ·]."""
+        if self.ANY:
+            columns: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+            column = first_column + gl.arange(0, s.shape[1], columns)
+            at = self.rows_ptr + tile.to(gl.int64) * (2 * BLOCK_Q) + column
+            m = gl.expand_dims(gl.load(at), 0)
+            log2_l = gl.expand_dims(gl.load(at + BLOCK_Q), 0)
+            p = scores.exact_weights(s, m, log2_l)
+        else:
+            p = gl.exp2(s * scores.unit - lse2)
+        return p
+
+
+@gluon.jit
+def column_weights(
+    scores, large, s, lse2, loop, tile, t, first_row: gl.constexpr, first_column: gl.constexpr
+):
+    """Weights and slopes of columns from `first_column` on, behind `Scores.hide_products`; weights
+    of hidden pairs are 0."""
+    s, slope = scores.finish(s)
+    p = large.weights(scores, s, lse2, tile, first_column, loop.BLOCK_Q)
+    return scores.hide_weights(p, slope, loop, t, first_row, first_column)
+
+
+@gluon.jit
+def halves(x):
+    """The left and the right half of an accumulator [ROWS, n]: its first registers, its last."""
+    N: gl.constexpr = x.shape[1] // 2
+    left, right = x.reshape([ROWS, 2, N]).permute((0, 2, 1)).split()
+    layout: gl.constexpr = accumulator(N)
+    return (
+        gl.convert_layout(left, layout, assert_trivial=True),
+        gl.convert_layout(right, layout, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def whole(left, right):
+    """The accumulator of which `left` and `right` are the `halves`."""
+    N: gl.constexpr = left.shape[1] * 2
+    x = gl.join(left, right).permute((0, 2, 1)).reshape([ROWS, N])
+    return gl.convert_layout(x, accumulator(N), assert_trivial=True)
+
+
+@gluon.jit
+def load_half(stats_smem, first: gl.constexpr, N: gl.constexpr):
+    """Statistics of N rows from `first` on, as [1, N] in the layout of a half's columns."""
+    columns: gl.constexpr = gl.SliceLayout(0, accumulator(N))
+    return gl.expand_dims(stats_smem.slice(first, N).load(columns), 0)
+
+
+@gluon.jit
+def issue_scores(own, queries):
+    """own [ROWS, D], of k or v, times queries [BLOCK_Q, D], of q or dO, transposed; under way."""
+    zero = zeros(queries.shape[0])
+    return warpgroup_mma(own, queries.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def issue_dq(ds, k, half: gl.constexpr):
+    """One half [64, 64] of dQ from ds [BLOCK_Q, BLOCK_KV] and k [BLOCK_KV, D], under way: of its
+    columns where BLOCK_Q is 64, else of its rows."""
+    if ds.shape[0] == 64:
+        k = k.slice(half * 64, 64, dim=1)
+    else:
+        ds = ds.slice(half * 64, 64, dim=0)
+    return warpgroup_mma(ds, k, zeros(64), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def clean_keys(W: gl.constexpr, tiles):
+    """Replace what is not finite in one half of k and of v. On return both halves are clean."""
+    k, v = tiles.keys(0, True)
+    if gl.max(find_nonfinite(k, W, 2) | find_nonfinite(v, W, 2), 0) != 0:
+        overwrite_nonfinite(k, W, 2, largest(k.dtype))
+        overwrite_nonfinite(v, W, 2, 0)
+        fence_async_shared()
+        # Triton, which does not know of `sync_consumers`, would have warps wait in every step.
+        await_warps()
+    tiles.sync_consumers()
+
+
+@gluon.jit
+def begin_loop(W: gl.constexpr, n, begin, n_keys, queue, tiles):
+    """The n-th loop of a consumer, whose steps begin with number `begin`, once its keys and first
+    query tiles are there; where its steps end, and whether it has large scores. Keys were loaded
+    `n_keys` times before."""
+    loop, is_large = queue.read(n)
+    end = begin + loop.n_steps
+    is_any = loop.n_steps > 0
+    mbarrier.wait(tiles.kv_full_bar, n_keys & 1, pred=is_any)
+    tiles.wait(begin, pred=is_any)
+    MASKED: gl.constexpr = loop.HAS_LEFT or loop.HAS_RIGHT
+    if MASKED:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
+        if is_any:
+            clean_keys(W, tiles)
+    return loop, end, is_large
+
+
+@gluon.jit
+def end_loop(W: gl.constexpr, n, loop, tiles, dq_sums, dk, dv, scale):
+    """The end of a loop, after `n` steps in all: publishes the last tile of dQ that this consumer
+    has staged, and stages dk and dv."""
+    fence_async_shared()
+    dq_sums.publish(n - 1, loop.n_steps > 0)
+    tiles.sync_consumers()
+    if loop.HAS_LEFT or loop.HAS_RIGHT:
+        # Whatever is not finite is NaN: `nonfinite.py`.
+        dk += dk * 0.0
+        dv += dv * 0.0
+    nan_if_bad = loop.nan_if_bad()
+    tiles.stage_dkv(W, (n + 1) % STAGES, dk * (scale + nan_if_bad), dv * (1.0 + nan_if_bad))

@@ -1,0 +1,123 @@
+"""Sizes and masks of a launch of the backward: which sequence owns a tile, and which tiles see it.
+
+A slot is a place for a tile of one head (`call.Cut`).
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
+from lockstep.kernels.sequences import checked_length
+
+
+@aggregate
+class Sizes:
+    """Sizes, masks and lengths of one launch."""
+
+    q_slots: gl.tensor  # of a head of queries, for tiles of statistics
+    H: gl.tensor  # heads of a sequence that own tiles: Hkv where programs own keys, else Hq
+    heads_per_kv: gl.tensor
+    B: gl.tensor
+    Sq: gl.tensor
+    Skv: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    kv_batch_rows: gl.tensor  # from one batch to the next in a clipped tensor map of k and v
+    bounds_ptr: gl.tensor  # of packed sequences: `rows.py`
+    kv_lens_ptr: gl.tensor
+    LAYOUT: gl.constexpr  # "dense", "kv_lens" or "varlen"
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    HAS_EDGE: gl.constexpr  # the last key tile may be cut short
+    BLOCK_Q: gl.constexpr
+    BLOCK_KV: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, numbers, bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, BLOCK_Q,
+        BLOCK_KV,
+    ):  # fmt: skip
+        self.q_slots = numbers[0]
+        self.H = numbers[1]
+        self.heads_per_kv = numbers[2]
+        self.B = numbers[3]
+        self.Sq = numbers[4]
+        self.Skv = numbers[5]
+        self.left = numbers[6]
+        self.right = numbers[7]
+        self.kv_batch_rows = numbers[8]
+        # A pointer that the layout does not need is None. Any tensor may stand for it.
+        self.bounds_ptr = bounds_ptr if LAYOUT == "varlen" else self.B
+        self.kv_lens_ptr = kv_lens_ptr if LAYOUT == "kv_lens" else self.B
+        self.LAYOUT = gl.constexpr(LAYOUT)
+        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
+        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+        self.HAS_EDGE = gl.constexpr(HAS_EDGE)
+        self.BLOCK_Q = gl.constexpr(BLOCK_Q)
+        self.BLOCK_KV = gl.constexpr(BLOCK_KV)
+
+    @gluon.jit
+    def locate(self, slot, head, BY_KEYS: gl.constexpr):
+        """Whose tile a slot is: the sequence and the head in it, its first query and key in the
+        tensors, its lengths, and whether it is good. `head` counts through all sequences, H to
+        each, unless they are packed; slots then go by their offsets of keys, or of queries. A bad
+        sequence that is not packed has no keys."""
+        if self.LAYOUT == "varlen":
+            # Offsets of queries, of keys, and which sequences are good: `rows.py`.
+            cu_q_ptr = self.bounds_ptr
+            cu_kv_ptr = self.bounds_ptr + (self.B + 2)
+            BLOCK: gl.constexpr = self.BLOCK_KV if BY_KEYS else self.BLOCK_Q
+            batch = find_sequence(slot, cu_kv_ptr if BY_KEYS else cu_q_ptr, self.B + 1, BLOCK)
+            q_start = gl.load(cu_q_ptr + batch)
+            kv_start = gl.load(cu_kv_ptr + batch)
+            len_q = gl.load(cu_q_ptr + batch + 1) - q_start
+            len_kv = gl.load(cu_kv_ptr + batch + 1) - kv_start
+            is_good = gl.load(cu_kv_ptr + (self.B + 2) + batch) != 0
+        else:
+            batch = head // self.H
+            head = head % self.H
+            q_start = batch * 0
+            kv_start = batch * 0
+            len_q = self.Sq
+            len_kv = self.Skv
+            is_good = batch == batch
+            if self.LAYOUT == "kv_lens":
+                kv_start = batch * self.kv_batch_rows
+                len_kv, is_good = checked_length(self.kv_lens_ptr, batch, self.Skv)
+        return batch, head, q_start, kv_start, len_q, len_kv, is_good
+
+
+@gluon.jit
+def find_sequence(slot, cu_ptr, B, BLOCK: gl.constexpr):
+    """The packed sequence that owns a slot: sequence b has the slots from cu[b] // BLOCK + b on,
+    enough for its tiles and at most one too many."""
+    low = slot * 0
+    high = B
+    while high - low > 1:
+        middle = (low + high) // 2
+        first = gl.load(cu_ptr + middle) // BLOCK + middle
+        low = gl.where(first <= slot, middle, low)
+        high = gl.where(first <= slot, high, middle)
+    return low
+
+
+@gluon.jit
+def tiles_in_sight(
+    idx, length, other_length, is_good, before, after, HAS_BEFORE: gl.constexpr,
+    HAS_AFTER: gl.constexpr, BLOCK: gl.constexpr, OTHER_BLOCK: gl.constexpr,
+):  # fmt: skip
+    """The tiles of OTHER_BLOCK rows, keys or queries, that a tile of BLOCK rows of the other kind
+    sees; `idx` is its first row, and a row sees `before` rows left of the diagonal, `after` right
+    of it. Returns the first tile, how many there are, -1 if the sequence is bad, and how far the
+    diagonal of row `idx` is from the first row of the first tile."""
+    diagonal = idx + (other_length - length)
+    begin = idx * 0
+    end = other_length
+    if HAS_BEFORE:
+        begin = gl.maximum(diagonal - before, 0)
+    if HAS_AFTER:
+        last = gl.minimum(idx + BLOCK, length) - 1 + (other_length - length)
+        end = gl.minimum(end, last + after + 1)
+    end = gl.where(idx < length, gl.maximum(end, 0), 0)
+    first_tile = begin // OTHER_BLOCK
+    n_tiles = gl.maximum(gl.cdiv(end, OTHER_BLOCK) - first_tile, 0)
+    return first_tile, gl.where(is_good, n_tiles, -1), diagonal - first_tile * OTHER_BLOCK
