@@ -165,7 +165,7 @@ BEGINS = {
     ("plan",): "lockstep.ladder.cli._problem",
     ("trace", "naive"): "lockstep.ladder.cli._problem",
     ("show", "naive"): "lockstep.ladder.cli._problem",
-    ("claims",): "lockstep.ladder.claims.page.findings",
+    ("claims",): "lockstep.ladder.claims.claim.Claim.test",
 }
 
 

@@ -8,16 +8,22 @@ typed.
 from __future__ import annotations
 
 import codecs
+import json
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.console import Console
+from rich.text import Text
 from typer.core import TyperGroup
 
+from lockstep.console import BAD
+
 USAGE, INTERRUPTED = 2, 130
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script to read.")]
 
 # One character for one: columns stay where they are.
 _INSTEAD = str.maketrans("·×µ–−±²ᵀᵢΣ≤≥✓✗…█▉▊▋▌▍▎▏", "*xu--~2TiS<>yn~########")
@@ -37,6 +43,22 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with _ended_by_a_line():
             return super().invoke(ctx)
+
+
+def print_json(value: Any) -> None:
+    """Print what a command found on standard output, for a script to read."""
+    typer.echo(json.dumps(value, indent=1))
+
+
+@contextmanager
+def ends_with_status_2(*errors: type[Exception]) -> Iterator[None]:
+    """Errors of these kinds end the command with one message on standard error and status 2."""
+    try:
+        yield
+    except errors as error:
+        line = Text.assemble(("error: ", BAD), str(error))
+        Console(stderr=True, highlight=False).print(line, soft_wrap=True)
+        raise typer.Exit(USAGE) from None
 
 
 def by_option(error: Exception, options: dict[str, str]) -> str:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from lockstep import environment
 from lockstep.console import OURS, QUIET
+from lockstep.formats import dtype_name
 
 CLAIMS = ("deterministic", "batch_invariant", "query_invariant", "constant_time")
 
@@ -42,7 +43,7 @@ def kernels() -> list[dict[str, Any]]:
             for dtype in dtypes:
                 q = torch.empty(1, 8, 128, 64, dtype=dtype, device=device)
                 problem = describe(Tensors(q, q, q), Options(causal=True))
-                refusals[f"{device} {_short(dtype)}"] = kernel.supports(problem)
+                refusals[f"{device} {dtype_name(dtype)}"] = kernel.supports(problem)
         claims = {claim: getattr(kernel, claim) for claim in CLAIMS}
         differentiable = kernel.prepare_backward is not None
         found.append(
@@ -152,7 +153,3 @@ def _grouped(places: list[str]) -> str:
         device, dtype = place.split()
         devices.setdefault(device, []).append(dtype)
     return ", ".join(f"{device} {' '.join(dtypes)}" for device, dtypes in devices.items())
-
-
-def _short(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# Names of dtypes on a command line and in tables, with PyTorch's.
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+
 
 def number(value: float) -> str:
     """Up to 9999 as it is, then three digits with k, M or G.
@@ -52,3 +55,13 @@ def duration(seconds: float | None) -> str:
         if value < 999.5:
             return f"{value:.3g} {unit}"
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
+
+
+def dtype_name(dtype: object) -> str:
+    """The short name of a torch dtype; PyTorch's own where it has none.
+
+    >>> dtype_name("torch.bfloat16")
+    'bf16'
+    """
+    name = str(dtype).removeprefix("torch.")
+    return next((short for short, full in DTYPES.items() if full == name), name)

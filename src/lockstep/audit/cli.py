@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.audit import distributed_cli, exact_cli
-from lockstep.command import by_option
+from lockstep.command import Json, by_option, ends_with_status_2, print_json
 from lockstep.console import BAD, GOOD, NO, OURS, QUIET, YES, progress, table
+from lockstep.formats import DTYPES
 
 if TYPE_CHECKING:
     from lockstep.audit.calls import Shape
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Test the claims of the kernels on this machine.", no_args_is_help=True)
 
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 # By the field of `Shape` that they set.
 OPTIONS = {
     "B": "--batch",
@@ -31,7 +30,6 @@ OPTIONS = {
     "D": "--head-dim",
     "repeats": "--repeats",
 }
-USAGE = 2
 
 app.command()(exact_cli.exact)
 app.command()(distributed_cli.distributed)
@@ -55,29 +53,23 @@ def bits(
         typer.Option(help="fp16, bf16, fp32; fp32 on a CPU and bf16 on a GPU, if not given."),
     ] = None,
     repeats: Annotated[int, typer.Option(help="How often one call is made.")] = 20,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON for a script to read.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Compare results bit by bit: repeated, alone and in a batch, packed, paged, in chunks.
 
     Each kernel is held to what it claims, forward and backward. Exit status 1 at the first
     difference, which is printed with its place and both bit patterns; 2 if nothing can run.
     """
-    aside = Console(stderr=True)
-    try:
+    with ends_with_status_2(ValueError):
         shape, kernels, others = _prepare(
             device, kernel, dtype, (batch, heads, kv_heads, seq, head_dim, repeats)
         )
-    except ValueError as error:
-        aside.print(f"error: {error}", style=BAD, soft_wrap=True)
-        raise typer.Exit(USAGE) from None
-    outcomes = _run(shape, kernels, aside)
+    outcomes = _run(shape, kernels, Console(stderr=True))
     ok = all(outcome.ok for outcome in outcomes)
     if as_json:
         checks = [outcome.as_json() for outcome in outcomes]
         found = {"shape": _shape_json(shape), "ok": ok, "checks": checks, "not_audited": others}
-        typer.echo(json.dumps(found, indent=1))
+        print_json(found)
     else:
         _report(shape, outcomes, others, Console())
     raise typer.Exit(0 if ok else 1)

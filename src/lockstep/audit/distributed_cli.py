@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,12 +9,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from lockstep.command import Json, ends_with_status_2, print_json
 from lockstep.console import BAD, GOOD, NO, QUIET, YES, table
 
 if TYPE_CHECKING:
     from lockstep.audit.distributed import Case
 
-USAGE = 2
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -34,9 +33,7 @@ def distributed(
         str | None,
         typer.Option(help="fp16, bf16, fp32; fp32 on a CPU and bf16 on a GPU, if not given."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON for a script to read.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Compare attention on several ranks with one process, bit by bit: run it under torchrun.
 
@@ -45,12 +42,8 @@ def distributed(
     Exit status 1 on every rank if a bit differs on any, which is printed with rank, place and both
     bit patterns; 2 if nothing can run.
     """
-    aside = Console(stderr=True)
-    try:
+    with ends_with_status_2(ValueError, NotImplementedError):
         found = _prepare(method, device, dtype, (seq, heads, kv_heads, head_dim))
-    except (ValueError, NotImplementedError) as error:
-        aside.print(f"error: {error}", style=BAD, soft_wrap=True)
-        raise typer.Exit(USAGE) from None
     rows, refused, ranks = _run(found)
     import torch.distributed as dist
 
@@ -58,7 +51,7 @@ def distributed(
     if dist.get_rank() == 0:
         result = {"ranks": ranks, "ok": ok, "cases": rows, "not_audited": refused}
         if as_json:
-            typer.echo(json.dumps(result, indent=1))
+            print_json(result)
         else:
             _report(result, Console())
     dist.destroy_process_group()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -12,13 +11,13 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from lockstep.command import Json, ends_with_status_2, print_json
 from lockstep.console import BAD, GOOD, OURS, QUIET, table
 
 if TYPE_CHECKING:
     from lockstep.audit.exact import Failure, Summary
     from lockstep.kernels.kernel import Kernel
 
-USAGE = 2
 MINUTES = 1.0
 
 
@@ -39,9 +38,7 @@ def exact(
     seed: Annotated[
         int | None, typer.Option(help="Draws the same problems again; another each time if not.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON for a script to read.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Draw problems of all kinds and check error rule, leaks, bits, memory and bad metadata.
 
@@ -50,19 +47,15 @@ def exact(
     """
     # PyTorch's profiler counts what a call allocates, and would log a line.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    aside = Console(stderr=True)
-    try:
+    with ends_with_status_2(ValueError):
         where, kernels = _prepare(device, kernel, minutes, problems)
-    except ValueError as error:
-        aside.print(f"error: {error}", style=BAD, soft_wrap=True)
-        raise typer.Exit(USAGE) from None
     if minutes is None and problems is None:
         minutes = MINUTES
     if seed is None:
         seed = time.time_ns() % 2**31
-    summary = _run(kernels, where, seed, minutes, problems, aside)
+    summary = _run(kernels, where, seed, minutes, problems, Console(stderr=True))
     if as_json:
-        typer.echo(json.dumps({"device": where, "seed": seed, **summary.as_json()}, indent=1))
+        print_json({"device": where, "seed": seed, **summary.as_json()})
     else:
         _report(summary, where, seed, Console())
     raise typer.Exit(0 if summary.ok else 1)

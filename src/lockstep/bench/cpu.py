@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lockstep import formats
 from lockstep.bench.timing import Timings, WrongResult, interleave
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ Call = Callable[..., tuple["Tensor", ...]]
 
 # The contenders; the second is Lockstep again, on the same inputs in fp32.
 LOCKSTEP, LOCKSTEP_FP32, SDPA = "lockstep", "fp32", "SDPA"
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES = ("fp32", "bf16", "fp16")
 # The oracle holds all scores of the rows that are checked.
 CHECKED_ROWS = 256
 
@@ -136,7 +137,7 @@ def _inputs(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    dtype = getattr(torch, DTYPES[case.dtype])
+    dtype = getattr(torch, formats.DTYPES[case.dtype])
 
     def normal(H: int, S: int) -> Tensor:
         return torch.randn(1, H, S, case.D, generator=generator).to(dtype)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lockstep.formats import dtype_name
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -61,7 +63,7 @@ def exactness() -> Iterator[Exactness]:
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         inputs = _inputs(dtype)
-        yield compare(f"{_name(dtype)} output", _lockstep(*inputs), expected(inputs)["out"])
+        yield compare(f"{dtype_name(dtype)} output", _lockstep(*inputs), expected(inputs)["out"])
 
     inputs = _inputs(torch.float32)
     dout = torch.randn(B, HQ, S, D, generator=torch.Generator().manual_seed(1))
@@ -150,7 +152,3 @@ def _on_one_thread(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Ten
 
 def _share_equal(a: Tensor, b: Tensor) -> float:
     return float((a == b).float().mean())
-
-
-def _name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")

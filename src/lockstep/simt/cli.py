@@ -9,14 +9,16 @@ Functions for a Typer application to mount::
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lockstep.command import Json, ends_with_status_2, print_json
 
 from .errors import SimtError
 from .kernel import Kernel
@@ -54,7 +56,7 @@ def trace(
     grid: Annotated[str, typer.Option(help="Blocks: 8, or 8,4 or 8,4,2.")] = "",
     block: Annotated[str, typer.Option(help="Threads of a block, likewise.")] = "",
     shared: Annotated[int, typer.Option(help="Bytes of dynamic shared memory.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a script.")] = False,
+    as_json: Json = False,
     html: Html = None,
 ) -> None:
     """Run a kernel on the lockstep machine; print phases, annotated source and hazards.
@@ -80,7 +82,7 @@ def trace(
         if html is not None:
             save_page(html, [result], kernel.__name__)
     if as_json:
-        typer.echo(json.dumps(result.to_json(), indent=2))
+        print_json(result.to_json())
     else:
         Console(soft_wrap=False).print(result)
     raise typer.Exit(1 if result.hazards else 0)
@@ -116,20 +118,9 @@ def save_page(path: Path, traces: Sequence[Trace], title: str) -> None:
         raise UsageError(f"--html takes a file that can be written: {error}") from None
 
 
-class reported:
+def reported() -> AbstractContextManager[None]:
     """Turns what is wrong with a kernel or a launch into a message and exit status 2."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        if isinstance(error, (SimtError, ValueError, TypeError)):
-            Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escaped(error)}")
-            raise typer.Exit(2) from error
-
-
-def escaped(error: Exception) -> str:
-    return str(error).replace("[", "\\[")
+    return ends_with_status_2(SimtError, ValueError, TypeError)
 
 
 def progress_bar() -> Progress:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from lockstep.command import Json, print_json
+from lockstep.console import progress
 
 
 def claims(
@@ -15,15 +16,15 @@ def claims(
     verdict: Annotated[
         str, typer.Option(help="Only this verdict: holds, differs, depends or not measured.")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a script.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Hold the claims of five documents on attention kernels against plan, trace and bench.
 
     Takes less than a minute; needs no GPU, since measured times are read from results files.
     Exit status 2 for a document or a verdict that there is not.
     """
-    from . import CLAIMS, DEPENDS, DIFFERS, HOLDS, UNMEASURED, Claim
-    from .page import by_document, findings, ledger, summary
+    from . import CLAIMS, DEPENDS, DIFFERS, HOLDS, UNMEASURED
+    from .page import by_document, ledger, summary
 
     verdicts = (HOLDS, DIFFERS, DEPENDS, UNMEASURED)
     if verdict and verdict not in verdicts:
@@ -36,18 +37,16 @@ def claims(
         raise typer.BadParameter(
             f"'{document}', there are {', '.join(names)}", param_hint="--document"
         )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("claims", total=len(chosen))
-
-        def told(claim: Claim) -> None:
-            progress.update(task, advance=1, description=claim.document)
-
-        found = findings(chosen, told)
+    found = []
+    with progress(Console(stderr=True), len(chosen)) as steps:
+        for claim in chosen:
+            steps.say(claim.document)
+            found.append(claim.test())
+            steps.done()
     if verdict:
         found = [finding for finding in found if finding.verdict == verdict]
     if as_json:
-        typer.echo(json.dumps([finding.as_json() for finding in found], indent=1))
+        print_json([finding.as_json() for finding in found])
         return
     console = Console()
     console.print(ledger(found))

@@ -6,7 +6,6 @@ counts per tile, which do not change with the number of tiles.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -91,8 +90,7 @@ def measured(suite: str) -> Mapping[str, Any] | None:
     root = results.checkout()
     if root is None:
         return None
-    runs = [json.loads(path.read_text()) for path in (root / results.RESULTS).glob("*.json")]
-    return max((r for r in runs if r["suite"] == suite), key=lambda r: r["date"], default=None)
+    return results.newest(suite, root / results.RESULTS)
 
 
 def _rows(suite: str) -> list[Mapping[str, Any]]:
@@ -103,14 +101,7 @@ def _rows(suite: str) -> list[Mapping[str, Any]]:
 def where(suite: str) -> str | None:
     """One line that says on what a suite was measured."""
     run = measured(suite)
-    if run is None:
-        return None
-    env = run["environment"]
-    parts = [*env["hardware"]["gpus"], f"torch {env['versions']['torch']}", run["date"]]
-    commit = env["commit"]
-    if commit:
-        parts.append(f"commit {commit['hash'][:7]}{' with local changes' * commit['dirty']}")
-    return ", ".join(parts)
+    return None if run is None else results.where_on_gpu(run)
 
 
 def microseconds(title: str, problem: Problem) -> float | None:
