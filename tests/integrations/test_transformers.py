@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from transformers.cache_utils import DynamicCache, StaticCache
 
 import lockstep
+from lockstep import padded
 from lockstep.integrations import transformers as integration
 from lockstep.integrations.transformers import masks
 from lockstep.integrations.transformers.attention import _seen
@@ -129,9 +130,9 @@ def test_attention_outputs_have_the_same_bits_alone_and_in_a_batch():
 def test_a_contiguous_cache_is_not_copied(monkeypatch):
     """Keys of a cache [B, H, S, D] go to the kernel where they lie."""
     seen = []
-    original = lockstep.attention_varlen
+    original = padded.attention_varlen
     monkeypatch.setattr(
-        lockstep, "attention_varlen", lambda *a, **b: (seen.append(a), original(*a, **b))[1]
+        padded, "attention_varlen", lambda *a, **b: (seen.append(a), original(*a, **b))[1]
     )
     q, k, v = (torch.randn(3, 4, n, 16) for n in (1, 50, 50))
     mask = torch.arange(50) >= torch.tensor([0, 20, 49])[:, None]

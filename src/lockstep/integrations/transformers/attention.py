@@ -1,9 +1,6 @@
 """One layer's attention as transformers calls it, by `lockstep.attention` or `attention_varlen`.
 
-Padded batches run as packed ones, without a copy: the tokens of a batch [B, H, S, D] lie at equal
-distances in memory, so they are one long row of tokens, of which each sequence takes its part. What
-lies between, padding and the unused end of a cache, are sequences without queries. Results of
-padding are 0.
+Padded batches run as packed ones, without a copy (`lockstep.padded`); their padding becomes 0.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ from torch import Tensor
 
 import lockstep
 from lockstep.integrations.transformers.masks import Plan, decode, is_plan
+from lockstep.padded import attention_in_ranges
 
 # What models pass along that changes nothing here: about caches, outputs and losses, positions
 # that rotary embeddings have used, and what other implementations want to know of `cu_seq_lens`.
@@ -175,16 +173,6 @@ def _seen(plan: Plan, query: Tensor, key: Tensor) -> Tensor:
     return seen
 
 
-def _tokens(x: Tensor) -> tuple[Tensor, int]:
-    """[B, H, S, D] as tokens [T, H, D], and how many of them lie from one sequence to the next."""
-    B, H, S, D = x.shape
-    batch, head, token, last = x.stride()
-    if B > 1 and batch != S * token and not x.requires_grad and token and batch % token == 0:
-        step = batch // token
-        return x.as_strided(((B - 1) * step + S, H, D), (token, head, last)), step
-    return x.transpose(1, 2).reshape(B * S, H, D), S
-
-
 def _packed(
     call: Call,
     query: Tensor,
@@ -205,35 +193,9 @@ def _packed(
 def _in_ranges(
     call: Call, query: Tensor, key: Tensor, value: Tensor, plan: Plan, ranges: Tensor
 ) -> Tensor:
-    """Each batch row is four sequences: queries before the keys begin, if those do not count; the
-    sequence itself; queries after it; keys up to the next one's first."""
-    B, H, Sq, _ = query.shape
-    q = query.transpose(1, 2).reshape(B * Sq, H, -1)
-    (k, step), (v, value_step) = _tokens(key), _tokens(value)
-    if step != value_step:
-        k, v = (x.transpose(1, 2).reshape(-1, *x.shape[1::2]) for x in (key, value))
-        step = key.shape[2]
-    offsets = _offsets(plan, ranges, Sq, step, k.shape[0])
-    out = lockstep.attention_varlen(
-        q, k, v, *offsets, causal=plan.causal, window=plan.window, **call._asdict()
-    )
-    return out.view(B, Sq, H, -1)
-
-
-def _offsets(plan: Plan, ranges: Tensor, Sq: int, step: int, total: int) -> tuple[Tensor, Tensor]:
-    """cu_seqlens_q and cu_seqlens_k [4 B + 2] int32, where keys of a row begin every `step`."""
-    B = ranges.shape[0]
     start, end, late = ranges.unbind(1)
-    zero = torch.zeros_like(start)
-    early = start if plan.window is not None and not plan.causal else zero
-    row = torch.arange(B, dtype=torch.int32, device=ranges.device)
-    # Where each of the four ends.
-    own = (Sq - late).clamp(min=0)
-    in_q = torch.stack([early, own, zero + Sq, zero + Sq], 1) + row[:, None] * Sq
-    first = row * step
-    following = torch.cat([first[1:] + start[1:], first.new_full((1,), total)])
-    in_k = torch.stack([first + start, first + end, first + end, following], 1)
-    # One more before them: the keys in front of the first row's.
-    of_q = torch.cat([zero.new_zeros(2), in_q.flatten()])
-    of_k = torch.cat([zero.new_zeros(1), start[:1], in_k.flatten()])
-    return of_q, of_k
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    # The first query of a window to both sides stands at the first key.
+    early = start if plan.window is not None and not plan.causal else None
+    options = {"causal": plan.causal, "window": plan.window, **call._asdict()}
+    return attention_in_ranges(q, k, v, start, end, early=early, late=late, **options)[0]

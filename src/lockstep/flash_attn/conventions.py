@@ -1,0 +1,112 @@
+"""From the conventions of flash_attn to those of `lockstep.attention`, and back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import lockstep
+
+WindowSize = tuple["int | None", "int | None"]
+NO_WINDOW: WindowSize = (-1, -1)
+
+
+class Scores(NamedTuple):
+    """The options of `lockstep.attention` that say what scores become and which keys count."""
+
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        softmax_scale: float | None,
+        causal: bool,
+        window_size: WindowSize,
+        softcap: float,
+        sinks: Tensor | None = None,
+    ) -> Scores:
+        """A causal mask sets the right side of the window to 0; negative sides have no limit."""
+        left, right = (None if x is None or x < 0 else x for x in window_size)
+        window = None if left is None and (causal or right is None) else (left, right)
+        if causal and window is not None:
+            window = (left, 0)
+        return cls(causal, window, softmax_scale, softcap or None, sinks)
+
+
+def refuse(function: str, **arguments: Any) -> None:
+    """Raises NotImplementedError for the first argument that asks for something."""
+    for name, value in arguments.items():
+        if value is not None and value is not False and not (value == 0):
+            raise NotImplementedError(
+                f"{function}: {name} is not supported by Lockstep, got {value}"
+            )
+
+
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores,
+    kv_lens: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] of q, k, v with tokens before heads."""
+    bias = None
+    if alibi_slopes is not None:
+        bias = alibi_bias(alibi_slopes, q.shape[1], k.shape[1], kv_lens)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = lockstep.attention(
+        q, k, v, **scores._asdict(), bias=bias, kv_lens=kv_lens, return_lse=True
+    )
+    return out.transpose(1, 2), lse
+
+
+def packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    scores: Scores,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out [Tq, Hq, Dv] and lse [Hq, Tq] of packed tokens.
+
+    Of sequence b, the first `seqused_q[b]` queries and `seqused_k[b]` keys are used. The rest is a
+    sequence of its own: queries without keys, whose out is 0, and keys without queries.
+    """
+    if seqused_q is not None or seqused_k is not None:
+        used_q = _used(cu_seqlens_q, seqused_q)
+        used_k = _used(cu_seqlens_k, seqused_k)
+        # Three parts: used; the other queries; the other keys.
+        cu_seqlens_q = torch.stack([used_q, cu_seqlens_q[1:], cu_seqlens_q[1:]], 1)
+        cu_seqlens_k = torch.stack([used_k, used_k, cu_seqlens_k[1:]], 1)
+        cu_seqlens_q, cu_seqlens_k = (
+            torch.cat([x.new_zeros(1), x.flatten()]) for x in (cu_seqlens_q, cu_seqlens_k)
+        )
+    out, lse = lockstep.attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, **scores._asdict(), return_lse=True
+    )
+    return out, lse.transpose(0, 1)
+
+
+def _used(offsets: Tensor, used: Tensor | None) -> Tensor:
+    """Where the used part of each sequence ends."""
+    return offsets[1:] if used is None else offsets[:-1] + used.to(offsets.dtype)
+
+
+def alibi_bias(slopes: Tensor, Sq: int, Skv: int, kv_lens: Tensor | None) -> Tensor:
+    """-slope · distance to the diagonal, [B or 1, Hq, Sq, Skv] float32, of slopes [Hq] or
+    [B, Hq]."""
+    lens = torch.tensor([Skv], device=slopes.device) if kv_lens is None else kv_lens
+    q_idx = torch.arange(Sq, device=slopes.device) - Sq + lens[:, None]  # [B, Sq]
+    distance = (q_idx[:, :, None] - torch.arange(Skv, device=slopes.device)).abs()
+    slopes = slopes.float().view(-1, slopes.shape[-1], 1, 1)
+    return -slopes * distance[:, None]
