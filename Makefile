@@ -11,7 +11,7 @@ TRITON := triton==3.6.0
 TRITONS := 3.7.1 3.8.0 3.9.0
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test tritons audit lint bench clean
+.PHONY: help demo test tritons audit lint bench report gallery clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -40,6 +40,12 @@ lint: $(READY) ## check style, types, and the tables in the docs
 
 bench: $(READY) ## time the CPU path against PyTorch
 	@$(BIN)/lockstep bench cpu $(ARGS)
+
+report: $(READY) ## write one HTML page of the ladder, lockstep-report.html
+	@$(BIN)/lockstep report $(ARGS)
+
+gallery: report ## take the picture in README from it; needs Chromium
+	$(BIN)/python tests/report/gallery.py lockstep-report.html docs/gallery.png
 
 clean: ## remove the environment, caches and compiled kernels
 	rm -rf $(VENV) build .pytest_cache .hypothesis .mypy_cache .ruff_cache

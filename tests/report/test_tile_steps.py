@@ -54,10 +54,10 @@ def test_steps_follow_the_phases_and_name_the_tile():
     ]
     assert [step["tile"] for step in found["steps"]] == [0, *[1] * 4, *[2] * 5]
     roles = [array["role"] for array in found["arrays"]]
-    assert roles == ["Q", "K", "V", "S", "m", "l", "acc", "out"]
+    assert roles == ["Q", "K", "V", "S, then P", "m", "l", "acc", "out"]
     sizes = {array["role"]: (array["rows"], array["columns"]) for array in found["arrays"]}
     assert sizes["Q"] == (45, 32)  # without the padding of its rows
-    assert sizes["S"] == (45, 90)
+    assert sizes["S, then P"] == (45, 90)
     changed = [sorted(step["changed"]) for step in found["steps"]]
     assert changed[1] == ["k_tile", "v_tile"]
     assert changed[4] == ["acc"]
@@ -68,5 +68,6 @@ def test_values_become_bytes():
     steps = [("kernel", Snapshot("fill", 1, {}), {"x": array})]
     found = encoded(steps, {"x": "shared"}, {"x": "x"})
     (step,) = found["steps"]
-    assert list(base64.b64decode(step["changed"]["x"])) == [100, 200, 254, NOTHING, 0, 150]
-    assert found["arrays"][0]["scale"] == 2
+    picture = step["changed"]["x"]
+    assert picture["scale"] == 2
+    assert list(base64.b64decode(picture["codes"])) == [100, 200, 254, NOTHING, 0, 150]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from transposed import traced, transposed
 
 from lockstep.ladder.plan import PEAKS
 from lockstep.report import measured
-from lockstep.report.kernel_view import BINS, kernel_view
+from lockstep.report.kernel_view import BINS, RESOLUTION, kernel_view
 
 
 def test_a_view_has_the_counts_of_the_trace():
@@ -45,7 +46,23 @@ def test_the_strip_has_a_row_per_thread():
     assert len(strip["threads"]) == 128
     assert all(len(row) == BINS for row in strip["rows"])
     assert strip["busy"] == pytest.approx(1)
-    assert len(strip["spans"]) % 4 == 0
+    assert strip["barriers"] == 1
+    for warp in range(4):
+        mine = [s for s in zip(*[iter(strip["spans"])] * 4, strict=True) if s[0] == warp]
+        assert mine[0][1] == 0
+        assert mine[-1][2] == strip["length"]
+        assert all(a[2] == b[1] for a, b in pairwise(mine))
+
+
+def test_spans_too_short_to_be_seen_are_left_out(data):
+    strip = data["rungs"][0]["launches"][0]["strip"]
+    spans = list(zip(*[iter(strip["spans"])] * 4, strict=True))
+    first = {span[0]: span for span in reversed(spans)}
+    assert all(
+        end - start >= strip["length"] / RESOLUTION
+        for warp, start, end, phase in spans
+        if (warp, start, end, phase) != first[warp]
+    )
 
 
 def test_a_trace_without_a_record_is_refused():

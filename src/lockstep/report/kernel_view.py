@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from lockstep.simt.machine.recording import Pattern, Recording
+from lockstep.simt.machine.recording import Pattern, Recording, Span
 from lockstep.simt.machine.trace import Trace
 from lockstep.simt.occupancy import Occupancy
 
@@ -15,6 +16,8 @@ from .listing import listing
 
 BINS = 240  # of the strips, over the time of the block
 LEVELS = 9  # of activity, written as one digit
+RESOLUTION = 1200  # parts of a block's time that a timeline can show
+FEW = 120  # barriers that can be told apart
 
 
 def kernel_view(
@@ -79,10 +82,27 @@ def _strip(recording: Recording) -> dict[str, Any]:
         "phases": [name or "(outside)" for name in recording.phases],
         "rows": rows,
         "threads": [number[text] for text in texts],
-        "spans": [n for s in recording.spans for n in (s.warp, s.start, s.end, s.phase)],
-        "barriers": recording.barriers,
+        "spans": [n for s in _visible(recording) for n in (s.warp, s.start, s.end, s.phase)],
+        "barriers": len(recording.barriers),
+        "barrier_times": recording.barriers if len(recording.barriers) <= FEW else [],
         "busy": float(recording.activity(1).mean()),
     }
+
+
+def _visible(recording: Recording) -> list[Span]:
+    """The spans of all warps, without those too short to be seen: the one before goes on."""
+    shortest = recording.length / RESOLUTION
+    last: dict[int, Span] = {}
+    found = []
+    for span in recording.spans:
+        before = last.get(span.warp)
+        short = span.end - span.start < shortest
+        if before is not None and (short or span.phase == before.phase):
+            before.end = span.end
+        else:
+            last[span.warp] = replace(span)
+            found.append(last[span.warp])
+    return found
 
 
 def _arrays(recording: Recording) -> list[dict[str, Any]]:

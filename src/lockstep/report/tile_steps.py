@@ -105,28 +105,30 @@ def encoded(
     """Pictures as bytes, each given at the steps at which it changes."""
     steps = [(kernel, snapshot, _flat(held)) for kernel, snapshot, held in steps]
     shapes = _shapes(held for _, _, held in steps)
-    scales = _scales((held for _, _, held in steps), shapes)
+    scales = _scales(steps)
     order = list(names)
     arrays = [
         {
             "name": name,
-            "role": names[name.split(" ")[0]] + name.partition(" ")[1] + name.partition(" ")[2],
+            "role": _role(name, names, shapes),
             "place": PLACES[spaces[name.split(" ")[0]]],
             "rows": shapes[name][0],
             "columns": shapes[name][1],
-            "scale": scales[name],
         }
         for name in sorted(shapes, key=lambda n: order.index(n.split(" ")[0]))
     ]
-    last = {name: _code(np.full(shape, np.nan), shape, 1) for name, shape in shapes.items()}
+    last = {name: np.full(shape, np.nan) for name, shape in shapes.items()}
     shown = []
     numbers = _tiles([snapshot.phase for _, snapshot, _ in steps])
     for (kernel, snapshot, held), tile in zip(steps, numbers, strict=True):
         changed = {}
         for name in held.keys() & shapes.keys():
-            text = _code(held[name], shapes[name], scales[name])
-            if last[name] != text:
-                changed[name] = last[name] = text
+            rows, columns = shapes[name]
+            array = held[name][:rows, :columns]
+            if not np.array_equal(last[name], array, equal_nan=True):
+                last[name] = array
+                scale = scales[name, snapshot.phase]
+                changed[name] = {"scale": scale, "codes": _code(array, scale)}
         shown.append(
             {
                 "kernel": kernel,
@@ -168,19 +170,29 @@ def _shapes(pictures: Iterable[Pictures]) -> dict[str, tuple[int, int]]:
     return {name: shape for name, shape in shapes.items() if shape[0]}
 
 
-def _scales(pictures: Iterable[Pictures], shapes: Mapping[str, Any]) -> dict[str, float]:
-    """The largest magnitude of every picture, over all steps."""
-    scales = dict.fromkeys(shapes, 0.0)
-    for held in pictures:
-        for name in shapes.keys() & held.keys():
-            finite = held[name][np.isfinite(held[name])]
-            if finite.size:
-                scales[name] = max(scales[name], float(np.abs(finite).max()))
+def _scales(steps: list[tuple[str, Snapshot, Pictures]]) -> dict[tuple[str, str], float]:
+    """The largest magnitude of every picture by phase: what holds scores after one phase may hold
+    weights after the next."""
+    scales: dict[tuple[str, str], float] = {}
+    for _, snapshot, held in steps:
+        for name, array in held.items():
+            finite = array[np.isfinite(array)]
+            largest = float(np.abs(finite).max()) if finite.size else 0.0
+            key = name, snapshot.phase
+            scales[key] = max(scales.get(key, 0.0), largest)
     return scales
 
 
-def _code(array: np.ndarray, shape: tuple[int, int], scale: float) -> str:
-    values = array[: shape[0], : shape[1]]
+def _role(name: str, roles: Mapping[str, str], shown: Iterable[str]) -> str:
+    """What a picture is of; scores that weights replace in place say so."""
+    array, _, stage = name.partition(" ")
+    role = roles[array]
+    if role == "S" and not any(roles[other.split(" ")[0]] == "P" for other in shown):
+        role = "S, then P"
+    return f"{role} {stage}" if stage else role
+
+
+def _code(values: np.ndarray, scale: float) -> str:
     finite = np.where(np.isfinite(values), values, 0)
     codes = np.rint(100 + 100 * finite / (scale or 1))
     codes = np.where(np.isnan(values), NOTHING, codes)

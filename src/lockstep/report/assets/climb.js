@@ -57,7 +57,7 @@ function ladderChart(title, unit, rungs, value, text) {
     y: { domain: rungs.map((r) => r.title), label: null, tickSize: 0 },
     marks: [
       Plot.ruleY(shown, { x1: domain[0], x2: value, y: "title", stroke: "currentColor", strokeOpacity: 0.18, strokeWidth: 7 }),
-      Plot.lineX(shown, { x: value, y: "title", stroke: "var(--accent)", strokeOpacity: 0.55 }),
+      Plot.lineX(rungs, { x: value, y: "title", stroke: "var(--accent)", strokeOpacity: 0.55 }),
       Plot.dot(shown, { x: value, y: "title", r: 4.5, fill: "var(--accent)" }),
       Plot.text(shown, { x: value, y: "title", dx: 9, textAnchor: "start", text: (r) => text(value(r)), fill: "currentColor" }),
     ],

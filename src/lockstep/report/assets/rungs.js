@@ -1,7 +1,9 @@
 // One rung at a time: what it launches, over time, in memory, line by line.
+const FIRST = "small_tile (tree)"; // shown before another one is chosen
+
 function rungsSection() {
   const rungs = data.rungs.filter((r) => r.launches);
-  let at = data.kind === "ladder" ? Math.min(4, rungs.length - 1) : 0, launch = 0;
+  let at = Math.max(0, rungs.findIndex((r) => r.title === FIRST)), launch = 0;
   const place = h("div", { class: "rung" });
   const select = h("select", { id: "rung", "aria-label": "rung", onchange: () => choose(+select.value) }, rungs.map((r, i) => h("option", { value: i }, r.title)));
   const previous = h("button", { type: "button", onclick: () => choose(at - 1) }, "‹ lower");
@@ -61,14 +63,14 @@ function phasesView(launch) {
 
 function stepsSection() {
   if (!data.steps.length) return null;
-  const start = data.kind === "ladder" ? Math.max(0, data.steps.findIndex((s) => s.rung === "small_tile")) : 0;
+  const start = Math.max(0, data.steps.findIndex((s) => s.title === FIRST));
   let view;
   const place = h("div");
   const about = h("p", { class: "quiet small" });
   function show(i) {
     const steps = data.steps[i];
     view = tilesView(steps);
-    about.textContent = (steps.problem ? `${steps.title}, ${steps.problem}, block 0. ` : "") + "Blue is negative, orange positive, each matrix on a scale of its own; dark is −∞, empty is not written yet. A frame marks what the phase changed.";
+    about.textContent = (steps.problem ? `${steps.title}, ${steps.problem}, block 0. ` : "") + "Blue is negative, orange positive, each matrix after each phase on a scale of its own; dark is −∞, empty is not written yet. A frame marks what the phase changed.";
     place.replaceChildren(about, view);
   }
   show(start);

@@ -17,7 +17,7 @@ function stripView(launch) {
   const waits = h("span", {}, h("i", { style: "background:var(--empty);border:1px solid var(--line)" }), "idle or waiting");
   return h("div", { class: "strips" },
     h("h3", {}, "Threads and warps over time"),
-    h("p", { class: "quiet small" }, `Block ${strip.block}, ${strip.threads.length} threads in ${warps} warps. Time runs to the right, in warp instructions: ${number(strip.length)} in all, ${strip.barriers.length} block ${strip.barriers.length === 1 ? "barrier" : "barriers"}. Threads are busy ${percent(strip.busy)} of it.`),
+    h("p", { class: "quiet small" }, `Block ${strip.block}, ${strip.threads.length} threads in ${warps} warps. Time runs to the right, in warp instructions: ${number(strip.length)} in all, ${strip.barriers} block ${strip.barriers === 1 ? "barrier" : "barriers"}. Threads are busy ${percent(strip.busy)} of it.`),
     legend(phases, waits),
     h("figure", { class: "strip lanes" }, h("figcaption", {}, "Lanes: a row per thread, thread 0 on top"),
       laneCanvas(strip, spans, readout), timeAxis(strip)),
@@ -83,10 +83,8 @@ function warpCanvas(strip, spans, warps, readout) {
     context.fillStyle = phaseColour(s.phase);
     context.fillRect(x(s.start), s.warp * row + 1, Math.max(0.5, x(s.end) - x(s.start)), row - 2);
   }
-  if (strip.barriers.length <= 120) {
-    context.fillStyle = "rgba(128,128,128,.9)";
-    for (const time of strip.barriers) context.fillRect(x(time) - 0.5, 0, 1, canvas.height);
-  }
+  context.fillStyle = "rgba(128,128,128,.9)";
+  for (const time of strip.barrier_times) context.fillRect(x(time) - 0.5, 0, 1, canvas.height);
   canvas.addEventListener("pointermove", (event) => {
     const time = (event.offsetX / canvas.clientWidth) * strip.length, warp = Math.floor((event.offsetY / canvas.clientHeight) * warps);
     const span = spans.find((s) => s.warp === warp && s.start <= time && time < s.end);

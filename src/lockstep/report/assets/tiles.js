@@ -14,7 +14,7 @@ function tileColours() {
 }
 
 function tilesView(steps) {
-  const arrays = new Map(steps.arrays.map((a) => [a.name, { ...a, turned: a.role === "out" || /^K( stage|$)/.test(a.role), codes: null }]));
+  const arrays = new Map(steps.arrays.map((a) => [a.name, { ...a, turned: a.role === "out" || /^K( stage|$)/.test(a.role), codes: null, scale: 0 }]));
   const attention = steps.arrays.some((a) => a.role === "acc");
   const grid = h("div", { class: "tiles" + (attention ? "" : " free") });
   const status = h("p", { class: "status", role: "status", "aria-live": "polite" });
@@ -29,7 +29,7 @@ function tilesView(steps) {
     array.canvas.style.width = `${Math.max(columns * scale, columns === 1 ? 10 : 0)}px`;
     array.canvas.style.height = `${rows * scale}px`;
     array.canvas.addEventListener("pointermove", (event) => readValue(array, event, readout));
-    array.figure = h("figure", { "data-array": array.name }, h("figcaption", { title: `${array.rows} × ${array.columns}, ${array.place}` }, h("b", {}, array.role + (array.turned ? "ᵀ" : "")),
+    array.figure = h("figure", { "data-array": array.name }, h("figcaption", { title: `${array.rows} × ${array.columns}, ${array.place}` }, h("b", {}, array.turned ? array.role.replace(/^(K|out)/, "$1ᵀ") : array.role),
       columns * scale > 60 ? [` ${rows}×${columns}`, h("br"), array.place] : null), array.canvas);
     const role = array.role.split(/[ ,]/)[0];
     const at = attention ? (array.role.includes("or V") ? [1, 2] : PLACES[role] ?? [3, 1]) : null;
@@ -54,7 +54,8 @@ function tilesView(steps) {
     for (let i = 0; i <= at; i++) Object.assign(known, steps.steps[i].changed);
     const now = steps.steps[at];
     for (const array of arrays.values()) {
-      array.codes = known[array.name] ?? null;
+      array.codes = known[array.name]?.codes ?? null;
+      array.scale = known[array.name]?.scale ?? 0;
       array.figure.classList.toggle("changed", array.name in now.changed);
       paintTile(array);
     }
