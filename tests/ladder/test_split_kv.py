@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.ladder import Problem, find, plans_of, run_on_machine
+from lockstep.ladder import Problem, find, launches_of, plans_of, run_on_machine
 from lockstep.ladder.check import errors
 from lockstep.ladder.rungs.r7_split_kv import splits_of
 
@@ -64,3 +64,25 @@ def test_the_workspace_of_the_documents():
     assert join.grid == (32, 1)
     assert partial.workspace == 266_240
     assert join.workspace == 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_launch_gives_the_bits_of_two(causal):
+    problem = Problem(B=1, H=2, S=150, D=32, causal=causal)
+    found = {}
+    for join in ("kernel", "last_block"):
+        rung = RUNG.choose(tile="32x32", kv_tiles=2, join=join)
+        found[join], traces = run_on_machine(rung, problem)
+        for trace in traces:
+            trace.check()
+    assert len(traces) == 1
+    assert torch.equal(found["kernel"], found["last_block"])
+
+
+def test_the_count_of_finished_blocks_is_set_back():
+    problem = Problem(B=1, H=1, S=70, D=32)
+    rung = RUNG.choose(tile="8x8", kv_tiles=2, join="last_block")
+    (launch,) = launches_of(rung, problem, problem.draw())
+    for _ in range(2):
+        launch.kernel[launch.grid, launch.block].trace(**launch.arguments).check()
+        assert not launch.arguments["finished"].any()

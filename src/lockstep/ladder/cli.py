@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from lockstep.command import by_option
 from lockstep.simt import cli as simt_cli
-from lockstep.simt.cli import Arguments, Html, UsageError, progress_bar, reported, save_page
+from lockstep.simt.cli import Arguments, Html, UsageError, reported, save_page
+
+from .tracing import compare, traced
 
 if TYPE_CHECKING:
-    from lockstep.simt.machine import Trace
-
-    from .check import Errors
     from .rung import Problem, Rung
     from .survey import Row
 
@@ -56,6 +55,9 @@ Tile = Annotated[
 KvTiles = Annotated[
     str | None, typer.Option(help="split_kv: 1 to 16, or all.", rich_help_panel=PROBLEM)
 ]
+Join = Annotated[
+    str | None, typer.Option(help="split_kv: kernel or last_block.", rich_help_panel=PROBLEM)
+]
 Stage = Annotated[
     str | None,
     typer.Option(
@@ -87,6 +89,7 @@ def trace(
     tile: Tile = None,
     kv_tiles: KvTiles = None,
     stage: Stage = None,
+    join: Join = None,
     against: Annotated[
         str,
         typer.Option(
@@ -110,14 +113,14 @@ def trace(
         simt_cli.trace(target, arg, grid, block, shared, as_json, html)
         return
     with reported():
-        rung = chosen(rung, softmax=softmax, tile=tile, kv_tiles=kv_tiles, stage=stage)
+        rung = chosen(rung, softmax=softmax, tile=tile, kv_tiles=kv_tiles, stage=stage, join=join)
         problem = problem_of(batch, heads, seq, head_dim, causal, dtype, length)
         if against:
             from . import find
 
             other = rung_named(against) or find(against)
-            _compare((rung, other), problem, as_json)
-        traces, found = _traced(rung, problem, record=None if html is None else 0)
+            compare((rung, other), problem, as_json)
+        traces, found = traced(rung, problem, record=None if html is None else 0)
         if html is not None:
             save_page(html, traces, f"{rung.title}, {problem}")
     if as_json:
@@ -148,6 +151,7 @@ def show(
     tile: Tile = None,
     kv_tiles: KvTiles = None,
     stage: Stage = None,
+    join: Join = None,
 ) -> None:
     """Print what a rung, or any kernel, becomes: CUDA C++ (the default), or SASS.
 
@@ -167,7 +171,7 @@ def show(
 
         problem = problem_of(1, 1, 128, head_dim, causal, dtype)
         wanted = [what for what, on in (("cuda", cuda), ("sass", sass)) if on] or ["cuda"]
-        rung = chosen(rung, softmax=softmax, tile=tile, kv_tiles=kv_tiles, stage=stage)
+        rung = chosen(rung, softmax=softmax, tile=tile, kv_tiles=kv_tiles, stage=stage, join=join)
         for launch in launches_of(rung, problem, problem.draw()):
             for what in wanted:
                 typer.echo(render(launch.kernel, what, **launch.arguments))
@@ -188,6 +192,7 @@ def plan(
     tile: Tile = None,
     kv_tiles: KvTiles = None,
     stage: Stage = None,
+    join: Join = None,
     as_json: Json = False,
 ) -> None:
     """Say in closed form what rungs launch on a GPU, how they fit, and what bounds them.
@@ -204,7 +209,13 @@ def plan(
         steps = _all_steps()
         if target:
             rung = rung_named(target) or find(target)
-            options = {"softmax": softmax, "tile": tile, "kv_tiles": kv_tiles, "stage": stage}
+            options = {
+                "softmax": softmax,
+                "tile": tile,
+                "kv_tiles": kv_tiles,
+                "stage": stage,
+                "join": join,
+            }
             steps = [chosen(rung, **options)]
         rows = [row for n in names for row in survey(problem, n, steps, tracing=False)]
     if as_json:
@@ -302,50 +313,6 @@ def _check_known(target: str) -> None:
         f"'{target}' is neither a rung nor FILE.py:KERNEL nor a sample\n  rungs: {rungs}\n"
         f"  samples: {samples}"
     )
-
-
-def _traced(rung: Rung, problem: Problem, record: int | None = None) -> tuple[list[Trace], Errors]:
-    """The traces of a call, with a progress bar, and how far its output is from exact.
-
-    `record` as in `run_on_machine`.
-    """
-    from .check import errors
-    from .rung import run_on_machine
-
-    tensors = problem.draw()
-    with progress_bar() as progress:
-        task = progress.add_task(rung.title, total=None)
-        _, traces = run_on_machine(
-            rung,
-            problem,
-            tensors,
-            lambda done, whole: progress.update(task, completed=done, total=whole),
-            record=record,
-        )
-    return traces, errors(problem, tensors)
-
-
-def _compare(rungs: tuple[Rung, Rung], problem: Problem, as_json: bool) -> NoReturn:
-    """Trace both rungs, print what differs, and exit."""
-    from .survey import summary
-    from .tables import against_phases, against_table
-
-    (one, first), (other, second) = (_traced(rung, problem) for rung in rungs)
-    both = summary(one, first.ok), summary(other, second.ok)
-    titles = rungs[0].title, rungs[1].title
-    if as_json:
-        counted = [{"title": t, **asdict(c)} for t, c in zip(titles, both, strict=True)]
-        print_json({"problem": asdict(problem), "rungs": counted})
-    else:
-        console = Console()
-        console.print(f"{problem}\n")
-        console.print(against_table(titles, both))
-        console.print()
-        console.print(against_phases(titles, (one, other)))
-        for title, counted in zip(titles, both, strict=True):
-            if not counted.right:
-                console.print(f"{title} is wrong", style="bold red")
-    raise typer.Exit(1 if any(c.hazards or not c.right for c in both) else 0)
 
 
 def _all_steps() -> list[Rung]:

@@ -37,6 +37,7 @@ def sweep(
     tile: Option = None,
     kv_tiles: Option = None,
     stage: Option = None,
+    join: Option = None,
     gpu: Values = "H200",
     causal: Annotated[bool, typer.Option("--causal", help="Mask.")] = False,
     dtype: Annotated[str, typer.Option(help="float16 or bfloat16.")] = "float16",
@@ -54,7 +55,13 @@ def sweep(
         from . import find
 
         base = rung_named(target) or find(target)
-        options = {"softmax": softmax, "tile": tile, "kv_tiles": kv_tiles, "stage": stage}
+        options = {
+            "softmax": softmax,
+            "tile": tile,
+            "kv_tiles": kv_tiles,
+            "stage": stage,
+            "join": join,
+        }
         rungs = _variants(base, {name: text for name, text in options.items() if text is not None})
         sizes = (
             _numbers(text, name)

@@ -50,13 +50,21 @@ PHASE_LEGEND = (
 )
 
 
+def _narrow(*columns: str, right: Iterable[str]) -> Table:
+    """A table that fits 80 columns: figures close together, and titles broken before figures."""
+    made = table(*columns, right=right)
+    made.padding = (0, 0, 0, 0)
+    made.columns[0].no_wrap = False
+    return made
+
+
 def fit_table(rows: Iterable[Row], title: Callable[[Row], str] = lambda r: r.rung.title) -> Table:
     """What each rung launches on a GPU, and how many blocks a multiprocessor holds.
 
     `title(row)` heads the line of a row.
     """
     columns = ("grid", "thr", "KB", "regs", "occ%", "waves")
-    made = table("", *columns, "limit", right=columns)
+    made = _narrow("", *columns, "limit", right=columns)
     for row in rows:
         if row.plan is None:
             continue
@@ -81,7 +89,7 @@ def fit_table(rows: Iterable[Row], title: Callable[[Row], str] = lambda r: r.run
 def work_table(rows: Iterable[Row], title: Callable[[Row], str] = lambda r: r.rung.title) -> Table:
     """What each rung moves and waits for, and the least time that could take."""
     columns = ("tiles", "depth", "par.", "MB", "×", "extra", "roof µs")
-    made = table("", *columns, right=columns)
+    made = _narrow("", *columns, right=columns)
     for row in rows:
         if row.plan is None:
             continue
@@ -126,8 +134,7 @@ def ladder_table(
     title: Callable[[Row], str] = lambda r: r.rung.title + " ct" * r.rung.constant_time,
 ) -> Table:
     """The three lenses side by side."""
-    made = table("", *_LENSES, *(_BENCH if timed else ()), right=_LENSES + _BENCH)
-    made.padding = (0, 0, 0, 0)  # 80 columns
+    made = _narrow("", *_LENSES, *(_BENCH if timed else ()), right=_LENSES + _BENCH)
     for row in rows:
         cells = [*_plan_cells(row), *_trace_cells(row)]
         if timed:

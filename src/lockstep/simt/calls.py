@@ -165,6 +165,9 @@ class Calls(Expressions):
     def cuda_syncthreads(self, node: ast.Call) -> ir.Stmt:
         return ir.Barrier(loc=self.loc(node), phase=self.phase)
 
+    def cuda_threadfence(self, node: ast.Call) -> ir.Stmt:
+        return ir.Fence(loc=self.loc(node), phase=self.phase)
+
     def cuda_syncwarp(self, node: ast.Call, mask: ast.expr | int) -> ir.Stmt:
         return ir.WarpBarrier(self.mask(mask, node), loc=self.loc(node), phase=self.phase)
 

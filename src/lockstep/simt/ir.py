@@ -375,6 +375,11 @@ class Barrier(Stmt):
 
 
 @dataclass(eq=False)
+class Fence(Stmt):
+    """threadfence."""
+
+
+@dataclass(eq=False)
 class WarpBarrier(Stmt):
     """syncwarp; its fence orders memory among the lanes in `mask`."""
 

@@ -103,6 +103,11 @@ class cuda:
         """Barrier and memory fence over the lanes of the warp."""
 
     @_cuda
+    def threadfence():
+        """Memory fence of this thread for the whole GPU: with an atomic after it, a block hands
+        over what it wrote; with an atomic before it, a block takes over what others wrote."""
+
+    @_cuda
     def shfl_sync(mask, value, lane):
         """`value` of lane `lane` (modulo 32)."""
 

@@ -11,13 +11,28 @@ kv_tiles="all" is the kernel's unsplit self. The head dim is tiled by 16 in both
 shared memory holds 16 columns of Q, K or V at a time. Of the 8 x 8 threads of a block, each has one
 score (tile="8x8") or 8 x 8 of them (tile="64x64").
 
+With join="last_block" there is one launch: a block counts itself in when its part is written, and
+the one that finds all others there joins the parts. Who that is changes from run to run, the order
+in which parts are added does not.
+
     lockstep trace split_kv --tile 8x8 --kv-tiles 4 --seq 256 --head-dim 128
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lockstep import simt
-from lockstep.ladder.parts.rows import EMPTY, FULL, VECTOR
+from lockstep.ladder.parts.kv_splits import (
+    D_TILE,
+    P_PAD,
+    PITCH,
+    SIDE,
+    THREADS,
+    attend,
+    join_tile,
+    write_part,
+)
 from lockstep.ladder.parts.tiled import walk
 from lockstep.ladder.rung import (
     BYTES,
@@ -33,76 +48,9 @@ from lockstep.ladder.rung import (
 from lockstep.numerics import LOG2E
 from lockstep.simt import Constant, cuda, float32, int32
 
-SIDE = 8  # threads along each dimension of a tile
-THREADS = SIDE * SIDE
-D_TILE = 16  # columns of the head dim at a time, in both products
-PITCH = D_TILE + 4  # floats: eight rows, sixteen bytes of each, meet all 32 banks
-P_PAD = 8
 TILES = {"64x64": 64, "32x32": 32, "8x8": 8}
 KV_TILES = (4, 1, 2, 8, 16, "all")
-
-
-@simt.device
-def stage_columns(tile, source, first, col0, present, BLOCK: Constant):
-    """Columns col0 to col0 + 15 of BLOCK rows as float32; rows from `present` on become zero."""
-    for i in range(cuda.threadIdx.x, BLOCK * D_TILE // VECTOR, THREADS):
-        row = i // (D_TILE // VECTOR)
-        col = i % (D_TILE // VECTOR) * VECTOR
-        if row < present:
-            part = cuda.vload(source, (first + row, col0 + col), VECTOR)
-            cuda.vstore(
-                tile,
-                (row, col),
-                cuda.vec(float32(part[0]), float32(part[1]), float32(part[2]), float32(part[3])),
-            )
-            cuda.vstore(
-                tile,
-                (row, col + 4),
-                cuda.vec(float32(part[4]), float32(part[5]), float32(part[6]), float32(part[7])),
-            )
-        else:
-            cuda.vstore(tile, (row, col), cuda.vec(0.0, 0.0, 0.0, 0.0))
-            cuda.vstore(tile, (row, col + 4), cuda.vec(0.0, 0.0, 0.0, 0.0))
-
-
-@simt.device
-def add_scores(s, q_part, k_part, ty, tx, R: Constant):
-    """s[i, j] += q · k over the 16 columns in shared memory."""
-    queries = cuda.local.array((R, 4), float32)
-    for d in range(0, D_TILE, 4):
-        for i in range(R):
-            a = cuda.vload(q_part, (ty + SIDE * i, d), 4)
-            queries[i, 0] = a.x
-            queries[i, 1] = a.y
-            queries[i, 2] = a.z
-            queries[i, 3] = a.w
-        for j in range(R):
-            b = cuda.vload(k_part, (tx + SIDE * j, d), 4)
-            for i in range(R):
-                s[i, j] += queries[i, 0] * b.x
-                s[i, j] += queries[i, 1] * b.y
-                s[i, j] += queries[i, 2] * b.z
-                s[i, j] += queries[i, 3] * b.w
-
-
-@simt.device
-def add_values(acc, t, p_tile, v_part, ty, tx, BLOCK: Constant, R: Constant):
-    """acc[t, i, :] += p · v for two of the 16 columns in shared memory."""
-    for kv in range(0, BLOCK, 4):
-        a = cuda.vload(v_part, (kv, 2 * tx), 2)
-        b = cuda.vload(v_part, (kv + 1, 2 * tx), 2)
-        c = cuda.vload(v_part, (kv + 2, 2 * tx), 2)
-        d = cuda.vload(v_part, (kv + 3, 2 * tx), 2)
-        for i in range(R):
-            p = cuda.vload(p_tile, (ty + SIDE * i, kv), 4)
-            acc[t, i, 0] += p.x * a.x
-            acc[t, i, 1] += p.x * a.y
-            acc[t, i, 0] += p.y * b.x
-            acc[t, i, 1] += p.y * b.y
-            acc[t, i, 0] += p.z * c.x
-            acc[t, i, 1] += p.z * c.y
-            acc[t, i, 0] += p.w * d.x
-            acc[t, i, 1] += p.w * d.y
+JOIN = ("kernel", "last_block")
 
 
 @simt.kernel
@@ -129,8 +77,6 @@ def partial_attention(
     m = cuda.local.array(R, float32)
     l = cuda.local.array(R, float32)
 
-    tx = cuda.threadIdx.x % SIDE
-    ty = cuda.threadIdx.x // SIDE
     first_q = cuda.blockIdx.x * BLOCK
     first = cuda.blockIdx.z * seq  # row of this head's first token
     end = seq  # of the keys that some row of this block sees
@@ -141,73 +87,14 @@ def partial_attention(
         return
     end = min(end, begin + kv_tiles * BLOCK)
 
-    for i in range(R):
-        m[i] = EMPTY
-        l[i] = 0.0
-        for t in range(D // D_TILE):
-            acc[t, i, 0] = 0.0
-            acc[t, i, 1] = 0.0
-
-    for first_kv in range(begin, end, BLOCK):
-        with simt.phase("scores"):
-            for i in range(R):
-                for j in range(R):
-                    s[i, j] = 0.0
-            for t in range(D // D_TILE):
-                # the columns before are still being read
-                cuda.syncthreads()
-                stage_columns(q_part, q, first + first_q, t * D_TILE, seq - first_q, BLOCK)
-                stage_columns(kv_part, k, first + first_kv, t * D_TILE, seq - first_kv, BLOCK)
-                cuda.syncthreads()
-                add_scores(s, q_part, kv_part, ty, tx, R)
-
-        with simt.phase("softmax"):
-            for i in range(R):
-                limit = seq
-                if CAUSAL:
-                    limit = min(seq, first_q + ty + SIDE * i + 1)
-                top = EMPTY
-                for j in range(R):
-                    seen = first_kv + tx + SIDE * j < limit
-                    s[i, j] = s[i, j] * scale_log2 if seen else EMPTY
-                    top = max(top, s[i, j])
-                # a row lies in eight neighbouring lanes
-                for hop in range(3):
-                    top = max(top, cuda.shfl_xor_sync(FULL, top, 1 << hop))
-                top = max(top, m[i])
-                # a row that has seen no key yet: infinity minus infinity would be NaN
-                base = 0.0 if top == EMPTY else top
-                factor = cuda.exp2(m[i] - base)
-                m[i] = top
-                l[i] *= factor
-                for j in range(R):
-                    p = cuda.exp2(s[i, j] - base)
-                    p_tile[ty + SIDE * i, tx + SIDE * j] = p
-                    l[i] += p
-                for t in range(D // D_TILE):
-                    acc[t, i, 0] *= factor
-                    acc[t, i, 1] *= factor
-
-        with simt.phase("output"):
-            for t in range(D // D_TILE):
-                cuda.syncthreads()
-                stage_columns(kv_part, v, first + first_kv, t * D_TILE, seq - first_kv, BLOCK)
-                cuda.syncthreads()
-                add_values(acc, t, p_tile, kv_part, ty, tx, BLOCK, R)
-
+    attend(
+        acc, m, l, s, q_part, kv_part, p_tile, q, k, v, first, first_q, begin, end, seq, scale_log2,
+        D, BLOCK, R, CAUSAL,
+    )  # fmt: skip
     with simt.phase("write"):
         q_tile = cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x
         entry = (q_tile * cuda.gridDim.y + cuda.blockIdx.y) * BLOCK
-        for i in range(R):
-            row = entry + ty + SIDE * i
-            for t in range(D // D_TILE):
-                pair = cuda.vec(acc[t, i, 0], acc[t, i, 1])
-                cuda.vstore(part_o, (row, t * D_TILE + 2 * tx), pair)
-            for hop in range(3):
-                l[i] += cuda.shfl_xor_sync(FULL, l[i], 1 << hop)
-            if tx == 0:
-                part_m[row] = m[i]
-                part_l[row] = l[i]
+        write_part(part_o, part_m, part_l, entry, acc, m, l, D, R)
 
 
 @simt.kernel
@@ -231,38 +118,75 @@ def join_parts(
     if CAUSAL:  # what lies behind the diagonal was not computed
         used = (min(seq, first_q + BLOCK) + split_keys - 1) // split_keys
     with simt.phase("join"):
-        for i in range(cuda.threadIdx.x, BLOCK * D // 4, JOINERS):
-            row = i // (D // 4)
-            col = i % (D // 4) * 4
-            if first_q + row < seq:
-                m = EMPTY
-                for part in range(used):
-                    m = max(m, part_m[(entry + part) * BLOCK + row])
-                l = 0.0
-                x = 0.0
-                y = 0.0
-                z = 0.0
-                w = 0.0
-                for part in range(used):
-                    at = (entry + part) * BLOCK + row
-                    factor = cuda.exp2(part_m[at] - m)
-                    l += factor * part_l[at]
-                    o = cuda.vload(part_o, (at, col), 4)
-                    x += factor * o.x
-                    y += factor * o.y
-                    z += factor * o.z
-                    w += factor * o.w
-                inverse = 1.0 / l
-                cuda.vstore(
-                    out,
-                    (cuda.blockIdx.y * seq + first_q + row, col),
-                    cuda.vec(
-                        DTYPE(x * inverse),
-                        DTYPE(y * inverse),
-                        DTYPE(z * inverse),
-                        DTYPE(w * inverse),
-                    ),
-                )
+        join_tile(
+            part_o, part_m, part_l, out, entry, used, first_q, cuda.blockIdx.y * seq, seq,
+            D, BLOCK, JOINERS, DTYPE,
+        )  # fmt: skip
+
+
+@simt.kernel
+def split_in_one_launch(
+    q,  # [B·H·S, D]
+    k,
+    v,
+    part_o: float32[:, :],  # [entries · BLOCK, D]: unnormalised outputs
+    part_m: float32[:],  # [entries · BLOCK]
+    part_l: float32[:],
+    finished: int32[:],  # [B·H · query tiles]: blocks that have left their part; 0 between launches
+    out,  # [B·H·S, D]
+    seq: int32,
+    kv_tiles: int32,  # that a block attends to
+    scale_log2: float32,
+    D: Constant,
+    BLOCK: Constant,
+    R: Constant,
+    CAUSAL: Constant,
+    DTYPE: Constant,
+):
+    q_part = cuda.shared.array((BLOCK, PITCH), float32)
+    kv_part = cuda.shared.array((BLOCK, PITCH), float32)
+    p_tile = cuda.shared.array((BLOCK, BLOCK + P_PAD), float32)
+    place = cuda.shared.array(1, int32)  # of this block, among those of its query tile
+    s = cuda.local.array((R, R), float32)
+    acc = cuda.local.array((D // D_TILE, R, 2), float32)
+    m = cuda.local.array(R, float32)
+    l = cuda.local.array(R, float32)
+
+    first_q = cuda.blockIdx.x * BLOCK
+    first = cuda.blockIdx.z * seq  # row of this head's first token
+    end = seq  # of the keys that some row of this block sees
+    if CAUSAL:
+        end = min(seq, first_q + BLOCK)
+    split_keys = kv_tiles * BLOCK
+    used = (end + split_keys - 1) // split_keys  # blocks of this query tile that have keys
+    begin = cuda.blockIdx.y * split_keys
+    if begin >= end:
+        return
+    end = min(end, begin + split_keys)
+
+    attend(
+        acc, m, l, s, q_part, kv_part, p_tile, q, k, v, first, first_q, begin, end, seq, scale_log2,
+        D, BLOCK, R, CAUSAL,
+    )  # fmt: skip
+    with simt.phase("write"):
+        q_tile = cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x
+        entry = (q_tile * cuda.gridDim.y + cuda.blockIdx.y) * BLOCK
+        write_part(part_o, part_m, part_l, entry, acc, m, l, D, R)
+        cuda.syncthreads()
+        if cuda.threadIdx.x == 0:
+            # what the block wrote is handed over, what the others did is taken over
+            cuda.threadfence()
+            place[0] = cuda.atomic.add(finished, q_tile, 1)
+            cuda.threadfence()
+        cuda.syncthreads()
+    if place[0] == used - 1:
+        with simt.phase("join"):
+            join_tile(
+                part_o, part_m, part_l, out, q_tile * cuda.gridDim.y, used, first_q, first, seq,
+                D, BLOCK, THREADS, DTYPE,
+            )  # fmt: skip
+        if cuda.threadIdx.x == 0:
+            cuda.atomic.exch(finished, q_tile, 0)
 
 
 def _kv_tiles(problem: Problem, block: int, kv_tiles: int | str) -> int:
@@ -276,7 +200,7 @@ def splits_of(problem: Problem, tile: str, kv_tiles: int | str) -> int:
     return -(-problem.S // (block * _kv_tiles(problem, block, kv_tiles)))
 
 
-def refuses(problem: Problem, tile: str, kv_tiles: int | str) -> str | None:
+def refuses(problem: Problem, tile: str, kv_tiles: int | str, join: str) -> str | None:
     """A workspace beyond int32 indices."""
     block = TILES[tile]
     rows = -(-problem.S // block) * splits_of(problem, tile, kv_tiles) * problem.heads * block
@@ -294,8 +218,11 @@ def _joiners(block: int, D: int) -> int:
     return min(1024, block * D // 4)
 
 
-def launches(problem: Problem, tensors: Tensors, tile: str, kv_tiles: int | str) -> list[Launch]:
-    """Partial attention by (query tile, split, head), then the reduction by (query tile, head)."""
+def launches(
+    problem: Problem, tensors: Tensors, tile: str, kv_tiles: int | str, join: str
+) -> list[Launch]:
+    """Partial attention by (query tile, split, head), then the reduction by (query tile, head) if
+    it is a kernel of its own."""
     import torch
 
     q, k, v, out = tensors
@@ -322,9 +249,14 @@ def launches(problem: Problem, tensors: Tensors, tile: str, kv_tiles: int | str)
         "scale_log2": problem.scale * LOG2E,
         "R": block // SIDE,
     }
+    heads = problem.heads
+    if join == "last_block":
+        finished = torch.zeros(heads * q_tiles, dtype=torch.int32, device=q.device)
+        arguments = {**partial, "finished": finished, "out": out, "DTYPE": q.dtype}
+        return [Launch(split_in_one_launch, (q_tiles, splits, heads), THREADS, arguments)]
     split_keys = _kv_tiles(problem, block, kv_tiles) * block
     joiners = _joiners(block, problem.D)
-    join = {
+    reduction = {
         **shared,
         "out": out,
         "splits": splits,
@@ -332,14 +264,13 @@ def launches(problem: Problem, tensors: Tensors, tile: str, kv_tiles: int | str)
         "JOINERS": joiners,
         "DTYPE": q.dtype,
     }
-    heads = problem.heads
     return [
         Launch(partial_attention, (q_tiles, splits, heads), THREADS, partial),
-        Launch(join_parts, (q_tiles, heads), joiners, join),
+        Launch(join_parts, (q_tiles, heads), joiners, reduction),
     ]
 
 
-def plans(problem: Problem, tile: str, kv_tiles: int | str) -> list[LaunchPlan]:
+def plans(problem: Problem, tile: str, kv_tiles: int | str, join: str) -> list[LaunchPlan]:
     """Blocks that lie wholly behind a causal diagonal return at once."""
     S, D, heads, block = problem.S, problem.D, problem.heads, TILES[tile]
     per_block = _kv_tiles(problem, block, kv_tiles)
@@ -374,7 +305,34 @@ def plans(problem: Problem, tile: str, kv_tiles: int | str) -> list[LaunchPlan]:
         store_sectors=used * (block * D * 4 // SECTOR + 2 * block // 4) * heads,
         workspace=walked.q_tiles * splits * heads * entry,
     )
-    return [partial, _join_plan(problem, block, per_block)]
+    reduction = _join_plan(problem, block, per_block)
+    if join == "last_block":
+        return [_in_one_launch(partial, reduction, used * heads, walked.q_tiles * heads, block)]
+    return [partial, reduction]
+
+
+def _in_one_launch(
+    partial: LaunchPlan, reduction: LaunchPlan, parts: int, q_tiles: int, block: int
+) -> LaunchPlan:
+    """Both in one: every part is counted by an atomic between two barriers, and the count of every
+    query tile set back."""
+    (join,) = reduction.phases
+    atomics = parts + q_tiles
+    assert partial.load_sectors is not None
+    assert partial.store_sectors is not None
+    assert reduction.load_sectors is not None
+    assert reduction.store_sectors is not None
+    return replace(
+        partial,
+        kernel="split_in_one_launch",
+        shared_bytes=partial.shared_bytes + shared_layout(4),
+        phases=(*partial.phases, replace(join, threads=THREADS)),
+        barriers=partial.barriers + 2 * parts,
+        load_bytes=partial.load_bytes + reduction.load_bytes,
+        store_bytes=partial.store_bytes + reduction.store_bytes + 4 * atomics,
+        load_sectors=partial.load_sectors + reduction.load_sectors,
+        store_sectors=partial.store_sectors + reduction.store_sectors + atomics,
+    )
 
 
 def _join_plan(problem: Problem, block: int, per_block: int) -> LaunchPlan:
@@ -410,10 +368,11 @@ RUNG = Rung(
     launches=launches,
     plans=plans,
     refuses=refuses,
-    options={"tile": tuple(TILES), "kv_tiles": KV_TILES},
+    options={"tile": tuple(TILES), "kv_tiles": KV_TILES, "join": JOIN},
     variants=(
         {"tile": "8x8", "kv_tiles": 4},
         {"tile": "64x64", "kv_tiles": "all"},
         {"tile": "64x64", "kv_tiles": 4},
+        {"join": "last_block"},
     ),
 )

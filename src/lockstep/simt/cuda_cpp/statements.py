@@ -123,6 +123,9 @@ class Statements(Fragments):
     def stmt_barrier(self, stmt: ir.Barrier) -> None:
         self.put("__syncthreads();", stmt)
 
+    def stmt_fence(self, stmt: ir.Fence) -> None:
+        self.put("__threadfence();", stmt)
+
     def stmt_warpbarrier(self, stmt: ir.WarpBarrier) -> None:
         whole = stmt.mask.const == 0xFFFFFFFF
         self.put(f"__syncwarp({'' if whole else self.expr(stmt.mask)});", stmt)

@@ -236,6 +236,10 @@ class Accesses(Control):
                 self._uninitialised(UNINITIALISED_SHARED, site, array, bad, self.frame)
         self.note_write(site, array, address, self.frame)
         self.count(site, array, address, array.item, self.frame)
+        if isinstance(array, GlobalArray) and self.hazards.order is not None:
+            element = address + array.shadow_start
+            where = id(array.shadow)
+            self.hazards.order.atomic(self.frame, element, where, self.block_numbers, self.clock)
         frame, dtype = self.frame, NUMPY[array.dtype]
         place = np.broadcast_to(np.asarray(address, np.int64), frame.shape)
         if isinstance(array, SharedArray):

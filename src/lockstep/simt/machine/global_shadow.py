@@ -1,7 +1,8 @@
 """Races in global memory, within a block and between blocks.
 
-Nothing orders two blocks of one launch, so any two of them that touch one element, one writing,
-race; atomics among themselves do not. Within a block barriers count, as in shared memory.
+Two blocks of one launch that touch one element, one writing, race, unless one has handed over to
+the other: see `block_order`. Atomics among themselves do not race. Within a block barriers count,
+as in shared memory.
 """
 
 from __future__ import annotations
@@ -96,6 +97,10 @@ class GlobalShadow:
         address, thread, block, column = access
         word, owner = words[address], owners[address]
         bad = (owner != NOBODY) & (owner != block)
+        if self.hazards.order is not None and bad.any():
+            bad[bad] = ~self.hazards.order.ordered(
+                word[bad], owner[bad], tuple(part[bad] for part in access), clock
+            )
         same = owner == block
         if same.any():
             bad |= same & clock.unordered(word, thread, column)
@@ -121,7 +126,7 @@ class GlobalShadow:
         owner, who = int(owners[first]), int(words[first]) & WHO
         apart = owner != block
         whom = "another block" if apart else "another thread of the block"
-        reason = "nothing orders blocks" if apart else "with no barrier between"
+        reason = "nothing orders the two" if apart else "with no barrier between"
         several = who >= SEVERAL_LANES or owner == SEVERAL_BLOCKS
         self.hazards.report(
             GLOBAL_RACE if apart else RACE,

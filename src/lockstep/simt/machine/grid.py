@@ -12,6 +12,7 @@ from lockstep.simt import ir
 from lockstep.simt.errors import SimtError
 from lockstep.simt.types import ArrayType, Scalar, fits, int32, uint32
 
+from .block_order import BlockOrder
 from .fragments import Fragments
 from .global_shadow import GlobalShadow
 from .hazards import Hazards
@@ -116,7 +117,8 @@ def run(
             f"a block may have {MAX_SHARED}"
         )
     program = compile_kernel(kernel)
-    hazards = Hazards(block, grid, program.sites)
+    fences = any(isinstance(stmt, ir.Fence) for stmt in ir.walk(kernel.body))
+    hazards = Hazards(block, grid, program.sites, order=BlockOrder() if fences else None)
     global_arrays = _global_arrays(kernel, arguments, hazards)
     scalars = {
         p.name: _scalar(p, arguments[p.name])

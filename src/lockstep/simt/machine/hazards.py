@@ -8,6 +8,7 @@ import numpy as np
 
 from lockstep.simt.ir import Location
 
+from .block_order import BlockOrder
 from .counters import Site
 
 Index3 = tuple[int, int, int]
@@ -79,6 +80,7 @@ class Hazards:
     grid: Index3
     sites: list[Site]
     found: dict[tuple, Hazard] = field(default_factory=dict)
+    order: BlockOrder | None = None  # of kernels that fence
 
     def __post_init__(self) -> None:
         self.is_atomic = np.array([site.kind == "atomic" for site in self.sites], bool)

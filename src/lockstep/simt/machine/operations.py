@@ -66,6 +66,7 @@ def _own_kind(stmt: ir.Stmt) -> str | None:
         ir.AsyncWait: "copy",
         ir.Barrier: "barrier",
         ir.WarpBarrier: "barrier",
+        ir.Fence: "fence",
         ir.If: "branch",
         ir.While: "branch",
     }.get(type(stmt))

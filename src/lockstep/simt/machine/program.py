@@ -191,6 +191,9 @@ class _Generator(ExpressionWriter):
     def stmt_barrier(self, stmt: ir.Barrier, indent: int, loop: str | None) -> None:
         self.emit(indent, f"m.syncthreads({self.site('barrier', '', 'syncthreads', stmt.loc)})")
 
+    def stmt_fence(self, stmt: ir.Fence, indent: int, loop: str | None) -> None:
+        self.emit(indent, f"m.threadfence({self.site('fence', '', 'threadfence', stmt.loc)})")
+
     def stmt_warpbarrier(self, stmt: ir.WarpBarrier, indent: int, loop: str | None) -> None:
         site = self.site("warp barrier", "", "syncwarp", stmt.loc)
         self.emit(indent, f"m.syncwarp({site}, {self.expr(stmt.mask)})")

@@ -67,6 +67,11 @@ class Warps(Accesses):
         self._check_mask(site, mask, "syncwarp", DIVERGENT_BARRIER)
         self.clock.warps_met(self.frame)
 
+    def threadfence(self, site: Site) -> None:
+        site.hit(self.frame)
+        assert self.hazards.order is not None
+        self.hazards.order.fence(self.frame, self.block_numbers, self.clock)
+
     def _check_mask(self, site: Site, mask: Value, what: str, kind: str) -> None:
         """Every lane the mask names and that has not returned must be here, the caller included."""
         frame = self.frame
