@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
@@ -13,9 +12,10 @@ from rich.console import Console
 from lockstep import results
 from lockstep.bench import gpu, gpu_cases, gpu_timing, ours, peers, show
 from lockstep.bench.contender import Contender
+from lockstep.command import USAGE, print_json
 from lockstep.console import BAD, QUIET, progress
 
-WRONG, USAGE = 1, 2
+WRONG = 1
 
 
 def main(
@@ -57,7 +57,7 @@ def main(
     wanted = choose(tables, cases)
     stopped = _run_all(run, wanted, chosen, quick, deadline, directory, aside)
     if as_json:
-        print(json.dumps(run, indent=1))
+        print_json(run)
     else:
         _report(run, Console())
     if directory is not None:

@@ -7,14 +7,13 @@ Functions for a Typer application to mount::
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from lockstep.command import by_option
+from lockstep.command import Json, by_option, print_json
 from lockstep.simt import cli as simt_cli
 from lockstep.simt.cli import Arguments, Html, UsageError, reported, save_page
 
@@ -69,7 +68,6 @@ Gpus = Annotated[
     str, typer.Option(help="T4, A100, RTX4090, L4, L40S, H100, H200 or B200; several by commas.")
 ]
 Gpu = Annotated[str, typer.Option(help="T4, A100, RTX 4090, L4, L40S, H100, H200 or B200.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script to read.")]
 
 
 def trace(
@@ -352,7 +350,3 @@ def has_gpu() -> bool:
 
 def _about(problem: Problem, gpu: str) -> dict[str, Any]:
     return {"problem": asdict(problem), "gpu": gpu}
-
-
-def print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=1))

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from lockstep.command import Json, print_json
 from lockstep.console import progress
 from lockstep.simt.cli import UsageError, reported
 
-from .cli import LEGEND, chosen, has_gpu, known, print_json, problem_of, rung_named
+from .cli import LEGEND, chosen, has_gpu, known, problem_of, rung_named
 
 if TYPE_CHECKING:
     from .rung import Problem, Rung
@@ -43,7 +44,7 @@ def sweep(
     dtype: Annotated[str, typer.Option(help="float16 or bfloat16.")] = "float16",
     trace: Annotated[bool, typer.Option(help="Run one head on the machine.")] = True,
     bench: Annotated[bool, typer.Option(help="Time it if there is a GPU.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a script.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Plan, trace and, where there is a GPU, time a rung for every combination of values.
 

@@ -1,0 +1,86 @@
+"""`lockstep bench`. What is heavy to import is imported inside the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lockstep.command import Json, print_json
+from lockstep.console import BAD, QUIET, progress
+
+app = typer.Typer(help="Time the kernels against PyTorch.", no_args_is_help=True)
+
+ROUNDS, QUICK_ROUNDS = 15, 3
+
+
+@app.command("cpu")
+def cpu_command(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: rougher, sooner.")] = False,
+    as_json: Json = False,
+    save: Annotated[
+        bool, typer.Option("--save", help="Write the result under benchmarks/results.")
+    ] = False,
+) -> None:
+    """Time the CPU path against PyTorch's scaled_dot_product_attention.
+
+    Every case is checked before it is timed, and all contenders take turns within one run. Speed
+    is how many times as fast as what a case is held against. Exit status 1 if a result is wrong.
+    """
+    from lockstep import results
+    from lockstep.bench import cpu, show, timing
+
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    # What is printed on the way goes to stderr: stdout is for the table, or for JSON alone.
+    aside = Console(stderr=True)
+    rows = []
+    try:
+        with progress(aside, len(cpu.CASES)) as steps:
+            for case in cpu.CASES:
+                steps.say(f"{case.name}, {case.shape}")
+                rows.append(cpu.run(case, rounds).as_json())
+                steps.done()
+    except timing.WrongResult as error:
+        aside.print(f"wrong result: {error}", style=BAD)
+        raise typer.Exit(1) from None
+    run = results.collect("cpu", rows)
+    if as_json:
+        print_json(run)
+    else:
+        console = Console()
+        console.print(show.cpu_table(rows))
+        console.print("\ngoal: the speed it must reach / the speed it aims at", style=QUIET)
+        console.print(results.where(run), style=QUIET)
+    if save:
+        root = results.checkout() or Path()
+        path = results.save(run, root / results.RESULTS)
+        aside.print(f"saved {path}", soft_wrap=True)
+
+
+@app.command("gpu")
+def gpu_command(
+    table: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="forward, small, backward, decode, varlen, host or host_decode; all, if not given."
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: rougher, sooner.")] = False,
+    as_json: Json = False,
+    save: Annotated[
+        bool,
+        typer.Option("--save", help="Write the result under benchmarks/results, case by case."),
+    ] = False,
+) -> None:
+    """Time the GPU kernels beside FlashAttention, cuDNN and flex_attention, all in one run.
+
+    Every result is checked by the error rule before it is timed, and all contenders take turns.
+    Each kernel of Lockstep has a column of its own; `chosen` names the one that a call without
+    `kernel=` runs. The first run compiles for some minutes. Exit status 1 if one of ours fails or
+    is wrong, 2 without a CUDA device.
+    """
+    from lockstep.bench import gpu_run
+
+    raise typer.Exit(gpu_run.main(table or [], quick=quick, as_json=as_json, save=save))
