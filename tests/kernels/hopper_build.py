@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import os
 import re
 from collections import Counter
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -25,7 +30,15 @@ class Build:
     """A compiled kernel, as Triton returns it."""
 
     kernel: Any
-    report: str  # of ptxas
+
+    @cached_property
+    def report(self) -> str:
+        """What ptxas says of the kernel. It takes seconds, so this is kept with Triton's builds."""
+        path = _report_path(self.kernel)
+        if not path.exists():
+            options, ptx = ("-v", "--gpu-name=sm_90a", "-o", "/dev/null"), self.kernel.asm["ptx"]
+            _keep(run_tool("ptxas", *options, content=ptx.encode(), suffix=".ptx").stderr, path)
+        return path.read_text()
 
     @cached_property
     def instructions(self) -> Instructions:
@@ -130,7 +143,23 @@ def compile_for_hopper(function: Any, arguments: tuple[Any, ...], **options: Any
         backend, dict(options), bound, specialization, launch_options
     )
     source = GluonASTSource(function, signature, constants, attributes)
-    kernel = triton.compile(source, target=target, options=launch_options.__dict__)
-    options = ("-v", "--gpu-name=sm_90a", "-o", "/dev/null")
-    ptx = kernel.asm["ptx"].encode()
-    return Build(kernel, run_tool("ptxas", *options, content=ptx, suffix=".ptx").stderr)
+    said = io.StringIO()
+    with triton.knobs.nvidia.scope(), redirect_stdout(said):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        kernel = triton.compile(source, target=target, options=launch_options.__dict__)
+    # Nothing for a build that Triton has kept.
+    if "ptxas info" in said.getvalue():
+        _keep(said.getvalue(), _report_path(kernel))
+    return Build(kernel)
+
+
+def _report_path(kernel: Any) -> Path:
+    digest = hashlib.sha256(f"{triton.__version__} {kernel.asm['ptx']}".encode()).hexdigest()
+    return Path(triton.knobs.cache.dir) / f"ptxas-{digest}.txt"
+
+
+def _keep(text: str, path: Path) -> None:
+    """Writes a file that other processes see as a whole or not at all."""
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(text)
+    unfinished.replace(path)

@@ -4,7 +4,7 @@ Its scalars are arrays of one element, which NumPy 2.4 no longer turns into an i
 have no bounds. And it keeps bfloat16 as bit patterns, which it would multiply as integers.
 
 At every call of a device function it replaces all functions of the language, which the kernel that
-makes the call has done already: this takes almost half of its time. Here it does so once per kernel.
+makes the call has done already. That takes almost half of its time. Here each kernel does so once.
 """
 
 from __future__ import annotations
