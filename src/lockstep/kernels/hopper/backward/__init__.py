@@ -1,9 +1,10 @@
 """The Hopper backward.
 
 call.py        what comes before and after the kernels of narrow and of wide heads
-rows.py        m, log2 l and delta of each row before the kernels; dQ from its sums behind them
-query_loop.py  which query tiles see a key tile
-products.py    what warpgroups compute with a tile
+rows.py        statistics of each row, before the kernels; dQ from its sums, behind them
+sizes.py       sizes and masks of a launch; which tiles see each other
+query_loop.py  key tiles, and the loop over the query tiles that see one
+scores.py      from raw products to weights and to gradients of scores
 nonfinite.py   values that are not finite, and rows that do not see them
 narrow/        head dims up to 128: one kernel, five products
 wide/          head dims from 129 to 256: two kernels, seven products

@@ -1,10 +1,10 @@
-"""Values that are not finite, taken out of the way of those who do not see them.
+"""Values that are not finite: how they are kept from rows and keys that do not see them.
 
-A hidden pair weighs 0, but 0 · NaN is NaN in a matrix product. So where there is a mask, whatever
-is not finite in v becomes 0 in shared memory, and in tiles with hidden pairs in q and dO, too. In k
-it becomes the largest number: a score of -inf, which other rows may have seen, stays out of reach.
-Who sees it loses nothing: such rows have NONFINITE for m (`rows`), infinite weights for all
-keys they see, and whatever is not finite in the end is NaN.
+A hidden pair has the weight 0, but 0 · NaN is NaN in a matrix product. So where there is a mask,
+whatever is not finite in v becomes 0 in shared memory, and in tiles with hidden pairs in q and dO,
+too. In k it becomes the largest number: a score of -inf, which other rows may have seen, stays out
+of reach. Rows that see such a value lose nothing by it: they have NONFINITE for m (`rows.py`), and
+with it infinite weights for all keys they see, and whatever is not finite in the end is NaN.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _in_chunks(tile, N: gl.constexpr, WORDS: gl.constexpr):
 
 @gluon.constexpr_function
 def largest(dtype):
-    """The bits of the largest number."""
+    """The bits of the largest number of a 16-bit dtype."""
     return 0x7F7F if dtype == gl.bfloat16 else 0x7BFF
 
 
@@ -33,9 +33,9 @@ def has_nonfinite(stats, BLOCK_Q: gl.constexpr):
     PER_LANE: gl.constexpr = BLOCK_Q // 32
     layout: gl.constexpr = gl.BlockedLayout([PER_LANE], [32], [1], [0])
     is_nonfinite = gl.abs(stats.slice(0, BLOCK_Q).load(layout)) > HUGE
-    # Of integers a maximum is one instruction with one result for the warp. One by shuffles could
-    # differ between lanes, for all that ptxas knows, and it would have every loop of the kernel,
-    # whoever runs it, gather the lanes of a warp.
+    # The maximum of integers is one instruction with one result for the warp. One by shuffles could
+    # differ between lanes, for all that ptxas knows, and then every loop of the kernel, in any
+    # partition, would gather the lanes of its warp.
     return gl.max(is_nonfinite.to(gl.int32), 0) != 0
 
 
@@ -55,7 +55,7 @@ def _chunk(num_warps):
 
 @gluon.jit
 def find_nonfinite(tile, part: gl.constexpr, PARTS: gl.constexpr):
-    """What there is in one of PARTS parts of a tile: nothing, if all that is returned is 0."""
+    """Not 0 in some element, if one of PARTS parts of a tile has a value that is not finite."""
     CHUNK: gl.constexpr = _chunk(gl.num_warps())
     N: gl.constexpr = tile.shape[0] * tile.shape[1] // (2 * PARTS * CHUNK)
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
@@ -68,6 +68,8 @@ def find_nonfinite(tile, part: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit
 def overwrite_nonfinite(tile, part: gl.constexpr, PARTS: gl.constexpr, value: gl.constexpr):
+    """Set what is not finite in one of PARTS parts of a tile to a number with these bits, signs
+    aside."""
     CHUNK: gl.constexpr = _chunk(gl.num_warps())
     N: gl.constexpr = tile.shape[0] * tile.shape[1] // (2 * PARTS * CHUNK)
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])

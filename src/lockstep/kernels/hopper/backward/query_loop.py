@@ -1,21 +1,21 @@
-"""Which keys a ticket of the backward stands for, and which query tiles a program loops over then.
+"""Key tiles of the backward, and the loop over the query tiles that see one of them.
 
-A ticket stands for BLOCK_KV keys of one head. The loop goes over all query tiles that see any of
-them, from the last to the first, once for each query head that shares these keys. Under a causal
-mask loops end at the diagonal: the first keys, which are handed out first, have the longest.
+A program owns BLOCK_KV keys of one head. Its loop goes over all query tiles that see any of them,
+from the last to the first, once for each query head that shares these keys. Under a causal mask
+loops end at the diagonal, so the first keys of a head have the longest loops, and come first.
 """
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.backward.sizes import tiles_in_sight
+from lockstep.kernels.hopper.backward.sizes import visible_tiles
 from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
 
 
 @aggregate
 class QueryLoop:
-    """The query tiles of a program. Tiles of all heads are numbered through, those of one head
-    side by side: a head's tiles begin `tiles_per_head` after those of the head before."""
+    """The query tiles that see the keys of a program. Tiles are numbered through all heads: those
+    of a head begin `tiles_per_head` after those of the head before."""
 
     first_tile: gl.tensor
     n_steps: gl.tensor
@@ -62,12 +62,12 @@ class QueryLoop:
 
     @gluon.jit
     def first_number(self):
-        """That of the tile which a loop begins with, in each head."""
+        """The number, in its head, of the tile that a loop begins with."""
         return gl.maximum(self.n_tiles - 1, 0)
 
     @gluon.jit
     def nan_if_bad(self):
-        """What to add to the factors of results: NaN if the sequence is bad."""
+        """NaN if the sequence is bad, else 0: a term of the factors of results."""
         return gl.where(self.n_tiles < 0, float("nan"), 0.0)
 
     @gluon.jit
@@ -181,7 +181,7 @@ def assign(ticket, kv_slots, n_heads, heads_at_once, sizes):
         tile = (batch * sizes.H + head) * sizes.heads_per_kv * sizes.q_slots
     kv_idx = kv_tile * sizes.BLOCK_KV
     # A query sees `left` keys before it, so a key is seen by `left` queries behind it.
-    first_q_tile, n_tiles, corner = tiles_in_sight(
+    first_q_tile, n_tiles, corner = visible_tiles(
         kv_idx, len_kv, len_q, is_good, sizes.right, sizes.left, sizes.HAS_RIGHT, sizes.HAS_LEFT,
         sizes.BLOCK_KV, sizes.BLOCK_Q,
     )  # fmt: skip

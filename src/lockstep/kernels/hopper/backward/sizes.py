@@ -101,7 +101,7 @@ def find_sequence(slot, cu_ptr, B, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def tiles_in_sight(
+def visible_tiles(
     idx, length, other_length, is_good, before, after, HAS_BEFORE: gl.constexpr,
     HAS_AFTER: gl.constexpr, BLOCK: gl.constexpr, OTHER_BLOCK: gl.constexpr,
 ):  # fmt: skip

@@ -1,1 +1,13 @@
-"""What both directions of the Hopper path use."""
+"""What both directions of the Hopper path use.
+
+gluon_shim.py      Gluon's names, whatever the version of Triton
+sizes.py           sizes that the hardware sets
+accumulator.py     accumulators of a warpgroup: layout, registers, products
+scores.py          units of scores, and their cap
+shared_memory.py   tiles, numbers and barriers in shared memory
+ring.py            rings of tiles between a producer and consumers
+mailbox.py         numbers that one warp sends to others
+named_barriers.py  the hardware's barriers, by number
+copy_engine.py     tensor maps
+coordinates.py     where rows lie in a tensor map
+"""

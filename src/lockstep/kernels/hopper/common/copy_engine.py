@@ -1,4 +1,4 @@
-"""What tensors the copy engine takes, and tensor maps that clip packed rows."""
+"""Tensor maps (TMA descriptors), which tensors they take, and maps that clip packed rows."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def fit(x: Tensor) -> Tensor:
 
 
 def copy(x: Tensor) -> Tensor:
+    """A contiguous copy of x, at an aligned address."""
     # Not `contiguous`: it returns x itself where only its address or a dim of size 1 is odd.
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -36,7 +37,7 @@ def ragged(H: int, D: int, by_head: int, by_row: int) -> tuple[list[int], list[i
 
 
 def strides_of(x: Tensor, packed: bool) -> tuple[int, int, int]:
-    """By sequence, head and token."""
+    """The strides of x by sequence, head and token."""
     return (0, x.stride(1), x.stride(0)) if packed else (x.stride(0), x.stride(1), x.stride(2))
 
 
@@ -48,7 +49,8 @@ def batch_rows(x: Tensor) -> int:
 
 
 def tensor_map(x: Tensor, block: list[int], packed: bool, clipped: bool) -> TensorDescriptor:
-    """x as [·, B, H, S, D]; if clipped, with rows that `Job` clips to those of a sequence."""
+    """x as [·, B, H, S, D]; if clipped, with rows that `coordinates` clips to those of a
+    sequence."""
     # A dim of size 1 may have any stride, and a tensor map takes few.
     by_batch, by_head, by_row = (
         stride if stride % ALIGNMENT == 0 and stride > 0 else ALIGNMENT
@@ -63,6 +65,7 @@ def tensor_map(x: Tensor, block: list[int], packed: bool, clipped: bool) -> Tens
 
 
 def flat_map(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """A tensor map of fp32 x as it is, in blocks without swizzling."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _layout(0, 32, len(block)))
 
 

@@ -51,7 +51,7 @@ def aggregate(cls: type) -> type:
     return _aggregate(cls)
 
 
-# Of one partition. Renamed in 3.7.
+# A barrier of the warps of one partition. Renamed in 3.7.
 await_warps = getattr(gl, "barrier", None) or gl.thread_barrier
 # Renamed in 3.9, which keeps the old names for now.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared

@@ -1,10 +1,12 @@
-"""Barriers of the hardware, by number: signals that each thread gives for itself.
+"""The hardware's named barriers (`bar.sync`, `bar.arrive`), at which each thread arrives for
+itself.
 
-At an mbarrier Gluon has one thread arrive for a partition, and its warps meet before. Here a thread
-arrives and goes on. A barrier is over when as many threads have come as it is for, and serves again
-then: who arrives must know that the last time is over.
+At an mbarrier, Gluon has one thread arrive for its partition, after a barrier of the partition's
+warps. At a named barrier a thread arrives and goes on. The barrier completes when the given number
+of threads has arrived, and is free again then. So a thread may arrive for the next time only if it
+knows that the time before has completed.
 
-Triton takes numbers from 0 on, one for each partition and two more.
+Triton uses the numbers from 0 on, one for each partition and two more.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ def _assembly(verb, threads):
 
 @gluon.jit
 def arrive(number, THREADS: gl.constexpr):
-    """Count this thread in, and go on."""
+    """This thread arrives at barrier `number`, which is for THREADS threads, and goes on."""
     gl.inline_asm_elementwise(
         _assembly("arrive", THREADS), "=r,r", [number], gl.int32, is_pure=False, pack=1
     )
@@ -29,7 +31,7 @@ def arrive(number, THREADS: gl.constexpr):
 
 @gluon.jit
 def await_all(number, THREADS: gl.constexpr):
-    """Count this thread in, and wait for the others."""
+    """This thread arrives at barrier `number` and waits until THREADS threads have."""
     gl.inline_asm_elementwise(
         _assembly("sync", THREADS), "=r,r", [number], gl.int32, is_pure=False, pack=1
     )

@@ -8,7 +8,8 @@ number, in one of three orders:
 - PAIRED, where later tiles see more (causal): tiles i and n-1-i of a head make one piece of work,
   all pieces are equally long, and go head after head.
 - LONGEST_FIRST, where pairs are too few to fill the rounds: single tiles go round the programs,
-  every other round backwards, so that whoever had the longest tile has the shortest next.
+  every other round backwards, so that a program with the longest tile of a round has the shortest
+  of the next.
 
 Packed sequences have lengths that only the device knows. Programs draw tickets for their tiles
 (`scheduler.py`), and tickets are numbered
@@ -27,9 +28,9 @@ from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
 from lockstep.kernels.hopper.forward import sequence_order
 from lockstep.kernels.sequences import bounds_of, checked_length, look_at, search
 
-# Numbers in front of the places in line: the tickets drawn. And those of a place: `sequence_order`.
+# Numbers before all places of a sequence order, and of each place: `sequence_order.py`.
 ORDER_HEAD, ORDER_NUMBERS = gl.constexpr(sequence_order.HEAD), gl.constexpr(sequence_order.NUMBERS)
-# Of keys, for a sequence whose length or offsets are wrong (`kernels.sequences`).
+# The number of keys of a sequence whose length or offsets are wrong (`kernels.sequences`).
 BAD = gl.constexpr(-1)
 LONGEST_FIRST, PAIRED, BY_HEAD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 UNSORTED = gl.constexpr(3)
@@ -204,8 +205,8 @@ class Schedule:
 
     @gluon.jit
     def _sorted_sequence(self, slot):
-        """Whose tile a slot is: how many tiles of a head come before those of the sequence, where
-        its queries begin and how many there are, and the same of its keys."""
+        """The sequence that owns a slot, by the sequence order: how many tiles of a head come
+        before its own, where its queries begin and how many there are, and the same of its keys."""
         n_places = self.B + 1
         low = slot * 0
         high = n_places
@@ -220,7 +221,7 @@ class Schedule:
 
     @gluon.jit
     def _unsorted_sequence(self, slot):
-        """The same without a line, for one warp and a few sequences.
+        """The same without a sequence order, for one warp and a few sequences.
 
         Sequence b has the slots from cu_q[b] // BLOCK_Q + b on: enough for its tiles, at most one
         too many, and known without looking at the lengths before it."""

@@ -1,8 +1,8 @@
 """The scheduler warp says which tile is next, so that no other warp has to work it out.
 
-Where sequences are packed, programs draw tickets: whoever is through with a tile takes the next
-one, so none is left with a long tile when the others are done. (A ticket decides who computes a
-tile, and never what comes out.) Else a program's tiles follow from its number.
+Where sequences are packed, programs draw tickets: a program that is done with a tile takes the next
+one, so none is left with a long tile when the others are done. (A ticket decides which program
+computes a tile, never the result.) Else a program's tiles follow from its number.
 
 After the first pass it sends the tiles once more in which rows went wrong (`second_pass.py`). For
 that it has to know them: with a ticket goes the ticket that its program drew before.
@@ -57,7 +57,7 @@ def schedule_by_ticket(program):
     is_line = schedule.order == LONGEST_FIRST
     calls = 0
     last = -1
-    # Everyone's first ticket is its number.
+    # The first ticket of a program is its number.
     ticket = gl.program_id(0)
     tile = schedule.packed_tile(ticket)
     while tile.exists:
@@ -65,7 +65,7 @@ def schedule_by_ticket(program):
         gl.store(before_ptr + ticket, last, mask=is_line)
         calls += 1
         last = ticket
-        # As they come, there are no further ones.
+        # Without an order, there are no further ones.
         ticket = gl.num_programs(0)
         if is_line:
             ticket += gl.atomic_add(schedule.sequence_order_ptr, 1, sem="relaxed", scope="gpu")

@@ -1,19 +1,20 @@
-"""Packed sequences, lined up longest first: a small kernel before the forward.
+"""The order of packed sequences, longest first: a small kernel before the forward.
 
-A program that draws a long tile when all others are through keeps the whole launch waiting. So the
+A program that draws a long tile when all others are done keeps the whole launch waiting. So the
 sequences with the most keys come first, and the tiles drawn last are short. Only the device knows
 the lengths, and it takes microseconds to sort them there.
 
-A line is one tensor of int32. It has P = B + 1 places, the last one for rows that nobody owns:
+A sequence order is one tensor of int32. It has P = B + 1 places, one of them for rows that belong
+to no sequence:
 
     [0]                  the tickets drawn so far, beyond the first of every program
-    [1 : 1 + P]          for each place in line, how many tiles of a head come before it
+    [1 : 1 + P]          for each place, how many tiles of a head come before it
     [1 + P : 1 + 5P]     for each place, where its sequence lies: start and length of its queries,
                          start and length of its keys, which is -1 for a bad one
     [1 + 5P :]           for each ticket, the one its program had before (`scheduler.py`)
 
-Offsets are looked at here, and nowhere behind. If any is wrong (`kernels.sequences`), sequences
-stand in line as they come.
+This kernel alone checks the offsets; the forward reads the order. If any offset is wrong
+(`kernels.sequences`), sequences keep the order of the batch.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from lockstep.kernels.driver import Launcher, launcher_of
 from lockstep.kernels.sequences import given_bounds, look_at, next_clean
 from lockstep.problem import Tensors
 
-SEQUENCES, OTHERS = 32, 128  # of a program, and how many of all others it looks at at once
-HEAD, NUMBERS = 1, 5  # in front of all places, and of a place
+SEQUENCES, OTHERS = 32, 128  # that a program sorts, and that it compares them with at a time
+HEAD, NUMBERS = 1, 5  # numbers before all places, and of each place
 
 
 @triton.jit(do_not_specialize=["cu_q_ptr", "cu_kv_ptr", "order_ptr", "B", "Tq", "Tk", "block_q"])
@@ -43,7 +44,7 @@ def sort_sequences_kernel(
     SEQUENCES: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
-    """Everyone counts the sequences in front of it, and their tiles."""
+    """Each sequence counts the sequences before it, and their tiles."""
     mine = tl.program_id(0) * SEQUENCES + tl.arange(0, SEQUENCES)
     my_start, my_queries, my_first_key, my_keys = _sizes(cu_q_ptr, cu_kv_ptr, mine, B, Tq, Tk)
     place = tl.zeros([SEQUENCES], tl.int32)
@@ -71,7 +72,7 @@ def sort_sequences_kernel(
 @triton.jit
 def _sizes(cu_q_ptr, cu_kv_ptr, b, B, Tq, Tk):
     """Where sequences b begin in queries and keys, and how many of both there are, as the offsets
-    say. Sequence B has no keys, not even 0, and whoever is not there has nothing at all."""
+    say. Sequence B, of rows that belong to none, has -1 keys; those beyond it have no queries."""
     q_start, q_end = given_bounds(b, cu_q_ptr, B, Tq)
     kv_start, kv_end = given_bounds(b, cu_kv_ptr, B, Tk)
     len_q = tl.where(b <= B, q_end - q_start, 0)
@@ -92,7 +93,7 @@ def _store(order_ptr, B, place, tiles_before, q_start, len_q, kv_start, len_kv, 
 
 @triton.jit
 def _store_in_given_order(cu_q_ptr, cu_kv_ptr, order_ptr, B, Tq, Tk, block_q):
-    """All sequences as they come, with no wrong offset."""
+    """Store all sequences in the order of the batch, by offsets of which none is wrong."""
     q_start, kv_start = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     tiles = tl.full([], 0, tl.int32)
     for b in range(B + 1):

@@ -4,6 +4,7 @@
     kernel.py      the kernel and its producer: dK, dV and the sums of dQ
     tile_queue.py  how a program's warps learn of the next key tile
     tiles.py       what its warps share
+    steps.py       what both schedules of its consumers share
     together.py    consumers that take each step together, for head dims above 64
     apart.py       consumers that run apart, for head dims up to 64
     dq_sums.py     the order in which programs add to dQ

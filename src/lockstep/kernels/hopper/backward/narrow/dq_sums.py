@@ -1,17 +1,18 @@
-"""Adding up dQ in one fixed order: key tiles take turns at a query tile, the first one first.
+"""dQ, summed in one fixed order: of the key tiles that see a query tile, the first adds first.
 
-Every loop adds its part of dQ to fp32 sums in global memory. `turn[q_tile]` counts the parts that
-have arrived. A program waits until it counts the key tiles before its own, adds, and only then
-counts itself. So each sum has one order, whatever runs when.
+Every loop adds its parts of dQ to fp32 sums in global memory. The counter `turn[q_tile]` says how
+many parts have been added to a query tile. A program waits until it equals the number of key tiles
+before its own, adds its part, and only then increments it. So each sum has one order, whatever
+runs when.
 
-Nobody waits for long. All loops begin at the last query tile, and tickets go round several heads:
-loops over the same tiles begin some time apart and stay so. And nobody waits forever: the keys of a
-head are handed out in ascending order, and a program goes through its tickets as it drew them. So
-whoever has the lowest ticket that is not done is at it, and waits for no one.
+Waits are short: all loops begin at the last query tile, and tickets go round several heads, so
+loops over the same tiles begin some time apart and stay so. And there is no deadlock: the keys of a
+head are handed out in ascending order, and a program works on its tickets in the order it drew
+them. So the lowest ticket that is not done is being worked on, and waits for none.
 
-The warpgroups with the matrix products see none of this. They leave their part in shared memory
-and go on; two warps, for every other part each, wait for the turn, have the copy engine add the
-part and pass the turn on (`add_parts`).
+The consumers do not wait for the order. They write their parts to shared memory and go on. Two
+warps, for every other part each, wait for the counter, have the copy engine add the part, and
+increment the counter (`add_parts`).
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from lockstep.kernels.hopper.common.shared_memory import allocate_tiles, barrier
 
 @aggregate
 class DqSums:
-    """`parts_smem` [PARTS, 32, 256] fp32 are tiles of dQ on their way out. Named barriers from
-    DQ_FULL on complete when the consumers have written one, `empty_bar` when it has been read.
+    """Tiles of dQ on their way from the consumers to the sums. Named barriers from DQ_FULL on
+    complete when both consumers have written a tile, `empty_bar` when the copy engine has read it.
 
     Slots are found by `%`: with `slot_of`, the kernel for D 128 without a mask was 3 to 4 %
     slower."""
 
-    parts_smem: gl.shared_memory_descriptor
-    empty_bar: gl.shared_memory_descriptor
+    parts_smem: gl.shared_memory_descriptor  # [PARTS, 32, 256] fp32
+    empty_bar: gl.shared_memory_descriptor  # [PARTS, 1]
 
     @gluon.constexpr_function
     def __init__(self, parts_smem, empty_bar):
@@ -103,7 +104,8 @@ def _await_sums(token):
 
 @gluon.jit
 def add_parts(W: gl.constexpr, queue, dq_sums, sums_desc, turn_ptr):
-    """Partition of one warp: adds every PARTS-th part when its turn has come and it is there."""
+    """Partition of one warp: adds every PARTS-th part, once it is there and all parts before it
+    have been added."""
     calls = 0
     begin = 0
     while queue.has(calls):
@@ -117,7 +119,7 @@ def add_parts(W: gl.constexpr, queue, dq_sums, sums_desc, turn_ptr):
                 await_all(DQ_FULL + W, CONSUMERS_AND_WARP)
                 part_smem = dq_sums.parts_smem.index(W)
                 if turn == 0:
-                    # Whoever comes first stores, so that nobody has to set the sums to 0 before.
+                    # The first part is stored, so that sums need not be set to 0 before.
                     tma_store(sums_desc, [tile * 32, 0], part_smem)
                 else:
                     tma_add(sums_desc, [tile * 32, 0], part_smem)

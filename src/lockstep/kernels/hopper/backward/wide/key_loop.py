@@ -6,7 +6,7 @@ the first to the last.
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.backward.sizes import tiles_in_sight
+from lockstep.kernels.hopper.backward.sizes import visible_tiles
 from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
@@ -44,7 +44,7 @@ class KeyLoop:
 
     @gluon.jit
     def nan_if_bad(self):
-        """What to add to the factor of results: NaN if the sequence is bad."""
+        """NaN if the sequence is bad, else 0: a term of the factor of results."""
         return gl.where(self.n_steps < 0, float("nan"), 0.0)
 
     @gluon.jit
@@ -133,7 +133,7 @@ def assign(slot, head, sizes):
     if sizes.LAYOUT == "varlen":
         q_idx = (slot - q_start // BLOCK_Q - batch) * BLOCK_Q
         stats_tile += q_start // ROWS + batch
-    first_tile, n_tiles, corner = tiles_in_sight(
+    first_tile, n_tiles, corner = visible_tiles(
         q_idx, len_q, len_kv, is_good, sizes.left, sizes.right, sizes.HAS_LEFT, sizes.HAS_RIGHT,
         BLOCK_Q, sizes.BLOCK_KV,
     )  # fmt: skip

@@ -115,7 +115,7 @@ def sum_values(loop, program, scores):
         dv = add_products(dv, p, program.dout, n)
         is_more = n + 1 < loop.n_steps
         program.q.wait(n + 1, pred=is_more)
-        # After the last tile this multiplies what lies there, and nobody looks at it.
+        # After the last tile this multiplies whatever is in the slot; the result is not used.
         s = issue_scores(program.k, 0, 0, program.q, n + 1)
         s, dv = wait_all(s, dv)
         program.dout.release(n)

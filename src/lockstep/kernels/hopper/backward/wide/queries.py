@@ -1,4 +1,4 @@
-"""dQ for head dims above 128: a program owns 128 queries and loops over the keys they see.
+"""dQ for head dims above 128: a program owns 128 queries and loops over the key tiles they see.
 
     S = Q·Kᵀ    P = exp2(S·scale - lse)    dP = dO·Vᵀ    dS = P∘(dP - delta)    dQ += dS·K
 
@@ -100,7 +100,7 @@ def consume(W: gl.constexpr, query_tile, loop, program, stats_ptr, scores):
         ds = scores.gradient(p, dp, delta, slope)
         dq = add_products(dq, ds, program.k, n)
         program.k.wait(n + 1, pred=n + 1 < loop.n_steps)
-        # After the last tile this multiplies what lies there, and nobody looks at it.
+        # After the last tile this multiplies whatever is in the slot; the result is not used.
         s = issue_scores(program.q, 0, W * ROWS, program.k, n + 1)
         s, dq = wait_all(s, dq)
         program.k.release(n)
