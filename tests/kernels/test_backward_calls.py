@@ -5,7 +5,6 @@ Without a GPU, kernels are neither compiled nor run: it is looked at what they a
 from __future__ import annotations
 
 import ctypes
-import math
 import weakref
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from lockstep import dispatch
 from lockstep.cache import Cache
-from lockstep.kernels.hopper.backward import call as backward_call
+from lockstep.kernels import launch
 from lockstep.kernels.hopper.backward.narrow import call as narrow
 from lockstep.kernels.kernel import BackwardTensors, Needs
 from lockstep.kernels.triton import launch as triton_launch
@@ -56,16 +55,15 @@ class Launches:
         return Compiled(kernel.__name__, self)
 
     def note(self, name: str, grid: Any, arguments: tuple[Any, ...]) -> None:
-        pointers = [x for x in arguments if x is None or isinstance(x, torch.Tensor)]
+        pointers = [x for x in arguments if isinstance(x, torch.Tensor)]
         bases = [x.base for x in arguments if hasattr(x, "block_shape")]
         self.read(name, grid, addresses_of(pointers), addresses_of(bases))
 
     def launcher(self, compiled: Any, grid: Any, arguments: tuple[Any, ...]) -> Any:
         def launch(stream: int, addresses: tuple[int, ...], bases: tuple[int, ...] = ()) -> None:
             assert stream == STREAM
-            assert addresses[-1] == 0, "nobody wants scratch memory"
             self.by_driver += 1
-            self.read(compiled.name, grid, addresses[:-1], bases)
+            self.read(compiled.name, grid, addresses, bases)
 
         return launch
 
@@ -90,9 +88,8 @@ class Compiled:
 def launches(monkeypatch) -> Launches:
     found = Launches()
     monkeypatch.setattr(JITFunction, "__getitem__", lambda k, grid: partial(found.compile, k, grid))
-    for module in (backward_call, triton_launch):
-        monkeypatch.setattr(module, "launcher_of", found.launcher)
-    monkeypatch.setattr(backward_call, "_COMPILED", Cache(limit=100))
+    monkeypatch.setattr(launch, "launcher_of", found.launcher)
+    monkeypatch.setattr(launch, "_COMPILED", Cache(limit=100))
     monkeypatch.setattr(narrow, "processors", lambda _: 132)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
@@ -159,13 +156,10 @@ def run(call: Any, launches: Launches, given: BackwardTensors) -> list[Any]:
     names |= {x.data_ptr(): f"d{name}" for name, x in grads._asdict().items() if x is not None}
     names[0] = None
     copies = {first_bytes(getattr(given, n).data_ptr()): f"a copy of {n}" for n in COPIED}
-    # The fifth argument of the first kernel, whichever it is.
-    workspace = launches.log[start][2][4]
-    n_bytes = 16 * math.prod(call.problem.lse_shape)
-    if hasattr(call, "at"):
-        n_bytes = call.at.end
-    elif hasattr(call, "bounds_at"):
-        n_bytes = 4 * (call.bounds_at + call.cut.n_bounds)
+    # The only one that the first kernel takes besides: rows or stats, at the beginning.
+    _, _, first, _, begins = launches.log[start]
+    workspace = next(x for x in first if x not in names and begins[x] not in copies)
+    n_bytes = call.workspace_bytes
 
     def meaning(address: int, begins: dict[int, bytes]) -> Any:
         place = address - workspace
@@ -179,8 +173,6 @@ def run(call: Any, launches: Launches, given: BackwardTensors) -> list[Any]:
     ]
 
 
-# Behind the first one: Hopper kernels are launched by Triton twice.
-SLOW_CALLS = {"triton": 0, "hopper": 1}
 by_kernel = pytest.mark.parametrize(
     ("kernel", "D"), [("triton", 64), ("hopper", 64), ("hopper", 256)]
 )
@@ -198,7 +190,7 @@ def test_later_calls_launch_what_the_first_does(launches, kernel, D, case, needs
     for n in range(4):
         other = CASES[case](D=D)
         assert run(call, launches, other) == first
-        assert launches.by_driver == max(0, n + 1 - SLOW_CALLS[kernel]) * len(first)
+        assert launches.by_driver == n * len(first)
     used = {x for _, _, addresses, bases in first for x in (*addresses, *bases)}
     copied = {"q", "dout"} if case == "odd" else set()
     results = {f"d{name}" for name in "qkv" if getattr(needs, name)}
@@ -219,7 +211,7 @@ def test_another_shape_takes_the_kernel_that_is_there(launches, D):
     calls = [(prepare("hopper", given), given) for given in (dense(S=70, D=D), dense(S=71, D=D))]
     first, second = (run(call, launches, given) for call, given in calls)
     assert second == first
-    assert len(backward_call._COMPILED) == len(first)
+    assert len(launch._COMPILED) == len(first)
 
 
 @by_kernel

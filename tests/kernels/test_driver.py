@@ -128,7 +128,7 @@ def test_a_launch_hands_over_addresses_and_numbers(compiled, fake):
     assert not fake.n_errors, "a sanitizer would report them"
     for turn in range(3):
         # The second pointer was None and is no parameter.
-        launch(9 + turn, (1000 + turn, 2000, 3000 + turn), (4000 + turn,))
+        launch(9 + turn, (1000 + turn,), (4000 + turn,))
     assert len(fake.launches) == 3
     for turn, (config, read) in enumerate(fake.launches):
         assert tuple(config.grid) == GRID
@@ -137,11 +137,18 @@ def test_a_launch_hands_over_addresses_and_numbers(compiled, fake):
         base, *sizes_and_strides, pointer, number, _, scratch, profile = words(read)
         assert base == 4000 + turn
         assert sizes_and_strides == [64, 64, 64, 1]
-        assert (pointer, number, scratch, profile) == (1000 + turn, 7, 3000 + turn, 0)
+        assert (pointer, number, scratch, profile) == (1000 + turn, 7, 0, 0)
         assert ctypes.c_float.from_buffer_copy(read[7]).value == 0.25
     # One frame did for all: the last launch's stream stands in it.
     assert {id(config) for config, _ in fake.launches} == {id(fake.launches[0][0])}
     assert config.stream == 11
+
+
+def test_a_kernel_that_wants_scratch_memory_gets_it(compiled, fake):
+    launch = launcher_of(handle(compiled, global_scratch_size=128), GRID, ARGUMENTS)
+    launch(9, (1000, 3000), (4000,))
+    *_, scratch, profile = words(fake.launches[0][1])
+    assert (scratch, profile) == (3000, 0)
 
 
 def test_maps_are_encoded_as_triton_does(monkeypatch):
@@ -165,11 +172,11 @@ def test_maps_are_encoded_as_triton_does(monkeypatch):
 def test_a_map_is_encoded_once_for_an_address(compiled, fake, monkeypatch):
     launch = launcher_of(handle(compiled), GRID, ARGUMENTS)
     for base in (4000, 5000, 4000, 5000):
-        launch(9, (1, 2, 3), (base,))
+        launch(9, (1,), (base,))
     assert fake.encoded == [4000, 5000]
     # Who has forgotten how the maps of a launch lay still knows each one.
     monkeypatch.setattr(driver, "_ENCODED", Cache(limit=10))
-    launch(9, (1, 2, 3), (5000,))
+    launch(9, (1,), (5000,))
     assert fake.encoded == [4000, 5000]
     assert [words(read)[0] for _, read in fake.launches] == [4000, 5000, 4000, 5000, 5000]
 
@@ -180,11 +187,11 @@ def test_launches_at_the_same_time_have_frames_of_their_own(compiled, fake):
 
     def while_another_thread_launches(*arguments: Any) -> int:
         launch._launch = inner
-        launch(1, (10, 20, 30), (40,))
+        launch(1, (10,), (40,))
         return inner(*arguments)
 
     launch._launch = while_another_thread_launches
-    launch(2, (11, 21, 31), (41,))
+    launch(2, (11,), (41,))
     assert [words(read)[5] for _, read in fake.launches] == [10, 11]
     assert [words(read)[0] for _, read in fake.launches] == [40, 41]
 
@@ -193,23 +200,23 @@ def test_a_thread_without_a_context_gets_one(compiled, fake):
     launch = launcher_of(handle(compiled), GRID, ARGUMENTS)
     for n in (1, 2, 3):
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(launch, 0, (1, 2, 3), (4,)).result()
+            thread.submit(launch, 0, (1,), (4,)).result()
         assert len(fake.launches) == n
     assert not fake.n_errors, "a sanitizer would report them"
 
 
 def test_a_context_that_somebody_left_is_entered_again(compiled, fake):
     launch = launcher_of(handle(compiled), GRID, ARGUMENTS)
-    launch(0, (1, 2, 3), (4,))
+    launch(0, (1,), (4,))
     fake.current.context = None
-    launch(0, (1, 2, 3), (4,))
+    launch(0, (1,), (4,))
     assert fake.current.context == 77
     assert len(fake.launches) == 2
 
 
 def test_a_context_of_somebody_else_stays(compiled, fake):
     fake.current.context = 5
-    launcher_of(handle(compiled), GRID, ARGUMENTS)(0, (1, 2, 3), (4,))
+    launcher_of(handle(compiled), GRID, ARGUMENTS)(0, (1,), (4,))
     assert fake.current.context == 5
 
 
@@ -217,7 +224,7 @@ def test_an_error_of_the_driver_is_raised(compiled, fake):
     launch = launcher_of(handle(compiled), GRID, ARGUMENTS)
     fake.results = [700]
     with pytest.raises(RuntimeError, match="CUDA error 700: out of luck"):
-        launch(0, (1, 2, 3), (4,))
+        launch(0, (1,), (4,))
 
 
 @pytest.mark.parametrize(
@@ -255,11 +262,11 @@ def test_what_the_driver_does_not_agree_with_goes_triton_s_way(compiled, fake, m
     del tensor
     assert seen() is None, "the tensors of the first launch are kept"
     assert not isinstance(launch, ByDriver)
-    launch(9, (1000, 2000, 3000), (4000,))
+    launch(9, (1000,), (4000,))
     *head, tensor_map, pointer, absent, number, real, constant = launched[0]
     assert head == [*GRID, 9, 42, None, None, None, None]
     assert tensor_map.base.data_ptr() == 4000
-    assert (pointer, absent, number, real, constant) == (1000, 2000, 7, 0.25, 3)
+    assert (pointer, absent, number, real, constant) == (1000, None, 7, 0.25, 3)
 
 
 def calls() -> dict[str, Any]:

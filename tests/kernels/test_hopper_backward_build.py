@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from hopper_build import compile_for_hopper, count, writes_in_flight
+from launch_arguments import bind
 from machine_code import Instructions, loops
 
 from lockstep.kernels.hopper import supports_backward
 from lockstep.kernels.hopper.backward.narrow import call as narrow
 from lockstep.kernels.hopper.common.named_barriers import FIRST_FREE
+from lockstep.kernels.kernel import BackwardTensors, Needs
 from lockstep.problem import Tensors, describe, make_options
 
 BUILDS = [(64, False), (64, True), (128, False), (128, True)]
@@ -24,10 +28,11 @@ def compiled(D: int, **options):
     names = ("causal", "window", "scale", "softcap")
     given = make_options(*({"causal": False, **options}.get(name) for name in names))
     problem = describe(Tensors(x, x, x), given)
-    cut = narrow.cut_of(problem)
-    work = narrow.Workspace.of(cut, x.device)
-    arguments, constants = narrow.kernel_arguments(problem, Tensors(x, x, x), x, x, x, cut, work)
-    return compile_for_hopper(narrow.backward_kernel, arguments, **constants, **narrow.OPTIONS)
+    saved = BackwardTensors(*Tensors(x, x, x), x, x[..., :2].float(), x, None)
+    with patch.object(narrow, "processors", lambda _: 132):
+        call = narrow.prepare_backward(problem, saved, Needs(True, True, True, False, False))
+    launch, arguments = bind(call, saved)["backward_kernel"]
+    return compile_for_hopper(launch.kernel, arguments, **launch.options)
 
 
 @pytest.fixture(scope="module", params=BUILDS, ids=str)

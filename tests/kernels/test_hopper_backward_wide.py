@@ -13,6 +13,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from crew import as_plain, make_plain
 from hopper_build import Build, compile_for_hopper, count, writes_in_flight
+from launch_arguments import bind
 from machine_code import Instructions, loops
 
 from lockstep.kernels.hopper.backward import sizes
@@ -20,6 +21,7 @@ from lockstep.kernels.hopper.backward.call import FAR
 from lockstep.kernels.hopper.backward.wide import call as wide
 from lockstep.kernels.hopper.backward.wide import key_loop
 from lockstep.kernels.hopper.backward.wide.key_loop import KeyLoop
+from lockstep.kernels.kernel import BackwardTensors, Needs
 from lockstep.problem import Tensors, describe, make_options
 
 BLOCK_Q, BLOCK_KV = wide.BLOCK_Q, wide.BLOCK
@@ -30,16 +32,10 @@ def compiled(which: str, D: int, Dv: int, causal: bool) -> Build:
     q, v = (torch.empty(2, 4, 512, d, dtype=torch.bfloat16) for d in (D, Dv))
     tensors = Tensors(q, q, v)
     problem = describe(tensors, make_options(causal, None, None, None))
-    cut = wide.cut_of(problem)
-    stats = torch.empty(cut.n_tiles, 2, BLOCK_KV)
-    if which == "keys":
-        kernel = wide.keys_kernel
-        given = wide.keys_arguments(problem, tensors, v, stats, None, q, v, cut)
-    else:
-        kernel = wide.queries_kernel
-        given = wide.queries_arguments(problem, tensors, v, stats, None, q, cut)
-    arguments, constants = given
-    return compile_for_hopper(kernel, arguments, **constants, **wide.OPTIONS)
+    saved = BackwardTensors(*tensors, v, v[..., :2].float(), v, None)
+    call = wide.prepare_backward(problem, saved, Needs(True, True, True, False, False))
+    launch, arguments = bind(call, saved)[f"{which}_kernel"]
+    return compile_for_hopper(launch.kernel, arguments, **launch.options)
 
 
 # Of each loop, one per warpgroup: HGMMA instructions and exponentials. A product over the head dim

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from problems import draw, draw_varlen
@@ -19,10 +21,13 @@ from hopper_build import (
     count,
     writes_in_flight,
 )
+from launch_arguments import bind
 
+from lockstep.kernels import launch as protocol
 from lockstep.kernels.hopper.common import copy_engine
 from lockstep.kernels.hopper.forward import launch, plan
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
+from lockstep.kernels.launch import Launch
 
 SHARED_MEMORY = 232_448  # bytes a block of sm_90 may have
 PROCESSORS = 132
@@ -40,13 +45,10 @@ def build(D: int, dtype: torch.dtype = torch.bfloat16, options=(), **constants) 
 
 def build_for(tensors: Tensors, options=(), **constants) -> Build:
     problem = describe(tensors, Options(**dict(options)))
-    out = torch.empty(problem.out_shape, dtype=problem.dtype)
-    lse, statistics = torch.empty(problem.lse_shape), torch.empty(problem.statistics_shape)
-    line = torch.empty(1, dtype=torch.int32) if tensors.layout == "varlen" else None
-    call = launch.Call(problem, tensors, PROCESSORS)
-    values = call.arguments(tensors, out, lse, statistics, line)
-    arguments = dict(zip(forward_kernel.arg_names, values, strict=True)) | constants
-    return compile_for_hopper(forward_kernel, tuple(arguments.values()), **call.options)
+    call = launch.forward_launches(problem, tensors, PROCESSORS)
+    bound = bind(call, tensors)["forward_kernel"]
+    arguments = dict(zip(forward_kernel.arg_names, bound.arguments, strict=True)) | constants
+    return compile_for_hopper(forward_kernel, tuple(arguments.values()), **bound.launch.options)
 
 
 @pytest.mark.parametrize(("D", "causal"), [(64, False), (128, True), (256, False)])
@@ -211,22 +213,23 @@ def test_ragged_keys_share_the_rows_between_batches():
 @pytest.mark.parametrize("aligned", [True, False])
 def test_later_calls_bring_their_own_addresses(monkeypatch, aligned):
     launched = []
-    by_grid = {(2, 1, 1): lambda *arguments, **options: None}
-    monkeypatch.setattr(launch, "forward_kernel", by_grid)
-    monkeypatch.setattr(launch, "launcher_of", lambda *_: lambda *given: launched.append(given))
+    compiled = SimpleNamespace(metadata=SimpleNamespace(global_scratch_size=0))
+    monkeypatch.setattr(Launch, "run", lambda *_: compiled)
+    monkeypatch.setattr(protocol, "launcher_of", lambda *_: lambda *given: launched.append(given))
     for name in ("_cuda_getCurrentRawStream", "_cuda_getDevice"):
         monkeypatch.setattr(torch._C, name, lambda *device: -1, raising=False)
     tensors = Tensors(**draw(64, 64, dtype=torch.bfloat16).tensors)
     if not aligned:
         v = tensors.v
         tensors = tensors._replace(v=torch.zeros(v.numel() + 1, dtype=v.dtype)[1:].view_as(v))
-    call = launch.Call(describe(tensors, Options()), tensors, PROCESSORS)
-    call(tensors, tensors.addresses())
+    call = launch.forward_launches(describe(tensors, Options()), tensors, PROCESSORS)
+    for _ in range(2):
+        call(tensors, tensors.addresses())
     others = Tensors(*(x.clone() for x in tensors[:3]))
     out, lse, statistics = call(others, others.addresses())
     ((_, pointers, bases),) = launched
     of_rows = (lse.data_ptr(), statistics.data_ptr())
-    assert pointers == (out.data_ptr(), *of_rows, *[lse.data_ptr()] * 5, 0)
+    assert pointers == (out.data_ptr(), *of_rows, *[lse.data_ptr()] * 5)
     expected = [x.data_ptr() for x in (*others[:3], out)]
     if aligned:
         assert list(bases) == expected

@@ -23,8 +23,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from lockstep.cache import Cache
 from lockstep.kernels import hopper
-from lockstep.kernels.hopper.backward import call as backward_call
-from lockstep.kernels.hopper.forward import launch as hopper_launch
+from lockstep.kernels import launch as protocol
 from lockstep.kernels.hopper.forward import sequence_order
 from lockstep.kernels.kernel import BackwardTensors, Needs
 from lockstep.kernels.sequences import bounds_of
@@ -70,9 +69,7 @@ def compiled(monkeypatch, unassembled) -> list[str]:
     monkeypatch.setattr(
         JITFunction, "__getitem__", lambda function, _: lambda *a, **k: compile(function, *a, **k)
     )
-    monkeypatch.setattr(backward_call, "_COMPILED", Cache(limit=100))
-    for module in (hopper_launch, sequence_order, backward_call):
-        monkeypatch.setattr(module, "launcher_of", lambda *_: None)
+    monkeypatch.setattr(protocol, "_COMPILED", Cache(limit=100))
     return found
 
 
@@ -128,7 +125,9 @@ def test_short_launches_of_the_hopper_kernels(compiled, monkeypatch, D, dtype):
     case = packed(dtype, D=D)
     derive(hopper.KERNEL.prepare_backward, case)
     problem, tensors = pose(case)
-    sequence_order.SequenceOrder(problem.B, problem.Sq, problem.Skv, 128, 1000, sorts=True)(tensors)
+    sorting = sequence_order.sort_launch(problem, 128)
+    order = torch.empty(1000, dtype=torch.int32)
+    sorting.run(sorting.bind({**tensors._asdict(), "sequence_order": order}), 0)
     expected = {"prepare_rows", "sort_sequences_kernel"} | (
         {"finish_queries"} if D == 64 else set()
     )

@@ -31,8 +31,9 @@ class Launcher(Protocol):
     def __call__(
         self, stream: int, addresses: tuple[int, ...], bases: tuple[int, ...] = ...
     ) -> None:
-        """Takes the addresses in the order of the kernel's arguments (that of scratch memory last;
-        0 for none), and those of the tensors behind its tensor maps."""
+        """Takes the addresses behind pointers in the order of the kernel's arguments, but for those
+        that were None when it was compiled; then that of scratch memory, if the kernel wants any;
+        and those behind its tensor maps."""
 
 
 # CUtensorMap: 128 bytes at a multiple of 64.
@@ -137,17 +138,16 @@ class Parameter(NamedTuple):
 
 def parameters_of(compiled: Any, arguments: tuple[Any, ...]) -> list[Parameter] | None:
     """What a kernel that was compiled for `arguments` has as parameters; None for what only Triton
-    knows. Tensors, and None in their place, are addresses; two more are Triton's scratch memory."""
+    knows. Tensors are addresses; two more are Triton's scratch memory."""
     maps = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
     parameters: list[Parameter] = []
     n_addresses = 0
     for kind, argument in zip(compiled.src.signature.values(), arguments, strict=True):
-        if argument is None or hasattr(argument, "data_ptr"):
-            if kind != "constexpr":
-                parameters.append(Parameter(8, n_addresses))
-            n_addresses += 1
-        elif kind == "constexpr":
+        if kind == "constexpr":
             continue
+        if hasattr(argument, "data_ptr"):
+            parameters.append(Parameter(8, n_addresses))
+            n_addresses += 1
         elif kind in _NUMBERS:
             parameters.append(_number(kind, argument))
         elif kind.startswith("tensordesc") and (metadata := next(maps, None)) is not None:
@@ -157,7 +157,12 @@ def parameters_of(compiled: Any, arguments: tuple[Any, ...]) -> list[Parameter] 
             parameters += [_number("i64", stride) for stride in strides]
         else:
             return None
-    return [*parameters, Parameter(8, n_addresses), _number("u64", 0)]
+    scratch = Parameter(8, n_addresses) if _wants_scratch(compiled) else _number("u64", 0)
+    return [*parameters, scratch, _number("u64", 0)]
+
+
+def _wants_scratch(compiled: Any) -> bool:
+    return bool(getattr(compiled.metadata, "global_scratch_size", 0))
 
 
 def _number(kind: str, value: float) -> Parameter:
@@ -242,7 +247,7 @@ class _Frame:
     __slots__ = ("_attribute", "_words", "addresses", "config", "parameters", "reference")
 
     def __init__(self, grid: Grid, metadata: Any, parameters: list[Parameter]) -> None:
-        n_addresses = 1 + max(content for _, content in parameters if type(content) is int)
+        n_addresses = sum(type(content) is int for _, content in parameters)
         self.addresses = (ctypes.c_uint64 * n_addresses)()
         self._words = (ctypes.c_uint64 * len(parameters))()
         self.parameters = (ctypes.c_void_p * len(parameters))()
@@ -279,7 +284,7 @@ def _moved(
     next_pointer, next_base = iter(pointers), iter(bases)
     moved = []
     for argument in arguments:
-        if argument is None or hasattr(argument, "data_ptr"):
+        if hasattr(argument, "data_ptr"):
             argument = _Address(next(next_pointer))
         elif hasattr(argument, "block_shape"):
             argument = copy(argument)
@@ -297,9 +302,9 @@ def _by_triton(
     bases: tuple[int, ...] = (),
 ) -> None:
     """A `Launcher` that any compiled kernel has."""
-    *pointers, scratch = addresses
-    filled = _moved(arguments, pointers, bases)
-    with Allocating(lambda *size: scratch):
+    filled = _moved(arguments, addresses, bases)
+    # Behind all pointers; 0 for a kernel that does not ask.
+    with Allocating(lambda *size: addresses[-1] if _wants_scratch(compiled) else 0):
         compiled.run(
             *grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *filled
         )

@@ -42,12 +42,12 @@ def _prepare_backward(
     problem: AttentionProblem, tensors: BackwardTensors, needs: Needs
 ) -> PreparedBackward:
     if max(problem.D, problem.Dv) > MAX_ONE_PASS_HEAD_DIM:
-        from lockstep.kernels.hopper.backward.wide.call import WideCall
+        from lockstep.kernels.hopper.backward.wide import call as wide
 
-        return WideCall(problem, tensors, needs)
-    from lockstep.kernels.hopper.backward.narrow.call import NarrowCall
+        return wide.prepare_backward(problem, tensors, needs)
+    from lockstep.kernels.hopper.backward.narrow import call as narrow
 
-    return NarrowCall(problem, tensors, needs)
+    return narrow.prepare_backward(problem, tensors, needs)
 
 
 @lru_cache(maxsize=1)

@@ -12,6 +12,7 @@ memory stays linear in the sequence.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from operator import is_
 from typing import Any
@@ -20,16 +21,23 @@ import torch
 import triton
 from torch import Tensor
 
-from lockstep.kernels.allocate import allocator
-from lockstep.kernels.device_call import DeviceCall
 from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs, PreparedBackward
+from lockstep.kernels.launch import Buffer, Launch, Launches, gradients_from, taken_by
 from lockstep.kernels.triton.dbias import sum_bias
 from lockstep.kernels.triton.dkdv import sum_keys
 from lockstep.kernels.triton.dq import sum_queries
 from lockstep.kernels.triton.gradient_rows import prepare_rows, sum_sinks
-from lockstep.kernels.triton.launch import Launch, device_of, scales_of, strides_of, window_of
+from lockstep.kernels.triton.launch import (
+    bias_strides,
+    device_of,
+    result_strides,
+    row_strides,
+    scales_of,
+    stride_arguments,
+    window_of,
+)
 from lockstep.kernels.triton.plan import Device, Tiles, block_of, blocks_of
-from lockstep.problem import AttentionProblem, Tensors
+from lockstep.problem import AttentionProblem
 
 SINK_ROWS = 1024
 
@@ -86,121 +94,82 @@ def cuts_of(problem: AttentionProblem, device: Device) -> tuple[Tiles, Tiles]:
     return table[max(64, block_of(problem.D), block_of(problem.Dv))]
 
 
-class Call(DeviceCall):
-    """What derives one problem with inputs of given strides and alignment."""
-
-    __slots__ = (
-        *("problem", "needs", "device", "copies", "rows_shape", "is_ready"),
-        *("rows", "keys", "queries", "bias", "sinks"),
-        *("new_rows", "new_dq", "new_dk", "new_dv", "new_dbias", "new_dsinks"),
+def backward_launches(problem: AttentionProblem, given: BackwardTensors, needs: Needs) -> Launches:
+    """What computes the gradients of one problem with inputs of given strides and alignment."""
+    aligned = _with_aligned_inputs(given)
+    B = 1 if problem.layout == "varlen" else problem.B
+    # One pass makes both dK and dV.
+    both = needs.k or needs.v
+    made = needs._replace(k=both, v=both)
+    results = {
+        f"d{name}": Buffer(tuple(x.shape), x.dtype)
+        for name in Gradients._fields
+        if getattr(made, name) and (x := getattr(given, name)) is not None
+    }
+    return Launches(
+        given.dout.device,
+        BackwardTensors._fields,
+        results,
+        {"rows": Buffer((B, problem.Hq, problem.Sq, 4), given.statistics.dtype)},
+        _launches(problem, aligned, results.keys()),
+        fit=None if all(map(is_, aligned, given)) else _with_aligned_inputs,
+        finish=gradients_from(results, needs),
     )
 
-    def __init__(self, problem: AttentionProblem, given: BackwardTensors, needs: Needs) -> None:
-        self.problem, self.needs = problem, needs
-        aligned = _with_aligned_inputs(given)
-        self.copies = not all(map(is_, aligned, given))
-        tensors, statistics, dout = aligned.inputs, aligned.statistics, aligned.dout
-        self.device = dout.get_device()
-        packed = problem.layout == "varlen"
-        B = 1 if packed else problem.B
-        self.rows_shape = (B, problem.Hq, problem.Sq, 4)
-        arguments = {**_arguments(problem, tensors, dout), "H": problem.Hq, "S": problem.Sq}
-        arguments |= {"stride_rb": problem.Hq * problem.Sq, "stride_rh": problem.Sq, "stride_rs": 1}
-        if packed:
-            arguments |= {"stride_rb": 0, "stride_rh": 1, "stride_rs": problem.Hq}
-        block_rows = max(16, 8192 // arguments["BLOCK_DV"])
-        row_tiles = triton.cdiv(problem.Sq, block_rows) * problem.Hq * B
-        self.rows = Launch(prepare_rows, (row_tiles,), arguments | {"BLOCK_ROWS": block_rows})
-        for_keys, for_queries = cuts_of(problem, device_of(dout.device))
-        n_keys = _slots(problem, problem.Skv, for_keys.BLOCK_KV)
-        n_queries = _slots(problem, problem.Sq, for_queries.BLOCK_Q)
-        self.keys = self.queries = self.bias = self.sinks = None
-        if needs.k or needs.v:
-            programs = n_keys * problem.Hkv * B
-            self.keys = _launch(sum_keys, programs, arguments, for_keys, n_slots=n_keys)
-        if needs.q:
-            programs = n_queries * problem.Hq * B
-            self.queries = _launch(sum_queries, programs, arguments, for_queries, n_slots=n_queries)
-        if needs.bias and tensors.bias is not None:
-            self.bias = _launch_bias(arguments, tensors, for_queries)
-        if needs.sinks and tensors.sinks is not None:
-            more = {"B": B, "n_sequences": problem.B, "BLOCK_ROWS": SINK_ROWS}
-            self.sinks = Launch(sum_sinks, (problem.Hq,), arguments | more)
-        self.new_rows = allocator(self.rows_shape, statistics.dtype, dout.device)
-        self.new_dq, self.new_dk, self.new_dv, self.new_dbias, self.new_dsinks = (
-            None if x is None else allocator(tuple(x.shape), x.dtype, x.device) for x in tensors[:5]
+
+def _launches(
+    problem: AttentionProblem, given: BackwardTensors, wanted: Collection[str]
+) -> list[Launch]:
+    """What computes the gradients that are wanted, by name."""
+    arguments = _arguments(problem, given)
+    B = 1 if problem.layout == "varlen" else problem.B
+    block_rows = max(16, 8192 // arguments["BLOCK_DV"])
+    row_tiles = triton.cdiv(problem.Sq, block_rows) * problem.Hq * B
+    found = [_launch(prepare_rows, row_tiles, arguments, BLOCK_ROWS=block_rows)]
+    for_keys, for_queries = cuts_of(problem, device_of(given.dout.device))
+    if "dk" in wanted:
+        slots = _slots(problem, problem.Skv, for_keys.BLOCK_KV)
+        more = {**_blocks(for_keys), "n_slots": slots}
+        options = for_keys.options
+        found.append(_launch(sum_keys, slots * problem.Hkv * B, arguments, options, **more))
+    if "dq" in wanted:
+        slots = _slots(problem, problem.Sq, for_queries.BLOCK_Q)
+        more = {**_blocks(for_queries), "n_slots": slots}
+        options = for_queries.options
+        found.append(_launch(sum_queries, slots * problem.Hq * B, arguments, options, **more))
+    if "dbias" in wanted:
+        assert given.bias is not None
+        sizes = dict(
+            zip(("bias_B", "bias_Hq", "bias_Sq", "bias_Skv"), given.bias.shape, strict=True)
         )
-        self.is_ready = False
+        tiles = triton.cdiv(sizes["bias_Sq"], for_queries.BLOCK_Q)
+        tiles *= triton.cdiv(sizes["bias_Skv"], for_queries.BLOCK_KV)
+        shared = {
+            "SHARED_Q": sizes["bias_Sq"] < problem.Sq,
+            "SHARED_KV": sizes["bias_Skv"] < problem.Skv,
+        }
+        programs = sizes["bias_B"] * sizes["bias_Hq"] * tiles
+        more = {**_blocks(for_queries), **sizes, **shared}
+        found.append(_launch(sum_bias, programs, arguments, for_queries.options, **more))
+    if "dsinks" in wanted:
+        more = {"B": B, "n_sequences": problem.B, "BLOCK_ROWS": SINK_ROWS}
+        found.append(_launch(sum_sinks, problem.Hq, arguments, **more))
+    return found
 
-    def _run(self, given: BackwardTensors, addresses: list[int]) -> Gradients:
-        if self.copies:
-            # Held until the kernels are in the stream, as are rows.
-            given = _with_aligned_inputs(given)
-            addresses = given.addresses()
-        if not self.is_ready:
-            return self._first(given)
-        q, k, v, bias, sinks, kv_lens, cu_q, cu_k, _, out, statistics, dout, dlse = addresses
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
-        rows = self.new_rows()
-        of_rows = rows.data_ptr()
-        # What was None when it was compiled is not looked at, and there is no scratch memory.
-        self.rows.enqueue(stream, (out, dout, statistics, dlse, of_rows, 0))
-        dq = dk = dv = dbias = dsinks = None
-        inputs = (q, k, v, bias, kv_lens, cu_q, cu_k, dout, of_rows)
-        if self.keys is not None:
-            dk, dv = self.new_dk(), self.new_dv()
-            self.keys.enqueue(stream, (*inputs, dk.data_ptr(), dv.data_ptr(), 0))
-        if self.queries is not None:
-            dq = self.new_dq()
-            self.queries.enqueue(stream, (*inputs, dq.data_ptr(), 0))
-        if self.bias is not None:
-            dbias = self.new_dbias()
-            inputs = (q, k, v, bias, kv_lens, dout, of_rows)
-            self.bias.enqueue(stream, (*inputs, dbias.data_ptr(), 0))
-        if self.sinks is not None:
-            dsinks = self.new_dsinks()
-            self.sinks.enqueue(stream, (sinks, cu_q, of_rows, dsinks.data_ptr(), 0))
-        return self._wanted(dq, dk, dv, dbias, dsinks)
 
-    def _first(self, given: BackwardTensors) -> Gradients:
-        """A call that compiles, which takes tensors to see what they are."""
-        q, k, v, bias, sinks, kv_lens, cu_q, cu_k, _, out, statistics, dout, dlse = given
-        rows = statistics.new_empty(self.rows_shape)
-        self.rows(out, dout, statistics, dlse, rows)
-        dq = dk = dv = dbias = dsinks = None
-        pointers = (q, k, v, bias, kv_lens, cu_q, cu_k, dout, rows)
-        if self.keys is not None:
-            dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-            self.keys(*pointers, dk, dv)
-        if self.queries is not None:
-            dq = q.new_empty(q.shape)
-            self.queries(*pointers, dq)
-        if self.bias is not None:
-            dbias = bias.new_empty(bias.shape)
-            self.bias(q, k, v, bias, kv_lens, dout, rows, dbias)
-        if self.sinks is not None:
-            dsinks = sinks.new_empty(sinks.shape)
-            self.sinks(sinks, cu_q, rows, dsinks)
-        launches = (self.rows, self.keys, self.queries, self.bias, self.sinks)
-        # The interpreter compiles nothing.
-        self.is_ready = all(
-            launch.enqueue is not None and not launch.scratch_bytes
-            for launch in launches
-            if launch is not None
-        )
-        return self._wanted(dq, dk, dv, dbias, dsinks)
+def _launch(
+    kernel: Any,
+    programs: int,
+    arguments: dict[str, Any],
+    options: dict[str, int] | None = None,
+    **more: Any,
+) -> Launch:
+    """A launch that takes what it can use of `arguments` and `more`."""
+    return Launch(kernel, (programs,), taken_by(kernel, arguments | more), **(options or {}))
 
-    def _wanted(
-        self,
-        dq: Tensor | None,
-        dk: Tensor | None,
-        dv: Tensor | None,
-        dbias: Tensor | None,
-        dsinks: Tensor | None,
-    ) -> Gradients:
-        # dK and dV come out of one pass; the one nobody asked for is dropped.
-        needs = self.needs
-        return Gradients(dq, dk if needs.k else None, dv if needs.v else None, dbias, dsinks)
+
+def _blocks(cut: Tiles) -> dict[str, int]:
+    return {"BLOCK_Q": cut.BLOCK_Q, "BLOCK_KV": cut.BLOCK_KV, "COPIES": copies_of(cut)}
 
 
 def prepare_backward(
@@ -209,7 +178,7 @@ def prepare_backward(
     """`Kernel.prepare_backward`"""
     if 0 in (problem.B, problem.Sq, problem.Skv):
         return partial(_without_pairs, problem, needs)
-    return Call(problem, given, needs)
+    return backward_launches(problem, given, needs)
 
 
 def _with_aligned_inputs(given: BackwardTensors) -> BackwardTensors:
@@ -264,47 +233,24 @@ def _slots(problem: AttentionProblem, S: int, block: int) -> int:
     return S // block + problem.B + 1 if problem.layout == "varlen" else triton.cdiv(S, block)
 
 
-def _launch(
-    kernel: Any, programs: int, arguments: dict[str, Any], cut: Tiles, **more: Any
-) -> Launch:
-    blocks = {"BLOCK_Q": cut.BLOCK_Q, "BLOCK_KV": cut.BLOCK_KV, "COPIES": copies_of(cut)}
-    return Launch(kernel, (programs,), arguments | blocks | more, **cut.options)
-
-
-def _launch_bias(arguments: dict[str, Any], tensors: Tensors, cut: Tiles) -> Launch:
-    B, Hq, Sq, Skv = tensors.bias.shape
-    programs = B * Hq * triton.cdiv(Sq, cut.BLOCK_Q) * triton.cdiv(Skv, cut.BLOCK_KV)
-    return _launch(
-        sum_bias,
-        programs,
-        arguments,
-        cut,
-        bias_B=B,
-        bias_Hq=Hq,
-        bias_Sq=Sq,
-        bias_Skv=Skv,
-        SHARED_Q=Sq < arguments["Sq"],
-        SHARED_KV=Skv < arguments["Skv"],
-    )
-
-
-def _arguments(problem: AttentionProblem, tensors: Tensors, dout: Tensor) -> dict[str, Any]:
+def _arguments(problem: AttentionProblem, given: BackwardTensors) -> dict[str, Any]:
     """What the passes take besides pointers, tiles and blocks."""
-    strides = strides_of(problem, tensors)
-    # By sequence, head and token.
-    of_dout = (dout.stride(0), dout.stride(1), dout.stride(2))
+    dout = given.dout
+    of_dout = dout.stride()[:3]
     if problem.layout == "varlen":
         of_dout = (0, dout.stride(1), dout.stride(0))
-    strides |= dict(zip(("stride_ob", "stride_oh", "stride_os"), of_dout, strict=True))
     # Rows start at multiples of 16 bytes.
     align = 16 // dout.element_size()
     BLOCK_D, BLOCK_DV = blocks_of(problem, device_of(dout.device))
     return {
-        **strides,
-        **{name: stride // align for name, stride in strides.items() if name[7] in "qkvo"},
+        **stride_arguments(row_strides(problem, given.inputs) | {"o": of_dout}, align),
+        **stride_arguments({"r": result_strides(problem)}),
+        **bias_strides(given.bias),
         **{name: getattr(problem, name) for name in ("B", "Hq", "Sq", "Skv", "scale", "D")},
         **scales_of(problem),
         **window_of(problem),
+        "H": problem.Hq,
+        "S": problem.Sq,
         "DV": problem.Dv,
         "GROUP": problem.Hq // problem.Hkv,
         "ALIGN": align,

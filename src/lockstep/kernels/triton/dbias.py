@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.sequences import checked_length, nan_where
 from lockstep.kernels.triton.gradient_tiles import (
     derive,
@@ -21,15 +22,8 @@ from lockstep.kernels.triton.gradient_tiles import (
 )
 from lockstep.kernels.triton.tiles import is_seen, seen_by_any
 
-_SIZES = (
-    *("stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks"),
-    *("stride_vb", "stride_vh", "stride_vs", "stride_ob", "stride_oh", "stride_os"),
-    *("stride_bb", "stride_bh", "stride_bq", "stride_bk"),
-    *("B", "Hq", "Sq", "Skv", "bias_B", "bias_Hq", "bias_Sq", "bias_Skv", "left", "right"),
-)
 
-
-@triton.jit(do_not_specialize=_SIZES)
+@unspecialized(triton.jit)
 def sum_bias(
     q_ptr,
     k_ptr,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.sequences import find_sequence, nan_where, whole_sequence
 from lockstep.kernels.triton.gradient_tiles import (
     count_tiles,
@@ -117,15 +118,7 @@ def add_queries(
     return dk, dv
 
 
-_SIZES = (
-    *("stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks"),
-    *("stride_vb", "stride_vh", "stride_vs", "stride_ob", "stride_oh", "stride_os"),
-    *("stride_bb", "stride_bh", "stride_bq", "stride_bk"),
-    *("B", "Hq", "Sq", "Skv", "n_slots", "left", "right"),
-)
-
-
-@triton.jit(do_not_specialize=_SIZES)
+@unspecialized(triton.jit)
 def sum_keys(
     q_ptr,
     k_ptr,

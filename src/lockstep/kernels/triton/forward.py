@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.triton.spans import (
     attend_tiles,
     locate,
@@ -35,19 +36,13 @@ from lockstep.kernels.triton.tiles import (
     store_statistics,
 )
 
-# One binary serves every batch size, length and stride, and indices at any address.
-_SIZES = (
+_ANY_ADDRESS = (
     *("bias_ptr", "sinks_ptr", "kv_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr"),
     "page_table_ptr",
-    *("stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks"),
-    *("stride_vb", "stride_vh", "stride_vs", "stride_bb", "stride_bh", "stride_bq", "stride_bk"),
-    *("stride_tb", "stride_rb", "stride_rh", "stride_rs"),
-    *("B", "Hkv", "Sq", "Skv", "n_pages", "wanted", "n_slots", "n_spans", "run_spans"),
-    *("left", "right"),
 )
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@unspecialized(triton.jit, any_address=_ANY_ADDRESS)
 def attend(
     q_ptr,
     k_ptr,

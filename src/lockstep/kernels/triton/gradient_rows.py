@@ -15,16 +15,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.triton.gradient_tiles import weigh_exactly
 from lockstep.kernels.triton.tiles import score_of_sink
 
-_SIZES = (
-    *("stride_ob", "stride_oh", "stride_os", "stride_rb", "stride_rh", "stride_rs"),
-    *("S", "H"),
-)
 
-
-@triton.jit(do_not_specialize=_SIZES)
+@unspecialized(triton.jit)
 def prepare_rows(
     out_ptr,
     dout_ptr,
@@ -72,7 +68,7 @@ def prepare_rows(
     tl.store(to + 3, tl.zeros_like(delta), mask=is_row)
 
 
-@triton.jit(do_not_specialize=("cu_seqlens_q_ptr", "B", "H", "S", "n_sequences"))
+@unspecialized(triton.jit, any_address=("cu_seqlens_q_ptr",))
 def sum_sinks(
     sinks_ptr, cu_seqlens_q_ptr, rows_ptr, dsinks_ptr, B, H, S, n_sequences, unit, natural,
     BLOCK_ROWS: tl.constexpr, RECIPROCAL: tl.constexpr,

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.kernels.allocate import allocator
-from lockstep.kernels.device_call import DeviceCall
-from lockstep.kernels.driver import Launcher, launcher_of
 from lockstep.kernels.kernel import Prepared, Result
-from lockstep.kernels.scratch import Allocating, allocate
+from lockstep.kernels.launch import Buffer, Launch, Launches
 from lockstep.kernels.triton.forward import attend
 from lockstep.kernels.triton.plan import (
     FAR,
@@ -29,36 +26,51 @@ from lockstep.kernels.triton.plan import (
 from lockstep.kernels.triton.split_kv import reduce_parts
 from lockstep.problem import AttentionProblem, Tensors
 
-# Of what lies in a workspace; tensors begin at multiples of more.
-ALIGNMENT = 128
+Strides = tuple[int, int, int]
+"""By sequence (or page), head and token."""
 
 
-def strides_of(problem: AttentionProblem, tensors: Tensors) -> dict[str, int]:
-    """Strides by sequence (or page), head and token, whatever the layout; 0 where there is none."""
-    q, k, v, bias = tensors[:4]
-    orders = {"dense": ((0, 1, 2),) * 2, "varlen": ((None, 1, 0),) * 2}
-    of_q, of_kv = orders.get(problem.layout, ((0, 1, 2), (0, 2, 1)))
-    strides = {}
-    for name, tensor, order in (("q", q, of_q), ("k", k, of_kv), ("v", v, of_kv)):
-        for letter, dim in zip("bhs", order, strict=True):
-            strides[f"stride_{name}{letter}"] = 0 if dim is None else tensor.stride(dim)
-    for letter, dim in zip("bhqk", range(4), strict=True):
-        broadcast = bias is None or bias.shape[dim] == 1
-        strides[f"stride_b{letter}"] = 0 if broadcast else bias.stride(dim)
-    strides["stride_tb"] = 0 if tensors.page_table is None else tensors.page_table.stride(0)
+def row_strides(problem: AttentionProblem, tensors: Tensors) -> dict[str, Strides]:
+    """Those of q, k and v, whatever the layout; 0 by sequence if sequences are packed."""
+    if problem.layout == "varlen":
+        return {x: (0, t.stride(1), t.stride(0)) for x, t in zip("qkv", tensors[:3], strict=True)}
+    q, k, v = (x.stride()[:3] for x in tensors[:3])
+    if problem.layout == "paged":
+        k, v = ((by_page, by_head, by_token) for by_page, by_token, by_head in (k, v))
+    return {"q": q, "k": k, "v": v}
+
+
+def result_strides(problem: AttentionProblem) -> Strides:
+    """In rows of contiguous results [B, Hq, Sq], or [T, Hq] if sequences are packed."""
     Hq, Sq = problem.Hq, problem.Sq
-    rows = (0, 1, Hq) if problem.layout == "varlen" else (Hq * Sq, Sq, 1)
-    strides["stride_rb"], strides["stride_rh"], strides["stride_rs"] = rows
-    return strides
+    return (0, 1, Hq) if problem.layout == "varlen" else (Hq * Sq, Sq, 1)
 
 
-def alignment(strides: dict[str, int], tensors: Tensors) -> int:
+def bias_strides(bias: Tensor | None) -> dict[str, int]:
+    """0 along dims of which the bias has one element for all."""
+    strides = (0, 0, 0, 0)
+    if bias is not None:
+        strides = tuple(
+            0 if size == 1 else stride
+            for size, stride in zip(bias.shape, bias.stride(), strict=True)
+        )
+    return dict(zip(("stride_bb", "stride_bh", "stride_bq", "stride_bk"), strides, strict=True))
+
+
+def stride_arguments(strides: dict[str, Strides], unit: int = 1) -> dict[str, int]:
+    """Strides as kernels name them: `stride_qb`, `stride_qh` and `stride_qs` of q, in units."""
+    return {
+        f"stride_{tensor}{dim}": stride // unit
+        for tensor, by_dim in strides.items()
+        for dim, stride in zip("bhs", by_dim, strict=True)
+    }
+
+
+def alignment(strides: dict[str, Strides], tensors: Tensors) -> int:
     """The largest number of elements, 16 bytes at most, that every row of q, k and v starts at."""
     size = tensors.q.element_size()
-    widest = 16 // size
-    of_qkv = (stride for name, stride in strides.items() if name[7] in "qkv")
     pointers = (tensor.data_ptr() // size for tensor in tensors[:3])
-    return math.gcd(widest, *of_qkv, *pointers)
+    return math.gcd(16 // size, *itertools.chain(*strides.values()), *pointers)
 
 
 def scales_of(problem: AttentionProblem) -> dict[str, Any]:
@@ -83,33 +95,30 @@ def units_of(problem: AttentionProblem) -> dict[str, float]:
 
 
 def is_describable(
-    problem: AttentionProblem,
-    strides: dict[str, int],
-    align: int,
-    tensors: Tensors,
-    BLOCK_KV: int,
+    problem: AttentionProblem, strides: dict[str, Strides], align: int, BLOCK_KV: int
 ) -> bool:
     """Whether a TMA descriptor can stand for the rows of a head of k and v."""
-    if align * tensors.q.element_size() != 16 or 0 in (strides["stride_ks"], strides["stride_vs"]):
-        return False
-    if problem.page_size is None:
-        return True
-    # Pages that follow one another without a gap, and tiles that lie in one page.
     page = problem.page_size
-    gapless = all(strides[f"stride_{n}b"] == page * strides[f"stride_{n}s"] for n in "kv")
-    return gapless and page % BLOCK_KV == 0
+    for by_page, _, by_token in (strides["k"], strides["v"]):
+        if align * problem.dtype.itemsize != 16 or by_token == 0:
+            return False
+        # Pages that follow one another without a gap.
+        if page is not None and by_page != page * by_token:
+            return False
+    # Tiles that lie in one page.
+    return page is None or page % BLOCK_KV == 0
 
 
 def attend_arguments(problem: AttentionProblem, tensors: Tensors, plan: Plan) -> dict[str, Any]:
     """All arguments of `forward.attend` but the pointers."""
-    strides = strides_of(problem, tensors)
+    strides = row_strides(problem, tensors)
     align = alignment(strides, tensors)
-    for name in strides:
-        if name[7] in "qkv":
-            strides[name] //= align
-    tiles = plan.tiles
+    table, tiles = tensors.page_table, plan.tiles
     return {
-        **strides,
+        **stride_arguments(strides, align),
+        **bias_strides(tensors.bias),
+        **stride_arguments({"r": result_strides(problem)}),
+        "stride_tb": 0 if table is None else table.stride(0),
         **window_of(problem),
         **scales_of(problem),
         **sizes_of(problem),
@@ -123,7 +132,7 @@ def attend_arguments(problem: AttentionProblem, tensors: Tensors, plan: Plan) ->
         "GROUP": problem.Hq // problem.Hkv,
         "PAGE_SIZE": problem.page_size or 0,
         "ALIGN": align,
-        "TMA": plan.tma and is_describable(problem, strides, align, tensors, tiles.BLOCK_KV),
+        "TMA": plan.tma and is_describable(problem, strides, align, tiles.BLOCK_KV),
         "FOLDS": plan.n_spans > 1,
         "LEAST_SPAN": LEAST_SPAN,
         "EARLY": plan.early,
@@ -171,131 +180,48 @@ def window_of(problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
-class Launch:
-    """A kernel with its grid and everything but the pointers that lead its arguments.
-
-    The first call compiles. Later calls go straight to the driver, without Triton looking at the
-    type and the divisibility of every argument again: they are the same each time.
-    """
-
-    __slots__ = ("_grid", "_kernel", "_options", "_rest", "enqueue", "scratch_bytes")
-
-    def __init__(
-        self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], **options: Any
-    ) -> None:
-        self._kernel, self._options = kernel, options
-        self._grid = (*grid, 1, 1)[:3]
-        self._rest = tuple(arguments[n] for n in kernel.arg_names if not n.endswith("_ptr"))
-        # Takes the stream and addresses, the last one that of `scratch_bytes`. Set once compiled.
-        self.enqueue: Launcher | None = None
-        # What Triton wants of global memory at each launch, for descriptors.
-        self.scratch_bytes = 0
-
-    def __call__(self, *pointers: Tensor | None) -> None:
-        if self.enqueue is None:
-            self._compile(*pointers)
-            return
-        assert pointers[0] is not None
-        scratch = allocate(self.scratch_bytes) if self.scratch_bytes else None
-        stream = torch._C._cuda_getCurrentRawStream(pointers[0].get_device())
-        self.enqueue(stream, tuple(0 if x is None else x.data_ptr() for x in (*pointers, scratch)))
-
-    def _compile(self, *pointers: Tensor | None) -> None:
-        """Launches once as well."""
-        arguments = (*pointers, *self._rest)
-        with Allocating(allocate):
-            compiled = self._kernel[self._grid](*arguments, **self._options)
-        # The interpreter compiles nothing.
-        if compiled is not None:
-            of_program = getattr(compiled.metadata, "global_scratch_size", 0)
-            self.scratch_bytes = math.prod(self._grid) * of_program
-            self.enqueue = launcher_of(compiled, self._grid, arguments)
-
-
-class Call(DeviceCall):
+def forward_launches(
+    problem: AttentionProblem, tensors: Tensors, plan: Plan, device: Device
+) -> Launches:
     """What runs one problem with inputs of given strides and alignment."""
-
-    __slots__ = (
-        *("attend", "device", "reduce", "part_shape", "part_stats_at", "scratch_at"),
-        *("new_out", "new_lse", "new_statistics", "new_workspace", "is_ready"),
-    )
-
-    def __init__(
-        self, problem: AttentionProblem, tensors: Tensors, plan: Plan, device: Device
-    ) -> None:
-        where = tensors.q.device
-        self.device = -1 if where.index is None else where.index
-        self.new_out = allocator(problem.out_shape, problem.dtype, where)
-        self.new_lse = allocator(problem.lse_shape, problem.lse_dtype, where)
-        self.new_statistics = (
-            allocator(problem.statistics_shape, problem.lse_dtype, where)
-            if problem.has_gradient
-            else None
-        )
-        self.attend = Launch(
+    of_lse, of_rows = problem.lse_dtype, problem.lse_shape
+    has_gradient, split = problem.has_gradient, plan.n_runs > 1
+    results = {
+        "out": Buffer(problem.out_shape, problem.dtype),
+        "lse": Buffer(of_rows, of_lse),
+        "statistics": Buffer(problem.statistics_shape, of_lse) if has_gradient else None,
+    }
+    workspace = {
+        "parts": Buffer((*of_rows, plan.n_spans, problem.Dv), of_lse) if split else None,
+        "part_stats": Buffer((*of_rows, plan.n_spans, 2), of_lse) if split else None,
+    }
+    launches = [
+        Launch(
             attend,
             (plan.n_programs, plan.n_runs),
             attend_arguments(problem, tensors, plan),
+            # The sink of a row is folded once, when its parts are.
+            absent=("sinks",) if split else (),
             **options_of(problem, plan, device),
         )
-        self.reduce: Launch | None = None
-        self.part_shape: tuple[int, ...] = (0,)
-        if plan.n_runs > 1:
-            self.part_shape = (*problem.lse_shape, plan.n_spans, problem.Dv)
-            self.reduce = Launch(
-                reduce_parts,
-                (math.prod(problem.lse_shape),),
-                reduce_arguments(problem, plan),
-                num_warps=1,
-                **({"launch_pdl": True} if plan.early else {}),
-            )
-        # The workspace: parts, their m and l, then the scratch of `attend`, known once compiled.
-        self.part_stats_at = _aligned(4 * math.prod(self.part_shape))
-        of_stats = 8 * math.prod(self.part_shape[:-1]) if plan.n_runs > 1 else 0
-        self.scratch_at = _aligned(self.part_stats_at + of_stats)
-        self.new_workspace: Callable[[], Tensor] | None = None
-        self.is_ready = False
-
-    def _run(self, tensors: Tensors, addresses: list[int]) -> Result:
-        out, lse = self.new_out(), self.new_lse()
-        statistics = None if self.new_statistics is None else self.new_statistics()
-        if not self.is_ready:
-            self._first(tensors, out, lse, statistics)
-            return out, lse, statistics
-        start = 0
-        if self.new_workspace is not None:
-            # Held until the kernels are in the stream: whoever gets it next comes after them.
-            workspace = self.new_workspace()
-            start = workspace.data_ptr()
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
-        of_statistics = 0 if statistics is None else statistics.data_ptr()
-        results = out.data_ptr(), lse.data_ptr(), of_statistics
-        parts = start, start + self.part_stats_at
-        # What was None when it was compiled is not looked at.
-        self.attend.enqueue(stream, (*addresses, *results, *parts, start + self.scratch_at))
-        if self.reduce is not None:
-            self.reduce.enqueue(stream, (*parts, *addresses[4:8], *results, 0))
-        return out, lse, statistics
-
-    def _first(self, tensors: Tensors, out: Tensor, lse: Tensor, statistics: Tensor | None) -> None:
-        """A call that compiles, which takes tensors to see what they are."""
-        if self.reduce is None:
-            self.attend(*tensors, out, lse, statistics, None, None)
-        else:
-            parts = out.new_empty(self.part_shape, dtype=lse.dtype)
-            part_stats = out.new_empty((*self.part_shape[:-1], 2), dtype=lse.dtype)
-            alone = tensors._replace(sinks=None)
-            self.attend(*alone, out, lse, statistics, parts, part_stats)
-            self.reduce(parts, part_stats, *tensors[4:8], out, lse, statistics)
-        bytes_in_all = self.scratch_at + self.attend.scratch_bytes
-        if self.attend.enqueue is not None and bytes_in_all:
-            self.new_workspace = allocator((bytes_in_all,), torch.uint8, out.device)
-        # Only now, as other threads may come while the second kernel compiles.
-        self.is_ready = self.attend.enqueue is not None
+    ]
+    if split:
+        options = {"num_warps": 1, **({"launch_pdl": True} if plan.early else {})}
+        arguments = reduce_arguments(problem, plan)
+        launches.append(Launch(reduce_parts, (math.prod(of_rows),), arguments, **options))
+    return Launches(
+        tensors.q.device,
+        Tensors._fields,
+        results,
+        workspace,
+        launches,
+        finish=None if has_gradient else _without_statistics,
+    )
 
 
-def _aligned(at: int) -> int:
-    return at + -at % ALIGNMENT
+def _without_statistics(tensors: Tensors, results: list[Tensor], workspace: Any) -> Result:
+    out, lse = results
+    return out, lse, None
 
 
 def prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
@@ -306,7 +232,7 @@ def prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
     addresses = tensors.addresses()
     # The same cu_seqlens: every packed sequence has as many keys as queries.
     own_keys = problem.layout == "varlen" and addresses[6] == addresses[7]
-    return Call(problem, tensors, plan_of(problem, device, own_keys), device)
+    return forward_launches(problem, tensors, plan_of(problem, device, own_keys), device)
 
 
 def _nothing(problem: AttentionProblem, tensors: Tensors, addresses: list[int]) -> Result:

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
+from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.sequences import checked_length, find_sequence, nan_where
 from lockstep.kernels.triton.plan import block_of
 from lockstep.kernels.triton.spans import span_of
@@ -91,11 +92,10 @@ def store_row(m, l, acc, out_ptr, lse_ptr, natural, DV: tl.constexpr, BLOCK_DV: 
     tl.store(lse_ptr + tl.arange(0, 1), lse)
 
 
-_SIZES = ("B", "Hkv", "Sq", "Skv", "wanted", "n_spans", "left", "right")
-_INDICES = ("sinks_ptr", "kv_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
+_ANY_ADDRESS = ("sinks_ptr", "kv_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
 
 
-@triton.jit(do_not_specialize=(*_SIZES, *_INDICES))
+@unspecialized(triton.jit, any_address=_ANY_ADDRESS)
 def reduce_parts(
     parts_ptr,
     part_stats_ptr,
@@ -161,7 +161,7 @@ def reduce_parts(
         store_statistics(statistics_ptr, at + tl.arange(0, 1), m, l, None)
 
 
-@triton.jit(do_not_specialize=("n_parts", "n_rows"))
+@unspecialized(triton.jit)
 def merge_rows(
     parts_ptr,
     part_lse_ptr,

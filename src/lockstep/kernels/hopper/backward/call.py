@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
@@ -12,23 +12,24 @@ import torch
 import triton
 from torch import Tensor
 
-from lockstep.cache import Cache
-from lockstep.kernels.allocate import allocator
-from lockstep.kernels.device_call import DeviceCall
-from lockstep.kernels.driver import Grid, Launcher, launcher_of
 from lockstep.kernels.hopper.backward.rows import prepare_rows
-from lockstep.kernels.hopper.common.copy_engine import ALIGNMENT, batch_rows, copy, fit, strides_of
-from lockstep.kernels.hopper.common.gluon_shim import TensorDescriptor
+from lockstep.kernels.hopper.common.copy_engine import (
+    ALIGNMENT,
+    batch_rows,
+    copy,
+    fit,
+    strides_of,
+    tensor_map,
+)
 from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs
+from lockstep.kernels.launch import Buffer, Launch, Launches, gradients_from
 from lockstep.numerics import LOG2E
-from lockstep.problem import AttentionProblem, Tensors
+from lockstep.problem import AttentionProblem
 
 # Beyond any length; two of them fit into int32.
 FAR = 1 << 29
-Launched = Callable[[], Launcher]
-"""Works out how to launch the same once more. Keeps tensors until then."""
-# By all that a compiled kernel depends on.
-_COMPILED: Cache[tuple[Any, ...], Any] = Cache(limit=1024)
+# What kernels call the offsets of packed sequences.
+OFFSETS = {"cu_q": "cu_seqlens_q", "cu_kv": "cu_seqlens_k"}
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,6 @@ class Cut:
     Hq: int
     Hkv: int
     packed: int | None  # how many sequences are
-
-    @property
-    def n_bounds(self) -> int:
-        """Numbers of `rows`, which say where packed sequences begin."""
-        return 0 if self.packed is None else 3 * (self.packed + 2)
 
     @property
     def n_tiles(self) -> int:
@@ -73,110 +69,70 @@ def cut_into(problem: AttentionProblem, block_d: int, block_q: int, block_kv: in
     return Cut(block_d, block_q, q_slots, kv_slots, sequences, problem.Hq, problem.Hkv, packed)
 
 
-class Call(DeviceCall):
-    """What derives one problem with inputs of given strides and alignment.
-
-    The first call may compile. The second works out how to launch the same once more, which takes
-    too long for calls that come once. Later ones take addresses alone."""
-
-    def __init__(
-        self, problem: AttentionProblem, given: BackwardTensors, needs: Needs, cut: Cut
-    ) -> None:
-        self.problem, self.needs, self.cut = problem, needs, cut
-        q, k, v = given[:3]
-        self.where, self.device = q.device, q.get_device()
-        self.new_dq, self.new_dk, self.new_dv = (
-            allocator(tuple(x.shape), x.dtype, x.device) for x in (q, k, v)
-        )
-        self._copies = not all(map(is_, _fit_inputs(given), given))
-        self._was_called = False
-        # In the order of their launches.
-        self.launchers: tuple[Launcher | None, ...] | None = None
-
-    def _run(self, given: BackwardTensors, addresses: list[int]) -> Gradients:
-        if self._copies:
-            # Held until the kernels are in the stream.
-            given = _fit_inputs(given)
-            addresses = given.addresses()
-        if self.launchers is None:
-            results = given.out, given.statistics, given.dout, given.dlse
-            grads, launched = self.derive(given.inputs, *results)
-            if self._was_called:
-                self.launchers = tuple(None if x is None else x() for x in launched)
-            self._was_called = True
-            return grads
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
-        return self.again(stream, given, addresses)
-
-    def derive(
-        self, tensors: Tensors, out: Tensor, statistics: Tensor, dout: Tensor, dlse: Tensor | None
-    ) -> tuple[Gradients, tuple[Launched | None, ...]]:
-        """By `launch`; returns what that returns, too, and None for a kernel nobody needs."""
-        raise NotImplementedError
-
-    def again(self, stream: int, given: BackwardTensors, addresses: list[int]) -> Gradients:
-        raise NotImplementedError
-
-    def row_statistics(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """lse in log2 units, in fp64, and delta of all rows, [sequences, Hq, q_slots, block_q]."""
-        raise NotImplementedError
-
-    def launch(
-        self, kernel: Any, grid: Grid, arguments: tuple[Any, ...], constants: dict[str, Any],
-        **options: int,
-    ) -> Launched:  # fmt: skip
-        """Run a kernel whose parameters are `arguments`, then `constants`, in this order. All but
-        the first of its kind skip Triton's look at every argument: it would find the same."""
-        key = (kernel, self.device, *constants.values(), *map(_traits, arguments))
-        compiled = _COMPILED.get(key)
-        if compiled is None:
-            compiled = _COMPILED[key] = kernel[grid](*arguments, **constants, **options)
-        else:
-            compiled[grid](*arguments, *constants.values())
-        return partial(launcher_of, compiled, grid, (*arguments, *constants.values()))
-
-    def prepare_statistics(
-        self,
-        tensors: Tensors,
-        results: tuple[Tensor, Tensor, Tensor, Tensor | None],
-        stats: Tensor,
-        bounds: Tensor | None,
-        others: tuple[Tensor | None, ...] = (None, None, None, None),
-        **options: int,
-    ) -> Launched:
-        """Launch `prepare_rows`. `results` are out, statistics, dout, dlse, `others` what
-        narrow heads have besides: large, flags, turn, ticket."""
-        problem, cut = self.problem, self.cut
-        out, statistics, dout, dlse = results
-        dout_strides = strides_of(dout, problem.layout == "varlen")
-        return self.launch(
-            prepare_rows,
-            (cut.n_tiles, 1, 1),
-            (
-                *(out, dout, statistics, dlse, stats, *others, bounds),
-                *(tensors.cu_seqlens_q, tensors.cu_seqlens_k),
-                *(*(stride // ALIGNMENT for stride in dout_strides), *row_arguments(problem, cut)),
-                problem.score_unit,
-            ),
-            {"ALIGN": ALIGNMENT, "DV": problem.Dv, "BLOCK_D": cut.block_d, "BLOCK_Q": cut.block_q},
-            **options,
-        )
-
-    def wanted(
-        self,
-        dq: Tensor | None,
-        dk: Tensor | None,
-        dv: Tensor | None,
-        sinks: Tensor | None,
-        memory: Tensor,
-    ) -> Gradients:
-        """Of what was computed, what is needed. `memory` is what `row_statistics` takes."""
-        needs = self.needs
-        dsinks = _sink_gradient(sinks, *self.row_statistics(memory)) if needs.sinks else None
-        return Gradients(dq, dk if needs.k else None, dv if needs.v else None, None, dsinks)
+Statistics = Callable[["dict[str, Tensor]"], "tuple[Tensor, Tensor]"]
+"""From the regions of a workspace to the statistics of all rows, [sequences, Hq, q_slots, block_q]:
+lse in log2 units, in fp64, and delta."""
 
 
-def _fit_inputs(given: BackwardTensors) -> BackwardTensors:
+def backward_launches(
+    given: BackwardTensors,
+    needs: Needs,
+    made: Collection[str],
+    workspace: dict[str, Buffer | None],
+    launches: list[Launch],
+    statistics: Statistics,
+) -> Launches:
+    """What computes the gradients of one problem with inputs of given strides and alignment.
+
+    `made` are the gradients that the kernels write: dq, dk, dv. `statistics` is for those of sinks.
+    """
+    results = {
+        name: Buffer(tuple(x.shape), x.dtype) if name in made else None
+        for name, x in (("dq", given.q), ("dk", given.k), ("dv", given.v))
+    }
+    gradients = gradients_from([name for name, x in results.items() if x is not None], needs)
+
+    def with_sinks(given: BackwardTensors, results: list[Tensor], workspace: Tensor) -> Gradients:
+        dsinks = _sink_gradient(given.sinks, *statistics(call.regions(workspace)))
+        return gradients(given, results, workspace)._replace(sinks=dsinks)
+
+    call = Launches(
+        given.q.device,
+        BackwardTensors._fields,
+        results,
+        workspace,
+        launches,
+        fit=None if all(map(is_, fit_inputs(given), given)) else fit_inputs,
+        finish=with_sinks if needs.sinks else gradients,
+    )
+    return call
+
+
+def rows_launch(
+    problem: AttentionProblem, cut: Cut, dout: Tensor, absent: Collection[str] = (), **options: int
+) -> Launch:
+    """The launch of `prepare_rows`, without the `absent` regions of the workspace."""
+    dout_strides = strides_of(dout, problem.layout == "varlen")
+    by_dim = zip(("stride_ob", "stride_oh", "stride_os"), dout_strides, strict=True)
+    return Launch(
+        prepare_rows,
+        (cut.n_tiles,),
+        {
+            **{name: stride // ALIGNMENT for name, stride in by_dim},
+            **row_arguments(problem, cut),
+            "unit": problem.score_unit,
+            "ALIGN": ALIGNMENT,
+            "DV": problem.Dv,
+            "BLOCK_D": cut.block_d,
+            "BLOCK_Q": cut.block_q,
+        },
+        names=OFFSETS,
+        absent=absent,
+        **options,
+    )
+
+
+def fit_inputs(given: BackwardTensors) -> BackwardTensors:
     """As the copy engine takes them; with kv_lens, k and v have as many rows to a sequence."""
     q, k, v, dout = fit(given.q), fit(given.k), fit(given.v), fit(given.dout)
     if given.kv_lens is not None and (not batch_rows(k) or batch_rows(k) != batch_rows(v)):
@@ -184,61 +140,58 @@ def _fit_inputs(given: BackwardTensors) -> BackwardTensors:
     return given._replace(q=q, k=k, v=v, dout=dout)
 
 
-def row_arguments(problem: AttentionProblem, cut: Cut) -> tuple[int, ...]:
+def row_arguments(problem: AttentionProblem, cut: Cut) -> dict[str, int]:
     """Strides of contiguous rows, and sizes, as `rows` takes them."""
+    Hq, Sq = problem.Hq, problem.Sq
+    by_row = (0, 1, Hq) if problem.layout == "varlen" else (Hq * Sq, Sq, 1)
+    strides = dict(zip(("stride_rb", "stride_rh", "stride_rs"), by_row, strict=True))
+    sizes = {"H": Hq, "B": problem.B, "Sq": Sq, "Skv": problem.Skv, "q_slots": cut.q_slots}
+    return strides | sizes
+
+
+def bounds_buffer(cut: Cut) -> Buffer | None:
+    """Where packed sequences begin: `rows`."""
+    return None if cut.packed is None else Buffer((3 * (cut.packed + 2),), torch.int32)
+
+
+def map_maker(problem: AttentionProblem, rows: int, width: int, of_keys: bool = False) -> Any:
+    """What makes tensor maps with tiles [rows, width], clipped to the rows of a sequence if these
+    are packed, and with `of_keys` also if they have lengths."""
     packed = problem.layout == "varlen"
-    strides = (0, 1, problem.Hq) if packed else (problem.Hq * problem.Sq, problem.Sq, 1)
-    return *strides, problem.Hq, problem.B, problem.Sq, problem.Skv, cut.q_slots
+    clipped = packed or (of_keys and problem.has_kv_lens)
+    return partial(tensor_map, block=[1, 1, 1, rows, width], packed=packed, clipped=clipped)
 
 
-def _traits(argument: Any) -> Any:
-    """What of an argument a compiled kernel depends on: of numbers nothing but their types."""
-    if argument is None:
-        return None
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, TensorDescriptor):
-        return argument.base.dtype, *argument.block_shape
-    return type(argument), -(1 << 31) <= argument < 1 << 31
-
-
-def raggedness(problem: AttentionProblem) -> tuple[bool, bool]:
-    """Whether queries, and whether keys, are clipped to those of a sequence."""
+def kernel_arguments(problem: AttentionProblem, k: Tensor, block_kv: int) -> dict[str, Any]:
+    """Numbers and constants that all kernels of pairs take, head dims and tiles aside."""
     packed = problem.layout == "varlen"
-    return packed, packed or problem.has_kv_lens
-
-
-def scales_of(problem: AttentionProblem) -> tuple[float, float, float]:
-    """scale, the unit of scores, and the cap."""
-    return problem.scale, problem.score_unit, problem.softcap or 0.0
-
-
-def sizes_of(problem: AttentionProblem, k: Tensor) -> tuple[int, ...]:
-    kv_batch_rows = batch_rows(k) if problem.has_kv_lens else 0
-    return problem.B, problem.Sq, problem.Skv, *reach(problem), kv_batch_rows
-
-
-def constants_of(problem: AttentionProblem, block_kv: int) -> dict[str, Any]:
-    """What kernels are compiled for, head dims aside."""
-    packed, ragged_kv = raggedness(problem)
+    is_ragged = packed or problem.has_kv_lens
     return {
-        "LAYOUT": "varlen" if packed else "kv_lens" if ragged_kv else "dense",
-        **masks(problem),
-        "HAS_EDGE": ragged_kv or problem.Skv % block_kv != 0,
+        "scale": problem.scale,
+        "unit": problem.score_unit,
+        "softcap": problem.softcap or 0.0,
+        "heads_per_kv": problem.Hq // problem.Hkv,
+        "B": problem.B,
+        "Sq": problem.Sq,
+        "Skv": problem.Skv,
+        **window_arguments(problem),
+        "kv_batch_rows": batch_rows(k) if problem.has_kv_lens else 0,
+        "LAYOUT": "varlen" if packed else "kv_lens" if is_ragged else "dense",
+        "HAS_EDGE": is_ragged or problem.Skv % block_kv != 0,
         "CAPPED": problem.softcap is not None,
         "HIDES_SCORES": problem.has_raw_scores,
     }
 
 
-def reach(problem: AttentionProblem) -> tuple[int, int]:
+def window_arguments(problem: AttentionProblem) -> dict[str, int]:
     """Keys seen left and right of the diagonal."""
-    left, right = (FAR if side is None else min(side, FAR) for side in problem.window)
-    return left, right
-
-
-def masks(problem: AttentionProblem) -> dict[str, bool]:
     left, right = problem.window
-    return {"HAS_LEFT": left is not None, "HAS_RIGHT": right is not None}
+    return {
+        "left": FAR if left is None else min(left, FAR),
+        "right": FAR if right is None else min(right, FAR),
+        "HAS_LEFT": left is not None,
+        "HAS_RIGHT": right is not None,
+    }
 
 
 def _sink_gradient(sinks: Tensor | None, lse2: Tensor, delta: Tensor) -> Tensor:

@@ -9,9 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.kernels.allocate import allocator
-from lockstep.kernels.device_call import DeviceCall
-from lockstep.kernels.driver import Launcher, launcher_of
 from lockstep.kernels.hopper.common.copy_engine import ALIGNMENT, copy, fit, ragged
 from lockstep.kernels.hopper.common.gluon_shim import TensorDescriptor, gl
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
@@ -25,8 +22,9 @@ from lockstep.kernels.hopper.forward.plan import (
     plan_of,
 )
 from lockstep.kernels.hopper.forward.schedule import BY_HEAD, LONGEST_FIRST, PAIRED, UNSORTED
-from lockstep.kernels.hopper.forward.sequence_order import SequenceOrder
+from lockstep.kernels.hopper.forward.sequence_order import order_buffer, sort_launch
 from lockstep.kernels.kernel import Prepared, Result
+from lockstep.kernels.launch import Buffer, Launch, Launches
 from lockstep.problem import AttentionProblem, Tensors
 
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -44,163 +42,164 @@ class Shape(NamedTuple):
         return TensorDescriptor(x, self.shape, self.strides, self.block, layout)
 
 
-class Call(DeviceCall):
+def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: int) -> Launches:
     """What runs one problem with inputs of given strides and alignment."""
+    fitted = _fit(problem, tensors)
+    copied = [
+        name for name, x, y in zip(Tensors._fields, tensors, fitted, strict=True) if x is not y
+    ]
+    tiles = Tiling.of(problem, n_processors)
+    order, launches = None, [_launch(problem, fitted, tiles, n_processors)]
+    if problem.layout == "varlen":
+        sorts = tiles.order != UNSORTED.value
+        order = order_buffer(problem, tiles.n_tickets, sorts)
+        if sorts:
+            launches.insert(0, sort_launch(problem, plan_of(problem).block_q))
+    return Launches(
+        tensors.q.device,
+        Tensors._fields,
+        {
+            "out": Buffer(problem.out_shape, problem.dtype),
+            "lse": Buffer(problem.lse_shape, torch.float32),
+            "statistics": Buffer(problem.statistics_shape, torch.float32),
+        },
+        {"sequence_order": order},
+        launches,
+        fit=partial(_with_copies, copied) if copied else None,
+    )
 
-    def __init__(self, problem: AttentionProblem, tensors: Tensors, n_processors: int) -> None:
-        self.problem = problem
-        plan = plan_of(problem)
-        packed = problem.layout == "varlen"
-        layout = "varlen" if packed else "kv_lens" if problem.has_kv_lens else "dense"
-        q, k, v = tensors[:3]
-        self.device = q.get_device()
-        self.new_out = allocator(problem.out_shape, problem.dtype, q.device)
-        self.new_lse = allocator(problem.lse_shape, torch.float32, q.device)
-        self.new_statistics = allocator(problem.statistics_shape, torch.float32, q.device)
-        fitted = (fit(q), *_fit_keys(k, v, share_rows=layout == "kv_lens"))
-        self.copied = tuple(x is not y for x, y in zip((q, k, v), fitted, strict=True))
-        width, width_v = padded(problem.D), padded(problem.Dv)
-        out = q.new_empty(problem.out_shape, device="meta")
-        self.shapes = (
-            _shape(_by_head(fitted[0], packed), ROWS, width, packed),
-            _shape(_by_head(fitted[1], packed), plan.block_kv, width, layout != "dense"),
-            _shape(_by_head(fitted[2], packed), plan.block_kv, width_v, layout != "dense"),
-            _shape(_by_head(out, packed), ROWS, min(width_v, OUT_COLUMNS), packed),
-        )
-        self.numbers = self._numbers(layout, fitted[1], n_processors)
-        self.constants = (
-            layout,
-            problem.window[0] is not None,
-            problem.window[1] is not None,
-            _scales(problem)[0],
-            problem.has_sinks,
-            plan.consumers,
-            plan.stages,
-            plan.pingpong,
-            # bf16 weights have the exponents of fp32; fp16 weights would overflow.
-            problem.dtype == torch.bfloat16,
-            True,
-            plan.q_stages,
-            *REGISTERS[plan.consumers][1:],
-        )
-        self.options = {"num_warps": 4, "maxnreg": REGISTERS[plan.consumers][0]}
-        self._launcher: Launcher | None = None
 
-    def _numbers(self, layout: str, k: Tensor, n_processors: int) -> tuple[float, ...]:
-        """The arguments behind the pointers; sets the grid."""
-        problem, plan = self.problem, plan_of(self.problem)
-        B, Hq, Sq = problem.B, problem.Hq, problem.Sq
+def _with_copies(names: list[str], tensors: Tensors) -> Tensors:
+    return tensors._replace(**{name: copy(getattr(tensors, name)) for name in names})
+
+
+class Tiling(NamedTuple):
+    """How many tiles of query rows there are, and in which order programs take them."""
+
+    n_q_tiles: int
+    """Of a head; packed sequences may own one too many each, and one is for rows that none owns."""
+    heads: int
+    order: int
+
+    @property
+    def n_tickets(self) -> int:
+        return self.heads * self.n_q_tiles
+
+    @staticmethod
+    def of(problem: AttentionProblem, n_processors: int) -> Tiling:
+        block_q = plan_of(problem).block_q
         left, right = problem.window
-        if layout == "varlen":
-            # One more for rows that no sequence owns.
-            heads, n_q_tiles = Hq, Sq // plan.block_q + B + 1
-            row_strides = (0, 1, Hq)
-        else:
-            heads, n_q_tiles = B * Hq, -(-Sq // plan.block_q)
-            row_strides = (Hq * Sq, Sq, 1)
-        order = LONGEST_FIRST
-        self._line: SequenceOrder | None = None
-        if layout == "varlen":
-            n_tickets = heads * n_q_tiles
-            if n_tickets <= n_processors:
-                order = UNSORTED
-            sizes = (B, Sq, problem.Skv, plan.block_q, n_tickets)
-            self._line = SequenceOrder(*sizes, sorts=n_tickets > n_processors)
-        elif left is not None or right is None:
-            order = BY_HEAD
-        else:
-            head_bytes = problem.Skv * (problem.D + problem.Dv) * 2 * problem.Hkv // Hq
-            if pays_to_pair(heads, n_q_tiles, n_processors, head_bytes):
-                order = PAIRED
-        self.grid = (min(n_processors, heads * n_q_tiles), 1, 1)
-        return (
-            *_scales(problem)[1:],
-            *row_strides,
-            problem.Dv,
-            order.value,
-            n_q_tiles,
-            heads,
-            Hq,
-            Hq // problem.Hkv,
-            B,
-            Sq,
-            problem.Skv,
-            left or 0,
-            right or 0,
-            # From one batch to the next in a ragged map of k and v.
-            0 if B == 1 or layout != "kv_lens" else k.stride(0) // k.stride(2),
-            keys_in_l2(problem),
-        )
+        if problem.layout == "varlen":
+            heads, n_q_tiles = problem.Hq, problem.Sq // block_q + problem.B + 1
+            order = LONGEST_FIRST if heads * n_q_tiles > n_processors else UNSORTED
+            return Tiling(n_q_tiles, heads, order.value)
+        heads, n_q_tiles = problem.B * problem.Hq, -(-problem.Sq // block_q)
+        if left is not None or right is None:
+            return Tiling(n_q_tiles, heads, BY_HEAD.value)
+        row_bytes = (problem.D + problem.Dv) * 2
+        head_bytes = problem.Skv * row_bytes * problem.Hkv // problem.Hq
+        pairs = pays_to_pair(heads, n_q_tiles, n_processors, head_bytes)
+        return Tiling(n_q_tiles, heads, (PAIRED if pairs else LONGEST_FIRST).value)
 
-    def arguments(
-        self,
-        tensors: Tensors,
-        out: Tensor,
-        lse: Tensor,
-        statistics: Tensor,
-        line: Tensor | None = None,
-    ) -> tuple[Any, ...]:
-        """What `forward_kernel` takes, to compile it."""
-        bases = (*self._fitted(tensors), out)
-        maps = (s.describe(x) for s, x in zip(self.shapes, bases, strict=True))
-        pointers = self._pointers(tensors, out, lse, statistics, line)
-        return (*maps, *pointers, *self.numbers, *self.constants)
 
-    def _fitted(self, tensors: Tensors) -> tuple[Tensor, ...]:
-        return tuple(
-            copy(x) if copied else x for x, copied in zip(tensors[:3], self.copied, strict=True)
-        )
+def _layout(problem: AttentionProblem) -> str:
+    if problem.layout == "varlen":
+        return "varlen"
+    return "kv_lens" if problem.has_kv_lens else "dense"
 
-    def _pointers(
-        self, tensors: Tensors, out: Tensor, lse: Tensor, statistics: Tensor, line: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        _, _, _, _, sinks, kv_lens, cu_q, cu_k, _ = tensors
-        # A pointer that is not used may be any.
-        return (
-            out,
-            lse,
-            statistics,
-            lse if sinks is None else sinks,
-            lse if cu_q is None else cu_q,
-            lse if cu_k is None else cu_k,
-            lse if kv_lens is None else kv_lens,
-            lse if line is None else line,
-        )
 
-    def _run(self, tensors: Tensors, addresses: list[int]) -> Result:
-        out, lse, statistics = self.new_out(), self.new_lse(), self.new_statistics()
-        line = None if self._line is None else self._line(tensors)
-        if self._launcher is None:
-            arguments = self.arguments(tensors, out, lse, statistics, line)
-            compiled = forward_kernel[self.grid](*arguments, **self.options)
-            self._launcher = launcher_of(compiled, self.grid, arguments)
-            return out, lse, statistics
-        if True in self.copied:
-            # Held until the kernel is in the stream.
-            tensors = Tensors(*self._fitted(tensors), *tensors[3:])
-            addresses = tensors.addresses()
-        q, k, v, _, sinks, kv_lens, cu_q, cu_k, _ = addresses
-        of_out, of_lse = out.data_ptr(), lse.data_ptr()
-        of_line = 0 if line is None else line.data_ptr()
-        # In the order of `_pointers`, and no scratch memory.
-        pointers = (sinks, cu_q, cu_k, kv_lens, of_line)
-        self._launcher(
-            torch._C._cuda_getCurrentRawStream(self.device),
-            (
-                *(of_out, of_lse, statistics.data_ptr()),
-                *(address or of_lse for address in pointers),
-                0,
-            ),
-            (q, k, v, of_out),
-        )
-        return out, lse, statistics
+def _launch(problem: AttentionProblem, fitted: Tensors, tiles: Tiling, n_processors: int) -> Launch:
+    """The launch of `forward_kernel`."""
+    plan, layout = plan_of(problem), _layout(problem)
+    # A pointer that is not used may be any.
+    unused = {"sinks": not problem.has_sinks, "kv_lens": layout != "kv_lens"}
+    unused |= dict.fromkeys(("cu_q", "cu_kv", "sequence_order"), layout != "varlen")
+    names = {"o": "out", "cu_q": "cu_seqlens_q", "cu_kv": "cu_seqlens_k"}
+    return Launch(
+        forward_kernel,
+        (min(n_processors, tiles.n_tickets),),
+        _numbers(problem, fitted.k, tiles) | _constants(problem),
+        maps=_maps(problem, fitted),
+        names=names | {name: "lse" for name, is_unused in unused.items() if is_unused},
+        num_warps=4,
+        maxnreg=REGISTERS[plan.consumers][0],
+    )
+
+
+def _maps(problem: AttentionProblem, fitted: Tensors) -> dict[str, Any]:
+    plan, layout = plan_of(problem), _layout(problem)
+    packed, ragged = layout == "varlen", layout != "dense"
+    width, width_v = padded(problem.D), padded(problem.Dv)
+    q, k, v = (_by_head(x, packed) for x in fitted[:3])
+    out = _by_head(fitted.q.new_empty(problem.out_shape, device="meta"), packed)
+    return {
+        "q": _shape(q, ROWS, width, packed).describe,
+        "k": _shape(k, plan.block_kv, width, ragged).describe,
+        "v": _shape(v, plan.block_kv, width_v, ragged).describe,
+        "o": _shape(out, ROWS, min(width_v, OUT_COLUMNS), packed).describe,
+    }
+
+
+def _numbers(problem: AttentionProblem, k: Tensor, tiles: Tiling) -> dict[str, float]:
+    packed = problem.layout == "varlen"
+    B, Hq, Sq = problem.B, problem.Hq, problem.Sq
+    strides = (0, 1, Hq) if packed else (Hq * Sq, Sq, 1)
+    left, right = problem.window
+    _, scale, softcap = _scales(problem)
+    # From one batch to the next in a ragged map of k and v.
+    ragged = B > 1 and _layout(problem) == "kv_lens"
+    return {
+        "scale": scale,
+        "softcap": softcap,
+        **dict(zip(("row_stride_b", "row_stride_h", "row_stride_s"), strides, strict=True)),
+        "Dv": problem.Dv,
+        "order": tiles.order,
+        "n_q_tiles": tiles.n_q_tiles,
+        "heads": tiles.heads,
+        "Hq": Hq,
+        "heads_per_kv": Hq // problem.Hkv,
+        "B": B,
+        "Sq": Sq,
+        "Skv": problem.Skv,
+        "left": left or 0,
+        "right": right or 0,
+        "kv_batch_rows": k.stride(0) // k.stride(2) if ragged else 0,
+        "l2_keys": keys_in_l2(problem),
+    }
+
+
+def _constants(problem: AttentionProblem) -> dict[str, Any]:
+    plan = plan_of(problem)
+    _, of_consumer, of_server = REGISTERS[plan.consumers]
+    return {
+        "LAYOUT": _layout(problem),
+        "HAS_LEFT": problem.window[0] is not None,
+        "HAS_RIGHT": problem.window[1] is not None,
+        "SCORES": _scales(problem)[0],
+        "HAS_SINKS": problem.has_sinks,
+        "CONSUMERS": plan.consumers,
+        "STAGES": plan.stages,
+        "PINGPONG": plan.pingpong,
+        # bf16 weights have the exponents of fp32; fp16 weights would overflow.
+        "FIXED_MAX": problem.dtype == torch.bfloat16,
+        "SECOND_PASS": True,
+        "Q_STAGES": plan.q_stages,
+        "CONSUMER_REGISTERS": of_consumer,
+        "SERVER_REGISTERS": of_server,
+    }
+
+
+def _fit(problem: AttentionProblem, tensors: Tensors) -> Tensors:
+    """Tensors as the copy engine takes them."""
+    k, v = _fit_keys(tensors.k, tensors.v, share_rows=_layout(problem) == "kv_lens")
+    return tensors._replace(q=fit(tensors.q), k=k, v=v)
 
 
 def prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
     """`Kernel.prepare`, of a problem that `supports` lets through."""
     if 0 in problem.out_shape or not problem.Skv:
         return partial(_without_keys, problem)
-    return Call(problem, tensors, processors(tensors.q.device))
+    return forward_launches(problem, tensors, processors(tensors.q.device))
 
 
 def _without_keys(problem: AttentionProblem, tensors: Tensors, addresses: list[int]) -> Result:

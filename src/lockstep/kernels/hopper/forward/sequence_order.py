@@ -22,11 +22,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from lockstep.kernels.driver import Launcher, launcher_of
+from lockstep.kernels.launch import Buffer, Launch
 from lockstep.kernels.sequences import given_bounds, look_at, next_clean
-from lockstep.problem import Tensors
+from lockstep.problem import AttentionProblem
 
 SEQUENCES, OTHERS = 32, 128  # that a program sorts, and that it compares them with at a time
 HEAD, NUMBERS = 1, 5  # numbers before all places, and of each place
@@ -112,30 +111,25 @@ def _store_in_given_order(cu_q_ptr, cu_kv_ptr, order_ptr, B, Tq, Tk, block_q):
         q_start, kv_start = q_end, kv_end
 
 
-class SequenceOrder:
-    """What lines up the sequences of one problem: calling it returns the line.
+def order_buffer(problem: AttentionProblem, n_tickets: int, sorts: bool) -> Buffer:
+    """The memory of the order. If `sorts` is false, there are as many programs as tickets, and the
+    order stays empty."""
+    size = HEAD + NUMBERS * (problem.B + 1) + n_tickets if sorts else 1
+    return Buffer((size,), torch.int32)
 
-    Without `sorts` there are as many programs as tickets, and the line stays empty."""
 
-    def __init__(self, B: int, Tq: int, Tk: int, block_q: int, n_tickets: int, sorts: bool) -> None:
-        self.sorts = sorts
-        self.size = HEAD + NUMBERS * (B + 1) + n_tickets if sorts else 1
-        self.grid = (triton.cdiv(B + 1, SEQUENCES), 1, 1)
-        self.numbers = (B, Tq, Tk, block_q, SEQUENCES, OTHERS)
-        self._launcher: Launcher | None = None
-
-    def __call__(self, tensors: Tensors) -> Tensor:
-        cu_q, cu_kv = tensors.cu_seqlens_q, tensors.cu_seqlens_k
-        assert cu_q is not None
-        assert cu_kv is not None
-        line = cu_q.new_empty(self.size, dtype=torch.int32)
-        if not self.sorts:
-            return line
-        arguments = (cu_q, cu_kv, line, *self.numbers)
-        if self._launcher is None:
-            compiled = sort_sequences_kernel[self.grid](*arguments)
-            self._launcher = launcher_of(compiled, self.grid, arguments)
-            return line
-        stream = torch._C._cuda_getCurrentRawStream(cu_q.device.index)
-        self._launcher(stream, (cu_q.data_ptr(), cu_kv.data_ptr(), line.data_ptr(), 0))
-        return line
+def sort_launch(problem: AttentionProblem, block_q: int) -> Launch:
+    """The launch of `sort_sequences_kernel`."""
+    return Launch(
+        sort_sequences_kernel,
+        (triton.cdiv(problem.B + 1, SEQUENCES),),
+        {
+            "B": problem.B,
+            "Tq": problem.Sq,
+            "Tk": problem.Skv,
+            "block_q": block_q,
+            "SEQUENCES": SEQUENCES,
+            "OTHERS": OTHERS,
+        },
+        names={"cu_q": "cu_seqlens_q", "cu_kv": "cu_seqlens_k", "order": "sequence_order"},
+    )

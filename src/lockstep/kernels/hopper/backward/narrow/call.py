@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.kernels.allocate import allocator
 from lockstep.kernels.hopper.backward.call import (
-    Call,
+    OFFSETS,
     Cut,
-    Launched,
-    constants_of,
+    backward_launches,
+    bounds_buffer,
     cut_into,
-    masks,
-    raggedness,
-    reach,
+    fit_inputs,
+    kernel_arguments,
+    map_maker,
     row_arguments,
-    scales_of,
-    sizes_of,
+    rows_launch,
+    window_arguments,
 )
 from lockstep.kernels.hopper.backward.narrow.kernel import backward_kernel
 from lockstep.kernels.hopper.backward.rows import finish_queries
-from lockstep.kernels.hopper.common.copy_engine import flat_map, tensor_map
+from lockstep.kernels.hopper.common.copy_engine import flat_map
 from lockstep.kernels.hopper.forward.launch import processors
-from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs
-from lockstep.problem import AttentionProblem, Tensors
+from lockstep.kernels.kernel import BackwardTensors, Needs, PreparedBackward
+from lockstep.kernels.launch import Buffer, Launch
+from lockstep.problem import AttentionProblem
 
 BLOCK_KV = 128
 # By padded head dim: what leaves room for dK and dV, or for the scores, in 240 registers.
@@ -46,162 +45,88 @@ def cut_of(problem: AttentionProblem) -> Cut:
     return cut_into(problem, block_d, BLOCK_Q[block_d], BLOCK_KV)
 
 
-class Layout(NamedTuple):
-    """Where the parts of a workspace begin, in bytes. They are multiples of 512 each, but for the
-    numbers of tiles at the end."""
-
-    large: int
-    sums: int
-    flags: int
-    turn: int
-    ticket: int
-    bounds: int
-    end: int
-
-    @staticmethod
-    def of(cut: Cut) -> Layout:
-        large = 4 * cut.n_tiles * 2 * cut.block_q
-        sums = 2 * large
-        flags = sums + 4 * cut.n_tiles * 32 * 256
-        turn = flags + 4 * cut.n_tiles
-        ticket = turn + 4 * cut.n_tiles
-        bounds = ticket + 4
-        return Layout(large, sums, flags, turn, ticket, bounds, bounds + 4 * cut.n_bounds)
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """What the launches leave for each other; `rows` says how."""
-
-    stats: Tensor  # [n_tiles, 2, block_q] fp32
-    large: Tensor  # [n_tiles, 2, block_q] fp32
-    sums: Tensor  # [32 * n_tiles, 256] fp32
-    flags: Tensor  # [n_tiles] int32
-    turn: Tensor  # [n_tiles] int32
-    ticket: Tensor  # [1] int32
-    bounds: Tensor | None  # [3 * (B + 2)] int32, of packed sequences
-
-    @staticmethod
-    def of(cut: Cut, device: torch.device) -> Workspace:
-        return Workspace.lay_out(
-            cut, torch.empty(Layout.of(cut).end, dtype=torch.uint8, device=device)
-        )
-
-    @staticmethod
-    def lay_out(cut: Cut, memory: Tensor) -> Workspace:
-        at = Layout.of(cut)
-        parts = [memory[begin:end] for begin, end in pairwise((0, *at))]
-        stats, large, sums = (x.view(torch.float32) for x in parts[:3])
-        *numbers, bounds = (x.view(torch.int32) for x in parts[3:])
-        shape = (cut.n_tiles, 2, cut.block_q)
-        return Workspace(
-            *(stats.view(shape), large.view(shape), sums.view(-1, 256)),
-            *numbers,
-            bounds if cut.n_bounds else None,
-        )
-
-
-class NarrowCall(Call):
+def prepare_backward(
+    problem: AttentionProblem, given: BackwardTensors, needs: Needs
+) -> PreparedBackward:
     """`Kernel.prepare_backward`"""
-
-    def __init__(self, problem: AttentionProblem, given: BackwardTensors, needs: Needs) -> None:
-        super().__init__(problem, given, needs, cut_of(problem))
-        self.at = Layout.of(self.cut)
-        self.new_workspace = allocator((self.at.end,), torch.uint8, self.where)
-
-    def derive(
-        self, tensors: Tensors, out: Tensor, statistics: Tensor, dout: Tensor, dlse: Tensor | None
-    ) -> tuple[Gradients, tuple[Launched | None, ...]]:
-        problem, cut = self.problem, self.cut
-        memory = self.new_workspace()
-        work = Workspace.lay_out(cut, memory)
-        dq, dk, dv = (self.new_dq() if self.needs.q else None), self.new_dk(), self.new_dv()
-        others = work.large, work.flags, work.turn, work.ticket
-        results = (out, statistics, dout, dlse)
-        rows = self.prepare_statistics(tensors, results, work.stats, work.bounds, others)
-        arguments, constants = kernel_arguments(problem, tensors, dout, dk, dv, cut, work)
-        programs = min(cut.programs, processors(dout.device))
-        pairs = self.launch(backward_kernel, (programs, 1, 1), arguments, constants, **OPTIONS)
-        queries = None
-        if dq is not None:
-            arguments, constants = queries_arguments(problem, tensors, dq, cut, work)
-            queries = self.launch(finish_queries, (cut.n_tiles, 2, 1), arguments, constants)
-        return self.wanted(dq, dk, dv, tensors.sinks, memory), (rows, pairs, queries)
-
-    def again(self, stream: int, given: BackwardTensors, addresses: list[int]) -> Gradients:
-        q, k, v, _, _, kv_lens, cu_q, cu_k, _, out, statistics, dout, dlse = addresses
-        rows, pairs, queries = self.launchers
-        workspace, dk, dv = self.new_workspace(), self.new_dk(), self.new_dv()
-        dq = None
-        stats = workspace.data_ptr()
-        large, sums, flags, turn, ticket, bounds = (stats + at for at in self.at[:-1])
-        bounds = bounds if self.cut.n_bounds else 0
-        # In the order of their arguments, and no scratch memory.
-        rows(
-            stream,
-            (out, dout, statistics, dlse, stats, large, flags, turn, ticket, bounds, cu_q, cu_k, 0),
-        )
-        pairs(
-            stream,
-            (large, flags, turn, ticket, bounds, kv_lens, 0),
-            (q, dout, stats, k, v, dk.data_ptr(), dv.data_ptr(), sums),
-        )
-        if queries is not None:
-            dq = self.new_dq()
-            queries(stream, (sums, dq.data_ptr(), cu_q, cu_k, kv_lens, 0))
-        return self.wanted(dq, dk, dv, given.sinks, workspace)
-
-    def row_statistics(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        cut, work = self.cut, Workspace.lay_out(self.cut, memory)
-        lse2, delta = work.stats.unbind(1)
-        m, log2_l = work.large.unbind(1)
-        exact = m.double() * self.problem.score_unit + log2_l
-        lse2 = torch.where((work.flags != 0)[:, None], exact, lse2.double())
-        shape = (cut.sequences, cut.Hq, cut.q_slots, cut.block_q)
-        return lse2.view(shape), delta.view(shape)
+    cut, fitted = cut_of(problem), fit_inputs(given)
+    of_tiles = Buffer((cut.n_tiles,), torch.int32)
+    of_rows = Buffer((cut.n_tiles, 2, cut.block_q), torch.float32)
+    # `rows` says what these hold.
+    workspace = {
+        "stats": of_rows,
+        "large": of_rows,
+        "sums": Buffer((32 * cut.n_tiles, 256), torch.float32),
+        "flags": of_tiles,
+        "turn": of_tiles,
+        "ticket": Buffer((1,), torch.int32),
+        "bounds": bounds_buffer(cut),
+    }
+    launches = [
+        rows_launch(problem, cut, fitted.dout),
+        Launch(
+            backward_kernel,
+            (min(cut.programs, processors(given.dout.device)),),
+            pairs_arguments(problem, fitted.k, cut),
+            maps=pairs_maps(problem, cut),
+            **OPTIONS,
+        ),
+    ]
+    made = ["dk", "dv"]
+    if needs.q:
+        arguments = queries_arguments(problem, cut)
+        launches.append(Launch(finish_queries, (cut.n_tiles, 2), arguments, names=OFFSETS))
+        made.append("dq")
+    statistics = partial(row_statistics, problem, cut)
+    return backward_launches(given, needs, made, workspace, launches, statistics)
 
 
-def kernel_arguments(
-    problem: AttentionProblem,
-    tensors: Tensors,
-    dout: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cut: Cut,
-    work: Workspace,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments and compile-time constants of `backward_kernel`."""
-    packed, ragged_kv = raggedness(problem)
-    query_block = [1, 1, 1, cut.block_q, cut.block_d]
-    key_block = [1, 1, 1, BLOCK_KV, cut.block_d]
+def row_statistics(
+    problem: AttentionProblem, cut: Cut, regions: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """`call.Statistics`"""
+    lse2, delta = regions["stats"].unbind(1)
+    m, log2_l = regions["large"].unbind(1)
+    exact = m.double() * problem.score_unit + log2_l
+    lse2 = torch.where((regions["flags"] != 0)[:, None], exact, lse2.double())
+    shape = (cut.sequences, cut.Hq, cut.q_slots, cut.block_q)
+    return lse2.view(shape), delta.view(shape)
+
+
+def pairs_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str, Any]:
+    """Numbers and constants of `backward_kernel`."""
     n_heads = cut.sequences * problem.Hkv
     is_masked = problem.window != (None, None)
     at_once = (HEADS_AT_ONCE_WITH_MASK if is_masked else HEADS_AT_ONCE)[cut.block_d]
-    at_once = min(n_heads, at_once)
-    arguments = (
-        tensor_map(tensors.q, query_block, packed, packed),
-        tensor_map(dout, query_block, packed, packed),
-        flat_map(work.stats.view(-1), [2 * cut.block_q]),
-        tensor_map(tensors.k, key_block, packed, ragged_kv),
-        tensor_map(tensors.v, key_block, packed, ragged_kv),
-        tensor_map(dk, query_block, packed, packed),
-        tensor_map(dv, query_block, packed, packed),
-        flat_map(work.sums, [32, 256]),
-        *(work.large, work.flags, work.turn, work.ticket, work.bounds, tensors.kv_lens),
-        *scales_of(problem),
-        *(cut.kv_slots, cut.q_slots, n_heads, at_once, problem.Hkv, problem.Hq // problem.Hkv),
-        *sizes_of(problem, tensors.k),
-    )
-    return arguments, constants_of(problem, BLOCK_KV)
+    return {
+        **kernel_arguments(problem, k, BLOCK_KV),
+        "kv_slots": cut.kv_slots,
+        "q_slots": cut.q_slots,
+        "n_heads": n_heads,
+        "heads_at_once": min(n_heads, at_once),
+        "Hkv": problem.Hkv,
+    }
 
 
-def queries_arguments(
-    problem: AttentionProblem, tensors: Tensors, dq: Tensor, cut: Cut, work: Workspace
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Those of `finish_queries`."""
-    arguments = (
-        *(work.sums, dq, tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.kv_lens),
-        *(*row_arguments(problem, cut), *reach(problem), problem.scale),
-    )
-    constants = {"D": problem.D, "BLOCK_Q": cut.block_q, "BLOCK_KV": BLOCK_KV, **masks(problem)}
-    return arguments, constants
+def pairs_maps(problem: AttentionProblem, cut: Cut) -> dict[str, Any]:
+    """What makes the tensor maps of `backward_kernel`."""
+    of_queries = map_maker(problem, cut.block_q, cut.block_d)
+    of_keys = map_maker(problem, BLOCK_KV, cut.block_d, of_keys=True)
+    return {
+        **dict.fromkeys(("q", "dout", "dk", "dv"), of_queries),
+        **dict.fromkeys(("k", "v"), of_keys),
+        "stats": lambda stats: flat_map(stats.view(-1), [2 * cut.block_q]),
+        "sums": partial(flat_map, block=[32, 256]),
+    }
+
+
+def queries_arguments(problem: AttentionProblem, cut: Cut) -> dict[str, Any]:
+    """Numbers and constants of `finish_queries`."""
+    return {
+        **row_arguments(problem, cut),
+        **window_arguments(problem),
+        "scale": problem.scale,
+        "D": problem.D,
+        "BLOCK_Q": cut.block_q,
+        "BLOCK_KV": BLOCK_KV,
+    }

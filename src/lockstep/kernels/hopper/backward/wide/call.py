@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from lockstep.kernels.allocate import allocator
 from lockstep.kernels.hopper.backward.call import (
-    Call,
     Cut,
-    Launched,
-    constants_of,
+    backward_launches,
+    bounds_buffer,
     cut_into,
-    raggedness,
-    scales_of,
-    sizes_of,
+    fit_inputs,
+    kernel_arguments,
+    map_maker,
+    rows_launch,
     slots_of,
 )
 from lockstep.kernels.hopper.backward.wide.key_loop import BLOCK_Q as QUERIES
 from lockstep.kernels.hopper.backward.wide.keys import keys_kernel
 from lockstep.kernels.hopper.backward.wide.queries import queries_kernel
 from lockstep.kernels.hopper.backward.wide.tiles import CHUNK
-from lockstep.kernels.hopper.common.copy_engine import flat_map, tensor_map
+from lockstep.kernels.hopper.common.copy_engine import flat_map
 from lockstep.kernels.hopper.common.sizes import ROWS, SHARED_BYTES
-from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs
-from lockstep.problem import AttentionProblem, Tensors
+from lockstep.kernels.kernel import BackwardTensors, Needs, PreparedBackward
+from lockstep.kernels.launch import Buffer, Launch
+from lockstep.problem import AttentionProblem
 
 BLOCK = ROWS  # queries and keys of a tile; programs of the second pass own two tiles of rows
 BLOCK_Q = QUERIES.value
 # Registers of a thread when a program starts; its partitions then share them out anew.
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
+# What narrow heads have besides statistics in their workspace.
+NARROW = ("large", "flags", "turn", "ticket")
 
 
 def cut_of(problem: AttentionProblem) -> Cut:
@@ -40,119 +43,80 @@ def cut_of(problem: AttentionProblem) -> Cut:
     return cut_into(problem, 256, BLOCK, BLOCK)
 
 
-class WideCall(Call):
+def prepare_backward(
+    problem: AttentionProblem, given: BackwardTensors, needs: Needs
+) -> PreparedBackward:
     """`Kernel.prepare_backward`"""
-
-    def __init__(self, problem: AttentionProblem, given: BackwardTensors, needs: Needs) -> None:
-        super().__init__(problem, given, needs, cut_of(problem))
-        # Statistics, then bounds of packed sequences: `rows`.
-        self.bounds_at = self.cut.n_tiles * 4 * BLOCK
-        shape = (self.bounds_at + self.cut.n_bounds,)
-        self.new_workspace = allocator(shape, torch.float32, self.where)
-
-    def derive(
-        self, tensors: Tensors, out: Tensor, statistics: Tensor, dout: Tensor, dlse: Tensor | None
-    ) -> tuple[Gradients, tuple[Launched | None, ...]]:
-        problem, cut, needs = self.problem, self.cut, self.needs
-        workspace, dq, dk, dv = self.new_workspace(), None, None, None
-        stats, bounds = workspace[: self.bounds_at], None
-        if cut.n_bounds:
-            bounds = workspace[self.bounds_at :].view(torch.int32)
-        results = (out, statistics, dout, dlse)
-        rows = self.prepare_statistics(tensors, results, stats, bounds, num_warps=8)
-        keys = queries = None
-        if needs.k or needs.v:
-            dk, dv = self.new_dk(), self.new_dv()
-            given = (problem, tensors, dout, stats, bounds)
-            arguments, constants = keys_arguments(*given, dk, dv, cut)
-            keys = self.launch(keys_kernel, (cut.programs, 1, 1), arguments, constants, **OPTIONS)
-        if needs.q:
-            dq = self.new_dq()
-            arguments, constants = queries_arguments(
-                problem, tensors, dout, stats, bounds, dq, cut
-            )  # fmt: skip
-            programs = slots_of(problem, problem.Sq, BLOCK_Q) * cut.sequences * problem.Hq
-            queries = self.launch(queries_kernel, (programs, 1, 1), arguments, constants, **OPTIONS)
-        return self.wanted(dq, dk, dv, tensors.sinks, stats), (rows, keys, queries)
-
-    def again(self, stream: int, given: BackwardTensors, addresses: list[int]) -> Gradients:
-        q, k, v, _, _, kv_lens, cu_q, cu_k, _, out, statistics, dout, dlse = addresses
-        rows, keys, queries = self.launchers
-        stats, dq, dk, dv = self.new_workspace(), None, None, None
-        of_stats = stats.data_ptr()
-        bounds = of_stats + 4 * self.bounds_at if self.cut.n_bounds else 0
-        # In the order of their arguments, and no scratch memory.
-        rows(stream, (out, dout, statistics, dlse, of_stats, 0, 0, 0, 0, bounds, cu_q, cu_k, 0))
-        if keys is not None:
-            dk, dv = self.new_dk(), self.new_dv()
-            maps = (q, dout, of_stats, k, v, dk.data_ptr(), dv.data_ptr())
-            keys(stream, (bounds, kv_lens, 0), maps)
-        if queries is not None:
-            dq = self.new_dq()
-            maps = (q, dout, k, v, dq.data_ptr())
-            queries(stream, (of_stats, bounds, kv_lens, 0), maps)
-        return self.wanted(dq, dk, dv, given.sinks, stats)
-
-    def row_statistics(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        cut = self.cut
-        m, delta, log2_l, _ = (
-            memory[: self.bounds_at].view(cut.sequences, cut.Hq, cut.q_slots, 4, BLOCK).unbind(3)
-        )
-        return m.double() * self.problem.score_unit + log2_l, delta
+    cut, fitted = cut_of(problem), fit_inputs(given)
+    # `rows` says what these hold.
+    workspace = {
+        "stats": Buffer((cut.n_tiles, 4, BLOCK), torch.float32),
+        "bounds": bounds_buffer(cut),
+    }
+    launches, made = [rows_launch(problem, cut, fitted.dout, NARROW, num_warps=8)], []
+    if needs.k or needs.v:
+        arguments, maps = keys_arguments(problem, fitted.k, cut), keys_maps(problem)
+        launches.append(Launch(keys_kernel, (cut.programs,), arguments, maps=maps, **OPTIONS))
+        made += ["dk", "dv"]
+    if needs.q:
+        programs = slots_of(problem, problem.Sq, BLOCK_Q) * cut.sequences * problem.Hq
+        arguments, maps = queries_arguments(problem, fitted.k, cut), queries_maps(problem)
+        launches.append(Launch(queries_kernel, (programs,), arguments, maps=maps, **OPTIONS))
+        made.append("dq")
+    statistics = partial(row_statistics, problem, cut)
+    return backward_launches(given, needs, made, workspace, launches, statistics)
 
 
-def keys_arguments(
-    problem: AttentionProblem,
-    tensors: Tensors,
-    dout: Tensor,
-    stats: Tensor,
-    bounds: Tensor | None,
-    dk: Tensor,
-    dv: Tensor,
-    cut: Cut,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments and compile-time constants of `keys_kernel`."""
-    packed, ragged_kv = raggedness(problem)
-    block = [1, 1, 1, BLOCK, CHUNK.value]
-    n_heads = cut.sequences * problem.Hkv
-    arguments = (
-        tensor_map(tensors.q, block, packed, packed),
-        tensor_map(dout, block, packed, packed),
-        flat_map(stats.view(-1), [4 * BLOCK]),
-        tensor_map(tensors.k, block, packed, ragged_kv),
-        tensor_map(tensors.v, block, packed, ragged_kv),
-        tensor_map(dk, block, packed, packed),
-        tensor_map(dv, block, packed, packed),
-        *(bounds, tensors.kv_lens, *scales_of(problem)),
-        *(cut.kv_slots, cut.q_slots, n_heads, problem.Hkv, problem.Hq // problem.Hkv),
-        *sizes_of(problem, tensors.k),
-    )
-    return arguments, {**_chunks(problem), **constants_of(problem, BLOCK)}
+def row_statistics(
+    problem: AttentionProblem, cut: Cut, regions: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """`call.Statistics`"""
+    by_row = regions["stats"].view(cut.sequences, cut.Hq, cut.q_slots, 4, BLOCK)
+    m, delta, log2_l, _ = by_row.unbind(3)
+    return m.double() * problem.score_unit + log2_l, delta
 
 
-def queries_arguments(
-    problem: AttentionProblem,
-    tensors: Tensors,
-    dout: Tensor,
-    stats: Tensor,
-    bounds: Tensor | None,
-    dq: Tensor,
-    cut: Cut,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Those of `queries_kernel`."""
-    packed, ragged_kv = raggedness(problem)
-    q_block, kv_block = [1, 1, 1, BLOCK_Q, CHUNK.value], [1, 1, 1, BLOCK, CHUNK.value]
-    arguments = (
-        tensor_map(tensors.q, q_block, packed, packed),
-        tensor_map(dout, q_block, packed, packed),
-        tensor_map(tensors.k, kv_block, packed, ragged_kv),
-        tensor_map(tensors.v, kv_block, packed, ragged_kv),
-        tensor_map(dq, q_block, packed, packed),
-        *(stats, bounds, tensors.kv_lens, *scales_of(problem)),
-        *(slots_of(problem, problem.Sq, BLOCK_Q), cut.q_slots, problem.Hq),
-        *(problem.Hq // problem.Hkv, *sizes_of(problem, tensors.k)),
-    )
-    return arguments, {**_chunks(problem), **_stages(problem), **constants_of(problem, BLOCK)}
+def keys_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str, Any]:
+    """Numbers and constants of `keys_kernel`."""
+    return {
+        **kernel_arguments(problem, k, BLOCK),
+        **_chunks(problem),
+        "kv_slots": cut.kv_slots,
+        "q_slots": cut.q_slots,
+        "n_heads": cut.sequences * problem.Hkv,
+        "Hkv": problem.Hkv,
+    }
+
+
+def keys_maps(problem: AttentionProblem) -> dict[str, Any]:
+    """What makes the tensor maps of `keys_kernel`."""
+    of_queries = map_maker(problem, BLOCK, CHUNK.value)
+    of_keys = map_maker(problem, BLOCK, CHUNK.value, of_keys=True)
+    return {
+        **dict.fromkeys(("q", "dout", "dk", "dv"), of_queries),
+        **dict.fromkeys(("k", "v"), of_keys),
+        "stats": lambda stats: flat_map(stats.view(-1), [4 * BLOCK]),
+    }
+
+
+def queries_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str, Any]:
+    """Numbers and constants of `queries_kernel`."""
+    return {
+        **kernel_arguments(problem, k, BLOCK),
+        **_chunks(problem),
+        **_stages(problem),
+        "q_slots": slots_of(problem, problem.Sq, BLOCK_Q),
+        "stats_slots": cut.q_slots,
+        "Hq": problem.Hq,
+    }
+
+
+def queries_maps(problem: AttentionProblem) -> dict[str, Any]:
+    """What makes the tensor maps of `queries_kernel`."""
+    of_queries = map_maker(problem, BLOCK_Q, CHUNK.value)
+    of_keys = map_maker(problem, BLOCK, CHUNK.value, of_keys=True)
+    maps = dict.fromkeys(("q", "dout", "dq"), of_queries)
+    return maps | dict.fromkeys(("k", "v"), of_keys)
 
 
 def _stages(problem: AttentionProblem) -> dict[str, int]:

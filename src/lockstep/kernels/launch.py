@@ -1,0 +1,382 @@
+"""How the kernels of a call are launched: tensors by name, everything else once.
+
+    Launch      one kernel with its grid and all arguments but the pointers
+    Launches    the kernels of one kind of call, in order, and the memory they need
+
+A parameter `x_ptr` of a kernel is the address of the tensor called x, and `x_desc` a tensor map of
+it. The names are looked up when a call is prepared, and an unknown or missing one raises: nothing
+about the order of a kernel's parameters is written down but in the kernel itself.
+
+The first two calls of a kind go through Triton: the first may compile, and the second works out
+how to launch the same kernels without Triton, which takes too long for calls that come once. Later
+calls write addresses where the CUDA driver reads them (`driver`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+from operator import itemgetter
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.cache import Cache
+from lockstep.kernels.allocate import allocator
+from lockstep.kernels.driver import Grid, launcher_of
+from lockstep.kernels.kernel import Gradients, Needs
+from lockstep.kernels.scratch import Allocating, allocate
+
+# Regions of a workspace begin at multiples of it, in bytes.
+ALIGNMENT = 128
+# By all that a compiled kernel depends on.
+_COMPILED: Cache[tuple[Any, ...], Any] = Cache(limit=1024)
+
+
+def unspecialized(jit: Callable[..., Any], any_address: Collection[str] = ()) -> Any:
+    """A decorator for kernels of which one binary serves every length, batch size and stride.
+
+    Triton would compile another one where a number is 1 or a multiple of 16, and where a pointer is
+    not a multiple of 16 bytes. With this no number makes one, nor does a pointer in `any_address`.
+    """
+
+    def decorate(function: Any) -> Any:
+        parameters = inspect.signature(function).parameters
+        unknown = set(any_address) - parameters.keys()
+        if unknown:
+            raise TypeError(f"{function.__name__} has no parameters {sorted(unknown)}")
+        numbers = (
+            name
+            for name, parameter in parameters.items()
+            if "constexpr" not in str(parameter.annotation) and not name.endswith(("_ptr", "_desc"))
+        )
+        return jit(do_not_specialize=[*numbers, *any_address])(function)
+
+    return decorate
+
+
+class Buffer(NamedTuple):
+    """A contiguous tensor that a call allocates."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Launch:
+    """One kernel with its grid, all arguments but the pointers, and what it is compiled with.
+
+    `arguments` are numbers and constants by the name of their parameter. `maps` has for each
+    `x_desc` a function that makes the descriptor of a tensor. A pointer or a map stands for the
+    tensor of its own name, unless `names` has another one; the pointers in `absent` are None.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        arguments: Mapping[str, Any],
+        *,
+        maps: Mapping[str, Callable[[Tensor], Any]] | None = None,
+        names: Mapping[str, str] | None = None,
+        absent: Collection[str] = (),
+        **options: Any,
+    ) -> None:
+        self.kernel, self.options = kernel, options
+        self.grid: Grid = (*grid, 1, 1)[:3]
+        self._arguments, self._maps = dict(arguments), dict(maps or {})
+        self._names, self._absent = dict(names or {}), frozenset(absent)
+        # Kernels of the interpreter have none.
+        self._is_compiled = hasattr(kernel, "params")
+        parameters = kernel.params if self._is_compiled else ()
+        self._constants = {p.name for p in parameters if p.is_constexpr}
+        self._specializable = {p.name for p in parameters} - self._constants
+        self._unspecialized = {p.name for p in parameters if p.do_not_specialize}
+        self._check()
+
+    def _check(self) -> None:
+        """Raises TypeError if a parameter has no argument, or an argument no parameter."""
+        parameters = set(self.kernel.arg_names)
+        pointers = {p.removesuffix("_ptr") for p in parameters if p.endswith("_ptr")}
+        described = {p.removesuffix("_desc") for p in parameters if p.endswith("_desc")}
+        numbers = {p for p in parameters if not p.endswith(("_ptr", "_desc"))}
+        for what, given, taken in (
+            ("arguments", self._arguments.keys(), numbers),
+            ("maps", self._maps.keys(), described),
+        ):
+            if given != taken:
+                raise TypeError(
+                    f"{self.name} takes the {what} {sorted(taken)}: "
+                    f"missing {sorted(taken - given)}, unknown {sorted(given - taken)}"
+                )
+        specialized = (numbers & self._specializable) - self._unspecialized
+        integers = sorted(x for x in specialized if isinstance(self._arguments[x], int))
+        if integers:
+            raise TypeError(f"{self.name} would be compiled for each value of {integers}")
+        unknown = (self._names.keys() - pointers - described) | (self._absent - pointers)
+        if unknown:
+            raise TypeError(f"{self.name} has no pointers or maps {sorted(unknown)}")
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__)
+
+    def tensors(self) -> list[str | None]:
+        """The names of the tensors behind pointers, in the order of the kernel's parameters."""
+        return [
+            None if x in self._absent else self._names.get(x, x) for x in self._suffixed("_ptr")
+        ]
+
+    def described(self) -> list[str]:
+        """The names of the tensors behind tensor maps, in the order of the kernel's parameters."""
+        return [self._names.get(x, x) for x in self._suffixed("_desc")]
+
+    def _suffixed(self, suffix: str) -> list[str]:
+        names = self.kernel.arg_names
+        return [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
+
+    def bind(self, tensors: Mapping[str, Tensor | None]) -> tuple[Any, ...]:
+        """All arguments of the kernel, in order, with None for tensors that are not there."""
+        pointers, described = iter(self.tensors()), iter(self.described())
+        bound = []
+        for name in self.kernel.arg_names:
+            if name.endswith("_ptr"):
+                pointer = next(pointers)
+                bound.append(None if pointer is None else tensors.get(pointer))
+            elif name.endswith("_desc"):
+                bound.append(self._maps[name.removesuffix("_desc")](tensors[next(described)]))
+            else:
+                bound.append(self._arguments[name])
+        return tuple(bound)
+
+    def run(self, arguments: tuple[Any, ...], device: int) -> Any:
+        """Launches the kernel through Triton, and returns it compiled; None if it is interpreted.
+
+        All but the first of its kind skip Triton's look at every argument: it would find the same.
+        """
+        if not self._is_compiled:
+            self.kernel[self.grid](*arguments)
+            return None
+        kinds = (
+            x if name in self._constants else _kind(x, name in self._unspecialized)
+            for name, x in zip(self.kernel.arg_names, arguments, strict=True)
+        )
+        key = (self.kernel, device, *self.options.items(), *kinds)
+        compiled = _COMPILED.get(key)
+        with Allocating(allocate):
+            if compiled is not None:
+                compiled[self.grid](*arguments)
+                return compiled
+            compiled = _COMPILED[key] = self.kernel[self.grid](*arguments, **self.options)
+        return compiled
+
+
+def taken_by(kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Of arguments that several kernels share, those that this one takes."""
+    return {name: arguments[name] for name in kernel.arg_names if name in arguments}
+
+
+def _kind(argument: Any, any_address: bool) -> Any:
+    """What of an argument a compiled kernel depends on: of a number nothing but its type, of a
+    tensor also whether its address is a multiple of 16 bytes, unless it may be any."""
+    if argument is None:
+        return None
+    if isinstance(argument, Tensor):
+        return argument.dtype, any_address or argument.data_ptr() % 16 == 0
+    if hasattr(argument, "block_shape"):
+        return argument.base.dtype, *argument.block_shape
+    return type(argument), -(1 << 31) <= argument < 1 << 31
+
+
+class Launches:
+    """A prepared call: its kernels in order, and the memory that they need.
+
+    Kernels know tensors by name: `inputs` come with each call, in this order; `results` are
+    allocated for each call; regions of the `workspace` are memory that one kernel leaves to the
+    next. Where this kind of call has no such tensor, a result or a region is None; a pointer to it
+    is None then, as it is for an input that is None.
+
+    `fit`, if there is one, makes of the inputs those that the kernels take, which may be copies.
+    `finish` makes of the inputs, the results that are not None and the workspace what a call
+    returns; without it, that is the tuple of the results.
+
+    Raises TypeError if two tensors have one name, or if a kernel names a tensor that there is not.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        inputs: Sequence[str],
+        results: Mapping[str, Buffer | None],
+        workspace: Mapping[str, Buffer | None],
+        launches: Sequence[Launch],
+        *,
+        fit: Callable[[Any], Any] | None = None,
+        finish: Callable[[Any, list[Tensor], Tensor | None], Any] | None = None,
+    ) -> None:
+        self._device = device
+        self._index = -1 if device.index is None else device.index
+        self._inputs, self.launches = tuple(inputs), tuple(launches)
+        self._results = {name: buffer for name, buffer in results.items() if buffer is not None}
+        self._regions = {name: buffer for name, buffer in workspace.items() if buffer is not None}
+        self._check([*inputs, *results, *workspace])
+        self._fit, self._finish = fit, finish
+        self._new_results = [allocator(*buffer, device) for buffer in self._results.values()]
+        sizes = (buffer.n_bytes for buffer in self._regions.values())
+        self._offsets, self.workspace_bytes = _lay_out(sizes)
+        self._was_called = False
+        self._launch_all: Callable[[list[int], int], tuple[list[Tensor], Any]] | None = None
+
+    def _check(self, names: list[str]) -> None:
+        if len(set(names)) < len(names):
+            raise TypeError(f"two tensors of one call have one name: {sorted(names)}")
+        for launch in self.launches:
+            used = {x for x in launch.tensors() if x is not None} | set(launch.described())
+            unknown = sorted(used - set(names))
+            if unknown:
+                raise TypeError(f"{launch.name} takes {unknown}, which the call does not have")
+
+    def __call__(self, tensors: Any, addresses: list[int]) -> Any:
+        """Runs a call with the device of its tensors current; that of tensors on a CPU is -1."""
+        if self._index >= 0 and self._index != torch._C._cuda_getDevice():
+            with torch.cuda.device(self._index):
+                return self._run(tensors, addresses)
+        return self._run(tensors, addresses)
+
+    def _run(self, tensors: Any, addresses: list[int]) -> Any:
+        # Copies and workspace are held until the kernels are in the stream: what gets their memory
+        # next comes after them.
+        if self._fit is not None:
+            tensors = self._fit(tensors)
+            addresses = tensors.addresses()
+        if self._launch_all is None:
+            results, workspace = self._through_triton(tensors)
+        else:
+            stream = torch._C._cuda_getCurrentRawStream(self._index)
+            results, workspace = self._launch_all(addresses, stream)
+        if self._finish is None:
+            return tuple(results)
+        return self._finish(tensors, results, workspace)
+
+    def named(
+        self, tensors: Sequence[Tensor | None], results: list[Tensor], workspace: Tensor | None
+    ) -> dict[str, Tensor | None]:
+        """The tensors of a call by their names, those of the workspace included."""
+        named = dict(zip(self._inputs, tensors, strict=True))
+        named |= zip(self._results, results, strict=True)
+        return named if workspace is None else named | self.regions(workspace)
+
+    def regions(self, workspace: Tensor) -> dict[str, Tensor]:
+        """The regions of a workspace as tensors, by their names."""
+        found = {}
+        for (name, buffer), at in zip(self._regions.items(), self._offsets, strict=True):
+            part = workspace[at : at + buffer.n_bytes]
+            found[name] = part.view(buffer.dtype).view(buffer.shape)
+        return found
+
+    def _through_triton(
+        self, tensors: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Returns the results and the workspace."""
+        results = [new() for new in self._new_results]
+        new_workspace = self._workspace_of(self.workspace_bytes)
+        workspace = None if new_workspace is None else new_workspace()
+        named = self.named(tensors, results, workspace)
+        bound = [launch.bind(named) for launch in self.launches]
+        compiled = [
+            launch.run(arguments, self._index)
+            for launch, arguments in zip(self.launches, bound, strict=True)
+        ]
+        # The interpreter compiles nothing.
+        if self._was_called and None not in compiled:
+            # In one step, as other threads may come at any time.
+            self._launch_all = self._without_triton(named, compiled, bound)
+        self._was_called = True
+        return results, workspace
+
+    def _workspace_of(self, n_bytes: int) -> Callable[[], Tensor] | None:
+        return allocator((n_bytes,), torch.uint8, self._device) if n_bytes else None
+
+    def _without_triton(
+        self, named: dict[str, Tensor | None], compiled: list[Any], bound: list[tuple[Any, ...]]
+    ) -> Any:
+        """A function of the addresses of inputs and a stream that allocates results and workspace
+        and launches all kernels.
+
+        It is straight-line code, written for this kind of call: a loop over tensors and kernels
+        takes longer than all launches together.
+        """
+        scope: dict[str, Any] = {}
+        code = [f"{', '.join(map(_address, self._inputs))}, = addresses"]
+        for name, new in zip(self._results, self._new_results, strict=True):
+            scope[f"new_{name}"] = new
+            code.append(f"{name}_tensor = new_{name}()")
+            code.append(f"{_address(name)} = {name}_tensor.data_ptr()")
+        # What Triton wants of global memory at each launch of a kernel, for descriptors.
+        scratch = {
+            f"scratch_{i}": math.prod(launch.grid) * kernel.metadata.global_scratch_size
+            for i, (launch, kernel) in enumerate(zip(self.launches, compiled, strict=True))
+        }
+        scratch = {name: n_bytes for name, n_bytes in scratch.items() if n_bytes}
+        offsets, n_bytes = _lay_out(scratch.values(), self.workspace_bytes)
+        code.append("workspace = None")
+        if n_bytes:
+            scope["new_workspace"] = self._workspace_of(n_bytes)
+            code[-1:] = ["workspace = new_workspace()", "start = workspace.data_ptr()"]
+        regions = zip((*self._regions, *scratch), (*self._offsets, *offsets), strict=True)
+        code += [f"{_address(name)} = start + {at}" for name, at in regions]
+        for i, (launch, kernel) in enumerate(zip(self.launches, compiled, strict=True)):
+            scope[f"launch_{i}"] = launcher_of(kernel, launch.grid, bound[i])
+            pointers = [x for x in launch.tensors() if x is not None and named.get(x) is not None]
+            pointers += [name for name in (f"scratch_{i}",) if name in scratch]
+            bases = launch.described()
+            code.append(f"launch_{i}(stream, {_tuple(pointers)}, {_tuple(bases)})")
+        results = ", ".join(f"{name}_tensor" for name in self._results)
+        code.append(f"return [{results}], workspace")
+        body = "\n    ".join(("def launch_all(addresses, stream):", *code))
+        exec(_compiled(body), scope)
+        return scope["launch_all"]
+
+
+def _address(name: str) -> str:
+    return f"{name}_at"
+
+
+def _tuple(names: Sequence[str]) -> str:
+    """The source of a tuple of addresses."""
+    return f"({''.join(f'{_address(name)}, ' for name in names)})"
+
+
+@lru_cache(maxsize=1024)
+def _compiled(source: str) -> CodeType:
+    return compile(source, "<launch_all>", "exec")
+
+
+def gradients_from(made: Collection[str], needs: Needs) -> Callable[..., Gradients]:
+    """A `Launches.finish` that returns the wanted gradients of those that are `made`: dq, dk, …"""
+    places = {name: i for i, name in enumerate(made)}
+    wanted = (f"d{name}" if getattr(needs, name) else "" for name in Gradients._fields)
+    # -1 is the None behind them.
+    take = itemgetter(*(places.get(name, -1) for name in wanted))
+
+    def finish(tensors: Any, results: list[Tensor], workspace: Tensor | None) -> Gradients:
+        return Gradients._make(take((*results, None)))
+
+    return finish
+
+
+def _lay_out(sizes: Iterable[int], at: int = 0) -> tuple[tuple[int, ...], int]:
+    """Where regions of these sizes begin, one behind the other from `at` on, and where they end."""
+    offsets, end = [], at
+    for size in sizes:
+        start = end + -end % ALIGNMENT
+        offsets.append(start)
+        end = start + size
+    return tuple(offsets), end

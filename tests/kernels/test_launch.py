@@ -1,0 +1,415 @@
+"""Launches by name: what the driver reads at the place of every parameter of every kernel.
+
+No kernel is compiled or run. A driver of our own reads the memory of a launch by the signature of
+the kernel, and each parameter is held against the tensor or the number of its name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+from triton.runtime._allocation import _allocator
+from triton.runtime.jit import JITFunction
+
+from lockstep.cache import Cache
+from lockstep.kernels import driver, hopper, launch
+from lockstep.kernels.hopper.backward.narrow import call as narrow
+from lockstep.kernels.hopper.forward import launch as hopper_forward
+from lockstep.kernels.kernel import BackwardTensors, Needs
+from lockstep.kernels.launch import Buffer, Launch, Launches
+from lockstep.kernels.triton import backward as triton_backward
+from lockstep.kernels.triton import launch as triton_forward
+from lockstep.problem import Tensors, describe, make_options
+
+BF16 = torch.bfloat16
+STREAM, SCRATCH = 5, 256
+BYTES = {"i32": 4, "i64": 8, "fp32": 4}
+# Parameters of the Hopper kernels that have other names than their tensors.
+TENSORS = {"cu_q": "cu_seqlens_q", "cu_kv": "cu_seqlens_k", "order": "sequence_order", "o": "out"}
+
+
+class Read(NamedTuple):
+    """What the driver found at a launch, by parameter; of tensor maps the address of the tensor."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    found: dict[str, int | float]
+    scratch: int
+
+
+class Compiled:
+    """A compiled kernel as Triton returns it, with the parameters that `arguments` give it."""
+
+    packed_metadata = None
+
+    def __init__(self, kernel: Any, arguments: tuple[Any, ...], number: int, scratch: int) -> None:
+        self.kernel, self.function = kernel, number
+        self.n_launches = 1
+        kinds = dict(zip(kernel.arg_names, map(kind_of, kernel.params, arguments), strict=True))
+        self.src = SimpleNamespace(signature=kinds)
+        maps = [x for x in arguments if hasattr(x, "block_shape")]
+        self.ranks = [len(x.block_shape) for x in maps]
+        metadata = {"elem_size": 2, "elem_type": 10, "swizzle": 0}
+        self.metadata = SimpleNamespace(
+            num_ctas=1,
+            launch_cooperative_grid=False,
+            profile_scratch_size=0,
+            global_scratch_size=scratch,
+            num_warps=4,
+            shared=0,
+            launch_pdl=False,
+            tensordesc_meta=[{**metadata, "block_size": x.block_shape} for x in maps],
+        )
+        declared = ", ".join(".param " for _ in self.sizes)
+        self.asm = {"ptx": f".entry kernel({declared})"}
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def again(*arguments: Any) -> None:
+            self.n_launches += 1
+
+        return again
+
+    @property
+    def parameters(self) -> list[tuple[str, str, int]]:
+        """Name, kind and size of each parameter, tensor maps with their shapes and strides."""
+        ranks, found = iter(self.ranks), []
+        for name, kind in self.src.signature.items():
+            if kind == "tensordesc":
+                rank = next(ranks)
+                found += [(name, "map", driver.MAP_BYTES)]
+                found += [("", "i32", 4)] * rank + [("", "i64", 8)] * rank
+            elif kind != "constexpr":
+                found.append((name, kind, BYTES.get(kind, 8)))
+        return [*found, ("scratch", "*i8", 8), ("", "*i8", 8)]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [size for _, _, size in self.parameters]
+
+
+def kind_of(parameter: Any, argument: Any) -> str:
+    if parameter.is_constexpr or argument is None:
+        return "constexpr"
+    if hasattr(argument, "block_shape"):
+        return "tensordesc"
+    if isinstance(argument, torch.Tensor):
+        return "*i8"
+    return "fp32" if isinstance(argument, float) else "i32" if argument < 1 << 31 else "i64"
+
+
+class Driver:
+    """Reads the memory of a launch as the CUDA driver would."""
+
+    def __init__(self) -> None:
+        self.kernels: list[Compiled] = []
+        self.launches: list[Read] = []
+        self.scratch = 0
+
+    def compile(self, kernel: Any, grid: Any, *arguments: Any, **options: Any) -> Compiled:
+        arguments = (*arguments, *(options[p.name] for p in kernel.params[len(arguments) :]))
+        self.kernels.append(Compiled(kernel, arguments, len(self.kernels), self.scratch))
+        return self.kernels[-1]
+
+    def cuFuncGetParamInfo(self, function: Any, i: int, offset: Any, size: Any) -> int:
+        size._obj.value = self.kernels[function.value or 0].sizes[i]
+        return 0
+
+    def cuTensorMapEncodeTiled(self, address: Any, *rest: Any) -> int:
+        ctypes.memmove(address.value, rest[2].value.to_bytes(8, "little"), 8)
+        return 0
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:
+        kernel = self.kernels[function.value or 0]
+        assert config._obj.stream == STREAM
+        found = {}
+        for at, (name, kind, size) in zip(parameters, kernel.parameters, strict=True):
+            content = ctypes.string_at(at, min(size, 8))
+            if kind == "fp32":
+                found[name] = ctypes.c_float.from_buffer_copy(content).value
+            else:
+                found[name] = int.from_bytes(content, "little", signed=kind in BYTES)
+        found.pop("")
+        scratch = int(found.pop("scratch"))
+        name = kernel.kernel.__name__
+        self.launches.append(Read(name, tuple(config._obj.grid), found, scratch))
+        return 0
+
+    def cuCtxGetCurrent(self, context: Any) -> int:
+        context._obj.value = 77
+        return 0
+
+
+@pytest.fixture
+def fake(monkeypatch) -> Driver:
+    fake = Driver()
+    monkeypatch.setattr(driver, "library", lambda: fake)
+    monkeypatch.setattr(driver, "_THREAD", driver._Thread())
+    monkeypatch.setattr(launch, "_COMPILED", Cache(limit=100))
+    monkeypatch.setattr(JITFunction, "__getitem__", lambda k, grid: partial(fake.compile, k, grid))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
+    for module in (narrow, hopper_forward):
+        monkeypatch.setattr(module, "processors", lambda _: 132)
+    device = triton_forward.Device(132, 232448, True, False, True, 64)
+    for module in (triton_forward, triton_backward):
+        monkeypatch.setattr(module, "device_of", lambda _: device)
+    return fake
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=BF16)
+
+
+def dense(Sq: int = 70, Skv: int = 300, D: int = 64, **more: Any) -> Tensors:
+    return Tensors(drawn(2, 4, Sq, D), drawn(2, 2, Skv, D), drawn(2, 2, Skv, D), **more)
+
+
+def packed(D: int = 64, B: int = 2, **more: Any) -> Tensors:
+    offsets = [torch.zeros(B + 1, dtype=torch.int32) for _ in range(2)]
+    q, k, v = (drawn(300, 4, D) for _ in range(3))
+    return Tensors(q, k, v, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], **more)
+
+
+def paged() -> Tensors:
+    pages = drawn(8, 256, 2, 64), drawn(8, 256, 2, 64)
+    table = torch.zeros(2, 16, dtype=torch.int32)
+    return Tensors(drawn(2, 4, 1, 64), *pages, kv_lens=torch.tensor([5, 7]), page_table=table)
+
+
+SINKS = torch.zeros(4)
+INPUTS = {
+    "dense": dense,
+    "sinks": lambda **sizes: dense(sinks=SINKS, **sizes),
+    "kv_lens": lambda **sizes: dense(kv_lens=torch.tensor([7, 300]), **sizes),
+    "packed": packed,
+    "many packed": lambda **sizes: packed(B=200, sinks=SINKS, **sizes),
+    "bias": lambda **sizes: dense(bias=drawn(1, 4, 1, 300), **sizes),
+    "a bias of each": lambda **sizes: dense(bias=drawn(2, 4, 70, 300), **sizes),
+    "split": lambda **sizes: dense(Sq=1, Skv=9000, sinks=SINKS, **sizes),
+    "paged": lambda **sizes: paged(),
+}
+
+
+def saved_of(tensors: Tensors) -> BackwardTensors:
+    q = tensors.q
+    out = q.new_empty(*q.shape[:-1], tensors.v.shape[-1])
+    rows = torch.zeros(q.shape[:-1])
+    return BackwardTensors(*tensors, out, torch.stack((rows, rows), -1), drawn(*out.shape), rows)
+
+
+def problem_of(tensors: Tensors) -> Any:
+    return replace(describe(tensors, make_options(True, None, None, None)), device_type="cuda")
+
+
+def forward_of(kernel: str, tensors: Tensors) -> Any:
+    prepare = triton_forward.prepare if kernel == "triton" else hopper.KERNEL.prepare
+    return prepare(problem_of(tensors), tensors)
+
+
+def backward_of(kernel: str, saved: BackwardTensors) -> Any:
+    prepare = triton_backward.prepare_backward
+    if kernel == "hopper":
+        prepare = hopper.KERNEL.prepare_backward
+    needs = Needs(True, True, True, saved.bias is not None, saved.sinks is not None)
+    return prepare(problem_of(saved.inputs), saved, needs)
+
+
+def check(fake: Driver, call: Launches, given: Any) -> None:
+    """All later calls, with other tensors, have each parameter at its place."""
+    # In place of gradients and the like: every tensor of a call by its name.
+    call._finish = call.named
+    for _ in range(2):
+        call(given, given.addresses())
+    assert not fake.launches, "the first two go through Triton"
+    for _ in range(3):
+        given = type(given)(*(None if x is None else x.clone() for x in given))
+        fake.launches.clear()
+        expected = call(given, given.addresses())
+        assert len(fake.launches) == len(call.launches)
+        for read, planned in zip(fake.launches, call.launches, strict=True):
+            assert (read.kernel, read.grid) == (planned.name, planned.grid)
+            assert read.scratch == 0
+            for name, found in read.found.items():
+                check_parameter(name, found, planned, expected)
+
+
+def check_parameter(name: str, found: float, planned: Launch, expected: dict[str, Any]) -> None:
+    if not name.endswith(("_ptr", "_desc")):
+        value = planned._arguments[name]
+        assert found == (ctypes.c_float(value).value if isinstance(value, float) else value), name
+        return
+    tensor = name.removesuffix("_ptr").removesuffix("_desc")
+    of = expected.get(TENSORS.get(tensor, tensor))
+    if of is None:
+        # Hopper kernels take any pointer for one that they do not use.
+        of = expected["lse"]
+    assert found == of.data_ptr(), f"{planned.name}: {name}"
+
+
+@pytest.mark.parametrize("case", INPUTS)
+@pytest.mark.parametrize("kernel", ["triton", "hopper"])
+def test_forward(fake, kernel, case):
+    tensors = INPUTS[case](D=64)
+    if kernel == "hopper" and (tensors.bias is not None or case in ("paged", "split")):
+        pytest.skip("hopper refuses it")
+    call = forward_of(kernel, tensors)
+    check(fake, call, tensors)
+    names = {read.kernel for read in fake.launches}
+    assert ("reduce_parts" in names) == (case in ("split", "paged") and kernel == "triton")
+    assert ("sort_sequences_kernel" in names) == (case == "many packed" and kernel == "hopper")
+
+
+@pytest.mark.parametrize(
+    "case", ["dense", "sinks", "kv_lens", "packed", "many packed", "bias", "a bias of each"]
+)
+@pytest.mark.parametrize(("kernel", "D"), [("triton", 64), ("hopper", 64), ("hopper", 256)])
+def test_backward(fake, kernel, D, case):
+    saved = saved_of(INPUTS[case](D=D))
+    if kernel == "hopper" and saved.bias is not None:
+        pytest.skip("hopper takes no bias")
+    check(fake, backward_of(kernel, saved), saved)
+    names = {read.kernel for read in fake.launches}
+    expected = {
+        "triton": {"prepare_rows", "sum_keys", "sum_queries"},
+        "hopper": {"prepare_rows", "backward_kernel", "finish_queries"},
+    }[kernel]
+    if D == 256:
+        expected = {"prepare_rows", "keys_kernel", "queries_kernel"}
+    if kernel == "triton":
+        expected |= {"sum_bias"} if saved.bias is not None else set()
+        expected |= {"sum_sinks"} if saved.sinks is not None else set()
+    assert names == expected
+
+
+def test_scratch_memory_is_behind_the_workspace(fake):
+    fake.scratch = SCRATCH
+    tensors = INPUTS["split"](D=64)
+    call = forward_of("triton", tensors)
+    call._finish = lambda tensors, results, workspace: workspace
+    for _ in range(3):
+        workspace = call(tensors, tensors.addresses())
+    attend, reduce_parts = fake.launches
+    of_attend, of_reduce = attend.scratch - workspace.data_ptr(), reduce_parts.scratch
+    assert 0 < call.workspace_bytes <= of_attend
+    assert of_attend + SCRATCH * math.prod(attend.grid) <= of_reduce - workspace.data_ptr()
+    end = of_reduce - workspace.data_ptr() + SCRATCH * math.prod(reduce_parts.grid)
+    assert end <= workspace.numel()
+
+
+def jitted(*names: str, constants: tuple[str, ...] = ()) -> Any:
+    parameters = [
+        SimpleNamespace(
+            name=x, is_constexpr=x in constants, do_not_specialize=not x.endswith("_special")
+        )
+        for x in names
+    ]
+    return SimpleNamespace(__name__="toy", arg_names=names, params=parameters)
+
+
+def test_a_missing_and_an_unknown_argument_raise():
+    toy = jitted("x_ptr", "n", "SIZE", constants=("SIZE",))
+    Launch(toy, (1,), {"n": 1, "SIZE": 2})
+    with pytest.raises(TypeError, match=r"toy takes the arguments .*: missing \['SIZE'\]"):
+        Launch(toy, (1,), {"n": 1})
+    with pytest.raises(TypeError, match=r"missing \[\], unknown \['m'\]"):
+        Launch(toy, (1,), {"n": 1, "SIZE": 2, "m": 3})
+    with pytest.raises(TypeError, match=r"takes the maps \[\]: missing \[\], unknown \['x'\]"):
+        Launch(toy, (1,), {"n": 1, "SIZE": 2}, maps={"x": lambda x: x})
+    with pytest.raises(TypeError, match=r"has no pointers or maps \['y'\]"):
+        Launch(toy, (1,), {"n": 1, "SIZE": 2}, names={"y": "x"})
+    with pytest.raises(TypeError, match=r"has no pointers or maps \['y'\]"):
+        Launch(toy, (1,), {"n": 1, "SIZE": 2}, absent=("y",))
+    with pytest.raises(TypeError, match=r"takes the maps \['x'\]: missing \['x'\]"):
+        Launch(jitted("x_desc"), (1,), {})
+
+
+def test_a_number_that_would_be_compiled_for_raises():
+    """A compiled kernel serves all numbers: it must not be one for multiples of 16."""
+    with pytest.raises(TypeError, match=r"toy would be compiled for each value of \['n_special'\]"):
+        Launch(jitted("n_special"), (1,), {"n_special": 1})
+    Launch(jitted("n_special"), (1,), {"n_special": 1.0})
+
+
+def test_a_tensor_that_the_call_does_not_have_raises():
+    where, pointer = torch.device("cpu"), Launch(jitted("x_ptr"), (1,), {})
+    Launches(where, ("x",), {}, {}, [pointer])
+    Launches(where, (), {"x": None}, {}, [pointer])
+    with pytest.raises(TypeError, match=r"toy takes \['x'\], which the call does not have"):
+        Launches(where, ("y",), {}, {}, [pointer])
+    with pytest.raises(TypeError, match="two tensors of one call have one name"):
+        Launches(where, ("x",), {"x": Buffer((1,), torch.float32)}, {}, [pointer])
+    described = Launch(jitted("x_desc"), (1,), {}, maps={"x": lambda x: x})
+    with pytest.raises(TypeError, match=r"toy takes \['x'\]"):
+        Launches(where, ("y",), {}, {}, [described])
+
+
+def test_no_number_makes_another_binary():
+    def kernel(x_ptr, kv_lens_ptr, y_desc, n, scale, SIZE: Any):
+        pass
+
+    kernel.__annotations__["SIZE"] = "tl.constexpr"
+    jit = lambda **options: lambda function: options  # noqa: E731
+    found = launch.unspecialized(jit, any_address=("kv_lens_ptr",))(kernel)
+    assert found == {"do_not_specialize": ["n", "scale", "kv_lens_ptr"]}
+    with pytest.raises(TypeError, match=r"kernel has no parameters \['page_table_ptr'\]"):
+        launch.unspecialized(jit, any_address=("page_table_ptr",))(kernel)
+
+
+class TestAllocator:
+    """A launch leaves the caller's allocator of Triton's scratch memory as it was."""
+
+    @pytest.fixture
+    def of_the_caller(self):
+        def allocator(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+            raise AssertionError("not for these kernels")
+
+        before = _allocator.set(allocator)
+        yield allocator
+        _allocator.reset(before)
+
+    def toy(self, start: Callable[..., Any]) -> Any:
+        class Toy(SimpleNamespace):
+            __hash__ = object.__hash__
+
+            def __getitem__(self, grid: Any) -> Any:
+                return start
+
+        return Toy(__name__="toy", arg_names=("x_ptr",), params=())
+
+    def test_first_and_later_launches(self, of_the_caller, monkeypatch):
+        lent = torch.zeros(2 * 128)
+        monkeypatch.setattr(launch, "allocate", lambda *size: lent)
+        seen = []
+
+        class Again:
+            def __getitem__(self, grid: Any) -> Any:
+                return lambda *_: seen.append(_allocator.get()(256, 16, 0))
+
+        def start(*_: Any) -> Any:
+            seen.append(_allocator.get()(256, 16, 0))
+            return Again()
+
+        once = Launch(self.toy(start), (2,), {})
+        for _ in range(2):
+            once.run((torch.zeros(1),), 0)
+            assert _allocator.get() is of_the_caller
+        assert all(x is lent for x in seen)
+        assert len(seen) == 2
+
+    def test_a_launch_that_fails(self, of_the_caller):
+        def start(*_: Any) -> Any:
+            raise ValueError("no")
+
+        with pytest.raises(ValueError, match="no"):
+            Launch(self.toy(start), (2,), {}).run((torch.zeros(1),), 0)
+        assert _allocator.get() is of_the_caller
