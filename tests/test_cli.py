@@ -161,10 +161,10 @@ BEGINS = {
     ("bench", "cpu"): "lockstep.bench.cpu.run",
     ("bench", "gpu"): "lockstep.bench.gpu_run.main",
     ("audit", "bits"): "lockstep.audit.cli._prepare",
-    ("ladder",): "lockstep.ladder.cli._problem",
-    ("plan",): "lockstep.ladder.cli._problem",
-    ("trace", "naive"): "lockstep.ladder.cli._problem",
-    ("show", "naive"): "lockstep.ladder.cli._problem",
+    ("ladder",): "lockstep.ladder.cli.problem_of",
+    ("plan",): "lockstep.ladder.cli.problem_of",
+    ("trace", "naive"): "lockstep.ladder.cli.problem_of",
+    ("show", "naive"): "lockstep.ladder.cli.problem_of",
     ("claims",): "lockstep.ladder.claims.claim.Claim.test",
 }
 
