@@ -49,7 +49,7 @@ def launch(
 
     `kernel[grid, block, dynamic_bytes](x, y, ...)` calls this. `contract` as in
     `nvrtc.compile_source`; `clocks`, an int64 tensor, gets the cycles of an instrumented build, as
-    `cuda_cpp.emit` says. Returns at once, like every launch.
+    `cuda_cpp.emit` says. Returns without waiting for the device.
 
     Raises what `Kernel.typed` raises; ValueError for tensors on different devices, too large for
     int32 indices, or misaligned for the kernel's vector accesses, and for a launch that the device
@@ -77,7 +77,7 @@ def launch(
 
 
 class _Launches:
-    """What has been launched of one kernel."""
+    """The compiled launches of one kernel, by types, constants and strides."""
 
     def __init__(self, kernel: KernelFunction):
         constants = set(kernel.constants)
@@ -126,7 +126,7 @@ class _Plan:
     restrict: bool  # compiled for arrays that do not overlap
 
     def addresses(self, arguments: dict[str, Any]) -> list[int]:
-        """Where the arrays start. Raises ValueError where that is too odd an address."""
+        """Addresses of the arrays. Raises ValueError for one that vector accesses cannot take."""
         found = []
         for _, name, alignment in self.pointers:
             address = arguments[name].data_ptr()

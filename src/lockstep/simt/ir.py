@@ -19,7 +19,7 @@ minus infinity; where both operands are `nonneg` C's `/` and `%` agree. `>>` on 
 arithmetic. `/` is for float32 only. Nothing may be contracted or reordered.
 
 Control. `For` evaluates start, stop and step once; the step is positive or negative for certain
-(`descending`), the body never assigns the loop variable, and nobody reads it after the loop.
+(`descending`), the body never assigns the loop variable, and no statement after the loop reads it.
 `and`/`or` (`BoolOp`) evaluate their right operand only where it decides, and so does a `Select`
 that is not `constant_time`. `Return` carries no value. Device functions are inlined: `Inlined`
 holds the statements under fresh names; the value, if any, is in variable `result`.
@@ -316,7 +316,7 @@ class Assign(Stmt):
 
 @dataclass(eq=False)
 class Evaluate(Stmt):
-    """An expression for its effect: an atomic whose result nobody wants."""
+    """An expression for its effect: an atomic whose result is not used."""
 
     value: Expr
 

@@ -50,8 +50,8 @@ class Launch:
         record: int | None = None,
         **kwargs: Any,
     ) -> Trace:
-        """Run on the machine. `progress(done, all)` is told how many blocks are through; the trace
-        has a `Recording` of the block with number `record`, where one is given.
+        """Run on the machine. `progress(done, all)` is called with numbers of blocks; the trace has
+        a `Recording` of the block with number `record`, where one is given.
 
         Raises what `Kernel.typed` raises, and ValueError for a launch no GPU could run.
         """

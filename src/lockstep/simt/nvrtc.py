@@ -114,15 +114,15 @@ def _run_nvrtc(source: CudaSource, arch: str, contract: bool) -> Compiled:
 
 def explain(source: CudaSource, log: str) -> str:
     """The compiler's log, with the Python line behind every diagnostic."""
-    told = [f"NVRTC cannot compile kernel '{source.name}':"]
+    explained = [f"NVRTC cannot compile kernel '{source.name}':"]
     for line in log.splitlines():
-        told.append(line)
+        explained.append(line)
         found = _DIAGNOSTIC.match(line)
         at = int(found[1]) - 1 if found else -1
         loc = source.lines[at] if 0 <= at < len(source.lines) else None
         if loc is not None:
-            told.append(f"  from {loc.file}:{loc.line}: {loc.text.strip()}")
-    return "\n".join(told)
+            explained.append(f"  from {loc.file}:{loc.line}: {loc.text.strip()}")
+    return "\n".join(explained)
 
 
 @lru_cache(maxsize=1)

@@ -79,8 +79,8 @@ class Sass:
         rest = [i for i in self.instructions if i.loc is None]
         if rest:
             kinds = Counter(i.opcode.split(".")[0] for i in rest)
-            told = ", ".join(f"{n} {name}" for name, n in kinds.most_common())
-            lines += ["", f"without a line: {told}"]
+            counts = ", ".join(f"{n} {name}" for name, n in kinds.most_common())
+            lines += ["", f"without a line: {counts}"]
         return "\n".join(lines)
 
 

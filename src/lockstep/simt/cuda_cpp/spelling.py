@@ -50,12 +50,12 @@ HEADER_TYPES = frozenset(("half", "half2", "nv_bfloat16", "nv_bfloat162"))
 
 
 def c_name(name: str) -> str:
-    """`name`, or with an underscore behind it where C++ has a use for it."""
+    """`name`, with an underscore behind it where C++ reserves it."""
     return f"{name}_" if name in RESERVED else name
 
 
 def constant_name(name: str) -> str:
-    """The same for a constant, which stands at file scope."""
+    """`name` for a constant at file scope, with an underscore where a CUDA header has it."""
     return f"{name}_" if name in HEADER_TYPES else c_name(name)
 
 

@@ -11,7 +11,7 @@ INDENT = "  "
 WIDTH = 100  # columns a line may have
 COMMENT_GAP = "  // "
 CONTINUED = "    "
-FOR_TOOLS = ("noqa", "type:", "fmt:", "ruff:", "pragma:")  # comments nobody reads
+FOR_TOOLS = ("noqa", "type:", "fmt:", "ruff:", "pragma:")  # comments for tools, not for readers
 BREAK_BEHIND = (", ", " && ", " || ", " ? ", " = ", " += ", " + ", " * ", "; ")
 
 
@@ -23,7 +23,7 @@ class Writer:
         self.locations: list[ir.Location | None] = []
         self.depth = 0
         self.sources = {(s.file, s.first_line): s for s in sources}
-        self.told: set[tuple[str, int]] = set()  # comments written above some line already
+        self.commented: set[tuple[str, int]] = set()  # comments written above some line already
 
     def put(self, text: str, loc: ir.Location | None = None, comment: str | None = None) -> None:
         """One line with its trailing comment; a blank line for empty text.
@@ -70,9 +70,9 @@ class Writer:
         comments = []
         while line > source.first_line and self._stands_alone(source, line):
             comment = source.comments.get(line)
-            if comment is not None and (loc.file, line) not in self.told:
+            if comment is not None and (loc.file, line) not in self.commented:
                 comments.append(comment[1])
-                self.told.add((loc.file, line))
+                self.commented.add((loc.file, line))
             line -= 1
         if not source.lines[loc.line - 1 - source.first_line].strip() or (
             comments and not source.lines[line + 1 - source.first_line].strip()
@@ -94,9 +94,9 @@ class Writer:
         for line in range(loc.line, (last or loc.end_line) + 1):
             comment = source.comments.get(line)
             if comment is not None and not self._stands_alone(source, line):
-                if (loc.file, line) in self.told:
+                if (loc.file, line) in self.commented:
                     continue
-                self.told.add((loc.file, line))
+                self.commented.add((loc.file, line))
                 if not comment[1].startswith(FOR_TOOLS):
                     found.append(comment[1])
         return "; ".join(found) or None

@@ -164,7 +164,8 @@ class Accesses(Control):
     # Vectors
 
     def beyond(self, site: Site, array: Memory, index: Index, width: int) -> Any:
-        """Which lanes leave the array with one of `width` neighbours; reported. False if none."""
+        """The lanes of which one of `width` neighbouring elements is outside the array, a boolean
+        array; False if there are none. They are reported as a hazard."""
         last = (*index[:-1], i32(index[-1] + (width - 1)))
         bad = outside(index, array.shape, self.ranges)
         if bad is False:

@@ -96,7 +96,7 @@ class Lanes:
 
     @cached_property
     def slot(self) -> np.ndarray:
-        """Where each row lies in an array [warps * 32]."""
+        """The place of each row in an array [warps * 32]."""
         return self.warp_of_row * WARP_SIZE + self.threads % WARP_SIZE
 
     @cached_property
@@ -121,7 +121,7 @@ class Lanes:
 
     @cached_property
     def filled_row(self) -> np.ndarray:
-        """As `row_at`, with the first lane of the warp standing in for those that are missing."""
+        """`row_at` with the row of the warp's first lane in place of missing ones."""
         return np.where(self.row_at >= 0, self.row_at, self.first_row[:, None])
 
     @cached_property

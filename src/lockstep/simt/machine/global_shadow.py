@@ -17,7 +17,7 @@ from .frames import Lanes
 from .hazards import GLOBAL_RACE, RACE, Hazards
 from .shadow import disagree
 
-NOBODY, SEVERAL_BLOCKS = -1, -2
+NO_BLOCK, SEVERAL_BLOCKS = -1, -2
 
 
 class GlobalShadow:
@@ -26,11 +26,11 @@ class GlobalShadow:
     def __init__(self, size: int, tracks_reads: bool, hazards: Hazards):
         self.hazards = hazards
         self.writer = np.zeros(size, np.int64)
-        self.writer_block = np.full(size, NOBODY, np.int32)
+        self.writer_block = np.full(size, NO_BLOCK, np.int32)
         self.tracks_reads = tracks_reads
         if tracks_reads:
             self.reader = np.zeros(size, np.int64)
-            self.reader_block = np.full(size, NOBODY, np.int32)
+            self.reader_block = np.full(size, NO_BLOCK, np.int32)
 
     def access(self, lanes: Lanes, element: Any, blocks: np.ndarray) -> tuple:
         """Flat arrays: element, thread, block number, column."""
@@ -48,7 +48,7 @@ class GlobalShadow:
         before, owner = self.reader[address], self.reader_block[address]
         mine = np.where(owner == block, before, 0)
         clock.note_readers(self.reader, (address,), mine, thread, column, site.number)
-        fresh = (owner == NOBODY) | (owner == block)
+        fresh = (owner == NO_BLOCK) | (owner == block)
         self.reader_block[address] = np.where(fresh, block, SEVERAL_BLOCKS)
         lost = self.reader_block[address] != block
         self.reader_block[address[lost]] = SEVERAL_BLOCKS
@@ -96,7 +96,7 @@ class GlobalShadow:
     ) -> None:
         address, thread, block, column = access
         word, owner = words[address], owners[address]
-        bad = (owner != NOBODY) & (owner != block)
+        bad = (owner != NO_BLOCK) & (owner != block)
         if self.hazards.order is not None and bad.any():
             bad[bad] = ~self.hazards.order.ordered(
                 word[bad], owner[bad], tuple(part[bad] for part in access), clock

@@ -92,11 +92,11 @@ def run(
     lanes_per_batch: int = LANES_PER_BATCH,
     record: int | None = None,
 ) -> Trace:
-    """Execute `kernel` on the machine and tell everything it did.
+    """Execute `kernel` on the machine and return its trace.
 
     `arguments` maps parameter names to NumPy arrays, torch tensors in host memory or numbers;
-    arrays are modified in place. `progress(done, all)` hears about blocks. The trace has a
-    recording of the block with number `record`, where one is given.
+    arrays are modified in place. `progress(done, all)` is called with numbers of
+    blocks. The trace has a recording of the block with number `record`, where one is given.
 
     Raises ValueError for a launch no GPU could run or a block to record that is not there,
     TypeError for arguments that do not fit.

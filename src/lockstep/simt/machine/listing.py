@@ -1,4 +1,4 @@
-"""A trace for the eye: the phases, the annotated source, the hazards."""
+"""A trace as text for a terminal: phases, annotated source, hazards."""
 
 from __future__ import annotations
 

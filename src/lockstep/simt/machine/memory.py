@@ -104,7 +104,7 @@ class SharedArray:
             self.valid[index] = True
 
     def first_invalid(self, address: Value, lanes: Lanes) -> np.ndarray | None:
-        """Which lanes read what nobody has written; None if none does."""
+        """The lanes that read an element never written; None if there are none."""
         if self.all_valid:
             return None
         index = self._valid_index(address, lanes)

@@ -281,7 +281,8 @@ _HELPERS = (
 
 
 def _jumps(stmt: ir.Stmt) -> bool:
-    """Whether lanes that enter `stmt` may not come out behind it."""
+    """Whether a lane in `stmt` may jump past its end: by return, or by break or continue of a loop
+    around it."""
     inside = [s for body in ir.blocks(stmt) for s in body]
     if isinstance(stmt, (ir.For, ir.While)):
         return any(isinstance(s, ir.Return) for s in ir.walk(inside))

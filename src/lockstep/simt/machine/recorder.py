@@ -20,7 +20,7 @@ LARGEST_SNAPSHOT = 1 << 15  # elements of a global array
 
 
 class Recorder(Fragments):
-    """To be mixed into the machine of the batch that has the block."""
+    """A mix-in for the machine of the batch that has the recorded block."""
 
     arrays: dict[str, Any]
 

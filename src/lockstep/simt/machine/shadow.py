@@ -2,7 +2,7 @@
 
 Every element has two shadow words (see `clock`), for its last writer and for its readers. The
 shadow is one column wide while all blocks do the same and widens when they do not. Reads are
-queued, and only looked at if somebody writes to the array before the next barrier.
+queued, and checked only if a thread writes to the array before the next barrier.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small kernels with launches ready to run: the tests and the comparison with hardware use them.
+"""Small kernels with their launches, for the tests and the comparison with hardware.
 
 Arguments are torch tensors in host memory, so that one set serves the machine and, copied, a GPU.
 """

@@ -141,7 +141,7 @@ def shuffle_sum(x: float32[:], sums: float32[:], scan: float32[:]):
 
 @kernel
 def votes(x: int32[:], out: uint32[:], counts: int32[:]):
-    """Ballots, and where in its warp a thread stands among those that voted as it did."""
+    """Ballots, and the rank of a thread among those of its warp that voted alike."""
     i = cuda.grid(1)
     lane = cuda.threadIdx.x % 32
     odd = x[i] % 2 == 1
