@@ -7,3 +7,5 @@ collect.py                   all of it, in two processes
 page.py, assets/             data, style, scripts and the chart library in one file
 cli.py                       the command, and `lockstep trace --html`
 """
+
+GPU = "H200"  # that plans, occupancy and roofs are for

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,8 +13,11 @@ from rich.console import Console
 
 from lockstep import console, results
 
+from . import GPU
+
 if TYPE_CHECKING:
     from lockstep.simt.machine import Trace
+    from lockstep.simt.occupancy import Occupancy
 
 
 def report(
@@ -82,6 +86,17 @@ def _read(path: Path) -> dict:
     return data
 
 
+def _fit(trace: Trace) -> Occupancy | None:
+    """Occupancy on `GPU`, registers left out; None for a block that it cannot run."""
+    from lockstep.simt.occupancy import fit
+
+    shared = trace.static_shared_bytes + trace.dynamic_shared_bytes
+    try:
+        return fit(GPU, math.prod(trace.block), 0, shared)
+    except ValueError:
+        return None
+
+
 def write_kernels(path: Path, traces: Sequence[Trace], title: str) -> None:
     """The page of the launches of a call, each traced with a record of a block.
 
@@ -93,7 +108,7 @@ def write_kernels(path: Path, traces: Sequence[Trace], title: str) -> None:
     from .tile_steps import kernel_steps
 
     sources: dict = {}
-    launches = [kernel_view(trace, sources) for trace in traces]
+    launches = [kernel_view(trace, sources, _fit(trace)) for trace in traces]
     rung = {"rung": title, "title": title, "summary": "", "why_not": "", "launches": launches}
     steps = [kernel_steps(trace) for trace in traces]
     data = {

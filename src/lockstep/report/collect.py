@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from datetime import datetime, timezone
@@ -13,8 +14,8 @@ from typing import Any
 
 from lockstep.ladder import RUNGS
 
-from . import measured
-from .rung_views import GPU, PROBLEM, rung_view
+from . import GPU, measured
+from .rung_views import PROBLEM, rung_view
 from .tile_steps import rung_steps
 
 WORKERS = 2
@@ -86,11 +87,19 @@ def _compute(jobs: list[tuple[str, Callable[..., Any], tuple]], told: Told) -> D
     # torch has threads of its own, which a fork would not take along
     context = multiprocessing.get_context("spawn")
     made: Data = {}
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers, context, _leave_interrupts_to_the_parent) as pool:
         futures: dict[Future, str] = {}
         for key, function, arguments in jobs:
             futures[pool.submit(function, *arguments)] = key
-        for future in as_completed(futures):
-            made[futures[future]] = future.result()
-            told(futures[future])
+        try:
+            for future in as_completed(futures):
+                made[futures[future]] = future.result()
+                told(futures[future])
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return {key: made[key] for key, _, _ in jobs}
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -14,7 +14,8 @@ from lockstep.ladder.plan import PEAKS, Plan, Step
 from lockstep.ladder.rung import BYTES, plans_of
 from lockstep.simt.occupancy import fit
 
-GPU = "H200"
+from . import GPU
+
 Data = dict[str, Any]
 
 

@@ -10,10 +10,10 @@ from lockstep.ladder.check import errors
 from lockstep.ladder.plan import plan
 from lockstep.ladder.survey import one_head, summary
 
+from . import GPU
 from .kernel_view import kernel_view
 
 PROBLEM = Problem(B=2, H=16, S=256, D=32)
-GPU = "H200"
 
 
 def rung_view(name: str, options: dict[str, Any]) -> dict[str, Any]:

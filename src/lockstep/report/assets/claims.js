@@ -33,6 +33,7 @@ function claimsSection() {
     h("p", {}, "What documents about these kernels say, beside what we get: by the plan, the trace, a measured time or plain arithmetic. Verdicts are computed."),
     h("div", { class: "controls" }, h("span", { role: "group", "aria-label": "verdicts", class: "controls" }, toggles), pick("document", "document"), pick("by", "lens"), search),
     count,
+    data.times.length ? h("p", { class: "quiet small" }, `Times: ${data.times[0].where}.`) : null,
     h("div", { class: "wide" }, h("table", { class: "ledger" },
       h("thead", {}, h("tr", {}, ["verdict", "document", "it says", "figure", "we get", "by", "why"].map((t) => h("th", { scope: "col" }, t)))), body)));
 }

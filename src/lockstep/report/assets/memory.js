@@ -136,5 +136,5 @@ function occupancyView(launch) {
         Plot.barX(limits, { x: "blocks", y: "name", fill: (l) => (l.blocks === fits.blocks ? "#d9534f" : "#4a8fd0") }),
         Plot.text(limits, { x: "blocks", y: "name", text: (l) => String(l.blocks), dx: 6, textAnchor: "start", fill: "currentColor" }),
       ],
-    }), `${fits.gpu}: ${fits.blocks} blocks of ${fits.threads} threads at a time, ${fits.warps} of ${fits.max_warps} warps (${percent(fits.warps / fits.max_warps)}), limited by ${fits.limited_by.join(" and ")}. ${fits.registers ? `${fits.registers} registers a thread` : "registers not known without a compiler"}, ${number(fits.shared)} bytes of shared memory a block. Bars are the blocks that each resource allows; red is the least.`));
+    }), `${fits.gpu}: ${fits.blocks} blocks of ${fits.threads} threads at a time, ${fits.warps} of ${fits.max_warps} warps (${percent(fits.warps / fits.max_warps)}), limited by ${fits.limited_by.join(" and ")}. ${fits.registers ? `${fits.registers} registers a thread` : "Registers left out"}, ${number(fits.shared)} bytes of shared memory a block. Bars are the blocks that each resource allows; red is the least.`));
 }

@@ -75,7 +75,7 @@ function stepsSection() {
   }
   show(start);
   const made = section("tiles", "What a block holds",
-    h("p", {}, "A small problem, step by step: the state of one block after each phase. Step with the buttons or, once the picture has the focus, with the arrow keys; Page Up and Page Down go by tile."),
+    h("p", {}, `${data.kind === "ladder" ? "A small problem, step by step" : "Block 0, step by step"}: the state of one block after each phase. Step with the buttons or, once the picture has the focus, with the arrow keys; Page Up and Page Down go by tile.`),
     data.steps.length > 1 ? h("div", { class: "controls" }, choice("Block of", data.steps.map((s, i) => [i, s.title]), start, (i) => show(+i))) : null, place);
   made.repaint = () => view.repaint();
   return made;

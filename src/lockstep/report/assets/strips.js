@@ -17,7 +17,7 @@ function stripView(launch) {
   const waits = h("span", {}, h("i", { style: "background:var(--empty);border:1px solid var(--line)" }), "idle or waiting");
   return h("div", { class: "strips" },
     h("h3", {}, "Threads and warps over time"),
-    h("p", { class: "quiet small" }, `Block ${strip.block}, ${strip.threads.length} threads in ${warps} warps. Time runs to the right, in warp instructions: ${number(strip.length)} in all, ${strip.barriers} block ${strip.barriers === 1 ? "barrier" : "barriers"}. Threads are busy ${percent(strip.busy)} of it.`),
+    h("p", { class: "quiet small" }, `Block ${strip.block}, ${strip.threads.length} threads in ${warps} ${warps === 1 ? "warp" : "warps"}. Time runs to the right, in warp instructions: ${number(strip.length)} in all, ${strip.barriers} block ${strip.barriers === 1 ? "barrier" : "barriers"}. Threads are busy ${percent(strip.busy)} of it.`),
     legend(phases, waits),
     h("figure", { class: "strip lanes" }, h("figcaption", {}, "Lanes: a row per thread, thread 0 on top"),
       laneCanvas(strip, spans, readout), timeAxis(strip)),
