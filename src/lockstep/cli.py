@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
+from lockstep import plan_context
 from lockstep.audit import cli as audit_cli
 from lockstep.bench import cli as bench_cli
 from lockstep.command import Commands, Json, print_json
@@ -27,6 +29,15 @@ app = typer.Typer(
 )
 app.add_typer(bench_cli.app, name="bench")
 app.add_typer(audit_cli.app, name="audit")
+
+
+class Plans(TyperGroup):
+    """`lockstep plan context`; everything else is about rungs, as in `lockstep plan naive`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = args and args[0] in (*self.commands, "--help")
+        return super().parse_args(ctx, args if named else ["rungs", *args])
+
 
 DISTRIBUTION = "lockstep-attention"
 
@@ -73,7 +84,12 @@ def doctor(as_json: Json = False) -> None:
 
 
 app.command()(ladder_cli.ladder)
-app.command()(ladder_cli.plan)
+plans = typer.Typer(
+    cls=Plans, help="Say on paper what rungs, or attention on many GPUs, would take."
+)
+plans.command("rungs")(ladder_cli.plan)
+plans.command()(plan_context.context)
+app.add_typer(plans, name="plan")
 app.command()(ladder_sweep.sweep)
 app.command()(claims_cli.claims)
 app.command()(ladder_cli.trace)

@@ -11,6 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.audit.distributed import Case, compare
@@ -128,6 +132,63 @@ def decode(cases: list[dict[str, Any]]) -> list[str]:
         everywhere = collectives.all_gather(out, group())
         if not all(torch.equal(x, out) for x in everywhere):
             said.append(f"{case}: ranks differ")
+    return said
+
+
+def inside() -> list[str]:
+    """What goes wrong in DTensors, a device mesh, compiled, checkpointed and data-parallel code."""
+    said = []
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = [torch.randn(1, 4, 37, 16) for _ in range(3)]
+    for x in whole:
+        dist.broadcast(x, 0)
+    options = {"causal": True, "query_invariant": True}
+    expected, expected_lse = lockstep.attention(*whole, **options, return_lse=True)
+
+    shards = [distribute_tensor(x, mesh, [Shard(2)]).requires_grad_() for x in whole]
+    out, lse = context_parallel_attention(*shards, mesh=mesh, return_lse=True, **options)
+    if not torch.equal(out.full_tensor(), expected):
+        said.append("DTensor: out")
+    if not torch.equal(lse.full_tensor(), expected_lse):
+        said.append("DTensor: lse")
+    leaves = [x.clone().requires_grad_() for x in whole]
+    lockstep.attention(*leaves, **options).sin().sum().backward()
+    out.sin().sum().backward()
+    for name, x, leaf in zip("qkv", shards, leaves, strict=True):
+        if not torch.equal(x.grad.full_tensor(), leaf.grad):
+            said.append(f"DTensor: d{name}")
+
+    def layer(q: Any, k: Any, v: Any) -> Any:
+        return 2 * context_parallel_attention(q + 1, k, v, mesh=mesh, **options)
+
+    def gradients(f: Any) -> list[Any]:
+        leaves = [shard(x, mesh, 2).requires_grad_() for x in whole]
+        out = f(*leaves)
+        out.sin().sum().backward()
+        return [out.detach(), *(x.grad for x in leaves)]
+
+    eager = gradients(layer)
+    others = {
+        "compiled": torch.compile(layer, backend="eager"),
+        "checkpointed": lambda *x: checkpoint(layer, *x, use_reentrant=False),
+    }
+    for name, f in others.items():
+        if not all(map(torch.equal, gradients(f), eager)):
+            said.append(name)
+    try:
+        torch.compile(layer, backend="eager", fullgraph=True)(*(shard(x, mesh, 2) for x in whole))
+        said.append("fullgraph did not raise")
+    except torch._dynamo.exc.Unsupported:
+        pass
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(16, 16))
+    q, k, v = (shard(x, mesh, 2) for x in whole)
+    context_parallel_attention(model(q), k, v, mesh=mesh, **options).sum().backward()
+    grad = next(model.parameters()).grad
+    grads = collectives.all_gather(grad, group())
+    if not all(torch.equal(x, grad) for x in grads):
+        said.append("DDP: gradients of a weight")
     return said
 
 

@@ -14,6 +14,7 @@ from lockstep.checks import check_types
 from lockstep.distributed import methods
 from lockstep.distributed.agreement import agree, check_equal, sharding_of, word
 from lockstep.distributed.call import Call
+from lockstep.distributed.dtensors import are_distributed, is_distributed, like, to_local
 from lockstep.distributed.groups import Mesh, group_of
 from lockstep.distributed.local import Settings
 from lockstep.distributed.methods import Explanation, Method, Sizes
@@ -52,7 +53,8 @@ def context_parallel_attention(
     through lse. All ranks of the group make the call, and all of them run its backward.
 
     Args:
-        q: [B, Hq, S_rank, D]: the queries of this rank, as `shard` gives them.
+        q: [B, Hq, S_rank, D]: the queries of this rank, as `shard` gives them. q, k and v may be
+            DTensors of placements `[Shard(2)]` instead; then the results are, too.
         k: [B, Hkv, S_rank, D]
         v: [B, Hkv, S_rank, Dv]
         mesh: A DeviceMesh of 1 dim or a process group.
@@ -84,9 +86,12 @@ def context_parallel_attention(
         (causal, window, scale, softcap, query_invariant, allow_tf32, return_lse, kernel),
         method,
         balanced,
+        mesh,
     )
     tensors, found, call = _agree(tensors, asked, group)
     out, lse = found.run(call, tensors.q, tensors.k, tensors.v, tensors.sinks)
+    if is_distributed(q):
+        out, lse = like(out, q), like(lse, q) if return_lse else lse
     return (out, lse) if return_lse else out
 
 
@@ -118,6 +123,7 @@ class Asked(NamedTuple):
     options: tuple[Any, ...]  # as `make_options` takes them
     method: Any
     balanced: Any
+    mesh: Mesh
 
 
 def _agree(tensors: Tensors, asked: Asked, group: ProcessGroup) -> tuple[Tensors, Method, Call]:
@@ -139,13 +145,16 @@ def _agree(tensors: Tensors, asked: Asked, group: ProcessGroup) -> tuple[Tensors
 
 def _check(tensors: Tensors, asked: Asked, ranks: int) -> tuple[Tensors, Settings, Method]:
     """What this rank can say about its own arguments."""
-    for name, flag in (("balanced", asked.balanced),):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} takes True or False, got {type_of(flag)}")
+    if not isinstance(asked.balanced, bool):
+        raise TypeError(f"balanced takes True or False, got {type_of(asked.balanced)}")
     if asked.method is not None and not isinstance(asked.method, str):
         raise TypeError(f"method takes a name or None, got {type_of(asked.method)}")
     options = make_options(*asked.options)
     kernel = asked.options[-1]
+    if are_distributed(tensors):
+        if asked.balanced:
+            raise ValueError("balanced takes False with DTensors, whose shards are contiguous")
+        tensors = to_local(tensors, asked.mesh)
     check_types(tensors, "dense")
     tensors = autocast.cast(tensors)
     problem = describe(tensors, options)
