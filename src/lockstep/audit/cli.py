@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.audit import distributed_cli, exact_cli
+from lockstep.audit import distributed_cli, exact_cli, model_cli
 from lockstep.command import Json, by_option, ends_with_status_2, print_json
 from lockstep.console import BAD, GOOD, NO, OURS, QUIET, YES, progress, table
 from lockstep.formats import DTYPES
@@ -33,6 +33,7 @@ OPTIONS = {
 
 app.command()(exact_cli.exact)
 app.command()(distributed_cli.distributed)
+app.command()(model_cli.model)
 
 
 @app.command()

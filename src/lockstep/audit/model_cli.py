@@ -1,0 +1,108 @@
+"""The command `lockstep audit model`. What is heavy to import is imported inside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from lockstep.command import Json, ends_with_status_2, print_json
+from lockstep.console import BAD, NO, QUIET, YES
+
+if TYPE_CHECKING:
+    from lockstep.audit.model_bits import Finding
+
+
+def model(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="A folder with config.json, with or without weights, or a config.json itself."
+        ),
+    ],
+    attention: Annotated[
+        str, typer.Option(help="attn_implementation: lockstep, sdpa, eager, ….")
+    ] = "lockstep",
+    batch: Annotated[int, typer.Option(help="Sequences in the batch.")] = 5,
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 37,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    seed: Annotated[
+        int, typer.Option(help="Of the tokens, and of weights that are not there.")
+    ] = 0,
+    as_json: Json = False,
+) -> None:
+    """Run a model of transformers alone, in a batch, padded and in chunks, and compare bits.
+
+    Names the first module and operator whose bits differ, and what would help. Without weights in
+    the folder they are random. Exit status 1 if anything differs, 2 if the model cannot be run.
+    """
+    with ends_with_status_2(ValueError, OSError, ImportError):
+        found = _audit(path, attention, batch, seq, dtype, device, seed)
+    ok = all(finding.same for finding in found)
+    if as_json:
+        print_json({"ok": ok, "attention": attention, "findings": [x.as_json() for x in found]})
+    else:
+        _report(found, Console())
+    raise typer.Exit(0 if ok else 1)
+
+
+def _audit(
+    path: Path, attention: str, batch: int, seq: int, dtype: str, device: str, seed: int
+) -> list[Finding]:
+    import torch
+
+    from lockstep.audit.model_bits import model as audit
+    from lockstep.formats import DTYPES
+
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype takes one of {', '.join(DTYPES)}, got {dtype!r}")
+    folder = path.parent if path.is_file() else path
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json")
+    torch.manual_seed(seed)
+    loaded = _load(folder, attention, DTYPES[dtype]).to(device)
+    tokens = torch.randint(1, loaded.config.get_text_config().vocab_size, (batch, seq))
+    return audit(loaded, {"input_ids": tokens.to(device)})
+
+
+def _load(folder: Path, attention: str, dtype: Any) -> Any:
+    try:
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    except ImportError:
+        raise ImportError(
+            "lockstep audit model needs transformers: pip install lockstep-attention[hf]"
+        ) from None
+    from lockstep.integrations import transformers as integration
+
+    integration.register()
+    config = AutoConfig.from_pretrained(folder)
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    loader: Any = AutoModelForCausalLM if known else AutoModel
+    options = {"attn_implementation": attention, "dtype": dtype}
+    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    if has_weights:
+        return loader.from_pretrained(folder, **options)
+    return loader.from_config(config, **options)
+
+
+def _report(found: list[Finding], console: Console) -> None:
+    for finding in found:
+        if finding.module is None:
+            console.print(Text.assemble(YES, f" {finding.circumstance}: the same bits"))
+            continue
+        where = finding.operator or finding.module
+        inside = "" if finding.operator is None else f", {finding.operator.name}"
+        console.print(
+            Text.assemble(
+                NO,
+                f" {finding.circumstance}: first in {finding.module.path} ",
+                (f"({finding.module.name}{inside})", BAD),
+                f", {where.elements} of {where.of} numbers, by up to {where.largest:.2g}",
+            )
+        )
+    for remedy in dict.fromkeys(x.remedy for x in found if x.remedy):
+        console.print(Text(f"What would help: {remedy}.", style=QUIET))
