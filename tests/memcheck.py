@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent / "kernels"))
 
 import torch
 from bad_metadata import spoil_lengths, spoil_pages, spoil_varlen
-from problems import Case, draw, draw_seeds, draw_varlen, paginate, run, supporting
+from problems import Case, draw, draw_douts, draw_varlen, paginate, run, supporting
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 FAILED, UNUSABLE = 1, 2
@@ -111,13 +111,13 @@ def run_sample(name: str, only: str | None) -> None:
     case = SAMPLES[name]()
     case = Case({n: x.cuda() for n, x in case.tensors.items()}, case.options)
     derivable = case.layout != "paged"
-    seeds = tuple(x.cuda() for x in draw_seeds(case)) if derivable else None
+    douts = tuple(x.cuda() for x in draw_douts(case)) if derivable else None
     forward = {kernel.name for kernel in supporting(case)}
     backward = {kernel.name for kernel in supporting(case, backward=True)} if derivable else set()
     for kernel in sorted(forward if only is None else forward & {only}):
         # The first two go through Triton's launcher, the third straight to the driver.
         for _ in range(3):
-            run(case, seeds=seeds if kernel in backward else None, kernel=kernel)
+            run(case, douts=douts if kernel in backward else None, kernel=kernel)
             torch.cuda.synchronize()
         print(f"ran {kernel}{', with gradients' if kernel in backward else ''}")
 

@@ -118,12 +118,12 @@ def results(
         out, lse = evaluate(problem, tensors._replace(**leaves))
     found = {"out": out.detach(), "lse": lse.detach()}
     if gradients:
-        seeds = [
+        douts = [
             torch.zeros_like(x) if seed is None else seed.to(x.dtype)
             for x, seed in ((out, dout), (lse, dlse))
         ]
         grads = torch.autograd.grad(
-            (out, lse), list(leaves.values()), seeds, materialize_grads=True
+            (out, lse), list(leaves.values()), douts, materialize_grads=True
         )
         found |= {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
     return found

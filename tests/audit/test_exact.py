@@ -74,10 +74,10 @@ def test_a_wrong_gradient_is_found(monkeypatch):
     prepare_backward = preparing_backward(backward)
     kernel = replace(cpu.KERNEL, name="toy backward", prepare_backward=prepare_backward)
     monkeypatch.setattr(dispatch, "KERNELS", (kernel, cpu.KERNEL))
-    case, seeds = dense(), (torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9))
-    assert set(exact_checks.exact(case, seeds, "cpu")) == {"out", "lse", "dq", "dk", "dv"}
+    case, douts = dense(), (torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9))
+    assert set(exact_checks.exact(case, douts, "cpu")) == {"out", "lse", "dq", "dk", "dv"}
     with pytest.raises(Broken, match="dk is off by"):
-        exact_checks.exact(case, seeds, kernel.name)
+        exact_checks.exact(case, douts, kernel.name)
 
 
 def test_a_write_to_an_input_is_found(toy):
@@ -230,13 +230,13 @@ def test_every_kind_is_drawn():
 def test_recipes_are_problems_and_their_programs_run(capsys):
     for n in range(40):
         recipe = drawing.draw(Random(n), "cpu")
-        case, seeds = recipe.build()
+        case, douts = recipe.build()
         problem, _ = case.pose()
-        assert seeds is None or seeds[0].shape == problem.out_shape
+        assert douts is None or douts[0].shape == problem.out_shape
     recipe = exact.recipe(0, 0, "cpu")
-    case, seeds = recipe.build()
+    case, douts = recipe.build()
     exec(recipe.snippet("exact", "cpu"), {})
-    shares = exact_checks.exact(case, seeds, "cpu")
+    shares = exact_checks.exact(case, douts, "cpu")
     assert capsys.readouterr().out.strip() == str(shares)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from problems import Case, Result, differing, draw_seeds, pose
+from problems import Case, Result, differing, draw_douts, pose
 from torch import Tensor
 
 from lockstep import reference
@@ -135,13 +135,13 @@ def _alone(case: Case, b: int, lost: Tensor | None = None) -> Sequence:
 def check(spoiled: Spoiled, compute: Compute, *, gradients: bool) -> None:
     """`compute` gives the results of a call; with (dout, dlse) also gradients."""
     device = spoiled.case.tensors["q"].device
-    seeds = tuple(x.to(device) for x in draw_seeds(spoiled.case)) if gradients else None
-    found = compute(spoiled.case, seeds).items()
+    douts = tuple(x.to(device) for x in draw_douts(spoiled.case)) if gradients else None
+    found = compute(spoiled.case, douts).items()
     # A sum over all rows, good ones or not.
     found.pop("dsinks", None)
     expected = {what: torch.full_like(x, torch.nan) for what, x in found.items()}
     for sequence in spoiled.good:
-        mine = None if seeds is None else tuple(x[sequence.queries] for x in seeds)
+        mine = None if douts is None else tuple(x[sequence.queries] for x in douts)
         alone = compute(sequence.alone, mine).items()
         for what, x in expected.items():
             rows = sequence.keys if what in ("dk", "dv") else sequence.queries

@@ -13,7 +13,7 @@ from torch import Tensor
 import lockstep
 from lockstep import dispatch
 from lockstep.audit import values
-from lockstep.audit.cases import Case, Result, Seeds, run
+from lockstep.audit.cases import Case, Douts, Result, run
 from lockstep.error_rule import error, expect
 from lockstep.kernels.kernel import Kernel
 from lockstep.problem import AttentionProblem, Tensors
@@ -130,7 +130,7 @@ def _refuses_backward(kernel: Kernel, problem: AttentionProblem) -> bool:
     return kernel.supports_backward(problem) is not None
 
 
-def draw_seeds(case: Case) -> Seeds:
+def draw_douts(case: Case) -> Douts:
     """Random (dout, dlse) for a case; both fit its dtype."""
     q, v = case.tensors["q"], case.tensors["v"]
     return torch.randn(*q.shape[:-1], v.shape[-1]).to(q.dtype), torch.randn(q.shape[:-1])
@@ -138,27 +138,27 @@ def draw_seeds(case: Case) -> Seeds:
 
 def assert_exact(case: Case, *, gradients: bool = False, kernel: str | None = None) -> None:
     """The error rule for every kernel that runs the case, or for the one named."""
-    seeds = draw_seeds(case) if gradients else None
+    douts = draw_douts(case) if gradients else None
     names = [kernel] if kernel else [k.name for k in supporting(case, backward=gradients)]
     for name in names:
-        assert_allowed(case, run(case, lockstep, seeds, kernel=name).items(), seeds, name)
+        assert_allowed(case, run(case, lockstep, douts, kernel=name).items(), douts, name)
 
 
 def assert_all_exact(case: Case) -> None:
     """The error rule for every kernel that runs the case, with its gradients where it has them."""
-    seeds = None if case.layout == "paged" else draw_seeds(case)
-    derivable = [] if seeds is None else supporting(case, backward=True)
+    douts = None if case.layout == "paged" else draw_douts(case)
+    derivable = [] if douts is None else supporting(case, backward=True)
     for kernel in supporting(case):
-        wanted = seeds if kernel in derivable else None
-        assert_allowed(case, run(case, seeds=wanted, kernel=kernel.name).items(), wanted)
+        wanted = douts if kernel in derivable else None
+        assert_allowed(case, run(case, douts=wanted, kernel=kernel.name).items(), wanted)
 
 
 def assert_allowed(
-    case: Case, results: dict[str, Tensor], seeds: Seeds | None = None, kernel: str = ""
+    case: Case, results: dict[str, Tensor], douts: Douts | None = None, kernel: str = ""
 ) -> None:
     """The error rule for results by name, out, lse, dq, …, of whatever made them."""
     problem, tensors = case.pose()
-    expected = expect(problem, tensors, *(seeds or ()))
+    expected = expect(problem, tensors, *(douts or ()))
     for name, result in results.items():
         exact = expected[name].exact
         mine, allowed = error(result.reshape(exact.shape), exact), expected[name].allowed

@@ -56,13 +56,13 @@ class Derivation:
         self.leaves = [x.requires_grad_() for x in leaves]
         self.case = Case(tensors, case.options)
         out, lse = self.forward()
-        self.seeds = torch.randn_like(out), torch.randn_like(lse)
+        self.douts = torch.randn_like(out), torch.randn_like(lse)
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.case.call(lockstep, kernel=self.kernel)
 
     def __call__(self) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(self.forward(), self.leaves, self.seeds)
+        return torch.autograd.grad(self.forward(), self.leaves, self.douts)
 
 
 def in_threads(call: Any) -> list[Any]:
@@ -139,12 +139,12 @@ def test_gradients_by_strides_and_addresses(kernel, D, by_driver):
     skip_unless_it_runs(kernel)
     torch.manual_seed(0)
     plain = Derivation(CASES["dense"](D), kernel)
-    dout, dlse = plain.seeds
+    dout, dlse = plain.douts
 
     def moved(x: torch.Tensor, by: int) -> torch.Tensor:
         return torch.empty(x.numel() + by, dtype=x.dtype, device="cuda")[by:].view_as(x).copy_(x)
 
-    seeds = {
+    douts = {
         "as it was": (dout, dlse),
         "elsewhere": (dout.clone(), dlse.clone()),
         "odd": (moved(dout, 1), moved(dlse, 1)),
@@ -153,8 +153,8 @@ def test_gradients_by_strides_and_addresses(kernel, D, by_driver):
     }
     expected = plain()
     for _ in range(3):
-        for name, given in seeds.items():
-            plain.seeds = given
+        for name, given in douts.items():
+            plain.douts = given
             assert all(map(torch.equal, expected, plain())), name
     # Without a gradient of lse it is another call.
     alone = [torch.autograd.grad(plain.forward()[0], plain.leaves, dout) for _ in range(3)]

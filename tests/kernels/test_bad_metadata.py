@@ -62,17 +62,17 @@ def stale_memory(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: new_empty(*a, **k).fill_(STALE))
 
 
-def interpret(case: Case, seeds: tuple[torch.Tensor, torch.Tensor] | None) -> Result:
+def interpret(case: Case, douts: tuple[torch.Tensor, torch.Tensor] | None) -> Result:
     """The Triton kernels; a call would not let such numbers through on a CPU."""
     from bounds import checked
 
     problem, tensors = pose(case)
     with checked():
         out, lse, statistics = launch.prepare(problem, tensors)(tensors, tensors.addresses())
-        if seeds is None:
+        if douts is None:
             return Result(out, lse)
         needs = Needs(True, True, True, tensors.bias is not None, tensors.sinks is not None)
-        saved = BackwardTensors(*tensors, out, statistics, *seeds)
+        saved = BackwardTensors(*tensors, out, statistics, *douts)
         grads = backward.prepare_backward(problem, saved, needs)(saved, saved.addresses())
     return Result(out, lse, {n: x for n, x in grads._asdict().items() if x is not None})
 
@@ -207,11 +207,11 @@ class TestInterpreted:
 
     def test_sinks_do_not_hear_of_rows_behind_the_last_sequence(self):
         case = draw_varlen([5, 3, 6], [4, 4, 2], D=16, sinks=torch.randn(4))
-        seeds = torch.randn(14, 4, 16), torch.randn(14, 4)
+        douts = torch.randn(14, 4, 16), torch.randn(14, 4)
         padded = {n: case.tensors[n][:3] for n in ("cu_seqlens_q", "cu_seqlens_k")}
         whole = {n: case.tensors[n][:8] for n in ("q", "k", "v")}
-        result = interpret(case.replaced(**padded), seeds)
-        expected = interpret(case.replaced(**padded, **whole), (seeds[0][:8], seeds[1][:8]))
+        result = interpret(case.replaced(**padded), douts)
+        expected = interpret(case.replaced(**padded, **whole), (douts[0][:8], douts[1][:8]))
         assert torch.equal(result.grads["sinks"], expected.grads["sinks"])
 
 
@@ -235,16 +235,16 @@ class OnGpu:
     def __init__(self, kernel: str, derives: bool) -> None:
         self.kernel, self.derives = kernel, derives
 
-    def __call__(self, case: Case, seeds: tuple[torch.Tensor, torch.Tensor] | None) -> Result:
+    def __call__(self, case: Case, douts: tuple[torch.Tensor, torch.Tensor] | None) -> Result:
         tensors = {n: x if x.is_cuda else x.cuda() for n, x in case.tensors.items()}
         q, k, v = (tensors[n] for n in "qkv")
         stale = [torch.full_like(x, STALE) for x in (q, k, v, q[..., :1].float(), v) for _ in "12"]
         torch.cuda.synchronize()
         del stale
-        given = None if seeds is None else tuple(x.cuda() for x in seeds)
+        given = None if douts is None else tuple(x.cuda() for x in douts)
         if 0 in (*q.shape, *k.shape):
             return self.nothing(q, k, v)
-        return run(Case(tensors, case.options), seeds=given, kernel=self.kernel)
+        return run(Case(tensors, case.options), douts=given, kernel=self.kernel)
 
     def nothing(self, *qkv: torch.Tensor) -> Result:
         """A sequence without queries or keys, which not every kernel takes alone."""

@@ -12,7 +12,7 @@ from problems import (
     assert_exact,
     assert_same_bits,
     draw,
-    draw_seeds,
+    draw_douts,
     draw_varlen,
     run,
     strided_biases,
@@ -79,9 +79,9 @@ def test_bias_broadcasts(shape):
 def test_strides_of_a_bias_change_no_bit(name):
     bias = strided_biases(2, 2, 40, 300)[name]
     case = draw(40, 300, B=2, D=16, bias=bias, causal=True)
-    seeds = draw_seeds(case)
-    expected = run(case.replaced(bias=bias.contiguous()), seeds=seeds, kernel="cpu")
-    assert_same_bits(run(case, seeds=seeds, kernel="cpu"), expected)
+    douts = draw_douts(case)
+    expected = run(case.replaced(bias=bias.contiguous()), douts=douts, kernel="cpu")
+    assert_same_bits(run(case, douts=douts, kernel="cpu"), expected)
 
 
 @pytest.mark.parametrize("shape", [(40, 1), (40,), (3, 1, 40)], ids=str)
@@ -110,7 +110,7 @@ def test_kv_lens():
 @pytest.mark.parametrize(("B", "Sq", "Skv"), [(0, 3, 3), (2, 0, 3), (2, 3, 0)])
 def test_nothing_to_attend(B, Sq, Skv):
     case = draw(Sq, Skv, B=B, sinks=torch.zeros(2))
-    for name, grad in run(case, seeds=draw_seeds(case), kernel="cpu").grads.items():
+    for name, grad in run(case, douts=draw_douts(case), kernel="cpu").grads.items():
         assert grad.shape == case.tensors[name].shape
         # With neither keys nor values, only the lse depends on anything: on the sink.
         assert name == "sinks" or grad.eq(0).all()
@@ -128,8 +128,8 @@ def test_expanded_gradient_of_the_output():
     case = draw(63, 111)
     dlse = torch.zeros(1, 2, 63)
     ones = torch.ones(1, 2, 63, 64)
-    whole = run(case, seeds=(ones, dlse)).items()
-    expanded = run(case, seeds=(torch.ones(()).expand_as(ones), dlse)).items()
+    whole = run(case, douts=(ones, dlse)).items()
+    expanded = run(case, douts=(torch.ones(()).expand_as(ones), dlse)).items()
     for what, grad in whole.items():
         assert torch.equal(grad, expanded[what])
 
@@ -143,10 +143,10 @@ def test_varlen(options, dtype):
 
 def test_only_what_is_asked_for():
     case = draw(40, 111, sinks=torch.zeros(2))
-    seeds = draw_seeds(case)
-    all_of_them = run(case, seeds=seeds).grads
+    douts = draw_douts(case)
+    all_of_them = run(case, douts=douts).grads
     for name in ("q", "k", "v", "sinks"):
         leaf = case.tensors[name].clone().requires_grad_()
         results = case.replaced(**{name: leaf}).call(lockstep)
-        (grad,) = torch.autograd.grad(results, leaf, seeds)
+        (grad,) = torch.autograd.grad(results, leaf, douts)
         assert torch.equal(grad, all_of_them[name])

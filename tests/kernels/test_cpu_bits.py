@@ -14,7 +14,7 @@ from problems import (
     Result,
     assert_same_bits,
     draw,
-    draw_seeds,
+    draw_douts,
     draw_varlen,
     paginate,
     run,
@@ -73,12 +73,12 @@ def test_the_check_sees_another_order_of_summation():
 @pytest.mark.parametrize("Sq", [1, 5, 200])
 def test_twice_and_on_any_number_of_threads(Sq, options, dtype):
     case = draw(Sq, 700, B=2, Hq=4, dtype=dtype, sinks=torch.randn(4), **options)
-    seeds = draw_seeds(case)
+    douts = draw_douts(case)
     torch.set_num_threads(1)
-    expected = run(case, seeds=seeds)
+    expected = run(case, douts=douts)
     for threads in (1, 2, 2, 4):
         torch.set_num_threads(threads)
-        assert_same_bits(run(case, seeds=seeds), expected)
+        assert_same_bits(run(case, douts=douts), expected)
 
 
 @by_dtype
@@ -87,10 +87,10 @@ def test_twice_and_on_any_number_of_threads(Sq, options, dtype):
 def test_neighbours_place_and_size_of_the_batch(Sq, options, dtype):
     kv_lens = torch.tensor([300, 0, 257, 31])
     case = draw(Sq, 300, B=4, Hq=4, dtype=dtype, kv_lens=kv_lens, **options)
-    seeds = draw_seeds(case)
-    whole = run(case, seeds=seeds)
+    douts = draw_douts(case)
+    whole = run(case, douts=douts)
     for b in (slice(0, 1), slice(2, 3), slice(3, 4), slice(1, 4)):
-        alone = run(rows(case, b), seeds=(seeds[0][b], seeds[1][b]))
+        alone = run(rows(case, b), douts=(douts[0][b], douts[1][b]))
         assert_same_bits(alone, rows_of(whole, b))
 
 
@@ -100,11 +100,11 @@ def test_neighbours_place_and_size_of_the_batch(Sq, options, dtype):
 @pytest.mark.parametrize("garbage", [0.0, math.nan, math.inf, 3e4])
 def test_padding(Sq, options, dtype, garbage):
     bare = draw(Sq, 270, D=33, dtype=dtype, **options)
-    seeds = draw_seeds(bare)
-    expected = run(bare, seeds=seeds)
+    douts = draw_douts(bare)
+    expected = run(bare, douts=douts)
     for extra in (1, 50, 400):
         pad = {n: F.pad(bare.tensors[n], (0, 0, 0, extra), value=garbage) for n in ("k", "v")}
-        result = run(bare.replaced(**pad, kv_lens=torch.tensor([270])), seeds=seeds)
+        result = run(bare.replaced(**pad, kv_lens=torch.tensor([270])), douts=douts)
         for name in ("k", "v"):
             beyond = result.grads[name][:, :, 270:]
             assert beyond.eq(0).all(), f"d{name} of padding"
@@ -120,17 +120,17 @@ def test_chunks_of_queries(size, Hq, Hkv, options, dtype):
     """One row at a time and eight heads in a group lie on either side of narrow and wide."""
     Sq, Skv = 40, 300
     case = draw(Sq, Skv, Hq=Hq, Hkv=Hkv, D=33, dtype=dtype, causal=True, **options)
-    seeds = draw_seeds(case)
-    whole = run(case, seeds=seeds)
+    douts = draw_douts(case)
+    whole = run(case, douts=douts)
     cut, hidden = [], []
     for first in range(0, Sq, size):
         chunk = slice(first, min(first + size, Sq))
         seen = Skv - Sq + chunk.stop
         part = case.replaced(q=case.tensors["q"][:, :, chunk])
         shorter = part.replaced(**{n: case.tensors[n][:, :, :seen] for n in ("k", "v")})
-        part_seeds = seeds[0][:, :, chunk], seeds[1][:, :, chunk]
-        cut.append(run(shorter, seeds=part_seeds))
-        hidden.append(run(part.replaced(kv_lens=torch.tensor([seen])), seeds=part_seeds))
+        part_seeds = douts[0][:, :, chunk], douts[1][:, :, chunk]
+        cut.append(run(shorter, douts=part_seeds))
+        hidden.append(run(part.replaced(kv_lens=torch.tensor([seen])), douts=part_seeds))
     expected = Result(whole.out, whole.lse, {"q": whole.grads["q"]})
     assert_same_bits(joined(cut), expected)
     assert_same_bits(joined(hidden), expected)
@@ -141,8 +141,8 @@ def test_chunks_of_queries(size, Hq, Hkv, options, dtype):
 def test_varlen_is_dense(options, dtype):
     lens = [1, 63, 5, 300], [300, 63, 40, 270]
     case = draw_varlen(*lens, dtype=dtype, **options)
-    seeds = draw_seeds(case)
-    packed = run(case, seeds=seeds)
+    douts = draw_douts(case)
+    packed = run(case, douts=douts)
     starts = case.tensors["cu_seqlens_q"].tolist(), case.tensors["cu_seqlens_k"].tolist()
     for b in range(4):
         q_tokens, k_tokens = (slice(start[b], start[b + 1]) for start in starts)
@@ -152,7 +152,7 @@ def test_varlen_is_dense(options, dtype):
             return x[tokens].transpose(0, 1)[None]
 
         tensors = {n: dense(case.tensors[n], tokens) for n, tokens in own.items()}
-        result = run(Case(tensors, options), seeds=tuple(dense(s, q_tokens) for s in seeds))
+        result = run(Case(tensors, options), douts=tuple(dense(s, q_tokens) for s in douts))
         grads = {n: dense(packed.grads[n], tokens) for n, tokens in own.items()}
         expected = Result(dense(packed.out, q_tokens), dense(packed.lse, q_tokens), grads)
         assert_same_bits(result, expected)
@@ -181,8 +181,8 @@ def test_strides_do_not_matter(Sq, dtype):
     v = torch.randn(2, 2, 600, 96).to(dtype)[:, :, ::2, 5:69]
     case = Case({"q": q, "k": k, "v": v})
     plain = Case({name: tensor.contiguous() for name, tensor in case.tensors.items()})
-    seeds = draw_seeds(case)
-    assert_same_bits(run(case, seeds=seeds), run(plain, seeds=seeds))
+    douts = draw_douts(case)
+    assert_same_bits(run(case, douts=douts), run(plain, douts=douts))
 
 
 @pytest.mark.parametrize("Sq", [1, 40])

@@ -31,10 +31,10 @@ def _draw() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return inputs, [dout, torch.randn(2, 4, 300) * TINY]
 
 
-def _everything(inputs: list[torch.Tensor], seeds: list[torch.Tensor]) -> list[torch.Tensor]:
+def _everything(inputs: list[torch.Tensor], douts: list[torch.Tensor]) -> list[torch.Tensor]:
     q, k, v, bias, sinks = inputs
     out, lse = lockstep.attention(q, k, v, bias=bias, sinks=sinks, return_lse=True)
-    grads = torch.autograd.grad((out, lse), inputs, seeds)
+    grads = torch.autograd.grad((out, lse), inputs, douts)
     merged = lockstep.merge([(out.detach(), lse.detach())] * 2)
     return [out.detach(), lse.detach(), *grads, *merged]
 

@@ -81,11 +81,11 @@ def _derive(*wanted: str, dout: bool = True, dlse: bool = True) -> Run:
     given = {name: torch.randn(B, H, S, D) for name in "qkv"}
     given["bias"], given["sinks"] = torch.randn(1, H, S, S), torch.randn(H)
     inputs = [given[name].requires_grad_() for name in wanted]
-    seeds = [torch.randn(B, H, D, S).mT] * dout + [torch.randn(B, S, H).mT] * dlse
+    douts = [torch.randn(B, H, D, S).mT] * dout + [torch.randn(B, S, H).mT] * dlse
 
     def run() -> Sequence[Tensor]:
         out, lse = lockstep.attention(**given, return_lse=True)
-        return torch.autograd.grad([out] * dout + [lse] * dlse, inputs, seeds)
+        return torch.autograd.grad([out] * dout + [lse] * dlse, inputs, douts)
 
     return run
 
@@ -109,11 +109,11 @@ def _backward_of_bias() -> Run:
 def _backward_of_merge() -> Run:
     outs, lses = torch.randn(2, B, H, S, D), torch.randn(2, B, H, S)
     inputs = [x.requires_grad_() for x in (*outs.unbind(), *lses.unbind())]
-    seeds = [torch.randn(B, H, S, D), torch.randn(B, H, S)]
+    douts = [torch.randn(B, H, S, D), torch.randn(B, H, S)]
 
     def run() -> Sequence[Tensor]:
         parts = [(inputs[0], inputs[2]), (inputs[1], inputs[3])]
-        return torch.autograd.grad(lockstep.merge(parts), inputs, seeds)
+        return torch.autograd.grad(lockstep.merge(parts), inputs, douts)
 
     return run
 

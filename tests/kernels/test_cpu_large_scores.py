@@ -12,7 +12,7 @@ from problems import (
     assert_all_exact,
     assert_exact,
     draw,
-    draw_seeds,
+    draw_douts,
     run,
     same_bits,
 )
@@ -77,15 +77,15 @@ def test_integers(D, Sq, dtype):
 @pytest.mark.parametrize("sigma", SIGMAS)
 def test_one_key_has_weight_one(sigma, D, dtype):
     case = scaled(draw(40, 1, D=D, dtype=dtype), sigma)
-    seeds = draw_seeds(case)[0], torch.zeros(1, 2, 40)
-    result = run(case, seeds=seeds, kernel="cpu")
+    douts = draw_douts(case)[0], torch.zeros(1, 2, 40)
+    result = run(case, douts=douts, kernel="cpu")
     assert same_bits(result.out, case.tensors["v"].expand_as(result.out) + 0.0)
     assert result.grads["q"].eq(0).all()
     assert result.grads["k"].eq(0).all()
     for i in range(40):
         row = {"q": case.tensors["q"][:, :, i : i + 1]}
-        dout = seeds[0][:, :, i : i + 1]
-        alone = run(case.replaced(**row), seeds=(dout, torch.zeros(1, 2, 1)), kernel="cpu")
+        dout = douts[0][:, :, i : i + 1]
+        alone = run(case.replaced(**row), douts=(dout, torch.zeros(1, 2, 1)), kernel="cpu")
         assert same_bits(alone.grads["v"], dout + 0.0)
 
 
@@ -175,8 +175,8 @@ def test_options_at_the_ends_of_their_range(option, Sq):
     case = case.replaced(q=torch.zeros_like(case.tensors["q"]))
     result, exact = (run(case, module) for module in (lockstep, reference))
     torch.testing.assert_close(result.out.double(), exact.out, rtol=1e-6, atol=1e-6)
-    seeds = draw_seeds(case)
-    assert not any(grad.isnan().any() for grad in run(case, seeds=seeds).grads.values())
+    douts = draw_douts(case)
+    assert not any(grad.isnan().any() for grad in run(case, douts=douts).grads.values())
     if "softcap" in option:
         assert_all_exact(draw(Sq, 300, **option))
 

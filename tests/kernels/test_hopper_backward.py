@@ -17,7 +17,7 @@ from problems import (
     Case,
     assert_allowed,
     draw,
-    draw_seeds,
+    draw_douts,
     draw_varlen,
     pose,
     run,
@@ -50,21 +50,21 @@ def _seed_on_gpu():
         yield
 
 
-def gradients(case: Case, seeds: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+def gradients(case: Case, douts: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
     """dq, dk, dv and dsinks of the Hopper kernel, out and lse taken from the oracle."""
     problem, tensors = pose(case)
     assert KERNEL.supports_backward(problem) is None
     saved = run(case, reference)
     out, statistics = saved.out.to(problem.dtype), statistics_of(problem, saved.lse)
     needs = Needs(True, True, True, False, tensors.sinks is not None)
-    found = run_backward(KERNEL, problem, BackwardTensors(*tensors, out, statistics, *seeds), needs)
+    found = run_backward(KERNEL, problem, BackwardTensors(*tensors, out, statistics, *douts), needs)
     return {f"d{name}": x for name, x in found._asdict().items() if x is not None}
 
 
 def check(case: Case) -> None:
     """The error rule for gradients."""
-    seeds = draw_seeds(case)
-    assert_allowed(case, gradients(case, seeds), seeds, "hopper")
+    douts = draw_douts(case)
+    assert_allowed(case, gradients(case, douts), douts, "hopper")
 
 
 @by_dtype
@@ -114,10 +114,10 @@ def test_sinks(D):
 @by_head_dim
 def test_rows_and_keys_that_see_nothing_get_zero(D):
     case = draw(400, 150, D=D, dtype=torch.bfloat16, causal=True)
-    found = gradients(case, draw_seeds(case))
+    found = gradients(case, draw_douts(case))
     assert not found["dq"][:, :, :250].any()
     case = draw(100, 400, D=D, dtype=torch.bfloat16, window=(20, 0))
-    found = gradients(case, draw_seeds(case))
+    found = gradients(case, draw_douts(case))
     assert not found["dk"][:, :, :280].any()
     assert not found["dv"][:, :, :280].any()
 
@@ -139,12 +139,12 @@ def test_varlen(D):
 def test_strides(D):
     """Views with rows far apart, and ones that no tensor map takes."""
     case = draw(150, 170, B=2, D=D, dtype=torch.bfloat16)
-    seeds = draw_seeds(case)
-    expected = gradients(case, seeds)
+    douts = draw_douts(case)
+    expected = gradients(case, douts)
     spread = {n: x.transpose(1, 2).contiguous().transpose(1, 2) for n, x in case.tensors.items()}
     odd = {n: torch.nn.functional.pad(x, (0, 1))[..., :-1] for n, x in case.tensors.items()}
     for views in (spread, odd):
-        found = gradients(Case(views, case.options), seeds)
+        found = gradients(Case(views, case.options), douts)
         assert all(same_bits(found[name], expected[name]) for name in expected)
 
 
@@ -154,12 +154,12 @@ def test_nothing_beyond_a_length_leaks(garbage, D):
     case = draw(100, 300, B=2, D=D, dtype=torch.bfloat16)
     lens = torch.tensor([77, 200])
     case = case.replaced(kv_lens=lens)
-    seeds = draw_seeds(case)
-    expected = gradients(case, seeds)
+    douts = draw_douts(case)
+    expected = gradients(case, douts)
     for name in ("k", "v"):
         for b, length in enumerate(lens):
             case.tensors[name][b, :, length:] = garbage
-    found = gradients(case, seeds)
+    found = gradients(case, douts)
     assert all(same_bits(found[name], expected[name]) for name in expected)
 
 
@@ -175,7 +175,7 @@ def test_garbage_stays_with_those_who_see_it(D, dtype):
     see it: whole rows of gradients, and nobody else."""
     Sq, Skv = 300, 400
     case = draw(Sq, Skv, D=D, dtype=dtype, causal=True)
-    dout, dlse = draw_seeds(case)
+    dout, dlse = draw_douts(case)
     clean = gradients(case, (dout, dlse))
 
     def dirty(name: str, head: int, row: int, value: float) -> dict[str, torch.Tensor]:
@@ -205,18 +205,18 @@ def test_garbage_stays_with_those_who_see_it(D, dtype):
 @by_head_dim
 def test_keys_that_nobody_sees_do_not_leak(D):
     case = draw(100, 400, D=D, dtype=torch.bfloat16, window=(20, 0))
-    seeds = draw_seeds(case)
-    clean = gradients(case, seeds)
+    douts = draw_douts(case)
+    clean = gradients(case, douts)
     for name in ("k", "v"):
         case.tensors[name][:, :, :280] = math.nan
-    found = gradients(case, seeds)
+    found = gradients(case, douts)
     assert all(same_bits(found[name], clean[name]) for name in clean)
 
 
 @by_head_dim
 def test_neighbours_do_not_leak(D):
     case = draw_varlen([70, 90, 80], [70, 90, 80], D=D, dtype=torch.bfloat16)
-    dout, dlse = draw_seeds(case)
+    dout, dlse = draw_douts(case)
     expected = gradients(case, (dout, dlse))
     for name in ("q", "k", "v"):
         case.tensors[name][70:160] = float("nan")
@@ -232,20 +232,20 @@ def test_neighbours_do_not_leak(D):
 def test_bits(causal, D):
     """The same call again, and a sequence alone, in another place, and packed."""
     case = draw(700, 900, B=3, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, causal=causal)
-    seeds = draw_seeds(case)
-    together = gradients(case, seeds)
+    douts = draw_douts(case)
+    together = gradients(case, douts)
     for _ in range(5):
-        again = gradients(case, seeds)
+        again = gradients(case, douts)
         assert all(same_bits(again[name], together[name]) for name in together)
     rotated = Case({n: x.roll(1, 0) for n, x in case.tensors.items()}, case.options)
-    elsewhere = gradients(rotated, tuple(x.roll(1, 0) for x in seeds))
+    elsewhere = gradients(rotated, tuple(x.roll(1, 0) for x in douts))
     alone = Case({n: x[1:2] for n, x in case.tensors.items()}, case.options)
-    single = gradients(alone, tuple(x[1:2] for x in seeds))
+    single = gradients(alone, tuple(x[1:2] for x in douts))
     q, k, v = (case.tensors[n].transpose(1, 2).flatten(0, 1) for n in "qkv")
     cu = {f"cu_seqlens_{n}": torch.arange(4) * s for n, s in (("q", 700), ("k", 900))}
     packed = gradients(
         Case({"q": q, "k": k, "v": v, **cu}, case.options),
-        tuple(x.transpose(1, 2).flatten(0, 1) for x in seeds),
+        tuple(x.transpose(1, 2).flatten(0, 1) for x in douts),
     )
     for name in together:
         assert same_bits(elsewhere[name].roll(-1, 0), together[name])
@@ -262,11 +262,11 @@ def test_how_many_programs_share_the_tickets_changes_no_bit(options, D, monkeypa
     """Also where some loops are over at once, as for keys beyond a length."""
     case = draw(300, 700, B=2, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, **options)
     case = case.replaced(kv_lens=torch.tensor([130, 640]))
-    seeds = draw_seeds(case)
-    expected = gradients(case, seeds)
+    douts = draw_douts(case)
+    expected = gradients(case, douts)
     for programs in (1, 2, 3, 7):
         monkeypatch.setattr(narrow, "processors", lambda _, n=programs: n)
-        found = gradients(case, seeds)
+        found = gradients(case, douts)
         assert all(same_bits(found[name], expected[name]) for name in expected)
 
 
@@ -276,7 +276,7 @@ def test_how_many_programs_share_the_tickets_changes_no_bit(options, D, monkeypa
 def test_bits_with_garbage(name, value, D):
     """Who sees it, and what comes of it, is not left to chance."""
     case = draw(300, 300, Hq=8, Hkv=8, D=D, dtype=torch.bfloat16, causal=True)
-    dout, dlse = draw_seeds(case)
+    dout, dlse = draw_douts(case)
     {**case.tensors, "dout": dout}[name][0, :, 5:300:64, 3] = value
     expected = gradients(case, (dout, dlse))
     for _ in range(8):
@@ -304,7 +304,7 @@ def test_random_shapes_do_not_hang(mask, D):
             causal=mask == "causal",
             window=windows.get(mask),
         )
-        found = gradients(case, draw_seeds(case))
+        found = gradients(case, draw_douts(case))
         assert all(bool(x.isfinite().all()) for x in found.values())
 
 

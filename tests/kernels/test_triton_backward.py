@@ -18,7 +18,7 @@ from problems import (
     assert_allowed,
     assert_exact,
     draw,
-    draw_seeds,
+    draw_douts,
     draw_varlen,
     pose,
     run,
@@ -46,7 +46,7 @@ on_gpu = [
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
-def gradients(case: Case, seeds) -> dict[str, torch.Tensor]:
+def gradients(case: Case, douts) -> dict[str, torch.Tensor]:
     """Of everything that has one, from the oracle's out and lse: no forward kernel is involved."""
     problem, tensors = pose(case)
     exact = run(case, reference)
@@ -55,8 +55,8 @@ def gradients(case: Case, seeds) -> dict[str, torch.Tensor]:
         *tensors,
         exact.out.to(problem.dtype).contiguous(),
         statistics_of(problem, exact.lse),
-        seeds[0].to(problem.dtype),
-        seeds[1].to(problem.lse_dtype),
+        douts[0].to(problem.dtype),
+        douts[1].to(problem.lse_dtype),
     )
     grads = triton_backward.prepare_backward(problem, saved, needs)(saved, saved.addresses())
     return {name: grad for name, grad in grads._asdict().items() if grad is not None}
@@ -64,9 +64,9 @@ def gradients(case: Case, seeds) -> dict[str, torch.Tensor]:
 
 def check(case: Case) -> None:
     """The error rule for gradients."""
-    seeds = draw_seeds(case)
-    found = {f"d{name}": grad for name, grad in gradients(case, seeds).items()}
-    assert_allowed(case, found, seeds, "triton")
+    douts = draw_douts(case)
+    found = {f"d{name}": grad for name, grad in gradients(case, douts).items()}
+    assert_allowed(case, found, douts, "triton")
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ def test_an_access_beyond_a_tensor_is_seen(monkeypatch):
     short = torch.empty(1, 2, 39, 16, dtype=F16)
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *_, **__: short)
     with pytest.raises(Exception, match=OutOfBounds.__name__):
-        gradients(case, draw_seeds(case))
+        gradients(case, draw_douts(case))
 
 
 @compiled
@@ -157,8 +157,8 @@ def test_bias_broadcasts(shape):
 def test_strides_of_a_bias_change_no_bit(name):
     bias = strided_biases(2, 2, 20, 40)[name]
     case = draw(20, 40, B=2, D=16, dtype=F32, bias=bias)
-    seeds = draw_seeds(case)
-    got, expected = gradients(case, seeds), gradients(case.replaced(bias=bias.contiguous()), seeds)
+    douts = draw_douts(case)
+    got, expected = gradients(case, douts), gradients(case.replaced(bias=bias.contiguous()), douts)
     for what in expected:
         assert same_bits(got[what], expected[what]), what
 
@@ -196,14 +196,14 @@ def test_strided_inputs():
 @pytest.mark.parametrize(("B", "Sq", "Skv"), [(0, 3, 3), (2, 0, 3), (2, 3, 0)])
 def test_nothing_to_attend(B, Sq, Skv):
     case = draw(Sq, Skv, B=B, D=16, sinks=torch.zeros(2))
-    seeds = draw_seeds(case)
-    for name, grad in gradients(case, seeds).items():
+    douts = draw_douts(case)
+    for name, grad in gradients(case, douts).items():
         assert grad.shape == case.tensors[name].shape
         if name != "sinks":
             assert grad.eq(0).all()
         elif Skv == 0:
             # Lse is the sink itself.
-            torch.testing.assert_close(grad, seeds[1].sum((0, 2)))
+            torch.testing.assert_close(grad, douts[1].sum((0, 2)))
 
 
 @interpreted
@@ -211,8 +211,8 @@ def test_gradients_of_a_sequence_do_not_know_what_is_around_it():
     """Alone, between others, and with NaN behind its keys: the same tiles in the same order."""
     alone = draw(70, 90, Hq=4, D=16, dtype=F16, causal=True)
     others = draw(70, 90, B=2, Hq=4, D=16, dtype=F16)
-    seeds, other_seeds = draw_seeds(alone), draw_seeds(others)
-    expected = gradients(alone, seeds)
+    douts, other_seeds = draw_douts(alone), draw_douts(others)
+    expected = gradients(alone, douts)
 
     def between(x, y, value=0.0, pad=0):
         x, y = (torch.nn.functional.pad(t, (0, 0, 0, pad), value=value) for t in (x, y))
@@ -222,8 +222,8 @@ def test_gradients_of_a_sequence_do_not_know_what_is_around_it():
     batch = {n: between(alone.tensors[n], others.tensors[n]) for n in names}
     batch |= {n: between(alone.tensors[n], others.tensors[n], math.nan, 50) for n in ("k", "v")}
     crowd = alone.replaced(**batch, kv_lens=torch.tensor([31, 90, 70]))
-    douts = between(seeds[0], other_seeds[0])
-    dlses = torch.cat([other_seeds[1][:1], seeds[1], other_seeds[1][1:]])
+    douts = between(douts[0], other_seeds[0])
+    dlses = torch.cat([other_seeds[1][:1], douts[1], other_seeds[1][1:]])
     found = gradients(crowd, (douts, dlses))
     for name in names:
         own = found[name][1:2, :, : expected[name].shape[2]]
@@ -236,8 +236,8 @@ def test_gradients_of_a_sequence_do_not_know_what_is_around_it():
 def test_gradients_of_packed_sequences_are_those_of_dense_ones():
     lens = [5, 70, 33], [40, 70, 50]
     case = draw_varlen(*lens, Hq=2, Hkv=1, D=16, dtype=F16, causal=True)
-    seeds = draw_seeds(case)
-    packed = gradients(case, seeds)
+    douts = draw_douts(case)
+    packed = gradients(case, douts)
     starts = case.tensors["cu_seqlens_q"].tolist(), case.tensors["cu_seqlens_k"].tolist()
     for b in range(3):
         q_tokens, k_tokens = (slice(start[b], start[b + 1]) for start in starts)
@@ -247,7 +247,7 @@ def test_gradients_of_packed_sequences_are_those_of_dense_ones():
             return x[tokens].transpose(0, 1)[None].contiguous()
 
         tensors = {n: dense(case.tensors[n], tokens) for n, tokens in own.items()}
-        alone = gradients(Case(tensors, case.options), tuple(dense(s, q_tokens) for s in seeds))
+        alone = gradients(Case(tensors, case.options), tuple(dense(s, q_tokens) for s in douts))
         for name, tokens in own.items():
             assert torch.equal(alone[name], dense(packed[name], tokens)), name
 
@@ -256,12 +256,12 @@ def check_garbage(device: str) -> None:
     """A query that is NaN and a dO that is infinite reach the keys their rows see, and no other."""
     case = draw(70, 100, D=16, dtype=BF16, causal=True)
     case = Case({name: x.to(device) for name, x in case.tensors.items()}, case.options)
-    seeds = tuple(x.to(device) for x in draw_seeds(case))
-    clean = gradients(case, seeds)
-    q, dout = case.tensors["q"].clone(), seeds[0].clone()
+    douts = tuple(x.to(device) for x in draw_douts(case))
+    clean = gradients(case, douts)
+    q, dout = case.tensors["q"].clone(), douts[0].clone()
     q[0, 0, 40, 3] = math.nan
     dout[0, 1, 50, 7] = math.inf
-    dirty = gradients(case.replaced(q=q), (dout, seeds[1]))
+    dirty = gradients(case.replaced(q=q), (dout, douts[1]))
     for head, row in ((0, 40), (1, 50)):
         seen = row + 30 + 1
         for name in ("k", "v"):

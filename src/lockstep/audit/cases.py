@@ -12,8 +12,8 @@ import lockstep
 from lockstep.error_rule import DIFFERENTIABLE
 from lockstep.problem import AttentionProblem, Layout, Tensors, describe, make_options, pad_bias
 
-Seeds = tuple[Tensor, Tensor]
-"""Gradients of out and lse, that come into the backward."""
+Douts = tuple[Tensor, Tensor]
+"""dout and dlse: the gradients of out and lse that a backward starts from."""
 
 # The call of each layout and the tensors it takes by position.
 CALLS: dict[Layout, tuple[str, tuple[str, ...]]] = {
@@ -73,15 +73,15 @@ class Result:
         return {"out": self.out, "lse": self.lse} | {f"d{n}": g for n, g in self.grads.items()}
 
 
-def run(case: Case, module: Any = lockstep, seeds: Seeds | None = None, **more: Any) -> Result:
-    """One call; with `seeds` also the gradients of all that has one."""
-    if seeds is None:
+def run(case: Case, module: Any = lockstep, douts: Douts | None = None, **more: Any) -> Result:
+    """One call; with `douts` also the gradients of all that has one."""
+    if douts is None:
         with torch.no_grad():
             return Result(*case.call(module, **more))
     leaves = {
         n: t.detach().requires_grad_() for n, t in case.tensors.items() if n in DIFFERENTIABLE
     }
     out, lse = case.replaced(**leaves).call(module, **more)
-    seeds = seeds[0].to(out.dtype), seeds[1].to(lse.dtype)
-    grads = torch.autograd.grad((out, lse), list(leaves.values()), seeds, materialize_grads=True)
+    douts = douts[0].to(out.dtype), douts[1].to(lse.dtype)
+    grads = torch.autograd.grad((out, lse), list(leaves.values()), douts, materialize_grads=True)
     return Result(out.detach(), lse.detach(), dict(zip(leaves, grads, strict=True)))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.cases import Case, Seeds
+from lockstep.audit.cases import Case, Douts
 from lockstep.audit.values import BIASES, DTYPES, NORMAL, VALUES, Values, source
 from lockstep.problem import Layout, Tensors
 
@@ -59,20 +59,20 @@ class Recipe:
     kinds: tuple[str, ...]
     memory: bool = False  # so long that a matrix of scores would show
 
-    def build(self) -> tuple[Case, Seeds | None]:
+    def build(self) -> tuple[Case, Douts | None]:
         """The call, and gradients that come into its backward where there are some."""
         made: dict[str, Any] = {}
         exec("\n".join(("import math, torch", *self.lines)), made)
         tensors = {name: made[name] for name in Tensors._fields if name in made}
-        seeds = (made["dout"], made["dlse"]) if "dout" in made else None
-        return Case(tensors, dict(self.options)), seeds
+        douts = (made["dout"], made["dlse"]) if "dout" in made else None
+        return Case(tensors, dict(self.options)), douts
 
     def snippet(self, check: str, kernel: str) -> str:
         """A program that makes the same tensors and runs one check on them."""
         names = [line.split(" = ")[0] for line in self.lines]
         tensors = [name for name in Tensors._fields if name in names]
         given = ", ".join(f'"{name}": {name}' for name in tensors)
-        seeds = "(dout, dlse)" if "dout" in names else "None"
+        douts = "(dout, dlse)" if "dout" in names else "None"
         return "\n".join(
             (
                 "import math, torch",
@@ -80,7 +80,7 @@ class Recipe:
                 f"from lockstep.audit.exact_checks import {check}",
                 *self.lines,
                 f"case = Case({{{given}}}, {self.options!r})",
-                f'print({check}(case, {seeds}, "{kernel}"))',
+                f'print({check}(case, {douts}, "{kernel}"))',
             )
         )
 
@@ -160,7 +160,7 @@ class Drawing:
         storage = self.stored(_BIAS_STORAGES, whole=whole)
         self.kinds += [f"bias: {name}", f"bias storage: {storage}"]
 
-    def seeds(self, out_shape: tuple[int, ...]) -> None:
+    def douts(self, out_shape: tuple[int, ...]) -> None:
         if self.rng.random() < 0.25:
             return
         alike = self.values.alike or self.options.get("scale") == 0.0
@@ -214,7 +214,7 @@ def _dense(d: Drawing) -> None:
     if d.rng.random() < 0.3:
         d.integers("kv_lens", f"torch.tensor({[d.rng.randint(0, Skv) for _ in range(B)]})")
         d.kinds.append("option: kv_lens")
-    d.seeds((B, d.Hq, Sq, d.Dv))
+    d.douts((B, d.Hq, Sq, d.Dv))
 
 
 def _varlen(d: Drawing) -> None:
@@ -233,7 +233,7 @@ def _varlen(d: Drawing) -> None:
         offsets = [sum(side[:i]) for i in range(len(side) + 1)]
         d.integers(name, f"torch.tensor({offsets})")
     d.common_options()
-    d.seeds((Tq, d.Hq, d.Dv))
+    d.douts((Tq, d.Hq, d.Dv))
 
 
 def _paged(d: Drawing) -> None:

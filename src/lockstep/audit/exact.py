@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep import dispatch
 from lockstep.audit import exact_checks
-from lockstep.audit.cases import Case, Seeds
+from lockstep.audit.cases import Case, Douts
 from lockstep.audit.drawing import Recipe, draw
 from lockstep.kernels.kernel import Kernel
 
@@ -97,9 +97,9 @@ def audit(
 
 def _examine(made: Recipe, kernels: tuple[Kernel, ...], summary: Summary) -> None:
     summary.kinds.update(made.kinds)
-    case, seeds = made.build()
+    case, douts = made.build()
     for kernel in kernels:
-        wanted = _within(kernel, case, seeds)
+        wanted = _within(kernel, case, douts)
         if wanted is None:
             continue
         for check in exact_checks.checks(kernel, long=made.memory):
@@ -121,11 +121,11 @@ def _examine(made: Recipe, kernels: tuple[Kernel, ...], summary: Summary) -> Non
             return
 
 
-def _within(kernel: Kernel, case: Case, seeds: Seeds | None) -> tuple[Seeds | None] | None:
-    """The part of a problem that the kernel takes: (seeds,) with gradients, (None,) for the forward
+def _within(kernel: Kernel, case: Case, douts: Douts | None) -> tuple[Douts | None] | None:
+    """The part of a problem that the kernel takes: (douts,) with gradients, (None,) for the forward
     alone, None for neither."""
     problem, _ = case.pose()
-    for candidate in (seeds, None):
+    for candidate in (douts, None):
         try:
             dispatch.select(problem, kernel.name, backward=candidate is not None)
         except NotImplementedError:

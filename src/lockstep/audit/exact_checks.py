@@ -19,7 +19,7 @@ from lockstep import reference
 from lockstep.audit import sequences
 from lockstep.audit.bad_metadata import corruptions
 from lockstep.audit.bits import first_difference
-from lockstep.audit.cases import Case, Seeds, run
+from lockstep.audit.cases import Case, Douts, run
 from lockstep.audit.peak import peak
 from lockstep.error_rule import error, expect
 from lockstep.kernels.kernel import Kernel
@@ -31,15 +31,15 @@ class Broken(Exception):
     """A promise that a kernel does not keep on one problem."""
 
 
-def exact(case: Case, seeds: Seeds | None, kernel: str) -> Shares:
+def exact(case: Case, douts: Douts | None, kernel: str) -> Shares:
     """The error rule for every result, written into memory full of NaN; inputs stay as they are."""
     before = {name: x.clone() for name, x in case.tensors.items()}
     with poisoned():
-        found = run(case, seeds=seeds, kernel=kernel).items()
+        found = run(case, douts=douts, kernel=kernel).items()
     _same(before, case.tensors, "the call wrote to its inputs")
     problem, tensors = case.pose()
     shares = {}
-    for name, expected in expect(problem, tensors, *(seeds or ())).items():
+    for name, expected in expect(problem, tensors, *(douts or ())).items():
         # A bias of fewer dims has leading ones in a problem.
         result = found[name].reshape(expected.exact.shape)
         shares[name] = expected.share(result)
@@ -52,41 +52,41 @@ def exact(case: Case, seeds: Seeds | None, kernel: str) -> Shares:
     return shares
 
 
-def leaks(case: Case, seeds: Seeds | None, kernel: str) -> Shares:
+def leaks(case: Case, douts: Douts | None, kernel: str) -> Shares:
     """NaN and infinities where no row reads, and in all other sequences, change no bit."""
-    clean = run(case, seeds=seeds, kernel=kernel)
+    clean = run(case, douts=douts, kernel=kernel)
     spoiled = sequences.with_garbage(case)
     if spoiled is not None:
-        got = run(spoiled, seeds=seeds, kernel=kernel)
+        got = run(spoiled, douts=douts, kernel=kernel)
         _same(clean.items(), got.items(), "garbage that no row sees changes a result")
     for b in range(min(sequences.count(case), 2)):
         spoiled = _spoil_others(case, b)
-        got = run(spoiled, seeds=seeds, kernel=kernel)
+        got = run(spoiled, douts=douts, kernel=kernel)
         what = f"NaN in every other sequence changes sequence {b}"
         _same(sequences.share(case, clean, b), sequences.share(case, got, b), what)
     return {}
 
 
-def repeats(case: Case, seeds: Seeds | None, kernel: str) -> Shares:
+def repeats(case: Case, douts: Douts | None, kernel: str) -> Shares:
     """The same call again gives the same bits."""
-    first = run(case, seeds=seeds, kernel=kernel).items()
-    _same(first, run(case, seeds=seeds, kernel=kernel).items(), "a second call differs")
+    first = run(case, douts=douts, kernel=kernel).items()
+    _same(first, run(case, douts=douts, kernel=kernel).items(), "a second call differs")
     return {}
 
 
-def neighbours(case: Case, seeds: Seeds | None, kernel: str) -> Shares:
+def neighbours(case: Case, douts: Douts | None, kernel: str) -> Shares:
     """A sequence has the same bits alone and among the others."""
-    together = run(case, seeds=seeds, kernel=kernel)
+    together = run(case, douts=douts, kernel=kernel)
     for b in range(min(sequences.count(case), 2)):
-        own, own_seeds = sequences.alone(case, seeds, b)
+        own, own_douts = sequences.alone(case, douts, b)
         if not (own.tensors["q"].numel() and own.tensors["k"].numel()):
             continue
-        result = sequences.share(own, run(own, seeds=own_seeds, kernel=kernel), 0)
+        result = sequences.share(own, run(own, douts=own_douts, kernel=kernel), 0)
         _same(result, sequences.share(case, together, b), f"sequence {b} differs when alone")
     return {}
 
 
-def propagation(case: Case, seeds: Seeds | None, kernel: str) -> Shares:
+def propagation(case: Case, douts: Douts | None, kernel: str) -> Shares:
     """NaN in a key, NaN or infinity in a value reach the rows that see it, and no other row."""
     clean = run(case, kernel=kernel).items()
     for name, value in (("k", math.nan), ("v", math.nan), ("v", math.inf)):
@@ -100,7 +100,7 @@ def propagation(case: Case, seeds: Seeds | None, kernel: str) -> Shares:
     return {}
 
 
-def metadata(case: Case, seeds: Seeds | None, kernel: str) -> Shares:
+def metadata(case: Case, douts: Douts | None, kernel: str) -> Shares:
     """A length, offset or page out of range: an error that names it, or, on a device that checks in
     the kernel, NaN for that sequence and the same bits for the others."""
     for name, bad, where in corruptions(case):
@@ -119,10 +119,10 @@ def metadata(case: Case, seeds: Seeds | None, kernel: str) -> Shares:
     return {}
 
 
-def memory(case: Case, seeds: Seeds | None, kernel: str) -> Shares:
+def memory(case: Case, douts: Douts | None, kernel: str) -> Shares:
     """Forward and backward take memory for their results and little more, no matrix of scores."""
-    run(case, seeds=seeds, kernel=kernel)
-    found = peak(lambda: run(case, seeds=seeds, kernel=kernel), case.tensors["q"].device)
+    run(case, douts=douts, kernel=kernel)
+    found = peak(lambda: run(case, douts=douts, kernel=kernel), case.tensors["q"].device)
     tensors = sum(x.numel() * 4 for x in case.tensors.values())
     allowed = 64 * 2**20 + 20 * tensors
     if found > allowed:

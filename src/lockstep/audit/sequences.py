@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep import reference
-from lockstep.audit.cases import Case, Result, Seeds
+from lockstep.audit.cases import Case, Douts, Result
 
 # Arguments and results whose first dim is the batch, by layout.
 _BATCHED = {
@@ -32,7 +32,7 @@ def tokens(case: Case, b: int) -> tuple[slice, slice]:
     return slice(q[b], q[b + 1]), slice(k[b], k[b + 1])
 
 
-def alone(case: Case, seeds: Seeds | None, b: int) -> tuple[Case, Seeds | None]:
+def alone(case: Case, douts: Douts | None, b: int) -> tuple[Case, Douts | None]:
     """A call with sequence b and no other."""
     part = slice(b, b + 1)
     if case.layout == "varlen":
@@ -49,7 +49,7 @@ def alone(case: Case, seeds: Seeds | None, b: int) -> tuple[Case, Seeds | None]:
         bias = case.tensors.get("bias")
         if bias is not None and bias.dim() == 4 and bias.shape[0] > 1:
             changes["bias"] = bias[part]
-    own = None if seeds is None else (seeds[0][part], seeds[1][part])
+    own = None if douts is None else (douts[0][part], douts[1][part])
     return case.replaced(**changes), own
 
 
