@@ -25,6 +25,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
 from lockstep.kernels.hopper.forward.failed_tiles import await_stores
 from lockstep.kernels.hopper.forward.pingpong import await_turn, pass_turn
 from lockstep.kernels.hopper.forward.program import Rows, normalize
+from lockstep.kernels.hopper.forward.rounding import add_residue, sums_before
 from lockstep.kernels.hopper.forward.schedule import BAD
 from lockstep.kernels.hopper.forward.second_pass import consume_second_pass
 from lockstep.kernels.hopper.forward.softmax import (
@@ -36,7 +37,6 @@ from lockstep.kernels.hopper.forward.softmax import (
     raise_maximum,
     scale_rows,
     thread_sums,
-    thread_tops,
 )
 
 
@@ -74,13 +74,13 @@ def issue_product(c: gl.constexpr, program, p, acc, i):
 
 @gluon.jit
 def first_block_weights(program, rows, s, block):
-    """Weights [ROWS, BLOCK_KV] of the first block that rows see, their m, l and tops."""
+    """Weights [ROWS, BLOCK_KV] of the first block that rows see, their m and l."""
     scale = program.score_scale()
     s = program.see(rows, s, block)
     m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
     m, _alpha = raise_maximum(s, m, scale, True)
     weights = exp2_weights(s, m, scale)
-    return weights, m, thread_sums(weights), thread_tops(weights)
+    return weights, m, thread_sums(weights)
 
 
 @gluon.jit
@@ -95,10 +95,13 @@ def await_product(program, acc, weights, next_block, expected):
 
 
 @gluon.jit
-def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, tops):
+def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, residue):
     """Scores and weights of `block`, and the product of the block before, whose weights are `p`.
 
     The block of K is there already; the one after it is, too, on return."""
+    # The conversion hides how long a vote takes. Behind it, ptxas may put off the exponentials of
+    # wider heads until after the product.
+    VOTES_LATE: gl.constexpr = program.v.tiles_smem.shape[5] <= 64
     scale = program.score_scale()
     s = issue_scores(c, program, q, seen + 1)
     acc = issue_product(c, program, p, acc, seen)
@@ -106,14 +109,17 @@ def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, tops):
     program.k.release(seen + 1)
     s = program.see(rows, s, block)
     if program.build.FIXED_MAX:
+        before = l
         # Up to inner_begin, rows may yet see their first key.
         if program.schedule.HAS_LEFT and block <= rows.inner_begin:
+            before = sums_before(l, m)
             m, alpha = raise_maximum(s, m, scale, m == -float("inf"))
             l = scale_rows(l, alpha)
             acc = warpgroup_mma_init(scale_rows(warpgroup_mma_wait(0, deps=(acc,)), alpha))
         weights = exp2_weights(s, m, scale)
-        l += thread_sums(weights)
-        tops = gl.maximum(tops, thread_tops(weights))
+        part = thread_sums(weights)
+        if not VOTES_LATE:
+            residue = add_residue(residue, weights, part, before)
         acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
     else:
         m, alpha = raise_maximum(s, m, scale, True)
@@ -122,13 +128,17 @@ def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, tops):
         acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
         acc = scale_rows(acc, alpha)
     program.v.release(seen)
-    return gl.convert_layout(weights.to(p.dtype), p.type.layout), acc, m, l, tops
+    p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
+    if program.build.FIXED_MAX:
+        if VOTES_LATE:
+            residue = add_residue(residue, weights, part, before)
+        l += part
+    return p, acc, m, l, residue
 
 
 @gluon.jit
 def start(c: gl.constexpr, program, rows, q_ring, tiles, seen):
-    """The first block of a tile by itself: p, m, l, tops. The block of K after it is there on
-    return."""
+    """The first block of a tile by itself: p, m, l. The block of K after it is there on return."""
     DV: gl.constexpr = program.v.tiles_smem.shape[5]
     q_ring.wait(tiles)
     q = q_ring.tile(tiles)
@@ -138,22 +148,22 @@ def start(c: gl.constexpr, program, rows, q_ring, tiles, seen):
         pass_turn((c + 1) % program.build.CONSUMERS, seen)
     s = warpgroup_mma_wait(0, deps=(s,))
     program.k.release(seen)
-    weights, m, l, tops = first_block_weights(program, rows, s, rows.begin)
+    weights, m, l = first_block_weights(program, rows, s, rows.begin)
     program.k.wait(seen + 1, pred=rows.begin + 1 < rows.end)
-    return gl.convert_layout(weights.to(q.dtype), left_operand(DV)), m, l, tops
+    return gl.convert_layout(weights.to(q.dtype), left_operand(DV)), m, l
 
 
 @gluon.jit
 def turn_over(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, acc):
     """The product of the last block of a tile, and the first block, `seen`, of the next one, whose
-    `rows` these are: acc, then p, m, l and tops of the next."""
+    `rows` these are: acc, then p, m and l of the next."""
     q_ring.wait(tiles)
     program.k.wait(seen)
     s = issue_scores(c, program, q_ring.tile(tiles), seen)
     acc = issue_product(c, program, p, acc, last)
     s = warpgroup_mma_wait(1, deps=(s,))
     program.k.release(seen)
-    weights, m, l, tops = first_block_weights(program, rows, s, rows.begin)
+    weights, m, l = first_block_weights(program, rows, s, rows.begin)
     # Else ptxas may put off these sums, and with them the exponentials, until after the product.
     l = compute_here(l)
     # The block of K after that may have to wait for the slot of V that is still in use here, where
@@ -163,7 +173,7 @@ def turn_over(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, acc)
     acc, weights = await_product(program, acc, weights, seen + 1, has_more & fits)
     program.v.release(last)
     program.k.wait(seen + 1, pred=has_more)
-    return acc, gl.convert_layout(weights.to(p.dtype), p.type.layout), m, l, tops
+    return acc, gl.convert_layout(weights.to(p.dtype), p.type.layout), m, l
 
 
 @gluon.jit
@@ -187,12 +197,12 @@ def store_columns(program, tile, first_row, column: gl.constexpr, out, o_smem, o
 
 
 @gluon.jit
-def finish(c: gl.constexpr, program, results, tile, rows, acc, m, l, tops, o_smem, o_desc):
+def finish(c: gl.constexpr, program, results, tile, rows, acc, m, l, residue, o_smem, o_desc):
     """Write the results of a tile; 1 for rows [ROWS] that are to be computed again, else 0."""
     OUT_COLUMNS: gl.constexpr = o_desc.block_shape[4]
     row_layout: gl.constexpr = m.type.layout
     is_large = (gl.abs(m) * program.score_scale() >= LARGE_MAX) & (m > -float("inf"))
-    out, lse, m, l = normalize(program, results, tile, rows, acc, m, l, tops, None, o_desc.dtype)
+    out, lse, m, l = normalize(program, results, tile, rows, acc, m, l, residue, None, o_desc.dtype)
     first_row = tile.q_idx + c * ROWS
     q_idx = first_row + gl.arange(0, ROWS, row_layout)
     exists = q_idx < tile.len_q
@@ -236,12 +246,15 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc):
         for _ in range(rows.tile_begin, rows.begin):
             skip(c, program, seen)
             seen += 1
-        p, m, l, tops = start(c, program, rows, q_ring, tiles, seen)
+        p, m, l = start(c, program, rows, q_ring, tiles, seen)
         while tile.exists:
             acc = zeros(DV)
+            residue = gl.zeros_like(l)
             q = q_ring.tile(tiles)
             for block in range(rows.begin + 1, rows.end):
-                p, acc, m, l, tops = step(c, program, rows, block, seen, q, p, acc, m, l, tops)
+                p, acc, m, l, residue = step(
+                    c, program, rows, block, seen, q, p, acc, m, l, residue
+                )
                 seen += 1
             last = seen
             seen += 1
@@ -254,27 +267,25 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc):
             q_ring.release(tiles)
             next_m = m
             next_l = l
-            next_tops = tops
             if next_tile.exists:
                 for _ in range(next_rows.tile_begin, next_rows.begin):
                     skip(c, program, seen)
                     seen += 1
             if FLOWS and next_tile.exists:
-                acc, p, next_m, next_l, next_tops = turn_over(
+                acc, p, next_m, next_l = turn_over(
                     c, program, next_rows, q_ring, tiles + 1, last, seen, p, acc
                 )
             else:
                 acc = end(program, last, p, acc)
-            again = finish(c, program, results, tile, rows, acc, m, l, tops, o_smem, o_desc)
+            again = finish(c, program, results, tile, rows, acc, m, l, residue, o_smem, o_desc)
             wrong |= again << (tiles % 32)
             if not FLOWS and next_tile.exists:
-                p, next_m, next_l, next_tops = start(c, program, next_rows, q_ring, tiles + 1, seen)
+                p, next_m, next_l = start(c, program, next_rows, q_ring, tiles + 1, seen)
             tiles += 1
             tile = next_tile
             rows = next_rows
             m = next_m
             l = next_l
-            tops = next_tops
     tma_store_wait(0)
     if program.build.SECOND_PASS:
         # What the copy engine still writes must not overtake the rows of the second pass.

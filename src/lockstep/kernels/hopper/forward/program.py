@@ -11,7 +11,6 @@ from lockstep.kernels.hopper.forward.schedule import BAD, Schedule
 from lockstep.kernels.hopper.forward.softmax import (
     hide,
     max_rounding_error,
-    round_tops,
     scale_rows,
 )
 from lockstep.kernels.hopper.forward.tile_queue import TileQueue
@@ -183,27 +182,28 @@ class Results:
 
 
 @gluon.jit
-def normalize(program, results, tile, rows, acc, m, l, tops, is_exact, dtype: gl.constexpr):
+def normalize(program, results, tile, rows, acc, m, l, residue, is_exact, dtype: gl.constexpr):
     """out [ROWS, DV] fp32; lse, m and l [ROWS], relative to which weights are exp2((s - m)·scale).
 
-    acc is divided by the sum with the largest weights as it was multiplied by them, rounded to
-    `dtype`: `round_tops`. `is_exact` names the rows that went through `exp2_weights_exact`, and so
+    acc is divided by the sum with the largest weights as acc was multiplied by them, rounded to
+    `dtype`: `rounding.py`. `is_exact` names the rows that went through `exp2_weights_exact`, and so
     with a running maximum, whose weight is 1."""
     scale = program.score_scale()
-    # From here on, sums are relative to m·scale as it is.
-    factor = gl.exp2(-max_rounding_error(m, scale))
+    error = max_rounding_error(m, scale)
     if is_exact is not None:
-        factor = gl.where(is_exact, 1.0, factor)
+        error = gl.where(is_exact, 0.0, error)
+    # From here on, sums are relative to m·scale as it is.
+    factor = gl.exp2(-error)
+    r = l
     if program.build.FIXED_MAX:
-        r = gl.convert_layout(gl.sum(round_tops(l, tops), 1), m.type.layout)
-        l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
-        if is_exact is not None:
-            r = gl.where(is_exact, l, r)
-    else:
-        l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
-        # The weight of a running maximum is known: it is what rounding m·scale makes of 1.
-        top = 1.0 / factor
-        r = gl.where(l == 0.0, l, l + (top.to(dtype).to(gl.float32) - top))
+        r = l + residue
+    r = gl.convert_layout(gl.sum(r, 1), m.type.layout)
+    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+    if is_exact is not None:
+        r = gl.where(is_exact, l, r)
+    # The weight of the maximum is known: it is what rounding m·scale makes of 1.
+    top = gl.exp2(error)
+    r = gl.where(l == 0.0, l, r + (top.to(dtype).to(gl.float32) - top))
     if program.build.HAS_SINKS:
         l = l * factor
         r = r * factor

@@ -26,6 +26,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     warpgroup_mma_wait,
 )
 from lockstep.kernels.hopper.forward.program import Rows, normalize
+from lockstep.kernels.hopper.forward.rounding import add_residue, sums_before
 from lockstep.kernels.hopper.forward.softmax import (
     add_sums,
     exp2_weights,
@@ -33,7 +34,6 @@ from lockstep.kernels.hopper.forward.softmax import (
     raise_maximum,
     scale_rows,
     thread_sums,
-    thread_tops,
 )
 
 # What stands for a value that is not finite while it is counted. A block has up to 128 keys, so
@@ -76,7 +76,7 @@ def clean_product(p, seen, v_tile, acc):
 
 @gluon.jit
 def attend_second_pass(program, rows, q, runs, is_exact, seen):
-    """Rows against their keys and a slice of the values: acc [ROWS, ·], m [ROWS], l and tops
+    """Rows against their keys and a slice of the values: acc [ROWS, ·], m [ROWS], l and residue
     [ROWS, 4], and how many blocks were seen so far."""
     CONSUMERS: gl.constexpr = program.build.CONSUMERS
     BLOCK_KV: gl.constexpr = program.schedule.BLOCK_KV
@@ -87,7 +87,7 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
     zero = zeros(BLOCK_KV)
     m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
     l = thread_sums(zero)
-    tops = thread_tops(zero)
+    residue = thread_sums(zero)
     acc = zeros(WIDTH)
     for block in range(rows.begin, rows.end):
         program.k.wait(seen)
@@ -96,12 +96,14 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
         s = warpgroup_mma_wait(0, deps=(s,))
         program.k.release(seen, CONSUMERS)
         s = program.see(rows, s, block)
+        before = sums_before(l, m)
         rises = runs | ((m == -float("inf")) & (block <= rows.inner_begin))
         m, alpha = raise_maximum(s, m, scale, rises)
         exact = gl.expand_dims(is_exact, 1)
         weights = gl.where(exact, exp2_weights_exact(s, m, scale), exp2_weights(s, m, scale))
+        if program.build.FIXED_MAX:
+            residue = add_residue(residue, weights, thread_sums(weights), before)
         l = add_sums(l, alpha, weights)
-        tops = gl.maximum(tops, thread_tops(weights))
         acc = scale_rows(acc, alpha)
         p = gl.convert_layout(weights.to(q.dtype), p_layout)
         program.v.wait(seen)
@@ -114,7 +116,7 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
             acc = product(p, v_tile, acc)
         program.v.release(seen, CONSUMERS)
         seen += 1
-    return acc, m, l, tops, seen
+    return acc, m, l, residue, seen
 
 
 @gluon.jit
@@ -153,9 +155,11 @@ def consume_second_pass(program, results, q_ring, seen, tiles):
             q_ring.wait(sent_q)
             q = q_ring.tile(sent_q)
             for first_column in range(0, program.v.tiles_smem.shape[5], SLICE):
-                acc, m, l, tops, seen = attend_second_pass(program, rows, q, runs, is_exact, seen)
+                acc, m, l, residue, seen = attend_second_pass(
+                    program, rows, q, runs, is_exact, seen
+                )
                 out, lse, m, l = normalize(
-                    program, results, tile, rows, acc, m, l, tops, is_exact, q.dtype
+                    program, results, tile, rows, acc, m, l, residue, is_exact, q.dtype
                 )
                 out = out.to(q.dtype)
                 replace_rows(results, out, row, chosen, first_column)

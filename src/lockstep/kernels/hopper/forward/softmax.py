@@ -7,7 +7,7 @@ is held in raw units as well, and is a maximum only because `scale` is positive.
 Softmax does not need the maximum. It needs any `m` near enough for `exp2` to neither overflow nor
 vanish, and bf16 weights have the exponents of fp32. So a row with a *fixed maximum* keeps the
 maximum of the first block in which it saw a key, and need not wait for those of later ones: a third
-of all the softmax takes. What its largest weight then loses by rounding, `round_tops` makes up for.
+of all the softmax takes. What rounding its largest weight costs then, `rounding.py` makes up for.
 Should a later key exceed that first maximum by more than about 2^64, its row's sum gives it away,
 and the row is computed again with a running maximum (`second_pass.py`).
 """
@@ -80,26 +80,6 @@ def thread_sums(p):
     by itself. In the layout of wgmma, thread t of them has the columns 8i + 2t and 8i + 2t + 1."""
     pairs = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
     return gl.sum(gl.sum(pairs, 3), 1)
-
-
-@gluon.jit
-def thread_tops(p):
-    """`thread_sums`, but the largest weights, as the integers that their bits are: of those, one
-    instruction finds the largest of three."""
-    bits = p.to(gl.int32, bitcast=True).reshape([p.shape[0], p.shape[1] // 8, 4, 2])
-    layout: gl.constexpr = gl.max(gl.max(bits, 3), 1).type.layout
-    return gl.convert_layout(gl.max(gl.max(bits, 1), 2), layout, assert_trivial=True)
-
-
-@gluon.jit
-def round_tops(l, tops):
-    """The sums `l` with the largest weights as the product has them, rounded to bf16.
-
-    Where one weight outweighs all others, as it does in peaked rows, its rounding would otherwise
-    be an error of the whole row; the maximum of a row, which is 1, has none. The roundings of many
-    weights cancel out."""
-    p = tops.to(gl.float32, bitcast=True)
-    return l + (p.to(gl.bfloat16).to(gl.float32) - p)
 
 
 @gluon.jit
