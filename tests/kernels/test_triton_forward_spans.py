@@ -20,7 +20,8 @@ from triton_device import (
     use_small_tiles,
 )
 
-from lockstep.kernels.triton import launch, plan, sequences, spans
+from lockstep.kernels import sequences
+from lockstep.kernels.triton import launch, plan, spans
 from lockstep.problem import AttentionProblem, Tensors, describe, make_options
 
 pytestmark = needs_triton

@@ -1,4 +1,4 @@
-"""Whether a rung's output is right: the error rule of the library (`lockstep.error_rule`)."""
+"""A rung's output is checked by the error rule of the library (`lockstep.error_rule`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Errors(NamedTuple):
 
 
 def errors(problem: Problem, tensors: Tensors) -> Errors:
-    """How far `tensors.out` is from exact attention; an element never written counts as infinite.
+    """The errors of `tensors.out`; an element never written has an infinite error.
 
     >>> errors(problem, tensors).ok                                    # doctest: +SKIP
     True

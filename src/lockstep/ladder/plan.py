@@ -28,7 +28,7 @@ from .rung import BYTES, LaunchPlan, Problem, Rung, Tensors, launches_of, plans_
 
 @dataclass(frozen=True)
 class Peak:
-    """What a product can do at best (datasheets): tensor cores at 16 bit, dense, fp32 sums."""
+    """Peak rates of a GPU by its datasheet: tensor cores at 16 bit, dense, fp32 sums."""
 
     bandwidth: float  # GB/s
     fp32: float  # TFLOP/s
@@ -63,7 +63,7 @@ class Step:
 
     @property
     def tail(self) -> float:
-        """How full the last wave is, 0 to 1."""
+        """The share of the last wave that is full, 0 to 1."""
         rest = self.waves % 1.0
         return rest or 1.0
 

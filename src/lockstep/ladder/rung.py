@@ -77,7 +77,7 @@ class Problem:
 
     @property
     def keys(self) -> int:
-        """How many keys count."""
+        """The number of keys that count."""
         return self.S if self.length is None else self.length
 
     def draw(self, seed: int = 0, device: str = "cpu") -> Tensors:
@@ -153,7 +153,7 @@ class PhasePlan:
         return self.rounds * self.steps * self.visits
 
     def utilisation(self, block: int) -> float:
-        """Busy threads of the block's, over the rounds of one visit."""
+        """The share of the block's threads that are busy, over the rounds of one visit."""
         return self.items / (self.rounds * block)
 
 

@@ -19,7 +19,7 @@ from .rung import Problem, Rung, launches_of, run_on_machine
 
 @dataclass(frozen=True)
 class Counted:
-    """What the machine saw of one head, over all launches of a call."""
+    """Counts of the machine for one head, over all launches of a call."""
 
     depth: int  # warp instructions on the critical path of the longest block of each launch
     instructions: int  # of warps, as are all counts

@@ -80,7 +80,7 @@ def inverse_sum(l):
 
 
 def arguments(problem: Problem, tensors: Tensors) -> dict[str, Any]:
-    """What both kernels are called with."""
+    """Arguments of both kernels, by name."""
     return {**usual_arguments(problem, tensors), "length": problem.keys}
 
 
@@ -111,7 +111,7 @@ def _rows_moved(problem: Problem, last_tiles: int, full_tiles: int) -> int:
 
 
 def plan(problem: Problem, kernel: str, shared_bytes: int, **facts: Any) -> LaunchPlan:
-    """What is the same for both kernels: one block per query tile, every key tile copied once."""
+    """A plan with what both kernels share: a block per query tile, every key tile copied once."""
     tiles, heads = query_tiles(problem), problem.heads
     visited = tiles_visited(problem)
     last = 2 * (1 if problem.causal else tiles) + 1  # K and V by blocks that reach it, and Q

@@ -19,7 +19,7 @@ from .rows import EMPTY, VECTOR, dot8
 
 @simt.device
 def start_rows(acc, m, l, ROWS: Constant, D: Constant, THREADS: Constant):
-    """No key seen yet."""
+    """Set m, l and acc of every row to those of a row that has seen no key."""
     for i in range(cuda.threadIdx.x, ROWS * D, THREADS):
         acc[i // D, i % D] = 0.0
     for row in range(cuda.threadIdx.x, ROWS, THREADS):
@@ -76,7 +76,7 @@ def score_elements(
 
 @simt.device
 def softmax_by_one_thread(scores, weights, acc, m, l, rows, cols, D: Constant):
-    """The online softmax of rows × cols scores, by thread 0; everybody else waits."""
+    """The online softmax of rows × cols scores, by thread 0; the other threads wait."""
     if cuda.threadIdx.x == 0:
         for row in range(rows):
             before = m[row]

@@ -10,7 +10,7 @@ heads, batch.
     softmax="tree"        two rows at a time, four warps each: 90 scores keep 128 threads busier
 
 The tree must end in *every* warp: all of them need the maximum. Here each warp reduces the warps'
-results for itself, out of scratch memory that is nobody else's.
+results, out of scratch memory that no other warp writes to.
 
     lockstep trace small_tile --softmax sequential --seq 256 --head-dim 32
 """

@@ -133,7 +133,7 @@ def output_at_edges(acc, p_tile, v_tile, factors, D: Constant):
 
 @simt.device
 def output_in_fragments(acc, p_tile, v_tile, warp, D: Constant):
-    """Rows 0 to 31, keys 0 to 79."""
+    """Add the product of weights and values for rows 0 to 31 and keys 0 to 79."""
     for row in range(FRAGMENT * warp, ROWS, FRAGMENT * WARPS):
         for col in range(0, D, FRAGMENT):
             total = wmma.load_c(acc, (row, col))

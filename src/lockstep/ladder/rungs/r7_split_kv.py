@@ -201,7 +201,7 @@ def splits_of(problem: Problem, tile: str, kv_tiles: int | str) -> int:
 
 
 def refuses(problem: Problem, tile: str, kv_tiles: int | str, join: str) -> str | None:
-    """A workspace beyond int32 indices."""
+    """The reason for refusing: the workspace has more elements than an int32 index reaches."""
     block = TILES[tile]
     rows = -(-problem.S // block) * splits_of(problem, tile, kv_tiles) * problem.heads * block
     if rows * problem.D < 2**31:

@@ -29,7 +29,7 @@ PITCH = BLOCK + 1  # floats of a row of scores: 32 rows of one column lie in 32 
 
 
 class Stage(NamedTuple):
-    """What sets one stage apart."""
+    """The settings in which one stage differs from the others."""
 
     share: int  # threads of a row
     buffers: int  # for K, and for V
