@@ -221,7 +221,7 @@ class ByDriver:
                 frame.parameters[i] = address
         result = self._launch(frame.reference, self._function, frame.parameters, None)
         if result == _INVALID_CONTEXT:
-            # Somebody has left it since.
+            # The thread has left it since.
             _enter_context()
             result = self._launch(frame.reference, self._function, frame.parameters, None)
         if result:

@@ -6,8 +6,8 @@ Importing this package does not import Triton.
     spans.py      from a program to its rows, and over their keys span by span
     forward.py    the kernel: rows against all the keys they see, or against a run of spans
     split_kv.py   the second kernel of split-KV: parts folded into results; and merge
-    strays.py     values that are not finite stay with the rows that see them
-    plan.py       tile sizes, and who computes what
+    nonfinite.py  values that are not finite stay with the rows that see them
+    plan.py       tile sizes, and which program computes what
     launch.py     from a problem to a launch
     backward.py   gradients
 

@@ -14,10 +14,10 @@ import triton.language as tl
 from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.sequences import checked_length, nan_where
 from lockstep.kernels.triton.gradient_tiles import (
-    derive,
     load_bias,
     load_rows,
     load_statistics,
+    score_gradients,
     weights,
 )
 from lockstep.kernels.triton.tiles import is_seen, seen_by_any
@@ -138,7 +138,7 @@ def sum_bias(
                     )  # fmt: skip
                     dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
                     # The bias is added behind the softcap, so its slope does not come in.
-                    total += derive(p, dp, delta[:, None], 1.0, seen)
+                    total += score_gradients(p, dp, delta[:, None], 1.0, seen)
 
     q_idx = q_tile * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]
     kv_idx = kv_tile * BLOCK_KV + tl.arange(0, BLOCK_KV)[None, :]

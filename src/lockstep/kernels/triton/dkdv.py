@@ -3,7 +3,7 @@
 One program owns BLOCK_KV keys of one KV head and walks over all rows that see any of them: first
 the tiles of queries that see all of its keys, then those at the edges, the diagonal say; each time
 the query heads of the group in ascending order and their tiles in ascending order, cut at fixed
-positions of the sequence. Nobody else adds to what it owns. Scores are held transposed,
+positions of the sequence. No other program adds to its keys. Scores are held transposed,
 [BLOCK_KV, BLOCK_Q]: p and dS are then the left factors of the products that follow.
 """
 
@@ -16,20 +16,20 @@ from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.sequences import find_sequence, nan_where, whole_sequence
 from lockstep.kernels.triton.gradient_tiles import (
     count_tiles,
-    derive,
     finite,
     load_bias,
     load_pair,
     load_rows,
     nth_tile,
+    score_gradients,
     tile_ranges,
     weights,
 )
 from lockstep.kernels.triton.tiles import (
+    add_weighted,
     is_seen,
     seen_by_all,
     seen_by_any,
-    weigh,
 )
 
 
@@ -110,11 +110,11 @@ def add_queries(
             dout_ptr + g * stride_oh, first, q_len, stride_os, DV, BLOCK_Q, v.shape[1], MASKED
         )
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # [BLOCK_KV, BLOCK_Q]
-        dv = weigh(p, finite(dout) if MASKED else dout, dv, PRECISION)
+        dv = add_weighted(p, finite(dout) if MASKED else dout, dv, PRECISION)
         # No earlier: registers are short until the weights are there.
         delta, _ = load_pair(of_rows + 2, q_idx, q_len, COPIES, MASKED)
-        ds = derive(p, dp, delta[None, :], slope, seen)
-        dk = weigh(ds, finite(q) if MASKED else q, dk, PRECISION)
+        ds = score_gradients(p, dp, delta[None, :], slope, seen)
+        dk = add_weighted(ds, finite(q) if MASKED else q, dk, PRECISION)
     return dk, dv
 
 
@@ -248,9 +248,9 @@ def sum_keys(
     is_key = (kv_idx < kv_len)[:, None]
     inside = (kv_idx < n_keys)[:, None]
     # Adding 0 makes one zero of the two.
-    flaw = nan_where(not is_good)
-    dk = tl.where(is_key, tl.fma(dk, scale, 0.0), 0.0) + flaw
-    dv = tl.where(is_key, dv, 0.0) + flaw
+    nan_or_zero = nan_where(not is_good)
+    dk = tl.where(is_key, tl.fma(dk, scale, 0.0), 0.0) + nan_or_zero
+    dv = tl.where(is_key, dv, 0.0) + nan_or_zero
     rows = (dk_row + (kv_start + kv_idx) * stride_row)[:, None]  # [BLOCK_KV, 1]
     d, e = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     tl.store(dk_ptr + rows * D + d, dk.to(dk_ptr.dtype.element_ty), mask=inside & (d < D))

@@ -14,20 +14,20 @@ from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.sequences import find_sequence, nan_where, whole_sequence
 from lockstep.kernels.triton.gradient_tiles import (
     count_tiles,
-    derive,
     finite,
     load_bias,
     load_rows,
     load_statistics,
     nth_tile,
+    score_gradients,
     tile_ranges,
     weights,
 )
 from lockstep.kernels.triton.tiles import (
+    add_weighted,
     is_seen,
     seen_by_all,
     seen_by_any,
-    weigh,
 )
 
 
@@ -87,8 +87,8 @@ def add_keys(
             q, k, m, norm, bias, seen, cap_scale, score_scale, unit, HAS_SOFTCAP, RAW, PRECISION
         )
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [BLOCK_Q, BLOCK_KV]
-        ds = derive(p, dp, delta, slope, seen)
-        dq = weigh(ds, finite(k) if MASKED else k, dq, PRECISION)
+        ds = score_gradients(p, dp, delta, slope, seen)
+        dq = add_weighted(ds, finite(k) if MASKED else k, dq, PRECISION)
     return dq
 
 

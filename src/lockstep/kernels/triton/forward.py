@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from lockstep.kernels.launch import unspecialized
+from lockstep.kernels.triton.nonfinite import add_nonfinite
 from lockstep.kernels.triton.spans import (
     attend_tiles,
     locate,
@@ -25,12 +26,11 @@ from lockstep.kernels.triton.spans import (
     store_part,
     tiles_of_region,
 )
-from lockstep.kernels.triton.strays import add_strays
 from lockstep.kernels.triton.tiles import (
     close,
     fold,
     fold_sink,
-    is_stray,
+    is_nonfinite,
     seen_by_all,
     seen_by_any,
     store_statistics,
@@ -156,14 +156,14 @@ def attend(
     out_row = b64 * stride_rb + q_head.to(tl.int64) * stride_rh + (q_start + q_idx) * stride_rs
     out_rows = out_ptr + out_row * DV
     if not is_good:
-        # Of parts there are none: `split_kv` finds out for itself.
+        # It has no parts: `split_kv` checks its numbers, too.
         if parts_ptr is None:
             nan = tl.full([BLOCK_Q, BLOCK_DV], float("nan"), out_ptr.dtype.element_ty)
             tl.store(out_rows[:, None] + dv, nan, mask=is_row[:, None] & (dv < DV))
             tl.store(lse_ptr + out_row, float("nan"), mask=is_row)
             if statistics_ptr is not None:
-                flaw = tl.full([BLOCK_Q], float("nan"), tl.float32)
-                store_statistics(statistics_ptr, out_row, flaw, flaw, is_row)
+                nans = tl.full([BLOCK_Q], float("nan"), tl.float32)
+                store_statistics(statistics_ptr, out_row, nans, nans, is_row)
         return
 
     shift = kv_len - q_len
@@ -199,10 +199,10 @@ def attend(
 
     # Some of the packed sequences may have no folds: those should not pay for them.
     STRAIGHT_FIRST: tl.constexpr = not FOLDS or cu_seqlens_q_ptr is not None
-    taint = tl.zeros([BLOCK_Q, 1], tl.float32)
-    strayed = tl.program_id(0) < 0
+    nan_sum = tl.zeros([BLOCK_Q, 1], tl.float32)
+    has_nonfinite = tl.program_id(0) < 0
     for CLEAN in tl.static_range(2):
-        if CLEAN == 0 or strayed:
+        if CLEAN == 0 or has_nonfinite:
             m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
             l = tl.zeros([BLOCK_Q], tl.float32)
             acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
@@ -217,9 +217,9 @@ def attend(
                         start, whole, masked, end, span_end,
                         REGION, CLEAN, FOLDS and STRAIGHT_FIRST, BLOCK_KV,
                     )  # fmt: skip
-                    m, l, acc, folded_m, folded_l, folded_acc, taint, span_end = attend_tiles(
+                    m, l, acc, folded_m, folded_l, folded_acc, nan_sum, span_end = attend_tiles(
                         tile_lo, tile_hi,
-                        m, l, acc, folded_m, folded_l, folded_acc, taint, span_end,
+                        m, l, acc, folded_m, folded_l, folded_acc, nan_sum, span_end,
                         q, k_ptr, v_ptr, k_desc, v_desc,
                         bias_rows, table_ptr, n_pages, span, part_rows, part_stats_rows,
                         stride_kb * ALIGN, stride_ks * ALIGN, stride_vb * ALIGN, stride_vs * ALIGN,
@@ -243,12 +243,12 @@ def attend(
                 if statistics_ptr is not None:
                     store_statistics(statistics_ptr, out_row, m, l, is_row)
             if not CLEAN:
-                taint += tl.sum(out * 0.0, 1, keep_dims=True)
-                strayed = tl.sum(is_stray(taint).to(tl.int32)) != 0
-    if strayed:
+                nan_sum += tl.sum(out * 0.0, 1, keep_dims=True)
+                has_nonfinite = tl.sum(is_nonfinite(nan_sum).to(tl.int32)) != 0
+    if has_nonfinite:
         # The stores above are other threads' loads here.
         tl.debug_barrier()
-        add_strays(
+        add_nonfinite(
             start, end,
             out_rows if parts_ptr is None else part_rows,
             v_ptr, bias_rows, table_ptr, n_pages, stride_vb * ALIGN, stride_vs * ALIGN, stride_bk,

@@ -1,7 +1,7 @@
 """What the gradients need to know of each row, and the gradient of the sinks.
 
     m      as `Kernel` defines it, +inf for a row that sees no key: its weights are 0; NaN for a row
-           whose dO is not finite, so that every key it sees gets to know
+           whose dO is not finite, so that the gradients of every key it sees are NaN
     norm   = log2 l, and weights are 2^((s - m)·unit - log2 l); for float32 1 / l, by which they are
            multiplied, since a rounded logarithm would cost them more than a rounding
     delta  = Σ_d dO·O - dlse                             dsink = -Σ_rows exp(sink - lse) · delta
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.launch import unspecialized
-from lockstep.kernels.triton.gradient_tiles import weigh_exactly
+from lockstep.kernels.triton.gradient_tiles import exact_weights
 from lockstep.kernels.triton.tiles import score_of_sink
 
 
@@ -59,8 +59,8 @@ def prepare_rows(
         delta -= tl.load(dlse_ptr + row, mask=is_row, other=0.0)
     m = tl.load(statistics_ptr + 2 * row, mask=is_row, other=0.0)
     l = tl.load(statistics_ptr + 2 * row + 1, mask=is_row, other=1.0)
-    stray = tl.max(((dout * 0.0) != 0.0).to(tl.int32), 1) != 0
-    m = tl.where(stray & (m != float("inf")), float("nan"), m)
+    is_bad = tl.max(((dout * 0.0) != 0.0).to(tl.int32), 1) != 0
+    m = tl.where(is_bad & (m != float("inf")), float("nan"), m)
     to = rows_ptr + (head.to(tl.int64) * S + q_idx) * 4
     tl.store(to, m, mask=is_row)
     tl.store(to + 1, 1.0 / l if RECIPROCAL else tl.log2(l), mask=is_row)
@@ -77,7 +77,7 @@ def sum_sinks(
     head = tl.program_id(0)
     last_row = S
     if cu_seqlens_q_ptr is not None:
-        # Rows behind the last sequence are NaN, and nobody's.
+        # Rows behind the last sequence are NaN, and belong to none.
         end = tl.load(cu_seqlens_q_ptr + n_sequences)
         last_row = tl.where((end >= 0) & (end <= S), end, S).to(tl.int32)
     sink = tl.load(sinks_ptr + head).to(tl.float32)
@@ -91,7 +91,7 @@ def sum_sinks(
             m = tl.load(at, mask=is_row, other=float("inf"))
             norm = tl.load(at + 1, mask=is_row, other=0.0)
             delta = tl.load(at + 2, mask=is_row, other=0.0)
-            weight = weigh_exactly(score_of_sink(sink, natural), m, norm, unit, RECIPROCAL)
+            weight = exact_weights(score_of_sink(sink, natural), m, norm, unit, RECIPROCAL)
             # A sink of -inf is none, whatever the row holds.
             share = tl.where(sink == float("-inf"), 0.0, weight * delta)
             total -= share.to(tl.float64)

@@ -50,7 +50,7 @@ def nth_tile(i, start, whole, masked, MASKED: tl.constexpr):
 
 
 @triton.jit
-def weigh_exactly(s, m, norm, unit, RECIPROCAL: tl.constexpr):
+def exact_weights(s, m, norm, unit, RECIPROCAL: tl.constexpr):
     """Weights of scores of any size: the difference to m, where it is small, is exact."""
     x = (s - m) * unit
     return tl.exp2(x) * norm if RECIPROCAL else tl.exp2(x - norm)
@@ -77,14 +77,14 @@ def weights(
     """
     s = product(a, b, PRECISION)  # [M, N] fp32
     s, slope = finish_scores(s, bias, cap_scale, score_scale, HAS_SOFTCAP, RAW)
-    p = weigh_exactly(s, m, norm, unit, a.dtype == tl.float32)
+    p = exact_weights(s, m, norm, unit, a.dtype == tl.float32)
     if seen is not None:
         p = tl.where(seen, p, 0.0)
     return p, slope
 
 
 @triton.jit
-def derive(p, dp, delta, slope, seen):
+def score_gradients(p, dp, delta, slope, seen):
     """dS [M, N] fp32, times the slope of the softcap. 0 for hidden pairs, whatever dp holds."""
     ds = p * (dp - delta) * slope
     if seen is not None:
@@ -99,8 +99,8 @@ def finite(x):
     0 · x would be NaN there. What is lost for pairs that are seen comes back through m, which
     is NaN for a row with anything not finite in it, and so are all weights of that row.
     """
-    stray = (x.to(tl.float32) * 0.0) != 0.0
-    return tl.where(stray, 0.0, x.to(tl.float32)).to(x.dtype)
+    nonfinite = (x.to(tl.float32) * 0.0) != 0.0
+    return tl.where(nonfinite, 0.0, x.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 What decides the bits of a row are `Tiles.BLOCK_KV`, how the warps share a row's scores, and whether
 its sequence is folded span by span or computed straight: functions of the head dims, the dtype, the
 kind of GPU and of how many rows the sequence has itself. All the rest, which follows the batch and
-the number of multiprocessors, decides only who computes what.
+the number of multiprocessors, decides only which program computes what.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 
 from lockstep.problem import AttentionProblem
 
-MAX_HEAD_DIM = 512
 # The least number of keys between two folds: also what a program of split-KV has to do at least.
 LEAST_SPAN = 256
 # Programs with which one sequence keeps a GPU busy by itself, and half of which nearly do.
@@ -297,7 +296,7 @@ def _count(problem: AttentionProblem, tiles: Tiles) -> tuple[int, int]:
     """`n_slots` and `n_programs` of a plan."""
     rows = problem.Sq * (problem.Hq // problem.Hkv)
     if problem.layout == "varlen":
-        # As `sequences.find_sequence` hands them out, to one more for rows that nobody owns.
+        # As `sequences.find_sequence` hands them out, with one more for rows that no sequence owns.
         n_slots = rows // tiles.BLOCK_Q + problem.B + 1
         return n_slots, n_slots * problem.Hkv
     n_slots = -(-rows // tiles.BLOCK_Q)

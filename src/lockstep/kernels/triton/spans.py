@@ -15,16 +15,16 @@ import triton.language as tl
 from lockstep.kernels.sequences import checked_length, find_sequence, nan_where
 from lockstep.kernels.triton import plan
 from lockstep.kernels.triton.tiles import (
+    add_weighted,
     fold,
+    is_nonfinite,
     is_seen,
-    is_stray,
     load_bias,
     load_described,
     load_tile,
     online_softmax,
     page_of,
     scores,
-    weigh,
     wrong_pages,
 )
 
@@ -156,7 +156,7 @@ def attend_tiles(
     folded_m,
     folded_l,
     folded_acc,
-    taint,
+    nan_sum,
     span_end,
     q,
     k_ptr,
@@ -198,7 +198,7 @@ def attend_tiles(
     """The tiles from `tile_lo` up to `tile_hi`; unless MASKED, every row sees all of them.
 
     `span_end` is where the span ends that (m, l, acc) belong to; unless FOLDS, nothing is seen
-    beyond. With CLEAN, values that are not finite count as 0. `taint` [BLOCK_Q, 1] is 0 unless a
+    beyond. With CLEAN, values that are not finite count as 0. `nan_sum` [BLOCK_Q, 1] is 0 unless a
     part that was handed out has such values. Keys on a page that is not there count as NaN.
     """
     # One tile ahead: where a tile is should not have to be waited for.
@@ -263,7 +263,7 @@ def attend_tiles(
             else:
                 last = first // span - 1
                 store_part(span_m, span_l, acc, part_rows, part_stats_rows, last, is_row, DV)
-                taint += tl.sum(acc * 0.0, 1, keep_dims=True)
+                nan_sum += tl.sum(acc * 0.0, 1, keep_dims=True)
             acc = tl.zeros(acc.shape, tl.float32)
             span_end += span
         acc = acc * alpha[:, None]
@@ -279,8 +279,8 @@ def attend_tiles(
                 DV, BLOCK_KV, acc.shape[1], PAGE_SIZE, MASKED, page,
             )  # fmt: skip
         if CLEAN:
-            v = tl.where(is_stray(v), 0.0, v.to(tl.float32)).to(v.dtype)
-        acc = weigh(p, v, acc, PRECISION)
+            v = tl.where(is_nonfinite(v), 0.0, v.to(tl.float32)).to(v.dtype)
+        acc = add_weighted(p, v, acc, PRECISION)
     if PAGE_SIZE != 0 and LATER:
         l += nan_where(is_any_wrong if IN_PAGE else tl.max(is_any_wrong.to(tl.int32), 0) != 0)
-    return m, l, acc, folded_m, folded_l, folded_acc, taint, span_end
+    return m, l, acc, folded_m, folded_l, folded_acc, nan_sum, span_end

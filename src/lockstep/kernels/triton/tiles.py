@@ -232,8 +232,8 @@ def online_softmax(s, unit, m, l):
 
 
 @triton.jit
-def weigh(p, v, acc, PRECISION: tl.constexpr):
-    """acc + p v. Hidden keys have p = 0; see `strays` for what 0 · v may be."""
+def add_weighted(p, v, acc, PRECISION: tl.constexpr):
+    """acc + p v. Hidden keys have p = 0; see `nonfinite` for what 0 · v may be."""
     if v.dtype == tl.float32 and PRECISION == "ieee":
         # A chain of its own, see `product`.
         return tl.fma(tl.dot(p, v, input_precision=PRECISION), 1.0, acc)
@@ -241,14 +241,14 @@ def weigh(p, v, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def is_stray(x):
+def is_nonfinite(x):
     """Where x is NaN or infinite: there 0 · x is not 0, and leaks into rows that do not see it."""
     return (x.to(tl.float32) * 0.0) != 0.0
 
 
 @triton.jit
-def any_stray(x):
-    return tl.max(tl.max(is_stray(x).to(tl.int32), 1), 0) != 0
+def any_nonfinite(x):
+    return tl.max(tl.max(is_nonfinite(x).to(tl.int32), 1), 0) != 0
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """Values that are not finite, and the rows that do not see them.
 
-A hidden key weighs 0, and 0 · v is 0 unless v is NaN or infinite: then it is NaN, and the row would
-hear of a key that it does not see. The result itself says whether that happened: if it is finite,
-nothing strayed. If it is not, which is rare, the kernel runs its rows once more with such values
-taken for 0, and then adds them here, key by key, to the rows that see them.
+A hidden key has the weight 0, and 0 · v is 0 unless v is NaN or infinite: then it is NaN, and the
+row depends on a key that it does not see. The result itself says whether that happened: it is not
+finite then. In this rare case the kernel computes its rows once more with such values replaced by
+0, and then adds them here, key by key, to the rows that see them.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.triton.tiles import (
-    any_stray,
+    any_nonfinite,
+    is_nonfinite,
     is_seen,
-    is_stray,
     load_bias,
     load_tile,
 )
 
 
 @triton.jit
-def add_strays(
+def add_nonfinite(
     tile_lo,
     tile_hi,
     rows_ptr,
@@ -46,7 +46,7 @@ def add_strays(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
 ):
-    """Adds to the rows of out [BLOCK_Q] the strays they see.
+    """Adds to the rows of out [BLOCK_Q] the values that are not finite and that they see.
 
     With a STRIDE_SPAN, to the rows of the parts: so far apart are the parts of a row.
     """
@@ -57,7 +57,7 @@ def add_strays(
             v_ptr, first, kv_len, table_ptr, n_pages, stride_vp, stride_vs,
             DV, BLOCK_KV, BLOCK_DV, PAGE_SIZE, True,
         )  # fmt: skip
-        if any_stray(v):
+        if any_nonfinite(v):
             span_ptr = rows_ptr[:, None] + d
             if STRIDE_SPAN != 0:
                 span_ptr += first // span * STRIDE_SPAN
@@ -72,6 +72,6 @@ def add_strays(
                 if bias_rows is not None:
                     seen &= load_bias(bias_rows, key, stride_bk, is_row, kv_len) != float("-inf")
                 # Any positive weight would do: the sum is infinite or NaN either way.
-                stray = tl.where(seen & is_stray(value), value.to(tl.float32), 0.0)
-                out = tl.load(span_ptr, mask=inside, other=0.0).to(tl.float32) + stray
+                nonfinite = tl.where(seen & is_nonfinite(value), value.to(tl.float32), 0.0)
+                out = tl.load(span_ptr, mask=inside, other=0.0).to(tl.float32) + nonfinite
                 tl.store(span_ptr, out.to(rows_ptr.dtype.element_ty), mask=inside)
