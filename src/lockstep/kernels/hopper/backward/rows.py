@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.hopper.common.accumulator import from_registers
+from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.sequences import bounds_of, checked_length, nan_where, owner_of
 
 # Finite, so that 2^((-inf - NONFINITE)·unit), the weight of a hidden key, is 0.
@@ -66,13 +67,7 @@ def _store_bounds(bounds_ptr, b, is_any_wrong, cu_q_ptr, cu_kv_ptr, B, Sq, Skv):
         tl.store(bounds_ptr + (B + 2) + b + 1, Skv)
 
 
-_SIZES = (
-    *("stride_ob", "stride_oh", "stride_os", "stride_rb", "stride_rh", "stride_rs"),
-    *("H", "B", "Sq", "Skv", "q_slots", "left", "right", "bounds_ptr"),
-)
-
-
-@triton.jit(do_not_specialize=_SIZES)
+@unspecialized(triton.jit, any_address=("bounds_ptr",))
 def prepare_rows(
     out_ptr, dout_ptr, statistics_ptr, dlse_ptr, stats_ptr, large_ptr, flags_ptr, turn_ptr,
     ticket_ptr, bounds_ptr, cu_q_ptr, cu_kv_ptr, stride_ob, stride_oh, stride_os, stride_rb,
@@ -134,7 +129,7 @@ def prepare_rows(
             tl.store(ticket_ptr, 0)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@unspecialized(triton.jit)
 def finish_queries(
     sums_ptr, dq_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, stride_rb, stride_rh, stride_rs,
     H, B, Sq, Skv, q_slots, left, right, scale, D: tl.constexpr, BLOCK_Q: tl.constexpr,

@@ -19,32 +19,9 @@ from lockstep.kernels.hopper.forward.schedule import Schedule
 from lockstep.kernels.hopper.forward.scheduler import schedule_tiles
 from lockstep.kernels.hopper.forward.second_pass import produce_second_pass
 from lockstep.kernels.hopper.forward.tile_queue import TileQueue
+from lockstep.kernels.launch import unspecialized
 
-# Values in int32 and pointers that must not make a kernel of their own: none is compiled for a
-# length that happens to be 1 or a multiple of 16.
-UNSPECIALIZED = [
-    "row_stride_b",
-    "row_stride_h",
-    "row_stride_s",
-    "Dv",
-    "order",
-    "n_q_tiles",
-    "heads",
-    "Hq",
-    "heads_per_kv",
-    "B",
-    "Sq",
-    "Skv",
-    "left",
-    "right",
-    "kv_batch_rows",
-    "l2_keys",
-    "sinks_ptr",
-    "cu_q_ptr",
-    "cu_kv_ptr",
-    "kv_lens_ptr",
-    "sequence_order_ptr",
-]
+ANY_ADDRESS = ("sinks_ptr", "cu_q_ptr", "cu_kv_ptr", "kv_lens_ptr", "sequence_order_ptr")
 
 
 @gluon.jit
@@ -70,7 +47,7 @@ def produce(program, q_desc, k_desc, v_desc, q_rings):
         produce_second_pass(program, q_desc, k_desc, v_desc, q_rings[0], sent, tiles)
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED)
+@unspecialized(gluon.jit, any_address=ANY_ADDRESS)
 def forward_kernel(
     q_desc,  # tiles [ROWS, D] of q [B, Hq, Sq, D]
     k_desc,  # tiles [BLOCK_KV, D] of k [B, Hkv, Skv, D]

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lockstep.kernels.launch import Buffer, Launch
+from lockstep.kernels.launch import Buffer, Launch, unspecialized
 from lockstep.kernels.sequences import given_bounds, look_at, next_clean
 from lockstep.problem import AttentionProblem
 
@@ -31,7 +31,7 @@ SEQUENCES, OTHERS = 32, 128  # that a program sorts, and that it compares them w
 HEAD, NUMBERS = 1, 5  # numbers before all places, and of each place
 
 
-@triton.jit(do_not_specialize=["cu_q_ptr", "cu_kv_ptr", "order_ptr", "B", "Tq", "Tk", "block_q"])
+@unspecialized(triton.jit, any_address=("cu_q_ptr", "cu_kv_ptr", "order_ptr"))
 def sort_sequences_kernel(
     cu_q_ptr,  # [B + 1]
     cu_kv_ptr,  # [B + 1]

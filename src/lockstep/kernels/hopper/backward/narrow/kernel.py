@@ -31,6 +31,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     tma_store,
     tma_store_wait,
 )
+from lockstep.kernels.launch import unspecialized
 
 
 @gluon.jit
@@ -167,14 +168,10 @@ def consume(W: gl.constexpr, queue, tiles, dq_sums, scores, large_ptr):
         consume_apart(W, queue, tiles, dq_sums, scores, large_ptr)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "large_ptr", "flags_ptr", "turn_ptr", "ticket_ptr", "bounds_ptr", "kv_lens_ptr",
-        "kv_slots", "q_slots",
-        "n_heads", "heads_at_once", "Hkv", "heads_per_kv", "B", "Sq", "Skv", "left", "right",
-        "kv_batch_rows",
-    ]
-)  # fmt: skip
+@unspecialized(
+    gluon.jit,
+    any_address=("large_ptr", "flags_ptr", "turn_ptr", "ticket_ptr", "bounds_ptr", "kv_lens_ptr"),
+)
 def backward_kernel(
     q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, sums_desc, large_ptr,
     flags_ptr, turn_ptr, ticket_ptr, bounds_ptr, kv_lens_ptr, scale, unit, softcap, kv_slots,

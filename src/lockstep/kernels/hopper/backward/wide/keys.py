@@ -39,6 +39,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
 )
 from lockstep.kernels.hopper.common.ring import Ring
 from lockstep.kernels.hopper.common.shared_memory import allocate_tiles, barriers
+from lockstep.kernels.launch import unspecialized
 
 STAGES = gl.constexpr(2)  # query tiles that may be under way
 
@@ -215,12 +216,7 @@ def inspect(loop, program):
         t = loop.next_number(t)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "bounds_ptr", "kv_lens_ptr", "kv_slots", "q_slots", "n_heads", "Hkv",
-        "heads_per_kv", "B", "Sq", "Skv", "left", "right", "kv_batch_rows",
-    ]
-)  # fmt: skip
+@unspecialized(gluon.jit, any_address=("bounds_ptr", "kv_lens_ptr"))
 def keys_kernel(
     q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, bounds_ptr, kv_lens_ptr, scale,
     unit, softcap, kv_slots, q_slots, n_heads, Hkv, heads_per_kv, B,

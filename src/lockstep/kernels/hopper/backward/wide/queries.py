@@ -31,6 +31,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     warpgroup_mma_wait,
 )
 from lockstep.kernels.hopper.common.shared_memory import barriers
+from lockstep.kernels.launch import unspecialized
 
 
 @aggregate
@@ -148,12 +149,7 @@ def inspect(loop, program):
         program.v.release(n)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "stats_ptr", "bounds_ptr", "kv_lens_ptr", "q_slots", "stats_slots", "Hq",
-        "heads_per_kv", "B", "Sq", "Skv", "left", "right", "kv_batch_rows",
-    ]
-)  # fmt: skip
+@unspecialized(gluon.jit, any_address=("stats_ptr", "bounds_ptr", "kv_lens_ptr"))
 def queries_kernel(
     q_desc, dout_desc, k_desc, v_desc, dq_desc, stats_ptr, bounds_ptr, kv_lens_ptr, scale,
     unit, softcap, q_slots, stats_slots, Hq, heads_per_kv, B, Sq, Skv, left, right,
