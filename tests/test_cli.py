@@ -23,7 +23,7 @@ runner = CliRunner()
 
 def small(case: cpu.Case) -> cpu.Case:
     """The same case over fewer tokens."""
-    shorter = {"Sq": min(case.Sq, 128), "Skv": min(case.Skv, 128)}
+    shorter = {"Sq": min(case.Sq, 32), "Skv": min(case.Skv, 32)}
     return dataclasses.replace(case, **shorter)
 
 
@@ -31,6 +31,7 @@ def small(case: cpu.Case) -> cpu.Case:
 def small_cases(monkeypatch):
     monkeypatch.setattr(cpu, "CASES", tuple(map(small, cpu.CASES)))
     monkeypatch.setattr(demo, "SPEED_CASES", tuple(map(small, demo.SPEED_CASES)))
+    monkeypatch.setattr(demo, "LADDER", dataclasses.replace(demo.LADDER, S=20))
     monkeypatch.setattr(checks, "S", 65)
     monkeypatch.setattr(timing, "SAMPLE_SECONDS", 1e-9)
 
@@ -149,6 +150,8 @@ def test_demo_holds_here():
 def test_demo_fails_when_a_check_does(monkeypatch, failing):
     name, check = failing
     monkeypatch.setattr(checks, name, lambda: iter([check]))
+    monkeypatch.setattr(demo, "SPEED_CASES", ())
+    monkeypatch.setattr(demo, "_climb", lambda: ())
     result = runner.invoke(cli.app, ["demo"])
     assert result.exit_code == 1
     assert "A check failed." in result.stdout

@@ -9,12 +9,14 @@ makes the call has done already. That takes almost half of its time. Here each k
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+_np_dtype_of_scalar = lru_cache(maxsize=None)(interpreter._get_np_dtype)
 _patch_lang = interpreter._patch_lang
 _patch_tensor = interpreter._patch_lang_tensor
 _create_dot = interpreter.InterpreterBuilder.create_dot
@@ -63,6 +65,14 @@ def _patch_once(fn: Any) -> Any:
     return None
 
 
+def _np_dtype(ty: Any) -> np.dtype:
+    """What the interpreter makes a table of all types for, each time."""
+    scalar = ty.scalar
+    is_pointer = isinstance(scalar, tl.pointer_type)
+    return np.dtype(np.uint64) if is_pointer else _np_dtype_of_scalar(scalar)
+
+
 interpreter._patch_lang = _patch_once
+interpreter._get_np_dtype = _np_dtype
 interpreter._patch_lang_tensor = _patch_tensor_and_index
 interpreter.InterpreterBuilder.create_dot = _dot_of_floats
