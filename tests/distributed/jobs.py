@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.audit.distributed import Case, compare
+from lockstep.audit.bits import first_difference
+from lockstep.audit.distributed import Case, compare, run_with_gradients
 from lockstep.distributed import (
     attention,
     collectives,
     context_parallel_attention,
+    context_parallel_attention_varlen,
     gather,
     shard,
     sharded_cache_attention,
@@ -36,6 +40,44 @@ def bits(cases: list[dict[str, Any]]) -> list[str]:
         case = Case(**{**fields, "dtype": getattr(torch, fields.get("dtype", "float32"))})
         found = compare(case, group())
         said.append("" if found is None else f"{case}, {case.S} tokens: {found}")
+    return said
+
+
+def packed(cases: list[dict[str, Any]]) -> list[str]:
+    """Where packed sequences on several ranks differ from one process."""
+    said = []
+    for case in cases:
+        offsets, Hq, Hkv = torch.tensor(case["offsets"]), case["Hq"], case["Hkv"]
+        T = int(offsets[-1])
+        torch.manual_seed(T)
+        sizes = {"q": (T, Hq, 16), "k": (T, Hkv, 16), "v": (T, Hkv, 8), "dout": (T, Hq, 8)}
+        whole = {name: torch.randn(size) for name, size in sizes.items()}
+        whole |= {"dlse": torch.randn(T, Hq), "sinks": torch.randn(Hq)}
+        options = {**case["options"], "query_invariant": True}
+        if "window" in options:
+            options["window"] = tuple(options["window"])
+        alone = partial(lockstep.attention_varlen, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+        expected = run_with_gradients(whole, alone, **options)
+        together = partial(context_parallel_attention_varlen, cu_seqlens=offsets, mesh=group())
+        for method, balanced in itertools.product(case["methods"], (False, True)):
+
+            def mine(name: str, x: Any, balanced: bool = balanced) -> Any:
+                return x if name.endswith("sinks") else shard(x, group(), 0, balanced=balanced)
+
+            shards = {name: mine(name, x) for name, x in whole.items()}
+            sharing = {"method": method, "balanced": balanced}
+            got = run_with_gradients(shards, together, **options, **sharing)
+            dist.all_reduce(got["dsinks"])
+            found = first_difference({n: mine(n, x) for n, x in expected.items()}, got)
+            said += [] if found is None else [f"{method} {balanced} {case}: {found}"]
+    wrong = torch.tensor([0, 5 + dist.get_rank()])
+    x = torch.randn(4, 2, 16)
+    for offsets, expected in ((wrong, "cu_seqlens takes the same"), (wrong[:1], "offsets up to")):
+        try:
+            context_parallel_attention_varlen(x, x, x, offsets, mesh=group())
+            said.append("nothing was said")
+        except ValueError as error:
+            said += [] if expected in str(error) else [str(error)]
     return said
 
 

@@ -65,10 +65,10 @@ def cases(methods: tuple[str, ...], **sizes: Any) -> Iterator[Case]:
 def compare(case: Case, group: ProcessGroup) -> Difference | None:
     """The first bit of this rank's results and gradients that one process has otherwise."""
     whole = _draw(case)
-    expected = _run(whole, lockstep.attention, **case.options)
+    expected = run_with_gradients(whole, lockstep.attention, **case.options)
     parts = {name: _shard(name, x, case, group) for name, x in whole.items()}
     sharing = {"mesh": group, "method": case.method, "balanced": case.balanced}
-    got = _run(parts, context_parallel_attention, **sharing, **case.options)
+    got = run_with_gradients(parts, context_parallel_attention, **sharing, **case.options)
     if case.sinks:
         dist.all_reduce(got["dsinks"], group=group)
     mine = {name: _shard(name, x, case, group) for name, x in expected.items()}
@@ -94,7 +94,7 @@ def _draw(case: Case) -> dict[str, Tensor]:
     return drawn
 
 
-def _run(
+def run_with_gradients(
     given: Mapping[str, Tensor], attention: Callable[..., Any], **options: Any
 ) -> dict[str, Tensor]:
     """out, lse and every gradient of a call."""

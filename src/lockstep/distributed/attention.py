@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -82,13 +84,9 @@ def context_parallel_attention(
     """
     group = group_of(mesh)
     tensors = Tensors(q, k, v, None, sinks)
-    asked = Asked(
-        (causal, window, scale, softcap, query_invariant, allow_tf32, return_lse, kernel),
-        method,
-        balanced,
-        mesh,
-    )
-    tensors, found, call = _agree(tensors, asked, group)
+    options = (causal, window, scale, softcap, query_invariant, allow_tf32, return_lse, kernel)
+    asked = Asked(options, method, balanced)
+    tensors, found, call = agree_on_call(tensors, asked, group, partial(_to_local, asked, mesh))
     out, lse = found.run(call, tensors.q, tensors.k, tensors.v, tensors.sinks)
     if is_distributed(q):
         out, lse = like(out, q), like(lse, q) if return_lse else lse
@@ -123,15 +121,19 @@ class Asked(NamedTuple):
     options: tuple[Any, ...]  # as `make_options` takes them
     method: Any
     balanced: Any
-    mesh: Mesh
 
 
-def _agree(tensors: Tensors, asked: Asked, group: ProcessGroup) -> tuple[Tensors, Method, Call]:
-    """What all ranks are about to do. Raises on every rank if it is not the same."""
+def agree_on_call(
+    tensors: Tensors, asked: Asked, group: ProcessGroup, to_dense: Callable[[Tensors], Tensors]
+) -> tuple[Tensors, Method, Call]:
+    """What all ranks are about to do, with dense shards, which `to_dense` makes of the tensors.
+
+    Raises on every rank if it is not the same, or if `to_dense` raises on one of them.
+    """
     error: Exception | None = None
     words = dict.fromkeys(_WORDS, 0)
     try:
-        tensors, settings, found = _check(tensors, asked, dist.get_world_size(group))
+        tensors, settings, found = _check(to_dense(tensors), asked, dist.get_world_size(group))
         words = _words(tensors, settings, found, asked)
     except (ValueError, TypeError, NotImplementedError) as raised:
         error = raised
@@ -143,6 +145,14 @@ def _agree(tensors: Tensors, asked: Asked, group: ProcessGroup) -> tuple[Tensors
     return tensors, found, Call(group, sharding, settings, uses_lse=asked.options[-2])
 
 
+def _to_local(asked: Asked, mesh: Mesh, tensors: Tensors) -> Tensors:
+    if not are_distributed(tensors):
+        return tensors
+    if asked.balanced:
+        raise ValueError("balanced takes False with DTensors, whose shards are contiguous")
+    return to_local(tensors, mesh)
+
+
 def _check(tensors: Tensors, asked: Asked, ranks: int) -> tuple[Tensors, Settings, Method]:
     """What this rank can say about its own arguments."""
     if not isinstance(asked.balanced, bool):
@@ -151,10 +161,6 @@ def _check(tensors: Tensors, asked: Asked, ranks: int) -> tuple[Tensors, Setting
         raise TypeError(f"method takes a name or None, got {type_of(asked.method)}")
     options = make_options(*asked.options)
     kernel = asked.options[-1]
-    if are_distributed(tensors):
-        if asked.balanced:
-            raise ValueError("balanced takes False with DTensors, whose shards are contiguous")
-        tensors = to_local(tensors, asked.mesh)
     check_types(tensors, "dense")
     tensors = autocast.cast(tensors)
     problem = describe(tensors, options)
