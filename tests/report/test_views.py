@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 from transposed import traced, transposed
 
+from lockstep.ladder import RUNGS, plans_of
 from lockstep.ladder.plan import PEAKS
 from lockstep.report import measured
 from lockstep.report.kernel_view import BINS, RESOLUTION, kernel_view
+from lockstep.report.rung_views import PROBLEM
 
 
 def test_a_view_has_the_counts_of_the_trace():
@@ -105,3 +107,14 @@ def test_a_file_that_is_no_audit(tmp_path):
         measured.audits(None, [path])
     with pytest.raises(ValueError, match="takes a JSON file"):
         measured.audits(None, [tmp_path / "none.json"])
+
+
+def test_no_two_rows_of_the_page_are_the_same_launches():
+    steps = [step for rung in RUNGS for step in rung.steps()]
+    launches = [plans_of(step, PROBLEM) for step in steps]
+    alike = [
+        (a.title, b.title)
+        for (a, first), (b, second) in combinations(zip(steps, launches, strict=True), 2)
+        if a.name == b.name and first == second
+    ]
+    assert alike == []

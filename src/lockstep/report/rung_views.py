@@ -13,7 +13,8 @@ from lockstep.ladder.survey import one_head, summary
 from . import GPU
 from .kernel_view import kernel_view
 
-PROBLEM = Problem(B=2, H=16, S=256, D=32)
+# five tiles of 64 keys, so that blocks of four and of all of them are not the same
+PROBLEM = Problem(B=2, H=16, S=320, D=32)
 
 
 def rung_view(name: str, options: dict[str, Any]) -> dict[str, Any]:
