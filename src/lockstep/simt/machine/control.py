@@ -20,6 +20,8 @@ MAX_TRIPS = 1 << 26
 class Control:
     """The machine's state for one batch of blocks, and everything that moves control."""
 
+    gathers = True  # whether loops that only add up may run all rounds at once
+
     def __init__(
         self,
         block: tuple[int, int, int],
@@ -271,6 +273,7 @@ class ForLoop(Loop):
     ):
         super().__init__(machine, (*names, name), site)
         self.name, self.descending = name, descending
+        self.over = False  # all rounds were run at once: see `gathers`
         self.uniform = not any(isinstance(b, np.ndarray) for b in bounds)
         self.value, self.stop, self.step = bounds
         self.keys = f"${site.number}.stop", f"${site.number}.step"
@@ -281,6 +284,8 @@ class ForLoop(Loop):
 
     def advance(self) -> bool:
         """Start another trip; False, back in the outer frame, when the loop is over."""
+        if self.over:
+            return False
         machine, first = self.machine, self.trips == 0
         if not self.next():
             return False

@@ -21,6 +21,7 @@ from . import values
 from .control import ForLoop, Loop
 from .counters import Site, StraightLine
 from .frames import Vector, select_vector
+from .gathers import Load, gather, sum_of
 from .operations import operations
 from .program_expressions import MATH, ExpressionWriter
 
@@ -71,6 +72,8 @@ class _Generator(ExpressionWriter):
             "ForLoop": ForLoop,
             "Loop": Loop,
             "Vector": Vector,
+            "Load": Load,
+            "gather": gather,
             "select_vector": select_vector,
             **{name: getattr(values, name) for name in _HELPERS},
             **{f"math_{name}": function for name, function in MATH.items()},
@@ -222,10 +225,39 @@ class _Generator(ExpressionWriter):
         names = self.merged(stmt, (stmt.body,))
         head = f"ForLoop(m, {stmt.var!r}, ({bounds}), {stmt.descending}, {names}, {site})"
         self.emit(indent, f"{name} = {head}")
+        first = len(self.lines)
+        summed = sum_of(stmt)
+        if summed is not None:
+            self.at_once(name, stmt, summed, indent)
         self.emit(indent, f"while {name}.advance():")
         self.trip(stmt, indent + 1)
         self.block(stmt.body, indent + 1, name)
         self.here = stmt
+        assert summed is None or len(self.lines) == first + 2  # the trip, and its one statement
+
+    def at_once(
+        self, loop: str, stmt: ir.For, summed: tuple[str, str, ir.Expr], indent: int
+    ) -> None:
+        """Have `gathers` run all rounds, if it can. Loads keep the sites they have in the loop."""
+        target, step, summand = summed
+        self.here = stmt.body[0]
+        loads = [e for e in ir.walk_expr(summand) if isinstance(e, ir.Load)]
+        texts = []
+        for number, load in enumerate(loads):
+            site = self.access("load", load.array, load.loc)
+            self.sites_of[id(load)] = site
+            self.gathered[id(load)] = f"g[{number}]"
+            index = ", ".join(
+                "None" if isinstance(part, ir.Var) and part.name == stmt.var else self.expr(part)
+                for part in load.index
+            )
+            texts.append(f"Load({site}, A[{load.array.name!r}], ({index},))")
+        value = self.expr(summand)
+        self.gathered.clear()
+        lines = f"(L[{len(self.lines)}], L[{len(self.lines) + 1}])"
+        call = f"gather({loop}, {lines}, {target!r}, {step!r}, ({', '.join(texts)},)"
+        self.here = stmt
+        self.emit(indent, f"{call}, lambda g: {value})")
 
     def trip(self, stmt: ir.For | ir.While, indent: int) -> None:
         """What every trip costs besides the body: counting, comparing, branching."""

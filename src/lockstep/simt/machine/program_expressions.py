@@ -51,6 +51,8 @@ class ExpressionWriter:
         self.constants: dict[str, Any] = {}
         self.names = 0
         self.here: ir.Stmt | None = None  # the statement being written
+        self.sites_of: dict[int, str] = {}  # of loads that have one already, by id
+        self.gathered: dict[int, str] = {}  # loads whose value has a name, by id
 
     def site(self, kind: str, space: str, name: str, loc: ir.Location) -> str:
         assert self.here is not None
@@ -162,7 +164,9 @@ class ExpressionWriter:
         return f"m.fragment_map({site}, {self.constant(function)}, {arguments})"
 
     def expr_load(self, expr: ir.Load) -> str:
-        site = self.access("load", expr.array, expr.loc)
+        if id(expr) in self.gathered:
+            return self.gathered[id(expr)]
+        site = self.sites_of.get(id(expr)) or self.access("load", expr.array, expr.loc)
         if expr.array.dtype == ACCUMULATOR:
             return f"m.load_fragment({site}, {self.fragment_place(expr.array, expr.index)})"
         return f"m.load({site}, A[{expr.array.name!r}], {self.index(expr.index)})"

@@ -23,6 +23,7 @@ class Recorder(Fragments):
     """A mix-in for the machine of the batch that has the recorded block."""
 
     arrays: dict[str, Any]
+    gathers = False  # every round is recorded
 
     def start_recording(self, recording: Recording) -> None:
         self.recording = recording

@@ -44,7 +44,7 @@ class SharedShadow:
         self.block_numbers = blocks
         self.clock, self.hazards = clock, hazards
         self.strides = row_major(shape)
-        self.queue: list[tuple[Lanes, tuple, Site, int]] = []
+        self.queue: list[tuple[Lanes, tuple, Site, int, range | None]] = []
         self.queued: set[int] = set()  # arrays held by the queue
         self.queued_bytes = 0
         self.written_at = 0
@@ -79,26 +79,37 @@ class SharedShadow:
     def read(self, lanes: Lanes, address: Any, site: Site, index: tuple = ()) -> None:
         """Record a read. `index`, if given, is what `address` was computed from: loops reuse their
         index arrays, so queueing those costs next to nothing."""
-        clock = self.clock
-        if self.written_at < clock.earliest_barrier and self.queued_bytes < QUEUE_BYTES:
-            self.queue.append((lanes, index or (address,), site, clock.now))
-            for part in index or (address,):
-                if isinstance(part, np.ndarray) and id(part) not in self.queued:
-                    self.queued.add(id(part))
-                    self.queued_bytes += part.nbytes
+        if self.only_queues and self.queued_bytes < QUEUE_BYTES:
+            self.read_rounds(lanes, index or (address,), site, None)
             return
         self.drain()
         access = self.access(lanes, address)
         self._check("reads", "wrote", self.writer[access.index], access, site)
         self._note_readers(access, site)
 
+    def read_rounds(self, lanes: Lanes, index: tuple, site: Site, rounds: range | None) -> None:
+        """Queue a read, or those of all rounds of a loop, whose counter is None in `index`. There
+        must be nothing to check: see `only_queues`."""
+        self.queue.append((lanes, index, site, self.clock.now, rounds))
+        for part in index:
+            if isinstance(part, np.ndarray) and id(part) not in self.queued:
+                self.queued.add(id(part))
+                self.queued_bytes += part.nbytes
+
+    @property
+    def only_queues(self) -> bool:
+        """Whether reads cannot race: nothing was written since the last barrier of all blocks."""
+        return self.written_at < self.clock.earliest_barrier
+
     def drain(self) -> None:
         """Enter the queued reads into the shadow, each at its own time."""
         now = self.clock.now
-        for lanes, index, site, time in self.queue:
+        for lanes, index, site, time, rounds in self.queue:
             self.clock.now = time
-            address = index[0] if len(index) == 1 else linear(index, self.strides)
-            self._note_readers(self.access(lanes, address), site)
+            for counter in rounds or (None,):
+                at = tuple(counter if part is None else part for part in index)
+                address = at[0] if len(at) == 1 else linear(at, self.strides)
+                self._note_readers(self.access(lanes, address), site)
         self.clock.now = now
         self._forget_reads()
 
