@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture
 def unassembled(monkeypatch, tmp_path):
-    """Triton stops before machine code, in a cache of its own: nobody else can use such builds."""
+    """Triton stops before machine code, in a cache of its own: such builds are of no other use."""
     from triton.backends.nvidia.compiler import CUDABackend
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -187,7 +187,7 @@ class TestInterpreted:
         for sequence in spoiled.good:
             expected[sequence.queries] = 0
         assert not differing(dq, expected)
-        # Rows of bad sequences are marked; those of nobody look like rows that see no key.
+        # Rows of bad sequences are marked; those of no sequence look like rows that see no key.
         marked = (stats[:, 0] < -1e38).sum()
         assert marked == sum(b - a for a, b, x in zip(q, q[1:], good, strict=False) if not x)
 
@@ -205,7 +205,7 @@ class TestInterpreted:
             plain = {n: x.contiguous() for n, x in case.tensors.items()}
             assert_same_bits(attend(case), attend(Case(plain, case.options)))
 
-    def test_sinks_do_not_hear_of_rows_behind_the_last_sequence(self):
+    def test_sinks_do_not_sum_over_rows_behind_the_last_sequence(self):
         case = draw_varlen([5, 3, 6], [4, 4, 2], D=16, sinks=torch.randn(4))
         douts = torch.randn(14, 4, 16), torch.randn(14, 4)
         padded = {n: case.tensors[n][:3] for n in ("cu_seqlens_q", "cu_seqlens_k")}

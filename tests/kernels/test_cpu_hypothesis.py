@@ -1,4 +1,4 @@
-"""Problems nobody thought of: options and shapes drawn by hypothesis, held against the oracle."""
+"""Options and shapes drawn by hypothesis, held against the oracle."""
 
 from __future__ import annotations
 

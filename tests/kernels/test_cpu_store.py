@@ -192,7 +192,7 @@ def test_code_of_older_sources_is_removed_and_that_of_other_machines_stays(home,
     assert {*home.iterdir()} == {path, other}
 
 
-def test_whoever_waits_is_told_once(home, compilations, monkeypatch, capsys):
+def test_a_long_compilation_is_reported_once(home, compilations, monkeypatch, capsys):
     monkeypatch.setattr(compiling, "PATIENCE", 0.0)
     monkeypatch.setattr(compiling, "_told", False)
     _run()
@@ -204,7 +204,7 @@ def test_whoever_waits_is_told_once(home, compilations, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("reason", ["quick", "loaded", "forked"])
-def test_who_does_not_wait_is_told_nothing(home, compilations, monkeypatch, capsys, reason):
+def test_nothing_is_reported_without_a_wait(home, compilations, monkeypatch, capsys, reason):
     if reason == "loaded":
         _run()
     if reason == "forked":
@@ -227,7 +227,7 @@ def test_an_install_that_cannot_be_written_to(tmp_path):
     source = Path(lockstep.__file__).parent
     copy = tmp_path / "lockstep"
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    # Nobody, not even root, can make directories of these.
+    # Not even root can make directories of these.
     (copy / "kernels" / "cpu" / "__pycache__").touch()
     (tmp_path / "home").touch()
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "HOME": str(tmp_path / "home")}
