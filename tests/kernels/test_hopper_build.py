@@ -25,12 +25,11 @@ from launch_arguments import bind
 from machine_code import target
 
 from lockstep.kernels import launch as protocol
-from lockstep.kernels.hopper.common import copy_engine
+from lockstep.kernels.hopper.common import copy_engine, sizes
 from lockstep.kernels.hopper.forward import launch, plan
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
 from lockstep.kernels.launch import Launch
 
-SHARED_MEMORY = 232_448  # bytes a block of sm_90 may have
 PROCESSORS = 132
 
 
@@ -60,7 +59,7 @@ def test_machine_code(D, causal):
     assert built.registers == at_launch
     for registers in (of_consumer, of_producer):
         assert f"USETMAXREG.DEALLOC.CTAPOOL {registers:#x}" in dict(built.instructions).values()
-    assert built.kernel.metadata.shared <= SHARED_MEMORY
+    assert built.kernel.metadata.shared <= sizes.SHARED_BYTES
     assert "serialized" not in built.report
     assert len(built.main_loops) == shape.consumers
     per_thread = shape.block_kv * plan.ROWS // 128

@@ -2,5 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
+
 ROWS = 64  # of a warpgroup's matrix product: the height of a wgmma
 SHARED_BYTES = 227 * 1024  # of shared memory that a program may have on sm_90
+
+
+@lru_cache(maxsize=64)
+def processors(device: torch.device) -> int:
+    """The number of SMs of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

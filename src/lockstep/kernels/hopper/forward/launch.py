@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lockstep.kernels.hopper.common.copy_engine import ALIGNMENT, copy, fit, ragged
 from lockstep.kernels.hopper.common.gluon_shim import TensorDescriptor, gl
+from lockstep.kernels.hopper.common.sizes import processors
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
 from lockstep.kernels.hopper.forward.plan import (
     OUT_COLUMNS,
@@ -210,11 +211,6 @@ def _without_keys(problem: AttentionProblem, tensors: Tensors, addresses: list[i
         lse.copy_(sinks if problem.layout == "varlen" else sinks[:, None])
     # Without a key, whatever they are: there is no weight to compute again.
     return out, lse, lse.new_ones(problem.statistics_shape)
-
-
-@lru_cache(maxsize=64)
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _scales(problem: AttentionProblem) -> tuple[str, float, float]:

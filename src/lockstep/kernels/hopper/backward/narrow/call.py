@@ -24,7 +24,7 @@ from lockstep.kernels.hopper.backward.call import (
 from lockstep.kernels.hopper.backward.narrow.kernel import backward_kernel
 from lockstep.kernels.hopper.backward.rows import finish_queries
 from lockstep.kernels.hopper.common.copy_engine import flat_map
-from lockstep.kernels.hopper.forward.launch import processors
+from lockstep.kernels.hopper.common.sizes import processors
 from lockstep.kernels.kernel import BackwardTensors, Needs, PreparedBackward
 from lockstep.kernels.launch import Buffer, Launch
 from lockstep.problem import AttentionProblem
