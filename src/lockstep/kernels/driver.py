@@ -157,12 +157,13 @@ def parameters_of(compiled: Any, arguments: tuple[Any, ...]) -> list[Parameter] 
             parameters += [_number("i64", stride) for stride in strides]
         else:
             return None
-    scratch = Parameter(8, n_addresses) if _wants_scratch(compiled) else _number("u64", 0)
+    scratch = Parameter(8, n_addresses) if scratch_bytes(compiled) else _number("u64", 0)
     return [*parameters, scratch, _number("u64", 0)]
 
 
-def _wants_scratch(compiled: Any) -> bool:
-    return bool(getattr(compiled.metadata, "global_scratch_size", 0))
+def scratch_bytes(compiled: Any) -> int:
+    """The global memory that each program of a kernel wants, for descriptors."""
+    return int(getattr(compiled.metadata, "global_scratch_size", 0))
 
 
 def _number(kind: str, value: float) -> Parameter:
@@ -304,7 +305,7 @@ def _by_triton(
     """A `Launcher` that any compiled kernel has."""
     filled = _moved(arguments, addresses, bases)
     # Behind all pointers; 0 for a kernel that does not ask.
-    with Allocating(lambda *size: addresses[-1] if _wants_scratch(compiled) else 0):
+    with Allocating(lambda *size: addresses[-1] if scratch_bytes(compiled) else 0):
         compiled.run(
             *grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *filled
         )
