@@ -116,6 +116,8 @@ def _take_over() -> _Handle:
         if device == "CUDA" and torch.version.cuda is None:
             continue
         for name, answer in answers.items():
+            if not hasattr(torch.ops.aten, name):
+                continue  # an operator of later versions of PyTorch
             is_backward = name.endswith("_backward")
             for key in [device] if is_backward else [device, f"Autograd{device}"]:
                 theirs = torch.library.get_kernel(f"aten::{name}", key)
