@@ -69,6 +69,21 @@ def test_activity_shows_the_thread_that_works_alone():
     assert busy[1:32, alone].max() == 0
 
 
+def test_phases_of_warps_by_bin():
+    recording = recorded().recording
+    phase, busy = recording.warp_activity(recording.length)  # a bin per step
+    assert phase.shape == busy.shape == (2, recording.length)
+    assert busy[0].min() == pytest.approx(1)
+    alone = phase[0] == recording.phases.index("alone")
+    waits = phase[1] == WAITING
+    assert waits.any()
+    assert alone[waits].all()
+    assert busy[1][waits].max() == 0
+    whole, share = recording.warp_activity(1)
+    assert share[1, 0] == pytest.approx(1 - waits.mean())
+    assert [recording.phases[i] for i in whole[:, 0]] == ["alone", "fill"]
+
+
 @pytest.mark.parametrize(("step", "wavefronts"), [(1, 1), (2, 2), (32, 32), (33, 1)])
 def test_the_worst_access_of_a_site(step, wavefronts):
     patterns = recorded(step).recording.patterns

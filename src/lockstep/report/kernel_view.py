@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from lockstep.simt.machine.recording import Pattern, Recording, Span
+from lockstep.simt.machine.recording import WAITING, Pattern, Recording
 from lockstep.simt.machine.trace import Trace
 from lockstep.simt.occupancy import Occupancy
 
 from .listing import listing
 
-BINS = 240  # of the strips, over the time of the block
+BINS = 240  # of the lanes' strip, over the time of the block
+WARP_BINS = 3 * BINS  # of the warps'
 LEVELS = 9  # of activity, written as one digit
-RESOLUTION = 1200  # parts of a block's time that a timeline can show
 FEW = 120  # barriers that can be told apart
 
 
@@ -82,26 +82,25 @@ def _strip(recording: Recording) -> dict[str, Any]:
         "phases": [name or "(outside)" for name in recording.phases],
         "rows": rows,
         "threads": [number[text] for text in texts],
-        "spans": [n for s in _visible(recording) for n in (s.warp, s.start, s.end, s.phase)],
+        "warp_bins": WARP_BINS,
+        "warps": _warps(recording),
         "barriers": len(recording.barriers),
         "barrier_times": recording.barriers if len(recording.barriers) <= FEW else [],
         "busy": float(recording.activity(1).mean()),
     }
 
 
-def _visible(recording: Recording) -> list[Span]:
-    """The spans of all warps, without those too short to be seen: the one before goes on."""
-    shortest = recording.length / RESOLUTION
-    last: dict[int, Span] = {}
-    found = []
-    for span in recording.spans:
-        before = last.get(span.warp)
-        short = span.end - span.start < shortest
-        if before is not None and (short or span.phase == before.phase):
-            before.end = span.end
-        else:
-            last[span.warp] = replace(span)
-            found.append(last[span.warp])
+def _warps(recording: Recording) -> list[int]:
+    """Warps over time: warp, first bin, bin behind the last, phase, level, one after the other.
+    Bins in which a warp issues nothing are left out."""
+    phases, busy = recording.warp_activity(WARP_BINS)
+    levels = np.ceil(busy * LEVELS - 1e-9).astype(int)
+    found: list[int] = []
+    for warp, (row, level) in enumerate(zip(phases, levels, strict=True)):
+        changes = np.flatnonzero((np.diff(row) != 0) | (np.diff(level) != 0)) + 1
+        for start, end in pairwise([0, *changes.tolist(), WARP_BINS]):
+            if row[start] != WAITING:
+                found += [warp, start, end, int(row[start]), int(level[start])]
     return found
 
 

@@ -1,28 +1,28 @@
 // One block over time: lanes, and warps.
-function spansOf(strip) {
-  const spans = [];
-  for (let i = 0; i < strip.spans.length; i += 4) {
-    const [warp, start, end, phase] = strip.spans.slice(i, i + 4);
-    spans.push({ warp, start, end, phase: phase < 0 ? null : strip.phases[phase] });
+// Runs of bins in which a warp works in one phase, and how much of them, 1 to 9.
+function runsOf(strip) {
+  const runs = [];
+  for (let i = 0; i < strip.warps.length; i += 5) {
+    const [warp, start, end, phase, level] = strip.warps.slice(i, i + 5);
+    runs.push({ warp, start, end, phase: strip.phases[phase], level });
   }
-  return spans;
+  return runs;
 }
 
 function stripView(launch) {
   const strip = launch.strip;
-  const spans = spansOf(strip);
+  const runs = runsOf(strip);
   const warps = Math.ceil(strip.threads.length / 32);
-  const phases = strip.phases.filter((name) => spans.some((s) => s.phase === name));
   const readout = h("p", { class: "readout", "aria-live": "polite" }, "Point at a strip to read it.");
   const waits = h("span", {}, h("i", { style: "background:var(--empty);border:1px solid var(--line)" }), "idle or waiting");
   return h("div", { class: "strips" },
     h("h3", {}, "Threads and warps over time"),
     h("p", { class: "quiet small" }, `Block ${strip.block}, ${strip.threads.length} threads in ${warps} ${warps === 1 ? "warp" : "warps"}. Time runs to the right, in warp instructions: ${number(strip.length)} in all, ${strip.barriers} block ${strip.barriers === 1 ? "barrier" : "barriers"}. Threads are busy ${percent(strip.busy)} of it.`),
-    legend(phases, waits),
+    legend(strip.phases, waits),
     h("figure", { class: "strip lanes" }, h("figcaption", {}, "Lanes: a row per thread, thread 0 on top"),
-      laneCanvas(strip, spans, readout), timeAxis(strip)),
-    h("figure", { class: "strip warps" }, h("figcaption", {}, "Warps: a row per warp; empty where it waits at a barrier"),
-      warpCanvas(strip, spans, warps, readout), timeAxis(strip)),
+      laneCanvas(strip, runs, readout), timeAxis(strip)),
+    h("figure", { class: "strip warps" }, h("figcaption", {}, "Warps: a row per warp; paler where it waits at barriers for part of the time, empty where it only waits"),
+      warpCanvas(strip, runs, warps, readout), timeAxis(strip)),
     readout);
 }
 
@@ -31,11 +31,11 @@ function timeAxis(strip) {
     [0, 0.25, 0.5, 0.75, 1].map((f) => h("span", {}, number(Math.round(f * strip.length)))));
 }
 
-function laneCanvas(strip, spans, readout) {
+function laneCanvas(strip, runs, readout) {
   const bins = strip.rows[0].length, threads = strip.threads.length;
   const canvas = h("canvas", { width: bins, height: threads, role: "img", "aria-label": `activity of ${threads} threads over time, ${percent(strip.busy)} busy` });
   canvas.style.height = `${Math.max(48, Math.min(256, threads * 2))}px`;
-  const phaseAt = phasesByBin(strip, spans, bins);
+  const phaseAt = phasesByBin(strip, runs, bins);
   const image = new ImageData(bins, threads);
   strip.threads.forEach((row, thread) => {
     const text = strip.rows[row], phases = phaseAt[thread >> 5];
@@ -56,39 +56,36 @@ function laneCanvas(strip, spans, readout) {
   return canvas;
 }
 
-// The phase that each warp spends most of a bin in.
-function phasesByBin(strip, spans, bins) {
-  const warps = Math.ceil(strip.threads.length / 32);
-  const best = Array.from({ length: warps }, () => new Float64Array(bins));
+// The phase of each warp in the coarser bins of the lanes: that of the busiest finer one.
+function phasesByBin(strip, runs, bins) {
+  const warps = Math.ceil(strip.threads.length / 32), finer = strip.warp_bins / bins;
+  const best = Array.from({ length: warps }, () => new Uint8Array(bins));
   const phase = Array.from({ length: warps }, () => new Array(bins).fill(null));
-  const width = Math.max(strip.length, 1) / bins;
-  for (const s of spans) {
-    if (s.phase === null) continue;
-    for (let x = Math.floor(s.start / width); x < bins && x * width < s.end; x++) {
-      const covered = Math.min(s.end, (x + 1) * width) - Math.max(s.start, x * width);
-      if (covered > best[s.warp][x]) { best[s.warp][x] = covered; phase[s.warp][x] = s.phase; }
+  for (const run of runs) {
+    for (let x = Math.floor(run.start / finer); x * finer < run.end; x++) {
+      if (run.level > best[run.warp][x]) { best[run.warp][x] = run.level; phase[run.warp][x] = run.phase; }
     }
   }
   return phase;
 }
 
-function warpCanvas(strip, spans, warps, readout) {
-  const width = 1200, row = warps > 16 ? 8 : 14;
-  const canvas = h("canvas", { width, height: warps * row, role: "img", "aria-label": `${warps} warps over time` });
+function warpCanvas(strip, runs, warps, readout) {
+  const row = warps > 16 ? 8 : 14, bins = strip.warp_bins;
+  const canvas = h("canvas", { width: bins, height: warps * row, role: "img", "aria-label": `${warps} warps over time` });
   canvas.style.height = `${warps * row}px`;
   const context = canvas.getContext("2d");
-  const x = (time) => (time / Math.max(strip.length, 1)) * width;
-  for (const s of spans) {
-    if (s.phase === null) continue;
-    context.fillStyle = phaseColour(s.phase);
-    context.fillRect(x(s.start), s.warp * row + 1, Math.max(0.5, x(s.end) - x(s.start)), row - 2);
+  for (const run of runs) {
+    context.fillStyle = phaseColour(run.phase);
+    context.globalAlpha = 0.2 + (0.8 * run.level) / 9;
+    context.fillRect(run.start, run.warp * row + 1, run.end - run.start, row - 2);
   }
-  context.fillStyle = "rgba(128,128,128,.9)";
-  for (const time of strip.barrier_times) context.fillRect(x(time) - 0.5, 0, 1, canvas.height);
+  context.globalAlpha = 0.9;
+  context.fillStyle = "gray";
+  for (const time of strip.barrier_times) context.fillRect((time / strip.length) * bins - 0.5, 0, 1, canvas.height);
   canvas.addEventListener("pointermove", (event) => {
-    const time = (event.offsetX / canvas.clientWidth) * strip.length, warp = Math.floor((event.offsetY / canvas.clientHeight) * warps);
-    const span = spans.find((s) => s.warp === warp && s.start <= time && time < s.end);
-    if (span) readout.textContent = `warp ${warp}: ${span.phase ?? "waits at a barrier"}, from ${number(span.start)} to ${number(span.end)}`;
+    const bin = Math.floor((event.offsetX / canvas.clientWidth) * bins), warp = Math.floor((event.offsetY / canvas.clientHeight) * warps);
+    const run = runs.find((r) => r.warp === warp && r.start <= bin && bin < r.end);
+    readout.textContent = `warp ${warp}, from ${number(Math.round((bin / bins) * strip.length))}: ` + (run ? `${run.phase}, busy ${Math.round((100 * run.level) / 9)} %` : "waits at a barrier");
   });
   return canvas;
 }

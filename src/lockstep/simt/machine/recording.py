@@ -84,6 +84,22 @@ class Recording:
                 busy[threads[row == i]] += covered
         return busy / np.diff(edges)
 
+    def warp_activity(self, bins: int) -> tuple[np.ndarray, np.ndarray]:
+        """The phase that a warp spends most of a time bin in (WAITING where it issues nothing), and
+        the share of the bin in which it issues: both [warps, bins]."""
+        edges = np.linspace(0, max(self.length, 1), bins + 1)
+        covered = np.zeros((len(self.phases), self.warps, bins))
+        spans: dict[tuple[int, int], list[Span]] = {}
+        for span in self.spans:
+            if span.phase != WAITING:
+                spans.setdefault((span.phase, span.warp), []).append(span)
+        for place, mine in spans.items():
+            starts = np.array([span.start for span in mine])
+            covered[place] = _covered(starts, np.array([s.end - s.start for s in mine]), edges)
+        busy = covered.sum(axis=0)
+        phase = np.where(busy > 0, covered.argmax(axis=0), WAITING)
+        return phase, busy / np.diff(edges)
+
 
 def _covered(starts: np.ndarray, costs: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """How much of each bin the intervals, ordered and apart, cover."""
