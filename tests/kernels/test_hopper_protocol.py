@@ -116,7 +116,7 @@ class Program:
         yield self.v.there(i)
         self.v.release(i)
 
-    def start(self, c: int, n: int, i: int, has_more: bool) -> Warp:
+    def begin_tile(self, c: int, n: int, i: int, has_more: bool) -> Warp:
         yield self.q[c].there(n)
         yield self.k.there(i)
         yield from self.issue(c)
@@ -124,7 +124,7 @@ class Program:
         if has_more:
             yield self.k.there(i + 1)
 
-    def turn_over(self, c: int, n: int, last: int, i: int, has_more: bool) -> Warp:
+    def change_tile(self, c: int, n: int, last: int, i: int, has_more: bool) -> Warp:
         yield self.q[c].there(n)
         yield self.k.there(i)
         yield from self.issue(c, self.v.there(last))
@@ -144,7 +144,7 @@ class Program:
         for _ in range(tile_begin, begin):
             yield from self.skip(c, seen)
             seen += 1
-        yield from self.start(c, 0, seen, begin + 1 < end)
+        yield from self.begin_tile(c, 0, seen, begin + 1 < end)
         for n, tile in enumerate([*later, None], 1):
             for block in range(begin + 1, end):
                 yield from self.issue(c, v.there(seen))
@@ -166,12 +166,12 @@ class Program:
                     yield from self.skip(c, seen)
                     seen += 1
             if tile is not None and self.plan.q_stages == 2:
-                yield from self.turn_over(c, n, last, seen, begin + 1 < end)
+                yield from self.change_tile(c, n, last, seen, begin + 1 < end)
             else:
                 yield v.there(last)
                 v.release(last)
                 if tile is not None:
-                    yield from self.start(c, n, seen, begin + 1 < end)
+                    yield from self.begin_tile(c, n, seen, begin + 1 < end)
         self.seen[f"consumer {c}"] = seen
 
     def run(self, draws: random.Random) -> None:

@@ -82,7 +82,7 @@ def prepare_rows(
     q_idx = q_tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     is_row = q_idx < len_q
     if cu_q_ptr is not None:
-        # Rows that nobody owns are NaN, and nobody is to hear of it.
+        # Rows that belong to no sequence are NaN in out, and must not reach any gradient.
         is_row &= batch < B
         batch = 0
         if tile <= B:
@@ -135,23 +135,24 @@ def finish_queries(
     H, B, Sq, Skv, q_slots, left, right, scale, D: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale · sums; 0 for tiles that see no key, whose sums nobody has written; NaN for those
+    """dQ = scale · sums; 0 for tiles that see no key, whose sums are not written; NaN for those
     of bad sequences."""
     tile, batch, head, q_tile, start, len_q, len_kv, is_good, _ = _place(
         cu_q_ptr, cu_kv_ptr, kv_lens_ptr, H, B, Sq, Skv, q_slots, BLOCK_Q
     )
     half = tl.program_id(1)
-    # Somebody came if the key tile with the first key that any row sees looped over this one.
+    # The sums are written if the key tile with the first key that any row sees loops over this
+    # tile.
     first_q = q_tile * BLOCK_Q + len_kv - len_q
     first_key = 0
     if HAS_LEFT:
         first_key = tl.maximum(first_q - left, 0)
-    was_visited = first_key < len_kv
+    is_written = first_key < len_kv
     if HAS_RIGHT:
         begin = first_key // BLOCK_KV * BLOCK_KV - (len_kv - len_q) - right
-        was_visited &= q_tile >= tl.maximum(begin, 0) // BLOCK_Q
+        is_written &= q_tile >= tl.maximum(begin, 0) // BLOCK_Q
     x = tl.zeros([4096], tl.float32)
-    if was_visited:
+    if is_written:
         x = tl.load(sums_ptr + (tile.to(tl.int64) * 2 + half) * 4096 + tl.arange(0, 4096))
     x = from_registers(x)
     q_idx, d = q_tile * BLOCK_Q + tl.arange(0, 64), tl.arange(0, 64)

@@ -3,10 +3,10 @@
 It runs one block ahead of itself: the scores of block j+1 are on the tensor cores before the
 product of block j, and the exponentials of block j+1 run under that product. The last block of a
 tile is followed in the same way by the first of the next, and the tile's results are written after
-that (`turn_over`). Consumers may pass a turn around, so that one is at its exponentials while
+that (`change_tile`). Consumers may pass a turn around, so that one is at its exponentials while
 another has the tensor cores.
 
-A program makes one pass over its tiles. If rows went wrong in it, `second_pass.py` mends them.
+A program makes one pass over its tiles. If rows failed in it, `second_pass.py` computes them again.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def issue_product(c: gl.constexpr, program, p, acc, i):
 def first_block_weights(program, rows, s, block):
     """Weights [ROWS, BLOCK_KV] of the first block that rows see, their m and l."""
     scale = program.score_scale()
-    s = program.see(rows, s, block)
+    s = program.mask_scores(rows, s, block)
     m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
     m, _alpha = raise_maximum(s, m, scale, True)
     weights = exp2_weights(s, m, scale)
@@ -107,7 +107,7 @@ def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, residue):
     acc = issue_product(c, program, p, acc, seen)
     s = warpgroup_mma_wait(1, deps=(s,))
     program.k.release(seen + 1)
-    s = program.see(rows, s, block)
+    s = program.mask_scores(rows, s, block)
     if program.build.FIXED_MAX:
         before = l
         # Up to inner_begin, rows may yet see their first key.
@@ -137,7 +137,7 @@ def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, residue):
 
 
 @gluon.jit
-def start(c: gl.constexpr, program, rows, q_ring, tiles, seen):
+def begin_tile(c: gl.constexpr, program, rows, q_ring, tiles, seen):
     """The first block of a tile by itself: p, m, l. The block of K after it is there on return."""
     DV: gl.constexpr = program.v.tiles_smem.shape[5]
     q_ring.wait(tiles)
@@ -154,7 +154,7 @@ def start(c: gl.constexpr, program, rows, q_ring, tiles, seen):
 
 
 @gluon.jit
-def turn_over(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, acc):
+def change_tile(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, acc):
     """The product of the last block of a tile, and the first block, `seen`, of the next one, whose
     `rows` these are: acc, then p, m and l of the next."""
     q_ring.wait(tiles)
@@ -177,7 +177,7 @@ def turn_over(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, acc)
 
 
 @gluon.jit
-def end(program, last, p, acc):
+def end_tile(program, last, p, acc):
     """The product of the last block of a tile by itself: acc."""
     program.v.wait(last)
     acc = warpgroup_mma(p, program.v.tile(last), acc, is_async=True)
@@ -197,7 +197,9 @@ def store_columns(program, tile, first_row, column: gl.constexpr, out, o_smem, o
 
 
 @gluon.jit
-def finish(c: gl.constexpr, program, results, tile, rows, acc, m, l, residue, o_smem, o_desc):
+def store_results(
+    c: gl.constexpr, program, results, tile, rows, acc, m, l, residue, o_smem, o_desc
+):
     """Write the results of a tile; 1 for rows [ROWS] that are to be computed again, else 0."""
     OUT_COLUMNS: gl.constexpr = o_desc.block_shape[4]
     row_layout: gl.constexpr = m.type.layout
@@ -213,9 +215,9 @@ def finish(c: gl.constexpr, program, results, tile, rows, acc, m, l, residue, o_
         lse = gl.where(is_nonfinite, float("inf"), lse)
         wrong = gl.where(is_nonfinite, 1, 0)
     if program.build.SECOND_PASS:
-        ran_away = exists & (is_large | ((l < OVERFLOW) == 0))
-        lse = gl.where(ran_away, float("nan"), lse)
-        wrong = wrong | gl.where(ran_away, 1, 0)
+        overflows = exists & (is_large | ((l < OVERFLOW) == 0))
+        lse = gl.where(overflows, float("nan"), lse)
+        wrong = wrong | gl.where(overflows, 1, 0)
     out = out.to(o_desc.dtype)
     if out.shape[1] == OUT_COLUMNS:
         store_columns(program, tile, first_row, 0, out, o_smem, o_desc)
@@ -229,7 +231,7 @@ def finish(c: gl.constexpr, program, results, tile, rows, acc, m, l, residue, o_
 
 @gluon.jit
 def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc):
-    """Every tile of this program; then, for the first consumer, what went wrong once more."""
+    """Every tile of this program; then, for the first consumer, the second pass."""
     schedule = program.schedule
     DV: gl.constexpr = program.v.tiles_smem.shape[5]
     # Where there is room for the queries of two tiles, one flows into the next.
@@ -246,7 +248,7 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc):
         for _ in range(rows.tile_begin, rows.begin):
             skip(c, program, seen)
             seen += 1
-        p, m, l = start(c, program, rows, q_ring, tiles, seen)
+        p, m, l = begin_tile(c, program, rows, q_ring, tiles, seen)
         while tile.exists:
             acc = zeros(DV)
             residue = gl.zeros_like(l)
@@ -272,15 +274,17 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc):
                     skip(c, program, seen)
                     seen += 1
             if FLOWS and next_tile.exists:
-                acc, p, next_m, next_l = turn_over(
+                acc, p, next_m, next_l = change_tile(
                     c, program, next_rows, q_ring, tiles + 1, last, seen, p, acc
                 )
             else:
-                acc = end(program, last, p, acc)
-            again = finish(c, program, results, tile, rows, acc, m, l, residue, o_smem, o_desc)
+                acc = end_tile(program, last, p, acc)
+            again = store_results(
+                c, program, results, tile, rows, acc, m, l, residue, o_smem, o_desc
+            )
             wrong |= again << (tiles % 32)
             if not FLOWS and next_tile.exists:
-                p, next_m, next_l = start(c, program, next_rows, q_ring, tiles + 1, seen)
+                p, next_m, next_l = begin_tile(c, program, next_rows, q_ring, tiles + 1, seen)
             tiles += 1
             tile = next_tile
             rows = next_rows

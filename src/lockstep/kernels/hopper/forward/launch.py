@@ -214,7 +214,7 @@ def _without_keys(problem: AttentionProblem, tensors: Tensors, addresses: list[i
 
 
 def _scales(problem: AttentionProblem) -> tuple[str, float, float]:
-    """How scores become log2 units: see `program.Program.see`."""
+    """How scores become log2 units: see `Program.mask_scores`."""
     if problem.softcap is not None:
         return "capped", problem.scale / problem.softcap, problem.softcap
     if problem.has_raw_scores:

@@ -28,7 +28,7 @@ class Build:
     CONSUMERS: gl.constexpr
     PINGPONG: gl.constexpr  # consumers take turns at the tensor cores
     FIXED_MAX: gl.constexpr  # rows keep their first maximum: softmax.py
-    SECOND_PASS: gl.constexpr  # rows that went wrong are computed again: second_pass.py
+    SECOND_PASS: gl.constexpr  # rows that failed are computed again: second_pass.py
     Q_STAGES: gl.constexpr  # 2: the queries of the next tile arrive while this one is at work
     SCORES: gl.constexpr  # "raw", "scaled" (where scale is not positive) or "capped"
     HAS_SINKS: gl.constexpr
@@ -69,7 +69,7 @@ class Program:
         self.softcap = softcap
 
     @gluon.jit
-    def see(self, rows, s, block):
+    def mask_scores(self, rows, s, block):
         """Scores in their final units, -inf where a row does not see the key."""
         if self.build.SCORES == "capped":
             s = cap(s, self.scale, self.softcap)
@@ -81,7 +81,7 @@ class Program:
 
     @gluon.jit
     def score_scale(self):
-        """From what `see` returns to log2 units."""
+        """From what `mask_scores` returns to log2 units."""
         return self.scale if self.build.SCORES == "raw" else LOG2E
 
 

@@ -4,7 +4,7 @@ Where sequences are packed, programs draw tickets: a program that is done with a
 one, so none is left with a long tile when the others are done. (A ticket decides which program
 computes a tile, never the result.) Else a program's tiles follow from its number.
 
-After the first pass it sends the tiles once more in which rows went wrong (`second_pass.py`). For
+After the first pass it sends the tiles once more in which rows failed (`second_pass.py`). For
 that it has to know them: with a ticket goes the ticket that its program drew before.
 """
 

@@ -1,8 +1,8 @@
-"""The second pass: rows that went wrong in the first, block by block, nothing overlapped.
+"""The second pass: rows that failed in the first, block by block, nothing overlapped.
 
 The first pass leaves a mark in the lse of such a row:
 
-- NaN, if its sum ran away: its fixed maximum was too low, or it is too large for `exp2_weights`.
+- NaN, if its sum overflows: its fixed maximum was too low, or it is too large for `exp2_weights`.
   Now its maximum runs, and its weights are those of `exp2_weights_exact`.
 - +inf, if its output is not finite and some of its blocks are masked. The tensor cores make NaN of
   0 · NaN and 0 · inf, so V may have held something that the row does not see. Now V is cleaned of
@@ -95,7 +95,7 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
         s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         program.k.release(seen, CONSUMERS)
-        s = program.see(rows, s, block)
+        s = program.mask_scores(rows, s, block)
         before = sums_before(l, m)
         rises = runs | ((m == -float("inf")) & (block <= rows.inner_begin))
         m, alpha = raise_maximum(s, m, scale, rises)

@@ -2,7 +2,7 @@
 
     issue dP                        exponentials run under it
     issue dV, in halves             and under the first half; dS runs under the second
-    issue dQ of the step before, dK dQ leaves under dK
+    issue dQ of the step before, dK dQ is staged under dK
     issue S, next tile
 
 With 128 query rows there are twice as many exponentials for as many products, and two warpgroups
@@ -75,11 +75,11 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
         ds = whole(ds_left.to(dtype), ds_right.to(dtype))
         tiles.ds.wait_empty(n)
         tiles.ds_tile(n).slice(W * ROWS, ROWS, dim=1).permute((1, 0)).store(ds)
-        # For dS, and for what was left of dQ in the step before.
+        # For dS, and for dQ that was staged in the step before.
         fence_async_shared()
         dq_sums.publish(n - 2, n > begin + 1)
         tiles.ds.fill(n)
-        # The first step has no step before it: what it multiplies instead goes nowhere.
+        # The first step has no step before it: the product it issues instead is not used.
         is_part = n > begin
         m = gl.where(is_part, n - 1, n)
         tiles.ds.wait_full(m, pred=is_part)
@@ -94,7 +94,7 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
         is_more = n + 1 < end
         tiles.wait(n + 1, pred=is_more)
         next_q, _, _ = tiles.queries(ahead)
-        # After the last tile this multiplies what lies there, and nobody looks at it.
+        # After the last tile this multiplies whatever is in the slot; the result is not used.
         s = issue_scores(k.slice(W * ROWS, ROWS, dim=0), next_q)
         s, dk, dv = warpgroup_mma_wait(0, deps=(s, dk, dv))
         if is_more:

@@ -2,13 +2,13 @@
 
     issue S, dP             S is waited for
     issue dV, in halves     exponentials run under dP and the first half, dS under the second
-    meet                    dS of both is there
-    issue dQ, dK            dQ leaves under dK
+    barrier of both         dS of both is there
+    issue dQ, dK            dQ is staged under dK
 
-It is shared memory that a step takes time for here. S, dP and dQ read operands in every cycle, dV
-and dK, with one operand in registers, in every other. Whatever else is read or written has to wait
-until then, and whoever waits for it with it: so lse is read under dK of the step before, and dQ is
-written there and fenced only with dS of the next step.
+Shared memory is what limits a step here. S, dP and dQ read operands from it in every cycle, dV and
+dK, with one operand in registers, in every other. All other reads and writes have to wait until
+then, and with them the instructions that need their results. So lse is read under dK of the step
+before, and dQ is written there and fenced only with dS of the next step.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
         q, dout, stats_smem = tiles.queries(slot)
         k, v = tiles.keys(n, False)
         s = issue_scores(k.slice(W * ROWS, ROWS, dim=0), q)
-        # Everyone has read dS of the step before the last. Triton would see to it only when the
-        # next one is to be written and the other warpgroup waits for it.
+        # All warps have read dS of the step before the last. Triton would add this barrier only
+        # when the next dS is to be written and the other warpgroup waits for it.
         await_warps()
         dp = issue_scores(v.slice(W * ROWS, ROWS, dim=0), dout)
         s = warpgroup_mma_wait(1, deps=(s,))
@@ -110,7 +110,7 @@ def consume_together(W: gl.constexpr, queue, tiles, dq_sums, scores, large_ptr):
     begin = 0
     while queue.has(n_loops):
         loop, end, is_large = begin_loop(W, n_loops, begin, n_keys, queue, tiles)
-        # The last dv lies where dS is going to be.
+        # The last dv is staged where dS is going to be.
         mbarrier.wait(tiles.dkv_stored_bar, (n_loops & 1) ^ 1)
         if is_large:
             dk, dv = take_steps(
