@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.ladder import Problem, find, launches_of, plans_of, run_on_machine
+from lockstep.ladder import Problem, Tensors, find, launches_of, plans_of, run_on_machine
 from lockstep.ladder.check import errors
 from lockstep.ladder.rungs.r7_split_kv import splits_of
 
@@ -86,3 +86,31 @@ def test_the_count_of_finished_blocks_is_set_back():
     for _ in range(2):
         launch.kernel[launch.grid, launch.block].trace(**launch.arguments).check()
         assert not launch.arguments["finished"].any()
+
+
+@pytest.mark.parametrize("join", ["kernel", "last_block"])
+def test_heads_of_queries_may_share_heads_of_keys(join):
+    problem = Problem(B=2, H=4, S=50, D=32, causal=True, kv_heads=2)
+    tensors = problem.draw()
+    assert tensors.k.shape == (2, 2, 50, 32)
+    rung = RUNG.choose(tile="8x8", kv_tiles=2, join=join)
+    out, traces = run_on_machine(rung, problem, tensors)
+    for trace, planned in zip(traces, plans_of(rung, problem), strict=True):
+        trace.check()
+        assert planned.load_bytes + planned.store_bytes == trace.totals.bytes["global"]
+    assert errors(problem, tensors).ok
+    # the bits of heads that have keys of their own
+    repeated = Tensors(
+        tensors.q,
+        *(x.repeat_interleave(2, dim=1) for x in tensors[1:3]),
+        torch.full_like(tensors.out, float("nan")),
+    )
+    alone, _ = run_on_machine(rung, Problem(B=2, H=4, S=50, D=32, causal=True), repeated)
+    assert torch.equal(out, alone)
+
+
+def test_other_rungs_refuse_grouped_heads():
+    with pytest.raises(ValueError, match="naive takes as many heads of keys as of queries"):
+        run_on_machine(find("naive"), Problem(B=1, H=4, S=8, D=32, kv_heads=2))
+    with pytest.raises(ValueError, match="kv_heads is 3, takes a divisor of H = 4"):
+        Problem(B=1, H=4, S=8, D=32, kv_heads=3)

@@ -51,9 +51,11 @@ def _without_floor(problem: Problem, tensors: Tensors) -> Errors:
     from lockstep.error_rule import error, judge
 
     worst = Errors(0.0, 0.0, 0.0)
-    one_head = replace(problem, B=1, H=1)
+    one_head = replace(problem, B=1, H=1, kv_heads=None)
     for b, h in product(range(problem.B), range(problem.H)):
-        head = Tensors(*(x[b : b + 1, h : h + 1] for x in tensors))
+        of = {"q": h, "k": h // problem.group, "v": h // problem.group, "out": h}
+        parts = tensors._asdict().items()
+        head = Tensors(**{name: x[b : b + 1, of[name] : of[name] + 1] for name, x in parts})
         exact, _ = reference.evaluate(*_posed(one_head, head))
         math, _ = math_attention.evaluate(*_posed(one_head, head))
         expected = judge("out", exact, math, 0.0)

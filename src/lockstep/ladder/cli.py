@@ -31,6 +31,7 @@ OPTIONS = {
     "D": "--head-dim",
     "dtype": "--dtype",
     "length": "--length",
+    "kv_heads": "--kv-heads",
 }
 RUNG_OR_KERNEL = "A rung, FILE:KERNEL, or the name of a built-in sample"
 PROBLEM = "For a rung"
@@ -53,6 +54,10 @@ Tile = Annotated[
 ]
 KvTiles = Annotated[
     str | None, typer.Option(help="split_kv: 1 to 16, or all.", rich_help_panel=PROBLEM)
+]
+KvHeads = Annotated[
+    int | None,
+    typer.Option(help="split_kv: heads of keys, a divisor of --heads.", rich_help_panel=PROBLEM),
 ]
 Join = Annotated[
     str | None, typer.Option(help="split_kv: kernel or last_block.", rich_help_panel=PROBLEM)
@@ -83,6 +88,7 @@ def trace(
     causal: Causal = False,
     dtype: Dtype = "float16",
     length: Length = None,
+    kv_heads: KvHeads = None,
     softmax: Softmax = None,
     tile: Tile = None,
     kv_tiles: KvTiles = None,
@@ -112,7 +118,7 @@ def trace(
         return
     with reported():
         rung = chosen(rung, softmax=softmax, tile=tile, kv_tiles=kv_tiles, stage=stage, join=join)
-        problem = problem_of(batch, heads, seq, head_dim, causal, dtype, length)
+        problem = problem_of(batch, heads, seq, head_dim, causal, dtype, length, kv_heads)
         if against:
             from . import find
 

@@ -135,7 +135,8 @@ class Plan:
 
     @property
     def least_traffic(self) -> int:
-        return 4 * self.problem.rows * self.problem.D * BYTES
+        rows = self.problem.rows
+        return (2 * rows + 2 * rows // self.problem.group) * self.problem.D * BYTES
 
     @property
     def amplification(self) -> float:
@@ -237,6 +238,7 @@ def _no_tensors(problem: Problem) -> Tensors:
     """Tensors of the right type and shape without memory behind them."""
     import torch
 
-    shape = (problem.B, problem.H, problem.S, problem.D)
-    dtype = getattr(torch, problem.dtype)
-    return Tensors(*(torch.empty(shape, dtype=dtype, device="meta") for _ in range(4)))
+    H, dtype = problem.H, getattr(torch, problem.dtype)
+    heads = (H, H // problem.group, H // problem.group, H)
+    shapes = ((problem.B, n, problem.S, problem.D) for n in heads)
+    return Tensors(*(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes))

@@ -44,11 +44,14 @@ class Problem:
     causal: bool = False
     dtype: str = "float16"
     length: int | None = None
+    kv_heads: int | None = None  # heads of keys and values, each for as many of H; None: H
 
     def __post_init__(self) -> None:
         for name in ("B", "H", "S"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, takes 1 or more")
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.H % self.kv_heads):
+            raise ValueError(f"kv_heads is {self.kv_heads}, takes a divisor of H = {self.H}")
         if self.D not in HEAD_DIMS:
             raise ValueError(f"D is {self.D}, takes one of {', '.join(map(str, HEAD_DIMS))}")
         if self.rows * self.D > MAX_ELEMENTS:
@@ -71,8 +74,13 @@ class Problem:
         return self.B * self.H
 
     @property
+    def group(self) -> int:
+        """Heads of queries that share a head of keys and values."""
+        return 1 if self.kv_heads is None else self.H // self.kv_heads
+
+    @property
     def rows(self) -> int:
-        """Rows of q, k, v and out as the kernels see them: B · H · S."""
+        """Rows of q and out as the kernels see them: B · H · S; k and v have 1 / group of that."""
         return self.B * self.H * self.S
 
     @property
@@ -81,23 +89,25 @@ class Problem:
         return self.S if self.length is None else self.length
 
     def draw(self, seed: int = 0, device: str = "cpu") -> Tensors:
-        """Random q, k, v [B, H, S, D], and an output full of NaN."""
+        """Random q [B, H, S, D], k and v [B, kv_heads, S, D], and an output full of NaN."""
         import torch
 
         generator = torch.Generator().manual_seed(seed)
         shape = (self.B, self.H, self.S, self.D)
         dtype = getattr(torch, self.dtype)
-        q, k, v = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
+        keys = (self.B, self.H // self.group, self.S, self.D)
+        q, k, v = (torch.randn(n, generator=generator).to(dtype) for n in (shape, keys, keys))
         out = torch.full(shape, float("nan"), dtype=dtype)
         return Tensors(*(x.to(device) for x in (q, k, v, out)))
 
     def __str__(self) -> str:
         text = f"B{self.B} H{self.H} S{self.S} D{self.D} {self.dtype}"
+        text += f" Hkv{self.kv_heads}" * (self.kv_heads is not None)
         return text + " causal" * self.causal + f" length {self.length}" * (self.length is not None)
 
 
 class Tensors(NamedTuple):
-    """q, k, v and out, contiguous [B, H, S, D]."""
+    """q and out, contiguous [B, H, S, D], and k and v, [B, kv_heads, S, D]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -199,6 +209,7 @@ class Rung:
     launches: Callable[..., list[Launch]] = field(repr=False)
     plans: Callable[..., list[LaunchPlan]] = field(repr=False)
     constant_time: bool = False
+    grouped_heads: bool = False  # whether heads of queries may share heads of keys
     # option -> the values it takes, the default first
     options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     # options of each row that tables show; one row with the defaults where there are none
@@ -236,6 +247,8 @@ class Rung:
         """Why this rung cannot run `problem`; None if it can."""
         if problem.length is not None and not self.constant_time:
             return f"{self.name} is not constant-time and takes no length of its own"
+        if problem.group > 1 and not self.grouped_heads:
+            return f"{self.name} takes as many heads of keys as of queries"
         return self.refuses(problem, **self.settings)
 
     def steps(self) -> tuple[Rung, ...]:

@@ -65,7 +65,7 @@ class Row:
 
 def one_head(problem: Problem) -> Problem:
     """The problem of a single head."""
-    return replace(problem, B=1, H=1)
+    return replace(problem, B=1, H=1, kv_heads=None)
 
 
 def count(rung: Rung, problem: Problem) -> Counted:

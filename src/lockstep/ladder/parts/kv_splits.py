@@ -93,7 +93,8 @@ def attend(
     q,
     k,
     v,
-    first,  # row of the head's first token
+    first,  # row of q with the head's first token
+    first_key,  # row of k and v with it
     first_q,
     begin,  # keys that the block attends to
     end,
@@ -124,7 +125,7 @@ def attend(
                 # the columns before are still being read
                 cuda.syncthreads()
                 stage_columns(q_part, q, first + first_q, t * D_TILE, seq - first_q, BLOCK)
-                stage_columns(kv_part, k, first + first_kv, t * D_TILE, seq - first_kv, BLOCK)
+                stage_columns(kv_part, k, first_key + first_kv, t * D_TILE, seq - first_kv, BLOCK)
                 cuda.syncthreads()
                 add_scores(s, q_part, kv_part, ty, tx, R)
 
@@ -158,7 +159,7 @@ def attend(
         with simt.phase("output"):
             for t in range(D // D_TILE):
                 cuda.syncthreads()
-                stage_columns(kv_part, v, first + first_kv, t * D_TILE, seq - first_kv, BLOCK)
+                stage_columns(kv_part, v, first_key + first_kv, t * D_TILE, seq - first_kv, BLOCK)
                 cuda.syncthreads()
                 add_values(acc, t, p_tile, kv_part, ty, tx, BLOCK, R)
 

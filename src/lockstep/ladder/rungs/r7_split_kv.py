@@ -11,6 +11,8 @@ kv_tiles="all" is the kernel's unsplit self. The head dim is tiled by 16 in both
 shared memory holds 16 columns of Q, K or V at a time. Of the 8 x 8 threads of a block, each has one
 score (tile="8x8") or 8 x 8 of them (tile="64x64").
 
+Heads of queries may share heads of keys and values (--kv-heads): blocks then read the same keys.
+
 With join="last_block" there is one launch: a block counts itself in when its part is written, and
 the one that finds all others there joins the parts. Who that is changes from run to run, the order
 in which parts are added does not.
@@ -67,6 +69,7 @@ def partial_attention(
     D: Constant,
     BLOCK: Constant,  # queries, and keys, of a tile
     R: Constant,  # of them for each of the eight threads
+    GROUP: Constant,  # heads of queries that share a head of keys
     CAUSAL: Constant,
 ):
     q_part = cuda.shared.array((BLOCK, PITCH), float32)
@@ -79,6 +82,9 @@ def partial_attention(
 
     first_q = cuda.blockIdx.x * BLOCK
     first = cuda.blockIdx.z * seq  # row of this head's first token
+    first_key = first
+    if GROUP > 1:
+        first_key = cuda.blockIdx.z // GROUP * seq
     end = seq  # of the keys that some row of this block sees
     if CAUSAL:
         end = min(seq, first_q + BLOCK)
@@ -88,8 +94,8 @@ def partial_attention(
     end = min(end, begin + kv_tiles * BLOCK)
 
     attend(
-        acc, m, l, s, q_part, kv_part, p_tile, q, k, v, first, first_q, begin, end, seq, scale_log2,
-        D, BLOCK, R, CAUSAL,
+        acc, m, l, s, q_part, kv_part, p_tile, q, k, v, first, first_key, first_q, begin, end, seq,
+        scale_log2, D, BLOCK, R, CAUSAL,
     )  # fmt: skip
     with simt.phase("write"):
         q_tile = cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x
@@ -140,6 +146,7 @@ def split_in_one_launch(
     D: Constant,
     BLOCK: Constant,
     R: Constant,
+    GROUP: Constant,
     CAUSAL: Constant,
     DTYPE: Constant,
 ):
@@ -154,6 +161,9 @@ def split_in_one_launch(
 
     first_q = cuda.blockIdx.x * BLOCK
     first = cuda.blockIdx.z * seq  # row of this head's first token
+    first_key = first
+    if GROUP > 1:
+        first_key = cuda.blockIdx.z // GROUP * seq
     end = seq  # of the keys that some row of this block sees
     if CAUSAL:
         end = min(seq, first_q + BLOCK)
@@ -165,8 +175,8 @@ def split_in_one_launch(
     end = min(end, begin + split_keys)
 
     attend(
-        acc, m, l, s, q_part, kv_part, p_tile, q, k, v, first, first_q, begin, end, seq, scale_log2,
-        D, BLOCK, R, CAUSAL,
+        acc, m, l, s, q_part, kv_part, p_tile, q, k, v, first, first_key, first_q, begin, end, seq,
+        scale_log2, D, BLOCK, R, CAUSAL,
     )  # fmt: skip
     with simt.phase("write"):
         q_tile = cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x
@@ -248,6 +258,7 @@ def launches(
         "kv_tiles": _kv_tiles(problem, block, kv_tiles),
         "scale_log2": problem.scale * LOG2E,
         "R": block // SIDE,
+        "GROUP": problem.group,
     }
     heads = problem.heads
     if join == "last_block":
@@ -368,6 +379,7 @@ RUNG = Rung(
     launches=launches,
     plans=plans,
     refuses=refuses,
+    grouped_heads=True,
     options={"tile": tuple(TILES), "kv_tiles": KV_TILES, "join": JOIN},
     variants=(
         {"tile": "8x8", "kv_tiles": 4},
