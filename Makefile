@@ -11,7 +11,7 @@ TRITON := triton==3.6.0
 TRITONS := 3.7.1 3.8.0 3.9.0
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test tritons audit lint bench report gallery clean
+.PHONY: docs wheel help demo test tritons audit lint bench report gallery clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -37,6 +37,12 @@ lint: $(READY) ## check style, types, and the tables in the docs
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m lockstep.bench.tables --check
+
+docs: $(READY) ## build the documentation as a site in build/site; broken links are errors
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q && echo "build/site/index.html"
+
+wheel: $(READY) ## build the wheel, install it into an environment of its own, and try it there
+	@bash .ci/wheel
 
 bench: $(READY) ## time the CPU path against PyTorch
 	@$(BIN)/lockstep bench cpu $(ARGS)
@@ -67,5 +73,5 @@ $(READY): pyproject.toml constraints.txt | $(BIN)/python
 	  --index-url $(CPU_WHEELS) torch 2>/dev/null || echo "No CPU build of torch: taking PyPI's"
 	@$(PIP) -c constraints.txt torch
 	@test "$$(uname)" != Linux || $(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
-	@$(PIP) -c constraints.txt -e '.[dev,gpu,hf]'
+	@$(PIP) -c constraints.txt -e '.[dev,docs,gpu,hf]'
 	@touch $@

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import results
-from lockstep.bench import gpu_tables, ladder_tables, pivot_tables
+from lockstep.bench import gpu_tables, ladder_tables, pivot_tables, support_table
 from lockstep.bench.counter_tables import agreement_block
 from lockstep.formats import duration
 
@@ -55,11 +55,13 @@ PAGES = (
     "docs/hopper-backward.md",
     "docs/triton.md",
     "docs/gradients.md",
+    "docs/support.md",
 )
 MARKED = re.compile(r"<!-- bench:(?P<name>\w+) -->.*?<!-- /bench:(?P=name) -->", re.DOTALL)
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "cpu": cpu_block,
     "simt_counters": agreement_block,
+    "support": support_table.block,
     **gpu_tables.BLOCKS,
     **ladder_tables.BLOCKS,
 }
