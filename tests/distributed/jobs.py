@@ -143,6 +143,24 @@ def count(cases: list[dict[str, Any]]) -> list[list[int]]:
     return found
 
 
+def peaks(methods: list[str], S: int) -> list[int]:
+    """Bytes of tensors that a forward and its backward hold at a time, besides their inputs."""
+    found = []
+    for method in methods:
+        inputs = [shard(torch.randn(1, 4, S, 64), group(), 2).requires_grad_() for _ in range(3)]
+        dout = torch.ones_like(inputs[0])
+        for _ in range(2):
+            # The first call compiles.
+            with torch.profiler.profile(profile_memory=True) as seen:
+                out = context_parallel_attention(*inputs, mesh=group(), method=method, causal=True)
+                torch.autograd.grad(out, inputs, dout)
+                del out
+        events = seen.profiler.kineto_results.events()
+        steps = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+        found.append(max(itertools.accumulate(n for _, n in steps)))
+    return found
+
+
 def decode(cases: list[dict[str, Any]]) -> list[str]:
     """What is off in sharded caches: from a whole cache, from pages, or from rank to rank."""
     rank, ranks, page, C = dist.get_rank(), dist.get_world_size(), 16, 64

@@ -122,9 +122,10 @@ def held(method: str, shape: Shape) -> Bytes:
         keys = shape.S * shape.Hkv * shape.key
         return Bytes(keys, keys + shape.S * shape.Hq * (shape.row + shape.out + statistics))
     if method == "ring":
-        # Two blocks: one at work and one on its way.
-        keys = 2 * largest * shape.Hkv * shape.key
-        return Bytes(keys, max(keys, 2 * largest * shape.Hq * (shape.row + statistics)))
+        # Three blocks: one that was just folded, one at work and one on its way.
+        n = 3 * largest
+        keys = n * shape.Hkv * shape.key
+        return Bytes(keys, max(keys, n * shape.Hq * (shape.row + statistics)))
     if method == "heads":
         parts = heads.divide(shape.Hq, shape.Hkv, shape.ranks, shape.S)
         query = shape.B * shape.D * shape.element
