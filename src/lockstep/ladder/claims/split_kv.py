@@ -221,6 +221,15 @@ CLAIMS = (
         "a long sequence has many query tiles, which fill the GPU without splitting",
     ),
     _claim(
+        "why two kernels",
+        "joining the parts takes a kernel of its own",
+        at_least(2),
+        "kernels",
+        "plan",
+        lambda: len(plans_of(find("split_kv").choose(join="last_block"), TOY)),
+        "the last block of a query tile can join: an atomic and fences order it behind the others",
+    ),
+    _claim(
         "implementation validation",
         "key tiles per block are the number of splits: four of them give four splits",
         exactly(4),
