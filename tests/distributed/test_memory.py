@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from worlds import results_of, run_world
 
 METHODS = ("heads", "gather", "ring")
 S = 6144
 
 
+@pytest.mark.slow
 def test_ring_and_heads_hold_a_share_of_the_sequence():
     """A ring holds three blocks at a time; on 2 ranks there are two, of twice the size."""
     of_two, of_four = (

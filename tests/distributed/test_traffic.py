@@ -19,7 +19,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_bytes_are_those_of_the_closed_forms(ranks):
     for rank, found in enumerate(results_of(run_world(ranks, "count", CASES))):
         for case, counted in zip(CASES, found, strict=True):

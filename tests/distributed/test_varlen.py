@@ -13,7 +13,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_packed_sequences_have_the_bits_of_one_process(ranks):
     cases = [{**case, "methods": ("heads", "gather")} for case in CASES]
     cases.append({**CASES[0], "Hkv": 1, "methods": ("gather",)})
