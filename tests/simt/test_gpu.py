@@ -16,7 +16,7 @@ from lockstep.simt.samples import SAMPLES, kernels
 from lockstep.simt.types import bfloat16, bool_, uint32
 
 pytest.importorskip("cuda.core", reason="the extra 'gpu' is not installed")
-from lockstep.simt import nvrtc
+from lockstep.simt import nvrtc, sass
 
 on_gpu = [
     pytest.mark.gpu,
@@ -230,6 +230,42 @@ def test_an_instrumented_build_reads_the_clock_around_phases():
     assert timed.text.count("clock64()") == 2 * 3 + 2
     assert timed.text.count("phase_cycles_0 +=") == 2
     assert nvrtc.compile_source(timed, "sm_90").cubin
+
+
+@simt.kernel
+def one_works(x: float32[:], y: float32[:], N: Constant):
+    with simt.phase("work"):
+        if cuda.threadIdx.x == 0:
+            for i in range(N):
+                y[0] = y[0] * x[i] + 1.0
+        cuda.syncthreads()
+    with simt.phase("rest"):
+        y[1 + cuda.threadIdx.x] = x[0]
+
+
+def test_the_clock_waits_for_a_barrier():
+    """The time that warps wait for another belongs to the phase of the barrier."""
+    plain = emit(one_works.typed(N=3), threads=64)
+    timed = emit(one_works.typed(N=3), threads=64, clocks=True)
+    assert "__syncthreads();" in plain.text
+    assert "__syncthreads();" not in timed.text
+    listing = sass.disassemble(nvrtc.compile_source(timed, "sm_90"))
+    opcodes = [instruction.opcode for instruction in listing.instructions]
+    barrier = next(i for i, name in enumerate(opcodes) if name.startswith("BAR"))
+    clock = next(i for i in range(barrier, len(opcodes)) if opcodes[i].startswith("CS2R"))
+    # What the barrier returns decides a branch before the clock is read.
+    assert "BRA" in "".join(opcodes[barrier:clock])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_waiting_at_a_barrier_counts_in_its_phase():
+    x, y = torch.ones(3000, device="cuda"), torch.zeros(1 + 128, device="cuda")
+    cycles = torch.zeros(3, dtype=torch.int64, device="cuda")
+    launch(one_works, (1, 1, 1), (128, 1, 1), 0, {"x": x, "y": y, "N": 3000}, clocks=cycles)
+    work, rest, whole = cycles.tolist()
+    assert work > 0.9 * whole
+    assert rest < 0.1 * whole
 
 
 @pytest.mark.gpu

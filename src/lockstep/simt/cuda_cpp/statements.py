@@ -121,7 +121,12 @@ class Statements(Fragments):
         self.put(f"__pipeline_wait_prior({stmt.pending});", stmt)
 
     def stmt_barrier(self, stmt: ir.Barrier) -> None:
-        self.put("__syncthreads();", stmt)
+        if self.clocks:
+            # A warp may go on behind a plain barrier until it needs what others wrote, and read the
+            # clock there. It has to wait for a result of the barrier before it can branch on it.
+            self.put("if (__syncthreads_or(0)) __trap();", stmt)
+        else:
+            self.put("__syncthreads();", stmt)
 
     def stmt_fence(self, stmt: ir.Fence) -> None:
         self.put("__threadfence();", stmt)
