@@ -38,6 +38,10 @@ from lockstep.problem import AttentionProblem, Tensors
 
 # Query rows for which scores are held at once.
 ROWS = 2048
+# Kernels add up a tile of keys, 64 of them or more, one after the other. While a sum of equal terms
+# stays between two powers of 2, each addition is off by the same: over 64 terms by 13 u of the sum,
+# root mean square over what the term is.
+TILE, CHAIN = 64, 13.0
 # By the name of the result: out, lse; dq, dk, dv, dbias, dsinks.
 Variances = dict[str, Tensor]
 
@@ -220,6 +224,7 @@ def _of_rows(problem: AttentionProblem, units: Units, t: Row) -> Variances:
     out = p @ t.v
     away = moved @ t.v**2 - 2 * out * (moved @ t.v) + out**2 * moved.sum(-1, keepdim=True)
     var_out = rounded @ t.v**2 + away.clamp(min=0.0) + (w2 + var_l) * out**2 + least2
+    var_out = var_out + (_equal_terms(p, t) * CHAIN * units.u * out) ** 2
     var_lse = shift + u2 * (lse**2 + m**2 + _cap(problem, units) ** 2)
     found = {"out": var_out, "lse": var_lse.squeeze(-1)}
     if t.dout is None or t.dlse is None:
@@ -260,6 +265,18 @@ def _of_rows(problem: AttentionProblem, units: Units, t: Row) -> Variances:
         var = (p_sink**2 * relative + none2 * delta**2).sum((0, 2, 3))
         found["dsinks"] = var + w2 * (p_sink * delta).sum((0, 2, 3)) ** 2 + least2
     return found
+
+
+def _equal_terms(p: Tensor, t: Row) -> Tensor:
+    """How much of a tile is there of terms p·v that are one number, [B, Hq, rows, Dv]: 0 for one
+    key, and if terms differ, up to 1. Errors of such a sum do not cancel out: see CHAIN."""
+    if not p.shape[-1]:
+        return p.new_zeros(())
+    least = p.masked_fill(~t.seen, math.inf).amin(-1, keepdim=True)
+    same_p = p.amax(-1, keepdim=True) == least  # [B, Hq, rows, 1]
+    same_v = t.v.amax(-2, keepdim=True) == t.v.amin(-2, keepdim=True)  # [B, Hq, 1, Dv]
+    n = t.seen.sum(-1, keepdim=True).clamp(1, TILE)
+    return (same_p & same_v) * ((n - 1) / (TILE - 1))
 
 
 def _scores(problem: AttentionProblem, units: Units, t: Row) -> tuple[Tensor, Tensor, Tensor]:

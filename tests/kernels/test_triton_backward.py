@@ -211,8 +211,8 @@ def test_gradients_of_a_sequence_do_not_know_what_is_around_it():
     """Alone, between others, and with NaN behind its keys: the same tiles in the same order."""
     alone = draw(70, 90, Hq=4, D=16, dtype=F16, causal=True)
     others = draw(70, 90, B=2, Hq=4, D=16, dtype=F16)
-    douts, other_seeds = draw_douts(alone), draw_douts(others)
-    expected = gradients(alone, douts)
+    own, other = draw_douts(alone), draw_douts(others)
+    expected = gradients(alone, own)
 
     def between(x, y, value=0.0, pad=0):
         x, y = (torch.nn.functional.pad(t, (0, 0, 0, pad), value=value) for t in (x, y))
@@ -222,12 +222,11 @@ def test_gradients_of_a_sequence_do_not_know_what_is_around_it():
     batch = {n: between(alone.tensors[n], others.tensors[n]) for n in names}
     batch |= {n: between(alone.tensors[n], others.tensors[n], math.nan, 50) for n in ("k", "v")}
     crowd = alone.replaced(**batch, kv_lens=torch.tensor([31, 90, 70]))
-    douts = between(douts[0], other_seeds[0])
-    dlses = torch.cat([other_seeds[1][:1], douts[1], other_seeds[1][1:]])
-    found = gradients(crowd, (douts, dlses))
+    dlse = torch.cat([other[1][:1], own[1], other[1][1:]])
+    found = gradients(crowd, (between(own[0], other[0]), dlse))
     for name in names:
-        own = found[name][1:2, :, : expected[name].shape[2]]
-        assert torch.equal(own, expected[name]), name
+        mine = found[name][1:2, :, : expected[name].shape[2]]
+        assert torch.equal(mine, expected[name]), name
     for name in ("k", "v"):
         assert found[name][1, :, 90:].eq(0).all()
 

@@ -7,6 +7,7 @@ Row 16·warp + 8·i + lane // 4 and column 8·j + 2·(lane % 4) + k of an accumu
 from __future__ import annotations
 
 import triton
+import triton.language as tl  # noqa: F401, the interpreter looks for it beside each function
 
 from lockstep.kernels.hopper.common import sizes
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, warpgroup_mma
