@@ -2,8 +2,9 @@
 
     PYTHONPATH=src python benchmarks/ladder_phases_gpu.py
 
-Every warp reads the clock around each phase and adds up its cycles; a phase's share is its cycles
-over all cycles of the warps. Beside it stands the time of the instrumented kernel and of the kernel
+Every warp reads the clock where a phase begins and adds up its cycles; a phase lasts until the next
+one begins, so that waiting for others is part of it. Its share is its cycles over all cycles of
+the warps. Beside it stands the time of the instrumented kernel and of the kernel
 as it is: where the two are far apart, the clock reads have changed what they measure. Where `ncu`
 is on the path, the utilisation of the multiprocessors is measured too (`--no-utilisation` does
 without). Takes less than a minute. Writes benchmarks/results/ladder-phases-<gpu>.json.

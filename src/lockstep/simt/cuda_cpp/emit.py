@@ -79,7 +79,7 @@ def emit(
 
     With `clocks` the kernel is instrumented: it takes one more array, `phase_cycles`, and every
     warp that runs to the end adds its clock cycles in each of `phases`, and all of its cycles last.
-    Blocks are taken to be one-dimensional.
+    A phase lasts until the next one begins. Blocks are taken to be one-dimensional.
 
     >>> source = emit(transpose.typed(TILE=32))              # doctest: +SKIP
     >>> print(source.text)                                   # doctest: +SKIP
@@ -136,21 +136,34 @@ class _Emitter:
     # Clocks of an instrumented kernel
 
     def start_clocks(self) -> None:
+        """A phase lasts until the next one begins, so that waiting for threads that are still at
+        work in it is part of it. The last count is of what comes before any phase."""
         if not self.clocks:
             return
-        self.body.writer.put("const long long kernel_began = clock64();")
-        for i in range(len(self.body.clocks)):
-            self.body.writer.put(f"long long {CLOCKS}_{i} = 0;")
+        n = len(self.body.clocks)
+        put = self.body.writer.put
+        put("const long long kernel_began = clock64();")
+        put(f"long long phase_began = kernel_began, cycles_of_phase[{n + 1}] = {{}};")
+        put(f"int phase = {n};")
+        put("const auto begin_phase = [&](int next) {")
+        with self.body.writer.indented():
+            put("const long long now = clock64();")
+            put("cycles_of_phase[phase] += now - phase_began;")
+            put("phase_began = now;")
+            put("phase = next;")
+        put("};")
 
     def write_clocks(self) -> None:
         if not self.clocks:
             return
+        n = len(self.body.clocks)
         put = self.body.writer.put
-        totals = [f"{CLOCKS}_{i}" for i in range(len(self.body.clocks))]
+        put(f"begin_phase({n});")
         put("if (threadIdx.x % 32 == 0) {")
         with self.body.writer.indented():
-            for i, cycles in enumerate((*totals, "clock64() - kernel_began")):
-                put(f"atomicAdd(&{CLOCKS}[{i}], (unsigned long long)({cycles}));")
+            put(f"for (int i = 0; i < {n}; i++)")
+            put(f"  atomicAdd(&{CLOCKS}[i], (unsigned long long)cycles_of_phase[i]);")
+            put(f"atomicAdd(&{CLOCKS}[{n}], (unsigned long long)(phase_began - kernel_began));")
         put("}")
 
     # Shared memory

@@ -208,14 +208,9 @@ class Statements(Fragments):
             stmt.loc,
             self.writer.beside(stmt.loc, _header_end(stmt, stmt.body)),
         )
-        if stmt.name not in self.clocks:
-            self.block(stmt.body)
-            return
-        began = self.fresh("phase_began")
-        self.writer.put(f"const long long {began} = clock64();", stmt.loc)
+        if stmt.name in self.clocks:
+            self.writer.put(f"begin_phase({self.clocks.index(stmt.name)});", stmt.loc)
         self.block(stmt.body)
-        total = f"phase_cycles_{self.clocks.index(stmt.name)}"
-        self.writer.put(f"{total} += clock64() - {began};", stmt.loc)
 
     def stmt_inlined(self, stmt: ir.Inlined) -> None:
         call = stmt.loc.text[stmt.loc.column - 1 : stmt.loc.end_column - 1]
