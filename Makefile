@@ -21,7 +21,8 @@ demo: $(READY) ## run attention here: checked, reproduced bit for bit, timed
 	@$(BIN)/lockstep demo
 
 test: $(READY) ## run the tests
-	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile \
+	  --no-loadscope-reorder $(ARGS)
 
 tritons: $(READY) ## install other versions of Triton, 3 GB, for the tests that compile with them
 	@test "$$(uname)" != Linux || for version in $(TRITONS); do \

@@ -7,8 +7,14 @@ For `test_hopper_versions.py`, which runs it with other versions of Triton first
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import triton
+
+# This is no test, so nothing has put the helpers of all tests into the path.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from hopper_build import compile_for_hopper, count
 from test_driver import sizes_in
 from test_hopper_backward_build import compiled, partition_barriers
