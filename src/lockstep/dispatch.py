@@ -50,10 +50,10 @@ def select(
     """
     refusals = []
     for candidate in candidates(kernel):
-        refusal = _refusal(candidate, problem, backward)
-        if refusal is None:
+        reason = refusal(candidate, problem, backward)
+        if reason is None:
             return candidate
-        refusals.append(f"\n  {candidate.name}: {refusal}")
+        refusals.append(f"\n  {candidate.name}: {reason}")
     raise NotImplementedError(f"no kernel runs {problem}{''.join(refusals)}")
 
 
@@ -62,18 +62,19 @@ def explain(problem: AttentionProblem, kernel: str | None = None) -> Explanation
 
     Raises ValueError for an unknown name.
     """
-    reasons = {candidate.name: _refusal(candidate, problem) for candidate in KERNELS}
+    reasons = {candidate.name: refusal(candidate, problem) for candidate in KERNELS}
     able = (candidate.name for candidate in candidates(kernel) if reasons[candidate.name] is None)
     refusals = {name: reason for name, reason in reasons.items() if reason is not None}
     return Explanation(problem, next(able, None), refusals)
 
 
-def _refusal(kernel: Kernel, problem: AttentionProblem, backward: bool = False) -> str | None:
+def refusal(kernel: Kernel, problem: AttentionProblem, backward: bool = False) -> str | None:
+    """Why a kernel does not run a problem or, with `backward`, its gradients; None if it does."""
     if problem.query_invariant and not kernel.query_invariant:
         return "does not promise query_invariant"
-    refusal = kernel.supports(problem)
-    if refusal is not None or not backward:
-        return refusal
+    reason = kernel.supports(problem)
+    if reason is not None or not backward:
+        return reason
     if kernel.prepare_backward is None:
         return "has no backward"
     return None if kernel.supports_backward is None else kernel.supports_backward(problem)

@@ -144,3 +144,9 @@ def test_the_command_refuses(tmp_path):
     result = CliRunner().invoke(app, ["audit", "model", str(tmp_path)])
     assert result.exit_code == 2
     assert "config.json" in result.stderr
+
+
+def test_the_command_names_a_bad_device(folder):
+    result = CliRunner().invoke(app, ["audit", "model", str(folder), "--device", "banana"])
+    assert result.exit_code == 2
+    assert "--device" in result.stderr

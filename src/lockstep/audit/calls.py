@@ -13,7 +13,6 @@ from torch import Tensor
 import lockstep
 from lockstep import dispatch
 from lockstep.kernels.kernel import Kernel
-from lockstep.problem import AttentionProblem
 
 # Sets of options that calls are made with; sinks are drawn with the batch.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -209,11 +208,11 @@ def _call(
     Where the kernel refuses the call or its gradients, the reason stands in their place.
     """
     problem = lockstep.explain(*inputs, **arguments).problem
-    refusal = _refusal(kernel, problem)
+    refusal = dispatch.refusal(kernel, problem)
     if refusal is not None:
         return Results({}, (refusal,))
     function = partial(function, **arguments, return_lse=True, kernel=kernel.name)
-    no_gradients = None if dout is None else _refusal(kernel, problem, backward=True)
+    no_gradients = None if dout is None else dispatch.refusal(kernel, problem, backward=True)
     if dout is None or no_gradients is not None:
         with torch.no_grad():
             out, lse = function(*inputs)
@@ -225,12 +224,3 @@ def _call(
     dlse = torch.full_like(lse, 0.25)
     dq, dk, dv = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     return Results({"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv})
-
-
-def _refusal(kernel: Kernel, problem: AttentionProblem, *, backward: bool = False) -> str | None:
-    try:
-        dispatch.select(problem, kernel.name, backward=backward)
-    except NotImplementedError as refusal:
-        # The last line is that of the named kernel.
-        return str(refusal).splitlines()[-1].strip().removeprefix(f"{kernel.name}: ")
-    return None

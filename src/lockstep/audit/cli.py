@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.audit import distributed_cli, exact_cli, model_cli
+from lockstep.audit.cli_options import check_device, dtype_of
 from lockstep.command import Json, by_option, ends_with_status_2, print_json
 from lockstep.console import BAD, GOOD, NO, OURS, QUIET, YES, progress, table
-from lockstep.formats import DTYPES
 
 if TYPE_CHECKING:
     from lockstep.audit.calls import Shape
@@ -91,12 +91,11 @@ def _prepare(
     from lockstep.dispatch import KERNELS
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    _check_device(device)
+    check_device(device)
     dtype = dtype or ("bf16" if torch.device(device).type == "cuda" else "fp32")
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype takes one of {', '.join(DTYPES)}, got {dtype!r}")
+    kind = dtype_of(dtype)
     try:
-        shape = Shape(device, getattr(torch, DTYPES[dtype]), *sizes)
+        shape = Shape(device, kind, *sizes)
     except ValueError as error:
         raise ValueError(by_option(error, OPTIONS)) from None
     names = [k.name for k in KERNELS]
@@ -114,20 +113,6 @@ def _prepare(
         reasons = "; ".join(f"{other}: {reason}" for other, reason in others.items())
         raise ValueError(f"no kernel to audit: {reasons}")
     return shape, able, others
-
-
-def _check_device(device: str) -> None:
-    import torch
-
-    kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
-        raise ValueError(f"--device takes cpu, cuda or cuda:N, got {device!r}")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda needs a CUDA device and a torch built for it: none is here")
-    if index and int(index) >= torch.cuda.device_count():
-        raise ValueError(
-            f"--device takes cuda:0 to cuda:{torch.cuda.device_count() - 1} here, got {device!r}"
-        )
 
 
 def _refusal(kernel: Kernel, shape: Shape) -> str | None:

@@ -9,13 +9,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from lockstep.audit.cli_options import dtype_of
 from lockstep.command import Json, ends_with_status_2, print_json
 from lockstep.console import BAD, GOOD, NO, QUIET, YES, table
 
 if TYPE_CHECKING:
     from lockstep.audit.distributed import Case
 
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+DTYPES = ("fp16", "bf16", "fp32")
 
 
 def distributed(
@@ -76,9 +77,7 @@ def _prepare(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--device takes cpu or cuda, got {device!r}")
-    dtype = dtype or ("fp32" if device == "cpu" else "bf16")
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype takes one of {', '.join(DTYPES)}, got {dtype!r}")
+    kind = dtype_of(dtype or ("fp32" if device == "cpu" else "bf16"), DTYPES)
     if device == "cuda":
         # Several ranks may share a GPU; NCCL would refuse, gloo does not.
         device = f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
@@ -86,7 +85,6 @@ def _prepare(
     S, Hq, Hkv, D = sizes
     if Hq % Hkv:
         raise ValueError(f"--heads takes a multiple of --kv-heads, got {Hq} and {Hkv}")
-    kind = getattr(torch, DTYPES[dtype])
     return list(cases(names, S=S, Hq=Hq, Hkv=Hkv, D=D, dtype=kind, device=device))
 
 

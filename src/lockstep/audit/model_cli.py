@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from lockstep.audit.cli_options import check_device, dtype_of
 from lockstep.command import Json, ends_with_status_2, print_json
 from lockstep.console import BAD, NO, QUIET, YES
 
@@ -56,15 +57,14 @@ def _audit(
     import torch
 
     from lockstep.audit.model_bits import model as audit
-    from lockstep.formats import DTYPES
 
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype takes one of {', '.join(DTYPES)}, got {dtype!r}")
+    check_device(device)
+    kind = dtype_of(dtype)
     folder = path.parent if path.is_file() else path
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json")
     torch.manual_seed(seed)
-    loaded = _load(folder, attention, DTYPES[dtype]).to(device)
+    loaded = _load(folder, attention, kind).to(device)
     tokens = torch.randint(1, loaded.config.get_text_config().vocab_size, (batch, seq))
     return audit(loaded, {"input_ids": tokens.to(device)})
 

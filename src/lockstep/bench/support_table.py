@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from lockstep.dispatch import KERNELS
+from lockstep.dispatch import KERNELS, refusal
 from lockstep.kernels.kernel import Kernel
 from lockstep.problem import AttentionProblem, Options, Tensors, describe
 
@@ -42,14 +42,10 @@ def _answer(kernel: Kernel, problem: AttentionProblem) -> str:
     # Each is asked about tensors where it runs.
     device = "cpu" if kernel.name == "cpu" else "cuda"
     problem = replace(problem, device_type=device)
-    if problem.query_invariant and not kernel.query_invariant:
+    if refusal(kernel, problem) is not None:
         return NEITHER
-    if kernel.supports(problem) is not None:
-        return NEITHER
-    refuses = kernel.prepare_backward is None or not problem.has_gradient
-    if not refuses and kernel.supports_backward is not None:
-        refuses = kernel.supports_backward(problem) is not None
-    return FORWARD if refuses else BOTH
+    is_derivable = problem.has_gradient and refusal(kernel, problem, backward=True) is None
+    return BOTH if is_derivable else FORWARD
 
 
 def _problems() -> Iterator[tuple[str, AttentionProblem]]:

@@ -1,0 +1,36 @@
+"""What several commands of `lockstep audit` take. torch is imported inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from lockstep.formats import DTYPES
+
+if TYPE_CHECKING:
+    import torch
+
+
+def check_device(device: str) -> None:
+    """Raises ValueError for a device that is no CPU or CUDA device, or not here."""
+    import torch
+
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
+        raise ValueError(f"--device takes cpu, cuda or cuda:N, got {device!r}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a CUDA device and a torch built for it: none is here")
+    if index and int(index) >= torch.cuda.device_count():
+        raise ValueError(
+            f"--device takes cuda:0 to cuda:{torch.cuda.device_count() - 1} here, got {device!r}"
+        )
+
+
+def dtype_of(name: str, takes: Iterable[str] = DTYPES) -> torch.dtype:
+    """The dtype that `--dtype` names. Raises ValueError for another name."""
+    import torch
+
+    if name not in takes:
+        raise ValueError(f"--dtype takes one of {', '.join(takes)}, got {name!r}")
+    dtype: torch.dtype = getattr(torch, DTYPES[name])
+    return dtype
