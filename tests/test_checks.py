@@ -89,6 +89,23 @@ def test_a_call_raises_on_request(elsewhere, monkeypatch, case):
     assert not elsewhere
 
 
+@pytest.mark.parametrize("case", ["kv_lens", "page"])
+def test_secret_lengths_are_checked(case):
+    tensors, message = WRONG[case]
+    problem = describe(tensors, Options(constant_time=True, secret_lengths=True))
+    with pytest.raises(ValueError, match=message):
+        checks.check_values(problem, tensors)
+
+
+def test_secret_lengths_in_range_are_not_read(monkeypatch):
+    lens = torch.tensor([0, 7, 3])
+    tensors = Tensors(*torch.randn(3, 3, 1, 7, 4), kv_lens=lens)
+    monkeypatch.setattr(checks, "_check_lengths", None)
+    checks.check_values(
+        describe(tensors, Options(constant_time=True, secret_lengths=True)), tensors
+    )
+
+
 def test_on_a_cpu_values_are_checked_in_any_case(monkeypatch):
     monkeypatch.delenv("LOCKSTEP_CHECK", raising=False)
     problem = describe(WRONG["kv_lens"][0], Options())

@@ -52,15 +52,16 @@ def test_a_named_kernel_never_falls_back(three_kernels):
         dispatch.select(problem(), "first")
 
 
-def test_query_invariance_goes_to_a_kernel_that_promises_it(monkeypatch):
-    kernels = kernel("plain"), kernel("strict", query_invariant=True)
+@pytest.mark.parametrize("claim", ["query_invariant", "constant_time"])
+def test_a_call_that_asks_for_a_claim_goes_to_a_kernel_that_makes_it(monkeypatch, claim):
+    kernels = kernel("plain"), kernel("strict", **{claim: True})
     monkeypatch.setattr(dispatch, "KERNELS", kernels)
-    strict = dataclasses.replace(problem(), query_invariant=True)
+    strict = dataclasses.replace(problem(), **{claim: True})
     assert dispatch.select(problem()).name == "plain"
     assert dispatch.select(strict).name == "strict"
     assert dispatch.select(strict, backward=True).name == "strict"
-    assert dispatch.explain(strict).refusals == {"plain": "does not promise query_invariant"}
-    with pytest.raises(NotImplementedError, match="plain: does not promise query_invariant"):
+    assert dispatch.explain(strict).refusals == {"plain": f"does not promise {claim}"}
+    with pytest.raises(NotImplementedError, match=f"plain: does not promise {claim}"):
         dispatch.select(strict, "plain")
 
 

@@ -11,6 +11,7 @@ import lockstep
 from lockstep import call_cache, ops
 from lockstep.cache import Cache
 from lockstep.eager import can_skip_dispatcher
+from lockstep.options import Options
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def test_a_plain_call_goes_to_the_implementation(qkv, monkeypatch):
 @pytest.mark.parametrize("which", range(3))
 def test_a_call_with_a_gradient_is_direct_and_gives_the_same_bits(qkv, which, monkeypatch):
     qkv[which].requires_grad_()
-    options = (True, None, None, None, None, False, False, None)
+    options = (*Options(causal=True), None)
     dispatched, *_ = torch.ops.lockstep.attention(*qkv, None, None, None, *options)
     monkeypatch.setattr(ops.attention.operator, "op", None)
     direct = lockstep.attention(*qkv, causal=True)

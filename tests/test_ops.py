@@ -8,10 +8,11 @@ from torch.autograd import gradcheck
 
 import lockstep
 from lockstep import numerics, reference
+from lockstep.options import Options
 
 # What runs float32 and bfloat16 differs from machine to machine; float64 is the oracle's.
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
-OPTIONS = (True, 3, 0, 0.4, 30.0, False, False, None)
+OPTIONS = (*Options(True, 3, 0, 0.4, 30.0), None)
 OFFSETS = torch.tensor([0, 2, 5]), torch.tensor([0, 3, 9], dtype=torch.int32)
 LENS = torch.tensor([3, 7])
 

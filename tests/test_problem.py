@@ -210,7 +210,7 @@ def test_bad_input(arguments, changes, error, message):
             call(**arguments(**changes))
 
 
-@pytest.mark.parametrize("flag", ["query_invariant", "allow_tf32"])
+@pytest.mark.parametrize("flag", ["query_invariant", "allow_tf32", "constant_time"])
 @pytest.mark.parametrize("arguments", CALLS)
 def test_flags_are_flags(arguments, flag):
     with pytest.raises(TypeError, match=rf"^{flag} takes True or False, got int"):
@@ -284,7 +284,7 @@ def test_tensors_without_strides_are_refused_by_name(arguments, kind):
 
 def test_operators_refuse_tensors_without_strides():
     q, k, v = dense().values()
-    options = (False, None, None, None, None, False, False, None)
+    options = (*Options(), None)
     with pytest.raises(TypeError, match=r"^k takes a strided tensor, got one of layout sparse_coo"):
         torch.ops.lockstep.attention(q, k.to_sparse(), v, None, None, None, *options)
 
@@ -321,7 +321,7 @@ def test_the_good_input_that_the_bad_ones_differ_from(arguments):
 
 
 def test_operators_refuse_what_the_calls_refuse():
-    options = (False, -1, None, None, None, False, False, None)
+    options = (*Options(window_left=-1), None)
     with pytest.raises(ValueError, match=r"^window takes"):
         torch.ops.lockstep.attention(*dense().values(), None, None, None, *options)
 
@@ -383,3 +383,25 @@ def test_problem_reads_well():
         "dense B=2 Hq=4 Hkv=2 Sq=5 Skv=7 D=8 Dv=6 float64 on cpu, causal, window=(3, 0), "
         "softcap=20.0"
     )
+
+
+@pytest.mark.parametrize("arguments", [dense, paged])
+def test_secret_lengths_need_constant_time(arguments):
+    call = CALLS[arguments][0]
+    with pytest.raises(TypeError, match=r"^secret_lengths takes True or False, got int"):
+        call(**arguments(), constant_time=True, secret_lengths=1)
+    with pytest.raises(
+        ValueError, match=r"^secret_lengths takes True only with constant_time=True"
+    ):
+        call(**arguments(), secret_lengths=True)
+
+
+def test_secret_lengths_need_lengths():
+    options = Options(constant_time=True, secret_lengths=True)
+    problem = describe(Tensors(**dense()), options)
+    assert (problem.constant_time, problem.secret_lengths) == (True, False)
+    assert str(problem).endswith("on cpu, constant_time")
+    lens = torch.tensor([0, 7])
+    problem = describe(Tensors(**dense(kv_lens=lens)), options)
+    assert (problem.constant_time, problem.secret_lengths) == (True, True)
+    assert str(problem).endswith(", kv_lens, constant_time, secret_lengths")

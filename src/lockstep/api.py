@@ -24,11 +24,13 @@ class _Common(TypedDict, total=False):
     sinks: Tensor | None
     query_invariant: bool
     allow_tf32: bool
+    constant_time: bool
     kernel: str | None
 
 
 class _Paged(_Common, total=False):
     bias: Tensor | None
+    secret_lengths: bool
 
 
 class _Dense(_Paged, total=False):
@@ -63,6 +65,8 @@ def attention(
     return_lse: bool = False,
     query_invariant: bool = False,
     allow_tf32: bool = False,
+    constant_time: bool = False,
+    secret_lengths: bool = False,
     kernel: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention: `softmax(softcap(scale · q kᵀ) + bias) v`.
@@ -98,6 +102,12 @@ def attention(
         allow_tf32: Let a GPU cut the factors of float32 products to tf32, 10 bits behind the
             point: results are off by a few thousandths, and come many times as fast. What torch
             is set to do in its matrix products does not matter here.
+        constant_time: Make what is executed and which addresses are touched, in gradients too,
+            depend on shapes, dtypes, strides and options alone, never on the values of q, k, v,
+            bias and sinks. Only kernels that promise it will run. The documentation says what
+            this does not cover.
+        secret_lengths: With constant_time, hide the values of kv_lens as well: all Skv keys are
+            walked, and those beyond a length are masked.
         kernel: The name of a kernel, which then runs or raises. None chooses; see `explain`.
 
     Returns:
@@ -116,7 +126,16 @@ def attention(
         torch.Size([2, 8, 1024, 64])
     """
     options = make_options(
-        causal, window, scale, softcap, query_invariant, allow_tf32, return_lse, kernel
+        causal,
+        window,
+        scale,
+        softcap,
+        query_invariant,
+        allow_tf32,
+        return_lse,
+        kernel,
+        constant_time=constant_time,
+        secret_lengths=secret_lengths,
     )
     tensors = Tensors(q, k, v, pad_bias(bias), sinks, kv_lens)
     return _run(ops.attention, tensors, options, kernel, return_lse)
@@ -159,6 +178,7 @@ def attention_varlen(
     return_lse: bool = False,
     query_invariant: bool = False,
     allow_tf32: bool = False,
+    constant_time: bool = False,
     kernel: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over sequences of different lengths, packed one after another without padding.
@@ -196,7 +216,15 @@ def attention_varlen(
         torch.Size([300, 8, 64])
     """
     options = make_options(
-        causal, window, scale, softcap, query_invariant, allow_tf32, return_lse, kernel
+        causal,
+        window,
+        scale,
+        softcap,
+        query_invariant,
+        allow_tf32,
+        return_lse,
+        kernel,
+        constant_time=constant_time,
     )
     tensors = Tensors(q, k, v, None, sinks, None, cu_seqlens_q, cu_seqlens_k)
     return _run(ops.attention_varlen, tensors, options, kernel, return_lse)
@@ -240,6 +268,8 @@ def attention_paged(
     return_lse: bool = False,
     query_invariant: bool = False,
     allow_tf32: bool = False,
+    constant_time: bool = False,
+    secret_lengths: bool = False,
     kernel: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention out of a paged cache: decode (Sq = 1) and chunked prefill (Sq > 1).
@@ -255,7 +285,9 @@ def attention_paged(
         page_table: [B, max_pages] int32 or int64. Only the entries that kv_lens reaches are
             looked at. As for kv_lens, a wrong one raises on the CPU. On a GPU, where looking at it
             would wait for the device, the keys on a page that is not there are NaN to the rows
-            that see them, unless the environment has LOCKSTEP_CHECK=1.
+            that see them, unless the environment has LOCKSTEP_CHECK=1. With secret_lengths all
+            entries are followed, and one that is no page stands for page 0. The page table itself
+            is public.
         kv_lens: [B] int32 or int64, at most `max_pages · page`, which is Skv to the bias. Others
             are treated as by `attention`.
 
@@ -276,7 +308,16 @@ def attention_paged(
         torch.Size([2, 8, 1, 64])
     """
     options = make_options(
-        causal, window, scale, softcap, query_invariant, allow_tf32, return_lse, kernel
+        causal,
+        window,
+        scale,
+        softcap,
+        query_invariant,
+        allow_tf32,
+        return_lse,
+        kernel,
+        constant_time=constant_time,
+        secret_lengths=secret_lengths,
     )
     tensors = Tensors(q, k_pages, v_pages, pad_bias(bias), sinks, kv_lens, None, None, page_table)
     return _run(ops.attention_paged, tensors, options, kernel, return_lse)
@@ -325,6 +366,8 @@ def explain(
     page_table: Tensor | None = None,
     query_invariant: bool = False,
     allow_tf32: bool = False,
+    constant_time: bool = False,
+    secret_lengths: bool = False,
     kernel: str | None = None,
 ) -> Explanation:
     """Says which kernel a call would run and why each other one refuses. Runs nothing.
@@ -346,7 +389,15 @@ def explain(
         'oracle'
     """
     options = make_options(
-        causal, window, scale, softcap, query_invariant, allow_tf32, kernel=kernel
+        causal,
+        window,
+        scale,
+        softcap,
+        query_invariant,
+        allow_tf32,
+        kernel=kernel,
+        constant_time=constant_time,
+        secret_lengths=secret_lengths,
     )
     tensors = Tensors(
         q, k, v, pad_bias(bias), sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table

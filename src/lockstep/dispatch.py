@@ -72,6 +72,8 @@ def refusal(kernel: Kernel, problem: AttentionProblem, backward: bool = False) -
     """Why a kernel does not run a problem or, with `backward`, its gradients; None if it does."""
     if problem.query_invariant and not kernel.query_invariant:
         return "does not promise query_invariant"
+    if problem.constant_time and not kernel.constant_time:
+        return "does not promise constant_time"
     reason = kernel.supports(problem)
     if reason is not None or not backward:
         return reason

@@ -82,7 +82,8 @@ class Attention:
     operator: Operator
     OPTIONS = (
         "bool causal, int? window_left, int? window_right, float? scale, float? softcap, "
-        "bool query_invariant, bool allow_tf32, str? kernel"
+        "bool query_invariant, bool allow_tf32, bool constant_time, bool secret_lengths, "
+        "str? kernel"
     )
 
     def __init__(

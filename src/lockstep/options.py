@@ -24,6 +24,8 @@ class Options(NamedTuple):
     softcap: float | None = None
     query_invariant: bool = False
     allow_tf32: bool = False
+    constant_time: bool = False
+    secret_lengths: bool = False
 
 
 def make_options(
@@ -35,6 +37,8 @@ def make_options(
     allow_tf32: bool = False,
     return_lse: bool = False,
     kernel: str | None = None,
+    constant_time: bool = False,
+    secret_lengths: bool = False,
 ) -> Options:
     """Checks the types of a caller's options; `describe` checks their values.
 
@@ -47,20 +51,39 @@ def make_options(
         and type(query_invariant) is bool
         and type(allow_tf32) is bool
         and type(return_lse) is bool
+        and constant_time is False
+        and secret_lengths is False
         and type(scale) in _NUMBER
         and type(softcap) in _NUMBER
         and type(kernel) in _NAME
     ):
         return Options(causal, None, None, scale, softcap, query_invariant, allow_tf32)
-    flags = {"causal": causal, "query_invariant": query_invariant, "allow_tf32": allow_tf32}
-    for name, flag in (*flags.items(), ("return_lse", return_lse)):
+    flags = {
+        "causal": causal,
+        "query_invariant": query_invariant,
+        "allow_tf32": allow_tf32,
+        "return_lse": return_lse,
+        "constant_time": constant_time,
+        "secret_lengths": secret_lengths,
+    }
+    for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name} takes True or False, got {type_of(flag)}")
     if kernel is not None and not isinstance(kernel, str):
         raise TypeError(f"kernel takes the name of a kernel or None, got {type_of(kernel)}")
     scale, softcap = _number("scale", scale), _number("softcap", softcap)
     left, right = (None, None) if window is None else _sides(window)
-    return Options(causal, left, right, scale, softcap, query_invariant, allow_tf32)
+    return Options(
+        causal,
+        left,
+        right,
+        scale,
+        softcap,
+        query_invariant,
+        allow_tf32,
+        constant_time,
+        secret_lengths,
+    )
 
 
 def _number(name: str, number: float | None) -> float | None:
@@ -88,7 +111,7 @@ def _sides(window: Window) -> Window:
 
 
 def check_options(options: Options) -> None:
-    """Checks the window. Raises ValueError."""
+    """Checks the window, and options that need another one. Raises ValueError."""
     causal, left, right = options.causal, options.window_left, options.window_right
     if (left is not None and left < 0) or (right is not None and right < 0):
         raise ValueError(f"window takes distances of 0 or more, or None, got ({left}, {right})")
@@ -97,6 +120,8 @@ def check_options(options: Options) -> None:
             f"window takes 0 or None on its right with causal=True, got {right}: causal hides the "
             "keys there"
         )
+    if options.secret_lengths and not options.constant_time:
+        raise ValueError("secret_lengths takes True only with constant_time=True")
 
 
 def check_factors(scale: float, softcap: float | None) -> None:

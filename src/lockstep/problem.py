@@ -84,6 +84,8 @@ class AttentionProblem:
     has_kv_lens: bool
     query_invariant: bool = False
     allow_tf32: bool = False  # only with float32
+    constant_time: bool = False
+    secret_lengths: bool = False  # only with constant_time and kv_lens
 
     @property
     def window(self) -> Window:
@@ -145,6 +147,10 @@ class AttentionProblem:
             text += ", query_invariant"
         if self.allow_tf32:
             text += ", allow_tf32"
+        if self.constant_time:
+            text += ", constant_time"
+        if self.secret_lengths:
+            text += ", secret_lengths"
         return text
 
 
@@ -236,6 +242,8 @@ def describe(tensors: Tensors, options: Options) -> AttentionProblem:
         has_kv_lens=tensors.kv_lens is not None,
         query_invariant=options.query_invariant,
         allow_tf32=options.allow_tf32 and tensors.q.dtype == torch.float32,
+        constant_time=options.constant_time,
+        secret_lengths=options.secret_lengths and tensors.kv_lens is not None,
     )
 
 

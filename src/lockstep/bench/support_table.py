@@ -68,6 +68,7 @@ def _problems() -> Iterator[tuple[str, AttentionProblem]]:
     yield "`kv_lens`", replace(base, has_kv_lens=True)
     yield "one query", replace(base, Sq=1)
     yield "`query_invariant`", replace(base, query_invariant=True)
+    yield "`constant_time`", replace(base, constant_time=True)
     yield "`attention_varlen`", _varlen()
     yield "`attention_paged`", _paged()
 

@@ -29,6 +29,8 @@ class Settings(NamedTuple):
     softcap: float | None
     query_invariant: bool
     allow_tf32: bool
+    constant_time: bool
+    secret_lengths: bool
     kernel: str | None
 
     @property

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lockstep
-from lockstep.problem import pad_bias
+from lockstep.problem import Options, pad_bias
 
 NAME = "lockstep"
 
@@ -314,7 +314,7 @@ def _derive(
     keys, values, bias, is_causal, window = _align(q, k, v, is_causal, bias)
     _, right = window or (None, None)
     tensors = (q, keys, values, pad_bias(bias), None, None)
-    options = (is_causal, None, right, scale, None, False, False, None)
+    options = (*Options(is_causal, None, right, scale), None)
     out, _, statistics = torch.ops.lockstep.attention(*tensors, *options)
     needs = [True, True, True, False, False]
     dq, dk, dv = torch.ops.lockstep.attention_backward(

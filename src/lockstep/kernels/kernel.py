@@ -161,7 +161,10 @@ class Kernel:
     - deterministic: the same call gives the same bits, every time, on any number of threads.
     - batch_invariant: a sequence's bits, gradients included, depend on nothing around it: batch,
       neighbours, padding, and whether it comes dense, packed or in pages.
-    - constant_time: what is executed and touched does not depend on values or secret lengths.
+    - constant_time: where a problem asks for it, what is executed and which addresses are touched,
+      in gradients too, does not depend on the values of tensors other than cu_seqlens, page_table
+      and kv_lens; nor on those of kv_lens where it also asks for secret_lengths. A kernel that
+      keeps this for some problems only refuses the others in `supports` or `supports_backward`.
     - query_invariant: where a problem asks for it, the bits of a row of out and lse do not depend
       on the other queries of its call either: whole prefill, chunks and one token at a time
       against the same cache agree.
