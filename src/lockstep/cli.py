@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +13,7 @@ from typer.core import TyperGroup
 from lockstep import plan_context
 from lockstep.audit import cli as audit_cli
 from lockstep.bench import cli as bench_cli
-from lockstep.command import Commands, Json, print_json
+from lockstep.command import Commands, Json, ends_with_status_2, print_json
 from lockstep.ladder import cli as ladder_cli
 from lockstep.ladder import sweep as ladder_sweep
 from lockstep.ladder.claims import cli as claims_cli
@@ -81,6 +82,30 @@ def doctor(as_json: Json = False) -> None:
         print_json(facts)
     else:
         doctor.report(facts, Console())
+
+
+@app.command()
+def hub_layout(
+    repository: Annotated[Path, typer.Argument(help="The folder of the repository to write.")],
+    backend: Annotated[
+        str, typer.Option(help="cuda, or cpu to try it on a machine without a GPU.")
+    ] = "cuda",
+    as_json: Json = False,
+) -> None:
+    """Write Lockstep as a kernel of the Hugging Face hub: build/torch-cuda/ and its metadata.json.
+
+    Give the repository a name like lockstep-flash-attn2: transformers' continuous batching takes
+    names with "flash" in them, and reads the version of the calls off their end.
+    """
+    from lockstep.integrations import hub
+
+    with ends_with_status_2(ValueError, OSError):
+        layout = hub.write_layout(repository, backend)
+    facts = {**layout._asdict(), "folder": str(layout.folder)}
+    if as_json:
+        print_json(facts)
+    else:
+        typer.echo(f"{layout.folder}: {layout.files} files, imported as {layout.id}")
 
 
 app.command()(ladder_cli.ladder)

@@ -35,7 +35,9 @@ from lockstep.vmap_rules import (
     sample_by_sample,
 )
 
-_LIB = torch.library.Library("lockstep", "DEF")
+# The name of the package: a copy of it under another name has operators of its own.
+_NAMESPACE = __name__.partition(".")[0]
+_LIB = torch.library.Library(_NAMESPACE, "DEF")
 
 
 def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -43,8 +45,8 @@ def _define(schema: str, implementation: Callable[..., Any], fake: Callable[...,
     _LIB.define(schema, tags=torch.Tag.pt2_compliant_tag)
     # For every device: the kernels say which ones they run on.
     _LIB.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lockstep::{name}", fake, lib=_LIB)
-    return getattr(torch.ops.lockstep, name).default
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_LIB)
+    return getattr(getattr(torch.ops, _NAMESPACE), name).default
 
 
 def _define_gradient(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import lockstep
+from lockstep.api import attention, attention_varlen
 
 WindowSize = tuple["int | None", "int | None"]
 NO_WINDOW: WindowSize = (-1, -1)
@@ -61,9 +61,7 @@ def dense(
     if alibi_slopes is not None:
         bias = alibi_bias(alibi_slopes, q.shape[1], k.shape[1], kv_lens)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse = lockstep.attention(
-        q, k, v, **scores._asdict(), bias=bias, kv_lens=kv_lens, return_lse=True
-    )
+    out, lse = attention(q, k, v, **scores._asdict(), bias=bias, kv_lens=kv_lens, return_lse=True)
     return out.transpose(1, 2), lse
 
 
@@ -91,7 +89,7 @@ def packed(
         cu_seqlens_q, cu_seqlens_k = (
             torch.cat([x.new_zeros(1), x.flatten()]) for x in (cu_seqlens_q, cu_seqlens_k)
         )
-    out, lse = lockstep.attention_varlen(
+    out, lse = attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, **scores._asdict(), return_lse=True
     )
     return out, lse.transpose(0, 1)

@@ -29,6 +29,7 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    s_aux: Tensor | None = None,
 ) -> Result:
     """Attention of tokens-first tensors; `lockstep.attention` says what it computes.
 
@@ -45,6 +46,8 @@ def flash_attn_func(
         deterministic: Results are, whatever this says.
         return_attn_probs: Also return lse [B, Hq, Sq], and None for the probabilities, which exist
             at no time. A row that sees no key has lse -inf.
+        s_aux: [Hq], one more logit per head in the denominator, under the name that it has in
+            vLLM's FlashAttention 3; differentiable.
 
     Returns:
         out [B, Sq, Hq, D], or `(out, lse, None)`.
@@ -59,7 +62,7 @@ def flash_attn_func(
         torch.Size([2, 100, 8, 64])
     """
     refuse("flash_attn_func", dropout_p=dropout_p)
-    scores = Scores.of(softmax_scale, causal, window_size, softcap)
+    scores = Scores.of(softmax_scale, causal, window_size, softcap, s_aux)
     out, lse = dense(q, k, v, scores, alibi_slopes=alibi_slopes)
     return (out, lse, None) if return_attn_probs else out
 
@@ -148,6 +151,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    s_aux: Tensor | None = None,
 ) -> Result:
     """Attention of packed sequences; `lockstep.attention_varlen` says what it computes.
 
@@ -177,7 +181,7 @@ def flash_attn_varlen_func(
         alibi_slopes=None if alibi_slopes is None else "a tensor",
         block_table=None if block_table is None else "a tensor",
     )
-    scores = Scores.of(softmax_scale, causal, window_size, softcap)
+    scores = Scores.of(softmax_scale, causal, window_size, softcap, s_aux)
     out, lse = packed(q, k, v, cu_seqlens_q, cu_seqlens_k, scores)
     return (out, lse, None) if return_attn_probs else out
 
@@ -286,6 +290,7 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    s_aux: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries to a cache, which first takes up new keys and values, in place.
 
@@ -320,7 +325,7 @@ def flash_attn_with_kvcache(
         >>> flash_attn_with_kvcache(q, *cache, new, new, cache_seqlens=length, causal=True).shape
         torch.Size([2, 1, 8, 64])
     """
-    scores = Scores.of(softmax_scale, causal, window_size, softcap)
+    scores = Scores.of(softmax_scale, causal, window_size, softcap, s_aux)
     out, lse = attend_to_cache(
         q,
         (k_cache, v_cache),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import lockstep
+from lockstep.api import merge
 from lockstep.flash_attn.conventions import (
     NO_WINDOW,
     Scores,
@@ -39,11 +39,13 @@ def flash_attn_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
+    s_aux: Tensor | None = None,
 ) -> Result:
     """`lockstep.flash_attn.flash_attn_func` with the arguments of FlashAttention 3.
 
     v may have a head dim of its own. `num_splits`, `pack_gqa`, `sm_margin` and `deterministic` are
-    hints that Lockstep does not need.
+    hints that Lockstep does not need. `s_aux` [Hq], an argument of vLLM's version, is one more
+    logit per head in the denominator.
 
     Returns:
         out [B, Sq, Hq, Dv], or with `return_attn_probs` the pair `(out, lse)`.
@@ -58,7 +60,7 @@ def flash_attn_func(
         torch.Size([2, 8, 100])
     """
     _refuse("flash_attn_func", qv, q_descale, k_descale, v_descale, attention_chunk)
-    out, lse = dense(q, k, v, Scores.of(softmax_scale, causal, window_size, softcap))
+    out, lse = dense(q, k, v, Scores.of(softmax_scale, causal, window_size, softcap, s_aux))
     return (out, lse) if return_attn_probs else out
 
 
@@ -119,6 +121,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
+    s_aux: Tensor | None = None,
 ) -> Result:
     """`lockstep.flash_attn.flash_attn_varlen_func` with the arguments of FlashAttention 3.
 
@@ -132,7 +135,7 @@ def flash_attn_varlen_func(
         torch.Size([100, 8, 64])
     """
     _refuse("flash_attn_varlen_func", qv, q_descale, k_descale, v_descale, attention_chunk)
-    scores = Scores.of(softmax_scale, causal, window_size, softcap)
+    scores = Scores.of(softmax_scale, causal, window_size, softcap, s_aux)
     out, lse = packed(q, k, v, cu_seqlens_q, cu_seqlens_k, scores, seqused_q, seqused_k)
     return (out, lse) if return_attn_probs else out
 
@@ -168,6 +171,7 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
+    s_aux: Tensor | None = None,
 ) -> Result:
     """`lockstep.flash_attn.flash_attn_with_kvcache` with the arguments of FlashAttention 3.
 
@@ -193,7 +197,7 @@ def flash_attn_with_kvcache(
         q,
         (k_cache, v_cache),
         (k, v),
-        Scores.of(softmax_scale, causal, window_size, softcap),
+        Scores.of(softmax_scale, causal, window_size, softcap, s_aux),
         cache_seqlens=cache_seqlens,
         rotary=Rotary.of(rotary_cos, rotary_sin, rotary_interleaved),
         cache_batch_idx=cache_batch_idx,
@@ -224,7 +228,7 @@ def flash_attn_combine(
         >>> flash_attn_combine(torch.randn(3, 2, 5, 4, 64), torch.randn(3, 2, 5, 4))[0].shape
         torch.Size([2, 5, 4, 64])
     """
-    merged, lse = lockstep.merge(list(zip(out_partial, lse_partial, strict=True)))
+    merged, lse = merge(list(zip(out_partial, lse_partial, strict=True)))
     merged = merged.to(out_dtype or out_partial.dtype)
     return (merged if out is None else out.copy_(merged)), lse
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import lockstep
+from lockstep.api import attention_paged
 from lockstep.flash_attn.conventions import Scores, dense
 from lockstep.padded import attention_in_ranges
 
@@ -84,7 +84,7 @@ def attend_to_cache(
         if page_table is not None:
             if alibi_slopes is not None:
                 raise NotImplementedError("alibi_slopes with a block_table is not supported")
-            out, lse = lockstep.attention_paged(
+            out, lse = attention_paged(
                 q.transpose(1, 2),
                 k_cache,
                 v_cache,

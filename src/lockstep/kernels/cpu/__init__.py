@@ -16,6 +16,9 @@ spans of 256 keys at fixed positions, and spans are folded in ascending order.
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
@@ -64,7 +67,7 @@ def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _supports_merge(part: Tensor) -> bool:
-    return part.device.type == "cpu" and part.dtype != torch.float64
+    return part.device.type == "cpu" and part.dtype != torch.float64 and _has_numba()
 
 
 def _carry() -> Carry:
@@ -81,6 +84,11 @@ def _carry() -> Carry:
     )
 
 
+@cache
+def _has_numba() -> bool:
+    return find_spec("numba") is not None
+
+
 def supports(problem: AttentionProblem) -> str | None:
     if problem.device_type != "cpu":
         return f"runs on the CPU, got tensors on {problem.device_type}"
@@ -88,6 +96,8 @@ def supports(problem: AttentionProblem) -> str | None:
         return (
             f"takes float32, float16 and bfloat16, got {str(problem.dtype).removeprefix('torch.')}"
         )
+    if not _has_numba():
+        return "needs the package numba, which is not installed"
     if max(problem.Sq, problem.Skv) > MAX_LENGTH:
         return f"takes up to {MAX_LENGTH} tokens, got {max(problem.Sq, problem.Skv)}"
     return None
