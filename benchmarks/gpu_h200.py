@@ -181,10 +181,11 @@ def warm_up(which: str, claims: Path, options: argparse.Namespace) -> None:
     contenders = gpu_run.contenders(more, options.without)
     mine = [contender for contender in contenders if (contender.name == "FA4") == (which == "FA4")]
     numbered = enumerate(_calls(options, mine, ("hopper", "flex")))
-    _call_once(call for number, call in numbered if _claim(claims / f"{which}_{number}"))
+    _call_once(call for number, call in numbered if claim(claims / f"{which}_{number}"))
 
 
-def _claim(path: Path) -> bool:
+def claim(path: Path) -> bool:
+    """Whether this process is the first to claim it."""
     try:
         path.touch(exist_ok=False)
     except FileExistsError:

@@ -15,6 +15,7 @@ from lockstep import environment
 
 NOT_MEASURED = "Not measured yet."  # in place of a table
 RESULTS = Path("benchmarks") / "results"
+ON_GPU = ("gpu", "models")  # suites that measure a GPU
 
 
 def checkout() -> Path | None:
@@ -91,9 +92,9 @@ def _by_date(suite: str, directory: Path) -> list[dict[str, Any]]:
 
 
 def processor(run: dict[str, Any]) -> str:
-    """The processor of a run: the first GPU for the suite "gpu", else the CPU."""
+    """The processor of a run: the first GPU for a suite that measures one, else the CPU."""
     hardware = run["environment"]["hardware"]
-    return str(hardware["gpus"][0] if run["suite"] == "gpu" else hardware["cpu"])
+    return str(hardware["gpus"][0] if run["suite"] in ON_GPU else hardware["cpu"])
 
 
 def where(run: dict[str, Any]) -> str:
@@ -101,7 +102,7 @@ def where(run: dict[str, Any]) -> str:
     env = run["environment"]
     hardware, versions = env["hardware"], env["versions"]
     machine = f"{env['threads']} threads on {hardware['cpu']} ({hardware['simd']})"
-    if run["suite"] == "gpu":
+    if run["suite"] in ON_GPU:
         machine = f"{processor(run)}, Triton {versions['triton']}"
     parts = [
         machine,

@@ -9,8 +9,20 @@ import torch
 from typer.testing import CliRunner
 
 from lockstep import cli, results
-from lockstep.bench import gpu, gpu_calls, gpu_cases, gpu_check, gpu_run, ours, peers, show, timing
+from lockstep.bench import (
+    gpu,
+    gpu_calls,
+    gpu_cases,
+    gpu_check,
+    gpu_run,
+    lengths,
+    ours,
+    peers,
+    show,
+    timing,
+)
 from lockstep.bench.contender import Contender
+from lockstep.bench.row import DeviceLost
 from lockstep.kernels import cpu
 
 runner = CliRunner()
@@ -198,7 +210,7 @@ def test_no_figure_is_cut_short_in_a_narrow_terminal(monkeypatch, capsys):
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-@pytest.mark.parametrize("stop", [gpu.DeviceLost("gone"), KeyboardInterrupt()])
+@pytest.mark.parametrize("stop", [DeviceLost("gone"), KeyboardInterrupt()])
 def test_a_run_that_is_cut_off_says_what_is_missing(monkeypatch, tmp_path, stop):
     real = gpu.run
 
@@ -208,7 +220,7 @@ def test_a_run_that_is_cut_off_says_what_is_missing(monkeypatch, tmp_path, stop)
         return real(case, contenders, rounds=rounds)
 
     monkeypatch.setattr(gpu, "run", run)
-    if isinstance(stop, gpu.DeviceLost):
+    if isinstance(stop, DeviceLost):
         assert gpu_run.main([], directory=tmp_path) == 1
     else:
         with pytest.raises(KeyboardInterrupt):
@@ -266,18 +278,18 @@ def test_a_cell_without_a_figure_says_why():
 
 
 def test_lengths_have_a_long_tail():
-    lens = gpu_calls.long_tailed_lengths(64, 32768)
+    lens = lengths.long_tailed_lengths(64, 32768)
     assert abs(sum(lens) - 32768) < 64
     assert max(lens) > 8 * sorted(lens)[32] > 64 * min(lens) / 8 > 0
     assert lens != sorted(lens)
-    assert min(gpu_calls.long_tailed_lengths(5, 5)) == 1
+    assert min(lengths.long_tailed_lengths(5, 5)) == 1
 
 
 @pytest.mark.usefixtures("on_the_cpu")
 def test_equal_lengths_are_as_much_work_as_packed_ones(monkeypatch):
     made = {}
     monkeypatch.setattr("lockstep.attention", lambda q, k, v, **_: made.update(q=q))
-    lens = gpu_calls.long_tailed_lengths(64, 32768)
+    lens = lengths.long_tailed_lengths(64, 32768)
     cu_seqlens = torch.tensor([0, *lens]).cumsum(0).int()
     q = torch.empty(sum(lens), 1, 8)
     ours._equal_lengths(q, q, q, cu_seqlens, max(lens), True, "cpu")()

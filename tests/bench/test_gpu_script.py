@@ -53,9 +53,9 @@ def test_nobody_is_asked_for_what_it_cannot_do_or_memory_cannot_hold(script):
 
 
 def test_one_process_claims_a_call(script, tmp_path):
-    assert script._claim(tmp_path / "others_3")
-    assert not script._claim(tmp_path / "others_3")
-    assert script._claim(tmp_path / "FA4_3")
+    assert script.claim(tmp_path / "others_3")
+    assert not script.claim(tmp_path / "others_3")
+    assert script.claim(tmp_path / "FA4_3")
 
 
 def test_flex_is_left_out_where_it_would_only_compile(script):

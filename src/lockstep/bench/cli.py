@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lockstep.command import Json, print_json
+from lockstep.command import Json, ends_with_status_2, print_json
 from lockstep.console import BAD, QUIET, progress
 
 app = typer.Typer(help="Time the kernels against PyTorch.", no_args_is_help=True)
@@ -67,6 +67,23 @@ def gpu_command(
             help="forward, small, backward, decode, varlen, host or host_decode; all, if not given."
         ),
     ] = None,
+    suite: Annotated[
+        str, typer.Option(help="tables, or models: attention as published models call it.")
+    ] = "tables",
+    only: Annotated[
+        str,
+        typer.Option(metavar="PATTERN", help="models: cases with such names: Llama, decode."),
+    ] = "",
+    kinds: Annotated[
+        str, typer.Option(help="models: forward, backward, decode, joined by commas.")
+    ] = "",
+    sustained: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="models: launch back to back for so long each."),
+    ] = None,
+    query_invariant: Annotated[
+        bool, typer.Option("--query-invariant", help="models: a column with this promise, too.")
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: rougher, sooner.")] = False,
     as_json: Json = False,
     save: Annotated[
@@ -78,9 +95,38 @@ def gpu_command(
 
     Every result is checked by the error rule before it is timed, and all contenders take turns.
     Each kernel of Lockstep has a column of its own; `chosen` names the one that a call without
-    `kernel=` runs. The first run compiles for some minutes. Exit status 1 if one of ours fails or
-    is wrong, 2 without a CUDA device.
+    `kernel=` runs. With `--suite models`, the cases are layers of published models in prefill,
+    decode and training, Lockstep has one column, and a summary has the geometric mean of its speed
+    for each kind of work. The first run compiles for some minutes. Exit status 1 if one of ours
+    fails or is wrong, 2 without a CUDA device.
     """
     from lockstep.bench import gpu_run
 
-    raise typer.Exit(gpu_run.main(table or [], quick=quick, as_json=as_json, save=save))
+    only_models = bool(only or kinds or sustained is not None or query_invariant)
+    with ends_with_status_2(ValueError):
+        _check_suite(suite, bool(table), only_models)
+    if suite == "tables":
+        raise typer.Exit(gpu_run.main(table or [], quick=quick, as_json=as_json, save=save))
+    from lockstep.bench.models import run
+
+    status = run.main(
+        only,
+        [kind for kind in kinds.split(",") if kind],
+        quick=quick,
+        query_invariant=query_invariant,
+        sustained_seconds=sustained,
+        as_json=as_json,
+        save=save,
+    )
+    raise typer.Exit(status)
+
+
+def _check_suite(suite: str, only_tables: bool, only_models: bool) -> None:
+    """Raises ValueError for a suite that is none, and for options of the other one."""
+    if suite not in ("tables", "models"):
+        raise ValueError(f"--suite takes tables or models, got {suite!r}")
+    if suite == "models" and only_tables:
+        raise ValueError("--table goes with --suite tables")
+    if suite == "tables" and only_models:
+        options = "--only, --kinds, --sustained and --query-invariant"
+        raise ValueError(f"{options} go with --suite models")

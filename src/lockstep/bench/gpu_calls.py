@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -15,12 +13,10 @@ from lockstep import dispatch
 from lockstep.bench.contender import Contender
 from lockstep.bench.gpu_cases import BACKWARD_FLOPS, Case
 from lockstep.bench.gpu_check import Piece
+from lockstep.bench.lengths import long_tailed_lengths
 from lockstep.problem import Options, Tensors, describe
 
 PAGE = 256
-# Standard deviation of the logarithms of lengths in a batch of packed sequences.
-SPREAD = 1.2
-STEP = 37
 
 
 @dataclass(frozen=True)
@@ -110,15 +106,6 @@ def varlen(case: Case) -> Work:
         lambda out: [(out[of, h],) for of, h in checked],
         lambda contender: contender.varlen and contender.varlen(q, k, v, cu_seqlens, longest, True),
     )
-
-
-def long_tailed_lengths(n: int, tokens: int) -> list[int]:
-    """About `tokens` in `n` log-normal lengths: quantiles, so always the same, in mixed order."""
-    normal = NormalDist()
-    sizes = [math.exp(SPREAD * normal.inv_cdf((i + 0.5) / n)) for i in range(n)]
-    lens = [max(1, round(size * tokens / sum(sizes))) for size in sizes]
-    # A step that shares no divisor with n visits each length once.
-    return [lens[i * STEP % n] for i in range(n)]
 
 
 TABLES: dict[str, Callable[[Case], Work]] = {

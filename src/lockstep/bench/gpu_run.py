@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,6 +13,7 @@ from rich.console import Console
 from lockstep import results
 from lockstep.bench import gpu, gpu_cases, gpu_timing, ours, peers, show
 from lockstep.bench.contender import Contender
+from lockstep.bench.row import DeviceLost
 from lockstep.command import USAGE, print_json
 from lockstep.console import BAD, QUIET, progress
 
@@ -54,16 +56,27 @@ def main(
         directory = directory or (results.checkout() or Path()) / results.RESULTS
     run = results.collect("gpu", [])
     run["peers"] = {e.name: e.version for e in chosen if e.kind == "peer"}
-    wanted = choose(tables, cases)
-    stopped = _run_all(run, wanted, chosen, quick, deadline, directory, aside)
+    run["rounds"] = gpu_timing.QUICK_ROUNDS if quick else gpu_timing.ROUNDS
+
+    def run_case(case: gpu_cases.Case) -> dict[str, Any]:
+        return gpu.run(case, chosen, rounds=run["rounds"]).as_json()
+
+    wanted = {
+        f"{case.table}: {case.name}": partial(run_case, case) for case in choose(tables, cases)
+    }
+    stopped = fill(run, wanted, deadline, directory, aside)
     if as_json:
         print_json(run)
     else:
         _report(run, Console())
     if directory is not None:
         aside.print(f"saved {results.path_of(run, directory)}", soft_wrap=True)
-    wrong = any(name in row["failed"] for row in run["rows"] for name in row["ours"])
-    return WRONG if wrong or stopped else 0
+    return WRONG if stopped or one_of_ours_failed(run) else 0
+
+
+def one_of_ours_failed(run: dict[str, Any]) -> bool:
+    """Whether a kernel of Lockstep failed in a row, or was wrong."""
+    return any(name in row["failed"] for row in run["rows"] for name in row["ours"])
 
 
 def choose(tables: Sequence[str] = (), words: Sequence[str] = ()) -> list[gpu_cases.Case]:
@@ -88,30 +101,29 @@ def contenders(more: Sequence[Contender], without: Sequence[str]) -> list[Conten
     return [contender for contender in (*mine, *theirs, *more) if contender.name not in without]
 
 
-def _run_all(
+def fill(
     run: dict[str, Any],
-    cases: list[gpu_cases.Case],
-    chosen: list[Contender],
-    quick: bool,
+    cases: Mapping[str, Callable[[], dict[str, Any]]],
     deadline: float | None,
     directory: Path | None,
     aside: Console,
 ) -> bool:
-    """Fill the rows of `run` and keep it up to date on disk; whether the device broke."""
-    rounds = gpu_timing.QUICK_ROUNDS if quick else gpu_timing.ROUNDS
-    run["rounds"] = rounds
-    run["missing"] = [f"{case.table}: {case.name}" for case in cases]
+    """Fill the rows of `run` and keep it up to date on disk; whether the device broke.
+
+    `cases` maps the name of each case to what runs it and returns its row.
+    """
+    run["missing"] = list(cases)
     if directory is not None:
         results.save(run, directory)
     with progress(aside, len(cases)) as steps:
-        for case in cases:
+        for name, run_case in cases.items():
             if deadline is not None and perf_counter() > deadline:
                 aside.print(f"out of time, left out: {'; '.join(run['missing'])}", soft_wrap=True)
                 break
-            steps.say(f"{case.table}: {case.name}")
+            steps.say(name)
             try:
-                run["rows"].append(gpu.run(case, chosen, rounds=rounds).as_json())
-            except gpu.DeviceLost as error:
+                run["rows"].append(run_case())
+            except DeviceLost as error:
                 aside.print(f"stopped: {error}", style=BAD, soft_wrap=True)
                 return True
             run["missing"].pop(0)

@@ -23,11 +23,11 @@ def find() -> list[Contender]:
     """The peers that this machine has."""
     found = [
         Contender("FA2", _sdpa("FLASH_ATTENTION"), backward=True, varlen=_torch_varlen()),
-        Contender("cuDNN", _sdpa("CUDNN_ATTENTION"), backward=True, version=_cudnn_version()),
+        Contender("cuDNN", _sdpa("CUDNN_ATTENTION"), backward=True, version=cudnn_version()),
         Contender("flex", _flex),
     ]
     if find_spec("flash_attn_interface") is not None:
-        version = _version("flash-attn-3", "flash_attn_3")
+        version = version_of("flash-attn-3", "flash_attn_3")
         found.append(
             Contender("FA3", _fa3, True, _fa3_decode(0), tokens_first=True, version=version)
         )
@@ -37,13 +37,14 @@ def find() -> list[Contender]:
     if find_spec("flashinfer") is not None:
         found.append(
             Contender(
-                "flashinfer", decode=_flashinfer_decode, version=_version("flashinfer-python")
+                "flashinfer", decode=_flashinfer_decode, version=version_of("flashinfer-python")
             )
         )
     return found
 
 
-def _cudnn_version() -> str:
+def cudnn_version() -> str:
+    """The version of cuDNN, "" where torch has none."""
     import torch
 
     number: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
@@ -52,7 +53,7 @@ def _cudnn_version() -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
-def _version(*distributions: str) -> str:
+def version_of(*distributions: str) -> str:
     """The version of the first distribution that is installed, "" where none is."""
     for name in distributions:
         with suppress(metadata.PackageNotFoundError):
@@ -125,12 +126,13 @@ def _torch_varlen() -> Varlen | None:
         if takes_causal:
             how = {"is_causal": causal}
         args: Any = (q, k, v, cu_seqlens, cu_seqlens, longest, longest)
-        return lambda: _first(varlen_attn(*args, **how))
+        return lambda: first(varlen_attn(*args, **how))
 
     return prepare
 
 
-def _first(result: Any) -> Any:
+def first(result: Any) -> Any:
+    """The output alone, where a library returns more than that."""
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -138,7 +140,7 @@ def _fa3(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
     from flash_attn_interface import flash_attn_func
 
     tokens = [x.transpose(1, 2) for x in (q, k, v)]  # [B, S, H, D]
-    return lambda: _first(flash_attn_func(*tokens, causal=causal)).transpose(1, 2)
+    return lambda: first(flash_attn_func(*tokens, causal=causal)).transpose(1, 2)
 
 
 def _fa3_decode(num_splits: int) -> Decode:
@@ -161,7 +163,7 @@ def _fa3_decode(num_splits: int) -> Decode:
                 causal=True,
                 num_splits=num_splits,
             )
-            return _first(out).transpose(1, 2)  # type: ignore[no-any-return]
+            return first(out).transpose(1, 2)  # type: ignore[no-any-return]
 
         return run
 
@@ -170,7 +172,7 @@ def _fa3_decode(num_splits: int) -> Decode:
 
 def fa4() -> Contender:
     """FlashAttention-4, which has to be importable as `flash_attn.cute`."""
-    version = _version("flash-attn-4")
+    version = version_of("flash-attn-4")
     return Contender(
         "FA4", _fa4, backward=True, varlen=_fa4_varlen, tokens_first=True, version=version
     )
@@ -180,7 +182,7 @@ def _fa4(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
     from flash_attn.cute import flash_attn_func
 
     tokens = [x.transpose(1, 2) for x in (q, k, v)]  # [B, S, H, D]
-    return lambda: _first(flash_attn_func(*tokens, causal=causal)).transpose(1, 2)
+    return lambda: first(flash_attn_func(*tokens, causal=causal)).transpose(1, 2)
 
 
 def _fa4_varlen(
@@ -188,7 +190,7 @@ def _fa4_varlen(
 ) -> Call:
     from flash_attn.cute import flash_attn_varlen_func
 
-    return lambda: _first(
+    return lambda: first(
         flash_attn_varlen_func(
             q,
             k,

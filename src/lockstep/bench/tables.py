@@ -19,6 +19,7 @@ from typing import Any
 from lockstep import results
 from lockstep.bench import gpu_tables, ladder_tables, pivot_tables, support_table
 from lockstep.bench.counter_tables import agreement_block
+from lockstep.bench.models import summary
 from lockstep.formats import duration
 
 
@@ -56,12 +57,14 @@ PAGES = (
     "docs/triton.md",
     "docs/gradients.md",
     "docs/support.md",
+    "docs/models.md",
 )
 MARKED = re.compile(r"<!-- bench:(?P<name>\w+) -->.*?<!-- /bench:(?P=name) -->", re.DOTALL)
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "cpu": cpu_block,
     "simt_counters": agreement_block,
     "support": support_table.block,
+    "models": summary.block,
     **gpu_tables.BLOCKS,
     **ladder_tables.BLOCKS,
 }

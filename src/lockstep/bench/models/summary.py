@@ -1,0 +1,94 @@
+"""What a run of `lockstep bench gpu --suite models` comes to: per kind of work, and the worst."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from lockstep import results
+from lockstep.bench.gpu_tables import columns, figure
+from lockstep.bench.models.cases import KINDS
+from lockstep.bench.models.contender import NAME
+
+Row = dict[str, Any]
+SUITE = "models"
+WORST = 5
+
+
+def summarize(rows: list[Row]) -> dict[str, Any]:
+    """Speeds of Lockstep, as multiples of the best peer of each case.
+
+    Returns:
+        "kinds": by kind of work `cases` with a peer, their geometric `mean`, the `least`, and how
+        many are `below` 1; "worst": the cases with the least speeds, least first.
+    """
+    kinds = {}
+    for kind in KINDS:
+        speeds = [row["speed"][NAME] for row in compared(rows) if row["kind"] == kind]
+        if speeds:
+            kinds[kind] = {
+                "cases": len(speeds),
+                "mean": round(geometric_mean(speeds), 3),
+                "least": min(speeds),
+                "below": sum(speed < 1 for speed in speeds),
+            }
+    worst = sorted(compared(rows), key=lambda row: row["speed"][NAME])[:WORST]
+    return {
+        "kinds": kinds,
+        "worst": [
+            {"case": row["case"], "speed": row["speed"][NAME], "best_peer": row["best_peer"]}
+            for row in worst
+        ],
+    }
+
+
+def compared(rows: list[Row]) -> list[Row]:
+    """The rows in which both Lockstep and a peer have a time."""
+    return [row for row in rows if NAME in row["speed"]]
+
+
+def block(directory: Path) -> str:
+    """Markdown for the newest run on each GPU."""
+    runs = results.latest(SUITE, directory)
+    return "\n\n".join(_page(run) for run in runs) or results.NOT_MEASURED
+
+
+def _page(run: dict[str, Any]) -> str:
+    parts = [_means(run["rows"])]
+    for kind in KINDS:
+        rows = [row for row in run["rows"] if row["kind"] == kind]
+        if rows:
+            parts.append(_table(kind, rows))
+    versions = [f"{name} {version}" for name, version in run["peers"].items() if version]
+    where = ", ".join([results.where(run), *versions])
+    parts.append(f"bf16, medians of {run['rounds']} rounds in which all take turns. {where}.")
+    return "\n\n".join(parts)
+
+
+def _means(rows: list[Row]) -> str:
+    lines = [
+        "| | cases | geometric mean | least | below 1 |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for kind, found in summarize(rows)["kinds"].items():
+        numbers = f"{found['mean']:.2f} | {found['least']:.2f} | {found['below']}"
+        lines.append(f"| {kind} | {found['cases']} | {numbers} |")
+    return "\n".join(lines)
+
+
+def _table(kind: str, rows: list[Row]) -> str:
+    names = columns(rows)
+    head = [f"{kind}, {rows[0]['unit']}", "kernel", *names, "× best peer"]
+    lines = [f"| {' | '.join(head)} |", "|---|---|" + "---:|" * (len(names) + 1)]
+    for row in rows:
+        cells = [row["case"], row["chosen"] or "–", *(figure(row, name) for name in names)]
+        lines.append(f"| {' | '.join([*cells, speed(row)])} |")
+    return "\n".join(lines)
+
+
+def speed(row: Row) -> str:
+    """Lockstep's speed beside the best peer's; a dash where one of them has none."""
+    if NAME not in row["speed"]:
+        return "–"
+    return f"{row['speed'][NAME]:.2f} {row['best_peer']}"
