@@ -133,8 +133,12 @@ def test_explain_covers_every_layout():
     assert (cached.kernel, cached.problem.layout) == ("oracle", "paged")
     assert "paged" in str(cached)
 
-    with pytest.raises(ValueError, match=r"^cu_seqlens_q is not an argument of paged attention"):
-        lockstep.explain(q, pages, pages, page_table=table, kv_lens=lens, cu_seqlens_q=offsets)
+    tokens = torch.randn(6, 4, 8).double()
+    more = {"page_table": table, "kv_lens": lens, "cu_seqlens_q": offsets}
+    ragged = lockstep.explain(tokens, pages, pages, **more)
+    assert (ragged.kernel, ragged.problem.layout) == ("oracle", "varlen_paged")
+    with pytest.raises(ValueError, match=r"^cu_seqlens_k is not an argument of varlen_paged"):
+        lockstep.explain(tokens, pages, pages, **more, cu_seqlens_k=offsets)
     with pytest.raises(ValueError, match=r"^bias is not an argument of varlen attention"):
         lockstep.explain(x, x, x, cu_seqlens_q=offsets, cu_seqlens_k=offsets, bias=x)
     with pytest.raises(ValueError, match=r"^window takes"):

@@ -40,6 +40,11 @@ def paged(**how):
     )  # fmt: skip
 
 
+def varlen_paged(**how):
+    _, k, v, table, lens, _, sinks = paged(**how)
+    return rand(5, 4, 8, **how), k, v, torch.tensor([0, 4, 5]), table, lens, sinks
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_opcheck_dense(dtype, grad):
@@ -60,6 +65,8 @@ def test_opcheck_varlen(dtype, grad):
 def test_opcheck_paged(dtype):
     tensors = paged(dtype=dtype)
     torch.library.opcheck(torch.ops.lockstep.attention_paged.default, (*tensors, *OPTIONS))
+    tensors = varlen_paged(dtype=dtype)
+    torch.library.opcheck(torch.ops.lockstep.attention_varlen_paged.default, (*tensors, *OPTIONS))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -210,6 +217,12 @@ def test_paged_gradients_are_refused():
     q, k, v, table, lens, *_ = paged()
     out = lockstep.attention_paged(q.requires_grad_(), k, v, table, lens)
     with pytest.raises(NotImplementedError, match="attention_paged is for inference"):
+        out.sum().backward()
+    q, k, v, offsets, table, lens, _ = varlen_paged()
+    out = lockstep.attention_varlen(
+        q.requires_grad_(), k, v, offsets, page_table=table, kv_lens=lens
+    )
+    with pytest.raises(NotImplementedError, match="with a page_table is for inference"):
         out.sum().backward()
 
 

@@ -49,10 +49,26 @@ def paged(**changes):
     return arguments | changes
 
 
+OFFSETS = torch.tensor([0, 2, 5])
+
+
+def varlen_paged(**changes):
+    arguments = {
+        "q": rand(5, HQ, D),
+        "k": rand(N_PAGES, PAGE, HKV, D),
+        "v": rand(N_PAGES, PAGE, HKV, DV),
+        "cu_seqlens_q": torch.tensor([0, 2, 5]),
+        "page_table": torch.tensor([[3, 1, 8], [0, 2, -1]]),
+        "kv_lens": torch.tensor([9, 8]),
+    }
+    return arguments | changes
+
+
 CALLS = {
     dense: (lockstep.attention, lockstep.reference.attention),
     varlen: (lockstep.attention_varlen, lockstep.reference.attention_varlen),
     paged: (lockstep.attention_paged, lockstep.reference.attention_paged),
+    varlen_paged: (lockstep.attention_varlen, lockstep.reference.attention_varlen),
 }
 
 BAD = [
@@ -101,6 +117,8 @@ BAD = [
     (paged, {"v_pages": rand(N_PAGES, PAGE + 1, HKV, DV)}, ValueError, "^v_pages takes .* page"),
     (paged, {"v_pages": rand(N_PAGES - 1, PAGE, HKV, DV)}, ValueError, "^v_pages takes .* n_pages"),
     (paged, {"page_table": torch.zeros(3, 3).long()}, ValueError, "^page_table takes .* B = 2"),
+    (varlen_paged, {"page_table": torch.zeros(3, 3).long()}, ValueError, "^page_table .* B = 2"),
+    (varlen_paged, {"kv_lens": torch.tensor([9])}, ValueError, "^kv_lens takes .* B = 2"),
     (paged, {"bias": rand(SQ, MAX_PAGES * PAGE - 1)}, ValueError, "^bias takes .* Skv = 12"),
     (
         paged,
@@ -128,6 +146,11 @@ BAD = [
     (dense, {"v": None}, TypeError, "^v takes a torch.Tensor, got None"),
     (dense, {"kv_lens": [3, 4]}, TypeError, "^kv_lens takes a torch.Tensor, got list"),
     (paged, {"kv_lens": None}, TypeError, "^kv_lens takes a torch.Tensor, got None"),
+    (varlen_paged, {"kv_lens": None}, TypeError, "^kv_lens takes a torch.Tensor, got None"),
+    (varlen_paged, {"cu_seqlens_q": None}, TypeError, "^cu_seqlens_q takes a torch.Tensor"),
+    (varlen_paged, {"cu_seqlens_k": OFFSETS}, ValueError, "^cu_seqlens_k is not an argument"),
+    (varlen, {"kv_lens": torch.tensor([3, 4])}, ValueError, "^kv_lens is not an argument"),
+    (varlen, {"cu_seqlens_k": None}, TypeError, "^cu_seqlens_k takes a torch.Tensor, got None"),
     (paged, {"k_pages": None}, TypeError, "^k_pages takes a torch.Tensor, got None"),
     (varlen, {"cu_seqlens_k": None}, TypeError, "^cu_seqlens_k takes a torch.Tensor, got None"),
     (
@@ -146,6 +169,8 @@ BAD = [
     (dense, {"kv_lens": torch.tensor([3, -1])}, ValueError, "^kv_lens takes 0 to Skv = 7, got -1"),
     (dense, {"kv_lens": torch.tensor([8, 3])}, ValueError, "^kv_lens takes .* got 8 at index 0"),
     (paged, {"kv_lens": torch.tensor([13, 3])}, ValueError, "^kv_lens takes 0 to Skv = 12"),
+    (varlen_paged, {"kv_lens": torch.tensor([13, 3])}, ValueError, "^kv_lens takes 0 to Skv = 12"),
+    (varlen_paged, {"cu_seqlens_q": torch.tensor([0, 2, 4])}, ValueError, "^cu_seqlens_q .* Tq"),
     # offsets
     (varlen, {"cu_seqlens_q": torch.tensor([1, 2, 5])}, ValueError, "^cu_seqlens_q .* start at 0"),
     (varlen, {"cu_seqlens_k": torch.tensor([0, 9, 7])}, ValueError, "^cu_seqlens_k .* 9 then 7"),
@@ -262,7 +287,7 @@ WITHOUT_STRIDES = {
 @pytest.mark.parametrize("arguments", CALLS)
 def test_tensors_without_strides_are_refused_by_name(arguments, kind):
     right = arguments(sinks=rand(HQ))
-    if arguments is not varlen:
+    if arguments not in (varlen, varlen_paged):
         right |= {"bias": rand(B, HQ, SQ, SKV if arguments is dense else MAX_PAGES * PAGE)}
     if arguments is dense:
         right |= {"kv_lens": torch.tensor([3, 7])}

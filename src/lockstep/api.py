@@ -28,6 +28,11 @@ class _Common(TypedDict, total=False):
     kernel: str | None
 
 
+class _Varlen(_Common, total=False):
+    page_table: Tensor | None
+    kv_lens: Tensor | None
+
+
 class _Paged(_Common, total=False):
     bias: Tensor | None
     secret_lengths: bool
@@ -147,10 +152,10 @@ def attention_varlen(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None = None,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[_Common],
+    **options: Unpack[_Varlen],
 ) -> Tensor: ...
 @overload
 def attention_varlen(
@@ -158,18 +163,20 @@ def attention_varlen(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None = None,
     *,
     return_lse: Literal[True],
-    **options: Unpack[_Common],
+    **options: Unpack[_Varlen],
 ) -> tuple[Tensor, Tensor]: ...
 def attention_varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None = None,
     *,
+    page_table: Tensor | None = None,
+    kv_lens: Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
@@ -187,12 +194,23 @@ def attention_varlen(
     `cu_seqlens_k[b]` to `cu_seqlens_k[b + 1]`, and gets what `attention` would give it alone.
     Differentiable in q, k, v and sinks, through lse as well: once, in reverse mode.
 
+    With a `page_table`, keys and values come out of a paged cache instead: what a serving engine
+    calls for a batch of prompts, chunks of prompts and single tokens. Each sequence then gets what
+    `attention_paged` would give it alone. For inference: asking for a gradient raises
+    NotImplementedError. A batch of single tokens alone is faster as `attention_paged`, and has the
+    same bits there.
+
     Args:
         q: [Tq, Hq, D]
-        k: [Tk, Hkv, D]
-        v: [Tk, Hkv, Dv]
+        k: [Tk, Hkv, D]; with a page_table [n_pages, page, Hkv, D]. Pages may be any view with these
+            dims, such as one half of a cache that has keys and values side by side.
+        v: [Tk, Hkv, Dv]; with a page_table [n_pages, page, Hkv, Dv].
         cu_seqlens_q: [B + 1] int32 or int64, from 0 to Tq, never decreasing.
-        cu_seqlens_k: [B + 1] int32 or int64, from 0 to Tk, never decreasing.
+        cu_seqlens_k: [B + 1] int32 or int64, from 0 to Tk, never decreasing. None with a
+            page_table.
+        page_table: [B, max_pages] int32 or int64, as for `attention_paged`.
+        kv_lens: [B] int32 or int64: the keys of each sequence with a page_table, its queries being
+            the last ones; None without one.
 
     Wrong offsets raise on the CPU. On a GPU, where looking at them would wait for the device, they
     raise with LOCKSTEP_CHECK=1 in the environment. Without it, sequences that begin or end at a
@@ -214,6 +232,17 @@ def attention_varlen(
         >>> offsets = torch.tensor([0, 100, 300])
         >>> lockstep.attention_varlen(q, k, v, offsets, offsets, causal=True).shape
         torch.Size([300, 8, 64])
+
+        A prompt of 5 tokens and one new token of a sequence of 20, from pages of 16:
+
+        >>> cache = torch.randn(10, 16, 8, 2 * 64)
+        >>> k, v = cache.split(64, dim=-1)
+        >>> table, lens = torch.tensor([[3, -1], [7, 1]]), torch.tensor([5, 20])
+        >>> offsets = torch.tensor([0, 5, 6])
+        >>> lockstep.attention_varlen(
+        ...     torch.randn(6, 8, 64), k, v, offsets, page_table=table, kv_lens=lens, causal=True
+        ... ).shape
+        torch.Size([6, 8, 64])
     """
     options = make_options(
         causal,
@@ -226,8 +255,9 @@ def attention_varlen(
         kernel,
         constant_time=constant_time,
     )
-    tensors = Tensors(q, k, v, None, sinks, None, cu_seqlens_q, cu_seqlens_k)
-    return _run(ops.attention_varlen, tensors, options, kernel, return_lse)
+    tensors = Tensors(q, k, v, None, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table)
+    operator = ops.attention_varlen if page_table is None else ops.attention_varlen_paged
+    return _run(operator, tensors, options, kernel, return_lse)
 
 
 @overload
@@ -372,9 +402,9 @@ def explain(
 ) -> Explanation:
     """Says which kernel a call would run and why each other one refuses. Runs nothing.
 
-    Takes the arguments of the call: with `cu_seqlens_q` and `cu_seqlens_k` those of
-    `attention_varlen`, with `page_table` those of `attention_paged` (k and v are then the pages),
-    otherwise those of `attention`.
+    Takes the arguments of the call: with `cu_seqlens_q` those of `attention_varlen`, with
+    `page_table` alone those of `attention_paged` (k and v are then the pages), otherwise those of
+    `attention`.
 
     Returns:
         An `Explanation` with `kernel` (a name, or None), `refusals` (a reason per name) and

@@ -28,6 +28,7 @@ REQUIRED: dict[Layout, tuple[str, ...]] = {
     "dense": ("q", "k", "v"),
     "varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
     "paged": ("q", "k", "v", "page_table", "kv_lens"),
+    "varlen_paged": ("q", "k", "v", "cu_seqlens_q", "page_table", "kv_lens"),
 }
 
 
@@ -73,13 +74,11 @@ def check_values(problem: AttentionProblem, tensors: Tensors) -> None:
         problem.secret_lengths and _are_in_range(tensors.kv_lens, problem.Skv)
     ):
         _check_lengths(tensors.kv_lens.tolist(), problem.Skv)
-    if problem.layout == "varlen":
-        assert tensors.cu_seqlens_q is not None
-        assert tensors.cu_seqlens_k is not None
+    if tensors.cu_seqlens_q is not None:
         _check_offset_values("cu_seqlens_q", tensors.cu_seqlens_q.tolist(), "Tq", problem.Sq)
+    if tensors.cu_seqlens_k is not None:
         _check_offset_values("cu_seqlens_k", tensors.cu_seqlens_k.tolist(), "Tk", problem.Skv)
-    elif problem.layout == "paged":
-        assert tensors.page_table is not None
+    if tensors.page_table is not None:
         assert tensors.kv_lens is not None
         _check_page_values(problem, tensors.page_table, tensors.kv_lens)
 

@@ -1,9 +1,10 @@
 """The operators torch knows: schemas, fake kernels, autograd.
 
-`lockstep::attention`, `::attention_varlen` and `::attention_paged` return `(out, lse)`. The first
-two return `statistics` as well, for their `_backward` operators, which return the wanted gradients
-in the order q, k, v, bias, sinks. `lockstep::merge` combines partial results. Every operator is
-functional, and its outputs are contiguous whatever the strides of its inputs.
+`lockstep::attention`, `::attention_varlen`, `::attention_paged` and `::attention_varlen_paged`
+return `(out, lse)`. The first two return `statistics` as well, for their `_backward` operators,
+which return the wanted gradients in the order q, k, v, bias, sinks. `lockstep::merge` combines
+partial results. Every operator is functional, and its outputs are contiguous whatever the strides
+of its inputs.
 """
 
 from __future__ import annotations
@@ -260,6 +261,16 @@ class _DifferentiableAttention(Attention):
         return [x.new_empty(x.shape) for x in wanted]
 
 
+class _InferenceAttention(Attention):
+    """The operator of a layout without gradients."""
+
+    def __init__(self, layout: Layout, name: str, fields: tuple[str, ...], message: str) -> None:
+        super().__init__(layout, name, fields)
+        self.operator = _define_gradient(
+            self.op, self.forward, _no_gradient(message), _save_nothing, sample_by_sample
+        )
+
+
 def _places(names: tuple[str, ...], among: tuple[str, ...]) -> list[int]:
     """Where each of the names stands `among` others; -1 for one that does not."""
     return [among.index(name) if name in among else -1 for name in names]
@@ -285,17 +296,18 @@ attention_varlen = _DifferentiableAttention(
     rule=sample_by_sample,
     backward_rule=sample_by_sample,
 )
-attention_paged = Attention(
+
+attention_paged = _InferenceAttention(
     "paged",
     "attention_paged",
     ("q", "k", "v", "page_table", "kv_lens", "bias", "sinks"),
+    "attention_paged is for inference: it has no gradient",
 )
-attention_paged.operator = _define_gradient(
-    attention_paged.op,
-    attention_paged.forward,
-    _no_gradient("attention_paged is for inference: it has no gradient"),
-    _save_nothing,
-    sample_by_sample,
+attention_varlen_paged = _InferenceAttention(
+    "varlen_paged",
+    "attention_varlen_paged",
+    ("q", "k", "v", "cu_seqlens_q", "page_table", "kv_lens", "sinks"),
+    "attention_varlen with a page_table is for inference: it has no gradient",
 )
 
 

@@ -25,7 +25,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 _SIZES = ("B", "Hq", "Hkv", "Sq", "Skv", "D", "Dv")
-Layout = Literal["dense", "varlen", "paged"]
+Layout = Literal["dense", "varlen", "paged", "varlen_paged"]
 
 
 class Tensors(NamedTuple):
@@ -44,7 +44,7 @@ class Tensors(NamedTuple):
     @property
     def layout(self) -> Layout:
         if self.page_table is not None:
-            return "paged"
+            return "paged" if self.cu_seqlens_q is None else "varlen_paged"
         return "dense" if self.cu_seqlens_q is None and self.cu_seqlens_k is None else "varlen"
 
     def addresses(self) -> list[int]:
@@ -57,7 +57,7 @@ class AttentionProblem:
     """One attention call without its tensors.
 
     Row `q_idx` of a sequence with `len` keys sits on the diagonal position `q_idx + len - Sq`.
-    Varlen: `Sq` and `Skv` are the packed totals and `B` is the number of sequences.
+    Packed: `Sq`, and `Skv` unless keys are in pages, is the total of all sequences.
     Paged: `Skv` is what the page table can address, `max_pages * page_size`.
     """
 
@@ -93,8 +93,18 @@ class AttentionProblem:
         return self.window_left, 0 if self.causal else self.window_right
 
     @property
+    def is_packed(self) -> bool:
+        """Whether the queries of all sequences lie one after another: [Tq, Hq, D]."""
+        return self.layout in ("varlen", "varlen_paged")
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether keys and values are in pages: [n_pages, page, Hkv, D]."""
+        return self.layout in ("paged", "varlen_paged")
+
+    @property
     def out_shape(self) -> tuple[int, ...]:
-        if self.layout == "varlen":
+        if self.is_packed:
             return self.Sq, self.Hq, self.Dv
         return self.B, self.Hq, self.Sq, self.Dv
 
@@ -105,7 +115,7 @@ class AttentionProblem:
     @property
     def has_gradient(self) -> bool:
         """Whether a call can be differentiated: pages are for inference."""
-        return self.layout != "paged"
+        return not self.is_paged
 
     @property
     def statistics_shape(self) -> tuple[int, ...]:
@@ -129,7 +139,7 @@ class AttentionProblem:
     def __str__(self) -> str:
         sizes = " ".join(f"{n}={getattr(self, n)}" for n in _SIZES)
         text = f"{self.layout} {sizes} {short(self.dtype)} on {self.device_type}"
-        if self.layout == "paged":
+        if self.is_paged:
             text += f", {self.n_pages} pages of {self.page_size}"
         if self.causal:
             text += ", causal"
@@ -141,7 +151,7 @@ class AttentionProblem:
             text += f", bias {list(self.bias_shape)}"
         if self.has_sinks:
             text += ", sinks"
-        if self.has_kv_lens and self.layout != "paged":
+        if self.has_kv_lens and not self.is_paged:
             text += ", kv_lens"
         if self.query_invariant:
             text += ", query_invariant"
@@ -194,6 +204,15 @@ SHAPES: dict[Layout, dict[str, tuple[str, ...]]] = {
         "sinks": ("Hq",),
         "kv_lens": ("B",),
     },
+    "varlen_paged": {
+        "q": ("Tq", "Hq", "D"),
+        "k": ("n_pages", "page", "Hkv", "D"),
+        "v": ("n_pages", "page", "Hkv", "Dv"),
+        "sinks": ("Hq",),
+        "cu_seqlens_q": ("B + 1",),
+        "page_table": ("B", "max_pages"),
+        "kv_lens": ("B",),
+    },
 }
 _NEVER_EMPTY = frozenset({"Hq", "Hkv", "D", "Dv", "page"})
 
@@ -220,11 +239,11 @@ def describe(tensors: Tensors, options: Options) -> AttentionProblem:
     bias = tensors.bias
     return AttentionProblem(
         layout=layout,
-        B=sizes["B"] if layout != "varlen" else sizes["B + 1"] - 1,
+        B=sizes["B"],
         Hq=Hq,
         Hkv=Hkv,
-        Sq=sizes["Sq"] if layout != "varlen" else sizes["Tq"],
-        Skv=sizes["Skv"] if layout != "varlen" else sizes["Tk"],
+        Sq=sizes["Sq"] if "Sq" in sizes else sizes["Tq"],
+        Skv=sizes["Skv"] if "Skv" in sizes else sizes["Tk"],
         D=D,
         Dv=sizes["Dv"],
         page_size=sizes.get("page"),
@@ -272,7 +291,9 @@ def _match_shapes(tensors: Tensors, layout: Layout) -> dict[str, int]:
                     f"{shown(name, layout)} takes shape [{', '.join(dims)}] with {dim} at least "
                     f"1, got {list(shape)}"
                 )
-        if name == "page_table":
+        if name == "cu_seqlens_q":
+            sizes["B"] = sizes["B + 1"] - 1
+        elif name == "page_table":
             sizes["Skv"] = sizes["max_pages"] * sizes["page"]
     return sizes
 

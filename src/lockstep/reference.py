@@ -52,8 +52,10 @@ def attention_varlen(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None = None,
     *,
+    page_table: Tensor | None = None,
+    kv_lens: Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
@@ -62,8 +64,9 @@ def attention_varlen(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`lockstep.attention_varlen` in float64; same arguments, same errors."""
-    tensors = Tensors(q, k, v, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    return _run("varlen", tensors, causal, window, scale, softcap, return_lse)
+    tensors = Tensors(q, k, v, None, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table)
+    layout: Layout = "varlen" if page_table is None else "varlen_paged"
+    return _run(layout, tensors, causal, window, scale, softcap, return_lse)
 
 
 def attention_paged(
@@ -130,9 +133,7 @@ def evaluate(
     attend = attend or _attend
     if problem.layout == "dense":
         return _dense(problem, cast, attend)
-    if problem.layout == "varlen":
-        return _varlen(problem, cast, attend)
-    return _paged(problem, cast, attend)
+    return _by_sequence(problem, cast, attend)
 
 
 def _dense(problem: AttentionProblem, t: Tensors, attend: Attend) -> tuple[Tensor, Tensor]:
@@ -142,46 +143,44 @@ def _dense(problem: AttentionProblem, t: Tensors, attend: Attend) -> tuple[Tenso
     return attend(problem, t.q, t.k, t.v, t.bias, t.sinks, lens)
 
 
-def _varlen(problem: AttentionProblem, t: Tensors, attend: Attend) -> tuple[Tensor, Tensor]:
-    assert t.cu_seqlens_q is not None
-    assert t.cu_seqlens_k is not None
-    lens_q, lens_k = t.cu_seqlens_q.diff().tolist(), t.cu_seqlens_k.diff().tolist()
-    outs = [t.q.new_zeros(0, problem.Hq, problem.Dv)]
-    lses = [t.q.new_zeros(0, problem.Hq)]
-    for q, k, v in zip(
-        t.q.split_with_sizes(lens_q),
-        t.k.split_with_sizes(lens_k),
-        t.v.split_with_sizes(lens_k),
-        strict=True,
-    ):
-        # [T, H, D] -> [1, H, S, D] and back
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        lens = torch.tensor([k.shape[2]], device=k.device)
-        out, lse = attend(problem, q, k, v, None, t.sinks, lens)
-        outs.append(out.squeeze(0).transpose(0, 1))
-        lses.append(lse.squeeze(0).transpose(0, 1))
-    return torch.cat(outs), torch.cat(lses)
-
-
-def _paged(problem: AttentionProblem, t: Tensors, attend: Attend) -> tuple[Tensor, Tensor]:
-    assert t.page_table is not None
-    assert t.kv_lens is not None
-    assert problem.page_size is not None
+def _by_sequence(problem: AttentionProblem, t: Tensors, attend: Attend) -> tuple[Tensor, Tensor]:
     outs = [t.q.new_zeros(0, *problem.out_shape[1:])]
     lses = [t.q.new_zeros(0, *problem.lse_shape[1:])]
-    for b, length in enumerate(t.kv_lens.tolist()):
-        pages = t.page_table[b, : -(-length // problem.page_size)].long()
-        # [pages, page, Hkv, D] -> [1, Hkv, length, D]
-        k, v = (x[pages].flatten(0, 1)[:length].transpose(0, 1).unsqueeze(0) for x in (t.k, t.v))
-        bias = t.bias
+    for b in range(problem.B):
+        k, v = _keys_of(problem, t, b)
+        q, bias = t.q[b : b + 1], t.bias
+        if t.cu_seqlens_q is not None:
+            q = _by_head(t.q, t.cu_seqlens_q, b)
         if bias is not None:
             bias = bias[b : b + 1] if bias.shape[0] != 1 else bias
-            bias = bias[..., :length] if bias.shape[3] != 1 else bias
-        lens = t.kv_lens[b : b + 1]
-        out, lse = attend(problem, t.q[b : b + 1], k, v, bias, t.sinks, lens)
+            bias = bias[..., : k.shape[2]] if bias.shape[3] != 1 else bias
+        lens = torch.tensor([k.shape[2]], device=k.device)
+        out, lse = attend(problem, q, k, v, bias, t.sinks, lens)
+        if problem.is_packed:
+            out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0).transpose(0, 1)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
+
+
+def _keys_of(problem: AttentionProblem, t: Tensors, b: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of one sequence: [1, Hkv, n, D] and [1, Hkv, n, Dv]."""
+    if t.cu_seqlens_k is not None:
+        return _by_head(t.k, t.cu_seqlens_k, b), _by_head(t.v, t.cu_seqlens_k, b)
+    assert t.page_table is not None
+    assert t.kv_lens is not None
+    assert problem.page_size is not None
+    length = int(t.kv_lens[b])
+    pages = t.page_table[b, : -(-length // problem.page_size)].long()
+    # [pages, page, Hkv, D] -> [1, Hkv, length, D]
+    k, v = (x[pages].flatten(0, 1)[:length].transpose(0, 1).unsqueeze(0) for x in (t.k, t.v))
+    return k, v
+
+
+def _by_head(x: Tensor, offsets: Tensor, b: int) -> Tensor:
+    """One sequence of packed tokens [T, H, D] as [1, H, n, D]."""
+    start, end = offsets[b : b + 2].tolist()
+    return x[start:end].transpose(0, 1).unsqueeze(0)
 
 
 def _attend(

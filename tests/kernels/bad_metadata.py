@@ -106,6 +106,25 @@ def spoil_lengths(draws: random.Random, case: Case) -> Spoiled:
     return Spoiled(spoiled, good, f"kv_lens {own}")
 
 
+def spoil_ragged(draws: random.Random, case: Case) -> Spoiled:
+    """Offsets of ragged queries over pages, and lengths."""
+    given, T = case.tensors["cu_seqlens_q"], case.tensors["q"].shape[0]
+    offsets = spoil_offsets(draws, given.tolist(), T)
+    _, right = clean(offsets, T)
+    lens, Skv = case.tensors["kv_lens"].clone(), pose(case)[0].Skv
+    lens[draws.randrange(len(lens))] = draws.choice([-1, Skv + 1, int(lens[0])])
+    spoiled = case.replaced(cu_seqlens_q=torch.tensor(offsets, dtype=given.dtype), kv_lens=lens)
+    good = []
+    for b, length in enumerate(lens.tolist()):
+        if right[b] and right[b + 1] and 0 <= length <= Skv:
+            rows = slice(*offsets[b : b + 2])
+            own = {n: spoiled.tensors[n][b : b + 1] for n in ("page_table", "kv_lens")}
+            own |= {"q": spoiled.tensors["q"][rows]}
+            own |= {"cu_seqlens_q": torch.tensor([0, rows.stop - rows.start], dtype=given.dtype)}
+            good.append(Sequence(rows, slice(0), spoiled.replaced(**own)))
+    return Spoiled(spoiled, good, f"{offsets} kv_lens {lens.tolist()}")
+
+
 def spoil_pages(draws: random.Random, case: Case) -> Spoiled:
     """Rows that see a key on a page that is not there are NaN; others of their sequence are not."""
     problem, _ = pose(case)

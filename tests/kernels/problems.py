@@ -82,6 +82,13 @@ def paginate(case: Case, page_size: int, *, garbage: float = 0.0) -> Case:
     return case.replaced(k=pools[0], v=pools[1], page_table=page_table, kv_lens=lens)
 
 
+def ragged(case: Case, q_lens: list[int]) -> Case:
+    """A case in pages whose sequences have as many queries as said, the last ones of each."""
+    q = case.tensors["q"]
+    rows = [x[:, x.shape[1] - n :].transpose(0, 1) for x, n in zip(q, q_lens, strict=True)]
+    return case.replaced(q=torch.cat(rows), cu_seqlens_q=torch.tensor([0, *q_lens]).cumsum(0))
+
+
 def strided_biases(B: int, Hq: int, Sq: int, Skv: int) -> dict[str, Tensor]:
     """Biases of one shape, none of them contiguous."""
     whole = (B, Hq, Sq, Skv)

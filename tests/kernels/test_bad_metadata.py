@@ -20,6 +20,7 @@ from bad_metadata import (
     spoil_lengths,
     spoil_offsets,
     spoil_pages,
+    spoil_ragged,
     spoil_varlen,
 )
 from problems import (
@@ -31,6 +32,7 @@ from problems import (
     draw_varlen,
     paginate,
     pose,
+    ragged,
     run,
     statistics_of,
     supporting,
@@ -118,6 +120,14 @@ class TestInterpreted:
         case = draw(Sq, 70, B=3, Hkv=1, D=16, kv_lens=torch.tensor([70, 1, 47]), **options)
         case = paginate(case.replaced(query_invariant=True), page_size, garbage=float("nan"))
         check(spoil(random.Random(page_size), case), interpret, gradients=False)
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_ragged_pages(self, seed, monkeypatch):
+        use_multiprocessors(monkeypatch, (1, 1000)[seed % 2])
+        lens = torch.tensor([70, 0, 20, 33])
+        case = draw(20, 70, B=4, Hq=4, Hkv=2, D=16, kv_lens=lens, causal=True)
+        case = ragged(paginate(case, 16, garbage=float("nan")), [1, 3, 20, 7])
+        check(spoil_ragged(random.Random(seed), case), interpret, gradients=False)
 
     def test_pages_that_a_bias_or_a_window_hides(self):
         bias = torch.zeros(2, 1, 1, 64)
@@ -297,6 +307,15 @@ def test_pages(page_size, spoil, Sq, _):
     case = paginate(case, page_size, garbage=float("nan"))
     for seed in range(4):
         check_on_gpu(spoil(random.Random(seed), case), gradients=False)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("_", [pytest.param(0, marks=on_gpu, id="gpu")])
+def test_ragged_pages(seed, _):
+    lens = torch.tensor([3001, 1, 700, 2048])
+    case = draw(300, 3001, B=4, Hq=8, D=64, dtype=BF16, kv_lens=lens, causal=True)
+    case = ragged(paginate(case, 16, garbage=float("nan")), [1, 5, 300, 64])
+    check_on_gpu(spoil_ragged(random.Random(seed), case), gradients=False)
 
 
 @pytest.mark.parametrize("_", [pytest.param(0, marks=on_gpu, id="gpu")])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import Case, draw, draw_varlen, paginate, pose
+from problems import Case, draw, draw_varlen, paginate, pose, ragged
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -91,8 +91,12 @@ def derive(prepare: Any, case: Case) -> None:
         lengths(torch.int32, 100, page_size=16, bias=torch.zeros(2000)),
         packed(torch.int32, [1, 1, 2, 3]),
         packed(torch.int64),
+        ragged(lengths(torch.int32, 100, page_size=16), [100, 1, 17]),
     ],
-    ids=["decode", "lengths", "pages of 16", "pages of 256", "bias", "packed decode", "packed"],
+    ids=[
+        *("decode", "lengths", "pages of 16", "pages of 256", "bias", "packed decode", "packed"),
+        "ragged pages",
+    ],
 )
 def test_forward(compiled, monkeypatch, case):
     monkeypatch.setattr(launch, "device_of", lambda _: HOPPER)

@@ -20,6 +20,7 @@ CALLS: dict[Layout, tuple[str, tuple[str, ...]]] = {
     "dense": ("attention", ("q", "k", "v")),
     "varlen": ("attention_varlen", ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")),
     "paged": ("attention_paged", ("q", "k", "v", "page_table", "kv_lens")),
+    "varlen_paged": ("attention_varlen", ("q", "k", "v", "cu_seqlens_q")),
 }
 
 

@@ -16,7 +16,7 @@ from lockstep.audit.cases import Case, Douts
 from lockstep.audit.values import BIASES, DTYPES, NORMAL, VALUES, Values, source
 from lockstep.problem import Layout, Tensors
 
-LAYOUTS: tuple[Layout, ...] = ("dense", "dense", "varlen", "paged")
+LAYOUTS: tuple[Layout, ...] = ("dense", "dense", "varlen", "paged", "varlen_paged")
 LENGTHS = (1, 2, 17, 63, 64, 65, 111, 127, 128, 129, 256, 257, 300, 1023)
 # A GPU kernel is compiled for its head dims: there are fewer of them there.
 HEAD_DIMS = {"cpu": (1, 2, 5, 8, 16, 33, 64, 72, 80, 111, 128, 200, 256), "cuda": (8, 33, 64, 128)}
@@ -182,7 +182,7 @@ def draw(rng: Random, device: str) -> Recipe:
         return _long(drawing)
     layout = rng.choice(LAYOUTS)
     drawing.kinds.insert(0, f"layout: {layout}")
-    {"dense": _dense, "varlen": _varlen, "paged": _paged}[layout](drawing)
+    _DRAW[layout](drawing)
     return drawing.recipe()
 
 
@@ -247,6 +247,23 @@ def _paged(d: Drawing) -> None:
     d.integers("kv_lens", f"torch.tensor({[d.rng.randint(0, Skv) for _ in range(B)]})")
     d.common_options()
     d.bias(B, Sq, pages * page)
+
+
+def _varlen_paged(d: Drawing) -> None:
+    B, page = d.rng.choice((1, 2, 3)), d.rng.choice(PAGE_SIZES)
+    sides = [_lengths(d, B) for _ in range(B)]
+    pages = math.ceil(max(Skv for _, Skv in sides) / page)
+    n_pages = B * pages + 2
+    offsets = [sum(Sq for Sq, _ in sides[:b]) for b in range(B + 1)]
+    d.inputs({"q": (offsets[-1], d.Hq, d.D)})
+    d.inputs({"k": (n_pages, page, d.Hkv, d.D), "v": (n_pages, page, d.Hkv, d.Dv)})
+    d.integers("cu_seqlens_q", f"torch.tensor({offsets})")
+    d.integers("page_table", f"torch.randperm({n_pages})[:{B * pages}].view({B}, {pages})")
+    d.integers("kv_lens", f"torch.tensor({[Skv for _, Skv in sides]})")
+    d.common_options()
+
+
+_DRAW = {"dense": _dense, "varlen": _varlen, "paged": _paged, "varlen_paged": _varlen_paged}
 
 
 def _long(d: Drawing) -> Recipe:

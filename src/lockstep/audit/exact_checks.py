@@ -189,12 +189,8 @@ def _spoil_others(case: Case, b: int) -> Case:
     """NaN in the queries, keys and values of every sequence but b."""
     changes = {}
     for name in ("q", "k", "v"):
-        if case.layout == "paged" and name != "q":
-            continue  # Several sequences may share a page.
-        x = case.tensors[name]
-        part = slice(b, b + 1)
-        if case.layout == "varlen":
-            part = sequences.tokens(case, b)[name != "q"]
+        # Several sequences may share a page: of pages, all are its own.
+        x, part = case.tensors[name], sequences.tokens(case, b)[name != "q"]
         spoiled = torch.full_like(x, math.nan)
         spoiled[part] = x[part]
         changes[name] = spoiled

@@ -11,59 +11,59 @@ from torch import Tensor
 from lockstep import reference
 from lockstep.audit.cases import Case, Douts, Result
 
-# Arguments and results whose first dim is the batch, by layout.
-_BATCHED = {
-    "dense": ("q", "k", "v", "kv_lens"),
-    "paged": ("q", "page_table", "kv_lens"),
-}
-_RESULTS = {"dense": ("out", "lse", "dq", "dk", "dv"), "paged": ("out", "lse", "dq")}
+# Arguments with an entry for each sequence, and results with one for each query or key.
+_BY_SEQUENCE = ("page_table", "kv_lens")
+_BY_QUERY, _BY_KEY = ("out", "lse", "dq"), ("dk", "dv")
 
 
 def count(case: Case) -> int:
     """The number of sequences of a call."""
-    if case.layout == "varlen":
+    if "cu_seqlens_q" in case.tensors:
         return len(case.tensors["cu_seqlens_q"]) - 1
     return len(case.tensors["q"])
 
 
 def tokens(case: Case, b: int) -> tuple[slice, slice]:
-    """The queries and the keys of sequence b in packed tensors."""
-    q, k = (case.tensors[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
-    return slice(q[b], q[b + 1]), slice(k[b], k[b + 1])
+    """The queries and the keys of sequence b in tensors that are packed, or have a batch dim; of
+    pages, all."""
+    queries = keys = slice(b, b + 1)
+    if "cu_seqlens_q" in case.tensors:
+        queries = slice(*case.tensors["cu_seqlens_q"][b : b + 2].tolist())
+    if "cu_seqlens_k" in case.tensors:
+        keys = slice(*case.tensors["cu_seqlens_k"][b : b + 2].tolist())
+    elif "page_table" in case.tensors:
+        keys = slice(None)
+    return queries, keys
 
 
 def alone(case: Case, douts: Douts | None, b: int) -> tuple[Case, Douts | None]:
     """A call with sequence b and no other."""
-    part = slice(b, b + 1)
-    if case.layout == "varlen":
-        part, keys = tokens(case, b)
-        changes: dict[str, Any] = {
-            name: case.tensors[name][part if name == "q" else keys] for name in ("q", "k", "v")
-        }
-        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+    part, keys = tokens(case, b)
+    changes: dict[str, Any] = {
+        name: case.tensors[name][part if name == "q" else keys] for name in ("q", "k", "v")
+    }
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        if name in case.tensors:
             offsets = case.tensors[name][b : b + 2]
             changes[name] = offsets - offsets[0]
-    else:
-        names = [name for name in _BATCHED[case.layout] if name in case.tensors]
-        changes = {name: case.tensors[name][part] for name in names}
-        bias = case.tensors.get("bias")
-        if bias is not None and bias.dim() == 4 and bias.shape[0] > 1:
-            changes["bias"] = bias[part]
+    changes |= {
+        name: case.tensors[name][b : b + 1] for name in _BY_SEQUENCE if name in case.tensors
+    }
+    bias = case.tensors.get("bias")
+    if bias is not None and bias.dim() == 4 and bias.shape[0] > 1:
+        changes["bias"] = bias[part]
     own = None if douts is None else (douts[0][part], douts[1][part])
     return case.replaced(**changes), own
 
 
 def share(case: Case, result: Result, b: int) -> dict[str, Tensor]:
     """The results of sequence b; gradients that sequences share are left out."""
-    found = result.items()
-    if case.layout == "varlen":
-        queries, keys = tokens(case, b)
-        return {
-            name: x[keys if name in ("dk", "dv") else queries]
-            for name, x in found.items()
-            if name in _RESULTS["dense"]
-        }
-    return {name: x[b : b + 1] for name, x in found.items() if name in _RESULTS[case.layout]}
+    queries, keys = tokens(case, b)
+    return {
+        name: x[queries if name in _BY_QUERY else keys]
+        for name, x in result.items().items()
+        if name in (*_BY_QUERY, *_BY_KEY)
+    }
 
 
 def seen(case: Case) -> Tensor:
@@ -83,7 +83,7 @@ def with_garbage(case: Case) -> Case | None:
     every element is read."""
     if case.layout == "dense":
         return _dense_with_garbage(case)
-    return _pages_with_garbage(case) if case.layout == "paged" else None
+    return _pages_with_garbage(case) if "page_table" in case.tensors else None
 
 
 def _dense_with_garbage(case: Case) -> Case:

@@ -71,6 +71,7 @@ def _problems() -> Iterator[tuple[str, AttentionProblem]]:
     yield "`constant_time`", replace(base, constant_time=True)
     yield "`attention_varlen`", _varlen()
     yield "`attention_paged`", _paged()
+    yield "`attention_varlen`, `page_table`", replace(_paged(), layout="varlen_paged")
 
 
 def _dense() -> AttentionProblem:

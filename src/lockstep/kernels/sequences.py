@@ -35,9 +35,15 @@ def nan_where(is_wrong):
 
 
 @triton.jit
-def checked_length(kv_lens_ptr, b, Skv):
-    """How many keys sequence b has, 0 if its length is wrong; and whether it is right."""
-    length = tl.load(kv_lens_ptr + b)
+def checked_length(kv_lens_ptr, b, Skv, B=None):
+    """How many keys sequence b has, 0 if its length is wrong; and whether it is right.
+
+    With B, b may be B: that sequence has no length.
+    """
+    if B is None:
+        length = tl.load(kv_lens_ptr + b)
+    else:
+        length = tl.load(kv_lens_ptr + b, mask=b < B, other=0)
     is_good = (length >= 0) & (length <= Skv)
     return tl.where(is_good, length, 0).to(tl.int32), is_good
 
@@ -77,6 +83,35 @@ def find_sequence(
     tile = (slot - start * GROUP // BLOCK - b * SPARE).to(tl.int32)
     length, other_length = (end - start).to(tl.int32), (other_end - other_start).to(tl.int32)
     return b, tile, is_right & is_other_right, start, length, other_start, other_length
+
+
+@triton.jit
+def find_queries(
+    slot,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    kv_lens_ptr,
+    B,
+    Sq,
+    Skv,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPARE: tl.constexpr = 1,
+):
+    """What `find_sequence` returns of a slot of packed queries. Keys are packed as well or, without
+    `cu_seqlens_k_ptr`, in pages: each sequence then has a length, and its keys begin at 0."""
+    if cu_seqlens_k_ptr is not None:
+        b, tile, is_good, q_start, q_len, kv_start, kv_len = find_sequence(
+            slot, cu_seqlens_q_ptr, cu_seqlens_k_ptr, B, Sq, Skv, GROUP, BLOCK, SPARE
+        )
+    else:
+        b, tile, is_good, q_start, q_len, kv_start, kv_len = find_sequence(
+            slot, cu_seqlens_q_ptr, cu_seqlens_q_ptr, B, Sq, Sq, GROUP, BLOCK, SPARE
+        )
+        kv_start = tl.full([], 0, tl.int64)
+        kv_len, is_length = checked_length(kv_lens_ptr, b, Skv, B)
+        is_good = is_good & is_length
+    return b, tile, is_good, q_start, q_len, kv_start, tl.where(is_good, kv_len, 0)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """One attention call as numba sees it: addresses, strides, lengths, options.
 
-The three layouts meet here. A sequence ``b`` owns ``q_len[b]`` queries from token ``q_first[b]``
+All layouts meet here. A sequence ``b`` owns ``q_len[b]`` queries from token ``q_first[b]``
 and ``kv_len[b]`` keys from ``kv_first[b]``; dense tensors step by a batch stride, packed ones
 by their first token, paged ones through a page table. The query rows that share a KV head are
 numbered ``row = g · q_len + q_idx``, g being the head's place in its group.

@@ -52,11 +52,16 @@ def numbers(tensor: Tensor) -> np.ndarray:
 def _lengths(problem: AttentionProblem, tensors: Tensors) -> tuple[list[int], ...]:
     """(q_first, q_len, kv_first, kv_len), each [B]."""
     B = problem.B
-    if problem.layout == "varlen":
-        cu_q, cu_k = tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist()
-        return cu_q[:-1], _steps(cu_q), cu_k[:-1], _steps(cu_k)
-    kv_len = [problem.Skv] * B if tensors.kv_lens is None else tensors.kv_lens.tolist()
-    return [0] * B, [problem.Sq] * B, [0] * B, kv_len
+    q_first, q_len, kv_first, kv_len = [0] * B, [problem.Sq] * B, [0] * B, [problem.Skv] * B
+    if tensors.cu_seqlens_q is not None:
+        offsets = tensors.cu_seqlens_q.tolist()
+        q_first, q_len = offsets[:-1], _steps(offsets)
+    if tensors.cu_seqlens_k is not None:
+        offsets = tensors.cu_seqlens_k.tolist()
+        kv_first, kv_len = offsets[:-1], _steps(offsets)
+    if tensors.kv_lens is not None:
+        kv_len = tensors.kv_lens.tolist()
+    return q_first, q_len, kv_first, kv_len
 
 
 def _steps(offsets: list[int]) -> list[int]:
@@ -64,11 +69,11 @@ def _steps(offsets: list[int]) -> list[int]:
 
 
 def query_dims(problem: AttentionProblem) -> tuple[int | None, int, int]:
-    return PACKED if problem.layout == "varlen" else DENSE
+    return PACKED if problem.is_packed else DENSE
 
 
 def kv_dims(problem: AttentionProblem) -> tuple[int | None, int, int]:
-    return {"dense": DENSE, "varlen": PACKED, "paged": PAGED}[problem.layout]
+    return PAGED if problem.is_paged else query_dims(problem)
 
 
 class Described(NamedTuple):

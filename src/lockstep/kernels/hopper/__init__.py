@@ -77,7 +77,7 @@ def supports(problem: AttentionProblem) -> str | None:
             f"takes head dims in multiples of 8 up to {MAX_HEAD_DIM}, got D = {problem.D} and "
             f"Dv = {problem.Dv}"
         )
-    if problem.layout == "paged":
+    if problem.is_paged:
         return "takes no pages"
     if problem.bias_shape is not None:
         return "takes no bias"

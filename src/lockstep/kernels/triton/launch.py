@@ -32,18 +32,22 @@ Strides = tuple[int, int, int]
 
 def row_strides(problem: AttentionProblem, tensors: Tensors) -> dict[str, Strides]:
     """Those of q, k and v, whatever the layout; 0 by sequence if sequences are packed."""
-    if problem.layout == "varlen":
-        return {x: (0, t.stride(1), t.stride(0)) for x, t in zip("qkv", tensors[:3], strict=True)}
-    q, k, v = (x.stride()[:3] for x in tensors[:3])
-    if problem.layout == "paged":
-        k, v = ((by_page, by_head, by_token) for by_page, by_token, by_head in (k, v))
-    return {"q": q, "k": k, "v": v}
+    found: dict[str, Strides] = {}
+    for name, x in zip("qkv", tensors[:3], strict=True):
+        if problem.is_paged and name != "q":
+            by_page, by_token, by_head, _ = x.stride()
+            found[name] = by_page, by_head, by_token
+        elif problem.is_packed:
+            found[name] = 0, x.stride(1), x.stride(0)
+        else:
+            found[name] = x.stride()[:3]
+    return found
 
 
 def result_strides(problem: AttentionProblem) -> Strides:
     """In rows of contiguous results [B, Hq, Sq], or [T, Hq] if sequences are packed."""
     Hq, Sq = problem.Hq, problem.Sq
-    return (0, 1, Hq) if problem.layout == "varlen" else (Hq * Sq, Sq, 1)
+    return (0, 1, Hq) if problem.is_packed else (Hq * Sq, Sq, 1)
 
 
 def bias_strides(bias: Tensor | None) -> dict[str, int]:

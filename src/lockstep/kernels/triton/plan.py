@@ -266,7 +266,7 @@ def _most_spans(problem: AttentionProblem) -> int:
     """The most spans that any sequence of the problem can have."""
     if _is_short(problem, problem.Skv):
         return 1
-    q_len = 1 if problem.layout == "varlen" else problem.Sq
+    q_len = 1 if problem.is_packed else problem.Sq
     many, few = _spans_wanted(problem, q_len)
     # As far as a span is short, there are few of them.
     in_any = max(few, min(many, -(-problem.Skv // (LONG * LEAST_SPAN))))
@@ -295,7 +295,7 @@ def _spans_wanted(problem: AttentionProblem, q_len: int) -> tuple[int, int]:
 def _count(problem: AttentionProblem, tiles: Tiles) -> tuple[int, int]:
     """`n_slots` and `n_programs` of a plan."""
     rows = problem.Sq * (problem.Hq // problem.Hkv)
-    if problem.layout == "varlen":
+    if problem.is_packed:
         # As `sequences.find_sequence` hands them out, with one more for rows that no sequence owns.
         n_slots = rows // tiles.BLOCK_Q + problem.B + 1
         return n_slots, n_slots * problem.Hkv

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lockstep.kernels.sequences import checked_length, find_sequence, nan_where
+from lockstep.kernels.sequences import checked_length, find_queries, nan_where
 from lockstep.kernels.triton import plan
 from lockstep.kernels.triton.tiles import (
     add_weighted,
@@ -61,10 +61,9 @@ def locate(
         turns = tl.where(Hkv % 4 == 0, 4, 1)
         slot = program // turns % n_slots
         head = program // (turns * n_slots) * turns + program % turns
-        b, tile, is_good, q_start, q_len, kv_start, kv_len = find_sequence(
-            slot, cu_seqlens_q_ptr, cu_seqlens_k_ptr, B, Sq, Skv, GROUP, BLOCK_Q
+        b, tile, is_good, q_start, q_len, kv_start, kv_len = find_queries(
+            slot, cu_seqlens_q_ptr, cu_seqlens_k_ptr, kv_lens_ptr, B, Sq, Skv, GROUP, BLOCK_Q
         )
-        kv_len = tl.where(is_good, kv_len, 0)
         tile = tl.cdiv(q_len * GROUP, BLOCK_Q) - 1 - tile
     else:
         b, head = head // Hkv, head % Hkv

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from lockstep.kernels.launch import unspecialized
-from lockstep.kernels.sequences import checked_length, find_sequence, nan_where
+from lockstep.kernels.sequences import checked_length, find_queries, nan_where
 from lockstep.kernels.triton.plan import block_of
 from lockstep.kernels.triton.spans import span_of
 from lockstep.kernels.triton.tiles import (
@@ -132,10 +132,9 @@ def reduce_parts(
     Hq = Hkv * GROUP
     if cu_seqlens_q_ptr is not None:
         head, token = row % Hq, row // Hq
-        _, q_idx, is_good, _, q_len, _, kv_len = find_sequence(
-            token, cu_seqlens_q_ptr, cu_seqlens_k_ptr, B, Sq, Skv, 1, 1, 0
+        _, q_idx, is_good, _, q_len, _, kv_len = find_queries(
+            token, cu_seqlens_q_ptr, cu_seqlens_k_ptr, kv_lens_ptr, B, Sq, Skv, 1, 1, 0
         )
-        kv_len = tl.where(is_good, kv_len, 0)
     else:
         head, q_idx = row // Sq % Hq, row % Sq
         q_len, kv_len, is_good = Sq, Skv, True
