@@ -1,4 +1,4 @@
-"""What ranks do in tests. `python -m jobs JOB ARGS FOLDER RANKS RANK` is one rank."""
+"""What ranks do in tests. `python -m jobs` is one of the processes of `worlds`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import os
 import sys
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -97,9 +97,9 @@ def planted() -> str:
             dk, dv = dk + found.dk, dv + found.dv
         return type(found)(dk, dv)
 
-    if dist.get_rank() == 1:
-        gather.derive_keys = halves
-    return str(compare(Case("gather", False, S=900), group()))
+    chosen = halves if dist.get_rank() == 1 else inner
+    with mock.patch.object(gather, "derive_keys", chosen):
+        return str(compare(Case("gather", False, S=900), group()))
 
 
 def count(cases: list[dict[str, Any]]) -> list[list[int]]:
@@ -107,7 +107,7 @@ def count(cases: list[dict[str, Any]]) -> list[list[int]]:
     received = 0
     rank = dist.get_rank()
 
-    def counting(name: str, of: Any) -> None:
+    def counting(name: str, of: Any) -> Any:
         inner = getattr(dist, name)
 
         def wrapped(*args: Any, **options: Any) -> Any:
@@ -115,7 +115,7 @@ def count(cases: list[dict[str, Any]]) -> list[list[int]]:
             received += of(*args, **options)
             return inner(*args, **options)
 
-        setattr(dist, name, wrapped)
+        return wrapped
 
     def of_all_to_all(to: Any, x: Any, bytes_in: list[int], *_: Any, **__: Any) -> int:
         return sum(bytes_in) - bytes_in[rank]
@@ -123,38 +123,48 @@ def count(cases: list[dict[str, Any]]) -> list[list[int]]:
     def of_broadcast(x: Any, group_src: int, **_: Any) -> int:
         return 0 if group_src == rank else x.numel()
 
-    counting(collectives._ALL_GATHER, lambda to, x, *_: to.numel() - x.numel())
-    counting("all_to_all_single", of_all_to_all)
-    counting("broadcast", of_broadcast)
+    counted = {
+        collectives._ALL_GATHER: lambda to, x, *_: to.numel() - x.numel(),
+        "all_to_all_single": of_all_to_all,
+        "broadcast": of_broadcast,
+    }
     # Said at the start of every call.
     agreement = (dist.get_world_size() - 1) * 8 * (1 + len(attention._WORDS))
     found = []
-    for method, S, Hq, Hkv, balanced, uses_lse, has_sinks in cases:
-        q = torch.randn(2, Hq, S, 16).bfloat16()
-        k, v = (torch.randn(2, Hkv, S, D).bfloat16() for D in (16, 8))
-        sinks = torch.zeros(Hq, requires_grad=True) if has_sinks else None
-        q, k, v = (shard(x, group(), 2, balanced=balanced).requires_grad_() for x in (q, k, v))
-        received = 0
-        options = {"method": method, "balanced": balanced, "return_lse": uses_lse, "sinks": sinks}
-        results = context_parallel_attention(q, k, v, mesh=group(), **options)
-        forward, received = received - agreement, 0
-        sum(x.sum() for x in (results if uses_lse else [results])).backward()
-        found.append([forward, received])
+    with mock.patch.multiple(dist, **{n: counting(n, of) for n, of in counted.items()}):
+        for method, S, Hq, Hkv, balanced, uses_lse, has_sinks in cases:
+            q = torch.randn(2, Hq, S, 16).bfloat16()
+            k, v = (torch.randn(2, Hkv, S, D).bfloat16() for D in (16, 8))
+            sinks = torch.zeros(Hq, requires_grad=True) if has_sinks else None
+            q, k, v = (shard(x, group(), 2, balanced=balanced).requires_grad_() for x in (q, k, v))
+            received = 0
+            options = {
+                "method": method,
+                "balanced": balanced,
+                "return_lse": uses_lse,
+                "sinks": sinks,
+            }
+            results = context_parallel_attention(q, k, v, mesh=group(), **options)
+            forward, received = received - agreement, 0
+            sum(x.sum() for x in (results if uses_lse else [results])).backward()
+            found.append([forward, received])
     return found
 
 
 def peaks(methods: list[str], S: int) -> list[int]:
     """Bytes of tensors that a forward and its backward hold at a time, besides their inputs."""
+
+    def step(method: str, S: int) -> None:
+        inputs = [x.requires_grad_() for x in drawn[S]]
+        out = context_parallel_attention(*inputs, mesh=group(), method=method, causal=True)
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    drawn = {n: [shard(torch.randn(1, 4, n, 64), group(), 2) for _ in range(3)] for n in (64, S)}
     found = []
     for method in methods:
-        inputs = [shard(torch.randn(1, 4, S, 64), group(), 2).requires_grad_() for _ in range(3)]
-        dout = torch.ones_like(inputs[0])
-        for _ in range(2):
-            # The first call compiles.
-            with torch.profiler.profile(profile_memory=True) as seen:
-                out = context_parallel_attention(*inputs, mesh=group(), method=method, causal=True)
-                torch.autograd.grad(out, inputs, dout)
-                del out
+        step(method, 64)  # compiles
+        with torch.profiler.profile(profile_memory=True) as seen:
+            step(method, S)
         events = seen.profiler.kineto_results.events()
         steps = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
         found.append(max(itertools.accumulate(n for _, n in steps)))
@@ -304,20 +314,28 @@ def group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def main(job: str, args: str, folder: str, ranks: str, rank: str) -> None:
+def serve() -> None:
+    """Runs one job after the other, each as a rank of a group of its own."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=int(rank),
-        world_size=int(ranks),
-        timeout=timedelta(seconds=100),
-    )
-    result = globals()[job](*json.loads(args))
-    Path(folder, f"{rank}.json").write_text(json.dumps(result))
-    # Without a barrier: another rank may be gone.
-    os._exit(0)
+    # What gloo prints must not stand between results.
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        given = json.loads(line)
+        torch.manual_seed(0)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{given['folder']}/store",
+            rank=given["rank"],
+            world_size=given["ranks"],
+            timeout=timedelta(seconds=100),
+        )
+        result = globals()[given["job"]](*given["args"])
+        # Without a barrier: another rank may be gone.
+        dist.destroy_process_group()
+        results.write(json.dumps(result) + "\n")
+        results.flush()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve()

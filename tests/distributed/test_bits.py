@@ -22,9 +22,9 @@ SHAPES: list[dict[str, Any]] = [
 def cases(methods: tuple[str, ...]) -> list[dict[str, Any]]:
     return [
         {"method": method, "balanced": balanced, **shape}
+        for shape in SHAPES
         for method in methods
         for balanced in (False, True)
-        for shape in SHAPES
     ]
 
 

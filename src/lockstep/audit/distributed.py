@@ -7,7 +7,9 @@ and compares its own shard.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -55,17 +57,14 @@ class Case:
 
 
 def cases(methods: tuple[str, ...], **sizes: Any) -> Iterator[Case]:
-    """Each method with each kind of shards and mask."""
-    for method in methods:
-        for balanced in (False, True):
-            for mask in MASKS:
-                yield Case(method, balanced, mask=mask, sinks=mask != "full", **sizes)
+    """Each mask with each method and kind of shards."""
+    for mask, method, balanced in product(MASKS, methods, (False, True)):
+        yield Case(method, balanced, mask=mask, sinks=mask != "full", **sizes)
 
 
 def compare(case: Case, group: ProcessGroup) -> Difference | None:
     """The first bit of this rank's results and gradients that one process has otherwise."""
-    whole = _draw(case)
-    expected = run_with_gradients(whole, lockstep.attention, **case.options)
+    whole, expected = _one_process(replace(case, method="", balanced=False))
     parts = {name: _shard(name, x, case, group) for name, x in whole.items()}
     sharing = {"mesh": group, "method": case.method, "balanced": case.balanced}
     got = run_with_gradients(parts, context_parallel_attention, **sharing, **case.options)
@@ -73,6 +72,13 @@ def compare(case: Case, group: ProcessGroup) -> Difference | None:
         dist.all_reduce(got["dsinks"], group=group)
     mine = {name: _shard(name, x, case, group) for name, x in expected.items()}
     return first_difference(mine, got)
+
+
+@lru_cache(maxsize=1)
+def _one_process(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The whole tensors, and what one process makes of them: it knows no method and no shards."""
+    whole = _draw(case)
+    return whole, run_with_gradients(whole, lockstep.attention, **case.options)
 
 
 def _shard(name: str, x: Tensor, case: Case, group: ProcessGroup) -> Tensor:
