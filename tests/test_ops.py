@@ -52,6 +52,10 @@ def test_opcheck_dense(dtype, grad):
     torch.library.opcheck(torch.ops.lockstep.attention.default, (*tensors, *OPTIONS))
     plain = (*tensors[:3], None, None, None)
     torch.library.opcheck(torch.ops.lockstep.attention.default, (*plain, *OPTIONS))
+    # Tokens first in memory; all but the keys.
+    q, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in plain[::2][:2])
+    plain = (q.requires_grad_(grad), plain[1], v.requires_grad_(grad), None, None, None)
+    torch.library.opcheck(torch.ops.lockstep.attention.default, (*plain, *OPTIONS))
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -242,6 +246,28 @@ def strided(dtype):
     }
 
 
+def assert_lies_like(result, x):
+    """Tokens first in memory where x has them first, heads first elsewhere; without gaps."""
+    tokens_first = x.stride(2) > x.stride(1)
+    assert (result.transpose(1, 2) if tokens_first else result).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_lie_as_the_queries_do(dtype):
+    q, k, v = (rand(2, 5, 4, 8, dtype=dtype).transpose(1, 2) for _ in range(3))
+    out, lse = lockstep.attention(q, k, v, return_lse=True)
+    assert_lies_like(out, q)
+    assert lse.transpose(1, 2).is_contiguous()
+    assert out.transpose(1, 2).reshape(2, 5, -1).data_ptr() == out.data_ptr()
+    same, same_lse = lockstep.attention(*(x.contiguous() for x in (q, k, v)), return_lse=True)
+    assert same.is_contiguous()
+    assert same_lse.is_contiguous()
+    assert torch.equal(out, same)
+    assert torch.equal(lse, same_lse)
+    pages, table = rand(3, 4, 4, 8, dtype=dtype), torch.tensor([[0, 1], [2, 0]])
+    assert_lies_like(lockstep.attention_paged(q, pages, pages, table, torch.tensor([7, 5])), q)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("strides", strided(torch.float32))
 def test_strides_change_nothing(strides, dtype):
@@ -255,8 +281,11 @@ def test_strides_change_nothing(strides, dtype):
         for tensors in ((q, k, v), tuple(t.contiguous() for t in (q, k, v))):
             leaves = [t.detach().requires_grad_() for t in tensors]
             out = lockstep.attention(*leaves, causal=True)
-            assert out.is_contiguous()
-            results.append((out, *torch.autograd.grad(out, leaves, dout.mT)))
+            assert_lies_like(out, leaves[0])
+            grads = torch.autograd.grad(out, leaves, dout.mT)
+            for grad, leaf in zip(grads, leaves, strict=True):
+                assert_lies_like(grad, leaf)
+            results.append((out, *grads))
         for got, expected in zip(*results, strict=True):
             torch.testing.assert_close(got, expected)
 

@@ -118,7 +118,9 @@ def attention(
     Returns:
         out [B, Hq, Sq, Dv] in the dtype of q, and with `return_lse` the pair `(out, lse)`, where
         lse is [B, Hq, Sq] in float32 (float64 for float64), natural logarithm. A row that sees no
-        key has out 0 and lse -inf.
+        key has out 0 and lse -inf. If q is a view of tokens [B, Sq, Hq, D] in memory, so are both:
+        `out.transpose(1, 2).reshape(B, Sq, -1)` then copies nothing. Gradients lie as their own
+        tensors do.
 
     Raises:
         ValueError, TypeError: An argument does not fit; the message names it.

@@ -3,8 +3,7 @@
 `lockstep::attention`, `::attention_varlen`, `::attention_paged` and `::attention_varlen_paged`
 return `(out, lse)`. The first two return `statistics` as well, for their `_backward` operators,
 which return the wanted gradients in the order q, k, v, bias, sinks. `lockstep::merge` combines
-partial results. Every operator is functional, and its outputs are contiguous whatever the strides
-of its inputs.
+partial results. Every operator is functional; where its outputs lie, `memory_order` says.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lockstep import call_cache, dispatch, numerics
+from lockstep import call_cache, dispatch, memory_order, numerics
 from lockstep.checks import REQUIRED, check_parts, check_strided, check_types
 from lockstep.eager import PLAIN_TYPES, Operator, can_skip_dispatcher, is_eager
 from lockstep.gradients import register_gradient
@@ -155,11 +154,11 @@ class Attention:
         check_types(tensors, self.layout)
         problem = describe(tensors, options)
         dispatch.candidates(name)
-        out = tensors.q.new_empty(problem.out_shape)
-        lse = tensors.q.new_empty(problem.lse_shape, dtype=problem.lse_dtype)
+        out = memory_order.empty_like(tensors.q, problem.out_shape)
+        of_rows = partial(memory_order.empty_like, tensors.q, dtype=problem.lse_dtype)
         if not problem.has_gradient:
-            return out, lse
-        return out, lse, lse.new_empty(problem.statistics_shape)
+            return out, of_rows(problem.lse_shape)
+        return out, of_rows(problem.lse_shape), of_rows(problem.statistics_shape)
 
 
 class _DifferentiableAttention(Attention):
@@ -256,9 +255,15 @@ class _DifferentiableAttention(Attention):
         *forward_args, needs = args
         tensors, options, _ = self.unpack(tuple(forward_args))
         describe(tensors, options)
-        needed = dict(zip(Needs._fields, needs, strict=True))
-        wanted = (getattr(tensors, name) for name, need in needed.items() if need)
-        return [x.new_empty(x.shape) for x in wanted]
+        wanted = {
+            name: getattr(tensors, name)
+            for name, need in zip(Needs._fields, needs, strict=True)
+            if need
+        }
+        return [
+            memory_order.empty_like(x, tuple(x.shape)) if name in "qkv" else x.new_empty(x.shape)
+            for name, x in wanted.items()
+        ]
 
 
 class _InferenceAttention(Attention):

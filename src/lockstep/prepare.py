@@ -11,7 +11,7 @@ from operator import attrgetter, is_
 import torch
 from torch import Tensor
 
-from lockstep import dispatch
+from lockstep import dispatch, memory_order
 from lockstep.checks import are_values_checked, check_values
 from lockstep.kernels.cpu.processes import fork_safe
 from lockstep.kernels.kernel import (
@@ -86,15 +86,15 @@ def _with_contiguous_results(given: BackwardTensors) -> BackwardTensors:
     """The tensors of a backward with the strides that kernels rely on."""
     return BackwardTensors(
         *_with_contiguous_rows(given.inputs),
-        given.out.contiguous(),
-        given.statistics.contiguous(),
+        memory_order.in_order_of(given.q, given.out),
+        memory_order.in_order_of(given.q, given.statistics),
         _contiguous_rows(given.dout),
-        None if given.dlse is None else given.dlse.contiguous(),
+        None if given.dlse is None else memory_order.in_order_of(given.q, given.dlse),
     )
 
 
 def _contiguous_rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return tensor if tensor.stride(-1) == 1 else memory_order.in_order_of(tensor, tensor)
 
 
 def _with_contiguous_rows(tensors: Tensors) -> Tensors:

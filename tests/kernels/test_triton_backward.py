@@ -29,6 +29,7 @@ from problems import (
 
 from lockstep import reference
 from lockstep.kernels.kernel import BackwardTensors, Needs
+from lockstep.memory_order import in_order_of, is_tokens_first
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -53,10 +54,10 @@ def gradients(case: Case, douts) -> dict[str, torch.Tensor]:
     needs = Needs(*(getattr(tensors, name) is not None for name in Needs._fields))
     saved = BackwardTensors(
         *tensors,
-        exact.out.to(problem.dtype).contiguous(),
-        statistics_of(problem, exact.lse),
+        in_order_of(tensors.q, exact.out.to(problem.dtype)),
+        in_order_of(tensors.q, statistics_of(problem, exact.lse)),
         douts[0].to(problem.dtype),
-        douts[1].to(problem.lse_dtype),
+        in_order_of(tensors.q, douts[1].to(problem.lse_dtype)),
     )
     grads = triton_backward.prepare_backward(problem, saved, needs)(saved, saved.addresses())
     return {name: grad for name, grad in grads._asdict().items() if grad is not None}
@@ -190,6 +191,18 @@ def test_strided_inputs():
     k = torch.randn(1, 1, 50, 16).to(F16).expand(1, 2, 50, 16)
     v = torch.randn(1, 2, 100, 16).to(F16)[:, :, ::2]
     check(Case({"q": q, "k": k, "v": v}))
+
+
+@interpreted
+def test_gradients_lie_as_their_tensors_do():
+    case = draw(20, 40, B=2, Hq=4, Hkv=2, D=16, causal=True)
+    douts = draw_douts(case)
+    expected = gradients(case, douts)
+    for names in ("qk", "v", "qkv"):
+        moved = {n: case.tensors[n].transpose(1, 2).contiguous().transpose(1, 2) for n in names}
+        for name, grad in gradients(case.replaced(**moved), douts).items():
+            assert same_bits(grad, expected[name])
+            assert is_tokens_first(grad) == (name in names)
 
 
 @interpreted

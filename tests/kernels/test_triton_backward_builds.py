@@ -37,6 +37,7 @@ def constants(D: int, Dv: int, cut: backward.Cut) -> dict:
         "BLOCK_Q": cut.BLOCK_Q,
         "BLOCK_KV": cut.BLOCK_KV,
         "RAW": True,
+        **{f"{x}_TOKENS_FIRST": False for x in "QKV"},
         "COPIES": backward.copies_of(cut),
     }
 

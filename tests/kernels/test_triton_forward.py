@@ -173,6 +173,18 @@ def test_strided_inputs():
 
 
 @small
+@pytest.mark.parametrize("multiprocessors", [1, 1000])
+def test_results_lie_as_the_queries_do(multiprocessors, monkeypatch):
+    use_multiprocessors(monkeypatch, multiprocessors)
+    case = draw(3, 100, B=2, Hq=4, Hkv=2, D=16, causal=True, query_invariant=True)
+    q = case.tensors["q"].transpose(1, 2).contiguous().transpose(1, 2)
+    got = attend(case.replaced(q=q))
+    assert_same_bits(got, attend(case))
+    assert got.out.transpose(1, 2).is_contiguous()
+    assert got.lse.transpose(1, 2).is_contiguous()
+
+
+@small
 @pytest.mark.parametrize(("B", "Sq", "Skv"), [(0, 3, 3), (2, 0, 3), (2, 3, 0), (2, 0, 0)])
 def test_nothing_to_attend(B, Sq, Skv):
     result = attend(draw(Sq, Skv, B=B, D=16))

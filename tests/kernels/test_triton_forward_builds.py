@@ -132,6 +132,7 @@ def test_reduction_spills_nothing(function):
         if name.startswith(("sinks", "kv_lens", "cu_seqlens"))
     }
     flags = {"GROUP": 4, "HAS_LEFT": False, "HAS_RIGHT": True, "LEAST_SPAN": 256, "EARLY": True}
+    flags["TOKENS_FIRST"] = False
     constants = {name: value for name, value in flags.items() if name in function.arg_names}
     sizes = {"DV": 128, "BLOCK_DV": 128}
     kernel = build(function, 90, "fp32", {"num_warps": 1}, **constants, **sizes, **absent)

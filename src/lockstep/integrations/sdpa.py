@@ -155,9 +155,11 @@ def _attend(
     if dropout_p or debug:
         raise NotImplementedError("Lockstep has no dropout")
     k, v, bias, is_causal, window = _align(q, k, v, is_causal, bias)
-    return lockstep.attention(
+    out, lse = lockstep.attention(
         q, k, v, causal=is_causal, window=window, bias=bias, scale=scale, return_lse=True
     )
+    # PyTorch's is contiguous whatever the order of q.
+    return out, lse.contiguous()
 
 
 def _align(
@@ -274,7 +276,7 @@ def _flash_forward(
         out, lse = lockstep.attention(
             q, k, v, causal=is_causal, window=window, scale=scale, return_lse=True
         )
-        out = out.transpose(1, 2)
+        out, lse = out.transpose(1, 2), lse.contiguous()
     else:
         assert cum_seq_k is not None
         out, lse = lockstep.attention_varlen(

@@ -15,9 +15,12 @@ _EMPTY_CUDA = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 def allocator(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    strides: tuple[int, ...] | None = None,
 ) -> Callable[[], Tensor]:
-    """A function that returns a new contiguous tensor each time.
+    """A function that returns a new tensor each time, contiguous unless it has `strides`.
 
     On a GPU, `device` has to be the current one when it is called.
 
@@ -27,6 +30,8 @@ def allocator(
         torch.Size([2, 3])
     """
     if device.type != "cuda" or _EMPTY_CUDA is None:
-        return partial(torch.empty, shape, dtype=dtype, device=device)
-    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        if strides is None:
+            return partial(torch.empty, shape, dtype=dtype, device=device)
+        return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+    strides = strides or tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     return partial(_EMPTY_CUDA, shape, strides, dtype)

@@ -63,7 +63,8 @@ class BackwardTensors(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of one call, each contiguous, in the shape and dtype of its tensor."""
+    """Gradients of one call, each in the shape and dtype of its tensor; those of q, k and v in its
+    memory order (`memory_order`), others contiguous."""
 
     q: Tensor | None
     k: Tensor | None
@@ -137,8 +138,9 @@ class Kernel:
     `prepare` does for a problem and tensors everything that does not depend on data. What it
     returns runs this call and all others whose tensors have the same shapes, strides, dtypes and
     device, addresses that are equal modulo 16 bytes, and one tensor or two as cu_seqlens: it
-    returns `out`, `lse` and `statistics`, all contiguous, in the shapes and dtypes the problem
-    gives. `prepare_backward` does the same for gradients; it is None for a kernel without them.
+    returns `out`, `lse` and `statistics`, in the shapes and dtypes the problem gives and in the
+    memory order of q (`memory_order`). `prepare_backward` does the same for gradients, and gets
+    `out`, `statistics` and `dlse` in that order; it is None for a kernel without them.
     Both may rely on `q`, `k`, `v` and `dout` having a contiguous last dim, on a bias of 4 dims,
     whose strides may be any, 0 included, and on contiguous sinks, lengths, offsets and rows of page
     tables. On a CPU they may rely on lengths, offsets and page indices within their bounds. On a

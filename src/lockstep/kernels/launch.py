@@ -30,6 +30,7 @@ from lockstep.kernels.allocate import allocator
 from lockstep.kernels.driver import Grid, launcher_of, scratch_bytes
 from lockstep.kernels.kernel import Gradients, Needs
 from lockstep.kernels.scratch import Allocating, allocate
+from lockstep.memory_order import is_tokens_first, strides_like
 
 # Regions of a workspace begin at multiples of it, in bytes.
 ALIGNMENT = 128
@@ -62,10 +63,16 @@ def unspecialized(jit: Callable[..., Any], any_address: Collection[str] = ()) ->
 
 
 class Buffer(NamedTuple):
-    """A contiguous tensor that a call allocates."""
+    """A tensor that a call allocates, contiguous unless it has strides."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    strides: tuple[int, ...] | None = None
+
+    @staticmethod
+    def like(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
+        """A tensor [B, H, S, ...] that lies in memory as x does."""
+        return Buffer(shape, dtype, strides_like(x, shape) if is_tokens_first(x) else None)
 
     @property
     def n_bytes(self) -> int:
@@ -230,7 +237,10 @@ class Launches:
         self._regions = {name: buffer for name, buffer in workspace.items() if buffer is not None}
         self._check([*inputs, *results, *workspace])
         self._fit, self._finish = fit, finish
-        self._new_results = [allocator(*buffer, device) for buffer in self._results.values()]
+        self._new_results = [
+            allocator(shape, dtype, device, strides)
+            for shape, dtype, strides in self._results.values()
+        ]
         sizes = (buffer.n_bytes for buffer in self._regions.values())
         self._offsets, self.workspace_bytes = _lay_out(sizes)
         self._was_called = False

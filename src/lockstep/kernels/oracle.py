@@ -19,6 +19,7 @@ from lockstep.kernels.kernel import (
     PreparedBackward,
     Result,
 )
+from lockstep.memory_order import in_order_of
 from lockstep.problem import AttentionProblem, Tensors
 
 
@@ -32,7 +33,8 @@ def _run(problem: AttentionProblem, tensors: Tensors, addresses: list[int]) -> R
         out, lse = reference.evaluate(problem, tensors)
     # The backward evaluates everything again.
     statistics = lse.new_zeros(problem.statistics_shape) if problem.has_gradient else None
-    return out.contiguous(), lse.contiguous(), statistics
+    out, lse = in_order_of(tensors.q, out), in_order_of(tensors.q, lse)
+    return out, lse, None if statistics is None else in_order_of(tensors.q, statistics)
 
 
 def prepare_backward(
@@ -47,7 +49,7 @@ def _run_backward(
 ) -> Gradients:
     wanted = {n: getattr(tensors, n).detach() for n in needs._fields if getattr(needs, n)}
     if problem.B == 0:
-        grads = tuple(torch.zeros_like(leaf) for leaf in wanted.values())
+        grads = tuple(map(torch.zeros_like, wanted.values()))
     else:
         with _autograd_inside_an_operator():
             for leaf in wanted.values():
@@ -57,7 +59,10 @@ def _run_backward(
             if tensors.dlse is not None:
                 loss = loss + (lse * tensors.dlse).sum()
             grads = torch.autograd.grad(loss, list(wanted.values()))
-    found = {name: grad.contiguous() for name, grad in zip(wanted, grads, strict=True)}
+    found = {
+        name: in_order_of(wanted[name], grad) if name in "qkv" else grad.contiguous()
+        for name, grad in zip(wanted, grads, strict=True)
+    }
     return Gradients(*(found.get(name) for name in Gradients._fields))
 
 

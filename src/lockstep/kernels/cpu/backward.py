@@ -56,6 +56,7 @@ from lockstep.kernels.cpu.wide import (
     tile_bounds,
     zeros_for,
 )
+from lockstep.memory_order import zeros_like
 
 if TYPE_CHECKING:
     from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs
@@ -274,7 +275,7 @@ def backward(problem: AttentionProblem, saved: BackwardTensors, needs: Needs) ->
     described = describe(problem, tensors, saved.out, None, saved.statistics)
     q_dims, k_dims = query_dims(problem), kv_dims(problem)
     # Keys and queries that no one sees keep these zeros.
-    dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype) for t in (tensors.q, tensors.k, tensors.v))
+    dq, dk, dv = map(zeros_like, (tensors.q, tensors.k, tensors.v))
     delta = torch.zeros(problem.lse_shape, dtype=torch.float32)
     group = problem.Hq // problem.Hkv
     tiles = -(-np.array(described.q_len) * group // LANES) * problem.Hkv

@@ -58,6 +58,7 @@ from lockstep.kernels.cpu.wide import (
     rows_range,
     zeros_for,
 )
+from lockstep.memory_order import empty_like
 
 if TYPE_CHECKING:
     from lockstep.kernels.kernel import Result, Tensors
@@ -258,11 +259,11 @@ def _scratch_bytes(D: int, Dv: int) -> int:
 def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
     """out, lse and statistics of one call."""
     D, Dv = problem.D, problem.Dv
-    out = torch.empty(problem.out_shape, dtype=problem.dtype)
-    lse = torch.empty(problem.lse_shape, dtype=torch.float32)
+    out = empty_like(tensors.q, problem.out_shape)
+    lse = empty_like(tensors.q, problem.lse_shape, dtype=torch.float32)
     statistics = None
     if problem.has_gradient:
-        statistics = torch.empty(problem.statistics_shape, dtype=torch.float32)
+        statistics = empty_like(tensors.q, problem.statistics_shape, dtype=torch.float32)
     described = describe(problem, tensors, out, lse, statistics)
     G, threads = problem.Hq // problem.Hkv, processes.threads()
     n_rows = [G * length for length in described.q_len]

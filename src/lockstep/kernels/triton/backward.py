@@ -37,6 +37,7 @@ from lockstep.kernels.triton.launch import (
     window_of,
 )
 from lockstep.kernels.triton.plan import Device, Tiles, block_of, blocks_of
+from lockstep.memory_order import empty_like, is_tokens_first, zeros_like
 from lockstep.problem import AttentionProblem
 
 SINK_ROWS = 1024
@@ -102,7 +103,9 @@ def backward_launches(problem: AttentionProblem, given: BackwardTensors, needs: 
     both = needs.k or needs.v
     made = needs._replace(k=both, v=both)
     results = {
-        f"d{name}": Buffer(tuple(x.shape), x.dtype)
+        f"d{name}": Buffer.like(x, tuple(x.shape), x.dtype)
+        if name in "qkv"
+        else Buffer(tuple(x.shape), x.dtype)
         for name in Gradients._fields
         if getattr(made, name) and (x := getattr(given, name)) is not None
     }
@@ -199,8 +202,7 @@ def _with_aligned_rows(x: Tensor) -> Tensor:
     if x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in x.stride()[:-1]):
         return x
     D = x.shape[-1]
-    copy = x.new_empty(*x.shape[:-1], -(-D // unit) * unit)[..., :D]
-    return copy.copy_(x)
+    return empty_like(x, (*x.shape[:-1], -(-D // unit) * unit))[..., :D].copy_(x)
 
 
 def _without_pairs(
@@ -210,9 +212,11 @@ def _without_pairs(
     and keys that no sequence owns have NaN, as do rows of bad ones."""
     dlse = given.dlse
     grads = {
-        name: torch.zeros_like(getattr(given, name), memory_format=torch.contiguous_format)
+        name: zeros_like(x)
+        if name in "qkv"
+        else torch.zeros_like(x, memory_format=torch.contiguous_format)
         for name in needs._fields
-        if getattr(needs, name)
+        if getattr(needs, name) and (x := getattr(given, name)) is not None
     }
     is_bad = given.statistics[..., 1].isnan()
     if problem.B == 0:
@@ -244,7 +248,8 @@ def _arguments(problem: AttentionProblem, given: BackwardTensors) -> dict[str, A
     BLOCK_D, BLOCK_DV = blocks_of(problem, device_of(dout.device))
     return {
         **stride_arguments(row_strides(problem, given.inputs) | {"o": of_dout}, align),
-        **stride_arguments({"r": result_strides(problem)}),
+        **stride_arguments({"r": result_strides(problem, given.q)}),
+        **{f"{x.upper()}_TOKENS_FIRST": is_tokens_first(getattr(given, x)) for x in "qkv"},
         **bias_strides(given.bias),
         **{name: getattr(problem, name) for name in ("B", "Hq", "Sq", "Skv", "scale", "D")},
         **scales_of(problem),

@@ -167,6 +167,8 @@ def sum_keys(
     HAS_SOFTCAP: tl.constexpr,
     RAW: tl.constexpr,
     PRECISION: tl.constexpr,
+    K_TOKENS_FIRST: tl.constexpr,
+    V_TOKENS_FIRST: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -252,6 +254,11 @@ def sum_keys(
     dk = tl.where(is_key, tl.fma(dk, scale, 0.0), 0.0) + nan_or_zero
     dv = tl.where(is_key, dv, 0.0) + nan_or_zero
     rows = (dk_row + (kv_start + kv_idx) * stride_row)[:, None]  # [BLOCK_KV, 1]
+    k_rows, v_rows = rows, rows
+    if K_TOKENS_FIRST or V_TOKENS_FIRST:
+        tokens = (b.to(tl.int64) * Skv + kv_idx)[:, None]
+        k_rows = tokens * Hkv + head if K_TOKENS_FIRST else rows
+        v_rows = tokens * Hkv + head if V_TOKENS_FIRST else rows
     d, e = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
-    tl.store(dk_ptr + rows * D + d, dk.to(dk_ptr.dtype.element_ty), mask=inside & (d < D))
-    tl.store(dv_ptr + rows * DV + e, dv.to(dv_ptr.dtype.element_ty), mask=inside & (e < DV))
+    tl.store(dk_ptr + k_rows * D + d, dk.to(dk_ptr.dtype.element_ty), mask=inside & (d < D))
+    tl.store(dv_ptr + v_rows * DV + e, dv.to(dv_ptr.dtype.element_ty), mask=inside & (e < DV))

@@ -140,6 +140,7 @@ def sum_queries(
     HAS_SOFTCAP: tl.constexpr,
     RAW: tl.constexpr,
     PRECISION: tl.constexpr,
+    Q_TOKENS_FIRST: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -164,6 +165,9 @@ def sum_queries(
         is_good, q_start, q_len, kv_start, kv_len = whole_sequence(b, Sq, Skv, kv_lens_ptr)
         dq_row = (b * Hq + head).to(tl.int64) * Sq
         stride_row = 1
+        if Q_TOKENS_FIRST:
+            dq_row = b.to(tl.int64) * Sq * Hq + head
+            stride_row = Hq
     first_query = tile * BLOCK_Q
     if first_query >= q_len:
         return

@@ -24,6 +24,7 @@ from lockstep.kernels.triton.plan import (
     stages_of,
 )
 from lockstep.kernels.triton.split_kv import reduce_parts
+from lockstep.memory_order import empty_like, is_tokens_first
 from lockstep.problem import AttentionProblem, Tensors
 
 Strides = tuple[int, int, int]
@@ -44,10 +45,12 @@ def row_strides(problem: AttentionProblem, tensors: Tensors) -> dict[str, Stride
     return found
 
 
-def result_strides(problem: AttentionProblem) -> Strides:
-    """In rows of contiguous results [B, Hq, Sq], or [T, Hq] if sequences are packed."""
+def result_strides(problem: AttentionProblem, q: Tensor) -> Strides:
+    """In rows of results [B, Hq, Sq], which lie as q does, or [T, Hq] if sequences are packed."""
     Hq, Sq = problem.Hq, problem.Sq
-    return (0, 1, Hq) if problem.is_packed else (Hq * Sq, Sq, 1)
+    if problem.is_packed:
+        return 0, 1, Hq
+    return (Hq * Sq, 1, Hq) if is_tokens_first(q) else (Hq * Sq, Sq, 1)
 
 
 def bias_strides(bias: Tensor | None) -> dict[str, int]:
@@ -121,7 +124,7 @@ def attend_arguments(problem: AttentionProblem, tensors: Tensors, plan: Plan) ->
     return {
         **stride_arguments(strides, align),
         **bias_strides(tensors.bias),
-        **stride_arguments({"r": result_strides(problem)}),
+        **stride_arguments({"r": result_strides(problem, tensors.q)}),
         "stride_tb": 0 if table is None else table.stride(0),
         **window_of(problem),
         **scales_of(problem),
@@ -152,7 +155,7 @@ def options_of(problem: AttentionProblem, plan: Plan, device: Device) -> dict[st
     return plan.tiles.options | {"num_stages": stages_of(problem, plan, device.shared_bytes)}
 
 
-def reduce_arguments(problem: AttentionProblem, plan: Plan) -> dict[str, Any]:
+def reduce_arguments(problem: AttentionProblem, q: Tensor, plan: Plan) -> dict[str, Any]:
     """All arguments of `split_kv.reduce_parts` but the pointers."""
     return {
         **sizes_of(problem),
@@ -163,6 +166,7 @@ def reduce_arguments(problem: AttentionProblem, plan: Plan) -> dict[str, Any]:
         "GROUP": problem.Hq // problem.Hkv,
         "LEAST_SPAN": LEAST_SPAN,
         "EARLY": plan.early,
+        "TOKENS_FIRST": is_tokens_first(q),
         "DV": problem.Dv,
         "BLOCK_DV": block_of(problem.Dv),
     }
@@ -191,9 +195,11 @@ def forward_launches(
     of_lse, of_rows = problem.lse_dtype, problem.lse_shape
     has_gradient, split = problem.has_gradient, plan.n_runs > 1
     results = {
-        "out": Buffer(problem.out_shape, problem.dtype),
-        "lse": Buffer(of_rows, of_lse),
-        "statistics": Buffer(problem.statistics_shape, of_lse) if has_gradient else None,
+        "out": Buffer.like(tensors.q, problem.out_shape, problem.dtype),
+        "lse": Buffer.like(tensors.q, of_rows, of_lse),
+        "statistics": (
+            Buffer.like(tensors.q, problem.statistics_shape, of_lse) if has_gradient else None
+        ),
     }
     workspace = {
         "parts": Buffer((*of_rows, plan.n_spans, problem.Dv), of_lse) if split else None,
@@ -211,7 +217,7 @@ def forward_launches(
     ]
     if split:
         options = {"num_warps": 1, **({"launch_pdl": True} if plan.early else {})}
-        arguments = reduce_arguments(problem, plan)
+        arguments = reduce_arguments(problem, tensors.q, plan)
         launches.append(Launch(reduce_parts, (math.prod(of_rows),), arguments, **options))
     return Launches(
         tensors.q.device,
@@ -241,14 +247,10 @@ def prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
 
 def _nothing(problem: AttentionProblem, tensors: Tensors, addresses: list[int]) -> Result:
     """Results without a single row."""
-    out, lse = (
-        tensors.q.new_empty(shape, dtype=dtype)
-        for shape, dtype in (
-            (problem.out_shape, problem.dtype),
-            (problem.lse_shape, problem.lse_dtype),
-        )
-    )
-    return out, lse, lse.new_empty(problem.statistics_shape) if problem.has_gradient else None
+    out = empty_like(tensors.q, problem.out_shape)
+    of_rows = partial(empty_like, tensors.q, dtype=problem.lse_dtype)
+    lse, has_gradient = of_rows(problem.lse_shape), problem.has_gradient
+    return out, lse, of_rows(problem.statistics_shape) if has_gradient else None
 
 
 @lru_cache(maxsize=64)

@@ -121,6 +121,7 @@ def reduce_parts(
     HAS_RIGHT: tl.constexpr,
     LEAST_SPAN: tl.constexpr,
     EARLY: tl.constexpr,
+    TOKENS_FIRST: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
@@ -137,6 +138,8 @@ def reduce_parts(
         )
     else:
         head, q_idx = row // Sq % Hq, row % Sq
+        if TOKENS_FIRST:
+            head, q_idx = row % Hq, row // Hq % Sq
         q_len, kv_len, is_good = Sq, Skv, True
         if kv_lens_ptr is not None:
             kv_len, is_good = checked_length(kv_lens_ptr, row // Sq // Hq, Skv)

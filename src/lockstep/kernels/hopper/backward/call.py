@@ -23,6 +23,7 @@ from lockstep.kernels.hopper.common.copy_engine import (
 )
 from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs
 from lockstep.kernels.launch import Buffer, Launch, Launches, gradients_from
+from lockstep.memory_order import strides_like
 from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem
 
@@ -87,7 +88,7 @@ def backward_launches(
     `made` are the gradients that the kernels write: dq, dk, dv. `statistics` is for those of sinks.
     """
     results = {
-        name: Buffer(tuple(x.shape), x.dtype) if name in made else None
+        name: Buffer.like(x, tuple(x.shape), x.dtype) if name in made else None
         for name, x in (("dq", given.q), ("dk", given.k), ("dv", given.v))
     }
     gradients = gradients_from([name for name, x in results.items() if x is not None], needs)
@@ -109,7 +110,12 @@ def backward_launches(
 
 
 def rows_launch(
-    problem: AttentionProblem, cut: Cut, dout: Tensor, absent: Collection[str] = (), **options: int
+    problem: AttentionProblem,
+    cut: Cut,
+    q: Tensor,
+    dout: Tensor,
+    absent: Collection[str] = (),
+    **options: int,
 ) -> Launch:
     """The launch of `prepare_rows`, without the `absent` regions of the workspace."""
     dout_strides = strides_of(dout, problem.layout == "varlen")
@@ -119,7 +125,7 @@ def rows_launch(
         (cut.n_tiles,),
         {
             **{name: stride // ALIGNMENT for name, stride in by_dim},
-            **row_arguments(problem, cut),
+            **row_arguments(problem, cut, q),
             "unit": problem.score_unit,
             "ALIGN": ALIGNMENT,
             "DV": problem.Dv,
@@ -140,10 +146,10 @@ def fit_inputs(given: BackwardTensors) -> BackwardTensors:
     return given._replace(q=q, k=k, v=v, dout=dout)
 
 
-def row_arguments(problem: AttentionProblem, cut: Cut) -> dict[str, int]:
-    """Strides of contiguous rows, and sizes, as `rows` takes them."""
+def row_arguments(problem: AttentionProblem, cut: Cut, q: Tensor) -> dict[str, int]:
+    """Strides of rows that lie as q does, and sizes, as `rows` takes them."""
     Hq, Sq = problem.Hq, problem.Sq
-    by_row = (0, 1, Hq) if problem.layout == "varlen" else (Hq * Sq, Sq, 1)
+    by_row = (0, 1, Hq) if problem.layout == "varlen" else strides_like(q, problem.lse_shape)
     strides = dict(zip(("stride_rb", "stride_rh", "stride_rs"), by_row, strict=True))
     sizes = {"H": Hq, "B": problem.B, "Sq": Sq, "Skv": problem.Skv, "q_slots": cut.q_slots}
     return strides | sizes

@@ -26,6 +26,7 @@ from lockstep.kernels.hopper.forward.schedule import BY_HEAD, LONGEST_FIRST, PAI
 from lockstep.kernels.hopper.forward.sequence_order import order_buffer, sort_launch
 from lockstep.kernels.kernel import Prepared, Result
 from lockstep.kernels.launch import Buffer, Launch, Launches
+from lockstep.memory_order import empty_like, strides_like
 from lockstep.problem import AttentionProblem, Tensors
 
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -50,7 +51,7 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
         name for name, x, y in zip(Tensors._fields, tensors, fitted, strict=True) if x is not y
     ]
     tiles = Tiling.of(problem, n_processors)
-    order, launches = None, [_launch(problem, fitted, tiles, n_processors)]
+    order, launches = None, [_launch(problem, tensors.q, fitted, tiles, n_processors)]
     if problem.layout == "varlen":
         sorts = tiles.order != UNSORTED.value
         order = order_buffer(problem, tiles.n_tickets, sorts)
@@ -60,9 +61,9 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
         tensors.q.device,
         Tensors._fields,
         {
-            "out": Buffer(problem.out_shape, problem.dtype),
-            "lse": Buffer(problem.lse_shape, torch.float32),
-            "statistics": Buffer(problem.statistics_shape, torch.float32),
+            "out": Buffer.like(tensors.q, problem.out_shape, problem.dtype),
+            "lse": Buffer.like(tensors.q, problem.lse_shape, torch.float32),
+            "statistics": Buffer.like(tensors.q, problem.statistics_shape, torch.float32),
         },
         {"sequence_order": order},
         launches,
@@ -109,8 +110,10 @@ def _layout(problem: AttentionProblem) -> str:
     return "kv_lens" if problem.has_kv_lens else "dense"
 
 
-def _launch(problem: AttentionProblem, fitted: Tensors, tiles: Tiling, n_processors: int) -> Launch:
-    """The launch of `forward_kernel`."""
+def _launch(
+    problem: AttentionProblem, q: Tensor, fitted: Tensors, tiles: Tiling, n_processors: int
+) -> Launch:
+    """The launch of `forward_kernel`; results lie as q does, of which `fitted` may have a copy."""
     plan, layout = plan_of(problem), _layout(problem)
     # A pointer that is not used may be any.
     unused = {"sinks": not problem.has_sinks, "kv_lens": layout != "kv_lens"}
@@ -119,20 +122,20 @@ def _launch(problem: AttentionProblem, fitted: Tensors, tiles: Tiling, n_process
     return Launch(
         forward_kernel,
         (min(n_processors, tiles.n_tickets),),
-        _numbers(problem, fitted.k, tiles) | _constants(problem),
-        maps=_maps(problem, fitted),
+        _numbers(problem, q, fitted.k, tiles) | _constants(problem),
+        maps=_maps(problem, q, fitted),
         names=names | {name: "lse" for name, is_unused in unused.items() if is_unused},
         num_warps=4,
         maxnreg=REGISTERS[plan.consumers][0],
     )
 
 
-def _maps(problem: AttentionProblem, fitted: Tensors) -> dict[str, Any]:
+def _maps(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> dict[str, Any]:
     plan, layout = plan_of(problem), _layout(problem)
     packed, ragged = layout == "varlen", layout != "dense"
     width, width_v = padded(problem.D), padded(problem.Dv)
+    out = _by_head(empty_like(q, problem.out_shape, device="meta"), packed)
     q, k, v = (_by_head(x, packed) for x in fitted[:3])
-    out = _by_head(fitted.q.new_empty(problem.out_shape, device="meta"), packed)
     return {
         "q": _shape(q, ROWS, width, packed).describe,
         "k": _shape(k, plan.block_kv, width, ragged).describe,
@@ -141,10 +144,9 @@ def _maps(problem: AttentionProblem, fitted: Tensors) -> dict[str, Any]:
     }
 
 
-def _numbers(problem: AttentionProblem, k: Tensor, tiles: Tiling) -> dict[str, float]:
-    packed = problem.layout == "varlen"
+def _numbers(problem: AttentionProblem, q: Tensor, k: Tensor, tiles: Tiling) -> dict[str, float]:
     B, Hq, Sq = problem.B, problem.Hq, problem.Sq
-    strides = (0, 1, Hq) if packed else (Hq * Sq, Sq, 1)
+    strides = (0, 1, Hq) if problem.layout == "varlen" else strides_like(q, problem.lse_shape)
     left, right = problem.window
     _, scale, softcap = _scales(problem)
     # From one batch to the next in a ragged map of k and v.
@@ -205,12 +207,12 @@ def prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
 
 def _without_keys(problem: AttentionProblem, tensors: Tensors, addresses: list[int]) -> Result:
     q, sinks = tensors.q, tensors.sinks
-    out = q.new_zeros(problem.out_shape)
-    lse = q.new_full(problem.lse_shape, -math.inf, dtype=torch.float32)
+    out = empty_like(q, problem.out_shape).zero_()
+    lse = empty_like(q, problem.lse_shape, dtype=torch.float32).fill_(-math.inf)
     if sinks is not None:
         lse.copy_(sinks if problem.layout == "varlen" else sinks[:, None])
     # Without a key, whatever they are: there is no weight to compute again.
-    return out, lse, lse.new_ones(problem.statistics_shape)
+    return out, lse, empty_like(q, problem.statistics_shape, dtype=torch.float32).fill_(1.0)
 
 
 def _scales(problem: AttentionProblem) -> tuple[str, float, float]:

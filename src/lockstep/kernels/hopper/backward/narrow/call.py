@@ -63,7 +63,7 @@ def prepare_backward(
         "bounds": bounds_buffer(cut),
     }
     launches = [
-        rows_launch(problem, cut, fitted.dout),
+        rows_launch(problem, cut, given.q, fitted.dout),
         Launch(
             backward_kernel,
             (min(cut.programs, processors(given.dout.device)),),
@@ -74,7 +74,7 @@ def prepare_backward(
     ]
     made = ["dk", "dv"]
     if needs.q:
-        arguments = queries_arguments(problem, cut)
+        arguments = queries_arguments(problem, cut, given.q)
         launches.append(Launch(finish_queries, (cut.n_tiles, 2), arguments, names=OFFSETS))
         made.append("dq")
     statistics = partial(row_statistics, problem, cut)
@@ -120,10 +120,10 @@ def pairs_maps(problem: AttentionProblem, cut: Cut) -> dict[str, Any]:
     }
 
 
-def queries_arguments(problem: AttentionProblem, cut: Cut) -> dict[str, Any]:
+def queries_arguments(problem: AttentionProblem, cut: Cut, q: Tensor) -> dict[str, Any]:
     """Numbers and constants of `finish_queries`."""
     return {
-        **row_arguments(problem, cut),
+        **row_arguments(problem, cut, q),
         **window_arguments(problem),
         "scale": problem.scale,
         "D": problem.D,

@@ -53,7 +53,7 @@ def prepare_backward(
         "stats": Buffer((cut.n_tiles, 4, BLOCK), torch.float32),
         "bounds": bounds_buffer(cut),
     }
-    launches, made = [rows_launch(problem, cut, fitted.dout, NARROW, num_warps=8)], []
+    launches, made = [rows_launch(problem, cut, given.q, fitted.dout, NARROW, num_warps=8)], []
     if needs.k or needs.v:
         arguments, maps = keys_arguments(problem, fitted.k, cut), keys_maps(problem)
         launches.append(Launch(keys_kernel, (cut.programs,), arguments, maps=maps, **OPTIONS))
