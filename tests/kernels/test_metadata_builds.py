@@ -4,6 +4,7 @@ keys are: as a launch would, with its arguments."""
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -48,9 +49,10 @@ def packed(dtype: torch.dtype, lens: list[int] = OFFSETS, D: int = 64) -> Case:
 
 
 @pytest.fixture
-def compiled(monkeypatch, unassembled) -> list[str]:
-    """What would have been launched, but for Gluon's kernels, which have tests of their own."""
-    found: list[str] = []
+def compiled(monkeypatch, unassembled) -> dict[str, str]:
+    """What would have been launched, by name, and the layouts that Triton chose; Gluon's kernels
+    have tests of their own."""
+    found: dict[str, str] = {}
 
     def compile(function: JITFunction, *arguments: Any, **options: Any) -> None:
         if function.is_gluon():
@@ -63,14 +65,24 @@ def compiled(monkeypatch, unassembled) -> list[str]:
             backend, dict(options), bound, specialization, rest
         )
         source = ASTSource(function, signature, constants, attributes)
-        triton.compile(source, target=gpu, options=rest.__dict__)
-        found.append(function.__name__)
+        kernel = triton.compile(source, target=gpu, options=rest.__dict__)
+        found[function.__name__] = kernel.asm["ttgir"]
 
     monkeypatch.setattr(
         JITFunction, "__getitem__", lambda function, _: lambda *a, **k: compile(function, *a, **k)
     )
     monkeypatch.setattr(protocol, "_COMPILED", Cache(limit=100))
     return found
+
+
+def layouts_of_sums(ttgir: str) -> set[str]:
+    """The layouts in which fp32 values are summed along rows, but for the search for NaN."""
+    found = re.findall(
+        r"%(\w+) = \"tt.reduce\"\(\S+ <{axis = 1 : i32}> \(\{[^}]*arith\.addf[^}]*"
+        r"\}\) : \(tensor<\w+xf32, (#\w+)>",
+        ttgir,
+    )
+    return {layout for name, layout in found if not name.startswith("nan_sum")}
 
 
 def derive(prepare: Any, case: Case) -> None:
@@ -89,20 +101,22 @@ def derive(prepare: Any, case: Case) -> None:
         lengths(torch.int64, 1, page_size=16),
         lengths(torch.int32, 1, page_size=256),
         lengths(torch.int32, 100, page_size=16, bias=torch.zeros(2000)),
+        lengths(torch.int32, 129, page_size=64, D=8, bias=torch.zeros(1)),
         packed(torch.int32, [1, 1, 2, 3]),
         packed(torch.int64),
         ragged(lengths(torch.int32, 100, page_size=16), [100, 1, 17]),
     ],
     ids=[
-        *("decode", "lengths", "pages of 16", "pages of 256", "bias", "packed decode", "packed"),
-        "ragged pages",
+        *("decode", "lengths", "pages of 16", "pages of 256", "bias", "bias of one"),
+        *("packed decode", "packed", "ragged pages"),
     ],
 )
 def test_forward(compiled, monkeypatch, case):
     monkeypatch.setattr(launch, "device_of", lambda _: HOPPER)
     problem, tensors = pose(case)
     launch.prepare(problem, tensors)(tensors, tensors.addresses())
-    assert compiled[0] == "attend"
+    # A row's weights are added up in one order in every loop. The order follows the layout.
+    assert len(layouts_of_sums(compiled["attend"])) == 1
 
 
 @pytest.mark.parametrize(

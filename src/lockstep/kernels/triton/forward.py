@@ -228,9 +228,16 @@ def attend(
                         D, DV, BLOCK_KV, FOLDS and REGION != 1, PAGE_SIZE, HAS_LEFT, HAS_RIGHT,
                         HAS_SOFTCAP, RAW, PRECISION, REGION == 0 or REGION == 3, CLEAN,
                     )  # fmt: skip
+            if not CLEAN:
+                first_l, first_folded_l = l, folded_l
+            # The compiler may sum weights in another order the second time. They do not depend on
+            # v, so the first sums stay.
+            l, folded_l = first_l, first_folded_l
             out = acc
             if parts_ptr is not None:
-                store_part(m, l, acc, part_rows, part_stats_rows, (hi - 1) // span, is_row, DV)
+                store_part(
+                    m, l, acc, part_rows, part_stats_rows, (hi - 1) // span, is_row, DV, CLEAN
+                )
             else:
                 m, l, acc = fold(folded_m, folded_l, folded_acc, m, l, acc, unit)
                 if sinks_ptr is not None:

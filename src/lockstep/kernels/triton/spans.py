@@ -133,16 +133,20 @@ def tiles_of_region(
 
 
 @triton.jit
-def store_part(m, l, acc, part_rows, part_stats_rows, span, is_row, DV: tl.constexpr):
-    """Hands out the part of one span: m, l [BLOCK_Q], acc [BLOCK_Q, BLOCK_DV], rows [BLOCK_Q]."""
+def store_part(
+    m, l, acc, part_rows, part_stats_rows, span, is_row, DV: tl.constexpr, CLEAN: tl.constexpr
+):  # fmt: skip
+    """Stores the part of one span: m, l [BLOCK_Q], acc [BLOCK_Q, BLOCK_DV], rows [BLOCK_Q]. With
+    CLEAN, m and l have been stored before."""
     # On its way a tile passes through shared memory; half a tile leaves room for a third program.
     HALF: tl.constexpr = acc.shape[1] // 2
     halves = tl.split(tl.permute(tl.reshape(acc, [acc.shape[0], 2, HALF]), [0, 2, 1]))
     for i in tl.static_range(2):
         d = i * HALF + tl.arange(0, HALF)[None, :]
         tl.store(part_rows[:, None] + span * DV + d, halves[i], mask=is_row[:, None] & (d < DV))
-    tl.store(part_stats_rows + span * 2, m, mask=is_row)
-    tl.store(part_stats_rows + span * 2 + 1, l, mask=is_row)
+    if not CLEAN:
+        tl.store(part_stats_rows + span * 2, m, mask=is_row)
+        tl.store(part_stats_rows + span * 2 + 1, l, mask=is_row)
 
 
 @triton.jit
@@ -261,7 +265,7 @@ def attend_tiles(
                 )
             else:
                 last = first // span - 1
-                store_part(span_m, span_l, acc, part_rows, part_stats_rows, last, is_row, DV)
+                store_part(span_m, span_l, acc, part_rows, part_stats_rows, last, is_row, DV, CLEAN)
                 nan_sum += tl.sum(acc * 0.0, 1, keep_dims=True)
             acc = tl.zeros(acc.shape, tl.float32)
             span_end += span
