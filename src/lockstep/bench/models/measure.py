@@ -85,11 +85,12 @@ def graphed(call: Run) -> Run:
     with torch.cuda.graph(graph):
         results = call()
 
-    def replay() -> tuple[Tensor, ...]:
+    def replay(inputs: Run) -> tuple[Tensor, ...]:
         graph.replay()
         return results
 
-    return replay
+    # The graph has addresses alone: the call keeps the tensors that lie there.
+    return partial(replay, call)
 
 
 def chosen(inputs: Inputs) -> str | None:

@@ -49,21 +49,29 @@ def compared(rows: list[Row]) -> list[Row]:
 
 
 def block(directory: Path) -> str:
-    """Markdown for the newest run on each GPU."""
-    runs = results.latest(SUITE, directory)
-    return "\n\n".join(_page(run) for run in runs) or results.NOT_MEASURED
+    """Markdown for each GPU: each kind of work out of the newest run that has it."""
+    pages = [_page(runs) for runs in results.by_processor(SUITE, directory)]
+    return "\n\n".join(pages) or results.NOT_MEASURED
 
 
-def _page(run: dict[str, Any]) -> str:
-    parts = [_means(run["rows"])]
-    for kind in KINDS:
-        rows = [row for row in run["rows"] if row["kind"] == kind]
-        if rows:
-            parts.append(_table(kind, rows))
+def _page(runs: list[dict[str, Any]]) -> str:
+    newest = {row["kind"]: run for run in runs for row in run["rows"]}
+    found = {kind: of_kind(newest[kind], kind) for kind in KINDS if kind in newest}
+    parts = [_means([row for rows in found.values() for row in rows])]
+    for kind, rows in found.items():
+        parts += [_table(kind, rows), _caption(newest[kind])]
+    return "\n\n".join(parts)
+
+
+def of_kind(run: dict[str, Any], kind: str) -> list[Row]:
+    """The rows of a run with one kind of work."""
+    return [row for row in run["rows"] if row["kind"] == kind]
+
+
+def _caption(run: dict[str, Any]) -> str:
     versions = [f"{name} {version}" for name, version in run["peers"].items() if version]
     where = ", ".join([results.where(run), *versions])
-    parts.append(f"bf16, medians of {run['rounds']} rounds in which all take turns. {where}.")
-    return "\n\n".join(parts)
+    return f"bf16, medians of {run['rounds']} rounds in which all take turns. {where}."
 
 
 def _means(rows: list[Row]) -> str:
