@@ -2,6 +2,7 @@
 
 from lockstep import reference
 from lockstep.api import attention, attention_paged, attention_varlen, explain, merge
+from lockstep.builds import warm_up
 
 __all__ = [
     "attention",
@@ -10,4 +11,5 @@ __all__ = [
     "explain",
     "merge",
     "reference",
+    "warm_up",
 ]

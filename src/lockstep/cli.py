@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from lockstep import plan_context
+from lockstep import plan_context, warm_up_cli
 from lockstep.audit import cli as audit_cli
 from lockstep.bench import cli as bench_cli
 from lockstep.command import Commands, Json, ends_with_status_2, print_json
@@ -82,6 +82,9 @@ def doctor(as_json: Json = False) -> None:
         print_json(facts)
     else:
         doctor.report(facts, Console())
+
+
+app.command("warm-up")(warm_up_cli.warm_up)
 
 
 @app.command()

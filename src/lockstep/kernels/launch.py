@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lockstep.cache import Cache
 from lockstep.kernels.allocate import allocator
+from lockstep.kernels.compiled import note
 from lockstep.kernels.driver import Grid, launcher_of, scratch_bytes
 from lockstep.kernels.kernel import Gradients, Needs
 from lockstep.kernels.scratch import Allocating, allocate
@@ -173,18 +174,23 @@ class Launch:
         if not self._is_compiled:
             self.kernel[self.grid](*arguments)
             return None
-        kinds = (
-            x if name in self._constants else _kind(x, name in self._unspecialized)
-            for name, x in zip(self.kernel.arg_names, arguments, strict=True)
-        )
-        key = (self.kernel, device, *self.options.items(), *kinds)
+        key = (device, *self.build(arguments))
         compiled = _COMPILED.get(key)
         with Allocating(allocate):
             if compiled is not None:
                 compiled[self.grid](*arguments)
                 return compiled
             compiled = _COMPILED[key] = self.kernel[self.grid](*arguments, **self.options)
+            note(self.name)
         return compiled
+
+    def build(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """All that a compiled kernel depends on but the device."""
+        kinds = (
+            x if name in self._constants else _kind(x, name in self._unspecialized)
+            for name, x in zip(self.kernel.arg_names, arguments, strict=True)
+        )
+        return (self.kernel, *self.options.items(), *kinds)
 
 
 def taken_by(kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from numba.core.compiler_lock import global_compiler_lock
 
+from lockstep.kernels.compiled import note
 from lockstep.kernels.cpu import machine, processes, store
 from lockstep.kernels.cpu.entry import entry_of
 from lockstep.kernels.cpu.lowering import Part, lower
@@ -85,6 +86,7 @@ class Kernel:
                 with _patiently():
                     code = self._compile()
                 store.write(self._name, code)
+            note(self._name)
             return machine.load(code, self._name)
 
     def _compile(self) -> bytes:

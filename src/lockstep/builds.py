@@ -1,0 +1,255 @@
+"""Compile what a model will need before it needs it: `lockstep.warm_up`.
+
+A kernel is compiled for head dims, dtype, mask and options, and serves every length and batch. So a
+few small calls of each kind make all builds. Several processes make them at once and leave them on
+disk; then this process loads them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from lockstep import api, model_config
+from lockstep.kernels import compiled
+from lockstep.models import MODELS, Layer
+from lockstep.problem import DTYPES, any_of, short
+
+Work = Literal["prefill", "packed", "decode", "training"]
+WORKS: tuple[Work, ...] = ("prefill", "packed", "decode", "training")
+# Lengths that stand for all: a prompt, one that no tile divides, packed prompts that are sorted by
+# length, a chunk of a prompt, a draft to verify, and a long and a short cache.
+PROMPT, ODD, PACKED, CHUNK, DRAFT, LONG, SHORT = 1024, 1000, 8192, 256, 4, 16384, 256
+# Sequences that keep a GPU busy without being split.
+MANY = 256
+# Builds for a CPU serve any length.
+LONGEST_ON_CPU = 512
+
+
+class WarmUp(NamedTuple):
+    """What a warm-up came to."""
+
+    calls: int
+    builds: int
+    """Compiled kernels that this process has loaded for these calls."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Call:
+    """One small call. `page` 0 stands for no pages."""
+
+    layer: Layer
+    layout: Literal["dense", "packed", "paged"]
+    Sq: int
+    Skv: int
+    backward: bool = False
+    page: int = 0
+    B: int = 1
+
+    @property
+    def name(self) -> str:
+        direction = "backward" if self.backward else "forward"
+        return f"{self.layout} {direction}, {self.Sq} queries, {self.Skv} keys, D {self.layer.D}"
+
+
+def warm_up(
+    model: str | Path | Layer | Iterable[Layer],
+    *,
+    works: Sequence[Work] = WORKS,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    page: int = 16,
+    processes: int | None = None,
+    on_call: Callable[[str], None] | None = None,
+) -> WarmUp:
+    """Fills the caches with all builds that a model needs, so that no request waits for a compiler.
+
+    Args:
+        model: The name of a model in `lockstep.models.MODELS`, the path of a transformers
+            config.json, or one or more `lockstep.models.Layer`.
+        works: What the model will do: "prefill", "packed" (prefill of packed sequences), "decode"
+            (with chunked prefill and speculative decode, out of pages) and "training". An encoder
+            does not decode.
+        dtype: float16, bfloat16, float32 or float64; None takes that of the config.json, or
+            bfloat16.
+        device: None takes the current CUDA device if there is one, else the CPU.
+        page: Tokens of a page of the cache.
+        processes: How many compile at once; None takes as many as there are cores, or calls if
+            these are fewer.
+        on_call: Is called with the name of each call that another process has finished.
+
+    Returns:
+        How many calls were made, how many builds this process has for them, and the seconds it
+        took.
+
+    Raises:
+        ValueError, TypeError: An argument does not fit; the message names it.
+        NotImplementedError: No kernel runs one of the calls; the message has the reason of each.
+
+    Example:
+        >>> lockstep.warm_up("Llama 3 8B", works=["prefill", "decode"])  # doctest: +SKIP
+        WarmUp(calls=7, builds=6, seconds=9.3)
+    """
+    start = perf_counter()
+    layers, own_dtype = layers_of(model)
+    dtype = own_dtype if dtype is None else dtype
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype takes {any_of(DTYPES)}, got {dtype}")
+    where = str(device or default_device())
+    calls = calls_of(layers, works, page, where)
+    if processes is not None and processes < 1:
+        raise ValueError(f"processes takes at least 1, got {processes}")
+    n = min(processes or _cores(), len(calls))
+    if n > 1:
+        _in_processes(calls, dtype, where, n, on_call)
+    before = compiled.count()
+    for call in calls:
+        run(call, dtype, where)
+    if torch.device(where).type == "cuda":
+        torch.cuda.synchronize(where)
+    return WarmUp(len(calls), compiled.count() - before, round(perf_counter() - start, 2))
+
+
+def calls_of(
+    layers: Iterable[Layer], works: Sequence[str] = WORKS, page: int = 16, device: str = "cuda"
+) -> list[Call]:
+    """The calls that make all builds of these layers.
+
+    Raises ValueError for an unknown work or a page without a token.
+    """
+    unknown = [work for work in works if work not in WORKS]
+    if unknown:
+        raise ValueError(f"works takes {', '.join(WORKS)}, got {unknown[0]!r}")
+    if page < 1:
+        raise ValueError(f"page takes at least 1, got {page}")
+    found = []
+    for layer in layers:
+        whole = [Call(layer, "dense", PROMPT, PROMPT)] if "prefill" in works else []
+        if "packed" in works:
+            whole.append(Call(layer, "packed", PACKED, PACKED))
+        if "training" in works:
+            trained = [Call(layer, "dense", n, n) for n in (PROMPT, ODD)]
+            trained += [call for call in whole if call.layout == "packed"]
+            found += [replace(call, backward=True) for call in trained]
+        found += whole
+        if "decode" in works and layer.causal:
+            lengths = ((1, LONG), (1, SHORT), (DRAFT, LONG), (CHUNK, LONG))
+            found += [Call(layer, "paged", *of, page=page) for of in lengths]
+            found += [Call(layer, "paged", n, LONG, page=page, B=MANY) for n in (1, DRAFT)]
+    if torch.device(device).type == "cpu":
+        found = [
+            replace(call, Sq=min(call.Sq, LONGEST_ON_CPU), Skv=min(call.Skv, LONGEST_ON_CPU), B=1)
+            for call in found
+        ]
+    return list(dict.fromkeys(found))
+
+
+def run(call: Call, dtype: torch.dtype, device: str) -> None:
+    """Make one call on zeros."""
+    layer = call.layer
+    options: Any = {
+        "causal": layer.causal,
+        "window": layer.window,
+        "scale": layer.scale,
+        "softcap": layer.softcap,
+    }
+
+    def zeros(*sizes: int) -> torch.Tensor:
+        return torch.zeros(sizes, dtype=dtype, device=device, requires_grad=call.backward)
+
+    if layer.sinks:
+        options["sinks"] = zeros(layer.Hq)
+    if call.layout == "paged":
+        n_pages = -(-call.Skv // call.page)
+        q = zeros(call.B, layer.Hq, call.Sq, layer.D)
+        k, v = (zeros(n_pages, call.page, layer.Hkv, n) for n in (layer.D, layer.value_dim))
+        # All sequences share their pages.
+        table = torch.arange(n_pages, dtype=torch.int32, device=device).repeat(call.B, 1)
+        lens = torch.full((call.B,), call.Skv, dtype=torch.int32, device=device)
+        out = api.attention_paged(q, k, v, table, lens, **options)
+    elif call.layout == "packed":
+        q = zeros(call.Sq, layer.Hq, layer.D)
+        k, v = (zeros(call.Skv, layer.Hkv, n) for n in (layer.D, layer.value_dim))
+        ends = torch.tensor([0, call.Sq], dtype=torch.int32, device=device)
+        out = api.attention_varlen(q, k, v, ends, ends, **options)
+    else:
+        q = zeros(1, layer.Hq, call.Sq, layer.D)
+        k, v = (zeros(1, layer.Hkv, call.Skv, n) for n in (layer.D, layer.value_dim))
+        out = api.attention(q, k, v, **options)
+    if call.backward:
+        leaves = [q, k, v, *([options["sinks"]] if layer.sinks else [])]
+        torch.autograd.grad(out, leaves, torch.zeros_like(out))
+
+
+def layers_of(model: object) -> tuple[list[Layer], torch.dtype]:
+    """Its layers, and the dtype that a config.json gives, or bfloat16.
+
+    Raises ValueError or TypeError for what is no model.
+    """
+    if isinstance(model, Layer):
+        return [model], torch.bfloat16
+    if isinstance(model, Path) or (isinstance(model, str) and model.endswith(".json")):
+        layers, dtype = model_config.read(Path(model))
+        return list(layers.values()), dtype
+    if isinstance(model, str):
+        if model not in MODELS:
+            raise ValueError(f"model takes one of {', '.join(MODELS)}, got {model!r}")
+        return list(MODELS[model].values()), torch.bfloat16
+    if isinstance(model, Iterable):
+        found = list(model)
+        if found and all(isinstance(layer, Layer) for layer in found):
+            return found, torch.bfloat16
+    raise TypeError("model takes the name of a model, a config.json, or one or more Layer")
+
+
+def default_device() -> str:
+    """CUDA if there is a device, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _in_processes(calls: list[Call], dtype: torch.dtype, device: str, n: int, on_call: Any) -> None:
+    """Make the calls in `n` other processes. One that fails is made again here, where it raises."""
+    command = [sys.executable, "-c", "from lockstep.builds import work; work()"]
+    readable, writable = os.pipe()
+    workers = []
+    for i in range(n):
+        worker = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=writable, stderr=subprocess.DEVNULL, text=True
+        )
+        workers.append(worker)
+        assert worker.stdin is not None
+        own = [asdict(call) for call in calls[i::n]]
+        json.dump({"calls": own, "dtype": short(dtype), "device": device}, worker.stdin)
+        worker.stdin.close()
+    os.close(writable)
+    with os.fdopen(readable) as finished:
+        for name in finished:
+            if on_call is not None:
+                on_call(name.strip())
+    for worker in workers:
+        worker.wait()
+
+
+def work() -> None:
+    """Make the calls that standard input names, and print each that is made."""
+    asked = json.load(sys.stdin)
+    for call in asked["calls"]:
+        window = call["layer"].pop("window")
+        layer = Layer(**call.pop("layer"), window=None if window is None else tuple(window))
+        made = Call(layer, **call)
+        run(made, getattr(torch, asked["dtype"]), asked["device"])
+        print(made.name, flush=True)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

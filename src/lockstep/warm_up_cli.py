@@ -1,0 +1,83 @@
+"""`lockstep warm-up`: fill the caches with the builds of a model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from lockstep.command import Json, ends_with_status_2, print_json
+from lockstep.console import progress
+
+
+def warm_up(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A model by name, as in 'Llama 3 8B', or a transformers config.json."),
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads, instead of a model.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key heads; as many, if not given.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="D.")] = None,
+    value_dim: Annotated[int, typer.Option(help="Dv, if it is another.")] = 0,
+    window: Annotated[int | None, typer.Option(help="Keys that a row sees, itself one.")] = None,
+    softcap: Annotated[float | None, typer.Option(help="A cap on scores.")] = None,
+    sinks: Annotated[bool, typer.Option("--sinks", help="With a sink per head.")] = False,
+    encoder: Annotated[bool, typer.Option("--encoder", help="Without a causal mask.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16, float32 or float64.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu.")] = None,
+    work: Annotated[
+        str, typer.Option(help="What it will do, joined by commas.")
+    ] = "prefill,packed,decode,training",
+    page: Annotated[int, typer.Option(help="Tokens of a page of the cache.")] = 16,
+    processes: Annotated[int | None, typer.Option(help="How many compile at once.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compile all that a model needs, so that no request waits for a compiler.
+
+    Builds stay on disk for other processes. Exit status 2 for arguments that do not fit, and where
+    no kernel runs one of the calls.
+    """
+    import torch
+
+    from lockstep import builds
+    from lockstep.models import Layer
+
+    with ends_with_status_2(ValueError, TypeError, NotImplementedError, OSError, RuntimeError):
+        wanted: Any = model
+        if (model is None) == (heads is None):
+            raise ValueError("takes a model, or --heads and --head-dim")
+        if heads is not None:
+            if head_dim is None:
+                raise ValueError("--heads goes with --head-dim")
+            seen = None if window is None else (window - 1, 0 if not encoder else window - 1)
+            shape = (heads, kv_heads or heads, head_dim, value_dim, not encoder, seen)
+            wanted = Layer(*shape, softcap=softcap, sinks=sinks)
+        works: Any = [name for name in work.split(",") if name]
+        kind = None if dtype is None else getattr(torch, dtype, dtype)
+        layers, _ = builds.layers_of(wanted)
+        where = device or builds.default_device()
+        aside = Console(stderr=True)
+        with progress(aside, len(builds.calls_of(layers, works, page, where))) as steps:
+
+            def on_call(name: str) -> None:
+                steps.say(name)
+                steps.done()
+
+            found = builds.warm_up(
+                wanted,
+                works=works,
+                dtype=kind,
+                device=where,
+                page=page,
+                processes=processes,
+                on_call=on_call,
+            )
+    if as_json:
+        print_json(found._asdict())
+    else:
+        typer.echo(
+            f"{found.builds} builds for {found.calls} kinds of call in {found.seconds:.1f} s"
+        )

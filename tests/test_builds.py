@@ -1,0 +1,211 @@
+"""`lockstep.warm_up`: which builds a model needs, and that the calls make them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_calls import forget_calls
+from typer.testing import CliRunner
+
+import lockstep
+from lockstep import builds, cli, model_config, prepare
+from lockstep.kernels import hopper, triton
+from lockstep.kernels.launch import Launch
+from lockstep.models import MODELS, Layer
+
+runner = CliRunner()
+TINY = Layer(2, 1, 16)
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """The builds that calls would make on an H200, in order; nothing is compiled or launched."""
+    hopper_launch = pytest.importorskip("lockstep.kernels.hopper.forward.launch")
+    from lockstep.kernels.hopper.backward.narrow import call as narrow
+    from lockstep.kernels.triton import backward as triton_backward
+    from lockstep.kernels.triton import launch as triton_launch
+    from lockstep.kernels.triton.plan import Device
+
+    made = []
+
+    def run(self, arguments, device):
+        made.append((self.name, *self.build(arguments)))
+
+    real = prepare.describe
+    monkeypatch.setattr(prepare, "describe", lambda *args: replace(real(*args), device_type="cuda"))
+    device = Device(132, 232448, tma=True, early=True, least_block=64)
+    for module in (triton_launch, triton_backward):
+        monkeypatch.setattr(module, "device_of", lambda _: device)
+    for module in (hopper_launch, narrow):
+        monkeypatch.setattr(module, "processors", lambda _: 132)
+    monkeypatch.setattr(hopper, "_capability", lambda _: (9, 0))
+    monkeypatch.setattr(triton, "_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(Launch, "run", run)
+    forget_calls(monkeypatch)
+    return made
+
+
+def life(h200, model, works=builds.WORKS):
+    del h200[:]
+    for call in builds.calls_of(MODELS[model].values(), works):
+        builds.run(call, torch.bfloat16, "cpu")
+    return set(h200)
+
+
+def test_one_build_serves_every_length_and_batch(h200):
+    whole = life(h200, "Llama 3 8B")
+    layer = MODELS["Llama 3 8B"]["self"]
+    for Sq, Skv in ((1, 1000), (1, 100_000), (2, 40_000), (2048, 2048), (77, 9000)):
+        builds.run(builds.Call(layer, "paged", Sq, Skv, page=16), torch.bfloat16, "cpu")
+    many = builds.Call(layer, "paged", 1, 5000, page=16, B=300)
+    builds.run(many, torch.bfloat16, "cpu")
+    for length in (513, 2048):
+        for layout in ("dense", "packed"):
+            call = builds.Call(layer, layout, length, length, backward=True)
+            builds.run(call, torch.bfloat16, "cpu")
+    assert {build[0] for build in set(h200) - whole} == set()
+
+
+# A model's builds for prefill, chunks, decode and training; then for packed sequences, too.
+@pytest.mark.parametrize(
+    ("model", "most", "most_packed"),
+    [
+        ("Llama 3 8B", 10, 15),
+        ("Llama 3 70B TP 8", 10, 15),
+        ("Mistral 7B", 10, 15),
+        ("DeepSeek V3 TP 8", 11, 16),
+        ("gpt-oss", 19, 27),
+        ("BERT large", 5, 10),
+    ],
+)
+def test_builds_of_a_model(h200, model, most, most_packed):
+    assert len(life(h200, model, ("prefill", "decode", "training"))) <= most
+    assert len(life(h200, model)) <= most_packed
+
+
+def test_the_calls_of_a_life():
+    calls = builds.calls_of([TINY])
+    assert {call.layout for call in calls} == {"dense", "packed", "paged"}
+    assert {call.layout for call in calls if call.backward} == {"dense", "packed"}
+    assert {call.Sq for call in calls if call.layout == "paged"} == {1, builds.DRAFT, builds.CHUNK}
+    assert len(builds.calls_of([TINY, TINY])) == len(calls)
+    encoder = replace(TINY, causal=False)
+    assert builds.calls_of([encoder], ["decode"]) == []
+    on_cpu = builds.calls_of([TINY], device="cpu")
+    assert max(call.Skv for call in on_cpu) == builds.LONGEST_ON_CPU
+
+
+def test_a_warm_up_makes_every_call_in_this_process_and_in_others():
+    told = []
+    layer = Layer(2, 1, 16, 8, window=(63, 0), softcap=20.0, sinks=True)
+    found = lockstep.warm_up(
+        layer, dtype=torch.float32, device="cpu", processes=2, on_call=told.append
+    )
+    assert found.calls == len(builds.calls_of([layer], device="cpu")) == len(told)
+    assert found.seconds > 0
+    again = lockstep.warm_up(layer, dtype=torch.float32, device="cpu", processes=1)
+    assert again.builds == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "said"),
+    [
+        ("Llama 9", {}, ValueError, "model takes one of Llama 3 8B"),
+        (3, {}, TypeError, "model takes the name of a model"),
+        ([], {}, TypeError, "model takes the name of a model"),
+        (TINY, {"works": ["play"]}, ValueError, "works takes prefill, packed, decode, training"),
+        (TINY, {"page": 0}, ValueError, "page takes at least 1, got 0"),
+        (TINY, {"processes": 0}, ValueError, "processes takes at least 1, got 0"),
+        (TINY, {"dtype": torch.int8}, TypeError, "dtype takes float16 or bfloat16"),
+    ],
+)
+def test_bad_arguments_are_named(model, options, error, said):
+    with pytest.raises(error, match=said):
+        lockstep.warm_up(model, device="cpu", **options)
+
+
+CONFIGS = [
+    (
+        {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8}
+        | {"hidden_size": 4096, "torch_dtype": "float16"},
+        {"global": Layer(32, 8, 128)},
+    ),
+    (
+        {"model_type": "gpt_oss", "num_attention_heads": 64, "num_key_value_heads": 8}
+        | {"head_dim": 64, "sliding_window": 128}
+        | {"layer_types": ["sliding_attention", "full_attention"], "torch_dtype": "float16"},
+        {"local": MODELS["gpt-oss"]["local"], "global": MODELS["gpt-oss"]["global"]},
+    ),
+    (
+        {"model_type": "gemma2", "num_attention_heads": 16, "num_key_value_heads": 8}
+        | {"head_dim": 256, "sliding_window": 4096, "query_pre_attn_scalar": 256}
+        | {"attn_logit_softcapping": 50.0, "torch_dtype": "float16"},
+        {name: replace(layer, scale=256**-0.5) for name, layer in MODELS["Gemma 2 9B"].items()},
+    ),
+    (
+        {
+            "text_config": {"model_type": "deepseek_v3", "num_attention_heads": 16}
+            | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+            | {"dtype": "float16"}
+        },
+        {"global": MODELS["DeepSeek V3 TP 8"]["self"]},
+    ),
+    (
+        {"model_type": "bert", "num_attention_heads": 16, "hidden_size": 1024}
+        | {"torch_dtype": "float16"},
+        {"global": MODELS["BERT large"]["self"]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "layers"), CONFIGS)
+def test_layers_of_a_transformers_config(tmp_path, config, layers):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    found, dtype = model_config.read(path)
+    assert {name: replace(layer, Dv=layer.value_dim) for name, layer in found.items()} == {
+        name: replace(layer, Dv=layer.value_dim) for name, layer in layers.items()
+    }
+    assert dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("{", "is no JSON"), ("[]", "takes a JSON object"), ("{}", "has no num_attention_heads")],
+)
+def test_a_file_that_is_no_configuration(tmp_path, content, said):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    result = runner.invoke(cli.app, ["warm-up", str(path)])
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "takes a model, or --heads and --head-dim"),
+        (["--heads", "8"], "--heads goes with --head-dim"),
+        (["Llama 9"], "model takes one of"),
+        (["no/config.json"], "No such file"),
+        (["--heads", "2", "--head-dim", "8", "--dtype", "banana"], "dtype takes float16"),
+        (["--heads", "2", "--head-dim", "8", "--work", "play"], "works takes prefill"),
+    ],
+)
+def test_bad_options_end_with_status_2(options, said):
+    result = runner.invoke(cli.app, ["warm-up", *options])
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+
+
+def test_the_command_says_what_it_did():
+    options = ["--heads", "2", "--head-dim", "16", "--dtype", "float32", "--device", "cpu"]
+    options += ["--work", "prefill", "--processes", "1"]
+    result = runner.invoke(cli.app, ["warm-up", *options, "--json"])
+    assert result.exit_code == 0
+    assert set(json.loads(result.stdout)) == {"calls", "builds", "seconds"}
+    assert "1 kinds of call in" in runner.invoke(cli.app, ["warm-up", *options]).stdout
