@@ -16,6 +16,7 @@ spans of 256 keys at fixed positions, and spans are folded in ascending order.
 
 from __future__ import annotations
 
+import platform
 from functools import cache
 from importlib.util import find_spec
 
@@ -36,8 +37,16 @@ from lockstep.kernels.kernel import (
 )
 from lockstep.problem import AttentionProblem, Tensors
 
+# Where subnormal numbers can be flushed: see entry.py.
+FLUSHING = ("aarch64", "arm64", "x86_64")
 # Positions are compared as int32 inside tiles.
 MAX_LENGTH = 1 << 28
+
+
+@cache
+def _machine() -> str:
+    name = platform.machine().lower()
+    return "x86_64" if name == "amd64" else name
 
 
 def _prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
@@ -100,6 +109,10 @@ def supports(problem: AttentionProblem) -> str | None:
         return "needs the package numba, which is not installed"
     if max(problem.Sq, problem.Skv) > MAX_LENGTH:
         return f"takes up to {MAX_LENGTH} tokens, got {max(problem.Sq, problem.Skv)}"
+    if problem.constant_time and _machine() not in FLUSHING:
+        return f"keeps constant_time on {' and '.join(FLUSHING)}, this is {_machine()}"
+    if problem.secret_lengths and problem.n_pages == 0:
+        return "takes at least one page with secret_lengths"
     return None
 
 
@@ -110,7 +123,7 @@ KERNEL = Kernel(
     prepare_backward=_prepare_backward,
     deterministic=True,
     batch_invariant=True,
-    constant_time=False,
+    constant_time=True,
     query_invariant=True,
     merge=Merge(_supports_merge, _merge),
     carry=_carry,

@@ -21,8 +21,14 @@ import torch
 
 from lockstep.kernels.cpu import processes, scalar
 from lockstep.kernels.cpu.arguments import argument, enter, record_at, take_ticket
-from lockstep.kernels.cpu.call import call_at, of_sequence, row_address, split_row
-from lockstep.kernels.cpu.compile import compiled, kernel
+from lockstep.kernels.cpu.call import (
+    is_constant_time,
+    of_sequence,
+    row_address,
+    split_row,
+    variants,
+)
+from lockstep.kernels.cpu.compile import compiled
 from lockstep.kernels.cpu.extras import bias_gradient, row_deltas, sink_gradient
 from lockstep.kernels.cpu.memory import scatter_columns
 from lockstep.kernels.cpu.merge import fill
@@ -41,6 +47,9 @@ from lockstep.kernels.cpu.tiles import (
     ROW,
     VECTOR,
     add_vectors,
+    outer_masked_1,
+    outer_masked_2,
+    outer_masked_3,
     outer_tile_1,
     outer_tile_2,
     outer_tile_3,
@@ -50,7 +59,9 @@ from lockstep.kernels.cpu.wide import (
     ROWS,
     SPAN,
     accumulate,
+    accumulate_masked,
     carve_block,
+    is_whole,
     padded,
     rows_range,
     tile_bounds,
@@ -79,11 +90,29 @@ def _add_outer(weights, begin, end, rows, out, n, pitch):
         for kv in range(begin, end, MR):
             w, to = weights + kv * ROW, out + kv * pitch + at
             if vectors == 3:
-                outer_tile_3(w, rows + at, to, n, pitch)
+                outer_tile_3(w, rows + at, to, n, pitch, 0)
             elif vectors == 2:
-                outer_tile_2(w, rows + at, to, n, pitch)
+                outer_tile_2(w, rows + at, to, n, pitch, 0)
             else:
-                outer_tile_1(w, rows + at, to, n, pitch)
+                outer_tile_1(w, rows + at, to, n, pitch, 0)
+        at += vectors * VECTOR
+
+
+@compiled
+def _add_outer_masked(p, weights, begin, end, rows, out, n, pitch):
+    """The same with the same steps for all values: a row adds nothing to keys it does not see."""
+    at = 0
+    while at < pitch:
+        left = (pitch - at) // VECTOR
+        vectors = 3 if left == 3 or left > 4 else min(left, 2)
+        for kv in range(begin, end, MR):
+            w, to, marks = weights + kv * ROW, out + kv * pitch + at, p + kv * ROW
+            if vectors == 3:
+                outer_masked_3(w, rows + at, to, n, pitch, marks)
+            elif vectors == 2:
+                outer_masked_2(w, rows + at, to, n, pitch, marks)
+            else:
+                outer_masked_1(w, rows + at, to, n, pitch, marks)
         at += vectors * VECTOR
 
 
@@ -102,10 +131,14 @@ def _add_outer_carefully(p, weights, begin, end, rows, out, n, pitch):
 
 
 @compiled
-def _query_part(call, block, work, begin, end, finite):
+def _query_part(call, block, work, begin, end, finite, masked):
     """work.dq [D, LANES] = Σ_kv k [kv, d] · dS [kv, lane] over one span."""
     D = padded(call.D, MR)
-    if finite:
+    if is_constant_time(call) and masked:
+        k, dp, dq, marks = work.k_cols, work.dp, work.dq, block.s
+        accumulate_masked(k, dp, marks, dq, D, begin, end - begin, True)
+        return
+    if is_constant_time(call) or finite:
         for kv in range(begin, end, CHUNK):
             accumulate(work.k_cols, work.dp, work.dq, D, kv, min(CHUNK, end - kv), kv == begin)
         return
@@ -119,6 +152,20 @@ def _query_part(call, block, work, begin, end, finite):
                     factor = scalar.load(column + 4 * kv * MR)
                     total = scalar.fma(factor, scalar.load(work.dp + where), total)
             scalar.store(total, work.dq + d * ROW + 4 * lane)
+
+
+@compiled
+def _add_keys(call, p, weights, begin, end, rows, out, n, pitch, finite, masked):
+    """out [kv, d] += Σ_lane weights [kv, lane] · rows [lane, d], for the keys that rows see."""
+    if is_constant_time(call):
+        if masked:
+            _add_outer_masked(p, weights, begin, end, rows, out, n, pitch)
+        else:
+            _add_outer(weights, begin, end, rows, out, n, pitch)
+    elif finite:
+        _add_outer(weights, begin, end, rows, out, n, pitch)
+    else:
+        _add_outer_carefully(p, weights, begin, end, rows, out, n, pitch)
 
 
 @compiled
@@ -144,24 +191,19 @@ def block_gradients(call, grad, block, work, item, row0, first, n, k_finite):
         fill(work.dv_part, SPAN * v_row // 4, f32(0.0))
     slopes = work.slopes if call.softcap > 0.0 else 0
     for t in range(n_tiles):
-        begin, end, bounds = tile_bounds(block, t, first, n)
+        begin, end, bounds = tile_bounds(call, block, t, first, n)
         if begin >= end:
             continue
         score_gradients(call, block, work, b, t, first, begin, end, bounds, slopes)
+        masked = not is_whole(call, first + begin, end - begin, bounds)
         if grad.want_kv:
             q, dout = work.q + t * LANES * k_row, work.dout + t * LANES * v_row
             lanes = min(LANES, n_rows - t * LANES)
             s, dp = block.s, work.dp
-            if q_finite:
-                _add_outer(dp, begin, end, q, work.dk_part, lanes, k_row)
-            else:
-                _add_outer_carefully(s, dp, begin, end, q, work.dk_part, lanes, k_row)
-            if d_finite:
-                _add_outer(s, begin, end, dout, work.dv_part, lanes, v_row)
-            else:
-                _add_outer_carefully(s, s, begin, end, dout, work.dv_part, lanes, v_row)
+            _add_keys(call, s, dp, begin, end, q, work.dk_part, lanes, k_row, q_finite, masked)
+            _add_keys(call, s, s, begin, end, dout, work.dv_part, lanes, v_row, d_finite, masked)
         if grad.want_q:
-            _query_part(call, block, work, begin, end, k_finite)
+            _query_part(call, block, work, begin, end, k_finite, masked)
             sums = dq_tile(call, grad, b, h, row0 + t * LANES)
             add_vectors(sums, work.dq, padded(call.D, MR) * LANES)
     if grad.want_kv:
@@ -201,37 +243,40 @@ def write_queries(call, grad, block, item):
         scatter_columns(call.kind, block.q_rows, LANES, call.D, sums, ROW)
 
 
-@kernel
-def run_gradients(arguments):
-    """Take items until none is left; each owns the sums it writes.
+@variants
+def run_gradients(call_at):
+    def run(arguments):
+        """Take items until none is left; each owns the sums it writes.
 
-    Arguments: call, gradient, items, how many.
-    """
-    call, grad = call_at(argument(arguments, 0)), gradient_at(argument(arguments, 1))
-    items, n_items = argument(arguments, 2), argument(arguments, 3)
-    block = carve_block(enter(arguments), call.D, call.Dv)
-    work = carve_gradient(block.end, call.D, call.Dv)
-    fill(block.zero_row, zeros_for(call.D, call.Dv), f32(0.0))
-    while True:
-        ticket = take_ticket(arguments)
-        if ticket >= n_items:
-            return
-        item = item_at(items + ticket * ITEM_BYTES)
-        length = of_sequence(call.kv_len, item.b)
-        for span in range(item.first_span, item.last_span):
-            first = span * SPAN
-            n = min(SPAN, length - first)
-            k_finite = load_keys(call, block, work, item.b, item.h, first, n)
-            fill(work.dk, SPAN * padded(call.D, WIDTH), f32(0.0))
-            fill(work.dv, SPAN * padded(call.Dv, WIDTH), f32(0.0))
-            for row0 in range(item.first_row, item.last_row, ROWS):
-                block_gradients(call, grad, block, work, item, row0, first, n, k_finite)
-            if grad.want_kv:
-                b, h, scale = item.b, item.h, f32(call.scale)
-                write_keys(call, grad.dk, b, h, first, n, work.dk, call.D, scale)
-                write_keys(call, grad.dv, b, h, first, n, work.dv, call.Dv, f32(1.0))
-        if grad.want_q:
-            write_queries(call, grad, block, item)
+        Arguments: call, gradient, items, how many.
+        """
+        call, grad = call_at(argument(arguments, 0)), gradient_at(argument(arguments, 1))
+        items, n_items = argument(arguments, 2), argument(arguments, 3)
+        block = carve_block(enter(arguments), call.D, call.Dv)
+        work = carve_gradient(block.end, call.D, call.Dv)
+        fill(block.zero_row, zeros_for(call.D, call.Dv), f32(0.0))
+        while True:
+            ticket = take_ticket(arguments)
+            if ticket >= n_items:
+                return
+            item = item_at(items + ticket * ITEM_BYTES)
+            length = of_sequence(call.kv_len, item.b)
+            for span in range(item.first_span, item.last_span):
+                first = span * SPAN
+                n = min(SPAN, length - first)
+                k_finite = load_keys(call, block, work, item.b, item.h, first, n)
+                fill(work.dk, SPAN * padded(call.D, WIDTH), f32(0.0))
+                fill(work.dv, SPAN * padded(call.Dv, WIDTH), f32(0.0))
+                for row0 in range(item.first_row, item.last_row, ROWS):
+                    block_gradients(call, grad, block, work, item, row0, first, n, k_finite)
+                if grad.want_kv:
+                    b, h, scale = item.b, item.h, f32(call.scale)
+                    write_keys(call, grad.dk, b, h, first, n, work.dk, call.D, scale)
+                    write_keys(call, grad.dv, b, h, first, n, work.dv, call.Dv, f32(1.0))
+            if grad.want_q:
+                write_queries(call, grad, block, item)
+
+    return run
 
 
 @lru_cache(maxsize=64)
@@ -298,7 +343,9 @@ def backward(problem: AttentionProblem, saved: BackwardTensors, needs: Needs) ->
         items = list_items(problem, described, by_span, by_block)
         pairs = sum(map(mul, described.q_len, described.kv_len)) * problem.Hq
         arguments = (described.address, address(record), address(items), len(items))
-        parallel(run_gradients, arguments, scratch, 5 * pairs * (D + Dv) // 2)
+        parallel(
+            run_gradients[problem.constant_time], arguments, scratch, 5 * pairs * (D + Dv) // 2
+        )
 
     want_kv = needs.k or needs.v
     heads, threads = problem.B * problem.Hkv, processes.threads()
@@ -314,5 +361,5 @@ def backward(problem: AttentionProblem, saved: BackwardTensors, needs: Needs) ->
         k=dk if needs.k else None,
         v=dv if needs.v else None,
         bias=bias_gradient(problem, tensors, described, record, scratch) if needs.bias else None,
-        sinks=sink_gradient(tensors, described, record) if needs.sinks else None,
+        sinks=sink_gradient(problem, tensors, described, record) if needs.sinks else None,
     )

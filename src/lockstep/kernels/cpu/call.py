@@ -4,15 +4,25 @@ All layouts meet here. A sequence ``b`` owns ``q_len[b]`` queries from token ``q
 and ``kv_len[b]`` keys from ``kv_first[b]``; dense tensors step by a batch stride, packed ones
 by their first token, paged ones through a page table. The query rows that share a KV head are
 numbered ``row = g · q_len + q_idx``, g being the head's place in its group.
+
+Kernels that take a call exist twice (``variants``). In a constant-time build the values of tensors
+reach no branch and no address. What may be secret there is a float, or an integer that is loaded
+with 32 bits; what steers a kernel, addresses and numbers of rows and keys, has 64.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from lockstep.kernels.cpu.arguments import record_at
-from lockstep.kernels.cpu.compile import compiled
-from lockstep.kernels.cpu.scalar import load_word, store_word
+from lockstep.kernels.cpu.compile import Kernel, compiled
+from lockstep.kernels.cpu.scalar import load_int, load_word, store_word
 
 # Stands for an unbounded side of a window; sums of two stay inside int32.
 UNBOUNDED = 1 << 29
@@ -21,41 +31,65 @@ UNBOUNDED = 1 << 29
 STRIDED = np.dtype([(name, np.int64) for name in ("address", "batch", "head", "row")])
 """A tensor's address and strides in bytes; ``batch`` is the page stride of a page pool."""
 
-CALL = np.dtype(
-    [
-        ("kind", np.int64),  # storage type of q, k, v, out: see simd.F32
-        ("B", np.int64),
-        ("G", np.int64),  # query heads per KV head
-        ("Hkv", np.int64),
-        ("D", np.int64),
-        ("Dv", np.int64),
-        ("q", STRIDED),
-        ("k", STRIDED),
-        ("v", STRIDED),
-        ("out", STRIDED),
-        ("lse", STRIDED),
-        ("statistics", STRIDED),  # (m, l) of each row; address 0: not wanted
-        ("bias", STRIDED),  # address 0: none
-        ("bias_col", np.int64),
-        ("bias_kind", np.int64),
-        ("sinks", np.int64),  # address of [Hq] fp32; 0: none
-        ("q_first", np.int64),  # addresses of [B] int64, and so the next three
-        ("q_len", np.int64),
-        ("kv_first", np.int64),
-        ("kv_len", np.int64),
-        ("page_table", np.int64),  # address of [B, pages] int64
-        ("page_size", np.int64),  # 0: not paged
-        ("pages", np.int64),
-        ("left", np.int64),
-        ("right", np.int64),
-        ("scale", np.float64),
-        ("softcap", np.float64),  # 0: none
-        ("q_factor", np.float64),  # of queries, before the product
-        ("score_factor", np.float64),  # of products: scores, or arguments of the softcap
-    ]
-)
+_FIELDS: list[tuple[str, Any]] = [
+    ("kind", np.int64),  # storage type of q, k, v, out: see simd.F32
+    ("B", np.int64),
+    ("G", np.int64),  # query heads per KV head
+    ("Hkv", np.int64),
+    ("D", np.int64),
+    ("Dv", np.int64),
+    ("q", STRIDED),
+    ("k", STRIDED),
+    ("v", STRIDED),
+    ("out", STRIDED),
+    ("lse", STRIDED),
+    ("statistics", STRIDED),  # (m, l) of each row; address 0: not wanted
+    ("bias", STRIDED),  # address 0: none
+    ("bias_col", np.int64),
+    ("bias_kind", np.int64),
+    ("sinks", np.int64),  # address of [Hq] fp32; 0: none
+    ("q_first", np.int64),  # addresses of [B] int64, and so the next four
+    ("q_len", np.int64),
+    ("kv_first", np.int64),
+    ("kv_len", np.int64),  # keys that are walked
+    ("kv_count", np.int64),  # keys that count: fewer where lengths are secret
+    ("secret_lengths", np.int64),  # 1: what is walked does not depend on kv_count
+    ("page_table", np.int64),  # address of [B, pages] int64
+    ("page_size", np.int64),  # 0: not paged
+    ("pages", np.int64),
+    ("left", np.int64),
+    ("right", np.int64),
+    ("scale", np.float64),
+    ("softcap", np.float64),  # 0: none
+    ("q_factor", np.float64),  # of queries, before the product
+    ("score_factor", np.float64),  # of products: scores, or arguments of the softcap
+]
+CALL = np.dtype([*_FIELDS, ("ordinary", np.int64)])
 """Everything a kernel needs to know about a call; kernels receive it by reference."""
 call_at = record_at(CALL)
+# The same but for the name of the last word, which is not used: numba makes other versions of all
+# functions for another type.
+_CONSTANT_TIME = np.dtype([*_FIELDS, ("constant_time", np.int64)])
+
+
+def variants(make: Callable[[Any], Callable[[int], None]]) -> tuple[Kernel, Kernel]:
+    """The ordinary kernel and the constant-time one of a function `make(call_at)`."""
+    name = make.__name__
+    return (
+        Kernel(make(call_at), name),
+        Kernel(make(record_at(_CONSTANT_TIME)), f"{name}_constant_time", flush=True),
+    )
+
+
+@intrinsic
+def is_constant_time(context, call):  # type: ignore[no-untyped-def]
+    """Whether the build at hand is the constant-time one: a constant in its code."""
+    flag = ir.Constant(ir.IntType(1), int("constant_time" in call.fields))
+
+    def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        return flag
+
+    return types.boolean(call), codegen
 
 
 @compiled
@@ -96,7 +130,20 @@ def split_row(call, b, row):
 @compiled
 def visible(call, b, q_idx):
     """The keys [lo, hi) that query q_idx of sequence b sees; lo == hi if none."""
+    return _reach(call, b, q_idx, np.int64(load_int(call.kv_count + 8 * b)))
+
+
+@compiled
+def walked(call, b, q_idx):
+    """The keys [lo, hi) that query q_idx of sequence b walks over: those it sees, or all."""
     length = of_sequence(call.kv_len, b)
+    if call.secret_lengths:
+        return 0, length
+    return _reach(call, b, q_idx, length)
+
+
+@compiled
+def _reach(call, b, q_idx, length):
     diagonal = q_idx + length - of_sequence(call.q_len, b)
     lo = min(max(0, diagonal - call.left), length)
     hi = max(lo, min(length, diagonal + call.right + 1))

@@ -159,7 +159,7 @@ def sums_of_sinks(
     q = delta.new_empty(problem.B, Hq, S, 1)
     some = replace(problem, Hq=Hq, Hkv=1, dtype=torch.float32)
     _, described = _rows(some, q, q, statistics, sinks)
-    return sink_gradient(Tensors(q, q, q, sinks=sinks), described, record)
+    return sink_gradient(some, Tensors(q, q, q, sinks=sinks), described, record)
 
 
 def _rows(

@@ -72,28 +72,34 @@ def _patiently() -> Iterator[None]:
 class Kernel:
     """A native function ``void(int64 arguments)`` that any thread may run, without Python."""
 
-    def __init__(self, function: Callable[[int], None], name: str | None = None) -> None:
-        self._function = function
-        self._name = f"{function.__module__.rpartition('.')[2]}.{name or function.__name__}"
+    def __init__(
+        self, function: Callable[[int], None], name: str | None = None, *, flush: bool = False
+    ) -> None:
+        """With ``flush``, subnormal numbers count as zero in it."""
+        self._function, self._flush = function, flush
+        self.name = f"{function.__module__.rpartition('.')[2]}.{name or function.__name__}"
         self.__doc__ = function.__doc__
 
     @cached_property
     def address(self) -> int:
         """Where the machine code lies; compiled or loaded from disk when first asked for."""
         with _compiling, global_compiler_lock:
-            code = store.read(self._name)
+            code = store.read(self.name)
             if code is None:
                 with _patiently():
                     code = self._compile()
-                store.write(self._name, code)
-            note(self._name)
-            return machine.load(code, self._name)
+                store.write(self.name, code)
+            note(self.name)
+            return machine.load(code, self.name)
 
     def _compile(self) -> bytes:
+        return machine.generate(self.module(machine.triple()), self.name)
+
+    def module(self, triple: str) -> llvm.ModuleRef:
+        """What is compiled, for a kind of machine as LLVM names it; not optimised yet."""
         module, function = lower(self._function)
-        entry = entry_of(self._name, function, machine.triple())
-        module.link_in(llvm.parse_assembly(entry))
-        return machine.generate(module, self._name)
+        module.link_in(llvm.parse_assembly(entry_of(self.name, function, triple, self._flush)))
+        return module
 
     @cached_property
     def _call(self) -> Callable[[int], None]:

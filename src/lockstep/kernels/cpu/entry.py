@@ -3,20 +3,21 @@
 Flushing of subnormal numbers, rounding and trapping are settings of each thread, which
 ``torch.set_flush_denormal`` and others change on the thread that calls them and on no other. A
 kernel needs numbers as IEEE 754 has them by default, on every thread: its entry says so, and
-puts back what was there before it returns.
+puts back what was there before it returns. A constant-time kernel has subnormal numbers flushed to
+zero, of which operations take longer: x86 has them assisted by microcode, Neoverse divides slower.
 """
 
 from __future__ import annotations
 
 # A control register of 0 on ARM, 0x1F80 on x86: round to nearest even, keep subnormals and NaNs,
-# trap nothing.
+# trap nothing. Flushing is bit 24 (FZ) on ARM, bits 15 and 6 (FTZ, DAZ) on x86.
 _ARM = """
 declare i64 @llvm.aarch64.get.fpcr()
 declare void @llvm.aarch64.set.fpcr(i64)
 
 define void @"{name}"(i64 %arguments) {{
   %before = call i64 @llvm.aarch64.get.fpcr()
-  call void @llvm.aarch64.set.fpcr(i64 0)
+  call void @llvm.aarch64.set.fpcr(i64 {mode})
   call void @"{name}.inside"(i64 %arguments)
   call void @llvm.aarch64.set.fpcr(i64 %before)
   ret void
@@ -29,7 +30,7 @@ declare void @llvm.x86.sse.ldmxcsr(ptr)
 define void @"{name}"(i64 %arguments) {{
   %before = alloca i32
   %needed = alloca i32
-  store i32 8064, ptr %needed
+  store i32 {mode}, ptr %needed
   call void @llvm.x86.sse.stmxcsr(ptr %before)
   call void @llvm.x86.sse.ldmxcsr(ptr %needed)
   call void @"{name}.inside"(i64 %arguments)
@@ -43,16 +44,22 @@ define void @"{name}"(i64 %arguments) {{
   ret void
 }}
 """
-_ENTRIES = {"aarch64": _ARM, "arm64": _ARM, "x86_64": _X86}
+_ARM_MODES, _X86_MODES = (0, 1 << 24), (0x1F80, 0x1F80 | 1 << 15 | 1 << 6)
+_ENTRIES = {
+    "aarch64": (_ARM, _ARM_MODES),
+    "arm64": (_ARM, _ARM_MODES),
+    "x86_64": (_X86, _X86_MODES),
+}
 
 
-def entry_of(name: str, function: str, triple: str) -> str:
+def entry_of(name: str, function: str, triple: str, flush: bool = False) -> str:
     """LLVM's text for ``void name(int64 arguments)``, which calls a function that numba lowered.
 
     Such a function takes pointers to a result and to an exception first, and returns a status;
     kernels have no result and raise nothing.
     """
-    entry = _ENTRIES.get(triple.split("-")[0], _ELSEWHERE).format(name=name)
+    text, modes = _ENTRIES.get(triple.split("-")[0], (_ELSEWHERE, (0, 0)))
+    entry = text.format(name=name, mode=modes[flush])
     return f"""{entry}
 declare i32 @"{function}"(ptr, ptr, i64)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lockstep.kernels.cpu import scalar
 from lockstep.kernels.cpu.arguments import argument, enter, take_ticket
-from lockstep.kernels.cpu.call import call_at, of_sequence, row_address, split_row
-from lockstep.kernels.cpu.compile import compiled, kernel
+from lockstep.kernels.cpu.call import of_sequence, row_address, split_row, variants
+from lockstep.kernels.cpu.compile import compiled
 from lockstep.kernels.cpu.memory import gather_columns
 from lockstep.kernels.cpu.merge import fill
 from lockstep.kernels.cpu.rescore import (
@@ -54,38 +54,41 @@ def _gather_tile(call, tensor, b, h, row, n, rows, to):
     gather_columns(call.kind, rows, LANES, call.Dv, to, ROW)
 
 
-@kernel
-def _run_deltas(arguments):
-    """delta = Σ_d dO · O − dlse; a ticket is a sequence and KV head.
+@variants
+def _run_deltas(call_at):
+    def run(arguments):
+        """delta = Σ_d dO · O − dlse; a ticket is a sequence and KV head.
 
-    Arguments: call, gradient.
-    """
-    call, grad = call_at(argument(arguments, 0)), gradient_at(argument(arguments, 1))
-    block = carve_block(enter(arguments), call.D, call.Dv)
-    work = carve_gradient(block.end, call.D, call.Dv)
-    while True:
-        ticket = take_ticket(arguments)
-        if ticket >= call.B * call.Hkv:
-            return
-        b, h = ticket // call.Hkv, ticket % call.Hkv
-        rows = call.G * of_sequence(call.q_len, b)
-        first = of_sequence(call.q_first, b)
-        for row in range(0, rows, LANES):
-            n = min(LANES, rows - row)
-            _gather_tile(call, call.out, b, h, row, n, block.q_rows, work.dout)
-            _gather_tile(call, grad.dout, b, h, row, n, block.q_rows, work.dout_t)
-            dot_columns(work.dout, work.dout_t, min(call.Dv, CHAIN), work.delta)
-            # Chains as in dP: where one key has all the weight, dP and delta are the same.
-            for d in range(CHAIN, call.Dv, CHAIN):
-                at, dims = d * ROW, min(CHAIN, call.Dv - d)
-                dot_columns(work.dout + at, work.dout_t + at, dims, work.m)
-                add_vectors(work.delta, work.m, LANES)
-            for lane in range(n):
-                g, q_idx = split_row(call, b, row + lane)
-                head, delta = h * call.G + g, scalar.load(work.delta + 4 * lane)
-                if grad.dlse.address != 0:
-                    delta -= scalar.load(row_address(grad.dlse, first, b, head, q_idx))
-                scalar.store(delta, row_address(grad.delta, first, b, head, q_idx))
+        Arguments: call, gradient.
+        """
+        call, grad = call_at(argument(arguments, 0)), gradient_at(argument(arguments, 1))
+        block = carve_block(enter(arguments), call.D, call.Dv)
+        work = carve_gradient(block.end, call.D, call.Dv)
+        while True:
+            ticket = take_ticket(arguments)
+            if ticket >= call.B * call.Hkv:
+                return
+            b, h = ticket // call.Hkv, ticket % call.Hkv
+            rows = call.G * of_sequence(call.q_len, b)
+            first = of_sequence(call.q_first, b)
+            for row in range(0, rows, LANES):
+                n = min(LANES, rows - row)
+                _gather_tile(call, call.out, b, h, row, n, block.q_rows, work.dout)
+                _gather_tile(call, grad.dout, b, h, row, n, block.q_rows, work.dout_t)
+                dot_columns(work.dout, work.dout_t, min(call.Dv, CHAIN), work.delta)
+                # Chains as in dP: where one key has all the weight, dP and delta are the same.
+                for d in range(CHAIN, call.Dv, CHAIN):
+                    at, dims = d * ROW, min(CHAIN, call.Dv - d)
+                    dot_columns(work.dout + at, work.dout_t + at, dims, work.m)
+                    add_vectors(work.delta, work.m, LANES)
+                for lane in range(n):
+                    g, q_idx = split_row(call, b, row + lane)
+                    head, delta = h * call.G + g, scalar.load(work.delta + 4 * lane)
+                    if grad.dlse.address != 0:
+                        delta -= scalar.load(row_address(grad.dlse, first, b, head, q_idx))
+                    scalar.store(delta, row_address(grad.delta, first, b, head, q_idx))
+
+    return run
 
 
 def row_deltas(
@@ -93,59 +96,71 @@ def row_deltas(
 ) -> None:
     """Fill the tensor that ``record`` names delta."""
     work = sum(described.q_len) * problem.Hq * problem.Dv
-    parallel(_run_deltas, (described.address, address(record)), scratch, work)
+    parallel(
+        _run_deltas[problem.constant_time], (described.address, address(record)), scratch, work
+    )
 
 
-@kernel
-def _run_sinks(arguments):
-    """sums [Hq] = −Σ e^(sink − m) / l · delta over all rows of a head, in order, in float64.
+@variants
+def _run_sinks(call_at):
+    def run(arguments):
+        """sums [Hq] = −Σ e^(sink − m) / l · delta over all rows of a head, in order, in float64.
 
-    Arguments: call, gradient, sums.
-    """
-    call, grad = call_at(argument(arguments, 0)), gradient_at(argument(arguments, 1))
-    sums = argument(arguments, 2)
-    while True:
-        head = take_ticket(arguments)
-        if head >= call.Hkv * call.G:
-            return
-        at = sums + 8 * head
-        for b in range(call.B):
-            first = of_sequence(call.q_first, b)
-            for q_idx in range(of_sequence(call.q_len, b)):
-                statistics = row_address(call.statistics, first, b, head, q_idx)
-                m, l = scalar.load(statistics), scalar.load(statistics + 4)
-                delta = scalar.load(row_address(grad.delta, first, b, head, q_idx))
-                sink = scalar.load(call.sinks + 4 * head)
-                if sink != MINUS_INF:
-                    scalar.add_f64(-scalar.exp(sink - m) / l * delta, at)
+        Arguments: call, gradient, sums.
+        """
+        call, grad = call_at(argument(arguments, 0)), gradient_at(argument(arguments, 1))
+        sums = argument(arguments, 2)
+        while True:
+            head = take_ticket(arguments)
+            if head >= call.Hkv * call.G:
+                return
+            at = sums + 8 * head
+            for b in range(call.B):
+                first = of_sequence(call.q_first, b)
+                for q_idx in range(of_sequence(call.q_len, b)):
+                    statistics = row_address(call.statistics, first, b, head, q_idx)
+                    m, l = scalar.load(statistics), scalar.load(statistics + 4)
+                    delta = scalar.load(row_address(grad.delta, first, b, head, q_idx))
+                    sink = scalar.load(call.sinks + 4 * head)
+                    share = -scalar.exp(sink - m) / l * delta
+                    scalar.add_f64(scalar.pick(sink, MINUS_INF, f32(0.0), share), at)
 
-
-@kernel
-def _run_rounding(arguments):
-    """Arguments: sums [n] float64, results [n] float32, n."""
-    sums, results, n = argument(arguments, 0), argument(arguments, 1), argument(arguments, 2)
-    while True:
-        first = ROUNDED_AT_ONCE * take_ticket(arguments)
-        if first >= n:
-            return
-        for i in range(first, min(first + ROUNDED_AT_ONCE, n)):
-            scalar.store(scalar.load_f64(sums + 8 * i), results + 4 * i)
+    return run
 
 
-def _rounded(sums: Tensor, dtype: torch.dtype) -> Tensor:
+@variants
+def _run_rounding(call_at):
+    def run(arguments):
+        """Arguments: sums [n] float64, results [n] float32, n."""
+        sums, results, n = argument(arguments, 0), argument(arguments, 1), argument(arguments, 2)
+        while True:
+            first = ROUNDED_AT_ONCE * take_ticket(arguments)
+            if first >= n:
+                return
+            for i in range(first, min(first + ROUNDED_AT_ONCE, n)):
+                scalar.store(scalar.load_f64(sums + 8 * i), results + 4 * i)
+
+    return run
+
+
+def _rounded(sums: Tensor, dtype: torch.dtype, constant_time: bool) -> Tensor:
     """Contiguous float64 sums in another dtype, by way of float32, whatever torch does to
     subnormal numbers."""
     results = torch.empty(sums.shape, dtype=torch.float32)
-    parallel(_run_rounding, (sums.data_ptr(), results.data_ptr(), sums.numel()), 0, sums.numel())
+    rounding = _run_rounding[constant_time]
+    parallel(rounding, (sums.data_ptr(), results.data_ptr(), sums.numel()), 0, sums.numel())
     return results.to(dtype)
 
 
-def sink_gradient(tensors: Tensors, described: Described, record: np.ndarray) -> Tensor:
+def sink_gradient(
+    problem: AttentionProblem, tensors: Tensors, described: Described, record: np.ndarray
+) -> Tensor:
     """d sinks [Hq], in the dtype of the sinks."""
     sums = np.zeros(tensors.sinks.numel())
     work = sum(described.q_len) * sums.size * 8
-    parallel(_run_sinks, (described.address, address(record), address(sums)), 0, work)
-    return _rounded(torch.from_numpy(sums), tensors.sinks.dtype)
+    run = _run_sinks[problem.constant_time]
+    parallel(run, (described.address, address(record), address(sums)), 0, work)
+    return _rounded(torch.from_numpy(sums), tensors.sinks.dtype, problem.constant_time)
 
 
 @compiled
@@ -178,34 +193,37 @@ def _head_bias(call, grad, block, work, b, head, q0, q1):
             n = min(SPAN, length - first)
             load_keys(call, block, work, b, h, first, n)
             for t in range(n_tiles):
-                begin, end, bounds = tile_bounds(block, t, first, n)
+                begin, end, bounds = tile_bounds(call, block, t, first, n)
                 if begin < end:
                     score_gradients(call, block, work, b, t, first, begin, end, bounds, 0)
                     _add_to_bias(call, grad, block, work, b, t, n_rows, first, begin, end)
 
 
-@kernel
-def _run_bias(arguments):
-    """A ticket is one (batch, head, query block) of the bias; what shares it is added in order.
+@variants
+def _run_bias(call_at):
+    def run(arguments):
+        """A ticket is one (batch, head, query block) of the bias; what shares it is added in order.
 
-    Arguments: call, gradient, batch and heads of the bias, query blocks.
-    """
-    call, grad = call_at(argument(arguments, 0)), gradient_at(argument(arguments, 1))
-    B, Hq, n_blocks = argument(arguments, 2), argument(arguments, 3), argument(arguments, 4)
-    block = carve_block(enter(arguments), call.D, call.Dv)
-    work = carve_gradient(block.end, call.D, call.Dv)
-    fill(block.zero_row, zeros_for(call.D, call.Dv), f32(0.0))
-    while True:
-        ticket = take_ticket(arguments)
-        if ticket >= B * Hq * n_blocks:
-            return
-        bias_b, bias_h = ticket // n_blocks // Hq, ticket // n_blocks % Hq
-        q0 = ticket % n_blocks * ROWS
-        for b in range(bias_b, call.B, B):
-            q1 = of_sequence(call.q_len, b)
-            q1 = min(q0 + ROWS, q1) if n_blocks > 1 else q1
-            for head in range(bias_h, call.Hkv * call.G, Hq):
-                _head_bias(call, grad, block, work, b, head, q0, q1)
+        Arguments: call, gradient, batch and heads of the bias, query blocks.
+        """
+        call, grad = call_at(argument(arguments, 0)), gradient_at(argument(arguments, 1))
+        B, Hq, n_blocks = argument(arguments, 2), argument(arguments, 3), argument(arguments, 4)
+        block = carve_block(enter(arguments), call.D, call.Dv)
+        work = carve_gradient(block.end, call.D, call.Dv)
+        fill(block.zero_row, zeros_for(call.D, call.Dv), f32(0.0))
+        while True:
+            ticket = take_ticket(arguments)
+            if ticket >= B * Hq * n_blocks:
+                return
+            bias_b, bias_h = ticket // n_blocks // Hq, ticket // n_blocks % Hq
+            q0 = ticket % n_blocks * ROWS
+            for b in range(bias_b, call.B, B):
+                q1 = of_sequence(call.q_len, b)
+                q1 = min(q0 + ROWS, q1) if n_blocks > 1 else q1
+                for head in range(bias_h, call.Hkv * call.G, Hq):
+                    _head_bias(call, grad, block, work, b, head, q0, q1)
+
+    return run
 
 
 def bias_gradient(
@@ -229,6 +247,6 @@ def bias_gradient(
     n_blocks = -(-problem.Sq // ROWS) if shape[2] == problem.Sq else 1
     work = problem.B * problem.Hq * problem.Sq * problem.Skv * (problem.D + problem.Dv)
     arguments = (described.address, address(record), shape[0], shape[1], n_blocks)
-    parallel(_run_bias, arguments, scratch, work)
+    parallel(_run_bias[problem.constant_time], arguments, scratch, work)
     dtype = tensors.bias.dtype
-    return sums.to(dtype) if exact else _rounded(sums, dtype)
+    return sums.to(dtype) if exact else _rounded(sums, dtype, problem.constant_time)

@@ -21,10 +21,16 @@ import torch
 
 from lockstep.kernels.cpu import processes, scalar
 from lockstep.kernels.cpu.arguments import argument, enter, take_ticket
-from lockstep.kernels.cpu.call import call_at, of_sequence, row_address, split_row
+from lockstep.kernels.cpu.call import (
+    is_constant_time,
+    of_sequence,
+    row_address,
+    split_row,
+    variants,
+)
 from lockstep.kernels.cpu.compile import Kernel, compiled
 from lockstep.kernels.cpu.memory import scatter_columns
-from lockstep.kernels.cpu.merge import close_row, fill, fold_row, write_statistics
+from lockstep.kernels.cpu.merge import close_row, fill, fold_row, fold_zeros_too, write_statistics
 from lockstep.kernels.cpu.narrow import NARROW, attend_narrow, carve_narrow, load_narrow
 from lockstep.kernels.cpu.running import (
     carve_running,
@@ -151,9 +157,19 @@ def _split_unit(call, unit, span0, span1, scratch, parts, statistics):
                 scalar.store(l, statistics + 8 * part + 4)
                 row = block.q_rows + 8 * (t * LANES + lane)
                 scalar.store_word(parts + 4 * part * call.Dv, row)
+                if is_constant_time(call) and not seen:
+                    fill(parts + 4 * part * call.Dv, call.Dv, f32(0.0))
             if seen:
                 table = block.q_rows + 8 * t * LANES
                 scatter_columns(F32, table, LANES, call.Dv, block.part, ROW)
+
+
+@compiled
+def _fold(call, acc, m, l, part, part_m, part_l):
+    """Fold a part of the workspace, or a sink at address 0."""
+    if is_constant_time(call):
+        return fold_zeros_too(acc, m, l, call.Dv, F32, part, part_m, part_l)
+    return fold_row(acc, m, l, call.Dv, F32, part, part_m, part_l)
 
 
 @compiled
@@ -175,12 +191,12 @@ def _merge_unit(call, unit, scratch, parts, statistics):
             for part in range(first_part + span, first_part + end):
                 at, part_m = parts + 4 * part * Dv, scalar.load(statistics + 8 * part)
                 part_l = scalar.load(statistics + 8 * part + 4)
-                group_m, group_l = fold_row(group, group_m, group_l, Dv, F32, at, part_m, part_l)
-            m, l = fold_row(acc, m, l, Dv, F32, group, group_m, group_l)
+                group_m, group_l = _fold(call, group, group_m, group_l, at, part_m, part_l)
+            m, l = _fold(call, acc, m, l, group, group_m, group_l)
             span = end
         if call.sinks != 0:
             sink = scalar.load(call.sinks + 4 * head)
-            m, l = fold_row(acc, m, l, Dv, F32, 0, sink, f32(1.0))
+            m, l = _fold(call, acc, m, l, 0, sink, f32(1.0))
         out = row_address(call.out, of_sequence(call.q_first, b), b, head, q_idx)
         close_row(acc, l, Dv, call.kind, out)
         _write_row_statistics(call, b, head, q_idx, m, l)
@@ -202,10 +218,18 @@ def _run_narrow(call, unit, item, scratch, parts, statistics):
         attend_narrow(call, block, unit, span, parts, statistics)
 
 
-def _items_runner(wide: bool, narrow: bool) -> Kernel:
-    """A kernel that runs the items of wide units, of narrow ones, or of both. Few calls need both,
+def _items_runner(wide: bool, narrow: bool) -> tuple[Kernel, Kernel]:
+    """Kernels that run the items of wide units, of narrow ones, or of both. Few calls need both,
     and each of the three takes seconds to compile."""
 
+    def run_items(call_at):
+        return _run_items(call_at, wide, narrow)
+
+    run_items.__name__ = f"run_items_{wide:d}{narrow:d}"
+    return variants(run_items)
+
+
+def _run_items(call_at, wide: bool, narrow: bool):
     def run_items(arguments):
         """Every item, folded or into the workspace; the thread that ends a unit merges it.
 
@@ -233,7 +257,7 @@ def _items_runner(wide: bool, narrow: bool) -> Kernel:
                 if scalar.fetch_add_one(done) == unit.pieces - 1:
                     _merge_unit(call, unit, scratch, parts, statistics)
 
-    return Kernel(run_items, f"run_items_{wide:d}{narrow:d}")
+    return run_items
 
 
 _RUNNERS = {kinds: _items_runner(*kinds) for kinds in ((True, False), (False, True), (True, True))}
@@ -281,11 +305,11 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
     units = results + 8 * sizes[0]
     items = units + 8 * sizes[1]
     call = described.address
-    parallel(plan, (call, threads, n_units, units, items, results))
+    parallel(plan[problem.constant_time], (call, threads, n_units, units, items, results))
     n_parts, n_items, row_spans = table[: sizes[0]]
     workspace = np.empty(n_parts * (Dv + 2), np.float32)
     parts = address(workspace)
     arguments = (call, units, items, n_items, parts, parts + 4 * n_parts * Dv)
-    run_items = _RUNNERS[_kinds(n_rows)]
+    run_items = _RUNNERS[_kinds(n_rows)][problem.constant_time]
     parallel(run_items, arguments, _scratch_bytes(D, Dv), row_spans * SPAN * (D + Dv))
     return out, lse, statistics

@@ -45,8 +45,14 @@ def fold_row(acc, m, l, D, kind, part, part_m, part_l):
     """Fold a part into (acc, m, l); returns the new m and l. A part at address 0 has no value."""
     if part_l == f32(0.0):
         return m, l
-    largest = part_m if part_m > m else m
-    base = f32(0.0) if largest == MINUS_INF else largest
+    return fold_zeros_too(acc, m, l, D, kind, part, part_m, part_l)
+
+
+@compiled
+def fold_zeros_too(acc, m, l, D, kind, part, part_m, part_l):
+    """The same with the same steps for a part that saw nothing, whose value has to be 0."""
+    largest = scalar.maximum(part_m, m)
+    base = scalar.pick(largest, MINUS_INF, f32(0.0), largest)
     old = scalar.exp(m - base)
     new = scalar.exp(part_m - base)
     size = 4 if kind == F32 else 2
@@ -64,7 +70,7 @@ def fold_row(acc, m, l, D, kind, part, part_m, part_l):
 @compiled
 def close_row(acc, l, D, kind, out):
     """Write out = acc / l."""
-    total = f32(1.0) if l == f32(0.0) else l
+    total = scalar.pick(l, f32(0.0), f32(1.0), l)
     size = 4 if kind == F32 else 2
     for d in range(D):
         value = scalar.load(acc + 4 * d) / total + f32(0.0)
@@ -74,11 +80,11 @@ def close_row(acc, l, D, kind, out):
 @compiled
 def write_statistics(m, l, lse, statistics):
     """Write lse = m + log l, and (m, l) for the backward unless their address is 0."""
-    total = f32(1.0) if l == f32(0.0) else l
+    total = scalar.pick(l, f32(0.0), f32(1.0), l)
     scalar.store(m + scalar.log2(total) * f32(LN2), lse)
     if statistics != 0:
         # A row that sees no key has weights e^(s − ∞) = 0.
-        scalar.store(INF if m == MINUS_INF else m, statistics)
+        scalar.store(scalar.pick(m, MINUS_INF, INF, m), statistics)
         scalar.store(total, statistics + 4)
 
 

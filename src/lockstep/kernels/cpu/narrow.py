@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from llvmlite import ir
+
 from lockstep.kernels.cpu import scalar
 from lockstep.kernels.cpu.call import (
     fill_kv_rows,
+    is_constant_time,
     of_sequence,
     row_address,
     split_row,
     visible,
+    walked,
 )
 from lockstep.kernels.cpu.compile import compiled, inlined
 from lockstep.kernels.cpu.memory import copy_rows
@@ -23,14 +27,15 @@ from lockstep.kernels.cpu.merge import fill
 from lockstep.kernels.cpu.simd import (
     F32,
     LLVM_F32,
+    LLVM_I32,
     WIDTH,
     Emit,
     emitter,
     f32,
     i64,
 )
+from lockstep.kernels.cpu.tiles import INTEGERS, VECTOR, add_scaled, is_marked, scale_vectors
 from lockstep.kernels.cpu.tiles import MINUS_INF as MINUS_INFINITY
-from lockstep.kernels.cpu.tiles import VECTOR, add_scaled, scale_vectors
 from lockstep.kernels.cpu.wide import (
     CHAIN,
     MINUS_INF,
@@ -103,16 +108,41 @@ def _max_row(e: Emit, s, n):
     return result
 
 
-@emitter(i64, i64, f32)
-def _exp_row(e: Emit, s, n, base):
-    """s = e^(s − base) in place; s [n], n a multiple of WIDTH."""
-    largest = e.splat(base)
+def _exp(mark: bool):
+    @emitter(i64, i64, f32)
+    def exp_row(e: Emit, s, n, base):
+        largest = e.splat(base)
+        with e.loop(e.ir.sdiv(n, e.integer(WIDTH))) as i:
+            at = e.offset(s, i, VECTOR)
+            score = e.load(at)
+            p = e.exp(e.ir.fsub(score, largest))
+            if mark:
+                masked = e.ir.fcmp_ordered("==", score, e.constant(MINUS_INFINITY))
+                p = e.select(masked, e.constant(-0.0), p)
+            e.store(p, at)
+
+    return exp_row
+
+
+# s = e^(s − base) in place; s [n], n a multiple of WIDTH. The second makes −0 of −inf.
+_exp_row, _exp_and_mark_row = _exp(mark=False), _exp(mark=True)
+
+
+@emitter(i64, i64, i64, i64, i64)
+def _mask_row(e: Emit, s, first, n, lo, hi):
+    """s = −inf where key first + i lies outside [lo, hi); s [n], n a multiple of WIDTH."""
+    low, high, start = (e.splat(e.ir.trunc(x, LLVM_I32)) for x in (lo, hi, first))
+    lanes = ir.Constant(INTEGERS, list(range(WIDTH)))
     with e.loop(e.ir.sdiv(n, e.integer(WIDTH))) as i:
         at = e.offset(s, i, VECTOR)
-        e.store(e.exp(e.ir.fsub(e.load(at), largest)), at)
+        step = e.splat(e.ir.trunc(e.ir.mul(i, e.integer(WIDTH)), LLVM_I32))
+        kv = e.ir.add(e.ir.add(start, step), lanes)
+        after = e.ir.icmp_signed(">=", kv, low)
+        seen = e.ir.and_(after, e.ir.icmp_signed("<", kv, high))
+        e.store(e.select(seen, e.load(at), e.constant(MINUS_INFINITY)), at)
 
 
-def _accumulate(rows: int, vectors: int):
+def _accumulate(rows: int, vectors: int, masked: bool = False):
     @emitter(i64, i64, i64, i64, i64, i64, i64)
     def accumulate(e: Emit, v, v_pitch, n, p, out, out_pitch, l):
         sums = [e.variable(e.constant(0.0, 1)) for _ in range(rows)]
@@ -127,8 +157,13 @@ def _accumulate(rows: int, vectors: int):
                 # A chain of its own: its latency hides behind the products.
                 sums[r].set(e.ir.fadd(sums[r].get(), scalar_weight))
                 weight = e.splat(scalar_weight)
+                if masked:
+                    bits = e.load(weights, S_PITCH * r, LLVM_I32)
+                    hidden = is_marked(e, e.splat(bits))
                 for j, column in enumerate(columns):
-                    acc[r][j].set(e.fma(column, weight, acc[r][j].get()))
+                    before = acc[r][j].get()
+                    total = e.fma(column, weight, before)
+                    acc[r][j].set(e.select(hidden, before, total) if masked else total)
         for r in range(rows):
             e.store(sums[r].get(), l, 4 * r)
             for j in range(vectors):
@@ -140,6 +175,8 @@ def _accumulate(rows: int, vectors: int):
 # out [rows, vectors] = p [rows, n] · v [n, vectors], and l [rows] = Σ p.
 _accumulate_1x1, _accumulate_1x4 = _accumulate(1, 1), _accumulate(1, 4)
 _accumulate_4x1, _accumulate_4x4 = _accumulate(4, 1), _accumulate(4, 4)
+# The same without the terms that −0 hides in p; −0 adds nothing to l.
+_masked_1x1, _masked_1x4 = _accumulate(1, 1, masked=True), _accumulate(1, 4, masked=True)
 
 
 class Narrow(NamedTuple):
@@ -193,6 +230,42 @@ def _finish_scores(call, b, head, q_idx, first, n, s):
                 value = scalar.load_element(call.bias_kind, bias + kv * call.bias_col)
                 score = biased(score, value)
             scalar.store(score, at)
+
+
+@compiled
+def _finish_scores_obliviously(call, b, head, q_idx, first, n, s):
+    """The same for any bias and length; returns 1 if some key may be hidden from the row."""
+    end = padded(n, WIDTH)
+    lo, hi = walked(call, b, q_idx)
+    is_seen = call.secret_lengths == 0 and lo <= first and first + end <= hi
+    bias = row_address(call.bias, 0, b, head, q_idx) + first * call.bias_col
+    has_bias = call.bias.address != 0
+    for kv in range(n if call.softcap > 0.0 or has_bias else 0):
+        score = scalar.load(s + 4 * kv)
+        if call.softcap > 0.0:
+            score = scalar.tanh(score) * f32(call.softcap)
+        if has_bias:
+            score = biased(score, scalar.load_element(call.bias_kind, bias + kv * call.bias_col))
+        scalar.store(score, s + 4 * kv)
+    if not is_seen:
+        lo, hi = visible(call, b, q_idx)
+        _mask_row(s, first, end, lo, hi)
+    return 0 if is_seen and not has_bias else 1
+
+
+@compiled
+def _accumulate_obliviously(v, v_pitch, n, p, n_rows, out, out_pitch, l):
+    """`_accumulate_rows` without what is hidden, row by row."""
+    for row in range(n_rows):
+        weights, to, sums = p + row * S_PITCH, out + row * out_pitch, l + 4 * row
+        at = 0
+        while at < out_pitch:
+            wide = out_pitch - at >= 4 * VECTOR
+            if wide:
+                _masked_1x4(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
+            else:
+                _masked_1x1(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
+            at += 4 * VECTOR if wide else VECTOR
 
 
 @inlined
@@ -267,7 +340,10 @@ def load_narrow(call, block, unit):
 
 @compiled
 def _score_span(call, block, unit, k, k_pitch, first, n):
-    """Finished scores of all rows into block.s [n_rows, SPAN]."""
+    """Finished scores of all rows into block.s [n_rows, SPAN].
+
+    In a constant-time build, 1 if some key may be hidden from a row.
+    """
     q_pitch, whole = 4 * padded(call.D, WIDTH), padded(n, WIDTH)
     D, c, s = padded(call.D, WIDTH), f32(call.score_factor), block.s
     for d in range(0, D, CHAIN):
@@ -277,10 +353,15 @@ def _score_span(call, block, unit, k, k_pitch, first, n):
         _score_rows(k + at, k_pitch, whole, block.q + at, q_pitch, dims, unit.n_rows, to, by)
         if d > 0:
             add_scaled(s, block.spare, unit.n_rows * SPAN, c if last else f32(1.0))
+    masked = 0
     for i in range(unit.n_rows):
         g, q_idx = split_row(call, unit.b, unit.first_row + i)
-        s = block.s + i * S_PITCH
-        _finish_scores(call, unit.b, unit.h * call.G + g, q_idx, first, n, s)
+        s, head = block.s + i * S_PITCH, unit.h * call.G + g
+        if is_constant_time(call):
+            masked |= _finish_scores_obliviously(call, unit.b, head, q_idx, first, n, s)
+        else:
+            _finish_scores(call, unit.b, head, q_idx, first, n, s)
+    return masked
 
 
 @compiled
@@ -291,15 +372,22 @@ def attend_narrow(call, block, unit, span, parts, statistics):
     n = min(SPAN, of_sequence(call.kv_len, b) - first)
     pitch = 4 * padded(call.Dv, WIDTH)
     k, k_pitch = _rows_of_span(call, call.k, block, b, h, first, n, call.D, block.k)
-    _score_span(call, block, unit, k, k_pitch, first, n)
+    masked = _score_span(call, block, unit, k, k_pitch, first, n)
     for i in range(n_rows):
         s = block.s + i * S_PITCH
         m = _max_row(s, padded(n, WIDTH))
         scalar.store(m, block.m + 4 * i)
-        _exp_row(s, padded(n, WIDTH), f32(0.0) if m == MINUS_INF else m)
+        base = scalar.pick(m, MINUS_INF, f32(0.0), m)
+        if masked:
+            _exp_and_mark_row(s, padded(n, WIDTH), base)
+        else:
+            _exp_row(s, padded(n, WIDTH), base)
     v, v_pitch = _rows_of_span(call, call.v, block, b, h, first, n, call.Dv, block.v)
-    _accumulate_rows(v, v_pitch, n, block.s, n_rows, block.out, pitch, block.l)
-    if not _is_finite(block.out, n_rows * pitch // 4):
+    if masked:
+        _accumulate_obliviously(v, v_pitch, n, block.s, n_rows, block.out, pitch, block.l)
+    else:
+        _accumulate_rows(v, v_pitch, n, block.s, n_rows, block.out, pitch, block.l)
+    if not is_constant_time(call) and not _is_finite(block.out, n_rows * pitch // 4):
         _score_span(call, block, unit, k, k_pitch, first, n)
         for i in range(n_rows):
             m = scalar.load(block.m + 4 * i)

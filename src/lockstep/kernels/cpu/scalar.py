@@ -42,6 +42,18 @@ def tanh(e: Emit, x):
     return e.tanh(x)
 
 
+@emitter(f32, f32, returns=f32)
+def maximum(e: Emit, new, old):
+    """The larger one; a NaN in ``new`` is passed over."""
+    return e.maximum(new, old)
+
+
+@emitter(f32, f32, f32, f32, returns=f32)
+def pick(e: Emit, x, y, equal, otherwise):
+    """``equal if x == y else otherwise``, without a branch."""
+    return e.select(e.ir.fcmp_ordered("==", x, y), equal, otherwise)
+
+
 @emitter(i64, returns=f32)
 def load(e: Emit, address):
     return e.load(address, 0, LLVM_F32)

@@ -152,9 +152,15 @@ class Emit:
     def fma(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
         return self._call("fma", x, y, z)
 
+    def select(self, condition: ir.Value, left: ir.Value, right: ir.Value) -> ir.Value:
+        """``left if condition else right``, of which LLVM makes no branch."""
+        chosen = self.ir.select(condition, left, right)
+        chosen.set_metadata("unpredictable", self.ir.module.add_metadata([]))
+        return chosen
+
     def maximum(self, new: ir.Value, old: ir.Value) -> ir.Value:
         """The larger one; a NaN in ``new`` is passed over."""
-        return self.ir.select(self.ir.fcmp_ordered(">", new, old), new, old)
+        return self.select(self.ir.fcmp_ordered(">", new, old), new, old)
 
     def split(self, x: ir.Value, unit: float) -> tuple[ir.Value, ir.Value]:
         """x · unit = n − f with n whole, the product unrounded: returns 2**n and f."""
@@ -190,7 +196,7 @@ class Emit:
         # A product, not a sum of bit patterns, so that NaN stays NaN.
         result = self.fma(self.exp2m1_fraction(f), scale, scale)
         tiny = self.ir.fcmp_ordered("<", x, self.constant(EXP_UNDERFLOW, width))
-        return self.ir.select(tiny, self.constant(0.0, width), result)
+        return self.select(tiny, self.constant(0.0, width), result)
 
     def log2(self, x: ir.Value) -> ir.Value:
         """log2(x) for normal x > 0; NaN for NaN."""
@@ -213,14 +219,14 @@ class Emit:
         for odd in (9, 7, 5, 3, 1):
             series = self.fma(series, square, self.constant(2.0 * LOG2E / odd, width))
         result = self.fma(series, t, exponent)
-        return self.ir.select(self.ir.fcmp_unordered("uno", x, x), x, result)
+        return self.select(self.ir.fcmp_unordered("uno", x, x), x, result)
 
     def tanh(self, x: ir.Value) -> ir.Value:
         """tanh(x) = E / (E + 2) with E = exp(2x) − 1, accurate near zero too."""
         width = _width(x)
         limit, minus = self.constant(10.0, width), self.constant(-10.0, width)
-        low = self.ir.select(self.ir.fcmp_ordered("<", x, minus), minus, x)
-        clipped = self.ir.select(self.ir.fcmp_ordered(">", low, limit), limit, low)
+        low = self.select(self.ir.fcmp_ordered("<", x, minus), minus, x)
+        clipped = self.select(self.ir.fcmp_ordered(">", low, limit), limit, low)
         scale, f = self.split(clipped, 2.0 * LOG2E)
         scale_m1 = self.ir.fsub(scale, self.constant(1.0, width))
         e = self.fma(scale, self.exp2m1_fraction(f), scale_m1)
@@ -262,7 +268,7 @@ class Emit:
         # Rounding would carry some NaNs over into infinity: keep them, quietly.
         quiet = self.ir.or_(high, constant(0x40))
         is_nan = self.ir.fcmp_unordered("uno", value, value)
-        result = self.ir.select(is_nan, quiet, self.ir.lshr(rounded, constant(16)))
+        result = self.select(is_nan, quiet, self.ir.lshr(rounded, constant(16)))
         return self.ir.trunc(result, vector(width, LLVM_I16))
 
     def transpose(self, rows: list[ir.Value]) -> list[ir.Value]:

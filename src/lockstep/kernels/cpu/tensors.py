@@ -50,7 +50,7 @@ def numbers(tensor: Tensor) -> np.ndarray:
 
 
 def _lengths(problem: AttentionProblem, tensors: Tensors) -> tuple[list[int], ...]:
-    """(q_first, q_len, kv_first, kv_len), each [B]."""
+    """(q_first, q_len, kv_first, kv_len, kv_count), each [B]; no kv_count where it is secret."""
     B = problem.B
     q_first, q_len, kv_first, kv_len = [0] * B, [problem.Sq] * B, [0] * B, [problem.Skv] * B
     if tensors.cu_seqlens_q is not None:
@@ -59,9 +59,11 @@ def _lengths(problem: AttentionProblem, tensors: Tensors) -> tuple[list[int], ..
     if tensors.cu_seqlens_k is not None:
         offsets = tensors.cu_seqlens_k.tolist()
         kv_first, kv_len = offsets[:-1], _steps(offsets)
+    if problem.secret_lengths:
+        return q_first, q_len, kv_first, kv_len
     if tensors.kv_lens is not None:
         kv_len = tensors.kv_lens.tolist()
-    return q_first, q_len, kv_first, kv_len
+    return q_first, q_len, kv_first, kv_len, kv_len
 
 
 def _steps(offsets: list[int]) -> list[int]:
@@ -79,9 +81,9 @@ def kv_dims(problem: AttentionProblem) -> tuple[int | None, int, int]:
 class Described(NamedTuple):
     """A call record, and what it points to."""
 
-    record: array[int]  # a CALL, then the four tables of lengths, [B] each
+    record: array[int]  # a CALL, then the tables of lengths, [B] each
     q_len: list[int]  # [B]
-    kv_len: list[int]  # [B]
+    kv_len: list[int]  # [B], what is walked
     kept: tuple[np.ndarray | None, ...]
 
     @property
@@ -108,11 +110,16 @@ def describe(
         whole = tensors.bias.expand(problem.B, problem.Hq, problem.Sq, problem.Skv)
         bias, bias_kind = strided(whole, DENSE), KINDS[whole.dtype]
         bias_col = whole.stride(3) * whole.element_size()
-    sinks = pages = None
+    sinks = pages = counts = None
+    if problem.secret_lengths:
+        counts = numbers(tensors.kv_lens)
     if tensors.sinks is not None:
         sinks = tensors.sinks.detach().float().contiguous().numpy()
     if tensors.page_table is not None:
         pages = numbers(tensors.page_table)
+        if problem.secret_lengths:
+            # All entries are followed, and keys beyond a length masked: any page will do.
+            pages = np.where((pages < 0) | (pages >= problem.n_pages), 0, pages)
     words = (
         KINDS[problem.dtype],
         problem.B,
@@ -130,20 +137,23 @@ def describe(
         bias_col,
         bias_kind,
         address(sinks),
-        *(0 for _ in tables),
+        *(0 for _ in range(4)),
+        address(counts),
+        problem.secret_lengths,
         address(pages),
         problem.page_size or 0,
         0 if pages is None else pages.shape[1],
         _side(problem.window_left),
         _side(0 if problem.causal else problem.window_right),
         *_factors(problem.scale, problem.softcap),
+        0,
     )
     assert len(words) == CALL_WORDS
     record = array("q", words + tuple(chain(*tables)))
     start, _ = record.buffer_info()
     for i in range(len(tables)):
         record[TABLES + i] = start + 8 * (CALL_WORDS + i * problem.B)
-    return Described(record, tables[1], tables[3], (sinks, pages))
+    return Described(record, tables[1], tables[3], (sinks, pages, counts))
 
 
 @lru_cache(maxsize=64)

@@ -15,6 +15,8 @@ multiplied with: it is exact for scores near the largest, however large they are
 
 from __future__ import annotations
 
+from llvmlite import ir
+
 from lockstep.kernels.cpu.simd import (
     LANES,
     LLVM_F32,
@@ -40,16 +42,39 @@ def _zeros(e: Emit, vectors: int) -> list[list[Variable]]:
     return [[e.variable(e.constant(0.0)) for _ in range(vectors)] for _ in range(MR)]
 
 
-def _multiply(e: Emit, acc, count, a, a_pitch: int, a_step: int, b, b_pitch) -> None:
-    """acc[i, j] += Σ_r a[r, i] · b[r, j]: the one inner loop of every matrix product."""
+def is_marked(e: Emit, bits):
+    """Weights are never negative: −0 marks what is masked."""
+    return e.ir.icmp_signed("==", bits, ir.Constant(INTEGERS, [-0x80000000] * WIDTH))
+
+
+def _multiply(
+    e: Emit, acc, count, a, a_pitch: int, a_step: int, b, b_pitch, a_marks=None, b_marks=None
+) -> None:
+    """acc[i, j] += Σ_r a[r, i] · b[r, j]: the one inner loop of every matrix product.
+
+    With marks, which lie as a or as b does, terms that are marked are left out, whatever their
+    factors are.
+    """
+    n_columns = len(acc[0])
     with e.loop(count) as r:
         a_row = e.offset(a, r, a_pitch)
         b_row = e.offset(b, r, b_pitch)
-        columns = [e.load(b_row, VECTOR * j) for j in range(len(acc[0]))]
+        columns = [e.load(b_row, VECTOR * j) for j in range(n_columns)]
+        if b_marks is not None:
+            marks_row = e.offset(b_marks, r, b_pitch)
+            bits = [e.load(marks_row, VECTOR * j, INTEGERS) for j in range(n_columns)]
+            hidden = [is_marked(e, x) for x in bits]
         for i in range(MR):
             factor = e.splat(e.load(a_row, a_step * i, LLVM_F32))
+            if a_marks is not None:
+                mark = e.load(e.offset(a_marks, r, a_pitch), a_step * i, LLVM_I32)
+                hidden = [is_marked(e, e.splat(mark))] * n_columns
             for j, column in enumerate(columns):
-                acc[i][j].set(e.fma(factor, column, acc[i][j].get()))
+                before = acc[i][j].get()
+                total = e.fma(factor, column, before)
+                if a_marks is not None or b_marks is not None:
+                    total = e.select(hidden[j], before, total)
+                acc[i][j].set(total)
 
 
 def _scores(e: Emit, k_panel, q_t, s, D, c, m=None) -> None:
@@ -79,8 +104,8 @@ def score_tile_max(e: Emit, k_panel, q_t, s, D, c, m):
     _scores(e, k_panel, q_t, s, D, c, m)
 
 
-def _accumulate(e: Emit, slots, v_panel, p, acc, n) -> None:
-    _multiply(e, slots, n, v_panel, 4 * MR, 4, p, ROW)
+def _accumulate(e: Emit, slots, v_panel, p, acc, n, marks=None) -> None:
+    _multiply(e, slots, n, v_panel, 4 * MR, 4, p, ROW, b_marks=marks)
     for i in range(MR):
         for j in range(NV):
             e.store(slots[i][j].get(), acc, ROW * i + VECTOR * j)
@@ -95,18 +120,27 @@ def start_tile(e: Emit, v_panel, p, acc, n):
 @emitter(i64, i64, i64, i64)
 def extend_tile(e: Emit, v_panel, p, acc, n):
     """acc [MR, LANES] += v_panel [n, MR]ᵀ · p [n, LANES]; the same chain, further on."""
-    slots = [[e.variable(e.load(acc, ROW * i + VECTOR * j)) for j in range(NV)] for i in range(MR)]
-    _accumulate(e, slots, v_panel, p, acc, n)
+    _accumulate(e, _loaded(e, acc), v_panel, p, acc, n)
 
 
-def _outer(vectors: int):
-    @emitter(i64, i64, i64, i64, i64)
-    def outer(e: Emit, p, rows, out, n, pitch):
+def _loaded(e: Emit, acc) -> list[list[Variable]]:
+    return [[e.variable(e.load(acc, ROW * i + VECTOR * j)) for j in range(NV)] for i in range(MR)]
+
+
+@emitter(i64, i64, i64, i64, i64)
+def extend_tile_masked(e: Emit, v_panel, p, acc, n, marks):
+    """The same without the terms that marks [n, LANES] hide."""
+    _accumulate(e, _loaded(e, acc), v_panel, p, acc, n, marks)
+
+
+def _outer(vectors: int, masked: bool = False):
+    @emitter(i64, i64, i64, i64, i64, i64)
+    def outer(e: Emit, p, rows, out, n, pitch, marks):
         line = [e.offset(out, e.integer(i), pitch) for i in range(MR)]
         slots = [
             [e.variable(e.load(line[i], VECTOR * j)) for j in range(vectors)] for i in range(MR)
         ]
-        _multiply(e, slots, n, p, 4, ROW, rows, pitch)
+        _multiply(e, slots, n, p, 4, ROW, rows, pitch, a_marks=marks if masked else None)
         for i in range(MR):
             for j in range(vectors):
                 e.store(slots[i][j].get(), line[i], VECTOR * j)
@@ -116,6 +150,8 @@ def _outer(vectors: int):
 
 # out [MR, d] += p [MR, n] · rows [n, d] for d = 1, 2, 3 vectors; rows and out share a pitch.
 outer_tile_1, outer_tile_2, outer_tile_3 = _outer(1), _outer(2), _outer(3)
+# The same without the terms that marks [MR, n] hide; the others do not look at them.
+outer_masked_1, outer_masked_2, outer_masked_3 = (_outer(n, masked=True) for n in (1, 2, 3))
 
 
 @emitter(i64, i64, i64)
@@ -142,7 +178,7 @@ def mask_rows(e: Emit, s, first, n, lo, hi):
         for j in range(NV):
             after = e.ir.icmp_signed(">=", kv, low[j])
             visible = e.ir.and_(after, e.ir.icmp_signed("<", kv, high[j]))
-            score = e.ir.select(visible, e.load(row, VECTOR * j), minus_inf)
+            score = e.select(visible, e.load(row, VECTOR * j), minus_inf)
             e.store(score, row, VECTOR * j)
 
 
@@ -164,18 +200,32 @@ def softcap_rows(e: Emit, s, n, cap, slopes):
 
 def _finite_or_zero(e: Emit, m):
     """A row that has seen no key has m = −inf; its weights are e^(−inf − 0) = 0."""
-    return e.ir.select(e.ir.fcmp_ordered("==", m, e.constant(MINUS_INF)), e.constant(0.0), m)
+    return e.select(e.ir.fcmp_ordered("==", m, e.constant(MINUS_INF)), e.constant(0.0), m)
 
 
 @emitter(i64, i64, i64, i64)
 def weigh_rows(e: Emit, s, n, m, l):
     """s = e^(s − m) in place, l [LANES] += Σ s; s [n, LANES]."""
+    _weigh(e, s, n, m, l, mark=False)
+
+
+@emitter(i64, i64, i64, i64)
+def weigh_and_mark_rows(e: Emit, s, n, m, l):
+    """The same; a score of −inf becomes −0."""
+    _weigh(e, s, n, m, l, mark=True)
+
+
+def _weigh(e: Emit, s, n, m, l, mark: bool) -> None:
     largest = [_finite_or_zero(e, e.load(m, VECTOR * j)) for j in range(NV)]
     total = [e.variable(e.load(l, VECTOR * j)) for j in range(NV)]
     with e.loop(n) as kv:
         row = e.offset(s, kv, ROW)
         for j in range(NV):
-            p = e.exp(e.ir.fsub(e.load(row, VECTOR * j), largest[j]))
+            score = e.load(row, VECTOR * j)
+            p = e.exp(e.ir.fsub(score, largest[j]))
+            if mark:
+                masked = e.ir.fcmp_ordered("==", score, e.constant(MINUS_INF))
+                p = e.select(masked, e.constant(-0.0), p)
             e.store(p, row, VECTOR * j)
             total[j].set(e.ir.fadd(total[j].get(), p))
     for j in range(NV):
@@ -210,7 +260,7 @@ def close_rows(e: Emit, acc, D, l):
     for j in range(NV):
         total = e.load(l, VECTOR * j)
         empty = e.ir.fcmp_ordered("==", total, zero)
-        totals.append(e.ir.select(empty, e.constant(1.0), total))
+        totals.append(e.select(empty, e.constant(1.0), total))
     with e.loop(D) as d:
         row = e.offset(acc, d, ROW)
         for j in range(NV):
@@ -241,8 +291,8 @@ def score_gradient_rows(e: Emit, s, dp, n, m, inverse, delta, slopes):
                 slope = e.load(e.offset(slopes, i, ROW), VECTOR * j)
                 ds.set(e.ir.fmul(ds.get(), slope))
             masked = e.ir.fcmp_ordered("==", score, minus_inf)
-            e.store(e.ir.select(masked, e.constant(-0.0), p), row, VECTOR * j)
-            e.store(e.ir.select(masked, zero, ds.get()), grad, VECTOR * j)
+            e.store(e.select(masked, e.constant(-0.0), p), row, VECTOR * j)
+            e.store(e.select(masked, zero, ds.get()), grad, VECTOR * j)
 
 
 @emitter(i64, i64, i64, i64)

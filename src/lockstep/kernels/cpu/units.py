@@ -10,8 +10,8 @@ import numpy as np
 
 from lockstep.kernels.cpu import scalar
 from lockstep.kernels.cpu.arguments import argument, record_at
-from lockstep.kernels.cpu.call import call_at, of_sequence
-from lockstep.kernels.cpu.compile import compiled, kernel
+from lockstep.kernels.cpu.call import of_sequence, variants
+from lockstep.kernels.cpu.compile import compiled
 from lockstep.kernels.cpu.narrow import NARROW
 from lockstep.kernels.cpu.wide import ROWS, SPAN, padded, rows_range
 
@@ -99,17 +99,20 @@ def _list_items(units, n_units, items):
     return at
 
 
-@kernel
-def plan(arguments):
-    """Arguments: call, threads, how many units, units, items, results.
+@variants
+def plan(call_at):
+    def run(arguments):
+        """Arguments: call, threads, how many units, units, items, results.
 
-    Results: how many parts, how many items, rows × spans.
-    """
-    call, threads = call_at(argument(arguments, 0)), argument(arguments, 1)
-    n_units, units = argument(arguments, 2), argument(arguments, 3)
-    items, results = argument(arguments, 4), argument(arguments, 5)
-    _list_units(call, units)
-    n_parts, total = _split_units(units, n_units, call.Dv, threads)
-    scalar.store_word(n_parts, results)
-    scalar.store_word(_list_items(units, n_units, items), results + 8)
-    scalar.store_word(total, results + 16)
+        Results: how many parts, how many items, rows × spans.
+        """
+        call, threads = call_at(argument(arguments, 0)), argument(arguments, 1)
+        n_units, units = argument(arguments, 2), argument(arguments, 3)
+        items, results = argument(arguments, 4), argument(arguments, 5)
+        _list_units(call, units)
+        n_parts, total = _split_units(units, n_units, call.Dv, threads)
+        scalar.store_word(n_parts, results)
+        scalar.store_word(_list_items(units, n_units, items), results + 8)
+        scalar.store_word(total, results + 16)
+
+    return run

@@ -14,10 +14,12 @@ from lockstep.kernels.cpu import scalar
 from lockstep.kernels.cpu.call import (
     UNBOUNDED,
     fill_kv_rows,
+    is_constant_time,
     of_sequence,
     row_address,
     split_row,
     visible,
+    walked,
 )
 from lockstep.kernels.cpu.compile import compiled
 from lockstep.kernels.cpu.memory import copy_panels, gather_columns, gather_panels
@@ -27,6 +29,7 @@ from lockstep.kernels.cpu.tiles import (
     ROW,
     add_scaled,
     extend_tile,
+    extend_tile_masked,
     mask_rows,
     max_rows,
     scale_vectors,
@@ -34,6 +37,7 @@ from lockstep.kernels.cpu.tiles import (
     score_tile_max,
     softcap_rows,
     start_tile,
+    weigh_and_mark_rows,
     weigh_rows,
 )
 
@@ -59,6 +63,7 @@ class Block(NamedTuple):
     q_head: int  # [ROWS] int64
     lo: int  # [ROWS] int32: keys [lo, hi) are visible
     hi: int  # [ROWS] int32
+    walk: int  # [ROWS, 2] int64: keys [lo, hi) are walked
     q_t: int  # [TILES, D, LANES]
     k_panels: int  # [SPAN / MR, D, MR]
     v_panels: int  # [Dv / MR, SPAN, MR]
@@ -89,7 +94,8 @@ def carve_block(base, D, Dv):
     q_head = q_idx + 8 * ROWS
     lo = q_head + 8 * ROWS
     hi = lo + 4 * ROWS
-    q_t = hi + 4 * ROWS
+    walk = hi + 4 * ROWS
+    q_t = walk + 16 * ROWS
     k_panels = q_t + 4 * ROWS * D
     v_panels = k_panels + 4 * SPAN * D
     s = v_panels + 4 * SPAN * padded(Dv, MR)
@@ -105,6 +111,7 @@ def carve_block(base, D, Dv):
         q_head,
         lo,
         hi,
+        walk,
         q_t,
         k_panels,
         v_panels,
@@ -130,6 +137,9 @@ def load_queries(call, block, b, h, row0, n_rows):
         scalar.store_word(row, block.q_rows + 8 * i)
         scalar.store_int(lo, block.lo + 4 * i)
         scalar.store_int(hi, block.hi + 4 * i)
+        lo, hi = walked(call, b, q_idx)
+        scalar.store_word(lo, block.walk + 16 * i)
+        scalar.store_word(hi, block.walk + 16 * i + 8)
     for t in range(n_tiles):
         table = block.q_rows + 8 * t * LANES
         gather_columns(call.kind, table, LANES, call.D, block.q_t + t * call.D * ROW, ROW)
@@ -139,10 +149,10 @@ def load_queries(call, block, b, h, row0, n_rows):
 
 @compiled
 def rows_range(call, b, first, n_rows):
-    """First and last key that rows first … first + n_rows of a KV head see."""
+    """First and last key that rows first … first + n_rows of a KV head walk over."""
     lo, hi = UNBOUNDED, 0
     for row in range(first, first + n_rows):
-        row_lo, row_hi = visible(call, b, split_row(call, b, row)[1])
+        row_lo, row_hi = walked(call, b, split_row(call, b, row)[1])
         if row_lo < row_hi:
             lo, hi = min(lo, row_lo), max(hi, row_hi)
     return lo, hi
@@ -161,7 +171,7 @@ def load_span(call, block, b, h, first, n):
 @compiled
 def biased(score, bias):
     """A bias of −inf hides the key, whatever its score is: NaN too."""
-    return MINUS_INF if bias == MINUS_INF else score + bias
+    return scalar.pick(bias, MINUS_INF, MINUS_INF, score + bias)
 
 
 @compiled
@@ -220,12 +230,14 @@ def tile_scores(call, block, b, t, first, begin, end, bounds, slopes):
 
 
 @compiled
-def tile_bounds(block, t, first, n):
-    """The keys that tile t visits in the span (offsets, whole panels), and (lo_max, hi_min)."""
+def tile_bounds(call, block, t, first, n):
+    """The keys that tile t visits in the span (offsets, whole panels), and (lo_max, hi_min): all
+    rows see the keys between these two."""
     lo_min, hi_max = first + n, first
     lo_max, hi_min = 0, first + n
     for i in range(t * LANES, (t + 1) * LANES):
-        lo, hi = scalar.load_int(block.lo + 4 * i), scalar.load_int(block.hi + 4 * i)
+        lo = scalar.load_word(block.walk + 16 * i)
+        hi = scalar.load_word(block.walk + 16 * i + 8)
         lo_max = max(lo_max, lo)
         hi_min = min(hi_min, hi)
         if lo < hi:
@@ -233,7 +245,16 @@ def tile_bounds(block, t, first, n):
             hi_max = max(hi_max, hi)
     begin = max(lo_min - first, 0) // MR * MR
     end = padded(min(hi_max - first, n), MR)
+    if call.secret_lengths:
+        return begin, end, (UNBOUNDED, 0)
     return begin, end, (lo_max, hi_min)
+
+
+@compiled
+def is_whole(call, first, n, bounds):
+    """Whether all rows of a tile see the keys first … first + n; a bias may hide any."""
+    lo_max, hi_min = bounds
+    return call.bias.address == 0 and first >= lo_max and first + n <= hi_min
 
 
 @compiled
@@ -273,16 +294,43 @@ def accumulate(panels, p, acc, D, kv, n, fresh):
 
 
 @compiled
+def accumulate_masked(panels, p, marks, acc, D, kv, n, fresh):
+    """The same without the terms that marks [kv … kv + n, LANES] hide."""
+    for d in range(0, D, MR):
+        panel = panels + 4 * (d * SPAN + kv * MR)
+        if fresh:
+            fill(acc + d * ROW, MR * LANES, f32(0.0))
+        extend_tile_masked(panel, p + kv * ROW, acc + d * ROW, n, marks + kv * ROW)
+
+
+@compiled
+def _weigh_and_accumulate(call, block, first, begin, end, bounds):
+    """The same steps for all values, finite or not: keys that are hidden from a row are left out
+    by selection, wherever there may be some."""
+    s, Dv = block.s, padded(call.Dv, MR)
+    for kv in range(begin, end, CHUNK):
+        n = min(CHUNK, end - kv)
+        if is_whole(call, first + kv, n, bounds):
+            weigh_rows(s + kv * ROW, n, block.part_m, block.part_l)
+            accumulate(block.v_panels, s, block.part, Dv, kv, n, kv == begin)
+        else:
+            weigh_and_mark_rows(s + kv * ROW, n, block.part_m, block.part_l)
+            accumulate_masked(block.v_panels, s, s, block.part, Dv, kv, n, kv == begin)
+
+
+@compiled
 def attend_span(call, block, b, t, first, n, finite):
     """Tile t against the loaded span: its part, part_m and part_l. False if it sees nothing."""
-    begin, end, bounds = tile_bounds(block, t, first, n)
+    begin, end, bounds = tile_bounds(call, block, t, first, n)
     if begin >= end:
         return False
     fill(block.part_m, LANES, MINUS_INF)
     fill(block.part_l, LANES, f32(0.0))
     tile_scores(call, block, b, t, first, begin, end, bounds, 0)
     Dv = padded(call.Dv, MR)
-    if finite:
+    if is_constant_time(call):
+        _weigh_and_accumulate(call, block, first, begin, end, bounds)
+    elif finite:
         for kv in range(begin, end, CHUNK):
             n_keys = min(CHUNK, end - kv)
             weigh_rows(block.s + kv * ROW, n_keys, block.part_m, block.part_l)
