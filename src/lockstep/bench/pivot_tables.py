@@ -51,7 +51,9 @@ def render(description: dict[str, Any], run: Run) -> str:
     for key in sorted(lines, key=_sizes):
         cells = [*map(_label, key), *_figures(lines[key], description)]
         text.append(f"| {' | '.join(cells)} |")
-    return "\n".join(text) + f"\n\n{description['caption']}, {results.where_on_gpu(run)}."
+    on_gpu = bool(run["environment"]["hardware"]["gpus"])
+    where_run = results.where_on_gpu(run) if on_gpu else results.where(run)
+    return "\n".join(text) + f"\n\n{description['caption']}, {where_run}."
 
 
 def _matches(row: Row, where: dict[str, Any]) -> bool:
