@@ -11,8 +11,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture
 def unassembled(monkeypatch, tmp_path):
-    """Triton stops before machine code, in a cache of its own: such builds are of no other use."""
+    """Triton stops at LLVM's code, which says how much shared memory a build takes, in a cache of
+    its own: such builds are of no other use."""
     from triton.backends.nvidia.compiler import CUDABackend
 
+    def make_ptx(self: object, src: object, metadata: dict[str, object], *_: object) -> str:
+        metadata["name"] = "unassembled"
+        return ""
+
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
+    monkeypatch.setattr(CUDABackend, "make_ptx", make_ptx)
     monkeypatch.setattr(CUDABackend, "make_cubin", lambda *_: b"")

@@ -1,4 +1,4 @@
-"""Kernels compile for a Hopper GPU, up to machine code, with every kind of number that says where
+"""Kernels compile for a Hopper GPU, up to LLVM's code, with every kind of number that says where
 keys are: as a launch would, with its arguments."""
 
 from __future__ import annotations
