@@ -57,7 +57,8 @@ class Build:
             body = [(at, text) for at, text in self.instructions if begin <= at <= end]
             texts = [text for _, text in body]
             # Out of line, a wait that has to be repeated jumps back over much else.
-            if texts.count(SCORES_WAIT) == texts.count(PRODUCT_WAIT) == 1:
+            waits = [text for text in texts if text.startswith("WARPGROUP.DEPBAR")]
+            if len(waits) == 2 and PRODUCT_WAIT in waits and waits[0] != waits[1]:
                 found.append(body)
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -100,6 +101,32 @@ def test_machine_code(D, causal):
         assert count(under_way)["MUFU.EX2"] >= per_thread
 
 
+@pytest.mark.parametrize(
+    ("D", "Dv", "scores", "products"),
+    [
+        (72, 72, {128: 5}, {64: 8, 16: 8}),
+        (192, 128, {128: 12}, {128: 8}),
+        (160, 160, {64: 10}, {128: 4, 32: 4}),
+    ],
+    ids=str,
+)
+def test_machine_code_between_tile_widths(D, Dv, scores, products):
+    """Products have as many columns as a head dim has, in multiples of 16: for each width of a
+    wgmma, how many there are in a step."""
+    tensors = Tensors(**draw(5000, 256, D=D, Dv=Dv, dtype=torch.bfloat16).tensors)
+    built = build_for(tensors, {"causal": True})
+    assert built.kernel.metadata.shared <= sizes.SHARED_BYTES
+    assert "serialized" not in built.report
+    assert len(built.main_loops) == 2
+    for loop in built.addressed_loops:
+        assert not writes_in_flight(loop)
+        body = [text for _, text in loop]
+        found = Counter(text.split()[0] for text in body if text.startswith("HGMMA"))
+        expected = Counter(scores) + Counter(products)
+        assert found == {f"HGMMA.64x{n}x16.F32.BF16": times for n, times in expected.items()}
+        assert count(body)["STL"] == count(body)["LDL"] == 0
+
+
 def test_machine_code_of_packed_sequences():
     """Only the scheduler warp draws tickets, and nothing is spilled in a main loop."""
     lens = [300] * 40
@@ -179,7 +206,7 @@ def test_takes_what_it_says(monkeypatch):
 
 
 def test_block_of_keys_follows_the_head_dims_alone():
-    for D in (64, 128, 256):
+    for D in plan.PLANS:
         assert plan.PLANS[D].block_kv == plan.SHORT_PLANS[D].block_kv
 
 

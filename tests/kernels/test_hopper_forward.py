@@ -31,7 +31,7 @@ by_build = pytest.mark.parametrize(
     [(64, torch.bfloat16), (128, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)],
     ids=["64-bf16", "128-fp16", "128-bf16", "256-bf16"],
 )
-HEAD_DIMS = (64, 96, 128, 192, 256)
+HEAD_DIMS = (64, 72, 112, 128, 160, 192, 256)
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +117,7 @@ def test_head_dims(D, causal, dtype):
     check(draw(111, 300, D=D, dtype=dtype, causal=causal))
 
 
-@pytest.mark.parametrize(("D", "Dv"), [(192, 128), (64, 128), (40, 256)])
+@pytest.mark.parametrize(("D", "Dv"), [(192, 128), (64, 128), (40, 256), (256, 176)])
 def test_value_dim_of_its_own(D, Dv):
     check(draw(100, 200, D=D, Dv=Dv, dtype=torch.bfloat16))
 

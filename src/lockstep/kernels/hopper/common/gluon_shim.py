@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -36,7 +35,6 @@ __all__ = [
     "tma_store",
     "tma_store_wait",
     "warpgroup_mma",
-    "warpgroup_mma_init",
     "warpgroup_mma_wait",
 ]
 

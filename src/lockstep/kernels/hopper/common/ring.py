@@ -9,8 +9,18 @@ at once, so a new ring needs no priming.
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon, mbarrier, tma_load
+from lockstep.kernels.hopper.common.gluon_shim import (
+    aggregate,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    tma_load,
+)
+from lockstep.kernels.hopper.common.pieces import n_pieces, piece_start, piece_width
 from lockstep.kernels.hopper.common.shared_memory import allocate_tiles, barriers, phase_of, slot_of
+
+CHUNK = gl.constexpr(64)  # columns of a tensor map whose tiles have more
 
 
 @aggregate
@@ -77,30 +87,74 @@ class Ring:
         mbarrier.arrive(self.empty_bar.index(self.slot(i)), count=CONSUMERS, pred=pred)
 
 
+@gluon.constexpr_function
+def _in_chunks(desc, columns):
+    """Whether a tensor map has the columns of a tile in several blocks."""
+    return desc.block_shape[4] < columns
+
+
+@gluon.jit
+def _allocate_columns(desc, STAGES: gl.constexpr, COLUMNS: gl.constexpr):
+    """Shared memory [STAGES, 1, 1, 1, rows, COLUMNS] for what a tensor map has in chunks."""
+    shape: gl.constexpr = [STAGES, 1, 1, 1, desc.block_shape[3], COLUMNS]
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
+def _chunks_of(tile):
+    """A tile [1, 1, 1, rows, columns] as chunks [n, 1, 1, 1, rows, CHUNK], one behind the other."""
+    shape: gl.constexpr = [tile.shape[4] // CHUNK, 1, 1, 1, tile.shape[3], CHUNK]
+    return reinterpret(tile, tile.dtype, shape, tile.layout)
+
+
 @aggregate
 class TileRing:
-    """A ring of tiles that the copy engine loads."""
+    """A ring of tiles [rows, COLUMNS] that the copy engine loads.
 
-    tiles_smem: gl.shared_memory_descriptor  # [STAGES, 1, 1, 1, rows, D]
+    Shared memory has a power of two of columns, of which those behind COLUMNS are not used. Only
+    tiles of 129 to 192 columns lie in two parts, the first 128 columns and the other 64: their
+    tensor map has chunks of 64."""
+
+    tiles_smem: gl.shared_memory_descriptor  # [STAGES, 1, 1, 1, rows, ·]
+    rest_smem: gl.shared_memory_descriptor  # the columns from 128 on, or tiles_smem
     ring: Ring
+    COLUMNS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, tiles_smem, ring):
+    def __init__(self, tiles_smem, rest_smem, ring, COLUMNS):
         self.tiles_smem = tiles_smem
+        self.rest_smem = rest_smem
         self.ring = ring
+        self.COLUMNS = gl.constexpr(COLUMNS)
 
     @gluon.jit
-    def create(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    def create(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr):
         """A ring for tiles of `desc`, each of which CONSUMERS partitions wait for and release."""
-        return TileRing(allocate_tiles(desc, STAGES), Ring.create(STAGES, CONSUMERS))
+        if _in_chunks(desc, COLUMNS):
+            tiles_smem = _allocate_columns(desc, STAGES, 2 * CHUNK)
+            rest_smem = _allocate_columns(desc, STAGES, CHUNK)
+        else:
+            tiles_smem = allocate_tiles(desc, STAGES)
+            rest_smem = tiles_smem
+        return TileRing(tiles_smem, rest_smem, Ring.create(STAGES, CONSUMERS), COLUMNS)
 
     @gluon.jit
     def send(self, i, desc, coordinates):
         """Producer: load the i-th tile as soon as its slot is empty."""
         self.ring.wait_empty(i)
         full = self.ring.full(i)
-        mbarrier.expect(full, desc.block_type.nbytes)
-        tma_load(desc, coordinates, full, self.tiles_smem.index(self.ring.slot(i)))
+        tile = self.tiles_smem.index(self.ring.slot(i))
+        if _in_chunks(desc, self.COLUMNS):
+            mbarrier.expect(full, 3 * desc.block_type.nbytes)
+            a, b, head, row, column = coordinates
+            chunks = _chunks_of(tile)
+            rest = self.rest_smem.index(self.ring.slot(i))
+            tma_load(desc, [a, b, head, row, column], full, chunks.index(0))
+            tma_load(desc, [a, b, head, row, column + CHUNK], full, chunks.index(1))
+            tma_load(desc, [a, b, head, row, column + 2 * CHUNK], full, rest)
+        else:
+            mbarrier.expect(full, desc.block_type.nbytes)
+            tma_load(desc, coordinates, full, tile)
 
     @gluon.jit
     def wait(self, i, pred=True):
@@ -109,9 +163,31 @@ class TileRing:
 
     @gluon.jit
     def tile(self, i):
-        """Where the i-th tile is, [rows, D]."""
+        """Where the i-th tile is [rows, ·], or the first part of it."""
         tile = self.tiles_smem.index(self.ring.slot(i))
         return tile.reshape([tile.shape[3], tile.shape[4]])
+
+    @gluon.jit
+    def piece(self, i, p: gl.constexpr):
+        """Where the p-th piece of the i-th tile is (`pieces.py`)."""
+        WIDTH: gl.constexpr = piece_width(self.COLUMNS, p)
+        START: gl.constexpr = piece_start(self.COLUMNS, p)
+        FIRST: gl.constexpr = self.tiles_smem.shape[5]
+        if START < FIRST:
+            tile = self.tile(i)
+            return tile if WIDTH == FIRST else tile.slice(START, WIDTH, dim=1)
+        else:  # noqa: RET505, Gluon would go on and return both
+            tile = self.rest_smem.index(self.ring.slot(i))
+            tile = tile.reshape([tile.shape[3], tile.shape[4]])
+            return tile if WIDTH == CHUNK else tile.slice(START - FIRST, WIDTH, dim=1)
+
+    @gluon.jit
+    def pieces(self, i):
+        """All pieces of the i-th tile."""
+        found = ()
+        for p in gl.static_range(n_pieces(self.COLUMNS)):
+            found = found + (self.piece(i, p),)  # noqa: RUF005, Gluon does not unpack
+        return found
 
     @gluon.jit
     def release(self, i, CONSUMERS: gl.constexpr = 1):

@@ -10,6 +10,11 @@ ROWS = 64  # of a warpgroup's matrix product: the height of a wgmma
 SHARED_BYTES = 227 * 1024  # of shared memory that a program may have on sm_90
 
 
+def columns(dim: int) -> int:
+    """How many columns of a tile are multiplied for head dim `dim`: `pieces.py`."""
+    return -(-dim // 16) * 16 if dim <= 192 else 256
+
+
 @lru_cache(maxsize=64)
 def processors(device: torch.device) -> int:
     """The number of SMs of a device."""

@@ -11,16 +11,25 @@ A program makes one pass over its tiles. If rows failed in it, `second_pass.py` 
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator, left_operand, zeros
+from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator, left_operand
 from lockstep.kernels.hopper.common.gluon_shim import (
     fence_async_shared,
     gl,
     gluon,
     tma_store,
     tma_store_wait,
-    warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
+)
+from lockstep.kernels.hopper.common.pieces import (
+    await_all,
+    empty_sums,
+    issue_products,
+    issue_transposed,
+    n_pieces,
+    piece_start,
+    piece_width,
+    row_sums,
+    scale_all,
 )
 from lockstep.kernels.hopper.forward.failed_tiles import await_stores
 from lockstep.kernels.hopper.forward.pingpong import await_turn, pass_turn
@@ -35,7 +44,6 @@ from lockstep.kernels.hopper.forward.softmax import (
     compute_here,
     exp2_weights,
     raise_maximum,
-    scale_rows,
     thread_sums,
 )
 
@@ -55,18 +63,16 @@ def skip(c: gl.constexpr, program, i):
 @gluon.jit
 def issue_scores(c: gl.constexpr, program, q, i):
     """Q·Kᵀ of the i-th block on its way to the tensor cores."""
-    BLOCK_KV: gl.constexpr = program.schedule.BLOCK_KV
-    zero = zeros(BLOCK_KV)
     if program.build.PINGPONG:
         await_turn(c, i)
-    return warpgroup_mma(q, program.k.tile(i).permute((1, 0)), zero, use_acc=False, is_async=True)
+    return issue_transposed(q, program.k, i, program.schedule.BLOCK_KV)
 
 
 @gluon.jit
 def issue_product(c: gl.constexpr, program, p, acc, i):
     """P·V of the i-th block behind it; the next consumer may have the tensor cores then."""
     program.v.wait(i)
-    acc = warpgroup_mma(p, program.v.tile(i), acc, is_async=True)
+    acc = issue_products(p, program.v, i, acc)
     if program.build.PINGPONG:
         pass_turn((c + 1) % program.build.CONSUMERS, i)
     return acc
@@ -90,8 +96,10 @@ def await_product(program, acc, weights, next_block, expected):
     ptxas moves the wait above the exponentials unless a block boundary stands between: waiting for
     the next block of K, which is needed next anyway, is one. The weights go through the wait
     because the left operand, which the product reads, gives them its registers."""
+    N: gl.constexpr = n_pieces(program.v.COLUMNS)
     program.k.wait(next_block, pred=expected)
-    return warpgroup_mma_wait(0, deps=(acc, weights))
+    done = warpgroup_mma_wait(0, deps=acc + (weights,))  # noqa: RUF005, Gluon does not unpack
+    return done[:N], done[N]
 
 
 @gluon.jit
@@ -101,21 +109,21 @@ def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, residue):
     The block of K is there already; the one after it is, too, on return."""
     # The conversion hides how long a vote takes. Behind it, ptxas may put off the exponentials of
     # wider heads until after the product.
-    VOTES_LATE: gl.constexpr = program.v.tiles_smem.shape[5] <= 64
+    VOTES_LATE: gl.constexpr = program.v.COLUMNS <= 64
+    PRODUCTS: gl.constexpr = n_pieces(program.v.COLUMNS)
     scale = program.score_scale()
     s = issue_scores(c, program, q, seen + 1)
     acc = issue_product(c, program, p, acc, seen)
-    s = warpgroup_mma_wait(1, deps=(s,))
+    s = warpgroup_mma_wait(PRODUCTS, deps=(s,))
     program.k.release(seen + 1)
     s = program.mask_scores(rows, s, block)
     if program.build.FIXED_MAX:
         before = l
-        # Up to inner_begin, rows may yet see their first key.
+        # Up to inner_begin, rows may yet see their first key. Their sums are 0 until then, and need
+        # no rescaling.
         if program.schedule.HAS_LEFT and block <= rows.inner_begin:
             before = sums_before(l, m)
-            m, alpha = raise_maximum(s, m, scale, m == -float("inf"))
-            l = scale_rows(l, alpha)
-            acc = warpgroup_mma_init(scale_rows(warpgroup_mma_wait(0, deps=(acc,)), alpha))
+            m, _alpha = raise_maximum(s, m, scale, m == -float("inf"))
         weights = exp2_weights(s, m, scale)
         part = thread_sums(weights)
         if not VOTES_LATE:
@@ -126,7 +134,7 @@ def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, residue):
         weights = exp2_weights(s, m, scale)
         l = add_sums(l, alpha, weights)
         acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
-        acc = scale_rows(acc, alpha)
+        acc = scale_all(acc, alpha)
     program.v.release(seen)
     p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
     if program.build.FIXED_MAX:
@@ -139,9 +147,9 @@ def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, residue):
 @gluon.jit
 def begin_tile(c: gl.constexpr, program, rows, q_ring, tiles, seen):
     """The first block of a tile by itself: p, m, l. The block of K after it is there on return."""
-    DV: gl.constexpr = program.v.tiles_smem.shape[5]
+    WIDTH: gl.constexpr = piece_width(program.v.COLUMNS, 0)
     q_ring.wait(tiles)
-    q = q_ring.tile(tiles)
+    q = q_ring.pieces(tiles)
     program.k.wait(seen)
     s = issue_scores(c, program, q, seen)
     if program.build.PINGPONG:
@@ -150,18 +158,19 @@ def begin_tile(c: gl.constexpr, program, rows, q_ring, tiles, seen):
     program.k.release(seen)
     weights, m, l = first_block_weights(program, rows, s, rows.begin)
     program.k.wait(seen + 1, pred=rows.begin + 1 < rows.end)
-    return gl.convert_layout(weights.to(q.dtype), left_operand(DV)), m, l
+    return gl.convert_layout(weights.to(q[0].dtype), left_operand(WIDTH)), m, l
 
 
 @gluon.jit
 def change_tile(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, acc):
     """The product of the last block of a tile, and the first block, `seen`, of the next one, whose
     `rows` these are: acc, then p, m and l of the next."""
+    PRODUCTS: gl.constexpr = n_pieces(program.v.COLUMNS)
     q_ring.wait(tiles)
     program.k.wait(seen)
-    s = issue_scores(c, program, q_ring.tile(tiles), seen)
+    s = issue_scores(c, program, q_ring.pieces(tiles), seen)
     acc = issue_product(c, program, p, acc, last)
-    s = warpgroup_mma_wait(1, deps=(s,))
+    s = warpgroup_mma_wait(PRODUCTS, deps=(s,))
     program.k.release(seen)
     weights, m, l = first_block_weights(program, rows, s, rows.begin)
     # Else ptxas may put off these sums, and with them the exponentials, until after the product.
@@ -180,20 +189,44 @@ def change_tile(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, ac
 def end_tile(program, last, p, acc):
     """The product of the last block of a tile by itself: acc."""
     program.v.wait(last)
-    acc = warpgroup_mma(p, program.v.tile(last), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
+    acc = issue_products(p, program.v, last, acc)
+    acc = await_all(acc)
     program.v.release(last)
     return acc
 
 
 @gluon.jit
-def store_columns(program, tile, first_row, column: gl.constexpr, out, o_smem, o_desc):
-    """Send columns of the output on their way through shared memory."""
-    tma_store_wait(0)
-    o = o_smem.index(0)
-    o.reshape([ROWS, out.shape[1]]).store(out)
+def store_columns(program, tile, first_row, column: gl.constexpr, o, o_desc):
+    """Send columns of the output, which are in shared memory, on their way."""
     fence_async_shared()
     tma_store(o_desc, program.schedule.q_coordinates(tile, first_row, column), o)
+
+
+@gluon.jit
+def store_piece(program, tile, first_row, p: gl.constexpr, x, o, o_desc):
+    """Send the p-th piece of the output [ROWS, ·] on its way through shared memory `o`, which may
+    have room for several or for half of it."""
+    COLUMNS: gl.constexpr = program.v.COLUMNS
+    START: gl.constexpr = piece_start(COLUMNS, p)
+    WIDTH: gl.constexpr = piece_width(COLUMNS, p)
+    ROOM: gl.constexpr = o_desc.block_shape[4]
+    AT: gl.constexpr = START % ROOM
+    room = o.reshape([ROWS, ROOM])
+    if AT == 0:
+        tma_store_wait(0)
+    if WIDTH > ROOM:
+        left, right = x.reshape([ROWS, 2, ROOM]).permute((0, 2, 1)).split()
+        room.store(left)
+        store_columns(program, tile, first_row, START, o, o_desc)
+        tma_store_wait(0)
+        room.store(right)
+        store_columns(program, tile, first_row, START + ROOM, o, o_desc)
+    else:
+        if WIDTH < ROOM:
+            room = room.slice(AT, WIDTH, dim=1)
+        room.store(x)
+        if START + WIDTH == COLUMNS or AT + WIDTH == ROOM:
+            store_columns(program, tile, first_row, START - AT, o, o_desc)
 
 
 @gluon.jit
@@ -201,7 +234,6 @@ def store_results(
     c: gl.constexpr, program, results, tile, rows, acc, m, l, residue, o_smem, o_desc
 ):
     """Write the results of a tile; 1 for rows [ROWS] that are to be computed again, else 0."""
-    OUT_COLUMNS: gl.constexpr = o_desc.block_shape[4]
     row_layout: gl.constexpr = m.type.layout
     is_large = (gl.abs(m) * program.score_scale() >= LARGE_MAX) & (m > -float("inf"))
     out, lse, m, l = normalize(program, results, tile, rows, acc, m, l, residue, None, o_desc.dtype)
@@ -210,7 +242,7 @@ def store_results(
     exists = q_idx < tile.len_q
     wrong = gl.full([ROWS], 0, gl.int32, row_layout)
     if program.build.SECOND_PASS and rows.have_edges():
-        total = gl.convert_layout(gl.sum(out, 1), row_layout)
+        total = row_sums(out, row_layout)
         is_nonfinite = exists & ((gl.abs(total) < float("inf")) == 0) & (rows.inner_end != BAD)
         lse = gl.where(is_nonfinite, float("inf"), lse)
         wrong = gl.where(is_nonfinite, 1, 0)
@@ -218,13 +250,9 @@ def store_results(
         overflows = exists & (is_large | ((l < OVERFLOW) == 0))
         lse = gl.where(overflows, float("nan"), lse)
         wrong = wrong | gl.where(overflows, 1, 0)
-    out = out.to(o_desc.dtype)
-    if out.shape[1] == OUT_COLUMNS:
-        store_columns(program, tile, first_row, 0, out, o_smem, o_desc)
-    else:
-        left, right = out.reshape([ROWS, 2, out.shape[1] // 2]).permute((0, 2, 1)).split()
-        store_columns(program, tile, first_row, 0, left, o_smem, o_desc)
-        store_columns(program, tile, first_row, OUT_COLUMNS, right, o_smem, o_desc)
+    for p in gl.static_range(len(out)):
+        x = out[p].to(o_desc.dtype)
+        store_piece(program, tile, first_row, p, x, o_smem.index(0), o_desc)
     results.store_statistics(results.row(tile, q_idx), lse, m, l, exists)
     return wrong
 
@@ -233,7 +261,6 @@ def store_results(
 def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc):
     """Every tile of this program; then, for the first consumer, the second pass."""
     schedule = program.schedule
-    DV: gl.constexpr = program.v.tiles_smem.shape[5]
     # Where there is room for the queries of two tiles, one flows into the next.
     FLOWS: gl.constexpr = program.build.Q_STAGES == 2
     s_layout: gl.constexpr = accumulator(schedule.BLOCK_KV)
@@ -250,9 +277,9 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc):
             seen += 1
         p, m, l = begin_tile(c, program, rows, q_ring, tiles, seen)
         while tile.exists:
-            acc = zeros(DV)
+            acc = empty_sums(program.v.COLUMNS)
             residue = gl.zeros_like(l)
-            q = q_ring.tile(tiles)
+            q = q_ring.pieces(tiles)
             for block in range(rows.begin + 1, rows.end):
                 p, acc, m, l, residue = step(
                     c, program, rows, block, seen, q, p, acc, m, l, residue

@@ -49,10 +49,10 @@ def produce(program, q_desc, k_desc, v_desc, q_rings):
 
 @unspecialized(gluon.jit, any_address=ANY_ADDRESS)
 def forward_kernel(
-    q_desc,  # tiles [ROWS, D] of q [B, Hq, Sq, D]
-    k_desc,  # tiles [BLOCK_KV, D] of k [B, Hkv, Skv, D]
-    v_desc,  # tiles [BLOCK_KV, Dv] of v [B, Hkv, Skv, Dv]
-    o_desc,  # tiles [ROWS, Dv] of out, or half of Dv
+    q_desc,  # tiles [ROWS, D] of q [B, Hq, Sq, D], or chunks of their columns
+    k_desc,  # tiles [BLOCK_KV, D] of k [B, Hkv, Skv, D], alike
+    v_desc,  # tiles [BLOCK_KV, Dv] of v [B, Hkv, Skv, Dv], alike
+    o_desc,  # tiles [ROWS, Dv] of out, or parts of them
     out_ptr,  # contiguous [B, Hq, Sq, Dv], packed [Tq, Hq, Dv]
     lse_ptr,  # contiguous [B, Hq, Sq] fp32, packed [Tq, Hq]
     statistics_ptr,  # [*lse, 2]
@@ -84,6 +84,8 @@ def forward_kernel(
     HAS_RIGHT: gl.constexpr,
     SCORES: gl.constexpr,
     HAS_SINKS: gl.constexpr,
+    D_COLUMNS: gl.constexpr,  # that are multiplied: D and Dv in multiples of 16, or 256
+    DV_COLUMNS: gl.constexpr,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
     PINGPONG: gl.constexpr,
@@ -117,8 +119,8 @@ def forward_kernel(
     )
     program = Program(
         schedule,
-        TileRing.create(k_desc, STAGES, CONSUMERS),
-        TileRing.create(v_desc, STAGES, CONSUMERS),
+        TileRing.create(k_desc, STAGES, CONSUMERS, D_COLUMNS),
+        TileRing.create(v_desc, STAGES, CONSUMERS, DV_COLUMNS),
         TileQueue.create(CONSUMERS + 1),
         FailedTiles.create(CONSUMERS),
         Build(CONSUMERS, PINGPONG, FIXED_MAX, SECOND_PASS, Q_STAGES, SCORES, HAS_SINKS),
@@ -128,8 +130,8 @@ def forward_kernel(
     results = Results(
         (out_ptr, lse_ptr, statistics_ptr, sinks_ptr), row_stride_b, row_stride_h, row_stride_s, Dv
     )
-    q_0 = TileRing.create(q_desc, Q_STAGES, 1)
-    q_1 = TileRing.create(q_desc, Q_STAGES, 1)
+    q_0 = TileRing.create(q_desc, Q_STAGES, 1, D_COLUMNS)
+    q_1 = TileRing.create(q_desc, Q_STAGES, 1, D_COLUMNS)
     o_0 = allocate_tiles(o_desc, 1)
     o_1 = allocate_tiles(o_desc, 1)
     # Arguments are written out in place: bound to a name, the constants in them become tensors.
@@ -145,7 +147,7 @@ def forward_kernel(
             [CONSUMER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS],
         )
     else:
-        q_2 = TileRing.create(q_desc, Q_STAGES, 1)
+        q_2 = TileRing.create(q_desc, Q_STAGES, 1, D_COLUMNS)
         o_2 = allocate_tiles(o_desc, 1)
         gl.warp_specialize(
             [

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from lockstep.kernels.hopper.common.copy_engine import ALIGNMENT, copy, fit, ragged
 from lockstep.kernels.hopper.common.gluon_shim import TensorDescriptor, gl
-from lockstep.kernels.hopper.common.sizes import processors
+from lockstep.kernels.hopper.common.sizes import columns, processors
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
 from lockstep.kernels.hopper.forward.plan import (
-    OUT_COLUMNS,
     REGISTERS,
     ROWS,
     keys_in_l2,
@@ -133,14 +132,15 @@ def _launch(
 def _maps(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> dict[str, Any]:
     plan, layout = plan_of(problem), _layout(problem)
     packed, ragged = layout == "varlen", layout != "dense"
-    width, width_v = padded(problem.D), padded(problem.Dv)
+    # A map of 192 columns has chunks of 64: a block of it has a power of two.
+    width, width_v = (64 if n == 192 else n for n in (padded(problem.D), padded(problem.Dv)))
     out = _by_head(empty_like(q, problem.out_shape, device="meta"), packed)
     q, k, v = (_by_head(x, packed) for x in fitted[:3])
     return {
         "q": _shape(q, ROWS, width, packed).describe,
         "k": _shape(k, plan.block_kv, width, ragged).describe,
         "v": _shape(v, plan.block_kv, width_v, ragged).describe,
-        "o": _shape(out, ROWS, min(width_v, OUT_COLUMNS), packed).describe,
+        "o": _shape(out, ROWS, min(padded(problem.Dv), plan.out_columns), packed).describe,
     }
 
 
@@ -180,6 +180,8 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "HAS_RIGHT": problem.window[1] is not None,
         "SCORES": _scales(problem)[0],
         "HAS_SINKS": problem.has_sinks,
+        "D_COLUMNS": columns(problem.D),
+        "DV_COLUMNS": columns(problem.Dv),
         "CONSUMERS": plan.consumers,
         "STAGES": plan.stages,
         "PINGPONG": plan.pingpong,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from lockstep.kernels.hopper.common.sizes import ROWS
 from lockstep.problem import AttentionProblem
 
-OUT_COLUMNS = 128  # of out that leave through shared memory at once
 # Registers of a thread by consumers: at launch, then of a consumer and of the warps that serve it.
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
 
@@ -25,6 +24,7 @@ class Plan:
     stages: int
     q_stages: int
     pingpong: bool
+    out_columns: int = 128  # of out that leave through shared memory at once
 
     @property
     def block_q(self) -> int:
@@ -34,8 +34,11 @@ class Plan:
 PLANS = {
     64: Plan(consumers=3, block_kv=128, stages=3, q_stages=2, pingpong=False),
     128: Plan(consumers=2, block_kv=128, stages=2, q_stages=2, pingpong=True),
+    192: Plan(consumers=2, block_kv=64, stages=2, q_stages=2, pingpong=False),
     256: Plan(consumers=2, block_kv=64, stages=2, q_stages=1, pingpong=False),
 }
+# Keys wider than 128 with values that are not.
+WIDE_KEYS = Plan(consumers=2, block_kv=128, stages=2, q_stages=1, pingpong=True, out_columns=64)
 # Where tiles have few blocks of keys, lower tiles lose less at their ends. Up to which Sq:
 SHORT, SHORT_CAUSAL = 1024, 4096
 SHORT_PLANS = {**PLANS, 64: Plan(consumers=2, block_kv=128, stages=3, q_stages=2, pingpong=True)}
@@ -54,11 +57,15 @@ def padded(dim: int) -> int:
 
 def plan_of(problem: AttentionProblem) -> Plan:
     """The build for a problem."""
-    short = SHORT if problem.window[1] is None else SHORT_CAUSAL
+    width, width_v = padded(problem.D), padded(problem.Dv)
+    if width == 192 and width_v <= 128:
+        return WIDE_KEYS
+    width = max(width, width_v)
+    is_packed = problem.layout == "varlen"
     # Of packed sequences only the mean is known.
-    length = problem.Sq / max(problem.B, 1) if problem.layout == "varlen" else problem.Sq
-    plans = SHORT_PLANS if length <= short else PLANS
-    return plans[padded(max(problem.D, problem.Dv))]
+    length = problem.Sq / max(problem.B, 1) if is_packed else problem.Sq
+    short = SHORT if problem.window[1] is None else SHORT_CAUSAL
+    return (SHORT_PLANS if length <= short else PLANS)[width]
 
 
 def pays_to_pair(heads: int, n_q_tiles: int, processors: int, head_bytes: int) -> bool:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
+from lockstep.kernels.hopper.common.pieces import scale_all
 from lockstep.kernels.hopper.common.ring import TileRing
 from lockstep.kernels.hopper.common.scores import LN2, LOG2E, cap
 from lockstep.kernels.hopper.forward.failed_tiles import FailedTiles
 from lockstep.kernels.hopper.forward.schedule import BAD, Schedule
 from lockstep.kernels.hopper.forward.softmax import (
-    hide,
+    hide_before,
+    hide_from,
     max_rounding_error,
-    scale_rows,
 )
 from lockstep.kernels.hopper.forward.tile_queue import TileQueue
 
@@ -75,9 +76,7 @@ class Program:
             s = cap(s, self.scale, self.softcap)
         elif self.build.SCORES == "scaled":
             s = s * self.scale
-        if rows.is_edge(block):
-            s = rows.hide(self.schedule, s, block)
-        return s
+        return rows.hide(self.schedule, s, block)
 
     @gluon.jit
     def score_scale(self):
@@ -140,8 +139,16 @@ class Rows:
 
     @gluon.jit
     def hide(self, schedule, s, block):
+        """Scores of a block, -inf where a row does not see the key."""
         first_key = block * schedule.BLOCK_KV
-        return hide(s, first_key, self.row_begin, self.row_end, schedule.HAS_LEFT)
+        if schedule.HAS_LEFT:
+            if block < self.inner_begin:
+                s = hide_before(s, self.row_begin - first_key)
+            if block >= self.inner_end:
+                s = hide_from(s, self.row_end - first_key)
+        elif self.is_edge(block):
+            s = hide_from(s, self.row_end - first_key)
+        return s
 
 
 @aggregate
@@ -183,7 +190,8 @@ class Results:
 
 @gluon.jit
 def normalize(program, results, tile, rows, acc, m, l, residue, is_exact, dtype: gl.constexpr):
-    """out [ROWS, DV] fp32; lse, m and l [ROWS], relative to which weights are exp2((s - m)·scale).
+    """Pieces of out [ROWS, ·] fp32; lse, m and l [ROWS], relative to which weights are
+    exp2((s - m)·scale).
 
     acc is divided by the sum with the largest weights as acc was multiplied by them, rounded to
     `dtype`: `rounding.py`. `is_exact` names the rows that went through `exp2_weights_exact`, and so
@@ -227,4 +235,4 @@ def normalize(program, results, tile, rows, acc, m, l, residue, is_exact, dtype:
     nan_if_bad = rows.nan_if_bad()
     lse = gl.where(is_empty, -float("inf"), lse) + nan_if_bad
     m = gl.where(is_empty, float("inf"), m)
-    return scale_rows(acc, inverse + nan_if_bad), lse, m, gl.where(is_empty, 1.0, l)
+    return scale_all(acc, inverse + nan_if_bad), lse, m, gl.where(is_empty, 1.0, l)

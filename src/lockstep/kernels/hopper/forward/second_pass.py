@@ -25,6 +25,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from lockstep.kernels.hopper.common.pieces import issue_transposed, scale_rows
 from lockstep.kernels.hopper.forward.program import Rows, normalize
 from lockstep.kernels.hopper.forward.rounding import add_residue, sums_before
 from lockstep.kernels.hopper.forward.softmax import (
@@ -32,7 +33,6 @@ from lockstep.kernels.hopper.forward.softmax import (
     exp2_weights,
     exp2_weights_exact,
     raise_maximum,
-    scale_rows,
     thread_sums,
 )
 
@@ -91,8 +91,7 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
     acc = zeros(WIDTH)
     for block in range(rows.begin, rows.end):
         program.k.wait(seen)
-        k = program.k.tile(seen).permute((1, 0))
-        s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+        s = issue_transposed(q, program.k, seen, BLOCK_KV)
         s = warpgroup_mma_wait(0, deps=(s,))
         program.k.release(seen, CONSUMERS)
         s = program.mask_scores(rows, s, block)
@@ -105,12 +104,12 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
             residue = add_residue(residue, weights, thread_sums(weights), before)
         l = add_sums(l, alpha, weights)
         acc = scale_rows(acc, alpha)
-        p = gl.convert_layout(weights.to(q.dtype), p_layout)
+        p = gl.convert_layout(weights.to(q[0].dtype), p_layout)
         program.v.wait(seen)
         v_tile = program.v.tile(seen).slice(0, WIDTH, 1)
         if rows.is_edge(block):
             visible = gl.exp2(rows.hide(program.schedule, zero, block))
-            visible = gl.convert_layout(visible.to(q.dtype), p_layout)
+            visible = gl.convert_layout(visible.to(q[0].dtype), p_layout)
             acc = clean_product(p, visible, v_tile, acc)
         else:
             acc = product(p, v_tile, acc)
@@ -153,15 +152,15 @@ def consume_second_pass(program, results, q_ring, seen, tiles):
             if not program.build.FIXED_MAX:
                 runs = runs | True
             q_ring.wait(sent_q)
-            q = q_ring.tile(sent_q)
-            for first_column in range(0, program.v.tiles_smem.shape[5], SLICE):
+            q = q_ring.pieces(sent_q)
+            for first_column in range(0, program.v.COLUMNS, SLICE):
                 acc, m, l, residue, seen = attend_second_pass(
                     program, rows, q, runs, is_exact, seen
                 )
                 out, lse, m, l = normalize(
-                    program, results, tile, rows, acc, m, l, residue, is_exact, q.dtype
+                    program, results, tile, rows, (acc,), m, l, residue, is_exact, q[0].dtype
                 )
-                out = out.to(q.dtype)
+                out = out[0].to(q[0].dtype)
                 replace_rows(results, out, row, chosen, first_column)
                 results.store_statistics(row, lse, m, l, chosen)
             q_ring.release(sent_q)
@@ -183,7 +182,7 @@ def produce_second_pass(program, q_desc, k_desc, v_desc, q_ring, sent, tiles):
             q_ring.send(sent_q, q_desc, schedule.q_coordinates(tile, q_idx))
             sent_q += 1
             begin, end = schedule.blocks(tile, q_idx, ROWS)
-            for first_column in range(0, program.v.tiles_smem.shape[5], SLICE):
+            for first_column in range(0, program.v.COLUMNS, SLICE):
                 for block in range(begin, end):
                     at = schedule.kv_coordinates(tile, block)
                     program.k.send(sent, k_desc, at)

@@ -15,6 +15,7 @@ and the row is computed again with a running maximum (`second_pass.py`).
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
+from lockstep.kernels.hopper.common.pieces import scale_rows
 
 # A row with a fixed maximum whose sum reaches this is computed again: 2^64 leaves room for values
 # up to 2^63.
@@ -24,15 +25,21 @@ LARGE_MAX = gl.constexpr(4194304.0)
 
 
 @gluon.jit
-def hide(s, first_key, begin, end, HAS_LEFT: gl.constexpr):
-    """Scores [BLOCK_Q, BLOCK_KV] of the keys from `first_key` on, -inf but for the keys from
-    `begin` to `end` [BLOCK_Q]; without HAS_LEFT, for all keys below `end`."""
-    keys: gl.constexpr = gl.SliceLayout(0, s.type.layout)
-    kv_idx = gl.expand_dims(gl.arange(0, s.shape[1], keys), 0)
-    visible = kv_idx < gl.expand_dims(end - first_key, 1)
-    if HAS_LEFT:
-        visible = visible & (kv_idx >= gl.expand_dims(begin - first_key, 1))
-    return gl.where(visible, s, -float("inf"))
+def hide_from(s, end):
+    """Scores [BLOCK_Q, BLOCK_KV], -inf from column `end` [BLOCK_Q] of each row on."""
+    return gl.where(_columns(s) < gl.expand_dims(end, 1), s, -float("inf"))
+
+
+@gluon.jit
+def hide_before(s, begin):
+    """Scores [BLOCK_Q, BLOCK_KV], -inf before column `begin` [BLOCK_Q] of each row."""
+    return gl.where(_columns(s) >= gl.expand_dims(begin, 1), s, -float("inf"))
+
+
+@gluon.jit
+def _columns(s):
+    columns: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    return gl.expand_dims(gl.arange(0, s.shape[1], columns), 0)
 
 
 @gluon.jit
@@ -101,10 +108,3 @@ def compute_here(x):
         is_pure=False,
         pack=1,
     )
-
-
-@gluon.jit
-def scale_rows(x, factor):
-    """x [BLOCK_Q, ·] times factor [BLOCK_Q], whatever the layout of either."""
-    rows: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    return x * gl.expand_dims(gl.convert_layout(factor, rows), 1)
