@@ -111,7 +111,8 @@ def describe(rows, columns):
 
 
 class PlainTiles:
-    def __init__(self, queries, keys, full_bar, ds, kv_bars) -> None:
+    def __init__(self, queries, keys, full_bar, ds, kv_bars, d_columns, dv_columns) -> None:
+        self.D_COLUMNS, self.DV_COLUMNS = d_columns, dv_columns
         self.q_smem, self.stats_smem, self.dout_smem = queries
         self.k_smem, self.v_smem, self.ds_smem = keys
         self.full_bar, self.ds = full_bar, ds
@@ -256,12 +257,13 @@ def crew(monkeypatch, request):
         tile.unfenced.add(ROLE.consumer)
         ROLE.unfenced.append(tile)
 
-    def issue_scores(own, queries):
+    def issue_scores(own, queries, columns):
         value = Value((own.loaded, queries.loaded))
         value.is_spoilt = not own.is_clean() or not queries.is_clean()
-        for tile in (own, queries):
-            tile.glances.append(value)
-        ROLE.groups.append(((own, queries), value))
+        for _ in range(columns.bit_count()):
+            for tile in (own, queries):
+                tile.glances.append(value)
+            ROLE.groups.append(((own, queries), value))
         return value
 
     def column_weights(scores, large, s, lse2, loop, tile, t, first_row, first_column):
@@ -321,10 +323,16 @@ def crew(monkeypatch, request):
         "await_all": await_by_number,
         "fence_async_shared": fence,
         "await_warps": lambda: None,
-        "zeros": lambda columns: Value(None),
+        "n_pieces": int.bit_count,
+        "empty_sums": lambda columns: (Value(None),) * columns.bit_count(),
+        "nan_for_nonfinite": lambda sums: sums,
+        "multiply_all": lambda sums, _number: sums,
+        "store_pieces": lambda pieces, tile, _columns: [tile.store(x) for x in pieces],
         "issue_scores": issue_scores,
         "issue_dq": issue_dq,
-        "add_product": add_product,
+        "add_products": lambda sums, weights, tile, columns: tuple(
+            add_product(x, weights, tile) for x in sums
+        ),
         "warpgroup_mma_wait": settle,
         "halves": lambda x: (x, x),
         "whole": lambda left, right: left,
@@ -392,7 +400,10 @@ def program(crew, block_q, masked, draws):
     """The warps of one."""
     is_apart = block_q == 128
     query, key = describe(block_q, HEAD_DIM[block_q]), describe(BLOCK_KV, HEAD_DIM[block_q])
-    memory = CREATE_TILES(query, query, query, key, key)
+    # One piece or two of each: `pieces.py`.
+    widths = HEAD_DIM[block_q], HEAD_DIM[block_q] * 3 // 4
+    columns = crew.draws.choice(widths), crew.draws.choice(widths)
+    memory = CREATE_TILES(query, query, query, key, key, *columns)
     parts = CREATE_DQ_SUMS(query)
     sizes = SimpleNamespace(
         BLOCK_Q=block_q, HAS_LEFT=False, HAS_RIGHT=masked, heads_per_kv=1, LAYOUT="dense"

@@ -19,12 +19,11 @@ from lockstep.kernels.hopper.backward.narrow.steps import (
     end_loop,
     halves,
     issue_dq,
-    issue_scores,
     load_half,
     whole,
 )
 from lockstep.kernels.hopper.backward.narrow.tiles import STAGES
-from lockstep.kernels.hopper.common.accumulator import ROWS, add_product, zeros
+from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.gluon_shim import (
     fence_async_shared,
     gl,
@@ -32,6 +31,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     mbarrier,
     warpgroup_mma_wait,
 )
+from lockstep.kernels.hopper.common.pieces import add_products, empty_sums, issue_scores, n_pieces
 from lockstep.kernels.hopper.common.shared_memory import slot_of
 
 
@@ -42,10 +42,15 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
     MASKED: gl.constexpr = loop.HAS_LEFT or loop.HAS_RIGHT
     dtype: gl.constexpr = tiles.k_smem.dtype
     HALF: gl.constexpr = BLOCK_Q // 2
-    dk, dv = zeros(tiles.k_smem.shape[5]), zeros(tiles.k_smem.shape[5])
+    # How many products there are of a tile's columns.
+    D: gl.constexpr = tiles.D_COLUMNS
+    DV: gl.constexpr = tiles.DV_COLUMNS
+    ND: gl.constexpr = n_pieces(D)
+    NDV: gl.constexpr = n_pieces(DV)
+    dk, dv = empty_sums(D), empty_sums(DV)
     first_k, _ = tiles.keys(0, True)
     first_q, _, _ = tiles.queries(slot_of(begin, STAGES))
-    s = issue_scores(first_k.slice(W * ROWS, ROWS, dim=0), first_q)
+    s = issue_scores(first_k.slice(W * ROWS, ROWS, dim=0), first_q, D)
     s = warpgroup_mma_wait(0, deps=(s,))
     tile = loop.first_tile
     t = loop.first_number()
@@ -53,19 +58,19 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
         slot = slot_of(n, STAGES)
         q, dout, stats_smem = tiles.queries(slot)
         k, v = tiles.keys(n, not MASKED)
-        dp = issue_scores(v.slice(W * ROWS, ROWS, dim=0), dout)
+        dp = issue_scores(v.slice(W * ROWS, ROWS, dim=0), dout, DV)
         s = scores.hide_products(s, loop, t, W * ROWS)
         s_left, s_right = halves(s)
         p_left, slope_left = column_weights(
             scores, large, s_left, load_half(stats_smem, 0, HALF), loop, tile, t, W * ROWS, 0
         )
-        dv = add_product(dv, p_left.to(dtype), dout.slice(0, HALF, dim=0))
+        dv = add_products(dv, p_left.to(dtype), dout.slice(0, HALF, dim=0), DV)
         p_right, slope_right = column_weights(
             scores, large, s_right, load_half(stats_smem, HALF, HALF), loop, tile, t, W * ROWS, HALF
         )
-        dv = add_product(dv, p_right.to(dtype), dout.slice(HALF, HALF, dim=0))
+        dv = add_products(dv, p_right.to(dtype), dout.slice(HALF, HALF, dim=0), DV)
 
-        dp = warpgroup_mma_wait(2, deps=(dp,))
+        dp = warpgroup_mma_wait(2 * NDV, deps=(dp,))
         dp_left, dp_right = halves(dp)
         # Read no earlier: registers are short while scores and dp are both there.
         delta = load_half(stats_smem, BLOCK_Q, HALF)
@@ -84,10 +89,10 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
         m = gl.where(is_part, n - 1, n)
         tiles.ds.wait_full(m, pred=is_part)
         dq = issue_dq(tiles.ds_tile(m), k, W)
-        dk = add_product(dk, ds, q)
+        dk = add_products(dk, ds, q, D)
 
         dq_sums.wait_empty(m)
-        dq = warpgroup_mma_wait(1, deps=(dq,))
+        dq = warpgroup_mma_wait(ND, deps=(dq,))
         tiles.ds.release(m, pred=is_part)
         dq_sums.stage(m, dq, W)
         ahead = slot_of(n + 1, STAGES)
@@ -95,8 +100,9 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
         tiles.wait(n + 1, pred=is_more)
         next_q, _, _ = tiles.queries(ahead)
         # After the last tile this multiplies whatever is in the slot; the result is not used.
-        s = issue_scores(k.slice(W * ROWS, ROWS, dim=0), next_q)
-        s, dk, dv = warpgroup_mma_wait(0, deps=(s, dk, dv))
+        s = issue_scores(k.slice(W * ROWS, ROWS, dim=0), next_q, D)
+        sums = warpgroup_mma_wait(0, deps=(s,) + dk + dv)  # noqa: RUF005, Gluon does not unpack
+        s, dk, dv = sums[0], sums[1 : 1 + ND], sums[1 + ND :]
         if is_more:
             tiles.release(slot)
         tile, t = loop.next(tile, t)

@@ -24,7 +24,7 @@ from lockstep.kernels.hopper.backward.call import (
 from lockstep.kernels.hopper.backward.narrow.kernel import backward_kernel
 from lockstep.kernels.hopper.backward.rows import finish_queries
 from lockstep.kernels.hopper.common.copy_engine import flat_map
-from lockstep.kernels.hopper.common.sizes import processors
+from lockstep.kernels.hopper.common.sizes import columns, processors
 from lockstep.kernels.kernel import BackwardTensors, Needs, PreparedBackward
 from lockstep.kernels.launch import Buffer, Launch
 from lockstep.problem import AttentionProblem
@@ -105,6 +105,8 @@ def pairs_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str,
         "n_heads": n_heads,
         "heads_at_once": min(n_heads, at_once),
         "Hkv": problem.Hkv,
+        "D_COLUMNS": columns(problem.D),
+        "DV_COLUMNS": columns(problem.Dv),
     }
 
 

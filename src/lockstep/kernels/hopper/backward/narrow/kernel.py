@@ -178,7 +178,8 @@ def backward_kernel(
     q_slots,
     n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows,
     LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr,
-    CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr,
+    CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr, D_COLUMNS: gl.constexpr,
+    DV_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     sizes = Sizes(
         (q_slots, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows),
@@ -187,7 +188,7 @@ def backward_kernel(
     )  # fmt: skip
     scores = Scores(scale, unit, softcap, CAPPED, HIDES_SCORES)
     queue = TileQueue.create(4, sizes)
-    tiles = Tiles.create(q_desc, dout_desc, stats_desc, k_desc, v_desc)
+    tiles = Tiles.create(q_desc, dout_desc, stats_desc, k_desc, v_desc, D_COLUMNS, DV_COLUMNS)
     dq_sums = DqSums.create(sums_desc)
     # Tuples are written out in place: bound to a name, the constants in them become tensors.
     gl.warp_specialize(

@@ -18,6 +18,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     mbarrier,
     warpgroup_mma,
 )
+from lockstep.kernels.hopper.common.pieces import multiply_all, nan_for_nonfinite
 
 
 @aggregate
@@ -87,13 +88,6 @@ def load_half(stats_smem, first: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def issue_scores(own, queries):
-    """own [ROWS, D], of k or v, times queries [BLOCK_Q, D], of q or dO, transposed; under way."""
-    zero = zeros(queries.shape[0])
-    return warpgroup_mma(own, queries.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def issue_dq(ds, k, half: gl.constexpr):
     """One half [64, 64] of dQ from ds [BLOCK_Q, BLOCK_KV] and k [BLOCK_KV, D], under way: of its
     columns where BLOCK_Q is 64, else of its rows."""
@@ -143,7 +137,9 @@ def end_loop(W: gl.constexpr, n, loop, tiles, dq_sums, dk, dv, scale):
     tiles.sync_consumers()
     if loop.HAS_LEFT or loop.HAS_RIGHT:
         # Whatever is not finite is NaN: `nonfinite.py`.
-        dk += dk * 0.0
-        dv += dv * 0.0
+        dk = nan_for_nonfinite(dk)
+        dv = nan_for_nonfinite(dv)
     nan_if_bad = loop.nan_if_bad()
-    tiles.stage_dkv(W, (n + 1) % STAGES, dk * (scale + nan_if_bad), dv * (1.0 + nan_if_bad))
+    dk = multiply_all(dk, scale + nan_if_bad)
+    dv = multiply_all(dv, 1.0 + nan_if_bad)
+    tiles.stage_dkv(W, (n + 1) % STAGES, dk, dv)

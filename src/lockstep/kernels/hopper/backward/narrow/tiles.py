@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.gluon_shim import (
     aggregate,
     fence_async_shared,
@@ -10,6 +11,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     mbarrier,
 )
 from lockstep.kernels.hopper.common.named_barriers import FIRST_FREE, arrive, await_all
+from lockstep.kernels.hopper.common.pieces import store_pieces
 from lockstep.kernels.hopper.common.ring import Ring
 from lockstep.kernels.hopper.common.shared_memory import allocate_tiles, barriers, phase_of, slot_of
 
@@ -45,9 +47,11 @@ class Tiles:
     ds: Ring  # of ds_smem, for consumers that run apart
     kv_full_bar: gl.shared_memory_descriptor
     dkv_stored_bar: gl.shared_memory_descriptor
+    D_COLUMNS: gl.constexpr  # that are multiplied
+    DV_COLUMNS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, queries, keys, full_bar, ds, kv_bars):
+    def __init__(self, queries, keys, full_bar, ds, kv_bars, D_COLUMNS, DV_COLUMNS):
         self.q_smem = queries[0]
         self.stats_smem = queries[1]
         self.dout_smem = queries[2]
@@ -58,9 +62,14 @@ class Tiles:
         self.ds = ds
         self.kv_full_bar = kv_bars[0]
         self.dkv_stored_bar = kv_bars[1]
+        self.D_COLUMNS = gl.constexpr(D_COLUMNS)
+        self.DV_COLUMNS = gl.constexpr(DV_COLUMNS)
 
     @gluon.jit
-    def create(q_desc, dout_desc, stats_desc, k_desc, v_desc):
+    def create(
+        q_desc, dout_desc, stats_desc, k_desc, v_desc, D_COLUMNS: gl.constexpr,
+        DV_COLUMNS: gl.constexpr,
+    ):  # fmt: skip
         dtype: gl.constexpr = q_desc.dtype
         BLOCK_Q: gl.constexpr = q_desc.block_shape[3]
         BLOCK_KV: gl.constexpr = k_desc.block_shape[3]
@@ -77,6 +86,8 @@ class Tiles:
             barriers(STAGES + 1, 1),
             Ring.create(DS_TILES, CONSUMERS=2, PRODUCERS=2, BY_BITS=True),
             (barriers(1, 1).index(0), barriers(1, 1).index(0)),
+            D_COLUMNS,
+            DV_COLUMNS,
         )
 
     @gluon.jit
@@ -145,14 +156,15 @@ class Tiles:
 
     @gluon.jit
     def stage_dkv(self, W: gl.constexpr, slot, dk, dv):
-        """Consumer: its rows of dk and dv, to be stored."""
+        """Consumer: pieces of its rows of dk and dv, to be stored."""
         BLOCK_Q: gl.constexpr = self.q_smem.shape[4]
-        ROWS: gl.constexpr = dk.shape[0]
         row: gl.constexpr = W * ROWS
         dk_tile, dv_tile = self.dkv(slot, row // BLOCK_Q)
         rows: gl.constexpr = row % BLOCK_Q
-        self.matrix(dk_tile).slice(rows, ROWS, dim=0).store(dk.to(dk_tile.dtype))
-        self.matrix(dv_tile).slice(rows, ROWS, dim=0).store(dv.to(dv_tile.dtype))
+        dk_rows = self.matrix(dk_tile).slice(rows, ROWS, dim=0)
+        store_pieces(dk, dk_rows, self.D_COLUMNS)
+        dv_rows = self.matrix(dv_tile).slice(rows, ROWS, dim=0)
+        store_pieces(dv, dv_rows, self.DV_COLUMNS)
         fence_async_shared()
         arrive(DKV_FULL, CONSUMERS_AND_WARP)
 

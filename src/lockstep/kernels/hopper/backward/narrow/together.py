@@ -20,12 +20,11 @@ from lockstep.kernels.hopper.backward.narrow.steps import (
     end_loop,
     halves,
     issue_dq,
-    issue_scores,
     load_half,
     whole,
 )
 from lockstep.kernels.hopper.backward.narrow.tiles import STAGES
-from lockstep.kernels.hopper.common.accumulator import ROWS, add_product, zeros
+from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.gluon_shim import (
     await_warps,
     fence_async_shared,
@@ -34,6 +33,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     mbarrier,
     warpgroup_mma_wait,
 )
+from lockstep.kernels.hopper.common.pieces import add_products, empty_sums, issue_scores, n_pieces
 from lockstep.kernels.hopper.common.shared_memory import slot_of
 
 
@@ -43,7 +43,12 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
     BLOCK_Q: gl.constexpr = loop.BLOCK_Q
     dtype: gl.constexpr = tiles.k_smem.dtype
     HALF: gl.constexpr = BLOCK_Q // 2
-    dk, dv = zeros(tiles.k_smem.shape[5]), zeros(tiles.k_smem.shape[5])
+    # How many products there are of a tile's columns.
+    D: gl.constexpr = tiles.D_COLUMNS
+    DV: gl.constexpr = tiles.DV_COLUMNS
+    ND: gl.constexpr = n_pieces(D)
+    NDV: gl.constexpr = n_pieces(DV)
+    dk, dv = empty_sums(D), empty_sums(DV)
     _, _, stats_smem = tiles.queries(slot_of(begin, STAGES))
     lse_left, lse_right = load_half(stats_smem, 0, HALF), load_half(stats_smem, HALF, HALF)
     tile = loop.first_tile
@@ -52,26 +57,26 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
         slot = slot_of(n, STAGES)
         q, dout, stats_smem = tiles.queries(slot)
         k, v = tiles.keys(n, False)
-        s = issue_scores(k.slice(W * ROWS, ROWS, dim=0), q)
+        s = issue_scores(k.slice(W * ROWS, ROWS, dim=0), q, D)
         # All warps have read dS of the step before the last. Triton would add this barrier only
         # when the next dS is to be written and the other warpgroup waits for it.
         await_warps()
-        dp = issue_scores(v.slice(W * ROWS, ROWS, dim=0), dout)
-        s = warpgroup_mma_wait(1, deps=(s,))
+        dp = issue_scores(v.slice(W * ROWS, ROWS, dim=0), dout, DV)
+        s = warpgroup_mma_wait(NDV, deps=(s,))
         s = scores.hide_products(s, loop, t, W * ROWS)
         s_left, s_right = halves(s)
         p_left, slope_left = column_weights(
             scores, large, s_left, lse_left, loop, tile, t, W * ROWS, 0
         )
-        dv = add_product(dv, p_left.to(dtype), dout.slice(0, HALF, dim=0))
+        dv = add_products(dv, p_left.to(dtype), dout.slice(0, HALF, dim=0), DV)
         delta_left = load_half(stats_smem, BLOCK_Q, HALF)
         delta_right = load_half(stats_smem, BLOCK_Q + HALF, HALF)
         p_right, slope_right = column_weights(
             scores, large, s_right, lse_right, loop, tile, t, W * ROWS, HALF
         )
-        dv = add_product(dv, p_right.to(dtype), dout.slice(HALF, HALF, dim=0))
+        dv = add_products(dv, p_right.to(dtype), dout.slice(HALF, HALF, dim=0), DV)
 
-        dp = warpgroup_mma_wait(2, deps=(dp,))
+        dp = warpgroup_mma_wait(2 * NDV, deps=(dp,))
         dp_left, dp_right = halves(dp)
         ds_left = scores.gradient(p_left, dp_left, delta_left, slope_left)
         ds_right = scores.gradient(p_right, dp_right, delta_right, slope_right)
@@ -83,10 +88,10 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
         dq_sums.publish(n - 1, n > begin)
         tiles.sync_consumers()
         dq = issue_dq(ds_tile, k, W)
-        dk = add_product(dk, ds, q)
+        dk = add_products(dk, ds, q, D)
 
         dq_sums.wait_empty(n)
-        dq = warpgroup_mma_wait(1, deps=(dq,))
+        dq = warpgroup_mma_wait(ND, deps=(dq,))
         ahead = slot_of(n + 1, STAGES)
         is_more = n + 1 < end
         if not is_more:
@@ -95,7 +100,8 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
         tiles.wait(n + 1, pred=is_more)
         _, _, stats_smem = tiles.queries(ahead)
         lse_left, lse_right = load_half(stats_smem, 0, HALF), load_half(stats_smem, HALF, HALF)
-        dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+        sums = warpgroup_mma_wait(0, deps=dk + dv)
+        dk, dv = sums[:ND], sums[ND:]
         if is_more:
             tiles.release(slot)
         tile, t = loop.next(tile, t)
