@@ -1,7 +1,7 @@
 """Shapes of the forward kernel by head dim, as measured on an H200.
 
-BLOCK_KV is part of a row's bits, so it may follow the head dims and nothing else. The other
-choices change no bit.
+BLOCK_KV is part of a row's bits, so it may follow the head dims and the window, which are the same
+for all sequences of a call, and nothing else. The other choices change no bit.
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ WIDE_KEYS = Plan(consumers=2, block_kv=128, stages=2, q_stages=1, pingpong=True,
 # Where tiles have few blocks of keys, lower tiles lose less at their ends. Up to which Sq:
 SHORT, SHORT_CAUSAL = 1024, 4096
 SHORT_PLANS = {**PLANS, 64: Plan(consumers=2, block_kv=128, stages=3, q_stages=2, pingpong=True)}
+# Up to so many keys in a window, most of a wider block would be hidden.
+NARROW = 256
+NARROW_PLAN = Plan(consumers=2, block_kv=64, stages=4, q_stages=2, pingpong=False)
+# Up to so many keys there is nothing to take turns at.
+FEW_KEYS = 256
+FEW_KEYS_PLAN = Plan(consumers=2, block_kv=128, stages=3, q_stages=2, pingpong=False)
 # Pairing tiles is worth it where it keeps programs this busy, and while the keys and values of the
 # heads at work fit into L2.
 BUSY, L2_BYTES = 0.96, 50e6
@@ -61,11 +67,17 @@ def plan_of(problem: AttentionProblem) -> Plan:
     if width == 192 and width_v <= 128:
         return WIDE_KEYS
     width = max(width, width_v)
+    left, right = problem.window
+    if width == 64 and None not in (left, right) and left + right < NARROW:
+        return NARROW_PLAN
     is_packed = problem.layout == "varlen"
+    if width == 64 and problem.Skv <= FEW_KEYS and not is_packed:
+        return FEW_KEYS_PLAN
     # Of packed sequences only the mean is known.
     length = problem.Sq / max(problem.B, 1) if is_packed else problem.Sq
-    short = SHORT if problem.window[1] is None else SHORT_CAUSAL
-    return (SHORT_PLANS if length <= short else PLANS)[width]
+    short = SHORT if right is None else SHORT_CAUSAL
+    # Masks on both sides leave too few registers for three consumers.
+    return (SHORT_PLANS if length <= short or left is not None else PLANS)[width]
 
 
 def pays_to_pair(heads: int, n_q_tiles: int, processors: int, head_bytes: int) -> bool:
