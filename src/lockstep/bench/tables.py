@@ -58,6 +58,8 @@ PAGES = (
     "docs/gradients.md",
     "docs/support.md",
     "docs/models.md",
+    "docs/transformers.md",
+    "docs/sdpa.md",
 )
 MARKED = re.compile(r"<!-- bench:(?P<name>\w+) -->.*?<!-- /bench:(?P=name) -->", re.DOTALL)
 BLOCKS: dict[str, Callable[[Path], str]] = {
