@@ -9,12 +9,14 @@ from torch.autograd import gradcheck
 import lockstep
 from lockstep import numerics, reference
 from lockstep.options import Options
+from lockstep.vmap_rules import DenseArguments
 
 # What runs float32 and bfloat16 differs from machine to machine; float64 is the oracle's.
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 OPTIONS = (*Options(True, 3, 0, 0.4, 30.0), None)
 OFFSETS = torch.tensor([0, 2, 5]), torch.tensor([0, 3, 9], dtype=torch.int32)
-LENS = torch.tensor([3, 7])
+LENS, STARTS = torch.tensor([3, 7]), torch.tensor([0, 2])
+ABSENT = (None,) * len(DenseArguments._fields[3:])
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = False) -> torch.Tensor:
@@ -23,7 +25,7 @@ def rand(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = False) ->
 
 def dense(**how):
     q, k, v = rand(2, 4, 5, 8, **how), rand(2, 2, 7, 8, **how), rand(2, 2, 7, 6, **how)
-    return q, k, v, rand(1, 4, 5, 7, **how), rand(4, **how), LENS
+    return q, k, v, rand(1, 4, 5, 7, **how), rand(4, **how), LENS, STARTS
 
 
 def varlen(**how):
@@ -50,11 +52,11 @@ def varlen_paged(**how):
 def test_opcheck_dense(dtype, grad):
     tensors = dense(dtype=dtype, grad=grad)
     torch.library.opcheck(torch.ops.lockstep.attention.default, (*tensors, *OPTIONS))
-    plain = (*tensors[:3], None, None, None)
+    plain = (*tensors[:3], *ABSENT)
     torch.library.opcheck(torch.ops.lockstep.attention.default, (*plain, *OPTIONS))
     # Tokens first in memory; all but the keys.
     q, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in plain[::2][:2])
-    plain = (q.requires_grad_(grad), plain[1], v.requires_grad_(grad), None, None, None)
+    plain = (q.requires_grad_(grad), plain[1], v.requires_grad_(grad), *ABSENT)
     torch.library.opcheck(torch.ops.lockstep.attention.default, (*plain, *OPTIONS))
 
 

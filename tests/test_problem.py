@@ -168,6 +168,14 @@ BAD = [
     # lengths
     (dense, {"kv_lens": torch.tensor([3, -1])}, ValueError, "^kv_lens takes 0 to Skv = 7, got -1"),
     (dense, {"kv_lens": torch.tensor([8, 3])}, ValueError, "^kv_lens takes .* got 8 at index 0"),
+    (dense, {"kv_starts": torch.tensor([-1, 3])}, ValueError, "^kv_starts takes 0 to Skv .* -1 at"),
+    (
+        dense,
+        {"kv_lens": torch.tensor([3, 7]), "kv_starts": torch.tensor([4, 3])},
+        ValueError,
+        "^kv_starts takes 0 to kv_lens = 3, got 4 at index 0, for sequence 0",
+    ),
+    (dense, {"kv_starts": torch.tensor([1.0, 2.0])}, TypeError, "^kv_starts takes int32 or int64"),
     (paged, {"kv_lens": torch.tensor([13, 3])}, ValueError, "^kv_lens takes 0 to Skv = 12"),
     (varlen_paged, {"kv_lens": torch.tensor([13, 3])}, ValueError, "^kv_lens takes 0 to Skv = 12"),
     (varlen_paged, {"cu_seqlens_q": torch.tensor([0, 2, 4])}, ValueError, "^cu_seqlens_q .* Tq"),
@@ -311,7 +319,7 @@ def test_operators_refuse_tensors_without_strides():
     q, k, v = dense().values()
     options = (*Options(), None)
     with pytest.raises(TypeError, match=r"^k takes a strided tensor, got one of layout sparse_coo"):
-        torch.ops.lockstep.attention(q, k.to_sparse(), v, None, None, None, *options)
+        torch.ops.lockstep.attention(q, k.to_sparse(), v, *(None,) * 4, *options)
 
 
 FACTORS = [
@@ -348,7 +356,7 @@ def test_the_good_input_that_the_bad_ones_differ_from(arguments):
 def test_operators_refuse_what_the_calls_refuse():
     options = (*Options(window_left=-1), None)
     with pytest.raises(ValueError, match=r"^window takes"):
-        torch.ops.lockstep.attention(*dense().values(), None, None, None, *options)
+        torch.ops.lockstep.attention(*dense().values(), *(None,) * 4, *options)
 
 
 def test_meta_tensors_give_shapes_and_are_checked():

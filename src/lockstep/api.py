@@ -40,6 +40,7 @@ class _Paged(_Common, total=False):
 
 class _Dense(_Paged, total=False):
     kv_lens: Tensor | None
+    kv_starts: Tensor | None
 
 
 @overload
@@ -67,6 +68,7 @@ def attention(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     kv_lens: Tensor | None = None,
+    kv_starts: Tensor | None = None,
     return_lse: bool = False,
     query_invariant: bool = False,
     allow_tf32: bool = False,
@@ -100,6 +102,10 @@ def attention(
             lies beyond is not looked at, and `Skv` in the above becomes `kv_lens[b]`. A length out
             of that range raises on the CPU. On a GPU, where looking at it would wait for the
             device, it makes its own sequence NaN, unless the environment has LOCKSTEP_CHECK=1.
+        kv_starts: [B] int32 or int64, each from 0 to `kv_lens[b]`, or Skv without lengths. Keys of
+            sequence b before `kv_starts[b]`, padding on the left, are not looked at: it gets what
+            it gets from `k[b, :, kv_starts[b]:]`, bit for bit. Its diagonal stays where it is, at
+            its last key. Wrong ones are treated as wrong lengths are.
         return_lse: Also return the log-sum-exp of each row's scores.
         query_invariant: Also make the bits of a row of out and lse independent of the other
             queries of the call: a whole prefill, its chunks and single tokens against the same
@@ -131,6 +137,12 @@ def attention(
         >>> k, v = torch.randn(2, 2, 2, 1024, 64)
         >>> lockstep.attention(q, k, v, causal=True).shape
         torch.Size([2, 8, 1024, 64])
+
+        One new token of two sequences, the second with 24 keys of padding on its left:
+
+        >>> starts = torch.tensor([0, 24])
+        >>> lockstep.attention(q[:, :, -1:], k, v, kv_starts=starts).shape
+        torch.Size([2, 8, 1, 64])
     """
     options = make_options(
         causal,
@@ -144,7 +156,7 @@ def attention(
         constant_time=constant_time,
         secret_lengths=secret_lengths,
     )
-    tensors = Tensors(q, k, v, pad_bias(bias), sinks, kv_lens)
+    tensors = Tensors(q, k, v, pad_bias(bias), sinks, kv_lens, kv_starts=kv_starts)
     return _run(ops.attention, tensors, options, kernel, return_lse)
 
 
@@ -396,6 +408,7 @@ def explain(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     page_table: Tensor | None = None,
+    kv_starts: Tensor | None = None,
     query_invariant: bool = False,
     allow_tf32: bool = False,
     constant_time: bool = False,
@@ -432,7 +445,7 @@ def explain(
         secret_lengths=secret_lengths,
     )
     tensors = Tensors(
-        q, k, v, pad_bias(bias), sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table
+        q, k, v, pad_bias(bias), sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table, kv_starts
     )
     check_types(tensors, tensors.layout)
     return dispatch.explain(describe(autocast.cast(tensors), options), kernel)

@@ -74,6 +74,8 @@ def check_values(problem: AttentionProblem, tensors: Tensors) -> None:
         problem.secret_lengths and _are_in_range(tensors.kv_lens, problem.Skv)
     ):
         _check_lengths(tensors.kv_lens.tolist(), problem.Skv)
+    if tensors.kv_starts is not None:
+        _check_starts(problem, tensors.kv_starts.tolist(), tensors.kv_lens)
     if tensors.cu_seqlens_q is not None:
         _check_offset_values("cu_seqlens_q", tensors.cu_seqlens_q.tolist(), "Tq", problem.Sq)
     if tensors.cu_seqlens_k is not None:
@@ -81,6 +83,17 @@ def check_values(problem: AttentionProblem, tensors: Tensors) -> None:
     if tensors.page_table is not None:
         assert tensors.kv_lens is not None
         _check_page_values(problem, tensors.page_table, tensors.kv_lens)
+
+
+def _check_starts(problem: AttentionProblem, starts: list[int], kv_lens: Tensor | None) -> None:
+    name = "Skv" if kv_lens is None else "kv_lens"
+    lens = [problem.Skv] * problem.B if kv_lens is None else kv_lens.tolist()
+    for b, (start, length) in enumerate(zip(starts, lens, strict=True)):
+        if not 0 <= start <= length:
+            raise ValueError(
+                f"kv_starts takes 0 to {name} = {length}, got {start} at index {b}, for sequence "
+                f"{b}"
+            )
 
 
 def split_parts(parts: Any) -> tuple[list[Tensor], list[Tensor]]:

@@ -33,6 +33,7 @@ def _attend(
     bias: Tensor | None,  # broadcastable to [B, Hq, Sq, Skv]
     sinks: Tensor | None,  # [Hq]
     lens: Tensor,  # [B]
+    starts: Tensor | None,  # [B]
 ) -> tuple[Tensor, Tensor]:
     group, Skv = problem.Hq // problem.Hkv, k.shape[2]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -42,7 +43,7 @@ def _attend(
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     if bias is not None:
         scores = scores + bias
-    seen = reference.visible(problem, lens, q.shape[2], Skv)  # [B, 1, Sq, Skv]
+    seen = reference.visible(problem, lens, q.shape[2], Skv, starts)  # [B, 1, Sq, Skv]
     logits = scores.masked_fill(~seen, -math.inf)
     if sinks is not None:
         sink = sinks[:, None, None].expand(*q.shape[:3], 1)

@@ -111,7 +111,7 @@ def _with_contiguous_rows(tensors: Tensors) -> Tensors:
 
 # Sinks, lengths, offsets and page tables: kernels are told where a row of these begins, and no
 # stride within it.
-_VECTORS = ("sinks", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "page_table")
+_VECTORS = ("sinks", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "page_table", "kv_starts")
 _vectors_of = attrgetter(*_VECTORS)
 
 

@@ -40,6 +40,7 @@ class Tensors(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     page_table: Tensor | None = None
+    kv_starts: Tensor | None = None
 
     @property
     def layout(self) -> Layout:
@@ -82,6 +83,7 @@ class AttentionProblem:
     bias_dtype: torch.dtype | None
     has_sinks: bool
     has_kv_lens: bool
+    has_kv_starts: bool = False
     query_invariant: bool = False
     allow_tf32: bool = False  # only with float32
     constant_time: bool = False
@@ -153,6 +155,8 @@ class AttentionProblem:
             text += ", sinks"
         if self.has_kv_lens and not self.is_paged:
             text += ", kv_lens"
+        if self.has_kv_starts:
+            text += ", kv_starts"
         if self.query_invariant:
             text += ", query_invariant"
         if self.allow_tf32:
@@ -186,6 +190,7 @@ SHAPES: dict[Layout, dict[str, tuple[str, ...]]] = {
         "bias": ("B", "Hq", "Sq", "Skv"),
         "sinks": ("Hq",),
         "kv_lens": ("B",),
+        "kv_starts": ("B",),
     },
     "varlen": {
         "q": ("Tq", "Hq", "D"),
@@ -259,6 +264,7 @@ def describe(tensors: Tensors, options: Options) -> AttentionProblem:
         bias_dtype=None if bias is None else bias.dtype,
         has_sinks=tensors.sinks is not None,
         has_kv_lens=tensors.kv_lens is not None,
+        has_kv_starts=tensors.kv_starts is not None,
         query_invariant=options.query_invariant,
         allow_tf32=options.allow_tf32 and tensors.q.dtype == torch.float32,
         constant_time=options.constant_time,

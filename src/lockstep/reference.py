@@ -40,10 +40,11 @@ def attention(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     kv_lens: Tensor | None = None,
+    kv_starts: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`lockstep.attention` in float64; same arguments, same errors."""
-    tensors = Tensors(q, k, v, bias, sinks, kv_lens)
+    tensors = Tensors(q, k, v, bias, sinks, kv_lens, kv_starts=kv_starts)
     return _run("dense", tensors, causal, window, scale, softcap, return_lse)
 
 
@@ -140,7 +141,7 @@ def _dense(problem: AttentionProblem, t: Tensors, attend: Attend) -> tuple[Tenso
     lens = t.kv_lens
     if lens is None:
         lens = torch.full((problem.B,), problem.Skv, device=t.q.device)
-    return attend(problem, t.q, t.k, t.v, t.bias, t.sinks, lens)
+    return attend(problem, t.q, t.k, t.v, t.bias, t.sinks, lens, t.kv_starts)
 
 
 def _by_sequence(problem: AttentionProblem, t: Tensors, attend: Attend) -> tuple[Tensor, Tensor]:
@@ -155,7 +156,7 @@ def _by_sequence(problem: AttentionProblem, t: Tensors, attend: Attend) -> tuple
             bias = bias[b : b + 1] if bias.shape[0] != 1 else bias
             bias = bias[..., : k.shape[2]] if bias.shape[3] != 1 else bias
         lens = torch.tensor([k.shape[2]], device=k.device)
-        out, lse = attend(problem, q, k, v, bias, t.sinks, lens)
+        out, lse = attend(problem, q, k, v, bias, t.sinks, lens, None)
         if problem.is_packed:
             out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0).transpose(0, 1)
         outs.append(out)
@@ -191,10 +192,11 @@ def _attend(
     bias: Tensor | None,  # broadcastable to [B, Hq, Sq, Skv]
     sinks: Tensor | None,  # [Hq]
     lens: Tensor,  # [B]
+    starts: Tensor | None,  # [B]
 ) -> tuple[Tensor, Tensor]:
     group = problem.Hq // problem.Hkv
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    seen = visible(problem, lens, q.shape[2], k.shape[2])  # [B, 1, Sq, Skv]
+    seen = visible(problem, lens, q.shape[2], k.shape[2], starts)  # [B, 1, Sq, Skv]
     if bias is not None:
         seen = seen & (bias != -math.inf)
     seen = seen.expand(*q.shape[:3], k.shape[2])  # [B, Hq, Sq, Skv]
@@ -222,7 +224,9 @@ def _attend(
     return out, lse
 
 
-def visible(problem: AttentionProblem, lens: Tensor, Sq: int, Skv: int) -> Tensor:
+def visible(
+    problem: AttentionProblem, lens: Tensor, Sq: int, Skv: int, starts: Tensor | None = None
+) -> Tensor:
     """Which keys each row sees, bias aside: bool [B, 1, Sq, Skv]."""
     lens = lens.to(torch.int64)[:, None, None, None]
     q_idx = torch.arange(Sq, device=lens.device)[:, None]
@@ -230,6 +234,8 @@ def visible(problem: AttentionProblem, lens: Tensor, Sq: int, Skv: int) -> Tenso
     diagonal = q_idx + lens - Sq  # [B, 1, Sq, 1]
     left, right = problem.window
     seen = (kv_idx < lens).expand(-1, -1, Sq, -1)
+    if starts is not None:
+        seen = seen & (kv_idx >= starts[:, None, None, None])
     if left is not None:
         seen = seen & (kv_idx >= diagonal - left)
     if right is not None:

@@ -141,6 +141,7 @@ def _variances(
     bias: Tensor | None,
     sinks: Tensor | None,
     lens: Tensor,
+    starts: Tensor | None,
     dout: Tensor | None,
     dlse: Tensor | None,
 ) -> Variances:
@@ -148,7 +149,7 @@ def _variances(
     them."""
     units, group = Units.of(problem.dtype), problem.Hq // problem.Hkv
     total: Variances = {}
-    for rows in _rows(problem, q, k, v, bias, sinks, lens, dout, dlse):
+    for rows in _rows(problem, q, k, v, bias, sinks, lens, starts, dout, dlse):
         for name, variance in _of_rows(problem, units, rows).items():
             if name in ("dk", "dv", "dsinks"):
                 total[name] = total[name] + variance if name in total else variance
@@ -172,6 +173,7 @@ def _rows(
     bias: Tensor | None,
     sinks: Tensor | None,
     lens: Tensor,
+    starts: Tensor | None,
     dout: Tensor | None,
     dlse: Tensor | None,
 ) -> Iterator[Row]:
@@ -179,7 +181,7 @@ def _rows(
     q, k, v = (x.nan_to_num(0.0, 0.0, 0.0) for x in (q, k, v))
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     shape = (*q.shape[:3], k.shape[2])
-    seen = reference.visible(problem, lens, *shape[2:])
+    seen = reference.visible(problem, lens, *shape[2:], starts)
     per_row = bias is not None and bias.shape[3] == 1
     if bias is not None:
         seen = seen & (bias != -math.inf)

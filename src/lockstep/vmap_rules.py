@@ -30,6 +30,7 @@ class DenseArguments(NamedTuple):
     bias: Any
     sinks: Any
     kv_lens: Any
+    kv_starts: Any
 
 
 class DenseBackwardArguments(NamedTuple):
@@ -45,6 +46,7 @@ class DenseBackwardArguments(NamedTuple):
     bias: Any
     sinks: Any
     kv_lens: Any
+    kv_starts: Any
 
 
 _Dense = TypeVar("_Dense", DenseArguments, DenseBackwardArguments)

@@ -106,6 +106,20 @@ def spoil_lengths(draws: random.Random, case: Case) -> Spoiled:
     return Spoiled(spoiled, good, f"kv_lens {own}")
 
 
+def spoil_starts(draws: random.Random, case: Case) -> Spoiled:
+    """First keys of a dense call with lengths, and a length."""
+    lens, starts = (case.tensors[name].clone() for name in ("kv_lens", "kv_starts"))
+    for _ in range(draws.randint(1, 2)):
+        b = draws.randrange(len(starts))
+        starts[b] = draws.choice([-1, int(lens[b]) + 1, -(1 << 31), (1 << 31) - 1])
+    lens[draws.randrange(len(lens))] = draws.choice([-1, int(lens[0])])
+    spoiled = case.replaced(kv_lens=lens, kv_starts=starts)
+    Skv = pose(case)[0].Skv
+    ranges = zip(starts.tolist(), lens.tolist(), strict=True)
+    good = [_alone(spoiled, b) for b, (start, end) in enumerate(ranges) if 0 <= start <= end <= Skv]
+    return Spoiled(spoiled, good, f"kv_starts {starts.tolist()} kv_lens {lens.tolist()}")
+
+
 def spoil_ragged(draws: random.Random, case: Case) -> Spoiled:
     """Offsets of ragged queries over pages, and lengths."""
     given, T = case.tensors["cu_seqlens_q"], case.tensors["q"].shape[0]

@@ -21,6 +21,7 @@ from bad_metadata import (
     spoil_offsets,
     spoil_pages,
     spoil_ragged,
+    spoil_starts,
     spoil_varlen,
 )
 from problems import (
@@ -110,6 +111,13 @@ class TestInterpreted:
         more = {"bias": torch.randn(4, 1, 9, 41)} if seed == 3 else {"causal": True}
         case = draw(9, 41, B=4, Hkv=1, D=16, kv_lens=lens, **more)
         check(spoil_lengths(random.Random(seed), case), interpret, gradients=True)
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_starts(self, seed):
+        lens, starts = torch.tensor([12, 41, 30, 33]), torch.tensor([12, 0, 7, 17])
+        more = {"bias": torch.randn(4, 1, 9, 41)} if seed == 2 else {"causal": True}
+        case = draw(9, 41, B=4, Hkv=1, D=16, kv_lens=lens, kv_starts=starts, **more)
+        check(spoil_starts(random.Random(seed), case), interpret, gradients=True)
 
     @pytest.mark.parametrize("multiprocessors", [1, 1000])
     @pytest.mark.parametrize("page_size", [8, 16])
@@ -295,6 +303,15 @@ def test_lengths(D, seed, _):
     lens = torch.tensor([0, 300, 256, 7])
     case = draw(140, 300, B=4, Hq=2, D=D, dtype=BF16, kv_lens=lens, causal=True)
     check_on_gpu(spoil_lengths(random.Random(seed), case), gradients=True)
+
+
+@pytest.mark.parametrize("Sq", [1, 140])
+@pytest.mark.parametrize("_", [pytest.param(0, marks=on_gpu, id="gpu")])
+def test_starts(Sq, _):
+    lens, starts = torch.tensor([200, 300, 256, 9]), torch.tensor([77, 0, 256, 3])
+    case = draw(Sq, 300, B=4, Hq=2, dtype=BF16, kv_lens=lens, kv_starts=starts, causal=True)
+    for seed in range(3):
+        check_on_gpu(spoil_starts(random.Random(seed), case), gradients=True)
 
 
 @pytest.mark.parametrize("page_size", [16, 256])

@@ -36,7 +36,7 @@ def test_blocks_give_the_bits_of_one_call(case):
         S_q, own = S, slice(rows.start, rows.stop)
     arguments = (*Options(**options), None)
     tensors = Tensors(q, k, v, None, sinks)
-    out, lse, statistics = torch.ops.lockstep.attention(*tensors[:6], *arguments)
+    out, lse, statistics = torch.ops.lockstep.attention(*tensors[:6], None, *arguments)
     problem = describe(tensors, Options(**options))
     start = own.start or 0 if S_q == S else rows.start
 

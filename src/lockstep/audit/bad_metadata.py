@@ -21,6 +21,10 @@ def corruptions(case: Case) -> Iterator[Corruption]:
     if tensors.kv_lens is not None:
         for length in (-1, problem.Skv + 1, 2**31 - 1):
             yield "kv_lens", case.replaced(kv_lens=_set(tensors.kv_lens, last, length)), last
+    if tensors.kv_starts is not None:
+        end = problem.Skv if tensors.kv_lens is None else int(tensors.kv_lens[last])
+        for start in (-1, end + 1, 2**31 - 1):
+            yield "kv_starts", case.replaced(kv_starts=_set(tensors.kv_starts, last, start)), last
     if tensors.page_table is not None and tensors.kv_lens is not None:
         assert problem.n_pages is not None
         for b, length in enumerate(tensors.kv_lens.tolist()):

@@ -211,9 +211,14 @@ def _dense(d: Drawing) -> None:
     )
     d.common_options()
     d.bias(B, Sq, Skv)
+    ends = [Skv] * B
     if d.rng.random() < 0.3:
-        d.integers("kv_lens", f"torch.tensor({[d.rng.randint(0, Skv) for _ in range(B)]})")
+        ends = [d.rng.randint(0, Skv) for _ in range(B)]
+        d.integers("kv_lens", f"torch.tensor({ends})")
         d.kinds.append("option: kv_lens")
+    if d.rng.random() < 0.2:
+        d.integers("kv_starts", f"torch.tensor({[d.rng.randint(0, end) for end in ends]})")
+        d.kinds.append("option: kv_starts")
     d.douts((B, d.Hq, Sq, d.Dv))
 
 

@@ -12,7 +12,7 @@ from lockstep import reference
 from lockstep.audit.cases import Case, Douts, Result
 
 # Arguments with an entry for each sequence, and results with one for each query or key.
-_BY_SEQUENCE = ("page_table", "kv_lens")
+_BY_SEQUENCE = ("page_table", "kv_lens", "kv_starts")
 _BY_QUERY, _BY_KEY = ("out", "lse", "dq"), ("dk", "dv")
 
 
@@ -72,7 +72,7 @@ def seen(case: Case) -> Tensor:
     lens = tensors.kv_lens
     if lens is None:
         lens = torch.full((problem.B,), problem.Skv, device=tensors.q.device)
-    found = reference.visible(problem, lens, problem.Sq, problem.Skv)
+    found = reference.visible(problem, lens, problem.Sq, problem.Skv, tensors.kv_starts)
     if tensors.bias is not None:
         found = found & (tensors.bias != -math.inf)
     return found.expand(problem.B, problem.Hq, problem.Sq, problem.Skv)

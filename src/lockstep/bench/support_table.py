@@ -66,6 +66,7 @@ def _problems() -> Iterator[tuple[str, AttentionProblem]]:
     yield "`sinks`", replace(base, has_sinks=True)
     yield "`bias`", replace(base, bias_shape=(1, 1, 512, 512), bias_dtype=torch.bfloat16)
     yield "`kv_lens`", replace(base, has_kv_lens=True)
+    yield "`kv_starts`", replace(base, has_kv_starts=True)
     yield "one query", replace(base, Sq=1)
     yield "`query_invariant`", replace(base, query_invariant=True)
     yield "`constant_time`", replace(base, constant_time=True)

@@ -72,7 +72,7 @@ def attend(
 ) -> Rows:
     """Rows of the queries at positions `at`."""
     k, v, settings = _seen_by(k, v, at, settings)
-    rows = torch.ops.lockstep.attention(q, k, v, None, sinks, None, *settings)
+    rows = torch.ops.lockstep.attention(q, k, v, None, sinks, None, None, *settings)
     return Rows(*rows)
 
 

@@ -47,6 +47,7 @@ class BackwardTensors(NamedTuple):
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     page_table: Tensor | None
+    kv_starts: Tensor | None
     out: Tensor
     statistics: Tensor
     dout: Tensor

@@ -4,7 +4,8 @@ The host cannot check these numbers: reading them back would make every call wai
 the kernels check them, and a sequence whose numbers are wrong is *bad*: its rows become NaN, and
 none of its keys is read.
 
-- A length in kv_lens is wrong unless it is in [0, Skv].
+- A length in kv_lens is wrong unless it is in [0, Skv], a first key in kv_starts unless it is in
+  [0, length].
 - The first offset of packed sequences is wrong unless it is 0. Another one is wrong unless it is in
   [0, T] and at least as large as every offset before it in that range. A sequence is bad if it
   begins or ends at a wrong offset, of queries or of keys.
@@ -49,13 +50,27 @@ def checked_length(kv_lens_ptr, b, Skv, B=None):
 
 
 @triton.jit
-def whole_sequence(b, Sq, Skv, kv_lens_ptr):
-    """What `find_sequence` returns of sequence b, behind its tile, if sequences are not packed."""
-    start = tl.full([], 0, tl.int64)
+def checked_range(b, Skv, kv_lens_ptr, kv_starts_ptr):
+    """The first key of sequence b and the number of its keys, both 0 if one is wrong; and whether
+    both are right. For sequences that are not packed."""
+    kv_start = tl.full([], 0, tl.int64)
     kv_len, is_good = Skv, True
     if kv_lens_ptr is not None:
         kv_len, is_good = checked_length(kv_lens_ptr, b, Skv)
-    return is_good, start, Sq, start, kv_len
+    if kv_starts_ptr is not None:
+        start, is_start = checked_length(kv_starts_ptr, b, kv_len)
+        is_good = is_start & is_good
+        kv_len = tl.where(is_good, kv_len - start, 0)
+        kv_start = tl.where(is_good, start, 0).to(tl.int64)
+    return kv_start, kv_len, is_good
+
+
+@triton.jit
+def whole_sequence(b, Sq, Skv, kv_lens_ptr, kv_starts_ptr):
+    """What `find_sequence` returns of sequence b, behind its tile, if sequences are not packed."""
+    q_start = tl.full([], 0, tl.int64)
+    kv_start, kv_len, is_good = checked_range(b, Skv, kv_lens_ptr, kv_starts_ptr)
+    return is_good, q_start, Sq, kv_start, kv_len
 
 
 @triton.jit

@@ -107,6 +107,8 @@ def supports(problem: AttentionProblem) -> str | None:
         )
     if not _has_numba():
         return "needs the package numba, which is not installed"
+    if problem.secret_lengths and problem.has_kv_starts:
+        return "takes no kv_starts with secret_lengths"
     if max(problem.Sq, problem.Skv) > MAX_LENGTH:
         return f"takes up to {MAX_LENGTH} tokens, got {max(problem.Sq, problem.Skv)}"
     if problem.constant_time and _machine() not in FLUSHING:

@@ -104,6 +104,13 @@ def row_address(tensor, first, b, head, token):
 
 
 @compiled
+def bias_address(call, b, head, q_idx, first):
+    """The bias of one query and key ``first`` of its sequence."""
+    column = of_sequence(call.kv_first, b) + first
+    return row_address(call.bias, 0, b, head, q_idx) + column * call.bias_col
+
+
+@compiled
 def fill_kv_rows(call, tensor, b, h, first, n, padded, zero_row, rows):
     """Addresses of keys first … first + n, then of a row of zeros up to ``padded``."""
     if call.page_size > 0:

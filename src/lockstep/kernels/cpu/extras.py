@@ -171,7 +171,8 @@ def _add_to_bias(call, grad, block, work, b, t, n_rows, first, begin, end):
         i = t * LANES + lane
         head = scalar.load_word(block.q_head + 8 * i)
         q_idx = scalar.load_word(block.q_idx + 8 * i)
-        row = row_address(grad.dbias, 0, b, head, q_idx) + first * grad.dbias_col
+        column = of_sequence(call.kv_first, b) + first
+        row = row_address(grad.dbias, 0, b, head, q_idx) + column * grad.dbias_col
         for kv in range(begin, min(end, length - first)):
             ds = scalar.load(work.dp + kv * ROW + 4 * lane)
             if grad.dbias_wide:

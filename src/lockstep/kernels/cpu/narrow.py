@@ -13,6 +13,7 @@ from llvmlite import ir
 
 from lockstep.kernels.cpu import scalar
 from lockstep.kernels.cpu.call import (
+    bias_address,
     fill_kv_rows,
     is_constant_time,
     of_sequence,
@@ -214,7 +215,7 @@ def carve_narrow(base, D, Dv):
 def _finish_scores(call, b, head, q_idx, first, n, s):
     """Softcap, bias and mask for one row of scores; −inf up to a whole vector."""
     lo, hi = visible(call, b, q_idx)
-    bias = row_address(call.bias, 0, b, head, q_idx) + first * call.bias_col
+    bias = bias_address(call, b, head, q_idx, first)
     changed = call.softcap > 0.0 or call.bias.address != 0
     if not changed and lo <= first and first + padded(n, WIDTH) <= hi:
         return

@@ -63,6 +63,9 @@ def _lengths(problem: AttentionProblem, tensors: Tensors) -> tuple[list[int], ..
         return q_first, q_len, kv_first, kv_len
     if tensors.kv_lens is not None:
         kv_len = tensors.kv_lens.tolist()
+    if tensors.kv_starts is not None:
+        kv_first = tensors.kv_starts.tolist()
+        kv_len = [end - start for start, end in zip(kv_first, kv_len, strict=True)]
     return q_first, q_len, kv_first, kv_len, kv_len
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from lockstep.kernels.cpu import scalar
 from lockstep.kernels.cpu.call import (
     UNBOUNDED,
+    bias_address,
     fill_kv_rows,
     is_constant_time,
     of_sequence,
@@ -182,7 +183,7 @@ def add_bias(call, block, b, t, first, n, s):
         i = t * LANES + lane
         head = scalar.load_word(block.q_head + 8 * i)
         q_idx = scalar.load_word(block.q_idx + 8 * i)
-        row = row_address(call.bias, 0, b, head, q_idx) + first * call.bias_col
+        row = bias_address(call, b, head, q_idx, first)
         for kv in range(n):
             bias = scalar.load_element(call.bias_kind, row + kv * call.bias_col)
             at = s + kv * ROW + 4 * lane

@@ -79,6 +79,8 @@ def supports(problem: AttentionProblem) -> str | None:
         )
     if problem.is_paged:
         return "takes no pages"
+    if problem.has_kv_starts:
+        return "takes no kv_starts"
     if problem.bias_shape is not None:
         return "takes no bias"
     has_numbers = problem.has_kv_lens or problem.layout == "varlen"

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.launch import unspecialized
-from lockstep.kernels.sequences import checked_length, nan_where
+from lockstep.kernels.sequences import checked_range, nan_where
 from lockstep.kernels.triton.gradient_tiles import (
     load_bias,
     load_rows,
@@ -30,6 +30,7 @@ def sum_bias(
     v_ptr,
     bias_ptr,
     kv_lens_ptr,
+    kv_starts_ptr,
     dout_ptr,
     rows_ptr,
     dbias_ptr,
@@ -91,9 +92,12 @@ def sum_bias(
 
     total = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
     for b in range(bias_b, B, bias_B):
-        kv_len = Skv
-        if kv_lens_ptr is not None:
-            kv_len, is_good = checked_length(kv_lens_ptr, b, Skv)
+        kv_start, n_keys, is_good = checked_range(b, Skv, kv_lens_ptr, kv_starts_ptr)
+        kv_len = n_keys
+        if kv_starts_ptr is not None:
+            # Columns of the bias count from the first key of the tensor.
+            kv_len += kv_start.to(tl.int32)
+        if kv_lens_ptr is not None or kv_starts_ptr is not None:
             total += nan_where(not is_good)
         shift = kv_len - Sq
         b64 = tl.cast(b, tl.int64)
@@ -132,6 +136,8 @@ def sum_bias(
                     position = q_idx[:, None] + shift
                     seen = is_seen(position, kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
                     seen &= bias != float("-inf")
+                    if kv_starts_ptr is not None:
+                        seen &= kv_idx >= kv_start
                     p, _ = weights(
                         q, k, m[:, None], norm[:, None], bias, seen,
                         cap_scale, score_scale, unit, HAS_SOFTCAP, RAW, PRECISION,

@@ -125,6 +125,7 @@ def sum_keys(
     v_ptr,
     bias_ptr,
     kv_lens_ptr,
+    kv_starts_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     dout_ptr,
@@ -190,7 +191,9 @@ def sum_keys(
         stride_row = Hkv
     else:
         b, tile, head = head % B, slot, head // B
-        is_good, q_start, q_len, kv_start, kv_len = whole_sequence(b, Sq, Skv, kv_lens_ptr)
+        is_good, q_start, q_len, kv_start, kv_len = whole_sequence(
+            b, Sq, Skv, kv_lens_ptr, kv_starts_ptr
+        )
         dk_row = (b * Hkv + head).to(tl.int64) * Skv
         stride_row = 1
     # How many keys there are to write: of those beyond kv_lens, zeros.
@@ -231,6 +234,8 @@ def sum_keys(
         bias_rows = None
         if bias_ptr is not None:
             bias_rows = bias_ptr + b64 * stride_bb + q_head * stride_bh
+            if kv_starts_ptr is not None:
+                bias_rows += kv_start * stride_bk
         # Masked tiles come last: the other way round, ptxas waits for every single product. Masks
         # take registers, which smaller tiles make up for.
         MASKED_Q: tl.constexpr = max(16, BLOCK_Q // 2)
@@ -253,10 +258,14 @@ def sum_keys(
     nan_or_zero = nan_where(not is_good)
     dk = tl.where(is_key, tl.fma(dk, scale, 0.0), 0.0) + nan_or_zero
     dv = tl.where(is_key, dv, 0.0) + nan_or_zero
-    rows = (dk_row + (kv_start + kv_idx) * stride_row)[:, None]  # [BLOCK_KV, 1]
+    key = kv_start + kv_idx
+    if kv_starts_ptr is not None:
+        # The keys before the first one come behind the last: they have zeros, too.
+        key = tl.where(key < Skv, key, key - Skv)
+    rows = (dk_row + key * stride_row)[:, None]  # [BLOCK_KV, 1]
     k_rows, v_rows = rows, rows
     if K_TOKENS_FIRST or V_TOKENS_FIRST:
-        tokens = (b.to(tl.int64) * Skv + kv_idx)[:, None]
+        tokens = (b.to(tl.int64) * Skv + key)[:, None]
         k_rows = tokens * Hkv + head if K_TOKENS_FIRST else rows
         v_rows = tokens * Hkv + head if V_TOKENS_FIRST else rows
     d, e = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]

@@ -99,6 +99,7 @@ def sum_queries(
     v_ptr,
     bias_ptr,
     kv_lens_ptr,
+    kv_starts_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     dout_ptr,
@@ -162,7 +163,9 @@ def sum_queries(
         stride_row = Hq
     else:
         b, tile, head = head % B, n_slots - 1 - slot, head // B
-        is_good, q_start, q_len, kv_start, kv_len = whole_sequence(b, Sq, Skv, kv_lens_ptr)
+        is_good, q_start, q_len, kv_start, kv_len = whole_sequence(
+            b, Sq, Skv, kv_lens_ptr, kv_starts_ptr
+        )
         dq_row = (b * Hq + head).to(tl.int64) * Sq
         stride_row = 1
         if Q_TOKENS_FIRST:
@@ -212,6 +215,8 @@ def sum_queries(
     bias_rows = None
     if bias_ptr is not None:
         bias_rows = bias_ptr + b64 * stride_bb + q_head * stride_bh
+        if kv_starts_ptr is not None:
+            bias_rows += kv_start * stride_bk
 
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     # Masked tiles come last: the other way round, ptxas waits for every single product.

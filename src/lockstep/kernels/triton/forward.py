@@ -38,7 +38,7 @@ from lockstep.kernels.triton.tiles import (
 
 _ANY_ADDRESS = (
     *("bias_ptr", "sinks_ptr", "kv_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr"),
-    "page_table_ptr",
+    *("page_table_ptr", "kv_starts_ptr"),
 )
 
 
@@ -53,6 +53,7 @@ def attend(
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     page_table_ptr,
+    kv_starts_ptr,
     out_ptr,
     lse_ptr,
     statistics_ptr,
@@ -119,8 +120,8 @@ def attend(
         # Lets `split_kv` start as soon as there is room, to wait for the parts where it needs them.
         gdc_launch_dependents()
     b, head, tile, q_start, q_len, kv_start, kv_len, is_good = locate(
-        tl.program_id(0), n_slots, B, Hkv, Sq, Skv, kv_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-        GROUP, BLOCK_Q,
+        tl.program_id(0), n_slots, B, Hkv, Sq, Skv, kv_lens_ptr, kv_starts_ptr, cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr, GROUP, BLOCK_Q,
     )  # fmt: skip
     row = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
     n_rows = q_len * GROUP
@@ -192,6 +193,8 @@ def attend(
     if bias_ptr is not None:
         bias_rows = bias_ptr + b64 * stride_bb + q_head.to(tl.int64) * stride_bh
         bias_rows += q_idx.to(tl.int64) * stride_bq
+        if kv_starts_ptr is not None:
+            bias_rows += kv_start * stride_bk
     part_rows, part_stats_rows = None, None
     if parts_ptr is not None:
         part_rows = parts_ptr + out_row * n_spans * DV

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lockstep.kernels.sequences import checked_length, find_queries, nan_where
+from lockstep.kernels.sequences import checked_range, find_queries, nan_where
 from lockstep.kernels.triton import plan
 from lockstep.kernels.triton.tiles import (
     add_weighted,
@@ -42,6 +42,7 @@ def locate(
     Sq,
     Skv,
     kv_lens_ptr,
+    kv_starts_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     GROUP: tl.constexpr,
@@ -68,10 +69,8 @@ def locate(
     else:
         b, head = head // Hkv, head % Hkv
         tile = n_slots - 1 - slot
-        q_start, kv_start = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
-        q_len, kv_len, is_good = Sq, Skv, True
-        if kv_lens_ptr is not None:
-            kv_len, is_good = checked_length(kv_lens_ptr, b, Skv)
+        q_start, q_len = tl.full([], 0, tl.int64), Sq
+        kv_start, kv_len, is_good = checked_range(b, Skv, kv_lens_ptr, kv_starts_ptr)
     return b, head, tile, q_start, q_len, kv_start, kv_len, is_good
 
 

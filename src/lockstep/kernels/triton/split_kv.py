@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from lockstep.kernels.launch import unspecialized
-from lockstep.kernels.sequences import checked_length, find_queries, nan_where
+from lockstep.kernels.sequences import checked_range, find_queries, nan_where
 from lockstep.kernels.triton.plan import block_of
 from lockstep.kernels.triton.spans import span_of
 from lockstep.kernels.triton.tiles import (
@@ -92,7 +92,13 @@ def store_row(m, l, acc, out_ptr, lse_ptr, natural, DV: tl.constexpr, BLOCK_DV: 
     tl.store(lse_ptr + tl.arange(0, 1), lse)
 
 
-_ANY_ADDRESS = ("sinks_ptr", "kv_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
+_ANY_ADDRESS = (
+    "sinks_ptr",
+    "kv_lens_ptr",
+    "kv_starts_ptr",
+    "cu_seqlens_q_ptr",
+    "cu_seqlens_k_ptr",
+)
 
 
 @unspecialized(triton.jit, any_address=_ANY_ADDRESS)
@@ -101,6 +107,7 @@ def reduce_parts(
     part_stats_ptr,
     sinks_ptr,
     kv_lens_ptr,
+    kv_starts_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     out_ptr,
@@ -140,9 +147,8 @@ def reduce_parts(
         head, q_idx = row // Sq % Hq, row % Sq
         if TOKENS_FIRST:
             head, q_idx = row % Hq, row // Hq % Sq
-        q_len, kv_len, is_good = Sq, Skv, True
-        if kv_lens_ptr is not None:
-            kv_len, is_good = checked_length(kv_lens_ptr, row // Sq // Hq, Skv)
+        q_len = Sq
+        _, kv_len, is_good = checked_range(row // Sq // Hq, Skv, kv_lens_ptr, kv_starts_ptr)
     position = q_idx + kv_len - q_len
     lo, hi = seen_by_any(position, position, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
     span = span_of(q_len, kv_len, Hkv, left, right, wanted, GROUP, HAS_LEFT, HAS_RIGHT, LEAST_SPAN)
