@@ -48,7 +48,7 @@ def test_blocks_give_the_bits_of_one_call(case):
 
     needs = Needs(q=True, k=True, v=True, bias=False, sinks=True)
     dq, dk, dv, dsinks = torch.ops.lockstep.attention_backward(
-        dout, dlse, out, statistics, *tensors[:6], *arguments, list(needs)
+        dout, dlse, out, statistics, *tensors[:6], None, *arguments, list(needs)
     )
     delta = deltas(problem, q, out, dout, dlse)
     queries = CarriedQueries(problem, *(x[:, :, own] for x in (q, statistics, delta, dout)), start)

@@ -141,7 +141,7 @@ def derive(
 ) -> Gradients:
     """The gradients asked for, of a call with all queries and all keys."""
     results = (grads.dout, grads.dlse, rows.out, rows.statistics)
-    inputs = (q, k, v, None, sinks, None)
+    inputs = (q, k, v, None, sinks, None, None)
     found = iter(torch.ops.lockstep.attention_backward(*results, *inputs, *settings, list(needs)))
     return Gradients._make(next(found) if need else None for need in needs)
 
