@@ -181,7 +181,7 @@ def _rows(
     q, k, v = (x.nan_to_num(0.0, 0.0, 0.0) for x in (q, k, v))
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     shape = (*q.shape[:3], k.shape[2])
-    seen = reference.visible(problem, lens, *shape[2:], starts)
+    seen = reference.visible(problem, lens, shape[2], shape[3], starts)
     per_row = bias is not None and bias.shape[3] == 1
     if bias is not None:
         seen = seen & (bias != -math.inf)

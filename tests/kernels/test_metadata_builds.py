@@ -122,7 +122,9 @@ def test_forward(compiled, monkeypatch, case):
 @pytest.mark.parametrize(
     "case",
     [
-        lengths(torch.int64, 100, bias=torch.zeros(3, 1, 100, 2000)),
+        lengths(
+            torch.int64, 100, bias=torch.zeros(3, 1, 100, 2000), kv_starts=torch.tensor([1, 0, 9])
+        ),
         packed(torch.int32),
         packed(torch.int64),
     ],

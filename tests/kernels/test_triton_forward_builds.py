@@ -48,7 +48,7 @@ def built(
     assert (chosen.n_runs > 1) == (Sq == DECODE)
     arguments = launch.attend_arguments(problem, tensors, chosen)
     assert arguments["TMA"] == (device.tma and Dv % 8 == 0)
-    absent = ["bias", "sinks", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "page_table"]
+    absent = ["bias", "sinks", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "page_table", "kv_starts"]
     absent += [] if chosen.n_runs > 1 else ["parts", "part_stats"]
     constants = {name: value for name, value in arguments.items() if name.isupper()}
     for size in ("B", "D", "DV"):
@@ -129,7 +129,7 @@ def test_reduction_spills_nothing(function):
     absent = {
         name: None
         for name in function.arg_names
-        if name.startswith(("sinks", "kv_lens", "cu_seqlens"))
+        if name.startswith(("sinks", "kv_lens", "kv_starts", "cu_seqlens"))
     }
     flags = {"GROUP": 4, "HAS_LEFT": False, "HAS_RIGHT": True, "LEAST_SPAN": 256, "EARLY": True}
     flags["TOKENS_FIRST"] = False
