@@ -110,12 +110,13 @@ def test_what_no_row_sees_and_yet_counts_is_found(toy, case):
         exact_checks.leaks(case, None, name)
 
 
-def paged() -> Case:
+def paged(**options) -> Case:
     k, v = torch.randn(2, 9, 4, 1, 8)
     table = torch.randperm(9)[:8].view(2, 4)
     lens = torch.tensor([15, 6])
     return Case(
-        {"q": torch.randn(2, 2, 5, 8), "k": k, "v": v, "page_table": table, "kv_lens": lens}
+        {"q": torch.randn(2, 2, 5, 8), "k": k, "v": v, "page_table": table, "kv_lens": lens},
+        options,
     )
 
 
@@ -197,6 +198,16 @@ def test_pages_are_among_bad_metadata():
     names = [name for name, _, _ in exact_checks.corruptions(paged())]
     assert names.count("page_table") == 6
     assert names.count("kv_lens") == 3
+
+
+def test_a_wrong_page_is_nan_to_the_rows_that_see_it():
+    first = exact_checks._reached_by_page(paged(causal=True), 1)
+    assert first["out"][1].any()
+    assert not first["out"][0].any()
+    assert torch.equal(first["out"], first["lse"])
+    rows = exact_checks._reached_by_page(paged(window=(0, 0)), 1)["out"]
+    assert rows[1, 0].tolist() == [True, True, True, False, False]
+    assert not exact_checks._reached_by_page(paged(window=(0, 0)), 0)["out"].any()
 
 
 def test_a_matrix_of_scores_is_found(toy):

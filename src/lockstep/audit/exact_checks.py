@@ -101,13 +101,18 @@ def propagation(case: Case, douts: Douts | None, kernel: str) -> Shares:
 
 
 def metadata(case: Case, douts: Douts | None, kernel: str) -> Shares:
-    """A length, offset or page out of range: an error that names it, or, on a device that checks in
-    the kernel, NaN for that sequence and the same bits for the others."""
+    """A length, offset or page out of range: an error that names it; or, on a device that checks in
+    the kernel, NaN for that sequence (of a page: for the rows that see it) and the same bits for
+    the others."""
     for name, bad, where in corruptions(case):
         if case.tensors["q"].device.type == "cpu":
             _refused(bad, kernel, name)
             continue
         clean, got = run(case, kernel=kernel), run(bad, kernel=kernel)
+        if name == "page_table":
+            spoiled = _with_nan(clean.items(), _reached_by_page(case, where))
+            _same(spoiled, got.items(), f"a wrong page of sequence {where} is not NaN to its rows")
+            continue
         for b in range(sequences.count(case)):
             expected = sequences.share(case, clean, b)
             if b == where:
@@ -183,6 +188,31 @@ def _reached(case: Case, name: str) -> dict[str, Tensor]:
     with torch.no_grad():
         out, lse = reference.evaluate(*spoiled.pose())
     return {"out": out.squeeze(-1).isnan(), "lse": lse.isnan()}
+
+
+def _reached_by_page(case: Case, b: int) -> dict[str, Tensor]:
+    """The rows of out and lse that see the first page of a sequence, by the oracle, to which that
+    page is one of NaN."""
+    columns = {x: case.tensors[x][..., :1] for x in ("q", "k", "v")}
+    table = case.tensors["page_table"].clone()
+    table[b, 0] = len(columns["k"])
+    for name in ("k", "v"):
+        x = columns[name]
+        columns[name] = torch.cat([x, torch.full_like(x[:1], math.nan)])
+    with torch.no_grad():
+        out, lse = reference.evaluate(*case.replaced(**columns, page_table=table).pose())
+    return {"out": out.squeeze(-1).isnan(), "lse": lse.isnan()}
+
+
+def _with_nan(results: dict[str, Tensor], rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The results with NaN in these rows: bool [..., Hq, rows]."""
+    spoiled = {}
+    for name, mask in rows.items():
+        x = results[name]
+        spoiled[name] = x.masked_fill(
+            mask.view(*mask.shape, *[1] * (x.dim() - mask.dim())), math.nan
+        )
+    return spoiled
 
 
 def _spoil_others(case: Case, b: int) -> Case:
