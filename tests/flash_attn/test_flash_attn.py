@@ -340,3 +340,18 @@ def test_examples_in_docstrings(name):
     assert {test.name.split(".")[-1] for test in found if test.examples} >= public
     for test in found:
         assert doctest.DocTestRunner().run(test).failed == 0
+
+
+def test_packed_queries_over_pages():
+    pages = torch.randn(2, 9, 16, 2, 32)
+    k, v = pages
+    table = torch.tensor([[4, 0, 7], [1, 8, -1]], dtype=torch.int32)
+    ends, key_ends = torch.tensor([0, 3, 13]).int(), torch.tensor([0, 40, 60]).int()
+    q = torch.randn(13, 4, 32)
+    out = flash_attn.flash_attn_varlen_func(
+        q, k, v, ends, key_ends, 10, 40, causal=True, block_table=table
+    )
+    for b, (rows, n) in enumerate(((slice(0, 3), 40), (slice(3, 13), 20))):
+        own = [x[table[b, : -(-n // 16)].long()].flatten(0, 1)[None, :n] for x in pages]
+        expected = flash_attn.flash_attn_func(q[None, rows], *own, causal=True)
+        assert torch.equal(out[rows], expected[0])

@@ -55,13 +55,23 @@ def dense(
     scores: Scores,
     kv_lens: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    kv_starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] of q, k, v with tokens before heads."""
     bias = None
     if alibi_slopes is not None:
         bias = alibi_bias(alibi_slopes, q.shape[1], k.shape[1], kv_lens)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse = attention(q, k, v, **scores._asdict(), bias=bias, kv_lens=kv_lens, return_lse=True)
+    out, lse = attention(
+        q,
+        k,
+        v,
+        **scores._asdict(),
+        bias=bias,
+        kv_lens=kv_lens,
+        kv_starts=kv_starts,
+        return_lse=True,
+    )
     return out.transpose(1, 2), lse
 
 
@@ -91,6 +101,30 @@ def packed(
         )
     out, lse = attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, **scores._asdict(), return_lse=True
+    )
+    return out, lse.transpose(0, 1)
+
+
+def paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    block_table: Tensor,
+    scores: Scores,
+) -> tuple[Tensor, Tensor]:
+    """out [Tq, Hq, Dv] and lse [Hq, Tq] of packed queries; keys are in pages [pages, page, Hkv, D],
+    as many of each sequence as its offsets say."""
+    out, lse = attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        page_table=block_table,
+        kv_lens=cu_seqlens_k.diff(),
+        **scores._asdict(),
+        return_lse=True,
     )
     return out, lse.transpose(0, 1)
 

@@ -10,6 +10,7 @@ from lockstep.flash_attn.conventions import (
     WindowSize,
     dense,
     packed,
+    paged,
     refuse,
 )
 from lockstep.flash_attn.kv_cache import Rotary, attend_to_cache
@@ -157,10 +158,11 @@ def flash_attn_varlen_func(
 
     Args:
         q: [Tq, Hq, D]
-        k, v: [Tk, Hkv, D]
+        k, v: [Tk, Hkv, D]; with a block_table [pages, page, Hkv, D]
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32, from 0 to Tq and Tk.
         max_seqlen_q, max_seqlen_k: Lockstep does not need them.
-        alibi_slopes, block_table: None; anything else raises.
+        block_table: [B, max_pages] int32: the pages of each sequence. For inference.
+        alibi_slopes: None; anything else raises.
 
     The other arguments are those of `flash_attn_func`.
 
@@ -168,7 +170,7 @@ def flash_attn_varlen_func(
         out [Tq, Hq, D], or `(out, lse, None)` with lse [Hq, Tq].
 
     Raises:
-        NotImplementedError: `dropout_p`, `alibi_slopes` or `block_table` is given.
+        NotImplementedError: `dropout_p` or `alibi_slopes` is given.
 
     Example:
         >>> q, ends = torch.randn(100, 8, 64), torch.tensor([0, 30, 100], dtype=torch.int32)
@@ -179,10 +181,12 @@ def flash_attn_varlen_func(
         "flash_attn_varlen_func",
         dropout_p=dropout_p,
         alibi_slopes=None if alibi_slopes is None else "a tensor",
-        block_table=None if block_table is None else "a tensor",
     )
     scores = Scores.of(softmax_scale, causal, window_size, softcap, s_aux)
-    out, lse = packed(q, k, v, cu_seqlens_q, cu_seqlens_k, scores)
+    if block_table is None:
+        out, lse = packed(q, k, v, cu_seqlens_q, cu_seqlens_k, scores)
+    else:
+        out, lse = paged(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, scores)
     return (out, lse, None) if return_attn_probs else out
 
 

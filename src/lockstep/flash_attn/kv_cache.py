@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lockstep.api import attention_paged
 from lockstep.flash_attn.conventions import Scores, dense
-from lockstep.padded import attention_in_ranges
 
 Pair = tuple[Tensor, Tensor]
 
@@ -98,13 +97,7 @@ def attend_to_cache(
             k_cache, v_cache = (x[cache_batch_idx.long()] for x in cache)
         else:
             k_cache, v_cache = k_cache[:B], v_cache[:B]
-        if cache_leftpad is None:
-            return dense(q, k_cache, v_cache, scores, lens, alibi_slopes)
-        if alibi_slopes is not None:
-            raise NotImplementedError("alibi_slopes with cache_leftpad is not supported")
-        return attention_in_ranges(
-            q, k_cache, v_cache, cache_leftpad.int(), lens, **scores._asdict()
-        )
+        return dense(q, k_cache, v_cache, scores, lens, alibi_slopes, cache_leftpad)
 
 
 def _positions(start: Tensor, n: int, moves: bool, rotary: Rotary) -> Tensor:

@@ -239,7 +239,7 @@ def _finish_scores_obliviously(call, b, head, q_idx, first, n, s):
     end = padded(n, WIDTH)
     lo, hi = walked(call, b, q_idx)
     is_seen = call.secret_lengths == 0 and lo <= first and first + end <= hi
-    bias = row_address(call.bias, 0, b, head, q_idx) + first * call.bias_col
+    bias = bias_address(call, b, head, q_idx, first)
     has_bias = call.bias.address != 0
     for kv in range(n if call.softcap > 0.0 or has_bias else 0):
         score = scalar.load(s + 4 * kv)
