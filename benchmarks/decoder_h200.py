@@ -113,7 +113,7 @@ def main() -> None:
             "by": ["step", "sequences"],
             "columns": {column: {"column": column} for column in figures},
             "value": "figure",
-            "format": "{:.3g}",
+            "format": "{:,.4g}",
             "caption": f"bf16, {LAYERS} layers of the sizes of Llama 3 8B, in CUDA graphs",
         }
     }

@@ -101,7 +101,7 @@ def main() -> None:
             "by": ["step", "sequences"],
             "columns": columns,
             "value": "figure",
-            "format": "{:.3g}",
+            "format": "{:,.4g}",
             "caption": "fp32, a Llama of 4 layers, 8 query heads and 2 key heads of 64",
         }
     }
