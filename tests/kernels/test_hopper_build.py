@@ -40,7 +40,7 @@ def problem_of(tensors: dict[str, torch.Tensor], **options):
 
 def build(D: int, dtype: torch.dtype = torch.bfloat16, options=(), **constants) -> Build:
     """The kernel for a long dense problem; `constants` of the kernel may be set to others."""
-    tensors = Tensors(**draw(5000, 256, D=D, dtype=dtype).tensors)
+    tensors = Tensors(**draw(5000, 512, D=D, dtype=dtype).tensors)
     return build_for(tensors, options, **constants)
 
 
@@ -113,7 +113,7 @@ def test_machine_code(D, causal):
 def test_machine_code_between_tile_widths(D, Dv, scores, products):
     """Products have as many columns as a head dim has, in multiples of 16: for each width of a
     wgmma, how many there are in a step."""
-    tensors = Tensors(**draw(5000, 256, D=D, Dv=Dv, dtype=torch.bfloat16).tensors)
+    tensors = Tensors(**draw(5000, 512, D=D, Dv=Dv, dtype=torch.bfloat16).tensors)
     built = build_for(tensors, {"causal": True})
     assert built.kernel.metadata.shared <= sizes.SHARED_BYTES
     assert "serialized" not in built.report
