@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 # for GPUs, problems drawn by the hundred.
 SLOW = {
     "test_bad_metadata_interpreter.py",
+    "test_cpu_constant_time.py",
     "test_cpu_hypothesis.py",
     "test_exact.py",
     "test_hopper_backward_build.py",

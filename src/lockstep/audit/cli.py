@@ -11,6 +11,7 @@ from rich.text import Text
 
 from lockstep.audit import distributed_cli, exact_cli, model_cli
 from lockstep.audit.cli_options import check_device, dtype_of
+from lockstep.audit.timing import cli as timing_cli
 from lockstep.command import Json, by_option, ends_with_status_2, print_json
 from lockstep.console import BAD, GOOD, NO, OURS, QUIET, YES, progress, table
 
@@ -32,6 +33,7 @@ OPTIONS = {
 }
 
 app.command()(exact_cli.exact)
+app.command()(timing_cli.timing)
 app.command()(distributed_cli.distributed)
 app.command()(model_cli.model)
 

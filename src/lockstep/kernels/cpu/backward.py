@@ -189,7 +189,7 @@ def block_gradients(call, grad, block, work, item, row0, first, n, k_finite):
     if grad.want_kv:
         fill(work.dk_part, SPAN * k_row // 4, f32(0.0))
         fill(work.dv_part, SPAN * v_row // 4, f32(0.0))
-    slopes = work.slopes if call.softcap > 0.0 else 0
+    slopes = work.slopes if call.capped != 0 else 0
     for t in range(n_tiles):
         begin, end, bounds = tile_bounds(call, block, t, first, n)
         if begin >= end:

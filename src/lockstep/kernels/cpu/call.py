@@ -54,6 +54,7 @@ _FIELDS: list[tuple[str, Any]] = [
     ("kv_len", np.int64),  # keys that are walked
     ("kv_count", np.int64),  # keys that count: fewer where lengths are secret
     ("secret_lengths", np.int64),  # 1: what is walked does not depend on kv_count
+    ("capped", np.int64),  # 1: there is a softcap
     ("page_table", np.int64),  # address of [B, pages] int64
     ("page_size", np.int64),  # 0: not paged
     ("pages", np.int64),

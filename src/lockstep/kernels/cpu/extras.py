@@ -251,3 +251,6 @@ def bias_gradient(
     parallel(_run_bias[problem.constant_time], arguments, scratch, work)
     dtype = tensors.bias.dtype
     return sums.to(dtype) if exact else _rounded(sums, dtype, problem.constant_time)
+
+
+KERNELS = (_run_deltas, _run_sinks, _run_rounding, _run_bias)

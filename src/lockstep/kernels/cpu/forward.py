@@ -260,7 +260,7 @@ def _run_items(call_at, wide: bool, narrow: bool):
     return run_items
 
 
-_RUNNERS = {kinds: _items_runner(*kinds) for kinds in ((True, False), (False, True), (True, True))}
+RUNNERS = {kinds: _items_runner(*kinds) for kinds in ((True, False), (False, True), (True, True))}
 
 
 def _kinds(n_rows: Iterable[int]) -> tuple[bool, bool]:
@@ -310,6 +310,6 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
     workspace = np.empty(n_parts * (Dv + 2), np.float32)
     parts = address(workspace)
     arguments = (call, units, items, n_items, parts, parts + 4 * n_parts * Dv)
-    run_items = _RUNNERS[_kinds(n_rows)][problem.constant_time]
+    run_items = RUNNERS[_kinds(n_rows)][problem.constant_time]
     parallel(run_items, arguments, _scratch_bytes(D, Dv), row_spans * SPAN * (D + Dv))
     return out, lse, statistics

@@ -44,6 +44,17 @@ def _engine() -> Any:
 
 def generate(module: llvm.ModuleRef, entry: str) -> bytes:
     """Machine code, as an object file, of a module of which only ``entry`` is called."""
+    _optimise(module, entry)
+    return bytes(_target().emit_object(module))
+
+
+def generate_text(module: llvm.ModuleRef, entry: str) -> str:
+    """The same machine code as assembly."""
+    _optimise(module, entry)
+    return str(_target().emit_assembly(module))
+
+
+def _optimise(module: llvm.ModuleRef, entry: str) -> None:
     target = _target()
     module.triple, module.data_layout = triple(), str(target.target_data)
     parts = [f.name for f in module.functions if not f.is_declaration and f.name != entry]
@@ -57,7 +68,6 @@ def generate(module: llvm.ModuleRef, entry: str) -> bytes:
     for function in module.functions:
         if not function.is_declaration and function.name != entry:
             function.linkage = "internal"
-    return bytes(target.emit_object(module))
 
 
 def load(code: bytes, entry: str) -> int:

@@ -216,7 +216,7 @@ def _finish_scores(call, b, head, q_idx, first, n, s):
     """Softcap, bias and mask for one row of scores; −inf up to a whole vector."""
     lo, hi = visible(call, b, q_idx)
     bias = bias_address(call, b, head, q_idx, first)
-    changed = call.softcap > 0.0 or call.bias.address != 0
+    changed = call.capped != 0 or call.bias.address != 0
     if not changed and lo <= first and first + padded(n, WIDTH) <= hi:
         return
     for kv in range(padded(n, WIDTH)):
@@ -225,7 +225,7 @@ def _finish_scores(call, b, head, q_idx, first, n, s):
             scalar.store(MINUS_INF, at)
         elif changed:
             score = scalar.load(at)
-            if call.softcap > 0.0:
+            if call.capped != 0:
                 score = scalar.tanh(score) * f32(call.softcap)
             if call.bias.address != 0:
                 value = scalar.load_element(call.bias_kind, bias + kv * call.bias_col)
@@ -241,9 +241,9 @@ def _finish_scores_obliviously(call, b, head, q_idx, first, n, s):
     is_seen = call.secret_lengths == 0 and lo <= first and first + end <= hi
     bias = bias_address(call, b, head, q_idx, first)
     has_bias = call.bias.address != 0
-    for kv in range(n if call.softcap > 0.0 or has_bias else 0):
+    for kv in range(n if call.capped != 0 or has_bias else 0):
         score = scalar.load(s + 4 * kv)
-        if call.softcap > 0.0:
+        if call.capped != 0:
             score = scalar.tanh(score) * f32(call.softcap)
         if has_bias:
             score = biased(score, scalar.load_element(call.bias_kind, bias + kv * call.bias_col))

@@ -153,10 +153,15 @@ class Emit:
         return self._call("fma", x, y, z)
 
     def select(self, condition: ir.Value, left: ir.Value, right: ir.Value) -> ir.Value:
-        """``left if condition else right``, of which LLVM makes no branch."""
-        chosen = self.ir.select(condition, left, right)
-        chosen.set_metadata("unpredictable", self.ir.module.add_metadata([]))
-        return chosen
+        """``left if condition else right``, of which LLVM makes no branch: of vectors it cannot."""
+        if _width(left) > 1:
+            return self.ir.select(condition, left, right)
+        zero = ir.Constant(LLVM_I32, 0)
+        lanes = [
+            self.ir.insert_element(ir.Constant(ir.VectorType(x.type, 4), ir.Undefined), x, zero)
+            for x in (condition, left, right)
+        ]
+        return self.lane(self.ir.select(*lanes), 0)
 
     def maximum(self, new: ir.Value, old: ir.Value) -> ir.Value:
         """The larger one; a NaN in ``new`` is passed over."""

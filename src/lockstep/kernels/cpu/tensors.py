@@ -143,6 +143,7 @@ def describe(
         *(0 for _ in range(4)),
         address(counts),
         problem.secret_lengths,
+        problem.softcap is not None,
         address(pages),
         problem.page_size or 0,
         0 if pages is None else pages.shape[1],

@@ -206,7 +206,7 @@ def tile_scores(call, block, b, t, first, begin, end, bounds, slopes):
     The max of the fully visible part goes into part_m on the way; returns nothing else.
     """
     lo_max, hi_min = bounds
-    capped = call.softcap > 0.0
+    capped = call.capped != 0
     has_bias = call.bias.address != 0
     factor = f32(call.score_factor)
     q_t = block.q_t + t * call.D * ROW

@@ -1,0 +1,85 @@
+"""Values of secret tensors that an attacker might tell apart, and the calls they go into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lockstep
+
+SUBNORMAL = 1e-40
+CLASSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "random": lambda x: x,
+    "zeros": torch.zeros_like,
+    "huge": lambda x: x * 1e18,
+    "subnormal": lambda x: torch.full_like(x, SUBNORMAL),
+    "nan": lambda x: torch.full_like(x, float("nan")),
+    "infinite": lambda x: torch.full_like(x, float("inf")),
+    "equal": torch.ones_like,
+}
+"""What becomes of random numbers in each class."""
+
+
+def fixed(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Secrets of the class called `name`; lengths are 0 in it."""
+    return {
+        key: CLASSES[name](x) if x.is_floating_point() else torch.zeros_like(x)
+        for key, x in tensors.items()
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of call, small enough to be run a hundred thousand times."""
+
+    name: str
+    Sq: int
+    Skv: int
+    options: dict[str, Any]
+    secret_lengths: bool = False
+    backward: bool = False
+    D: int = 16
+
+    def draw(self, generator: torch.Generator, device: str = "cpu") -> dict[str, Tensor]:
+        """Random secrets: q, k, v, and lengths where they are secret."""
+
+        def rand(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device)
+
+        tensors = {"q": rand(1, 2, self.Sq, self.D)}
+        tensors |= {name: rand(1, 1, self.Skv, self.D) for name in ("k", "v")}
+        if self.secret_lengths:
+            lens = torch.randint(0, self.Skv + 1, (1,), generator=generator)
+            tensors["kv_lens"] = lens.to(device)
+        return tensors
+
+    def run(self, tensors: dict[str, Tensor], **more: Any) -> Tensor:
+        """The output, or dq where the case has a backward."""
+        attention: Any = lockstep.attention
+        asked = {"constant_time": True, "secret_lengths": self.secret_lengths}
+        asked |= {**self.options, **more}
+        out: Tensor
+        if not self.backward:
+            out = attention(**tensors, **asked)
+            return out
+        leaves = {
+            name: x.detach().requires_grad_() if x.is_floating_point() else x
+            for name, x in tensors.items()
+        }
+        out = attention(**leaves, **asked)
+        dq: Tensor = torch.autograd.grad(out, leaves["q"], leaves["q"].detach())[0]
+        return dq
+
+
+CASES = (
+    Case("decode", 1, 70, {}),
+    Case("decode, secret lengths", 1, 70, {}, secret_lengths=True),
+    Case("prefill, causal", 24, 40, {"causal": True}),
+    Case("prefill, softcap", 24, 40, {"softcap": 5.0}),
+    Case("prefill, secret lengths", 24, 40, {"causal": True}, secret_lengths=True),
+    Case("backward", 24, 40, {"causal": True}, backward=True),
+)
