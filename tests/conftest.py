@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 # Files that take most of the time of a whole run: kernels in Triton's interpreter, kernels compiled
-# for GPUs, problems drawn by the hundred.
+# for GPUs, problems drawn by the hundred. Elsewhere, slow tests are marked one by one.
 SLOW = {
     "test_bad_metadata_interpreter.py",
     "test_cpu_constant_time.py",
     "test_cpu_hypothesis.py",
+    "test_cpu_large_scores.py",
+    "test_cpu_memory.py",
     "test_exact.py",
     "test_hopper_backward_build.py",
     "test_hopper_backward_loops.py",
@@ -23,17 +26,35 @@ SLOW = {
     "test_hopper_versions.py",
     "test_metadata_builds.py",
     "test_spans_interpreter.py",
+    "test_triton_backward.py",
     "test_triton_backward_builds.py",
     "test_triton_forward_builds.py",
     "test_triton_forward_fits.py",
     "test_triton_interpreter.py",
 }
+# Tests in these files that are not.
+QUICK = {"test_reduction_spills_nothing", "test_short_launches_of_the_hopper_kernels"}
+# Folders whose tests share what takes long to make: processes, traces, a browser.
+TOGETHER = ("tests/distributed", "tests/ladder", "tests/report")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.name in SLOW:
+        if item.path.name in SLOW and getattr(item, "originalname", None) not in QUICK:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist=loadfile`, with folders that one worker takes as a whole."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadFoldersAndFiles(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return next((folder for folder in TOGETHER if file.startswith(f"{folder}/")), file)
+
+    return LoadFoldersAndFiles(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(autouse=True)

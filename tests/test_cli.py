@@ -236,6 +236,7 @@ PRINTING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_cases")
 @pytest.mark.parametrize("arguments", PRINTING, ids=" ".join)
 def test_a_terminal_without_unicode_gets_other_characters(arguments):

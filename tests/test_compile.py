@@ -142,6 +142,7 @@ def transformed():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("name", transformed())

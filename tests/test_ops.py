@@ -111,6 +111,7 @@ def inputs(B=2, Hq=4, Hkv=2, Sq=3, Skv=5, D=3, Dv=2):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize(
     "options",

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from worlds import SOURCE
 
 AUDIT = ("-m", "lockstep.cli", "audit", "distributed", "--seq", "70", "--head-dim", "16", "--json")
@@ -19,6 +20,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_two_ranks_under_torchrun():
     ended = run("-m", "torch.distributed.run", "--nproc-per-node", "2", *AUDIT)
     assert ended.returncode == 0, ended.stderr

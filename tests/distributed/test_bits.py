@@ -28,7 +28,9 @@ def cases(methods: tuple[str, ...]) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))]
+)
 def test_ranks_give_the_bits_of_one_process(ranks):
     for found in results_of(run_world(ranks, "bits", cases(("heads", "gather", "ring")))):
         assert [text for text in found if text] == []

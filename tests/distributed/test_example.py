@@ -4,11 +4,13 @@ import os
 import subprocess
 import sys
 
+import pytest
 from worlds import SOURCE
 
 EXAMPLE = SOURCE.parent / "examples" / "context_parallel.py"
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_loss_curve_of_one():
     command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLE))
     environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}

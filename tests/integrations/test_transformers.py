@@ -144,6 +144,7 @@ def test_a_contiguous_cache_is_not_copied(monkeypatch):
     torch.testing.assert_close(out, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", [None, "left"])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_compiled_in_one_graph(name, side):

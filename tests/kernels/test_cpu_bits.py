@@ -112,6 +112,7 @@ def test_padding(Sq, options, dtype, garbage):
         assert_same_bits(result, expected)
 
 
+@pytest.mark.slow
 @by_dtype
 @pytest.mark.parametrize("options", [{}, {"window": (70, 0)}, {"softcap": 5.0}], ids=str)
 @pytest.mark.parametrize(("Hq", "Hkv"), [(2, 2), (8, 2)])

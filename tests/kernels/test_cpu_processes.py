@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
 
 import lockstep
@@ -25,6 +26,7 @@ def _compiled_files() -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in caches}
 
 
+@pytest.mark.slow
 def test_a_later_process_compiles_nothing():
     environment = {**os.environ, "PYTHONPATH": str(Path(lockstep.__file__).parents[1])}
     environment.pop("NUMBA_CACHE_DIR", None)

@@ -223,6 +223,7 @@ lockstep.attention(q, q, q)
 """
 
 
+@pytest.mark.slow
 def test_an_install_that_cannot_be_written_to(tmp_path):
     source = Path(lockstep.__file__).parent
     copy = tmp_path / "lockstep"

@@ -68,6 +68,7 @@ def test_there_are_many_and_each_says_where_it_stands():
     assert len({(c.document, c.part, c.says, c.figure) for c in CLAIMS}) == len(CLAIMS)
 
 
+@pytest.mark.slow
 def test_whatever_does_not_hold_says_why(found):
     silent = [f.claim.says for f in found if f.verdict in (DIFFERS, DEPENDS) and not f.claim.why]
     assert silent == []

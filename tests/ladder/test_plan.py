@@ -14,6 +14,7 @@ TWO_HEADS = Problem(B=2, H=1, S=64, D=32, causal=True)
 ONE_TILE = Problem(B=1, H=2, S=111, D=32, dtype="bfloat16")
 
 
+@pytest.mark.slow
 def test_plan_and_trace_agree(traced, step, problem):
     _, traces = traced(step, problem)
     plans = plans_of(step, problem)
@@ -77,6 +78,7 @@ def test_the_machine_sees_the_tree_shorten_the_softmax(traced):
     assert depth["sequential"] > 5 * depth["tree"]
 
 
+@pytest.mark.slow
 def test_every_head_counts_the_same(traced, step):
     """What `lockstep ladder` relies on when it traces one head."""
     one = count(step, TWO_HEADS)

@@ -28,6 +28,7 @@ def test_right_on_the_gpu(step, D, S):
         assert errors(problem, tensors).ok, problem
 
 
+@pytest.mark.slow
 def test_only_the_keys_within_the_secret_length_count(oblivious):
     for length in (0, 50):
         problem = Problem(B=1, H=1, S=70, D=32, causal=length == 50, length=length)

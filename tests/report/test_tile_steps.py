@@ -25,6 +25,7 @@ def last_state(rung, problem, tensors):
     return matrices(traces[0].kernel, held, recording.spaces)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [r.name for r in RUNGS if r.name != "naive"])
 def test_m_l_and_acc_are_those_of_the_keys_seen(name):
     rung, problem = drawn(name)
