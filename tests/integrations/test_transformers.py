@@ -127,20 +127,22 @@ def test_attention_outputs_have_the_same_bits_alone_and_in_a_batch():
             assert torch.equal(alone[0], batch[b, S - n :])
 
 
-def test_a_contiguous_cache_is_not_copied(monkeypatch):
-    """Keys of a cache [B, H, S, D] go to the kernel where they lie."""
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_contiguous_cache_is_not_copied(n, monkeypatch):
+    """Keys of a cache [B, H, S, D] go to the kernel where they lie; one token has kv_starts."""
     seen = []
     original = padded.attention_varlen
     monkeypatch.setattr(
         padded, "attention_varlen", lambda *a, **b: (seen.append(a), original(*a, **b))[1]
     )
-    q, k, v = (torch.randn(3, 4, n, 16) for n in (1, 50, 50))
+    q, k, v = (torch.randn(3, 4, length, 16) for length in (n, 50, 50))
     mask = torch.arange(50) >= torch.tensor([0, 20, 49])[:, None]
-    plan = masks.make_mask(3, 1, 50, q_offset=49, attention_mask=mask)
+    plan = masks.make_mask(3, n, 50, q_offset=50 - n, attention_mask=mask)
     out, _ = AttentionInterface()["lockstep"](torch.nn.Module(), q, k, v, plan)
-    assert [x.data_ptr() for x in seen[0][1:3]] == [k.data_ptr(), v.data_ptr()]
+    moved = [[x.data_ptr() for x in given[1:3]] for given in seen]
+    assert moved == ([] if n == 1 else [[k.data_ptr(), v.data_ptr()]])
     bias = torch.where(mask, 0.0, -torch.inf)[:, None, None]
-    wanted = lockstep.attention(q, k, v, bias=bias).transpose(1, 2)
+    wanted = lockstep.attention(q, k, v, bias=bias, causal=True).transpose(1, 2)
     torch.testing.assert_close(out, wanted)
 
 
