@@ -197,9 +197,8 @@ def _in_ranges(
     options = {"causal": plan.causal, "window": plan.window, **call._asdict()}
     if query.shape[2] == 1 and plan.causal:
         # A new token is no padding: the same call, and kernel, as for one sequence by itself.
-        return lockstep.attention(
-            query, key, value, kv_starts=start, kv_lens=end, **options
-        ).transpose(1, 2)
+        out: Tensor = lockstep.attention(query, key, value, kv_starts=start, kv_lens=end, **options)
+        return out.transpose(1, 2)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     # The first query of a window to both sides stands at the first key.
     early = start if plan.window is not None and not plan.causal else None
