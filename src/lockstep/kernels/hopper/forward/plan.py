@@ -44,7 +44,10 @@ SHORT, SHORT_CAUSAL = 1024, 4096
 SHORT_PLANS = {**PLANS, 64: Plan(consumers=2, block_kv=128, stages=3, q_stages=2, pingpong=True)}
 # Up to so many keys in a window, most of a wider block would be hidden.
 NARROW = 256
-NARROW_PLAN = Plan(consumers=2, block_kv=64, stages=4, q_stages=2, pingpong=False)
+NARROW_PLANS = {
+    64: Plan(consumers=2, block_kv=64, stages=6, q_stages=2, pingpong=False),
+    128: Plan(consumers=2, block_kv=64, stages=4, q_stages=2, pingpong=False),
+}
 # Up to so many keys there is nothing to take turns at.
 FEW_KEYS = 256
 FEW_KEYS_PLAN = Plan(consumers=2, block_kv=128, stages=3, q_stages=2, pingpong=False)
@@ -68,8 +71,8 @@ def plan_of(problem: AttentionProblem) -> Plan:
         return WIDE_KEYS
     width = max(width, width_v)
     left, right = problem.window
-    if width == 64 and None not in (left, right) and left + right < NARROW:
-        return NARROW_PLAN
+    if width in NARROW_PLANS and None not in (left, right) and left + right < NARROW:
+        return NARROW_PLANS[width]
     is_packed = problem.layout == "varlen"
     if width == 64 and problem.Skv <= FEW_KEYS and not is_packed:
         return FEW_KEYS_PLAN
