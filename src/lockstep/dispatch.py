@@ -8,11 +8,18 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lockstep.kernels import cpu, hopper, oracle, triton
+from lockstep.kernels.hopper import decode
 from lockstep.kernels.kernel import Kernel
 from lockstep.problem import AttentionProblem
 
 # In order of preference.
-KERNELS: tuple[Kernel, ...] = (hopper.KERNEL, triton.KERNEL, cpu.KERNEL, oracle.KERNEL)
+KERNELS: tuple[Kernel, ...] = (
+    hopper.KERNEL,
+    decode.KERNEL,
+    triton.KERNEL,
+    cpu.KERNEL,
+    oracle.KERNEL,
+)
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ def test_cells_say_what_kernels_say():
     table = support_table.block(Path())
     rows = {line.split("|")[1].strip(): line for line in table.splitlines()[2:]}
     heads = [cell.strip() for cell in table.splitlines()[0].split("|")[2:-1]]
-    assert heads == ["hopper", "triton", "cpu"]
+    assert heads == ["hopper", "hopper_decode", "triton", "cpu"]
 
     def cells(name: str) -> dict[str, str]:
         found = [cell.strip() for cell in rows[name].split("|")[2:-1]]
         return dict(zip(heads, found, strict=True))
 
-    assert cells("`bfloat16`") == dict.fromkeys(heads, "forward, backward")
+    both = dict.fromkeys(heads, "forward, backward")
+    assert cells("`bfloat16`") == both | {"hopper_decode": "–"}
     assert cells("`bias`")["hopper"] == "–"
-    assert cells("`attention_paged`") == {"hopper": "–", "triton": "forward", "cpu": "forward"}
+    assert cells("`attention_paged`") == dict.fromkeys(heads, "forward") | {"hopper": "–"}
     assert cells("`query_invariant`")["hopper"] == "–"

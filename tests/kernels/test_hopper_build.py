@@ -10,6 +10,7 @@ import torch
 from problems import draw, draw_varlen
 
 from lockstep.kernels import hopper
+from lockstep.kernels.hopper.common import requirements
 from lockstep.problem import Options, Tensors, describe
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
@@ -166,7 +167,7 @@ def test_a_build_without_branches_on_data():
 
 
 def refusal(monkeypatch, capability=(9, 0), **changes):
-    monkeypatch.setattr(hopper, "_capability", lambda device: capability)
+    monkeypatch.setattr(requirements, "_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     case = draw(64, 64, dtype=torch.bfloat16)
     problem = problem_of(case.tensors)

@@ -94,7 +94,13 @@ def library() -> Any:
 class TensorMap:
     """A tensor map without the address of its tensor."""
 
-    def __init__(self, metadata: dict[str, Any], shape: list[int], strides: list[int]) -> None:
+    def __init__(
+        self,
+        metadata: dict[str, Any],
+        shape: list[int],
+        strides: list[int],
+        padding: str = "zero",
+    ) -> None:
         rank, size = len(shape), metadata["elem_size"]
         # The driver counts dims from the last, and strides in bytes. A vector has none; it gets
         # what Triton gives it.
@@ -105,7 +111,7 @@ class TensorMap:
             (ctypes.c_uint64 * len(in_bytes))(*in_bytes),
             (ctypes.c_uint32 * rank)(*reversed(metadata["block_size"])),
             (ctypes.c_uint32 * rank)(*[1] * rank),
-            *(0, metadata["swizzle"], _PROMOTE_128, 0),
+            *(0, metadata["swizzle"], _PROMOTE_128, int(padding == "nan")),
         )
 
     def at(self, base: int) -> tuple[int, Any]:
@@ -152,7 +158,8 @@ def parameters_of(compiled: Any, arguments: tuple[Any, ...]) -> list[Parameter] 
             parameters.append(_number(kind, argument))
         elif kind.startswith("tensordesc") and (metadata := next(maps, None)) is not None:
             shape, strides = list(argument.shape), list(argument.strides)
-            parameters.append(Parameter(MAP_BYTES, TensorMap(metadata, shape, strides)))
+            tensor_map = TensorMap(metadata, shape, strides, argument.padding)
+            parameters.append(Parameter(MAP_BYTES, tensor_map))
             parameters += [_number("i32", size) for size in shape]
             parameters += [_number("i64", stride) for stride in strides]
         else:

@@ -5,17 +5,14 @@ Importing this package does not import Triton.
     common/    what both directions use: Gluon's names, shared memory, barriers, tensor maps
     forward/   one kernel, warp-specialized and persistent
     backward/  gradients: one design for head dims up to 128, one for wider heads
+    decode/    a few queries against a paged cache: a kernel of its own
 
 A row's bits depend on its own sequence and the head dims alone.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from importlib.util import find_spec
-
-import torch
-
+from lockstep.kernels.hopper.common.requirements import refusal_of_device
 from lockstep.kernels.kernel import BackwardTensors, Kernel, Needs, Prepared, PreparedBackward
 from lockstep.problem import AttentionProblem, Tensors
 
@@ -50,28 +47,10 @@ def _prepare_backward(
     return narrow.prepare_backward(problem, tensors, needs)
 
 
-@lru_cache(maxsize=1)
-def _has_gluon() -> bool:
-    if find_spec("triton") is None:
-        return False
-    return find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
-
-
-@lru_cache(maxsize=64)
-def _capability(device: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
 def supports(problem: AttentionProblem) -> str | None:
-    if problem.device_type != "cuda":
-        return f"runs on CUDA devices, got tensors on {problem.device_type}"
-    major, minor = _capability(torch.cuda.current_device())
-    if (major, minor) != (9, 0):
-        return f"needs compute capability 9.0, this device has {major}.{minor}"
-    if not _has_gluon():
-        return "needs triton 3.6 or newer, with Gluon"
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 and bfloat16, got {str(problem.dtype).removeprefix('torch.')}"
+    reason = refusal_of_device(problem)
+    if reason is not None:
+        return reason
     if problem.D % 8 or problem.Dv % 8 or max(problem.D, problem.Dv) > MAX_HEAD_DIM:
         return (
             f"takes head dims in multiples of 8 up to {MAX_HEAD_DIM}, got D = {problem.D} and "

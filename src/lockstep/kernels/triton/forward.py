@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from lockstep.kernels.launch import unspecialized
+from lockstep.kernels.parts import close, fold, fold_sink
 from lockstep.kernels.triton.nonfinite import add_nonfinite
 from lockstep.kernels.triton.spans import (
     attend_tiles,
@@ -27,9 +28,6 @@ from lockstep.kernels.triton.spans import (
     tiles_of_region,
 )
 from lockstep.kernels.triton.tiles import (
-    close,
-    fold,
-    fold_sink,
     is_nonfinite,
     seen_by_all,
     seen_by_any,

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.launch import unspecialized
+from lockstep.kernels.parts import score_of_sink
 from lockstep.kernels.triton.gradient_tiles import exact_weights
-from lockstep.kernels.triton.tiles import score_of_sink
 
 
 @unspecialized(triton.jit)

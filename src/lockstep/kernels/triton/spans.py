@@ -12,11 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lockstep.kernels.parts import fold
 from lockstep.kernels.sequences import checked_range, find_queries, nan_where
 from lockstep.kernels.triton import plan
 from lockstep.kernels.triton.tiles import (
     add_weighted,
-    fold,
     is_nonfinite,
     is_seen,
     load_bias,

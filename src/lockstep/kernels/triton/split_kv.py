@@ -18,14 +18,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from lockstep.kernels.launch import unspecialized
+from lockstep.kernels.parts import close, fold, fold_sink
 from lockstep.kernels.sequences import checked_range, find_queries, nan_where
 from lockstep.kernels.triton.plan import block_of
 from lockstep.kernels.triton.spans import span_of
 from lockstep.kernels.triton.tiles import (
     LOG2E,
-    close,
-    fold,
-    fold_sink,
     seen_by_any,
     store_statistics,
 )

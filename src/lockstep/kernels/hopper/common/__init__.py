@@ -1,6 +1,7 @@
-"""What both directions of the Hopper path use.
+"""What the kernels of the Hopper path use.
 
 gluon_shim.py      Gluon's names, whatever the version of Triton
+requirements.py    the GPU, the packages and the dtypes that all of them need
 sizes.py           sizes that the hardware sets
 accumulator.py     accumulators of a warpgroup: layout, registers, products
 scores.py          units of scores, and their cap

@@ -16,9 +16,9 @@ SLOTS = gl.constexpr(2)
 
 @aggregate
 class Mailbox:
-    """Messages of FIELDS numbers each, in a ring of SLOTS."""
+    """Messages of FIELDS numbers each, in a ring."""
 
-    fields_smem: gl.shared_memory_descriptor  # [SLOTS · FIELDS, 1] int32
+    fields_smem: gl.shared_memory_descriptor  # [slots · FIELDS, 1] int32
     ring: Ring
     FIELDS: gl.constexpr
 
@@ -29,13 +29,14 @@ class Mailbox:
         self.FIELDS = gl.constexpr(FIELDS)
 
     @gluon.jit
-    def create(FIELDS: gl.constexpr, READERS: gl.constexpr):
-        return Mailbox(allocate_numbers(SLOTS * FIELDS), Ring.create(SLOTS, READERS), FIELDS)
+    def create(FIELDS: gl.constexpr, READERS: gl.constexpr, N: gl.constexpr = SLOTS):
+        """A mailbox for N messages at once."""
+        return Mailbox(allocate_numbers(N * FIELDS), Ring.create(N, READERS), FIELDS)
 
     @gluon.jit
     def post(self, n, numbers):
         """Writer: the first fields of the n-th message, as soon as all readers have released the
-        one SLOTS before it."""
+        one whose place it takes."""
         self.ring.wait_empty(n)
         at = self.ring.slot(n) * self.FIELDS
         for i in gl.static_range(len(numbers)):

@@ -1,0 +1,36 @@
+"""What every kernel of the Hopper path needs: the GPU, Gluon, and 16-bit tensors."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+
+from lockstep.problem import AttentionProblem
+
+
+@lru_cache(maxsize=1)
+def _has_gluon() -> bool:
+    if find_spec("triton") is None:
+        return False
+    return find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
+
+
+@lru_cache(maxsize=64)
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def refusal_of_device(problem: AttentionProblem) -> str | None:
+    """Why no kernel of the Hopper path runs a problem here; None if some may."""
+    if problem.device_type != "cuda":
+        return f"runs on CUDA devices, got tensors on {problem.device_type}"
+    major, minor = _capability(torch.cuda.current_device())
+    if (major, minor) != (9, 0):
+        return f"needs compute capability 9.0, this device has {major}.{minor}"
+    if not _has_gluon():
+        return "needs triton 3.6 or newer, with Gluon"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16, got {str(problem.dtype).removeprefix('torch.')}"
+    return None

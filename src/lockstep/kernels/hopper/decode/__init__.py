@@ -1,0 +1,76 @@
+"""Decode on Hopper: a few queries of each sequence against a paged cache, by Gluon kernels.
+
+Importing this package does not import Triton.
+
+    plan.py      tile sizes, and how long a span of keys is
+    schedule.py  which program computes which spans
+    producer.py  the warp that streams pages
+    consumer.py  the warpgroup that attends to them
+    kernel.py    the kernel
+    fold.py      the second kernel: parts folded into results
+    launch.py    from a problem to launches
+
+A row's bits depend on its own sequence, the heads and the head dims alone.
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.common.requirements import refusal_of_device
+from lockstep.kernels.kernel import Kernel, Prepared
+from lockstep.problem import AttentionProblem, Tensors
+
+HEAD_DIMS = (64, 128, 256)
+# The copy engine loads so many rows of a page at least.
+PAGE_ROWS = 16
+# Where a tile lies in one page, and heads are narrow, the Triton path is as fast or faster.
+TILE_PAGES, NARROW = 64, 128
+# Each tile of 64 rows reads all keys: more than a few are better off where tiles are taller.
+MAX_ROWS = 128
+MAX_SOFTCAP = 1024.0
+
+
+def _prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
+    from lockstep.kernels.hopper.decode.launch import prepare
+
+    return prepare(problem, tensors)
+
+
+def supports(problem: AttentionProblem) -> str | None:
+    reason = refusal_of_device(problem)
+    if reason is not None:
+        return reason
+    if problem.layout != "paged":
+        return f"takes pages, got a {problem.layout} problem"
+    if problem.D not in HEAD_DIMS or problem.Dv not in HEAD_DIMS:
+        dims = ", ".join(map(str, HEAD_DIMS))
+        return f"takes head dims {dims}, got D = {problem.D} and Dv = {problem.Dv}"
+    if problem.page_size is None or problem.page_size % PAGE_ROWS:
+        return f"takes pages of multiples of {PAGE_ROWS} keys, got {problem.page_size}"
+    if max(problem.D, problem.Dv) <= NARROW and problem.page_size % TILE_PAGES == 0:
+        return (
+            f"leaves pages of multiples of {TILE_PAGES} keys at head dims up to {NARROW} to "
+            f"triton, got {problem.page_size}"
+        )
+    if problem.bias_shape is not None:
+        return "takes no bias"
+    if 0 in (problem.B, problem.Sq, problem.Skv, problem.n_pages):
+        return "takes at least one sequence, one query and one page"
+    rows = problem.Sq * problem.Hq // problem.Hkv
+    if rows > MAX_ROWS:
+        return f"takes up to {MAX_ROWS} query rows of a KV head, got {rows}"
+    if problem.softcap is not None and problem.softcap > MAX_SOFTCAP:
+        return f"takes a softcap up to {MAX_SOFTCAP}, got {problem.softcap}"
+    return None
+
+
+KERNEL = Kernel(
+    name="hopper_decode",
+    supports=supports,
+    prepare=_prepare,
+    prepare_backward=None,
+    deterministic=True,
+    batch_invariant=True,
+    # Lengths decide what is computed where.
+    constant_time=False,
+    query_invariant=False,
+)

@@ -1,0 +1,343 @@
+"""The consumer: one warpgroup, up to 64 query rows of one KV head against the spans of a run.
+
+Within a span it does what every online softmax does. A finished span is a part (m, l, acc): it is
+folded here if the run has all spans of its rows, and handed out otherwise.
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator, left_operand, zeros
+from lockstep.kernels.hopper.common.gluon_shim import (
+    aggregate,
+    await_warps,
+    fence_async_shared,
+    gl,
+    gluon,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from lockstep.kernels.hopper.common.scores import cap
+from lockstep.kernels.parts import close, fold, fold_sink
+
+# Rows of a tile that are cleaned at once: few enough for registers.
+CLEANED = gl.constexpr(16)
+
+
+@aggregate
+class Rows:
+    """What the consumer takes and returns: tensors, their strides, and how scores are made."""
+
+    q_ptr: gl.tensor
+    out_ptr: gl.tensor  # contiguous [B, Hq, Sq, Dv]
+    lse_ptr: gl.tensor
+    parts_ptr: gl.tensor  # [slots, n_spans, n_rows, Dv]
+    part_stats_ptr: gl.tensor  # [slots, n_spans, n_rows, 2]
+    sinks_ptr: gl.tensor
+    stride_qb: gl.tensor
+    stride_qh: gl.tensor
+    stride_qs: gl.tensor
+    Hkv: gl.tensor
+    group: gl.tensor  # query heads of a KV head
+    n_spans: gl.tensor
+    n_rows: gl.tensor  # of a slot
+    cap_scale: gl.tensor
+    score_scale: gl.tensor
+    unit: gl.tensor
+    natural: gl.tensor
+    SCORES: gl.constexpr  # "raw", "scaled" or "capped"
+    HAS_SINKS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, pointers, numbers, SCORES, HAS_SINKS):
+        self.q_ptr = pointers[0]
+        self.out_ptr = pointers[1]
+        self.lse_ptr = pointers[2]
+        self.parts_ptr = pointers[3]
+        self.part_stats_ptr = pointers[4]
+        self.sinks_ptr = pointers[5]
+        self.stride_qb = numbers[0]
+        self.stride_qh = numbers[1]
+        self.stride_qs = numbers[2]
+        self.Hkv = numbers[3]
+        self.group = numbers[4]
+        self.n_spans = numbers[5]
+        self.n_rows = numbers[6]
+        self.cap_scale = numbers[7]
+        self.score_scale = numbers[8]
+        self.unit = numbers[9]
+        self.natural = numbers[10]
+        self.SCORES = gl.constexpr(SCORES)
+        self.HAS_SINKS = gl.constexpr(HAS_SINKS)
+
+    @gluon.jit
+    def load_queries(self, sizes, run, q_smem):
+        """The query rows of a run, to where the products read them."""
+        D: gl.constexpr = q_smem.shape[1]
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+        row = run.q_tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        d = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, layout)), 0)
+        head = run.head * self.group + row % self.group
+        at = run.b.to(gl.int64) * self.stride_qb + head.to(gl.int64) * self.stride_qh
+        at += (row // self.group).to(gl.int64) * self.stride_qs
+        is_row = gl.expand_dims(row < sizes.Sq * self.group, 1)
+        q = gl.load(self.q_ptr + gl.expand_dims(at, 1) + d, mask=is_row & (d >= 0), other=0.0)
+        # Of the run before, warps that are behind may still read here.
+        await_warps()
+        q_smem.store(q)
+        fence_async_shared()
+        await_warps()
+
+    @gluon.jit
+    def finish_scores(self, s):
+        """Scores from products."""
+        if self.SCORES == "capped":
+            s = cap(s, self.cap_scale, self.score_scale)
+        elif self.SCORES == "scaled":
+            s = s * self.score_scale
+        return s
+
+    @gluon.jit
+    def rows_of(self, sizes, run, layout: gl.constexpr):
+        """Rows [ROWS] of a run: their place in its tile, their number, and whether there is one."""
+        row = gl.arange(0, ROWS, layout)
+        number = run.q_tile * ROWS + row
+        return row, number, number < sizes.Sq * self.group
+
+    @gluon.jit
+    def load_part(self, sizes, run, slot, layout: gl.constexpr):
+        """What `store_part` has stored as the first part of a slot: m, l, acc."""
+        DV: gl.constexpr = layout.instr_shape[1]
+        rows: gl.constexpr = gl.SliceLayout(1, layout)
+        row, _number, is_row = self.rows_of(sizes, run, rows)
+        at = slot.to(gl.int64) * self.n_spans * self.n_rows + row
+        d = gl.expand_dims(gl.arange(0, DV, gl.SliceLayout(0, layout)), 0)
+        mask = gl.expand_dims(is_row, 1) & (d >= 0)
+        acc = gl.load(self.parts_ptr + gl.expand_dims(at * DV, 1) + d, mask=mask, other=0.0)
+        m = gl.load(self.part_stats_ptr + at * 2, mask=is_row, other=0.0)
+        return m, gl.load(self.part_stats_ptr + at * 2 + 1, mask=is_row, other=0.0), acc
+
+    @gluon.jit
+    def store_part(self, sizes, run, slot, span, m, l, acc):
+        """Hand out the part of one span."""
+        DV: gl.constexpr = acc.shape[1]
+        layout: gl.constexpr = m.type.layout
+        row, _number, is_row = self.rows_of(sizes, run, layout)
+        to = (slot.to(gl.int64) * self.n_spans + span) * self.n_rows + row
+        d = gl.expand_dims(gl.arange(0, DV, gl.SliceLayout(0, acc.type.layout)), 0)
+        mask = gl.expand_dims(is_row, 1) & (d >= 0)
+        gl.store(self.parts_ptr + gl.expand_dims(to * DV, 1) + d, acc, mask=mask)
+        gl.store(self.part_stats_ptr + to * 2, m, mask=is_row)
+        gl.store(self.part_stats_ptr + to * 2 + 1, l, mask=is_row)
+
+    @gluon.jit
+    def store_results(self, sizes, run, m, l, acc):
+        """The results of rows whose parts have all been folded."""
+        DV: gl.constexpr = acc.shape[1]
+        layout: gl.constexpr = m.type.layout
+        _row, number, is_row = self.rows_of(sizes, run, layout)
+        head = run.head * self.group + number % self.group
+        if self.HAS_SINKS:
+            sink = gl.load(self.sinks_ptr + head, mask=is_row, other=0.0).to(gl.float32)
+            m, l, acc = fold_sink(m, l, acc, sink, self.natural, self.unit)
+        out, lse = close(m, l, acc, self.natural)
+        at = (run.b * self.Hkv * self.group + head) * sizes.Sq + number // self.group
+        d = gl.expand_dims(gl.arange(0, DV, gl.SliceLayout(0, acc.type.layout)), 0)
+        mask = gl.expand_dims(is_row, 1) & (d >= 0)
+        out = out.to(self.out_ptr.dtype.element_ty)
+        gl.store(self.out_ptr + gl.expand_dims(at.to(gl.int64) * DV, 1) + d, out, mask=mask)
+        gl.store(self.lse_ptr + at, lse, mask=is_row)
+
+
+@gluon.jit
+def row_bounds(rows, sizes, run, layout: gl.constexpr):
+    """The keys that rows [ROWS] of a run see, [begin, end) of each; those that any of them sees,
+    and those that all of them see."""
+    _row, number, _is_row = rows.rows_of(sizes, run, layout)
+    kv_len = gl.maximum(run.kv_len, 0)
+    shift = kv_len - sizes.Sq
+    position = number // rows.group + shift
+    first = run.q_tile * ROWS // rows.group + shift
+    n_rows = gl.minimum(run.q_tile * ROWS + ROWS, sizes.Sq * rows.group)
+    last = (n_rows - 1) // rows.group + shift
+    begin = position * 0
+    end = begin + kv_len
+    any_begin = kv_len * 0
+    any_end = kv_len
+    all_begin = kv_len * 0
+    all_end = kv_len
+    if sizes.HAS_LEFT:
+        begin = position - sizes.left
+        any_begin = first - sizes.left
+        all_begin = last - sizes.left
+    if sizes.HAS_RIGHT:
+        end = gl.minimum(position + sizes.right + 1, kv_len)
+        any_end = gl.minimum(last + sizes.right + 1, kv_len)
+        all_end = gl.minimum(first + sizes.right + 1, kv_len)
+    return (begin, end), (any_begin, any_end), (all_begin, all_end)
+
+
+@gluon.jit
+def is_seen(sizes, first_key, bounds, layout: gl.constexpr):
+    """Which rows see which keys of a tile, [ROWS, BLOCK_KV]; bounds are those of the rows."""
+    begin, end = bounds
+    key = first_key + gl.arange(0, sizes.BLOCK_KV, gl.SliceLayout(0, layout))
+    seen = gl.expand_dims(key, 0) < gl.expand_dims(end, 1)
+    if sizes.HAS_LEFT:
+        seen = seen & (gl.expand_dims(key, 0) >= gl.expand_dims(begin, 1))
+    return seen
+
+
+@gluon.jit
+def clean_values(tile, begin, end):
+    """Makes a tile of values harmless to rows that do not see all of its keys: a hidden key weighs
+    0, and 0 times what is not finite is NaN.
+
+    Rows of the tile that no row sees become 0, and so does what is not finite; returns whether
+    there was any. Some row sees those from `begin` to `end`."""
+    D: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    found = gl.full([CLEANED, D], 0, gl.int32, layout)
+    for part in gl.static_range(tile.shape[0] // CLEANED):
+        some = tile.slice(part * CLEANED, CLEANED)
+        row = part * CLEANED + gl.arange(0, CLEANED, gl.SliceLayout(1, layout))
+        row = gl.expand_dims(row, 1)
+        values = some.load(layout)
+        is_finite = values.to(gl.float32) * 0.0 == 0.0
+        is_there = (row >= begin) & (row < end)
+        found = found | gl.where(is_there & (is_finite == 0), 1, 0)
+        some.store(gl.where(is_there & is_finite, values, gl.zeros_like(values)))
+    fence_async_shared()
+    await_warps()
+    return gl.max(gl.max(found, 1), 0)
+
+
+@gluon.jit
+def add_nonfinite(rows, sizes, cache, run, tile, end, bounds, acc):
+    """Adds to acc the values of the tiles from `tile` to `end` that are not finite, each to the
+    rows that see it. Any positive weight would do: the sum is infinite or NaN either way."""
+    layout: gl.constexpr = acc.type.layout
+    begin_key, end_key = bounds
+    d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+    last = gl.minimum(end * sizes.BLOCK_KV, gl.maximum(run.kv_len, 0))
+    for key in range(tile * sizes.BLOCK_KV, last):
+        page, row = cache.place_of(run.b, key, last)
+        at = page.to(gl.int64) * cache.stride_vp + row.to(gl.int64) * cache.stride_vs
+        at += run.head.to(gl.int64) * cache.stride_vh
+        values = gl.load(cache.v_ptr + at + d, mask=(d >= 0) & (page < cache.n_pages), other=0.0)
+        values = values.to(gl.float32)
+        values = gl.where(values * 0.0 == 0.0, 0.0, values)
+        seen = key < end_key
+        if sizes.HAS_LEFT:
+            seen = seen & (key >= begin_key)
+        seen = gl.convert_layout(seen, gl.SliceLayout(1, layout))
+        acc += gl.where(gl.expand_dims(seen, 1), gl.expand_dims(values, 0), 0.0)
+    return acc
+
+
+@gluon.jit
+def attend_tile(rows, sizes, k, v, q_smem, i, first_key, bounds, m, l, acc, is_nonfinite):
+    """One tile of keys: the new (m, l, acc), and whether values that are not finite were left
+    out."""
+    s_layout: gl.constexpr = accumulator(sizes.BLOCK_KV)
+    of_rows, of_any, of_all = bounds
+    k.ring.wait_full(i)
+    s = warpgroup_mma(
+        q_smem, k.tile(i).permute((1, 0)), zeros(sizes.BLOCK_KV), use_acc=False, is_async=True
+    )
+    s = warpgroup_mma_wait(0, deps=(s,))
+    k.ring.release(i)
+    s = rows.finish_scores(s)
+    is_edge = (first_key < of_all[0]) | (first_key + sizes.BLOCK_KV > of_all[1])
+    if is_edge:
+        seen = is_seen(sizes, first_key, of_rows, s_layout)
+        s = gl.where(seen, s, -float("inf"))
+    m_new = gl.maximum(m, gl.max(s, 1))
+    # exp2(-inf - -inf) would be NaN: measured from 0, a row without keys weighs nothing.
+    origin = gl.where(m_new == -float("inf"), 0.0, m_new)
+    alpha = gl.exp2((m - origin) * rows.unit)
+    p = gl.exp2((s - gl.expand_dims(origin, 1)) * rows.unit)
+    l = gl.fma(l, alpha, gl.sum(p, 1))
+    acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    acc = acc * gl.expand_dims(gl.convert_layout(alpha, acc_rows), 1)
+    left: gl.constexpr = left_operand(v.D)
+    weights = gl.convert_layout(p.to(q_smem.dtype), left)
+    v.ring.wait_full(i)
+    if is_edge:
+        found = clean_values(v.tile(i), of_any[0] - first_key, of_any[1] - first_key)
+        is_nonfinite = is_nonfinite | found
+    acc = warpgroup_mma(weights, v.tile(i), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    v.ring.release(i)
+    return m_new, l, acc, is_nonfinite
+
+
+@gluon.jit
+def consume(rows, sizes, queue, k, v, q_smem, cache):
+    """All runs of this program."""
+    s_layout: gl.constexpr = accumulator(sizes.BLOCK_KV)
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    acc_layout: gl.constexpr = accumulator(v.D)
+    acc_rows: gl.constexpr = gl.SliceLayout(1, acc_layout)
+    # Two sums of wider values have no room there.
+    IN_REGISTERS: gl.constexpr = v.D <= 128
+    runs = 0
+    seen = 0
+    run = queue.read(runs)
+    while run.exists != 0:
+        rows.load_queries(sizes, run, q_smem)
+        bounds = row_bounds(rows, sizes, run, row_layout)
+        empty_m = gl.full([ROWS], -float("inf"), gl.float32, row_layout)
+        # Whatever its rows see, a sequence whose length is wrong is NaN.
+        empty_l = gl.full([ROWS], 0.0, gl.float32, row_layout)
+        empty_l += gl.where(run.kv_len < 0, float("nan"), 0.0)
+        if IN_REGISTERS:
+            folded_m = gl.convert_layout(empty_m, acc_rows)
+            folded_l = gl.convert_layout(empty_l, acc_rows)
+            folded_acc = zeros(v.D)
+        span = run.first_span
+        tile = run.begin
+        has_more = True
+        while has_more:
+            end = gl.minimum((tile // run.span + 1) * run.span, run.end)
+            m = empty_m
+            l = empty_l
+            acc = zeros(v.D)
+            is_nonfinite = tile * 0
+            for t in range(tile, end):
+                m, l, acc, is_nonfinite = attend_tile(
+                    rows, sizes, k, v, q_smem, seen, t * sizes.BLOCK_KV, bounds, m, l, acc,
+                    is_nonfinite,
+                )  # fmt: skip
+                seen += 1
+            if is_nonfinite != 0:
+                acc = add_nonfinite(rows, sizes, cache, run, tile, end, bounds[0], acc)
+            part_m = gl.convert_layout(m, acc_rows)
+            part_l = gl.convert_layout(l, acc_rows)
+            if run.slot >= 0:
+                rows.store_part(sizes, run, run.slot, span, part_m, part_l, acc)
+            elif IN_REGISTERS:
+                folded_m, folded_l, folded_acc = fold(
+                    folded_m, folded_l, folded_acc, part_m, part_l, acc, rows.unit
+                )
+            else:
+                if span > 0:
+                    # What this warpgroup has stored.
+                    await_warps()
+                    folded_m, folded_l, folded_acc = rows.load_part(
+                        sizes, run, -1 - run.slot, acc_layout
+                    )
+                    part_m, part_l, acc = fold(
+                        folded_m, folded_l, folded_acc, part_m, part_l, acc, rows.unit
+                    )
+                if end < run.end:
+                    rows.store_part(sizes, run, -1 - run.slot, 0, part_m, part_l, acc)
+                else:
+                    rows.store_results(sizes, run, part_m, part_l, acc)
+            span += 1
+            tile = end
+            has_more = tile < run.end
+        if IN_REGISTERS:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
+            if run.slot < 0:
+                rows.store_results(sizes, run, folded_m, folded_l, folded_acc)
+        runs += 1
+        run = queue.read(runs)

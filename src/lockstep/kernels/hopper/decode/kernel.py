@@ -1,0 +1,100 @@
+"""The decode kernel: a warp that streams pages of the cache, and a warpgroup that attends to them.
+
+    out = softmax(softcap(scale · q kᵀ)) v        lse = log Σ exp(scores)
+
+Programs are persistent and share all keys of the batch evenly (`schedule.py`). What is under way
+from memory does not stop where one sequence ends and the next begins.
+"""
+
+from __future__ import annotations
+
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from lockstep.kernels.hopper.common.accumulator import ROWS
+from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
+from lockstep.kernels.hopper.decode.consumer import Rows, consume
+from lockstep.kernels.hopper.decode.producer import Cache, Tiles, produce
+from lockstep.kernels.hopper.decode.schedule import RunQueue, Sizes
+from lockstep.kernels.launch import unspecialized
+
+_ANY_ADDRESS = ("sinks_ptr", "kv_lens_ptr", "page_table_ptr")
+
+
+@unspecialized(gluon.jit, any_address=_ANY_ADDRESS)
+def decode_kernel(
+    k_desc,  # boxes [rows of a page, COLUMNS] of k [n_pages, Hkv, page, D]
+    v_desc,
+    v_ptr,  # the values once more, for those that are not finite
+    q_ptr,  # [B, Hq, Sq, D]
+    out_ptr,  # contiguous [B, Hq, Sq, Dv]
+    lse_ptr,  # contiguous [B, Hq, Sq] fp32
+    parts_ptr,  # [slots, n_spans, n_rows, Dv] fp32
+    part_stats_ptr,  # [slots, n_spans, n_rows, 2] fp32
+    slots_ptr,  # [slots, 2]: whose parts there are, -1 if there are none, and how many
+    sinks_ptr,  # [Hq]
+    kv_lens_ptr,  # [B]
+    page_table_ptr,  # [B, ·]
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_vp,
+    stride_vs,
+    stride_vh,
+    stride_tb,
+    B,
+    Hkv,
+    group,
+    heads,
+    q_tiles,
+    Sq,
+    Skv,
+    n_pages,
+    page_size,
+    left,
+    right,
+    wanted,
+    least,
+    n_spans,
+    n_rows,
+    cap_scale,
+    score_scale,
+    unit,
+    natural,
+    D: gl.constexpr,
+    DV: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    SCORES: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    STAGES: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    # `fold.py` may start as soon as there is room, to wait for the parts where it needs them.
+    gdc_launch_dependents()
+    sizes = Sizes(
+        kv_lens_ptr, (B, heads, q_tiles, Sq, Skv, left, right, wanted, least),
+        HAS_LEFT, HAS_RIGHT, BLOCK_KV,
+    )  # fmt: skip
+    queue = RunQueue.create()
+    k = Tiles.create(k_desc, STAGES, BLOCK_KV, D)
+    v = Tiles.create(v_desc, STAGES, BLOCK_KV, DV)
+    q_smem = gl.allocate_shared_memory(k_desc.dtype, [ROWS, D], gl.NVMMASharedLayout(128, 16, 2))
+    rows = Rows(
+        (q_ptr, out_ptr, lse_ptr, parts_ptr, part_stats_ptr, sinks_ptr),
+        (stride_qb, stride_qh, stride_qs, Hkv, group, n_spans, n_rows, cap_scale, score_scale, unit,
+         natural),
+        SCORES, HAS_SINKS,
+    )  # fmt: skip
+    cache = Cache(
+        page_table_ptr, v_ptr, (stride_tb, stride_vp, stride_vs, stride_vh, n_pages, page_size),
+        k_desc.block_shape[2],
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (consume, (rows, sizes, queue, k, v, q_smem, cache)),
+            (produce, (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr)),
+        ],
+        [1],
+        [PRODUCER_REGISTERS],
+    )

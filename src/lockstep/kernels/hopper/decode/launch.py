@@ -1,0 +1,167 @@
+"""From a problem to a launch: everything but the pointers is worked out once and kept."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.hopper.common.copy_engine import ALIGNMENT, copy, fit
+from lockstep.kernels.hopper.common.gluon_shim import TensorDescriptor, gl
+from lockstep.kernels.hopper.common.sizes import processors
+from lockstep.kernels.hopper.decode.fold import fold_slots
+from lockstep.kernels.hopper.decode.kernel import decode_kernel
+from lockstep.kernels.hopper.decode.plan import (
+    COLUMNS,
+    FOLD_COLUMNS,
+    FOLD_ROWS,
+    PRODUCER_REGISTERS,
+    least_span,
+    most_spans,
+    plan_of,
+    q_tiles_of,
+    spans_wanted,
+    tile_rows_of,
+)
+from lockstep.kernels.kernel import Prepared, Result
+from lockstep.kernels.launch import Buffer, Launch, Launches
+from lockstep.problem import AttentionProblem, Tensors
+
+
+def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: int) -> Launches:
+    """What runs one problem with inputs of given strides and alignment."""
+    fitted = tensors._replace(q=fit(tensors.q), k=fit(tensors.k), v=fit(tensors.v))
+    copied = [
+        name for name, x, y in zip(Tensors._fields, tensors, fitted, strict=True) if x is not y
+    ]
+    heads = problem.Hkv * q_tiles_of(problem)
+    n_programs = n_processors * plan_of(problem).programs
+    n_slots = min(n_programs, problem.B * heads)
+    n_rows, n_spans = tile_rows_of(problem), most_spans(problem)
+    # A pointer that is not used may be any.
+    names = {} if problem.has_sinks else {"sinks": "lse"}
+    shared = _numbers(problem, fitted) | _constants(problem)
+    decode = Launch(
+        decode_kernel,
+        (n_programs,),
+        {name: shared[name] for name in _taken_by(decode_kernel)},
+        maps={
+            "k": partial(_describe, problem.page_size, plan_of(problem).block_kv, "nan"),
+            "v": partial(_describe, problem.page_size, plan_of(problem).block_kv, "zero"),
+        },
+        names=names,
+        num_warps=4,
+        maxnreg=plan_of(problem).registers,
+    )
+    fold = Launch(
+        fold_slots,
+        (n_slots, -(-n_rows // FOLD_ROWS), problem.Dv // FOLD_COLUMNS),
+        {name: shared[name] for name in _taken_by(fold_slots)},
+        names=names,
+        num_warps=FOLD_ROWS,
+        launch_pdl=True,
+    )
+    return Launches(
+        tensors.q.device,
+        Tensors._fields,
+        {
+            "out": Buffer(problem.out_shape, problem.dtype),
+            "lse": Buffer(problem.lse_shape, torch.float32),
+        },
+        {
+            "parts": Buffer((n_slots, n_spans, n_rows, problem.Dv), torch.float32),
+            "part_stats": Buffer((n_slots, n_spans, n_rows, 2), torch.float32),
+            "slots": Buffer((n_slots, 2), torch.int32),
+        },
+        [decode, fold],
+        fit=partial(_with_copies, copied) if copied else None,
+        finish=_without_statistics,
+    )
+
+
+def _taken_by(kernel: Any) -> list[str]:
+    return [name for name in kernel.arg_names if not name.endswith(("_ptr", "_desc"))]
+
+
+def _with_copies(names: list[str], tensors: Tensors) -> Tensors:
+    return tensors._replace(**{name: copy(getattr(tensors, name)) for name in names})
+
+
+def _without_statistics(tensors: Tensors, results: list[Tensor], workspace: Any) -> Result:
+    out, lse = results
+    return out, lse, None
+
+
+def _describe(page_size: int, block_kv: int, padding: str, x: Tensor) -> TensorDescriptor:
+    """A tensor map of pages x [n_pages, page, Hkv, D] as [n_pages, Hkv, page, D]."""
+    n_pages, page, H, D = x.shape
+    # The stride of a dim of size 1 means nothing and may be anything.
+    by_page, by_row, by_head = (
+        stride if size > 1 else ALIGNMENT
+        for size, stride in zip(x.shape[:3], x.stride(), strict=False)
+    )
+    block = [1, 1, math.gcd(page_size, block_kv), COLUMNS]
+    layout = gl.NVMMASharedLayout(128, 16, 4)
+    shape, strides = [n_pages, H, page, D], [by_page, by_head, by_row, 1]
+    return TensorDescriptor(x, shape, strides, block, layout, padding)
+
+
+def _numbers(problem: AttentionProblem, fitted: Tensors) -> dict[str, float]:
+    assert fitted.page_table is not None
+    left, right = problem.window
+    cap = problem.softcap
+    by_batch, by_head, by_row, _ = fitted.q.stride()
+    return {
+        "stride_qb": by_batch,
+        "stride_qh": by_head,
+        "stride_qs": by_row,
+        "stride_vp": fitted.v.stride(0),
+        "stride_vs": fitted.v.stride(1),
+        "stride_vh": fitted.v.stride(2),
+        "stride_tb": fitted.page_table.stride(0),
+        "B": problem.B,
+        "Hkv": problem.Hkv,
+        "group": problem.Hq // problem.Hkv,
+        "heads": problem.Hkv * q_tiles_of(problem),
+        "q_tiles": q_tiles_of(problem),
+        "Sq": problem.Sq,
+        "Skv": problem.Skv,
+        "n_pages": problem.n_pages or 0,
+        "page_size": problem.page_size or 0,
+        "left": left or 0,
+        "right": right or 0,
+        "wanted": spans_wanted(problem),
+        "least": least_span(problem),
+        "n_spans": most_spans(problem),
+        "n_rows": tile_rows_of(problem),
+        "cap_scale": 0.0 if cap is None else problem.scale / cap,
+        "score_scale": problem.scale if cap is None else cap,
+        "unit": problem.score_unit,
+        "natural": problem.scale if problem.has_raw_scores else 1.0,
+    }
+
+
+def _constants(problem: AttentionProblem) -> dict[str, Any]:
+    plan = plan_of(problem)
+    scores = "raw" if problem.has_raw_scores else "scaled"
+    return {
+        "D": problem.D,
+        "DV": problem.Dv,
+        "HAS_LEFT": problem.window[0] is not None,
+        "HAS_RIGHT": problem.window[1] is not None,
+        "HAS_SINKS": problem.has_sinks,
+        "SCORES": "capped" if problem.softcap is not None else scores,
+        "BLOCK_KV": plan.block_kv,
+        "STAGES": plan.stages,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        "COLUMNS": FOLD_COLUMNS,
+        "ROWS": FOLD_ROWS,
+    }
+
+
+def prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
+    """`Kernel.prepare`, of a problem that `supports` lets through."""
+    return decode_launches(problem, tensors, processors(tensors.q.device))

@@ -1,0 +1,82 @@
+"""Sizes of the decode kernels: tiles and rings by head dim, and how long a span of keys is.
+
+BLOCK_KV and the span rule are part of a row's bits: they follow the head dims, the heads and the
+lengths of the sequence itself. The other sizes change no bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.kernels.hopper.common.sizes import ROWS
+from lockstep.problem import AttentionProblem
+
+# Programs that the spans of one sequence make, if it is long enough; and the keys of a span.
+WANTED = 264
+LEAST_SPAN, MOST_SPAN = 256, 1024
+# A sequence of up to so many keys is one span.
+SHORT = 512
+# Columns of a tile that the copy engine writes at once: 128 bytes.
+COLUMNS = 64
+# A run of spans costs as much as this many tiles of keys more than its tiles.
+SPAN_COST = 1
+# A span has so many keys for each query row at least: parts stay few beside keys and values.
+KEYS_PER_ROW = 16
+# Columns and rows that a program of the second kernel folds, each row by one warp.
+FOLD_COLUMNS, FOLD_ROWS = 64, 4
+# Registers of a thread of the warp that loads; the warpgroup that attends has what is left.
+PRODUCER_REGISTERS = 48
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tile sizes and pipeline of one build."""
+
+    block_kv: int
+    stages: int
+    programs: int  # of one SM
+    registers: int  # of a thread at launch
+
+
+PLANS = {
+    64: Plan(block_kv=128, stages=3, programs=2, registers=128),
+    128: Plan(block_kv=64, stages=3, programs=2, registers=128),
+    256: Plan(block_kv=64, stages=3, programs=1, registers=168),
+}
+
+
+def plan_of(problem: AttentionProblem) -> Plan:
+    return PLANS[max(problem.D, problem.Dv)]
+
+
+def rows_of(problem: AttentionProblem) -> int:
+    """Query rows of one KV head: the query heads that share it are packed into rows."""
+    return problem.Sq * (problem.Hq // problem.Hkv)
+
+
+def tile_rows_of(problem: AttentionProblem) -> int:
+    """Rows of the tallest tile."""
+    return min(ROWS, rows_of(problem))
+
+
+def q_tiles_of(problem: AttentionProblem) -> int:
+    """Tiles of query rows of one KV head."""
+    return -(-rows_of(problem) // ROWS)
+
+
+def spans_wanted(problem: AttentionProblem) -> int:
+    """Into how many spans the keys of a head are cut, if they are many enough."""
+    return max(1, WANTED // (problem.Hkv * q_tiles_of(problem)))
+
+
+def least_span(problem: AttentionProblem) -> int:
+    """The least keys of a span; a multiple of every tile."""
+    keys = -(-KEYS_PER_ROW * tile_rows_of(problem) // LEAST_SPAN) * LEAST_SPAN
+    return min(max(LEAST_SPAN, keys), MOST_SPAN)
+
+
+def most_spans(problem: AttentionProblem) -> int:
+    """The most spans that a row of the problem can see."""
+    wanted = max(spans_wanted(problem), -(-problem.Skv // MOST_SPAN))
+    # One more where a window begins in the middle of a span.
+    return min(wanted, -(-problem.Skv // least_span(problem))) + 1

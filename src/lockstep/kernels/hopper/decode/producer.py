@@ -1,0 +1,180 @@
+"""The producer: one warp that says which run is next, and streams its keys and values.
+
+A tile of BLOCK_KV keys may lie in several pages. The copy engine writes COLUMNS columns of the rows
+of one page at a time, to where they belong in the tile. A page that does not exist lies outside of
+the tensor map: its keys are NaN then, its values 0.
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.common.gluon_shim import (
+    aggregate,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    tma_load,
+)
+from lockstep.kernels.hopper.common.ring import Ring
+from lockstep.kernels.hopper.decode import plan
+from lockstep.kernels.hopper.decode.schedule import SPAN_COST, first_span_from
+
+COLUMNS = gl.constexpr(plan.COLUMNS)
+
+
+@aggregate
+class Tiles:
+    """A ring of tiles [BLOCK_KV, D], each of which comes in boxes of a tensor map."""
+
+    boxes_smem: gl.shared_memory_descriptor  # [STAGES · boxes of a tile, 1, 1, rows, COLUMNS]
+    ring: Ring
+    BLOCK_KV: gl.constexpr
+    D: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, boxes_smem, ring, BLOCK_KV, D):
+        self.boxes_smem = boxes_smem
+        self.ring = ring
+        self.BLOCK_KV = gl.constexpr(BLOCK_KV)
+        self.D = gl.constexpr(D)
+
+    @gluon.jit
+    def create(desc, STAGES: gl.constexpr, BLOCK_KV: gl.constexpr, D: gl.constexpr):
+        boxes: gl.constexpr = STAGES * (BLOCK_KV // desc.block_shape[2]) * (D // COLUMNS)
+        shape: gl.constexpr = [boxes] + desc.block_shape  # noqa: RUF005, Gluon does not unpack
+        smem = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+        return Tiles(smem, Ring.create(STAGES, 1), BLOCK_KV, D)
+
+    @gluon.jit
+    def send(self, i, desc, places, head):
+        """Producer: load the i-th tile; `places` are those of its parts."""
+        ROWS: gl.constexpr = desc.block_shape[2]
+        PARTS: gl.constexpr = self.BLOCK_KV // ROWS
+        self.ring.wait_empty(i)
+        full = self.ring.full(i)
+        first = self.ring.slot(i) * (PARTS * (self.D // COLUMNS))
+        mbarrier.expect(full, self.BLOCK_KV * self.D * 2)
+        for part in gl.static_range(PARTS):
+            for column in gl.static_range(self.D // COLUMNS):
+                box = self.boxes_smem.index(first + column * PARTS + part)
+                at = [places[part][0], head, places[part][1], column * COLUMNS]
+                tma_load(desc, at, full, box)
+
+    @gluon.jit
+    def tile(self, i):
+        """Where the i-th tile is, [BLOCK_KV, D]."""
+        layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+        shape: gl.constexpr = [self.ring.STAGES, self.BLOCK_KV, self.D]
+        whole = reinterpret(self.boxes_smem, self.boxes_smem.dtype, shape, layout)
+        return whole.index(self.ring.slot(i))
+
+
+@aggregate
+class Cache:
+    """Where the pages of a sequence are."""
+
+    table_ptr: gl.tensor  # [B, ·]
+    v_ptr: gl.tensor  # [n_pages, page, Hkv, Dv]
+    stride_tb: gl.tensor
+    stride_vp: gl.tensor
+    stride_vs: gl.tensor
+    stride_vh: gl.tensor
+    n_pages: gl.tensor
+    page_size: gl.tensor
+    ROWS: gl.constexpr  # of a page that the copy engine loads at once
+
+    @gluon.constexpr_function
+    def __init__(self, table_ptr, v_ptr, numbers, ROWS):
+        self.table_ptr = table_ptr
+        self.v_ptr = v_ptr
+        self.stride_tb = numbers[0]
+        self.stride_vp = numbers[1]
+        self.stride_vs = numbers[2]
+        self.stride_vh = numbers[3]
+        self.n_pages = numbers[4]
+        self.page_size = numbers[5]
+        self.ROWS = gl.constexpr(ROWS)
+
+    @gluon.jit
+    def place_of(self, b, key, end):
+        """The page of a key of sequence b and its row there; the page is `n_pages` if there is none
+        of that number, and for keys from `end` on."""
+        at = self.table_ptr + b.to(gl.int64) * self.stride_tb + key // self.page_size
+        page = gl.load(at, mask=key < end, other=-1)
+        is_there = (page >= 0) & (page < self.n_pages)
+        return gl.where(is_there, page, self.n_pages).to(gl.int32), key % self.page_size
+
+    @gluon.jit
+    def places_of(self, b, tile, end, BLOCK_KV: gl.constexpr):
+        """The places of the parts of a tile."""
+        places = ()
+        for part in gl.static_range(BLOCK_KV // self.ROWS):
+            key = tile * BLOCK_KV + part * self.ROWS
+            places = places + (self.place_of(b, key, end),)  # noqa: RUF005
+        return places
+
+
+@gluon.jit
+def produce(sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr):
+    """All runs of this program. Notes for `fold.py` which head has its parts in which slot."""
+    BLOCK_KV: gl.constexpr = sizes.BLOCK_KV
+    total, stretch_begin, stretch_end, b, begin = sizes.stretch()
+    # Slots are those of programs, or of heads where these are fewer. A program has at most one head
+    # that begins in its stretch and does not end there.
+    by_pair = sizes.B * sizes.heads <= gl.num_programs(0)
+    sent = b * 0
+    runs = b * 0
+    cut = b * 0 - 1  # the tile of query rows whose parts are in this program's slot
+    cut_spans = b * 0
+    while (begin < stretch_end) & (b < sizes.B):
+        length = gl.load(sizes.kv_lens_ptr + b)
+        is_good = (length >= 0) & (length <= sizes.Skv)
+        kv_len = gl.where(is_good, length, 0).to(gl.int32)
+        tile_begin, tile_end, span, n_spans = sizes.tiles_of(kv_len)
+        work = tile_end - tile_begin + n_spans * SPAN_COST
+        head = gl.maximum(stretch_begin - begin, 0) // work
+        at = begin + head * work
+        while (at < stretch_end) & (head < sizes.heads):
+            first = first_span_from(stretch_begin - at, tile_begin, span)
+            last = gl.minimum(first_span_from(stretch_end - at, tile_begin, span), n_spans)
+            if first < last:
+                is_whole = last - first == n_spans
+                pair = b * sizes.heads + head
+                # The program in whose stretch the head begins.
+                owner = ((at.to(gl.int64) + 1) * gl.num_programs(0) - 1) // total
+                slot = gl.where(by_pair, pair, owner.to(gl.int32))
+                is_cut_here = (first == 0) & (is_whole == 0)
+                cut = gl.where(is_cut_here, pair, cut)
+                cut_spans = gl.where(is_cut_here, n_spans, cut_spans)
+                if by_pair & (first == 0):
+                    gl.store(slots_ptr + 2 * pair, gl.where(is_whole, -1, pair))
+                    gl.store(slots_ptr + 2 * pair + 1, n_spans)
+                grid = tile_begin // span + first  # spans from the first key on
+                run_begin = gl.maximum(grid * span, tile_begin)
+                run_end = gl.minimum((grid + last - first) * span, tile_end)
+                queue.post(
+                    runs,
+                    (
+                        1, b, head // sizes.q_tiles, head % sizes.q_tiles, run_begin, run_end, span,
+                        first, gl.where(is_good, kv_len, -1),
+                        gl.where(is_whole, -1 - slot, slot),
+                    ),
+                )  # fmt: skip
+                runs += 1
+                kv_head = head // sizes.q_tiles
+                places = cache.places_of(b, run_begin, kv_len, BLOCK_KV)
+                for tile in range(run_begin, run_end):
+                    end = gl.where(tile + 1 < run_end, kv_len, 0)
+                    next_places = cache.places_of(b, tile + 1, end, BLOCK_KV)
+                    k.send(sent, k_desc, places, kv_head)
+                    v.send(sent, v_desc, places, kv_head)
+                    sent += 1
+                    places = next_places
+            at += work
+            head += 1
+        begin += work * sizes.heads
+        b += 1
+    queue.post(runs, (0,))
+    if by_pair == 0:
+        gl.store(slots_ptr + 2 * gl.program_id(0), cut)
+        gl.store(slots_ptr + 2 * gl.program_id(0) + 1, cut_spans)

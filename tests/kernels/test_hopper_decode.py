@@ -1,0 +1,212 @@
+"""Decode on Hopper without a GPU: which program has which spans, machine code, refusals."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+from crew import as_plain, make_plain
+from hopper_build import compile_for_hopper, count
+from launch_arguments import bind
+
+from lockstep.kernels.hopper import decode
+from lockstep.kernels.hopper.common import requirements, sizes
+from lockstep.kernels.hopper.decode import launch, plan, producer, schedule
+from lockstep.kernels.hopper.decode.kernel import decode_kernel
+from lockstep.problem import AttentionProblem, Options, Tensors, describe
+
+PROCESSORS = 132
+
+
+def tensors_of(B=2, Hq=8, Hkv=2, Sq=1, D=128, page=16, n=4096, dtype=torch.bfloat16) -> Tensors:
+    pages = torch.randn(3, page, Hkv, D, dtype=dtype)
+    lens, table = (
+        torch.full((B,), n, dtype=torch.int32),
+        torch.zeros(B, n // page, dtype=torch.int32),
+    )
+    q = torch.randn(B, Hq, Sq, D, dtype=dtype)
+    return Tensors(q, pages, pages.clone(), kv_lens=lens, page_table=table)
+
+
+def problem_of(**given) -> AttentionProblem:
+    return describe(tensors_of(**given), Options(causal=True))
+
+
+class Pointer:
+    """To numbers of a tensor."""
+
+    def __init__(self, tensor, at=0):
+        self.tensor, self.at = tensor, at
+
+    def __add__(self, offset):
+        return Pointer(self.tensor, self.at + offset)
+
+
+def load(pointer, mask=None, other=0):
+    at = torch.as_tensor(pointer.at)
+    inside = torch.ones_like(at, dtype=torch.bool) if mask is None else mask
+    return torch.where(inside, pointer.tensor[torch.where(inside, at, 0)], other)
+
+
+def store(pointer, value):
+    pointer.tensor[pointer.at] = value
+
+
+def ceil_div(a, b):
+    return -(-a // b)
+
+
+def integer(n):
+    return torch.tensor(n, dtype=torch.int64)
+
+
+def plain_gluon(program, n_programs):
+    """Gluon's functions on tensors of torch."""
+    return SimpleNamespace(
+        where=torch.where,
+        maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
+        minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
+        cdiv=lambda a, b: (a + b - 1) // b,
+        sum=lambda x, axis: x.sum(axis),
+        arange=lambda a, b, layout: torch.arange(a, b),
+        associative_scan=lambda x, axis, add: x.cumsum(axis),
+        BlockedLayout=lambda *layout: None,
+        num_warps=lambda: 1,
+        program_id=lambda axis: integer(program),
+        num_programs=lambda axis: n_programs,
+        load=load,
+        store=store,
+        constexpr=lambda x: x,
+        int32=torch.int32,
+        int64=torch.int64,
+    )
+
+
+def runs_of(monkeypatch, lens, heads, n_programs, left=None, Skv=1 << 16):
+    """The messages of all programs, and what they note about slots."""
+    lens = torch.tensor(lens)
+    slots = torch.full((n_programs, 2), -9)
+    found = []
+    constants = {
+        name: getattr(schedule, name).value for name in ("MOST_SPAN", "SHORT", "SPAN_COST", "CHUNK")
+    }
+    Sizes = as_plain(schedule.Sizes)
+    for program in range(n_programs):
+        plain = {"gl": plain_gluon(program, n_programs), **constants}
+        make_plain(monkeypatch, (schedule, producer), plain)
+        wanted = max(1, plan.WANTED // heads)
+        numbers = (len(lens), heads, 1, 1, Skv, left or 0, 0, wanted, plan.LEAST_SPAN)
+        made = Sizes(Pointer(lens), tuple(map(integer, numbers)), left is not None, True, 64)
+        sent: list = []
+        runs: list = []
+        ring = SimpleNamespace(send=lambda i, desc, places, head, sent=sent: sent.append(int(i)))
+        ignored = SimpleNamespace(send=lambda *given: None)
+        cache = SimpleNamespace(places_of=lambda *given: None)
+        queue = SimpleNamespace(post=lambda n, x, runs=runs: runs.append([int(y) for y in x]))
+        producer.produce(made, queue, ring, ignored, None, None, cache, Pointer(slots.view(-1)))
+        assert runs.pop() == [0]
+        assert sent == list(range(sum(run[5] - run[4] for run in runs)))
+        found.append(runs)
+    return found, slots
+
+
+@pytest.mark.parametrize(
+    ("lens", "heads", "left"),
+    [
+        ([4096] * 3, 2, None),
+        ([100_0, 0, 40_000, 7, 512, 513, 65_536, -1, 300], 2, None),
+        ([9000, 20, 30_000], 1, 3000),
+        ([50] * 40, 1, None),
+    ],
+)
+def test_every_span_has_one_program(monkeypatch, lens, heads, left):
+    n_programs = 7
+    found, slots = runs_of(monkeypatch, lens, heads, n_programs, left)
+    tiles, spans, slot_of = defaultdict(list), defaultdict(list), defaultdict(set)
+    for runs in found:
+        for _, b, head, q_tile, begin, end, span, first, kv_len, slot in runs:
+            assert q_tile == 0
+            assert kv_len == lens[b]
+            tiles[b, head] += range(begin, end)
+            n_spans = max(1, -(-end // span) - begin // span)
+            spans[b, head] += range(first, first + n_spans)
+            slot_of[b, head].add(slot)
+    assert tiles.keys() == {(b, head) for b in range(len(lens)) for head in range(heads)}
+    for (b, _head), seen in tiles.items():
+        n = max(lens[b], 0)
+        assert seen == list(range(0 if left is None else max(n - 1 - left, 0) // 64, -(-n // 64)))
+    whole: set = set()
+    for pair, numbers in spans.items():
+        assert numbers == list(range(len(numbers)))
+        # All runs of a pair agree where its parts are, and no other pair has them there.
+        (slot,) = slot_of[pair]
+        if slot < 0:
+            whole.add(-1 - slot)
+        else:
+            assert slots[slot].tolist() == [pair[0] * heads + pair[1], len(numbers)]
+    cut = {slot for (slot,) in slot_of.values() if slot >= 0}
+    n_slots = min(n_programs, len(lens) * heads)
+    assert {i for i in range(n_slots) if slots[i, 0] >= 0} == cut
+    assert {i for i in range(n_slots) if slots[i, 0] == -1} == set(range(n_slots)) - cut
+    assert whole <= set(range(n_slots))
+    work = [
+        sum(run[5] - run[4] + ceil_div(run[5], run[6]) - run[4] // run[6] for run in runs)
+        for runs in found
+    ]
+    # Evenly, but for one span at either end.
+    assert max(work) - min(work) <= 2 * (plan.MOST_SPAN // 64 + plan.SPAN_COST)
+
+
+def test_no_row_has_more_parts_than_there_is_room_for():
+    for Hkv in (1, 2, 8, 64):
+        for n in (16, 512, 4096, 1 << 16, 1 << 20):
+            problem = problem_of(Hq=Hkv, Hkv=Hkv, n=n, D=64)
+            wanted, most = plan.spans_wanted(problem), plan.most_spans(problem)
+            for length in {n, n // 2, 3 * n // 4, min(n, 257 * wanted)}:
+                span = ceil_div(ceil_div(length, wanted), 64) * 64
+                span = min(max(span, plan.least_span(problem)), plan.MOST_SPAN)
+                assert ceil_div(length, span) <= most
+
+
+@pytest.mark.parametrize(("D", "page"), [(128, 16), (256, 64)])
+def test_machine_code(D, page):
+    tensors = tensors_of(D=D, page=page)
+    problem = describe(tensors, Options(causal=True))
+    bound = bind(launch.decode_launches(problem, tensors, PROCESSORS), tensors)["decode_kernel"]
+    built = compile_for_hopper(decode_kernel, bound.arguments, **bound.launch.options)
+    shape = plan.PLANS[D]
+    found = count([text for _, text in built.instructions])
+    assert "serialized" not in built.report
+    # Scores, and the product with the values.
+    assert found["HGMMA"] == D // 16 + shape.block_kv // 16
+    # Each box of a tile of keys and of one of values.
+    assert found["UTMALDG"] == 2 * (D // plan.COLUMNS) * (shape.block_kv // page)
+    # What a program of an SM takes, with 1 KB that the system takes of each.
+    assert shape.programs * (built.kernel.metadata.shared + 1024) <= sizes.SHARED_BYTES + 1024
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"D": 96}, "takes head dims 64, 128, 256, got D = 96 and Dv = 96"),
+        ({"page": 8}, "takes pages of multiples of 16 keys, got 8"),
+        (
+            {"page": 128},
+            "leaves pages of multiples of 64 keys at head dims up to 128 to triton, got 128",
+        ),
+        ({"Sq": 40}, "takes up to 128 query rows of a KV head, got 160"),
+        ({}, None),
+    ],
+)
+def test_what_it_refuses(monkeypatch, given, reason):
+    monkeypatch.setattr(decode, "refusal_of_device", lambda problem: None)
+    assert decode.supports(problem_of(**given)) == reason
+
+
+def test_it_needs_a_hopper_gpu():
+    assert "runs on CUDA devices" in requirements.refusal_of_device(problem_of())

@@ -1,0 +1,88 @@
+"""Decode on Hopper, on a GPU: the error rule, bits, garbage, wrong pages and lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from problems import Case, Result, assert_allowed, assert_same_bits, draw, paginate, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a GPU of compute capability 9.0",
+    ),
+]
+
+BF16, F16 = torch.bfloat16, torch.float16
+NAN, INF = float("nan"), float("inf")
+
+
+def attend(case: Case, kernel: str = "hopper_decode") -> Result:
+    tensors = {name: tensor.cuda() for name, tensor in case.tensors.items()}
+    result = run(Case(tensors, case.options), kernel=kernel)
+    return Result(result.out.cpu(), result.lse.cpu())
+
+
+def paged(Sq=1, Skv=1000, page=16, kv_lens=None, garbage=NAN, options=(), **sizes) -> Case:
+    sizes = {"B": 3, "Hq": 8, "Hkv": 2, "D": 128, "dtype": BF16} | sizes
+    if kv_lens is not None:
+        sizes["kv_lens"] = torch.tensor(kv_lens)
+    case = draw(Sq, Skv, causal=True, **sizes, **dict(options))
+    return paginate(case, page, garbage=garbage)
+
+
+CASES = {
+    "several spans": {"Skv": 5000, "kv_lens": [5000, 1, 3001]},
+    "pages of 256": {"D": 256, "Skv": 2000, "page": 256, "kv_lens": [2000, 17, 1023]},
+    "pages of 48": {"Skv": 600, "page": 48, "kv_lens": [600, 0, 111]},
+    "D 64": {"D": 64, "Skv": 3000, "kv_lens": [3000, 2, 63], "dtype": F16},
+    "D 256": {"D": 256, "Skv": 1500, "kv_lens": [1500, 900, 1]},
+    "several queries": {"Sq": 5, "Skv": 1200, "kv_lens": [1200, 3, 777]},
+    "two tiles of rows": {"Sq": 20, "Skv": 1200, "kv_lens": [1200, 3, 777]},
+    "window": {"Sq": 3, "Skv": 2500, "kv_lens": [2500, 3, 777], "options": {"window": (600, 0)}},
+    "softcap": {"Skv": 700, "kv_lens": [700, 3, 77], "options": {"softcap": 20.0}},
+    "a negative scale": {"Skv": 700, "kv_lens": [700, 3, 77], "options": {"scale": -0.1}},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_error_rule(name):
+    case = paged(**CASES[name])
+    assert_allowed(case, attend(case).items(), kernel="hopper_decode")
+
+
+@pytest.mark.parametrize("D", [128, 256])
+def test_a_sequence_has_its_bits_alone_and_among_others(D):
+    """Folded by one program in a large batch, and by the second kernel alone."""
+    lens = [3000, 1, 40, 700, 16, 2048, 511, 513, 90] * 16
+    case = paged(B=len(lens), Skv=3000, kv_lens=lens, D=D)
+    together = attend(case)
+    for b in (0, 3, 5, 7, len(lens) - 1):
+        one = {name: case.tensors[name][b : b + 1] for name in ("q", "kv_lens", "page_table")}
+        alone = attend(Case({**case.tensors, **one}, case.options))
+        assert_same_bits(alone, Result(together.out[b : b + 1], together.lse[b : b + 1]))
+
+
+@pytest.mark.parametrize("window", [None, (150, 0)])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_values_that_are_not_finite_stay_with_the_rows_that_see_them(D, window):
+    case = paged(Sq=5, Skv=700, page=32, D=D, options={"window": window})
+    v, table = case.tensors["v"], case.tensors["page_table"]
+    for key, d, value in ((698, 3, NAN), (697, 5, INF), (697, 7, -INF), (548, 7, INF), (3, 9, INF)):
+        v[table[:, key // 32].long(), key % 32, :, d] = value
+    out, expected = attend(case).out, attend(case, "triton").out
+    assert expected.isnan().any()
+    for is_kind in (torch.isnan, torch.isposinf, torch.isneginf):
+        assert torch.equal(is_kind(out), is_kind(expected))
+
+
+def test_wrong_pages_and_lengths_are_nan_and_touch_no_other_sequence():
+    case = paged(B=4, Skv=700, kv_lens=[700, 700, 700, 300])
+    right = attend(case)
+    table, lens = case.tensors["page_table"].clone(), case.tensors["kv_lens"].clone()
+    table[0, 11], table[1, 3], lens[2] = -5, case.tensors["k"].shape[0], 1 << 20
+    wrong = attend(Case({**case.tensors, "page_table": table, "kv_lens": lens}, case.options))
+    assert wrong.out[:3].isnan().all()
+    assert wrong.lse[:3].isnan().all()
+    assert_same_bits(Result(wrong.out[3:], wrong.lse[3:]), Result(right.out[3:], right.lse[3:]))
