@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 SLOW = {
     "test_bad_metadata_interpreter.py",
     "test_cpu_constant_time.py",
+    "test_constant_time_builds.py",
     "test_cpu_hypothesis.py",
     "test_cpu_large_scores.py",
     "test_cpu_memory.py",

@@ -89,7 +89,7 @@ def disassemble(compiled: Compiled) -> Sass:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.cubin)
         file.flush()
-        command = [_nvdisasm(), "--print-line-info-inline", "--print-code", file.name]
+        command = [nvdisasm_path(), "--print-line-info-inline", "--print-code", file.name]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SimtError(f"nvdisasm failed:\n{done.stderr}")
@@ -122,7 +122,7 @@ def _parse(text: str, compiled: Compiled) -> list[Instruction]:
 
 
 @lru_cache(maxsize=1)
-def _nvdisasm() -> str:
+def nvdisasm_path() -> str:
     """The disassembler: on the path, in a toolkit or pip package, or in Triton's wheel."""
     found = shutil.which("nvdisasm")
     if found:

@@ -121,6 +121,13 @@ def _device_supports(problem: AttentionProblem) -> str | None:
     return None
 
 
+def supports_backward(problem: AttentionProblem) -> str | None:
+    """Why gradients are refused of a problem that the forward takes."""
+    if problem.secret_lengths:
+        return "has no gradients with secret_lengths"
+    return None
+
+
 KERNEL = Kernel(
     name="triton",
     supports=supports,
@@ -128,7 +135,8 @@ KERNEL = Kernel(
     prepare_backward=_prepare_backward,
     deterministic=True,
     batch_invariant=True,
-    constant_time=False,
+    constant_time=True,
     query_invariant=True,
+    supports_backward=supports_backward,
     merge=Merge(_supports_merge, _merge),
 )

@@ -7,6 +7,10 @@ and walks the tiles of BLOCK_KV keys in ascending order: first those that only s
 left edge of a window, then those that all rows see, which need no mask, then those at the diagonal
 and at the end of the sequence. Tiles that no row sees are skipped.
 
+In CONSTANT_TIME no step and no address depends on data: values that are not finite are handled by
+selects, in every tile that a mask cuts. A row that sees one there is NaN in all columns. With
+SECRET_LENGTHS nothing depends on the values of kv_lens either: all Skv keys are walked and masked.
+
 With `parts_ptr` a program walks only its own run of spans, and hands out each span as a part
 instead of folding it: `split_kv` does that.
 """
@@ -19,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.parts import close, fold, fold_sink
+from lockstep.kernels.sequences import nan_where
 from lockstep.kernels.triton.nonfinite import add_nonfinite
 from lockstep.kernels.triton.spans import (
     attend_tiles,
@@ -103,6 +108,8 @@ def attend(
     FOLDS: tl.constexpr,
     LEAST_SPAN: tl.constexpr,
     EARLY: tl.constexpr,
+    CONSTANT_TIME: tl.constexpr,
+    SECRET_LENGTHS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -121,6 +128,10 @@ def attend(
         tl.program_id(0), n_slots, B, Hkv, Sq, Skv, kv_lens_ptr, kv_starts_ptr, cu_seqlens_q_ptr,
         cu_seqlens_k_ptr, GROUP, BLOCK_Q,
     )  # fmt: skip
+    # How many keys are walked, whether or not a row sees them.
+    walked = kv_len
+    if SECRET_LENGTHS:
+        walked = Skv
     row = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
     n_rows = q_len * GROUP
     if tile < 0 or tile * BLOCK_Q >= n_rows:
@@ -144,7 +155,7 @@ def attend(
     if TMA:
         # Made before a length is looked at: that takes its time as well.
         # Pages follow one another without a gap: one long column of rows.
-        n_keys = kv_len if PAGE_SIZE == 0 else 1 << 30
+        n_keys = walked if PAGE_SIZE == 0 else 1 << 30
         k_desc = tl.make_tensor_descriptor(
             k_ptr, [n_keys, D], [stride_ks * ALIGN, 1], [BLOCK_KV, BLOCK_D]
         )
@@ -154,7 +165,8 @@ def attend(
 
     out_row = b64 * stride_rb + q_head.to(tl.int64) * stride_rh + (q_start + q_idx) * stride_rs
     out_rows = out_ptr + out_row * DV
-    if not is_good:
+    is_here = True if SECRET_LENGTHS else is_good
+    if not is_here:
         # It has no parts: `split_kv` checks its numbers, too.
         if parts_ptr is None:
             nan = tl.full([BLOCK_Q, BLOCK_DV], float("nan"), out_ptr.dtype.element_ty)
@@ -174,7 +186,9 @@ def attend(
     all_lo, all_hi = seen_by_all(
         first_position, last_position, kv_len, left, right, HAS_LEFT, HAS_RIGHT
     )
-    span = span_of(q_len, kv_len, Hkv, left, right, wanted, GROUP, HAS_LEFT, HAS_RIGHT, LEAST_SPAN)
+    if SECRET_LENGTHS:
+        lo, hi, all_lo, all_hi = 0, walked, 0, 0
+    span = span_of(q_len, walked, Hkv, left, right, wanted, GROUP, HAS_LEFT, HAS_RIGHT, LEAST_SPAN)
     if parts_ptr is not None:
         run = run_spans * span
         run_first = tl.program_id(1) * run
@@ -202,7 +216,7 @@ def attend(
     STRAIGHT_FIRST: tl.constexpr = not FOLDS or cu_seqlens_q_ptr is not None
     nan_sum = tl.zeros([BLOCK_Q, 1], tl.float32)
     has_nonfinite = tl.program_id(0) < 0
-    for CLEAN in tl.static_range(2):
+    for CLEAN in tl.static_range(1 if CONSTANT_TIME else 2):
         if CLEAN == 0 or has_nonfinite:
             m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
             l = tl.zeros([BLOCK_Q], tl.float32)
@@ -224,10 +238,11 @@ def attend(
                         q, k_ptr, v_ptr, k_desc, v_desc,
                         bias_rows, table_ptr, n_pages, span, part_rows, part_stats_rows,
                         stride_kb * ALIGN, stride_ks * ALIGN, stride_vb * ALIGN, stride_vs * ALIGN,
-                        stride_bk, position, is_row, kv_len, left, right, cap_scale,
+                        stride_bk, position, is_row, kv_len, walked, left, right, cap_scale,
                         score_scale, unit,
                         D, DV, BLOCK_KV, FOLDS and REGION != 1, PAGE_SIZE, HAS_LEFT, HAS_RIGHT,
                         HAS_SOFTCAP, RAW, PRECISION, REGION == 0 or REGION == 3, CLEAN,
+                        CONSTANT_TIME,
                     )  # fmt: skip
             if not CLEAN:
                 first_l, first_folded_l = l, folded_l
@@ -241,6 +256,8 @@ def attend(
                 )
             else:
                 m, l, acc = fold(folded_m, folded_l, folded_acc, m, l, acc, unit)
+                if SECRET_LENGTHS:
+                    l += nan_where(not is_good)
                 if sinks_ptr is not None:
                     sink = tl.load(sinks_ptr + q_head, mask=is_row, other=0.0).to(tl.float32)
                     m, l, acc = fold_sink(m, l, acc, sink, natural, unit)
@@ -250,17 +267,18 @@ def attend(
                 tl.store(lse_ptr + out_row, lse, mask=is_row)
                 if statistics_ptr is not None:
                     store_statistics(statistics_ptr, out_row, m, l, is_row)
-            if not CLEAN:
+            if not CLEAN and not CONSTANT_TIME:
                 nan_sum += tl.sum(out * 0.0, 1, keep_dims=True)
                 has_nonfinite = tl.sum(is_nonfinite(nan_sum).to(tl.int32)) != 0
-    if has_nonfinite:
-        # The stores above are other threads' loads here.
-        tl.debug_barrier()
-        add_nonfinite(
-            start, end,
-            out_rows if parts_ptr is None else part_rows,
-            v_ptr, bias_rows, table_ptr, n_pages, stride_vb * ALIGN, stride_vs * ALIGN, stride_bk,
-            position, is_row, kv_len, left, right, span,
-            DV, BLOCK_KV, BLOCK_DV, 0 if parts_ptr is None else DV, PAGE_SIZE,
-            HAS_LEFT, HAS_RIGHT,
-        )  # fmt: skip
+    if not CONSTANT_TIME:  # noqa: SIM102, what is not compiled must not be looked at
+        if has_nonfinite:
+            # The stores above are other threads' loads here.
+            tl.debug_barrier()
+            add_nonfinite(
+                start, end,
+                out_rows if parts_ptr is None else part_rows,
+                v_ptr, bias_rows, table_ptr, n_pages, stride_vb * ALIGN, stride_vs * ALIGN,
+                stride_bk, position, is_row, kv_len, left, right, span,
+                DV, BLOCK_KV, BLOCK_DV, 0 if parts_ptr is None else DV, PAGE_SIZE,
+                HAS_LEFT, HAS_RIGHT,
+            )  # fmt: skip

@@ -179,6 +179,7 @@ def attend_tiles(
     position,
     is_row,
     kv_len,
+    walked,
     left,
     right,
     cap_scale,
@@ -196,8 +197,11 @@ def attend_tiles(
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
     CLEAN: tl.constexpr,
+    CONSTANT_TIME: tl.constexpr,
 ):
     """The tiles from `tile_lo` up to `tile_hi`; unless MASKED, every row sees all of them.
+
+    Rows see keys below `kv_len`; all below `walked` are there, and loaded.
 
     `span_end` is where the span ends that (m, l, acc) belong to; unless FOLDS, nothing is seen
     beyond. With CLEAN, values that are not finite count as 0. `nan_sum` [BLOCK_Q, 1] is 0 unless a
@@ -206,11 +210,13 @@ def attend_tiles(
     # One tile ahead: where a tile is should not have to be waited for.
     IN_PAGE: tl.constexpr = PAGE_SIZE != 0 and PAGE_SIZE % BLOCK_KV == 0
     IN_PAGES: tl.constexpr = PAGE_SIZE != 0 and not IN_PAGE
+    # Values that some row does not see must not reach it, whatever they are.
+    SELECTS: tl.constexpr = CONSTANT_TIME and (MASKED or bias_rows is not None)
     # Where every row sees every key, it does to look for wrong pages once all tiles are done.
     LATER: tl.constexpr = not MASKED and bias_rows is None
     if IN_PAGE:
         next_page, is_next_wrong = page_of(
-            tile_lo * BLOCK_KV, kv_len, table_ptr, n_pages, PAGE_SIZE
+            tile_lo * BLOCK_KV, walked, table_ptr, n_pages, PAGE_SIZE
         )  # fmt: skip
         is_any_wrong = tile_lo < 0
     elif IN_PAGES:
@@ -223,26 +229,26 @@ def attend_tiles(
         if IN_PAGE:
             page, is_wrong = next_page, is_next_wrong
             next_page, is_next_wrong = page_of(
-                first + BLOCK_KV, kv_len, table_ptr, n_pages, PAGE_SIZE
+                first + BLOCK_KV, walked, table_ptr, n_pages, PAGE_SIZE
             )  # fmt: skip
             is_any_wrong |= is_wrong
         elif IN_PAGES and LATER:
-            is_any_wrong |= wrong_pages(first, kv_len, table_ptr, n_pages, PAGE_SIZE, BLOCK_KV)
+            is_any_wrong |= wrong_pages(first, walked, table_ptr, n_pages, PAGE_SIZE, BLOCK_KV)
         if k_desc is not None:
             k = load_described(k_desc, first, page, PAGE_SIZE)
         else:
             k = load_tile(
-                k_ptr, first, kv_len, table_ptr, n_pages, stride_kp, stride_ks,
+                k_ptr, first, walked, table_ptr, n_pages, stride_kp, stride_ks,
                 D, BLOCK_KV, q.shape[1], PAGE_SIZE, MASKED, page,
             )  # fmt: skip
         kv_idx = first + tl.arange(0, BLOCK_KV)[None, :]
         bias = None
         if bias_rows is not None:
-            bias = load_bias(bias_rows, kv_idx, stride_bk, is_row, kv_len)
+            bias = load_bias(bias_rows, kv_idx, stride_bk, is_row, walked)
         s = scores(q, k, bias, cap_scale, score_scale, HAS_SOFTCAP, RAW, PRECISION)
         if PAGE_SIZE != 0 and not LATER:
             if IN_PAGES:
-                _page, is_wrong = page_of(kv_idx, kv_len, table_ptr, n_pages, PAGE_SIZE)
+                _page, is_wrong = page_of(kv_idx, walked, table_ptr, n_pages, PAGE_SIZE)
             s += nan_where(is_wrong)
             if bias is not None:
                 s = tl.where(bias == float("-inf"), float("-inf"), s)
@@ -277,11 +283,20 @@ def attend_tiles(
                 v = tl.where(inside, v, tl.zeros(v.shape, v.dtype))
         else:
             v = load_tile(
-                v_ptr, first, kv_len, table_ptr, n_pages, stride_vp, stride_vs,
+                v_ptr, first, walked, table_ptr, n_pages, stride_vp, stride_vs,
                 DV, BLOCK_KV, acc.shape[1], PAGE_SIZE, MASKED, page,
             )  # fmt: skip
         if CLEAN:
             v = tl.where(is_nonfinite(v), 0.0, v.to(tl.float32)).to(v.dtype)
+        if SELECTS:
+            is_bad = is_nonfinite(v)  # [BLOCK_KV, BLOCK_DV]
+            flag = nan_where(tl.max(is_bad.to(tl.int32), 1) != 0)[None, :]
+            v = tl.where(is_bad, 0.0, v.to(tl.float32)).to(v.dtype)
+            if MASKED:
+                flag = tl.where(seen, flag, 0.0)
+            if bias is not None:
+                flag = tl.where(bias == float("-inf"), 0.0, flag)
+            p += flag
         acc = add_weighted(p, v, acc, PRECISION)
     if PAGE_SIZE != 0 and LATER:
         l += nan_where(is_any_wrong if IN_PAGE else tl.max(is_any_wrong.to(tl.int32), 0) != 0)

@@ -126,6 +126,7 @@ def reduce_parts(
     HAS_RIGHT: tl.constexpr,
     LEAST_SPAN: tl.constexpr,
     EARLY: tl.constexpr,
+    SECRET_LENGTHS: tl.constexpr,
     TOKENS_FIRST: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
@@ -149,7 +150,11 @@ def reduce_parts(
         _, kv_len, is_good = checked_range(row // Sq // Hq, Skv, kv_lens_ptr, kv_starts_ptr)
     position = q_idx + kv_len - q_len
     lo, hi = seen_by_any(position, position, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
-    span = span_of(q_len, kv_len, Hkv, left, right, wanted, GROUP, HAS_LEFT, HAS_RIGHT, LEAST_SPAN)
+    walked = kv_len
+    if SECRET_LENGTHS:
+        # There is a part of every span.
+        lo, hi, walked = 0, Skv, Skv
+    span = span_of(q_len, walked, Hkv, left, right, wanted, GROUP, HAS_LEFT, HAS_RIGHT, LEAST_SPAN)
     if EARLY:
         gdc_wait()
     at = row.to(tl.int64)

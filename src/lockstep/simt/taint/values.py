@@ -1,0 +1,179 @@
+"""What the analysis knows of a value: whether it may be secret, which buffers it may point into,
+and, of an address in shared memory, which constant it adds to.
+
+`labels` is a set of bits: SECRET, and one for each parameter that the value derives from as a
+pointer does. `clear` has the bits of a secret value that are public even so: compilers keep
+predicates as bits of registers. `base` is a number that the value is not below, as sums of
+addresses have it: the offset of a buffer, whatever index comes on top. If `exact`, the value is
+that number.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .code import Instruction, Operand
+
+SECRET = 1
+_SUMS = frozenset(["IADD3", "UIADD3", "VIADD", "IADD"])
+_MOVES = frozenset(["MOV", "UMOV", "R2UR"])
+ALL_BITS = (1 << 32) - 1
+# A base that is not known.
+UNKNOWN = -(1 << 40)
+_AND, _SIGN, _WORD = 0xC0, 1 << 31, 1 << 32
+
+
+class Value(NamedTuple):
+    labels: int = 0
+    base: int = 0
+    exact: bool = False
+    clear: int = 0
+
+    @property
+    def is_secret(self) -> bool:
+        return bool(self.labels & SECRET)
+
+
+NOTHING = Value()
+State = dict[object, Value]
+"""What is known at one place: of registers and predicates by name, of cells of memory, and of
+registers under a condition, by (condition, register)."""
+
+
+class Under(dict):  # type: ignore[type-arg]
+    """A state as an instruction sees it that is executed under a condition only."""
+
+    def __init__(self, state: State, condition: str):
+        self.state, self.condition = state, condition
+
+    def get(self, name: object, default: Value = NOTHING) -> Value:
+        found = self.state.get((self.condition, name))
+        return self.state.get(name, default) if found is None else found
+
+
+def origin(parameter: int) -> int:
+    """The label of what derives from a parameter."""
+    return 2 << parameter
+
+
+def either(a: Value, b: Value) -> Value:
+    """What is known where a value is one of two."""
+    if a == b:
+        return a
+    is_same = a.base == b.base
+    clear = clear_bits(a) & clear_bits(b)
+    return Value(a.labels | b.labels, min(a.base, b.base), is_same and a.exact and b.exact, clear)
+
+
+def clear_bits(value: Value) -> int:
+    """Those of a value that are not secret."""
+    return value.clear if value.is_secret else ALL_BITS
+
+
+def clear_result(each: Instruction, state: State) -> int:
+    """The bits of the result of a move or of bitwise logic that are not secret; else 0."""
+    name, read = each.name, each.read
+    if name in _MOVES and len(read) == 1:
+        return clear_bits(_value(read[0], state))
+    if name == "P2R" and len(read) == 3:
+        mask = read[2].constant or ALL_BITS
+        secret = sum(1 << i for i in range(7) if state.get(f"P{i}", NOTHING).is_secret)
+        return clear_bits(_value(read[1], state)) & ~(secret & mask)
+    if name in ("LOP3", "ULOP3") and len(read) >= 4:
+        lut = read[3].constant
+        a, b, c = (_value(x, state) for x in read[:3])
+        constants = [x.constant for x in read[:3]]
+        known = clear_bits(a) & clear_bits(b) & clear_bits(c)
+        if lut == _AND and constants[1] is not None:
+            # Bits that are masked out are 0.
+            return known | (~constants[1] & ALL_BITS)
+        return known
+    return 0
+
+
+def _value(operand: Operand, state: State) -> Value:
+    return state.get(operand.text.lstrip("~-"), NOTHING)
+
+
+def labels_of(operands: tuple[Operand, ...], state: State) -> int:
+    """Of all registers in the operands."""
+    found = 0
+    for operand in operands:
+        for register in operand.registers:
+            found |= state.get(register, NOTHING).labels
+    return found
+
+
+def base_of(each: Instruction, state: State) -> tuple[int, bool]:
+    """`base` and `exact` of the result of arithmetic."""
+    name, kinds = each.name, each.kinds
+    read = [x for x in each.read if not x.text.lstrip("!").startswith(("P", "UP"))]
+    if "X" in kinds or "HI" in kinds:
+        return 0, False
+    if name in _MOVES and len(read) == 1:
+        return _number(read[0], state)
+    if name in _SUMS:
+        return _sum([_number(x, state) for x in read])
+    if name in ("IMAD", "UIMAD") and len(read) == 3:
+        a, b, c = (_number(x, state) for x in read)
+        return _sum([_product(a, b), c])
+    if name in ("LEA", "ULEA") and len(read) == 3:
+        a, b, shift = (_number(x, state) for x in read)
+        return _sum([_product(a, (1 << shift[0], True)), b]) if shift[1] else (0, False)
+    if name in ("SHF", "USHF") and "L" in kinds and len(read) == 3 and "Z" in read[2].text:
+        a, shift = _number(read[0], state), _number(read[1], state)
+        return _product(a, (1 << (shift[0] & 31), True)) if shift[1] else (0, False)
+    if name in ("SEL", "USEL") and len(read) == 2:
+        a, b = (_number(x, state) for x in read)
+        return min(a[0], b[0]), False
+    if name in ("LOP3", "ULOP3") and len(read) == 4:
+        *numbers, lut = (_number(x, state) for x in read)
+        # Masks leave nothing of a base; sums of bits keep it.
+        return (0, False) if lut[0] == _AND else (max(x[0] for x in numbers), False)
+    if name in ("PRMT", "UPRMT"):
+        return max(_number(read[0], state)[0], _number(read[-1], state)[0]), False
+    return 0, False
+
+
+def address_base(operand: Operand, state: State) -> int:
+    """The base of `[R4.X16+UR6+0x100]`."""
+    inner = operand.text[operand.text.rindex("[") + 1 :].rstrip("]")
+    total = 0
+    for part in inner.replace("+-", "+ -").split("+"):
+        term, _, scale = part.strip().partition(".X")
+        number = _number(Operand(term.removesuffix(".64"), ()), state)
+        total += number[0] * (int(scale) if scale.isdigit() else 1)
+    return total
+
+
+def _number(operand: Operand, state: State) -> tuple[int, bool]:
+    text = operand.text
+    if (constant := operand.constant) is not None:
+        return (constant - _WORD if constant >= _SIGN else constant), True
+    sign = -1 if text.startswith("-") else 1
+    name = text.lstrip("-")
+    if name in ("RZ", "URZ"):
+        return 0, True
+    value = state.get(name, NOTHING)
+    if sign < 0 and not value.exact:
+        return 0, False
+    return sign * value.base, value.exact
+
+
+def _sum(numbers: list[tuple[int, bool]]) -> tuple[int, bool]:
+    return _bounded(sum(x for x, _ in numbers), all(exact for _, exact in numbers))
+
+
+def _product(a: tuple[int, bool], b: tuple[int, bool]) -> tuple[int, bool]:
+    if a[1] and b[1]:
+        return _bounded(a[0] * b[0], True)
+    if a[1] or b[1]:
+        return _bounded(max(a[0] * b[0], 0), False)
+    return 0, False
+
+
+def _bounded(base: int, exact: bool) -> tuple[int, bool]:
+    """A base that an address can have; else, one that is not known."""
+    if -_WORD < base < _WORD:
+        return base, exact
+    return UNKNOWN, False

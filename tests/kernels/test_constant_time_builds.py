@@ -1,0 +1,89 @@
+"""Constant-time builds as machine code: no secret reaches a branch, an address or a predicate."""
+
+from __future__ import annotations
+
+import os
+from unittest.mock import patch
+
+import pytest
+import torch
+from problems import draw, paginate
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("not for the interpreter", allow_module_level=True)
+
+from taint_builds import compile_bound, leaks_of
+from test_triton_forward_builds import DEVICES
+
+from lockstep.kernels.kernel import BackwardTensors, Needs
+from lockstep.kernels.triton import backward, launch, plan
+from lockstep.problem import Options, Tensors, describe
+
+BF16 = torch.bfloat16
+
+
+def given(case, **options):
+    tensors = Tensors(**case.tensors)
+    return describe(tensors, Options(constant_time=True, **options)), tensors
+
+
+def saved(tensors: Tensors) -> BackwardTensors:
+    q, v = tensors.q, tensors.v
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    return BackwardTensors(*tensors, out, out[..., :2].float().contiguous(), out, None)
+
+
+LENGTHS = torch.tensor([5000, 100], dtype=torch.int32)
+TRITON = {
+    "causal": (draw(20000, 5000, Hq=4, Hkv=1, D=64, dtype=BF16), {"causal": True}),
+    "bias": (draw(20000, 300, Hq=4, Hkv=4, D=64, bias=torch.zeros(1, 1, 1, 300)), {}),
+    "decode": (
+        draw(1, 5120, B=2, Hq=8, Hkv=2, D=128, dtype=BF16, kv_lens=LENGTHS),
+        {"causal": True},
+    ),
+    "pages": (
+        paginate(draw(1, 5120, B=2, Hq=8, Hkv=2, D=128, dtype=BF16, kv_lens=LENGTHS), 256),
+        {"causal": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("secret", [False, True], ids=["", "secret lengths"])
+@pytest.mark.parametrize("name", TRITON)
+def test_triton_forward(name, secret, capability):
+    case, options = TRITON[name]
+    if secret and name not in ("decode", "pages"):
+        pytest.skip("has no lengths")
+    if name == "pages" and capability == 90:
+        pytest.skip("page numbers share a cell with scratch memory: the analysis cannot tell")
+    problem, tensors = given(case, secret_lengths=secret, **options)
+    device = DEVICES[capability]
+    chosen = plan.plan_of(problem, device)
+    call = launch.forward_launches(problem, tensors, chosen, device)
+    assert (len(call.launches) == 2) == (name in ("decode", "pages"))
+    assert not leaks_in(call, tensors, capability, secret)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_triton_backward(capability):
+    bias = torch.zeros(1, 1, 300, 300, dtype=BF16)
+    case = draw(300, 300, D=64, dtype=BF16, bias=bias, sinks=torch.zeros(2))
+    problem, tensors = given(case, causal=True)
+    with patch.object(backward, "device_of", lambda _: DEVICES[capability]):
+        call = backward.backward_launches(problem, saved(tensors), Needs(*[True] * 5))
+    assert len(call.launches) == 5
+    assert not leaks_in(call, saved(tensors), capability)
+
+
+def leaks_in(call, tensors, capability, secret_lengths=False):
+    """Leaks of all launches of a call."""
+    kernels = [compile_bound(bound, capability) for bound in bindings(call, tensors)]
+    return [leak for kernel in kernels for leak in leaks_of(kernel, secret_lengths)]
+
+
+def bindings(call, tensors):
+    from launch_arguments import bind
+
+    return list(bind(call, tensors).values())
