@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 import lockstep
 from lockstep import builds, cli, model_config, prepare
-from lockstep.kernels import hopper, triton
+from lockstep.kernels import triton
+from lockstep.kernels.hopper.common import requirements
 from lockstep.kernels.launch import Launch
 from lockstep.models import MODELS, Layer
 
@@ -25,6 +26,7 @@ def h200(monkeypatch):
     """The builds that calls would make on an H200, in order; nothing is compiled or launched."""
     hopper_launch = pytest.importorskip("lockstep.kernels.hopper.forward.launch")
     from lockstep.kernels.hopper.backward.narrow import call as narrow
+    from lockstep.kernels.hopper.decode import launch as decode
     from lockstep.kernels.triton import backward as triton_backward
     from lockstep.kernels.triton import launch as triton_launch
     from lockstep.kernels.triton.plan import Device
@@ -39,9 +41,9 @@ def h200(monkeypatch):
     device = Device(132, 232448, tma=True, early=True, least_block=64)
     for module in (triton_launch, triton_backward):
         monkeypatch.setattr(module, "device_of", lambda _: device)
-    for module in (hopper_launch, narrow):
+    for module in (hopper_launch, narrow, decode):
         monkeypatch.setattr(module, "processors", lambda _: 132)
-    monkeypatch.setattr(hopper, "_capability", lambda _: (9, 0))
+    monkeypatch.setattr(requirements, "_capability", lambda _: (9, 0))
     monkeypatch.setattr(triton, "_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(Launch, "run", run)
@@ -91,7 +93,9 @@ def test_the_calls_of_a_life():
     calls = builds.calls_of([TINY])
     assert {call.layout for call in calls} == {"dense", "packed", "paged"}
     assert {call.layout for call in calls if call.backward} == {"dense", "packed"}
-    assert {call.Sq for call in calls if call.layout == "paged"} == {1, builds.DRAFT, builds.CHUNK}
+    assert {call.Sq for call in calls if call.layout == "paged"} == {
+        *(1, builds.DRAFT, builds.CHUNK, builds.PROMPT)
+    }
     assert len(builds.calls_of([TINY, TINY])) == len(calls)
     encoder = replace(TINY, causal=False)
     assert builds.calls_of([encoder], ["decode"]) == []

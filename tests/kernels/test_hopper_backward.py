@@ -29,6 +29,7 @@ from lockstep import reference
 from lockstep.kernels.hopper import KERNEL
 from lockstep.kernels.hopper.backward.narrow import call as narrow
 from lockstep.kernels.kernel import BackwardTensors, Needs
+from lockstep.memory_order import in_order_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,9 +56,12 @@ def gradients(case: Case, douts: tuple[torch.Tensor, torch.Tensor]) -> dict[str,
     problem, tensors = pose(case)
     assert KERNEL.supports_backward(problem) is None
     saved = run(case, reference)
-    out, statistics = saved.out.to(problem.dtype), statistics_of(problem, saved.lse)
+    rows = (saved.out.to(problem.dtype), statistics_of(problem, saved.lse), *douts)
+    if problem.layout == "dense":
+        # As an operator hands them to a kernel.
+        rows = tuple(in_order_of(tensors.q, x) for x in rows)
     needs = Needs(True, True, True, False, tensors.sinks is not None)
-    found = run_backward(KERNEL, problem, BackwardTensors(*tensors, out, statistics, *douts), needs)
+    found = run_backward(KERNEL, problem, BackwardTensors(*tensors, *rows), needs)
     return {f"d{name}": x for name, x in found._asdict().items() if x is not None}
 
 

@@ -196,9 +196,12 @@ def test_machine_code(D, page):
         ({"D": 96}, "takes head dims 64, 128, 256, got D = 96 and Dv = 96"),
         ({"page": 8}, "takes pages of multiples of 16 keys, got 8"),
         (
-            {"page": 128},
-            "leaves pages of multiples of 64 keys at head dims up to 128 to triton, got 128",
+            {"page": 256, "Hkv": 8},
+            "leaves pages of multiples of 128 keys to triton, got 256, with 4 KV heads or more of "
+            "head dims up to 128",
         ),
+        ({"page": 256}, None),
+        ({"page": 64, "Hkv": 8}, None),
         ({"Sq": 40}, "takes up to 128 query rows of a KV head, got 160"),
         ({}, None),
     ],

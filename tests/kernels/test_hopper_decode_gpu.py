@@ -35,6 +35,7 @@ def paged(Sq=1, Skv=1000, page=16, kv_lens=None, garbage=NAN, options=(), **size
 CASES = {
     "several spans": {"Skv": 5000, "kv_lens": [5000, 1, 3001]},
     "pages of 256": {"D": 256, "Skv": 2000, "page": 256, "kv_lens": [2000, 17, 1023]},
+    "pages of 64": {"Skv": 2000, "page": 64, "kv_lens": [2000, 17, 1023]},
     "pages of 48": {"Skv": 600, "page": 48, "kv_lens": [600, 0, 111]},
     "D 64": {"D": 64, "Skv": 3000, "kv_lens": [3000, 2, 63], "dtype": F16},
     "D 256": {"D": 256, "Skv": 1500, "kv_lens": [1500, 900, 1]},

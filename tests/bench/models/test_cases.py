@@ -11,6 +11,7 @@ from lockstep.bench.models import cases, inputs, measure
 from lockstep.bench.models.contender import NAME, Contender, call_of, ours
 from lockstep.bench.models.packing import pack, window_of
 from lockstep.kernels import hopper, triton
+from lockstep.kernels.hopper.common import requirements
 from lockstep.models import MODELS
 from lockstep.problem import describe
 
@@ -46,7 +47,7 @@ def test_the_suite_has_the_work_that_serving_and_training_bring():
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_kernel_for_gpus_takes_every_case_at_its_full_size(case, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(requirements, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(triton, "_capability", lambda device: (9, 0), raising=False)
     problem = meta_problem(case)
     kernels = (hopper.KERNEL, triton.KERNEL)

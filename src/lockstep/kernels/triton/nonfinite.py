@@ -74,4 +74,6 @@ def add_nonfinite(
                 # Any positive weight would do: the sum is infinite or NaN either way.
                 nonfinite = tl.where(seen & is_nonfinite(value), value.to(tl.float32), 0.0)
                 out = tl.load(span_ptr, mask=inside, other=0.0).to(tl.float32) + nonfinite
-                tl.store(span_ptr, out.to(rows_ptr.dtype.element_ty), mask=inside)
+                # Rows that do not see it keep their bits: -0 + 0 would be 0.
+                changed = inside & (nonfinite != 0.0)
+                tl.store(span_ptr, out.to(rows_ptr.dtype.element_ty), mask=changed)

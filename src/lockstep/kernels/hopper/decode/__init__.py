@@ -22,8 +22,8 @@ from lockstep.problem import AttentionProblem, Tensors
 HEAD_DIMS = (64, 128, 256)
 # The copy engine loads so many rows of a page at least.
 PAGE_ROWS = 16
-# Where a tile lies in one page, and heads are narrow, the Triton path is as fast or faster.
-TILE_PAGES, NARROW = 64, 128
+# Where pages are long, heads are narrow and several, the Triton path is as fast or faster.
+LONG_PAGES, NARROW, SEVERAL = 128, 128, 4
 # Each tile of 64 rows reads all keys: more than a few are better off where tiles are taller.
 MAX_ROWS = 128
 MAX_SOFTCAP = 1024.0
@@ -46,10 +46,11 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"takes head dims {dims}, got D = {problem.D} and Dv = {problem.Dv}"
     if problem.page_size is None or problem.page_size % PAGE_ROWS:
         return f"takes pages of multiples of {PAGE_ROWS} keys, got {problem.page_size}"
-    if max(problem.D, problem.Dv) <= NARROW and problem.page_size % TILE_PAGES == 0:
+    is_long = problem.page_size % LONG_PAGES == 0
+    if is_long and max(problem.D, problem.Dv) <= NARROW and problem.Hkv >= SEVERAL:
         return (
-            f"leaves pages of multiples of {TILE_PAGES} keys at head dims up to {NARROW} to "
-            f"triton, got {problem.page_size}"
+            f"leaves pages of multiples of {LONG_PAGES} keys to triton, got {problem.page_size}, "
+            f"with {SEVERAL} KV heads or more of head dims up to {NARROW}"
         )
     if problem.bias_shape is not None:
         return "takes no bias"
