@@ -24,7 +24,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     import interpreter  # noqa: F401
 
 KERNEL = "triton" if os.environ.get("TRITON_INTERPRET") == "1" else None
-ON_GPU = pytest.param("cuda", marks=[pytest.mark.gpu])
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ON_GPU = pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])
 
 
 def drawn(Sq: int = 7, dtype: torch.dtype = torch.float32, **more) -> Case:
@@ -32,8 +33,6 @@ def drawn(Sq: int = 7, dtype: torch.dtype = torch.float32, **more) -> Case:
 
 
 def moved(case: Case, device: str) -> Case:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
     return Case({name: x.to(device) for name, x in case.tensors.items()}, case.options)
 
 

@@ -29,9 +29,10 @@ class Mailbox:
         self.FIELDS = gl.constexpr(FIELDS)
 
     @gluon.jit
-    def create(FIELDS: gl.constexpr, READERS: gl.constexpr, N: gl.constexpr = SLOTS):
-        """A mailbox for N messages at once."""
-        return Mailbox(allocate_numbers(N * FIELDS), Ring.create(N, READERS), FIELDS)
+    def create(FIELDS: gl.constexpr, READERS: gl.constexpr, N: gl.constexpr = None):
+        """A mailbox for N messages at once, SLOTS if N is not given."""
+        slots: gl.constexpr = SLOTS if N is None else N
+        return Mailbox(allocate_numbers(slots * FIELDS), Ring.create(slots, READERS), FIELDS)
 
     @gluon.jit
     def post(self, n, numbers):
