@@ -49,11 +49,20 @@ def keep_builds() -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
-def load(directory: Path) -> list[Contender]:
-    """FA3 and, where its parts are there, FA4."""
+def unpack(directory: Path) -> bool:
+    """Load FA3 and, where its parts are there, FA4 out of their bundles; whether FA4 is."""
     sys.path.insert(0, str(directory))
     bundles = import_module("peers")
     bundles.load_fa3(str(directory / "fa3.xz"))
+    has_fa4 = (directory / "a").is_dir()
+    if has_fa4:
+        bundles.load_fa4(str(directory / "a"), str(directory / "b"))
+    return has_fa4
+
+
+def load(directory: Path) -> list[Contender]:
+    """FA3 and, where its parts are there, FA4."""
+    has_fa4 = unpack(directory)
     found = [
         Contender(
             "FA3",
@@ -65,8 +74,7 @@ def load(directory: Path) -> list[Contender]:
         ),
         Contender("FA3 one split", decode=_fa3_decode(1)),
     ]
-    if (directory / "a").is_dir():
-        bundles.load_fa4(str(directory / "a"), str(directory / "b"))
+    if has_fa4:
         found.append(peers.fa4())
     return found
 

@@ -13,27 +13,17 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 
 import torch
-from gpu_h200 import claim, keep_builds
+from gpu_h200 import claim, keep_builds, unpack
 
 from lockstep.bench.models import cases, run
 from lockstep.bench.models.contender import Contender, call_of
 from lockstep.bench.models.inputs import make
 
 STARTED = perf_counter()
-
-
-def load(directory: Path) -> None:
-    """FA3 and, where its parts are there, FA4."""
-    sys.path.insert(0, str(directory))
-    bundles = import_module("peers")
-    bundles.load_fa3(str(directory / "fa3.xz"))
-    if (directory / "a").is_dir():
-        bundles.load_fa4(str(directory / "a"), str(directory / "b"))
 
 
 def start_workers(processes: int) -> int:
@@ -87,7 +77,7 @@ def main() -> int:
     options = parser.parse_args()
     keep_builds()
     # It unpacks what is in a bundle: before others look for it.
-    load(options.peers)
+    unpack(options.peers)
     if options.warm_up_with and not options.claims:
         return start_workers(options.warm_up_with)
     kinds = [kind for kind in options.kinds.split(",") if kind]

@@ -182,25 +182,31 @@ def _spoil_key(case: Case, name: str, value: float) -> Case:
 
 def _reached(case: Case, name: str) -> dict[str, Tensor]:
     """The rows of out and lse that see the spoiled key, by the oracle: bool [..., Hq, rows]."""
-    # All of a key is spoiled, so one column of each tensor is enough.
-    columns = {x: case.tensors[x][..., :1] for x in ("q", "k", "v")}
-    spoiled = _spoil_key(case.replaced(**columns), name, math.nan)
-    with torch.no_grad():
-        out, lse = reference.evaluate(*spoiled.pose())
-    return {"out": out.squeeze(-1).isnan(), "lse": lse.isnan()}
+    return _nan_rows(_spoil_key(_one_column(case), name, math.nan))
 
 
 def _reached_by_page(case: Case, b: int) -> dict[str, Tensor]:
     """The rows of out and lse that see the first page of a sequence, by the oracle, to which that
     page is one of NaN."""
-    columns = {x: case.tensors[x][..., :1] for x in ("q", "k", "v")}
+    case = _one_column(case)
+    k, v = (
+        torch.cat([case.tensors[name], torch.full_like(case.tensors[name][:1], math.nan)])
+        for name in ("k", "v")
+    )
     table = case.tensors["page_table"].clone()
-    table[b, 0] = len(columns["k"])
-    for name in ("k", "v"):
-        x = columns[name]
-        columns[name] = torch.cat([x, torch.full_like(x[:1], math.nan)])
+    table[b, 0] = len(k) - 1
+    return _nan_rows(case.replaced(k=k, v=v, page_table=table))
+
+
+def _one_column(case: Case) -> Case:
+    """One column of q, k and v: enough where all of a key is spoiled."""
+    return case.replaced(**{name: case.tensors[name][..., :1] for name in ("q", "k", "v")})
+
+
+def _nan_rows(case: Case) -> dict[str, Tensor]:
+    """The rows [..., Hq, rows] of a call of one column in which the oracle has NaN."""
     with torch.no_grad():
-        out, lse = reference.evaluate(*case.replaced(**columns, page_table=table).pose())
+        out, lse = reference.evaluate(*case.pose())
     return {"out": out.squeeze(-1).isnan(), "lse": lse.isnan()}
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lockstep import error_rule
+from lockstep.bench import gpu_check
 from lockstep.bench.models.cases import Case
-from lockstep.bench.timing import WrongResult
 from lockstep.problem import Tensors, describe
 
 BACKWARD_FLOPS = 2.5  # forwards
@@ -195,18 +195,14 @@ def largest_error(
     Raises:
         WrongResult: It is above 1, or a result is NaN.
     """
-    worst = 0.0
-    for piece, rule in zip(parts, rules, strict=True):
-        for (what, expected), result in zip(rule.items(), results, strict=True):
-            found = _pick(inputs.case, piece, what, result)
-            share = expected.share(found)
-            if share > 1:
-                raise WrongResult(
-                    f"{what} is off by {error_rule.error(found, expected.exact):.2g}, rounding "
-                    f"explains {expected.allowed:.2g}"
-                )
-            worst = max(worst, share)
-    return worst
+    found = [
+        [
+            _pick(inputs.case, piece, what, result)
+            for what, result in zip(rule, results, strict=True)
+        ]
+        for piece, rule in zip(parts, rules, strict=True)
+    ]
+    return gpu_check.largest_error(found, rules)
 
 
 def _pick(case: Case, piece: Piece, what: str, result: Tensor) -> Tensor:
