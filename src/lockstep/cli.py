@@ -18,7 +18,6 @@ from lockstep.ladder import cli as ladder_cli
 from lockstep.ladder import sweep as ladder_sweep
 from lockstep.ladder.claims import cli as claims_cli
 from lockstep.report import cli as report_cli
-from lockstep.simt import cli as simt_cli
 
 app = typer.Typer(
     name="lockstep",
@@ -120,10 +119,9 @@ plans.command()(plan_context.context)
 app.add_typer(plans, name="plan")
 app.command()(ladder_sweep.sweep)
 app.command()(claims_cli.claims)
-app.command()(ladder_cli.trace)
+app.command(context_settings={"obj": report_cli.write_kernels})(ladder_cli.trace)
 app.command()(ladder_cli.show)
 app.command()(report_cli.report)
-simt_cli.write_page = report_cli.write_kernels
 
 
 if __name__ == "__main__":

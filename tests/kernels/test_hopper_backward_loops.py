@@ -13,8 +13,8 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from crew import as_plain, make_plain
 
 from lockstep.kernels.hopper.backward import query_loop, sizes
-from lockstep.kernels.hopper.backward.call import FAR
 from lockstep.kernels.hopper.backward.narrow.call import BLOCK_KV, BLOCK_Q
+from lockstep.kernels.window import NO_LIMIT, limit_of
 
 QueryLoop = query_loop.QueryLoop
 PLAIN = SimpleNamespace(
@@ -66,7 +66,7 @@ def loops(monkeypatch):
     def compute(block_q, Sq, Skv, left, right, Hkv=1, group=1, at_once=1):
         kv_slots, q_slots = -(-Skv // BLOCK_KV), -(-Sq // block_q)
         for ticket in range(kv_slots * Hkv):
-            reach = FAR if left is None else left, FAR if right is None else right
+            reach = limit_of(left), limit_of(right)
             given = Sizes(
                 (q_slots, Hkv, group, 1, Sq, Skv, *reach, 0), None, None, "dense",
                 left is not None, right is not None, True, block_q, BLOCK_KV,
@@ -147,7 +147,8 @@ def test_packed_loops_go_over_every_key_tile_once_and_no_bad_sequence(monkeypatc
         good = [draws.choice((0, 1)) for _ in range(B)] + [0]
         kv_slots, q_slots = Tk // BLOCK_KV + B + 1, Tq // block_q + B + 1
         given = Sizes(
-            (q_slots, 1, 1, B, Tq, Tk, FAR, FAR, 0), Numbers([*q, *k, *good]), None, "varlen",
+            (q_slots, 1, 1, B, Tq, Tk, NO_LIMIT, NO_LIMIT, 0), Numbers([*q, *k, *good]), None,
+            "varlen",
             False, False, True, block_q, BLOCK_KV,
         )  # fmt: skip
         seen = []

@@ -17,11 +17,11 @@ from launch_arguments import bind
 from machine_code import Instructions, loops
 
 from lockstep.kernels.hopper.backward import sizes
-from lockstep.kernels.hopper.backward.call import FAR
 from lockstep.kernels.hopper.backward.wide import call as wide
 from lockstep.kernels.hopper.backward.wide import key_loop
 from lockstep.kernels.hopper.backward.wide.key_loop import KeyLoop
 from lockstep.kernels.kernel import BackwardTensors, Needs
+from lockstep.kernels.window import limit_of
 from lockstep.problem import Tensors, describe, make_options
 
 BLOCK_Q, BLOCK_KV = wide.BLOCK_Q, wide.BLOCK
@@ -149,7 +149,7 @@ def test_programs_of_dq_visit_every_pair_that_sees_each_other_once(monkeypatch):
             and (right is None or k <= q + Skv - Sq + right)
         }
         seen: set[tuple[int, int]] = set()
-        reach = FAR if left is None else left, FAR if right is None else right
+        reach = limit_of(left), limit_of(right)
         given = Sizes(
             (1, 1, 1, 1, Sq, Skv, *reach, 0), None, None, "dense", left is not None,
             right is not None, True, BLOCK_Q, BLOCK_KV,

@@ -11,13 +11,16 @@ if TYPE_CHECKING:
     import torch
 
 
-def check_device(device: str) -> None:
-    """Raises ValueError for a device that is no CPU or CUDA device, or not here."""
+def check_device(device: str, *, indexed: bool = True) -> None:
+    """Raises ValueError for a device that is no CPU or CUDA device, or not here; unless `indexed`,
+    for one with an index as well."""
     import torch
 
     kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
-        raise ValueError(f"--device takes cpu, cuda or cuda:N, got {device!r}")
+    takes_index = indexed and kind == "cuda" and index.isdecimal()
+    if kind not in ("cpu", "cuda") or (index and not takes_index):
+        choice = "cpu, cuda or cuda:N" if indexed else "cpu or cuda"
+        raise ValueError(f"--device takes {choice}, got {device!r}")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda needs a CUDA device and a torch built for it: none is here")
     if index and int(index) >= torch.cuda.device_count():

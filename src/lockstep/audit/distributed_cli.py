@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from lockstep.audit.cli_options import dtype_of
+from lockstep.audit.cli_options import check_device, dtype_of
 from lockstep.command import Json, ends_with_status_2, print_json
 from lockstep.console import BAD, GOOD, NO, QUIET, YES, table
 
@@ -75,8 +75,7 @@ def _prepare(
         )
     names = tuple(by_name(name).name for name in method or [m.name for m in METHODS])
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"--device takes cpu or cuda, got {device!r}")
+    check_device(device, indexed=False)
     kind = dtype_of(dtype or ("fp32" if device == "cpu" else "bf16"), DTYPES)
     if device == "cuda":
         # Several ranks may share a GPU; NCCL would refuse, gloo does not.

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from lockstep.audit.cli_options import check_device
 from lockstep.command import Json, ends_with_status_2, print_json
 from lockstep.console import BAD, GOOD, OURS, QUIET, table
 
@@ -70,10 +71,7 @@ def _prepare(
     from lockstep.dispatch import KERNELS
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"--device takes cpu or cuda, got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda needs a CUDA device and a torch built for it: none is here")
+    check_device(device, indexed=False)
     for option, number in (("--minutes", minutes), ("--problems", problems)):
         if number is not None and not number > 0:
             raise ValueError(f"{option} takes a number above 0, got {number}")

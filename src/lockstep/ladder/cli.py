@@ -76,6 +76,7 @@ Gpu = Annotated[str, typer.Option(help="T4, A100, RTX 4090, L4, L40S, H100, H200
 
 
 def trace(
+    context: typer.Context,
     target: Target,
     arg: Arguments = [],  # noqa: B006 - Typer reads the default
     grid: Annotated[str, typer.Option(help="Blocks: 8, or 8,4 or 8,4,2.")] = "",
@@ -114,7 +115,7 @@ def trace(
     if rung is None:
         with reported():
             _check_known(target)
-        simt_cli.trace(target, arg, grid, block, shared, as_json, html)
+        simt_cli.trace(context, target, arg, grid, block, shared, as_json, html)
         return
     with reported():
         rung = chosen(rung, softmax=softmax, tile=tile, kv_tiles=kv_tiles, stage=stage, join=join)
@@ -126,7 +127,7 @@ def trace(
             compare((rung, other), problem, as_json)
         traces, found = traced(rung, problem, record=None if html is None else 0)
         if html is not None:
-            save_page(html, traces, f"{rung.title}, {problem}")
+            save_page(context.obj, html, traces, f"{rung.title}, {problem}")
     if as_json:
         about = {"rung": rung.name, "options": rung.settings, "problem": asdict(problem)}
         about["largest_error"] = {"ours": found.ours, "pytorch": found.theirs, "ok": found.ok}

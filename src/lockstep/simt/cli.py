@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from .machine import Trace
     from .samples import Sample
 
+    # Writes the page of --html: file, traces with a record of a block, title. The application that
+    # mounts `trace` hands it over as the object of the command's context.
+    WritePage = Callable[[Path, Sequence[Trace], str], None]
+
 NAMED = "FILE:KERNEL, or the name of a built-in sample"
 ARGUMENTS = (
     "NAME=VALUE for a number, a constant or a type; NAME=64x32 or NAME=float16:64x32 for an array "
@@ -42,15 +46,13 @@ Html = Annotated[
     typer.Option("--html", metavar="FILE", help="Also write a page with pictures of block 0."),
 ]
 
-# Writes the page of --html: file, traces with a record of a block, title. The application sets it.
-write_page: Callable[[Path, Sequence[Trace], str], None] | None = None
-
 
 class UsageError(SimtError, ValueError):
     """The command line does not describe a launch."""
 
 
 def trace(
+    context: typer.Context,
     target: Target,
     arg: Arguments = [],  # noqa: B006 - Typer reads the default
     grid: Annotated[str, typer.Option(help="Blocks: 8, or 8,4 or 8,4,2.")] = "",
@@ -80,7 +82,7 @@ def trace(
                 record=None if html is None else 0,
             )
         if html is not None:
-            save_page(html, [result], kernel.__name__)
+            save_page(context.obj, html, [result], kernel.__name__)
     if as_json:
         print_json(result.to_json())
     else:
@@ -108,7 +110,9 @@ def show(
             typer.echo(render(kernel, what, **arguments))
 
 
-def save_page(path: Path, traces: Sequence[Trace], title: str) -> None:
+def save_page(
+    write_page: WritePage | None, path: Path, traces: Sequence[Trace], title: str
+) -> None:
     """Write the page of `--html`. Raises UsageError where that is not possible."""
     if write_page is None:
         raise UsageError("--html is an option of the `lockstep` command")

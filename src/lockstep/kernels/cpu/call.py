@@ -24,10 +24,6 @@ from lockstep.kernels.cpu.arguments import record_at
 from lockstep.kernels.cpu.compile import Kernel, compiled
 from lockstep.kernels.cpu.scalar import load_int, load_word, store_word
 
-# Stands for an unbounded side of a window; sums of two stay inside int32.
-UNBOUNDED = 1 << 29
-
-
 STRIDED = np.dtype([(name, np.int64) for name in ("address", "batch", "head", "row")])
 """A tensor's address and strides in bytes; ``batch`` is the page stride of a page pool."""
 

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.kernels.cpu.call import CALL, UNBOUNDED
+from lockstep.kernels.cpu.call import CALL
 from lockstep.kernels.cpu.simd import BF16, F16, F32
+from lockstep.kernels.window import limit_of
 
 if TYPE_CHECKING:
     from lockstep.kernels.kernel import Tensors
@@ -147,8 +148,8 @@ def describe(
         address(pages),
         problem.page_size or 0,
         0 if pages is None else pages.shape[1],
-        _side(problem.window_left),
-        _side(0 if problem.causal else problem.window_right),
+        limit_of(problem.window_left),
+        limit_of(0 if problem.causal else problem.window_right),
         *_factors(problem.scale, problem.softcap),
         0,
     )
@@ -176,7 +177,3 @@ def _factors(scale: float, softcap: float | None) -> tuple[int, ...]:
 
 def _within_range(x: float) -> float:
     return max(-LARGEST, min(x, LARGEST))
-
-
-def _side(window: int | None) -> int:
-    return UNBOUNDED if window is None else min(window, UNBOUNDED)

@@ -12,7 +12,6 @@ import numpy as np
 
 from lockstep.kernels.cpu import scalar
 from lockstep.kernels.cpu.call import (
-    UNBOUNDED,
     bias_address,
     fill_kv_rows,
     is_constant_time,
@@ -41,6 +40,7 @@ from lockstep.kernels.cpu.tiles import (
     weigh_and_mark_rows,
     weigh_rows,
 )
+from lockstep.kernels.window import NO_LIMIT
 
 # The unit of the KV reduction, shared by prefill, chunks and decode: bits depend on it.
 SPAN = 256
@@ -151,7 +151,7 @@ def load_queries(call, block, b, h, row0, n_rows):
 @compiled
 def rows_range(call, b, first, n_rows):
     """First and last key that rows first … first + n_rows of a KV head walk over."""
-    lo, hi = UNBOUNDED, 0
+    lo, hi = NO_LIMIT, 0
     for row in range(first, first + n_rows):
         row_lo, row_hi = walked(call, b, split_row(call, b, row)[1])
         if row_lo < row_hi:
@@ -247,7 +247,7 @@ def tile_bounds(call, block, t, first, n):
     begin = max(lo_min - first, 0) // MR * MR
     end = padded(min(hi_max - first, n), MR)
     if call.secret_lengths:
-        return begin, end, (UNBOUNDED, 0)
+        return begin, end, (NO_LIMIT, 0)
     return begin, end, (lo_max, hi_min)
 
 

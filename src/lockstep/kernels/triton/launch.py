@@ -14,7 +14,6 @@ from lockstep.kernels.kernel import Prepared, Result
 from lockstep.kernels.launch import Buffer, Launch, Launches
 from lockstep.kernels.triton.forward import attend
 from lockstep.kernels.triton.plan import (
-    FAR,
     INTERPRETER,
     LEAST_SPAN,
     Device,
@@ -24,6 +23,7 @@ from lockstep.kernels.triton.plan import (
     stages_of,
 )
 from lockstep.kernels.triton.split_kv import reduce_parts
+from lockstep.kernels.window import limit_of
 from lockstep.memory_order import empty_like, is_tokens_first
 from lockstep.problem import AttentionProblem, Tensors
 
@@ -184,8 +184,8 @@ def sizes_of(problem: AttentionProblem) -> dict[str, int]:
 def window_of(problem: AttentionProblem) -> dict[str, Any]:
     left, right = problem.window
     return {
-        "left": FAR if left is None else min(left, FAR),
-        "right": FAR if right is None else min(right, FAR),
+        "left": limit_of(left),
+        "right": limit_of(right),
         "HAS_LEFT": left is not None,
         "HAS_RIGHT": right is not None,
     }

@@ -25,8 +25,8 @@ LONG = 4
 SHORT = 2
 # Programs that a multiprocessor can have at once.
 PROGRAMS_PER_MULTIPROCESSOR = 2
-# No length comes near.
-FAR = 1 << 30
+# So many programs wanted that every span has the least number of keys.
+EVERY_SPAN = 1 << 30
 # The largest workspace that is worth keeping all multiprocessors busy.
 MAX_PARTS_BYTES = 1 << 29
 
@@ -255,7 +255,7 @@ def _runs(n_spans: int, n_programs: int, at_once: int) -> int:
 
 
 def _wanted(problem: AttentionProblem) -> int:
-    return FAR if problem.query_invariant else BUSY
+    return EVERY_SPAN if problem.query_invariant else BUSY
 
 
 def _is_short(problem: AttentionProblem, reach: int) -> bool:

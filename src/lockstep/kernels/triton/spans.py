@@ -30,7 +30,7 @@ from lockstep.kernels.triton.tiles import (
 
 SHORT: tl.constexpr = tl.constexpr(plan.SHORT)
 LONG: tl.constexpr = tl.constexpr(plan.LONG)
-FAR: tl.constexpr = tl.constexpr(plan.FAR)
+EVERY_SPAN: tl.constexpr = tl.constexpr(plan.EVERY_SPAN)
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def span_of(
     long = tl.cdiv(reach, tl.cdiv(wanted // 2, tiles))
     span = tl.maximum(short, tl.minimum(long, LONG * LEAST_SPAN))
     span = tl.maximum(tl.cdiv(span, LEAST_SPAN), 1)
-    span = tl.where((reach <= SHORT * LEAST_SPAN) & (wanted < FAR), SHORT, span)
+    span = tl.where((reach <= SHORT * LEAST_SPAN) & (wanted < EVERY_SPAN), SHORT, span)
     return span * LEAST_SPAN
 
 

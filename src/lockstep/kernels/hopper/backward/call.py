@@ -23,12 +23,11 @@ from lockstep.kernels.hopper.common.copy_engine import (
 )
 from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs
 from lockstep.kernels.launch import Buffer, Launch, Launches, gradients_from
+from lockstep.kernels.window import limit_of
 from lockstep.memory_order import strides_like
 from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem
 
-# Beyond any length; two of them fit into int32.
-FAR = 1 << 29
 # What kernels call the offsets of packed sequences.
 OFFSETS = {"cu_q": "cu_seqlens_q", "cu_kv": "cu_seqlens_k"}
 
@@ -193,8 +192,8 @@ def window_arguments(problem: AttentionProblem) -> dict[str, int]:
     """Keys seen left and right of the diagonal."""
     left, right = problem.window
     return {
-        "left": FAR if left is None else min(left, FAR),
-        "right": FAR if right is None else min(right, FAR),
+        "left": limit_of(left),
+        "right": limit_of(right),
         "HAS_LEFT": left is not None,
         "HAS_RIGHT": right is not None,
     }
