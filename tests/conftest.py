@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Workers share the cores already. Threads that wait for each other in a loop take most of the time
+# of small tensors, so OpenMP has one, and those that a test asks for sleep while they wait.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 # Test modules are imported one by one; this lets them share the helpers that stand beside them.
