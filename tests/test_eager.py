@@ -33,7 +33,7 @@ def test_a_plain_call_goes_to_the_implementation(qkv, monkeypatch):
 def test_a_call_with_a_gradient_is_direct_and_gives_the_same_bits(qkv, which, monkeypatch):
     qkv[which].requires_grad_()
     options = (*Options(causal=True), None)
-    dispatched, *_ = torch.ops.lockstep.attention(*qkv, *(None,) * 4, *options)
+    dispatched, *_ = torch.ops.lockstep.attention(*qkv, *(None,) * 5, *options)
     monkeypatch.setattr(ops.attention.operator, "op", None)
     direct = lockstep.attention(*qkv, causal=True)
     assert torch.equal(direct, dispatched)

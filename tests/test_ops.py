@@ -25,12 +25,12 @@ def rand(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = False) ->
 
 def dense(**how):
     q, k, v = rand(2, 4, 5, 8, **how), rand(2, 2, 7, 8, **how), rand(2, 2, 7, 6, **how)
-    return q, k, v, rand(1, 4, 5, 7, **how), rand(4, **how), LENS, STARTS
+    return q, k, v, rand(1, 4, 5, 7, **how), rand(4, **how), LENS, STARTS, None
 
 
 def varlen(**how):
     q, k, v = rand(5, 4, 8, **how), rand(9, 2, 8, **how), rand(9, 2, 6, **how)
-    return q, k, v, rand(4, **how), *OFFSETS
+    return q, k, v, rand(4, **how), *OFFSETS, torch.rand(2, 4)
 
 
 def paged(**how):
@@ -38,13 +38,14 @@ def paged(**how):
     k_pages, v_pages = rand(5, 4, 2, 8, **how), rand(5, 4, 2, 6, **how)
     return (
         q, k_pages, v_pages, torch.tensor([[1, 4], [2, -1]]), torch.tensor([7, 3]), bias,
-        rand(4, **how),
+        rand(4, **how), torch.tensor([5, 0]), None,
     )  # fmt: skip
 
 
 def varlen_paged(**how):
-    _, k, v, table, lens, _, sinks = paged(**how)
-    return rand(5, 4, 8, **how), k, v, torch.tensor([0, 4, 5]), table, lens, sinks
+    _, k, v, table, lens, _, sinks, starts, _ = paged(**how)
+    offsets, slopes = torch.tensor([0, 4, 5]), torch.rand(4)
+    return rand(5, 4, 8, **how), k, v, offsets, table, lens, sinks, starts, slopes
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -225,7 +226,7 @@ def test_paged_gradients_are_refused():
     out = lockstep.attention_paged(q.requires_grad_(), k, v, table, lens)
     with pytest.raises(NotImplementedError, match="attention_paged is for inference"):
         out.sum().backward()
-    q, k, v, offsets, table, lens, _ = varlen_paged()
+    q, k, v, offsets, table, lens, *_ = varlen_paged()
     out = lockstep.attention_varlen(
         q.requires_grad_(), k, v, offsets, page_table=table, kv_lens=lens
     )

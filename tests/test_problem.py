@@ -319,7 +319,7 @@ def test_operators_refuse_tensors_without_strides():
     q, k, v = dense().values()
     options = (*Options(), None)
     with pytest.raises(TypeError, match=r"^k takes a strided tensor, got one of layout sparse_coo"):
-        torch.ops.lockstep.attention(q, k.to_sparse(), v, *(None,) * 4, *options)
+        torch.ops.lockstep.attention(q, k.to_sparse(), v, *(None,) * 5, *options)
 
 
 FACTORS = [
@@ -356,7 +356,7 @@ def test_the_good_input_that_the_bad_ones_differ_from(arguments):
 def test_operators_refuse_what_the_calls_refuse():
     options = (*Options(window_left=-1), None)
     with pytest.raises(ValueError, match=r"^window takes"):
-        torch.ops.lockstep.attention(*dense().values(), *(None,) * 4, *options)
+        torch.ops.lockstep.attention(*dense().values(), *(None,) * 5, *options)
 
 
 def test_meta_tensors_give_shapes_and_are_checked():

@@ -246,7 +246,7 @@ def test_a_gradient_may_be_asked_for_when_the_transform_is_over(dtype):
 
 def test_operators_take_part_in_transforms():
     q = rand(1, 2, 5, 8)
-    options = (*(None,) * 4, *Options(causal=True), None)
+    options = (*(None,) * 5, *Options(causal=True), None)
     of_operator = grad(lambda q: torch.ops.lockstep.attention(q, q, q, *options)[0].square().sum())
     of_call = grad(lambda q: lockstep.attention(q, q, q, causal=True).square().sum())
     assert torch.equal(of_operator(q), of_call(q))

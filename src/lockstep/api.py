@@ -22,6 +22,7 @@ class _Common(TypedDict, total=False):
     scale: float | None
     softcap: float | None
     sinks: Tensor | None
+    alibi_slopes: Tensor | None
     query_invariant: bool
     allow_tf32: bool
     constant_time: bool
@@ -31,16 +32,17 @@ class _Common(TypedDict, total=False):
 class _Varlen(_Common, total=False):
     page_table: Tensor | None
     kv_lens: Tensor | None
+    kv_starts: Tensor | None
 
 
 class _Paged(_Common, total=False):
     bias: Tensor | None
+    kv_starts: Tensor | None
     secret_lengths: bool
 
 
 class _Dense(_Paged, total=False):
     kv_lens: Tensor | None
-    kv_starts: Tensor | None
 
 
 @overload
@@ -69,6 +71,7 @@ def attention(
     bias: Tensor | None = None,
     kv_lens: Tensor | None = None,
     kv_starts: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
     query_invariant: bool = False,
     allow_tf32: bool = False,
@@ -106,6 +109,10 @@ def attention(
             sequence b before `kv_starts[b]`, padding on the left, are not looked at: it gets what
             it gets from `k[b, :, kv_starts[b]:]`, bit for bit. Its diagonal stays where it is, at
             its last key. Wrong ones are treated as wrong lengths are.
+        alibi_slopes: [Hq] or [B, Hq], finite, in the dtype of q or float32 (ALiBi): scores lose the
+            slope of their head times the distance of the key from the row's diagonal position,
+            behind the softcap. No bias is made of them, and none is taken beside them. They have
+            no gradient: slopes that require one raise.
         return_lse: Also return the log-sum-exp of each row's scores.
         query_invariant: Also make the bits of a row of out and lse independent of the other
             queries of the call: a whole prefill, its chunks and single tokens against the same
@@ -156,7 +163,9 @@ def attention(
         constant_time=constant_time,
         secret_lengths=secret_lengths,
     )
-    tensors = Tensors(q, k, v, pad_bias(bias), sinks, kv_lens, kv_starts=kv_starts)
+    tensors = Tensors(
+        *(q, k, v, pad_bias(bias), sinks, kv_lens, None, None, None, kv_starts, alibi_slopes)
+    )
     return _run(ops.attention, tensors, options, kernel, return_lse)
 
 
@@ -196,6 +205,8 @@ def attention_varlen(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    kv_starts: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
     query_invariant: bool = False,
     allow_tf32: bool = False,
@@ -225,6 +236,7 @@ def attention_varlen(
         page_table: [B, max_pages] int32 or int64, as for `attention_paged`.
         kv_lens: [B] int32 or int64: the keys of each sequence with a page_table, its queries being
             the last ones; None without one.
+        kv_starts: [B] int32 or int64, with a page_table: as for `attention_paged`.
 
     Wrong offsets raise on the CPU. On a GPU, where looking at them would wait for the device, they
     raise with LOCKSTEP_CHECK=1 in the environment. Without it, sequences that begin or end at a
@@ -269,7 +281,10 @@ def attention_varlen(
         kernel,
         constant_time=constant_time,
     )
-    tensors = Tensors(q, k, v, None, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table)
+    tensors = Tensors(
+        *(q, k, v, None, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table),
+        *(kv_starts, alibi_slopes),
+    )
     operator = ops.attention_varlen if page_table is None else ops.attention_varlen_paged
     return _run(operator, tensors, options, kernel, return_lse)
 
@@ -309,6 +324,8 @@ def attention_paged(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    kv_starts: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
     query_invariant: bool = False,
     allow_tf32: bool = False,
@@ -334,6 +351,9 @@ def attention_paged(
             is public.
         kv_lens: [B] int32 or int64, at most `max_pages · page`, which is Skv to the bias. Others
             are treated as by `attention`.
+        kv_starts: [B] int32 or int64, each from 0 to `kv_lens[b]`. Keys of sequence b before
+            `kv_starts[b]` are not looked at, nor are pages that hold no other: it gets what a cache
+            with its first key at position 0 gives, bit for bit.
 
     The other arguments are those of `attention`.
 
@@ -363,7 +383,10 @@ def attention_paged(
         constant_time=constant_time,
         secret_lengths=secret_lengths,
     )
-    tensors = Tensors(q, k_pages, v_pages, pad_bias(bias), sinks, kv_lens, None, None, page_table)
+    tensors = Tensors(
+        *(q, k_pages, v_pages, pad_bias(bias), sinks, kv_lens, None, None, page_table),
+        *(kv_starts, alibi_slopes),
+    )
     return _run(ops.attention_paged, tensors, options, kernel, return_lse)
 
 
@@ -409,6 +432,7 @@ def explain(
     cu_seqlens_k: Tensor | None = None,
     page_table: Tensor | None = None,
     kv_starts: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     query_invariant: bool = False,
     allow_tf32: bool = False,
     constant_time: bool = False,
@@ -445,7 +469,8 @@ def explain(
         secret_lengths=secret_lengths,
     )
     tensors = Tensors(
-        q, k, v, pad_bias(bias), sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table, kv_starts
+        *(q, k, v, pad_bias(bias), sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table),
+        *(kv_starts, alibi_slopes),
     )
     check_types(tensors, tensors.layout)
     return dispatch.explain(describe(autocast.cast(tensors), options), kernel)

@@ -14,8 +14,8 @@ from torch.amp import is_autocast_available
 from lockstep.kernels.cpu.processes import fork_safe
 from lockstep.problem import Tensors
 
-# The dtypes that are cast, as for scaled_dot_product_attention: not float64. A bias and sinks in
-# float32 go with every dtype of q, so they keep their bits.
+# The dtypes that are cast, as for scaled_dot_product_attention: not float64. A bias, sinks and
+# slopes in float32 go with every dtype of q, so they keep their bits.
 _QKV_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _BIAS_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -37,6 +37,7 @@ def cast(tensors: Tensors) -> Tensors:
         v=_cast(tensors.v, _QKV_DTYPES, to),
         bias=_cast(tensors.bias, _BIAS_DTYPES, to),
         sinks=_cast(tensors.sinks, _BIAS_DTYPES, to),
+        alibi_slopes=_cast(tensors.alibi_slopes, _BIAS_DTYPES, to),
     )
 
 

@@ -82,7 +82,7 @@ def check_values(problem: AttentionProblem, tensors: Tensors) -> None:
         _check_offset_values("cu_seqlens_k", tensors.cu_seqlens_k.tolist(), "Tk", problem.Skv)
     if tensors.page_table is not None:
         assert tensors.kv_lens is not None
-        _check_page_values(problem, tensors.page_table, tensors.kv_lens)
+        _check_page_values(problem, tensors.page_table, tensors.kv_lens, tensors.kv_starts)
 
 
 def _check_starts(problem: AttentionProblem, starts: list[int], kv_lens: Tensor | None) -> None:
@@ -177,13 +177,17 @@ def _check_offset_values(name: str, offsets: list[int], total_name: str, total: 
         )
 
 
-def _check_page_values(problem: AttentionProblem, page_table: Tensor, kv_lens: Tensor) -> None:
-    """Only the pages that hold a key within kv_lens count; other entries may be anything."""
+def _check_page_values(
+    problem: AttentionProblem, page_table: Tensor, kv_lens: Tensor, kv_starts: Tensor | None
+) -> None:
+    """Only the pages that hold a key of their sequence count; other entries may be anything."""
     assert problem.page_size is not None
     assert problem.n_pages is not None
     device = page_table.device
     first_key = torch.arange(0, problem.Skv, problem.page_size, device=device)  # [max_pages]
     in_use = first_key < kv_lens[:, None]  # [B, max_pages]
+    if kv_starts is not None:
+        in_use &= first_key + problem.page_size > kv_starts[:, None]
     wrong = in_use & ((page_table < 0) | (page_table >= problem.n_pages))
     if wrong.any():
         b, i = wrong.nonzero()[0].tolist()

@@ -173,6 +173,7 @@ class _DifferentiableAttention(Attention):
         backward_rule: VmapRule,
     ) -> None:
         super().__init__(layout, name, fields, "(Tensor, Tensor, Tensor)")
+        self.slopes_at = fields.index("alibi_slopes")
         # From what autograd asks for, by argument, to Needs; from Gradients to the arguments.
         self.needs_of = itemgetter(*_places(Needs._fields, fields))
         self.by_argument = itemgetter(*_places(fields, Gradients._fields))
@@ -195,6 +196,10 @@ class _DifferentiableAttention(Attention):
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Keeps what `gradients` takes."""
+        if ctx.needs_input_grad[self.slopes_at]:
+            raise NotImplementedError(
+                "alibi_slopes takes a tensor that requires no gradient: a bias has gradients"
+            )
         n_tensors = len(self.fields)
         out, _, statistics = output
         ctx.save_for_backward(*inputs[:n_tensors], out, statistics)
@@ -297,7 +302,7 @@ attention = _DifferentiableAttention(
 attention_varlen = _DifferentiableAttention(
     "varlen",
     "attention_varlen",
-    ("q", "k", "v", "sinks", "cu_seqlens_q", "cu_seqlens_k"),
+    ("q", "k", "v", "sinks", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes"),
     rule=sample_by_sample,
     backward_rule=sample_by_sample,
 )
@@ -305,13 +310,16 @@ attention_varlen = _DifferentiableAttention(
 attention_paged = _InferenceAttention(
     "paged",
     "attention_paged",
-    ("q", "k", "v", "page_table", "kv_lens", "bias", "sinks"),
+    ("q", "k", "v", "page_table", "kv_lens", "bias", "sinks", "kv_starts", "alibi_slopes"),
     "attention_paged is for inference: it has no gradient",
 )
 attention_varlen_paged = _InferenceAttention(
     "varlen_paged",
     "attention_varlen_paged",
-    ("q", "k", "v", "cu_seqlens_q", "page_table", "kv_lens", "sinks"),
+    (
+        *("q", "k", "v", "cu_seqlens_q", "page_table", "kv_lens", "sinks", "kv_starts"),
+        "alibi_slopes",
+    ),
     "attention_varlen with a page_table is for inference: it has no gradient",
 )
 

@@ -109,9 +109,12 @@ def _with_contiguous_rows(tensors: Tensors) -> Tensors:
     return tensors._replace(q=_contiguous_rows(q), k=_contiguous_rows(k), v=_contiguous_rows(v))
 
 
-# Sinks, lengths, offsets and page tables: kernels are told where a row of these begins, and no
-# stride within it.
-_VECTORS = ("sinks", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "page_table", "kv_starts")
+# Sinks, slopes, lengths, offsets and page tables: kernels are told where a row of these begins, and
+# no stride within it.
+_VECTORS = (
+    *("sinks", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "page_table", "kv_starts"),
+    "alibi_slopes",
+)
 _vectors_of = attrgetter(*_VECTORS)
 
 

@@ -41,6 +41,7 @@ class Tensors(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     page_table: Tensor | None = None
     kv_starts: Tensor | None = None
+    alibi_slopes: Tensor | None = None
 
     @property
     def layout(self) -> Layout:
@@ -84,6 +85,7 @@ class AttentionProblem:
     has_sinks: bool
     has_kv_lens: bool
     has_kv_starts: bool = False
+    has_alibi_slopes: bool = False
     query_invariant: bool = False
     allow_tf32: bool = False  # only with float32
     constant_time: bool = False
@@ -127,7 +129,8 @@ class AttentionProblem:
     @property
     def has_raw_scores(self) -> bool:
         """Whether GPU kernels hold scores as products q·k, and scale them in the exponent."""
-        return self.bias_shape is None and self.softcap is None and self.scale > 0
+        is_plain = self.bias_shape is None and not self.has_alibi_slopes
+        return is_plain and self.softcap is None and self.scale > 0
 
     @property
     def score_unit(self) -> float:
@@ -157,6 +160,8 @@ class AttentionProblem:
             text += ", kv_lens"
         if self.has_kv_starts:
             text += ", kv_starts"
+        if self.has_alibi_slopes:
+            text += ", alibi_slopes"
         if self.query_invariant:
             text += ", query_invariant"
         if self.allow_tf32:
@@ -191,6 +196,7 @@ SHAPES: dict[Layout, dict[str, tuple[str, ...]]] = {
         "sinks": ("Hq",),
         "kv_lens": ("B",),
         "kv_starts": ("B",),
+        "alibi_slopes": ("B", "Hq"),
     },
     "varlen": {
         "q": ("Tq", "Hq", "D"),
@@ -199,6 +205,7 @@ SHAPES: dict[Layout, dict[str, tuple[str, ...]]] = {
         "sinks": ("Hq",),
         "cu_seqlens_q": ("B + 1",),
         "cu_seqlens_k": ("B + 1",),
+        "alibi_slopes": ("B", "Hq"),
     },
     "paged": {
         "q": ("B", "Hq", "Sq", "D"),
@@ -208,6 +215,8 @@ SHAPES: dict[Layout, dict[str, tuple[str, ...]]] = {
         "bias": ("B", "Hq", "Sq", "Skv"),
         "sinks": ("Hq",),
         "kv_lens": ("B",),
+        "kv_starts": ("B",),
+        "alibi_slopes": ("B", "Hq"),
     },
     "varlen_paged": {
         "q": ("Tq", "Hq", "D"),
@@ -217,6 +226,8 @@ SHAPES: dict[Layout, dict[str, tuple[str, ...]]] = {
         "cu_seqlens_q": ("B + 1",),
         "page_table": ("B", "max_pages"),
         "kv_lens": ("B",),
+        "kv_starts": ("B",),
+        "alibi_slopes": ("B", "Hq"),
     },
 }
 _NEVER_EMPTY = frozenset({"Hq", "Hkv", "D", "Dv", "page"})
@@ -242,6 +253,8 @@ def describe(tensors: Tensors, options: Options) -> AttentionProblem:
     softcap = None if options.softcap is None else float(options.softcap)
     check_factors(scale, softcap)
     bias = tensors.bias
+    if bias is not None and tensors.alibi_slopes is not None:
+        raise ValueError("alibi_slopes takes None with a bias, got both: a bias may contain them")
     return AttentionProblem(
         layout=layout,
         B=sizes["B"],
@@ -265,6 +278,7 @@ def describe(tensors: Tensors, options: Options) -> AttentionProblem:
         has_sinks=tensors.sinks is not None,
         has_kv_lens=tensors.kv_lens is not None,
         has_kv_starts=tensors.kv_starts is not None,
+        has_alibi_slopes=tensors.alibi_slopes is not None,
         query_invariant=options.query_invariant,
         allow_tf32=options.allow_tf32 and tensors.q.dtype == torch.float32,
         constant_time=options.constant_time,
@@ -280,6 +294,9 @@ def _match_shapes(tensors: Tensors, layout: Layout) -> dict[str, int]:
         if tensor is None:
             continue
         shape = tensor.shape
+        if name == "alibi_slopes" and len(shape) == 1:
+            # The same for all sequences.
+            dims = dims[1:]
         if len(shape) != len(dims):
             raise ValueError(
                 f"{shown(name, layout)} takes shape [{', '.join(dims)}], got {len(shape)} dims: "
@@ -317,7 +334,7 @@ def _check_dtypes_and_devices(tensors: Tensors, layout: Layout) -> None:
                 f"{shown(name, layout)} takes the device of q, {device}, got {tensor.device}"
             )
         takes: tuple[torch.dtype, ...] = (dtype,)
-        if name in ("bias", "sinks"):
+        if name in ("bias", "sinks", "alibi_slopes"):
             takes = (dtype,) if dtype == torch.float32 else (dtype, torch.float32)
         elif name not in ("q", "k", "v"):
             takes = INDEX_DTYPES

@@ -41,10 +41,11 @@ def attention(
     bias: Tensor | None = None,
     kv_lens: Tensor | None = None,
     kv_starts: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`lockstep.attention` in float64; same arguments, same errors."""
-    tensors = Tensors(q, k, v, bias, sinks, kv_lens, kv_starts=kv_starts)
+    tensors = Tensors(q, k, v, bias, sinks, kv_lens, kv_starts=kv_starts, alibi_slopes=alibi_slopes)
     return _run("dense", tensors, causal, window, scale, softcap, return_lse)
 
 
@@ -62,10 +63,15 @@ def attention_varlen(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    kv_starts: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`lockstep.attention_varlen` in float64; same arguments, same errors."""
-    tensors = Tensors(q, k, v, None, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table)
+    tensors = Tensors(
+        *(q, k, v, None, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table),
+        *(kv_starts, alibi_slopes),
+    )
     layout: Layout = "varlen" if page_table is None else "varlen_paged"
     return _run(layout, tensors, causal, window, scale, softcap, return_lse)
 
@@ -83,10 +89,15 @@ def attention_paged(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    kv_starts: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`lockstep.attention_paged` in float64; same arguments, same errors."""
-    tensors = Tensors(q, k_pages, v_pages, bias, sinks, kv_lens, page_table=page_table)
+    tensors = Tensors(
+        *(q, k_pages, v_pages, bias, sinks, kv_lens, None, None, page_table),
+        *(kv_starts, alibi_slopes),
+    )
     return _run("paged", tensors, causal, window, scale, softcap, return_lse)
 
 
@@ -141,7 +152,10 @@ def _dense(problem: AttentionProblem, t: Tensors, attend: Attend) -> tuple[Tenso
     lens = t.kv_lens
     if lens is None:
         lens = torch.full((problem.B,), problem.Skv, device=t.q.device)
-    return attend(problem, t.q, t.k, t.v, t.bias, t.sinks, lens, t.kv_starts)
+    bias = t.bias
+    if t.alibi_slopes is not None:
+        bias = alibi(t.alibi_slopes, lens, problem.Sq, problem.Skv)
+    return attend(problem, t.q, t.k, t.v, bias, t.sinks, lens, t.kv_starts)
 
 
 def _by_sequence(problem: AttentionProblem, t: Tensors, attend: Attend) -> tuple[Tensor, Tensor]:
@@ -154,8 +168,13 @@ def _by_sequence(problem: AttentionProblem, t: Tensors, attend: Attend) -> tuple
             q = _by_head(t.q, t.cu_seqlens_q, b)
         if bias is not None:
             bias = bias[b : b + 1] if bias.shape[0] != 1 else bias
-            bias = bias[..., : k.shape[2]] if bias.shape[3] != 1 else bias
+            start = 0 if t.kv_starts is None else int(t.kv_starts[b])
+            bias = bias[..., start : start + k.shape[2]] if bias.shape[3] != 1 else bias
         lens = torch.tensor([k.shape[2]], device=k.device)
+        if t.alibi_slopes is not None:
+            slopes = t.alibi_slopes
+            own = slopes[b : b + 1] if slopes.dim() == 2 else slopes
+            bias = alibi(own, lens, q.shape[2], k.shape[2])
         out, lse = attend(problem, q, k, v, bias, t.sinks, lens, None)
         if problem.is_packed:
             out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0).transpose(0, 1)
@@ -171,10 +190,12 @@ def _keys_of(problem: AttentionProblem, t: Tensors, b: int) -> tuple[Tensor, Ten
     assert t.page_table is not None
     assert t.kv_lens is not None
     assert problem.page_size is not None
-    length = int(t.kv_lens[b])
-    pages = t.page_table[b, : -(-length // problem.page_size)].long()
-    # [pages, page, Hkv, D] -> [1, Hkv, length, D]
-    k, v = (x[pages].flatten(0, 1)[:length].transpose(0, 1).unsqueeze(0) for x in (t.k, t.v))
+    page, end = problem.page_size, int(t.kv_lens[b])
+    start = 0 if t.kv_starts is None else int(t.kv_starts[b])
+    pages = t.page_table[b, start // page : -(-end // page)].long()
+    inside = slice(start % page, start % page + end - start)
+    # [pages, page, Hkv, D] -> [1, Hkv, end - start, D]
+    k, v = (x[pages].flatten(0, 1)[inside].transpose(0, 1).unsqueeze(0) for x in (t.k, t.v))
     return k, v
 
 
@@ -222,6 +243,15 @@ def _attend(
     out = _weigh(p / l, v, seen)
     lse = torch.where(empty, -math.inf, m + torch.log(l)).squeeze(-1)
     return out, lse
+
+
+def alibi(slopes: Tensor, lens: Tensor, Sq: int, Skv: int) -> Tensor:
+    """What slopes [Hq] or [B, Hq] add to scores: minus the slope times the distance of a key from
+    the row's diagonal position. [B or 1, Hq, Sq, Skv]"""
+    q_idx = torch.arange(Sq, device=lens.device)[:, None]
+    diagonal = q_idx + lens.to(torch.int64)[:, None, None, None] - Sq  # [B, 1, Sq, 1]
+    distance = (diagonal - torch.arange(Skv, device=lens.device)).abs()
+    return -slopes[..., None, None] * distance
 
 
 def visible(

@@ -1,8 +1,8 @@
 """What `torch.vmap` makes of the operators.
 
 Dense attention folds the mapped dim into the batch. What has no batch dim to fold it into (sinks
-that differ from sample to sample, gradients that are sums over the batch, packed and paged calls)
-runs sample by sample. Batch invariance makes both give the same bits.
+and slopes that differ from sample to sample, gradients that are sums over the batch, packed and
+paged calls) runs sample by sample. Batch invariance makes both give the same bits.
 
 A rule takes `(call, info, in_dims, *args)` and returns `(output, out_dims)`; `call` takes the
 arguments without the mapped dim.
@@ -31,6 +31,7 @@ class DenseArguments(NamedTuple):
     sinks: Any
     kv_lens: Any
     kv_starts: Any
+    alibi_slopes: Any
 
 
 class DenseBackwardArguments(NamedTuple):
@@ -47,9 +48,11 @@ class DenseBackwardArguments(NamedTuple):
     sinks: Any
     kv_lens: Any
     kv_starts: Any
+    alibi_slopes: Any
 
 
 _Dense = TypeVar("_Dense", DenseArguments, DenseBackwardArguments)
+_OF_HEADS = ("sinks", "alibi_slopes")
 
 
 def sample_by_sample(
@@ -78,7 +81,7 @@ def fold_attention(
     """The vmap rule of `attention`."""
     tensors, options = _split(DenseArguments, args)
     dims, _ = _split(DenseArguments, in_dims)
-    if dims.sinks is not None:
+    if dims.sinks is not None or dims.alibi_slopes is not None:
         return sample_by_sample(call, info, in_dims, *args)
     # Samples that do not fit together may still do so once they are folded.
     _outline(call, in_dims, args)
@@ -95,7 +98,8 @@ def fold_attention_backward(
     dims, _ = _split(DenseBackwardArguments, in_dims)
     *_, needs = options
     needs = Needs._make(needs)
-    if dims.sinks is not None or needs.bias or needs.sinks:
+    has_own_heads = dims.sinks is not None or dims.alibi_slopes is not None
+    if has_own_heads or needs.bias or needs.sinks:
         return sample_by_sample(call, info, in_dims, *args)
     n, B = info.batch_size, _batch(tensors.q, dims.q)
     grads = call(*_fold_all(tensors, dims, n, B), *options)
@@ -121,9 +125,9 @@ def _split(kind: type[_Dense], args: tuple[Any, ...]) -> tuple[_Dense, tuple[Any
 
 
 def _fold_all(tensors: _Dense, dims: _Dense, n: int, B: int) -> _Dense:
-    """Folds n samples into the batch of every tensor but the sinks, which have none."""
+    """Folds n samples into the batch of every tensor but those [Hq], which have none."""
     return tensors._make(
-        x if name == "sinks" else _fold(x, dim, n, B)
+        x if name in _OF_HEADS and x is not None and x.dim() == 1 else _fold(x, dim, n, B)
         for name, x, dim in zip(tensors._fields, tensors, dims, strict=True)
     )
 

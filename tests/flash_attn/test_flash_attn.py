@@ -148,6 +148,12 @@ def test_alibi(causal, batch):
     for b in range(2):
         mine = slopes[b] if batch else slopes
         close(out[b], exact(q[b], k[b], v[b], causal=causal, slopes=mine)[0])
+    q_ends, k_ends = (torch.arange(3, dtype=torch.int32) * n for n in (9, 20))
+    packed = flash_attn.flash_attn_varlen_func(
+        *(x.flatten(0, 1) for x in (q, k, v)), q_ends, k_ends, 9, 20,
+        causal=causal, alibi_slopes=slopes,
+    )  # fmt: skip
+    assert torch.equal(packed.view(out.shape), out)
 
 
 def test_sinks_and_their_gradient():

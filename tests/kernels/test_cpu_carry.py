@@ -36,7 +36,7 @@ def test_blocks_give_the_bits_of_one_call(case):
         S_q, own = S, slice(rows.start, rows.stop)
     arguments = (*Options(**options), None)
     tensors = Tensors(q, k, v, None, sinks)
-    out, lse, statistics = torch.ops.lockstep.attention(*tensors[:6], None, *arguments)
+    out, lse, statistics = torch.ops.lockstep.attention(*tensors[:6], None, None, *arguments)
     problem = describe(tensors, Options(**options))
     start = own.start or 0 if S_q == S else rows.start
 
@@ -48,7 +48,7 @@ def test_blocks_give_the_bits_of_one_call(case):
 
     needs = Needs(q=True, k=True, v=True, bias=False, sinks=True)
     dq, dk, dv, dsinks = torch.ops.lockstep.attention_backward(
-        dout, dlse, out, statistics, *tensors[:6], None, *arguments, list(needs)
+        dout, dlse, out, statistics, *tensors[:6], None, None, *arguments, list(needs)
     )
     delta = deltas(problem, q, out, dout, dlse)
     queries = CarriedQueries(problem, *(x[:, :, own] for x in (q, statistics, delta, dout)), start)

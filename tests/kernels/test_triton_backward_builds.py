@@ -25,7 +25,7 @@ from lockstep.problem import Tensors, describe, make_options
 def constants(D: int, Dv: int, cut: backward.Cut) -> dict:
     absent = ("bias_ptr", "kv_lens_ptr", "kv_starts_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
     return {
-        **dict.fromkeys(absent),
+        **dict.fromkeys((*absent, "alibi_slopes_ptr", "stride_ab")),
         "D": D,
         "DV": Dv,
         "GROUP": 1,

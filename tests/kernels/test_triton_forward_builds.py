@@ -49,12 +49,13 @@ def built(
     arguments = launch.attend_arguments(problem, tensors, chosen)
     assert arguments["TMA"] == (device.tma and Dv % 8 == 0)
     absent = ["bias", "sinks", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "page_table", "kv_starts"]
+    absent += ["alibi_slopes"]
     absent += [] if chosen.n_runs > 1 else ["parts", "part_stats"]
     constants = {name: value for name, value in arguments.items() if name.isupper()}
     for size in ("B", "D", "DV"):
         constants.pop(size, None)
     options = launch.options_of(problem, chosen, device)
-    nothing = {f"{name}_ptr": None for name in absent}
+    nothing = {f"{name}_ptr": None for name in absent} | {"stride_ab": None}
     name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     return build(attend, capability, name, options, **constants, **nothing, D=D, DV=Dv)
 

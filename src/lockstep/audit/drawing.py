@@ -160,6 +160,23 @@ class Drawing:
         storage = self.stored(_BIAS_STORAGES, whole=whole)
         self.kinds += [f"bias: {name}", f"bias storage: {storage}"]
 
+    def slopes(self, B: int) -> None:
+        """ALiBi, where there is no bias."""
+        rng = self.rng
+        if rng.random() > 0.15 or any(line.startswith("bias =") for line in self.lines):
+            return
+        shape = (self.Hq,) if rng.random() < 0.5 else (B, self.Hq)
+        slopes = "2.0 ** -torch.randint(0, 9, {shape})"
+        self.tensor("alibi_slopes", slopes, shape, rng.choice((self.dtype, torch.float32)))
+        self.kinds.append("option: alibi_slopes")
+
+    def starts(self, ends: list[int]) -> None:
+        """First keys of sequences that end where they do."""
+        if self.rng.random() < 0.2:
+            firsts = [self.rng.randint(0, end) for end in ends]
+            self.integers("kv_starts", f"torch.tensor({firsts})")
+            self.kinds.append("option: kv_starts")
+
     def douts(self, out_shape: tuple[int, ...]) -> None:
         if self.rng.random() < 0.25:
             return
@@ -216,9 +233,8 @@ def _dense(d: Drawing) -> None:
         ends = [d.rng.randint(0, Skv) for _ in range(B)]
         d.integers("kv_lens", f"torch.tensor({ends})")
         d.kinds.append("option: kv_lens")
-    if d.rng.random() < 0.2:
-        d.integers("kv_starts", f"torch.tensor({[d.rng.randint(0, end) for end in ends]})")
-        d.kinds.append("option: kv_starts")
+    d.starts(ends)
+    d.slopes(B)
     d.douts((B, d.Hq, Sq, d.Dv))
 
 
@@ -238,6 +254,7 @@ def _varlen(d: Drawing) -> None:
         offsets = [sum(side[:i]) for i in range(len(side) + 1)]
         d.integers(name, f"torch.tensor({offsets})")
     d.common_options()
+    d.slopes(len(sides[0]))
     d.douts((Tq, d.Hq, d.Dv))
 
 
@@ -249,9 +266,12 @@ def _paged(d: Drawing) -> None:
     d.tensor("q", d.values.q, (B, d.Hq, Sq, d.D), d.dtype)
     d.inputs({"k": (n_pages, page, d.Hkv, d.D), "v": (n_pages, page, d.Hkv, d.Dv)})
     d.integers("page_table", f"torch.randperm({n_pages})[:{B * pages}].view({B}, {pages})")
-    d.integers("kv_lens", f"torch.tensor({[d.rng.randint(0, Skv) for _ in range(B)]})")
+    ends = [d.rng.randint(0, Skv) for _ in range(B)]
+    d.integers("kv_lens", f"torch.tensor({ends})")
     d.common_options()
     d.bias(B, Sq, pages * page)
+    d.starts(ends)
+    d.slopes(B)
 
 
 def _varlen_paged(d: Drawing) -> None:
@@ -264,8 +284,11 @@ def _varlen_paged(d: Drawing) -> None:
     d.inputs({"k": (n_pages, page, d.Hkv, d.D), "v": (n_pages, page, d.Hkv, d.Dv)})
     d.integers("cu_seqlens_q", f"torch.tensor({offsets})")
     d.integers("page_table", f"torch.randperm({n_pages})[:{B * pages}].view({B}, {pages})")
-    d.integers("kv_lens", f"torch.tensor({[Skv for _, Skv in sides]})")
+    ends = [Skv for _, Skv in sides]
+    d.integers("kv_lens", f"torch.tensor({ends})")
     d.common_options()
+    d.starts(ends)
+    d.slopes(B)
 
 
 _DRAW = {"dense": _dense, "varlen": _varlen, "paged": _paged, "varlen_paged": _varlen_paged}

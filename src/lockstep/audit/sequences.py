@@ -49,6 +49,9 @@ def alone(case: Case, douts: Douts | None, b: int) -> tuple[Case, Douts | None]:
     changes |= {
         name: case.tensors[name][b : b + 1] for name in _BY_SEQUENCE if name in case.tensors
     }
+    slopes = case.tensors.get("alibi_slopes")
+    if slopes is not None and slopes.dim() == 2:
+        changes["alibi_slopes"] = slopes[b : b + 1]
     bias = case.tensors.get("bias")
     if bias is not None and bias.dim() == 4 and bias.shape[0] > 1:
         changes["bias"] = bias[part]
@@ -100,11 +103,13 @@ def _pages_with_garbage(case: Case) -> Case:
     n_pages, page = k.shape[:2]
     used = torch.zeros(n_pages, page, dtype=torch.bool, device=k.device)
     table = table.clone()
-    for b, length in enumerate(case.tensors["kv_lens"].tolist()):
-        positions = torch.arange(length, device=k.device)
+    ends = case.tensors["kv_lens"].tolist()
+    starts = case.tensors["kv_starts"].tolist() if "kv_starts" in case.tensors else [0] * len(ends)
+    for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        positions = torch.arange(start, end, device=k.device)
         used[table[b, positions // page].long(), positions % page] = True
-        # Entries past the end of a sequence may be anything.
-        table[b, -(-length // page) :] = n_pages + 10**6
+        # Entries outside a sequence may be anything.
+        table[b, : start // page] = table[b, -(-end // page) :] = n_pages + 10**6
     hidden = (~used)[..., None].expand(k.shape[:-1])
     return case.replaced(k=_garbage_in(k, hidden), v=_garbage_in(v, hidden), page_table=table)
 

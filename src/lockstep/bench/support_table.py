@@ -67,11 +67,13 @@ def _problems() -> Iterator[tuple[str, AttentionProblem]]:
     yield "`bias`", replace(base, bias_shape=(1, 1, 512, 512), bias_dtype=torch.bfloat16)
     yield "`kv_lens`", replace(base, has_kv_lens=True)
     yield "`kv_starts`", replace(base, has_kv_starts=True)
+    yield "`alibi_slopes`", replace(base, has_alibi_slopes=True)
     yield "one query", replace(base, Sq=1)
     yield "`query_invariant`", replace(base, query_invariant=True)
     yield "`constant_time`", replace(base, constant_time=True)
     yield "`attention_varlen`", _varlen()
     yield "`attention_paged`", _paged()
+    yield "`attention_paged`, `kv_starts`", replace(_paged(), has_kv_starts=True)
     yield "`attention_varlen`, `page_table`", replace(_paged(), layout="varlen_paged")
 
 

@@ -72,7 +72,7 @@ def attend(
 ) -> Rows:
     """Rows of the queries at positions `at`."""
     k, v, settings = _seen_by(k, v, at, settings)
-    rows = torch.ops.lockstep.attention(q, k, v, None, sinks, None, None, *settings)
+    rows = torch.ops.lockstep.attention(q, k, v, None, sinks, *(None,) * 3, *settings)
     return Rows(*rows)
 
 
@@ -141,7 +141,7 @@ def derive(
 ) -> Gradients:
     """The gradients asked for, of a call with all queries and all keys."""
     results = (grads.dout, grads.dlse, rows.out, rows.statistics)
-    inputs = (q, k, v, None, sinks, None, None)
+    inputs = (q, k, v, None, sinks, *(None,) * 3)
     found = iter(torch.ops.lockstep.attention_backward(*results, *inputs, *settings, list(needs)))
     return Gradients._make(next(found) if need else None for need in needs)
 

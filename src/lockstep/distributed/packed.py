@@ -169,7 +169,7 @@ def _own_sinks(
     none = (q[:0, :1], out[:0, :1])
     (values,) = torch.ops.lockstep.attention_varlen_backward(
         *(dout, dlse[0] if dlse else None, out, statistics),
-        *(q[:, cut], *none, sinks[cut], cu_seqlens, torch.zeros_like(cu_seqlens)),
+        *(q[:, cut], *none, sinks[cut], cu_seqlens, torch.zeros_like(cu_seqlens), None),
         *(*call.settings, list(needs)),
     )
     return spread(values, heads, q.shape[1])
@@ -191,7 +191,7 @@ class PackedHeads(torch.autograd.Function):
         work = _Exchange(call, q.shape[1], k.shape[1])
         boxes = (work.to(q, work.queries), work.to(k, work.keys), work.to(v, work.keys))
         some_sinks = None if sinks is None else sinks[work.heads]
-        inputs = (*boxes, some_sinks, cu_seqlens, cu_seqlens)
+        inputs = (*boxes, some_sinks, cu_seqlens, cu_seqlens, None)
         out, lse, statistics = torch.ops.lockstep.attention_varlen(*inputs, *call.settings)
         ctx.work = work
         ctx.save_for_backward(*inputs[:4], cu_seqlens, out, statistics)
@@ -208,7 +208,7 @@ class PackedHeads(torch.autograd.Function):
         found = iter(
             torch.ops.lockstep.attention_varlen_backward(
                 *(some_dout, some_dlse, out, statistics, *inputs, cu_seqlens, cu_seqlens),
-                *(*work.call.settings, list(needs)),
+                *(None, *work.call.settings, list(needs)),
             )
         )
         dq = work.back(next(found), work.queries, work.Hq) if need_q else None

@@ -58,18 +58,15 @@ def dense(
     kv_starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] of q, k, v with tokens before heads."""
-    bias = None
-    if alibi_slopes is not None:
-        bias = alibi_bias(alibi_slopes, q.shape[1], k.shape[1], kv_lens)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out, lse = attention(
         q,
         k,
         v,
         **scores._asdict(),
-        bias=bias,
         kv_lens=kv_lens,
         kv_starts=kv_starts,
+        alibi_slopes=alibi_slopes,
         return_lse=True,
     )
     return out.transpose(1, 2), lse
@@ -84,6 +81,7 @@ def packed(
     scores: Scores,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [Tq, Hq, Dv] and lse [Hq, Tq] of packed tokens.
 
@@ -100,7 +98,14 @@ def packed(
             torch.cat([x.new_zeros(1), x.flatten()]) for x in (cu_seqlens_q, cu_seqlens_k)
         )
     out, lse = attention_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, **scores._asdict(), return_lse=True
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        **scores._asdict(),
+        alibi_slopes=alibi_slopes,
+        return_lse=True,
     )
     return out, lse.transpose(0, 1)
 
@@ -113,6 +118,7 @@ def paged(
     cu_seqlens_k: Tensor,
     block_table: Tensor,
     scores: Scores,
+    alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [Tq, Hq, Dv] and lse [Hq, Tq] of packed queries; keys are in pages [pages, page, Hkv, D],
     as many of each sequence as its offsets say."""
@@ -124,6 +130,7 @@ def paged(
         page_table=block_table,
         kv_lens=cu_seqlens_k.diff(),
         **scores._asdict(),
+        alibi_slopes=alibi_slopes,
         return_lse=True,
     )
     return out, lse.transpose(0, 1)
@@ -132,13 +139,3 @@ def paged(
 def _used(offsets: Tensor, used: Tensor | None) -> Tensor:
     """Where the used part of each sequence ends."""
     return offsets[1:] if used is None else offsets[:-1] + used.to(offsets.dtype)
-
-
-def alibi_bias(slopes: Tensor, Sq: int, Skv: int, kv_lens: Tensor | None) -> Tensor:
-    """-slope · distance to the diagonal, [B or 1, Hq, Sq, Skv] float32, of slopes [Hq] or
-    [B, Hq]."""
-    lens = torch.tensor([Skv], device=slopes.device) if kv_lens is None else kv_lens
-    q_idx = torch.arange(Sq, device=slopes.device) - Sq + lens[:, None]  # [B, Sq]
-    distance = (q_idx[:, :, None] - torch.arange(Skv, device=slopes.device)).abs()
-    slopes = slopes.float().view(-1, slopes.shape[-1], 1, 1)
-    return -slopes * distance[:, None]

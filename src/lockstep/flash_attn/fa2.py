@@ -43,7 +43,7 @@ def flash_attn_func(
         window_size: `(left, right)`, -1 for no limit.
         softcap: 0 for none.
         alibi_slopes: [Hq] or [B, Hq] float32: scores lose slope times the distance to the
-            diagonal. Costs a bias [B or 1, Hq, Sq, Skv].
+            diagonal. They have no gradient.
         deterministic: Results are, whatever this says.
         return_attn_probs: Also return lse [B, Hq, Sq], and None for the probabilities, which exist
             at no time. A row that sees no key has lse -inf.
@@ -162,7 +162,6 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32, from 0 to Tq and Tk.
         max_seqlen_q, max_seqlen_k: Lockstep does not need them.
         block_table: [B, max_pages] int32: the pages of each sequence. For inference.
-        alibi_slopes: None; anything else raises.
 
     The other arguments are those of `flash_attn_func`.
 
@@ -170,23 +169,20 @@ def flash_attn_varlen_func(
         out [Tq, Hq, D], or `(out, lse, None)` with lse [Hq, Tq].
 
     Raises:
-        NotImplementedError: `dropout_p` or `alibi_slopes` is given.
+        NotImplementedError: `dropout_p` is given.
 
     Example:
         >>> q, ends = torch.randn(100, 8, 64), torch.tensor([0, 30, 100], dtype=torch.int32)
         >>> flash_attn_varlen_func(q, q, q, ends, ends, 70, 70, causal=True).shape
         torch.Size([100, 8, 64])
     """
-    refuse(
-        "flash_attn_varlen_func",
-        dropout_p=dropout_p,
-        alibi_slopes=None if alibi_slopes is None else "a tensor",
-    )
+    refuse("flash_attn_varlen_func", dropout_p=dropout_p)
     scores = Scores.of(softmax_scale, causal, window_size, softcap, s_aux)
     if block_table is None:
-        out, lse = packed(q, k, v, cu_seqlens_q, cu_seqlens_k, scores)
+        out, lse = packed(q, k, v, cu_seqlens_q, cu_seqlens_k, scores, alibi_slopes=alibi_slopes)
     else:
-        out, lse = paged(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, scores)
+        offsets = (cu_seqlens_q, cu_seqlens_k)
+        out, lse = paged(q, k, v, *offsets, block_table, scores, alibi_slopes)
     return (out, lse, None) if return_attn_probs else out
 
 

@@ -60,8 +60,8 @@ def attend_to_cache(
         room = k_cache.shape[1]
     else:
         room = page_table.shape[1] * k_cache.shape[1]
-        if cache_batch_idx is not None or cache_leftpad is not None:
-            raise ValueError("cache_batch_idx and cache_leftpad are for caches without pages")
+        if cache_batch_idx is not None:
+            raise ValueError("cache_batch_idx is for caches without pages")
     if cache_seqlens is None:
         cache_seqlens = room
     if isinstance(cache_seqlens, int):
@@ -81,8 +81,6 @@ def attend_to_cache(
             q = rotary(q, _positions(cache_seqlens, Sq, moves, rotary))
         lens = lens.to(torch.int32)
         if page_table is not None:
-            if alibi_slopes is not None:
-                raise NotImplementedError("alibi_slopes with a block_table is not supported")
             out, lse = attention_paged(
                 q.transpose(1, 2),
                 k_cache,
@@ -90,6 +88,8 @@ def attend_to_cache(
                 page_table,
                 lens,
                 **scores._asdict(),
+                kv_starts=cache_leftpad,
+                alibi_slopes=alibi_slopes,
                 return_lse=True,
             )
             return out.transpose(1, 2), lse

@@ -315,7 +315,7 @@ def _derive(
         raise NotImplementedError("Lockstep has no dropout")
     keys, values, bias, is_causal, window = _align(q, k, v, is_causal, bias)
     _, right = window or (None, None)
-    tensors = (q, keys, values, pad_bias(bias), None, None, None)
+    tensors = (q, keys, values, pad_bias(bias), *(None,) * 4)
     options = (*Options(is_causal, None, right, scale), None)
     out, _, statistics = torch.ops.lockstep.attention(*tensors, *options)
     needs = [True, True, True, False, False]

@@ -84,8 +84,7 @@ class Implementation:
     ) -> None:
         from vllm import envs
 
-        unknown = {"alibi_slopes": alibi_slopes, **others}
-        for name, value in unknown.items():
+        for name, value in others.items():
             if value is not None and value is not False:
                 raise NotImplementedError(f"Lockstep's backend for vLLM has no {name}={value!r}")
         self.num_heads = num_heads
@@ -98,6 +97,7 @@ class Implementation:
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+        self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes)
         # Chunks of a prompt are cut by the load, so invariance to the batch includes them.
         self.query_invariant = bool(envs.VLLM_BATCH_INVARIANT)
 
@@ -140,6 +140,8 @@ class Implementation:
         if attn_metadata is None:
             # vLLM measures memory.
             return output.zero_()
+        if self.slopes is not None and self.slopes.device != query.device:
+            self.slopes = self.slopes.to(query.device)
         n = attn_metadata.tokens
         out = attention_varlen(
             query[:n],
@@ -152,6 +154,7 @@ class Implementation:
             scale=self.scale,
             softcap=self.softcap,
             sinks=self.sinks,
+            alibi_slopes=self.slopes,
             query_invariant=self.query_invariant,
         )
         output[:n].copy_(out)

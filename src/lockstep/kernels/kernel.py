@@ -48,6 +48,7 @@ class BackwardTensors(NamedTuple):
     cu_seqlens_k: Tensor | None
     page_table: Tensor | None
     kv_starts: Tensor | None
+    alibi_slopes: Tensor | None
     out: Tensor
     statistics: Tensor
     dout: Tensor

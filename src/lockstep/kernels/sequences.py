@@ -112,9 +112,11 @@ def find_queries(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     SPARE: tl.constexpr = 1,
+    kv_starts_ptr=None,
 ):
     """What `find_sequence` returns of a slot of packed queries. Keys are packed as well or, without
-    `cu_seqlens_k_ptr`, in pages: each sequence then has a length, and its keys begin at 0."""
+    `cu_seqlens_k_ptr`, in pages: each sequence then has a length, and its keys begin at 0, or where
+    kv_starts says."""
     if cu_seqlens_k_ptr is not None:
         b, tile, is_good, q_start, q_len, kv_start, kv_len = find_sequence(
             slot, cu_seqlens_q_ptr, cu_seqlens_k_ptr, B, Sq, Skv, GROUP, BLOCK, SPARE
@@ -126,6 +128,11 @@ def find_queries(
         kv_start = tl.full([], 0, tl.int64)
         kv_len, is_length = checked_length(kv_lens_ptr, b, Skv, B)
         is_good = is_good & is_length
+        if kv_starts_ptr is not None:
+            start, is_start = checked_length(kv_starts_ptr, b, kv_len, B)
+            is_good = is_good & is_start
+            kv_len = kv_len - start
+            kv_start = tl.where(is_good, start, 0).to(tl.int64)
     return b, tile, is_good, q_start, q_len, kv_start, tl.where(is_good, kv_len, 0)
 
 

@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 
 from lockstep.kernels.cpu.arguments import record_at
 from lockstep.kernels.cpu.compile import Kernel, compiled
-from lockstep.kernels.cpu.scalar import load_int, load_word, store_word
+from lockstep.kernels.cpu.scalar import load, load_int, load_word, store_word
 
 STRIDED = np.dtype([(name, np.int64) for name in ("address", "batch", "head", "row")])
 """A tensor's address and strides in bytes; ``batch`` is the page stride of a page pool."""
@@ -44,6 +44,7 @@ _FIELDS: list[tuple[str, Any]] = [
     ("bias_col", np.int64),
     ("bias_kind", np.int64),
     ("sinks", np.int64),  # address of [Hq] fp32; 0: none
+    ("alibi_slopes", np.int64),  # address of [B, Hq] fp32; 0: none
     ("q_first", np.int64),  # addresses of [B] int64, and so the next four
     ("q_len", np.int64),
     ("kv_first", np.int64),
@@ -112,9 +113,10 @@ def fill_kv_rows(call, tensor, b, h, first, n, padded, zero_row, rows):
     """Addresses of keys first … first + n, then of a row of zeros up to ``padded``."""
     if call.page_size > 0:
         table = call.page_table + 8 * b * call.pages
+        start = of_sequence(call.kv_first, b) + first
         for i in range(n):
-            page = load_word(table + 8 * ((first + i) // call.page_size))
-            row = row_address(tensor, 0, page, h, (first + i) % call.page_size)
+            page = load_word(table + 8 * ((start + i) // call.page_size))
+            row = row_address(tensor, 0, page, h, (start + i) % call.page_size)
             store_word(row, rows + 8 * i)
     else:
         row = row_address(tensor, of_sequence(call.kv_first, b), b, h, first)
@@ -144,6 +146,17 @@ def walked(call, b, q_idx):
     if call.secret_lengths:
         return 0, length
     return _reach(call, b, q_idx, length)
+
+
+@compiled
+def diagonal_of(call, b, q_idx):
+    """The key on the diagonal position of query q_idx."""
+    return q_idx + np.int64(load_int(call.kv_count + 8 * b)) - of_sequence(call.q_len, b)
+
+
+@compiled
+def slope_of(call, b, head):
+    return load(call.alibi_slopes + 4 * (b * call.Hkv * call.G + head))
 
 
 @compiled

@@ -14,10 +14,12 @@ from llvmlite import ir
 from lockstep.kernels.cpu import scalar
 from lockstep.kernels.cpu.call import (
     bias_address,
+    diagonal_of,
     fill_kv_rows,
     is_constant_time,
     of_sequence,
     row_address,
+    slope_of,
     split_row,
     visible,
     walked,
@@ -143,6 +145,19 @@ def _mask_row(e: Emit, s, first, n, lo, hi):
         e.store(e.select(seen, e.load(at), e.constant(MINUS_INFINITY)), at)
 
 
+@emitter(i64, i64, i64, i64, f32)
+def _alibi_row(e: Emit, s, first, n, diagonal, slope):
+    """s −= slope · |diagonal − key| for keys first + i; s [n], n a multiple of WIDTH."""
+    start, middle = (e.splat(e.ir.trunc(x, LLVM_I32)) for x in (first, diagonal))
+    factor = e.splat(e.ir.fneg(slope))
+    lanes = ir.Constant(INTEGERS, list(range(WIDTH)))
+    with e.loop(e.ir.sdiv(n, e.integer(WIDTH))) as i:
+        at = e.offset(s, i, VECTOR)
+        step = e.splat(e.ir.trunc(e.ir.mul(i, e.integer(WIDTH)), LLVM_I32))
+        distance = e.distance(middle, e.ir.add(e.ir.add(start, step), lanes))
+        e.store(e.fma(factor, distance, e.load(at)), at)
+
+
 def _accumulate(rows: int, vectors: int, masked: bool = False):
     @emitter(i64, i64, i64, i64, i64, i64, i64)
     def accumulate(e: Emit, v, v_pitch, n, p, out, out_pitch, l):
@@ -213,13 +228,15 @@ def carve_narrow(base, D, Dv):
 
 @compiled
 def _finish_scores(call, b, head, q_idx, first, n, s):
-    """Softcap, bias and mask for one row of scores; −inf up to a whole vector."""
+    """Softcap, bias, slopes and mask for one row of scores; −inf up to a whole vector."""
     lo, hi = visible(call, b, q_idx)
+    end = padded(n, WIDTH)
     bias = bias_address(call, b, head, q_idx, first)
     changed = call.capped != 0 or call.bias.address != 0
-    if not changed and lo <= first and first + padded(n, WIDTH) <= hi:
+    is_seen = lo <= first and first + end <= hi
+    if call.alibi_slopes == 0 and not changed and is_seen:
         return
-    for kv in range(padded(n, WIDTH)):
+    for kv in range(0 if is_seen and not changed else end):
         at = s + 4 * kv
         if first + kv < lo or first + kv >= hi:
             scalar.store(MINUS_INF, at)
@@ -231,6 +248,10 @@ def _finish_scores(call, b, head, q_idx, first, n, s):
                 value = scalar.load_element(call.bias_kind, bias + kv * call.bias_col)
                 score = biased(score, value)
             scalar.store(score, at)
+    if call.alibi_slopes != 0:
+        _alibi_row(s, first, end, diagonal_of(call, b, q_idx), slope_of(call, b, head))
+        if not is_seen:
+            _mask_row(s, first, end, lo, hi)
 
 
 @compiled
@@ -248,6 +269,8 @@ def _finish_scores_obliviously(call, b, head, q_idx, first, n, s):
         if has_bias:
             score = biased(score, scalar.load_element(call.bias_kind, bias + kv * call.bias_col))
         scalar.store(score, s + 4 * kv)
+    if call.alibi_slopes != 0:
+        _alibi_row(s, first, end, diagonal_of(call, b, q_idx), slope_of(call, b, head))
     if not is_seen:
         lo, hi = visible(call, b, q_idx)
         _mask_row(s, first, end, lo, hi)

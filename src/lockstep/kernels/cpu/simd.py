@@ -167,6 +167,15 @@ class Emit:
         """The larger one; a NaN in ``new`` is passed over."""
         return self.select(self.ir.fcmp_ordered(">", new, old), new, old)
 
+    def distance(self, x: ir.Value, y: ir.Value) -> ir.Value:
+        """|x − y| of vectors of int32, as float32."""
+        zero = ir.Constant(x.type, [0] * _width(x))
+        apart = self.ir.sub(x, y)
+        size = self.ir.select(
+            self.ir.icmp_signed("<", apart, zero), self.ir.sub(zero, apart), apart
+        )
+        return self.ir.sitofp(size, vector(_width(x)))
+
     def split(self, x: ir.Value, unit: float) -> tuple[ir.Value, ir.Value]:
         """x · unit = n − f with n whole, the product unrounded: returns 2**n and f."""
         factor = self.constant(unit, _width(x))

@@ -114,11 +114,14 @@ def describe(
         whole = tensors.bias.expand(problem.B, problem.Hq, problem.Sq, problem.Skv)
         bias, bias_kind = strided(whole, DENSE), KINDS[whole.dtype]
         bias_col = whole.stride(3) * whole.element_size()
-    sinks = pages = counts = None
+    sinks = slopes = pages = counts = None
     if problem.secret_lengths:
         counts = numbers(tensors.kv_lens)
     if tensors.sinks is not None:
         sinks = tensors.sinks.detach().float().contiguous().numpy()
+    if tensors.alibi_slopes is not None:
+        whole = tensors.alibi_slopes.detach().float().expand(problem.B, problem.Hq)
+        slopes = whole.contiguous().numpy()
     if tensors.page_table is not None:
         pages = numbers(tensors.page_table)
         if problem.secret_lengths:
@@ -141,6 +144,7 @@ def describe(
         bias_col,
         bias_kind,
         address(sinks),
+        address(slopes),
         *(0 for _ in range(4)),
         address(counts),
         problem.secret_lengths,
@@ -158,7 +162,7 @@ def describe(
     start, _ = record.buffer_info()
     for i in range(len(tables)):
         record[TABLES + i] = start + 8 * (CALL_WORDS + i * problem.B)
-    return Described(record, tables[1], tables[3], (sinks, pages, counts))
+    return Described(record, tables[1], tables[3], (sinks, slopes, pages, counts))
 
 
 @lru_cache(maxsize=64)

@@ -182,6 +182,19 @@ def mask_rows(e: Emit, s, first, n, lo, hi):
             e.store(score, row, VECTOR * j)
 
 
+@emitter(i64, i64, i64, i64, i64)
+def alibi_rows(e: Emit, s, first, n, diagonals, slopes):
+    """s −= slope · |diagonal − key| for keys first + i; s [n, LANES], diagonals [LANES] int32."""
+    diagonal = [e.load(diagonals, VECTOR * j, INTEGERS) for j in range(NV)]
+    slope = [e.ir.fneg(e.load(slopes, VECTOR * j)) for j in range(NV)]
+    with e.loop(n) as i:
+        row = e.offset(s, i, ROW)
+        kv = e.splat(e.ir.trunc(e.ir.add(first, i), LLVM_I32))
+        for j in range(NV):
+            distance = e.distance(diagonal[j], kv)
+            e.store(e.fma(slope[j], distance, e.load(row, VECTOR * j)), row, VECTOR * j)
+
+
 @emitter(i64, i64, f32, i64)
 def softcap_rows(e: Emit, s, n, cap, slopes):
     """s = cap · tanh(s) in place; slopes = 1 − tanh², unless its address is 0."""

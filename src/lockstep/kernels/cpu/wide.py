@@ -13,10 +13,12 @@ import numpy as np
 from lockstep.kernels.cpu import scalar
 from lockstep.kernels.cpu.call import (
     bias_address,
+    diagonal_of,
     fill_kv_rows,
     is_constant_time,
     of_sequence,
     row_address,
+    slope_of,
     split_row,
     visible,
     walked,
@@ -28,6 +30,7 @@ from lockstep.kernels.cpu.simd import LANES, MR, f32
 from lockstep.kernels.cpu.tiles import (
     ROW,
     add_scaled,
+    alibi_rows,
     extend_tile,
     extend_tile_masked,
     mask_rows,
@@ -64,6 +67,8 @@ class Block(NamedTuple):
     q_head: int  # [ROWS] int64
     lo: int  # [ROWS] int32: keys [lo, hi) are visible
     hi: int  # [ROWS] int32
+    diagonal: int  # [ROWS] int32 and
+    slope: int  # [ROWS] fp32, with ALiBi only
     walk: int  # [ROWS, 2] int64: keys [lo, hi) are walked
     q_t: int  # [TILES, D, LANES]
     k_panels: int  # [SPAN / MR, D, MR]
@@ -95,7 +100,9 @@ def carve_block(base, D, Dv):
     q_head = q_idx + 8 * ROWS
     lo = q_head + 8 * ROWS
     hi = lo + 4 * ROWS
-    walk = hi + 4 * ROWS
+    diagonal = hi + 4 * ROWS
+    slope = diagonal + 4 * ROWS
+    walk = slope + 4 * ROWS
     q_t = walk + 16 * ROWS
     k_panels = q_t + 4 * ROWS * D
     v_panels = k_panels + 4 * SPAN * D
@@ -112,6 +119,8 @@ def carve_block(base, D, Dv):
         q_head,
         lo,
         hi,
+        diagonal,
+        slope,
         walk,
         q_t,
         k_panels,
@@ -138,6 +147,9 @@ def load_queries(call, block, b, h, row0, n_rows):
         scalar.store_word(row, block.q_rows + 8 * i)
         scalar.store_int(lo, block.lo + 4 * i)
         scalar.store_int(hi, block.hi + 4 * i)
+        if call.alibi_slopes != 0:
+            scalar.store_int(diagonal_of(call, b, q_idx), block.diagonal + 4 * i)
+            scalar.store(slope_of(call, b, head), block.slope + 4 * i)
         lo, hi = walked(call, b, q_idx)
         scalar.store_word(lo, block.walk + 16 * i)
         scalar.store_word(hi, block.walk + 16 * i + 8)
@@ -207,7 +219,8 @@ def tile_scores(call, block, b, t, first, begin, end, bounds, slopes):
     """
     lo_max, hi_min = bounds
     capped = call.capped != 0
-    has_bias = call.bias.address != 0
+    has_bias, has_slopes = call.bias.address != 0, call.alibi_slopes != 0
+    is_plain = not capped and not has_bias and not has_slopes
     factor = f32(call.score_factor)
     q_t = block.q_t + t * call.D * ROW
     lo = block.lo + 4 * t * LANES
@@ -216,7 +229,7 @@ def tile_scores(call, block, b, t, first, begin, end, bounds, slopes):
         k_panel = block.k_panels + 4 * kv * call.D
         s = block.s + kv * ROW
         whole = first + kv >= lo_max and first + kv + MR <= hi_min
-        if whole and not capped and not has_bias and call.D <= CHAIN:
+        if whole and is_plain and call.D <= CHAIN:
             score_tile_max(k_panel, q_t, s, call.D, factor, block.part_m)
             continue
         multiply_tile(k_panel, q_t, s, call.D, factor, block.part)
@@ -225,6 +238,9 @@ def tile_scores(call, block, b, t, first, begin, end, bounds, slopes):
             softcap_rows(s, MR, f32(call.softcap), slope)
         if has_bias:
             add_bias(call, block, b, t, first + kv, MR, s)
+        if has_slopes:
+            row = 4 * t * LANES
+            alibi_rows(s, first + kv, MR, block.diagonal + row, block.slope + row)
         if not whole:
             mask_rows(s, first + kv, MR, lo, hi)
         max_rows(s, MR, block.part_m)

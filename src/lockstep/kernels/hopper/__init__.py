@@ -60,6 +60,8 @@ def supports(problem: AttentionProblem) -> str | None:
         return "takes no pages"
     if problem.has_kv_starts:
         return "takes no kv_starts"
+    if problem.has_alibi_slopes:
+        return "takes no alibi_slopes"
     if problem.bias_shape is not None:
         return "takes no bias"
     has_numbers = problem.has_kv_lens or problem.layout == "varlen"

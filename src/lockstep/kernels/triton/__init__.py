@@ -103,6 +103,8 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"takes head dims up to {MAX_HEAD_DIM}, got {max(problem.D, problem.Dv)}"
     if max(problem.Sq, problem.Skv) > MAX_LENGTH:
         return f"takes up to {MAX_LENGTH} tokens, got {max(problem.Sq, problem.Skv)}"
+    if problem.secret_lengths and problem.has_kv_starts:
+        return "takes no kv_starts with secret_lengths"
     return _device_supports(problem) if problem.device_type == "cuda" else None
 
 

@@ -33,6 +33,7 @@ from lockstep.kernels.triton.launch import (
     result_strides,
     row_strides,
     scales_of,
+    slope_stride,
     stride_arguments,
     window_of,
 )
@@ -251,6 +252,7 @@ def _arguments(problem: AttentionProblem, given: BackwardTensors) -> dict[str, A
         **stride_arguments({"r": result_strides(problem, given.q)}),
         **{f"{x.upper()}_TOKENS_FIRST": is_tokens_first(getattr(given, x)) for x in "qkv"},
         **bias_strides(given.bias),
+        "stride_ab": slope_stride(given.alibi_slopes),
         **{name: getattr(problem, name) for name in ("B", "Hq", "Sq", "Skv", "scale", "D")},
         **scales_of(problem),
         **window_of(problem),

@@ -139,7 +139,7 @@ def sum_bias(
                     if kv_starts_ptr is not None:
                         seen &= kv_idx >= kv_start
                     p, _ = weights(
-                        q, k, m[:, None], norm[:, None], bias, seen,
+                        q, k, m[:, None], norm[:, None], bias, None, seen,
                         cap_scale, score_scale, unit, HAS_SOFTCAP, RAW, PRECISION,
                     )  # fmt: skip
                     dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)

@@ -27,6 +27,7 @@ from lockstep.kernels.triton.gradient_tiles import (
 )
 from lockstep.kernels.triton.tiles import (
     add_weighted,
+    alibi_of,
     is_seen,
     seen_by_all,
     seen_by_any,
@@ -47,6 +48,7 @@ def add_queries(
     q_ptr,
     dout_ptr,
     bias_ptr,
+    slopes_ptr,
     rows_ptr,
     stride_qh,
     stride_qs,
@@ -91,9 +93,11 @@ def add_queries(
         q_idx = first + tl.arange(0, BLOCK_Q)
         of_rows = rows_ptr + g * Sq * 4
         m, norm = load_pair(of_rows, q_idx, q_len, COPIES, MASKED)
-        bias, seen = None, None
+        bias, alibi, seen = None, None, None
+        position = q_idx[None, :] + (kv_len - q_len)
+        if slopes_ptr is not None:
+            alibi = alibi_of(tl.load(slopes_ptr + g).to(tl.float32), position, kv_idx)
         if MASKED:
-            position = q_idx[None, :] + (kv_len - q_len)
             seen = is_seen(position, kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
             seen &= q_idx[None, :] < q_len
         if bias_ptr is not None:
@@ -103,7 +107,7 @@ def add_queries(
             )  # [BLOCK_KV, BLOCK_Q]  # fmt: skip
             seen &= bias != float("-inf")
         p, slope = weights(
-            k, q, m[None, :], norm[None, :], bias, seen, cap_scale, score_scale, unit,
+            k, q, m[None, :], norm[None, :], bias, alibi, seen, cap_scale, score_scale, unit,
             HAS_SOFTCAP, RAW, PRECISION,
         )  # fmt: skip
         dout = load_rows(
@@ -126,6 +130,7 @@ def sum_keys(
     bias_ptr,
     kv_lens_ptr,
     kv_starts_ptr,
+    alibi_slopes_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     dout_ptr,
@@ -148,6 +153,7 @@ def sum_keys(
     stride_bh,
     stride_bq,
     stride_bk,
+    stride_ab,
     B,
     Hq,
     Sq,
@@ -236,6 +242,9 @@ def sum_keys(
             bias_rows = bias_ptr + b64 * stride_bb + q_head * stride_bh
             if kv_starts_ptr is not None:
                 bias_rows += kv_start * stride_bk
+        slopes_ptr = None
+        if alibi_slopes_ptr is not None:
+            slopes_ptr = alibi_slopes_ptr + b64 * stride_ab + q_head
         # Masked tiles come last: the other way round, ptxas waits for every single product. Masks
         # take registers, which smaller tiles make up for.
         MASKED_Q: tl.constexpr = max(16, BLOCK_Q // 2)
@@ -245,7 +254,7 @@ def sum_keys(
                 dk, dv = add_queries(
                     start * share, whole * share, masked * share, end * share,
                     dk, dv, k, v, kv_idx[:, None],
-                    q_ptr, dout_ptr, bias_rows, rows_ptr + row * 4,
+                    q_ptr, dout_ptr, bias_rows, slopes_ptr, rows_ptr + row * 4,
                     stride_qh * ALIGN, stride_qs * ALIGN, stride_oh * ALIGN, stride_os * ALIGN,
                     stride_bh, stride_bq, stride_bk, Sq, q_len, kv_len, left, right,
                     cap_scale, score_scale, unit, D, DV, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,

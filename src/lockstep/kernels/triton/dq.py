@@ -25,6 +25,7 @@ from lockstep.kernels.triton.gradient_tiles import (
 )
 from lockstep.kernels.triton.tiles import (
     add_weighted,
+    alibi_of,
     is_seen,
     seen_by_all,
     seen_by_any,
@@ -47,6 +48,7 @@ def add_keys(
     k_ptr,
     v_ptr,
     bias_ptr,
+    slope,
     stride_ks,
     stride_vs,
     stride_bq,
@@ -75,19 +77,22 @@ def add_keys(
         first = nth_tile(i, start, whole, masked, MASKED) * BLOCK_KV
         k = load_rows(k_ptr, first, kv_len, stride_ks, D, BLOCK_KV, q.shape[1], MASKED)
         v = load_rows(v_ptr, first, kv_len, stride_vs, DV, BLOCK_KV, dout.shape[1], MASKED)
-        bias, seen = None, None
+        bias, alibi, seen = None, None, None
+        kv_idx = first + tl.arange(0, BLOCK_KV)[None, :]
+        position = q_idx + (kv_len - q_len)
+        if slope is not None:
+            alibi = alibi_of(slope, position, kv_idx)
         if MASKED:
-            kv_idx = first + tl.arange(0, BLOCK_KV)[None, :]
-            position = q_idx + (kv_len - q_len)
             seen = is_seen(position, kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
             if bias_ptr is not None:
                 bias = load_bias(bias_ptr, q_idx, kv_idx, q_len, kv_len, stride_bq, stride_bk)
                 seen &= bias != float("-inf")
-        p, slope = weights(
-            q, k, m, norm, bias, seen, cap_scale, score_scale, unit, HAS_SOFTCAP, RAW, PRECISION
-        )
+        p, slope_of_cap = weights(
+            q, k, m, norm, bias, alibi, seen, cap_scale, score_scale, unit,
+            HAS_SOFTCAP, RAW, PRECISION,
+        )  # fmt: skip
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [BLOCK_Q, BLOCK_KV]
-        ds = score_gradients(p, dp, delta, slope, seen)
+        ds = score_gradients(p, dp, delta, slope_of_cap, seen)
         dq = add_weighted(ds, finite(k) if MASKED else k, dq, PRECISION)
     return dq
 
@@ -100,6 +105,7 @@ def sum_queries(
     bias_ptr,
     kv_lens_ptr,
     kv_starts_ptr,
+    alibi_slopes_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     dout_ptr,
@@ -121,6 +127,7 @@ def sum_queries(
     stride_bh,
     stride_bq,
     stride_bk,
+    stride_ab,
     B,
     Hq,
     Sq,
@@ -217,6 +224,11 @@ def sum_queries(
         bias_rows = bias_ptr + b64 * stride_bb + q_head * stride_bh
         if kv_starts_ptr is not None:
             bias_rows += kv_start * stride_bk
+    slope = None
+    if alibi_slopes_ptr is not None:
+        # A bad sequence may be one that there is not.
+        slope_ptr = alibi_slopes_ptr + b64 * stride_ab + q_head
+        slope = tl.load(slope_ptr, mask=is_good, other=0.0).to(tl.float32)
 
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     # Masked tiles come last: the other way round, ptxas waits for every single product.
@@ -225,7 +237,7 @@ def sum_queries(
             dq = add_keys(
                 start, whole, masked, end,
                 dq, q, dout, m[:, None], norm[:, None], delta[:, None], q_idx[:, None],
-                k_ptr, v_ptr, bias_rows, stride_ks * ALIGN, stride_vs * ALIGN,
+                k_ptr, v_ptr, bias_rows, slope, stride_ks * ALIGN, stride_vs * ALIGN,
                 stride_bq, stride_bk, q_len, kv_len, left, right, cap_scale,
                 score_scale, unit, D, DV, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAW, PRECISION,
                 BLOCK_KV, MASKED == 1,

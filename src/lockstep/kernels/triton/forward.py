@@ -2,6 +2,8 @@
 
     out = softmax(softcap(scale · q kᵀ) + bias) v        lse = log Σ exp(scores)
 
+where the bias may be that of ALiBi: - slope · |position - kv_idx|, made tile by tile.
+
 One program takes BLOCK_Q rows of one KV head (the query heads that share it are packed into rows)
 and walks the tiles of BLOCK_KV keys in ascending order: first those that only some rows see, at the
 left edge of a window, then those that all rows see, which need no mask, then those at the diagonal
@@ -41,7 +43,7 @@ from lockstep.kernels.triton.tiles import (
 
 _ANY_ADDRESS = (
     *("bias_ptr", "sinks_ptr", "kv_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr"),
-    *("page_table_ptr", "kv_starts_ptr"),
+    *("page_table_ptr", "kv_starts_ptr", "alibi_slopes_ptr"),
 )
 
 
@@ -57,6 +59,7 @@ def attend(
     cu_seqlens_k_ptr,
     page_table_ptr,
     kv_starts_ptr,
+    alibi_slopes_ptr,
     out_ptr,
     lse_ptr,
     statistics_ptr,
@@ -76,6 +79,7 @@ def attend(
     stride_bq,
     stride_bk,
     stride_tb,
+    stride_ab,
     stride_rb,
     stride_rh,
     stride_rs,
@@ -145,12 +149,14 @@ def attend(
     q = tl.load(q_rows[:, None] + d, mask=is_row[:, None] & (d < D), other=0.0)
     k_ptr += head.to(tl.int64) * (stride_kh * ALIGN)
     v_ptr += head.to(tl.int64) * (stride_vh * ALIGN)
-    table_ptr = page_table_ptr
+    table_ptr, first_key = page_table_ptr, None
     if PAGE_SIZE == 0:
         k_ptr += b64 * (stride_kb * ALIGN) + kv_start * (stride_ks * ALIGN)
         v_ptr += b64 * (stride_vb * ALIGN) + kv_start * (stride_vs * ALIGN)
     else:
         table_ptr += b64 * stride_tb
+        if kv_starts_ptr is not None:
+            first_key = kv_start.to(tl.int32)
     k_desc, v_desc = None, None
     if TMA:
         # Made before a length is looked at: that takes its time as well.
@@ -207,6 +213,10 @@ def attend(
         bias_rows += q_idx.to(tl.int64) * stride_bq
         if kv_starts_ptr is not None:
             bias_rows += kv_start * stride_bk
+    slopes = None
+    if alibi_slopes_ptr is not None:
+        of_sequence = alibi_slopes_ptr + b64 * stride_ab
+        slopes = tl.load(of_sequence + q_head, mask=is_row, other=0.0).to(tl.float32)  # [BLOCK_Q]
     part_rows, part_stats_rows = None, None
     if parts_ptr is not None:
         part_rows = parts_ptr + out_row * n_spans * DV
@@ -236,7 +246,8 @@ def attend(
                         tile_lo, tile_hi,
                         m, l, acc, folded_m, folded_l, folded_acc, nan_sum, span_end,
                         q, k_ptr, v_ptr, k_desc, v_desc,
-                        bias_rows, table_ptr, n_pages, span, part_rows, part_stats_rows,
+                        bias_rows, slopes, table_ptr, first_key, n_pages, span,
+                        part_rows, part_stats_rows,
                         stride_kb * ALIGN, stride_ks * ALIGN, stride_vb * ALIGN, stride_vs * ALIGN,
                         stride_bk, position, is_row, kv_len, walked, left, right, cap_scale,
                         score_scale, unit,
@@ -277,8 +288,9 @@ def attend(
             add_nonfinite(
                 start, end,
                 out_rows if parts_ptr is None else part_rows,
-                v_ptr, bias_rows, table_ptr, n_pages, stride_vb * ALIGN, stride_vs * ALIGN,
-                stride_bk, position, is_row, kv_len, left, right, span,
+                v_ptr, bias_rows, table_ptr, first_key, n_pages,
+                stride_vb * ALIGN, stride_vs * ALIGN, stride_bk,
+                position, is_row, kv_len, left, right, span,
                 DV, BLOCK_KV, BLOCK_DV, 0 if parts_ptr is None else DV, PAGE_SIZE,
                 HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip

@@ -62,7 +62,8 @@ def weights(
     b,  # [N, BLOCK_D]
     m,  # [M, 1] or [1, N] fp32, and so is norm: see `gradient_rows`
     norm,
-    bias,  # [M, N] fp32, or None
+    bias,  # [M, N] fp32, or None, and so is alibi
+    alibi,
     seen,  # [M, N] bool, or None
     cap_scale,
     score_scale,
@@ -76,7 +77,7 @@ def weights(
     Scores are those of the forward, to the bit: `tiles.scores` explains its arguments.
     """
     s = product(a, b, PRECISION)  # [M, N] fp32
-    s, slope = finish_scores(s, bias, cap_scale, score_scale, HAS_SOFTCAP, RAW)
+    s, slope = finish_scores(s, bias, alibi, cap_scale, score_scale, HAS_SOFTCAP, RAW)
     p = exact_weights(s, m, norm, unit, a.dtype == tl.float32)
     if seen is not None:
         p = tl.where(seen, p, 0.0)

@@ -64,6 +64,14 @@ def bias_strides(bias: Tensor | None) -> dict[str, int]:
     return dict(zip(("stride_bb", "stride_bh", "stride_bq", "stride_bk"), strides, strict=True))
 
 
+def slope_stride(slopes: Tensor | None) -> int | None:
+    """By sequence, 0 if all have the same slopes. None without slopes: kernels then have no such
+    argument, nor one more to be told."""
+    if slopes is None:
+        return None
+    return slopes.stride(0) if slopes.dim() == 2 else 0
+
+
 def stride_arguments(strides: dict[str, Strides], unit: int = 1) -> dict[str, int]:
     """Strides as kernels name them: `stride_qb`, `stride_qh` and `stride_qs` of q, in units."""
     return {
@@ -106,6 +114,8 @@ def is_describable(
 ) -> bool:
     """Whether a TMA descriptor can stand for the rows of a head of k and v."""
     page = problem.page_size
+    if page is not None and problem.has_kv_starts:
+        return False
     for by_page, _, by_token in (strides["k"], strides["v"]):
         if align * problem.dtype.itemsize != 16 or by_token == 0:
             return False
@@ -126,6 +136,7 @@ def attend_arguments(problem: AttentionProblem, tensors: Tensors, plan: Plan) ->
         **bias_strides(tensors.bias),
         **stride_arguments({"r": result_strides(problem, tensors.q)}),
         "stride_tb": 0 if table is None else table.stride(0),
+        "stride_ab": slope_stride(tensors.alibi_slopes),
         **window_of(problem),
         **scales_of(problem),
         **sizes_of(problem),

@@ -28,6 +28,7 @@ def add_nonfinite(
     v_ptr,
     bias_rows,
     table_ptr,
+    first_key,
     n_pages,
     stride_vp,
     stride_vs,
@@ -51,11 +52,16 @@ def add_nonfinite(
     With a STRIDE_SPAN, to the rows of the parts: so far apart are the parts of a row.
     """
     d = tl.arange(0, BLOCK_DV)[None, :]
+    # Where the sequence begins in its pages: see `spans.attend_tiles`.
+    start = 0
+    if first_key is not None:
+        start = first_key
     for tile in range(tile_lo, tile_hi):
         first = tile * BLOCK_KV
         v = load_tile(
-            v_ptr, first, kv_len, table_ptr, n_pages, stride_vp, stride_vs,
+            v_ptr, start + first, start + kv_len, table_ptr, n_pages, stride_vp, stride_vs,
             DV, BLOCK_KV, BLOCK_DV, PAGE_SIZE, True,
+            IN_PAGE=PAGE_SIZE % BLOCK_KV == 0 and first_key is None,
         )  # fmt: skip
         if any_nonfinite(v):
             span_ptr = rows_ptr[:, None] + d
@@ -64,8 +70,8 @@ def add_nonfinite(
             inside = is_row[:, None] & (d < DV)
             for kv_idx in range(first, tl.minimum(first + BLOCK_KV, kv_len)):
                 value = load_tile(
-                    v_ptr, kv_idx, kv_len, table_ptr, n_pages, stride_vp, stride_vs,
-                    DV, 1, BLOCK_DV, PAGE_SIZE, True,
+                    v_ptr, start + kv_idx, start + kv_len, table_ptr, n_pages, stride_vp, stride_vs,
+                    DV, 1, BLOCK_DV, PAGE_SIZE, True, IN_PAGE=True,
                 )  # [1, BLOCK_DV]  # fmt: skip
                 key = kv_idx + tl.arange(0, 1)[None, :]
                 seen = is_seen(position[:, None], key, kv_len, left, right, HAS_LEFT, HAS_RIGHT)

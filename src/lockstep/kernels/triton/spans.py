@@ -17,6 +17,7 @@ from lockstep.kernels.sequences import checked_range, find_queries, nan_where
 from lockstep.kernels.triton import plan
 from lockstep.kernels.triton.tiles import (
     add_weighted,
+    alibi_of,
     is_nonfinite,
     is_seen,
     load_bias,
@@ -63,8 +64,9 @@ def locate(
         slot = program // turns % n_slots
         head = program // (turns * n_slots) * turns + program % turns
         b, tile, is_good, q_start, q_len, kv_start, kv_len = find_queries(
-            slot, cu_seqlens_q_ptr, cu_seqlens_k_ptr, kv_lens_ptr, B, Sq, Skv, GROUP, BLOCK_Q
-        )
+            slot, cu_seqlens_q_ptr, cu_seqlens_k_ptr, kv_lens_ptr, B, Sq, Skv, GROUP, BLOCK_Q, 1,
+            kv_starts_ptr,
+        )  # fmt: skip
         tile = tl.cdiv(q_len * GROUP, BLOCK_Q) - 1 - tile
     else:
         b, head = head // Hkv, head % Hkv
@@ -166,7 +168,9 @@ def attend_tiles(
     k_desc,
     v_desc,
     bias_rows,
+    slopes,
     table_ptr,
+    first_key,
     n_pages,
     span,
     part_rows,
@@ -205,10 +209,11 @@ def attend_tiles(
 
     `span_end` is where the span ends that (m, l, acc) belong to; unless FOLDS, nothing is seen
     beyond. With CLEAN, values that are not finite count as 0. `nan_sum` [BLOCK_Q, 1] is 0 unless a
-    part that was handed out has such values. Keys on a page that is not there count as NaN.
+    part that was handed out has such values. Keys on a page that is not there count as NaN. With
+    pages and kv_starts, key 0 of the sequence is number `first_key` of its pages.
     """
     # One tile ahead: where a tile is should not have to be waited for.
-    IN_PAGE: tl.constexpr = PAGE_SIZE != 0 and PAGE_SIZE % BLOCK_KV == 0
+    IN_PAGE: tl.constexpr = PAGE_SIZE != 0 and PAGE_SIZE % BLOCK_KV == 0 and first_key is None
     IN_PAGES: tl.constexpr = PAGE_SIZE != 0 and not IN_PAGE
     # Values that some row does not see must not reach it, whatever they are.
     SELECTS: tl.constexpr = CONSTANT_TIME and (MASKED or bias_rows is not None)
@@ -222,9 +227,15 @@ def attend_tiles(
     elif IN_PAGES:
         # None of no keys.
         is_any_wrong = wrong_pages(0, 0, table_ptr, n_pages, PAGE_SIZE, BLOCK_KV)
+    last_key = walked
+    if first_key is not None:
+        last_key = first_key + walked
     # Masked tiles are few, and need room to mask values.
     for tile in tl.range(tile_lo, tile_hi, num_stages=1 if CLEAN else 2 if MASKED else None):
         first = tile * BLOCK_KV
+        at = first
+        if first_key is not None:
+            at = first_key + first
         page = None
         if IN_PAGE:
             page, is_wrong = next_page, is_next_wrong
@@ -233,22 +244,27 @@ def attend_tiles(
             )  # fmt: skip
             is_any_wrong |= is_wrong
         elif IN_PAGES and LATER:
-            is_any_wrong |= wrong_pages(first, walked, table_ptr, n_pages, PAGE_SIZE, BLOCK_KV)
+            is_any_wrong |= wrong_pages(at, last_key, table_ptr, n_pages, PAGE_SIZE, BLOCK_KV)
         if k_desc is not None:
             k = load_described(k_desc, first, page, PAGE_SIZE)
         else:
             k = load_tile(
-                k_ptr, first, walked, table_ptr, n_pages, stride_kp, stride_ks,
-                D, BLOCK_KV, q.shape[1], PAGE_SIZE, MASKED, page,
+                k_ptr, at, last_key, table_ptr, n_pages, stride_kp, stride_ks,
+                D, BLOCK_KV, q.shape[1], PAGE_SIZE, MASKED, page, IN_PAGE,
             )  # fmt: skip
         kv_idx = first + tl.arange(0, BLOCK_KV)[None, :]
-        bias = None
+        bias, alibi = None, None
         if bias_rows is not None:
             bias = load_bias(bias_rows, kv_idx, stride_bk, is_row, walked)
-        s = scores(q, k, bias, cap_scale, score_scale, HAS_SOFTCAP, RAW, PRECISION)
+        if slopes is not None:
+            alibi = alibi_of(slopes[:, None], position[:, None], kv_idx)
+        s = scores(q, k, bias, alibi, cap_scale, score_scale, HAS_SOFTCAP, RAW, PRECISION)
         if PAGE_SIZE != 0 and not LATER:
             if IN_PAGES:
-                _page, is_wrong = page_of(kv_idx, walked, table_ptr, n_pages, PAGE_SIZE)
+                kv_at = kv_idx
+                if first_key is not None:
+                    kv_at = first_key + kv_idx
+                _page, is_wrong = page_of(kv_at, last_key, table_ptr, n_pages, PAGE_SIZE)
             s += nan_where(is_wrong)
             if bias is not None:
                 s = tl.where(bias == float("-inf"), float("-inf"), s)
@@ -283,8 +299,8 @@ def attend_tiles(
                 v = tl.where(inside, v, tl.zeros(v.shape, v.dtype))
         else:
             v = load_tile(
-                v_ptr, first, walked, table_ptr, n_pages, stride_vp, stride_vs,
-                DV, BLOCK_KV, acc.shape[1], PAGE_SIZE, MASKED, page,
+                v_ptr, at, last_key, table_ptr, n_pages, stride_vp, stride_vs,
+                DV, BLOCK_KV, acc.shape[1], PAGE_SIZE, MASKED, page, IN_PAGE,
             )  # fmt: skip
         if CLEAN:
             v = tl.where(is_nonfinite(v), 0.0, v.to(tl.float32)).to(v.dtype)

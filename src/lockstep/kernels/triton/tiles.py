@@ -10,9 +10,9 @@ span, and whether the one that computes it also folds it, changes nothing about 
 product that is later added to something is written as an `fma`: left to itself, a compiler joins
 product and sum where it sees both, and cannot where one was stored in between.
 
-Scores are raw products, or in natural units where a softcap, a bias or a scale that is not positive
-comes in; times `unit` they are in log2 units. The maximum is subtracted first: the difference of
-large scores is exact, and so are their weights, whatever their size.
+Scores are raw products, or in natural units where a softcap, a bias, slopes or a scale that is not
+positive come in; times `unit` they are in log2 units. The maximum is subtracted first: the
+difference of large scores is exact, and so are their weights, whatever their size.
 """
 
 from __future__ import annotations
@@ -105,20 +105,20 @@ def load_tile(
     PAGE_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
     page=None,
+    IN_PAGE: tl.constexpr = False,
 ):
     """Keys or values `first` to `first + BLOCK_KV` of one head of a sequence: [BLOCK_KV, BLOCK_D].
 
-    With a PAGE_SIZE they come out of pages; `table_ptr` is then the sequence's page table, and
-    `page` that of the first key, if the caller knows it. MASKED tiles are not read beyond `kv_len`:
-    what is there may not be memory, and reads as 0.
+    With a PAGE_SIZE they come out of pages; `table_ptr` is then the sequence's page table. With
+    IN_PAGE the whole tile lies in one page, `page` if the caller knows it. MASKED tiles are not
+    read beyond `kv_len`: what is there may not be memory, and reads as 0.
     """
     offset = tl.arange(0, BLOCK_KV)
     d = tl.arange(0, BLOCK_D)
     inside = offset < kv_len - first  # [BLOCK_KV]
     if PAGE_SIZE == 0:
         rows = base_ptr + tl.cast(first, tl.int64) * stride_s + offset[:, None] * stride_s
-    elif PAGE_SIZE % BLOCK_KV == 0:
-        # The whole tile lies in one page.
+    elif IN_PAGE:
         if page is None:
             page, _is_wrong = page_of(first, kv_len, table_ptr, n_pages, PAGE_SIZE)
         slot = first % PAGE_SIZE
@@ -187,6 +187,7 @@ def scores(
     q,  # [BLOCK_Q, BLOCK_D]
     k,  # [BLOCK_KV, BLOCK_D]
     bias,  # [BLOCK_Q, BLOCK_KV] fp32, or None
+    alibi,  # [BLOCK_Q, BLOCK_KV] fp32, or None
     cap_scale,
     score_scale,
     HAS_SOFTCAP: tl.constexpr,
@@ -198,12 +199,19 @@ def scores(
     `cap_scale` is scale / softcap. `score_scale` is softcap, or scale where there is none.
     """
     s = product(q, k, PRECISION)
-    return finish_scores(s, bias, cap_scale, score_scale, HAS_SOFTCAP, RAW)[0]
+    return finish_scores(s, bias, alibi, cap_scale, score_scale, HAS_SOFTCAP, RAW)[0]
+
+
+@triton.jit
+def alibi_of(slopes, position, kv_idx):
+    """What ALiBi adds to scores: slopes and positions [M, 1], keys [1, N], or both transposed."""
+    distance = tl.abs(position - kv_idx).to(tl.float32)
+    return -slopes * distance
 
 
 @triton.jit
 def finish_scores(
-    s, bias, cap_scale, score_scale, HAS_SOFTCAP: tl.constexpr, RAW: tl.constexpr
+    s, bias, alibi, cap_scale, score_scale, HAS_SOFTCAP: tl.constexpr, RAW: tl.constexpr
 ):  # fmt: skip
     """Scores from products, and the slope of the softcap, 1 without one."""
     slope = 1.0
@@ -214,6 +222,8 @@ def finish_scores(
         s = tl.fma(s, score_scale, bias)
         # Whatever hides behind -inf, NaN included.
         s = tl.where(bias == float("-inf"), float("-inf"), s)
+    elif alibi is not None:
+        s = tl.fma(s, score_scale, alibi)
     elif not RAW:
         s = tl.fma(s, score_scale, 0.0)
     return s, slope

@@ -54,6 +54,10 @@ def supports(problem: AttentionProblem) -> str | None:
         )
     if problem.bias_shape is not None:
         return "takes no bias"
+    if problem.has_kv_starts:
+        return "takes no kv_starts"
+    if problem.has_alibi_slopes:
+        return "takes no alibi_slopes"
     if 0 in (problem.B, problem.Sq, problem.Skv, problem.n_pages):
         return "takes at least one sequence, one query and one page"
     rows = problem.Sq * problem.Hq // problem.Hkv
