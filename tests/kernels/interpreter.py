@@ -3,22 +3,29 @@
 Its scalars are arrays of one element, which NumPy 2.4 no longer turns into an int: so loops would
 have no bounds. And it keeps bfloat16 as bit patterns, which it would multiply as integers.
 
-At every call of a device function it replaces all functions of the language, which the kernel that
-makes the call has done already. That takes almost half of its time. Here each kernel does so once.
+Most of its time goes into what gives no result, and is left out here:
+
+- At every call of a device function it replaces all functions of the language, which the kernel
+  that makes the call has done already.
+- It works out whether an integer sum overflows, for an assertion that it then does not make.
+- It describes the type and the shape of every tensor anew, of which there are a few dozen.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+import math
+from functools import cache
 from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-_np_dtype_of_scalar = lru_cache(maxsize=None)(interpreter._get_np_dtype)
+_np_dtype_of_scalar = cache(interpreter._get_np_dtype)
 _patch_lang = interpreter._patch_lang
 _patch_tensor = interpreter._patch_lang_tensor
+_block_type = type("_block_type", (tl.block_type,), {"__init__": tl.block_type.__init__})
 _create_dot = interpreter.InterpreterBuilder.create_dot
 
 
@@ -72,6 +79,34 @@ def _np_dtype(ty: Any) -> np.dtype:
     return np.dtype(np.uint64) if is_pointer else _np_dtype_of_scalar(scalar)
 
 
+@cache
+def _block(shape: tuple[int, ...]) -> tuple[Any, int, str]:
+    """What all types of a shape have in common."""
+    made = _block_type(tl.float32, tl.tuple(shape))
+    return made.shape, made.numel, made.name.rpartition(", ")[0]
+
+
+def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    self.element_ty = element_ty
+    self.sizes = tuple([n.value if type(n) is tl.constexpr else n for n in shape])
+    self.shape, self.numel, name = _block(self.sizes)
+    self.name = f"{name}, {element_ty}>"
+
+
+@cache
+def _shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+    """The shape and the number of elements that a tensor has."""
+    return tl.tuple([tl.constexpr(n) for n in sizes]), tl.constexpr(math.prod(sizes))
+
+
+def _init_tensor(self: Any, handle: Any, type: Any) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _shape_of(type.sizes if type.is_block() else ())
+
+
+tl.block_type.__init__ = _init_block_type
+tl.tensor.__init__ = _init_tensor
+TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
 interpreter._patch_lang = _patch_once
 interpreter._get_np_dtype = _np_dtype
 interpreter._patch_lang_tensor = _patch_tensor_and_index
