@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.kernels.cpu.carry import CarriedForward
-from lockstep.kernels.cpu.carry_backward import CarriedKeys, CarriedQueries, deltas, sums_of_sinks
+from lockstep.kernels.cpu.carry_backward import CarriedKeys, CarriedQueries, rows_of, sums_of_sinks
 from lockstep.kernels.cpu.wide import ROWS, SPAN
 from lockstep.kernels.kernel import Needs
 from lockstep.problem import Options, Tensors, describe
@@ -24,21 +24,21 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_give_the_bits_of_one_call(case):
     S, (Hq, Hkv), options, dtype = CASES[case]
-    D, rows = (16, range(S - 40, S)) if case == "groups" else (32, range(S // 3, S // 3 * 2))
+    D, at = (16, range(S - 40, S)) if case == "groups" else (32, range(S // 3, S // 3 * 2))
     q, dout = (torch.randn(2, Hq, S, D).to(dtype) for _ in range(2))
     k, v = (torch.randn(2, Hkv, S, D).to(dtype) for _ in range(2))
     sinks, dlse = torch.randn(Hq), torch.randn(2, Hq, S)
     if case == "groups":
         # All rows would take minutes.
-        q, dout, dlse = (x[:, :, rows.start :] for x in (q, dout, dlse))
-        S_q, own = len(rows), slice(None)
+        q, dout, dlse = (x[:, :, at.start :] for x in (q, dout, dlse))
+        S_q, own = len(at), slice(None)
     else:
-        S_q, own = S, slice(rows.start, rows.stop)
+        S_q, own = S, slice(at.start, at.stop)
     arguments = (*Options(**options), None)
     tensors = Tensors(q, k, v, None, sinks)
     out, lse, statistics = torch.ops.lockstep.attention(*tensors[:6], None, None, *arguments)
     problem = describe(tensors, Options(**options))
-    start = own.start or 0 if S_q == S else rows.start
+    start = own.start or 0 if S_q == S else at.start
 
     forward = CarriedForward(problem, q[:, :, own], sinks, start)
     for first in range(0, S, 2 * SPAN):
@@ -50,16 +50,16 @@ def test_blocks_give_the_bits_of_one_call(case):
     dq, dk, dv, dsinks = torch.ops.lockstep.attention_backward(
         dout, dlse, out, statistics, *tensors[:6], None, None, *arguments, list(needs)
     )
-    delta = deltas(problem, q, out, dout, dlse)
-    queries = CarriedQueries(problem, *(x[:, :, own] for x in (q, statistics, delta, dout)), start)
+    rows = rows_of(problem, q, out, statistics, dout, dlse)
+    queries = CarriedQueries(problem, *(x[:, :, own] for x in (q, rows, dout)), start)
     for first in range(0, S, SPAN):
         queries.fold(k[:, :, first : first + SPAN], v[:, :, first : first + SPAN], first)
     assert torch.equal(queries.close(), dq[:, :, own])
-    assert torch.equal(sums_of_sinks(problem, sinks, statistics, delta), dsinks)
+    assert torch.equal(sums_of_sinks(problem, sinks, rows), dsinks)
 
     if S_q == S:
         keys = CarriedKeys(problem, k[:, :, own], v[:, :, own], own.start)
-        flat = [x.reshape(2, Hkv, -1, *x.shape[3:]) for x in (q, dout, statistics, delta)]
+        flat = [x.reshape(2, Hkv, -1, *x.shape[3:]) for x in (q, dout, rows)]
         for first in range(0, Hq // Hkv * S, ROWS):
             keys.fold(*(x[:, :, first : first + ROWS] for x in flat), first)
         for got, expected in zip(keys.close(), (dk, dv), strict=True):

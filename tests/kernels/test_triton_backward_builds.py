@@ -23,7 +23,10 @@ from lockstep.problem import Tensors, describe, make_options
 
 
 def constants(D: int, Dv: int, cut: backward.Cut) -> dict:
-    absent = ("bias_ptr", "kv_lens_ptr", "kv_starts_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
+    absent = (
+        *("bias_ptr", "kv_lens_ptr", "kv_starts_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr"),
+        *("dq_sums_ptr", "dk_sums_ptr", "dv_sums_ptr"),
+    )
     return {
         **dict.fromkeys((*absent, "alibi_slopes_ptr", "stride_ab")),
         "D": D,
@@ -37,6 +40,7 @@ def constants(D: int, Dv: int, cut: backward.Cut) -> dict:
         "BLOCK_Q": cut.BLOCK_Q,
         "BLOCK_KV": cut.BLOCK_KV,
         "RAW": True,
+        "ASCENDING": False,
         **{f"{x}_TOKENS_FIRST": False for x in "QKV"},
         "COPIES": backward.copies_of(cut),
     }
@@ -51,15 +55,17 @@ TARGETS = {
 }
 
 
-def build_passes(D: int, capability: int, Dv: int | None = None, present: tuple[str, ...] = ()):
-    """dK and dV, then dQ; `present` are the optional tensors of the call."""
+def build_passes(
+    D: int, capability: int, Dv: int | None = None, present: tuple[str, ...] = (), **more: bool
+):
+    """dK and dV, then dQ; `present` are the optional tensors of the call, `more` constants."""
     device, Dv = TARGETS[capability][0], Dv or D
     case = draw(1, 1, D=D, Dv=Dv, dtype=torch.bfloat16)
     problem = describe(Tensors(**case.tensors), make_options(True, None, None, None))
     cuts = backward.cuts_of(problem, device)
     blocks = dict(zip(("BLOCK_D", "BLOCK_DV"), blocks_of(problem, device), strict=True))
     for function, cut in zip((sum_keys, sum_queries), cuts, strict=True):
-        known = {**constants(D, Dv, cut), **blocks}
+        known = {**constants(D, Dv, cut), **blocks, **more}
         known = {
             name: value
             for name, value in known.items()
@@ -99,6 +105,15 @@ def test_the_main_loop_on_hopper(D):
 @pytest.mark.parametrize("capability", TARGETS)
 def test_wide_heads_fit(capability, D):
     for built in build_passes(D, capability):
+        assert built.shared_bytes <= TARGETS[capability][0].shared_bytes
+
+
+@pytest.mark.usefixtures("unassembled")
+@pytest.mark.parametrize("D", [64, 128, 256, 512])
+@pytest.mark.parametrize("capability", TARGETS)
+def test_sums_in_ascending_order_fit(capability, D):
+    """Masked tiles are as large as the others then."""
+    for built in build_passes(D, capability, ASCENDING=True):
         assert built.shared_bytes <= TARGETS[capability][0].shared_bytes
 
 

@@ -49,7 +49,7 @@ def built(
     arguments = launch.attend_arguments(problem, tensors, chosen)
     assert arguments["TMA"] == (device.tma and Dv % 8 == 0)
     absent = ["bias", "sinks", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "page_table", "kv_starts"]
-    absent += ["alibi_slopes"]
+    absent += ["alibi_slopes", *launch.NO_STATE]
     absent += [] if chosen.n_runs > 1 else ["parts", "part_stats"]
     constants = {name: value for name, value in arguments.items() if name.isupper()}
     for size in ("B", "D", "DV"):

@@ -74,7 +74,7 @@ def shared_bytes(capability: int, tensors: Tensors, **flags: bool) -> int:
     chosen = plan.plan_of(problem, device)
     arguments = launch.attend_arguments(problem, tensors, chosen)
     absent = [name for name, tensor in tensors._asdict().items() if tensor is None]
-    absent += [] if chosen.n_runs > 1 else ["parts", "part_stats"]
+    absent += launch.NO_STATE if chosen.n_runs > 1 else [*launch.NO_STATE, "parts", "part_stats"]
     constants = {name: value for name, value in arguments.items() if name.isupper() and name != "B"}
     options = launch.options_of(problem, chosen, device)
     nothing = {f"{name}_ptr": None for name in absent}

@@ -23,7 +23,7 @@ from lockstep import dispatch
 from lockstep.distributed.call import Call, join, share_of_heads, spread
 from lockstep.distributed.collectives import DENSE, Arriving, Box, start_broadcast, to_boxes
 from lockstep.distributed.layout import share
-from lockstep.kernels.kernel import Carry
+from lockstep.kernels.carry import Carry
 from lockstep.options import Options
 from lockstep.problem import AttentionProblem, Tensors, describe
 
@@ -55,10 +55,9 @@ class RingAttention(torch.autograd.Function):
         q, k, v, sinks, out, statistics = ctx.saved_tensors
         dout = dout.contiguous()
         ring = Ring(call, q, k, v, sinks)
-        delta = ring.carry.deltas(
-            ring.problem, q, out, dout, dlse.contiguous() if call.uses_lse else None
-        )
-        rows = Rows(q, dout, statistics, delta)
+        of_lse = dlse.contiguous() if call.uses_lse else None
+        sums = ring.carry.rows(ring.problem, q, out, statistics, dout, of_lse)
+        rows = Rows(q, dout, sums)
         _, need_q, need_k, need_v, need_sinks = ctx.needs_input_grad
         dq = dk = dv = dsinks = None
         if need_q:
@@ -75,8 +74,7 @@ class Rows(NamedTuple):
 
     q: Tensor
     dout: Tensor
-    statistics: Tensor
-    delta: Tensor
+    sums: Tensor  # [B, Hq, S_rank, 3]: `Carry.rows`
 
 
 class Ring:
@@ -153,9 +151,8 @@ def _join_rows(
 def _own_queries(ring: Ring, rows: Rows, k: Tensor, v: Tensor) -> Tensor:
     states = []
     for piece in ring.pieces:
-        q, dout, statistics, delta = (x[:, :, piece.local] for x in rows)
-        start = piece.tokens.start
-        states.append(ring.carry.queries(ring.problem, q, statistics, delta, dout, start))
+        q, dout, sums = (x[:, :, piece.local] for x in rows)
+        states.append(ring.carry.queries(ring.problem, q, sums, dout, piece.tokens.start))
     ring.fold_keys(states, k, v)
     return join([state.close() for state in states], TOKENS, rows.q)
 
@@ -169,13 +166,12 @@ def _own_keys(ring: Ring, rows: Rows, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
         for piece in ring.pieces
     ]
     products = torch.cat((rows.q, rows.dout), dim=3)
-    sums = torch.cat((rows.statistics, rows.delta.unsqueeze(3)), dim=3)
-    G = rows.q.shape[1] // Hkv
-    by_group = (x.view(x.shape[0], Hkv, G, *x.shape[2:]) for x in (products, sums))
-    streams = (blocks(ring.call, x, ring.carry.rows) for x in by_group)
-    for (first, qd), (_, ml) in zip(*streams, strict=True):
+    G = 1 if ring.carry.by_token else rows.q.shape[1] // Hkv
+    by_group = (x.contiguous().view(x.shape[0], -1, G, *x.shape[2:]) for x in (products, rows.sums))
+    streams = (blocks(ring.call, x, ring.carry.multiple) for x in by_group)
+    for (first, qd), (_, sums) in zip(*streams, strict=True):
         for state in states:
-            state.fold(qd[..., :D], qd[..., D:], ml[..., :2], ml[..., 2], first)
+            state.fold(qd[..., :D], qd[..., D:], sums, first)
     closed = [state.close() for state in states]
     return (
         join([dk for dk, _ in closed], TOKENS, k),
@@ -187,11 +183,10 @@ def _own_sinks(ring: Ring, rows: Rows, sinks: Tensor) -> Tensor:
     """Those of some heads, over all queries: these ranks trade tokens for heads."""
     call, Hq, whole = ring.call, rows.q.shape[1], range(ring.call.sharding.length)
     boxes = [Box(share(Hq, call.ranks, rank), whole) for rank in range(call.ranks)]
-    sums = torch.cat((rows.statistics, rows.delta.unsqueeze(3)), dim=3)
-    some = to_boxes(sums, DENSE, call.sharding, boxes, call.group)  # [B, heads, S, 3]
+    some = to_boxes(rows.sums, DENSE, call.sharding, boxes, call.group)  # [B, heads, S, 3]
     heads = share_of_heads(call, Hq)
     if not heads:
         return torch.zeros_like(sinks)
     cut = sinks[heads.start : heads.stop]
-    values = ring.carry.sinks(ring.problem, cut, some[..., :2], some[..., 2])
+    values = ring.carry.sinks(ring.problem, cut, some)
     return spread(values, heads, Hq)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
+from lockstep.kernels.carry import Carry
 from lockstep.problem import AttentionProblem, Tensors
 
 __all__ = [
     "BackwardTensors",
-    "Carry",
     "Given",
     "Gradients",
     "Kernel",
@@ -101,33 +101,6 @@ class Merge(NamedTuple):
 
     supports: Callable[[Tensor], bool]
     run: Callable[[list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]
-
-
-class Carry(NamedTuple):
-    """Attention over keys, or gradients over rows, that come in blocks, with the bits of one call.
-
-    `forward(problem, q, sinks, start)` makes a state of the rows of q, which begin at position
-    `start`; `state.fold(k, v, first)` adds keys from position `first` on, and `state.close()`
-    returns what `Prepared` does. Blocks of keys begin at multiples of `span` and come in ascending
-    order. `queries(problem, q, statistics, delta, dout, start)` does the same for dq.
-
-    `keys(problem, k, v, start)` makes a state of the keys that begin at `start`;
-    `state.fold(q, dout, statistics, delta, first)` adds rows, and `state.close()` returns dk and
-    dv. Rows are the queries of each query head in turn that reads a key head: [B, Hkv, n, D], in
-    ascending order, from multiples of `rows` on. `delta` is `deltas(problem, q, out, dout, dlse)`.
-
-    `sinks(problem, sinks, statistics, delta)` returns dsinks of some heads with all their rows.
-
-    The problem has the mask and the length of the whole sequence, with as many queries as keys.
-    """
-
-    span: int
-    rows: int
-    forward: Callable[..., Any]
-    deltas: Callable[..., Tensor]
-    queries: Callable[..., Any]
-    keys: Callable[..., Any]
-    sinks: Callable[..., Tensor]
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,10 +23,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from lockstep.kernels.carry import Carry
 from lockstep.kernels.cpu import processes as processes
 from lockstep.kernels.kernel import (
     BackwardTensors,
-    Carry,
     Gradients,
     Kernel,
     Merge,
@@ -83,13 +83,14 @@ def _carry() -> Carry:
     from lockstep.kernels.cpu import carry, carry_backward, wide
 
     return Carry(
-        wide.SPAN,
-        wide.ROWS,
-        carry.CarriedForward,
-        carry_backward.deltas,
-        carry_backward.CarriedQueries,
-        carry_backward.CarriedKeys,
-        carry_backward.sums_of_sinks,
+        span=wide.SPAN,
+        multiple=wide.ROWS,
+        by_token=False,
+        forward=carry.CarriedForward,
+        rows=carry_backward.rows_of,
+        queries=carry_backward.CarriedQueries,
+        keys=carry_backward.CarriedKeys,
+        sinks=carry_backward.sums_of_sinks,
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.kernels.carry import moved
 from lockstep.kernels.cpu.arguments import argument, enter, take_ticket
 from lockstep.kernels.cpu.call import call_at
 from lockstep.kernels.cpu.compile import compiled, kernel
@@ -100,21 +101,6 @@ def _run_carried(arguments):
             for t in range(n_tiles):
                 close_rows(state.acc + t * Dv * ROW, Dv, state.l + t * ROW)
             write_rows(call, unit, block.q_rows, state.acc, state.m, state.l)
-
-
-def moved(problem: AttentionProblem, n: int, **sizes: int) -> AttentionProblem:
-    """The problem of other lengths, whose rows the kernels then put n keys behind their place.
-
-    A side of its window may be negative.
-    """
-    left, right = problem.window
-    return replace(
-        problem,
-        causal=False,
-        window_left=None if left is None else left + n,
-        window_right=None if right is None else right - n,
-        **sizes,
-    )
 
 
 class CarriedForward:

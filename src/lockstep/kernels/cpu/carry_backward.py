@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.kernels.carry import moved
 from lockstep.kernels.cpu.arguments import argument, enter, take_ticket
 from lockstep.kernels.cpu.backward import (
     ITEM,
@@ -25,7 +26,6 @@ from lockstep.kernels.cpu.backward import (
     write_queries,
 )
 from lockstep.kernels.cpu.call import CALL, call_at, of_sequence
-from lockstep.kernels.cpu.carry import moved
 from lockstep.kernels.cpu.compile import compiled, kernel
 from lockstep.kernels.cpu.extras import row_deltas, sink_gradient
 from lockstep.kernels.cpu.merge import fill
@@ -133,26 +133,31 @@ def _run_close(arguments):
             write_keys(call, grad.dv, b, h, first, n, dv + at * v_span, call.Dv, f32(1.0))
 
 
-def deltas(
-    problem: AttentionProblem, q: Tensor, out: Tensor, dout: Tensor, dlse: Tensor | None
+def rows_of(
+    problem: AttentionProblem,
+    q: Tensor,
+    out: Tensor,
+    statistics: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
 ) -> Tensor:
-    """delta [B, Hq, Sq] of some rows: Σ_d dO · O − dlse."""
-    delta = torch.zeros(q.shape[:3], dtype=torch.float32)
+    """m, l and delta [B, Hq, S, 3] of some rows; delta is Σ_d dO · O − dlse."""
+    rows = torch.zeros((*q.shape[:3], 3), dtype=torch.float32)
+    rows[..., :2], delta = statistics, rows[..., 2]
     if delta.numel() == 0:
-        return delta
+        return rows
     record = np.zeros(1, GRADIENT)
     record["dout"], record["delta"] = strided(dout, DENSE), strided(delta, DENSE)
     if dlse is not None:
         record["dlse"] = strided(dlse, DENSE)
     shaped, described = _rows(problem, q, out, None)
     row_deltas(shaped, described, record, scratch_bytes(problem.D, problem.Dv))
-    return delta
+    return rows
 
 
-def sums_of_sinks(
-    problem: AttentionProblem, sinks: Tensor, statistics: Tensor, delta: Tensor
-) -> Tensor:
-    """dsinks [Hq] from statistics [B, Hq, S, 2] and delta [B, Hq, S] of all rows of some heads."""
+def sums_of_sinks(problem: AttentionProblem, sinks: Tensor, rows: Tensor) -> Tensor:
+    """dsinks [h] of h heads, from all their rows [B, h, S, 3]."""
+    statistics, delta = rows[..., :2], rows[..., 2]
     record = np.zeros(1, GRADIENT)
     record["delta"] = strided(delta, DENSE)
     Hq, S = delta.shape[1:]
@@ -182,11 +187,11 @@ class CarriedQueries:
         self,
         problem: AttentionProblem,
         q: Tensor,
-        statistics: Tensor,
-        delta: Tensor,
+        rows: Tensor,
         dout: Tensor,
         start: int,
     ) -> None:
+        statistics, delta = rows[..., :2], rows[..., 2]
         self._problem, self._q, self._start = problem, q, start
         self._statistics, self._delta, self._dout = statistics, delta, dout
         self._dq = torch.zeros(q.shape, dtype=q.dtype)
@@ -228,8 +233,8 @@ class CarriedKeys:
 
     The rows of a KV head are those of its query heads, one head after the other: row ``g · S + i``
     is query i of head g. `fold` takes some of them, of every KV head, in ascending order: queries
-    [B, Hkv, n, D], dout, statistics and delta likewise, from row ``first`` on, which is a multiple
-    of ROWS, and n is one, too, but for the last. `close` then returns dk and dv.
+    [B, Hkv, n, D], dout and rows likewise, from row ``first`` on, which is a multiple of ROWS, and
+    n is one, too, but for the last. `close` then returns dk and dv.
     """
 
     def __init__(self, problem: AttentionProblem, k: Tensor, v: Tensor, start: int) -> None:
@@ -247,10 +252,10 @@ class CarriedKeys:
             for D in (problem.D, problem.Dv)
         )
 
-    def fold(self, q: Tensor, dout: Tensor, statistics: Tensor, delta: Tensor, first: int) -> None:
+    def fold(self, q: Tensor, dout: Tensor, rows: Tensor, first: int) -> None:
         for h in range(self._k.shape[1]):
-            rows = [x[:, h : h + 1] for x in (q, dout, statistics, delta)]
-            self._run(_run_folds, h, rows, first)
+            of_head = [x[:, h : h + 1] for x in (q, dout, rows[..., :2], rows[..., 2])]
+            self._run(_run_folds, h, of_head, first)
 
     def close(self) -> tuple[Tensor, Tensor]:
         p = self._problem

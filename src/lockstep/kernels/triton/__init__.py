@@ -10,6 +10,7 @@ Importing this package does not import Triton.
     plan.py       tile sizes, and which program computes what
     launch.py     from a problem to a launch
     backward.py   gradients
+    carry.py      the same over keys, or rows, that come in blocks
 
 A row's bits depend on its own sequence, the heads and the head dims alone; with `query_invariant`
 not on the other queries of the sequence either. Which program computes a span of keys, and which
@@ -25,6 +26,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from lockstep.kernels.carry import Carry
 from lockstep.kernels.kernel import (
     BackwardTensors,
     Kernel,
@@ -62,6 +64,21 @@ def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     from lockstep.kernels.triton.split_kv import merge
 
     return merge(outs, lses)
+
+
+def _carry() -> Carry:
+    from lockstep.kernels.triton import carry, plan
+
+    return Carry(
+        span=plan.LEAST_SPAN,
+        multiple=plan.LEAST_SPAN,
+        by_token=True,
+        forward=carry.CarriedForward,
+        rows=carry.rows_of,
+        queries=carry.CarriedQueries,
+        keys=carry.CarriedKeys,
+        sinks=carry.sums_of_sinks,
+    )
 
 
 def _supports_merge(part: Tensor) -> bool:
@@ -141,4 +158,5 @@ KERNEL = Kernel(
     query_invariant=True,
     supports_backward=supports_backward,
     merge=Merge(_supports_merge, _merge),
+    carry=_carry,
 )

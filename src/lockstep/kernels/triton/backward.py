@@ -35,6 +35,7 @@ from lockstep.kernels.triton.launch import (
     scales_of,
     slope_stride,
     stride_arguments,
+    units_of,
     window_of,
 )
 from lockstep.kernels.triton.plan import Device, Tiles, block_of, blocks_of
@@ -98,8 +99,7 @@ def cuts_of(problem: AttentionProblem, device: Device) -> tuple[Tiles, Tiles]:
 
 def backward_launches(problem: AttentionProblem, given: BackwardTensors, needs: Needs) -> Launches:
     """What computes the gradients of one problem with inputs of given strides and alignment."""
-    aligned = _with_aligned_inputs(given)
-    B = 1 if problem.layout == "varlen" else problem.B
+    aligned = with_aligned_inputs(given)
     # One pass makes both dK and dV.
     both = needs.k or needs.v
     made = needs._replace(k=both, v=both)
@@ -114,9 +114,9 @@ def backward_launches(problem: AttentionProblem, given: BackwardTensors, needs: 
         given.dout.device,
         BackwardTensors._fields,
         results,
-        {"rows": Buffer((B, problem.Hq, problem.Sq, 4), given.statistics.dtype)},
+        {"rows": Buffer((_sequences(problem), problem.Hq, problem.Sq, 4), given.statistics.dtype)},
         _launches(problem, aligned, results.keys()),
-        fit=None if all(map(is_, aligned, given)) else _with_aligned_inputs,
+        fit=None if all(map(is_, aligned, given)) else with_aligned_inputs,
         finish=gradients_from(results, needs),
     )
 
@@ -125,40 +125,81 @@ def _launches(
     problem: AttentionProblem, given: BackwardTensors, wanted: Collection[str]
 ) -> list[Launch]:
     """What computes the gradients that are wanted, by name."""
-    arguments = _arguments(problem, given)
-    B = 1 if problem.layout == "varlen" else problem.B
-    block_rows = max(16, 8192 // arguments["BLOCK_DV"])
-    row_tiles = triton.cdiv(problem.Sq, block_rows) * problem.Hq * B
-    found = [_launch(prepare_rows, row_tiles, arguments, BLOCK_ROWS=block_rows)]
-    for_keys, for_queries = cuts_of(problem, device_of(given.dout.device))
+    arguments = arguments_of(problem, given)
+    found = [launch_rows(problem, arguments)]
     if "dk" in wanted:
-        slots = _slots(problem, problem.Skv, for_keys.BLOCK_KV)
-        more = {**_blocks(for_keys), "n_slots": slots}
-        options = for_keys.options
-        found.append(_launch(sum_keys, slots * problem.Hkv * B, arguments, options, **more))
+        found.append(launch_keys(problem, given, arguments, absent=("dk_sums", "dv_sums")))
     if "dq" in wanted:
-        slots = _slots(problem, problem.Sq, for_queries.BLOCK_Q)
-        more = {**_blocks(for_queries), "n_slots": slots}
-        options = for_queries.options
-        found.append(_launch(sum_queries, slots * problem.Hq * B, arguments, options, **more))
+        found.append(launch_queries(problem, given, arguments, absent=("dq_sums",)))
     if "dbias" in wanted:
-        assert given.bias is not None
-        sizes = dict(
-            zip(("bias_B", "bias_Hq", "bias_Sq", "bias_Skv"), given.bias.shape, strict=True)
-        )
-        tiles = triton.cdiv(sizes["bias_Sq"], for_queries.BLOCK_Q)
-        tiles *= triton.cdiv(sizes["bias_Skv"], for_queries.BLOCK_KV)
-        shared = {
-            "SHARED_Q": sizes["bias_Sq"] < problem.Sq,
-            "SHARED_KV": sizes["bias_Skv"] < problem.Skv,
-        }
-        programs = sizes["bias_B"] * sizes["bias_Hq"] * tiles
-        more = {**_blocks(for_queries), **sizes, **shared}
-        found.append(_launch(sum_bias, programs, arguments, for_queries.options, **more))
+        found.append(_launch_bias(problem, given, arguments))
     if "dsinks" in wanted:
-        more = {"B": B, "n_sequences": problem.B, "BLOCK_ROWS": SINK_ROWS}
-        found.append(_launch(sum_sinks, problem.Hq, arguments, **more))
+        found.append(launch_sinks(problem))
     return found
+
+
+def launch_rows(problem: AttentionProblem, arguments: dict[str, Any]) -> Launch:
+    block_rows = max(16, 8192 // arguments["BLOCK_DV"])
+    tiles = triton.cdiv(problem.Sq, block_rows) * problem.Hq * _sequences(problem)
+    return _launch(prepare_rows, tiles, arguments | {"BLOCK_ROWS": block_rows})
+
+
+def launch_keys(
+    problem: AttentionProblem,
+    given: BackwardTensors,
+    arguments: dict[str, Any],
+    absent: Collection[str],
+) -> Launch:
+    cut, _ = cuts_of(problem, device_of(given.dout.device))
+    slots = _slots(problem, problem.Skv, cut.BLOCK_KV)
+    programs = slots * problem.Hkv * _sequences(problem)
+    arguments = {**arguments, **_blocks(cut), "n_slots": slots}
+    return _launch(sum_keys, programs, arguments, cut.options, absent)
+
+
+def launch_queries(
+    problem: AttentionProblem,
+    given: BackwardTensors,
+    arguments: dict[str, Any],
+    absent: Collection[str],
+) -> Launch:
+    _, cut = cuts_of(problem, device_of(given.dout.device))
+    slots = _slots(problem, problem.Sq, cut.BLOCK_Q)
+    programs = slots * problem.Hq * _sequences(problem)
+    arguments = {**arguments, **_blocks(cut), "n_slots": slots}
+    return _launch(sum_queries, programs, arguments, cut.options, absent)
+
+
+def launch_sinks(problem: AttentionProblem) -> Launch:
+    arguments = {
+        **units_of(problem),
+        "B": _sequences(problem),
+        "H": problem.Hq,
+        "S": problem.Sq,
+        "n_sequences": problem.B,
+        "BLOCK_ROWS": SINK_ROWS,
+        "RECIPROCAL": problem.dtype == torch.float32,
+    }
+    absent = () if problem.layout == "varlen" else ("cu_seqlens_q",)
+    return _launch(sum_sinks, problem.Hq, arguments, absent=absent)
+
+
+def _launch_bias(
+    problem: AttentionProblem, given: BackwardTensors, arguments: dict[str, Any]
+) -> Launch:
+    assert given.bias is not None
+    _, cut = cuts_of(problem, device_of(given.dout.device))
+    sizes = dict(zip(("bias_B", "bias_Hq", "bias_Sq", "bias_Skv"), given.bias.shape, strict=True))
+    tiles = triton.cdiv(sizes["bias_Sq"], cut.BLOCK_Q)
+    tiles *= triton.cdiv(sizes["bias_Skv"], cut.BLOCK_KV)
+    shared = {
+        "SHARED_Q": sizes["bias_Sq"] < problem.Sq,
+        "SHARED_KV": sizes["bias_Skv"] < problem.Skv,
+    }
+    programs = sizes["bias_B"] * sizes["bias_Hq"] * tiles
+    return _launch(
+        sum_bias, programs, {**arguments, **_blocks(cut), **sizes, **shared}, cut.options
+    )
 
 
 def _launch(
@@ -166,10 +207,16 @@ def _launch(
     programs: int,
     arguments: dict[str, Any],
     options: dict[str, int] | None = None,
-    **more: Any,
+    absent: Collection[str] = (),
 ) -> Launch:
-    """A launch that takes what it can use of `arguments` and `more`."""
-    return Launch(kernel, (programs,), taken_by(kernel, arguments | more), **(options or {}))
+    """A launch that takes what it can use of `arguments`."""
+    taken = taken_by(kernel, arguments)
+    return Launch(kernel, (programs,), taken, absent=absent, **(options or {}))
+
+
+def _sequences(problem: AttentionProblem) -> int:
+    """Packed sequences count as one."""
+    return 1 if problem.layout == "varlen" else problem.B
 
 
 def _blocks(cut: Tiles) -> dict[str, int]:
@@ -185,7 +232,8 @@ def prepare_backward(
     return backward_launches(problem, given, needs)
 
 
-def _with_aligned_inputs(given: BackwardTensors) -> BackwardTensors:
+def with_aligned_inputs(given: BackwardTensors) -> BackwardTensors:
+    """Tensors as the passes take them, or copies."""
     return given._replace(
         q=_with_aligned_rows(given.q),
         k=_with_aligned_rows(given.k),
@@ -238,7 +286,7 @@ def _slots(problem: AttentionProblem, S: int, block: int) -> int:
     return S // block + problem.B + 1 if problem.layout == "varlen" else triton.cdiv(S, block)
 
 
-def _arguments(problem: AttentionProblem, given: BackwardTensors) -> dict[str, Any]:
+def arguments_of(problem: AttentionProblem, given: BackwardTensors) -> dict[str, Any]:
     """What the passes take besides pointers, tiles and blocks."""
     dout = given.dout
     of_dout = dout.stride()[:3]
@@ -264,4 +312,6 @@ def _arguments(problem: AttentionProblem, given: BackwardTensors) -> dict[str, A
         "BLOCK_D": BLOCK_D,
         "BLOCK_DV": BLOCK_DV,
         "RECIPROCAL": problem.dtype == torch.float32,
+        # So that a shard's gradients are those of the whole sequence: `lockstep.distributed`.
+        "ASCENDING": problem.query_invariant,
     }

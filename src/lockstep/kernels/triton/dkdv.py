@@ -5,6 +5,11 @@ the tiles of queries that see all of its keys, then those at the edges, the diag
 the query heads of the group in ascending order and their tiles in ascending order, cut at fixed
 positions of the sequence. No other program adds to its keys. Scores are held transposed,
 [BLOCK_KV, BLOCK_Q]: p and dS are then the left factors of the products that follow.
+
+If ASCENDING, all tiles of queries come in ascending order, and each under all heads of the group
+before the next: the bits of a key then do not depend on the other keys of its tile. With
+`dk_sums_ptr` and `dv_sums_ptr` a program starts from the sums that it finds there, and leaves them
+there: its queries are some of those of a sequence (`carry`).
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from lockstep.kernels.triton.gradient_tiles import (
     nth_tile,
     score_gradients,
     tile_ranges,
+    tiles_of_pass,
     weights,
 )
 from lockstep.kernels.triton.tiles import (
@@ -76,6 +82,7 @@ def add_queries(
     BLOCK_Q: tl.constexpr,
     COPIES: tl.constexpr,
     MASKED: tl.constexpr,
+    ASCENDING: tl.constexpr,
 ):
     """The tiles of queries that need a mask, or none, under each head of the group.
 
@@ -85,8 +92,11 @@ def add_queries(
     # One loop over heads and tiles: a loop inside a loop would keep two sets of addresses.
     # Masked tiles are few: they need no pipeline, and its memory goes to their finite copies.
     for i in tl.range(0, tiles * GROUP, num_stages=1 if MASKED else None):
-        g = tl.cast(i // tiles if GROUP > 1 else 0, tl.int64)
-        first = nth_tile(i % tiles if GROUP > 1 else i, start, whole, masked, MASKED) * BLOCK_Q
+        g, nth = 0, i
+        if GROUP > 1:
+            g, nth = (i % GROUP, i // GROUP) if ASCENDING else (i // tiles, i % tiles)
+        g = tl.cast(g, tl.int64)
+        first = nth_tile(nth, start, whole, masked, MASKED) * BLOCK_Q
         q = load_rows(
             q_ptr + g * stride_qh, first, q_len, stride_qs, D, BLOCK_Q, k.shape[1], MASKED
         )
@@ -137,6 +147,8 @@ def sum_keys(
     rows_ptr,
     dk_ptr,
     dv_ptr,
+    dk_sums_ptr,
+    dv_sums_ptr,
     stride_qb,
     stride_qh,
     stride_qs,
@@ -174,6 +186,7 @@ def sum_keys(
     HAS_SOFTCAP: tl.constexpr,
     RAW: tl.constexpr,
     PRECISION: tl.constexpr,
+    ASCENDING: tl.constexpr,
     K_TOKENS_FIRST: tl.constexpr,
     V_TOKENS_FIRST: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -210,6 +223,11 @@ def sum_keys(
     kv_idx = first_key + tl.arange(0, BLOCK_KV)
     dk = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_KV, BLOCK_DV], tl.float32)
+    if dk_sums_ptr is not None:
+        sums_row, is_there = (dk_row + kv_idx)[:, None], (kv_idx < n_keys)[:, None]
+        d, e = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
+        dk = tl.load(dk_sums_ptr + sums_row * D + d, mask=is_there & (d < D), other=0.0)
+        dv = tl.load(dv_sums_ptr + sums_row * DV + e, mask=is_there & (e < DV), other=0.0)
 
     if is_good and first_key < kv_len:
         shift = kv_len - q_len
@@ -246,37 +264,47 @@ def sum_keys(
         if alibi_slopes_ptr is not None:
             slopes_ptr = alibi_slopes_ptr + b64 * stride_ab + q_head
         # Masked tiles come last: the other way round, ptxas waits for every single product. Masks
-        # take registers, which smaller tiles make up for.
-        MASKED_Q: tl.constexpr = max(16, BLOCK_Q // 2)
-        for MASKED in tl.static_range(2):
-            if MASKED or bias_ptr is None:
-                share = BLOCK_Q // MASKED_Q if MASKED else 1
+        # take registers, which smaller tiles make up for; but a sum that is to be the same with and
+        # without a mask needs the same tiles.
+        EDGES_APART: tl.constexpr = ASCENDING and HAS_RIGHT
+        MASKED_Q: tl.constexpr = BLOCK_Q if ASCENDING else max(16, BLOCK_Q // 2)
+        for PASS in tl.static_range(0 if EDGES_APART else 1, 3):
+            if PASS != 1 or bias_ptr is None:
+                share = 1 if PASS == 1 else BLOCK_Q // MASKED_Q
+                pass_start, pass_whole, pass_masked, pass_end = tiles_of_pass(
+                    start, whole, masked, end, PASS, EDGES_APART
+                )
                 dk, dv = add_queries(
-                    start * share, whole * share, masked * share, end * share,
+                    pass_start * share, pass_whole * share, pass_masked * share, pass_end * share,
                     dk, dv, k, v, kv_idx[:, None],
                     q_ptr, dout_ptr, bias_rows, slopes_ptr, rows_ptr + row * 4,
                     stride_qh * ALIGN, stride_qs * ALIGN, stride_oh * ALIGN, stride_os * ALIGN,
                     stride_bh, stride_bq, stride_bk, Sq, q_len, kv_len, left, right,
                     cap_scale, score_scale, unit, D, DV, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-                    RAW, PRECISION, MASKED_Q if MASKED else BLOCK_Q, COPIES, MASKED == 1,
+                    RAW, PRECISION, BLOCK_Q if PASS == 1 else MASKED_Q, COPIES, PASS != 1,
+                    ASCENDING,
                 )  # fmt: skip
 
-    is_key = (kv_idx < kv_len)[:, None]
-    inside = (kv_idx < n_keys)[:, None]
-    # Adding 0 makes one zero of the two.
-    nan_or_zero = nan_where(not is_good)
-    dk = tl.where(is_key, tl.fma(dk, scale, 0.0), 0.0) + nan_or_zero
-    dv = tl.where(is_key, dv, 0.0) + nan_or_zero
-    key = kv_start + kv_idx
-    if kv_starts_ptr is not None:
-        # The keys before the first one come behind the last: they have zeros, too.
-        key = tl.where(key < Skv, key, key - Skv)
-    rows = (dk_row + key * stride_row)[:, None]  # [BLOCK_KV, 1]
-    k_rows, v_rows = rows, rows
-    if K_TOKENS_FIRST or V_TOKENS_FIRST:
-        tokens = (b.to(tl.int64) * Skv + key)[:, None]
-        k_rows = tokens * Hkv + head if K_TOKENS_FIRST else rows
-        v_rows = tokens * Hkv + head if V_TOKENS_FIRST else rows
-    d, e = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
-    tl.store(dk_ptr + k_rows * D + d, dk.to(dk_ptr.dtype.element_ty), mask=inside & (d < D))
-    tl.store(dv_ptr + v_rows * DV + e, dv.to(dv_ptr.dtype.element_ty), mask=inside & (e < DV))
+    if dk_sums_ptr is not None:
+        tl.store(dk_sums_ptr + sums_row * D + d, dk, mask=is_there & (d < D))
+        tl.store(dv_sums_ptr + sums_row * DV + e, dv, mask=is_there & (e < DV))
+    else:
+        is_key = (kv_idx < kv_len)[:, None]
+        inside = (kv_idx < n_keys)[:, None]
+        # Adding 0 makes one zero of the two.
+        nan_or_zero = nan_where(not is_good)
+        dk = tl.where(is_key, tl.fma(dk, scale, 0.0), 0.0) + nan_or_zero
+        dv = tl.where(is_key, dv, 0.0) + nan_or_zero
+        key = kv_start + kv_idx
+        if kv_starts_ptr is not None:
+            # The keys before the first one come behind the last: they have zeros, too.
+            key = tl.where(key < Skv, key, key - Skv)
+        rows = (dk_row + key * stride_row)[:, None]  # [BLOCK_KV, 1]
+        k_rows, v_rows = rows, rows
+        if K_TOKENS_FIRST or V_TOKENS_FIRST:
+            tokens = (b.to(tl.int64) * Skv + key)[:, None]
+            k_rows = tokens * Hkv + head if K_TOKENS_FIRST else rows
+            v_rows = tokens * Hkv + head if V_TOKENS_FIRST else rows
+        d, e = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
+        tl.store(dk_ptr + k_rows * D + d, dk.to(dk_ptr.dtype.element_ty), mask=inside & (d < D))
+        tl.store(dv_ptr + v_rows * DV + e, dv.to(dv_ptr.dtype.element_ty), mask=inside & (e < DV))

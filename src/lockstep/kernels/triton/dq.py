@@ -2,7 +2,11 @@
 
 One program owns BLOCK_Q queries of one head and walks over the tiles of BLOCK_KV keys that they
 see: first those that all of them see, then those at the edges, the diagonal say; each time in
-ascending order, cut at fixed positions of the sequence.
+ascending order, cut at fixed positions of the sequence. If ASCENDING, all tiles come in ascending
+order: the bits of a row then do not depend on the other queries of its tile.
+
+With `dq_sums_ptr` a program starts from the sums that it finds there, and leaves them there: its
+keys are some of those of a sequence (`carry`).
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from lockstep.kernels.triton.gradient_tiles import (
     nth_tile,
     score_gradients,
     tile_ranges,
+    tiles_of_pass,
     weights,
 )
 from lockstep.kernels.triton.tiles import (
@@ -111,6 +116,7 @@ def sum_queries(
     dout_ptr,
     rows_ptr,
     dq_ptr,
+    dq_sums_ptr,
     stride_qb,
     stride_qh,
     stride_qs,
@@ -148,6 +154,7 @@ def sum_queries(
     HAS_SOFTCAP: tl.constexpr,
     RAW: tl.constexpr,
     PRECISION: tl.constexpr,
+    ASCENDING: tl.constexpr,
     Q_TOKENS_FIRST: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
@@ -231,21 +238,34 @@ def sum_queries(
         slope = tl.load(slope_ptr, mask=is_good, other=0.0).to(tl.float32)
 
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    if dq_sums_ptr is not None:
+        dq = tl.load(
+            dq_sums_ptr + (dq_row + q_idx * stride_row)[:, None] * D + tl.arange(0, BLOCK_D),
+            mask=(q_idx < q_len)[:, None] & (tl.arange(0, BLOCK_D) < D),
+            other=0.0,
+        )
     # Masked tiles come last: the other way round, ptxas waits for every single product.
-    for MASKED in tl.static_range(2):
-        if MASKED or bias_ptr is None:
+    EDGES_APART: tl.constexpr = ASCENDING and HAS_LEFT
+    for PASS in tl.static_range(0 if EDGES_APART else 1, 3):
+        if PASS != 1 or bias_ptr is None:
+            pass_start, pass_whole, pass_masked, pass_end = tiles_of_pass(
+                start, whole, masked, end, PASS, EDGES_APART
+            )
             dq = add_keys(
-                start, whole, masked, end,
+                pass_start, pass_whole, pass_masked, pass_end,
                 dq, q, dout, m[:, None], norm[:, None], delta[:, None], q_idx[:, None],
                 k_ptr, v_ptr, bias_rows, slope, stride_ks * ALIGN, stride_vs * ALIGN,
                 stride_bq, stride_bk, q_len, kv_len, left, right, cap_scale,
                 score_scale, unit, D, DV, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAW, PRECISION,
-                BLOCK_KV, MASKED == 1,
+                BLOCK_KV, PASS != 1,
             )  # fmt: skip
 
     rows = (dq_row + (q_start + q_idx) * stride_row)[:, None]  # [BLOCK_Q, 1]
     d = tl.arange(0, BLOCK_D)[None, :]
     inside = (q_idx < q_len)[:, None] & (d < D)
-    # Adding 0 makes one zero of the two.
-    dq = tl.fma(dq, scale, nan_where(not is_good))
-    tl.store(dq_ptr + rows * D + d, dq.to(dq_ptr.dtype.element_ty), mask=inside)
+    if dq_sums_ptr is not None:
+        tl.store(dq_sums_ptr + rows * D + d, dq, mask=inside)
+    else:
+        # Adding 0 makes one zero of the two.
+        dq = tl.fma(dq, scale, nan_where(not is_good))
+        tl.store(dq_ptr + rows * D + d, dq.to(dq_ptr.dtype.element_ty), mask=inside)

@@ -14,7 +14,8 @@ selects, in every tile that a mask cuts. A row that sees one there is NaN in all
 SECRET_LENGTHS nothing depends on the values of kv_lens either: all Skv keys are walked and masked.
 
 With `parts_ptr` a program walks only its own run of spans, and hands out each span as a part
-instead of folding it: `split_kv` does that.
+instead of folding it: `split_kv` does that. With `state_ptr` the keys are a block of those of a
+sequence, and a program goes from the state before this block to `next_state_ptr` (`carry`).
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from lockstep.kernels.sequences import nan_where
 from lockstep.kernels.triton.nonfinite import add_nonfinite
 from lockstep.kernels.triton.spans import (
     attend_tiles,
+    load_state,
     locate,
     span_of,
     store_part,
+    store_state,
     tiles_of_region,
 )
 from lockstep.kernels.triton.tiles import (
@@ -65,6 +68,10 @@ def attend(
     statistics_ptr,
     parts_ptr,
     part_stats_ptr,
+    state_ptr,
+    state_stats_ptr,
+    next_state_ptr,
+    next_state_stats_ptr,
     stride_qb,
     stride_qh,
     stride_qs,
@@ -232,6 +239,10 @@ def attend(
             l = tl.zeros([BLOCK_Q], tl.float32)
             acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
             folded_m, folded_l, folded_acc = m, l, acc
+            if state_ptr is not None:
+                folded_m, folded_l, folded_acc = load_state(
+                    state_ptr, state_stats_ptr, out_row, is_row, DV, BLOCK_DV
+                )
             span_end = (lo // span + 1) * span
             for REGION in tl.static_range(4):
                 # The left edge of a window; the middle, up to the first fold and from there on; the
@@ -265,6 +276,9 @@ def attend(
                 store_part(
                     m, l, acc, part_rows, part_stats_rows, (hi - 1) // span, is_row, DV, CLEAN
                 )
+            elif state_ptr is not None:
+                m, l, out = fold(folded_m, folded_l, folded_acc, m, l, acc, unit)
+                store_state(m, l, out, next_state_ptr, next_state_stats_ptr, out_row, is_row, DV)
             else:
                 m, l, acc = fold(folded_m, folded_l, folded_acc, m, l, acc, unit)
                 if SECRET_LENGTHS:
@@ -281,13 +295,17 @@ def attend(
             if not CLEAN and not CONSTANT_TIME:
                 nan_sum += tl.sum(out * 0.0, 1, keep_dims=True)
                 has_nonfinite = tl.sum(is_nonfinite(nan_sum).to(tl.int32)) != 0
+    rows_ptr = out_rows
+    if parts_ptr is not None:
+        rows_ptr = part_rows
+    elif state_ptr is not None:
+        rows_ptr = next_state_ptr + out_row * DV
     if not CONSTANT_TIME:  # noqa: SIM102, what is not compiled must not be looked at
         if has_nonfinite:
             # The stores above are other threads' loads here.
             tl.debug_barrier()
             add_nonfinite(
-                start, end,
-                out_rows if parts_ptr is None else part_rows,
+                start, end, rows_ptr,
                 v_ptr, bias_rows, table_ptr, first_key, n_pages,
                 stride_vb * ALIGN, stride_vs * ALIGN, stride_bk,
                 position, is_row, kv_len, left, right, span,

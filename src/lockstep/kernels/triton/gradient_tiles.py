@@ -50,6 +50,18 @@ def nth_tile(i, start, whole, masked, MASKED: tl.constexpr):
 
 
 @triton.jit
+def tiles_of_pass(start, whole, masked, end, PASS: tl.constexpr, ASCENDING: tl.constexpr):
+    """Of the tiles that `tile_ranges` found, those of a pass: 1 for the tiles without a mask, then
+    2 for the masked ones. If ASCENDING, 0 for the masked ones before them, and 2 for those behind.
+    """
+    if PASS == 0:
+        masked = end
+    elif PASS == 2 and ASCENDING:
+        start = whole
+    return start, whole, masked, end
+
+
+@triton.jit
 def exact_weights(s, m, norm, unit, RECIPROCAL: tl.constexpr):
     """Weights of scores of any size: the difference to m, where it is small, is exact."""
     x = (s - m) * unit

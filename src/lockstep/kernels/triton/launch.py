@@ -27,6 +27,8 @@ from lockstep.kernels.window import limit_of
 from lockstep.memory_order import empty_like, is_tokens_first
 from lockstep.problem import AttentionProblem, Tensors
 
+# What `forward.attend` takes where keys come in blocks.
+NO_STATE = ("state", "state_stats", "next_state", "next_state_stats")
 Strides = tuple[int, int, int]
 """By sequence (or page), head and token."""
 
@@ -225,7 +227,7 @@ def forward_launches(
             (plan.n_programs, plan.n_runs),
             attend_arguments(problem, tensors, plan),
             # The sink of a row is folded once, when its parts are.
-            absent=("sinks",) if split else (),
+            absent=(*NO_STATE, "sinks") if split else NO_STATE,
             **options_of(problem, plan, device),
         )
     ]

@@ -205,17 +205,20 @@ def span_of(problem: AttentionProblem, q_len: int, kv_len: int) -> int:
     return max(1, -(-max(short, min(long, LONG * LEAST_SPAN)) // LEAST_SPAN)) * LEAST_SPAN
 
 
-def plan_of(problem: AttentionProblem, device: Device, own_keys: bool = False) -> Plan:
+def plan_of(
+    problem: AttentionProblem, device: Device, own_keys: bool = False, splits: bool = True
+) -> Plan:
     """Whole sequences where they keep the multiprocessors busy, runs of spans elsewhere.
 
-    own_keys: Packed sequences are known to have as many keys as queries.
+    own_keys: Packed sequences are known to have as many keys as queries. splits: Whether spans may
+    be shared among programs.
     """
     tiles, few = tiles_of(problem, device)
     n_slots, n_programs = _count(problem, tiles)
     n_spans = 1 if own_keys and _all_straight(problem) else _most_spans(problem)
     part_bytes = 4 * (problem.Dv + 1) * n_spans * math.prod(problem.lse_shape)
     n_runs = 1
-    if n_spans > 1 and part_bytes <= MAX_PARTS_BYTES:
+    if splits and n_spans > 1 and part_bytes <= MAX_PARTS_BYTES:
         n_runs = _runs(n_spans, n_programs, PROGRAMS_PER_MULTIPROCESSOR * device.multiprocessors)
     run_spans = -(-n_spans // n_runs)
     n_runs = -(-n_spans // run_spans)

@@ -151,6 +151,25 @@ def store_part(
 
 
 @triton.jit
+def load_state(
+    state_ptr, stats_ptr, row, is_row, DV: tl.constexpr, BLOCK_DV: tl.constexpr
+):  # fmt: skip
+    """m, l [BLOCK_Q] and acc [BLOCK_Q, BLOCK_DV] of rows whose keys come in blocks."""
+    dv = tl.arange(0, BLOCK_DV)[None, :]
+    acc = tl.load(state_ptr + row[:, None] * DV + dv, mask=is_row[:, None] & (dv < DV), other=0.0)
+    m = tl.load(stats_ptr + row * 2, mask=is_row, other=float("-inf"))
+    return m, tl.load(stats_ptr + row * 2 + 1, mask=is_row, other=0.0), acc
+
+
+@triton.jit
+def store_state(m, l, acc, state_ptr, stats_ptr, row, is_row, DV: tl.constexpr):
+    dv = tl.arange(0, acc.shape[1])[None, :]
+    tl.store(state_ptr + row[:, None] * DV + dv, acc, mask=is_row[:, None] & (dv < DV))
+    tl.store(stats_ptr + row * 2, m, mask=is_row)
+    tl.store(stats_ptr + row * 2 + 1, l, mask=is_row)
+
+
+@triton.jit
 def attend_tiles(
     tile_lo,
     tile_hi,
