@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +70,33 @@ def test_a_kernel_is_compiled_once(home, compilations):
     assert [_run(), _run()] == [42, 42]
     assert compilations == [NAME]
     assert _file(home).suffix == store.SUFFIX
+
+
+def test_of_several_processes_one_compiles(home, compilations):
+    _run()
+    path = _file(home)
+    code = path.read_bytes()
+    path.unlink()
+    other = os.open(home, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+
+    def finish() -> None:
+        path.write_bytes(code)
+        os.close(other)
+
+    threading.Timer(0.2, finish).start()
+    assert _run() == 42
+    assert compilations == [NAME]
+
+
+def test_a_process_that_was_stopped_is_not_waited_for(home, compilations, monkeypatch):
+    home.mkdir()
+    other = os.open(home, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    monkeypatch.setattr(store, "LONGEST_WAIT", 0.1)
+    assert _run() == 42
+    assert compilations == [NAME]
+    os.close(other)
 
 
 def _truncate(at: float) -> Callable[[Path], None]:

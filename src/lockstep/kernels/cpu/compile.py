@@ -84,13 +84,18 @@ class Kernel:
     def address(self) -> int:
         """Where the machine code lies; compiled or loaded from disk when first asked for."""
         with _compiling, global_compiler_lock:
-            code = store.read(self.name)
-            if code is None:
-                with _patiently():
-                    code = self._compile()
-                store.write(self.name, code)
+            code = store.read(self.name) or self._compile_once()
             note(self.name)
             return machine.load(code, self.name)
+
+    def _compile_once(self) -> bytes:
+        """The code, compiled here unless another process does so first."""
+        with store.one_process_at_a_time(), _patiently():
+            code = store.read(self.name)
+            if code is None:
+                code = self._compile()
+                store.write(self.name, code)
+            return code
 
     def _compile(self) -> bytes:
         return machine.generate(self.module(machine.triple()), self.name)

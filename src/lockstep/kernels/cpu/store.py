@@ -1,17 +1,20 @@
 """Machine code on disk: kernels are compiled once per machine, not once per process.
 
 A file holds the code of one kernel behind a digest of it. Whatever is wrong with a file or its
-directory, the kernel is compiled anew; where nothing can be written, each process compiles.
+directory, the kernel is compiled anew; where nothing can be written, each process compiles. Of
+processes that need a kernel at the same time, as ranks do, one compiles it and the others wait.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from uuid import uuid4
@@ -24,6 +27,8 @@ from lockstep.kernels.cpu import machine
 PACKAGE = Path(__file__).parent
 SUFFIX = ".code"
 DIGEST_BYTES = hashlib.sha256().digest_size
+# Seconds to wait for other processes. A kernel takes a few; a process may have been stopped.
+LONGEST_WAIT = 60.0
 
 _warned = False
 
@@ -98,6 +103,35 @@ def read(kernel: str) -> bytes | None:
         if _can_be_written_to(directory):
             return None
     return None
+
+
+@contextmanager
+def one_process_at_a_time() -> Iterator[None]:
+    """Waits until no other process is in this block. Where directories cannot be locked, and after
+    `LONGEST_WAIT`, it goes on all the same."""
+    directory = home()
+    if directory is None:
+        yield
+        return
+    lock = os.open(directory, os.O_RDONLY)
+    try:
+        deadline = time.monotonic() + LONGEST_WAIT
+        while not _is_locked(lock) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _is_locked(lock: int) -> bool:
+    """Locks a directory; False if another process has locked it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # of a file system without locks
+    return True
 
 
 def write(kernel: str, code: bytes) -> None:
