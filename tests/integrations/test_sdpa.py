@@ -12,6 +12,7 @@ from torch import nn
 
 import lockstep
 from lockstep.integrations import sdpa
+from lockstep.integrations.sdpa import backward, forward
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.nn.attention, "register_flash_attention_impl"), reason="needs torch 2.11"
@@ -277,3 +278,74 @@ def test_packed_sequences_on_a_gpu():
     with sdpa.active():
         found = varlen_attn(q, k, v, ends, ends, 70, 70)
     assert torch.equal(found, lockstep.attention_varlen(q, k, v, ends, ends))
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_gradients_of_packed_sequences_on_a_gpu():
+    from torch.nn.attention.varlen import varlen_attn
+
+    tensors = [
+        torch.randn(100, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    ]
+    ends = torch.tensor([0, 30, 100], device="cuda", dtype=torch.int32)
+    with sdpa.active():
+        out = varlen_attn(*tensors, ends, ends, 70, 70, window_size=(-1, 0))
+        found = torch.autograd.grad(out.sum(), tensors)
+    out = lockstep.attention_varlen(*tensors, ends, ends, causal=True)
+    for a, b in zip(found, torch.autograd.grad(out.sum(), tensors), strict=True):
+        assert torch.equal(a, b)
+
+
+class TestOperatorsOfGpus:
+    """The answers to operators that PyTorch has for GPUs alone, given tensors on a CPU."""
+
+    def test_pages_and_slopes(self):
+        q, slopes = torch.randn(7, 4, 16), torch.rand(4)
+        k, v = torch.randn(2, 6, 8, 2, 16)
+        ends = torch.tensor([0, 5, 7], dtype=torch.int32)
+        table, lens = torch.tensor([[4, 1], [0, 3]]).int(), torch.tensor([13, 6]).int()
+        more = {"seqused_k": lens, "block_table": table, "alibi_slopes": slopes}
+        out, lse, *_ = forward.flash_forward(
+            *(q, k, v, ends, None, 5, 16, 0.0, True, False), window_size_left=-1, **more
+        )
+        wanted, wanted_lse = lockstep.attention_varlen(
+            *(q, k, v, ends),
+            page_table=table,
+            kv_lens=lens,
+            causal=True,
+            alibi_slopes=slopes,
+            return_lse=True,
+        )
+        assert torch.equal(out, wanted)
+        assert torch.equal(lse, wanted_lse.T)
+        with pytest.raises(NotImplementedError):
+            forward.flash_forward(q, k, v, ends, None, 5, 16, 0.0, True, False, block_table=table)
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_gradients_of_flash_attention(self, packed):
+        tensors = [torch.randn(2, 9, 4, 16, requires_grad=True) for _ in range(3)]
+        ends = torch.arange(3) * 9 if packed else None
+        given = [x.detach().flatten(0, 1) if packed else x.detach() for x in tensors]
+        dout = torch.randn_like(given[0])
+        found = backward.flash_forward(
+            *(dout, *given, None, None, ends, ends, 9, 9, 0.0, True, None, None),
+            window_size_left=3,
+        )
+        out = lockstep.attention(*(x.transpose(1, 2) for x in tensors), window=(3, 0))
+        wanted = torch.autograd.grad(out.transpose(1, 2), tensors, dout.view(2, 9, 4, 16))
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(a.reshape(b.shape), b)
+
+    def test_gradients_of_efficient_attention(self):
+        tensors = [torch.randn(2, 4, 9, 16, requires_grad=True) for _ in range(3)]
+        bias, dout = torch.randn(9, 9), torch.randn(2, 4, 9, 16)
+        given = (dout, *(x.detach() for x in tensors), bias, *(None,) * 4, 0.0)
+        *found, none = backward.efficient(*given, [True] * 3 + [False])
+        out = lockstep.attention(*tensors, bias=bias)
+        assert none is None
+        for a, b in zip(found, torch.autograd.grad(out, tensors, dout), strict=True):
+            assert torch.equal(a, b)
+        with pytest.raises(NotImplementedError):
+            backward.efficient(*given, [True] * 4)
