@@ -89,6 +89,15 @@ def refusal(kernel: Kernel, problem: AttentionProblem, backward: bool = False) -
     return None if kernel.supports_backward is None else kernel.supports_backward(problem)
 
 
+def select_carry(problem: AttentionProblem, kernel: str | None = None) -> Kernel | None:
+    """The first kernel, or the one called `kernel`, that runs a problem whose keys come in blocks.
+
+    None where there is none. Raises ValueError for an unknown name.
+    """
+    able = (x for x in candidates(kernel) if x.carry is not None and refusal(x, problem) is None)
+    return next(able, None)
+
+
 def select_merge(
     part: Tensor,
 ) -> Callable[[list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]:

@@ -18,8 +18,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import lockstep
+from lockstep import dispatch
 from lockstep.audit.bits import Difference, first_difference
 from lockstep.distributed import context_parallel_attention, shard
+from lockstep.options import make_options
+from lockstep.problem import Tensors, describe
 
 TOKENS = 2
 MASKS: dict[str, dict[str, Any]] = {
@@ -46,25 +49,32 @@ class Case:
     mask: str = "causal"
     sinks: bool = False
     softcap: float | None = None
+    kernel: str | None = None
+    query_invariant: bool = True
 
     @property
     def options(self) -> dict[str, Any]:
-        return {**MASKS[self.mask], "softcap": self.softcap, "query_invariant": True}
+        return {
+            **MASKS[self.mask],
+            "softcap": self.softcap,
+            "kernel": self.kernel,
+            "query_invariant": self.query_invariant,
+        }
 
     def __str__(self) -> str:
         shards = "balanced" if self.balanced else "contiguous"
         return f"{self.method}, {shards} shards, {self.mask}"
 
 
-def cases(methods: tuple[str, ...], **sizes: Any) -> Iterator[Case]:
+def cases(methods: tuple[str, ...], masks: tuple[str, ...], **sizes: Any) -> Iterator[Case]:
     """Each mask with each method and kind of shards."""
-    for mask, method, balanced in product(MASKS, methods, (False, True)):
+    for mask, method, balanced in product(masks, methods, (False, True)):
         yield Case(method, balanced, mask=mask, sinks=mask != "full", **sizes)
 
 
 def compare(case: Case, group: ProcessGroup) -> Difference | None:
     """The first bit of this rank's results and gradients that one process has otherwise."""
-    whole, expected = _one_process(replace(case, method="", balanced=False))
+    whole, expected = _one_process(replace(case, method="", balanced=False, kernel=_kernel(case)))
     parts = {name: _shard(name, x, case, group) for name, x in whole.items()}
     sharing = {"mesh": group, "method": case.method, "balanced": case.balanced}
     got = run_with_gradients(parts, context_parallel_attention, **sharing, **case.options)
@@ -74,7 +84,22 @@ def compare(case: Case, group: ProcessGroup) -> Difference | None:
     return first_difference(mine, got)
 
 
-@lru_cache(maxsize=1)
+def _kernel(case: Case) -> str | None:
+    """The kernel whose bits a call should have; that of a ring need not be the default."""
+    if case.kernel is not None or case.method != "ring":
+        return case.kernel
+    mask, heads = MASKS[case.mask], (case.Hq, case.Hkv, case.Hkv)
+    q, k, v = (
+        torch.empty(2, H, case.S, case.D, dtype=case.dtype, device=case.device) for H in heads
+    )
+    options = make_options(
+        mask.get("causal", False), mask.get("window"), None, case.softcap, case.query_invariant
+    )
+    found = dispatch.select_carry(describe(Tensors(q, k, v), options))
+    return None if found is None else found.name
+
+
+@lru_cache(maxsize=2)
 def _one_process(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The whole tensors, and what one process makes of them: it knows no method and no shards."""
     whole = _draw(case)

@@ -23,6 +23,13 @@ def distributed(
     method: Annotated[
         list[str] | None, typer.Option(help="heads, gather, ring; all that run, if not given.")
     ] = None,
+    mask: Annotated[
+        list[str] | None,
+        typer.Option(help="full, causal, window, behind, both; all, if not given."),
+    ] = None,
+    kernel: Annotated[
+        str | None, typer.Option(help="One kernel by name; what dispatch takes, if not given.")
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda; cuda where there is one, if not given.")
     ] = None,
@@ -39,12 +46,13 @@ def distributed(
     """Compare attention on several ranks with one process, bit by bit: run it under torchrun.
 
     As in `torchrun --nproc-per-node 4 --no-python lockstep audit distributed`. Results, lse and
-    every gradient, for each method, contiguous and balanced shards, and five masks. Rank 0 prints.
+    every gradient, for each method, contiguous and balanced shards, and five masks. A kernel that
+    does not promise query_invariant is audited with the method heads alone. Rank 0 prints.
     Exit status 1 on every rank if a bit differs on any, which is printed with rank, place and both
     bit patterns; 2 if nothing can run.
     """
     with ends_with_status_2(ValueError, NotImplementedError):
-        found = _prepare(method, device, dtype, (seq, heads, kv_heads, head_dim))
+        found = _prepare(method, mask, kernel, device, dtype, (seq, heads, kv_heads, head_dim))
     rows, refused, ranks = _run(found)
     import torch.distributed as dist
 
@@ -60,12 +68,18 @@ def distributed(
 
 
 def _prepare(
-    method: list[str] | None, device: str | None, dtype: str | None, sizes: tuple[int, ...]
+    method: list[str] | None,
+    mask: list[str] | None,
+    kernel: str | None,
+    device: str | None,
+    dtype: str | None,
+    sizes: tuple[int, ...],
 ) -> list[Case]:
     """The cases. Raises ValueError where nothing can run."""
     import torch
 
-    from lockstep.audit.distributed import cases
+    from lockstep import dispatch
+    from lockstep.audit.distributed import MASKS, cases
     from lockstep.distributed.methods import METHODS, by_name
 
     if "RANK" not in os.environ:
@@ -74,6 +88,15 @@ def _prepare(
             "distributed"
         )
     names = tuple(by_name(name).name for name in method or [m.name for m in METHODS])
+    masks = tuple(mask or MASKS)
+    for name in masks:
+        if name not in MASKS:
+            raise ValueError(f"--mask takes one of {', '.join(MASKS)}, got {name!r}")
+    invariant = kernel is None or dispatch.candidates(kernel)[0].query_invariant
+    if not invariant:
+        names = tuple(name for name in names if name == "heads")
+        if not names:
+            raise ValueError(f"--method takes heads with {kernel}: it is not query_invariant")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device, indexed=False)
     kind = dtype_of(dtype or ("fp32" if device == "cpu" else "bf16"), DTYPES)
@@ -84,7 +107,8 @@ def _prepare(
     S, Hq, Hkv, D = sizes
     if Hq % Hkv:
         raise ValueError(f"--heads takes a multiple of --kv-heads, got {Hq} and {Hkv}")
-    return list(cases(names, S=S, Hq=Hq, Hkv=Hkv, D=D, dtype=kind, device=device))
+    call = {"dtype": kind, "device": device, "kernel": kernel, "query_invariant": invariant}
+    return list(cases(names, masks, S=S, Hq=Hq, Hkv=Hkv, D=D, **call))
 
 
 def _run(found: list[Case]) -> tuple[list[dict[str, Any]], dict[str, str], int]:

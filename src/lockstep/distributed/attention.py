@@ -175,8 +175,8 @@ def _check(tensors: Tensors, asked: Asked, ranks: int) -> tuple[Tensors, Setting
 
 
 def _sizes(problem: AttentionProblem, kernel: str | None, ranks: int) -> Sizes:
-    found = dispatch.select(problem, kernel)
-    return Sizes(problem.Hq, problem.Hkv, ranks, found.name, found.carry is not None)
+    found, carrying = dispatch.select(problem, kernel), dispatch.select_carry(problem, kernel)
+    return Sizes(problem.Hq, problem.Hkv, ranks, found.name, carrying is not None)
 
 
 _OPTIONS = (*Settings._fields, "method", "balanced", "return_lse")

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from lockstep.distributed.faults import named_faults
 from lockstep.distributed.groups import moves_host_memory
 from lockstep.distributed.layout import Sharding
+from lockstep.distributed.streams import beside, join_streams
 
 # torch 2.13 renamed it.
 _ALL_GATHER = (
@@ -119,16 +120,6 @@ class Part(NamedTuple):
     work: dist.Work
 
 
-def start_broadcast(to: Tensor, held: Tensor | None, rank: int, group: ProcessGroup) -> Part:
-    """Begins to fill `to` with what `rank` holds: `held` there, None elsewhere."""
-    source = torch.empty(to.shape, dtype=to.dtype, device=to.device) if held is None else held
-    moved = _on_the_wire(source.contiguous(), group)
-    with named_faults(group, "broadcast"):
-        work = dist.broadcast(moved, group=group, group_src=rank, async_op=True)
-    assert work is not None
-    return Part(to, moved, work)
-
-
 class Arriving(NamedTuple):
     """A tensor whose parts are broadcast by different ranks."""
 
@@ -137,11 +128,24 @@ class Arriving(NamedTuple):
     group: ProcessGroup
 
     def wait(self) -> Tensor:
-        for to, moved, work in self.parts:
-            with named_faults(self.group, "broadcast"):
-                work.wait()
-            to.copy_(moved.view(to.dtype).view(to.shape))
+        """The tensor, once it is there; on a GPU, for what comes next in the current stream."""
+        with beside(self.whole.device):
+            for to, moved, work in self.parts:
+                with named_faults(self.group, "broadcast"):
+                    work.wait()
+                to.copy_(moved.view(to.dtype).view(to.shape))
+        join_streams(self.whole)
         return self.whole
+
+
+def start_broadcast(to: Tensor, held: Tensor | None, rank: int, group: ProcessGroup) -> Part:
+    """Begins to fill `to` with what `rank` holds: `held` there, None elsewhere."""
+    source = torch.empty(to.shape, dtype=to.dtype, device=to.device) if held is None else held
+    moved = _on_the_wire(source.contiguous(), group)
+    with named_faults(group, "broadcast"):
+        work = dist.broadcast(moved, group=group, group_src=rank, async_op=True)
+    assert work is not None
+    return Part(to, moved, work)
 
 
 def _part(x: Tensor, dims: Dims, heads: range, start: int, n: int) -> Tensor:

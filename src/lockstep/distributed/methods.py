@@ -24,7 +24,7 @@ class Sizes(NamedTuple):
     Hkv: int
     ranks: int
     kernel: str
-    carries: bool  # whether that kernel takes keys in blocks
+    carries: bool  # whether there is a kernel, of that name if one was given, for keys in blocks
 
 
 @dataclass(frozen=True, eq=False)

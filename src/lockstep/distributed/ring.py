@@ -6,8 +6,8 @@
 
 Block t is of the t-th `1 / ranks` of the sequence, whoever holds it, and all ranks fold block t
 before block t + 1: every sum goes on in the order of one process. (NCCL broadcasts along a ring.)
-While a block is being computed, the next one is under way. What is carried from block to block is
-the state of the kernel, so this takes a kernel that can be given one.
+While a block is being computed, the next one is under way, on a GPU by a stream of its own. What is
+carried from block to block is the state of the kernel: the first one runs that can be given one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lockstep import dispatch
 from lockstep.distributed.call import Call, join, share_of_heads, spread
 from lockstep.distributed.collectives import DENSE, Arriving, Box, start_broadcast, to_boxes
 from lockstep.distributed.layout import share
+from lockstep.distributed.streams import beside, fork_streams
 from lockstep.kernels.carry import Carry
 from lockstep.options import Options
 from lockstep.problem import AttentionProblem, Tensors, describe
@@ -86,9 +87,10 @@ class Ring:
         local = describe(Tensors(q, k, v, sinks=sinks), Options._make(options))
         length = call.sharding.length
         self.problem: AttentionProblem = replace(local, Sq=length, Skv=length)
-        carry = dispatch.select(local, kernel).carry
-        assert carry is not None
-        self.carry: Carry = carry()
+        carrying = dispatch.select_carry(local, kernel)
+        assert carrying is not None
+        assert carrying.carry is not None
+        self.carry: Carry = carrying.carry()
 
     def fold_keys(self, states: list[Any], k: Tensor, v: Tensor) -> None:
         """All keys and values, in ascending order, into each state."""
@@ -106,6 +108,7 @@ def blocks(call: Call, x: Tensor, multiple: int) -> Iterator[tuple[int, Tensor]]
     of the whole sequence; blocks are [B, H, n, C], where n is about `G · S / ranks` and a multiple
     of `multiple`, but for the last.
     """
+    fork_streams(x)
     n_rows = x.shape[2] * call.sharding.length
     step = -(-n_rows // (call.ranks * multiple)) * multiple
     coming = _start(call, x, range(min(step, n_rows))) if n_rows else None
@@ -119,6 +122,11 @@ def blocks(call: Call, x: Tensor, multiple: int) -> Iterator[tuple[int, Tensor]]
 
 def _start(call: Call, x: Tensor, rows: range) -> Arriving:
     """Begins to send the part of `rows` that this rank holds, and to receive the rest."""
+    with beside(x.device):
+        return _start_beside(call, x, rows)
+
+
+def _start_beside(call: Call, x: Tensor, rows: range) -> Arriving:
     B, H, _, _, C = x.shape
     block = x.new_empty(B, H, len(rows), C)
     length, rank = call.sharding.length, call.rank

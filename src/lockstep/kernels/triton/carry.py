@@ -12,8 +12,9 @@ blocks. `Carry` says what each class takes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -76,12 +77,13 @@ class CarriedForward:
             return
         tensors, device = Tensors(self._q, k, v), device_of(self._q.device)
         plan = plan_of(problem, device, splits=False)
+        options: dict[str, Any] = {**options_of(problem, plan, device)}
         launch = Launch(
             attend,
             (plan.n_programs,),
             attend_arguments(problem, tensors, plan),
             absent=("sinks", "statistics"),
-            **options_of(problem, plan, device),
+            **options,
         )
         named = dict(zip(STATE, self._state, strict=True))
         named |= {f"next_{name}": x for name, x in zip(STATE, self._next, strict=True)}
@@ -100,7 +102,7 @@ class CarriedForward:
             num_warps=1,
         )
         named = dict(zip(STATE, self._state, strict=True))
-        _run(launch, self._results | named | {"sinks": self._sinks})
+        _run(launch, {**self._results, **named, "sinks": self._sinks})
         out, lse, statistics = self._results.values()
         return out, lse, statistics
 
@@ -198,7 +200,7 @@ def _closed(sums: Tensor, scale: float, like: Tensor) -> Tensor:
     return (sums * scale + 0.0).to(like.dtype)
 
 
-def _run(launch: Launch, named: dict[str, Tensor | None]) -> None:
+def _run(launch: Launch, named: Mapping[str, Tensor | None]) -> None:
     """Launches one kernel on the device of its tensors."""
     device = next(x.device for x in named.values() if x is not None)
     arguments = launch.bind(named)
