@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from lockstep.audit.cases import Case
+from lockstep.audit.sequences import first_page
 
 Corruption = tuple[str, Case, int]
 """The argument that is wrong, the call with it, and the sequence that it is wrong for."""
@@ -27,10 +28,11 @@ def corruptions(case: Case) -> Iterator[Corruption]:
             yield "kv_starts", case.replaced(kv_starts=_set(tensors.kv_starts, last, start)), last
     if tensors.page_table is not None and tensors.kv_lens is not None:
         assert problem.n_pages is not None
+        starts = [0] * problem.B if tensors.kv_starts is None else tensors.kv_starts.tolist()
         for b, length in enumerate(tensors.kv_lens.tolist()):
-            if length:
+            if length > starts[b]:
                 for page in (-1, problem.n_pages, 2**31 - 1):
-                    table = _set(tensors.page_table, (b, 0), page)
+                    table = _set(tensors.page_table, (b, first_page(case, b)), page)
                     yield "page_table", case.replaced(page_table=table), b
     if tensors.cu_seqlens_k is not None:
         total = problem.Skv

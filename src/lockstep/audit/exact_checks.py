@@ -194,7 +194,7 @@ def _reached_by_page(case: Case, b: int) -> dict[str, Tensor]:
         for name in ("k", "v")
     )
     table = case.tensors["page_table"].clone()
-    table[b, 0] = len(k) - 1
+    table[b, sequences.first_page(case, b)] = len(k) - 1
     return _nan_rows(case.replaced(k=k, v=v, page_table=table))
 
 

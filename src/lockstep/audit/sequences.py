@@ -36,6 +36,12 @@ def tokens(case: Case, b: int) -> tuple[slice, slice]:
     return queries, keys
 
 
+def first_page(case: Case, b: int) -> int:
+    """Where the page table has the page of the first key of sequence b."""
+    starts = case.tensors.get("kv_starts")
+    return 0 if starts is None else int(starts[b]) // case.tensors["k"].shape[1]
+
+
 def alone(case: Case, douts: Douts | None, b: int) -> tuple[Case, Douts | None]:
     """A call with sequence b and no other."""
     part, keys = tokens(case, b)
