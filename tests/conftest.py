@@ -33,6 +33,7 @@ SLOW = {
     "test_hopper_build.py",
     "test_hopper_versions.py",
     "test_metadata_builds.py",
+    "test_sdpa_samples.py",
     "test_spans_interpreter.py",
     "test_triton_backward.py",
     "test_triton_backward_builds.py",

@@ -9,7 +9,7 @@ those of `lockstep.attention_varlen`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -49,7 +49,9 @@ class Layer:
         B, S = q.shape[:2]
         left, right = (None if reach < 0 else reach for reach in self.window_size)
         out, lse = attention_varlen(
-            *(x.flatten(0, 1) for x in (q, k, v)),
+            q.flatten(0, 1),
+            k.flatten(0, 1),
+            v.flatten(0, 1),
             attention_masks.cu_seq_q,
             attention_masks.cu_seq_k,
             window=(left, right),
@@ -65,17 +67,14 @@ def _layer() -> Any:
     """`Layer` with torchtitan's as its base."""
     from torchtitan.models.common.attention import VarlenAttention
 
-    class LockstepAttention(Layer, VarlenAttention):
-        @dataclass(kw_only=True, slots=True)
-        class Config(VarlenAttention.Config):
-            pass
+    def initialize(self: Any, config: Any) -> None:
+        # Not as VarlenAttention does, which loads FlashAttention.
+        super(VarlenAttention, self).__init__()
+        self.window_size = config.window_size
 
-        def __init__(self, config: Config) -> None:
-            # Not that of VarlenAttention, which loads FlashAttention.
-            super(VarlenAttention, self).__init__()
-            self.window_size = config.window_size
-
-    return LockstepAttention
+    config = make_dataclass("Config", (), bases=(VarlenAttention.Config,), kw_only=True, slots=True)
+    members = {"__module__": __name__, "__init__": initialize, "Config": config}
+    return type("LockstepAttention", (Layer, VarlenAttention), members)
 
 
 def attention(config: Any) -> Any:
