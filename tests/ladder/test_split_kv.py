@@ -114,3 +114,20 @@ def test_other_rungs_refuse_grouped_heads():
         run_on_machine(find("naive"), Problem(B=1, H=4, S=8, D=32, kv_heads=2))
     with pytest.raises(ValueError, match="kv_heads is 3, takes a divisor of H = 4"):
         Problem(B=1, H=4, S=8, D=32, kv_heads=3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_splits_on_tensor_cores(causal):
+    """Grouped heads, several tiles in a split, a tile that is not full."""
+    problem = Problem(B=1, H=2, S=150, D=32, causal=causal, kv_heads=1)
+    tensors = problem.draw()
+    rung = RUNG.choose(products="mma", kv_tiles=2)
+    _, traces = run_on_machine(rung, problem, tensors)
+    for trace, planned in zip(traces, plans_of(rung, problem), strict=True):
+        trace.check()
+        assert planned.load_bytes + planned.store_bytes == trace.totals.bytes["global"]
+        assert planned.mma == trace.totals.by_kind["mma"]
+    assert errors(problem, tensors).ok
+    refused = RUNG.choose(products="mma", join="last_block")
+    with pytest.raises(ValueError, match="by mma takes tile 64x64 and join kernel"):
+        plans_of(refused, problem)

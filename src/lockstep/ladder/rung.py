@@ -210,6 +210,7 @@ class Rung:
     plans: Callable[..., list[LaunchPlan]] = field(repr=False)
     constant_time: bool = False
     grouped_heads: bool = False  # whether heads of queries may share heads of keys
+    across_heads: bool = False  # whether one block may work for several heads
     # option -> the values it takes, the default first
     options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     # options of each row that tables show; one row with the defaults where there are none

@@ -1,7 +1,8 @@
 """All rungs for one problem, through three lenses: plan, trace, and bench where there is a GPU.
 
 Heads do not know of each other, and what the machine counts for one it counts for every other, so
-one head is traced and its counts are multiplied.
+one head is traced and its counts are multiplied. Where a block may work for several heads, all of
+them are traced and the counts divided.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from .rung import Problem, Rung, launches_of, run_on_machine
 
 @dataclass(frozen=True)
 class Counted:
-    """Counts of the machine for one head, over all launches of a call."""
+    """Counts of the machine for one head, over all launches of a call: the mean where several were
+    traced together."""
 
     depth: int  # warp instructions on the critical path of the longest block of each launch
     instructions: int  # of warps, as are all counts
@@ -69,27 +71,27 @@ def one_head(problem: Problem) -> Problem:
 
 
 def count(rung: Rung, problem: Problem) -> Counted:
-    """Trace one head of `problem` on the machine."""
-    head = one_head(problem)
-    tensors = head.draw()
-    _, traces = run_on_machine(rung, head, tensors)
-    return summary(traces, errors(head, tensors).ok)
+    """Trace one head of `problem` on the machine, or all where a block may work for several."""
+    traced = problem if rung.across_heads else one_head(problem)
+    tensors = traced.draw()
+    _, traces = run_on_machine(rung, traced, tensors)
+    return summary(traces, errors(traced, tensors).ok, traced.heads)
 
 
-def summary(traces: list[Trace], right: bool) -> Counted:
-    """The traces of one call in a few numbers."""
+def summary(traces: list[Trace], right: bool, heads: int = 1) -> Counted:
+    """The traces of one call in a few numbers; sums are those of one of `heads`."""
     totals = [trace.totals for trace in traces]
     instructions = sum(t.instructions for t in totals)
     return Counted(
         depth=sum(int(trace.depth.max()) for trace in traces),
-        instructions=instructions,
+        instructions=instructions // heads,
         active_lanes=sum(t.lane_instructions for t in totals) / instructions,
-        global_bytes=sum(t.sector_bytes for t in totals),
-        shared_wavefronts=sum(t.shared_wavefronts for t in totals),
-        bank_conflicts=sum(t.bank_conflicts for t in totals),
+        global_bytes=sum(t.sector_bytes for t in totals) // heads,
+        shared_wavefronts=sum(t.shared_wavefronts for t in totals) // heads,
+        bank_conflicts=sum(t.bank_conflicts for t in totals) // heads,
         barriers_per_block=max(t.totals.barriers / _warps(t) for t in traces),
         warp_barriers_per_warp=max(t.totals.warp_barriers / _warps(t) for t in traces),
-        mma=sum(t.by_kind["mma"] for t in totals),
+        mma=sum(t.by_kind["mma"] for t in totals) // heads,
         hazards=sum(len(trace.hazards) for trace in traces),
         right=right,
         seconds=sum(trace.seconds for trace in traces),

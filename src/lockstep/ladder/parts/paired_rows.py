@@ -1,4 +1,4 @@
-"""What the two block_tile rungs share: copies, the sum of a row, the plan.
+"""What the block_tile rungs share: copies, the sum of a row, the plan.
 
 A block of 128 threads works on a tile of 64 queries by 64 keys. Warp w owns rows 16w to 16w + 15,
 lanes 2r and 2r + 1 of it own row r: what they exchange stays inside the warp.
@@ -101,7 +101,7 @@ def tiles_visited(problem: Problem) -> int:
     return tiles * (tiles + 1) // 2 if problem.causal else tiles * tiles
 
 
-def _rows_moved(problem: Problem, last_tiles: int, full_tiles: int) -> int:
+def rows_moved(problem: Problem, last_tiles: int, full_tiles: int) -> int:
     """Rows that the copies of these tiles move. A warp copies a few rows at a time; past the end
     it asks for the last one again, which costs no more than one row."""
     tail = problem.S - BLOCK * (query_tiles(problem) - 1)  # rows of the last tile, 1 to 64
@@ -126,7 +126,7 @@ def plan(problem: Problem, kernel: str, shared_bytes: int, **facts: Any) -> Laun
         barriers=visited * heads,
         load_bytes=all_tiles * BLOCK * row_bytes * heads,
         store_bytes=problem.rows * row_bytes,
-        load_sectors=_rows_moved(problem, last, all_tiles - last) * row_bytes // SECTOR * heads,
+        load_sectors=rows_moved(problem, last, all_tiles - last) * row_bytes // SECTOR * heads,
         store_sectors=problem.rows * row_bytes // SECTOR,
         **facts,
     )
@@ -141,6 +141,6 @@ def copy_phases(problem: Problem) -> tuple[PhasePlan, PhasePlan]:
     )
 
 
-def softmax_phase(problem: Problem) -> PhasePlan:
-    """Two threads per row, half of its keys each."""
-    return PhasePlan("softmax", 2 * BLOCK, THREADS, OWN, query_tiles(problem))
+def softmax_phase(visits: int) -> PhasePlan:
+    """Two threads per row, half of its keys each, by a block that takes `visits` key tiles."""
+    return PhasePlan("softmax", 2 * BLOCK, THREADS, OWN, visits)

@@ -14,6 +14,7 @@ from . import (
     r7_split_kv,
     r8_block_tile,
     r9_block_tile_mma,
+    r10_persistent_mma,
 )
 
 # climbing order; a new rung is its file and one line here
@@ -27,6 +28,7 @@ RUNGS: tuple[Rung, ...] = (
     r7_split_kv.RUNG,
     r8_block_tile.RUNG,
     r9_block_tile_mma.RUNG,
+    r10_persistent_mma.RUNG,
 )
 
 

@@ -13,6 +13,8 @@ score (tile="8x8") or 8 x 8 of them (tile="64x64").
 
 Heads of queries may share heads of keys and values (--kv-heads): blocks then read the same keys.
 
+With products="mma" the partial kernel is one on tensor cores: see `r7_split_kv_mma`.
+
 With join="last_block" there is one launch: a block counts itself in when its part is written, and
 the one that finds all others there joins the parts. Who that is changes from run to run, the order
 in which parts are added does not.
@@ -35,6 +37,7 @@ from lockstep.ladder.parts.kv_splits import (
     join_tile,
     write_part,
 )
+from lockstep.ladder.parts.paired_rows import THREADS as MMA_THREADS
 from lockstep.ladder.parts.tiled import walk
 from lockstep.ladder.rung import (
     BYTES,
@@ -50,9 +53,12 @@ from lockstep.ladder.rung import (
 from lockstep.numerics import LOG2E
 from lockstep.simt import Constant, cuda, float32, int32
 
+from .r7_split_kv_mma import partial_attention_mma, partial_plan
+
 TILES = {"64x64": 64, "32x32": 32, "8x8": 8}
 KV_TILES = (4, 1, 2, 8, 16, "all")
 JOIN = ("kernel", "last_block")
+PRODUCTS = ("fma", "mma")
 
 
 @simt.kernel
@@ -210,9 +216,14 @@ def splits_of(problem: Problem, tile: str, kv_tiles: int | str) -> int:
     return -(-problem.S // (block * _kv_tiles(problem, block, kv_tiles)))
 
 
-def refuses(problem: Problem, tile: str, kv_tiles: int | str, join: str) -> str | None:
-    """The reason for refusing: the workspace has more elements than an int32 index reaches."""
+def refuses(
+    problem: Problem, tile: str, kv_tiles: int | str, join: str, products: str
+) -> str | None:
+    """The reason for refusing: products by mma have one tile and one way to join, and a workspace
+    has no more elements than an int32 index reaches."""
     block = TILES[tile]
+    if products == "mma" and (tile, join) != ("64x64", "kernel"):
+        return f"split_kv by mma takes tile 64x64 and join kernel, not {tile} and {join}"
     rows = -(-problem.S // block) * splits_of(problem, tile, kv_tiles) * problem.heads * block
     if rows * problem.D < 2**31:
         return None
@@ -229,7 +240,12 @@ def _joiners(block: int, D: int) -> int:
 
 
 def launches(
-    problem: Problem, tensors: Tensors, tile: str, kv_tiles: int | str, join: str
+    problem: Problem,
+    tensors: Tensors,
+    tile: str,
+    kv_tiles: int | str,
+    join: str,
+    products: str,
 ) -> list[Launch]:
     """Partial attention by (query tile, split, head), then the reduction by (query tile, head) if
     it is a kernel of its own."""
@@ -261,10 +277,16 @@ def launches(
         "GROUP": problem.group,
     }
     heads = problem.heads
+    grid = (q_tiles, splits, heads)
     if join == "last_block":
         finished = torch.zeros(heads * q_tiles, dtype=torch.int32, device=q.device)
         arguments = {**partial, "finished": finished, "out": out, "DTYPE": q.dtype}
-        return [Launch(split_in_one_launch, (q_tiles, splits, heads), THREADS, arguments)]
+        return [Launch(split_in_one_launch, grid, THREADS, arguments)]
+    first = Launch(partial_attention, grid, THREADS, partial)
+    if products == "mma":
+        arguments = {n: x for n, x in partial.items() if n not in ("R", "BLOCK")}
+        arguments["DTYPE"] = q.dtype
+        first = Launch(partial_attention_mma, grid, MMA_THREADS, arguments)
     split_keys = _kv_tiles(problem, block, kv_tiles) * block
     joiners = _joiners(block, problem.D)
     reduction = {
@@ -275,17 +297,30 @@ def launches(
         "JOINERS": joiners,
         "DTYPE": q.dtype,
     }
-    return [
-        Launch(partial_attention, (q_tiles, splits, heads), THREADS, partial),
-        Launch(join_parts, (q_tiles, heads), joiners, reduction),
-    ]
+    return [first, Launch(join_parts, (q_tiles, heads), joiners, reduction)]
 
 
-def plans(problem: Problem, tile: str, kv_tiles: int | str, join: str) -> list[LaunchPlan]:
+def plans(
+    problem: Problem, tile: str, kv_tiles: int | str, join: str, products: str
+) -> list[LaunchPlan]:
     """Blocks that lie wholly behind a causal diagonal return at once."""
-    S, D, heads, block = problem.S, problem.D, problem.heads, TILES[tile]
+    block = TILES[tile]
     per_block = _kv_tiles(problem, block, kv_tiles)
     splits = splits_of(problem, tile, kv_tiles)
+    reduction = _join_plan(problem, block, per_block)
+    if products == "mma":
+        return [partial_plan(problem, per_block, splits), reduction]
+    partial = _partial_plan(problem, block, per_block, splits)
+    if join == "kernel":
+        return [partial, reduction]
+    walked = walk(problem, block, block)
+    parts = sum(-(-tiles // per_block) for tiles in walked.tiles) * problem.heads
+    return [_in_one_launch(partial, reduction, parts, walked.q_tiles * problem.heads)]
+
+
+def _partial_plan(problem: Problem, block: int, per_block: int, splits: int) -> LaunchPlan:
+    """Products on ordinary cores, the head dim tiled: queries are loaded for every key tile."""
+    S, D, heads = problem.S, problem.D, problem.heads
     walked = walk(problem, block, block)
     visited = sum(walked.tiles)
     used = sum(-(-tiles // per_block) for tiles in walked.tiles)  # parts of one head
@@ -296,7 +331,7 @@ def plans(problem: Problem, tile: str, kv_tiles: int | str, join: str) -> list[L
     loads = (q_loads + 2 * sum(walked.kv_rows)) * D * BYTES * heads
     steps = min(per_block, max(walked.tiles))
     stores = used * entry * 4 * heads
-    partial = LaunchPlan(
+    return LaunchPlan(
         kernel="partial_attention",
         grid=(walked.q_tiles, splits, heads),
         block=THREADS,
@@ -316,14 +351,10 @@ def plans(problem: Problem, tile: str, kv_tiles: int | str, join: str) -> list[L
         store_sectors=used * (block * D * 4 // SECTOR + 2 * block // 4) * heads,
         workspace=walked.q_tiles * splits * heads * entry,
     )
-    reduction = _join_plan(problem, block, per_block)
-    if join == "last_block":
-        return [_in_one_launch(partial, reduction, used * heads, walked.q_tiles * heads, block)]
-    return [partial, reduction]
 
 
 def _in_one_launch(
-    partial: LaunchPlan, reduction: LaunchPlan, parts: int, q_tiles: int, block: int
+    partial: LaunchPlan, reduction: LaunchPlan, parts: int, q_tiles: int
 ) -> LaunchPlan:
     """Both in one: every part is counted by an atomic between two barriers, and the count of every
     query tile set back."""
@@ -380,11 +411,13 @@ RUNG = Rung(
     plans=plans,
     refuses=refuses,
     grouped_heads=True,
-    options={"tile": tuple(TILES), "kv_tiles": KV_TILES, "join": JOIN},
+    options={"tile": tuple(TILES), "kv_tiles": KV_TILES, "join": JOIN, "products": PRODUCTS},
     variants=(
         {"tile": "8x8", "kv_tiles": 4},
         {"tile": "64x64", "kv_tiles": "all"},
         {"tile": "64x64", "kv_tiles": 4},
         {"join": "last_block"},
+        {"kv_tiles": "all", "products": "mma"},
+        {"kv_tiles": 4, "products": "mma"},
     ),
 )

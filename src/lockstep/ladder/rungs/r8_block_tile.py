@@ -267,7 +267,7 @@ def plans(problem: Problem, stage: str) -> list[LaunchPlan]:
     phases = (
         *paired_rows.copy_phases(problem),
         PhasePlan("scores", BLOCK * BLOCK, THREADS, D, tiles),
-        paired_rows.softmax_phase(problem),
+        paired_rows.softmax_phase(tiles),
         PhasePlan("output", BLOCK * D, THREADS, BLOCK, tiles),
         PhasePlan("write", BLOCK * D // VECTOR, THREADS),
     )

@@ -4,9 +4,8 @@ What changed from block_tile: Q·Kᵀ and P·V are m16n16k16 fragments. A warp o
 in both products and in the softmax between them, so scores travel through shared memory without a
 block barrier, and there is one barrier per key tile: the one that hands over the copies.
 
-The output stays in fragments from the first tile to the last. Which elements of a fragment a lane
-holds is up to the hardware; to correct row r of it by a factor, the factor is written sixteen
-times side by side and loaded as a fragment of its own.
+The output stays in fragments from the first tile to the last. `parts/mma_rows.py` has the steps of
+a tile.
 
     lockstep trace block_tile_mma --seq 256 --head-dim 64 --causal --length 200
 """
@@ -14,44 +13,26 @@ times side by side and loaded as a fragment of its own.
 from __future__ import annotations
 
 from lockstep import simt
-from lockstep.ladder.parts import paired_rows
+from lockstep.ladder.parts import mma_rows, paired_rows
+from lockstep.ladder.parts.mma_rows import (
+    correct,
+    multiply_keys,
+    multiply_values,
+    weigh,
+    write_output,
+)
 from lockstep.ladder.parts.paired_rows import (
     BLOCK,
     OWN,
     PAD,
     PITCH,
-    SHARE,
     THREADS,
     blank_copied,
-    inverse_sum,
     start_copy,
 )
-from lockstep.ladder.parts.row_shares import (
-    FRAGMENT,
-    exponentials,
-    rounded8,
-    spread_row,
-    store_weights,
-    visible_scores,
-)
 from lockstep.ladder.parts.rows import EMPTY, VECTOR
-from lockstep.ladder.rung import BYTES, Launch, LaunchPlan, PhasePlan, Problem, Rung, Tensors
-from lockstep.simt import Constant, Secret, ct, cuda, float32, int32, wmma
-
-WIDTH = BLOCK  # columns of the output that are written at a time
-
-
-@simt.device
-def write_rows(out, s_tile, first, q_row0, col0, seq, warp_row, COLS: Constant, DTYPE: Constant):
-    """COLS columns of the warp's 16 rows, from float32 in shared memory to 16 bits in global."""
-    lane = cuda.threadIdx.x % 32
-    for i in range(FRAGMENT * COLS // VECTOR // 32):
-        chunk = i * 32 + lane
-        row = warp_row + chunk // (COLS // VECTOR)
-        col = chunk % (COLS // VECTOR) * VECTOR
-        packed = rounded8(s_tile, row, col, DTYPE)
-        if q_row0 + row < seq:
-            cuda.vstore(out, (first + q_row0 + row, col0 + col), packed)
+from lockstep.ladder.rung import Launch, LaunchPlan, PhasePlan, Problem, Rung, Tensors
+from lockstep.simt import Constant, Secret, cuda, float32, int32, wmma
 
 
 @simt.kernel
@@ -79,7 +60,7 @@ def block_tile_mma(
     tid = cuda.threadIdx.x
     row = tid // 2
     half = tid % 2
-    warp_row = FRAGMENT * (tid // 32)
+    warp_row = 16 * (tid // 32)
     # causal tiles grow towards the end of the sequence: the longest start first
     q_tile_idx = cuda.gridDim.y - 1 - cuda.blockIdx.y
     q_row0 = BLOCK * q_tile_idx
@@ -97,8 +78,7 @@ def block_tile_mma(
         cuda.pipeline_commit()
         for n in range(D // 16):
             acc[n] = wmma.fill(0.0)
-    m = EMPTY
-    l = 0.0
+    state = cuda.vec(EMPTY, 0.0)  # m and l of this thread's row
 
     for kv_tile in range(kv_tiles):
         stage = kv_tile % 2
@@ -114,52 +94,16 @@ def block_tile_mma(
                 cuda.pipeline_commit()
 
         with simt.phase("scores"):
-            for n in range(BLOCK // 16):
-                s[n] = wmma.fill(0.0)
-            for d in range(0, D, 16):
-                queries = wmma.load_a(q_tile, (0, warp_row, d))
-                for n in range(BLOCK // 16):
-                    keys = wmma.load_b(k_tile, (stage, 16 * n, d), layout="col")
-                    s[n] = wmma.mma_sync(queries, keys, s[n])
-            for n in range(BLOCK // 16):
-                wmma.store(s_tile, (warp_row, 16 * n), s[n])
-            cuda.syncwarp()
-
+            multiply_keys(s, s_tile, q_tile, k_tile, stage, warp_row, D)
         with simt.phase("softmax"):
-            most = visible_scores(s_tile, scores, row, half, limit - kv_row0, BLOCK, SHARE)
-            top = max(m, most * scale_log2)
-            # a row that has seen no key yet: infinity minus infinity would be NaN
-            base = ct.select(top == EMPTY, 0.0, top)
-            factor = cuda.exp2(m - base)
-            m = top
-            l = l * factor + exponentials(scores, scale_log2, base, OWN)
-            store_weights(p_tile, scores, row, half, BLOCK, SHARE, DTYPE)
-            spread_row(s_tile, row, half, factor, SHARE)
-            cuda.syncwarp()
-
+            seen = limit - kv_row0
+            state = weigh(s_tile, p_tile, scores, row, half, seen, state, scale_log2, DTYPE)
         with simt.phase("output"):
-            factors = wmma.load_c(s_tile, (warp_row, 0))
-            for n in range(D // 16):
-                acc[n] = acc[n] * factors
-            for kv in range(0, BLOCK, 16):
-                p = wmma.load_a(p_tile, (warp_row, kv))
-                for n in range(D // 16):
-                    values = wmma.load_b(v_tile, (stage, kv, 16 * n))
-                    acc[n] = wmma.mma_sync(p, values, acc[n])
+            correct(acc, s_tile, warp_row, D)
+            multiply_values(acc, p_tile, v_tile, stage, warp_row, D)
 
     with simt.phase("write"):
-        cuda.syncwarp()
-        spread_row(s_tile, row, half, inverse_sum(l), SHARE)
-        cuda.syncwarp()
-        factors = wmma.load_c(s_tile, (warp_row, 0))
-        for n in range(D // 16):
-            acc[n] = acc[n] * factors
-        for col0 in range(0, D, WIDTH):
-            cuda.syncwarp()
-            for n in range(min(D, WIDTH) // 16):
-                wmma.store(s_tile, (warp_row, 16 * n), acc[col0 // 16 + n])
-            cuda.syncwarp()
-            write_rows(out, s_tile, first, q_row0, col0, seq, warp_row, min(D, WIDTH), DTYPE)
+        write_output(out, acc, s_tile, first, q_row0, seq, warp_row, row, half, state.y, D, DTYPE)
 
 
 def launches(problem: Problem, tensors: Tensors) -> list[Launch]:
@@ -169,23 +113,22 @@ def launches(problem: Problem, tensors: Tensors) -> list[Launch]:
 
 
 def plans(problem: Problem) -> list[LaunchPlan]:
-    """Full tiles, whatever is masked. A fragment product is the work of 32 threads."""
+    """Full tiles, whatever is masked."""
     tiles, D = paired_rows.query_tiles(problem), problem.D
-    s_fragments, o_fragments = (BLOCK // 16) ** 2, BLOCK // 16 * D // 16
     phases = (
         *paired_rows.copy_phases(problem),
-        PhasePlan("scores", 32 * s_fragments, THREADS, D // 16, tiles),
-        paired_rows.softmax_phase(problem),
-        PhasePlan("output", 32 * o_fragments, THREADS, BLOCK // 16, tiles),
+        *mma_rows.tile_phases(problem, tiles),
         PhasePlan("write", BLOCK * D // VECTOR, THREADS),
     )
-    shared = 5 * BLOCK * (D + PAD) * BYTES + BLOCK * PITCH * (4 + BYTES)
-    mma = 2 * s_fragments * (D // 16) * paired_rows.tiles_visited(problem) * problem.heads
-    per_head = 2 * paired_rows.tiles_visited(problem) + tiles * (2 + 2 * -(-D // WIDTH))
-    warp_barriers = THREADS // 32 * per_head * problem.heads
+    visited = paired_rows.tiles_visited(problem) * problem.heads
     return [
         paired_rows.plan(
-            problem, "block_tile_mma", shared, phases=phases, warp_barriers=warp_barriers, mma=mma
+            problem,
+            "block_tile_mma",
+            mma_rows.shared_bytes(D),
+            phases=phases,
+            warp_barriers=mma_rows.warp_barriers(problem),
+            mma=mma_rows.products_per_tile(D) * visited,
         )
     ]
 
