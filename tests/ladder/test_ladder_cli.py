@@ -168,7 +168,8 @@ def test_trace_of_a_rung_for_a_script():
 def test_options_of_other_rungs():
     arguments = ("split_kv", "--tile", "8x8", "--kv-tiles", "4", "--seq", "40", "--json")
     data = json.loads(run("trace", *arguments))
-    assert data["options"] == {"tile": "8x8", "kv_tiles": 4, "join": "kernel"}
+    chosen = {"tile": "8x8", "kv_tiles": 4, "join": "kernel", "products": "fma"}
+    assert data["options"] == chosen
     assert len(data["traces"]) == 2
 
 

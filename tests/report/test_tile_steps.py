@@ -25,6 +25,9 @@ def last_state(rung, problem, tensors):
     return matrices(traces[0].kernel, held, recording.spaces)
 
 
+LAST_TILE_FIRST = ("block_tile", "block_tile_mma", "persistent_mma")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [r.name for r in RUNGS if r.name != "naive"])
 def test_m_l_and_acc_are_those_of_the_keys_seen(name):
@@ -32,8 +35,8 @@ def test_m_l_and_acc_are_those_of_the_keys_seen(name):
     tensors = problem.draw()
     held = last_state(rung, problem, tensors)
     count = min(len(held["acc"]), problem.S)
-    # these rungs start with the last query tile, and a split has four tiles of eight keys
-    rows = slice(-count, None) if name.startswith("block_tile") else slice(0, count)
+    # a split has four tiles of eight keys
+    rows = slice(-count, None) if name in LAST_TILE_FIRST else slice(0, count)
     keys = 32 if name == "split_kv" else problem.S
     q, k, v = (x[0, 0].double() for x in tensors[:3])
     scores = q[rows] @ k[:keys].T * problem.scale

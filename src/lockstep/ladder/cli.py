@@ -62,6 +62,12 @@ KvHeads = Annotated[
 Join = Annotated[
     str | None, typer.Option(help="split_kv: kernel or last_block.", rich_help_panel=PROBLEM)
 ]
+Products = Annotated[
+    str | None, typer.Option(help="split_kv: fma or mma.", rich_help_panel=PROBLEM)
+]
+Programs = Annotated[
+    str | None, typer.Option(help="persistent_mma: blocks that stay.", rich_help_panel=PROBLEM)
+]
 Stage = Annotated[
     str | None,
     typer.Option(
@@ -95,6 +101,8 @@ def trace(
     kv_tiles: KvTiles = None,
     stage: Stage = None,
     join: Join = None,
+    products: Products = None,
+    programs: Programs = None,
     against: Annotated[
         str,
         typer.Option(
@@ -118,7 +126,16 @@ def trace(
         simt_cli.trace(context, target, arg, grid, block, shared, as_json, html)
         return
     with reported():
-        rung = chosen(rung, softmax=softmax, tile=tile, kv_tiles=kv_tiles, stage=stage, join=join)
+        rung = chosen(
+            rung,
+            softmax=softmax,
+            tile=tile,
+            kv_tiles=kv_tiles,
+            stage=stage,
+            join=join,
+            products=products,
+            programs=programs,
+        )
         problem = problem_of(batch, heads, seq, head_dim, causal, dtype, length, kv_heads)
         if against:
             from . import find
@@ -157,6 +174,8 @@ def show(
     kv_tiles: KvTiles = None,
     stage: Stage = None,
     join: Join = None,
+    products: Products = None,
+    programs: Programs = None,
 ) -> None:
     """Print what a rung, or any kernel, becomes: CUDA C++ (the default), or SASS.
 
@@ -176,7 +195,16 @@ def show(
 
         problem = problem_of(1, 1, 128, head_dim, causal, dtype)
         wanted = [what for what, on in (("cuda", cuda), ("sass", sass)) if on] or ["cuda"]
-        rung = chosen(rung, softmax=softmax, tile=tile, kv_tiles=kv_tiles, stage=stage, join=join)
+        rung = chosen(
+            rung,
+            softmax=softmax,
+            tile=tile,
+            kv_tiles=kv_tiles,
+            stage=stage,
+            join=join,
+            products=products,
+            programs=programs,
+        )
         for launch in launches_of(rung, problem, problem.draw()):
             for what in wanted:
                 typer.echo(render(launch.kernel, what, **launch.arguments))
@@ -198,6 +226,8 @@ def plan(
     kv_tiles: KvTiles = None,
     stage: Stage = None,
     join: Join = None,
+    products: Products = None,
+    programs: Programs = None,
     as_json: Json = False,
 ) -> None:
     """Say in closed form what rungs launch on a GPU, how they fit, and what bounds them.
@@ -220,6 +250,8 @@ def plan(
                 "kv_tiles": kv_tiles,
                 "stage": stage,
                 "join": join,
+                "products": products,
+                "programs": programs,
             }
             steps = [chosen(rung, **options)]
         rows = [row for n in names for row in survey(problem, n, steps, tracing=False)]

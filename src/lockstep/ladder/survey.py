@@ -70,9 +70,14 @@ def one_head(problem: Problem) -> Problem:
     return replace(problem, B=1, H=1, kv_heads=None)
 
 
+def to_trace(rung: Rung, problem: Problem) -> Problem:
+    """One head of `problem`, or all where a block of the rung may work for several."""
+    return problem if rung.across_heads else one_head(problem)
+
+
 def count(rung: Rung, problem: Problem) -> Counted:
-    """Trace one head of `problem` on the machine, or all where a block may work for several."""
-    traced = problem if rung.across_heads else one_head(problem)
+    """Trace `problem` on the machine, or one head of it that stands for all."""
+    traced = to_trace(rung, problem)
     tensors = traced.draw()
     _, traces = run_on_machine(rung, traced, tensors)
     return summary(traces, errors(traced, tensors).ok, traced.heads)

@@ -39,6 +39,8 @@ def sweep(
     kv_tiles: Option = None,
     stage: Option = None,
     join: Option = None,
+    products: Option = None,
+    programs: Option = None,
     gpu: Values = "H200",
     causal: Annotated[bool, typer.Option("--causal", help="Mask.")] = False,
     dtype: Annotated[str, typer.Option(help="float16 or bfloat16.")] = "float16",
@@ -62,6 +64,8 @@ def sweep(
             "kv_tiles": kv_tiles,
             "stage": stage,
             "join": join,
+            "products": products,
+            "programs": programs,
         }
         rungs = _variants(base, {name: text for name, text in options.items() if text is not None})
         sizes = (

@@ -95,6 +95,11 @@ def _split_rows(name: str, total: bool) -> Layout:
     return layout
 
 
+BLOCK_TILE_MMA: dict[str, Layout] = {
+    "m": _by_thread("m", 2),
+    "l": _sum_of("l", 2),
+    "acc": _fragments("acc", 1, 4, 1),
+}
 # kernel -> array or group of fragments -> its matrix
 REGISTERS: dict[str, dict[str, Layout]] = {
     "naive_softmax": {"m": _by_thread("m"), "l": _by_thread("l")},
@@ -111,11 +116,9 @@ REGISTERS: dict[str, dict[str, Layout]] = {
         "acc": _split_output,
     },
     "block_tile": {"m": _by_thread("m", 2), "l": _sum_of("l", 2), "acc": _block_tile_output},
-    "block_tile_mma": {
-        "m": _by_thread("m", 2),
-        "l": _sum_of("l", 2),
-        "acc": _fragments("acc", 1, 4, 1),
-    },
+    "block_tile_mma": BLOCK_TILE_MMA,
+    "persistent_mma": BLOCK_TILE_MMA,
+    "partial_attention_mma": BLOCK_TILE_MMA,
 }
 
 

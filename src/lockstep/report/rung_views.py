@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.ladder import Problem, find, run_on_machine
 from lockstep.ladder.check import errors
 from lockstep.ladder.plan import plan
-from lockstep.ladder.survey import one_head, summary
+from lockstep.ladder.survey import summary, to_trace
 
 from . import GPU
 from .kernel_view import kernel_view
@@ -32,10 +32,10 @@ def rung_view(name: str, options: dict[str, Any]) -> dict[str, Any]:
     }
     if found["why_not"]:
         return found
-    head = one_head(PROBLEM)
-    tensors = head.draw()
-    _, traces = run_on_machine(rung, head, tensors, record=0)
-    found["counted"] = asdict(summary(traces, errors(head, tensors).ok))
+    traced = to_trace(rung, PROBLEM)
+    tensors = traced.draw()
+    _, traces = run_on_machine(rung, traced, tensors, record=0)
+    found["counted"] = asdict(summary(traces, errors(traced, tensors).ok, traced.heads))
     fits: list[Any] = [None] * len(traces)
     try:
         planned = plan(rung, PROBLEM, GPU)

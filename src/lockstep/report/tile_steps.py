@@ -25,6 +25,7 @@ DRAWN: dict[str, tuple[dict[str, Any], int]] = {
     "split_kv": ({"tile": "8x8", "kv_tiles": 4}, 64),
     "block_tile": ({}, 192),
     "block_tile_mma": ({}, 192),
+    "persistent_mma": ({}, 192),
 }
 USUAL = ({}, 128)
 HEAD_DIM = 32

@@ -45,19 +45,24 @@ def multiply_keys(s, s_tile, q_tile, k_tile, stage, warp_row, D: Constant):
 
 
 @simt.device
-def weigh(s_tile, p_tile, scores, row, half, seen, state, scale_log2, DTYPE: Constant):
+def new_maximum(s_tile, scores, row, half, seen, m, scale_log2):
+    """This thread's half of a row into registers; returns the maximum m of the row over the keys
+    before and the first `seen` of these."""
+    return max(m, visible_scores(s_tile, scores, row, half, seen, BLOCK, SHARE) * scale_log2)
+
+
+@simt.device
+def weigh(s_tile, p_tile, scores, row, half, m, top, l, scale_log2, DTYPE: Constant):
     """Weights of this thread's half of a row, and the factor that corrects what came before, into
-    shared memory. Takes and returns m and l of the row, l of this half."""
-    most = visible_scores(s_tile, scores, row, half, seen, BLOCK, SHARE)
-    top = max(state.x, most * scale_log2)
+    shared memory; returns the sum l over this half. m and top: the maximum before and now."""
     # a row that has seen no key yet: infinity minus infinity would be NaN
     base = ct.select(top == EMPTY, 0.0, top)
-    factor = cuda.exp2(state.x - base)
-    l = state.y * factor + exponentials(scores, scale_log2, base, OWN)
+    factor = cuda.exp2(m - base)
+    l = l * factor + exponentials(scores, scale_log2, base, OWN)
     store_weights(p_tile, scores, row, half, BLOCK, SHARE, DTYPE)
     spread_row(s_tile, row, half, factor, SHARE)
     cuda.syncwarp()
-    return cuda.vec(top, l)
+    return l
 
 
 @simt.device

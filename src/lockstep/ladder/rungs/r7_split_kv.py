@@ -24,9 +24,8 @@ in which parts are added does not.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from lockstep import simt
+from lockstep.ladder.parts.kv_split_plans import in_one_launch, join_plan, joiners, partial_plan
 from lockstep.ladder.parts.kv_splits import (
     D_TILE,
     P_PAD,
@@ -37,23 +36,18 @@ from lockstep.ladder.parts.kv_splits import (
     join_tile,
     write_part,
 )
-from lockstep.ladder.parts.paired_rows import THREADS as MMA_THREADS
 from lockstep.ladder.parts.tiled import walk
 from lockstep.ladder.rung import (
-    BYTES,
-    SECTOR,
     Launch,
     LaunchPlan,
-    PhasePlan,
     Problem,
     Rung,
     Tensors,
-    shared_layout,
 )
 from lockstep.numerics import LOG2E
 from lockstep.simt import Constant, cuda, float32, int32
 
-from .r7_split_kv_mma import partial_attention_mma, partial_plan
+from . import r7_split_kv_mma as mma
 
 TILES = {"64x64": 64, "32x32": 32, "8x8": 8}
 KV_TILES = (4, 1, 2, 8, 16, "all")
@@ -233,12 +227,6 @@ def refuses(
     )
 
 
-def _joiners(block: int, D: int) -> int:
-    """Threads of the reduction: one for every four columns of a row, if a block may have so many.
-    Few blocks have to keep many loads under way."""
-    return min(1024, block * D // 4)
-
-
 def launches(
     problem: Problem,
     tensors: Tensors,
@@ -286,18 +274,18 @@ def launches(
     if products == "mma":
         arguments = {n: x for n, x in partial.items() if n not in ("R", "BLOCK")}
         arguments["DTYPE"] = q.dtype
-        first = Launch(partial_attention_mma, grid, MMA_THREADS, arguments)
+        first = Launch(mma.partial_attention_mma, grid, mma.THREADS, arguments)
     split_keys = _kv_tiles(problem, block, kv_tiles) * block
-    joiners = _joiners(block, problem.D)
+    threads = joiners(block, problem.D)
     reduction = {
         **shared,
         "out": out,
         "splits": splits,
         "split_keys": split_keys,
-        "JOINERS": joiners,
+        "JOINERS": threads,
         "DTYPE": q.dtype,
     }
-    return [first, Launch(join_parts, (q_tiles, heads), joiners, reduction)]
+    return [first, Launch(join_parts, (q_tiles, heads), threads, reduction)]
 
 
 def plans(
@@ -307,101 +295,15 @@ def plans(
     block = TILES[tile]
     per_block = _kv_tiles(problem, block, kv_tiles)
     splits = splits_of(problem, tile, kv_tiles)
-    reduction = _join_plan(problem, block, per_block)
+    reduction = join_plan(problem, block, per_block)
     if products == "mma":
-        return [partial_plan(problem, per_block, splits), reduction]
-    partial = _partial_plan(problem, block, per_block, splits)
+        return [mma.partial_plan(problem, per_block, splits), reduction]
+    partial = partial_plan(problem, block, per_block, splits)
     if join == "kernel":
         return [partial, reduction]
     walked = walk(problem, block, block)
     parts = sum(-(-tiles // per_block) for tiles in walked.tiles) * problem.heads
-    return [_in_one_launch(partial, reduction, parts, walked.q_tiles * problem.heads)]
-
-
-def _partial_plan(problem: Problem, block: int, per_block: int, splits: int) -> LaunchPlan:
-    """Products on ordinary cores, the head dim tiled: queries are loaded for every key tile."""
-    S, D, heads = problem.S, problem.D, problem.heads
-    walked = walk(problem, block, block)
-    visited = sum(walked.tiles)
-    used = sum(-(-tiles // per_block) for tiles in walked.tiles)  # parts of one head
-    d_tiles = D // D_TILE
-    entry = block * D + 2 * block
-    q_rows = [min(block, S - t * block) for t in range(walked.q_tiles)]
-    q_loads = sum(rows * tiles for rows, tiles in zip(q_rows, walked.tiles, strict=True))
-    loads = (q_loads + 2 * sum(walked.kv_rows)) * D * BYTES * heads
-    steps = min(per_block, max(walked.tiles))
-    stores = used * entry * 4 * heads
-    return LaunchPlan(
-        kernel="partial_attention",
-        grid=(walked.q_tiles, splits, heads),
-        block=THREADS,
-        shared_bytes=shared_layout(*[block * PITCH * 4] * 2, block * (block + P_PAD) * 4),
-        phases=(
-            PhasePlan("scores", block * block, THREADS, D, steps),
-            PhasePlan("softmax", block * block, THREADS, 1, steps),
-            PhasePlan("output", block * D, THREADS, block, steps),
-            PhasePlan("write", block * D // 2, THREADS),
-        ),
-        iterations=steps,
-        barriers=4 * d_tiles * visited * heads,
-        load_bytes=loads,
-        store_bytes=stores,
-        load_sectors=loads // SECTOR,
-        # of m and l, a warp writes four rows at a time
-        store_sectors=used * (block * D * 4 // SECTOR + 2 * block // 4) * heads,
-        workspace=walked.q_tiles * splits * heads * entry,
-    )
-
-
-def _in_one_launch(
-    partial: LaunchPlan, reduction: LaunchPlan, parts: int, q_tiles: int
-) -> LaunchPlan:
-    """Both in one: every part is counted by an atomic between two barriers, and the count of every
-    query tile set back."""
-    (join,) = reduction.phases
-    atomics = parts + q_tiles
-    assert partial.load_sectors is not None
-    assert partial.store_sectors is not None
-    assert reduction.load_sectors is not None
-    assert reduction.store_sectors is not None
-    return replace(
-        partial,
-        kernel="split_in_one_launch",
-        shared_bytes=partial.shared_bytes + shared_layout(4),
-        phases=(*partial.phases, replace(join, threads=THREADS)),
-        barriers=partial.barriers + 2 * parts,
-        load_bytes=partial.load_bytes + reduction.load_bytes,
-        store_bytes=partial.store_bytes + reduction.store_bytes + 4 * atomics,
-        load_sectors=partial.load_sectors + reduction.load_sectors,
-        store_sectors=partial.store_sectors + reduction.store_sectors + atomics,
-    )
-
-
-def _join_plan(problem: Problem, block: int, per_block: int) -> LaunchPlan:
-    """Every part is read once, the two numbers of a row by all threads that work on it."""
-    S, D, heads = problem.S, problem.D, problem.heads
-    walked = walk(problem, block, block)
-    parts = [-(-tiles // per_block) for tiles in walked.tiles]
-    rows = [min(block, S - t * block) for t in range(walked.q_tiles)]
-    at_a_time = 128 // D  # rows that a warp works on
-    asked, sectors = 0, 0
-    for part, row in zip(parts, rows, strict=True):
-        asked += part * row * (D // 4) * (16 + 3 * 4)
-        sectors += part * (row * D * 4 // SECTOR + 3 * -(-row // at_a_time))
-    stores = problem.rows * D * BYTES
-    return LaunchPlan(
-        kernel="join_parts",
-        grid=(walked.q_tiles, heads),
-        block=_joiners(block, D),
-        shared_bytes=0,
-        phases=(PhasePlan("join", block * D // 4, _joiners(block, D), max(parts)),),
-        iterations=0,  # it walks over parts, not over tiles of keys
-        barriers=0,
-        load_bytes=asked * heads,
-        store_bytes=stores,
-        load_sectors=sectors * heads,
-        store_sectors=stores // SECTOR,
-    )
+    return [in_one_launch(partial, reduction, parts, walked.q_tiles * problem.heads)]
 
 
 RUNG = Rung(

@@ -11,7 +11,13 @@ from __future__ import annotations
 
 from lockstep import simt
 from lockstep.ladder.parts import mma_rows, paired_rows
-from lockstep.ladder.parts.mma_rows import correct, multiply_keys, multiply_values, weigh
+from lockstep.ladder.parts.mma_rows import (
+    correct,
+    multiply_keys,
+    multiply_values,
+    new_maximum,
+    weigh,
+)
 from lockstep.ladder.parts.paired_rows import BLOCK, OWN, PAD, PITCH, THREADS, start_copy
 from lockstep.ladder.parts.rows import EMPTY, FULL, VECTOR
 from lockstep.ladder.parts.tiled import walk
@@ -70,7 +76,8 @@ def partial_attention_mma(
         cuda.pipeline_commit()
         for n in range(D // 16):
             acc[n] = wmma.fill(0.0)
-    state = cuda.vec(EMPTY, 0.0)  # m and l of this thread's row
+    m = EMPTY
+    l = 0.0
 
     for first_kv in range(begin, end, BLOCK):
         stage = (first_kv - begin) // BLOCK % 2
@@ -86,8 +93,9 @@ def partial_attention_mma(
         with simt.phase("scores"):
             multiply_keys(s, s_tile, q_tile, k_tile, stage, warp_row, D)
         with simt.phase("softmax"):
-            seen = limit - first_kv
-            state = weigh(s_tile, p_tile, scores, row, half, seen, state, scale_log2, DTYPE)
+            top = new_maximum(s_tile, scores, row, half, limit - first_kv, m, scale_log2)
+            l = weigh(s_tile, p_tile, scores, row, half, m, top, l, scale_log2, DTYPE)
+            m = top
         with simt.phase("output"):
             correct(acc, s_tile, warp_row, D)
             multiply_values(acc, p_tile, v_tile, stage, warp_row, D)
@@ -97,9 +105,9 @@ def partial_attention_mma(
         entry = (tile * cuda.gridDim.y + cuda.blockIdx.y) * BLOCK
         for n in range(D // 16):
             wmma.store(part_o, (entry + warp_row, 16 * n), acc[n], ld=D)
-        l = state.y + cuda.shfl_xor_sync(FULL, state.y, 1)
+        l += cuda.shfl_xor_sync(FULL, l, 1)
         if half == 0:
-            part_m[entry + row] = state.x
+            part_m[entry + row] = m
             part_l[entry + row] = l
 
 

@@ -18,6 +18,7 @@ from lockstep.ladder.parts.mma_rows import (
     correct,
     multiply_keys,
     multiply_values,
+    new_maximum,
     weigh,
     write_output,
 )
@@ -78,7 +79,8 @@ def block_tile_mma(
         cuda.pipeline_commit()
         for n in range(D // 16):
             acc[n] = wmma.fill(0.0)
-    state = cuda.vec(EMPTY, 0.0)  # m and l of this thread's row
+    m = EMPTY
+    l = 0.0
 
     for kv_tile in range(kv_tiles):
         stage = kv_tile % 2
@@ -96,14 +98,15 @@ def block_tile_mma(
         with simt.phase("scores"):
             multiply_keys(s, s_tile, q_tile, k_tile, stage, warp_row, D)
         with simt.phase("softmax"):
-            seen = limit - kv_row0
-            state = weigh(s_tile, p_tile, scores, row, half, seen, state, scale_log2, DTYPE)
+            top = new_maximum(s_tile, scores, row, half, limit - kv_row0, m, scale_log2)
+            l = weigh(s_tile, p_tile, scores, row, half, m, top, l, scale_log2, DTYPE)
+            m = top
         with simt.phase("output"):
             correct(acc, s_tile, warp_row, D)
             multiply_values(acc, p_tile, v_tile, stage, warp_row, D)
 
     with simt.phase("write"):
-        write_output(out, acc, s_tile, first, q_row0, seq, warp_row, row, half, state.y, D, DTYPE)
+        write_output(out, acc, s_tile, first, q_row0, seq, warp_row, row, half, l, D, DTYPE)
 
 
 def launches(problem: Problem, tensors: Tensors) -> list[Launch]:
