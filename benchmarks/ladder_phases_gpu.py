@@ -42,6 +42,7 @@ MEASURED = (
     (find("warp_mma").choose(tile="45x90"), SMALL),
     *((step, CAUSAL) for step in find("block_tile").steps()),
     (find("block_tile_mma"), CAUSAL),
+    (find("persistent_mma"), CAUSAL),
 )
 USED = (find("row_per_thread"), *find("block_tile").steps())  # utilisation, at CAUSAL
 METRIC = "sm__throughput.avg.pct_of_peak_sustained_elapsed"

@@ -1,4 +1,5 @@
-"""How far to split: split_kv with 1 to 16 key tiles per block and unsplit, each kernel timed.
+"""How far to split: split_kv with 1 to 16 key tiles per block and unsplit, on ordinary and
+on tensor cores, each kernel timed.
 
     PYTHONPATH=src python benchmarks/split_kv_gpu.py
 
@@ -25,8 +26,13 @@ PROBLEMS = (
     Problem(B=1, H=1, S=8192, D=64),
     Problem(B=1, H=1, S=1024, D=64),
     Problem(B=4, H=16, S=1024, D=64, causal=True),
+    Problem(B=2, H=16, S=1024, D=32),
 )
-TILES = ("8x8", "64x64")
+FORMS: tuple[dict[str, str], ...] = (
+    {"tile": "8x8"},
+    {"tile": "64x64"},
+    {"tile": "64x64", "products": "mma"},
+)
 KV_TILES = ("all", 16, 8, 4, 2, 1)
 CHECKED = Problem(B=1, H=2, S=1023, D=64, causal=True)
 
@@ -70,10 +76,10 @@ def main() -> None:
         table = Table(title=str(problem), box=None)
         for heading in ("kernel", "µs", "partial", "join", "unsplit / this"):
             table.add_column(heading, justify="left" if heading == "kernel" else "right")
-        for tile in TILES:
+        for form in FORMS:
             unsplit = 0.0
             for kv_tiles in KV_TILES:
-                rung = find("split_kv").choose(tile=tile, kv_tiles=kv_tiles)
+                rung = find("split_kv").choose(**form, kv_tiles=kv_tiles)
                 check(rung)
                 row = measure(rung, problem)
                 rows.append(row)

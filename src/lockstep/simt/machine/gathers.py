@@ -115,10 +115,12 @@ def gather(
         _count(load, address, rounds, machine)
     add, total = STEPS[step], machine.v[target]
     chunk = max(1, CHUNK // (frame.threads.size * frame.blocks.size))
+    wholes = [_view(load.array.data, at) for load, at in zip(loads, addresses, strict=True)]
     for first in range(0, len(rounds), chunk):
+        now = slice(first, first + chunk)
         found = tuple(
-            load.array.data.take(address[first : first + chunk], axis=0)
-            for load, address in zip(loads, addresses, strict=True)
+            load.array.data.take(address[now], axis=0) if whole is None else whole[now]
+            for load, address, whole in zip(loads, addresses, wholes, strict=True)
         )
         for part in summand(found):
             total = add(total, part)
@@ -166,6 +168,26 @@ def _addresses(load: Load, rounds: range) -> np.ndarray:
         else:
             total = total + part * stride
     return total
+
+
+def _view(data: np.ndarray, address: np.ndarray) -> np.ndarray | None:
+    """Elements [rounds, threads or 1, blocks] of `data` [elements, blocks] without a copy; None
+    where rounds or threads are not evenly spaced, or would go backwards."""
+    rounds, threads = address.shape
+    by_round = int(address[1, 0] - address[0, 0]) if rounds > 1 else 0
+    by_thread = int(address[0, 1] - address[0, 0]) if threads > 1 else 0
+    if by_round < 0 or by_thread < 0:
+        return None
+    even = np.arange(rounds)[:, None] * by_round + np.arange(threads) * by_thread
+    if not np.array_equal(address - address[0, 0], even):
+        return None
+    row, column = data.strides
+    return np.lib.stride_tricks.as_strided(
+        data[address[0, 0] :],
+        (rounds, threads, data.shape[1]),
+        (by_round * row, by_thread * row, column),
+        writeable=False,
+    )
 
 
 def _count(load: Load, address: np.ndarray, rounds: range, machine: Control) -> None:

@@ -32,6 +32,14 @@ class GlobalShadow:
             self.reader = np.zeros(size, np.int64)
             self.reader_block = np.full(size, NO_BLOCK, np.int32)
 
+    def written(self) -> np.ndarray:
+        """Which elements a block has written."""
+        return self.writer_block != NO_BLOCK
+
+    def touched(self) -> np.ndarray:
+        """Which elements a block has written or read."""
+        return self.written() | (self.reader_block != NO_BLOCK if self.tracks_reads else False)
+
     def access(self, lanes: Lanes, element: Any, blocks: np.ndarray) -> tuple:
         """Flat arrays: element, thread, block number, column."""
         place = element if isinstance(element, np.ndarray) else np.full((1, 1), element)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,12 +25,13 @@ from .recording import Recording
 from .shadow import SharedShadow
 from .trace import Trace, collect
 from .values import NUMPY, Value, cast
+from .workers import Batches, Part, available, communicates, divide, side_by_side
 
 MAX_SHARED = 227 * 1024  # bytes a block may have on sm_90
 MAX_THREADS = 1024
 SHARED_ALIGNMENT = 32  # bytes, enough for a fragment
 ALLOCATION_ALIGNMENT = 512  # bytes, of what a GPU allocator hands out
-LANES_PER_BATCH = 1 << 18
+LANES_PER_BATCH = 1 << 17
 
 Index3 = tuple[int, int, int]
 Progress = Callable[[int, int], None]
@@ -82,6 +85,57 @@ class RecordingMachine(Recorder, Machine):
     """The machine for the batch that has the recorded block."""
 
 
+@dataclass(frozen=True)
+class _Launch:
+    """One launch, all that its batches have in common."""
+
+    kernel: ir.Kernel
+    program: Program
+    grid: Index3
+    block: Index3
+    static_bytes: int
+    dynamic_bytes: int
+    bases: dict[str, int]  # of static shared arrays
+    arguments: dict[str, Any]
+
+    def part(self, batches: Batches, done: Callable[[int], None], recording: Any = None) -> Part:
+        """Run batches one after the other. `done` is called with the blocks of each."""
+        sites, lines = self.program.counters()
+        order = BlockOrder() if any(s.kind == "fence" for s in sites) else None
+        hazards = Hazards(self.block, self.grid, sites, order=order)
+        arrays = _global_arrays(self.kernel, self.arguments, hazards)
+        part = Part(sites, lines, hazards, arrays, [])
+        with np.errstate(all="ignore"):
+            for numbers in batches:
+                recorded = recording is not None and recording.block in numbers
+                machine = self.machine(numbers, part, RecordingMachine if recorded else Machine)
+                if isinstance(machine, RecordingMachine):
+                    machine.start_recording(recording)
+                self.program.code(machine, sites, lines, machine.arrays)
+                machine.charge_all()
+                machine.depth.join()
+                if isinstance(machine, RecordingMachine):
+                    machine.stop_recording(sites)
+                part.depths.append((numbers, machine.depth))
+                done(numbers.size)
+        return part
+
+    def machine(self, numbers: np.ndarray, part: Part, kind: type[Machine]) -> Machine:
+        """The machine for one batch, with its arrays and arguments."""
+        machine = kind(
+            self.block,
+            self.grid,
+            numbers,
+            part.hazards,
+            _dtypes(self.kernel),
+            dynamic_base=-(-self.static_bytes // SHARED_ALIGNMENT) * SHARED_ALIGNMENT,
+            dynamic_bytes=self.dynamic_bytes,
+        )
+        machine.arrays.update(part.arrays)
+        _prepare(machine, self.kernel, self.bases, self.arguments)
+        return machine
+
+
 def run(
     kernel: ir.Kernel,
     grid: Index3,
@@ -91,12 +145,14 @@ def run(
     progress: Progress | None = None,
     lanes_per_batch: int = LANES_PER_BATCH,
     record: int | None = None,
+    workers: int | None = None,
 ) -> Trace:
     """Execute `kernel` on the machine and return its trace.
 
     `arguments` maps parameter names to NumPy arrays, torch tensors in host memory or numbers;
     arrays are modified in place. `progress(done, all)` is called with numbers of
     blocks. The trace has a recording of the block with number `record`, where one is given.
+    `workers` threads run it (None: one for each core, up to a few); what they count is the same.
 
     Raises ValueError for a launch no GPU could run or a block to record that is not there,
     TypeError for arguments that do not fit.
@@ -117,50 +173,46 @@ def run(
             f"a block may have {MAX_SHARED}"
         )
     program = compile_kernel(kernel)
-    fences = any(isinstance(stmt, ir.Fence) for stmt in ir.walk(kernel.body))
-    hazards = Hazards(block, grid, program.sites, order=BlockOrder() if fences else None)
-    global_arrays = _global_arrays(kernel, arguments, hazards)
-    scalars = {
-        p.name: _scalar(p, arguments[p.name])
+    launch = _Launch(kernel, program, grid, block, static_bytes, dynamic_bytes, bases, arguments)
+    batches = divide(blocks, max(1, lanes_per_batch // threads))
+    done = _Done(progress, blocks)
+    counted = None
+    workers = min(available() if workers is None else workers, len(batches))
+    if workers > 1 and recording is None and not communicates(kernel):
+        before = _written(kernel, arguments)
+        counted = side_by_side(lambda share: launch.part(share, done), batches, workers)
+        if counted is None:
+            for array, contents in before:
+                array[...] = contents
+            done = _Done(progress, blocks)
+    if counted is None:
+        counted = launch.part(batches, done, recording)
+    seconds = time.perf_counter() - began
+    return collect(kernel, counted, grid, block, static_bytes, dynamic_bytes, seconds, recording)
+
+
+class _Done:
+    """Adds up the blocks that are done, whichever thread ran them, and tells `progress`."""
+
+    def __init__(self, progress: Progress | None, blocks: int):
+        self.progress, self.blocks = progress, blocks
+        self.lock, self.total = threading.Lock(), 0
+
+    def __call__(self, blocks: int) -> None:
+        with self.lock:
+            self.total += blocks
+            if self.progress is not None:
+                self.progress(self.total, self.blocks)
+
+
+def _written(kernel: ir.Kernel, arguments: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The array arguments that the kernel may write, each with a copy of what it holds."""
+    arrays = [
+        host_array(arguments[p.name], p.name, p.type.dtype)[0]
         for p in kernel.parameters
-        if isinstance(p.type, Scalar)
-    }
-    per_batch = max(1, lanes_per_batch // threads)
-    machines = []
-    with np.errstate(all="ignore"):
-        for first in range(0, blocks, per_batch):
-            numbers = np.arange(first, min(first + per_batch, blocks))
-            recorded = recording is not None and recording.block in numbers
-            machine = (RecordingMachine if recorded else Machine)(
-                block,
-                grid,
-                numbers,
-                hazards,
-                _dtypes(kernel),
-                dynamic_base=-(-static_bytes // SHARED_ALIGNMENT) * SHARED_ALIGNMENT,
-                dynamic_bytes=dynamic_bytes,
-            )
-            _prepare(machine, kernel, bases, global_arrays, scalars)
-            if recording is not None and isinstance(machine, RecordingMachine):
-                machine.start_recording(recording)
-            _execute(machine, program)
-            if isinstance(machine, RecordingMachine):
-                machine.stop_recording(program.sites)
-            machines.append((numbers, machine.depth))
-            if progress is not None:
-                progress(int(numbers[-1]) + 1, blocks)
-    return collect(
-        kernel,
-        program,
-        hazards,
-        grid,
-        block,
-        static_bytes,
-        dynamic_bytes,
-        machines,
-        time.perf_counter() - began,
-        recording,
-    )
+        if isinstance(p.type, ArrayType) and kernel.arrays[p.name].written
+    ]
+    return [(array, array.copy()) for array in arrays]
 
 
 def _lay_out(kernel: ir.Kernel) -> tuple[dict[str, int], int]:
@@ -261,14 +313,12 @@ def _read_arrays(kernel: ir.Kernel) -> set[str]:
 
 
 def _prepare(
-    machine: Machine,
-    kernel: ir.Kernel,
-    bases: dict[str, int],
-    global_arrays: dict[str, GlobalArray],
-    scalars: dict[str, Value],
+    machine: Machine, kernel: ir.Kernel, bases: dict[str, int], arguments: dict[str, Any]
 ) -> None:
-    machine.arrays.update(global_arrays)
-    machine.v.update(scalars)
+    """Give the machine its scalar arguments and the kernel's shared and local arrays."""
+    for parameter in kernel.parameters:
+        if isinstance(parameter.type, Scalar):
+            machine.v[parameter.name] = _scalar(parameter, arguments[parameter.name])
     for array in kernel.arrays.values():
         if array.dynamic:
             machine.dynamic[array.name] = array
@@ -279,9 +329,3 @@ def _prepare(
         elif array.space is ir.Space.LOCAL and isinstance(array.dtype, Scalar):
             blocks = machine.block_numbers.size
             machine.arrays[array.name] = LocalArray(array, machine.threads, blocks)
-
-
-def _execute(machine: Machine, program: Program) -> None:
-    program.code(machine, program.sites, program.lines, machine.arrays)
-    machine.charge_all()
-    machine.depth.join()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,10 @@ class Program:
     sites: list[Site]
     lines: list[StraightLine]
     checked: frozenset[str] = field(default_factory=frozenset)
+
+    def counters(self) -> tuple[list[Site], list[StraightLine]]:
+        """Sites and lines for one run of the code, with nothing counted yet."""
+        return [replace(s) for s in self.sites], [replace(line) for line in self.lines]
 
 
 def compile_kernel(kernel: ir.Kernel) -> Program:

@@ -11,15 +11,13 @@ import numpy as np
 from lockstep.simt import ir
 from lockstep.simt.errors import HazardError
 
-from .counters import Depth
-from .hazards import Hazards
 from .recording import Recording
 from .tally import Counts, Index3, Line, Phase, Tally
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from .program import Program
+    from .workers import Part
 
 
 class Trace(Tally):
@@ -39,13 +37,11 @@ class Trace(Tally):
 
 def collect(
     kernel: ir.Kernel,
-    program: Program,
-    hazards: Hazards,
+    counted: Part,
     grid: Index3,
     block: Index3,
     static_bytes: int,
     dynamic_bytes: int,
-    batches: list[tuple[np.ndarray, Depth]],
     seconds: float,
     recording: Recording | None = None,
 ) -> Trace:
@@ -61,21 +57,21 @@ def collect(
             lines[key] = Line(file, number, text, phase, 0, 0, Counts())
         return lines[key]
 
-    for run in program.lines:
+    for run in counted.lines:
         for (file, number), kinds in run.operations.items():
             line = line_at(file, number, run.phase)
             line.executions += run.warps
             line.lanes += run.lanes
             for counts in (line.counts, totals, phases.setdefault(run.phase, Counts())):
                 counts.add_instructions(kinds, run.warps, run.lanes)
-    for site in program.sites:
+    for site in counted.sites:
         at = line_at(site.loc.file, site.loc.line, site.phase).counts
         for counts in (at, totals, phases.setdefault(site.phase, Counts())):
             counts.add_site(site)
     blocks = int(np.prod(grid))
     depth = np.zeros(blocks, np.int64)
     by_phase: Counter = Counter()
-    for numbers, batch in batches:
+    for numbers, batch in counted.depths:
         depth[numbers] = batch.total
         for name, steps in batch.by_phase.items():
             by_phase[name] += int(steps.sum())
@@ -95,7 +91,7 @@ def collect(
         lines=sorted(lines.values(), key=lambda line: (line.file, line.number)),
         phases=reports,
         depth=depth,
-        hazards=list(hazards.found.values()),
+        hazards=list(counted.hazards.found.values()),
         warnings=[(w.message, w.loc.file, w.loc.line) for w in kernel.warnings],
         seconds=seconds,
         recording=recording,
