@@ -2,13 +2,17 @@
 
     PYTHONPATH=src python benchmarks/ladder_machine.py
 
-Needs no GPU, but the compiler of the extra `gpu`. Writes benchmarks/results/ladder-machine.json.
-Exit status 1 if a rung is wrong or has a hazard.
+Needs no GPU, but the compiler of the extra `gpu`. Traces in several processes, one per core up to
+eight. Writes benchmarks/results/ladder-machine.json. Exit status 1 if a rung is wrong or has a
+hazard.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ from rich.console import Console
 from lockstep import results
 from lockstep.console import progress
 from lockstep.ladder import RUNGS, Problem, Rung, find, launches_of
-from lockstep.ladder.survey import survey
+from lockstep.ladder.survey import Row, survey
 from lockstep.ladder.tables import ladder_table
 from lockstep.simt.cuda_cpp import emit
 from lockstep.simt.nvrtc import compile_source
@@ -27,10 +31,16 @@ from lockstep.simt.occupancy import GPUS
 ROOT = Path(__file__).resolve().parents[1]
 PROBLEM = Problem(B=2, H=16, S=1024, D=32)
 GPU = "H200"
-# what claims about registers are held against
-COMPILED = tuple(
-    (step, Problem(4, 16, 1024, 64, causal=True)) for step in find("block_tile").steps()
+# one thread per row against one block per tile, stage by stage, on the problem of that design
+ARCHITECTURE = Problem(B=4, H=16, S=1024, D=64, causal=True)
+STAGES = (
+    find("row_per_thread"),
+    *find("block_tile").steps(),
+    find("block_tile_mma"),
+    find("persistent_mma"),
 )
+# what claims about registers are held against
+COMPILED = tuple((step, ARCHITECTURE) for step in find("block_tile").steps())
 
 
 def compiled(rung: Rung, problem: Problem) -> dict[str, Any]:
@@ -48,17 +58,36 @@ def compiled(rung: Rung, problem: Problem) -> dict[str, Any]:
     }
 
 
+def surveyed(point: tuple[Rung, Problem]) -> Row:
+    """One rung on one problem, planned and traced."""
+    rung, problem = point
+    (row,) = survey(problem, GPU, [rung])
+    return row
+
+
 def main() -> int:
     """Survey, print, save."""
     steps = [step for rung in RUNGS for step in rung.steps()]
+    points = [(step, PROBLEM) for step in steps] + [(step, ARCHITECTURE) for step in STAGES]
     rows = []
-    with progress(Console(stderr=True), len(steps)) as bar:
-        for row in survey(PROBLEM, GPU, steps):
+    # torch has threads of its own, which a fork would not take along
+    context = multiprocessing.get_context("spawn")
+    with (
+        progress(Console(stderr=True), len(points)) as bar,
+        ProcessPoolExecutor(min(8, os.cpu_count() or 1), context) as pool,
+    ):
+        for row in pool.map(surveyed, points):
             rows.append(row)
             bar.done()
-    Console().print(ladder_table(rows, timed=False))
-    run = results.collect("ladder-machine", [row.as_json() for row in rows])
+    ladder, stages = rows[: len(steps)], rows[len(steps) :]
+    for shown in (ladder, stages):
+        Console().print(ladder_table(shown, timed=False))
+    run = results.collect("ladder-machine", [row.as_json() for row in ladder])
     run |= {"problem": str(PROBLEM), "heads": PROBLEM.heads, "gpu": GPU}
+    run["architecture"] = {
+        "problem": str(ARCHITECTURE),
+        "rows": [row.as_json() for row in stages],
+    }
     run["compiled"] = [compiled(rung, problem) for rung, problem in COMPILED]
     results.write(run, ROOT / results.RESULTS / "ladder-machine.json")
     counted = [row.counted for row in rows if row.counted]

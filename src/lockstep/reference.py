@@ -237,7 +237,7 @@ def _attend(
         logits = torch.cat([scores, sink], dim=-1)  # [B, Hq, Sq, Skv + 1]
     m = _row_max(logits)  # [B, Hq, Sq, 1]
     p = torch.exp(scores - m)
-    l = torch.exp(logits - m).sum(-1, keepdim=True)
+    l = (p if sinks is None else torch.exp(logits - m)).sum(-1, keepdim=True)
     empty = l == 0
     l = torch.where(empty, 1.0, l)
     out = _weigh(p / l, v, seen)

@@ -77,6 +77,37 @@ def _rung_line(row: dict[str, Any], counted: Run, timed: Run | None) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def architecture_block(directory: Path) -> str:
+    """One thread per row against one block per tile, stage by stage, on one problem."""
+    counted, timed = (results.newest(name, directory) for name in ("ladder-machine", "ladder"))
+    found = (counted or {}).get("architecture")
+    if found is None or timed is None:
+        return results.NOT_MEASURED
+    shape = found["problem"]
+    lines = [
+        f"| {shape.replace(' float16', '')} | depth | barriers | of warps | time "
+        "| against a thread per row | against the line above |",
+        "|---|" + "---:|" * 6,
+    ]
+    times: list[float] = []
+    for row in found["rows"]:
+        time, seen = _time_of(timed, row["title"], shape), row["trace_of_one_head"]
+        if time is None:
+            return results.NOT_MEASURED
+        times.append(time)
+        cells = (
+            row["title"],
+            number(seen["depth"]),
+            f"{seen['barriers_per_block']:.0f}",
+            f"{seen['warp_barriers_per_warp']:.0f}",
+            _time(time),
+            f"{times[0] / time:.2f}×",
+            f"{times[-2] / time:.2f}×" if len(times) > 1 else "",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + f"\n\nfp16, {results.where_on_gpu(timed)}."
+
+
 def _time_of(run: Run | None, title: str, shape: str) -> float | None:
     """The time of a rung on the problem that `shape` describes."""
     rows = run["rows"] if run else ()
@@ -90,6 +121,7 @@ def _time(microseconds: float | None) -> str:
 
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "ladder": gpu_block,
+    "ladder_architecture": architecture_block,
     "ladder_counters": counters_block("ladder-vs-gpu"),
     **{f"rung_{rung.name}": _rung_block(rung.name) for rung in RUNGS},
 }

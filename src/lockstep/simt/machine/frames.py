@@ -16,7 +16,7 @@ and what it assigned is merged back when it is left.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,53 @@ class Fragment:
         self.data = data
 
 
+class ByWarp:
+    """Rows of lanes, in the order of `threads`, by the warps that `key` names."""
+
+    def __init__(self, threads: np.ndarray, key: np.ndarray):
+        self.threads = threads
+        keys, position = np.unique(key, return_inverse=True)
+        self.keys, self.of_row = keys, position.reshape(-1)
+
+    @cached_property
+    def slot(self) -> np.ndarray:
+        """The place of each row in an array [warps * 32]."""
+        return self.of_row * WARP_SIZE + self.threads % WARP_SIZE
+
+    @cached_property
+    def row_at(self) -> np.ndarray:
+        table = np.full(self.keys.size * WARP_SIZE, -1)
+        table[self.slot] = np.arange(self.threads.size)
+        return table.reshape(-1, WARP_SIZE)
+
+    @cached_property
+    def whole(self) -> bool:
+        return self.threads.size % WARP_SIZE == 0 and bool(
+            np.array_equal(self.slot, np.arange(self.threads.size))
+        )
+
+    @cached_property
+    def first_row(self) -> np.ndarray:
+        lane = (self.row_at >= 0).argmax(axis=1)
+        return self.row_at[np.arange(lane.size), lane]
+
+    @cached_property
+    def filled_row(self) -> np.ndarray:
+        return np.where(self.row_at >= 0, self.row_at, self.first_row[:, None])
+
+    @cached_property
+    def lanes(self) -> np.ndarray:
+        """Lanes of each warp."""
+        return np.bincount(self.of_row, minlength=self.keys.size)
+
+
+@lru_cache(maxsize=512)
+def _of_threads(threads: bytes) -> ByWarp:
+    """Frames come and go with every trip of a loop, but with few sets of threads."""
+    numbers = np.frombuffer(threads, np.int64)
+    return ByWarp(numbers, numbers // WARP_SIZE)
+
+
 class Lanes:
     """A set of lanes: all pairs of `threads` and `blocks`, or, flat, both in step.
 
@@ -73,56 +120,45 @@ class Lanes:
         return self.blocks[:, None] if self.flat else self.blocks[None, :]
 
     @cached_property
+    def by_warp(self) -> ByWarp:
+        """How the rows fall into warps."""
+        if self.flat:
+            return ByWarp(self.threads, self.threads // WARP_SIZE + self.blocks * MAX_WARPS)
+        return _of_threads(self.threads.tobytes())
+
+    @property
     def warp_keys(self) -> np.ndarray:
         """Sorted warps: numbers in a grid, block column * MAX_WARPS + number in a flat frame."""
-        return self._warps[0]
+        return self.by_warp.keys
 
-    @cached_property
+    @property
     def warp_of_row(self) -> np.ndarray:
         """Position in `warp_keys` of each row."""
-        return self._warps[1]
-
-    @cached_property
-    def _warps(self) -> tuple[np.ndarray, np.ndarray]:
-        key = self.threads // WARP_SIZE
-        if self.flat:
-            key = key + self.blocks * MAX_WARPS
-        keys, position = np.unique(key, return_inverse=True)
-        return keys, position.reshape(-1)
+        return self.by_warp.of_row
 
     @cached_property
     def warps(self) -> int:
         return self.warp_keys.size * (1 if self.flat else self.blocks.size)
 
-    @cached_property
-    def slot(self) -> np.ndarray:
-        """The place of each row in an array [warps * 32]."""
-        return self.warp_of_row * WARP_SIZE + self.threads % WARP_SIZE
-
-    @cached_property
+    @property
     def row_at(self) -> np.ndarray:
         """The row at each slot, [warps, 32]; -1 where the lane is not here."""
-        table = np.full(self.warp_keys.size * WARP_SIZE, -1)
-        table[self.slot] = np.arange(self.threads.size)
-        return table.reshape(-1, WARP_SIZE)
+        return self.by_warp.row_at
 
-    @cached_property
+    @property
     def whole_warps(self) -> bool:
         """Whether the rows are whole warps, lane by lane."""
-        return self.threads.size % WARP_SIZE == 0 and bool(
-            np.array_equal(self.slot, np.arange(self.threads.size))
-        )
+        return self.by_warp.whole
 
-    @cached_property
+    @property
     def first_row(self) -> np.ndarray:
         """Row of the first lane of every warp."""
-        lane = (self.row_at >= 0).argmax(axis=1)
-        return self.row_at[np.arange(lane.size), lane]
+        return self.by_warp.first_row
 
-    @cached_property
+    @property
     def filled_row(self) -> np.ndarray:
         """`row_at` with the row of the warp's first lane in place of missing ones."""
-        return np.where(self.row_at >= 0, self.row_at, self.first_row[:, None])
+        return self.by_warp.filled_row
 
     @cached_property
     def layout(self) -> bytes:
@@ -130,7 +166,7 @@ class Lanes:
         return self.threads.tobytes()
 
     def lanes_per_warp(self) -> np.ndarray:
-        return np.bincount(self.warp_of_row, minlength=self.warp_keys.size)
+        return self.by_warp.lanes
 
     def position(self, where: np.ndarray) -> tuple[int, int]:
         """Thread and block column of the first lane in a boolean array of any broadcast shape."""
