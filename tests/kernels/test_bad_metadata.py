@@ -118,6 +118,9 @@ class TestInterpreted:
         more = {"bias": torch.randn(4, 1, 9, 41)} if seed == 2 else {"causal": True}
         case = draw(9, 41, B=4, Hkv=1, D=16, kv_lens=lens, kv_starts=starts, **more)
         check(spoil_starts(random.Random(seed), case), interpret, gradients=True)
+        if seed == 0:
+            pages = paginate(case, 8, garbage=float("nan"))
+            check(spoil_starts(random.Random(seed), pages), interpret, gradients=False)
 
     @pytest.mark.parametrize("multiprocessors", [1, 1000])
     @pytest.mark.parametrize("page_size", [8, 16])
@@ -312,6 +315,8 @@ def test_starts(Sq, _):
     case = draw(Sq, 300, B=4, Hq=2, dtype=BF16, kv_lens=lens, kv_starts=starts, causal=True)
     for seed in range(3):
         check_on_gpu(spoil_starts(random.Random(seed), case), gradients=True)
+        pages = paginate(case, 64, garbage=float("nan"))
+        check_on_gpu(spoil_starts(random.Random(seed), pages), gradients=False)
 
 
 @pytest.mark.parametrize("page_size", [16, 256])
