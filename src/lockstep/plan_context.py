@@ -12,7 +12,7 @@ from lockstep.console import BAD, OURS, QUIET, table
 from lockstep.formats import duration, megabytes
 
 if TYPE_CHECKING:
-    from lockstep.distributed.plan import Rates, Row
+    from lockstep.distributed.plan import Kernels, Row
 
 USAGE = 2
 UNITS = {"K": 1 << 10, "M": 1 << 20}
@@ -56,7 +56,7 @@ def context(
         if Hq % Hkv:
             raise ValueError(f"--heads takes a multiple of the key heads, got {heads}")
         S, links = _tokens(seq), Links(*_numbers("--link", link, ","))
-        rates = _rates(gpu, head_dim, causal, tflops)
+        kernels = _rates(gpu, head_dim, causal, tflops)
         counts = [int(n) for n in _numbers("--gpus", gpus, ",", None)]
     except ValueError as error:
         Console(stderr=True).print(f"error: {error}", style=BAD, soft_wrap=True)
@@ -64,17 +64,16 @@ def context(
     rows = []
     for P in counts:
         shape = Shape(batch, int(Hq), int(Hkv), S, head_dim, head_dim, 2, P, balanced)
-        rows += plan(shape, causal, rates, links)
+        rows += plan(shape, causal, kernels, links)
     if as_json:
-        found = {"rates": rates._asdict(), "links": links._asdict()}
+        rates = {name: x._asdict() for name, x in kernels._asdict().items()}
+        found = {"rates": rates, "links": links._asdict()}
         typer.echo(json.dumps(found | {"rows": [row.as_json() for row in rows]}, indent=1))
     else:
-        _report(rows, rates)
+        _report(rows, kernels)
 
 
-def _report(rows: list[Row], rates: Rates) -> None:
-    from lockstep.distributed.plan import ON_PAPER
-
+def _report(rows: list[Row], kernels: Kernels) -> None:
     console = Console()
     names = ("memory MB", "received MB", "compute", "exposed", "efficiency")
     made = table("GPUs", "method", *names, "", right=("GPUs", *names))
@@ -87,26 +86,26 @@ def _report(rows: list[Row], rates: Rates) -> None:
                 style=OURS if row.recommended else "",
             )
     console.print(made)
-    rate = f"{rates.forward / 1e12:.0f} and {rates.backward / 1e12:.0f} TFLOP/s"
-    notes = [f"per GPU, forward and backward together, at {rate}"]
+    chosen, ring = (f"{x.forward / 1e12:.0f} and {x.backward / 1e12:.0f}" for x in kernels)
+    notes = [f"per GPU, forward and backward together, at {chosen} TFLOP/s, a ring at {ring}"]
     notes += [f"{row.gpus} GPUs: {row.method} {row.refusal}" for row in rows if row.refusal]
-    notes += [f"{name}: on paper, no GPU kernel takes keys in blocks yet" for name in ON_PAPER]
     for note in notes:
         console.print(note, style=QUIET, highlight=False)
 
 
-def _rates(gpu: str, D: int, causal: bool, tflops: str | None) -> Rates:
+def _rates(gpu: str, D: int, causal: bool, tflops: str | None) -> Kernels:
     from lockstep import results
-    from lockstep.distributed.plan import Rates, rates_of
+    from lockstep.distributed.plan import Kernels, Rates, rates_of
 
     if tflops is not None:
-        return Rates(*(1e12 * x for x in _numbers("--tflops", tflops, ",")))
+        rates = Rates(*(1e12 * x for x in _numbers("--tflops", tflops, ",")))
+        return Kernels(rates, rates)
     root = results.checkout()
     every = [] if root is None else results.by_processor("gpu", root / results.RESULTS)
     for runs in every:
-        rates = rates_of(runs, D, causal)
-        if gpu.lower() in results.processor(runs[0]).lower() and rates is not None:
-            return rates
+        kernels = rates_of(runs, D, causal)
+        if gpu.lower() in results.processor(runs[0]).lower() and kernels is not None:
+            return kernels
     raise ValueError(
         f"--gpu takes a GPU with results in benchmarks/results for a head dim of {D}, got {gpu!r}: "
         "give rates by --tflops"

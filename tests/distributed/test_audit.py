@@ -8,7 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from typer.testing import CliRunner
 from worlds import SOURCE
+
+from lockstep import cli
 
 AUDIT = ("-m", "lockstep.cli", "audit", "distributed", "--seq", "70", "--head-dim", "16", "--json")
 
@@ -30,6 +34,33 @@ def test_two_ranks_under_torchrun():
     # Three methods, two kinds of shards, five masks.
     assert len(found["cases"]) == 30
     assert found["not_audited"] == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kernel", [(), ("--kernel", "hopper")], ids=["default", "hopper"])
+def test_ranks_on_one_gpu(kernel):
+    """They exchange through host memory; Triton and, with heads, Hopper kernels compute."""
+    options = ("--seq", "1000", "--head-dim", "64", "--mask", "causal", "--mask", "both", *kernel)
+    ended = run("-m", "torch.distributed.run", "--nproc-per-node", "2", *AUDIT, *options)
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+    assert len(json.loads(ended.stdout)["cases"]) == (4 if kernel else 12)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--mask", "none"), "--mask takes one of full, causal"),
+        (("--kernel", "none"), "kernel takes one of hopper"),
+        (("--kernel", "oracle", "--method", "ring"), "--method takes heads with oracle"),
+    ],
+    ids=["mask", "kernel", "method"],
+)
+def test_options_that_do_not_fit_are_named(options, said):
+    """Before any rank is looked for."""
+    ended = CliRunner().invoke(cli.app, ["audit", "distributed", *options], env={"RANK": "0"})
+    assert ended.exit_code == 2
+    assert said in " ".join(ended.stderr.split())
 
 
 def test_without_ranks_it_says_how_to_run_it():

@@ -8,15 +8,15 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep import cli
-from lockstep.distributed.plan import Links, Rates, plan
+from lockstep.distributed.plan import Kernels, Links, Rates, plan
 from lockstep.distributed.traffic import Shape, received
 
-RATES, LINKS = Rates(600e12, 500e12), Links(900, 50)
+KERNELS, LINKS = Kernels(Rates(600e12, 500e12), Rates(300e12, 400e12)), Links(900, 50)
 
 
 def rows_of(P: int, *, causal: bool = True, balanced: bool = True, S: int = 1 << 20):
     shape = Shape(1, 32, 8, S, 128, 128, 2, P, balanced)
-    return shape, {row.method: row for row in plan(shape, causal, RATES, LINKS)}
+    return shape, {row.method: row for row in plan(shape, causal, KERNELS, LINKS)}
 
 
 def test_one_gpu_is_as_efficient_as_one_gpu():
@@ -36,6 +36,8 @@ def test_compute_of_a_forward_and_a_backward_at_their_rates():
     _, rows = rows_of(8)
     flops = 2 * 32 * (1 << 40) / 2 / 8 * 256
     assert rows["heads"].compute == pytest.approx(flops / 600e12 + 2.5 * flops / 500e12)
+    _, full = rows_of(8, causal=False)
+    assert full["ring"].compute == pytest.approx(2 * flops / 300e12 + 5 * flops / 400e12)
 
 
 def test_what_is_on_the_wire_while_a_ring_computes_is_not_exposed():
@@ -65,7 +67,8 @@ def test_the_command_takes_measured_rates_of_an_h200():
     assert ended.exit_code == 0
     data = json.loads(ended.stdout)
     assert [row["gpus"] for row in data["rows"]] == [8] * 3 + [64] * 3
-    assert 3e14 < data["rates"]["backward"] < data["rates"]["forward"] < 9.9e14
+    for rates in data["rates"].values():
+        assert 3e14 < rates["backward"] < rates["forward"] < 9.9e14
 
 
 @pytest.mark.parametrize(

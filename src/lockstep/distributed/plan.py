@@ -7,6 +7,7 @@ of NODE GPUs and between nodes. Nothing here has been measured on several GPUs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,8 +16,8 @@ from lockstep.distributed.traffic import Shape, held, received
 
 NODE = 8
 METHODS = ("heads", "gather", "ring")
-# The GPU kernels do not take keys in blocks yet.
-ON_PAPER = ("ring",)
+# The kernels of a ring, as results name them.
+RING = {"forward": "triton, query-invariant", "backward": "triton"}
 # Products of a backward over those of a forward, and with dq and dk, dv in passes of their own.
 BACKWARD, TWO_PASSES = 2.5, 3.5
 
@@ -33,6 +34,13 @@ class Rates(NamedTuple):
 
     forward: float
     backward: float
+
+
+class Kernels(NamedTuple):
+    """The rates of the kernels that run a call, and of those that run the blocks of a ring."""
+
+    chosen: Rates
+    ring: Rates
 
 
 @dataclass(frozen=True)
@@ -53,27 +61,28 @@ class Row:
         return asdict(self)
 
 
-def plan(shape: Shape, causal: bool, rates: Rates, links: Links) -> list[Row]:
-    """A row per method; the recommended one is the most efficient of those that run."""
-    rows = [_row(method, shape, causal, rates, links) for method in METHODS]
-    able = (row for row in rows if row.method not in ON_PAPER)
-    best = max(able, key=lambda row: row.efficiency)
+def plan(shape: Shape, causal: bool, kernels: Kernels, links: Links) -> list[Row]:
+    """A row per method; the recommended one is the most efficient."""
+    rows = [_row(method, shape, causal, kernels, links) for method in METHODS]
+    best = max(rows, key=lambda row: row.efficiency)
     return [replace(row, recommended=row is best) for row in rows]
 
 
-def _row(method: str, shape: Shape, causal: bool, rates: Rates, links: Links) -> Row:
+def _row(method: str, shape: Shape, causal: bool, kernels: Kernels, links: Links) -> Row:
     if method == "heads":
         refusal = heads.refusal(shape.Hq, shape.Hkv, shape.ranks)
         if refusal is not None:
             return Row(shape.ranks, method, refusal)
-    ideal = _compute(shape, causal, rates)
-    ideal_total = ideal.forward + ideal.backward
+    ideal_total = sum(_compute(shape, causal, kernels.chosen))
     bytes_in = max(received(method, shape, rank) for rank in (0, shape.ranks - 1))
     wire = [_wire_time(n, method, shape.ranks, links) for n in bytes_in]
     waits = _imbalance(method, shape, causal)
-    # dq and dk, dv are passes of their own, unless a rank has whole heads.
-    two = TWO_PASSES / BACKWARD if method != "heads" or shape.Hkv < shape.ranks else 1.0
-    compute = (ideal.forward * waits, ideal.backward * waits * two)
+    # dq and dk, dv are passes of their own, unless a rank has whole heads. The kernels of a ring
+    # make two anyway: their rate has it.
+    shared = method == "gather" or (method == "heads" and shape.Hkv < shape.ranks)
+    two = TWO_PASSES / BACKWARD if shared else 1.0
+    alone = _compute(shape, causal, kernels.ring if method == "ring" else kernels.chosen)
+    compute = (alone.forward * waits, alone.backward * waits * two)
     if method == "ring":
         # The first block of each walk arrives before anything is computed; later ones meanwhile.
         exposed = sum(_beyond(w, c, shape.ranks) for w, c in zip(wire, compute, strict=True))
@@ -142,12 +151,20 @@ def _beyond(wire: float, compute: float, blocks: int) -> float:
     return first + max(0.0, rest - compute * (blocks - 1) / blocks)
 
 
-def rates_of(runs: list[dict[str, Any]], D: int, causal: bool) -> Rates | None:
-    """Rates of the chosen kernels on the longest sequences, by the newest of `lockstep bench gpu`
-    runs that has them; None without."""
+def rates_of(runs: list[dict[str, Any]], D: int, causal: bool) -> Kernels | None:
+    """Rates on the longest sequences, by the newest of `lockstep bench gpu` runs that has them;
+    None without."""
+    chosen = _rates(runs, D, causal, lambda row: str(row["chosen"]))
+    ring = _rates(runs, D, causal, lambda row: RING[row["table"]])
+    return None if chosen is None or ring is None else Kernels(chosen, ring)
+
+
+def _rates(
+    runs: list[dict[str, Any]], D: int, causal: bool, kernel: Callable[[dict[str, Any]], str]
+) -> Rates | None:
     found = {}
     for run in runs:
         for row in sorted(run["rows"], key=lambda row: row.get("S", 0)):
             if row["table"] in Rates._fields and (row["D"], row["causal"]) == (D, causal):
-                found[row["table"]] = row["rate"][row["chosen"]] * 1e12
+                found[row["table"]] = row["rate"][kernel(row)] * 1e12
     return Rates(**found) if len(found) == len(Rates._fields) else None
