@@ -9,13 +9,13 @@ import re
 from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import triton
-from machine_code import Instructions, disassemble, loops, run_tool, target
+from machine_code import Instructions, between, disassemble, loops, run_tool, target
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -54,7 +54,7 @@ class Build:
         """The loops with a product under way behind the scores: one per consumer."""
         found = []
         for begin, end in sorted(set(loops(self.instructions))):
-            body = [(at, text) for at, text in self.instructions if begin <= at <= end]
+            body = between(self.instructions, begin, end)
             texts = [text for _, text in body]
             # Out of line, a wait that has to be repeated jumps back over much else.
             waits = [text for text in texts if text.startswith("WARPGROUP.DEPBAR")]
@@ -87,6 +87,7 @@ def writes_in_flight(loop: Instructions) -> list[str]:
     assembler thinks dead, and it has been seen to think so of the left operand."""
     end, index = loop[-1][0], {at: i for i, (at, _) in enumerate(loop)}
     jumps = {at: index[to] for at, text in loop if (to := target(text)) and at < to <= end}
+    steps = [_step(text) for _, text in loop]
     found = set()
     for taken in product((False, True), repeat=2 * len(jumps)):
         under_way: dict[int, int] = {}  # register: its group of products
@@ -96,17 +97,29 @@ def writes_in_flight(loop: Instructions) -> list[str]:
             i = 0
             while i < len(loop):
                 at, text = loop[i]
+                kind, registers, left = steps[i]
                 i = jumps[at] if take.get(at) else i + 1
-                if text.startswith("WARPGROUP.ARRIVE"):
+                if kind == "arrive":
                     group += 1
-                elif text.startswith("WARPGROUP.DEPBAR"):
-                    left = int(text.rsplit("0x", 1)[1], 16)  # groups that may stay under way
+                elif kind == "wait":
                     under_way = {r: g for r, g in under_way.items() if g > group - left}
-                elif text.startswith("HGMMA"):
-                    under_way |= dict.fromkeys(_of_product(text), group)
-                elif _written(text) & under_way.keys():
+                elif kind == "product":
+                    under_way |= dict.fromkeys(registers, group)
+                elif not registers.isdisjoint(under_way):
                     found.add(f"{at:#x}: {text}")
     return sorted(found)
+
+
+@cache
+def _step(text: str) -> tuple[str, frozenset[int], int]:
+    """What an instruction is to products, its registers, and groups that may stay under way."""
+    if text.startswith("WARPGROUP.ARRIVE"):
+        return "arrive", frozenset(), 0
+    if text.startswith("WARPGROUP.DEPBAR"):
+        return "wait", frozenset(), int(text.rsplit("0x", 1)[1], 16)
+    if text.startswith("HGMMA"):
+        return "product", frozenset(_of_product(text)), 0
+    return "other", frozenset(_written(text)), 0
 
 
 def _of_product(text: str) -> set[int]:

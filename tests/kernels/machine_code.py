@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from bisect import bisect_left, bisect_right
 from pathlib import Path
 
 import triton
@@ -45,3 +46,13 @@ def loops(instructions: Instructions) -> list[tuple[int, int]]:
     """First and last address of everything that a branch jumps back over."""
     jumps = ((target(text), at) for at, text in instructions)
     return [(to, at) for to, at in jumps if to is not None and to < at]
+
+
+def between(instructions: Instructions, first: int, last: int) -> Instructions:
+    """Those from one address to another, both included."""
+    begin = bisect_left(instructions, first, key=_address)
+    return instructions[begin : bisect_right(instructions, last, key=_address)]
+
+
+def _address(instruction: tuple[int, str]) -> int:
+    return instruction[0]

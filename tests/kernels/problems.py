@@ -45,6 +45,23 @@ def draw(
     return Case(tensors, dict(kind.options)).replaced(**more)
 
 
+def unwritten(
+    Sq: int,
+    Skv: int,
+    *,
+    B: int = 1,
+    Hq: int = 2,
+    Hkv: int = 2,
+    D: int = 64,
+    Dv: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    **more: Tensor,
+) -> Tensors:
+    """Tensors of a dense call that is compiled and not run: no number in them is ever written."""
+    shapes = (B, Hq, Sq, D), (B, Hkv, Skv, D), (B, Hkv, Skv, Dv or D)
+    return Tensors(*(torch.empty(shape, dtype=dtype) for shape in shapes), **more)
+
+
 def draw_varlen(
     q_lens: list[int],
     kv_lens: list[int],
@@ -76,8 +93,8 @@ def paginate(case: Case, page_size: int, *, garbage: float = 0.0) -> Case:
     for x in (k, v):
         pool = x.new_full((n_pages, page_size, x.shape[1], x.shape[3]), garbage)
         for b in range(B):
-            for i in range(int(lens[b])):
-                pool[page_table[b, i // page_size], i % page_size] = x[b, :, i]
+            i = torch.arange(int(lens[b]))
+            pool[page_table[b, i // page_size], i % page_size] = x[b, :, i].transpose(0, 1)
         pools.append(pool)
     return case.replaced(k=pools[0], v=pools[1], page_table=page_table, kv_lens=lens)
 

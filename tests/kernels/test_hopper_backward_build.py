@@ -11,7 +11,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from hopper_build import compile_for_hopper, count, writes_in_flight
 from launch_arguments import bind
-from machine_code import Instructions, loops
+from machine_code import Instructions, between, loops
 
 from lockstep.kernels.hopper import supports_backward
 from lockstep.kernels.hopper.backward.narrow import call as narrow
@@ -49,7 +49,7 @@ def consumer_loops(build) -> list[Instructions]:
     """
     found = []
     for begin, end in loops(build.instructions):
-        body = [(at, text) for at, text in build.instructions if begin <= at <= end]
+        body = between(build.instructions, begin, end)
         names = count([text for _, text in body])
         if names["HGMMA"] == 32 and names["MUFU.EX2"]:
             found.append((begin, end, body))

@@ -14,7 +14,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from crew import as_plain, make_plain
 from hopper_build import Build, compile_for_hopper, count, writes_in_flight
 from launch_arguments import bind
-from machine_code import Instructions, loops
+from machine_code import Instructions, between, loops
 
 from lockstep.kernels.hopper.backward import sizes
 from lockstep.kernels.hopper.backward.wide import call as wide
@@ -67,7 +67,7 @@ def consumer_loops(build: Build, expected: list[tuple[int, int]]) -> list[Instru
     spans = sorted(set(loops(build.instructions)), key=lambda loop: loop[1] - loop[0])
     for counts in expected:
         for begin, end in spans:
-            body = [(at, text) for at, text in build.instructions if begin <= at <= end]
+            body = between(build.instructions, begin, end)
             apart = all(end < b or e < begin for b, e, _ in found)
             if apart and loop_counts(body) == counts:
                 found.append((begin, end, body))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from problems import draw, draw_varlen
+from problems import draw, draw_varlen, unwritten
 
 from lockstep.kernels import hopper
 from lockstep.kernels.hopper.common import requirements
@@ -41,8 +41,7 @@ def problem_of(tensors: dict[str, torch.Tensor], **options):
 
 def build(D: int, dtype: torch.dtype = torch.bfloat16, options=(), **constants) -> Build:
     """The kernel for a long dense problem; `constants` of the kernel may be set to others."""
-    tensors = Tensors(**draw(5000, 512, D=D, dtype=dtype).tensors)
-    return build_for(tensors, options, **constants)
+    return build_for(unwritten(5000, 512, D=D, dtype=dtype), options, **constants)
 
 
 def build_for(tensors: Tensors, options=(), **constants) -> Build:
@@ -114,8 +113,7 @@ def test_machine_code(D, causal):
 def test_machine_code_between_tile_widths(D, Dv, scores, products):
     """Products have as many columns as a head dim has, in multiples of 16: for each width of a
     wgmma, how many there are in a step."""
-    tensors = Tensors(**draw(5000, 512, D=D, Dv=Dv, dtype=torch.bfloat16).tensors)
-    built = build_for(tensors, {"causal": True})
+    built = build_for(unwritten(5000, 512, D=D, Dv=Dv), {"causal": True})
     assert built.kernel.metadata.shared <= sizes.SHARED_BYTES
     assert "serialized" not in built.report
     assert len(built.main_loops) == 2

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from operand_addresses import lost_operands
-from problems import draw
+from problems import unwritten
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -19,7 +19,7 @@ from triton_builds import Build, at_once_on_hopper, build, spills
 
 from lockstep.kernels.triton import launch, plan, split_kv
 from lockstep.kernels.triton.forward import attend
-from lockstep.problem import Tensors, describe, make_options
+from lockstep.problem import describe, make_options
 
 DEVICES = {
     80: plan.Device(multiprocessors=108, shared_bytes=163 << 10, tma=False),
@@ -41,8 +41,8 @@ def built(
 ) -> Build:
     """The kernel that a causal call would launch, `changes` to the device aside."""
     Dv = Dv or D
-    case = draw(Sq, 5000, Hq=4, Hkv=1, D=D, Dv=Dv, dtype=dtype)
-    tensors, device = Tensors(**case.tensors), replace(DEVICES[capability], **changes)
+    tensors = unwritten(Sq, 5000, Hq=4, Hkv=1, D=D, Dv=Dv, dtype=dtype)
+    device = replace(DEVICES[capability], **changes)
     problem = describe(tensors, make_options(True, None, None, None, query_invariant, allow_tf32))
     chosen = plan.plan_of(problem, device)
     assert (chosen.n_runs > 1) == (Sq == DECODE)
@@ -118,11 +118,13 @@ def test_chains_of_float32_are_short():
     ("capability", "product"), [(80, "HMMA.1688.F32.TF32"), (90, "HGMMA.64x64x8.F32.TF32")]
 )
 def test_tensor_cores_take_float32_if_they_may(capability, product):
-    by_default = built(capability, 64, PREFILL, dtype=torch.float32)
-    assert not any(".F32.TF32" in text for _, text in by_default.instructions)
-    assert_loops_in_registers(
-        built(capability, 64, PREFILL, dtype=torch.float32, allow_tf32=True), product
-    )
+    kernel = built(capability, 64, PREFILL, dtype=torch.float32, allow_tf32=True)
+    assert_loops_in_registers(kernel, product)
+
+
+def test_tensor_cores_take_no_float32_by_default():
+    kernel = built(90, 64, PREFILL, dtype=torch.float32)
+    assert not any(".F32.TF32" in text for _, text in kernel.instructions)
 
 
 @pytest.mark.parametrize("function", [split_kv.reduce_parts, split_kv.merge_rows])

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from problems import draw, draw_varlen
+from problems import draw_varlen, unwritten
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -35,11 +35,11 @@ BF16 = torch.bfloat16
 
 
 def prefill(**sizes) -> Tensors:
-    return Tensors(**draw(17_000, 1100, Hq=1, Hkv=1, **sizes).tensors)
+    return unwritten(17_000, 1100, Hq=1, Hkv=1, **sizes)
 
 
 def chunk(**sizes) -> Tensors:
-    return Tensors(**draw(111, 1100, Hq=1, Hkv=1, **sizes).tensors)
+    return unwritten(111, 1100, Hq=1, Hkv=1, **sizes)
 
 
 def biased(**sizes) -> Tensors:
@@ -107,7 +107,7 @@ def test_query_invariant_fits():
 
 
 @pytest.mark.usefixtures("unassembled")
-@pytest.mark.parametrize(("capability", "D"), [(86, 128), (86, 256), (120, 128), (120, 256)])
+@pytest.mark.parametrize(("capability", "D"), [(86, 256), (120, 128)])
 def test_tf32_fits(capability, D):
     assert_fits(capability, D, torch.float32, "chunk", allow_tf32=True)
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import triton
-from machine_code import Instructions, disassemble, loops, run_tool
+from machine_code import Instructions, between, disassemble, loops, run_tool
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -52,9 +52,7 @@ class Build:
             for lo, hi in found
             if not any(lo <= a and b <= hi and (a, b) != (lo, hi) for a, b in found)
         ]
-        bodies = (
-            [text for at, text in self.instructions if lo <= at <= hi] for lo, hi in innermost
-        )
+        bodies = ([text for _, text in between(self.instructions, lo, hi)] for lo, hi in innermost)
         return [body for body in bodies if any(text.startswith(contains) for text in body)]
 
 
