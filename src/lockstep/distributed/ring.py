@@ -175,7 +175,11 @@ def _own_keys(ring: Ring, rows: Rows, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
     ]
     products = torch.cat((rows.q, rows.dout), dim=3)
     G = 1 if ring.carry.by_token else rows.q.shape[1] // Hkv
-    by_group = (x.contiguous().view(x.shape[0], -1, G, *x.shape[2:]) for x in (products, rows.sums))
+    # A rank may have no tokens, and then -1 would stand for any number.
+    by_group = (
+        x.contiguous().view(x.shape[0], x.shape[1] // G, G, *x.shape[2:])
+        for x in (products, rows.sums)
+    )
     streams = (blocks(ring.call, x, ring.carry.multiple) for x in by_group)
     for (first, qd), (_, sums) in zip(*streams, strict=True):
         for state in states:
