@@ -6,35 +6,103 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from lockstep.audit.timing import clock, code
+from lockstep.audit.timing import clock, code, gpu_code, memcheck, replay
+from lockstep.audit.timing.gpu_leaks import GPU_LEAKS
 from lockstep.audit.timing.leaks import LEAKS
-from lockstep.audit.timing.secrets import CASES, CLASSES, fixed
+from lockstep.audit.timing.secrets import CASES, fixed
 from lockstep.cli import app
 from lockstep.kernels.cpu import extras, forward
 
 BY_STEPS = [name for name, leak in LEAKS.items() if leak.steps_differ]
-reads_code = pytest.mark.skipif(not code.is_supported(), reason="the audit reads aarch64 only")
+needs_valgrind = pytest.mark.skipif(
+    not replay.is_available(), reason="needs Valgrind, its header and a C compiler"
+)
 
 
-@reads_code
+@pytest.mark.parametrize("target", code.TARGETS)
 @pytest.mark.parametrize("name", BY_STEPS)
-def test_planted_leaks_show_in_the_machine_code(name):
-    found = code.audit(LEAKS[name].kernel)
+def test_planted_leaks_show_in_the_machine_code(name, target):
+    found = code.audit(LEAKS[name].kernel, code.TARGETS[target])
     assert found
     assert "secret" in str(found[0])
 
 
-@reads_code
-@pytest.mark.parametrize("pair", [forward.RUNNERS[False, True], extras.KERNELS[1]])
-def test_constant_time_kernels_have_no_finding(pair):
-    assert code.audit(pair[1]) == []
+@pytest.mark.parametrize("name", GPU_LEAKS)
+def test_planted_leaks_show_in_the_machine_code_of_gpus(name):
+    pytest.importorskip("cuda.core", reason="the extra 'gpu' is not installed")
+    builds = [find for build, find in gpu_code.leaks() if build.startswith(name)]
+    assert len(builds) == len(gpu_code.CAPABILITIES)
+    assert all(find() for find in builds)
 
 
-@reads_code
+def test_a_rung_in_constant_time_has_no_leak():
+    pytest.importorskip("cuda.core", reason="the extra 'gpu' is not installed")
+    builds = [x for x in gpu_code.rungs() if "row_per_thread" in x[0]]
+    assert builds
+    assert all(find() == [] for _, find in builds)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "target"),
+    [
+        (forward.RUNNERS[False, True], "AVX2"),
+        (extras.KERNELS[1], "AVX-512"),
+        (extras.KERNELS[1], "Neoverse N1"),
+    ],
+)
+def test_constant_time_kernels_have_no_finding(kernels, target):
+    assert code.audit(kernels[1], code.TARGETS[target]) == []
+
+
 def test_the_ordinary_kernel_branches_on_values():
-    assert code.audit(forward.RUNNERS[False, True][0])
+    assert code.audit(forward.RUNNERS[False, True][0], code.TARGETS["AVX2"])
+
+
+@needs_valgrind
+@pytest.mark.parametrize("name", BY_STEPS)
+def test_planted_leaks_show_under_valgrind(name):
+    leak = LEAKS[name]
+    found = memcheck.findings(lambda: leak.run(leak.draw(torch.Generator().manual_seed(0))))
+    assert found
+    assert leak.kernel.name in found[0]
+
+
+@needs_valgrind
+def test_constant_time_kernels_run_under_valgrind():
+    """With secret lengths; the program computes what the call did, or `findings` raises."""
+    case = CASES[1]
+    drawn = case.draw(torch.Generator().manual_seed(0))
+    recorded = replay.record(lambda: case.run(drawn))
+    assert len(recorded) == 2
+    # q, k, v and the lengths of the second kernel.
+    assert sum(piece.is_secret for piece in recorded[1].pieces) >= 4
+    assert memcheck.check(recorded[1]) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        (["vucomiss %xmm0, %xmm1", "jne .LBB0_1"], "branch"),
+        (["movl (%rdi), %eax", "testl %eax, %eax", "je .LBB0_1"], "branch"),
+        (["vcvttss2si %xmm0, %rax", "vmovss (%rdi,%rax,4), %xmm1"], "address"),
+        (["vmovups (%rdi), %ymm0", "vmulps %ymm0, %ymm0, %ymm0", "vmovd %xmm0, %eax",
+          "btl $3, %eax", "jb .LBB0_1"], "branch"),
+        (["movzwl (%rdi), %eax", "pushq %rax", "movq (%rsp), %rcx", "cmpq $1, %rcx",
+          "jg .LBB0_1"], "branch"),
+        (["movl (%rdi), %eax", "cqto", "idivq %rcx"], "divided"),
+        (["vmovups (%rdi), %ymm0", "vpaddq %ymm0, %ymm0, %ymm0", "vmovq %xmm0, %rax",
+          "testq %rax, %rax", "je .LBB0_1"], None),
+        (["movl (%rdi), %eax", "xorl %eax, %eax", "testl %eax, %eax", "je .LBB0_1"], None),
+        (["vucomiss %xmm0, %xmm1", "cmpq %rdi, %rsi", "jne .LBB0_1"], None),
+    ],
+)  # fmt: skip
+def test_instructions_of_x86_64(lines, why):
+    text = "\n".join(["f:", *("\t" + x.replace(" ", "\t", 1) for x in lines), ".LBB0_1:", "\tretq"])
+    found = code.findings("f", text, "x86_64")
+    assert [why in x.why for x in found] == ([] if why is None else [True])
 
 
 @pytest.mark.parametrize(
@@ -50,13 +118,16 @@ def test_the_ordinary_kernel_branches_on_values():
         (["ldr x8, [x0]", "cbz x8, .LBB0_1"], None),
         (["fcmp s0, s1", "cmp x0, x1", "b.eq .LBB0_1"], None),
         (["fcmp s0, s1", "fcsel s2, s0, s1, eq", "str s2, [x0]"], None),
+        (["fmov w8, s0", "udiv x9, x8, x1"], "divided"),
+        (["str s0, [sp, #8]", "ldr x8, [sp, #8]", "cbz x8, .LBB0_1"], "branch"),
+        (["ldrh w9, [x0]", "stp x8, x9, [sp]", "ldr x8, [sp, #8]", "cbz x8, .LBB0_1"], "branch"),
     ],
 )
 def test_instructions(lines, why):
     text = "\n".join(
         ["f:", *("\t" + x.replace(" ", "\t", 1) if ":" not in x else x for x in lines)]
     )
-    found = code.findings("f", text + "\n.LBB0_1:\n\tret\n")
+    found = code.findings("f", text + "\n.LBB0_1:\n\tret\n", "aarch64")
     assert [why in x.why for x in found] == ([] if why is None else [True])
 
 
@@ -80,10 +151,8 @@ def test_equal_classes_are_not_told_apart():
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_class_runs_in_every_case(case):
-    import torch
-
     drawn = case.draw(torch.Generator().manual_seed(0))
-    for name in CLASSES:
+    for name in ("random", *case.classes):
         assert case.run(fixed(name, drawn)).shape == (1, 2, case.Sq, case.D)
 
 

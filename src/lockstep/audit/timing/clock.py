@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +22,6 @@ PERCENTILES = (50, 75, 90, 95, 99, 100)
 # Different secrets of a class: as many copies of the fixed ones, so that both classes are read
 # from equally cold memory.
 POOL = 32
-# Calls that are in flight together on a GPU.
-BATCH = 500
 
 
 @dataclass(frozen=True)
@@ -42,6 +39,11 @@ class Times:
             kept = ns <= limit
             found.append(welch(ns[kept & is_fixed], ns[kept & ~is_fixed]))
         return max(found, key=abs)
+
+    def medians(self) -> dict[str, float]:
+        """Of both classes."""
+        fixed, random = self.ns[self.is_fixed], self.ns[~self.is_fixed]
+        return {"fixed": float(np.median(fixed)), "random": float(np.median(random))}
 
     def course(self, points: int = 40) -> list[tuple[int, float]]:
         """(samples, t) as samples come in."""
@@ -69,48 +71,23 @@ def compare(
     random = [draw(generator) for _ in range(POOL)]
     fixed = [fix({name: x.clone() for name, x in random[0].items()}) for _ in range(POOL)]
     buffers = {name: x.clone() for name, x in random[0].items()}
-    order = torch.randint(0, 2 * POOL, (samples,), generator=generator).tolist()
-    pool = random + fixed
+    which = torch.randint(0, POOL, (samples,), generator=generator).tolist()
+    is_fixed = torch.randint(0, 2, (samples,), generator=generator).tolist()
+    flags = torch.tensor([False, True])
     for _ in range(20):
         run(buffers)
-    timer = _time_on_gpu if next(iter(buffers.values())).is_cuda else _time_on_cpu
-    ns = timer(run, buffers, pool, order)
-    return Times(ns, np.array(order) >= POOL)
-
-
-def _load(buffers: Secrets, secrets: Secrets) -> None:
-    for name, buffer in buffers.items():
-        buffer.copy_(secrets[name])
-
-
-def _time_on_cpu(
-    run: Callable[[Secrets], Tensor], buffers: Secrets, pool: list[Secrets], order: list[int]
-) -> np.ndarray:
-    ns = np.empty(len(order))
+    ns = np.empty(samples)
     clock = time.perf_counter_ns
-    for i, which in enumerate(order):
-        _load(buffers, pool[which])
+    for sample, (i, chosen) in enumerate(zip(which, is_fixed, strict=True)):
+        _load(buffers, random[i], fixed[i], flags[chosen])
         start = clock()
         run(buffers)
-        ns[i] = clock() - start
-    return ns
+        ns[sample] = clock() - start
+    return Times(ns, np.array(is_fixed) > 0)
 
 
-def _time_on_gpu(
-    run: Callable[[Secrets], Tensor], buffers: Secrets, pool: list[Secrets], order: list[int]
-) -> np.ndarray:
-    """By events around each call, read in batches."""
-    ns = np.empty(len(order))
-    event: Any = torch.cuda.Event
-    events = [[event(enable_timing=True) for _ in range(2)] for _ in range(BATCH)]
-    for first in range(0, len(order), BATCH):
-        some = order[first : first + BATCH]
-        for which, (start, end) in zip(some, events, strict=False):
-            _load(buffers, pool[which])
-            start.record()
-            run(buffers)
-            end.record()
-        torch.cuda.synchronize()
-        for i, (start, end) in zip(range(len(some)), events, strict=False):
-            ns[first + i] = start.elapsed_time(end) * 1e6
-    return ns
+def _load(buffers: Secrets, random: Secrets, fixed: Secrets, is_fixed: Tensor) -> None:
+    """Copies secrets of one class, and reads those of both: what is in the caches afterwards must
+    not tell which."""
+    for name, buffer in buffers.items():
+        torch.where(is_fixed, fixed[name], random[name], out=buffer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,14 +20,19 @@ CLASSES: dict[str, Callable[[Tensor], Tensor]] = {
     "nan": lambda x: torch.full_like(x, float("nan")),
     "infinite": lambda x: torch.full_like(x, float("inf")),
     "equal": torch.ones_like,
+    "one-hot": lambda x: torch.zeros_like(x).index_fill_(-1, torch.tensor(0, device=x.device), 1),
 }
 """What becomes of random numbers in each class."""
+LENGTH_CLASSES = ("short lengths", "long lengths")
+"""Where lengths are secret: random numbers with no key, and with all of them."""
 
 
 def fixed(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Secrets of the class called `name`; lengths are 0 in it."""
+    """Secrets of the class called `name`; lengths are 0 in it, except for long ones."""
+    change = CLASSES["random" if name in LENGTH_CLASSES else name]
+    length = tensors["k"].shape[-2] if name == "long lengths" else 0
     return {
-        key: CLASSES[name](x) if x.is_floating_point() else torch.zeros_like(x)
+        key: change(x) if x.is_floating_point() else torch.full_like(x, length)
         for key, x in tensors.items()
     }
 
@@ -43,18 +48,24 @@ class Case:
     secret_lengths: bool = False
     backward: bool = False
     D: int = 16
+    dtype: torch.dtype = torch.float32
 
-    def draw(self, generator: torch.Generator, device: str = "cpu") -> dict[str, Tensor]:
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes that random secrets are held against."""
+        names = tuple(name for name in CLASSES if name != "random")
+        return names + LENGTH_CLASSES * self.secret_lengths
+
+    def draw(self, generator: torch.Generator) -> dict[str, Tensor]:
         """Random secrets: q, k, v, and lengths where they are secret."""
 
         def rand(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device)
+            return torch.randn(shape, generator=generator).to(self.dtype)
 
         tensors = {"q": rand(1, 2, self.Sq, self.D)}
         tensors |= {name: rand(1, 1, self.Skv, self.D) for name in ("k", "v")}
         if self.secret_lengths:
-            lens = torch.randint(0, self.Skv + 1, (1,), generator=generator)
-            tensors["kv_lens"] = lens.to(device)
+            tensors["kv_lens"] = torch.randint(0, self.Skv + 1, (1,), generator=generator)
         return tensors
 
     def run(self, tensors: dict[str, Tensor], **more: Any) -> Tensor:
@@ -82,4 +93,16 @@ CASES = (
     Case("prefill, softcap", 24, 40, {"softcap": 5.0}),
     Case("prefill, secret lengths", 24, 40, {"causal": True}, secret_lengths=True),
     Case("backward", 24, 40, {"causal": True}, backward=True),
+)
+
+GPU_CASES = tuple(
+    # Tensor cores take 16-bit numbers.
+    replace(case, D=64, dtype=torch.bfloat16)
+    for case in (
+        Case("forward", 128, 128, {"causal": True}),
+        Case("forward, secret lengths", 128, 128, {"causal": True}, secret_lengths=True),
+        Case("decode", 1, 1024, {}),
+        Case("decode, secret lengths", 1, 1024, {}, secret_lengths=True),
+        Case("backward", 128, 128, {"causal": True}, backward=True),
+    )
 )

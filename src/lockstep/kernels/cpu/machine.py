@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite
 import llvmlite.binding as llvm
 from numba.core.codegen import get_host_cpu_features, initialize_llvm
 
 OPTIMISATION = 3
+
+
+class Target(NamedTuple):
+    """A machine that code is generated for, by LLVM's names."""
+
+    triple: str
+    cpu: str
+    features: str = ""
+
+    @property
+    def architecture(self) -> str:
+        return self.triple.split("-")[0]
 
 
 def triple() -> str:
@@ -20,18 +32,25 @@ def triple() -> str:
 
 def identity() -> str:
     """All of the machine and of LLVM that machine code depends on."""
-    parts = (triple(), llvm.get_host_cpu_name(), get_host_cpu_features(), llvmlite.__version__)
-    return " ".join(parts)
+    return " ".join((*host(), llvmlite.__version__))
 
 
-@lru_cache(maxsize=1)
-def _target() -> Any:
+def host() -> Target:
+    """The machine this process runs on."""
+    return Target(triple(), llvm.get_host_cpu_name(), get_host_cpu_features())
+
+
+@lru_cache(maxsize=8)
+def _target(target: Target) -> Any:
+    if target.triple != triple():
+        llvm.initialize_all_targets()
+        llvm.initialize_all_asmprinters()
     # The options numba has for code that is run at once.
-    return llvm.Target.from_triple(triple()).create_target_machine(
-        cpu=llvm.get_host_cpu_name(),
-        features=get_host_cpu_features(),
+    return llvm.Target.from_triple(target.triple).create_target_machine(
+        cpu=target.cpu,
+        features=target.features,
         opt=OPTIMISATION,
-        reloc="static" if triple().startswith("x86") else "default",
+        reloc="static" if target.architecture.startswith("x86") else "default",
         codemodel="jitdefault",
         jit=True,
     )
@@ -39,24 +58,28 @@ def _target() -> Any:
 
 @lru_cache(maxsize=1)
 def _engine() -> Any:
-    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target())
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target(host()))
 
 
-def generate(module: llvm.ModuleRef, entry: str) -> bytes:
-    """Machine code, as an object file, of a module of which only ``entry`` is called."""
-    _optimise(module, entry)
-    return bytes(_target().emit_object(module))
+def generate(module: llvm.ModuleRef, entry: str, target: Target | None = None) -> bytes:
+    """Machine code, as an object file, of a module of which only ``entry`` is called.
+
+    For this machine, where no other one is given.
+    """
+    target = target or host()
+    _optimise(module, entry, target)
+    return bytes(_target(target).emit_object(module))
 
 
-def generate_text(module: llvm.ModuleRef, entry: str) -> str:
-    """The same machine code as assembly."""
-    _optimise(module, entry)
-    return str(_target().emit_assembly(module))
+def generate_text(module: llvm.ModuleRef, entry: str, target: Target) -> str:
+    """The same as assembly."""
+    _optimise(module, entry, target)
+    return str(_target(target).emit_assembly(module))
 
 
-def _optimise(module: llvm.ModuleRef, entry: str) -> None:
-    target = _target()
-    module.triple, module.data_layout = triple(), str(target.target_data)
+def _optimise(module: llvm.ModuleRef, entry: str, chosen: Target) -> None:
+    target = _target(chosen)
+    module.triple, module.data_layout = chosen.triple, str(target.target_data)
     parts = [f.name for f in module.functions if not f.is_declaration and f.name != entry]
     for name in parts:
         module.get_function(name).linkage = "linkonce_odr"

@@ -1,0 +1,78 @@
+"""The layers of the audit on a CPU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from lockstep.audit.timing import clock, code, memcheck, replay
+from lockstep.audit.timing.clock import Times
+from lockstep.audit.timing.leaks import LEAKS
+from lockstep.audit.timing.outcome import Outcome, judged, skipped
+from lockstep.audit.timing.secrets import CASES, fixed
+from lockstep.kernels.cpu import machine
+from lockstep.kernels.cpu.kernels import constant_time_kernels
+
+
+def audit_code(planted: bool) -> list[Outcome]:
+    """Machine code for this machine, and for others."""
+    host = machine.host()
+    targets = {"this machine": host} if code.is_supported(host) else {}
+    targets |= code.TARGETS
+    kernels = {kernel.name: kernel for kernel in constant_time_kernels()}
+    if planted:
+        kernels = {name: leak.kernel for name, leak in LEAKS.items() if leak.steps_differ}
+    return [
+        judged("code", f"{name} for {where}", list(code.audit(kernel, target)), planted)
+        for where, target in targets.items()
+        for name, kernel in kernels.items()
+    ]
+
+
+def audit_memcheck(planted: bool) -> list[Outcome]:
+    """Kernels under Valgrind."""
+    if not replay.is_available():
+        return skipped("memcheck", "CPU kernels", "needs Valgrind, its header and a C compiler")
+    outcomes = []
+    generator = torch.Generator().manual_seed(0)
+    if planted:
+        for name, leak in LEAKS.items():
+            if leak.steps_differ:
+                found = memcheck.findings(partial(leak.run, leak.draw(generator)))
+                outcomes.append(judged("memcheck", name, found, planted))
+        return outcomes
+    for case in CASES:
+        found = memcheck.findings(partial(case.run, case.draw(generator)))
+        outcomes.append(judged("memcheck", case.name, found, planted))
+    return outcomes
+
+
+def audit_counters(planted: bool) -> list[Outcome]:
+    return skipped("counters", "CPU kernels", "counts on GPUs")
+
+
+def audit_time(samples: int, planted: bool) -> list[Outcome]:
+    """Fixed secrets of each class against random ones."""
+    if planted:
+        return [
+            timed(name, clock.compare(leak.run, leak.draw, leak.fix, samples), planted)
+            for name, leak in LEAKS.items()
+        ]
+    return [
+        timed(
+            f"{case.name}: {name} against random",
+            clock.compare(case.run, case.draw, partial(fixed, name), samples),
+            planted,
+        )
+        for case in CASES
+        for name in case.classes
+    ]
+
+
+def timed(name: str, times: Times, planted: bool) -> Outcome:
+    """Whether classes can be told apart; planted leaks have to be, and clearly."""
+    t = times.t()
+    ok = abs(t) > clock.CLEAR if planted else abs(t) < clock.LIMIT
+    figures = {"t": t, "samples": len(times.ns), "course": times.course()}
+    return Outcome("time", name, ok, f"t = {t:.1f} after {len(times.ns)} samples", False, figures)
