@@ -1,7 +1,7 @@
 """Every rank gathers all keys and values, and computes the rows of its own queries.
 
     forward    k, v    all-gather    out, lse of own queries
-    backward   k, v    all-gather    dq of own queries
+    backward   k, v    all-gather    dq of own queries, while these are under way:
                q, dout, out, m, l    all-gather    dk, dv of own keys
 
 Nothing is reduced across ranks: dk and dv of a key are summed by the rank that holds the key, over
@@ -26,6 +26,7 @@ from lockstep.distributed.local import (
     derive_queries,
     derive_sinks,
 )
+from lockstep.distributed.streams import beside, fork_streams, join_streams
 
 TOKENS = DENSE.tokens
 
@@ -57,10 +58,15 @@ class GatherAttention(torch.autograd.Function):
         dq = dk = dv = dsinks = None
         if need_q or need_keys:
             whole_k, whole_v = _gather(call, k), _gather(call, v)
+        if need_keys or need_sinks:
+            # Under way while dq is computed.
+            fork_streams(*(x for x in (q, *rows, *grads) if x is not None))
+            with beside(q.device):
+                all_q, all_rows, all_grads = _gather_rows(call, q, rows, grads)
         if need_q:
             dq = _own_queries(call, grads, rows, q, whole_k, whole_v, sinks)
         if need_keys or need_sinks:
-            all_q, all_rows, all_grads = _gather_rows(call, q, rows, grads)
+            join_streams(*(x for x in (all_q, *all_rows, *all_grads) if x is not None))
         if need_keys:
             dk, dv = _own_keys(call, all_grads, all_rows, all_q, whole_k, whole_v, sinks)
         if need_sinks:

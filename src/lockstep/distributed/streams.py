@@ -25,16 +25,20 @@ def beside(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(_stream_of(device)) if device.type == "cuda" else nullcontext()
 
 
-def fork_streams(x: Tensor) -> None:
-    """What the current stream has been given so far comes before all further exchanges of x."""
-    if x.is_cuda:
+def fork_streams(*tensors: Tensor) -> None:
+    """What the current stream has been given so far comes before further exchanges of these."""
+    for x in filter(_is_cuda, tensors):
         _stream_of(x.device).wait_stream(torch.cuda.current_stream(x.device))
         x.record_stream(_stream_of(x.device))
 
 
-def join_streams(x: Tensor) -> None:
-    """What the current stream is given from now on comes after the exchanges that fill x."""
-    if x.is_cuda:
+def join_streams(*tensors: Tensor) -> None:
+    """What the current stream is given from now on comes after the exchanges that fill these."""
+    for x in filter(_is_cuda, tensors):
         current = torch.cuda.current_stream(x.device)
         current.wait_stream(_stream_of(x.device))
         x.record_stream(current)
+
+
+def _is_cuda(x: Tensor) -> bool:
+    return x.is_cuda
