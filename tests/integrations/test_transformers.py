@@ -59,25 +59,42 @@ def generate(model, given, **options):
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("side", [None, "left"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "mistral"])
 def test_generate_is_that_of_eager(name, side, cache):
-    model = tiny_models.make(name)
     given = tiny_models.inputs_of(name, side, S=10)
-    wanted = generate(model, given, cache_implementation=cache, disable_compile=True)
+    assert_generates_as_eager(name, given, cache_implementation=cache)
+
+
+def assert_generates_as_eager(name, given, **options):
+    model = tiny_models.make(name)
+    wanted = generate(model, given, disable_compile=True, **options)
     model.set_attn_implementation("lockstep")
-    found = generate(model, given, cache_implementation=cache, disable_compile=True)
+    found = generate(model, given, disable_compile=True, **options)
     for a, b in zip(found.logits, wanted.logits, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert torch.equal(found.sequences, wanted.sequences)
 
 
-def test_generate_with_an_encoder():
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 2},
+        {"num_beams": 2, "cache_implementation": "static"},
+        {"prefill_chunk_size": 4},
+        {"use_cache": False},
+    ],
+    ids=str,
+)
+def test_other_ways_to_generate(options):
+    given = tiny_models.inputs_of("gemma3", "left", S=10)
+    assert_generates_as_eager("gemma3", given, max_new_tokens=5, **options)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate_with_an_encoder(cache):
     given = tiny_models.inputs_of("t5", "right")
     del given["decoder_input_ids"]
-    model = tiny_models.make("t5")
-    wanted = generate(model, given)
-    model.set_attn_implementation("lockstep")
-    assert torch.equal(generate(model, given).sequences, wanted.sequences)
+    assert_generates_as_eager("t5", given, cache_implementation=cache)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
