@@ -111,8 +111,8 @@ def describe(rows, columns):
 
 
 class PlainTiles:
-    def __init__(self, queries, keys, full_bar, ds, kv_bars, d_columns, dv_columns) -> None:
-        self.D_COLUMNS, self.DV_COLUMNS = d_columns, dv_columns
+    def __init__(self, queries, keys, full_bar, ds, kv_bars, d_columns, dv_columns, stats) -> None:
+        self.D_COLUMNS, self.DV_COLUMNS, self.STATS = d_columns, dv_columns, stats
         self.q_smem, self.stats_smem, self.dout_smem = queries
         self.k_smem, self.v_smem, self.ds_smem = keys
         self.full_bar, self.ds = full_bar, ds
@@ -266,7 +266,7 @@ def crew(monkeypatch, request):
             ROLE.groups.append(((own, queries), value))
         return value
 
-    def column_weights(scores, large, s, lse2, loop, tile, t, first_row, first_column):
+    def column_weights(scores, large, s, lse2, log2_l, loop, tile, t, first_row, first_column):
         step = loop.ticket, t
         assert s.of == (("keys", loop.ticket), ("queries", *step))
         assert not s.is_spoilt
@@ -340,7 +340,7 @@ def crew(monkeypatch, request):
         "column_weights": column_weights,
         "find_nonfinite": lambda tile, part, parts: int(part in tile.nonfinite),
         "overwrite_nonfinite": overwrite_nonfinite,
-        "LargeScores": lambda *_: None,
+        "LargeScores": lambda *_: SimpleNamespace(log2_l=lambda *_: None),
         # Both loops take the same steps: now one, now the other.
         "has_large_scores": lambda flags, loop, heads: loop.ticket % 2,
         "has_nonfinite": lambda stats, *_: stats.q.had_nonfinite,
@@ -383,6 +383,8 @@ def play(role, named, action, threads=32, consumer=None, apart=False):
 class PlainLoop(SimpleNamespace):
     """From the tile `begins[ticket]` to the last one."""
 
+    CONSTANT_TIME = False
+
     def next(self, tile, t):
         return tile + 1, t + 1
 
@@ -406,7 +408,12 @@ def program(crew, block_q, masked, draws):
     memory = CREATE_TILES(query, query, query, key, key, *columns)
     parts = CREATE_DQ_SUMS(query)
     sizes = SimpleNamespace(
-        BLOCK_Q=block_q, HAS_LEFT=False, HAS_RIGHT=masked, heads_per_kv=1, LAYOUT="dense"
+        BLOCK_Q=block_q,
+        HAS_LEFT=False,
+        HAS_RIGHT=masked,
+        CONSTANT_TIME=False,
+        heads_per_kv=1,
+        LAYOUT="dense",
     )
     queue = CREATE_TILE_QUEUE(4, sizes)
     roles = {

@@ -42,7 +42,7 @@ class PlainPieceRing:
         if i < self.n_tiles:
             assert self.main_smem[self.ring.slot(i)].holds == i
 
-    def replace_nonfinite(self, i, value):
+    def replace_nonfinite(self, i, value, constant_time):
         self.check(i)
 
 
@@ -108,6 +108,7 @@ def loop_of(draws: random.Random, masked: bool, none: tuple[int, ...] = (0,)) ->
         HAS_LEFT=masked,
         HAS_RIGHT=masked,
         cuts=cuts.__getitem__,
+        CONSTANT_TIME=False,
         hide=Anything(),
         next=lambda tile, t: (tile + 1, t + 1),
         next_number=lambda t: t + 1,

@@ -64,6 +64,8 @@ def supports(problem: AttentionProblem) -> str | None:
         return "takes no alibi_slopes"
     if problem.bias_shape is not None:
         return "takes no bias"
+    if problem.secret_lengths:
+        return "takes no secret_lengths"
     has_numbers = problem.has_kv_lens or problem.layout == "varlen"
     if has_numbers and 0 in (problem.B, problem.Skv):
         return "takes lengths and offsets of at least one sequence and one key"
@@ -93,8 +95,7 @@ KERNEL = Kernel(
     prepare_backward=_prepare_backward,
     deterministic=True,
     batch_invariant=True,
-    # Fixed maxima and the second pass branch on data.
-    constant_time=False,
+    constant_time=True,
     # Its rows do not depend on the other queries, but a few queries run elsewhere: MIN_QUERIES.
     query_invariant=False,
     supports_backward=supports_backward,

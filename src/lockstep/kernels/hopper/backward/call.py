@@ -185,6 +185,7 @@ def kernel_arguments(problem: AttentionProblem, k: Tensor, block_kv: int) -> dic
         "HAS_EDGE": is_ragged or problem.Skv % block_kv != 0,
         "CAPPED": problem.softcap is not None,
         "HIDES_SCORES": problem.has_raw_scores,
+        "CONSTANT_TIME": problem.constant_time,
     }
 
 

@@ -9,9 +9,12 @@ with it infinite weights for all keys they see, and whatever is not finite in th
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.common.finite_words import finite
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, reinterpret
 
 HUGE = gl.constexpr(1.0e38)
+# The signs of both values in a word.
+_SIGNS = gl.constexpr(-0x7FFF8000)
 
 
 @gluon.jit
@@ -40,10 +43,12 @@ def has_nonfinite(stats, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
-def replace_nonfinite(tile, value: gl.constexpr):
+def replace_nonfinite(tile, value: gl.constexpr, CONSTANT_TIME: gl.constexpr):
     """Set what is not finite in a tile [rows, D] of shared memory to a number with these bits,
     signs aside."""
-    if gl.max(find_nonfinite(tile, 0, 1), 0) != 0:
+    if CONSTANT_TIME:
+        rewrite(tile, 0, 1, value)
+    elif gl.max(find_nonfinite(tile, 0, 1), 0) != 0:
         overwrite_nonfinite(tile, 0, 1, value)
 
 
@@ -78,6 +83,20 @@ def overwrite_nonfinite(tile, part: gl.constexpr, PARTS: gl.constexpr, value: gl
         chunk = words.index(i).load(layout)
         nonfinite = _nonfinite(_carry(chunk, tile.dtype))
         words.index(i).store((chunk & ~(nonfinite * 0x7FFF)) | (nonfinite * value))
+
+
+@gluon.jit
+def rewrite(tile, part: gl.constexpr, PARTS: gl.constexpr, value: gl.constexpr):
+    """`overwrite_nonfinite` in constant time: its words are all written, whatever they hold."""
+    CHUNK: gl.constexpr = _chunk(gl.num_warps())
+    N: gl.constexpr = tile.shape[0] * tile.shape[1] // (2 * PARTS * CHUNK)
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    words = _in_chunks(tile, PARTS * N, CHUNK)
+    for i in range(part * N, part * N + N):
+        chunk = words.index(i).load(layout)
+        is_finite = finite(chunk, tile.dtype)
+        kept = chunk & (is_finite | _SIGNS)
+        words.index(i).store(kept | (~is_finite & (value * 0x00010001)))
 
 
 @gluon.jit

@@ -32,6 +32,7 @@ class QueryLoop:
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     HAS_EDGE: gl.constexpr  # the last key tile may be cut short
+    CONSTANT_TIME: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, tiles, bounds, sizes):
@@ -48,6 +49,7 @@ class QueryLoop:
         self.HAS_LEFT = sizes.HAS_LEFT
         self.HAS_RIGHT = sizes.HAS_RIGHT
         self.HAS_EDGE = sizes.HAS_EDGE
+        self.CONSTANT_TIME = sizes.CONSTANT_TIME
 
     @gluon.jit
     def next(self, tile, t):

@@ -8,9 +8,10 @@
 
 Query tiles of all heads are numbered through. Rows of `stats` lie side by side, so that one copy
 brings a tile's: [n_tiles, 2, BLOCK_Q] with lse2 and delta for narrow heads, which have m and log2 l
-in `large` [n_tiles, 2, BLOCK_Q], and `flags` [n_tiles] for tiles that need them; for wide ones
-[n_tiles, 4, BLOCK_Q] with m, delta, log2 l, and nothing. Rows beyond the sequence look like rows
-that see no key. `sums` [n_tiles, 2, 4096] holds the halves of a tile of dQ as registers held them.
+in `large` [n_tiles, 2, BLOCK_Q], and `flags` [n_tiles] for tiles that need them; for wide ones and
+in constant time [n_tiles, 4, BLOCK_Q] with m, delta, log2 l, and nothing. Rows beyond the sequence
+look like rows that see no key. `sums` [n_tiles, 2, 4096] holds the halves of a tile of dQ as
+registers held them.
 
 Of packed sequences, `bounds` [3, B + 2] int32 holds what the kernels behind go by: the offsets of
 queries, those of keys, and 1 for good sequences, all without wrong ones (`kernels.sequences`).
@@ -75,7 +76,7 @@ def prepare_rows(
     ALIGN: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """`stride_o*` are those of dout in units of ALIGN; `stride_r*` count rows of out and lse. For
-    wide heads, there are neither flags nor counters to set to 0."""
+    wide heads, there are neither flags nor counters to set to 0; in constant time, no flags."""
     tile, batch, head, q_tile, start, len_q, _, _, is_any_wrong = _place(
         cu_q_ptr, cu_kv_ptr, None, H, B, Sq, Skv, q_slots, BLOCK_Q
     )
@@ -124,6 +125,7 @@ def prepare_rows(
         # Of every tile: a loop over some that need them reads those of all.
         tl.store(to, m)
         tl.store(to + BLOCK_Q, log2_l)
+    if turn_ptr is not None:
         tl.store(turn_ptr + tile, 0)
         if tile == 0:
             tl.store(ticket_ptr, 0)

@@ -30,11 +30,12 @@ class Sizes:
     HAS_EDGE: gl.constexpr  # the last key tile may be cut short
     BLOCK_Q: gl.constexpr
     BLOCK_KV: gl.constexpr
+    CONSTANT_TIME: gl.constexpr  # no step depends on data: `nonfinite.py`, `narrow/steps.py`
 
     @gluon.constexpr_function
     def __init__(
         self, numbers, bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, BLOCK_Q,
-        BLOCK_KV,
+        BLOCK_KV, CONSTANT_TIME=False,
     ):  # fmt: skip
         self.q_slots = numbers[0]
         self.H = numbers[1]
@@ -54,6 +55,7 @@ class Sizes:
         self.HAS_EDGE = gl.constexpr(HAS_EDGE)
         self.BLOCK_Q = gl.constexpr(BLOCK_Q)
         self.BLOCK_KV = gl.constexpr(BLOCK_KV)
+        self.CONSTANT_TIME = gl.constexpr(CONSTANT_TIME)
 
     @gluon.jit
     def locate(self, slot, head, BY_KEYS: gl.constexpr):

@@ -31,6 +31,7 @@ from lockstep.kernels.hopper.common.pieces import (
     row_sums,
     scale_all,
 )
+from lockstep.kernels.hopper.forward import constant_time
 from lockstep.kernels.hopper.forward.failed_tiles import await_stores
 from lockstep.kernels.hopper.forward.pingpong import await_turn, pass_turn
 from lockstep.kernels.hopper.forward.program import Rows, normalize
@@ -84,8 +85,14 @@ def first_block_weights(program, rows, s, block):
     scale = program.score_scale()
     s = program.mask_scores(rows, s, block)
     m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
-    m, _alpha = raise_maximum(s, m, scale, True)
-    weights = exp2_weights(s, m, scale)
+    if program.build.CONSTANT_TIME:
+        m, _rounding, unit, offset, _alpha = constant_time.raise_maximum(
+            s, m, gl.zeros_like(m), scale, program.k.tiles_smem.dtype
+        )
+        weights = constant_time.weights_of(s, unit, offset)
+    else:
+        m, _alpha = raise_maximum(s, m, scale, True)
+        weights = exp2_weights(s, m, scale)
     return weights, m, thread_sums(weights)
 
 
@@ -130,12 +137,19 @@ def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, residue):
             residue = add_residue(residue, weights, part, before)
         acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
     else:
-        m, alpha = raise_maximum(s, m, scale, True)
-        weights = exp2_weights(s, m, scale)
+        if program.build.CONSTANT_TIME:
+            m, residue, unit, offset, alpha = constant_time.raise_maximum(
+                s, m, residue, scale, program.k.tiles_smem.dtype
+            )
+            weights = constant_time.weights_of(s, unit, offset)
+        else:
+            m, alpha = raise_maximum(s, m, scale, True)
+            weights = exp2_weights(s, m, scale)
         l = add_sums(l, alpha, weights)
         acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
         acc = scale_all(acc, alpha)
     program.v.release(seen)
+    weights = program.mark_weights(rows, weights, block, seen + 1)
     p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
     if program.build.FIXED_MAX:
         if VOTES_LATE:
@@ -158,6 +172,7 @@ def begin_tile(c: gl.constexpr, program, rows, q_ring, tiles, seen):
     program.k.release(seen)
     weights, m, l = first_block_weights(program, rows, s, rows.begin)
     program.k.wait(seen + 1, pred=rows.begin + 1 < rows.end)
+    weights = program.mark_weights(rows, weights, rows.begin, seen)
     return gl.convert_layout(weights.to(q[0].dtype), left_operand(WIDTH)), m, l
 
 
@@ -173,8 +188,10 @@ def change_tile(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, ac
     s = warpgroup_mma_wait(PRODUCTS, deps=(s,))
     program.k.release(seen)
     weights, m, l = first_block_weights(program, rows, s, rows.begin)
-    # Else ptxas may put off these sums, and with them the exponentials, until after the product.
-    l = compute_here(l)
+    if not program.build.CONSTANT_TIME:
+        # Else ptxas may put off these sums, and with them the exponentials, until after the
+        # product.
+        l = compute_here(l)
     # The block of K after that may have to wait for the slot of V that is still in use here, where
     # blocks were skipped between the two tiles.
     has_more = rows.begin + 1 < rows.end
@@ -182,6 +199,7 @@ def change_tile(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, ac
     acc, weights = await_product(program, acc, weights, seen + 1, has_more & fits)
     program.v.release(last)
     program.k.wait(seen + 1, pred=has_more)
+    weights = program.mark_weights(rows, weights, rows.begin, seen)
     return acc, gl.convert_layout(weights.to(p.dtype), p.type.layout), m, l
 
 
@@ -279,6 +297,11 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc):
         while tile.exists:
             acc = empty_sums(program.v.COLUMNS)
             residue = gl.zeros_like(l)
+            if program.build.CONSTANT_TIME:
+                # Nothing else is left of what rounding does: here, it is that of m.
+                residue = constant_time.rounding_of(
+                    m, program.score_scale(), program.k.tiles_smem.dtype
+                )
             q = q_ring.pieces(tiles)
             for block in range(rows.begin + 1, rows.end):
                 p, acc, m, l, residue = step(

@@ -14,6 +14,7 @@ from lockstep.kernels.hopper.common.ring import TileRing
 from lockstep.kernels.hopper.common.shared_memory import allocate_tiles
 from lockstep.kernels.hopper.forward.consumer import consume
 from lockstep.kernels.hopper.forward.failed_tiles import FailedTiles
+from lockstep.kernels.hopper.forward.inspector import INSPECTORS, Flags, inspect
 from lockstep.kernels.hopper.forward.program import Build, Program, Results
 from lockstep.kernels.hopper.forward.schedule import Schedule
 from lockstep.kernels.hopper.forward.scheduler import schedule_tiles
@@ -94,7 +95,9 @@ def forward_kernel(
     Q_STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     SERVER_REGISTERS: gl.constexpr,
+    CONSTANT_TIME: gl.constexpr,
 ):
+    INSPECTS: gl.constexpr = CONSTANT_TIME and (HAS_LEFT or HAS_RIGHT)
     schedule = Schedule(
         (
             order,
@@ -117,13 +120,37 @@ def forward_kernel(
         CONSUMERS * ROWS,
         k_desc.block_shape[3],
     )
+    k_ring = TileRing.create(k_desc, STAGES, CONSUMERS, D_COLUMNS)
+    v_ring = TileRing.create(v_desc, STAGES, CONSUMERS + INSPECTORS * INSPECTS, DV_COLUMNS)
+    tile_queue = TileQueue.create(CONSUMERS + 1 + INSPECTORS * INSPECTS)
+    # What a build does not use is not allocated, and any shared memory may stand for it: a barrier
+    # of no further use would share its place with a tile, and setting it up is not ordered before
+    # what the copy engine writes there.
+    unused = k_ring.ring.full_bar
+    failed = FailedTiles(unused, unused, CONSUMERS)
+    if SECOND_PASS:
+        failed = FailedTiles.create(CONSUMERS)
+    flags = Flags(unused, unused)
+    if INSPECTS:
+        flags = Flags.create(STAGES, k_desc.block_shape[3])
     program = Program(
         schedule,
-        TileRing.create(k_desc, STAGES, CONSUMERS, D_COLUMNS),
-        TileRing.create(v_desc, STAGES, CONSUMERS, DV_COLUMNS),
-        TileQueue.create(CONSUMERS + 1),
-        FailedTiles.create(CONSUMERS),
-        Build(CONSUMERS, PINGPONG, FIXED_MAX, SECOND_PASS, Q_STAGES, SCORES, HAS_SINKS),
+        k_ring,
+        v_ring,
+        tile_queue,
+        failed,
+        flags,
+        Build(
+            CONSUMERS,
+            PINGPONG,
+            FIXED_MAX,
+            SECOND_PASS,
+            Q_STAGES,
+            SCORES,
+            HAS_SINKS,
+            CONSTANT_TIME,
+            INSPECTS,
+        ),
         scale,
         softcap,
     )
@@ -135,7 +162,26 @@ def forward_kernel(
     o_0 = allocate_tiles(o_desc, 1)
     o_1 = allocate_tiles(o_desc, 1)
     # Arguments are written out in place: bound to a name, the constants in them become tensors.
-    if CONSUMERS == 2:
+    if CONSUMERS == 2 and INSPECTS:
+        gl.warp_specialize(
+            [
+                (consume, (0, program, results, q_0, o_0, o_desc)),
+                (consume, (1, program, results, q_1, o_1, o_desc)),
+                (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1))),
+                (schedule_tiles, (program,)),
+                (inspect, (0, program)),
+                (inspect, (1, program)),
+            ],
+            [4, 1, 1, 1, 1],
+            [
+                CONSUMER_REGISTERS,
+                SERVER_REGISTERS,
+                SERVER_REGISTERS,
+                SERVER_REGISTERS,
+                SERVER_REGISTERS,
+            ],
+        )
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (consume, (0, program, results, q_0, o_0, o_desc)),
@@ -149,14 +195,36 @@ def forward_kernel(
     else:
         q_2 = TileRing.create(q_desc, Q_STAGES, 1, D_COLUMNS)
         o_2 = allocate_tiles(o_desc, 1)
-        gl.warp_specialize(
-            [
-                (consume, (0, program, results, q_0, o_0, o_desc)),
-                (consume, (1, program, results, q_1, o_1, o_desc)),
-                (consume, (2, program, results, q_2, o_2, o_desc)),
-                (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1, q_2))),
-                (schedule_tiles, (program,)),
-            ],
-            [4, 4, 1, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS],
-        )
+        if INSPECTS:
+            gl.warp_specialize(
+                [
+                    (consume, (0, program, results, q_0, o_0, o_desc)),
+                    (consume, (1, program, results, q_1, o_1, o_desc)),
+                    (consume, (2, program, results, q_2, o_2, o_desc)),
+                    (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1, q_2))),
+                    (schedule_tiles, (program,)),
+                    (inspect, (0, program)),
+                    (inspect, (1, program)),
+                ],
+                [4, 4, 1, 1, 1, 1],
+                [
+                    CONSUMER_REGISTERS,
+                    CONSUMER_REGISTERS,
+                    SERVER_REGISTERS,
+                    SERVER_REGISTERS,
+                    SERVER_REGISTERS,
+                    SERVER_REGISTERS,
+                ],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (consume, (0, program, results, q_0, o_0, o_desc)),
+                    (consume, (1, program, results, q_1, o_1, o_desc)),
+                    (consume, (2, program, results, q_2, o_2, o_desc)),
+                    (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1, q_2))),
+                    (schedule_tiles, (program,)),
+                ],
+                [4, 4, 1, 1],
+                [CONSUMER_REGISTERS, CONSUMER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS],
+            )

@@ -186,11 +186,12 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "STAGES": plan.stages,
         "PINGPONG": plan.pingpong,
         # bf16 weights have the exponents of fp32; fp16 weights would overflow.
-        "FIXED_MAX": problem.dtype == torch.bfloat16,
-        "SECOND_PASS": True,
+        "FIXED_MAX": problem.dtype == torch.bfloat16 and not problem.constant_time,
+        "SECOND_PASS": not problem.constant_time,
         "Q_STAGES": plan.q_stages,
         "CONSUMER_REGISTERS": of_consumer,
         "SERVER_REGISTERS": of_server,
+        "CONSTANT_TIME": problem.constant_time,
     }
 
 

@@ -79,8 +79,9 @@ def plan_of(problem: AttentionProblem) -> Plan:
     # Of packed sequences only the mean is known.
     length = problem.Sq / max(problem.B, 1) if is_packed else problem.Sq
     short = SHORT if right is None else SHORT_CAUSAL
-    # Masks on both sides leave too few registers for three consumers.
-    return (SHORT_PLANS if length <= short or left is not None else PLANS)[width]
+    # Masks on both sides leave too few registers for three consumers; in constant time any mask.
+    is_crowded = left is not None or (problem.constant_time and right is not None)
+    return (SHORT_PLANS if length <= short or is_crowded else PLANS)[width]
 
 
 def pays_to_pair(heads: int, n_q_tiles: int, processors: int, head_bytes: int) -> bool:

@@ -7,7 +7,9 @@ from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
 from lockstep.kernels.hopper.common.pieces import scale_all
 from lockstep.kernels.hopper.common.ring import TileRing
 from lockstep.kernels.hopper.common.scores import LN2, LOG2E, cap
+from lockstep.kernels.hopper.forward.constant_time import rounding_of
 from lockstep.kernels.hopper.forward.failed_tiles import FailedTiles
+from lockstep.kernels.hopper.forward.inspector import Flags
 from lockstep.kernels.hopper.forward.schedule import BAD, Schedule
 from lockstep.kernels.hopper.forward.softmax import (
     hide_before,
@@ -21,9 +23,9 @@ from lockstep.kernels.hopper.forward.tile_queue import TileQueue
 class Build:
     """What is decided when the kernel is compiled.
 
-    Two choices branch on data: FIXED_MAX, and SECOND_PASS, which FIXED_MAX needs. A kernel that
-    runs in constant time has neither. A NaN or infinity in V then reaches, as NaN, rows that do not
-    see its key but share a block with it: such a kernel has to be given a V without them.
+    Two choices branch on data: FIXED_MAX, and SECOND_PASS, which FIXED_MAX needs. A build in
+    CONSTANT_TIME has neither: `constant_time.py` has its softmax, and where a mask cuts blocks,
+    `inspector.py` sees to values that are not finite.
     """
 
     CONSUMERS: gl.constexpr
@@ -33,9 +35,14 @@ class Build:
     Q_STAGES: gl.constexpr  # 2: the queries of the next tile arrive while this one is at work
     SCORES: gl.constexpr  # "raw", "scaled" (where scale is not positive) or "capped"
     HAS_SINKS: gl.constexpr
+    CONSTANT_TIME: gl.constexpr
+    INSPECTS: gl.constexpr  # in constant time, under a mask
 
     @gluon.constexpr_function
-    def __init__(self, CONSUMERS, PINGPONG, FIXED_MAX, SECOND_PASS, Q_STAGES, SCORES, HAS_SINKS):
+    def __init__(
+        self, CONSUMERS, PINGPONG, FIXED_MAX, SECOND_PASS, Q_STAGES, SCORES, HAS_SINKS,
+        CONSTANT_TIME, INSPECTS,
+    ):  # fmt: skip
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.PINGPONG = gl.constexpr(PINGPONG)
         self.FIXED_MAX = gl.constexpr(FIXED_MAX)
@@ -43,6 +50,8 @@ class Build:
         self.Q_STAGES = gl.constexpr(Q_STAGES)
         self.SCORES = gl.constexpr(SCORES)
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
+        self.CONSTANT_TIME = gl.constexpr(CONSTANT_TIME)
+        self.INSPECTS = gl.constexpr(INSPECTS)
 
 
 @aggregate
@@ -54,17 +63,19 @@ class Program:
     v: TileRing
     tile_queue: TileQueue
     failed: FailedTiles
+    flags: Flags
     build: Build
     scale: gl.tensor  # of raw scores to log2 units, else to natural ones; over the cap, if capped
     softcap: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, schedule, k, v, tile_queue, failed, build, scale, softcap):
+    def __init__(self, schedule, k, v, tile_queue, failed, flags, build, scale, softcap):
         self.schedule = schedule
         self.k = k
         self.v = v
         self.tile_queue = tile_queue
         self.failed = failed
+        self.flags = flags
         self.build = build
         self.scale = scale
         self.softcap = softcap
@@ -77,6 +88,17 @@ class Program:
         elif self.build.SCORES == "scaled":
             s = s * self.scale
         return rows.hide(self.schedule, s, block)
+
+    @gluon.jit
+    def mark_weights(self, rows, weights, block, i):
+        """Weights of `block`, the i-th in all, NaN for values that are not finite, as
+        `inspector.py` says."""
+        if self.build.INSPECTS:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
+            if rows.is_cut(block):
+                keys: gl.constexpr = gl.SliceLayout(0, weights.type.layout)
+                flags = self.flags.read(self.v.ring, i, keys)
+                weights = rows.mark(self.schedule, weights, flags, block)
+        return weights
 
     @gluon.jit
     def score_scale(self):
@@ -96,11 +118,14 @@ class Rows:
     inner_end: gl.tensor
     row_begin: gl.tensor  # [ROWS], the first key of each row
     row_end: gl.tensor  # [ROWS], and the one behind its last
+    whole_begin: gl.tensor  # blocks every row of the tile sees whole
+    whole_end: gl.tensor
 
     @gluon.constexpr_function
     def __init__(
-        self, begin, end, tile_begin, tile_end, inner_begin, inner_end, row_begin, row_end
-    ):
+        self, begin, end, tile_begin, tile_end, inner_begin, inner_end, row_begin, row_end,
+        whole_begin, whole_end,
+    ):  # fmt: skip
         self.begin = begin
         self.end = end
         self.tile_begin = tile_begin
@@ -109,6 +134,8 @@ class Rows:
         self.inner_end = inner_end
         self.row_begin = row_begin
         self.row_end = row_end
+        self.whole_begin = whole_begin
+        self.whole_end = whole_end
 
     @gluon.jit
     def of_consumer(c, schedule, tile):
@@ -121,7 +148,16 @@ class Rows:
         row_begin, row_end = schedule.row_bounds(
             tile, q_idx + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         )
-        return Rows(begin, end, tile_begin, tile_end, inner_begin, inner_end, row_begin, row_end)
+        whole_begin, whole_end = schedule.inner_blocks(tile, tile.q_idx, schedule.BLOCK_Q)
+        return Rows(
+            begin, end, tile_begin, tile_end, inner_begin, inner_end, row_begin, row_end,
+            whole_begin, whole_end,
+        )  # fmt: skip
+
+    @gluon.jit
+    def is_cut(self, block):
+        """Whether some row of the tile, of any consumer, does not see some key of the block."""
+        return (block < self.whole_begin) | (block >= self.whole_end)
 
     @gluon.jit
     def is_edge(self, block):
@@ -149,6 +185,17 @@ class Rows:
         elif self.is_edge(block):
             s = hide_from(s, self.row_end - first_key)
         return s
+
+    @gluon.jit
+    def mark(self, schedule, weights, flags, block):
+        """Weights of a block, NaN where a row sees a key whose flag [BLOCK_KV] is NaN."""
+        first_key = block * schedule.BLOCK_KV
+        keys: gl.constexpr = gl.SliceLayout(0, weights.type.layout)
+        kv_idx = gl.expand_dims(first_key + gl.arange(0, schedule.BLOCK_KV, keys), 0)
+        is_seen = kv_idx < gl.expand_dims(self.row_end, 1)
+        if schedule.HAS_LEFT:
+            is_seen = is_seen & (kv_idx >= gl.expand_dims(self.row_begin, 1))
+        return weights + gl.where(is_seen, gl.expand_dims(flags, 0), 0.0)
 
 
 @aggregate
@@ -197,7 +244,10 @@ def normalize(program, results, tile, rows, acc, m, l, residue, is_exact, dtype:
     `dtype`: `rounding.py`. `is_exact` names the rows that went through `exp2_weights_exact`, and so
     with a running maximum, whose weight is 1."""
     scale = program.score_scale()
-    error = max_rounding_error(m, scale)
+    if program.build.CONSTANT_TIME:
+        error = rounding_of(m, scale, dtype)
+    else:
+        error = max_rounding_error(m, scale)
     if is_exact is not None:
         error = gl.where(is_exact, 0.0, error)
     # From here on, sums are relative to m·scale as it is.

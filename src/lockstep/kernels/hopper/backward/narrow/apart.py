@@ -54,19 +54,23 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
     s = warpgroup_mma_wait(0, deps=(s,))
     tile = loop.first_tile
     t = loop.first_number()
+    log2_left = large.log2_l(tiles, 0, tile, 0, HALF, BLOCK_Q)
     for n in range(begin, end):
         slot = slot_of(n, STAGES)
         q, dout, stats_smem = tiles.queries(slot)
         k, v = tiles.keys(n, not MASKED)
         dp = issue_scores(v.slice(W * ROWS, ROWS, dim=0), dout, DV)
+        log2_right = large.log2_l(tiles, slot, tile, HALF, HALF, BLOCK_Q)
         s = scores.hide_products(s, loop, t, W * ROWS)
         s_left, s_right = halves(s)
+        lse = load_half(stats_smem, 0, HALF)
         p_left, slope_left = column_weights(
-            scores, large, s_left, load_half(stats_smem, 0, HALF), loop, tile, t, W * ROWS, 0
+            scores, large, s_left, lse, log2_left, loop, tile, t, W * ROWS, 0
         )
         dv = add_products(dv, p_left.to(dtype), dout.slice(0, HALF, dim=0), DV)
+        lse = load_half(stats_smem, HALF, HALF)
         p_right, slope_right = column_weights(
-            scores, large, s_right, load_half(stats_smem, HALF, HALF), loop, tile, t, W * ROWS, HALF
+            scores, large, s_right, lse, log2_right, loop, tile, t, W * ROWS, HALF
         )
         dv = add_products(dv, p_right.to(dtype), dout.slice(HALF, HALF, dim=0), DV)
 
@@ -99,6 +103,10 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
         is_more = n + 1 < end
         tiles.wait(n + 1, pred=is_more)
         next_q, _, _ = tiles.queries(ahead)
+        # Of the last tile once more, if there is none ahead.
+        next_tile, _next_t = loop.next(tile, t)
+        next_tile = gl.where(is_more, next_tile, tile)
+        log2_left = large.log2_l(tiles, ahead, next_tile, 0, HALF, BLOCK_Q)
         # After the last tile this multiplies whatever is in the slot; the result is not used.
         s = issue_scores(k.slice(W * ROWS, ROWS, dim=0), next_q, D)
         sums = warpgroup_mma_wait(0, deps=(s,) + dk + dv)  # noqa: RUF005, Gluon does not unpack
@@ -117,7 +125,11 @@ def consume_apart(W: gl.constexpr, queue, tiles, dq_sums, scores, large_ptr):
     begin = 0
     while queue.has(n_loops):
         loop, end, is_large = begin_loop(W, n_loops, begin, n_keys, queue, tiles)
-        if is_large:
+        if loop.CONSTANT_TIME:
+            dk, dv = take_steps(
+                W, begin, end, loop, tiles, dq_sums, scores, LargeScores(large_ptr, True, True)
+            )
+        elif is_large:
             dk, dv = take_steps(
                 W, begin, end, loop, tiles, dq_sums, scores, LargeScores(large_ptr, True)
             )

@@ -62,13 +62,21 @@ def prepare_backward(
         "ticket": Buffer((1,), torch.int32),
         "bounds": bounds_buffer(cut),
     }
+    absent, names = (), {}
+    if problem.constant_time:
+        absent = ("large", "flags")
+        workspace["stats"] = Buffer((cut.n_tiles, 4, cut.block_q), torch.float32)
+        workspace |= dict.fromkeys(absent)
+        # Of which kernels read log2 l that is not in shared memory; flags may be any pointer.
+        names = dict.fromkeys(absent, "stats")
     launches = [
-        rows_launch(problem, cut, given.q, fitted.dout),
+        rows_launch(problem, cut, given.q, fitted.dout, absent),
         Launch(
             backward_kernel,
             (min(cut.programs, processors(given.dout.device)),),
             pairs_arguments(problem, fitted.k, cut),
             maps=pairs_maps(problem, cut),
+            names=names,
             **OPTIONS,
         ),
     ]
@@ -85,11 +93,14 @@ def row_statistics(
     problem: AttentionProblem, cut: Cut, regions: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """`call.Statistics`"""
+    shape = (cut.sequences, cut.Hq, cut.q_slots, cut.block_q)
+    if problem.constant_time:
+        m, delta, log2_l, _ = regions["stats"].unbind(1)
+        return (m.double() * problem.score_unit + log2_l).view(shape), delta.reshape(shape)
     lse2, delta = regions["stats"].unbind(1)
     m, log2_l = regions["large"].unbind(1)
     exact = m.double() * problem.score_unit + log2_l
     lse2 = torch.where((regions["flags"] != 0)[:, None], exact, lse2.double())
-    shape = (cut.sequences, cut.Hq, cut.q_slots, cut.block_q)
     return lse2.view(shape), delta.view(shape)
 
 

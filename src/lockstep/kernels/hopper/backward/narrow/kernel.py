@@ -18,7 +18,7 @@ from lockstep.kernels.hopper.backward.narrow.dq_sums import DqSums, add_parts
 from lockstep.kernels.hopper.backward.narrow.tile_queue import TileQueue
 from lockstep.kernels.hopper.backward.narrow.tiles import STAGES, Tiles
 from lockstep.kernels.hopper.backward.narrow.together import consume_together
-from lockstep.kernels.hopper.backward.nonfinite import has_nonfinite, overwrite_nonfinite
+from lockstep.kernels.hopper.backward.nonfinite import has_nonfinite, overwrite_nonfinite, rewrite
 from lockstep.kernels.hopper.backward.query_loop import KeyTile, assign
 from lockstep.kernels.hopper.backward.scores import Scores
 from lockstep.kernels.hopper.backward.sizes import Sizes
@@ -35,34 +35,44 @@ from lockstep.kernels.launch import unspecialized
 
 
 @gluon.jit
-def load_queries(n, tile, t, head, key_tile, is_inspected, tiles, q_desc, dout_desc, stats_desc):
+def load_queries(
+    n, tile, t, head, key_tile, is_inspected, tiles, q_desc, dout_desc, stats_desc,
+    CONSTANT_TIME: gl.constexpr,
+):  # fmt: skip
     """The query tiles of the n-th step, into a slot that is free."""
     slot = n % STAGES
     row = key_tile.q_coordinates(head, (key_tile.first_q_tile + t) * q_desc.block_shape[3])
     full = tiles.full_bar.index(gl.where(is_inspected, STAGES, slot))
-    mbarrier.expect(full, 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
+    STATS: gl.constexpr = tiles.STATS
+    IN_MEMORY: gl.constexpr = 2 if CONSTANT_TIME else 1
+    mbarrier.expect(full, 2 * q_desc.block_type.nbytes + STATS * stats_desc.block_type.nbytes)
     tma_load(q_desc, row, full, tiles.q_smem.index(slot))
-    tma_load(stats_desc, [tile * stats_desc.block_shape[0]], full, tiles.stats_smem.index(slot))
+    for i in gl.static_range(STATS):
+        at = (tile * IN_MEMORY + i) * stats_desc.block_shape[0]
+        tma_load(stats_desc, [at], full, tiles.stats_smem.index(slot * STATS + i))
     tma_load(dout_desc, row, full, tiles.dout_smem.index(slot))
 
 
 @gluon.jit
-def clean_queries(tiles, slot):
+def clean_queries(tiles, slot, CONSTANT_TIME: gl.constexpr):
     """A warp: replace what is not finite in q and dO of a query tile that has landed, if any of its
-    rows is marked NONFINITE."""
+    rows is marked NONFINITE; in CONSTANT_TIME, in every tile."""
     q, dout = tiles.matrix(tiles.q_smem.index(slot)), tiles.matrix(tiles.dout_smem.index(slot))
-    if has_nonfinite(tiles.stats_smem.index(slot), q.shape[0]):
+    if CONSTANT_TIME:
+        rewrite(q, 0, 1, 0)
+        rewrite(dout, 0, 1, 0)
+    elif has_nonfinite(tiles.stats_smem.index(slot), q.shape[0]):
         overwrite_nonfinite(q, 0, 1, 0)
         overwrite_nonfinite(dout, 0, 1, 0)
     fence_async_shared()
 
 
 @gluon.jit
-def inspect_queries(n, n_inspected, tiles):
+def inspect_queries(n, n_inspected, tiles, CONSTANT_TIME: gl.constexpr):
     """Let consumers have the query tiles of the n-th step once they are clean; `n_inspected` steps
     were inspected before."""
     mbarrier.wait(tiles.full_bar.index(STAGES), n_inspected & 1)
-    clean_queries(tiles, n % STAGES)
+    clean_queries(tiles, n % STAGES, CONSTANT_TIME)
     mbarrier.arrive(tiles.full_bar.index(n % STAGES), count=1)
 
 
@@ -115,13 +125,19 @@ def produce(
     last = KeyTile((none, none, none, none), (none, none, none, none), sizes.LAYOUT)
     while ticket < kv_slots * n_heads:
         key_tile, loop = assign(ticket, kv_slots, n_heads, heads_at_once, sizes)
-        queue.post(n_loops, loop, has_large_scores(flags_ptr, loop, sizes.heads_per_kv))
+        if sizes.CONSTANT_TIME:
+            queue.post(n_loops, loop, n_loops * 0)
+        else:
+            queue.post(n_loops, loop, has_large_scores(flags_ptr, loop, sizes.heads_per_kv))
         tile = loop.first_tile
         t = loop.first_number()
         head = key_tile.head * sizes.heads_per_kv
         is_cut = loop.cuts(t) if MASKED else False
         if loop.n_steps > 0:
-            load_queries(n, tile, t, head, key_tile, is_cut, tiles, q_desc, dout_desc, stats_desc)
+            load_queries(
+                n, tile, t, head, key_tile, is_cut, tiles, q_desc, dout_desc, stats_desc,
+                sizes.CONSTANT_TIME,
+            )  # fmt: skip
             if n_keys > 0:
                 tiles.wait_keys_empty()
             mbarrier.expect(tiles.kv_full_bar, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
@@ -129,7 +145,7 @@ def produce(
             tma_load(k_desc, key_tile.kv_coordinates(), tiles.kv_full_bar, tiles.k_smem.index(0))
             n_keys += 1
             if is_cut:
-                inspect_queries(n, n_inspected, tiles)
+                inspect_queries(n, n_inspected, tiles, sizes.CONSTANT_TIME)
                 n_inspected += 1
         if n_loops > 0:
             store_keys(n, last, tiles, dk_desc, dv_desc)
@@ -140,10 +156,11 @@ def produce(
                 tiles.wait_empty((n + i) % STAGES)
             is_cut = loop.cuts(t) if MASKED else False
             load_queries(
-                n + i, tile, t, head, key_tile, is_cut, tiles, q_desc, dout_desc, stats_desc
-            )
+                n + i, tile, t, head, key_tile, is_cut, tiles, q_desc, dout_desc, stats_desc,
+                sizes.CONSTANT_TIME,
+            )  # fmt: skip
             if is_cut:
-                inspect_queries(n + i, n_inspected, tiles)
+                inspect_queries(n + i, n_inspected, tiles, sizes.CONSTANT_TIME)
                 n_inspected += 1
         n += loop.n_steps
         if loop.n_steps >= STAGES:
@@ -178,17 +195,21 @@ def backward_kernel(
     q_slots,
     n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows,
     LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr,
-    CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr, D_COLUMNS: gl.constexpr,
-    DV_COLUMNS: gl.constexpr,
+    CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr, CONSTANT_TIME: gl.constexpr,
+    D_COLUMNS: gl.constexpr, DV_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     sizes = Sizes(
         (q_slots, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows),
         bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, q_desc.block_shape[3],
-        k_desc.block_shape[3],
+        k_desc.block_shape[3], CONSTANT_TIME,
     )  # fmt: skip
     scores = Scores(scale, unit, softcap, CAPPED, HIDES_SCORES)
     queue = TileQueue.create(4, sizes)
-    tiles = Tiles.create(q_desc, dout_desc, stats_desc, k_desc, v_desc, D_COLUMNS, DV_COLUMNS)
+    # What shared memory has room for.
+    STATS: gl.constexpr = 2 if CONSTANT_TIME and q_desc.block_shape[3] == 64 else 1
+    tiles = Tiles.create(
+        q_desc, dout_desc, stats_desc, k_desc, v_desc, D_COLUMNS, DV_COLUMNS, STATS
+    )
     dq_sums = DqSums.create(sums_desc)
     # Tuples are written out in place: bound to a name, the constants in them become tensors.
     gl.warp_specialize(

@@ -7,7 +7,12 @@ registers, of the products for dV and dK.
 from __future__ import annotations
 
 from lockstep.kernels.hopper.backward.narrow.tiles import STAGES
-from lockstep.kernels.hopper.backward.nonfinite import find_nonfinite, largest, overwrite_nonfinite
+from lockstep.kernels.hopper.backward.nonfinite import (
+    find_nonfinite,
+    largest,
+    overwrite_nonfinite,
+    rewrite,
+)
 from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator, zeros
 from lockstep.kernels.hopper.common.gluon_shim import (
     aggregate,
@@ -24,20 +29,27 @@ from lockstep.kernels.hopper.common.pieces import multiply_all, nan_for_nonfinit
 @aggregate
 class LargeScores:
     """Where the weights of a loop with large scores come from: `rows.py`. A loop without any has
-    none, and is not slowed down by it: it has code of its own."""
+    none, and is not slowed down by it: it has code of its own. In constant time every loop is
+    computed as if it had some, with m in place of lse2."""
 
-    rows_ptr: gl.tensor  # m and log2 l of all tiles, [n_tiles, 2, BLOCK_Q]
+    rows_ptr: gl.tensor  # m and log2 l of all tiles, [n_tiles, 2, BLOCK_Q]; see `log2_l`
     ANY: gl.constexpr
+    CONSTANT_TIME: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, rows_ptr, ANY):
+    def __init__(self, rows_ptr, ANY, CONSTANT_TIME=False):
         self.rows_ptr = rows_ptr
         self.ANY = gl.constexpr(ANY)
+        self.CONSTANT_TIME = gl.constexpr(CONSTANT_TIME)
 
     @gluon.jit
-    def weights(self, scores, s, lse2, tile, first_column: gl.constexpr, BLOCK_Q: gl.constexpr):
+    def weights(
+        self, scores, s, lse2, log2_l, tile, first_column: gl.constexpr, BLOCK_Q: gl.constexpr
+    ):  # fmt: skip
         """Weights of scores s of a tile, of columns from `first_column` on; lse2 is [1, ·]."""
-        if self.ANY:
+        if self.CONSTANT_TIME:
+            p = scores.exact_weights(s, lse2, log2_l)
+        elif self.ANY:
             columns: gl.constexpr = gl.SliceLayout(0, s.type.layout)
             column = first_column + gl.arange(0, s.shape[1], columns)
             at = self.rows_ptr + tile.to(gl.int64) * (2 * BLOCK_Q) + column
@@ -48,15 +60,32 @@ class LargeScores:
             p = gl.exp2(s * scores.unit - lse2)
         return p
 
+    @gluon.jit
+    def log2_l(
+        self, tiles, slot, tile, first: gl.constexpr, N: gl.constexpr, BLOCK_Q: gl.constexpr
+    ):  # fmt: skip
+        """In constant time, log2 l of N rows of a tile in a slot, [1, N]: from shared memory, or,
+        if that has no room, from statistics [n_tiles, 4, BLOCK_Q] at `rows_ptr`. Else 0."""
+        if not self.CONSTANT_TIME:
+            found = 0
+        elif tiles.STATS == 2:
+            found = load_half(tiles.log2_l(slot), first, N)
+        else:
+            columns: gl.constexpr = gl.SliceLayout(0, accumulator(N))
+            at = self.rows_ptr + tile.to(gl.int64) * (4 * BLOCK_Q) + (2 * BLOCK_Q + first)
+            found = gl.expand_dims(gl.load(at + gl.arange(0, N, columns)), 0)
+        return found
+
 
 @gluon.jit
 def column_weights(
-    scores, large, s, lse2, loop, tile, t, first_row: gl.constexpr, first_column: gl.constexpr
-):
+    scores, large, s, lse2, log2_l, loop, tile, t, first_row: gl.constexpr,
+    first_column: gl.constexpr,
+):  # fmt: skip
     """Weights and slopes of columns from `first_column` on, behind `Scores.hide_products`; weights
     of hidden pairs are 0."""
     s, slope = scores.finish(s)
-    p = large.weights(scores, s, lse2, tile, first_column, loop.BLOCK_Q)
+    p = large.weights(scores, s, lse2, log2_l, tile, first_column, loop.BLOCK_Q)
     return scores.hide_weights(p, slope, loop, t, first_row, first_column)
 
 
@@ -99,10 +128,15 @@ def issue_dq(ds, k, half: gl.constexpr):
 
 
 @gluon.jit
-def clean_keys(W: gl.constexpr, tiles):
+def clean_keys(W: gl.constexpr, tiles, CONSTANT_TIME: gl.constexpr):
     """Replace what is not finite in one half of k and of v. On return both halves are clean."""
     k, v = tiles.keys(0, True)
-    if gl.max(find_nonfinite(k, W, 2) | find_nonfinite(v, W, 2), 0) != 0:
+    if CONSTANT_TIME:
+        rewrite(k, W, 2, largest(k.dtype))
+        rewrite(v, W, 2, 0)
+        fence_async_shared()
+        await_warps()
+    elif gl.max(find_nonfinite(k, W, 2) | find_nonfinite(v, W, 2), 0) != 0:
         overwrite_nonfinite(k, W, 2, largest(k.dtype))
         overwrite_nonfinite(v, W, 2, 0)
         fence_async_shared()
@@ -124,7 +158,7 @@ def begin_loop(W: gl.constexpr, n, begin, n_keys, queue, tiles):
     MASKED: gl.constexpr = loop.HAS_LEFT or loop.HAS_RIGHT
     if MASKED:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
         if is_any:
-            clean_keys(W, tiles)
+            clean_keys(W, tiles, loop.CONSTANT_TIME)
     return loop, end, is_large
 
 

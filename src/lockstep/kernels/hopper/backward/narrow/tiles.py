@@ -38,7 +38,7 @@ class Tiles:
     """
 
     q_smem: gl.shared_memory_descriptor  # [STAGES, 1, 1, 1, BLOCK_Q, D]
-    stats_smem: gl.shared_memory_descriptor  # [STAGES, 2 * BLOCK_Q] fp32
+    stats_smem: gl.shared_memory_descriptor  # [STAGES · STATS, 2 · BLOCK_Q] fp32
     dout_smem: gl.shared_memory_descriptor  # [STAGES, 1, 1, 1, BLOCK_Q, D]
     k_smem: gl.shared_memory_descriptor  # [1, 1, 1, 1, BLOCK_KV, D]
     v_smem: gl.shared_memory_descriptor
@@ -49,9 +49,10 @@ class Tiles:
     dkv_stored_bar: gl.shared_memory_descriptor
     D_COLUMNS: gl.constexpr  # that are multiplied
     DV_COLUMNS: gl.constexpr
+    STATS: gl.constexpr  # tiles of statistics of a query tile: `rows.py`
 
     @gluon.constexpr_function
-    def __init__(self, queries, keys, full_bar, ds, kv_bars, D_COLUMNS, DV_COLUMNS):
+    def __init__(self, queries, keys, full_bar, ds, kv_bars, D_COLUMNS, DV_COLUMNS, STATS):
         self.q_smem = queries[0]
         self.stats_smem = queries[1]
         self.dout_smem = queries[2]
@@ -64,17 +65,18 @@ class Tiles:
         self.dkv_stored_bar = kv_bars[1]
         self.D_COLUMNS = gl.constexpr(D_COLUMNS)
         self.DV_COLUMNS = gl.constexpr(DV_COLUMNS)
+        self.STATS = gl.constexpr(STATS)
 
     @gluon.jit
     def create(
         q_desc, dout_desc, stats_desc, k_desc, v_desc, D_COLUMNS: gl.constexpr,
-        DV_COLUMNS: gl.constexpr,
+        DV_COLUMNS: gl.constexpr, STATS: gl.constexpr = 1,
     ):  # fmt: skip
         dtype: gl.constexpr = q_desc.dtype
         BLOCK_Q: gl.constexpr = q_desc.block_shape[3]
         BLOCK_KV: gl.constexpr = k_desc.block_shape[3]
         q = allocate_tiles(q_desc, STAGES)
-        stats = allocate_tiles(stats_desc, STAGES)
+        stats = allocate_tiles(stats_desc, STAGES * STATS)
         dout = allocate_tiles(dout_desc, STAGES)
         k = allocate_tiles(k_desc, 1)
         v = allocate_tiles(v_desc, 1)
@@ -88,6 +90,7 @@ class Tiles:
             (barriers(1, 1).index(0), barriers(1, 1).index(0)),
             D_COLUMNS,
             DV_COLUMNS,
+            STATS,
         )
 
     @gluon.jit
@@ -111,9 +114,14 @@ class Tiles:
     @gluon.jit
     def queries(self, slot):
         """q and dO [BLOCK_Q, D] in a slot, and their statistics [2 · BLOCK_Q]."""
-        stats_smem = self.stats_smem.index(slot)
+        stats_smem = self.stats_smem.index(slot * self.STATS)
         q = self.matrix(self.q_smem.index(slot))
         return q, self.matrix(self.dout_smem.index(slot)), stats_smem
+
+    @gluon.jit
+    def log2_l(self, slot):
+        """The second tile of statistics in a slot, which begins with log2 l."""
+        return self.stats_smem.index(slot * self.STATS + 1)
 
     @gluon.jit
     def ds_tile(self, n):

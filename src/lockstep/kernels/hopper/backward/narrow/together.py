@@ -65,14 +65,16 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
         s = warpgroup_mma_wait(NDV, deps=(s,))
         s = scores.hide_products(s, loop, t, W * ROWS)
         s_left, s_right = halves(s)
+        log2_l = large.log2_l(tiles, slot, tile, 0, HALF, BLOCK_Q)
         p_left, slope_left = column_weights(
-            scores, large, s_left, lse_left, loop, tile, t, W * ROWS, 0
+            scores, large, s_left, lse_left, log2_l, loop, tile, t, W * ROWS, 0
         )
         dv = add_products(dv, p_left.to(dtype), dout.slice(0, HALF, dim=0), DV)
         delta_left = load_half(stats_smem, BLOCK_Q, HALF)
         delta_right = load_half(stats_smem, BLOCK_Q + HALF, HALF)
+        log2_l = large.log2_l(tiles, slot, tile, HALF, HALF, BLOCK_Q)
         p_right, slope_right = column_weights(
-            scores, large, s_right, lse_right, loop, tile, t, W * ROWS, HALF
+            scores, large, s_right, lse_right, log2_l, loop, tile, t, W * ROWS, HALF
         )
         dv = add_products(dv, p_right.to(dtype), dout.slice(HALF, HALF, dim=0), DV)
 
@@ -118,7 +120,11 @@ def consume_together(W: gl.constexpr, queue, tiles, dq_sums, scores, large_ptr):
         loop, end, is_large = begin_loop(W, n_loops, begin, n_keys, queue, tiles)
         # The last dv is staged where dS is going to be.
         mbarrier.wait(tiles.dkv_stored_bar, (n_loops & 1) ^ 1)
-        if is_large:
+        if loop.CONSTANT_TIME:
+            dk, dv = take_steps(
+                W, begin, end, loop, tiles, dq_sums, scores, LargeScores(large_ptr, True, True)
+            )
+        elif is_large:
             dk, dv = take_steps(
                 W, begin, end, loop, tiles, dq_sums, scores, LargeScores(large_ptr, True)
             )

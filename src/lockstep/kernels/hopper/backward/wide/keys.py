@@ -204,13 +204,16 @@ def inspect(loop, program):
     for n in range(loop.n_steps):
         if n == 0:
             program.v.wait(0)
-            program.v.replace_nonfinite(0, 0)
+            program.v.replace_nonfinite(0, 0, loop.CONSTANT_TIME)
         program.q.wait(n)
         program.dout.wait(n)
-        if loop.cuts(t):  # noqa: SIM102, Gluon would evaluate both sides of an `and`
-            if has_nonfinite(program.stats_smem.index(n % STAGES), loop.BLOCK_Q):
-                program.q.replace_nonfinite(n, 0)
-                program.dout.replace_nonfinite(n, 0)
+        if loop.cuts(t):
+            if loop.CONSTANT_TIME:
+                program.q.replace_nonfinite(n, 0, True)
+                program.dout.replace_nonfinite(n, 0, True)
+            elif has_nonfinite(program.stats_smem.index(n % STAGES), loop.BLOCK_Q):
+                program.q.replace_nonfinite(n, 0, False)
+                program.dout.replace_nonfinite(n, 0, False)
         fence_async_shared()
         mbarrier.arrive(program.inspected_bar.index(n % STAGES), count=1)
         t = loop.next_number(t)
@@ -223,14 +226,14 @@ def keys_kernel(
     Sq, Skv, left, right, kv_batch_rows,
     ND: gl.constexpr, NDV: gl.constexpr, LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr, CAPPED: gl.constexpr,
-    HIDES_SCORES: gl.constexpr,
+    HIDES_SCORES: gl.constexpr, CONSTANT_TIME: gl.constexpr,
 ):  # fmt: skip
     # One head after the other, which shares most of L2; the first keys of a head first, which have
     # the longest loops under a causal mask.
     sizes = Sizes(
         (q_slots, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows),
         bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, q_desc.block_shape[3],
-        k_desc.block_shape[3],
+        k_desc.block_shape[3], CONSTANT_TIME,
     )  # fmt: skip
     scores = Scores(scale, unit, softcap, CAPPED, HIDES_SCORES)
     key_tile, loop = assign(gl.program_id(0), kv_slots, n_heads, 1, sizes)

@@ -141,8 +141,8 @@ def inspect(loop, program):
         program.k.wait(n)
         program.v.wait(n)
         if loop.cuts(n):
-            program.v.replace_nonfinite(n, 0)
-            program.k.replace_nonfinite(n, LARGEST)
+            program.v.replace_nonfinite(n, 0, loop.CONSTANT_TIME)
+            program.k.replace_nonfinite(n, LARGEST, loop.CONSTANT_TIME)
             fence_async_shared()
         mbarrier.arrive(program.inspected_bar.index(program.v.ring.slot(n)), count=1)
         program.k.release(n)
@@ -156,14 +156,14 @@ def queries_kernel(
     kv_batch_rows,
     ND: gl.constexpr, NDV: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr,
-    CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr,
+    CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr, CONSTANT_TIME: gl.constexpr,
 ):  # fmt: skip
     # Under a causal mask the last queries of a head see most, so they begin.
     pid = gl.program_id(0)
     sizes = Sizes(
         (stats_slots, Hq, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows),
         bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, BLOCK_Q,
-        k_desc.block_shape[3],
+        k_desc.block_shape[3], CONSTANT_TIME,
     )  # fmt: skip
     scores = Scores(scale, unit, softcap, CAPPED, HIDES_SCORES)
     query_tile, loop = assign(q_slots - 1 - pid % q_slots, pid // q_slots, sizes)

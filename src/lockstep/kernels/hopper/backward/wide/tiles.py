@@ -109,10 +109,10 @@ class PieceRing:
         return _in_chunks(self.piece(i, PIECE)).index(c - 2 * PIECE)
 
     @gluon.jit
-    def replace_nonfinite(self, i, value: gl.constexpr):
+    def replace_nonfinite(self, i, value: gl.constexpr, CONSTANT_TIME: gl.constexpr):
         """Set what is not finite in the i-th tile to a number with these bits."""
         for p in gl.static_range(pieces_of(self.N)):
-            replace_nonfinite(self.piece(i, p), value)
+            replace_nonfinite(self.piece(i, p), value, CONSTANT_TIME)
 
     @gluon.jit
     def store(self, desc, coordinates):

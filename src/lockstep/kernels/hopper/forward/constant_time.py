@@ -1,0 +1,64 @@
+"""The softmax of constant-time builds: one pass, with a maximum that runs in every row, and weights
+that are exact for scores of any size.
+
+The reference of a row is m·unit, rounded, and weights are exp2(s·unit - m·unit): an FMA and an
+exponential, as in other builds. What the rounding adds to all exponents of a row depends on m, so
+it is part of the factor by which a row is rescaled.
+
+`unit` is the scale, unless |m·scale| has an exponent of more than LARGEST. Then distinct scores in
+fp32 are so far apart, next to the maximum, that all weights but that of the maximum vanish, and they do
+so in a smaller unit as well: `unit` is the scale over the power of two that takes the exponent back
+to LARGEST. So rounding adds no more than 2^(LARGEST - 24) to an exponent, and no weight overflows.
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
+from lockstep.kernels.hopper.forward.softmax import max_rounding_error
+
+# By the dtype of weights, which fp16 has up to 2^15.
+LARGEST = {"bf16": 29, "fp16": 27}
+_EXPONENT = gl.constexpr(0x7F800000)  # of an fp32 number
+
+
+@gluon.constexpr_function
+def _largest(dtype):
+    """The exponent LARGEST as bits of an fp32 number."""
+    return (127 + LARGEST[dtype.name]) << 23
+
+
+@gluon.jit
+def unit_of(m, scale, dtype: gl.constexpr):
+    """What takes scores of rows with the maximum m [BLOCK_Q] to log2 units: `scale`, or less."""
+    LIMIT: gl.constexpr = _largest(dtype)
+    exponent = gl.abs(m * scale).to(gl.int32, bitcast=True) & _EXPONENT
+    scale = (scale + gl.zeros_like(m)).to(gl.int32, bitcast=True)
+    return (scale - gl.maximum(exponent - LIMIT, 0)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def rounding_of(m, scale, dtype: gl.constexpr):
+    """What rounding m·unit adds to the exponents of rows."""
+    return max_rounding_error(m, unit_of(m, scale, dtype))
+
+
+@gluon.jit
+def raise_maximum(s, m, rounding, scale, dtype: gl.constexpr):
+    """m [BLOCK_Q] raised to the maximum of s [BLOCK_Q, BLOCK_KV], its `rounding_of`, its unit, its
+    offset -m·unit; and the factor for all that was summed under the old m, whose `rounding` is
+    given."""
+    m_new = gl.maximum(m, gl.max(s, 1))
+    unit = unit_of(m_new, scale, dtype)
+    # Rows that have seen no key measure from 0.
+    is_empty = m_new == -float("inf")
+    offset = gl.where(is_empty, 0.0, -m_new * unit)
+    alpha = gl.exp2(gl.fma(m, unit, offset) - rounding)
+    rounding = gl.where(is_empty, 0.0, gl.fma(m_new, unit, offset))
+    return m_new, rounding, unit, offset, alpha
+
+
+@gluon.jit
+def weights_of(s, unit, offset):
+    """exp2(s·unit + offset) [BLOCK_Q, BLOCK_KV] fp32."""
+    zero = gl.full(s.shape, 0.0, gl.float32, s.type.layout)
+    return gl.exp2(gl.fma(s, zero + gl.expand_dims(unit, 1), zero + gl.expand_dims(offset, 1)))

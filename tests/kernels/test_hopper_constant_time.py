@@ -1,0 +1,97 @@
+"""The Hopper kernels in constant time, on a GPU: the error rule, and values that are not finite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from problems import Case, assert_allowed, draw, draw_douts, draw_varlen, run, same_bits
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU",
+    ),
+]
+KINDS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (150, 20)},
+    "lengths": {"causal": True, "kv_lens": torch.tensor([650, 300])},
+    "capped": {"causal": True, "softcap": 20.0},
+    "sinks": {"window": (100, 0), "sinks": torch.tensor([0.5, -1.0, 3.0, 1.0])},
+}
+
+
+def in_constant_time(case: Case, **more):
+    tensors = {name: x.cuda() for name, x in case.tensors.items()}
+    options = {**case.options, "constant_time": True}
+    return run(Case(tensors, options), kernel="hopper", **more)
+
+
+def on_cpu(items) -> dict[str, torch.Tensor]:
+    return {name: x.cpu() for name, x in dict(items).items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "D"),
+    [(kind, D) for kind in KINDS for D in (64, 128, 192, 256)],
+)
+def test_error_rule(kind, D):
+    dtype = torch.float16 if kind == "window" else torch.bfloat16
+    case = draw(700, 650, B=2, Hq=4, Hkv=2, D=D, dtype=dtype, **KINDS[kind])
+    assert_allowed(case, on_cpu(in_constant_time(case).items()), kernel="hopper")
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_packed_sequences(D):
+    case = draw_varlen([300, 7, 500], [333, 40, 450], D=D, dtype=torch.bfloat16, causal=True)
+    assert_allowed(case, on_cpu(in_constant_time(case).items()), kernel="hopper")
+
+
+@pytest.mark.parametrize("numbers", ["normal, sigma 30", "normal, sigma 1000", "one dominant key"])
+@pytest.mark.parametrize("D", [64, 128])
+def test_large_scores(numbers, D):
+    case = draw(300, 300, D=D, dtype=torch.bfloat16, causal=True, numbers=numbers)
+    assert_allowed(case, on_cpu(in_constant_time(case).items()), kernel="hopper")
+
+
+@pytest.mark.parametrize("D", [64, 128, 192])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (70, 0)}], ids=str)
+def test_rows_see_values_that_are_not_finite_or_keep_their_bits(D, bad, options):
+    """Rows before a bad value keep their bits; rows that see it are not finite, and lse is not
+    affected in any."""
+    case = draw(400, 400, B=1, Hq=2, Hkv=2, D=D, dtype=torch.bfloat16, **options)
+    clean = in_constant_time(case)
+    key = 201
+    v = case.tensors["v"].clone()
+    v[:, 0, key, 5] = bad
+    v[:, 0, 399, 7] = -bad
+    dirty = in_constant_time(case.replaced(v=v))
+    assert same_bits(clean.lse.cpu(), dirty.lse.cpu())
+    a, b = clean.out.cpu(), dirty.out.cpu()
+    assert same_bits(a[:, 1], b[:, 1])
+    assert same_bits(a[:, 0, :key], b[:, 0, :key])
+    last = 399 if "causal" in options else key + 71
+    assert not b[:, 0, key:last, 5].isfinite().any()
+    if "window" in options:
+        assert same_bits(a[:, 0, last:399], b[:, 0, last:399])
+    assert not b[:, 0, 399, 7].isfinite().any()
+
+
+@pytest.mark.parametrize("D", [64, 128, 192])
+@pytest.mark.parametrize("kind", ["full", "causal", "window", "sinks"])
+def test_gradients(D, kind):
+    case = draw(300, 260, B=2, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, **KINDS[kind])
+    douts = draw_douts(case)
+    result = in_constant_time(case, douts=tuple(x.cuda() for x in douts))
+    assert_allowed(case, on_cpu(result.items()), douts, "hopper")
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_gradients_of_large_scores(D):
+    case = draw(200, 300, D=D, dtype=torch.bfloat16, causal=True, numbers="normal, sigma 1000")
+    douts = draw_douts(case)
+    result = in_constant_time(case, douts=tuple(x.cuda() for x in douts))
+    assert_allowed(case, on_cpu(result.items()), douts, "hopper")
