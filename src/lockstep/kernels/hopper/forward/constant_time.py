@@ -6,8 +6,8 @@ exponential, as in other builds. What the rounding adds to all exponents of a ro
 it is part of the factor by which a row is rescaled.
 
 `unit` is the scale, unless |m·scale| has an exponent of more than LARGEST. Then distinct scores in
-fp32 are so far apart, next to the maximum, that all weights but that of the maximum vanish, and they do
-so in a smaller unit as well: `unit` is the scale over the power of two that takes the exponent back
+fp32 are so far apart, next to the maximum, that all weights but that of the maximum vanish, as they
+do in a smaller unit: `unit` is the scale over the power of two that takes the exponent back
 to LARGEST. So rounding adds no more than 2^(LARGEST - 24) to an exponent, and no weight overflows.
 """
 
