@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.report import cli
 
-SECTIONS = ["climb", "roofline", "rungs", "tiles", "claims", "peers", "audits"]
+SECTIONS = ["climb", "phases", "roofline", "rungs", "tiles", "claims", "peers", "audits"]
 PRESENT = "return [...document.querySelectorAll('main > section')].map(s => s.id)"
 TOO_WIDE = """
 const inside = (e) => e.closest('.wide') && e !== e.closest('.wide');
@@ -68,6 +68,21 @@ def test_claims_are_filtered(browser, report, data):
     assert browser.run(rows) == 0
     text = browser.run("return document.getElementById('claims-count').textContent")
     assert text == f"0 of {len(data['claims'])} claims"
+
+
+def test_time_by_phase_of_another_problem(browser, report, data):
+    browser.open(report)
+    bars = "return document.querySelectorAll('#phases svg rect').length"
+    first, last = data["phase_times"][0], data["phase_times"][-1]
+    assert browser.run(bars) == sum(s > 0 for r in first["rows"] for s in r["shares"].values())
+    number = len(data["phase_times"]) - 1
+    browser.run(
+        f"const s = document.querySelector('#phases select'); s.value = {number};"
+        "s.dispatchEvent(new Event('change'))"
+    )
+    assert browser.run(bars) == sum(s > 0 for r in last["rows"] for s in r["shares"].values())
+    text = browser.run("return document.querySelector('#phases svg').textContent")
+    assert last["rows"][-1]["title"] in text
 
 
 def test_steps_by_button_and_by_key(browser, report):

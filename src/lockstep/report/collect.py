@@ -69,6 +69,7 @@ def assemble(made: Data, directory: Path | None, audits: Data) -> Data:
         "steps": [made[key] for key in made if key.startswith("tiles ")],
         "claims": made["claims"],
         "times": measured.rung_times(directory),
+        "phase_times": measured.phase_times(directory),
         "roofline": measured.roofline(directory),
         "peers": measured.peers(directory),
         "audits": audits,

@@ -1,4 +1,4 @@
-"""What results files say: times of the rungs, the roofline, peers, audits."""
+"""What results files say: times of rungs and of their phases, the roofline, peers, audits."""
 
 from __future__ import annotations
 
@@ -27,6 +27,20 @@ def rung_times(directory: Path | None) -> list[Data]:
         entry = shapes.setdefault(row["shape"], {"shape": row["shape"], "times": {}})
         if row["microseconds"]:
             entry["times"][row["kernel"]] = row["microseconds"]
+    where = results.where_on_gpu(run) if run else ""
+    return [{**entry, "where": where} for entry in shapes.values()]
+
+
+def phase_times(directory: Path | None) -> list[Data]:
+    """Where the time of rungs goes, by clock reads around their phases: an entry per problem, with
+    shares of time by phase and the time in µs as it is and with the clock reads."""
+    run = _newest("ladder-phases", directory)
+    shapes: dict[str, Data] = {}
+    for row in run["rows"] if run else []:
+        entry = shapes.setdefault(row["shape"], {"shape": row["shape"], "rows": []})
+        shares = {**row["phases"], "(outside)": row["outside"]}
+        times = {key: row[key] for key in ("microseconds", "instrumented_microseconds")}
+        entry["rows"].append({"title": row["kernel"], "shares": shares, **times})
     where = results.where_on_gpu(run) if run else ""
     return [{**entry, "where": where} for entry in shapes.values()]
 

@@ -13,6 +13,7 @@ LIBRARIES = ("d3-7.9.2.min.js", "plot-0.6.17.min.js")
 SCRIPTS = (
     "base.js",
     "climb.js",
+    "phases.js",
     "roofline.js",
     "source.js",
     "strips.js",

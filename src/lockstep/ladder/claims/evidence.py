@@ -182,10 +182,12 @@ def teraflops(titles: tuple[str, ...], problem: Problem) -> Readings | None:
     return {title: work / time / 1e6 for title, time in times.items() if time} or None
 
 
-def splits(tile: str, problem: Problem) -> dict[str, Mapping[str, Any]]:
+def splits(tile: str, problem: Problem, products: str = "fma") -> dict[str, Mapping[str, Any]]:
     """Measured rows of split_kv by key tiles per block: "all", "16", ... "1"."""
+    form = {"tile": tile, "products": products}
     return {
         str(row["options"]["kv_tiles"]): row
         for row in _rows("split-kv")
-        if row["options"]["tile"] == tile and row["shape"] == str(problem)
+        if form.items() <= ({"products": "fma"} | row["options"]).items()
+        and row["shape"] == str(problem)
     }

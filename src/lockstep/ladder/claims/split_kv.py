@@ -74,6 +74,17 @@ def _gains() -> Readings | None:
     return (found | (speedups(SPLIT, UNSPLIT, LONG) or {})) or None
 
 
+def _gains_by_tensor_cores() -> Readings | None:
+    """Products on tensor cores against ordinary ones, four key tiles to a block."""
+    found = {}
+    for problem in (ONE_HEAD, FULL_HEAD, SHORT, CAUSAL):
+        forms = [splits("64x64", problem, products) for products in ("fma", "mma")]
+        if all(forms):
+            ordinary, tensor = (form["4"]["microseconds"] for form in forms)
+            found[str(problem)] = ordinary / tensor
+    return found or None
+
+
 def _gain_by_length() -> float | None:
     """What splitting gains with 8,192 tokens, over what it gains with 1,024."""
     long, short = (_by_splits(_gain, problem) for problem in (FULL_HEAD, SHORT))
@@ -249,5 +260,13 @@ CLAIMS = (
             / _partial().grid[1]
         ),
         "with a fixed number of tiles per block it doubles",
+    ),
+    _claim(
+        "future optimisations",
+        "tensor cores make it faster still",
+        at_least(1),
+        "×",
+        "bench",
+        _gains_by_tensor_cores,
     ),
 )

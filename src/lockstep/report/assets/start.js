@@ -5,7 +5,7 @@
   document.getElementById("about").textContent = `Lockstep ${data.version}, ${data.made}` + (ladder ? `. Traced: one head of ${data.problem}.` : "");
   document.getElementById("footer").textContent = "Charts by Observable Plot and D3 (ISC licence), which this page carries; it loads nothing from elsewhere.";
   const sections = ladder
-    ? [climbSection(), rooflineSection(), rungsSection(), stepsSection(), claimsSection(), peersSection(), auditsSection()]
+    ? [climbSection(), phasesSection(), rooflineSection(), rungsSection(), stepsSection(), claimsSection(), peersSection(), auditsSection()]
     : [rungsSection(), stepsSection()];
   const main = document.getElementById("main");
   const present = sections.filter(Boolean);
