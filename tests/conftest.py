@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Files that take most of the time of a whole run: kernels in Triton's interpreter, kernels compiled
 # for GPUs, problems drawn by the hundred. Elsewhere, slow tests are marked one by one.
 SLOW = {
+    "test_browser.py",
     "test_bad_metadata_interpreter.py",
     "test_cpu_constant_time.py",
     "test_constant_time_builds.py",
@@ -35,6 +36,7 @@ SLOW = {
     "test_metadata_builds.py",
     "test_sdpa_samples.py",
     "test_spans_interpreter.py",
+    "test_split_kv.py",
     "test_triton_backward.py",
     "test_triton_backward_builds.py",
     "test_triton_forward_builds.py",
@@ -42,7 +44,12 @@ SLOW = {
     "test_triton_interpreter.py",
 }
 # Tests in these files that are not.
-QUICK = {"test_reduction_spills_nothing", "test_short_launches_of_the_hopper_kernels"}
+QUICK = {
+    "test_loads_without_a_word_on_the_console",
+    "test_one_launch_gives_the_bits_of_two",
+    "test_reduction_spills_nothing",
+    "test_short_launches_of_the_hopper_kernels",
+}
 # Folders whose tests share what takes long to make: processes, traces, a browser.
 TOGETHER = ("tests/distributed", "tests/ladder", "tests/report")
 

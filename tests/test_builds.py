@@ -103,6 +103,7 @@ def test_the_calls_of_a_life():
     assert max(call.Skv for call in on_cpu) == builds.LONGEST_ON_CPU
 
 
+@pytest.mark.slow
 def test_a_warm_up_makes_every_call_in_this_process_and_in_others():
     told = []
     layer = Layer(2, 1, 16, 8, window=(63, 0), softcap=20.0, sinks=True)

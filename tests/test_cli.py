@@ -248,6 +248,7 @@ def test_a_terminal_without_unicode_gets_other_characters(arguments):
         json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_a_terminal_without_unicode_gets_a_plan():
     done = subprocess.run(
         [sys.executable, "-m", "lockstep.cli", "plan"],

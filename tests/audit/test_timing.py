@@ -149,6 +149,7 @@ def test_equal_classes_are_not_told_apart():
     assert course[-1] == (20_000, slower.t())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_class_runs_in_every_case(case):
     drawn = case.draw(torch.Generator().manual_seed(0))

@@ -63,6 +63,7 @@ def test_options_that_do_not_fit_are_named(options, said):
     assert said in " ".join(ended.stderr.split())
 
 
+@pytest.mark.slow
 def test_without_ranks_it_says_how_to_run_it():
     ended = run(*AUDIT)
     assert ended.returncode == 2

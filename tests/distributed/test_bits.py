@@ -32,7 +32,7 @@ def cases(shapes: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "ranks", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))]
+    "ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))]
 )
 def test_ranks_give_the_bits_of_one_process(ranks):
     for found in results_of(run_world(ranks, "bits", cases(SHAPES))):

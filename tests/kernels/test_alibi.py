@@ -110,7 +110,6 @@ def test_a_sequence_has_the_bits_it_has_alone(Sq):
         assert same_bits(together.grads[name][1:, :, :n], alone.grads[name])
 
 
-@pytest.mark.skipif(IN_INTERPRETER, reason="tests the CPU kernels")
 def test_one_query_has_the_bits_it_has_among_many():
     case = drawn(19, "heads", causal=True, query_invariant=True)
     last = case.replaced(q=case.tensors["q"][:, :, -1:])
@@ -119,7 +118,6 @@ def test_one_query_has_the_bits_it_has_among_many():
     assert same_bits(run(constant).out, run(case).out)
 
 
-@pytest.mark.skipif(IN_INTERPRETER, reason="tests the public call")
 class TestArguments:
     def test_they_are_what_a_bias_would_be(self):
         case = drawn(19, "heads", causal=True)

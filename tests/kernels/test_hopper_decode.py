@@ -173,6 +173,7 @@ def test_no_row_has_more_parts_than_there_is_room_for():
                 assert ceil_div(length, span) <= most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("D", "page"), [(128, 16), (256, 64)])
 def test_machine_code(D, page):
     tensors = tensors_of(D=D, page=page)

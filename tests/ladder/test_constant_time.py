@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import linecache
+import sys
 from pathlib import Path
 
 import pytest
 
 from lockstep.ladder import Problem, find, launches_of, run_on_machine
 from lockstep.ladder.check import errors
+from lockstep.ladder.parts import mma_rows
 from lockstep.simt import SecretLeak
 
 SHORTER = "kv_tiles = (length + BLOCK - 1) // BLOCK"
@@ -51,7 +53,7 @@ LEAKS = {
     "block_tile_mma: weights stored where the scores point": (
         "block_tile_mma",
         "spread_row(s_tile, row, half, factor, SHARE)",
-        "spread_row(s_tile, row, half + int32(factor), factor, SHARE)",
+        "spread_row(s_tile, row, half + simt.int32(factor), factor, SHARE)",
         "an address depends on a secret",
     ),
     "row_per_thread: no correction where the maximum stays": (
@@ -64,13 +66,21 @@ LEAKS = {
 
 
 def with_planted(rung: str, line: str, instead: str, directory: Path):
-    """The rung's module with one line changed."""
+    """The rung's module with one line changed, of its own or of the steps in `mma_rows`."""
     source = Path(find(rung).launches.__code__.co_filename).read_text(encoding="utf-8")
+    if line not in source:
+        steps = Path(mma_rows.__file__).read_text(encoding="utf-8")
+        changed = load("lockstep.ladder.parts.mma_rows_leaks", steps, line, instead, directory)
+        line, instead = f"from {mma_rows.__name__} import", f"from {changed.__name__} import"
+    return load(f"lockstep.ladder.rungs.{rung}_leaks", source, line, instead, directory)
+
+
+def load(name: str, source: str, line: str, instead: str, directory: Path):
     assert source.count(line) == 1
-    path = directory / f"{rung}_leaks.py"
+    path = directory / f"{name.rpartition('.')[2]}.py"
     path.write_text(source.replace(line, instead), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(f"lockstep.ladder.rungs.{rung}_leaks", path)
-    module = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 

@@ -56,6 +56,7 @@ def test_a_wrong_rung_is_an_error(monkeypatch):
     assert "wrong" in run("ladder", "--seq", "8", "--no-bench", code=1)
 
 
+@pytest.mark.slow
 def test_plan_of_all_rungs():
     text = run("plan", "--gpu", "a100", "--batch", "2", "--heads", "16", "--seq", "1024")
     assert "B2 H16 S1024 D32 float16 on A100" in text
