@@ -13,6 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 _SPILLS = ("LDL", "STL")
+# Beginnings of the names of float32 tensors, whatever the others are.
+FP32 = ("lse", "part", "rows", "dlse", "statistics", "dq_sums", "dk_sums", "dv_sums")
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,7 @@ def build(
             signature[name] = "constexpr"
             constexprs[name] = constants[name]
         elif name.endswith("_ptr"):
-            kind = (
-                "fp32" if name.startswith(("lse", "part", "rows", "dlse", "statistics")) else dtype
-            )
+            kind = "fp32" if name.startswith(FP32) else dtype
             kind = "i32" if "lens" in name or name.startswith("page") else kind
             signature[name] = f"*{kind}"
             attributes[(i,)] = [["tt.divisibility", 16]]

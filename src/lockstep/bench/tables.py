@@ -60,6 +60,7 @@ PAGES = (
     "docs/support.md",
     "docs/models.md",
     "docs/transformers.md",
+    "docs/distributed.md",
     "docs/sdpa.md",
 )
 MARKED = re.compile(r"<!-- bench:(?P<name>\w+) -->.*?<!-- /bench:(?P=name) -->", re.DOTALL)
