@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problems import Case, assert_allowed, draw, draw_douts, draw_varlen, run, same_bits
+from problems import Case, assert_allowed, draw, draw_douts, run, same_bits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,12 +43,6 @@ def test_error_rule(kind, D):
     assert_allowed(case, on_cpu(in_constant_time(case).items()), kernel="hopper")
 
 
-@pytest.mark.parametrize("D", [64, 128])
-def test_packed_sequences(D):
-    case = draw_varlen([300, 7, 500], [333, 40, 450], D=D, dtype=torch.bfloat16, causal=True)
-    assert_allowed(case, on_cpu(in_constant_time(case).items()), kernel="hopper")
-
-
 @pytest.mark.parametrize("numbers", ["normal, sigma 30", "normal, sigma 1000", "one dominant key"])
 @pytest.mark.parametrize("D", [64, 128])
 def test_large_scores(numbers, D):
@@ -80,7 +74,7 @@ def test_rows_see_values_that_are_not_finite_or_keep_their_bits(D, bad, options)
     assert not b[:, 0, 399, 7].isfinite().any()
 
 
-@pytest.mark.parametrize("D", [64, 128, 192])
+@pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("kind", ["full", "causal", "window", "sinks"])
 def test_gradients(D, kind):
     case = draw(300, 260, B=2, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, **KINDS[kind])
