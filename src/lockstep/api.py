@@ -222,8 +222,8 @@ def attention_varlen(
     With a `page_table`, keys and values come out of a paged cache instead: what a serving engine
     calls for a batch of prompts, chunks of prompts and single tokens. Each sequence then gets what
     `attention_paged` would give it alone. For inference: asking for a gradient raises
-    NotImplementedError. A batch of single tokens alone is faster as `attention_paged`, and has the
-    same bits there.
+    NotImplementedError. A batch of single tokens alone is faster as `attention_paged`. It has the
+    same bits there if the same kernel runs both: on Hopper GPUs, name `kernel="triton"` for that.
 
     Args:
         q: [Tq, Hq, D]
