@@ -41,7 +41,7 @@ def _small(monkeypatch):
         return
     use_small_tiles(monkeypatch)
     cuts = (plan.Tiles(16, 16, 1, 1), plan.Tiles(16, 16, 1, 1))
-    for name in ("_HALF_HOPPER", "_SINGLE"):
+    for name in ("_HALF_HOPPER", "_SINGLE", "_TF32X3"):
         monkeypatch.setattr(backward, name, dict.fromkeys((64, 128, 256, 512), cuts))
     forget_calls(monkeypatch)
 
@@ -70,6 +70,13 @@ class Whole:
             self.grads, self.rows, self.q, self.k, self.v, self.sinks, self.settings, needs
         )
         self.dq, self.dk, self.dv, _, self.dsinks = found
+
+
+def test_sinks_have_their_gradient_without_keys():
+    """As a rank computes it that has the rows of a head, and none of its keys."""
+    whole = Whole("causal")
+    found = local.derive_sinks(whole.grads, whole.rows, whole.q, whole.sinks, whole.settings)
+    assert torch.equal(found, whole.dsinks)
 
 
 @pytest.mark.parametrize("case", CASES)
