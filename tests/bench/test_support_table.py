@@ -19,4 +19,4 @@ def test_cells_say_what_kernels_say():
     assert cells("`bfloat16`") == both | {"hopper_decode": "–"}
     assert cells("`bias`")["hopper"] == "–"
     assert cells("`attention_paged`") == dict.fromkeys(heads, "forward") | {"hopper": "–"}
-    assert cells("`query_invariant`")["hopper"] == "–"
+    assert cells("`query_invariant`")["hopper"] == "forward"

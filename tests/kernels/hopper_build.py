@@ -89,7 +89,10 @@ def writes_in_flight(loop: Instructions) -> list[str]:
     jumps = {at: index[to] for at, text in loop if (to := target(text)) and at < to <= end}
     steps = [_step(text) for _, text in loop]
     found = set()
-    for taken in product((False, True), repeat=2 * len(jumps)):
+    # Where branches are many, both rounds take the same.
+    rounds = 2 if len(jumps) <= 4 else 1
+    for choice in product((False, True), repeat=rounds * len(jumps)):
+        taken = choice * (3 - rounds)
         under_way: dict[int, int] = {}  # register: its group of products
         group = 0
         for lap in (0, 1):
@@ -120,6 +123,18 @@ def _step(text: str) -> tuple[str, frozenset[int], int]:
     if text.startswith("HGMMA"):
         return "product", frozenset(_of_product(text)), 0
     return "other", frozenset(_written(text)), 0
+
+
+def usual_path(loop: Instructions) -> list[str]:
+    """What a loop executes if all forward branches inside are taken: around what is rare."""
+    end, index = loop[-1][0], {at: i for i, (at, _) in enumerate(loop)}
+    path, i = [], 0
+    while i < len(loop):
+        at, text = loop[i]
+        path.append(text)
+        to = target(text)
+        i = index[to] if to and at < to <= end else i + 1
+    return path
 
 
 def _of_product(text: str) -> set[int]:

@@ -21,6 +21,7 @@ from hopper_build import (
     Build,
     compile_for_hopper,
     count,
+    usual_path,
     writes_in_flight,
 )
 from launch_arguments import bind
@@ -99,6 +100,26 @@ def test_machine_code(D, causal):
         body = [text for _, text in overlap]
         under_way = body[body.index(SCORES_WAIT) : body.index(PRODUCT_WAIT)]
         assert count(under_way)["MUFU.EX2"] >= per_thread
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_machine_code_of_spans(D):
+    built = build(D, options={"causal": True, "query_invariant": True}.items())
+    shape = plan.SPAN_PLANS[D]
+    assert built.kernel.metadata.shared <= sizes.SHARED_BYTES
+    assert "serialized" not in built.report
+    assert len(built.main_loops) == shape.consumers
+    per_thread = shape.block_kv * plan.ROWS // 128
+    for loop in built.addressed_loops:
+        assert not writes_in_flight(loop)
+        path = usual_path(loop)
+        # Between the ends of spans and away from edges, a step costs what it does elsewhere, and
+        # what is spilled for them stays where it is.
+        found = count(path)
+        assert found["LDL"] == found["STL"] == 0
+        assert found["MUFU.EX2"] == per_thread
+        assert found["FFMA"] <= per_thread + 4
+        assert count([text for _, text in loop])["FFMA"] >= per_thread + D // 2
 
 
 @pytest.mark.parametrize(
@@ -189,6 +210,11 @@ def refusal(monkeypatch, capability=(9, 0), **changes):
         ({"Skv": 1 << 30}, "rows"),
         ({"Skv": 0, "has_kv_lens": True}, "one key"),
         ({"B": 0, "layout": "varlen"}, "one sequence"),
+        ({"query_invariant": True, "D": 96, "Dv": 96}, "head dims 64 and 128"),
+        (
+            {"query_invariant": True, "constant_time": True, "D": 64, "Dv": 64},
+            "query_invariant with constant_time",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -87,7 +87,7 @@ def plain_gluon(program, n_programs):
     )
 
 
-def runs_of(monkeypatch, lens, heads, n_programs, left=None, Skv=1 << 16):
+def runs_of(monkeypatch, lens, heads, n_programs, left=None, Skv=1 << 16, whole=0):
     """The messages of all programs, and what they note about slots."""
     lens = torch.tensor(lens)
     slots = torch.full((n_programs, 2), -9)
@@ -100,8 +100,9 @@ def runs_of(monkeypatch, lens, heads, n_programs, left=None, Skv=1 << 16):
         plain = {"gl": plain_gluon(program, n_programs), **constants}
         make_plain(monkeypatch, (schedule, producer), plain)
         wanted = max(1, plan.WANTED // heads)
-        numbers = (len(lens), heads, 1, 1, Skv, left or 0, 0, wanted, plan.LEAST_SPAN)
-        made = Sizes(Pointer(lens), tuple(map(integer, numbers)), left is not None, True, 64)
+        numbers = (len(lens), heads, 1, 1, Skv, left or 0, 0, wanted, plan.LEAST_SPAN, whole)
+        pointers = (Pointer(lens), None)
+        made = Sizes(pointers, tuple(map(integer, numbers)), left is not None, True, False, 64)
         sent: list = []
         runs: list = []
         ring = SimpleNamespace(send=lambda i, desc, places, head, sent=sent: sent.append(int(i)))
@@ -160,6 +161,14 @@ def test_every_span_has_one_program(monkeypatch, lens, heads, left):
     ]
     # Evenly, but for one span at either end.
     assert max(work) - min(work) <= 2 * (plan.MOST_SPAN // 64 + plan.SPAN_COST)
+
+
+def test_a_head_may_be_one_programs(monkeypatch):
+    lens, heads = [100_0, 0, 40_000, 7, 65_536], 2
+    found, slots = runs_of(monkeypatch, lens, heads, 7, whole=1)
+    seen = [(b, head, slot < 0) for runs in found for _, b, head, *_, slot in runs]
+    assert sorted(seen) == [(b, head, True) for b in range(len(lens)) for head in range(heads)]
+    assert (slots[:, 0] < 0).all()
 
 
 def test_no_row_has_more_parts_than_there_is_room_for():

@@ -12,6 +12,11 @@ A row's bits depend on its own sequence and the head dims alone.
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.common.query_invariance import (
+    MOST_SPLIT_ROWS,
+    is_split,
+    refusal_of_kind,
+)
 from lockstep.kernels.hopper.common.requirements import refusal_of_device
 from lockstep.kernels.kernel import BackwardTensors, Kernel, Needs, Prepared, PreparedBackward
 from lockstep.problem import AttentionProblem, Tensors
@@ -74,14 +79,26 @@ def supports(problem: AttentionProblem) -> str | None:
         return "takes lengths and offsets of at least one sequence and one key"
     if problem.softcap is not None and problem.softcap > MAX_SOFTCAP:
         return f"takes a softcap up to {MAX_SOFTCAP}, got {problem.softcap}"
+    if problem.B * problem.Hq * max(problem.Sq, problem.Skv) > MAX_ROWS:
+        return f"takes up to {MAX_ROWS} rows in all heads, got more"
+    if problem.query_invariant:
+        return _refusal_of_invariance(problem)
     # Of packed sequences only the sum of lengths is known, and what runs a sequence must not depend
     # on its neighbours.
     least = MIN_QUERIES if problem.Hq == problem.Hkv else MIN_QUERIES_OF_GROUPS
     if problem.layout != "varlen" and problem.Sq < least:
         return f"takes {least} queries or more in a sequence, got {problem.Sq}"
-    if problem.B * problem.Hq * max(problem.Sq, problem.Skv) > MAX_ROWS:
-        return f"takes up to {MAX_ROWS} rows in all heads, got more"
     return None
+
+
+def _refusal_of_invariance(problem: AttentionProblem) -> str | None:
+    reason = refusal_of_kind(problem)
+    if reason is None and is_split(problem):
+        return (
+            f"leaves query_invariant with up to {MOST_SPLIT_ROWS} query rows of a KV head to "
+            "hopper_decode"
+        )
+    return reason
 
 
 def supports_backward(problem: AttentionProblem) -> str | None:
@@ -91,6 +108,8 @@ def supports_backward(problem: AttentionProblem) -> str | None:
     if problem.constant_time and max(problem.D, problem.Dv) > MAX_ONE_PASS_HEAD_DIM:
         # The audit of its machine code cannot tell the numbers of partitions from values yet.
         return f"has a backward in constant time for head dims up to {MAX_ONE_PASS_HEAD_DIM}"
+    if problem.query_invariant:
+        return "leaves gradients with query_invariant to triton, whose sums go by position"
     return None
 
 
@@ -102,7 +121,6 @@ KERNEL = Kernel(
     deterministic=True,
     batch_invariant=True,
     constant_time=True,
-    # Its rows do not depend on the other queries, but a few queries run elsewhere: MIN_QUERIES.
-    query_invariant=False,
+    query_invariant=True,
     supports_backward=supports_backward,
 )

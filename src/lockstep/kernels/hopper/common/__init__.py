@@ -5,6 +5,10 @@ requirements.py    the GPU, the packages and the dtypes that all of them need
 sizes.py           sizes that the hardware sets
 accumulator.py     accumulators of a warpgroup: layout, registers, products
 scores.py          units of scores, and their cap
+softmax.py         from scores to weights, and from sums to results
+rounding.py        what rounding the weights changes about a sum
+query_invariance.py  which query-invariant calls the kernels take, and the size of spans
+spans.py           what such calls do at the ends of spans
 shared_memory.py   tiles, numbers and barriers in shared memory
 ring.py            rings of tiles between a producer and consumers
 mailbox.py         numbers that one warp sends to others

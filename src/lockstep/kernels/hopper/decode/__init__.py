@@ -1,4 +1,4 @@
-"""Decode on Hopper: a few queries of each sequence against a paged cache, by Gluon kernels.
+"""Decode on Hopper: a few queries of each sequence against a cache, by Gluon kernels.
 
 Importing this package does not import Triton.
 
@@ -8,6 +8,7 @@ Importing this package does not import Triton.
     consumer.py  the warpgroup that attends to them
     kernel.py    the kernel
     fold.py      the second kernel: parts folded into results
+    span_*.py    consumer and fold of query-invariant calls, with the bits of the forward
     launch.py    from a problem to launches
 
 A row's bits depend on its own sequence, the heads and the head dims alone.
@@ -15,6 +16,7 @@ A row's bits depend on its own sequence, the heads and the head dims alone.
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.common.query_invariance import is_split, refusal_of_kind
 from lockstep.kernels.hopper.common.requirements import refusal_of_device
 from lockstep.kernels.kernel import Kernel, Prepared
 from lockstep.problem import AttentionProblem, Tensors
@@ -39,14 +41,17 @@ def supports(problem: AttentionProblem) -> str | None:
     reason = refusal_of_device(problem)
     if reason is not None:
         return reason
-    if problem.layout != "paged":
+    if problem.layout != "paged" and not (problem.query_invariant and is_split(problem)):
         return f"takes pages, got a {problem.layout} problem"
+    if problem.query_invariant and refusal_of_kind(problem) is not None:
+        return refusal_of_kind(problem)
     if problem.D not in HEAD_DIMS or problem.Dv not in HEAD_DIMS:
         dims = ", ".join(map(str, HEAD_DIMS))
         return f"takes head dims {dims}, got D = {problem.D} and Dv = {problem.Dv}"
-    if problem.page_size is None or problem.page_size % PAGE_ROWS:
+    if problem.is_paged and problem.page_size % PAGE_ROWS:
         return f"takes pages of multiples of {PAGE_ROWS} keys, got {problem.page_size}"
-    is_long = problem.page_size % LONG_PAGES == 0
+    is_long = problem.is_paged and problem.page_size % LONG_PAGES == 0
+    is_long = is_long and not problem.query_invariant
     if is_long and max(problem.D, problem.Dv) <= NARROW and problem.Hkv >= SEVERAL:
         return (
             f"leaves pages of multiples of {LONG_PAGES} keys to triton, got {problem.page_size}, "
@@ -54,14 +59,14 @@ def supports(problem: AttentionProblem) -> str | None:
         )
     if problem.bias_shape is not None:
         return "takes no bias"
-    if problem.has_kv_starts:
-        return "takes no kv_starts"
+    if problem.has_kv_starts and problem.is_paged:
+        return "takes no kv_starts with pages"
     if problem.has_alibi_slopes:
         return "takes no alibi_slopes"
     if 0 in (problem.B, problem.Sq, problem.Skv, problem.n_pages):
         return "takes at least one sequence, one query and one page"
     rows = problem.Sq * problem.Hq // problem.Hkv
-    if rows > MAX_ROWS:
+    if rows > MAX_ROWS and not problem.query_invariant:
         return f"takes up to {MAX_ROWS} query rows of a KV head, got {rows}"
     if problem.softcap is not None and problem.softcap > MAX_SOFTCAP:
         return f"takes a softcap up to {MAX_SOFTCAP}, got {problem.softcap}"
@@ -77,5 +82,5 @@ KERNEL = Kernel(
     batch_invariant=True,
     # Lengths decide what is computed where.
     constant_time=False,
-    query_invariant=False,
+    query_invariant=True,
 )

@@ -15,9 +15,10 @@ from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.decode.consumer import Rows, consume
 from lockstep.kernels.hopper.decode.producer import Cache, Tiles, produce
 from lockstep.kernels.hopper.decode.schedule import RunQueue, Sizes
+from lockstep.kernels.hopper.decode.span_consumer import consume_spans
 from lockstep.kernels.launch import unspecialized
 
-_ANY_ADDRESS = ("sinks_ptr", "kv_lens_ptr", "page_table_ptr")
+_ANY_ADDRESS = ("sinks_ptr", "kv_lens_ptr", "kv_starts_ptr", "page_table_ptr")
 
 
 @unspecialized(gluon.jit, any_address=_ANY_ADDRESS)
@@ -28,11 +29,13 @@ def decode_kernel(
     q_ptr,  # [B, Hq, Sq, D]
     out_ptr,  # contiguous [B, Hq, Sq, Dv]
     lse_ptr,  # contiguous [B, Hq, Sq] fp32
+    statistics_ptr,  # [*lse, 2], of query-invariant calls with a dense cache
     parts_ptr,  # [slots, n_spans, n_rows, Dv] fp32
     part_stats_ptr,  # [slots, n_spans, n_rows, 2] fp32
     slots_ptr,  # [slots, 2]: whose parts there are, -1 if there are none, and how many
     sinks_ptr,  # [Hq]
     kv_lens_ptr,  # [B]
+    kv_starts_ptr,  # [B]
     page_table_ptr,  # [B, ·]
     stride_qb,
     stride_qh,
@@ -54,6 +57,7 @@ def decode_kernel(
     right,
     wanted,
     least,
+    whole,
     n_spans,
     n_rows,
     cap_scale,
@@ -69,12 +73,17 @@ def decode_kernel(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
+    HAS_STARTS: gl.constexpr,
+    PAGED: gl.constexpr,  # else the cache is dense, [B, Hkv, Skv, D]
+    QUERY_INVARIANT: gl.constexpr,
+    FIXED_MAX: gl.constexpr,  # of query-invariant calls, as in the forward
 ):
     # `fold.py` may start as soon as there is room, to wait for the parts where it needs them.
     gdc_launch_dependents()
     sizes = Sizes(
-        kv_lens_ptr, (B, heads, q_tiles, Sq, Skv, left, right, wanted, least),
-        HAS_LEFT, HAS_RIGHT, BLOCK_KV,
+        (kv_lens_ptr, kv_starts_ptr),
+        (B, heads, q_tiles, Sq, Skv, left, right, wanted, least, whole),
+        HAS_LEFT, HAS_RIGHT, HAS_STARTS, BLOCK_KV,
     )  # fmt: skip
     queue = RunQueue.create()
     k = Tiles.create(k_desc, STAGES, BLOCK_KV, D)
@@ -87,14 +96,28 @@ def decode_kernel(
         SCORES, HAS_SINKS,
     )  # fmt: skip
     cache = Cache(
-        page_table_ptr, v_ptr, (stride_tb, stride_vp, stride_vs, stride_vh, n_pages, page_size),
-        k_desc.block_shape[2],
+        (page_table_ptr, v_ptr, kv_starts_ptr),
+        (stride_tb, stride_vp, stride_vs, stride_vh, n_pages, page_size),
+        k_desc.block_shape[2], PAGED, HAS_STARTS,
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (consume, (rows, sizes, queue, k, v, q_smem, cache)),
-            (produce, (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr)),
-        ],
-        [1],
-        [PRODUCER_REGISTERS],
-    )
+    if QUERY_INVARIANT:
+        gl.warp_specialize(
+            [
+                (
+                    consume_spans,
+                    (rows, sizes, queue, k, v, q_smem, cache, statistics_ptr, PAGED, FIXED_MAX),
+                ),
+                (produce, (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (rows, sizes, queue, k, v, q_smem, cache)),
+                (produce, (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )

@@ -19,6 +19,7 @@ from lockstep.kernels.hopper.decode.plan import (
     FOLD_COLUMNS,
     FOLD_ROWS,
     PRODUCER_REGISTERS,
+    keeps_whole,
     least_span,
     most_spans,
     plan_of,
@@ -26,14 +27,19 @@ from lockstep.kernels.hopper.decode.plan import (
     spans_wanted,
     tile_rows_of,
 )
+from lockstep.kernels.hopper.decode.span_fold import fold_spans
 from lockstep.kernels.kernel import Prepared, Result
 from lockstep.kernels.launch import Buffer, Launch, Launches
+from lockstep.memory_order import in_order_of
 from lockstep.problem import AttentionProblem, Tensors
 
 
 def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: int) -> Launches:
     """What runs one problem with inputs of given strides and alignment."""
     fitted = tensors._replace(q=fit(tensors.q), k=fit(tensors.k), v=fit(tensors.v))
+    lengths = None
+    if tensors.kv_lens is None:
+        lengths = torch.full((problem.B,), problem.Skv, dtype=torch.int32, device=tensors.q.device)
     copied = [
         name for name, x, y in zip(Tensors._fields, tensors, fitted, strict=True) if x is not y
     ]
@@ -41,8 +47,11 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
     n_programs = n_processors * plan_of(problem).programs
     n_slots = min(n_programs, problem.B * heads)
     n_rows, n_spans = tile_rows_of(problem), most_spans(problem)
+    n_numbers = 4 if problem.query_invariant else 2
     # A pointer that is not used may be any.
-    names = {} if problem.has_sinks else {"sinks": "lse"}
+    unused = {"sinks": not problem.has_sinks, "statistics": problem.is_paged}
+    unused |= {"page_table": not problem.is_paged, "kv_starts": not problem.has_kv_starts}
+    names = {name: "lse" for name, is_unused in unused.items() if is_unused}
     shared = _numbers(problem, fitted) | _constants(problem)
     decode = Launch(
         decode_kernel,
@@ -56,11 +65,12 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
         num_warps=4,
         maxnreg=plan_of(problem).registers,
     )
+    fold_kernel = fold_spans if problem.query_invariant else fold_slots
     fold = Launch(
-        fold_slots,
+        fold_kernel,
         (n_slots, -(-n_rows // FOLD_ROWS), problem.Dv // FOLD_COLUMNS),
-        {name: shared[name] for name in _taken_by(fold_slots)},
-        names=names,
+        {name: shared[name] for name in _taken_by(fold_kernel)},
+        names={name: to for name, to in names.items() if f"{name}_ptr" in fold_kernel.arg_names},
         num_warps=FOLD_ROWS,
         launch_pdl=True,
     )
@@ -70,15 +80,18 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
         {
             "out": Buffer(problem.out_shape, problem.dtype),
             "lse": Buffer(problem.lse_shape, torch.float32),
+            "statistics": None
+            if problem.is_paged
+            else Buffer(problem.statistics_shape, torch.float32),
         },
         {
             "parts": Buffer((n_slots, n_spans, n_rows, problem.Dv), torch.float32),
-            "part_stats": Buffer((n_slots, n_spans, n_rows, 2), torch.float32),
+            "part_stats": Buffer((n_slots, n_spans, n_rows, n_numbers), torch.float32),
             "slots": Buffer((n_slots, 2), torch.int32),
         },
         [decode, fold],
-        fit=partial(_with_copies, copied) if copied else None,
-        finish=_without_statistics,
+        fit=partial(_fit, copied, lengths) if copied or lengths is not None else None,
+        finish=partial(_finish, problem),
     )
 
 
@@ -86,17 +99,27 @@ def _taken_by(kernel: Any) -> list[str]:
     return [name for name in kernel.arg_names if not name.endswith(("_ptr", "_desc"))]
 
 
-def _with_copies(names: list[str], tensors: Tensors) -> Tensors:
-    return tensors._replace(**{name: copy(getattr(tensors, name)) for name in names})
+def _fit(names: list[str], lengths: Tensor | None, tensors: Tensors) -> Tensors:
+    """Tensors with copies of some of them, and with lengths where they have none."""
+    tensors = tensors._replace(**{name: copy(getattr(tensors, name)) for name in names})
+    return tensors if lengths is None else tensors._replace(kv_lens=lengths)
 
 
-def _without_statistics(tensors: Tensors, results: list[Tensor], workspace: Any) -> Result:
-    out, lse = results
-    return out, lse, None
+def _finish(
+    problem: AttentionProblem, tensors: Tensors, results: list[Tensor], workspace: Any
+) -> Result:
+    if problem.is_paged:
+        out, lse = results
+        return out, lse, None
+    out, lse, statistics = (in_order_of(tensors.q, x) for x in results)
+    return out, lse, statistics
 
 
-def _describe(page_size: int, block_kv: int, padding: str, x: Tensor) -> TensorDescriptor:
-    """A tensor map of pages x [n_pages, page, Hkv, D] as [n_pages, Hkv, page, D]."""
+def _describe(page_size: int | None, block_kv: int, padding: str, x: Tensor) -> TensorDescriptor:
+    """A tensor map of pages x [n_pages, page, Hkv, D] as [n_pages, Hkv, page, D], or of x
+    [B, Hkv, Skv, D] as it is."""
+    if page_size is None:
+        x, page_size = x.transpose(1, 2), block_kv
     n_pages, page, H, D = x.shape
     # The stride of a dim of size 1 means nothing and may be anything.
     by_page, by_row, by_head = (
@@ -110,7 +133,7 @@ def _describe(page_size: int, block_kv: int, padding: str, x: Tensor) -> TensorD
 
 
 def _numbers(problem: AttentionProblem, fitted: Tensors) -> dict[str, float]:
-    assert fitted.page_table is not None
+    v = fitted.v if problem.is_paged else fitted.v.transpose(1, 2)
     left, right = problem.window
     cap = problem.softcap
     by_batch, by_head, by_row, _ = fitted.q.stride()
@@ -118,10 +141,10 @@ def _numbers(problem: AttentionProblem, fitted: Tensors) -> dict[str, float]:
         "stride_qb": by_batch,
         "stride_qh": by_head,
         "stride_qs": by_row,
-        "stride_vp": fitted.v.stride(0),
-        "stride_vs": fitted.v.stride(1),
-        "stride_vh": fitted.v.stride(2),
-        "stride_tb": fitted.page_table.stride(0),
+        "stride_vp": v.stride(0),
+        "stride_vs": v.stride(1),
+        "stride_vh": v.stride(2),
+        "stride_tb": 0 if fitted.page_table is None else fitted.page_table.stride(0),
         "B": problem.B,
         "Hkv": problem.Hkv,
         "group": problem.Hq // problem.Hkv,
@@ -129,12 +152,13 @@ def _numbers(problem: AttentionProblem, fitted: Tensors) -> dict[str, float]:
         "q_tiles": q_tiles_of(problem),
         "Sq": problem.Sq,
         "Skv": problem.Skv,
-        "n_pages": problem.n_pages or 0,
+        "n_pages": v.shape[0],
         "page_size": problem.page_size or 0,
         "left": left or 0,
         "right": right or 0,
         "wanted": spans_wanted(problem),
         "least": least_span(problem),
+        "whole": int(keeps_whole(problem)),
         "n_spans": most_spans(problem),
         "n_rows": tile_rows_of(problem),
         "cap_scale": 0.0 if cap is None else problem.scale / cap,
@@ -157,6 +181,10 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "BLOCK_KV": plan.block_kv,
         "STAGES": plan.stages,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        "HAS_STARTS": problem.has_kv_starts,
+        "PAGED": problem.is_paged,
+        "QUERY_INVARIANT": problem.query_invariant,
+        "FIXED_MAX": problem.dtype == torch.bfloat16,
         "COLUMNS": FOLD_COLUMNS,
         "ROWS": FOLD_ROWS,
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lockstep.kernels.hopper.common.query_invariance import BLOCK_KV, SPAN
 from lockstep.kernels.hopper.common.sizes import ROWS
 from lockstep.problem import AttentionProblem
 
@@ -22,6 +23,8 @@ COLUMNS = 64
 SPAN_COST = 1
 # A span has so many keys for each query row at least: parts stay few beside keys and values.
 KEYS_PER_ROW = 16
+# The most spans that tiles of all 64 rows are cut into, in calls whose spans have a fixed size.
+MAX_PARTS = 64
 # Columns and rows that a program of the second kernel folds, each row by one warp.
 FOLD_COLUMNS, FOLD_ROWS = 64, 4
 # Registers of a thread of the warp that loads; the warpgroup that attends has what is left.
@@ -45,7 +48,16 @@ PLANS = {
 }
 
 
+# Of query-invariant calls, with the blocks of the Hopper forward.
+INVARIANT_PLANS = {
+    64: Plan(BLOCK_KV, stages=3, programs=2, registers=128),
+    128: Plan(BLOCK_KV, stages=3, programs=1, registers=168),
+}
+
+
 def plan_of(problem: AttentionProblem) -> Plan:
+    if problem.query_invariant:
+        return INVARIANT_PLANS[problem.D]
     return PLANS[max(problem.D, problem.Dv)]
 
 
@@ -66,17 +78,31 @@ def q_tiles_of(problem: AttentionProblem) -> int:
 
 def spans_wanted(problem: AttentionProblem) -> int:
     """Into how many spans the keys of a head are cut, if they are many enough."""
+    if problem.query_invariant:
+        return problem.Skv
     return max(1, WANTED // (problem.Hkv * q_tiles_of(problem)))
 
 
 def least_span(problem: AttentionProblem) -> int:
     """The least keys of a span; a multiple of every tile."""
+    if problem.query_invariant:
+        return SPAN
     keys = -(-KEYS_PER_ROW * tile_rows_of(problem) // LEAST_SPAN) * LEAST_SPAN
     return min(max(LEAST_SPAN, keys), MOST_SPAN)
 
 
+def keeps_whole(problem: AttentionProblem) -> bool:
+    """Whether a tile of query rows has one program for all its keys: parts of tall tiles would take
+    too much memory where spans are short."""
+    return problem.query_invariant and tile_rows_of(problem) == ROWS and _parts(problem) > MAX_PARTS
+
+
 def most_spans(problem: AttentionProblem) -> int:
-    """The most spans that a row of the problem can see."""
+    """The most spans that are handed out for a row of the problem."""
+    return 1 if keeps_whole(problem) else _parts(problem)
+
+
+def _parts(problem: AttentionProblem) -> int:
     wanted = max(spans_wanted(problem), -(-problem.Skv // MOST_SPAN))
     # One more where a window begins in the middle of a span.
     return min(wanted, -(-problem.Skv // least_span(problem))) + 1

@@ -17,7 +17,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
 )
 from lockstep.kernels.hopper.common.ring import Ring
 from lockstep.kernels.hopper.decode import plan
-from lockstep.kernels.hopper.decode.schedule import SPAN_COST, first_span_from
+from lockstep.kernels.hopper.decode.schedule import SPAN_COST, spans_before
 
 COLUMNS = gl.constexpr(plan.COLUMNS)
 
@@ -75,6 +75,7 @@ class Cache:
 
     table_ptr: gl.tensor  # [B, ·]
     v_ptr: gl.tensor  # [n_pages, page, Hkv, Dv]
+    starts_ptr: gl.tensor  # [B], of sequences in one tensor
     stride_tb: gl.tensor
     stride_vp: gl.tensor
     stride_vs: gl.tensor
@@ -82,11 +83,14 @@ class Cache:
     n_pages: gl.tensor
     page_size: gl.tensor
     ROWS: gl.constexpr  # of a page that the copy engine loads at once
+    PAGED: gl.constexpr  # else each sequence is a page of its own
+    HAS_STARTS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, table_ptr, v_ptr, numbers, ROWS):
-        self.table_ptr = table_ptr
-        self.v_ptr = v_ptr
+    def __init__(self, pointers, numbers, ROWS, PAGED, HAS_STARTS):
+        self.table_ptr = pointers[0]
+        self.v_ptr = pointers[1]
+        self.starts_ptr = pointers[2]
         self.stride_tb = numbers[0]
         self.stride_vp = numbers[1]
         self.stride_vs = numbers[2]
@@ -94,11 +98,18 @@ class Cache:
         self.n_pages = numbers[4]
         self.page_size = numbers[5]
         self.ROWS = gl.constexpr(ROWS)
+        self.PAGED = gl.constexpr(PAGED)
+        self.HAS_STARTS = gl.constexpr(HAS_STARTS)
 
     @gluon.jit
     def place_of(self, b, key, end):
         """The page of a key of sequence b and its row there; the page is `n_pages` if there is none
         of that number, and for keys from `end` on."""
+        if not self.PAGED:
+            row = key
+            if self.HAS_STARTS:
+                row += gl.load(self.starts_ptr + b).to(gl.int32)
+            return gl.where(key < end, b, self.n_pages), row
         at = self.table_ptr + b.to(gl.int64) * self.stride_tb + key // self.page_size
         page = gl.load(at, mask=key < end, other=-1)
         is_there = (page >= 0) & (page < self.n_pages)
@@ -127,16 +138,14 @@ def produce(sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr):
     cut = b * 0 - 1  # the tile of query rows whose parts are in this program's slot
     cut_spans = b * 0
     while (begin < stretch_end) & (b < sizes.B):
-        length = gl.load(sizes.kv_lens_ptr + b)
-        is_good = (length >= 0) & (length <= sizes.Skv)
-        kv_len = gl.where(is_good, length, 0).to(gl.int32)
+        kv_len, is_good = sizes.keys_of(b, b < sizes.B)
         tile_begin, tile_end, span, n_spans = sizes.tiles_of(kv_len)
         work = tile_end - tile_begin + n_spans * SPAN_COST
         head = gl.maximum(stretch_begin - begin, 0) // work
         at = begin + head * work
         while (at < stretch_end) & (head < sizes.heads):
-            first = first_span_from(stretch_begin - at, tile_begin, span)
-            last = gl.minimum(first_span_from(stretch_end - at, tile_begin, span), n_spans)
+            first = spans_before(sizes, stretch_begin - at, tile_begin, span, n_spans)
+            last = spans_before(sizes, stretch_end - at, tile_begin, span, n_spans)
             if first < last:
                 is_whole = last - first == n_spans
                 pair = b * sizes.heads + head

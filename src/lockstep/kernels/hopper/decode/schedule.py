@@ -28,6 +28,7 @@ class Sizes:
     """Sizes and masks of one launch."""
 
     kv_lens_ptr: gl.tensor
+    kv_starts_ptr: gl.tensor
     B: gl.tensor
     heads: gl.tensor  # tiles of query rows over all KV heads of a sequence
     q_tiles: gl.tensor  # of one KV head
@@ -37,13 +38,16 @@ class Sizes:
     right: gl.tensor
     wanted: gl.tensor  # spans of a head, and the least keys of one
     least: gl.tensor
+    whole: gl.tensor  # 1 if each tile of query rows is one program's, 0 if its spans are shared
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
+    HAS_STARTS: gl.constexpr
     BLOCK_KV: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, kv_lens_ptr, numbers, HAS_LEFT, HAS_RIGHT, BLOCK_KV):
-        self.kv_lens_ptr = kv_lens_ptr
+    def __init__(self, pointers, numbers, HAS_LEFT, HAS_RIGHT, HAS_STARTS, BLOCK_KV):
+        self.kv_lens_ptr = pointers[0]
+        self.kv_starts_ptr = pointers[1]
         self.B = numbers[0]
         self.heads = numbers[1]
         self.q_tiles = numbers[2]
@@ -53,9 +57,23 @@ class Sizes:
         self.right = numbers[6]
         self.wanted = numbers[7]
         self.least = numbers[8]
+        self.whole = numbers[9]
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+        self.HAS_STARTS = gl.constexpr(HAS_STARTS)
         self.BLOCK_KV = gl.constexpr(BLOCK_KV)
+
+    @gluon.jit
+    def keys_of(self, b, mask):
+        """How many keys sequence b has, or several, 0 if a number is wrong; and whether none is."""
+        end = gl.load(self.kv_lens_ptr + b, mask=mask, other=0)
+        is_good = (end >= 0) & (end <= self.Skv)
+        length = end
+        if self.HAS_STARTS:
+            start = gl.load(self.kv_starts_ptr + b, mask=mask, other=0)
+            is_good = is_good & (start >= 0) & (start <= end)
+            length = end - start
+        return gl.where(is_good, length, 0).to(gl.int32), is_good
 
     @gluon.jit
     def keys_seen(self, kv_len):
@@ -115,9 +133,8 @@ class Sizes:
     def work_of_some(self, first, layout: gl.constexpr):
         """The cost [CHUNK] of the sequences from `first` on, 0 beyond the last."""
         b = first + gl.arange(0, CHUNK, layout)
-        length = gl.load(self.kv_lens_ptr + b, mask=b < self.B, other=0)
-        is_good = (length >= 0) & (length <= self.Skv)
-        work = self.work_of(gl.where(is_good, length, 0).to(gl.int32)) * self.heads
+        length, _is_good = self.keys_of(b, b < self.B)
+        work = self.work_of(length) * self.heads
         return gl.where(b < self.B, work, 0)
 
 
@@ -132,6 +149,15 @@ def first_span_from(place, begin, span):
     number `begin`; `span` is in tiles."""
     missing = begin % span  # tiles of the first span that are not seen
     return gl.where(place <= 0, 0, gl.cdiv(place + missing, span + SPAN_COST))
+
+
+@gluon.jit
+def spans_before(sizes, place, begin, span, n_spans):
+    """How many of the spans of a head begin less than `place` behind its begin; all of them, or
+    none, where a head is one program's."""
+    all_or_none = gl.where(place <= 0, 0, n_spans)
+    some = gl.minimum(first_span_from(place, begin, span), n_spans)
+    return gl.where(sizes.whole != 0, all_or_none, some)
 
 
 @aggregate

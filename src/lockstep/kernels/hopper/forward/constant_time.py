@@ -14,7 +14,7 @@ to LARGEST. So rounding adds no more than 2^(LARGEST - 24) to an exponent, and n
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
-from lockstep.kernels.hopper.forward.softmax import max_rounding_error
+from lockstep.kernels.hopper.common.softmax import max_rounding_error
 
 # By the dtype of weights, which fp16 has up to 2^15.
 LARGEST = {"bf16": 29, "fp16": 27}

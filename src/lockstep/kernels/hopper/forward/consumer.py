@@ -24,21 +24,14 @@ from lockstep.kernels.hopper.common.pieces import (
     await_all,
     empty_sums,
     issue_products,
-    issue_transposed,
     n_pieces,
     piece_start,
     piece_width,
     row_sums,
     scale_all,
 )
-from lockstep.kernels.hopper.forward import constant_time
-from lockstep.kernels.hopper.forward.failed_tiles import await_stores
-from lockstep.kernels.hopper.forward.pingpong import await_turn, pass_turn
-from lockstep.kernels.hopper.forward.program import Rows, normalize
-from lockstep.kernels.hopper.forward.rounding import add_residue, sums_before
-from lockstep.kernels.hopper.forward.schedule import BAD
-from lockstep.kernels.hopper.forward.second_pass import consume_second_pass
-from lockstep.kernels.hopper.forward.softmax import (
+from lockstep.kernels.hopper.common.rounding import add_residue, sums_before
+from lockstep.kernels.hopper.common.softmax import (
     LARGE_MAX,
     OVERFLOW,
     add_sums,
@@ -47,6 +40,16 @@ from lockstep.kernels.hopper.forward.softmax import (
     raise_maximum,
     thread_sums,
 )
+from lockstep.kernels.hopper.common.spans import empty_sums_of_spans
+from lockstep.kernels.hopper.forward import constant_time
+from lockstep.kernels.hopper.forward.failed_tiles import await_stores
+from lockstep.kernels.hopper.forward.pingpong import await_turn, pass_turn
+from lockstep.kernels.hopper.forward.products import await_product, issue_product, issue_scores
+from lockstep.kernels.hopper.forward.program import Rows, close_total, normalize
+from lockstep.kernels.hopper.forward.schedule import BAD
+from lockstep.kernels.hopper.forward.second_pass import consume_second_pass
+from lockstep.kernels.hopper.forward.span_steps import end_spans, step_in_spans
+from lockstep.kernels.hopper.forward.total import add_products, empty_products
 
 
 @gluon.jit
@@ -59,24 +62,6 @@ def skip(c: gl.constexpr, program, i):
     program.k.release(i)
     program.v.wait(i)
     program.v.release(i)
-
-
-@gluon.jit
-def issue_scores(c: gl.constexpr, program, q, i):
-    """Q·Kᵀ of the i-th block on its way to the tensor cores."""
-    if program.build.PINGPONG:
-        await_turn(c, i)
-    return issue_transposed(q, program.k, i, program.schedule.BLOCK_KV)
-
-
-@gluon.jit
-def issue_product(c: gl.constexpr, program, p, acc, i):
-    """P·V of the i-th block behind it; the next consumer may have the tensor cores then."""
-    program.v.wait(i)
-    acc = issue_products(p, program.v, i, acc)
-    if program.build.PINGPONG:
-        pass_turn((c + 1) % program.build.CONSUMERS, i)
-    return acc
 
 
 @gluon.jit
@@ -94,19 +79,6 @@ def first_block_weights(program, rows, s, block):
         m, _alpha = raise_maximum(s, m, scale, True)
         weights = exp2_weights(s, m, scale)
     return weights, m, thread_sums(weights)
-
-
-@gluon.jit
-def await_product(program, acc, weights, next_block, expected):
-    """acc of a product under way, and the weights computed meanwhile.
-
-    ptxas moves the wait above the exponentials unless a block boundary stands between: waiting for
-    the next block of K, which is needed next anyway, is one. The weights go through the wait
-    because the left operand, which the product reads, gives them its registers."""
-    N: gl.constexpr = n_pieces(program.v.COLUMNS)
-    program.k.wait(next_block, pred=expected)
-    done = warpgroup_mma_wait(0, deps=acc + (weights,))  # noqa: RUF005, Gluon does not unpack
-    return done[:N], done[N]
 
 
 @gluon.jit
@@ -254,7 +226,13 @@ def store_results(
     """Write the results of a tile; 1 for rows [ROWS] that are to be computed again, else 0."""
     row_layout: gl.constexpr = m.type.layout
     is_large = (gl.abs(m) * program.score_scale() >= LARGE_MAX) & (m > -float("inf"))
-    out, lse, m, l = normalize(program, results, tile, rows, acc, m, l, residue, None, o_desc.dtype)
+    if program.build.SPAN:
+        # These are totals, and `residue` is the sum r.
+        out, lse, m, l = close_total(program, results, tile, rows, acc, m, l, residue)
+    else:
+        out, lse, m, l = normalize(
+            program, results, tile, rows, acc, m, l, residue, None, o_desc.dtype
+        )
     first_row = tile.q_idx + c * ROWS
     q_idx = first_row + gl.arange(0, ROWS, row_layout)
     exists = q_idx < tile.len_q
@@ -276,12 +254,15 @@ def store_results(
 
 
 @gluon.jit
-def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc):
+def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_smem):
     """Every tile of this program; then, for the first consumer, the second pass."""
     schedule = program.schedule
     # Where there is room for the queries of two tiles, one flows into the next.
     FLOWS: gl.constexpr = program.build.Q_STAGES == 2
     s_layout: gl.constexpr = accumulator(schedule.BLOCK_KV)
+    memory = None
+    if program.build.SPAN and o_desc.block_shape[4] < program.v.COLUMNS:
+        memory = total_smem
     seen = 0
     tiles = 0
     if program.build.PINGPONG and c == program.build.CONSUMERS - 1:
@@ -303,11 +284,23 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc):
                     m, program.score_scale(), program.k.tiles_smem.dtype
                 )
             q = q_ring.pieces(tiles)
-            for block in range(rows.begin + 1, rows.end):
-                p, acc, m, l, residue = step(
-                    c, program, rows, block, seen, q, p, acc, m, l, residue
-                )
-                seen += 1
+            if program.build.SPAN:
+                sums = empty_sums_of_spans(m)
+                total = empty_products(acc, memory)
+                for block in range(rows.begin + 1, rows.end):
+                    p, acc, m, l, residue, sums, total = step_in_spans(
+                        c, program, rows, block, seen, q, p, acc, m, l, residue, sums, total, memory
+                    )
+                    seen += 1
+                if (rows.end - 1) % program.build.SPAN == 0:
+                    total = add_products(total, memory, sums[3], acc, sums[4])
+                    acc = empty_sums(program.v.COLUMNS)
+            else:
+                for block in range(rows.begin + 1, rows.end):
+                    p, acc, m, l, residue = step(
+                        c, program, rows, block, seen, q, p, acc, m, l, residue
+                    )
+                    seen += 1
             last = seen
             seen += 1
             for _ in range(rows.end, rows.tile_end):
@@ -329,6 +322,10 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc):
                 )
             else:
                 acc = end_tile(program, last, p, acc)
+            if program.build.SPAN:
+                m, l, residue, acc = end_spans(
+                    program, sums, total, memory, m, l, residue, acc, p.dtype
+                )
             again = store_results(
                 c, program, results, tile, rows, acc, m, l, residue, o_smem, o_desc
             )

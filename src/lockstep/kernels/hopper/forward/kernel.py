@@ -93,6 +93,7 @@ def forward_kernel(
     FIXED_MAX: gl.constexpr,
     SECOND_PASS: gl.constexpr,
     Q_STAGES: gl.constexpr,
+    SPAN: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     SERVER_REGISTERS: gl.constexpr,
     CONSTANT_TIME: gl.constexpr,
@@ -148,6 +149,7 @@ def forward_kernel(
             Q_STAGES,
             SCORES,
             HAS_SINKS,
+            SPAN,
             CONSTANT_TIME,
             INSPECTS,
         ),
@@ -161,12 +163,18 @@ def forward_kernel(
     q_1 = TileRing.create(q_desc, Q_STAGES, 1, D_COLUMNS)
     o_0 = allocate_tiles(o_desc, 1)
     o_1 = allocate_tiles(o_desc, 1)
+    # A quarter of the second sums of query-invariant builds: `total.py`.
+    t_0 = o_0
+    t_1 = o_1
+    if SPAN and o_desc.block_shape[4] < DV_COLUMNS:
+        t_0 = gl.allocate_shared_memory(gl.float32, [ROWS, 32], gl.NVMMASharedLayout(128, 32, 2))
+        t_1 = gl.allocate_shared_memory(gl.float32, [ROWS, 32], gl.NVMMASharedLayout(128, 32, 2))
     # Arguments are written out in place: bound to a name, the constants in them become tensors.
     if CONSUMERS == 2 and INSPECTS:
         gl.warp_specialize(
             [
-                (consume, (0, program, results, q_0, o_0, o_desc)),
-                (consume, (1, program, results, q_1, o_1, o_desc)),
+                (consume, (0, program, results, q_0, o_0, o_desc, t_0)),
+                (consume, (1, program, results, q_1, o_1, o_desc, t_1)),
                 (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1))),
                 (schedule_tiles, (program,)),
                 (inspect, (0, program)),
@@ -184,8 +192,8 @@ def forward_kernel(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, program, results, q_0, o_0, o_desc)),
-                (consume, (1, program, results, q_1, o_1, o_desc)),
+                (consume, (0, program, results, q_0, o_0, o_desc, t_0)),
+                (consume, (1, program, results, q_1, o_1, o_desc, t_1)),
                 (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1))),
                 (schedule_tiles, (program,)),
             ],
@@ -198,9 +206,9 @@ def forward_kernel(
         if INSPECTS:
             gl.warp_specialize(
                 [
-                    (consume, (0, program, results, q_0, o_0, o_desc)),
-                    (consume, (1, program, results, q_1, o_1, o_desc)),
-                    (consume, (2, program, results, q_2, o_2, o_desc)),
+                    (consume, (0, program, results, q_0, o_0, o_desc, t_0)),
+                    (consume, (1, program, results, q_1, o_1, o_desc, t_1)),
+                    (consume, (2, program, results, q_2, o_2, o_desc, o_2)),
                     (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1, q_2))),
                     (schedule_tiles, (program,)),
                     (inspect, (0, program)),
@@ -219,9 +227,9 @@ def forward_kernel(
         else:
             gl.warp_specialize(
                 [
-                    (consume, (0, program, results, q_0, o_0, o_desc)),
-                    (consume, (1, program, results, q_1, o_1, o_desc)),
-                    (consume, (2, program, results, q_2, o_2, o_desc)),
+                    (consume, (0, program, results, q_0, o_0, o_desc, t_0)),
+                    (consume, (1, program, results, q_1, o_1, o_desc, t_1)),
+                    (consume, (2, program, results, q_2, o_2, o_desc, o_2)),
                     (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1, q_2))),
                     (schedule_tiles, (program,)),
                 ],

@@ -189,6 +189,7 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "FIXED_MAX": problem.dtype == torch.bfloat16 and not problem.constant_time,
         "SECOND_PASS": not problem.constant_time,
         "Q_STAGES": plan.q_stages,
+        "SPAN": plan.span // plan.block_kv,
         "CONSUMER_REGISTERS": of_consumer,
         "SERVER_REGISTERS": of_server,
         "CONSTANT_TIME": problem.constant_time,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lockstep.kernels.hopper.common.query_invariance import BLOCK_KV, SPAN
 from lockstep.kernels.hopper.common.sizes import ROWS
 from lockstep.problem import AttentionProblem
 
@@ -25,6 +26,7 @@ class Plan:
     q_stages: int
     pingpong: bool
     out_columns: int = 128  # of out that leave through shared memory at once
+    span: int = 0  # keys between two folds of query-invariant builds
 
     @property
     def block_q(self) -> int:
@@ -51,6 +53,12 @@ NARROW_PLANS = {
 # Up to so many keys there is nothing to take turns at.
 FEW_KEYS = 256
 FEW_KEYS_PLAN = Plan(consumers=2, block_kv=128, stages=3, q_stages=2, pingpong=False)
+# Query-invariant builds, whose rows keep two sums (`spans.py`). Half of out leaves at once, so that
+# there is room for some of the second at D 128.
+SPAN_PLANS = {
+    64: Plan(2, BLOCK_KV, stages=3, q_stages=2, pingpong=True, span=SPAN),
+    128: Plan(2, BLOCK_KV, stages=2, q_stages=2, pingpong=True, out_columns=64, span=SPAN),
+}
 # Pairing tiles is worth it where it keeps programs this busy, and while the keys and values of the
 # heads at work fit into L2.
 BUSY, L2_BYTES = 0.96, 50e6
@@ -70,6 +78,8 @@ def plan_of(problem: AttentionProblem) -> Plan:
     if width == 192 and width_v <= 128:
         return WIDE_KEYS
     width = max(width, width_v)
+    if problem.query_invariant:
+        return SPAN_PLANS[width]
     left, right = problem.window
     if width in NARROW_PLANS and None not in (left, right) and left + right < NARROW:
         return NARROW_PLANS[width]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
-from lockstep.kernels.hopper.common.pieces import scale_all
 from lockstep.kernels.hopper.common.ring import TileRing
-from lockstep.kernels.hopper.common.scores import LN2, LOG2E, cap
-from lockstep.kernels.hopper.forward.constant_time import rounding_of
-from lockstep.kernels.hopper.forward.failed_tiles import FailedTiles
-from lockstep.kernels.hopper.forward.inspector import Flags
-from lockstep.kernels.hopper.forward.schedule import BAD, Schedule
-from lockstep.kernels.hopper.forward.softmax import (
+from lockstep.kernels.hopper.common.scores import LOG2E, cap
+from lockstep.kernels.hopper.common.softmax import (
+    close_rows,
     hide_before,
     hide_from,
     max_rounding_error,
 )
+from lockstep.kernels.hopper.forward.constant_time import rounding_of
+from lockstep.kernels.hopper.forward.failed_tiles import FailedTiles
+from lockstep.kernels.hopper.forward.inspector import Flags
+from lockstep.kernels.hopper.forward.schedule import BAD, Schedule
 from lockstep.kernels.hopper.forward.tile_queue import TileQueue
 
 
@@ -35,13 +35,14 @@ class Build:
     Q_STAGES: gl.constexpr  # 2: the queries of the next tile arrive while this one is at work
     SCORES: gl.constexpr  # "raw", "scaled" (where scale is not positive) or "capped"
     HAS_SINKS: gl.constexpr
+    SPAN: gl.constexpr  # blocks of keys between two folds, 0 for none: spans.py
     CONSTANT_TIME: gl.constexpr
     INSPECTS: gl.constexpr  # in constant time, under a mask
 
     @gluon.constexpr_function
     def __init__(
         self, CONSUMERS, PINGPONG, FIXED_MAX, SECOND_PASS, Q_STAGES, SCORES, HAS_SINKS,
-        CONSTANT_TIME, INSPECTS,
+        SPAN, CONSTANT_TIME, INSPECTS,
     ):  # fmt: skip
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.PINGPONG = gl.constexpr(PINGPONG)
@@ -50,6 +51,7 @@ class Build:
         self.Q_STAGES = gl.constexpr(Q_STAGES)
         self.SCORES = gl.constexpr(SCORES)
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
+        self.SPAN = gl.constexpr(SPAN)
         self.CONSTANT_TIME = gl.constexpr(CONSTANT_TIME)
         self.INSPECTS = gl.constexpr(INSPECTS)
 
@@ -262,27 +264,17 @@ def normalize(program, results, tile, rows, acc, m, l, residue, is_exact, dtype:
     # The weight of the maximum is known: it is what rounding m·scale makes of 1.
     top = gl.exp2(error)
     r = gl.where(l == 0.0, l, r + (top.to(dtype).to(gl.float32) - top))
+    sink = None
     if program.build.HAS_SINKS:
-        l = l * factor
-        r = r * factor
-        # A sink is a key without a value.
-        sink = gl.load(results.sinks_ptr + tile.head).to(gl.float32) * LOG2E
-        # Finite even where the scale is next to nothing.
-        top = gl.minimum(gl.maximum(m, sink / scale), 3.0e38)
-        top = gl.where(top == -float("inf"), 0.0, top)
-        keep = gl.exp2((m - top) * scale)
-        weight = gl.exp2(gl.fma(-top, scale + gl.zeros_like(top), sink + gl.zeros_like(top)))
-        l = l * keep + weight
-        r = r * keep + weight
-        inverse = factor * keep / gl.where(r == 0.0, 1.0, r)
-        m = top
-    else:
-        inverse = 1.0 / gl.where(r == 0.0, 1.0, r)
-        l = l * factor
-    is_empty = l == 0.0
-    log2_l = gl.log2(gl.where(is_empty, 1.0, l))
-    lse = (m * scale + (max_rounding_error(m, scale) + log2_l)) * LN2
-    nan_if_bad = rows.nan_if_bad()
-    lse = gl.where(is_empty, -float("inf"), lse) + nan_if_bad
-    m = gl.where(is_empty, float("inf"), m)
-    return scale_all(acc, inverse + nan_if_bad), lse, m, gl.where(is_empty, 1.0, l)
+        sink = gl.load(results.sinks_ptr + tile.head)
+    return close_rows(acc, m, l, r, factor, scale, sink, rows.nan_if_bad())
+
+
+@gluon.jit
+def close_total(program, results, tile, rows, acc, m, l, r):
+    """What `normalize` returns, from the total of all spans: `spans.py`."""
+    sink = None
+    if program.build.HAS_SINKS:
+        sink = gl.load(results.sinks_ptr + tile.head)
+    one = gl.full(m.shape, 1.0, gl.float32, m.type.layout)
+    return close_rows(acc, m, l, r, one, program.score_scale(), sink, rows.nan_if_bad())

@@ -26,15 +26,22 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     warpgroup_mma_wait,
 )
 from lockstep.kernels.hopper.common.pieces import issue_transposed, scale_rows
-from lockstep.kernels.hopper.forward.program import Rows, normalize
-from lockstep.kernels.hopper.forward.rounding import add_residue, sums_before
-from lockstep.kernels.hopper.forward.softmax import (
+from lockstep.kernels.hopper.common.rounding import add_residue, sums_before
+from lockstep.kernels.hopper.common.softmax import (
     add_sums,
     exp2_weights,
     exp2_weights_exact,
     raise_maximum,
     thread_sums,
 )
+from lockstep.kernels.hopper.common.spans import (
+    empty_total,
+    fold_span,
+    raise_in_span,
+    span_weights,
+    sums_of_span,
+)
+from lockstep.kernels.hopper.forward.program import Rows, close_total, normalize
 
 # What stands for a value that is not finite while it is counted. A block has up to 128 keys, so
 # that a count of one kind stays below one of the next; all are exact in bf16 and fp16, and sums of
@@ -119,6 +126,55 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
 
 
 @gluon.jit
+def attend_spans(program, rows, q, seen):
+    """`attend_second_pass` of builds with spans: acc, m, l and r of the total."""
+    CONSUMERS: gl.constexpr = program.build.CONSUMERS
+    BLOCK_KV: gl.constexpr = program.schedule.BLOCK_KV
+    WIDTH: gl.constexpr = program.v.COLUMNS
+    FIXED_MAX: gl.constexpr = program.build.FIXED_MAX
+    p_layout: gl.constexpr = left_operand(WIDTH)
+    scale = program.score_scale()
+    zero = zeros(BLOCK_KV)
+    no_max = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, zero.type.layout))
+    m = no_max
+    l = thread_sums(zero)
+    residue = l
+    acc = zeros(WIDTH)
+    sums, total = empty_total(m, WIDTH)
+    for block in range(rows.begin, rows.end):
+        program.k.wait(seen)
+        s = issue_transposed(q, program.k, seen, BLOCK_KV)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        program.k.release(seen, CONSUMERS)
+        s = program.mask_scores(rows, s, block)
+        m, alpha, residue, before = raise_in_span(s, m, l, residue, scale, FIXED_MAX)
+        weights = span_weights(s, m, scale)
+        if FIXED_MAX:
+            residue = add_residue(residue, weights, thread_sums(weights), before)
+        l = add_sums(l, alpha, weights)
+        acc = scale_rows(acc, alpha)
+        p = gl.convert_layout(weights.to(q[0].dtype), p_layout)
+        program.v.wait(seen)
+        v_tile = program.v.tile(seen).slice(0, WIDTH, 1)
+        if rows.is_edge(block):
+            visible = gl.exp2(rows.hide(program.schedule, zero, block))
+            visible = gl.convert_layout(visible.to(q[0].dtype), p_layout)
+            acc = clean_product(p, visible, v_tile, acc)
+        else:
+            acc = product(p, v_tile, acc)
+        program.v.release(seen, CONSUMERS)
+        seen += 1
+        if (block + 1) % program.build.SPAN == 0 or block + 1 == rows.end:
+            part_l, part_r, error = sums_of_span(m, l, residue, scale, q[0].dtype)
+            sums, total = fold_span(sums, total, m, part_l, part_r, error, (acc,), scale)
+            m = no_max
+            l = gl.zeros_like(l)
+            residue = l
+            acc = zeros(WIDTH)
+    return total, sums[0], sums[1], sums[2], seen
+
+
+@gluon.jit
 def replace_rows(results, out, row, chosen, first_column):
     """Store the `chosen` rows of out [ROWS, ·], columns of the tensor from `first_column` on; `row`
     [ROWS] counts rows of the tensor."""
@@ -154,12 +210,16 @@ def consume_second_pass(program, results, q_ring, seen, tiles):
             q_ring.wait(sent_q)
             q = q_ring.pieces(sent_q)
             for first_column in range(0, program.v.COLUMNS, SLICE):
-                acc, m, l, residue, seen = attend_second_pass(
-                    program, rows, q, runs, is_exact, seen
-                )
-                out, lse, m, l = normalize(
-                    program, results, tile, rows, (acc,), m, l, residue, is_exact, q[0].dtype
-                )
+                if program.build.SPAN:
+                    acc, m, l, r, seen = attend_spans(program, rows, q, seen)
+                    out, lse, m, l = close_total(program, results, tile, rows, acc, m, l, r)
+                else:
+                    acc, m, l, residue, seen = attend_second_pass(
+                        program, rows, q, runs, is_exact, seen
+                    )
+                    out, lse, m, l = normalize(
+                        program, results, tile, rows, (acc,), m, l, residue, is_exact, q[0].dtype
+                    )
                 out = out[0].to(q[0].dtype)
                 replace_rows(results, out, row, chosen, first_column)
                 results.store_statistics(row, lse, m, l, chosen)

@@ -15,7 +15,8 @@ and the row is computed again with a running maximum (`second_pass.py`).
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
-from lockstep.kernels.hopper.common.pieces import scale_rows
+from lockstep.kernels.hopper.common.pieces import scale_all, scale_rows
+from lockstep.kernels.hopper.common.scores import LN2, LOG2E
 
 # A row with a fixed maximum whose sum reaches this is computed again: 2^64 leaves room for values
 # up to 2^63.
@@ -79,6 +80,37 @@ def exp2_weights_exact(s, m, scale):
 def max_rounding_error(m, scale):
     """What rounding m·scale adds to the exponents of `exp2_weights`."""
     return gl.where(gl.abs(m) < float("inf"), gl.fma(m, scale + gl.zeros_like(m), -m * scale), 0.0)
+
+
+@gluon.jit
+def close_rows(acc, m, l, r, factor, scale, sink, nan_if_bad):
+    """Pieces of out [ROWS, ·] fp32; lse, m and l [ROWS] of rows that have seen all their keys.
+
+    l and r are the sums of their weights, of r the largest as acc was multiplied by them; both, and
+    acc, are relative to exp2(m·scale) once they are multiplied by `factor`. `sink` is a key without
+    a value, in natural units, or None. `nan_if_bad` is added to all results."""
+    if sink is not None:
+        l = l * factor
+        r = r * factor
+        sink = sink.to(gl.float32) * LOG2E
+        # Finite even where the scale is next to nothing.
+        top = gl.minimum(gl.maximum(m, sink / scale), 3.0e38)
+        top = gl.where(top == -float("inf"), 0.0, top)
+        keep = gl.exp2((m - top) * scale)
+        weight = gl.exp2(gl.fma(-top, scale + gl.zeros_like(top), sink + gl.zeros_like(top)))
+        l = l * keep + weight
+        r = r * keep + weight
+        inverse = factor * keep / gl.where(r == 0.0, 1.0, r)
+        m = top
+    else:
+        inverse = 1.0 / gl.where(r == 0.0, 1.0, r)
+        l = l * factor
+    is_empty = l == 0.0
+    log2_l = gl.log2(gl.where(is_empty, 1.0, l))
+    lse = (m * scale + (max_rounding_error(m, scale) + log2_l)) * LN2
+    lse = gl.where(is_empty, -float("inf"), lse) + nan_if_bad
+    m = gl.where(is_empty, float("inf"), m)
+    return scale_all(acc, inverse + nan_if_bad), lse, m, gl.where(is_empty, 1.0, l)
 
 
 @gluon.jit
