@@ -22,7 +22,7 @@ from lockstep import dispatch
 from lockstep.audit.bits import Difference, first_difference
 from lockstep.distributed import context_parallel_attention, shard
 from lockstep.options import make_options
-from lockstep.problem import Tensors, describe
+from lockstep.problem import AttentionProblem, Tensors, describe
 
 TOKENS = 2
 MASKS: dict[str, dict[str, Any]] = {
@@ -88,6 +88,22 @@ def _kernel(case: Case) -> str | None:
     """The kernel whose bits a call should have; that of a ring need not be the default."""
     if case.kernel is not None or case.method != "ring":
         return case.kernel
+    found = dispatch.select_carry(_problem(case))
+    return None if found is None else found.name
+
+
+def without_invariance(case: Case) -> bool:
+    """Whether the kernel that a case names makes no promise of query-invariance, or not for it."""
+    kernel = dispatch.candidates(case.kernel)[0]
+    strict, plain = (
+        dispatch.refusal(kernel, _problem(replace(case, query_invariant=asked)), backward=True)
+        for asked in (True, False)
+    )
+    return not kernel.query_invariant or (strict is not None and plain is None)
+
+
+def _problem(case: Case) -> AttentionProblem:
+    """What one process would be asked for, sinks aside."""
     mask, heads = MASKS[case.mask], (case.Hq, case.Hkv, case.Hkv)
     q, k, v = (
         torch.empty(2, H, case.S, case.D, dtype=case.dtype, device=case.device) for H in heads
@@ -95,8 +111,7 @@ def _kernel(case: Case) -> str | None:
     options = make_options(
         mask.get("causal", False), mask.get("window"), None, case.softcap, case.query_invariant
     )
-    found = dispatch.select_carry(describe(Tensors(q, k, v), options))
-    return None if found is None else found.name
+    return describe(Tensors(q, k, v), options)
 
 
 @lru_cache(maxsize=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -78,8 +79,7 @@ def _prepare(
     """The cases. Raises ValueError where nothing can run."""
     import torch
 
-    from lockstep import dispatch
-    from lockstep.audit.distributed import MASKS, cases
+    from lockstep.audit.distributed import MASKS, cases, without_invariance
     from lockstep.distributed.methods import METHODS, by_name
 
     if "RANK" not in os.environ:
@@ -92,11 +92,6 @@ def _prepare(
     for name in masks:
         if name not in MASKS:
             raise ValueError(f"--mask takes one of {', '.join(MASKS)}, got {name!r}")
-    invariant = kernel is None or dispatch.candidates(kernel)[0].query_invariant
-    if not invariant:
-        names = tuple(name for name in names if name == "heads")
-        if not names:
-            raise ValueError(f"--method takes heads with {kernel}: it is not query_invariant")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device, indexed=False)
     kind = dtype_of(dtype or ("fp32" if device == "cpu" else "bf16"), DTYPES)
@@ -107,8 +102,14 @@ def _prepare(
     S, Hq, Hkv, D = sizes
     if Hq % Hkv:
         raise ValueError(f"--heads takes a multiple of --kv-heads, got {Hq} and {Hkv}")
-    call = {"dtype": kind, "device": device, "kernel": kernel, "query_invariant": invariant}
-    return list(cases(names, masks, S=S, Hq=Hq, Hkv=Hkv, D=D, **call))
+    call = {"dtype": kind, "device": device, "kernel": kernel}
+    found = list(cases(names, masks, S=S, Hq=Hq, Hkv=Hkv, D=D, **call))
+    if kernel is None or not without_invariance(found[0]):
+        return found
+    found = [replace(case, query_invariant=False) for case in found if case.method == "heads"]
+    if not found:
+        raise ValueError(f"--method takes heads with {kernel}: it is not query_invariant here")
+    return found
 
 
 def _run(found: list[Case]) -> tuple[list[dict[str, Any]], dict[str, str], int]:
