@@ -7,13 +7,10 @@ import torch
 from problems import same_bits
 
 pytest.importorskip("triton")
-import triton
-import triton.language as tl
 from triton_device import DEVICE, GPU, needs_triton
 
 import lockstep
 from lockstep import reference
-from lockstep.kernels.triton.products import rest
 from lockstep.problem import Options, Tensors, describe
 
 pytestmark = needs_triton
@@ -23,12 +20,6 @@ ROUGH, FINE = 6e-3, 1e-5
 SIZES = [(64, 64), (128, 40), (200, 256)]
 # Several tiles of both; few of them in the interpreter, which takes long over each.
 Hq, Hkv, Sq, Skv = (4, 2, 70, 90) if GPU else (2, 1, 20, 40)
-
-
-@triton.jit
-def store_rest(x_ptr, rest_ptr):
-    at = tl.arange(0, 16)
-    tl.store(rest_ptr + at, rest(tl.load(x_ptr + at)))
 
 
 def inputs(D: int, Dv: int, Sq: int = Sq, B: int = 1) -> list[torch.Tensor]:
@@ -54,7 +45,8 @@ def assert_as_exact_as_allowed(D: int, Dv: int) -> None:
     for a, b, truth in zip(fine, rough, exact, strict=True):
         assert off(a, truth) < FINE
         assert off(b, truth) < ROUGH
-        assert off(b, truth) > 10 * FINE
+        # The interpreter computes in float32 all the same.
+        assert not GPU or off(b, truth) > 10 * FINE
 
 
 def assert_decode_agrees_with_prefill() -> None:
@@ -94,15 +86,3 @@ def test_only_float32_has_something_to_allow():
         problem = describe(Tensors(x, x, x), options)
         assert problem.allow_tf32 == (dtype == torch.float32)
         assert problem.allow_tf32 == str(problem).endswith("allow_tf32")
-
-
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 3.4028e38, 0.1, -1e-38, 0.0])
-def test_what_tensor_cores_do_not_see(value):
-    x = torch.full((16,), value, device=DEVICE)
-    unseen = torch.empty_like(x)
-    store_rest[(1,)](x, unseen)
-    if torch.isfinite(x).all():
-        seen = (x.view(torch.int32) & -(1 << 13)).view(torch.float32)
-        assert same_bits(seen + unseen, x)
-    else:
-        assert (unseen == 0).all()

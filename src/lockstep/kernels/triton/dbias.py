@@ -20,7 +20,6 @@ from lockstep.kernels.triton.gradient_tiles import (
     score_gradients,
     weights,
 )
-from lockstep.kernels.triton.products import dot
 from lockstep.kernels.triton.tiles import is_seen, seen_by_any
 
 
@@ -143,7 +142,7 @@ def sum_bias(
                         q, k, m[:, None], norm[:, None], bias, None, seen,
                         cap_scale, score_scale, unit, HAS_SOFTCAP, RAW, PRECISION,
                     )  # fmt: skip
-                    dp = dot(dout, tl.trans(v), PRECISION)
+                    dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
                     # The bias is added behind the softcap, so its slope does not come in.
                     total += score_gradients(p, dp, delta[:, None], 1.0, seen)
 

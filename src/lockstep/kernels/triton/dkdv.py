@@ -31,8 +31,8 @@ from lockstep.kernels.triton.gradient_tiles import (
     tiles_of_pass,
     weights,
 )
-from lockstep.kernels.triton.products import add_weighted, dot
 from lockstep.kernels.triton.tiles import (
+    add_weighted,
     alibi_of,
     is_seen,
     seen_by_all,
@@ -123,7 +123,7 @@ def add_queries(
         dout = load_rows(
             dout_ptr + g * stride_oh, first, q_len, stride_os, DV, BLOCK_Q, v.shape[1], MASKED
         )
-        dp = dot(v, tl.trans(dout), PRECISION)  # [BLOCK_KV, BLOCK_Q]
+        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # [BLOCK_KV, BLOCK_Q]
         dv = add_weighted(p, finite(dout) if MASKED else dout, dv, PRECISION)
         # No earlier: registers are short until the weights are there.
         delta, _ = load_pair(of_rows + 2, q_idx, q_len, COPIES, MASKED)

@@ -28,8 +28,8 @@ from lockstep.kernels.triton.gradient_tiles import (
     tiles_of_pass,
     weights,
 )
-from lockstep.kernels.triton.products import add_weighted, dot
 from lockstep.kernels.triton.tiles import (
+    add_weighted,
     alibi_of,
     is_seen,
     seen_by_all,
@@ -96,7 +96,7 @@ def add_keys(
             q, k, m, norm, bias, alibi, seen, cap_scale, score_scale, unit,
             HAS_SOFTCAP, RAW, PRECISION,
         )  # fmt: skip
-        dp = dot(dout, tl.trans(v), PRECISION)  # [BLOCK_Q, BLOCK_KV]
+        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [BLOCK_Q, BLOCK_KV]
         ds = score_gradients(p, dp, delta, slope_of_cap, seen)
         dq = add_weighted(ds, finite(k) if MASKED else k, dq, PRECISION)
     return dq

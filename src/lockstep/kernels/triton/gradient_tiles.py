@@ -16,8 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lockstep.kernels.triton.products import product
-from lockstep.kernels.triton.tiles import finish_scores
+from lockstep.kernels.triton.tiles import finish_scores, product
 
 
 @triton.jit
