@@ -235,11 +235,11 @@ def add_nonfinite(rows, sizes, cache, run, tile, end, bounds, acc):
 
 
 @gluon.jit
-def attend_tile(rows, sizes, k, v, q_smem, i, first_key, bounds, m, l, acc, is_nonfinite):
-    """One tile of keys: the new (m, l, acc), and whether values that are not finite were left
-    out."""
+def take_scores(rows, sizes, k, q_smem, i, first_key, bounds):
+    """The scores of a tile of keys [ROWS, BLOCK_KV], masked, and whether some row does not see all
+    of it; the keys are released."""
     s_layout: gl.constexpr = accumulator(sizes.BLOCK_KV)
-    of_rows, of_any, of_all = bounds
+    of_rows, _of_any, of_all = bounds
     k.ring.wait_full(i)
     s = warpgroup_mma(
         q_smem, k.tile(i).permute((1, 0)), zeros(sizes.BLOCK_KV), use_acc=False, is_async=True
@@ -249,8 +249,30 @@ def attend_tile(rows, sizes, k, v, q_smem, i, first_key, bounds, m, l, acc, is_n
     s = rows.finish_scores(s)
     is_edge = (first_key < of_all[0]) | (first_key + sizes.BLOCK_KV > of_all[1])
     if is_edge:
-        seen = is_seen(sizes, first_key, of_rows, s_layout)
-        s = gl.where(seen, s, -float("inf"))
+        s = gl.where(is_seen(sizes, first_key, of_rows, s_layout), s, -float("inf"))
+    return s, is_edge
+
+
+@gluon.jit
+def add_values(v, p, i, is_edge, first_key, bounds, acc, is_nonfinite):
+    """acc and the values of a tile weighted by p, which are released; and whether values that are
+    not finite were left out, here or before."""
+    _of_rows, of_any, _of_all = bounds
+    v.ring.wait_full(i)
+    if is_edge:
+        found = clean_values(v.tile(i), of_any[0] - first_key, of_any[1] - first_key)
+        is_nonfinite = is_nonfinite | found
+    acc = warpgroup_mma(p, v.tile(i), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    v.ring.release(i)
+    return acc, is_nonfinite
+
+
+@gluon.jit
+def attend_tile(rows, sizes, k, v, q_smem, i, first_key, bounds, m, l, acc, is_nonfinite):
+    """One tile of keys: the new (m, l, acc), and whether values that are not finite were left
+    out."""
+    s, is_edge = take_scores(rows, sizes, k, q_smem, i, first_key, bounds)
     m_new = gl.maximum(m, gl.max(s, 1))
     # exp2(-inf - -inf) would be NaN: measured from 0, a row without keys weighs nothing.
     origin = gl.where(m_new == -float("inf"), 0.0, m_new)
@@ -261,13 +283,7 @@ def attend_tile(rows, sizes, k, v, q_smem, i, first_key, bounds, m, l, acc, is_n
     acc = acc * gl.expand_dims(gl.convert_layout(alpha, acc_rows), 1)
     left: gl.constexpr = left_operand(v.D)
     weights = gl.convert_layout(p.to(q_smem.dtype), left)
-    v.ring.wait_full(i)
-    if is_edge:
-        found = clean_values(v.tile(i), of_any[0] - first_key, of_any[1] - first_key)
-        is_nonfinite = is_nonfinite | found
-    acc = warpgroup_mma(weights, v.tile(i), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    v.ring.release(i)
+    acc, is_nonfinite = add_values(v, weights, i, is_edge, first_key, bounds, acc, is_nonfinite)
     return m_new, l, acc, is_nonfinite
 
 

@@ -7,12 +7,7 @@ rows that it marks are computed again as all rows are here: with the maximum of 
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator, left_operand, zeros
-from lockstep.kernels.hopper.common.gluon_shim import (
-    gl,
-    gluon,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.common.pieces import scale_rows
 from lockstep.kernels.hopper.common.rounding import add_residue
 from lockstep.kernels.hopper.common.softmax import add_sums, close_rows, thread_sums
@@ -25,9 +20,9 @@ from lockstep.kernels.hopper.common.spans import (
 )
 from lockstep.kernels.hopper.decode.consumer import (
     add_nonfinite,
-    clean_values,
-    is_seen,
+    add_values,
     row_bounds,
+    take_scores,
 )
 
 
@@ -38,18 +33,7 @@ def attend_block(
 ):  # fmt: skip
     """One block of keys: the new (m, l, residue, acc), and whether values that are not finite were
     left out."""
-    s_layout: gl.constexpr = accumulator(sizes.BLOCK_KV)
-    of_rows, of_any, of_all = bounds
-    k.ring.wait_full(i)
-    s = warpgroup_mma(
-        q_smem, k.tile(i).permute((1, 0)), zeros(sizes.BLOCK_KV), use_acc=False, is_async=True
-    )
-    s = warpgroup_mma_wait(0, deps=(s,))
-    k.ring.release(i)
-    s = rows.finish_scores(s)
-    is_edge = (first_key < of_all[0]) | (first_key + sizes.BLOCK_KV > of_all[1])
-    if is_edge:
-        s = gl.where(is_seen(sizes, first_key, of_rows, s_layout), s, -float("inf"))
+    s, is_edge = take_scores(rows, sizes, k, q_smem, i, first_key, bounds)
     m, alpha, residue, before = raise_in_span(s, m, l, residue, rows.unit, FIXED_MAX)
     weights = span_weights(s, m, rows.unit)
     if FIXED_MAX:
@@ -58,13 +42,7 @@ def attend_block(
     acc = scale_rows(acc, alpha)
     left: gl.constexpr = left_operand(v.D)
     p = gl.convert_layout(weights.to(q_smem.dtype), left)
-    v.ring.wait_full(i)
-    if is_edge:
-        found = clean_values(v.tile(i), of_any[0] - first_key, of_any[1] - first_key)
-        is_nonfinite = is_nonfinite | found
-    acc = warpgroup_mma(p, v.tile(i), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    v.ring.release(i)
+    acc, is_nonfinite = add_values(v, p, i, is_edge, first_key, bounds, acc, is_nonfinite)
     return m, l, residue, acc, is_nonfinite
 
 

@@ -82,14 +82,40 @@ def clean_product(p, seen, v_tile, acc):
 
 
 @gluon.jit
+def take_scores(program, rows, q, block, seen):
+    """The scores of a block [ROWS, BLOCK_KV], masked; its keys are released."""
+    program.k.wait(seen)
+    s = issue_transposed(q, program.k, seen, program.schedule.BLOCK_KV)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    program.k.release(seen, program.build.CONSUMERS)
+    return program.mask_scores(rows, s, block)
+
+
+@gluon.jit
+def add_values(program, rows, weights, block, seen, acc, dtype: gl.constexpr):
+    """acc [ROWS, ·] and the weighted values of a block, which are released."""
+    WIDTH: gl.constexpr = acc.shape[1]
+    p_layout: gl.constexpr = left_operand(WIDTH)
+    p = gl.convert_layout(weights.to(dtype), p_layout)
+    program.v.wait(seen)
+    v_tile = program.v.tile(seen).slice(0, WIDTH, 1)
+    if rows.is_edge(block):
+        visible = gl.exp2(rows.hide(program.schedule, zeros(weights.shape[1]), block))
+        visible = gl.convert_layout(visible.to(dtype), p_layout)
+        acc = clean_product(p, visible, v_tile, acc)
+    else:
+        acc = product(p, v_tile, acc)
+    program.v.release(seen, program.build.CONSUMERS)
+    return acc
+
+
+@gluon.jit
 def attend_second_pass(program, rows, q, runs, is_exact, seen):
     """Rows against their keys and a slice of the values: acc [ROWS, ·], m [ROWS], l and residue
     [ROWS, 4], and how many blocks were seen so far."""
-    CONSUMERS: gl.constexpr = program.build.CONSUMERS
     BLOCK_KV: gl.constexpr = program.schedule.BLOCK_KV
     WIDTH: gl.constexpr = min(program.v.tiles_smem.shape[5], SLICE)
     s_layout: gl.constexpr = accumulator(BLOCK_KV)
-    p_layout: gl.constexpr = left_operand(WIDTH)
     scale = program.score_scale()
     zero = zeros(BLOCK_KV)
     m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
@@ -97,11 +123,7 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
     residue = thread_sums(zero)
     acc = zeros(WIDTH)
     for block in range(rows.begin, rows.end):
-        program.k.wait(seen)
-        s = issue_transposed(q, program.k, seen, BLOCK_KV)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        program.k.release(seen, CONSUMERS)
-        s = program.mask_scores(rows, s, block)
+        s = take_scores(program, rows, q, block, seen)
         before = sums_before(l, m)
         rises = runs | ((m == -float("inf")) & (block <= rows.inner_begin))
         m, alpha = raise_maximum(s, m, scale, rises)
@@ -111,16 +133,7 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
             residue = add_residue(residue, weights, thread_sums(weights), before)
         l = add_sums(l, alpha, weights)
         acc = scale_rows(acc, alpha)
-        p = gl.convert_layout(weights.to(q[0].dtype), p_layout)
-        program.v.wait(seen)
-        v_tile = program.v.tile(seen).slice(0, WIDTH, 1)
-        if rows.is_edge(block):
-            visible = gl.exp2(rows.hide(program.schedule, zero, block))
-            visible = gl.convert_layout(visible.to(q[0].dtype), p_layout)
-            acc = clean_product(p, visible, v_tile, acc)
-        else:
-            acc = product(p, v_tile, acc)
-        program.v.release(seen, CONSUMERS)
+        acc = add_values(program, rows, weights, block, seen, acc, q[0].dtype)
         seen += 1
     return acc, m, l, residue, seen
 
@@ -128,11 +141,9 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
 @gluon.jit
 def attend_spans(program, rows, q, seen):
     """`attend_second_pass` of builds with spans: acc, m, l and r of the total."""
-    CONSUMERS: gl.constexpr = program.build.CONSUMERS
     BLOCK_KV: gl.constexpr = program.schedule.BLOCK_KV
     WIDTH: gl.constexpr = program.v.COLUMNS
     FIXED_MAX: gl.constexpr = program.build.FIXED_MAX
-    p_layout: gl.constexpr = left_operand(WIDTH)
     scale = program.score_scale()
     zero = zeros(BLOCK_KV)
     no_max = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, zero.type.layout))
@@ -142,27 +153,14 @@ def attend_spans(program, rows, q, seen):
     acc = zeros(WIDTH)
     sums, total = empty_total(m, WIDTH)
     for block in range(rows.begin, rows.end):
-        program.k.wait(seen)
-        s = issue_transposed(q, program.k, seen, BLOCK_KV)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        program.k.release(seen, CONSUMERS)
-        s = program.mask_scores(rows, s, block)
+        s = take_scores(program, rows, q, block, seen)
         m, alpha, residue, before = raise_in_span(s, m, l, residue, scale, FIXED_MAX)
         weights = span_weights(s, m, scale)
         if FIXED_MAX:
             residue = add_residue(residue, weights, thread_sums(weights), before)
         l = add_sums(l, alpha, weights)
         acc = scale_rows(acc, alpha)
-        p = gl.convert_layout(weights.to(q[0].dtype), p_layout)
-        program.v.wait(seen)
-        v_tile = program.v.tile(seen).slice(0, WIDTH, 1)
-        if rows.is_edge(block):
-            visible = gl.exp2(rows.hide(program.schedule, zero, block))
-            visible = gl.convert_layout(visible.to(q[0].dtype), p_layout)
-            acc = clean_product(p, visible, v_tile, acc)
-        else:
-            acc = product(p, v_tile, acc)
-        program.v.release(seen, CONSUMERS)
+        acc = add_values(program, rows, weights, block, seen, acc, q[0].dtype)
         seen += 1
         if (block + 1) % program.build.SPAN == 0 or block + 1 == rows.end:
             part_l, part_r, error = sums_of_span(m, l, residue, scale, q[0].dtype)
