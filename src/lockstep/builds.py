@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from lockstep import api, model_config
+from lockstep.environment import usable_cores
 from lockstep.kernels import compiled
 from lockstep.models import MODELS, Layer
 from lockstep.problem import DTYPES, any_of, short
@@ -110,7 +111,7 @@ def warm_up(
     calls = calls_of(layers, works, page, where)
     if processes is not None and processes < 1:
         raise ValueError(f"processes takes at least 1, got {processes}")
-    n = min(processes or _cores(), len(calls))
+    n = min(processes or usable_cores(), len(calls))
     if n > 1:
         _in_processes(calls, dtype, where, n, on_call)
     before = compiled.count()
@@ -250,7 +251,3 @@ def work() -> None:
         made = Call(layer, **call)
         run(made, getattr(torch, asked["dtype"]), asked["device"])
         print(made.name, flush=True)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

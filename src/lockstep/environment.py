@@ -67,7 +67,7 @@ def hardware() -> Hardware:
     return Hardware(
         cpu=_cpu_name(),
         arch=platform.machine(),
-        cores=_usable_cores(),
+        cores=usable_cores(),
         simd=_simd(),
         memory_gb=round(_memory_bytes() / 2**30, 1),
         gpus=tuple(gpus),
@@ -122,7 +122,7 @@ def _simd() -> str:
     return next((label for name, label in SIMD.items() if features.get(name)), "none known")
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
     """Cores this process may run on, which in a container can be fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -20,20 +20,6 @@ pytestmark = pytest.mark.skipif(
 SIZES = [(33, 33), (20, 50), (50, 20), (1, 70)]
 
 
-@pytest.fixture
-def counted(monkeypatch):
-    """The calls that reach lockstep.attention."""
-    calls = []
-    original = lockstep.attention
-
-    def attention(*args, **kwargs):
-        calls.append(kwargs)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(lockstep, "attention", attention)
-    return calls
-
-
 @pytest.fixture(autouse=True)
 def restored():
     yield

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import lockstep
 from lockstep.integrations import sdpa
 
 pytest.importorskip("expecttest", reason="PyTorch's samples need the package expecttest")
@@ -25,20 +24,6 @@ def operator() -> Any:
 
     (found,) = (op for op in op_db if op.name == NAME)
     return found
-
-
-@pytest.fixture
-def counted(monkeypatch):
-    """The calls that reach lockstep.attention."""
-    calls = []
-    original = lockstep.attention
-
-    def attention(*args, **kwargs):
-        calls.append(kwargs)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(lockstep, "attention", attention)
-    return calls
 
 
 def results(op: Any, given: tuple[Any, ...], options: dict[str, Any]) -> list[torch.Tensor]:

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     import torch
 
 
-def check_device(device: str, *, indexed: bool = True) -> None:
-    """Raises ValueError for a device that is no CPU or CUDA device, or not here; unless `indexed`,
-    for one with an index as well."""
+def check_device(device: str, *, indexed: bool = True, needed: bool = True) -> None:
+    """Raises ValueError for a device that is no CPU or CUDA device, or not here if it is `needed`;
+    unless `indexed`, for one with an index as well."""
     import torch
 
     kind, _, index = device.partition(":")
@@ -21,7 +21,7 @@ def check_device(device: str, *, indexed: bool = True) -> None:
     if kind not in ("cpu", "cuda") or (index and not takes_index):
         choice = "cpu, cuda or cuda:N" if indexed else "cpu or cuda"
         raise ValueError(f"--device takes {choice}, got {device!r}")
-    if kind == "cuda" and not torch.cuda.is_available():
+    if needed and kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda needs a CUDA device and a torch built for it: none is here")
     if index and int(index) >= torch.cuda.device_count():
         raise ValueError(

@@ -16,6 +16,7 @@ from lockstep.checks import check_types
 from lockstep.distributed.agreement import agree, check_equal, word
 from lockstep.distributed.collectives import all_gather
 from lockstep.distributed.groups import Mesh, group_of
+from lockstep.kernels.window import move_window
 from lockstep.options import Options, make_options
 from lockstep.problem import Tensors, Window, describe
 
@@ -175,9 +176,8 @@ def _attend_one(
     q = tensors.q
     # The kernels put the last row level with the last key of this rank.
     behind = max(0, end - held)
-    left = None if options.window_left is None else options.window_left - behind
-    right = 0 if options.causal else options.window_right
-    right = None if right is None else right + behind
+    reach = 0 if options.causal else options.window_right
+    left, right = move_window(options.window_left, reach, -behind)
     Sq = q.shape[2]
     seen = Sq
     if left is not None and left < 0:

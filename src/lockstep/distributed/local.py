@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep import ops as ops  # registers the operators
 from lockstep.kernels.kernel import Gradients, Needs
+from lockstep.kernels.window import move_window
 
 
 class Settings(NamedTuple):
@@ -42,8 +43,7 @@ class Settings(NamedTuple):
         """For rows that the operators put n keys behind their place."""
         if n == 0:
             return self
-        left = None if self.left is None else self.left + n
-        right = None if self.reach is None else self.reach - n
+        left, right = move_window(self.left, self.reach, n)
         return self._replace(causal=False, left=left, right=right)
 
 

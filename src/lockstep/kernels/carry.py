@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lockstep.kernels.window import move_window
 from lockstep.problem import AttentionProblem
 
 
@@ -44,18 +45,9 @@ class Carry(NamedTuple):
 
 
 def moved(problem: AttentionProblem, n: int, **sizes: int) -> AttentionProblem:
-    """The problem of rows that the kernels put n keys behind their place.
-
-    Windows may be negative.
-    """
-    left, right = problem.window
-    return replace(
-        problem,
-        causal=False,
-        window_left=None if left is None else left + n,
-        window_right=None if right is None else right - n,
-        **sizes,
-    )
+    """The problem of rows that the kernels put n keys behind their place."""
+    left, right = move_window(*problem.window, n)
+    return replace(problem, causal=False, window_left=left, window_right=right, **sizes)
 
 
 def between(problem: AttentionProblem, rows: range, keys: range) -> AttentionProblem | None:

@@ -36,10 +36,7 @@ def timing(
     not found.
     """
     with ends_with_status_2(ValueError):
-        if layer != "code":
-            check_device(device, indexed=False)
-        elif device not in ("cpu", "cuda"):
-            raise ValueError(f"--device takes cpu or cuda, got {device!r}")
+        check_device(device, indexed=False, needed=layer != "code")
         if layer not in (*LAYERS, "all"):
             raise ValueError(f"--layer takes {', '.join(LAYERS)} or all, got {layer!r}")
         if samples < 1000:

@@ -8,7 +8,6 @@ memory and one of them writes, the order does matter: the launch is then run aga
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
+from lockstep.environment import usable_cores
 from lockstep.simt import ir
 
 from .counters import Depth, Site, StraightLine
@@ -53,8 +53,7 @@ class Part:
 
 def available() -> int:
     """The number of threads that have a core here."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(MOST, cores or 1)
+    return min(MOST, usable_cores())
 
 
 def divide(blocks: int, most: int) -> Batches:
