@@ -25,7 +25,7 @@ from lockstep.bench import peers
 from lockstep.bench.gpu_timing import take_turns
 from lockstep.console import table
 from lockstep.formats import duration
-from lockstep.ladder import RUNGS, Problem, Rung, run_on_gpu
+from lockstep.ladder import RUNGS, Problem, Rung, Tensors, run_on_gpu
 from lockstep.ladder.check import errors
 from lockstep.ladder.survey import microseconds
 
@@ -71,19 +71,19 @@ def row(problem: Problem, name: str, time: float | None, why_not: str = "") -> d
     }
 
 
-def rung_rows(problem: Problem, rungs: list[Rung]) -> Iterator[dict[str, Any]]:
+def rung_rows(problem: Problem, tensors: Tensors, rungs: list[Rung]) -> Iterator[dict[str, Any]]:
     for rung in rungs:
         about = {"rung": rung.name, "options": rung.settings, "constant_time": rung.constant_time}
         try:
-            yield row(problem, rung.title, microseconds(rung, problem)) | about
+            yield row(problem, rung.title, microseconds(rung, problem, tensors)) | about
         except ValueError as error:  # more workspace than int32 can index
             yield row(problem, rung.title, None, str(error)) | about
         torch.cuda.empty_cache()
 
 
-def peer_rows(problem: Problem) -> Iterator[dict[str, Any]]:
+def peer_rows(problem: Problem, tensors: Tensors) -> Iterator[dict[str, Any]]:
     """PyTorch's kernels, and whatever the library chooses for these tensors, in turns."""
-    q, k, v, _ = problem.draw(device="cuda")
+    q, k, v, _ = tensors
     prepared = {peer.name: peer.prefill for peer in peers.find() if peer.name in PEERS}
     calls = {
         PEERS[name]: prepare(q, k, v, problem.causal)
@@ -116,8 +116,12 @@ def main() -> int:
     right = [step for step in steps if step.title not in failed]
     rows: list[dict[str, Any]] = []
     for problem in PROBLEMS:
+        tensors = problem.draw(device="cuda")
         shown = table(str(problem), "time", "per head", "TFLOP/s", right=("time", "per head"))
-        for found in (*rung_rows(problem, right), *peer_rows(problem)):
+        for found in (
+            *rung_rows(problem, tensors, right),
+            *peer_rows(problem, tensors),
+        ):
             rows.append(found)
             time = found["microseconds"]
             cells = ("–", "–", found["why_not"][:40])

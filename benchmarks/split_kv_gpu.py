@@ -17,7 +17,7 @@ from rich.table import Table
 from triton.testing import do_bench
 
 from lockstep import results
-from lockstep.ladder import Launch, Problem, Rung, find, launches_of
+from lockstep.ladder import Launch, Problem, Rung, Tensors, find, launches_of
 from lockstep.ladder.check import errors
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,9 +37,9 @@ KV_TILES = ("all", 16, 8, 4, 2, 1)
 CHECKED = Problem(B=1, H=2, S=1023, D=64, causal=True)
 
 
-def measure(rung: Rung, problem: Problem) -> dict[str, Any]:
+def measure(rung: Rung, problem: Problem, tensors: Tensors) -> dict[str, Any]:
     """Microseconds of the call and of each of its kernels."""
-    launches = launches_of(rung, problem, problem.draw(device="cuda"))
+    launches = launches_of(rung, problem, tensors)
 
     def time(chosen: list[Launch]) -> float:
         calls = [(x.kernel[x.grid, x.block, x.dynamic_bytes], x.arguments) for x in chosen]
@@ -71,17 +71,23 @@ def check(rung: Rung) -> None:
 
 def main() -> None:
     console = Console()
+    forms = [
+        [find("split_kv").choose(**form, kv_tiles=kv_tiles) for kv_tiles in KV_TILES]
+        for form in FORMS
+    ]
+    for rungs in forms:
+        for rung in rungs:
+            check(rung)
     rows = []
     for problem in PROBLEMS:
+        tensors = problem.draw(device="cuda")
         table = Table(title=str(problem), box=None)
         for heading in ("kernel", "µs", "partial", "join", "unsplit / this"):
             table.add_column(heading, justify="left" if heading == "kernel" else "right")
-        for form in FORMS:
+        for rungs in forms:
             unsplit = 0.0
-            for kv_tiles in KV_TILES:
-                rung = find("split_kv").choose(**form, kv_tiles=kv_tiles)
-                check(rung)
-                row = measure(rung, problem)
+            for rung in rungs:
+                row = measure(rung, problem, tensors)
                 rows.append(row)
                 unsplit = unsplit or row["microseconds"]
                 times = (row["microseconds"], *row["launches"].values())

@@ -15,7 +15,7 @@ from lockstep.simt.machine import Trace
 
 from .check import errors
 from .plan import Plan, plan
-from .rung import Problem, Rung, launches_of, run_on_machine
+from .rung import Problem, Rung, Tensors, launches_of, run_on_machine
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,14 @@ def survey(
         yield row
 
 
-def microseconds(rung: Rung, problem: Problem) -> float:
-    """Median time of a call on the CUDA device here, all its launches together."""
+def microseconds(rung: Rung, problem: Problem, tensors: Tensors | None = None) -> float:
+    """Median time of a call on the CUDA device here, all its launches together.
+
+    Tensors are drawn where none are given. Raises ValueError where the rung refuses the problem.
+    """
     from triton.testing import do_bench
 
-    tensors = problem.draw(device="cuda")
+    tensors = tensors or problem.draw(device="cuda")
     launches = [
         (launch.kernel[launch.grid, launch.block, launch.dynamic_bytes], launch.arguments)
         for launch in launches_of(rung, problem, tensors)
