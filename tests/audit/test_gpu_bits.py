@@ -81,7 +81,11 @@ def test_a_long_cache_decoded_alone_and_in_any_batch(kernel, query_invariant):
     for copies in (2, 40):
         same(alone, last.take([1] * copies + [0]).forward().sequence(copies))
     if query_invariant:
-        same(alone, batch.take([0]).forward().queries(8999, 9000))
+        whole = batch.take([0])
+        if (prefill := whole.forward()).refusals:
+            # A decode kernel has the bits of the kernel that prefills.
+            prefill = replace(whole, kernel=dispatch.candidates("hopper")[0]).forward()
+        same(alone, prefill.queries(8999, 9000))
 
 
 def pretend(monkeypatch, kernel, multiprocessors: int) -> None:

@@ -51,8 +51,12 @@ def kernels() -> list[Kernel]:
             "own: lockstep bench cpu"
         )
     x = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16, device="cuda")
-    problem = describe(Tensors(x, x, x), Options())
-    found = [k for k in KERNELS if k.supports(problem) is None]
+    page_table = torch.zeros(1, 1, dtype=torch.int32, device="cuda")
+    prefill = Tensors(x, x, x)
+    pages = x.transpose(1, 2)  # [n_pages, page, Hkv, D]
+    decode = Tensors(x[:, :, :1], pages, pages, page_table=page_table, kv_lens=page_table[0])
+    problems = [describe(tensors, Options()) for tensors in (prefill, decode)]
+    found = [k for k in KERNELS if any(k.supports(problem) is None for problem in problems)]
     if not found:
         raise NoGpu("no kernel of Lockstep runs on this device: lockstep doctor says why")
     return found
