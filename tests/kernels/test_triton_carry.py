@@ -72,7 +72,7 @@ class Whole:
         self.dq, self.dk, self.dv, _, self.dsinks = found
 
 
-def test_sinks_have_their_gradient_without_keys():
+def test_sinks_have_their_gradient_without_their_keys():
     """As a rank computes it that has the rows of a head, and none of its keys."""
     whole = Whole("causal")
     found = local.derive_sinks(whole.grads, whole.rows, whole.q, whole.sinks, whole.settings)

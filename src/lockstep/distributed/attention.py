@@ -20,7 +20,7 @@ from lockstep.distributed.dtensors import are_distributed, is_distributed, like,
 from lockstep.distributed.groups import Mesh, group_of
 from lockstep.distributed.local import Settings
 from lockstep.distributed.methods import Explanation, Method, Sizes
-from lockstep.options import Options, make_options, type_of
+from lockstep.options import make_options, type_of
 from lockstep.problem import AttentionProblem, Tensors, Window, describe
 
 # Sizes that differ from rank to rank.
@@ -93,17 +93,26 @@ def context_parallel_attention(
     return (out, lse) if return_lse else out
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh) -> Explanation:
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: Mesh,
+    query_invariant: bool = False,
+    kernel: str | None = None,
+) -> Explanation:
     """Says which method a call with `method=None` would run, and why. Sends and runs nothing.
 
-    Takes the shards that the call takes.
+    Takes the shards that the call takes, and those of its options that the choice goes by.
 
     Returns:
         An `Explanation` with `method`, `reasons` and `sizes`. Print it to read it.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        TypeError, ValueError: `mesh` is not a group with this process.
+        TypeError, ValueError: `mesh` is not a group with this process, or an option does not fit.
+        NotImplementedError: Every kernel refuses; the message has the reasons.
 
     Example:
         >>> print(lockstep.distributed.explain(q, k, v, mesh=mesh))
@@ -111,8 +120,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh) -> Explanation:
     group = group_of(mesh)
     tensors = autocast.cast(Tensors(q, k, v))
     check_types(tensors, "dense")
-    problem = describe(tensors, Options())
-    return methods.choose(_sizes(problem, None, dist.get_world_size(group)))
+    options = make_options(False, None, None, None, query_invariant, kernel=kernel)
+    problem = describe(tensors, options)
+    return methods.choose(_sizes(problem, kernel, dist.get_world_size(group)))
 
 
 class Asked(NamedTuple):
@@ -176,7 +186,8 @@ def _check(tensors: Tensors, asked: Asked, ranks: int) -> tuple[Tensors, Setting
 
 def _sizes(problem: AttentionProblem, kernel: str | None, ranks: int) -> Sizes:
     found, carrying = dispatch.select(problem, kernel), dispatch.select_carry(problem, kernel)
-    return Sizes(problem.Hq, problem.Hkv, ranks, found.name, carrying is not None)
+    name = None if carrying is None else carrying.name
+    return Sizes(problem.Hq, problem.Hkv, ranks, found.name, name, problem.query_invariant)
 
 
 _OPTIONS = (*Settings._fields, "method", "balanced", "return_lse")

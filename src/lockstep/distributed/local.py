@@ -120,11 +120,14 @@ def derive_keys(
 def derive_sinks(
     grads: RowGradients, rows: Rows, q: Tensor, sinks: Tensor, settings: Settings
 ) -> Tensor:
-    """dsinks [Hq] from all queries: no key has a part in it."""
-    none = q[:, :1, :0]
+    """dsinks [Hq] from all queries.
+
+    No key has a part in it. Kernels want one, and the first query and its result are of the right
+    shapes.
+    """
+    key, value = q[:, :1, :1], rows.out[:, :1, :1]
     needs = Needs(q=False, k=False, v=False, bias=False, sinks=True)
-    value = rows.out[:, :1, :0]
-    dsinks = derive(grads, rows, q, none, value, sinks, settings, needs).sinks
+    dsinks = derive(grads, rows, q, key, value, sinks, settings, needs).sinks
     assert dsinks is not None
     return dsinks
 

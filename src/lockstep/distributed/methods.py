@@ -23,8 +23,9 @@ class Sizes(NamedTuple):
     Hq: int
     Hkv: int
     ranks: int
-    kernel: str
-    carries: bool  # whether there is a kernel, of that name if one was given, for keys in blocks
+    kernel: str  # runs a plain call with these shards
+    carrying: str | None  # takes keys in blocks; None where no kernel does that may run
+    query_invariant: bool  # whether the bits of a plain call are asked for
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +42,14 @@ def _heads_refuses(sizes: Sizes) -> str | None:
 
 
 def _ring_refuses(sizes: Sizes) -> str | None:
-    if sizes.carries:
-        return None
-    return f"needs a kernel that takes keys in blocks, which {sizes.kernel} does not"
+    if sizes.carrying is None:
+        return f"needs a kernel that takes keys in blocks, which {sizes.kernel} does not"
+    if sizes.query_invariant and sizes.carrying != sizes.kernel:
+        return (
+            f"runs by {sizes.carrying}, and would not have the bits of a plain call, which runs by "
+            f"{sizes.kernel} here: with query_invariant, pass kernel={sizes.carrying!r}, to both"
+        )
+    return None
 
 
 METHODS = (

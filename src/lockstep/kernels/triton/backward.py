@@ -227,9 +227,7 @@ def prepare_backward(
     problem: AttentionProblem, given: BackwardTensors, needs: Needs
 ) -> PreparedBackward:
     """`Kernel.prepare_backward`"""
-    # The gradient of sinks takes rows alone; their statistics may come from keys that are not here.
-    needs_pairs = needs.q or needs.k or needs.v or needs.bias
-    if 0 in (problem.B, problem.Sq) or (problem.Skv == 0 and needs_pairs):
+    if 0 in (problem.B, problem.Sq, problem.Skv):
         return partial(_without_pairs, problem, needs)
     return backward_launches(problem, given, needs)
 

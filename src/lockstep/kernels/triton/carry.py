@@ -191,7 +191,7 @@ def _given(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> BackwardTensors:
 
 
 def _four(rows: Tensor) -> Tensor:
-    """Rows as the kernels lay them out: [.., 4], of which the last is not read."""
+    """Rows as the kernels lay them out: [.., 4], of which the last is not read, nor sent."""
     return pad(rows, (0, 1)).contiguous()
 
 
