@@ -1,6 +1,6 @@
-"""Two processes of one thread each against one process of two threads: docs/distributed.md.
+"""Two processes against one with as many threads as both of them: docs/distributed.md.
 
-    PYTHONPATH=src python benchmarks/distributed_cpu.py [threads]
+    PYTHONPATH=src python benchmarks/distributed_cpu.py [threads [tokens]]
 
 Each of the two has half of the threads, so the same processor does the same work; what is lost goes
 into exchanges and waiting. Both take turns, forward and backward, and the bits of all gradients are
@@ -25,7 +25,7 @@ from lockstep.distributed import context_parallel_attention, shard
 
 ROOT = Path(__file__).resolve().parents[1]
 METHODS = ("heads", "gather", "ring")
-S, Hq, Hkv, D = 3072, 8, 4, 64
+Hq, Hkv, D = 8, 4, 64
 MASKS = {"full": False, "causal": True}
 ROUNDS = 3
 
@@ -35,7 +35,7 @@ def step(attend, inputs, dout):
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
 
-def rank_of_two(rank: int, threads: int, folder: str, found) -> None:
+def rank_of_two(rank: int, threads: int, S: int, folder: str, found) -> None:
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     group = dist.group.WORLD
@@ -88,10 +88,11 @@ def main() -> None:
     import tempfile
 
     threads = int(sys.argv[1]) if len(sys.argv) > 1 else os.cpu_count() or 2
+    S = int(sys.argv[2]) if len(sys.argv) > 2 else 2048
     os.environ["OMP_NUM_THREADS"] = str(threads)
     with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
         found = manager.dict()
-        mp.spawn(rank_of_two, (threads // 2, folder, found), nprocs=2)
+        mp.spawn(rank_of_two, (threads // 2, S, folder, found), nprocs=2)
         medians = dict(found)
     rows = []
     for mask, by_name in medians.items():
