@@ -13,61 +13,52 @@ from __future__ import annotations
 
 import argparse
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lockstep import results
-from lockstep.audit.timing import clock, counters, gpu_clock
-from lockstep.audit.timing.subjects import Subject
+from lockstep.audit.timing import counters, gpu_clock
+from lockstep.audit.timing.clock import Times
+from lockstep.audit.timing.cpu_layers import timed
+from lockstep.audit.timing.outcome import judged
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS = ("kernels", "rungs", "leaks")
 
 
-def count(groups: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Counters of each call, and those that differ from the ones of random secrets."""
+def count(group: str) -> tuple[list[dict[str, Any]], bool]:
+    """Counters of each call, and whether they are what they should be."""
+    counted = counters.count((group,))
+    outcomes = [
+        judged("counters", name, found, group == "leaks")
+        for name, found in counters.differing(counted).items()
+    ]
+    for outcome in outcomes:
+        print("ok" if outcome.ok else "FAILS", outcome.name, outcome.detail, flush=True)
+    return [asdict(counts) for counts in counted], all(outcome.ok for outcome in outcomes)
+
+
+def measure(group: str, samples: int) -> tuple[list[dict[str, Any]], bool]:
+    """t of each class of secrets, of all of them over the samples, and whether all is well."""
+
+    def judge(compared: tuple[str, dict[str, Times]]) -> list[dict[str, Any]]:
+        return [asdict(outcome) for outcome in timed(*compared, group == "leaks")]
+
+    began = time.perf_counter()
     rows = []
-    random: dict[str, counters.Counts] = {}
-    for counts in counters.count(groups):
-        base = random.setdefault(counts.subject, counts)
-        rows.append(
-            {
-                "subject": counts.subject,
-                "secrets": counts.secrets,
-                "kernels": counts.kernels,
-                "counts": counts.values,
-                "differs": counters.differences(base, counts),
-            }
-        )
-        print(rows[-1]["subject"], rows[-1]["secrets"], rows[-1]["differs"] or "equal", flush=True)
-    return rows
-
-
-def measure(groups: tuple[str, ...], samples: int) -> list[dict[str, Any]]:
-    """t of each class of secrets, and its course over the samples."""
-    waiting: list[tuple[Subject, str, Future[Any]]] = []
     with ThreadPoolExecutor(8) as pool:
-        for subject in counters.chosen(groups):
-            compared = gpu_clock.compare(subject.run, subject.draw, subject.fixes, samples)
-            for name, times in compared.items():
-                waiting.append((subject, name, pool.submit(figures, times)))
-    rows = []
-    for subject, name, future in waiting:
-        rows.append({"subject": subject.name, "secrets": name, "leak": subject.is_leak})
-        rows[-1] |= future.result()
-        print(subject.name, name, {k: v for k, v in rows[-1].items() if k != "course"}, flush=True)
-    return rows
-
-
-def figures(times: clock.Times) -> dict[str, Any]:
-    course = times.course()
-    return {
-        "samples": len(times.ns),
-        "t": times.t(),
-        "median_ns": times.medians(),
-        "course": course,
-    }
+        compared = gpu_clock.compare(counters.chosen((group,)), samples)
+        waiting = [pool.submit(judge, one) for one in compared]
+        print(f"{group}: {time.perf_counter() - began:.1f} s", flush=True)
+        for future in waiting:
+            for row in future.result():
+                rows.append(row)
+                medians = row["figures"]["median_ns"]
+                print("ok" if row["ok"] else "FAILS", row["name"], row["detail"], medians)
+    return rows, all(row["ok"] for row in rows)
 
 
 def main() -> int:
@@ -77,23 +68,16 @@ def main() -> int:
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS)
     parser.add_argument("--out", type=Path, default=ROOT / results.RESULTS)
     options = parser.parse_args()
-    return max(audit(options, group) for group in options.groups)
-
-
-def audit(options: argparse.Namespace, group: str) -> int:
-    """One group; 1 if what it shows is not what it should."""
-    if options.what == "counters":
-        rows = count((group,))
-        shown = {row["subject"] for row in rows if row["differs"]}
-    else:
-        rows = measure((group,), options.samples)
-        limit = clock.CLEAR if group == "leaks" else clock.LIMIT
-        shown = {row["subject"] for row in rows if abs(row["t"]) >= limit}
-    run = results.collect(f"constant-time-{options.what}-{group}", rows)
-    print(results.save_for_gpu(run, run["suite"], options.out))
-    wanted = {row["subject"] for row in rows} if group == "leaks" else set()
-    print(f"{group}: shown {sorted(shown)}, wanted {sorted(wanted)}", flush=True)
-    return int(shown != wanted)
+    ok = True
+    for group in options.groups:
+        if options.what == "counters":
+            rows, is_well = count(group)
+        else:
+            rows, is_well = measure(group, options.samples)
+        run = results.collect(f"constant-time-{options.what}-{group}", rows)
+        print(results.save_for_gpu(run, run["suite"], options.out), flush=True)
+        ok &= is_well
+    return 0 if ok else 1
 
 
 if __name__ == "__main__":

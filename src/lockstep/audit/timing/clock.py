@@ -1,14 +1,15 @@
-"""Times of two classes of secrets, fixed and random, compared by Welch's t-test.
+"""Times of classes of secrets against random ones, compared by Welch's t-test.
 
-Samples of both classes alternate at random and go through the same buffers. Long samples are
-interruptions of the process: statistics are also computed without the slowest ones, cropped at
-several percentiles, and the largest |t| counts. Above LIMIT the classes can be told apart.
+Half of the samples have random secrets, the classes share the other half; they alternate at random
+and go through the same buffers. Long samples are interruptions of the process: statistics are also
+computed without the slowest ones, cropped at several percentiles, and the largest |t| counts. Above
+LIMIT the classes can be told apart.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,29 +17,36 @@ import torch
 from torch import Tensor
 
 Secrets = dict[str, Tensor]
+Draw = Callable[[torch.Generator], Secrets]
+Fixes = Mapping[str, Callable[[Secrets], Secrets]]
 # Below LIMIT, classes are not told apart; a planted leak has to be above CLEAR.
 LIMIT, CLEAR = 4.5, 10.0
 PERCENTILES = (50, 75, 90, 95, 99, 100)
-# Different secrets of a class: as many copies of the fixed ones, so that both classes are read
-# from equally cold memory.
-POOL = 32
+# Copies of the secrets of a class. Of random ones there are as many as of all classes together, so
+# that all are read equally often, from equally cold memory.
+POOL = 8
+ALL = "all classes"
 
 
 @dataclass(frozen=True)
 class Times:
-    """Nanoseconds of each sample, and whether it had the fixed secrets."""
+    """Nanoseconds of each sample, whole numbers, and whether it had the fixed secrets."""
 
     ns: np.ndarray
     is_fixed: np.ndarray
 
     def t(self, upto: int | None = None) -> float:
         """The largest Welch's t, in size, over all crops of the first samples."""
-        ns, is_fixed = self.ns[:upto], self.is_fixed[:upto]
-        found = [0.0]
-        for limit in np.percentile(ns, PERCENTILES):
-            kept = ns <= limit
-            found.append(welch(ns[kept & is_fixed], ns[kept & ~is_fixed]))
-        return max(found, key=abs)
+        both = np.sort(self.ns[:upto].astype(np.int64) << 1 | self.is_fixed[:upto])
+        ns, is_fixed = both >> 1, both & 1
+        limits = np.percentile(ns, PERCENTILES)
+        ends = np.searchsorted(ns, limits, side="right")
+        centred = ns - float(ns[len(ns) // 2])
+        fixed, random = (_Sums(centred, mine, ends) for mine in (is_fixed, 1 - is_fixed))
+        error = np.sqrt(fixed.squared_error + random.squared_error)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found = (fixed.mean - random.mean) / error
+        return float(max(found[np.isfinite(found)], key=abs, default=0.0))
 
     def medians(self) -> dict[str, float]:
         """Of both classes."""
@@ -51,43 +59,68 @@ class Times:
         return [(int(n), self.t(int(n))) for n in steps if n <= len(self.ns)]
 
 
-def welch(x: np.ndarray, y: np.ndarray) -> float:
-    """The difference of two means in units of its standard error; 0 where there is no error."""
-    if min(len(x), len(y)) < 2:
-        return 0.0
-    error = np.sqrt(x.var(ddof=1) / len(x) + y.var(ddof=1) / len(y))
-    return float((x.mean() - y.mean()) / error) if error > 0 else 0.0
+class _Sums:
+    """Mean and squared standard error of those of sorted numbers that are `mine`, for each of
+    several numbers of them; nan where there are fewer than two."""
+
+    def __init__(self, numbers: np.ndarray, mine: np.ndarray, ends: np.ndarray) -> None:
+        n, x, xx = (
+            np.concatenate(([0.0], np.cumsum(mine * weights)))[ends]
+            for weights in (1.0, numbers, numbers * numbers)
+        )
+        n[n < 2] = np.nan
+        self.mean = x / n
+        self.squared_error = (xx - x * self.mean) / (n - 1) / n
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Which secrets each sample has."""
+
+    names: tuple[str, ...]
+    pool: list[Secrets]
+    which: np.ndarray  # the class of each sample; 0 is random
+    order: np.ndarray  # its secrets, in `pool`
+
+    def split(self, ns: np.ndarray) -> dict[str, Times]:
+        """The times of all classes together, and of each of several, beside the random ones."""
+        found = {ALL: Times(ns, self.which > 0)}
+        for i, name in enumerate(self.names if len(self.names) > 1 else (), 1):
+            mine = (self.which == 0) | (self.which == i)
+            found[name] = Times(ns[mine], self.which[mine] == i)
+        return found
+
+
+def plan(draw: Draw, fixes: Fixes, samples: int, seed: int = 0) -> Samples:
+    """Secrets that `draw` draws, those that each of `fixes` makes of them, and a random order."""
+    generator = torch.Generator().manual_seed(seed)
+    pool = [draw(generator) for _ in range(POOL * len(fixes))]
+    first = pool[0]
+    for fix in fixes.values():
+        pool += [fix({name: x.clone() for name, x in first.items()}) for _ in range(POOL)]
+    rng = np.random.default_rng(seed)
+    chosen, is_fixed = rng.integers(0, len(pool) // 2, samples), rng.integers(0, 2, samples)
+    order = chosen + is_fixed * (len(pool) // 2)
+    return Samples(tuple(fixes), pool, is_fixed * (1 + chosen // POOL), order)
 
 
 def compare(
-    run: Callable[[Secrets], Tensor],
-    draw: Callable[[torch.Generator], Secrets],
-    fix: Callable[[Secrets], Secrets],
-    samples: int,
-    seed: int = 0,
-) -> Times:
-    """Times `samples` calls of `run` on secrets that `draw` drew, half of them after `fix`."""
-    generator = torch.Generator().manual_seed(seed)
-    random = [draw(generator) for _ in range(POOL)]
-    fixed = [fix({name: x.clone() for name, x in random[0].items()}) for _ in range(POOL)]
-    buffers = {name: x.clone() for name, x in random[0].items()}
-    which = torch.randint(0, POOL, (samples,), generator=generator).tolist()
-    is_fixed = torch.randint(0, 2, (samples,), generator=generator).tolist()
-    flags = torch.tensor([False, True])
+    run: Callable[[Secrets], Tensor], draw: Draw, fixes: Fixes, samples: int, seed: int = 0
+) -> dict[str, Times]:
+    """Times of `samples` calls of `run` on one thread, by class, and of all classes together."""
+    planned = plan(draw, fixes, samples, seed)
+    buffers = {name: x.clone() for name, x in planned.pool[0].items()}
+    ns = np.empty(samples, np.int64)
+    clock = time.perf_counter_ns
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     for _ in range(20):
         run(buffers)
-    ns = np.empty(samples)
-    clock = time.perf_counter_ns
-    for sample, (i, chosen) in enumerate(zip(which, is_fixed, strict=True)):
-        _load(buffers, random[i], fixed[i], flags[chosen])
+    for sample, i in enumerate(planned.order.tolist()):
+        for name, buffer in buffers.items():
+            buffer.copy_(planned.pool[i][name])
         start = clock()
         run(buffers)
         ns[sample] = clock() - start
-    return Times(ns, np.array(is_fixed) > 0)
-
-
-def _load(buffers: Secrets, random: Secrets, fixed: Secrets, is_fixed: Tensor) -> None:
-    """Copies secrets of one class, and reads those of both: what is in the caches afterwards must
-    not tell which."""
-    for name, buffer in buffers.items():
-        torch.where(is_fixed, fixed[name], random[name], out=buffer)
+    torch.set_num_threads(threads)
+    return planned.split(ns)

@@ -1,16 +1,20 @@
-"""Times of kernels on a GPU, by its own clock, a million of them in half a minute.
+"""Times of kernels on a GPU, by its own clock, a million of each in less than a minute.
 
 A CUDA graph holds many samples. Each is a kernel of one block, `next_sample`, which copies the next
 secrets to where the call reads them, and then the kernels of the call. `next_sample` reads the
 clock of the GPU (`globaltimer`) when it begins, which ends the sample before, and after its copy,
 which begins its own. Neither the host nor an event has a part in it. The order of the classes is
 drawn at random, anew for each sample.
+
+These calls are small. Several run side by side, each on a stream of its own: what one does to the
+time of another does not depend on the class that the other one has drawn.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
@@ -18,14 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.audit.timing.clock import POOL, Secrets, Times
+from lockstep.audit.timing.clock import Samples, Secrets, Times, plan
+from lockstep.audit.timing.subjects import Subject
 from lockstep.simt import gpu
 from lockstep.simt.cuda_cpp import CudaSource
 from lockstep.simt.nvrtc import compile_source
 
 # Samples of a graph, and threads that copy.
-IN_GRAPH, THREADS = 250, 256
-ALL = "all classes"
+IN_GRAPH, THREADS = 250, 1024
+SIDE_BY_SIDE = 7
 ALIGNMENT = 256  # bytes, of each secret tensor
 SOURCE = """
 extern "C" __global__ void next_sample(
@@ -34,15 +39,17 @@ extern "C" __global__ void next_sample(
 {
     long long now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now) :: "memory");
-    const int i = *at;
+    const int i = at[0], is_open = at[1];
     __syncthreads();
-    if (threadIdx.x == 0 && i > 0) ended[i - 1] = now;
+    if (threadIdx.x == 0 && is_open) ended[i - 1] = now;
+    if (threadIdx.x == 0) at[1] = !is_last;
     if (is_last) return;
     const uint4* from = pool + (long long)order[i] * words;
     for (int j = threadIdx.x; j < words; j += blockDim.x) buffer[j] = from[j];
+    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        *at = i + 1;
+        at[0] = i + 1;
         __threadfence();
         asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now) :: "memory");
         began[i] = now;
@@ -51,79 +58,71 @@ extern "C" __global__ void next_sample(
 """
 
 
-def compare(
-    run: Callable[[Secrets], Tensor],
-    draw: Callable[[torch.Generator], Secrets],
-    fixes: Mapping[str, Callable[[Secrets], Secrets]],
-    samples: int,
-    seed: int = 0,
-) -> dict[str, Times]:
-    """Times of each class of secrets against random ones, and of all of them together.
+def compare(subjects: Iterable[Subject], samples: int) -> Iterator[tuple[str, dict[str, Times]]]:
+    """For each subject its name, and the times of each class of secrets and of all together.
 
-    Of `samples` calls, half have random secrets; the classes share the other half. `draw` makes
-    secrets on the CPU; `run` gets them on the GPU, always in the same memory.
+    `samples` calls of each are timed, rounded up to whole graphs.
     """
-    generator = torch.Generator().manual_seed(seed)
-    random = [draw(generator) for _ in range(POOL)]
-    classes = [random]
-    for fix in fixes.values():
-        classes.append([fix({k: x.clone() for k, x in random[0].items()}) for _ in range(POOL)])
-    pool = torch.stack([_packed(secrets) for one in classes for secrets in one]).cuda()
-    buffer = pool[0].clone()
     graphs = -(-samples // IN_GRAPH)
-    shape = (graphs * IN_GRAPH,)
-    which = torch.randint(1, len(classes), shape, generator=generator)
-    which *= torch.randint(0, 2, shape, generator=generator)
-    order = which * POOL + torch.randint(0, POOL, shape, generator=generator)
-    ns = _replay(run, _views(buffer, random[0]), buffer, pool, order, graphs)
-    of = which.numpy()
-    found = {ALL: Times(ns, of > 0)}
-    for i, name in enumerate(fixes, 1):
-        mine = (of == 0) | (of == i)
-        found[name] = Times(ns[mine], of[mine] == i)
-    return found
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        # Nothing may run while a graph is captured.
+        chains = [_Chain(subject, graphs) for subject in subjects]
+        for chain, ns in zip(chains, pool.map(_Chain.replay, chains), strict=True):
+            yield chain.name, chain.samples.split(ns)
 
 
-def _replay(
-    run: Callable[[Secrets], Tensor],
-    buffers: Secrets,
-    buffer: Tensor,
-    pool: Tensor,
-    order: Tensor,
-    graphs: int,
-) -> np.ndarray:
-    """Nanoseconds of each sample."""
-    at = torch.zeros(1, dtype=torch.int32, device="cuda")
-    on_gpu = order.to(torch.int32).cuda()
-    began, ended = (torch.zeros(len(order), dtype=torch.int64, device="cuda") for _ in range(2))
-    words = buffer.numel() // 16
+class _Chain:
+    """A graph of samples of one subject, and the memory it works in."""
 
-    def load(is_last: bool = False) -> None:
-        addresses = [x.data_ptr() for x in (on_gpu, at, pool, buffer)]
-        counts = ctypes.c_int32(words), began.data_ptr(), ended.data_ptr()
-        _launch(*addresses, *counts, ctypes.c_bool(is_last))
+    def __init__(self, subject: Subject, graphs: int) -> None:
+        self.name, self.graphs = subject.name, graphs
+        self.samples: Samples = plan(subject.draw, subject.fixes, graphs * IN_GRAPH)
+        packed = [_packed(secrets) for secrets in self.samples.pool]
+        self.pool = torch.stack(packed).cuda()
+        self.buffer = self.pool[0].clone()
+        self.order = torch.from_numpy(self.samples.order).to(torch.int32).cuda()
+        self.at = torch.zeros(2, dtype=torch.int32, device="cuda")
+        self.began, self.ended = (
+            torch.zeros(len(self.order), dtype=torch.int64, device="cuda") for _ in range(2)
+        )
+        new_stream: Any = torch.cuda.Stream
+        self.stream: Any = new_stream()
+        self.graph: Any = torch.cuda.CUDAGraph()
+        self._capture(subject.run, _views(self.buffer, self.samples.pool[0]))
 
-    new_stream: Any = torch.cuda.Stream
-    with torch.cuda.stream(new_stream()):
-        for _ in range(3):
-            load()
-            run(buffers)
-        load(is_last=True)
-    torch.cuda.synchronize()
-    graph: Any = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(IN_GRAPH):
-            load()
-            run(buffers)
-        load(is_last=True)
-    graph.replay()
-    at.zero_()
-    for _ in range(graphs):
-        graph.replay()
-    torch.cuda.synchronize()
-    if int(at) != len(order):
-        raise RuntimeError(f"{int(at)} samples were taken, {len(order)} were wanted")
-    return (ended - began).cpu().numpy().astype(np.float64)
+    def _capture(self, run: Callable[[Secrets], Tensor], secrets: Secrets) -> None:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.stream):
+            for _ in range(3):
+                self._load()
+                run(secrets)
+            self._load(is_last=True)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph, stream=self.stream):
+            for _ in range(IN_GRAPH):
+                self._load()
+                run(secrets)
+            self._load(is_last=True)
+
+    def _load(self, is_last: bool = False) -> None:
+        addresses = [x.data_ptr() for x in (self.order, self.at, self.pool, self.buffer)]
+        words = ctypes.c_int32(self.buffer.numel() // 16)
+        clocks = self.began.data_ptr(), self.ended.data_ptr()
+        _launch(*addresses, words, *clocks, ctypes.c_bool(is_last))
+
+    def replay(self) -> np.ndarray:
+        """Nanoseconds of each sample."""
+        with torch.cuda.stream(self.stream):
+            self.graph.replay()
+            self.at.zero_()
+            for _ in range(self.graphs):
+                self.graph.replay()
+            self.stream.synchronize()
+            taken = int(self.at[0])
+            if taken != len(self.order):
+                raise RuntimeError(f"{self.name}: {taken} samples of {len(self.order)}")
+            ns: np.ndarray = (self.ended - self.began).cpu().numpy()
+            return ns
 
 
 def _packed(secrets: Secrets) -> Tensor:

@@ -28,7 +28,7 @@ def audit_counters(planted: bool) -> list[Outcome]:
         return skipped("counters", "GPU kernels", "needs ncu of Nsight Compute on the path")
     return [
         judged("counters", name, found, planted)
-        for name, found in counters.differing(_groups(planted)).items()
+        for name, found in counters.differing(counters.count(_groups(planted))).items()
     ]
 
 
@@ -36,13 +36,8 @@ def audit_time(samples: int, planted: bool) -> list[Outcome]:
     """Classes of secrets against random ones, by the clock of the GPU."""
     if not torch.cuda.is_available():
         return skipped("time", "GPU kernels", "needs a GPU")
-    return [
-        timed(f"{subject.name}: {name} against random", times, planted)
-        for subject in counters.chosen(_groups(planted))
-        for name, times in gpu_clock.compare(
-            subject.run, subject.draw, subject.fixes, samples
-        ).items()
-    ]
+    compared = gpu_clock.compare(counters.chosen(_groups(planted)), samples)
+    return [outcome for name, found in compared for outcome in timed(name, found, planted)]
 
 
 def _groups(planted: bool) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from lockstep.kernels.kernel import Kernel
 from lockstep.ladder import RUNGS, Problem, Rung, Tensors, run_on_gpu
 
 Secrets = dict[str, Tensor]
-RUNG_PROBLEM = Problem(B=1, H=1, S=128, D=32)
+RUNG_PROBLEM = Problem(B=1, H=1, S=64, D=32)
 SOME_LENGTH = 40
 
 
