@@ -153,8 +153,9 @@ class TestInterpreted:
             assert torch.equal(result.out, expected.out)
             assert torch.equal(result.lse, expected.lse)
 
-    def test_no_pages_at_all(self):
-        case = paginate(draw(1, 20, B=2, D=16, kv_lens=torch.tensor([20, 0])), 16)
+    @pytest.mark.parametrize("page", [8, 16], ids=["pages of a tile", "tiles of a page"])
+    def test_no_pages_at_all(self, page):
+        case = paginate(draw(1, 20, B=2, D=16, kv_lens=torch.tensor([20, 0])), page)
         none = {n: case.tensors[n][:0] for n in ("k", "v")}
         result = interpret(case.replaced(**none), None)
         assert result.out[0].isnan().all()

@@ -25,6 +25,7 @@ from lockstep.kernels.triton.tiles import (
     load_tile,
     online_softmax,
     page_of,
+    pages_of_tile,
     scores,
     wrong_pages,
 )
@@ -244,8 +245,7 @@ def attend_tiles(
         )  # fmt: skip
         is_any_wrong = tile_lo < 0
     elif IN_PAGES:
-        # None of no keys.
-        is_any_wrong = wrong_pages(0, 0, table_ptr, n_pages, PAGE_SIZE, BLOCK_KV)
+        is_any_wrong = pages_of_tile(PAGE_SIZE, BLOCK_KV) < 0
     last_key = walked
     if first_key is not None:
         last_key = first_key + walked

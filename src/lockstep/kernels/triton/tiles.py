@@ -79,12 +79,18 @@ def page_of(kv_idx, kv_len, table_ptr, n_pages, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
+def pages_of_tile(PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """0 … n − 1 for the n pages that a tile of keys may touch."""
+    N: tl.constexpr = triton.next_power_of_2((BLOCK_KV - 1) // PAGE_SIZE + 2)
+    return tl.arange(0, N)
+
+
+@triton.jit
 def wrong_pages(
     first, kv_len, table_ptr, n_pages, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr
 ):  # fmt: skip
     """Which pages of the tile of keys from `first` on have a wrong number: [n] for n pages."""
-    N: tl.constexpr = triton.next_power_of_2((BLOCK_KV - 1) // PAGE_SIZE + 2)
-    first_of_page = (first // PAGE_SIZE + tl.arange(0, N)) * PAGE_SIZE
+    first_of_page = (first // PAGE_SIZE + pages_of_tile(PAGE_SIZE, BLOCK_KV)) * PAGE_SIZE
     end = tl.minimum(first + BLOCK_KV, kv_len)
     _page, is_wrong = page_of(first_of_page, end, table_ptr, n_pages, PAGE_SIZE)
     return is_wrong
