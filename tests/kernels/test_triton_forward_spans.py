@@ -22,6 +22,7 @@ from triton_device import (
 
 from lockstep.kernels import sequences
 from lockstep.kernels.triton import launch, plan, spans
+from lockstep.kernels.triton.groups import Window
 from lockstep.problem import AttentionProblem, Tensors, describe, make_options
 
 pytestmark = needs_triton
@@ -52,9 +53,8 @@ def store_spans(
 ):
     i = tl.program_id(0)
     q_len, kv_len = tl.load(lens_ptr + 2 * i), tl.load(lens_ptr + 2 * i + 1)
-    span = spans.span_of(
-        q_len, kv_len, Hkv, left, right, wanted, GROUP, HAS_WINDOW, HAS_WINDOW, LEAST_SPAN
-    )
+    window = Window(left if HAS_WINDOW else None, right if HAS_WINDOW else None)
+    span = spans.span_of(q_len, kv_len, Hkv, window, wanted, GROUP, LEAST_SPAN)
     tl.store(spans_ptr + i, span)
 
 

@@ -45,7 +45,7 @@ def unspecialized(jit: Callable[..., Any], any_address: Collection[str] = ()) ->
     Triton would compile another one where a number is 1 or a multiple of 16, and where a pointer is
     not a multiple of 16 bytes. With this no number makes one, nor does a pointer in `any_address`.
     It cannot do so for numbers inside a tuple, which Triton 3.6 always looks at: therefore kernels
-    take strides and sizes one by one.
+    take strides and sizes one by one, and group them themselves (`triton/groups.py`).
     """
 
     def decorate(function: Any) -> Any:

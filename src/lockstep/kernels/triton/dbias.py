@@ -20,66 +20,77 @@ from lockstep.kernels.triton.gradient_tiles import (
     score_gradients,
     weights,
 )
+from lockstep.kernels.triton.groups import BiasHead, Head, Scoring, Window
 from lockstep.kernels.triton.tiles import is_seen, seen_by_any
 
 
-@unspecialized(triton.jit)
-def sum_bias(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
-    kv_lens_ptr,
-    kv_starts_ptr,
-    dout_ptr,
+@triton.jit
+def add_tiles(
+    total,
+    begin,
+    end,
+    q0,
+    queries,
+    douts,
+    keys,
+    values,
     rows_ptr,
-    dbias_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qs,
-    stride_kb,
-    stride_kh,
-    stride_ks,
-    stride_vb,
-    stride_vh,
-    stride_vs,
-    stride_ob,
-    stride_oh,
-    stride_os,
-    stride_bb,
-    stride_bh,
-    stride_bq,
-    stride_bk,
-    B,
-    Hq,
-    Sq,
-    Skv,
-    bias_B,
-    bias_Hq,
-    bias_Sq,
-    bias_Skv,
-    left,
-    right,
-    cap_scale,
-    score_scale,
-    unit,
+    its_bias,
+    kv_start,
+    q_len,
+    kv_len,
+    window,
+    scoring,
     D: tl.constexpr,
     DV: tl.constexpr,
-    GROUP: tl.constexpr,
-    ALIGN: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    RAW: tl.constexpr,
     PRECISION: tl.constexpr,
-    SHARED_Q: tl.constexpr,
-    SHARED_KV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
+    """Adds dS of the queries from `q0` on and the tiles of keys [begin, end) of one head. Keys
+    before `kv_start`, unless it is None, are not seen."""
+    q_idx = q0 + tl.arange(0, BLOCK_Q)
+    q = load_rows(queries, q0, q_len, D, BLOCK_Q, BLOCK_D, True)
+    dout = load_rows(douts, q0, q_len, DV, BLOCK_Q, BLOCK_DV, True)
+    m, norm, delta = load_statistics(rows_ptr, q_idx, q_len)
+    for tile in range(begin, end):
+        kv0 = tile * BLOCK_KV
+        kv_idx = kv0 + tl.arange(0, BLOCK_KV)[None, :]
+        k = load_rows(keys, kv0, kv_len, D, BLOCK_KV, BLOCK_D, True)
+        v = load_rows(values, kv0, kv_len, DV, BLOCK_KV, BLOCK_DV, True)
+        bias = load_bias(its_bias.ptr, its_bias, q_idx[:, None], kv_idx, q_len, kv_len)
+        position = q_idx[:, None] + (kv_len - q_len)
+        seen = is_seen(position, kv_idx, kv_len, window)
+        seen &= bias != float("-inf")
+        if kv_start is not None:
+            seen &= kv_idx >= kv_start
+        p, _ = weights(q, k, m[:, None], norm[:, None], bias, None, seen, scoring, PRECISION)
+        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+        # The bias is added behind the softcap, so its slope does not come in.
+        total += score_gradients(p, dp, delta[:, None], 1.0, seen)
+    return total
+
+
+@unspecialized(triton.jit)
+def sum_bias(
+    q_ptr, k_ptr, v_ptr, bias_ptr, kv_lens_ptr, kv_starts_ptr, dout_ptr, rows_ptr, dbias_ptr,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
+    stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_os,
+    stride_bb, stride_bh, stride_bq, stride_bk,
+    B, Hq, Sq, Skv, bias_B, bias_Hq, bias_Sq, bias_Skv,
+    left, right, cap_scale, score_scale, unit,
+    D: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    RAW: tl.constexpr, PRECISION: tl.constexpr, SHARED_Q: tl.constexpr, SHARED_KV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
     """SHARED_Q and SHARED_KV: the bias has one element for all queries, for all keys."""
+    window = Window(left if HAS_LEFT else None, right if HAS_RIGHT else None)
+    scoring = Scoring(
+        cap_scale if HAS_SOFTCAP else None, score_scale if not RAW else None, unit
+    )  # fmt: skip
     kv_tiles, q_tiles = tl.cdiv(bias_Skv, BLOCK_KV), tl.cdiv(bias_Sq, BLOCK_Q)
     program = tl.program_id(0)
     kv_tile, q_tile = program % kv_tiles, program // kv_tiles % q_tiles
@@ -103,48 +114,27 @@ def sum_bias(
         b64 = tl.cast(b, tl.int64)
         for head in range(bias_head, Hq, bias_Hq):
             q_head, h64 = tl.cast(head, tl.int64), tl.cast(head // GROUP, tl.int64)
-            q_rows = q_ptr + b64 * (stride_qb * ALIGN) + q_head * (stride_qh * ALIGN)
-            dout_rows = dout_ptr + b64 * (stride_ob * ALIGN) + q_head * (stride_oh * ALIGN)
-            k_rows = k_ptr + b64 * (stride_kb * ALIGN) + h64 * (stride_kh * ALIGN)
-            v_rows = v_ptr + b64 * (stride_vb * ALIGN) + h64 * (stride_vh * ALIGN)
+            q_start = q_ptr + b64 * (stride_qb * ALIGN) + q_head * (stride_qh * ALIGN)
+            dout_start = dout_ptr + b64 * (stride_ob * ALIGN) + q_head * (stride_oh * ALIGN)
+            k_start = k_ptr + b64 * (stride_kb * ALIGN) + h64 * (stride_kh * ALIGN)
+            v_start = v_ptr + b64 * (stride_vb * ALIGN) + h64 * (stride_vh * ALIGN)
             row = (b64 * Hq + q_head) * Sq
-            bias_rows = bias_ptr + b64 * stride_bb + q_head * stride_bh
+            bias_start = bias_ptr + b64 * stride_bb + q_head * stride_bh
+            queries = Head(q_start, stride_qs * ALIGN)
+            douts = Head(dout_start, stride_os * ALIGN)
+            keys, values = Head(k_start, stride_ks * ALIGN), Head(v_start, stride_vs * ALIGN)
+            its_bias = BiasHead(bias_start, stride_bh, stride_bq, stride_bk)
             for tile in range(first_q_tile, end_q_tile):
                 q0 = tile * BLOCK_Q
-                q_idx = q0 + tl.arange(0, BLOCK_Q)
-                q = load_rows(q_rows, q0, Sq, stride_qs * ALIGN, D, BLOCK_Q, BLOCK_D, True)
-                dout = load_rows(dout_rows, q0, Sq, stride_os * ALIGN, DV, BLOCK_Q, BLOCK_DV, True)
-                m, norm, delta = load_statistics(rows_ptr + row * 4, q_idx, Sq)
                 last_q = tl.minimum(q0 + BLOCK_Q, Sq) - 1
-                lo, hi = seen_by_any(
-                    q0 + shift, last_q + shift, kv_len, left, right, HAS_LEFT, HAS_RIGHT
-                )
+                lo, hi = seen_by_any(q0 + shift, last_q + shift, kv_len, window)
                 begin = tl.maximum(first_kv_tile, lo // BLOCK_KV)
                 end = tl.minimum(end_kv_tile, tl.cdiv(hi, BLOCK_KV))
-                for other in range(begin, end):
-                    kv0 = other * BLOCK_KV
-                    kv_idx = kv0 + tl.arange(0, BLOCK_KV)[None, :]
-                    k = load_rows(
-                        k_rows, kv0, kv_len, stride_ks * ALIGN, D, BLOCK_KV, BLOCK_D, True
-                    )
-                    v = load_rows(
-                        v_rows, kv0, kv_len, stride_vs * ALIGN, DV, BLOCK_KV, BLOCK_DV, True
-                    )
-                    bias = load_bias(
-                        bias_rows, q_idx[:, None], kv_idx, Sq, kv_len, stride_bq, stride_bk
-                    )
-                    position = q_idx[:, None] + shift
-                    seen = is_seen(position, kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
-                    seen &= bias != float("-inf")
-                    if kv_starts_ptr is not None:
-                        seen &= kv_idx >= kv_start
-                    p, _ = weights(
-                        q, k, m[:, None], norm[:, None], bias, None, seen,
-                        cap_scale, score_scale, unit, HAS_SOFTCAP, RAW, PRECISION,
-                    )  # fmt: skip
-                    dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-                    # The bias is added behind the softcap, so its slope does not come in.
-                    total += score_gradients(p, dp, delta[:, None], 1.0, seen)
+                total = add_tiles(
+                    total, begin, end, q0, queries, douts, keys, values, rows_ptr + row * 4,
+                    its_bias, kv_start if kv_starts_ptr is not None else None, Sq, kv_len,
+                    window, scoring, D, DV, PRECISION, BLOCK_Q, BLOCK_KV, BLOCK_D, BLOCK_DV,
+                )  # fmt: skip
 
     q_idx = q_tile * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]
     kv_idx = kv_tile * BLOCK_KV + tl.arange(0, BLOCK_KV)[None, :]

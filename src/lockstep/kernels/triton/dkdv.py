@@ -27,68 +27,50 @@ from lockstep.kernels.triton.gradient_tiles import (
     load_rows,
     nth_tile,
     score_gradients,
-    tile_ranges,
     tiles_of_pass,
     weights,
 )
+from lockstep.kernels.triton.groups import BiasHead, Head, HeadGroup, Scoring, TileRanges, Window
 from lockstep.kernels.triton.tiles import (
     add_weighted,
     alibi_of,
     is_seen,
     seen_by_all,
     seen_by_any,
+    tile_ranges,
 )
 
 
 @triton.jit
 def add_queries(
-    start,
-    whole,
-    masked,
-    end,
+    ranges,
     dk,
     dv,
     k,
     v,
     kv_idx,
-    q_ptr,
-    dout_ptr,
-    bias_ptr,
+    queries,
+    douts,
+    bias_head,
     slopes_ptr,
     rows_ptr,
-    stride_qh,
-    stride_qs,
-    stride_oh,
-    stride_os,
-    stride_bh,
-    stride_bq,
-    stride_bk,
     Sq,
     q_len,
     kv_len,
-    left,
-    right,
-    cap_scale,
-    score_scale,
-    unit,
+    window,
+    scoring,
     D: tl.constexpr,
     DV: tl.constexpr,
     GROUP: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    RAW: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     COPIES: tl.constexpr,
     MASKED: tl.constexpr,
     ASCENDING: tl.constexpr,
 ):
-    """The tiles of queries that need a mask, or none, under each head of the group.
-
-    See `tile_ranges` for which these are. Pointers are those of the group's first head.
-    """
-    tiles = count_tiles(start, whole, masked, end, MASKED)
+    """Adds the tiles of queries that need a mask, under each head of the group; unless MASKED,
+    those that need none."""
+    tiles = count_tiles(ranges, MASKED)
     # One loop over heads and tiles: a loop inside a loop would keep two sets of addresses.
     # Masked tiles are few: they need no pipeline, and its memory goes to their finite copies.
     for i in tl.range(0, tiles * GROUP, num_stages=1 if MASKED else None):
@@ -96,10 +78,9 @@ def add_queries(
         if GROUP > 1:
             g, nth = (i % GROUP, i // GROUP) if ASCENDING else (i // tiles, i % tiles)
         g = tl.cast(g, tl.int64)
-        first = nth_tile(nth, start, whole, masked, MASKED) * BLOCK_Q
-        q = load_rows(
-            q_ptr + g * stride_qh, first, q_len, stride_qs, D, BLOCK_Q, k.shape[1], MASKED
-        )
+        first = nth_tile(nth, ranges, MASKED) * BLOCK_Q
+        q_rows = Head(queries.ptr + g * queries.stride_h, queries.stride_s)
+        q = load_rows(q_rows, first, q_len, D, BLOCK_Q, k.shape[1], MASKED)
         q_idx = first + tl.arange(0, BLOCK_Q)
         of_rows = rows_ptr + g * Sq * 4
         m, norm = load_pair(of_rows, q_idx, q_len, COPIES, MASKED)
@@ -108,21 +89,19 @@ def add_queries(
         if slopes_ptr is not None:
             alibi = alibi_of(tl.load(slopes_ptr + g).to(tl.float32), position, kv_idx)
         if MASKED:
-            seen = is_seen(position, kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
+            seen = is_seen(position, kv_idx, kv_len, window)
             seen &= q_idx[None, :] < q_len
-        if bias_ptr is not None:
+        if bias_head is not None:
             bias = load_bias(
-                bias_ptr + g * stride_bh, q_idx[None, :], kv_idx, q_len, kv_len,
-                stride_bq, stride_bk,
+                bias_head.ptr + g * bias_head.stride_h, bias_head, q_idx[None, :], kv_idx, q_len,
+                kv_len,
             )  # [BLOCK_KV, BLOCK_Q]  # fmt: skip
             seen &= bias != float("-inf")
         p, slope = weights(
-            k, q, m[None, :], norm[None, :], bias, alibi, seen, cap_scale, score_scale, unit,
-            HAS_SOFTCAP, RAW, PRECISION,
+            k, q, m[None, :], norm[None, :], bias, alibi, seen, scoring, PRECISION
         )  # fmt: skip
-        dout = load_rows(
-            dout_ptr + g * stride_oh, first, q_len, stride_os, DV, BLOCK_Q, v.shape[1], MASKED
-        )
+        dout_rows = Head(douts.ptr + g * douts.stride_h, douts.stride_s)
+        dout = load_rows(dout_rows, first, q_len, DV, BLOCK_Q, v.shape[1], MASKED)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # [BLOCK_KV, BLOCK_Q]
         dv = add_weighted(p, finite(dout) if MASKED else dout, dv, PRECISION)
         # No earlier: registers are short until the weights are there.
@@ -134,72 +113,29 @@ def add_queries(
 
 @unspecialized(triton.jit)
 def sum_keys(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
-    kv_lens_ptr,
-    kv_starts_ptr,
-    alibi_slopes_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    dout_ptr,
-    rows_ptr,
-    dk_ptr,
-    dv_ptr,
-    dk_sums_ptr,
-    dv_sums_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qs,
-    stride_kb,
-    stride_kh,
-    stride_ks,
-    stride_vb,
-    stride_vh,
-    stride_vs,
-    stride_ob,
-    stride_oh,
-    stride_os,
-    stride_bb,
-    stride_bh,
-    stride_bq,
-    stride_bk,
-    stride_ab,
-    B,
-    Hq,
-    Sq,
-    Skv,
-    n_slots,
-    left,
-    right,
-    scale,
-    cap_scale,
-    score_scale,
-    unit,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    GROUP: tl.constexpr,
-    ALIGN: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    RAW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ASCENDING: tl.constexpr,
-    K_TOKENS_FIRST: tl.constexpr,
-    V_TOKENS_FIRST: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, kv_lens_ptr, kv_starts_ptr, alibi_slopes_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, dout_ptr, rows_ptr,
+    dk_ptr, dv_ptr, dk_sums_ptr, dv_sums_ptr,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
+    stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_os,
+    stride_bb, stride_bh, stride_bq, stride_bk, stride_ab,
+    B, Hq, Sq, Skv, n_slots, left, right, scale, cap_scale, score_scale, unit,
+    D: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    RAW: tl.constexpr, PRECISION: tl.constexpr, ASCENDING: tl.constexpr,
+    K_TOKENS_FIRST: tl.constexpr, V_TOKENS_FIRST: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     COPIES: tl.constexpr,
-):
+):  # fmt: skip
     """Programs run over the key tiles of a head, then the batch, then the KV heads.
 
     The first tiles come first: under a causal mask they are the longest. Strides of q, k, v and
     dout are in units of ALIGN elements. Keys of a bad sequence (`sequences`) have gradients of NaN.
     """
+    window = Window(left if HAS_LEFT else None, right if HAS_RIGHT else None)
+    scoring = Scoring(
+        cap_scale if HAS_SOFTCAP else None, score_scale if not RAW else None, unit
+    )  # fmt: skip
     head, slot = tl.program_id(0) // n_slots, tl.program_id(0) % n_slots
     Hkv = Hq // GROUP
     if cu_seqlens_k_ptr is not None:
@@ -234,18 +170,18 @@ def sum_keys(
         last_key = tl.minimum(first_key + BLOCK_KV, kv_len) - 1
         # Which rows see a key is which keys a row sees, with left and right exchanged.
         near, far = first_key - shift, last_key - shift
-        lo, hi = seen_by_any(near, far, q_len, right, left, HAS_RIGHT, HAS_LEFT)
-        all_lo, all_hi = seen_by_all(near, far, q_len, right, left, HAS_RIGHT, HAS_LEFT)
-        start, whole, masked, end = tile_ranges(
-            lo, hi, all_lo, all_hi, BLOCK_Q, bias_ptr is not None
-        )
+        of_keys = Window(window.right, window.left)
+        lo, hi = seen_by_any(near, far, q_len, of_keys)
+        all_lo, all_hi = seen_by_all(near, far, q_len, of_keys)
+        ranges = tile_ranges(lo, hi, all_lo, all_hi, BLOCK_Q, bias_ptr is not None)
         b64, h64 = b.to(tl.int64), head.to(tl.int64)
         k_ptr += b64 * (stride_kb * ALIGN) + h64 * (stride_kh * ALIGN)
         v_ptr += b64 * (stride_vb * ALIGN) + h64 * (stride_vh * ALIGN)
         k_ptr += kv_start * (stride_ks * ALIGN)
         v_ptr += kv_start * (stride_vs * ALIGN)
-        k = load_rows(k_ptr, first_key, kv_len, stride_ks * ALIGN, D, BLOCK_KV, BLOCK_D, True)
-        v = load_rows(v_ptr, first_key, kv_len, stride_vs * ALIGN, DV, BLOCK_KV, BLOCK_DV, True)
+        keys, values = Head(k_ptr, stride_ks * ALIGN), Head(v_ptr, stride_vs * ALIGN)
+        k = load_rows(keys, first_key, kv_len, D, BLOCK_KV, BLOCK_D, True)
+        v = load_rows(values, first_key, kv_len, DV, BLOCK_KV, BLOCK_DV, True)
         q_head = h64 * GROUP
         q_ptr += b64 * (stride_qb * ALIGN) + q_head * (stride_qh * ALIGN)
         q_ptr += q_start * (stride_qs * ALIGN)
@@ -255,14 +191,17 @@ def sum_keys(
         row = q_head * Sq + q_start
         if cu_seqlens_k_ptr is None:
             row += b64 * Hq * Sq
-        bias_rows = None
+        bias_head = None
         if bias_ptr is not None:
-            bias_rows = bias_ptr + b64 * stride_bb + q_head * stride_bh
+            bias_ptr += b64 * stride_bb + q_head * stride_bh
             if kv_starts_ptr is not None:
-                bias_rows += kv_start * stride_bk
+                bias_ptr += kv_start * stride_bk
+            bias_head = BiasHead(bias_ptr, stride_bh, stride_bq, stride_bk)
         slopes_ptr = None
         if alibi_slopes_ptr is not None:
             slopes_ptr = alibi_slopes_ptr + b64 * stride_ab + q_head
+        queries = HeadGroup(q_ptr, stride_qh * ALIGN, stride_qs * ALIGN)
+        douts = HeadGroup(dout_ptr, stride_oh * ALIGN, stride_os * ALIGN)
         # Masked tiles come last: the other way round, ptxas waits for every single product. Masks
         # take registers, which smaller tiles make up for; but a sum that is to be the same with and
         # without a mask needs the same tiles.
@@ -271,18 +210,14 @@ def sum_keys(
         for PASS in tl.static_range(0 if EDGES_APART else 1, 3):
             if PASS != 1 or bias_ptr is None:
                 share = 1 if PASS == 1 else BLOCK_Q // MASKED_Q
-                pass_start, pass_whole, pass_masked, pass_end = tiles_of_pass(
-                    start, whole, masked, end, PASS, EDGES_APART
+                some = tiles_of_pass(ranges, PASS, EDGES_APART)
+                some = TileRanges(
+                    some.start * share, some.whole * share, some.masked * share, some.end * share
                 )
                 dk, dv = add_queries(
-                    pass_start * share, pass_whole * share, pass_masked * share, pass_end * share,
-                    dk, dv, k, v, kv_idx[:, None],
-                    q_ptr, dout_ptr, bias_rows, slopes_ptr, rows_ptr + row * 4,
-                    stride_qh * ALIGN, stride_qs * ALIGN, stride_oh * ALIGN, stride_os * ALIGN,
-                    stride_bh, stride_bq, stride_bk, Sq, q_len, kv_len, left, right,
-                    cap_scale, score_scale, unit, D, DV, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-                    RAW, PRECISION, BLOCK_Q if PASS == 1 else MASKED_Q, COPIES, PASS != 1,
-                    ASCENDING,
+                    some, dk, dv, k, v, kv_idx[:, None], queries, douts, bias_head, slopes_ptr,
+                    rows_ptr + row * 4, Sq, q_len, kv_len, window, scoring, D, DV, GROUP, PRECISION,
+                    BLOCK_Q if PASS == 1 else MASKED_Q, COPIES, PASS != 1, ASCENDING,
                 )  # fmt: skip
 
     if dk_sums_ptr is not None:

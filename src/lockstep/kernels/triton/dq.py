@@ -24,149 +24,92 @@ from lockstep.kernels.triton.gradient_tiles import (
     load_statistics,
     nth_tile,
     score_gradients,
-    tile_ranges,
     tiles_of_pass,
     weights,
 )
+from lockstep.kernels.triton.groups import BiasHead, Head, RowStatistics, Scoring, Window
 from lockstep.kernels.triton.tiles import (
     add_weighted,
     alibi_of,
     is_seen,
     seen_by_all,
     seen_by_any,
+    tile_ranges,
 )
 
 
 @triton.jit
 def add_keys(
-    start,
-    whole,
-    masked,
-    end,
+    ranges,
     dq,
     q,
     dout,
-    m,
-    norm,
-    delta,
+    stats,
     q_idx,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
+    keys,
+    values,
+    bias_head,
     slope,
-    stride_ks,
-    stride_vs,
-    stride_bq,
-    stride_bk,
     q_len,
     kv_len,
-    left,
-    right,
-    cap_scale,
-    score_scale,
-    unit,
+    window,
+    scoring,
     D: tl.constexpr,
     DV: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    RAW: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The tiles of keys that need a mask, or none: see `tile_ranges` for which these are."""
-    tiles = count_tiles(start, whole, masked, end, MASKED)
+    """Adds the tiles of keys that need a mask; unless MASKED, those that need none."""
+    tiles = count_tiles(ranges, MASKED)
     # Masked tiles are few: they need no pipeline, and its memory goes to their finite copies.
     for i in tl.range(0, tiles, num_stages=1 if MASKED else None):
-        first = nth_tile(i, start, whole, masked, MASKED) * BLOCK_KV
-        k = load_rows(k_ptr, first, kv_len, stride_ks, D, BLOCK_KV, q.shape[1], MASKED)
-        v = load_rows(v_ptr, first, kv_len, stride_vs, DV, BLOCK_KV, dout.shape[1], MASKED)
+        first = nth_tile(i, ranges, MASKED) * BLOCK_KV
+        k = load_rows(keys, first, kv_len, D, BLOCK_KV, q.shape[1], MASKED)
+        v = load_rows(values, first, kv_len, DV, BLOCK_KV, dout.shape[1], MASKED)
         bias, alibi, seen = None, None, None
         kv_idx = first + tl.arange(0, BLOCK_KV)[None, :]
         position = q_idx + (kv_len - q_len)
         if slope is not None:
             alibi = alibi_of(slope, position, kv_idx)
         if MASKED:
-            seen = is_seen(position, kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
-            if bias_ptr is not None:
-                bias = load_bias(bias_ptr, q_idx, kv_idx, q_len, kv_len, stride_bq, stride_bk)
+            seen = is_seen(position, kv_idx, kv_len, window)
+            if bias_head is not None:
+                bias = load_bias(bias_head.ptr, bias_head, q_idx, kv_idx, q_len, kv_len)
                 seen &= bias != float("-inf")
         p, slope_of_cap = weights(
-            q, k, m, norm, bias, alibi, seen, cap_scale, score_scale, unit,
-            HAS_SOFTCAP, RAW, PRECISION,
+            q, k, stats.m, stats.norm, bias, alibi, seen, scoring, PRECISION
         )  # fmt: skip
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [BLOCK_Q, BLOCK_KV]
-        ds = score_gradients(p, dp, delta, slope_of_cap, seen)
+        ds = score_gradients(p, dp, stats.delta, slope_of_cap, seen)
         dq = add_weighted(ds, finite(k) if MASKED else k, dq, PRECISION)
     return dq
 
 
 @unspecialized(triton.jit)
 def sum_queries(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
-    kv_lens_ptr,
-    kv_starts_ptr,
-    alibi_slopes_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    dout_ptr,
-    rows_ptr,
-    dq_ptr,
-    dq_sums_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qs,
-    stride_kb,
-    stride_kh,
-    stride_ks,
-    stride_vb,
-    stride_vh,
-    stride_vs,
-    stride_ob,
-    stride_oh,
-    stride_os,
-    stride_bb,
-    stride_bh,
-    stride_bq,
-    stride_bk,
-    stride_ab,
-    B,
-    Hq,
-    Sq,
-    Skv,
-    n_slots,
-    left,
-    right,
-    scale,
-    cap_scale,
-    score_scale,
-    unit,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    GROUP: tl.constexpr,
-    ALIGN: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    RAW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ASCENDING: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, kv_lens_ptr, kv_starts_ptr, alibi_slopes_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, dout_ptr, rows_ptr, dq_ptr, dq_sums_ptr,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
+    stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_os,
+    stride_bb, stride_bh, stride_bq, stride_bk, stride_ab,
+    B, Hq, Sq, Skv, n_slots, left, right, scale, cap_scale, score_scale, unit,
+    D: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    RAW: tl.constexpr, PRECISION: tl.constexpr, ASCENDING: tl.constexpr,
     Q_TOKENS_FIRST: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
     """Programs run over the query tiles of a head, then the batch, then the heads.
 
     The last tiles come first: under a causal mask they are the longest. Strides of q, k, v and
     dout are in units of ALIGN elements. Queries of a bad sequence (`sequences`) have gradients of
     NaN.
     """
+    window = Window(left if HAS_LEFT else None, right if HAS_RIGHT else None)
+    scoring = Scoring(
+        cap_scale if HAS_SOFTCAP else None, score_scale if not RAW else None, unit
+    )  # fmt: skip
     head, slot = tl.program_id(0) // n_slots, tl.program_id(0) % n_slots
     if cu_seqlens_q_ptr is not None:
         b, tile, is_good, q_start, q_len, kv_start, kv_len = find_sequence(
@@ -192,45 +135,31 @@ def sum_queries(
     shift = kv_len - q_len
     near = first_query + shift
     far = tl.minimum(first_query + BLOCK_Q, q_len) - 1 + shift
-    lo, hi = seen_by_any(near, far, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
-    all_lo, all_hi = seen_by_all(near, far, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
-    start, whole, masked, end = tile_ranges(lo, hi, all_lo, all_hi, BLOCK_KV, bias_ptr is not None)
+    lo, hi = seen_by_any(near, far, kv_len, window)
+    all_lo, all_hi = seen_by_all(near, far, kv_len, window)
+    ranges = tile_ranges(lo, hi, all_lo, all_hi, BLOCK_KV, bias_ptr is not None)
 
     b64, q_head, h64 = b.to(tl.int64), head.to(tl.int64), (head // GROUP).to(tl.int64)
     q_ptr += b64 * (stride_qb * ALIGN) + q_head * (stride_qh * ALIGN)
     dout_ptr += b64 * (stride_ob * ALIGN) + q_head * (stride_oh * ALIGN)
     k_ptr += b64 * (stride_kb * ALIGN) + h64 * (stride_kh * ALIGN) + kv_start * (stride_ks * ALIGN)
     v_ptr += b64 * (stride_vb * ALIGN) + h64 * (stride_vh * ALIGN) + kv_start * (stride_vs * ALIGN)
-    q = load_rows(
-        q_ptr + q_start * (stride_qs * ALIGN),
-        first_query,
-        q_len,
-        stride_qs * ALIGN,
-        D,
-        BLOCK_Q,
-        BLOCK_D,
-        True,
-    )
-    dout = load_rows(
-        dout_ptr + q_start * (stride_os * ALIGN),
-        first_query,
-        q_len,
-        stride_os * ALIGN,
-        DV,
-        BLOCK_Q,
-        BLOCK_DV,
-        True,
-    )
+    queries = Head(q_ptr + q_start * (stride_qs * ALIGN), stride_qs * ALIGN)
+    q = load_rows(queries, first_query, q_len, D, BLOCK_Q, BLOCK_D, True)
+    douts = Head(dout_ptr + q_start * (stride_os * ALIGN), stride_os * ALIGN)
+    dout = load_rows(douts, first_query, q_len, DV, BLOCK_Q, BLOCK_DV, True)
     # Statistics lie [B, Hq, Sq], or [Hq, T] of a packed batch.
     row = q_head * Sq + q_start
     if cu_seqlens_q_ptr is None:
         row += b64 * Hq * Sq
     m, norm, delta = load_statistics(rows_ptr + row * 4, q_idx, q_len)
-    bias_rows = None
+    stats = RowStatistics(m[:, None], norm[:, None], delta[:, None])
+    bias_head = None
     if bias_ptr is not None:
-        bias_rows = bias_ptr + b64 * stride_bb + q_head * stride_bh
+        bias_ptr += b64 * stride_bb + q_head * stride_bh
         if kv_starts_ptr is not None:
-            bias_rows += kv_start * stride_bk
+            bias_ptr += kv_start * stride_bk
+        bias_head = BiasHead(bias_ptr, stride_bh, stride_bq, stride_bk)
     slope = None
     if alibi_slopes_ptr is not None:
         # A bad sequence may be one that there is not.
@@ -244,20 +173,15 @@ def sum_queries(
             mask=(q_idx < q_len)[:, None] & (tl.arange(0, BLOCK_D) < D),
             other=0.0,
         )
+    keys, values = Head(k_ptr, stride_ks * ALIGN), Head(v_ptr, stride_vs * ALIGN)
     # Masked tiles come last: the other way round, ptxas waits for every single product.
     EDGES_APART: tl.constexpr = ASCENDING and HAS_LEFT
     for PASS in tl.static_range(0 if EDGES_APART else 1, 3):
         if PASS != 1 or bias_ptr is None:
-            pass_start, pass_whole, pass_masked, pass_end = tiles_of_pass(
-                start, whole, masked, end, PASS, EDGES_APART
-            )
+            some = tiles_of_pass(ranges, PASS, EDGES_APART)
             dq = add_keys(
-                pass_start, pass_whole, pass_masked, pass_end,
-                dq, q, dout, m[:, None], norm[:, None], delta[:, None], q_idx[:, None],
-                k_ptr, v_ptr, bias_rows, slope, stride_ks * ALIGN, stride_vs * ALIGN,
-                stride_bq, stride_bk, q_len, kv_len, left, right, cap_scale,
-                score_scale, unit, D, DV, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAW, PRECISION,
-                BLOCK_KV, PASS != 1,
+                some, dq, q, dout, stats, q_idx[:, None], keys, values, bias_head, slope,
+                q_len, kv_len, window, scoring, D, DV, PRECISION, BLOCK_KV, PASS != 1,
             )  # fmt: skip
 
     rows = (dq_row + (q_start + q_idx) * stride_row)[:, None]  # [BLOCK_Q, 1]

@@ -27,6 +27,16 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.parts import close, fold, fold_sink
 from lockstep.kernels.sequences import nan_where
+from lockstep.kernels.triton.groups import (
+    BiasRows,
+    Head,
+    Pages,
+    RowPointers,
+    Rows,
+    Scoring,
+    State,
+    Window,
+)
 from lockstep.kernels.triton.nonfinite import add_nonfinite
 from lockstep.kernels.triton.spans import (
     attend_tiles,
@@ -42,6 +52,7 @@ from lockstep.kernels.triton.tiles import (
     seen_by_all,
     seen_by_any,
     store_statistics,
+    tile_ranges,
 )
 
 _ANY_ADDRESS = (
@@ -50,88 +61,48 @@ _ANY_ADDRESS = (
 )
 
 
+@triton.jit
+def store_nan(
+    out_ptr, lse_ptr, statistics_ptr, row, is_row, DV: tl.constexpr, BLOCK_DV: tl.constexpr
+):  # fmt: skip
+    """The results of rows of a bad sequence."""
+    dv = tl.arange(0, BLOCK_DV)[None, :]
+    nan = tl.full([row.shape[0], BLOCK_DV], float("nan"), out_ptr.dtype.element_ty)
+    tl.store((out_ptr + row * DV)[:, None] + dv, nan, mask=is_row[:, None] & (dv < DV))
+    tl.store(lse_ptr + row, float("nan"), mask=is_row)
+    if statistics_ptr is not None:
+        nans = tl.full([row.shape[0]], float("nan"), tl.float32)
+        store_statistics(statistics_ptr, row, nans, nans, is_row)
+
+
 @unspecialized(triton.jit, any_address=_ANY_ADDRESS)
 def attend(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
-    sinks_ptr,
-    kv_lens_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    page_table_ptr,
-    kv_starts_ptr,
-    alibi_slopes_ptr,
-    out_ptr,
-    lse_ptr,
-    statistics_ptr,
-    parts_ptr,
-    part_stats_ptr,
-    state_ptr,
-    state_stats_ptr,
-    next_state_ptr,
-    next_state_stats_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qs,
-    stride_kb,
-    stride_kh,
-    stride_ks,
-    stride_vb,
-    stride_vh,
-    stride_vs,
-    stride_bb,
-    stride_bh,
-    stride_bq,
-    stride_bk,
-    stride_tb,
-    stride_ab,
-    stride_rb,
-    stride_rh,
-    stride_rs,
-    B,
-    Hkv,
-    Sq,
-    Skv,
-    n_pages,
-    wanted,
-    n_slots,
-    n_spans,
-    run_spans,
-    left,
-    right,
-    cap_scale,
-    score_scale,
-    unit,
-    natural,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    GROUP: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    RAW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    FOLDS: tl.constexpr,
-    LEAST_SPAN: tl.constexpr,
-    EARLY: tl.constexpr,
-    CONSTANT_TIME: tl.constexpr,
-    SECRET_LENGTHS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, bias_ptr, sinks_ptr, kv_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    page_table_ptr, kv_starts_ptr, alibi_slopes_ptr,
+    out_ptr, lse_ptr, statistics_ptr, parts_ptr, part_stats_ptr,
+    state_ptr, state_stats_ptr, next_state_ptr, next_state_stats_ptr,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
+    stride_vb, stride_vh, stride_vs, stride_bb, stride_bh, stride_bq, stride_bk,
+    stride_tb, stride_ab, stride_rb, stride_rh, stride_rs,
+    B, Hkv, Sq, Skv, n_pages, wanted, n_slots, n_spans, run_spans,
+    left, right, cap_scale, score_scale, unit, natural,
+    D: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    ALIGN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, RAW: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    FOLDS: tl.constexpr, LEAST_SPAN: tl.constexpr, EARLY: tl.constexpr,
+    CONSTANT_TIME: tl.constexpr, SECRET_LENGTHS: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
     """Pointers may be None where a call has no such tensor.
 
     Strides of q, k and v are in units of ALIGN elements, so that wide loads are known to be
     aligned. `stride_r*` count rows of out and lse. Lengths, offsets and page numbers are checked:
     `sequences`.
     """
+    window = Window(left if HAS_LEFT else None, right if HAS_RIGHT else None)
+    scoring = Scoring(
+        cap_scale if HAS_SOFTCAP else None, score_scale if not RAW else None, unit
+    )  # fmt: skip
     if EARLY and parts_ptr is not None:
         # Lets `split_kv` start as soon as there is room, to wait for the parts where it needs them.
         gdc_launch_dependents()
@@ -182,12 +153,7 @@ def attend(
     if not is_here:
         # It has no parts: `split_kv` checks its numbers, too.
         if parts_ptr is None:
-            nan = tl.full([BLOCK_Q, BLOCK_DV], float("nan"), out_ptr.dtype.element_ty)
-            tl.store(out_rows[:, None] + dv, nan, mask=is_row[:, None] & (dv < DV))
-            tl.store(lse_ptr + out_row, float("nan"), mask=is_row)
-            if statistics_ptr is not None:
-                nans = tl.full([BLOCK_Q], float("nan"), tl.float32)
-                store_statistics(statistics_ptr, out_row, nans, nans, is_row)
+            store_nan(out_ptr, lse_ptr, statistics_ptr, out_row, is_row, DV, BLOCK_DV)
         return
 
     shift = kv_len - q_len
@@ -195,54 +161,51 @@ def attend(
 
     first_position = tile * BLOCK_Q // GROUP + shift
     last_position = (tl.minimum(tile * BLOCK_Q + BLOCK_Q, n_rows) - 1) // GROUP + shift
-    lo, hi = seen_by_any(first_position, last_position, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
-    all_lo, all_hi = seen_by_all(
-        first_position, last_position, kv_len, left, right, HAS_LEFT, HAS_RIGHT
-    )
+    lo, hi = seen_by_any(first_position, last_position, kv_len, window)
+    all_lo, all_hi = seen_by_all(first_position, last_position, kv_len, window)
     if SECRET_LENGTHS:
         lo, hi, all_lo, all_hi = 0, walked, 0, 0
-    span = span_of(q_len, walked, Hkv, left, right, wanted, GROUP, HAS_LEFT, HAS_RIGHT, LEAST_SPAN)
+    span = span_of(q_len, walked, Hkv, window, wanted, GROUP, LEAST_SPAN)
     if parts_ptr is not None:
         run = run_spans * span
         run_first = tl.program_id(1) * run
         lo, hi = tl.maximum(lo, run_first), tl.minimum(hi, run_first + run)
         if lo >= hi:
             return
-    # Tiles [start, whole) and [masked, end) need a mask, [whole, masked) do not.
-    start = lo // BLOCK_KV
-    end = tl.maximum(tl.cdiv(hi, BLOCK_KV), start)
-    whole = tl.minimum(tl.maximum(tl.cdiv(all_lo, BLOCK_KV), start), end)
-    masked = tl.minimum(tl.maximum(all_hi // BLOCK_KV, whole), end)
+    ranges = tile_ranges(lo, hi, all_lo, all_hi, BLOCK_KV)
 
     bias_rows = None
     if bias_ptr is not None:
-        bias_rows = bias_ptr + b64 * stride_bb + q_head.to(tl.int64) * stride_bh
-        bias_rows += q_idx.to(tl.int64) * stride_bq
+        bias_ptr += b64 * stride_bb + q_head.to(tl.int64) * stride_bh
+        bias_ptr += q_idx.to(tl.int64) * stride_bq
         if kv_starts_ptr is not None:
-            bias_rows += kv_start * stride_bk
+            bias_ptr += kv_start * stride_bk
+        bias_rows = BiasRows(bias_ptr, stride_bk)
     slopes = None
     if alibi_slopes_ptr is not None:
         of_sequence = alibi_slopes_ptr + b64 * stride_ab
         slopes = tl.load(of_sequence + q_head, mask=is_row, other=0.0).to(tl.float32)  # [BLOCK_Q]
-    part_rows, part_stats_rows = None, None
+    to = None
     if parts_ptr is not None:
         part_rows = parts_ptr + out_row * n_spans * DV
-        part_stats_rows = part_stats_ptr + out_row * n_spans * 2
+        to = RowPointers(part_rows, part_stats_ptr + out_row * n_spans * 2)
 
     # Some of the packed sequences may have no folds: those should not pay for them.
     STRAIGHT_FIRST: tl.constexpr = not FOLDS or cu_seqlens_q_ptr is not None
     nan_sum = tl.zeros([BLOCK_Q, 1], tl.float32)
     has_nonfinite = tl.program_id(0) < 0
+    rows = Rows(position, is_row)
+    keys = Head(k_ptr, stride_ks * ALIGN, stride_kb * ALIGN, k_desc)
+    values = Head(v_ptr, stride_vs * ALIGN, stride_vb * ALIGN, v_desc)
+    pages = Pages(table_ptr, n_pages, first_key)
     for CLEAN in tl.static_range(1 if CONSTANT_TIME else 2):
         if CLEAN == 0 or has_nonfinite:
             m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
             l = tl.zeros([BLOCK_Q], tl.float32)
-            acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
-            folded_m, folded_l, folded_acc = m, l, acc
+            state = State(m, l, tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32))
+            folded = state
             if state_ptr is not None:
-                folded_m, folded_l, folded_acc = load_state(
-                    state_ptr, state_stats_ptr, out_row, is_row, DV, BLOCK_DV
-                )
+                folded = load_state(state_ptr, state_stats_ptr, out_row, is_row, DV, BLOCK_DV)
             span_end = (lo // span + 1) * span
             for REGION in tl.static_range(4):
                 # The left edge of a window; the middle, up to the first fold and from there on; the
@@ -250,22 +213,16 @@ def attend(
                 HERE = HAS_LEFT if REGION == 0 else STRAIGHT_FIRST if REGION == 1 else FOLDS
                 if REGION == 3 or (HERE and not CLEAN):
                     tile_lo, tile_hi = tiles_of_region(
-                        start, whole, masked, end, span_end,
-                        REGION, CLEAN, FOLDS and STRAIGHT_FIRST, BLOCK_KV,
+                        ranges, span_end, REGION, CLEAN, FOLDS and STRAIGHT_FIRST, BLOCK_KV
+                    )
+                    state, folded, nan_sum, span_end = attend_tiles(
+                        tile_lo, tile_hi, state, folded, nan_sum, span_end,
+                        q, keys, values, pages, rows, bias_rows, slopes, to, span, kv_len, walked,
+                        window, scoring, D, DV, BLOCK_KV, PAGE_SIZE, PRECISION,
+                        FOLDS and REGION != 1, REGION == 0 or REGION == 3, CLEAN, CONSTANT_TIME,
                     )  # fmt: skip
-                    m, l, acc, folded_m, folded_l, folded_acc, nan_sum, span_end = attend_tiles(
-                        tile_lo, tile_hi,
-                        m, l, acc, folded_m, folded_l, folded_acc, nan_sum, span_end,
-                        q, k_ptr, v_ptr, k_desc, v_desc,
-                        bias_rows, slopes, table_ptr, first_key, n_pages, span,
-                        part_rows, part_stats_rows,
-                        stride_kb * ALIGN, stride_ks * ALIGN, stride_vb * ALIGN, stride_vs * ALIGN,
-                        stride_bk, position, is_row, kv_len, walked, left, right, cap_scale,
-                        score_scale, unit,
-                        D, DV, BLOCK_KV, FOLDS and REGION != 1, PAGE_SIZE, HAS_LEFT, HAS_RIGHT,
-                        HAS_SOFTCAP, RAW, PRECISION, REGION == 0 or REGION == 3, CLEAN,
-                        CONSTANT_TIME,
-                    )  # fmt: skip
+            m, l, acc = state
+            folded_m, folded_l, folded_acc = folded
             if not CLEAN:
                 first_l, first_folded_l = l, folded_l
             # The compiler may sum weights in another order the second time. They do not depend on
@@ -273,12 +230,11 @@ def attend(
             l, folded_l = first_l, first_folded_l
             out = acc
             if parts_ptr is not None:
-                store_part(
-                    m, l, acc, part_rows, part_stats_rows, (hi - 1) // span, is_row, DV, CLEAN
-                )
+                store_part(State(m, l, acc), to, (hi - 1) // span, is_row, DV, CLEAN)
             elif state_ptr is not None:
                 m, l, out = fold(folded_m, folded_l, folded_acc, m, l, acc, unit)
-                store_state(m, l, out, next_state_ptr, next_state_stats_ptr, out_row, is_row, DV)
+                done = State(m, l, out)
+                store_state(done, next_state_ptr, next_state_stats_ptr, out_row, is_row, DV)
             else:
                 m, l, acc = fold(folded_m, folded_l, folded_acc, m, l, acc, unit)
                 if SECRET_LENGTHS:
@@ -305,10 +261,6 @@ def attend(
             # The stores above are other threads' loads here.
             tl.debug_barrier()
             add_nonfinite(
-                start, end, rows_ptr,
-                v_ptr, bias_rows, table_ptr, first_key, n_pages,
-                stride_vb * ALIGN, stride_vs * ALIGN, stride_bk,
-                position, is_row, kv_len, left, right, span,
-                DV, BLOCK_KV, BLOCK_DV, 0 if parts_ptr is None else DV, PAGE_SIZE,
-                HAS_LEFT, HAS_RIGHT,
+                ranges.start, ranges.end, rows_ptr, values, pages, rows, bias_rows, span, kv_len,
+                window, DV, BLOCK_KV, BLOCK_DV, 0 if parts_ptr is None else DV, PAGE_SIZE,
             )  # fmt: skip

@@ -16,49 +16,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lockstep.kernels.triton.groups import RowStatistics, TileRanges
 from lockstep.kernels.triton.tiles import finish_scores, product
 
 
 @triton.jit
-def tile_ranges(lo, hi, all_lo, all_hi, BLOCK: tl.constexpr, ALL_MASKED: tl.constexpr):
-    """Which tiles of BLOCK need a mask, and which none.
-
-    Something is seen in [lo, hi) and everything in [all_lo, all_hi). Returns start, whole, masked
-    and end: tiles [start, whole) and [masked, end) need a mask, [whole, masked) do not.
-    """
-    start = lo // BLOCK
-    end = tl.maximum(tl.cdiv(hi, BLOCK), start)
-    whole, masked = start, start
-    if not ALL_MASKED:
-        whole = tl.minimum(tl.maximum(tl.cdiv(all_lo, BLOCK), start), end)
-        masked = tl.minimum(tl.maximum(all_hi // BLOCK, whole), end)
-    return start, whole, masked, end
+def count_tiles(ranges, MASKED: tl.constexpr):
+    """How many tiles of `ranges` need a mask; unless MASKED, how many need none."""
+    if not MASKED:
+        return ranges.masked - ranges.whole
+    return (ranges.whole - ranges.start) + (ranges.end - ranges.masked)
 
 
 @triton.jit
-def count_tiles(start, whole, masked, end, MASKED: tl.constexpr):
-    """How many of the tiles that `tile_ranges` found need a mask, or none."""
-    return (whole - start) + (end - masked) if MASKED else masked - whole
-
-
-@triton.jit
-def nth_tile(i, start, whole, masked, MASKED: tl.constexpr):
+def nth_tile(i, ranges, MASKED: tl.constexpr):
     """The i-th of those, in ascending order."""
     if not MASKED:
-        return whole + i
-    return tl.where(i < whole - start, start + i, masked + i - (whole - start))
+        return ranges.whole + i
+    n_first = ranges.whole - ranges.start
+    return tl.where(i < n_first, ranges.start + i, ranges.masked + i - n_first)
 
 
 @triton.jit
-def tiles_of_pass(start, whole, masked, end, PASS: tl.constexpr, ASCENDING: tl.constexpr):
-    """Of the tiles that `tile_ranges` found, those of a pass: 1 for the tiles without a mask, then
-    2 for the masked ones. If ASCENDING, 0 for the masked ones before them, and 2 for those behind.
-    """
+def tiles_of_pass(ranges, PASS: tl.constexpr, ASCENDING: tl.constexpr):
+    """Of the tiles in `ranges`, those of a pass: 1 for the tiles without a mask, then 2 for the
+    masked ones. If ASCENDING, 0 for the masked ones before them, and 2 for those behind."""
+    start, whole, masked, end = ranges
     if PASS == 0:
         masked = end
     elif PASS == 2 and ASCENDING:
         start = whole
-    return start, whole, masked, end
+    return TileRanges(start, whole, masked, end)
 
 
 @triton.jit
@@ -77,20 +65,16 @@ def weights(
     bias,  # [M, N] fp32, or None, and so is alibi
     alibi,
     seen,  # [M, N] bool, or None
-    cap_scale,
-    score_scale,
-    unit,
-    HAS_SOFTCAP: tl.constexpr,
-    RAW: tl.constexpr,
+    scoring,
     PRECISION: tl.constexpr,
 ):
     """p [M, N] fp32, and the slope of the softcap [M, N], 1 without one.
 
-    Scores are those of the forward, to the bit: `tiles.scores` explains its arguments.
+    Scores are those of the forward, to the bit: `tiles.scores`.
     """
     s = product(a, b, PRECISION)  # [M, N] fp32
-    s, slope = finish_scores(s, bias, alibi, cap_scale, score_scale, HAS_SOFTCAP, RAW)
-    p = exact_weights(s, m, norm, unit, a.dtype == tl.float32)
+    s, slope = finish_scores(s, bias, alibi, scoring)
+    p = exact_weights(s, m, norm, scoring.unit, a.dtype == tl.float32)
     if seen is not None:
         p = tl.where(seen, p, 0.0)
     return p, slope
@@ -117,19 +101,19 @@ def finite(x):
 
 
 @triton.jit
-def load_bias(bias_ptr, q_idx, kv_idx, q_len, kv_len, stride_bq, stride_bk):
-    """A tile of one head's bias in fp32; the shapes of q_idx and kv_idx say which way it lies."""
+def load_bias(bias_ptr, bias, q_idx, kv_idx, q_len, kv_len):
+    """A tile of the bias of the head at `bias_ptr`, in fp32; the shapes of q_idx and kv_idx say
+    whether it is transposed."""
     inside = (q_idx < q_len) & (kv_idx < kv_len)
-    at = bias_ptr + q_idx.to(tl.int64) * stride_bq + kv_idx.to(tl.int64) * stride_bk
+    at = bias_ptr + q_idx.to(tl.int64) * bias.stride_q + kv_idx.to(tl.int64) * bias.stride_k
     return tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def load_rows(
-    base_ptr,
+    head,
     first,
     n,
-    stride_s,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -138,13 +122,14 @@ def load_rows(
     """Rows `first` to `first + BLOCK` of a head: [BLOCK, BLOCK_D]; MASKED: 0 from row n on."""
     row = tl.arange(0, BLOCK)
     d = tl.arange(0, BLOCK_D)[None, :]
-    start = base_ptr + tl.cast(first, tl.int64) * stride_s
+    start = head.ptr + tl.cast(first, tl.int64) * head.stride_s
     if MASKED:
-        at = start + row[:, None] * stride_s + d  # [BLOCK, BLOCK_D]
+        at = start + row[:, None] * head.stride_s + d  # [BLOCK, BLOCK_D]
         return tl.load(at, mask=(row < n - first)[:, None] & (d < D), other=0.0)
     # A program loads about 16 rows at once, and from there to the next 16 it is as far for every
     # thread: in the main loop, where registers are short, the distance then takes none of its own.
-    at = start + (row // 16 * (16 * stride_s))[:, None] + ((row % 16 * stride_s)[:, None] + d)
+    near = (row % 16 * head.stride_s)[:, None] + d
+    at = start + (row // 16 * (16 * head.stride_s))[:, None] + near
     return tl.load(at, mask=d < D, other=0.0) if D < BLOCK_D else tl.load(at)
 
 
@@ -169,4 +154,4 @@ def load_statistics(rows_ptr, q_idx, q_len):
     """m, norm and delta of rows, each [BLOCK_Q]; beyond the last row, anything finite."""
     m, norm = load_pair(rows_ptr, q_idx, q_len, 1, True)
     delta, _ = load_pair(rows_ptr + 2, q_idx, q_len, 1, True)
-    return m, norm, delta
+    return RowStatistics(m, norm, delta)

@@ -16,7 +16,7 @@ from lockstep.kernels.triton.tiles import (
     is_nonfinite,
     is_seen,
     load_bias,
-    load_tile,
+    load_by_pointer,
 )
 
 
@@ -25,58 +25,47 @@ def add_nonfinite(
     tile_lo,
     tile_hi,
     rows_ptr,
-    v_ptr,
+    values,
+    pages,
+    rows,
     bias_rows,
-    table_ptr,
-    first_key,
-    n_pages,
-    stride_vp,
-    stride_vs,
-    stride_bk,
-    position,
-    is_row,
-    kv_len,
-    left,
-    right,
     span,
+    kv_len,
+    window,
     DV: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     STRIDE_SPAN: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
 ):
     """Adds to the rows of out [BLOCK_Q] the values that are not finite and that they see.
 
-    With a STRIDE_SPAN, to the rows of the parts: so far apart are the parts of a row.
+    With a STRIDE_SPAN it adds them to the parts of the rows, which are so far apart.
     """
     d = tl.arange(0, BLOCK_DV)[None, :]
-    # Where the sequence begins in its pages: see `spans.attend_tiles`.
     start = 0
-    if first_key is not None:
-        start = first_key
+    if pages.first_key is not None:
+        start = pages.first_key
     for tile in range(tile_lo, tile_hi):
         first = tile * BLOCK_KV
-        v = load_tile(
-            v_ptr, start + first, start + kv_len, table_ptr, n_pages, stride_vp, stride_vs,
-            DV, BLOCK_KV, BLOCK_DV, PAGE_SIZE, True,
-            IN_PAGE=PAGE_SIZE % BLOCK_KV == 0 and first_key is None,
+        v = load_by_pointer(
+            values, pages, start + first, start + kv_len, DV, BLOCK_KV, BLOCK_DV, PAGE_SIZE, True,
+            IN_PAGE=PAGE_SIZE % BLOCK_KV == 0 and pages.first_key is None,
         )  # fmt: skip
         if any_nonfinite(v):
             span_ptr = rows_ptr[:, None] + d
             if STRIDE_SPAN != 0:
                 span_ptr += first // span * STRIDE_SPAN
-            inside = is_row[:, None] & (d < DV)
+            inside = rows.is_row[:, None] & (d < DV)
             for kv_idx in range(first, tl.minimum(first + BLOCK_KV, kv_len)):
-                value = load_tile(
-                    v_ptr, start + kv_idx, start + kv_len, table_ptr, n_pages, stride_vp, stride_vs,
-                    DV, 1, BLOCK_DV, PAGE_SIZE, True, IN_PAGE=True,
+                value = load_by_pointer(
+                    values, pages, start + kv_idx, start + kv_len, DV, 1, BLOCK_DV, PAGE_SIZE, True,
+                    IN_PAGE=True,
                 )  # [1, BLOCK_DV]  # fmt: skip
                 key = kv_idx + tl.arange(0, 1)[None, :]
-                seen = is_seen(position[:, None], key, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
+                seen = is_seen(rows.position[:, None], key, kv_len, window)
                 if bias_rows is not None:
-                    seen &= load_bias(bias_rows, key, stride_bk, is_row, kv_len) != float("-inf")
+                    seen &= load_bias(bias_rows, key, rows.is_row, kv_len) != float("-inf")
                 # Any positive weight would do: the sum is infinite or NaN either way.
                 nonfinite = tl.where(seen & is_nonfinite(value), value.to(tl.float32), 0.0)
                 out = tl.load(span_ptr, mask=inside, other=0.0).to(tl.float32) + nonfinite

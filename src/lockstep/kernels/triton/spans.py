@@ -1,10 +1,10 @@
 """From a program to its rows, and from the rows over their keys, span by span.
 
     locate         which rows of which sequence a program works on
-    attend_tiles   the tiles that those rows see; spans are folded, or handed out as parts
+    attend_tiles   the tiles that those rows see; spans are folded, or stored as parts
 
-A span is computed in the same way whether it is then folded or handed out, so a row gets the same
-bits from `forward` and from `split_kv`.
+A span is computed in the same way whether it is then folded or stored, so a row gets the same bits
+from `forward` and from `split_kv`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import triton.language as tl
 from lockstep.kernels.parts import fold
 from lockstep.kernels.sequences import checked_range, find_queries, nan_where
 from lockstep.kernels.triton import plan
+from lockstep.kernels.triton.groups import State
 from lockstep.kernels.triton.tiles import (
     add_weighted,
     alibi_of,
     is_nonfinite,
     is_seen,
     load_bias,
-    load_described,
     load_tile,
     online_softmax,
     page_of,
@@ -79,21 +79,12 @@ def locate(
 
 @triton.jit
 def span_of(
-    q_len,
-    kv_len,
-    Hkv,
-    left,
-    right,
-    wanted,
-    GROUP: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    LEAST_SPAN: tl.constexpr,
-):
+    q_len, kv_len, Hkv, window, wanted, GROUP: tl.constexpr, LEAST_SPAN: tl.constexpr
+):  # fmt: skip
     """How many keys a sequence has between two folds. `plan.span_of` says why."""
     reach = kv_len
-    if HAS_LEFT and HAS_RIGHT:
-        reach = tl.minimum(left, kv_len) + tl.minimum(right, kv_len) + q_len
+    if window.left is not None and window.right is not None:
+        reach = tl.minimum(window.left, kv_len) + tl.minimum(window.right, kv_len) + q_len
         reach = tl.minimum(reach, kv_len)
     tiles = tl.maximum(tl.cdiv(q_len * GROUP, 64) * Hkv, 1)
     short = tl.cdiv(reach, tl.cdiv(wanted, tiles))
@@ -106,10 +97,7 @@ def span_of(
 
 @triton.jit
 def tiles_of_region(
-    start,
-    whole,
-    masked,
-    end,
+    ranges,
     span_end,
     REGION: tl.constexpr,
     CLEAN: tl.constexpr,
@@ -117,6 +105,7 @@ def tiles_of_region(
     BLOCK_KV: tl.constexpr,
 ):
     """The tiles [lo, hi) of a region. The middle may be IN_TWO: up to the first fold, and after."""
+    start, whole, masked, end = ranges
     lo, hi = start, end
     if REGION == 0:
         hi = whole
@@ -135,35 +124,35 @@ def tiles_of_region(
 
 
 @triton.jit
-def store_part(
-    m, l, acc, part_rows, part_stats_rows, span, is_row, DV: tl.constexpr, CLEAN: tl.constexpr
-):  # fmt: skip
-    """Stores the part of one span: m, l [BLOCK_Q], acc [BLOCK_Q, BLOCK_DV], rows [BLOCK_Q]. With
-    CLEAN, m and l have been stored before."""
+def store_part(state, to, span, is_row, DV: tl.constexpr, CLEAN: tl.constexpr):
+    """Stores the part of one span. With CLEAN, m and l have been stored before."""
+    m, l, acc = state
     # On its way a tile passes through shared memory; half a tile leaves room for a third program.
     HALF: tl.constexpr = acc.shape[1] // 2
     halves = tl.split(tl.permute(tl.reshape(acc, [acc.shape[0], 2, HALF]), [0, 2, 1]))
     for i in tl.static_range(2):
         d = i * HALF + tl.arange(0, HALF)[None, :]
-        tl.store(part_rows[:, None] + span * DV + d, halves[i], mask=is_row[:, None] & (d < DV))
+        tl.store(to.parts[:, None] + span * DV + d, halves[i], mask=is_row[:, None] & (d < DV))
     if not CLEAN:
-        tl.store(part_stats_rows + span * 2, m, mask=is_row)
-        tl.store(part_stats_rows + span * 2 + 1, l, mask=is_row)
+        tl.store(to.stats + span * 2, m, mask=is_row)
+        tl.store(to.stats + span * 2 + 1, l, mask=is_row)
 
 
 @triton.jit
 def load_state(
     state_ptr, stats_ptr, row, is_row, DV: tl.constexpr, BLOCK_DV: tl.constexpr
 ):  # fmt: skip
-    """m, l [BLOCK_Q] and acc [BLOCK_Q, BLOCK_DV] of rows whose keys come in blocks."""
+    """The state of rows whose keys come in blocks."""
     dv = tl.arange(0, BLOCK_DV)[None, :]
     acc = tl.load(state_ptr + row[:, None] * DV + dv, mask=is_row[:, None] & (dv < DV), other=0.0)
     m = tl.load(stats_ptr + row * 2, mask=is_row, other=float("-inf"))
-    return m, tl.load(stats_ptr + row * 2 + 1, mask=is_row, other=0.0), acc
+    return State(m, tl.load(stats_ptr + row * 2 + 1, mask=is_row, other=0.0), acc)
 
 
 @triton.jit
-def store_state(m, l, acc, state_ptr, stats_ptr, row, is_row, DV: tl.constexpr):
+def store_state(state, state_ptr, stats_ptr, row, is_row, DV: tl.constexpr):
+    """Stores what `load_state` loads."""
+    m, l, acc = state
     dv = tl.arange(0, acc.shape[1])[None, :]
     tl.store(state_ptr + row[:, None] * DV + dv, acc, mask=is_row[:, None] & (dv < DV))
     tl.store(stats_ptr + row * 2, m, mask=is_row)
@@ -171,54 +160,46 @@ def store_state(m, l, acc, state_ptr, stats_ptr, row, is_row, DV: tl.constexpr):
 
 
 @triton.jit
+def weights_of_nonfinite(p, v, seen, bias):
+    """p and v with every value that is not finite replaced by 0, and its key's weight by NaN in the
+    rows that see the key. `seen` is None if all rows do."""
+    is_bad = is_nonfinite(v)  # [BLOCK_KV, BLOCK_DV]
+    flag = nan_where(tl.max(is_bad.to(tl.int32), 1) != 0)[None, :]
+    v = tl.where(is_bad, 0.0, v.to(tl.float32)).to(v.dtype)
+    if seen is not None:
+        flag = tl.where(seen, flag, 0.0)
+    if bias is not None:
+        flag = tl.where(bias == float("-inf"), 0.0, flag)
+    return p + flag, v
+
+
+@triton.jit
 def attend_tiles(
     tile_lo,
     tile_hi,
-    m,
-    l,
-    acc,
-    folded_m,
-    folded_l,
-    folded_acc,
+    state,
+    folded,
     nan_sum,
     span_end,
     q,
-    k_ptr,
-    v_ptr,
-    k_desc,
-    v_desc,
+    keys,
+    values,
+    pages,
+    rows,
     bias_rows,
     slopes,
-    table_ptr,
-    first_key,
-    n_pages,
+    to,
     span,
-    part_rows,
-    part_stats_rows,
-    stride_kp,
-    stride_ks,
-    stride_vp,
-    stride_vs,
-    stride_bk,
-    position,
-    is_row,
     kv_len,
     walked,
-    left,
-    right,
-    cap_scale,
-    score_scale,
-    unit,
+    window,
+    scoring,
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    FOLDS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    RAW: tl.constexpr,
     PRECISION: tl.constexpr,
+    FOLDS: tl.constexpr,
     MASKED: tl.constexpr,
     CLEAN: tl.constexpr,
     CONSTANT_TIME: tl.constexpr,
@@ -227,11 +208,15 @@ def attend_tiles(
 
     Rows see keys below `kv_len`; all below `walked` are there, and loaded.
 
-    `span_end` is where the span ends that (m, l, acc) belong to; unless FOLDS, nothing is seen
-    beyond. With CLEAN, values that are not finite count as 0. `nan_sum` [BLOCK_Q, 1] is 0 unless a
-    part that was handed out has such values. Keys on a page that is not there count as NaN. With
-    pages and kv_starts, key 0 of the sequence is number `first_key` of its pages.
+    `state` is that of the span that ends at `span_end`, `folded` that of the spans before; unless
+    FOLDS, nothing is seen beyond `span_end`. If there is a place `to` store parts, a finished span
+    is stored there, and otherwise folded. With CLEAN, values that are not finite count as 0.
+    `nan_sum` [BLOCK_Q, 1] is 0 unless a part that was stored has such values. Keys on a page that
+    is not there count as NaN.
     """
+    m, l, acc = state
+    folded_m, folded_l, folded_acc = folded
+    first_key = pages.first_key
     # One tile ahead: where a tile is should not have to be waited for.
     IN_PAGE: tl.constexpr = PAGE_SIZE != 0 and PAGE_SIZE % BLOCK_KV == 0 and first_key is None
     IN_PAGES: tl.constexpr = PAGE_SIZE != 0 and not IN_PAGE
@@ -240,9 +225,7 @@ def attend_tiles(
     # Where every row sees every key, it does to look for wrong pages once all tiles are done.
     LATER: tl.constexpr = not MASKED and bias_rows is None
     if IN_PAGE:
-        next_page, is_next_wrong = page_of(
-            tile_lo * BLOCK_KV, walked, table_ptr, n_pages, PAGE_SIZE
-        )  # fmt: skip
+        next_page, is_next_wrong = page_of(tile_lo * BLOCK_KV, walked, pages, PAGE_SIZE)
         is_any_wrong = tile_lo < 0
     elif IN_PAGES:
         is_any_wrong = pages_of_tile(PAGE_SIZE, BLOCK_KV) < 0
@@ -258,37 +241,32 @@ def attend_tiles(
         page = None
         if IN_PAGE:
             page, is_wrong = next_page, is_next_wrong
-            next_page, is_next_wrong = page_of(
-                first + BLOCK_KV, walked, table_ptr, n_pages, PAGE_SIZE
-            )  # fmt: skip
+            next_page, is_next_wrong = page_of(first + BLOCK_KV, walked, pages, PAGE_SIZE)
             is_any_wrong |= is_wrong
         elif IN_PAGES and LATER:
-            is_any_wrong |= wrong_pages(at, last_key, table_ptr, n_pages, PAGE_SIZE, BLOCK_KV)
-        if k_desc is not None:
-            k = load_described(k_desc, first, page, PAGE_SIZE)
-        else:
-            k = load_tile(
-                k_ptr, at, last_key, table_ptr, n_pages, stride_kp, stride_ks,
-                D, BLOCK_KV, q.shape[1], PAGE_SIZE, MASKED, page, IN_PAGE,
-            )  # fmt: skip
+            is_any_wrong |= wrong_pages(at, last_key, pages, PAGE_SIZE, BLOCK_KV)
+        k = load_tile(
+            keys, pages, at, last_key, D, BLOCK_KV, q.shape[1], PAGE_SIZE, MASKED, page, IN_PAGE
+        )
         kv_idx = first + tl.arange(0, BLOCK_KV)[None, :]
         bias, alibi = None, None
         if bias_rows is not None:
-            bias = load_bias(bias_rows, kv_idx, stride_bk, is_row, walked)
+            bias = load_bias(bias_rows, kv_idx, rows.is_row, walked)
         if slopes is not None:
-            alibi = alibi_of(slopes[:, None], position[:, None], kv_idx)
-        s = scores(q, k, bias, alibi, cap_scale, score_scale, HAS_SOFTCAP, RAW, PRECISION)
+            alibi = alibi_of(slopes[:, None], rows.position[:, None], kv_idx)
+        s = scores(q, k, bias, alibi, scoring, PRECISION)
         if PAGE_SIZE != 0 and not LATER:
             if IN_PAGES:
                 kv_at = kv_idx
                 if first_key is not None:
                     kv_at = first_key + kv_idx
-                _page, is_wrong = page_of(kv_at, last_key, table_ptr, n_pages, PAGE_SIZE)
+                _page, is_wrong = page_of(kv_at, last_key, pages, PAGE_SIZE)
             s += nan_where(is_wrong)
             if bias is not None:
                 s = tl.where(bias == float("-inf"), float("-inf"), s)
+        seen = None
         if MASKED:
-            seen = is_seen(position[:, None], kv_idx, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
+            seen = is_seen(rows.position[:, None], kv_idx, kv_len, window)
             s = tl.where(seen, s, float("-inf"))
         if FOLDS:
             # A new span starts afresh. Its weights come first: while they are computed, the product
@@ -297,42 +275,32 @@ def attend_tiles(
             span_m, span_l = m, l
             m = tl.where(is_new, float("-inf"), m)
             l = tl.where(is_new, 0.0, l)
-        p, alpha, m, l = online_softmax(s, unit, m, l)
+        p, alpha, m, l = online_softmax(s, scoring.unit, m, l)
         if FOLDS and is_new:
-            if part_rows is None:
+            if to is None:
                 folded_m, folded_l, folded_acc = fold(
-                    folded_m, folded_l, folded_acc, span_m, span_l, acc, unit
+                    folded_m, folded_l, folded_acc, span_m, span_l, acc, scoring.unit
                 )
             else:
                 last = first // span - 1
-                store_part(span_m, span_l, acc, part_rows, part_stats_rows, last, is_row, DV, CLEAN)
+                store_part(State(span_m, span_l, acc), to, last, rows.is_row, DV, CLEAN)
                 nan_sum += tl.sum(acc * 0.0, 1, keep_dims=True)
             acc = tl.zeros(acc.shape, tl.float32)
             span_end += span
         acc = acc * alpha[:, None]
-        if k_desc is not None:
-            v = load_described(v_desc, first, page, PAGE_SIZE)
-            if MASKED and PAGE_SIZE != 0:
-                # A descriptor ends with the sequence, but not within a page.
-                inside = first + tl.arange(0, BLOCK_KV)[:, None] < kv_len
-                v = tl.where(inside, v, tl.zeros(v.shape, v.dtype))
-        else:
-            v = load_tile(
-                v_ptr, at, last_key, table_ptr, n_pages, stride_vp, stride_vs,
-                DV, BLOCK_KV, acc.shape[1], PAGE_SIZE, MASKED, page, IN_PAGE,
-            )  # fmt: skip
+        v = load_tile(
+            values, pages, at, last_key, DV, BLOCK_KV, acc.shape[1], PAGE_SIZE, MASKED, page,
+            IN_PAGE,
+        )  # fmt: skip
+        if values.desc is not None and MASKED and PAGE_SIZE != 0:
+            # A descriptor ends with the sequence, but not within a page.
+            inside = first + tl.arange(0, BLOCK_KV)[:, None] < kv_len
+            v = tl.where(inside, v, tl.zeros(v.shape, v.dtype))
         if CLEAN:
             v = tl.where(is_nonfinite(v), 0.0, v.to(tl.float32)).to(v.dtype)
         if SELECTS:
-            is_bad = is_nonfinite(v)  # [BLOCK_KV, BLOCK_DV]
-            flag = nan_where(tl.max(is_bad.to(tl.int32), 1) != 0)[None, :]
-            v = tl.where(is_bad, 0.0, v.to(tl.float32)).to(v.dtype)
-            if MASKED:
-                flag = tl.where(seen, flag, 0.0)
-            if bias is not None:
-                flag = tl.where(bias == float("-inf"), 0.0, flag)
-            p += flag
+            p, v = weights_of_nonfinite(p, v, seen, bias)
         acc = add_weighted(p, v, acc, PRECISION)
     if PAGE_SIZE != 0 and LATER:
         l += nan_where(is_any_wrong if IN_PAGE else tl.max(is_any_wrong.to(tl.int32), 0) != 0)
-    return m, l, acc, folded_m, folded_l, folded_acc, nan_sum, span_end
+    return State(m, l, acc), State(folded_m, folded_l, folded_acc), nan_sum, span_end

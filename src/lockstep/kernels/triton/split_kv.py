@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_wait
 from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.parts import close, fold, fold_sink
 from lockstep.kernels.sequences import checked_range, find_queries, nan_where
+from lockstep.kernels.triton.groups import Window
 from lockstep.kernels.triton.plan import block_of
 from lockstep.kernels.triton.spans import span_of
 from lockstep.kernels.triton.tiles import (
@@ -135,6 +136,7 @@ def reduce_parts(
 
     If EARLY, programs start before the parts are there, and wait for them.
     """
+    window = Window(left if HAS_LEFT else None, right if HAS_RIGHT else None)
     row = tl.program_id(0)
     Hq = Hkv * GROUP
     if cu_seqlens_q_ptr is not None:
@@ -159,12 +161,12 @@ def reduce_parts(
         q_len = Sq
         _, kv_len, is_good = checked_range(row // Sq // Hq, Skv, kv_lens_ptr, kv_starts_ptr)
     position = q_idx + kv_len - q_len
-    lo, hi = seen_by_any(position, position, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
+    lo, hi = seen_by_any(position, position, kv_len, window)
     walked = kv_len
     if SECRET_LENGTHS:
         # There is a part of every span.
         lo, hi, walked = 0, Skv, Skv
-    span = span_of(q_len, walked, Hkv, left, right, wanted, GROUP, HAS_LEFT, HAS_RIGHT, LEAST_SPAN)
+    span = span_of(q_len, walked, Hkv, window, wanted, GROUP, LEAST_SPAN)
     if EARLY:
         gdc_wait()
     at = row.to(tl.int64)

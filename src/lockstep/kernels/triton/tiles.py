@@ -21,60 +21,65 @@ import triton
 import triton.language as tl
 
 from lockstep import numerics
+from lockstep.kernels.triton.groups import TileRanges
 
 LOG2E: tl.constexpr = tl.constexpr(numerics.LOG2E)
 
 
 @triton.jit
-def seen_by_any(first, last, kv_len, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+def seen_by_any(first, last, kv_len, window):
     """Keys [lo, hi) outside which no row at the positions `first` to `last` sees anything."""
     lo, hi = 0, kv_len
-    if HAS_LEFT:
-        lo = tl.maximum(first - left, 0)
-    if HAS_RIGHT:
-        hi = tl.minimum(last + right + 1, kv_len)
+    if window.left is not None:
+        lo = tl.maximum(first - window.left, 0)
+    if window.right is not None:
+        hi = tl.minimum(last + window.right + 1, kv_len)
     return lo, hi
 
 
 @triton.jit
-def seen_by_all(first, last, kv_len, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+def seen_by_all(first, last, kv_len, window):
     """Keys [lo, hi) that every row at the positions `first` to `last` sees."""
     lo, hi = 0, kv_len
-    if HAS_LEFT:
-        lo = tl.maximum(last - left, 0)
-    if HAS_RIGHT:
-        hi = tl.minimum(first + right + 1, kv_len)
+    if window.left is not None:
+        lo = tl.maximum(last - window.left, 0)
+    if window.right is not None:
+        hi = tl.minimum(first + window.right + 1, kv_len)
     return lo, hi
 
 
 @triton.jit
-def is_seen(position, kv_idx, kv_len, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+def tile_ranges(lo, hi, all_lo, all_hi, BLOCK: tl.constexpr, ALL_MASKED: tl.constexpr = False):
+    """Which tiles of BLOCK need a mask: something is seen in [lo, hi), everything in [all_lo,
+    all_hi)."""
+    start = lo // BLOCK
+    end = tl.maximum(tl.cdiv(hi, BLOCK), start)
+    whole, masked = start, start
+    if not ALL_MASKED:
+        whole = tl.minimum(tl.maximum(tl.cdiv(all_lo, BLOCK), start), end)
+        masked = tl.minimum(tl.maximum(all_hi // BLOCK, whole), end)
+    return TileRanges(start, whole, masked, end)
+
+
+@triton.jit
+def is_seen(position, kv_idx, kv_len, window):
     """Which rows see which keys, bias aside: position [BLOCK_Q, 1], kv_idx [1, BLOCK_KV]."""
     seen = (kv_idx < kv_len) & (position == position)  # [BLOCK_Q, BLOCK_KV]
-    if HAS_LEFT:
-        seen &= kv_idx >= position - left
-    if HAS_RIGHT:
-        seen &= kv_idx <= position + right
+    if window.left is not None:
+        seen &= kv_idx >= position - window.left
+    if window.right is not None:
+        seen &= kv_idx <= position + window.right
     return seen
 
 
 @triton.jit
-def load_described(desc, first, page, PAGE_SIZE: tl.constexpr):
-    """What `load_tile` loads, by way of a TMA descriptor of the rows of a head."""
-    row = first
-    if PAGE_SIZE != 0:
-        row = page.to(tl.int32) * PAGE_SIZE + first % PAGE_SIZE
-    return desc.load([row, 0])
-
-
-@triton.jit
-def page_of(kv_idx, kv_len, table_ptr, n_pages, PAGE_SIZE: tl.constexpr):
+def page_of(kv_idx, kv_len, pages, PAGE_SIZE: tl.constexpr):
     """The page of a key, or of several, 0 beyond the sequence; and whether its number is wrong: the
-    last page may then stand for it, or whichever is there."""
-    page = tl.load(table_ptr + kv_idx // PAGE_SIZE, mask=kv_idx < kv_len, other=0)
-    is_wrong = (page < 0) | (page >= n_pages)
+    page returned is then any that exists."""
+    page = tl.load(pages.table_ptr + kv_idx // PAGE_SIZE, mask=kv_idx < kv_len, other=0)
+    is_wrong = (page < 0) | (page >= pages.n_pages)
     # Half of a number does, and takes one instruction: this is done for every row of a tile.
-    there = tl.minimum(page.to(tl.uint32), tl.cast(n_pages - 1, tl.uint32))
+    there = tl.minimum(page.to(tl.uint32), tl.cast(pages.n_pages - 1, tl.uint32))
     return there.to(tl.int64), is_wrong
 
 
@@ -86,25 +91,20 @@ def pages_of_tile(PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
 
 
 @triton.jit
-def wrong_pages(
-    first, kv_len, table_ptr, n_pages, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr
-):  # fmt: skip
+def wrong_pages(first, kv_len, pages, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
     """Which pages of the tile of keys from `first` on have a wrong number: [n] for n pages."""
     first_of_page = (first // PAGE_SIZE + pages_of_tile(PAGE_SIZE, BLOCK_KV)) * PAGE_SIZE
     end = tl.minimum(first + BLOCK_KV, kv_len)
-    _page, is_wrong = page_of(first_of_page, end, table_ptr, n_pages, PAGE_SIZE)
+    _page, is_wrong = page_of(first_of_page, end, pages, PAGE_SIZE)
     return is_wrong
 
 
 @triton.jit
-def load_tile(
-    base_ptr,
+def load_by_pointer(
+    head,
+    pages,
     first,
     kv_len,
-    table_ptr,
-    n_pages,
-    stride_page,
-    stride_s,
     D: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -115,26 +115,26 @@ def load_tile(
 ):
     """Keys or values `first` to `first + BLOCK_KV` of one head of a sequence: [BLOCK_KV, BLOCK_D].
 
-    With a PAGE_SIZE they come out of pages; `table_ptr` is then the sequence's page table. With
-    IN_PAGE the whole tile lies in one page, `page` if the caller knows it. MASKED tiles are not
-    read beyond `kv_len`: what is there may not be memory, and reads as 0.
+    With a PAGE_SIZE they come out of pages. With IN_PAGE the whole tile lies in one page, `page` if
+    the caller knows it. MASKED tiles are not read beyond `kv_len`: what is there may not be memory,
+    and reads as 0.
     """
     offset = tl.arange(0, BLOCK_KV)
     d = tl.arange(0, BLOCK_D)
     inside = offset < kv_len - first  # [BLOCK_KV]
     if PAGE_SIZE == 0:
-        rows = base_ptr + tl.cast(first, tl.int64) * stride_s + offset[:, None] * stride_s
+        rows = head.ptr + tl.cast(first, tl.int64) * head.stride_s + offset[:, None] * head.stride_s
     elif IN_PAGE:
         if page is None:
-            page, _is_wrong = page_of(first, kv_len, table_ptr, n_pages, PAGE_SIZE)
+            page, _is_wrong = page_of(first, kv_len, pages, PAGE_SIZE)
         slot = first % PAGE_SIZE
-        rows = base_ptr + page * stride_page + tl.cast(slot, tl.int64) * stride_s
-        rows += offset[:, None] * stride_s
+        rows = head.ptr + page * head.stride_page + tl.cast(slot, tl.int64) * head.stride_s
+        rows += offset[:, None] * head.stride_s
     else:
         kv_idx = first + offset
-        pages, _are_wrong = page_of(kv_idx, kv_len, table_ptr, n_pages, PAGE_SIZE)
+        page, _are_wrong = page_of(kv_idx, kv_len, pages, PAGE_SIZE)
         slot = (kv_idx % PAGE_SIZE).to(tl.int64)
-        rows = base_ptr + (pages * stride_page + slot * stride_s)[:, None]
+        rows = head.ptr + (page * head.stride_page + slot * head.stride_s)[:, None]
     tile_ptr = rows + d[None, :]  # [BLOCK_KV, BLOCK_D]
     if MASKED and D < BLOCK_D:
         return tl.load(tile_ptr, mask=inside[:, None] & (d < D)[None, :], other=0.0)
@@ -146,11 +146,39 @@ def load_tile(
 
 
 @triton.jit
-def load_bias(bias_rows, kv_idx, stride_bk, is_row, kv_len):
+def load_tile(
+    head,
+    pages,
+    first,
+    kv_len,
+    D: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    page=None,
+    IN_PAGE: tl.constexpr = False,
+):
+    """What `load_by_pointer` loads, by way of the head's descriptor if there is one. A descriptor
+    ends with the sequence, or with the last of all pages."""
+    if head.desc is None:
+        tile = load_by_pointer(
+            head, pages, first, kv_len, D, BLOCK_KV, BLOCK_D, PAGE_SIZE, MASKED, page, IN_PAGE
+        )
+    else:
+        row = first
+        if PAGE_SIZE != 0:
+            row = page.to(tl.int32) * PAGE_SIZE + first % PAGE_SIZE
+        tile = head.desc.load([row, 0])
+    return tile
+
+
+@triton.jit
+def load_bias(bias, kv_idx, is_row, kv_len):
     """Rows [BLOCK_Q] and keys [1, BLOCK_KV] to [BLOCK_Q, BLOCK_KV] fp32."""
     inside = is_row[:, None] & (kv_idx < kv_len)
-    bias = tl.load(bias_rows[:, None] + kv_idx.to(tl.int64) * stride_bk, mask=inside, other=0.0)
-    return bias.to(tl.float32)
+    at = bias.ptr[:, None] + kv_idx.to(tl.int64) * bias.stride_k
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -194,18 +222,12 @@ def scores(
     k,  # [BLOCK_KV, BLOCK_D]
     bias,  # [BLOCK_Q, BLOCK_KV] fp32, or None
     alibi,  # [BLOCK_Q, BLOCK_KV] fp32, or None
-    cap_scale,
-    score_scale,
-    HAS_SOFTCAP: tl.constexpr,
-    RAW: tl.constexpr,
+    scoring,
     PRECISION: tl.constexpr,
 ):
-    """[BLOCK_Q, BLOCK_KV] fp32: products, unless RAW in natural units.
-
-    `cap_scale` is scale / softcap. `score_scale` is softcap, or scale where there is none.
-    """
+    """[BLOCK_Q, BLOCK_KV] fp32: products, or scores in natural units if `scoring` has a scale."""
     s = product(q, k, PRECISION)
-    return finish_scores(s, bias, alibi, cap_scale, score_scale, HAS_SOFTCAP, RAW)[0]
+    return finish_scores(s, bias, alibi, scoring)[0]
 
 
 @triton.jit
@@ -216,22 +238,20 @@ def alibi_of(slopes, position, kv_idx):
 
 
 @triton.jit
-def finish_scores(
-    s, bias, alibi, cap_scale, score_scale, HAS_SOFTCAP: tl.constexpr, RAW: tl.constexpr
-):  # fmt: skip
+def finish_scores(s, bias, alibi, scoring):
     """Scores from products, and the slope of the softcap, 1 without one."""
     slope = 1.0
-    if HAS_SOFTCAP:
-        s = tanh(s * cap_scale)
+    if scoring.cap_scale is not None:
+        s = tanh(s * scoring.cap_scale)
         slope = tl.fma(-s, s, 1.0)
     if bias is not None:
-        s = tl.fma(s, score_scale, bias)
-        # Whatever hides behind -inf, NaN included.
+        s = tl.fma(s, scoring.scale, bias)
+        # A bias of -inf hides a key whatever its score is, NaN included.
         s = tl.where(bias == float("-inf"), float("-inf"), s)
     elif alibi is not None:
-        s = tl.fma(s, score_scale, alibi)
-    elif not RAW:
-        s = tl.fma(s, score_scale, 0.0)
+        s = tl.fma(s, scoring.scale, alibi)
+    elif scoring.scale is not None:
+        s = tl.fma(s, scoring.scale, 0.0)
     return s, slope
 
 

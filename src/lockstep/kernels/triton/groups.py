@@ -1,0 +1,110 @@
+"""What the functions of the Triton kernels take together.
+
+A kernel itself takes its numbers one by one: Triton 3.6 looks at every integer inside a tuple, and
+would compile another binary where one is 1 or a multiple of 16, whatever `do_not_specialize` says.
+So a kernel begins by grouping its parameters, and passes groups to the functions that it calls.
+
+A field is None where a call has no such thing; which fields are None is known when a kernel is
+compiled, so `if window.left is not None` costs nothing. A group that may itself be None has no such
+field: Triton 3.6 cannot compare it with None then. Compile-time constants are no fields: Triton
+makes a tensor of them when a group gets a name.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Window(NamedTuple):
+    """A row at position p sees the keys from p - left to p + right; None is no limit."""
+
+    left: Any
+    right: Any
+
+
+class Scoring(NamedTuple):
+    """The numbers that make scores of products: `tiles.finish_scores`."""
+
+    cap_scale: Any  # scale / softcap, None without a softcap
+    scale: Any  # softcap, or scale without one; None where the scores are the products
+    unit: Any  # turns scores into log2 units
+
+
+class State(NamedTuple):
+    """The softmax of some keys of each row, not yet divided by l: `kernels.parts`."""
+
+    m: Any  # [BLOCK_Q] fp32
+    l: Any  # [BLOCK_Q] fp32
+    acc: Any  # [BLOCK_Q, BLOCK_DV] fp32
+
+
+class Head(NamedTuple):
+    """The rows of one head of a tensor."""
+
+    ptr: Any  # the first row; that of page 0 if the rows are in pages
+    stride_s: Any  # from one row to the next
+    stride_page: Any = None  # from one page to the next
+    desc: Any = None  # a TMA descriptor of the rows, if they are read by way of one
+
+
+class HeadGroup(NamedTuple):
+    """The rows of the query heads that share a KV head."""
+
+    ptr: Any  # the first row of the first head
+    stride_h: Any  # from one head to the next
+    stride_s: Any  # from one row to the next
+
+
+class Pages(NamedTuple):
+    """Which pages hold the keys of a sequence."""
+
+    table_ptr: Any
+    n_pages: Any  # in all, of all sequences
+    first_key: Any  # the place of the sequence's first key in its pages, None for 0
+
+
+class Rows(NamedTuple):
+    """The rows of a tile of queries."""
+
+    position: Any  # [BLOCK_Q], of the key on the diagonal
+    is_row: Any  # [BLOCK_Q] bool, whether there is such a row
+
+
+class RowPointers(NamedTuple):
+    """Where something of each row is stored, span by span."""
+
+    parts: Any  # [BLOCK_Q], acc
+    stats: Any  # [BLOCK_Q], m and l
+
+
+class BiasRows(NamedTuple):
+    """The bias of a tile of rows."""
+
+    ptr: Any  # [BLOCK_Q], the bias of key 0
+    stride_k: Any
+
+
+class BiasHead(NamedTuple):
+    """The bias of one head, or of the heads that share a KV head."""
+
+    ptr: Any
+    stride_h: Any  # from one head to the next
+    stride_q: Any
+    stride_k: Any
+
+
+class RowStatistics(NamedTuple):
+    """What the backward knows of each row: `gradient_rows`."""
+
+    m: Any
+    norm: Any
+    delta: Any
+
+
+class TileRanges(NamedTuple):
+    """Tiles [start, whole) and [masked, end) need a mask, tiles [whole, masked) do not."""
+
+    start: Any
+    whole: Any
+    masked: Any
+    end: Any
