@@ -282,6 +282,21 @@ def test_what_does_not_fit_a_cache_raises():
         flash_attn.flash_attn_with_kvcache(q, cache, cache, new)
 
 
+def test_a_page_that_is_not_there_takes_no_key_from_another_sequence():
+    """Page -1 must not stand for the first one, which the other sequence writes to."""
+    q, new = draw((2, 1, 4, 16), (2, 1, 2, 16))
+    for rows in ([0, -1], [-1, 0]):
+        pages = torch.zeros(2, 3, 4, 2, 16)
+        table = torch.tensor(rows)[:, None].int()
+        with pytest.raises(ValueError, match="page_table takes"):
+            flash_attn.flash_attn_with_kvcache(
+                q, *pages, new, new, cache_seqlens=torch.tensor([0, 0]).int(), block_table=table
+            )
+        b = rows.index(0)
+        assert torch.equal(pages[:, 0, 0], new[b].expand(2, -1, -1, -1).flatten(1, 2))
+        assert not pages[:, 1:].any()
+
+
 def test_combine():
     q, k, v = draw((2, 5, 4, 16), (2, 30, 4, 16), (2, 30, 4, 16))
     parts = [
@@ -313,7 +328,7 @@ def test_padding_and_back():
     ("function", "argument"),
     [
         (flash_attn.flash_attn_func, {"dropout_p": 0.1}),
-        (fa3.flash_attn_func, {"attention_chunk": 4}),
+        (fa3.flash_attn_with_kvcache, {"attention_chunk": 4}),
         (fa3.flash_attn_func, {"q_descale": torch.ones(1)}),
         (fa4.flash_attn_func, {"mask_mod": lambda *_: True}),
         (fa4.flash_attn_func, {"qv": torch.ones(1)}),
@@ -361,3 +376,98 @@ def test_packed_queries_over_pages():
         own = [x[table[b, : -(-n // 16)].long()].flatten(0, 1)[None, :n] for x in pages]
         expected = flash_attn.flash_attn_func(q[None, rows], *own, causal=True)
         assert torch.equal(out[rows], expected[0])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_queries_see_the_keys_of_their_own_chunk(causal):
+    """The last query stands at the last key, wherever the chunks end."""
+    chunk, window, ends, key_ends = (
+        4,
+        (2, -1),
+        torch.tensor([0, 3, 3, 13]),
+        torch.tensor([0, 9, 11, 21]),
+    )
+    q, k, v = draw((13, 4, 16), (21, 2, 16), (21, 2, 16))
+    options = {"attention_chunk": chunk, "causal": causal, "return_attn_probs": True}
+    out, lse = fa3.flash_attn_varlen_func(q, k, v, ends.int(), key_ends.int(), 10, 10, **options)
+    narrow = fa3.flash_attn_varlen_func(
+        q, k, v, ends.int(), key_ends.int(), 10, 10, window_size=window, **options
+    )[0]
+    for (a, b), (c, d) in zip(pairs_of(ends), pairs_of(key_ends), strict=True):
+        for i in range(a, b):
+            at = i - b + d - c  # the position of the key beside it
+            first = at // chunk * chunk
+            last = at + 1 if causal else min(first + chunk, d - c)
+            keys, values = k[c:d], v[c:d]
+            wanted, wanted_lse = exact(q[i : i + 1], keys[first:last], values[first:last])
+            close(out[i], wanted[0])
+            close(lse[:, i], wanted_lse[:, 0])
+            left = max(first, at - window[0])
+            close(narrow[i], exact(q[i : i + 1], keys[left:last], values[left:last])[0][0])
+    same = fa3.flash_attn_func(q[None, 3:], k[None, 11:], v[None, 11:], **options)
+    assert torch.equal(same[0][0], out[3:])
+    assert torch.equal(same[1][0], lse[:, 3:])
+
+
+def pairs_of(ends):
+    return list(zip(ends.tolist(), ends.tolist()[1:], strict=False))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_packed_queries_over_a_cache(paged):
+    """As with queries of equal number, sequence by sequence, new keys and all."""
+    q, k, v = draw((6, 4, 16), (7, 2, 16), (7, 2, 16))
+    ends, new_ends = torch.tensor([0, 1, 4, 6]).int(), torch.tensor([0, 2, 5, 7]).int()
+    angle = torch.arange(40)[:, None] * 0.7 ** torch.arange(8)
+    options = {"rotary_cos": angle.cos(), "rotary_sin": angle.sin(), "causal": True}
+    caches = torch.randn(2, 3, 20, 2, 16)
+    held, given = caches.clone(), {}
+    if paged:
+        given["page_table"] = table = torch.randperm(15).view(3, 5).int()
+        held = torch.empty(2, 15, 4, 2, 16)
+        held[:, table.long()] = caches.view(2, 3, 5, 4, 2, 16)
+    out, lse = fa3.flash_attn_with_kvcache(
+        q,
+        *held,
+        k,
+        v,
+        cache_seqlens=LENS,
+        cu_seqlens_q=ends,
+        cu_seqlens_k_new=new_ends,
+        max_seqlen_q=3,
+        rotary_seqlens=LENS + 5,
+        return_softmax_lse=True,
+        **given,
+        **options,
+    )
+    for b, ((i, j), (c, d)) in enumerate(zip(pairs_of(ends), pairs_of(new_ends), strict=True)):
+        wanted, wanted_lse = fa3.flash_attn_with_kvcache(
+            q[None, i:j],
+            *caches[:, b : b + 1],
+            k[None, c:d],
+            v[None, c:d],
+            cache_seqlens=LENS[b : b + 1],
+            rotary_seqlens=LENS[b : b + 1] + 5,
+            return_softmax_lse=True,
+            **options,
+        )
+        torch.testing.assert_close(out[i:j], wanted[0])
+        torch.testing.assert_close(lse[:, i:j], wanted_lse[0])
+    found = held[:, table.long()].view(2, 3, 20, 2, 16) if paged else held
+    assert torch.equal(found, caches)
+
+
+def test_pages_of_the_fourth_version():
+    q, pages = draw((5, 4, 16), (2, 6, 16, 2, 16))
+    ends, lens = torch.tensor([0, 2, 5]).int(), torch.tensor([20, 33]).int()
+    table = torch.tensor([[3, 0, 0], [5, 1, 2]]).int()
+    out, _ = fa4.flash_attn_varlen_func(
+        q, *pages, cu_seqlens_q=ends, seqused_k=lens, page_table=table, causal=True
+    )
+    key_ends = torch.tensor([0, 20, 53]).int()
+    wanted = flash_attn.flash_attn_varlen_func(
+        q, *pages, ends, key_ends, 3, 33, causal=True, block_table=table
+    )
+    assert torch.equal(out, wanted)
+    with pytest.raises(ValueError, match="seqused_k"):
+        fa4.flash_attn_varlen_func(q, *pages, cu_seqlens_q=ends, page_table=table)

@@ -55,6 +55,35 @@ def unpad_input(
     return hidden_states.flatten(0, 1)[indices], indices, offsets, int(lengths.max()), used
 
 
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The tokens of a padded batch whose rows hold several sequences each, one after another.
+
+    Args:
+        hidden_states: [B, S, ...]
+        attention_mask_in_length: [B, S]: the lengths of the sequences in a row, which lie one
+            after another from its first token on; 0 behind them.
+
+    Returns:
+        tokens [T, ...]; their indices [T] in [B · S]; offsets int32 of all sequences; the longest
+        length.
+
+    Example:
+        >>> lengths = torch.tensor([[2, 1, 0, 0], [3, 0, 0, 0]])
+        >>> found = unpad_input_for_concatenated_sequences(torch.arange(8).view(2, 4), lengths)
+        >>> found[0], found[2]
+        (tensor([0, 1, 2, 4, 5, 6]), tensor([0, 2, 3, 6], dtype=torch.int32))
+    """
+    in_length = attention_mask_in_length
+    places = torch.arange(in_length.shape[1], device=in_length.device)
+    mask = places < in_length.sum(-1, keepdim=True)
+    tokens, indices, *_ = unpad_input(hidden_states, mask)
+    lengths = in_length[in_length > 0]
+    offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return tokens, indices, offsets, int(lengths.max())
+
+
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Tokens [T, ...] back in a batch [B, S, ...], 0 elsewhere.
 

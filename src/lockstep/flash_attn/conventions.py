@@ -110,25 +110,62 @@ def packed(
     return out, lse.transpose(0, 1)
 
 
+def in_chunks(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, chunk: int, max_seqlen_k: int
+) -> tuple[Tensor, Tensor]:
+    """Offsets with every `chunk` keys of a sequence, and the queries at their positions, as a
+    sequence of its own.
+
+    The last query stands at the last key, and so it does in each chunk: causal masks and windows
+    mean what they meant.
+    """
+    if chunk < 0:
+        raise ValueError(f"attention_chunk takes 0 or more keys, got {chunk}")
+    first_q, end_q, first_k, end_k = (
+        x[:, None] for cu in (cu_seqlens_q, cu_seqlens_k) for x in (cu[:-1], cu[1:])
+    )
+    n = max(1, -(-max_seqlen_k // chunk))
+    ends = torch.arange(1, n + 1, device=cu_seqlens_k.device, dtype=cu_seqlens_k.dtype) * chunk
+    ends_k = torch.minimum(first_k + ends, end_k)  # [B, n]
+    moved = first_q + (end_q - first_q) - (end_k - first_k) + ends
+    ends_q = torch.minimum(torch.maximum(moved, first_q), end_q).to(cu_seqlens_q.dtype)
+    # A sequence without queries or keys, or with fewer chunks than another, has empty ones.
+    ends_q[:, -1], ends_k[:, -1] = end_q[:, 0], end_k[:, 0]
+    q, k = (torch.cat([x.new_zeros(1), x.flatten()]) for x in (ends_q, ends_k))
+    return q, k
+
+
+def dense_in_chunks(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """`dense`, with queries that see the keys of their own chunk alone."""
+    (B, Sq), Skv = q.shape[:2], k.shape[1]
+    steps = torch.arange(B + 1, device=q.device, dtype=torch.int32)
+    offsets = in_chunks(steps * Sq, steps * Skv, chunk, Skv)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    out, lse = packed(q, k, v, *offsets, scores)
+    return out.view(B, Sq, *out.shape[1:]), lse.reshape(-1, B, Sq).transpose(0, 1)
+
+
 def paged(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    kv_lens: Tensor,
     block_table: Tensor,
     scores: Scores,
     alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [Tq, Hq, Dv] and lse [Hq, Tq] of packed queries; keys are in pages [pages, page, Hkv, D],
-    as many of each sequence as its offsets say."""
+    `kv_lens` [B] of each sequence."""
     out, lse = attention_varlen(
         q,
         k,
         v,
         cu_seqlens_q,
         page_table=block_table,
-        kv_lens=cu_seqlens_k.diff(),
+        kv_lens=kv_lens,
         **scores._asdict(),
         alibi_slopes=alibi_slopes,
         return_lse=True,

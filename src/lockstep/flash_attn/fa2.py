@@ -181,8 +181,8 @@ def flash_attn_varlen_func(
     if block_table is None:
         out, lse = packed(q, k, v, cu_seqlens_q, cu_seqlens_k, scores, alibi_slopes=alibi_slopes)
     else:
-        offsets = (cu_seqlens_q, cu_seqlens_k)
-        out, lse = paged(q, k, v, *offsets, block_table, scores, alibi_slopes)
+        lens = cu_seqlens_k.diff()
+        out, lse = paged(q, k, v, cu_seqlens_q, lens, block_table, scores, alibi_slopes)
     return (out, lse, None) if return_attn_probs else out
 
 

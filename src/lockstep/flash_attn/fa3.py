@@ -13,6 +13,8 @@ from lockstep.flash_attn.conventions import (
     Scores,
     WindowSize,
     dense,
+    dense_in_chunks,
+    in_chunks,
     packed,
     refuse,
 )
@@ -45,13 +47,15 @@ def flash_attn_func(
 
     v may have a head dim of its own. `num_splits`, `pack_gqa`, `sm_margin` and `deterministic` are
     hints that Lockstep does not need. `s_aux` [Hq], an argument of vLLM's version, is one more
-    logit per head in the denominator.
+    logit per head in the denominator. With `attention_chunk`, keys come in chunks of so many from
+    the first on, and a query sees the chunk it is in alone; unlike FlashAttention 3's, such a call
+    is differentiable.
 
     Returns:
         out [B, Sq, Hq, Dv], or with `return_attn_probs` the pair `(out, lse)`.
 
     Raises:
-        NotImplementedError: `qv`, a `descale` or `attention_chunk` is given.
+        NotImplementedError: `qv` or a `descale` is given.
 
     Example:
         >>> q = torch.randn(2, 100, 8, 64)
@@ -59,8 +63,9 @@ def flash_attn_func(
         >>> lse.shape
         torch.Size([2, 8, 100])
     """
-    _refuse("flash_attn_func", qv, q_descale, k_descale, v_descale, attention_chunk)
-    out, lse = dense(q, k, v, Scores.of(softmax_scale, causal, window_size, softcap, s_aux))
+    _refuse("flash_attn_func", qv, q_descale, k_descale, v_descale)
+    scores = Scores.of(softmax_scale, causal, window_size, softcap, s_aux)
+    out, lse = _dense(q, k, v, scores, attention_chunk)
     return (out, lse) if return_attn_probs else out
 
 
@@ -85,7 +90,7 @@ def flash_attn_qkvpacked_func(
         >>> flash_attn_qkvpacked_func(torch.randn(2, 100, 12, 64), num_heads_q=8).shape
         torch.Size([2, 100, 8, 64])
     """
-    _refuse("flash_attn_qkvpacked_func", None, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse("flash_attn_qkvpacked_func", None, q_descale, k_descale, v_descale)
     if qkv.dim() == 5:
         q, k, v = qkv.unbind(2)
     elif num_heads_q is None:
@@ -93,7 +98,8 @@ def flash_attn_qkvpacked_func(
     else:
         heads = (qkv.shape[2] - num_heads_q) // 2
         q, k, v = torch.split(qkv, [num_heads_q, heads, heads], 2)
-    out, lse = dense(q, k, v, Scores.of(softmax_scale, causal, window_size, softcap))
+    scores = Scores.of(softmax_scale, causal, window_size, softcap)
+    out, lse = _dense(q, k, v, scores, attention_chunk)
     return (out, lse) if return_attn_probs else out
 
 
@@ -134,8 +140,17 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(q, q, q, ends, ends, 70, 70).shape
         torch.Size([100, 8, 64])
     """
-    _refuse("flash_attn_varlen_func", qv, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse("flash_attn_varlen_func", qv, q_descale, k_descale, v_descale)
     scores = Scores.of(softmax_scale, causal, window_size, softcap, s_aux)
+    if attention_chunk:
+        if seqused_q is not None or seqused_k is not None:
+            raise NotImplementedError(
+                "flash_attn_varlen_func: seqused_q and seqused_k are not supported by Lockstep "
+                "with attention_chunk"
+            )
+        cu_seqlens_q, cu_seqlens_k = in_chunks(
+            cu_seqlens_q, cu_seqlens_k, attention_chunk, max_seqlen_k
+        )
     out, lse = packed(q, k, v, cu_seqlens_q, cu_seqlens_k, scores, seqused_q, seqused_k)
     return (out, lse) if return_attn_probs else out
 
@@ -175,9 +190,13 @@ def flash_attn_with_kvcache(
 ) -> Result:
     """`lockstep.flash_attn.flash_attn_with_kvcache` with the arguments of FlashAttention 3.
 
+    Args:
+        cu_seqlens_q: [B + 1]: q is packed, [T, Hq, D], and so is the result.
+        cu_seqlens_k_new: [B + 1]: k and v are packed, [T, Hkv, D].
+        rotary_seqlens: [B]: where rotary positions begin, instead of `cache_seqlens`.
+
     Raises:
-        NotImplementedError: Queries are packed (`cu_seqlens_q`), or one of `qv`, `descale`,
-            `attention_chunk`, `rotary_seqlens` is given.
+        NotImplementedError: `qv`, a `descale` or `attention_chunk` is given.
 
     Example:
         >>> q, cache = torch.randn(2, 1, 8, 64), torch.zeros(2, 2, 100, 2, 64)
@@ -186,13 +205,8 @@ def flash_attn_with_kvcache(
         torch.Size([2, 1, 8, 64])
     """
     name = "flash_attn_with_kvcache"
-    _refuse(name, qv, q_descale, k_descale, v_descale, attention_chunk)
-    refuse(
-        name,
-        cu_seqlens_q=_given(cu_seqlens_q),
-        cu_seqlens_k_new=_given(cu_seqlens_k_new),
-        rotary_seqlens=_given(rotary_seqlens),
-    )
+    _refuse(name, qv, q_descale, k_descale, v_descale)
+    refuse(name, attention_chunk=attention_chunk)
     out, lse = attend_to_cache(
         q,
         (k_cache, v_cache),
@@ -203,6 +217,9 @@ def flash_attn_with_kvcache(
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         page_table=page_table,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        rotary_seqlens=rotary_seqlens,
     )
     return (out, lse) if return_softmax_lse else out
 
@@ -242,6 +259,10 @@ def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
     """
 
 
+def _dense(q: Tensor, k: Tensor, v: Tensor, scores: Scores, chunk: int) -> tuple[Tensor, Tensor]:
+    return dense_in_chunks(q, k, v, scores, chunk) if chunk else dense(q, k, v, scores)
+
+
 def _given(x: Tensor | None) -> str | None:
     return None if x is None else "a tensor"
 
@@ -252,7 +273,6 @@ def _refuse(
     q_descale: Tensor | None,
     k_descale: Tensor | None,
     v_descale: Tensor | None,
-    attention_chunk: int,
 ) -> None:
     refuse(
         function,
@@ -260,5 +280,4 @@ def _refuse(
         q_descale=_given(q_descale),
         k_descale=_given(k_descale),
         v_descale=_given(v_descale),
-        attention_chunk=attention_chunk,
     )

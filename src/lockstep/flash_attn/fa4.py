@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.flash_attn.conventions import Scores, WindowSize, dense, packed, refuse
+from lockstep.flash_attn.conventions import Scores, WindowSize, dense, packed, paged, refuse
 
 NO_WINDOW: WindowSize = (None, None)
 # Arguments that change how FlashAttention 4 computes, and not what.
@@ -72,6 +72,7 @@ def flash_attn_varlen_func(
     max_seqlen_k: int | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: WindowSize = NO_WINDOW,
@@ -82,8 +83,11 @@ def flash_attn_varlen_func(
 ) -> tuple[Tensor, Tensor | None]:
     """`lockstep.flash_attn.flash_attn_varlen_func` with the arguments of FlashAttention 4.
 
+    With `page_table`, k and v are pages [pages, page, Hkv, D], and `seqused_k` or `cu_seqlens_k`
+    says how many keys a sequence has.
+
     Raises:
-        ValueError: `cu_seqlens_q` and `cu_seqlens_k` are not both given.
+        ValueError: `cu_seqlens_q` or, without pages, `cu_seqlens_k` is not given.
 
     Example:
         >>> q, ends = torch.randn(100, 8, 64), torch.tensor([0, 30, 100], dtype=torch.int32)
@@ -91,13 +95,26 @@ def flash_attn_varlen_func(
         torch.Size([100, 8, 64])
     """
     _refuse("flash_attn_varlen_func", others)
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        raise ValueError("flash_attn_varlen_func needs both cu_seqlens_q and cu_seqlens_k")
     scores = Scores.of(softmax_scale, causal, window_size, softcap, learnable_sink)
-    out, lse = packed(q, k, v, cu_seqlens_q, cu_seqlens_k, scores, seqused_q, seqused_k)
+    if cu_seqlens_q is None:
+        raise ValueError("flash_attn_varlen_func needs cu_seqlens_q")
+    if page_table is not None:
+        refuse("flash_attn_varlen_func with page_table", seqused_q=_kind(seqused_q))
+        lens = cu_seqlens_k.diff() if cu_seqlens_k is not None and seqused_k is None else seqused_k
+        if lens is None:
+            raise ValueError("flash_attn_varlen_func needs seqused_k or cu_seqlens_k with pages")
+        out, lse = paged(q, k, v, cu_seqlens_q, lens, page_table, scores)
+    elif cu_seqlens_k is None:
+        raise ValueError("flash_attn_varlen_func needs cu_seqlens_k, or page_table and seqused_k")
+    else:
+        out, lse = packed(q, k, v, cu_seqlens_q, cu_seqlens_k, scores, seqused_q, seqused_k)
     return out, lse if return_lse else None
 
 
 def _refuse(function: str, others: dict[str, Any]) -> None:
     given = {name: x for name, x in others.items() if name not in HINTS}
-    refuse(function, **{name: None if x is None else type(x).__name__ for name, x in given.items()})
+    refuse(function, **{name: _kind(x) for name, x in given.items()})
+
+
+def _kind(x: Any) -> str | None:
+    return None if x is None else type(x).__name__
