@@ -102,6 +102,30 @@ def test_machine_code(D, causal):
         assert count(under_way)["MUFU.EX2"] >= per_thread
 
 
+def test_machine_code_of_pages():
+    """Consumers do what they do without pages, and the producer loads box after box."""
+    B, Hkv, page, D = 2, 2, 16, 128
+    pages = torch.empty(64, page, Hkv, D, dtype=torch.bfloat16)
+    q = torch.empty(B, 2 * Hkv, 512, D, dtype=torch.bfloat16)
+    table, lens = torch.empty(B, 32, dtype=torch.int32), torch.empty(B, dtype=torch.int32)
+    tensors = Tensors(q, pages, pages, page_table=table, kv_lens=lens)
+    built = build_for(tensors, {"causal": True}.items())
+    assert built.kernel.metadata.shared <= sizes.SHARED_BYTES
+    assert "serialized" not in built.report
+    shape = plan.SHORT_PLANS[D]
+    assert len(built.main_loops) == shape.consumers
+    for loop in built.addressed_loops:
+        assert not writes_in_flight(loop)
+        found = count(usual_path(loop))
+        # What does not change may be read back once.
+        assert (found["STL"], found["LDL"]) <= (0, 1)
+        assert found["MUFU.EX2"] == shape.block_kv * plan.ROWS // 128
+    # Of keys and of values, in each of two passes; and queries, of each consumer and once more.
+    boxes = shape.block_kv // page * (D // 64)
+    loads = count([text for _, text in built.instructions])["UTMALDG"]
+    assert loads == 2 * 2 * boxes + (shape.consumers + 1) * (D // 64)
+
+
 @pytest.mark.parametrize("D", [64, 128])
 def test_machine_code_of_spans(D):
     built = build(D, options={"causal": True, "query_invariant": True}.items())
@@ -185,6 +209,9 @@ def test_a_build_without_branches_on_data():
     assert count([text for _, text in built.instructions])["LDG"] == 0
 
 
+PAGES = {"layout": "paged", "page_size": 16, "n_pages": 9, "has_kv_lens": True, "Sq": 128}
+
+
 def refusal(monkeypatch, capability=(9, 0), **changes):
     monkeypatch.setattr(requirements, "_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -202,7 +229,12 @@ def refusal(monkeypatch, capability=(9, 0), **changes):
         ({"dtype": torch.float32}, "float32"),
         ({"D": 60}, "D = 60"),
         ({"Dv": 264}, "Dv = 264"),
-        ({"layout": "paged"}, "pages"),
+        ({"layout": "varlen_paged"}, "ragged queries in pages"),
+        (PAGES | {"page_size": 24}, "multiples of 16 keys, got 24"),
+        (PAGES | {"Sq": 127}, "128 queries or more on pages"),
+        (PAGES | {"D": 72}, "D in multiples of 16"),
+        (PAGES | {"D": 208}, "or 256, got 208"),
+        (PAGES | {"query_invariant": True}, "no query_invariant"),
         ({"bias_shape": (1, 1, 1, 1)}, "bias"),
         ({"softcap": 1e4}, "softcap up to 1024.0, got 10000.0"),
         ({"Sq": 15, "Hq": 4, "Hkv": 4}, "16 queries"),
@@ -226,6 +258,7 @@ def test_takes_what_it_says(monkeypatch):
     assert refusal(monkeypatch) is None
     assert refusal(monkeypatch, D=256, Dv=128, causal=True, softcap=3.0, has_sinks=True) is None
     assert refusal(monkeypatch, has_kv_lens=True) is None
+    assert refusal(monkeypatch, **PAGES) is None
     # Whether sequences are packed with others must not decide who runs them.
     assert refusal(monkeypatch, layout="varlen", Sq=1) is None
 
@@ -292,7 +325,7 @@ def test_later_calls_bring_their_own_addresses(monkeypatch, aligned):
     out, lse, statistics = call(others, others.addresses())
     ((_, pointers, bases),) = launched
     of_rows = (lse.data_ptr(), statistics.data_ptr())
-    assert pointers == (out.data_ptr(), *of_rows, *[lse.data_ptr()] * 5)
+    assert pointers == (out.data_ptr(), *of_rows, *[lse.data_ptr()] * 6)
     expected = [x.data_ptr() for x in (*others[:3], out)]
     if aligned:
         assert list(bases) == expected

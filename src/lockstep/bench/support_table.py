@@ -72,7 +72,8 @@ def _problems() -> Iterator[tuple[str, AttentionProblem]]:
     yield "`query_invariant`", replace(base, query_invariant=True)
     yield "`constant_time`", replace(base, constant_time=True)
     yield "`attention_varlen`", _varlen()
-    yield "`attention_paged`", _paged()
+    yield "`attention_paged`, 512 queries", replace(_paged(), Sq=512)
+    yield "`attention_paged`, one query", _paged()
     yield "`attention_paged`, `kv_starts`", replace(_paged(), has_kv_starts=True)
     yield "`attention_varlen`, `page_table`", replace(_paged(), layout="varlen_paged")
 

@@ -18,6 +18,7 @@ from lockstep.kernels.hopper.common.query_invariance import (
     refusal_of_kind,
 )
 from lockstep.kernels.hopper.common.requirements import refusal_of_device
+from lockstep.kernels.hopper.common.sizes import columns
 from lockstep.kernels.kernel import BackwardTensors, Kernel, Needs, Prepared, PreparedBackward
 from lockstep.problem import AttentionProblem, Tensors
 
@@ -30,6 +31,8 @@ MAX_ROWS = 1 << 29
 # grouped heads it also packs a group into one tile, and is faster for longer.
 MIN_QUERIES = 16
 MIN_QUERIES_OF_GROUPS = 33
+# On pages they are decode's until they fill a tile; of a page the copy engine loads so many rows.
+MIN_QUERIES_IN_PAGES, PAGE_ROWS = 128, 16
 # Its tanh is off by a rounding of 1, and so a capped score by that times the cap.
 MAX_SOFTCAP = 1024.0
 
@@ -61,8 +64,9 @@ def supports(problem: AttentionProblem) -> str | None:
             f"takes head dims in multiples of 8 up to {MAX_HEAD_DIM}, got D = {problem.D} and "
             f"Dv = {problem.Dv}"
         )
-    if problem.is_paged:
-        return "takes no pages"
+    reason = _refusal_of_pages(problem) if problem.is_paged else None
+    if reason is not None:
+        return reason
     if problem.has_kv_starts:
         return "takes no kv_starts"
     if problem.has_alibi_slopes:
@@ -88,6 +92,22 @@ def supports(problem: AttentionProblem) -> str | None:
     least = MIN_QUERIES if problem.Hq == problem.Hkv else MIN_QUERIES_OF_GROUPS
     if problem.layout != "varlen" and problem.Sq < least:
         return f"takes {least} queries or more in a sequence, got {problem.Sq}"
+    return None
+
+
+def _refusal_of_pages(problem: AttentionProblem) -> str | None:
+    if problem.layout == "varlen_paged":
+        return "takes no ragged queries in pages"
+    if problem.query_invariant or problem.constant_time:
+        return "takes no query_invariant and no constant_time in pages"
+    if problem.page_size % PAGE_ROWS:
+        return f"takes pages of multiples of {PAGE_ROWS} keys, got {problem.page_size}"
+    if columns(problem.D) != problem.D:
+        return f"takes pages with D in multiples of 16 up to 192, or 256, got {problem.D}"
+    if 0 in (problem.B, problem.Sq, problem.Skv, problem.n_pages):
+        return "takes at least one sequence, one query and one page"
+    if problem.Sq < MIN_QUERIES_IN_PAGES:
+        return f"takes {MIN_QUERIES_IN_PAGES} queries or more on pages, got {problem.Sq}"
     return None
 
 

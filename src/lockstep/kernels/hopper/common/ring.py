@@ -93,6 +93,12 @@ def _in_chunks(desc, columns):
     return desc.block_shape[4] < columns
 
 
+@gluon.constexpr_function
+def _first_columns(columns):
+    """The columns of a tile that lie in its first part."""
+    return 64 if columns <= 64 else 256 if columns > 192 else 128
+
+
 @gluon.jit
 def _allocate_columns(desc, STAGES: gl.constexpr, COLUMNS: gl.constexpr):
     """Shared memory [STAGES, 1, 1, 1, rows, COLUMNS] for what a tensor map has in chunks."""
@@ -136,6 +142,24 @@ class TileRing:
         else:
             tiles_smem = allocate_tiles(desc, STAGES)
             rest_smem = tiles_smem
+        return TileRing(tiles_smem, rest_smem, Ring.create(STAGES, CONSUMERS), COLUMNS)
+
+    @gluon.jit
+    def create_in_boxes(
+        desc,
+        STAGES: gl.constexpr,
+        CONSUMERS: gl.constexpr,
+        COLUMNS: gl.constexpr,
+        BLOCK: gl.constexpr,
+    ):
+        """`create`, of tiles of BLOCK rows that come in boxes [·, CHUNK] (`pages.py`)."""
+        WIDTH: gl.constexpr = _first_columns(COLUMNS)
+        shape: gl.constexpr = [STAGES, 1, 1, 1, BLOCK, WIDTH]
+        tiles_smem = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+        rest_smem = tiles_smem
+        if WIDTH < COLUMNS:
+            rest_shape: gl.constexpr = [STAGES, 1, 1, 1, BLOCK, CHUNK]
+            rest_smem = gl.allocate_shared_memory(desc.dtype, rest_shape, desc.layout)
         return TileRing(tiles_smem, rest_smem, Ring.create(STAGES, CONSUMERS), COLUMNS)
 
     @gluon.jit

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
+from lockstep.kernels.hopper.common.pages import PageTable
 from lockstep.kernels.hopper.common.ring import TileRing
 from lockstep.kernels.hopper.common.shared_memory import allocate_tiles
 from lockstep.kernels.hopper.forward.consumer import consume
 from lockstep.kernels.hopper.forward.failed_tiles import FailedTiles
 from lockstep.kernels.hopper.forward.inspector import INSPECTORS, Flags, inspect
-from lockstep.kernels.hopper.forward.program import Build, Program, Results
+from lockstep.kernels.hopper.forward.program import Build, Program, Results, send_block
 from lockstep.kernels.hopper.forward.schedule import Schedule
 from lockstep.kernels.hopper.forward.scheduler import schedule_tiles
 from lockstep.kernels.hopper.forward.second_pass import produce_second_pass
@@ -23,6 +24,7 @@ from lockstep.kernels.hopper.forward.tile_queue import TileQueue
 from lockstep.kernels.launch import unspecialized
 
 ANY_ADDRESS = ("sinks_ptr", "cu_q_ptr", "cu_kv_ptr", "kv_lens_ptr", "sequence_order_ptr")
+ANY_ADDRESS += ("page_table_ptr",)
 
 
 @gluon.jit
@@ -38,9 +40,7 @@ def produce(program, q_desc, k_desc, v_desc, q_rings):
             q_rings[c].send(tiles, q_desc, at)
         begin, end = schedule.blocks(tile, tile.q_idx, schedule.BLOCK_Q)
         for block in range(begin, end):
-            at = schedule.kv_coordinates(tile, block)
-            program.k.send(sent, k_desc, at)
-            program.v.send(sent, v_desc, at)
+            send_block(program, k_desc, v_desc, tile, block, sent, 0)
             sent += 1
         tiles += 1
         tile = program.tile_queue.read(tiles)
@@ -62,6 +62,7 @@ def forward_kernel(
     cu_kv_ptr,  # [B + 1]
     kv_lens_ptr,  # [B]
     sequence_order_ptr,  # see sequence_order.py
+    page_table_ptr,  # [B, ·]
     scale,
     softcap,
     row_stride_b,  # of lse, and of out in rows
@@ -80,6 +81,9 @@ def forward_kernel(
     right,
     kv_batch_rows,
     l2_keys,
+    stride_tb,
+    n_pages,
+    page_size,
     LAYOUT: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
@@ -87,6 +91,8 @@ def forward_kernel(
     HAS_SINKS: gl.constexpr,
     D_COLUMNS: gl.constexpr,  # that are multiplied: D and Dv in multiples of 16, or 256
     DV_COLUMNS: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    PAGE_ROWS: gl.constexpr,  # that are loaded at once, 0 where keys are not in pages
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
     PINGPONG: gl.constexpr,
@@ -119,10 +125,14 @@ def forward_kernel(
         HAS_LEFT,
         HAS_RIGHT,
         CONSUMERS * ROWS,
-        k_desc.block_shape[3],
+        BLOCK_KV,
     )
-    k_ring = TileRing.create(k_desc, STAGES, CONSUMERS, D_COLUMNS)
-    v_ring = TileRing.create(v_desc, STAGES, CONSUMERS + INSPECTORS * INSPECTS, DV_COLUMNS)
+    if PAGE_ROWS:
+        k_ring = TileRing.create_in_boxes(k_desc, STAGES, CONSUMERS, D_COLUMNS, BLOCK_KV)
+        v_ring = TileRing.create_in_boxes(v_desc, STAGES, CONSUMERS, DV_COLUMNS, BLOCK_KV)
+    else:
+        k_ring = TileRing.create(k_desc, STAGES, CONSUMERS, D_COLUMNS)
+        v_ring = TileRing.create(v_desc, STAGES, CONSUMERS + INSPECTORS * INSPECTS, DV_COLUMNS)
     tile_queue = TileQueue.create(CONSUMERS + 1 + INSPECTORS * INSPECTS)
     # What a build does not use is not allocated, and any shared memory may stand for it: a barrier
     # of no further use would share its place with a tile, and setting it up is not ordered before
@@ -133,11 +143,12 @@ def forward_kernel(
         failed = FailedTiles.create(CONSUMERS)
     flags = Flags(unused, unused)
     if INSPECTS:
-        flags = Flags.create(STAGES, k_desc.block_shape[3])
+        flags = Flags.create(STAGES, BLOCK_KV)
     program = Program(
         schedule,
         k_ring,
         v_ring,
+        PageTable(page_table_ptr, stride_tb, n_pages, page_size, PAGE_ROWS),
         tile_queue,
         failed,
         flags,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lockstep.kernels.hopper.common.copy_engine import ALIGNMENT, copy, fit, ragged
 from lockstep.kernels.hopper.common.gluon_shim import TensorDescriptor, gl
+from lockstep.kernels.hopper.common.ring import CHUNK
 from lockstep.kernels.hopper.common.sizes import columns, processors
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
 from lockstep.kernels.hopper.forward.plan import (
@@ -18,6 +19,7 @@ from lockstep.kernels.hopper.forward.plan import (
     ROWS,
     keys_in_l2,
     padded,
+    page_rows,
     pays_to_pair,
     plan_of,
 )
@@ -56,18 +58,26 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
         order = order_buffer(problem, tiles.n_tickets, sorts)
         if sorts:
             launches.insert(0, sort_launch(problem, plan_of(problem).block_q))
+    results = {
+        "out": Buffer.like(tensors.q, problem.out_shape, problem.dtype),
+        "lse": Buffer.like(tensors.q, problem.lse_shape, torch.float32),
+    }
+    statistics = {"statistics": Buffer.like(tensors.q, problem.statistics_shape, torch.float32)}
+    # Without gradients, they are of no further use.
     return Launches(
         tensors.q.device,
         Tensors._fields,
-        {
-            "out": Buffer.like(tensors.q, problem.out_shape, problem.dtype),
-            "lse": Buffer.like(tensors.q, problem.lse_shape, torch.float32),
-            "statistics": Buffer.like(tensors.q, problem.statistics_shape, torch.float32),
-        },
-        {"sequence_order": order},
+        results | ({} if problem.is_paged else statistics),
+        {"sequence_order": order} | (statistics if problem.is_paged else {}),
         launches,
         fit=partial(_with_copies, copied) if copied else None,
+        finish=_without_statistics if problem.is_paged else None,
     )
+
+
+def _without_statistics(tensors: Tensors, results: list[Tensor], workspace: Any) -> Result:
+    out, lse = results
+    return out, lse, None
 
 
 def _with_copies(names: list[str], tensors: Tensors) -> Tensors:
@@ -106,6 +116,7 @@ class Tiling(NamedTuple):
 def _layout(problem: AttentionProblem) -> str:
     if problem.layout == "varlen":
         return "varlen"
+    # Pages have lengths, too.
     return "kv_lens" if problem.has_kv_lens else "dense"
 
 
@@ -117,11 +128,12 @@ def _launch(
     # A pointer that is not used may be any.
     unused = {"sinks": not problem.has_sinks, "kv_lens": layout != "kv_lens"}
     unused |= dict.fromkeys(("cu_q", "cu_kv", "sequence_order"), layout != "varlen")
+    unused["page_table"] = not problem.is_paged
     names = {"o": "out", "cu_q": "cu_seqlens_q", "cu_kv": "cu_seqlens_k"}
     return Launch(
         forward_kernel,
         (min(n_processors, tiles.n_tickets),),
-        _numbers(problem, q, fitted.k, tiles) | _constants(problem),
+        _numbers(problem, q, fitted, tiles) | _constants(problem),
         maps=_maps(problem, q, fitted),
         names=names | {name: "lse" for name, is_unused in unused.items() if is_unused},
         num_warps=4,
@@ -135,6 +147,14 @@ def _maps(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> dict[str, An
     # A map of 192 columns has chunks of 64: a block of it has a power of two.
     width, width_v = (64 if n == 192 else n for n in (padded(problem.D), padded(problem.Dv)))
     out = _by_head(empty_like(q, problem.out_shape, device="meta"), packed)
+    if problem.is_paged:
+        rows = page_rows(problem)
+        return {
+            "q": _shape(fitted.q, ROWS, width, False).describe,
+            "k": partial(_describe_pages, rows, "nan"),
+            "v": partial(_describe_pages, rows, "zero"),
+            "o": _shape(out, ROWS, min(padded(problem.Dv), plan.out_columns), False).describe,
+        }
     q, k, v = (_by_head(x, packed) for x in fitted[:3])
     return {
         "q": _shape(q, ROWS, width, packed).describe,
@@ -144,13 +164,30 @@ def _maps(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> dict[str, An
     }
 
 
-def _numbers(problem: AttentionProblem, q: Tensor, k: Tensor, tiles: Tiling) -> dict[str, float]:
+def _describe_pages(rows: int, padding: str, x: Tensor) -> TensorDescriptor:
+    """A tensor map of pages x [n_pages, page, Hkv, D] in boxes of so many rows."""
+    n_pages, page, H, D = x.shape
+    # The stride of a dim of size 1 means nothing and may be anything.
+    by_page, by_row, by_head = (
+        stride if size > 1 else ALIGNMENT
+        for size, stride in zip(x.shape[:3], x.stride(), strict=False)
+    )
+    block = [1, 1, 1, rows, CHUNK.value]
+    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[x.dtype])
+    shape, strides = [1, n_pages, H, page, D], [ALIGNMENT, by_page, by_head, by_row, 1]
+    return TensorDescriptor(x, shape, strides, block, layout, padding)
+
+
+def _numbers(
+    problem: AttentionProblem, q: Tensor, fitted: Tensors, tiles: Tiling
+) -> dict[str, float]:
+    k, table = fitted.k, fitted.page_table
     B, Hq, Sq = problem.B, problem.Hq, problem.Sq
     strides = (0, 1, Hq) if problem.layout == "varlen" else strides_like(q, problem.lse_shape)
     left, right = problem.window
     _, scale, softcap = _scales(problem)
     # From one batch to the next in a ragged map of k and v.
-    ragged = B > 1 and _layout(problem) == "kv_lens"
+    ragged = B > 1 and _layout(problem) == "kv_lens" and not problem.is_paged
     return {
         "scale": scale,
         "softcap": softcap,
@@ -168,6 +205,9 @@ def _numbers(problem: AttentionProblem, q: Tensor, k: Tensor, tiles: Tiling) -> 
         "right": right or 0,
         "kv_batch_rows": k.stride(0) // k.stride(2) if ragged else 0,
         "l2_keys": keys_in_l2(problem),
+        "stride_tb": 0 if table is None else table.stride(0),
+        "n_pages": problem.n_pages or 0,
+        "page_size": problem.page_size or 0,
     }
 
 
@@ -182,6 +222,8 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "HAS_SINKS": problem.has_sinks,
         "D_COLUMNS": columns(problem.D),
         "DV_COLUMNS": columns(problem.Dv),
+        "BLOCK_KV": plan.block_kv,
+        "PAGE_ROWS": page_rows(problem) if problem.is_paged else 0,
         "CONSUMERS": plan.consumers,
         "STAGES": plan.stages,
         "PINGPONG": plan.pingpong,
@@ -198,7 +240,9 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
 
 def _fit(problem: AttentionProblem, tensors: Tensors) -> Tensors:
     """Tensors as the copy engine takes them."""
-    k, v = _fit_keys(tensors.k, tensors.v, share_rows=_layout(problem) == "kv_lens")
+    k, v = _fit_keys(
+        tensors.k, tensors.v, share_rows=problem.layout == "dense" and problem.has_kv_lens
+    )
     return tensors._replace(q=fit(tensors.q), k=k, v=v)
 
 

@@ -6,6 +6,7 @@ for all sequences of a call, and nothing else. The other choices change no bit.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lockstep.kernels.hopper.common.query_invariance import BLOCK_KV, SPAN
@@ -70,6 +71,12 @@ NEAR_L2_BYTES = 25e6
 def padded(dim: int) -> int:
     """The width of a tile for head dim `dim`: what lies beyond is zero to the copy engine."""
     return next(width for width in PLANS if dim <= width)
+
+
+def page_rows(problem: AttentionProblem) -> int:
+    """Rows of a page that the copy engine loads at once."""
+    assert problem.page_size is not None
+    return math.gcd(problem.page_size, plan_of(problem).block_kv)
 
 
 def plan_of(problem: AttentionProblem) -> Plan:

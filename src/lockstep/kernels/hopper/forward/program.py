@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
+from lockstep.kernels.hopper.common.pages import PageTable, send_pages
 from lockstep.kernels.hopper.common.ring import TileRing
 from lockstep.kernels.hopper.common.scores import LOG2E, cap
 from lockstep.kernels.hopper.common.softmax import (
@@ -63,6 +64,7 @@ class Program:
     schedule: Schedule
     k: TileRing
     v: TileRing
+    pages: PageTable
     tile_queue: TileQueue
     failed: FailedTiles
     flags: Flags
@@ -71,10 +73,11 @@ class Program:
     softcap: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, schedule, k, v, tile_queue, failed, flags, build, scale, softcap):
+    def __init__(self, schedule, k, v, pages, tile_queue, failed, flags, build, scale, softcap):
         self.schedule = schedule
         self.k = k
         self.v = v
+        self.pages = pages
         self.tile_queue = tile_queue
         self.failed = failed
         self.flags = flags
@@ -106,6 +109,21 @@ class Program:
     def score_scale(self):
         """From what `mask_scores` returns to log2 units."""
         return self.scale if self.build.SCORES == "raw" else LOG2E
+
+
+@gluon.jit
+def send_block(program, k_desc, v_desc, tile, block, i, first_column):
+    """Producer: send the keys of a block, the i-th in all, and its values, of which columns begin
+    with `first_column`."""
+    schedule = program.schedule
+    if program.pages.ROWS:
+        key = block * schedule.BLOCK_KV
+        places = program.pages.places_of(tile.batch, key, tile.len_kv, schedule.BLOCK_KV)
+        send_pages(program.k, i, k_desc, places, tile.kv_head, 0)
+        send_pages(program.v, i, v_desc, places, tile.kv_head, first_column)
+    else:
+        program.k.send(i, k_desc, schedule.kv_coordinates(tile, block))
+        program.v.send(i, v_desc, schedule.kv_coordinates(tile, block, first_column))
 
 
 @aggregate

@@ -41,7 +41,7 @@ from lockstep.kernels.hopper.common.spans import (
     span_weights,
     sums_of_span,
 )
-from lockstep.kernels.hopper.forward.program import Rows, close_total, normalize
+from lockstep.kernels.hopper.forward.program import Rows, close_total, normalize, send_block
 
 # What stands for a value that is not finite while it is counted. A block has up to 128 keys, so
 # that a count of one kind stays below one of the next; all are exact in bf16 and fp16, and sums of
@@ -242,10 +242,7 @@ def produce_second_pass(program, q_desc, k_desc, v_desc, q_ring, sent, tiles):
             begin, end = schedule.blocks(tile, q_idx, ROWS)
             for first_column in range(0, program.v.COLUMNS, SLICE):
                 for block in range(begin, end):
-                    at = schedule.kv_coordinates(tile, block)
-                    program.k.send(sent, k_desc, at)
-                    at = schedule.kv_coordinates(tile, block, first_column)
-                    program.v.send(sent, v_desc, at)
+                    send_block(program, k_desc, v_desc, tile, block, sent, first_column)
                     sent += 1
         tiles += 1
         tile = program.tile_queue.read(tiles)
