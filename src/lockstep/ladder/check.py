@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
-from .rung import Problem, Tensors
+from .rung import Problem, Rung, Tensors, run_on_machine
 
 if TYPE_CHECKING:
     import torch
 
     from lockstep.problem import AttentionProblem
     from lockstep.problem import Tensors as Arguments
+    from lockstep.simt.machine import Trace
 
 
 class Errors(NamedTuple):
@@ -27,30 +30,43 @@ class Errors(NamedTuple):
         return self.ours <= self.allowed
 
 
-def errors(problem: Problem, tensors: Tensors) -> Errors:
+class Standard(NamedTuple):
+    """What the output of one head is held against, by q, k and v alone."""
+
+    exact: torch.Tensor  # [1, 1, S, D] float64
+    math: float  # largest error of PyTorch's math attention
+    allowed: float  # by the error rule without what rounding costs at least
+
+
+def errors(problem: Problem, tensors: Tensors, standards: list[Standard] | None = None) -> Errors:
     """The errors of `tensors.out`; an element never written has an infinite error.
 
-    What rounding costs at least, which the rule allows in addition, takes longer to work out than
-    the rest: it is left out of `allowed` where the rule is kept without it.
+    `standards` are those of the problem, worked out here where they are not given. What rounding
+    costs at least, which the rule allows in addition, takes longer to work out than the rest: it
+    is left out of `allowed` where the rule is kept without it.
 
     >>> errors(problem, tensors).ok                                    # doctest: +SKIP
     True
     """
     from lockstep.error_rule import error, expect
 
-    found = _without_floor(problem, tensors)
-    if found.ok:
-        return found
+    worst = Errors(0.0, 0.0, 0.0)
+    heads = tensors.out.flatten(0, 1)  # [B * H, S, D]
+    for out, standard in zip(heads, standards or standards_of(problem, tensors), strict=True):
+        found = (error(out[None, None], standard.exact), standard.math, standard.allowed)
+        worst = Errors(*map(max, worst, found))
+    if worst.ok:
+        return worst
     expected = expect(*_posed(problem, tensors))["out"]
     return Errors(error(tensors.out, expected.exact), expected.math, expected.allowed)
 
 
-def _without_floor(problem: Problem, tensors: Tensors) -> Errors:
-    """The errors against a rule without its floor, head by head: the scores of one fit a cache."""
+def standards_of(problem: Problem, tensors: Tensors) -> list[Standard]:
+    """One for each head of each sequence, in order; the scores of one head fit a cache."""
     from lockstep import math_attention, reference
-    from lockstep.error_rule import error, judge
+    from lockstep.error_rule import judge
 
-    worst = Errors(0.0, 0.0, 0.0)
+    found = []
     one_head = replace(problem, B=1, H=1, kv_heads=None)
     for b, h in product(range(problem.B), range(problem.H)):
         of = {"q": h, "k": h // problem.group, "v": h // problem.group, "out": h}
@@ -59,9 +75,38 @@ def _without_floor(problem: Problem, tensors: Tensors) -> Errors:
         exact, _ = reference.evaluate(*_posed(one_head, head))
         math, _ = math_attention.evaluate(*_posed(one_head, head))
         expected = judge("out", exact, math, 0.0)
-        found = (error(head.out, exact), expected.math, expected.allowed)
-        worst = Errors(*map(max, worst, found))
-    return worst
+        found.append(Standard(exact, expected.math, expected.allowed))
+    return found
+
+
+def run_and_check(
+    rung: Rung,
+    problem: Problem,
+    progress: Callable[[int, int], None] | None = None,
+    record: int | None = None,
+) -> tuple[list[Trace], Errors]:
+    """Traces of a call on the lockstep machine, and the errors of its output, with drawn tensors.
+
+    Standards are worked out beside the machine, which leaves a part of two cores idle. `progress`
+    and `record` as in `run_on_machine`. Raises ValueError where the rung refuses the problem.
+    """
+    tensors = problem.draw()
+    with ThreadPoolExecutor(1) as pool:
+        standards = pool.submit(_on_one_core, problem, tensors)
+        _, traces = run_on_machine(rung, problem, tensors, progress, record)
+    return traces, errors(problem, tensors, standards.result())
+
+
+def _on_one_core(problem: Problem, tensors: Tensors) -> list[Standard]:
+    """The standards, by one thread: others of PyTorch's would wait busily for a core."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return standards_of(problem, tensors)
+    finally:
+        torch.set_num_threads(before)
 
 
 def oracle(problem: Problem, tensors: Tensors) -> torch.Tensor:

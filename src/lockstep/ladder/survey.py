@@ -13,9 +13,9 @@ from typing import Any
 
 from lockstep.simt.machine import Trace
 
-from .check import errors
+from .check import run_and_check
 from .plan import Plan, plan
-from .rung import Problem, Rung, Tensors, launches_of, run_on_machine
+from .rung import Problem, Rung, Tensors, launches_of
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,8 @@ def to_trace(rung: Rung, problem: Problem) -> Problem:
 def count(rung: Rung, problem: Problem) -> Counted:
     """Trace `problem` on the machine, or one head of it that stands for all."""
     traced = to_trace(rung, problem)
-    tensors = traced.draw()
-    _, traces = run_on_machine(rung, traced, tensors)
-    return summary(traces, errors(traced, tensors).ok, traced.heads)
+    traces, found = run_and_check(rung, traced)
+    return summary(traces, found.ok, traced.heads)
 
 
 def summary(traces: list[Trace], right: bool, heads: int = 1) -> Counted:

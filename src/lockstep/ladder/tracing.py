@@ -23,20 +23,16 @@ def traced(rung: Rung, problem: Problem, record: int | None = None) -> tuple[lis
 
     `record` as in `run_on_machine`.
     """
-    from .check import errors
-    from .rung import run_on_machine
+    from .check import run_and_check
 
-    tensors = problem.draw()
     with progress_bar() as progress:
         task = progress.add_task(rung.title, total=None)
-        _, traces = run_on_machine(
+        return run_and_check(
             rung,
             problem,
-            tensors,
             lambda done, whole: progress.update(task, completed=done, total=whole),
-            record=record,
+            record,
         )
-    return traces, errors(problem, tensors)
 
 
 def compare(rungs: tuple[Rung, Rung], problem: Problem, as_json: bool) -> NoReturn:

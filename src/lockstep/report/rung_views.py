@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from lockstep.ladder import Problem, find, run_on_machine
-from lockstep.ladder.check import errors
+from lockstep.ladder import Problem, find
+from lockstep.ladder.check import run_and_check
 from lockstep.ladder.plan import plan
 from lockstep.ladder.survey import summary, to_trace
 
@@ -33,9 +33,8 @@ def rung_view(name: str, options: dict[str, Any]) -> dict[str, Any]:
     if found["why_not"]:
         return found
     traced = to_trace(rung, PROBLEM)
-    tensors = traced.draw()
-    _, traces = run_on_machine(rung, traced, tensors, record=0)
-    found["counted"] = asdict(summary(traces, errors(traced, tensors).ok, traced.heads))
+    traces, checked = run_and_check(rung, traced, record=0)
+    found["counted"] = asdict(summary(traces, checked.ok, traced.heads))
     fits: list[Any] = [None] * len(traces)
     try:
         planned = plan(rung, PROBLEM, GPU)
