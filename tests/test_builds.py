@@ -62,12 +62,12 @@ def test_one_build_serves_every_length_and_batch(h200):
     whole = life(h200, "Llama 3 8B")
     layer = MODELS["Llama 3 8B"]["self"]
     for Sq, Skv in ((1, 1000), (1, 100_000), (2, 40_000), (2048, 2048), (77, 9000)):
-        builds.run(builds.Call(layer, "paged", Sq, Skv, page=16), torch.bfloat16, "cpu")
-    many = builds.Call(layer, "paged", 1, 5000, page=16, B=300)
+        builds.run(builds.SampleCall(layer, "paged", Sq, Skv, page=16), torch.bfloat16, "cpu")
+    many = builds.SampleCall(layer, "paged", 1, 5000, page=16, B=300)
     builds.run(many, torch.bfloat16, "cpu")
     for length in (513, 2048):
         for layout in ("dense", "packed"):
-            call = builds.Call(layer, layout, length, length, backward=True)
+            call = builds.SampleCall(layer, layout, length, length, backward=True)
             builds.run(call, torch.bfloat16, "cpu")
     assert {build[0] for build in set(h200) - whole} == set()
 

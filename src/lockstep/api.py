@@ -125,7 +125,7 @@ def attention(
             bias and sinks. Only kernels that promise it will run. The documentation says what
             this does not cover.
         secret_lengths: With constant_time, hide the values of kv_lens as well: all Skv keys are
-            walked, and those beyond a length are masked.
+            loaded, and those beyond a length are masked.
         kernel: The name of a kernel, which then runs or raises. None chooses; see `explain`.
 
     Returns:

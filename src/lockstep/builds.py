@@ -47,8 +47,8 @@ class WarmUp(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
-    """One small call. `page` 0 stands for no pages."""
+class SampleCall:
+    """One small call that has a kernel compiled. A `page` of 0 is no pages."""
 
     layer: Layer
     layout: Literal["dense", "packed", "paged"]
@@ -124,7 +124,7 @@ def warm_up(
 
 def calls_of(
     layers: Iterable[Layer], works: Sequence[str] = WORKS, page: int = 16, device: str = "cuda"
-) -> list[Call]:
+) -> list[SampleCall]:
     """The calls that make all builds of these layers.
 
     Raises ValueError for an unknown work or a page without a token.
@@ -136,18 +136,18 @@ def calls_of(
         raise ValueError(f"page takes at least 1, got {page}")
     found = []
     for layer in layers:
-        whole = [Call(layer, "dense", PROMPT, PROMPT)] if "prefill" in works else []
+        whole = [SampleCall(layer, "dense", PROMPT, PROMPT)] if "prefill" in works else []
         if "packed" in works:
-            whole.append(Call(layer, "packed", PACKED, PACKED))
+            whole.append(SampleCall(layer, "packed", PACKED, PACKED))
         if "training" in works:
-            trained = [Call(layer, "dense", n, n) for n in (PROMPT, ODD)]
+            trained = [SampleCall(layer, "dense", n, n) for n in (PROMPT, ODD)]
             trained += [call for call in whole if call.layout == "packed"]
             found += [replace(call, backward=True) for call in trained]
         found += whole
         if "decode" in works and layer.causal:
             lengths = ((1, LONG), (1, SHORT), (DRAFT, LONG), (CHUNK, LONG), (PROMPT, LONG))
-            found += [Call(layer, "paged", *of, page=page) for of in lengths]
-            found += [Call(layer, "paged", n, LONG, page=page, B=MANY) for n in (1, DRAFT)]
+            found += [SampleCall(layer, "paged", *of, page=page) for of in lengths]
+            found += [SampleCall(layer, "paged", n, LONG, page=page, B=MANY) for n in (1, DRAFT)]
     if torch.device(device).type == "cpu":
         found = [
             replace(call, Sq=min(call.Sq, LONGEST_ON_CPU), Skv=min(call.Skv, LONGEST_ON_CPU), B=1)
@@ -156,7 +156,7 @@ def calls_of(
     return list(dict.fromkeys(found))
 
 
-def run(call: Call, dtype: torch.dtype, device: str) -> None:
+def run(call: SampleCall, dtype: torch.dtype, device: str) -> None:
     """Make one call on zeros."""
     layer = call.layer
     options: Any = {
@@ -219,7 +219,9 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _in_processes(calls: list[Call], dtype: torch.dtype, device: str, n: int, on_call: Any) -> None:
+def _in_processes(
+    calls: list[SampleCall], dtype: torch.dtype, device: str, n: int, on_call: Any
+) -> None:
     """Make the calls in `n` other processes. One that fails is made again here, where it raises."""
     command = [sys.executable, "-c", "from lockstep.builds import work; work()"]
     readable, writable = os.pipe()
@@ -248,6 +250,6 @@ def work() -> None:
     for call in asked["calls"]:
         window = call["layer"].pop("window")
         layer = Layer(**call.pop("layer"), window=None if window is None else tuple(window))
-        made = Call(layer, **call)
+        made = SampleCall(layer, **call)
         run(made, getattr(torch, asked["dtype"]), asked["device"])
         print(made.name, flush=True)

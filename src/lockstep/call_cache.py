@@ -47,7 +47,8 @@ class _Kinds(NamedTuple):
 
 
 def _kinds_of(tensors: Tensors | BackwardTensors) -> _Kinds | None:
-    """None if one of them is not a plain tensor: the dispatcher has to see it, or a check."""
+    """What a prepared call depends on of its tensors; None if one of them is no plain tensor, which
+    the dispatcher has to see, or a check."""
     try:
         return _kinds_of_strided(tensors)
     except RuntimeError:

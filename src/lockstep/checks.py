@@ -180,7 +180,8 @@ def _check_offset_values(name: str, offsets: list[int], total_name: str, total: 
 def _check_page_values(
     problem: AttentionProblem, page_table: Tensor, kv_lens: Tensor, kv_starts: Tensor | None
 ) -> None:
-    """Only the pages that hold a key of their sequence count; other entries may be anything."""
+    """Raises ValueError if a page that holds a key of its sequence does not exist. Other entries
+    may be anything."""
     assert problem.page_size is not None
     assert problem.n_pages is not None
     device = page_table.device

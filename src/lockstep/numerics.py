@@ -1,6 +1,6 @@
 """The softmax invariant, stated once.
 
-Every kernel walks the keys of a row in pieces and keeps three numbers per row: the running
+Every kernel takes the keys of a row in pieces and keeps three numbers per row: the running
 maximum `m` of the scores `s`, and, over the keys seen so far,
 
     l   = Σ exp(s - m)            one number

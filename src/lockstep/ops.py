@@ -186,7 +186,7 @@ class _DifferentiableAttention(Attention):
         self.backward_operator = _define_gradient(
             backward_op,
             self.backward,
-            _no_gradient(f"{name} has no second derivative: its gradient cannot be derived again"),
+            _no_gradient(f"{name} has no second derivative: its gradient has no gradient"),
             _save_nothing,
             backward_rule,
         )
@@ -227,7 +227,7 @@ class _DifferentiableAttention(Attention):
         self, tensors: BackwardTensors, options: tuple[Any, ...], needs: Needs
     ) -> Gradients | None:
         """The gradients of a call that is in the call cache; None for others."""
-        # With grad enabled, they might be derived again.
+        # With grad enabled, they might be differentiated in turn.
         if torch.is_grad_enabled() or not is_eager():
             return None
         *rest, name = options

@@ -50,7 +50,7 @@ class Tensors(NamedTuple):
         return "dense" if self.cu_seqlens_q is None and self.cu_seqlens_k is None else "varlen"
 
     def addresses(self) -> list[int]:
-        """0 where there is no tensor."""
+        """The addresses of the tensors in order, 0 where there is none."""
         return [0 if x is None else x.data_ptr() for x in self]
 
 

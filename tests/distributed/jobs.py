@@ -84,7 +84,7 @@ def packed(cases: list[dict[str, Any]]) -> list[str]:
 
 def planted() -> str:
     """What `compare` says of a rank whose keys come from another order of summation."""
-    inner = gather.derive_keys
+    inner = gather.gradients_of_keys
 
     def halves(*args: Any) -> Any:
         grads, rows, q, *rest = args
@@ -99,7 +99,7 @@ def planted() -> str:
         return type(found)(dk, dv)
 
     chosen = halves if dist.get_rank() == 1 else inner
-    with mock.patch.object(gather, "derive_keys", chosen):
+    with mock.patch.object(gather, "gradients_of_keys", chosen):
         return str(compare(Case("gather", False, S=900), group()))
 
 

@@ -75,7 +75,7 @@ class Whole:
 def test_sinks_have_their_gradient_without_their_keys():
     """As a rank computes it that has the rows of a head, and none of its keys."""
     whole = Whole("causal")
-    found = local.derive_sinks(whole.grads, whole.rows, whole.q, whole.sinks, whole.settings)
+    found = local.gradient_of_sinks(whole.grads, whole.rows, whole.q, whole.sinks, whole.settings)
     assert torch.equal(found, whole.dsinks)
 
 
@@ -121,8 +121,8 @@ def test_shards_give_the_bits_of_one_call(case):
         for name, got, expected in zip(Rows._fields, rows, whole.rows, strict=True):
             assert torch.equal(got, expected[:, :, own]), name
         grads = RowGradients(*(x[:, :, own] for x in whole.grads))
-        dq = local.derive_queries(grads, rows, q[:, :, own], k, v, sinks, at, settings)
+        dq = local.gradient_of_queries(grads, rows, q[:, :, own], k, v, sinks, at, settings)
         assert torch.equal(dq, whole.dq[:, :, own])
-        found = local.derive_keys(whole.grads, whole.rows, q, k, v, sinks, at, settings)
+        found = local.gradients_of_keys(whole.grads, whole.rows, q, k, v, sinks, at, settings)
         assert torch.equal(found.dk, whole.dk[:, :, own])
         assert torch.equal(found.dv, whole.dv[:, :, own])

@@ -55,7 +55,7 @@ def test_a_hidden_pair_of_a_bias_stays_hidden():
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (70, None)}], ids=str)
 @pytest.mark.parametrize("Sq", [1, 9])
 def test_secret_lengths(Sq, options, monkeypatch):
-    """All keys are walked; none beyond a length is seen, whatever is there."""
+    """All keys are loaded; none beyond a length is seen, whatever is there."""
     lens = torch.tensor([70, 33])
     case = draw(Sq, 70, B=2, D=16, kv_lens=lens, **options)
     for name in ("k", "v"):

@@ -123,7 +123,7 @@ def _one_process(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def _shard(name: str, x: Tensor, case: Case, group: ProcessGroup) -> Tensor:
-    """Of parameters, which every rank has whole, and their gradients there is one shard."""
+    """A rank's shard of x; every rank has parameters, and their gradients, whole."""
     return x if name.endswith("sinks") else shard(x, group, TOKENS, balanced=case.balanced)
 
 

@@ -19,7 +19,7 @@ from lockstep.bench.timing import Timings, WrongResult, interleave
 if TYPE_CHECKING:
     from torch import Tensor
 
-Call = Callable[..., tuple["Tensor", ...]]
+Run = Callable[..., tuple["Tensor", ...]]
 
 # The contenders; the second is Lockstep again, on the same inputs in fp32.
 LOCKSTEP, LOCKSTEP_FP32, SDPA = "lockstep", "fp32", "SDPA"
@@ -145,13 +145,13 @@ def _inputs(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return normal(case.Hq, case.Sq), normal(case.Hkv, case.Skv), normal(case.Hkv, case.Skv)
 
 
-def _ours(case: Case) -> Call:
+def _ours(case: Case) -> Run:
     import lockstep
 
     return _timed_part(case, partial(lockstep.attention, causal=case.causal, window=case.window))
 
 
-def _sdpa(case: Case) -> Call:
+def _sdpa(case: Case) -> Run:
     from torch.nn.functional import scaled_dot_product_attention
 
     mask = None if case.window is None else _window_mask(case.Sq, *case.window)
@@ -164,7 +164,7 @@ def _sdpa(case: Case) -> Call:
     return _timed_part(case, attention)
 
 
-def _timed_part(case: Case, attention: Callable[..., Tensor]) -> Call:
+def _timed_part(case: Case, attention: Callable[..., Tensor]) -> Run:
     """Forward alone without autograd, or forward and backward with a gradient of ones."""
     import torch
 

@@ -15,7 +15,7 @@ from lockstep import autocast, dispatch
 from lockstep.checks import check_types
 from lockstep.distributed import methods
 from lockstep.distributed.agreement import agree, check_equal, sharding_of, word
-from lockstep.distributed.call import Call
+from lockstep.distributed.call import ShardedCall
 from lockstep.distributed.dtensors import are_distributed, is_distributed, like, to_local
 from lockstep.distributed.groups import Mesh, group_of
 from lockstep.distributed.local import Settings
@@ -135,7 +135,7 @@ class Asked(NamedTuple):
 
 def agree_on_call(
     tensors: Tensors, asked: Asked, group: ProcessGroup, to_dense: Callable[[Tensors], Tensors]
-) -> tuple[Tensors, Method, Call]:
+) -> tuple[Tensors, Method, ShardedCall]:
     """What all ranks are about to do, with dense shards, which `to_dense` makes of the tensors.
 
     Raises on every rank if it is not the same, or if `to_dense` raises on one of them.
@@ -152,7 +152,7 @@ def agree_on_call(
     check_equal(words, table, _OF_A_RANK)
     place = _WORDS.index("tokens of q")
     sharding = sharding_of("q", [row[place] for row in table], asked.balanced)
-    return tensors, found, Call(group, sharding, settings, uses_lse=asked.options[-2])
+    return tensors, found, ShardedCall(group, sharding, settings, uses_lse=asked.options[-2])
 
 
 def _to_local(asked: Asked, mesh: Mesh, tensors: Tensors) -> Tensors:

@@ -13,7 +13,7 @@ from lockstep.distributed.layout import Sharding, share
 from lockstep.distributed.local import Settings
 
 
-class Call(NamedTuple):
+class ShardedCall(NamedTuple):
     """One call of context-parallel attention, as all ranks have agreed on it."""
 
     group: ProcessGroup
@@ -40,7 +40,7 @@ def spread(values: Tensor, heads: range, n: int) -> Tensor:
     return whole
 
 
-def share_of_heads(call: Call, n: int) -> range:
+def share_of_heads(call: ShardedCall, n: int) -> range:
     """The heads whose sums over all queries fall to this rank."""
     return share(n, call.ranks, call.rank)
 

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.distributed.call import Call, join, share_of_heads, spread
+from lockstep.distributed.call import ShardedCall, join, share_of_heads, spread
 from lockstep.distributed.collectives import DENSE, gather_sequence
 from lockstep.distributed.local import (
     RowGradients,
     Rows,
     attend,
-    derive_keys,
-    derive_queries,
-    derive_sinks,
+    gradient_of_queries,
+    gradient_of_sinks,
+    gradients_of_keys,
 )
 from lockstep.distributed.streams import beside, fork_streams, join_streams
 
@@ -36,7 +36,7 @@ class GatherAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+        ctx: Any, call: ShardedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         whole_k, whole_v = _gather(call, k), _gather(call, v)
         parts = [
@@ -50,7 +50,7 @@ class GatherAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-        call: Call = ctx.call
+        call: ShardedCall = ctx.call
         q, k, v, sinks, *saved = ctx.saved_tensors
         rows, grads = Rows(*saved), RowGradients(dout, dlse if call.uses_lse else None)
         _, need_q, need_k, need_v, need_sinks = ctx.needs_input_grad
@@ -74,12 +74,12 @@ class GatherAttention(torch.autograd.Function):
         return None, dq, dk if need_k else None, dv if need_v else None, dsinks
 
 
-def _gather(call: Call, x: Tensor) -> Tensor:
+def _gather(call: ShardedCall, x: Tensor) -> Tensor:
     return gather_sequence(x, TOKENS, call.sharding, call.group)
 
 
 def _gather_rows(
-    call: Call, q: Tensor, rows: Rows, grads: RowGradients
+    call: ShardedCall, q: Tensor, rows: Rows, grads: RowGradients
 ) -> tuple[Tensor, Rows, RowGradients]:
     """Queries, and what a backward takes of their rows; the lse itself is not among it."""
     statistics = _gather(call, rows.statistics)
@@ -98,7 +98,7 @@ def _join_rows(parts: list[Rows], q: Tensor, v: Tensor) -> Rows:
 
 
 def _own_queries(
-    call: Call,
+    call: ShardedCall,
     grads: RowGradients,
     rows: Rows,
     q: Tensor,
@@ -113,7 +113,7 @@ def _own_queries(
         piece_grads = RowGradients(grads.dout[:, :, cut], dlse)
         piece_rows = Rows(*(x[:, :, cut] for x in rows))
         parts.append(
-            derive_queries(
+            gradient_of_queries(
                 piece_grads, piece_rows, q[:, :, cut], k, v, sinks, tokens, call.settings
             )
         )
@@ -121,7 +121,7 @@ def _own_queries(
 
 
 def _own_keys(
-    call: Call,
+    call: ShardedCall,
     grads: RowGradients,
     rows: Rows,
     q: Tensor,
@@ -130,15 +130,17 @@ def _own_keys(
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     parts = [
-        derive_keys(grads, rows, q, k, v, sinks, piece.tokens, call.settings)
+        gradients_of_keys(grads, rows, q, k, v, sinks, piece.tokens, call.settings)
         for piece in call.sharding.pieces(call.rank)
     ]
     dks, dvs = [part.dk for part in parts], [part.dv for part in parts]
     return join(dks, TOKENS, k), join(dvs, TOKENS, v)
 
 
-def _own_sinks(call: Call, grads: RowGradients, rows: Rows, q: Tensor, sinks: Tensor) -> Tensor:
-    """Those of some heads, summed over all queries."""
+def _own_sinks(
+    call: ShardedCall, grads: RowGradients, rows: Rows, q: Tensor, sinks: Tensor
+) -> Tensor:
+    """dsinks of the heads that are this rank's, summed over all queries."""
     heads = share_of_heads(call, q.shape[1])
     if not heads:
         return torch.zeros_like(sinks)
@@ -146,5 +148,5 @@ def _own_sinks(call: Call, grads: RowGradients, rows: Rows, q: Tensor, sinks: Te
     dlse = None if grads.dlse is None else grads.dlse[:, cut]
     some_grads = RowGradients(grads.dout[:, cut], dlse)
     some_rows = Rows(*(x[:, cut] for x in rows))
-    values = derive_sinks(some_grads, some_rows, q[:, cut], sinks[cut], call.settings)
+    values = gradient_of_sinks(some_grads, some_rows, q[:, cut], sinks[cut], call.settings)
     return spread(values, heads, q.shape[1])

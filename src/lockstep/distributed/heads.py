@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.distributed.call import Call, spread
+from lockstep.distributed.call import ShardedCall, spread
 from lockstep.distributed.collectives import DENSE, Box, from_boxes, to_boxes
 from lockstep.distributed.layout import share
 from lockstep.distributed.local import (
     RowGradients,
     Rows,
     attend,
-    derive,
-    derive_keys,
-    derive_queries,
-    derive_sinks,
+    gradient_of_queries,
+    gradient_of_sinks,
+    gradients_of,
+    gradients_of_keys,
 )
 from lockstep.kernels.kernel import Gradients, Needs
 
@@ -80,7 +80,7 @@ class HeadsAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+        ctx: Any, call: ShardedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         work = Exchange(call, q.shape[1], k.shape[1])
         some_q, some_k, some_v = work.queries(q), work.keys(k), work.keys(v)
@@ -124,7 +124,7 @@ class HeadsAttention(torch.autograd.Function):
 class Exchange:
     """Between shards of tokens, with all heads, and the boxes of `divide`."""
 
-    def __init__(self, call: Call, Hq: int, Hkv: int) -> None:
+    def __init__(self, call: ShardedCall, Hq: int, Hkv: int) -> None:
         self.call, self.Hq, self.Hkv = call, Hq, Hkv
         whole = range(call.sharding.length)
         parts = divide(Hq, Hkv, call.ranks, len(whole))
@@ -180,7 +180,7 @@ def _derive_whole(
 ) -> Gradients:
     """Heads that no other rank has a part in: as one process does it."""
     some_sinks = None if sinks is None else _cut(sinks, work.mine.q_heads)
-    return derive(grads, rows, q, k, v, some_sinks, work.call.settings, needs)
+    return gradients_of(grads, rows, q, k, v, some_sinks, work.call.settings, needs)
 
 
 def _derive_shared(
@@ -201,12 +201,12 @@ def _derive_shared(
     own_q = work.own(q)
     dq = dk = dv = dsinks = None
     if needs.q:
-        dq = derive_queries(own_grads, own_rows, own_q, k, v, own_sinks, whole, settings)
+        dq = gradient_of_queries(own_grads, own_rows, own_q, k, v, own_sinks, whole, settings)
     if needs.k or needs.v:
-        dk, dv = derive_keys(grads, rows, q, k, v, group_sinks, work.mine.keys, settings)
+        dk, dv = gradients_of_keys(grads, rows, q, k, v, group_sinks, work.mine.keys, settings)
     if needs.sinks:
         assert own_sinks is not None
-        dsinks = derive_sinks(own_grads, own_rows, own_q, own_sinks, settings)
+        dsinks = gradient_of_sinks(own_grads, own_rows, own_q, own_sinks, settings)
     return Gradients(dq, dk if needs.k else None, dv if needs.v else None, None, dsinks)
 
 

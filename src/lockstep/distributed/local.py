@@ -40,7 +40,7 @@ class Settings(NamedTuple):
         return 0 if self.causal else self.right
 
     def moved(self, n: int) -> Settings:
-        """For rows that the operators put n keys behind their place."""
+        """The settings of rows that the operators place n keys too late."""
         if n == 0:
             return self
         left, right = move_window(self.left, self.reach, n)
@@ -76,7 +76,7 @@ def attend(
     return Rows(*rows)
 
 
-def derive_queries(
+def gradient_of_queries(
     grads: RowGradients,
     rows: Rows,
     q: Tensor,
@@ -89,12 +89,12 @@ def derive_queries(
     """dq of the queries at positions `at`."""
     k, v, settings = _seen_by(k, v, at, settings)
     needs = Needs(q=True, k=False, v=False, bias=False, sinks=False)
-    dq = derive(grads, rows, q, k, v, sinks, settings, needs).q
+    dq = gradients_of(grads, rows, q, k, v, sinks, settings, needs).q
     assert dq is not None
     return dq
 
 
-def derive_keys(
+def gradients_of_keys(
     grads: RowGradients,
     rows: Rows,
     q: Tensor,
@@ -111,28 +111,28 @@ def derive_keys(
     end = at.stop if settings.left is None else max(at.stop, length - settings.left)
     k, v = k[:, :, at.start : end], v[:, :, at.start : end]
     needs = Needs(q=False, k=True, v=True, bias=False, sinks=False)
-    _, dk, dv, *_ = derive(grads, rows, q, k, v, sinks, settings.moved(end - length), needs)
+    _, dk, dv, *_ = gradients_of(grads, rows, q, k, v, sinks, settings.moved(end - length), needs)
     assert dk is not None
     assert dv is not None
     return KeyGradients(dk[:, :, : len(at)], dv[:, :, : len(at)])
 
 
-def derive_sinks(
+def gradient_of_sinks(
     grads: RowGradients, rows: Rows, q: Tensor, sinks: Tensor, settings: Settings
 ) -> Tensor:
     """dsinks [Hq] from all queries.
 
-    No key has a part in it. Kernels want one, and the first query and its result are of the right
-    shapes.
+    It does not depend on the keys. Kernels take at least one: the first query and its result have
+    the right shapes.
     """
     key, value = q[:, :1, :1], rows.out[:, :1, :1]
     needs = Needs(q=False, k=False, v=False, bias=False, sinks=True)
-    dsinks = derive(grads, rows, q, key, value, sinks, settings, needs).sinks
+    dsinks = gradients_of(grads, rows, q, key, value, sinks, settings, needs).sinks
     assert dsinks is not None
     return dsinks
 
 
-def derive(
+def gradients_of(
     grads: RowGradients,
     rows: Rows,
     q: Tensor,

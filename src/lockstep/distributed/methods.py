@@ -9,12 +9,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lockstep.distributed import heads
-from lockstep.distributed.call import Call
+from lockstep.distributed.call import ShardedCall
 from lockstep.distributed.gather import GatherAttention
 from lockstep.distributed.heads import HeadsAttention
 from lockstep.distributed.ring import RingAttention
 
-Run = Callable[[Call, Tensor, Tensor, Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
+Run = Callable[[ShardedCall, Tensor, Tensor, Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
 
 
 class Sizes(NamedTuple):

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.distributed.call import Call, share_of_heads, spread
+from lockstep.distributed.call import ShardedCall, share_of_heads, spread
 from lockstep.distributed.collectives import PACKED, Box, from_boxes, gather_sequence, to_boxes
 from lockstep.distributed.heads import divide
 from lockstep.distributed.local import (
     RowGradients,
     Rows,
     attend,
-    derive_keys,
-    derive_queries,
+    gradient_of_queries,
+    gradients_of_keys,
 )
 from lockstep.kernels.kernel import Needs
 
@@ -62,7 +62,7 @@ class PackedGather(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: Call,
+        call: ShardedCall,
         cu_seqlens: Tensor,
         q: Tensor,
         k: Tensor,
@@ -84,7 +84,7 @@ class PackedGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-        call: Call = ctx.call
+        call: ShardedCall = ctx.call
         q, k, v, sinks, *saved = ctx.saved_tensors
         rows = (*saved, dout, *([dlse] if call.uses_lse else []))
         _, _, need_q, need_k, need_v, need_sinks = ctx.needs_input_grad
@@ -100,11 +100,11 @@ class PackedGather(torch.autograd.Function):
         return None, None, dq, dk if need_k else None, dv if need_v else None, dsinks
 
 
-def _gather(call: Call, x: Tensor) -> Tensor:
+def _gather(call: ShardedCall, x: Tensor) -> Tensor:
     return gather_sequence(x, TOKENS, call.sharding, call.group)
 
 
-def _own_segments(call: Call, cu_seqlens: Tensor) -> Iterator[tuple[slice, Segment]]:
+def _own_segments(call: ShardedCall, cu_seqlens: Tensor) -> Iterator[tuple[slice, Segment]]:
     """The sequences of this rank, with the piece of its shard that each is in."""
     offsets = cu_seqlens.tolist()
     for piece in call.sharding.pieces(call.rank):
@@ -118,7 +118,7 @@ def _dense_rows(rows: tuple[Tensor, ...]) -> tuple[RowGradients, Rows]:
 
 
 def _own_queries(
-    call: Call,
+    call: ShardedCall,
     cu_seqlens: Tensor,
     q: Tensor,
     rows: tuple[Tensor, ...],
@@ -130,13 +130,13 @@ def _own_queries(
         grads, some = _dense_rows(tuple(x[piece][run] for x in rows))
         k, v = (as_dense(x[sequence]) for x in keys)
         some_q = as_dense(q[piece][run])
-        part = derive_queries(grads, some, some_q, k, v, sinks, at, call.settings)
+        part = gradient_of_queries(grads, some, some_q, k, v, sinks, at, call.settings)
         dq[piece][run] = as_packed(part)
     return dq
 
 
 def _own_keys(
-    call: Call,
+    call: ShardedCall,
     cu_seqlens: Tensor,
     q: Tensor,
     rows: tuple[Tensor, ...],
@@ -151,15 +151,18 @@ def _own_keys(
         for run, sequence, at in segments(offsets, piece.tokens):
             grads, some = _dense_rows(tuple(x[sequence] for x in rows))
             k, v = (as_dense(x[sequence]) for x in keys)
-            found = derive_keys(grads, some, as_dense(q[sequence]), k, v, sinks, at, call.settings)
+            found = gradients_of_keys(
+                grads, some, as_dense(q[sequence]), k, v, sinks, at, call.settings
+            )
             dk[piece.local][run], dv[piece.local][run] = map(as_packed, found)
     return dk, dv
 
 
 def _own_sinks(
-    call: Call, cu_seqlens: Tensor, q: Tensor, rows: tuple[Tensor, ...], sinks: Tensor
+    call: ShardedCall, cu_seqlens: Tensor, q: Tensor, rows: tuple[Tensor, ...], sinks: Tensor
 ) -> Tensor:
-    """Those of some heads, summed over all sequences: a packed call without keys."""
+    """dsinks of the heads that are this rank's, summed over all sequences by a packed call without
+    keys."""
     heads = share_of_heads(call, q.shape[1])
     if not heads:
         return torch.zeros_like(sinks)
@@ -181,7 +184,7 @@ class PackedHeads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: Call,
+        call: ShardedCall,
         cu_seqlens: Tensor,
         q: Tensor,
         k: Tensor,
@@ -222,7 +225,7 @@ class PackedHeads(torch.autograd.Function):
 class _Exchange:
     """Between shards of tokens, with all heads, and whole sequences of some heads."""
 
-    def __init__(self, call: Call, Hq: int, Hkv: int) -> None:
+    def __init__(self, call: ShardedCall, Hq: int, Hkv: int) -> None:
         self.call, self.Hq, self.Hkv = call, Hq, Hkv
         whole = range(call.sharding.length)
         parts = divide(Hq, Hkv, call.ranks, len(whole))

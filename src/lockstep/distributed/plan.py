@@ -84,7 +84,7 @@ def _row(method: str, shape: Shape, causal: bool, kernels: Kernels, links: Links
     alone = _compute(shape, causal, kernels.ring if method == "ring" else kernels.chosen)
     compute = (alone.forward * waits, alone.backward * waits * two)
     if method == "ring":
-        # The first block of each walk arrives before anything is computed; later ones meanwhile.
+        # The first block of each loop arrives before anything is computed; later ones meanwhile.
         exposed = sum(_beyond(w, c, shape.ranks) for w, c in zip(wire, compute, strict=True))
     else:
         exposed = sum(wire)

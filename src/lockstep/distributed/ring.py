@@ -1,13 +1,14 @@
-"""Keys go round in blocks while rows wait for them: memory stays that of a shard.
+"""Ranks broadcast their keys in blocks, and each keeps its own rows: memory stays that of a shard.
 
     forward    k, v                    broadcast, block by block    out, lse of own queries
     backward   k, v                    broadcast, block by block    dq of own queries
                q, dout, m, l, delta    broadcast, block by block    dk, dv of own keys
 
-Block t is of the t-th `1 / ranks` of the sequence, whoever holds it, and all ranks fold block t
-before block t + 1: every sum goes on in the order of one process. (NCCL broadcasts along a ring.)
-While a block is being computed, the next one is under way, on a GPU by a stream of its own. What is
-carried from block to block is the state of the kernel: the first one runs that can be given one.
+Block t is of the t-th `1 / ranks` of the sequence, on whichever rank it is, and all ranks fold
+block t before block t + 1: every sum goes on in the order of one process. (NCCL broadcasts along a
+ring.) While a block is being computed, the next one is under way, on a GPU by a stream of its own.
+What is carried from block to block is the state of the kernel: the first one runs that can be given
+one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lockstep import dispatch
-from lockstep.distributed.call import Call, join, share_of_heads, spread
+from lockstep.distributed.call import ShardedCall, join, share_of_heads, spread
 from lockstep.distributed.collectives import DENSE, Arriving, Box, start_broadcast, to_boxes
 from lockstep.distributed.layout import share
 from lockstep.distributed.streams import beside, fork_streams
@@ -36,7 +37,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+        ctx: Any, call: ShardedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (x.contiguous() for x in (q, k, v))
         ring = Ring(call, q, k, v, sinks)
@@ -52,7 +53,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-        call: Call = ctx.call
+        call: ShardedCall = ctx.call
         q, k, v, sinks, out, statistics = ctx.saved_tensors
         dout = dout.contiguous()
         ring = Ring(call, q, k, v, sinks)
@@ -79,9 +80,11 @@ class Rows(NamedTuple):
 
 
 class Ring:
-    """One call, and the blocks it walks over."""
+    """One call, and the blocks it loops over."""
 
-    def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    def __init__(
+        self, call: ShardedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> None:
         self.call, self.pieces = call, call.sharding.pieces(call.rank)
         *options, kernel = call.settings
         local = describe(Tensors(q, k, v, sinks=sinks), Options._make(options))
@@ -101,7 +104,7 @@ class Ring:
                 state.fold(block[..., :D], block[..., D:], first)
 
 
-def blocks(call: Call, x: Tensor, multiple: int) -> Iterator[tuple[int, Tensor]]:
+def blocks(call: ShardedCall, x: Tensor, multiple: int) -> Iterator[tuple[int, Tensor]]:
     """The rows of all ranks in ascending order: block by block, with the first row of each.
 
     x is [B, H, G, S_rank, C]. Row `g · S + i` is token i of head g of a group, S being the length
@@ -120,13 +123,13 @@ def blocks(call: Call, x: Tensor, multiple: int) -> Iterator[tuple[int, Tensor]]
         yield first, now.wait()
 
 
-def _start(call: Call, x: Tensor, rows: range) -> Arriving:
+def _start(call: ShardedCall, x: Tensor, rows: range) -> Arriving:
     """Begins to send the part of `rows` that this rank holds, and to receive the rest."""
     with beside(x.device):
         return _start_beside(call, x, rows)
 
 
-def _start_beside(call: Call, x: Tensor, rows: range) -> Arriving:
+def _start_beside(call: ShardedCall, x: Tensor, rows: range) -> Arriving:
     B, H, _, _, C = x.shape
     block = x.new_empty(B, H, len(rows), C)
     length, rank = call.sharding.length, call.rank
@@ -192,7 +195,8 @@ def _own_keys(ring: Ring, rows: Rows, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 
 
 def _own_sinks(ring: Ring, rows: Rows, sinks: Tensor) -> Tensor:
-    """Those of some heads, over all queries: these ranks trade tokens for heads."""
+    """dsinks of the heads that are this rank's, over all queries: ranks exchange tokens for
+    heads."""
     call, Hq, whole = ring.call, rows.q.shape[1], range(ring.call.sharding.length)
     boxes = [Box(share(Hq, call.ranks, rank), whole) for rank in range(call.ranks)]
     some = to_boxes(rows.sums, DENSE, call.sharding, boxes, call.group)  # [B, heads, S, 3]

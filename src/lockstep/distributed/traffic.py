@@ -54,7 +54,7 @@ class Shape:
 
 
 class Bytes(NamedTuple):
-    """Of one rank, in one call."""
+    """What one rank sends in one call."""
 
     forward: int
     backward: int

@@ -32,7 +32,7 @@ class Launcher(Protocol):
         self, stream: int, addresses: tuple[int, ...], bases: tuple[int, ...] = ...
     ) -> None:
         """Takes the addresses behind pointers in the order of the kernel's arguments, but for those
-        that were None when it was compiled; then that of scratch memory, if the kernel wants any;
+        that were None when it was compiled; then that of scratch memory, if the kernel needs any;
         and those behind its tensor maps."""
 
 
@@ -169,7 +169,7 @@ def parameters_of(compiled: Any, arguments: tuple[Any, ...]) -> list[Parameter] 
 
 
 def scratch_bytes(compiled: Any) -> int:
-    """The global memory that each program of a kernel wants, for descriptors."""
+    """The global memory that each program of a kernel needs, for descriptors."""
     return int(getattr(compiled.metadata, "global_scratch_size", 0))
 
 
@@ -336,7 +336,7 @@ def sizes_of(compiled: Any) -> list[int]:
 
 
 def _count_parameters(ptx: str) -> int:
-    """Of the kernel that was compiled to `ptx`."""
+    """How many parameters the kernel has that was compiled to `ptx`."""
     begin = ptx.find(".entry")
     return 0 if begin < 0 else ptx.count(".param ", begin, ptx.index(")", begin))
 

@@ -130,8 +130,9 @@ class Kernel:
     weights of the row are `exp2((s - m) * unit) / l`, sink included. s - m comes first: it is exact
     for scores near m, however large they are, as an lse of the same precision cannot be. On the
     CPU, s and m are in natural units, as bias, sinks and lse are, and unit = log2(e); on a GPU,
-    where one kernel may derive what another ran, `AttentionProblem.score_unit` says which they
-    have. A row that sees no key has (inf, 1). None where the problem has no gradient.
+    where one kernel may compute the gradients of what another ran, `AttentionProblem.score_unit`
+    says which they have. A row that sees no key has (inf, 1). None where the problem has no
+    gradient.
 
     Four are claims; the audits test exactly what is claimed:
 

@@ -84,7 +84,7 @@ class Launch:
     """One kernel with its grid, all arguments but the pointers, and what it is compiled with.
 
     `arguments` are numbers and constants by the name of their parameter. `maps` has for each
-    `x_desc` a function that makes the descriptor of a tensor. A pointer or a map stands for the
+    `x_desc` a function that makes the descriptor of a tensor. A pointer or a map is that of the
     tensor of its own name, unless `names` has another one; the pointers in `absent` are None.
     """
 
@@ -194,7 +194,7 @@ class Launch:
 
 
 def taken_by(kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Of arguments that several kernels share, those that this one takes."""
+    """The arguments that this kernel takes, of those that several share."""
     return {name: arguments[name] for name in kernel.arg_names if name in arguments}
 
 
@@ -337,7 +337,7 @@ class Launches:
             scope[f"new_{name}"] = new
             code.append(f"{name}_tensor = new_{name}()")
             code.append(f"{_address(name)} = {name}_tensor.data_ptr()")
-        # What Triton wants of global memory at each launch of a kernel, for descriptors.
+        # The global memory that Triton needs at each launch of a kernel, for descriptors.
         scratch = {
             f"scratch_{i}": math.prod(launch.grid) * scratch_bytes(kernel)
             for i, (launch, kernel) in enumerate(zip(self.launches, compiled, strict=True))

@@ -1,8 +1,8 @@
 """Parts of a softmax, folded one after another, as all GPU kernels do.
 
-A part (m, l, acc) stands for some of the keys of a row: the maximum of their scores, the sum of
-their weights relative to it, and their values times these weights. A product that is later added to
-something is written as an `fma`: left to itself, a compiler joins product and sum where it sees
+A part (m, l, acc) is the softmax of some of the keys of a row: the maximum of their scores, the sum
+of their weights relative to it, and their values times these weights. A product that is later added
+to something is written as an `fma`: left to itself, a compiler joins product and sum where it sees
 both, and cannot where one was stored in between.
 """
 
@@ -18,7 +18,8 @@ LN2: tl.constexpr = tl.constexpr(numerics.LN2)
 
 @triton.jit
 def fold_weights(m, part_m, unit):
-    """New maximum, and what the parts so far and one with `part_m` weigh under it."""
+    """The new maximum, and the factors, relative to it, of the parts so far and of one with
+    `part_m`."""
     m_new = tl.maximum(m, part_m)
     origin = tl.where(m_new == float("-inf"), 0.0, m_new)
     return m_new, tl.exp2((m - origin) * unit), tl.exp2((part_m - origin) * unit)

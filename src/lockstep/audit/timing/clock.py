@@ -49,7 +49,7 @@ class Times:
         return float(max(found[np.isfinite(found)], key=abs, default=0.0))
 
     def medians(self) -> dict[str, float]:
-        """Of both classes."""
+        """The median time of each class, in nanoseconds."""
         fixed, random = self.ns[self.is_fixed], self.ns[~self.is_fixed]
         return {"fixed": float(np.median(fixed)), "random": float(np.median(random))}
 

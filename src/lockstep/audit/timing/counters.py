@@ -127,7 +127,7 @@ def calls(launches: Iterable[tuple[str, dict[str, float]]], of: Iterable[Subject
 
 
 def differing(counted: Iterable[Counts]) -> dict[str, list[str]]:
-    """By subject, what differs from the counters of random secrets: "zeros: attend: ..."."""
+    """What differs from the counters of random secrets, by subject: "zeros: attend: ..."."""
     found: dict[str, list[str]] = {}
     base: dict[str, Counts] = {}
     for counts in counted:
@@ -150,7 +150,7 @@ def differences(base: Counts, other: Counts) -> list[str]:
 
 
 def _known_metrics() -> dict[str, str]:
-    """Those of METRICS that this GPU has."""
+    """The METRICS that this GPU has."""
     command = ["ncu", "--query-metrics"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     names = {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
@@ -168,7 +168,7 @@ def classes_of(subject: Subject) -> tuple[str, ...]:
 
 
 def _secrets(subject: Subject) -> Iterator[Secrets]:
-    """Of each class, in the order of `classes_of`."""
+    """Secrets of each class, in the order of `classes_of`."""
     generator = torch.Generator().manual_seed(0)
     first = subject.draw(generator)
     yield from [first] * (1 + len(AGAIN))
@@ -178,7 +178,7 @@ def _secrets(subject: Subject) -> Iterator[Secrets]:
 
 
 def _call_all(groups: tuple[str, ...]) -> None:
-    """Under Nsight Compute: each subject on secrets of each class, in the same memory."""
+    """Calls each subject on secrets of each class, in the same memory; Nsight Compute counts."""
     profiler: Any = torch.cuda.profiler
     mark = torch.zeros(1, device="cuda")
     for subject in chosen(groups):

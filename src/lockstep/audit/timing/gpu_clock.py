@@ -59,7 +59,7 @@ extern "C" __global__ void next_sample(
 
 
 def compare(subjects: Iterable[Subject], samples: int) -> Iterator[tuple[str, dict[str, Times]]]:
-    """For each subject its name, and the times of each class of secrets and of all together.
+    """The name of each subject, and the times of each class of secrets and of all together.
 
     `samples` calls of each are timed, rounded up to whole graphs.
     """

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import lockstep
+from lockstep.bench.contender import Call
 from lockstep.bench.models.inputs import Inputs
 
-Call = Callable[[], Tensor]
 NAME = "lockstep"
 
 

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.bench.models.contender import Call, Contender
+from lockstep.bench.contender import Call
+from lockstep.bench.models.contender import Contender
 from lockstep.bench.models.inputs import Inputs
 from lockstep.bench.models.packing import Packed, pack, window_of
 from lockstep.bench.peers import version_of
 
 
 def find() -> list[Contender]:
-    """Those that this process has loaded, or can import."""
+    """The contenders that this process has loaded, or can import."""
     found = fa3() if hasattr(torch.ops._vllm_fa3_C, "fwd") else []
     if find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None:
         found.append(fa4())

@@ -37,7 +37,7 @@ class Inputs:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What a backward derives by."""
+        """The tensors whose gradients a backward computes."""
         t = self.tensors
         return [t.q, t.k, t.v, *([] if t.sinks is None else [t.sinks])]
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.bench.models.contender import Call, Contender
+from lockstep.bench.contender import Call
+from lockstep.bench.models.contender import Contender
 from lockstep.bench.models.inputs import Inputs
 from lockstep.bench.models.packing import pack, window_of
 from lockstep.bench.peers import cudnn_version, first

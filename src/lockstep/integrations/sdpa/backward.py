@@ -14,7 +14,7 @@ from lockstep.integrations.sdpa.forward import align, window_of
 from lockstep.problem import Options, pad_bias
 
 
-def _derive(
+def _gradients(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -53,7 +53,7 @@ def flash_for_cpu(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _derive(grad_out, query, key, value, dropout_p, is_causal, scale, attn_mask)
+    return _gradients(grad_out, query, key, value, dropout_p, is_causal, scale, attn_mask)
 
 
 def flash(
@@ -74,7 +74,7 @@ def flash(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _derive(grad_out, query, key, value, dropout_p, is_causal, scale)
+    return _gradients(grad_out, query, key, value, dropout_p, is_causal, scale)
 
 
 def flash_forward(
@@ -97,7 +97,7 @@ def flash_forward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv of `forward.flash_forward` without pages, which runs again, as in `_derive`."""
+    """dq, dk, dv of `forward.flash_forward` without pages, which runs again, as in `_gradients`."""
     if dropout_p:
         raise NotImplementedError("Lockstep has no dropout")
     tensors: tuple[Tensor | None, ...] = (query, key, value, None, cum_seq_q, cum_seq_k, None)
@@ -135,7 +135,7 @@ def efficient(
     scale: float | None = None,
 ) -> tuple[Tensor | None, ...]:
     if grad_input_mask[3]:
-        raise NotImplementedError("Lockstep derives a bias through autograd alone")
+        raise NotImplementedError("Lockstep computes the gradient of a bias through autograd alone")
     bias = attn_bias if attn_bias is not None and attn_bias.numel() else None
-    grads = _derive(grad_out, query, key, value, dropout_p, is_causal, scale, bias)
+    grads = _gradients(grad_out, query, key, value, dropout_p, is_causal, scale, bias)
     return *grads, None

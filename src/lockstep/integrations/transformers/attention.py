@@ -38,7 +38,7 @@ IGNORED = frozenset(
 )
 
 
-class Call(NamedTuple):
+class LayerOptions(NamedTuple):
     """The options of `lockstep.attention` that a layer sets."""
 
     scale: float | None
@@ -80,13 +80,13 @@ def attend(
     """
     _refuse(dropout, rest)
     sinks = s_aux if s_aux is None or s_aux.dtype == torch.float32 else s_aux.to(query.dtype)
-    call = Call(scaling, softcap, sinks, query_invariant)
+    options = LayerOptions(scaling, softcap, sinks, query_invariant)
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     if cu_seq_lens_q is not None:
         offsets = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
         window = _window(sliding_window, is_causal)
-        return _packed(call, query, key, value, offsets, is_causal, window), None
+        return _packed(options, query, key, value, offsets, is_causal, window), None
     if is_plan(attention_mask):
         assert attention_mask is not None
         plan = decode(attention_mask)
@@ -94,16 +94,16 @@ def attend(
         plan = Plan(is_causal, _window(sliding_window, is_causal))
     else:
         return _biased(
-            call, query, key, value, _as_bias(attention_mask, query), position_bias
+            options, query, key, value, _as_bias(attention_mask, query), position_bias
         ), None
     if position_bias is not None:
         seen = _seen(plan, query, key)
-        return _biased(call, query, key, value, _as_bias(seen, query), position_bias), None
+        return _biased(options, query, key, value, _as_bias(seen, query), position_bias), None
     if plan.offsets is not None:
         offsets = (plan.offsets, plan.offsets)
-        return _packed(call, query, key, value, offsets, True, plan.window), None
+        return _packed(options, query, key, value, offsets, True, plan.window), None
     if plan.ranges is not None:
-        return _in_ranges(call, query, key, value, plan, plan.ranges), None
+        return _in_ranges(options, query, key, value, plan, plan.ranges), None
     kv_lens = None if plan.end is None else plan.end.expand(query.shape[0]).contiguous()
     out = lockstep.attention(
         query,
@@ -112,7 +112,7 @@ def attend(
         causal=plan.causal,
         window=plan.window,
         kv_lens=kv_lens,
-        **call._asdict(),
+        **options._asdict(),
     )
     return out.transpose(1, 2), None
 
@@ -142,12 +142,17 @@ def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
 
 
 def _biased(
-    call: Call, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, more: Tensor | None
+    options: LayerOptions,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    more: Tensor | None,
 ) -> Tensor:
     bias = bias[..., : key.shape[2]]
     if more is not None:
         bias = bias + more
-    return lockstep.attention(query, key, value, bias=bias, **call._asdict()).transpose(1, 2)
+    return lockstep.attention(query, key, value, bias=bias, **options._asdict()).transpose(1, 2)
 
 
 def _seen(plan: Plan, query: Tensor, key: Tensor) -> Tensor:
@@ -174,7 +179,7 @@ def _seen(plan: Plan, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _packed(
-    call: Call,
+    options: LayerOptions,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -185,21 +190,23 @@ def _packed(
     B, H, S, _ = query.shape
     q, k, v = (x.transpose(1, 2).reshape(-1, *x.shape[1::2]) for x in (query, key, value))
     out = lockstep.attention_varlen(
-        q, k, v, *offsets, causal=causal, window=window, **call._asdict()
+        q, k, v, *offsets, causal=causal, window=window, **options._asdict()
     )
     return out.view(B, S, H, -1)
 
 
 def _in_ranges(
-    call: Call, query: Tensor, key: Tensor, value: Tensor, plan: Plan, ranges: Tensor
+    options: LayerOptions, query: Tensor, key: Tensor, value: Tensor, plan: Plan, ranges: Tensor
 ) -> Tensor:
     start, end, late = ranges.unbind(1)
-    options = {"causal": plan.causal, "window": plan.window, **call._asdict()}
+    arguments = {"causal": plan.causal, "window": plan.window, **options._asdict()}
     if query.shape[2] == 1 and plan.causal:
         # A new token is no padding: the same call, and kernel, as for one sequence by itself.
-        out: Tensor = lockstep.attention(query, key, value, kv_starts=start, kv_lens=end, **options)
+        out: Tensor = lockstep.attention(
+            query, key, value, kv_starts=start, kv_lens=end, **arguments
+        )
         return out.transpose(1, 2)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     # The first query of a window to both sides stands at the first key.
     early = start if plan.window is not None and not plan.causal else None
-    return attention_in_ranges(q, k, v, start, end, early=early, late=late, **options)[0]
+    return attention_in_ranges(q, k, v, start, end, early=early, late=late, **arguments)[0]

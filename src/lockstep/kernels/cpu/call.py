@@ -48,9 +48,9 @@ _FIELDS: list[tuple[str, Any]] = [
     ("q_first", np.int64),  # addresses of [B] int64, and so the next four
     ("q_len", np.int64),
     ("kv_first", np.int64),
-    ("kv_len", np.int64),  # keys that are walked
+    ("kv_len", np.int64),  # keys that are loaded
     ("kv_count", np.int64),  # keys that count: fewer where lengths are secret
-    ("secret_lengths", np.int64),  # 1: what is walked does not depend on kv_count
+    ("secret_lengths", np.int64),  # 1: which keys are loaded does not depend on kv_count
     ("capped", np.int64),  # 1: there is a softcap
     ("page_table", np.int64),  # address of [B, pages] int64
     ("page_size", np.int64),  # 0: not paged
@@ -140,8 +140,8 @@ def visible(call, b, q_idx):
 
 
 @compiled
-def walked(call, b, q_idx):
-    """The keys [lo, hi) that query q_idx of sequence b walks over: those it sees, or all."""
+def key_range(call, b, q_idx):
+    """The keys [lo, hi) that query q_idx of sequence b loops over: those it sees, or all."""
     length = of_sequence(call.kv_len, b)
     if call.secret_lengths:
         return 0, length

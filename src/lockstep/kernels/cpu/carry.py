@@ -2,7 +2,7 @@
 
 A block begins at a multiple of SPAN keys of its sequence, and ends at one, or with the sequence.
 Its spans are folded as `forward` folds them, groups of spans at absolute positions included, so
-rows get the bits of one call over all keys. What is handed on is (acc, m, l) of each row, twice:
+rows get the bits of one call over all keys. What is carried on is (acc, m, l) of each row, twice:
 of the groups that are complete, and of the one that is not.
 """
 

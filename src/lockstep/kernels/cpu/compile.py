@@ -75,7 +75,7 @@ class Kernel:
     def __init__(
         self, function: Callable[[int], None], name: str | None = None, *, flush: bool = False
     ) -> None:
-        """With ``flush``, subnormal numbers count as zero in it."""
+        """With ``flush``, the function treats subnormal numbers as zero."""
         self._function, self._flush = function, flush
         self.name = f"{function.__module__.rpartition('.')[2]}.{name or function.__name__}"
         self.__doc__ = function.__doc__

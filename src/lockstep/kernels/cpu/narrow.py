@@ -17,12 +17,12 @@ from lockstep.kernels.cpu.call import (
     diagonal_of,
     fill_kv_rows,
     is_constant_time,
+    key_range,
     of_sequence,
     row_address,
     slope_of,
     split_row,
     visible,
-    walked,
 )
 from lockstep.kernels.cpu.compile import compiled, inlined
 from lockstep.kernels.cpu.memory import copy_rows
@@ -258,7 +258,7 @@ def _finish_scores(call, b, head, q_idx, first, n, s):
 def _finish_scores_obliviously(call, b, head, q_idx, first, n, s):
     """The same for any bias and length; returns 1 if some key may be hidden from the row."""
     end = padded(n, WIDTH)
-    lo, hi = walked(call, b, q_idx)
+    lo, hi = key_range(call, b, q_idx)
     is_seen = call.secret_lengths == 0 and lo <= first and first + end <= hi
     bias = bias_address(call, b, head, q_idx, first)
     has_bias = call.bias.address != 0

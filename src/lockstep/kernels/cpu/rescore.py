@@ -98,8 +98,8 @@ def load_rows(call, grad, block, work, b, h, row0, n_rows):
     for i in range(n_rows, n_tiles * LANES):
         scalar.store_int(0, block.lo + 4 * i)
         scalar.store_int(0, block.hi + 4 * i)
-        scalar.store_word(0, block.walk + 16 * i)
-        scalar.store_word(0, block.walk + 16 * i + 8)
+        scalar.store_word(0, block.ranges + 16 * i)
+        scalar.store_word(0, block.ranges + 16 * i + 8)
     pitch = 4 * padded(call.D, WIDTH)
     q_finite = copy_rows(call.kind, block.q_rows, n_tiles * LANES, call.D, work.q, pitch)
     for i in range(n_tiles * LANES):

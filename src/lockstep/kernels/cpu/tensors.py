@@ -87,7 +87,7 @@ class Described(NamedTuple):
 
     record: array[int]  # a CALL, then the tables of lengths, [B] each
     q_len: list[int]  # [B]
-    kv_len: list[int]  # [B], what is walked
+    kv_len: list[int]  # [B], keys that are loaded
     kept: tuple[np.ndarray | None, ...]
 
     @property

@@ -1,6 +1,6 @@
 """The arithmetic of one tile, in registers.
 
-A tile holds LANES query rows side by side, one per SIMD lane, and walks over keys:
+A tile holds LANES query rows side by side, one per SIMD lane, and loops over keys:
 
     scores   s[kv, lane]  = c · Σ_d  k[kv, d] · q[d, lane]      keys broadcast from panels
     weights  p[kv, lane]  = e^(s − m),   l[lane] = Σ_kv p

@@ -16,12 +16,12 @@ from lockstep.kernels.cpu.call import (
     diagonal_of,
     fill_kv_rows,
     is_constant_time,
+    key_range,
     of_sequence,
     row_address,
     slope_of,
     split_row,
     visible,
-    walked,
 )
 from lockstep.kernels.cpu.compile import compiled
 from lockstep.kernels.cpu.memory import copy_panels, gather_columns, gather_panels
@@ -69,7 +69,7 @@ class Block(NamedTuple):
     hi: int  # [ROWS] int32
     diagonal: int  # [ROWS] int32 and
     slope: int  # [ROWS] fp32, with ALiBi only
-    walk: int  # [ROWS, 2] int64: keys [lo, hi) are walked
+    ranges: int  # [ROWS, 2] int64: keys [lo, hi) of a row
     q_t: int  # [TILES, D, LANES]
     k_panels: int  # [SPAN / MR, D, MR]
     v_panels: int  # [Dv / MR, SPAN, MR]
@@ -102,8 +102,8 @@ def carve_block(base, D, Dv):
     hi = lo + 4 * ROWS
     diagonal = hi + 4 * ROWS
     slope = diagonal + 4 * ROWS
-    walk = slope + 4 * ROWS
-    q_t = walk + 16 * ROWS
+    ranges = slope + 4 * ROWS
+    q_t = ranges + 16 * ROWS
     k_panels = q_t + 4 * ROWS * D
     v_panels = k_panels + 4 * SPAN * D
     s = v_panels + 4 * SPAN * padded(Dv, MR)
@@ -121,7 +121,7 @@ def carve_block(base, D, Dv):
         hi,
         diagonal,
         slope,
-        walk,
+        ranges,
         q_t,
         k_panels,
         v_panels,
@@ -150,9 +150,9 @@ def load_queries(call, block, b, h, row0, n_rows):
         if call.alibi_slopes != 0:
             scalar.store_int(diagonal_of(call, b, q_idx), block.diagonal + 4 * i)
             scalar.store(slope_of(call, b, head), block.slope + 4 * i)
-        lo, hi = walked(call, b, q_idx)
-        scalar.store_word(lo, block.walk + 16 * i)
-        scalar.store_word(hi, block.walk + 16 * i + 8)
+        lo, hi = key_range(call, b, q_idx)
+        scalar.store_word(lo, block.ranges + 16 * i)
+        scalar.store_word(hi, block.ranges + 16 * i + 8)
     for t in range(n_tiles):
         table = block.q_rows + 8 * t * LANES
         gather_columns(call.kind, table, LANES, call.D, block.q_t + t * call.D * ROW, ROW)
@@ -162,10 +162,10 @@ def load_queries(call, block, b, h, row0, n_rows):
 
 @compiled
 def rows_range(call, b, first, n_rows):
-    """First and last key that rows first … first + n_rows of a KV head walk over."""
+    """First and last key that rows first … first + n_rows of a KV head loop over."""
     lo, hi = NO_LIMIT, 0
     for row in range(first, first + n_rows):
-        row_lo, row_hi = walked(call, b, split_row(call, b, row)[1])
+        row_lo, row_hi = key_range(call, b, split_row(call, b, row)[1])
         if row_lo < row_hi:
             lo, hi = min(lo, row_lo), max(hi, row_hi)
     return lo, hi
@@ -253,8 +253,8 @@ def tile_bounds(call, block, t, first, n):
     lo_min, hi_max = first + n, first
     lo_max, hi_min = 0, first + n
     for i in range(t * LANES, (t + 1) * LANES):
-        lo = scalar.load_word(block.walk + 16 * i)
-        hi = scalar.load_word(block.walk + 16 * i + 8)
+        lo = scalar.load_word(block.ranges + 16 * i)
+        hi = scalar.load_word(block.ranges + 16 * i + 8)
         lo_max = max(lo_max, lo)
         hi_min = min(hi_min, hi)
         if lo < hi:

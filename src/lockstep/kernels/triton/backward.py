@@ -72,7 +72,7 @@ _SINGLE = {
     256: (Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
     512: (Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1)),
 }
-# Tensor cores take float32 for tf32, and want larger tiles.
+# Tensor cores take float32 for tf32, and need larger tiles.
 _TF32_HOPPER = {
     **_SINGLE,
     64: (Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
@@ -82,7 +82,8 @@ LARGE_SHARED_MEMORY = 227 * 1024
 
 
 def copies_of(cut: Tiles) -> int:
-    """For `gradient_tiles.load_pair`: as many elements as threads, if two copies do."""
+    """How many copies `gradient_tiles.load_pair` makes: 2 if there are then as many elements as
+    threads."""
     return 2 if 32 * cut.num_warps == 4 * cut.BLOCK_Q else 1
 
 
@@ -282,7 +283,7 @@ def _without_pairs(
 
 
 def _slots(problem: AttentionProblem, S: int, block: int) -> int:
-    """Tiles of a head; in a packed batch what `sequences.find_sequence` hands out."""
+    """Tiles of a head; in a packed batch, the slots of `sequences.find_sequence`."""
     return S // block + problem.B + 1 if problem.layout == "varlen" else triton.cdiv(S, block)
 
 

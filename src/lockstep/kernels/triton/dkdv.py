@@ -1,6 +1,6 @@
 """Gradients of keys and values: dK = scale Σ_q dS q,  dV = Σ_q p dO.
 
-One program owns BLOCK_KV keys of one KV head and walks over all rows that see any of them: first
+One program owns BLOCK_KV keys of one KV head and loops over all rows that see any of them: first
 the tiles of queries that see all of its keys, then those at the edges, the diagonal say; each time
 the query heads of the group in ascending order and their tiles in ascending order, cut at fixed
 positions of the sequence. No other program adds to its keys. Scores are held transposed,

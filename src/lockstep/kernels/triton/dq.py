@@ -1,6 +1,6 @@
 """Gradients of queries: dQ = scale Σ_kv dS k.
 
-One program owns BLOCK_Q queries of one head and walks over the tiles of BLOCK_KV keys that they
+One program owns BLOCK_Q queries of one head and loops over the tiles of BLOCK_KV keys that they
 see: first those that all of them see, then those at the edges, the diagonal say; each time in
 ascending order, cut at fixed positions of the sequence. If ASCENDING, all tiles come in ascending
 order: the bits of a row then do not depend on the other queries of its tile.

@@ -5,15 +5,16 @@
 where the bias may be that of ALiBi: - slope · |position - kv_idx|, made tile by tile.
 
 One program takes BLOCK_Q rows of one KV head (the query heads that share it are packed into rows)
-and walks the tiles of BLOCK_KV keys in ascending order: first those that only some rows see, at the
-left edge of a window, then those that all rows see, which need no mask, then those at the diagonal
-and at the end of the sequence. Tiles that no row sees are skipped.
+and loops over the tiles of BLOCK_KV keys in ascending order: first those that only some rows see,
+at the left edge of a window, then those that all rows see, which need no mask, then those at the
+diagonal and at the end of the sequence. Tiles that no row sees are skipped.
 
 In CONSTANT_TIME no step and no address depends on data: values that are not finite are handled by
 selects, in every tile that a mask cuts. A row that sees one there is NaN in all columns. With
-SECRET_LENGTHS nothing depends on the values of kv_lens either: all Skv keys are walked and masked.
+SECRET_LENGTHS nothing depends on the values of kv_lens either: the loop covers all Skv keys,
+masked.
 
-With `parts_ptr` a program walks only its own run of spans, and hands out each span as a part
+With `parts_ptr` a program loops only over its own run of spans, and stores each span as a part
 instead of folding it: `split_kv` does that. With `state_ptr` the keys are a block of those of a
 sequence, and a program goes from the state before this block to `next_state_ptr` (`carry`).
 """
@@ -110,10 +111,10 @@ def attend(
         tl.program_id(0), n_slots, B, Hkv, Sq, Skv, kv_lens_ptr, kv_starts_ptr, cu_seqlens_q_ptr,
         cu_seqlens_k_ptr, GROUP, BLOCK_Q,
     )  # fmt: skip
-    # How many keys are walked, whether or not a row sees them.
-    walked = kv_len
+    # The loop over keys ends here, whether or not a row sees them.
+    kv_stop = kv_len
     if SECRET_LENGTHS:
-        walked = Skv
+        kv_stop = Skv
     row = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
     n_rows = q_len * GROUP
     if tile < 0 or tile * BLOCK_Q >= n_rows:
@@ -139,7 +140,7 @@ def attend(
     if TMA:
         # Made before a length is looked at: that takes its time as well.
         # Pages follow one another without a gap: one long column of rows.
-        n_keys = walked if PAGE_SIZE == 0 else 1 << 30
+        n_keys = kv_stop if PAGE_SIZE == 0 else 1 << 30
         k_desc = tl.make_tensor_descriptor(
             k_ptr, [n_keys, D], [stride_ks * ALIGN, 1], [BLOCK_KV, BLOCK_D]
         )
@@ -164,8 +165,8 @@ def attend(
     lo, hi = seen_by_any(first_position, last_position, kv_len, window)
     all_lo, all_hi = seen_by_all(first_position, last_position, kv_len, window)
     if SECRET_LENGTHS:
-        lo, hi, all_lo, all_hi = 0, walked, 0, 0
-    span = span_of(q_len, walked, Hkv, window, wanted, GROUP, LEAST_SPAN)
+        lo, hi, all_lo, all_hi = 0, kv_stop, 0, 0
+    span = span_of(q_len, kv_stop, Hkv, window, wanted, GROUP, LEAST_SPAN)
     if parts_ptr is not None:
         run = run_spans * span
         run_first = tl.program_id(1) * run
@@ -217,7 +218,7 @@ def attend(
                     )
                     state, folded, nan_sum, span_end = attend_tiles(
                         tile_lo, tile_hi, state, folded, nan_sum, span_end,
-                        q, keys, values, pages, rows, bias_rows, slopes, to, span, kv_len, walked,
+                        q, keys, values, pages, rows, bias_rows, slopes, to, span, kv_len, kv_stop,
                         window, scoring, D, DV, BLOCK_KV, PAGE_SIZE, PRECISION,
                         FOLDS and REGION != 1, REGION == 0 or REGION == 3, CLEAN, CONSTANT_TIME,
                     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the backward kernels do to one tile: weigh it again, and derive its scores.
+"""What the backward kernels do to one tile: its weights again, and the gradients of its scores.
 
 With r = q·k, the raw score of a pair, and everything else as in `lockstep.numerics`,
 
@@ -39,8 +39,8 @@ def nth_tile(i, ranges, MASKED: tl.constexpr):
 
 @triton.jit
 def tiles_of_pass(ranges, PASS: tl.constexpr, ASCENDING: tl.constexpr):
-    """Of the tiles in `ranges`, those of a pass: 1 for the tiles without a mask, then 2 for the
-    masked ones. If ASCENDING, 0 for the masked ones before them, and 2 for those behind."""
+    """The tiles of a pass, of those in `ranges`: pass 1 for the tiles without a mask, then 2 for
+    the masked ones. If ASCENDING, 0 for the masked ones before them, and 2 for those behind."""
     start, whole, masked, end = ranges
     if PASS == 0:
         masked = end

@@ -34,7 +34,7 @@ Strides = tuple[int, int, int]
 
 
 def row_strides(problem: AttentionProblem, tensors: Tensors) -> dict[str, Strides]:
-    """Those of q, k and v, whatever the layout; 0 by sequence if sequences are packed."""
+    """The strides of q, k and v in any layout; 0 by sequence if sequences are packed."""
     found: dict[str, Strides] = {}
     for name, x in zip("qkv", tensors[:3], strict=True):
         if problem.is_paged and name != "q":
@@ -48,7 +48,8 @@ def row_strides(problem: AttentionProblem, tensors: Tensors) -> dict[str, Stride
 
 
 def result_strides(problem: AttentionProblem, q: Tensor) -> Strides:
-    """In rows of results [B, Hq, Sq], which lie as q does, or [T, Hq] if sequences are packed."""
+    """The strides, in rows, of results [B, Hq, Sq], which lie as q does, or [T, Hq] if sequences
+    are packed."""
     Hq, Sq = problem.Hq, problem.Sq
     if problem.is_packed:
         return 0, 1, Hq
@@ -56,7 +57,7 @@ def result_strides(problem: AttentionProblem, q: Tensor) -> Strides:
 
 
 def bias_strides(bias: Tensor | None) -> dict[str, int]:
-    """0 along dims of which the bias has one element for all."""
+    """The strides of a bias, 0 along dims of which it has one element for all."""
     strides = (0, 0, 0, 0)
     if bias is not None:
         strides = tuple(
@@ -67,8 +68,8 @@ def bias_strides(bias: Tensor | None) -> dict[str, int]:
 
 
 def slope_stride(slopes: Tensor | None) -> int | None:
-    """By sequence, 0 if all have the same slopes. None without slopes: kernels then have no such
-    argument, nor one more to be told."""
+    """From the slopes of one sequence to those of the next, 0 if all have the same. None without
+    slopes: kernels are then compiled without this argument."""
     if slopes is None:
         return None
     return slopes.stride(0) if slopes.dim() == 2 else 0
@@ -114,7 +115,7 @@ def units_of(problem: AttentionProblem) -> dict[str, float]:
 def is_describable(
     problem: AttentionProblem, strides: dict[str, Strides], align: int, BLOCK_KV: int
 ) -> bool:
-    """Whether a TMA descriptor can stand for the rows of a head of k and v."""
+    """Whether a TMA descriptor can describe the rows of a head of k and v."""
     page = problem.page_size
     if page is not None and problem.has_kv_starts:
         return False

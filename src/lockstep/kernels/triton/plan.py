@@ -173,7 +173,8 @@ def _shared_bytes(
     BLOCK_DV: int,
     split: bool = False,
 ) -> int:
-    """Of the queries and of stages of keys and values, and some for barriers and sums.
+    """The shared memory of the queries and of stages of keys and values, and some for barriers and
+    sums.
 
     Results leave through the memory of both. Parts leave while other tiles are under way, and need
     their own: for half a tile, see `spans.store_part`.

@@ -191,7 +191,7 @@ def attend_tiles(
     to,
     span,
     kv_len,
-    walked,
+    kv_stop,
     window,
     scoring,
     D: tl.constexpr,
@@ -206,7 +206,7 @@ def attend_tiles(
 ):
     """The tiles from `tile_lo` up to `tile_hi`; unless MASKED, every row sees all of them.
 
-    Rows see keys below `kv_len`; all below `walked` are there, and loaded.
+    Rows see keys below `kv_len`; all below `kv_stop` exist, and are loaded.
 
     `state` is that of the span that ends at `span_end`, `folded` that of the spans before; unless
     FOLDS, nothing is seen beyond `span_end`. If there is a place `to` store parts, a finished span
@@ -225,13 +225,13 @@ def attend_tiles(
     # Where every row sees every key, it does to look for wrong pages once all tiles are done.
     LATER: tl.constexpr = not MASKED and bias_rows is None
     if IN_PAGE:
-        next_page, is_next_wrong = page_of(tile_lo * BLOCK_KV, walked, pages, PAGE_SIZE)
+        next_page, is_next_wrong = page_of(tile_lo * BLOCK_KV, kv_stop, pages, PAGE_SIZE)
         is_any_wrong = tile_lo < 0
     elif IN_PAGES:
         is_any_wrong = pages_of_tile(PAGE_SIZE, BLOCK_KV) < 0
-    last_key = walked
+    last_key = kv_stop
     if first_key is not None:
-        last_key = first_key + walked
+        last_key = first_key + kv_stop
     # Masked tiles are few, and need room to mask values.
     for tile in tl.range(tile_lo, tile_hi, num_stages=1 if CLEAN else 2 if MASKED else None):
         first = tile * BLOCK_KV
@@ -241,7 +241,7 @@ def attend_tiles(
         page = None
         if IN_PAGE:
             page, is_wrong = next_page, is_next_wrong
-            next_page, is_next_wrong = page_of(first + BLOCK_KV, walked, pages, PAGE_SIZE)
+            next_page, is_next_wrong = page_of(first + BLOCK_KV, kv_stop, pages, PAGE_SIZE)
             is_any_wrong |= is_wrong
         elif IN_PAGES and LATER:
             is_any_wrong |= wrong_pages(at, last_key, pages, PAGE_SIZE, BLOCK_KV)
@@ -251,7 +251,7 @@ def attend_tiles(
         kv_idx = first + tl.arange(0, BLOCK_KV)[None, :]
         bias, alibi = None, None
         if bias_rows is not None:
-            bias = load_bias(bias_rows, kv_idx, rows.is_row, walked)
+            bias = load_bias(bias_rows, kv_idx, rows.is_row, kv_stop)
         if slopes is not None:
             alibi = alibi_of(slopes[:, None], rows.position[:, None], kv_idx)
         s = scores(q, k, bias, alibi, scoring, PRECISION)

@@ -1,4 +1,4 @@
-"""Split-KV: the parts that `forward.attend` hands out, folded into results.
+"""Split-KV: the parts that `forward.attend` stores, folded into results.
 
     out = Σ acc_i · exp(m_i) / Σ l_i · exp(m_i)        lse = log Σ l_i · exp(m_i)
 
@@ -6,7 +6,7 @@ One program per row goes over the parts of the spans that the row sees, in ascen
 to them what the forward kernel does to its own spans. So it does not matter which of the two a call
 takes, nor how many spans a program of the first kernel had.
 
-`merge_rows` is the same for results that a caller brings: `lockstep.merge`.
+`merge_rows` is the same for the results of several calls: `lockstep.merge`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def load_parts(first, last, parts_ptr, part_stats_ptr, stride_part, stride_stats
         if not ARE_RESULTS:
             l = tl.load(at + 1, mask=inside, other=0.0)
         acc = tl.load(parts_ptr + part * stride_part + d, mask=inside & (d < DV), other=0.0)
-        # A part that weighs nothing says nothing, whatever its acc holds.
+        # A part without keys adds nothing, whatever its acc holds.
         acc = tl.where(m[:, None] == float("-inf"), 0.0, acc.to(tl.float32))
         ms, ls, accs = ms + (m,), ls + (l,), accs + (acc,)  # noqa: RUF005
     return ms, ls, accs
@@ -162,11 +162,11 @@ def reduce_parts(
         _, kv_len, is_good = checked_range(row // Sq // Hq, Skv, kv_lens_ptr, kv_starts_ptr)
     position = q_idx + kv_len - q_len
     lo, hi = seen_by_any(position, position, kv_len, window)
-    walked = kv_len
+    kv_stop = kv_len
     if SECRET_LENGTHS:
         # There is a part of every span.
-        lo, hi, walked = 0, Skv, Skv
-    span = span_of(q_len, walked, Hkv, window, wanted, GROUP, LEAST_SPAN)
+        lo, hi, kv_stop = 0, Skv, Skv
+    span = span_of(q_len, kv_stop, Hkv, window, wanted, GROUP, LEAST_SPAN)
     if EARLY:
         gdc_wait()
     at = row.to(tl.int64)

@@ -1,4 +1,4 @@
-"""What the kernels do to one tile of keys: find it, load it, score it, mask it, weigh it, fold it.
+"""What the kernels do to one tile of keys: locate, load, score, mask and fold it.
 
 Rows. The query heads that share a KV head are packed into the rows of a tile: row `r` of a KV head
 is query `r // GROUP` under head `r % GROUP`.
@@ -85,7 +85,7 @@ def page_of(kv_idx, kv_len, pages, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def pages_of_tile(PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """0 … n − 1 for the n pages that a tile of keys may touch."""
+    """The numbers 0 … n − 1 of the n pages that a tile of keys may touch."""
     N: tl.constexpr = triton.next_power_of_2((BLOCK_KV - 1) // PAGE_SIZE + 2)
     return tl.arange(0, N)
 
@@ -183,7 +183,8 @@ def load_bias(bias, kv_idx, is_row, kv_len):
 
 @triton.jit
 def tanh(x):
-    """Within 2 units in the last place: a polynomial near 0, where 1 - 2 / (e^2x + 1) cancels."""
+    """tanh x within 2 units in the last place: a polynomial near 0, where 1 - 2 / (e^2x + 1)
+    cancels."""
     u = x * x
     p = tl.fma(u, -5.691985662956167e-3, 2.062629182300504e-2)
     p = tl.fma(u, p, -5.3735318849346424e-2)
@@ -259,7 +260,7 @@ def finish_scores(s, bias, alibi, scoring):
 def online_softmax(s, unit, m, l):
     """One step: p [BLOCK_Q, BLOCK_KV], what to multiply acc by [BLOCK_Q], and the new m and l."""
     m_new = tl.maximum(m, tl.max(s, 1))
-    # exp2(-inf - -inf) would be NaN: measured from 0, a row without keys weighs nothing.
+    # exp2(-inf - -inf) would be NaN: relative to 0, a row without keys has weights of 0.
     origin = tl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = tl.exp2((m - origin) * unit)
     p = tl.exp2((s - origin[:, None]) * unit)  # [BLOCK_Q, BLOCK_KV]

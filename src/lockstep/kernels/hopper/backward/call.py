@@ -138,7 +138,8 @@ def rows_launch(
 
 
 def fit_inputs(given: BackwardTensors) -> BackwardTensors:
-    """As the copy engine takes them; with kv_lens, k and v have as many rows to a sequence."""
+    """The inputs as the copy engine takes them; with kv_lens, k and v have as many rows to a
+    sequence."""
     q, k, v, dout = fit(given.q), fit(given.k), fit(given.v), fit(given.dout)
     if given.kv_lens is not None and (not batch_rows(k) or batch_rows(k) != batch_rows(v)):
         k, v = copy(k), copy(v)

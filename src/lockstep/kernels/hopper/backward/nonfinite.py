@@ -60,7 +60,8 @@ def _chunk(num_warps):
 
 @gluon.jit
 def find_nonfinite(tile, part: gl.constexpr, PARTS: gl.constexpr):
-    """Not 0 in some element, if one of PARTS parts of a tile has a value that is not finite."""
+    """Words of which some is not 0 if this of PARTS parts of a tile has a value that is not
+    finite."""
     CHUNK: gl.constexpr = _chunk(gl.num_warps())
     N: gl.constexpr = tile.shape[0] * tile.shape[1] // (2 * PARTS * CHUNK)
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
@@ -101,7 +102,8 @@ def rewrite(tile, part: gl.constexpr, PARTS: gl.constexpr, value: gl.constexpr):
 
 @gluon.jit
 def _carry(words, dtype: gl.constexpr):
-    """Of the two values in each word: bit 15 and bit 31 say which has an exponent of all ones."""
+    """Words whose bits 15 and 31 say which of the two values in each has an exponent of all
+    ones."""
     if dtype == gl.bfloat16:
         carried = (words & 0x7F807F80) + 0x00800080
     else:

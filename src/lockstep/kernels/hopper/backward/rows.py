@@ -56,7 +56,7 @@ def _place(cu_q_ptr, cu_kv_ptr, kv_lens_ptr, H, B, Sq, Skv, q_slots, BLOCK_Q: tl
 
 @triton.jit
 def _store_bounds(bounds_ptr, b, is_any_wrong, cu_q_ptr, cu_kv_ptr, B, Sq, Skv):
-    """Those of sequence b, and behind sequence B where all of them end."""
+    """Stores the offsets of sequence b, and behind sequence B where all of them end."""
     q_start, _, is_right = bounds_of(b, is_any_wrong, cu_q_ptr, B, Sq)
     kv_start, _, is_key_right = bounds_of(b, is_any_wrong, cu_kv_ptr, B, Skv)
     is_good = is_right & is_key_right

@@ -7,7 +7,7 @@ runs when.
 
 Waits are short: all loops begin at the last query tile, and tickets go round several heads, so
 loops over the same tiles begin some time apart and stay so. And there is no deadlock: the keys of a
-head are handed out in ascending order, and a program works on its tickets in the order it drew
+head are drawn in ascending order, and a program works on its tickets in the order it drew
 them. So the lowest ticket that is not done is being worked on, and waits for none.
 
 The consumers do not wait for the order. They write their parts to shared memory and go on. Two

@@ -64,8 +64,8 @@ class LargeScores:
     def log2_l(
         self, tiles, slot, tile, first: gl.constexpr, N: gl.constexpr, BLOCK_Q: gl.constexpr
     ):  # fmt: skip
-        """In constant time, log2 l of N rows of a tile in a slot, [1, N]: from shared memory, or,
-        if that has no room, from statistics [n_tiles, 4, BLOCK_Q] at `rows_ptr`. Else 0."""
+        """log2 l of N rows of a tile in a slot, [1, N], in constant time: from shared memory, or,
+        if that has no room, from statistics [n_tiles, 4, BLOCK_Q] at `rows_ptr`. 0 otherwise."""
         if not self.CONSTANT_TIME:
             found = 0
         elif tiles.STATS == 2:
