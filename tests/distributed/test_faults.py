@@ -11,7 +11,7 @@ from lockstep.distributed import context_parallel_attention, shard
 WRONG = {
     "causal": (
         {"causal": True},
-        "causal takes the same on every rank, got ranks 0, 1: 0; rank 2: 1",
+        "causal takes the same on every rank, got ranks 0, 1: False; rank 2: True",
     ),
     "batch": ({"shape": [2, 4, 8, 16]}, "batch of q takes the same on every rank"),
     "heads": ({"shape": [1, 8, 8, 16]}, "heads of q takes the same on every rank"),

@@ -92,6 +92,16 @@ def _ranks(ranks: list[int]) -> str:
 
 _TEXTS = ("dtype", "device", "method", "kernel")
 _NUMBERS = ("scale", "softcap")
+_FLAGS = (
+    "causal",
+    "query_invariant",
+    "allow_tf32",
+    "constant_time",
+    "secret_lengths",
+    "balanced",
+    "return_lse",
+    "requires_grad",
+)
 
 
 def _show(name: str, value: int) -> str:
@@ -101,4 +111,4 @@ def _show(name: str, value: int) -> str:
         return value.to_bytes(8, "little").rstrip(b"\0").decode()
     if name in _NUMBERS:
         return str(struct.unpack("d", struct.pack("q", value))[0])
-    return str(value)
+    return str(bool(value) if name.startswith(_FLAGS) else value)

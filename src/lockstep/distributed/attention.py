@@ -17,7 +17,7 @@ from lockstep.distributed import methods
 from lockstep.distributed.agreement import agree, check_equal, sharding_of, word
 from lockstep.distributed.call import ShardedCall
 from lockstep.distributed.dtensors import are_distributed, is_distributed, like, to_local
-from lockstep.distributed.groups import Mesh, group_of
+from lockstep.distributed.groups import Mesh, group_of, not_compiled
 from lockstep.distributed.local import Settings
 from lockstep.distributed.methods import Explanation, Method, Sizes
 from lockstep.options import make_options, type_of
@@ -27,7 +27,7 @@ from lockstep.problem import AttentionProblem, Tensors, Window, describe
 _OF_A_RANK = frozenset({"tokens of q"})
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,

@@ -6,20 +6,19 @@ import zlib
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.distributed.agreement import agree, check_equal
 from lockstep.distributed.attention import Asked, agree_on_call
-from lockstep.distributed.groups import Mesh, group_of
+from lockstep.distributed.groups import Mesh, group_of, not_compiled
 from lockstep.distributed.packed import PackedGather, PackedHeads, as_dense, as_packed
 from lockstep.problem import INDEX_DTYPES, Tensors, Window, short
 
 _RUN: dict[str, Any] = {"heads": PackedHeads.apply, "gather": PackedGather.apply}
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def context_parallel_attention_varlen(
     q: Tensor,
     k: Tensor,

@@ -15,7 +15,7 @@ from lockstep.api import attention, attention_paged, merge
 from lockstep.checks import check_types
 from lockstep.distributed.agreement import agree, check_equal, word
 from lockstep.distributed.collectives import all_gather
-from lockstep.distributed.groups import Mesh, group_of
+from lockstep.distributed.groups import Mesh, group_of, not_compiled
 from lockstep.kernels.window import move_window
 from lockstep.options import Options, make_options
 from lockstep.problem import Tensors, Window, describe
@@ -29,7 +29,7 @@ _WORDS = (
 )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def sharded_cache_attention(
     q: Tensor,
     k_shard: Tensor,

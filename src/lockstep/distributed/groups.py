@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 Mesh = DeviceMesh | ProcessGroup
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def not_compiled(function: Function) -> Function:
+    """Makes calls of a function graph breaks under torch.compile, which says why."""
+    why = "lockstep.distributed: exchanges between ranks are not compiled"
+    found: Function = torch.compiler.disable(function, reason=why)  # type: ignore[no-untyped-call]
+    return found
 
 
 def group_of(mesh: Mesh) -> ProcessGroup:

@@ -46,8 +46,9 @@ def _ring_refuses(sizes: Sizes) -> str | None:
         return f"needs a kernel that takes keys in blocks, which {sizes.kernel} does not"
     if sizes.query_invariant and sizes.carrying != sizes.kernel:
         return (
-            f"runs by {sizes.carrying}, and would not have the bits of a plain call, which runs by "
-            f"{sizes.kernel} here: with query_invariant, pass kernel={sizes.carrying!r}, to both"
+            f"would be computed by {sizes.carrying}, without the bits of a plain call, which "
+            f"{sizes.kernel} computes here: with query_invariant, pass kernel={sizes.carrying!r} "
+            "to both"
         )
     return None
 
@@ -115,6 +116,6 @@ def choose(sizes: Sizes) -> Explanation:
         "gather": "would send more bytes, and hold all keys on each rank"
         if even
         else "divides tokens, whatever the heads are",
-        "ring": _ring_refuses(sizes) or "runs on request: least memory, most exchanges",
+        "ring": _ring_refuses(sizes) or "has to be asked for: least memory, most exchanges",
     }
     return Explanation(sizes, "heads" if even else "gather", reasons)

@@ -87,6 +87,10 @@ def unshard(x: Tensor, mesh: Mesh, dim: int, *, balanced: bool = False) -> Tenso
 
 
 def _checked_dim(x: Tensor, dim: int) -> int:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x takes a torch.Tensor, got {type(x).__name__}")
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim takes an integer, got {type(dim).__name__}")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim takes a dim of x, which has {x.dim()}, got {dim}")
     return dim % x.dim()
