@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
@@ -34,15 +35,20 @@ def _patch_tensor_and_index(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
-def _widened(handle: Any) -> Any:
-    if handle.dtype != tl.bfloat16:
+def _as_multiplied(handle: Any, precision: Any) -> Any:
+    """A factor as float32: bfloat16 widened, float32 cut to tf32 where tensor cores would."""
+    if handle.dtype == tl.bfloat16:
+        bits = handle.data.astype(np.uint32) << 16
+    elif handle.dtype == tl.float32 and precision == ir.INPUT_PRECISION.TF32:
+        bits = np.ascontiguousarray(handle.data).view(np.uint32) & np.uint32(0xFFFFE000)
+    else:
         return handle
-    bits = handle.data.astype(np.uint32) << 16
     return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
 
 
-def _dot_of_floats(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-    return _create_dot(self, _widened(a), _widened(b), *rest)
+def _dot_of_floats(self: Any, a: Any, b: Any, d: Any, precision: Any, *rest: Any) -> Any:
+    a, b = _as_multiplied(a, precision), _as_multiplied(b, precision)
+    return _create_dot(self, a, b, d, precision, *rest)
 
 
 class _Patched:

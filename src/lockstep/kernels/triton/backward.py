@@ -38,7 +38,7 @@ from lockstep.kernels.triton.launch import (
     units_of,
     window_of,
 )
-from lockstep.kernels.triton.plan import Device, Tiles, block_of, blocks_of
+from lockstep.kernels.triton.plan import Device, Tiles, block_of, blocks_of, precision_of
 from lockstep.memory_order import empty_like, is_tokens_first, zeros_like
 from lockstep.problem import AttentionProblem
 
@@ -78,6 +78,8 @@ _TF32_HOPPER = {
     64: (Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
     128: (Tiles(32, 64, 8, 2), Tiles(64, 32, 8, 2)),
 }
+# Three tf32 products for one of float32.
+_TF32X3 = {**_SINGLE, 64: (Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2))}
 LARGE_SHARED_MEMORY = 227 * 1024
 
 
@@ -90,7 +92,10 @@ def copies_of(cut: Tiles) -> int:
 def cuts_of(problem: AttentionProblem, device: Device) -> tuple[Tiles, Tiles]:
     """The cuts for dK and dV, and for dQ."""
     if problem.dtype == torch.float32:
-        table = _TF32_HOPPER if problem.allow_tf32 and device.is_hopper else _SINGLE
+        precision = precision_of(problem, device)
+        table = _TF32X3 if precision == "tf32x3" else _SINGLE
+        if precision == "tf32" and device.is_hopper:
+            table = _TF32_HOPPER
     elif device.shared_bytes < LARGE_SHARED_MEMORY:
         table = _HALF_SMALL
     else:
@@ -295,7 +300,8 @@ def arguments_of(problem: AttentionProblem, given: BackwardTensors) -> dict[str,
         of_dout = (0, dout.stride(1), dout.stride(0))
     # Rows start at multiples of 16 bytes.
     align = 16 // dout.element_size()
-    BLOCK_D, BLOCK_DV = blocks_of(problem, device_of(dout.device))
+    device = device_of(dout.device)
+    BLOCK_D, BLOCK_DV = blocks_of(problem, device)
     return {
         **stride_arguments(row_strides(problem, given.inputs) | {"o": of_dout}, align),
         **stride_arguments({"r": result_strides(problem, given.q)}),
@@ -303,7 +309,7 @@ def arguments_of(problem: AttentionProblem, given: BackwardTensors) -> dict[str,
         **bias_strides(given.bias),
         "stride_ab": slope_stride(given.alibi_slopes),
         **{name: getattr(problem, name) for name in ("B", "Hq", "Sq", "Skv", "scale", "D")},
-        **scales_of(problem),
+        **scales_of(problem, precision_of(problem, device)),
         **window_of(problem),
         "H": problem.Hq,
         "S": problem.Sq,

@@ -21,6 +21,7 @@ from lockstep.kernels.triton.gradient_tiles import (
     weights,
 )
 from lockstep.kernels.triton.groups import BiasHead, Head, Scoring, Window
+from lockstep.kernels.triton.products import dot
 from lockstep.kernels.triton.tiles import is_seen, seen_by_any
 
 
@@ -67,7 +68,7 @@ def add_tiles(
         if kv_start is not None:
             seen &= kv_idx >= kv_start
         p, _ = weights(q, k, m[:, None], norm[:, None], bias, None, seen, scoring, PRECISION)
-        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+        dp = dot(dout, tl.trans(v), PRECISION)
         # The bias is added behind the softcap, so its slope does not come in.
         total += score_gradients(p, dp, delta[:, None], 1.0, seen)
     return total

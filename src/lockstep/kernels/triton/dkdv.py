@@ -31,8 +31,8 @@ from lockstep.kernels.triton.gradient_tiles import (
     weights,
 )
 from lockstep.kernels.triton.groups import BiasHead, Head, HeadGroup, Scoring, TileRanges, Window
+from lockstep.kernels.triton.products import add_weighted, dot
 from lockstep.kernels.triton.tiles import (
-    add_weighted,
     alibi_of,
     is_seen,
     seen_by_all,
@@ -102,7 +102,7 @@ def add_queries(
         )  # fmt: skip
         dout_rows = Head(douts.ptr + g * douts.stride_h, douts.stride_s)
         dout = load_rows(dout_rows, first, q_len, DV, BLOCK_Q, v.shape[1], MASKED)
-        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # [BLOCK_KV, BLOCK_Q]
+        dp = dot(v, tl.trans(dout), PRECISION)  # [BLOCK_KV, BLOCK_Q]
         dv = add_weighted(p, finite(dout) if MASKED else dout, dv, PRECISION)
         # No earlier: registers are short until the weights are there.
         delta, _ = load_pair(of_rows + 2, q_idx, q_len, COPIES, MASKED)

@@ -28,8 +28,8 @@ from lockstep.kernels.triton.gradient_tiles import (
     weights,
 )
 from lockstep.kernels.triton.groups import BiasHead, Head, RowStatistics, Scoring, Window
+from lockstep.kernels.triton.products import add_weighted, dot
 from lockstep.kernels.triton.tiles import (
-    add_weighted,
     alibi_of,
     is_seen,
     seen_by_all,
@@ -80,7 +80,7 @@ def add_keys(
         p, slope_of_cap = weights(
             q, k, stats.m, stats.norm, bias, alibi, seen, scoring, PRECISION
         )  # fmt: skip
-        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [BLOCK_Q, BLOCK_KV]
+        dp = dot(dout, tl.trans(v), PRECISION)  # [BLOCK_Q, BLOCK_KV]
         ds = score_gradients(p, dp, stats.delta, slope_of_cap, seen)
         dq = add_weighted(ds, finite(k) if MASKED else k, dq, PRECISION)
     return dq

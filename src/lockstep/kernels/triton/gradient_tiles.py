@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.triton.groups import RowStatistics, TileRanges
-from lockstep.kernels.triton.tiles import finish_scores, product
+from lockstep.kernels.triton.products import product
+from lockstep.kernels.triton.tiles import finish_scores
 
 
 @triton.jit

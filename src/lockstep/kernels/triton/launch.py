@@ -91,14 +91,14 @@ def alignment(strides: dict[str, Strides], tensors: Tensors) -> int:
     return math.gcd(16 // size, *itertools.chain(*strides.values()), *pointers)
 
 
-def scales_of(problem: AttentionProblem) -> dict[str, Any]:
+def scales_of(problem: AttentionProblem, precision: str) -> dict[str, Any]:
     """The numbers and flags that `tiles.scores` takes."""
     cap = problem.softcap
     return {
         "cap_scale": 0.0 if cap is None else problem.scale / cap,
         "score_scale": problem.scale if cap is None else cap,
         "HAS_SOFTCAP": cap is not None,
-        "PRECISION": "tf32" if problem.allow_tf32 else "ieee",
+        "PRECISION": precision,
         "RAW": problem.has_raw_scores,
         **units_of(problem),
     }
@@ -141,7 +141,7 @@ def attend_arguments(problem: AttentionProblem, tensors: Tensors, plan: Plan) ->
         "stride_tb": 0 if table is None else table.stride(0),
         "stride_ab": slope_stride(tensors.alibi_slopes),
         **window_of(problem),
-        **scales_of(problem),
+        **scales_of(problem, plan.precision),
         **sizes_of(problem),
         "n_pages": problem.n_pages or 0,
         "wanted": plan.wanted,

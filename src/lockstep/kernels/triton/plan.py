@@ -43,6 +43,12 @@ class Device:
     least_block: int = 16  # what the head dims of 16-bit tiles are padded to at least
 
     @property
+    def has_fast_tf32(self) -> bool:
+        """Whether three tf32 products take less time than one of float32: so it is on Hopper, and
+        this much shared memory is what its tiles need."""
+        return self.shared_bytes >= 200 << 10
+
+    @property
     def is_hopper(self) -> bool:
         """Whether large products read shared memory and accumulate in registers."""
         return self.tma and not self.tensor_memory
@@ -77,6 +83,7 @@ class Plan:
     """How one problem is cut into programs."""
 
     tiles: Tiles
+    precision: str  # see `products`
     BLOCK_D: int
     BLOCK_DV: int
     wanted: int  # programs that the spans of one sequence should make, see `span_of`
@@ -132,6 +139,13 @@ _TF32 = {
     256: (Tiles(32, 16, 8, 2), Tiles(32, 16, 8, 2)),
     512: _SINGLE[512],
 }
+# Three tf32 products for one of float32.
+_TF32X3 = {
+    64: (Tiles(128, 32, 4, 2), Tiles(128, 32, 4, 2)),
+    128: (Tiles(128, 32, 8, 2), Tiles(128, 32, 8, 2)),
+    256: (Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2)),
+    512: _SINGLE[512],
+}
 _TF32_HOPPER = {
     64: (Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
     128: (Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2)),
@@ -140,11 +154,21 @@ _TF32_HOPPER = {
 }
 
 
+def precision_of(problem: AttentionProblem, device: Device) -> str:
+    """How float32 factors are multiplied, see `products`."""
+    if problem.allow_tf32:
+        return "tf32"
+    return "tf32x3" if problem.dtype == torch.float32 and device.has_fast_tf32 else "ieee"
+
+
 def tiles_of(problem: AttentionProblem, device: Device) -> tuple[Tiles, Tiles]:
     """The tiles for many query rows, and those for a few that are split over many programs."""
     size = max(64, block_of(problem.D), block_of(problem.Dv))
-    if problem.allow_tf32:
+    precision = precision_of(problem, device)
+    if precision == "tf32":
         by_descriptors, by_pointers = _TF32_HOPPER if device.is_hopper else _TF32, _TF32
+    elif precision == "tf32x3":
+        by_descriptors, by_pointers = _TF32X3, _TF32X3
     elif problem.dtype == torch.float32:
         by_descriptors, by_pointers = _SINGLE, _SINGLE_BY_POINTERS
     else:
@@ -235,6 +259,7 @@ def plan_of(
         tiles = _HALF_THREE
     return Plan(
         tiles,
+        precision_of(problem, device),
         *blocks,
         _wanted(problem),
         n_slots,

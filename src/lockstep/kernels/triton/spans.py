@@ -16,8 +16,8 @@ from lockstep.kernels.parts import fold
 from lockstep.kernels.sequences import checked_range, find_queries, nan_where
 from lockstep.kernels.triton import plan
 from lockstep.kernels.triton.groups import State
+from lockstep.kernels.triton.products import add_weighted
 from lockstep.kernels.triton.tiles import (
-    add_weighted,
     alibi_of,
     is_nonfinite,
     is_seen,

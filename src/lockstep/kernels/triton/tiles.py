@@ -22,6 +22,7 @@ import triton.language as tl
 
 from lockstep import numerics
 from lockstep.kernels.triton.groups import TileRanges
+from lockstep.kernels.triton.products import product
 
 LOG2E: tl.constexpr = tl.constexpr(numerics.LOG2E)
 
@@ -196,28 +197,6 @@ def tanh(x):
 
 
 @triton.jit
-def product(a, b, PRECISION: tl.constexpr, CHAINS: tl.constexpr = 4):
-    """a bᵀ of a [M, D] and b [N, D]: [M, N] fp32.
-
-    PRECISION is that of float32 factors: "ieee" or "tf32". Others do not care.
-
-    A product of float32 is a chain of multiply-adds along D, each of which rounds. Up to four
-    chains, each over every fourth element and of 32 at least, err less than one long one. Their
-    sums are spelled as `fma`: Triton takes a product that is added to something for a request to
-    continue that chain.
-    """
-    HALF: tl.constexpr = a.shape[1] // 2
-    if a.dtype == tl.float32 and PRECISION == "ieee" and CHAINS > 1 and HALF >= 32:
-        a_even, a_odd = tl.split(tl.reshape(a, [a.shape[0], HALF, 2]))
-        b_even, b_odd = tl.split(tl.reshape(b, [b.shape[0], HALF, 2]))
-        odd = product(a_odd, b_odd, PRECISION, CHAINS // 2)
-        s = tl.fma(odd, 1.0, product(a_even, b_even, PRECISION, CHAINS // 2))
-    else:
-        s = tl.dot(a, tl.trans(b), input_precision=PRECISION)
-    return s
-
-
-@triton.jit
 def scores(
     q,  # [BLOCK_Q, BLOCK_D]
     k,  # [BLOCK_KV, BLOCK_D]
@@ -265,15 +244,6 @@ def online_softmax(s, unit, m, l):
     alpha = tl.exp2((m - origin) * unit)
     p = tl.exp2((s - origin[:, None]) * unit)  # [BLOCK_Q, BLOCK_KV]
     return p, alpha, m_new, tl.fma(l, alpha, tl.sum(p, 1))
-
-
-@triton.jit
-def add_weighted(p, v, acc, PRECISION: tl.constexpr):
-    """acc + p v. Hidden keys have p = 0; see `nonfinite` for what 0 · v may be."""
-    if v.dtype == tl.float32 and PRECISION == "ieee":
-        # A chain of its own, see `product`.
-        return tl.fma(tl.dot(p, v, input_precision=PRECISION), 1.0, acc)
-    return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
 
 @triton.jit
