@@ -17,9 +17,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
 from operator import itemgetter
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +29,7 @@ from lockstep.kernels.compiled import note
 from lockstep.kernels.driver import Grid, launcher_of, scratch_bytes
 from lockstep.kernels.kernel import Gradients, Needs
 from lockstep.kernels.scratch import Allocating, allocate
+from lockstep.kernels.straight_line import LaunchAll, StraightLine
 from lockstep.memory_order import is_tokens_first, strides_like
 
 # Regions of a workspace begin at multiples of it, in bytes.
@@ -250,7 +249,7 @@ class Launches:
         sizes = (buffer.n_bytes for buffer in self._regions.values())
         self._offsets, self.workspace_bytes = _lay_out(sizes)
         self._was_called = False
-        self._launch_all: Callable[[list[int], int], tuple[list[Tensor], Any]] | None = None
+        self._launch_all: LaunchAll | None = None
 
     def _check(self, names: list[str]) -> None:
         if len(set(names)) < len(names):
@@ -324,19 +323,11 @@ class Launches:
 
     def _without_triton(
         self, named: dict[str, Tensor | None], compiled: list[Any], bound: list[tuple[Any, ...]]
-    ) -> Any:
-        """A function of the addresses of inputs and a stream that allocates results and workspace
-        and launches all kernels.
-
-        It is straight-line code, written for this kind of call: a loop over tensors and kernels
-        would take one to two microseconds more.
-        """
-        scope: dict[str, Any] = {}
-        code = [f"{', '.join(map(_address, self._inputs))}, = addresses"]
+    ) -> LaunchAll:
+        """What allocates results and workspace and launches all kernels, from now on."""
+        code = StraightLine(self._inputs)
         for name, new in zip(self._results, self._new_results, strict=True):
-            scope[f"new_{name}"] = new
-            code.append(f"{name}_tensor = new_{name}()")
-            code.append(f"{_address(name)} = {name}_tensor.data_ptr()")
+            code.allocate(name, new)
         # The global memory that Triton needs at each launch of a kernel, for descriptors.
         scratch = {
             f"scratch_{i}": math.prod(launch.grid) * scratch_bytes(kernel)
@@ -344,40 +335,17 @@ class Launches:
         }
         scratch = {name: n_bytes for name, n_bytes in scratch.items() if n_bytes}
         offsets, n_bytes = _lay_out(scratch.values(), self.workspace_bytes)
-        code.append("workspace = None")
-        if n_bytes:
-            scope["new_workspace"] = self._workspace_of(n_bytes)
-            code[-1:] = ["workspace = new_workspace()", "start = workspace.data_ptr()"]
-        # By names as well: calls that differ in sizes alone have the same code.
-        regions = zip((*self._regions, *scratch), (*self._offsets, *offsets), strict=True)
-        for name, at in regions:
-            scope[f"{name}_offset"] = at
-            code.append(f"{_address(name)} = start + {name}_offset")
+        new_workspace = self._workspace_of(n_bytes)
+        if new_workspace is not None:
+            names = (*self._regions, *scratch)
+            regions = zip(names, (*self._offsets, *offsets), strict=True)
+            code.allocate_workspace(new_workspace, regions)
         for i, (launch, kernel) in enumerate(zip(self.launches, compiled, strict=True)):
-            scope[f"launch_{i}"] = launcher_of(kernel, launch.grid, bound[i])
             pointers = [x for x in launch.tensors() if x is not None and named.get(x) is not None]
             pointers += [name for name in (f"scratch_{i}",) if name in scratch]
-            bases = launch.described()
-            code.append(f"launch_{i}(stream, {_tuple(pointers)}, {_tuple(bases)})")
-        results = ", ".join(f"{name}_tensor" for name in self._results)
-        code.append(f"return [{results}], workspace")
-        body = "\n    ".join(("def launch_all(addresses, stream):", *code))
-        exec(_compiled(body), scope)
-        return scope["launch_all"]
-
-
-def _address(name: str) -> str:
-    return f"{name}_at"
-
-
-def _tuple(names: Sequence[str]) -> str:
-    """The source of a tuple of addresses."""
-    return f"({''.join(f'{_address(name)}, ' for name in names)})"
-
-
-@lru_cache(maxsize=1024)
-def _compiled(source: str) -> CodeType:
-    return compile(source, "<launch_all>", "exec")
+            launcher = launcher_of(kernel, launch.grid, bound[i])
+            code.launch(launcher, pointers, launch.described())
+        return code.function()
 
 
 def gradients_from(made: Collection[str], needs: Needs) -> Callable[..., Gradients]:

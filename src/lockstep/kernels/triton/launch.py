@@ -256,9 +256,9 @@ def prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
     if 0 in problem.lse_shape:
         return partial(_nothing, problem)
     device = device_of(tensors.q.device)
-    addresses = tensors.addresses()
     # The same cu_seqlens: every packed sequence has as many keys as queries.
-    own_keys = problem.layout == "varlen" and addresses[6] == addresses[7]
+    at = Tensors._make(tensors.addresses())
+    own_keys = problem.layout == "varlen" and at.cu_seqlens_q == at.cu_seqlens_k
     return forward_launches(problem, tensors, plan_of(problem, device, own_keys), device)
 
 

@@ -36,14 +36,9 @@ class QueryLoop:
 
     @gluon.constexpr_function
     def __init__(self, tiles, bounds, sizes):
-        self.first_tile = tiles[0]
-        self.n_steps = tiles[1]
-        self.n_tiles = tiles[2]
+        self.first_tile, self.n_steps, self.n_tiles = tiles
         self.tiles_per_head = sizes.q_slots
-        self.low = bounds[0]
-        self.high = bounds[1]
-        self.room = bounds[2]
-        self.first_key = bounds[3]
+        self.low, self.high, self.room, self.first_key = bounds
         self.BLOCK_Q = sizes.BLOCK_Q
         self.BLOCK_KV = sizes.BLOCK_KV
         self.HAS_LEFT = sizes.HAS_LEFT
@@ -130,14 +125,8 @@ class KeyTile:
 
     @gluon.constexpr_function
     def __init__(self, place, lengths, LAYOUT):
-        self.batch = place[0]
-        self.head = place[1]
-        self.kv_idx = place[2]
-        self.first_q_tile = place[3]
-        self.q_start = lengths[0]
-        self.kv_start = lengths[1]
-        self.len_q = lengths[2]
-        self.len_kv = lengths[3]
+        self.batch, self.head, self.kv_idx, self.first_q_tile = place
+        self.q_start, self.kv_start, self.len_q, self.len_kv = lengths
         self.LAYOUT = gl.constexpr(LAYOUT)
 
     @gluon.jit

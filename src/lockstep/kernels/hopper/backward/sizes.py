@@ -37,16 +37,11 @@ class Sizes:
         self, numbers, bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, BLOCK_Q,
         BLOCK_KV, CONSTANT_TIME=False,
     ):  # fmt: skip
-        self.q_slots = numbers[0]
-        self.H = numbers[1]
-        self.heads_per_kv = numbers[2]
-        self.B = numbers[3]
-        self.Sq = numbers[4]
-        self.Skv = numbers[5]
-        self.left = numbers[6]
-        self.right = numbers[7]
-        self.kv_batch_rows = numbers[8]
-        # A pointer that the layout does not need is None. Any tensor may stand for it.
+        (
+            self.q_slots, self.H, self.heads_per_kv, self.B, self.Sq, self.Skv, self.left,
+            self.right, self.kv_batch_rows,
+        ) = numbers  # fmt: skip
+        # A pointer that the layout does not need is None: any tensor will do in its place.
         self.bounds_ptr = bounds_ptr if LAYOUT == "varlen" else self.B
         self.kv_lens_ptr = kv_lens_ptr if LAYOUT == "kv_lens" else self.B
         self.LAYOUT = gl.constexpr(LAYOUT)

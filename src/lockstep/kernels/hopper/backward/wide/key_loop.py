@@ -33,11 +33,8 @@ class KeyLoop:
 
     @gluon.constexpr_function
     def __init__(self, tiles, bounds, sizes):
-        self.first_tile = tiles[0]
-        self.n_steps = tiles[1]
-        self.low = bounds[0]
-        self.high = bounds[1]
-        self.room = bounds[2]
+        self.first_tile, self.n_steps = tiles
+        self.low, self.high, self.room = bounds
         self.BLOCK_KV = sizes.BLOCK_KV
         self.HAS_LEFT = sizes.HAS_LEFT
         self.HAS_RIGHT = sizes.HAS_RIGHT
@@ -100,15 +97,8 @@ class QueryTile:
 
     @gluon.constexpr_function
     def __init__(self, place, lengths, LAYOUT):
-        self.batch = place[0]
-        self.head = place[1]
-        self.kv_head = place[2]
-        self.q_idx = place[3]
-        self.stats_tile = place[4]
-        self.q_start = lengths[0]
-        self.kv_start = lengths[1]
-        self.len_q = lengths[2]
-        self.len_kv = lengths[3]
+        self.batch, self.head, self.kv_head, self.q_idx, self.stats_tile = place
+        self.q_start, self.kv_start, self.len_q, self.len_kv = lengths
         self.LAYOUT = gl.constexpr(LAYOUT)
 
     @gluon.jit
