@@ -14,11 +14,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from triton.testing import do_bench
 
 from lockstep import results
-from lockstep.ladder import Launch, Problem, Rung, Tensors, find, launches_of
+from lockstep.ladder import Problem, Rung, Tensors, find, launches_of
 from lockstep.ladder.check import errors
+from lockstep.ladder.survey import time_launches
 
 ROOT = Path(__file__).resolve().parents[1]
 PROBLEMS = (
@@ -40,23 +40,13 @@ CHECKED = Problem(B=1, H=2, S=1023, D=64, causal=True)
 def measure(rung: Rung, problem: Problem, tensors: Tensors) -> dict[str, Any]:
     """Microseconds of the call and of each of its kernels."""
     launches = launches_of(rung, problem, tensors)
-
-    def time(chosen: list[Launch]) -> float:
-        calls = [(x.kernel[x.grid, x.block, x.dynamic_bytes], x.arguments) for x in chosen]
-
-        def call() -> None:
-            for kernel, arguments in calls:
-                kernel(**arguments)
-
-        return 1e3 * float(do_bench(call, warmup=10, rep=40, return_mode="median"))
-
     return {
         "problem": asdict(problem),
         "shape": str(problem),
         "kernel": rung.title,
         "options": rung.settings,
-        "microseconds": time(launches),
-        "launches": {launch.kernel.__name__: time([launch]) for launch in launches},
+        "microseconds": time_launches(launches),
+        "launches": {launch.kernel.__name__: time_launches([launch]) for launch in launches},
     }
 
 
