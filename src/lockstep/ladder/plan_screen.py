@@ -4,33 +4,37 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from . import tables
 from .rung import Problem
 from .survey import Row
-from .tables import FIT_LEGEND, PHASE_LEGEND, WORK_LEGEND, fit_table, phase_table, work_table
 
 
 def print_plans(problem: Problem, gpus: list[str], rows: list[Row], phases: bool) -> None:
     """Print how rungs fit, what they move and, with `phases`, how phases fall to threads.
 
-    Refusals stand at the end; a table that would be empty is left out.
+    `rows` have all rungs on one GPU before those on the next. Refusals stand at the end; a table
+    that would be empty is left out.
     """
     console = Console()
-    planned = [row for row in rows if row.plan]
-
-    def title(row: Row) -> str:
-        assert row.plan is not None
-        return row.rung.title if len(gpus) == 1 else f"{row.rung.title} on {row.plan.gpu}"
-
-    if planned:
+    count = len(rows) // len(gpus)
+    of_rung = (rows[i::count] for i in range(count))
+    rungs = [on_each for on_each in of_rung if any(row.plan for row in on_each)]
+    if rungs:
         console.print(f"{problem} on {', '.join(gpus)}")
-        tables = [
-            (fit_table(planned, title), FIT_LEGEND),
-            (work_table(planned, title), WORK_LEGEND),
-        ]
-        first = planned[0].plan
-        if phases and first:  # the same on every GPU
-            tables.append((phase_table(first), PHASE_LEGEND))
-        for made, legend in tables:
+        if len(gpus) == 1:
+            shown = [
+                (tables.fit_table(rows), tables.FIT_LEGEND),
+                (tables.work_table(rows), tables.WORK_LEGEND),
+            ]
+        else:
+            shown = [
+                (tables.fit_on_each(rungs, gpus), tables.FIT_ON_EACH_LEGEND),
+                (tables.work_on_each(rungs, gpus), tables.WORK_LEGEND),
+            ]
+        first = next(row.plan for row in rungs[0] if row.plan)
+        if phases:  # the same on every GPU
+            shown.append((tables.phase_table(first), tables.PHASE_LEGEND))
+        for made, legend in shown:
             console.print()
             console.print(made)
             console.print(legend, style="dim")

@@ -16,6 +16,7 @@ from .survey import Counted, Row
 
 if TYPE_CHECKING:
     from lockstep.simt.machine import Trace
+    from lockstep.simt.occupancy import Occupancy
 
 # fields of `Counted`, as a table names them
 COUNTED = {
@@ -40,8 +41,13 @@ FIT_LEGEND = (
 WORK_LEGEND = (
     "tiles: of keys, that the longest block walks over; depth: steps one after the other in it; "
     "par.: operations over depth, those that could be under way together; MB: asked of global "
-    "memory; ×: over q, k, v and out moved once; extra: MB of workspace; roof: the least time that "
-    "arithmetic or memory would take."
+    "memory; ×: over q, k, v and out moved once; extra: MB of workspace; roof: the least time, "
+    "in µs, that arithmetic or memory would take."
+)
+FIT_ON_EACH_LEGEND = (
+    "grid: blocks in x, y and z; occ%: warps that a multiprocessor holds, of those it could, and "
+    "what keeps it from holding more (r: registers, s: shared memory, t: threads, b: blocks); "
+    "waves: how often all multiprocessors are filled with blocks."
 )
 PHASE_LEGEND = (
     "items: independent pieces of work in one visit of a block; each: items per thread of the "
@@ -58,11 +64,8 @@ def _narrow(*columns: str, right: Iterable[str]) -> Table:
     return made
 
 
-def fit_table(rows: Iterable[Row], title: Callable[[Row], str] = lambda r: r.rung.title) -> Table:
-    """What each rung launches on a GPU, and how many blocks a multiprocessor holds.
-
-    `title(row)` heads the line of a row.
-    """
+def fit_table(rows: Iterable[Row]) -> Table:
+    """What each rung launches on a GPU, and how many blocks a multiprocessor holds."""
     columns = ("grid", "thr", "KB", "regs", "occ%", "waves")
     made = _narrow("", *columns, "limit", right=columns)
     for row in rows:
@@ -70,11 +73,11 @@ def fit_table(rows: Iterable[Row], title: Callable[[Row], str] = lambda r: r.run
             continue
         several = len(row.plan.steps) > 1
         if several:
-            made.add_row(title(row))
+            made.add_row(row.rung.title)
         for step in row.plan.steps:
             launch, fits = step.launch, step.occupancy
             made.add_row(
-                f"  {launch.kernel}" if several else title(row),
+                f"  {launch.kernel}" if several else row.rung.title,
                 "×".join(map(str, launch.grid)),
                 str(launch.block),
                 kilobytes(launch.shared_bytes),
@@ -86,27 +89,69 @@ def fit_table(rows: Iterable[Row], title: Callable[[Row], str] = lambda r: r.run
     return made
 
 
-def work_table(rows: Iterable[Row], title: Callable[[Row], str] = lambda r: r.rung.title) -> Table:
+def work_table(rows: Iterable[Row]) -> Table:
     """What each rung moves and waits for, and the least time that could take."""
-    columns = ("tiles", "depth", "par.", "MB", "×", "extra", "roof µs")
+    columns = (*_WORK, "roof µs")
     made = _narrow("", *columns, right=columns)
     for row in rows:
-        if row.plan is None:
-            continue
-        plan, (seconds, _) = row.plan, row.plan.roofline
-        made.add_row(
-            title(row),
-            str(max(step.launch.iterations for step in plan.steps)),
-            number(plan.depth),
-            number(plan.parallelism),
-            megabytes(plan.traffic),
-            f"{plan.amplification:.3g}"
-            if plan.amplification < 1000
-            else number(plan.amplification),
-            megabytes(4 * plan.workspace) if plan.workspace else "–",
-            f"{seconds * 1e6:.3g}",
-        )
+        if row.plan is not None:
+            made.add_row(row.rung.title, *_work_cells(row.plan), _roof(row.plan))
     return made
+
+
+def fit_on_each(rungs: list[list[Row]], gpus: list[str]) -> Table:
+    """`fit_table` for several GPUs side by side: of each rung, its rows on all of them."""
+    columns = ["grid", *(name for gpu in gpus for name in (f"{gpu}\nocc%", "\nwaves"))]
+    made = _narrow("", *columns, right=columns)
+    for rows in rungs:
+        steps = next(row.plan.steps for row in rows if row.plan)
+        title = rows[0].rung.title
+        if len(steps) > 1:
+            made.add_row(title)
+        for at, step in enumerate(steps):
+            cells = []
+            for row in rows:
+                fits = row.plan.steps[at] if row.plan else None
+                cells += [_share(fits.occupancy), f"{fits.waves:.3g}"] if fits else ["–", "–"]
+            name = f"  {step.launch.kernel}" if len(steps) > 1 else title
+            made.add_row(name, "×".join(map(str, step.launch.grid)), *cells)
+    return made
+
+
+def work_on_each(rungs: list[list[Row]], gpus: list[str]) -> Table:
+    """`work_table` for several GPUs, which have a column each for the least time."""
+    columns = [*_WORK, *(f"{gpu}\nroof" for gpu in gpus)]
+    made = _narrow("", *columns, right=columns)
+    for rows in rungs:
+        anywhere = next(row.plan for row in rows if row.plan)
+        roofs = (_roof(row.plan) if row.plan else "–" for row in rows)
+        made.add_row(rows[0].rung.title, *_work_cells(anywhere), *roofs)
+    return made
+
+
+_WORK = ("tiles", "depth", "par.", "MB", "×", "extra")
+
+
+def _work_cells(plan: Plan) -> tuple[str, ...]:
+    times = plan.amplification
+    return (
+        str(max(step.launch.iterations for step in plan.steps)),
+        number(plan.depth),
+        number(plan.parallelism),
+        megabytes(plan.traffic),
+        f"{times:.3g}" if times < 1000 else number(times),
+        megabytes(4 * plan.workspace) if plan.workspace else "–",
+    )
+
+
+def _roof(plan: Plan) -> str:
+    seconds, _ = plan.roofline
+    return f"{seconds * 1e6:.3g}"
+
+
+def _share(fits: Occupancy) -> str:
+    """Occupancy in percent, and the initial of what limits it."""
+    return f"{100 * fits.share:.3g}{fits.limited_by[-1][0]}"
 
 
 def phase_table(plan: Plan) -> Table:

@@ -72,19 +72,17 @@ def by_document(found: Iterable[Finding]) -> dict[str, str]:
 
 def ledger(found: list[Finding]) -> Table:
     """The ledger as a table for the terminal."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("claim", ratio=3)
-    table.add_column("figure", justify="right", no_wrap=True)
-    table.add_column("we get", ratio=1)
-    table.add_column("lens", no_wrap=True)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
     for document, group in groupby(found, lambda finding: finding.claim.document):
         table.add_row("", f"[bold]{document}[/]")
         for finding in group:
             claim = finding.claim
-            says = claim.says + (f"\n[dim]{finding.explanation}[/]" if finding.explanation else "")
-            verdict = f"[{COLOURS[finding.verdict]}]{finding.verdict}[/]"
-            table.add_row(verdict, says, claim.figure.shown, _ours(finding), claim.lens)
+            text = f"{claim.says}\nfigure {claim.figure.shown}; {claim.lens}: {_ours(finding)}"
+            if finding.explanation:
+                text += f"\n[dim]{finding.explanation}[/]"
+            table.add_row(f"[{COLOURS[finding.verdict]}]{finding.verdict}[/]", text)
     return table
 
 
