@@ -111,12 +111,13 @@ def main() -> None:
     run["threads"] = threads
     run["tables"] = {
         "distributed_cpu": {
+            "on": "cpu",
             "by": ["mask", "method"],
             "columns": {column: {"column": column} for column in figures},
             "value": "figure",
             "format": "{:,.3g}",
             "caption": f"forward and backward, fp32, {S:,} tokens, {Hq} query heads and {Hkv} key "
-            f"heads of {D}, {threads} threads in all",
+            f"heads of {D}",
         }
     }
     results.write(run, ROOT / results.RESULTS / "distributed-cpu.json")

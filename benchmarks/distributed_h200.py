@@ -35,9 +35,10 @@ ROOT = Path(__file__).resolve().parents[1]
 S, Hq, Hkv, D = 32768, 32, 8, 128
 RANKS = (1, 2, 4, 8)
 ROUNDS = 7
-# Kernel and whether a row's bits are to be independent of other queries. Ranks of `heads` compute
-# what one process does, by any kernel.
-KERNELS = {"triton": True, "hopper": False}
+SIZES = f"causal, {S:,} tokens, {Hq} query heads, {Hkv} key heads of {D}, bf16"
+# Kernels, and the methods that run by them.
+KERNELS = {"triton": ("heads", "gather", "ring"), "hopper": ("heads", "gather")}
+CALL_COLUMNS = ("call, ms", "kernel, ms", "copied, MB", "q, k, v and out, MB")
 
 
 class Share:
@@ -45,7 +46,7 @@ class Share:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, kernel: str, ranks: int, rank: int) -> None:
         self.q, self.k, self.v = q, k, v
-        options = Options(causal=True, query_invariant=KERNELS[kernel])
+        options = Options(causal=True, query_invariant=True)
         self.settings, self.ranks = Settings(*options, kernel), ranks
         self.problem = describe(Tensors(q, k, v), options)
         self.pieces = Sharding(S, ranks, balanced=True).pieces(rank)
@@ -105,11 +106,11 @@ def milliseconds(run: Callable[[], Any]) -> float:
 def shares(q: Tensor, k: Tensor, v: Tensor, rounds: bool) -> list[dict[str, Any]]:
     """A row for each kernel, method and number of ranks, with the time of the slowest rank."""
     rows = []
-    for kernel, invariant in KERNELS.items():
-        options = {"causal": True, "query_invariant": invariant, "kernel": kernel}
+    for kernel, methods in KERNELS.items():
+        options = {"causal": True, "query_invariant": True, "kernel": kernel}
         whole = lockstep.attention(q, k, v, **options)
         alone = milliseconds(lambda options=options: lockstep.attention(q, k, v, **options))
-        for method in ("heads", "gather", "ring") if invariant else ("heads",):
+        for method in methods:
             for ranks in RANKS:
                 of_ranks = [Share(q, k, v, kernel, ranks, rank) for rank in range(ranks)]
                 for share in of_ranks:
@@ -154,9 +155,11 @@ def calls(q: Tensor, k: Tensor, v: Tensor) -> list[dict[str, Any]]:
         ms = milliseconds(run)
         with Copies() as copies:
             run()
-        row = {"what": "call", "method": method, "ms": ms, "kernel ms": alone}
-        rows.append({**row, "copied bytes": copies.n_bytes, "bytes of q, k, v and out": moved})
-        print(rows[-1], flush=True)
+        figures = (ms, alone, copies.n_bytes / 1e6, moved / 1e6)
+        for column, figure in zip(CALL_COLUMNS, figures, strict=True):
+            row = {"what": "call", "method": method, "column": column, "figure": figure}
+            rows.append(row)
+            print(row, flush=True)
     dist.destroy_process_group()
     return rows
 
@@ -174,8 +177,16 @@ def main() -> None:
             "columns": {f"{ranks} ranks": {"ranks": ranks} for ranks in RANKS},
             "value": "of one GPU",
             "format": "{:.2f}",
-            "caption": f"causal, {S:,} tokens, {Hq} query heads, {Hkv} key heads of {D}, bf16",
-        }
+            "caption": f"query-invariant, {SIZES}",
+        },
+        "distributed_calls": {
+            "where": {"what": "call"},
+            "by": ["method"],
+            "columns": {column: {"column": column} for column in CALL_COLUMNS},
+            "value": "figure",
+            "format": "{:,.4g}",
+            "caption": f"forward, one rank, Triton kernels, {SIZES}",
+        },
     }
     results.write(run, ROOT / results.RESULTS / "distributed-h200.json")
 

@@ -10,6 +10,7 @@ Under `tables` such a file has, by the name of the block on a page::
     format       how it is written, "{:.0f}" unless given
     bold         "max" or "min": which figure of a line stands out; `bold_among` names the columns
     caption      the unit, and what all figures have in common
+    on           "cpu" for a table of a CPU in a machine that has a GPU
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def render(description: dict[str, Any], run: Run) -> str:
     for key in sorted(lines, key=_sizes):
         cells = [*map(_label, key), *_figures(lines[key], description)]
         text.append(f"| {' | '.join(cells)} |")
-    on_gpu = bool(run["environment"]["hardware"]["gpus"])
+    on_gpu = run["environment"]["hardware"]["gpus"] and description.get("on") != "cpu"
     where_run = results.where_on_gpu(run) if on_gpu else results.where(run)
     return "\n".join(text) + f"\n\n{description['caption']}, {where_run}."
 
