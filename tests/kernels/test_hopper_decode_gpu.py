@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problems import Case, Result, assert_allowed, assert_same_bits, draw, paginate, run
+from problems import (
+    Case,
+    Result,
+    assert_allowed,
+    assert_same_bits,
+    draw,
+    paginate,
+    ragged,
+    run,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,3 +96,41 @@ def test_wrong_pages_and_lengths_are_nan_and_touch_no_other_sequence():
     assert wrong.out[:3].isnan().all()
     assert wrong.lse[:3].isnan().all()
     assert_same_bits(Result(wrong.out[3:], wrong.lse[3:]), Result(right.out[3:], right.lse[3:]))
+
+
+def test_what_lies_behind_a_sequence_changes_no_bit():
+    """NaN is removed, and other numbers stay and weigh nothing."""
+    found = []
+    for garbage in (NAN, 9.0):
+        torch.manual_seed(0)
+        found.append(attend(paged(Sq=2, Skv=700, kv_lens=[700, 3, 77], garbage=garbage)))
+    assert_same_bits(*found)
+
+
+Q_LENS, KV_LENS = [1, 5, 0, 30, 17, 1], [3000, 1700, 70, 90, 0, 64]
+
+
+@pytest.mark.parametrize(("D", "options"), [(128, {}), (64, {"window": (300, 0)}), (256, {})])
+def test_packed_queries_have_the_bits_that_each_sequence_has_alone(D, options):
+    alike = paged(Sq=max(Q_LENS), Skv=3000, B=6, kv_lens=KV_LENS, D=D, options=options)
+    case = ragged(alike, Q_LENS)
+    together = attend(case)
+    assert_allowed(case, together.items(), kernel="hopper_decode")
+    starts = case.tensors["cu_seqlens_q"].tolist()
+    for b in (0, 1, 3, 4, 5):
+        rows = slice(starts[b], starts[b + 1])
+        q = case.tensors["q"][rows].transpose(0, 1)[None]
+        own = {name: case.tensors[name][b : b + 1] for name in ("kv_lens", "page_table")}
+        alone = attend(case.replaced(q=q, cu_seqlens_q=None, **own))
+        packed = Result(
+            together.out[rows].transpose(0, 1)[None], together.lse[rows].transpose(0, 1)[None]
+        )
+        assert_same_bits(alone, packed)
+
+
+def test_wrong_offsets_are_nan():
+    case = ragged(paged(Sq=8, Skv=300, kv_lens=[300, 20, 100]), [3, 5, 8])
+    right = attend(case)
+    wrong = attend(case.replaced(cu_seqlens_q=torch.tensor([0, 3, 1, 14])))
+    assert_same_bits(Result(wrong.out[:3], wrong.lse[:3]), Result(right.out[:3], right.lse[:3]))
+    assert wrong.out[3:].isnan().all()

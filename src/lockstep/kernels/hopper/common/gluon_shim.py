@@ -11,6 +11,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -24,6 +25,7 @@ from triton.language import core
 __all__ = [
     "TensorDescriptor",
     "aggregate",
+    "async_copy",
     "await_warps",
     "fence_async_shared",
     "gl",

@@ -3,6 +3,8 @@
 Importing this package does not import Triton.
 
     plan.py      tile sizes, and how long a span of keys is
+    span_rule.py that rule, on the host and on the device
+    tiles.py     tiles of packed queries in the place of sequences
     schedule.py  which program computes which spans
     producer.py  the warp that streams pages
     consumer.py  the warpgroup that attends to them
@@ -24,9 +26,8 @@ from lockstep.problem import AttentionProblem, Tensors
 HEAD_DIMS = (64, 128, 256)
 # The copy engine loads so many rows of a page at least.
 PAGE_ROWS = 16
-# Where pages are long, heads are narrow and several, the Triton path is as fast or faster.
-LONG_PAGES, NARROW, SEVERAL = 128, 128, 4
-# Each tile of 64 rows reads all keys: more than a few are better off where tiles are taller.
+# Each tile of 64 rows reads all keys: more than a few are better off where tiles are taller. Packed
+# queries are not counted: what runs a sequence must not depend on its neighbours.
 MAX_ROWS = 128
 MAX_SOFTCAP = 1024.0
 
@@ -41,7 +42,7 @@ def supports(problem: AttentionProblem) -> str | None:
     reason = refusal_of_device(problem)
     if reason is not None:
         return reason
-    if problem.layout != "paged" and not (problem.query_invariant and is_split(problem)):
+    if not problem.is_paged and not (problem.query_invariant and is_split(problem)):
         return f"takes pages, got a {problem.layout} problem"
     if problem.query_invariant and refusal_of_kind(problem) is not None:
         return refusal_of_kind(problem)
@@ -50,13 +51,6 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"takes head dims {dims}, got D = {problem.D} and Dv = {problem.Dv}"
     if problem.is_paged and problem.page_size % PAGE_ROWS:
         return f"takes pages of multiples of {PAGE_ROWS} keys, got {problem.page_size}"
-    is_long = problem.is_paged and problem.page_size % LONG_PAGES == 0
-    is_long = is_long and not problem.query_invariant
-    if is_long and max(problem.D, problem.Dv) <= NARROW and problem.Hkv >= SEVERAL:
-        return (
-            f"leaves pages of multiples of {LONG_PAGES} keys to triton, got {problem.page_size}, "
-            f"with {SEVERAL} KV heads or more of head dims up to {NARROW}"
-        )
     if problem.bias_shape is not None:
         return "takes no bias"
     if problem.has_kv_starts and problem.is_paged:
@@ -66,7 +60,7 @@ def supports(problem: AttentionProblem) -> str | None:
     if 0 in (problem.B, problem.Sq, problem.Skv, problem.n_pages):
         return "takes at least one sequence, one query and one page"
     rows = problem.Sq * problem.Hq // problem.Hkv
-    if rows > MAX_ROWS and not problem.query_invariant:
+    if rows > MAX_ROWS and not (problem.is_packed or problem.query_invariant):
         return f"takes up to {MAX_ROWS} query rows of a KV head, got {rows}"
     if problem.softcap is not None and problem.softcap > MAX_SOFTCAP:
         return f"takes a softcap up to {MAX_SOFTCAP}, got {problem.softcap}"

@@ -13,6 +13,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     fence_async_shared,
     gl,
     gluon,
+    reinterpret,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -28,7 +29,7 @@ class Rows:
     """What the consumer takes and returns: tensors, their strides, and how scores are made."""
 
     q_ptr: gl.tensor
-    out_ptr: gl.tensor  # contiguous [B, Hq, Sq, Dv]
+    out_ptr: gl.tensor  # [rows, Dv], row b · rows_b + head · rows_h + query · rows_s
     lse_ptr: gl.tensor
     parts_ptr: gl.tensor  # [slots, n_spans, n_rows, Dv]
     part_stats_ptr: gl.tensor  # [slots, n_spans, n_rows, 2]
@@ -36,7 +37,9 @@ class Rows:
     stride_qb: gl.tensor
     stride_qh: gl.tensor
     stride_qs: gl.tensor
-    Hkv: gl.tensor
+    rows_b: gl.tensor
+    rows_h: gl.tensor
+    rows_s: gl.tensor
     group: gl.tensor  # query heads of a KV head
     n_spans: gl.tensor
     n_rows: gl.tensor  # of a slot
@@ -58,14 +61,16 @@ class Rows:
         self.stride_qb = numbers[0]
         self.stride_qh = numbers[1]
         self.stride_qs = numbers[2]
-        self.Hkv = numbers[3]
-        self.group = numbers[4]
-        self.n_spans = numbers[5]
-        self.n_rows = numbers[6]
-        self.cap_scale = numbers[7]
-        self.score_scale = numbers[8]
-        self.unit = numbers[9]
-        self.natural = numbers[10]
+        self.rows_b = numbers[3]
+        self.rows_h = numbers[4]
+        self.rows_s = numbers[5]
+        self.group = numbers[6]
+        self.n_spans = numbers[7]
+        self.n_rows = numbers[8]
+        self.cap_scale = numbers[9]
+        self.score_scale = numbers[10]
+        self.unit = numbers[11]
+        self.natural = numbers[12]
         self.SCORES = gl.constexpr(SCORES)
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
 
@@ -78,8 +83,8 @@ class Rows:
         d = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, layout)), 0)
         head = run.head * self.group + row % self.group
         at = run.b.to(gl.int64) * self.stride_qb + head.to(gl.int64) * self.stride_qh
-        at += (row // self.group).to(gl.int64) * self.stride_qs
-        is_row = gl.expand_dims(row < sizes.Sq * self.group, 1)
+        at += (run.q_start + row // self.group).to(gl.int64) * self.stride_qs
+        is_row = gl.expand_dims(row < run.n_q * self.group, 1)
         q = gl.load(self.q_ptr + gl.expand_dims(at, 1) + d, mask=is_row & (d >= 0), other=0.0)
         # Of the run before, warps that are behind may still read here.
         await_warps()
@@ -101,7 +106,7 @@ class Rows:
         """Rows [ROWS] of a run: their place in its tile, their number, and whether there is one."""
         row = gl.arange(0, ROWS, layout)
         number = run.q_tile * ROWS + row
-        return row, number, number < sizes.Sq * self.group
+        return row, number, number < run.n_q * self.group
 
     @gluon.jit
     def load_part(self, sizes, run, slot, layout: gl.constexpr):
@@ -140,7 +145,8 @@ class Rows:
             sink = gl.load(self.sinks_ptr + head, mask=is_row, other=0.0).to(gl.float32)
             m, l, acc = fold_sink(m, l, acc, sink, self.natural, self.unit)
         out, lse = close(m, l, acc, self.natural)
-        at = (run.b * self.Hkv * self.group + head) * sizes.Sq + number // self.group
+        at = run.b * self.rows_b + head * self.rows_h
+        at += (run.q_start + number // self.group) * self.rows_s
         d = gl.expand_dims(gl.arange(0, DV, gl.SliceLayout(0, acc.type.layout)), 0)
         mask = gl.expand_dims(is_row, 1) & (d >= 0)
         out = out.to(self.out_ptr.dtype.element_ty)
@@ -154,10 +160,10 @@ def row_bounds(rows, sizes, run, layout: gl.constexpr):
     and those that all of them see."""
     _row, number, _is_row = rows.rows_of(sizes, run, layout)
     kv_len = gl.maximum(run.kv_len, 0)
-    shift = kv_len - sizes.Sq
+    shift = kv_len - run.n_q
     position = number // rows.group + shift
     first = run.q_tile * ROWS // rows.group + shift
-    n_rows = gl.minimum(run.q_tile * ROWS + ROWS, sizes.Sq * rows.group)
+    n_rows = gl.minimum(run.q_tile * ROWS + ROWS, run.n_q * rows.group)
     last = (n_rows - 1) // rows.group + shift
     begin = position * 0
     end = begin + kv_len
@@ -185,6 +191,22 @@ def is_seen(sizes, first_key, bounds, layout: gl.constexpr):
     if sizes.HAS_LEFT:
         seen = seen & (gl.expand_dims(key, 0) >= gl.expand_dims(begin, 1))
     return seen
+
+
+@gluon.jit
+def has_nonfinite(tile):
+    """Whether any value of a tile [·, D] is not finite: its exponent is all ones."""
+    D: gl.constexpr = tile.shape[1]
+    words_shape: gl.constexpr = [tile.shape[0], D // 2]
+    words = reinterpret(tile, gl.int32, words_shape, gl.NVMMASharedLayout(128, 32, 2))
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [256 // D, D // 8], [4, 1], [1, 0])
+    # Two values in a word: adding 1 to an exponent of ones sets the bit above it.
+    EXPONENTS: gl.constexpr = 0x7F807F80 if tile.dtype == gl.bfloat16 else 0x7C007C00
+    ONES: gl.constexpr = 0x00800080 if tile.dtype == gl.bfloat16 else 0x04000400
+    found = gl.full([CLEANED, D // 2], 0, gl.int32, layout)
+    for part in gl.static_range(tile.shape[0] // CLEANED):
+        found = found | ((words.slice(part * CLEANED, CLEANED).load(layout) & EXPONENTS) + ONES)
+    return gl.max(gl.max((found >> 15) & 0x10001, 1), 0)
 
 
 @gluon.jit
@@ -235,56 +257,78 @@ def add_nonfinite(rows, sizes, cache, run, tile, end, bounds, acc):
 
 
 @gluon.jit
-def take_scores(rows, sizes, k, q_smem, i, first_key, bounds):
-    """The scores of a tile of keys [ROWS, BLOCK_KV], masked, and whether some row does not see all
-    of it; the keys are released."""
-    s_layout: gl.constexpr = accumulator(sizes.BLOCK_KV)
+def scores_of(q_smem, k, i):
+    """Products of all rows with the keys of the i-th tile, under way."""
+    keys = k.tile(i).permute((1, 0))
+    return warpgroup_mma(q_smem, keys, zeros(k.BLOCK_KV), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def hides_some(sizes, first_key, of_all):
+    """Whether some row does not see all keys of a tile."""
+    return (first_key < of_all[0]) | (first_key + sizes.BLOCK_KV > of_all[1])
+
+
+@gluon.jit
+def weigh(rows, sizes, s, first_key, bounds, m, l):
+    """Weights of a tile of scores; the new (m, l), and what sums so far weigh under it."""
+    layout: gl.constexpr = s.type.layout
     of_rows, _of_any, of_all = bounds
-    k.ring.wait_full(i)
-    s = warpgroup_mma(
-        q_smem, k.tile(i).permute((1, 0)), zeros(sizes.BLOCK_KV), use_acc=False, is_async=True
-    )
-    s = warpgroup_mma_wait(0, deps=(s,))
-    k.ring.release(i)
     s = rows.finish_scores(s)
-    is_edge = (first_key < of_all[0]) | (first_key + sizes.BLOCK_KV > of_all[1])
-    if is_edge:
-        s = gl.where(is_seen(sizes, first_key, of_rows, s_layout), s, -float("inf"))
-    return s, is_edge
-
-
-@gluon.jit
-def add_values(v, p, i, is_edge, first_key, bounds, acc, is_nonfinite):
-    """acc and the values of a tile weighted by p, which are released; and whether values that are
-    not finite were left out, here or before."""
-    _of_rows, of_any, _of_all = bounds
-    v.ring.wait_full(i)
-    if is_edge:
-        found = clean_values(v.tile(i), of_any[0] - first_key, of_any[1] - first_key)
-        is_nonfinite = is_nonfinite | found
-    acc = warpgroup_mma(p, v.tile(i), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    v.ring.release(i)
-    return acc, is_nonfinite
-
-
-@gluon.jit
-def attend_tile(rows, sizes, k, v, q_smem, i, first_key, bounds, m, l, acc, is_nonfinite):
-    """One tile of keys: the new (m, l, acc), and whether values that are not finite were left
-    out."""
-    s, is_edge = take_scores(rows, sizes, k, q_smem, i, first_key, bounds)
+    if hides_some(sizes, first_key, of_all):
+        s = gl.where(is_seen(sizes, first_key, of_rows, layout), s, -float("inf"))
     m_new = gl.maximum(m, gl.max(s, 1))
     # exp2(-inf - -inf) would be NaN: measured from 0, a row without keys weighs nothing.
     origin = gl.where(m_new == -float("inf"), 0.0, m_new)
     alpha = gl.exp2((m - origin) * rows.unit)
     p = gl.exp2((s - gl.expand_dims(origin, 1)) * rows.unit)
-    l = gl.fma(l, alpha, gl.sum(p, 1))
+    return p, m_new, gl.fma(l, alpha, gl.sum(p, 1)), alpha
+
+
+@gluon.jit
+def attend_span(rows, sizes, run, k, v, q_smem, seen, tile, end, bounds, empty_l, weights, m, l):
+    """The tiles [tile, end) of a span. `weights`, m and l are those of the first tile; while a
+    product with values is under way, the scores of the next tile are made and weighed, beyond the
+    end those of the next span.
+
+    Returns the part of the span, whether values that are not finite were left out, and the
+    weights, m and l of the tile at `end`.
+    """
+    of_any, of_all = bounds[1], bounds[2]
+    acc = zeros(v.D)
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    acc = acc * gl.expand_dims(gl.convert_layout(alpha, acc_rows), 1)
     left: gl.constexpr = left_operand(v.D)
-    weights = gl.convert_layout(p.to(q_smem.dtype), left)
-    acc, is_nonfinite = add_values(v, weights, i, is_edge, first_key, bounds, acc, is_nonfinite)
-    return m_new, l, acc, is_nonfinite
+    is_nonfinite = tile * 0
+    part_m = m
+    part_l = empty_l
+    for t in range(tile, end):
+        first_key = t * sizes.BLOCK_KV
+        is_last = t + 1 == end
+        has_next = t + 1 < run.end
+        v.ring.wait_full(seen)
+        if hides_some(sizes, first_key, of_all):  # noqa: SIM102, as below
+            if has_nonfinite(v.tile(seen)) != 0:
+                found = clean_values(v.tile(seen), of_any[0] - first_key, of_any[1] - first_key)
+                is_nonfinite = is_nonfinite | found
+        k.ring.wait_full(seen + 1, pred=has_next)
+        # Behind the last tile, scores of whatever is there.
+        s = scores_of(q_smem, k, seen + 1)
+        acc = warpgroup_mma(weights, v.tile(seen), acc, is_async=True)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        k.ring.release(seen + 1, pred=has_next)
+        # Not `part_m = m`: Gluon would leave it out of the loop.
+        part_m = m + 0.0
+        part_l = l + 0.0
+        m = gl.where(is_last, -float("inf"), m)
+        l = gl.where(is_last, empty_l, l)
+        p, m, l, alpha = weigh(rows, sizes, s, first_key + sizes.BLOCK_KV, bounds, m, l)
+        acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+        v.ring.release(seen)
+        alpha = gl.where(is_last, 1.0, alpha)
+        acc = acc * gl.expand_dims(gl.convert_layout(alpha, acc_rows), 1)
+        weights = gl.convert_layout(p.to(q_smem.dtype), left)
+        seen += 1
+    return part_m, part_l, acc, is_nonfinite, weights, m, l, seen
 
 
 @gluon.jit
@@ -294,11 +338,12 @@ def consume(rows, sizes, queue, k, v, q_smem, cache):
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     acc_layout: gl.constexpr = accumulator(v.D)
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc_layout)
+    left: gl.constexpr = left_operand(v.D)
     # Two sums of wider values have no room there.
     IN_REGISTERS: gl.constexpr = v.D <= 128
     runs = 0
     seen = 0
-    run = queue.read(runs)
+    run = queue.read(runs, sizes)
     while run.exists != 0:
         rows.load_queries(sizes, run, q_smem)
         bounds = row_bounds(rows, sizes, run, row_layout)
@@ -311,26 +356,30 @@ def consume(rows, sizes, queue, k, v, q_smem, cache):
             folded_l = gl.convert_layout(empty_l, acc_rows)
             folded_acc = zeros(v.D)
         span = run.first_span
+        slot = gl.where(run.slot < 0, -1 - run.slot, run.slot)
         tile = run.begin
+        # A sequence without a key has no tile.
+        has_tile = run.begin < run.end
+        k.ring.wait_full(seen, pred=has_tile)
+        s = warpgroup_mma_wait(0, deps=(scores_of(q_smem, k, seen),))
+        k.ring.release(seen, pred=has_tile)
+        p, m, l, _alpha = weigh(
+            rows, sizes, s, run.begin * sizes.BLOCK_KV, bounds, empty_m, empty_l
+        )
+        m = gl.where(has_tile, m, empty_m)
+        weights = gl.convert_layout(p.to(q_smem.dtype), left)
         has_more = True
         while has_more:
             end = gl.minimum((tile // run.span + 1) * run.span, run.end)
-            m = empty_m
-            l = empty_l
-            acc = zeros(v.D)
-            is_nonfinite = tile * 0
-            for t in range(tile, end):
-                m, l, acc, is_nonfinite = attend_tile(
-                    rows, sizes, k, v, q_smem, seen, t * sizes.BLOCK_KV, bounds, m, l, acc,
-                    is_nonfinite,
-                )  # fmt: skip
-                seen += 1
+            part_m, part_l, acc, is_nonfinite, weights, m, l, seen = attend_span(
+                rows, sizes, run, k, v, q_smem, seen, tile, end, bounds, empty_l, weights, m, l
+            )
             if is_nonfinite != 0:
                 acc = add_nonfinite(rows, sizes, cache, run, tile, end, bounds[0], acc)
-            part_m = gl.convert_layout(m, acc_rows)
-            part_l = gl.convert_layout(l, acc_rows)
-            if run.slot >= 0:
-                rows.store_part(sizes, run, run.slot, span, part_m, part_l, acc)
+            part_m = gl.convert_layout(part_m, acc_rows)
+            part_l = gl.convert_layout(part_l, acc_rows)
+            if run.first_span > 0:
+                rows.store_part(sizes, run, slot, span, part_m, part_l, acc)
             elif IN_REGISTERS:
                 folded_m, folded_l, folded_acc = fold(
                     folded_m, folded_l, folded_acc, part_m, part_l, acc, rows.unit
@@ -339,21 +388,24 @@ def consume(rows, sizes, queue, k, v, q_smem, cache):
                 if span > 0:
                     # What this warpgroup has stored.
                     await_warps()
-                    folded_m, folded_l, folded_acc = rows.load_part(
-                        sizes, run, -1 - run.slot, acc_layout
-                    )
+                    folded_m, folded_l, folded_acc = rows.load_part(sizes, run, slot, acc_layout)
                     part_m, part_l, acc = fold(
                         folded_m, folded_l, folded_acc, part_m, part_l, acc, rows.unit
                     )
                 if end < run.end:
-                    rows.store_part(sizes, run, -1 - run.slot, 0, part_m, part_l, acc)
-                else:
+                    rows.store_part(sizes, run, slot, 0, part_m, part_l, acc)
+                elif run.slot < 0:
                     rows.store_results(sizes, run, part_m, part_l, acc)
+                else:
+                    rows.store_part(sizes, run, slot, span, part_m, part_l, acc)
             span += 1
             tile = end
             has_more = tile < run.end
         if IN_REGISTERS:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
-            if run.slot < 0:
-                rows.store_results(sizes, run, folded_m, folded_l, folded_acc)
+            if run.first_span == 0:
+                if run.slot < 0:
+                    rows.store_results(sizes, run, folded_m, folded_l, folded_acc)
+                else:
+                    rows.store_part(sizes, run, slot, span - 1, folded_m, folded_l, folded_acc)
         runs += 1
-        run = queue.read(runs)
+        run = queue.read(runs, sizes)

@@ -3,79 +3,156 @@
     out = Σ acc_i · exp(m_i) / Σ l_i · exp(m_i)        lse = log Σ l_i · exp(m_i)
 
 One program folds some columns of a few rows of one slot, part after part, as the decode kernel does
-with the parts that it keeps.
+with the parts that it keeps. Parts come to shared memory many at a time: left to itself, the
+compiler loads one, folds it and loads the next.
 """
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from lockstep.kernels.hopper.common.gluon_shim import (
+    async_copy,
+    await_warps,
+    gl,
+    gluon,
+    reinterpret,
+)
+from lockstep.kernels.hopper.decode import tiles
 from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.parts import close, fold, fold_sink
 
-# Parts that are loaded at once: enough to hide how long memory takes, few enough for registers.
-BATCH: tl.constexpr = tl.constexpr(32)
+# Parts whose way from shared memory is under way at one time.
+UNROLLED = gl.constexpr(8)
+FIELDS, N_Q = gl.constexpr(tiles.FIELDS), gl.constexpr(tiles.N_Q)
+Q_TILE, Q_START = gl.constexpr(tiles.Q_TILE), gl.constexpr(tiles.Q_START)
+SEQUENCE = gl.constexpr(tiles.SEQUENCE)
 
 
-@unspecialized(triton.jit, any_address=("sinks_ptr",))
+@gluon.jit
+def find_rows(work, row, tiles_ptr, heads, group, Sq, n_rows, TILED: gl.constexpr):
+    """Of the rows of a slot: whether there are such, and sequence, query head and query of each."""
+    b = work // heads
+    q_tile = b * 0
+    n_q = Sq
+    q_start = b * 0
+    if TILED:
+        tile_ptr = tiles_ptr + b * FIELDS
+        q_tile = gl.load(tile_ptr + Q_TILE)
+        n_q = gl.load(tile_ptr + N_Q)
+        q_start = gl.load(tile_ptr + Q_START)
+        b = gl.load(tile_ptr + SEQUENCE)
+    number = q_tile * 64 + row
+    is_row = (row < n_rows) & (number < n_q * group)
+    return is_row, b, work % heads * group + number % group, q_start + number // group
+
+
+@gluon.jit
+def copy_parts(
+    acc_smem, m_smem, l_smem, parts_ptr, part_stats_ptr, slot, first, count, n_spans, n_rows,
+    DV: gl.constexpr,
+):  # fmt: skip
+    """Parts from number `first` on of some rows and columns, to shared memory."""
+    BATCH: gl.constexpr = acc_smem.shape[0]
+    ROWS: gl.constexpr = acc_smem.shape[1]
+    COLUMNS: gl.constexpr = acc_smem.shape[2]
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 4], [128 // COLUMNS, 1, COLUMNS // 4], [1, ROWS, 1], [2, 1, 0]
+    )
+    of_parts: gl.constexpr = gl.SliceLayout(2, layout)
+    i = gl.expand_dims(first + gl.arange(0, BATCH, gl.SliceLayout(1, of_parts)), 1)
+    row = gl.program_id(1) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, of_parts))
+    row = gl.expand_dims(row, 0)
+    at = (slot.to(gl.int64) * n_spans + i) * n_rows + row
+    is_part = (i < count) & (row < n_rows)
+    d = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
+    d = gl.program_id(2) * COLUMNS + gl.expand_dims(gl.expand_dims(d, 0), 0)
+    mask = gl.expand_dims(is_part, 2) & (d >= 0)
+    async_copy.async_copy_global_to_shared(
+        acc_smem, parts_ptr + gl.expand_dims(at * DV, 2) + d, mask=mask
+    )
+    async_copy.async_copy_global_to_shared(m_smem, part_stats_ptr + at * 2, mask=is_part)
+    async_copy.async_copy_global_to_shared(l_smem, part_stats_ptr + at * 2 + 1, mask=is_part)
+    async_copy.commit_group()
+
+
+@unspecialized(gluon.jit, any_address=("sinks_ptr",))
 def fold_slots(
-    parts_ptr,
-    part_stats_ptr,
+    parts_ptr,  # [slots, n_spans, n_rows, DV] fp32
+    part_stats_ptr,  # [slots, n_spans, n_rows, 2] fp32: m, l
     slots_ptr,
     sinks_ptr,
     out_ptr,
     lse_ptr,
-    Hkv,
+    tiles_ptr,  # `tiles.py`
+    rows_b,
+    rows_h,
+    rows_s,
     group,
     heads,
-    q_tiles,
     Sq,
     n_spans,
     n_rows,
     unit,
     natural,
-    HAS_SINKS: tl.constexpr,
-    DV: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    TILED: gl.constexpr,
+    DV: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    ROWS: gl.constexpr,
+    BATCH: gl.constexpr,  # parts that are loaded at once
 ):
-    """Programs [slots, n_rows / ROWS, DV / COLUMNS]."""
-    slot = tl.program_id(0)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    """Programs [slots, n_rows / ROWS, DV / COLUMNS], a warp for each row."""
+    layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 32], [1, 32], [ROWS, 1], [1, 0])
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    square: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    acc_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS, COLUMNS], cube)
+    m_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS], square)
+    l_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS], square)
+    # The same, part after part.
+    accs = reinterpret(acc_smem, gl.float32, [BATCH, ROWS, COLUMNS], square)
+    ms = reinterpret(m_smem, gl.float32, [BATCH, ROWS], line)
+    ls = reinterpret(l_smem, gl.float32, [BATCH, ROWS], line)
+    slot = gl.program_id(0)
+    row = gl.program_id(1) * ROWS + gl.arange(0, ROWS, rows)
     gdc_wait()
-    work = tl.load(slots_ptr + 2 * slot)
-    count = tl.load(slots_ptr + 2 * slot + 1)
+    work = gl.load(slots_ptr + 3 * slot)
+    begin = gl.load(slots_ptr + 3 * slot + 1)
+    count = gl.load(slots_ptr + 3 * slot + 2)
     if work < 0:
         return
-    b, head = work // heads, work % heads
-    number = head % q_tiles * 64 + row
-    is_row = (row < n_rows) & (number < Sq * group)
-    at = slot.to(tl.int64) * n_spans * n_rows + row
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, count, BATCH):
-        ms, ls, accs = (), (), ()
-        for i in tl.static_range(BATCH):
-            part = at + tl.cast(first + i, tl.int64) * n_rows
-            inside = is_row & (first + i < count)
-            m_ptr = part_stats_ptr + part * 2
-            acc_ptr = parts_ptr + part[:, None] * DV + d
-            ms = ms + (tl.load(m_ptr, mask=inside, other=float("-inf")),)  # noqa: RUF005
-            ls = ls + (tl.load(m_ptr + 1, mask=inside, other=0.0),)  # noqa: RUF005
-            accs = accs + (tl.load(acc_ptr, mask=inside[:, None], other=0.0),)  # noqa: RUF005
-        for i in tl.static_range(BATCH):
-            m, l, acc = fold(m, l, acc, ms[i], ls[i], accs[i], unit)
-    q_head = head // q_tiles * group + number % group
+    m = gl.full([ROWS], -float("inf"), gl.float32, rows)
+    l = gl.full([ROWS], 0.0, gl.float32, rows)
+    acc = gl.full([ROWS, COLUMNS], 0.0, gl.float32, layout)
+    for first in range(begin, count, BATCH):
+        # Of the parts before, warps that are behind may still read.
+        await_warps()
+        copy_parts(
+            acc_smem, m_smem, l_smem, parts_ptr, part_stats_ptr, slot, first, count, n_spans,
+            n_rows, DV,
+        )  # fmt: skip
+        async_copy.wait_group(0)
+        await_warps()
+        for some in range(0, gl.minimum(count - first, BATCH), UNROLLED):
+            for i in gl.static_range(UNROLLED):
+                part_m = ms.index(some + i).load(rows)
+                # Behind the last part there are zeros.
+                part_m = gl.where(first + some + i < count, part_m, -float("inf"))
+                part_l = ls.index(some + i).load(rows)
+                part_acc = accs.index(some + i).load(layout)
+                m, l, acc = fold(m, l, acc, part_m, part_l, part_acc, unit)
+    is_row, b, head, query = find_rows(work, row, tiles_ptr, heads, group, Sq, n_rows, TILED)
     if HAS_SINKS:
-        sink = tl.load(sinks_ptr + q_head, mask=is_row, other=0.0).to(tl.float32)
+        sink = gl.load(sinks_ptr + head, mask=is_row, other=0.0).to(gl.float32)
         m, l, acc = fold_sink(m, l, acc, sink, natural, unit)
     out, lse = close(m, l, acc, natural)
-    to = ((b * Hkv * group + q_head) * Sq + number // group).to(tl.int64)
+    to = (b * rows_b + head * rows_h + query * rows_s).to(gl.int64)
+    d = gl.program_id(2) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    d = gl.expand_dims(d, 0)
     out = out.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + to[:, None] * DV + d, out, mask=is_row[:, None])
-    if tl.program_id(2) == 0:
-        tl.store(lse_ptr + to, lse, mask=is_row)
+    mask = gl.expand_dims(is_row, 1) & (d >= 0)
+    gl.store(out_ptr + gl.expand_dims(to * DV, 1) + d, out, mask=mask)
+    if gl.program_id(2) == 0:
+        gl.store(lse_ptr + to, lse, mask=is_row)

@@ -26,29 +26,30 @@ def decode_kernel(
     k_desc,  # boxes [rows of a page, COLUMNS] of k [n_pages, Hkv, page, D]
     v_desc,
     v_ptr,  # the values once more, for those that are not finite
-    q_ptr,  # [B, Hq, Sq, D]
-    out_ptr,  # contiguous [B, Hq, Sq, Dv]
-    lse_ptr,  # contiguous [B, Hq, Sq] fp32
+    q_ptr,  # [B, Hq, Sq, D], or packed
+    out_ptr,  # contiguous [B, Hq, Sq, Dv], or [Tq, Hq, Dv]
+    lse_ptr,  # the same without Dv, fp32
     statistics_ptr,  # [*lse, 2], of query-invariant calls with a dense cache
     parts_ptr,  # [slots, n_spans, n_rows, Dv] fp32
     part_stats_ptr,  # [slots, n_spans, n_rows, 2] fp32
-    slots_ptr,  # [slots, 2]: whose parts there are, -1 if there are none, and how many
+    slots_ptr,  # [slots, 3]: `producer.note_slot`
     sinks_ptr,  # [Hq]
-    kv_lens_ptr,  # [B]
+    kv_lens_ptr,  # [B], or tiles (`tiles.py`)
     kv_starts_ptr,  # [B]
     page_table_ptr,  # [B, ·]
     stride_qb,
     stride_qh,
     stride_qs,
+    rows_b,
+    rows_h,
+    rows_s,
     stride_vp,
     stride_vs,
     stride_vh,
     stride_tb,
     B,
-    Hkv,
     group,
     heads,
-    q_tiles,
     Sq,
     Skv,
     n_pages,
@@ -57,6 +58,8 @@ def decode_kernel(
     right,
     wanted,
     least,
+    team,
+    waves,
     whole,
     n_spans,
     n_rows,
@@ -69,6 +72,7 @@ def decode_kernel(
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
     HAS_SINKS: gl.constexpr,
+    TILED: gl.constexpr,
     SCORES: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
@@ -82,17 +86,17 @@ def decode_kernel(
     gdc_launch_dependents()
     sizes = Sizes(
         (kv_lens_ptr, kv_starts_ptr),
-        (B, heads, q_tiles, Sq, Skv, left, right, wanted, least, whole),
-        HAS_LEFT, HAS_RIGHT, HAS_STARTS, BLOCK_KV,
+        (B, heads, Sq, Skv, left, right, wanted, least, team, waves, whole),
+        HAS_LEFT, HAS_RIGHT, HAS_STARTS, TILED, BLOCK_KV,
     )  # fmt: skip
-    queue = RunQueue.create()
+    queue = RunQueue.create(TILED)
     k = Tiles.create(k_desc, STAGES, BLOCK_KV, D)
     v = Tiles.create(v_desc, STAGES, BLOCK_KV, DV)
     q_smem = gl.allocate_shared_memory(k_desc.dtype, [ROWS, D], gl.NVMMASharedLayout(128, 16, 2))
     rows = Rows(
         (q_ptr, out_ptr, lse_ptr, parts_ptr, part_stats_ptr, sinks_ptr),
-        (stride_qb, stride_qh, stride_qs, Hkv, group, n_spans, n_rows, cap_scale, score_scale, unit,
-         natural),
+        (stride_qb, stride_qh, stride_qs, rows_b, rows_h, rows_s, group, n_spans, n_rows, cap_scale,
+         score_scale, unit, natural),
         SCORES, HAS_SINKS,
     )  # fmt: skip
     cache = Cache(

@@ -9,25 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.hopper.common.copy_engine import ALIGNMENT, copy, fit
+from lockstep.kernels.hopper.common.copy_engine import ALIGNMENT, copy, fit, strides_of
 from lockstep.kernels.hopper.common.gluon_shim import TensorDescriptor, gl
-from lockstep.kernels.hopper.common.sizes import processors
+from lockstep.kernels.hopper.common.sizes import ROWS, processors
 from lockstep.kernels.hopper.decode.fold import fold_slots
 from lockstep.kernels.hopper.decode.kernel import decode_kernel
 from lockstep.kernels.hopper.decode.plan import (
     COLUMNS,
+    FOLD_BATCH,
     FOLD_COLUMNS,
     FOLD_ROWS,
     PRODUCER_REGISTERS,
+    is_tiled,
     keeps_whole,
     least_span,
     most_spans,
     plan_of,
-    q_tiles_of,
+    sequences_of,
     spans_wanted,
+    team_of,
     tile_rows_of,
 )
 from lockstep.kernels.hopper.decode.span_fold import fold_spans
+from lockstep.kernels.hopper.decode.tiles import FIELDS, list_tiles
 from lockstep.kernels.kernel import Prepared, Result
 from lockstep.kernels.launch import Buffer, Launch, Launches
 from lockstep.memory_order import in_order_of
@@ -43,16 +47,15 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
     copied = [
         name for name, x, y in zip(Tensors._fields, tensors, fitted, strict=True) if x is not y
     ]
-    heads = problem.Hkv * q_tiles_of(problem)
     n_programs = n_processors * plan_of(problem).programs
-    n_slots = min(n_programs, problem.B * heads)
     n_rows, n_spans = tile_rows_of(problem), most_spans(problem)
+    n_slots = min(n_programs, sequences_of(problem) * problem.Hkv)
     n_numbers = 4 if problem.query_invariant else 2
     # A pointer that is not used may be any.
     unused = {"sinks": not problem.has_sinks, "statistics": problem.is_paged}
     unused |= {"page_table": not problem.is_paged, "kv_starts": not problem.has_kv_starts}
     names = {name: "lse" for name, is_unused in unused.items() if is_unused}
-    shared = _numbers(problem, fitted) | _constants(problem)
+    shared = _numbers(problem, fitted, n_programs) | _constants(problem)
     decode = Launch(
         decode_kernel,
         (n_programs,),
@@ -61,7 +64,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
             "k": partial(_describe, problem.page_size, plan_of(problem).block_kv, "nan"),
             "v": partial(_describe, problem.page_size, plan_of(problem).block_kv, "zero"),
         },
-        names=names,
+        names=names | ({"kv_lens": "tiles"} if is_tiled(problem) else {}),
         num_warps=4,
         maxnreg=plan_of(problem).registers,
     )
@@ -70,7 +73,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
         fold_kernel,
         (n_slots, -(-n_rows // FOLD_ROWS), problem.Dv // FOLD_COLUMNS),
         {name: shared[name] for name in _taken_by(fold_kernel)},
-        names={name: to for name, to in names.items() if f"{name}_ptr" in fold_kernel.arg_names},
+        names=_renamed(fold_kernel, names | ({} if is_tiled(problem) else {"tiles": "slots"})),
         num_warps=FOLD_ROWS,
         launch_pdl=True,
     )
@@ -87,12 +90,36 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
         {
             "parts": Buffer((n_slots, n_spans, n_rows, problem.Dv), torch.float32),
             "part_stats": Buffer((n_slots, n_spans, n_rows, n_numbers), torch.float32),
-            "slots": Buffer((n_slots, 2), torch.int32),
+            "slots": Buffer((n_slots, 3), torch.int32),
+            "tiles": _tiles(problem),
         },
-        [decode, fold],
+        [*_listing(problem, names, n_slots), decode, fold],
         fit=partial(_fit, copied, lengths) if copied or lengths is not None else None,
         finish=partial(_finish, problem),
     )
+
+
+def _tiles(problem: AttentionProblem) -> Buffer | None:
+    """Memory for tiles of query rows."""
+    return Buffer((sequences_of(problem), FIELDS), torch.int32) if is_tiled(problem) else None
+
+
+def _listing(problem: AttentionProblem, names: dict[str, str], n_slots: int) -> list[Launch]:
+    """What writes these tiles."""
+    if not is_tiled(problem):
+        return []
+    sizes = {name: getattr(problem, name) for name in ("B", "Sq", "Skv", "Hkv")}
+    sizes |= {"n_slots": n_slots, "wanted": spans_wanted(problem), "least": least_span(problem)}
+    sizes |= {"GROUP": problem.Hq // problem.Hkv, "PACKED": problem.is_packed, "ROWS": ROWS}
+    sizes["HAS_STARTS"] = problem.has_kv_starts
+    names = names | ({} if problem.is_packed else {"cu_seqlens_q": "kv_lens"})
+    names = _renamed(list_tiles, names)
+    return [Launch(list_tiles, (sequences_of(problem),), sizes, names=names, num_warps=1)]
+
+
+def _renamed(kernel: Any, names: dict[str, str]) -> dict[str, str]:
+    """Those of `names` that are pointers of a kernel."""
+    return {name: to for name, to in names.items() if f"{name}_ptr" in kernel.arg_names}
 
 
 def _taken_by(kernel: Any) -> list[str]:
@@ -132,24 +159,27 @@ def _describe(page_size: int | None, block_kv: int, padding: str, x: Tensor) -> 
     return TensorDescriptor(x, shape, strides, block, layout, padding)
 
 
-def _numbers(problem: AttentionProblem, fitted: Tensors) -> dict[str, float]:
+def _numbers(problem: AttentionProblem, fitted: Tensors, n_programs: int) -> dict[str, float]:
     v = fitted.v if problem.is_paged else fitted.v.transpose(1, 2)
     left, right = problem.window
     cap = problem.softcap
-    by_batch, by_head, by_row, _ = fitted.q.stride()
+    by_batch, by_head, by_row = strides_of(fitted.q, problem.is_packed)
+    # Rows of out and lse from one sequence, head and query to the next.
+    rows = (0, 1, problem.Hq) if problem.is_packed else (problem.Hq * problem.Sq, problem.Sq, 1)
     return {
         "stride_qb": by_batch,
         "stride_qh": by_head,
         "stride_qs": by_row,
+        "rows_b": rows[0],
+        "rows_h": rows[1],
+        "rows_s": rows[2],
         "stride_vp": v.stride(0),
         "stride_vs": v.stride(1),
         "stride_vh": v.stride(2),
         "stride_tb": 0 if fitted.page_table is None else fitted.page_table.stride(0),
-        "B": problem.B,
-        "Hkv": problem.Hkv,
+        "B": sequences_of(problem),
         "group": problem.Hq // problem.Hkv,
-        "heads": problem.Hkv * q_tiles_of(problem),
-        "q_tiles": q_tiles_of(problem),
+        "heads": problem.Hkv,
         "Sq": problem.Sq,
         "Skv": problem.Skv,
         "n_pages": v.shape[0],
@@ -158,6 +188,8 @@ def _numbers(problem: AttentionProblem, fitted: Tensors) -> dict[str, float]:
         "right": right or 0,
         "wanted": spans_wanted(problem),
         "least": least_span(problem),
+        "team": team_of(problem, n_programs),
+        "waves": plan_of(problem).programs,
         "whole": int(keeps_whole(problem)),
         "n_spans": most_spans(problem),
         "n_rows": tile_rows_of(problem),
@@ -177,6 +209,7 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "HAS_LEFT": problem.window[0] is not None,
         "HAS_RIGHT": problem.window[1] is not None,
         "HAS_SINKS": problem.has_sinks,
+        "TILED": is_tiled(problem),
         "SCORES": "capped" if problem.softcap is not None else scores,
         "BLOCK_KV": plan.block_kv,
         "STAGES": plan.stages,
@@ -187,6 +220,7 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "FIXED_MAX": problem.dtype == torch.bfloat16,
         "COLUMNS": FOLD_COLUMNS,
         "ROWS": FOLD_ROWS,
+        "BATCH": FOLD_BATCH,
     }
 
 

@@ -10,23 +10,25 @@ from dataclasses import dataclass
 
 from lockstep.kernels.hopper.common.query_invariance import BLOCK_KV, SPAN
 from lockstep.kernels.hopper.common.sizes import ROWS
+from lockstep.kernels.hopper.decode.span_rule import least_of, spans_of
 from lockstep.problem import AttentionProblem
 
 # Programs that the spans of one sequence make, if it is long enough; and the keys of a span.
-WANTED = 264
-LEAST_SPAN, MOST_SPAN = 256, 1024
-# A sequence of up to so many keys is one span.
-SHORT = 512
+WANTED = 132
+LEAST_SPAN, MOST_SPAN = 512, 1024
+# Heads of the same keys lie side by side in memory, and are best read at one time.
+MOST_TEAM = 8
 # Columns of a tile that the copy engine writes at once: 128 bytes.
 COLUMNS = 64
 # A run of spans costs as much as this many tiles of keys more than its tiles.
 SPAN_COST = 1
 # A span has so many keys for each query row at least: parts stay few beside keys and values.
-KEYS_PER_ROW = 16
+KEYS_PER_ROW = 32
 # The most spans that tiles of all 64 rows are cut into, in calls whose spans have a fixed size.
 MAX_PARTS = 64
-# Columns and rows that a program of the second kernel folds, each row by one warp.
-FOLD_COLUMNS, FOLD_ROWS = 64, 4
+# Columns and rows that a program of the second kernel folds, each row by one warp; and the
+# parts that it loads at once.
+FOLD_COLUMNS, FOLD_ROWS, FOLD_BATCH = 32, 4, 64
 # Registers of a thread of the warp that loads; the warpgroup that attends has what is left.
 PRODUCER_REGISTERS = 48
 
@@ -43,8 +45,8 @@ class Plan:
 
 PLANS = {
     64: Plan(block_kv=128, stages=3, programs=2, registers=128),
-    128: Plan(block_kv=64, stages=3, programs=2, registers=128),
-    256: Plan(block_kv=64, stages=3, programs=1, registers=168),
+    128: Plan(block_kv=64, stages=6, programs=1, registers=168),
+    256: Plan(block_kv=32, stages=6, programs=1, registers=168),
 }
 
 
@@ -71,24 +73,39 @@ def tile_rows_of(problem: AttentionProblem) -> int:
     return min(ROWS, rows_of(problem))
 
 
-def q_tiles_of(problem: AttentionProblem) -> int:
-    """Tiles of query rows of one KV head."""
-    return -(-rows_of(problem) // ROWS)
+def is_tiled(problem: AttentionProblem) -> bool:
+    """Whether tiles of query rows take the place of sequences."""
+    return problem.is_packed or rows_of(problem) > ROWS
+
+
+def sequences_of(problem: AttentionProblem) -> int:
+    """Sequences, or the tiles for which there is room."""
+    if problem.is_packed:
+        # One spare tile for each sequence, and those of the rows behind the last.
+        return rows_of(problem) // ROWS + problem.B + 1
+    return problem.B * -(-rows_of(problem) // ROWS)
+
+
+def team_of(problem: AttentionProblem, n_programs: int) -> int:
+    """Heads that as many programs work on side by side."""
+    team = range(1, MOST_TEAM + 1)
+    return max(n for n in team if problem.Hkv % n == n_programs % n == 0)
 
 
 def spans_wanted(problem: AttentionProblem) -> int:
-    """Into how many spans the keys of a head are cut, if they are many enough."""
+    """`spans_of` of a problem, the most of any sequence of packed queries."""
     if problem.query_invariant:
         return problem.Skv
-    return max(1, WANTED // (problem.Hkv * q_tiles_of(problem)))
+    tiles = 1 if problem.is_packed else -(-rows_of(problem) // ROWS)
+    return int(spans_of.fn(problem.Hkv * tiles, WANTED))
 
 
 def least_span(problem: AttentionProblem) -> int:
-    """The least keys of a span; a multiple of every tile."""
+    """`least_of` of a problem, the least of any sequence of packed queries."""
     if problem.query_invariant:
         return SPAN
-    keys = -(-KEYS_PER_ROW * tile_rows_of(problem) // LEAST_SPAN) * LEAST_SPAN
-    return min(max(LEAST_SPAN, keys), MOST_SPAN)
+    rows = 1 if problem.is_packed else tile_rows_of(problem)
+    return int(least_of.fn(rows, KEYS_PER_ROW, LEAST_SPAN, MOST_SPAN))
 
 
 def keeps_whole(problem: AttentionProblem) -> bool:

@@ -16,10 +16,12 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     tma_load,
 )
 from lockstep.kernels.hopper.common.ring import Ring
-from lockstep.kernels.hopper.decode import plan
-from lockstep.kernels.hopper.decode.schedule import SPAN_COST, spans_before
+from lockstep.kernels.hopper.decode import plan, tiles
+from lockstep.kernels.hopper.decode.schedule import FIELDS, SPAN_COST, place_at, spans_before
 
 COLUMNS = gl.constexpr(plan.COLUMNS)
+SEQUENCE, Q_TILE = gl.constexpr(tiles.SEQUENCE), gl.constexpr(tiles.Q_TILE)
+Q_START = gl.constexpr(tiles.Q_START)
 
 
 @aggregate
@@ -126,6 +128,14 @@ class Cache:
 
 
 @gluon.jit
+def note_slot(slots_ptr, slot, pair, begin, end):
+    """Whose parts are in a slot, -1 if there are none, and from which to which."""
+    gl.store(slots_ptr + 3 * slot, pair)
+    gl.store(slots_ptr + 3 * slot + 1, begin)
+    gl.store(slots_ptr + 3 * slot + 2, end)
+
+
+@gluon.jit
 def produce(sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr):
     """All runs of this program. Notes for `fold.py` which head has its parts in which slot."""
     BLOCK_KV: gl.constexpr = sizes.BLOCK_KV
@@ -133,57 +143,69 @@ def produce(sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr):
     # Slots are those of programs, or of heads where these are fewer. A program has at most one head
     # that begins in its stretch and does not end there.
     by_pair = sizes.B * sizes.heads <= gl.num_programs(0)
+    place, n_teams = sizes.place()
+    member = gl.program_id(0) % sizes.team
+    blocks = sizes.heads // sizes.team
     sent = b * 0
     runs = b * 0
     cut = b * 0 - 1  # the tile of query rows whose parts are in this program's slot
-    cut_spans = b * 0
+    cut_begin = b * 0
+    cut_end = b * 0
     while (begin < stretch_end) & (b < sizes.B):
-        kv_len, is_good = sizes.keys_of(b, b < sizes.B)
-        tile_begin, tile_end, span, n_spans = sizes.tiles_of(kv_len)
+        found = sizes.look_at(b, b >= 0)
+        kv_len = gl.maximum(found[0], 0)
+        tile_begin, tile_end, span, n_spans = sizes.tiles_of(found)
         work = tile_end - tile_begin + n_spans * SPAN_COST
-        head = gl.maximum(stretch_begin - begin, 0) // work
-        at = begin + head * work
-        while (at < stretch_end) & (head < sizes.heads):
+        block = gl.maximum(stretch_begin - begin, 0) // work
+        at = begin + block * work
+        n_blocks = gl.where(found[2] > 0, blocks, 0)
+        sequence = b
+        q_tile = b * 0
+        if sizes.TILED:
+            sequence = gl.load(sizes.kv_lens_ptr + b * FIELDS + SEQUENCE)
+            q_tile = gl.load(sizes.kv_lens_ptr + b * FIELDS + Q_TILE)
+        while (at < stretch_end) & (block < n_blocks):
+            head = block * sizes.team + member
             first = spans_before(sizes, stretch_begin - at, tile_begin, span, n_spans)
             last = spans_before(sizes, stretch_end - at, tile_begin, span, n_spans)
             if first < last:
                 is_whole = last - first == n_spans
                 pair = b * sizes.heads + head
                 # The program in whose stretch the head begins.
-                owner = ((at.to(gl.int64) + 1) * gl.num_programs(0) - 1) // total
-                slot = gl.where(by_pair, pair, owner.to(gl.int32))
+                owner = place_at(at, total, n_teams)
+                slot = gl.where(by_pair, pair, owner * sizes.team + member)
                 is_cut_here = (first == 0) & (is_whole == 0)
                 cut = gl.where(is_cut_here, pair, cut)
-                cut_spans = gl.where(is_cut_here, n_spans, cut_spans)
+                cut_begin = gl.where(is_cut_here, last - 1, cut_begin)
+                cut_end = gl.where(is_cut_here, n_spans, cut_end)
                 if by_pair & (first == 0):
-                    gl.store(slots_ptr + 2 * pair, gl.where(is_whole, -1, pair))
-                    gl.store(slots_ptr + 2 * pair + 1, n_spans)
+                    note_slot(slots_ptr, pair, gl.where(is_whole, -1, pair), last - 1, n_spans)
                 grid = tile_begin // span + first  # spans from the first key on
                 run_begin = gl.maximum(grid * span, tile_begin)
                 run_end = gl.minimum((grid + last - first) * span, tile_end)
-                queue.post(
-                    runs,
-                    (
-                        1, b, head // sizes.q_tiles, head % sizes.q_tiles, run_begin, run_end, span,
-                        first, gl.where(is_good, kv_len, -1),
-                        gl.where(is_whole, -1 - slot, slot),
-                    ),
+                message = (
+                    1, sequence, head, q_tile, run_begin, run_end, span, first, found[0],
+                    gl.where(is_whole, -1 - slot, slot),
                 )  # fmt: skip
+                if sizes.TILED:
+                    q_start = gl.load(sizes.kv_lens_ptr + b * FIELDS + Q_START)
+                    queue.post(runs, message + (found[1], q_start))  # noqa: RUF005
+                else:
+                    queue.post(runs, message)
                 runs += 1
-                kv_head = head // sizes.q_tiles
-                places = cache.places_of(b, run_begin, kv_len, BLOCK_KV)
+                places = cache.places_of(sequence, run_begin, kv_len, BLOCK_KV)
                 for tile in range(run_begin, run_end):
                     end = gl.where(tile + 1 < run_end, kv_len, 0)
-                    next_places = cache.places_of(b, tile + 1, end, BLOCK_KV)
-                    k.send(sent, k_desc, places, kv_head)
-                    v.send(sent, v_desc, places, kv_head)
+                    next_places = cache.places_of(sequence, tile + 1, end, BLOCK_KV)
+                    k.send(sent, k_desc, places, head)
+                    v.send(sent, v_desc, places, head)
                     sent += 1
                     places = next_places
             at += work
-            head += 1
-        begin += work * sizes.heads
+            block += 1
+        begin += work * n_blocks
         b += 1
     queue.post(runs, (0,))
     if by_pair == 0:
-        gl.store(slots_ptr + 2 * gl.program_id(0), cut)
-        gl.store(slots_ptr + 2 * gl.program_id(0) + 1, cut_spans)
+        own = place * sizes.team + member
+        note_slot(slots_ptr, own, cut, cut_begin, cut_end)

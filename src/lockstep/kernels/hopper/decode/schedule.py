@@ -1,24 +1,30 @@
 """Which program computes which spans of keys.
 
-All spans of all heads and sequences stand in one line, sequence after sequence, head after head, by
-what they cost: their tiles of keys, and SPAN_COST for each span. The line is cut into as many equal
-stretches as there are programs, and a program takes the spans that begin in its own. So long and
-short sequences share the SMs evenly, whatever their order. Lengths are read on the device.
+All spans of all sequences, or tiles of packed queries, stand in one line, by what they cost: their
+tiles of keys, and SPAN_COST for each span. The line is cut into as many equal stretches as there
+are teams of programs, and a team takes the spans that begin in its own. So long and short sequences
+share the SMs evenly, whatever their order. Lengths are read on the device. The programs of a team
+have as many heads, side by side: keys of all heads lie side by side in memory. Where there are more
+heads than programs in a team, a sequence stands in the line once for each team of heads.
 
-A *run* is what a program has of one head of one sequence. A run of all its spans is folded by the
-program itself; the parts of others are handed out, and folded by `fold.py`.
+A *run* is what a program has of one head of one sequence. The program folds a run that begins with
+the first span; if it ends before the last, its state is one part of the head. Every other span is a
+part of its own. Parts are handed out, and folded by `fold.py`.
 """
 
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
 from lockstep.kernels.hopper.common.mailbox import Mailbox
-from lockstep.kernels.hopper.decode import plan
+from lockstep.kernels.hopper.decode import plan, tiles
 
 MOST_SPAN = gl.constexpr(plan.MOST_SPAN)
-SHORT, SPAN_COST = gl.constexpr(plan.SHORT), gl.constexpr(plan.SPAN_COST)
+SPAN_COST = gl.constexpr(plan.SPAN_COST)
+FIELDS, KV_LEN, N_Q = (gl.constexpr(x) for x in (tiles.FIELDS, tiles.KV_LEN, tiles.N_Q))
+SPANS, LEAST = gl.constexpr(tiles.SPANS), gl.constexpr(tiles.LEAST)
+BEFORE, BEHIND = gl.constexpr(tiles.BEFORE), gl.constexpr(tiles.BEHIND)
 # Sequences that are looked at together.
-CHUNK = gl.constexpr(128)
+CHUNK = gl.constexpr(64)
 # Runs that the producer may be ahead.
 RUNS_AHEAD = gl.constexpr(8)
 
@@ -27,115 +33,169 @@ RUNS_AHEAD = gl.constexpr(8)
 class Sizes:
     """Sizes and masks of one launch."""
 
-    kv_lens_ptr: gl.tensor
-    kv_starts_ptr: gl.tensor
-    B: gl.tensor
-    heads: gl.tensor  # tiles of query rows over all KV heads of a sequence
-    q_tiles: gl.tensor  # of one KV head
+    kv_lens_ptr: gl.tensor  # [B], or tiles (`tiles.py`)
+    kv_starts_ptr: gl.tensor  # [B]
+    B: gl.tensor  # sequences or tiles
+    heads: gl.tensor  # KV heads
     Sq: gl.tensor
     Skv: gl.tensor
     left: gl.tensor
     right: gl.tensor
     wanted: gl.tensor  # spans of a head, and the least keys of one
     least: gl.tensor
+    team: gl.tensor  # programs that work on as many heads side by side
+    waves: gl.tensor  # programs of one SM
     whole: gl.tensor  # 1 if each tile of query rows is one program's, 0 if its spans are shared
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     HAS_STARTS: gl.constexpr
+    TILED: gl.constexpr  # tiles take the place of sequences
     BLOCK_KV: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, pointers, numbers, HAS_LEFT, HAS_RIGHT, HAS_STARTS, BLOCK_KV):
+    def __init__(self, pointers, numbers, HAS_LEFT, HAS_RIGHT, HAS_STARTS, TILED, BLOCK_KV):
         self.kv_lens_ptr = pointers[0]
         self.kv_starts_ptr = pointers[1]
         self.B = numbers[0]
         self.heads = numbers[1]
-        self.q_tiles = numbers[2]
-        self.Sq = numbers[3]
-        self.Skv = numbers[4]
-        self.left = numbers[5]
-        self.right = numbers[6]
-        self.wanted = numbers[7]
-        self.least = numbers[8]
-        self.whole = numbers[9]
+        self.Sq = numbers[2]
+        self.Skv = numbers[3]
+        self.left = numbers[4]
+        self.right = numbers[5]
+        self.wanted = numbers[6]
+        self.least = numbers[7]
+        self.team = numbers[8]
+        self.waves = numbers[9]
+        self.whole = numbers[10]
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.HAS_STARTS = gl.constexpr(HAS_STARTS)
+        self.TILED = gl.constexpr(TILED)
         self.BLOCK_KV = gl.constexpr(BLOCK_KV)
 
     @gluon.jit
-    def keys_of(self, b, mask):
-        """How many keys sequence b has, or several, 0 if a number is wrong; and whether none is."""
-        end = gl.load(self.kv_lens_ptr + b, mask=mask, other=0)
-        is_good = (end >= 0) & (end <= self.Skv)
-        length = end
-        if self.HAS_STARTS:
-            start = gl.load(self.kv_starts_ptr + b, mask=mask, other=0)
-            is_good = is_good & (start >= 0) & (start <= end)
-            length = end - start
-        return gl.where(is_good, length, 0).to(gl.int32), is_good
+    def look_at(self, b, is_there):
+        """Of sequences or tiles: how many keys they have, -1 if a number is wrong; how many
+        queries; the spans wanted of a head, 0 if there is no such sequence; the least keys of a
+        span; and how many queries of the sequence are before and behind those of a tile."""
+        if self.TILED:
+            at = self.kv_lens_ptr + b * FIELDS
+            kv_len = gl.load(at + KV_LEN, mask=is_there, other=0)
+            n_q = gl.load(at + N_Q, mask=is_there, other=0)
+            wanted = gl.load(at + SPANS, mask=is_there, other=0)
+            least = gl.load(at + LEAST, mask=is_there, other=1)
+            before = gl.load(at + BEFORE, mask=is_there, other=0)
+            behind = gl.load(at + BEHIND, mask=is_there, other=0)
+        else:
+            end = gl.load(self.kv_lens_ptr + b, mask=is_there, other=0)
+            is_good = (end >= 0) & (end <= self.Skv)
+            length = end
+            if self.HAS_STARTS:
+                start = gl.load(self.kv_starts_ptr + b, mask=is_there, other=0)
+                is_good = is_good & (start >= 0) & (start <= end)
+                length = end - start
+            kv_len = gl.where(is_good, length, -1).to(gl.int32)
+            n_q = self.Sq
+            wanted = gl.where(is_there, self.wanted, 0)
+            least = self.least
+            before = self.Sq * 0
+            behind = self.Sq * 0
+        return kv_len, n_q, wanted, least, before, behind
 
     @gluon.jit
-    def keys_seen(self, kv_len):
-        """Keys [lo, hi) outside which no row of a sequence sees anything, 0 <= lo <= hi."""
+    def keys_seen(self, kv_len, n_q, before, behind):
+        """Keys [lo, hi) outside which no query sees anything, 0 <= lo <= hi, but for those `before`
+        and `behind` some of a sequence."""
         lo = kv_len * 0
         hi = kv_len
         if self.HAS_LEFT:
-            lo = gl.minimum(gl.maximum(kv_len - self.Sq - self.left, 0), kv_len)
+            lo = gl.minimum(gl.maximum(kv_len - n_q + before - self.left, 0), kv_len)
         if self.HAS_RIGHT:
-            hi = gl.maximum(gl.minimum(kv_len + self.right, kv_len), lo)
+            hi = gl.maximum(gl.minimum(kv_len - behind + self.right, kv_len), lo)
         return lo, hi
 
     @gluon.jit
-    def tiles_of(self, kv_len):
-        """Of a sequence, or of several: the first tile seen, the one behind the last, the tiles of
-        a span, and the number of spans, at least 1."""
-        lo, hi = self.keys_seen(kv_len)
+    def tiles_of(self, found):
+        """Of what `look_at` has found: the first tile seen, the one behind the last, the tiles of a
+        span, and the number of spans, at least 1."""
+        given_len, n_q, wanted, least, before, behind = found
+        kv_len = gl.maximum(given_len, 0)
+        # All queries of a sequence have the same spans.
+        lo, hi = self.keys_seen(kv_len, n_q, 0, 0)
         reach = hi - lo
-        span = gl.cdiv(gl.cdiv(reach, self.wanted), self.BLOCK_KV) * self.BLOCK_KV
-        span = gl.minimum(gl.maximum(span, self.least), MOST_SPAN)
-        span = gl.where(reach <= SHORT, SHORT, span)
+        span = gl.cdiv(gl.cdiv(reach, gl.maximum(wanted, 1)), self.BLOCK_KV) * self.BLOCK_KV
+        span = gl.minimum(gl.maximum(span, least), MOST_SPAN)
+        if self.TILED:
+            lo, hi = self.keys_seen(kv_len, n_q, before, behind)
         begin = lo // self.BLOCK_KV
         end = gl.maximum(gl.cdiv(hi, self.BLOCK_KV), begin)
         n_spans = gl.maximum(gl.cdiv(hi, span) - lo // span, 1)
         return begin, end, span // self.BLOCK_KV, n_spans
 
     @gluon.jit
-    def work_of(self, kv_len):
-        """The cost of one tile of query rows."""
-        begin, end, _span, n_spans = self.tiles_of(kv_len)
-        return end - begin + n_spans * SPAN_COST
+    def place(self):
+        """The place of this program's team in the line, and how many teams there are."""
+        n_teams = gl.num_programs(0) // self.team
+        team = gl.program_id(0) // self.team
+        first = gl.cdiv(n_teams, self.waves)
+        return team % first * self.waves + team // first, n_teams
 
     @gluon.jit
     def stretch(self):
         """A warp: the length of the line, where this program's stretch of it begins and ends, the
         sequence in which it begins, and where that one begins."""
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        total = self.B * 0
-        for first in range(0, self.B, CHUNK):
-            total += gl.sum(self.work_of_some(first, layout), 0)
-        program = gl.program_id(0).to(gl.int64)
-        stretch_begin = (program * total // gl.num_programs(0)).to(gl.int32)
-        stretch_end = ((program + 1) * total // gl.num_programs(0)).to(gl.int32)
-        b = self.B * 0
-        begin = self.B * 0
-        seen = self.B * 0
-        for first in range(0, self.B, CHUNK):
-            work = self.work_of_some(first, layout)
-            ends = seen + gl.associative_scan(work, 0, _add)
-            is_before = (ends <= stretch_begin) & (work > 0)
-            b += gl.sum(is_before.to(gl.int32), 0)
-            begin += gl.sum(gl.where(is_before, work, 0), 0)
+        first_work, is_first = self.work_of_some(0, layout)
+        total = gl.sum(first_work, 0)
+        for first in range(CHUNK, self.B, CHUNK):
+            work, _is_there = self.work_of_some(first, layout)
+            total += gl.sum(work, 0)
+        place, n_teams = self.place()
+        stretch_begin = stretch_of(place, total, n_teams)
+        stretch_end = stretch_of(place + 1, total, n_teams)
+        b, begin = count_before(stretch_begin, 0, first_work, is_first)
+        seen = gl.sum(first_work, 0)
+        for first in range(CHUNK, self.B, CHUNK):
+            work, is_there = self.work_of_some(first, layout)
+            n, length = count_before(stretch_begin, seen, work, is_there)
+            b += n
+            begin += length
             seen += gl.sum(work, 0)
         return total, stretch_begin, stretch_end, b, begin
 
     @gluon.jit
     def work_of_some(self, first, layout: gl.constexpr):
-        """The cost [CHUNK] of the sequences from `first` on, 0 beyond the last."""
+        """The cost [CHUNK] of the sequences from `first` on, 0 beyond the last, and whether there
+        are these."""
         b = first + gl.arange(0, CHUNK, layout)
-        length, _is_good = self.keys_of(b, b < self.B)
-        work = self.work_of(length) * self.heads
-        return gl.where(b < self.B, work, 0)
+        found = self.look_at(b, b < self.B)
+        begin, end, _span, n_spans = self.tiles_of(found)
+        work = (end - begin + n_spans * SPAN_COST) * (self.heads // self.team)
+        return gl.where(found[2] > 0, work, 0), b < self.B
+
+
+@gluon.jit
+def count_before(place, seen, work, is_there):
+    """How many sequences of a chunk that begins at `seen` end before `place`, and their work."""
+    ends = seen + gl.associative_scan(work, 0, _add)
+    is_before = (ends <= place) & is_there
+    return gl.sum(is_before.to(gl.int32), 0), gl.sum(gl.where(is_before, work, 0), 0)
+
+
+@gluon.jit
+def stretch_of(place, total, n_teams):
+    """Where the stretch of a team begins: the first ones are longer by 1 than the others."""
+    return place * (total // n_teams) + gl.minimum(place, total % n_teams)
+
+
+@gluon.jit
+def place_at(at, total, n_teams):
+    """The place of the team in whose stretch `at` lies."""
+    length = total // n_teams
+    n_longer = total % n_teams
+    behind = at - n_longer * (length + 1)
+    of_others = n_longer + behind // gl.maximum(length, 1)
+    return gl.where(behind < 0, at // (length + 1), of_others)
 
 
 @gluon.jit
@@ -173,7 +233,9 @@ class Run:
     span: gl.tensor  # tiles of a span
     first_span: gl.tensor  # counted from the first that is seen
     kv_len: gl.tensor  # -1 if it is wrong
-    slot: gl.tensor  # where its parts go; if these are all spans, -1 less that, and folded here
+    slot: gl.tensor  # where its parts go; if these are all spans, -1 less that
+    n_q: gl.tensor  # queries of its sequence, and where they begin
+    q_start: gl.tensor
 
     @gluon.constexpr_function
     def __init__(self, numbers):
@@ -187,6 +249,8 @@ class Run:
         self.first_span = numbers[7]
         self.kv_len = numbers[8]
         self.slot = numbers[9]
+        self.n_q = numbers[10]
+        self.q_start = numbers[11]
 
 
 @aggregate
@@ -200,16 +264,22 @@ class RunQueue:
         self.mailbox = mailbox
 
     @gluon.jit
-    def create():
-        return RunQueue(Mailbox.create(10, 1, RUNS_AHEAD))
+    def create(TILED: gl.constexpr):
+        return RunQueue(Mailbox.create(12 if TILED else 10, 1, RUNS_AHEAD))
 
     @gluon.jit
     def post(self, n, numbers):
         self.mailbox.post(n, numbers)
 
     @gluon.jit
-    def read(self, n):
+    def read(self, n, sizes):
         self.mailbox.wait(n)
+        if sizes.TILED:
+            n_q = self.mailbox.field(n, 10)
+            q_start = self.mailbox.field(n, 11)
+        else:
+            n_q = sizes.Sq
+            q_start = sizes.Sq * 0
         run = Run(
             (
                 self.mailbox.field(n, 0),
@@ -222,6 +292,8 @@ class RunQueue:
                 self.mailbox.field(n, 7),
                 self.mailbox.field(n, 8),
                 self.mailbox.field(n, 9),
+                n_q,
+                q_start,
             )
         )
         self.mailbox.release(n)

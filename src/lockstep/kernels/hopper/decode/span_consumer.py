@@ -7,7 +7,12 @@ rows that it marks are computed again as all rows are here: with the maximum of 
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator, left_operand, zeros
-from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
+from lockstep.kernels.hopper.common.gluon_shim import (
+    gl,
+    gluon,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from lockstep.kernels.hopper.common.pieces import scale_rows
 from lockstep.kernels.hopper.common.rounding import add_residue
 from lockstep.kernels.hopper.common.softmax import add_sums, close_rows, thread_sums
@@ -20,10 +25,43 @@ from lockstep.kernels.hopper.common.spans import (
 )
 from lockstep.kernels.hopper.decode.consumer import (
     add_nonfinite,
-    add_values,
+    clean_values,
+    hides_some,
+    is_seen,
     row_bounds,
-    take_scores,
+    scores_of,
 )
+
+
+@gluon.jit
+def take_scores(rows, sizes, k, q_smem, i, first_key, bounds):
+    """The scores of a tile of keys [ROWS, BLOCK_KV], masked, and whether some row does not see all
+    of it; the keys are released."""
+    s_layout: gl.constexpr = accumulator(sizes.BLOCK_KV)
+    of_rows, _of_any, of_all = bounds
+    k.ring.wait_full(i)
+    s = warpgroup_mma_wait(0, deps=(scores_of(q_smem, k, i),))
+    k.ring.release(i)
+    s = rows.finish_scores(s)
+    is_edge = hides_some(sizes, first_key, of_all)
+    if is_edge:
+        s = gl.where(is_seen(sizes, first_key, of_rows, s_layout), s, -float("inf"))
+    return s, is_edge
+
+
+@gluon.jit
+def add_values(v, p, i, is_edge, first_key, bounds, acc, is_nonfinite):
+    """acc and the values of a tile weighted by p, which are released; and whether values that are
+    not finite were left out, here or before."""
+    _of_rows, of_any, _of_all = bounds
+    v.ring.wait_full(i)
+    if is_edge:
+        found = clean_values(v.tile(i), of_any[0] - first_key, of_any[1] - first_key)
+        is_nonfinite = is_nonfinite | found
+    acc = warpgroup_mma(p, v.tile(i), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    v.ring.release(i)
+    return acc, is_nonfinite
 
 
 @gluon.jit
@@ -77,7 +115,8 @@ def store_results(rows, sizes, run, m, l, r, acc, statistics_ptr, PAGED: gl.cons
     one = gl.full([ROWS], 1.0, gl.float32, layout)
     nan_if_bad = gl.where(run.kv_len < 0, float("nan"), 0.0)
     out, lse, m, l = close_rows(acc, m, l, r, one, rows.unit, sink, nan_if_bad)
-    at = (run.b * rows.Hkv * rows.group + head) * sizes.Sq + number // rows.group
+    at = run.b * rows.rows_b + head * rows.rows_h
+    at += (run.q_start + number // rows.group) * rows.rows_s
     gl.store(rows.lse_ptr + at, lse, mask=is_row)
     if not PAGED:
         gl.store(statistics_ptr + 2 * at.to(gl.int64), m, mask=is_row)
@@ -99,7 +138,7 @@ def consume_spans(
     row_layout: gl.constexpr = gl.SliceLayout(1, accumulator(sizes.BLOCK_KV))
     runs = 0
     seen = 0
-    run = queue.read(runs)
+    run = queue.read(runs, sizes)
     while run.exists != 0:
         rows.load_queries(sizes, run, q_smem)
         bounds = row_bounds(rows, sizes, run, row_layout)
@@ -124,7 +163,7 @@ def consume_spans(
             if is_nonfinite != 0:
                 acc = add_nonfinite(rows, sizes, cache, run, tile, end, bounds[0], acc)
             part_l, part_r, error = sums_of_span(m, l, residue, rows.unit, q_smem.dtype)
-            if run.slot >= 0:
+            if run.first_span > 0:
                 store_part(rows, sizes, run, span, m, part_l, part_r, error, acc)
             else:
                 sums, total = fold_span(sums, total, m, part_l, part_r, error, (acc,), rows.unit)
@@ -133,5 +172,11 @@ def consume_spans(
             has_more = tile < run.end
         if run.slot < 0:
             store_results(rows, sizes, run, sums[0], sums[1], sums[2], total, statistics_ptr, PAGED)
+        elif run.first_span == 0:
+            # As a part of its own: it is folded into nothing, which changes no bit.
+            none = gl.zeros_like(sums[0])
+            store_part(
+                rows, sizes, run, span - 1, sums[0], sums[1], sums[2], none, total[0]
+            )  # fmt: skip
         runs += 1
-        run = queue.read(runs)
+        run = queue.read(runs, sizes)

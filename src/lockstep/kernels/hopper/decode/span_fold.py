@@ -8,6 +8,8 @@ from triton.language.extra.cuda import gdc_wait
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.common.softmax import close_rows
 from lockstep.kernels.hopper.common.spans import fold_span
+from lockstep.kernels.hopper.decode.producer import Q_START, Q_TILE, SEQUENCE
+from lockstep.kernels.hopper.decode.schedule import FIELDS, N_Q
 from lockstep.kernels.launch import unspecialized
 
 # Parts that are loaded at once: enough to hide how long memory takes, few enough for registers.
@@ -23,16 +25,19 @@ def fold_spans(
     out_ptr,
     lse_ptr,
     statistics_ptr,
-    Hkv,
+    tiles_ptr,  # `tiles.py`
+    rows_b,
+    rows_h,
+    rows_s,
     group,
     heads,
-    q_tiles,
     Sq,
     n_spans,
     n_rows,
     unit,
     PAGED: gl.constexpr,
     HAS_SINKS: gl.constexpr,
+    TILED: gl.constexpr,
     DV: gl.constexpr,
     COLUMNS: gl.constexpr,
     ROWS: gl.constexpr,
@@ -45,19 +50,29 @@ def fold_spans(
     d = gl.program_id(2) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     d = gl.expand_dims(d, 0)
     gdc_wait()
-    work = gl.load(slots_ptr + 2 * slot)
-    count = gl.load(slots_ptr + 2 * slot + 1)
+    work = gl.load(slots_ptr + 3 * slot)
+    begin = gl.load(slots_ptr + 3 * slot + 1)
+    count = gl.load(slots_ptr + 3 * slot + 2)
     if work < 0:
         return
     b = work // heads
     head = work % heads
-    number = head % q_tiles * 64 + row
-    is_row = (row < n_rows) & (number < Sq * group)
+    q_tile = b * 0
+    n_q = Sq
+    q_start = b * 0
+    if TILED:
+        tile_ptr = tiles_ptr + b * FIELDS
+        q_tile = gl.load(tile_ptr + Q_TILE)
+        n_q = gl.load(tile_ptr + N_Q)
+        q_start = gl.load(tile_ptr + Q_START)
+        b = gl.load(tile_ptr + SEQUENCE)
+    number = q_tile * 64 + row
+    is_row = (row < n_rows) & (number < n_q * group)
     at = slot.to(gl.int64) * n_spans * n_rows + row
     zero = gl.full([ROWS], 0.0, gl.float32, rows)
     sums = (zero - float("inf"), zero, zero, zero, zero)
     total = (gl.full([ROWS, COLUMNS], 0.0, gl.float32, layout),)
-    for first in range(0, count, BATCH):
+    for first in range(begin, count, BATCH):
         ms = ()
         ls = ()
         rs = ()
@@ -76,13 +91,14 @@ def fold_spans(
             accs = accs + (gl.load(pointers, mask=mask, other=0.0),)  # noqa: RUF005
         for i in gl.static_range(BATCH):
             sums, total = fold_span(sums, total, ms[i], ls[i], rs[i], errors[i], (accs[i],), unit)
-    q_head = head // q_tiles * group + number % group
+    q_head = head * group + number % group
     sink = None
     if HAS_SINKS:
         sink = gl.load(sinks_ptr + q_head, mask=is_row, other=0.0)
     one = gl.full([ROWS], 1.0, gl.float32, rows)
     out, lse, m, l = close_rows(total, sums[0], sums[1], sums[2], one, unit, sink, 0.0)
-    to = ((b * Hkv * group + q_head) * Sq + number // group).to(gl.int64)
+    to = b * rows_b + q_head * rows_h + (q_start + number // group) * rows_s
+    to = to.to(gl.int64)
     x = out[0].to(out_ptr.dtype.element_ty)
     mask = gl.expand_dims(is_row, 1) & (d >= 0)
     gl.store(out_ptr + gl.expand_dims(to * DV, 1) + d, x, mask=mask)
