@@ -1,13 +1,12 @@
-"""What ranks do in tests. `python -m jobs` is one of the processes of `worlds`."""
+"""What ranks do in tests. `serve` is what the processes of `worlds` run."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import sys
 from datetime import timedelta
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
@@ -374,14 +373,15 @@ def group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def serve() -> None:
+def serve(pipe: Connection, stderr: str) -> None:
     """Runs one job after the other, each as a rank of a group of its own."""
+    said = os.open(stderr, os.O_WRONLY | os.O_APPEND)
+    # Of gloo and of the interpreter.
+    os.dup2(said, 1)
+    os.dup2(said, 2)
     torch.set_num_threads(1)
-    # What gloo prints must not stand between results.
-    results = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        given = json.loads(line)
+    while True:
+        given = pipe.recv()
         torch.manual_seed(0)
         dist.init_process_group(
             "gloo",
@@ -393,9 +393,4 @@ def serve() -> None:
         result = globals()[given["job"]](*given["args"])
         # Without a barrier: another rank may be gone.
         dist.destroy_process_group()
-        results.write(json.dumps(result) + "\n")
-        results.flush()
-
-
-if __name__ == "__main__":
-    serve()
+        pipe.send(result)

@@ -1,24 +1,26 @@
 """Runs jobs in real processes that form a gloo group, and collects what each rank returns.
 
-A process that imports PyTorch costs seconds, a group costs nothing: processes stay and take one job
-after the other, each in a group of its own. Where one has ended, the next job starts another.
+A process that imports PyTorch costs seconds, a group costs nothing: one process imports it and is
+forked for every rank. Ranks stay and take one job after the other, each in a group of its own. Where
+one has ended, the next job starts another.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+from unittest import mock
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload(["jobs"])
 
 
 @dataclass(frozen=True)
@@ -30,38 +32,44 @@ class Ended:
     said: str  # on stderr, from the start of the process
 
 
+def _serve(*args: Any) -> None:
+    import jobs
+
+    jobs.serve(*args)
+
+
 class _Process:
-    """Takes jobs by stdin and gives their results by stdout, each a line of JSON."""
+    """Takes jobs and gives their results through a pipe."""
 
     def __init__(self) -> None:
-        self._stderr: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._running = subprocess.Popen(
-            (sys.executable, "-m", "jobs"),
-            env=os.environ | {"PYTHONPATH": f"{SOURCE}:{HERE}", "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            text=True,
-        )
+        self._said = tempfile.NamedTemporaryFile("r")  # noqa: SIM115
+        self._pipe, theirs = FORKING.Pipe()
+        # What it imports is looked up once, where the server starts.
+        with mock.patch.dict(os.environ, PYTHONPATH=f"{SOURCE}:{HERE}", OMP_NUM_THREADS="1"):
+            self._running = FORKING.Process(target=_serve, args=(theirs, self._said.name))
+            self._running.start()
+        theirs.close()
 
     @property
     def is_there(self) -> bool:
-        return self._running.poll() is None
+        return self._running.is_alive()
 
     def send(self, job: dict[str, Any]) -> None:
-        self._running.stdin.write(json.dumps(job) + "\n")
-        self._running.stdin.flush()
+        self._pipe.send(job)
 
     def receive(self) -> Ended:
         """Waits for the result, or for the end of the process."""
-        line = self._running.stdout.readline()
-        status = 0 if line else self._running.wait()
-        self._stderr.seek(0)
-        return Ended(status, json.loads(line) if line else None, self._stderr.read())
+        try:
+            status, result = 0, self._pipe.recv()
+        except EOFError:
+            self._running.join()
+            status, result = self._running.exitcode, None
+        self._said.seek(0)
+        return Ended(status, result, self._said.read())
 
     def kill(self) -> None:
         self._running.kill()
-        self._running.wait()
+        self._running.join()
 
 
 _processes: list[_Process] = []
@@ -74,7 +82,7 @@ def _end() -> None:
 
 
 def run_world(ranks: int, job: str, *args: Any, timeout: float = 240) -> list[Ended]:
-    """Runs `jobs.JOB(*args)` on every rank of a new world; args and results are JSON."""
+    """Runs `jobs.JOB(*args)` on every rank of a new world; args and results are pickled."""
     _processes[:] = [process for process in _processes if process.is_there]
     _processes.extend(_Process() for _ in range(ranks - len(_processes)))
     world = _processes[:ranks]
