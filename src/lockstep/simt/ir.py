@@ -45,6 +45,7 @@ named phase ("" for none). `Kernel.source.comments` keeps the comments by line.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
@@ -484,27 +485,36 @@ class Kernel:
         return frozenset(p.name for p in self.parameters if p.secret)
 
 
-def operands(node: Expr | Stmt) -> Iterator[Expr]:
+def operands(node: Expr | Stmt) -> list[Expr]:
     """The expressions a node holds directly, in evaluation order."""
-    for f in fields(node):
-        value = getattr(node, f.name)
+    found = []
+    for name in _own_fields(type(node)):
+        value = getattr(node, name)
         if isinstance(value, Expr):
-            yield value
+            found.append(value)
         elif isinstance(value, tuple):
-            yield from (v for v in value if isinstance(v, Expr))
+            found += [v for v in value if isinstance(v, Expr)]
+    return found
 
 
-def walk_expr(expr: Expr) -> Iterator[Expr]:
+@functools.cache
+def _own_fields(kind: type[Expr | Stmt]) -> list[str]:
+    """Names of the fields that not every node has; those hold no expressions."""
+    common = {f.name for f in fields(Expr if issubclass(kind, Expr) else Stmt)}
+    return [f.name for f in fields(kind) if f.name not in common]
+
+
+def walk_expr(expr: Expr) -> list[Expr]:
     """`expr` and everything under it, operands before their users."""
-    for child in operands(expr):
-        yield from walk_expr(child)
-    yield expr
+    return [*expressions(expr), expr]
 
 
-def expressions(stmt: Stmt) -> Iterator[Expr]:
-    """All expressions of one statement, not of the blocks inside it."""
-    for child in operands(stmt):
-        yield from walk_expr(child)
+def expressions(node: Expr | Stmt) -> list[Expr]:
+    """All expressions under a node, not those of the blocks inside a statement."""
+    found: list[Expr] = []
+    for child in operands(node):
+        found += walk_expr(child)
+    return found
 
 
 def blocks(stmt: Stmt) -> tuple[Block, ...]:

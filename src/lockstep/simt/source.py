@@ -9,36 +9,71 @@ import io
 import textwrap
 import tokenize
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from .errors import SimtError, UnsupportedConstruct
 from .ir import Location, Source
+
+
+class _Text(NamedTuple):
+    """What is written of a function, in the coordinates of its file."""
+
+    file: str
+    first_line: int
+    lines: tuple[str, ...]
+    indent: int
+    tree: ast.stmt
+    comments: dict[int, tuple[int, str]]
+
+
+_texts: WeakKeyDictionary[Callable, _Text] = WeakKeyDictionary()
+
+
+def _text_of(function: Callable) -> _Text:
+    """Reads the source of a function once: device functions are inlined many times."""
+    found = _texts.get(function)
+    if found is None:
+        found = _texts[function] = _read(function)
+    return found
+
+
+def _read(function: Callable) -> _Text:
+    try:
+        lines, first = inspect.getsourcelines(function)
+        file = inspect.getsourcefile(function) or "<unknown>"
+    except (OSError, TypeError) as error:
+        raise SimtError(f"no source to be found for {function!r}: {error}") from error
+    body = textwrap.dedent("".join(lines))
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    tree = ast.parse(body)
+    ast.increment_lineno(tree, first - 1)
+    written = tuple(line.rstrip("\n") for line in lines)
+    return _Text(file, first, written, indent, tree.body[0], _comments(body, first, indent))
+
+
+def _comments(body: str, first: int, indent: int) -> dict[int, tuple[int, str]]:
+    """Columns and words of comments, by line."""
+    return {
+        token.start[0] + first - 1: (token.start[1] + indent, token.string.lstrip("#").strip())
+        for token in tokenize.generate_tokens(io.StringIO(body).readline)
+        if token.type == tokenize.COMMENT
+    }
 
 
 class FunctionSource:
     """The source of one function, in the coordinates of its file."""
 
     def __init__(self, function: Callable):
-        try:
-            lines, first = inspect.getsourcelines(function)
-            self.file = inspect.getsourcefile(function) or "<unknown>"
-        except (OSError, TypeError) as error:
-            raise SimtError(f"no source to be found for {function!r}: {error}") from error
-        text = "".join(lines)
-        body = textwrap.dedent(text)
-        self.indent = len(lines[0]) - len(lines[0].lstrip())
-        self.first_line = first
-        self.lines = tuple(line.rstrip("\n") for line in lines)
-        tree = ast.parse(body)
-        ast.increment_lineno(tree, first - 1)
-        self.tree = tree.body[0]
+        text = _text_of(function)
+        self.file, self.first_line, self.lines, self.indent, self.tree, comments = text
         if not isinstance(self.tree, ast.FunctionDef):
             raise UnsupportedConstruct(
                 "a kernel is a plain function (def ...), not a lambda or an async function",
                 self.locate(self.tree),
             )
         self.names = {**vars(builtins), **function.__globals__, **_closure(function)}
-        self.source = Source(self.file, first, self.lines, self._comments(body))
+        self.source = Source(self.file, self.first_line, self.lines, comments)
 
     def locate(self, node: ast.AST) -> Location:
         """Where `node` lies in the file."""
@@ -47,17 +82,6 @@ class FunctionSource:
         end_line = getattr(node, "end_lineno", None) or line
         end = (getattr(node, "end_col_offset", None) or column) + self.indent + 1
         return Location(self.file, line, column, end_line, end, self.lines[line - self.first_line])
-
-    def _comments(self, body: str) -> dict[int, tuple[int, str]]:
-        tokens = tokenize.generate_tokens(io.StringIO(body).readline)
-        return {
-            token.start[0] + self.first_line - 1: (
-                token.start[1] + self.indent,
-                token.string.lstrip("#").strip(),
-            )
-            for token in tokens
-            if token.type == tokenize.COMMENT
-        }
 
     def annotation(self, node: ast.expr | None) -> Any:
         """The object an annotation stands for, None where there is none."""
