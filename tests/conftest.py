@@ -12,8 +12,6 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import torch
-
 # Test modules are imported one by one; this lets them share the helpers that stand beside them.
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -21,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 # for GPUs, problems drawn by the hundred. Elsewhere, slow tests are marked one by one.
 SLOW = {
     "test_browser.py",
-    "test_bad_metadata_interpreter.py",
     "test_cpu_constant_time.py",
     "test_constant_time_builds.py",
     "test_cpu_hypothesis.py",
@@ -75,4 +72,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    import torch  # which the process that only hands out tests does without
+
     torch.manual_seed(0)

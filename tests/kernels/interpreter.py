@@ -9,6 +9,9 @@ Most of its time goes into what gives no result, and is left out here:
   that makes the call has done already.
 - It works out whether an integer sum overflows, for an assertion that it then does not make.
 - It describes the type and the shape of every tensor anew, of which there are a few dozen.
+- It looks for a common type and a common shape where both operands have them, and makes a tensor of
+  a number only to learn its type.
+- Between a call in a kernel and the function that it means stand two more.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ _np_dtype_of_scalar = cache(interpreter._get_np_dtype)
 _patch_lang = interpreter._patch_lang
 _patch_tensor = interpreter._patch_lang_tensor
 _block_type = type("_block_type", (tl.block_type,), {"__init__": tl.block_type.__init__})
+_broadcast = TritonSemantic.broadcast_impl_value
+_operands = TritonSemantic.binary_op_type_checking_impl
+_equal_dtypes = tl.dtype.__eq__
 _create_dot = interpreter.InterpreterBuilder.create_dot
 
 
@@ -57,9 +63,15 @@ class _Patched:
     modules: set[frozenset[int]] | None = None
 
 
+@cache
+def _modules_of(fn: Any) -> frozenset[int]:
+    """The modules of the language that a function sees."""
+    return frozenset(id(x) for x in fn.__globals__.values() if x is tl or x is tl.core)
+
+
 def _patch_once(fn: Any) -> Any:
     """Patches what `fn` sees of the language, unless the kernel that calls it has done so."""
-    modules = frozenset(id(x) for x in fn.__globals__.values() if x is tl or x is tl.core)
+    modules = _modules_of(fn)
     if _Patched.modules is None:
         scope = _patch_lang(fn)
         _Patched.modules = {modules}
@@ -110,6 +122,70 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
     self.shape, self.numel = _shape_of(type.sizes if type.is_block() else ())
 
 
+def _broadcast_blocks(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    """Gives both operands one shape."""
+    a, b = (x.type.sizes if x.type.is_block() else () for x in (lhs, rhs))
+    if a == b:
+        return lhs, rhs
+    if len(a) != len(b):
+        return _broadcast(self, lhs, rhs)
+    sizes = tuple([n if m == 1 else m for m, n in zip(a, b, strict=True)])
+    return _spread(self, lhs, sizes), _spread(self, rhs, sizes)
+
+
+def _spread(self: Any, x: Any, sizes: tuple[int, ...]) -> Any:
+    if x.type.sizes == sizes:
+        return x
+    return self.tensor(
+        self.builder.create_broadcast(x.handle, sizes), tl.block_type(x.dtype, sizes)
+    )
+
+
+def _typed_operands(
+    self: Any,
+    lhs: Any,
+    rhs: Any,
+    allow_lhs_ptr: bool = False,
+    allow_rhs_ptr: bool = False,
+    arithmetic_check: bool = True,
+    div_or_mod: bool = False,
+) -> tuple[Any, Any]:
+    """Gives both operands one type and one shape; a number takes the type of the other."""
+    if isinstance(lhs, tl.tensor) and not div_or_mod:
+        a = lhs.dtype
+        if arithmetic_check and _is_of(rhs, a):
+            return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, a))
+        b = rhs.dtype if isinstance(rhs, tl.tensor) else None
+        if (allow_lhs_ptr and b in _SIGNED) if a.is_ptr() else a is b:
+            return self.broadcast_impl_value(lhs, rhs)
+    given = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+    return _operands(self, lhs, rhs, *given)
+
+
+def _is_of(x: Any, dtype: Any) -> bool:
+    """Whether a number takes this type and no other."""
+    if type(x) is int:
+        return dtype is tl.float32 or (dtype in _SIGNED and abs(x) < 1 << 31)
+    return type(x) is float and dtype is tl.float32
+
+
+def _call_with_semantic(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    semantic = TritonSemantic(builder)
+    # Most are behind a check that there is a semantic.
+    function = getattr(member, "__wrapped__", member)
+
+    def call(*args: Any, **options: Any) -> Any:
+        options["_semantic"] = semantic
+        return function(*args, **options)
+
+    scope.set_attr(obj, name, call)
+
+
+_SIGNED = (tl.int32, tl.int64)
+TritonSemantic.broadcast_impl_value = _broadcast_blocks
+TritonSemantic.binary_op_type_checking_impl = _typed_operands
+tl.dtype.__eq__ = lambda self, other: self is other or _equal_dtypes(self, other)
+interpreter._patch_attr = _call_with_semantic
 tl.block_type.__init__ = _init_block_type
 tl.tensor.__init__ = _init_tensor
 TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
