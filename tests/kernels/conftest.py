@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,3 +24,28 @@ def unassembled(monkeypatch, tmp_path):
     monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
     monkeypatch.setattr(CUDABackend, "make_ptx", make_ptx)
     monkeypatch.setattr(CUDABackend, "make_cubin", lambda *_: b"")
+
+
+@pytest.fixture
+def unlowered(monkeypatch, unassembled):
+    """Triton stops before LLVM's code, where shared memory has been allocated."""
+    from triton.backends.nvidia import compiler
+
+    class Allocated(Exception):
+        pass
+
+    def stop(passes: object, *_: object) -> None:
+        raise Allocated(passes)
+
+    make_llir = compiler.CUDABackend.make_llir
+
+    def allocate(self: object, src: Any, metadata: dict[str, object], *rest: object) -> str:
+        with pytest.raises(Allocated) as stopped:
+            make_llir(self, src, metadata, *rest)
+        (passes,) = stopped.value.args
+        passes.run(src, "allocate")
+        metadata["shared"] = src.get_int_attr("ttg.shared")
+        return ""
+
+    monkeypatch.setattr(compiler.nvidia.passes.ttgpuir, "add_to_llvmir", stop)
+    monkeypatch.setattr(compiler.CUDABackend, "make_llir", allocate)

@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import re
+from bisect import bisect_left
 from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -85,8 +86,17 @@ def writes_in_flight(loop: Instructions) -> list[str]:
     Goes round twice on every combination of the forward branches inside. A product is under way
     from its HGMMA to a wait that covers it; instructions between are free to use any register the
     assembler thinks dead, and it has been seen to think so of the left operand."""
-    end, index = loop[-1][0], {at: i for i, (at, _) in enumerate(loop)}
-    jumps = {at: index[to] for at, text in loop if (to := target(text)) and at < to <= end}
+    end = loop[-1][0]
+    to = {at: there for at, text in loop if (there := target(text)) and at < there <= end}
+    of_products = {r for _, text in loop if text.startswith("HGMMA") for r in _of_product(text)}
+    # Paths are many and loops long: what neither jumps nor has to do with a product is left out.
+    loop = [
+        (at, text)
+        for at, text in loop
+        if at in to or _step(text)[0] != "other" or not _step(text)[1].isdisjoint(of_products)
+    ]
+    addresses = [at for at, _ in loop]
+    jumps = {at: bisect_left(addresses, there) for at, there in to.items()}
     steps = [_step(text) for _, text in loop]
     found = set()
     # Where branches are many, both rounds take the same.

@@ -40,17 +40,16 @@ def problem_of(tensors: dict[str, torch.Tensor], **options):
     return describe(Tensors(**tensors), Options(**options))
 
 
-def build(D: int, dtype: torch.dtype = torch.bfloat16, options=(), **constants) -> Build:
-    """The kernel for a long dense problem; `constants` of the kernel may be set to others."""
-    return build_for(unwritten(5000, 512, D=D, dtype=dtype), options, **constants)
+def build(D: int, dtype: torch.dtype = torch.bfloat16, options=()) -> Build:
+    """The kernel for a long dense problem."""
+    return build_for(unwritten(5000, 512, D=D, dtype=dtype), options)
 
 
-def build_for(tensors: Tensors, options=(), **constants) -> Build:
+def build_for(tensors: Tensors, options=()) -> Build:
     problem = describe(tensors, Options(**dict(options)))
     call = launch.forward_launches(problem, tensors, PROCESSORS)
     bound = bind(call, tensors)["forward_kernel"]
-    arguments = dict(zip(forward_kernel.arg_names, bound.arguments, strict=True)) | constants
-    return compile_for_hopper(forward_kernel, tuple(arguments.values()), **bound.launch.options)
+    return compile_for_hopper(forward_kernel, bound.arguments, **bound.launch.options)
 
 
 @pytest.mark.parametrize(("D", "causal"), [(64, False), (128, True), (256, False)])
@@ -202,7 +201,7 @@ def test_a_register_written_under_a_product_is_found():
 
 def test_a_build_without_branches_on_data():
     """One pass and running maxima: every block is rescaled, and no mark is ever read."""
-    built = build(64, FIXED_MAX=False, SECOND_PASS=False)
+    built = build(64, options={"causal": True, "constant_time": True})
     found = count(built.main_loops[0])
     assert found["FMNMX"] >= 64
     assert found["FMUL"] >= 32

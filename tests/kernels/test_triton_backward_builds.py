@@ -101,14 +101,14 @@ def test_the_main_loop_on_hopper(D):
         assert len(copies) <= 10, "statistics are copied by every thread that needs them"
 
 
-@pytest.mark.usefixtures("unassembled")
+@pytest.mark.usefixtures("unlowered")
 @pytest.mark.parametrize(("capability", "D"), [(80, 256), (80, 512), (90, 512), (100, 256)])
 def test_wide_heads_fit(capability, D):
     for built in build_passes(D, capability):
         assert built.shared_bytes <= TARGETS[capability][0].shared_bytes
 
 
-@pytest.mark.usefixtures("unassembled")
+@pytest.mark.usefixtures("unlowered")
 @pytest.mark.parametrize(("capability", "D"), [(80, 128), (80, 256), (90, 256)])
 def test_sums_in_ascending_order_fit(capability, D):
     """Masked tiles are as large as the others then."""
@@ -116,7 +116,7 @@ def test_sums_in_ascending_order_fit(capability, D):
         assert built.shared_bytes <= TARGETS[capability][0].shared_bytes
 
 
-@pytest.mark.usefixtures("unassembled")
+@pytest.mark.usefixtures("unlowered")
 def test_wide_heads_of_a_packed_batch_fit():
     packed = ("cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
     for built in build_passes(256, 90, present=packed):

@@ -88,7 +88,7 @@ def assert_fits(capability, D, dtype, kind, **flags):
     assert shared_bytes(capability, tensors, **flags) <= limit
 
 
-@pytest.mark.usefixtures("unassembled")
+@pytest.mark.usefixtures("unlowered")
 @pytest.mark.parametrize(
     ("capability", "D", "kind"),
     [
@@ -101,12 +101,12 @@ def test_fits(capability, D, kind):
     assert_fits(capability, D, BF16, kind)
 
 
-@pytest.mark.usefixtures("unassembled")
+@pytest.mark.usefixtures("unlowered")
 def test_query_invariant_fits():
     assert_fits(90, 256, BF16, "prefill", query_invariant=True)
 
 
-@pytest.mark.usefixtures("unassembled")
+@pytest.mark.usefixtures("unlowered")
 @pytest.mark.parametrize(("capability", "D"), [(86, 256), (120, 128)])
 def test_tf32_fits(capability, D):
     assert_fits(capability, D, torch.float32, "chunk", allow_tf32=True)
@@ -131,7 +131,7 @@ def test_what_a_device_refuses(monkeypatch, capability, kilobytes, dtype, D, ref
     assert said == refusal if refusal is None else said.startswith(refusal)
 
 
-@pytest.mark.usefixtures("unassembled")
+@pytest.mark.usefixtures("unlowered")
 def test_wide_heads_in_float32_take_what_is_asked_for():
     limit = triton_kernels.WIDE_SINGLE_BYTES
     assert shared_bytes(86, KINDS["bias"](D=512, dtype=torch.float32)) <= limit
