@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -142,10 +144,19 @@ def transformed():
     }
 
 
+# A graph that has no breaks is the same where it might have some: that is tried with two.
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("fullgraph", [False, True])
-@pytest.mark.parametrize("name", transformed())
+@pytest.mark.parametrize(
+    ("name", "fullgraph", "dtype"),
+    [
+        *(
+            (name, True, dtype)
+            for name in transformed()
+            for dtype in (torch.float64, torch.float32)
+        ),
+        *product(["all", "vmap of grad"], [False], [torch.float32]),
+    ],
+)
 def test_transforms_inside(name, fullgraph, dtype):
     function, args = transformed()[name]
     if dtype == torch.float32:

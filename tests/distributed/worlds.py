@@ -1,8 +1,8 @@
 """Runs jobs in real processes that form a gloo group, and collects what each rank returns.
 
 A process that imports PyTorch costs seconds, a group costs nothing: one process imports it and is
-forked for every rank. Ranks stay and take one job after the other, each in a group of its own. Where
-one has ended, the next job starts another.
+forked for every rank. Ranks stay and take one job after the other, each in a group of its own.
+Where one has ended, the next job starts another.
 """
 
 from __future__ import annotations

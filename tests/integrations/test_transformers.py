@@ -164,8 +164,7 @@ def test_a_contiguous_cache_is_not_copied(n, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("side", [None, "left"])
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize(("name", "side"), [("llama", None), ("gemma2", "left")])
 def test_compiled_in_one_graph(name, side):
     model = tiny_models.make(name, "lockstep")
     given = tiny_models.inputs_of(name, side)

@@ -11,11 +11,12 @@ from lockstep.ladder.check import Errors, errors
 from lockstep.simt import Trace
 
 STEPS = tuple(step for rung in RUNGS for step in rung.steps())
-# A token alone; lengths that tiles divide and do not; every head dim; both dtypes; both masks.
+# A token alone, in several heads of several sequences; lengths that tiles divide and do not; every
+# head dim; both dtypes; both masks.
 PROBLEMS = (
-    Problem(B=1, H=1, S=1, D=32),
+    Problem(B=2, H=2, S=1, D=32),
     Problem(B=2, H=1, S=64, D=32, causal=True),
-    Problem(B=1, H=2, S=111, D=32, dtype="bfloat16"),
+    Problem(B=1, H=1, S=111, D=32, dtype="bfloat16"),
     Problem(B=1, H=1, S=40, D=128, causal=True, dtype="bfloat16"),
     Problem(B=1, H=1, S=63, D=64, causal=True),
 )
