@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,6 +33,8 @@ LAST_TILE_FIRST = ("block_tile", "block_tile_mma", "persistent_mma")
 @pytest.mark.parametrize("name", [r.name for r in RUNGS if r.name != "naive"])
 def test_m_l_and_acc_are_those_of_the_keys_seen(name):
     rung, problem = drawn(name)
+    if name == "large_tile":
+        problem = replace(problem, S=130)  # a second tile with fewer keys: it is slow
     tensors = problem.draw()
     held = last_state(rung, problem, tensors)
     count = min(len(held["acc"]), problem.S)
