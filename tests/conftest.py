@@ -51,10 +51,22 @@ QUICK = {
 TOGETHER = ("tests/distributed", "tests/ladder", "tests/report")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    leave_out_gpus(config, items)
     for item in items:
         if item.path.name in SLOW and getattr(item, "originalname", None) not in QUICK:
             item.add_marker(pytest.mark.slow)
+
+
+def leave_out_gpus(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """To skip a thousand tests one by one, and to report it, takes seconds."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=gpu)
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 @pytest.hookimpl(optionalhook=True)
