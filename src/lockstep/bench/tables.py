@@ -54,6 +54,7 @@ PAGES = (
     "docs/simt-cuda.md",
     "docs/hopper.md",
     "docs/hopper-backward.md",
+    "docs/hopper-backward-study.md",
     "docs/hopper-decode.md",
     "docs/triton.md",
     "docs/gradients.md",
