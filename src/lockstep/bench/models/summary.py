@@ -59,8 +59,36 @@ def _page(runs: list[dict[str, Any]]) -> str:
     found = {kind: of_kind(newest[kind], kind) for kind in KINDS if kind in newest}
     parts = [_means([row for rows in found.values() for row in rows])]
     for kind, rows in found.items():
-        parts += [_table(kind, rows), _caption(newest[kind])]
+        absent = absent_peers(kind, newest[kind], runs)
+        parts += [_table(kind, rows), " ".join([_caption(newest[kind]), *absent])]
     return "\n\n".join(parts)
+
+
+def absent_peers(kind: str, run: dict[str, Any], runs: list[dict[str, Any]]) -> list[str]:
+    """A sentence for each peer that an earlier run had and this one has not: how it stood there
+    beside the best of the peers that are in both."""
+    latest = {
+        name: other
+        for other in runs
+        for name in other["peers"]
+        if name not in run["peers"] and any(name in row["ms"] for row in of_kind(other, kind))
+    }
+    sentences = []
+    for name, other in latest.items():
+        speeds = [
+            min(others) / row["ms"][name]
+            for row in of_kind(other, kind)
+            if name in row["ms"]
+            and (others := [row["ms"][x] for x in run["peers"] if x in row["ms"]])
+        ]
+        if speeds:
+            commit = (other["environment"]["commit"] or {}).get("hash", "unknown")[:7]
+            sentences.append(
+                f"{name} is not in this run. In that of commit {commit} it had "
+                f"{geometric_mean(speeds):.2f} of the best other peer's speed (geometric mean of "
+                f"{len(speeds)} cases), {min(speeds):.2f} to {max(speeds):.2f}."
+            )
+    return sentences
 
 
 def of_kind(run: dict[str, Any], kind: str) -> list[Row]:

@@ -1,0 +1,26 @@
+"""What the page of the suite says of peers that a run went without."""
+
+from __future__ import annotations
+
+from lockstep.bench.models.summary import absent_peers
+
+
+def a_run(commit: str, **ms: float) -> dict:
+    row = {"kind": "forward", "ms": {"lockstep": 1.0, **ms}}
+    return {
+        "peers": dict.fromkeys(ms, ""),
+        "rows": [row],
+        "environment": {"commit": {"hash": commit + "0" * 33}},
+    }
+
+
+def test_a_peer_of_an_earlier_run_is_named():
+    old, new = a_run("0000001", FA3=2.0, FA4=1.0), a_run("0000002", FA3=2.0)
+    (sentence,) = absent_peers("forward", new, [old, new])
+    assert "FA4 is not in this run. In that of commit 0000001 it had 2.00 of" in sentence
+    assert absent_peers("forward", old, [old, new]) == []
+    assert absent_peers("decode", new, [old, new]) == []
+
+
+def test_a_peer_that_stood_alone_is_not_compared():
+    assert absent_peers("forward", a_run("2", FA3=2.0), [a_run("1", FA4=1.0)]) == []
