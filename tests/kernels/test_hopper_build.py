@@ -68,6 +68,8 @@ def test_machine_code(D, causal):
         assert not writes_in_flight(loop)
         body = [text for _, text in loop]
         found = count(body)
+        # Weights stay two to a register.
+        assert found["PRMT"] == 0
         # Nothing is spilled. What does not change, the scale, may be read back once where
         # accumulators take half of all registers.
         assert found["STL"] == 0

@@ -56,11 +56,13 @@ class Ring:
 class Program:
     """One program with its rings, turns and tiles."""
 
-    def __init__(self, plan: Plan, left: int | None, right: int | None, tiles: list) -> None:
-        self.plan, self.tiles = plan, tiles
+    def __init__(
+        self, plan: Plan, left: int | None, right: int | None, tiles: list, producers: int = 1
+    ) -> None:
+        self.plan, self.tiles, self.producers = plan, tiles, producers
         self.k, self.v = (Ring(plan.stages, plan.consumers) for _ in range(2))
         self.q = [Ring(plan.q_stages, 1) for _ in range(plan.consumers)]
-        self.tile_queue = Ring(SLOTS.value, plan.consumers + 1)
+        self.tile_queue = Ring(SLOTS.value, plan.consumers + producers)
         self.turns = Counter({0: 1})
         self.schedule = SimpleNamespace(
             left=left or 0,
@@ -84,20 +86,29 @@ class Program:
         yield self.tile_queue.there(n)
         self.tile_queue.release(n)
 
-    def produce(self) -> Warp:
+    def produce(self, name: str, *rings: Ring, queries: bool) -> Warp:
         sent = 0
         yield from self.read_queue(0)
         for n, tile in enumerate(self.tiles):
-            for q in self.q:
+            for q in self.q if queries else ():
                 yield q.free(n)
                 q.sent += 1
             for _ in range(*self.blocks(tile, tile.q_idx, self.plan.block_q)):
-                for ring in (self.k, self.v):
+                for ring in rings:
                     yield ring.free(sent)
                     ring.sent += 1
                 sent += 1
             yield from self.read_queue(n + 1)
-        self.seen["producer"] = sent
+        self.seen[name] = sent
+
+    def producing(self) -> list[Warp]:
+        """One warp, or with pages two, the second for values."""
+        if self.producers == 1:
+            return [self.produce("producer", self.k, self.v, queries=True)]
+        return [
+            self.produce("keys", self.k, queries=True),
+            self.produce("values", self.v, queries=False),
+        ]
 
     def issue(self, c: int, also: Callable[[], bool] | None = None) -> Warp:
         """Products in turn; `also` is what the second of them waits for."""
@@ -177,7 +188,7 @@ class Program:
     def run(self, draws: random.Random) -> None:
         warps = [
             self.schedule_tiles(),
-            self.produce(),
+            *self.producing(),
             *(self.consume(c) for c in range(self.plan.consumers)),
         ]
         waits = [(warp, lambda: True) for warp in warps]
@@ -267,7 +278,7 @@ def test_no_one_waits_forever(plan):
         left = draws.choice((None, None, 0, 17, 70, 129, 200))
         right = draws.choice((None, 0, 0, 5, 40, 300))
         tiles = [draw_tile(draws, plan) for _ in range(draws.randint(1, 5))]
-        program = Program(plan, left, right, tiles)
+        program = Program(plan, left, right, tiles, producers=draws.choice((1, 2)))
         for tile in tiles:
             begin, end = program.blocks(tile, tile.q_idx, plan.block_q)
             for c in range(plan.consumers):

@@ -129,6 +129,22 @@ def add_sums(l, alpha, weights):
 
 
 @gluon.jit
+def round_pairs(weights, dtype: gl.constexpr):
+    """weights.to(dtype), two to a register at once.
+
+    LLVM moves a plain conversion of the first weights of a tile down to the loop over blocks, and
+    carries single weights around it then: two instructions for each pair in every step."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [weights], gl.bfloat16, is_pure=True, pack=2
+        )
+    else:  # noqa: RET505, Gluon would go on and return both
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [weights], gl.float16, is_pure=True, pack=2
+        )
+
+
+@gluon.jit
 def compute_here(x):
     """x, fp32, computed before anything that follows, whatever ptxas would rather do: it moves
     nothing down across a trap that may depend on it. No arithmetic makes a NaN of these bits."""

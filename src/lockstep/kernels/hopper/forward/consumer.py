@@ -38,6 +38,7 @@ from lockstep.kernels.hopper.common.softmax import (
     compute_here,
     exp2_weights,
     raise_maximum,
+    round_pairs,
     thread_sums,
 )
 from lockstep.kernels.hopper.common.spans import empty_sums_of_spans
@@ -145,7 +146,7 @@ def begin_tile(c: gl.constexpr, program, rows, q_ring, tiles, seen):
     weights, m, l = first_block_weights(program, rows, s, rows.begin)
     program.k.wait(seen + 1, pred=rows.begin + 1 < rows.end)
     weights = program.mark_weights(rows, weights, rows.begin, seen)
-    return gl.convert_layout(weights.to(q[0].dtype), left_operand(WIDTH)), m, l
+    return gl.convert_layout(round_pairs(weights, q[0].dtype), left_operand(WIDTH)), m, l
 
 
 @gluon.jit

@@ -29,15 +29,17 @@ ANY_ADDRESS += ("page_table_ptr",)
 
 @gluon.jit
 def produce(program, q_desc, k_desc, v_desc, q_rings):
-    """Send every tile its queries, and block by block its keys and values."""
+    """Send every tile its queries, and block by block its keys and values. Where there are two
+    producers, each has None for what the other one sends."""
     schedule = program.schedule
     sent = 0
     tiles = 0
     tile = program.tile_queue.read(tiles)
     while tile.exists:
-        for c in gl.static_range(program.build.CONSUMERS):
-            at = schedule.q_coordinates(tile, tile.q_idx + c * ROWS)
-            q_rings[c].send(tiles, q_desc, at)
+        if q_desc is not None:
+            for c in gl.static_range(program.build.CONSUMERS):
+                at = schedule.q_coordinates(tile, tile.q_idx + c * ROWS)
+                q_rings[c].send(tiles, q_desc, at)
         begin, end = schedule.blocks(tile, tile.q_idx, schedule.BLOCK_Q)
         for block in range(begin, end):
             send_block(program, k_desc, v_desc, tile, block, sent, 0)
@@ -133,7 +135,10 @@ def forward_kernel(
     else:
         k_ring = TileRing.create(k_desc, STAGES, CONSUMERS, D_COLUMNS)
         v_ring = TileRing.create(v_desc, STAGES, CONSUMERS + INSPECTORS * INSPECTS, DV_COLUMNS)
-    tile_queue = TileQueue.create(CONSUMERS + 1 + INSPECTORS * INSPECTS)
+    # Pages come in so many boxes of 64 columns that one warp would take longer to send them than
+    # consumers need for a block.
+    PRODUCERS: gl.constexpr = 2 if PAGE_ROWS and D_COLUMNS > 64 else 1
+    tile_queue = TileQueue.create(CONSUMERS + PRODUCERS + INSPECTORS * INSPECTS)
     # What a build does not use is not allocated, and any shared memory may stand for it: a barrier
     # of no further use would share its place with a tile, and setting it up is not ordered before
     # what the copy engine writes there.
@@ -199,6 +204,18 @@ def forward_kernel(
                 SERVER_REGISTERS,
                 SERVER_REGISTERS,
             ],
+        )
+    elif PRODUCERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (0, program, results, q_0, o_0, o_desc, t_0)),
+                (consume, (1, program, results, q_1, o_1, o_desc, t_1)),
+                (produce, (program, q_desc, k_desc, None, (q_0, q_1))),
+                (produce, (program, None, None, v_desc, (q_0, q_1))),
+                (schedule_tiles, (program,)),
+            ],
+            [4, 1, 1, 1],
+            [CONSUMER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS],
         )
     elif CONSUMERS == 2:
         gl.warp_specialize(

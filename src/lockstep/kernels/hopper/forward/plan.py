@@ -98,6 +98,8 @@ def plan_of(problem: AttentionProblem) -> Plan:
     short = SHORT if right is None else SHORT_CAUSAL
     # Masks on both sides leave too few registers for three consumers; in constant time any mask.
     is_crowded = left is not None or (problem.constant_time and right is not None)
+    # With pages, producers need registers.
+    is_crowded = is_crowded or problem.is_paged
     return (SHORT_PLANS if length <= short or is_crowded else PLANS)[width]
 
 

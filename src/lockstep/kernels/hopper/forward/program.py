@@ -114,13 +114,15 @@ class Program:
 @gluon.jit
 def send_block(program, k_desc, v_desc, tile, block, i, first_column):
     """Producer: send the keys of a block, the i-th in all, and its values, of which columns begin
-    with `first_column`."""
+    with `first_column`. Only one of both, where the other's tensor map is None."""
     schedule = program.schedule
     if program.pages.ROWS:
         key = block * schedule.BLOCK_KV
         places = program.pages.places_of(tile.batch, key, tile.len_kv, schedule.BLOCK_KV)
-        send_pages(program.k, i, k_desc, places, tile.kv_head, 0)
-        send_pages(program.v, i, v_desc, places, tile.kv_head, first_column)
+        if k_desc is not None:
+            send_pages(program.k, i, k_desc, places, tile.kv_head, 0)
+        if v_desc is not None:
+            send_pages(program.v, i, v_desc, places, tile.kv_head, first_column)
     else:
         program.k.send(i, k_desc, schedule.kv_coordinates(tile, block))
         program.v.send(i, v_desc, schedule.kv_coordinates(tile, block, first_column))

@@ -237,7 +237,8 @@ def produce_second_pass(program, q_desc, k_desc, v_desc, q_ring, sent, tiles):
     while tile.exists:
         for c in range(program.build.CONSUMERS):
             q_idx = tile.q_idx + c * ROWS
-            q_ring.send(sent_q, q_desc, schedule.q_coordinates(tile, q_idx))
+            if q_desc is not None:
+                q_ring.send(sent_q, q_desc, schedule.q_coordinates(tile, q_idx))
             sent_q += 1
             begin, end = schedule.blocks(tile, q_idx, ROWS)
             for first_column in range(0, program.v.COLUMNS, SLICE):
