@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 
 from lockstep.dispatch import KERNELS, refusal
+from lockstep.hardware import SHARED_BYTES
 from lockstep.kernels.kernel import Kernel
 from lockstep.problem import AttentionProblem, Options, Tensors, describe
 
@@ -100,7 +101,7 @@ def _paged() -> AttentionProblem:
 @contextmanager
 def _hopper() -> Iterator[None]:
     """torch.cuda answers as with a Hopper GPU."""
-    properties = SimpleNamespace(shared_memory_per_block_optin=227 << 10)
+    properties = SimpleNamespace(shared_memory_per_block_optin=SHARED_BYTES)
     with (
         mock.patch("torch.cuda.current_device", return_value=_DEVICE),
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),

@@ -15,6 +15,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import create_function_from_signature
 
+from lockstep.hardware import SHARED_BYTES
 from lockstep.kernels.kernel import BackwardTensors, Needs
 from lockstep.kernels.launch import Launch, Launches
 from lockstep.kernels.triton import backward, launch, plan
@@ -23,7 +24,7 @@ from lockstep.simt.taint import Leak, find_leaks
 
 DEVICES = {
     80: plan.Device(multiprocessors=108, shared_bytes=163 << 10, tma=False),
-    90: plan.Device(132, shared_bytes=227 << 10, tma=True, early=True, least_block=64),
+    90: plan.Device(132, shared_bytes=SHARED_BYTES, tma=True, early=True, least_block=64),
 }
 # Metadata, and what kernels count with: none of it holds secrets. `kv_lens` is not among them.
 PUBLIC = [

@@ -3,7 +3,7 @@
 Importing this package compiles nothing and does not import numba.
 
     wide.py     many query rows, one per SIMD lane           prefill
-    narrow.py   a few query rows, keys across the lanes      decode
+    narrow.py   a few query rows, keys across the lanes      decode; narrow_rows.py  its SIMD loops
     units.py    query rows and spans, cut into work for threads
     forward.py  runs that work and merges                    backward.py  gradients
     running.py  the softmax state of many rows

@@ -17,9 +17,10 @@ from torch import Tensor
 from lockstep.kernels.cpu import scalar
 from lockstep.kernels.cpu.arguments import argument, enter, take_ticket
 from lockstep.kernels.cpu.compile import compiled, kernel
-from lockstep.kernels.cpu.simd import F32, LN2, WIDTH, Emit, emitter, f32, i64
+from lockstep.kernels.cpu.simd import F32, WIDTH, Emit, emitter, f32, i64
 from lockstep.kernels.cpu.tensors import KINDS
 from lockstep.kernels.cpu.threads import parallel
+from lockstep.numerics import LN2
 
 INF, MINUS_INF = f32(np.inf), f32(-np.inf)
 ROWS_PER_TICKET = 64

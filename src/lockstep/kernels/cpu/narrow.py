@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from llvmlite import ir
-
 from lockstep.kernels.cpu import scalar
 from lockstep.kernels.cpu.call import (
     bias_address,
@@ -27,18 +25,27 @@ from lockstep.kernels.cpu.call import (
 from lockstep.kernels.cpu.compile import compiled, inlined
 from lockstep.kernels.cpu.memory import copy_rows
 from lockstep.kernels.cpu.merge import fill
+from lockstep.kernels.cpu.narrow_rows import (
+    S_PITCH,
+    accumulate_1x1,
+    accumulate_1x4,
+    accumulate_4x1,
+    accumulate_4x4,
+    alibi_row,
+    exp_and_mark_row,
+    exp_row,
+    mask_row,
+    masked_1x1,
+    masked_1x4,
+    max_row,
+    score_rows,
+)
 from lockstep.kernels.cpu.simd import (
     F32,
-    LLVM_F32,
-    LLVM_I32,
     WIDTH,
-    Emit,
-    emitter,
     f32,
-    i64,
 )
-from lockstep.kernels.cpu.tiles import INTEGERS, VECTOR, add_scaled, is_marked, scale_vectors
-from lockstep.kernels.cpu.tiles import MINUS_INF as MINUS_INFINITY
+from lockstep.kernels.cpu.tiles import VECTOR, add_scaled, scale_vectors
 from lockstep.kernels.cpu.wide import (
     CHAIN,
     MINUS_INF,
@@ -50,149 +57,6 @@ from lockstep.kernels.cpu.wide import (
 
 # Up to this many rows are narrow.
 NARROW = 8
-S_PITCH = 4 * SPAN
-# Keys are prefetched this many groups of WIDTH ahead.
-AHEAD = 2
-
-
-def _extend_chains(e: Emit, columns, query, q_pitch, scores, rows: int) -> None:
-    """Add WIDTH head dims to the scores of ``rows`` rows, interleaved to hide latency."""
-    lines = [e.offset(scores, e.integer(r), S_PITCH) for r in range(rows)]
-    queries = [e.offset(query, e.integer(r), q_pitch) for r in range(rows)]
-    totals = [e.load(line) for line in lines]
-    for i, column in enumerate(columns):
-        for r in range(rows):
-            factor = e.splat(e.load(queries[r], 4 * i, LLVM_F32))
-            totals[r] = e.fma(column, factor, totals[r])
-    for line, total in zip(lines, totals, strict=True):
-        e.store(total, line)
-
-
-@emitter(i64, i64, i64, i64, i64, i64, i64, i64, f32)
-def _score_rows(e: Emit, k, k_pitch, n, q, q_pitch, D, n_rows, s, c):
-    """s [n_rows, SPAN] = c · q [n_rows, D] · k [n, D]ᵀ; n and D multiples of WIDTH."""
-    blocks = e.ir.sdiv(D, e.integer(WIDTH))
-    fours = e.ir.sdiv(n_rows, e.integer(4))
-    done = e.ir.mul(fours, e.integer(4))
-    fours_then_ones = ((fours, e.integer(0), 4), (e.ir.sub(n_rows, done), done, 1))
-    with e.loop(e.ir.sdiv(n, e.integer(WIDTH))) as group:
-        keys = e.offset(k, group, e.ir.mul(k_pitch, e.integer(WIDTH)))
-        scores = e.offset(s, group, VECTOR)
-        with e.loop(n_rows) as row:
-            e.store(e.constant(0.0), e.offset(scores, row, S_PITCH))
-        with e.loop(blocks) as block:
-            at = e.offset(keys, block, VECTOR)
-            # Columns of a group lie a row apart, which no hardware prefetcher follows.
-            ahead = e.ir.mul(k_pitch, e.integer(AHEAD * WIDTH))
-            for i in range(WIDTH):
-                e.prefetch(e.ir.add(e.offset(at, e.integer(i), k_pitch), ahead))
-            lines = [e.load(e.offset(at, e.integer(i), k_pitch)) for i in range(WIDTH)]
-            turned = e.transpose(lines)
-            for count, first, step in fours_then_ones:
-                with e.loop(count) as i:
-                    row = e.ir.add(first, e.ir.mul(i, e.integer(step)))
-                    query = e.offset(e.offset(q, row, q_pitch), block, VECTOR)
-                    _extend_chains(e, turned, query, q_pitch, e.offset(scores, row, S_PITCH), step)
-        with e.loop(n_rows) as row:
-            out = e.offset(scores, row, S_PITCH)
-            e.store(e.ir.fmul(e.load(out), e.splat(c)), out)
-
-
-@emitter(i64, i64, returns=f32)
-def _max_row(e: Emit, s, n):
-    """The largest of s [n], n a multiple of WIDTH; a NaN is passed over."""
-    largest = e.variable(e.constant(MINUS_INFINITY))
-    with e.loop(e.ir.sdiv(n, e.integer(WIDTH))) as i:
-        largest.set(e.maximum(e.load(e.offset(s, i, VECTOR)), largest.get()))
-    lanes = largest.get()
-    result = e.lane(lanes, 0)
-    for i in range(1, WIDTH):
-        result = e.maximum(e.lane(lanes, i), result)
-    return result
-
-
-def _exp(mark: bool):
-    @emitter(i64, i64, f32)
-    def exp_row(e: Emit, s, n, base):
-        largest = e.splat(base)
-        with e.loop(e.ir.sdiv(n, e.integer(WIDTH))) as i:
-            at = e.offset(s, i, VECTOR)
-            score = e.load(at)
-            p = e.exp(e.ir.fsub(score, largest))
-            if mark:
-                masked = e.ir.fcmp_ordered("==", score, e.constant(MINUS_INFINITY))
-                p = e.select(masked, e.constant(-0.0), p)
-            e.store(p, at)
-
-    return exp_row
-
-
-# s = e^(s − base) in place; s [n], n a multiple of WIDTH. The second makes −0 of −inf.
-_exp_row, _exp_and_mark_row = _exp(mark=False), _exp(mark=True)
-
-
-@emitter(i64, i64, i64, i64, i64)
-def _mask_row(e: Emit, s, first, n, lo, hi):
-    """s = −inf where key first + i lies outside [lo, hi); s [n], n a multiple of WIDTH."""
-    low, high, start = (e.splat(e.ir.trunc(x, LLVM_I32)) for x in (lo, hi, first))
-    lanes = ir.Constant(INTEGERS, list(range(WIDTH)))
-    with e.loop(e.ir.sdiv(n, e.integer(WIDTH))) as i:
-        at = e.offset(s, i, VECTOR)
-        step = e.splat(e.ir.trunc(e.ir.mul(i, e.integer(WIDTH)), LLVM_I32))
-        kv = e.ir.add(e.ir.add(start, step), lanes)
-        after = e.ir.icmp_signed(">=", kv, low)
-        seen = e.ir.and_(after, e.ir.icmp_signed("<", kv, high))
-        e.store(e.select(seen, e.load(at), e.constant(MINUS_INFINITY)), at)
-
-
-@emitter(i64, i64, i64, i64, f32)
-def _alibi_row(e: Emit, s, first, n, diagonal, slope):
-    """s −= slope · |diagonal − key| for keys first + i; s [n], n a multiple of WIDTH."""
-    start, middle = (e.splat(e.ir.trunc(x, LLVM_I32)) for x in (first, diagonal))
-    factor = e.splat(e.ir.fneg(slope))
-    lanes = ir.Constant(INTEGERS, list(range(WIDTH)))
-    with e.loop(e.ir.sdiv(n, e.integer(WIDTH))) as i:
-        at = e.offset(s, i, VECTOR)
-        step = e.splat(e.ir.trunc(e.ir.mul(i, e.integer(WIDTH)), LLVM_I32))
-        distance = e.distance(middle, e.ir.add(e.ir.add(start, step), lanes))
-        e.store(e.fma(factor, distance, e.load(at)), at)
-
-
-def _accumulate(rows: int, vectors: int, masked: bool = False):
-    @emitter(i64, i64, i64, i64, i64, i64, i64)
-    def accumulate(e: Emit, v, v_pitch, n, p, out, out_pitch, l):
-        sums = [e.variable(e.constant(0.0, 1)) for _ in range(rows)]
-        lines = [e.offset(out, e.integer(r), out_pitch) for r in range(rows)]
-        acc = [[e.variable(e.constant(0.0)) for _ in range(vectors)] for _ in range(rows)]
-        with e.loop(n) as kv:
-            value = e.offset(v, kv, v_pitch)
-            columns = [e.load(value, VECTOR * j) for j in range(vectors)]
-            weights = e.offset(p, kv, 4)
-            for r in range(rows):
-                scalar_weight = e.load(weights, S_PITCH * r, LLVM_F32)
-                # A chain of its own: its latency hides behind the products.
-                sums[r].set(e.ir.fadd(sums[r].get(), scalar_weight))
-                weight = e.splat(scalar_weight)
-                if masked:
-                    bits = e.load(weights, S_PITCH * r, LLVM_I32)
-                    hidden = is_marked(e, e.splat(bits))
-                for j, column in enumerate(columns):
-                    before = acc[r][j].get()
-                    total = e.fma(column, weight, before)
-                    acc[r][j].set(e.select(hidden, before, total) if masked else total)
-        for r in range(rows):
-            e.store(sums[r].get(), l, 4 * r)
-            for j in range(vectors):
-                e.store(acc[r][j].get(), lines[r], VECTOR * j)
-
-    return accumulate
-
-
-# out [rows, vectors] = p [rows, n] · v [n, vectors], and l [rows] = Σ p.
-_accumulate_1x1, _accumulate_1x4 = _accumulate(1, 1), _accumulate(1, 4)
-_accumulate_4x1, _accumulate_4x4 = _accumulate(4, 1), _accumulate(4, 4)
-# The same without the terms that −0 hides in p; −0 adds nothing to l.
-_masked_1x1, _masked_1x4 = _accumulate(1, 1, masked=True), _accumulate(1, 4, masked=True)
 
 
 class Narrow(NamedTuple):
@@ -249,9 +113,9 @@ def _finish_scores(call, b, head, q_idx, first, n, s):
                 score = biased(score, value)
             scalar.store(score, at)
     if call.alibi_slopes != 0:
-        _alibi_row(s, first, end, diagonal_of(call, b, q_idx), slope_of(call, b, head))
+        alibi_row(s, first, end, diagonal_of(call, b, q_idx), slope_of(call, b, head))
         if not is_seen:
-            _mask_row(s, first, end, lo, hi)
+            mask_row(s, first, end, lo, hi)
 
 
 @compiled
@@ -270,10 +134,10 @@ def _finish_scores_obliviously(call, b, head, q_idx, first, n, s):
             score = biased(score, scalar.load_element(call.bias_kind, bias + kv * call.bias_col))
         scalar.store(score, s + 4 * kv)
     if call.alibi_slopes != 0:
-        _alibi_row(s, first, end, diagonal_of(call, b, q_idx), slope_of(call, b, head))
+        alibi_row(s, first, end, diagonal_of(call, b, q_idx), slope_of(call, b, head))
     if not is_seen:
         lo, hi = visible(call, b, q_idx)
-        _mask_row(s, first, end, lo, hi)
+        mask_row(s, first, end, lo, hi)
     return 0 if is_seen and not has_bias else 1
 
 
@@ -286,9 +150,9 @@ def _accumulate_obliviously(v, v_pitch, n, p, n_rows, out, out_pitch, l):
         while at < out_pitch:
             wide = out_pitch - at >= 4 * VECTOR
             if wide:
-                _masked_1x4(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
+                masked_1x4(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
             else:
-                _masked_1x1(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
+                masked_1x1(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
             at += 4 * VECTOR if wide else VECTOR
 
 
@@ -303,13 +167,13 @@ def _accumulate_rows(v, v_pitch, n, p, n_rows, out, out_pitch, l):
         while at < out_pitch:
             wide = out_pitch - at >= 4 * VECTOR
             if fours and wide:
-                _accumulate_4x4(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
+                accumulate_4x4(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
             elif fours:
-                _accumulate_4x1(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
+                accumulate_4x1(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
             elif wide:
-                _accumulate_1x4(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
+                accumulate_1x4(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
             else:
-                _accumulate_1x1(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
+                accumulate_1x1(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
             at += 4 * VECTOR if wide else VECTOR
         row += 4 if fours else 1
 
@@ -374,7 +238,7 @@ def _score_span(call, block, unit, k, k_pitch, first, n):
         last = d + CHAIN >= D
         to, by = (s, c if last else f32(1.0)) if d == 0 else (block.spare, f32(1.0))
         dims, at = min(CHAIN, D - d), 4 * d
-        _score_rows(k + at, k_pitch, whole, block.q + at, q_pitch, dims, unit.n_rows, to, by)
+        score_rows(k + at, k_pitch, whole, block.q + at, q_pitch, dims, unit.n_rows, to, by)
         if d > 0:
             add_scaled(s, block.spare, unit.n_rows * SPAN, c if last else f32(1.0))
     masked = 0
@@ -399,13 +263,13 @@ def attend_narrow(call, block, unit, span, parts, statistics):
     masked = _score_span(call, block, unit, k, k_pitch, first, n)
     for i in range(n_rows):
         s = block.s + i * S_PITCH
-        m = _max_row(s, padded(n, WIDTH))
+        m = max_row(s, padded(n, WIDTH))
         scalar.store(m, block.m + 4 * i)
         base = scalar.pick(m, MINUS_INF, f32(0.0), m)
         if masked:
-            _exp_and_mark_row(s, padded(n, WIDTH), base)
+            exp_and_mark_row(s, padded(n, WIDTH), base)
         else:
-            _exp_row(s, padded(n, WIDTH), base)
+            exp_row(s, padded(n, WIDTH), base)
     v, v_pitch = _rows_of_span(call, call.v, block, b, h, first, n, call.Dv, block.v)
     if masked:
         _accumulate_obliviously(v, v_pitch, n, block.s, n_rows, block.out, pitch, block.l)

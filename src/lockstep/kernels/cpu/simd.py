@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import Parameter, Signature
-from math import log
 from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+
+from lockstep.numerics import LOG2E
 
 POSITIONAL = Parameter.POSITIONAL_OR_KEYWORD
 
@@ -40,8 +41,6 @@ LLVM_PTR = ir.PointerType()
 F32, F16, BF16 = 0, 1, 2
 ITEMSIZE = (4, 2, 2)
 
-LOG2E = 1.0 / log(2.0)
-LN2 = log(2.0)
 
 # 2**−f = 1 + f·(c1 + f·(c2 + …)) on [-½, ½], interpolated at Chebyshev nodes: relative error
 # below 1e-8.

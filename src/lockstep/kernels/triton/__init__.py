@@ -2,7 +2,7 @@
 
 Importing this package does not import Triton.
 
-    tiles.py      what is done to one tile of keys
+    tiles.py      what is done to one tile of keys          groups.py  what functions take together
     spans.py      from a program to its rows, and over their keys span by span
     forward.py    the kernel: rows against all the keys they see, or against a run of spans
     split_kv.py   the second kernel of split-KV: parts folded into results; and merge

@@ -21,6 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
+from lockstep.hardware import SHARED_BYTES
 from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs, PreparedBackward
 from lockstep.kernels.launch import Buffer, Launch, Launches, gradients_from, taken_by
 from lockstep.kernels.triton.dbias import sum_bias
@@ -80,7 +81,6 @@ _TF32_HOPPER = {
 }
 # Three tf32 products for one of float32.
 _TF32X3 = {**_SINGLE, 64: (Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2))}
-LARGE_SHARED_MEMORY = 227 * 1024
 
 
 def copies_of(cut: Tiles) -> int:
@@ -96,7 +96,7 @@ def cuts_of(problem: AttentionProblem, device: Device) -> tuple[Tiles, Tiles]:
         table = _TF32X3 if precision == "tf32x3" else _SINGLE
         if precision == "tf32" and device.is_hopper:
             table = _TF32_HOPPER
-    elif device.shared_bytes < LARGE_SHARED_MEMORY:
+    elif device.shared_bytes < SHARED_BYTES:
         table = _HALF_SMALL
     else:
         table = _HALF_HOPPER if device.is_hopper and problem.bias_shape is None else _HALF

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.hardware import SHARED_BYTES
 from lockstep.simt import ir
 from lockstep.simt.errors import SimtError
 from lockstep.simt.types import ArrayType, Scalar, fits, int32, uint32
@@ -27,7 +28,6 @@ from .trace import Trace, collect
 from .values import NUMPY, Value, cast
 from .workers import Batches, Part, available, communicates, divide, side_by_side
 
-MAX_SHARED = 227 * 1024  # bytes a block may have on sm_90
 MAX_THREADS = 1024
 SHARED_ALIGNMENT = 32  # bytes, enough for a fragment
 ALLOCATION_ALIGNMENT = 512  # bytes, of what a GPU allocator hands out
@@ -167,10 +167,10 @@ def run(
         raise ValueError(f"record is {record}, takes 0 to {blocks - 1}: there are {blocks} blocks")
     recording = None if record is None else Recording(record, threads)
     bases, static_bytes = _lay_out(kernel)
-    if static_bytes + dynamic_bytes > MAX_SHARED:
+    if static_bytes + dynamic_bytes > SHARED_BYTES:
         raise ValueError(
             f"{static_bytes} bytes of static and {dynamic_bytes} of dynamic shared memory; "
-            f"a block may have {MAX_SHARED}"
+            f"a block may have {SHARED_BYTES}"
         )
     program = compile_kernel(kernel)
     launch = _Launch(kernel, program, grid, block, static_bytes, dynamic_bytes, bases, arguments)

@@ -6,8 +6,9 @@ from functools import lru_cache
 
 import torch
 
+from lockstep.hardware import SHARED_BYTES as SHARED_BYTES
+
 ROWS = 64  # of a warpgroup's matrix product: the height of a wgmma
-SHARED_BYTES = 227 * 1024  # of shared memory that a program may have on sm_90
 
 
 def columns(dim: int) -> int:
