@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from importlib import metadata
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from lockstep import cli, demo, ladder, results
+from lockstep import cli, demo, results
 from lockstep.bench import cpu, timing
 from lockstep.demo import checks
 from lockstep.dispatch import KERNELS
@@ -214,20 +211,14 @@ def test_an_error_of_ours_is_not_taken_for_a_lack_of_memory(monkeypatch):
     assert isinstance(runner.invoke(cli.app, ["doctor"]).exception, RuntimeError)
 
 
+# Those of the ladder have a test of their own.
 PRINTING = [
-    ["plan"],
-    ["plan", "naive"],
-    ["plan", "--json"],
     ["doctor"],
     ["doctor", "--json"],
     ["bench", "cpu", "--quick"],
-    ["ladder", "--seq", "20", "--no-bench"],
-    ["trace", "small_tile", "--seq", "20"],
     ["trace", "transpose, padded"],
-    ["claims"],
     ["audit", "bits", "--device", "cpu", "--seq", "40", "--repeats", "2", "--head-dim", "8"],
     ["audit", "bits", "--seq", "99999999999"],
-    ["plan", "--seq", "99999999999"],
     ["--help"],
 ]
 
@@ -235,29 +226,13 @@ PRINTING = [
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_cases")
 @pytest.mark.parametrize("arguments", PRINTING, ids=" ".join)
-def test_a_terminal_without_unicode_gets_other_characters(arguments, monkeypatch):
-    if "ladder" in arguments:  # all of them take seconds; the plan has their names
-        few = tuple(map(ladder.find, ("naive", "split_kv", "block_tile")))
-        monkeypatch.setattr(ladder, "RUNGS", few)
+def test_a_terminal_without_unicode_gets_other_characters(arguments):
     result = CliRunner(charset="ascii").invoke(cli.app, arguments)
     assert result.exit_code == (2 if "99999999999" in arguments else 0), result.output
     assert result.stdout_bytes.isascii()
     assert (result.stdout_bytes + result.stderr_bytes).strip()
     if "--json" in arguments:
         json.loads(result.stdout)
-
-
-@pytest.mark.slow
-def test_a_terminal_without_unicode_gets_a_plan():
-    done = subprocess.run(
-        [sys.executable, "-m", "lockstep.cli", "plan", "naive"],
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        check=True,
-    )
-    assert done.stdout.isascii()
-    assert b"naive" in done.stdout
-    assert b"?" not in done.stdout
 
 
 @pytest.mark.parametrize("command", ["trace", "show"])

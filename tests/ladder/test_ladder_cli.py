@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -190,3 +193,41 @@ def test_show_a_rung():
     assert "constexpr int D = 64;" in text
     assert "// phase: softmax" in text
     assert small_tile_2d.small_tile_2d.__name__ in text
+
+
+PRINTING = [
+    ["plan"],
+    ["plan", "naive"],
+    ["plan", "--json"],
+    ["plan", "--seq", "99999999999"],
+    ["ladder", "--seq", "20", "--no-bench"],
+    ["trace", "small_tile", "--seq", "20"],
+    ["claims"],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", PRINTING, ids=" ".join)
+def test_a_terminal_without_unicode_gets_other_characters(arguments, monkeypatch):
+    if "ladder" in arguments:  # all rungs take seconds; the plan has their names
+        few = tuple(map(ladder.find, ("naive", "split_kv", "block_tile")))
+        monkeypatch.setattr(ladder, "RUNGS", few)
+    result = CliRunner(charset="ascii").invoke(app, arguments)
+    assert result.exit_code == (2 if "99999999999" in arguments else 0), result.output
+    assert result.stdout_bytes.isascii()
+    assert (result.stdout_bytes + result.stderr_bytes).strip()
+    if "--json" in arguments:
+        json.loads(result.stdout)
+
+
+@pytest.mark.slow
+def test_a_terminal_without_unicode_gets_a_plan():
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep.cli", "plan", "naive"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=True,
+    )
+    assert done.stdout.isascii()
+    assert b"naive" in done.stdout
+    assert b"?" not in done.stdout
