@@ -42,9 +42,7 @@ SLOW = {
 }
 # Tests in these files that are not.
 QUICK = {
-    "test_loads_without_a_word_on_the_console",
     "test_one_launch_gives_the_bits_of_two",
-    "test_reduction_spills_nothing",
     "test_short_launches_of_the_hopper_kernels",
 }
 # Folders whose tests share what takes long to make: processes, traces, a browser.

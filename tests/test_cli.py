@@ -121,6 +121,7 @@ def test_bench_cpu_does_not_time_a_wrong_result(monkeypatch):
     assert "speed" not in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_cases")
 def test_demo_holds_here():
     """On a terminal without Unicode, too."""

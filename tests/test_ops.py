@@ -154,6 +154,7 @@ def test_gradcheck_of_the_output_alone(options):
     check_gradients(options, return_lse=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 4, 3, 5), (1, 4, 1, 5), (3, 5), (5,), (2, 1, 3, 1)])
 def test_gradcheck_bias(shape):
     def f(q, k, v, bias):

@@ -61,6 +61,7 @@ def test_the_ordinary_kernel_branches_on_values():
     assert code.audit(forward.RUNNERS[False, True][0], code.TARGETS["AVX2"])
 
 
+@pytest.mark.slow
 @needs_valgrind
 @pytest.mark.parametrize("name", BY_STEPS)
 def test_planted_leaks_show_under_valgrind(name):
@@ -70,6 +71,7 @@ def test_planted_leaks_show_under_valgrind(name):
     assert leak.kernel.name in found[0]
 
 
+@pytest.mark.slow
 @needs_valgrind
 def test_constant_time_kernels_run_under_valgrind():
     """With secret lengths; the program computes what the call did, or `findings` raises."""
