@@ -138,13 +138,17 @@ class _Analysis:
         while True:
             before = dict(self.cells)
             self.states = {0: {}}
-            waiting = [0]
+            waiting = {0}
             while waiting:
-                self._run_block(waiting.pop(), waiting)
+                # In the order of the code, a block is seldom looked at before those ahead of it.
+                i = min(waiting)
+                waiting.remove(i)
+                waiting |= self._run_block(i)
             if self.cells == before:
                 return
 
-    def _run_block(self, i: int, waiting: list[int]) -> None:
+    def _run_block(self, i: int) -> set[int]:
+        """Returns the blocks behind it that know more than before."""
         state = dict(self.states[i])
         while True:
             self._step(i, state)
@@ -152,10 +156,7 @@ class _Analysis:
             if len(follow) == 1 and follow[0] not in self.leaders:
                 i = follow[0]
                 continue
-            for j in follow:
-                if self._join(j, state):
-                    waiting.append(j)
-            return
+            return {j for j in follow if self._join(j, state)}
 
     def _join(self, i: int, state: State) -> bool:
         known = self.states.get(i)
@@ -168,7 +169,7 @@ class _Analysis:
             changed = True
         for name, value in state.items():
             old = known.get(name)
-            if old is None and _is_conditional(name):
+            if old is value or (old is None and _is_conditional(name)):
                 continue
             new = value if old is None else either(old, value)
             if new != old:
