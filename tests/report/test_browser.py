@@ -70,6 +70,24 @@ def test_claims_are_filtered(browser, report, data):
     assert text == f"0 of {len(data['claims'])} claims"
 
 
+def test_the_climb_is_of_one_problem(browser, report, data):
+    """Rows of the table do not mix sizes: counts and times are of the problem that it names."""
+    browser.open(report)
+    problem = data["counts"]["problem"]
+    summary = browser.run("return document.querySelector('#climb summary').textContent")
+    assert summary.endswith(problem)
+    cells = "return [...document.querySelectorAll('#climb tbody tr')].map((r) => r.innerText)"
+    (row,) = (row for row in browser.run(cells) if row.startswith("small_tile_2d"))
+    (times,) = (entry["times"] for entry in data["times"] if entry["shape"] == problem)
+    assert f"{times['small_tile_2d']:.0f} µs" in row
+    before = browser.run(cells)
+    browser.run(
+        "const s = document.querySelector('#climb select'); s.selectedIndex = 2;"
+        "s.dispatchEvent(new Event('change'))"
+    )
+    assert browser.run(cells) == before
+
+
 def test_time_by_phase_of_another_problem(browser, report, data):
     browser.open(report)
     bars = "return document.querySelectorAll('#phases svg rect').length"

@@ -94,6 +94,7 @@ def test_points_lie_under_the_roof(data):
 
 def test_without_results_there_is_nothing_to_show():
     assert measured.rung_times(None) == measured.peers(None) == []
+    assert measured.rung_counts(None) is None
     assert measured.roofline(None)["points"] == []
     assert measured.audits(None, []) == {"machine": [], "files": []}
 

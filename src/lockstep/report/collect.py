@@ -68,6 +68,7 @@ def assemble(made: Data, directory: Path | None, audits: Data) -> Data:
         "sources": sources,
         "steps": [made[key] for key in made if key.startswith("tiles ")],
         "claims": made["claims"],
+        "counts": measured.rung_counts(directory),
         "times": measured.rung_times(directory),
         "phase_times": measured.phase_times(directory),
         "roofline": measured.roofline(directory),

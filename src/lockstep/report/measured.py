@@ -31,6 +31,23 @@ def rung_times(directory: Path | None) -> list[Data]:
     return [{**entry, "where": where} for entry in shapes.values()]
 
 
+def rung_counts(directory: Path | None) -> Data | None:
+    """The newest counts of the machine for a problem as large as those that are timed: by rung,
+    and with the occupancy of its plan. None where there are no such results."""
+    run = _newest("ladder-machine", directory)
+    if run is None:
+        return None
+    rows = {
+        row["title"]: {
+            **row["trace_of_one_head"],
+            "occupancy": min(launch["occupancy"] for launch in row["plan"]["launches"]),
+        }
+        for row in run["rows"]
+        if row["trace_of_one_head"] and row["plan"]
+    }
+    return {"problem": run["problem"], "heads": run["heads"], "rows": rows}
+
+
 def phase_times(directory: Path | None) -> list[Data]:
     """Where the time of rungs goes, by clock reads around their phases: an entry per problem, with
     shares of time by phase and the time in µs as it is and with the clock reads."""

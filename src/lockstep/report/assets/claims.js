@@ -8,7 +8,7 @@ function claimsSection() {
   const cell = (label, ...content) => h("td", { "data-label": label }, ...content);
   const rows = all.map((c) => {
     const ours = Object.entries(c.ours).map(([label, value]) => (label ? `${number(value)} (${label})` : number(value))).join("; ");
-    const figure = c.figure + (c.tolerance ? ` ± ${percent(c.tolerance)}` : "") + (c.unit ? ` ${c.unit}` : "");
+    const figure = c.figure + (c.unit ? ` ${c.unit}` : "");
     return { c, text: [c.document, c.part, c.says, c.explanation].join(" ").toLowerCase(), row: h("tr", {},
       h("td", { class: `verdict ${c.verdict.replace(/ /g, "-")}` }, c.verdict),
       cell("document", `${c.document}`, c.part ? h("span", { class: "quiet" }, ` ${c.part}`) : null),

@@ -1,16 +1,17 @@
-// The climb: one row per rung, three measures side by side.
+// The climb: one row per rung, three measures side by side. Counts are those of a results file, for a problem
+// that was also timed, or else those of the traces on this page.
 function climbSection() {
   const rungs = data.rungs.filter((r) => r.counted);
-  let shape = data.times.length ? data.times[0].shape : null;
-  const times = () => data.times.find((t) => t.shape === shape) ?? { times: {}, where: "" };
-  const heads = /B(\d+) H(\d+)/.exec(data.problem);
-  const count = heads ? heads[1] * heads[2] : 1;
+  const counts = data.counts ?? tracedCounts(rungs);
+  let shape = (data.times.find((t) => t.shape === counts.problem) ?? data.times[0])?.shape ?? null;
+  const times = (of) => data.times.find((t) => t.shape === of) ?? { times: {}, where: "" };
   const panels = h("div", { class: "panels" });
   const rows = h("div", { class: "wide" });
 
-  const depth = (r) => r.counted.depth;
-  const traffic = (r) => (r.counted.global_bytes * count) / 2 ** 20;
-  const time = (r) => times().times[r.title];
+  const counted = (r) => counts.rows[r.title];
+  const depth = (r) => counted(r)?.depth;
+  const traffic = (r) => counted(r) && (counted(r).global_bytes * counts.heads) / 2 ** 20;
+  const time = (r) => times(shape).times[r.title];
 
   function draw() {
     panels.replaceChildren(
@@ -21,30 +22,38 @@ function climbSection() {
     rows.replaceChildren(table(
       ["rung", "what is new", "#depth", "#lanes", "#MB", "#conflicts", "#occupancy", `#time`],
       data.rungs.map((r) => {
-        if (!r.counted) return [r.title, r.why_not, "", "", "", "", "", ""];
-        const c = r.counted;
+        const c = counted(r);
+        if (!c) return [r.title, r.why_not, "", "", "", "", "", ""];
         const lost = c.shared_wavefronts ? c.bank_conflicts / c.shared_wavefronts : 0;
-        const fits = r.plan ? Math.min(...r.plan.launches.map((l) => l.occupancy)) : null;
+        const measured = times(counts.problem).times[r.title];
         return [
           r.title + (r.constant_time ? " (constant-time)" : ""), r.summary, number(c.depth),
           c.active_lanes.toFixed(1), number(traffic(r)), percent(lost),
-          fits === null ? "–" : percent(fits), time(r) ? duration(time(r)) : "–",
+          c.occupancy === null ? "–" : percent(c.occupancy), measured ? duration(measured) : "–",
         ];
       })));
   }
 
   const wrong = rungs.filter((r) => !r.counted.right || r.counted.hazards);
   const made = section("climb", "The climb",
-    h("p", {}, `Every rung of the ladder, from the first to the last. Depth and traffic are counted by the lockstep machine for ${data.problem} (one head traced, times ${count} for traffic); the plan is for ${data.gpu}; times are measured. Scales are logarithmic, shorter is better.`),
+    h("p", {}, `Every rung of the ladder, from the first to the last. Depth and traffic are counted by the lockstep machine for ${counts.problem} (traffic: one head times ${counts.heads}); the plan is for ${data.gpu}; times are measured. Scales are logarithmic, shorter is better.`),
     wrong.length ? h("p", { class: "bad" }, `Wrong or with hazards: ${wrong.map((r) => r.title).join(", ")}`)
       : h("p", { class: "good" }, "Every output keeps the error rule, and the machine found no hazard."),
     data.times.length ? h("div", { class: "controls" },
       choice("Times of", data.times.map((t) => [t.shape, t.shape]), shape, (value) => { shape = value; draw(); })) : null,
     panels,
-    data.times.length ? h("p", { class: "quiet small" }, `Times: ${times().where}.`) : null,
-    h("details", { open: true }, h("summary", {}, "The same as a table"), rows));
+    data.times.length ? h("p", { class: "quiet small" }, `Times: ${times(shape).where}.`) : null,
+    h("details", { open: true }, h("summary", {}, `The same as a table, all for ${counts.problem}`), rows));
   draw();
   return made;
+}
+
+// What the traces of this page counted, in the form of `data.counts`.
+function tracedCounts(rungs) {
+  const [, batch, heads] = /B(\d+) H(\d+)/.exec(data.problem) ?? [null, 1, 1];
+  const occupancy = (r) => (r.plan ? Math.min(...r.plan.launches.map((l) => l.occupancy)) : null);
+  const rows = Object.fromEntries(rungs.map((r) => [r.title, { ...r.counted, occupancy: occupancy(r) }]));
+  return { problem: data.problem, heads: batch * heads, rows };
 }
 
 function ladderChart(title, unit, rungs, value, text) {

@@ -50,6 +50,7 @@ function rooflinePlot(width, roof, points) {
       Plot.line(line(roof.fp32), { x: "x", y: "y", stroke: "currentColor", strokeOpacity: 0.5, strokeDasharray: "5,4", clip: true }),
       Plot.text([{ x: x1, y: roof.tensor, t: "tensor cores" }, { x: x1, y: roof.fp32, t: "fp32" }],
         { x: "x", y: "y", text: "t", textAnchor: "end", dy: -7, dx: -4, fill: "currentColor" }),
+      narrow ? null : Plot.link(labels, { x1: "x", y1: "from", x2: "x", y2: "y", stroke: "currentColor", strokeOpacity: 0.35 }),
       Plot.dot(points, { x: "intensity", y: "tflops", stroke: "group", symbol: "group", r: 4, strokeWidth: 1.8 }),
       narrow ? null : Plot.text(labels, { x: "x", y: "y", text: "name", textAnchor: "start", dx: 9, fontSize: 10.5, fill: "currentColor", stroke: "var(--paper)", strokeWidth: 3, paintOrder: "stroke" }),
       Plot.tip(points, Plot.pointer({ x: "intensity", y: "tflops", fill: "var(--raised)", title: (p) => `${p.name}\n${p.case}\n${number(p.tflops)} TFLOP/s, ${number(p.intensity)} operations per byte` })),
@@ -57,14 +58,15 @@ function rooflinePlot(width, roof, points) {
   });
 }
 
-// Labels beside their points, moved up or down where they would lie on one another.
+// Labels beside their points, moved up or down where they would lie on one another or on a point.
 function apart(points, x, y) {
   const placed = [];
   for (const p of d3.sort(points, (p) => -p.tflops)) {
     const left = x(p.intensity) + 9, right = left + 6.1 * p.name.length;
-    const free = (at) => placed.every((o) => Math.abs(o.at - at) > 12 || o.left > right || o.right < left);
-    const shift = d3.range(0, 12).flatMap((i) => [6 * i, -6 * i]).find((s) => free(y(p.tflops) + s)) ?? 0;
-    placed.push({ name: p.name, at: y(p.tflops) + shift, left, right, x: p.intensity, y: y.invert(y(p.tflops) + shift) });
+    const free = (at) => placed.every((o) => Math.abs(o.at - at) > 12 || o.left > right || o.right < left)
+      && points.every((o) => Math.abs(y(o.tflops) - at) > 9 || x(o.intensity) < left - 5 || x(o.intensity) > right);
+    const shift = d3.range(0, 40).flatMap((i) => [6 * i, -6 * i]).find((s) => free(y(p.tflops) + s)) ?? 0;
+    placed.push({ name: p.name, at: y(p.tflops) + shift, left, right, x: p.intensity, from: p.tflops, y: y.invert(y(p.tflops) + shift) });
   }
   return placed;
 }
