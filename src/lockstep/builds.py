@@ -28,9 +28,9 @@ from lockstep.problem import DTYPES, any_of, short
 Work = Literal["prefill", "packed", "decode", "training"]
 WORKS: tuple[Work, ...] = ("prefill", "packed", "decode", "training")
 # Lengths that stand for all: a prompt, one that no tile divides, packed prompts that are sorted by
-# length, a short chunk of a prompt (long ones are as a prompt), a draft to verify, and a long and
-# a short cache.
-PROMPT, ODD, PACKED, CHUNK, DRAFT, LONG, SHORT = 1024, 1000, 8192, 256, 4, 16384, 256
+# length, a chunk of a prompt, what is left for a last chunk, a draft to verify, and a long and a
+# short cache.
+PROMPT, ODD, PACKED, CHUNK, REST, DRAFT, LONG, SHORT = 1024, 1000, 8192, 256, 96, 4, 16384, 256
 # Sequences that keep a GPU busy without being split.
 MANY = 256
 # Builds for a CPU serve any length.
@@ -145,7 +145,7 @@ def calls_of(
             found += [replace(call, backward=True) for call in trained]
         found += whole
         if "decode" in works and layer.causal:
-            lengths = ((1, LONG), (1, SHORT), (DRAFT, LONG), (CHUNK, LONG), (PROMPT, LONG))
+            lengths = [(n, LONG) for n in (1, DRAFT, REST, CHUNK, PROMPT)] + [(1, SHORT)]
             found += [SampleCall(layer, "paged", *of, page=page) for of in lengths]
             found += [SampleCall(layer, "paged", n, LONG, page=page, B=MANY) for n in (1, DRAFT)]
     if torch.device(device).type == "cpu":

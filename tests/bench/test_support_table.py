@@ -18,5 +18,7 @@ def test_cells_say_what_kernels_say():
     both = dict.fromkeys(heads, "forward, backward")
     assert cells("`bfloat16`") == both | {"hopper_decode": "–"}
     assert cells("`bias`")["hopper"] == "–"
-    assert cells("`attention_paged`") == dict.fromkeys(heads, "forward") | {"hopper": "–"}
+    forward = dict.fromkeys(heads, "forward")
+    assert cells("`attention_paged`, one query") == forward | {"hopper": "–"}
+    assert cells("`attention_paged`, 512 queries") == forward | {"hopper_decode": "–"}
     assert cells("`query_invariant`")["hopper"] == "forward"

@@ -213,7 +213,8 @@ def test_machine_code(D, page):
         ({"D": 96}, "takes head dims 64, 128, 256, got D = 96 and Dv = 96"),
         ({"page": 8}, "takes pages of multiples of 16 keys, got 8"),
         ({"page": 256, "Hkv": 8}, None),
-        ({"Sq": 40}, "takes up to 128 query rows of a KV head, got 160"),
+        ({"Sq": 127}, None),
+        ({"Sq": 128}, "takes fewer than 128 queries, got 128"),
         ({}, None),
     ],
 )

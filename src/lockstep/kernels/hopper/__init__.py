@@ -17,7 +17,11 @@ from lockstep.kernels.hopper.common.query_invariance import (
     is_split,
     refusal_of_kind,
 )
-from lockstep.kernels.hopper.common.requirements import refusal_of_device
+from lockstep.kernels.hopper.common.requirements import (
+    MIN_QUERIES_IN_PAGES,
+    PAGE_ROWS,
+    refusal_of_device,
+)
 from lockstep.kernels.hopper.common.sizes import columns
 from lockstep.kernels.kernel import BackwardTensors, Kernel, Needs, Prepared, PreparedBackward
 from lockstep.problem import AttentionProblem, Tensors
@@ -31,8 +35,6 @@ MAX_ROWS = 1 << 29
 # grouped heads it also packs a group into one tile, and is faster for longer.
 MIN_QUERIES = 16
 MIN_QUERIES_OF_GROUPS = 33
-# On pages they are decode's until they fill a tile; of a page the copy engine loads so many rows.
-MIN_QUERIES_IN_PAGES, PAGE_ROWS = 128, 16
 # Its tanh is off by a rounding of 1, and so a capped score by that times the cap.
 MAX_SOFTCAP = 1024.0
 

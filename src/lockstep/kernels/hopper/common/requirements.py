@@ -9,6 +9,11 @@ import torch
 
 from lockstep.problem import AttentionProblem
 
+# The copy engine loads so many rows of a page at least.
+PAGE_ROWS = 16
+# Queries of sequences in pages are the decode kernel's until they fill a tile of the forward.
+MIN_QUERIES_IN_PAGES = 128
+
 
 @lru_cache(maxsize=1)
 def _has_gluon() -> bool:

@@ -19,16 +19,15 @@ A row's bits depend on its own sequence, the heads and the head dims alone.
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.query_invariance import is_split, refusal_of_kind
-from lockstep.kernels.hopper.common.requirements import refusal_of_device
+from lockstep.kernels.hopper.common.requirements import (
+    MIN_QUERIES_IN_PAGES,
+    PAGE_ROWS,
+    refusal_of_device,
+)
 from lockstep.kernels.kernel import Kernel, Prepared
 from lockstep.problem import AttentionProblem, Tensors
 
 HEAD_DIMS = (64, 128, 256)
-# The copy engine loads so many rows of a page at least.
-PAGE_ROWS = 16
-# Each tile of 64 rows reads all keys: more than a few are better off where tiles are taller. Packed
-# queries are not counted: what runs a sequence must not depend on its neighbours.
-MAX_ROWS = 128
 MAX_SOFTCAP = 1024.0
 
 
@@ -59,9 +58,11 @@ def supports(problem: AttentionProblem) -> str | None:
         return "takes no alibi_slopes"
     if 0 in (problem.B, problem.Sq, problem.Skv, problem.n_pages):
         return "takes at least one sequence, one query and one page"
-    rows = problem.Sq * problem.Hq // problem.Hkv
-    if rows > MAX_ROWS and not (problem.is_packed or problem.query_invariant):
-        return f"takes up to {MAX_ROWS} query rows of a KV head, got {rows}"
+    # Each tile of 64 rows reads all keys; those of the forward are taller. Packed queries are not
+    # counted: what runs a sequence must not depend on its neighbours.
+    is_counted = not (problem.is_packed or problem.query_invariant)
+    if is_counted and problem.Sq >= MIN_QUERIES_IN_PAGES:
+        return f"takes fewer than {MIN_QUERIES_IN_PAGES} queries, got {problem.Sq}"
     if problem.softcap is not None and problem.softcap > MAX_SOFTCAP:
         return f"takes a softcap up to {MAX_SOFTCAP}, got {problem.softcap}"
     return None
