@@ -83,7 +83,7 @@ def sweep(
     if as_json:
         print_json([{"problem": str(r.problem), "gpu": g, **r.as_json()} for g, r in rows])
     else:
-        _print(rows, len(problems) > 1, len(gpus) > 1)
+        _print(rows)
     counted = [row.counted for _, row in rows if row.counted]
     raise typer.Exit(1 if any(c.hazards or not c.right for c in counted) else 0)
 
@@ -120,24 +120,23 @@ def _rows(
     return rows
 
 
-def _print(rows: list[tuple[str, Row]], several_problems: bool, several_gpus: bool) -> None:
+def _print(rows: list[tuple[str, Row]]) -> None:
+    """One line per row; what all of them have in common stands above."""
     from .tables import ladder_table
 
     console = Console()
-    gpu_of = {id(row): gpu for gpu, row in rows}
+    kept = [row for _, row in rows]
+    # sizes, dtype and mask of each, word by word, and its GPU
+    words = {id(row): (*str(row.problem).split(), gpu) for gpu, row in rows}
+    varies = [len(set(column)) > 1 for column in zip(*words.values(), strict=True)]
 
     def title(row: Row) -> str:
-        parts = [row.rung.title]
-        if several_problems:
-            parts.append(f"S{row.problem.S} D{row.problem.D}")
-            parts.append(f"B{row.problem.B} H{row.problem.H}")
-        if several_gpus:
-            parts.append(gpu_of[id(row)])
-        return ", ".join(parts)
+        own = [word for word, differs in zip(words[id(row)], varies, strict=True) if differs]
+        return ", ".join([row.rung.title, *([" ".join(own)] if own else [])])
 
-    kept = [row for _, row in rows]
-    if not several_problems:
-        console.print(f"{kept[0].problem}\n")
+    first = words[id(kept[0])]
+    shared = [word for word, differs in zip(first[:-1], varies, strict=False) if not differs]
+    console.print(" ".join(shared) + f", planned for {first[-1]}" * (not varies[-1]) + "\n")
     if any(row.plan for row in kept):
         console.print(ladder_table(kept, any(row.microseconds for row in kept), title))
     for refusal in dict.fromkeys(row.why_not for row in kept if row.why_not):
