@@ -19,7 +19,7 @@ from lockstep.integrations import transformers as integration
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "integrations"))
-import tiny_models
+import tiny_models  # noqa: E402
 
 ATTENTIONS = ("eager", "sdpa", "lockstep")
 MODELS = (*tiny_models.DECODERS, *tiny_models.ENCODERS, "t5", "whisper", "vit")

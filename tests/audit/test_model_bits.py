@@ -146,6 +146,22 @@ def test_the_command_refuses(tmp_path):
     assert "config.json" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "status", "said"),
+    [("t5", (0, 1), ""), ("vit", (2,), "takes pixel_values"), ("whisper", (2,), "--seq 37")],
+)
+def test_the_command_with_encoders(name, status, said, tmp_path):
+    """An encoder takes no chunks, pixels are no tokens, and some models take few of them."""
+    pytest.importorskip("transformers")
+    import tiny_models
+
+    tiny_models.make(name).save_pretrained(tmp_path)
+    result = CliRunner().invoke(app, ["audit", "model", str(tmp_path)])
+    assert result.exit_code in status
+    assert said in result.stderr
+    assert "chunks" not in result.stdout
+
+
 def test_the_command_names_a_bad_device(folder):
     result = CliRunner().invoke(app, ["audit", "model", str(folder), "--device", "banana"])
     assert result.exit_code == 2

@@ -70,7 +70,7 @@ def model(module: nn.Module, inputs: dict[str, Tensor] | Tensor) -> list[Finding
 
     Runs the model over the whole batch and over each of its first and last sequence alone. If it
     takes `input_ids`, also over that sequence padded on the left and on the right, and if it has
-    a cache (`past_key_values`), in chunks.
+    a cache (`past_key_values`) and no encoder, in chunks.
 
     Args:
         module: A model; it is put into evaluation mode for the audit.
@@ -145,7 +145,9 @@ def _circumstances(call: Callable[..., Any], given: dict[str, Any], B: int) -> I
         place = Place(B, 0, S, start, n, n, start)
         name = f"sequence 0 alone and padded on the {side}"
         yield name, partial(call, **more), partial(call, **short), place
-    yield from _chunks(call, alone(0), S)
+    # The tokens of an encoder see those behind them: it takes no chunks.
+    if "decoder_input_ids" not in given:
+        yield from _chunks(call, alone(0), S)
 
 
 def _chunks(call: Callable[..., Any], given: dict[str, Any], S: int) -> Iterator[Case]:

@@ -65,8 +65,19 @@ def _audit(
         raise ValueError(f"{folder} has no config.json")
     torch.manual_seed(seed)
     loaded = _load(folder, attention, kind).to(device)
+    if loaded.main_input_name != "input_ids":
+        raise ValueError(
+            f"{type(loaded).__name__} takes {loaded.main_input_name} and no tokens: call "
+            "lockstep.audit.model with a batch of them"
+        )
+    names = ["input_ids"] + ["decoder_input_ids"] * loaded.config.is_encoder_decoder
     tokens = torch.randint(1, loaded.config.get_text_config().vocab_size, (batch, seq))
-    return audit(loaded, {"input_ids": tokens.to(device)})
+    try:
+        return audit(loaded, dict.fromkeys(names, tokens.to(device)))
+    except (IndexError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{type(loaded).__name__} does not run with --batch {batch} --seq {seq}: {error}"
+        ) from error
 
 
 def _load(folder: Path, attention: str, dtype: Any) -> Any:
