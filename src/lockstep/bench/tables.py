@@ -58,6 +58,7 @@ PAGES = (
     "docs/hopper-decode.md",
     "docs/triton.md",
     "docs/gradients.md",
+    "docs/audit.md",
     "docs/support.md",
     "docs/models.md",
     "docs/transformers.md",
