@@ -1,4 +1,4 @@
-"""The operators torch knows: schemas, fake kernels, autograd.
+"""The operators as torch has them: schemas, fake kernels, autograd.
 
 `lockstep::attention`, `::attention_varlen`, `::attention_paged` and `::attention_varlen_paged`
 return `(out, lse)`. The first two return `statistics` as well, for their `_backward` operators,

@@ -94,7 +94,7 @@ class BiasHead(NamedTuple):
 
 
 class RowStatistics(NamedTuple):
-    """What the backward knows of each row: `gradient_rows`."""
+    """Numbers of each row that the backward needs: `gradient_rows`."""
 
     m: Any
     norm: Any

@@ -31,7 +31,7 @@ SEQUENCE = gl.constexpr(tiles.SEQUENCE)
 
 @gluon.jit
 def find_rows(work, row, tiles_ptr, heads, group, Sq, n_rows, TILED: gl.constexpr):
-    """Of the rows of a slot: whether there are such, and sequence, query head and query of each."""
+    """Whether each row of a slot exists, and the sequence, query head and query of each."""
     b = work // heads
     q_tile = b * 0
     n_q = Sq

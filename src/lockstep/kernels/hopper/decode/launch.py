@@ -118,7 +118,7 @@ def _listing(problem: AttentionProblem, names: dict[str, str], n_slots: int) -> 
 
 
 def _renamed(kernel: Any, names: dict[str, str]) -> dict[str, str]:
-    """Those of `names` that are pointers of a kernel."""
+    """The `names` that are pointers of a kernel."""
     return {name: to for name, to in names.items() if f"{name}_ptr" in kernel.arg_names}
 
 

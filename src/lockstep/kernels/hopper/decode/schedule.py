@@ -54,19 +54,11 @@ class Sizes:
 
     @gluon.constexpr_function
     def __init__(self, pointers, numbers, HAS_LEFT, HAS_RIGHT, HAS_STARTS, TILED, BLOCK_KV):
-        self.kv_lens_ptr = pointers[0]
-        self.kv_starts_ptr = pointers[1]
-        self.B = numbers[0]
-        self.heads = numbers[1]
-        self.Sq = numbers[2]
-        self.Skv = numbers[3]
-        self.left = numbers[4]
-        self.right = numbers[5]
-        self.wanted = numbers[6]
-        self.least = numbers[7]
-        self.team = numbers[8]
-        self.waves = numbers[9]
-        self.whole = numbers[10]
+        self.kv_lens_ptr, self.kv_starts_ptr = pointers
+        (
+            self.B, self.heads, self.Sq, self.Skv, self.left, self.right, self.wanted, self.least,
+            self.team, self.waves, self.whole,
+        ) = numbers  # fmt: skip
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.HAS_STARTS = gl.constexpr(HAS_STARTS)
@@ -75,7 +67,7 @@ class Sizes:
 
     @gluon.jit
     def look_at(self, b, is_there):
-        """Of sequences or tiles: how many keys they have, -1 if a number is wrong; how many
+        """Looks up sequences or tiles: how many keys they have, -1 if a number is wrong; how many
         queries; the spans wanted of a head, 0 if there is no such sequence; the least keys of a
         span; and how many queries of the sequence are before and behind those of a tile."""
         if self.TILED:
@@ -116,8 +108,8 @@ class Sizes:
 
     @gluon.jit
     def tiles_of(self, found):
-        """Of what `look_at` has found: the first tile seen, the one behind the last, the tiles of a
-        span, and the number of spans, at least 1."""
+        """The first tile seen, the one behind the last, the tiles of a span, and the number of
+        spans, at least 1; from what `look_at` has found."""
         given_len, n_q, wanted, least, before, behind = found
         kv_len = gl.maximum(given_len, 0)
         # All queries of a sequence have the same spans.

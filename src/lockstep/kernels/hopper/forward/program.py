@@ -107,7 +107,7 @@ class Program:
 
     @gluon.jit
     def score_scale(self):
-        """From what `mask_scores` returns to log2 units."""
+        """The factor that turns what `mask_scores` returns into log2 units."""
         return self.scale if self.build.SCORES == "raw" else LOG2E
 
 

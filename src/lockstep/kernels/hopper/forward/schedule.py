@@ -281,7 +281,8 @@ class Schedule:
 
     @gluon.jit
     def row_bounds(self, tile, q_idx):
-        """For rows q_idx [BLOCK_Q]: the first key each sees, and the first it does not."""
+        """The first key that each row q_idx [BLOCK_Q] sees, and the first behind it that it does
+        not see."""
         position = q_idx + (tile.len_kv - tile.len_q)
         begin = position * 0
         end = begin + tile.len_kv
