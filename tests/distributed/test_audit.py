@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from worlds import SOURCE
 
 from lockstep import cli
+from lockstep.audit import distributed_cli
 
 AUDIT = ("-m", "lockstep.cli", "audit", "distributed", "--seq", "70", "--head-dim", "32", "--json")
 
@@ -26,14 +27,21 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_two_ranks_under_torchrun():
-    ended = run("-m", "torch.distributed.run", "--nproc-per-node", "2", *AUDIT)
+    mask = ("--mask", "both")  # `test_bits.py` has them all
+    ended = run("-m", "torch.distributed.run", "--nproc-per-node", "2", *AUDIT, *mask)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     assert found["ok"]
     assert found["ranks"] == 2
-    # Three methods, two kinds of shards, five masks.
-    assert len(found["cases"]) == 30
+    # Three methods, two kinds of shards.
+    assert len(found["cases"]) == 6
     assert found["not_audited"] == {}
+
+
+def test_every_method_shard_and_mask_by_default(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    found = distributed_cli._prepare(None, None, None, "cpu", None, (70, 4, 2, 32))
+    assert len({(case.method, case.balanced, case.mask) for case in found}) == 3 * 2 * 5
 
 
 @pytest.mark.gpu
