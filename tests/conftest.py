@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -11,6 +12,10 @@ import pytest
 # of small tensors, so OpenMP has one, and those that a test asks for sleep while they wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Modules and tests stay to the end. By default, a tenth of the time goes into looking for garbage
+# among them, again and again.
+gc.set_threshold(10_000, 10, 100)
 
 # Test modules are imported one by one; this lets them share the helpers that stand beside them.
 sys.path.insert(0, str(Path(__file__).parent))
