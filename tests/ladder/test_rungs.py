@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 
-from lockstep.ladder import RUNGS, Problem, find, launches_of, run_on_gpu, run_on_machine
+from lockstep.ladder import RUNGS, Problem, check, find, launches_of, run_on_gpu, run_on_machine
 from lockstep.ladder.check import errors
 
 
@@ -112,3 +115,25 @@ def test_an_unwritten_element_is_an_error():
     assert errors(problem, tensors).ok
     tensors.out[0, 0, 3, 31] = float("nan")
     assert not errors(problem, tensors).ok
+
+
+def test_a_trace_that_fails_does_not_wait_for_what_it_is_held_against(monkeypatch):
+    worked_out = []
+
+    def one_by_one(problem, tensors):
+        for head in range(problem.heads):
+            worked_out.append(head)
+            begun.set()
+            time.sleep(0.01)
+            yield check.Standard(tensors.out, 0.0, 0.0)
+
+    def fails(*_):
+        begun.wait()
+        raise KeyboardInterrupt
+
+    begun = threading.Event()
+    monkeypatch.setattr(check, "standards_of", one_by_one)
+    monkeypatch.setattr(check, "run_on_machine", fails)
+    with pytest.raises(KeyboardInterrupt):
+        check.run_and_check(find("naive"), Problem(B=40, H=40, S=1, D=32))
+    assert len(worked_out) < 1600

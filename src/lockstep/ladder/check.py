@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import product
+from itertools import product, takewhile
+from threading import Event
 from typing import TYPE_CHECKING, NamedTuple
 
 from .rung import Problem, Rung, Tensors, run_on_machine
@@ -61,12 +62,11 @@ def errors(problem: Problem, tensors: Tensors, standards: list[Standard] | None 
     return Errors(error(tensors.out, expected.exact), expected.math, expected.allowed)
 
 
-def standards_of(problem: Problem, tensors: Tensors) -> list[Standard]:
+def standards_of(problem: Problem, tensors: Tensors) -> Iterator[Standard]:
     """One for each head of each sequence, in order; the scores of one head fit a cache."""
     from lockstep import math_attention, reference
     from lockstep.error_rule import judge
 
-    found = []
     one_head = replace(problem, B=1, H=1, kv_heads=None)
     for b, h in product(range(problem.B), range(problem.H)):
         of = {"q": h, "k": h // problem.group, "v": h // problem.group, "out": h}
@@ -75,8 +75,7 @@ def standards_of(problem: Problem, tensors: Tensors) -> list[Standard]:
         exact, _ = reference.evaluate(*_posed(one_head, head))
         math, _ = math_attention.evaluate(*_posed(one_head, head))
         expected = judge("out", exact, math, 0.0)
-        found.append(Standard(exact, expected.math, expected.allowed))
-    return found
+        yield Standard(exact, expected.math, expected.allowed)
 
 
 def run_and_check(
@@ -91,20 +90,26 @@ def run_and_check(
     and `record` as in `run_on_machine`. Raises ValueError where the rung refuses the problem.
     """
     tensors = problem.draw()
+    stop = Event()
     with ThreadPoolExecutor(1) as pool:
-        standards = pool.submit(_on_one_core, problem, tensors)
-        _, traces = run_on_machine(rung, problem, tensors, progress, record)
+        standards = pool.submit(_on_one_core, problem, tensors, stop)
+        try:
+            _, traces = run_on_machine(rung, problem, tensors, progress, record)
+        except BaseException:
+            stop.set()
+            raise
     return traces, errors(problem, tensors, standards.result())
 
 
-def _on_one_core(problem: Problem, tensors: Tensors) -> list[Standard]:
-    """The standards, by one thread: others of PyTorch's would wait busily for a core."""
+def _on_one_core(problem: Problem, tensors: Tensors, stop: Event) -> list[Standard]:
+    """The standards, or those before `stop`, by one thread: others of PyTorch's would wait busily
+    for a core."""
     import torch
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return standards_of(problem, tensors)
+        return list(takewhile(lambda _: not stop.is_set(), standards_of(problem, tensors)))
     finally:
         torch.set_num_threads(before)
 
