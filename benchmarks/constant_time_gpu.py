@@ -23,22 +23,42 @@ from lockstep import results
 from lockstep.audit.timing import counters, gpu_clock
 from lockstep.audit.timing.clock import Times
 from lockstep.audit.timing.cpu_layers import timed
-from lockstep.audit.timing.outcome import judged
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS = ("kernels", "rungs", "leaks")
 
 
-def count(group: str) -> tuple[list[dict[str, Any]], bool]:
+def count(group: str, only: list[str]) -> tuple[list[dict[str, Any]], bool]:
     """Counters of each call, and whether they are what they should be."""
-    counted = counters.count((group,))
-    outcomes = [
-        judged("counters", name, found, group == "leaks")
-        for name, found in counters.differing(counted).items()
-    ]
-    for outcome in outcomes:
-        print("ok" if outcome.ok else "FAILS", outcome.name, outcome.detail, flush=True)
-    return [asdict(counts) for counts in counted], all(outcome.ok for outcome in outcomes)
+    report = counters.count(group, only)
+    rows: list[dict[str, Any]] = []
+    base: dict[str, counters.Counts] = {}
+    for call in report.calls:
+        first = base.setdefault(call.subject, call)
+        rows.append(
+            {
+                "subject": call.subject,
+                "secrets": call.secrets,
+                "launches": [summary(report, launch) for launch in call.launches],
+                "differs": list(counters.differences(report, first, call)),
+            }
+        )
+        print(call.subject, call.secrets, rows[-1]["differs"][:4] or "equal", flush=True)
+    shown = {row["subject"] for row in rows if row["differs"]}
+    return rows, shown == ({row["subject"] for row in rows} if group == "leaks" else set())
+
+
+def summary(report: counters.Report, launch: counters.Launch) -> dict[str, Any]:
+    """What was executed and accessed, apart from loops that wait."""
+    waits = report.waits_of(launch)
+    return {
+        "kernel": launch.kernel,
+        "instructions": len(launch.executed["warps"]),
+        "executed": {kind: launch.total(kind, waits) for kind in launch.executed},
+        "in_wait_loops": len(waits),
+        "executed_with_waiting": {kind: launch.total(kind) for kind in launch.executed},
+        **launch.counters,
+    }
 
 
 def measure(group: str, samples: int) -> tuple[list[dict[str, Any]], bool]:
@@ -48,7 +68,7 @@ def measure(group: str, samples: int) -> tuple[list[dict[str, Any]], bool]:
         return [asdict(outcome) for outcome in timed(*compared, group == "leaks")]
 
     began = time.perf_counter()
-    rows = []
+    rows: list[dict[str, Any]] = []
     with ThreadPoolExecutor(8) as pool:
         compared = gpu_clock.compare(counters.chosen((group,)), samples)
         waiting = [pool.submit(judge, one) for one in compared]
@@ -66,12 +86,13 @@ def main() -> int:
     parser.add_argument("what", choices=("counters", "times"))
     parser.add_argument("--samples", type=int, default=1_000_000, help="of each subject")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS)
+    parser.add_argument("--only", nargs="+", default=[], help="names of what is counted")
     parser.add_argument("--out", type=Path, default=ROOT / results.RESULTS)
     options = parser.parse_args()
     ok = True
     for group in options.groups:
         if options.what == "counters":
-            rows, is_well = count(group)
+            rows, is_well = count(group, options.only)
         else:
             rows, is_well = measure(group, options.samples)
         run = results.collect(f"constant-time-{options.what}-{group}", rows)

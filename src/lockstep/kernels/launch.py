@@ -38,6 +38,11 @@ ALIGNMENT = 128
 _COMPILED: Cache[tuple[Any, ...], Any] = Cache(limit=1024)
 
 
+def compiled_kernels() -> list[Any]:
+    """What Triton has compiled for this process so far."""
+    return list(_COMPILED.values())
+
+
 def unspecialized(jit: Callable[..., Any], any_address: Collection[str] = ()) -> Any:
     """A decorator for kernels of which one binary serves every length, batch size and stride.
 

@@ -22,8 +22,9 @@ Fixes = Mapping[str, Callable[[Secrets], Secrets]]
 # Below LIMIT, classes are not told apart; a planted leak has to be above CLEAR.
 LIMIT, CLEAR = 4.5, 10.0
 PERCENTILES = (50, 75, 90, 95, 99, 100)
-# Copies of the secrets of a class. Of random ones there are as many as of all classes together, so
-# that all are read equally often, from equally cold memory.
+# Copies of the secrets of a class. Of random ones there are as many as of all classes together:
+# each has a partner, and a sample reads both, so that what is in the caches does not tell
+# which it uses.
 POOL = 8
 ALL = "all classes"
 
@@ -80,7 +81,8 @@ class Samples:
     names: tuple[str, ...]
     pool: list[Secrets]
     which: np.ndarray  # the class of each sample; 0 is random
-    order: np.ndarray  # its secrets, in `pool`
+    order: np.ndarray  # of which random secrets in `pool`, or of their partners, it has
+    is_fixed: np.ndarray  # 0: the random ones; 1: their partners, in the second half of `pool`
 
     def split(self, ns: np.ndarray) -> dict[str, Times]:
         """The times of all classes together, and of each of several, beside the random ones."""
@@ -99,9 +101,8 @@ def plan(draw: Draw, fixes: Fixes, samples: int, seed: int = 0) -> Samples:
     for fix in fixes.values():
         pool += [fix({name: x.clone() for name, x in first.items()}) for _ in range(POOL)]
     rng = np.random.default_rng(seed)
-    chosen, is_fixed = rng.integers(0, len(pool) // 2, samples), rng.integers(0, 2, samples)
-    order = chosen + is_fixed * (len(pool) // 2)
-    return Samples(tuple(fixes), pool, is_fixed * (1 + chosen // POOL), order)
+    order, is_fixed = rng.integers(0, len(pool) // 2, samples), rng.integers(0, 2, samples)
+    return Samples(tuple(fixes), pool, is_fixed * (1 + order // POOL), order, is_fixed)
 
 
 def compare(
@@ -116,9 +117,12 @@ def compare(
     torch.set_num_threads(1)
     for _ in range(20):
         run(buffers)
-    for sample, i in enumerate(planned.order.tolist()):
+    random, fixed = planned.pool[: len(planned.pool) // 2], planned.pool[len(planned.pool) // 2 :]
+    flags = torch.tensor([False, True])
+    order = zip(planned.order.tolist(), planned.is_fixed.tolist(), strict=True)
+    for sample, (i, is_fixed) in enumerate(order):
         for name, buffer in buffers.items():
-            buffer.copy_(planned.pool[i][name])
+            torch.where(flags[is_fixed], fixed[i][name], random[i][name], out=buffer)
         start = clock()
         run(buffers)
         ns[sample] = clock() - start

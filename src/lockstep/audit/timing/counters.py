@@ -1,18 +1,22 @@
 """What a GPU counts while a call runs: the same for all secrets, to the last one?
 
 Nsight Compute (`ncu`) runs this module as a program that calls every subject on secrets of every
-class, and reads the counters of each kernel. An empty kernel, `marker`, goes before each subject.
+class, and reads how often each instruction of each kernel was executed, and what it accessed. An
+empty kernel, `marker`, goes before each subject.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,81 +24,98 @@ import torch
 from lockstep.audit.timing import subjects
 from lockstep.audit.timing.gpu_leaks import marker
 from lockstep.audit.timing.subjects import Secrets, Subject
+from lockstep.kernels.launch import compiled_kernels
+from lockstep.simt.taint.code import read_code
+from lockstep.simt.taint.waits import wait_loops
 
 _SHARED = "l1tex_data_pipe_lsu_wavefronts_mem_shared"
-# Most are counted by instructions that Nsight Compute adds to the kernel; `l1tex__` by the GPU.
+# Accesses to memory, by short names.
 METRICS = {
-    "instructions": "smsp__sass_inst_executed",
-    "thread instructions": "smsp__sass_thread_inst_executed",
-    "branches": "smsp__sass_inst_executed_op_branch",
-    "branch targets": "smsp__sass_branch_targets",
-    "uniform branches": "smsp__sass_branch_targets_threads_uniform",
-    "divergent branches": "smsp__sass_branch_targets_threads_divergent",
-    **{
-        f"{space} {op}": f"smsp__sass_inst_executed_op_{space}_{op}"
-        for space in ("global", "shared", "local")
-        for op in ("ld", "st")
-    },
-    **{
-        f"{what} {op}": f"l1tex__t_{what}_pipe_lsu_mem_global_op_{op}"
-        for what in ("requests", "sectors")
-        for op in ("ld", "st")
-    },
-    **{f"wavefronts {op}": f"smsp__sass_{_SHARED}_op_{op}" for op in ("ld", "st")},
+    **{f"sectors {op}": f"l1tex__t_sectors_pipe_lsu_mem_global_op_{op}.sum" for op in ("ld", "st")},
+    **{f"shared wavefronts {op}": f"smsp__sass_{_SHARED}_op_{op}.sum" for op in ("ld", "st")},
 }
-# By the name of the instruction; ncu does not list it.
-OPCODES = "sass__inst_executed_per_opcode"
-RANDOM, AGAIN = "random", ("random, again", "random, once more")
+# Of each instruction: how often warps executed it, and how often their threads did.
+EXECUTED = {"warps": "inst_executed", "threads": "thread_inst_executed"}
+RANDOM, AGAIN = "random", "random, again"
+csv.field_size_limit(1 << 28)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel that ran: counters by short name, and of each instruction, by kind of EXECUTED."""
+
+    kernel: str
+    counters: dict[str, float]
+    executed: dict[str, list[int]]
+
+    def total(self, kind: str, waits: Collection[int] = ()) -> int:
+        return sum(n for i, n in enumerate(self.executed[kind]) if i not in waits)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Counters of the kernels of one call, in the order of their launches."""
+    """The kernels of one call, in the order of their launches."""
 
     subject: str
     secrets: str
-    kernels: tuple[str, ...]
-    values: tuple[dict[str, float], ...]
+    launches: tuple[Launch, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Calls, and by kernel and number of instructions those that wait for others."""
+
+    calls: list[Counts]
+    waits: dict[tuple[str, int], frozenset[int]]
+
+    def waits_of(self, launch: Launch) -> frozenset[int]:
+        n = len(launch.executed["warps"])
+        return self.waits.get((launch.kernel, n), frozenset())
 
 
 def is_available() -> bool:
     return shutil.which("ncu") is not None
 
 
-def count(groups: tuple[str, ...]) -> list[Counts]:
-    """Counters of all subjects of the groups, "kernels", "rungs" or "leaks", class by class.
+def count(group: str, only: Collection[str] = ()) -> Report:
+    """Counters of the subjects of a group, "kernels", "rungs" or "leaks", class by class; of those
+    called `only`, if any are.
 
     Raises RuntimeError where Nsight Compute fails.
     """
-    metrics = _known_metrics()
-    command = [
-        *("ncu", "--csv", "--clock-control", "none", "--print-units", "base"),
-        *("--print-metric-instances", "details", "--profile-from-start", "off"),
-        *("--metrics", ",".join([*metrics.values(), OPCODES])),
-        *(sys.executable, "-m", __name__, *groups),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode or '"ID"' not in done.stdout:
-        raise RuntimeError(f"ncu failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
-    launches = read(done.stdout, {name: key for key, name in metrics.items()})
-    return list(calls(launches, chosen(groups)))
+    with tempfile.TemporaryDirectory() as folder:
+        waits = Path(folder) / "waits.json"
+        command = [
+            *("ncu", "--csv", "--clock-control", "none", "--print-units", "base"),
+            *("--print-metric-instances", "details", "--profile-from-start", "off"),
+            *("--metrics", ",".join([*EXECUTED.values(), *METRICS.values()])),
+            *(sys.executable, "-m", __name__, str(waits), group, *only),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode or '"ID"' not in done.stdout:
+            raise RuntimeError(f"ncu failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+        found = json.loads(waits.read_text(encoding="utf-8"))
+    return Report(
+        list(calls(read(done.stdout), chosen((group,), only))),
+        {(name, n): frozenset(places) for name, n, places in found},
+    )
 
 
-def read(text: str, short: dict[str, str]) -> list[tuple[str, dict[str, float]]]:
-    """The name of each kernel of a report, and what was counted, by short names of counters."""
-    found: dict[int, tuple[str, dict[str, float]]] = {}
+def read(text: str) -> list[Launch]:
+    """The kernels of a report."""
+    short = {name: key for key, name in METRICS.items()}
+    kinds = {name: kind for kind, name in EXECUTED.items()}
+    found: dict[int, Launch] = {}
     for record in csv.DictReader(io.StringIO(text[text.index('"ID"') :])):
-        _, values = found.setdefault(int(record["ID"]), (record["Kernel Name"], {}))
-        name, value = record["Metric Name"], record["Metric Value"]
-        # "12", or with instances "12 (BRA: 2; FADD: 10)".
-        total, _, instances = value.partition("(")
-        if name == OPCODES:
-            for instance in instances.rstrip(") ").split(";"):
-                opcode, _, times = instance.rpartition(":")
-                if opcode:
-                    values[opcode.strip()] = _number(times)
+        launch = found.setdefault(int(record["ID"]), Launch(record["Kernel Name"], {}, {}))
+        name = record["Metric Name"]
+        # "12", or with instances by address "12 (0x7f10: 2; 0x7f20: 10)".
+        total, _, instances = record["Metric Value"].partition("(")
+        if name in kinds:
+            each = [x.rpartition(":") for x in instances.rstrip(") ").split(";")]
+            launch.executed[kinds[name]] = [int(_number(n)) for at, _, n in each if at]
         else:
-            values[short[name]] = _number(total)
+            launch.counters[short[name]] = _number(total)
     return [found[i] for i in sorted(found)]
 
 
@@ -103,85 +124,84 @@ def _number(text: str) -> float:
     return float(text) if text not in ("", "n/a") else 0.0
 
 
-def calls(launches: Iterable[tuple[str, dict[str, float]]], of: Iterable[Subject]) -> list[Counts]:
+def calls(launches: Iterable[Launch], of: Iterable[Subject]) -> Iterator[Counts]:
     """Launches by subject and class: after a marker, as many for each class.
 
     Raises RuntimeError where that is not so.
     """
-    by_subject: list[list[tuple[str, dict[str, float]]]] = []
+    by_subject: list[list[Launch]] = []
     for launch in launches:
-        if launch[0].startswith("marker"):
+        if launch.kernel.startswith("marker"):
             by_subject.append([])
         else:
             by_subject[-1].append(launch)
-    found = []
     for subject, mine in zip(of, by_subject, strict=True):
         names = classes_of(subject)
         each, left = divmod(len(mine), len(names))
         if left or not each:
             raise RuntimeError(f"{subject.name}: {len(mine)} launches for {len(names)} calls")
         for i, name in enumerate(names):
-            kernels, values = zip(*mine[i * each : (i + 1) * each], strict=True)
-            found.append(Counts(subject.name, name, kernels, values))
-    return found
+            yield Counts(subject.name, name, tuple(mine[i * each : (i + 1) * each]))
 
 
-def differing(counted: Iterable[Counts]) -> dict[str, list[str]]:
-    """What differs from the counters of random secrets, by subject: "zeros: attend: ..."."""
+def differing(report: Report) -> dict[str, list[str]]:
+    """By subject, what differs from the counters of random secrets: "zeros: attend: ..."."""
     found: dict[str, list[str]] = {}
     base: dict[str, Counts] = {}
-    for counts in counted:
+    for counts in report.calls:
         first = base.setdefault(counts.subject, counts)
-        lines = [f"{counts.secrets}: {line}" for line in differences(first, counts)]
+        lines = [f"{counts.secrets}: {line}" for line in differences(report, first, counts)]
         found.setdefault(counts.subject, []).extend(lines)
     return found
 
 
-def differences(base: Counts, other: Counts) -> list[str]:
-    """What differs between two calls: "kernel: counter 12 -> 14"."""
-    if base.kernels != other.kernels:
-        return [f"kernels {base.kernels} -> {other.kernels}"]
-    return [
-        f"{kernel}: {key} {x.get(key, 0):.0f} -> {y.get(key, 0):.0f}"
-        for kernel, x, y in zip(base.kernels, base.values, other.values, strict=True)
-        for key in sorted({*x, *y})
-        if x.get(key, 0) != y.get(key, 0)
-    ]
+def differences(report: Report, base: Counts, other: Counts) -> Iterator[str]:
+    """What differs between two calls, without instructions that wait: "kernel: counter 12 -> 14".
+
+    Of a loop that waits for a barrier, or for registers, only time tells how often it goes round.
+    """
+    for x, y in zip(base.launches, other.launches, strict=True):
+        if x.kernel != y.kernel:
+            yield f"{x.kernel} -> {y.kernel}"
+            continue
+        for key in x.counters:
+            if x.counters[key] != y.counters[key]:
+                yield f"{x.kernel}: {key} {x.counters[key]:.0f} -> {y.counters[key]:.0f}"
+        waits = report.waits_of(x)
+        for kind, of in x.executed.items():
+            both = enumerate(zip(of, y.executed[kind], strict=True))
+            wrong = [(i, n, m) for i, (n, m) in both if n != m and i not in waits]
+            if wrong:
+                i, n, m = wrong[0]
+                more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+                yield f"{x.kernel}: {kind} at instruction {i} {n} -> {m}{more}"
 
 
-def _known_metrics() -> dict[str, str]:
-    """The METRICS that this GPU has."""
-    command = ["ncu", "--query-metrics"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    names = {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
-    return {short: f"{name}.sum" for short, name in METRICS.items() if name in names}
-
-
-def chosen(groups: tuple[str, ...]) -> list[Subject]:
-    """The subjects of these groups."""
+def chosen(groups: tuple[str, ...], only: Collection[str] = ()) -> list[Subject]:
+    """The subjects of these groups; of those called `only`, if any are."""
     makers = {"kernels": subjects.kernels, "rungs": subjects.rungs, "leaks": subjects.leaks}
-    return [subject for group in groups for subject in makers[group]()]
+    found = (subject for group in groups for subject in makers[group]())
+    return [subject for subject in found if not only or subject.name in only]
 
 
 def classes_of(subject: Subject) -> tuple[str, ...]:
-    return (RANDOM, *AGAIN, "other random", *subject.fixes, *subject.number_fixes)
+    return (RANDOM, AGAIN, "other random", *subject.fixes, *subject.number_fixes)
 
 
 def _secrets(subject: Subject) -> Iterator[Secrets]:
-    """Secrets of each class, in the order of `classes_of`."""
+    """Of each class, in the order of `classes_of`."""
     generator = torch.Generator().manual_seed(0)
     first = subject.draw(generator)
-    yield from [first] * (1 + len(AGAIN))
-    yield subject.draw(generator)
+    yield from (first, first, subject.draw(generator))
     for fix in (*subject.fixes.values(), *subject.number_fixes.values()):
         yield fix(subject.draw(generator))
 
 
-def _call_all(groups: tuple[str, ...]) -> None:
-    """Calls each subject on secrets of each class, in the same memory; Nsight Compute counts."""
+def _call_all(of: list[Subject]) -> None:
+    """Under Nsight Compute: each subject on secrets of each class, in the same memory."""
     profiler: Any = torch.cuda.profiler
     mark = torch.zeros(1, device="cuda")
-    for subject in chosen(groups):
+    for subject in of:
         buffers: Secrets = {}
         for i, secrets in enumerate(_secrets(subject)):
             for name, x in secrets.items():
@@ -198,5 +218,23 @@ def _call_all(groups: tuple[str, ...]) -> None:
             profiler.stop()
 
 
+def _waits() -> Iterator[tuple[str, int, list[int]]]:
+    """Of each kernel that Triton compiled: its name, how many instructions it has, which wait."""
+    for compiled in compiled_kernels():
+        code = read_code(compiled.asm["cubin"])
+        # A report may leave out what fills the memory behind a kernel: a jump to itself, and NOPs.
+        n = len(code.instructions)
+        while code.instructions[n - 1].name == "NOP":
+            n -= 1
+        for length in range(n - 1, len(code.instructions) + 1):
+            yield compiled.name, length, sorted(wait_loops(code))
+
+
+def main() -> None:
+    waits, group, *only = sys.argv[1:]
+    _call_all(chosen((group,), only))
+    Path(waits).write_text(json.dumps(list(_waits())), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    _call_all(tuple(sys.argv[1:]))
+    main()

@@ -1,10 +1,10 @@
 """Times of kernels on a GPU, by its own clock, a million of each in less than a minute.
 
 A CUDA graph holds many samples. Each is a kernel of one block, `next_sample`, which copies the next
-secrets to where the call reads them, and then the kernels of the call. `next_sample` reads the
-clock of the GPU (`globaltimer`) when it begins, which ends the sample before, and after its copy,
-which begins its own. Neither the host nor an event has a part in it. The order of the classes is
-drawn at random, anew for each sample.
+secrets to where the call reads them, reading their partners as well, and then the kernels of the
+call. `next_sample` reads the clock of the GPU (`globaltimer`) when it begins, which ends the sample
+before, and after its copy, which begins its own. Neither the host nor an event has a part in it.
+The order of the classes is drawn at random, anew for each sample.
 
 These calls are small. Several run side by side, each on a stream of its own: what one does to the
 time of another does not depend on the class that the other one has drawn.
@@ -30,12 +30,12 @@ from lockstep.simt.nvrtc import compile_source
 
 # Samples of a graph, and threads that copy.
 IN_GRAPH, THREADS = 250, 1024
-SIDE_BY_SIDE = 7
+SIDE_BY_SIDE = 14
 ALIGNMENT = 256  # bytes, of each secret tensor
 SOURCE = """
 extern "C" __global__ void next_sample(
-    const int* order, int* at, const uint4* pool, uint4* buffer, int words, long long* began,
-    long long* ended, bool is_last)
+    const int* order, int* at, const uint4* pool, uint4* buffer, int words, int half,
+    long long* began, long long* ended, bool is_last)
 {
     long long now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now) :: "memory");
@@ -44,8 +44,15 @@ extern "C" __global__ void next_sample(
     if (threadIdx.x == 0 && is_open) ended[i - 1] = now;
     if (threadIdx.x == 0) at[1] = !is_last;
     if (is_last) return;
-    const uint4* from = pool + (long long)order[i] * words;
-    for (int j = threadIdx.x; j < words; j += blockDim.x) buffer[j] = from[j];
+    const uint4* random = pool + (long long)(order[i] >> 1) * words;
+    const uint4* fixed = random + (long long)half * words;
+    const unsigned is_fixed = -(order[i] & 1), is_random = ~is_fixed;
+    for (int j = threadIdx.x; j < words; j += blockDim.x) {
+        const uint4 a = random[j], b = fixed[j];
+        buffer[j] = make_uint4(
+            (a.x & is_random) | (b.x & is_fixed), (a.y & is_random) | (b.y & is_fixed),
+            (a.z & is_random) | (b.z & is_fixed), (a.w & is_random) | (b.w & is_fixed));
+    }
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -80,7 +87,8 @@ class _Chain:
         packed = [_packed(secrets) for secrets in self.samples.pool]
         self.pool = torch.stack(packed).cuda()
         self.buffer = self.pool[0].clone()
-        self.order = torch.from_numpy(self.samples.order).to(torch.int32).cuda()
+        order = 2 * self.samples.order + self.samples.is_fixed
+        self.order = torch.from_numpy(order).to(torch.int32).cuda()
         self.at = torch.zeros(2, dtype=torch.int32, device="cuda")
         self.began, self.ended = (
             torch.zeros(len(self.order), dtype=torch.int64, device="cuda") for _ in range(2)
@@ -107,8 +115,9 @@ class _Chain:
     def _load(self, is_last: bool = False) -> None:
         addresses = [x.data_ptr() for x in (self.order, self.at, self.pool, self.buffer)]
         words = ctypes.c_int32(self.buffer.numel() // 16)
+        half = ctypes.c_int32(len(self.pool) // 2)
         clocks = self.began.data_ptr(), self.ended.data_ptr()
-        _launch(*addresses, words, *clocks, ctypes.c_bool(is_last))
+        _launch(*addresses, words, half, *clocks, ctypes.c_bool(is_last))
 
     def replay(self) -> np.ndarray:
         """Nanoseconds of each sample."""

@@ -59,7 +59,7 @@ def trip_count(x: float32[:], table: float32[:], out: float32[:]):
     i = cuda.threadIdx.x
     total = float32(0.0)
     for j in range(N):
-        for _ in range(int32(x[j] * 8.0) & 0xFF):
+        for _ in range(int32(x[j] * 8.0) & 0xF):
             total += cuda.exp2(-total)
     out[i] = total
 

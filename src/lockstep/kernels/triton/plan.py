@@ -255,8 +255,9 @@ def plan_of(
             tiles = few
             n_slots, n_programs = _count(problem, tiles)
     elif device.is_hopper and problem.bias_shape is None and tiles == _HALF_TWO:
-        # With a bias, or parts in shared memory, three do not fit.
-        tiles = _HALF_THREE
+        # With a bias, or parts in shared memory, three do not fit. With secret lengths ptxas 12.8
+        # does not survive their build.
+        tiles = _HALF_TWO if problem.secret_lengths else _HALF_THREE
     return Plan(
         tiles,
         precision_of(problem, device),

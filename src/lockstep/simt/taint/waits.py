@@ -1,0 +1,31 @@
+"""Loops of machine code that wait: for a barrier in shared memory, or for registers.
+
+How often they go round depends on when others arrive, and differs from one run to the next.
+"""
+
+from __future__ import annotations
+
+from .code import Code, Instruction
+
+# A loop that waits has few instructions, and one of these.
+_LONGEST = 6
+_TRIES = (("SYNCS", "TRYWAIT"), ("USETMAXREG", "TRY_ALLOC"))
+
+
+def wait_loops(code: Code) -> set[int]:
+    """The instructions of such loops, by number, with the jump behind a loop that was moved out of
+    the way."""
+    found: set[int] = set()
+    for end, follow in enumerate(code.successors):
+        begins = [begin for begin in follow if end - _LONGEST < begin <= end]
+        for begin in begins:
+            if any(_tries(each) for each in code.instructions[begin : end + 1]):
+                found.update(range(begin, end + 1))
+                behind = code.instructions[end + 1]
+                if behind.name == "BRA" and not behind.guard:
+                    found.add(end + 1)
+    return found
+
+
+def _tries(each: Instruction) -> bool:
+    return any(each.name == name and kind in each.kinds for name, kind in _TRIES)
