@@ -1,4 +1,4 @@
-"""Constant time on a CPU: what `lockstep audit timing` finds, with 100 000 samples of each pair.
+"""Constant time on a CPU: what `lockstep audit timing` finds, with 100 000 samples of each call.
 
     PYTHONPATH=src python benchmarks/constant_time_cpu.py
 
@@ -25,6 +25,7 @@ def audit(samples: int) -> list[tuple[bool, Outcome]]:
     found = []
     for planted in (True, False):
         outcomes = cpu_layers.audit_code(planted) + cpu_layers.audit_memcheck(planted)
+        outcomes += cpu_layers.audit_counters(planted)
         outcomes += cpu_layers.audit_time(samples, planted)
         found += [(planted, outcome) for outcome in outcomes]
     return found

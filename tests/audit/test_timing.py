@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from lockstep.audit.timing import clock, code, gpu_code, memcheck, replay
-from lockstep.audit.timing.gpu_leaks import GPU_LEAKS
+from lockstep.audit.timing import clock, code, counters, cpu_counters, gpu_code, memcheck, replay
 from lockstep.audit.timing.leaks import LEAKS
 from lockstep.audit.timing.secrets import CASES, fixed
+from lockstep.audit.timing.subjects import Subject
 from lockstep.cli import app
 from lockstep.kernels.cpu import extras, forward
 
@@ -28,14 +29,6 @@ def test_planted_leaks_show_in_the_machine_code(name, target):
     found = code.audit(LEAKS[name].kernel, code.TARGETS[target])
     assert found
     assert "secret" in str(found[0])
-
-
-@pytest.mark.parametrize("name", GPU_LEAKS)
-def test_planted_leaks_show_in_the_machine_code_of_gpus(name):
-    pytest.importorskip("cuda.core", reason="the extra 'gpu' is not installed")
-    builds = [find for build, find in gpu_code.leaks() if build.startswith(name)]
-    assert len(builds) == len(gpu_code.CAPABILITIES)
-    assert all(find() for find in builds)
 
 
 def test_a_rung_in_constant_time_has_no_leak():
@@ -72,6 +65,40 @@ def test_planted_leaks_show_under_valgrind(name):
 
 
 @pytest.mark.slow
+@needs_valgrind
+@pytest.mark.parametrize("name", [name for name, leak in LEAKS.items() if leak.counts_differ])
+def test_planted_leaks_show_in_the_counters(name):
+    leak = LEAKS[name]
+    found = list(cpu_counters.differing(leak.run, leak.draw, {"fixed": leak.fix}))
+    assert any(f"fixed: {leak.kernel.name}: instructions" in line for line in found)
+
+
+@needs_valgrind
+def test_constant_time_kernels_execute_as_much_for_all_secrets():
+    case = CASES[1]
+    fixes = {name: partial(fixed, name) for name in ("long lengths",)}
+    assert list(cpu_counters.differing(case.run, case.draw, fixes)) == []
+
+
+def test_the_counts_of_lackey():
+    text = """==7== Jccs:
+==7==   total:         22,099
+==7==   taken:         8,684 (39%)
+==7==   guest instrs:  122,846
+==7==    I8          7,407           76        1,607
+==7==    V128        1,589        2,002          309
+"""
+    assert cpu_counters.read(text) == {
+        "branches": 22099,
+        "branches taken": 8684,
+        "instructions": 122846,
+        "loads I8": 7407,
+        "stores I8": 76,
+        "loads V128": 1589,
+        "stores V128": 2002,
+    }
+
+
 @needs_valgrind
 def test_constant_time_kernels_run_under_valgrind():
     """With secret lengths; the program computes what the call did, or `findings` raises."""
@@ -184,6 +211,39 @@ def test_every_class_runs_in_every_case(case):
     drawn = case.draw(torch.Generator().manual_seed(0))
     for name in ("random", *case.classes):
         assert case.run(fixed(name, drawn)).shape == (1, 2, case.Sq, case.D)
+
+
+def report_of(*launches: tuple[str, list[int], int]) -> str:
+    """A report of Nsight Compute: kernels, how often each instruction ran, sectors."""
+    lines = ["==PROF== Connected", '"ID","Kernel Name","Metric Name","Metric Value"']
+    for i, (name, warps, sectors) in enumerate(launches):
+        for metric, lanes in (("inst_executed", 1), ("thread_inst_executed", 32)):
+            each = "; ".join(f"0x7f{j:x}0: {lanes * n:,}" for j, n in enumerate(warps))
+            lines.append(f'"{i}","{name}","{metric}","{lanes * sum(warps):,} ({each})"')
+        lines.append(f'"{i}","{name}","{counters.METRICS["sectors ld"]}","{sectors:,}"')
+    return "\n".join(lines) + "\n"
+
+
+def test_counters_are_compared_instruction_by_instruction():
+    subject = Subject("s", lambda x: x["x"], lambda _: {}, {"zeros": lambda x: x})
+    assert counters.classes_of(subject)[-1] == "zeros"
+    same = ("f", [1, 2000, 3], 5000)
+    # The second call waits longer, at instruction 1.
+    others = [same, ("f", [1, 2100, 3], 5000), same, ("f", [1, 2000, 4], 5008)]
+    launches = counters.read(report_of(("marker", [1], 0), *others))
+    calls = list(counters.calls(launches, [subject]))
+    report = counters.Report(calls, {("f", 3): frozenset({1})})
+    assert counters.differing(report) == {
+        "s": [
+            "zeros: f: sectors ld 5000 -> 5008",
+            "zeros: f: warps at instruction 2 3 -> 4",
+            "zeros: f: threads at instruction 2 96 -> 128",
+        ]
+    }
+    assert len(counters.differing(counters.Report(calls, {}))["s"]) == 5
+    assert calls[0].launches[0].total("warps", {1}) == 4
+    with pytest.raises(RuntimeError, match="3 launches for 4 calls"):
+        list(counters.calls(launches[:-1], [subject]))
 
 
 def run(*arguments: str):

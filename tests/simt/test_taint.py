@@ -4,57 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep import simt
-from lockstep.simt import cuda, float32, int32
+from lockstep.audit.timing.gpu_leaks import GPU_LEAKS, look_up
 from lockstep.simt.cuda_cpp import emit
 
 pytest.importorskip("cuda.core", reason="the extra 'gpu' is not installed")
 from lockstep.simt.nvrtc import compile_source
 from lockstep.simt.samples import kernels
 from lockstep.simt.taint import find_leaks
+from lockstep.simt.taint.code import parse
+from lockstep.simt.taint.waits import wait_loops
 
-ROWS = 64
-
-
-@simt.kernel
-def early_exit(x: float32[:], out: float32[:]):
-    i = cuda.threadIdx.x
-    if x[i] != 0.0:
-        for j in range(ROWS):
-            out[i] += x[j] * x[i]
-
-
-@simt.kernel
-def skipped_rescale(x: float32[:], out: float32[:]):
-    i = cuda.threadIdx.x
-    m = float32(0.0)
-    for j in range(ROWS):
-        if x[j] > m:
-            m = x[j]
-            for k in range(ROWS):
-                out[i * ROWS + k] *= x[j]
-
-
-@simt.kernel
-def look_up(x: int32[:], table: float32[:], out: float32[:]):
-    i = cuda.threadIdx.x
-    out[i] = table[x[i] & 255]
-
-
-@simt.kernel
-def trip_count(x: int32[:], out: float32[:]):
-    i = cuda.threadIdx.x
-    total = out[i]
-    for _ in range(x[0]):
-        total = total * 1.5 + 1.0
-    out[i] = total
-
-
-PLANTED = {
-    "early exit": (early_exit, "branch"),
-    "skipped rescale": (skipped_rescale, "branch"),
-    "look-up by value": (look_up, "address"),
-    "trip count": (trip_count, "branch"),
+KINDS = {
+    "early exit on a zero row": "branch",
+    "skipped rescale": "branch",
+    "table look-up by value": "address",
+    "trip count by value": "branch",
+    "subnormal slow path": "branch",
 }
 
 
@@ -64,11 +29,10 @@ def leaks(kernel, arch, public=(), **arguments):
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", GPU_LEAKS)
 def test_planted_leaks_are_found(name, arch):
-    kernel, kind = PLANTED[name]
-    found = leaks(kernel, arch)
-    assert kind in {leak.kind for leak in found}
+    found = leaks(GPU_LEAKS[name].kernel, arch)
+    assert KINDS[name] in {leak.kind for leak in found}
     assert all(leak.line > 0 and leak.text for leak in found)
 
 
@@ -79,6 +43,24 @@ def test_a_constant_time_select_does_not_leak(arch):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_what_is_public_may_choose(arch):
-    parameters_of_x = range(3)  # pointer, and what comes with it
+    inputs = range(6)  # x and the table: a pointer, and what comes with it, of each
     assert leaks(look_up, arch)
-    assert not leaks(look_up, arch, public=parameters_of_x)
+    assert not leaks(look_up, arch, public=inputs)
+
+
+WAITS = """
+        /*0000*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2 ;
+        /*0010*/              @!P0 BRA `(.L_x_2) ;
+.L_x_1:
+        /*0020*/                   FADD R0, R0, R1 ;
+        /*0030*/               @P1 BRA `(.L_x_1) ;
+        /*0040*/                   EXIT ;
+.L_x_2:
+        /*0050*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2 ;
+        /*0060*/              @!P0 BRA `(.L_x_2) ;
+        /*0070*/                   BRA `(.L_x_1) ;
+"""
+
+
+def test_loops_that_wait_are_told_from_others():
+    assert wait_loops(parse(WAITS)) == {5, 6, 7}

@@ -1,4 +1,4 @@
-"""Keep the tables in README.md and docs/ equal to the results files.
+"""Keep the tables and pictures in README.md and docs/ equal to the results files.
 
 Between the markers `<!-- bench:cpu -->` and `<!-- /bench:cpu -->` stands what this module makes of
 benchmarks/results, and nothing is typed there by hand:
@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import results
-from lockstep.bench import gpu_tables, ladder_tables, pivot_tables, support_table
+from lockstep.bench import (
+    constant_time_plot,
+    constant_time_tables,
+    gpu_tables,
+    ladder_tables,
+    pivot_tables,
+    support_table,
+)
 from lockstep.bench.counter_tables import agreement_block
 from lockstep.bench.models import summary
 from lockstep.formats import duration
@@ -64,7 +71,9 @@ PAGES = (
     "docs/transformers.md",
     "docs/distributed.md",
     "docs/sdpa.md",
+    "docs/constant-time.md",
 )
+PICTURES = {"docs/constant-time.svg": constant_time_plot.picture}
 MARKED = re.compile(r"<!-- bench:(?P<name>\w+) -->.*?<!-- /bench:(?P=name) -->", re.DOTALL)
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "cpu": cpu_block,
@@ -73,6 +82,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "models": summary.block,
     **gpu_tables.BLOCKS,
     **ladder_tables.BLOCKS,
+    **constant_time_tables.BLOCKS,
 }
 
 
@@ -100,9 +110,13 @@ def main(arguments: list[str] | None = None) -> int:
         print("no benchmarks/results here: run this from a checkout", file=sys.stderr)
         return 2
     stale = 0
-    for page in (root / name for name in PAGES if (root / name).exists()):
+    for name in (*PAGES, *PICTURES):
+        page = root / name
+        if not page.exists():
+            continue
         old = page.read_text(encoding="utf-8")
-        new = fill(old, root / results.RESULTS)
+        directory = root / results.RESULTS
+        new = PICTURES[name](directory) if name in PICTURES else fill(old, directory)
         if check and new != old:
             print(f"{page.name} is not what the results say", file=sys.stderr)
         stale |= int(new != old)

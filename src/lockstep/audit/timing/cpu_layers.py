@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 
-from lockstep.audit.timing import clock, code, memcheck, replay
+from lockstep.audit.timing import clock, code, cpu_counters, memcheck, replay
 from lockstep.audit.timing.clock import Times
 from lockstep.audit.timing.leaks import LEAKS
 from lockstep.audit.timing.outcome import Outcome, judged, skipped
-from lockstep.audit.timing.secrets import CASES, fixed
+from lockstep.audit.timing.secrets import CASES, Case, fixed
 from lockstep.kernels.cpu import machine
 from lockstep.kernels.cpu.kernels import constant_time_kernels
 
@@ -50,7 +50,24 @@ def audit_memcheck(planted: bool) -> list[Outcome]:
 
 
 def audit_counters(planted: bool) -> list[Outcome]:
-    return skipped("counters", "CPU kernels", "counts on GPUs")
+    """What Valgrind counts, class by class."""
+    if not replay.is_available():
+        return skipped("counters", "CPU kernels", "needs Valgrind, its header and a C compiler")
+    if planted:
+        found = {
+            name: cpu_counters.differing(leak.run, leak.draw, {"fixed": leak.fix})
+            for name, leak in LEAKS.items()
+            if leak.counts_differ
+        }
+    else:
+        found = {
+            case.name: cpu_counters.differing(case.run, case.draw, _fixes(case)) for case in CASES
+        }
+    return [judged("counters", name, list(lines), planted) for name, lines in found.items()]
+
+
+def _fixes(case: Case) -> clock.Fixes:
+    return {name: partial(fixed, name) for name in case.classes}
 
 
 def audit_time(samples: int, planted: bool) -> list[Outcome]:
@@ -62,10 +79,7 @@ def audit_time(samples: int, planted: bool) -> list[Outcome]:
         }
     else:
         compared = {
-            case.name: clock.compare(
-                case.run, case.draw, {name: partial(fixed, name) for name in case.classes}, samples
-            )
-            for case in CASES
+            case.name: clock.compare(case.run, case.draw, _fixes(case), samples) for case in CASES
         }
     return [outcome for name, found in compared.items() for outcome in timed(name, found, planted)]
 

@@ -36,9 +36,10 @@ def missing() -> str | None:
 
 def builds() -> Iterator[tuple[str, Find]]:
     """Every constant-time build by name, and what looks for leaks in it."""
-    from lockstep.audit.timing import triton_code
+    from lockstep.audit.timing import hopper_code, triton_code
 
     yield from triton_code.builds(CAPABILITIES)
+    yield from hopper_code.builds()
     yield from rungs()
 
 

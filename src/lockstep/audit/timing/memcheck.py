@@ -32,16 +32,18 @@ def check(recorded: Recorded) -> list[str]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         program = replay.build(recorded, folder)
-        _run(program)
+        run_program(program, folder)
         if not replay.agrees(recorded, folder):
             raise RuntimeError(f"{recorded.kernel.name}: the program has other results")
         report = folder / "errors.xml"
-        _run(["valgrind", "--xml=yes", f"--xml-file={report}", "--num-callers=3", *program])
+        options = ["--xml=yes", f"--xml-file={report}", "--num-callers=3"]
+        run_program(["valgrind", *options, *program], folder)
         return _read(recorded.kernel.name, report)
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def run_program(command: list[str], folder: Path) -> None:
+    """Runs a command in a folder. Raises RuntimeError where it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     if done.returncode:
         raise RuntimeError(f"{command[0]} ended with {done.returncode}:\n{done.stderr[-2000:]}")
 

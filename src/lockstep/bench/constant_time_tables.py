@@ -1,0 +1,219 @@
+"""Tables of the audits of constant time, and of what it costs, out of the results files.
+
+constant-time-cost-<gpu>.json                   from benchmarks/constant_time_h200.py
+constant-time-times-<group>-<gpu>.json, constant-time-counters-<group>-<gpu>.json
+                                                from benchmarks/constant_time_gpu.py
+constant-time-code-gpu.json                     from benchmarks/constant_time_code.py
+constant-time_<cpu>_....json                    from benchmarks/constant_time_cpu.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lockstep import results
+from lockstep.formats import duration, number
+
+Run = dict[str, Any]
+GROUPS = ("kernels", "rungs", "leaks")
+ALL = "all classes"
+ORDINARY, CONSTANT_TIME, FA3 = "ordinary", "constant time", "FA3"
+SECRET_LENGTHS = "constant time, secret lengths"
+
+
+def cost_block(directory: Path) -> str:
+    """Each cell in constant time, beside the ordinary build and FA3."""
+    run = results.newest("constant-time-cost", directory)
+    if run is None:
+        return results.NOT_MEASURED
+    lines = [
+        "| | shape | ordinary | constant time | of the ordinary speed | of FA3's |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for row in run["rows"]:
+        seconds = row["seconds"]
+        ours = {"constant time": CONSTANT_TIME, "secret lengths": SECRET_LENGTHS}
+        for title, name in ours.items():
+            if name not in seconds:
+                continue
+            what = row["pass"] if name == CONSTANT_TIME else f"{row['pass']}, {title}"
+            base, mine = seconds[ORDINARY], seconds[name]
+            fa3 = f"{seconds[FA3] / mine:.2f}" if FA3 in seconds else "–"
+            lines.append(
+                f"| {what} | {_shape(row)} | {duration(base)} | {duration(mine)} "
+                f"| {base / mine:.2f} | {fa3} |"
+            )
+    return "\n".join(lines) + f"\n\n{results.where_on_gpu(run)}."
+
+
+def _shape(row: dict[str, Any]) -> str:
+    heads = f" H{row['H']}" if "H" in row else ""
+    causal = ", causal" if row.get("causal") else ""
+    return f"B{row['B']}{heads} S{row['S']} D{row['D']}{causal}"
+
+
+class Timed(NamedTuple):
+    """What the clock said of one subject: t of all classes, and by class."""
+
+    subject: str
+    samples: int
+    t: float
+    of_classes: dict[str, float]
+    nanoseconds: float
+    course: list[tuple[int, float]]
+
+
+def timed(run: Run, planted: bool | None = None) -> list[Timed]:
+    """The subjects of a run; of planted leaks or of none, where it has both."""
+    found: dict[str, Timed] = {}
+    for row in run["rows"]:
+        if row["layer"] != "time" or row.get("planted", planted) != planted:
+            continue
+        subject, _, name = row["name"].removesuffix(" against random").rpartition(": ")
+        figures = row["figures"]
+        if name == ALL:
+            median = figures["median_ns"]["random"]
+            course = [(n, t) for n, t in figures["course"]]
+            samples = figures["samples"]
+            found[subject] = Timed(subject, samples, figures["t"], {}, median, course)
+        else:
+            found[subject].of_classes[name] = figures["t"]
+    return list(found.values())
+
+
+def times_block(directory: Path) -> str:
+    """t of everything that was timed on a GPU."""
+    runs = [results.newest(f"constant-time-times-{group}", directory) for group in GROUPS]
+    return _times([(run, timed(run)) for run in runs if run is not None])
+
+
+def cpu_times_block(directory: Path) -> str:
+    """t of everything that was timed on CPUs."""
+    runs = results.latest("constant-time", directory)
+    return _times([(run, timed(run, planted)) for run in runs for planted in (False, True)])
+
+
+def _times(found: list[tuple[Run, list[Timed]]]) -> str:
+    if not found:
+        return results.NOT_MEASURED
+    lines = [
+        "| | samples | median | t of all classes | largest t of a class |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for _, subjects in found:
+        for each in subjects:
+            worst = max(each.of_classes.items(), key=lambda item: abs(item[1]), default=None)
+            last = "–" if worst is None else f"{worst[1]:.1f} ({worst[0]})"
+            median = duration(each.nanoseconds * 1e-9)
+            lines.append(
+                f"| {each.subject} | {number(each.samples)} | {median} | {each.t:.1f} | {last} |"
+            )
+    return "\n".join(lines) + f"\n\n{_where(run for run, _ in found)}."
+
+
+def _where(runs: Iterable[Run]) -> str:
+    """On what runs were measured, each of several once."""
+    return "; ".join(
+        dict.fromkeys(
+            results.where_on_gpu(run)
+            if run["environment"]["hardware"]["gpus"]
+            else results.where(run)
+            for run in runs
+        )
+    )
+
+
+def counters_block(directory: Path) -> str:
+    """What Nsight Compute counted, and whether it was the same for all classes."""
+    lines = [
+        "| | classes | kernels | instructions of warps | sectors | differences |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    newest = [results.newest(f"constant-time-counters-{group}", directory) for group in GROUPS]
+    runs = [run for run in newest if run is not None]
+    if not runs:
+        return results.NOT_MEASURED
+    for run in runs:
+        lines += _counted(run)
+    return "\n".join(lines) + f"\n\n{_where(runs)}."
+
+
+def _counted(run: Run) -> Iterator[str]:
+    by_subject: dict[str, list[dict[str, Any]]] = {}
+    for row in run["rows"]:
+        by_subject.setdefault(row["subject"], []).append(row)
+    for subject, rows in by_subject.items():
+        launches = rows[0]["launches"]
+        executed = sum(launch["executed"]["warps"] for launch in launches)
+        sectors = sum(launch["sectors ld"] + launch["sectors st"] for launch in launches)
+        differing = [row["secrets"] for row in rows if row["differs"]]
+        verdict = "in " + ", ".join(differing) if differing else "none"
+        yield (
+            f"| {subject} | {len(rows)} | {len(launches)} | {executed:,} | {sectors:,.0f} "
+            f"| {verdict} |"
+        )
+
+
+def summary_block(directory: Path) -> str:
+    """Layer by layer: how much was audited, and how many planted leaks were found."""
+    lines = ["| layer | audited | without a finding | planted leaks found |", "|---|---|---:|---:|"]
+    for title, rows in _layers(directory).items():
+        ours, planted = ([row for row in rows if row["planted"] == x] for x in (False, True))
+        what, layer = title
+        lines.append(f"| {layer} | {what} | {_share(ours)} | {_share(planted)} |")
+    return "\n".join(lines)
+
+
+def _share(rows: list[dict[str, Any]]) -> str:
+    return f"{sum(row['ok'] for row in rows)} of {len(rows)}" if rows else "not measured yet"
+
+
+def _layers(directory: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Rows with `planted` and `ok`, by what was audited and by layer."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    code = results.newest("constant-time-code", directory)
+    found["builds of GPU kernels and rungs", "machine code"] = code["rows"] if code else []
+    for title, layer in (
+        ("builds of CPU kernels", "code"),
+        ("CPU calls", "memcheck"),
+        ("CPU calls, class by class", "counters"),
+        ("CPU calls", "time"),
+    ):
+        rows = [
+            row
+            for run in results.latest("constant-time", directory)
+            for row in run["rows"]
+            if row["layer"] == layer and not row["skipped"] and _is_whole(row)
+        ]
+        names = {"code": "machine code", "memcheck": "Valgrind"}
+        found[title, names.get(layer, layer)] = rows
+    counted, clocked = [], []
+    for group in GROUPS:
+        leak = group == "leaks"
+        run = results.newest(f"constant-time-counters-{group}", directory)
+        for subject in dict.fromkeys(row["subject"] for row in run["rows"]) if run else ():
+            rows = [row for row in run["rows"] if row["subject"] == subject] if run else []
+            differs = any(row["differs"] for row in rows)
+            counted.append({"planted": leak, "ok": differs == leak})
+        run = results.newest(f"constant-time-times-{group}", directory)
+        rows = run["rows"] if run else []
+        clocked += [{"planted": leak, "ok": row["ok"]} for row in rows if _is_whole(row)]
+    found["GPU kernels and rungs, class by class", "counters"] = counted
+    found["GPU kernels and rungs", "time"] = clocked
+    return found
+
+
+def _is_whole(row: dict[str, Any]) -> bool:
+    """Of times, those of all classes together."""
+    return row["layer"] != "time" or f": {ALL} " in row["name"]
+
+
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    "constant_time_cost": cost_block,
+    "constant_time_times": times_block,
+    "constant_time_cpu_times": cpu_times_block,
+    "constant_time_counters": counters_block,
+    "constant_time_summary": summary_block,
+}

@@ -1,0 +1,80 @@
+"""Tables and the picture of the audits of constant time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from lockstep import results
+from lockstep.bench import constant_time_plot, constant_time_tables, tables
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {
+    "hardware": {"gpus": ["NVIDIA X1"]},
+    "versions": {"torch": "2.13.0"},
+    "commit": {"hash": "0123456789abcdef", "dirty": False},
+}
+
+
+def save(directory: Path, suite: str, rows: list[dict]) -> None:
+    run = {"suite": suite, "date": "2026-01-02", "environment": ENVIRONMENT, "rows": rows}
+    (directory / f"{suite}.json").write_text(json.dumps(run), encoding="utf-8")
+
+
+def timed(name: str, t: float, **more) -> dict:
+    figures = {"t": t, "samples": 2000, "median_ns": {"fixed": 9.0, "random": 1500.0}, **more}
+    return {"layer": "time", "name": f"{name} against random", "ok": True, "figures": figures}
+
+
+def test_times(tmp_path):
+    course = [[200, 0.5], [2000, -1.5]]
+    rows = [
+        timed("f: all classes", -1.5, course=course),
+        timed("f: zeros", 2.0),
+        timed("f: nan", -3),
+    ]
+    save(tmp_path, "constant-time-times-kernels", rows)
+    block = constant_time_tables.times_block(tmp_path)
+    assert "| f | 2000 | 1.5 µs | -1.5 | -3.0 (nan) |" in block
+    picture = ElementTree.fromstring(constant_time_plot.picture(tmp_path))
+    lines = [x for x in picture.iter() if x.tag.endswith("polyline")]
+    assert len(lines) == 1
+    assert len(lines[0].attrib["points"].split()) == 2
+    assert "| time | GPU kernels and rungs | 1 of 1 | not measured yet |" in (
+        constant_time_tables.summary_block(tmp_path)
+    )
+
+
+def test_counters(tmp_path):
+    launch = {"executed": {"warps": 1200}, "sectors ld": 5.0, "sectors st": 3.0}
+    rows = [
+        {"subject": "f", "secrets": name, "launches": [launch, launch], "differs": differs}
+        for name, differs in (("random", []), ("zeros", ["f: sectors ld 5 -> 6"]))
+    ]
+    save(tmp_path, "constant-time-counters-leaks", rows)
+    block = constant_time_tables.counters_block(tmp_path)
+    assert "| f | 2 | 2 | 2,400 | 16 | in zeros |" in block
+
+
+def test_cost(tmp_path):
+    seconds = {"ordinary": 1e-3, "constant time": 2e-3, "FA3": 1.5e-3}
+    shape = {"pass": "forward", "B": 1, "H": 2, "S": 64, "D": 32, "causal": True}
+    save(tmp_path, "constant-time-cost", [{**shape, "seconds": seconds}])
+    block = constant_time_tables.cost_block(tmp_path)
+    assert "| forward | B1 H2 S64 D32, causal | 1 ms | 2 ms | 0.50 | 0.75 |" in block
+
+
+def test_what_was_not_measured_is_said(tmp_path):
+    blocks = dict(constant_time_tables.BLOCKS)
+    summary = blocks.pop("constant_time_summary")(tmp_path)
+    assert all(block(tmp_path) == results.NOT_MEASURED for block in blocks.values())
+    assert summary.count("not measured yet") == 2 * (len(summary.splitlines()) - 2)
+
+
+@pytest.mark.parametrize("picture", tables.PICTURES)
+def test_pictures_show_the_results(picture):
+    text = (ROOT / picture).read_text(encoding="utf-8")
+    assert text == tables.PICTURES[picture](ROOT / results.RESULTS)
