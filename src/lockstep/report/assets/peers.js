@@ -9,10 +9,12 @@ function peersSection() {
     place.replaceChildren(
       chart(`${found.table}: ${unit} by kernel`, (width) => Plot.plot({
         width, height: 44 + d3.sum(found.rows, (r) => 15 * names.length + 16), marginLeft: Math.min(160, width * 0.4), marginTop: 36, marginRight: 46, style: SMALL,
-        x: { axis: "top", label: null, grid: true, ticks: width < 500 ? 3 : 6, tickFormat: "~s" }, y: { domain: names, label: null, tickSize: 0 },
+        x: { axis: null, grid: true, ticks: width < 500 ? 3 : 6 }, y: { domain: names, label: null, tickSize: 0 },
         fy: { domain: found.rows.map((r) => r.case), label: null, axis: null, padding: 0.14 },
         color: { domain: ["Lockstep", "others"], range: ["#2f7fd6", "#a2a9b3"], legend: true },
         marks: [
+          // above the title of the first case
+          Plot.axisX({ anchor: "top", label: null, ticks: width < 500 ? 3 : 6, tickFormat: "~s", tickSize: 0, tickPadding: 20 }),
           Plot.barX(bars, { x: "rate", y: "name", fy: "case", fill: (b) => (b.ours ? "Lockstep" : "others"), insetTop: 0.5, insetBottom: 0.5 }),
           Plot.text(bars, { x: "rate", y: "name", fy: "case", text: (b) => number(b.rate), textAnchor: "start", dx: 4, fontSize: 10.5, fill: "currentColor" }),
           Plot.text(found.rows, { fy: "case", frameAnchor: "top-left", text: "case", dy: -11, fontWeight: 600, fill: "currentColor" }),
