@@ -49,11 +49,11 @@ def add_queries(
     k,
     v,
     kv_idx,
-    queries,
-    douts,
     bias_head,
     slopes_ptr,
     rows_ptr,
+    queries,
+    douts,
     Sq,
     q_len,
     kv_len,
@@ -179,8 +179,9 @@ def sum_keys(
         v_ptr += b64 * (stride_vb * ALIGN) + h64 * (stride_vh * ALIGN)
         k_ptr += kv_start * (stride_ks * ALIGN)
         v_ptr += kv_start * (stride_vs * ALIGN)
-        keys, values = Head(k_ptr, stride_ks * ALIGN), Head(v_ptr, stride_vs * ALIGN)
+        keys = Head(k_ptr, stride_ks * ALIGN)
         k = load_rows(keys, first_key, kv_len, D, BLOCK_KV, BLOCK_D, True)
+        values = Head(v_ptr, stride_vs * ALIGN)
         v = load_rows(values, first_key, kv_len, DV, BLOCK_KV, BLOCK_DV, True)
         q_head = h64 * GROUP
         q_ptr += b64 * (stride_qb * ALIGN) + q_head * (stride_qh * ALIGN)
@@ -193,15 +194,13 @@ def sum_keys(
             row += b64 * Hq * Sq
         bias_head = None
         if bias_ptr is not None:
-            bias_ptr += b64 * stride_bb + q_head * stride_bh
+            bias_ptr = bias_ptr + b64 * stride_bb + q_head * stride_bh
             if kv_starts_ptr is not None:
                 bias_ptr += kv_start * stride_bk
             bias_head = BiasHead(bias_ptr, stride_bh, stride_bq, stride_bk)
         slopes_ptr = None
         if alibi_slopes_ptr is not None:
             slopes_ptr = alibi_slopes_ptr + b64 * stride_ab + q_head
-        queries = HeadGroup(q_ptr, stride_qh * ALIGN, stride_qs * ALIGN)
-        douts = HeadGroup(dout_ptr, stride_oh * ALIGN, stride_os * ALIGN)
         # Masked tiles come last: the other way round, ptxas waits for every single product. Masks
         # take registers, which smaller tiles make up for; but a sum that is to be the same with and
         # without a mask needs the same tiles.
@@ -215,8 +214,10 @@ def sum_keys(
                     some.start * share, some.whole * share, some.masked * share, some.end * share
                 )
                 dk, dv = add_queries(
-                    some, dk, dv, k, v, kv_idx[:, None], queries, douts, bias_head, slopes_ptr,
-                    rows_ptr + row * 4, Sq, q_len, kv_len, window, scoring, D, DV, GROUP, PRECISION,
+                    some, dk, dv, k, v, kv_idx[:, None], bias_head, slopes_ptr, rows_ptr + row * 4,
+                    HeadGroup(q_ptr, stride_qh * ALIGN, stride_qs * ALIGN),
+                    HeadGroup(dout_ptr, stride_oh * ALIGN, stride_os * ALIGN),
+                    Sq, q_len, kv_len, window, scoring, D, DV, GROUP, PRECISION,
                     BLOCK_Q if PASS == 1 else MASKED_Q, COPIES, PASS != 1, ASCENDING,
                 )  # fmt: skip
 

@@ -153,10 +153,9 @@ def sum_queries(
     if cu_seqlens_q_ptr is None:
         row += b64 * Hq * Sq
     m, norm, delta = load_statistics(rows_ptr + row * 4, q_idx, q_len)
-    stats = RowStatistics(m[:, None], norm[:, None], delta[:, None])
     bias_head = None
     if bias_ptr is not None:
-        bias_ptr += b64 * stride_bb + q_head * stride_bh
+        bias_ptr = bias_ptr + b64 * stride_bb + q_head * stride_bh
         if kv_starts_ptr is not None:
             bias_ptr += kv_start * stride_bk
         bias_head = BiasHead(bias_ptr, stride_bh, stride_bq, stride_bk)
@@ -173,14 +172,15 @@ def sum_queries(
             mask=(q_idx < q_len)[:, None] & (tl.arange(0, BLOCK_D) < D),
             other=0.0,
         )
-    keys, values = Head(k_ptr, stride_ks * ALIGN), Head(v_ptr, stride_vs * ALIGN)
     # Masked tiles come last: the other way round, ptxas waits for every single product.
     EDGES_APART: tl.constexpr = ASCENDING and HAS_LEFT
     for PASS in tl.static_range(0 if EDGES_APART else 1, 3):
         if PASS != 1 or bias_ptr is None:
             some = tiles_of_pass(ranges, PASS, EDGES_APART)
             dq = add_keys(
-                some, dq, q, dout, stats, q_idx[:, None], keys, values, bias_head, slope,
+                some, dq, q, dout,
+                RowStatistics(m[:, None], norm[:, None], delta[:, None]), q_idx[:, None],
+                Head(k_ptr, stride_ks * ALIGN), Head(v_ptr, stride_vs * ALIGN), bias_head, slope,
                 q_len, kv_len, window, scoring, D, DV, PRECISION, BLOCK_KV, PASS != 1,
             )  # fmt: skip
 

@@ -177,7 +177,7 @@ def attend(
 
     bias_rows = None
     if bias_ptr is not None:
-        bias_ptr += b64 * stride_bb + q_head.to(tl.int64) * stride_bh
+        bias_ptr = bias_ptr + b64 * stride_bb + q_head.to(tl.int64) * stride_bh
         bias_ptr += q_idx.to(tl.int64) * stride_bq
         if kv_starts_ptr is not None:
             bias_ptr += kv_start * stride_bk
