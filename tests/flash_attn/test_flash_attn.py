@@ -6,6 +6,8 @@ import doctest
 import importlib
 import inspect
 import math
+import sys
+import types
 
 import pytest
 import torch
@@ -348,7 +350,34 @@ def test_hints_change_nothing():
     assert torch.equal(fa4.flash_attn_func(q, q, q, num_splits=4, deterministic=True)[0], wanted)
 
 
-@pytest.mark.parametrize("name", ["fa2", "fa3", "fa4", "bert_padding"])
+def test_imports_of_the_packages_themselves(monkeypatch):
+    """A package that was there before comes back, and a submodule that was not goes."""
+    earlier = types.ModuleType("flash_attn")
+    monkeypatch.setitem(sys.modules, "flash_attn", earlier)
+    flash_attn.activate()
+    flash_attn.activate()
+    try:
+        code = """
+import flash_attn
+from flash_attn import flash_attn_func
+from flash_attn.bert_padding import pad_input
+from flash_attn.cute import flash_attn_func as fourth
+from flash_attn.flash_attn_interface import flash_attn_varlen_func
+from flash_attn_interface import flash_attn_with_kvcache as third
+"""
+        names = {}
+        exec(code, names)
+    finally:
+        flash_attn.restore()
+    assert names["flash_attn_func"] is flash_attn.flash_attn_func
+    assert names["flash_attn"].bert_padding.pad_input is names["pad_input"]
+    assert names["third"] is fa3.flash_attn_with_kvcache
+    assert names["fourth"] is fa4.flash_attn_func
+    assert sys.modules["flash_attn"] is earlier
+    assert "flash_attn.bert_padding" not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["fa2", "fa3", "fa4", "bert_padding", "modules"])
 def test_examples_in_docstrings(name):
     module = importlib.import_module(f"lockstep.flash_attn.{name}")
     found = doctest.DocTestFinder().find(module, globs={**vars(module), "torch": torch})

@@ -6,12 +6,11 @@
 
 Tensors have tokens before heads, [B, S, H, D], windows use -1 for no limit, a softcap of 0 is
 none, and a causal mask sets the right side of the window. All of it runs on a CPU, too. What
-Lockstep does not do raises NotImplementedError and names the argument: dropout, fp8,
-`attention_chunk`.
+Lockstep does not do raises NotImplementedError and names the argument: dropout, fp8.
 
-A module that imports from a `flash_attn` package gets these functions by
+Code that imports from `flash_attn` or `flash_attn_interface` gets these functions by
 
-    sys.modules["flash_attn"] = lockstep.flash_attn
+    lockstep.flash_attn.activate()
 
 before its import. Lockstep never installs a package of that name itself.
 """
@@ -26,8 +25,10 @@ from lockstep.flash_attn.fa2 import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from lockstep.flash_attn.modules import activate, restore
 
 __all__ = [
+    "activate",
     "bert_padding",
     "fa3",
     "fa4",
@@ -38,4 +39,5 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "restore",
 ]
