@@ -31,25 +31,25 @@ holds for the GPUs that it reads the code of.
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from .code import (
-    BARRIERS,
-    CONTROL,
-    COPIES,
-    LOADS,
-    PRODUCTS,
-    SILENT,
-    STORES,
-    Code,
-    Instruction,
-    Operand,
-    read_code,
-)
+from .code import Code, Instruction, Operand, read_code
+from .opcodes import BARRIERS, CONTROL, COPIES, LOADS, PRODUCTS, SILENT, STORES
 from .parameters import Parameter, read_parameters
+from .steps import (
+    LOCAL,
+    SHARED,
+    access_bytes,
+    chosen,
+    constant_labels,
+    forget,
+    is_conditional,
+    leaders,
+    local_key,
+    memory_operand,
+)
 from .values import (
     ALL_BITS,
     NOTHING,
@@ -67,14 +67,10 @@ from .values import (
     origin,
 )
 
-_CONSTANT = re.compile(r"c\[0x0\]\[(0x[0-9a-f]+)\]")
-_INDEXED_CONSTANT = re.compile(r"c\[0x0\]\[[^0\]]|cx\[")
 # Addresses of a block's shared memory begin here where there are clusters.
 _SHARED_BEGIN = 0x400
 # How often a base may fall where paths join before it counts as unknown.
 _MOST_FALLS = 4
-_CONDITIONS = tuple(f"{sign}{u}P{i}" for sign in ("", "!") for u in ("", "U") for i in range(7))
-_SHARED, _LOCAL = "shared", "local"
 
 
 @dataclass(frozen=True)
@@ -130,8 +126,8 @@ class _Analysis:
     def __post_init__(self) -> None:
         self.is_public = sum(origin(i) for i in set(self.public))
         self.has_cells = self.code.has_bases
-        self.constants = [_constants(each, self.parameters) for each in self.code.instructions]
-        self.leaders = _leaders(self.code)
+        self.constants = [constant_labels(each, self.parameters) for each in self.code.instructions]
+        self.leaders = leaders(self.code)
 
     def run(self) -> None:
         """To a fixed point; cells that all warps share are found in rounds."""
@@ -164,12 +160,12 @@ class _Analysis:
             self.states[i] = dict(state)
             return True
         changed = False
-        for name in [x for x in known if _is_conditional(x) and x not in state]:
+        for name in [x for x in known if is_conditional(x) and x not in state]:
             del known[name]
             changed = True
         for name, value in state.items():
             old = known.get(name)
-            if old is value or (old is None and _is_conditional(name)):
+            if old is value or (old is None and is_conditional(name)):
                 continue
             new = value if old is None else either(old, value)
             if new != old:
@@ -214,8 +210,8 @@ class _Analysis:
             for register in operand.registers:
                 new = value if register == operand.text else Value(labels)
                 if register == operand.text and guard & SECRET:
-                    new = _chosen(each, new, seen)
-                _forget(register, state)
+                    new = chosen(each, new, seen)
+                forget(register, state)
                 if each.guard:
                     state[register] = either(state.get(register, NOTHING), new)
                     state[each.condition, register] = new
@@ -234,17 +230,17 @@ class _Analysis:
                 continue
             is_secret = not clear_bits(value) >> (shift + i) & 1
             new = Value(guard | (SECRET if is_secret else 0))
-            _forget(f"P{i}", state)
+            forget(f"P{i}", state)
             old = state.get(f"P{i}", new)
             state[f"P{i}"] = either(old, new) if each.guard else new
 
     def _load(self, each: Instruction, state: State, seen: State) -> Value:
-        memory = _memory(each.read)
+        memory = memory_operand(each.read)
         if each.name in ("LDS", "LDSM", "ATOMS"):
             base = address_base(memory, seen)
-            return self._read_shared(base, _bytes(each), state, not memory.registers)
+            return self._read_shared(base, access_bytes(each), state, not memory.registers)
         if each.name == "LDL":
-            return self._read_local(memory, _bytes(each), state)
+            return self._read_local(memory, access_bytes(each), state)
         return Value(self._loaded_labels(memory, seen))
 
     def _loaded_labels(self, memory: Operand, state: State) -> int:
@@ -254,7 +250,7 @@ class _Analysis:
         return 0 if is_public else SECRET
 
     def _store(self, each: Instruction, state: State, seen: State, guard: int) -> None:
-        memory = _memory(each.read)
+        memory = memory_operand(each.read)
         if each.name == "UTMALDG" or each.name == "UBLKCP":
             register = memory.registers[0]
             self._write_shared(seen.get(register, NOTHING).base, Value(SECRET), state)
@@ -268,11 +264,11 @@ class _Analysis:
             value = stored._replace(labels=labels_of(data, seen) | guard)
             self._write_shared(address_base(memory, seen), value, state, not memory.registers)
         elif each.name == "STL":
-            key = _local_key(memory, state)
+            key = local_key(memory, state)
             for k, register in enumerate(each.read[1].registers or ("RZ",)):
                 stored = seen.get(register, NOTHING)
                 value = stored._replace(labels=stored.labels | guard)
-                at = (_LOCAL, None if key is None else key + 4 * k)
+                at = (LOCAL, None if key is None else key + 4 * k)
                 is_certain = key is not None and not each.guard
                 state[at] = value if is_certain else either(state.get(at, value), value)
 
@@ -281,7 +277,7 @@ class _Analysis:
     ) -> None:
         self.written_bases.add(base)
         if not self.has_cells:
-            at = (_SHARED, base) if is_constant else _SHARED
+            at = (SHARED, base) if is_constant else SHARED
             state[at] = either(state.get(at, value), value)
         elif self.bases is not None:
             at = self._cell(base)
@@ -289,7 +285,7 @@ class _Analysis:
 
     def _read_shared(self, base: int, n: int, state: State, is_constant: bool) -> Value:
         if not self.has_cells:
-            return state.get((_SHARED, base) if is_constant else _SHARED, NOTHING)
+            return state.get((SHARED, base) if is_constant else SHARED, NOTHING)
         if self.bases is None:
             return NOTHING
         first, last = self._cell(base), self._cell(base + n - 1)
@@ -311,17 +307,17 @@ class _Analysis:
         return self.bases[i - 1] if i and base >= _SHARED_BEGIN else -1
 
     def _read_local(self, memory: Operand, n: int, state: State) -> Value:
-        key = _local_key(memory, state)
-        if key is not None and (_LOCAL, None) not in state:
-            found = state.get((_LOCAL, key), NOTHING)
+        key = local_key(memory, state)
+        if key is not None and (LOCAL, None) not in state:
+            found = state.get((LOCAL, key), NOTHING)
             for at in range(key + 4, key + n, 4):
                 # Registers behind the first get its labels and no base.
-                more = state.get((_LOCAL, at), NOTHING)
+                more = state.get((LOCAL, at), NOTHING)
                 found = found._replace(labels=found.labels | more.labels)
             return found
         found = NOTHING
         for name, value in state.items():
-            if isinstance(name, tuple) and name[0] == _LOCAL:
+            if isinstance(name, tuple) and name[0] == LOCAL:
                 found = either(found, value)
         return found
 
@@ -367,69 +363,3 @@ class _Analysis:
             if data & SECRET and to & self.is_public and not to & ~self.is_public:
                 kinds.append("public buffer")
         return kinds
-
-
-def _chosen(each: Instruction, new: Value, state: State) -> Value:
-    """What a register may hold that is written under a secret condition: the bits that are the
-    same in both cases tell nothing."""
-    if each.name not in ("LOP3", "ULOP3") or each.read[0].text != each.written[0].text:
-        return new._replace(clear=0)
-    changed = each.read[1].constant
-    if changed is None or each.read[3].constant not in (0xC0, 0xFC):
-        return new._replace(clear=0)
-    if each.read[3].constant == 0xC0:
-        changed = ~changed & ALL_BITS
-    return new._replace(clear=clear_bits(state.get(each.read[0].text, NOTHING)) & ~changed)
-
-
-def _is_conditional(name: object) -> bool:
-    return isinstance(name, tuple) and name[0] not in (_LOCAL, _SHARED)
-
-
-def _forget(register: str, state: State) -> None:
-    """What was known under conditions of a register, or under a predicate, that is written."""
-    if register.lstrip("U").startswith("P"):
-        conditions = (register, f"!{register}")
-        gone = [x for x in state if isinstance(x, tuple) and x[0] in conditions]
-    else:
-        gone = [x for x in _CONDITIONS if (x, register) in state]
-        gone = [(x, register) for x in gone]
-    for name in gone:
-        del state[name]
-
-
-def _memory(operands: tuple[Operand, ...]) -> Operand:
-    return next(x for x in operands if "[" in x.text)
-
-
-def _bytes(each: Instruction) -> int:
-    return 16 if "128" in each.kinds else 8 if "64" in each.kinds else 4
-
-
-def _local_key(memory: Operand, state: State) -> int | None:
-    """Where an access to local memory goes, if it is to a constant place."""
-    return address_base(memory, state) if set(memory.registers) <= {"R1"} else None
-
-
-def _constants(each: Instruction, parameters: tuple[Parameter, ...]) -> int:
-    """Labels of the parameters that an instruction reads from the constant bank."""
-    found = 0
-    for operand in each.read:
-        if _INDEXED_CONSTANT.search(operand.text):
-            found |= SECRET
-        for offset in _CONSTANT.findall(operand.text):
-            at = int(offset, 16)
-            for i, parameter in enumerate(parameters):
-                if parameter.begin <= at < parameter.end and parameter.end - parameter.begin == 8:
-                    found |= origin(i)
-    return found
-
-
-def _leaders(code: Code) -> set[int]:
-    """Instructions that may follow on others than the one before, or on a choice."""
-    found = {0}
-    for i, follow in enumerate(code.successors):
-        if follow != (i + 1,):
-            found.update(follow)
-            found.add(i + 1)
-    return found

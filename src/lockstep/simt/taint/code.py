@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from lockstep.simt.errors import SimtError
 from lockstep.simt.sass import nvdisasm_path
 
+from .opcodes import CONTROL, COPIES, KNOWN, PRODUCTS, SILENT
+
 _MARK = re.compile(r'//## File "([^"]*)", line (\d+)')
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*$")
 _LABEL = re.compile(r"^(\.L_x_\w+|\.L_\w+|\$?\w[\w$.]*):\s*$")
@@ -25,155 +27,7 @@ _REGISTER = re.compile(r"(?<![\w.])(U?R)(\d+)(\.64)?(?!\w)")
 _PREDICATE = re.compile(r"(?<![\w.])(U?P\d+)(?!\w)")
 _PLAIN_PREDICATE = re.compile(r"^(U?P\d+|U?PT)$")
 
-# What they do is known from their names: how many registers they write, and no effect on memory.
-ARITHMETIC = frozenset(
-    [
-        "BMSK",
-        "BREV",
-        "CS2R",
-        "DADD",
-        "DFMA",
-        "DMMA",
-        "DMNMX",
-        "DMUL",
-        "DSETP",
-        "F2F",
-        "F2FP",
-        "F2I",
-        "F2IP",
-        "FADD",
-        "FCHK",
-        "FFMA",
-        "FLO",
-        "FMNMX",
-        "FMUL",
-        "FRND",
-        "FSEL",
-        "FSET",
-        "FSETP",
-        "FSWZADD",
-        "HADD2",
-        "HFMA2",
-        "HMMA",
-        "HMNMX2",
-        "HMUL2",
-        "HSET2",
-        "HSETP2",
-        "I2F",
-        "I2FP",
-        "I2I",
-        "I2IP",
-        "IABS",
-        "IADD3",
-        "IDP",
-        "IMAD",
-        "IMMA",
-        "IMNMX",
-        "ISETP",
-        "LEA",
-        "LOP3",
-        "MATCH",
-        "MOV",
-        "MOVM",
-        "MUFU",
-        "P2R",
-        "PLOP3",
-        "POPC",
-        "PRMT",
-        "R2P",
-        "R2UR",
-        "REDUX",
-        "S2R",
-        "S2UR",
-        "SEL",
-        "SGXT",
-        "SHF",
-        "SHFL",
-        "UBMSK",
-        "UBREV",
-        "UFLO",
-        "UIADD3",
-        "UIMAD",
-        "UISETP",
-        "ULEA",
-        "ULOP3",
-        "UMOV",
-        "UP2UR",
-        "UPLOP3",
-        "UPOPC",
-        "UPRMT",
-        "UR2UP",
-        "USEL",
-        "USGXT",
-        "USHF",
-        "VABSDIFF",
-        "VIADD",
-        "VIADDMNMX",
-        "VIMNMX",
-        "VIMNMX3",
-        "VOTE",
-        "VOTEU",
-        "IADD",
-        "ELECT",
-        "B2R",
-        "LDC",
-        "ULDC",
-        "USETMAXREG",
-    ]
-)
-LOADS = frozenset(["LDG", "LD", "LDS", "LDSM", "LDL", "ATOM", "ATOMG", "ATOMS"])
-STORES = frozenset(
-    ["STG", "ST", "STS", "STSM", "STL", "RED", "REDG", "LDGSTS", "ATOM", "ATOMG", "ATOMS"]
-)
-COPIES = frozenset(["UTMALDG", "UTMASTG", "UTMAREDG", "UTMAPF", "UBLKCP", "UBLKRED", "UBLKPF"])
-BARRIERS = frozenset(["SYNCS", "BAR"])
-# Neither read nor write registers of interest.
-SILENT = frozenset(
-    [
-        "NOP",
-        "DEPBAR",
-        "LDGDEPBAR",
-        "MEMBAR",
-        "ERRBAR",
-        "CGAERRBAR",
-        "FENCE",
-        "WARPGROUP",
-        "WARPGROUPSET",
-        "UTMACMDFLUSH",
-        "CCTL",
-        "ARRIVES",
-        "ENDCOLLECTIVE",
-        "ACQBULK",
-        "PREEXIT",
-        "YIELD",
-        "PMTRIG",
-        "UTMACCTL",
-    ]
-)
-# Where a warp, or some of its lanes, may go another way.
-CONTROL = frozenset(
-    [
-        "BRA",
-        "BRX",
-        "JMP",
-        "JMX",
-        "CALL",
-        "RET",
-        "EXIT",
-        "KILL",
-        "BPT",
-        "BREAK",
-        "BSSY",
-        "BSYNC",
-        "WARPSYNC",
-        "NANOSLEEP",
-        "BMOV",
-        "RTT",
-    ]
-)
 _GROUPS = {f"{n}D": n + 2 for n in range(1, 6)}
-PRODUCTS = frozenset(["HGMMA", "IGMMA", "QGMMA", "BGMMA"])
-KNOWN = ARITHMETIC | LOADS | STORES | COPIES | BARRIERS | SILENT | CONTROL | PRODUCTS
 
 
 @dataclass(frozen=True)
