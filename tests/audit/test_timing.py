@@ -65,6 +65,7 @@ def test_planted_leaks_show_under_valgrind(name):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @needs_valgrind
 @pytest.mark.parametrize("name", [name for name, leak in LEAKS.items() if leak.counts_differ])
 def test_planted_leaks_show_in_the_counters(name):
@@ -73,6 +74,7 @@ def test_planted_leaks_show_in_the_counters(name):
     assert any(f"fixed: {leak.kernel.name}: instructions" in line for line in found)
 
 
+@pytest.mark.slow
 @needs_valgrind
 def test_constant_time_kernels_execute_as_much_for_all_secrets():
     case = CASES[1]
