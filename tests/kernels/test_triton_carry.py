@@ -66,7 +66,7 @@ class Whole:
         self.rows = local.attend(self.q, self.k, self.v, self.sinks, range(S), self.settings)
         self.grads = RowGradients(self.dout, self.dlse)
         needs = Needs(q=True, k=True, v=True, bias=False, sinks=True)
-        found = local.derive(
+        found = local.gradients_of(
             self.grads, self.rows, self.q, self.k, self.v, self.sinks, self.settings, needs
         )
         self.dq, self.dk, self.dv, _, self.dsinks = found
