@@ -172,8 +172,31 @@ def count(body: list[str]) -> Counter[str]:
     return Counter(name if name.startswith("MUFU") else name.split(".")[0] for name in names)
 
 
+def unused_barriers(ttgir: str) -> list[str]:
+    """Names of the mbarriers that are initialised and then never used.
+
+    The compiler gives their memory to something else, in which they came up again on a GPU that
+    several processes share.
+    """
+
+    def uses(name: str) -> list[str]:
+        used = re.compile(re.escape(name) + r"(?!\w)")
+        return [x for x in ttgir.splitlines() if used.search(x) and f"{name} =" not in x]
+
+    def is_used(name: str) -> bool:
+        for line in uses(name):
+            index = re.match(r"\s*(%\w+) = ttg\.memdesc_index", line)
+            if is_used(index[1]) if index else "init_barrier" not in line:
+                return True
+        return False
+
+    made = re.findall(r"(%\w+) = ttg\.local_alloc[^\n]*xi64", ttgir)
+    return [name for name in made if not is_used(name)]
+
+
 def compile_for_hopper(function: Any, arguments: tuple[Any, ...], **options: Any) -> Build:
-    """Compile a Gluon kernel for sm_90 as a launch with these arguments would."""
+    """Compile a Gluon kernel for sm_90 as a launch with these arguments would; all its barriers are
+    used."""
     target = GPUTarget("cuda", 90, 32)
     backend = make_backend(target)
     bind = create_function_from_signature(function.signature, function.params, backend)
@@ -189,6 +212,7 @@ def compile_for_hopper(function: Any, arguments: tuple[Any, ...], **options: Any
     # Nothing for a build that Triton has kept.
     if "ptxas info" in said.getvalue():
         _keep(said.getvalue(), _report_path(kernel))
+    assert unused_barriers(kernel.asm["ttgir"]) == []
     return Build(kernel)
 
 

@@ -82,11 +82,19 @@ class Tiles:
         v = allocate_tiles(v_desc, 1)
         ds_shape: gl.constexpr = [DS_TILES, 1, 1, 1, BLOCK_Q, BLOCK_KV]
         ds = gl.allocate_shared_memory(dtype, ds_shape, q_desc.layout)
+        full_bar = barriers(STAGES + 1, 1)
+        if BLOCK_Q == 64:
+            # Consumers that run together use no ring, and must not have one: the compiler would
+            # give the memory of barriers that nothing waits for to tiles, where their first words,
+            # which are NaN, came up again on a GPU that several processes share.
+            ring = Ring(full_bar, full_bar, DS_TILES, True)
+        else:
+            ring = Ring.create(DS_TILES, CONSUMERS=2, PRODUCERS=2, BY_BITS=True)
         return Tiles(
             (q, stats, dout),
             (k, v, ds),
-            barriers(STAGES + 1, 1),
-            Ring.create(DS_TILES, CONSUMERS=2, PRODUCERS=2, BY_BITS=True),
+            full_bar,
+            ring,
             (barriers(1, 1).index(0), barriers(1, 1).index(0)),
             D_COLUMNS,
             DV_COLUMNS,

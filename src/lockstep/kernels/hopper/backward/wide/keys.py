@@ -73,14 +73,22 @@ class Program:
         self.dkv_full_bar = end_bars[1]
 
     @gluon.jit
-    def create(q_desc, dout_desc, stats_desc, k_desc, v_desc, ND: gl.constexpr, NDV: gl.constexpr):
+    def create(
+        q_desc, dout_desc, stats_desc, k_desc, v_desc, ND: gl.constexpr, NDV: gl.constexpr,
+        MASKED: gl.constexpr,
+    ):  # fmt: skip
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         weights_smem = gl.allocate_shared_memory(gl.float32, [2, 16, 256], flat)
+        dout = PieceRing.create(dout_desc, NDV, STAGES, 2)
+        # Barriers that nothing waits for would share their memory with tiles: `narrow/tiles.py`.
+        inspected_bar = dout.ring.full_bar
+        if MASKED:
+            inspected_bar = barriers(STAGES, 1)
         return Program(
             (PieceRing.create(k_desc, ND, 1, 1), PieceRing.create(v_desc, NDV, 1, 1)),
-            (PieceRing.create(q_desc, ND, STAGES, 2), PieceRing.create(dout_desc, NDV, STAGES, 2)),
+            (PieceRing.create(q_desc, ND, STAGES, 2), dout),
             allocate_tiles(stats_desc, STAGES),
-            barriers(STAGES, 1),
+            inspected_bar,
             (weights_smem, Ring.create(2, CONSUMERS=1, BY_BITS=True)),
             (barriers(1, 2).index(0), barriers(1, 2).index(0)),
         )
@@ -237,9 +245,10 @@ def keys_kernel(
     )  # fmt: skip
     scores = Scores(scale, unit, softcap, CAPPED, HIDES_SCORES)
     key_tile, loop = assign(gl.program_id(0), kv_slots, n_heads, 1, sizes)
-    program = Program.create(q_desc, dout_desc, stats_desc, k_desc, v_desc, ND, NDV)
+    MASKED: gl.constexpr = HAS_LEFT or HAS_RIGHT
+    program = Program.create(q_desc, dout_desc, stats_desc, k_desc, v_desc, ND, NDV, MASKED)
     # Tuples are written out in place: bound to a name, the constants in them become tensors.
-    if HAS_LEFT or HAS_RIGHT:
+    if MASKED:
         gl.warp_specialize(
             [
                 (sum_values, (loop, program, scores)),

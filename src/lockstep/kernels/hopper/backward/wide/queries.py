@@ -61,12 +61,17 @@ class Program:
     ):  # fmt: skip
         # The warp that inspects tiles releases them, too.
         READERS: gl.constexpr = 3 if MASKED else 2
+        v = PieceRing.create(v_desc, NDV, V_STAGES, READERS)
+        # Barriers that nothing waits for would share their memory with tiles: `narrow/tiles.py`.
+        inspected_bar = v.ring.full_bar
+        if MASKED:
+            inspected_bar = barriers(V_STAGES, 1)
         return Program(
             PieceRing.create(q_desc, ND, 1, 1),
             PieceRing.create(dout_desc, NDV, 1, 1),
             PieceRing.create(k_desc, ND, K_STAGES, READERS),
-            PieceRing.create(v_desc, NDV, V_STAGES, READERS),
-            barriers(V_STAGES, 1),
+            v,
+            inspected_bar,
             barriers(1, 2).index(0),
         )
 
