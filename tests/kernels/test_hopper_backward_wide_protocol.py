@@ -121,7 +121,7 @@ def loop_of(draws: random.Random, masked: bool, none: tuple[int, ...] = (0,)) ->
 @pytest.mark.parametrize("masked", [False, True])
 def test_keys(crew, masked):
     loop = loop_of(crew.draws, masked)
-    (k, v), (q, dout), stats, inspected, weights, ends = CREATE_KEYS(*[DESC] * 5, 2, 3)
+    (k, v), (q, dout), stats, inspected, weights, ends = CREATE_KEYS(*[DESC] * 5, 2, 3, masked)
     k.n_tiles = v.n_tiles = 1
     q.n_tiles = dout.n_tiles = loop.n_steps
     stats = Slots(Anything() for _ in stats)
