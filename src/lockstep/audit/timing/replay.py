@@ -35,6 +35,7 @@ PROGRAM = Path(__file__).with_name("replay.c")
 # An integer below this is no float, nor two of them.
 SMALL = 1 << 32
 MOST = 1 << 26  # bytes of one piece
+MOST_PIECES = 1000
 # Valgrind knows no AVX-512.
 CPU = {"x86_64": "haswell"}
 _CODE: dict[str, bytes] = {}  # of kernels, by name
@@ -157,10 +158,12 @@ def _reachable(block: int) -> list[Piece]:
     if stride:
         pieces.append(Piece(scratch, bytes(stride)))
     seen = 0
-    while seen < len(pieces):
+    # What a kernel takes is near the block. Memory that was something else before may hold
+    # addresses of anything, all objects of Python among it.
+    while seen < len(pieces) < MOST_PIECES:
         if not pieces[seen].is_secret:
             words = _words(pieces[seen].before)
-            for word in words[np.abs(words) >= SMALL].tolist():
+            for word in np.unique(words[memory.may_hold(words)]).tolist():
                 if not any(piece.address <= word < piece.end for piece in pieces):
                     pieces += filter(None, [memory.piece(word)])
         seen += 1
@@ -179,6 +182,13 @@ class _Memory:
                 storage = x.untyped_storage()
                 is_secret = x.is_floating_point()
                 self.known[storage.data_ptr()] = storage.nbytes(), is_secret
+
+    def may_hold(self, words: np.ndarray) -> np.ndarray:
+        """Which words are addresses of memory that this process may write to."""
+        held = np.zeros(len(words), bool)
+        for begin, end in self.writable:
+            held |= (words >= begin) & (words < end)
+        return held
 
     def piece(self, address: int) -> Piece | None:
         """The piece that an address points into, or None."""
