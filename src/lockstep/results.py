@@ -43,13 +43,7 @@ def save(run: dict[str, Any], directory: Path) -> Path:
 
 def path_of(run: dict[str, Any], directory: Path) -> Path:
     """The path that `save` writes a run to."""
-    commit = run["environment"]["commit"]
-    parts = (
-        run["suite"],
-        processor(run),
-        run["date"],
-        commit["hash"][:7] if commit else "unversioned",
-    )
+    parts = (run["suite"], processor(run), run["date"], short_commit(run) or "unversioned")
     return directory / ("_".join(_slug(part) for part in parts) + ".json")
 
 
@@ -120,13 +114,19 @@ def where_on_gpu(run: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def short_commit(run: dict[str, Any]) -> str | None:
+    """The first seven digits of the commit that a run measured; None if that is not known."""
+    commit = run["environment"]["commit"]
+    return commit["hash"][:7] or None if commit else None
+
+
 def _when(run: dict[str, Any]) -> list[str]:
     """The date, and the commit where it is known."""
-    commit = run["environment"]["commit"]
-    if not commit or not commit["hash"]:
+    commit = short_commit(run)
+    if commit is None:
         return [run["date"]]
-    changed = " with local changes" * commit.get("dirty", False)
-    return [run["date"], f"commit {commit['hash'][:7]}{changed}"]
+    changed = " with local changes" * run["environment"]["commit"].get("dirty", False)
+    return [run["date"], f"commit {commit}{changed}"]
 
 
 def _slug(text: str) -> str:

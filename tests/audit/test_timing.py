@@ -65,7 +65,6 @@ def test_planted_leaks_show_under_valgrind(name):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @needs_valgrind
 @pytest.mark.parametrize("name", [name for name, leak in LEAKS.items() if leak.counts_differ])
 def test_planted_leaks_show_in_the_counters(name):

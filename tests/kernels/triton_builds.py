@@ -12,6 +12,8 @@ from machine_code import Instructions, between, disassemble, loops, run_tool
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from lockstep.kernels.build_key import fix_key
+
 _SPILLS = ("LDL", "STL")
 # Beginnings of the names of float32 tensors, whatever the others are.
 FP32 = ("lse", "part", "rows", "dlse", "statistics", "dq_sums", "dk_sums", "dv_sums")
@@ -79,6 +81,7 @@ def build(
 
     Tensors are aligned and of `dtype`, statistics fp32, offsets and lengths int32.
     """
+    fix_key(function)
     signature, constexprs, attributes = {}, {}, {}
     for i, parameter in enumerate(function.params):
         name = parameter.name

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lockstep.cache import Cache
 from lockstep.kernels.allocate import allocator
+from lockstep.kernels.build_key import fix_key
 from lockstep.kernels.compiled import note
 from lockstep.kernels.driver import Grid, launcher_of, scratch_bytes
 from lockstep.kernels.kernel import Gradients, Needs
@@ -109,6 +110,8 @@ class Launch:
         self._names, self._absent = dict(names or {}), frozenset(absent)
         # Kernels of the interpreter have none.
         self._is_compiled = hasattr(kernel, "params")
+        if self._is_compiled:
+            fix_key(kernel)
         parameters = kernel.params if self._is_compiled else ()
         self._constants = {p.name for p in parameters if p.is_constexpr}
         self._specializable = {p.name for p in parameters} - self._constants

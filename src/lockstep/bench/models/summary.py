@@ -82,7 +82,7 @@ def absent_peers(kind: str, run: dict[str, Any], runs: list[dict[str, Any]]) -> 
             and (others := [row["ms"][x] for x in run["peers"] if x in row["ms"]])
         ]
         if speeds:
-            commit = (other["environment"]["commit"] or {}).get("hash", "unknown")[:7]
+            commit = results.short_commit(other) or "unknown"
             sentences.append(
                 f"{name} is not in this run. In that of commit {commit} it had "
                 f"{geometric_mean(speeds):.2f} of the best other peer's speed (geometric mean of "
