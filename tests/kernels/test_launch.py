@@ -313,7 +313,7 @@ def jitted(*names: str, constants: tuple[str, ...] = ()) -> Any:
         )
         for x in names
     ]
-    return SimpleNamespace(__name__="toy", arg_names=names, params=parameters)
+    return SimpleNamespace(__name__="toy", arg_names=names, params=parameters, hash="toy")
 
 
 def test_a_missing_and_an_unknown_argument_raise():
@@ -384,7 +384,7 @@ class TestAllocator:
             def __getitem__(self, grid: Any) -> Any:
                 return start
 
-        return Toy(__name__="toy", arg_names=("x_ptr",), params=())
+        return Toy(__name__="toy", arg_names=("x_ptr",), params=(), hash="toy")
 
     def test_first_and_later_launches(self, of_the_caller, monkeypatch):
         lent = torch.zeros(2 * 128)
