@@ -35,6 +35,9 @@ heavy = {"numba", "llvmlite", "triton", "torch._dynamo", "torch._inductor", "sci
 print(sorted(heavy & new))
 import lockstep.cli
 print("numba" in sys.modules)
+# What the README names works after `import lockstep` alone.
+for name in ("integrations.sdpa.activate", "flash_attn.activate", "audit.model"):
+    assert callable(eval(f"lockstep.{name}")), name
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

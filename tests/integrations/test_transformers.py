@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -73,6 +75,17 @@ def assert_generates_as_eager(name, given, **options):
     for a, b in zip(found.logits, wanted.logits, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert torch.equal(found.sequences, wanted.sequences)
+
+
+@pytest.mark.parametrize("cache", ["offloaded", "offloaded_static"])
+def test_caches_that_wait_in_host_memory(cache, monkeypatch):
+    """transformers moves them by CUDA streams, which here do nothing: all memory is the host's."""
+    stream = MagicMock()
+    for owner, name in ((torch, "Stream"), (torch.cuda, "Stream"), (torch.cuda, "default_stream")):
+        monkeypatch.setattr(owner, name, lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    given = tiny_models.inputs_of("gemma3", "left", S=10)
+    assert_generates_as_eager("gemma3", given, max_new_tokens=5, cache_implementation=cache)
 
 
 @pytest.mark.parametrize(
