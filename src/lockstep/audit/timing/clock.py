@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -83,6 +83,10 @@ class Samples:
     which: np.ndarray  # the class of each sample; 0 is random
     order: np.ndarray  # of which random secrets in `pool`, or of their partners, it has
     is_fixed: np.ndarray  # 0: the random ones; 1: their partners, in the second half of `pool`
+
+    def first(self, n: int) -> Samples:
+        """The first `n` of them."""
+        return replace(self, which=self.which[:n], order=self.order[:n], is_fixed=self.is_fixed[:n])
 
     def split(self, ns: np.ndarray) -> dict[str, Times]:
         """The times of all classes together, and of each of several, beside the random ones."""

@@ -86,7 +86,8 @@ def count(group: str, only: Collection[str] = ()) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         waits = Path(folder) / "waits.json"
         command = [
-            *("ncu", "--csv", "--clock-control", "none", "--print-units", "base"),
+            *("ncu", "--csv", "--print-units", "base"),
+            *("--clock-control", "none", "--cache-control", "none"),
             *("--print-metric-instances", "details", "--profile-from-start", "off"),
             *("--metrics", ",".join([*EXECUTED.values(), *METRICS.values()])),
             *(sys.executable, "-m", __name__, str(waits), group, *only),

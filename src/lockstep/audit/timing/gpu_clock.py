@@ -6,15 +6,18 @@ call. `next_sample` reads the clock of the GPU (`globaltimer`) when it begins, w
 before, and after its copy, which begins its own. Neither the host nor an event has a part in it.
 The order of the classes is drawn at random, anew for each sample.
 
-These calls are small. Several run side by side, each on a stream of its own: what one does to the
-time of another does not depend on the class that the other one has drawn.
+These calls are small. All subjects run side by side, each on LANES streams of its own: what one
+does to the time of another does not depend on the class that the other one has drawn. CUDA has
+queues for 8 streams unless the environment variable CUDA_DEVICE_MAX_CONNECTIONS, at most 32, says
+otherwise; streams that share a queue wait for each other.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
@@ -28,9 +31,9 @@ from lockstep.simt import gpu
 from lockstep.simt.cuda_cpp import CudaSource
 from lockstep.simt.nvrtc import compile_source
 
-# Samples of a graph, and threads that copy.
-IN_GRAPH, THREADS = 250, 1024
-SIDE_BY_SIDE = 14
+# Samples of a graph, graphs of each stream that wait at a time, and threads that copy.
+IN_GRAPH, AHEAD, THREADS = 250, 4, 1024
+LANES = 2
 ALIGNMENT = 256  # bytes, of each secret tensor
 SOURCE = """
 extern "C" __global__ void next_sample(
@@ -65,38 +68,67 @@ extern "C" __global__ void next_sample(
 """
 
 
-def compare(subjects: Iterable[Subject], samples: int) -> Iterator[tuple[str, dict[str, Times]]]:
+def compare(
+    subjects: Iterable[Subject], samples: int, seconds: float = math.inf
+) -> Iterator[tuple[str, dict[str, Times]]]:
     """The name of each subject, and the times of each class of secrets and of all together.
 
-    `samples` calls of each are timed, rounded up to whole graphs.
+    `samples` calls of each are timed, rounded up to whole graphs; fewer if that takes longer than
+    `seconds`.
     """
-    graphs = -(-samples // IN_GRAPH)
-    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        # Nothing may run while a graph is captured.
-        chains = [_Chain(subject, graphs) for subject in subjects]
-        for chain, ns in zip(chains, pool.map(_Chain.replay, chains), strict=True):
-            yield chain.name, chain.samples.split(ns)
+    rounds = -(-samples // (IN_GRAPH * LANES))
+    # Nothing may run while a graph is captured.
+    # Each has an order of its own: no class of one goes with that of another.
+    runs = [_Run(subject, rounds, seed) for seed, subject in enumerate(subjects)]
+    chains = [chain for run in runs for chain in run.chains]
+    for chain in chains:
+        chain.start()
+    began, taken = time.perf_counter(), 0
+    while taken < rounds and time.perf_counter() - began < seconds:
+        for chain in chains:
+            chain.replay(taken)
+        taken += 1
+    torch.cuda.synchronize()
+    for run in runs:
+        yield run.name, run.times(taken)
+
+
+class _Run:
+    """The samples of one subject, shared out to several streams in turns."""
+
+    def __init__(self, subject: Subject, rounds: int, seed: int) -> None:
+        self.name, n = subject.name, rounds * IN_GRAPH * LANES
+        self.samples: Samples = plan(subject.draw, subject.fixes, n, seed)
+        pool = torch.stack([_packed(secrets) for secrets in self.samples.pool]).cuda()
+        order = 2 * self.samples.order + self.samples.is_fixed
+        on_gpu = torch.from_numpy(order).to(torch.int32).cuda()
+        like = self.samples.pool[0]
+        self.chains = [
+            _Chain(subject, like, pool, on_gpu[lane::LANES].contiguous()) for lane in range(LANES)
+        ]
+
+    def times(self, graphs: int) -> dict[str, Times]:
+        """Those of the first `graphs` of each stream, in the order of the samples."""
+        ns = np.stack([chain.nanoseconds(graphs) for chain in self.chains], axis=1).reshape(-1)
+        return self.samples.first(len(ns)).split(ns)
 
 
 class _Chain:
     """A graph of samples of one subject, and the memory it works in."""
 
-    def __init__(self, subject: Subject, graphs: int) -> None:
-        self.name, self.graphs = subject.name, graphs
-        self.samples: Samples = plan(subject.draw, subject.fixes, graphs * IN_GRAPH)
-        packed = [_packed(secrets) for secrets in self.samples.pool]
-        self.pool = torch.stack(packed).cuda()
-        self.buffer = self.pool[0].clone()
-        order = 2 * self.samples.order + self.samples.is_fixed
-        self.order = torch.from_numpy(order).to(torch.int32).cuda()
+    def __init__(self, subject: Subject, like: Secrets, pool: Tensor, order: Tensor) -> None:
+        self.name, self.pool, self.order = subject.name, pool, order
+        self.buffer = pool[0].clone()
         self.at = torch.zeros(2, dtype=torch.int32, device="cuda")
         self.began, self.ended = (
-            torch.zeros(len(self.order), dtype=torch.int64, device="cuda") for _ in range(2)
+            torch.zeros(len(order), dtype=torch.int64, device="cuda") for _ in range(2)
         )
         new_stream: Any = torch.cuda.Stream
         self.stream: Any = new_stream()
+        new_event: Any = torch.cuda.Event
+        self.done = [new_event() for _ in range(AHEAD)]
         self.graph: Any = torch.cuda.CUDAGraph()
-        self._capture(subject.run, _views(self.buffer, self.samples.pool[0]))
+        self._capture(subject.run, _views(self.buffer, like))
 
     def _capture(self, run: Callable[[Secrets], Tensor], secrets: Secrets) -> None:
         torch.cuda.synchronize()
@@ -119,19 +151,29 @@ class _Chain:
         clocks = self.began.data_ptr(), self.ended.data_ptr()
         _launch(*addresses, words, half, *clocks, ctypes.c_bool(is_last))
 
-    def replay(self) -> np.ndarray:
-        """Nanoseconds of each sample."""
+    def start(self) -> None:
+        """Goes through the graph once, for the caches, and back to the first sample."""
         with torch.cuda.stream(self.stream):
+            self.at.zero_()
             self.graph.replay()
             self.at.zero_()
-            for _ in range(self.graphs):
-                self.graph.replay()
-            self.stream.synchronize()
-            taken = int(self.at[0])
-            if taken != len(self.order):
-                raise RuntimeError(f"{self.name}: {taken} samples of {len(self.order)}")
-            ns: np.ndarray = (self.ended - self.began).cpu().numpy()
-            return ns
+
+    def replay(self, i: int) -> None:
+        """The samples of graph `i`, when all but the last few graphs before it are done."""
+        done = self.done[i % AHEAD]
+        if i >= AHEAD:
+            done.synchronize()
+        with torch.cuda.stream(self.stream):
+            self.graph.replay()
+            done.record()
+
+    def nanoseconds(self, graphs: int) -> np.ndarray:
+        """Of each sample of the first `graphs` graphs."""
+        n, taken = graphs * IN_GRAPH, int(self.at[0])
+        if taken != n:
+            raise RuntimeError(f"{self.name}: {taken} samples of {n}")
+        ns: np.ndarray = (self.ended - self.began)[:n].cpu().numpy()
+        return ns
 
 
 def _packed(secrets: Secrets) -> Tensor:

@@ -11,12 +11,22 @@ from torch import Tensor
 
 import lockstep
 
-SUBNORMAL = 1e-40
+
+def _huge(x: Tensor) -> Tensor:
+    """Numbers whose products are finite in float32, and far apart."""
+    factor: float = torch.finfo(x.dtype).max ** 0.5 / 16
+    return x * factor
+
+
+def _subnormal(x: Tensor) -> Tensor:
+    return torch.full_like(x, torch.finfo(x.dtype).tiny / 4)
+
+
 CLASSES: dict[str, Callable[[Tensor], Tensor]] = {
     "random": lambda x: x,
     "zeros": torch.zeros_like,
-    "huge": lambda x: x * 1e18,
-    "subnormal": lambda x: torch.full_like(x, SUBNORMAL),
+    "huge": _huge,
+    "subnormal": _subnormal,
     "nan": lambda x: torch.full_like(x, float("nan")),
     "infinite": lambda x: torch.full_like(x, float("inf")),
     "equal": torch.ones_like,
