@@ -1,16 +1,18 @@
-"""What the kernels of a CPU call execute: the same for all secrets, to the last instruction?
+"""What the kernels of a CPU call execute and access: the same for all secrets, to the last one?
 
-Valgrind's lackey counts while the programs of `replay.py` run: instructions, conditional branches
-and those taken, loads and stores by size. Counters of the processor would be off by interrupts, and
-are not there in many virtual machines. What it does not see: which addresses are touched.
+Valgrind's callgrind counts while the programs of `replay.py` run their kernel: instructions, loads
+and stores, branches; and it follows each access through a small cache, and each branch through a
+predictor. Whether an access misses that cache depends on its address and on those before it, so
+another sequence of addresses shows in the misses, though not every one has to. Counters of the
+processor would be off by interrupts, and are not there in many virtual machines.
 """
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -19,63 +21,73 @@ from torch import Tensor
 from lockstep.audit.timing import replay
 from lockstep.audit.timing.clock import Draw, Fixes, Secrets
 from lockstep.audit.timing.memcheck import run_program
-from lockstep.audit.timing.replay import Recorded
 
-_COUNT = re.compile(r"==\d+== +(total|taken|guest instrs): +([\d,]+)")
-_BY_TYPE = re.compile(r"==\d+== +([IFVD]\d+) +([\d,]+) +([\d,]+) +[\d,]+$", re.MULTILINE)
-NAMES = {"total": "branches", "taken": "branches taken", "guest instrs": "instructions"}
+# Bytes, ways and bytes of a line. The first level has few lines: most accesses get in each other's
+# way.
+_CACHES = ("--I1=4096,2,64", "--D1=2048,2,64", "--LL=65536,4,64")
+# Conditional branches, and jumps to an address in a register.
+NAMES = {
+    "Ir": "instructions",
+    "Dr": "loads",
+    "Dw": "stores",
+    "I1mr": "instruction misses",
+    "D1mr": "load misses",
+    "D1mw": "store misses",
+    "ILmr": "instruction misses of the last level",
+    "DLmr": "load misses of the last level",
+    "DLmw": "store misses of the last level",
+    "Bc": "branches",
+    "Bcm": "mispredicted branches",
+    "Bi": "indirect jumps",
+    "Bim": "mispredicted indirect jumps",
+}
+RANDOM = "random"
 Counts = dict[str, int]
-# Now and then a program has 3 branches more before it comes to its kernel; the least counts.
-REPEATS = 3
 
 
-def differing(run: Callable[[Secrets], Tensor], draw: Draw, fixes: Fixes) -> Iterator[str]:
-    """What differs from the counts of random secrets: "zeros: kernel: instructions 12 -> 14".
+def differing(counts: dict[str, dict[str, Counts]]) -> Iterator[str]:
+    """What differs from random secrets: "zeros: 0 units.plan: instructions 12 -> 14"."""
+    for name, found in counts.items():
+        for kernel, base in counts[RANDOM].items():
+            for key, n in base.items():
+                if found[kernel][key] != n:
+                    yield f"{name}: {kernel}: {key} {n} -> {found[kernel][key]}"
 
-    Raises RuntimeError where a program fails.
+
+def count(
+    run: Callable[[Secrets], Tensor], draw: Draw, fixes: Fixes
+) -> dict[str, dict[str, Counts]]:
+    """What is counted in each kernel of a call, by class of secrets and by number and name.
+
+    Each class has the memory of the first in the same places, apart from secret tensors. Raises
+    RuntimeError where a program fails, or where a class has other kernels.
     """
     generator = torch.Generator().manual_seed(0)
-    base = count(partial(run, draw(generator)))
+    base = replay.record(partial(run, draw(generator)))
+    calls = {RANDOM: base}
     for name, fix in fixes.items():
-        for (kernel, x), (other, y) in zip(
-            base, count(partial(run, fix(draw(generator)))), strict=True
-        ):
-            if kernel != other:
-                yield f"{name}: {kernel} -> {other}"
-            for key in x:
-                if x[key] != y[key]:
-                    yield f"{name}: {kernel}: {key} {x[key]} -> {y[key]}"
+        calls[name] = replay.record(partial(run, fix(draw(generator))))
+    counts: dict[str, dict[str, Counts]] = {name: {} for name in calls}
+    for i, first in enumerate(base):
+        with tempfile.TemporaryDirectory() as folder:
+            replay.build(first, Path(folder))
+            for name, recorded in calls.items():
+                replay.write_memory(first.with_secrets_of(recorded[i]), Path(folder))
+                counts[name][f"{i} {first.kernel.name}"] = _count(Path(folder))
+    return counts
 
 
-def count(run: Callable[[], Tensor]) -> list[tuple[str, Counts]]:
-    """The kernels of a call, and what each of them executes."""
-    return [(recorded.kernel.name, _count(recorded)) for recorded in replay.record(run)]
-
-
-def _count(recorded: Recorded) -> Counts:
-    """What the kernel executes: the program with it, less the program without it."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        replay.build(recorded, folder)
-        report = folder / "counts"
-        options = ["--basic-counts=yes", "--detailed-counts=yes", f"--log-file={report}"]
-        found = []
-        for program in (replay.RUN, replay.RUN_WITHOUT):
-            counts = []
-            for _ in range(REPEATS):
-                run_program(["valgrind", "--tool=lackey", *options, *program], folder)
-                counts.append(read(report.read_text(encoding="utf-8")))
-            found.append({key: min(each[key] for each in counts) for key in counts[0]})
-        return {key: found[0][key] - found[1][key] for key in found[0]}
+def _count(folder: Path) -> Counts:
+    report = folder / "counts"
+    options = ["--collect-atstart=no", "--cache-sim=yes", "--branch-sim=yes", *_CACHES]
+    options.append(f"--callgrind-out-file={report}")
+    run_program(["valgrind", "--tool=callgrind", *options, *replay.RUN], folder)
+    return read(report.read_text(encoding="utf-8"))
 
 
 def read(text: str) -> Counts:
-    """What lackey wrote."""
-    found = {NAMES[name]: _number(n) for name, n in _COUNT.findall(text)}
-    for kind, loads, stores in _BY_TYPE.findall(text):
-        found |= {f"loads {kind}": _number(loads), f"stores {kind}": _number(stores)}
-    return found
-
-
-def _number(text: str) -> int:
-    return int(text.replace(",", ""))
+    """What callgrind wrote."""
+    fields = dict(line.partition(": ")[::2] for line in text.splitlines() if ": " in line)
+    names, numbers = fields["events"].split(), fields["totals"].split()
+    # Zeros at the end are left out.
+    return {NAMES[name]: int(n) for name, n in zip_longest(names, numbers, fillvalue="0")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -54,16 +55,22 @@ def audit_counters(planted: bool) -> list[Outcome]:
     if not replay.is_available():
         return skipped("counters", "CPU kernels", "needs Valgrind, its header and a C compiler")
     if planted:
-        found = {
-            name: cpu_counters.differing(leak.run, leak.draw, {"fixed": leak.fix})
+        counted = {
+            name: cpu_counters.count(leak.run, leak.draw, {"fixed": leak.fix})
             for name, leak in LEAKS.items()
-            if leak.counts_differ
+            if leak.steps_differ
         }
     else:
-        found = {
-            case.name: cpu_counters.differing(case.run, case.draw, _fixes(case)) for case in CASES
+        counted = {
+            case.name: cpu_counters.count(case.run, case.draw, _fixes(case)) for case in CASES
         }
-    return [judged("counters", name, list(lines), planted) for name, lines in found.items()]
+    return [
+        replace(
+            judged("counters", name, list(cpu_counters.differing(counts)), planted),
+            figures={"classes": len(counts), "counts": counts[cpu_counters.RANDOM]},
+        )
+        for name, counts in counted.items()
+    ]
 
 
 def _fixes(case: Case) -> clock.Fixes:

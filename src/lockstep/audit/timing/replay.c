@@ -1,10 +1,10 @@
-/* Runs one kernel on recorded memory: replay MEMORY AFTER TIMES, where TIMES is 1, or 0
-   to do all but that. See replay.py. */
+/* Runs one kernel on recorded memory: replay MEMORY AFTER. See replay.py. */
 
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <valgrind/callgrind.h>
 #include <valgrind/memcheck.h>
 
 extern void kernel(int64_t block) __asm__(KERNEL);
@@ -22,9 +22,9 @@ static void read_exactly(void *to, size_t size, FILE *file) {
 }
 
 int main(int count, char **names) {
-    FILE *file = count == 4 ? fopen(names[1], "rb") : NULL;
+    FILE *file = count == 3 ? fopen(names[1], "rb") : NULL;
     if (file == NULL) {
-        fprintf(stderr, "usage: replay MEMORY AFTER TIMES\n");
+        fprintf(stderr, "usage: replay MEMORY AFTER\n");
         return 2;
     }
     int64_t sizes[2];
@@ -46,7 +46,9 @@ int main(int count, char **names) {
     fclose(file);
     for (int64_t i = 0; i < sizes[0]; i++)
         if (pieces[i].is_secret) VALGRIND_MAKE_MEM_UNDEFINED(pieces[i].data, pieces[i].size);
-    if (names[3][0] == '1') kernel((int64_t)pieces[0].data);
+    CALLGRIND_TOGGLE_COLLECT;
+    kernel((int64_t)pieces[0].data);
+    CALLGRIND_TOGGLE_COLLECT;
     file = fopen(names[2], "wb");
     for (int64_t i = 0; i < sizes[0]; i++) {
         VALGRIND_MAKE_MEM_DEFINED(pieces[i].data, pieces[i].size);

@@ -17,7 +17,7 @@ import subprocess
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -39,9 +39,8 @@ MOST_PIECES = 1000
 # Valgrind knows no AVX-512.
 CPU = {"x86_64": "haswell"}
 _CODE: dict[str, bytes] = {}  # of kernels, by name
-# The program in its folder, with its kernel and without. Both are as long: what a program finds on
-# its stack, and how long it looks through it, is the same.
-RUN, RUN_WITHOUT = (["./replay", "memory", "after", times] for times in ("1", "0"))
+# The program in its folder.
+RUN = ["./replay", "memory", "after"]
 
 
 @dataclass
@@ -65,6 +64,19 @@ class Recorded:
 
     kernel: Kernel
     pieces: list[Piece]
+
+    def with_secrets_of(self, other: Recorded) -> Recorded:
+        """This run, on the secret tensors of another run of the same kernel.
+
+        Raises RuntimeError where that one has tensors of other sizes, or is of another kernel.
+        """
+        mine, others = ([x for x in run.pieces if x.is_known] for run in (self, other))
+        sizes, other_sizes = ([len(piece.before) for piece in run] for run in (mine, others))
+        if self.kernel is not other.kernel or sizes != other_sizes:
+            raise RuntimeError(f"{self.kernel.name} and {other.kernel.name} have other tensors")
+        given = {x.address: y.before for x, y in zip(mine, others, strict=True) if x.is_secret}
+        pieces = [replace(x, before=given.get(x.address, x.before)) for x in self.pieces]
+        return Recorded(self.kernel, pieces)
 
     def links(self) -> Iterator[tuple[int, int, int, int]]:
         """Each word that points into a piece: (piece, offset, piece, offset)."""
@@ -163,7 +175,8 @@ def _reachable(block: int) -> list[Piece]:
     while seen < len(pieces) < MOST_PIECES:
         if not pieces[seen].is_secret:
             words = _words(pieces[seen].before)
-            for word in np.unique(words[memory.may_hold(words)]).tolist():
+            # In the order of their places, which is the same for all calls of a kind.
+            for word in words[memory.may_hold(words)].tolist():
                 if not any(piece.address <= word < piece.end for piece in pieces):
                     pieces += filter(None, [memory.piece(word)])
         seen += 1
@@ -250,9 +263,10 @@ def build(recorded: Recorded, folder: Path) -> list[str]:
         target = host if cpu is None else machine.Target(host.triple, cpu)
         _CODE[kernel.name] = machine.generate(kernel.module(target.triple), kernel.name, target)
     (folder / "kernel.o").write_bytes(_CODE[kernel.name])
-    (folder / "memory").write_bytes(_image(recorded))
+    write_memory(recorded, folder)
     program = folder / "replay"
-    command = ["cc", "-O1", "-no-pie", f'-DKERNEL="{kernel.name}"', str(PROGRAM)]
+    # The addresses of functions are looked up before the kernel runs.
+    command = ["cc", "-O1", "-no-pie", "-Wl,-z,now", f'-DKERNEL="{kernel.name}"', str(PROGRAM)]
     command += [str(folder / "kernel.o"), "-lm", "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -260,8 +274,8 @@ def build(recorded: Recorded, folder: Path) -> list[str]:
     return RUN
 
 
-def _image(recorded: Recorded) -> bytes:
-    """All memory as the program reads it: counts, then pieces, then links."""
+def write_memory(recorded: Recorded, folder: Path) -> None:
+    """Writes what the program reads: counts, then pieces, then links."""
     links = list(recorded.links())
     parts = [struct.pack("qq", len(recorded.pieces), len(links))]
     for piece in recorded.pieces:
@@ -269,7 +283,7 @@ def _image(recorded: Recorded) -> bytes:
         parts.append(struct.pack("qqq", size, piece.address % 4096, int(piece.is_secret)))
         parts.append(piece.before)
     parts += [struct.pack("qqqq", *link) for link in links]
-    return b"".join(parts)
+    (folder / "memory").write_bytes(b"".join(parts))
 
 
 def agrees(recorded: Recorded, folder: Path) -> bool:
