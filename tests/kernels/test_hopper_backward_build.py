@@ -12,6 +12,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from hopper_build import compile_for_hopper, count, writes_in_flight
 from launch_arguments import bind
 from machine_code import Instructions, between, loops
+from shared_places import shared_with_barriers
 
 from lockstep.kernels.hopper import supports_backward
 from lockstep.kernels.hopper.backward.narrow import call as narrow
@@ -134,6 +135,10 @@ def test_barriers_have_numbers_of_their_own(build):
     taken = partition_barriers(build)
     assert taken
     assert max(taken) < FIRST_FREE.value
+
+
+def test_no_barrier_shares_its_memory(build):
+    assert not shared_with_barriers(build.kernel.asm["ttgir"])
 
 
 def test_dq_leaves_through_the_copy_engine(build):

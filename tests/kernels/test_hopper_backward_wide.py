@@ -15,6 +15,7 @@ from crew import as_plain, make_plain
 from hopper_build import Build, compile_for_hopper, count, writes_in_flight
 from launch_arguments import bind
 from machine_code import Instructions, between, loops
+from shared_places import shared_with_barriers
 
 from lockstep.kernels.hopper.backward import sizes
 from lockstep.kernels.hopper.backward.wide import call as wide
@@ -85,6 +86,10 @@ def test_machine_code(case):
         # A few addresses are kept in local memory; the smallest matrix would be 16 registers.
         assert count([text for _, text in body])["STL"] < 16
         assert not writes_in_flight(body)
+
+
+def test_no_barrier_shares_its_memory(case):
+    assert not shared_with_barriers(case[0].kernel.asm["ttgir"])
 
 
 def test_no_atomics(case):

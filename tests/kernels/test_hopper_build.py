@@ -26,6 +26,7 @@ from hopper_build import (
 )
 from launch_arguments import bind
 from machine_code import target
+from shared_places import shared_with_barriers
 
 from lockstep.kernels import launch as protocol
 from lockstep.kernels.hopper.common import copy_engine, sizes
@@ -55,6 +56,7 @@ def build_for(tensors: Tensors, options=()) -> Build:
 @pytest.mark.parametrize(("D", "causal"), [(64, False), (128, True), (256, False)])
 def test_machine_code(D, causal):
     built = build(D, options={"causal": causal})
+    assert not shared_with_barriers(built.kernel.asm["ttgir"])
     shape = plan.PLANS[D]
     at_launch, of_consumer, of_producer = plan.REGISTERS[shape.consumers]
     assert built.registers == at_launch
@@ -111,6 +113,7 @@ def test_machine_code_of_pages():
     table, lens = torch.empty(B, 32, dtype=torch.int32), torch.empty(B, dtype=torch.int32)
     tensors = Tensors(q, pages, pages, page_table=table, kv_lens=lens)
     built = build_for(tensors, {"causal": True}.items())
+    assert not shared_with_barriers(built.kernel.asm["ttgir"])
     assert built.kernel.metadata.shared <= sizes.SHARED_BYTES
     assert "serialized" not in built.report
     shape = plan.SHORT_PLANS[D]
@@ -130,6 +133,7 @@ def test_machine_code_of_pages():
 @pytest.mark.parametrize("D", [64, 128])
 def test_machine_code_of_spans(D):
     built = build(D, options={"causal": True, "query_invariant": True}.items())
+    assert not shared_with_barriers(built.kernel.asm["ttgir"])
     shape = plan.SPAN_PLANS[D]
     assert built.kernel.metadata.shared <= sizes.SHARED_BYTES
     assert "serialized" not in built.report
@@ -177,6 +181,7 @@ def test_machine_code_of_packed_sequences():
     lens = [300] * 40
     tensors = Tensors(**draw_varlen(lens, lens, D=64, dtype=torch.bfloat16).tensors)
     built = build_for(tensors, {"causal": True})
+    assert not shared_with_barriers(built.kernel.asm["ttgir"])
     found = count([text for _, text in built.instructions])
     assert found["ATOMG"] + found["ATOM"] == 1
     assert len(built.main_loops) == plan.SHORT_PLANS[64].consumers
@@ -204,6 +209,7 @@ def test_a_register_written_under_a_product_is_found():
 def test_a_build_without_branches_on_data():
     """One pass and running maxima: every block is rescaled, and no mark is ever read."""
     built = build(64, options={"causal": True, "constant_time": True})
+    assert not shared_with_barriers(built.kernel.asm["ttgir"])
     found = count(built.main_loops[0])
     assert found["FMNMX"] >= 64
     assert found["FMUL"] >= 32

@@ -13,6 +13,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from crew import as_plain, make_plain
 from hopper_build import compile_for_hopper, count
 from launch_arguments import bind
+from shared_places import shared_with_barriers
 
 from lockstep.kernels.hopper import decode
 from lockstep.kernels.hopper.common import requirements, sizes
@@ -196,6 +197,7 @@ def test_machine_code(D, page):
     problem = describe(tensors, Options(causal=True))
     bound = bind(launch.decode_launches(problem, tensors, PROCESSORS), tensors)["decode_kernel"]
     built = compile_for_hopper(decode_kernel, bound.arguments, **bound.launch.options)
+    assert not shared_with_barriers(built.kernel.asm["ttgir"])
     shape = plan.PLANS[D]
     found = count([text for _, text in built.instructions])
     assert "serialized" not in built.report
