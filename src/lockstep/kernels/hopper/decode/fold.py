@@ -9,7 +9,7 @@ compiler loads one, folds it and loads the next.
 
 from __future__ import annotations
 
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.kernels.hopper.common.gluon_shim import (
     async_copy,
@@ -117,6 +117,8 @@ def fold_slots(
     ls = reinterpret(l_smem, gl.float32, [BATCH, ROWS], line)
     slot = gl.program_id(0)
     row = gl.program_id(1) * ROWS + gl.arange(0, ROWS, rows)
+    # The next call's kernel may start as soon as there is room, to wait for this one.
+    gdc_launch_dependents()
     gdc_wait()
     work = gl.load(slots_ptr + 3 * slot)
     begin = gl.load(slots_ptr + 3 * slot + 1)

@@ -8,7 +8,7 @@ from memory does not stop where one sequence ends and the next begins.
 
 from __future__ import annotations
 
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
@@ -78,6 +78,7 @@ def decode_kernel(
     STAGES: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     HAS_STARTS: gl.constexpr,
+    WHOLE_PAGES: gl.constexpr,  # a tile has no less than a page
     PAGED: gl.constexpr,  # else the cache is dense, [B, Hkv, Skv, D]
     QUERY_INVARIANT: gl.constexpr,
     FIXED_MAX: gl.constexpr,  # of query-invariant calls, as in the forward
@@ -102,8 +103,10 @@ def decode_kernel(
     cache = Cache(
         (page_table_ptr, v_ptr, kv_starts_ptr),
         (stride_tb, stride_vp, stride_vs, stride_vh, n_pages, page_size),
-        k_desc.block_shape[2], PAGED, HAS_STARTS,
+        k_desc.block_shape[2], PAGED, WHOLE_PAGES, HAS_STARTS,
     )  # fmt: skip
+    # What the kernels before have written, from here on: this one starts before they end.
+    gdc_wait()
     if QUERY_INVARIANT:
         gl.warp_specialize(
             [

@@ -67,6 +67,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
         names=names | ({"kv_lens": "tiles"} if is_tiled(problem) else {}),
         num_warps=4,
         maxnreg=plan_of(problem).registers,
+        launch_pdl=True,
     )
     fold_kernel = fold_spans if problem.query_invariant else fold_slots
     fold = Launch(
@@ -201,7 +202,7 @@ def _numbers(problem: AttentionProblem, fitted: Tensors, n_programs: int) -> dic
 
 
 def _constants(problem: AttentionProblem) -> dict[str, Any]:
-    plan = plan_of(problem)
+    sizes = plan_of(problem)
     scores = "raw" if problem.has_raw_scores else "scaled"
     return {
         "D": problem.D,
@@ -211,10 +212,11 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "HAS_SINKS": problem.has_sinks,
         "TILED": is_tiled(problem),
         "SCORES": "capped" if problem.softcap is not None else scores,
-        "BLOCK_KV": plan.block_kv,
-        "STAGES": plan.stages,
+        "BLOCK_KV": sizes.block_kv,
+        "STAGES": sizes.stages,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "HAS_STARTS": problem.has_kv_starts,
+        "WHOLE_PAGES": problem.is_paged and sizes.block_kv % problem.page_size == 0,
         "PAGED": problem.is_paged,
         "QUERY_INVARIANT": problem.query_invariant,
         "FIXED_MAX": problem.dtype == torch.bfloat16,

@@ -86,10 +86,11 @@ class Cache:
     page_size: gl.tensor
     ROWS: gl.constexpr  # of a page that the copy engine loads at once
     PAGED: gl.constexpr  # else each sequence is a page of its own
+    WHOLE_PAGES: gl.constexpr  # which have ROWS keys then
     HAS_STARTS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, pointers, numbers, ROWS, PAGED, HAS_STARTS):
+    def __init__(self, pointers, numbers, ROWS, PAGED, WHOLE_PAGES, HAS_STARTS):
         self.table_ptr = pointers[0]
         self.v_ptr = pointers[1]
         self.starts_ptr = pointers[2]
@@ -101,6 +102,7 @@ class Cache:
         self.page_size = numbers[5]
         self.ROWS = gl.constexpr(ROWS)
         self.PAGED = gl.constexpr(PAGED)
+        self.WHOLE_PAGES = gl.constexpr(WHOLE_PAGES)
         self.HAS_STARTS = gl.constexpr(HAS_STARTS)
 
     @gluon.jit
@@ -112,10 +114,11 @@ class Cache:
             if self.HAS_STARTS:
                 row += gl.load(self.starts_ptr + b).to(gl.int32)
             return gl.where(key < end, b, self.n_pages), row
-        at = self.table_ptr + b.to(gl.int64) * self.stride_tb + key // self.page_size
+        size = self.ROWS if self.WHOLE_PAGES else self.page_size
+        at = self.table_ptr + b.to(gl.int64) * self.stride_tb + key // size
         page = gl.load(at, mask=key < end, other=-1)
         is_there = (page >= 0) & (page < self.n_pages)
-        return gl.where(is_there, page, self.n_pages).to(gl.int32), key % self.page_size
+        return gl.where(is_there, page, self.n_pages).to(gl.int32), key % size
 
     @gluon.jit
     def places_of(self, b, tile, end, BLOCK_KV: gl.constexpr):
@@ -169,6 +172,11 @@ def produce(sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr):
             first = spans_before(sizes, stretch_begin - at, tile_begin, span, n_spans)
             last = spans_before(sizes, stretch_end - at, tile_begin, span, n_spans)
             if first < last:
+                grid = tile_begin // span + first  # spans from the first key on
+                run_begin = gl.maximum(grid * span, tile_begin)
+                run_end = gl.minimum((grid + last - first) * span, tile_end)
+                # Loaded while all that follows is worked out.
+                places = cache.places_of(sequence, run_begin, kv_len, BLOCK_KV)
                 is_whole = last - first == n_spans
                 pair = b * sizes.heads + head
                 # The program in whose stretch the head begins.
@@ -180,9 +188,6 @@ def produce(sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr):
                 cut_end = gl.where(is_cut_here, n_spans, cut_end)
                 if by_pair & (first == 0):
                     note_slot(slots_ptr, pair, gl.where(is_whole, -1, pair), last - 1, n_spans)
-                grid = tile_begin // span + first  # spans from the first key on
-                run_begin = gl.maximum(grid * span, tile_begin)
-                run_end = gl.minimum((grid + last - first) * span, tile_end)
                 message = (
                     1, sequence, head, q_tile, run_begin, run_end, span, first, found[0],
                     gl.where(is_whole, -1 - slot, slot),
@@ -193,7 +198,6 @@ def produce(sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr):
                 else:
                     queue.post(runs, message)
                 runs += 1
-                places = cache.places_of(sequence, run_begin, kv_len, BLOCK_KV)
                 for tile in range(run_begin, run_end):
                     end = gl.where(tile + 1 < run_end, kv_len, 0)
                     next_places = cache.places_of(sequence, tile + 1, end, BLOCK_KV)
