@@ -76,9 +76,9 @@ def test_one_build_serves_every_length_and_batch(h200):
 @pytest.mark.parametrize(
     ("model", "most", "most_packed"),
     [
-        ("Llama 3 8B", 11, 16),
-        ("Llama 3 70B TP 8", 11, 16),
-        ("Mistral 7B", 11, 16),
+        ("Llama 3 8B", 8, 13),
+        ("Llama 3 70B TP 8", 8, 13),
+        ("Mistral 7B", 8, 13),
         ("DeepSeek V3 TP 8", 12, 17),
         ("gpt-oss", 18, 26),
         ("BERT large", 5, 10),

@@ -88,21 +88,25 @@ def plain_gluon(program, n_programs):
     )
 
 
-def runs_of(monkeypatch, lens, heads, n_programs, left=None, Skv=1 << 16, team=1, waves=1, whole=0):
+def runs_of(
+    monkeypatch, lens, heads, n_programs, left=None, Skv=1 << 16, team=1, waves=1, whole=0, Sq=1,
+    group=1,
+):  # fmt: skip
     """The messages of all programs, and what they note about slots."""
     lens = torch.tensor(lens)
     slots = torch.full((n_programs, 3), -9)
     found = []
     constants = {
-        name: getattr(schedule, name).value for name in ("MOST_SPAN", "SPAN_COST", "CHUNK")
+        name: getattr(schedule, name).value for name in ("MOST_SPAN", "SPAN_COST", "CHUNK", "ROWS")
     }
     Sizes = as_plain(schedule.Sizes)
     for program in range(n_programs):
         plain = {"gl": plain_gluon(program, n_programs), **constants}
         make_plain(monkeypatch, (schedule, producer), plain)
-        wanted = max(1, plan.WANTED // heads)
-        numbers = (len(lens), heads, 1, Skv, left or 0, 0, wanted, plan.LEAST_SPAN, team, waves)
-        numbers = tuple(map(integer, (*numbers, whole)))
+        q_tiles = ceil_div(Sq * group, sizes.ROWS)
+        wanted = max(1, plan.WANTED // (heads * q_tiles))
+        numbers = (len(lens) * q_tiles, heads, Sq, Skv, left or 0, 0, wanted, plan.LEAST_SPAN)
+        numbers = tuple(map(integer, (*numbers, team, waves, q_tiles, group, whole)))
         made = Sizes((Pointer(lens), None), numbers, left is not None, True, False, False, 64)
         sent: list = []
         runs: list = []
@@ -169,6 +173,21 @@ def test_every_span_has_one_program(monkeypatch, lens, heads, left, team):
     ]
     # Evenly, but for one span at either end.
     assert max(work) - min(work) <= 2 * (plan.MOST_SPAN // 64 + plan.SPAN_COST)
+
+
+def test_tiles_of_a_sequence_have_the_keys_that_their_rows_see(monkeypatch):
+    lens, Sq, group, left = [5000, 300], 50, 3, 700
+    found, _slots = runs_of(monkeypatch, lens, 2, 14, left, Sq=Sq, group=group)
+    tiles = defaultdict(list)
+    for runs in found:
+        for _, b, head, q_tile, begin, end, *_ in runs:
+            tiles[b, head, q_tile] += range(begin, end)
+    assert len(tiles) == len(lens) * 2 * 3
+    for (b, _head, q_tile), seen in tiles.items():
+        # The first and the last query of the tile.
+        first, last = q_tile * 64 // group, (min(q_tile * 64 + 64, Sq * group) - 1) // group
+        begin = max(first + lens[b] - Sq - left, 0)
+        assert sorted(seen) == list(range(begin // 64, (last + lens[b] - Sq) // 64 + 1))
 
 
 def test_a_head_may_be_one_programs(monkeypatch):

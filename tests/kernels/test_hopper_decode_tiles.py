@@ -23,9 +23,9 @@ def tiles_of(offsets: list[int], kv_lens: list[int], T: int, group: int = 4) -> 
     tiles = torch.full((n, FIELDS), -9, dtype=torch.int32, device=DEVICE)
     given = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (offsets, kv_lens)]
     slots = torch.full((n * Hkv, 3), 5, dtype=torch.int32, device=DEVICE)
-    sizes = (len(kv_lens), T, Skv, Hkv, n * Hkv - 1, 1, 1)
-    constants = {"GROUP": group, "PACKED": True, "HAS_STARTS": False, "ROWS": ROWS}
-    list_tiles[(n,)](*given, given[1], tiles, slots, *sizes, **constants)
+    sizes = (len(kv_lens), T, Skv, Hkv, n * Hkv - 1)
+    constants = {"GROUP": group, "ROWS": ROWS}
+    list_tiles[(n,)](*given, tiles, slots, *sizes, **constants)
     assert slots[:, 0].tolist() == [-1] * (n * Hkv - 1) + [5]
     # What there is of it: a tile that is not needed has no spans.
     return [x for x in tiles.tolist() if x[2] > 0]

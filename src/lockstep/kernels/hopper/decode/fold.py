@@ -30,18 +30,20 @@ SEQUENCE = gl.constexpr(tiles.SEQUENCE)
 
 
 @gluon.jit
-def find_rows(work, row, tiles_ptr, heads, group, Sq, n_rows, TILED: gl.constexpr):
+def find_rows(work, row, tiles_ptr, heads, group, q_tiles, Sq, n_rows, PACKED: gl.constexpr):
     """Whether each row of a slot exists, and the sequence, query head and query of each."""
     b = work // heads
-    q_tile = b * 0
-    n_q = Sq
-    q_start = b * 0
-    if TILED:
+    if PACKED:
         tile_ptr = tiles_ptr + b * FIELDS
         q_tile = gl.load(tile_ptr + Q_TILE)
         n_q = gl.load(tile_ptr + N_Q)
         q_start = gl.load(tile_ptr + Q_START)
         b = gl.load(tile_ptr + SEQUENCE)
+    else:
+        q_tile = b % q_tiles
+        n_q = Sq
+        q_start = b * 0
+        b = b // q_tiles
     number = q_tile * 64 + row
     is_row = (row < n_rows) & (number < n_q * group)
     return is_row, b, work % heads * group + number % group, q_start + number // group
@@ -90,13 +92,14 @@ def fold_slots(
     rows_s,
     group,
     heads,
+    q_tiles,
     Sq,
     n_spans,
     n_rows,
     unit,
     natural,
     HAS_SINKS: gl.constexpr,
-    TILED: gl.constexpr,
+    PACKED: gl.constexpr,
     DV: gl.constexpr,
     COLUMNS: gl.constexpr,
     ROWS: gl.constexpr,
@@ -145,7 +148,9 @@ def fold_slots(
                 part_l = ls.index(some + i).load(rows)
                 part_acc = accs.index(some + i).load(layout)
                 m, l, acc = fold(m, l, acc, part_m, part_l, part_acc, unit)
-    is_row, b, head, query = find_rows(work, row, tiles_ptr, heads, group, Sq, n_rows, TILED)
+    is_row, b, head, query = find_rows(
+        work, row, tiles_ptr, heads, group, q_tiles, Sq, n_rows, PACKED
+    )
     if HAS_SINKS:
         sink = gl.load(sinks_ptr + head, mask=is_row, other=0.0).to(gl.float32)
         m, l, acc = fold_sink(m, l, acc, sink, natural, unit)

@@ -34,7 +34,7 @@ def decode_kernel(
     part_stats_ptr,  # [slots, n_spans, n_rows, 2] fp32
     slots_ptr,  # [slots, 3]: `producer.note_slot`
     sinks_ptr,  # [Hq]
-    kv_lens_ptr,  # [B], or tiles (`tiles.py`)
+    kv_lens_ptr,  # [B], or the table of tiles (`tiles.py`)
     kv_starts_ptr,  # [B]
     page_table_ptr,  # [B, ·]
     stride_qb,
@@ -60,6 +60,7 @@ def decode_kernel(
     least,
     team,
     waves,
+    q_tiles,
     whole,
     n_spans,
     n_rows,
@@ -72,7 +73,7 @@ def decode_kernel(
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
     HAS_SINKS: gl.constexpr,
-    TILED: gl.constexpr,
+    PACKED: gl.constexpr,
     SCORES: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
@@ -87,10 +88,11 @@ def decode_kernel(
     gdc_launch_dependents()
     sizes = Sizes(
         (kv_lens_ptr, kv_starts_ptr),
-        (B, heads, Sq, Skv, left, right, wanted, least, team, waves, whole),
-        HAS_LEFT, HAS_RIGHT, HAS_STARTS, TILED, BLOCK_KV,
+        (B, heads, Sq, Skv, left, right, wanted, least, team, waves, q_tiles,
+         group, whole),
+        HAS_LEFT, HAS_RIGHT, HAS_STARTS, PACKED, BLOCK_KV,
     )  # fmt: skip
-    queue = RunQueue.create(TILED)
+    queue = RunQueue.create(PACKED)
     k = Tiles.create(k_desc, STAGES, BLOCK_KV, D)
     v = Tiles.create(v_desc, STAGES, BLOCK_KV, DV)
     q_smem = gl.allocate_shared_memory(k_desc.dtype, [ROWS, D], gl.NVMMASharedLayout(128, 16, 2))

@@ -20,15 +20,15 @@ from lockstep.kernels.hopper.decode.plan import (
     FOLD_COLUMNS,
     FOLD_ROWS,
     PRODUCER_REGISTERS,
-    is_tiled,
     keeps_whole,
     least_span,
     most_spans,
     plan_of,
-    sequences_of,
+    query_tiles_of,
     spans_wanted,
     team_of,
     tile_rows_of,
+    tiles_of,
 )
 from lockstep.kernels.hopper.decode.span_fold import fold_spans
 from lockstep.kernels.hopper.decode.tiles import FIELDS, list_tiles
@@ -49,7 +49,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
     ]
     n_programs = n_processors * plan_of(problem).programs
     n_rows, n_spans = tile_rows_of(problem), most_spans(problem)
-    n_slots = min(n_programs, sequences_of(problem) * problem.Hkv)
+    n_slots = min(n_programs, tiles_of(problem) * problem.Hkv)
     n_numbers = 4 if problem.query_invariant else 2
     # A pointer that is not used may be any.
     unused = {"sinks": not problem.has_sinks, "statistics": problem.is_paged}
@@ -64,7 +64,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
             "k": partial(_describe, problem.page_size, plan_of(problem).block_kv, "nan"),
             "v": partial(_describe, problem.page_size, plan_of(problem).block_kv, "zero"),
         },
-        names=names | ({"kv_lens": "tiles"} if is_tiled(problem) else {}),
+        names=names | ({"kv_lens": "tiles"} if problem.is_packed else {}),
         num_warps=4,
         maxnreg=plan_of(problem).registers,
         launch_pdl=True,
@@ -74,7 +74,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
         fold_kernel,
         (n_slots, -(-n_rows // FOLD_ROWS), problem.Dv // FOLD_COLUMNS),
         {name: shared[name] for name in _taken_by(fold_kernel)},
-        names=_renamed(fold_kernel, names | ({} if is_tiled(problem) else {"tiles": "slots"})),
+        names=_renamed(fold_kernel, names | ({} if problem.is_packed else {"tiles": "slots"})),
         num_warps=FOLD_ROWS,
         launch_pdl=True,
     )
@@ -101,21 +101,18 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
 
 
 def _tiles(problem: AttentionProblem) -> Buffer | None:
-    """Memory for tiles of query rows."""
-    return Buffer((sequences_of(problem), FIELDS), torch.int32) if is_tiled(problem) else None
+    """Memory for the table of tiles of packed queries."""
+    return Buffer((tiles_of(problem), FIELDS), torch.int32) if problem.is_packed else None
 
 
 def _listing(problem: AttentionProblem, names: dict[str, str], n_slots: int) -> list[Launch]:
-    """What writes these tiles."""
-    if not is_tiled(problem):
+    """What writes that table."""
+    if not problem.is_packed:
         return []
     sizes = {name: getattr(problem, name) for name in ("B", "Sq", "Skv", "Hkv")}
-    sizes |= {"n_slots": n_slots, "wanted": spans_wanted(problem), "least": least_span(problem)}
-    sizes |= {"GROUP": problem.Hq // problem.Hkv, "PACKED": problem.is_packed, "ROWS": ROWS}
-    sizes["HAS_STARTS"] = problem.has_kv_starts
-    names = names | ({} if problem.is_packed else {"cu_seqlens_q": "kv_lens"})
+    sizes |= {"n_slots": n_slots, "GROUP": problem.Hq // problem.Hkv, "ROWS": ROWS}
     names = _renamed(list_tiles, names)
-    return [Launch(list_tiles, (sequences_of(problem),), sizes, names=names, num_warps=1)]
+    return [Launch(list_tiles, (tiles_of(problem),), sizes, names=names, num_warps=1)]
 
 
 def _renamed(kernel: Any, names: dict[str, str]) -> dict[str, str]:
@@ -178,9 +175,10 @@ def _numbers(problem: AttentionProblem, fitted: Tensors, n_programs: int) -> dic
         "stride_vs": v.stride(1),
         "stride_vh": v.stride(2),
         "stride_tb": 0 if fitted.page_table is None else fitted.page_table.stride(0),
-        "B": sequences_of(problem),
+        "B": tiles_of(problem),
         "group": problem.Hq // problem.Hkv,
         "heads": problem.Hkv,
+        "q_tiles": query_tiles_of(problem),
         "Sq": problem.Sq,
         "Skv": problem.Skv,
         "n_pages": v.shape[0],
@@ -210,7 +208,7 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "HAS_LEFT": problem.window[0] is not None,
         "HAS_RIGHT": problem.window[1] is not None,
         "HAS_SINKS": problem.has_sinks,
-        "TILED": is_tiled(problem),
+        "PACKED": problem.is_packed,
         "SCORES": "capped" if problem.softcap is not None else scores,
         "BLOCK_KV": sizes.block_kv,
         "STAGES": sizes.stages,

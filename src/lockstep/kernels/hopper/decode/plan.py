@@ -73,17 +73,17 @@ def tile_rows_of(problem: AttentionProblem) -> int:
     return min(ROWS, rows_of(problem))
 
 
-def is_tiled(problem: AttentionProblem) -> bool:
-    """Whether tiles of query rows take the place of sequences."""
-    return problem.is_packed or rows_of(problem) > ROWS
+def query_tiles_of(problem: AttentionProblem) -> int:
+    """Tiles of query rows of a sequence whose queries are not packed."""
+    return -(-rows_of(problem) // ROWS)
 
 
-def sequences_of(problem: AttentionProblem) -> int:
-    """Sequences, or the tiles for which there is room."""
+def tiles_of(problem: AttentionProblem) -> int:
+    """Tiles of query rows; if queries are packed, those for which there is room."""
     if problem.is_packed:
         # One spare tile for each sequence, and those of the rows behind the last.
         return rows_of(problem) // ROWS + problem.B + 1
-    return problem.B * -(-rows_of(problem) // ROWS)
+    return problem.B * query_tiles_of(problem)
 
 
 def team_of(problem: AttentionProblem, n_programs: int) -> int:
@@ -96,7 +96,7 @@ def spans_wanted(problem: AttentionProblem) -> int:
     """`spans_of` of a problem, the most of any sequence of packed queries."""
     if problem.query_invariant:
         return problem.Skv
-    tiles = 1 if problem.is_packed else -(-rows_of(problem) // ROWS)
+    tiles = 1 if problem.is_packed else query_tiles_of(problem)
     return int(spans_of.fn(problem.Hkv * tiles, WANTED))
 
 

@@ -162,11 +162,11 @@ def produce(sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr):
         block = gl.maximum(stretch_begin - begin, 0) // work
         at = begin + block * work
         n_blocks = gl.where(found[2] > 0, blocks, 0)
-        sequence = b
-        q_tile = b * 0
-        if sizes.TILED:
+        if sizes.PACKED:
             sequence = gl.load(sizes.kv_lens_ptr + b * FIELDS + SEQUENCE)
             q_tile = gl.load(sizes.kv_lens_ptr + b * FIELDS + Q_TILE)
+        else:
+            sequence, q_tile = sizes.find_tile(b)
         while (at < stretch_end) & (block < n_blocks):
             head = block * sizes.team + member
             first = spans_before(sizes, stretch_begin - at, tile_begin, span, n_spans)
@@ -192,7 +192,7 @@ def produce(sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr):
                     1, sequence, head, q_tile, run_begin, run_end, span, first, found[0],
                     gl.where(is_whole, -1 - slot, slot),
                 )  # fmt: skip
-                if sizes.TILED:
+                if sizes.PACKED:
                     q_start = gl.load(sizes.kv_lens_ptr + b * FIELDS + Q_START)
                     queue.post(runs, message + (found[1], q_start))  # noqa: RUF005
                 else:

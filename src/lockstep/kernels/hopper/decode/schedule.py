@@ -1,11 +1,12 @@
 """Which program computes which spans of keys.
 
-All spans of all sequences, or tiles of packed queries, stand in one line, by what they cost: their
-tiles of keys, and SPAN_COST for each span. The line is cut into as many equal stretches as there
-are teams of programs, and a team takes the spans that begin in its own. So long and short sequences
-share the SMs evenly, whatever their order. Lengths are read on the device. The programs of a team
-have as many heads, side by side: keys of all heads lie side by side in memory. Where there are more
-heads than programs in a team, a sequence stands in the line once for each team of heads.
+All spans of all tiles of query rows stand in one line, by what they cost: their tiles of keys, and
+SPAN_COST for each span. A sequence is one tile, or several where a KV head has more than ROWS rows.
+The line is cut into as many equal stretches as there are teams of programs, and a team takes the
+spans that begin in its own. So long and short sequences share the SMs evenly, whatever their order.
+Lengths are read on the device. The programs of a team have as many heads, side by side: keys of all
+heads lie side by side in memory. Where there are more heads than programs in a team, a tile stands
+in the line once for each team of heads.
 
 A *run* is what a program has of one head of one sequence. The program folds a run that begins with
 the first span; if it ends before the last, its state is one part of the head. Every other span is a
@@ -14,6 +15,7 @@ part of its own. Parts are handed out, and folded by `fold.py`.
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
 from lockstep.kernels.hopper.common.mailbox import Mailbox
 from lockstep.kernels.hopper.decode import plan, tiles
@@ -33,9 +35,9 @@ RUNS_AHEAD = gl.constexpr(8)
 class Sizes:
     """Sizes and masks of one launch."""
 
-    kv_lens_ptr: gl.tensor  # [B], or tiles (`tiles.py`)
+    kv_lens_ptr: gl.tensor  # [B], or the table of tiles (`tiles.py`)
     kv_starts_ptr: gl.tensor  # [B]
-    B: gl.tensor  # sequences or tiles
+    B: gl.tensor  # tiles of query rows
     heads: gl.tensor  # KV heads
     Sq: gl.tensor
     Skv: gl.tensor
@@ -45,32 +47,44 @@ class Sizes:
     least: gl.tensor
     team: gl.tensor  # programs that work on as many heads side by side
     waves: gl.tensor  # programs of one SM
+    q_tiles: gl.tensor  # tiles of query rows of a sequence, and query heads of a KV head
+    group: gl.tensor
     whole: gl.tensor  # 1 if each tile of query rows is one program's, 0 if its spans are shared
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     HAS_STARTS: gl.constexpr
-    TILED: gl.constexpr  # tiles take the place of sequences
+    PACKED: gl.constexpr  # tiles are in a table
     BLOCK_KV: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, pointers, numbers, HAS_LEFT, HAS_RIGHT, HAS_STARTS, TILED, BLOCK_KV):
+    def __init__(self, pointers, numbers, HAS_LEFT, HAS_RIGHT, HAS_STARTS, PACKED, BLOCK_KV):
         self.kv_lens_ptr, self.kv_starts_ptr = pointers
         (
             self.B, self.heads, self.Sq, self.Skv, self.left, self.right, self.wanted, self.least,
-            self.team, self.waves, self.whole,
+            self.team, self.waves, self.q_tiles, self.group, self.whole,
         ) = numbers  # fmt: skip
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.HAS_STARTS = gl.constexpr(HAS_STARTS)
-        self.TILED = gl.constexpr(TILED)
+        self.PACKED = gl.constexpr(PACKED)
         self.BLOCK_KV = gl.constexpr(BLOCK_KV)
 
     @gluon.jit
+    def find_tile(self, b):
+        """The sequence of a tile, and the number of the tile in it, where none is packed."""
+        sequence = b
+        q_tile = b * 0
+        if self.q_tiles > 1:
+            sequence = b // self.q_tiles
+            q_tile = b % self.q_tiles
+        return sequence, q_tile
+
+    @gluon.jit
     def look_at(self, b, is_there):
-        """Looks up sequences or tiles: how many keys they have, -1 if a number is wrong; how many
-        queries; the spans wanted of a head, 0 if there is no such sequence; the least keys of a
-        span; and how many queries of the sequence are before and behind those of a tile."""
-        if self.TILED:
+        """Looks up tiles: how many keys their sequences have, -1 if a number is wrong; how many
+        queries; the spans wanted of a head, 0 if there is no such tile; the least keys of a span;
+        and how many queries of the sequence are before and behind those of the tile."""
+        if self.PACKED:
             at = self.kv_lens_ptr + b * FIELDS
             kv_len = gl.load(at + KV_LEN, mask=is_there, other=0)
             n_q = gl.load(at + N_Q, mask=is_there, other=0)
@@ -79,19 +93,24 @@ class Sizes:
             before = gl.load(at + BEFORE, mask=is_there, other=0)
             behind = gl.load(at + BEHIND, mask=is_there, other=0)
         else:
-            end = gl.load(self.kv_lens_ptr + b, mask=is_there, other=0)
+            sequence, q_tile = self.find_tile(b)
+            end = gl.load(self.kv_lens_ptr + sequence, mask=is_there, other=0)
             is_good = (end >= 0) & (end <= self.Skv)
             length = end
             if self.HAS_STARTS:
-                start = gl.load(self.kv_starts_ptr + b, mask=is_there, other=0)
+                start = gl.load(self.kv_starts_ptr + sequence, mask=is_there, other=0)
                 is_good = is_good & (start >= 0) & (start <= end)
                 length = end - start
             kv_len = gl.where(is_good, length, -1).to(gl.int32)
             n_q = self.Sq
             wanted = gl.where(is_there, self.wanted, 0)
             least = self.least
-            before = self.Sq * 0
-            behind = self.Sq * 0
+            before = b * 0
+            behind = b * 0
+            if self.q_tiles > 1:
+                n_rows = gl.minimum((q_tile + 1) * ROWS, self.Sq * self.group)
+                before = q_tile * ROWS // self.group
+                behind = self.Sq - 1 - (n_rows - 1) // self.group
         return kv_len, n_q, wanted, least, before, behind
 
     @gluon.jit
@@ -117,8 +136,7 @@ class Sizes:
         reach = hi - lo
         span = gl.cdiv(gl.cdiv(reach, gl.maximum(wanted, 1)), self.BLOCK_KV) * self.BLOCK_KV
         span = gl.minimum(gl.maximum(span, least), MOST_SPAN)
-        if self.TILED:
-            lo, hi = self.keys_seen(kv_len, n_q, before, behind)
+        lo, hi = self.keys_seen(kv_len, n_q, before, behind)
         begin = lo // self.BLOCK_KV
         end = gl.maximum(gl.cdiv(hi, self.BLOCK_KV), begin)
         n_spans = gl.maximum(gl.cdiv(hi, span) - lo // span, 1)
@@ -256,8 +274,8 @@ class RunQueue:
         self.mailbox = mailbox
 
     @gluon.jit
-    def create(TILED: gl.constexpr):
-        return RunQueue(Mailbox.create(12 if TILED else 10, 1, RUNS_AHEAD))
+    def create(PACKED: gl.constexpr):
+        return RunQueue(Mailbox.create(12 if PACKED else 10, 1, RUNS_AHEAD))
 
     @gluon.jit
     def post(self, n, numbers):
@@ -266,7 +284,7 @@ class RunQueue:
     @gluon.jit
     def read(self, n, sizes):
         self.mailbox.wait(n)
-        if sizes.TILED:
+        if sizes.PACKED:
             n_q = self.mailbox.field(n, 10)
             q_start = self.mailbox.field(n, 11)
         else:

@@ -8,8 +8,7 @@ from triton.language.extra.cuda import gdc_wait
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.common.softmax import close_rows
 from lockstep.kernels.hopper.common.spans import fold_span
-from lockstep.kernels.hopper.decode.producer import Q_START, Q_TILE, SEQUENCE
-from lockstep.kernels.hopper.decode.schedule import FIELDS, N_Q
+from lockstep.kernels.hopper.decode.fold import find_rows
 from lockstep.kernels.launch import unspecialized
 
 # Parts that are loaded at once: enough to hide how long memory takes, few enough for registers.
@@ -31,13 +30,14 @@ def fold_spans(
     rows_s,
     group,
     heads,
+    q_tiles,
     Sq,
     n_spans,
     n_rows,
     unit,
     PAGED: gl.constexpr,
     HAS_SINKS: gl.constexpr,
-    TILED: gl.constexpr,
+    PACKED: gl.constexpr,
     DV: gl.constexpr,
     COLUMNS: gl.constexpr,
     ROWS: gl.constexpr,
@@ -55,19 +55,9 @@ def fold_spans(
     count = gl.load(slots_ptr + 3 * slot + 2)
     if work < 0:
         return
-    b = work // heads
-    head = work % heads
-    q_tile = b * 0
-    n_q = Sq
-    q_start = b * 0
-    if TILED:
-        tile_ptr = tiles_ptr + b * FIELDS
-        q_tile = gl.load(tile_ptr + Q_TILE)
-        n_q = gl.load(tile_ptr + N_Q)
-        q_start = gl.load(tile_ptr + Q_START)
-        b = gl.load(tile_ptr + SEQUENCE)
-    number = q_tile * 64 + row
-    is_row = (row < n_rows) & (number < n_q * group)
+    is_row, b, head, query = find_rows(
+        work, row, tiles_ptr, heads, group, q_tiles, Sq, n_rows, PACKED
+    )
     at = slot.to(gl.int64) * n_spans * n_rows + row
     zero = gl.full([ROWS], 0.0, gl.float32, rows)
     sums = (zero - float("inf"), zero, zero, zero, zero)
@@ -91,14 +81,12 @@ def fold_spans(
             accs = accs + (gl.load(pointers, mask=mask, other=0.0),)  # noqa: RUF005
         for i in gl.static_range(BATCH):
             sums, total = fold_span(sums, total, ms[i], ls[i], rs[i], errors[i], (accs[i],), unit)
-    q_head = head * group + number % group
     sink = None
     if HAS_SINKS:
-        sink = gl.load(sinks_ptr + q_head, mask=is_row, other=0.0)
+        sink = gl.load(sinks_ptr + head, mask=is_row, other=0.0)
     one = gl.full([ROWS], 1.0, gl.float32, rows)
     out, lse, m, l = close_rows(total, sums[0], sums[1], sums[2], one, unit, sink, 0.0)
-    to = b * rows_b + q_head * rows_h + (q_start + number // group) * rows_s
-    to = to.to(gl.int64)
+    to = (b * rows_b + head * rows_h + query * rows_s).to(gl.int64)
     x = out[0].to(out_ptr.dtype.element_ty)
     mask = gl.expand_dims(is_row, 1) & (d >= 0)
     gl.store(out_ptr + gl.expand_dims(to * DV, 1) + d, x, mask=mask)

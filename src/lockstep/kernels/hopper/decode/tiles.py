@@ -1,9 +1,9 @@
-"""Tiles of query rows: what the decode kernel takes in the place of sequences where a KV head has
-more rows than a tile, or where the queries of all sequences are packed.
+"""Tiles of query rows of packed sequences.
 
-A tile is up to ROWS query rows of one sequence. It is a row of FIELDS numbers in a table that
-`list_tiles` writes, so that the decode kernel reads the offsets of a batch once. The table has room
-for every batch of as many queries and sequences; rows that are not needed have 0 spans.
+A tile is up to ROWS query rows of one sequence. Where queries are packed, it is a row of FIELDS
+numbers in a table that `list_tiles` writes, so that the decode kernel reads the offsets of a batch
+once. The table has room for every batch of as many queries and sequences; rows that are not needed
+have 0 spans.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from lockstep.kernels.hopper.decode import plan
 from lockstep.kernels.hopper.decode.span_rule import least_of, spans_of
 from lockstep.kernels.launch import unspecialized
-from lockstep.kernels.sequences import checked_range, find_queries
+from lockstep.kernels.sequences import find_queries
 
 # The numbers of a tile: keys of its sequence, -1 if a number of it is wrong; queries of the
 # sequence; the spans wanted of a head, and the least keys of one; queries before those of the tile,
@@ -29,11 +29,10 @@ KEYS_PER_ROW: tl.constexpr = tl.constexpr(plan.KEYS_PER_ROW)
 _FIELDS: tl.constexpr = tl.constexpr(FIELDS)
 
 
-@unspecialized(triton.jit, any_address=("cu_seqlens_q_ptr", "kv_lens_ptr", "kv_starts_ptr"))
+@unspecialized(triton.jit, any_address=("cu_seqlens_q_ptr", "kv_lens_ptr"))
 def list_tiles(
-    cu_seqlens_q_ptr,  # [B + 1], if queries are packed
+    cu_seqlens_q_ptr,  # [B + 1]
     kv_lens_ptr,  # [B]
-    kv_starts_ptr,  # [B]
     tiles_ptr,  # [n, FIELDS] int32
     slots_ptr,  # [n_slots, 3] int32
     B,
@@ -41,31 +40,20 @@ def list_tiles(
     Skv,
     Hkv,
     n_slots,
-    wanted,
-    least,
     GROUP: tl.constexpr,
-    PACKED: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Programs [n], each of which writes one tile. Also notes that there is nothing yet in the
     slots that tiles have where these are few (`producer.py`)."""
     slot = tl.program_id(0)
-    if PACKED:
-        b, tile, is_good, q_start, n_q, _kv_start, kv_len = find_queries(
-            slot, cu_seqlens_q_ptr, None, kv_lens_ptr, B, Sq, Skv, GROUP, ROWS
-        )
-    else:
-        tiles = tl.cdiv(Sq * GROUP, ROWS)
-        b, tile, q_start, n_q = slot // tiles, slot % tiles, slot * 0, Sq
-        starts_ptr = kv_starts_ptr if HAS_STARTS else None
-        _kv_start, kv_len, is_good = checked_range(b, Skv, kv_lens_ptr, starts_ptr)
+    b, tile, is_good, q_start, n_q, _kv_start, kv_len = find_queries(
+        slot, cu_seqlens_q_ptr, None, kv_lens_ptr, B, Sq, Skv, GROUP, ROWS
+    )
     n_rows = n_q * GROUP
     q_tiles = tl.cdiv(n_rows, ROWS)
-    if PACKED:
-        # As if each sequence were alone: `wanted` and `least` are those of none.
-        wanted = spans_of(Hkv * tl.maximum(q_tiles, 1), WANTED)
-        least = least_of(tl.minimum(n_rows, ROWS), KEYS_PER_ROW, LEAST_SPAN, MOST_SPAN)
+    # As if each sequence were alone.
+    wanted = spans_of(Hkv * tl.maximum(q_tiles, 1), WANTED)
+    least = least_of(tl.minimum(n_rows, ROWS), KEYS_PER_ROW, LEAST_SPAN, MOST_SPAN)
     last = (tl.minimum((tile + 1) * ROWS, n_rows) - 1) // GROUP
     to = tiles_ptr + slot * _FIELDS
     numbers = (
