@@ -44,8 +44,6 @@ from .steps import (
     access_bytes,
     chosen,
     constant_labels,
-    forget,
-    is_conditional,
     leaders,
     local_key,
     memory_operand,
@@ -121,7 +119,7 @@ class _Analysis:
     written_bases: set[int] = field(default_factory=set)
     cells: dict[int, Value] = field(default_factory=dict)
     states: dict[int, State] = field(default_factory=dict)
-    falls: dict[tuple[int, object], int] = field(default_factory=dict)
+    falls: dict[tuple[tuple[int, str], object], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.is_public = sum(origin(i) for i in set(self.public))
@@ -133,7 +131,7 @@ class _Analysis:
         """To a fixed point; cells that all warps share are found in rounds."""
         while True:
             before = dict(self.cells)
-            self.states = {0: {}}
+            self.states = {0: State()}
             waiting = {0}
             while waiting:
                 # In the order of the code, a block is seldom looked at before those ahead of it.
@@ -145,7 +143,7 @@ class _Analysis:
 
     def _run_block(self, i: int) -> set[int]:
         """Returns the blocks behind it that know more than before."""
-        state = dict(self.states[i])
+        state = self.states[i].copy()
         while True:
             self._step(i, state)
             follow = self.code.successors[i]
@@ -155,24 +153,36 @@ class _Analysis:
             return {j for j in follow if self._join(j, state)}
 
     def _join(self, i: int, state: State) -> bool:
+        """Whether more is known to be possible at i, where this state arrives, than before."""
         known = self.states.get(i)
         if known is None:
-            self.states[i] = dict(state)
+            self.states[i] = state.copy()
             return True
+        changed = self._widen((i, ""), known, state)
+        for condition, values in known.under.items():
+            others = state.under.get(condition, {})
+            gone = [x for x in values if x not in others]
+            for register in gone:
+                del values[register]
+            both = {register: others[register] for register in values}
+            changed = self._widen((i, condition), values, both) or changed or bool(gone)
+        return changed
+
+    def _widen(
+        self, place: tuple[int, str], known: dict[object, Value], others: dict[object, Value]
+    ) -> bool:
+        """Makes values known that may be either; returns whether any of them changed."""
         changed = False
-        for name in [x for x in known if is_conditional(x) and x not in state]:
-            del known[name]
-            changed = True
-        for name, value in state.items():
+        for name, value in others.items():
             old = known.get(name)
-            if old is value or (old is None and is_conditional(name)):
+            if old is value:
                 continue
             new = value if old is None else either(old, value)
             if new != old:
                 if old is not None and new.base < old.base:
                     # What keeps falling, round a loop, has no base.
-                    self.falls[i, name] = self.falls.get((i, name), 0) + 1
-                    if self.falls[i, name] > _MOST_FALLS:
+                    self.falls[place, name] = self.falls.get((place, name), 0) + 1
+                    if self.falls[place, name] > _MOST_FALLS:
                         new = Value(new.labels, UNKNOWN, False)
                 known[name] = new
                 changed = changed or new != old
@@ -211,10 +221,10 @@ class _Analysis:
                 new = value if register == operand.text else Value(labels)
                 if register == operand.text and guard & SECRET:
                     new = chosen(each, new, seen)
-                forget(register, state)
+                state.forget(register)
                 if each.guard:
                     state[register] = either(state.get(register, NOTHING), new)
-                    state[each.condition, register] = new
+                    state.under.setdefault(each.condition, {})[register] = new
                 else:
                     state[register] = new
 
@@ -230,7 +240,7 @@ class _Analysis:
                 continue
             is_secret = not clear_bits(value) >> (shift + i) & 1
             new = Value(guard | (SECRET if is_secret else 0))
-            forget(f"P{i}", state)
+            state.forget(f"P{i}")
             old = state.get(f"P{i}", new)
             state[f"P{i}"] = either(old, new) if each.guard else new
 
@@ -325,7 +335,7 @@ class _Analysis:
         """What the fixed point shows."""
         found: dict[tuple[int, str], Leak] = {}
         for start, known in self.states.items():
-            state, i = dict(known), start
+            state, i = known.copy(), start
             while True:
                 each = self.code.instructions[i]
                 for kind in self._kinds(each, state):

@@ -11,6 +11,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from functools import cached_property
 
 from lockstep.simt.errors import SimtError
 from lockstep.simt.sass import nvdisasm_path
@@ -41,7 +42,7 @@ class Operand:
     def is_memory(self) -> bool:
         return "[" in self.text and not self.text.startswith(("c[", "cx[", "-c[", "|c["))
 
-    @property
+    @cached_property
     def constant(self) -> int | None:
         """The number that it is, if it is one."""
         try:
@@ -64,6 +65,11 @@ class Instruction:
     read: tuple[Operand, ...]
     file: str
     line: int
+
+    @cached_property
+    def numbers(self) -> tuple[Operand, ...]:
+        """What it reads, predicates aside."""
+        return tuple(x for x in self.read if not x.text.lstrip("!").startswith(("P", "UP")))
 
     @property
     def opcode(self) -> str:

@@ -10,7 +10,6 @@ from .values import ALL_BITS, NOTHING, SECRET, State, Value, address_base, clear
 
 _CONSTANT = re.compile(r"c\[0x0\]\[(0x[0-9a-f]+)\]")
 _INDEXED_CONSTANT = re.compile(r"c\[0x0\]\[[^0\]]|cx\[")
-_CONDITIONS = tuple(f"{sign}{u}P{i}" for sign in ("", "!") for u in ("", "U") for i in range(7))
 # Kinds of memory, as states name them.
 SHARED, LOCAL = "shared", "local"
 
@@ -26,23 +25,6 @@ def chosen(each: Instruction, new: Value, state: State) -> Value:
     if each.read[3].constant == 0xC0:
         changed = ~changed & ALL_BITS
     return new._replace(clear=clear_bits(state.get(each.read[0].text, NOTHING)) & ~changed)
-
-
-def is_conditional(name: object) -> bool:
-    """Whether an entry of a state holds under a condition only."""
-    return isinstance(name, tuple) and name[0] not in (LOCAL, SHARED)
-
-
-def forget(register: str, state: State) -> None:
-    """What was known under conditions of a register, or under a predicate, that is written."""
-    if register.lstrip("U").startswith("P"):
-        conditions = (register, f"!{register}")
-        gone = [x for x in state if isinstance(x, tuple) and x[0] in conditions]
-    else:
-        gone = [x for x in _CONDITIONS if (x, register) in state]
-        gone = [(x, register) for x in gone]
-    for name in gone:
-        del state[name]
 
 
 def memory_operand(operands: tuple[Operand, ...]) -> Operand:

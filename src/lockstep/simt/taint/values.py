@@ -10,6 +10,7 @@ that number.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from .code import Instruction, Operand
@@ -35,19 +36,43 @@ class Value(NamedTuple):
 
 
 NOTHING = Value()
-State = dict[object, Value]
-"""What is known at one place: of registers and predicates by name, of cells of memory, and of
-registers under a condition, by (condition, register)."""
 
 
-class Under(dict):  # type: ignore[type-arg]
+class State(dict[object, Value]):
+    """What is known at one place: of registers and predicates by name, and of cells of memory.
+
+    `under` has what is known of registers under a condition, by the condition.
+    """
+
+    __slots__ = ("under",)
+
+    def __init__(
+        self, known: Mapping[object, Value] = {}, under: Mapping[str, dict[object, Value]] = {}
+    ) -> None:
+        super().__init__(known)
+        self.under = {condition: dict(values) for condition, values in under.items() if values}
+
+    def copy(self) -> State:
+        return State(self, self.under)
+
+    def forget(self, register: str) -> None:
+        """What is known under conditions of a register, or under a predicate, that is written."""
+        if register.lstrip("U").startswith("P"):
+            for condition in (register, f"!{register}"):
+                self.under.pop(condition, None)
+        else:
+            for values in self.under.values():
+                values.pop(register, None)
+
+
+class Under(State):
     """A state as an instruction sees it that is executed under a condition only."""
 
     def __init__(self, state: State, condition: str):
-        self.state, self.condition = state, condition
+        self.state, self.known = state, state.under.get(condition, {})
 
     def get(self, name: object, default: Value = NOTHING) -> Value:
-        found = self.state.get((self.condition, name))
+        found = self.known.get(name)
         return self.state.get(name, default) if found is None else found
 
 
@@ -107,7 +132,7 @@ def labels_of(operands: tuple[Operand, ...], state: State) -> int:
 def base_of(each: Instruction, state: State) -> tuple[int, bool]:
     """`base` and `exact` of the result of arithmetic."""
     name, kinds = each.name, each.kinds
-    read = [x for x in each.read if not x.text.lstrip("!").startswith(("P", "UP"))]
+    read = each.numbers
     if "X" in kinds or "HI" in kinds:
         return 0, False
     if name in _MOVES and len(read) == 1:
