@@ -152,7 +152,7 @@ def begin_tile(c: gl.constexpr, program, rows, q_ring, tiles, seen):
 @gluon.jit
 def change_tile(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, acc):
     """The product of the last block of a tile, and the first block, `seen`, of the next one, whose
-    `rows` these are: acc, then p, m and l of the next."""
+    `rows` these are: acc and the first bad key, then p, m and l of the next."""
     PRODUCTS: gl.constexpr = n_pieces(program.v.COLUMNS)
     q_ring.wait(tiles)
     program.k.wait(seen)
@@ -170,20 +170,22 @@ def change_tile(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, ac
     has_more = rows.begin + 1 < rows.end
     fits = seen - last < program.v.ring.STAGES
     acc, weights = await_product(program, acc, weights, seen + 1, has_more & fits)
+    bad = program.first_bad_key(last)
     program.v.release(last)
     program.k.wait(seen + 1, pred=has_more)
     weights = program.mark_weights(rows, weights, rows.begin, seen)
-    return acc, gl.convert_layout(weights.to(p.dtype), p.type.layout), m, l
+    return acc, bad, gl.convert_layout(weights.to(p.dtype), p.type.layout), m, l
 
 
 @gluon.jit
 def end_tile(program, last, p, acc):
-    """The product of the last block of a tile by itself: acc."""
+    """The product of the last block of a tile by itself: acc, and the first bad key."""
     program.v.wait(last)
     acc = issue_products(p, program.v, last, acc)
     acc = await_all(acc)
+    bad = program.first_bad_key(last)
     program.v.release(last)
-    return acc
+    return acc, bad
 
 
 @gluon.jit
@@ -222,17 +224,21 @@ def store_piece(program, tile, first_row, p: gl.constexpr, x, o, o_desc):
 
 @gluon.jit
 def store_results(
-    c: gl.constexpr, program, results, tile, rows, acc, m, l, residue, o_smem, o_desc
+    c: gl.constexpr, program, results, tile, rows, acc, m, l, residue, bad, o_smem, o_desc
 ):
-    """Write the results of a tile; 1 for rows [ROWS] that are to be computed again, else 0."""
+    """Write the results of a tile; 1 for rows [ROWS] that are to be computed again, else 0. `bad`
+    is its first bad key in constant time, and of no use elsewhere."""
     row_layout: gl.constexpr = m.type.layout
     is_large = (gl.abs(m) * program.score_scale() >= LARGE_MAX) & (m > -float("inf"))
     if program.build.SPAN:
         # These are totals, and `residue` is the sum r.
         out, lse, m, l = close_total(program, results, tile, rows, acc, m, l, residue)
     else:
+        first_bad = None
+        if program.build.INSPECTS and not program.schedule.HAS_LEFT:
+            first_bad = bad
         out, lse, m, l = normalize(
-            program, results, tile, rows, acc, m, l, residue, None, o_desc.dtype
+            program, results, tile, rows, acc, m, l, residue, None, first_bad, o_desc.dtype
         )
     first_row = tile.q_idx + c * ROWS
     q_idx = first_row + gl.arange(0, ROWS, row_layout)
@@ -318,17 +324,17 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
                     skip(c, program, seen)
                     seen += 1
             if FLOWS and next_tile.exists:
-                acc, p, next_m, next_l = change_tile(
+                acc, bad, p, next_m, next_l = change_tile(
                     c, program, next_rows, q_ring, tiles + 1, last, seen, p, acc
                 )
             else:
-                acc = end_tile(program, last, p, acc)
+                acc, bad = end_tile(program, last, p, acc)
             if program.build.SPAN:
                 m, l, residue, acc = end_spans(
                     program, sums, total, memory, m, l, residue, acc, p.dtype
                 )
             again = store_results(
-                c, program, results, tile, rows, acc, m, l, residue, o_smem, o_desc
+                c, program, results, tile, rows, acc, m, l, residue, bad, o_smem, o_desc
             )
             wrong |= again << (tiles % 32)
             if not FLOWS and next_tile.exists:

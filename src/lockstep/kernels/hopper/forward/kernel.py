@@ -148,7 +148,7 @@ def forward_kernel(
         failed = FailedTiles.create(CONSUMERS)
     flags = Flags(unused, unused)
     if INSPECTS:
-        flags = Flags.create(STAGES, BLOCK_KV)
+        flags = Flags.create(STAGES, BLOCK_KV, HAS_LEFT)
     program = Program(
         schedule,
         k_ring,

@@ -15,7 +15,7 @@ from lockstep.kernels.hopper.common.softmax import (
 )
 from lockstep.kernels.hopper.forward.constant_time import rounding_of
 from lockstep.kernels.hopper.forward.failed_tiles import FailedTiles
-from lockstep.kernels.hopper.forward.inspector import Flags
+from lockstep.kernels.hopper.forward.inspector import NO_KEY, Flags
 from lockstep.kernels.hopper.forward.schedule import BAD, Schedule
 from lockstep.kernels.hopper.forward.tile_queue import TileQueue
 
@@ -96,14 +96,25 @@ class Program:
 
     @gluon.jit
     def mark_weights(self, rows, weights, block, i):
-        """Weights of `block`, the i-th in all, NaN for values that are not finite, as
-        `inspector.py` says."""
+        """Weights of `block`, the i-th in all, whose values have been inspected on return; under a
+        window NaN for values that are not finite, as `inspector.py` says."""
         if self.build.INSPECTS:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
             if rows.is_cut(block):
-                keys: gl.constexpr = gl.SliceLayout(0, weights.type.layout)
-                flags = self.flags.read(self.v.ring, i, keys)
-                weights = rows.mark(self.schedule, weights, flags, block)
+                if self.schedule.HAS_LEFT:
+                    keys: gl.constexpr = gl.SliceLayout(0, weights.type.layout)
+                    flags = self.flags.read(self.v.ring, i, keys)
+                    weights = rows.mark(self.schedule, weights, flags, block)
+                else:
+                    self.flags.await_clean(self.v.ring, i)
         return weights
+
+    @gluon.jit
+    def first_bad_key(self, i):
+        """Of the tile that the i-th block is the last one of, as `inspector.py` says."""
+        first = i * 0 + NO_KEY
+        if self.build.INSPECTS and not self.schedule.HAS_LEFT:
+            first = self.flags.first_bad_key(self.v.ring, i)
+        return first
 
     @gluon.jit
     def score_scale(self):
@@ -215,8 +226,7 @@ class Rows:
         keys: gl.constexpr = gl.SliceLayout(0, weights.type.layout)
         kv_idx = gl.expand_dims(first_key + gl.arange(0, schedule.BLOCK_KV, keys), 0)
         is_seen = kv_idx < gl.expand_dims(self.row_end, 1)
-        if schedule.HAS_LEFT:
-            is_seen = is_seen & (kv_idx >= gl.expand_dims(self.row_begin, 1))
+        is_seen = is_seen & (kv_idx >= gl.expand_dims(self.row_begin, 1))
         return weights + gl.where(is_seen, gl.expand_dims(flags, 0), 0.0)
 
 
@@ -258,13 +268,14 @@ class Results:
 
 
 @gluon.jit
-def normalize(program, results, tile, rows, acc, m, l, residue, is_exact, dtype: gl.constexpr):
+def normalize(program, results, tile, rows, acc, m, l, residue, is_exact, bad, dtype: gl.constexpr):
     """Pieces of out [ROWS, ·] fp32; lse, m and l [ROWS], relative to which weights are
     exp2((s - m)·scale).
 
     acc is divided by the sum with the largest weights as acc was multiplied by them, rounded to
     `dtype`: `rounding.py`. `is_exact` names the rows that went through `exp2_weights_exact`, and so
-    with a running maximum, whose weight is 1."""
+    with a running maximum, whose weight is 1. Rows that see the key `bad`, or a later one, are NaN,
+    if `bad` is not None; their lse is not."""
     scale = program.score_scale()
     if program.build.CONSTANT_TIME:
         error = rounding_of(m, scale, dtype)
@@ -284,6 +295,8 @@ def normalize(program, results, tile, rows, acc, m, l, residue, is_exact, dtype:
     # The weight of the maximum is known: it is what rounding m·scale makes of 1.
     top = gl.exp2(error)
     r = gl.where(l == 0.0, l, r + (top.to(dtype).to(gl.float32) - top))
+    if bad is not None:
+        r = gl.where(rows.row_end > bad, float("nan"), r)
     sink = None
     if program.build.HAS_SINKS:
         sink = gl.load(results.sinks_ptr + tile.head)

@@ -216,7 +216,17 @@ def consume_second_pass(program, results, q_ring, seen, tiles):
                         program, rows, q, runs, is_exact, seen
                     )
                     out, lse, m, l = normalize(
-                        program, results, tile, rows, (acc,), m, l, residue, is_exact, q[0].dtype
+                        program,
+                        results,
+                        tile,
+                        rows,
+                        (acc,),
+                        m,
+                        l,
+                        residue,
+                        is_exact,
+                        None,
+                        q[0].dtype,
                     )
                 out = out[0].to(q[0].dtype)
                 replace_rows(results, out, row, chosen, first_column)
