@@ -133,6 +133,12 @@ def test_instructions_of_x86_64(lines, why):
     assert [why in x.why for x in found] == ([] if why is None else [True])
 
 
+@pytest.mark.parametrize(("vectors", "expected"), [(None, 1), ({"f": 1}, 1), ({"f": 0}, 0)])
+def test_registers_that_are_no_arguments_hold_no_secrets(vectors, expected):
+    text = "f:\n\tvmovq\t%xmm0, %rax\n\ttestq\t%rax, %rax\n\tje\t.LBB0_1\n.LBB0_1:\n\tretq"
+    assert len(code.findings("f", text, "x86_64", vectors)) == expected
+
+
 @pytest.mark.parametrize(
     ("lines", "why"),
     [
@@ -197,12 +203,17 @@ def test_t_is_the_largest_of_all_crops():
 def test_every_class_has_its_share_of_samples():
     planned = clock.plan(CASES[0].draw, {"a": lambda x: x, "b": lambda x: x}, 4000)
     assert len(planned.pool) == 4 * clock.POOL
-    assert np.bincount(planned.which) / 4000 == pytest.approx([0.5, 0.25, 0.25], abs=0.03)
-    assert (planned.which == planned.is_fixed * (1 + planned.order // clock.POOL)).all()
     compared = planned.split(np.arange(4000))
     assert list(compared) == [clock.ALL, "a", "b"]
-    assert compared["a"].is_fixed.sum() == (planned.which == 1).sum()
-    assert (~compared["a"].is_fixed).sum() == (planned.which == 0).sum()
+    assert list(compared[clock.ALL].ns) == list(range(4000))
+    assert compared[clock.ALL].is_fixed.mean() == pytest.approx(0.5, abs=0.03)
+    for i, name in enumerate("ab"):
+        # As many random ones, which are their partners, as of the class.
+        assert compared[name].is_fixed.mean() == pytest.approx(0.5, abs=0.03)
+        assert len(compared[name].ns) / 4000 == pytest.approx(0.5, abs=0.03)
+        assert set(planned.order[compared[name].ns] // clock.POOL) == {i}
+    first = planned.first(1000).split(np.arange(1000))
+    assert len(first[clock.ALL].ns) == 1000
 
 
 @pytest.mark.slow

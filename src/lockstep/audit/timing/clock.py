@@ -80,20 +80,20 @@ class Samples:
 
     names: tuple[str, ...]
     pool: list[Secrets]
-    which: np.ndarray  # the class of each sample; 0 is random
-    order: np.ndarray  # of which random secrets in `pool`, or of their partners, it has
+    order: np.ndarray  # which random secrets in `pool` each sample has, or their partners
     is_fixed: np.ndarray  # 0: the random ones; 1: their partners, in the second half of `pool`
 
     def first(self, n: int) -> Samples:
         """The first `n` of them."""
-        return replace(self, which=self.which[:n], order=self.order[:n], is_fixed=self.is_fixed[:n])
+        return replace(self, order=self.order[:n], is_fixed=self.is_fixed[:n])
 
     def split(self, ns: np.ndarray) -> dict[str, Times]:
-        """The times of all classes together, and of each of several, beside the random ones."""
-        found = {ALL: Times(ns, self.which > 0)}
-        for i, name in enumerate(self.names if len(self.names) > 1 else (), 1):
-            mine = (self.which == 0) | (self.which == i)
-            found[name] = Times(ns[mine], self.which[mine] == i)
+        """The times of all classes together beside the random ones, and of each of several beside
+        its partners: others lie at other addresses, which may suit the caches better."""
+        found = {ALL: Times(ns, self.is_fixed > 0)}
+        for i, name in enumerate(self.names if len(self.names) > 1 else ()):
+            mine = self.order // POOL == i
+            found[name] = Times(ns[mine], self.is_fixed[mine] > 0)
         return found
 
 
@@ -106,7 +106,7 @@ def plan(draw: Draw, fixes: Fixes, samples: int, seed: int = 0) -> Samples:
         pool += [fix({name: x.clone() for name, x in first.items()}) for _ in range(POOL)]
     rng = np.random.default_rng(seed)
     order, is_fixed = rng.integers(0, len(pool) // 2, samples), rng.integers(0, 2, samples)
-    return Samples(tuple(fixes), pool, is_fixed * (1 + order // POOL), order, is_fixed)
+    return Samples(tuple(fixes), pool, order, is_fixed)
 
 
 def compare(

@@ -15,7 +15,7 @@ inlined, and masks of masked loads and stores.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -32,6 +32,8 @@ TARGETS = {
     "AVX-512": Target("x86_64-unknown-linux-gnu", "skylake-avx512"),
 }
 """Machines that code is also generated for, wherever the audit runs."""
+WORDS = ("ptr", "i64", "i32", "i8", "i1")
+"""Types of arguments that come in general registers."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +57,31 @@ def is_supported(target: Target) -> bool:
 def audit(kernel: Kernel, target: Target | None = None) -> list[Finding]:
     """What is found in the code of a kernel, as LLVM generates it for `target`, or for here."""
     target = target or machine.host()
-    text = machine.generate_text(kernel.module(target.triple), kernel.name, target)
-    return findings(kernel.name, text, target.architecture)
+    module = kernel.module(target.triple)
+    text = machine.generate_text(module, kernel.name, target)
+    vectors = {
+        function.name: sum(str(x.type) not in WORDS for x in function.arguments)
+        for function in module.functions
+    }
+    return findings(kernel.name, text, target.architecture, vectors)
 
 
-def findings(kernel: str, text: str, architecture: str) -> list[Finding]:
-    """What is found in a file of assembly, function by function."""
+def findings(
+    kernel: str, text: str, architecture: str, vectors: Mapping[str, int] | None = None
+) -> list[Finding]:
+    """What is found in a file of assembly, function by function.
+
+    `vectors` says of functions by name how many arguments come in floating-point and vector
+    registers; of others, all that may.
+    """
     reader = READERS[architecture]
     functions = list(_functions(text, reader.COMMENT))
     returns_secret = False
     while True:
-        walks = [_Walk(kernel, name, lines, reader, returns_secret) for name, lines in functions]
+        walks = [
+            _Walk(kernel, name, lines, reader, returns_secret, (vectors or {}).get(name))
+            for name, lines in functions
+        ]
         found = [finding for walk in walks for finding in walk.run()]
         if returns_secret or not any(walk.returns_secret for walk in walks):
             return found
@@ -96,9 +112,13 @@ class _Walk:
         lines: list[tuple[int, str]],
         reader: ModuleType,
         call_returns_secret: bool,
+        vectors: int | None,
     ) -> None:
         self.kernel, self.name, self.lines, self.reader = kernel, name, lines, reader
         self.call_returns_secret = call_returns_secret
+        # A register that is no argument may hold anything when a function begins. LLVM reads it
+        # where a lane of a vector does not matter.
+        self.entry = {x for x in reader.ENTRY if vectors is None or int(x[1:]) < vectors}
         self.labels = [code[:-1] for _, code in lines if code.startswith(".L")]
         self.at_label: dict[str, State] = {}
         self.returns_secret = False
@@ -116,7 +136,7 @@ class _Walk:
 
     def _pass(self, found: dict[int, Finding]) -> None:
         """Once through the function, from its first line to its last."""
-        state: State | None = State(set(self.reader.ENTRY))
+        state: State | None = State(set(self.entry))
         for number, code in self.lines:
             if code.startswith(".L") and code.endswith(":"):
                 state = self._join(code[:-1], state)
