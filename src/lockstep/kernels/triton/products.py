@@ -4,9 +4,9 @@ PRECISION says what is done with float32 factors; others are multiplied as they 
 
     "ieee"    as float32, by the ordinary units: chains of multiply-adds
     "tf32"    as tf32: tensor cores look at 10 bits behind the point, and not at the rest
-    "tf32x3"  as float32, by tensor cores: a factor x is cut into x₁, the nearest number of tf32,
-              and the rest x₂; x y is x₁ y₁ + x₁ y₂ + x₂ y₁, each product as tf32. What is left
-              out, x₂ y₂ and the last bit of a rest, is less than a rounding
+    "tf32x3"  as float32, by tensor cores: a factor x is cut into x₁, its first bits, and the rest
+              x₂; x y is x₁ y₁ + x₁ y₂ + x₂ y₁, each product as tf32. What is left out, x₂ y₂ and
+              the last two bits of a rest, is less than the roundings of a sum in float32
 
 Tensor cores cut off where others round. A sum over many keys is therefore carried in float32 by the
 ordinary units, and a tile adds one number to it.
@@ -19,17 +19,21 @@ import triton.language as tl
 
 TF32_BITS: tl.constexpr = tl.constexpr(0xFFFFE000)
 HALF_A_STEP: tl.constexpr = tl.constexpr(0x1000)
+NO_REST: tl.constexpr = tl.constexpr(2.0**120)
 
 
 @triton.jit
 def split(x):
-    """x as the nearest number of tf32, and the rest; x and 0 if there is no such number."""
-    bits = (x.to(tl.uint32, bitcast=True) + HALF_A_STEP) & TF32_BITS
-    nearest = bits.to(tl.float32, bitcast=True)
-    rest = x - nearest
-    # NaN or infinite if x is not finite, or rounds to infinity.
-    is_rest = tl.abs(rest) <= tl.abs(x)
-    return tl.where(is_rest, nearest, x), tl.where(is_rest, rest, 0.0)
+    """The first bits of x, a number of tf32, and the rest, which is rounded where a tensor core
+    cuts it off.
+
+    A rest takes four instructions, because each warp splits what it multiplies.
+    """
+    first = (x.to(tl.uint32, bitcast=True) & TF32_BITS).to(tl.float32, bitcast=True)
+    # Infinity has NaN for a rest, and the smaller of NaN and a number is the number: any that is
+    # finite will do.
+    rest = tl.minimum(x - first, NO_REST)
+    return first, (rest.to(tl.uint32, bitcast=True) + HALF_A_STEP).to(tl.float32, bitcast=True)
 
 
 @triton.jit
