@@ -80,7 +80,11 @@ _TF32_HOPPER = {
     128: (Tiles(32, 64, 8, 2), Tiles(64, 32, 8, 2)),
 }
 # Three tf32 products for one of float32.
-_TF32X3 = {**_SINGLE, 64: (Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2))}
+_TF32X3 = {
+    **_SINGLE,
+    64: (Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
+    128: (Tiles(32, 32, 4, 1), Tiles(32, 64, 4, 1)),
+}
 
 
 def copies_of(cut: Tiles) -> int:
