@@ -18,9 +18,22 @@ def _exp_2x(s, scale_over_cap):
 
 
 @gluon.jit
-def cap(s, scale_over_cap, softcap):
-    """softcap · tanh(s·scale / softcap)."""
-    return softcap - 2.0 * softcap / (1.0 + _exp_2x(s, scale_over_cap))
+def _reciprocal(x):
+    """1 / x to one unit in the last place, in one instruction; a division by x takes five."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def cap(s, scale_over_cap, softcap, D: gl.constexpr):
+    """softcap · tanh(s·scale / softcap), of scores of head dim D."""
+    divisor = 1.0 + _exp_2x(s, scale_over_cap)
+    if D <= 64:
+        # Measured: faster in the forward of such head dims.
+        return softcap - 2.0 * softcap / divisor
+    zero = gl.zeros_like(s)
+    return gl.fma(_reciprocal(divisor), zero - 2.0 * softcap, zero + softcap)
 
 
 @gluon.jit

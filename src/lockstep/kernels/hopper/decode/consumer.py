@@ -49,9 +49,10 @@ class Rows:
     natural: gl.tensor
     SCORES: gl.constexpr  # "raw", "scaled" or "capped"
     HAS_SINKS: gl.constexpr
+    D: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, pointers, numbers, SCORES, HAS_SINKS):
+    def __init__(self, pointers, numbers, SCORES, HAS_SINKS, D):
         self.q_ptr = pointers[0]
         self.out_ptr = pointers[1]
         self.lse_ptr = pointers[2]
@@ -73,6 +74,7 @@ class Rows:
         self.natural = numbers[12]
         self.SCORES = gl.constexpr(SCORES)
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
+        self.D = gl.constexpr(D)
 
     @gluon.jit
     def load_queries(self, sizes, run, q_smem):
@@ -96,7 +98,7 @@ class Rows:
     def finish_scores(self, s):
         """Scores from products."""
         if self.SCORES == "capped":
-            s = cap(s, self.cap_scale, self.score_scale)
+            s = cap(s, self.cap_scale, self.score_scale, self.D)
         elif self.SCORES == "scaled":
             s = s * self.score_scale
         return s

@@ -100,7 +100,7 @@ def decode_kernel(
         (q_ptr, out_ptr, lse_ptr, parts_ptr, part_stats_ptr, sinks_ptr),
         (stride_qb, stride_qh, stride_qs, rows_b, rows_h, rows_s, group, n_spans, n_rows, cap_scale,
          score_scale, unit, natural),
-        SCORES, HAS_SINKS,
+        SCORES, HAS_SINKS, D,
     )  # fmt: skip
     cache = Cache(
         (page_table_ptr, v_ptr, kv_starts_ptr),

@@ -89,7 +89,7 @@ class Program:
     def mask_scores(self, rows, s, block):
         """Scores in their final units, -inf where a row does not see the key."""
         if self.build.SCORES == "capped":
-            s = cap(s, self.scale, self.softcap)
+            s = cap(s, self.scale, self.softcap, self.k.COLUMNS)
         elif self.build.SCORES == "scaled":
             s = s * self.scale
         return rows.hide(self.schedule, s, block)
