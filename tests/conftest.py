@@ -50,8 +50,13 @@ QUICK = {
     "test_one_launch_gives_the_bits_of_two",
     "test_short_launches_of_the_hopper_kernels",
 }
-# Folders whose tests share what takes long to make: processes, traces, a browser.
-TOGETHER = ("tests/distributed", "tests/ladder", "tests/report")
+# Folders and files whose tests share what takes long to make: processes, traces, a browser, builds.
+TOGETHER = (
+    ("tests/distributed/",),
+    ("tests/ladder/",),
+    ("tests/report/",),
+    ("tests/kernels/test_constant_time_builds.py", "tests/kernels/test_hopper_build.py"),
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -74,13 +79,13 @@ def leave_out_gpus(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist=loadfile`, with folders that one worker takes as a whole."""
+    """`--dist=loadfile`, with groups of files that one worker takes as a whole."""
     from xdist.scheduler import LoadFileScheduling
 
     class LoadFoldersAndFiles(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return next((folder for folder in TOGETHER if file.startswith(f"{folder}/")), file)
+            return next((group[0] for group in TOGETHER if file.startswith(group)), file)
 
     return LoadFoldersAndFiles(config, log) if config.getoption("dist") == "loadfile" else None
 

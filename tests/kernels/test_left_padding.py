@@ -28,8 +28,8 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ON_GPU = pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])
 
 
-def drawn(Sq: int = 7, dtype: torch.dtype = torch.float32, **more) -> Case:
-    return draw(Sq, 60, B=4, Hq=4, Hkv=2, D=16, dtype=dtype, kv_starts=STARTS, **more)
+def drawn(Sq: int = 7, Hq: int = 4, **more) -> Case:
+    return draw(Sq, 60, B=4, Hq=Hq, Hkv=Hq // 2, D=16, kv_starts=STARTS, **more)
 
 
 def moved(case: Case, device: str) -> Case:
@@ -67,7 +67,10 @@ def test_results_and_gradients(name, Sq, device):
 @pytest.mark.parametrize("lens", [None, LENS], ids=["", "lengths"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_bits_are_those_without_padding(name, lens, device):
-    case = drawn(**OPTIONS[name])
+    options = dict(OPTIONS[name])
+    if "sinks" in options:
+        options["sinks"] = options["sinks"][:2]
+    case = drawn(Hq=2, **options)
     case = moved(case if lens is None else case.replaced(kv_lens=lens), device)
     douts = tuple(x.to(device) for x in draw_douts(case))
     garbage = {name: case.tensors[name].clone() for name in ("k", "v")}

@@ -147,11 +147,11 @@ def test_paged(page_size):
 
 @small
 @pytest.mark.parametrize("multiprocessors", [1, 1000])
-@pytest.mark.parametrize("page_size", [5, 16])
-def test_ragged_pages(page_size, multiprocessors, monkeypatch):
+@pytest.mark.parametrize(("page_size", "Hkv"), [(5, 1), (16, 2)])
+def test_ragged_pages(page_size, Hkv, multiprocessors, monkeypatch):
     use_multiprocessors(monkeypatch, multiprocessors)
     lens = torch.tensor([80, 0, 33, 7])
-    dense = draw(9, 80, B=4, Hq=4, Hkv=2, D=16, causal=True, kv_lens=lens)
+    dense = draw(9, 80, B=4, Hq=2, Hkv=Hkv, D=16, causal=True, kv_lens=lens)
     paged, q_lens = paginate(dense, page_size), [1, 5, 9, 7]
     case = ragged(paged, q_lens)
     check(case)

@@ -197,9 +197,9 @@ def test_show_a_rung():
 
 
 PRINTING = [
-    ["plan"],
+    ["plan", "--gpu", "a100"],
     ["plan", "naive"],
-    ["plan", "--json"],
+    ["plan", "--gpu", "a100", "--json"],
     ["plan", "--seq", "99999999999"],
     ["ladder", "--seq", "20", "--no-bench"],
     ["trace", "small_tile", "--seq", "20"],
