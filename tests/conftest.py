@@ -24,8 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 # for GPUs, problems drawn by the hundred. Elsewhere, slow tests are marked one by one.
 SLOW = {
     "test_browser.py",
+    "test_constant_time.py",
     "test_cpu_constant_time.py",
     "test_constant_time_builds.py",
+    "test_cpu_forks.py",
     "test_cpu_hypothesis.py",
     "test_cpu_large_scores.py",
     "test_cpu_memory.py",
@@ -33,23 +35,24 @@ SLOW = {
     "test_hopper_backward_build.py",
     "test_hopper_backward_loops.py",
     "test_hopper_backward_wide.py",
+    "test_hopper_backward_wide_protocol.py",
     "test_hopper_build.py",
     "test_hopper_versions.py",
     "test_metadata_builds.py",
+    "test_persistent.py",
+    "test_sass.py",
     "test_sdpa_samples.py",
     "test_spans_interpreter.py",
     "test_split_kv.py",
+    "test_taint.py",
     "test_triton_backward.py",
     "test_triton_backward_builds.py",
     "test_triton_forward_builds.py",
     "test_triton_forward_fits.py",
     "test_triton_interpreter.py",
 }
-# Tests in these files that are not.
-QUICK = {
-    "test_one_launch_gives_the_bits_of_two",
-    "test_short_launches_of_the_hopper_kernels",
-}
+# A test in these files that is not.
+QUICK = {"test_one_launch_gives_the_bits_of_two"}
 # Folders and files whose tests share what takes long to make: processes, traces, a browser, builds.
 TOGETHER = (
     ("tests/distributed/",),

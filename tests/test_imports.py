@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -33,6 +34,13 @@ def modules() -> dict[str, str]:
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         found[name] = path.relative_to(SOURCE).as_posix()
     return found
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    """What each file imports from this package, by their paths."""
+    known = modules()
+    return {path: imports(path, known) for path in known.values()}
 
 
 def imports(path: str, known: dict[str, str]) -> set[str]:
@@ -65,11 +73,11 @@ def test_the_map_names_what_there_is():
 
 
 def test_imports_go_down_the_map():
-    places, known = read_map(), modules()
+    places = read_map()
     upward = []
-    for path in known.values():
+    for path, imported_ones in graph().items():
         here = place_of(path, places)
-        for imported in imports(path, known):
+        for imported in imported_ones:
             there = place_of(imported, places)
             if here and there and here != there and places[there] <= places[here]:
                 upward.append(f"{path} imports {imported}, which is no line below it")
@@ -77,16 +85,13 @@ def test_imports_go_down_the_map():
 
 
 def test_no_circle():
-    known = modules()
-    graph = {path: imports(path, known) for path in known.values()}
     try:
-        TopologicalSorter(graph).prepare()
+        TopologicalSorter(graph()).prepare()
     except CycleError as error:
         raise AssertionError(" imported by ".join(error.args[1])) from None
 
 
 def test_an_import_inside_a_function_and_a_relative_one_count():
-    known = modules()
-    assert "kernels/cpu/__init__.py" in imports("dispatch.py", known)
-    assert "ladder/rung.py" in imports("ladder/cli.py", known)
-    assert "doctor.py" in imports("cli.py", known)
+    assert "kernels/cpu/__init__.py" in graph()["dispatch.py"]
+    assert "ladder/rung.py" in graph()["ladder/cli.py"]
+    assert "doctor.py" in graph()["cli.py"]

@@ -13,6 +13,13 @@ from lockstep.vmap_rules import DenseArguments
 
 # What runs float32 and bfloat16 differs from machine to machine; float64 is the oracle's.
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+by_dtype = pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (torch.float64, torch.bfloat16)),
+    ],
+)
 OPTIONS = (*Options(True, 3, 0, 0.4, 30.0), None)
 OFFSETS = torch.tensor([0, 2, 5]), torch.tensor([0, 3, 9], dtype=torch.int32)
 LENS, STARTS = torch.tensor([3, 7]), torch.tensor([0, 2])
@@ -49,7 +56,7 @@ def varlen_paged(**how):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@by_dtype
 def test_opcheck_dense(dtype, grad):
     tensors = dense(dtype=dtype, grad=grad)
     torch.library.opcheck(torch.ops.lockstep.attention.default, (*tensors, *OPTIONS))
@@ -62,13 +69,13 @@ def test_opcheck_dense(dtype, grad):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@by_dtype
 def test_opcheck_varlen(dtype, grad):
     tensors = varlen(dtype=dtype, grad=grad)
     torch.library.opcheck(torch.ops.lockstep.attention_varlen.default, (*tensors, *OPTIONS))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@by_dtype
 def test_opcheck_paged(dtype):
     tensors = paged(dtype=dtype)
     torch.library.opcheck(torch.ops.lockstep.attention_paged.default, (*tensors, *OPTIONS))
@@ -76,7 +83,7 @@ def test_opcheck_paged(dtype):
     torch.library.opcheck(torch.ops.lockstep.attention_varlen_paged.default, (*tensors, *OPTIONS))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@by_dtype
 @pytest.mark.parametrize("needs", [[True] * 5, [False, True, False, False, True]])
 def test_opcheck_backward(needs, dtype):
     tensors = dense(dtype=dtype)
@@ -86,7 +93,7 @@ def test_opcheck_backward(needs, dtype):
     torch.library.opcheck(torch.ops.lockstep.attention_backward.default, args)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@by_dtype
 def test_opcheck_varlen_backward(dtype):
     tensors = varlen(dtype=dtype)
     out, _, statistics = torch.ops.lockstep.attention_varlen(*tensors, *OPTIONS)
@@ -96,7 +103,7 @@ def test_opcheck_varlen_backward(dtype):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@by_dtype
 def test_opcheck_merge(dtype, grad):
     lse_dtype = numerics.statistics_dtype(dtype)
     outs = [rand(2, 3, 4, dtype=dtype, grad=grad) for _ in range(3)]

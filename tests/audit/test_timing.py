@@ -31,6 +31,7 @@ def test_planted_leaks_show_in_the_machine_code(name, target):
     assert "secret" in str(found[0])
 
 
+@pytest.mark.slow
 def test_a_rung_in_constant_time_has_no_leak():
     pytest.importorskip("cuda.core", reason="the extra 'gpu' is not installed")
     builds = [x for x in gpu_code.rungs() if "row_per_thread" in x[0]]
@@ -50,6 +51,7 @@ def test_constant_time_kernels_have_no_finding(kernels, target):
     assert code.audit(kernels[1], code.TARGETS[target]) == []
 
 
+@pytest.mark.slow
 def test_the_ordinary_kernel_branches_on_values():
     assert code.audit(forward.RUNNERS[False, True][0], code.TARGETS["AVX2"])
 

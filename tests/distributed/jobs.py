@@ -19,6 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
+
+# Imported where ranks are forked from, not by each of them.
+import lockstep.kernels.cpu.forward
 from lockstep.audit.bits import first_difference
 from lockstep.audit.distributed import Case, compare, run_with_gradients
 from lockstep.distributed import (

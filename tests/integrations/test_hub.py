@@ -70,6 +70,7 @@ def test_a_loaded_kernel_is_a_package_of_its_own(offline):
     assert torch.equal(dq, torch.autograd.grad(wanted.sum(), q)[0])
 
 
+@pytest.mark.slow
 def test_without_numba_and_lockstep_it_is_imported_all_the_same(repository):
     """The GPU kernels too. What needs numba says so."""
     program = f"""
@@ -99,6 +100,7 @@ print(hub.explain(q, q, q).refusals["cpu"])
     assert ran.stdout.strip() == "needs the package numba, which is not installed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_continuous_batching_is_generate(name, offline):
     prompts = [[*range(5, 16)], [7, 8], [20, 21, 22, 23]]

@@ -30,11 +30,13 @@ def _compiled_files() -> dict[Path, int]:
 def test_a_later_process_compiles_nothing():
     environment = {**os.environ, "PYTHONPATH": str(Path(lockstep.__file__).parents[1])}
     environment.pop("NUMBA_CACHE_DIR", None)
+    # The first may have to compile, unless another test has had it done.
     for _ in range(2):
         before = _compiled_files()
         subprocess.run([sys.executable, "-c", CALL], check=True, env=environment)
-    assert before, "nothing was kept on disk"
-    assert _compiled_files() == before
+        if before and _compiled_files() == before:
+            return
+    raise AssertionError(f"the second process has compiled, too: {len(before)} files before it")
 
 
 def test_python_threads_may_call_at_once():
