@@ -56,6 +56,7 @@ from lockstep.kernels.cpu.tiles import (
 )
 from lockstep.kernels.cpu.wide import (
     CHUNK,
+    PANEL,
     ROWS,
     SPAN,
     accumulate,
@@ -83,11 +84,11 @@ item_at = record_at(ITEM)
 @compiled
 def _add_outer(weights, begin, end, rows, out, n, pitch):
     """out [kv, d] += Σ_lane weights [kv, lane] · rows [lane, d] for keys begin … end."""
-    at = 0
-    while at < pitch:
-        left = (pitch - at) // VECTOR
-        vectors = 3 if left == 3 or left > 4 else min(left, 2)
-        for kv in range(begin, end, MR):
+    for kv in range(begin, end, MR):
+        at = 0
+        while at < pitch:
+            left = (pitch - at) // VECTOR
+            vectors = 3 if left == 3 or left > 4 else min(left, 2)
             w, to = weights + kv * ROW, out + kv * pitch + at
             if vectors == 3:
                 outer_tile_3(w, rows + at, to, n, pitch, 0)
@@ -95,7 +96,7 @@ def _add_outer(weights, begin, end, rows, out, n, pitch):
                 outer_tile_2(w, rows + at, to, n, pitch, 0)
             else:
                 outer_tile_1(w, rows + at, to, n, pitch, 0)
-        at += vectors * VECTOR
+            at += vectors * VECTOR
 
 
 @compiled
@@ -144,7 +145,7 @@ def _query_part(call, block, work, begin, end, finite, masked):
         return
     for lane in range(LANES):
         for d in range(D):
-            column = work.k_cols + 4 * (d // MR * SPAN * MR + d % MR)
+            column = work.k_cols + 4 * (d // MR * PANEL * MR + d % MR)
             total = f32(0.0)
             for kv in range(begin, end):
                 where = kv * ROW + 4 * lane

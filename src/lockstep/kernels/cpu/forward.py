@@ -47,6 +47,7 @@ from lockstep.kernels.cpu.units import (
     DONE,
     ITEM_BYTES,
     UNIT_BYTES,
+    choose_rows,
     item_at,
     max_pieces,
     plan,
@@ -54,7 +55,6 @@ from lockstep.kernels.cpu.units import (
 )
 from lockstep.kernels.cpu.wide import (
     MINUS_INF,
-    ROWS,
     SPAN,
     attend_span,
     carve_block,
@@ -263,12 +263,12 @@ def _run_items(call_at, wide: bool, narrow: bool):
 RUNNERS = {kinds: _items_runner(*kinds) for kinds in ((True, False), (False, True), (True, True))}
 
 
-def _kinds(n_rows: Iterable[int]) -> tuple[bool, bool]:
-    """Whether units are wide, and whether some are narrow, given the rows per KV head."""
+def _kinds(n_rows: Iterable[int], step: int) -> tuple[bool, bool]:
+    """Whether units are wide, and whether some are narrow, given the rows per KV head and unit."""
     wide = narrow = False
     for rows in n_rows:
         wide = wide or rows > NARROW
-        narrow = narrow or 0 < rows % ROWS <= NARROW
+        narrow = narrow or 0 < rows % step <= NARROW
     return wide, narrow
 
 
@@ -291,7 +291,7 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
     described = describe(problem, tensors, out, lse, statistics)
     G, threads = problem.Hq // problem.Hkv, processes.threads()
     n_rows = [G * length for length in described.q_len]
-    n_units = problem.Hkv * sum(-(-rows // ROWS) for rows in n_rows)
+    step, n_units = choose_rows(n_rows, problem.Hkv, threads)
     if n_units == 0:
         return out, lse, statistics
     # Three results of the plan, the units, the items.
@@ -305,11 +305,11 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
     units = results + 8 * sizes[0]
     items = units + 8 * sizes[1]
     call = described.address
-    parallel(plan[problem.constant_time], (call, threads, n_units, units, items, results))
+    parallel(plan[problem.constant_time], (call, threads, n_units, units, items, results, step))
     n_parts, n_items, row_spans = table[: sizes[0]]
     workspace = np.empty(n_parts * (Dv + 2), np.float32)
     parts = address(workspace)
     arguments = (call, units, items, n_items, parts, parts + 4 * n_parts * Dv)
-    run_items = RUNNERS[_kinds(n_rows)][problem.constant_time]
+    run_items = RUNNERS[_kinds(n_rows, step)][problem.constant_time]
     parallel(run_items, arguments, _scratch_bytes(D, Dv), row_spans * SPAN * (D + Dv))
     return out, lse, statistics

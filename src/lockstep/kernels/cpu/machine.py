@@ -87,10 +87,10 @@ def _optimise(module: llvm.ModuleRef, entry: str, chosen: Target) -> None:
     tuning.loop_vectorization = True
     passes = llvm.create_pass_builder(target, tuning)
     passes.getModulePassManager().run(module, passes)
-    # What was not inlined: objects of several kernels hold parts of the same name.
-    for function in module.functions:
-        if not function.is_declaration and function.name != entry:
-            function.linkage = "internal"
+    # What was not inlined, and tables: objects of several kernels hold parts of the same name.
+    for part in (*module.functions, *module.global_variables):
+        if not part.is_declaration and part.name != entry:
+            part.linkage = "internal"
 
 
 def load(code: bytes, entry: str) -> int:

@@ -19,6 +19,7 @@ from lockstep.kernels.cpu.memory import copy_panels, copy_rows, gather_columns, 
 from lockstep.kernels.cpu.simd import LANES, MR, WIDTH, f32
 from lockstep.kernels.cpu.tiles import ROW, score_gradient_rows
 from lockstep.kernels.cpu.wide import (
+    PANEL,
     ROWS,
     SPAN,
     load_queries,
@@ -56,7 +57,7 @@ class Gradient(NamedTuple):
     m: int  # [ROWS]
     inverse: int  # [ROWS] 1 / l
     delta: int  # [ROWS]
-    k_cols: int  # [D / MR, SPAN, MR]
+    k_cols: int  # [D / MR, PANEL, MR]
     dp: int  # [SPAN, LANES]
     slopes: int  # [SPAN, LANES]
     dq: int  # [D, LANES]
@@ -76,7 +77,7 @@ def carve_gradient(base, D, Dv):
     inverse = m + 4 * ROWS
     delta = inverse + 4 * ROWS
     k_cols = delta + 4 * ROWS
-    dp = k_cols + 4 * SPAN * padded(D, MR)
+    dp = k_cols + 4 * PANEL * padded(D, MR)
     slopes = dp + SPAN * ROW
     dq = slopes + SPAN * ROW
     dk = dq + padded(D, MR) * ROW
@@ -128,7 +129,7 @@ def load_keys(call, block, work, b, h, first, n):
     gather_panels(call.kind, block.kv_rows, whole, call.Dv, block.v_panels)
     fill_kv_rows(call, call.k, b, h, first, n, whole, block.zero_row, block.kv_rows)
     gather_panels(call.kind, block.kv_rows, whole, call.D, block.k_panels)
-    return copy_panels(call.kind, block.kv_rows, whole, call.D, work.k_cols, SPAN)
+    return copy_panels(call.kind, block.kv_rows, whole, call.D, work.k_cols, PANEL)
 
 
 @compiled

@@ -54,6 +54,9 @@ EXP2_COEFFICIENTS = (
     0.000154531629451,
 )
 MANTISSA_BITS = 23
+# Adding 1.5·2²³ rounds to a whole number that sits in the mantissa's low bits; 127 more make it an
+# exponent.
+ROUNDING = 12582912.0 + 127.0
 # Below this, e**x is about the smallest normal float (e**−87.3): the weight counts as zero.
 EXP_UNDERFLOW = -87.0
 
@@ -74,6 +77,11 @@ NV = 3
 LANES = NV * WIDTH
 # Transposes go through square blocks of this many rows; LANES and MR are multiples of it.
 BLOCK = 8 if WIDTH == 16 else 4
+# Constants that exp adds products to. On NEON such a sum takes the constant's register, and to copy
+# the constant before costs as much as the sum: there they lie in memory, once for each of the
+# vectors of a tile row, out of which LLVM would otherwise share one.
+ADDENDS = (ROUNDING, *EXP2_COEFFICIENTS)
+ADDENDS_NAME = "lockstep.addends"
 
 
 def vector(width: int = WIDTH, element: ir.Type = LLVM_F32) -> ir.Type:
@@ -90,11 +98,36 @@ class Emit:
 
     def __init__(self, builder: ir.IRBuilder) -> None:
         self.ir = builder
+        self.copy_of_addends = 0
 
     def constant(self, value: float, width: int = WIDTH) -> ir.Value:
         if width == 1:
             return ir.Constant(LLVM_F32, value)
         return ir.Constant(vector(width), [value] * width)
+
+    def addend(self, value: float, width: int) -> ir.Value:
+        """One of ADDENDS."""
+        if WIDTH != 4 or width != 4:
+            return self.constant(value, width)
+        table = self.ir.module.globals.get(ADDENDS_NAME)
+        if table is None:
+            # Twice as wide as needed: pairs of loads of neighbours are slower than two loads.
+            lines = [[addend] * 8 for addend in ADDENDS] * NV
+            type = ir.ArrayType(vector(8), len(lines))
+            table = ir.GlobalVariable(self.ir.module, type, ADDENDS_NAME)
+            # LLVM takes nothing for granted about the contents of weak variables.
+            table.linkage, table.initializer = "weak", ir.Constant(type, lines)
+        line = self.copy_of_addends * len(ADDENDS) + ADDENDS.index(value)
+        at = table.gep([ir.Constant(LLVM_I32, 0), ir.Constant(LLVM_I32, line)])
+        return self.ir.load(at, typ=vector(4), align=16)
+
+    def exps(self, vectors: Sequence[ir.Value]) -> list[ir.Value]:
+        """`exp` of up to NV vectors, whose steps LLVM interleaves."""
+        results = []
+        for self.copy_of_addends, x in enumerate(vectors):
+            results.append(self.exp(x))
+        self.copy_of_addends = 0
+        return results
 
     def integer(self, value: int) -> ir.Value:
         return ir.Constant(LLVM_I64, value)
@@ -163,7 +196,9 @@ class Emit:
         return self.lane(self.ir.select(*lanes), 0)
 
     def maximum(self, new: ir.Value, old: ir.Value) -> ir.Value:
-        """The larger one; a NaN in ``new`` is passed over."""
+        """The larger one; a NaN in ``new`` is passed over. ``old`` is not NaN."""
+        if _width(new) == 4:
+            return self._call("maxnum", new, old)  # one instruction on NEON
         return self.select(self.ir.fcmp_ordered(">", new, old), new, old)
 
     def distance(self, x: ir.Value, y: ir.Value) -> ir.Value:
@@ -178,11 +213,8 @@ class Emit:
     def split(self, x: ir.Value, unit: float) -> tuple[ir.Value, ir.Value]:
         """x · unit = n − f with n whole, the product unrounded: returns 2**n and f."""
         factor = self.constant(unit, _width(x))
-        # Adding 1.5·2²³ rounds to a whole number that sits in the mantissa's low bits; 127 more
-        # make it an exponent.
-        magic = self.constant(12582912.0 + 127.0, _width(x))
-        shifted = self.fma(x, factor, magic)
-        whole = self.ir.fsub(shifted, magic)
+        shifted = self.fma(x, factor, self.addend(ROUNDING, _width(x)))
+        whole = self.ir.fsub(shifted, self.constant(ROUNDING, _width(x)))
         bits = self.ir.bitcast(shifted, vector(_width(x), LLVM_I32))
         # n − x · unit is one instruction everywhere; x · unit − n is two on NEON.
         fraction = self.fma(self.ir.fneg(x), factor, whole)
@@ -199,7 +231,7 @@ class Emit:
         width = _width(f)
         poly = self.constant(EXP2_COEFFICIENTS[-1], width)
         for coefficient in EXP2_COEFFICIENTS[-2::-1]:
-            poly = self.fma(poly, f, self.constant(coefficient, width))
+            poly = self.fma(poly, f, self.addend(coefficient, width))
         return self.ir.fmul(poly, f)
 
     def exp(self, x: ir.Value) -> ir.Value:

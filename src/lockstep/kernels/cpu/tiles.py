@@ -98,10 +98,12 @@ def score_tile(e: Emit, k_panel, q_t, s, D, c):
     _scores(e, k_panel, q_t, s, D, c)
 
 
-@emitter(i64, i64, i64, i64, f32, i64)
-def score_tile_max(e: Emit, k_panel, q_t, s, D, c, m):
-    """The same, and m [LANES] = max(m, s) for tiles that every lane sees whole."""
-    _scores(e, k_panel, q_t, s, D, c, m)
+@emitter(i64, i64, i64, i64, f32, i64, i64)
+def score_tiles_max(e: Emit, k_panels, q_t, s, D, c, m, n):
+    """The same for n panels, and m [LANES] = max(m, s): for tiles that every lane sees whole."""
+    with e.loop(n) as i:
+        panel = e.offset(k_panels, i, e.ir.mul(D, e.integer(4 * MR)))
+        _scores(e, panel, q_t, e.offset(s, i, MR * ROW), D, c, m)
 
 
 def _accumulate(e: Emit, slots, v_panel, p, acc, n, marks=None) -> None:
@@ -233,9 +235,10 @@ def _weigh(e: Emit, s, n, m, l, mark: bool) -> None:
     total = [e.variable(e.load(l, VECTOR * j)) for j in range(NV)]
     with e.loop(n) as kv:
         row = e.offset(s, kv, ROW)
-        for j in range(NV):
-            score = e.load(row, VECTOR * j)
-            p = e.exp(e.ir.fsub(score, largest[j]))
+        scores = [e.load(row, VECTOR * j) for j in range(NV)]
+        weights = e.exps([e.ir.fsub(score, m) for score, m in zip(scores, largest, strict=True)])
+        for j, (score, weight) in enumerate(zip(scores, weights, strict=True)):
+            p = weight
             if mark:
                 masked = e.ir.fcmp_ordered("==", score, e.constant(MINUS_INF))
                 p = e.select(masked, e.constant(-0.0), p)
@@ -289,23 +292,31 @@ def score_gradient_rows(e: Emit, s, dp, n, m, inverse, delta, slopes):
     A score of −inf gives p = −0 and dp = 0: weights are never negative, so −0 marks what is
     masked, and adds nothing in sums that do not look for the mark.
     """
-    wanted = e.ir.icmp_signed("!=", slopes, e.integer(0))
     zero, minus_inf = e.constant(0.0), e.constant(MINUS_INF)
     largest = [e.load(m, VECTOR * j) for j in range(NV)]
     inverses = [e.load(inverse, VECTOR * j) for j in range(NV)]
     deltas = [e.load(delta, VECTOR * j) for j in range(NV)]
-    with e.loop(n) as i:
-        row, grad = e.offset(s, i, ROW), e.offset(dp, i, ROW)
-        for j in range(NV):
-            score = e.load(row, VECTOR * j)
-            p = e.ir.fmul(e.exp(e.ir.fsub(score, largest[j])), inverses[j])
-            ds = e.variable(e.ir.fmul(p, e.ir.fsub(e.load(grad, VECTOR * j), deltas[j])))
-            with e.ir.if_then(wanted):
-                slope = e.load(e.offset(slopes, i, ROW), VECTOR * j)
-                ds.set(e.ir.fmul(ds.get(), slope))
-            masked = e.ir.fcmp_ordered("==", score, minus_inf)
-            e.store(e.select(masked, e.constant(-0.0), p), row, VECTOR * j)
-            e.store(e.select(masked, zero, ds.get()), grad, VECTOR * j)
+
+    def rows(capped: bool) -> None:
+        with e.loop(n) as i:
+            row, grad = e.offset(s, i, ROW), e.offset(dp, i, ROW)
+            scores = [e.load(row, VECTOR * j) for j in range(NV)]
+            dps = [e.load(grad, VECTOR * j) for j in range(NV)]
+            weights = e.exps([e.ir.fsub(*pair) for pair in zip(scores, largest, strict=True)])
+            for j in range(NV):
+                p = e.ir.fmul(weights[j], inverses[j])
+                ds = e.ir.fmul(p, e.ir.fsub(dps[j], deltas[j]))
+                if capped:
+                    ds = e.ir.fmul(ds, e.load(e.offset(slopes, i, ROW), VECTOR * j))
+                masked = e.ir.fcmp_ordered("==", scores[j], minus_inf)
+                e.store(e.select(masked, e.constant(-0.0), p), row, VECTOR * j)
+                e.store(e.select(masked, zero, ds), grad, VECTOR * j)
+
+    with e.ir.if_else(e.ir.icmp_signed("!=", slopes, e.integer(0))) as (wanted, unwanted):
+        with wanted:
+            rows(capped=True)
+        with unwanted:
+            rows(capped=False)
 
 
 @emitter(i64, i64, i64, i64)

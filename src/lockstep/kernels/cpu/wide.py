@@ -37,7 +37,7 @@ from lockstep.kernels.cpu.tiles import (
     max_rows,
     scale_vectors,
     score_tile,
-    score_tile_max,
+    score_tiles_max,
     softcap_rows,
     start_tile,
     weigh_and_mark_rows,
@@ -50,8 +50,11 @@ SPAN = 256
 # Rows of a block: a multiple of every machine's LANES. Bits do not depend on it.
 ROWS = 384
 TILES = ROWS // LANES
-# Keys whose weights stay in the first-level cache while all head dims pass over them.
-CHUNK = 64
+# Keys whose weights, 12 KB, stay in the first-level cache while all head dims pass over them.
+CHUNK = 12 * 1024 // ROW
+# From one panel of columns to the next, in rows: a cache line more than a span, or all panels of a
+# row would be stored to lines that share their place in a cache.
+PANEL = SPAN + 64 // (4 * MR)
 # Head dims that one chain of a score takes before it is added to the others: bits depend on it.
 CHAIN = 128
 MINUS_INF = f32(-np.inf)
@@ -72,7 +75,7 @@ class Block(NamedTuple):
     ranges: int  # [ROWS, 2] int64: keys [lo, hi) of a row
     q_t: int  # [TILES, D, LANES]
     k_panels: int  # [SPAN / MR, D, MR]
-    v_panels: int  # [Dv / MR, SPAN, MR]
+    v_panels: int  # [Dv / MR, PANEL, MR]
     s: int  # [SPAN, LANES] scores, then weights
     part: int  # [Dv, LANES] acc of one span
     part_m: int  # [LANES] its m and l
@@ -106,7 +109,7 @@ def carve_block(base, D, Dv):
     q_t = ranges + 16 * ROWS
     k_panels = q_t + 4 * ROWS * D
     v_panels = k_panels + 4 * SPAN * D
-    s = v_panels + 4 * SPAN * padded(Dv, MR)
+    s = v_panels + 4 * PANEL * padded(Dv, MR)
     part = s + SPAN * ROW
     part_m = part + padded(Dv, MR) * ROW
     part_l = part_m + padded(ROW, 64)
@@ -178,7 +181,7 @@ def load_span(call, block, b, h, first, n):
     fill_kv_rows(call, call.k, b, h, first, n, whole, block.zero_row, block.kv_rows)
     gather_panels(call.kind, block.kv_rows, whole, call.D, block.k_panels)
     fill_kv_rows(call, call.v, b, h, first, n, whole, block.zero_row, block.kv_rows)
-    return copy_panels(call.kind, block.kv_rows, whole, call.Dv, block.v_panels, SPAN)
+    return copy_panels(call.kind, block.kv_rows, whole, call.Dv, block.v_panels, PANEL)
 
 
 @compiled
@@ -225,13 +228,18 @@ def tile_scores(call, block, b, t, first, begin, end, bounds, slopes):
     q_t = block.q_t + t * call.D * ROW
     lo = block.lo + 4 * t * LANES
     hi = block.hi + 4 * t * LANES
-    for kv in range(begin, end, MR):
+    next_kv = begin
+    while next_kv < end:
+        kv = next_kv
         k_panel = block.k_panels + 4 * kv * call.D
         s = block.s + kv * ROW
         whole = first + kv >= lo_max and first + kv + MR <= hi_min
         if whole and is_plain and call.D <= CHAIN:
-            score_tile_max(k_panel, q_t, s, call.D, factor, block.part_m)
+            n = (min(end, hi_min - first) - kv) // MR
+            score_tiles_max(k_panel, q_t, s, call.D, factor, block.part_m, n)
+            next_kv += n * MR
             continue
+        next_kv += MR
         multiply_tile(k_panel, q_t, s, call.D, factor, block.part)
         if capped:
             slope = slopes + kv * ROW if slopes != 0 else 0
@@ -290,7 +298,7 @@ def weigh_and_accumulate_carefully(call, block, begin, end):
             scalar.store(f32(-1.0) if score == MINUS_INF else p, at)
         scalar.store(l, block.part_l + 4 * lane)
         for d in range(padded(call.Dv, MR)):
-            v = block.v_panels + 4 * (d // MR * SPAN * MR + d % MR)
+            v = block.v_panels + 4 * (d // MR * PANEL * MR + d % MR)
             acc = f32(0.0)
             for kv in range(begin, end):
                 p = scalar.load(block.s + kv * ROW + 4 * lane)
@@ -303,7 +311,7 @@ def weigh_and_accumulate_carefully(call, block, begin, end):
 def accumulate(panels, p, acc, D, kv, n, fresh):
     """acc [D, LANES] = or += panels [D / MR, kv … kv + n, MR]ᵀ · p [kv … kv + n, LANES]."""
     for d in range(0, D, MR):
-        panel = panels + 4 * (d * SPAN + kv * MR)
+        panel = panels + 4 * (d * PANEL + kv * MR)
         if fresh:
             start_tile(panel, p + kv * ROW, acc + d * ROW, n)
         else:
@@ -314,7 +322,7 @@ def accumulate(panels, p, acc, D, kv, n, fresh):
 def accumulate_masked(panels, p, marks, acc, D, kv, n, fresh):
     """The same without the terms that marks [kv … kv + n, LANES] hide."""
     for d in range(0, D, MR):
-        panel = panels + 4 * (d * SPAN + kv * MR)
+        panel = panels + 4 * (d * PANEL + kv * MR)
         if fresh:
             fill(acc + d * ROW, MR * LANES, f32(0.0))
         extend_tile_masked(panel, p + kv * ROW, acc + d * ROW, n, marks + kv * ROW)
