@@ -199,6 +199,9 @@ class Accesses(Control):
             index = tuple(np.clip(i, 0, n - 1) for i, n in zip(index, shape, strict=True))
         address = self.check_vector(site, array, index, width)
         self.count(site, array, address, width * array.item, self.frame)
+        if isinstance(array, SharedArray) and array.all_valid and array.pending is None:
+            array.shadow.read_vector(self.frame, address, site, width)
+            return Vector(array.gather_vector(address, self.frame, width))
         items = []
         for k in range(width):
             self.note_read(site, array, address + k, self.frame)

@@ -31,20 +31,21 @@ def linear(index: tuple[Value, ...], strides: tuple[int, ...]) -> Value:
 
 
 class Ranges:
-    """Smallest and largest value of arrays; the few last ones asked for are remembered, because
-    one index usually serves many accesses."""
+    """Largest values of index arrays, where a negative index counts as larger than all others. The
+    last few arrays asked for are remembered, because one index usually serves many accesses."""
 
     def __init__(self, capacity: int = 16):
         self.capacity = capacity
-        self.known: dict[int, tuple[np.ndarray, int, int]] = {}
+        self.known: dict[int, tuple[np.ndarray, int]] = {}
 
-    def __call__(self, array: np.ndarray) -> tuple[int, int]:
+    def __call__(self, array: np.ndarray) -> int:
         found = self.known.get(id(array))
         if found is None or found[0] is not array:
             if len(self.known) >= self.capacity:
                 del self.known[next(iter(self.known))]
-            found = self.known[id(array)] = (array, int(array.min()), int(array.max()))
-        return found[1], found[2]
+            unsigned = array.view(f"u{array.dtype.itemsize}")
+            found = self.known[id(array)] = (array, int(unsigned.max()))
+        return found[1]
 
 
 def outside(index: tuple[Value, ...], shape: tuple[int, ...], ranges: Ranges) -> Any:
@@ -52,8 +53,7 @@ def outside(index: tuple[Value, ...], shape: tuple[int, ...], ranges: Ranges) ->
     bad: Any = False
     for part, n in zip(index, shape, strict=True):
         if isinstance(part, np.ndarray):
-            low, high = ranges(part)
-            if low < 0 or high >= n:
+            if ranges(part) >= n:
                 bad = bad | (part < 0) | (part >= n)
         elif part < 0 or part >= n:
             bad = bad | np.ones((1, 1), bool)

@@ -101,13 +101,17 @@ class Clock:
         self,
         shadow: np.ndarray,
         index: tuple,
-        before: np.ndarray,
+        before: np.ndarray | None,
         thread: np.ndarray,
         block: Any,
         site: int,
     ) -> None:
-        """Enter a read into the words of `shadow` at `index`; `before` is what they hold."""
-        after = self.with_reader(before, thread, block, site)
+        """Enter a read into the words of `shadow` at `index`; `before` is what they hold, None if
+        all of that is older than the last barrier."""
+        if before is None:
+            after = self.stamp(site, thread)
+        else:
+            after = self.with_reader(before, thread, block, site)
         shadow[index] = after
         lost = shadow[index] != after
         if not lost.any():

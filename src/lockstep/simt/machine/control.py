@@ -225,7 +225,9 @@ class Loop:
             )
         if machine.frame is not self.current:
             machine.leave(self.current, self.names)
-        gone = [machine.marked(m) for m in (self.broke, machine.exited) if left and m is not None]
+        if not left:
+            return True
+        gone = [machine.marked(m) for m in (self.broke, machine.exited) if m is not None]
         return not gone or self.keep(~np.logical_or.reduce(gone))
 
     def test(self, condition: Value) -> bool:

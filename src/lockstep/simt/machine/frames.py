@@ -59,6 +59,7 @@ class ByWarp:
         self.threads = threads
         keys, position = np.unique(key, return_inverse=True)
         self.keys, self.of_row = keys, position.reshape(-1)
+        self.known_sources: dict[tuple[str, int], np.ndarray] = {}
 
     @cached_property
     def slot(self) -> np.ndarray:
@@ -90,6 +91,26 @@ class ByWarp:
     def lanes(self) -> np.ndarray:
         """Lanes of each warp."""
         return np.bincount(self.of_row, minlength=self.keys.size)
+
+    def sources(self, mode: str, operand: Value) -> np.ndarray:
+        """The rows that a shuffle reads, [rows, 1 or columns]; -1 where a lane is not here."""
+        key = (mode, operand) if type(operand) is int and 0 <= operand < WARP_SIZE else None
+        found = self.known_sources.get(key) if key else None
+        if found is None:
+            found = self.row_at[self.of_row[:, None], source_lanes(self.threads, mode, operand)]
+            if key:
+                self.known_sources[key] = found
+        return found
+
+
+def source_lanes(threads: np.ndarray, mode: str, operand: Value) -> np.ndarray:
+    """The lane that each thread reads in a shuffle, [threads, 1 or columns]."""
+    lane = threads[:, None] % WARP_SIZE
+    if mode == "idx":
+        shape = np.broadcast_shapes(np.shape(operand), lane.shape)
+        return np.broadcast_to(np.asarray(operand) % WARP_SIZE, shape)
+    moved = {"down": lane + operand, "up": lane - operand, "xor": lane ^ operand}[mode]
+    return np.where((moved >= 0) & (moved < WARP_SIZE), moved, lane)
 
 
 @lru_cache(maxsize=512)

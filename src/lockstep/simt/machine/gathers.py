@@ -106,7 +106,8 @@ def gather(
     if not loop.uniform or not machine.gathers or frame.flat or not frame.all_blocks:
         return
     rounds = range(loop.value, loop.stop, loop.step)
-    if len(rounds) < FEWEST or not all(_is_sure(load, rounds, frame) for load in loads):
+    ranges = Ranges()
+    if len(rounds) < FEWEST or not all(_is_sure(load, rounds, frame, ranges) for load in loads):
         return
     addresses = [_addresses(load, rounds) for load in loads]
     if not all(_written(load.array, at) for load, at in zip(loads, addresses, strict=True)):
@@ -135,7 +136,7 @@ def gather(
     loop.over = True
 
 
-def _is_sure(load: Load, rounds: range, frame: Frame) -> bool:
+def _is_sure(load: Load, rounds: range, frame: Frame, ranges: Ranges) -> bool:
     """Whether every round reads inside the array, in order with all writers."""
     array = load.array
     if not isinstance(array, SharedArray) or array.pending is not None:
@@ -146,7 +147,7 @@ def _is_sure(load: Load, rounds: range, frame: Frame) -> bool:
         return False
     ends = (rounds[0], rounds[-1])
     return all(
-        outside(tuple(end if p is None else p for p in load.index), array.shape, Ranges()) is False
+        outside(tuple(end if p is None else p for p in load.index), array.shape, ranges) is False
         for end in ends
     )
 
@@ -172,14 +173,13 @@ def _addresses(load: Load, rounds: range) -> np.ndarray:
 
 def _view(data: np.ndarray, address: np.ndarray) -> np.ndarray | None:
     """Elements [rounds, threads or 1, blocks] of `data` [elements, blocks] without a copy; None
-    where rounds or threads are not evenly spaced, or would go backwards."""
+    where threads are not evenly spaced, or either would go backwards. Rounds always are."""
     rounds, threads = address.shape
     by_round = int(address[1, 0] - address[0, 0]) if rounds > 1 else 0
     by_thread = int(address[0, 1] - address[0, 0]) if threads > 1 else 0
     if by_round < 0 or by_thread < 0:
         return None
-    even = np.arange(rounds)[:, None] * by_round + np.arange(threads) * by_thread
-    if not np.array_equal(address - address[0, 0], even):
+    if not np.array_equal(address[0] - address[0, 0], np.arange(threads) * by_thread):
         return None
     row, column = data.strides
     return np.lib.stride_tricks.as_strided(
@@ -194,15 +194,22 @@ def _count(load: Load, address: np.ndarray, rounds: range, machine: Control) -> 
     """Transactions and reads of all rounds. Addresses of a round move together with it, so its
     wavefronts depend on where its first byte lies in a word."""
     site, array, frame = load.site, load.array, machine.frame
-    alignment = (address[:, 0] * array.item + array.base) % WORD
-    for value, times in zip(*np.unique(alignment, return_counts=True), strict=True):
-        one = address[int(np.argmax(alignment == value))][:, None]
+    for first, times in _alike(address[:, 0] * array.item + array.base):
+        one = address[first][:, None]
         element = int(one[0, 0]) if one.shape[0] == 1 else one
         before = (site.wavefronts, site.ideal_wavefronts)
         machine.transactions.shared(site, frame, element, array.item, array.base, array.item)
-        more = int(times) - 1
+        more = times - 1
         site.wavefronts += more * (site.wavefronts - before[0])
         site.ideal_wavefronts += more * (site.ideal_wavefronts - before[1])
         site.hit(frame, more)
         site.bytes += more * frame.lanes * array.item
     array.shadow.read_rounds(frame, load.index, site, rounds)
+
+
+def _alike(places: np.ndarray) -> list[tuple[int, int]]:
+    """Of evenly spaced bytes, the first of those that lie alike in their words, and how many do."""
+    if places.size == 1 or (places[1] - places[0]) % WORD == 0:
+        return [(0, places.size)]
+    _, firsts, times = np.unique(places % WORD, return_index=True, return_counts=True)
+    return list(zip(firsts.tolist(), times.tolist(), strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from .recording import Recording
 from .shadow import SharedShadow
 from .trace import Trace, collect
 from .values import NUMPY, Value, cast
-from .workers import Batches, Part, available, communicates, divide, side_by_side
+from .workers import Batches, Memory, Part, available, communicates, divide, side_by_side
 
 MAX_THREADS = 1024
 SHARED_ALIGNMENT = 32  # bytes, enough for a fragment
@@ -152,7 +151,7 @@ def run(
     `arguments` maps parameter names to NumPy arrays, torch tensors in host memory or numbers;
     arrays are modified in place. `progress(done, all)` is called with numbers of
     blocks. The trace has a recording of the block with number `record`, where one is given.
-    `workers` threads run it (None: one for each core, up to a few); what they count is the same.
+    `workers` processes run it (None: one for each core, up to a few); what they count is the same.
 
     Raises ValueError for a launch no GPU could run or a block to record that is not there,
     TypeError for arguments that do not fit.
@@ -175,44 +174,41 @@ def run(
     program = compile_kernel(kernel)
     launch = _Launch(kernel, program, grid, block, static_bytes, dynamic_bytes, bases, arguments)
     batches = divide(blocks, max(1, lanes_per_batch // threads))
-    done = _Done(progress, blocks)
     counted = None
     workers = min(available() if workers is None else workers, len(batches))
     if workers > 1 and recording is None and not communicates(kernel):
-        before = _written(kernel, arguments)
-        counted = side_by_side(lambda share: launch.part(share, done), batches, workers)
-        if counted is None:
-            for array, contents in before:
-                array[...] = contents
-            done = _Done(progress, blocks)
+        found = side_by_side(launch.part, batches, workers, _Done(progress, blocks))
+        if found is not None:
+            counted, memories = found
+            _write(kernel, arguments, memories)
     if counted is None:
-        counted = launch.part(batches, done, recording)
+        counted = launch.part(batches, _Done(progress, blocks), recording)
     seconds = time.perf_counter() - began
     return collect(kernel, counted, grid, block, static_bytes, dynamic_bytes, seconds, recording)
 
 
 class _Done:
-    """Adds up the blocks that are done, whichever thread ran them, and tells `progress`."""
+    """Adds up the blocks that are done, whichever process ran them, and tells `progress`."""
 
     def __init__(self, progress: Progress | None, blocks: int):
         self.progress, self.blocks = progress, blocks
-        self.lock, self.total = threading.Lock(), 0
+        self.total = 0
 
     def __call__(self, blocks: int) -> None:
-        with self.lock:
-            self.total += blocks
-            if self.progress is not None:
-                self.progress(self.total, self.blocks)
+        self.total += blocks
+        if self.progress is not None:
+            self.progress(self.total, self.blocks)
 
 
-def _written(kernel: ir.Kernel, arguments: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The array arguments that the kernel may write, each with a copy of what it holds."""
-    arrays = [
-        host_array(arguments[p.name], p.name, p.type.dtype)[0]
-        for p in kernel.parameters
-        if isinstance(p.type, ArrayType) and kernel.arrays[p.name].written
-    ]
-    return [(array, array.copy()) for array in arrays]
+def _write(kernel: ir.Kernel, arguments: dict[str, Any], memories: list[Memory]) -> None:
+    """Give the array arguments what other processes wrote to them."""
+    for memory in memories:
+        for name, footprint in memory.items():
+            array = kernel.arrays[name]
+            if array.written:
+                assert isinstance(array.dtype, Scalar)
+                host, _ = host_array(arguments[name], name, array.dtype)
+                GlobalArray(array, host, 0).flat[footprint.written] = footprint.contents
 
 
 def _lay_out(kernel: ir.Kernel) -> tuple[dict[str, int], int]:

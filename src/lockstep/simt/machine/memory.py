@@ -87,6 +87,14 @@ class SharedArray:
     def gather(self, address: Value, lanes: Lanes) -> Value:
         return gather(self.data, address, lanes)
 
+    def gather_vector(self, address: Value, lanes: Lanes, width: int) -> tuple[Value, ...]:
+        """`width` neighbouring elements from `address` on."""
+        alike = isinstance(address, np.ndarray) and address.shape[1] == 1
+        if alike and lanes.all_blocks and not lanes.flat:
+            places = address[:, 0] + np.arange(width)[:, None]  # [width, threads]
+            return tuple(self.data.take(place, axis=0) for place in places)
+        return tuple(self.gather(address + k, lanes) for k in range(width))
+
     def scatter(self, address: Value, value: Value, lanes: Lanes) -> None:
         scatter(self.data, address, value, lanes)
 

@@ -44,10 +44,10 @@ class SharedShadow:
         self.block_numbers = blocks
         self.clock, self.hazards = clock, hazards
         self.strides = row_major(shape)
-        self.queue: list[tuple[Lanes, tuple, Site, int, range | None]] = []
+        self.queue: list[tuple[Lanes, tuple, tuple[int, ...], Site, int, range | None]] = []
         self.queued: set[int] = set()  # arrays held by the queue
         self.queued_bytes = 0
-        self.written_at = 0
+        self.written_at = self.read_at = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -72,7 +72,9 @@ class SharedShadow:
         threads = lanes.threads
         if self.writer.shape[1] == 1 and not lanes.flat and not varies:
             one = address[:, 0] if isinstance(address, np.ndarray) else np.asarray(address)
-            return Access(np.broadcast_to(one, threads.shape), 0, threads)
+            if one.shape != threads.shape:
+                one = np.broadcast_to(one, threads.shape)
+            return Access(one, 0, threads)
         place = address if isinstance(address, np.ndarray) else np.full((1, 1), address)
         return Access(*np.broadcast_arrays(place, lanes.column, threads[:, None]))
 
@@ -80,17 +82,35 @@ class SharedShadow:
         """Record a read. `index`, if given, is what `address` was computed from: loops reuse their
         index arrays, so queueing those costs next to nothing."""
         if self.only_queues and self.queued_bytes < QUEUE_BYTES:
-            self.read_rounds(lanes, index or (address,), site, None)
+            self._queue(lanes, index or (address,), self.strides if index else (1,), site, None)
             return
         self.drain()
         access = self.access(lanes, address)
         self._check("reads", "wrote", self.writer[access.index], access, site)
         self._note_readers(access, site)
 
-    def read_rounds(self, lanes: Lanes, index: tuple, site: Site, rounds: range | None) -> None:
-        """Queue a read, or those of all rounds of a loop, whose counter is None in `index`. There
-        must be nothing to check: see `only_queues`."""
-        self.queue.append((lanes, index, site, self.clock.now, rounds))
+    def read_rounds(self, lanes: Lanes, index: tuple, site: Site, rounds: range) -> None:
+        """Queue the reads of all rounds of a loop, whose counter is None in `index`. There must be
+        nothing to check: see `only_queues`."""
+        self._queue(lanes, index, self.strides, site, rounds)
+
+    def read_vector(self, lanes: Lanes, address: Any, site: Site, width: int) -> None:
+        """Record a read of `width` neighbouring elements."""
+        if self.only_queues and self.queued_bytes < QUEUE_BYTES:
+            self._queue(lanes, (address, None), (1, 1), site, range(width))
+            return
+        for k in range(width):
+            self.read(lanes, address + k, site)
+
+    def _queue(
+        self,
+        lanes: Lanes,
+        index: tuple,
+        strides: tuple[int, ...],
+        site: Site,
+        rounds: range | None,
+    ) -> None:
+        self.queue.append((lanes, index, strides, site, self.clock.now, rounds))
         for part in index:
             if isinstance(part, np.ndarray) and id(part) not in self.queued:
                 self.queued.add(id(part))
@@ -104,12 +124,11 @@ class SharedShadow:
     def drain(self) -> None:
         """Enter the queued reads into the shadow, each at its own time."""
         now = self.clock.now
-        for lanes, index, site, time, rounds in self.queue:
+        for lanes, index, strides, site, time, rounds in self.queue:
             self.clock.now = time
             for counter in rounds or (None,):
                 at = tuple(counter if part is None else part for part in index)
-                address = at[0] if len(at) == 1 else linear(at, self.strides)
-                self._note_readers(self.access(lanes, address), site)
+                self._note_readers(self.access(lanes, linear(at, strides)), site)
         self.clock.now = now
         self._forget_reads()
 
@@ -119,7 +138,9 @@ class SharedShadow:
         self.queued_bytes = 0
 
     def _note_readers(self, access: Access, site: Site) -> None:
-        before = self.reader[access.index]
+        first = self.read_at < self.clock.earliest_barrier  # nothing was read since
+        self.read_at = max(self.read_at, self.clock.now)
+        before = None if first else self.reader[access.index]
         self.clock.note_readers(
             self.reader, access.index, before, access.thread, access.column, site.number
         )
@@ -127,10 +148,12 @@ class SharedShadow:
     def write(self, lanes: Lanes, address: Any, site: Site, values: Any = None) -> None:
         """Record a write. Lanes that store equal `values` to one element together do not race."""
         self.drain()
-        self.written_at = self.clock.now
         access = self.access(lanes, address)
-        self._check("overwrites", "wrote", self.writer[access.index], access, site)
-        self._check("overwrites", "read", self.reader[access.index], access, site)
+        if not self.only_queues:
+            self._check("overwrites", "wrote", self.writer[access.index], access, site)
+        if self.read_at >= self.clock.earliest_barrier:
+            self._check("overwrites", "read", self.reader[access.index], access, site)
+        self.written_at = self.clock.now
         own = self.clock.stamp(site.number, access.thread)
         self.writer[access.index] = own
         if site.kind == "atomic":

@@ -10,7 +10,7 @@ from lockstep.simt.types import WARP_SIZE
 
 from .accesses import Accesses
 from .counters import Site
-from .frames import MAX_WARPS
+from .frames import MAX_WARPS, source_lanes
 from .hazards import DIVERGENT_BARRIER, INACTIVE_LANE
 from .memory import SharedArray
 from .values import Value
@@ -75,8 +75,11 @@ class Warps(Accesses):
     def _check_mask(self, site: Site, mask: Value, what: str, kind: str) -> None:
         """Every lane the mask names and that has not returned must be here, the caller included."""
         frame = self.frame
-        lane = frame.threads[:, None] % WARP_SIZE
-        if not (type(mask) is int and mask == FULL):
+        names_all = type(mask) is int and mask == FULL
+        if names_all and frame.whole_warps:
+            return
+        if not names_all:
+            lane = frame.threads[:, None] % WARP_SIZE
             own = (np.asarray(mask, np.uint32) >> lane.astype(np.uint32)) & np.uint32(1)
             if not own.all():
                 thread, block = self.lane_name(np.atleast_2d(own == 0))
@@ -110,20 +113,12 @@ class Warps(Accesses):
         frame = self.frame
         site.hit(frame)
         self._check_mask(site, mask, f"shuffle {mode}", INACTIVE_LANE)
-        lane = frame.threads[:, None] % WARP_SIZE
-        if mode == "idx":
-            source = np.broadcast_to(
-                np.asarray(operand) % WARP_SIZE, np.broadcast_shapes(np.shape(operand), lane.shape)
-            )
-        else:
-            moved = {"down": lane + operand, "up": lane - operand, "xor": lane ^ operand}[mode]
-            source = np.where((moved >= 0) & (moved < WARP_SIZE), moved, lane)
-        rows = frame.row_at[frame.warp_of_row[:, None], source]  # [rows, 1 or columns]
+        rows = frame.by_warp.sources(mode, operand)
         missing = rows < 0
         if missing.any():
             thread, block = self.lane_name(missing)
-            first = tuple(np.argwhere(missing)[0])
-            text = f"shuffle {mode} reads lane {int(source[first])}, which is not active"
+            lane = source_lanes(frame.threads, mode, operand)[tuple(np.argwhere(missing)[0])]
+            text = f"shuffle {mode} reads lane {int(lane)}, which is not active"
             self.hazards.report(INACTIVE_LANE, site, text, thread, block, "source")
             rows = np.where(missing, np.arange(frame.threads.size)[:, None], rows)
         if not isinstance(value, np.ndarray) or (value.shape[0] == 1 and frame.threads.size > 1):

@@ -1,17 +1,23 @@
-"""A launch in several threads: each runs batches of its own and counts by itself.
+"""A launch in several processes: each runs batches of its own and counts by itself.
 
-NumPy lets other threads run while it works on large arrays, so two threads keep two cores busy.
-No result may depend on which thread is first: every part has counters, hazards and shadows of its
+Most of the machine is Python code, for which threads of one process would take turns. So the
+process forks, and its children send back what they counted and what they wrote to global memory.
+No result may depend on which child is first: every part has counters, hazards and shadows of its
 own, and they are put together in the order of the blocks. Where blocks of two parts touch the same
-memory and one of them writes, the order does matter: the launch is then run again by one thread.
+memory and one of them writes, the order does matter: one process then runs the launch again.
 """
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
+import sys
+import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -19,11 +25,10 @@ from lockstep.environment import usable_cores
 from lockstep.simt import ir
 
 from .counters import Depth, Site, StraightLine
-from .global_shadow import GlobalShadow
 from .hazards import GLOBAL_RACE, Hazards
 from .memory import GlobalArray
 
-MOST = 4  # threads: the Python code of all of them takes turns
+MOST = 4  # processes: each has arrays of its own
 SITE_SUMS = (
     "warps",
     "lanes",
@@ -51,9 +56,22 @@ class Part:
     depths: list[tuple[np.ndarray, Depth]]  # block numbers of a batch, and its account
 
 
+class Footprint(NamedTuple):
+    """What the blocks of a part did to one array in global memory, by element of its span."""
+
+    written: np.ndarray
+    touched: np.ndarray  # written or read
+    contents: np.ndarray  # of those that were written
+
+
+Memory = dict[str, Footprint]  # by array
+Answer = tuple[Part, Memory]
+Run = Callable[[Batches, Callable[[int], None]], Part]  # batches, and what is told of blocks done
+
+
 def available() -> int:
-    """The number of threads that have a core here."""
-    return min(MOST, usable_cores())
+    """The number of processes that have a core here; one where processes cannot be forked."""
+    return min(MOST, usable_cores()) if sys.platform == "linux" else 1
 
 
 def divide(blocks: int, most: int) -> Batches:
@@ -72,30 +90,94 @@ def communicates(kernel: ir.Kernel) -> bool:
     return False
 
 
-def side_by_side(run: Callable[[Batches], Part], batches: Batches, workers: int) -> Part | None:
-    """The launch as one part, by `workers` threads; None where blocks met in global memory."""
+def side_by_side(
+    run: Run, batches: Batches, workers: int, done: Callable[[int], None]
+) -> tuple[Part, list[Memory]] | None:
+    """The launch as one part, by `workers` children, and what each did to global memory, which
+    here is as it was. None where blocks met in global memory, or where a child failed."""
     ends = [round(i * len(batches) / workers) for i in range(workers + 1)]
-    with ThreadPoolExecutor(workers) as pool:
-        shares = (batches[a:b] for a, b in pairwise(ends))
-        parts = list(pool.map(run, shares))
-    return None if _met(parts) else _together(parts)
+    shares = [batches[a:b] for a, b in pairwise(ends)]
+    children: list[_Child] = []
+    answers: list[Answer] = []
+    try:
+        for share in shares:
+            children.append(_Child(run, share))
+        for child, share in zip(children, shares, strict=True):
+            answer = child.result()
+            if answer is None:
+                return None
+            answers.append(answer)
+            done(sum(batch.size for batch in share))
+    finally:
+        for child in children:
+            child.end()
+    parts, memories = ([*column] for column in zip(*answers, strict=True))
+    return None if _met(parts, memories) else (_together(parts), memories)
 
 
-def _met(parts: list[Part]) -> bool:
+class _Child:
+    """A forked process that runs a share of the batches."""
+
+    def __init__(self, run: Run, share: Batches):
+        reading, writing = os.pipe()
+        with warnings.catch_warnings():
+            # Python warns of locks that other threads hold: a child waits for none of them
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if self.pid == 0:
+            _answer(run, share, writing)
+        os.close(writing)
+        self.pipe = os.fdopen(reading, "rb")
+
+    def result(self) -> Answer | None:
+        """What the child found; None if it failed."""
+        try:
+            found: Answer = pickle.load(self.pipe)
+        except (EOFError, pickle.UnpicklingError):
+            return None
+        return found
+
+    def end(self) -> None:
+        """Wait for the child, which is stopped if it is not done."""
+        self.pipe.close()
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def _answer(run: Run, share: Batches, pipe: int) -> NoReturn:
+    """Send what `run` finds, in the child, and end it without the parent's clean-up. A child that
+    fails sends nothing: the launch is run again, and fails where it can be seen."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its children
+        part = run(share, lambda _: None)
+        answer: Answer = (replace(part, arrays={}), _footprints(part.arrays))
+        with os.fdopen(pipe, "wb") as file:
+            pickle.dump(answer, file, pickle.HIGHEST_PROTOCOL)
+    finally:
+        os._exit(0)
+
+
+def _footprints(arrays: dict[str, GlobalArray]) -> Memory:
+    """Of the arrays that the kernel may write, and of those that share memory with one."""
+    found = {}
+    for name, array in arrays.items():
+        if array.shadow is not None:
+            span = slice(array.shadow_start, array.shadow_start + array.size)
+            written = array.shadow.written()[span]
+            found[name] = Footprint(written, array.shadow.touched()[span], array.flat[written])
+    return found
+
+
+def _met(parts: list[Part], memories: list[Memory]) -> bool:
     """Whether blocks touched the same global memory, one of them writing."""
     if any(h.kind == GLOBAL_RACE for part in parts for h in part.hazards.found.values()):
         return True
-    for one, other in combinations(parts, 2):
-        for name, array in one.arrays.items():
-            mine, theirs = array.shadow, other.arrays[name].shadow
-            if mine is not None and theirs is not None and _touch(mine, theirs):
-                return True
-    return False
-
-
-def _touch(one: GlobalShadow, other: GlobalShadow) -> bool:
-    pairs = ((one.written(), other.touched()), (one.touched(), other.written()))
-    return any(bool((a & b).any()) for a, b in pairs)
+    return any(
+        bool((one[name].written & other[name].touched).any())
+        or bool((one[name].touched & other[name].written).any())
+        for one, other in combinations(memories, 2)
+        for name in one
+    )
 
 
 def _together(parts: list[Part]) -> Part:
