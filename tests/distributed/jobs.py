@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
+import runpy
+from contextlib import redirect_stdout
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -370,6 +373,22 @@ def lose_a_rank(lost: int) -> str:
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def script(path: str) -> tuple[int, str]:
+    """The status and the output of a script that makes a group of its own: here it has this one."""
+    said = io.StringIO()
+    with (
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+        redirect_stdout(said),
+    ):
+        try:
+            runpy.run_path(path, run_name="__main__")
+            status = 0
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+    return status, said.getvalue()
 
 
 def group() -> dist.ProcessGroup:
