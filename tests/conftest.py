@@ -42,7 +42,6 @@ SLOW = {
     "test_persistent.py",
     "test_sass.py",
     "test_sdpa_samples.py",
-    "test_spans_interpreter.py",
     "test_split_kv.py",
     "test_taint.py",
     "test_triton_backward.py",

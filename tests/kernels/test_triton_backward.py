@@ -1,15 +1,13 @@
 """Gradients of the Triton kernels: right in the interpreter and on a GPU.
 
-Kernels that are to be interpreted must know when they are defined. So the tests below that need
-the interpreter run in a process of their own, which one test starts.
+Kernels that are to be interpreted must know when they are defined: `test_triton_interpreter.py`
+runs the tests below that need the interpreter in a process of their own.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -39,7 +37,6 @@ if INTERPRETED:
 from lockstep.kernels.triton import backward as triton_backward  # noqa: E402
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
-compiled = pytest.mark.skipif(INTERPRETED, reason="not for the interpreter")
 on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -91,21 +88,6 @@ def test_an_access_beyond_a_tensor_is_seen(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *_, **__: short)
     with pytest.raises(Exception, match=OutOfBounds.__name__):
         gradients(case, draw_douts(case))
-
-
-@compiled
-def test_interpreted_kernels_agree_with_the_oracle():
-    """Runs the tests marked `interpreted`."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    result = subprocess.run(
-        command,
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-3000:]
-    assert " passed" in result.stdout
 
 
 @interpreted
