@@ -75,8 +75,8 @@ def test_plan_of_one_rung():
     (row,) = data["rows"]
     assert row["options"] == {"softmax": "sequential"}
     assert row["plan"]["launches"][0]["waves"] == pytest.approx(736 / (4 * 132))
-    refused = run("plan", "large_tile", "--head-dim", "64", "--gpu", "a100")
-    assert refused.startswith("large_tile on A100: shared is 192960 bytes")  # and no empty table
+    refused = run("plan", "large_tile", "--head-dim", "64", "--gpu", "a100", code=2)
+    assert refused.startswith("large_tile on A100: a block takes 192,960 bytes")  # no empty table
 
 
 def test_plan_on_several_gpus():

@@ -138,7 +138,7 @@ def test_phases():
 
 
 def test_a_block_that_a_gpu_cannot_run():
-    with pytest.raises(ValueError, match="large_tile on A100: shared is 192960 bytes; a block of"):
+    with pytest.raises(ValueError, match="large_tile on A100: a block takes 192,960 bytes"):
         plan(find("large_tile"), Problem(1, 1, 64, 64), "A100")
     assert plan(find("large_tile"), Problem(1, 1, 64, 128), "H200").steps[0].occupancy.blocks == 1
 

@@ -62,7 +62,7 @@ def test_a_block_too_large_for_the_registers_fits_nowhere():
         ((0, 32, 0), "threads is 0"),
         ((1025, 32, 0), "threads is 1025"),
         ((128, 256, 0), "registers is 256"),
-        ((128, 32, 228 * 1024), "shared is 233472 bytes"),
+        ((128, 32, 228 * 1024), "takes 233,472 bytes"),
     ],
 )
 def test_what_no_gpu_can_run(arguments, message):

@@ -47,7 +47,10 @@ Length = Annotated[
     typer.Option(help="Keys that count, a secret of constant-time rungs.", rich_help_panel=PROBLEM),
 ]
 Softmax = Annotated[
-    str | None, typer.Option(help="small_tile: sequential or tree.", rich_help_panel=PROBLEM)
+    str | None,
+    typer.Option(
+        help="small_tile: sequential, row_shared, row_tree or tree.", rich_help_panel=PROBLEM
+    ),
 ]
 Tile = Annotated[
     str | None, typer.Option(help="warp_mma, split_kv: such as 64x64.", rich_help_panel=PROBLEM)
@@ -233,7 +236,7 @@ def plan(
     """Say in closed form what rungs launch on a GPU, how they fit, and what bounds them.
 
     Needs no GPU. Several GPUs, as in --gpu a100,h200,l40s, stand side by side. Exit status 2 if
-    there is no such rung or GPU.
+    there is no such rung or GPU, or none of the GPUs can run the rung.
     """
     with reported():
         from . import find
@@ -257,10 +260,11 @@ def plan(
         rows = [row for n in names for row in survey(problem, n, steps, tracing=False)]
     if as_json:
         print_json(_about(problem, ",".join(names)) | {"rows": [row.as_json() for row in rows]})
-        return
-    from .plan_screen import print_plans
+    else:
+        from .plan_screen import print_plans
 
-    print_plans(problem, names, rows, phases=bool(target))
+        print_plans(problem, names, rows, phases=bool(target))
+    raise typer.Exit(0 if any(row.plan for row in rows) else 2)
 
 
 def ladder(

@@ -154,7 +154,10 @@ def fit(gpu: str, threads: int, registers: int, shared: int) -> Occupancy:
     if not 0 <= registers <= MAX_REGISTERS:
         raise ValueError(f"registers is {registers}; a thread has at most {MAX_REGISTERS}")
     if not 0 <= shared <= has.shared_per_block:
-        raise ValueError(f"shared is {shared} bytes; a block of {gpu} has {has.shared_per_block}")
+        raise ValueError(
+            f"a block takes {shared:,} bytes of shared memory; {gpu} has {has.shared_per_block:,} "
+            "for a block"
+        )
     warps = -(-threads // WARP_SIZE)
     limits = {"threads": has.warps // warps, "blocks": has.blocks}
     if registers:

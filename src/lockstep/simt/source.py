@@ -9,6 +9,7 @@ import io
 import textwrap
 import tokenize
 from collections.abc import Callable
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,8 +24,8 @@ class _Text(NamedTuple):
     first_line: int
     lines: tuple[str, ...]
     indent: int
+    body: str  # without that indentation
     tree: ast.stmt
-    comments: dict[int, tuple[int, str]]
 
 
 _texts: WeakKeyDictionary[Callable, _Text] = WeakKeyDictionary()
@@ -46,12 +47,12 @@ def _read(function: Callable) -> _Text:
         raise SimtError(f"no source to be found for {function!r}: {error}") from error
     body = textwrap.dedent("".join(lines))
     indent = len(lines[0]) - len(lines[0].lstrip())
-    tree = ast.parse(body)
-    ast.increment_lineno(tree, first - 1)
+    tree = ast.parse("\n" * (first - 1) + body)  # so that lines have the numbers of the file
     written = tuple(line.rstrip("\n") for line in lines)
-    return _Text(file, first, written, indent, tree.body[0], _comments(body, first, indent))
+    return _Text(file, first, written, indent, body, tree.body[0])
 
 
+@lru_cache(maxsize=256)
 def _comments(body: str, first: int, indent: int) -> dict[int, tuple[int, str]]:
     """Columns and words of comments, by line."""
     return {
@@ -66,14 +67,19 @@ class FunctionSource:
 
     def __init__(self, function: Callable):
         text = _text_of(function)
-        self.file, self.first_line, self.lines, self.indent, self.tree, comments = text
+        self.file, self.first_line, self.lines, self.indent, self.body, self.tree = text
         if not isinstance(self.tree, ast.FunctionDef):
             raise UnsupportedConstruct(
                 "a kernel is a plain function (def ...), not a lambda or an async function",
                 self.locate(self.tree),
             )
         self.names = {**vars(builtins), **function.__globals__, **_closure(function)}
-        self.source = Source(self.file, self.first_line, self.lines, comments)
+
+    @cached_property
+    def source(self) -> Source:
+        """The function as it is written, with its comments."""
+        comments = _comments(self.body, self.first_line, self.indent)
+        return Source(self.file, self.first_line, self.lines, comments)
 
     def locate(self, node: ast.AST) -> Location:
         """Where `node` lies in the file."""
