@@ -134,21 +134,24 @@ def test_machine_code_of_pages():
 def test_machine_code_of_spans(D):
     built = build(D, options={"causal": True, "query_invariant": True}.items())
     assert not shared_with_barriers(built.kernel.asm["ttgir"])
-    shape = plan.SPAN_PLANS[D]
+    shape = plan.PLANS[D]
     assert built.kernel.metadata.shared <= sizes.SHARED_BYTES
     assert "serialized" not in built.report
     assert len(built.main_loops) == shape.consumers
     per_thread = shape.block_kv * plan.ROWS // 128
     for loop in built.addressed_loops:
         assert not writes_in_flight(loop)
-        path = usual_path(loop)
-        # Between the ends of spans and away from edges, a step costs what it does elsewhere, and
-        # what is spilled for them stays where it is.
-        found = count(path)
-        assert found["LDL"] == found["STL"] == 0
-        assert found["MUFU.EX2"] == per_thread
-        assert found["FFMA"] <= per_thread + 4
-        assert count([text for _, text in loop])["FFMA"] >= per_thread + D // 2
+        # Between the ends of spans and away from edges, a step costs what it does elsewhere, but
+        # for a number of three consumers that is not in a register.
+        found = count(usual_path(loop))
+        assert found["LDL"] + found["STL"] <= 2 * (D == 64)
+        assert found["MUFU.EX2"] == found["FFMA"] == found["FADD"] == per_thread
+        # At the end of a span, its products are added to a total, which is not rescaled; 64 columns
+        # are in shared memory.
+        found = count([text for _, text in loop])
+        assert found["FFMA"] == per_thread
+        assert found["FADD"] >= per_thread + D // 2
+        assert found["LDS"] == found["STS"] == 8
 
 
 def packed(D: int) -> Tensors:

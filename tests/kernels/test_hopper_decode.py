@@ -228,6 +228,20 @@ def test_machine_code(D, page):
     assert shape.programs * (built.kernel.metadata.shared + 1024) <= sizes.SHARED_BYTES + 1024
 
 
+@pytest.mark.slow
+def test_machine_code_of_spans():
+    tensors = tensors_of(D=64)
+    problem = describe(tensors, Options(causal=True, query_invariant=True))
+    bound = bind(launch.decode_launches(problem, tensors, PROCESSORS), tensors)["decode_kernel"]
+    built = compile_for_hopper(decode_kernel, bound.arguments, **bound.launch.options)
+    shape = plan.INVARIANT_PLANS[64]
+    found = count([text for _, text in built.instructions])
+    assert "serialized" not in built.report
+    # As above, and the scores of the keys that rows begin with.
+    assert found["HGMMA"] == 3 * (64 // 16) + shape.block_kv // 16
+    assert built.kernel.metadata.shared <= sizes.SHARED_BYTES
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [

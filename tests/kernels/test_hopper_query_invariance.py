@@ -29,6 +29,7 @@ CASES = {
     "softcap": {"D": 128, "options": {"softcap": 20.0}},
     "a negative scale": {"D": 64, "options": {"scale": -0.1}},
     "sinks": {"D": 128, "options": {"sinks": torch.tensor([0.3, 1.0, -2.0, 5.0])}},
+    "sigma 3": {"D": 128, "sigma": 3.0},
     "peaked": {"D": 128, "sigma": 12.0},
     "peaked, D 64": {"D": 64, "sigma": 12.0},
     "peaked, fp16": {"D": 64, "sigma": 12.0, "dtype": F16},
@@ -72,7 +73,7 @@ def rows_of(result: Result, begin: int, end: int) -> Result:
 def test_prefill_chunks_and_decode(name):
     case = prefill(**CASES[name])
     whole = attend(case, "hopper")
-    if name in ("D 64", "D 128, fp16", "window", "sinks"):
+    if name in ("D 64", "D 128, fp16", "window", "sinks", "peaked", "peaked, D 64", "sigma 3"):
         assert_allowed(case, whole.items(), kernel="hopper")
     for n, length in ((300, S), (70, 1100), (9, 513), (1, S), (1, 512), (1, 40)):
         few = last_queries(case, n, length)
@@ -84,9 +85,10 @@ def test_prefill_chunks_and_decode(name):
             for page in (16, 48, 256):
                 garbage = float("nan") if not CASES[name].get("bad") else 0.0
                 assert_same_bits(attend(paginate(few, page, garbage=garbage)), expected)
-    # More rows than decode has elsewhere.
+    # More rows than decode has elsewhere: by the forward unless it is asked for.
     few = paginate(last_queries(case, 300), 64)
-    assert_same_bits(attend(few, "hopper_decode"), rows_of(whole, S - 300, S))
+    for kernel in ("hopper", "hopper_decode"):
+        assert_same_bits(attend(few, kernel), rows_of(whole, S - 300, S))
 
 
 def test_a_large_batch_and_one_sequence():

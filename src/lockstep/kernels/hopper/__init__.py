@@ -100,8 +100,8 @@ def supports(problem: AttentionProblem) -> str | None:
 def _refusal_of_pages(problem: AttentionProblem) -> str | None:
     if problem.layout == "varlen_paged":
         return "takes no ragged queries in pages"
-    if problem.query_invariant or problem.constant_time:
-        return "takes no query_invariant and no constant_time in pages"
+    if problem.constant_time:
+        return "takes no constant_time in pages"
     if problem.page_size % PAGE_ROWS:
         return f"takes pages of multiples of {PAGE_ROWS} keys, got {problem.page_size}"
     if columns(problem.D) != problem.D:

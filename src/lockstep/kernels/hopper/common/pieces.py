@@ -61,13 +61,13 @@ def issue_transposed(left, ring, i, BLOCK_KV: gl.constexpr):
 
 
 @gluon.jit
-def issue_products(left, ring, i, sums):
+def issue_products(left, ring, i, sums, use_sums=True):
     """sums + the left operand [ROWS, rows] in registers times the i-th tile of `ring`
-    [rows, COLUMNS], under way."""
+    [rows, COLUMNS], under way; 0 in place of sums, unless `use_sums`."""
     added = ()
     for p in gl.static_range(n_pieces(ring.COLUMNS)):
         x = gl.convert_layout(left, left_operand(piece_width(ring.COLUMNS, p)))
-        acc = warpgroup_mma(x, ring.piece(i, p), sums[p], is_async=True)
+        acc = warpgroup_mma(x, ring.piece(i, p), sums[p], use_acc=use_sums, is_async=True)
         added = added + (acc,)  # noqa: RUF005
     return added
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from lockstep.problem import AttentionProblem
 
 HEAD_DIMS = (64, 128)
-# Keys of a block and of a span (`spans.py`) in both kernels.
-BLOCK_KV, SPAN = 128, 512
+# Keys of a block and of a span (`spans.py`) in both kernels, and of those that rows see first.
+BLOCK_KV, SPAN, FIRST = 128, 512, 32
 # Rows of a KV head, up to which keys in one tensor are split among programs of the decode kernel.
 MOST_SPLIT_ROWS = 128
 

@@ -28,19 +28,25 @@ LARGE_MAX = gl.constexpr(4194304.0)
 @gluon.jit
 def hide_from(s, end):
     """Scores [BLOCK_Q, BLOCK_KV], -inf from column `end` [BLOCK_Q] of each row on."""
-    return gl.where(_columns(s) < gl.expand_dims(end, 1), s, -float("inf"))
+    fixed, of_thread = _columns(s)
+    return gl.where(fixed < gl.expand_dims(end, 1) - of_thread, s, -float("inf"))
 
 
 @gluon.jit
 def hide_before(s, begin):
     """Scores [BLOCK_Q, BLOCK_KV], -inf before column `begin` [BLOCK_Q] of each row."""
-    return gl.where(_columns(s) >= gl.expand_dims(begin, 1), s, -float("inf"))
+    fixed, of_thread = _columns(s)
+    return gl.where(fixed >= gl.expand_dims(begin, 1) - of_thread, s, -float("inf"))
 
 
 @gluon.jit
 def _columns(s):
+    """The columns of scores as two summands [1, BLOCK_KV]: the first is the same in all threads, so
+    that a comparison has it as a constant, the second the same for all scores of a thread. In the
+    layout of wgmma, thread t of four has the columns 8i + 2t and 8i + 2t + 1."""
     columns: gl.constexpr = gl.SliceLayout(0, s.type.layout)
-    return gl.expand_dims(gl.arange(0, s.shape[1], columns), 0)
+    column = gl.expand_dims(gl.arange(0, s.shape[1], columns), 0)
+    return column & -7, column & 6
 
 
 @gluon.jit

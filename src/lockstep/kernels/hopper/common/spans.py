@@ -1,62 +1,104 @@
-"""Query-invariant builds: the keys of a row in spans, each from a state of its own.
+"""Query-invariant builds: the keys of a row in spans, each summed by itself.
 
-A *span* is SPAN blocks of keys, counted from the first key of the sequence. Within a span a row is
-computed as in other builds: the first block it sees has its maximum, and residues start from 0. At
-its end the span is a part of the row's softmax, and is folded into the total of the spans before.
-So a row has the same bits wherever its spans are computed: here one after another, in the decode
-kernel by several programs.
+A *span* is SPAN blocks of keys, counted from the first key of the sequence. At its end it is a part
+of the row's softmax, and is folded into the total of the spans before. So a row has the same bits
+wherever its spans are computed: here one after another, in the decode kernel by several programs.
+
+With a *fixed maximum* (bf16) all weights of a row are relative to one number, which each program
+can find out by itself: the maximum of the FIRST keys, aligned, with which the row begins. Then
+parts are summed as they are. Only if a weight would be too large does a span take a maximum of its
+own. The first pass of the forward does not look for that: sums tell it, and the second pass does.
+With a running maximum (fp16) each span has its own, and parts are rescaled where they are folded.
 
 A row that sees nothing of a span has an empty part, which changes no bit of its total.
 """
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.common.accumulator import ROWS
+from lockstep.kernels.hopper.common import query_invariance
+from lockstep.kernels.hopper.common.accumulator import zeros
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
-from lockstep.kernels.hopper.common.pieces import empty_sums
 from lockstep.kernels.hopper.common.softmax import (
     LARGE_MAX,
     max_rounding_error,
     raise_maximum,
 )
 
-# A span whose sum reaches this in the first pass has its row computed again, and one whose maximum
-# is as large as that.
+FIRST = gl.constexpr(query_invariance.FIRST)
+# A row whose sum reaches this in the first pass is computed again, and one whose maximum is as
+# large as that.
 SPAN_OVERFLOW = gl.constexpr(2.0**60)
 SPAN_LARGE_MAX = gl.constexpr(4194304.0 - 256.0)
 # In the second pass, and in the decode kernel, a row takes a later maximum if a weight would exceed
 # 2 to this power. Rows that the first pass does not mark have no such weight.
 RISE = gl.constexpr(62.0)
+# The rounding of weights is made up for in blocks whose sum exceeds this, in any thread.
+SMALL_SUM = gl.constexpr(32.0)
 
 
 @gluon.jit
-def empty_sums_of_spans(m):
-    """What `fold_sums` returns of no spans; `m` [ROWS] has the layout of rows."""
-    zero = gl.full([ROWS], 0.0, gl.float32, m.type.layout)
-    return zero - float("inf"), zero, zero, zero + 1.0, zero
+def empty_total(m, l, COLUMNS: gl.constexpr):
+    """The total of no spans, as `fold_span` takes it: m and error; sums l and residue, products."""
+    none = gl.zeros_like(m)
+    zero = gl.zeros_like(l)
+    return (none - float("inf"), none), (zero, zero, zeros(COLUMNS))
 
 
 @gluon.jit
-def empty_total(m, COLUMNS: gl.constexpr):
-    """The total of no spans: sums, and products of all columns."""
-    return empty_sums_of_spans(m), empty_sums(COLUMNS)
+def first_maximum(s):
+    """The maximum [ROWS] of the FIRST columns of scores [ROWS, BLOCK_KV]."""
+    rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    for _ in gl.static_range(_halvings(s.shape[1])):
+        s, _right = s.reshape([s.shape[0], 2, s.shape[1] // 2]).permute((0, 2, 1)).split()
+    return gl.convert_layout(gl.max(s, 1), rows)
+
+
+@gluon.constexpr_function
+def _halvings(columns):
+    return (columns // FIRST.value).bit_length() - 1
 
 
 @gluon.jit
-def sums_of_span(m, l, residue, scale, dtype: gl.constexpr):
-    """Of a span that ended: its sums l and r [ROWS], and what the exponents of its weights are off
-    by. `l` and `residue` [ROWS, 4] are those of threads."""
+def end_of_first(row_begin):
+    """The key behind the FIRST ones, aligned, among which key `row_begin` [ROWS] is."""
+    return (gl.maximum(row_begin, 0) // FIRST + 1) * FIRST
+
+
+@gluon.jit
+def sums_before_block(l):
+    """What `add_residue` compares the sums of a block with; l [ROWS, 4] are those before it."""
+    return gl.maximum(l, SMALL_SUM)
+
+
+@gluon.jit
+def row_sums(m, l, residue):
+    """Sums l and r [ROWS], with the layout of m, of a total whose threads have l and residue
+    [ROWS, 4]."""
+    layout: gl.constexpr = m.type.layout
+    r = gl.convert_layout(gl.sum(l + residue, 1), layout)
+    return gl.convert_layout(gl.sum(l, 1), layout), r
+
+
+@gluon.jit
+def end_of_span(m, residue, scale, FIXED_MAX: gl.constexpr, dtype: gl.constexpr):
+    """Of a span that ended: its residue [ROWS, 4], and what the exponents of its weights are off
+    by."""
+    error = weight_error(m, scale)
+    if not FIXED_MAX:
+        # The weight of the maximum is known: it is what rounding m·scale makes of 1. Each of four
+        # threads has a quarter of the difference.
+        top = gl.exp2(error)
+        rounding = (top.to(dtype).to(gl.float32) - top) * 0.25
+        rounding = gl.where(m == -float("inf"), 0.0, rounding)
+        residue = _each(rounding, residue)
+    return residue, error
+
+
+@gluon.jit
+def weight_error(m, scale):
+    """What the exponents of `span_weights` are off by."""
     error = max_rounding_error(m, scale)
-    error = gl.where(gl.abs(m) * scale >= LARGE_MAX, 0.0, error)
-    r = l
-    if residue is not None:
-        r = l + residue
-    r = gl.convert_layout(gl.sum(r, 1), m.type.layout)
-    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
-    # The weight of the maximum is known: it is what rounding m·scale makes of 1.
-    top = gl.exp2(error)
-    r = gl.where(l == 0.0, l, r + (top.to(dtype).to(gl.float32) - top))
-    return l, r, error
+    return gl.where(gl.abs(m) * scale >= LARGE_MAX, 0.0, error)
 
 
 @gluon.jit
@@ -75,57 +117,59 @@ def raise_in_span(s, m, l, residue, scale, FIXED_MAX: gl.constexpr):
     """m [ROWS] for a block with scores `s`, and the factor alpha [ROWS] for what was summed before;
     residue [ROWS, 4] multiplied by it, and the sums with which `add_residue` compares.
 
-    With a fixed maximum, rows take a new one where a weight would be too large, and where they see
-    their first key."""
+    With a fixed maximum, rows take a new one only where a weight would be too large."""
     rises = True
     if FIXED_MAX:
         rises = (m == -float("inf")) | ((gl.max(s, 1) - m) * scale > RISE)
     m, alpha = raise_maximum(s, m, scale, rises)
     zero = gl.zeros_like(residue)
-    of_threads: gl.constexpr = gl.SliceLayout(1, residue.type.layout)
-    alphas = gl.expand_dims(gl.convert_layout(alpha, of_threads), 1) + zero
-    before = l
-    if FIXED_MAX:
-        # In the block that has the maximum, its rounding is known.
-        first = gl.where(rises, float("inf"), 0.0)
-        before = gl.fma(l, alphas, gl.expand_dims(gl.convert_layout(first, of_threads), 1) + zero)
+    alphas = _each(alpha, residue)
     # All as `fma`: a compiler may join a product with a later sum, or not.
+    before = sums_before_block(gl.fma(l, alphas, zero))
     return m, alpha, gl.fma(residue, alphas, zero), before
 
 
 @gluon.jit
 def mark(m, l, scale):
-    """l [ROWS] of a span, NaN where the first pass must not decide."""
+    """l [ROWS], NaN where the first pass must not decide."""
     is_large = (gl.abs(m) * scale >= SPAN_LARGE_MAX) & (m > -float("inf"))
+    # All of the FIRST keys may have scores of -inf.
+    is_large = is_large | ((m == -float("inf")) & (l > 0.0))
     return gl.where(is_large | ((l < SPAN_OVERFLOW) == 0), float("nan"), l)
 
 
 @gluon.jit
-def fold_sums(total_m, total_l, total_r, m, l, r, error, scale):
-    """The sums of a total with one more span, and by what products so far, and those of the span,
-    are multiplied [ROWS]."""
+def fold_maxima(total_m, total_error, m, error, scale):
+    """m and error of a total with one more span, and by what sums so far, and those of the span,
+    are multiplied [ROWS]: exactly 1 where they have the same m."""
     m_new = gl.maximum(total_m, m)
     origin = gl.where(m_new == -float("inf"), 0.0, m_new)
-    keep = gl.exp2((total_m - origin) * scale)
-    add = gl.exp2(gl.fma(m - origin, scale + gl.zeros_like(m), -error))
-    return m_new, gl.fma(total_l, keep, l * add), gl.fma(total_r, keep, r * add), keep, add
+    error_new = gl.where(m > total_m, error, total_error)
+    scales = scale + gl.zeros_like(m)
+    keep = gl.exp2(gl.fma(total_m - origin, scales, error_new - total_error))
+    add = gl.exp2(gl.fma(m - origin, scales, error_new - error))
+    return m_new, error_new, keep, add
 
 
 @gluon.jit
-def fold_products(total_acc, keep, acc, add):
-    """Pieces [ROWS, ·] of a total with those of one more span."""
+def fold_sums(total, keep, part, add):
+    """Sums [ROWS, ·] of a total, a tuple, with those of one more span."""
     folded = ()
-    for p in gl.static_range(len(acc)):
-        rows: gl.constexpr = gl.SliceLayout(1, acc[p].type.layout)
-        keeps = gl.expand_dims(gl.convert_layout(keep, rows), 1)
-        adds = gl.expand_dims(gl.convert_layout(add, rows), 1)
-        zero = gl.zeros_like(acc[p])
-        folded = folded + (gl.fma(total_acc[p], keeps + zero, acc[p] * adds),)  # noqa: RUF005
+    for i in gl.static_range(len(part)):
+        x = gl.fma(total[i], _each(keep, part[i]), part[i] * _each(add, part[i]))
+        folded = folded + (x,)  # noqa: RUF005, Gluon does not unpack
     return folded
 
 
 @gluon.jit
-def fold_span(sums, total, m, l, r, error, acc, scale):
-    """Sums and products of a total with one more span."""
-    sums = fold_sums(sums[0], sums[1], sums[2], m, l, r, error, scale)
-    return sums, fold_products(total, sums[3], acc, sums[4])
+def fold_span(maxima, total, m, error, part, scale):
+    """m and error, and the sums [ROWS, ·], a tuple, of a total with one more span."""
+    m, error, keep, add = fold_maxima(maxima[0], maxima[1], m, error, scale)
+    return (m, error), fold_sums(total, keep, part, add)
+
+
+@gluon.jit
+def _each(x, like):
+    """x [ROWS] for each number of `like` [ROWS, ·]."""
+    rows: gl.constexpr = gl.SliceLayout(1, like.type.layout)
+    return gl.expand_dims(gl.convert_layout(x, rows), 1) + gl.zeros_like(like)

@@ -10,7 +10,8 @@ Importing this package does not import Triton.
     consumer.py  the warpgroup that attends to them
     kernel.py    the kernel
     fold.py      the second kernel: parts folded into results
-    span_*.py    consumer and fold of query-invariant calls, with the bits of the forward
+    span_consumer.py, span_fold.py  those of query-invariant calls, with the bits of the forward
+    first_keys.py  keys that all weights of a row are relative to in these calls
     launch.py    from a problem to launches
 
 A row's bits depend on its own sequence, the heads and the head dims alone.

@@ -18,7 +18,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     gluon,
     reinterpret,
 )
-from lockstep.kernels.hopper.decode import tiles
+from lockstep.kernels.hopper.decode import plan, tiles
 from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.parts import close, fold, fold_sink
 
@@ -27,6 +27,7 @@ UNROLLED = gl.constexpr(8)
 FIELDS, N_Q = gl.constexpr(tiles.FIELDS), gl.constexpr(tiles.N_Q)
 Q_TILE, Q_START = gl.constexpr(tiles.Q_TILE), gl.constexpr(tiles.Q_START)
 SEQUENCE = gl.constexpr(tiles.SEQUENCE)
+NUMBERS = gl.constexpr(plan.PART_NUMBERS)
 
 
 @gluon.jit
@@ -50,32 +51,39 @@ def find_rows(work, row, tiles_ptr, heads, group, q_tiles, Sq, n_rows, PACKED: g
 
 
 @gluon.jit
-def copy_parts(
-    acc_smem, m_smem, l_smem, parts_ptr, part_stats_ptr, slot, first, count, n_spans, n_rows,
-    DV: gl.constexpr,
+def copy_columns(
+    smem, ptr, slot, first, count, n_spans, n_rows, column, WIDTH: gl.constexpr
 ):  # fmt: skip
-    """Parts from number `first` on of some rows and columns, to shared memory."""
-    BATCH: gl.constexpr = acc_smem.shape[0]
-    ROWS: gl.constexpr = acc_smem.shape[1]
-    COLUMNS: gl.constexpr = acc_smem.shape[2]
+    """From part `first` on, some of the WIDTH numbers of some rows, from number `column` on, to
+    shared memory [BATCH, ROWS, ·]."""
+    COLUMNS: gl.constexpr = smem.shape[2]
     layout: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 4], [128 // COLUMNS, 1, COLUMNS // 4], [1, ROWS, 1], [2, 1, 0]
+        [1, 1, 4], [128 // COLUMNS, 1, COLUMNS // 4], [1, smem.shape[1], 1], [2, 1, 0]
     )
-    of_parts: gl.constexpr = gl.SliceLayout(2, layout)
-    i = gl.expand_dims(first + gl.arange(0, BATCH, gl.SliceLayout(1, of_parts)), 1)
-    row = gl.program_id(1) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, of_parts))
-    row = gl.expand_dims(row, 0)
-    at = (slot.to(gl.int64) * n_spans + i) * n_rows + row
-    is_part = (i < count) & (row < n_rows)
+    at, is_part = _rows_of_parts(smem, slot, first, count, n_spans, n_rows, layout)
     d = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
-    d = gl.program_id(2) * COLUMNS + gl.expand_dims(gl.expand_dims(d, 0), 0)
+    d = column + gl.expand_dims(gl.expand_dims(d, 0), 0)
     mask = gl.expand_dims(is_part, 2) & (d >= 0)
-    async_copy.async_copy_global_to_shared(
-        acc_smem, parts_ptr + gl.expand_dims(at * DV, 2) + d, mask=mask
-    )
-    async_copy.async_copy_global_to_shared(m_smem, part_stats_ptr + at * 2, mask=is_part)
-    async_copy.async_copy_global_to_shared(l_smem, part_stats_ptr + at * 2 + 1, mask=is_part)
-    async_copy.commit_group()
+    async_copy.async_copy_global_to_shared(smem, ptr + gl.expand_dims(at * WIDTH, 2) + d, mask=mask)
+
+
+@gluon.jit
+def copy_number(smem, ptr, slot, first, count, n_spans, n_rows, WIDTH: gl.constexpr):
+    """The number at `ptr` of the WIDTH numbers of each row, to shared memory [BATCH, ROWS]."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [4, 1, 8], [1, smem.shape[1], 1], [2, 1, 0])
+    at, is_part = _rows_of_parts(smem, slot, first, count, n_spans, n_rows, layout)
+    async_copy.async_copy_global_to_shared(smem, ptr + at * WIDTH, mask=is_part)
+
+
+@gluon.jit
+def _rows_of_parts(smem, slot, first, count, n_spans, n_rows, layout: gl.constexpr):
+    """Rows [BATCH, ROWS] of parts from number `first` on, and whether they exist."""
+    of_parts: gl.constexpr = gl.SliceLayout(2, layout)
+    i = gl.expand_dims(first + gl.arange(0, smem.shape[0], gl.SliceLayout(1, of_parts)), 1)
+    row = gl.program_id(1) * smem.shape[1]
+    row = gl.expand_dims(row + gl.arange(0, smem.shape[1], gl.SliceLayout(0, of_parts)), 0)
+    at = (slot.to(gl.int64) * n_spans + i) * n_rows + row
+    return at, (i < count) & (row < n_rows)
 
 
 @unspecialized(gluon.jit, any_address=("sinks_ptr",))
@@ -134,10 +142,11 @@ def fold_slots(
     for first in range(begin, count, BATCH):
         # Of the parts before, warps that are behind may still read.
         await_warps()
-        copy_parts(
-            acc_smem, m_smem, l_smem, parts_ptr, part_stats_ptr, slot, first, count, n_spans,
-            n_rows, DV,
-        )  # fmt: skip
+        column = gl.program_id(2) * COLUMNS
+        copy_columns(acc_smem, parts_ptr, slot, first, count, n_spans, n_rows, column, DV)
+        copy_number(m_smem, part_stats_ptr, slot, first, count, n_spans, n_rows, NUMBERS)
+        copy_number(l_smem, part_stats_ptr + 1, slot, first, count, n_spans, n_rows, NUMBERS)
+        async_copy.commit_group()
         async_copy.wait_group(0)
         await_warps()
         for some in range(0, gl.minimum(count - first, BATCH), UNROLLED):

@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.decode.consumer import Rows, consume
+from lockstep.kernels.hopper.decode.first_keys import FirstKeys
 from lockstep.kernels.hopper.decode.producer import Cache, Tiles, produce
 from lockstep.kernels.hopper.decode.schedule import RunQueue, Sizes
 from lockstep.kernels.hopper.decode.span_consumer import consume_spans
@@ -25,6 +26,7 @@ _ANY_ADDRESS = ("sinks_ptr", "kv_lens_ptr", "kv_starts_ptr", "page_table_ptr")
 def decode_kernel(
     k_desc,  # boxes [rows of a page, COLUMNS] of k [n_pages, Hkv, page, D]
     v_desc,
+    k_ptr,  # the keys once more, for those that rows begin with in query-invariant calls
     v_ptr,  # the values once more, for those that are not finite
     q_ptr,  # [B, Hq, Sq, D], or packed
     out_ptr,  # contiguous [B, Hq, Sq, Dv], or [Tq, Hq, Dv]
@@ -43,6 +45,9 @@ def decode_kernel(
     rows_b,
     rows_h,
     rows_s,
+    stride_kp,
+    stride_ks,
+    stride_kh,
     stride_vp,
     stride_vs,
     stride_vh,
@@ -110,17 +115,21 @@ def decode_kernel(
     # What the kernels before have written, from here on: this one starts before they end.
     gdc_wait()
     if QUERY_INVARIANT:
+        first_keys = FirstKeys.create(k_ptr, (stride_kp, stride_ks, stride_kh), k_desc.dtype, D)
         gl.warp_specialize(
             [
                 (
                     consume_spans,
-                    (rows, sizes, queue, k, v, q_smem, cache, statistics_ptr, PAGED, FIXED_MAX),
+                    (
+                        rows, sizes, queue, k, v, q_smem, cache, first_keys, statistics_ptr, PAGED,
+                        FIXED_MAX,
+                    ),
                 ),
                 (produce, (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr)),
             ],
             [1],
             [PRODUCER_REGISTERS],
-        )
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [

@@ -19,6 +19,8 @@ from lockstep.kernels.hopper.decode.plan import (
     FOLD_BATCH,
     FOLD_COLUMNS,
     FOLD_ROWS,
+    INVARIANT_PART_NUMBERS,
+    PART_NUMBERS,
     PRODUCER_REGISTERS,
     keeps_whole,
     least_span,
@@ -50,7 +52,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
     n_programs = n_processors * plan_of(problem).programs
     n_rows, n_spans = tile_rows_of(problem), most_spans(problem)
     n_slots = min(n_programs, tiles_of(problem) * problem.Hkv)
-    n_numbers = 4 if problem.query_invariant else 2
+    n_numbers = INVARIANT_PART_NUMBERS if problem.query_invariant else PART_NUMBERS
     # A pointer that is not used may be any.
     unused = {"sinks": not problem.has_sinks, "statistics": problem.is_paged}
     unused |= {"page_table": not problem.is_paged, "kv_starts": not problem.has_kv_starts}
@@ -158,7 +160,7 @@ def _describe(page_size: int | None, block_kv: int, padding: str, x: Tensor) -> 
 
 
 def _numbers(problem: AttentionProblem, fitted: Tensors, n_programs: int) -> dict[str, float]:
-    v = fitted.v if problem.is_paged else fitted.v.transpose(1, 2)
+    k, v = (x if problem.is_paged else x.transpose(1, 2) for x in (fitted.k, fitted.v))
     left, right = problem.window
     cap = problem.softcap
     by_batch, by_head, by_row = strides_of(fitted.q, problem.is_packed)
@@ -171,6 +173,9 @@ def _numbers(problem: AttentionProblem, fitted: Tensors, n_programs: int) -> dic
         "rows_b": rows[0],
         "rows_h": rows[1],
         "rows_s": rows[2],
+        "stride_kp": k.stride(0),
+        "stride_ks": k.stride(1),
+        "stride_kh": k.stride(2),
         "stride_vp": v.stride(0),
         "stride_vs": v.stride(1),
         "stride_vh": v.stride(2),

@@ -29,6 +29,9 @@ MAX_PARTS = 64
 # Columns and rows that a program of the second kernel folds, each row by one warp; and the
 # parts that it loads at once.
 FOLD_COLUMNS, FOLD_ROWS, FOLD_BATCH = 32, 4, 64
+# Numbers of a row of a part beside its products: m and l; with query_invariant, m and error, and
+# from PART_SUMS on the sums of four threads, l and residue.
+PART_NUMBERS, INVARIANT_PART_NUMBERS, PART_SUMS = 2, 12, 4
 # Registers of a thread of the warp that loads; the warpgroup that attends has what is left.
 PRODUCER_REGISTERS = 48
 

@@ -13,108 +13,194 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from lockstep.kernels.hopper.common.pieces import scale_rows
 from lockstep.kernels.hopper.common.rounding import add_residue
 from lockstep.kernels.hopper.common.softmax import add_sums, close_rows, thread_sums
 from lockstep.kernels.hopper.common.spans import (
     empty_total,
+    end_of_span,
+    first_maximum,
     fold_span,
     raise_in_span,
+    row_sums,
     span_weights,
-    sums_of_span,
 )
+from lockstep.kernels.hopper.decode import plan
 from lockstep.kernels.hopper.decode.consumer import (
     add_nonfinite,
     clean_values,
+    has_nonfinite,
     hides_some,
     is_seen,
     row_bounds,
     scores_of,
 )
+from lockstep.kernels.hopper.decode.rescale import rescale
+
+NUMBERS, SUMS = gl.constexpr(plan.INVARIANT_PART_NUMBERS), gl.constexpr(plan.PART_SUMS)
 
 
 @gluon.jit
-def take_scores(rows, sizes, k, q_smem, i, first_key, bounds):
-    """The scores of a tile of keys [ROWS, BLOCK_KV], masked, and whether some row does not see all
-    of it; the keys are released."""
-    s_layout: gl.constexpr = accumulator(sizes.BLOCK_KV)
-    of_rows, _of_any, of_all = bounds
-    k.ring.wait_full(i)
-    s = warpgroup_mma_wait(0, deps=(scores_of(q_smem, k, i),))
-    k.ring.release(i)
+def mask_scores(rows, sizes, s, first_key, bounds):
+    """Scores of a tile in their final units, -inf where a row does not see the key."""
+    layout: gl.constexpr = s.type.layout
     s = rows.finish_scores(s)
-    is_edge = hides_some(sizes, first_key, of_all)
-    if is_edge:
-        s = gl.where(is_seen(sizes, first_key, of_rows, s_layout), s, -float("inf"))
-    return s, is_edge
+    if hides_some(sizes, first_key, bounds[2]):
+        s = gl.where(is_seen(sizes, first_key, bounds[0], layout), s, -float("inf"))
+    return s
 
 
 @gluon.jit
-def add_values(v, p, i, is_edge, first_key, bounds, acc, is_nonfinite):
-    """acc and the values of a tile weighted by p, which are released; and whether values that are
-    not finite were left out, here or before."""
-    _of_rows, of_any, _of_all = bounds
-    v.ring.wait_full(i)
-    if is_edge:
-        found = clean_values(v.tile(i), of_any[0] - first_key, of_any[1] - first_key)
-        is_nonfinite = is_nonfinite | found
-    acc = warpgroup_mma(p, v.tile(i), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    v.ring.release(i)
-    return acc, is_nonfinite
-
-
-@gluon.jit
-def attend_block(
-    rows, sizes, k, v, q_smem, i, first_key, bounds, m, l, residue, acc, is_nonfinite,
-    FIXED_MAX: gl.constexpr,
-):  # fmt: skip
-    """One block of keys: the new (m, l, residue, acc), and whether values that are not finite were
-    left out."""
-    s, is_edge = take_scores(rows, sizes, k, q_smem, i, first_key, bounds)
+def weigh(rows, s, m, l, residue, FIXED_MAX: gl.constexpr):
+    """Weights of a tile of scores; the new (m, l, residue), and what sums so far weigh under it."""
     m, alpha, residue, before = raise_in_span(s, m, l, residue, rows.unit, FIXED_MAX)
     weights = span_weights(s, m, rows.unit)
     if FIXED_MAX:
         residue = add_residue(residue, weights, thread_sums(weights), before)
-    l = add_sums(l, alpha, weights)
-    acc = scale_rows(acc, alpha)
-    left: gl.constexpr = left_operand(v.D)
-    p = gl.convert_layout(weights.to(q_smem.dtype), left)
-    acc, is_nonfinite = add_values(v, p, i, is_edge, first_key, bounds, acc, is_nonfinite)
-    return m, l, residue, acc, is_nonfinite
+    return weights, m, add_sums(l, alpha, weights), residue, alpha
 
 
 @gluon.jit
-def store_part(rows, sizes, run, span, m, l, r, error, acc):
-    """Hand out the part of one span."""
+def attend_span(
+    rows, sizes, run, k, v, q_smem, seen, tile, end, bounds, first_m, p, m, l, residue,
+    FIXED_MAX: gl.constexpr,
+):  # fmt: skip
+    """The tiles [tile, end) of a span. p, m, l and residue are those of the first tile; while a
+    product with values is under way, the scores of the next tile are made and weighed, beyond the
+    end those of the next span.
+
+    Returns m, l, residue and products of the span, whether values that are not finite were left
+    out, and p, m, l and residue of the tile at `end`.
+    """
+    left: gl.constexpr = left_operand(v.D)
+    acc = zeros(v.D)
+    is_nonfinite = tile * 0
+    part_m = m
+    part_l = l
+    part_residue = residue
+    # Behind the last tile of the run there is none to weigh.
+    stop = gl.minimum(end, run.end - 1)
+    for t in range(tile, stop):
+        is_last = t + 1 == end
+        v.ring.wait_full(seen)
+        is_nonfinite = is_nonfinite | clean_if_hidden(sizes, v, seen, t, bounds)
+        k.ring.wait_full(seen + 1)
+        s = scores_of(q_smem, k, seen + 1)
+        acc = warpgroup_mma(p, v.tile(seen), acc, is_async=True)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        k.ring.release(seen + 1)
+        # Not `part_m = m`: Gluon would leave it out of the loop.
+        part_m = m + 0.0
+        part_l = l + 0.0
+        part_residue = residue + 0.0
+        m = gl.where(is_last, first_m, m)
+        l = gl.where(is_last, 0.0, l)
+        residue = gl.where(is_last, 0.0, residue)
+        s = mask_scores(rows, sizes, s, (t + 1) * sizes.BLOCK_KV, bounds)
+        weights, m, l, residue, alpha = weigh(rows, s, m, l, residue, FIXED_MAX)
+        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+        v.ring.release(seen)
+        # Of a span that ended, nothing is rescaled.
+        acc = rescale(acc, gl.where(is_last, 1.0, alpha))
+        p = gl.convert_layout(weights.to(q_smem.dtype), left)
+        seen += 1
+    if (stop < end) & (tile < end):
+        v.ring.wait_full(seen)
+        is_nonfinite = is_nonfinite | clean_if_hidden(sizes, v, seen, stop, bounds)
+        acc = warpgroup_mma(p, v.tile(seen), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        v.ring.release(seen)
+        part_m = m + 0.0
+        part_l = l + 0.0
+        part_residue = residue + 0.0
+        seen += 1
+    return part_m, part_l, part_residue, acc, is_nonfinite, p, m, l, residue, seen
+
+
+@gluon.jit
+def clean_if_hidden(sizes, v, seen, tile, bounds):
+    """Cleans the values of a tile, the one numbered `seen` in `v`, if some row does not see all its
+    keys. Returns whether some were not finite."""
+    first_key = tile * sizes.BLOCK_KV
+    of_any, of_all = bounds[1], bounds[2]
+    found = tile * 0
+    if hides_some(sizes, first_key, of_all):  # noqa: SIM102, Gluon would evaluate both
+        if has_nonfinite(v.tile(seen)) != 0:
+            found = clean_values(v.tile(seen), of_any[0] - first_key, of_any[1] - first_key)
+    return found
+
+
+@gluon.jit
+def begin_run(
+    rows, sizes, run, k, q_smem, cache, first_keys, bounds, seen, FIXED_MAX: gl.constexpr
+):
+    """Queries and the first tile of a run: m that spans begin with; weights, m, l and residue."""
+    FROM_TILE: gl.constexpr = FIXED_MAX and not sizes.HAS_LEFT
+    first_m = gl.full([ROWS], -float("inf"), gl.float32, bounds[0][0].type.layout)
+    if FIXED_MAX:
+        if FROM_TILE and run.begin == 0:
+            rows.load_queries(sizes, run, q_smem)
+        else:
+            first_m = first_keys.load_with_queries(rows, sizes, cache, run, q_smem, bounds, first_m)
+    else:
+        rows.load_queries(sizes, run, q_smem)
+    # A sequence without a key has no tile.
+    has_tile = run.begin < run.end
+    k.ring.wait_full(seen, pred=has_tile)
+    s = warpgroup_mma_wait(0, deps=(scores_of(q_smem, k, seen),))
+    k.ring.release(seen, pred=has_tile)
+    s = mask_scores(rows, sizes, s, run.begin * sizes.BLOCK_KV, bounds)
+    if FROM_TILE:
+        first_m = gl.where(run.begin == 0, first_maximum(s), first_m)
+    none = thread_sums(zeros(sizes.BLOCK_KV))
+    weights, m, l, residue, _alpha = weigh(rows, s, first_m, none, none, FIXED_MAX)
+    return first_m, weights, m, l, residue
+
+
+@gluon.jit
+def store_part(rows, sizes, run, span, m, error, l, residue, acc):
+    """Hand out the part of one span; l and residue [ROWS, 4] are those of threads."""
     DV: gl.constexpr = acc.shape[1]
-    layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    row, _number, is_row = rows.rows_of(sizes, run, layout)
-    to = (run.slot.to(gl.int64) * rows.n_spans + span) * rows.n_rows + row
+    of_rows: gl.constexpr = m.type.layout
+    of_threads: gl.constexpr = gl.SliceLayout(1, l.type.layout)
+    of_acc: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    to, is_row = _part_row(rows, sizes, run, span, of_acc)
     d = gl.expand_dims(gl.arange(0, DV, gl.SliceLayout(0, acc.type.layout)), 0)
     mask = gl.expand_dims(is_row, 1) & (d >= 0)
     gl.store(rows.parts_ptr + gl.expand_dims(to * DV, 1) + d, acc, mask=mask)
-    statistics = rows.part_stats_ptr + to * 4
-    gl.store(statistics, gl.convert_layout(m, layout), mask=is_row)
-    gl.store(statistics + 1, gl.convert_layout(l, layout), mask=is_row)
-    gl.store(statistics + 2, gl.convert_layout(r, layout), mask=is_row)
-    gl.store(statistics + 3, gl.convert_layout(error, layout), mask=is_row)
+    to, is_row = _part_row(rows, sizes, run, span, of_rows)
+    statistics = rows.part_stats_ptr + to * NUMBERS
+    gl.store(statistics, m, mask=is_row)
+    gl.store(statistics + 1, error, mask=is_row)
+    to, is_row = _part_row(rows, sizes, run, span, of_threads)
+    thread = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, l.type.layout)), 0)
+    mask = gl.expand_dims(is_row, 1) & (thread >= 0)
+    statistics = rows.part_stats_ptr + gl.expand_dims(to * NUMBERS, 1) + SUMS + thread
+    gl.store(statistics, l, mask=mask)
+    gl.store(statistics + 4, residue, mask=mask)
 
 
 @gluon.jit
-def store_results(rows, sizes, run, m, l, r, acc, statistics_ptr, PAGED: gl.constexpr):
+def _part_row(rows, sizes, run, span, layout: gl.constexpr):
+    """The rows of a part among those of all parts, and whether they exist."""
+    row, _number, is_row = rows.rows_of(sizes, run, layout)
+    return (run.slot.to(gl.int64) * rows.n_spans + span) * rows.n_rows + row, is_row
+
+
+@gluon.jit
+def store_results(rows, sizes, run, maxima, total, statistics_ptr, PAGED: gl.constexpr):
     """The results of rows whose spans have all been folded."""
-    DV: gl.constexpr = acc[0].shape[1]
+    m, error = maxima
+    l, r = row_sums(m, total[0], total[1])
+    DV: gl.constexpr = total[2].shape[1]
     layout: gl.constexpr = m.type.layout
-    acc_layout: gl.constexpr = acc[0].type.layout
+    acc_layout: gl.constexpr = total[2].type.layout
     _row, number, is_row = rows.rows_of(sizes, run, layout)
     head = run.head * rows.group + number % rows.group
     sink = None
     if rows.HAS_SINKS:
         sink = gl.load(rows.sinks_ptr + head, mask=is_row, other=0.0)
-    one = gl.full([ROWS], 1.0, gl.float32, layout)
     nan_if_bad = gl.where(run.kv_len < 0, float("nan"), 0.0)
-    out, lse, m, l = close_rows(acc, m, l, r, one, rows.unit, sink, nan_if_bad)
+    out, lse, m, l = close_rows((total[2],), m, l, r, gl.exp2(-error), rows.unit, sink, nan_if_bad)
     at = run.b * rows.rows_b + head * rows.rows_h
     at += (run.q_start + number // rows.group) * rows.rows_s
     gl.store(rows.lse_ptr + at, lse, mask=is_row)
@@ -131,52 +217,51 @@ def store_results(rows, sizes, run, m, l, r, acc, statistics_ptr, PAGED: gl.cons
 
 @gluon.jit
 def consume_spans(
-    rows, sizes, queue, k, v, q_smem, cache, statistics_ptr, PAGED: gl.constexpr,
+    rows, sizes, queue, k, v, q_smem, cache, first_keys, statistics_ptr, PAGED: gl.constexpr,
     FIXED_MAX: gl.constexpr,
 ):  # fmt: skip
     """All runs of this program."""
     row_layout: gl.constexpr = gl.SliceLayout(1, accumulator(sizes.BLOCK_KV))
+    left: gl.constexpr = left_operand(v.D)
     runs = 0
     seen = 0
     run = queue.read(runs, sizes)
     while run.exists != 0:
-        rows.load_queries(sizes, run, q_smem)
         bounds = row_bounds(rows, sizes, run, row_layout)
-        no_max = gl.full([ROWS], -float("inf"), gl.float32, row_layout)
-        sums, total = empty_total(no_max, v.D)
+        first_m, weights, m, l, residue = begin_run(
+            rows, sizes, run, k, q_smem, cache, first_keys, bounds, seen, FIXED_MAX
+        )
+        p = gl.convert_layout(weights.to(q_smem.dtype), left)
+        maxima, total = empty_total(first_m, l, v.D)
         span = run.first_span
         tile = run.begin
         has_more = True
         while has_more:
             end = gl.minimum((tile // run.span + 1) * run.span, run.end)
-            m = no_max
-            l = thread_sums(zeros(sizes.BLOCK_KV))
-            residue = l
-            acc = zeros(v.D)
-            is_nonfinite = tile * 0
-            for t in range(tile, end):
-                m, l, residue, acc, is_nonfinite = attend_block(
-                    rows, sizes, k, v, q_smem, seen, t * sizes.BLOCK_KV, bounds, m, l, residue, acc,
-                    is_nonfinite, FIXED_MAX,
-                )  # fmt: skip
-                seen += 1
+            part_m, part_l, part_residue, acc, is_nonfinite, p, m, l, residue, seen = attend_span(
+                rows, sizes, run, k, v, q_smem, seen, tile, end, bounds, first_m, p, m, l, residue,
+                FIXED_MAX,
+            )  # fmt: skip
             if is_nonfinite != 0:
                 acc = add_nonfinite(rows, sizes, cache, run, tile, end, bounds[0], acc)
-            part_l, part_r, error = sums_of_span(m, l, residue, rows.unit, q_smem.dtype)
+            part_residue, error = end_of_span(
+                part_m, part_residue, rows.unit, FIXED_MAX, q_smem.dtype
+            )
             if run.first_span > 0:
-                store_part(rows, sizes, run, span, m, part_l, part_r, error, acc)
+                store_part(rows, sizes, run, span, part_m, error, part_l, part_residue, acc)
             else:
-                sums, total = fold_span(sums, total, m, part_l, part_r, error, (acc,), rows.unit)
+                maxima, total = fold_span(
+                    maxima, total, part_m, error, (part_l, part_residue, acc), rows.unit
+                )
             span += 1
             tile = end
             has_more = tile < run.end
         if run.slot < 0:
-            store_results(rows, sizes, run, sums[0], sums[1], sums[2], total, statistics_ptr, PAGED)
+            store_results(rows, sizes, run, maxima, total, statistics_ptr, PAGED)
         elif run.first_span == 0:
             # As a part of its own: it is folded into nothing, which changes no bit.
-            none = gl.zeros_like(sums[0])
             store_part(
-                rows, sizes, run, span - 1, sums[0], sums[1], sums[2], none, total[0]
-            )  # fmt: skip
+                rows, sizes, run, span - 1, maxima[0], maxima[1], total[0], total[1], total[2]
+            )
         runs += 1
         run = queue.read(runs, sizes)

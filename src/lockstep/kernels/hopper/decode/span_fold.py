@@ -3,22 +3,28 @@ of the Hopper forward (`common/spans.py`)."""
 
 from __future__ import annotations
 
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
+from lockstep.kernels.hopper.common.gluon_shim import (
+    async_copy,
+    await_warps,
+    gl,
+    gluon,
+    reinterpret,
+)
 from lockstep.kernels.hopper.common.softmax import close_rows
 from lockstep.kernels.hopper.common.spans import fold_span
-from lockstep.kernels.hopper.decode.fold import find_rows
+from lockstep.kernels.hopper.decode import plan
+from lockstep.kernels.hopper.decode.fold import UNROLLED, copy_columns, copy_number, find_rows
 from lockstep.kernels.launch import unspecialized
 
-# Parts that are loaded at once: enough to hide how long memory takes, few enough for registers.
-BATCH = gl.constexpr(16)
+NUMBERS, SUMS = gl.constexpr(plan.INVARIANT_PART_NUMBERS), gl.constexpr(plan.PART_SUMS)
 
 
 @unspecialized(gluon.jit, any_address=("sinks_ptr",))
 def fold_spans(
     parts_ptr,  # [slots, n_spans, n_rows, DV] fp32
-    part_stats_ptr,  # [slots, n_spans, n_rows, 4] fp32: m, l, r, error
+    part_stats_ptr,  # [slots, n_spans, n_rows, NUMBERS] fp32: `plan.py`
     slots_ptr,
     sinks_ptr,
     out_ptr,
@@ -41,52 +47,74 @@ def fold_spans(
     DV: gl.constexpr,
     COLUMNS: gl.constexpr,
     ROWS: gl.constexpr,
+    BATCH: gl.constexpr,  # parts that are loaded at once
 ):
     """Programs [slots, n_rows / ROWS, DV / COLUMNS], a warp for each row."""
     layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 32], [1, 32], [ROWS, 1], [1, 0])
     rows: gl.constexpr = gl.SliceLayout(1, layout)
+    # Sums of threads are summed as these have them: each by a thread.
+    of_sums: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [ROWS, 1], [1, 0])
+    cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    square: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    acc_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS, COLUMNS], cube)
+    sums_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS, 8], cube)
+    m_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS], square)
+    error_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS], square)
+    # The same, part after part.
+    accs = reinterpret(acc_smem, gl.float32, [BATCH, ROWS, COLUMNS], square)
+    all_sums = reinterpret(sums_smem, gl.float32, [BATCH, ROWS, 8], square)
+    ms = reinterpret(m_smem, gl.float32, [BATCH, ROWS], line)
+    errors = reinterpret(error_smem, gl.float32, [BATCH, ROWS], line)
     slot = gl.program_id(0)
     row = gl.program_id(1) * ROWS + gl.arange(0, ROWS, rows)
-    d = gl.program_id(2) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    d = gl.expand_dims(d, 0)
+    gdc_launch_dependents()
     gdc_wait()
     work = gl.load(slots_ptr + 3 * slot)
     begin = gl.load(slots_ptr + 3 * slot + 1)
     count = gl.load(slots_ptr + 3 * slot + 2)
     if work < 0:
         return
+    zero = gl.full([ROWS], 0.0, gl.float32, rows)
+    maxima = (zero - float("inf"), zero)
+    total = (
+        gl.full([ROWS, 8], 0.0, gl.float32, of_sums),
+        gl.full([ROWS, COLUMNS], 0.0, gl.float32, layout),
+    )
+    for first in range(begin, count, BATCH):
+        # Of the parts before, warps that are behind may still read.
+        await_warps()
+        column = gl.program_id(2) * COLUMNS
+        copy_columns(acc_smem, parts_ptr, slot, first, count, n_spans, n_rows, column, DV)
+        copy_columns(sums_smem, part_stats_ptr, slot, first, count, n_spans, n_rows, SUMS, NUMBERS)
+        copy_number(m_smem, part_stats_ptr, slot, first, count, n_spans, n_rows, NUMBERS)
+        copy_number(error_smem, part_stats_ptr + 1, slot, first, count, n_spans, n_rows, NUMBERS)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        await_warps()
+        for some in range(0, gl.minimum(count - first, BATCH), UNROLLED):
+            for i in gl.static_range(UNROLLED):
+                # Behind the last part there are zeros.
+                m = ms.index(some + i).load(rows)
+                m = gl.where(first + some + i < count, m, -float("inf"))
+                error = errors.index(some + i).load(rows)
+                part = (all_sums.index(some + i).load(of_sums), accs.index(some + i).load(layout))
+                maxima, total = fold_span(maxima, total, m, error, part, unit)
+    # As `row_sums` does: the sum of all, l and residue, is r.
+    is_l = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, of_sums)), 0) < 4
+    l = gl.convert_layout(gl.sum(gl.where(is_l, total[0], 0.0), 1), rows)
+    r = gl.convert_layout(gl.sum(total[0], 1), rows)
     is_row, b, head, query = find_rows(
         work, row, tiles_ptr, heads, group, q_tiles, Sq, n_rows, PACKED
     )
-    at = slot.to(gl.int64) * n_spans * n_rows + row
-    zero = gl.full([ROWS], 0.0, gl.float32, rows)
-    sums = (zero - float("inf"), zero, zero, zero, zero)
-    total = (gl.full([ROWS, COLUMNS], 0.0, gl.float32, layout),)
-    for first in range(begin, count, BATCH):
-        ms = ()
-        ls = ()
-        rs = ()
-        errors = ()
-        accs = ()
-        for i in gl.static_range(BATCH):
-            part = at + (first + i).to(gl.int64) * n_rows
-            inside = is_row & (first + i < count)
-            statistics = part_stats_ptr + part * 4
-            ms = ms + (gl.load(statistics, mask=inside, other=-float("inf")),)  # noqa: RUF005
-            ls = ls + (gl.load(statistics + 1, mask=inside, other=0.0),)  # noqa: RUF005
-            rs = rs + (gl.load(statistics + 2, mask=inside, other=0.0),)  # noqa: RUF005
-            errors = errors + (gl.load(statistics + 3, mask=inside, other=0.0),)  # noqa: RUF005
-            pointers = parts_ptr + gl.expand_dims(part * DV, 1) + d
-            mask = gl.expand_dims(inside, 1) & (d >= 0)
-            accs = accs + (gl.load(pointers, mask=mask, other=0.0),)  # noqa: RUF005
-        for i in gl.static_range(BATCH):
-            sums, total = fold_span(sums, total, ms[i], ls[i], rs[i], errors[i], (accs[i],), unit)
     sink = None
     if HAS_SINKS:
         sink = gl.load(sinks_ptr + head, mask=is_row, other=0.0)
-    one = gl.full([ROWS], 1.0, gl.float32, rows)
-    out, lse, m, l = close_rows(total, sums[0], sums[1], sums[2], one, unit, sink, 0.0)
+    factor = gl.exp2(-maxima[1])
+    out, lse, m, l = close_rows((total[1],), maxima[0], l, r, factor, unit, sink, 0.0)
     to = (b * rows_b + head * rows_h + query * rows_s).to(gl.int64)
+    d = gl.program_id(2) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    d = gl.expand_dims(d, 0)
     x = out[0].to(out_ptr.dtype.element_ty)
     mask = gl.expand_dims(is_row, 1) & (d >= 0)
     gl.store(out_ptr + gl.expand_dims(to * DV, 1) + d, x, mask=mask)

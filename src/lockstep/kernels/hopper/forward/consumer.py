@@ -41,7 +41,7 @@ from lockstep.kernels.hopper.common.softmax import (
     round_pairs,
     thread_sums,
 )
-from lockstep.kernels.hopper.common.spans import empty_sums_of_spans
+from lockstep.kernels.hopper.common.spans import sums_before_block
 from lockstep.kernels.hopper.forward import constant_time
 from lockstep.kernels.hopper.forward.failed_tiles import await_stores
 from lockstep.kernels.hopper.forward.pingpong import await_turn, pass_turn
@@ -49,8 +49,15 @@ from lockstep.kernels.hopper.forward.products import await_product, issue_produc
 from lockstep.kernels.hopper.forward.program import Rows, close_total, normalize
 from lockstep.kernels.hopper.forward.schedule import BAD
 from lockstep.kernels.hopper.forward.second_pass import consume_second_pass
-from lockstep.kernels.hopper.forward.span_steps import end_spans, step_in_spans
-from lockstep.kernels.hopper.forward.total import add_products, empty_products
+from lockstep.kernels.hopper.forward.span_steps import (
+    add_span,
+    continues,
+    empty_sums_of_rows,
+    end_spans,
+    fixed_maximum,
+    step_in_spans,
+)
+from lockstep.kernels.hopper.forward.total import empty_products, in_memory_of_out
 
 
 @gluon.jit
@@ -76,10 +83,22 @@ def first_block_weights(program, rows, s, block):
             s, m, gl.zeros_like(m), scale, program.k.tiles_smem.dtype
         )
         weights = constant_time.weights_of(s, unit, offset)
+    elif program.build.SPAN and program.build.FIXED_MAX:
+        m = fixed_maximum(program, rows, s, block, m)
+        weights = exp2_weights(s, m, scale)
     else:
         m, _alpha = raise_maximum(s, m, scale, True)
         weights = exp2_weights(s, m, scale)
     return weights, m, thread_sums(weights)
+
+
+@gluon.jit
+def first_residue(program, weights, l):
+    """The residue of the first block that rows see: with spans, its maximum may be any weight."""
+    residue = gl.zeros_like(l)
+    if program.build.SPAN and program.build.FIXED_MAX:
+        residue = add_residue(residue, weights, l, sums_before_block(residue))
+    return residue
 
 
 @gluon.jit
@@ -133,7 +152,8 @@ def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, residue):
 
 @gluon.jit
 def begin_tile(c: gl.constexpr, program, rows, q_ring, tiles, seen):
-    """The first block of a tile by itself: p, m, l. The block of K after it is there on return."""
+    """The first block of a tile by itself: p, m, l, residue. The block of K after it is there on
+    return."""
     WIDTH: gl.constexpr = piece_width(program.v.COLUMNS, 0)
     q_ring.wait(tiles)
     q = q_ring.pieces(tiles)
@@ -146,18 +166,22 @@ def begin_tile(c: gl.constexpr, program, rows, q_ring, tiles, seen):
     weights, m, l = first_block_weights(program, rows, s, rows.begin)
     program.k.wait(seen + 1, pred=rows.begin + 1 < rows.end)
     weights = program.mark_weights(rows, weights, rows.begin, seen)
-    return gl.convert_layout(round_pairs(weights, q[0].dtype), left_operand(WIDTH)), m, l
+    p = gl.convert_layout(round_pairs(weights, q[0].dtype), left_operand(WIDTH))
+    return p, m, l, first_residue(program, weights, l)
 
 
 @gluon.jit
-def change_tile(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, acc):
+def change_tile(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, acc, use_acc):
     """The product of the last block of a tile, and the first block, `seen`, of the next one, whose
-    `rows` these are: acc and the first bad key, then p, m and l of the next."""
+    `rows` these are: acc and the first bad key, then p, m, l and residue of the next."""
     PRODUCTS: gl.constexpr = n_pieces(program.v.COLUMNS)
     q_ring.wait(tiles)
     program.k.wait(seen)
     s = issue_scores(c, program, q_ring.pieces(tiles), seen)
-    acc = issue_product(c, program, p, acc, last)
+    if program.build.SPAN:
+        acc = issue_product(c, program, p, acc, last, use_acc)
+    else:
+        acc = issue_product(c, program, p, acc, last)
     s = warpgroup_mma_wait(PRODUCTS, deps=(s,))
     program.k.release(seen)
     weights, m, l = first_block_weights(program, rows, s, rows.begin)
@@ -174,14 +198,18 @@ def change_tile(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, ac
     program.v.release(last)
     program.k.wait(seen + 1, pred=has_more)
     weights = program.mark_weights(rows, weights, rows.begin, seen)
-    return acc, bad, gl.convert_layout(weights.to(p.dtype), p.type.layout), m, l
+    p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
+    return acc, bad, p, m, l, first_residue(program, weights, l)
 
 
 @gluon.jit
-def end_tile(program, last, p, acc):
+def end_tile(program, last, p, acc, use_acc):
     """The product of the last block of a tile by itself: acc, and the first bad key."""
     program.v.wait(last)
-    acc = issue_products(p, program.v, last, acc)
+    if program.build.SPAN:
+        acc = issue_products(p, program.v, last, acc, use_acc)
+    else:
+        acc = issue_products(p, program.v, last, acc)
     acc = await_all(acc)
     bad = program.first_bad_key(last)
     program.v.release(last)
@@ -224,7 +252,7 @@ def store_piece(program, tile, first_row, p: gl.constexpr, x, o, o_desc):
 
 @gluon.jit
 def store_results(
-    c: gl.constexpr, program, results, tile, rows, acc, m, l, residue, bad, o_smem, o_desc
+    c: gl.constexpr, program, results, tile, rows, acc, m, l, residue, error, bad, o_smem, o_desc
 ):
     """Write the results of a tile; 1 for rows [ROWS] that are to be computed again, else 0. `bad`
     is its first bad key in constant time, and of no use elsewhere."""
@@ -232,7 +260,7 @@ def store_results(
     is_large = (gl.abs(m) * program.score_scale() >= LARGE_MAX) & (m > -float("inf"))
     if program.build.SPAN:
         # These are totals, and `residue` is the sum r.
-        out, lse, m, l = close_total(program, results, tile, rows, acc, m, l, residue)
+        out, lse, m, l = close_total(program, results, tile, rows, acc, m, l, residue, error)
     else:
         first_bad = None
         if program.build.INSPECTS and not program.schedule.HAS_LEFT:
@@ -267,9 +295,9 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
     # Where there is room for the queries of two tiles, one flows into the next.
     FLOWS: gl.constexpr = program.build.Q_STAGES == 2
     s_layout: gl.constexpr = accumulator(schedule.BLOCK_KV)
-    memory = None
-    if program.build.SPAN and o_desc.block_shape[4] < program.v.COLUMNS:
-        memory = total_smem
+    memory = total_smem
+    if program.build.SPAN and program.v.COLUMNS > 64 and program.build.TOTAL_COLUMNS > 0:
+        memory = in_memory_of_out(o_smem, program.build.TOTAL_COLUMNS)
     seen = 0
     tiles = 0
     if program.build.PINGPONG and c == program.build.CONSUMERS - 1:
@@ -281,10 +309,11 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
         for _ in range(rows.tile_begin, rows.begin):
             skip(c, program, seen)
             seen += 1
-        p, m, l = begin_tile(c, program, rows, q_ring, tiles, seen)
+        p, m, l, residue = begin_tile(c, program, rows, q_ring, tiles, seen)
         while tile.exists:
             acc = empty_sums(program.v.COLUMNS)
-            residue = gl.zeros_like(l)
+            if not program.build.SPAN:
+                residue = gl.zeros_like(l)
             if program.build.CONSTANT_TIME:
                 # Nothing else is left of what rounding does: here, it is that of m.
                 residue = constant_time.rounding_of(
@@ -292,22 +321,25 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
                 )
             q = q_ring.pieces(tiles)
             if program.build.SPAN:
-                sums = empty_sums_of_spans(m)
-                total = empty_products(acc, memory)
+                sums = empty_sums_of_rows(program, m, l)
+                total = empty_products(program.v.COLUMNS, program.build.TOTAL_COLUMNS)
                 for block in range(rows.begin + 1, rows.end):
                     p, acc, m, l, residue, sums, total = step_in_spans(
                         c, program, rows, block, seen, q, p, acc, m, l, residue, sums, total, memory
                     )
                     seen += 1
                 if (rows.end - 1) % program.build.SPAN == 0:
-                    total = add_products(total, memory, sums[3], acc, sums[4])
-                    acc = empty_sums(program.v.COLUMNS)
+                    total = add_span(program, rows, rows.end - 1, sums, total, memory, acc)
             else:
                 for block in range(rows.begin + 1, rows.end):
                     p, acc, m, l, residue = step(
                         c, program, rows, block, seen, q, p, acc, m, l, residue
                     )
                     seen += 1
+            # With spans, the last block of a tile may be the first of one.
+            use_acc = rows.end > 0
+            if program.build.SPAN:
+                use_acc = continues(program, rows, rows.end - 1)
             last = seen
             seen += 1
             for _ in range(rows.end, rows.tile_end):
@@ -319,31 +351,37 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
             q_ring.release(tiles)
             next_m = m
             next_l = l
+            next_residue = gl.zeros_like(l)
             if next_tile.exists:
                 for _ in range(next_rows.tile_begin, next_rows.begin):
                     skip(c, program, seen)
                     seen += 1
             if FLOWS and next_tile.exists:
-                acc, bad, p, next_m, next_l = change_tile(
-                    c, program, next_rows, q_ring, tiles + 1, last, seen, p, acc
+                acc, bad, p, next_m, next_l, next_residue = change_tile(
+                    c, program, next_rows, q_ring, tiles + 1, last, seen, p, acc, use_acc
                 )
             else:
-                acc, bad = end_tile(program, last, p, acc)
+                acc, bad = end_tile(program, last, p, acc, use_acc)
             if program.build.SPAN:
-                m, l, residue, acc = end_spans(
-                    program, sums, total, memory, m, l, residue, acc, p.dtype
+                m, l, residue, error, acc = end_spans(
+                    program, rows, sums, total, memory, m, l, residue, acc, p.dtype
                 )
+            else:
+                error = None
             again = store_results(
-                c, program, results, tile, rows, acc, m, l, residue, bad, o_smem, o_desc
+                c, program, results, tile, rows, acc, m, l, residue, error, bad, o_smem, o_desc
             )
             wrong |= again << (tiles % 32)
             if not FLOWS and next_tile.exists:
-                p, next_m, next_l = begin_tile(c, program, next_rows, q_ring, tiles + 1, seen)
+                p, next_m, next_l, next_residue = begin_tile(
+                    c, program, next_rows, q_ring, tiles + 1, seen
+                )
             tiles += 1
             tile = next_tile
             rows = next_rows
             m = next_m
             l = next_l
+            residue = next_residue
     tma_store_wait(0)
     if program.build.SECOND_PASS:
         # What the copy engine still writes must not overtake the rows of the second pass.

@@ -21,6 +21,7 @@ from lockstep.kernels.hopper.forward.schedule import Schedule
 from lockstep.kernels.hopper.forward.scheduler import schedule_tiles
 from lockstep.kernels.hopper.forward.second_pass import produce_second_pass
 from lockstep.kernels.hopper.forward.tile_queue import TileQueue
+from lockstep.kernels.hopper.forward.total import allocate_total
 from lockstep.kernels.launch import unspecialized
 
 ANY_ADDRESS = ("sinks_ptr", "cu_q_ptr", "cu_kv_ptr", "kv_lens_ptr", "sequence_order_ptr")
@@ -102,6 +103,7 @@ def forward_kernel(
     SECOND_PASS: gl.constexpr,
     Q_STAGES: gl.constexpr,
     SPAN: gl.constexpr,
+    TOTAL_COLUMNS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     SERVER_REGISTERS: gl.constexpr,
     CONSTANT_TIME: gl.constexpr,
@@ -166,6 +168,7 @@ def forward_kernel(
             SCORES,
             HAS_SINKS,
             SPAN,
+            TOTAL_COLUMNS,
             CONSTANT_TIME,
             INSPECTS,
         ),
@@ -179,12 +182,12 @@ def forward_kernel(
     q_1 = TileRing.create(q_desc, Q_STAGES, 1, D_COLUMNS)
     o_0 = allocate_tiles(o_desc, 1)
     o_1 = allocate_tiles(o_desc, 1)
-    # A quarter of the second sums of query-invariant builds: `total.py`.
+    # The second sums of query-invariant builds: `total.py`.
     t_0 = o_0
     t_1 = o_1
-    if SPAN and o_desc.block_shape[4] < DV_COLUMNS:
-        t_0 = gl.allocate_shared_memory(gl.float32, [ROWS, 32], gl.NVMMASharedLayout(128, 32, 2))
-        t_1 = gl.allocate_shared_memory(gl.float32, [ROWS, 32], gl.NVMMASharedLayout(128, 32, 2))
+    if SPAN and DV_COLUMNS == 64 and TOTAL_COLUMNS > 0:
+        t_0 = allocate_total(TOTAL_COLUMNS)
+        t_1 = allocate_total(TOTAL_COLUMNS)
     # Arguments are written out in place: bound to a name, the constants in them become tensors.
     if CONSUMERS == 2 and INSPECTS:
         gl.warp_specialize(
@@ -231,12 +234,15 @@ def forward_kernel(
     else:
         q_2 = TileRing.create(q_desc, Q_STAGES, 1, D_COLUMNS)
         o_2 = allocate_tiles(o_desc, 1)
+        t_2 = o_2
+        if SPAN and DV_COLUMNS == 64 and TOTAL_COLUMNS > 0:
+            t_2 = allocate_total(TOTAL_COLUMNS)
         if INSPECTS:
             gl.warp_specialize(
                 [
                     (consume, (0, program, results, q_0, o_0, o_desc, t_0)),
                     (consume, (1, program, results, q_1, o_1, o_desc, t_1)),
-                    (consume, (2, program, results, q_2, o_2, o_desc, o_2)),
+                    (consume, (2, program, results, q_2, o_2, o_desc, t_2)),
                     (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1, q_2))),
                     (schedule_tiles, (program,)),
                     (inspect, (0, program)),
@@ -257,7 +263,7 @@ def forward_kernel(
                 [
                     (consume, (0, program, results, q_0, o_0, o_desc, t_0)),
                     (consume, (1, program, results, q_1, o_1, o_desc, t_1)),
-                    (consume, (2, program, results, q_2, o_2, o_desc, o_2)),
+                    (consume, (2, program, results, q_2, o_2, o_desc, t_2)),
                     (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1, q_2))),
                     (schedule_tiles, (program,)),
                 ],

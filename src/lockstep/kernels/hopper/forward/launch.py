@@ -232,6 +232,7 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "SECOND_PASS": not problem.constant_time,
         "Q_STAGES": plan.q_stages,
         "SPAN": plan.span // plan.block_kv,
+        "TOTAL_COLUMNS": plan.total_columns,
         "CONSUMER_REGISTERS": of_consumer,
         "SERVER_REGISTERS": of_server,
         "CONSTANT_TIME": problem.constant_time,

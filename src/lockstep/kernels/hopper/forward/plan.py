@@ -7,9 +7,11 @@ for all sequences of a call, and nothing else. The other choices change no bit.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from lockstep.kernels.hopper.common.query_invariance import BLOCK_KV, SPAN
+import torch
+
+from lockstep.kernels.hopper.common.query_invariance import SPAN
 from lockstep.kernels.hopper.common.sizes import ROWS
 from lockstep.problem import AttentionProblem
 
@@ -28,6 +30,7 @@ class Plan:
     pingpong: bool
     out_columns: int = 128  # of out that leave through shared memory at once
     span: int = 0  # keys between two folds of query-invariant builds
+    total_columns: int = 64  # of their second sums that are in shared memory: 64, 32 or 0
 
     @property
     def block_q(self) -> int:
@@ -54,12 +57,6 @@ NARROW_PLANS = {
 # Up to so many keys there is nothing to take turns at.
 FEW_KEYS = 256
 FEW_KEYS_PLAN = Plan(consumers=2, block_kv=128, stages=3, q_stages=2, pingpong=False)
-# Query-invariant builds, whose rows keep two sums (`spans.py`). Half of out leaves at once, so that
-# there is room for some of the second at D 128.
-SPAN_PLANS = {
-    64: Plan(2, BLOCK_KV, stages=3, q_stages=2, pingpong=True, span=SPAN),
-    128: Plan(2, BLOCK_KV, stages=2, q_stages=2, pingpong=True, out_columns=64, span=SPAN),
-}
 # Pairing tiles is worth it where it keeps programs this busy, and while the keys and values of the
 # heads at work fit into L2.
 BUSY, L2_BYTES = 0.96, 50e6
@@ -85,19 +82,28 @@ def plan_of(problem: AttentionProblem) -> Plan:
     if width == 192 and width_v <= 128:
         return WIDE_KEYS
     width = max(width, width_v)
-    if problem.query_invariant:
-        return SPAN_PLANS[width]
     left, right = problem.window
-    if width in NARROW_PLANS and None not in (left, right) and left + right < NARROW:
+    is_narrow = None not in (left, right) and left + right < NARROW
+    if width in NARROW_PLANS and is_narrow and not problem.query_invariant:
         return NARROW_PLANS[width]
     is_packed = problem.layout == "varlen"
+    if problem.query_invariant:
+        return replace(_by_length(problem, width), span=SPAN)
     if width == 64 and problem.Skv <= FEW_KEYS and not is_packed:
         return FEW_KEYS_PLAN
+    return _by_length(problem, width)
+
+
+def _by_length(problem: AttentionProblem, width: int) -> Plan:
+    left, right = problem.window
     # Of packed sequences only the mean is known.
+    is_packed = problem.layout == "varlen"
     length = problem.Sq / max(problem.B, 1) if is_packed else problem.Sq
     short = SHORT if right is None else SHORT_CAUSAL
-    # Masks on both sides leave too few registers for three consumers; in constant time any mask.
+    # Masks on both sides leave too few registers for three consumers; in constant time any mask,
+    # and maxima of several spans.
     is_crowded = left is not None or (problem.constant_time and right is not None)
+    is_crowded = is_crowded or (problem.query_invariant and problem.dtype != torch.bfloat16)
     # With pages, producers need registers.
     is_crowded = is_crowded or problem.is_paged
     return (SHORT_PLANS if length <= short or is_crowded else PLANS)[width]

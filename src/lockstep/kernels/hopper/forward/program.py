@@ -37,13 +37,14 @@ class Build:
     SCORES: gl.constexpr  # "raw", "scaled" (where scale is not positive) or "capped"
     HAS_SINKS: gl.constexpr
     SPAN: gl.constexpr  # blocks of keys between two folds, 0 for none: spans.py
+    TOTAL_COLUMNS: gl.constexpr  # of the second sums in shared memory: total.py
     CONSTANT_TIME: gl.constexpr
     INSPECTS: gl.constexpr  # in constant time, under a mask
 
     @gluon.constexpr_function
     def __init__(
         self, CONSUMERS, PINGPONG, FIXED_MAX, SECOND_PASS, Q_STAGES, SCORES, HAS_SINKS,
-        SPAN, CONSTANT_TIME, INSPECTS,
+        SPAN, TOTAL_COLUMNS, CONSTANT_TIME, INSPECTS,
     ):  # fmt: skip
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.PINGPONG = gl.constexpr(PINGPONG)
@@ -53,6 +54,7 @@ class Build:
         self.SCORES = gl.constexpr(SCORES)
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
         self.SPAN = gl.constexpr(SPAN)
+        self.TOTAL_COLUMNS = gl.constexpr(TOTAL_COLUMNS)
         self.CONSTANT_TIME = gl.constexpr(CONSTANT_TIME)
         self.INSPECTS = gl.constexpr(INSPECTS)
 
@@ -304,10 +306,10 @@ def normalize(program, results, tile, rows, acc, m, l, residue, is_exact, bad, d
 
 
 @gluon.jit
-def close_total(program, results, tile, rows, acc, m, l, r):
+def close_total(program, results, tile, rows, acc, m, l, r, error):
     """What `normalize` returns, from the total of all spans: `spans.py`."""
     sink = None
     if program.build.HAS_SINKS:
         sink = gl.load(results.sinks_ptr + tile.head)
-    one = gl.full(m.shape, 1.0, gl.float32, m.type.layout)
-    return close_rows(acc, m, l, r, one, program.score_scale(), sink, rows.nan_if_bad())
+    scale = program.score_scale()
+    return close_rows(acc, m, l, r, gl.exp2(-error), scale, sink, rows.nan_if_bad())

@@ -36,12 +36,14 @@ from lockstep.kernels.hopper.common.softmax import (
 )
 from lockstep.kernels.hopper.common.spans import (
     empty_total,
+    end_of_span,
     fold_span,
     raise_in_span,
+    row_sums,
     span_weights,
-    sums_of_span,
 )
 from lockstep.kernels.hopper.forward.program import Rows, close_total, normalize, send_block
+from lockstep.kernels.hopper.forward.span_steps import fixed_maximum
 
 # What stands for a value that is not finite while it is counted. A block has up to 128 keys, so
 # that a count of one kind stays below one of the next; all are exact in bf16 and fp16, and sums of
@@ -140,20 +142,25 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
 
 @gluon.jit
 def attend_spans(program, rows, q, seen):
-    """`attend_second_pass` of builds with spans: acc, m, l and r of the total."""
+    """`attend_second_pass` of builds with spans: acc, m, l, r and error of the total."""
     BLOCK_KV: gl.constexpr = program.schedule.BLOCK_KV
     WIDTH: gl.constexpr = program.v.COLUMNS
     FIXED_MAX: gl.constexpr = program.build.FIXED_MAX
     scale = program.score_scale()
     zero = zeros(BLOCK_KV)
     no_max = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, zero.type.layout))
+    # What the rows of a span begin with.
+    first_m = no_max
     m = no_max
     l = thread_sums(zero)
     residue = l
     acc = zeros(WIDTH)
-    sums, total = empty_total(m, WIDTH)
+    maxima, total = empty_total(m, l, WIDTH)
     for block in range(rows.begin, rows.end):
         s = take_scores(program, rows, q, block, seen)
+        if FIXED_MAX and block <= gl.maximum(rows.begin, rows.inner_begin):
+            first_m = fixed_maximum(program, rows, s, block, first_m)
+            m = gl.where(m == -float("inf"), first_m, m)
         m, alpha, residue, before = raise_in_span(s, m, l, residue, scale, FIXED_MAX)
         weights = span_weights(s, m, scale)
         if FIXED_MAX:
@@ -163,13 +170,14 @@ def attend_spans(program, rows, q, seen):
         acc = add_values(program, rows, weights, block, seen, acc, q[0].dtype)
         seen += 1
         if (block + 1) % program.build.SPAN == 0 or block + 1 == rows.end:
-            part_l, part_r, error = sums_of_span(m, l, residue, scale, q[0].dtype)
-            sums, total = fold_span(sums, total, m, part_l, part_r, error, (acc,), scale)
-            m = no_max
+            residue, error = end_of_span(m, residue, scale, FIXED_MAX, q[0].dtype)
+            maxima, total = fold_span(maxima, total, m, error, (l, residue, acc), scale)
+            m = first_m
             l = gl.zeros_like(l)
             residue = l
             acc = zeros(WIDTH)
-    return total, sums[0], sums[1], sums[2], seen
+    l, r = row_sums(m, total[0], total[1])
+    return (total[2],), maxima[0], l, r, maxima[1], seen
 
 
 @gluon.jit
@@ -209,8 +217,8 @@ def consume_second_pass(program, results, q_ring, seen, tiles):
             q = q_ring.pieces(sent_q)
             for first_column in range(0, program.v.COLUMNS, SLICE):
                 if program.build.SPAN:
-                    acc, m, l, r, seen = attend_spans(program, rows, q, seen)
-                    out, lse, m, l = close_total(program, results, tile, rows, acc, m, l, r)
+                    acc, m, l, r, error, seen = attend_spans(program, rows, q, seen)
+                    out, lse, m, l = close_total(program, results, tile, rows, acc, m, l, r, error)
                 else:
                     acc, m, l, residue, seen = attend_second_pass(
                         program, rows, q, runs, is_exact, seen

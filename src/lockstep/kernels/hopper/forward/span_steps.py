@@ -4,17 +4,79 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, warpgroup_mma_wait
-from lockstep.kernels.hopper.common.pieces import empty_sums, n_pieces, scale_all
-from lockstep.kernels.hopper.common.rounding import add_residue, sums_before
+from lockstep.kernels.hopper.common.pieces import n_pieces, scale_all
+from lockstep.kernels.hopper.common.rounding import add_residue
 from lockstep.kernels.hopper.common.softmax import (
     add_sums,
     exp2_weights,
+    hide_from,
     raise_maximum,
     thread_sums,
 )
-from lockstep.kernels.hopper.common.spans import fold_sums, mark, sums_of_span
+from lockstep.kernels.hopper.common.spans import (
+    end_of_first,
+    end_of_span,
+    first_maximum,
+    fold_maxima,
+    fold_sums,
+    mark,
+    row_sums,
+    sums_before_block,
+    weight_error,
+)
 from lockstep.kernels.hopper.forward.products import await_product, issue_product, issue_scores
 from lockstep.kernels.hopper.forward.total import add_products, all_products
+
+
+@gluon.jit
+def fixed_maximum(program, rows, s, block, m):
+    """m [ROWS], with a fixed maximum, of rows that begin in `block` with scores `s`."""
+    if program.schedule.HAS_LEFT:
+        end = end_of_first(rows.row_begin) - block * program.schedule.BLOCK_KV
+        return gl.where(m == -float("inf"), gl.max(hide_from(s, end), 1), m)
+    else:  # noqa: RET505, Gluon would go on and return both
+        return first_maximum(s)
+
+
+@gluon.jit
+def empty_sums_of_rows(program, m, l):
+    """Sums of no spans: l and residue [ROWS, 4]; with a running maximum also m, error and what
+    `fold_maxima` returns beside them."""
+    zero = gl.zeros_like(l)
+    if program.build.FIXED_MAX:
+        return zero, zero
+    else:  # noqa: RET505
+        none = gl.zeros_like(m)
+        return zero, zero, none - float("inf"), none, none + 1.0, none
+
+
+@gluon.jit
+def ended_before(program, rows, block):
+    """Whether a span of the rows ended before `block`."""
+    SPAN: gl.constexpr = program.build.SPAN
+    return block // SPAN > rows.begin // SPAN
+
+
+@gluon.jit
+def continues(program, rows, block):
+    """Whether the product of a block is added to those of the block before: not where a span
+    begins."""
+    return (block % program.build.SPAN != 0) & (block > rows.begin)
+
+
+@gluon.jit
+def add_span(program, rows, block, sums, total, memory, acc):
+    """The products of a total with those of the span that ended before the one of `block`, if there
+    is one."""
+    SPAN: gl.constexpr = program.build.SPAN
+    COLUMNS: gl.constexpr = program.build.TOTAL_COLUMNS
+    before = block // SPAN - rows.begin // SPAN
+    if before > 0:
+        if program.build.FIXED_MAX:
+            total = add_products(total, memory, None, acc, None, before == 1, COLUMNS)
+        else:
+            total = add_products(total, memory, sums[4], acc, sums[5], before == 1, COLUMNS)
+    return total
 
 
 @gluon.jit
@@ -22,38 +84,35 @@ def step_in_spans(
     c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, residue, sums, total, memory
 ):
     """`step`; where a span begins with `block`, the sums of the one before join the total's, and
-    its products do in the next step, while the tensor cores compute scores. `sums` are m, l and r
-    of the total, and by what its products, and those of the last span, are to be multiplied."""
+    so do its products when they are done."""
     VOTES_LATE: gl.constexpr = program.v.COLUMNS <= 64
     PRODUCTS: gl.constexpr = n_pieces(program.v.COLUMNS)
     SPAN: gl.constexpr = program.build.SPAN
     scale = program.score_scale()
-    is_new = block % SPAN == 0
+    in_span = block % SPAN
+    is_new = in_span == 0
+    # One branch where neither is the case.
+    if in_span <= 1:
+        if is_new:
+            sums = add_sums_of_span(program, sums, m, l, residue, p.dtype)
+            l = gl.zeros_like(l)
+            residue = gl.zeros_like(residue)
+            if not program.build.FIXED_MAX:
+                m = gl.full([ROWS], -float("inf"), gl.float32, m.type.layout)
+        else:
+            total = add_span(program, rows, block, sums, total, memory, acc)
     s = issue_scores(c, program, q, seen + 1)
-    if block % SPAN == 1:
-        total = add_products(total, memory, sums[3], acc, sums[4])
-        acc = empty_sums(program.v.COLUMNS)
-    acc = issue_product(c, program, p, acc, seen)
-    before = l
-    if is_new:
-        sums = add_sums_of_span(program, sums, m, l, residue, p.dtype)
-        m = gl.full([ROWS], -float("inf"), gl.float32, m.type.layout)
-        l = gl.zeros_like(l)
-        residue = gl.zeros_like(residue)
+    acc = issue_product(c, program, p, acc, seen, continues(program, rows, block - 1))
     s = warpgroup_mma_wait(PRODUCTS, deps=(s,))
     program.k.release(seen + 1)
     s = program.mask_scores(rows, s, block)
     if program.build.FIXED_MAX:
-        begins = is_new
-        if program.schedule.HAS_LEFT:
-            begins = begins | (block <= rows.inner_begin)
-        if begins:
-            before = sums_before(l, m)
-            m, _alpha = raise_maximum(s, m, scale, m == -float("inf"))
+        if program.schedule.HAS_LEFT and block <= rows.inner_begin:
+            m = fixed_maximum(program, rows, s, block, m)
         weights = exp2_weights(s, m, scale)
         part = thread_sums(weights)
         if not VOTES_LATE:
-            residue = add_residue(residue, weights, part, before)
+            residue = add_residue(residue, weights, part, sums_before_block(l))
         acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
     else:
         m, alpha = raise_maximum(s, m, scale, True)
@@ -67,24 +126,54 @@ def step_in_spans(
     p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
     if program.build.FIXED_MAX:
         if VOTES_LATE:
-            residue = add_residue(residue, weights, part, before)
+            residue = add_residue(residue, weights, part, sums_before_block(l))
         l += part
     return p, acc, m, l, residue, sums, total
 
 
 @gluon.jit
 def add_sums_of_span(program, sums, m, l, residue, dtype: gl.constexpr):
-    """`fold_sums` with a span that ended in the first pass."""
+    """The sums of a total with those of a span that ended in the first pass."""
     scale = program.score_scale()
     if program.build.FIXED_MAX:
-        l, r, error = sums_of_span(m, l, residue, scale, dtype)
-    else:
-        l, r, error = sums_of_span(m, l, None, scale, dtype)
-    return fold_sums(sums[0], sums[1], sums[2], m, mark(m, l, scale), r, error, scale)
+        return _add_here(sums[0], l), _add_here(sums[1], residue)
+    else:  # noqa: RET505
+        residue, error = end_of_span(m, residue, scale, False, dtype)
+        m, error, keep, add = fold_maxima(sums[2], sums[3], m, error, scale)
+        folded = fold_sums((sums[0], sums[1]), keep, (l, residue), add)
+        return folded[0], folded[1], m, error, keep, add
 
 
 @gluon.jit
-def end_spans(program, sums, total, memory, m, l, residue, acc, dtype: gl.constexpr):
-    """m, l, r and products of all spans, when those of the last are done."""
-    m, l, r, keep, add = add_sums_of_span(program, sums, m, l, residue, dtype)
-    return m, l, r, all_products(total, memory, keep, acc, add)
+def _add_here(x, y):
+    """x + y in a branch: else compilers add in every step, and choose then, which takes registers.
+    What warps wait for together is not moved out of a branch."""
+    return gl.inline_asm_elementwise(
+        "{ bar.warp.sync 0xffffffff; add.f32 $0, $1, $2; }",
+        "=r,r,r",
+        [x, y],
+        gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def end_spans(program, rows, sums, total, memory, m, l, residue, acc, dtype: gl.constexpr):
+    """m, l, r, error and products of all spans, when those of the last are done."""
+    COLUMNS: gl.constexpr = program.build.TOTAL_COLUMNS
+    scale = program.score_scale()
+    sums = add_sums_of_span(program, sums, m, l, residue, dtype)
+    if program.build.FIXED_MAX:
+        error = weight_error(m, scale)
+        keep: gl.constexpr = None
+        add: gl.constexpr = None
+    else:
+        m = sums[2]
+        error = sums[3]
+        keep = sums[4]
+        add = sums[5]
+    if ended_before(program, rows, rows.end - 1):
+        acc = all_products(total, memory, keep, acc, add, COLUMNS)
+    l, r = row_sums(m, sums[0], sums[1])
+    return m, mark(m, l, scale), r, error, acc

@@ -1,58 +1,106 @@
 """Where the products of the spans that have ended are kept: `common/spans.py`.
 
-They take as many registers as the products under way, for which there is no room at D 128. There,
-the last quarter of their columns is in shared memory, `memory` below; elsewhere that is None.
+They take as many registers as the products under way, for which there is no room. So those of the
+last columns, TOTAL_COLUMNS of a build, are in shared memory, in the order of the registers: a
+thread reads what it wrote. At D 128 that is where out is on its way to global memory.
 """
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
-from lockstep.kernels.hopper.common.spans import fold_products
+from lockstep.kernels.hopper.common.accumulator import zeros
+from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, reinterpret, tma_store_wait
 
 
 @gluon.jit
-def empty_products(acc, memory):
-    """Those of no spans; acc are accumulators of all columns."""
-    if memory is None:
-        zeros = ()
-        for p in gl.static_range(len(acc)):
-            zeros = zeros + (gl.zeros_like(acc[p]),)  # noqa: RUF005, Gluon does not unpack
-        return zeros
-    else:  # noqa: RET505, Gluon would go on and return both
-        a, b, c, d = _quarters(gl.zeros_like(acc[0]))
-        memory.store(d)
-        return a, b, c
+def allocate_total(COLUMNS: gl.constexpr):
+    """Shared memory for the products of so many columns."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return gl.allocate_shared_memory(gl.float32, [COLUMNS // 4, 256], layout)
 
 
 @gluon.jit
-def add_products(total, memory, keep, acc, add):
-    """The products of a span that ended, acc, times `add` [ROWS], and those before times `keep`."""
-    if memory is None:
-        return fold_products(total, keep, acc, add)
-    else:  # noqa: RET505
-        a, b, c, d = _fold_quarters(total, memory, keep, acc[0], add)
-        memory.store(d)
-        return a, b, c
+def in_memory_of_out(o_smem, COLUMNS: gl.constexpr):
+    """Shared memory for the products of so many columns, up to 64, where 128 of out leave."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    whole = reinterpret(o_smem, gl.float32, [16, 256], layout)
+    return whole if COLUMNS == 64 else whole.slice(0, COLUMNS // 4, dim=0)
 
 
 @gluon.jit
-def all_products(total, memory, keep, acc, add):
+def empty_products(COLUMNS: gl.constexpr, IN_MEMORY: gl.constexpr):
+    """What is in registers of no spans."""
+    found = ()
+    if COLUMNS - IN_MEMORY == 96:
+        found = (zeros(64), zeros(32))
+    elif COLUMNS > IN_MEMORY:
+        found = (zeros(COLUMNS - IN_MEMORY),)
+    return found
+
+
+@gluon.jit
+def add_products(total, memory, keep, acc, add, is_first, IN_MEMORY: gl.constexpr):
+    """The products of a span that ended, acc, times `add` [ROWS], and those before times `keep`;
+    None is 1. The first span finds nothing in memory."""
+    parts = _parts(acc[0], IN_MEMORY)
+    kept = ()
+    for i in gl.static_range(len(total)):
+        x = _fold(_like(total[i], parts[i]), keep, parts[i], add)
+        kept = kept + (_like(x, total[i]),)  # noqa: RUF005, Gluon does not unpack
+    if IN_MEMORY > 0:
+        part = parts[len(total)]
+        if add is not None:
+            part = part * _rows_of(add, part)
+        flat = _flattened(part)
+        if is_first:
+            # Out of the tile before may not have left yet.
+            tma_store_wait(0)
+            flat = flat + 0.0
+        else:
+            before = memory.load(flat.type.layout)
+            if keep is None:
+                flat = before + flat
+            else:
+                flat = gl.fma(before, _flattened(_rows_of(keep, part)), flat)
+        memory.store(flat)
+    return kept
+
+
+@gluon.jit
+def all_products(total, memory, keep, acc, add, IN_MEMORY: gl.constexpr):
     """`add_products` of the last span, as accumulators of all columns."""
-    if memory is None:
-        return fold_products(total, keep, acc, add)
-    else:  # noqa: RET505
-        a, b, c, d = _fold_quarters(total, memory, keep, acc[0], add)
-        return (_joined(a, b, c, d, acc[0]),)
+    like: gl.constexpr = acc[0].type.layout
+    parts = _parts(acc[0], IN_MEMORY)
+    found = ()
+    for i in gl.static_range(len(total)):
+        x = _fold(_like(total[i], parts[i]), keep, parts[i], add)
+        found = found + (x,)  # noqa: RUF005
+    if IN_MEMORY > 0:
+        part = parts[len(total)]
+        flat = _flattened(part)
+        before = _like(_unflattened(memory.load(flat.type.layout), IN_MEMORY), part)
+        found = found + (_fold(before, keep, part, add),)  # noqa: RUF005
+    if len(found) == 1:
+        x = found[0]
+    elif len(found) == 2:
+        x = _joined(found[0], found[1])
+    else:
+        right = _joined(found[1], found[2])
+        x = _joined(found[0], _like(right, found[0]))
+    return (gl.convert_layout(x, like, assert_trivial=True),)
 
 
 @gluon.jit
-def _fold_quarters(total, memory, keep, acc, add):
-    a, b, c, d = _quarters(acc)
-    layout: gl.constexpr = d.type.layout
-    a = _fold(total[0], keep, a, add)
-    b = _fold(total[1], keep, b, add)
-    c = _fold(total[2], keep, c, add)
-    return a, b, c, _fold(memory.load(layout), keep, d, add)
+def _parts(x, IN_MEMORY: gl.constexpr):
+    """Columns of x [ROWS, ·] that are kept apart, those in memory last."""
+    if IN_MEMORY == 0 or x.shape[1] == IN_MEMORY:
+        return (x,)
+    else:  # noqa: RET505, Gluon would go on and return both
+        left, right = _halves(x)
+        if right.shape[1] == IN_MEMORY:
+            return left, right
+        else:  # noqa: RET505
+            a, b = _halves(right)
+            return left, a, b
 
 
 @gluon.jit
@@ -62,30 +110,44 @@ def _halves(x):
 
 
 @gluon.jit
-def _quarters(x):
-    """x [ROWS, n] in four parts of its columns."""
-    left, right = _halves(x)
-    a, b = _halves(left)
-    c, d = _halves(right)
-    return a, b, c, d
+def _joined(a, b):
+    """`_halves` undone."""
+    return gl.join(a, b).permute((0, 2, 1)).reshape([a.shape[0], 2 * a.shape[1]])
 
 
 @gluon.jit
-def _joined(a, b, c, d, like):
-    """`_quarters` undone; the result has the layout of `like`."""
-    R: gl.constexpr = like.shape[0]
-    N: gl.constexpr = like.shape[1]
-    left = gl.join(a, b).permute((0, 2, 1)).reshape([R, N // 2])
-    right = gl.join(c, d).permute((0, 2, 1)).reshape([R, N // 2])
-    x = gl.join(left, right).permute((0, 2, 1)).reshape([R, N])
-    return gl.convert_layout(x, like.type.layout, assert_trivial=True)
+def _flattened(x):
+    """x [64, n] as [n / 4, 256], in the order of registers: `accumulator.as_registers`."""
+    x = x.reshape([4, 2, 8, x.shape[1] // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+    return x.reshape([x.shape[0] * 2, 256])
+
+
+@gluon.jit
+def _unflattened(x, COLUMNS: gl.constexpr):
+    """`_flattened` undone."""
+    x = x.reshape([COLUMNS // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
+    return x.reshape([64, COLUMNS])
+
+
+@gluon.jit
+def _like(x, y):
+    return gl.convert_layout(x, y.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _rows_of(factor, part):
+    """A factor [ROWS] for each product of a part [ROWS, ·]."""
+    rows: gl.constexpr = gl.SliceLayout(1, part.type.layout)
+    factor = gl.convert_layout(factor, rows, assert_trivial=True)
+    return gl.expand_dims(factor, 1) + gl.zeros_like(part)
 
 
 @gluon.jit
 def _fold(total, keep, part, add):
     """`fold_products` of one part [ROWS, ·]."""
-    rows: gl.constexpr = gl.SliceLayout(1, part.type.layout)
-    keeps = gl.expand_dims(gl.convert_layout(keep, rows, assert_trivial=True), 1)
-    adds = gl.expand_dims(gl.convert_layout(add, rows, assert_trivial=True), 1)
-    zero = gl.zeros_like(part)
-    return gl.fma(total, keeps + zero, part * adds)
+    if add is not None:
+        part = part * _rows_of(add, part)
+    if keep is None:
+        return total + part
+    else:  # noqa: RET505
+        return gl.fma(total, _rows_of(keep, part), part)

@@ -1,0 +1,43 @@
+"""Products times factors that are 1 in nearly all tiles: each warp votes on it, and jumps over the
+multiplication. A branch of the whole warpgroup would take barriers in every tile."""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
+
+
+@gluon.constexpr_function
+def _assembly(n):
+    """PTX for a thread with `n` products. Operands: `n` results, `n` products and `n` factors. In
+    the layout of wgmma, the first two of every four elements are in the upper row of a thread, the
+    others in its lower row, eight below."""
+    lines = [
+        ".reg .pred upper, lower, any;",
+        f"setp.neu.f32 upper, ${2 * n}, 0f3F800000;",
+        f"setp.neu.f32 lower, ${2 * n + 2}, 0f3F800000;",
+        "or.pred any, upper, lower;",
+        "vote.sync.any.pred any, any, 0xffffffff;",
+        *(f"mov.b32 ${i}, ${n + i};" for i in range(n)),
+        "@!any bra.uni DONE;",
+        *(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n)),
+        "DONE:",
+    ]
+    return "{ " + " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def _constraints(n):
+    return ",".join(["=r"] * n + ["r"] * (2 * n))
+
+
+@gluon.jit
+def rescale(acc, alpha):
+    """acc [ROWS, ·] times alpha [ROWS]."""
+    N: gl.constexpr = acc.shape[1] // 2
+    assembly: gl.constexpr = _assembly(N)
+    constraints: gl.constexpr = _constraints(N)
+    rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    factors = gl.expand_dims(gl.convert_layout(alpha, rows), 1) + gl.zeros_like(acc)
+    return gl.inline_asm_elementwise(
+        assembly, constraints, [acc, factors], gl.float32, is_pure=False, pack=N
+    )
