@@ -14,8 +14,8 @@ from lockstep.problem import AttentionProblem
 
 # In order of preference.
 KERNELS: tuple[Kernel, ...] = (
-    hopper.KERNEL,
     decode.KERNEL,
+    hopper.KERNEL,
     triton.KERNEL,
     cpu.KERNEL,
     oracle.KERNEL,

@@ -15,6 +15,8 @@ from hopper_build import compile_for_hopper, count
 from launch_arguments import bind
 from shared_places import shared_with_barriers
 
+from lockstep import dispatch
+from lockstep.kernels import hopper
 from lockstep.kernels.hopper import decode
 from lockstep.kernels.hopper.common import requirements, sizes
 from lockstep.kernels.hopper.decode import launch, plan, producer, schedule
@@ -256,6 +258,37 @@ def test_machine_code_of_spans():
 def test_what_it_refuses(monkeypatch, given, reason):
     monkeypatch.setattr(decode, "refusal_of_device", lambda problem: None)
     assert decode.supports(problem_of(**given)) == reason
+
+
+@pytest.mark.parametrize(
+    ("B", "Sq", "Skv", "expected"),
+    [
+        (1, 1, 1000, "hopper_decode"),
+        (1, 64, 16384, "hopper_decode"),
+        (4, 16, 16384, "hopper_decode"),
+        (4, 128, 16384, "hopper"),
+        (1, 512, 16384, "hopper"),
+        (256, 1, 1000, "hopper_decode"),
+        # Parts of so many spans would take too much memory, and few programs would have work.
+        (1, 64, 1 << 20, "hopper"),
+    ],
+)
+@pytest.mark.parametrize("page", [None, 16])
+def test_few_queries_are_split(monkeypatch, B, Sq, Skv, expected, page):
+    """With query_invariant both kernels have the same bits, and the sizes of a call choose."""
+    for package in (decode, hopper):
+        monkeypatch.setattr(package, "refusal_of_device", lambda problem: None)
+    meta = {"dtype": torch.bfloat16, "device": "meta"}
+    q = torch.empty(B, 32, Sq, 128, **meta)
+    kv = torch.empty(B, 8, Skv, 128, **meta)
+    tensors = Tensors(q, kv, kv)
+    if page is not None:
+        pages = torch.empty(B * -(-Skv // page), page, 8, 128, **meta)
+        ints = {"dtype": torch.int32, "device": "meta"}
+        table, lens = torch.empty(B, -(-Skv // page), **ints), torch.empty(B, **ints)
+        tensors = Tensors(q, pages, pages, page_table=table, kv_lens=lens)
+    problem = describe(tensors, Options(causal=True, query_invariant=True))
+    assert dispatch.select(problem).name == expected
 
 
 def test_it_needs_a_hopper_gpu():

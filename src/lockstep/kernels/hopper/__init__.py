@@ -12,11 +12,7 @@ A row's bits depend on its own sequence and the head dims alone.
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.common.query_invariance import (
-    MOST_SPLIT_ROWS,
-    is_split,
-    refusal_of_kind,
-)
+from lockstep.kernels.hopper.common.query_invariance import refusal_of_kind
 from lockstep.kernels.hopper.common.requirements import (
     MIN_QUERIES_IN_PAGES,
     PAGE_ROWS,
@@ -88,7 +84,7 @@ def supports(problem: AttentionProblem) -> str | None:
     if problem.B * problem.Hq * max(problem.Sq, problem.Skv) > MAX_ROWS:
         return f"takes up to {MAX_ROWS} rows in all heads, got more"
     if problem.query_invariant:
-        return _refusal_of_invariance(problem)
+        return refusal_of_kind(problem)
     # Of packed sequences only the sum of lengths is known, and what runs a sequence must not depend
     # on its neighbours.
     least = MIN_QUERIES if problem.Hq == problem.Hkv else MIN_QUERIES_OF_GROUPS
@@ -108,19 +104,10 @@ def _refusal_of_pages(problem: AttentionProblem) -> str | None:
         return f"takes pages with D in multiples of 16 up to 192, or 256, got {problem.D}"
     if 0 in (problem.B, problem.Sq, problem.Skv, problem.n_pages):
         return "takes at least one sequence, one query and one page"
-    if problem.Sq < MIN_QUERIES_IN_PAGES:
+    # With query_invariant, hopper_decode comes first where it is faster.
+    if problem.Sq < MIN_QUERIES_IN_PAGES and not problem.query_invariant:
         return f"takes {MIN_QUERIES_IN_PAGES} queries or more on pages, got {problem.Sq}"
     return None
-
-
-def _refusal_of_invariance(problem: AttentionProblem) -> str | None:
-    reason = refusal_of_kind(problem)
-    if reason is None and is_split(problem):
-        return (
-            f"leaves query_invariant with up to {MOST_SPLIT_ROWS} query rows of a KV head to "
-            "hopper_decode"
-        )
-    return reason
 
 
 def supports_backward(problem: AttentionProblem) -> str | None:

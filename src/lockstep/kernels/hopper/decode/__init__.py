@@ -42,10 +42,12 @@ def supports(problem: AttentionProblem) -> str | None:
     reason = refusal_of_device(problem)
     if reason is not None:
         return reason
-    if not problem.is_paged and not (problem.query_invariant and is_split(problem)):
+    if not problem.is_paged and not problem.query_invariant:
         return f"takes pages, got a {problem.layout} problem"
     if problem.query_invariant and refusal_of_kind(problem) is not None:
         return refusal_of_kind(problem)
+    if problem.query_invariant and not is_split(problem):
+        return "leaves query_invariant to hopper, which is faster with so many query rows"
     if problem.D not in HEAD_DIMS or problem.Dv not in HEAD_DIMS:
         dims = ", ".join(map(str, HEAD_DIMS))
         return f"takes head dims {dims}, got D = {problem.D} and Dv = {problem.Dv}"

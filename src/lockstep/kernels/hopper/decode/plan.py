@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.kernels.hopper.common.query_invariance import BLOCK_KV, SPAN
+from lockstep.kernels.hopper.common.query_invariance import BLOCK_KV, SPAN, parts_fit
 from lockstep.kernels.hopper.common.sizes import ROWS
 from lockstep.kernels.hopper.decode.span_rule import least_of, spans_of
 from lockstep.problem import AttentionProblem
@@ -24,8 +24,6 @@ COLUMNS = 64
 SPAN_COST = 1
 # A span has so many keys for each query row at least: parts stay few beside keys and values.
 KEYS_PER_ROW = 32
-# The most spans that tiles of all 64 rows are cut into, in calls whose spans have a fixed size.
-MAX_PARTS = 64
 # Columns and rows that a program of the second kernel folds, each row by one warp; and the
 # parts that it loads at once.
 FOLD_COLUMNS, FOLD_ROWS, FOLD_BATCH = 32, 4, 64
@@ -114,7 +112,7 @@ def least_span(problem: AttentionProblem) -> int:
 def keeps_whole(problem: AttentionProblem) -> bool:
     """Whether a tile of query rows has one program for all its keys: parts of tall tiles would take
     too much memory where spans are short."""
-    return problem.query_invariant and tile_rows_of(problem) == ROWS and _parts(problem) > MAX_PARTS
+    return problem.query_invariant and not parts_fit(problem)
 
 
 def most_spans(problem: AttentionProblem) -> int:
