@@ -141,16 +141,15 @@ def test_machine_code_of_spans(D):
     per_thread = shape.block_kv * plan.ROWS // 128
     for loop in built.addressed_loops:
         assert not writes_in_flight(loop)
-        # Between the ends of spans and away from edges, a step costs what it does elsewhere, but
-        # for a number of three consumers that is not in a register.
+        # Between the ends of spans and away from edges, a step costs what it does elsewhere.
         found = count(usual_path(loop))
-        assert found["LDL"] + found["STL"] <= 2 * (D == 64)
+        assert found["LDL"] == found["STL"] == 0
         assert found["MUFU.EX2"] == found["FFMA"] == found["FADD"] == per_thread
-        # At the end of a span, its products are added to a total, which is not rescaled; 64 columns
-        # are in shared memory.
+        # At the end of a span, its 4 sums and its products are added to a total, which is not
+        # rescaled; 64 columns are in shared memory. What rounding changes takes 4 more.
         found = count([text for _, text in loop])
         assert found["FFMA"] == per_thread
-        assert found["FADD"] >= per_thread + D // 2
+        assert found["FADD"] == per_thread + D // 2 + 8
         assert found["LDS"] == found["STS"] == 8
 
 
@@ -244,6 +243,7 @@ def refusal(monkeypatch, capability=(9, 0), **changes):
         ({"softcap": 1e4}, "softcap up to 1024.0, got 10000.0"),
         ({"Sq": 15, "Hq": 4, "Hkv": 4}, "16 queries"),
         ({"Sq": 32, "Hq": 4, "Hkv": 2}, "33 queries"),
+        ({"Sq": 64, "Skv": 4096, "Hq": 4, "Hkv": 2}, "65 queries"),
         ({"Skv": 1 << 30}, "rows"),
         ({"Skv": 0, "has_kv_lens": True}, "one key"),
         ({"B": 0, "layout": "varlen"}, "one sequence"),

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from crew import as_plain, make_plain
-from hopper_build import compile_for_hopper, count
+from hopper_build import compile_for_hopper, count, usual_path, writes_in_flight
 from launch_arguments import bind
 from shared_places import shared_with_barriers
 
@@ -239,9 +239,17 @@ def test_machine_code_of_spans():
     shape = plan.INVARIANT_PLANS[64]
     found = count([text for _, text in built.instructions])
     assert "serialized" not in built.report
-    # As above, and the scores of the keys that rows begin with.
-    assert found["HGMMA"] == 3 * (64 // 16) + shape.block_kv // 16
-    assert built.kernel.metadata.shared <= sizes.SHARED_BYTES
+    # As above, the scores of the keys that rows begin with, and the last product of a run.
+    assert found["HGMMA"] == 3 * (64 // 16) + 2 * (shape.block_kv // 16)
+    assert shape.programs * (built.kernel.metadata.shared + 1024) <= sizes.SHARED_BYTES + 1024
+    (loop,) = built.addressed_loops
+    assert not writes_in_flight(loop)
+    usual = count(usual_path(loop))
+    # Each thread has two rows; one exponential more for each rescales.
+    assert usual["MUFU.EX2"] == 2 * (shape.block_kv // 4 + 1)
+    # Tiles are not cleaned, nor sums rescaled, unless they have to be; nothing is spilled.
+    assert usual["LDL"] + usual["STL"] == 0
+    assert usual["LDS"] + usual["STS"] == 0
 
 
 @pytest.mark.parametrize(

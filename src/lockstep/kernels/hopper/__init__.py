@@ -31,6 +31,8 @@ MAX_ROWS = 1 << 29
 # grouped heads it also packs a group into one tile, and is faster for longer.
 MIN_QUERIES = 16
 MIN_QUERIES_OF_GROUPS = 33
+# With so many keys in every sequence, for longer still.
+LONG, MIN_QUERIES_ON_LONG = 4096, 65
 # Its tanh is off by a rounding of 1, and so a capped score by that times the cap.
 MAX_SOFTCAP = 1024.0
 
@@ -88,6 +90,8 @@ def supports(problem: AttentionProblem) -> str | None:
     # Of packed sequences only the sum of lengths is known, and what runs a sequence must not depend
     # on its neighbours.
     least = MIN_QUERIES if problem.Hq == problem.Hkv else MIN_QUERIES_OF_GROUPS
+    if problem.Hq > problem.Hkv and problem.Skv >= LONG and not problem.has_kv_lens:
+        least = MIN_QUERIES_ON_LONG
     if problem.layout != "varlen" and problem.Sq < least:
         return f"takes {least} queries or more in a sequence, got {problem.Sq}"
     return None
