@@ -238,7 +238,7 @@ def refusal(monkeypatch, capability=(9, 0), **changes):
         (PAGES | {"Sq": 127}, "128 queries or more on pages"),
         (PAGES | {"D": 72}, "D in multiples of 16"),
         (PAGES | {"D": 208}, "or 256, got 208"),
-        (PAGES | {"query_invariant": True}, "no query_invariant"),
+        ({"layout": "varlen_paged", "query_invariant": True}, "ragged queries in pages"),
         ({"bias_shape": (1, 1, 1, 1)}, "bias"),
         ({"softcap": 1e4}, "softcap up to 1024.0, got 10000.0"),
         ({"Sq": 15, "Hq": 4, "Hkv": 4}, "16 queries"),
@@ -264,6 +264,8 @@ def test_takes_what_it_says(monkeypatch):
     assert refusal(monkeypatch, D=256, Dv=128, causal=True, softcap=3.0, has_sinks=True) is None
     assert refusal(monkeypatch, has_kv_lens=True) is None
     assert refusal(monkeypatch, **PAGES) is None
+    # `hopper_decode` comes first where it is faster.
+    assert refusal(monkeypatch, **PAGES | {"query_invariant": True, "Sq": 1}) is None
     # Whether sequences are packed with others must not decide who runs them.
     assert refusal(monkeypatch, layout="varlen", Sq=1) is None
 
