@@ -86,9 +86,14 @@ def _by_date(suite: str, directory: Path) -> list[dict[str, Any]]:
 
 
 def processor(run: dict[str, Any]) -> str:
-    """The processor of a run: the first GPU for a suite that measures one, else the CPU."""
+    """The processor of a run: the first GPU for a suite that measures one, else the CPU, and how
+    many of its cores if not all."""
     hardware = run["environment"]["hardware"]
-    return str(hardware["gpus"][0] if run["suite"] in ON_GPU else hardware["cpu"])
+    if run["suite"] in ON_GPU:
+        return str(hardware["gpus"][0])
+    threads, cores = run["environment"].get("threads"), hardware.get("cores")
+    some = f", {threads} of {cores} cores" if threads and cores and threads < cores else ""
+    return f"{hardware['cpu']}{some}"
 
 
 def where(run: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from lockstep.bench import cpu, timing
 from lockstep.bench.timing import Timings
+from lockstep.kernels.cpu import roof
 
 
 def test_every_case_has_a_goal_and_a_name_of_its_own():
@@ -49,3 +50,21 @@ def test_a_row_reports_medians_in_milliseconds():
     assert row["ms"] == {"lockstep": 200.0, "SDPA": 400.0}
     assert row["speed"] == 2.0
     assert row["rounds"] == 3
+
+
+def test_operations_are_those_of_the_pairs_that_a_mask_leaves():
+    for case in cpu.CASES:
+        small = dataclasses.replace(case, Sq=min(case.Sq, 300), Skv=300)
+        seen = torch.ones(small.Sq, small.Skv).bool()
+        if small.causal:
+            seen = seen.tril()
+        if small.window is not None:
+            seen = cpu._window_mask(small.Sq, *small.window)
+        products = 7 if small.backward else 2
+        assert small.operations == 2 * products * small.Hq * small.D * int(seen.sum())
+
+
+def test_the_roof_is_above_what_a_matrix_product_reaches():
+    a = torch.randn(256, 256)
+    seconds = min(timing.interleave({"": lambda: a @ a}, 5).seconds[""])
+    assert roof.measure() > 0.5 * 2 * 256**3 / seconds  # half: other work may run on the machine

@@ -28,8 +28,10 @@ RUN = {
             "ms": {"lockstep": 123.4, "SDPA": 246.8},
             "speed": 2.0,
             "against": "SDPA",
+            "gflops": 69.6,
         }
     ],
+    "roof_gflops": 80.0,
 }
 
 

@@ -27,15 +27,18 @@ def cpu_command(
     """Time the CPU path against PyTorch's scaled_dot_product_attention.
 
     Every case is checked before it is timed, and all contenders take turns within one run. Speed
-    is how many times as fast as what a case is held against. Exit status 1 if a result is wrong.
+    is how many times as fast as what a case is held against, and the roof what the cores do in
+    multiply-adds alone. Exit status 1 if a result is wrong.
     """
     from lockstep import results
     from lockstep.bench import cpu, show, timing
+    from lockstep.kernels.cpu import roof as cpu_roof
 
     rounds = QUICK_ROUNDS if quick else ROUNDS
     # What is printed on the way goes to stderr: stdout is for the table, or for JSON alone.
     aside = Console(stderr=True)
     rows = []
+    roof = cpu_roof.measure() / 1e9
     try:
         with progress(aside, len(cpu.CASES)) as steps:
             for case in cpu.CASES:
@@ -45,13 +48,14 @@ def cpu_command(
     except timing.WrongResult as error:
         aside.print(f"wrong result: {error}", style=BAD)
         raise typer.Exit(1) from None
-    run = results.collect("cpu", rows)
+    run = {**results.collect("cpu", rows), "roof_gflops": round(roof, 1)}
     if as_json:
         print_json(run)
     else:
         console = Console()
-        console.print(show.cpu_table(rows))
-        console.print("\ngoal: the speed it must reach / the speed it aims at", style=QUIET)
+        console.print(show.cpu_table(rows, roof))
+        goal = "goal: the speed it must reach / the speed it aims at"
+        console.print(f"\n{goal}; roof: {roof:,.0f} GFLOP/s", style=QUIET)
         console.print(results.where(run), style=QUIET)
     if save:
         root = results.checkout() or Path()

@@ -3,7 +3,8 @@
 A case is one shape with the speed it should reach. Speed is the time of what it is held against
 divided by ours, both medians from one run: 2.0 is twice as fast. 16-bit cases are held against
 our own fp32, because PyTorch's 16-bit speed on a CPU says more about the CPU than about us; its
-time is shown all the same.
+time is shown all the same. Beside it stands what share of the cores' multiply-adds a case reaches
+(`kernels/cpu/roof.py`): its matrix products alone count.
 """
 
 from __future__ import annotations
@@ -45,6 +46,18 @@ class Case:
     causal: bool = False
     window: tuple[int, int] | None = None
     backward: bool = False
+
+    @property
+    def operations(self) -> int:
+        """Of the matrix products, over the pairs of queries and keys that the mask leaves: two in a
+        forward, and five more in a backward."""
+        pairs = self.Sq * self.Skv
+        if self.causal:
+            pairs = self.Sq * (self.Sq + 1) // 2
+        elif self.window is not None:
+            left, right = self.window
+            pairs = sum(min(q, left) + 1 + min(self.Sq - 1 - q, right) for q in range(self.Sq))
+        return 2 * (7 if self.backward else 2) * self.Hq * pairs * self.D
 
     @property
     def shape(self) -> str:
@@ -102,6 +115,7 @@ class Row:
             "rounds": len(timings.seconds[LOCKSTEP]),
             "against": case.against,
             "speed": round(self.speed, 3),
+            "gflops": round(case.operations / timings.median(LOCKSTEP) / 1e9, 2),
             "at_least": round(case.at_least, 3),
             "aim": round(case.aim, 3),
         }

@@ -12,9 +12,10 @@ from lockstep.console import BAD, GOOD, OURS, QUIET, THEIRS, table
 from lockstep.formats import duration
 
 
-def cpu_table(rows: list[dict[str, Any]]) -> Table:
-    """The rows of `lockstep bench cpu`, with the speed each must reach and the one it aims at."""
-    made = table("case", "shape", "lockstep", "SDPA", "speed", "goal", right=_NUMBERS)
+def cpu_table(rows: list[dict[str, Any]], roof: float) -> Table:
+    """The rows of `lockstep bench cpu`, with the speed each must reach and the one it aims at, and
+    the share of the roof, in GFLOP/s, that its matrix products have."""
+    made = table("case", "shape", "lockstep", "SDPA", "speed", "goal", "of roof", right=_NUMBERS)
     dtype = None
     for row in rows:
         if dtype not in (None, row["dtype"]):
@@ -27,6 +28,7 @@ def cpu_table(rows: list[dict[str, Any]]) -> Table:
             Text(duration(row["ms"]["SDPA"] / 1e3), style=THEIRS),
             Text(f"{row['speed']:.2f}× {row['against']}", style=_verdict_style(row)),
             Text(f"{row['at_least']:.2g}/{row['aim']:.2g}", style=QUIET),
+            f"{row['gflops'] / roof:.0%}",
         )
     return made
 
@@ -52,7 +54,7 @@ def gpu_table(name: str, rows: list[dict[str, Any]]) -> Table:
     return made
 
 
-_NUMBERS = ("lockstep", "SDPA", "speed")
+_NUMBERS = ("lockstep", "SDPA", "speed", "of roof")
 
 
 def _verdict_style(row: dict[str, Any]) -> str:

@@ -39,14 +39,14 @@ def cpu_block(directory: Path) -> str:
 def cpu_table(run: dict[str, Any]) -> str:
     """One run of `lockstep bench cpu` as a markdown table."""
     lines = [
-        "| case | shape | lockstep | SDPA | speed | against |",
-        "|---|---|---:|---:|---:|---|",
+        "| case | shape | lockstep | SDPA | speed | against | of the roof |",
+        "|---|---|---:|---:|---:|---|---:|",
     ]
     for row in run["rows"]:
         ours, sdpa = (_time(row["ms"].get(name)) for name in ("lockstep", "SDPA"))
         lines.append(
             f"| {row['case']} | {row['shape']} | {ours} | {sdpa} "
-            f"| {row['speed']:.2f}× | {row['against']} |"
+            f"| {row['speed']:.2f}× | {row['against']} | {row['gflops'] / run['roof_gflops']:.0%} |"
         )
     return "\n".join(lines)
 
