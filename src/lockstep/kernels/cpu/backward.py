@@ -34,6 +34,8 @@ from lockstep.kernels.cpu.memory import scatter_columns
 from lockstep.kernels.cpu.merge import fill
 from lockstep.kernels.cpu.rescore import (
     GRADIENT,
+    GROUP,
+    TILE,
     carve_gradient,
     gradient_at,
     load_keys,
@@ -83,7 +85,8 @@ item_at = record_at(ITEM)
 
 @compiled
 def _add_outer(weights, begin, end, rows, out, n, pitch):
-    """out [kv, d] += Σ_lane weights [kv, lane] · rows [lane, d] for keys begin … end."""
+    """out [kv, d] += Σ_row weights [kv, row] · rows [row, d] for keys begin … end and n rows, whose
+    weights are in tiles [SPAN, LANES]."""
     for kv in range(begin, end, MR):
         at = 0
         while at < pitch:
@@ -91,11 +94,11 @@ def _add_outer(weights, begin, end, rows, out, n, pitch):
             vectors = 3 if left == 3 or left > 4 else min(left, 2)
             w, to = weights + kv * ROW, out + kv * pitch + at
             if vectors == 3:
-                outer_tile_3(w, rows + at, to, n, pitch, 0)
+                outer_tile_3(w, rows + at, to, n, pitch, 0, TILE)
             elif vectors == 2:
-                outer_tile_2(w, rows + at, to, n, pitch, 0)
+                outer_tile_2(w, rows + at, to, n, pitch, 0, TILE)
             else:
-                outer_tile_1(w, rows + at, to, n, pitch, 0)
+                outer_tile_1(w, rows + at, to, n, pitch, 0, TILE)
             at += vectors * VECTOR
 
 
@@ -109,11 +112,11 @@ def _add_outer_masked(p, weights, begin, end, rows, out, n, pitch):
         for kv in range(begin, end, MR):
             w, to, marks = weights + kv * ROW, out + kv * pitch + at, p + kv * ROW
             if vectors == 3:
-                outer_masked_3(w, rows + at, to, n, pitch, marks)
+                outer_masked_3(w, rows + at, to, n, pitch, marks, TILE)
             elif vectors == 2:
-                outer_masked_2(w, rows + at, to, n, pitch, marks)
+                outer_masked_2(w, rows + at, to, n, pitch, marks, TILE)
             else:
-                outer_masked_1(w, rows + at, to, n, pitch, marks)
+                outer_masked_1(w, rows + at, to, n, pitch, marks, TILE)
         at += vectors * VECTOR
 
 
@@ -123,25 +126,24 @@ def _add_outer_carefully(p, weights, begin, end, rows, out, n, pitch):
     for kv in range(begin, end):
         for at in range(0, pitch, 4):
             total = scalar.load(out + kv * pitch + at)
-            for lane in range(n):
-                where = kv * ROW + 4 * lane
+            for row in range(n):
+                where = row // LANES * TILE + kv * ROW + 4 * (row % LANES)
                 if not scalar.is_minus_zero(scalar.load(p + where)):
-                    value = scalar.load(rows + lane * pitch + at)
+                    value = scalar.load(rows + row * pitch + at)
                     total = scalar.fma(scalar.load(weights + where), value, total)
             scalar.store(total, out + kv * pitch + at)
 
 
 @compiled
-def _query_part(call, block, work, begin, end, finite, masked):
+def _query_part(call, work, p, dp, begin, end, finite, masked):
     """work.dq [D, LANES] = Σ_kv k [kv, d] · dS [kv, lane] over one span."""
     D = padded(call.D, MR)
     if is_constant_time(call) and masked:
-        k, dp, dq, marks = work.k_cols, work.dp, work.dq, block.s
-        accumulate_masked(k, dp, marks, dq, D, begin, end - begin, True)
+        accumulate_masked(work.k_cols, dp, p, work.dq, D, begin, end - begin, True)
         return
     if is_constant_time(call) or finite:
         for kv in range(begin, end, CHUNK):
-            accumulate(work.k_cols, work.dp, work.dq, D, kv, min(CHUNK, end - kv), kv == begin)
+            accumulate(work.k_cols, dp, work.dq, D, kv, min(CHUNK, end - kv), kv == begin)
         return
     for lane in range(LANES):
         for d in range(D):
@@ -149,15 +151,15 @@ def _query_part(call, block, work, begin, end, finite, masked):
             total = f32(0.0)
             for kv in range(begin, end):
                 where = kv * ROW + 4 * lane
-                if not scalar.is_minus_zero(scalar.load(block.s + where)):
+                if not scalar.is_minus_zero(scalar.load(p + where)):
                     factor = scalar.load(column + 4 * kv * MR)
-                    total = scalar.fma(factor, scalar.load(work.dp + where), total)
+                    total = scalar.fma(factor, scalar.load(dp + where), total)
             scalar.store(total, work.dq + d * ROW + 4 * lane)
 
 
 @compiled
 def _add_keys(call, p, weights, begin, end, rows, out, n, pitch, finite, masked):
-    """out [kv, d] += Σ_lane weights [kv, lane] · rows [lane, d], for the keys that rows see."""
+    """out [kv, d] += Σ_row weights [kv, row] · rows [row, d], for the keys that rows see."""
     if is_constant_time(call):
         if masked:
             _add_outer_masked(p, weights, begin, end, rows, out, n, pitch)
@@ -178,6 +180,35 @@ def dq_tile(call, grad, b, h, row):
 
 
 @compiled
+def _tile_gradients(call, grad, block, work, item, row0, t, first, n, k_finite):
+    """p, dS and dQ of one tile; returns its keys, and whether some may be hidden from a row."""
+    begin, end, bounds = tile_bounds(call, block, t, first, n)
+    if begin >= end:
+        return begin, begin, False
+    g = t % GROUP
+    slopes = work.slopes if call.capped != 0 else 0
+    score_gradients(call, block, work, item.b, t, first, begin, end, bounds, slopes, g)
+    masked = not is_whole(call, first + begin, end - begin, bounds)
+    if grad.want_q:
+        p, dp = work.p + g * TILE, work.dp + g * TILE
+        _query_part(call, work, p, dp, begin, end, k_finite, masked)
+        sums = dq_tile(call, grad, item.b, item.h, row0 + t * LANES)
+        add_vectors(sums, work.dq, padded(call.D, MR) * LANES)
+    return begin, end, masked
+
+
+@compiled
+def _key_parts(call, work, t, n, keys, q_finite, d_finite):
+    """Add n rows from tile t on, of one group and with the same keys, to dk_part and dv_part."""
+    begin, end, masked = keys
+    g, k_row, v_row = t % GROUP, 4 * padded(call.D, WIDTH), 4 * padded(call.Dv, WIDTH)
+    p, dp = work.p + g * TILE, work.dp + g * TILE
+    q, dout = work.q + t * LANES * k_row, work.dout + t * LANES * v_row
+    _add_keys(call, p, dp, begin, end, q, work.dk_part, n, k_row, q_finite, masked)
+    _add_keys(call, p, p, begin, end, dout, work.dv_part, n, v_row, d_finite, masked)
+
+
+@compiled
 def block_gradients(call, grad, block, work, item, row0, first, n, k_finite):
     """One row block against one loaded span: adds to dQ sums and to work.dk, work.dv."""
     b, h = item.b, item.h
@@ -190,23 +221,20 @@ def block_gradients(call, grad, block, work, item, row0, first, n, k_finite):
     if grad.want_kv:
         fill(work.dk_part, SPAN * k_row // 4, f32(0.0))
         fill(work.dv_part, SPAN * v_row // 4, f32(0.0))
-    slopes = work.slopes if call.capped != 0 else 0
+    # Tiles from ``start`` on have the same keys, and wait for each other.
+    start, keys = 0, (0, 0, False)
     for t in range(n_tiles):
-        begin, end, bounds = tile_bounds(call, block, t, first, n)
-        if begin >= end:
-            continue
-        score_gradients(call, block, work, b, t, first, begin, end, bounds, slopes)
-        masked = not is_whole(call, first + begin, end - begin, bounds)
-        if grad.want_kv:
-            q, dout = work.q + t * LANES * k_row, work.dout + t * LANES * v_row
-            lanes = min(LANES, n_rows - t * LANES)
-            s, dp = block.s, work.dp
-            _add_keys(call, s, dp, begin, end, q, work.dk_part, lanes, k_row, q_finite, masked)
-            _add_keys(call, s, s, begin, end, dout, work.dv_part, lanes, v_row, d_finite, masked)
-        if grad.want_q:
-            _query_part(call, block, work, begin, end, k_finite, masked)
-            sums = dq_tile(call, grad, b, h, row0 + t * LANES)
-            add_vectors(sums, work.dq, padded(call.D, MR) * LANES)
+        own = _tile_gradients(call, grad, block, work, item, row0, t, first, n, k_finite)
+        if t == start:
+            keys = own
+        ends = t + 1 == n_tiles or (t + 1) % GROUP == 0
+        if grad.want_kv and own != keys:
+            _key_parts(call, work, start, (t - start) * LANES, keys, q_finite, d_finite)
+            start, keys = t, own
+        if grad.want_kv and ends:
+            rows = min((t + 1) * LANES, n_rows) - start * LANES
+            _key_parts(call, work, start, rows, keys, q_finite, d_finite)
+            start = t + 1
     if grad.want_kv:
         add_vectors(work.dk, work.dk_part, SPAN * k_row // 4)
         add_vectors(work.dv, work.dv_part, SPAN * v_row // 4)

@@ -60,6 +60,7 @@ def _with_sums(work, dk, dv):
         work.inverse,
         work.delta,
         work.k_cols,
+        work.p,
         work.dp,
         work.slopes,
         work.dq,

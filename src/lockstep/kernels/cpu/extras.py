@@ -196,7 +196,7 @@ def _head_bias(call, grad, block, work, b, head, q0, q1):
             for t in range(n_tiles):
                 begin, end, bounds = tile_bounds(call, block, t, first, n)
                 if begin < end:
-                    score_gradients(call, block, work, b, t, first, begin, end, bounds, 0)
+                    score_gradients(call, block, work, b, t, first, begin, end, bounds, 0, 0)
                     _add_to_bias(call, grad, block, work, b, t, n_rows, first, begin, end)
 
 

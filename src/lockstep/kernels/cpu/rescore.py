@@ -46,6 +46,9 @@ GRADIENT = np.dtype(
     ]
 )
 gradient_at = record_at(GRADIENT)
+# Tiles whose weights are kept: the sums of keys go through registers once for the rows of all.
+GROUP = 48 // LANES
+TILE = SPAN * ROW  # bytes
 
 
 class Gradient(NamedTuple):
@@ -58,7 +61,8 @@ class Gradient(NamedTuple):
     inverse: int  # [ROWS] 1 / l
     delta: int  # [ROWS]
     k_cols: int  # [D / MR, PANEL, MR]
-    dp: int  # [SPAN, LANES]
+    p: int  # [GROUP, SPAN, LANES]
+    dp: int  # [GROUP, SPAN, LANES]
     slopes: int  # [SPAN, LANES]
     dq: int  # [D, LANES]
     dk: int  # [SPAN, D] whole vectors, and so the next three
@@ -77,8 +81,9 @@ def carve_gradient(base, D, Dv):
     inverse = m + 4 * ROWS
     delta = inverse + 4 * ROWS
     k_cols = delta + 4 * ROWS
-    dp = k_cols + 4 * PANEL * padded(D, MR)
-    slopes = dp + SPAN * ROW
+    p = k_cols + 4 * PANEL * padded(D, MR)
+    dp = p + GROUP * TILE
+    slopes = dp + GROUP * TILE
     dq = slopes + SPAN * ROW
     dk = dq + padded(D, MR) * ROW
     dv = dk + SPAN * k_row
@@ -86,7 +91,7 @@ def carve_gradient(base, D, Dv):
     dv_part = dk_part + SPAN * k_row
     end = dv_part + SPAN * v_row
     return Gradient(
-        base, q, dout, m, inverse, delta, k_cols, dp, slopes, dq, dk, dv, dk_part, dv_part, end
+        base, q, dout, m, inverse, delta, k_cols, p, dp, slopes, dq, dk, dv, dk_part, dv_part, end
     )
 
 
@@ -133,15 +138,15 @@ def load_keys(call, block, work, b, h, first, n):
 
 
 @compiled
-def score_gradients(call, block, work, b, t, first, begin, end, bounds, slopes):
-    """p into block.s and dS into work.dp, for keys begin … end of the span and tile t."""
-    tile_scores(call, block, b, t, first, begin, end, bounds, slopes)
+def score_gradients(call, block, work, b, t, first, begin, end, bounds, slopes, g):
+    """p and dS of tile t for keys begin … end of the span, into tile g of work.p and work.dp."""
+    p, ds = work.p + g * TILE, work.dp + g * TILE
+    tile_scores(call, block, b, t, first, begin, end, bounds, p, slopes)
     dout_t = work.dout_t + t * call.Dv * ROW
     for kv in range(begin, end, MR):
         v_panel = block.v_panels + 4 * kv * call.Dv
-        dp = work.dp + kv * ROW
-        multiply_tile(v_panel, dout_t, dp, call.Dv, f32(1.0), block.part)
+        multiply_tile(v_panel, dout_t, ds + kv * ROW, call.Dv, f32(1.0), block.part)
     at, row = begin * ROW, 4 * t * LANES
     slopes = slopes + at if slopes != 0 else 0
     m, inverse, delta = work.m + row, work.inverse + row, work.delta + row
-    score_gradient_rows(block.s + at, work.dp + at, end - begin, m, inverse, delta, slopes)
+    score_gradient_rows(p + at, ds + at, end - begin, m, inverse, delta, slopes)

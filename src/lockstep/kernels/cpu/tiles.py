@@ -136,13 +136,21 @@ def extend_tile_masked(e: Emit, v_panel, p, acc, n, marks):
 
 
 def _outer(vectors: int, masked: bool = False):
-    @emitter(i64, i64, i64, i64, i64, i64)
-    def outer(e: Emit, p, rows, out, n, pitch, marks):
+    @emitter(i64, i64, i64, i64, i64, i64, i64)
+    def outer(e: Emit, p, rows, out, n, pitch, marks, step):
         line = [e.offset(out, e.integer(i), pitch) for i in range(MR)]
         slots = [
             [e.variable(e.load(line[i], VECTOR * j)) for j in range(vectors)] for i in range(MR)
         ]
-        _multiply(e, slots, n, p, 4, ROW, rows, pitch, a_marks=marks if masked else None)
+        tiles = e.ir.sdiv(e.ir.add(n, e.integer(LANES - 1)), e.integer(LANES))
+        with e.loop(tiles) as tile:
+            before, at = e.ir.mul(tile, e.integer(LANES)), e.ir.mul(tile, step)
+            left = e.ir.sub(n, before)
+            is_last = e.ir.icmp_signed("<", left, e.integer(LANES))
+            count = e.ir.select(is_last, left, e.integer(LANES))
+            hidden = e.ir.add(marks, at) if masked else None
+            own = e.offset(rows, before, pitch)
+            _multiply(e, slots, count, e.ir.add(p, at), 4, ROW, own, pitch, a_marks=hidden)
         for i in range(MR):
             for j in range(vectors):
                 e.store(slots[i][j].get(), line[i], VECTOR * j)
@@ -150,7 +158,8 @@ def _outer(vectors: int, masked: bool = False):
     return outer
 
 
-# out [MR, d] += p [MR, n] · rows [n, d] for d = 1, 2, 3 vectors; rows and out share a pitch.
+# out [MR, d] += p [MR, n] · rows [n, d] for d = 1, 2, 3 vectors; rows and out share a pitch. The
+# columns of p are in tiles of LANES, ``step`` bytes apart.
 outer_tile_1, outer_tile_2, outer_tile_3 = _outer(1), _outer(2), _outer(3)
 # The same without the terms that marks [MR, n] hide; the others do not look at them.
 outer_masked_1, outer_masked_2, outer_masked_3 = (_outer(n, masked=True) for n in (1, 2, 3))

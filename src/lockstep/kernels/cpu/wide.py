@@ -215,8 +215,8 @@ def multiply_tile(panel, columns, s, D, c, spare):
 
 
 @compiled
-def tile_scores(call, block, b, t, first, begin, end, bounds, slopes):
-    """Scores of keys begin … end (offsets into the span) for tile t, masked, in natural units.
+def tile_scores(call, block, b, t, first, begin, end, bounds, scores, slopes):
+    """scores [SPAN, LANES] of keys begin … end of the span for tile t, masked, in natural units.
 
     The max of the fully visible part goes into part_m on the way; returns nothing else.
     """
@@ -232,7 +232,7 @@ def tile_scores(call, block, b, t, first, begin, end, bounds, slopes):
     while next_kv < end:
         kv = next_kv
         k_panel = block.k_panels + 4 * kv * call.D
-        s = block.s + kv * ROW
+        s = scores + kv * ROW
         whole = first + kv >= lo_max and first + kv + MR <= hi_min
         if whole and is_plain and call.D <= CHAIN:
             n = (min(end, hi_min - first) - kv) // MR
@@ -351,7 +351,7 @@ def attend_span(call, block, b, t, first, n, finite):
         return False
     fill(block.part_m, LANES, MINUS_INF)
     fill(block.part_l, LANES, f32(0.0))
-    tile_scores(call, block, b, t, first, begin, end, bounds, 0)
+    tile_scores(call, block, b, t, first, begin, end, bounds, block.s, 0)
     Dv = padded(call.Dv, MR)
     if is_constant_time(call):
         _weigh_and_accumulate(call, block, first, begin, end, bounds)
