@@ -129,7 +129,7 @@ def test_vllm_gives_each_request_its_bits_alone(layer, vllm_backend):
         assert torch.equal(found, requests.alone(r, **options))
 
 
-def test_vllm_hears_what_the_backend_runs(vllm_backend):
+def test_vllm_is_told_what_the_backend_runs(vllm_backend):
     hopper = SimpleNamespace(major=9, minor=0)
     assert issubclass(vllm_backend, engines.VllmBackend)
     assert vllm_backend.get_name() == "CUSTOM"
