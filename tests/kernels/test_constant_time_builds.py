@@ -17,6 +17,7 @@ from hopper_build import compile_for_hopper
 from taint_builds import compile_bound, leaks_of
 from test_triton_forward_builds import DEVICES
 
+from lockstep.audit.timing import hopper_code, triton_code
 from lockstep.kernels.hopper.backward.narrow import call as narrow
 from lockstep.kernels.hopper.forward import launch as hopper_launch
 from lockstep.kernels.kernel import BackwardTensors, Needs
@@ -54,8 +55,6 @@ def test_the_ordinary_hopper_build_leaks():
     assert {"second_pass.py", "scheduler.py", "rounding.py", "softmax.py"} <= found
 
 
-# Wide heads are left out: the numbers of partitions share a cell with tiles there, and the analysis
-# cannot tell them apart.
 @pytest.mark.parametrize("D", [64, 128])
 def test_hopper_backward(D):
     problem, tensors = given(draw(512, 512, B=2, D=D, dtype=BF16), causal=D != 128)
@@ -64,6 +63,18 @@ def test_hopper_backward(D):
     with patch.object(narrow, "processors", lambda _: 132):
         call = narrow.prepare_backward(problem, tensors, needs)
     assert not leaks_in(call, tensors, 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", hopper_code.FORWARD[2:], ids=lambda build: build.name)
+def test_wide_and_packed_hopper_forward(build):
+    assert not hopper_code.forward_leaks(build)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", hopper_code.BACKWARD[2:], ids=lambda build: build.name)
+def test_wide_and_packed_hopper_backward(build):
+    assert not hopper_code.backward_leaks(build)
 
 
 LENGTHS = torch.tensor([5000, 100], dtype=torch.int32)
@@ -81,15 +92,15 @@ TRITON = {
 }
 
 
-# Decode and pages for sm_90 are left out: descriptors and page numbers share a cell with scratch
-# memory there, and the analysis cannot tell them apart.
 @pytest.mark.parametrize(
     ("name", "secret", "capability"),
     [
         ("causal", False, 90),
         ("bias", False, 80),
         ("decode", True, 80),
+        ("decode", True, 90),
         ("pages", True, 80),
+        ("pages", True, 90),
     ],
 )
 def test_triton_forward(name, secret, capability):
@@ -102,7 +113,12 @@ def test_triton_forward(name, secret, capability):
     assert not leaks_in(call, tensors, capability, secret)
 
 
-@pytest.mark.parametrize("capability", [90])
+def test_triton_forward_with_secret_lengths():
+    [build] = [x for x in triton_code.calls() if x.name == "forward, secret lengths"]
+    assert not triton_code.leaks_in(build, 90)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
 def test_triton_backward(capability):
     bias = torch.zeros(1, 1, 300, 300, dtype=BF16)
     case = draw(300, 300, D=64, dtype=BF16, bias=bias, sinks=torch.zeros(2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problems import Case, assert_allowed, draw, draw_douts, run, same_bits
+from problems import Case, assert_allowed, draw, draw_douts, draw_varlen, run, same_bits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,18 +74,39 @@ def test_rows_see_values_that_are_not_finite_or_keep_their_bits(D, bad, options)
     assert not b[:, 0, 399, 7].isfinite().any()
 
 
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("kind", ["full", "causal", "window", "sinks"])
+@pytest.mark.parametrize("D", [64, 128, 192, 256])
+@pytest.mark.parametrize("kind", ["full", "causal", "window", "lengths", "sinks"])
 def test_gradients(D, kind):
-    case = draw(300, 260, B=2, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, **KINDS[kind])
+    check_gradients(draw(300, 650, B=2, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, **KINDS[kind]))
+
+
+@pytest.mark.parametrize("D", [64, 128, 192])
+def test_gradients_of_large_scores(D):
+    numbers = "normal, sigma 1000"
+    check_gradients(draw(200, 300, D=D, dtype=torch.bfloat16, causal=True, numbers=numbers))
+
+
+def check_gradients(case: Case) -> None:
     douts = draw_douts(case)
     result = in_constant_time(case, douts=tuple(x.cuda() for x in douts))
     assert_allowed(case, on_cpu(result.items()), douts, "hopper")
+
+
+@pytest.mark.parametrize("D", [64, 128, 192, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (70, 20)}], ids=str)
+def test_packed_sequences(D, options):
+    case = draw_varlen([300, 7, 500], [333, 40, 450], D=D, dtype=torch.bfloat16, **options)
+    assert_allowed(case, on_cpu(in_constant_time(case).items()), kernel="hopper")
+    check_gradients(case)
 
 
 @pytest.mark.parametrize("D", [64, 128])
-def test_gradients_of_large_scores(D):
-    case = draw(200, 300, D=D, dtype=torch.bfloat16, causal=True, numbers="normal, sigma 1000")
-    douts = draw_douts(case)
-    result = in_constant_time(case, douts=tuple(x.cuda() for x in douts))
-    assert_allowed(case, on_cpu(result.items()), douts, "hopper")
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+def test_values_of_a_packed_neighbour_do_not_show(D, options):
+    case = draw_varlen([70, 90, 80], [70, 90, 80], D=D, dtype=torch.bfloat16, **options)
+    v = case.tensors["v"].clone()
+    v[70:160] = float("nan")
+    clean, dirty = (in_constant_time(x).out.cpu() for x in (case, case.replaced(v=v)))
+    for mine in (slice(0, 70), slice(160, 240)):
+        assert same_bits(clean[mine], dirty[mine])
+    assert not dirty[159].isfinite().any()

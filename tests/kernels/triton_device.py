@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton.language as tl
 from kernel_calls import forget_calls as forget_calls
 from problems import Case, Result, assert_allowed, run
 
@@ -19,7 +18,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     import interpreter  # noqa: F401
 
-from lockstep.kernels.triton import launch, plan, split_kv  # noqa: E402
+from lockstep.kernels.triton import launch, plan  # noqa: E402
 
 GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if GPU else "cpu"
@@ -42,15 +41,11 @@ def check(case: Case) -> None:
 
 
 def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 16 keys, spans of 32 and parts loaded by two, so that small problems have several of
-    each."""
+    """Tiles of 16 keys and spans of 32, so that small problems have several of both."""
     tiles = plan.Tiles(16, 16, 1, 2)
     for module in (plan, launch):
         monkeypatch.setattr(module, "LEAST_SPAN", 32)
     table = dict.fromkeys((64, 128, 256, 512), (tiles, tiles))
-    if INTERPRETED:
-        # Compiled kernels must not see a constant change.
-        monkeypatch.setattr(split_kv, "BATCH", tl.constexpr(2))
     for name in ("_HALF", "_HALF_BY_POINTERS", "_SINGLE", "_SINGLE_BY_POINTERS", "_TF32X3"):
         monkeypatch.setattr(plan, name, table)
     forget_calls(monkeypatch)

@@ -11,7 +11,9 @@ pytest.importorskip("cuda.core", reason="the extra 'gpu' is not installed")
 from lockstep.simt.nvrtc import compile_source
 from lockstep.simt.samples import kernels
 from lockstep.simt.taint import find_leaks
+from lockstep.simt.taint.analysis import analyze
 from lockstep.simt.taint.code import parse
+from lockstep.simt.taint.parameters import Parameter
 from lockstep.simt.taint.waits import wait_loops
 
 KINDS = {
@@ -64,3 +66,109 @@ WAITS = """
 
 def test_loops_that_wait_are_told_from_others():
     assert wait_loops(parse(WAITS)) == {5, 6, 7}
+
+
+# R4 points into the secret buffer, R6 into the public one; R2 becomes secret.
+BEGIN = (
+    "LDC.64 R4, c[0x0][0x210]",
+    "LDC.64 R6, c[0x0][0x218]",
+    "LDG.E R2, desc[UR4][R4.64]",
+    "S2UR UR5, SR_CgaCtaId",
+    "ISETP.GE.AND P1, PT, R8, UR9, PT",
+    "UISETP.GE.AND UP1, UPT, UR8, UR9, UPT",
+)
+PACKED = (
+    "LOP3.LUT R9, R9, 0xfffffffe, RZ, 0xc0, !PT",
+    "@P1 LOP3.LUT R9, R9, 0x1, RZ, 0xfc, !PT",
+    "ISETP.GE.AND P0, PT, R2, RZ, PT",
+    "@P0 LOP3.LUT R9, R9, 0x2, RZ, 0xfc, !PT",
+    "STL [R1+0x8], R9",
+    "LDL R9, [R1+0x8]",
+)
+# A secret is copied to shared memory at UR32, if UP3 is on; R3 is read elsewhere.
+COPIED = (
+    "UMOV UR4, 0x400",
+    "ULEA UR4, UR5, UR4, 0x18",
+    "STS [UR4+0x100], R8",
+    "VOTEU.ANY UP3, P1",
+    "VOTEU.ANY UP2, P1",
+)
+READ = ("LDS R3, [UR4+0x100]", "ISETP.NE.AND P0, PT, R3, RZ, PT", "@P0 EXIT")
+# UR16 and UR17, secret before, point into the public buffer if UP1 is off.
+CHOSEN = (
+    "R2UR UR16, R2",
+    "R2UR UR17, R2",
+    "R2UR UR10, R6",
+    "R2UR UR11, R7",
+    "@!UP1 UMOV UR16, UR10",
+    "@!UP1 UMOV UR17, UR11",
+    "PLOP3.LUT P0, PT, PT, PT, UP1, 0x80, 0x0",
+    "IMAD.U32 R10, RZ, RZ, UR16",
+    "IMAD.U32 R11, RZ, RZ, UR17",
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "kinds"),
+    [
+        # Descriptors: of the second factor alone where the first is in registers.
+        (["R2UR UR29, R2", "HGMMA.64x64x16.F32.BF16 R88, R24, gdesc[UR28], R88"], []),
+        (["R2UR UR31, R2", "HGMMA.64x64x16.F32.BF16 R88, R24, gdesc[UR28], R88"], ["address"]),
+        (["R2UR UR29, R2", "HGMMA.64x64x16.F32.BF16 R88, gdesc[UR28], R88"], ["address"]),
+        (["R2UR UR8, R2", "UTMALDG.2D [UR20], [UR6]"], []),
+        (["R2UR UR7, R2", "UTMALDG.2D [UR20], [UR6]"], ["address"]),
+        (["R2UR UR23, R2", "UTMALDG.2D [UR20], [UR6]"], ["address"]),
+        # Predicates in a register that was kept in local memory.
+        ([*PACKED, "LOP3.LUT P2, RZ, R9, 0x1, RZ, 0xc0, !PT", "@P2 EXIT"], []),
+        ([*PACKED, "LOP3.LUT P2, RZ, R9, 0x2, RZ, 0xc0, !PT", "@P2 EXIT"], ["branch"]),
+        # A copy to an address that is known if it takes place.
+        (
+            [*COPIED, "@UP3 UIADD3 UR32, UR4, 0x4000, URZ", "@UP2 UTMALDG.2D [UR32], [UR6]", *READ],
+            [],
+        ),
+        (
+            [*COPIED, "@UP3 UIADD3 UR32, UR4, 0x4000, URZ", "@UP1 UTMALDG.2D [UR32], [UR6]", *READ],
+            ["branch"],
+        ),
+        (
+            [
+                *COPIED,
+                "ELECT P0, URZ, PT",
+                "@P0 VIADD R3, R12, 0x4000",
+                "@P0 R2UR UR32, R3",
+                "UTMALDG.2D [UR32], [UR6]",
+                *READ,
+            ],
+            [],
+        ),
+        (
+            [
+                *COPIED,
+                "@P1 VIADD R3, R12, 0x4000",
+                "@P1 R2UR UR32, R3",
+                "UTMALDG.2D [UR32], [UR6]",
+                *READ,
+            ],
+            ["branch"],
+        ),
+        # An address under the condition that it was set under.
+        ([*CHOSEN, "@!P0 LDG.E R12, desc[UR4][R10.64]"], []),
+        ([*CHOSEN, "@P0 LDG.E R12, desc[UR4][R10.64]"], ["address"]),
+        (
+            [
+                *CHOSEN[:6],
+                "UISETP.GE.AND UP1, UPT, UR8, UR9, UPT",
+                *CHOSEN[6:],
+                "@!P0 LDG.E R12, desc[UR4][R10.64]",
+            ],
+            ["address"],
+        ),
+    ],
+)
+def test_what_is_known_of_addresses_and_predicates(lines, kinds):
+    if "R12" in " ".join(lines):
+        lines = [*lines[:2], "IMAD.U32 R12, RZ, RZ, UR4", *lines[2:]]
+    text = "\n".join(f"  /*{16 * i:04x}*/  {x} ;" for i, x in enumerate([*BEGIN, *lines, "EXIT"]))
+    parameters = (Parameter(0x210, 0x218), Parameter(0x218, 0x220))
+    found = analyze(parse(text), parameters, public={1})
+    assert [leak.kind for leak in found] == kinds

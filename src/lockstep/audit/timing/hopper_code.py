@@ -4,51 +4,73 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 
 from lockstep.audit.timing.triton_code import Find, leaks_of_call
 from lockstep.kernels.hopper.backward.narrow import call as narrow
+from lockstep.kernels.hopper.backward.wide import call as wide
 from lockstep.kernels.hopper.forward.launch import forward_launches
 from lockstep.kernels.kernel import BackwardTensors, Needs
 from lockstep.problem import Options, Tensors, describe
 from lockstep.simt.taint import Leak
 
 CAPABILITY, PROCESSORS = 90, 132
-# Head dim, whether causal.
-FORWARD, BACKWARD = ((64, True), (128, False)), ((64, True), (128, False))
+
+
+class Build(NamedTuple):
+    """A kind of call."""
+
+    D: int
+    causal: bool = False
+    packed: bool = False
+
+    @property
+    def name(self) -> str:
+        kind = ", causal" * self.causal + ", packed" * self.packed
+        return f"D {self.D}{kind} for sm_{CAPABILITY}"
+
+    @property
+    def options(self) -> Options:
+        return Options(causal=self.causal, constant_time=True)
+
+    @property
+    def tensors(self) -> Tensors:
+        if self.packed:
+            q, k, v = torch.zeros(3, 1024, 2, self.D, dtype=torch.bfloat16)
+            offsets = torch.tensor([0, 300, 1024], dtype=torch.int32)
+            return Tensors(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+        q, k, v = torch.zeros(3, 2, 2, 512, self.D, dtype=torch.bfloat16)
+        return Tensors(q, k, v)
+
+
+FORWARD = (Build(64, True), Build(128), Build(192, True), Build(256), Build(64, True, True))
+BACKWARD = (*FORWARD[:4], Build(64, True, True), Build(256, True, True))
 
 
 def builds() -> Iterator[tuple[str, Find]]:
     """Every build by name, and what looks for leaks in it."""
-    for D, causal in FORWARD:
-        yield f"hopper: forward, {_name(D, causal)}", partial(_forward_leaks, D, causal)
-    for D, causal in BACKWARD:
-        yield f"hopper: backward, {_name(D, causal)}", partial(_backward_leaks, D, causal)
+    for build in FORWARD:
+        yield f"hopper: forward, {build.name}", partial(forward_leaks, build)
+    for build in BACKWARD:
+        yield f"hopper: backward, {build.name}", partial(backward_leaks, build)
 
 
-def _name(D: int, causal: bool) -> str:
-    return f"D {D}{', causal' if causal else ''} for sm_{CAPABILITY}"
-
-
-def _tensors(D: int) -> Tensors:
-    q, k, v = torch.zeros(3, 2, 2, 512, D, dtype=torch.bfloat16)
-    return Tensors(q, k, v)
-
-
-def _forward_leaks(D: int, causal: bool) -> list[Leak]:
-    tensors = _tensors(D)
-    problem = describe(tensors, Options(causal=causal, constant_time=True))
+def forward_leaks(build: Build) -> list[Leak]:
+    """Leaks in the kernels of a forward."""
+    tensors = build.tensors
+    problem = describe(tensors, build.options)
     return leaks_of_call(forward_launches(problem, tensors, PROCESSORS), tensors, CAPABILITY)
 
 
-def _backward_leaks(D: int, causal: bool) -> list[Leak]:
-    tensors = _tensors(D)
-    problem = describe(tensors, Options(causal=causal, constant_time=True))
-    out = tensors.q
+def backward_leaks(build: Build) -> list[Leak]:
+    """Leaks in the kernels of a backward."""
+    tensors = build.tensors
+    kernels: Any = wide if build.D > 128 else narrow
+    problem, out = describe(tensors, build.options), tensors.q
     given = BackwardTensors(*tensors, out, out[..., :2].float().contiguous(), out, None)
     with patch.object(narrow, "processors", lambda _: PROCESSORS):
-        call: Any = narrow.prepare_backward(problem, given, Needs(True, True, True, False, False))
+        call = kernels.prepare_backward(problem, given, Needs(True, True, True, False, False))
     return leaks_of_call(call, given, CAPABILITY)

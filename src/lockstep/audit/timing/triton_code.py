@@ -105,7 +105,7 @@ class Build(NamedTuple):
 
 def builds(capabilities: Sequence[int]) -> Iterator[tuple[str, Find]]:
     """Every build by name, and what looks for leaks in it."""
-    for build in _builds():
+    for build in calls():
         for capability in set(build.capabilities).intersection(capabilities):
             name = f"triton: {build.name} for sm_{capability}"
             yield name, partial(leaks_in, build, capability)
@@ -135,23 +135,21 @@ def leaks_of_call(
     return [leak for kernel in kernels for leak in leaks_of(kernel, secret_lengths)]
 
 
-def _builds() -> Iterator[Build]:
+def calls() -> Iterator[Build]:
+    """The kinds of calls that are audited."""
     ordinary = Options(constant_time=True, causal=True)
     secret = Options(constant_time=True, secret_lengths=True, causal=True)
     lengths = torch.tensor([5000, 100], dtype=torch.int32)
     yield Build("forward", (80, 90), _tensors(20000, 5000), ordinary)
-    # For sm_90 the analysis finds an address in it, and it is not known yet whether it is right.
     lengthy = _tensors(1000, 5000, kv_lens=lengths[:1])
-    yield Build("forward, secret lengths", (80,), lengthy, secret)
-    yield Build("backward", (90,), _tensors(300, 300), ordinary, backward=True)
-    # For sm_90 these are left out: descriptors and page numbers share a cell with scratch memory
-    # there, and the analysis cannot tell them apart.
+    yield Build("forward, secret lengths", (80, 90), lengthy, secret)
+    yield Build("backward", (80, 90), _tensors(300, 300), ordinary, backward=True)
     decode = _tensors(1, 5120, kv_lens=lengths)
-    yield Build("decode, secret lengths", (80,), decode, secret)
+    yield Build("decode, secret lengths", (80, 90), decode, secret)
     pages = torch.arange(40, dtype=torch.int32).view(2, 20)
     cache = {name: torch.zeros(40, 256, 1, 64, dtype=torch.bfloat16) for name in "kv"}
     paged = decode._replace(page_table=pages, **cache)
-    yield Build("pages, secret lengths", (80,), paged, secret)
+    yield Build("pages, secret lengths", (80, 90), paged, secret)
 
 
 def _tensors(Sq: int, Skv: int, **more: Tensor) -> Tensors:

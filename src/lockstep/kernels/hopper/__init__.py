@@ -75,9 +75,6 @@ def supports(problem: AttentionProblem) -> str | None:
         return "takes no bias"
     if problem.secret_lengths:
         return "takes no secret_lengths"
-    if problem.constant_time and problem.layout == "varlen":
-        # The audit of its machine code cannot tell offsets from values yet.
-        return "takes no packed sequences in constant time"
     has_numbers = problem.has_kv_lens or problem.layout == "varlen"
     if has_numbers and 0 in (problem.B, problem.Skv):
         return "takes lengths and offsets of at least one sequence and one key"
@@ -118,9 +115,6 @@ def supports_backward(problem: AttentionProblem) -> str | None:
     """Why gradients are refused of a problem that the forward takes."""
     if 0 in (problem.B, problem.Sq, problem.Skv):
         return "has a backward for at least one query and one key"
-    if problem.constant_time and max(problem.D, problem.Dv) > MAX_ONE_PASS_HEAD_DIM:
-        # The audit of its machine code cannot tell the numbers of partitions from values yet.
-        return f"has a backward in constant time for head dims up to {MAX_ONE_PASS_HEAD_DIM}"
     if problem.query_invariant:
         return "leaves gradients with query_invariant to triton, whose sums go by position"
     return None

@@ -17,10 +17,10 @@ The analysis follows all paths to a fixed point, and errs on the side of secrecy
 
 - A value is secret if it may be on any path, whether or not that path can be taken.
 - A value loaded from global memory is secret unless its address derives from public buffers alone.
-- Shared memory of sm_90 is a cell for each constant that addresses add to: if a secret is written
-  to it anywhere, all that is read from it is secret. That of sm_80, whose addresses do not tell
-  buffers from indices, is one cell, and one for each address that is constant: once a secret has
-  been written to a cell, all that is read from it later is secret.
+- Shared memory of sm_90 is a cell for each constant that addresses add to. That of sm_80, whose
+  addresses do not tell buffers from indices, is one cell, and one for each address that is
+  constant. Once a secret has been written to a cell, all that is read from it later is secret;
+  where warps go different ways, all that is read from it anywhere.
 - What is kept in local memory at an address that is not constant may be read at any other.
 
 It relies on this: an address that derives from a public and from another buffer is not that of a
@@ -35,8 +35,9 @@ from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from .calls import inlined
 from .code import Code, Instruction, Operand, read_code
-from .opcodes import BARRIERS, CONTROL, COPIES, LOADS, PRODUCTS, SILENT, STORES
+from .opcodes import BARRIERS, COPIES, LOADS, PRODUCTS, STORES
 from .parameters import Parameter, read_parameters
 from .steps import (
     LOCAL,
@@ -44,6 +45,7 @@ from .steps import (
     access_bytes,
     chosen,
     constant_labels,
+    kinds_of,
     leaders,
     local_key,
     memory_operand,
@@ -67,6 +69,9 @@ from .values import (
 
 # Addresses of a block's shared memory begin here where there are clusters.
 _SHARED_BEGIN = 0x400
+_LOWEST_INDEX = 8
+# The cell of addresses that are not known.
+_ELSEWHERE = -1
 # How often a base may fall where paths join before it counts as unknown.
 _MOST_FALLS = 4
 
@@ -99,6 +104,7 @@ def find_leaks(cubin: bytes, public: Collection[int] = ()) -> list[Leak]:
 
 def analyze(code: Code, parameters: tuple[Parameter, ...], public: Collection[int]) -> list[Leak]:
     """`find_leaks`, of code that has been read."""
+    code = inlined(code)
     bases: set[int] | None = None
     if code.has_bases:
         # Which cells there are is known when all addresses are.
@@ -117,7 +123,7 @@ class _Analysis:
     public: Collection[int]
     bases: list[int] | None  # where cells of shared memory begin; None for one cell
     written_bases: set[int] = field(default_factory=set)
-    cells: dict[int, Value] = field(default_factory=dict)
+    cells: dict[object, Value] = field(default_factory=dict)
     states: dict[int, State] = field(default_factory=dict)
     falls: dict[tuple[tuple[int, str], object], int] = field(default_factory=dict)
 
@@ -125,6 +131,10 @@ class _Analysis:
         self.is_public = sum(origin(i) for i in set(self.public))
         self.has_cells = self.code.has_bases
         self.constants = [constant_labels(each, self.parameters) for each in self.code.instructions]
+        self.reads = [
+            frozenset(name for operand in each.read for name in operand.registers)
+            for each in self.code.instructions
+        ]
         self.leaders = leaders(self.code)
 
     def run(self) -> None:
@@ -150,6 +160,8 @@ class _Analysis:
             if len(follow) == 1 and follow[0] not in self.leaders:
                 i = follow[0]
                 continue
+            # Lanes that go one way may all be without it.
+            state.elected.discard(self.code.instructions[i].guard or "")
             return {j for j in follow if self._join(j, state)}
 
     def _join(self, i: int, state: State) -> bool:
@@ -166,6 +178,12 @@ class _Analysis:
                 del values[register]
             both = {register: others[register] for register in values}
             changed = self._widen((i, condition), values, both) or changed or bool(gone)
+        for mine, other in ((known.votes, state.votes), (known.twins, state.twins)):
+            for name in [x for x in mine if mine[x] != other.get(x)]:
+                del mine[name]
+                changed = True
+        changed = changed or not known.elected <= state.elected
+        known.elected &= state.elected
         return changed
 
     def _widen(
@@ -191,42 +209,70 @@ class _Analysis:
     def _step(self, i: int, state: State) -> None:
         """What an instruction does to registers and memory."""
         each = self.code.instructions[i]
-        name = each.name
         guard = state.get(each.guard, NOTHING).labels if each.guard else 0
         seen = Under(state, each.condition) if each.guard else state
-        if name in STORES or name in COPIES:
+        if each.name in STORES or each.name in COPIES:
             self._store(each, state, seen, guard)
+        elif each.name == "SYNCS" and self.code.is_specialized:
+            # A barrier: what lies before it ends there. Other code may use its memory again.
+            self.written_bases.add(address_base(memory_operand(each.read), seen))
         if not each.written:
             return
-        labels = labels_of(each.read, seen) | self.constants[i] | guard
-        base, exact = 0, False
-        if name in LOADS:
-            loaded = self._load(each, state, seen)
-            labels, base, exact = loaded.labels | guard, loaded.base, loaded.exact
-        elif name in PRODUCTS:
-            labels |= SECRET
-        elif name in BARRIERS:
-            labels = 0
-        else:
-            base, exact = base_of(each, seen)
-        clear = clear_result(each, seen) if labels & SECRET else 0
-        if clear == ALL_BITS and not guard & SECRET:
-            labels, clear = labels & ~SECRET, 0
-        value = Value(labels, base, exact, clear)
-        if name == "R2P":
+        if each.name == "R2P":
             self._unpack(each, state)
             return
+        value = self._result(i, state, seen, guard)
+        # One lane writes a register that all have in common.
+        is_certain = not each.guard or (each.name == "R2UR" and each.condition in state.elected)
+        known = {} if each.guard or each.name in LOADS else self._known_results(i, state)
         for operand in each.written:
             for register in operand.registers:
-                new = value if register == operand.text else Value(labels)
+                new = value if register == operand.text else Value(value.labels)
                 if register == operand.text and guard & SECRET:
                     new = chosen(each, new, seen)
                 state.forget(register)
-                if each.guard:
-                    state[register] = either(state.get(register, NOTHING), new)
-                    state.under.setdefault(each.condition, {})[register] = new
-                else:
+                if is_certain:
                     state[register] = new
+                else:
+                    state[register] = either(state.get(register, NOTHING), new)
+                    state.under.setdefault(state.meant(each.condition), {})[register] = new
+                for condition, found in known.items():
+                    new = found if register == operand.text else Value(found.labels)
+                    state.under.setdefault(condition, {})[register] = new
+        if not each.guard:
+            state.relate(each)
+
+    def _known_results(self, i: int, state: State) -> dict[str, Value]:
+        """By condition that all lanes share: the result of an instruction if it holds, where more
+        is known then of what is read. Compilers compute with what is only set under a condition,
+        and use the result under the same one."""
+        written = {x for operand in self.code.instructions[i].written for x in operand.registers}
+        return {
+            condition: self._result(i, state, Under(state, condition), 0)
+            for condition, values in state.under.items()
+            if "U" in condition
+            and condition.lstrip("!") not in written
+            and not self.reads[i].isdisjoint(values)
+        }
+
+    def _result(self, i: int, state: State, seen: State, guard: int) -> Value:
+        """What an instruction writes to its first register, if what it reads is as `seen`."""
+        each = self.code.instructions[i]
+        labels = labels_of(each.read, seen) | self.constants[i] | guard
+        if each.name in LOADS:
+            loaded = self._load(each, state, seen)
+            # Registers are kept in local memory, predicates packed in them.
+            clear = loaded.clear if each.name == "LDL" else 0
+            return loaded._replace(labels=loaded.labels | guard, clear=clear)
+        if each.name in PRODUCTS:
+            return Value(labels | SECRET)
+        if each.name in BARRIERS:
+            return NOTHING
+        base, exact = base_of(each, seen)
+        clear = clear_result(each, seen) if labels & SECRET else 0
+        if clear == ALL_BITS and not guard & SECRET:
+            labels, clear = labels & ~SECRET, 0
+        return Value(labels, base, exact, clear)
 
     def _unpack(self, each: Instruction, state: State) -> None:
         """R2P: each predicate from its bit of a register."""
@@ -277,7 +323,8 @@ class _Analysis:
             key = local_key(memory, state)
             for k, register in enumerate(each.read[1].registers or ("RZ",)):
                 stored = seen.get(register, NOTHING)
-                value = stored._replace(labels=stored.labels | guard)
+                clear = 0 if guard & SECRET else stored.clear
+                value = stored._replace(labels=stored.labels | guard, clear=clear)
                 at = (LOCAL, None if key is None else key + 4 * k)
                 is_certain = key is not None and not each.guard
                 state[at] = value if is_certain else either(state.get(at, value), value)
@@ -287,34 +334,36 @@ class _Analysis:
     ) -> None:
         self.written_bases.add(base)
         if not self.has_cells:
-            at = (SHARED, base) if is_constant else SHARED
+            at: object = (SHARED, base) if is_constant else SHARED
             state[at] = either(state.get(at, value), value)
         elif self.bases is not None:
-            at = self._cell(base)
-            self.cells[at] = either(self.cells.get(at, value), value)
+            cells: dict[object, Value] = self.cells if self.code.is_specialized else state
+            at = SHARED, self._cell(base)
+            cells[at] = either(cells.get(at, value), value)
 
     def _read_shared(self, base: int, n: int, state: State, is_constant: bool) -> Value:
         if not self.has_cells:
             return state.get((SHARED, base) if is_constant else SHARED, NOTHING)
         if self.bases is None:
             return NOTHING
-        first, last = self._cell(base), self._cell(base + n - 1)
-        if first < _SHARED_BEGIN:
-            # Of an address that is not known: all cells.
-            wanted = list(self.cells)
-        else:
-            wanted = [at for at in self.cells if first <= at <= last or at < _SHARED_BEGIN]
-        found = [self.cells[at] for at in wanted]
+        # Where an index does not begin with 0, the base is that much lower.
+        first, last = self._cell(base), self._cell(base + max(n, _LOWEST_INDEX) - 1)
+        # Of an address that is not known: all cells; one that was written to may be any.
+        wanted = [_ELSEWHERE, *(x for x in self.bases if x >= _SHARED_BEGIN)]
+        if first != _ELSEWHERE:
+            wanted = [x for x in wanted if first <= x <= last or x == _ELSEWHERE]
+        cells: dict[object, Value] = self.cells if self.code.is_specialized else state
+        found = [cells[SHARED, x] for x in wanted if (SHARED, x) in cells]
         value = found[0] if found else NOTHING
         for more in found[1:]:
             value = either(value, more)
         return value
 
     def _cell(self, base: int) -> int:
-        """Where the cell begins that an address is in; below _SHARED_BEGIN if it is not known."""
+        """Where the cell begins that an address is in; _ELSEWHERE if that is not known."""
         assert self.bases is not None
         i = bisect_right(self.bases, base)
-        return self.bases[i - 1] if i and base >= _SHARED_BEGIN else -1
+        return self.bases[i - 1] if i and base >= _SHARED_BEGIN else _ELSEWHERE
 
     def _read_local(self, memory: Operand, n: int, state: State) -> Value:
         key = local_key(memory, state)
@@ -338,7 +387,7 @@ class _Analysis:
             state, i = known.copy(), start
             while True:
                 each = self.code.instructions[i]
-                for kind in self._kinds(each, state):
+                for kind in kinds_of(each, state, self.is_public):
                     leak = Leak(kind, each.address, each.text, each.file, each.line)
                     found[each.address, kind] = leak
                 self._step(i, state)
@@ -347,29 +396,3 @@ class _Analysis:
                     break
                 i = follow[0]
         return [found[key] for key in sorted(found)]
-
-    def _kinds(self, each: Instruction, state: State) -> list[str]:
-        name = each.name
-        guard = bool(each.guard) and state.get(each.guard, NOTHING).is_secret
-        state = Under(state, each.condition) if each.guard else state
-        if name in CONTROL:
-            reaches = guard or labels_of(each.read, state) & SECRET
-            return ["branch"] if reaches else []
-        touches = LOADS | STORES | COPIES | BARRIERS | SILENT | PRODUCTS
-        if name not in touches and name not in ("LDC", "ULDC"):
-            return []
-        kinds = []
-        conditions = tuple(x for x in each.read if x.text.lstrip("!").startswith(("P", "UP")))
-        if name not in ("LDC", "ULDC") and (guard or labels_of(conditions, state) & SECRET):
-            kinds.append("predicated access")
-        addresses = tuple(x for x in each.read if "[" in x.text)
-        if name == "BAR":
-            addresses = each.read
-        if labels_of(addresses, state) & SECRET:
-            kinds.append("address")
-        if name in ("STG", "ST", "RED", "REDG", "ATOM", "ATOMG"):
-            to = labels_of(addresses, state)
-            data = labels_of(tuple(x for x in each.read if "[" not in x.text), state)
-            if data & SECRET and to & self.is_public and not to & ~self.is_public:
-                kinds.append("public buffer")
-        return kinds

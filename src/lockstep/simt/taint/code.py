@@ -88,6 +88,11 @@ class Code:
         """Whether addresses of shared memory have a base that no index has: that of a cluster."""
         return any("SR_CgaCtaId" in each.text for each in self.instructions)
 
+    @cached_property
+    def is_specialized(self) -> bool:
+        """Whether warps go different ways, and hand registers to each other."""
+        return any(each.name == "USETMAXREG" for each in self.instructions)
+
 
 def read_code(cubin: bytes) -> Code:
     """The one kernel of a cubin. Raises SimtError for machine code that is not understood."""
@@ -150,7 +155,7 @@ def _instruction(address: int, text: str, file: str, line: int) -> Instruction:
     name, *kinds = opcode.split(".")
     if name not in KNOWN:
         raise SimtError(f"an instruction that the analysis does not know: {text}")
-    operands = [_operand(name, kinds, part) for part in _split(tail)]
+    operands = [_operand(name, kinds, part, i) for i, part in enumerate(_split(tail))]
     n = _count_written(name, kinds, operands)
     written = tuple(_widened(x, _width(name, kinds)) for x in operands[:n])
     read = tuple(_widened(x, _read_width(name, kinds, i)) for i, x in enumerate(operands[n:]))
@@ -175,14 +180,19 @@ def _split(tail: str) -> list[str]:
     return [part for part in stripped if part and not part.startswith("`")]
 
 
-def _operand(name: str, kinds: list[str], part: str) -> Operand:
+def _operand(name: str, kinds: list[str], part: str, i: int) -> Operand:
+    """The operand in place `i`."""
     part = part.replace(".reuse", "")
+    if name in PRODUCTS and part.startswith("gdesc["):
+        return _factors(part, i)
     found = []
     for kind, number, is_wide in _REGISTER.findall(part):
         width = 2 if is_wide else 1
         if name in COPIES and "[" in part:
-            # The first of a group: two addresses and the coordinates, or one of 64 bits.
-            width = _GROUPS.get(kinds[0] if kinds else "", 4)
+            # The first of a group, two addresses and the coordinates; then where the tensor map
+            # lies, in 64 bits.
+            group = _GROUPS.get(kinds[0]) if kinds else None
+            width = 4 if group is None else group if i == 0 else 2
         elif "desc[" in part and kind == "UR":
             width = 2
         found += [f"{kind}{int(number) + i}" for i in range(width)]
@@ -190,6 +200,14 @@ def _operand(name: str, kinds: list[str], part: str) -> Operand:
     if part == "PR":
         found += [f"P{i}" for i in range(7)]
     return Operand(part, tuple(found))
+
+
+def _factors(part: str, i: int) -> Operand:
+    """`gdesc[UR4]` in place `i`: descriptors of both factors, in two registers each. If the first
+    factor is in registers, as in `R24, R152, gdesc[UR4]`, its descriptor is not read."""
+    first = int(part[len("gdesc[UR") :].partition("]")[0])
+    used = range(first if i == 1 else first + 2, first + 4)
+    return Operand(part, tuple(f"UR{n}" for n in used))
 
 
 def _widened(x: Operand, width: int) -> Operand:

@@ -5,8 +5,20 @@ from __future__ import annotations
 import re
 
 from .code import Code, Instruction, Operand
+from .opcodes import BARRIERS, CONTROL, COPIES, LOADS, PRODUCTS, SILENT, STORES
 from .parameters import Parameter
-from .values import ALL_BITS, NOTHING, SECRET, State, Value, address_base, clear_bits, origin
+from .values import (
+    ALL_BITS,
+    NOTHING,
+    SECRET,
+    State,
+    Under,
+    Value,
+    address_base,
+    clear_bits,
+    labels_of,
+    origin,
+)
 
 _CONSTANT = re.compile(r"c\[0x0\]\[(0x[0-9a-f]+)\]")
 _INDEXED_CONSTANT = re.compile(r"c\[0x0\]\[[^0\]]|cx\[")
@@ -64,3 +76,31 @@ def leaders(code: Code) -> set[int]:
             found.update(follow)
             found.add(i + 1)
     return found
+
+
+def kinds_of(each: Instruction, state: State, public: int) -> list[str]:
+    """The kinds of leaks that an instruction is; `public` has the labels of public buffers."""
+    name = each.name
+    guard = bool(each.guard) and state.get(each.guard, NOTHING).is_secret
+    state = Under(state, each.condition) if each.guard else state
+    if name in CONTROL:
+        reaches = guard or labels_of(each.read, state) & SECRET
+        return ["branch"] if reaches else []
+    touches = LOADS | STORES | COPIES | BARRIERS | SILENT | PRODUCTS
+    if name not in touches and name not in ("LDC", "ULDC"):
+        return []
+    kinds = []
+    conditions = tuple(x for x in each.read if x.text.lstrip("!").startswith(("P", "UP")))
+    if name not in ("LDC", "ULDC") and (guard or labels_of(conditions, state) & SECRET):
+        kinds.append("predicated access")
+    addresses = tuple(x for x in each.read if "[" in x.text)
+    if name == "BAR":
+        addresses = each.read
+    if labels_of(addresses, state) & SECRET:
+        kinds.append("address")
+    if name in ("STG", "ST", "RED", "REDG", "ATOM", "ATOMG"):
+        to = labels_of(addresses, state)
+        data = labels_of(tuple(x for x in each.read if "[" not in x.text), state)
+        if data & SECRET and to & public and not to & ~public:
+            kinds.append("public buffer")
+    return kinds

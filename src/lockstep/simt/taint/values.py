@@ -10,7 +10,6 @@ that number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from .code import Instruction, Operand
@@ -36,40 +35,89 @@ class Value(NamedTuple):
 
 
 NOTHING = Value()
+_PREDICATES = frozenset(f"{u}P{i}" for u in ("", "U") for i in range(7))
+# Tables of PLOP3 by which the last of three inputs comes out, the others being on: as it is, or
+# turned round.
+_COPIES = {"0x80": "", "0x40": "!"}
 
 
 class State(dict[object, Value]):
     """What is known at one place: of registers and predicates by name, and of cells of memory.
 
-    `under` has what is known of registers under a condition, by the condition.
+    `under` has what is known of registers under a condition, by the condition. `votes` has the
+    predicates that a predicate is the vote of all lanes on. `twins` has, for a predicate, a
+    condition that is equal to it, of which it is a copy, or which is a vote on the same: compilers
+    make one for an address and one for the access. `elected` has the predicates that are on in one
+    lane.
     """
 
-    __slots__ = ("under",)
+    __slots__ = ("elected", "twins", "under", "votes")
 
-    def __init__(
-        self, known: Mapping[object, Value] = {}, under: Mapping[str, dict[object, Value]] = {}
-    ) -> None:
-        super().__init__(known)
-        self.under = {condition: dict(values) for condition, values in under.items() if values}
+    def __init__(self) -> None:
+        super().__init__()
+        self.under: dict[str, dict[object, Value]] = {}
+        self.votes: dict[str, str] = {}
+        self.twins: dict[str, str] = {}
+        self.elected: set[str] = set()
 
     def copy(self) -> State:
-        return State(self, self.under)
+        new = State()
+        new.update(self)
+        new.under = {condition: dict(values) for condition, values in self.under.items() if values}
+        new.votes, new.twins, new.elected = (
+            self.votes.copy(),
+            self.twins.copy(),
+            self.elected.copy(),
+        )
+        return new
 
     def forget(self, register: str) -> None:
         """What is known under conditions of a register, or under a predicate, that is written."""
         if register.lstrip("U").startswith("P"):
             for condition in (register, f"!{register}"):
                 self.under.pop(condition, None)
+            for known in (self.votes, self.twins):
+                for name in [x for x, of in known.items() if register in (x, of.lstrip("!"))]:
+                    del known[name]
+            self.elected.discard(register)
         else:
             for values in self.under.values():
                 values.pop(register, None)
+
+    def relate(self, each: Instruction) -> None:
+        """What has been written is a copy of another predicate, a vote on it, or elected."""
+        if each.name == "ELECT":
+            self.elected.add(each.written[0].text)
+        elif each.name == "VOTEU" and each.kinds == ("ANY",) and len(each.written) == 1:
+            predicate, on = each.written[0].text, each.read[0].text
+            equal = next((x for x, of in self.votes.items() if of == on), None)
+            if equal is not None:
+                self.twins[predicate] = equal
+            elif on in _PREDICATES:
+                self.votes[predicate] = on
+        elif each.name in ("PLOP3", "UPLOP3"):
+            self._copy(each)
+
+    def _copy(self, each: Instruction) -> None:
+        predicate, a, b, c, table = (x.text for x in (each.written[0], *each.read[:4]))
+        sign = _COPIES.get(table)
+        is_copy = {a, b} <= {"PT", "UPT"} and c in _PREDICATES and c != predicate
+        if is_copy and sign is not None:
+            self.twins[predicate] = self.meant(sign + c)
+
+    def meant(self, condition: str) -> str:
+        """The condition that stands for all that are equal to it."""
+        twin = self.twins.get(condition.lstrip("!"))
+        if twin is None:
+            return condition
+        return twin if not condition.startswith("!") else f"!{twin}".removeprefix("!!")
 
 
 class Under(State):
     """A state as an instruction sees it that is executed under a condition only."""
 
     def __init__(self, state: State, condition: str):
-        self.state, self.known = state, state.under.get(condition, {})
+        self.state, self.known = state, state.under.get(state.meant(condition), {})
 
     def get(self, name: object, default: Value = NOTHING) -> Value:
         found = self.known.get(name)
