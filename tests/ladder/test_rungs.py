@@ -137,3 +137,12 @@ def test_a_trace_that_fails_does_not_wait_for_what_it_is_held_against(monkeypatc
     with pytest.raises(KeyboardInterrupt):
         check.run_and_check(find("naive"), Problem(B=40, H=40, S=1, D=32))
     assert len(worked_out) < 1600
+
+
+def test_every_step_of_a_rung_says_what_is_new_in_it():
+    words = [step.what_is_new for rung in RUNGS for step in rung.steps()]
+    assert len(set(words)) == len(words)
+    tiled = find("small_tile")
+    assert tiled.what_is_new == tiled.choose(softmax="tree").what_is_new  # the default
+    apart = find("split_kv").choose(tile="8x8", kv_tiles=2)  # no step of its own
+    assert apart.what_is_new == find("split_kv").summary

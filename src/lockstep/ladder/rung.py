@@ -215,6 +215,8 @@ class Rung:
     options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     # options of each row that tables show; one row with the defaults where there are none
     variants: tuple[Mapping[str, Any], ...] = ({},)
+    # what is new in each of them, where that is more than `summary` says
+    summaries: tuple[str, ...] = ()
     # why a problem cannot be run, or None
     refuses: Callable[..., str | None] = field(default=lambda problem, **options: None, repr=False)
     chosen: Mapping[str, Any] = field(default_factory=dict)
@@ -243,6 +245,14 @@ class Rung:
             for name, value in self.chosen.items()
         )
         return f"{self.name} ({chosen})" if chosen else self.name
+
+    @property
+    def what_is_new(self) -> str:
+        """In a few words: of the variant chosen where there are several, or of the rung."""
+        for variant, words in zip(self.variants, self.summaries, strict=False):
+            if replace(self, chosen=variant).settings == self.settings:
+                return words
+        return self.summary
 
     def refusal(self, problem: Problem) -> str | None:
         """Why this rung cannot run `problem`; None if it can."""

@@ -26,7 +26,7 @@ def rung_view(name: str, options: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "rung": name,
         "title": rung.title,
-        "summary": rung.summary,
+        "summary": rung.what_is_new,
         "constant_time": rung.constant_time,
         "why_not": rung.refusal(PROBLEM) or "",
     }

@@ -250,4 +250,10 @@ RUNG = Rung(
     plans=plans,
     options={"softmax": SOFTMAX},
     variants=tuple({"softmax": name} for name in (*SOFTMAX[1:], SOFTMAX[0])),
+    summaries=(
+        "45×90 tiles, 256 threads: more blocks at a time; softmax by one thread",
+        "a row's softmax by all 256 threads, halving in shared memory",
+        "a row's softmax by all 256 threads: shuffles in warps, then a step per warp",
+        "two rows at a time, four warps each",
+    ),
 )

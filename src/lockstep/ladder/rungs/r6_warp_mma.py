@@ -235,4 +235,9 @@ RUNG = Rung(
     plans=plans,
     options={"tile": (*BLOCKS, EDGED)},
     variants=({"tile": "45x90"}, {"tile": "64x64"}, {"tile": "128x128"}),
+    summaries=(
+        "both products on 16×16×16 fragments, the edges of tiles on ordinary cores",
+        "tiles that fragments cover, over warps in both dimensions: no warp idle",
+        "larger tiles: K and V are read half as often",
+    ),
 )

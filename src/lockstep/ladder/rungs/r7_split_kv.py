@@ -322,4 +322,12 @@ RUNG = Rung(
         {"kv_tiles": "all", "products": "mma"},
         {"kv_tiles": 4, "products": "mma"},
     ),
+    summaries=(
+        "the keys of a tile split over blocks, then joined; one score to a thread",
+        "8×8 scores to a thread; keys not split",
+        "four key tiles to a block, a second kernel joins the parts",
+        "one launch: the last block of a query tile joins its parts",
+        "both products on fragments; keys not split",
+        "both products on fragments; four key tiles to a block",
+    ),
 )

@@ -287,4 +287,10 @@ RUNG = Rung(
     constant_time=True,
     options={"stage": ("register_tiles", *r8_block_tile_stages.STAGES)},
     variants=(*({"stage": name} for name in r8_block_tile_stages.STAGES), {}),
+    summaries=(
+        "128 threads per 64×64 tile; a row of the softmax and of P·V to a thread",
+        "the next tile copied behind the work: two barriers per key tile, not three",
+        "a row to two threads: none idle",
+        "products blocked in registers, one barrier per key tile",
+    ),
 )
