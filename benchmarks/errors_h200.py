@@ -3,15 +3,20 @@
     python benchmarks/errors_h200.py --save-to benchmarks/results
 
 The largest error of one draw is an extreme value, and differs from draw to draw, for one kernel as
-well. So each case has DRAWS draws, and the kernels are compared draw by draw: `largest` is the
-geometric mean over draws of the largest error over FlashAttention 2's, `its_error` the standard
-error of that (as a factor, less 1), and `spread` the geometric standard deviation of FlashAttention
-2's own largest error from draw to draw. FlashAttention 2 is that of PyTorch.
+well. So each case has DRAWS draws of 4,092 rows, or of 1,024 with few queries, and kernels are
+compared draw by draw: `largest` is the geometric mean over draws of the largest error over that of
+FlashAttention 2, `its_error` the standard error of this mean (as a factor, less 1), and `spread`
+the geometric standard deviation of FlashAttention 2's own largest error. FlashAttention 2 is
+PyTorch's.
+
+With several processes at a time (`--head-dims 64 --dtypes bf16` and so on), each writes its rows to
+a file, and `--join FILE...` makes the results of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -26,7 +31,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import lockstep
 from lockstep import reference, results
 
-DRAWS, HEADS, S = 24, 4, 1023
+DRAWS = 24
+HEADS = {1023: 4, 4095: 1}  # by how many queries and keys there are
+FEW_QUERIES, FEW_HEADS, KEYS, PAGE = 16, 64, 1023, 64
 SIGMAS = (1.0, 3.0, 10.0, 30.0)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Options of lockstep.attention, by the name of a contender.
@@ -36,17 +43,27 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "hopper, query-invariant": {"kernel": "hopper", "query_invariant": True},
     "hopper, constant time": {"kernel": "hopper", "constant_time": True},
 }
+# And of lockstep.attention_paged.
+FEW_CONTENDERS: dict[str, dict[str, Any]] = {
+    "hopper_decode": {"kernel": "hopper_decode"},
+    "triton": {"kernel": "triton"},
+    "hopper_decode, query-invariant": {"kernel": "hopper_decode", "query_invariant": True},
+}
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Row = dict[str, Any]
+Results = dict[str, Tensor]
+Run = Callable[..., Results]
 
 
-def draw(D: int, dtype: torch.dtype, sigma: float) -> list[Tensor]:
-    """q and k times sigma, v, dout: [DRAWS, HEADS, S, D]"""
-    torch.manual_seed(int(sigma) * 1000 + D)
-    q, k, v, dout = torch.randn(4, DRAWS, HEADS, S, D, device="cuda")
+def draw(shape_q: tuple[int, ...], keys: int, dtype: torch.dtype, sigma: float) -> list[Tensor]:
+    """q and k times sigma, v, dout; all have the dims of q, but for the number of keys."""
+    torch.manual_seed(int(sigma) * 1000 + shape_q[-1])
+    shape_k = (*shape_q[:2], keys, shape_q[-1])
+    q, k, v, dout = (torch.randn(x, device="cuda") for x in (shape_q, shape_k, shape_k, shape_q))
     return [x.to(dtype) for x in (q * sigma, k * sigma, v, dout)]
 
 
-def compute(attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
+def compute(attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
     """out and gradients in float64."""
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     out = attend(*leaves)
@@ -55,22 +72,25 @@ def compute(attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> di
     return {name: x.detach().double() for name, x in zip(names, (out, *grads), strict=True)}
 
 
+def compute_out(attend: Attend, q: Tensor, k: Tensor, v: Tensor, _dout: Tensor) -> Results:
+    return {"out": attend(q, k, v).double()}
+
+
 def flash_attention_2(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return F.scaled_dot_product_attention(q, k, v)
 
 
-def contenders(q: Tensor, k: Tensor, v: Tensor, wanted: list[str]) -> Iterator[tuple[str, Attend]]:
-    """Those that take such a call and its gradients."""
-    for name in wanted:
-        attend = partial(lockstep.attention, **CONTENDERS[name])
-        try:
-            leaves = [x[:1].detach().clone().requires_grad_() for x in (q, k, v)]
-            attend(*leaves).sum().backward()
-        except (NotImplementedError, ValueError) as error:
-            print(f"{name}: {error}", flush=True)
-            continue
-        yield name, attend
+def in_pages(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """lockstep.attention_paged of keys in one tensor."""
+    B, H, n, D = k.shape
+    padded = [F.pad(x, (0, 0, 0, -n % PAGE)) for x in (k, v)]
+    pages = [
+        x.view(B, H, -1, PAGE, D).permute(0, 2, 3, 1, 4).reshape(-1, PAGE, H, D) for x in padded
+    ]
+    table = torch.arange(len(pages[0]), device="cuda", dtype=torch.int32).view(B, -1)
+    lens = torch.full((B,), n, device="cuda", dtype=torch.int32)
+    return lockstep.attention_paged(q, *pages, table, lens, **options)
 
 
 def against(ours: Tensor, theirs: Tensor, exact: Tensor) -> dict[str, float]:
@@ -88,31 +108,54 @@ def against(ours: Tensor, theirs: Tensor, exact: Tensor) -> dict[str, float]:
     }
 
 
-def measure(D: int, dtype: str, sigma: float, wanted: list[str]) -> Iterator[dict[str, Any]]:
-    tensors = draw(D, DTYPES[dtype], sigma)
-    exact = compute(reference.attention, *(x.double() for x in tensors))
-    theirs = compute(flash_attention_2, *tensors)
-    for kernel, attend in contenders(*tensors[:3], wanted):
-        ours = compute(attend, *tensors)
-        for what, right in exact.items():
-            figures = against(ours[what], theirs[what], right)
-            case = {"kernel": kernel, "D": D, "dtype": dtype, "sigma": sigma, "what": what}
-            yield {**case, **figures}
+def first_that_runs(ways: tuple[Run, ...], attend: Attend, tensors: list[Tensor]) -> Results:
+    """What the first of `ways` returns that kernels of this contender take; else nothing."""
+    for way in ways:
+        try:
+            return way(attend, *tensors)
+        except NotImplementedError as error:
+            print(error, flush=True)
+    return {}
+
+
+def compare(tensors: list[Tensor], contenders: dict[str, Attend], run: Run) -> Iterator[Row]:
+    exact = run(reference.attention, *(x.double() for x in tensors))
+    theirs = run(flash_attention_2, *tensors)
+    for kernel, attend in contenders.items():
+        ours = first_that_runs((run, compute_out), attend, tensors)
+        for what, mine in ours.items():
+            yield {"kernel": kernel, "what": what, **against(mine, theirs[what], exact[what])}
+
+
+def measure(D: int, dtype: str, sigma: float) -> Iterator[Row]:
+    case = {"D": D, "dtype": dtype, "sigma": sigma}
+    contenders = {name: partial(lockstep.attention, **x) for name, x in CONTENDERS.items()}
+    for S, H in HEADS.items():
+        tensors = draw((DRAWS, H, S, D), S, DTYPES[dtype], sigma)
+        for row in compare(tensors, contenders, compute):
+            yield {**case, "Sq": S, "Skv": S, **row}
+    few = {name: partial(in_pages, **x) for name, x in FEW_CONTENDERS.items()}
+    tensors = draw((DRAWS, FEW_HEADS, FEW_QUERIES, D), KEYS, DTYPES[dtype], sigma)
+    for row in compare(tensors, few, compute_out):
+        yield {**case, "Sq": FEW_QUERIES, "Skv": KEYS, **row}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--save-to", type=Path, help="a directory for the results")
+    parser.add_argument("--rows", type=Path, help="a file for the rows alone")
     parser.add_argument("--head-dims", default="64,96,128,192,256")
     parser.add_argument("--dtypes", default="bf16,fp16")
-    parser.add_argument("--kernels", default=";".join(CONTENDERS), help="separated by ;")
+    parser.add_argument("--join", type=Path, nargs="+", default=[], help="files of rows")
     args = parser.parse_args()
-    rows = []
-    head_dims = [int(D) for D in args.head_dims.split(",")]
+    rows: list[Row] = [row for path in args.join for row in json.loads(path.read_text())]
+    head_dims = [] if args.join else [int(D) for D in args.head_dims.split(",")]
     for D, dtype, sigma in product(head_dims, args.dtypes.split(","), SIGMAS):
-        for row in measure(D, dtype, sigma, args.kernels.split(";")):
+        for row in measure(D, dtype, sigma):
             rows.append(row)
             print(row, flush=True)
+    if args.rows:
+        args.rows.write_text(json.dumps(rows))
     if args.save_to:
         run = results.collect("errors", rows)
         print(results.save_for_gpu(run, "errors", args.save_to))
