@@ -140,6 +140,32 @@ def measure(D: int, dtype: str, sigma: float) -> Iterator[Row]:
         yield {**case, "Sq": FEW_QUERIES, "Skv": KEYS, **row}
 
 
+def summarize(rows: list[Row]) -> list[Row]:
+    """For each kernel, result and sigma the highest figures of all cases."""
+    highest: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        key = {"kernel": row["kernel"], "result": row["what"], "sigma": row["sigma"]}
+        found = highest.setdefault(tuple(key.values()), {**key, "rms": 0.0, "largest": 0.0})
+        found |= {name: max(found[name], row[name]) for name in ("rms", "largest")}
+    return list(highest.values())
+
+
+def tables() -> dict[str, Any]:
+    columns = {name: {"kernel": name} for name in CONTENDERS | FEW_CONTENDERS}
+    heading = "times that of FlashAttention 2, the highest of all head dims, dtypes and lengths"
+    return {
+        f"errors_{value}": {
+            "of": "summary",
+            "by": ["result", "sigma"],
+            "columns": columns,
+            "value": value,
+            "format": "{:.2f}",
+            "caption": f"{title}, {heading}",
+        }
+        for value, title in (("rms", "Rms error"), ("largest", "Largest error of a draw"))
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--save-to", type=Path, help="a directory for the results")
@@ -158,6 +184,7 @@ def main() -> None:
         args.rows.write_text(json.dumps(rows))
     if args.save_to:
         run = results.collect("errors", rows)
+        run |= {"tables": tables(), "summary": summarize(rows)}
         print(results.save_for_gpu(run, "errors", args.save_to))
 
 
