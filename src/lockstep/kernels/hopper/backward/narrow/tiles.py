@@ -85,8 +85,8 @@ class Tiles:
         full_bar = barriers(STAGES + 1, 1)
         if BLOCK_Q == 64:
             # Consumers that run together use no ring, and must not have one: the compiler would
-            # give the memory of barriers that nothing waits for to tiles, where their first words,
-            # which are NaN, came up again on a GPU that several processes share.
+            # give the memory of barriers that nothing waits for to tiles. A GPU that switches to
+            # another process writes barriers back to where they were made, and they are NaN.
             ring = Ring(full_bar, full_bar, DS_TILES, True)
         else:
             ring = Ring.create(DS_TILES, CONSUMERS=2, PRODUCERS=2, BY_BITS=True)
