@@ -104,6 +104,7 @@ def runs_of(
     Sizes = as_plain(schedule.Sizes)
     for program in range(n_programs):
         plain = {"gl": plain_gluon(program, n_programs), **constants}
+        plain |= {"divide": lambda a, b: a // b, "divide_up": ceil_div}
         make_plain(monkeypatch, (schedule, producer), plain)
         q_tiles = ceil_div(Sq * group, sizes.ROWS)
         wanted = max(1, plan.WANTED // (heads * q_tiles))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lockstep import numerics
+from lockstep.kernels.hopper.common.division import reciprocal
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 
 LOG2E, LN2 = gl.constexpr(numerics.LOG2E), gl.constexpr(numerics.LN2)
@@ -18,14 +19,6 @@ def _exp_2x(s, scale_over_cap):
 
 
 @gluon.jit
-def _reciprocal(x):
-    """1 / x to one unit in the last place, in one instruction; a division by x takes five."""
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def cap(s, scale_over_cap, softcap, D: gl.constexpr):
     """softcap · tanh(s·scale / softcap), of scores of head dim D."""
     divisor = 1.0 + _exp_2x(s, scale_over_cap)
@@ -33,7 +26,7 @@ def cap(s, scale_over_cap, softcap, D: gl.constexpr):
         # Measured: faster in the forward of such head dims.
         return softcap - 2.0 * softcap / divisor
     zero = gl.zeros_like(s)
-    return gl.fma(_reciprocal(divisor), zero - 2.0 * softcap, zero + softcap)
+    return gl.fma(reciprocal(divisor), zero - 2.0 * softcap, zero + softcap)
 
 
 @gluon.jit

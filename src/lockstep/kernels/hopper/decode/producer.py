@@ -7,6 +7,7 @@ the tensor map: its keys are NaN then, its values 0.
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.common.division import divide
 from lockstep.kernels.hopper.common.gluon_shim import (
     aggregate,
     gl,
@@ -147,8 +148,8 @@ def produce(sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr):
     # that begins in its stretch and does not end there.
     by_pair = sizes.B * sizes.heads <= gl.num_programs(0)
     place, n_teams = sizes.place()
-    member = gl.program_id(0) % sizes.team
-    blocks = sizes.heads // sizes.team
+    member = gl.program_id(0) - divide(gl.program_id(0), sizes.team) * sizes.team
+    blocks = divide(sizes.heads, sizes.team)
     sent = b * 0
     runs = b * 0
     cut = b * 0 - 1  # the tile of query rows whose parts are in this program's slot
@@ -159,7 +160,7 @@ def produce(sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr):
         kv_len = gl.maximum(found[0], 0)
         tile_begin, tile_end, span, n_spans = sizes.tiles_of(found)
         work = tile_end - tile_begin + n_spans * SPAN_COST
-        block = gl.maximum(stretch_begin - begin, 0) // work
+        block = divide(gl.maximum(stretch_begin - begin, 0), work)
         at = begin + block * work
         n_blocks = gl.where(found[2] > 0, blocks, 0)
         if sizes.PACKED:
@@ -172,7 +173,7 @@ def produce(sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr):
             first = spans_before(sizes, stretch_begin - at, tile_begin, span, n_spans)
             last = spans_before(sizes, stretch_end - at, tile_begin, span, n_spans)
             if first < last:
-                grid = tile_begin // span + first  # spans from the first key on
+                grid = divide(tile_begin, span) + first  # spans from the first key on
                 run_begin = gl.maximum(grid * span, tile_begin)
                 run_end = gl.minimum((grid + last - first) * span, tile_end)
                 # Loaded while all that follows is worked out.

@@ -16,6 +16,7 @@ part of its own. Parts are handed out, and folded by `fold.py`.
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS
+from lockstep.kernels.hopper.common.division import divide, divide_up
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
 from lockstep.kernels.hopper.common.mailbox import Mailbox
 from lockstep.kernels.hopper.decode import plan, tiles
@@ -75,8 +76,8 @@ class Sizes:
         sequence = b
         q_tile = b * 0
         if self.q_tiles > 1:
-            sequence = b // self.q_tiles
-            q_tile = b % self.q_tiles
+            sequence = divide(b, self.q_tiles)
+            q_tile = b - sequence * self.q_tiles
         return sequence, q_tile
 
     @gluon.jit
@@ -109,8 +110,8 @@ class Sizes:
             behind = b * 0
             if self.q_tiles > 1:
                 n_rows = gl.minimum((q_tile + 1) * ROWS, self.Sq * self.group)
-                before = q_tile * ROWS // self.group
-                behind = self.Sq - 1 - (n_rows - 1) // self.group
+                before = divide(q_tile * ROWS, self.group)
+                behind = self.Sq - 1 - divide(n_rows - 1, self.group)
         return kv_len, n_q, wanted, least, before, behind
 
     @gluon.jit
@@ -134,21 +135,26 @@ class Sizes:
         # All queries of a sequence have the same spans.
         lo, hi = self.keys_seen(kv_len, n_q, 0, 0)
         reach = hi - lo
-        span = gl.cdiv(gl.cdiv(reach, gl.maximum(wanted, 1)), self.BLOCK_KV) * self.BLOCK_KV
+        span = divide_up(reach, gl.maximum(wanted, 1))
+        span = gl.cdiv(span, self.BLOCK_KV) * self.BLOCK_KV
         span = gl.minimum(gl.maximum(span, least), MOST_SPAN)
         lo, hi = self.keys_seen(kv_len, n_q, before, behind)
         begin = lo // self.BLOCK_KV
         end = gl.maximum(gl.cdiv(hi, self.BLOCK_KV), begin)
-        n_spans = gl.maximum(gl.cdiv(hi, span) - lo // span, 1)
+        n_spans = divide_up(hi, span)
+        if self.HAS_LEFT:
+            n_spans = n_spans - divide(lo, span)
+        n_spans = gl.maximum(n_spans, 1)
         return begin, end, span // self.BLOCK_KV, n_spans
 
     @gluon.jit
     def place(self):
         """The place of this program's team in the line, and how many teams there are."""
-        n_teams = gl.num_programs(0) // self.team
-        team = gl.program_id(0) // self.team
-        first = gl.cdiv(n_teams, self.waves)
-        return team % first * self.waves + team // first, n_teams
+        n_teams = divide(gl.num_programs(0), self.team)
+        team = divide(gl.program_id(0), self.team)
+        first = divide_up(n_teams, self.waves)
+        wave = divide(team, first)
+        return (team - wave * first) * self.waves + wave, n_teams
 
     @gluon.jit
     def stretch(self):
@@ -180,7 +186,7 @@ class Sizes:
         b = first + gl.arange(0, CHUNK, layout)
         found = self.look_at(b, b < self.B)
         begin, end, _span, n_spans = self.tiles_of(found)
-        work = (end - begin + n_spans * SPAN_COST) * (self.heads // self.team)
+        work = (end - begin + n_spans * SPAN_COST) * divide(self.heads, self.team)
         return gl.where(found[2] > 0, work, 0), b < self.B
 
 
@@ -195,17 +201,18 @@ def count_before(place, seen, work, is_there):
 @gluon.jit
 def stretch_of(place, total, n_teams):
     """Where the stretch of a team begins: the first ones are longer by 1 than the others."""
-    return place * (total // n_teams) + gl.minimum(place, total % n_teams)
+    length = divide(total, n_teams)
+    return place * length + gl.minimum(place, total - length * n_teams)
 
 
 @gluon.jit
 def place_at(at, total, n_teams):
     """The place of the team in whose stretch `at` lies."""
-    length = total // n_teams
-    n_longer = total % n_teams
+    length = divide(total, n_teams)
+    n_longer = total - length * n_teams
     behind = at - n_longer * (length + 1)
-    of_others = n_longer + behind // gl.maximum(length, 1)
-    return gl.where(behind < 0, at // (length + 1), of_others)
+    of_others = n_longer + divide(behind, gl.maximum(length, 1))
+    return gl.where(behind < 0, divide(at, length + 1), of_others)
 
 
 @gluon.jit
@@ -214,11 +221,13 @@ def _add(a, b):
 
 
 @gluon.jit
-def first_span_from(place, begin, span):
+def first_span_from(sizes, place, begin, span):
     """The first span that begins `place` or more behind the begin of its head, whose first tile is
     number `begin`; `span` is in tiles."""
-    missing = begin % span  # tiles of the first span that are not seen
-    return gl.where(place <= 0, 0, gl.cdiv(place + missing, span + SPAN_COST))
+    missing = begin  # tiles of the first span that are not seen
+    if sizes.HAS_LEFT:
+        missing = begin - divide(begin, span) * span
+    return gl.where(place <= 0, 0, divide_up(place + missing, span + SPAN_COST))
 
 
 @gluon.jit
@@ -226,7 +235,7 @@ def spans_before(sizes, place, begin, span, n_spans):
     """How many of the spans of a head begin less than `place` behind its begin; all of them, or
     none, where a head is one program's."""
     all_or_none = gl.where(place <= 0, 0, n_spans)
-    some = gl.minimum(first_span_from(place, begin, span), n_spans)
+    some = gl.minimum(first_span_from(sizes, place, begin, span), n_spans)
     return gl.where(sizes.whole != 0, all_or_none, some)
 
 
