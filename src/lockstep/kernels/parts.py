@@ -26,11 +26,18 @@ def fold_weights(m, part_m, unit):
 
 
 @triton.jit
+def add_part(l, acc, part_l, part_acc, keep, add):
+    """The sums (l, acc) of the parts so far with those of one more part, by these factors."""
+    acc = tl.fma(acc, tl.expand_dims(keep, -1), part_acc * tl.expand_dims(add, -1))
+    return tl.fma(l, keep, part_l * add), acc
+
+
+@triton.jit
 def fold(m, l, acc, part_m, part_l, part_acc, unit):
     """The state (m, l, acc) of the parts so far with one more part."""
     m, keep, add = fold_weights(m, part_m, unit)
-    acc = tl.fma(acc, tl.expand_dims(keep, -1), part_acc * tl.expand_dims(add, -1))
-    return m, tl.fma(l, keep, part_l * add), acc
+    l, acc = add_part(l, acc, part_l, part_acc, keep, add)
+    return m, l, acc
 
 
 @triton.jit

@@ -3,14 +3,17 @@
     out = Σ acc_i · exp(m_i) / Σ l_i · exp(m_i)        lse = log Σ l_i · exp(m_i)
 
 One program folds some columns of a few rows of one slot, part after part, as the decode kernel does
-with the parts that it keeps. Parts come to shared memory many at a time: left to itself, the
-compiler loads one, folds it and loads the next.
+with the parts that it keeps, and to the same bits. Parts come to shared memory many at a time: left
+to itself, the compiler loads one, folds it and loads the next. What each part weighs follows from
+the maxima before it, and is worked out for many parts at once: only products and sums are left in
+the chain from part to part.
 """
 
 from __future__ import annotations
 
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lockstep.kernels.hopper.common.division import divide
 from lockstep.kernels.hopper.common.gluon_shim import (
     async_copy,
     await_warps,
@@ -20,7 +23,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
 )
 from lockstep.kernels.hopper.decode import plan, tiles
 from lockstep.kernels.launch import unspecialized
-from lockstep.kernels.parts import close, fold, fold_sink
+from lockstep.kernels.parts import add_part, close, fold_sink, fold_weights
 
 # Parts whose way from shared memory is under way at one time.
 UNROLLED = gl.constexpr(8)
@@ -33,7 +36,8 @@ NUMBERS = gl.constexpr(plan.PART_NUMBERS)
 @gluon.jit
 def find_rows(work, row, tiles_ptr, heads, group, q_tiles, Sq, n_rows, PACKED: gl.constexpr):
     """Whether each row of a slot exists, and the sequence, query head and query of each."""
-    b = work // heads
+    b = divide(work, heads)
+    head = work - b * heads
     if PACKED:
         tile_ptr = tiles_ptr + b * FIELDS
         q_tile = gl.load(tile_ptr + Q_TILE)
@@ -41,13 +45,15 @@ def find_rows(work, row, tiles_ptr, heads, group, q_tiles, Sq, n_rows, PACKED: g
         q_start = gl.load(tile_ptr + Q_START)
         b = gl.load(tile_ptr + SEQUENCE)
     else:
-        q_tile = b % q_tiles
+        sequence = divide(b, q_tiles)
+        q_tile = b - sequence * q_tiles
         n_q = Sq
         q_start = b * 0
-        b = b // q_tiles
+        b = sequence
     number = q_tile * 64 + row
+    query = divide(number, group)
     is_row = (row < n_rows) & (number < n_q * group)
-    return is_row, b, work % heads * group + number % group, q_start + number // group
+    return is_row, b, head * group + number - query * group, q_start + query
 
 
 @gluon.jit
@@ -86,6 +92,39 @@ def _rows_of_parts(smem, slot, first, count, n_spans, n_rows, layout: gl.constex
     return at, (i < count) & (row < n_rows)
 
 
+@gluon.jit
+def _larger(a, b):
+    return gl.maximum(a, b)
+
+
+@gluon.jit
+def weigh_parts(
+    m, keep_smem, add_smem, l_smem, part_stats_ptr, slot, first, begin, count, n_spans, n_rows, unit
+):  # fmt: skip
+    """The maximum of each row with parts from number `first` on, where it was `m` before them. To
+    shared memory go, for each part, the factors of the parts before it and of itself, and its l."""
+    BATCH: gl.constexpr = l_smem.shape[0]
+    ROWS: gl.constexpr = l_smem.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, BATCH // 32], [1, 32], [ROWS, 1], [1, 0])
+    row = gl.program_id(1) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    row = gl.expand_dims(row, 1)
+    i = gl.expand_dims(first + gl.arange(0, BATCH, gl.SliceLayout(0, layout)), 0)
+    at = part_stats_ptr + NUMBERS * ((slot.to(gl.int64) * n_spans + i) * n_rows + row)
+    is_part = (i < count) & (row < n_rows)
+    part_m = gl.load(at, mask=is_part, other=-float("inf"))
+    part_l = gl.load(at + 1, mask=is_part, other=0.0)
+    # That of the part before.
+    before = gl.load(at - NUMBERS * n_rows, mask=is_part & (i > begin), other=-float("inf"))
+    before = gl.associative_scan(before, 1, _larger)
+    m_of_rows = gl.convert_layout(m, gl.SliceLayout(1, layout))
+    before = gl.maximum(before, gl.expand_dims(m_of_rows, 1))
+    after, keep, add = fold_weights(before, part_m, unit)
+    keep_smem.permute((1, 0)).store(keep)
+    add_smem.permute((1, 0)).store(add)
+    l_smem.permute((1, 0)).store(part_l)
+    return gl.convert_layout(gl.max(after, 1), m.type.layout)
+
+
 @unspecialized(gluon.jit, any_address=("sinks_ptr",))
 def fold_slots(
     parts_ptr,  # [slots, n_spans, n_rows, DV] fp32
@@ -120,11 +159,13 @@ def fold_slots(
     square: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     acc_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS, COLUMNS], cube)
-    m_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS], square)
+    keep_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS], square)
+    add_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS], square)
     l_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS], square)
     # The same, part after part.
     accs = reinterpret(acc_smem, gl.float32, [BATCH, ROWS, COLUMNS], square)
-    ms = reinterpret(m_smem, gl.float32, [BATCH, ROWS], line)
+    keeps = reinterpret(keep_smem, gl.float32, [BATCH, ROWS], line)
+    adds = reinterpret(add_smem, gl.float32, [BATCH, ROWS], line)
     ls = reinterpret(l_smem, gl.float32, [BATCH, ROWS], line)
     slot = gl.program_id(0)
     row = gl.program_id(1) * ROWS + gl.arange(0, ROWS, rows)
@@ -136,6 +177,9 @@ def fold_slots(
     count = gl.load(slots_ptr + 3 * slot + 2)
     if work < 0:
         return
+    is_row, b, head, query = find_rows(
+        work, row, tiles_ptr, heads, group, q_tiles, Sq, n_rows, PACKED
+    )
     m = gl.full([ROWS], -float("inf"), gl.float32, rows)
     l = gl.full([ROWS], 0.0, gl.float32, rows)
     acc = gl.full([ROWS, COLUMNS], 0.0, gl.float32, layout)
@@ -144,22 +188,20 @@ def fold_slots(
         await_warps()
         column = gl.program_id(2) * COLUMNS
         copy_columns(acc_smem, parts_ptr, slot, first, count, n_spans, n_rows, column, DV)
-        copy_number(m_smem, part_stats_ptr, slot, first, count, n_spans, n_rows, NUMBERS)
-        copy_number(l_smem, part_stats_ptr + 1, slot, first, count, n_spans, n_rows, NUMBERS)
         async_copy.commit_group()
+        m = weigh_parts(
+            m, keep_smem, add_smem, l_smem, part_stats_ptr, slot, first, begin, count, n_spans,
+            n_rows, unit,
+        )  # fmt: skip
         async_copy.wait_group(0)
         await_warps()
         for some in range(0, gl.minimum(count - first, BATCH), UNROLLED):
             for i in gl.static_range(UNROLLED):
-                part_m = ms.index(some + i).load(rows)
-                # Behind the last part there are zeros.
-                part_m = gl.where(first + some + i < count, part_m, -float("inf"))
+                keep = keeps.index(some + i).load(rows)
+                add = adds.index(some + i).load(rows)
                 part_l = ls.index(some + i).load(rows)
                 part_acc = accs.index(some + i).load(layout)
-                m, l, acc = fold(m, l, acc, part_m, part_l, part_acc, unit)
-    is_row, b, head, query = find_rows(
-        work, row, tiles_ptr, heads, group, q_tiles, Sq, n_rows, PACKED
-    )
+                l, acc = add_part(l, acc, part_l, part_acc, keep, add)
     if HAS_SINKS:
         sink = gl.load(sinks_ptr + head, mask=is_row, other=0.0).to(gl.float32)
         m, l, acc = fold_sink(m, l, acc, sink, natural, unit)

@@ -26,7 +26,7 @@ SPAN_COST = 1
 KEYS_PER_ROW = 32
 # Columns and rows that a program of the second kernel folds, each row by one warp; and the
 # parts that it loads at once.
-FOLD_COLUMNS, FOLD_ROWS, FOLD_BATCH = 32, 4, 64
+FOLD_COLUMNS, FOLD_ROWS, FOLD_BATCH = 32, 4, 32
 # Numbers of a row of a part beside its products: m and l; with query_invariant, m and error, and
 # from PART_SUMS on the sums of four threads, l and residue.
 PART_NUMBERS, INVARIANT_PART_NUMBERS, PART_SUMS = 2, 12, 4
