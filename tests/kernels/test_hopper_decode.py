@@ -11,8 +11,16 @@ import torch
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from crew import as_plain, make_plain
-from hopper_build import compile_for_hopper, count, usual_path, writes_in_flight
+from hopper_build import (
+    PRODUCT_WAIT,
+    SCORES_WAIT,
+    compile_for_hopper,
+    count,
+    usual_path,
+    writes_in_flight,
+)
 from launch_arguments import bind
+from machine_code import between, loops
 from shared_places import shared_with_barriers
 
 from lockstep import dispatch
@@ -212,6 +220,17 @@ def test_no_row_has_more_parts_than_there_is_room_for():
                 assert ceil_div(length, span) <= most
 
 
+def built_loop(built):
+    """Where the innermost loop with both products begins and ends; and the waits for the two."""
+    (scores,) = (at for at, text in built.instructions if text == SCORES_WAIT)
+    begin, end = min(
+        (x for x in set(loops(built.instructions)) if x[0] < scores < x[1]),
+        key=lambda x: x[1] - x[0],
+    )
+    product = next(at for at, text in built.instructions if text == PRODUCT_WAIT and at > scores)
+    return (begin, end), (scores, product)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("D", "page"), [(128, 16), (256, 64)])
 def test_machine_code(D, page):
@@ -225,6 +244,13 @@ def test_machine_code(D, page):
     assert "serialized" not in built.report
     # Scores of the first tile and of the others, and the product with the values.
     assert found["HGMMA"] == 2 * (D // 16) + shape.block_kv // 16
+    # The exponentials of a tile run while the product of the one before is under way, and nothing
+    # writes what that product reads.
+    (begin, end), (scores, product) = built_loop(built)
+    weighed = [at for at, text in built.instructions if "MUFU.EX2" in text and begin <= at <= end]
+    assert len(weighed) > shape.block_kv // 2
+    assert all(scores < at < product for at in weighed)
+    assert writes_in_flight(between(built.instructions, begin, end)) == []
     # Each box of a tile of keys and of one of values.
     assert found["UTMALDG"] == 2 * (D // plan.COLUMNS) * max(shape.block_kv // page, 1)
     # What a program of an SM takes, with 1 KB that the system takes of each.

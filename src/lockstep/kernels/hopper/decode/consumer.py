@@ -291,7 +291,8 @@ def weigh(rows, sizes, s, first_key, bounds, m, l):
 def attend_span(rows, sizes, run, k, v, q_smem, seen, tile, end, bounds, empty_l, weights, m, l):
     """The tiles [tile, end) of a span. `weights`, m and l are those of the first tile; while a
     product with values is under way, the scores of the next tile are made and weighed, beyond the
-    end those of the next span.
+    end those of the next span. Its keys are there on entry, and those of the tile behind `end` on
+    return.
 
     Returns the part of the span, whether values that are not finite were left out, and the
     weights, m and l of the tile at `end`.
@@ -312,7 +313,6 @@ def attend_span(rows, sizes, run, k, v, q_smem, seen, tile, end, bounds, empty_l
             if has_nonfinite(v.tile(seen)) != 0:
                 found = clean_values(v.tile(seen), of_any[0] - first_key, of_any[1] - first_key)
                 is_nonfinite = is_nonfinite | found
-        k.ring.wait_full(seen + 1, pred=has_next)
         # Behind the last tile, scores of whatever is there.
         s = scores_of(q_smem, k, seen + 1)
         acc = warpgroup_mma(weights, v.tile(seen), acc, is_async=True)
@@ -324,7 +324,10 @@ def attend_span(rows, sizes, run, k, v, q_smem, seen, tile, end, bounds, empty_l
         m = gl.where(is_last, -float("inf"), m)
         l = gl.where(is_last, empty_l, l)
         p, m, l, alpha = weigh(rows, sizes, s, first_key + sizes.BLOCK_KV, bounds, m, l)
-        acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+        # ptxas moves the wait for the product above the exponentials unless a block boundary stands
+        # between: waiting for the next tile of keys, which are needed next anyway, is one.
+        k.ring.wait_full(seen + 2, pred=t + 2 < run.end)
+        acc, weights, p = warpgroup_mma_wait(0, deps=(acc, weights, p))
         v.ring.release(seen)
         alpha = gl.where(is_last, 1.0, alpha)
         acc = acc * gl.expand_dims(gl.convert_layout(alpha, acc_rows), 1)
@@ -370,6 +373,7 @@ def consume(rows, sizes, queue, k, v, q_smem, cache):
         )
         m = gl.where(has_tile, m, empty_m)
         weights = gl.convert_layout(p.to(q_smem.dtype), left)
+        k.ring.wait_full(seen + 1, pred=run.begin + 1 < run.end)
         has_more = True
         while has_more:
             end = gl.minimum((tile // run.span + 1) * run.span, run.end)
