@@ -8,6 +8,7 @@ Importing this package does not import Triton.
     schedule.py  which program computes which spans
     producer.py  the warp that streams pages
     consumer.py  the warpgroup that attends to them
+    nonfinite.py values that are not finite, kept from rows that do not see them
     kernel.py    the kernel
     fold.py      the second kernel: parts folded into results
     span_consumer.py, span_fold.py  those of query-invariant calls, with the bits of the forward

@@ -25,15 +25,8 @@ from lockstep.kernels.hopper.common.spans import (
     span_weights,
 )
 from lockstep.kernels.hopper.decode import plan
-from lockstep.kernels.hopper.decode.consumer import (
-    add_nonfinite,
-    clean_values,
-    has_nonfinite,
-    hides_some,
-    is_seen,
-    row_bounds,
-    scores_of,
-)
+from lockstep.kernels.hopper.decode.consumer import hides_some, is_seen, row_bounds, scores_of
+from lockstep.kernels.hopper.decode.nonfinite import add_nonfinite, clean_values, has_nonfinite
 from lockstep.kernels.hopper.decode.rescale import rescale
 
 NUMBERS, SUMS = gl.constexpr(plan.INVARIANT_PART_NUMBERS), gl.constexpr(plan.PART_SUMS)
