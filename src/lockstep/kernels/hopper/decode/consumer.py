@@ -7,6 +7,7 @@ folded here if the run has all spans of its rows, and handed out otherwise.
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator, left_operand, zeros
+from lockstep.kernels.hopper.common.division import divide
 from lockstep.kernels.hopper.common.gluon_shim import (
     aggregate,
     await_warps,
@@ -80,9 +81,12 @@ class Rows:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
         row = run.q_tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         d = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, layout)), 0)
-        head = run.head * self.group + row % self.group
+        query = divide(row, self.group)
+        head = run.head * self.group + row - query * self.group
         at = run.b.to(gl.int64) * self.stride_qb + head.to(gl.int64) * self.stride_qh
-        at += (run.q_start + row // self.group).to(gl.int64) * self.stride_qs
+        at += (run.q_start + query).to(gl.int64) * self.stride_qs
+        # `copy_engine.fit`: rows that there are begin at multiples of 16 bytes.
+        at = gl.multiple_of(at, [8])
         is_row = gl.expand_dims(row < run.n_q * self.group, 1)
         q = gl.load(self.q_ptr + gl.expand_dims(at, 1) + d, mask=is_row & (d >= 0), other=0.0)
         # Of the run before, warps that are behind may still read here.
@@ -139,13 +143,14 @@ class Rows:
         DV: gl.constexpr = acc.shape[1]
         layout: gl.constexpr = m.type.layout
         _row, number, is_row = self.rows_of(sizes, run, layout)
-        head = run.head * self.group + number % self.group
+        query = divide(number, self.group)
+        head = run.head * self.group + number - query * self.group
         if self.HAS_SINKS:
             sink = gl.load(self.sinks_ptr + head, mask=is_row, other=0.0).to(gl.float32)
             m, l, acc = fold_sink(m, l, acc, sink, self.natural, self.unit)
         out, lse = close(m, l, acc, self.natural)
         at = run.b * self.rows_b + head * self.rows_h
-        at += (run.q_start + number // self.group) * self.rows_s
+        at += (run.q_start + query) * self.rows_s
         d = gl.expand_dims(gl.arange(0, DV, gl.SliceLayout(0, acc.type.layout)), 0)
         mask = gl.expand_dims(is_row, 1) & (d >= 0)
         out = out.to(self.out_ptr.dtype.element_ty)
@@ -160,10 +165,10 @@ def row_bounds(rows, sizes, run, layout: gl.constexpr):
     _row, number, _is_row = rows.rows_of(sizes, run, layout)
     kv_len = gl.maximum(run.kv_len, 0)
     shift = kv_len - run.n_q
-    position = number // rows.group + shift
-    first = run.q_tile * ROWS // rows.group + shift
+    position = divide(number, rows.group) + shift
+    first = divide(run.q_tile * ROWS, rows.group) + shift
     n_rows = gl.minimum(run.q_tile * ROWS + ROWS, run.n_q * rows.group)
-    last = (n_rows - 1) // rows.group + shift
+    last = divide(n_rows - 1, rows.group) + shift
     begin = position * 0
     end = begin + kv_len
     any_begin = kv_len * 0
@@ -310,7 +315,7 @@ def consume(rows, sizes, queue, k, v, q_smem, cache):
         k.ring.wait_full(seen + 1, pred=run.begin + 1 < run.end)
         has_more = True
         while has_more:
-            end = gl.minimum((tile // run.span + 1) * run.span, run.end)
+            end = gl.minimum((divide(tile, run.span) + 1) * run.span, run.end)
             part_m, part_l, acc, is_nonfinite, weights, m, l, seen = attend_span(
                 rows, sizes, run, k, v, q_smem, seen, tile, end, bounds, empty_l, weights, m, l
             )
