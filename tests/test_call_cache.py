@@ -46,9 +46,14 @@ def test_a_call_like_another_is_recognized(tensors, entry):
 
 def test_one_tensor_may_come_twice(tensors, entry):
     q = tensors.q
-    assert entry.recognize(Tensors(q, q, q))[1] == [q.data_ptr()] * 3 + [0] * (
-        len(Tensors._fields) - 3
-    )
+    wanted = [q.data_ptr()] * 3 + [0] * (len(Tensors._fields) - 3)
+    # By the key: the guards are those of three tensors.
+    assert call_cache.find(Tensors(q, q, q), Options(), None)[1] == wanted
+    entry.guards = None
+    for _ in range(2):
+        assert call_cache.find(Tensors(q, q, q), Options(), None)[1] == wanted
+    assert entry.recognize(Tensors(q, q, q))[1] == wanted
+    assert entry.recognize(Tensors(q, q, like(q))) is None
 
 
 def shifted(x: torch.Tensor, n: int) -> torch.Tensor:

@@ -19,7 +19,6 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from lockstep import dispatch
 from lockstep.cache import Cache
@@ -85,7 +84,16 @@ def _shares_offsets(addresses: list[int]) -> bool:
 class _Guards:
     """Recognizes tensors like those of one call. It never changes, so threads may share it."""
 
-    __slots__ = ("_absent", "_nones", "_of_tensors", "_shares_offsets", "requires_grad")
+    __slots__ = (
+        "_absent",
+        "_are_like",
+        "_distinct",
+        "_nones",
+        "_of_tensors",
+        "_repeated",
+        "_shares_offsets",
+        "requires_grad",
+    )
 
     def __init__(self, tensors: Tensors | BackwardTensors, kinds: _Kinds) -> None:
         self.requires_grad = kinds.requires_grad
@@ -93,23 +101,36 @@ class _Guards:
         absent = [i for i, x in enumerate(tensors) if x is None]
         # There is always one, and the getter of one does not return a tuple.
         self._absent, self._nones = itemgetter(*absent, absent[0]), (None,) * (len(absent) + 1)
-        self._of_tensors = [
-            (i, _guard(x), kinds.addresses[i] & 15) for i, x in enumerate(tensors) if x is not None
-        ]
+        present = [i for i, x in enumerate(tensors) if x is not None]
+        self._of_tensors = [(i, kinds.addresses[i] & 15) for i in present]
+        # One guard of all tensors takes less time than one for each, but takes none twice.
+        first = {id(tensors[i]): i for i in reversed(present)}
+        self._repeated = [(i, j) for i in present if (j := first[id(tensors[i])]) != i]
+        self._distinct = list(first.values())
+        self._are_like = _guard([tensors[i] for i in self._distinct])
 
     def addresses_of(self, tensors: Tensors | BackwardTensors) -> list[int] | None:
         """The addresses of tensors that are like those of the call; None for others."""
         if self._absent(tensors) != self._nones:
             return None
         addresses = [0] * len(tensors)
-        for i, is_like, alignment in self._of_tensors:
-            x: Any = tensors[i]
-            # A guard that is given a nested tensor ends the process.
-            if type(x) not in PLAIN_TYPES or x.is_nested or not is_like(x):
+        try:
+            for i, alignment in self._of_tensors:
+                x: Any = tensors[i]
+                # A guard that is given a nested tensor ends the process.
+                if type(x) not in PLAIN_TYPES or x.is_nested:
+                    return None
+                address = addresses[i] = x.data_ptr()
+                if address & 15 != alignment:
+                    return None
+        except RuntimeError:
+            # A sparse tensor has no address.
+            return None
+        for i, j in self._repeated:
+            if tensors[i] is not tensors[j]:
                 return None
-            address = addresses[i] = x.data_ptr()
-            if address & 15 != alignment:
-                return None
+        if not self._are_like(*[tensors[i] for i in self._distinct]):
+            return None
         return addresses if _shares_offsets(addresses) is self._shares_offsets else None
 
 
@@ -137,10 +158,13 @@ class _Entry:
             self.guards = _Guards(tensors, kinds)
 
 
-def _guard(x: Tensor) -> Callable[[Tensor | None], bool]:
-    sizes, strides = [list(x.shape)], [list(x.stride())]
+def _guard(tensors: list[Any]) -> Callable[..., bool]:
+    """Whether as many tensors are like these, each like its own."""
+    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     guards = torch._C._dynamo.guards
-    return guards.TensorGuards(x, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    made = guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    check: Callable[..., bool] = made.check
+    return check
 
 
 def _guards_work() -> bool:
@@ -148,8 +172,9 @@ def _guards_work() -> bool:
     Without them the dictionary finds every call."""
     x = torch.empty(2, 3)
     try:
-        is_like = _guard(x)
-        return is_like(torch.empty(2, 3)) and not is_like(torch.empty(3, 2))
+        are_like = _guard([x, x + 1])
+        y = torch.empty(2, 3)
+        return are_like(y, x) and not are_like(y, torch.empty(3, 2))
     except (AttributeError, TypeError):
         return False
 
