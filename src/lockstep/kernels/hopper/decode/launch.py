@@ -19,6 +19,7 @@ from lockstep.kernels.hopper.decode.plan import (
     FOLD_BATCH,
     FOLD_COLUMNS,
     FOLD_ROWS,
+    INVARIANT_FOLD_BATCH,
     INVARIANT_PART_NUMBERS,
     PART_NUMBERS,
     PRODUCER_REGISTERS,
@@ -225,7 +226,7 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "FIXED_MAX": problem.dtype == torch.bfloat16,
         "COLUMNS": FOLD_COLUMNS,
         "ROWS": FOLD_ROWS,
-        "BATCH": FOLD_BATCH,
+        "BATCH": INVARIANT_FOLD_BATCH if problem.query_invariant else FOLD_BATCH,
     }
 
 

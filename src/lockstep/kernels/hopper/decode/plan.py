@@ -25,8 +25,8 @@ SPAN_COST = 1
 # A span has so many keys for each query row at least: parts stay few beside keys and values.
 KEYS_PER_ROW = 32
 # Columns and rows that a program of the second kernel folds, each row by one warp; and the
-# parts that it loads at once.
-FOLD_COLUMNS, FOLD_ROWS, FOLD_BATCH = 32, 4, 32
+# parts that it loads at once, in other calls and in query-invariant ones.
+FOLD_COLUMNS, FOLD_ROWS, FOLD_BATCH, INVARIANT_FOLD_BATCH = 32, 4, 32, 64
 # Numbers of a row of a part beside its products: m and l; with query_invariant, m and error, and
 # from PART_SUMS on the sums of four threads, l and residue.
 PART_NUMBERS, INVARIANT_PART_NUMBERS, PART_SUMS = 2, 12, 4
@@ -44,9 +44,11 @@ class Plan:
     registers: int  # of a thread at launch
 
 
+# At head dim 128, some 100 KB are under way to an SM. With twice as many, some SMs wait for others'
+# loads, and end last; and programs of the second kernel find no room beside those of the first.
 PLANS = {
     64: Plan(block_kv=128, stages=3, programs=2, registers=128),
-    128: Plan(block_kv=64, stages=6, programs=1, registers=168),
+    128: Plan(block_kv=64, stages=3, programs=1, registers=168),
     256: Plan(block_kv=32, stages=6, programs=1, registers=168),
 }
 
