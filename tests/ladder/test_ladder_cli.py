@@ -79,6 +79,17 @@ def test_plan_of_one_rung():
     assert refused.startswith("large_tile on A100: a block takes 192,960 bytes")  # no empty table
 
 
+def test_plan_with_grouped_heads():
+    rows = [
+        json.loads(run("plan", "split_kv", "--heads", "8", *more, "--json"))["rows"][0]["plan"]
+        for more in ((), ("--kv-heads", "2"))
+    ]
+    assert rows[0]["traffic_bytes"] == rows[1]["traffic_bytes"]  # every head asks for its keys
+    assert rows[1]["amplification"] > rows[0]["amplification"]  # of fewer keys
+    refused = run("plan", "small_tile", "--kv-heads", "4", code=2)
+    assert refused.strip() == "small_tile takes as many heads of keys as of queries"
+
+
 def test_plan_on_several_gpus():
     text = run("plan", "small_tile", "--gpu", "a100,h200")
     fits, work, *_ = (x.split() for x in text.splitlines() if x.startswith("small_tile "))

@@ -224,6 +224,7 @@ def plan(
     head_dim: HeadDim = 32,
     causal: Causal = False,
     dtype: Dtype = "float16",
+    kv_heads: KvHeads = None,
     softmax: Softmax = None,
     tile: Tile = None,
     kv_tiles: KvTiles = None,
@@ -242,7 +243,7 @@ def plan(
         from . import find
         from .survey import survey
 
-        problem = problem_of(batch, heads, seq, head_dim, causal, dtype)
+        problem = problem_of(batch, heads, seq, head_dim, causal, dtype, None, kv_heads)
         names = [known(name) for name in gpu.split(",")]
         steps = _all_steps()
         if target:
