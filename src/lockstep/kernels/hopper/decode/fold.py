@@ -122,7 +122,7 @@ def weigh_parts(
     keep_smem.permute((1, 0)).store(keep)
     add_smem.permute((1, 0)).store(add)
     l_smem.permute((1, 0)).store(part_l)
-    return gl.convert_layout(gl.max(after, 1), m.type.layout)
+    return gl.max(after, 1)
 
 
 @unspecialized(gluon.jit, any_address=("sinks_ptr",))
@@ -189,10 +189,11 @@ def fold_slots(
         column = gl.program_id(2) * COLUMNS
         copy_columns(acc_smem, parts_ptr, slot, first, count, n_spans, n_rows, column, DV)
         async_copy.commit_group()
-        m = weigh_parts(
+        new_m = weigh_parts(
             m, keep_smem, add_smem, l_smem, part_stats_ptr, slot, first, begin, count, n_spans,
             n_rows, unit,
         )  # fmt: skip
+        m = gl.convert_layout(new_m, rows)
         async_copy.wait_group(0)
         await_warps()
         for some in range(0, gl.minimum(count - first, BATCH), UNROLLED):
