@@ -56,6 +56,9 @@ torch.manual_seed(0)
 NUMBERS = torch.randn(3, N_SPANS, N_ROWS, 2).mul(20)
 NUMBERS[:, ::7, 1, 0] = -torch.inf
 NUMBERS[:, :, 2, 0] = -torch.inf
+# One sees nothing but in the last.
+NUMBERS[:, :, 3, 0] = -torch.inf
+NUMBERS[:, (0, 34, 89), 3, 0] = 1.0
 NUMBERS = NUMBERS.flatten()
 
 

@@ -113,8 +113,9 @@ def weigh_parts(
     is_part = (i < count) & (row < n_rows)
     part_m = gl.load(at, mask=is_part, other=-float("inf"))
     part_l = gl.load(at + 1, mask=is_part, other=0.0)
-    # That of the part before.
-    before = gl.load(at - NUMBERS * n_rows, mask=is_part & (i > begin), other=-float("inf"))
+    # That of the part before, also behind the last, where what there is stays.
+    has_before = (i > begin) & (i <= count) & (row < n_rows)
+    before = gl.load(at - NUMBERS * n_rows, mask=has_before, other=-float("inf"))
     before = gl.associative_scan(before, 1, _larger)
     m_of_rows = gl.convert_layout(m, gl.SliceLayout(1, layout))
     before = gl.maximum(before, gl.expand_dims(m_of_rows, 1))
