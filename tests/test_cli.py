@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from importlib import metadata
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
-from lockstep import cli, demo, results
+from lockstep import cli, command, demo, results
 from lockstep.bench import cpu, timing
 from lockstep.demo import checks
 from lockstep.dispatch import KERNELS
@@ -241,3 +243,19 @@ def test_the_commands_of_the_simt_machine_are_mounted(command):
     result = runner.invoke(cli.app, [command, "no such kernel"])
     assert result.exit_code == 2
     assert "no such kernel" in result.stderr
+
+
+def test_the_process_ends_with_the_status_of_the_command(monkeypatch, capsys):
+    app, ended = typer.Typer(), []
+
+    @app.command()
+    def ends(status: int) -> None:
+        typer.echo("done")
+        raise typer.Exit(status)
+
+    monkeypatch.setattr(command.atexit, "_run_exitfuncs", lambda: ended.append("at exit"))
+    monkeypatch.setattr(command.os, "_exit", ended.append)
+    monkeypatch.setattr(sys, "argv", ["lockstep", "3"])
+    command.run(app)
+    assert ended == ["at exit", 3]
+    assert capsys.readouterr().out == "done\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from lockstep import plan_context, warm_up_cli
 from lockstep.audit import cli as audit_cli
 from lockstep.bench import cli as bench_cli
-from lockstep.command import Commands, Json, ends_with_status_2, print_json
+from lockstep.command import Commands, Json, ends_with_status_2, print_json, run
 from lockstep.ladder import cli as ladder_cli
 from lockstep.ladder import sweep as ladder_sweep
 from lockstep.ladder.claims import cli as claims_cli
@@ -124,5 +124,10 @@ app.command()(ladder_cli.show)
 app.command()(report_cli.report)
 
 
+def command_line() -> NoReturn:
+    """What the script `lockstep` calls."""
+    run(app)
+
+
 if __name__ == "__main__":
-    app()
+    command_line()
