@@ -27,12 +27,14 @@ from hopper_build import (
 from launch_arguments import bind
 from machine_code import target
 from shared_places import shared_with_barriers
+from unassigned import unassigned_reads
 
 from lockstep.kernels import launch as protocol
 from lockstep.kernels.hopper.common import copy_engine, sizes
 from lockstep.kernels.hopper.forward import launch, plan
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
 from lockstep.kernels.launch import Launch
+from lockstep.simt.taint.code import parse, read_code
 
 PROCESSORS = 132
 
@@ -203,14 +205,45 @@ def test_a_register_written_under_a_product_is_found():
     assert not writes_in_flight(loop)
 
 
-def test_a_build_without_branches_on_data():
+@pytest.mark.parametrize(("D", "causal", "consumers"), [(64, True, 3), (128, False, 2)])
+def test_machine_code_in_constant_time(D, causal, consumers):
     """One pass and running maxima: every block is rescaled, and no mark is ever read."""
-    built = build(64, options={"causal": True, "constant_time": True})
+    built = build(D, options={"causal": causal, "constant_time": True})
+    assert built.kernel.metadata.shared <= sizes.SHARED_BYTES
     assert not shared_with_barriers(built.kernel.asm["ttgir"])
-    found = count(built.main_loops[0])
-    assert found["FMNMX"] >= 64
-    assert found["FMUL"] >= 32
+    assert "serialized" not in built.report
+    assert not unassigned_reads(read_code(built.kernel.asm["cubin"]))
     assert count([text for _, text in built.instructions])["LDG"] == 0
+    per_thread = 128 * plan.ROWS // 128
+    # Of each consumer, a loop for blocks that no mask cuts, and one for those that it does.
+    assert len(built.main_loops) == 2 * consumers
+    for i, loop in enumerate(built.addressed_loops):
+        assert not writes_in_flight(loop)
+        body = [text for _, text in loop]
+        found = count(body)
+        assert (found["FSEL"] >= per_thread) == (i % 2 == 1)
+        assert found["FMNMX"] >= per_thread
+        assert found["FMUL"] >= D // 2
+        # The exponentials run under the product.
+        scores, product = body.index(SCORES_WAIT), body.index(PRODUCT_WAIT)
+        assert count(body[scores:product])["MUFU.EX2"] >= per_thread
+        # What three consumers have no registers for: few numbers of a row.
+        assert found["LDL"] + found["STL"] <= (6 if i % 2 == 0 else 12) * (consumers == 3)
+
+
+def test_a_read_of_what_was_not_written_is_found():
+    """What ptxas made of two loops with the same queries: the second reads what was computed for
+    the first, which may not run."""
+    text = """
+        /*0000*/                   UMOV UR4, 0x1 ;
+        /*0010*/               @P0 BRA `(.L_x_1) ;
+        /*0020*/                   UIADD3 UR8, UR4, 0x2, URZ ;
+.L_x_1:
+        /*0030*/                   UIADD3 UR9, UR8, 0x2, URZ ;
+        /*0040*/                   EXIT ;
+"""
+    assert unassigned_reads(parse(text)) == ["0x30: UIADD3 UR9, UR8, 0x2, URZ: UR8"]
+    assert not unassigned_reads(parse(text.replace("@P0 BRA `(.L_x_1)", "NOP")))
 
 
 PAGES = {"layout": "paged", "page_size": 16, "n_pages": 9, "has_kv_lens": True, "Sq": 128}

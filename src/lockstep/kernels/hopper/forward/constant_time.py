@@ -5,10 +5,12 @@ The reference of a row is m·unit, rounded, and weights are exp2(s·unit - m·un
 exponential, as in other builds. What the rounding adds to all exponents of a row depends on m, so
 it is part of the factor by which a row is rescaled.
 
-`unit` is the scale, unless |m·scale| has an exponent of more than LARGEST. Then distinct scores in
-fp32 are so far apart, next to the maximum, that all weights but that of the maximum vanish, as they
-do in a smaller unit: `unit` is the scale over the power of two that takes the exponent back
-to LARGEST. So rounding adds no more than 2^(LARGEST - 24) to an exponent, and no weight overflows.
+`unit` is the scale, unless the exponents of m and of the scale add up to LARGEST or more. Then
+distinct scores in fp32 are so far apart, next to the maximum, that all weights but that of the
+maximum vanish, as they do in a smaller unit: `unit` is the scale over the power of two that takes
+the sum below LARGEST. So rounding adds no more than 2^(LARGEST - 24) to an exponent, and no weight
+overflows. Rows begin with a maximum below all scores, NO_MAX, which is finite: nothing has to be
+selected for those that have seen no key.
 """
 
 from __future__ import annotations
@@ -19,21 +21,26 @@ from lockstep.kernels.hopper.common.softmax import max_rounding_error
 # By the dtype of weights, which fp16 has up to 2^15.
 LARGEST = {"bf16": 29, "fp16": 27}
 _EXPONENT = gl.constexpr(0x7F800000)  # of an fp32 number
+_ONE = gl.constexpr(0x3F800000)
+_TINY = gl.constexpr(0x0E000000)  # 2^-99
+NO_MAX = gl.constexpr(-3.4028234663852886e38)
 
 
 @gluon.constexpr_function
 def _largest(dtype):
-    """The exponent LARGEST as bits of an fp32 number."""
-    return (127 + LARGEST[dtype.name]) << 23
+    """The largest sum of exponents as bits of an fp32 number: one less than LARGEST."""
+    return (126 + LARGEST[dtype.name]) << 23
 
 
 @gluon.jit
 def unit_of(m, scale, dtype: gl.constexpr):
     """What takes scores of rows with the maximum m [BLOCK_Q] to log2 units: `scale`, or less."""
     LIMIT: gl.constexpr = _largest(dtype)
-    exponent = gl.abs(m * scale).to(gl.int32, bitcast=True) & _EXPONENT
-    scale = (scale + gl.zeros_like(m)).to(gl.int32, bitcast=True)
-    return (scale - gl.maximum(exponent - LIMIT, 0)).to(gl.float32, bitcast=True)
+    bits = (scale + gl.zeros_like(m)).to(gl.int32, bitcast=True)
+    # A product has the sum of both exponents, or one more.
+    largest = LIMIT - (gl.maximum(bits & _EXPONENT, _TINY) - _ONE)
+    exponent = m.to(gl.int32, bitcast=True) & _EXPONENT
+    return (bits - gl.maximum(exponent - largest, 0)).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -49,11 +56,9 @@ def raise_maximum(s, m, rounding, scale, dtype: gl.constexpr):
     given."""
     m_new = gl.maximum(m, gl.max(s, 1))
     unit = unit_of(m_new, scale, dtype)
-    # Rows that have seen no key measure from 0.
-    is_empty = m_new == -float("inf")
-    offset = gl.where(is_empty, 0.0, -m_new * unit)
+    offset = -m_new * unit
     alpha = gl.exp2(gl.fma(m, unit, offset) - rounding)
-    rounding = gl.where(is_empty, 0.0, gl.fma(m_new, unit, offset))
+    rounding = gl.fma(m_new, unit, offset)
     return m_new, rounding, unit, offset, alpha
 
 

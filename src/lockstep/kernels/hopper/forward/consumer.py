@@ -28,13 +28,11 @@ from lockstep.kernels.hopper.common.pieces import (
     piece_start,
     piece_width,
     row_sums,
-    scale_all,
 )
-from lockstep.kernels.hopper.common.rounding import add_residue, sums_before
+from lockstep.kernels.hopper.common.rounding import add_residue
 from lockstep.kernels.hopper.common.softmax import (
     LARGE_MAX,
     OVERFLOW,
-    add_sums,
     compute_here,
     exp2_weights,
     raise_maximum,
@@ -57,6 +55,7 @@ from lockstep.kernels.hopper.forward.span_steps import (
     fixed_maximum,
     step_in_spans,
 )
+from lockstep.kernels.hopper.forward.steps import take_steps
 from lockstep.kernels.hopper.forward.total import empty_products, in_memory_of_out
 
 
@@ -77,7 +76,8 @@ def first_block_weights(program, rows, s, block):
     """Weights [ROWS, BLOCK_KV] of the first block that rows see, their m and l."""
     scale = program.score_scale()
     s = program.mask_scores(rows, s, block)
-    m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
+    no_max: gl.constexpr = constant_time.NO_MAX if program.build.CONSTANT_TIME else -float("inf")
+    m = gl.full([ROWS], no_max, gl.float32, gl.SliceLayout(1, s.type.layout))
     if program.build.CONSTANT_TIME:
         m, _rounding, unit, offset, _alpha = constant_time.raise_maximum(
             s, m, gl.zeros_like(m), scale, program.k.tiles_smem.dtype
@@ -99,55 +99,6 @@ def first_residue(program, weights, l):
     if program.build.SPAN and program.build.FIXED_MAX:
         residue = add_residue(residue, weights, l, sums_before_block(residue))
     return residue
-
-
-@gluon.jit
-def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, residue):
-    """Scores and weights of `block`, and the product of the block before, whose weights are `p`.
-
-    The block of K is there already; the one after it is, too, on return."""
-    # The conversion hides how long a vote takes. Behind it, ptxas may put off the exponentials of
-    # wider heads until after the product.
-    VOTES_LATE: gl.constexpr = program.v.COLUMNS <= 64
-    PRODUCTS: gl.constexpr = n_pieces(program.v.COLUMNS)
-    scale = program.score_scale()
-    s = issue_scores(c, program, q, seen + 1)
-    acc = issue_product(c, program, p, acc, seen)
-    s = warpgroup_mma_wait(PRODUCTS, deps=(s,))
-    program.k.release(seen + 1)
-    s = program.mask_scores(rows, s, block)
-    if program.build.FIXED_MAX:
-        before = l
-        # Up to inner_begin, rows may yet see their first key. Their sums are 0 until then, and need
-        # no rescaling.
-        if program.schedule.HAS_LEFT and block <= rows.inner_begin:
-            before = sums_before(l, m)
-            m, _alpha = raise_maximum(s, m, scale, m == -float("inf"))
-        weights = exp2_weights(s, m, scale)
-        part = thread_sums(weights)
-        if not VOTES_LATE:
-            residue = add_residue(residue, weights, part, before)
-        acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
-    else:
-        if program.build.CONSTANT_TIME:
-            m, residue, unit, offset, alpha = constant_time.raise_maximum(
-                s, m, residue, scale, program.k.tiles_smem.dtype
-            )
-            weights = constant_time.weights_of(s, unit, offset)
-        else:
-            m, alpha = raise_maximum(s, m, scale, True)
-            weights = exp2_weights(s, m, scale)
-        l = add_sums(l, alpha, weights)
-        acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
-        acc = scale_all(acc, alpha)
-    program.v.release(seen)
-    weights = program.mark_weights(rows, weights, block, seen + 1)
-    p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
-    if program.build.FIXED_MAX:
-        if VOTES_LATE:
-            residue = add_residue(residue, weights, part, before)
-        l += part
-    return p, acc, m, l, residue
 
 
 @gluon.jit
@@ -319,8 +270,8 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
                 residue = constant_time.rounding_of(
                     m, program.score_scale(), program.k.tiles_smem.dtype
                 )
-            q = q_ring.pieces(tiles)
             if program.build.SPAN:
+                q = q_ring.pieces(tiles)
                 sums = empty_sums_of_rows(program, m, l)
                 total = empty_products(program.v.COLUMNS, program.build.TOTAL_COLUMNS)
                 for block in range(rows.begin + 1, rows.end):
@@ -331,11 +282,9 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
                 if (rows.end - 1) % program.build.SPAN == 0:
                     total = add_span(program, rows, rows.end - 1, sums, total, memory, acc)
             else:
-                for block in range(rows.begin + 1, rows.end):
-                    p, acc, m, l, residue = step(
-                        c, program, rows, block, seen, q, p, acc, m, l, residue
-                    )
-                    seen += 1
+                p, acc, m, l, residue, seen = take_steps(
+                    c, program, tile, rows, q_ring, tiles, seen, p, acc, m, l, residue
+                )
             # With spans, the last block of a tile may be the first of one.
             use_acc = rows.end > 0
             if program.build.SPAN:

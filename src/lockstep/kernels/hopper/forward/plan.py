@@ -100,9 +100,9 @@ def _by_length(problem: AttentionProblem, width: int) -> Plan:
     is_packed = problem.layout == "varlen"
     length = problem.Sq / max(problem.B, 1) if is_packed else problem.Sq
     short = SHORT if right is None else SHORT_CAUSAL
-    # Masks on both sides leave too few registers for three consumers; in constant time any mask,
-    # and maxima of several spans.
-    is_crowded = left is not None or (problem.constant_time and right is not None)
+    # Masks on both sides leave too few registers for three consumers; so do, in constant time, any
+    # mask of packed sequences, whose blocks take turns in one loop, and maxima of several spans.
+    is_crowded = left is not None or (problem.constant_time and right is not None and is_packed)
     is_crowded = is_crowded or (problem.query_invariant and problem.dtype != torch.bfloat16)
     # With pages, producers need registers.
     is_crowded = is_crowded or problem.is_paged

@@ -40,11 +40,12 @@ class Build:
     TOTAL_COLUMNS: gl.constexpr  # of the second sums in shared memory: total.py
     CONSTANT_TIME: gl.constexpr
     INSPECTS: gl.constexpr  # in constant time, under a mask
+    CUTS_APART: gl.constexpr  # blocks that a mask cuts have a loop of their own: steps.py
 
     @gluon.constexpr_function
     def __init__(
         self, CONSUMERS, PINGPONG, FIXED_MAX, SECOND_PASS, Q_STAGES, SCORES, HAS_SINKS,
-        SPAN, TOTAL_COLUMNS, CONSTANT_TIME, INSPECTS,
+        SPAN, TOTAL_COLUMNS, CONSTANT_TIME, INSPECTS, CUTS_APART,
     ):  # fmt: skip
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.PINGPONG = gl.constexpr(PINGPONG)
@@ -57,6 +58,7 @@ class Build:
         self.TOTAL_COLUMNS = gl.constexpr(TOTAL_COLUMNS)
         self.CONSTANT_TIME = gl.constexpr(CONSTANT_TIME)
         self.INSPECTS = gl.constexpr(INSPECTS)
+        self.CUTS_APART = gl.constexpr(CUTS_APART)
 
 
 @aggregate
@@ -88,19 +90,27 @@ class Program:
         self.softcap = softcap
 
     @gluon.jit
-    def mask_scores(self, rows, s, block):
-        """Scores in their final units, -inf where a row does not see the key."""
+    def mask_scores(self, rows, s, block, CUT: gl.constexpr = None):
+        """Scores in their final units, -inf where a row does not see the key. CUT says whether that
+        may be; None, that the schedule has to be asked."""
         if self.build.SCORES == "capped":
             s = cap(s, self.scale, self.softcap, self.k.COLUMNS)
         elif self.build.SCORES == "scaled":
             s = s * self.scale
-        return rows.hide(self.schedule, s, block)
+        if CUT is None:
+            s = rows.hide(self.schedule, s, block)
+        elif CUT:
+            s = hide_from(s, rows.row_end - block * self.schedule.BLOCK_KV)
+        return s
 
     @gluon.jit
-    def mark_weights(self, rows, weights, block, i):
+    def mark_weights(self, rows, weights, block, i, CUT: gl.constexpr = None):
         """Weights of `block`, the i-th in all, whose values have been inspected on return; under a
         window NaN for values that are not finite, as `inspector.py` says."""
-        if self.build.INSPECTS:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
+        if CUT is not None:
+            if CUT and self.build.INSPECTS:
+                self.flags.await_clean(self.v.ring, i)
+        elif self.build.INSPECTS:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
             if rows.is_cut(block):
                 if self.schedule.HAS_LEFT:
                     keys: gl.constexpr = gl.SliceLayout(0, weights.type.layout)

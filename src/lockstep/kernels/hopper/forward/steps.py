@@ -1,0 +1,96 @@
+"""Steps of a consumer through the blocks of a tile behind the first; `span_steps.py` has those of
+query-invariant builds."""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, warpgroup_mma_wait
+from lockstep.kernels.hopper.common.pieces import n_pieces, scale_all
+from lockstep.kernels.hopper.common.rounding import add_residue, sums_before
+from lockstep.kernels.hopper.common.softmax import (
+    add_sums,
+    exp2_weights,
+    raise_maximum,
+    thread_sums,
+)
+from lockstep.kernels.hopper.forward import constant_time
+from lockstep.kernels.hopper.forward.products import await_product, issue_product, issue_scores
+
+
+@gluon.jit
+def step(
+    c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, residue, CUT: gl.constexpr = None
+):
+    """Scores and weights of `block`, and the product of the block before, whose weights are `p`.
+    CUT says whether a mask cuts the block; None, that the schedule has to be asked.
+
+    The block of K is there already; the one after it is, too, on return."""
+    # The conversion hides how long a vote takes. Behind it, ptxas may put off the exponentials of
+    # wider heads until after the product.
+    VOTES_LATE: gl.constexpr = program.v.COLUMNS <= 64
+    PRODUCTS: gl.constexpr = n_pieces(program.v.COLUMNS)
+    scale = program.score_scale()
+    s = issue_scores(c, program, q, seen + 1)
+    acc = issue_product(c, program, p, acc, seen)
+    s = warpgroup_mma_wait(PRODUCTS, deps=(s,))
+    program.k.release(seen + 1)
+    s = program.mask_scores(rows, s, block, CUT)
+    if program.build.FIXED_MAX:
+        before = l
+        # Up to inner_begin, rows may yet see their first key. Their sums are 0 until then, and need
+        # no rescaling.
+        if program.schedule.HAS_LEFT and block <= rows.inner_begin:
+            before = sums_before(l, m)
+            m, _alpha = raise_maximum(s, m, scale, m == -float("inf"))
+        weights = exp2_weights(s, m, scale)
+        part = thread_sums(weights)
+        if not VOTES_LATE:
+            residue = add_residue(residue, weights, part, before)
+        acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
+    else:
+        if program.build.CONSTANT_TIME:
+            m, residue, unit, offset, alpha = constant_time.raise_maximum(
+                s, m, residue, scale, program.k.tiles_smem.dtype
+            )
+            weights = constant_time.weights_of(s, unit, offset)
+        else:
+            m, alpha = raise_maximum(s, m, scale, True)
+            weights = exp2_weights(s, m, scale)
+        l = add_sums(l, alpha, weights)
+        acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
+        acc = scale_all(acc, alpha)
+    program.v.release(seen)
+    weights = program.mark_weights(rows, weights, block, seen + 1, CUT)
+    p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
+    if program.build.FIXED_MAX:
+        if VOTES_LATE:
+            residue = add_residue(residue, weights, part, before)
+        l += part
+    return p, acc, m, l, residue
+
+
+@gluon.jit
+def take_steps(c: gl.constexpr, program, tile, rows, q_ring, tiles, seen, p, acc, m, l, residue):
+    """Every block of a tile behind the first; `seen` is the number of the last one then."""
+    q = q_ring.pieces(tiles)
+    if program.build.CUTS_APART:
+        # Blocks that the mask cuts come last. In a loop of their own they leave registers to the
+        # other one, and there ptxas may move instructions past where masks would be.
+        whole_end = gl.minimum(gl.maximum(rows.whole_end, rows.begin + 1), rows.end)
+        for block in range(rows.begin + 1, whole_end):
+            p, acc, m, l, residue = step(
+                c, program, rows, block, seen, q, p, acc, m, l, residue, CUT=False
+            )
+            seen += 1
+        # The same queries, but ptxas must not know: it would compute their descriptors where the
+        # first loop begins, and jump over that if the first loop has no round.
+        q = q_ring.pieces(tiles + (tile.q_idx >> 31))
+        for block in range(whole_end, rows.end):
+            p, acc, m, l, residue = step(
+                c, program, rows, block, seen, q, p, acc, m, l, residue, CUT=True
+            )
+            seen += 1
+    else:
+        for block in range(rows.begin + 1, rows.end):
+            p, acc, m, l, residue = step(c, program, rows, block, seen, q, p, acc, m, l, residue)
+            seen += 1
+    return p, acc, m, l, residue, seen
