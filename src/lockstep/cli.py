@@ -26,6 +26,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
 )
 app.add_typer(bench_cli.app, name="bench")
 app.add_typer(audit_cli.app, name="audit")
@@ -112,7 +113,9 @@ def hub_layout(
 
 app.command()(ladder_cli.ladder)
 plans = typer.Typer(
-    cls=Plans, help="Say on paper what rungs, or attention on many GPUs, would take."
+    cls=Plans,
+    help="Say on paper what rungs, or attention on many GPUs, would take.\n\n"
+    "Plain `lockstep plan`, or `lockstep plan RUNG`, is `lockstep plan rungs`.",
 )
 plans.command("rungs")(ladder_cli.plan)
 plans.command()(plan_context.context)

@@ -215,7 +215,7 @@ def show(
 
 def plan(
     target: Annotated[
-        str | None, typer.Argument(metavar="[RUNG]", help="With its phases; all rungs if left out.")
+        str | None, typer.Argument(metavar="RUNG", help="With its phases; all rungs if left out.")
     ] = None,
     gpu: Gpus = "H200",
     batch: Batch = 2,
