@@ -34,6 +34,7 @@ SLOW = {
     "test_exact.py",
     "test_hopper_backward_build.py",
     "test_hopper_backward_loops.py",
+    "test_hopper_backward_protocol.py",
     "test_hopper_backward_wide.py",
     "test_hopper_backward_wide_protocol.py",
     "test_hopper_build.py",

@@ -24,6 +24,7 @@ def runs(dtype: torch.dtype) -> bool:
     return lockstep.explain(x, x, x).kernel is not None
 
 
+@pytest.mark.slow
 def test_import_brings_no_compiler_and_compiles_nothing():
     """Nor does the command line, numba at least."""
     script = """

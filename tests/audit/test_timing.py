@@ -100,6 +100,7 @@ def test_the_counts_of_callgrind():
     }
 
 
+@pytest.mark.slow
 @needs_valgrind
 def test_constant_time_kernels_run_under_valgrind():
     """With secret lengths; the program computes what the call did, or `findings` raises."""

@@ -55,9 +55,8 @@ def test_the_ordinary_hopper_build_leaks():
     assert {"second_pass.py", "scheduler.py", "rounding.py", "softmax.py"} <= found
 
 
-@pytest.mark.parametrize("D", [64, 128])
-def test_hopper_backward(D):
-    problem, tensors = given(draw(512, 512, B=2, D=D, dtype=BF16), causal=D != 128)
+def test_hopper_backward():
+    problem, tensors = given(draw(512, 512, B=2, D=128, dtype=BF16))
     tensors = saved(tensors)
     needs = Needs(True, True, True, False, False)
     with patch.object(narrow, "processors", lambda _: 132):
@@ -65,22 +64,32 @@ def test_hopper_backward(D):
     assert not leaks_in(call, tensors, 90)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("build", hopper_code.FORWARD[2:], ids=lambda build: build.name)
+# Masked ones; others are above. `lockstep audit timing` reads every build.
+MASKED_FORWARD, MASKED_BACKWARD = (
+    [build for build in builds[2:] if build.causal]
+    for builds in (hopper_code.FORWARD, hopper_code.BACKWARD)
+)
+
+
+@pytest.mark.parametrize("build", MASKED_FORWARD, ids=lambda build: build.name)
 def test_wide_and_packed_hopper_forward(build):
     assert not hopper_code.forward_leaks(build)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("build", hopper_code.BACKWARD[2:], ids=lambda build: build.name)
+@pytest.mark.parametrize("build", MASKED_BACKWARD, ids=lambda build: build.name)
 def test_wide_and_packed_hopper_backward(build):
     assert not hopper_code.backward_leaks(build)
 
 
 LENGTHS = torch.tensor([5000, 100], dtype=torch.int32)
 TRITON = {
-    "causal": (draw(20000, 5000, Hq=4, Hkv=1, D=64, dtype=BF16), {"causal": True}),
-    "bias": (draw(20000, 300, Hq=4, Hkv=4, D=64, bias=torch.zeros(1, 1, 1, 300)), {}),
+    "causal": (unwritten(20000, 5000, Hq=4, Hkv=1, D=64), {"causal": True}),
+    "bias": (
+        unwritten(20000, 300, Hq=4, Hkv=4, D=64, dtype=torch.float32)._replace(
+            bias=torch.zeros(1, 1, 1, 300)
+        ),
+        {},
+    ),
     "decode": (
         draw(1, 5120, B=2, Hq=8, Hkv=2, D=128, dtype=BF16, kv_lens=LENGTHS),
         {"causal": True},
@@ -97,15 +106,14 @@ TRITON = {
     [
         ("causal", False, 90),
         ("bias", False, 80),
-        ("decode", True, 80),
         ("decode", True, 90),
         ("pages", True, 80),
-        ("pages", True, 90),
     ],
 )
 def test_triton_forward(name, secret, capability):
     case, options = TRITON[name]
-    problem, tensors = given(case, secret_lengths=secret, **options)
+    tensors = case if isinstance(case, Tensors) else Tensors(**case.tensors)
+    problem = describe(tensors, Options(constant_time=True, secret_lengths=secret, **options))
     device = DEVICES[capability]
     chosen = plan.plan_of(problem, device)
     call = launch.forward_launches(problem, tensors, chosen, device)

@@ -74,10 +74,12 @@ def test_whatever_does_not_hold_says_why(found):
     assert silent == []
 
 
+@pytest.mark.slow
 def test_only_measurements_can_be_missing(found):
     assert all(f.claim.lens == "bench" for f in found if f.verdict == UNMEASURED)
 
 
+@pytest.mark.slow
 def test_some_of_the_figures_by_hand(found):
     ours = {f.claim.says: f for f in found}
     assert ours["which makes 736 blocks"].readings == {"": 736}
@@ -89,6 +91,7 @@ def test_some_of_the_figures_by_hand(found):
     assert ours["large tiles occupy 3.1 %"].readings == {"": pytest.approx(100 * 2 / 64)}
 
 
+@pytest.mark.slow
 def test_the_ledger_changes_with_what_we_get(found):
     """A rung that got worse would show: the verdict is not stored anywhere."""
     worse = replace(CLAIMS[0], ours=lambda: 10).test()
@@ -97,6 +100,7 @@ def test_the_ledger_changes_with_what_we_get(found):
     assert summary([*found[:1], worse]) == "1 hold, 1 differ"
 
 
+@pytest.mark.slow
 def test_the_page_in_the_docs_is_current(found):
     root = results.checkout()
     assert root is not None
@@ -105,6 +109,7 @@ def test_the_page_in_the_docs_is_current(found):
     )
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_per_claim_and_document(found):
     assert ledger(found).row_count == len(found) + 5
 
@@ -127,6 +132,7 @@ def test_command_line_mistakes():
     assert run.exit_code == 2
 
 
+@pytest.mark.slow
 def test_what_is_judged_is_what_the_document_describes(found):
     ours = {f.claim.says: f for f in found}
     # a multiply-add is two operations
@@ -141,6 +147,7 @@ def test_what_is_judged_is_what_the_document_describes(found):
     assert min(ours["splitting makes the kernel faster"].readings.values()) < 1
 
 
+@pytest.mark.slow
 def test_times_per_head_say_what_they_were_divided_by(found):
     (per_head,) = (f for f in found if f.claim.says.endswith("15 to 20 µs per head"))
     over = {label.split(", ")[1]: value for label, value in per_head.readings.items()}

@@ -100,6 +100,7 @@ def test_plan_on_several_gpus():
     assert [row["plan"]["gpu"] for row in data["rows"]] == ["A100", "H200"]
 
 
+@pytest.mark.slow
 def test_two_rungs_side_by_side():
     arguments = ("trace", "small_tile:softmax=sequential", "--against", "small_tile", "--seq", "20")
     text = run(*arguments)
@@ -111,6 +112,7 @@ def test_two_rungs_side_by_side():
     assert one["barriers_per_block"] < other["barriers_per_block"]
 
 
+@pytest.mark.slow
 def test_sweep():
     arguments = ("sweep", "split_kv", "--tile", "8x8", "--kv-tiles", "1,2", "--seq", "32,40")
     rows = json.loads(run(*arguments, "--json", "--no-bench"))

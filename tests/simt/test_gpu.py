@@ -50,6 +50,7 @@ def _fresh_cache(tmp_path, monkeypatch):
     nvrtc._compile.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", distinct_kernels(), ids=lambda s: s.name)
 def test_samples_compile_for_ampere_and_hopper(sample):
     x, y, z = extent(sample.block, "block")
@@ -107,6 +108,7 @@ def test_an_unwritable_cache_is_no_obstacle(monkeypatch):
     assert nvrtc.compile_source(emit(mistyped.typed()), "sm_90").cubin
 
 
+@pytest.mark.slow
 def test_contraction_is_off_on_request():
     from lockstep.simt.sass import disassemble
 
