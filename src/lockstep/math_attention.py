@@ -44,13 +44,18 @@ def _attend(
     if bias is not None:
         scores = scores + bias
     seen = reference.visible(problem, lens, q.shape[2], Skv, starts)  # [B, 1, Sq, Skv]
-    logits = scores.masked_fill(~seen, -math.inf)
+    logits = scores if bool(seen.all()) else scores.masked_fill(~seen, -math.inf)
     if sinks is not None:
         sink = sinks[:, None, None].expand(*q.shape[:3], 1)
         logits = torch.cat([logits, sink], dim=-1)  # [B, Hq, Sq, Skv + 1]
     # A row of nothing but -inf would have a softmax of NaN.
     empty = (logits == -math.inf).all(-1, keepdim=True)
-    logits = logits.masked_fill(empty, 0.0)
-    p = torch.softmax(logits, -1)[..., :Skv].masked_fill(empty, 0.0)
-    lse = torch.logsumexp(logits, -1).masked_fill(empty.squeeze(-1), -math.inf)
+    some_empty = bool(empty.any())
+    if some_empty:
+        logits = logits.masked_fill(empty, 0.0)
+    p = torch.softmax(logits, -1)[..., :Skv]
+    lse = torch.logsumexp(logits, -1)
+    if some_empty:
+        p = p.masked_fill(empty, 0.0)
+        lse = lse.masked_fill(empty.squeeze(-1), -math.inf)
     return p @ v, lse

@@ -220,16 +220,20 @@ def _attend(
     seen = visible(problem, lens, q.shape[2], k.shape[2], starts)  # [B, 1, Sq, Skv]
     if bias is not None:
         seen = seen & (bias != -math.inf)
+    all_seen = bool(seen.all())
     seen = seen.expand(*q.shape[:3], k.shape[2])  # [B, Hq, Sq, Skv]
 
-    scores = _dot(q, k, seen) * problem.scale
+    scores = _dot(q, k, seen, all_seen) * problem.scale
     if problem.softcap is not None:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     if bias is not None:
         scores = scores + torch.where(seen, bias, 0.0)
     # A score of -inf hides its key as the mask does.
-    seen = seen & (scores != -math.inf)
-    scores = torch.where(seen, scores, -math.inf)
+    shown = scores != -math.inf
+    if not bool(shown.all()):
+        seen, all_seen = seen & shown, False
+    if not all_seen:
+        scores = torch.where(seen, scores, -math.inf)
 
     logits = scores
     if sinks is not None:
@@ -240,7 +244,7 @@ def _attend(
     l = (p if sinks is None else torch.exp(logits - m)).sum(-1, keepdim=True)
     empty = l == 0
     l = torch.where(empty, 1.0, l)
-    out = _weigh(p / l, v, seen)
+    out = _weigh(p / l, v, seen, all_seen)
     lse = torch.where(empty, -math.inf, m + torch.log(l)).squeeze(-1)
     return out, lse
 
@@ -287,22 +291,25 @@ def _row_max(logits: Tensor) -> Tensor:
 # by pair.
 
 
-def _dot(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+def _dot(q: Tensor, k: Tensor, seen: Tensor, all_seen: bool) -> Tensor:
     """q kᵀ [B, Hq, Sq, Skv] over the pairs in `seen`, 0 elsewhere."""
-    q = torch.where(seen.any(-1)[..., None], q, 0.0)
-    k = torch.where(seen.any(-2)[..., None], k, 0.0)
+    if not all_seen:
+        q = torch.where(seen.any(-1)[..., None], q, 0.0)
+        k = torch.where(seen.any(-2)[..., None], k, 0.0)
     if bool(q.isfinite().all() and k.isfinite().all()):
-        return torch.where(seen, q @ k.mT, 0.0)
+        return q @ k.mT if all_seen else torch.where(seen, q @ k.mT, 0.0)
     pair = seen[..., None]  # [B, Hq, Sq, Skv, 1]
     return (
         torch.where(pair, q[..., :, None, :], 0.0) * torch.where(pair, k[..., None, :, :], 0.0)
     ).sum(-1)
 
 
-def _weigh(p: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+def _weigh(p: Tensor, v: Tensor, seen: Tensor, all_seen: bool) -> Tensor:
     """p v [B, Hq, Sq, Dv] over the pairs in `seen`."""
-    v = torch.where(seen.any(-2)[..., None], v, 0.0)
-    if bool(p.isfinite().all() and v.isfinite().all()):
+    if not all_seen:
+        v = torch.where(seen.any(-2)[..., None], v, 0.0)
+    # No weight is negative: a sum is finite where all of its weights are.
+    if bool(p.detach().sum(-1).isfinite().all() and v.isfinite().all()):
         return p @ v
     pair = seen[..., None]  # [B, Hq, Sq, Skv, 1]
     return (torch.where(pair, p[..., None], 0.0) * torch.where(pair, v[..., None, :, :], 0.0)).sum(
