@@ -63,6 +63,32 @@ def _assembly(n):
 
 
 @gluon.constexpr_function
+def _assembly_of_row(n):
+    """`_assembly` of a thread whose weights are all of one row; $0 is written."""
+    weights, part, before, residue = n, 2 * n, 3 * n, 4 * n
+    lines = [
+        ".reg .pred larger, any;",
+        ".reg .b32 top, both;",
+        ".reg .f32 r, x, y;",
+        f"mov.b32 r, ${residue};",
+        f"setp.gt.f32 larger, ${part}, ${before};",
+        "vote.sync.any.pred any, larger, 0xffffffff;",
+        "@!any bra.uni DONE;",
+        f"max.s32 top, ${weights}, ${weights + 1};",
+        *(f"max.s32 top, top, ${i};" for i in range(weights + 2, weights + n)),
+        "mov.b32 x, top;",
+        "cvt.rn.bf16x2.f32 both, x, x;",
+        "and.b32 both, both, 0xffff0000;",
+        "mov.b32 y, both;",
+        "sub.f32 y, y, x;",
+        "@larger add.f32 r, r, y;",
+        "DONE:",
+        "mov.b32 $0, r;",
+    ]
+    return "{ " + " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
 def _log2(n):
     return n.bit_length() - 1
 
@@ -105,9 +131,10 @@ def sums_before(l, m):
 @gluon.jit
 def add_residue(residue, weights, part, before):
     """`residue` [BLOCK_Q, 4] of threads, with the rounding errors of the largest weights of a block
-    where its sum `part` exceeds the sum `before` it."""
-    N: gl.constexpr = weights.shape[1] // 2
-    assembly: gl.constexpr = _assembly(N)
+    where its sum `part` exceeds the sum `before` it. BLOCK_Q is 64, or 32 where each thread has
+    weights of one row."""
+    N: gl.constexpr = weights.shape[0] * weights.shape[1] // 128
+    assembly: gl.constexpr = _assembly(N) if weights.shape[0] == 64 else _assembly_of_row(N)
     constraints: gl.constexpr = _constraints(N)
     operands = [
         weights,

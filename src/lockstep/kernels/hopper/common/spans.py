@@ -16,7 +16,6 @@ A row that sees nothing of a span has an empty part, which changes no bit of its
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common import query_invariance
-from lockstep.kernels.hopper.common.accumulator import zeros
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.common.softmax import (
     LARGE_MAX,
@@ -37,11 +36,11 @@ SMALL_SUM = gl.constexpr(32.0)
 
 
 @gluon.jit
-def empty_total(m, l, COLUMNS: gl.constexpr):
+def empty_total(m, l, acc):
     """The total of no spans, as `fold_span` takes it: m and error; sums l and residue, products."""
     none = gl.zeros_like(m)
     zero = gl.zeros_like(l)
-    return (none - float("inf"), none), (zero, zero, zeros(COLUMNS))
+    return (none - float("inf"), none), (zero, zero, gl.zeros_like(acc))
 
 
 @gluon.jit

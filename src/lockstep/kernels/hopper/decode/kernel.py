@@ -88,6 +88,7 @@ def decode_kernel(
     PAGED: gl.constexpr,  # else the cache is dense, [B, Hkv, Skv, D]
     QUERY_INVARIANT: gl.constexpr,
     FIXED_MAX: gl.constexpr,  # of query-invariant calls, as in the forward
+    FEW: gl.constexpr,  # of query-invariant calls: up to 8 rows, `few_rows.py`
 ):
     # `fold.py` may start as soon as there is room, to wait for the parts where it needs them.
     gdc_launch_dependents()
@@ -122,7 +123,7 @@ def decode_kernel(
                     consume_spans,
                     (
                         rows, sizes, queue, k, v, q_smem, cache, first_keys, statistics_ptr, PAGED,
-                        FIXED_MAX,
+                        FIXED_MAX, FEW,
                     ),
                 ),
                 (produce, (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr)),

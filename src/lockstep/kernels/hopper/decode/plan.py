@@ -24,6 +24,8 @@ COLUMNS = 64
 SPAN_COST = 1
 # A span has so many keys for each query row at least: parts stay few beside keys and values.
 KEYS_PER_ROW = 32
+# Rows of a tile up to which half of what a thread does is left out: `few_rows.py`.
+FEW_ROWS = 8
 # Columns and rows that a program of the second kernel folds, each row by one warp; and the
 # parts that it loads at once, in other calls and in query-invariant ones.
 FOLD_COLUMNS, FOLD_ROWS, FOLD_BATCH, INVARIANT_FOLD_BATCH = 32, 4, 32, 64
@@ -74,6 +76,11 @@ def rows_of(problem: AttentionProblem) -> int:
 def tile_rows_of(problem: AttentionProblem) -> int:
     """Rows of the tallest tile."""
     return min(ROWS, rows_of(problem))
+
+
+def has_few_rows(problem: AttentionProblem) -> bool:
+    """Whether a query-invariant call has tiles of few rows: `few_rows.py`."""
+    return problem.query_invariant and rows_of(problem) <= FEW_ROWS
 
 
 def query_tiles_of(problem: AttentionProblem) -> int:

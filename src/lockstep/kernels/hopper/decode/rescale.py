@@ -32,8 +32,8 @@ def _constraints(n):
 
 @gluon.jit
 def rescale(acc, alpha):
-    """acc [ROWS, ·] times alpha [ROWS]."""
-    N: gl.constexpr = acc.shape[1] // 2
+    """acc [64, ·], or the upper rows of one, times alpha of its rows."""
+    N: gl.constexpr = acc.shape[0] * acc.shape[1] // 128
     assembly: gl.constexpr = _assembly(N)
     constraints: gl.constexpr = _constraints(N)
     rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)

@@ -26,6 +26,14 @@ from lockstep.kernels.hopper.common.spans import (
 )
 from lockstep.kernels.hopper.decode import plan
 from lockstep.kernels.hopper.decode.consumer import hides_some, is_seen, row_bounds, scores_of
+from lockstep.kernels.hopper.decode.few_rows import (
+    all_of_rows,
+    all_rows,
+    halves,
+    upper_of_rows,
+    upper_rows,
+    with_lower_rows,
+)
 from lockstep.kernels.hopper.decode.nonfinite import add_nonfinite, clean_values, has_nonfinite
 from lockstep.kernels.hopper.decode.rescale import rescale
 
@@ -55,7 +63,7 @@ def weigh(rows, s, m, l, residue, FIXED_MAX: gl.constexpr):
 @gluon.jit
 def attend_span(
     rows, sizes, run, k, v, q_smem, seen, tile, end, bounds, first_m, p, m, l, residue,
-    FIXED_MAX: gl.constexpr,
+    FIXED_MAX: gl.constexpr, FEW: gl.constexpr,
 ):  # fmt: skip
     """The tiles [tile, end) of a span. p, m, l and residue are those of the first tile; while a
     product with values is under way, the scores of the next tile are made and weighed, beyond the
@@ -88,13 +96,20 @@ def attend_span(
         m = gl.where(is_last, first_m, m)
         l = gl.where(is_last, 0.0, l)
         residue = gl.where(is_last, 0.0, residue)
+        s = upper_rows(s, FEW)
         s = mask_scores(rows, sizes, s, (t + 1) * sizes.BLOCK_KV, bounds)
         weights, m, l, residue, alpha = weigh(rows, s, m, l, residue, FIXED_MAX)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         v.ring.release(seen)
         # Of a span that ended, nothing is rescaled.
-        acc = rescale(acc, gl.where(is_last, 1.0, alpha))
-        p = gl.convert_layout(weights.to(q_smem.dtype), left)
+        alpha = gl.where(is_last, 1.0, alpha)
+        if FEW:
+            upper, lower = halves(acc)
+            whole = with_lower_rows(rescale(upper, alpha), lower)
+            acc = gl.convert_layout(whole, acc.type.layout, assert_trivial=True)
+        else:
+            acc = rescale(acc, alpha)
+        p = as_operand(weights, q_smem.dtype, left, FEW)
         seen += 1
     if (stop < end) & (tile < end):
         v.ring.wait_full(seen)
@@ -107,6 +122,15 @@ def attend_span(
         part_residue = residue + 0.0
         seen += 1
     return part_m, part_l, part_residue, acc, is_nonfinite, p, m, l, residue, seen
+
+
+@gluon.jit
+def as_operand(weights, dtype: gl.constexpr, layout: gl.constexpr, FEW: gl.constexpr):
+    """Weights as the left operand of a product with values."""
+    p = weights.to(dtype)
+    if FEW:
+        p = with_lower_rows(p, gl.zeros_like(p))
+    return gl.convert_layout(p, layout)
 
 
 @gluon.jit
@@ -124,34 +148,47 @@ def clean_if_hidden(sizes, v, seen, tile, bounds):
 
 @gluon.jit
 def begin_run(
-    rows, sizes, run, k, q_smem, cache, first_keys, bounds, seen, FIXED_MAX: gl.constexpr
-):
-    """Queries and the first tile of a run: m that spans begin with; weights, m, l and residue."""
+    rows, sizes, run, k, q_smem, cache, first_keys, all_bounds, bounds, seen,
+    FIXED_MAX: gl.constexpr, FEW: gl.constexpr,
+):  # fmt: skip
+    """Queries and the first tile of a run: m that spans begin with; weights, m, l and residue.
+    `all_bounds` are those of 64 rows."""
     FROM_TILE: gl.constexpr = FIXED_MAX and not sizes.HAS_LEFT
-    first_m = gl.full([ROWS], -float("inf"), gl.float32, bounds[0][0].type.layout)
+    of_rows: gl.constexpr = bounds[0][0].type.layout
+    first_m = gl.full([ROWS], -float("inf"), gl.float32, all_bounds[0][0].type.layout)
     if FIXED_MAX:
         if FROM_TILE and run.begin == 0:
             rows.load_queries(sizes, run, q_smem)
         else:
-            first_m = first_keys.load_with_queries(rows, sizes, cache, run, q_smem, bounds, first_m)
+            first_m = first_keys.load_with_queries(
+                rows, sizes, cache, run, q_smem, all_bounds, first_m
+            )
     else:
         rows.load_queries(sizes, run, q_smem)
+    first_m = upper_of_rows(first_m, of_rows, FEW)
     # A sequence without a key has no tile.
     has_tile = run.begin < run.end
     k.ring.wait_full(seen, pred=has_tile)
     s = warpgroup_mma_wait(0, deps=(scores_of(q_smem, k, seen),))
     k.ring.release(seen, pred=has_tile)
+    s = upper_rows(s, FEW)
     s = mask_scores(rows, sizes, s, run.begin * sizes.BLOCK_KV, bounds)
     if FROM_TILE:
         first_m = gl.where(run.begin == 0, first_maximum(s), first_m)
-    none = thread_sums(zeros(sizes.BLOCK_KV))
+    none = gl.zeros_like(thread_sums(s))
     weights, m, l, residue, _alpha = weigh(rows, s, first_m, none, none, FIXED_MAX)
     return first_m, weights, m, l, residue
 
 
 @gluon.jit
-def store_part(rows, sizes, run, span, m, error, l, residue, acc):
-    """Hand out the part of one span; l and residue [ROWS, 4] are those of threads."""
+def store_part(rows, sizes, run, span, m, error, l, residue, acc, FEW: gl.constexpr):
+    """Hand out the part of one span; l and residue are those of threads."""
+    row_layout: gl.constexpr = gl.SliceLayout(1, accumulator(sizes.BLOCK_KV))
+    m = all_of_rows(m, row_layout, FEW)
+    error = all_of_rows(error, row_layout, FEW)
+    l = all_rows(l, FEW)
+    residue = all_rows(residue, FEW)
+    acc = all_rows(acc, FEW)
     DV: gl.constexpr = acc.shape[1]
     of_rows: gl.constexpr = m.type.layout
     of_threads: gl.constexpr = gl.SliceLayout(1, l.type.layout)
@@ -180,20 +217,26 @@ def _part_row(rows, sizes, run, span, layout: gl.constexpr):
 
 
 @gluon.jit
-def store_results(rows, sizes, run, maxima, total, statistics_ptr, PAGED: gl.constexpr):
+def store_results(
+    rows, sizes, run, maxima, total, statistics_ptr, PAGED: gl.constexpr, FEW: gl.constexpr
+):
     """The results of rows whose spans have all been folded."""
-    m, error = maxima
-    l, r = row_sums(m, total[0], total[1])
-    DV: gl.constexpr = total[2].shape[1]
-    layout: gl.constexpr = m.type.layout
-    acc_layout: gl.constexpr = total[2].type.layout
+    layout: gl.constexpr = gl.SliceLayout(1, accumulator(sizes.BLOCK_KV))
+    l, r = row_sums(maxima[0], total[0], total[1])
+    m = all_of_rows(maxima[0], layout, FEW)
+    error = all_of_rows(maxima[1], layout, FEW)
+    l = all_of_rows(l, layout, FEW)
+    r = all_of_rows(r, layout, FEW)
+    acc = all_rows(total[2], FEW)
+    DV: gl.constexpr = acc.shape[1]
+    acc_layout: gl.constexpr = acc.type.layout
     _row, number, is_row = rows.rows_of(sizes, run, layout)
     head = run.head * rows.group + number % rows.group
     sink = None
     if rows.HAS_SINKS:
         sink = gl.load(rows.sinks_ptr + head, mask=is_row, other=0.0)
     nan_if_bad = gl.where(run.kv_len < 0, float("nan"), 0.0)
-    out, lse, m, l = close_rows((total[2],), m, l, r, gl.exp2(-error), rows.unit, sink, nan_if_bad)
+    out, lse, m, l = close_rows((acc,), m, l, r, gl.exp2(-error), rows.unit, sink, nan_if_bad)
     at = run.b * rows.rows_b + head * rows.rows_h
     at += (run.q_start + number // rows.group) * rows.rows_s
     gl.store(rows.lse_ptr + at, lse, mask=is_row)
@@ -211,21 +254,27 @@ def store_results(rows, sizes, run, maxima, total, statistics_ptr, PAGED: gl.con
 @gluon.jit
 def consume_spans(
     rows, sizes, queue, k, v, q_smem, cache, first_keys, statistics_ptr, PAGED: gl.constexpr,
-    FIXED_MAX: gl.constexpr,
+    FIXED_MAX: gl.constexpr, FEW: gl.constexpr,
 ):  # fmt: skip
-    """All runs of this program."""
-    row_layout: gl.constexpr = gl.SliceLayout(1, accumulator(sizes.BLOCK_KV))
+    """All runs of this program. FEW: they have up to 8 rows each (`few_rows.py`)."""
+    all_layout: gl.constexpr = gl.SliceLayout(1, accumulator(sizes.BLOCK_KV))
+    scores = upper_rows(zeros(sizes.BLOCK_KV), FEW)
+    row_layout: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     left: gl.constexpr = left_operand(v.D)
     runs = 0
     seen = 0
     run = queue.read(runs, sizes)
     while run.exists != 0:
-        bounds = row_bounds(rows, sizes, run, row_layout)
+        all_bounds = row_bounds(rows, sizes, run, all_layout)
+        begin = upper_of_rows(all_bounds[0][0], row_layout, FEW)
+        end_of_rows = upper_of_rows(all_bounds[0][1], row_layout, FEW)
+        bounds = ((begin, end_of_rows), all_bounds[1], all_bounds[2])
         first_m, weights, m, l, residue = begin_run(
-            rows, sizes, run, k, q_smem, cache, first_keys, bounds, seen, FIXED_MAX
-        )
-        p = gl.convert_layout(weights.to(q_smem.dtype), left)
-        maxima, total = empty_total(first_m, l, v.D)
+            rows, sizes, run, k, q_smem, cache, first_keys, all_bounds, bounds, seen, FIXED_MAX,
+            FEW,
+        )  # fmt: skip
+        p = as_operand(weights, q_smem.dtype, left, FEW)
+        maxima, total = empty_total(first_m, l, upper_rows(zeros(v.D), FEW))
         span = run.first_span
         tile = run.begin
         has_more = True
@@ -233,28 +282,30 @@ def consume_spans(
             end = gl.minimum((tile // run.span + 1) * run.span, run.end)
             part_m, part_l, part_residue, acc, is_nonfinite, p, m, l, residue, seen = attend_span(
                 rows, sizes, run, k, v, q_smem, seen, tile, end, bounds, first_m, p, m, l, residue,
-                FIXED_MAX,
+                FIXED_MAX, FEW,
             )  # fmt: skip
             if is_nonfinite != 0:
-                acc = add_nonfinite(rows, sizes, cache, run, tile, end, bounds[0], acc)
+                acc = add_nonfinite(rows, sizes, cache, run, tile, end, all_bounds[0], acc)
+            products = upper_rows(acc, FEW)
             part_residue, error = end_of_span(
                 part_m, part_residue, rows.unit, FIXED_MAX, q_smem.dtype
             )
             if run.first_span > 0:
-                store_part(rows, sizes, run, span, part_m, error, part_l, part_residue, acc)
-            else:
-                maxima, total = fold_span(
-                    maxima, total, part_m, error, (part_l, part_residue, acc), rows.unit
+                store_part(
+                    rows, sizes, run, span, part_m, error, part_l, part_residue, products, FEW
                 )
+            else:
+                part = (part_l, part_residue, products)
+                maxima, total = fold_span(maxima, total, part_m, error, part, rows.unit)
             span += 1
             tile = end
             has_more = tile < run.end
         if run.slot < 0:
-            store_results(rows, sizes, run, maxima, total, statistics_ptr, PAGED)
+            store_results(rows, sizes, run, maxima, total, statistics_ptr, PAGED, FEW)
         elif run.first_span == 0:
             # As a part of its own: it is folded into nothing, which changes no bit.
             store_part(
-                rows, sizes, run, span - 1, maxima[0], maxima[1], total[0], total[1], total[2]
+                rows, sizes, run, span - 1, maxima[0], maxima[1], total[0], total[1], total[2], FEW
             )
         runs += 1
         run = queue.read(runs, sizes)

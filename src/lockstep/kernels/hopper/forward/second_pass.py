@@ -155,7 +155,7 @@ def attend_spans(program, rows, q, seen):
     l = thread_sums(zero)
     residue = l
     acc = zeros(WIDTH)
-    maxima, total = empty_total(m, l, WIDTH)
+    maxima, total = empty_total(m, l, acc)
     for block in range(rows.begin, rows.end):
         s = take_scores(program, rows, q, block, seen)
         if FIXED_MAX and block <= gl.maximum(rows.begin, rows.inner_begin):

@@ -1,0 +1,61 @@
+"""Tiles of up to 8 query rows.
+
+A product of a warpgroup has 64 rows. In its layout (`common/accumulator.py`) each thread has two
+rows, eight apart, and the first 8 rows are upper ones. With no more query rows than these, the
+lower half of all rows is left out of what is not a product.
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
+
+
+@gluon.jit
+def halves(x):
+    """The upper and the lower rows of x [64, ·], [32, ·] each."""
+    x = x.reshape([4, 2, 8, x.shape[1]]).permute((0, 2, 3, 1))
+    upper, lower = x.split()
+    return upper.reshape([32, x.shape[2]]), lower.reshape([32, x.shape[2]])
+
+
+@gluon.jit
+def upper_rows(x, FEW: gl.constexpr):
+    """The upper rows of x [64, ·], or all unless FEW."""
+    if FEW:
+        return halves(x)[0]
+    else:  # noqa: RET505, Gluon would go on and return both
+        return x
+
+
+@gluon.jit
+def with_lower_rows(upper, lower):
+    """`halves` undone."""
+    n: gl.constexpr = upper.shape[1]
+    x = gl.join(upper, lower).reshape([4, 8, n, 2]).permute((0, 3, 1, 2))
+    return x.reshape([64, n])
+
+
+@gluon.jit
+def all_rows(x, FEW: gl.constexpr):
+    """x [64, ·] with these upper rows, and any others."""
+    if FEW:
+        return with_lower_rows(x, x)
+    else:  # noqa: RET505
+        return x
+
+
+@gluon.jit
+def upper_of_rows(x, layout: gl.constexpr, FEW: gl.constexpr):
+    """`upper_rows` of one number for each row, [64], in the given layout."""
+    if FEW:
+        x, _lower = x.reshape([4, 2, 8]).permute((0, 2, 1)).split()
+        x = x.reshape([32])
+    return gl.convert_layout(x, layout)
+
+
+@gluon.jit
+def all_of_rows(x, layout: gl.constexpr, FEW: gl.constexpr):
+    """`all_rows` of one number for each row, [64], in the given layout."""
+    if FEW:
+        x = gl.join(x, x).reshape([4, 8, 2]).permute((0, 2, 1)).reshape([64])
+    return gl.convert_layout(x, layout)
