@@ -258,9 +258,11 @@ def test_machine_code(D, page):
 
 
 @pytest.mark.slow
-def test_machine_code_of_spans():
-    tensors = tensors_of(D=64)
+@pytest.mark.parametrize("Sq", [1, 3], ids=["few rows", "more rows"])
+def test_machine_code_of_spans(Sq):
+    tensors = tensors_of(D=64, Sq=Sq)
     problem = describe(tensors, Options(causal=True, query_invariant=True))
+    assert plan.has_few_rows(problem) == (Sq == 1)
     bound = bind(launch.decode_launches(problem, tensors, PROCESSORS), tensors)["decode_kernel"]
     built = compile_for_hopper(decode_kernel, bound.arguments, **bound.launch.options)
     shape = plan.INVARIANT_PLANS[64]
@@ -272,8 +274,9 @@ def test_machine_code_of_spans():
     (loop,) = built.addressed_loops
     assert not writes_in_flight(loop)
     usual = count(usual_path(loop))
-    # Each thread has two rows; one exponential more for each rescales.
-    assert usual["MUFU.EX2"] == 2 * (shape.block_kv // 4 + 1)
+    # Each weight is one of a thread's 64, and with few rows of 32; one more for each row rescales.
+    rows_of_thread = 1 if Sq == 1 else 2
+    assert usual["MUFU.EX2"] == rows_of_thread * (shape.block_kv // 4 + 1)
     # Tiles are not cleaned, nor sums rescaled, unless they have to be; nothing is spilled.
     assert usual["LDL"] + usual["STL"] == 0
     assert usual["LDS"] + usual["STS"] == 0

@@ -248,7 +248,7 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
     s_layout: gl.constexpr = accumulator(schedule.BLOCK_KV)
     memory = total_smem
     if program.build.SPAN and program.v.COLUMNS > 64 and program.build.TOTAL_COLUMNS > 0:
-        memory = in_memory_of_out(o_smem, program.build.TOTAL_COLUMNS)
+        memory = in_memory_of_out(o_smem)
     seen = 0
     tiles = 0
     if program.build.PINGPONG and c == program.build.CONSUMERS - 1:

@@ -233,6 +233,7 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "Q_STAGES": plan.q_stages,
         "SPAN": plan.span // plan.block_kv,
         "TOTAL_COLUMNS": plan.total_columns,
+        "ADDS_LATE": plan.adds_late,
         "CONSUMER_REGISTERS": of_consumer,
         "SERVER_REGISTERS": of_server,
         "CONSTANT_TIME": problem.constant_time,

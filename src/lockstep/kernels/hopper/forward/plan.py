@@ -30,7 +30,8 @@ class Plan:
     pingpong: bool
     out_columns: int = 128  # of out that leave through shared memory at once
     span: int = 0  # keys between two folds of query-invariant builds
-    total_columns: int = 64  # of their second sums that are in shared memory: 64, 32 or 0
+    total_columns: int = 64  # of their second sums that are in shared memory, 64 or 0
+    adds_late: bool = False  # whether spans are added while scores are computed
 
     @property
     def block_q(self) -> int:
@@ -54,6 +55,9 @@ NARROW_PLANS = {
     64: Plan(consumers=2, block_kv=64, stages=6, q_stages=2, pingpong=False),
     128: Plan(consumers=2, block_kv=64, stages=4, q_stages=2, pingpong=False),
 }
+# From so many keys on, all sums of D 128 are in registers: a new tile takes longer then, the end of
+# a span less.
+LONG_SPANS = 2048
 # Up to so many keys there is nothing to take turns at.
 FEW_KEYS = 256
 FEW_KEYS_PLAN = Plan(consumers=2, block_kv=128, stages=3, q_stages=2, pingpong=False)
@@ -88,10 +92,21 @@ def plan_of(problem: AttentionProblem) -> Plan:
         return NARROW_PLANS[width]
     is_packed = problem.layout == "varlen"
     if problem.query_invariant:
-        return replace(_by_length(problem, width), span=SPAN)
+        return _with_spans(problem, _by_length(problem, width))
     if width == 64 and problem.Skv <= FEW_KEYS and not is_packed:
         return FEW_KEYS_PLAN
     return _by_length(problem, width)
+
+
+def _with_spans(problem: AttentionProblem, plan: Plan) -> Plan:
+    """A query-invariant build. How its spans are added changes no bit."""
+    plan = replace(plan, span=SPAN)
+    if problem.window[0] is not None or problem.dtype != torch.bfloat16:
+        return plan
+    keys = problem.Skv / max(problem.B, 1) if problem.layout == "varlen" else problem.Skv
+    if problem.D == 128 and keys >= LONG_SPANS:
+        return replace(plan, total_columns=0, adds_late=True)
+    return replace(plan, adds_late=problem.D == 64 and plan.consumers == 2)
 
 
 def _by_length(problem: AttentionProblem, width: int) -> Plan:

@@ -38,6 +38,7 @@ class Build:
     HAS_SINKS: gl.constexpr
     SPAN: gl.constexpr  # blocks of keys between two folds, 0 for none: spans.py
     TOTAL_COLUMNS: gl.constexpr  # of the second sums in shared memory: total.py
+    ADDS_LATE: gl.constexpr  # spans are added while scores are computed: span_steps.py
     CONSTANT_TIME: gl.constexpr
     INSPECTS: gl.constexpr  # in constant time, under a mask
     CUTS_APART: gl.constexpr  # blocks that a mask cuts have a loop of their own: steps.py
@@ -45,7 +46,7 @@ class Build:
     @gluon.constexpr_function
     def __init__(
         self, CONSUMERS, PINGPONG, FIXED_MAX, SECOND_PASS, Q_STAGES, SCORES, HAS_SINKS,
-        SPAN, TOTAL_COLUMNS, CONSTANT_TIME, INSPECTS, CUTS_APART,
+        SPAN, TOTAL_COLUMNS, ADDS_LATE, CONSTANT_TIME, INSPECTS, CUTS_APART,
     ):  # fmt: skip
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.PINGPONG = gl.constexpr(PINGPONG)
@@ -56,6 +57,7 @@ class Build:
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
         self.SPAN = gl.constexpr(SPAN)
         self.TOTAL_COLUMNS = gl.constexpr(TOTAL_COLUMNS)
+        self.ADDS_LATE = gl.constexpr(ADDS_LATE)
         self.CONSTANT_TIME = gl.constexpr(CONSTANT_TIME)
         self.INSPECTS = gl.constexpr(INSPECTS)
         self.CUTS_APART = gl.constexpr(CUTS_APART)

@@ -89,10 +89,12 @@ def step_in_spans(
     PRODUCTS: gl.constexpr = n_pieces(program.v.COLUMNS)
     SPAN: gl.constexpr = program.build.SPAN
     scale = program.score_scale()
-    in_span = block % SPAN
-    is_new = in_span == 0
-    # One branch where neither is the case.
-    if in_span <= 1:
+    is_new = block % SPAN == 0
+    # Under way behind the scores, the product would overwrite those of the span before.
+    if program.build.ADDS_LATE:
+        s = issue_scores(c, program, q, seen + 1)
+    # One branch where no span ends.
+    if block % SPAN <= 1:
         if is_new:
             sums = add_sums_of_span(program, sums, m, l, residue, p.dtype)
             l = gl.zeros_like(l)
@@ -101,7 +103,8 @@ def step_in_spans(
                 m = gl.full([ROWS], -float("inf"), gl.float32, m.type.layout)
         else:
             total = add_span(program, rows, block, sums, total, memory, acc)
-    s = issue_scores(c, program, q, seen + 1)
+    if not program.build.ADDS_LATE:
+        s = issue_scores(c, program, q, seen + 1)
     acc = issue_product(c, program, p, acc, seen, continues(program, rows, block - 1))
     s = warpgroup_mma_wait(PRODUCTS, deps=(s,))
     program.k.release(seen + 1)
@@ -136,26 +139,12 @@ def add_sums_of_span(program, sums, m, l, residue, dtype: gl.constexpr):
     """The sums of a total with those of a span that ended in the first pass."""
     scale = program.score_scale()
     if program.build.FIXED_MAX:
-        return _add_here(sums[0], l), _add_here(sums[1], residue)
+        return sums[0] + l, sums[1] + residue
     else:  # noqa: RET505
         residue, error = end_of_span(m, residue, scale, False, dtype)
         m, error, keep, add = fold_maxima(sums[2], sums[3], m, error, scale)
         folded = fold_sums((sums[0], sums[1]), keep, (l, residue), add)
         return folded[0], folded[1], m, error, keep, add
-
-
-@gluon.jit
-def _add_here(x, y):
-    """x + y in a branch: else compilers add in every step, and choose then, which takes registers.
-    What warps wait for together is not moved out of a branch."""
-    return gl.inline_asm_elementwise(
-        "{ bar.warp.sync 0xffffffff; add.f32 $0, $1, $2; }",
-        "=r,r,r",
-        [x, y],
-        gl.float32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit

@@ -1,6 +1,6 @@
 """Where the products of the spans that have ended are kept: `common/spans.py`.
 
-They take as many registers as the products under way, for which there is no room. So those of the
+They take as many registers as the products under way, for which there may be no room. Those of the
 last columns, TOTAL_COLUMNS of a build, are in shared memory, in the order of the registers: a
 thread reads what it wrote. At D 128 that is where out is on its way to global memory.
 """
@@ -19,20 +19,17 @@ def allocate_total(COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def in_memory_of_out(o_smem, COLUMNS: gl.constexpr):
-    """Shared memory for the products of so many columns, up to 64, where 128 of out leave."""
+def in_memory_of_out(o_smem):
+    """Shared memory for the products of 64 columns, where 128 of out leave."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    whole = reinterpret(o_smem, gl.float32, [16, 256], layout)
-    return whole if COLUMNS == 64 else whole.slice(0, COLUMNS // 4, dim=0)
+    return reinterpret(o_smem, gl.float32, [16, 256], layout)
 
 
 @gluon.jit
 def empty_products(COLUMNS: gl.constexpr, IN_MEMORY: gl.constexpr):
     """What is in registers of no spans."""
     found = ()
-    if COLUMNS - IN_MEMORY == 96:
-        found = (zeros(64), zeros(32))
-    elif COLUMNS > IN_MEMORY:
+    if COLUMNS > IN_MEMORY:
         found = (zeros(COLUMNS - IN_MEMORY),)
     return found
 
@@ -79,13 +76,9 @@ def all_products(total, memory, keep, acc, add, IN_MEMORY: gl.constexpr):
         flat = _flattened(part)
         before = _like(_unflattened(memory.load(flat.type.layout), IN_MEMORY), part)
         found = found + (_fold(before, keep, part, add),)  # noqa: RUF005
-    if len(found) == 1:
-        x = found[0]
-    elif len(found) == 2:
-        x = _joined(found[0], found[1])
-    else:
-        right = _joined(found[1], found[2])
-        x = _joined(found[0], _like(right, found[0]))
+    x = found[0]
+    if len(found) == 2:
+        x = _joined(x, found[1])
     return (gl.convert_layout(x, like, assert_trivial=True),)
 
 
@@ -95,23 +88,12 @@ def _parts(x, IN_MEMORY: gl.constexpr):
     if IN_MEMORY == 0 or x.shape[1] == IN_MEMORY:
         return (x,)
     else:  # noqa: RET505, Gluon would go on and return both
-        left, right = _halves(x)
-        if right.shape[1] == IN_MEMORY:
-            return left, right
-        else:  # noqa: RET505
-            a, b = _halves(right)
-            return left, a, b
-
-
-@gluon.jit
-def _halves(x):
-    """The left and the right columns of x [ROWS, n]."""
-    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+        return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
 @gluon.jit
 def _joined(a, b):
-    """`_halves` undone."""
+    """x of `_parts` a and b."""
     return gl.join(a, b).permute((0, 2, 1)).reshape([a.shape[0], 2 * a.shape[1]])
 
 
