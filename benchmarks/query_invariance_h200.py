@@ -25,6 +25,7 @@ from lockstep.bench.gpu_timing import take_turns
 TOKENS = 16384
 ROUNDS = 3
 PREFILL, DECODE = "query_invariant_prefill", "query_invariant_decode"
+FEW = "query_invariant_few_queries"
 # How far a contender may be from the first one: a few roundings of bf16.
 MOST_DIFFERENCE = 0.03
 
@@ -61,11 +62,7 @@ Calls = dict[str, Callable[[], Tensor]]
 
 
 def ours(call: Callable[..., Tensor]) -> Calls:
-    return {
-        "default": call,
-        "query-invariant": partial(call, query_invariant=True),
-        "query-invariant, triton": partial(call, query_invariant=True, kernel="triton"),
-    }
+    return {"default": call, "query-invariant": partial(call, query_invariant=True)}
 
 
 def prefill(fa3: Any) -> Iterator[tuple[dict[str, Any], Calls]]:
@@ -81,6 +78,23 @@ def prefill(fa3: Any) -> Iterator[tuple[dict[str, Any], Calls]]:
                 yield {"table": PREFILL, **case, "work": flops / 1e12}, calls
 
 
+def few_queries(fa3: Any) -> Iterator[tuple[dict[str, Any], Calls]]:
+    for B, Sq in ((1, 16), (1, 64), (1, 128), (4, 16), (4, 64), (4, 128), (4, 256)):
+        q = torch.randn(B, 32, Sq, 128, device="cuda").bfloat16()
+        call = partial(lockstep.attention_paged, *paged_cache(q, TOKENS, 16, 8), causal=True)
+        calls = {**ours(call), "triton": partial(call, kernel="triton")}
+        case = {"table": FEW, "queries": f"{B} × {Sq}"}
+        yield case, {n: _graphed(c) for n, c in calls.items()}
+
+
+def paged_cache(q: Tensor, keys: int, page: int, Hkv: int) -> tuple[Tensor, ...]:
+    """The queries, pages of keys and values, their table, and lengths."""
+    n = len(q) * -(-keys // page)
+    k, v = torch.randn(2, n, page, Hkv, q.shape[-1], device="cuda").bfloat16()
+    table = torch.randperm(n, device="cuda").int().view(len(q), -1)
+    return q, k, v, table, torch.full((len(q),), keys, device="cuda", dtype=torch.int32)
+
+
 def decode(fa3: Any) -> Iterator[tuple[dict[str, Any], Calls]]:
     for cache in CACHES:
         B, S, page, Hq, Hkv, D = cache
@@ -89,11 +103,7 @@ def decode(fa3: Any) -> Iterator[tuple[dict[str, Any], Calls]]:
             k, v = torch.randn(2, B, Hkv, S, D, device="cuda").bfloat16()
             calls = ours(partial(lockstep.attention, q, k, v, causal=True))
         else:
-            n = B * -(-S // page)
-            k, v = torch.randn(2, n, page, Hkv, D, device="cuda").bfloat16()
-            table = torch.randperm(n, device="cuda").int().view(B, -1)
-            lens = torch.full((B,), S, device="cuda", dtype=torch.int32)
-            paged = (q, k, v, table, lens)
+            paged = paged_cache(q, S, page, Hkv)
             calls = ours(partial(lockstep.attention_paged, *paged, causal=True))
             if page >= 16:
                 calls["FA3"] = fa3.decode(*paged)
@@ -117,7 +127,7 @@ def _graphed(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 def measure(fa3: Any, warm_up: bool) -> list[dict[str, Any]]:
     rows = []
-    for cases in (prefill, decode):
+    for cases in (prefill, decode, few_queries):
         for case, calls in cases(fa3):
             expected = calls["default"]().float()
             for name, call in calls.items():
@@ -151,7 +161,7 @@ def main() -> None:
     if given.save_to is None:
         return
     run = results.collect("query-invariance", rows)
-    names = ("default", "query-invariant", "query-invariant, triton", "FA3")
+    names = ("default", "query-invariant", "FA3")
     run["tables"] = {
         PREFILL: {
             "where": {"table": PREFILL},
@@ -169,6 +179,15 @@ def main() -> None:
             "format": "{:.1f}",
             "caption": "µs, bf16, in CUDA graphs; 32 query and 8 KV heads where nothing else is "
             "said, 64 and 8 at D 64",
+        },
+        FEW: {
+            "where": {"table": FEW},
+            "by": ["queries"],
+            "columns": _columns("default", "query-invariant", "triton"),
+            "value": "µs",
+            "format": "{:.0f}",
+            "caption": f"µs, bf16, in CUDA graphs; {TOKENS:,} keys in pages of 16, 32 query and 8 "
+            "KV heads, D 128, causal",
         },
     }
     print(results.save_for_gpu(run, "query-invariance", given.save_to))

@@ -18,7 +18,7 @@ pytestmark = [
 
 BF16, F16 = torch.bfloat16, torch.float16
 NAN = float("nan")
-S = 1700
+S = 2100
 CASES = {
     "D 128": {"D": 128},
     "D 64": {"D": 64},
