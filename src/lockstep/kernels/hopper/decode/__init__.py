@@ -12,8 +12,9 @@ Importing this package does not import Triton.
     kernel.py    the kernel
     fold.py      the second kernel: parts folded into results
     span_consumer.py, span_fold.py  those of query-invariant calls, with the bits of the forward
-    first_keys.py, few_rows.py, rescale.py  parts of that: the keys that weights are relative to, tiles
-                 of up to 8 rows, and products times factors that are mostly 1
+    first_keys.py  of these, the keys that all weights of a row are relative to
+    few_rows.py  of these, tiles of up to 8 rows
+    rescale.py   of these, products times factors that are mostly 1
     launch.py    from a problem to launches
 
 A row's bits depend on its own sequence, the heads and the head dims alone.
