@@ -14,8 +14,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Modules and tests stay to the end. By default, a tenth of the time goes into looking for garbage
-# among them, again and again.
+# among them, again and again: until all are there, none is looked for.
 gc.set_threshold(10_000, 10, 100)
+gc.disable()
 
 # Test modules are imported one by one; this lets them share the helpers that stand beside them.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -67,6 +68,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.name in SLOW and getattr(item, "originalname", None) not in QUICK:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """From now on garbage is looked for, but not among what there is already."""
+    gc.freeze()
+    gc.enable()
 
 
 def leave_out_gpus(config: pytest.Config, items: list[pytest.Item]) -> None:
