@@ -91,7 +91,7 @@ def test_constant_time_kernels_execute_and_access_the_same_for_all_secrets():
 
 
 def test_the_counts_of_callgrind():
-    text = "events: Ir Dr Bc Bcm\nfn=(0)\n0 1 2\n\ntotals: 1200 34\n"
+    text = "events: Ir Dr DLmr Bc Bcm\nfn=(0)\n0 1 2\n\ntotals: 1200 34 9\n"
     assert cpu_counters.read(text) == {
         "instructions": 1200,
         "loads": 34,
@@ -127,6 +127,10 @@ def test_constant_time_kernels_run_under_valgrind():
         (["vmovups (%rdi), %ymm0", "vpaddq %ymm0, %ymm0, %ymm0", "vmovq %xmm0, %rax",
           "testq %rax, %rax", "je .LBB0_1"], None),
         (["movl (%rdi), %eax", "xorl %eax, %eax", "testl %eax, %eax", "je .LBB0_1"], None),
+        (["kmovw %k1, 24(%rsp)", "kmovw 24(%rsp), %k2", "kmovd %k2, %eax", "testb $1, %al",
+          "je .LBB0_1"], None),
+        (["vcmpltps %ymm0, %ymm1, %k1", "kmovw %k1, 24(%rsp)", "kmovw 24(%rsp), %k2",
+          "kmovd %k2, %eax", "testb $1, %al", "je .LBB0_1"], "branch"),
         (["vucomiss %xmm0, %xmm1", "cmpq %rdi, %rsi", "jne .LBB0_1"], None),
     ],
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 from xml.etree import ElementTree
 
 import pytest
@@ -57,6 +58,24 @@ def test_counters(tmp_path):
     save(tmp_path, "constant-time-counters-leaks", rows)
     block = constant_time_tables.counters_block(tmp_path)
     assert "| f | 2 | 2 | 2,400 | 16 | in zeros |" in block
+
+
+def test_a_subject_is_well_if_all_its_classes_are(tmp_path):
+    rows = [timed("f: all classes", 1.0, course=[]), timed("f: zeros", 5.0) | {"ok": False}]
+    save(tmp_path, "constant-time-times-kernels", rows)
+    block = constant_time_tables.summary_block(tmp_path)
+    assert "| time | GPU kernels and rungs | 0 of 1 | not measured yet |" in block
+
+
+def test_counters_of_cpu_calls(tmp_path):
+    count = dict.fromkeys(("loads", "stores", "load misses", "store misses", "branches"), 2)
+    figures = {"classes": 3, "counts": {"0 f": {"instructions": 1000, **count}}}
+    row = {"layer": "counters", "planted": False, "skipped": False, "ok": True, "detail": ""}
+    run = {"environment": ENVIRONMENT, "date": "2026-01-02"}
+    run["rows"] = [row | {"name": "f", "figures": figures}]
+    with patch.object(results, "latest", lambda *_: [run]):
+        block = constant_time_tables.cpu_counters_block(tmp_path)
+    assert "| f | 3 | 1 | 1,000 | 4 | 4 | 2 | none |" in block
 
 
 def test_cost(tmp_path):

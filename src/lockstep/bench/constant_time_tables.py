@@ -156,6 +156,33 @@ def _counted(run: Run) -> Iterator[str]:
         )
 
 
+def cpu_counters_block(directory: Path) -> str:
+    """What Valgrind counted in CPU calls, and whether it was the same for all classes."""
+    lines = [
+        "| | classes | kernels | instructions | loads, stores | misses | branches | differences |",
+        "|---|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    runs = results.latest("constant-time", directory)
+    rows = [row for run in runs for row in run["rows"] if row["layer"] == "counters"]
+    rows = [row for row in rows if row["figures"]]
+    if not rows:
+        return results.NOT_MEASURED
+    for row in sorted(rows, key=lambda row: bool(row["planted"])):
+        figures = row["figures"]
+        counts = figures["counts"].values()
+
+        def total(*names: str, counts: Iterable[dict[str, int]] = counts) -> str:
+            return f"{sum(count[name] for count in counts for name in names):,}"
+
+        verdict = row["detail"].split(": ")[-1] if row["detail"] else "none"
+        lines.append(
+            f"| {row['name']} | {figures['classes']} | {len(counts)} | {total('instructions')} "
+            f"| {total('loads', 'stores')} | {total('load misses', 'store misses')} "
+            f"| {total('branches')} | {verdict} |"
+        )
+    return "\n".join(lines) + f"\n\n{_where(runs)}."
+
+
 def summary_block(directory: Path) -> str:
     """Layer by layer: how much was audited, and how many planted leaks were found."""
     lines = ["| layer | audited | without a finding | planted leaks found |", "|---|---|---:|---:|"]
@@ -185,8 +212,10 @@ def _layers(directory: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
             row
             for run in results.latest("constant-time", directory)
             for row in run["rows"]
-            if row["layer"] == layer and not row["skipped"] and _is_whole(row)
+            if row["layer"] == layer and not row["skipped"]
         ]
+        if layer == "time":
+            rows = _subjects(rows)
         names = {"code": "machine code", "memcheck": "Valgrind"}
         found[title, names.get(layer, layer)] = rows
     counted, clocked = [], []
@@ -198,16 +227,20 @@ def _layers(directory: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
             differs = any(row["differs"] for row in rows)
             counted.append({"planted": leak, "ok": differs == leak})
         run = results.newest(f"constant-time-times-{group}", directory)
-        rows = run["rows"] if run else []
-        clocked += [{"planted": leak, "ok": row["ok"]} for row in rows if _is_whole(row)]
+        clocked += _subjects([{**row, "planted": leak} for row in run["rows"]] if run else [])
     found["GPU kernels and rungs, class by class", "counters"] = counted
     found["GPU kernels and rungs", "time"] = clocked
     return found
 
 
-def _is_whole(row: dict[str, Any]) -> bool:
-    """Of times, those of all classes together."""
-    return row["layer"] != "time" or f": {ALL} " in row["name"]
+def _subjects(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of times, one row for each subject: it is well if all its classes are."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        subject = row["name"].removesuffix(" against random").rpartition(": ")[0]
+        first = found.setdefault(subject, {"planted": row["planted"], "ok": True})
+        first["ok"] &= row["ok"]
+    return list(found.values())
 
 
 BLOCKS: dict[str, Callable[[Path], str]] = {
@@ -215,5 +248,6 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "constant_time_times": times_block,
     "constant_time_cpu_times": cpu_times_block,
     "constant_time_counters": counters_block,
+    "constant_time_cpu_counters": cpu_counters_block,
     "constant_time_summary": summary_block,
 }

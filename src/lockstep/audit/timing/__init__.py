@@ -8,7 +8,7 @@ code.py          secrets followed through the machine code of the CPU kernels, w
 gpu_code.py, triton_code.py, hopper_code.py   the same for GPU kernels, cross-compiled
 replay.py, memcheck.py   CPU kernels as programs of their own, under Valgrind
 counters.py      what a GPU executes and accesses, by Nsight Compute
-cpu_counters.py  what CPU kernels execute, by Valgrind
+cpu_counters.py  what CPU kernels execute and access, by Valgrind
 clock.py, gpu_clock.py   times of classes of secrets, compared by Welch's t-test
 cpu_layers.py, gpu_layers.py, outcome.py   all of it, layer by layer
 cli.py           the command

@@ -31,9 +31,9 @@ def timing(
     """Test that kernels keep constant time where a call asks for it.
 
     Layer `code` follows secrets through machine code, `memcheck` through CPU kernels that run under
-    Valgrind; `counters` compares what a GPU counts, and `time` how long calls take, on fixed and on
-    random secrets. Exit status 1 if a secret shows, with the place; with --planted, if a leak is
-    not found.
+    Valgrind; `counters` compares what is executed and accessed, and `time` how long calls take, on
+    fixed and on random secrets. Exit status 1 if a secret shows, with the place; with --planted, if
+    a leak is not found.
     """
     with ends_with_status_2(ValueError):
         check_device(device, indexed=False, needed=layer != "code")

@@ -26,10 +26,11 @@ class Build(NamedTuple):
     D: int
     causal: bool = False
     packed: bool = False
+    S: int = 512
 
     @property
     def name(self) -> str:
-        kind = ", causal" * self.causal + ", packed" * self.packed
+        kind = ", causal" * self.causal + ", packed" * self.packed + ", long" * (self.S > 512)
         return f"D {self.D}{kind} for sm_{CAPABILITY}"
 
     @property
@@ -42,12 +43,15 @@ class Build(NamedTuple):
             q, k, v = torch.zeros(3, 1024, 2, self.D, dtype=torch.bfloat16)
             offsets = torch.tensor([0, 300, 1024], dtype=torch.int32)
             return Tensors(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
-        q, k, v = torch.zeros(3, 2, 2, 512, self.D, dtype=torch.bfloat16)
+        q, k, v = torch.zeros(3, 1, 2, self.S, self.D, dtype=torch.bfloat16)
         return Tensors(q, k, v)
 
 
-FORWARD = (Build(64, True), Build(128), Build(192, True), Build(256), Build(64, True, True))
-BACKWARD = (*FORWARD[:4], Build(64, True, True), Build(256, True, True))
+_NARROW, _WIDE = (Build(64, True), Build(128)), (Build(192, True), Build(256))
+_PACKED = Build(64, True, True)
+# Long heads have other tiles in the forward.
+FORWARD = (*_NARROW, *_WIDE, _PACKED, Build(64, True, S=16384), Build(128, True, S=16384))
+BACKWARD = (*_NARROW, *_WIDE, _PACKED, Build(256, True, True))
 
 
 def builds() -> Iterator[tuple[str, Find]]:

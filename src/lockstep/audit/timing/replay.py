@@ -235,13 +235,13 @@ def _heap_size(address: int, writable: list[tuple[int, int]]) -> int:
 
 
 def _mark_secrets(pieces: list[Piece]) -> None:
-    """Pieces of the heap that hold neither addresses nor small integers hold floats; lengths may be
-    secret."""
+    """Pieces of the heap that hold neither addresses nor, for the most part, small integers hold
+    floats; behind a table there may be a word of what was there before. Lengths may be secret."""
     known = {x.words.ctypes.data for x in _Array.known}
     for piece in pieces:
         words = _words(piece.before)
         leads_on = _hold_addresses(words, pieces)
-        is_float = not leads_on and bool((np.abs(words) >= SMALL).any())
+        is_float = not leads_on and int((np.abs(words) >= SMALL).sum()) > len(words) // 4
         piece.is_secret |= is_float and piece.address not in known
     for record in (piece for piece in pieces if piece.address in known):
         if len(record.before) > CALL.itemsize:

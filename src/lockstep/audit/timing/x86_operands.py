@@ -25,7 +25,7 @@ _WIDE = re.compile(
     r"p?andn?(ps|d)?|p?xor(ps|d)?|p?or(ps|d)?|mov(aps|ups|dq\w+|q|sd|ddup|lhps|hlps)|palignr)$"
 )
 # Arithmetic that takes words for integers of 64 bits.
-_ON_WORDS = re.compile(r"vp(add|sub|cmpgt|cmpeq|mulu?d|mull|s?u?max\w?|s?u?min\w?)q$")
+_ON_WORDS = re.compile(r"vp(add|sub|cmp\w*|mulu?d|mull|s?u?max\w?|s?u?min\w?)q$")
 _NARROW_LOADS = re.compile(r"vpmov[sz]x(?!..q)|vmov(ss|d)$|vbroadcastss")
 
 
@@ -97,7 +97,9 @@ def level(state: State, mnemonic: str, operand: str, beside: str = "") -> int:
     if is_memory(operand):
         where = slots(state, operand, _size(mnemonic, beside))
         if where:
-            return 2 if any(x in state.registers for x in where) else 1
+            # A mask that was kept on the stack is what it was.
+            otherwise = 0 if mnemonic.startswith("k") else 1
+            return 2 if any(x in state.registers for x in where) else otherwise
         if any(f"{name} constant" in state.registers for name in names(operand)):
             return 0
         return 2 if _NARROW_LOADS.match(mnemonic) else 1

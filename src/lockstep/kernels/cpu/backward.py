@@ -181,10 +181,11 @@ def dq_tile(call, grad, b, h, row):
 
 @compiled
 def _tile_gradients(call, grad, block, work, item, row0, t, first, n, k_finite):
-    """p, dS and dQ of one tile; returns its keys, and whether some may be hidden from a row."""
+    """p, dS and dQ of one tile; returns its keys, and 1 if some may be hidden from a row, else 0:
+    words, as all that steers is."""
     begin, end, bounds = tile_bounds(call, block, t, first, n)
     if begin >= end:
-        return begin, begin, False
+        return begin, begin, 0
     g = t % GROUP
     slopes = work.slopes if call.capped != 0 else 0
     score_gradients(call, block, work, item.b, t, first, begin, end, bounds, slopes, g)
@@ -194,13 +195,14 @@ def _tile_gradients(call, grad, block, work, item, row0, t, first, n, k_finite):
         _query_part(call, work, p, dp, begin, end, k_finite, masked)
         sums = dq_tile(call, grad, item.b, item.h, row0 + t * LANES)
         add_vectors(sums, work.dq, padded(call.D, MR) * LANES)
-    return begin, end, masked
+    return begin, end, 1 if masked else 0
 
 
 @compiled
 def _key_parts(call, work, t, n, keys, q_finite, d_finite):
     """Add n rows from tile t on, of one group and with the same keys, to dk_part and dv_part."""
-    begin, end, masked = keys
+    begin, end, hides = keys
+    masked = hides != 0
     g, k_row, v_row = t % GROUP, 4 * padded(call.D, WIDTH), 4 * padded(call.Dv, WIDTH)
     p, dp = work.p + g * TILE, work.dp + g * TILE
     q, dout = work.q + t * LANES * k_row, work.dout + t * LANES * v_row
@@ -222,7 +224,7 @@ def block_gradients(call, grad, block, work, item, row0, first, n, k_finite):
         fill(work.dk_part, SPAN * k_row // 4, f32(0.0))
         fill(work.dv_part, SPAN * v_row // 4, f32(0.0))
     # Tiles from ``start`` on have the same keys, and wait for each other.
-    start, keys = 0, (0, 0, False)
+    start, keys = 0, (0, 0, 0)
     for t in range(n_tiles):
         own = _tile_gradients(call, grad, block, work, item, row0, t, first, n, k_finite)
         if t == start:
