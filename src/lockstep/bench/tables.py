@@ -68,6 +68,7 @@ PAGES = (
     "docs/hopper-decode.md",
     "docs/triton.md",
     "docs/gradients.md",
+    "docs/numerics.md",
     "docs/audit.md",
     "docs/support.md",
     "docs/models.md",
