@@ -98,6 +98,7 @@ def is_available() -> bool:
 
 def record(run: Callable[[], Any]) -> list[Recorded]:
     """The kernels of a call, each with the memory it reaches, on one thread."""
+    run()  # The first call compiles kernels, and may leave other things in memory.
     found: list[Recorded] = []
     call = Kernel.__call__
 
