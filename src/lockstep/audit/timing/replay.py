@@ -176,6 +176,9 @@ def _reachable(block: int) -> list[Piece]:
     while seen < len(pieces) < MOST_PIECES:
         if not pieces[seen].is_secret:
             words = _words(pieces[seen].before)
+            if seen == 0:
+                # Where there is no scratch memory, its address is that of an earlier call.
+                words = np.delete(words, slice(2, HEADER))
             # In the order of their places, which is the same for all calls of a kind.
             for word in words[memory.may_hold(words)].tolist():
                 if not any(piece.address <= word < piece.end for piece in pieces):
@@ -191,7 +194,7 @@ class _Memory:
     def __init__(self) -> None:
         self.writable = _writable()
         self.known = {x.words.ctypes.data: (x.words.nbytes, False) for x in _Array.known}
-        for x in gc.get_objects():
+        for x in _objects():
             if type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu":
                 storage = x.untyped_storage()
                 is_secret = x.is_floating_point()
@@ -211,6 +214,16 @@ class _Memory:
                 return Piece(begin, ctypes.string_at(begin, size), b"", is_secret, True)
         size = _heap_size(address, self.writable)
         return Piece(address, ctypes.string_at(address, size)) if size else None
+
+
+def _objects() -> list[Any]:
+    """All objects, those that the garbage collector was told to leave alone among them."""
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    found = gc.get_objects()
+    if is_frozen:
+        gc.freeze()
+    return found
 
 
 def _writable() -> list[tuple[int, int]]:
