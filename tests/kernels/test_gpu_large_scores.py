@@ -86,3 +86,17 @@ def test_large_scores_in_some_tiles_leave_the_others_alone(causal, D, dtype):
     tensors = {name: x.to(dtype) for name, x in zip("qkv", (q, k, v), strict=True)}
     with torch.device("cuda"):
         assert_exact(Case(tensors, {"causal": causal}), gradients=True)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_large_scores_of_one_head_leave_the_bits_of_others(causal, D):
+    """Calls without any run other code."""
+    q, k, v, dout = draw_on_gpu(700, 700, D, 1.0, torch.bfloat16)
+    without = results(lambda *qkv: lockstep.attention(*qkv, causal=causal), q, k, v, dout)
+    q[1, 2] *= 1000
+    found = results(lambda *qkv: lockstep.attention(*qkv, causal=causal), q, k, v, dout)
+    for mine, other in zip(found, without, strict=True):
+        assert not torch.equal(mine[1, 2], other[1, 2])
+        mine[1, 2] = other[1, 2]
+        assert torch.equal(mine, other)

@@ -418,7 +418,17 @@ def program(crew, block_q, masked, draws):
     queue = CREATE_TILE_QUEUE(4, sizes)
     roles = {
         "produce": lambda: kernel.produce(
-            queue, memory, *[query] * 3, *[key] * 2, *[query] * 2, None, "ticket", len(draws), 1, 1
+            queue,
+            memory,
+            *[query] * 3,
+            *[key] * 2,
+            *[query] * 2,
+            None,
+            "ticket",
+            len(draws),
+            1,
+            1,
+            True,
         ),
         "add 0": lambda: dq_sums.add_parts(0, queue, parts, query, 0),
         "add 1": lambda: dq_sums.add_parts(1, queue, parts, query, 0),
@@ -428,7 +438,7 @@ def program(crew, block_q, masked, draws):
     for w in (0, 1):
 
         def consume(w=w):
-            kernel.consume(w, queue, memory, parts, crew.scores, None)
+            kernel.consume(w, queue, memory, parts, crew.scores, None, True)
 
         yield play(f"consume {w}", memory.named, consume, 128, w, is_apart)
 

@@ -104,9 +104,20 @@ def has_large_scores(flags_ptr, loop, heads_per_kv):
 
 
 @gluon.jit
+def has_any_large_scores(flags_ptr, n_tiles):
+    """A program: 1 if any query tile of the call has them, else 0."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    i = gl.arange(0, 2048, layout)
+    found = gl.full([2048], 0, gl.int32, layout)
+    for first in range(0, n_tiles, 2048):
+        found = found | gl.load(flags_ptr + first + i, mask=first + i < n_tiles, other=0)
+    return gl.max(found, 0)
+
+
+@gluon.jit
 def produce(
     queue, tiles, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, flags_ptr,
-    ticket_ptr, kv_slots, n_heads, heads_at_once,
+    ticket_ptr, kv_slots, n_heads, heads_at_once, MAY_BE_LARGE: gl.constexpr,
 ):  # fmt: skip
     """Partition of one warp: draws tickets, loads keys and queries, and stores dk and dv.
 
@@ -125,10 +136,10 @@ def produce(
     last = KeyTile((none, none, none, none), (none, none, none, none), sizes.LAYOUT)
     while ticket < kv_slots * n_heads:
         key_tile, loop = assign(ticket, kv_slots, n_heads, heads_at_once, sizes)
-        if sizes.CONSTANT_TIME:
-            queue.post(n_loops, loop, n_loops * 0)
-        else:
+        if MAY_BE_LARGE:
             queue.post(n_loops, loop, has_large_scores(flags_ptr, loop, sizes.heads_per_kv))
+        else:
+            queue.post(n_loops, loop, n_loops * 0)
         tile = loop.first_tile
         t = loop.first_number()
         head = key_tile.head * sizes.heads_per_kv
@@ -177,12 +188,36 @@ def produce(
 
 
 @gluon.jit
-def consume(W: gl.constexpr, queue, tiles, dq_sums, scores, large_ptr):
+def consume(W: gl.constexpr, queue, tiles, dq_sums, scores, large_ptr, MAY_BE_LARGE: gl.constexpr):
     """Partition of four warps: the keys from W·ROWS on, and one half of every tile of dQ."""
     if queue.sizes.BLOCK_Q == 64:
-        consume_together(W, queue, tiles, dq_sums, scores, large_ptr)
+        consume_together(W, queue, tiles, dq_sums, scores, large_ptr, MAY_BE_LARGE)
     else:
-        consume_apart(W, queue, tiles, dq_sums, scores, large_ptr)
+        consume_apart(W, queue, tiles, dq_sums, scores, large_ptr, MAY_BE_LARGE)
+
+
+@gluon.jit
+def start_warps(
+    queue, tiles, dq_sums, scores, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc,
+    sums_desc, large_ptr, flags_ptr, turn_ptr, ticket_ptr, kv_slots, n_heads, heads_at_once,
+    MAY_BE_LARGE: gl.constexpr,
+):  # fmt: skip
+    """All warps of a program. Unless a call MAY_BE_LARGE in some of its scores, no flag is read,
+    and consumers have one loop: with two, ptxas spills what all loops need."""
+    # Tuples are written out in place: bound to a name, the constants in them become tensors.
+    gl.warp_specialize(
+        [
+            (consume, (0, queue, tiles, dq_sums, scores, large_ptr, MAY_BE_LARGE)),
+            (consume, (1, queue, tiles, dq_sums, scores, large_ptr, MAY_BE_LARGE)),
+            (produce, (queue, tiles, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
+                       dv_desc, flags_ptr, ticket_ptr, kv_slots, n_heads, heads_at_once,
+                       MAY_BE_LARGE)),
+            (add_parts, (0, queue, dq_sums, sums_desc, turn_ptr)),
+            (add_parts, (1, queue, dq_sums, sums_desc, turn_ptr)),
+        ],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
+    )  # fmt: skip
 
 
 @unspecialized(
@@ -204,6 +239,9 @@ def backward_kernel(
         k_desc.block_shape[3], CONSTANT_TIME,
     )  # fmt: skip
     scores = Scores(scale, unit, softcap, CAPPED, HIDES_SCORES)
+    is_any_large = 0
+    if not CONSTANT_TIME:
+        is_any_large = has_any_large_scores(flags_ptr, q_slots * n_heads * heads_per_kv)
     queue = TileQueue.create(4, sizes)
     # What shared memory has room for.
     STATS: gl.constexpr = 2 if CONSTANT_TIME and q_desc.block_shape[3] == 64 else 1
@@ -211,16 +249,21 @@ def backward_kernel(
         q_desc, dout_desc, stats_desc, k_desc, v_desc, D_COLUMNS, DV_COLUMNS, STATS
     )
     dq_sums = DqSums.create(sums_desc)
-    # Tuples are written out in place: bound to a name, the constants in them become tensors.
-    gl.warp_specialize(
-        [
-            (consume, (0, queue, tiles, dq_sums, scores, large_ptr)),
-            (consume, (1, queue, tiles, dq_sums, scores, large_ptr)),
-            (produce, (queue, tiles, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
-                       dv_desc, flags_ptr, ticket_ptr, kv_slots, n_heads, heads_at_once)),
-            (add_parts, (0, queue, dq_sums, sums_desc, turn_ptr)),
-            (add_parts, (1, queue, dq_sums, sums_desc, turn_ptr)),
-        ],
-        [4, 1, 1, 1],
-        [240, 24, 24, 24],
-    )  # fmt: skip
+    if CONSTANT_TIME:
+        start_warps(
+            queue, tiles, dq_sums, scores, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
+            dv_desc, sums_desc, large_ptr, flags_ptr, turn_ptr, ticket_ptr, kv_slots, n_heads,
+            heads_at_once, False,
+        )  # fmt: skip
+    elif is_any_large != 0:
+        start_warps(
+            queue, tiles, dq_sums, scores, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
+            dv_desc, sums_desc, large_ptr, flags_ptr, turn_ptr, ticket_ptr, kv_slots, n_heads,
+            heads_at_once, True,
+        )  # fmt: skip
+    else:
+        start_warps(
+            queue, tiles, dq_sums, scores, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
+            dv_desc, sums_desc, large_ptr, flags_ptr, turn_ptr, ticket_ptr, kv_slots, n_heads,
+            heads_at_once, False,
+        )  # fmt: skip

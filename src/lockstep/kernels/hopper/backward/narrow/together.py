@@ -111,7 +111,9 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
 
 
 @gluon.jit
-def consume_together(W: gl.constexpr, queue, tiles, dq_sums, scores, large_ptr):
+def consume_together(
+    W: gl.constexpr, queue, tiles, dq_sums, scores, large_ptr, MAY_BE_LARGE: gl.constexpr
+):
     """`kernel.consume`"""
     n_loops = 0
     n_keys = 0  # how often keys have been loaded: a loop of no tile has none
@@ -123,6 +125,10 @@ def consume_together(W: gl.constexpr, queue, tiles, dq_sums, scores, large_ptr):
         if loop.CONSTANT_TIME:
             dk, dv = take_steps(
                 W, begin, end, loop, tiles, dq_sums, scores, LargeScores(large_ptr, True, True)
+            )
+        elif not MAY_BE_LARGE:
+            dk, dv = take_steps(
+                W, begin, end, loop, tiles, dq_sums, scores, LargeScores(large_ptr, False)
             )
         elif is_large:
             dk, dv = take_steps(
