@@ -6,6 +6,7 @@ import re
 import subprocess
 import tempfile
 from bisect import bisect_left, bisect_right
+from functools import lru_cache
 from pathlib import Path
 
 import triton
@@ -31,9 +32,14 @@ def run_tool(
         return subprocess.run(command, capture_output=True, text=True, check=True)
 
 
+@lru_cache(maxsize=16)
+def sass_of(cubin: bytes) -> str:
+    """What cuobjdump prints: a second of its time for a large kernel, so the last few are kept."""
+    return run_tool("cuobjdump", "-sass", content=cubin, suffix=".cubin").stdout
+
+
 def disassemble(cubin: bytes) -> Instructions:
-    text = run_tool("cuobjdump", "-sass", content=cubin, suffix=".cubin").stdout
-    return [(int(at, 16), line) for at, line in _INSTRUCTION.findall(text)]
+    return [(int(at, 16), line) for at, line in _INSTRUCTION.findall(sass_of(cubin))]
 
 
 def target(text: str) -> int | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from machine_code import run_tool
+from machine_code import sass_of
 
 Instructions = list[tuple[int, str]]
 
@@ -26,8 +26,7 @@ _NO_RESULT = ("ST", "RED.", "BAR", "BRA", "EXIT", "SYNCS", "UTMA", "WARPGROUP", 
 
 def lost_operands(cubin: bytes) -> list[str]:
     """Products with an operand at an address that does not derive from the base."""
-    text = run_tool("cuobjdump", "-sass", content=cubin, suffix=".cubin").stdout
-    instructions = [(int(at, 16), line) for at, line in _INSTRUCTION.findall(text)]
+    instructions = [(int(at, 16), line) for at, line in _INSTRUCTION.findall(sass_of(cubin))]
     index = {at: i for i, (at, _) in enumerate(instructions)}
     # Before each instruction: the registers that hold an address whatever the path. None: no path.
     before: list[frozenset[str] | None] = [None] * len(instructions)
