@@ -53,7 +53,7 @@ class Driver:
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes, self.launches, self.results = sizes, [], []
-        self.n_errors, self.encoded = 0, []
+        self.n_errors, self.encoded, self.attributes = 0, [], []
         self.current = threading.local()
 
     def cuFuncGetParamInfo(self, function: Any, i: int, offset: Any, size: Any) -> int:
@@ -61,6 +61,10 @@ class Driver:
             self.n_errors += 1
             return 1
         size._obj.value = self.sizes[i]
+        return 0
+
+    def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:
+        self.attributes.append((function.value, attribute, value))
         return 0
 
     def cuTensorMapEncodeTiled(self, address: Any, *rest: Any) -> int:
@@ -123,9 +127,11 @@ def words(read: list[bytes]) -> list[int]:
 
 
 def test_a_launch_hands_over_addresses_and_numbers(compiled, fake):
-    launch = launcher_of(handle(compiled, launch_pdl=True), GRID, ARGUMENTS)
+    launch = launcher_of(handle(compiled, launch_pdl=True, shared=1024), GRID, ARGUMENTS)
     assert isinstance(launch, ByDriver)
     assert not fake.n_errors, "a sanitizer would report them"
+    # It has shared memory, and the kernel before it may still have some.
+    assert fake.attributes == [(42, 9, 100)]
     for turn in range(3):
         # The second pointer was None and is no parameter.
         launch(9 + turn, (1000 + turn,), (4000 + turn,))

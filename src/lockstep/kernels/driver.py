@@ -43,6 +43,8 @@ _MAP_TYPES = {8: 10, 9: 8, 10: 9}
 _PROMOTE_128 = 2
 # CUlaunchAttributeID: start while the kernel before is still running.
 _PROGRAMMATIC_SERIALIZATION = 6
+# CUfunction_attribute: the share of an SM's memory that is shared memory, in percent.
+_PREFERRED_SHARED_MEMORY = 9
 # CUresult of a launch without a context.
 _INVALID_CONTEXT = 201
 _NUMBERS: dict[str, Any] = {
@@ -189,9 +191,19 @@ def launcher_of(compiled: Any, grid: Grid, arguments: tuple[Any, ...]) -> Launch
         and not metadata.profile_scratch_size
         and [parameter.size for parameter in parameters] == sizes_of(compiled)
     ):
+        if metadata.launch_pdl and metadata.shared:
+            _prefer_shared_memory(compiled.function)
         return ByDriver(compiled.function, grid, metadata, parameters)
     # A launch must not keep the tensors of the first one.
     return partial(_by_triton, compiled, grid, _moved(arguments, repeat(0), repeat(0)))
+
+
+def _prefer_shared_memory(function: int) -> None:
+    """Gives a kernel all of an SM's memory as shared memory. A kernel that may start early finds
+    room beside the one before only where both divide that memory alike."""
+    result = library().cuFuncSetAttribute(ctypes.c_void_p(function), _PREFERRED_SHARED_MEMORY, 100)
+    if result:
+        raise _error(result)
 
 
 class ByDriver:

@@ -46,12 +46,13 @@ class Plan:
     registers: int  # of a thread at launch
 
 
-# At head dim 128, some 100 KB are under way to an SM. With twice as many, some SMs wait for others'
-# loads, and end last; and programs of the second kernel find no room beside those of the first.
+# At head dims 128 and 256, some 100 KB are under way to an SM. With twice as many, some SMs wait
+# for others' loads, and end last; and programs of the second kernel find no room beside those of
+# the first.
 PLANS = {
     64: Plan(block_kv=128, stages=3, programs=2, registers=128),
     128: Plan(block_kv=64, stages=3, programs=1, registers=168),
-    256: Plan(block_kv=32, stages=6, programs=1, registers=168),
+    256: Plan(block_kv=32, stages=3, programs=1, registers=168),
 }
 
 
