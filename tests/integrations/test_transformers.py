@@ -16,12 +16,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.cache_utils import DynamicCache, StaticCache
+from transformers.generation import CompileConfig
 
 import lockstep
 from lockstep import padded
 from lockstep.integrations import transformers as integration
 from lockstep.integrations.transformers import masks
-from lockstep.integrations.transformers.attention import _seen
+from lockstep.integrations.transformers.lazy_mask import LazyMask, plan_of
 
 SIDES = [None, "left", "right"]
 
@@ -177,6 +178,20 @@ def test_a_contiguous_cache_is_not_copied(n, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_static_cache_with_a_compiled_step():
+    """The mask is made outside of what is compiled, and goes in as an argument."""
+    given = tiny_models.inputs_of("llama", "left", S=10)
+    model = tiny_models.make("llama", "lockstep")
+    wanted = generate(model, given, cache_implementation="static", disable_compile=True)
+    compile_config = CompileConfig(backend="aot_eager", fullgraph=True)
+    compile_config._compile_all_devices = True
+    torch._dynamo.reset()
+    found = generate(model, given, cache_implementation="static", compile_config=compile_config)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert torch.equal(found.sequences, wanted.sequences)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "side"), [("llama", None), ("gemma2", "left"), ("gpt_oss", None), ("t5", "left")]
 )
@@ -200,7 +215,7 @@ def test_what_would_be_ignored_raises():
         attend(module, q, q, q, None, dropout=0.1)
     with pytest.raises(ValueError, match="output_attentions=True"):
         attend(module, q, q, q, None, output_attentions=True)
-    with pytest.raises(ValueError, match="alibi"):
+    with pytest.raises(ValueError, match=r"alibi=a tensor \[2\]"):
         attend(module, q, q, q, None, alibi=torch.ones(2))
     out, weights = attend(module, q, q, q, None, output_attentions=False, alibi=None)
     assert out.shape == (1, 4, 2, 16)
@@ -251,18 +266,13 @@ def test_a_plan_says_what_the_boolean_mask_says(pattern, sizes, side):
         "attention_mask": padding,
     }
     made = masks.make_mask(**given)
-    wanted = masking_utils.sdpa_mask(
-        **given, allow_is_causal_skip=False, allow_is_bidirectional_skip=False
-    )
-    causal = "full" not in pattern
-    assert made is None or masks.is_plan(made)
-    plan = masks.Plan(causal, None) if made is None else masks.decode(made)
-    q, k = torch.empty(3, 1, q_length, 1), torch.empty(3, 1, kv_length, 1)
-    found = _seen(plan, q, k).expand(3, 1, q_length, kv_length)
+    assert plan_of(made).seen is None
+    wanted = masking_utils.eager_mask(**given)
+    assert (made.shape, made.dtype) == (wanted.shape, wanted.dtype)
     rows = torch.ones(3, q_length, dtype=torch.bool)
     if padding is not None:
         rows = padding[:, q_offset:]
-    assert torch.equal(found[:, 0][rows], wanted.expand_as(found)[:, 0][rows])
+    assert torch.equal((made + 0)[:, 0][rows], wanted[:, 0][rows])
 
 
 @pytest.mark.parametrize("pattern", CUSTOM)
@@ -270,15 +280,58 @@ def test_other_masks_stay_masks(pattern):
     given = {"batch_size": 3, "q_length": 12, "kv_length": 12, "mask_function": CUSTOM[pattern]}
     given["use_vmap"] = pattern != "chunks"
     made = masks.make_mask(**given)
-    assert made.dtype == torch.bool
-    assert torch.equal(made, masking_utils.sdpa_mask(**given, allow_is_causal_skip=False))
+    assert plan_of(made).seen is not None
+    assert torch.equal(made, masking_utils.eager_mask(**given))
 
 
 def test_padding_with_holes_stays_a_mask():
     padding = torch.ones(2, 8, dtype=torch.bool)
     padding[1, 3] = False
     made = masks.make_mask(2, 8, 8, attention_mask=padding)
-    assert made.dtype == torch.bool
+    assert torch.equal(made, masking_utils.eager_mask(2, 8, 8, attention_mask=padding))
+
+
+def test_packed_sequences_as_a_mask():
+    numbers = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
+    pattern = masking_utils.and_masks(
+        PATTERNS["causal"], masking_utils.packed_sequence_mask_function(numbers)
+    )
+    given = {"batch_size": 2, "q_length": 6, "kv_length": 6, "mask_function": pattern}
+    made = masks.make_mask(**given)
+    assert plan_of(made).offsets.tolist() == [0, 3, 5, 6, 7, 12]
+    assert torch.equal(made, masking_utils.eager_mask(**given))
+
+
+def test_a_mask_moves_without_being_built():
+    made = masks.make_mask(2, 6, 6, dtype=torch.bfloat16)
+    moved = made.to("meta")
+    assert isinstance(moved, LazyMask)
+    assert (moved.device.type, moved.dtype, moved.shape) == ("meta", torch.bfloat16, made.shape)
+    assert type(made.float()) is torch.Tensor
+    assert "causal=True" in repr(made)
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+def test_models_that_compute_with_their_mask(side):
+    """Doge adds to it, and Bloom has no attention but its own."""
+    for name in ("doge", "bloom"):
+        model = tiny_models.make(name)
+        given = tiny_models.inputs_of(name, side)
+        wanted = tiny_models.output_of(model, given)
+        found = tiny_models.output_of(tiny_models.make(name, "lockstep"), given)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_goes_through_checkpoints():
+    given = tiny_models.inputs_of("llama", "left")
+    model = tiny_models.make("llama", "lockstep").train()
+    wanted, wanted_grads = tiny_models.output_and_gradients(model, given)
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        found, grads = tiny_models.output_and_gradients(model, {**given, "use_cache": False})
+        assert torch.equal(found, wanted)
+        for name, grad in grads.items():
+            assert torch.equal(grad, wanted_grads[name]), name
 
 
 def test_both_are_registered():

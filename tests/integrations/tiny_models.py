@@ -40,6 +40,11 @@ DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "mistral": ("MistralForCausalLM", "MistralConfig", {**DECODER, "sliding_window": 8}),
 }
+# Models that use their mask for more than a call of the attention interface.
+MASK_USERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "doge": ("DogeForCausalLM", "DogeConfig", DECODER),
+    "bloom": ("BloomForCausalLM", "BloomConfig", {**COMMON, "n_layer": 2, "n_head": 4}),
+}
 ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": (
         "BertModel",
@@ -102,7 +107,7 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
-ALL = {**DECODERS, **ENCODERS, **OTHERS}
+ALL = {**DECODERS, **MASK_USERS, **ENCODERS, **OTHERS}
 
 
 def make(name: str, implementation: str = "eager") -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import lockstep
-from lockstep.integrations.transformers.masks import Plan, decode, is_plan
+from lockstep.integrations.transformers.lazy_mask import LazyMask, Plan, plan_of, seen_by
 from lockstep.padded import attention_in_ranges
 
 # What models pass along that changes nothing here: about caches, outputs and losses, positions
@@ -87,18 +87,16 @@ def attend(
         offsets = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
         window = _window(sliding_window, is_causal)
         return _packed(options, query, key, value, offsets, is_causal, window), None
-    if is_plan(attention_mask):
-        assert attention_mask is not None
-        plan = decode(attention_mask)
-    elif attention_mask is None:
+    lengths = (query.shape[2], key.shape[2])
+    if attention_mask is None:
         plan = Plan(is_causal, _window(sliding_window, is_causal))
+    elif isinstance(attention_mask, LazyMask) and attention_mask.shape[2:] == lengths:
+        plan = plan_of(attention_mask)
     else:
-        return _biased(
-            options, query, key, value, _as_bias(attention_mask, query), position_bias
-        ), None
-    if position_bias is not None:
-        seen = _seen(plan, query, key)
-        return _biased(options, query, key, value, _as_bias(seen, query), position_bias), None
+        return _biased(options, query, key, value, attention_mask, position_bias), None
+    if plan.seen is not None or position_bias is not None:
+        seen = seen_by(plan, *lengths, key.device)
+        return _biased(options, query, key, value, seen, position_bias), None
     if plan.offsets is not None:
         offsets = (plan.offsets, plan.offsets)
         return _packed(options, query, key, value, offsets, True, plan.window), None
@@ -125,7 +123,8 @@ def _refuse(dropout: float, rest: dict[str, Any]) -> None:
         )
     for name, value in rest.items():
         if name not in IGNORED and value is not None and value is not False:
-            raise ValueError(f"attn_implementation='lockstep' does not know {name}={value!r}")
+            shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"attn_implementation='lockstep' does not know {name}={shown}")
 
 
 def _window(sliding_window: int | None, causal: bool) -> tuple[int, int] | None:
@@ -134,48 +133,22 @@ def _window(sliding_window: int | None, causal: bool) -> tuple[int, int] | None:
     return sliding_window - 1, 0 if causal else sliding_window - 1
 
 
-def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask
-    zero = torch.zeros((), dtype=query.dtype, device=query.device)
-    return torch.where(mask, zero, -torch.inf)
-
-
 def _biased(
     options: LayerOptions,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    bias: Tensor,
+    mask: Tensor,
     more: Tensor | None,
 ) -> Tensor:
-    bias = bias[..., : key.shape[2]]
+    """Attention under a mask [B or 1, Hq or 1, Sq, Skv], boolean or of numbers to be added."""
+    bias = mask[..., : key.shape[2]]
+    if bias.dtype == torch.bool:
+        zero = torch.zeros((), dtype=query.dtype, device=query.device)
+        bias = torch.where(bias, zero, -torch.inf)
     if more is not None:
         bias = bias + more
     return lockstep.attention(query, key, value, bias=bias, **options._asdict()).transpose(1, 2)
-
-
-def _seen(plan: Plan, query: Tensor, key: Tensor) -> Tensor:
-    """The boolean mask [B or 1, 1, Sq, Skv] of a plan."""
-    if plan.offsets is not None:
-        raise ValueError("attn_implementation='lockstep' has no position_bias for packed sequences")
-    Sq, Skv = query.shape[2], key.shape[2]
-    k = torch.arange(Skv, device=key.device)
-    end = torch.tensor(Skv, device=key.device) if plan.end is None else plan.end
-    seen = (k < end)[None, None, None, :]
-    late = torch.zeros(1, dtype=torch.int32, device=key.device)
-    if plan.ranges is not None:
-        start, end, late = plan.ranges.unbind(1)
-        seen = ((k >= start[:, None]) & (k < end[:, None]))[:, None, None, :]
-        end = end + late
-    q = (torch.arange(Sq, device=key.device) - Sq + end[..., None]).view(-1, 1, Sq, 1)
-    if plan.causal:
-        seen = seen & (k <= q)
-    if plan.window is not None:
-        seen = seen & (k >= q - plan.window[0])
-        if not plan.causal:
-            seen = seen & (k <= q + plan.window[1])
-    return seen
 
 
 def _packed(

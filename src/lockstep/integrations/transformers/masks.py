@@ -1,20 +1,9 @@
-"""What transformers asks to be masked, in a form that needs no [Sq, Skv] tensor.
+"""What transformers asks to be masked, as a `LazyMask`.
 
-transformers describes a mask by a function of positions and a padding mask, and hands whatever our
-mask function returns to every layer's attention, unchanged if it has four dims. Most masks are
-simple: causal or not, a window or not, keys from a first to a last one of each sequence. Those
-become a `Plan`, and travel as an int32 tensor [B or 1, A, W, C] whose sizes say what the host has
-to know and whose numbers say what only the device knows:
-
-    A    1: all keys, 2: causal, 3: packed sequences, causal
-    W    1: no window, else the window's left side + 2; its right side is 0 if causal, else the left
-    C    1: no numbers
-         2: `end`, how many keys of a static cache are in use, twice, for all sequences
-         3: `start`, `end` and `late`: keys from start to end count, and so many positions lie
-            behind them up to the last query's, whose rows are padding
-         packed: the offsets of all sequences, the tokens of all batch rows being numbered through
-
-Every other mask becomes the boolean mask that PyTorch's attention would get.
+transformers describes a mask by a function of positions and a padding mask. Functions that are
+causal, bounded by a window or packed are understood, and padding on one side is too; they become a
+`Plan` that needs no [Sq, Skv] tensor. Every other mask becomes the boolean mask that PyTorch's
+attention would get.
 """
 
 from __future__ import annotations
@@ -25,49 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-FULL, CAUSAL, PACKED = 1, 2, 3
-
-
-class Plan(NamedTuple):
-    """What an encoded mask says; see the module."""
-
-    causal: bool
-    window: tuple[int, int] | None
-    end: Tensor | None = None  # []
-    ranges: Tensor | None = None  # [B, 3]
-    offsets: Tensor | None = None  # [n + 1]
-
-    def encode(self) -> Tensor:
-        kind = PACKED if self.offsets is not None else CAUSAL if self.causal else FULL
-        sides = 1 if self.window is None else self.window[0] + 2
-        if self.ranges is not None:
-            numbers = self.ranges
-        elif self.end is not None:
-            numbers = self.end.view(1, 1).expand(1, 2)
-        elif self.offsets is not None:
-            numbers = self.offsets[None]
-        else:
-            numbers = torch.zeros(1, 1, dtype=torch.int32)
-        return numbers[:, None, None, :].expand(-1, kind, sides, -1)
-
-
-def is_plan(mask: Tensor | None) -> bool:
-    return mask is not None and mask.dtype == torch.int32 and mask.dim() == 4
-
-
-def decode(mask: Tensor) -> Plan:
-    _, kind, sides, columns = mask.shape
-    numbers = mask[:, 0, 0, :]  # [B or 1, C]
-    causal = kind != FULL
-    window = None if sides == 1 else (sides - 2, 0 if causal else sides - 2)
-    if kind == PACKED:
-        return Plan(causal, window, offsets=numbers[0])
-    return Plan(
-        causal,
-        window,
-        end=numbers[0, 0] if columns == 2 else None,
-        ranges=numbers if columns == 3 else None,
-    )
+from lockstep.integrations.transformers import lazy_mask
+from lockstep.integrations.transformers.lazy_mask import LazyMask, Plan
 
 
 class Pattern(NamedTuple):
@@ -129,13 +77,13 @@ def make_mask(
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     **rest: Any,
-) -> Tensor | None:
-    """The mask function to register: what `masking_utils.sdpa_mask` takes.
+) -> LazyMask:
+    """The mask function to register: what `masking_utils.eager_mask` takes.
 
-    Returns an encoded `Plan`, None for one that says nothing, or a boolean mask
-    [B, 1, q_length, kv_length] where True counts.
+    Returns a mask [B, 1, q_length, kv_length] of `dtype` that is built only if it is looked at.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -143,29 +91,9 @@ def make_mask(
     pattern = understand(mask_function)
     plan = None
     if pattern is not None:
-        window = None
-        # A window as long as all keys hides none.
-        if pattern.window is not None and pattern.window + 1 < kv_offset + kv_length:
-            window = (pattern.window, 0 if pattern.causal else pattern.window)
-        position_end = q_offset + q_length - kv_offset  # key index behind the last query's
-        is_static = isinstance(position_end, Tensor) or position_end != kv_length
-        if pattern.packed is not None:
-            if pattern.causal and attention_mask is None and not _is_tracing(pattern.packed):
-                plan = Plan(True, window, offsets=_offsets(pattern.packed))
-        elif attention_mask is not None:
-            plan = _padded(
-                pattern, window, attention_mask, q_length, kv_length, kv_offset, position_end
-            )
-        elif not pattern.causal:
-            # Without a window it does not matter where queries stand; caches are causal.
-            plan = Plan(False, window) if window is None or not is_static else None
-        elif is_static:
-            end = torch.as_tensor(position_end, dtype=torch.int32, device=device)
-            plan = Plan(True, window, end=end.reshape(()).clamp(max=kv_length))
-        else:
-            plan = Plan(True, window)
+        plan = _plan(pattern, q_length, kv_length, q_offset, kv_offset, attention_mask, device)
     if plan is None:
-        mask: Tensor | None = sdpa_mask(
+        seen = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -176,11 +104,41 @@ def make_mask(
             **{**rest, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
             device=device,
         )
-        return mask
-    if plan[1:] == (None, None, None, None):
-        # The layer says itself whether it is causal.
-        return None
-    return plan.encode().to(device)
+        plan = Plan(False, seen=seen)
+    return lazy_mask.make(plan, (batch_size, 1, q_length, kv_length), dtype, device)
+
+
+def _plan(
+    pattern: Pattern,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    attention_mask: Tensor | None,
+    device: torch.device | str,
+) -> Plan | None:
+    """What a pattern says of these keys; None if no plan says it."""
+    window = None
+    # A window as long as all keys hides none.
+    if pattern.window is not None and pattern.window + 1 < kv_offset + kv_length:
+        window = (pattern.window, 0 if pattern.causal else pattern.window)
+    position_end = q_offset + q_length - kv_offset  # key index behind the last query's
+    is_static = isinstance(position_end, Tensor) or position_end != kv_length
+    if pattern.packed is not None:
+        if not pattern.causal or attention_mask is not None or _is_tracing(pattern.packed):
+            return None
+        return Plan(True, window, offsets=_offsets(pattern.packed))
+    if attention_mask is not None:
+        return _padded(
+            pattern, window, attention_mask, q_length, kv_length, kv_offset, position_end
+        )
+    if not pattern.causal:
+        # Without a window it does not matter where queries stand; caches are causal.
+        return Plan(False, window) if window is None or not is_static else None
+    if is_static:
+        end = torch.as_tensor(position_end, dtype=torch.int32, device=device)
+        return Plan(True, window, end=end.reshape(()).clamp(max=kv_length))
+    return Plan(True, window)
 
 
 def _padded(
