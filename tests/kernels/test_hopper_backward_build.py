@@ -20,12 +20,8 @@ from lockstep.kernels.hopper.common.named_barriers import FIRST_FREE
 from lockstep.kernels.kernel import BackwardTensors, Needs
 from lockstep.problem import Tensors, describe, make_options
 
-BUILDS = [
-    (64, {}),
-    (64, {"causal": True}),
-    (128, {}),
-    (128, {"window": (100, 30)}),
-]
+# Causal ones are among those with a softcap, in constant time and for other versions of Triton.
+BUILDS = [(64, {}), (128, {"window": (100, 30)})]
 
 
 def compiled(D: int, **options):
