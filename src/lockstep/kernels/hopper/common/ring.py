@@ -17,7 +17,6 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     reinterpret,
     tma_load,
 )
-from lockstep.kernels.hopper.common.named_barriers import arrive, await_all
 from lockstep.kernels.hopper.common.pieces import n_pieces, piece_start, piece_width
 from lockstep.kernels.hopper.common.shared_memory import allocate_tiles, barriers, phase_of, slot_of
 
@@ -27,25 +26,19 @@ CHUNK = gl.constexpr(64)  # columns of a tensor map whose tiles have more
 @aggregate
 class Ring:
     """The barriers of a ring. BY_BITS, STAGES is a power of two, and slots are found by `&` in
-    place of `%`, which is a signed division. If NAMED is not 0, `empty` is a named barrier in place
-    of an mbarrier, that of the first slot has this number, and THREADS arrive at each, those of the
-    producer among them: consumers need not gather their warps to release an item then."""
+    place of `%`, which is a signed division."""
 
     full_bar: gl.shared_memory_descriptor  # [STAGES, 1]
     empty_bar: gl.shared_memory_descriptor  # [STAGES, 1]
     STAGES: gl.constexpr
     BY_BITS: gl.constexpr
-    NAMED: gl.constexpr
-    THREADS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, full_bar, empty_bar, STAGES, BY_BITS, NAMED=0, THREADS=0):
+    def __init__(self, full_bar, empty_bar, STAGES, BY_BITS):
         self.full_bar = full_bar
         self.empty_bar = empty_bar
         self.STAGES = gl.constexpr(STAGES)
         self.BY_BITS = gl.constexpr(BY_BITS)
-        self.NAMED = gl.constexpr(NAMED)
-        self.THREADS = gl.constexpr(THREADS)
 
     @gluon.jit
     def create(
@@ -76,11 +69,7 @@ class Ring:
     @gluon.jit
     def wait_empty(self, i):
         """Producer: wait until the slot of the i-th item may be written."""
-        if self.NAMED:
-            if i >= self.STAGES:
-                await_all(self.NAMED + self.slot(i), self.THREADS)
-        else:
-            mbarrier.wait(self.empty_bar.index(self.slot(i)), self.phase(i) ^ 1)
+        mbarrier.wait(self.empty_bar.index(self.slot(i)), self.phase(i) ^ 1)
 
     @gluon.jit
     def wait_full(self, i, pred=True):
@@ -95,10 +84,7 @@ class Ring:
     @gluon.jit
     def release(self, i, CONSUMERS: gl.constexpr = 1, pred=True):
         """Consumer: the i-th item is no longer needed, by so many of them."""
-        if self.NAMED:
-            arrive(self.NAMED + self.slot(i), self.THREADS)
-        else:
-            mbarrier.arrive(self.empty_bar.index(self.slot(i)), count=CONSUMERS, pred=pred)
+        mbarrier.arrive(self.empty_bar.index(self.slot(i)), count=CONSUMERS, pred=pred)
 
 
 @gluon.constexpr_function
@@ -148,28 +134,15 @@ class TileRing:
         self.COLUMNS = gl.constexpr(COLUMNS)
 
     @gluon.jit
-    def create(
-        desc,
-        STAGES: gl.constexpr,
-        CONSUMERS: gl.constexpr,
-        COLUMNS: gl.constexpr,
-        NAMED: gl.constexpr = 0,
-        THREADS: gl.constexpr = 0,
-    ):
-        """A ring for tiles of `desc`, each of which CONSUMERS partitions wait for and release; for
-        NAMED and THREADS see `Ring`."""
+    def create(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr):
+        """A ring for tiles of `desc`, each of which CONSUMERS partitions wait for and release."""
         if _in_chunks(desc, COLUMNS):
             tiles_smem = _allocate_columns(desc, STAGES, 2 * CHUNK)
             rest_smem = _allocate_columns(desc, STAGES, CHUNK)
         else:
             tiles_smem = allocate_tiles(desc, STAGES)
             rest_smem = tiles_smem
-        if NAMED:
-            full_bar = barriers(STAGES, 1)
-            ring = Ring(full_bar, full_bar, STAGES, False, NAMED, THREADS)
-        else:
-            ring = Ring.create(STAGES, CONSUMERS)
-        return TileRing(tiles_smem, rest_smem, ring, COLUMNS)
+        return TileRing(tiles_smem, rest_smem, Ring.create(STAGES, CONSUMERS), COLUMNS)
 
     @gluon.jit
     def create_in_boxes(

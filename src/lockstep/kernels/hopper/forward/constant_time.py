@@ -22,6 +22,7 @@ from lockstep.kernels.hopper.common.softmax import max_rounding_error
 LARGEST = {"bf16": 29, "fp16": 27}
 _EXPONENT = gl.constexpr(0x7F800000)  # of an fp32 number
 _ONE = gl.constexpr(0x3F800000)
+_MINUS = gl.constexpr(-0x80000000)
 _TINY = gl.constexpr(0x0E000000)  # 2^-99
 NO_MAX = gl.constexpr(-3.4028234663852886e38)
 
@@ -33,20 +34,34 @@ def _largest(dtype):
 
 
 @gluon.jit
-def unit_of(m, scale, dtype: gl.constexpr):
-    """What takes scores of rows with the maximum m [BLOCK_Q] to log2 units: `scale`, or less."""
+def unit_of(m, scale, SIGN: gl.constexpr, dtype: gl.constexpr):
+    """What takes scores of rows with the maximum m [BLOCK_Q] to log2 units: `scale`, or less; with
+    a SIGN of -1, the negative of that."""
     LIMIT: gl.constexpr = _largest(dtype)
     bits = (scale + gl.zeros_like(m)).to(gl.int32, bitcast=True)
     # A product has the sum of both exponents, or one more.
     largest = LIMIT - (gl.maximum(bits & _EXPONENT, _TINY) - _ONE)
     exponent = m.to(gl.int32, bitcast=True) & _EXPONENT
+    if SIGN < 0:
+        bits = bits ^ _MINUS
     return (bits - gl.maximum(exponent - largest, 0)).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def rounding_of(m, scale, dtype: gl.constexpr):
     """What rounding m·unit adds to the exponents of rows."""
-    return max_rounding_error(m, unit_of(m, scale, dtype))
+    return max_rounding_error(m, unit_of(m, scale, 1, dtype))
+
+
+@gluon.jit
+def row_maximum(s):
+    """The maximum of each row of s [BLOCK_Q, BLOCK_KV].
+
+    Triton takes the maximum of a thread's numbers one by one, and each has to wait for the one
+    before. Here they make groups, which do not wait for each other."""
+    rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    groups = s.reshape([s.shape[0], 4, s.shape[1] // 32, 8])
+    return gl.convert_layout(gl.max(gl.max(gl.max(groups, 1), 1), 1), rows)
 
 
 @gluon.jit
@@ -54,9 +69,9 @@ def raise_maximum(s, m, rounding, scale, dtype: gl.constexpr):
     """m [BLOCK_Q] raised to the maximum of s [BLOCK_Q, BLOCK_KV], its `rounding_of`, its unit, its
     offset -m·unit; and the factor for all that was summed under the old m, whose `rounding` is
     given."""
-    m_new = gl.maximum(m, gl.max(s, 1))
-    unit = unit_of(m_new, scale, dtype)
-    offset = -m_new * unit
+    m_new = gl.maximum(m, row_maximum(s))
+    unit = unit_of(m_new, scale, 1, dtype)
+    offset = m_new * unit_of(m_new, scale, -1, dtype)
     alpha = gl.exp2(gl.fma(m, unit, offset) - rounding)
     rounding = gl.fma(m_new, unit, offset)
     return m_new, rounding, unit, offset, alpha
@@ -65,5 +80,4 @@ def raise_maximum(s, m, rounding, scale, dtype: gl.constexpr):
 @gluon.jit
 def weights_of(s, unit, offset):
     """exp2(s·unit + offset) [BLOCK_Q, BLOCK_KV] fp32."""
-    zero = gl.full(s.shape, 0.0, gl.float32, s.type.layout)
-    return gl.exp2(gl.fma(s, zero + gl.expand_dims(unit, 1), zero + gl.expand_dims(offset, 1)))
+    return gl.exp2(gl.fma(s, gl.expand_dims(unit, 1), gl.expand_dims(offset, 1)))

@@ -130,9 +130,9 @@ def change_tile(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, ac
     program.k.wait(seen)
     s = issue_scores(c, program, q_ring.pieces(tiles), seen)
     if program.build.SPAN:
-        acc = issue_product(c, program, p, acc, last, use_acc)
+        acc = issue_product(c, program, p, acc, last, use_acc, True)
     else:
-        acc = issue_product(c, program, p, acc, last)
+        acc = issue_product(c, program, p, acc, last, CUT=True)
     s = warpgroup_mma_wait(PRODUCTS, deps=(s,))
     program.k.release(seen)
     weights, m, l = first_block_weights(program, rows, s, rows.begin)
@@ -156,7 +156,7 @@ def change_tile(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, ac
 @gluon.jit
 def end_tile(program, last, p, acc, use_acc):
     """The product of the last block of a tile by itself: acc, and the first bad key."""
-    program.v.wait(last)
+    program.await_values(last, True)
     if program.build.SPAN:
         acc = issue_products(p, program.v, last, acc, use_acc)
     else:

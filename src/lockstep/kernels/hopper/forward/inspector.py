@@ -34,7 +34,7 @@ NO_KEY = gl.constexpr(0x7FFFFFFF)  # beyond all
 _ROW_WORDS = gl.constexpr(32)
 # Rows that a warp looks at together, 16 bytes of each by one thread; and how many such chunks are
 # in flight, for which a thread has registers.
-_ROWS, _CHUNKS = gl.constexpr(4), gl.constexpr(2)
+_ROWS, _CHUNKS = gl.constexpr(4), gl.constexpr(4)
 
 
 @aggregate
@@ -73,8 +73,8 @@ class Flags:
 
     @gluon.jit
     def first_bad_key(self, ring, i):
-        """Consumer: the first bad key of the i-th block and of those before it in its tile."""
-        self.await_clean(ring, i)
+        """Consumer: the first bad key of the i-th block, which has been inspected, and of those
+        before it in its tile."""
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         first = NO_KEY
         for part in gl.static_range(INSPECTORS):

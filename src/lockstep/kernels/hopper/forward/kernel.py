@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
-from lockstep.kernels.hopper.common.named_barriers import FIRST_FREE
 from lockstep.kernels.hopper.common.pages import PageTable
 from lockstep.kernels.hopper.common.ring import TileRing
 from lockstep.kernels.hopper.common.shared_memory import allocate_tiles
@@ -138,19 +137,8 @@ def forward_kernel(
         k_ring = TileRing.create_in_boxes(k_desc, STAGES, CONSUMERS, D_COLUMNS, BLOCK_KV)
         v_ring = TileRing.create_in_boxes(v_desc, STAGES, CONSUMERS, DV_COLUMNS, BLOCK_KV)
     else:
-        # There are eight free named barriers, of which two are for turns.
-        NAMED: gl.constexpr = CONSTANT_TIME and STAGES <= 3 and LAYOUT != "varlen"
-        k_ring = TileRing.create(
-            k_desc, STAGES, CONSUMERS, D_COLUMNS, NAMED * (FIRST_FREE + 2), 128 * CONSUMERS + 32
-        )
-        v_ring = TileRing.create(
-            v_desc,
-            STAGES,
-            CONSUMERS + INSPECTORS * INSPECTS,
-            DV_COLUMNS,
-            NAMED * (FIRST_FREE + 5),
-            128 * CONSUMERS + 32 + 32 * INSPECTORS * INSPECTS,
-        )
+        k_ring = TileRing.create(k_desc, STAGES, CONSUMERS, D_COLUMNS)
+        v_ring = TileRing.create(v_desc, STAGES, CONSUMERS + INSPECTORS * INSPECTS, DV_COLUMNS)
     # Pages come in so many boxes of 64 columns that one warp would take longer to send them than
     # consumers need for a block.
     PRODUCERS: gl.constexpr = 2 if PAGE_ROWS and D_COLUMNS > 64 else 1

@@ -15,6 +15,7 @@ from lockstep.kernels.hopper.common.ring import CHUNK
 from lockstep.kernels.hopper.common.sizes import columns, processors
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
 from lockstep.kernels.hopper.forward.plan import (
+    INSPECTOR_REGISTERS,
     REGISTERS,
     ROWS,
     keys_in_l2,
@@ -235,7 +236,7 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "TOTAL_COLUMNS": plan.total_columns,
         "ADDS_LATE": plan.adds_late,
         "CONSUMER_REGISTERS": of_consumer,
-        "SERVER_REGISTERS": of_server,
+        "SERVER_REGISTERS": INSPECTOR_REGISTERS if problem.constant_time else of_server,
         "CONSTANT_TIME": problem.constant_time,
     }
 

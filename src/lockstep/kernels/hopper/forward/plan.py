@@ -17,6 +17,8 @@ from lockstep.problem import AttentionProblem
 
 # Registers of a thread by consumers: at launch, then of a consumer and of the warps that serve it.
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
+# In constant time, warps that serve need more: `inspector.py`.
+INSPECTOR_REGISTERS = 32
 
 
 @dataclass(frozen=True)

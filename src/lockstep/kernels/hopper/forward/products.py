@@ -16,9 +16,10 @@ def issue_scores(c: gl.constexpr, program, q, i):
 
 
 @gluon.jit
-def issue_product(c: gl.constexpr, program, p, acc, i, use_acc=True):
-    """P·V of the i-th block behind it; the next consumer may have the tensor cores then."""
-    program.v.wait(i)
+def issue_product(c: gl.constexpr, program, p, acc, i, use_acc=True, CUT: gl.constexpr = None):
+    """P·V of the i-th block behind it, which a mask may CUT; the next consumer may have the tensor
+    cores then."""
+    program.await_values(i, CUT)
     acc = issue_products(p, program.v, i, acc, use_acc)
     if program.build.PINGPONG:
         pass_turn((c + 1) % program.build.CONSUMERS, i)

@@ -106,21 +106,23 @@ class Program:
         return s
 
     @gluon.jit
-    def mark_weights(self, rows, weights, block, i, CUT: gl.constexpr = None):
-        """Weights of `block`, the i-th in all, whose values have been inspected on return; under a
-        window NaN for values that are not finite, as `inspector.py` says."""
-        if CUT is not None:
-            if CUT and self.build.INSPECTS:
-                self.flags.await_clean(self.v.ring, i)
-        elif self.build.INSPECTS:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
+    def mark_weights(self, rows, weights, block, i):
+        """Weights of `block`, the i-th in all; in constant time under a window, NaN for values that
+        are not finite, as `inspector.py` says."""
+        if self.build.INSPECTS and self.schedule.HAS_LEFT:  # noqa: SIM102, Gluon evaluates all
             if rows.is_cut(block):
-                if self.schedule.HAS_LEFT:
-                    keys: gl.constexpr = gl.SliceLayout(0, weights.type.layout)
-                    flags = self.flags.read(self.v.ring, i, keys)
-                    weights = rows.mark(self.schedule, weights, flags, block)
-                else:
-                    self.flags.await_clean(self.v.ring, i)
+                keys: gl.constexpr = gl.SliceLayout(0, weights.type.layout)
+                flags = self.flags.read(self.v.ring, i, keys)
+                weights = rows.mark(self.schedule, weights, flags, block)
         return weights
+
+    @gluon.jit
+    def await_values(self, i, CUT: gl.constexpr):
+        """Wait for the values of the i-th block; unless CUT is False and no mask cuts it, until
+        they have been inspected, which `mark_weights` does under a window."""
+        self.v.wait(i)
+        if self.build.INSPECTS and not self.schedule.HAS_LEFT and CUT is not False:
+            self.flags.await_clean(self.v.ring, i)
 
     @gluon.jit
     def first_bad_key(self, i):

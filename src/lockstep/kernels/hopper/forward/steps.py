@@ -30,7 +30,7 @@ def step(
     PRODUCTS: gl.constexpr = n_pieces(program.v.COLUMNS)
     scale = program.score_scale()
     s = issue_scores(c, program, q, seen + 1)
-    acc = issue_product(c, program, p, acc, seen)
+    acc = issue_product(c, program, p, acc, seen, CUT=CUT)
     s = warpgroup_mma_wait(PRODUCTS, deps=(s,))
     program.k.release(seen + 1)
     s = program.mask_scores(rows, s, block, CUT)
@@ -59,7 +59,7 @@ def step(
         acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
         acc = scale_all(acc, alpha)
     program.v.release(seen)
-    weights = program.mark_weights(rows, weights, block, seen + 1, CUT)
+    weights = program.mark_weights(rows, weights, block, seen + 1)
     p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
     if program.build.FIXED_MAX:
         if VOTES_LATE:
