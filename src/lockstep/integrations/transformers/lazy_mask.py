@@ -99,7 +99,7 @@ class LazyMask(Tensor):
 
 def make(plan: Plan, size: tuple[int, ...], dtype: torch.dtype, device: Any) -> LazyMask:
     """The mask [B, 1, Sq, Skv] of a plan."""
-    numbers, holds = torch.zeros(1, dtype=torch.int32), None
+    numbers, holds = torch.empty(0, dtype=torch.int32, device=device), None
     for name, given in plan._asdict().items():
         if isinstance(given, Tensor):
             numbers, holds = given, name
