@@ -374,3 +374,16 @@ def test_later_calls_bring_their_own_addresses(monkeypatch, aligned):
         # v goes there as a copy.
         assert [a == b for a, b in zip(bases, expected, strict=True)] == [True, True, False, True]
         assert all(base % 16 == 0 for base in bases)
+
+
+@pytest.mark.parametrize(
+    ("sizes_of_call", "consumers"),
+    [({"B": 2, "Hq": 10, "Hkv": 10}, 2), ({"B": 4, "Hq": 32, "Hkv": 32}, 3)],
+    ids=["20 heads", "128 heads"],
+)
+def test_lower_tiles_where_they_save_rounds(sizes_of_call, consumers):
+    """640 tiles of 128 rows take five rounds of 132 programs, 440 of 192 rows take four, which are
+    longer; and the choice leaves blocks of keys alone."""
+    chosen = plan.plan_of(describe(unwritten(4096, 4096, **sizes_of_call), Options()))
+    assert chosen.consumers == consumers
+    assert chosen.block_kv == plan.PLANS[64].block_kv

@@ -51,6 +51,9 @@ WIDE_KEYS = Plan(consumers=2, block_kv=128, stages=2, q_stages=1, pingpong=True,
 # Where tiles have few blocks of keys, lower tiles lose less at their ends. Up to which Sq:
 SHORT, SHORT_CAUSAL = 1024, 4096
 SHORT_PLANS = {**PLANS, 64: Plan(consumers=2, block_kv=128, stages=3, q_stages=2, pingpong=True)}
+# Without a mask, lower tiles may fill the rounds of programs better: how many rounds of lower tiles
+# take as long as one of the others, and the SMs of the GPU on which that was measured.
+LOW_ROUNDS, PROGRAMS = 1.4, 132
 # Up to so many keys in a window, most of a wider block would be hidden.
 NARROW = 256
 NARROW_PLANS = {
@@ -123,7 +126,17 @@ def _by_length(problem: AttentionProblem, width: int) -> Plan:
     is_crowded = is_crowded or (problem.query_invariant and problem.dtype != torch.bfloat16)
     # With pages, producers need registers.
     is_crowded = is_crowded or problem.is_paged
-    return (SHORT_PLANS if length <= short or is_crowded else PLANS)[width]
+    is_short = length <= short or is_crowded
+    if width == 64 and right is None and not is_packed and not is_short:
+        low, high = (_rounds(problem, plans[width]) for plans in (SHORT_PLANS, PLANS))
+        is_short = low < LOW_ROUNDS * high
+    return (SHORT_PLANS if is_short else PLANS)[width]
+
+
+def _rounds(problem: AttentionProblem, plan: Plan) -> int:
+    """How many tiles the busiest program of a dense call has."""
+    tiles = problem.B * problem.Hq * -(-problem.Sq // plan.block_q)
+    return -(-tiles // PROGRAMS)
 
 
 def pays_to_pair(heads: int, n_q_tiles: int, processors: int, head_bytes: int) -> bool:
