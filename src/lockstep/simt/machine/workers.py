@@ -9,6 +9,7 @@ memory and one of them writes, the order does matter: one process then runs the 
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -149,6 +150,7 @@ def _answer(run: Run, share: Batches, pipe: int) -> NoReturn:
     fails sends nothing: the launch is run again, and fails where it can be seen."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its children
+        gc.freeze()  # collections then leave alone what the parent imported
         part = run(share, lambda _: None)
         answer: Answer = (replace(part, arrays={}), _footprints(part.arrays))
         with os.fdopen(pipe, "wb") as file:
