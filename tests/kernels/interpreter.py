@@ -10,14 +10,15 @@ Most of its time goes into what gives no result, and is left out here:
 - It works out whether an integer sum overflows, for an assertion that it then does not make.
 - It describes the type and the shape of every tensor anew, of which there are a few dozen.
 - It looks for a common type and a common shape where both operands have them, and makes a tensor of
-  a number only to learn its type.
+  a number only to learn its type, and another each time the number comes.
+- It compares the width of what NumPy returned with that of the type, twice for each result.
 - Between a call in a kernel and the function that it means stand two more.
 """
 
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,8 @@ _patch_tensor = interpreter._patch_lang_tensor
 _block_type = type("_block_type", (tl.block_type,), {"__init__": tl.block_type.__init__})
 _broadcast = TritonSemantic.broadcast_impl_value
 _operands = TritonSemantic.binary_op_type_checking_impl
-_equal_dtypes = tl.dtype.__eq__
+_scalar_constant = TritonSemantic.scalar_constant
+_handle = interpreter.TensorHandle
 _create_dot = interpreter.InterpreterBuilder.create_dot
 
 
@@ -124,13 +126,26 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
 
 def _broadcast_blocks(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
     """Gives both operands one shape."""
-    a, b = (x.type.sizes if x.type.is_block() else () for x in (lhs, rhs))
+    a, b = _sizes(lhs), _sizes(rhs)
     if a == b:
         return lhs, rhs
+    if not a or not b:
+        return _fill(self, lhs, b) if b else lhs, _fill(self, rhs, a) if a else rhs
     if len(a) != len(b):
         return _broadcast(self, lhs, rhs)
     sizes = tuple([n if m == 1 else m for m, n in zip(a, b, strict=True)])
     return _spread(self, lhs, sizes), _spread(self, rhs, sizes)
+
+
+def _sizes(x: Any) -> tuple[int, ...]:
+    return x.type.sizes if x.type.is_block() else ()
+
+
+def _fill(self: Any, x: Any, sizes: tuple[int, ...]) -> Any:
+    """A block of one number."""
+    data = np.empty(sizes, x.handle.data.dtype)
+    data.fill(x.handle.data.item())
+    return self.tensor(_handle(data, x.dtype), tl.block_type(x.dtype, sizes))
 
 
 def _spread(self: Any, x: Any, sizes: tuple[int, ...]) -> Any:
@@ -151,13 +166,18 @@ def _typed_operands(
     div_or_mod: bool = False,
 ) -> tuple[Any, Any]:
     """Gives both operands one type and one shape; a number takes the type of the other."""
-    if isinstance(lhs, tl.tensor) and not div_or_mod:
-        a = lhs.dtype
-        if arithmetic_check and _is_of(rhs, a):
-            return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, a))
-        b = rhs.dtype if isinstance(rhs, tl.tensor) else None
-        if (allow_lhs_ptr and b in _SIGNED) if a.is_ptr() else a is b:
+    a = lhs.dtype if isinstance(lhs, tl.tensor) else None
+    b = rhs.dtype if isinstance(rhs, tl.tensor) else None
+    if a is not None and b is not None:
+        if (allow_lhs_ptr and b in _SIGNED) if a.is_ptr() else a is b and not div_or_mod:
             return self.broadcast_impl_value(lhs, rhs)
+        if arithmetic_check and a in _SIGNED and b in _SIGNED:
+            wider = tl.int64 if a != b else a
+            return self.broadcast_impl_value(self.cast(lhs, wider), self.cast(rhs, wider))
+    elif arithmetic_check and a is not None and _is_of(rhs, a):
+        return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, a))
+    elif arithmetic_check and b is not None and _is_of(lhs, b):
+        return self.broadcast_impl_value(self.scalar_constant(lhs, b), rhs)
     given = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
     return _operands(self, lhs, rhs, *given)
 
@@ -167,6 +187,29 @@ def _is_of(x: Any, dtype: Any) -> bool:
     if type(x) is int:
         return dtype is tl.float32 or (dtype in _SIGNED and abs(x) < 1 << 31)
     return type(x) is float and dtype is tl.float32
+
+
+@lru_cache(maxsize=1000)
+def _constant(value: Any, kind: type, dtype: Any) -> Any:
+    made = _scalar_constant(TritonSemantic(interpreter.interpreter_builder), value, dtype)
+    made.handle.data.flags.writeable = False
+    return made
+
+
+def _known_constant(self: Any, value: Any, dtype: Any) -> Any:
+    return _constant(value, type(value), dtype)
+
+
+def _is_equal(self: Any, other: Any) -> bool:
+    """Whether two types are the same."""
+    if self is other:
+        return True
+    other = other.value if type(other) is tl.constexpr else other
+    return isinstance(other, tl.dtype) and self.name == other.name
+
+
+def _init_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
 
 def _call_with_semantic(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
@@ -184,7 +227,9 @@ def _call_with_semantic(obj: Any, name: str, member: Any, builder: Any, scope: A
 _SIGNED = (tl.int32, tl.int64)
 TritonSemantic.broadcast_impl_value = _broadcast_blocks
 TritonSemantic.binary_op_type_checking_impl = _typed_operands
-tl.dtype.__eq__ = lambda self, other: self is other or _equal_dtypes(self, other)
+TritonSemantic.scalar_constant = _known_constant
+tl.dtype.__eq__ = _is_equal
+interpreter.TensorHandle.__init__ = _init_handle
 interpreter._patch_attr = _call_with_semantic
 tl.block_type.__init__ = _init_block_type
 tl.tensor.__init__ = _init_tensor
