@@ -220,15 +220,17 @@ def test_no_row_has_more_parts_than_there_is_room_for():
                 assert ceil_div(length, span) <= most
 
 
-def built_loop(built):
-    """Where the innermost loop with both products begins and ends; and the waits for the two."""
-    (scores,) = (at for at, text in built.instructions if text == SCORES_WAIT)
-    begin, end = min(
-        (x for x in set(loops(built.instructions)) if x[0] < scores < x[1]),
-        key=lambda x: x[1] - x[0],
-    )
-    product = next(at for at, text in built.instructions if text == PRODUCT_WAIT and at > scores)
-    return (begin, end), (scores, product)
+def built_loops(built):
+    """Where the innermost loops with both products begin and end; and the waits for the two."""
+    found = []
+    for scores in (at for at, text in built.instructions if text == SCORES_WAIT):
+        begin, end = min(
+            (x for x in set(loops(built.instructions)) if x[0] < scores < x[1]),
+            key=lambda x: x[1] - x[0],
+        )
+        waits = (at for at, text in built.instructions if text == PRODUCT_WAIT and at > scores)
+        found.append(((begin, end), (scores, next(waits))))
+    return found
 
 
 @pytest.mark.slow
@@ -242,15 +244,25 @@ def test_machine_code(D, page):
     shape = plan.PLANS[D]
     found = count([text for _, text in built.instructions])
     assert "serialized" not in built.report
-    # Scores of the first tile and of the others, and the product with the values.
-    assert found["HGMMA"] == 2 * (D // 16) + shape.block_kv // 16
+    # Few rows have code of their own, but for wide heads. Scores of the first tile and of the
+    # others, and the product with the values.
+    found_loops = built_loops(built)
+    assert len(found_loops) == (2 if D <= 128 else 1)
+    assert found["HGMMA"] == len(found_loops) * (2 * (D // 16) + shape.block_kv // 16)
     # The exponentials of a tile run while the product of the one before is under way, and nothing
     # writes what that product reads.
-    (begin, end), (scores, product) = built_loop(built)
-    weighed = [at for at, text in built.instructions if "MUFU.EX2" in text and begin <= at <= end]
-    assert len(weighed) > shape.block_kv // 2
-    assert all(scores < at < product for at in weighed)
-    assert writes_in_flight(between(built.instructions, begin, end)) == []
+    n_weighed = []
+    for (begin, end), (scores, product) in found_loops:
+        body = between(built.instructions, begin, end)
+        weighed = [at for at, text in body if "MUFU.EX2" in text]
+        n_weighed.append(len(weighed))
+        assert all(scores < at < product for at in weighed)
+        assert writes_in_flight(body) == []
+        usual = count(usual_path(body))
+        assert usual["LDL"] + usual["STL"] == 0
+    # A thread has two rows, or one; and for each a factor of the sums so far.
+    one_row = shape.block_kv // 4 + 1
+    assert sorted(n_weighed) == ([one_row] if D <= 128 else []) + [2 * one_row]
     # Each box of a tile of keys and of one of values.
     assert found["UTMALDG"] == 2 * (D // plan.COLUMNS) * max(shape.block_kv // page, 1)
     # What a program of an SM takes, with 1 KB that the system takes of each.
@@ -327,6 +339,29 @@ def test_few_queries_are_split(monkeypatch, B, Sq, Skv, expected, page):
         tensors = Tensors(q, pages, pages, page_table=table, kv_lens=lens)
     problem = describe(tensors, Options(causal=True, query_invariant=True))
     assert dispatch.select(problem).name == expected
+
+
+@pytest.mark.parametrize(
+    ("Sq", "Skv", "given", "takers"),
+    [
+        (1, 4096, (), {"hopper_decode"}),
+        (1, 4095, (), set()),
+        (2, 4096, (), set()),
+        (65, 4096, (), {"hopper"}),
+        # The longest sequence must not decide what runs the others.
+        (1, 4096, ("kv_lens",), set()),
+        (1, 4096, ("kv_starts",), set()),
+    ],
+)
+def test_keys_in_one_tensor(monkeypatch, Sq, Skv, given, takers):
+    for package in (decode, hopper):
+        monkeypatch.setattr(package, "refusal_of_device", lambda problem: None)
+    meta = {"dtype": torch.bfloat16, "device": "meta"}
+    q, kv = torch.empty(3, 32, Sq, 128, **meta), torch.empty(3, 8, Skv, 128, **meta)
+    numbers = {name: torch.empty(3, dtype=torch.int32, device="meta") for name in given}
+    problem = describe(Tensors(q, kv, kv, **numbers), Options(causal=True))
+    kernels = (decode.KERNEL, hopper.KERNEL)
+    assert {x.name for x in kernels if dispatch.refusal(x, problem) is None} == takers
 
 
 def test_it_needs_a_hopper_gpu():

@@ -15,6 +15,8 @@ from problems import (
     run,
 )
 
+import lockstep
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -25,6 +27,8 @@ pytestmark = [
 
 BF16, F16 = torch.bfloat16, torch.float16
 NAN, INF = float("nan"), float("inf")
+# Heads and tokens of q, k and v of one query.
+SIZES = ((8, 1), (2, 4200), (2, 4200))
 
 
 def attend(case: Case, kernel: str = "hopper_decode") -> Result:
@@ -72,6 +76,28 @@ def test_a_sequence_has_its_bits_alone_and_among_others(D):
         one = {name: case.tensors[name][b : b + 1] for name in ("q", "kv_lens", "page_table")}
         alone = attend(Case({**case.tensors, **one}, case.options))
         assert_same_bits(alone, Result(together.out[b : b + 1], together.lse[b : b + 1]))
+
+
+@pytest.mark.parametrize(("D", "dtype", "options"), [(128, BF16, {}), (64, F16, {"softcap": 20.0})])
+def test_keys_in_one_tensor(D, dtype, options):
+    case = draw(1, 4200, B=3, Hq=8, Hkv=2, D=D, dtype=dtype, causal=True, **options)
+    found = attend(case)
+    assert_allowed(case, found.items(), kernel="hopper_decode")
+    one = {name: tensor[1:2] for name, tensor in case.tensors.items()}
+    alone = attend(Case(one, case.options))
+    assert_same_bits(alone, Result(found.out[1:2], found.lse[1:2]))
+
+
+def test_gradients_of_one_query():
+    """Of the statistics that this kernel leaves behind, Triton's backward makes gradients."""
+    q, k, v = (torch.randn(2, h, n, 128, device="cuda", dtype=BF16) for h, n in SIZES)
+    found = []
+    for kernel in ("hopper_decode", "triton"):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = lockstep.attention(*leaves, kernel=kernel)
+        found.append(torch.autograd.grad(out, leaves, torch.ones_like(out)))
+    for ours, expected in zip(*found, strict=True):
+        assert (ours - expected).norm() <= 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("window", [None, (150, 0)])

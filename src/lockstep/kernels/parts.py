@@ -61,3 +61,12 @@ def close(m, l, acc, natural):
     # Adding 0 makes one zero of the two.
     out = tl.fma(acc, tl.expand_dims(1.0 / total, -1), 0.0)
     return out, tl.fma(tl.log2(total), LN2, m * natural)
+
+
+@triton.jit
+def store_statistics(statistics_ptr, row, m, l, mask):
+    """(m, l) as `Kernel` defines them, of rows numbered `row`."""
+    is_empty = l == 0.0
+    at = statistics_ptr + tl.cast(row, tl.int64) * 2
+    tl.store(at, tl.where(is_empty, float("inf"), m), mask=mask)
+    tl.store(at + 1, tl.where(is_empty, 1.0, l), mask=mask)

@@ -5,7 +5,7 @@ Importing this package does not import Triton.
     common/    what both directions use: Gluon's names, shared memory, barriers, tensor maps
     forward/   one kernel, warp-specialized and persistent
     backward/  gradients: one design for head dims up to 128, one for wider heads
-    decode/    a few queries against a paged cache: a kernel of its own
+    decode/    a few queries against a cache: a kernel of its own
 
 A row's bits depend on its own sequence and the head dims alone.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.common.query_invariance import refusal_of_kind
 from lockstep.kernels.hopper.common.requirements import (
+    LONG,
     MIN_QUERIES_IN_PAGES,
     PAGE_ROWS,
     refusal_of_device,
@@ -31,8 +32,8 @@ MAX_ROWS = 1 << 29
 # grouped heads it also packs a group into one tile, and is faster for longer.
 MIN_QUERIES = 16
 MIN_QUERIES_OF_GROUPS = 33
-# With so many keys in every sequence, for longer still.
-LONG, MIN_QUERIES_ON_LONG = 4096, 65
+# With LONG keys in every sequence, for longer still.
+MIN_QUERIES_ON_LONG = 65
 # Its tanh is off by a rounding of 1, and so a capped score by that times the cap.
 MAX_SOFTCAP = 1024.0
 

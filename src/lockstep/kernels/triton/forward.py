@@ -26,7 +26,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from lockstep.kernels.launch import unspecialized
-from lockstep.kernels.parts import close, fold, fold_sink
+from lockstep.kernels.parts import close, fold, fold_sink, store_statistics
 from lockstep.kernels.sequences import nan_where
 from lockstep.kernels.triton.groups import (
     BiasRows,
@@ -52,7 +52,6 @@ from lockstep.kernels.triton.tiles import (
     is_nonfinite,
     seen_by_all,
     seen_by_any,
-    store_statistics,
     tile_ranges,
 )
 

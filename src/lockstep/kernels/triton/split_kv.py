@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from lockstep.kernels.launch import unspecialized
-from lockstep.kernels.parts import close, fold, fold_sink
+from lockstep.kernels.parts import close, fold, fold_sink, store_statistics
 from lockstep.kernels.sequences import checked_range, find_queries, nan_where
 from lockstep.kernels.triton.groups import Window
 from lockstep.kernels.triton.plan import block_of
@@ -26,7 +26,6 @@ from lockstep.kernels.triton.spans import span_of
 from lockstep.kernels.triton.tiles import (
     LOG2E,
     seen_by_any,
-    store_statistics,
 )
 
 # Parts that are loaded at once: enough to hide how long memory takes, few enough for registers.

@@ -255,12 +255,3 @@ def is_nonfinite(x):
 @triton.jit
 def any_nonfinite(x):
     return tl.max(tl.max(is_nonfinite(x).to(tl.int32), 1), 0) != 0
-
-
-@triton.jit
-def store_statistics(statistics_ptr, row, m, l, mask):
-    """(m, l) as `Kernel` defines them, of rows numbered `row`."""
-    is_empty = l == 0.0
-    at = statistics_ptr + tl.cast(row, tl.int64) * 2
-    tl.store(at, tl.where(is_empty, float("inf"), m), mask=mask)
-    tl.store(at + 1, tl.where(is_empty, 1.0, l), mask=mask)

@@ -13,6 +13,8 @@ from lockstep.problem import AttentionProblem
 PAGE_ROWS = 16
 # Queries of sequences in pages are the decode kernel's until they fill a tile of the forward.
 MIN_QUERIES_IN_PAGES = 128
+# A dense call has so many keys at least that kernels whose programs share them have an advantage.
+LONG = 4096
 
 
 @lru_cache(maxsize=1)

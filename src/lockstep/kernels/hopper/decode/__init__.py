@@ -11,9 +11,9 @@ Importing this package does not import Triton.
     nonfinite.py values that are not finite, kept from rows that do not see them
     kernel.py    the kernel
     fold.py      the second kernel: parts folded into results
+    few_rows.py  tiles of up to 8 rows
     span_consumer.py, span_fold.py  those of query-invariant calls, with the bits of the forward
     first_keys.py  of these, the keys that all weights of a row are relative to
-    few_rows.py  of these, tiles of up to 8 rows
     rescale.py   of these, products times factors that are mostly 1
     launch.py    from a problem to launches
 
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.common.query_invariance import is_split, refusal_of_kind
 from lockstep.kernels.hopper.common.requirements import (
+    LONG,
     MIN_QUERIES_IN_PAGES,
     PAGE_ROWS,
     refusal_of_device,
@@ -41,12 +42,26 @@ def _prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
     return prepare(problem, tensors)
 
 
+def _refusal_of_dense(problem: AttentionProblem) -> str | None:
+    """Why Triton runs a call whose keys are in one tensor: it is as fast with fewer keys, and with
+    more queries. Of sequences with lengths of their own, the longest must not decide."""
+    has_lengths = problem.has_kv_lens or problem.has_kv_starts
+    if problem.layout != "dense" or problem.Sq > 1 or problem.Skv < LONG or has_lengths:
+        return (
+            f"takes pages, or one query on {LONG} keys or more of every sequence, got a "
+            f"{problem.layout} problem"
+        )
+    return None
+
+
 def supports(problem: AttentionProblem) -> str | None:
     reason = refusal_of_device(problem)
     if reason is not None:
         return reason
     if not problem.is_paged and not problem.query_invariant:
-        return f"takes pages, got a {problem.layout} problem"
+        reason = _refusal_of_dense(problem)
+        if reason is not None:
+            return reason
     if problem.query_invariant and refusal_of_kind(problem) is not None:
         return refusal_of_kind(problem)
     if problem.query_invariant and not is_split(problem):

@@ -18,8 +18,18 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     warpgroup_mma_wait,
 )
 from lockstep.kernels.hopper.common.scores import cap
+from lockstep.kernels.hopper.decode import plan
+from lockstep.kernels.hopper.decode.few_rows import (
+    all_of_rows,
+    as_operand,
+    times_rows,
+    upper_of_rows,
+    upper_rows,
+)
 from lockstep.kernels.hopper.decode.nonfinite import add_nonfinite, clean_values, has_nonfinite
-from lockstep.kernels.parts import close, fold, fold_sink
+from lockstep.kernels.parts import close, fold, fold_sink, store_statistics
+
+FEW_ROWS = gl.constexpr(plan.FEW_ROWS)
 
 
 @aggregate
@@ -29,6 +39,7 @@ class Rows:
     q_ptr: gl.tensor
     out_ptr: gl.tensor  # [rows, Dv], row b · rows_b + head · rows_h + query · rows_s
     lse_ptr: gl.tensor
+    statistics_ptr: gl.tensor  # [rows, 2], of keys that are not in pages
     parts_ptr: gl.tensor  # [slots, n_spans, n_rows, Dv]
     part_stats_ptr: gl.tensor  # [slots, n_spans, n_rows, 2]
     sinks_ptr: gl.tensor
@@ -47,16 +58,18 @@ class Rows:
     natural: gl.tensor
     SCORES: gl.constexpr  # "raw", "scaled" or "capped"
     HAS_SINKS: gl.constexpr
+    HAS_STATISTICS: gl.constexpr
     D: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, pointers, numbers, SCORES, HAS_SINKS, D):
+    def __init__(self, pointers, numbers, SCORES, HAS_SINKS, HAS_STATISTICS, D):
         self.q_ptr = pointers[0]
         self.out_ptr = pointers[1]
         self.lse_ptr = pointers[2]
-        self.parts_ptr = pointers[3]
-        self.part_stats_ptr = pointers[4]
-        self.sinks_ptr = pointers[5]
+        self.statistics_ptr = pointers[3]
+        self.parts_ptr = pointers[4]
+        self.part_stats_ptr = pointers[5]
+        self.sinks_ptr = pointers[6]
         self.stride_qb = numbers[0]
         self.stride_qh = numbers[1]
         self.stride_qs = numbers[2]
@@ -72,6 +85,7 @@ class Rows:
         self.natural = numbers[12]
         self.SCORES = gl.constexpr(SCORES)
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
+        self.HAS_STATISTICS = gl.constexpr(HAS_STATISTICS)
         self.D = gl.constexpr(D)
 
     @gluon.jit
@@ -156,6 +170,8 @@ class Rows:
         out = out.to(self.out_ptr.dtype.element_ty)
         gl.store(self.out_ptr + gl.expand_dims(at.to(gl.int64) * DV, 1) + d, out, mask=mask)
         gl.store(self.lse_ptr + at, lse, mask=is_row)
+        if self.HAS_STATISTICS:
+            store_statistics(self.statistics_ptr, at, m, l, is_row)
 
 
 @gluon.jit
@@ -227,7 +243,10 @@ def weigh(rows, sizes, s, first_key, bounds, m, l):
 
 
 @gluon.jit
-def attend_span(rows, sizes, run, k, v, q_smem, seen, tile, end, bounds, empty_l, weights, m, l):
+def attend_span(
+    rows, sizes, run, k, v, q_smem, seen, tile, end, bounds, empty_l, weights, m, l,
+    FEW: gl.constexpr,
+):  # fmt: skip
     """The tiles [tile, end) of a span. `weights`, m and l are those of the first tile; while a
     product with values is under way, the scores of the next tile are made and weighed, beyond the
     end those of the next span. Its keys are there on entry, and those of the tile behind `end` on
@@ -238,7 +257,6 @@ def attend_span(rows, sizes, run, k, v, q_smem, seen, tile, end, bounds, empty_l
     """
     of_any, of_all = bounds[1], bounds[2]
     acc = zeros(v.D)
-    acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     left: gl.constexpr = left_operand(v.D)
     is_nonfinite = tile * 0
     part_m = m
@@ -262,15 +280,15 @@ def attend_span(rows, sizes, run, k, v, q_smem, seen, tile, end, bounds, empty_l
         part_l = l + 0.0
         m = gl.where(is_last, -float("inf"), m)
         l = gl.where(is_last, empty_l, l)
+        s = upper_rows(s, FEW)
         p, m, l, alpha = weigh(rows, sizes, s, first_key + sizes.BLOCK_KV, bounds, m, l)
         # ptxas moves the wait for the product above the exponentials unless a block boundary stands
         # between: waiting for the next tile of keys, which are needed next anyway, is one.
         k.ring.wait_full(seen + 2, pred=t + 2 < run.end)
         acc, weights, p = warpgroup_mma_wait(0, deps=(acc, weights, p))
         v.ring.release(seen)
-        alpha = gl.where(is_last, 1.0, alpha)
-        acc = acc * gl.expand_dims(gl.convert_layout(alpha, acc_rows), 1)
-        weights = gl.convert_layout(p.to(q_smem.dtype), left)
+        acc = times_rows(acc, gl.where(is_last, 1.0, alpha), FEW)
+        weights = as_operand(p, q_smem.dtype, left, FEW)
         seen += 1
     return part_m, part_l, acc, is_nonfinite, weights, m, l, seen
 
@@ -278,8 +296,22 @@ def attend_span(rows, sizes, run, k, v, q_smem, seen, tile, end, bounds, empty_l
 @gluon.jit
 def consume(rows, sizes, queue, k, v, q_smem, cache):
     """All runs of this program."""
-    s_layout: gl.constexpr = accumulator(sizes.BLOCK_KV)
-    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    # Of wider values, ptxas would wait for each step of a product.
+    if v.D <= 128:
+        if rows.n_rows <= FEW_ROWS:
+            consume_runs(rows, sizes, queue, k, v, q_smem, cache, True)
+        else:
+            consume_runs(rows, sizes, queue, k, v, q_smem, cache, False)
+    else:
+        consume_runs(rows, sizes, queue, k, v, q_smem, cache, False)
+
+
+@gluon.jit
+def consume_runs(rows, sizes, queue, k, v, q_smem, cache, FEW: gl.constexpr):
+    """`consume`. FEW: runs have up to 8 rows each (`few_rows.py`)."""
+    all_layout: gl.constexpr = gl.SliceLayout(1, accumulator(sizes.BLOCK_KV))
+    scores = upper_rows(zeros(sizes.BLOCK_KV), FEW)
+    row_layout: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     acc_layout: gl.constexpr = accumulator(v.D)
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc_layout)
     left: gl.constexpr = left_operand(v.D)
@@ -290,14 +322,17 @@ def consume(rows, sizes, queue, k, v, q_smem, cache):
     run = queue.read(runs, sizes)
     while run.exists != 0:
         rows.load_queries(sizes, run, q_smem)
-        bounds = row_bounds(rows, sizes, run, row_layout)
-        empty_m = gl.full([ROWS], -float("inf"), gl.float32, row_layout)
+        all_bounds = row_bounds(rows, sizes, run, all_layout)
+        begin_of_rows = upper_of_rows(all_bounds[0][0], row_layout, FEW)
+        end_of_rows = upper_of_rows(all_bounds[0][1], row_layout, FEW)
+        bounds = ((begin_of_rows, end_of_rows), all_bounds[1], all_bounds[2])
+        empty_m = gl.full([scores.shape[0]], -float("inf"), gl.float32, row_layout)
         # Whatever its rows see, a sequence whose length is wrong is NaN.
-        empty_l = gl.full([ROWS], 0.0, gl.float32, row_layout)
+        empty_l = gl.full([scores.shape[0]], 0.0, gl.float32, row_layout)
         empty_l += gl.where(run.kv_len < 0, float("nan"), 0.0)
         if IN_REGISTERS:
-            folded_m = gl.convert_layout(empty_m, acc_rows)
-            folded_l = gl.convert_layout(empty_l, acc_rows)
+            folded_m = all_of_rows(empty_m, acc_rows, FEW)
+            folded_l = all_of_rows(empty_l, acc_rows, FEW)
             folded_acc = zeros(v.D)
         span = run.first_span
         slot = gl.where(run.slot < 0, -1 - run.slot, run.slot)
@@ -307,22 +342,24 @@ def consume(rows, sizes, queue, k, v, q_smem, cache):
         k.ring.wait_full(seen, pred=has_tile)
         s = warpgroup_mma_wait(0, deps=(scores_of(q_smem, k, seen),))
         k.ring.release(seen, pred=has_tile)
+        s = upper_rows(s, FEW)
         p, m, l, _alpha = weigh(
             rows, sizes, s, run.begin * sizes.BLOCK_KV, bounds, empty_m, empty_l
         )
         m = gl.where(has_tile, m, empty_m)
-        weights = gl.convert_layout(p.to(q_smem.dtype), left)
+        weights = as_operand(p, q_smem.dtype, left, FEW)
         k.ring.wait_full(seen + 1, pred=run.begin + 1 < run.end)
         has_more = True
         while has_more:
             end = gl.minimum((divide(tile, run.span) + 1) * run.span, run.end)
             part_m, part_l, acc, is_nonfinite, weights, m, l, seen = attend_span(
-                rows, sizes, run, k, v, q_smem, seen, tile, end, bounds, empty_l, weights, m, l
-            )
+                rows, sizes, run, k, v, q_smem, seen, tile, end, bounds, empty_l, weights, m, l,
+                FEW,
+            )  # fmt: skip
             if is_nonfinite != 0:
-                acc = add_nonfinite(rows, sizes, cache, run, tile, end, bounds[0], acc)
-            part_m = gl.convert_layout(part_m, acc_rows)
-            part_l = gl.convert_layout(part_l, acc_rows)
+                acc = add_nonfinite(rows, sizes, cache, run, tile, end, all_bounds[0], acc)
+            part_m = all_of_rows(part_m, acc_rows, FEW)
+            part_l = all_of_rows(part_l, acc_rows, FEW)
             if run.first_span > 0:
                 rows.store_part(sizes, run, slot, span, part_m, part_l, acc)
             elif IN_REGISTERS:

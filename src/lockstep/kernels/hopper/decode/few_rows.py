@@ -59,3 +59,26 @@ def all_of_rows(x, layout: gl.constexpr, FEW: gl.constexpr):
     if FEW:
         x = gl.join(x, x).reshape([4, 8, 2]).permute((0, 2, 1)).reshape([64])
     return gl.convert_layout(x, layout)
+
+
+@gluon.jit
+def as_operand(weights, dtype: gl.constexpr, layout: gl.constexpr, FEW: gl.constexpr):
+    """Weights as the left operand of a product with values."""
+    p = weights.to(dtype)
+    if FEW:
+        p = with_lower_rows(p, gl.zeros_like(p))
+    return gl.convert_layout(p, layout)
+
+
+@gluon.jit
+def times_rows(x, factors, FEW: gl.constexpr):
+    """x [64, ·] times factors of its rows; if FEW, of its upper rows alone."""
+    if FEW:
+        upper, lower = halves(x)
+        rows: gl.constexpr = gl.SliceLayout(1, upper.type.layout)
+        upper = upper * gl.expand_dims(gl.convert_layout(factors, rows), 1)
+        whole = with_lower_rows(upper, lower)
+        return gl.convert_layout(whole, x.type.layout, assert_trivial=True)
+    else:  # noqa: RET505
+        rows: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+        return x * gl.expand_dims(gl.convert_layout(factors, rows), 1)

@@ -23,7 +23,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
 )
 from lockstep.kernels.hopper.decode import plan, tiles
 from lockstep.kernels.launch import unspecialized
-from lockstep.kernels.parts import add_part, close, fold_sink, fold_weights
+from lockstep.kernels.parts import add_part, close, fold_sink, fold_weights, store_statistics
 
 # Parts whose way from shared memory is under way at one time.
 UNROLLED = gl.constexpr(8)
@@ -134,6 +134,7 @@ def fold_slots(
     sinks_ptr,
     out_ptr,
     lse_ptr,
+    statistics_ptr,
     tiles_ptr,  # `tiles.py`
     rows_b,
     rows_h,
@@ -146,6 +147,7 @@ def fold_slots(
     n_rows,
     unit,
     natural,
+    PAGED: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     PACKED: gl.constexpr,
     DV: gl.constexpr,
@@ -216,3 +218,5 @@ def fold_slots(
     gl.store(out_ptr + gl.expand_dims(to * DV, 1) + d, out, mask=mask)
     if gl.program_id(2) == 0:
         gl.store(lse_ptr + to, lse, mask=is_row)
+        if not PAGED:
+            store_statistics(statistics_ptr, to, m, l, is_row)

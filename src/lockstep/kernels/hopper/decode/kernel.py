@@ -31,7 +31,7 @@ def decode_kernel(
     q_ptr,  # [B, Hq, Sq, D], or packed
     out_ptr,  # contiguous [B, Hq, Sq, Dv], or [Tq, Hq, Dv]
     lse_ptr,  # the same without Dv, fp32
-    statistics_ptr,  # [*lse, 2], of query-invariant calls with a dense cache
+    statistics_ptr,  # [*lse, 2], of calls with a dense cache
     parts_ptr,  # [slots, n_spans, n_rows, Dv] fp32
     part_stats_ptr,  # [slots, n_spans, n_rows, 2] fp32
     slots_ptr,  # [slots, 3]: `producer.note_slot`
@@ -103,10 +103,10 @@ def decode_kernel(
     v = Tiles.create(v_desc, STAGES, BLOCK_KV, DV)
     q_smem = gl.allocate_shared_memory(k_desc.dtype, [ROWS, D], gl.NVMMASharedLayout(128, 16, 2))
     rows = Rows(
-        (q_ptr, out_ptr, lse_ptr, parts_ptr, part_stats_ptr, sinks_ptr),
+        (q_ptr, out_ptr, lse_ptr, statistics_ptr, parts_ptr, part_stats_ptr, sinks_ptr),
         (stride_qb, stride_qh, stride_qs, rows_b, rows_h, rows_s, group, n_spans, n_rows, cap_scale,
          score_scale, unit, natural),
-        SCORES, HAS_SINKS, D,
+        SCORES, HAS_SINKS, not PAGED, D,
     )  # fmt: skip
     cache = Cache(
         (page_table_ptr, v_ptr, kv_starts_ptr),
@@ -121,10 +121,7 @@ def decode_kernel(
             [
                 (
                     consume_spans,
-                    (
-                        rows, sizes, queue, k, v, q_smem, cache, first_keys, statistics_ptr, PAGED,
-                        FIXED_MAX, FEW,
-                    ),
+                    (rows, sizes, queue, k, v, q_smem, cache, first_keys, FIXED_MAX, FEW),
                 ),
                 (produce, (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr)),
             ],

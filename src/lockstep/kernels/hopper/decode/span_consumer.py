@@ -29,6 +29,7 @@ from lockstep.kernels.hopper.decode.consumer import hides_some, is_seen, row_bou
 from lockstep.kernels.hopper.decode.few_rows import (
     all_of_rows,
     all_rows,
+    as_operand,
     halves,
     upper_of_rows,
     upper_rows,
@@ -125,15 +126,6 @@ def attend_span(
 
 
 @gluon.jit
-def as_operand(weights, dtype: gl.constexpr, layout: gl.constexpr, FEW: gl.constexpr):
-    """Weights as the left operand of a product with values."""
-    p = weights.to(dtype)
-    if FEW:
-        p = with_lower_rows(p, gl.zeros_like(p))
-    return gl.convert_layout(p, layout)
-
-
-@gluon.jit
 def clean_if_hidden(sizes, v, seen, tile, bounds):
     """Cleans the values of a tile, the one numbered `seen` in `v`, if some row does not see all its
     keys. Returns whether some were not finite."""
@@ -217,9 +209,7 @@ def _part_row(rows, sizes, run, span, layout: gl.constexpr):
 
 
 @gluon.jit
-def store_results(
-    rows, sizes, run, maxima, total, statistics_ptr, PAGED: gl.constexpr, FEW: gl.constexpr
-):
+def store_results(rows, sizes, run, maxima, total, FEW: gl.constexpr):
     """The results of rows whose spans have all been folded."""
     layout: gl.constexpr = gl.SliceLayout(1, accumulator(sizes.BLOCK_KV))
     l, r = row_sums(maxima[0], total[0], total[1])
@@ -240,9 +230,9 @@ def store_results(
     at = run.b * rows.rows_b + head * rows.rows_h
     at += (run.q_start + number // rows.group) * rows.rows_s
     gl.store(rows.lse_ptr + at, lse, mask=is_row)
-    if not PAGED:
-        gl.store(statistics_ptr + 2 * at.to(gl.int64), m, mask=is_row)
-        gl.store(statistics_ptr + 2 * at.to(gl.int64) + 1, l, mask=is_row)
+    if rows.HAS_STATISTICS:
+        gl.store(rows.statistics_ptr + 2 * at.to(gl.int64), m, mask=is_row)
+        gl.store(rows.statistics_ptr + 2 * at.to(gl.int64) + 1, l, mask=is_row)
     at = gl.convert_layout(at, gl.SliceLayout(1, acc_layout))
     is_row = gl.convert_layout(is_row, gl.SliceLayout(1, acc_layout))
     d = gl.expand_dims(gl.arange(0, DV, gl.SliceLayout(0, acc_layout)), 0)
@@ -253,9 +243,8 @@ def store_results(
 
 @gluon.jit
 def consume_spans(
-    rows, sizes, queue, k, v, q_smem, cache, first_keys, statistics_ptr, PAGED: gl.constexpr,
-    FIXED_MAX: gl.constexpr, FEW: gl.constexpr,
-):  # fmt: skip
+    rows, sizes, queue, k, v, q_smem, cache, first_keys, FIXED_MAX: gl.constexpr, FEW: gl.constexpr
+):
     """All runs of this program. FEW: they have up to 8 rows each (`few_rows.py`)."""
     all_layout: gl.constexpr = gl.SliceLayout(1, accumulator(sizes.BLOCK_KV))
     scores = upper_rows(zeros(sizes.BLOCK_KV), FEW)
@@ -301,7 +290,7 @@ def consume_spans(
             tile = end
             has_more = tile < run.end
         if run.slot < 0:
-            store_results(rows, sizes, run, maxima, total, statistics_ptr, PAGED, FEW)
+            store_results(rows, sizes, run, maxima, total, FEW)
         elif run.first_span == 0:
             # As a part of its own: it is folded into nothing, which changes no bit.
             store_part(
