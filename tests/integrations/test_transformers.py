@@ -222,6 +222,21 @@ def test_what_would_be_ignored_raises():
     assert weights is None
 
 
+def test_chosen_keys():
+    attend = AttentionInterface()["lockstep"]
+    q = torch.randn(2, 2, 6, 16)
+    indices = torch.rand(2, 6, 6).argsort(-1)[..., :3].int()
+    is_chosen = torch.zeros(2, 6, 6, dtype=torch.bool).scatter(2, indices.long(), True)[:, None]
+    shift = torch.randn(2, 1, 6, 6)
+    for mask, bias in (
+        (None, torch.zeros(6, 6).masked_fill(~torch.ones(6, 6).tril().bool(), -torch.inf)),
+        (shift, shift),
+    ):
+        wanted = lockstep.attention(q, q, q, bias=bias + torch.where(is_chosen, 0.0, -torch.inf))
+        out, _ = attend(torch.nn.Module(), q, q, q, mask, indices=indices)
+        assert torch.equal(out, wanted.transpose(1, 2))
+
+
 def test_masks_of_numbers_and_booleans():
     attend = AttentionInterface()["lockstep"]
     q = torch.randn(2, 2, 6, 16)
@@ -313,8 +328,8 @@ def test_a_mask_moves_without_being_built():
 
 @pytest.mark.parametrize("side", [None, "left"])
 def test_models_that_compute_with_their_mask(side):
-    """Doge adds to it, and Bloom has no attention but its own."""
-    for name in ("doge", "bloom"):
+    """Doge adds to it, DeepSeek V3.2 chooses keys by it, Bloom has no attention but its own."""
+    for name in tiny_models.MASK_USERS:
         model = tiny_models.make(name)
         given = tiny_models.inputs_of(name, side)
         wanted = tiny_models.output_of(model, given)

@@ -40,9 +40,26 @@ DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "mistral": ("MistralForCausalLM", "MistralConfig", {**DECODER, "sliding_window": 8}),
 }
+SPARSE = {
+    **COMMON,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "index_topk": 6,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+}
 # Models that use their mask for more than a call of the attention interface.
 MASK_USERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "doge": ("DogeForCausalLM", "DogeConfig", DECODER),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", "DeepseekV32Config", SPARSE),
     "bloom": ("BloomForCausalLM", "BloomConfig", {**COMMON, "n_layer": 2, "n_head": 4}),
 }
 ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -60,6 +60,7 @@ def attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     query_invariant: bool = False,
@@ -71,6 +72,7 @@ def attend(
         query: [B, Hq, Sq, D]; key: [B, Hkv, Skv, D]; value: [B, Hkv, Skv, Dv]
         attention_mask: What `masks.make_mask` made, or a mask [B or 1, Hq or 1, Sq, Skv]: boolean,
             True for what counts, or of numbers to be added to the scores.
+        indices: [B, Sq, n] int, the keys that sparse attention has chosen for each query.
 
     Returns:
         out [B, Sq, Hq, Dv], and None for the weights, which are never there as a whole.
@@ -93,10 +95,11 @@ def attend(
     elif isinstance(attention_mask, LazyMask) and attention_mask.shape[2:] == lengths:
         plan = plan_of(attention_mask)
     else:
-        return _biased(options, query, key, value, attention_mask, position_bias), None
-    if plan.seen is not None or position_bias is not None:
-        seen = seen_by(plan, *lengths, key.device)
-        return _biased(options, query, key, value, seen, position_bias), None
+        mask = _chosen(attention_mask[..., : lengths[1]], indices)
+        return _biased(options, query, key, value, mask, position_bias), None
+    if not (plan.seen is None and position_bias is None and indices is None):
+        mask = _chosen(seen_by(plan, *lengths, key.device), indices)
+        return _biased(options, query, key, value, mask, position_bias), None
     if plan.offsets is not None:
         offsets = (plan.offsets, plan.offsets)
         return _packed(options, query, key, value, offsets, True, plan.window), None
@@ -133,6 +136,15 @@ def _window(sliding_window: int | None, causal: bool) -> tuple[int, int] | None:
     return sliding_window - 1, 0 if causal else sliding_window - 1
 
 
+def _chosen(mask: Tensor, indices: Tensor | None) -> Tensor:
+    """A mask [B or 1, Hq or 1, Sq, Skv], all but the chosen keys hidden."""
+    if indices is None:
+        return mask
+    nothing = torch.zeros((*indices.shape[:2], mask.shape[3]), dtype=torch.bool, device=mask.device)
+    is_chosen = nothing.scatter(2, indices.long(), True)[:, None]  # [B, 1, Sq, Skv]
+    return mask & is_chosen if mask.dtype == torch.bool else mask.where(is_chosen, -torch.inf)
+
+
 def _biased(
     options: LayerOptions,
     query: Tensor,
@@ -142,10 +154,10 @@ def _biased(
     more: Tensor | None,
 ) -> Tensor:
     """Attention under a mask [B or 1, Hq or 1, Sq, Skv], boolean or of numbers to be added."""
-    bias = mask[..., : key.shape[2]]
-    if bias.dtype == torch.bool:
+    bias = mask
+    if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
-        bias = torch.where(bias, zero, -torch.inf)
+        bias = torch.where(mask, zero, -torch.inf)
     if more is not None:
         bias = bias + more
     return lockstep.attention(query, key, value, bias=bias, **options._asdict()).transpose(1, 2)
