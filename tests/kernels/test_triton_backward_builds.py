@@ -74,9 +74,7 @@ def build_passes(
         yield build(function, capability, "bf16", cut.options, **known)
 
 
-@pytest.mark.parametrize(
-    ("capability", "D"), [(80, 64), (80, 128), (90, 64), (90, 128), (100, 128)]
-)
+@pytest.mark.parametrize(("capability", "D"), [(80, 128), (90, 64), (90, 128), (100, 128)])
 def test_loops_keep_everything_in_registers(capability, D):
     device, product = TARGETS[capability]
     for built in build_passes(D, capability):
