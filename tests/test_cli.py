@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 import sys
 from importlib import metadata
 
@@ -189,6 +190,23 @@ def test_ctrl_c_ends_every_command_with_one_line(failing_with):
     assert result.exit_code == 130
     assert isinstance(result.exception, SystemExit)
     assert result.stderr.strip() == "interrupted"
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+class CtrlC:
+    def find_spec(self, name, path=None, target=None):
+        if name == "lockstep":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, CtrlC())
+import lockstep_command
+lockstep_command.main()
+"""
+
+
+def test_ctrl_c_ends_the_script_while_it_is_imported():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True)
+    assert (done.returncode, done.stderr) == (130, b"interrupted\n")
 
 
 NO_MEMORY = [
