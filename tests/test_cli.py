@@ -11,10 +11,12 @@ from importlib import metadata
 import pytest
 import torch
 import typer
+from rich.console import Console
+from rich.measure import Measurement
 from typer.testing import CliRunner
 
 from lockstep import cli, command, demo, results
-from lockstep.bench import cpu, timing
+from lockstep.bench import cpu, show, timing
 from lockstep.demo import checks
 from lockstep.dispatch import KERNELS
 
@@ -114,6 +116,19 @@ def test_bench_cpu_prints_a_row_per_case():
     assert result.exit_code == 0, result.stderr
     for case in cpu.CASES:
         assert case.name in result.stdout
+
+
+def test_the_table_of_bench_cpu_fits_into_80_columns():
+    measured = {"ms": {"lockstep": 123.4, "SDPA": 239.1}, "gflops": 9.0, "speed": 58.59}
+    facts = ("dtype", "against", "at_least", "aim")
+    rows = [
+        {"case": case.name, "shape": case.shape, **measured}
+        | {name: getattr(case, name) for name in facts}
+        for case in cpu.CASES
+    ]
+    console = Console(width=200)
+    width = Measurement.get(console, console.options, show.cpu_table(rows, roof=10.0)).maximum
+    assert width <= 80
 
 
 @pytest.mark.usefixtures("small_cases")

@@ -54,7 +54,7 @@ def cpu_command(
     else:
         console = Console()
         console.print(show.cpu_table(rows, roof))
-        goal = "goal: the speed it must reach / the speed it aims at"
+        goal = "goal: the speed to reach; bold: the one aimed at is reached"
         console.print(f"\n{goal}; roof: {roof:,.0f} GFLOP/s", style=QUIET)
         console.print(results.where(run), style=QUIET)
     if save:
