@@ -107,7 +107,8 @@ def runs_of(
     slots = torch.full((n_programs, 3), -9)
     found = []
     constants = {
-        name: getattr(schedule, name).value for name in ("MOST_SPAN", "SPAN_COST", "CHUNK", "ROWS")
+        name: getattr(schedule, name).value
+        for name in ("MOST_SPAN", "SPAN_COST", "FEW", "MANY", "ROWS")
     }
     Sizes = as_plain(schedule.Sizes)
     for program in range(n_programs):
@@ -125,7 +126,8 @@ def runs_of(
         ignored = SimpleNamespace(send=lambda *given: None)
         cache = SimpleNamespace(places_of=lambda *given: None)
         queue = SimpleNamespace(post=lambda n, x, runs=runs: runs.append([int(y) for y in x]))
-        producer.produce(made, queue, ring, ignored, None, None, cache, Pointer(slots.view(-1)))
+        slots_ptr = Pointer(slots.view(-1))
+        producer.produce(made, queue, ring, ignored, None, None, cache, slots_ptr, None, False)
         assert runs.pop() == [0]
         assert sent == list(range(sum(run[5] - run[4] for run in runs)))
         found.append(runs)
@@ -140,6 +142,7 @@ def runs_of(
         ([100_0, 0, 40_000, 7, 512, 513, 65_536, -1, 300], 4, None, 2),
         ([9000, 20, 30_000], 1, 3000, 1),
         ([50] * 40, 1, None, 1),
+        ([50, 700] * 150, 1, None, 1),
     ],
 )
 def test_every_span_has_one_program(monkeypatch, lens, heads, left, team):

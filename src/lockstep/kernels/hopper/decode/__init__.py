@@ -7,6 +7,7 @@ Importing this package does not import Triton.
     tiles.py     tiles of packed queries in the place of sequences
     schedule.py  which program computes which spans
     producer.py  the warp that streams pages
+    prefetch.py  what it brings to the L2 before
     consumer.py  the warpgroup that attends to them
     nonfinite.py values that are not finite, kept from rows that do not see them
     kernel.py    the kernel

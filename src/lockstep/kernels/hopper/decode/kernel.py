@@ -83,6 +83,7 @@ def decode_kernel(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
+    PREFETCH: gl.constexpr,  # `producer.produce`
     HAS_STARTS: gl.constexpr,
     WHOLE_PAGES: gl.constexpr,  # a tile has no less than a page
     PAGED: gl.constexpr,  # else the cache is dense, [B, Hkv, Skv, D]
@@ -123,7 +124,7 @@ def decode_kernel(
                     consume_spans,
                     (rows, sizes, queue, k, v, q_smem, cache, first_keys, FIXED_MAX, FEW),
                 ),
-                (produce, (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr)),
+                (produce, (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr, rows, PREFETCH)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -132,7 +133,7 @@ def decode_kernel(
         gl.warp_specialize(
             [
                 (consume, (rows, sizes, queue, k, v, q_smem, cache)),
-                (produce, (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr)),
+                (produce, (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr, rows, PREFETCH)),
             ],
             [1],
             [PRODUCER_REGISTERS],

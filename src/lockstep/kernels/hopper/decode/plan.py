@@ -32,8 +32,9 @@ FOLD_COLUMNS, FOLD_ROWS, FOLD_BATCH, INVARIANT_FOLD_BATCH = 32, 4, 32, 64
 # Numbers of a row of a part beside its products: m and l; with query_invariant, m and error, and
 # from PART_SUMS on the sums of four threads, l and residue.
 PART_NUMBERS, INVARIANT_PART_NUMBERS, PART_SUMS = 2, 12, 4
-# Registers of a thread of the warp that loads; the warpgroup that attends has what is left.
-PRODUCER_REGISTERS = 48
+# Registers of a thread of the warp that loads, also if it prefetches; the warpgroup that attends
+# has what is left.
+PRODUCER_REGISTERS, PREFETCHING_REGISTERS = 48, 72
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,13 @@ def tile_rows_of(problem: AttentionProblem) -> int:
 def has_few_rows(problem: AttentionProblem) -> bool:
     """Whether a query-invariant call has tiles of few rows: `few_rows.py`."""
     return problem.query_invariant and rows_of(problem) <= FEW_ROWS
+
+
+def prefetches(problem: AttentionProblem) -> bool:
+    """Whether there is code that prepares the next sequence, where these are many: faster at head
+    dim 128, slower at 64, where it takes registers from the warpgroup."""
+    is_plain = problem.layout == "paged" and not problem.query_invariant
+    return is_plain and problem.D == problem.Dv == 128
 
 
 def query_tiles_of(problem: AttentionProblem) -> int:

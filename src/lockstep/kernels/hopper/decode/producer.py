@@ -18,7 +18,14 @@ from lockstep.kernels.hopper.common.gluon_shim import (
 )
 from lockstep.kernels.hopper.common.ring import Ring
 from lockstep.kernels.hopper.decode import plan, tiles
-from lockstep.kernels.hopper.decode.schedule import FIELDS, SPAN_COST, place_at, spans_before
+from lockstep.kernels.hopper.decode.prefetch import prefetch_pages, prefetch_queries
+from lockstep.kernels.hopper.decode.schedule import (
+    FEW,
+    FIELDS,
+    SPAN_COST,
+    place_at,
+    spans_before,
+)
 
 COLUMNS = gl.constexpr(plan.COLUMNS)
 SEQUENCE, Q_TILE = gl.constexpr(tiles.SEQUENCE), gl.constexpr(tiles.Q_TILE)
@@ -140,8 +147,11 @@ def note_slot(slots_ptr, slot, pair, begin, end):
 
 
 @gluon.jit
-def produce(sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr):
-    """All runs of this program. Notes for `fold.py` which head has its parts in which slot."""
+def produce(
+    sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr, rows, PREFETCH: gl.constexpr
+):  # fmt: skip
+    """All runs of this program. Notes for `fold.py` which head has its parts in which slot.
+    PREFETCH: it changes from one sequence to the next so often that the next is prepared."""
     BLOCK_KV: gl.constexpr = sizes.BLOCK_KV
     total, stretch_begin, stretch_end, b, begin = sizes.stretch()
     # Slots are those of programs, or of heads where these are fewer. A program has at most one head
@@ -168,6 +178,10 @@ def produce(sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr):
             q_tile = gl.load(sizes.kv_lens_ptr + b * FIELDS + Q_TILE)
         else:
             sequence, q_tile = sizes.find_tile(b)
+        if PREFETCH:  # noqa: SIM102, Gluon would evaluate both
+            if sizes.B > FEW:
+                next_sequence, _next_tile = sizes.find_tile(gl.minimum(b + 1, sizes.B - 1))
+                prefetch_pages(cache, next_sequence, b * 0, sizes.Skv)
         while (at < stretch_end) & (block < n_blocks):
             head = block * sizes.team + member
             first = spans_before(sizes, stretch_begin - at, tile_begin, span, n_spans)
@@ -178,6 +192,10 @@ def produce(sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr):
                 run_end = gl.minimum((grid + last - first) * span, tile_end)
                 # Loaded while all that follows is worked out.
                 places = cache.places_of(sequence, run_begin, kv_len, BLOCK_KV)
+                if PREFETCH:  # noqa: SIM102, as above
+                    if sizes.B > FEW:
+                        prefetch_pages(cache, sequence, run_begin * BLOCK_KV, kv_len)
+                        prefetch_queries(rows, sequence, head, q_tile, 0, found[1])
                 is_whole = last - first == n_spans
                 pair = b * sizes.heads + head
                 # The program in whose stretch the head begins.

@@ -26,8 +26,9 @@ SPAN_COST = gl.constexpr(plan.SPAN_COST)
 FIELDS, KV_LEN, N_Q = (gl.constexpr(x) for x in (tiles.FIELDS, tiles.KV_LEN, tiles.N_Q))
 SPANS, LEAST = gl.constexpr(tiles.SPANS), gl.constexpr(tiles.LEAST)
 BEFORE, BEHIND = gl.constexpr(tiles.BEFORE), gl.constexpr(tiles.BEHIND)
-# Sequences that are looked at together.
-CHUNK = gl.constexpr(64)
+# Sequences that are looked at together, where they are few and where they are many: each look waits
+# for memory.
+FEW, MANY = gl.constexpr(64), gl.constexpr(256)
 # Runs that the producer may be ahead.
 RUNS_AHEAD = gl.constexpr(8)
 
@@ -160,11 +161,20 @@ class Sizes:
     def stretch(self):
         """A warp: the length of the line, where this program's stretch of it begins and ends, the
         sequence in which it begins, and where that one begins."""
+        if self.B <= FEW:
+            total, begin, end, b, b_begin = self.stretch_in_chunks(FEW)
+        else:
+            total, begin, end, b, b_begin = self.stretch_in_chunks(MANY)
+        return total, begin, end, b, b_begin
+
+    @gluon.jit
+    def stretch_in_chunks(self, CHUNK: gl.constexpr):
+        """`stretch`, with CHUNK sequences looked at together."""
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        first_work, is_first = self.work_of_some(0, layout)
+        first_work, is_first = self.work_of_some(0, CHUNK, layout)
         total = gl.sum(first_work, 0)
         for first in range(CHUNK, self.B, CHUNK):
-            work, _is_there = self.work_of_some(first, layout)
+            work, _is_there = self.work_of_some(first, CHUNK, layout)
             total += gl.sum(work, 0)
         place, n_teams = self.place()
         stretch_begin = stretch_of(place, total, n_teams)
@@ -172,7 +182,7 @@ class Sizes:
         b, begin = count_before(stretch_begin, 0, first_work, is_first)
         seen = gl.sum(first_work, 0)
         for first in range(CHUNK, self.B, CHUNK):
-            work, is_there = self.work_of_some(first, layout)
+            work, is_there = self.work_of_some(first, CHUNK, layout)
             n, length = count_before(stretch_begin, seen, work, is_there)
             b += n
             begin += length
@@ -180,7 +190,7 @@ class Sizes:
         return total, stretch_begin, stretch_end, b, begin
 
     @gluon.jit
-    def work_of_some(self, first, layout: gl.constexpr):
+    def work_of_some(self, first, CHUNK: gl.constexpr, layout: gl.constexpr):
         """The cost [CHUNK] of the sequences from `first` on, 0 beyond the last, and whether there
         are these."""
         b = first + gl.arange(0, CHUNK, layout)
