@@ -68,18 +68,19 @@ def latest(suite: str, directory: Path) -> list[dict[str, Any]]:
 def by_processor(suite: str, directory: Path) -> list[list[dict[str, Any]]]:
     """All runs of `suite`, those of one processor together, oldest first; ordered by processor."""
     runs: dict[str, list[dict[str, Any]]] = {}
-    for run in _by_date(suite, directory):
+    for run in by_date(suite, directory):
         runs.setdefault(processor(run), []).append(run)
     return [runs[name] for name in sorted(runs)]
 
 
 def newest(suite: str, directory: Path) -> dict[str, Any] | None:
     """The newest run of `suite` on any machine; None if there is none."""
-    runs = _by_date(suite, directory)
+    runs = by_date(suite, directory)
     return runs[-1] if runs else None
 
 
-def _by_date(suite: str, directory: Path) -> list[dict[str, Any]]:
+def by_date(suite: str, directory: Path) -> list[dict[str, Any]]:
+    """All runs of `suite` on any machine, oldest first."""
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in directory.glob("*.json")]
     runs = [run for run in runs if run["suite"] == suite]
     return sorted(runs, key=lambda run: (run["date"], run.get("time", "")))

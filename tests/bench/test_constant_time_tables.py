@@ -67,6 +67,30 @@ def test_a_subject_is_well_if_all_its_classes_are(tmp_path):
     assert "| time | GPU kernels and rungs | 0 of 1 | not measured yet |" in block
 
 
+def test_a_subject_is_that_of_the_newest_run_that_counted_it(tmp_path):
+    def run(date: str, counts: dict[str, int]) -> None:
+        rows = [
+            {
+                "subject": name,
+                "secrets": "random",
+                "launches": [{"executed": {"warps": n}, "sectors ld": 0.0, "sectors st": 0.0}],
+                "differs": [],
+            }
+            for name, n in counts.items()
+        ]
+        suite = "constant-time-counters-kernels"
+        found = {"suite": suite, "date": date, "environment": ENVIRONMENT, "rows": rows}
+        (tmp_path / f"{date}.json").write_text(json.dumps(found), encoding="utf-8")
+
+    run("2026-01-03", {"f": 7})
+    run("2026-01-02", {"f": 5, "g": 6})
+    block = constant_time_tables.counters_block(tmp_path)
+    assert "| f | 1 | 1 | 7 |" in block
+    assert "| g | 1 | 1 | 6 |" in block
+    assert block.count("| f |") == 1
+    assert "class by class | 2 of 2 |" in constant_time_tables.summary_block(tmp_path)
+
+
 def test_counters_of_cpu_calls(tmp_path):
     count = dict.fromkeys(("loads", "stores", "load misses", "store misses", "branches"), 2)
     figures = {"classes": 3, "counts": {"0 f": {"instructions": 1000, **count}}}

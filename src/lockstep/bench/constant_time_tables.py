@@ -9,7 +9,7 @@ constant-time_<cpu>_....json                    from benchmarks/constant_time_cp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,29 +131,34 @@ def counters_block(directory: Path) -> str:
         "| | classes | kernels | instructions of warps | sectors | differences |",
         "|---|---:|---:|---:|---:|---|",
     ]
-    newest = [results.newest(f"constant-time-counters-{group}", directory) for group in GROUPS]
-    runs = [run for run in newest if run is not None]
-    if not runs:
+    counted = [_counted(group, directory) for group in GROUPS]
+    if not any(counted):
         return results.NOT_MEASURED
-    for run in runs:
-        lines += _counted(run)
+    lines += [_counters(*item) for found in counted for item in found.items()]
+    runs = [rows[0]["run"] for found in counted for rows in found.values()]
     return "\n".join(lines) + f"\n\n{_where(runs)}."
 
 
-def _counted(run: Run) -> Iterator[str]:
-    by_subject: dict[str, list[dict[str, Any]]] = {}
-    for row in run["rows"]:
-        by_subject.setdefault(row["subject"], []).append(row)
-    for subject, rows in by_subject.items():
-        launches = rows[0]["launches"]
-        executed = sum(launch["executed"]["warps"] for launch in launches)
-        sectors = sum(launch["sectors ld"] + launch["sectors st"] for launch in launches)
-        differing = [row["secrets"] for row in rows if row["differs"]]
-        verdict = "in " + ", ".join(differing) if differing else "none"
-        yield (
-            f"| {subject} | {len(rows)} | {len(launches)} | {executed:,} | {sectors:,.0f} "
-            f"| {verdict} |"
-        )
+def _counted(group: str, directory: Path) -> dict[str, list[dict[str, Any]]]:
+    """By subject, its rows in the newest run that counted it, each with that run."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for run in results.by_date(f"constant-time-counters-{group}", directory):
+        for subject in {row["subject"] for row in run["rows"]}:
+            found.pop(subject, None)
+        for row in run["rows"]:
+            found.setdefault(row["subject"], []).append({**row, "run": run})
+    return found
+
+
+def _counters(subject: str, rows: list[dict[str, Any]]) -> str:
+    launches = rows[0]["launches"]
+    executed = sum(launch["executed"]["warps"] for launch in launches)
+    sectors = sum(launch["sectors ld"] + launch["sectors st"] for launch in launches)
+    differing = [row["secrets"] for row in rows if row["differs"]]
+    verdict = "in " + ", ".join(differing) if differing else "none"
+    return (
+        f"| {subject} | {len(rows)} | {len(launches)} | {executed:,} | {sectors:,.0f} | {verdict} |"
+    )
 
 
 def cpu_counters_block(directory: Path) -> str:
@@ -221,9 +226,7 @@ def _layers(directory: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
     counted, clocked = [], []
     for group in GROUPS:
         leak = group == "leaks"
-        run = results.newest(f"constant-time-counters-{group}", directory)
-        for subject in dict.fromkeys(row["subject"] for row in run["rows"]) if run else ():
-            rows = [row for row in run["rows"] if row["subject"] == subject] if run else []
+        for rows in _counted(group, directory).values():
             differs = any(row["differs"] for row in rows)
             counted.append({"planted": leak, "ok": differs == leak})
         run = results.newest(f"constant-time-times-{group}", directory)
