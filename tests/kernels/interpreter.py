@@ -35,6 +35,7 @@ _broadcast = TritonSemantic.broadcast_impl_value
 _operands = TritonSemantic.binary_op_type_checking_impl
 _scalar_constant = TritonSemantic.scalar_constant
 _handle = interpreter.TensorHandle
+_unwrap = tl.core._unwrap_if_constexpr
 _create_dot = interpreter.InterpreterBuilder.create_dot
 
 
@@ -108,7 +109,10 @@ def _block(shape: tuple[int, ...]) -> tuple[Any, int, str]:
 
 def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
     self.element_ty = element_ty
-    self.sizes = tuple([n.value if type(n) is tl.constexpr else n for n in shape])
+    # Sizes of another block are a tuple of numbers already.
+    is_plain = type(shape) is tuple and type(shape[0]) is int
+    sizes = shape if is_plain else [n.value if type(n) is tl.constexpr else n for n in shape]
+    self.sizes = tuple(sizes)
     self.shape, self.numel, name = _block(self.sizes)
     self.name = f"{name}, {element_ty}>"
 
@@ -208,6 +212,14 @@ def _is_equal(self: Any, other: Any) -> bool:
     return isinstance(other, tl.dtype) and self.name == other.name
 
 
+def _unwrapped(x: Any) -> Any:
+    """A value, of which few are constants of the kernel or tuples."""
+    kind = type(x)
+    if kind is tl.tensor or kind is int or x is None:
+        return x
+    return x.value if kind is tl.constexpr else _unwrap(x)
+
+
 def _init_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
     self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
@@ -228,6 +240,7 @@ _SIGNED = (tl.int32, tl.int64)
 TritonSemantic.broadcast_impl_value = _broadcast_blocks
 TritonSemantic.binary_op_type_checking_impl = _typed_operands
 TritonSemantic.scalar_constant = _known_constant
+tl.core._unwrap_if_constexpr = _unwrapped
 tl.dtype.__eq__ = _is_equal
 interpreter.TensorHandle.__init__ = _init_handle
 interpreter._patch_attr = _call_with_semantic
