@@ -42,7 +42,7 @@ def test_a_rung_in_constant_time_has_no_leak():
 @pytest.mark.parametrize(
     ("kernels", "target"),
     [
-        (forward.RUNNERS[False, True], "AVX2"),
+        pytest.param(forward.RUNNERS[False, True], "AVX2", marks=pytest.mark.slow),
         (extras.KERNELS[1], "AVX-512"),
         (extras.KERNELS[1], "Neoverse N1"),
     ],

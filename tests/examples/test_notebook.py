@@ -10,6 +10,7 @@ import pytest
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "same_bits.ipynb"
 
 
+@pytest.mark.slow
 def test_every_cell_runs(capsys):
     pytest.importorskip("transformers")
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
