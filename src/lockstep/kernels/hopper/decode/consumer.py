@@ -203,6 +203,17 @@ def row_bounds(rows, sizes, run, layout: gl.constexpr):
 
 
 @gluon.jit
+def bounds_of_run(rows, sizes, run, layout: gl.constexpr, FEW: gl.constexpr):
+    """`row_bounds` of all rows, and once more with those of the rows that are computed, all or if
+    FEW the upper ones, in the given layout."""
+    all_layout: gl.constexpr = gl.SliceLayout(1, accumulator(sizes.BLOCK_KV))
+    of_all_rows = row_bounds(rows, sizes, run, all_layout)
+    begin = upper_of_rows(of_all_rows[0][0], layout, FEW)
+    end = upper_of_rows(of_all_rows[0][1], layout, FEW)
+    return of_all_rows, ((begin, end), of_all_rows[1], of_all_rows[2])
+
+
+@gluon.jit
 def is_seen(sizes, first_key, bounds, layout: gl.constexpr):
     """Which rows see which keys of a tile, [ROWS, BLOCK_KV]; bounds are those of the rows."""
     begin, end = bounds
@@ -309,7 +320,6 @@ def consume(rows, sizes, queue, k, v, q_smem, cache):
 @gluon.jit
 def consume_runs(rows, sizes, queue, k, v, q_smem, cache, FEW: gl.constexpr):
     """`consume`. FEW: runs have up to 8 rows each (`few_rows.py`)."""
-    all_layout: gl.constexpr = gl.SliceLayout(1, accumulator(sizes.BLOCK_KV))
     scores = upper_rows(zeros(sizes.BLOCK_KV), FEW)
     row_layout: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     acc_layout: gl.constexpr = accumulator(v.D)
@@ -322,10 +332,7 @@ def consume_runs(rows, sizes, queue, k, v, q_smem, cache, FEW: gl.constexpr):
     run = queue.read(runs, sizes)
     while run.exists != 0:
         rows.load_queries(sizes, run, q_smem)
-        all_bounds = row_bounds(rows, sizes, run, all_layout)
-        begin_of_rows = upper_of_rows(all_bounds[0][0], row_layout, FEW)
-        end_of_rows = upper_of_rows(all_bounds[0][1], row_layout, FEW)
-        bounds = ((begin_of_rows, end_of_rows), all_bounds[1], all_bounds[2])
+        all_bounds, bounds = bounds_of_run(rows, sizes, run, row_layout, FEW)
         empty_m = gl.full([scores.shape[0]], -float("inf"), gl.float32, row_layout)
         # Whatever its rows see, a sequence whose length is wrong is NaN.
         empty_l = gl.full([scores.shape[0]], 0.0, gl.float32, row_layout)

@@ -25,7 +25,7 @@ from lockstep.kernels.hopper.common.spans import (
     span_weights,
 )
 from lockstep.kernels.hopper.decode import plan
-from lockstep.kernels.hopper.decode.consumer import hides_some, is_seen, row_bounds, scores_of
+from lockstep.kernels.hopper.decode.consumer import bounds_of_run, hides_some, is_seen, scores_of
 from lockstep.kernels.hopper.decode.few_rows import (
     all_of_rows,
     all_rows,
@@ -246,7 +246,6 @@ def consume_spans(
     rows, sizes, queue, k, v, q_smem, cache, first_keys, FIXED_MAX: gl.constexpr, FEW: gl.constexpr
 ):
     """All runs of this program. FEW: they have up to 8 rows each (`few_rows.py`)."""
-    all_layout: gl.constexpr = gl.SliceLayout(1, accumulator(sizes.BLOCK_KV))
     scores = upper_rows(zeros(sizes.BLOCK_KV), FEW)
     row_layout: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     left: gl.constexpr = left_operand(v.D)
@@ -254,10 +253,7 @@ def consume_spans(
     seen = 0
     run = queue.read(runs, sizes)
     while run.exists != 0:
-        all_bounds = row_bounds(rows, sizes, run, all_layout)
-        begin = upper_of_rows(all_bounds[0][0], row_layout, FEW)
-        end_of_rows = upper_of_rows(all_bounds[0][1], row_layout, FEW)
-        bounds = ((begin, end_of_rows), all_bounds[1], all_bounds[2])
+        all_bounds, bounds = bounds_of_run(rows, sizes, run, row_layout, FEW)
         first_m, weights, m, l, residue = begin_run(
             rows, sizes, run, k, q_smem, cache, first_keys, all_bounds, bounds, seen, FIXED_MAX,
             FEW,
