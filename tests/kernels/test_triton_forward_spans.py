@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton_device import (
     DEVICE,
+    INTERPRETED,
     attend,
     forget_calls,
     needs_triton,
@@ -152,15 +153,21 @@ def store_sequences(found_ptr, cu_seqlens_ptr, B, T, GROUP: tl.constexpr, BLOCK_
     tl.store(found_ptr + 2 * slot + 1, tl.where(is_good, tile, -1))
 
 
-# Around the number of sequences that are looked at together, and twice as many.
+# Around the number of sequences that are looked at together, which is less in the interpreter, and
+# twice as many.
 @pytest.mark.parametrize(
-    ("B", "dtype"),
+    ("chunks", "more", "dtype"),
     [
-        *((B, torch.int32) for B in (1, 9, 100, 256, 257, 513)),
-        *((B, torch.int64) for B in (9, 257)),
+        *((0, more, torch.int32) for more in (1, 9)),
+        *((1, more, torch.int32) for more in (-1, 0, 1)),
+        (2, 1, torch.int32),
+        *((chunks, 1, torch.int64) for chunks in (0, 1)),
     ],
 )
-def test_every_tile_of_a_packed_batch_has_a_slot(B, dtype):
+def test_every_tile_of_a_packed_batch_has_a_slot(monkeypatch, chunks, more, dtype):
+    if INTERPRETED:
+        monkeypatch.setattr(sequences, "CHUNK", tl.constexpr(16))
+    B = chunks * sequences.CHUNK.value + more
     lens = torch.randint(0, 40, (B,)) * (torch.rand(B) < 20 / B)
     lens[-1] = 33
     starts = [0, *lens.cumsum(0).tolist()]
