@@ -138,8 +138,8 @@ def test_bias_broadcasts(shape):
 @interpreted
 @pytest.mark.parametrize("name", strided_biases(1, 1, 1, 1))
 def test_strides_of_a_bias_change_no_bit(name):
-    bias = strided_biases(2, 2, 20, 40)[name]
-    case = draw(20, 40, B=2, D=16, dtype=F32, bias=bias)
+    bias = strided_biases(2, 2, 17, 20)[name]
+    case = draw(17, 20, B=2, D=16, dtype=F32, bias=bias)
     douts = draw_douts(case)
     got, expected = gradients(case, douts), gradients(case.replaced(bias=bias.contiguous()), douts)
     for what in expected:
