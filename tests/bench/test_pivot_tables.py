@@ -52,9 +52,13 @@ RUN = {
 }
 
 
+def render(directory: Path, name: str) -> str:
+    return pivot_tables.render(*pivot_tables.find(directory)[name])
+
+
 def test_lines_by_problem_and_columns_by_design(tmp_path):
     results.write(RUN, tmp_path / "study.json")
-    assert pivot_tables.find(tmp_path)["designs"].splitlines() == [
+    assert render(tmp_path, "designs").splitlines() == [
         "| D, S | causal | before | after | cuDNN |",
         "|---|---|---:|---:|---:|",
         "| 64, 4k | no | – | **321** | – |",
@@ -66,7 +70,7 @@ def test_lines_by_problem_and_columns_by_design(tmp_path):
 
 def test_lines_by_name_keep_the_order_of_the_file(tmp_path):
     results.write(RUN, tmp_path / "study.json")
-    assert pivot_tables.find(tmp_path)["moves"].splitlines()[2:4] == [
+    assert render(tmp_path, "moves").splitlines()[2:4] == [
         "| dS | 12,345 |",
         "| dQ | 2 |",
     ]
@@ -75,7 +79,7 @@ def test_lines_by_name_keep_the_order_of_the_file(tmp_path):
 def test_the_newest_file_with_a_table_has_it(tmp_path):
     results.write(RUN, tmp_path / "b.json")
     results.write({**RUN, "date": "2026-01-03"}, tmp_path / "a.json")
-    assert "2026-01-03" in pivot_tables.find(tmp_path)["designs"]
+    assert "2026-01-03" in render(tmp_path, "designs")
 
 
 def test_a_block_that_no_file_describes_is_an_error(tmp_path):

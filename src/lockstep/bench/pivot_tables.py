@@ -26,13 +26,14 @@ Run = dict[str, Any]
 BY = ["D, S", "causal"]
 
 
-def find(directory: Path) -> dict[str, str]:
-    """Every table that a results file describes, by name; the newest one where several do."""
+def find(directory: Path) -> dict[str, tuple[dict[str, Any], Run]]:
+    """Every table that a results file describes, by name: what `render` takes, of the newest run
+    where several describe it."""
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in directory.glob("*.json")]
     found = {}
     for run in sorted(runs, key=lambda run: (run["date"], run.get("time", ""))):
         for name, description in run.get("tables", {}).items():
-            found[name] = render(description, run)
+            found[name] = description, run
     return found
 
 

@@ -99,7 +99,8 @@ def fill(text: str, directory: Path) -> str:
 
     def block(match: re.Match[str]) -> str:
         name = match["name"]
-        table = BLOCKS[name](directory) if name in BLOCKS else described[name]
+        known = name in BLOCKS
+        table = BLOCKS[name](directory) if known else pivot_tables.render(*described[name])
         return f"<!-- bench:{name} -->\n{table}\n<!-- /bench:{name} -->"
 
     return MARKED.sub(block, text)
