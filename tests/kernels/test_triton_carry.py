@@ -41,7 +41,7 @@ def _small(monkeypatch):
         return
     use_small_tiles(monkeypatch)
     cuts = (plan.Tiles(16, 16, 1, 1), plan.Tiles(16, 16, 1, 1))
-    for name in ("_HALF_HOPPER", "_SINGLE", "_TF32X3"):
+    for name in ("_HALF_HOPPER", "_SINGLE", "_BF16X6"):
         monkeypatch.setattr(backward, name, dict.fromkeys((64, 128, 256, 512), cuts))
     forget_calls(monkeypatch)
 

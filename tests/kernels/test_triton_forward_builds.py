@@ -128,15 +128,17 @@ def test_tensor_cores_take_float32_if_they_may(capability, product):
     assert_loops_in_registers(kernel, product)
 
 
-def test_three_products_of_tensor_cores_for_one_of_float32():
+def test_six_products_of_bf16_for_one_of_float32():
     """On Hopper tensor cores make all products of float32 factors; on others they make none."""
     by_tensor_cores = built(90, 64, PREFILL, dtype=torch.float32)
-    in_loops = [text for body in by_tensor_cores.loops("HGMMA") for text in body]
-    products = [text for text in in_loops if text.startswith("HGMMA")]
-    assert products
-    assert all(".F32.TF32" in text for text in products)
+    assert_loops_in_registers(by_tensor_cores, "HGMMA")
+    for body in by_tensor_cores.loops("HGMMA"):
+        products = [text for text in body if text.startswith("HGMMA")]
+        assert all(".F32.BF16" in text for text in products)
+        # Steps of 16 of the head dim for the scores, and of a tile's keys for the values.
+        assert len(products) == 6 * (64 + plan._BF16X6[64][0].BLOCK_KV) // 16
     by_others = built(80, 64, PREFILL, dtype=torch.float32)
-    assert not any(".F32.TF32" in text for _, text in by_others.instructions)
+    assert not any("MMA" in text for _, text in by_others.instructions)
 
 
 @pytest.mark.parametrize("function", [split_kv.reduce_parts, split_kv.merge_rows])

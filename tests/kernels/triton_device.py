@@ -46,7 +46,7 @@ def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (plan, launch):
         monkeypatch.setattr(module, "LEAST_SPAN", 32)
     table = dict.fromkeys((64, 128, 256, 512), (tiles, tiles))
-    for name in ("_HALF", "_HALF_BY_POINTERS", "_SINGLE", "_SINGLE_BY_POINTERS", "_TF32X3"):
+    for name in ("_HALF", "_HALF_BY_POINTERS", "_SINGLE", "_SINGLE_BY_POINTERS", "_BF16X6"):
         monkeypatch.setattr(plan, name, table)
     forget_calls(monkeypatch)
 

@@ -79,11 +79,11 @@ _TF32_HOPPER = {
     64: (Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
     128: (Tiles(32, 64, 8, 2), Tiles(64, 32, 8, 2)),
 }
-# Three tf32 products for one of float32.
-_TF32X3 = {
+# Six products of bf16 for one of float32.
+_BF16X6 = {
     **_SINGLE,
-    64: (Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
-    128: (Tiles(32, 32, 4, 1), Tiles(32, 64, 4, 1)),
+    64: (Tiles(32, 64, 4, 2), Tiles(64, 64, 4, 2)),
+    128: (Tiles(32, 64, 4, 1), Tiles(128, 32, 8, 1)),
 }
 
 
@@ -97,7 +97,7 @@ def cuts_of(problem: AttentionProblem, device: Device) -> tuple[Tiles, Tiles]:
     """The cuts for dK and dV, and for dQ."""
     if problem.dtype == torch.float32:
         precision = precision_of(problem, device)
-        table = _TF32X3 if precision == "tf32x3" else _SINGLE
+        table = _BF16X6 if precision == "bf16x6" else _SINGLE
         if precision == "tf32" and device.is_hopper:
             table = _TF32_HOPPER
     elif device.shared_bytes < SHARED_BYTES:

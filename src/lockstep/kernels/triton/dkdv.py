@@ -98,7 +98,7 @@ def add_queries(
             )  # [BLOCK_KV, BLOCK_Q]  # fmt: skip
             seen &= bias != float("-inf")
         p, slope = weights(
-            k, q, m[None, :], norm[None, :], bias, alibi, seen, scoring, PRECISION
+            k, q, m[None, :], norm[None, :], bias, alibi, seen, scoring, PRECISION, True
         )  # fmt: skip
         dout_rows = Head(douts.ptr + g * douts.stride_h, douts.stride_s)
         dout = load_rows(dout_rows, first, q_len, DV, BLOCK_Q, v.shape[1], MASKED)

@@ -68,12 +68,13 @@ def weights(
     seen,  # [M, N] bool, or None
     scoring,
     PRECISION: tl.constexpr,
+    SWAPPED: tl.constexpr = False,
 ):
     """p [M, N] fp32, and the slope of the softcap [M, N], 1 without one.
 
-    Scores are those of the forward, to the bit: `tiles.scores`.
+    Scores are those of the forward, to the bit: `tiles.scores`; if a are keys, with SWAPPED.
     """
-    s = product(a, b, PRECISION)  # [M, N] fp32
+    s = product(a, b, PRECISION, SWAPPED)  # [M, N] fp32
     s, slope = finish_scores(s, bias, alibi, scoring)
     p = exact_weights(s, m, norm, scoring.unit, a.dtype == tl.float32)
     if seen is not None:

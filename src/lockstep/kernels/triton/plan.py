@@ -43,10 +43,10 @@ class Device:
     least_block: int = 16  # what the head dims of 16-bit tiles are padded to at least
 
     @property
-    def has_fast_tf32(self) -> bool:
-        """Whether three tf32 products take less time than one of float32: so it is on Hopper, and
-        this much shared memory is what its tiles need."""
-        return self.shared_bytes >= 200 << 10
+    def has_fast_bf16(self) -> bool:
+        """Whether six products of bf16 take less time than one of float32 and fit: so it is on
+        Hopper, and this much shared memory is what their tiles need. Tensor memory has no room."""
+        return self.is_hopper and self.shared_bytes >= 200 << 10
 
     @property
     def is_hopper(self) -> bool:
@@ -139,9 +139,9 @@ _TF32 = {
     256: (Tiles(32, 16, 8, 2), Tiles(32, 16, 8, 2)),
     512: _SINGLE[512],
 }
-# Three tf32 products for one of float32.
-_TF32X3 = {
-    64: (Tiles(128, 32, 4, 2), Tiles(128, 32, 4, 2)),
+# Six products of bf16 for one of float32.
+_BF16X6 = {
+    64: (Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
     128: (Tiles(128, 32, 8, 2), Tiles(128, 32, 8, 2)),
     256: (Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2)),
     512: _SINGLE[512],
@@ -158,7 +158,7 @@ def precision_of(problem: AttentionProblem, device: Device) -> str:
     """How float32 factors are multiplied, see `products`."""
     if problem.allow_tf32:
         return "tf32"
-    return "tf32x3" if problem.dtype == torch.float32 and device.has_fast_tf32 else "ieee"
+    return "bf16x6" if problem.dtype == torch.float32 and device.has_fast_bf16 else "ieee"
 
 
 def tiles_of(problem: AttentionProblem, device: Device) -> tuple[Tiles, Tiles]:
@@ -167,8 +167,8 @@ def tiles_of(problem: AttentionProblem, device: Device) -> tuple[Tiles, Tiles]:
     precision = precision_of(problem, device)
     if precision == "tf32":
         by_descriptors, by_pointers = _TF32_HOPPER if device.is_hopper else _TF32, _TF32
-    elif precision == "tf32x3":
-        by_descriptors, by_pointers = _TF32X3, _TF32X3
+    elif precision == "bf16x6":
+        by_descriptors, by_pointers = _BF16X6, _BF16X6
     elif problem.dtype == torch.float32:
         by_descriptors, by_pointers = _SINGLE, _SINGLE_BY_POINTERS
     else:
