@@ -33,6 +33,8 @@ WORKS: tuple[Work, ...] = ("prefill", "packed", "decode", "training")
 PROMPT, ODD, PACKED, CHUNK, REST, DRAFT, LONG, SHORT = 1024, 1000, 8192, 256, 96, 4, 16384, 256
 # Sequences that keep a GPU busy without being split.
 MANY = 256
+# The length of images and short texts, which come in large batches: of how many heads.
+IMAGES, HEADS_OF_IMAGES = 256, 1024
 # Builds for a CPU serve any length.
 LONGEST_ON_CPU = 512
 
@@ -137,6 +139,9 @@ def calls_of(
     found = []
     for layer in layers:
         whole = [SampleCall(layer, "dense", PROMPT, PROMPT)] if "prefill" in works else []
+        if "prefill" in works and not layer.causal and layer.window is None:
+            B = -(-HEADS_OF_IMAGES // layer.Hq)
+            whole.append(SampleCall(layer, "dense", IMAGES, IMAGES, B=B))
         if "packed" in works:
             whole.append(SampleCall(layer, "packed", PACKED, PACKED))
         if "training" in works:
@@ -185,8 +190,8 @@ def run(call: SampleCall, dtype: torch.dtype, device: str) -> None:
         ends = torch.tensor([0, call.Sq], dtype=torch.int32, device=device)
         out = api.attention_varlen(q, k, v, ends, ends, **options)
     else:
-        q = zeros(1, layer.Hq, call.Sq, layer.D)
-        k, v = (zeros(1, layer.Hkv, call.Skv, n) for n in (layer.D, layer.value_dim))
+        q = zeros(call.B, layer.Hq, call.Sq, layer.D)
+        k, v = (zeros(call.B, layer.Hkv, call.Skv, n) for n in (layer.D, layer.value_dim))
         out = api.attention(q, k, v, **options)
     if call.backward:
         leaves = [q, k, v, *([options["sinks"]] if layer.sinks else [])]

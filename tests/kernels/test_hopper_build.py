@@ -32,6 +32,7 @@ from unassigned import unassigned_reads
 from lockstep.kernels import launch as protocol
 from lockstep.kernels.hopper.common import copy_engine, sizes
 from lockstep.kernels.hopper.forward import launch, plan
+from lockstep.kernels.hopper.forward.few_keys import few_keys_kernel
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
 from lockstep.kernels.launch import Launch
 from lockstep.simt.taint.code import parse, read_code
@@ -162,6 +163,23 @@ def test_machine_code_of_spans(D):
         assert found["FFMA"] == per_thread
         assert found["FADD"] == per_thread + D // 2 + 8
         assert found["LDS"] == found["STS"] == 8 * (D == 64)
+
+
+def test_machine_code_of_few_keys():
+    """Three programs fit on an SM, and nothing is spilled."""
+    tensors = unwritten(197, 197, B=64, Hq=12, Hkv=12)
+    call = launch.forward_launches(describe(tensors, Options()), tensors, PROCESSORS)
+    bound = bind(call, tensors)["few_keys_kernel"]
+    built = compile_for_hopper(few_keys_kernel, bound.arguments, **bound.launch.options)
+    assert not shared_with_barriers(built.kernel.asm["ttgir"])
+    # Of each program, the hardware takes a KB more.
+    assert 3 * (built.kernel.metadata.shared + 1024) <= sizes.SHARED_BYTES + 1024
+    assert 3 * 128 * built.registers <= 65536
+    assert "serialized" not in built.report
+    found = count([text for _, text in built.instructions])
+    assert found["LDL"] == found["STL"] == 0
+    # Scores of a block and its products with values, in the loop and in that of rows that fail.
+    assert found["HGMMA"] == 2 * (4 + 8)
 
 
 def packed(D: int) -> Tensors:

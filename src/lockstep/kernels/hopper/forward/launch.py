@@ -13,11 +13,14 @@ from lockstep.kernels.hopper.common.copy_engine import ALIGNMENT, copy, fit, rag
 from lockstep.kernels.hopper.common.gluon_shim import TensorDescriptor, gl
 from lockstep.kernels.hopper.common.ring import CHUNK
 from lockstep.kernels.hopper.common.sizes import columns, processors
+from lockstep.kernels.hopper.forward.few_keys import few_keys_kernel
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
 from lockstep.kernels.hopper.forward.plan import (
     INSPECTOR_REGISTERS,
+    KEPT_REGISTERS,
     REGISTERS,
     ROWS,
+    keeps_keys,
     keys_in_l2,
     padded,
     page_rows,
@@ -52,8 +55,12 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
     copied = [
         name for name, x, y in zip(Tensors._fields, tensors, fitted, strict=True) if x is not y
     ]
-    tiles = Tiling.of(problem, n_processors)
-    order, launches = None, [_launch(problem, tensors.q, fitted, tiles, n_processors)]
+    order = None
+    if keeps_keys(problem):
+        launches = [_few_keys_launch(problem, tensors.q, fitted)]
+    else:
+        tiles = Tiling.of(problem, n_processors)
+        launches = [_launch(problem, tensors.q, fitted, tiles, n_processors)]
     if problem.layout == "varlen":
         sorts = tiles.order != UNSORTED.value
         order = order_buffer(problem, tiles.n_tickets, sorts)
@@ -139,6 +146,46 @@ def _launch(
         names=names | {name: "lse" for name, is_unused in unused.items() if is_unused},
         num_warps=4,
         maxnreg=REGISTERS[plan.consumers][0],
+    )
+
+
+def _few_keys_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> Launch:
+    """The launch of `few_keys_kernel`, as `_launch` does it."""
+    plan, n_q_tiles = plan_of(problem), -(-problem.Sq // ROWS)
+    scores, scale, softcap = _scales(problem)
+    strides = strides_like(q, problem.lse_shape)
+    numbers = {
+        "scale": scale,
+        "softcap": softcap,
+        **dict(zip(("row_stride_b", "row_stride_h", "row_stride_s"), strides, strict=True)),
+        "n_q_tiles": n_q_tiles,
+        "tiles_per_program": n_q_tiles,
+        "Hq": problem.Hq,
+        "heads_per_kv": problem.Hq // problem.Hkv,
+        "Sq": problem.Sq,
+        "Skv": problem.Skv,
+    }
+    constants = {
+        "SCORES": scores,
+        "HAS_SINKS": problem.has_sinks,
+        "D": problem.D,
+        "DV": problem.Dv,
+        "BLOCK_KV": plan.block_kv,
+        "BLOCKS": -(-problem.Skv // plan.block_kv),
+        "FIXED_MAX": problem.dtype == torch.bfloat16,
+    }
+    return Launch(
+        few_keys_kernel,
+        (problem.B * problem.Hq,),
+        numbers | constants,
+        maps={
+            "q": _shape(fitted.q, ROWS, padded(problem.D), False).describe,
+            "k": _shape(fitted.k, plan.block_kv, padded(problem.D), False).describe,
+            "v": _shape(fitted.v, plan.block_kv, padded(problem.Dv), False).describe,
+        },
+        names={} if problem.has_sinks else {"sinks": "lse"},
+        num_warps=4,
+        maxnreg=KEPT_REGISTERS,
     )
 
 

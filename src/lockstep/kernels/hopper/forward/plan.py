@@ -65,6 +65,10 @@ NARROW_PLANS = {
 LONG_SPANS = 2048
 # Up to so many keys there is nothing to take turns at.
 FEW_KEYS = 256
+# With two blocks of keys in every sequence of a call, and more heads than that, the keys of a head
+# stay in shared memory: `few_keys.py`. With so many registers of a thread, three programs fit on an
+# SM.
+KEPT_BLOCKS, MANY_HEADS, KEPT_REGISTERS = 2, 512, 168
 FEW_KEYS_PLAN = Plan(consumers=2, block_kv=128, stages=3, q_stages=2, pingpong=False)
 # Pairing tiles is worth it where it keeps programs this busy, and while the keys and values of the
 # heads at work fit into L2.
@@ -101,6 +105,21 @@ def plan_of(problem: AttentionProblem) -> Plan:
     if width == 64 and problem.Skv <= FEW_KEYS and not is_packed:
         return FEW_KEYS_PLAN
     return _by_length(problem, width)
+
+
+def keeps_keys(problem: AttentionProblem) -> bool:
+    """Whether the keys and values of a head stay in shared memory for all its queries, which
+    changes no bit."""
+    is_plain = problem.layout == "dense" and not (problem.has_kv_lens or problem.is_paged)
+    return (
+        is_plain
+        and problem.window == (None, None)
+        and not (problem.query_invariant or problem.constant_time)
+        and problem.softcap is None
+        and max(problem.D, problem.Dv) <= 64
+        and -(-problem.Skv // FEW_KEYS_PLAN.block_kv) == KEPT_BLOCKS
+        and problem.B * problem.Hq > MANY_HEADS
+    )
 
 
 def _with_spans(problem: AttentionProblem, plan: Plan) -> Plan:
