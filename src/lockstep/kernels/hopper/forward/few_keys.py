@@ -1,9 +1,9 @@
 """The forward of many heads with so few keys that all of a head stay in shared memory.
 
 A program is one warpgroup. It loads the keys and values of a head once, and then works on one tile
-of 64 queries after the other. An SM has room for two or three such programs: while one computes
-exponentials or stores its results, another has the tensor cores. The code is short: between tiles
-of few keys, programs wait for instructions as well.
+of 64 queries after the other. An SM has room for three such programs: while one computes
+exponentials or stores its results, another has the tensor cores. Blocks of keys are a loop: written
+out, they spill registers.
 
 A row has the bits that `consumer.py` would give it.
 """
