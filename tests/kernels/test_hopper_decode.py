@@ -236,6 +236,20 @@ def built_loops(built):
     return found
 
 
+def test_results_lie_in_memory_as_the_queries_do():
+    given = tensors_of(D=64, page=16)
+    B, H, _, D = given.q.shape
+    heads_first = torch.randn(B, H, 3, D).bfloat16()
+    lse = torch.randn(B, H, 3)
+    for q in (heads_first, heads_first.transpose(1, 2).contiguous().transpose(1, 2)):
+        problem = describe(given._replace(q=q), Options(causal=True))
+        results = launch._finish(problem, given._replace(q=q), [heads_first.clone(), lse], None)
+        assert results[0].stride() == q.stride()
+        assert torch.equal(results[0], heads_first)
+        assert torch.equal(results[1], lse)
+        assert results[2] is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("D", "page"), [(128, 16), (256, 64)])
 def test_machine_code(D, page):

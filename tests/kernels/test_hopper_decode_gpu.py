@@ -101,6 +101,23 @@ def test_gradients_of_one_query():
         assert (ours - expected).norm() <= 0.01 * expected.norm()
 
 
+@pytest.mark.parametrize("Sq", [1, 5])
+def test_results_lie_in_memory_as_the_queries_do(Sq):
+    torch.manual_seed(0)
+    q = torch.randn(2, 8, Sq, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 256, 16, 2, 64, device="cuda", dtype=torch.bfloat16)  # pages
+    table = torch.arange(256, device="cuda", dtype=torch.int32).view(2, 128)
+    lens = torch.tensor([2048, 77], device="cuda", dtype=torch.int32)
+    tokens_first = q.transpose(1, 2).contiguous().transpose(1, 2)
+    (out, lse), expected = (
+        lockstep.attention_paged(x, k, v, table, lens, causal=True, return_lse=True)
+        for x in (tokens_first, q)
+    )
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+    assert out.transpose(1, 2).is_contiguous()
+
+
 @pytest.mark.parametrize("window", [None, (150, 0)])
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_values_that_are_not_finite_stay_with_the_rows_that_see_them(D, window):

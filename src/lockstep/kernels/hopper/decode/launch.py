@@ -139,11 +139,8 @@ def _fit(names: list[str], lengths: Tensor | None, tensors: Tensors) -> Tensors:
 def _finish(
     problem: AttentionProblem, tensors: Tensors, results: list[Tensor], workspace: Any
 ) -> Result:
-    if problem.is_paged:
-        out, lse = results
-        return out, lse, None
-    out, lse, statistics = (in_order_of(tensors.q, x) for x in results)
-    return out, lse, statistics
+    out, lse, *statistics = (in_order_of(tensors.q, x) for x in results)
+    return out, lse, None if problem.is_paged else statistics[0]
 
 
 def _describe(page_size: int | None, block_kv: int, padding: str, x: Tensor) -> TensorDescriptor:
