@@ -35,6 +35,14 @@ class Plan(NamedTuple):
     seen: Tensor | None = None
 
 
+class Kind(NamedTuple):
+    """A plan without its tensor."""
+
+    holds: str | None  # the field that has it
+    causal: bool
+    window: tuple[int, int] | None
+
+
 class LazyMask(Tensor):
     """A mask [B, 1, Sq, Skv]: 0 for what counts, the lowest number of its dtype for what does not.
 
@@ -42,43 +50,27 @@ class LazyMask(Tensor):
     """
 
     _numbers: Tensor
-    _holds: str | None
-    _causal: bool
-    _window: tuple[int, int] | None
+    _kind: Kind
 
     @staticmethod
     def __new__(
-        cls,
-        numbers: Tensor,
-        holds: str | None,
-        causal: bool,
-        window: tuple[int, int] | None,
-        size: tuple[int, ...],
-        dtype: torch.dtype,
+        cls, numbers: Tensor, kind: Kind, size: tuple[int, ...], dtype: torch.dtype
     ) -> LazyMask:
         made: LazyMask = Tensor._make_wrapper_subclass(
             cls, size, dtype=dtype, device=numbers.device
         )
         return made
 
-    def __init__(
-        self,
-        numbers: Tensor,
-        holds: str | None,
-        causal: bool,
-        window: tuple[int, int] | None,
-        size: tuple[int, ...],
-        dtype: torch.dtype,
-    ) -> None:
-        self._numbers, self._holds, self._causal, self._window = numbers, holds, causal, window
+    def __init__(self, numbers: Tensor, kind: Kind, *_: Any) -> None:
+        self._numbers, self._kind = numbers, kind
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["_numbers"], (self._holds, self._causal, self._window, self.dtype)
+        return ["_numbers"], (*self._kind, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(tensors: dict[str, Tensor], rest: Any, size: Any, _: Any) -> LazyMask:
-        holds, causal, window, dtype = rest
-        return LazyMask(tensors["_numbers"], holds, causal, window, tuple(size), dtype)
+        *kind, dtype = rest
+        return LazyMask(tensors["_numbers"], Kind(*kind), tuple(size), dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -103,12 +95,13 @@ def make(plan: Plan, size: tuple[int, ...], dtype: torch.dtype, device: Any) -> 
     for name, given in plan._asdict().items():
         if isinstance(given, Tensor):
             numbers, holds = given, name
-    return LazyMask(numbers.to(device), holds, plan.causal, plan.window, size, dtype)
+    return LazyMask(numbers.to(device), Kind(holds, plan.causal, plan.window), size, dtype)
 
 
 def plan_of(mask: LazyMask) -> Plan:
-    held: dict[str, Any] = {} if mask._holds is None else {mask._holds: mask._numbers}
-    return Plan(mask._causal, mask._window, **held)
+    holds, causal, window = mask._kind
+    held: dict[str, Any] = {} if holds is None else {holds: mask._numbers}
+    return Plan(causal, window, **held)
 
 
 def build(mask: LazyMask) -> Tensor:
