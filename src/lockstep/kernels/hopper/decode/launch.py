@@ -102,7 +102,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
         },
         [*_listing(problem, names, n_slots), decode, fold],
         fit=partial(_fit, copied, lengths) if copied or lengths is not None else None,
-        finish=partial(_finish, problem),
+        finish=_finish,
     )
 
 
@@ -136,11 +136,9 @@ def _fit(names: list[str], lengths: Tensor | None, tensors: Tensors) -> Tensors:
     return tensors if lengths is None else tensors._replace(kv_lens=lengths)
 
 
-def _finish(
-    problem: AttentionProblem, tensors: Tensors, results: list[Tensor], workspace: Any
-) -> Result:
+def _finish(tensors: Tensors, results: list[Tensor], workspace: Any) -> Result:
     out, lse, *statistics = (in_order_of(tensors.q, x) for x in results)
-    return out, lse, None if problem.is_paged else statistics[0]
+    return out, lse, statistics[0] if statistics else None
 
 
 def _describe(page_size: int | None, block_kv: int, padding: str, x: Tensor) -> TensorDescriptor:
