@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from lockstep import results
-from lockstep.bench import cpu
+from lockstep.bench import cpu, pivot_tables
 from lockstep.kernels.cpu import roof
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,18 +55,11 @@ def main() -> None:
         }
         print(case.name, case.shape, figures, flush=True)
         common = {"case": case.name, "shape": case.shape}
-        rows += [{**common, "column": name, "figure": value} for name, value in figures.items()]
+        rows += pivot_tables.rows_of(common, figures)
     run = results.collect("cpu-one-core", rows)
     run["roof_gflops"] = round(best, 1)
-    run["tables"] = {
-        "cpu_one_core": {
-            "by": ["case", "shape"],
-            "columns": {name: {"column": name} for name in figures},
-            "value": "figure",
-            "format": "{:,.3g}",
-            "caption": f"The roof is {best:.1f} GFLOP/s; least of {ROUNDS} turns",
-        }
-    }
+    caption = f"The roof is {best:.1f} GFLOP/s; least of {ROUNDS} turns"
+    run["tables"] = {"cpu_one_core": pivot_tables.table_of(["case", "shape"], figures, 3, caption)}
     results.write(run, ROOT / results.RESULTS / "cpu-one-core.json")
 
 

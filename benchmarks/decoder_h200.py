@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep import results
+from lockstep.bench import pivot_tables
 from lockstep.integrations import sdpa
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,19 +104,14 @@ def main() -> None:
         }
         name = f"decode, {before} keys" if before else f"prefill, {tokens} tokens"
         common = {"step": name, "sequences": str(B)}
-        rows += [{**common, "column": column, "figure": value} for column, value in figures.items()]
+        rows += pivot_tables.rows_of(common, figures)
         print(common, figures, flush=True)
     if not rows:
         return
     run = results.collect("decoder", rows)
+    caption = f"bf16, {LAYERS} layers of the sizes of Llama 3 8B, in CUDA graphs"
     run["tables"] = {
-        "decoder_gpu": {
-            "by": ["step", "sequences"],
-            "columns": {column: {"column": column} for column in figures},
-            "value": "figure",
-            "format": "{:,.4g}",
-            "caption": f"bf16, {LAYERS} layers of the sizes of Llama 3 8B, in CUDA graphs",
-        }
+        "decoder_gpu": pivot_tables.table_of(["step", "sequences"], figures, 4, caption)
     }
     results.save_for_gpu(run, "decoder", ROOT / results.RESULTS)
 

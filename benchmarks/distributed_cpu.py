@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 
 import lockstep
 from lockstep import results
+from lockstep.bench import pivot_tables
 from lockstep.distributed import context_parallel_attention, shard
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,24 +103,15 @@ def main() -> None:
                 "two processes, ms": by_name[method] * 1e3,
                 "efficiency": by_name["one process"] / by_name[method],
             }
-            rows += [
-                {"mask": mask, "method": method, "column": column, "figure": figure}
-                for column, figure in figures.items()
-            ]
+            rows += pivot_tables.rows_of({"mask": mask, "method": method}, figures)
             print(mask, method, figures)
     run = results.collect("distributed-cpu", rows)
     run["threads"] = threads
-    run["tables"] = {
-        "distributed_cpu": {
-            "on": "cpu",
-            "by": ["mask", "method"],
-            "columns": {column: {"column": column} for column in figures},
-            "value": "figure",
-            "format": "{:,.3g}",
-            "caption": f"forward and backward, fp32, {S:,} tokens, {Hq} query heads and {Hkv} key "
-            f"heads of {D}",
-        }
-    }
+    caption = (
+        f"forward and backward, fp32, {S:,} tokens, {Hq} query heads and {Hkv} key heads of {D}"
+    )
+    table = pivot_tables.table_of(["mask", "method"], figures, 3, caption)
+    run["tables"] = {"distributed_cpu": {"on": "cpu", **table}}
     results.write(run, ROOT / results.RESULTS / "distributed-cpu.json")
 
 

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
 from lockstep import dispatch, results
+from lockstep.bench import pivot_tables
 from lockstep.distributed import context_parallel_attention
 from lockstep.distributed.heads import divide
 from lockstep.distributed.layout import Sharding
@@ -181,11 +182,9 @@ def main() -> None:
         },
         "distributed_calls": {
             "where": {"what": "call"},
-            "by": ["method"],
-            "columns": {column: {"column": column} for column in CALL_COLUMNS},
-            "value": "figure",
-            "format": "{:,.4g}",
-            "caption": f"forward, one rank, Triton kernels, {SIZES}",
+            **pivot_tables.table_of(
+                ["method"], CALL_COLUMNS, 4, f"forward, one rank, Triton kernels, {SIZES}"
+            ),
         },
     }
     results.write(run, ROOT / results.RESULTS / "distributed-h200.json")

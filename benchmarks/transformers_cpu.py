@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from lockstep import results
+from lockstep.bench import pivot_tables
 from lockstep.bench.timing import interleave
 from lockstep.integrations import transformers as integration
 
@@ -92,18 +93,12 @@ def main() -> None:
         common = {"step": name, "sequences": sequences}
         figures = {f"{x}, ms": timings.median(x) * 1e3 for x in IMPLEMENTATIONS}
         figures["times as fast"] = timings.speed("lockstep", against="sdpa")
-        rows += [{**common, "column": column, "figure": x} for column, x in figures.items()]
+        rows += pivot_tables.rows_of(common, figures)
         print(common, figures)
     run = results.collect("transformers-cpu", rows)
-    columns = {column: {"column": column} for column in figures}
+    caption = "fp32, a Llama of 4 layers, 8 query heads and 2 key heads of 64"
     run["tables"] = {
-        "transformers_cpu": {
-            "by": ["step", "sequences"],
-            "columns": columns,
-            "value": "figure",
-            "format": "{:,.4g}",
-            "caption": "fp32, a Llama of 4 layers, 8 query heads and 2 key heads of 64",
-        }
+        "transformers_cpu": pivot_tables.table_of(["step", "sequences"], figures, 4, caption)
     }
     results.write(run, ROOT / results.RESULTS / "transformers-cpu.json")
 

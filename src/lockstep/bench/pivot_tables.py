@@ -16,6 +16,7 @@ Under `tables` such a file has, by the name of the block on a page::
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,22 @@ from lockstep import results
 Row = dict[str, Any]
 Run = dict[str, Any]
 BY = ["D, S", "causal"]
+
+
+def rows_of(common: Row, figures: dict[str, float]) -> list[Row]:
+    """A row for each figure of a line of `table_of`, which `common` tells apart from others."""
+    return [{**common, "column": name, "figure": figure} for name, figure in figures.items()]
+
+
+def table_of(by: list[str], columns: Iterable[str], digits: int, caption: str) -> dict[str, Any]:
+    """The description of a table of what `rows_of` made."""
+    return {
+        "by": by,
+        "columns": {name: {"column": name} for name in columns},
+        "value": "figure",
+        "format": f"{{:,.{digits}g}}",
+        "caption": caption,
+    }
 
 
 def find(directory: Path) -> dict[str, tuple[dict[str, Any], Run]]:
