@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lockstep import call_cache
 from lockstep.cache import Cache
+from lockstep.call import call_cache
 from lockstep.kernels.kernel import BackwardTensors, Gradients, Kernel, Needs, Result
 from lockstep.problem import AttentionProblem, Tensors
 

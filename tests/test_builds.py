@@ -11,7 +11,8 @@ from kernel_calls import forget_calls
 from typer.testing import CliRunner
 
 import lockstep
-from lockstep import builds, cli, model_config, prepare
+from lockstep import builds, cli, model_config
+from lockstep.call import prepare
 from lockstep.kernels import triton
 from lockstep.kernels.hopper.common import requirements
 from lockstep.kernels.launch import Launch

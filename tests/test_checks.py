@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep import checks, prepare
+from lockstep import checks
+from lockstep.call import prepare
 from lockstep.kernels.kernel import BackwardTensors, Kernel
 from lockstep.problem import Options, Tensors, describe
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
 
-from lockstep import autocast, dispatch, ops
+from lockstep import dispatch
+from lockstep.call import autocast, ops
 from lockstep.checks import check_types, split_parts
 from lockstep.dispatch import Explanation
 from lockstep.problem import Options, Tensors, Window, describe, make_options, pad_bias

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lockstep import autocast, dispatch
+from lockstep import dispatch
+from lockstep.call import autocast
 from lockstep.checks import check_types
 from lockstep.distributed import methods
 from lockstep.distributed.agreement import agree, check_equal, sharding_of, word

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lockstep.call.eager import PLAIN_TYPES
 from lockstep.distributed.groups import Mesh
-from lockstep.eager import PLAIN_TYPES
 from lockstep.problem import Tensors
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep import ops as ops  # registers the operators
+from lockstep.call import ops as ops  # registers the operators
 from lockstep.kernels.kernel import Gradients, Needs
 from lockstep.kernels.window import move_window
 

@@ -22,7 +22,7 @@ import torch
 
 from lockstep import dispatch
 from lockstep.cache import Cache
-from lockstep.eager import PLAIN_TYPES
+from lockstep.call.eager import PLAIN_TYPES
 from lockstep.kernels.kernel import BackwardTensors
 from lockstep.problem import Tensors
 

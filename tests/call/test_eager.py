@@ -8,9 +8,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
-from lockstep import call_cache, ops
 from lockstep.cache import Cache
-from lockstep.eager import can_skip_dispatcher
+from lockstep.call import call_cache, ops
+from lockstep.call.eager import can_skip_dispatcher
 from lockstep.options import Options
 
 

@@ -9,8 +9,9 @@ import torch
 from kernel_calls import forget_calls
 
 import lockstep
-from lockstep import call_cache, dispatch
+from lockstep import dispatch
 from lockstep.cache import Cache
+from lockstep.call import call_cache
 from lockstep.problem import Options, Tensors
 
 

@@ -8,8 +8,8 @@ from torch.autograd import gradcheck
 
 import lockstep
 from lockstep import numerics, reference
+from lockstep.call.vmap_rules import DenseArguments
 from lockstep.options import Options
-from lockstep.vmap_rules import DenseArguments
 
 # What runs float32 and bfloat16 differs from machine to machine; float64 is the oracle's.
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]

@@ -18,15 +18,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lockstep import call_cache, dispatch, memory_order, numerics
-from lockstep.checks import REQUIRED, check_parts, check_strided, check_types
-from lockstep.eager import PLAIN_TYPES, Operator, can_skip_dispatcher, is_eager
-from lockstep.gradients import register_gradient
-from lockstep.kernels.cpu.processes import fork_safe
-from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs, Result
-from lockstep.prepare import prepare, prepare_backward
-from lockstep.problem import Layout, Options, Tensors, describe, shown
-from lockstep.vmap_rules import (
+from lockstep import dispatch, memory_order, numerics
+from lockstep.call import call_cache
+from lockstep.call.eager import PLAIN_TYPES, Operator, can_skip_dispatcher, is_eager
+from lockstep.call.gradients import register_gradient
+from lockstep.call.prepare import prepare, prepare_backward
+from lockstep.call.vmap_rules import (
     DenseArguments,
     VmapRule,
     fold_attention,
@@ -34,6 +31,10 @@ from lockstep.vmap_rules import (
     lead_with_samples,
     sample_by_sample,
 )
+from lockstep.checks import REQUIRED, check_parts, check_strided, check_types
+from lockstep.kernels.cpu.processes import fork_safe
+from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs, Result
+from lockstep.problem import Layout, Options, Tensors, describe, shown
 
 # The name of the package: a copy of it under another name has operators of its own.
 _NAMESPACE = __name__.partition(".")[0]
