@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 import lockstep.audit
-from lockstep import results
 from lockstep.integrations import transformers as integration
+from lockstep.output import results
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "integrations"))

@@ -15,8 +15,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from lockstep import results
 from lockstep.audit.timing import gpu_layers
+from lockstep.output import results
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -13,9 +13,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from lockstep import results
 from lockstep.audit.timing import cpu_layers
 from lockstep.audit.timing.outcome import Outcome
+from lockstep.output import results
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -22,10 +22,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lockstep import results
 from lockstep.audit.timing import counters, gpu_clock
 from lockstep.audit.timing.clock import Times
 from lockstep.audit.timing.cpu_layers import timed
+from lockstep.output import results
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS = ("kernels", "rungs", "leaks")

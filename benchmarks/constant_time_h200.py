@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 import lockstep
-from lockstep import results
 from lockstep.bench.gpu_timing import take_turns
+from lockstep.output import results
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS, ROUNDS = 16384, 4

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from lockstep import results
 from lockstep.bench import cpu, pivot_tables
 from lockstep.kernels.cpu import roof
+from lockstep.output import results
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = 12

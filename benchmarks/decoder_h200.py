@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep import results
 from lockstep.bench import pivot_tables
 from lockstep.integrations import sdpa
+from lockstep.output import results
 
 ROOT = Path(__file__).resolve().parents[1]
 HIDDEN, HQ, HKV, D, FFN, LAYERS = 4096, 32, 8, 128, 14336, 4

@@ -20,9 +20,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import lockstep
-from lockstep import results
 from lockstep.bench import pivot_tables
 from lockstep.distributed import context_parallel_attention, shard
+from lockstep.output import results
 
 ROOT = Path(__file__).resolve().parents[1]
 METHODS = ("heads", "gather", "ring")

@@ -23,13 +23,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
-from lockstep import dispatch, results
+from lockstep import dispatch
 from lockstep.bench import pivot_tables
 from lockstep.distributed import context_parallel_attention
 from lockstep.distributed.heads import divide
 from lockstep.distributed.layout import Sharding
 from lockstep.distributed.local import Settings, attend
 from lockstep.options import Options
+from lockstep.output import results
 from lockstep.problem import Tensors, describe
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-from lockstep import results
 from lockstep.distributed import context_parallel_attention, shard
+from lockstep.output import results
 
 ROOT = Path(__file__).resolve().parents[1]
 S, H, D = 32768, 16, 128

@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lockstep
-from lockstep import reference, results
+from lockstep import reference
+from lockstep.output import results
 
 DRAWS = 24
 HEADS = {1023: 4, 4095: 1}  # by how many queries and keys there are

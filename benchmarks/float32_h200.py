@@ -21,8 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import lockstep
-from lockstep import error_rule, results
+from lockstep import error_rule
 from lockstep.bench.gpu_timing import take_turns
+from lockstep.output import results
 from lockstep.problem import Options, Tensors, describe
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,14 +20,14 @@ import torch
 from rich.console import Console
 
 import lockstep
-from lockstep import results
 from lockstep.bench import peers
 from lockstep.bench.gpu_timing import take_turns
-from lockstep.console import table
-from lockstep.formats import duration
 from lockstep.ladder import RUNGS, Problem, Rung, Tensors, run_on_gpu
 from lockstep.ladder.check import errors
 from lockstep.ladder.survey import microseconds
+from lockstep.output import results
+from lockstep.output.console import table
+from lockstep.output.formats import duration
 
 ROOT = Path(__file__).resolve().parents[1]
 PROBLEMS = (

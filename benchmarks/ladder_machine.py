@@ -19,10 +19,10 @@ from typing import Any
 
 from rich.console import Console
 
-from lockstep import results
-from lockstep.console import progress
 from lockstep.ladder import RUNGS, Problem, Rung, find, launches_of
 from lockstep.ladder.survey import survey
+from lockstep.output import results
+from lockstep.output.console import progress
 from lockstep.simt.cuda_cpp import emit
 from lockstep.simt.nvrtc import compile_source
 from lockstep.simt.occupancy import GPUS

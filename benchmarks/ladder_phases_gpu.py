@@ -26,10 +26,10 @@ import torch
 from rich.console import Console
 from triton.testing import do_bench
 
-from lockstep import console as screen
-from lockstep import results
 from lockstep.ladder import Problem, Rung, Tensors, find, launches_of, run_on_gpu
 from lockstep.ladder.survey import microseconds
+from lockstep.output import console as screen
+from lockstep.output import results
 from lockstep.simt.cuda_cpp import phases
 from lockstep.simt.gpu import launch as launch_on_gpu
 from lockstep.simt.launch import extent

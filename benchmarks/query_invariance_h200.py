@@ -19,8 +19,8 @@ from gpu_h200 import load
 from torch import Tensor
 
 import lockstep
-from lockstep import results
 from lockstep.bench.gpu_timing import take_turns
+from lockstep.output import results
 
 TOKENS = 16384
 ROUNDS = 3

@@ -36,8 +36,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from lockstep import results
 from lockstep.environment import current_commit
+from lockstep.output import results
 from lockstep.simt import gpu, ir, nvrtc
 from lockstep.simt.cuda_cpp import emit
 from lockstep.simt.launch import extent

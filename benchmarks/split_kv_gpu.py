@@ -15,10 +15,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lockstep import results
 from lockstep.ladder import Problem, Rung, Tensors, find, launches_of
 from lockstep.ladder.check import errors
 from lockstep.ladder.survey import time_launches
+from lockstep.output import results
 
 ROOT = Path(__file__).resolve().parents[1]
 PROBLEMS = (

@@ -15,10 +15,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
 
-from lockstep import results
 from lockstep.bench import pivot_tables
 from lockstep.bench.timing import interleave
 from lockstep.integrations import transformers as integration
+from lockstep.output import results
 
 ROOT = Path(__file__).resolve().parents[1]
 IMPLEMENTATIONS = ("sdpa", "lockstep")

@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.measure import Measurement
 from typer.testing import CliRunner
 
-from lockstep import cli, command, demo, results
+from lockstep import cli, demo
 from lockstep.bench import cpu, show, timing
 from lockstep.demo import checks
 from lockstep.dispatch import KERNELS
+from lockstep.output import command, results
 
 runner = CliRunner()
 
@@ -174,7 +175,7 @@ def test_demo_fails_when_a_check_does(monkeypatch, failing):
 # What each command does first, so that it can be made to fail there.
 BEGINS = {
     ("demo",): "lockstep.demo.run",
-    ("doctor",): "lockstep.doctor.examine",
+    ("doctor",): "lockstep.commands.doctor.examine",
     ("bench", "cpu"): "lockstep.bench.cpu.run",
     ("bench", "gpu"): "lockstep.bench.gpu_run.main",
     ("audit", "bits"): "lockstep.audit.cli._prepare",
@@ -244,7 +245,7 @@ def test_an_error_of_ours_is_not_taken_for_a_lack_of_memory(monkeypatch):
     def examine():
         raise RuntimeError("something else")
 
-    monkeypatch.setattr("lockstep.doctor.examine", examine)
+    monkeypatch.setattr("lockstep.commands.doctor.examine", examine)
     assert isinstance(runner.invoke(cli.app, ["doctor"]).exception, RuntimeError)
 
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from lockstep import results
 from lockstep.environment import Commit, current_commit
+from lockstep.output import results
 
 
 @pytest.mark.parametrize(

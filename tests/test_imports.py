@@ -94,4 +94,4 @@ def test_no_circle():
 def test_an_import_inside_a_function_and_a_relative_one_count():
     assert "kernels/cpu/__init__.py" in graph()["dispatch.py"]
     assert "ladder/rung.py" in graph()["ladder/cli.py"]
-    assert "doctor.py" in graph()["cli.py"]
+    assert "commands/doctor.py" in graph()["cli.py"]

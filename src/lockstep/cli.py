@@ -10,13 +10,13 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from lockstep import plan_context, warm_up_cli
 from lockstep.audit import cli as audit_cli
 from lockstep.bench import cli as bench_cli
-from lockstep.command import Commands, Json, ends_with_status_2, print_json, run
+from lockstep.commands import plan_context, warm_up
 from lockstep.ladder import cli as ladder_cli
 from lockstep.ladder import sweep as ladder_sweep
 from lockstep.ladder.claims import cli as claims_cli
+from lockstep.output.command import Commands, Json, ends_with_status_2, print_json, run
 from lockstep.report import cli as report_cli
 
 app = typer.Typer(
@@ -75,7 +75,7 @@ def demo() -> None:
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what hardware, versions and kernels are here, and why a kernel cannot run."""
-    from lockstep import doctor
+    from lockstep.commands import doctor
 
     facts = doctor.examine()
     if as_json:
@@ -84,7 +84,7 @@ def doctor(as_json: Json = False) -> None:
         doctor.report(facts, Console())
 
 
-app.command("warm-up")(warm_up_cli.warm_up)
+app.command("warm-up")(warm_up.warm_up)
 
 
 @app.command()

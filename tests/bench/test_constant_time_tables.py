@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lockstep import results
 from lockstep.bench import constant_time_plot, constant_time_tables, tables
+from lockstep.output import results
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lockstep.bench.counter_tables import COUNTS, agreement_block, counters_block
-from lockstep.results import where_on_gpu
+from lockstep.output.results import where_on_gpu
 
 ENVIRONMENT = {
     "hardware": {"gpus": ["NVIDIA X1"]},

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lockstep import cli, results
+from lockstep import cli
 from lockstep.bench import (
     gpu,
     gpu_calls,
@@ -24,6 +24,7 @@ from lockstep.bench import (
 from lockstep.bench.contender import Contender
 from lockstep.bench.row import DeviceLost
 from lockstep.kernels import cpu
+from lockstep.output import results
 
 runner = CliRunner()
 SMALL = {

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import results
 from lockstep.bench import ladder_tables, tables
 from lockstep.ladder import RUNGS
+from lockstep.output import results
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import results
 from lockstep.bench import pivot_tables, tables
+from lockstep.output import results
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = {

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import results
 from lockstep.bench import tables
+from lockstep.output import results
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep import doctor
+from lockstep.commands import doctor
 from lockstep.kernels.cpu import compile as compiling
 from lockstep.kernels.cpu import machine, processes, scalar, store
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from lockstep import results
 from lockstep.cli import app
 from lockstep.ladder.claims import CLAIMS, DEPENDS, DIFFERS, HOLDS, UNMEASURED, Claim, evidence
 from lockstep.ladder.claims.claim import LENSES, about, at_least, at_most, between, exactly, number
 from lockstep.ladder.claims.page import PAGE, findings, ledger, page, summary
+from lockstep.output import results
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from rich.text import Text
 from lockstep.audit import distributed_cli, exact_cli, model_cli
 from lockstep.audit.cli_options import check_device, dtype_of
 from lockstep.audit.timing import cli as timing_cli
-from lockstep.command import Json, by_option, ends_with_status_2, print_json
-from lockstep.console import BAD, GOOD, NO, OURS, QUIET, YES, progress, table
+from lockstep.output.command import Json, by_option, ends_with_status_2, print_json
+from lockstep.output.console import BAD, GOOD, NO, OURS, QUIET, YES, progress, table
 
 if TYPE_CHECKING:
     from lockstep.audit.calls import Shape

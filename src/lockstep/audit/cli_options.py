@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from lockstep.formats import DTYPES
+from lockstep.output.formats import DTYPES
 
 if TYPE_CHECKING:
     import torch

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from lockstep.audit.cli_options import check_device, dtype_of
-from lockstep.command import Json, ends_with_status_2, print_json
-from lockstep.console import BAD, GOOD, NO, QUIET, YES, table
+from lockstep.output.command import Json, ends_with_status_2, print_json
+from lockstep.output.console import BAD, GOOD, NO, QUIET, YES, table
 
 if TYPE_CHECKING:
     from lockstep.audit.distributed import Case

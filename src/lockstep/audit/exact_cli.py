@@ -12,8 +12,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from lockstep.audit.cli_options import check_device
-from lockstep.command import Json, ends_with_status_2, print_json
-from lockstep.console import BAD, GOOD, OURS, QUIET, table
+from lockstep.output.command import Json, ends_with_status_2, print_json
+from lockstep.output.console import BAD, GOOD, OURS, QUIET, table
 
 if TYPE_CHECKING:
     from lockstep.audit.exact import Failure, Summary

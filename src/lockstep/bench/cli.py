@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lockstep.command import Json, ends_with_status_2, print_json
-from lockstep.console import BAD, QUIET, progress
+from lockstep.output.command import Json, ends_with_status_2, print_json
+from lockstep.output.console import BAD, QUIET, progress
 
 app = typer.Typer(help="Time the kernels against PyTorch.", no_args_is_help=True)
 
@@ -30,9 +30,9 @@ def cpu_command(
     is how many times as fast as what a case is held against, and the roof what the cores do in
     multiply-adds alone. Exit status 1 if a result is wrong.
     """
-    from lockstep import results
     from lockstep.bench import cpu, show, timing
     from lockstep.kernels.cpu import roof as cpu_roof
+    from lockstep.output import results
 
     rounds = QUICK_ROUNDS if quick else ROUNDS
     # What is printed on the way goes to stderr: stdout is for the table, or for JSON alone.

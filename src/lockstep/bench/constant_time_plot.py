@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep import results
 from lockstep.bench.constant_time_tables import GROUPS, Timed, timed
+from lockstep.output import results
 
 WIDTH, HEIGHT, LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT = 860, 400, 60, 46, 560, 300
 LIMIT, CLEAR = 4.5, 10.0

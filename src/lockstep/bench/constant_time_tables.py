@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep import results
-from lockstep.formats import duration, number
+from lockstep.output import results
+from lockstep.output.formats import duration, number
 
 Run = dict[str, Any]
 GROUPS = ("kernels", "rungs", "leaks")

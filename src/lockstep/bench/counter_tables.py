@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep import results
+from lockstep.output import results
 
 Run = dict[str, Any]
 COUNTS = ("global_requests", "global_sectors", "shared_wavefronts")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lockstep import formats
 from lockstep.bench.timing import Timings, WrongResult, interleave
+from lockstep.output import formats
 
 if TYPE_CHECKING:
     from torch import Tensor

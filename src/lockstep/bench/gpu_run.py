@@ -10,12 +10,12 @@ from typing import Any
 
 from rich.console import Console
 
-from lockstep import results
 from lockstep.bench import gpu, gpu_cases, gpu_timing, ours, peers, show
 from lockstep.bench.contender import Contender
 from lockstep.bench.row import DeviceLost
-from lockstep.command import USAGE, print_json
-from lockstep.console import BAD, QUIET, progress
+from lockstep.output import results
+from lockstep.output.command import USAGE, print_json
+from lockstep.output.console import BAD, QUIET, progress
 
 WRONG = 1
 

@@ -13,8 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lockstep import results
 from lockstep.bench.ours import EQUAL, INVARIANT
+from lockstep.output import results
 
 Row = dict[str, Any]
 Run = dict[str, Any]

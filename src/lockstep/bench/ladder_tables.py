@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep import results
 from lockstep.bench.counter_tables import counters_block
-from lockstep.formats import duration, kilobytes, megabytes, number
 from lockstep.ladder import RUNGS
+from lockstep.output import results
+from lockstep.output.formats import duration, kilobytes, megabytes, number
 
 Run = dict[str, Any]
 

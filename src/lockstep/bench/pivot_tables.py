@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lockstep import results
+from lockstep.output import results
 
 Row = dict[str, Any]
 Run = dict[str, Any]

@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.bench import gpu_tables
-from lockstep.console import BAD, GOOD, OURS, QUIET, THEIRS, table
-from lockstep.formats import duration
+from lockstep.output.console import BAD, GOOD, OURS, QUIET, THEIRS, table
+from lockstep.output.formats import duration
 
 
 def cpu_table(rows: list[dict[str, Any]], roof: float) -> Table:

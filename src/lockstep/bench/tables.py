@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep import results
 from lockstep.bench import (
     constant_time_plot,
     constant_time_tables,
@@ -27,7 +26,8 @@ from lockstep.bench import (
 )
 from lockstep.bench.counter_tables import agreement_block
 from lockstep.bench.models import summary
-from lockstep.formats import duration
+from lockstep.output import results
+from lockstep.output.formats import duration
 
 
 def cpu_block(directory: Path) -> str:

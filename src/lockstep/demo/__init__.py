@@ -14,11 +14,11 @@ from rich.text import Text
 
 from lockstep import environment
 from lockstep.bench import cpu
-from lockstep.console import BAD, GOOD, NO, OURS, QUIET, THEIRS, YES, bar, table
 from lockstep.demo import checks
-from lockstep.formats import duration, number
 from lockstep.ladder import RUNGS, Problem, Rung
 from lockstep.ladder.survey import Counted, count
+from lockstep.output.console import BAD, GOOD, NO, OURS, QUIET, THEIRS, YES, bar, table
+from lockstep.output.formats import duration, number
 
 BAR_WIDTH = 30
 INDENT = (0, 0, 0, 2)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lockstep.formats import dtype_name
+from lockstep.output.formats import dtype_name
 
 if TYPE_CHECKING:
     from torch import Tensor

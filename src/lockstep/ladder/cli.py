@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from lockstep.command import Json, by_option, print_json
+from lockstep.output.command import Json, by_option, print_json
 from lockstep.simt import cli as simt_cli
 from lockstep.simt.cli import Arguments, Html, UsageError, reported, save_page
 
@@ -284,7 +284,7 @@ def ladder(
     Exit status 1 if a rung is wrong or has a hazard.
     """
     with reported():
-        from lockstep.console import progress
+        from lockstep.output.console import progress
 
         from .survey import survey
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from lockstep.command import Json, print_json
-from lockstep.console import progress
+from lockstep.output.command import Json, print_json
+from lockstep.output.console import progress
 from lockstep.simt.cli import UsageError, reported
 
 from .cli import LEGEND, chosen, has_gpu, known, problem_of, rung_named

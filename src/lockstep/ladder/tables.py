@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.console import BAD, OURS, QUIET, table
-from lockstep.formats import duration, kilobytes, megabytes, number
+from lockstep.output.console import BAD, OURS, QUIET, table
+from lockstep.output.formats import duration, kilobytes, megabytes, number
 
 from .plan import Plan
 from .survey import Counted, Row

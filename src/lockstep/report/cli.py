@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from lockstep import console, results
+from lockstep.output import console, results
 
 from . import GPU
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lockstep import results
 from lockstep.bench import gpu_tables
 from lockstep.ladder import Problem, find
 from lockstep.ladder.plan import PEAKS, Plan, Step
 from lockstep.ladder.rung import BYTES, plans_of
+from lockstep.output import results
 from lockstep.simt.occupancy import fit
 
 from . import GPU

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lockstep.command import Json, ends_with_status_2, print_json
+from lockstep.output.command import Json, ends_with_status_2, print_json
 
 from .errors import SimtError
 from .kernel import Kernel

@@ -8,10 +8,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lockstep import cli, results
+from lockstep import cli
 from lockstep.bench import gpu, timing
 from lockstep.bench.models import cases, measure, run, summary, sustained
 from lockstep.bench.models.contender import NAME, Contender, ours
+from lockstep.output import results
 
 runner = CliRunner()
 

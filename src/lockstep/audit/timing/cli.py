@@ -11,8 +11,8 @@ from rich.text import Text
 
 from lockstep.audit.cli_options import check_device
 from lockstep.audit.timing.outcome import Outcome
-from lockstep.command import Json, ends_with_status_2, print_json
-from lockstep.console import BAD, NO, QUIET, YES
+from lockstep.output.command import Json, ends_with_status_2, print_json
+from lockstep.output.console import BAD, NO, QUIET, YES
 
 LAYERS = ("code", "memcheck", "counters", "time")
 

@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep import results
 from lockstep.bench import gpu, gpu_run, gpu_timing
 from lockstep.bench.gpu_tables import columns, figure
 from lockstep.bench.models import cases, flash_peers, measure, sustained, torch_peers
 from lockstep.bench.models.contender import NAME, Contender, ours
 from lockstep.bench.models.summary import SUITE, speed, summarize
-from lockstep.command import USAGE, print_json
-from lockstep.console import BAD, GOOD, QUIET, table
+from lockstep.output import results
+from lockstep.output.command import USAGE, print_json
+from lockstep.output.console import BAD, GOOD, QUIET, table
 
 
 def main(

@@ -6,10 +6,10 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from lockstep import results
 from lockstep.bench.gpu_tables import columns, figure
 from lockstep.bench.models.cases import KINDS
 from lockstep.bench.models.contender import NAME
+from lockstep.output import results
 
 Row = dict[str, Any]
 SUITE = "models"

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lockstep.command import Json, print_json
-from lockstep.console import progress
+from lockstep.output.command import Json, print_json
+from lockstep.output.console import progress
 
 
 def claims(

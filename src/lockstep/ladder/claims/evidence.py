@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from lockstep import results
 from lockstep.ladder import (
     LaunchPlan,
     PhasePlan,
@@ -20,6 +19,7 @@ from lockstep.ladder import (
     run_on_machine,
 )
 from lockstep.ladder.plan import Plan, Step
+from lockstep.output import results
 from lockstep.simt.occupancy import fit
 
 from .claim import Readings

@@ -14,7 +14,7 @@ from itertools import groupby
 
 from rich.table import Table
 
-from lockstep import results
+from lockstep.output import results
 
 from . import CLAIMS, DEPENDS, DIFFERS, HOLDS, UNMEASURED, Claim, Finding
 from .evidence import where

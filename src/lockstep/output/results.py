@@ -20,7 +20,7 @@ ON_GPU = ("gpu", "models")  # suites that measure a GPU
 
 def checkout() -> Path | None:
     """The root of the checkout this package runs from, or None if it was installed elsewhere."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     return root if (root / RESULTS).is_dir() else None
 
 

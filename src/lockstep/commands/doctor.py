@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from lockstep import environment
-from lockstep.console import OURS, QUIET
-from lockstep.formats import dtype_name
+from lockstep.output.console import OURS, QUIET
+from lockstep.output.formats import dtype_name
 
 CLAIMS = ("deterministic", "batch_invariant", "query_invariant", "constant_time")
 

@@ -6,8 +6,8 @@ import doctest
 
 import pytest
 
-from lockstep import formats
-from lockstep.formats import duration, kilobytes, number
+from lockstep.output import formats
+from lockstep.output.formats import duration, kilobytes, number
 
 
 def test_the_examples_print_what_they_say():

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from lockstep.console import BAD, OURS, QUIET, table
-from lockstep.formats import duration, megabytes
+from lockstep.output.console import BAD, OURS, QUIET, table
+from lockstep.output.formats import duration, megabytes
 
 if TYPE_CHECKING:
     from lockstep.distributed.plan import Kernels, Row
@@ -94,8 +94,8 @@ def _report(rows: list[Row], kernels: Kernels) -> None:
 
 
 def _rates(gpu: str, D: int, causal: bool, tflops: str | None) -> Kernels:
-    from lockstep import results
     from lockstep.distributed.plan import Kernels, Rates, rates_of
+    from lockstep.output import results
 
     if tflops is not None:
         rates = Rates(*(1e12 * x for x in _numbers("--tflops", tflops, ",")))

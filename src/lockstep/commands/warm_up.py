@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from lockstep.command import Json, ends_with_status_2, print_json
-from lockstep.console import progress
+from lockstep.output.command import Json, ends_with_status_2, print_json
+from lockstep.output.console import progress
 
 
 def warm_up(
@@ -56,7 +56,7 @@ def warm_up(
             shape = (heads, kv_heads or heads, head_dim, value_dim, not encoder, seen)
             wanted = Layer(*shape, softcap=softcap, sinks=sinks)
         works: Any = [name for name in work.split(",") if name]
-        kind = None if dtype is None else getattr(torch, dtype, dtype)
+        kind: Any = None if dtype is None else getattr(torch, dtype, dtype)
         layers, _ = builds.layers_of(wanted)
         where = device or builds.default_device()
         aside = Console(stderr=True)

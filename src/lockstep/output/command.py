@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from lockstep.console import BAD
+from lockstep.output.console import BAD
 
 USAGE, INTERRUPTED = 2, 130
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script to read.")]

@@ -1,0 +1,1 @@
+"""Commands that stand alone: doctor, plan-context and warm-up."""
