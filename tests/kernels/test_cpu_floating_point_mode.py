@@ -8,7 +8,7 @@ import torch
 from problems import same_bits
 
 import lockstep
-from lockstep.kernels.cpu.entry import entry_of
+from lockstep.kernels.cpu.compiler.entry import entry_of
 
 # Values, gradients and statistics that are subnormal, or become so on the way.
 TINY = 1e-38

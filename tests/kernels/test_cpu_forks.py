@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import lockstep
-from lockstep.kernels.cpu import compile as compiling
+from lockstep.kernels.cpu.compiler import compile as compiling
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here"),

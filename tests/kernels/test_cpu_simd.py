@@ -11,7 +11,7 @@ from numba import njit
 from problems import same_bits
 
 import lockstep
-from lockstep.kernels.cpu import scalar
+from lockstep.kernels.cpu.compiler import scalar
 
 F32 = np.float32
 

@@ -19,8 +19,9 @@ import pytest
 
 import lockstep
 from lockstep.commands import doctor
-from lockstep.kernels.cpu import compile as compiling
-from lockstep.kernels.cpu import machine, processes, scalar, store
+from lockstep.kernels import cpu
+from lockstep.kernels.cpu.compiler import compile as compiling
+from lockstep.kernels.cpu.compiler import machine, processes, scalar, store
 
 
 def _answer(arguments):
@@ -202,7 +203,7 @@ def test_code_is_looked_for_where_it_would_be_written(tmp_path, monkeypatch, com
 
 
 def test_the_directory_of_the_user_comes_first(tmp_path, monkeypatch):
-    beside = Path(store.__file__).parent / "__pycache__"
+    beside = Path(store.__file__).parents[1] / "__pycache__"
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     assert store.directories()[0] == beside
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
@@ -219,6 +220,17 @@ def test_code_of_older_sources_is_removed_and_that_of_other_machines_stays(home,
     other.touch()
     assert _run() == 42
     assert {*home.iterdir()} == {path, other}
+
+
+def test_code_depends_on_every_source_of_the_package(tmp_path, monkeypatch):
+    copy = tmp_path / "cpu"
+    shutil.copytree(store.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(store, "PACKAGE", copy)
+    keys = {store._key.__wrapped__()}
+    for path in copy.rglob("*.py"):
+        path.write_text(path.read_text() + "#")
+        keys.add(store._key.__wrapped__())
+    assert len(keys) == 1 + len(list(Path(cpu.__file__).parent.rglob("*.py")))
 
 
 def test_a_long_compilation_is_reported_once(home, compilations, monkeypatch, capsys):

@@ -57,7 +57,7 @@ def compile_cache() -> dict[str, Any]:
 
     `directory` is where new kernels are saved, None where no directory can be written to.
     """
-    from lockstep.kernels.cpu import store
+    from lockstep.kernels.cpu.compiler import store
 
     directory = store.home()
     sizes = [path.stat().st_size for path in store.files()]

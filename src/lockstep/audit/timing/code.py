@@ -3,8 +3,9 @@
 LLVM writes the code it generates as text, for this machine or for another. In it, secrets are what
 comes out of floating-point and vector registers, and what general registers load with 32 bits or
 less: in these kernels all that steers, addresses and counts, is loaded with 64
-(`kernels.cpu.call`). Whatever is computed from a secret is one. A secret must not reach a branch,
-the address of a load or a store, or a division of integers, which takes longer for some numbers.
+(`kernels.cpu.call.record`). Whatever is computed from a secret is one. A secret must not reach a
+branch, the address of a load or a store, or a division of integers, which takes longer for some
+numbers.
 
 Over-approximated: every float counts as secret, whatever it is; where one function returns a secret
 in a general register, all do. Not seen: secrets that are loaded as 64-bit words, those that go
@@ -21,9 +22,9 @@ from types import ModuleType
 
 from lockstep.audit.timing import aarch64, x86_64
 from lockstep.audit.timing.state import State
-from lockstep.kernels.cpu import machine
-from lockstep.kernels.cpu.compile import Kernel
-from lockstep.kernels.cpu.machine import Target
+from lockstep.kernels.cpu.compiler import machine
+from lockstep.kernels.cpu.compiler.compile import Kernel
+from lockstep.kernels.cpu.compiler.machine import Target
 
 READERS: dict[str, ModuleType] = {"aarch64": aarch64, "arm64": aarch64, "x86_64": x86_64}
 TARGETS = {

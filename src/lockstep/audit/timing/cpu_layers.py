@@ -13,7 +13,7 @@ from lockstep.audit.timing.clock import Times
 from lockstep.audit.timing.leaks import LEAKS
 from lockstep.audit.timing.outcome import Outcome, judged, skipped
 from lockstep.audit.timing.secrets import CASES, Case, fixed
-from lockstep.kernels.cpu import machine
+from lockstep.kernels.cpu.compiler import machine
 from lockstep.kernels.cpu.kernels import constant_time_kernels
 
 

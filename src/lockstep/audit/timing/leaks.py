@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.kernels.cpu import scalar
-from lockstep.kernels.cpu.arguments import argument
-from lockstep.kernels.cpu.compile import Kernel, compiled, kernel
-from lockstep.kernels.cpu.simd import LLVM_I64, Emit, emitter, f32, i64
-from lockstep.kernels.cpu.threads import parallel
+from lockstep.kernels.cpu.call.arguments import argument
+from lockstep.kernels.cpu.call.threads import parallel
+from lockstep.kernels.cpu.compiler import scalar
+from lockstep.kernels.cpu.compiler.compile import Kernel, compiled, kernel
+from lockstep.kernels.cpu.compiler.simd import LLVM_I64, Emit, emitter, f32, i64
 
 N, ROUNDS, TABLE = 64, 8, 1 << 22
 

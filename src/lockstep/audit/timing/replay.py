@@ -26,10 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.kernels.cpu import forward, machine, tensors, threads
-from lockstep.kernels.cpu.arguments import HEADER
-from lockstep.kernels.cpu.call import CALL
-from lockstep.kernels.cpu.compile import Kernel
+from lockstep.kernels.cpu import forward
+from lockstep.kernels.cpu.call import tensors, threads
+from lockstep.kernels.cpu.call.arguments import HEADER
+from lockstep.kernels.cpu.call.record import CALL
+from lockstep.kernels.cpu.compiler import machine
+from lockstep.kernels.cpu.compiler.compile import Kernel
 
 PROGRAM = Path(__file__).with_name("replay.c")
 # An integer below this is no float, nor two of them.

@@ -2,13 +2,16 @@
 
 Importing this package compiles nothing and does not import numba.
 
-    wide.py     many query rows, one per SIMD lane           prefill
-    narrow.py   a few query rows, keys across the lanes      decode; narrow_rows.py  its SIMD loops
-    units.py    query rows and spans, cut into work for threads
-    forward.py  runs that work and merges                    backward.py  gradients
-    running.py  the softmax state of many rows
-    merge.py    the split-KV formula for one row             carry.py     keys in blocks
-    tiles.py    register tiles   memory.py  rows in and out  simd.py  vector code from Python
+    forward.py   units.py cuts query rows and spans into work for threads; it runs that work, merges
+    backward.py  gradients; extras.py  its smaller passes
+    carry.py     keys in blocks; carry_backward.py  their gradients
+    arithmetic/  what one thread computes
+        wide.py     many query rows, one per SIMD lane        prefill
+        narrow.py   a few query rows, keys across the lanes   decode; narrow_rows.py  its SIMD loops
+        running.py  the softmax state of many rows            merge.py   the split-KV formula
+        tiles.py    register tiles                            memory.py  rows in and out
+    call/        a call's tensors as a record of addresses, and the threads that run it
+    compiler/    vector code from Python (simd.py), LLVM, machine code on disk
 
 A row's bits depend on its own sequence alone: every sum is a chain in ascending order inside
 spans of 256 keys at fixed positions, and spans are folded in ascending order.
@@ -24,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.carry import Carry
-from lockstep.kernels.cpu import processes as processes
+from lockstep.kernels.cpu.compiler import processes as processes
 from lockstep.kernels.kernel import (
     BackwardTensors,
     Gradients,
@@ -37,7 +40,7 @@ from lockstep.kernels.kernel import (
 )
 from lockstep.problem import AttentionProblem, Tensors
 
-# Where subnormal numbers can be flushed: see entry.py.
+# Where subnormal numbers can be flushed: see compiler/entry.py.
 FLUSHING = ("aarch64", "arm64", "x86_64")
 # Positions are compared as int32 inside tiles.
 MAX_LENGTH = 1 << 28
@@ -70,7 +73,7 @@ def _prepare_backward(
 
 
 def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    from lockstep.kernels.cpu.merge import merge
+    from lockstep.kernels.cpu.arithmetic.merge import merge
 
     return merge(outs, lses)
 
@@ -80,7 +83,8 @@ def _supports_merge(part: Tensor) -> bool:
 
 
 def _carry() -> Carry:
-    from lockstep.kernels.cpu import carry, carry_backward, wide
+    from lockstep.kernels.cpu import carry, carry_backward
+    from lockstep.kernels.cpu.arithmetic import wide
 
     return Carry(
         span=wide.SPAN,

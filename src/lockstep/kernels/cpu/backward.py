@@ -19,20 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from lockstep.kernels.cpu import processes, scalar
-from lockstep.kernels.cpu.arguments import argument, enter, record_at, take_ticket
-from lockstep.kernels.cpu.call import (
-    is_constant_time,
-    of_sequence,
-    row_address,
-    split_row,
-    variants,
-)
-from lockstep.kernels.cpu.compile import compiled
-from lockstep.kernels.cpu.extras import bias_gradient, row_deltas, sink_gradient
-from lockstep.kernels.cpu.memory import scatter_columns
-from lockstep.kernels.cpu.merge import fill
-from lockstep.kernels.cpu.rescore import (
+from lockstep.kernels.cpu.arithmetic.memory import scatter_columns
+from lockstep.kernels.cpu.arithmetic.merge import fill
+from lockstep.kernels.cpu.arithmetic.rescore import (
     GRADIENT,
     GROUP,
     TILE,
@@ -42,10 +31,7 @@ from lockstep.kernels.cpu.rescore import (
     load_rows,
     score_gradients,
 )
-from lockstep.kernels.cpu.simd import F32, LANES, MR, WIDTH, f32
-from lockstep.kernels.cpu.tensors import Described, address, describe, kv_dims, query_dims, strided
-from lockstep.kernels.cpu.threads import parallel
-from lockstep.kernels.cpu.tiles import (
+from lockstep.kernels.cpu.arithmetic.tiles import (
     ROW,
     VECTOR,
     add_vectors,
@@ -56,7 +42,7 @@ from lockstep.kernels.cpu.tiles import (
     outer_tile_2,
     outer_tile_3,
 )
-from lockstep.kernels.cpu.wide import (
+from lockstep.kernels.cpu.arithmetic.wide import (
     CHUNK,
     PANEL,
     ROWS,
@@ -70,6 +56,27 @@ from lockstep.kernels.cpu.wide import (
     tile_bounds,
     zeros_for,
 )
+from lockstep.kernels.cpu.call.arguments import argument, enter, record_at, take_ticket
+from lockstep.kernels.cpu.call.record import (
+    is_constant_time,
+    of_sequence,
+    row_address,
+    split_row,
+    variants,
+)
+from lockstep.kernels.cpu.call.tensors import (
+    Described,
+    address,
+    describe,
+    kv_dims,
+    query_dims,
+    strided,
+)
+from lockstep.kernels.cpu.call.threads import parallel
+from lockstep.kernels.cpu.compiler import processes, scalar
+from lockstep.kernels.cpu.compiler.compile import compiled
+from lockstep.kernels.cpu.compiler.simd import F32, LANES, MR, WIDTH, f32
+from lockstep.kernels.cpu.extras import bias_gradient, row_deltas, sink_gradient
 from lockstep.memory_order import zeros_like
 
 if TYPE_CHECKING:

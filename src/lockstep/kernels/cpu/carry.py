@@ -16,18 +16,16 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.carry import moved
-from lockstep.kernels.cpu.arguments import argument, enter, take_ticket
-from lockstep.kernels.cpu.call import call_at
-from lockstep.kernels.cpu.compile import compiled, kernel
-from lockstep.kernels.cpu.forward import write_rows
-from lockstep.kernels.cpu.merge import fill
-from lockstep.kernels.cpu.running import GROUP, carve_running, clear, fold_sinks, fold_tile
-from lockstep.kernels.cpu.simd import MR, f32
-from lockstep.kernels.cpu.tensors import address, describe
-from lockstep.kernels.cpu.threads import parallel
-from lockstep.kernels.cpu.tiles import ROW, close_rows
-from lockstep.kernels.cpu.units import UNIT, UNIT_BYTES, unit_at
-from lockstep.kernels.cpu.wide import (
+from lockstep.kernels.cpu.arithmetic.merge import fill
+from lockstep.kernels.cpu.arithmetic.running import (
+    GROUP,
+    carve_running,
+    clear,
+    fold_sinks,
+    fold_tile,
+)
+from lockstep.kernels.cpu.arithmetic.tiles import ROW, close_rows
+from lockstep.kernels.cpu.arithmetic.wide import (
     ROWS,
     SPAN,
     attend_span,
@@ -38,6 +36,14 @@ from lockstep.kernels.cpu.wide import (
     rows_range,
     zeros_for,
 )
+from lockstep.kernels.cpu.call.arguments import argument, enter, take_ticket
+from lockstep.kernels.cpu.call.record import call_at
+from lockstep.kernels.cpu.call.tensors import address, describe
+from lockstep.kernels.cpu.call.threads import parallel
+from lockstep.kernels.cpu.compiler.compile import compiled, kernel
+from lockstep.kernels.cpu.compiler.simd import MR, f32
+from lockstep.kernels.cpu.forward import write_rows
+from lockstep.kernels.cpu.units import UNIT, UNIT_BYTES, unit_at
 from lockstep.problem import Tensors
 
 if TYPE_CHECKING:

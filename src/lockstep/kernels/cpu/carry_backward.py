@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.carry import moved
-from lockstep.kernels.cpu.arguments import argument, enter, take_ticket
+from lockstep.kernels.cpu.arithmetic.merge import fill
+from lockstep.kernels.cpu.arithmetic.rescore import (
+    GRADIENT,
+    Gradient,
+    carve_gradient,
+    gradient_at,
+    load_keys,
+)
+from lockstep.kernels.cpu.arithmetic.wide import ROWS, SPAN, carve_block, padded, zeros_for
 from lockstep.kernels.cpu.backward import (
     ITEM,
     ITEM_BYTES,
@@ -25,21 +33,13 @@ from lockstep.kernels.cpu.backward import (
     write_keys,
     write_queries,
 )
-from lockstep.kernels.cpu.call import CALL, call_at, of_sequence
-from lockstep.kernels.cpu.compile import compiled, kernel
+from lockstep.kernels.cpu.call.arguments import argument, enter, take_ticket
+from lockstep.kernels.cpu.call.record import CALL, call_at, of_sequence
+from lockstep.kernels.cpu.call.tensors import DENSE, Described, address, describe, strided
+from lockstep.kernels.cpu.call.threads import parallel
+from lockstep.kernels.cpu.compiler.compile import compiled, kernel
+from lockstep.kernels.cpu.compiler.simd import LANES, MR, WIDTH, f32
 from lockstep.kernels.cpu.extras import row_deltas, sink_gradient
-from lockstep.kernels.cpu.merge import fill
-from lockstep.kernels.cpu.rescore import (
-    GRADIENT,
-    Gradient,
-    carve_gradient,
-    gradient_at,
-    load_keys,
-)
-from lockstep.kernels.cpu.simd import LANES, MR, WIDTH, f32
-from lockstep.kernels.cpu.tensors import DENSE, Described, address, describe, strided
-from lockstep.kernels.cpu.threads import parallel
-from lockstep.kernels.cpu.wide import ROWS, SPAN, carve_block, padded, zeros_for
 from lockstep.problem import Tensors
 
 if TYPE_CHECKING:

@@ -8,24 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.kernels.cpu import scalar
-from lockstep.kernels.cpu.arguments import argument, enter, take_ticket
-from lockstep.kernels.cpu.call import of_sequence, row_address, split_row, variants
-from lockstep.kernels.cpu.compile import compiled
-from lockstep.kernels.cpu.memory import gather_columns
-from lockstep.kernels.cpu.merge import fill
-from lockstep.kernels.cpu.rescore import (
+from lockstep.kernels.cpu.arithmetic.memory import gather_columns
+from lockstep.kernels.cpu.arithmetic.merge import fill
+from lockstep.kernels.cpu.arithmetic.rescore import (
     carve_gradient,
     gradient_at,
     load_keys,
     load_rows,
     score_gradients,
 )
-from lockstep.kernels.cpu.simd import LANES, f32
-from lockstep.kernels.cpu.tensors import DENSE, Described, address, strided
-from lockstep.kernels.cpu.threads import parallel
-from lockstep.kernels.cpu.tiles import ROW, add_vectors, dot_columns
-from lockstep.kernels.cpu.wide import (
+from lockstep.kernels.cpu.arithmetic.tiles import ROW, add_vectors, dot_columns
+from lockstep.kernels.cpu.arithmetic.wide import (
     CHAIN,
     MINUS_INF,
     ROWS,
@@ -34,6 +27,13 @@ from lockstep.kernels.cpu.wide import (
     tile_bounds,
     zeros_for,
 )
+from lockstep.kernels.cpu.call.arguments import argument, enter, take_ticket
+from lockstep.kernels.cpu.call.record import of_sequence, row_address, split_row, variants
+from lockstep.kernels.cpu.call.tensors import DENSE, Described, address, strided
+from lockstep.kernels.cpu.call.threads import parallel
+from lockstep.kernels.cpu.compiler import scalar
+from lockstep.kernels.cpu.compiler.compile import compiled
+from lockstep.kernels.cpu.compiler.simd import LANES, f32
 
 if TYPE_CHECKING:
     from lockstep.kernels.kernel import Tensors

@@ -19,41 +19,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from lockstep.kernels.cpu import processes, scalar
-from lockstep.kernels.cpu.arguments import argument, enter, take_ticket
-from lockstep.kernels.cpu.call import (
-    is_constant_time,
-    of_sequence,
-    row_address,
-    split_row,
-    variants,
+from lockstep.kernels.cpu.arithmetic.memory import scatter_columns
+from lockstep.kernels.cpu.arithmetic.merge import (
+    close_row,
+    fill,
+    fold_row,
+    fold_zeros_too,
+    write_statistics,
 )
-from lockstep.kernels.cpu.compile import Kernel, compiled
-from lockstep.kernels.cpu.memory import scatter_columns
-from lockstep.kernels.cpu.merge import close_row, fill, fold_row, fold_zeros_too, write_statistics
-from lockstep.kernels.cpu.narrow import NARROW, attend_narrow, carve_narrow, load_narrow
-from lockstep.kernels.cpu.running import (
+from lockstep.kernels.cpu.arithmetic.narrow import NARROW, attend_narrow, carve_narrow, load_narrow
+from lockstep.kernels.cpu.arithmetic.running import (
     carve_running,
     clear,
     end_of_group,
     fold_sinks,
     fold_tile,
 )
-from lockstep.kernels.cpu.simd import F32, LANES, MR, f32
-from lockstep.kernels.cpu.tensors import address, describe
-from lockstep.kernels.cpu.threads import parallel
-from lockstep.kernels.cpu.tiles import ROW, close_rows
-from lockstep.kernels.cpu.units import (
-    DONE,
-    ITEM_BYTES,
-    UNIT_BYTES,
-    choose_rows,
-    item_at,
-    max_pieces,
-    plan,
-    unit_at,
-)
-from lockstep.kernels.cpu.wide import (
+from lockstep.kernels.cpu.arithmetic.tiles import ROW, close_rows
+from lockstep.kernels.cpu.arithmetic.wide import (
     MINUS_INF,
     SPAN,
     attend_span,
@@ -63,6 +46,29 @@ from lockstep.kernels.cpu.wide import (
     padded,
     rows_range,
     zeros_for,
+)
+from lockstep.kernels.cpu.call.arguments import argument, enter, take_ticket
+from lockstep.kernels.cpu.call.record import (
+    is_constant_time,
+    of_sequence,
+    row_address,
+    split_row,
+    variants,
+)
+from lockstep.kernels.cpu.call.tensors import address, describe
+from lockstep.kernels.cpu.call.threads import parallel
+from lockstep.kernels.cpu.compiler import processes, scalar
+from lockstep.kernels.cpu.compiler.compile import Kernel, compiled
+from lockstep.kernels.cpu.compiler.simd import F32, LANES, MR, f32
+from lockstep.kernels.cpu.units import (
+    DONE,
+    ITEM_BYTES,
+    UNIT_BYTES,
+    choose_rows,
+    item_at,
+    max_pieces,
+    plan,
+    unit_at,
 )
 from lockstep.memory_order import empty_like
 

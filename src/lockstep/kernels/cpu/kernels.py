@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.kernels.cpu import backward, extras, forward, units
-from lockstep.kernels.cpu.compile import Kernel
+from lockstep.kernels.cpu.compiler.compile import Kernel
 
 
 def constant_time_kernels() -> tuple[Kernel, ...]:

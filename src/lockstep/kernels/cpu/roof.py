@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from lockstep.kernels.cpu import processes
-from lockstep.kernels.cpu.arguments import argument, enter
-from lockstep.kernels.cpu.compile import kernel
-from lockstep.kernels.cpu.merge import fill
-from lockstep.kernels.cpu.simd import MR, NV, WIDTH, Emit, emitter, f32, i64
-from lockstep.kernels.cpu.threads import parallel
+from lockstep.kernels.cpu.arithmetic.merge import fill
+from lockstep.kernels.cpu.call.arguments import argument, enter
+from lockstep.kernels.cpu.call.threads import parallel
+from lockstep.kernels.cpu.compiler import processes
+from lockstep.kernels.cpu.compiler.compile import kernel
+from lockstep.kernels.cpu.compiler.simd import MR, NV, WIDTH, Emit, emitter, f32, i64
 
 CHAINS = MR * NV
 BYTES = 4 * WIDTH * CHAINS

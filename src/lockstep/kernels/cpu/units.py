@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.kernels.cpu import scalar
-from lockstep.kernels.cpu.arguments import argument, record_at
-from lockstep.kernels.cpu.call import of_sequence, variants
-from lockstep.kernels.cpu.compile import compiled
-from lockstep.kernels.cpu.narrow import NARROW
-from lockstep.kernels.cpu.wide import ROWS, SPAN, padded, rows_range
+from lockstep.kernels.cpu.arithmetic.narrow import NARROW
+from lockstep.kernels.cpu.arithmetic.wide import ROWS, SPAN, padded, rows_range
+from lockstep.kernels.cpu.call.arguments import argument, record_at
+from lockstep.kernels.cpu.call.record import of_sequence, variants
+from lockstep.kernels.cpu.compiler import scalar
+from lockstep.kernels.cpu.compiler.compile import compiled
 
 UNIT = np.dtype(
     [

@@ -22,9 +22,9 @@ from uuid import uuid4
 import numba
 from numba.misc.appdirs import AppDirs
 
-from lockstep.kernels.cpu import machine
+from lockstep.kernels.cpu.compiler import machine
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parents[1]
 SUFFIX = ".code"
 DIGEST_BYTES = hashlib.sha256().digest_size
 # Seconds to wait for other processes. A kernel takes a few; a process may have been stopped.
@@ -76,7 +76,7 @@ def _key() -> tuple[str, str]:
     """(machine, sources): what code depends on, as two digests."""
     here = hashlib.sha256(machine.identity().encode()).hexdigest()[:16]
     sources = hashlib.sha256(numba.__version__.encode())
-    for path in sorted(PACKAGE.glob("*.py")):
+    for path in sorted(PACKAGE.rglob("*.py")):
         sources.update(path.read_bytes())
     return here, sources.hexdigest()[:16]
 

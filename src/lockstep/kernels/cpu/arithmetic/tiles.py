@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from lockstep.kernels.cpu.simd import (
+from lockstep.kernels.cpu.compiler.simd import (
     LANES,
     LLVM_F32,
     LLVM_I32,

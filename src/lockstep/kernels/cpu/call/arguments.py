@@ -12,8 +12,8 @@ import numpy as np
 from numba import from_dtype, types
 from numba.extending import intrinsic
 
-from lockstep.kernels.cpu.compile import compiled
-from lockstep.kernels.cpu.scalar import fetch_add_one, load_word
+from lockstep.kernels.cpu.compiler.compile import compiled
+from lockstep.kernels.cpu.compiler.scalar import fetch_add_one, load_word
 
 HEADER = 4
 

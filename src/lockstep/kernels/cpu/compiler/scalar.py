@@ -5,8 +5,8 @@ from __future__ import annotations
 from llvmlite import ir
 from numba.core import types
 
-from lockstep.kernels.cpu.compile import compiled
-from lockstep.kernels.cpu.simd import (
+from lockstep.kernels.cpu.compiler.compile import compiled
+from lockstep.kernels.cpu.compiler.simd import (
     BF16,
     F16,
     F32,

@@ -20,9 +20,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lockstep.kernels.cpu.arguments import record_at
-from lockstep.kernels.cpu.compile import Kernel, compiled
-from lockstep.kernels.cpu.scalar import load, load_int, load_word, store_word
+from lockstep.kernels.cpu.call.arguments import record_at
+from lockstep.kernels.cpu.compiler.compile import Kernel, compiled
+from lockstep.kernels.cpu.compiler.scalar import load, load_int, load_word, store_word
 
 STRIDED = np.dtype([(name, np.int64) for name in ("address", "batch", "head", "row")])
 """A tensor's address and strides in bytes; ``batch`` is the page stride of a page pool."""

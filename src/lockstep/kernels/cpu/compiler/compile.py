@@ -16,9 +16,9 @@ import llvmlite.binding as llvm
 from numba.core.compiler_lock import global_compiler_lock
 
 from lockstep.kernels.compiled import note
-from lockstep.kernels.cpu import machine, processes, store
-from lockstep.kernels.cpu.entry import entry_of
-from lockstep.kernels.cpu.lowering import Part, lower
+from lockstep.kernels.cpu.compiler import machine, processes, store
+from lockstep.kernels.cpu.compiler.entry import entry_of
+from lockstep.kernels.cpu.compiler.lowering import Part, lower
 
 compiled = Part
 """Decorates a part of a kernel, which is compiled with the kernel that calls it."""

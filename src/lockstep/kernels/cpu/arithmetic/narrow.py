@@ -9,23 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lockstep.kernels.cpu import scalar
-from lockstep.kernels.cpu.call import (
-    bias_address,
-    diagonal_of,
-    fill_kv_rows,
-    is_constant_time,
-    key_range,
-    of_sequence,
-    row_address,
-    slope_of,
-    split_row,
-    visible,
-)
-from lockstep.kernels.cpu.compile import compiled, inlined
-from lockstep.kernels.cpu.memory import copy_rows
-from lockstep.kernels.cpu.merge import fill
-from lockstep.kernels.cpu.narrow_rows import (
+from lockstep.kernels.cpu.arithmetic.memory import copy_rows
+from lockstep.kernels.cpu.arithmetic.merge import fill
+from lockstep.kernels.cpu.arithmetic.narrow_rows import (
     S_PITCH,
     accumulate_1x1,
     accumulate_1x4,
@@ -40,20 +26,23 @@ from lockstep.kernels.cpu.narrow_rows import (
     max_row,
     score_rows,
 )
-from lockstep.kernels.cpu.simd import (
-    F32,
-    WIDTH,
-    f32,
+from lockstep.kernels.cpu.arithmetic.tiles import VECTOR, add_scaled, scale_vectors
+from lockstep.kernels.cpu.arithmetic.wide import CHAIN, MINUS_INF, SPAN, biased, padded, zeros_for
+from lockstep.kernels.cpu.call.record import (
+    bias_address,
+    diagonal_of,
+    fill_kv_rows,
+    is_constant_time,
+    key_range,
+    of_sequence,
+    row_address,
+    slope_of,
+    split_row,
+    visible,
 )
-from lockstep.kernels.cpu.tiles import VECTOR, add_scaled, scale_vectors
-from lockstep.kernels.cpu.wide import (
-    CHAIN,
-    MINUS_INF,
-    SPAN,
-    biased,
-    padded,
-    zeros_for,
-)
+from lockstep.kernels.cpu.compiler import scalar
+from lockstep.kernels.cpu.compiler.compile import compiled, inlined
+from lockstep.kernels.cpu.compiler.simd import F32, WIDTH, f32
 
 # Up to this many rows are narrow.
 NARROW = 8

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.kernels.cpu.call import CALL
-from lockstep.kernels.cpu.simd import BF16, F16, F32
+from lockstep.kernels.cpu.call.record import CALL
+from lockstep.kernels.cpu.compiler.simd import BF16, F16, F32
 from lockstep.kernels.window import limit_of
 
 if TYPE_CHECKING:

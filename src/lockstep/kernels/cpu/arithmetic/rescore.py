@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.kernels.cpu import scalar
-from lockstep.kernels.cpu.arguments import record_at
-from lockstep.kernels.cpu.call import STRIDED, fill_kv_rows, of_sequence, row_address
-from lockstep.kernels.cpu.compile import compiled
-from lockstep.kernels.cpu.memory import copy_panels, copy_rows, gather_columns, gather_panels
-from lockstep.kernels.cpu.simd import LANES, MR, WIDTH, f32
-from lockstep.kernels.cpu.tiles import ROW, score_gradient_rows
-from lockstep.kernels.cpu.wide import (
+from lockstep.kernels.cpu.arithmetic.memory import (
+    copy_panels,
+    copy_rows,
+    gather_columns,
+    gather_panels,
+)
+from lockstep.kernels.cpu.arithmetic.tiles import ROW, score_gradient_rows
+from lockstep.kernels.cpu.arithmetic.wide import (
     PANEL,
     ROWS,
     SPAN,
@@ -27,6 +27,11 @@ from lockstep.kernels.cpu.wide import (
     padded,
     tile_scores,
 )
+from lockstep.kernels.cpu.call.arguments import record_at
+from lockstep.kernels.cpu.call.record import STRIDED, fill_kv_rows, of_sequence, row_address
+from lockstep.kernels.cpu.compiler import scalar
+from lockstep.kernels.cpu.compiler.compile import compiled
+from lockstep.kernels.cpu.compiler.simd import LANES, MR, WIDTH, f32
 
 GRADIENT = np.dtype(
     [

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.kernels.cpu import processes
-from lockstep.kernels.cpu.arguments import HEADER
-from lockstep.kernels.cpu.compile import Kernel
+from lockstep.kernels.cpu.call.arguments import HEADER
+from lockstep.kernels.cpu.compiler import processes
+from lockstep.kernels.cpu.compiler.compile import Kernel
 
 # A second thread pays off from about this many fused multiply-adds on.
 WORTH_A_THREAD = 1 << 18

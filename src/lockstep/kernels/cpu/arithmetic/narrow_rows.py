@@ -7,18 +7,10 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from lockstep.kernels.cpu.simd import (
-    LLVM_F32,
-    LLVM_I32,
-    WIDTH,
-    Emit,
-    emitter,
-    f32,
-    i64,
-)
-from lockstep.kernels.cpu.tiles import INTEGERS, VECTOR, is_marked
-from lockstep.kernels.cpu.tiles import MINUS_INF as MINUS_INFINITY
-from lockstep.kernels.cpu.wide import SPAN
+from lockstep.kernels.cpu.arithmetic.tiles import INTEGERS, VECTOR, is_marked
+from lockstep.kernels.cpu.arithmetic.tiles import MINUS_INF as MINUS_INFINITY
+from lockstep.kernels.cpu.arithmetic.wide import SPAN
+from lockstep.kernels.cpu.compiler.simd import LLVM_F32, LLVM_I32, WIDTH, Emit, emitter, f32, i64
 
 S_PITCH = 4 * SPAN
 # Keys are prefetched this many groups of WIDTH ahead.

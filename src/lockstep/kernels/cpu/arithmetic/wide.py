@@ -10,24 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.kernels.cpu import scalar
-from lockstep.kernels.cpu.call import (
-    bias_address,
-    diagonal_of,
-    fill_kv_rows,
-    is_constant_time,
-    key_range,
-    of_sequence,
-    row_address,
-    slope_of,
-    split_row,
-    visible,
-)
-from lockstep.kernels.cpu.compile import compiled
-from lockstep.kernels.cpu.memory import copy_panels, gather_columns, gather_panels
-from lockstep.kernels.cpu.merge import fill
-from lockstep.kernels.cpu.simd import LANES, MR, f32
-from lockstep.kernels.cpu.tiles import (
+from lockstep.kernels.cpu.arithmetic.memory import copy_panels, gather_columns, gather_panels
+from lockstep.kernels.cpu.arithmetic.merge import fill
+from lockstep.kernels.cpu.arithmetic.tiles import (
     ROW,
     add_scaled,
     alibi_rows,
@@ -43,6 +28,21 @@ from lockstep.kernels.cpu.tiles import (
     weigh_and_mark_rows,
     weigh_rows,
 )
+from lockstep.kernels.cpu.call.record import (
+    bias_address,
+    diagonal_of,
+    fill_kv_rows,
+    is_constant_time,
+    key_range,
+    of_sequence,
+    row_address,
+    slope_of,
+    split_row,
+    visible,
+)
+from lockstep.kernels.cpu.compiler import scalar
+from lockstep.kernels.cpu.compiler.compile import compiled
+from lockstep.kernels.cpu.compiler.simd import LANES, MR, f32
 from lockstep.kernels.window import NO_LIMIT
 
 # The unit of the KV reduction, shared by prefill, chunks and decode: bits depend on it.

@@ -11,8 +11,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from lockstep.kernels.cpu.compile import compiled
-from lockstep.kernels.cpu.simd import (
+from lockstep.kernels.cpu.compiler.compile import compiled
+from lockstep.kernels.cpu.compiler.simd import (
     BF16,
     BLOCK,
     F16,

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.kernels.cpu import scalar
-from lockstep.kernels.cpu.arguments import argument, enter, take_ticket
-from lockstep.kernels.cpu.compile import compiled, kernel
-from lockstep.kernels.cpu.simd import F32, WIDTH, Emit, emitter, f32, i64
-from lockstep.kernels.cpu.tensors import KINDS
-from lockstep.kernels.cpu.threads import parallel
+from lockstep.kernels.cpu.call.arguments import argument, enter, take_ticket
+from lockstep.kernels.cpu.call.tensors import KINDS
+from lockstep.kernels.cpu.call.threads import parallel
+from lockstep.kernels.cpu.compiler import scalar
+from lockstep.kernels.cpu.compiler.compile import compiled, kernel
+from lockstep.kernels.cpu.compiler.simd import F32, WIDTH, Emit, emitter, f32, i64
 from lockstep.numerics import LN2
 
 INF, MINUS_INF = f32(np.inf), f32(-np.inf)

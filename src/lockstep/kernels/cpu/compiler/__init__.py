@@ -1,0 +1,1 @@
+"""From Python to machine code: SIMD, LLVM, code kept on disk, forked processes."""
