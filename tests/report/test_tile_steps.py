@@ -12,7 +12,7 @@ import torch
 from lockstep.ladder import RUNGS, run_on_machine
 from lockstep.report.layouts import matrices
 from lockstep.report.tile_steps import LAST, NOTHING, drawn, encoded, rung_steps
-from lockstep.simt.machine.recording import Snapshot
+from lockstep.simt.machine.records.recording import Snapshot
 
 
 def last_state(rung, problem, tensors):

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep import simt
 from lockstep.simt import Constant, cuda, float32
-from lockstep.simt.machine.recording import WAITING
+from lockstep.simt.machine.records.recording import WAITING
 
 
 @simt.kernel

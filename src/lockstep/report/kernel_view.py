@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.simt.machine.recording import WAITING, Pattern, Recording
-from lockstep.simt.machine.trace import Trace
+from lockstep.simt.machine.records.recording import WAITING, Pattern, Recording
+from lockstep.simt.machine.records.trace import Trace
 from lockstep.simt.occupancy import Occupancy
 
 from .listing import listing

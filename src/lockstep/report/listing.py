@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lockstep.simt.machine.trace import Line, Trace
+from lockstep.simt.machine.records.trace import Line, Trace
 
 
 @cache

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.ladder import Problem, Rung, find, run_on_machine
-from lockstep.simt.machine.recording import Snapshot
-from lockstep.simt.machine.trace import Trace
+from lockstep.simt.machine.records.recording import Snapshot
+from lockstep.simt.machine.records.trace import Trace
 
 from .layouts import ROLES, matrices
 

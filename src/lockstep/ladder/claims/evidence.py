@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.simt.machine import Trace
-    from lockstep.simt.machine.tally import Phase
+    from lockstep.simt.machine.records.tally import Phase
 
 # the problems that the documents speak of
 SMALL = Problem(B=2, H=16, S=1024, D=32)

@@ -2,6 +2,6 @@
 
 from .grid import run
 from .hazards import Hazard
-from .trace import Trace
+from .records.trace import Trace
 
 __all__ = ["Hazard", "Trace", "run"]

@@ -9,7 +9,6 @@ import numpy as np
 
 from .addresses import Ranges, linear, outside
 from .control import Control
-from .counters import Site
 from .frames import Lanes, Vector
 from .hazards import (
     ASYNC,
@@ -19,6 +18,7 @@ from .hazards import (
     UNINITIALISED_SHARED,
 )
 from .memory import GlobalArray, LocalArray, Memory, SharedArray
+from .records.counters import Site
 from .values import NUMPY, Value, i32, maximum, minimum
 
 Index = tuple[Value, ...]

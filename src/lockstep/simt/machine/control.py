@@ -8,10 +8,10 @@ import numpy as np
 
 from lockstep.simt.errors import SimtError
 
-from .clock import Clock
-from .counters import Depth, Site, StraightLine, Transactions
 from .frames import MAX_WARPS, Frame, Lanes
 from .hazards import UNINITIALISED_REGISTER, Hazards
+from .hazards.clock import Clock
+from .records.counters import Depth, Site, StraightLine, Transactions
 from .values import Value, i32
 
 MAX_TRIPS = 1 << 26

@@ -10,7 +10,6 @@ import numpy as np
 from lockstep.simt.types import FRAGMENT, WARP_SIZE
 
 from .addresses import linear
-from .counters import SECTOR, WORD, Site, distinct_sectors, wavefronts
 from .frames import Fragment, Lanes
 from .hazards import (
     MISALIGNED,
@@ -21,6 +20,7 @@ from .hazards import (
 )
 from .memory import Memory, SharedArray
 from .pipeline import Pipeline
+from .records.counters import SECTOR, WORD, Site, distinct_sectors, wavefronts
 from .values import Value
 
 ELEMENTS = FRAGMENT * FRAGMENT

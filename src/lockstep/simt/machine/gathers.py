@@ -20,9 +20,9 @@ from lockstep.simt.types import Scalar, float32
 from . import values
 from .addresses import Ranges, outside
 from .control import Control, ForLoop
-from .counters import WORD, Site, StraightLine
 from .frames import Frame
 from .memory import SharedArray
+from .records.counters import WORD, Site, StraightLine
 
 STEPS: dict[str, Callable[[Any, Any], Any]] = {
     "+": np.add,

@@ -14,16 +14,16 @@ from lockstep.simt import ir
 from lockstep.simt.errors import SimtError
 from lockstep.simt.types import ArrayType, Scalar, fits, int32, uint32
 
-from .block_order import BlockOrder
 from .fragments import Fragments
-from .global_shadow import GlobalShadow
 from .hazards import Hazards
+from .hazards.block_order import BlockOrder
+from .hazards.global_shadow import GlobalShadow
+from .hazards.shadow import SharedShadow
 from .memory import GlobalArray, LocalArray, SharedArray, check_extent, host_array
 from .program import Program, compile_kernel
-from .recorder import Recorder
-from .recording import Recording
-from .shadow import SharedShadow
-from .trace import Trace, collect
+from .records.recorder import Recorder
+from .records.recording import Recording
+from .records.trace import Trace, collect
 from .values import NUMPY, Value, cast
 from .workers import Batches, Memory, Part, available, communicates, divide, side_by_side
 

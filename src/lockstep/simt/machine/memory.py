@@ -11,8 +11,8 @@ from lockstep.simt.types import Scalar, bfloat16, float16
 
 from .addresses import row_major
 from .frames import Lanes
-from .global_shadow import GlobalShadow
-from .shadow import SharedShadow
+from .hazards.global_shadow import GlobalShadow
+from .hazards.shadow import SharedShadow
 from .values import NUMPY, Value, bfloat_bits, from_bfloat_bits
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from .counters import Site
 from .frames import Lanes
 from .memory import GlobalArray, SharedArray
+from .records.counters import Site
 from .values import Value
 from .warp import Warps
 

@@ -19,11 +19,11 @@ from lockstep.simt.types import ACCUMULATOR
 
 from . import values
 from .control import ForLoop, Loop
-from .counters import Site, StraightLine
 from .frames import Vector, select_vector
 from .gathers import Load, gather, sum_of
 from .operations import operations
 from .program_expressions import MATH, ExpressionWriter
+from .records.counters import Site, StraightLine
 
 JUMPS = (ir.Break, ir.Continue, ir.Return)
 

@@ -18,7 +18,7 @@ from lockstep.simt.types import (
 )
 
 from . import values
-from .counters import Site
+from .records.counters import Site
 
 MATH = {
     "min": values.minimum,

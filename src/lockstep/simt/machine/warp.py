@@ -9,10 +9,10 @@ import numpy as np
 from lockstep.simt.types import WARP_SIZE
 
 from .accesses import Accesses
-from .counters import Site
 from .frames import MAX_WARPS, source_lanes
 from .hazards import DIVERGENT_BARRIER, INACTIVE_LANE
 from .memory import SharedArray
+from .records.counters import Site
 from .values import Value
 
 FULL = 0xFFFFFFFF

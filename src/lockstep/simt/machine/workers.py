@@ -25,9 +25,9 @@ import numpy as np
 from lockstep.environment import usable_cores
 from lockstep.simt import ir
 
-from .counters import Depth, Site, StraightLine
 from .hazards import GLOBAL_RACE, Hazards
 from .memory import GlobalArray
+from .records.counters import Depth, Site, StraightLine
 
 MOST = 4  # processes: each has arrays of its own
 SITE_SUMS = (

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.simt.machine.fragments import Fragments
+from lockstep.simt.machine.frames import MAX_WARPS, Fragment, Frame, Lanes
+from lockstep.simt.machine.memory import GlobalArray, LocalArray, SharedArray
+from lockstep.simt.machine.values import from_bfloat_bits
 from lockstep.simt.types import WARP_SIZE
 
 from .counters import SECTOR, WORD, Site, StraightLine, Transactions, distinct_sectors, wavefronts
-from .fragments import Fragments
-from .frames import MAX_WARPS, Fragment, Frame, Lanes
-from .memory import GlobalArray, LocalArray, SharedArray
 from .recording import WAITING, Pattern, Recording, Snapshot, Span
-from .values import from_bfloat_bits
 
 BARRIER, END = "barrier", "end"  # in place of a phase, where there is none
 LARGEST_SNAPSHOT = 1 << 15  # elements of a global array

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.simt.machine.frames import Lanes
+
 from .clock import TIME, WHO, Clock
-from .frames import Lanes
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.simt.ir import Location
+from lockstep.simt.machine.frames import MAX_WARPS, Frame, Lanes
 from lockstep.simt.types import WARP_SIZE
-
-from .frames import MAX_WARPS, Frame, Lanes
 
 SECTOR = 32  # bytes
 BANKS = 32

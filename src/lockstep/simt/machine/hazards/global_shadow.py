@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.simt.machine.frames import Lanes
+from lockstep.simt.machine.records.counters import Site
+
+from . import GLOBAL_RACE, RACE, Hazards
 from .clock import SEVERAL_LANES, WHO, Clock, site_of
-from .counters import Site
-from .frames import Lanes
-from .hazards import GLOBAL_RACE, RACE, Hazards
 from .shadow import disagree
 
 NO_BLOCK, SEVERAL_BLOCKS = -1, -2

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from lockstep.simt import ir
+from lockstep.simt.machine.hazards import Hazard
 
 from .counters import SECTOR, Site
-from .hazards import Hazard
 from .recording import Recording
 
 Index3 = tuple[int, int, int]

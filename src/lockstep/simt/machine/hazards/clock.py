@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.simt.machine.frames import Lanes
 from lockstep.simt.types import WARP_SIZE
-
-from .frames import Lanes
 
 # A shadow word is time << TIME | site << SITE | who.
 TIME, SITE = 32, 16

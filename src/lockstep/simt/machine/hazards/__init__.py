@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lockstep.simt.ir import Location
+from lockstep.simt.machine.records.counters import Site
 
 from .block_order import BlockOrder
-from .counters import Site
 
 Index3 = tuple[int, int, int]
 

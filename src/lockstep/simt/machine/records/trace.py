@@ -17,7 +17,7 @@ from .tally import Counts, Index3, Line, Phase, Tally
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from .workers import Part
+    from lockstep.simt.machine.workers import Part
 
 
 class Trace(Tally):

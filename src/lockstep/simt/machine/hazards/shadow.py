@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from .addresses import linear, row_major
+from lockstep.simt.machine.addresses import linear, row_major
+from lockstep.simt.machine.frames import Lanes
+from lockstep.simt.machine.records.counters import Site
+
+from . import RACE, Hazards
 from .clock import SEVERAL_LANES, WHO, Clock, site_of
-from .counters import Site
-from .frames import Lanes
-from .hazards import RACE, Hazards
 
 QUEUE_BYTES = 256 << 20
 

@@ -1,0 +1,1 @@
+"""What a run leaves behind: counts, the record of a block, and the trace made of them."""
