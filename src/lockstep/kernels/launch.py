@@ -30,6 +30,7 @@ from lockstep.kernels.compiled import note
 from lockstep.kernels.driver import Grid, launcher_of, scratch_bytes
 from lockstep.kernels.kernel import Gradients, Needs
 from lockstep.kernels.scratch import Allocating, allocate
+from lockstep.kernels.spread import spread
 from lockstep.kernels.straight_line import LaunchAll, StraightLine
 from lockstep.memory_order import is_tokens_first, strides_like
 
@@ -49,11 +50,12 @@ def unspecialized(jit: Callable[..., Any], any_address: Collection[str] = ()) ->
 
     Triton would compile another one where a number is 1 or a multiple of 16, and where a pointer is
     not a multiple of 16 bytes. With this no number makes one, nor does a pointer in `any_address`.
-    It cannot do so for numbers inside a tuple, which Triton 3.6 always looks at: therefore kernels
-    take strides and sizes one by one, and group them themselves (`triton/groups.py`).
+    It cannot do so for numbers inside a tuple, which Triton 3.6 always looks at: groups of
+    arguments are taken apart (`spread`).
     """
 
     def decorate(function: Any) -> Any:
+        function = spread(function)
         parameters = inspect.signature(function).parameters
         unknown = set(any_address) - parameters.keys()
         if unknown:

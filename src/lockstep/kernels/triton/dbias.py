@@ -8,6 +8,8 @@ otherwise.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -20,7 +22,14 @@ from lockstep.kernels.triton.gradient_tiles import (
     score_gradients,
     weights,
 )
-from lockstep.kernels.triton.groups import BiasHead, Head, Scoring, Window
+from lockstep.kernels.triton.groups import (
+    BiasHead,
+    BiasStrides,
+    Head,
+    Scoring,
+    Strides,
+    Window,
+)
 from lockstep.kernels.triton.products import dot
 from lockstep.kernels.triton.tiles import is_seen, seen_by_any
 
@@ -74,24 +83,50 @@ def add_tiles(
     return total
 
 
+class Inputs(NamedTuple):
+    """Pointers to what the gradient is computed from; None where a call has no such tensor."""
+
+    q_ptr: Any
+    k_ptr: Any
+    v_ptr: Any
+    bias_ptr: Any
+    kv_lens_ptr: Any
+    kv_starts_ptr: Any
+    dout_ptr: Any
+    rows_ptr: Any  # `gradient_rows`
+
+
+class Sizes(NamedTuple):
+    """Of the call, and of the bias, which has 1 along dims of which it has one element for all."""
+
+    B: Any
+    Hq: Any
+    Sq: Any
+    Skv: Any
+    bias_B: Any
+    bias_Hq: Any
+    bias_Sq: Any
+    bias_Skv: Any
+
+
 @unspecialized(triton.jit)
 def sum_bias(
-    q_ptr, k_ptr, v_ptr, bias_ptr, kv_lens_ptr, kv_starts_ptr, dout_ptr, rows_ptr, dbias_ptr,
-    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
-    stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_os,
-    stride_bb, stride_bh, stride_bq, stride_bk,
-    B, Hq, Sq, Skv, bias_B, bias_Hq, bias_Sq, bias_Skv,
-    left, right, cap_scale, score_scale, unit,
+    inputs: Inputs, dbias_ptr,
+    stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_o: Strides,
+    stride_b: BiasStrides, sizes: Sizes, limits: Window, scales: Scoring,
     D: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     RAW: tl.constexpr, PRECISION: tl.constexpr, SHARED_Q: tl.constexpr, SHARED_KV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """SHARED_Q and SHARED_KV: the bias has one element for all queries, for all keys."""
-    window = Window(left if HAS_LEFT else None, right if HAS_RIGHT else None)
+    window = Window(limits.left if HAS_LEFT else None, limits.right if HAS_RIGHT else None)
     scoring = Scoring(
-        cap_scale if HAS_SOFTCAP else None, score_scale if not RAW else None, unit
+        scales.cap_scale if HAS_SOFTCAP else None, scales.score_scale if not RAW else None,
+        scales.unit,
     )  # fmt: skip
+    B, Hq, Sq, Skv, bias_B, bias_Hq, bias_Sq, bias_Skv = sizes
+    kv_lens_ptr, kv_starts_ptr = inputs.kv_lens_ptr, inputs.kv_starts_ptr
     kv_tiles, q_tiles = tl.cdiv(bias_Skv, BLOCK_KV), tl.cdiv(bias_Sq, BLOCK_Q)
     program = tl.program_id(0)
     kv_tile, q_tile = program % kv_tiles, program // kv_tiles % q_tiles
@@ -115,16 +150,16 @@ def sum_bias(
         b64 = tl.cast(b, tl.int64)
         for head in range(bias_head, Hq, bias_Hq):
             q_head, h64 = tl.cast(head, tl.int64), tl.cast(head // GROUP, tl.int64)
-            q_start = q_ptr + b64 * (stride_qb * ALIGN) + q_head * (stride_qh * ALIGN)
-            dout_start = dout_ptr + b64 * (stride_ob * ALIGN) + q_head * (stride_oh * ALIGN)
-            k_start = k_ptr + b64 * (stride_kb * ALIGN) + h64 * (stride_kh * ALIGN)
-            v_start = v_ptr + b64 * (stride_vb * ALIGN) + h64 * (stride_vh * ALIGN)
+            q_start = inputs.q_ptr + b64 * (stride_q.b * ALIGN) + q_head * (stride_q.h * ALIGN)
+            do_start = inputs.dout_ptr + b64 * (stride_o.b * ALIGN) + q_head * (stride_o.h * ALIGN)
+            k_start = inputs.k_ptr + b64 * (stride_k.b * ALIGN) + h64 * (stride_k.h * ALIGN)
+            v_start = inputs.v_ptr + b64 * (stride_v.b * ALIGN) + h64 * (stride_v.h * ALIGN)
             row = (b64 * Hq + q_head) * Sq
-            bias_start = bias_ptr + b64 * stride_bb + q_head * stride_bh
-            queries = Head(q_start, stride_qs * ALIGN)
-            douts = Head(dout_start, stride_os * ALIGN)
-            keys, values = Head(k_start, stride_ks * ALIGN), Head(v_start, stride_vs * ALIGN)
-            its_bias = BiasHead(bias_start, stride_bh, stride_bq, stride_bk)
+            bias_start = inputs.bias_ptr + b64 * stride_b.b + q_head * stride_b.h
+            queries = Head(q_start, stride_q.s * ALIGN)
+            douts = Head(do_start, stride_o.s * ALIGN)
+            keys, values = Head(k_start, stride_k.s * ALIGN), Head(v_start, stride_v.s * ALIGN)
+            its_bias = BiasHead(bias_start, stride_b.h, stride_b.q, stride_b.k)
             for tile in range(first_q_tile, end_q_tile):
                 q0 = tile * BLOCK_Q
                 last_q = tl.minimum(q0 + BLOCK_Q, Sq) - 1
@@ -132,7 +167,7 @@ def sum_bias(
                 begin = tl.maximum(first_kv_tile, lo // BLOCK_KV)
                 end = tl.minimum(end_kv_tile, tl.cdiv(hi, BLOCK_KV))
                 total = add_tiles(
-                    total, begin, end, q0, queries, douts, keys, values, rows_ptr + row * 4,
+                    total, begin, end, q0, queries, douts, keys, values, inputs.rows_ptr + row * 4,
                     its_bias, kv_start if kv_starts_ptr is not None else None, Sq, kv_len,
                     window, scoring, D, DV, PRECISION, BLOCK_Q, BLOCK_KV, BLOCK_D, BLOCK_DV,
                 )  # fmt: skip

@@ -1,8 +1,6 @@
-"""What the functions of the Triton kernels take together.
+"""What the Triton kernels and their functions take together.
 
-A kernel itself takes its numbers one by one: Triton 3.6 looks at every integer inside a tuple, and
-would compile another binary where one is 1 or a multiple of 16, whatever `do_not_specialize` says.
-So a kernel begins by grouping its parameters, and passes groups to the functions that it calls.
+Groups of a kernel's own parameters come first; `kernels.spread` takes them apart for Triton.
 
 A field is None where a call has no such thing; which fields are None is known when a kernel is
 compiled, so `if window.left is not None` costs nothing. A group that may itself be None has no such
@@ -13,6 +11,23 @@ makes a tensor of them when a group gets a name.
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+
+class Strides(NamedTuple):
+    """Of a tensor of rows."""
+
+    b: Any  # from one sequence, or page, to the next
+    h: Any  # from one head to the next
+    s: Any  # from one row to the next
+
+
+class BiasStrides(NamedTuple):
+    """Of the bias, 0 along dims of which it has one element for all."""
+
+    b: Any
+    h: Any
+    q: Any
+    k: Any
 
 
 class Window(NamedTuple):
@@ -26,7 +41,7 @@ class Scoring(NamedTuple):
     """The numbers that make scores of products: `tiles.finish_scores`."""
 
     cap_scale: Any  # scale / softcap, None without a softcap
-    scale: Any  # softcap, or scale without one; None where the scores are the products
+    score_scale: Any  # softcap, or scale without one; None where the scores are the products
     unit: Any  # turns scores into log2 units
 
 

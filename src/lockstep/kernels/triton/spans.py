@@ -174,36 +174,32 @@ def weights_of_nonfinite(p, v, seen, bias):
 
 
 @triton.jit
-def attend_tiles(
-    tile_lo,
-    tile_hi,
-    state,
-    folded,
-    nan_sum,
-    span_end,
-    q,
-    keys,
-    values,
-    pages,
-    rows,
-    bias_rows,
-    slopes,
-    to,
-    span,
-    kv_len,
-    kv_stop,
-    window,
-    scoring,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    FOLDS: tl.constexpr,
-    MASKED: tl.constexpr,
+def load_values(
+    values, pages, first, at, last_key, kv_len, page, DV: tl.constexpr, BLOCK_KV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, MASKED: tl.constexpr, IN_PAGE: tl.constexpr,
     CLEAN: tl.constexpr,
+):  # fmt: skip
+    """A tile of values, 0 where there is none; with CLEAN also for those that are not finite."""
+    v = load_tile(
+        values, pages, at, last_key, DV, BLOCK_KV, BLOCK_DV, PAGE_SIZE, MASKED, page, IN_PAGE
+    )
+    if values.desc is not None and MASKED and PAGE_SIZE != 0:
+        # A descriptor ends with the sequence, but not within a page.
+        inside = first + tl.arange(0, BLOCK_KV)[:, None] < kv_len
+        v = tl.where(inside, v, tl.zeros(v.shape, v.dtype))
+    if CLEAN:
+        v = tl.where(is_nonfinite(v), 0.0, v.to(tl.float32)).to(v.dtype)
+    return v
+
+
+@triton.jit
+def attend_tiles(
+    tile_lo, tile_hi, state, folded, nan_sum, span_end, q, keys, values, pages, rows, bias_rows,
+    slopes, to, span, kv_len, kv_stop, window, scoring,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_KV: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PRECISION: tl.constexpr, FOLDS: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
     CONSTANT_TIME: tl.constexpr,
-):
+):  # fmt: skip
     """The tiles from `tile_lo` up to `tile_hi`; unless MASKED, every row sees all of them.
 
     Rows see keys below `kv_len`; all below `kv_stop` exist, and are loaded.
@@ -288,16 +284,10 @@ def attend_tiles(
             acc = tl.zeros(acc.shape, tl.float32)
             span_end += span
         acc = acc * alpha[:, None]
-        v = load_tile(
-            values, pages, at, last_key, DV, BLOCK_KV, acc.shape[1], PAGE_SIZE, MASKED, page,
-            IN_PAGE,
+        v = load_values(
+            values, pages, first, at, last_key, kv_len, page, DV, BLOCK_KV, acc.shape[1],
+            PAGE_SIZE, MASKED, IN_PAGE, CLEAN,
         )  # fmt: skip
-        if values.desc is not None and MASKED and PAGE_SIZE != 0:
-            # A descriptor ends with the sequence, but not within a page.
-            inside = first + tl.arange(0, BLOCK_KV)[:, None] < kv_len
-            v = tl.where(inside, v, tl.zeros(v.shape, v.dtype))
-        if CLEAN:
-            v = tl.where(is_nonfinite(v), 0.0, v.to(tl.float32)).to(v.dtype)
         if SELECTS:
             p, v = weights_of_nonfinite(p, v, seen, bias)
         acc = add_weighted(p, v, acc, PRECISION)

@@ -225,13 +225,13 @@ def finish_scores(s, bias, alibi, scoring):
         s = tanh(s * scoring.cap_scale)
         slope = tl.fma(-s, s, 1.0)
     if bias is not None:
-        s = tl.fma(s, scoring.scale, bias)
+        s = tl.fma(s, scoring.score_scale, bias)
         # A bias of -inf hides a key whatever its score is, NaN included.
         s = tl.where(bias == float("-inf"), float("-inf"), s)
     elif alibi is not None:
-        s = tl.fma(s, scoring.scale, alibi)
-    elif scoring.scale is not None:
-        s = tl.fma(s, scoring.scale, 0.0)
+        s = tl.fma(s, scoring.score_scale, alibi)
+    elif scoring.score_scale is not None:
+        s = tl.fma(s, scoring.score_scale, 0.0)
     return s, slope
 
 
