@@ -85,6 +85,13 @@ PACKED = (
     "STL [R1+0x8], R9",
     "LDL R9, [R1+0x8]",
 )
+# R20, a secret, and R21, which is none, are kept side by side.
+PAIR = (
+    "MOV R20, R2",
+    "MOV R21, R8",
+    "STL.64 [R1+0x8], R20",
+    "LDL.64 R14, [R1+0x8]",
+)
 # A secret is copied to shared memory at UR32, if UP3 is on; R3 is read elsewhere.
 COPIED = (
     "UMOV UR4, 0x400",
@@ -121,6 +128,13 @@ CHOSEN = (
         # Predicates in a register that was kept in local memory.
         ([*PACKED, "LOP3.LUT P2, RZ, R9, 0x1, RZ, 0xc0, !PT", "@P2 EXIT"], []),
         ([*PACKED, "LOP3.LUT P2, RZ, R9, 0x2, RZ, 0xc0, !PT", "@P2 EXIT"], ["branch"]),
+        # One of two registers that were kept there together.
+        ([*PAIR, "ISETP.NE.AND P0, PT, R15, RZ, PT", "@P0 EXIT"], []),
+        ([*PAIR, "ISETP.NE.AND P0, PT, R14, RZ, PT", "@P0 EXIT"], ["branch"]),
+        (
+            [*PAIR, "@P1 LDL.64 R14, [R1+0x8]", "ISETP.NE.AND P0, PT, R15, RZ, PT", "@P0 EXIT"],
+            ["branch"],
+        ),
         # A copy to an address that is known if it takes place.
         (
             [*COPIED, "@UP3 UIADD3 UR32, UR4, 0x4000, URZ", "@UP2 UTMALDG.2D [UR32], [UR6]", *READ],

@@ -34,6 +34,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import reduce
 
 from .calls import inlined
 from .code import Code, Instruction, Operand, read_code
@@ -226,8 +227,8 @@ class _Analysis:
         is_certain = not each.guard or (each.name == "R2UR" and each.condition in state.elected)
         known = {} if each.guard or each.name in LOADS else self._known_results(i, state)
         for operand in each.written:
-            for register in operand.registers:
-                new = value if register == operand.text else Value(value.labels)
+            for k, register in enumerate(operand.registers):
+                new = value if register == operand.text else self._behind(each, k, value, state)
                 if register == operand.text and guard & SECRET:
                     new = chosen(each, new, seen)
                 state.forget(register)
@@ -296,7 +297,7 @@ class _Analysis:
             base = address_base(memory, seen)
             return self._read_shared(base, access_bytes(each), state, not memory.registers)
         if each.name == "LDL":
-            return self._read_local(memory, access_bytes(each), state)
+            return self._read_local(memory, state)
         return Value(self._loaded_labels(memory, seen))
 
     def _loaded_labels(self, memory: Operand, state: State) -> int:
@@ -365,20 +366,19 @@ class _Analysis:
         i = bisect_right(self.bases, base)
         return self.bases[i - 1] if i and base >= _SHARED_BEGIN else _ELSEWHERE
 
-    def _read_local(self, memory: Operand, n: int, state: State) -> Value:
+    def _read_local(self, memory: Operand, state: State, word: int = 0) -> Value:
         key = local_key(memory, state)
         if key is not None and (LOCAL, None) not in state:
-            found = state.get((LOCAL, key), NOTHING)
-            for at in range(key + 4, key + n, 4):
-                # Registers behind the first get its labels and no base.
-                more = state.get((LOCAL, at), NOTHING)
-                found = found._replace(labels=found.labels | more.labels)
-            return found
-        found = NOTHING
-        for name, value in state.items():
-            if isinstance(name, tuple) and name[0] == LOCAL:
-                found = either(found, value)
-        return found
+            return state.get((LOCAL, key + 4 * word), NOTHING)
+        kept = (x for name, x in state.items() if isinstance(name, tuple) and name[0] == LOCAL)
+        return reduce(either, kept, NOTHING)
+
+    def _behind(self, each: Instruction, k: int, value: Value, state: State) -> Value:
+        """What is written to the k-th register: one that was kept beside a secret need not be."""
+        if each.name != "LDL":
+            return Value(value.labels)
+        own = self._read_local(memory_operand(each.read), state, k).labels
+        return Value(own | value.labels if each.guard else own)
 
     def leaks(self) -> list[Leak]:
         """What the fixed point shows."""
