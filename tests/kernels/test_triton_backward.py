@@ -167,11 +167,17 @@ def test_varlen(options):
 
 
 @interpreted
-def test_strided_inputs():
+def test_varlen_in_float32():
+    check(draw_varlen([1, 0, 33, 5], [40, 7, 33, 0], Hq=2, Hkv=1, D=20, causal=True))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [F16, F32], ids=["fp16", "fp32"])
+def test_strided_inputs(dtype):
     """Rows at odd addresses, heads behind tokens, one key head for all."""
-    q = torch.randn(1, 40, 2, 24).to(F16).transpose(1, 2)[..., 3:19]
-    k = torch.randn(1, 1, 50, 16).to(F16).expand(1, 2, 50, 16)
-    v = torch.randn(1, 2, 100, 16).to(F16)[:, :, ::2]
+    q = torch.randn(1, 40, 2, 24).to(dtype).transpose(1, 2)[..., 3:19]
+    k = torch.randn(1, 1, 50, 16).to(dtype).expand(1, 2, 50, 16)
+    v = torch.randn(1, 2, 100, 16).to(dtype)[:, :, ::2]
     check(Case({"q": q, "k": k, "v": v}))
 
 
@@ -246,9 +252,9 @@ def test_gradients_of_packed_sequences_are_those_of_dense_ones():
             assert torch.equal(alone[name], dense(packed[name], tokens)), name
 
 
-def check_garbage(device: str) -> None:
+def check_garbage(device: str, dtype: torch.dtype) -> None:
     """A query that is NaN and a dO that is infinite reach the keys their rows see, and no other."""
-    case = draw(70, 100, D=16, dtype=BF16, causal=True)
+    case = draw(70, 100, D=16, dtype=dtype, causal=True)
     case = Case({name: x.to(device) for name, x in case.tensors.items()}, case.options)
     douts = tuple(x.to(device) for x in draw_douts(case))
     clean = gradients(case, douts)
@@ -268,8 +274,9 @@ def check_garbage(device: str) -> None:
 
 
 @interpreted
-def test_garbage_stays_with_the_rows_that_see_it():
-    check_garbage("cpu")
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "fp32"])
+def test_garbage_stays_with_the_rows_that_see_it(dtype):
+    check_garbage("cpu", dtype)
 
 
 # Each case is another three kernels to compile. `test_gpu_hypothesis` has lengths, sinks and more
@@ -281,6 +288,12 @@ GPU_CASES = {
         lambda dtype: draw(300, 511, B=2, Hq=6, Hkv=2, D=128, dtype=dtype, causal=True),
     ),
     "D128-in-float32": (F32, lambda dtype: draw(163, 311, D=128, dtype=dtype, causal=True)),
+    "D72-packed-in-float32": (
+        F32,
+        lambda dtype: draw_varlen(
+            [1, 0, 263, 5, 130], [300, 7, 263, 0, 211], D=72, dtype=dtype, causal=True
+        ),
+    ),
     "D80": (F16, lambda dtype: draw(163, 311, D=80, dtype=dtype, causal=True)),
     "D256": (BF16, lambda dtype: draw(163, 311, D=256, dtype=dtype, causal=True)),
     "D512": (F16, lambda dtype: draw(70, 80, D=512, dtype=dtype)),
@@ -332,5 +345,6 @@ class TestOnGpu:
     def test_with_the_forward_kernel(self, name):
         assert_exact(gpu_case(name), gradients=True, kernel="triton")
 
-    def test_garbage_stays_with_the_rows_that_see_it(self):
-        check_garbage("cuda")
+    @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "fp32"])
+    def test_garbage_stays_with_the_rows_that_see_it(self, dtype):
+        check_garbage("cuda", dtype)

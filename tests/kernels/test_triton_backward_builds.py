@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import os
+from unittest.mock import patch
 
 import pytest
 import torch
+from launch_arguments import bind
 from operand_addresses import lost_operands
-from problems import draw
+from problems import draw, unwritten
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from triton_builds import at_once_on_hopper, build, spills
+from taint_builds import compile_bound, leaks_of
+from triton_builds import Build, at_once_on_hopper, build, spills
 
+from lockstep.kernels.kernel import BackwardTensors, Needs
 from lockstep.kernels.triton import backward
 from lockstep.kernels.triton.dkdv import sum_keys
 from lockstep.kernels.triton.dq import sum_queries
 from lockstep.kernels.triton.plan import Device, blocks_of
-from lockstep.problem import Tensors, describe, make_options
+from lockstep.problem import Options, Tensors, describe, make_options
 
 
 def constants(D: int, Dv: int, cut: backward.Cut) -> dict:
@@ -130,3 +134,42 @@ def test_three_programs_of_dq_share_a_multiprocessor():
 def test_products_on_hopper_find_their_operands(D, Dv):
     for built in build_passes(D, 90, Dv):
         assert not lost_operands(built.kernel.asm["cubin"])
+
+
+def float32_builds(D: int, has_bias: bool = False, **options: bool) -> dict[str, Build]:
+    """The kernels of a float32 call on Hopper, by name: they load terms."""
+    tensors, device = unwritten(300, 300, D=D, dtype=torch.float32), TARGETS[90][0]
+    if has_bias:
+        tensors = tensors._replace(bias=torch.empty(1, 1, 300, 300))
+    out = torch.empty_like(tensors.q)
+    given = BackwardTensors(*tensors, out, torch.empty(*out.shape[:-1], 2), out, None)
+    problem, needs = describe(tensors, Options(**options)), Needs(True, True, True, has_bias, False)
+    with patch.object(backward, "device_of", lambda _: device):
+        call = backward.backward_launches(problem, given, needs)
+    kernels = {name: compile_bound(bound, 90) for name, bound in bind(call, given).items()}
+    return {name: Build(kernel) for name, kernel in kernels.items()}
+
+
+@pytest.mark.usefixtures("unlowered")
+@pytest.mark.parametrize("D", [64, 128, 256, 512])
+@pytest.mark.parametrize("options", [{"has_bias": True}, {"causal": True, "query_invariant": True}])
+def test_terms_of_float32_fit(D, options):
+    for built in float32_builds(D, **options).values():
+        assert built.shared_bytes <= TARGETS[90][0].shared_bytes
+
+
+def test_terms_of_float32_on_hopper():
+    built = float32_builds(64, causal=True, constant_time=True)
+    assert set(built) == {"prepare_rows", "cut_factors", "sum_keys", "sum_queries"}
+    assert not [leak for one in built.values() for leak in leaks_of(one.kernel)]
+    # A term takes 16 bytes for 8 numbers, and goes there in one or two stores.
+    stores = [text for _, text in built["cut_factors"].instructions if text.startswith("STG")]
+    assert stores
+    assert all(".128" in text or ".64" in text for text in stores)
+    for name in ("sum_keys", "sum_queries"):
+        assert at_once_on_hopper(built[name]) == 2
+        assert not lost_operands(built[name].kernel.asm["cubin"])
+        for body in built[name].loops("HGMMA"):
+            # With and without a mask a sum has the same bits: no product is joined to it.
+            joined = [text for text in body if text.startswith("FFMA") and "RZ" not in text]
+            assert not joined

@@ -21,6 +21,7 @@ def test_triton_kernels_in_the_interpreter():
         "test_triton_forward_spans.py",
         "test_triton_split_kv.py",
         "test_triton_carry.py",
+        "test_triton_terms.py",
         "test_bad_metadata.py",
         at_least=240,
     )

@@ -9,7 +9,7 @@ Importing this package does not import Triton.
     nonfinite.py  values that are not finite stay with the rows that see them
     plan.py       tile sizes, and which program computes what
     launch.py     from a problem to a launch
-    backward.py   gradients
+    backward.py   gradients                                 terms.py   float32 as sums of bf16
     carry.py      the same over keys, or rows, that come in blocks
 
 A row's bits depend on its own sequence, the heads and the head dims alone; with `query_invariant`

@@ -1,6 +1,8 @@
 """Gradients on the GPU, without atomics: every sum has one owner and one order.
 
     gradient_rows   m, l and delta of every row; dsinks       one launch, one more for sinks
+    terms           float32 as sums of bf16                   only where tensor cores make of those
+                                                              products of float32
     dkdv            dK and dV, by key tile                    four products per tile
     dq              dQ, by query tile                         three products per tile
     dbias           the bias, by tile of the bias             only if wanted
@@ -40,6 +42,7 @@ from lockstep.kernels.triton.launch import (
     window_of,
 )
 from lockstep.kernels.triton.plan import Device, Tiles, block_of, blocks_of, precision_of
+from lockstep.kernels.triton.terms import NAMES, UNIT, buffers_of, launch_cut, strides_of
 from lockstep.memory_order import empty_like, is_tokens_first, zeros_like
 from lockstep.problem import AttentionProblem
 
@@ -79,11 +82,11 @@ _TF32_HOPPER = {
     64: (Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
     128: (Tiles(32, 64, 8, 2), Tiles(64, 32, 8, 2)),
 }
-# Six products of bf16 for one of float32.
+# Six products of bf16 for one of float32: three terms of each factor lie in shared memory.
 _BF16X6 = {
     **_SINGLE,
-    64: (Tiles(32, 64, 4, 2), Tiles(64, 64, 4, 2)),
-    128: (Tiles(32, 64, 4, 1), Tiles(128, 32, 8, 1)),
+    64: (Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1)),
+    128: (Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
 }
 
 
@@ -120,11 +123,12 @@ def backward_launches(problem: AttentionProblem, given: BackwardTensors, needs: 
         for name in Gradients._fields
         if getattr(made, name) and (x := getattr(given, name)) is not None
     }
+    rows = Buffer((_sequences(problem), problem.Hq, problem.Sq, 4), given.statistics.dtype)
     return Launches(
         given.dout.device,
         BackwardTensors._fields,
         results,
-        {"rows": Buffer((_sequences(problem), problem.Hq, problem.Sq, 4), given.statistics.dtype)},
+        {"rows": rows, **terms_of(problem, device_of(given.dout.device))},
         _launches(problem, aligned, results.keys()),
         fit=None if all(map(is_, aligned, given)) else with_aligned_inputs,
         finish=gradients_from(results, needs),
@@ -137,12 +141,14 @@ def _launches(
     """What computes the gradients that are wanted, by name."""
     arguments = arguments_of(problem, given)
     found = [launch_rows(problem, arguments)]
+    if terms_of(problem, device_of(given.dout.device)):
+        found.append(launch_cut(problem, arguments))
     if "dk" in wanted:
-        found.append(launch_keys(problem, given, arguments, absent=("dk_sums", "dv_sums")))
+        found.append(launch_keys(problem, given, absent=("dk_sums", "dv_sums")))
     if "dq" in wanted:
-        found.append(launch_queries(problem, given, arguments, absent=("dq_sums",)))
+        found.append(launch_queries(problem, given, absent=("dq_sums",)))
     if "dbias" in wanted:
-        found.append(_launch_bias(problem, given, arguments))
+        found.append(_launch_bias(problem, given))
     if "dsinks" in wanted:
         found.append(launch_sinks(problem))
     return found
@@ -154,29 +160,28 @@ def launch_rows(problem: AttentionProblem, arguments: dict[str, Any]) -> Launch:
     return _launch(prepare_rows, tiles, arguments | {"BLOCK_ROWS": block_rows})
 
 
+def terms_of(problem: AttentionProblem, device: Device) -> dict[str, Buffer]:
+    """The terms of float32 tensors that the passes load instead of them, by name; or none."""
+    return buffers_of(problem) if precision_of(problem, device) == "bf16x6" else {}
+
+
 def launch_keys(
-    problem: AttentionProblem,
-    given: BackwardTensors,
-    arguments: dict[str, Any],
-    absent: Collection[str],
+    problem: AttentionProblem, given: BackwardTensors, absent: Collection[str]
 ) -> Launch:
     cut, _ = cuts_of(problem, device_of(given.dout.device))
     slots = _slots(problem, problem.Skv, cut.BLOCK_KV)
     programs = slots * problem.Hkv * _sequences(problem)
-    arguments = {**arguments, **_blocks(cut), "n_slots": slots}
+    arguments = {**_pass_arguments(problem, given), **_blocks(cut), "n_slots": slots}
     return _launch(sum_keys, programs, arguments, cut.options, absent)
 
 
 def launch_queries(
-    problem: AttentionProblem,
-    given: BackwardTensors,
-    arguments: dict[str, Any],
-    absent: Collection[str],
+    problem: AttentionProblem, given: BackwardTensors, absent: Collection[str]
 ) -> Launch:
     _, cut = cuts_of(problem, device_of(given.dout.device))
     slots = _slots(problem, problem.Sq, cut.BLOCK_Q)
     programs = slots * problem.Hq * _sequences(problem)
-    arguments = {**arguments, **_blocks(cut), "n_slots": slots}
+    arguments = {**_pass_arguments(problem, given), **_blocks(cut), "n_slots": slots}
     return _launch(sum_queries, programs, arguments, cut.options, absent)
 
 
@@ -194,9 +199,7 @@ def launch_sinks(problem: AttentionProblem) -> Launch:
     return _launch(sum_sinks, problem.Hq, arguments, absent=absent)
 
 
-def _launch_bias(
-    problem: AttentionProblem, given: BackwardTensors, arguments: dict[str, Any]
-) -> Launch:
+def _launch_bias(problem: AttentionProblem, given: BackwardTensors) -> Launch:
     assert given.bias is not None
     _, cut = cuts_of(problem, device_of(given.dout.device))
     sizes = dict(zip(("bias_B", "bias_Hq", "bias_Sq", "bias_Skv"), given.bias.shape, strict=True))
@@ -207,9 +210,8 @@ def _launch_bias(
         "SHARED_KV": sizes["bias_Skv"] < problem.Skv,
     }
     programs = sizes["bias_B"] * sizes["bias_Hq"] * tiles
-    return _launch(
-        sum_bias, programs, {**arguments, **_blocks(cut), **sizes, **shared}, cut.options
-    )
+    arguments = {**_pass_arguments(problem, given), **_blocks(cut), **sizes, **shared}
+    return _launch(sum_bias, programs, arguments, cut.options)
 
 
 def _launch(
@@ -221,7 +223,8 @@ def _launch(
 ) -> Launch:
     """A launch that takes what it can use of `arguments`."""
     taken = taken_by(kernel, arguments)
-    return Launch(kernel, (programs,), taken, absent=absent, **(options or {}))
+    names = NAMES if taken.get("PRECISION") == "terms" else None
+    return Launch(kernel, (programs,), taken, names=names, absent=absent, **(options or {}))
 
 
 def _sequences(problem: AttentionProblem) -> int:
@@ -296,8 +299,24 @@ def _slots(problem: AttentionProblem, S: int, block: int) -> int:
     return S // block + problem.B + 1 if problem.layout == "varlen" else triton.cdiv(S, block)
 
 
+def _pass_arguments(problem: AttentionProblem, given: BackwardTensors) -> dict[str, Any]:
+    """What the passes take besides pointers, tiles and blocks, of terms if there are any."""
+    arguments, device = arguments_of(problem, given), device_of(given.dout.device)
+    if not terms_of(problem, device):
+        return arguments
+    return {
+        **arguments,
+        **stride_arguments(strides_of(problem), UNIT),
+        "ALIGN": UNIT,
+        "PRECISION": "terms",
+        # Terms are tiles of 16 bits.
+        "BLOCK_D": block_of(problem.D, device.least_block),
+        "BLOCK_DV": block_of(problem.Dv, device.least_block),
+    }
+
+
 def arguments_of(problem: AttentionProblem, given: BackwardTensors) -> dict[str, Any]:
-    """What the passes take besides pointers, tiles and blocks."""
+    """What the kernels take besides pointers, tiles and blocks, of the tensors as they are."""
     dout = given.dout
     of_dout = dout.stride()[:3]
     if problem.layout == "varlen":

@@ -29,6 +29,7 @@ from lockstep.kernels.triton.backward import (
     launch_queries,
     launch_rows,
     launch_sinks,
+    terms_of,
     with_aligned_inputs,
 )
 from lockstep.kernels.triton.forward import attend
@@ -40,6 +41,7 @@ from lockstep.kernels.triton.launch import (
 )
 from lockstep.kernels.triton.plan import plan_of
 from lockstep.kernels.triton.split_kv import reduce_parts
+from lockstep.kernels.triton.terms import launch_cut
 from lockstep.problem import Tensors
 
 if TYPE_CHECKING:
@@ -124,8 +126,8 @@ class CarriedQueries:
         if problem is None:
             return
         given = _given(self._q, k, v, self._dout)
-        launch = launch_queries(problem, given, arguments_of(problem, given), absent=("dq",))
-        _run(launch, {**given._asdict(), "rows": self._rows, "dq_sums": self._sums})
+        launch = launch_queries(problem, given, absent=("dq",))
+        _run(launch, {**_factors(problem, given), "rows": self._rows, "dq_sums": self._sums})
 
     def close(self) -> Tensor:
         return _closed(self._sums, self._problem.scale, self._q)
@@ -149,8 +151,8 @@ class CarriedKeys:
         if problem is None:
             return
         given = _given(q, self._k, self._v, dout)
-        launch = launch_keys(problem, given, arguments_of(problem, given), absent=("dk", "dv"))
-        _run(launch, {**given._asdict(), "rows": _four(rows), **self._sums})
+        launch = launch_keys(problem, given, absent=("dk", "dv"))
+        _run(launch, {**_factors(problem, given), "rows": _four(rows), **self._sums})
 
     def close(self) -> tuple[Tensor, Tensor]:
         dk, dv = self._sums.values()
@@ -188,6 +190,16 @@ def _given(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> BackwardTensors:
     """What the passes take; those that `rows` stand for are left out."""
     inputs = Tensors(q, k, v)
     return with_aligned_inputs(BackwardTensors(*inputs, dout, dout, dout, None))
+
+
+def _factors(problem: AttentionProblem, given: BackwardTensors) -> dict[str, Tensor | None]:
+    """The inputs of the passes by name, and the terms of those that have any."""
+    named = given._asdict()
+    terms = terms_of(problem, device_of(given.dout.device))
+    if terms:
+        named |= {name: given.dout.new_empty(x.shape, dtype=x.dtype) for name, x in terms.items()}
+        _run(launch_cut(problem, arguments_of(problem, given)), named)
+    return named
 
 
 def _four(rows: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.sequences import checked_range, nan_where
 from lockstep.kernels.triton.gradient_tiles import (
     load_bias,
-    load_rows,
+    load_factor,
     load_statistics,
     score_gradients,
     weights,
@@ -30,7 +30,7 @@ from lockstep.kernels.triton.groups import (
     Strides,
     Window,
 )
-from lockstep.kernels.triton.products import dot
+from lockstep.kernels.triton.products import product
 from lockstep.kernels.triton.tiles import is_seen, seen_by_any
 
 
@@ -62,14 +62,14 @@ def add_tiles(
     """Adds dS of the queries from `q0` on and the tiles of keys [begin, end) of one head. Keys
     before `kv_start`, unless it is None, are not seen."""
     q_idx = q0 + tl.arange(0, BLOCK_Q)
-    q = load_rows(queries, q0, q_len, D, BLOCK_Q, BLOCK_D, True)
-    dout = load_rows(douts, q0, q_len, DV, BLOCK_Q, BLOCK_DV, True)
+    q = load_factor(queries, q0, q_len, D, BLOCK_Q, BLOCK_D, True, PRECISION)
+    dout = load_factor(douts, q0, q_len, DV, BLOCK_Q, BLOCK_DV, True, PRECISION)
     m, norm, delta = load_statistics(rows_ptr, q_idx, q_len)
     for tile in range(begin, end):
         kv0 = tile * BLOCK_KV
         kv_idx = kv0 + tl.arange(0, BLOCK_KV)[None, :]
-        k = load_rows(keys, kv0, kv_len, D, BLOCK_KV, BLOCK_D, True)
-        v = load_rows(values, kv0, kv_len, DV, BLOCK_KV, BLOCK_DV, True)
+        k = load_factor(keys, kv0, kv_len, D, BLOCK_KV, BLOCK_D, True, PRECISION)
+        v = load_factor(values, kv0, kv_len, DV, BLOCK_KV, BLOCK_DV, True, PRECISION)
         bias = load_bias(its_bias.ptr, its_bias, q_idx[:, None], kv_idx, q_len, kv_len)
         position = q_idx[:, None] + (kv_len - q_len)
         seen = is_seen(position, kv_idx, kv_len, window)
@@ -77,7 +77,7 @@ def add_tiles(
         if kv_start is not None:
             seen &= kv_idx >= kv_start
         p, _ = weights(q, k, m[:, None], norm[:, None], bias, None, seen, scoring, PRECISION)
-        dp = dot(dout, tl.trans(v), PRECISION)
+        dp = product(dout, v, PRECISION, CHAINS=1)
         # The bias is added behind the softcap, so its slope does not come in.
         total += score_gradients(p, dp, delta[:, None], 1.0, seen)
     return total

@@ -23,15 +23,15 @@ from lockstep.kernels.triton.gradient_tiles import (
     count_tiles,
     finite,
     load_bias,
+    load_factor,
     load_pair,
-    load_rows,
     nth_tile,
     score_gradients,
     tiles_of_pass,
     weights,
 )
 from lockstep.kernels.triton.groups import BiasHead, Head, HeadGroup, Scoring, TileRanges, Window
-from lockstep.kernels.triton.products import add_weighted, dot
+from lockstep.kernels.triton.products import add_weighted, product
 from lockstep.kernels.triton.tiles import (
     alibi_of,
     is_seen,
@@ -64,6 +64,8 @@ def add_queries(
     GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     COPIES: tl.constexpr,
     MASKED: tl.constexpr,
     ASCENDING: tl.constexpr,
@@ -72,15 +74,17 @@ def add_queries(
     those that need none."""
     tiles = count_tiles(ranges, MASKED)
     # One loop over heads and tiles: a loop inside a loop would keep two sets of addresses.
-    # Masked tiles are few: they need no pipeline, and its memory goes to their finite copies.
-    for i in tl.range(0, tiles * GROUP, num_stages=1 if MASKED else None):
+    # Masked tiles are few: they need no pipeline, and its memory goes to their finite copies. Terms
+    # are finite as they are.
+    CLEAN: tl.constexpr = MASKED and PRECISION != "terms"
+    for i in tl.range(0, tiles * GROUP, num_stages=1 if CLEAN else None):
         g, nth = 0, i
         if GROUP > 1:
             g, nth = (i % GROUP, i // GROUP) if ASCENDING else (i // tiles, i % tiles)
         g = tl.cast(g, tl.int64)
         first = nth_tile(nth, ranges, MASKED) * BLOCK_Q
         q_rows = Head(queries.ptr + g * queries.stride_h, queries.stride_s)
-        q = load_rows(q_rows, first, q_len, D, BLOCK_Q, k.shape[1], MASKED)
+        q = load_factor(q_rows, first, q_len, D, BLOCK_Q, BLOCK_D, MASKED, PRECISION)
         q_idx = first + tl.arange(0, BLOCK_Q)
         of_rows = rows_ptr + g * Sq * 4
         m, norm = load_pair(of_rows, q_idx, q_len, COPIES, MASKED)
@@ -101,13 +105,19 @@ def add_queries(
             k, q, m[None, :], norm[None, :], bias, alibi, seen, scoring, PRECISION, True
         )  # fmt: skip
         dout_rows = Head(douts.ptr + g * douts.stride_h, douts.stride_s)
-        dout = load_rows(dout_rows, first, q_len, DV, BLOCK_Q, v.shape[1], MASKED)
-        dp = dot(v, tl.trans(dout), PRECISION)  # [BLOCK_KV, BLOCK_Q]
-        dv = add_weighted(p, finite(dout) if MASKED else dout, dv, PRECISION)
+        dout = load_factor(
+            dout_rows, first, q_len, DV, BLOCK_Q, BLOCK_DV, MASKED, PRECISION
+        )  # fmt: skip
+        if PRECISION == "terms":
+            # Weights in three terms take registers: dP comes when they are done with.
+            dv = add_weighted(p, dout, dv, PRECISION)
+        dp = product(v, dout, PRECISION, CHAINS=1)  # [BLOCK_KV, BLOCK_Q]
+        if PRECISION != "terms":
+            dv = add_weighted(p, finite(dout, PRECISION) if CLEAN else dout, dv, PRECISION)
         # No earlier: registers are short until the weights are there.
         delta, _ = load_pair(of_rows + 2, q_idx, q_len, COPIES, MASKED)
         ds = score_gradients(p, dp, delta[None, :], slope, seen)
-        dk = add_weighted(ds, finite(q) if MASKED else q, dk, PRECISION)
+        dk = add_weighted(ds, finite(q, PRECISION) if CLEAN else q, dk, PRECISION)
     return dk, dv
 
 
@@ -180,9 +190,9 @@ def sum_keys(
         k_ptr += kv_start * (stride_ks * ALIGN)
         v_ptr += kv_start * (stride_vs * ALIGN)
         keys = Head(k_ptr, stride_ks * ALIGN)
-        k = load_rows(keys, first_key, kv_len, D, BLOCK_KV, BLOCK_D, True)
+        k = load_factor(keys, first_key, kv_len, D, BLOCK_KV, BLOCK_D, True, PRECISION)
         values = Head(v_ptr, stride_vs * ALIGN)
-        v = load_rows(values, first_key, kv_len, DV, BLOCK_KV, BLOCK_DV, True)
+        v = load_factor(values, first_key, kv_len, DV, BLOCK_KV, BLOCK_DV, True, PRECISION)
         q_head = h64 * GROUP
         q_ptr += b64 * (stride_qb * ALIGN) + q_head * (stride_qh * ALIGN)
         q_ptr += q_start * (stride_qs * ALIGN)
@@ -203,9 +213,10 @@ def sum_keys(
             slopes_ptr = alibi_slopes_ptr + b64 * stride_ab + q_head
         # Masked tiles come last: the other way round, ptxas waits for every single product. Masks
         # take registers, which smaller tiles make up for; but a sum that is to be the same with and
-        # without a mask needs the same tiles.
+        # without a mask needs the same tiles. Terms take more time in smaller ones.
         EDGES_APART: tl.constexpr = ASCENDING and HAS_RIGHT
-        MASKED_Q: tl.constexpr = BLOCK_Q if ASCENDING else max(16, BLOCK_Q // 2)
+        SAME: tl.constexpr = ASCENDING or PRECISION == "terms"
+        MASKED_Q: tl.constexpr = BLOCK_Q if SAME else max(16, BLOCK_Q // 2)
         for PASS in tl.static_range(0 if EDGES_APART else 1, 3):
             if PASS != 1 or bias_ptr is None:
                 share = 1 if PASS == 1 else BLOCK_Q // MASKED_Q
@@ -218,7 +229,8 @@ def sum_keys(
                     HeadGroup(q_ptr, stride_qh * ALIGN, stride_qs * ALIGN),
                     HeadGroup(dout_ptr, stride_oh * ALIGN, stride_os * ALIGN),
                     Sq, q_len, kv_len, window, scoring, D, DV, GROUP, PRECISION,
-                    BLOCK_Q if PASS == 1 else MASKED_Q, COPIES, PASS != 1, ASCENDING,
+                    BLOCK_Q if PASS == 1 else MASKED_Q, BLOCK_D, BLOCK_DV, COPIES, PASS != 1,
+                    ASCENDING,
                 )  # fmt: skip
 
     if dk_sums_ptr is not None:

@@ -20,7 +20,7 @@ from lockstep.kernels.triton.gradient_tiles import (
     count_tiles,
     finite,
     load_bias,
-    load_rows,
+    load_factor,
     load_statistics,
     nth_tile,
     score_gradients,
@@ -28,7 +28,7 @@ from lockstep.kernels.triton.gradient_tiles import (
     weights,
 )
 from lockstep.kernels.triton.groups import BiasHead, Head, RowStatistics, Scoring, Window
-from lockstep.kernels.triton.products import add_weighted, dot
+from lockstep.kernels.triton.products import add_weighted, product
 from lockstep.kernels.triton.tiles import (
     alibi_of,
     is_seen,
@@ -58,15 +58,18 @@ def add_keys(
     DV: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_KV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds the tiles of keys that need a mask; unless MASKED, those that need none."""
     tiles = count_tiles(ranges, MASKED)
-    # Masked tiles are few: they need no pipeline, and its memory goes to their finite copies.
-    for i in tl.range(0, tiles, num_stages=1 if MASKED else None):
+    # Masked tiles are few: they need no pipeline, and its memory goes to their finite copies. With
+    # terms there is room for both.
+    for i in tl.range(0, tiles, num_stages=1 if MASKED and PRECISION != "terms" else None):
         first = nth_tile(i, ranges, MASKED) * BLOCK_KV
-        k = load_rows(keys, first, kv_len, D, BLOCK_KV, q.shape[1], MASKED)
-        v = load_rows(values, first, kv_len, DV, BLOCK_KV, dout.shape[1], MASKED)
+        k = load_factor(keys, first, kv_len, D, BLOCK_KV, BLOCK_D, MASKED, PRECISION)
+        v = load_factor(values, first, kv_len, DV, BLOCK_KV, BLOCK_DV, MASKED, PRECISION)
         bias, alibi, seen = None, None, None
         kv_idx = first + tl.arange(0, BLOCK_KV)[None, :]
         position = q_idx + (kv_len - q_len)
@@ -80,9 +83,9 @@ def add_keys(
         p, slope_of_cap = weights(
             q, k, stats.m, stats.norm, bias, alibi, seen, scoring, PRECISION
         )  # fmt: skip
-        dp = dot(dout, tl.trans(v), PRECISION)  # [BLOCK_Q, BLOCK_KV]
+        dp = product(dout, v, PRECISION, CHAINS=1)  # [BLOCK_Q, BLOCK_KV]
         ds = score_gradients(p, dp, stats.delta, slope_of_cap, seen)
-        dq = add_weighted(ds, finite(k) if MASKED else k, dq, PRECISION)
+        dq = add_weighted(ds, finite(k, PRECISION) if MASKED else k, dq, PRECISION)
     return dq
 
 
@@ -145,9 +148,9 @@ def sum_queries(
     k_ptr += b64 * (stride_kb * ALIGN) + h64 * (stride_kh * ALIGN) + kv_start * (stride_ks * ALIGN)
     v_ptr += b64 * (stride_vb * ALIGN) + h64 * (stride_vh * ALIGN) + kv_start * (stride_vs * ALIGN)
     queries = Head(q_ptr + q_start * (stride_qs * ALIGN), stride_qs * ALIGN)
-    q = load_rows(queries, first_query, q_len, D, BLOCK_Q, BLOCK_D, True)
+    q = load_factor(queries, first_query, q_len, D, BLOCK_Q, BLOCK_D, True, PRECISION)
     douts = Head(dout_ptr + q_start * (stride_os * ALIGN), stride_os * ALIGN)
-    dout = load_rows(douts, first_query, q_len, DV, BLOCK_Q, BLOCK_DV, True)
+    dout = load_factor(douts, first_query, q_len, DV, BLOCK_Q, BLOCK_DV, True, PRECISION)
     # Statistics lie [B, Hq, Sq], or [Hq, T] of a packed batch.
     row = q_head * Sq + q_start
     if cu_seqlens_q_ptr is None:
@@ -181,7 +184,8 @@ def sum_queries(
                 some, dq, q, dout,
                 RowStatistics(m[:, None], norm[:, None], delta[:, None]), q_idx[:, None],
                 Head(k_ptr, stride_ks * ALIGN), Head(v_ptr, stride_vs * ALIGN), bias_head, slope,
-                q_len, kv_len, window, scoring, D, DV, PRECISION, BLOCK_KV, PASS != 1,
+                q_len, kv_len, window, scoring, D, DV, PRECISION, BLOCK_KV, BLOCK_D,
+                BLOCK_DV, PASS != 1,
             )  # fmt: skip
 
     rows = (dq_row + (q_start + q_idx) * stride_row)[:, None]  # [BLOCK_Q, 1]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lockstep.kernels.triton.groups import RowStatistics, TileRanges
+from lockstep.kernels.triton.groups import Head, RowStatistics, TileRanges
 from lockstep.kernels.triton.products import product
 from lockstep.kernels.triton.tiles import finish_scores
 
@@ -59,7 +59,7 @@ def exact_weights(s, m, norm, unit, RECIPROCAL: tl.constexpr):
 
 @triton.jit
 def weights(
-    a,  # [M, BLOCK_D]
+    a,  # [M, BLOCK_D], or three terms of it, and so is b
     b,  # [N, BLOCK_D]
     m,  # [M, 1] or [1, N] fp32, and so is norm: see `gradient_rows`
     norm,
@@ -76,7 +76,10 @@ def weights(
     """
     s = product(a, b, PRECISION, SWAPPED)  # [M, N] fp32
     s, slope = finish_scores(s, bias, alibi, scoring)
-    p = exact_weights(s, m, norm, scoring.unit, a.dtype == tl.float32)
+    if PRECISION == "terms":
+        p = exact_weights(s, m, norm, scoring.unit, True)
+    else:
+        p = exact_weights(s, m, norm, scoring.unit, a.dtype == tl.float32)
     if seen is not None:
         p = tl.where(seen, p, 0.0)
     return p, slope
@@ -92,14 +95,23 @@ def score_gradients(p, dp, delta, slope, seen):
 
 
 @triton.jit
-def finite(x):
+def finite(x, PRECISION: tl.constexpr):
     """x with 0 for what is not finite, as a factor for weights that are 0 where x is not seen.
 
     0 · x would be NaN there. What is lost for pairs that are seen comes back through m, which
     is NaN for a row with anything not finite in it, and so are all weights of that row.
     """
-    nonfinite = (x.to(tl.float32) * 0.0) != 0.0
-    return tl.where(nonfinite, 0.0, x.to(tl.float32)).to(x.dtype)
+    if PRECISION == "terms":
+        first, second, third = x
+        # The first term of a number that is not finite is not, and the others are.
+        nonfinite = (first.to(tl.float32) * 0.0) != 0.0
+        zero = tl.zeros_like(first)
+        second, third = tl.where(nonfinite, zero, second), tl.where(nonfinite, zero, third)
+        clean = (tl.where(nonfinite, zero, first), second, third)
+    else:
+        nonfinite = (x.to(tl.float32) * 0.0) != 0.0
+        clean = tl.where(nonfinite, 0.0, x.to(tl.float32)).to(x.dtype)
+    return clean
 
 
 @triton.jit
@@ -133,6 +145,34 @@ def load_rows(
     near = (row % 16 * head.stride_s)[:, None] + d
     at = start + (row // 16 * (16 * head.stride_s))[:, None] + near
     return tl.load(at, mask=d < D, other=0.0) if D < BLOCK_D else tl.load(at)
+
+
+@triton.jit
+def load_factor(
+    head,
+    first,
+    n,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What `load_rows` loads, or the three terms of it."""
+    if PRECISION == "terms":
+        WIDTH: tl.constexpr = (D + 7) // 8 * 8
+        # A stride that is known takes no registers.
+        first_terms = Head(head.ptr, 3 * WIDTH)
+        second = Head(head.ptr + WIDTH, 3 * WIDTH)
+        third = Head(head.ptr + 2 * WIDTH, 3 * WIDTH)
+        rows = (
+            load_rows(first_terms, first, n, WIDTH, BLOCK, BLOCK_D, MASKED),
+            load_rows(second, first, n, WIDTH, BLOCK, BLOCK_D, MASKED),
+            load_rows(third, first, n, WIDTH, BLOCK, BLOCK_D, MASKED),
+        )
+    else:
+        rows = load_rows(head, first, n, D, BLOCK, BLOCK_D, MASKED)
+    return rows
 
 
 @triton.jit

@@ -7,6 +7,7 @@ PRECISION says what is done with float32 factors; others are multiplied as they 
     "bf16x6"  as float32, by tensor cores: a factor is the sum of three numbers of bf16, and x y is
               x₁ y₁ + x₁ y₂ + x₂ y₁ + x₂ y₂ + x₁ y₃ + x₃ y₁. What is left out is less than the
               roundings of a sum in float32
+    "terms"   the same of factors that come as their three numbers: see `terms`
 
 Tensor cores cut off where others round. A sum over many keys is therefore carried in float32 by the
 ordinary units, and a tile adds one number to it.
@@ -65,14 +66,6 @@ def dot_split(a, b, SWAPPED: tl.constexpr = False):
 
 
 @triton.jit
-def dot(a, b, PRECISION: tl.constexpr):
-    """a b of a [M, K] and b [K, N]: [M, N] fp32."""
-    if a.dtype == tl.float32 and PRECISION == "bf16x6":
-        return dot_split(split(a), split(b))
-    return tl.dot(a, b, input_precision=PRECISION)
-
-
-@triton.jit
 def product(
     a, b, PRECISION: tl.constexpr, SWAPPED: tl.constexpr = False, CHAINS: tl.constexpr = 4
 ):  # fmt: skip
@@ -84,8 +77,11 @@ def product(
     as `fma`: Triton takes a product that is added to something for a request to continue that
     chain.
     """
-    HALF: tl.constexpr = a.shape[1] // 2
-    if a.dtype == tl.float32 and PRECISION == "ieee" and CHAINS > 1 and HALF >= 32:
+    if PRECISION == "terms":
+        b1, b2, b3 = b
+        s = dot_split(a, (tl.trans(b1), tl.trans(b2), tl.trans(b3)), SWAPPED)
+    elif a.dtype == tl.float32 and PRECISION == "ieee" and CHAINS > 1 and a.shape[1] >= 64:
+        HALF: tl.constexpr = a.shape[1] // 2
         a_even, a_odd = tl.split(tl.reshape(a, [a.shape[0], HALF, 2]))
         b_even, b_odd = tl.split(tl.reshape(b, [b.shape[0], HALF, 2]))
         odd = product(a_odd, b_odd, PRECISION, SWAPPED, CHAINS // 2)
@@ -101,8 +97,14 @@ def product(
 def add_weighted(p, v, acc, PRECISION: tl.constexpr):
     """acc + p v. Hidden keys have p = 0; see `nonfinite` for what 0 · v may be."""
     # The product of a tile of float32 is a chain of its own, see `product`.
-    if v.dtype == tl.float32 and PRECISION == "bf16x6":
-        return tl.fma(dot_split(split(p, False), split(v)), 1.0, acc)
-    if v.dtype == tl.float32 and PRECISION == "ieee":
-        return tl.fma(dot(p, v, PRECISION), 1.0, acc)
-    return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    if PRECISION == "terms":
+        # p may be a product, and what is left of it without its first bits a sum: adding 0, which
+        # rounds nothing, lets no compiler join the two.
+        acc = tl.fma(dot_split(split(p + 0.0, False), v), 1.0, acc)
+    elif v.dtype == tl.float32 and PRECISION == "bf16x6":
+        acc = tl.fma(dot_split(split(p, False), split(v)), 1.0, acc)
+    elif v.dtype == tl.float32 and PRECISION == "ieee":
+        acc = tl.fma(tl.dot(p, v, input_precision=PRECISION), 1.0, acc)
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc
