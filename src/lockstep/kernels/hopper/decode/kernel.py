@@ -8,6 +8,8 @@ from memory does not stop where one sequence ends and the next begins.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.kernels.hopper.common.accumulator import ROWS
@@ -22,57 +24,91 @@ from lockstep.kernels.launch import unspecialized
 _ANY_ADDRESS = ("sinks_ptr", "kv_lens_ptr", "kv_starts_ptr", "page_table_ptr")
 
 
+class Pointers(NamedTuple):
+    """What the kernel reads and writes besides the tiles of k and v."""
+
+    k_ptr: Any  # the keys once more, for those that rows begin with in query-invariant calls
+    v_ptr: Any  # the values once more, for those that are not finite
+    q_ptr: Any  # [B, Hq, Sq, D], or packed
+    out_ptr: Any  # contiguous [B, Hq, Sq, Dv], or [Tq, Hq, Dv]
+    lse_ptr: Any  # the same without Dv, fp32
+    statistics_ptr: Any  # [*lse, 2], of calls with a dense cache
+    parts_ptr: Any  # [slots, n_spans, n_rows, Dv] fp32
+    part_stats_ptr: Any  # [slots, n_spans, n_rows, 2] fp32
+    slots_ptr: Any  # [slots, 3]: `producer.note_slot`
+    sinks_ptr: Any  # [Hq]
+    kv_lens_ptr: Any  # [B], or the table of tiles (`tiles.py`)
+    kv_starts_ptr: Any  # [B]
+    page_table_ptr: Any  # [B, ·]
+
+
+class Strides(NamedTuple):
+    """Of q."""
+
+    b: Any
+    h: Any
+    s: Any
+
+
+class RowStrides(NamedTuple):
+    """Of lse, and of out in rows."""
+
+    rows_b: Any
+    rows_h: Any
+    rows_s: Any
+
+
+class PageStrides(NamedTuple):
+    """Of k or v, from one page, token and head to the next."""
+
+    p: Any
+    s: Any
+    h: Any
+
+
+class Numbers(NamedTuple):
+    """Sizes of a call and limits of its window, and how it is cut: `plan.py`."""
+
+    B: Any
+    group: Any
+    heads: Any
+    Sq: Any
+    Skv: Any
+    n_pages: Any
+    page_size: Any
+    left: Any
+    right: Any
+    wanted: Any
+    least: Any
+    team: Any
+    waves: Any
+    q_tiles: Any
+    whole: Any
+    n_spans: Any
+    n_rows: Any
+
+
+class Scales(NamedTuple):
+    """What makes scores of products: `consumer.Rows`."""
+
+    cap_scale: Any
+    score_scale: Any
+    unit: Any
+    natural: Any
+
+
 @unspecialized(gluon.jit, any_address=_ANY_ADDRESS)
 def decode_kernel(
     k_desc,  # boxes [rows of a page, COLUMNS] of k [n_pages, Hkv, page, D]
     v_desc,
-    k_ptr,  # the keys once more, for those that rows begin with in query-invariant calls
-    v_ptr,  # the values once more, for those that are not finite
-    q_ptr,  # [B, Hq, Sq, D], or packed
-    out_ptr,  # contiguous [B, Hq, Sq, Dv], or [Tq, Hq, Dv]
-    lse_ptr,  # the same without Dv, fp32
-    statistics_ptr,  # [*lse, 2], of calls with a dense cache
-    parts_ptr,  # [slots, n_spans, n_rows, Dv] fp32
-    part_stats_ptr,  # [slots, n_spans, n_rows, 2] fp32
-    slots_ptr,  # [slots, 3]: `producer.note_slot`
-    sinks_ptr,  # [Hq]
-    kv_lens_ptr,  # [B], or the table of tiles (`tiles.py`)
-    kv_starts_ptr,  # [B]
-    page_table_ptr,  # [B, ·]
-    stride_qb,
-    stride_qh,
-    stride_qs,
-    rows_b,
-    rows_h,
-    rows_s,
-    stride_kp,
-    stride_ks,
-    stride_kh,
-    stride_vp,
-    stride_vs,
-    stride_vh,
-    stride_tb,
-    B,
-    group,
-    heads,
-    Sq,
-    Skv,
-    n_pages,
-    page_size,
-    left,
-    right,
-    wanted,
-    least,
-    team,
-    waves,
-    q_tiles,
-    whole,
-    n_spans,
-    n_rows,
-    cap_scale,
-    score_scale,
-    unit,
-    natural,
+    pointers: Pointers,
+    stride_q: Strides,
+    row_strides: RowStrides,
+    stride_k: PageStrides,
+    stride_v: PageStrides,
+    stride_tb,  # of the page table, from one sequence to the next
+    numbers: Numbers,
+    scales: Scales,
     D: gl.constexpr,
     DV: gl.constexpr,
     HAS_LEFT: gl.constexpr,
@@ -93,10 +129,11 @@ def decode_kernel(
 ):
     # `fold.py` may start as soon as there is room, to wait for the parts where it needs them.
     gdc_launch_dependents()
+    slots_ptr, n = pointers.slots_ptr, numbers
     sizes = Sizes(
-        (kv_lens_ptr, kv_starts_ptr),
-        (B, heads, Sq, Skv, left, right, wanted, least, team, waves, q_tiles,
-         group, whole),
+        (pointers.kv_lens_ptr, pointers.kv_starts_ptr),
+        (n.B, n.heads, n.Sq, n.Skv, n.left, n.right, n.wanted, n.least, n.team, n.waves, n.q_tiles,
+         n.group, n.whole),
         HAS_LEFT, HAS_RIGHT, HAS_STARTS, PACKED, BLOCK_KV,
     )  # fmt: skip
     queue = RunQueue.create(PACKED)
@@ -104,20 +141,22 @@ def decode_kernel(
     v = Tiles.create(v_desc, STAGES, BLOCK_KV, DV)
     q_smem = gl.allocate_shared_memory(k_desc.dtype, [ROWS, D], gl.NVMMASharedLayout(128, 16, 2))
     rows = Rows(
-        (q_ptr, out_ptr, lse_ptr, statistics_ptr, parts_ptr, part_stats_ptr, sinks_ptr),
-        (stride_qb, stride_qh, stride_qs, rows_b, rows_h, rows_s, group, n_spans, n_rows, cap_scale,
-         score_scale, unit, natural),
+        (pointers.q_ptr, pointers.out_ptr, pointers.lse_ptr, pointers.statistics_ptr,
+         pointers.parts_ptr, pointers.part_stats_ptr, pointers.sinks_ptr),
+        (stride_q.b, stride_q.h, stride_q.s, row_strides.rows_b, row_strides.rows_h,
+         row_strides.rows_s, n.group, n.n_spans, n.n_rows, scales.cap_scale, scales.score_scale,
+         scales.unit, scales.natural),
         SCORES, HAS_SINKS, not PAGED, D,
     )  # fmt: skip
     cache = Cache(
-        (page_table_ptr, v_ptr, kv_starts_ptr),
-        (stride_tb, stride_vp, stride_vs, stride_vh, n_pages, page_size),
+        (pointers.page_table_ptr, pointers.v_ptr, pointers.kv_starts_ptr),
+        (stride_tb, stride_v.p, stride_v.s, stride_v.h, n.n_pages, n.page_size),
         k_desc.block_shape[2], PAGED, WHOLE_PAGES, HAS_STARTS,
     )  # fmt: skip
     # What the kernels before have written, from here on: this one starts before they end.
     gdc_wait()
     if QUERY_INVARIANT:
-        first_keys = FirstKeys.create(k_ptr, (stride_kp, stride_ks, stride_kh), k_desc.dtype, D)
+        first_keys = FirstKeys.create(pointers.k_ptr, stride_k, k_desc.dtype, D)
         gl.warp_specialize(
             [
                 (
