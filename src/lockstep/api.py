@@ -91,11 +91,10 @@ def attention(
         k: [B, Hkv, Skv, D] in the dtype of q. Hq is a multiple of Hkv, and query head h reads
             key head `h // (Hq // Hkv)`.
         v: [B, Hkv, Skv, Dv] in the dtype of q.
-        causal: Row `q_idx` sees the keys up to `q_idx + Skv - Sq`: the last row sees them all.
-        window: `(left, right)`: a row sees that many keys on either side of its diagonal position
-            `q_idx + Skv - Sq`, None for no limit on that side.
-        scale: What scores are multiplied by; `D ** -0.5` if None. 0, or of a size between 1e-37
-            and 1e37: kernels hold it in float32.
+        causal: Row `q_idx` sees the keys up to its diagonal position `q_idx + Skv - Sq`.
+        window: `(left, right)`: how many keys a row sees on either side of its diagonal position,
+            None for no limit on that side.
+        scale: Factor of the scores, `D ** -0.5` if None; 0, or of a size between 1e-37 and 1e37.
         softcap: Bounds scores smoothly: `softcap · tanh(score / softcap)`, before the bias.
             Between 1e-37 and 1e37, and `scale / softcap` likewise.
         sinks: [Hq] in the dtype of q or float32. One more logit per head in the denominator of
@@ -112,19 +111,16 @@ def attention(
             its last key. Wrong ones are treated as wrong lengths are.
         alibi_slopes: [Hq] or [B, Hq], finite, in the dtype of q or float32 (ALiBi): scores lose the
             slope of their head times the distance of the key from the row's diagonal position,
-            behind the softcap. No bias is made of them, and none is taken beside them. They have
-            no gradient: slopes that require one raise.
+            behind the softcap. No bias can come with them, nor a gradient be asked for them.
         return_lse: Also return the log-sum-exp of each row's scores.
         query_invariant: Also make the bits of a row of out and lse independent of the other
             queries of the call: a whole prefill, its chunks and single tokens against the same
             cache then agree bit for bit. Only kernels that promise it will run.
         allow_tf32: Let a GPU cut the factors of float32 products to tf32, 10 bits behind the
-            point: results are off by a few thousandths, and come many times as fast. What torch
-            is set to do in its matrix products does not matter here.
+            point, whatever torch is set to do: off by a few thousandths, and many times as fast.
         constant_time: Make what is executed and which addresses are touched, in gradients too,
-            depend on shapes, dtypes, strides and options alone, never on the values of q, k, v,
-            bias and sinks. Only kernels that promise it will run. The documentation says what
-            this does not cover.
+            depend on shapes, dtypes, strides and options alone, never on values. Only kernels that
+            promise it will run. The documentation says what this does not cover.
         secret_lengths: With constant_time, hide the values of kv_lens as well: all Skv keys are
             loaded, and those beyond a length are masked.
         kernel: The name of a kernel, which then runs or raises. None chooses; see `explain`.
@@ -133,8 +129,7 @@ def attention(
         out [B, Hq, Sq, Dv] in the dtype of q, and with `return_lse` the pair `(out, lse)`, where
         lse is [B, Hq, Sq] in float32 (float64 for float64), natural logarithm. A row that sees no
         key has out 0 and lse -inf. If q is a view of tokens [B, Sq, Hq, D] in memory, so are both:
-        `out.transpose(1, 2).reshape(B, Sq, -1)` then copies nothing. Gradients lie as their own
-        tensors do.
+        `out.transpose(1, 2).reshape(B, Sq, -1)` copies nothing. Gradients lie as their tensors do.
 
     Raises:
         ValueError, TypeError: An argument does not fit; the message names it.
@@ -145,10 +140,7 @@ def attention(
         >>> k, v = torch.randn(2, 2, 2, 1024, 64)
         >>> lockstep.attention(q, k, v, causal=True).shape
         torch.Size([2, 8, 1024, 64])
-
-        One new token of two sequences, the second with 24 keys of padding on its left:
-
-        >>> starts = torch.tensor([0, 24])
+        >>> starts = torch.tensor([0, 24])  # keys of padding on the left
         >>> lockstep.attention(q[:, :, -1:], k, v, kv_starts=starts).shape
         torch.Size([2, 8, 1, 64])
     """
