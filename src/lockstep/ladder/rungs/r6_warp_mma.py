@@ -50,6 +50,50 @@ WARP_ROWS, WARP_COLS = 4, 2  # warps over both dimensions of a tile
 
 
 @simt.device
+def multiply_keys(
+    s, s_tile, q_tile, k_tile, warp_row, warp_col, BLOCK: Constant, D: Constant
+):  # fmt: skip
+    """The warp's part of Q·Kᵀ into shared memory."""
+    for i in range(BLOCK // 64):
+        for n in range(BLOCK // 32):
+            s[i, n] = wmma.fill(0.0)
+    for d in range(0, D, FRAGMENT):
+        for n in range(BLOCK // 32):
+            key = warp_col * (BLOCK // 2) + FRAGMENT * n
+            keys = wmma.load_b(k_tile, (key, d), layout="col")
+            for i in range(BLOCK // 64):
+                queries = wmma.load_a(q_tile, (warp_row + FRAGMENT * i, d))
+                s[i, n] = wmma.mma_sync(queries, keys, s[i, n])
+    for i in range(BLOCK // 64):
+        for n in range(BLOCK // 32):
+            key = warp_col * (BLOCK // 2) + FRAGMENT * n
+            wmma.store(s_tile, (warp_row + FRAGMENT * i, key), s[i, n])
+
+
+@simt.device
+def correct(acc, s_tile, warp_row, BLOCK: Constant, D: Constant):
+    """Multiply the warp's part of the output by the factors of its rows in shared memory."""
+    for i in range(BLOCK // 64):
+        factors = wmma.load_c(s_tile, (warp_row + FRAGMENT * i, 0))
+        for n in range(D // 32):
+            acc[i, n] = acc[i, n] * factors
+
+
+@simt.device
+def multiply_values(
+    acc, p_tile, v_tile, warp_row, warp_col, BLOCK: Constant, D: Constant
+):  # fmt: skip
+    """Add the warp's part of P·V to the output."""
+    for kv in range(0, BLOCK, FRAGMENT):
+        for n in range(D // 32):
+            col = warp_col * (D // 2) + FRAGMENT * n
+            values = wmma.load_b(v_tile, (kv, col))
+            for i in range(BLOCK // 64):
+                weights = wmma.load_a(p_tile, (warp_row + FRAGMENT * i, kv))
+                acc[i, n] = wmma.mma_sync(weights, values, acc[i, n])
+
+
+@simt.device
 def write_columns(
     out, s_tile, first, present, col0, ROWS: Constant, D: Constant, WIDTH: Constant,
     DTYPE: Constant,
@@ -118,20 +162,7 @@ def warp_mma(
             cuda.syncthreads()
 
         with simt.phase("scores"):
-            for i in range(BLOCK // 64):
-                for n in range(BLOCK // 32):
-                    s[i, n] = wmma.fill(0.0)
-            for d in range(0, D, FRAGMENT):
-                for n in range(BLOCK // 32):
-                    key = warp_col * (BLOCK // 2) + FRAGMENT * n
-                    keys = wmma.load_b(k_tile, (key, d), layout="col")
-                    for i in range(BLOCK // 64):
-                        queries = wmma.load_a(q_tile, (warp_row + FRAGMENT * i, d))
-                        s[i, n] = wmma.mma_sync(queries, keys, s[i, n])
-            for i in range(BLOCK // 64):
-                for n in range(BLOCK // 32):
-                    key = warp_col * (BLOCK // 2) + FRAGMENT * n
-                    wmma.store(s_tile, (warp_row + FRAGMENT * i, key), s[i, n])
+            multiply_keys(s, s_tile, q_tile, k_tile, warp_row, warp_col, BLOCK, D)
             cuda.syncthreads()
 
         with simt.phase("softmax"):
@@ -149,17 +180,8 @@ def warp_mma(
             cuda.syncthreads()
 
         with simt.phase("output"):
-            for i in range(BLOCK // 64):
-                factors = wmma.load_c(s_tile, (warp_row + FRAGMENT * i, 0))
-                for n in range(D // 32):
-                    acc[i, n] = acc[i, n] * factors
-            for kv in range(0, BLOCK, FRAGMENT):
-                for n in range(D // 32):
-                    col = warp_col * (D // 2) + FRAGMENT * n
-                    values = wmma.load_b(v_tile, (kv, col))
-                    for i in range(BLOCK // 64):
-                        weights = wmma.load_a(p_tile, (warp_row + FRAGMENT * i, kv))
-                        acc[i, n] = wmma.mma_sync(weights, values, acc[i, n])
+            correct(acc, s_tile, warp_row, BLOCK, D)
+            multiply_values(acc, p_tile, v_tile, warp_row, warp_col, BLOCK, D)
 
     with simt.phase("write"):
         # the last factors have been read
@@ -168,10 +190,7 @@ def warp_mma(
             l += cuda.shfl_xor_sync(FULL, l, 1 << hop)
         spread_row(s_tile, row, part, 1.0 / l, THREADS // BLOCK)
         cuda.syncthreads()
-        for i in range(BLOCK // 64):
-            factors = wmma.load_c(s_tile, (warp_row + FRAGMENT * i, 0))
-            for n in range(D // 32):
-                acc[i, n] = acc[i, n] * factors
+        correct(acc, s_tile, warp_row, BLOCK, D)
         # half of each warp's columns at a time where the output is wider than the tile
         for n0 in range(0, D // 32, min(D, BLOCK) // 32):
             cuda.syncthreads()

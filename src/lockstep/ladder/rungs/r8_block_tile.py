@@ -146,6 +146,15 @@ def write_row(out, row, col, acc, i, inverse, G: Constant, W: Constant, DTYPE: C
         )
 
 
+@simt.device
+def correct(acc, factors, warp_row, lane, D: Constant):
+    """Multiply this thread's part of the output by the factors of its rows in shared memory."""
+    for i in range(OUT_ROWS):
+        correction = factors[warp_row + 4 * i + lane // 8]
+        for c in range(D // 8):
+            acc[i, c] *= correction
+
+
 @simt.kernel
 def block_tile(
     q: Secret,  # [B·H·S, D]
@@ -229,10 +238,7 @@ def block_tile(
             cuda.syncwarp()
 
         with simt.phase("output"):
-            for i in range(OUT_ROWS):
-                correction = factors[warp_row + 4 * i + lane // 8]
-                for c in range(D // 8):
-                    acc[i, c] *= correction
+            correct(acc, factors, warp_row, lane, D)
             multiply_values(acc, s_tile, v_tile, stage, warp_row, lane, D, min(D // 8, VECTOR))
             # the next scores go where these weights are
             cuda.syncwarp()
