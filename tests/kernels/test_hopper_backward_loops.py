@@ -71,7 +71,7 @@ def loops(monkeypatch):
                 (q_slots, Hkv, group, 1, Sq, Skv, *reach, 0), None, None, "dense",
                 left is not None, right is not None, True, block_q, BLOCK_KV,
             )  # fmt: skip
-            place, loop = query_loop.assign(ticket, kv_slots, Hkv, at_once, given)
+            place, loop = query_loop.assign_keys(ticket, kv_slots, Hkv, at_once, given)
             yield place[1], place[2], loop
 
     return compute
@@ -153,7 +153,7 @@ def test_packed_loops_go_over_every_key_tile_once_and_no_bad_sequence(monkeypatc
         )  # fmt: skip
         seen = []
         for ticket in range(kv_slots):
-            (place, lengths), loop = query_loop.assign(ticket, kv_slots, 1, 1, given)
+            (place, lengths), loop = query_loop.assign_keys(ticket, kv_slots, 1, 1, given)
             b, _, kv_idx, _ = place
             assert lengths == (q[b], k[b], q[b + 1] - q[b], k[b + 1] - k[b])
             has_keys = kv_idx < k[b + 1] - k[b]

@@ -345,7 +345,7 @@ def crew(monkeypatch, request):
         "has_large_scores": lambda flags, loop, heads: loop.ticket % 2,
         "has_nonfinite": lambda stats, *_: stats.q.had_nonfinite,
         "largest": lambda _: 0,
-        "assign": lambda ticket, *_: crew.assign(ticket),
+        "assign_keys": lambda ticket, *_: crew.assign(ticket),
         "_await_count": lambda tile, count: crew.pause(lambda: crew.counts.get(tile, 0) == count),
         "_await_sums": lambda _: None,
         **{

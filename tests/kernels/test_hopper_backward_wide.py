@@ -160,7 +160,7 @@ def test_programs_of_dq_visit_every_pair_that_sees_each_other_once(monkeypatch):
             right is not None, True, BLOCK_Q, BLOCK_KV,
         )  # fmt: skip
         for slot in range(-(-Sq // BLOCK_Q)):
-            (*_, q_idx, _), loop = key_loop.assign(slot, 0, given)
+            (*_, q_idx, _), loop = key_loop.assign_queries(slot, 0, given)
             rows = range(min(BLOCK_Q, Sq - q_idx))
             for t in range(loop.n_steps):
                 first_key = (loop.first_tile + t) * BLOCK_KV

@@ -154,7 +154,7 @@ class KeyTile:
 
 
 @gluon.jit
-def assign(ticket, kv_slots, n_heads, heads_at_once, sizes):
+def assign_keys(ticket, kv_slots, n_heads, heads_at_once, sizes):
     """The keys of a ticket, and the loop over the queries that see them: keys of a head from the
     first to the last, `heads_at_once` heads in turn. So whatever a program waits for (`dq_sums.py`)
     has an earlier ticket."""

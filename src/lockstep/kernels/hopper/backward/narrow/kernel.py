@@ -19,7 +19,7 @@ from lockstep.kernels.hopper.backward.narrow.tile_queue import TileQueue
 from lockstep.kernels.hopper.backward.narrow.tiles import STAGES, Tiles
 from lockstep.kernels.hopper.backward.narrow.together import consume_together
 from lockstep.kernels.hopper.backward.nonfinite import has_nonfinite, overwrite_nonfinite, rewrite
-from lockstep.kernels.hopper.backward.query_loop import KeyTile, assign
+from lockstep.kernels.hopper.backward.query_loop import KeyTile, assign_keys
 from lockstep.kernels.hopper.backward.scores import Scores
 from lockstep.kernels.hopper.backward.sizes import Sizes
 from lockstep.kernels.hopper.common.gluon_shim import (
@@ -135,7 +135,7 @@ def produce(
     none = ticket * 0
     last = KeyTile((none, none, none, none), (none, none, none, none), sizes.LAYOUT)
     while ticket < kv_slots * n_heads:
-        key_tile, loop = assign(ticket, kv_slots, n_heads, heads_at_once, sizes)
+        key_tile, loop = assign_keys(ticket, kv_slots, n_heads, heads_at_once, sizes)
         if MAY_BE_LARGE:
             queue.post(n_loops, loop, has_large_scores(flags_ptr, loop, sizes.heads_per_kv))
         else:
@@ -249,13 +249,7 @@ def backward_kernel(
         q_desc, dout_desc, stats_desc, k_desc, v_desc, D_COLUMNS, DV_COLUMNS, STATS
     )
     dq_sums = DqSums.create(sums_desc)
-    if CONSTANT_TIME:
-        start_warps(
-            queue, tiles, dq_sums, scores, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
-            dv_desc, sums_desc, large_ptr, flags_ptr, turn_ptr, ticket_ptr, kv_slots, n_heads,
-            heads_at_once, False,
-        )  # fmt: skip
-    elif is_any_large != 0:
+    if not CONSTANT_TIME and is_any_large != 0:
         start_warps(
             queue, tiles, dq_sums, scores, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
             dv_desc, sums_desc, large_ptr, flags_ptr, turn_ptr, ticket_ptr, kv_slots, n_heads,

@@ -117,7 +117,7 @@ class QueryTile:
 
 
 @gluon.jit
-def assign(slot, head, sizes):
+def assign_queries(slot, head, sizes):
     """The queries of a slot, and the loop over the keys they see."""
     stats_tile = head * sizes.q_slots
     batch, head, q_start, kv_start, len_q, len_kv, is_good = sizes.locate(slot, head, False)

@@ -15,7 +15,7 @@ products of the other keep the matrix units busy.
 from __future__ import annotations
 
 from lockstep.kernels.hopper.backward.nonfinite import has_nonfinite
-from lockstep.kernels.hopper.backward.query_loop import assign
+from lockstep.kernels.hopper.backward.query_loop import assign_keys
 from lockstep.kernels.hopper.backward.scores import Scores
 from lockstep.kernels.hopper.backward.sizes import Sizes
 from lockstep.kernels.hopper.backward.wide.tiles import (
@@ -244,7 +244,7 @@ def keys_kernel(
         k_desc.block_shape[3], CONSTANT_TIME,
     )  # fmt: skip
     scores = Scores(scale, unit, softcap, CAPPED, HIDES_SCORES)
-    key_tile, loop = assign(gl.program_id(0), kv_slots, n_heads, 1, sizes)
+    key_tile, loop = assign_keys(gl.program_id(0), kv_slots, n_heads, 1, sizes)
     MASKED: gl.constexpr = HAS_LEFT or HAS_RIGHT
     program = Program.create(q_desc, dout_desc, stats_desc, k_desc, v_desc, ND, NDV, MASKED)
     # Tuples are written out in place: bound to a name, the constants in them become tensors.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from lockstep.kernels.hopper.backward.nonfinite import largest
 from lockstep.kernels.hopper.backward.scores import Scores
 from lockstep.kernels.hopper.backward.sizes import Sizes
-from lockstep.kernels.hopper.backward.wide.key_loop import BLOCK_Q, assign
+from lockstep.kernels.hopper.backward.wide.key_loop import BLOCK_Q, assign_queries
 from lockstep.kernels.hopper.backward.wide.tiles import (
     PieceRing,
     add_products,
@@ -171,7 +171,7 @@ def queries_kernel(
         k_desc.block_shape[3], CONSTANT_TIME,
     )  # fmt: skip
     scores = Scores(scale, unit, softcap, CAPPED, HIDES_SCORES)
-    query_tile, loop = assign(q_slots - 1 - pid % q_slots, pid // q_slots, sizes)
+    query_tile, loop = assign_queries(q_slots - 1 - pid % q_slots, pid // q_slots, sizes)
     MASKED: gl.constexpr = HAS_LEFT or HAS_RIGHT
     program = Program.create(q_desc, dout_desc, k_desc, v_desc, ND, NDV, K_STAGES, V_STAGES, MASKED)
     # Tuples are written out in place: bound to a name, the constants in them become tensors.
