@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -38,5 +39,7 @@ def preparing_backward(
 
 def forget_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was prepared before is not used, and what is prepared now will not be used after."""
-    for name in ("_CALLS", "_LATEST"):
+    for name in ("_CALLS", "_ASKED"):
         monkeypatch.setattr(call_cache, name, Cache(limit=100))
+    again = lru_cache(maxsize=100, typed=True)(call_cache.asked_by.__wrapped__)
+    monkeypatch.setattr(call_cache, "asked_by", again)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from torch import Tensor
 
 from lockstep import dispatch
 from lockstep.call import autocast, ops
+from lockstep.call.eager import is_eager
 from lockstep.checks import check_types, split_parts
 from lockstep.dispatch import Explanation
-from lockstep.problem import Options, Tensors, Window, describe, make_options, pad_bias
+from lockstep.kernels.kernel import Given
+from lockstep.problem import Tensors, Window, describe, make_options, pad_bias
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -144,7 +146,7 @@ def attention(
         >>> lockstep.attention(q[:, :, -1:], k, v, kv_starts=starts).shape
         torch.Size([2, 8, 1, 64])
     """
-    options = make_options(
+    asked = (
         causal,
         window,
         scale,
@@ -153,13 +155,12 @@ def attention(
         allow_tf32,
         return_lse,
         kernel,
-        constant_time=constant_time,
-        secret_lengths=secret_lengths,
+        constant_time,
+        secret_lengths,
     )
-    tensors = Tensors(
-        *(q, k, v, pad_bias(bias), sinks, kv_lens, None, None, None, kv_starts, alibi_slopes)
-    )
-    return _run(ops.attention, tensors, options, kernel, return_lse)
+    bias = None if bias is None else pad_bias(bias)
+    given = (q, k, v, bias, sinks, kv_lens, None, None, None, kv_starts, alibi_slopes)
+    return _run(ops.attention, given, asked, window, return_lse, kernel)
 
 
 @overload
@@ -263,7 +264,7 @@ def attention_varlen(
         ... ).shape
         torch.Size([6, 8, 64])
     """
-    options = make_options(
+    asked = (
         causal,
         window,
         scale,
@@ -272,14 +273,24 @@ def attention_varlen(
         allow_tf32,
         return_lse,
         kernel,
-        constant_time=constant_time,
+        constant_time,
+        False,
     )
-    tensors = Tensors(
-        *(q, k, v, None, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table),
-        *(kv_starts, alibi_slopes),
+    given = (
+        q,
+        k,
+        v,
+        None,
+        sinks,
+        kv_lens,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        page_table,
+        kv_starts,
+        alibi_slopes,
     )
     operator = ops.attention_varlen if page_table is None else ops.attention_varlen_paged
-    return _run(operator, tensors, options, kernel, return_lse)
+    return _run(operator, given, asked, window, return_lse, kernel)
 
 
 @overload
@@ -364,7 +375,7 @@ def attention_paged(
         >>> lockstep.attention_paged(q, k_pages, v_pages, page_table, kv_lens).shape
         torch.Size([2, 8, 1, 64])
     """
-    options = make_options(
+    asked = (
         causal,
         window,
         scale,
@@ -373,14 +384,24 @@ def attention_paged(
         allow_tf32,
         return_lse,
         kernel,
-        constant_time=constant_time,
-        secret_lengths=secret_lengths,
+        constant_time,
+        secret_lengths,
     )
-    tensors = Tensors(
-        *(q, k_pages, v_pages, pad_bias(bias), sinks, kv_lens, None, None, page_table),
-        *(kv_starts, alibi_slopes),
+    bias = None if bias is None else pad_bias(bias)
+    given = (
+        q,
+        k_pages,
+        v_pages,
+        bias,
+        sinks,
+        kv_lens,
+        None,
+        None,
+        page_table,
+        kv_starts,
+        alibi_slopes,
     )
-    return _run(ops.attention_paged, tensors, options, kernel, return_lse)
+    return _run(ops.attention_paged, given, asked, window, return_lse, kernel)
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -471,13 +492,25 @@ def explain(
 
 def _run(
     operator: ops.Attention,
-    tensors: Tensors,
-    options: Options,
-    kernel: str | None,
+    given: Given,
+    asked: tuple[Any, ...],
+    window: Window | None,
     return_lse: bool,
+    kernel: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Follows one call from its arguments to its results: `ops` does the rest."""
-    if autocast.is_any_enabled():
+    """Follows one call from its arguments to its results: `ops` does the rest.
+
+    `given` are the fields of `Tensors`, and `asked` the arguments of `make_options`; the other
+    arguments are among these.
+    """
+    is_cast = autocast.is_any_enabled()
+    if not is_cast and is_eager():
+        result: Tensor | tuple[Tensor, Tensor] | None
+        result = operator.call_again(given, asked, window, return_lse)
+        if result is not None:
+            return result
+    options, tensors = make_options(*asked), Tensors._make(given)
+    if is_cast:
         check_types(tensors, operator.layout)
         tensors = autocast.cast(tensors)
     results = operator(tensors, options, kernel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,15 @@ from lockstep import dispatch
 from lockstep.cache import Cache
 from lockstep.call import call_cache
 from lockstep.problem import Options, Tensors
+
+
+def find(tensors: Tensors, causal: bool = False, kernel: str | None = None) -> Any:
+    return call_cache.asked_for(Options(causal), kernel).find(tensors)
+
+
+def guards() -> call_cache.Guards:
+    """Those of the latest call."""
+    return call_cache.asked_for(Options(), None).latest
 
 
 def like(x: torch.Tensor) -> torch.Tensor:
@@ -28,11 +38,11 @@ def tensors() -> Tensors:
 def entry(tensors, monkeypatch):
     """What runs calls like that with `tensors`."""
     forget_calls(monkeypatch)
-    run = call_cache.find_or_prepare(lambda *_: print, tensors, Options(), None)[0]
-    assert run is print
+    entry, *_ = call_cache.find_or_prepare(lambda *_: print, tensors, Options(), None)
+    assert entry.run is print
     for _ in range(2):
-        assert call_cache.find(tensors, Options(), None)[0] is print
-    return call_cache._LATEST[Options(), None]
+        assert find(tensors)[0] is entry
+    return entry
 
 
 def test_torch_s_guards_work():
@@ -41,20 +51,20 @@ def test_torch_s_guards_work():
 
 def test_a_call_like_another_is_recognized(tensors, entry):
     others = Tensors(*map(like, tensors[:3]))
-    assert entry.recognize(others) == (print, others.addresses(), False)
-    assert call_cache.find(others, Options(), None) == (print, others.addresses(), False)
+    assert guards()(others) == (entry, others.addresses(), False)
+    assert find(others) == (entry, others.addresses(), False)
 
 
 def test_one_tensor_may_come_twice(tensors, entry):
     q = tensors.q
     wanted = [q.data_ptr()] * 3 + [0] * (len(Tensors._fields) - 3)
-    # By the key: the guards are those of three tensors.
-    assert call_cache.find(Tensors(q, q, q), Options(), None)[1] == wanted
-    entry.guards = None
+    assert guards()(Tensors(q, q, q)) is None
+    # By the key, then by guards of one tensor.
     for _ in range(2):
-        assert call_cache.find(Tensors(q, q, q), Options(), None)[1] == wanted
-    assert entry.recognize(Tensors(q, q, q))[1] == wanted
-    assert entry.recognize(Tensors(q, q, like(q))) is None
+        assert find(Tensors(q, q, q))[1] == wanted
+    assert guards()(Tensors(q, q, q))[1] == wanted
+    assert guards()(Tensors(q, q, like(q))) is None
+    assert guards()(tensors) is None
 
 
 def shifted(x: torch.Tensor, n: int) -> torch.Tensor:
@@ -80,17 +90,17 @@ CHANGES = {
 def test_a_change_is_noticed(tensors, entry, change, by, monkeypatch):
     others = tensors._replace(k=CHANGES[change](tensors.k))
     if by == "key":
-        monkeypatch.setattr(call_cache, "_LATEST", Cache(limit=10))
+        monkeypatch.setattr(call_cache, "_ASKED", Cache(limit=10))
     else:
-        assert entry.recognize(others) is None
-    assert call_cache.find(others, Options(), None) is None
+        assert guards()(others) is None
+    assert find(others) is None
 
 
 @pytest.mark.parametrize("field", Tensors._fields[3:])
 def test_another_tensor_is_noticed(tensors, entry, field):
     others = tensors._replace(**{field: torch.zeros(4)})
-    assert entry.recognize(others) is None
-    assert call_cache.find(others, Options(), None) is None
+    assert guards()(others) is None
+    assert find(others) is None
 
 
 def test_offsets_of_their_own_are_noticed(tensors, entry):
@@ -99,24 +109,24 @@ def test_offsets_of_their_own_are_noticed(tensors, entry):
     for cu_seqlens_k in (offsets, others) * 3:
         given = Tensors(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=cu_seqlens_k)
         shared = cu_seqlens_k is offsets
-        run, *_ = call_cache.find_or_prepare(
+        entry, *_ = call_cache.find_or_prepare(
             lambda *_, shared=shared: shared, given, Options(), None
         )
-        assert run is shared
-        assert call_cache.find(given, Options(), None)[0] is shared
+        assert entry.run is shared
+        assert find(given)[0] is entry
 
 
 def test_other_options_and_kernels_are_noticed(tensors, entry, monkeypatch):
-    assert call_cache.find(tensors, Options(causal=True), None) is None
-    assert call_cache.find(tensors, Options(), "cpu") is None
+    assert find(tensors, causal=True) is None
+    assert find(tensors, kernel="cpu") is None
     monkeypatch.setattr(dispatch, "KERNELS", dispatch.KERNELS[1:])
-    assert call_cache.find(tensors, Options(), None) is None
+    assert find(tensors) is None
 
 
 def test_a_gradient_is_noticed(tensors, entry):
     wanting = tensors._replace(v=like(tensors.v).requires_grad_())
     for given, wants in ((tensors, False), (wanting, True)) * 3:
-        assert call_cache.find(given, Options(), None)[2] is wants
+        assert find(given)[2] is wants
 
 
 def test_no_gradient_is_lost_between_modes(tensors):
@@ -129,6 +139,23 @@ def test_no_gradient_is_lost_between_modes(tensors):
     with torch.inference_mode():
         assert lockstep.attention(*wanting[:3]).is_inference()
     assert lockstep.attention(*wanting[:3]).requires_grad
+
+
+def test_calls_are_recognized_in_either_mode(tensors, entry, monkeypatch):
+    """Guards tell inference mode and gradients apart, and each has guards of its own."""
+    wanting = tensors._replace(v=like(tensors.v).requires_grad_())
+    written = []
+    write = call_cache._write_guards
+    monkeypatch.setattr(
+        call_cache, "_write_guards", lambda *given: written.append(given) or write(*given)
+    )
+    for _ in range(3):
+        for given in (tensors, wanting):
+            for inference in (False, True):
+                with torch.inference_mode(inference):
+                    assert find(given)[0] is entry
+                    assert guards()(given)[0] is entry
+    assert len(written) <= 3
 
 
 def test_tensors_are_not_kept(tensors, entry):
@@ -147,7 +174,7 @@ def test_without_guards_the_key_does(tensors, monkeypatch):
     for _ in range(3):
         assert torch.equal(lockstep.attention(*tensors[:3]), expected)
     assert len(call_cache._CALLS) == 1
-    assert not call_cache._LATEST
+    assert not any(asked.latest(tensors) for asked in call_cache._ASKED.values())
 
 
 WRONG = {
@@ -180,3 +207,12 @@ def test_errors_are_those_of_a_first_call(tensors, name, value):
     for _ in range(3):
         lockstep.attention(**right)
     assert call() == first
+
+
+def test_a_window_is_that_of_an_earlier_call_if_its_types_are(tensors):
+    for _ in range(3):
+        expected = lockstep.attention(*tensors[:3], window=(1, 0))
+    assert torch.equal(lockstep.attention(*tensors[:3], window=[1, 0]), expected)
+    for wrong in ((True, 0), (1, 0.0), [1, False], (1, 0, 0), range(1, -1, -1)):
+        with pytest.raises((TypeError, ValueError), match="window takes"):
+            lockstep.attention(*tensors[:3], window=wrong)

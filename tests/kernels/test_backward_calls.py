@@ -60,10 +60,12 @@ class Launches:
         self.read(name, grid, addresses_of(pointers), addresses_of(bases))
 
     def launcher(self, compiled: Any, grid: Any, arguments: tuple[Any, ...]) -> Any:
-        def launch(stream: int, addresses: tuple[int, ...], bases: tuple[int, ...] = ()) -> None:
+        n_maps = sum(hasattr(x, "block_shape") for x in arguments)
+
+        def launch(stream: int, *addresses: int) -> None:
             assert stream == STREAM
             self.by_driver += 1
-            self.read(compiled.name, grid, addresses, bases)
+            self.read(compiled.name, grid, addresses[n_maps:], addresses[:n_maps])
 
         return launch
 

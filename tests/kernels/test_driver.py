@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import re
 import threading
 import weakref
@@ -21,9 +22,16 @@ from hopper_build import compile_for_hopper
 from toy_kernel import ARGUMENTS, toy
 
 import lockstep
-from lockstep.cache import Cache
+from lockstep.call import call_cache
 from lockstep.kernels import driver
-from lockstep.kernels.driver import MAP_BYTES, ByDriver, TensorMap, launcher_of, parameters_of
+from lockstep.kernels.driver import (
+    MAP_BYTES,
+    ByTriton,
+    TensorMap,
+    launcher_of,
+    parameters_of,
+)
+from lockstep.kernels.launch import Launch
 
 GRID = (5, 2, 1)
 
@@ -48,6 +56,10 @@ def test_parameters_are_those_of_the_machine_code(compiled):
     assert found.count(MAP_BYTES) == 1
 
 
+INT, POINTER = ctypes.c_int, ctypes.c_void_p
+POINTERS = ctypes.POINTER(POINTER)
+
+
 class Driver:
     """Reads what it is given as the CUDA driver would."""
 
@@ -55,6 +67,16 @@ class Driver:
         self.sizes, self.launches, self.results = sizes, [], []
         self.n_errors, self.encoded, self.attributes = 0, [], []
         self.current = threading.local()
+        self.rest = bytes(range(MAP_BYTES - 8))
+        self.while_launching: Any = None
+        of_config = ctypes.POINTER(driver._Config)
+        function = ctypes.CFUNCTYPE
+        self.cuLaunchKernelEx = function(INT, of_config, POINTER, POINTERS, POINTER)(self.launch)
+        self.cuCtxGetCurrent = function(INT, POINTERS)(self.get_context)
+        self.cuDevicePrimaryCtxRetain = function(INT, POINTERS, INT)(self.retain_context)
+        self.cuCtxSetCurrent = function(INT, POINTER)(self.set_context)
+        of_text = ctypes.POINTER(ctypes.c_char_p)
+        self.cuGetErrorString = function(INT, INT, of_text)(self.get_error_string)
 
     def cuFuncGetParamInfo(self, function: Any, i: int, offset: Any, size: Any) -> int:
         if i >= len(self.sizes):
@@ -68,35 +90,47 @@ class Driver:
         return 0
 
     def cuTensorMapEncodeTiled(self, address: Any, *rest: Any) -> int:
+        assert getattr(self.current, "context", None) is not None
+        assert address.value % driver.MAP_ALIGNMENT == 0
         self.encoded.append(base := rest[2].value)
-        ctypes.memmove(address.value, base.to_bytes(8, "little"), 8)
+        ctypes.memmove(address.value, self.encode_map(base, self.rest), MAP_BYTES)
         return 0
 
-    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:
+    @staticmethod
+    def encode_map(base: int, rest: bytes) -> bytes:
+        return base.to_bytes(8, "little") + rest
+
+    def launch(self, config: Any, function: int, parameters: Any, extra: None) -> int:
+        if self.while_launching is not None:
+            # In place of another thread.
+            other, self.while_launching = self.while_launching, None
+            other()
         result = self.results.pop() if self.results else 0
         if getattr(self.current, "context", None) is None:
             result = 201
         if result:
             self.n_errors += 1
             return result
-        read = [ctypes.string_at(at, size) for at, size in zip(parameters, self.sizes, strict=True)]
-        self.launches.append((config._obj, read))
+        places = enumerate(self.sizes)
+        read = [ctypes.string_at(parameters[i], size) for i, size in places]
+        self.launches.append((driver._Config.from_buffer_copy(config.contents), read))
         return 0
 
-    def cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:
-        context._obj.value = 77
+    def retain_context(self, context: Any, device: int) -> int:
+        assert device == 0
+        context[0] = 77
         return 0
 
-    def cuCtxGetCurrent(self, context: Any) -> int:
-        context._obj.value = getattr(self.current, "context", None)
+    def get_context(self, context: Any) -> int:
+        context[0] = getattr(self.current, "context", None)
         return 0
 
-    def cuCtxSetCurrent(self, context: Any) -> int:
-        self.current.context = context.value
+    def set_context(self, context: int) -> int:
+        self.current.context = context
         return 0
 
-    def cuGetErrorString(self, result: int, text: Any) -> int:
-        text._obj.value = b"out of luck"
+    def get_error_string(self, result: int, text: Any) -> int:
+        text[0] = b"out of luck"
         return 0
 
 
@@ -105,7 +139,6 @@ def fake(monkeypatch) -> Driver:
     # [map, its 2 sizes, its 2 strides, an address, i32, fp32, two addresses]
     fake = Driver([MAP_BYTES, 4, 4, 8, 8, 8, 4, 4, 8, 8])
     monkeypatch.setattr(driver, "library", lambda: fake)
-    monkeypatch.setattr(driver, "_THREAD", driver._Thread())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return fake
 
@@ -126,15 +159,20 @@ def words(read: list[bytes]) -> list[int]:
     return [int.from_bytes(x[:8], "little") for x in read]
 
 
+def start(launch: Any, stream: int, addresses: tuple[int, ...], base: int) -> None:
+    """A launch with one tensor map."""
+    launch(stream, base, *addresses)
+
+
 def test_a_launch_hands_over_addresses_and_numbers(compiled, fake):
     launch = launcher_of(handle(compiled, launch_pdl=True, shared=1024), GRID, ARGUMENTS)
-    assert isinstance(launch, ByDriver)
+    assert not isinstance(launch, ByTriton)
     assert not fake.n_errors, "a sanitizer would report them"
     # It has shared memory, and the kernel before it may still have some.
     assert fake.attributes == [(42, 9, 100)]
     for turn in range(3):
         # The second pointer was None and is no parameter.
-        launch(9 + turn, (1000 + turn,), (4000 + turn,))
+        start(launch, 9 + turn, (1000 + turn,), 4000 + turn)
     assert len(fake.launches) == 3
     for turn, (config, read) in enumerate(fake.launches):
         assert tuple(config.grid) == GRID
@@ -145,14 +183,12 @@ def test_a_launch_hands_over_addresses_and_numbers(compiled, fake):
         assert sizes_and_strides == [64, 64, 64, 1]
         assert (pointer, number, scratch, profile) == (1000 + turn, 7, 0, 0)
         assert ctypes.c_float.from_buffer_copy(read[7]).value == 0.25
-    # One frame did for all: the last launch's stream stands in it.
-    assert {id(config) for config, _ in fake.launches} == {id(fake.launches[0][0])}
-    assert config.stream == 11
+        assert config.stream == 9 + turn
 
 
 def test_a_kernel_that_wants_scratch_memory_gets_it(compiled, fake):
     launch = launcher_of(handle(compiled, global_scratch_size=128), GRID, ARGUMENTS)
-    launch(9, (1000, 3000), (4000,))
+    start(launch, 9, (1000, 3000), 4000)
     *_, scratch, profile = words(fake.launches[0][1])
     assert (scratch, profile) == (3000, 0)
 
@@ -164,8 +200,8 @@ def test_maps_are_encoded_as_triton_does(monkeypatch):
     monkeypatch.setattr(driver, "library", lambda: encoder)
     matrix = {"elem_size": 2, "elem_type": 10, "block_size": [64, 32], "swizzle": 3}
     vector = {"elem_size": 4, "elem_type": 7, "block_size": [128], "swizzle": 0}
-    TensorMap(matrix, [100, 72], [80, 1]).at(4096)
-    TensorMap(vector, [640], [1]).at(8192)
+    TensorMap(matrix, [100, 72], [80, 1])._encode(4096)
+    TensorMap(vector, [640], [1])._encode(8192)
     read = [[list(x) if isinstance(x, ctypes.Array) else x for x in rest[1:]] for rest in given]
     kind, rank, base, *rest = read[0]
     assert (kind, rank, base.value) == (9, 2, 4096)
@@ -175,54 +211,91 @@ def test_maps_are_encoded_as_triton_does(monkeypatch):
     assert rest == [[640], [2560], [128], [1], 0, 0, 2, 0]
 
 
-def test_a_map_is_encoded_once_for_an_address(compiled, fake, monkeypatch):
+def test_maps_are_not_encoded_at_a_launch(compiled, fake):
     launch = launcher_of(handle(compiled), GRID, ARGUMENTS)
-    for base in (4000, 5000, 4000, 5000):
-        launch(9, (1,), (base,))
-    assert fake.encoded == [4000, 5000]
-    # Who has forgotten how the maps of a launch lay still knows each one.
-    monkeypatch.setattr(driver, "_ENCODED", Cache(limit=10))
-    launch(9, (1,), (5000,))
-    assert fake.encoded == [4000, 5000]
-    assert [words(read)[0] for _, read in fake.launches] == [4000, 5000, 4000, 5000, 5000]
+    fake.encoded.clear()
+    for base in (4000, 5000, 1 << 46):
+        start(launch, 9, (1,), base)
+    assert not fake.encoded
+    assert [read[0] for _, read in fake.launches] == [
+        base.to_bytes(8, "little") + fake.rest for base in (4000, 5000, 1 << 46)
+    ]
 
 
-def test_launches_at_the_same_time_have_frames_of_their_own(compiled, fake):
+@pytest.mark.parametrize(
+    "encode",
+    [
+        lambda base, rest: rest[:8] + base.to_bytes(8, "little") + rest[8:],
+        lambda base, rest: base.to_bytes(8, "little") + rest[:-8] + base.to_bytes(8, "little"),
+        lambda base, rest: (base >> 4).to_bytes(8, "little") + rest,
+    ],
+    ids=["elsewhere", "twice", "in other units"],
+)
+def test_maps_that_are_encoded_in_another_way_are_left_to_triton(compiled, fake, encode):
+    fake.encode_map = encode
+    assert isinstance(launcher_of(handle(compiled), GRID, ARGUMENTS), ByTriton)
+
+
+def test_maps_that_the_driver_refuses_are_left_to_triton(compiled, fake):
+    fake.cuTensorMapEncodeTiled = lambda *_: 1
+    assert isinstance(launcher_of(handle(compiled), GRID, ARGUMENTS), ByTriton)
+
+
+def test_launches_at_the_same_time_have_memory_of_their_own(compiled, fake):
     launch = launcher_of(handle(compiled), GRID, ARGUMENTS)
-    inner = fake.cuLaunchKernelEx
-
-    def while_another_thread_launches(*arguments: Any) -> int:
-        launch._launch = inner
-        launch(1, (10,), (40,))
-        return inner(*arguments)
-
-    launch._launch = while_another_thread_launches
-    launch(2, (11,), (41,))
+    fake.while_launching = partial(start, launch, 1, (10,), 40)
+    start(launch, 2, (11,), 41)
     assert [words(read)[5] for _, read in fake.launches] == [10, 11]
     assert [words(read)[0] for _, read in fake.launches] == [40, 41]
+    assert [config.stream for config, _ in fake.launches] == [1, 2]
+
+
+@pytest.mark.parametrize("addresses", [(), (1,), (1, 2, 3), (1, "2"), (-1, 2), (1, 1 << 64)])
+def test_addresses_that_are_none_raise(compiled, fake, addresses):
+    launch = launcher_of(handle(compiled), GRID, ARGUMENTS)
+    with pytest.raises((TypeError, OverflowError)):
+        launch(9, *addresses)
+    assert not fake.launches
 
 
 def test_a_thread_without_a_context_gets_one(compiled, fake):
     launch = launcher_of(handle(compiled), GRID, ARGUMENTS)
     for n in (1, 2, 3):
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(launch, 0, (1,), (4,)).result()
+            thread.submit(start, launch, 0, (1,), 4).result()
         assert len(fake.launches) == n
     assert not fake.n_errors, "a sanitizer would report them"
 
 
+def test_launches_through_triton_have_a_context(fake):
+    """Triton encodes tensor maps before it looks for one."""
+    contexts = []
+
+    class Kernel(SimpleNamespace):
+        __hash__ = object.__hash__
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *_: contexts.append(fake.current.context)
+
+    kernel = Kernel(__name__="toy", arg_names=("x_ptr",), params=(), hash="toy")
+    launch = Launch(kernel, GRID, {})
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(launch.run, (torch.zeros(1),), 0).result()
+    assert contexts == [77]
+
+
 def test_a_context_that_somebody_left_is_entered_again(compiled, fake):
     launch = launcher_of(handle(compiled), GRID, ARGUMENTS)
-    launch(0, (1,), (4,))
+    start(launch, 0, (1,), 4)
     fake.current.context = None
-    launch(0, (1,), (4,))
+    start(launch, 0, (1,), 4)
     assert fake.current.context == 77
     assert len(fake.launches) == 2
 
 
 def test_a_context_of_somebody_else_stays(compiled, fake):
     fake.current.context = 5
-    launcher_of(handle(compiled), GRID, ARGUMENTS)(0, (1,), (4,))
+    start(launcher_of(handle(compiled), GRID, ARGUMENTS), 0, (1,), 4)
     assert fake.current.context == 5
 
 
@@ -230,14 +303,14 @@ def test_an_error_of_the_driver_is_raised(compiled, fake):
     launch = launcher_of(handle(compiled), GRID, ARGUMENTS)
     fake.results = [700]
     with pytest.raises(RuntimeError, match="CUDA error 700: out of luck"):
-        launch(0, (1,), (4,))
+        start(launch, 0, (1,), 4)
 
 
 @pytest.mark.parametrize(
     "why",
     [
         *("fewer in the code", "more in the code", "sizes differ", "fewer in the driver"),
-        *("no code", "cooperative", "clusters", "no driver"),
+        *("no code", "cooperative", "clusters", "no driver", "no compiler"),
     ],
 )
 def test_what_the_driver_does_not_agree_with_goes_triton_s_way(compiled, fake, monkeypatch, why):
@@ -257,6 +330,8 @@ def test_what_the_driver_does_not_agree_with_goes_triton_s_way(compiled, fake, m
         kernel.asm = {}
     elif why == "no driver":
         monkeypatch.setattr(driver, "library", lambda: None)
+    elif why == "no compiler":
+        monkeypatch.setattr(driver, "find_launch", lambda: None)
     else:
         changed = {"cooperative": "launch_cooperative_grid", "clusters": "num_ctas"}[why]
         kernel = handle(compiled, **{changed: 2})
@@ -267,8 +342,8 @@ def test_what_the_driver_does_not_agree_with_goes_triton_s_way(compiled, fake, m
     launch = launcher_of(kernel, GRID, (ARGUMENTS[0], tensor, *ARGUMENTS[2:]))
     del tensor
     assert seen() is None, "the tensors of the first launch are kept"
-    assert not isinstance(launch, ByDriver)
-    launch(9, (1000,), (4000,))
+    assert isinstance(launch, ByTriton)
+    start(launch, 9, (1000,), 4000)
     *head, tensor_map, pointer, absent, number, real, constant = launched[0]
     assert head == [*GRID, 9, 42, None, None, None, None]
     assert tensor_map.base.data_ptr() == 4000
@@ -285,21 +360,23 @@ def calls() -> dict[str, Any]:
     page_table = torch.randperm(32, device="cuda").int().view(2, 16)
     kv_lens = torch.tensor([1900, 77], dtype=torch.int32, device="cuda")
     pages = torch.randn(2, 32, 128, 2, 64, device="cuda", dtype=torch.bfloat16)
-    options = {"causal": True, "return_lse": True}
+    cache = torch.randn(2, 2, 2, 5000, 64, device="cuda", dtype=torch.bfloat16)
+    tokens = q.transpose(1, 2).contiguous().transpose(1, 2)
+    paged, dense, varlen = (
+        partial(call, causal=True)
+        for call in (lockstep.attention_paged, lockstep.attention, lockstep.attention_varlen)
+    )
     found = {
-        "paged": lambda: lockstep.attention_paged(q, *pages, page_table, kv_lens, **options),
-        "decode": lambda: lockstep.attention_paged(
-            q[:, :, :1], *pages, page_table, kv_lens, **options
-        ),
+        "paged": partial(paged, q, *pages, page_table, kv_lens),
+        "decode": partial(paged, q[:, :, :1], *pages, page_table, kv_lens),
+        "decode, tokens first": partial(paged, tokens[:, :, :3], *pages, page_table, kv_lens),
+        "dense decode": partial(dense, q[:, :, :1], *cache),
     }
     for kernel in ("triton", "hopper"):
-        given = {**options, "kernel": kernel}
         found |= {
-            f"{kernel}, dense": partial(lockstep.attention, q, k, v, **given),
-            f"{kernel}, odd": partial(lockstep.attention, q, k, odd, **given),
-            f"{kernel}, varlen": partial(
-                lockstep.attention_varlen, *packed, cu_seqlens, cu_seqlens, **given
-            ),
+            f"{kernel}, dense": partial(dense, q, k, v, kernel=kernel),
+            f"{kernel}, odd": partial(dense, q, k, odd, kernel=kernel),
+            f"{kernel}, varlen": partial(varlen, *packed, cu_seqlens, cu_seqlens, kernel=kernel),
         }
     return found
 
@@ -341,6 +418,8 @@ def in_a_graph(call: Any) -> Any:
     [
         "paged",
         "decode",
+        "decode, tokens first",
+        "dense decode",
         "triton, dense",
         "triton, odd",
         "triton, varlen",
@@ -353,14 +432,59 @@ def test_later_launches_give_the_bits_of_the_first(name, monkeypatch):
     """The first goes through Triton."""
     if name.startswith("hopper") and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
-    by_driver = []
-    launch = ByDriver.__call__
+    by_driver, launch = [], driver.find_launch()
     monkeypatch.setattr(
-        ByDriver, "__call__", lambda *given: (by_driver.append(given), launch(*given))
+        driver, "find_launch", lambda: lambda *given: (by_driver.append(given), launch(*given))
     )
     forget_calls(monkeypatch)
-    call = calls()[name]
-    first = call()
+    with_lse, alone = partial(calls()[name], return_lse=True), as_tuple(calls()[name])
+    first = with_lse()
     for how in (lambda call: call(), in_a_thread, on_a_stream, in_a_graph):
-        assert all(map(torch.equal, how(call), first))
+        assert all(map(torch.equal, how(with_lse), first))
+        assert all(map(torch.equal, how(alone), first[:1]))
     assert by_driver
+
+
+def as_tuple(call: Any) -> Any:
+    return lambda: (call(),)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_graph_is_right_when_its_call_is_forgotten(monkeypatch):
+    forget_calls(monkeypatch)
+    call = as_tuple(calls()["dense decode"])
+    (expected,) = call()
+    for _ in range(3):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (out,) = call()
+    for cache in (call_cache._CALLS, call_cache._ASKED):
+        cache.clear()
+    call_cache.asked_by.cache_clear()
+    gc.collect()
+    # Whatever was given back is somebody else's now.
+    others = [torch.full((2,), -1, dtype=torch.int32, device="cuda") for _ in range(10000)]
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, expected)
+    del others
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_kind_may_be_prepared_in_a_thread_of_its_own(monkeypatch):
+    """One that has not used CUDA before."""
+    forget_calls(monkeypatch)
+    found = calls()
+    expected = {name: call() for name, call in found.items()}
+    forget_calls(monkeypatch)
+
+    def thrice(call: Any) -> list[torch.Tensor]:
+        return [call() for _ in range(4)]
+
+    for name, call in found.items():
+        with ThreadPoolExecutor(1) as thread:
+            results = thread.submit(thrice, call).result()
+        assert all(torch.equal(x, expected[name]) for x in results), name

@@ -240,13 +240,17 @@ def test_results_lie_in_memory_as_the_queries_do():
     given = tensors_of(D=64, page=16)
     B, H, _, D = given.q.shape
     heads_first = torch.randn(B, H, 3, D).bfloat16()
-    lse = torch.randn(B, H, 3)
     for q in (heads_first, heads_first.transpose(1, 2).contiguous().transpose(1, 2)):
-        results = launch._finish(given._replace(q=q), [heads_first.clone(), lse], None)
-        assert results[0].stride() == q.stride()
-        assert torch.equal(results[0], heads_first)
-        assert torch.equal(results[1], lse)
-        assert results[2] is None
+        tensors = given._replace(q=q)
+        problem = describe(tensors, Options(causal=True))
+        call = launch.decode_launches(problem, tensors, PROCESSORS)
+        out, lse = (call._new_results[name]() for name in ("out", "lse"))
+        assert out.stride() == q.stride()
+        # The kernels write a row of out where it is among the rows of lse.
+        assert [stride // D for stride in out.stride()[:3]] == list(lse.stride())
+        for kernel in call.launches:
+            rows = tuple(kernel._arguments[f"rows_{dim}"] for dim in "bhs")
+            assert rows == lse.stride()
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,8 +24,11 @@ from triton.runtime._allocation import _allocator
 from triton.runtime.jit import JITFunction
 
 from lockstep.cache import Cache
-from lockstep.kernels import driver, hopper, launch
+from lockstep.kernels import driver, graphs, hopper, launch, straight_line
+from lockstep.kernels.allocate import allocator
+from lockstep.kernels.hopper import decode
 from lockstep.kernels.hopper.backward.narrow import call as narrow
+from lockstep.kernels.hopper.decode import launch as hopper_decode
 from lockstep.kernels.hopper.forward import launch as hopper_forward
 from lockstep.kernels.kernel import BackwardTensors, Needs
 from lockstep.kernels.launch import Buffer, Launch, Launches
@@ -44,6 +48,7 @@ class Read(NamedTuple):
 
     kernel: str
     grid: tuple[int, ...]
+    stream: int
     found: dict[str, int | float]
     scratch: int
 
@@ -108,6 +113,9 @@ def kind_of(parameter: Any, argument: Any) -> str:
     return "fp32" if isinstance(argument, float) else "i32" if argument < 1 << 31 else "i64"
 
 
+POINTER, POINTERS = ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
+
+
 class Driver:
     """Reads the memory of a launch as the CUDA driver would."""
 
@@ -115,6 +123,13 @@ class Driver:
         self.kernels: list[Compiled] = []
         self.launches: list[Read] = []
         self.scratch = 0
+        of_config, function = (
+            ctypes.POINTER(driver._Config),
+            partial(ctypes.CFUNCTYPE, ctypes.c_int),
+        )
+        self.cuLaunchKernelEx = function(of_config, POINTER, POINTERS, POINTER)(self.launch)
+        self.cuCtxGetCurrent = function(POINTERS)(self.get_context)
+        self.cuDevicePrimaryCtxRetain = self.cuCtxSetCurrent = self.cuGetErrorString = None
 
     def compile(self, kernel: Any, grid: Any, *arguments: Any, **options: Any) -> Compiled:
         arguments = (*arguments, *(options[p.name] for p in kernel.params[len(arguments) :]))
@@ -129,24 +144,24 @@ class Driver:
         ctypes.memmove(address.value, rest[2].value.to_bytes(8, "little"), 8)
         return 0
 
-    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:
-        kernel = self.kernels[function.value or 0]
-        assert config._obj.stream == STREAM
+    def launch(self, config: Any, function: int | None, parameters: Any, extra: None) -> int:
+        kernel = self.kernels[function or 0]
         found = {}
-        for at, (name, kind, size) in zip(parameters, kernel.parameters, strict=True):
-            content = ctypes.string_at(at, min(size, 8))
+        for i, (name, kind, size) in enumerate(kernel.parameters):
+            content = ctypes.string_at(parameters[i], min(size, 8))
             if kind == "fp32":
                 found[name] = ctypes.c_float.from_buffer_copy(content).value
             else:
                 found[name] = int.from_bytes(content, "little", signed=kind in BYTES)
         found.pop("")
-        scratch = int(found.pop("scratch"))
-        name = kernel.kernel.__name__
-        self.launches.append(Read(name, tuple(config._obj.grid), found, scratch))
+        scratch, grid = int(found.pop("scratch")), tuple(config.contents.grid)
+        self.launches.append(
+            Read(kernel.kernel.__name__, grid, config.contents.stream, found, scratch)
+        )
         return 0
 
-    def cuCtxGetCurrent(self, context: Any) -> int:
-        context._obj.value = 77
+    def get_context(self, context: Any) -> int:
+        context[0] = 77
         return 0
 
 
@@ -154,11 +169,11 @@ class Driver:
 def fake(monkeypatch) -> Driver:
     fake = Driver()
     monkeypatch.setattr(driver, "library", lambda: fake)
-    monkeypatch.setattr(driver, "_THREAD", driver._Thread())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(launch, "_COMPILED", Cache(limit=100))
     monkeypatch.setattr(JITFunction, "__getitem__", lambda k, grid: partial(fake.compile, k, grid))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
-    for module in (narrow, hopper_forward):
+    for module in (narrow, hopper_forward, hopper_decode):
         monkeypatch.setattr(module, "processors", lambda _: 132)
     device = triton_forward.Device(132, 232448, True, False, True, 64)
     for module in (triton_forward, triton_backward):
@@ -212,7 +227,11 @@ def problem_of(tensors: Tensors) -> Any:
 
 
 def forward_of(kernel: str, tensors: Tensors) -> Any:
-    prepare = triton_forward.prepare if kernel == "triton" else hopper.KERNEL.prepare
+    prepare = {
+        "triton": triton_forward.prepare,
+        "hopper": hopper.KERNEL.prepare,
+        "hopper_decode": decode.KERNEL.prepare,
+    }[kernel]
     return prepare(problem_of(tensors), tensors)
 
 
@@ -238,6 +257,7 @@ def check(fake: Driver, call: Launches, given: Any) -> None:
         assert len(fake.launches) == len(call.launches)
         for read, planned in zip(fake.launches, call.launches, strict=True):
             assert (read.kernel, read.grid) == (planned.name, planned.grid)
+            assert read.stream == STREAM
             assert read.scratch == 0
             for name, found in read.found.items():
                 check_parameter(name, found, planned, expected)
@@ -267,6 +287,60 @@ def test_forward(fake, kernel, case):
     names = {read.kernel for read in fake.launches}
     assert ("reduce_parts" in names) == (case in ("split", "paged") and kernel == "triton")
     assert ("sort_sequences_kernel" in names) == (case == "many packed" and kernel == "hopper")
+
+
+@pytest.mark.parametrize("case", INPUTS)
+@pytest.mark.parametrize("kernel", ["triton", "hopper", "hopper_decode"])
+def test_out_alone(fake, monkeypatch, kernel, case):
+    """What nobody sees has memory of its own in the workspace, as long as the launch takes."""
+    tensors = INPUTS[case](D=64)
+    if kernel == "hopper" and (tensors.bias is not None or case in ("paged", "split")):
+        pytest.skip("hopper refuses it")
+    if kernel == "hopper_decode" and case not in ("paged", "split"):
+        pytest.skip("hopper_decode refuses it")
+    allocated: list[torch.Tensor] = []
+
+    def recorded(new: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        return lambda: allocated.append(new()) or allocated[-1]
+
+    monkeypatch.setattr(launch, "allocator", lambda *how: recorded(allocator(*how)))
+    call = forward_of(kernel, tensors)
+    for _ in range(3):
+        call.out_of(tuple(tensors), tensors.addresses())
+    tensors = Tensors(*(None if x is None else x.clone() for x in tensors))
+    allocated.clear(), fake.launches.clear()
+    out = call.out_of(tuple(tensors), tensors.addresses())
+    assert out is allocated[0]
+    assert len(fake.launches) == len(call.launches)
+    workspace = {} if len(allocated) == 1 else call_regions(call, fake.launches, allocated[1])
+    expected = dict(zip(Tensors._fields, tensors, strict=True)) | {"out": out} | workspace
+    if kernel == "hopper_decode":
+        expected["tiles"] = workspace["slots"]
+        expected["kv_lens"] = call._kept.get("lengths", tensors.kv_lens)
+    for read, planned in zip(fake.launches, call.launches, strict=True):
+        for name, found in read.found.items():
+            check_parameter(name, found, planned, expected)
+
+
+def call_regions(
+    call: Launches, launches: list[Read], workspace: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Regions of a workspace where kernels were told that they are, checked not to overlap."""
+    buffers = call._regions | dict(list(call._results.items())[1:])
+    starts = {}
+    for read in launches:
+        for name, found in read.found.items():
+            if name.removesuffix("_ptr") in buffers:
+                starts.setdefault(name.removesuffix("_ptr"), found)
+    ends = [workspace.data_ptr() + workspace.numel()]
+    for name, start in sorted(starts.items(), key=lambda named: -named[1]):
+        assert start % straight_line.ALIGNMENT == workspace.data_ptr() % straight_line.ALIGNMENT
+        assert start + buffers[name].n_bytes <= ends[-1]
+        ends.append(start)
+    assert workspace.data_ptr() <= ends[-1]
+    assert set(starts) == set(buffers)
+    offsets = {name: start - workspace.data_ptr() for name, start in starts.items()}
+    return {name: workspace[at:] for name, at in offsets.items()}
 
 
 @pytest.mark.parametrize(
@@ -304,6 +378,19 @@ def test_scratch_memory_is_behind_the_workspace(fake):
     assert of_attend + SCRATCH * math.prod(attend.grid) <= of_reduce - workspace.data_ptr()
     end = of_reduce - workspace.data_ptr() + SCRATCH * math.prod(reduce_parts.grid)
     assert end <= workspace.numel()
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_what_a_graph_has_the_address_of_is_kept(monkeypatch, captured):
+    monkeypatch.setattr(graphs, "_CAPTURED", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    kept = torch.zeros(3)
+    seen = weakref.ref(kept)
+    for _ in range(2):
+        graphs.keep_if_captured([kept])
+    assert len(graphs._CAPTURED) == captured
+    del kept
+    assert (seen() is not None) is captured
 
 
 def jitted(*names: str, constants: tuple[str, ...] = ()) -> Any:

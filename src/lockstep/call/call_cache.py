@@ -15,7 +15,8 @@ thousands of calls. Making the key takes longer than all the rest of a call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import itemgetter
+from functools import lru_cache
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +24,8 @@ import torch
 from lockstep import dispatch
 from lockstep.cache import Cache
 from lockstep.call.eager import PLAIN_TYPES
-from lockstep.kernels.kernel import BackwardTensors
-from lockstep.problem import Tensors
+from lockstep.kernels.kernel import BackwardTensors, Given
+from lockstep.problem import Layout, Tensors, Window, make_options
 
 Run = Callable[..., Any]
 """`Prepared` or `PreparedBackward`"""
@@ -34,7 +35,9 @@ _CU_SEQLENS_Q, _CU_SEQLENS_K = map(Tensors._fields.index, ("cu_seqlens_q", "cu_s
 
 # What runs a call, the addresses of its tensors (0 where there is none), and whether one of them
 # requires a gradient.
-Found = tuple[Run, list[int], bool]
+Found = tuple["_Entry", list[int], bool]
+Guards = Callable[[Given], Found | None]
+"""Takes tensors and returns what runs them if they are like those of one call, and None if not."""
 
 
 class _Kinds(NamedTuple):
@@ -45,7 +48,7 @@ class _Kinds(NamedTuple):
     requires_grad: bool
 
 
-def _kinds_of(tensors: Tensors | BackwardTensors) -> _Kinds | None:
+def _kinds_of(tensors: Given) -> _Kinds | None:
     """What a prepared call depends on of its tensors; None if one of them is no plain tensor, which
     the dispatcher has to see, or a check."""
     try:
@@ -55,7 +58,7 @@ def _kinds_of(tensors: Tensors | BackwardTensors) -> _Kinds | None:
         return None
 
 
-def _kinds_of_strided(tensors: Tensors | BackwardTensors) -> _Kinds | None:
+def _kinds_of_strided(tensors: Given) -> _Kinds | None:
     key: list[Any] = []
     addresses: list[int] = []
     requires_grad = False
@@ -81,81 +84,84 @@ def _shares_offsets(addresses: list[int]) -> bool:
     return addresses[_CU_SEQLENS_Q] == addresses[_CU_SEQLENS_K]
 
 
-class _Guards:
-    """Recognizes tensors like those of one call. It never changes, so threads may share it."""
-
-    __slots__ = (
-        "_absent",
-        "_are_like",
-        "_distinct",
-        "_nones",
-        "_of_tensors",
-        "_repeated",
-        "_shares_offsets",
-        "requires_grad",
-    )
-
-    def __init__(self, tensors: Tensors | BackwardTensors, kinds: _Kinds) -> None:
-        self.requires_grad = kinds.requires_grad
-        self._shares_offsets = _shares_offsets(kinds.addresses)
-        absent = [i for i, x in enumerate(tensors) if x is None]
-        # There is always one, and the getter of one does not return a tuple.
-        self._absent, self._nones = itemgetter(*absent, absent[0]), (None,) * (len(absent) + 1)
-        present = [i for i, x in enumerate(tensors) if x is not None]
-        self._of_tensors = [(i, kinds.addresses[i] & 15) for i in present]
-        # One guard of all tensors takes less time than one for each, but takes none twice.
-        first = {id(tensors[i]): i for i in reversed(present)}
-        self._repeated = [(i, j) for i in present if (j := first[id(tensors[i])]) != i]
-        self._distinct = list(first.values())
-        self._are_like = _guard([tensors[i] for i in self._distinct])
-
-    def addresses_of(self, tensors: Tensors | BackwardTensors) -> list[int] | None:
-        """The addresses of tensors that are like those of the call; None for others."""
-        if self._absent(tensors) != self._nones:
-            return None
-        addresses = [0] * len(tensors)
-        try:
-            for i, alignment in self._of_tensors:
-                x: Any = tensors[i]
-                # A guard that is given a nested tensor ends the process.
-                if type(x) not in PLAIN_TYPES or x.is_nested:
-                    return None
-                address = addresses[i] = x.data_ptr()
-                if address & 15 != alignment:
-                    return None
-        except RuntimeError:
-            # A sparse tensor has no address.
-            return None
-        for i, j in self._repeated:
-            if tensors[i] is not tensors[j]:
-                return None
-        if not self._are_like(*[tensors[i] for i in self._distinct]):
-            return None
-        return addresses if _shares_offsets(addresses) is self._shares_offsets else None
-
-
 class _Entry:
     """A call that was prepared, and the guards that recognize another one like it."""
 
-    __slots__ = ("guards", "kernels", "run")
+    __slots__ = ("_guards", "kernels", "run")
 
     def __init__(self, run: Run) -> None:
         # What was chosen among other kernels is of no use once they have changed.
         self.run, self.kernels = run, dispatch.KERNELS
-        self.guards: _Guards | None = None
+        self._guards: dict[tuple[Any, ...], Guards] = {}
 
-    def recognize(self, tensors: Tensors | BackwardTensors) -> Found | None:
-        guards = self.guards
-        if guards is None or self.kernels is not dispatch.KERNELS:
+    def guards_of(self, tensors: Given, kinds: _Kinds) -> Guards:
+        """The guards that recognize tensors like these, which the key has found."""
+        seen = _seen_by_guards(tensors)
+        guards = self._guards.get(seen)
+        if guards is None:
+            guards = self._guards[seen] = _write_guards(tensors, self, kinds)
+        return guards
+
+
+def _seen_by_guards(tensors: Given) -> tuple[Any, ...]:
+    """What guards look at and the key does not."""
+    present = [x for x in tensors if x is not None]
+    first = {id(x): i for i, x in reversed(list(enumerate(present)))}
+    of_each = ((type(x), x.requires_grad, x.is_inference(), first[id(x)]) for x in present)
+    return torch.is_inference_mode_enabled(), *of_each
+
+
+def _recognize_nothing(tensors: Given) -> Found | None:
+    return None
+
+
+def _write_guards(tensors: Given, entry: _Entry, kinds: _Kinds) -> Guards:
+    """The guards of a prepared call with these tensors. They never change, so threads may share
+    them.
+
+    They are straight-line code for tensors of this kind: loops would take twice as long.
+    """
+    fields = BackwardTensors._fields[: len(tensors)]
+    absent = [name for name, x in zip(fields, tensors, strict=True) if x is None]
+    present = {name: x for name, x in zip(fields, tensors, strict=True) if x is not None}
+    # One guard of all tensors takes less time than one for each, but takes none twice.
+    first = {id(x): name for name, x in reversed(present.items())}
+    same = {name: first[id(x)] for name, x in present.items()}
+    distinct = [name for name in present if same[name] == name]
+    scope: dict[str, Any] = {f"type_of_{name}": type(present[name]) for name in distinct}
+    scope["are_like"] = _guard([present[name] for name in distinct])
+    scope |= {"entry": entry, "requires_grad": kinds.requires_grad}
+    scope |= {"dispatch": dispatch, "kernels": entry.kernels}
+    alignment = {name: at & 15 for name, at in zip(fields, kinds.addresses, strict=True)}
+    unlike = ["dispatch.KERNELS is not kernels", *(f"{name} is not None" for name in absent)]
+    unlike += [f"{name} is not {other}" for name, other in same.items() if name != other]
+    # A guard that is given a nested tensor ends the process.
+    unlike += [f"type({name}) is not type_of_{name} or {name}.is_nested" for name in distinct]
+    unlike += [f"({name}_at := {name}.data_ptr()) & 15 != {alignment[name]}" for name in distinct]
+    at = dict.fromkeys(fields, "0") | {name: f"{other}_at" for name, other in same.items()}
+    if "cu_seqlens_q" in present and "cu_seqlens_k" in present:
+        is_other = "!=" if _shares_offsets(kinds.addresses) else "=="
+        unlike.append(f"{at['cu_seqlens_q']} {is_other} {at['cu_seqlens_k']}")
+    unlike.append(f"not are_like({', '.join(distinct)})")
+    exec(_compiled(", ".join(fields), " or ".join(unlike), ", ".join(at.values())), scope)
+    guards: Guards = scope["guards"]
+    return guards
+
+
+@lru_cache(maxsize=1024)
+def _compiled(fields: str, unlike: str, addresses: str) -> CodeType:
+    source = f"""
+def guards(tensors):
+    {fields}, = tensors
+    try:
+        if {unlike}:
             return None
-        addresses = guards.addresses_of(tensors)
-        return None if addresses is None else (self.run, addresses, guards.requires_grad)
-
-    def recognize_next(self, tensors: Tensors | BackwardTensors, kinds: _Kinds) -> None:
-        """Makes guards of the tensors of a call that the key has found."""
-        # Guards look at requires_grad, the key does not.
-        if self.guards is None or self.guards.requires_grad is not kinds.requires_grad:
-            self.guards = _Guards(tensors, kinds)
+    except RuntimeError:
+        # A sparse tensor has no address.
+        return None
+    return entry, [{addresses}], requires_grad
+"""
+    return compile(source, "<guards>", "exec")
 
 
 def _guard(tensors: list[Any]) -> Callable[..., bool]:
@@ -182,34 +188,67 @@ def _guards_work() -> bool:
 _HAS_GUARDS = _guards_work()
 
 
-# By options and all that a call depends on; and the latest of them by its options alone.
+class Asked:
+    """What calls ask for besides their tensors, and the guards of the latest of them."""
+
+    __slots__ = ("latest", "options")
+
+    def __init__(self, options: tuple[Any, ...]) -> None:
+        self.options = options
+        self.latest: Guards = _recognize_nothing
+
+    def find(self, tensors: Given) -> Found | None:
+        """What runs a call like an earlier one; None for the first of its kind, and for tensors
+        that are not plain."""
+        return self.latest(tensors) or self._find_by_key(tensors)
+
+    def _find_by_key(self, tensors: Given) -> Found | None:
+        kinds = _kinds_of(tensors)
+        if kinds is None:
+            return None
+        entry = _CALLS.get((self.options, kinds.key))
+        if entry is None or entry.kernels is not dispatch.KERNELS:
+            return None
+        if _HAS_GUARDS:
+            self.latest = entry.guards_of(tensors, kinds)
+        return entry, kinds.addresses, kinds.requires_grad
+
+
+# By options and all that a call depends on; and by options alone.
 _CALLS: Cache[tuple[Any, ...], _Entry] = Cache(limit=4096)
-_LATEST: Cache[tuple[Any, ...], _Entry] = Cache(limit=256)
+_ASKED: Cache[tuple[Any, ...], Asked] = Cache(limit=256)
 
 
-def find(tensors: Tensors | BackwardTensors, *options: Any) -> Found | None:
-    """What runs a call like an earlier one; None for the first of its kind, and for tensors that
-    are not plain."""
-    entry = _LATEST.get(options)
-    if entry is not None:
-        found = entry.recognize(tensors)
-        if found is not None:
-            return found
-    kinds = _kinds_of(tensors)
-    if kinds is None:
-        return None
-    entry = _CALLS.get((options, kinds.key))
-    if entry is None or entry.kernels is not dispatch.KERNELS:
-        return None
-    if _HAS_GUARDS:
-        entry.recognize_next(tensors, kinds)
-        _LATEST[options] = entry
-    return entry.run, kinds.addresses, kinds.requires_grad
+def asked_for(*options: Any) -> Asked:
+    """The same each time for options that are equal."""
+    return _ASKED.get(options) or _ASKED.setdefault(options, Asked(options))
 
 
-def find_or_prepare(
-    prepare: Callable[..., Run], tensors: Tensors | BackwardTensors, *options: Any
-) -> Found:
+@lru_cache(maxsize=256, typed=True)
+def asked_by(
+    layout: Layout,
+    types_in_window: tuple[type, ...] | None,
+    causal: bool,
+    window: Window | None,
+    scale: float | None,
+    softcap: float | None,
+    query_invariant: bool,
+    allow_tf32: bool,
+    return_lse: bool,
+    kernel: str | None,
+    constant_time: bool,
+    secret_lengths: bool,
+) -> Asked:
+    """What calls of one layout ask for, the same each time for the same arguments. Those that are
+    equal but of another type are not the same: they may be wrong. Raises as `make_options` does."""
+    options = make_options(
+        *(causal, window, scale, softcap, query_invariant, allow_tf32, return_lse, kernel),
+        *(constant_time, secret_lengths),
+    )
+    return Asked((options, kernel))
+
+
+def find_or_prepare(prepare: Callable[..., Run], tensors: Given, *options: Any) -> Found:
     """What runs a call of plain tensors; `prepare(tensors, *options)` if there was none like it."""
     kinds = _kinds_of(tensors)
     assert kinds is not None
@@ -217,4 +256,4 @@ def find_or_prepare(
     entry = _CALLS.get(key)
     if entry is None or entry.kernels is not dispatch.KERNELS:
         entry = _CALLS[key] = _Entry(prepare(tensors, *options))
-    return entry.run, kinds.addresses, kinds.requires_grad
+    return entry, kinds.addresses, kinds.requires_grad

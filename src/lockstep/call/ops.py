@@ -33,8 +33,8 @@ from lockstep.call.vmap_rules import (
 )
 from lockstep.checks import REQUIRED, check_parts, check_strided, check_types
 from lockstep.kernels.cpu.compiler.processes import fork_safe
-from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs, Result
-from lockstep.problem import Layout, Options, Tensors, describe, shown
+from lockstep.kernels.kernel import BackwardTensors, Given, Gradients, Needs, Result
+from lockstep.problem import Layout, Options, Tensors, Window, describe, shown
 
 # The name of the package: a copy of it under another name has operators of its own.
 _NAMESPACE = __name__.partition(".")[0]
@@ -107,10 +107,38 @@ class Attention:
         self.tensors_of = itemgetter(*_places(Tensors._fields, fields))
         self.op = _define(f"{name}({self.schema}) -> {returns}", self.forward, self.fake_forward)
 
+    def call_again(
+        self, given: Given, asked: tuple[Any, ...], window: Window | None, return_lse: bool
+    ) -> Any:
+        """What a call in eager mode returns if there was one like it; None if there was none.
+
+        `given` are the fields of `Tensors`, and `asked` the arguments of `make_options`.
+        """
+        if window is not None and type(window) is not tuple:
+            return None
+        # 1 and True are equal, and True is wrong.
+        types = None if window is None else tuple(map(type, window))
+        try:
+            of_kind = call_cache.asked_by(self.layout, types, *asked)
+        except TypeError:
+            # One of them is wrong, or cannot be looked up.
+            return None
+        found = of_kind.find(given)
+        if found is None:
+            return None
+        entry, addresses, requires_grad = found
+        if return_lse or (requires_grad and torch.is_grad_enabled()):
+            results = self._run(found, Tensors._make(given), *of_kind.options)
+            return results[:2] if return_lse else results[0]
+        out_of = getattr(entry.run, "out_of", None)
+        if out_of is None:
+            return entry.run(Tensors._make(given), addresses)[0]
+        return out_of(given, addresses)
+
     def __call__(self, tensors: Tensors, options: Options, name: str | None) -> Result:
         """Runs one call, by the shortest way there is for it."""
         if is_eager():
-            found = call_cache.find(tensors, options, name)
+            found = call_cache.asked_for(options, name).find(tensors)
             if found is not None:
                 return self._run(found, tensors, options, name)
         return self._call_anew(tensors, options, name)
@@ -130,11 +158,12 @@ class Attention:
         self, found: call_cache.Found, tensors: Tensors, options: Options, name: str | None
     ) -> Result:
         """Runs a call of plain tensors, past the dispatcher."""
-        run, addresses, requires_grad = found
+        entry, addresses, requires_grad = found
         if requires_grad and torch.is_grad_enabled():
-            run = partial(run, tensors, addresses)
+            run = partial(entry.run, tensors, addresses)
             return self.operator.with_gradient(run, self.arguments_of(tensors), (*options, name))
-        return run(tensors, addresses)
+        results: Result = entry.run(tensors, addresses)
+        return results
 
     def unpack(self, args: tuple[Any, ...]) -> tuple[Tensors, Options, str | None]:
         """Tensors, options and the name of a kernel from the arguments of the operator."""
@@ -147,8 +176,8 @@ class Attention:
         tensors, options, name = self.unpack(args)
         check_types(tensors, self.layout)
         tensors = Tensors._make(map(_as_plain, tensors))
-        run, addresses, _ = call_cache.find_or_prepare(prepare, tensors, options, name)
-        return tuple(x for x in run(tensors, addresses) if x is not None)
+        entry, addresses, _ = call_cache.find_or_prepare(prepare, tensors, options, name)
+        return tuple(x for x in entry.run(tensors, addresses) if x is not None)
 
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         tensors, options, name = self.unpack(args)
@@ -232,11 +261,11 @@ class _DifferentiableAttention(Attention):
         if torch.is_grad_enabled() or not is_eager():
             return None
         *rest, name = options
-        found = call_cache.find(tensors, Options._make(rest), name, needs)
+        found = call_cache.asked_for(Options._make(rest), name, needs).find(tensors)
         if found is None:
             return None
-        run, addresses, _ = found
-        grads: Gradients = run(tensors, addresses)
+        entry, addresses, _ = found
+        grads: Gradients = entry.run(tensors, addresses)
         return grads
 
     def backward(
@@ -249,10 +278,10 @@ class _DifferentiableAttention(Attention):
         check_types(tensors, self.layout)
         check_strided("dout", dout)
         given = BackwardTensors._make(map(_as_plain, (*tensors, out, statistics, dout, dlse)))
-        run, addresses, _ = call_cache.find_or_prepare(
+        entry, addresses, _ = call_cache.find_or_prepare(
             prepare_backward, given, options, name, needs
         )
-        grads: Gradients = run(given, addresses)
+        grads: Gradients = entry.run(given, addresses)
         return [grad for grad, need in zip(grads, needs, strict=True) if need and grad is not None]
 
     def fake_backward(

@@ -3,7 +3,7 @@
 Triton's launcher takes every argument of a kernel anew at each launch: the numbers and constants
 that are the same each time, and tensor maps that it encodes in Python. That takes longer than the
 launch. Here the parameters lie in memory as the driver wants them, and a launch writes addresses
-into them.
+into a copy of them (`launch_in_c`).
 
 What the parameters of a kernel are follows from its signature, and the driver is asked whether it
 agrees. Where it does not, or cannot tell, `launcher_of` takes Triton's way.
@@ -12,32 +12,30 @@ agrees. Where it does not, or cannot tell, `launcher_of` takes Triton's way.
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
 from functools import lru_cache, partial
 from itertools import repeat
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.cache import Cache
+from lockstep.kernels.launch_in_c import find_launch
 from lockstep.kernels.scratch import Allocating
 
 Grid = tuple[int, int, int]
 
 
-class Launcher(Protocol):
-    def __call__(
-        self, stream: int, addresses: tuple[int, ...], bases: tuple[int, ...] = ...
-    ) -> None:
-        """Takes the addresses behind pointers in the order of the kernel's arguments, but for those
-        that were None when it was compiled; then that of scratch memory, if the kernel needs any;
-        and those behind its tensor maps."""
-
+Launcher = Callable[..., None]
+"""Takes a stream; then for each tensor map the address of its tensor; then the addresses behind
+pointers in the order of the kernel's arguments, but for those that were None when it was compiled;
+then that of scratch memory, if the kernel needs any."""
 
 # CUtensorMap: 128 bytes at a multiple of 64.
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
+# A map begins with the address of its tensor. No document says so, therefore each map is compared
+# with that of a tensor in another place, these bits of the address being different.
+_ADDRESS_BYTES, _OTHER_PLACE = 8, 0xFF_FFFF_FF00
 # CUtensorMapDataType by the type that Triton's metadata has; CUtensorMapL2promotion of 128 bytes.
 _MAP_TYPES = {8: 10, 9: 8, 10: 9}
 _PROMOTE_128 = 2
@@ -45,8 +43,6 @@ _PROMOTE_128 = 2
 _PROGRAMMATIC_SERIALIZATION = 6
 # CUfunction_attribute: the share of an SM's memory that is shared memory, in percent.
 _PREFERRED_SHARED_MEMORY = 9
-# CUresult of a launch without a context.
-_INVALID_CONTEXT = 201
 _NUMBERS: dict[str, Any] = {
     "i1": ctypes.c_int8,
     "i8": ctypes.c_int8,
@@ -67,6 +63,9 @@ class _Attribute(ctypes.Structure):
     """CUlaunchAttribute"""
 
     _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16))
+
+
+_EARLY = _Attribute(id=_PROGRAMMATIC_SERIALIZATION, value=(1,))
 
 
 class _Config(ctypes.Structure):
@@ -116,24 +115,26 @@ class TensorMap:
             *(0, metadata["swizzle"], _PROMOTE_128, int(padding == "nan")),
         )
 
-    def at(self, base: int) -> tuple[int, Any]:
-        """Where the map of a tensor at `base` lies, and what keeps it there."""
-        return _MAPS.get((self, base)) or self._encode(base)
-
-    def _encode(self, base: int) -> tuple[int, Any]:
-        memory = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
-        address = ctypes.addressof(memory) + -ctypes.addressof(memory) % MAP_ALIGNMENT
-        result = library().cuTensorMapEncodeTiled(
-            ctypes.c_void_p(address), *self._head, ctypes.c_void_p(base), *self._rest
+    def encode(self, base: int) -> bytes:
+        """The map of a tensor at `base`; that of one elsewhere differs in its first 8 bytes, which
+        are the address. Empty where the driver refuses it, or has another way to encode it."""
+        maps = {place: self._encode(place) for place in (base, base ^ _OTHER_PLACE)}
+        agrees = all(
+            found == place.to_bytes(_ADDRESS_BYTES, "little") + maps[base][_ADDRESS_BYTES:]
+            for place, found in maps.items()
         )
-        if result:
-            raise _error(result)
-        _MAPS[self, base] = address, memory
-        return address, memory
+        return maps[base] if agrees else b""
 
-
-# Tensors come and go, but the allocator gives the same addresses again and again.
-_MAPS: Cache[tuple[TensorMap, int], tuple[int, Any]] = Cache(limit=8192)
+    def _encode(self, base: int) -> bytes:
+        memory = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
+        at = -ctypes.addressof(memory) % MAP_ALIGNMENT
+        result = library().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(ctypes.addressof(memory) + at),
+            *self._head,
+            ctypes.c_void_p(base),
+            *self._rest,
+        )
+        return b"" if result else memory.raw[at : at + MAP_BYTES]
 
 
 class Parameter(NamedTuple):
@@ -190,12 +191,20 @@ def launcher_of(compiled: Any, grid: Grid, arguments: tuple[Any, ...]) -> Launch
         and not metadata.launch_cooperative_grid
         and not metadata.profile_scratch_size
         and [parameter.size for parameter in parameters] == sizes_of(compiled)
+        and b"" not in (maps := _encoded(parameters, arguments))
+        and (launch := find_launch()) is not None
     ):
         if metadata.launch_pdl and metadata.shared:
             _prefer_shared_memory(compiled.function)
-        return ByDriver(compiled.function, grid, metadata, parameters)
-    # A launch must not keep the tensors of the first one.
-    return partial(_by_triton, compiled, grid, _moved(arguments, repeat(0), repeat(0)))
+        return partial(launch, plan_of(compiled, grid, parameters, maps))
+    return ByTriton(compiled, grid, arguments)
+
+
+def _encoded(parameters: list[Parameter], arguments: tuple[Any, ...]) -> list[bytes]:
+    """The maps among the parameters, encoded for the tensors among the arguments."""
+    maps = (content for _, content in parameters if isinstance(content, TensorMap))
+    bases = (x.base.data_ptr() for x in arguments if hasattr(x, "block_shape"))
+    return list(map(TensorMap.encode, maps, bases))
 
 
 def _prefer_shared_memory(function: int) -> None:
@@ -206,88 +215,64 @@ def _prefer_shared_memory(function: int) -> None:
         raise _error(result)
 
 
-class ByDriver:
-    """A `Launcher` that writes into memory which the driver reads."""
+class _Plan(ctypes.Structure):
+    """What is the same at each launch of a kernel; more follows: see `launch_in_c`."""
 
-    __slots__ = ("_frames", "_function", "_launch", "_maps", "_new_frame")
-
-    def __init__(
-        self, function: int, grid: Grid, metadata: Any, parameters: list[Parameter]
-    ) -> None:
-        self._launch = library().cuLaunchKernelEx
-        self._function = ctypes.c_void_p(function)
-        self._maps = [
-            (i, content) for i, (_, content) in enumerate(parameters) if type(content) is TensorMap
-        ]
-        self._new_frame = partial(_Frame, grid, metadata, parameters)
-        # As many as threads have launched at once: the driver reads a frame while others run.
-        self._frames: list[_Frame] = []
-
-    def __call__(
-        self, stream: int, addresses: tuple[int, ...], bases: tuple[int, ...] = ()
-    ) -> None:
-        try:
-            frame = self._frames.pop()
-        except IndexError:
-            frame = self._new_frame()
-        if not _THREAD.has_context:
-            _enter_context()
-        frame.addresses[:] = addresses
-        frame.config.stream = stream
-        if bases:
-            # Held until the driver has read them.
-            maps = _ENCODED.get((self, bases)) or self._encode(bases)
-            for i, address, _ in maps:
-                frame.parameters[i] = address
-        result = self._launch(frame.reference, self._function, frame.parameters, None)
-        if result == _INVALID_CONTEXT:
-            # The thread has left it since.
-            _enter_context()
-            result = self._launch(frame.reference, self._function, frame.parameters, None)
-        if result:
-            raise _error(result)
-        self._frames.append(frame)
-
-    def _encode(self, bases: tuple[int, ...]) -> list[tuple[int, int, Any]]:
-        maps = [
-            (i, *tensor_map.at(base))
-            for (i, tensor_map), base in zip(self._maps, bases, strict=True)
-        ]
-        _ENCODED[self, bases] = maps
-        return maps
+    _fields_ = (
+        ("launch", ctypes.c_void_p),
+        ("get_context", ctypes.c_void_p),
+        ("retain_context", ctypes.c_void_p),
+        ("set_context", ctypes.c_void_p),
+        ("get_error_string", ctypes.c_void_p),
+        ("device", ctypes.c_uint64),
+        ("function", ctypes.c_void_p),
+        ("config", _Config),
+        ("n_parameters", ctypes.c_uint64),
+        ("n_addresses", ctypes.c_uint64),
+        ("n_bytes", ctypes.c_uint64),
+    )
 
 
-# The same for all maps of a launch: one look instead of several.
-_ENCODED: Cache[tuple[ByDriver, tuple[int, ...]], list[tuple[int, int, Any]]] = Cache(limit=2048)
+def plan_of(compiled: Any, grid: Grid, parameters: list[Parameter], maps: list[bytes]) -> bytes:
+    """All of a launch but its stream and addresses.
 
-
-class _Frame:
-    """The memory that the driver reads at a launch."""
-
-    __slots__ = ("_attribute", "_words", "addresses", "config", "parameters", "reference")
-
-    def __init__(self, grid: Grid, metadata: Any, parameters: list[Parameter]) -> None:
-        n_addresses = sum(type(content) is int for _, content in parameters)
-        self.addresses = (ctypes.c_uint64 * n_addresses)()
-        self._words = (ctypes.c_uint64 * len(parameters))()
-        self.parameters = (ctypes.c_void_p * len(parameters))()
-        for i, (size, content) in enumerate(parameters):
-            word = ctypes.addressof(self._words) + 8 * i
-            if type(content) is int:
-                self.parameters[i] = ctypes.addressof(self.addresses) + 8 * content
-            elif type(content) is bytes:
-                ctypes.memmove(word, content, size)
-                self.parameters[i] = word
-        self._attribute = _Attribute(id=_PROGRAMMATIC_SERIALIZATION)
-        self._attribute.value[0] = 1
-        self.config = _Config(
-            grid=grid,
-            block=(32 * metadata.num_warps, 1, 1),
-            shared_bytes=metadata.shared,
-            attributes=ctypes.addressof(self._attribute),
-            n_attributes=int(metadata.launch_pdl),
-        )
-        self.reference = ctypes.byref(self.config)
+    In memory, tensor maps come first, with an address at the beginning of each; then come the other
+    addresses, then numbers.
+    """
+    n_addresses = sum(isinstance(content, int) for _, content in parameters)
+    at_maps = range(0, len(maps) * MAP_BYTES, MAP_BYTES)
+    at_addresses = [at_maps.stop + 8 * i for i in range(n_addresses)]
+    memory = bytearray().join(maps).ljust(at_maps.stop + 8 * n_addresses, b"\0")
+    next_map, places = iter(at_maps), []
+    for _, content in parameters:
+        if isinstance(content, TensorMap):
+            places.append(next(next_map))
+        elif isinstance(content, int):
+            places.append(at_addresses[content])
+        else:
+            places.append(len(memory))
+            memory += content.ljust(8, b"\0")
+    written = [*at_maps, *at_addresses]
+    metadata = compiled.metadata
+    config = _Config(
+        grid=grid,
+        block=(32 * metadata.num_warps, 1, 1),
+        shared_bytes=metadata.shared,
+        attributes=ctypes.addressof(_EARLY),
+        n_attributes=int(metadata.launch_pdl),
+    )
+    cuda = library()
+    functions = (
+        *(cuda.cuLaunchKernelEx, cuda.cuCtxGetCurrent, cuda.cuDevicePrimaryCtxRetain),
+        *(cuda.cuCtxSetCurrent, cuda.cuGetErrorString),
+    )
+    plan = _Plan(
+        *(ctypes.cast(function, ctypes.c_void_p) for function in functions),
+        *(torch.cuda.current_device(), compiled.function, config),
+        *(len(places), len(written), len(memory)),
+    )
+    words = (ctypes.c_uint64 * (len(places) + len(written)))(*places, *written)
+    return bytes(plan) + bytes(words) + bytes(memory)
 
 
 class _Address(int):
@@ -313,29 +298,32 @@ def _moved(
     return tuple(moved)
 
 
-def _by_triton(
-    compiled: Any,
-    grid: Grid,
-    arguments: tuple[Any, ...],
-    stream: int,
-    addresses: tuple[int, ...],
-    bases: tuple[int, ...] = (),
-) -> None:
+class ByTriton:
     """A `Launcher` that any compiled kernel has."""
-    filled = _moved(arguments, addresses, bases)
-    # Behind all pointers; 0 for a kernel that does not ask.
-    with Allocating(lambda *size: addresses[-1] if scratch_bytes(compiled) else 0):
-        compiled.run(
-            *grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *filled
-        )
+
+    def __init__(self, compiled: Any, grid: Grid, arguments: tuple[Any, ...]) -> None:
+        self._compiled, self._grid = compiled, grid
+        # A launch must not keep the tensors of the first one.
+        self._arguments = _moved(arguments, repeat(0), repeat(0))
+        self._n_maps = sum(hasattr(x, "block_shape") for x in arguments)
+
+    def __call__(self, stream: int, *addresses: int) -> None:
+        compiled, n_maps = self._compiled, self._n_maps
+        filled = _moved(self._arguments, addresses[n_maps:], addresses[:n_maps])
+        # Behind all pointers; 0 for a kernel that does not ask.
+        scratch = addresses[-1] if scratch_bytes(compiled) else 0
+        with Allocating(lambda *size: scratch):
+            compiled.run(
+                *(*self._grid, stream, compiled.function, compiled.packed_metadata),
+                *(None, None, None, *filled),
+            )
 
 
 def sizes_of(compiled: Any) -> list[int]:
     """Bytes of each parameter of a loaded kernel; none where the driver cannot tell."""
     if not hasattr(library(), "cuFuncGetParamInfo"):
         return []
-    if not _THREAD.has_context:
-        _enter_context()
+    enter_context()
     # Asking for one more than there are is an error, which debuggers and sanitizers report.
     sizes: list[int] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
@@ -353,25 +341,18 @@ def _count_parameters(ptx: str) -> int:
     return 0 if begin < 0 else ptx.count(".param ", begin, ptx.index(")", begin))
 
 
-class _Thread(threading.local):
-    has_context = False
-
-
-_THREAD = _Thread()
-
-
-def _enter_context() -> None:
-    """Into torch's context, for a thread that has not used CUDA yet. A launch that fails would tell
-    as well, but sanitizers would report it."""
-    context = ctypes.c_void_p()
-    result = library().cuCtxGetCurrent(ctypes.byref(context))
+def enter_context() -> None:
+    """Into torch's context, for a thread that has none: there, nothing can be launched, and no
+    tensor map encoded, which Triton does before it looks."""
+    cuda, context = library(), ctypes.c_void_p()
+    if cuda is None:
+        return
+    result = cuda.cuCtxGetCurrent(ctypes.byref(context))
     if not result and not context:
-        device = torch.cuda.current_device()
-        result = library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-        result = result or library().cuCtxSetCurrent(context)
+        result = cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device())
+        result = result or cuda.cuCtxSetCurrent(context)
     if result:
         raise _error(result)
-    _THREAD.has_context = True
 
 
 def _error(result: int) -> RuntimeError:

@@ -86,7 +86,8 @@ class Needs(NamedTuple):
 
 
 Prepared = Callable[[Tensors, "list[int]"], Result]
-"""Runs one kind of call: takes its tensors and their addresses, 0 where there is none."""
+"""Runs one kind of call: takes its tensors and their addresses, 0 where there is none. It may have
+a method `out_of`, which returns out alone, and takes any tuple of the tensors."""
 PreparedBackward = Callable[[BackwardTensors, "list[int]"], Gradients]
 """Computes the gradients of one kind of call: takes its tensors and their addresses, 0 where there
 is none."""

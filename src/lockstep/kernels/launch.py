@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -27,15 +27,15 @@ from lockstep.cache import Cache
 from lockstep.kernels.allocate import allocator
 from lockstep.kernels.build_key import fix_key
 from lockstep.kernels.compiled import note
-from lockstep.kernels.driver import Grid, launcher_of, scratch_bytes
-from lockstep.kernels.kernel import Gradients, Needs
+from lockstep.kernels.driver import Grid, enter_context, launcher_of, scratch_bytes
+from lockstep.kernels.graphs import keep_if_captured
+from lockstep.kernels.kernel import Given, Gradients, Needs
 from lockstep.kernels.scratch import Allocating, allocate
 from lockstep.kernels.spread import spread
-from lockstep.kernels.straight_line import LaunchAll, StraightLine
+from lockstep.kernels.straight_line import LaunchAll, OutOf, Step, StraightLine, lay_out
 from lockstep.memory_order import is_tokens_first, strides_like
+from lockstep.problem import Tensors
 
-# Regions of a workspace begin at multiples of it, in bytes.
-ALIGNMENT = 128
 # By all that a compiled kernel depends on.
 _COMPILED: Cache[tuple[Any, ...], Any] = Cache(limit=1024)
 
@@ -183,6 +183,8 @@ class Launch:
         if not self._is_compiled:
             self.kernel[self.grid](*arguments)
             return None
+        if device >= 0:
+            enter_context()
         key = (device, *self.build(arguments))
         compiled = _COMPILED.get(key)
         with Allocating(allocate):
@@ -224,8 +226,8 @@ class Launches:
 
     Kernels know tensors by name: `inputs` come with each call, in this order; `results` are
     allocated for each call; regions of the `workspace` are memory that one kernel leaves to the
-    next. Where this kind of call has no such tensor, a result or a region is None; a pointer to it
-    is None then, as it is for an input that is None.
+    next; `kept` are the same tensors at each call. Where this kind of call has no such tensor, a
+    result or a region is None; a pointer to it is None then, as it is for an input that is None.
 
     `fit`, if there is one, makes of the inputs those that the kernels take, which may be copies.
     `finish` makes of the inputs, the results that are not None and the workspace what a call
@@ -242,6 +244,7 @@ class Launches:
         workspace: Mapping[str, Buffer | None],
         launches: Sequence[Launch],
         *,
+        kept: Mapping[str, Tensor] | None = None,
         fit: Callable[[Any], Any] | None = None,
         finish: Callable[[Any, list[Tensor], Tensor | None], Any] | None = None,
     ) -> None:
@@ -250,16 +253,19 @@ class Launches:
         self._inputs, self.launches = tuple(inputs), tuple(launches)
         self._results = {name: buffer for name, buffer in results.items() if buffer is not None}
         self._regions = {name: buffer for name, buffer in workspace.items() if buffer is not None}
-        self._check([*inputs, *results, *workspace])
+        self._kept = dict(kept or {})
+        self._check([*inputs, *results, *workspace, *self._kept])
         self._fit, self._finish = fit, finish
-        self._new_results = [
-            allocator(shape, dtype, device, strides)
-            for shape, dtype, strides in self._results.values()
-        ]
+        self._new_results = {
+            name: allocator(shape, dtype, device, strides)
+            for name, (shape, dtype, strides) in self._results.items()
+        }
         sizes = (buffer.n_bytes for buffer in self._regions.values())
-        self._offsets, self.workspace_bytes = _lay_out(sizes)
+        self._offsets, self.workspace_bytes = lay_out(sizes)
         self._was_called = False
+        # What the second call writes for those to come.
         self._launch_all: LaunchAll | None = None
+        self.out_of: OutOf = self._out_of
 
     def _check(self, names: list[str]) -> None:
         if len(set(names)) < len(names):
@@ -277,9 +283,16 @@ class Launches:
                 return self._run(tensors, addresses)
         return self._run(tensors, addresses)
 
+    def _out_of(self, tensors: Given, addresses: list[int]) -> Tensor:
+        """The first result of a call."""
+        out: Tensor = self(Tensors._make(tensors), addresses)[0]
+        return out
+
     def _run(self, tensors: Any, addresses: list[int]) -> Any:
         # Copies and workspace are held until the kernels are in the stream: what gets their memory
         # next comes after them.
+        if self._kept and self._index >= 0:
+            keep_if_captured(self._kept.values())
         if self._fit is not None:
             tensors = self._fit(tensors)
             addresses = tensors.addresses()
@@ -296,7 +309,7 @@ class Launches:
         self, tensors: Sequence[Tensor | None], results: list[Tensor], workspace: Tensor | None
     ) -> dict[str, Tensor | None]:
         """The tensors of a call by their names, those of the workspace included."""
-        named = dict(zip(self._inputs, tensors, strict=True))
+        named = dict(zip(self._inputs, tensors, strict=True)) | self._kept
         named |= zip(self._results, results, strict=True)
         return named if workspace is None else named | self.regions(workspace)
 
@@ -312,7 +325,7 @@ class Launches:
         self, tensors: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], Tensor | None]:
         """Returns the results and the workspace."""
-        results = [new() for new in self._new_results]
+        results = [new() for new in self._new_results.values()]
         new_workspace = self._workspace_of(self.workspace_bytes)
         workspace = None if new_workspace is None else new_workspace()
         named = self.named(tensors, results, workspace)
@@ -323,8 +336,13 @@ class Launches:
         ]
         # The interpreter compiles nothing.
         if self._was_called and None not in compiled:
-            # In one step, as other threads may come at any time.
-            self._launch_all = self._without_triton(named, compiled, bound)
+            steps = self._without_triton(named, compiled, bound)
+            names = list(self._results)
+            self._launch_all = self._write(steps, names).returning_all()
+            if names and self._fit is None:
+                # The other results, which nobody sees, lie in the workspace.
+                code = self._write(steps, names[:1])
+                self.out_of = code.returning_first(self._index, otherwise=self._out_of)
         self._was_called = True
         return results, workspace
 
@@ -333,29 +351,35 @@ class Launches:
 
     def _without_triton(
         self, named: dict[str, Tensor | None], compiled: list[Any], bound: list[tuple[Any, ...]]
-    ) -> LaunchAll:
-        """What allocates results and workspace and launches all kernels, from now on."""
-        code = StraightLine(self._inputs)
-        for name, new in zip(self._results, self._new_results, strict=True):
-            code.allocate(name, new)
-        # The global memory that Triton needs at each launch of a kernel, for descriptors.
-        scratch = {
-            f"scratch_{i}": math.prod(launch.grid) * scratch_bytes(kernel)
-            for i, (launch, kernel) in enumerate(zip(self.launches, compiled, strict=True))
+    ) -> list[Step]:
+        """How kernels that were launched through Triton are launched from now on."""
+        steps = []
+        for launch, kernel, arguments in zip(self.launches, compiled, bound, strict=True):
+            pointers = [x for x in launch.tensors() if x is not None and named.get(x) is not None]
+            launcher = launcher_of(kernel, launch.grid, arguments)
+            n_bytes = math.prod(launch.grid) * scratch_bytes(kernel)
+            steps.append(Step(launcher, pointers, launch.described(), n_bytes))
+        return steps
+
+    def _write(self, steps: list[Step], returned: list[str]) -> StraightLine:
+        """What allocates the results to be returned, and a workspace with the others in it, and
+        launches all kernels."""
+        code = StraightLine(self._inputs, self._kept)
+        for name in returned:
+            code.allocate(name, self._new_results[name])
+        regions = {name: buffer.n_bytes for name, buffer in self._regions.items()}
+        regions |= {
+            name: buffer.n_bytes for name, buffer in self._results.items() if name not in returned
         }
-        scratch = {name: n_bytes for name, n_bytes in scratch.items() if n_bytes}
-        offsets, n_bytes = _lay_out(scratch.values(), self.workspace_bytes)
+        regions |= {f"scratch_{i}": step.scratch for i, step in enumerate(steps) if step.scratch}
+        offsets, n_bytes = lay_out(regions.values())
         new_workspace = self._workspace_of(n_bytes)
         if new_workspace is not None:
-            names = (*self._regions, *scratch)
-            regions = zip(names, (*self._offsets, *offsets), strict=True)
-            code.allocate_workspace(new_workspace, regions)
-        for i, (launch, kernel) in enumerate(zip(self.launches, compiled, strict=True)):
-            pointers = [x for x in launch.tensors() if x is not None and named.get(x) is not None]
-            pointers += [name for name in (f"scratch_{i}",) if name in scratch]
-            launcher = launcher_of(kernel, launch.grid, bound[i])
-            code.launch(launcher, pointers, launch.described())
-        return code.function()
+            code.allocate_workspace(new_workspace, zip(regions, offsets, strict=True))
+        for i, step in enumerate(steps):
+            scratch = [f"scratch_{i}"] if step.scratch else []
+            code.launch(step.launcher, [*step.pointers, *scratch], step.bases)
+        return code
 
 
 def gradients_from(made: Collection[str], needs: Needs) -> Callable[..., Gradients]:
@@ -369,13 +393,3 @@ def gradients_from(made: Collection[str], needs: Needs) -> Callable[..., Gradien
         return Gradients._make(take((*results, None)))
 
     return finish
-
-
-def _lay_out(sizes: Iterable[int], at: int = 0) -> tuple[tuple[int, ...], int]:
-    """Where regions of these sizes begin, one behind the other from `at` on, and where they end."""
-    offsets, end = [], at
-    for size in sizes:
-        start = end + -end % ALIGNMENT
-        offsets.append(start)
-        end = start + size
-    return tuple(offsets), end

@@ -53,7 +53,7 @@ class Bound(NamedTuple):
 
 def bind(call: Launches, tensors: Sequence[Tensor | None]) -> dict[str, Bound]:
     """Each launch of a call with these inputs, by the name of its kernel."""
-    results = [new() for new in call._new_results]
+    results = [new() for new in call._new_results.values()]
     named = call.named(tensors, results, torch.empty(call.workspace_bytes, dtype=torch.uint8))
     return {launch.name: Bound(launch, launch.bind(named)) for launch in call.launches}
 

@@ -40,7 +40,7 @@ from lockstep.kernels.hopper.decode.span_fold import fold_spans
 from lockstep.kernels.hopper.decode.tiles import FIELDS, list_tiles
 from lockstep.kernels.kernel import Prepared, Result
 from lockstep.kernels.launch import Buffer, Launch, Launches
-from lockstep.memory_order import in_order_of
+from lockstep.memory_order import strides_like
 from lockstep.problem import AttentionProblem, Tensors
 
 
@@ -61,7 +61,9 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
     unused = {"sinks": not problem.has_sinks, "statistics": problem.is_paged}
     unused |= {"page_table": not problem.is_paged, "kv_starts": not problem.has_kv_starts}
     names = {name: "lse" for name, is_unused in unused.items() if is_unused}
-    shared = _numbers(problem, fitted, n_programs) | _constants(problem)
+    if lengths is not None:
+        names["kv_lens"] = "lengths"
+    shared = _numbers(problem, tensors.q, fitted, n_programs) | _constants(problem)
     decode = Launch(
         decode_kernel,
         (n_programs,),
@@ -88,11 +90,11 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
         tensors.q.device,
         Tensors._fields,
         {
-            "out": Buffer(problem.out_shape, problem.dtype),
-            "lse": Buffer(problem.lse_shape, torch.float32),
+            "out": Buffer.like(tensors.q, problem.out_shape, problem.dtype),
+            "lse": Buffer.like(tensors.q, problem.lse_shape, torch.float32),
             "statistics": None
             if problem.is_paged
-            else Buffer(problem.statistics_shape, torch.float32),
+            else Buffer.like(tensors.q, problem.statistics_shape, torch.float32),
         },
         {
             "parts": Buffer((n_slots, n_spans, n_rows, problem.Dv), torch.float32),
@@ -101,7 +103,8 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
             "tiles": _tiles(problem),
         },
         [*_listing(problem, names, n_slots), decode, fold],
-        fit=partial(_fit, copied, lengths) if copied or lengths is not None else None,
+        kept={} if lengths is None else {"lengths": lengths},
+        fit=partial(_fit, copied) if copied else None,
         finish=_finish,
     )
 
@@ -130,14 +133,13 @@ def _taken_by(kernel: Any) -> list[str]:
     return [name for name in kernel.arg_names if not name.endswith(("_ptr", "_desc"))]
 
 
-def _fit(names: list[str], lengths: Tensor | None, tensors: Tensors) -> Tensors:
-    """Tensors with copies of some of them, and with lengths where they have none."""
-    tensors = tensors._replace(**{name: copy(getattr(tensors, name)) for name in names})
-    return tensors if lengths is None else tensors._replace(kv_lens=lengths)
+def _fit(names: list[str], tensors: Tensors) -> Tensors:
+    """Tensors with copies of some of them."""
+    return tensors._replace(**{name: copy(getattr(tensors, name)) for name in names})
 
 
 def _finish(tensors: Tensors, results: list[Tensor], workspace: Any) -> Result:
-    out, lse, *statistics = (in_order_of(tensors.q, x) for x in results)
+    out, lse, *statistics = results
     return out, lse, statistics[0] if statistics else None
 
 
@@ -158,13 +160,16 @@ def _describe(page_size: int | None, block_kv: int, padding: str, x: Tensor) -> 
     return TensorDescriptor(x, shape, strides, block, layout, padding)
 
 
-def _numbers(problem: AttentionProblem, fitted: Tensors, n_programs: int) -> dict[str, float]:
+def _numbers(
+    problem: AttentionProblem, q: Tensor, fitted: Tensors, n_programs: int
+) -> dict[str, float]:
+    """Results lie as q does, of which `fitted` may have a copy."""
     k, v = (x if problem.is_paged else x.transpose(1, 2) for x in (fitted.k, fitted.v))
     left, right = problem.window
     cap = problem.softcap
     by_batch, by_head, by_row = strides_of(fitted.q, problem.is_packed)
     # Rows of out and lse from one sequence, head and query to the next.
-    rows = (0, 1, problem.Hq) if problem.is_packed else (problem.Hq * problem.Sq, problem.Sq, 1)
+    rows = (0, 1, problem.Hq) if problem.is_packed else strides_like(q, problem.lse_shape)
     return {
         "stride_qb": by_batch,
         "stride_qh": by_head,
