@@ -19,7 +19,6 @@ from numba.core.compiler_machinery import PassManager
 from numba.core.registry import CPUDispatcher
 from numba.core.runtime import rtsys
 from numba.core.typed_passes import (
-    IRLegalization,
     NativeLowering,
     NoPythonBackend,
     NopythonTypeInference,
@@ -28,8 +27,6 @@ from numba.core.typed_passes import (
 from numba.core.untyped_passes import (
     DeadBranchPrune,
     FixupArgs,
-    GenericRewrites,
-    IRProcessing,
     ReconstructSSA,
     RewriteSemanticConstants,
     TranslateByteCode,
@@ -46,18 +43,15 @@ OPTIONS = {
     "no_cfunc_wrapper": True,
 }
 # What numba does to a function, less what these have no use for: closures, generators, inlining
-# in Python, arrays.
+# in Python, arrays, and the ends of the lives of variables, at which objects would be released.
 PASSES = (
     TranslateByteCode,
     FixupArgs,
-    IRProcessing,
     RewriteSemanticConstants,
     DeadBranchPrune,
-    GenericRewrites,
     ReconstructSSA,
     NopythonTypeInference,
     PreLowerStripPhis,
-    IRLegalization,
     NativeLowering,
     NoPythonBackend,
 )
@@ -119,7 +113,7 @@ class _Lowered(CodeLibrary):
 
 
 class _Operators:
-    """numba's typing of calls, which remembers what it found for arithmetic.
+    """numba's typing of calls, which remembers what it found for arithmetic and for parts.
 
     Finding it takes as long as everything else in type inference: numba asks each NumPy function
     of that name, too, and again for each literal.
@@ -133,7 +127,8 @@ class _Operators:
 
     def resolve_function_type(self, func: Any, args: Any, kws: Any) -> Any:
         numbers = all(isinstance(arg, (types.Number, types.Boolean)) for arg in args)
-        if kws or not numbers or not isinstance(func, types.Function):
+        known = isinstance(func, types.Function) and numbers or isinstance(func, types.Dispatcher)
+        if kws or not known:
             return self._context.resolve_function_type(func, args, kws)
         key = func, tuple(types.unliteral(arg) for arg in args)
         if key not in _SIGNATURES:
