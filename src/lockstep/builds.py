@@ -34,8 +34,8 @@ WORKS: tuple[Work, ...] = ("prefill", "packed", "decode", "training")
 PROMPT, ODD, PACKED, CHUNK, REST, DRAFT, LONG, SHORT = 1024, 1000, 8192, 256, 96, 4, 16384, 256
 # Sequences that keep a GPU busy without being split.
 MANY = 256
-# The length of images and short texts, which come in large batches: of how many heads.
-IMAGES, HEADS_OF_IMAGES = 256, 1024
+# Lengths of images and short texts, which come in large batches: of how many heads.
+IMAGES, HEADS_OF_IMAGES = (256, 257), 1024
 # Builds for a CPU serve any length.
 LONGEST_ON_CPU = 512
 
@@ -144,7 +144,7 @@ def calls_of(
         whole = [SampleCall(layer, "dense", PROMPT, PROMPT)] if "prefill" in works else []
         if "prefill" in works and not layer.causal and layer.window is None:
             B = -(-HEADS_OF_IMAGES // layer.Hq)
-            whole.append(SampleCall(layer, "dense", IMAGES, IMAGES, B=B))
+            whole += [SampleCall(layer, "dense", n, n, B=B) for n in IMAGES]
         if "packed" in works:
             whole.append(SampleCall(layer, "packed", PACKED, PACKED))
         if "training" in works:

@@ -168,21 +168,50 @@ def test_machine_code_of_spans(D):
         assert found["LDS"] == found["STS"] == 8 * (D == 64)
 
 
-def test_machine_code_of_few_keys():
-    """Three programs fit on an SM, and nothing is spilled."""
-    tensors = unwritten(197, 197, B=64, Hq=12, Hkv=12)
+@pytest.mark.parametrize(
+    ("B", "Hq", "Sq", "Skv", "keeps"),
+    [
+        (128, 12, 197, 197, True),
+        (64, 16, 257, 257, True),
+        # Tiles of 64 and of 128 rows have as many.
+        (64, 16, 330, 330, False),
+        (64, 16, 257, 385, False),
+        (64, 16, 100, 100, False),
+        # All programs are at work at once, with one tile or with two.
+        (8, 12, 197, 197, True),
+        (1, 8, 4096, 256, True),
+        (32, 12, 197, 197, False),
+        # The other kernel has one round.
+        (4, 12, 197, 197, False),
+    ],
+)
+def test_which_heads_keep_their_keys(B, Hq, Sq, Skv, keeps):
+    tensors = unwritten(Sq, Skv, B=B, Hq=Hq, Hkv=Hq)
+    assert plan.keeps_keys(describe(tensors, Options())) == keeps
+    assert not plan.keeps_keys(describe(tensors, Options(causal=True)))
+
+
+@pytest.mark.parametrize(("S", "programs"), [(197, 3), (257, 2)])
+def test_machine_code_of_few_keys(S, programs):
+    """So many programs fit on an SM, and nothing is spilled in the loop over blocks."""
+    tensors = unwritten(S, S, B=64, Hq=12, Hkv=12)
     call = launch.forward_launches(describe(tensors, Options()), tensors, PROCESSORS)
     bound = bind(call, tensors)["few_keys_kernel"]
     built = compile_for_hopper(few_keys_kernel, bound.arguments, **bound.launch.options)
     assert not shared_with_barriers(built.kernel.asm["ttgir"])
     # Of each program, the hardware takes a KB more.
-    assert 3 * (built.kernel.metadata.shared + 1024) <= sizes.SHARED_BYTES + 1024
+    assert programs * (built.kernel.metadata.shared + 1024) <= sizes.SHARED_BYTES + 1024
     assert 3 * 128 * built.registers <= 65536
     assert "serialized" not in built.report
-    found = count([text for _, text in built.instructions])
-    assert found["LDL"] == found["STL"] == 0
-    # Scores of a block and its products with values, in the loop and in that of rows that fail.
-    assert found["HGMMA"] == 2 * (4 + 8)
+    texts = [text for _, text in built.instructions]
+    at = [i for i, text in enumerate(texts) if text.startswith("HGMMA")]
+    # Scores of a block and its products with values; and the same for rows that fail, whose values
+    # may have to be cleaned and counted.
+    scores, products = 4, 8
+    assert len(at) == (scores + products) + (scores + 3 * products)
+    loop = count(texts[at[0] : at[scores + products - 1]])
+    assert loop["MUFU.EX2"] >= 64
+    assert loop["LDL"] == loop["STL"] == 0
 
 
 def test_machine_code_between_tile_widths():

@@ -11,6 +11,7 @@ from kernel_calls import forward
 from problems import Case, assert_allowed, draw, pose, same_bits
 
 from lockstep.kernels import hopper
+from lockstep.kernels.hopper.forward import plan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,8 +24,6 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _few_heads_are_many(monkeypatch):
-    from lockstep.kernels.hopper.forward import plan
-
     monkeypatch.setattr(plan, "MANY_HEADS", 0)
 
 
@@ -48,6 +47,7 @@ def as_packed(case: Case) -> Case:
 
 def check(case: Case) -> None:
     """The error rule, and the bits of packed sequences."""
+    assert plan.keeps_keys(pose(case)[0])
     B, Hq, Sq, _ = case.tensors["q"].shape
     out, lse = run(case)
     assert_allowed(case, {"out": out, "lse": lse}, kernel="hopper")
@@ -59,11 +59,21 @@ def check(case: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(
     ("Sq", "Skv"),
-    [(197, 197), (130, 129), (2200, 150), (65, 256)],
+    [(197, 197), (130, 129), (2200, 150), (65, 256), (300, 257), (60, 384)],
 )
 def test_lengths(Sq, Skv, dtype):
     torch.manual_seed(Sq)
     check(draw(Sq, Skv, B=3, Hq=4, Hkv=2, D=64, dtype=dtype))
+
+
+def test_tiles_of_a_head_are_shared_out(monkeypatch):
+    """Five programs with two tiles each, and one of them with one."""
+    monkeypatch.setattr(plan, "MANY_HEADS", 100)
+    monkeypatch.setattr(plan, "PROGRAMS", 4)
+    torch.manual_seed(0)
+    case = draw(560, 200, B=1, Hq=2, Hkv=2, D=64, dtype=torch.bfloat16)
+    assert plan.kept_tiles(pose(case)[0]) == 2
+    check(case)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""The forward of many heads with so few keys that all of a head stay in shared memory.
+"""The forward of heads with so few keys that all of them stay in shared memory.
 
 A program is one warpgroup. It loads the keys and values of a head once, and then works on one tile
-of 64 queries after the other. An SM has room for three such programs: while one computes
+of 64 queries after the other. An SM has room for three such programs, or two: while one computes
 exponentials or stores its results, another has the tensor cores. Blocks of keys are a loop: written
 out, they spill registers.
 
@@ -10,7 +10,7 @@ A row has the bits that `consumer.py` would give it.
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator, left_operand, zeros
+from lockstep.kernels.hopper.common.accumulator import ROWS, left_operand, zeros
 from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import (
     aggregate,
@@ -21,6 +21,8 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     tma_load,
     warpgroup_mma_wait,
 )
+from lockstep.kernels.hopper.common.mailbox import Mailbox
+from lockstep.kernels.hopper.common.pages import PageTable
 from lockstep.kernels.hopper.common.pieces import (
     await_all,
     empty_sums,
@@ -33,7 +35,6 @@ from lockstep.kernels.hopper.common.pieces import (
 )
 from lockstep.kernels.hopper.common.ring import Ring, TileRing
 from lockstep.kernels.hopper.common.rounding import add_residue
-from lockstep.kernels.hopper.common.scores import LOG2E, cap
 from lockstep.kernels.hopper.common.shared_memory import allocate_tiles, barriers
 from lockstep.kernels.hopper.common.sizes import columns
 from lockstep.kernels.hopper.common.softmax import (
@@ -41,14 +42,16 @@ from lockstep.kernels.hopper.common.softmax import (
     OVERFLOW,
     add_sums,
     exp2_weights,
-    exp2_weights_exact,
-    hide_from,
     raise_maximum,
     round_pairs,
     thread_sums,
 )
-from lockstep.kernels.hopper.forward.program import Build, Results, normalize
-from lockstep.kernels.hopper.forward.schedule import Tile
+from lockstep.kernels.hopper.forward.failed_tiles import FailedTiles
+from lockstep.kernels.hopper.forward.inspector import Flags
+from lockstep.kernels.hopper.forward.program import Build, Program, Results, Rows, normalize
+from lockstep.kernels.hopper.forward.schedule import Schedule, Tile
+from lockstep.kernels.hopper.forward.second_pass import attend_second_pass, replace_rows
+from lockstep.kernels.hopper.forward.tile_queue import TileQueue
 from lockstep.kernels.launch import unspecialized
 
 columns_of = gluon.constexpr_function(columns)
@@ -60,95 +63,102 @@ def _either(a, b):
 
 
 @aggregate
-class AllKeys:
-    """The keys and values of a head, and what `normalize` asks of a program and of its rows."""
+class Work:
+    """The tiles of a program, `count` of one head."""
 
-    k: TileRing
-    v: TileRing
-    build: Build
-    scale: gl.tensor
-    softcap: gl.tensor
+    batch: gl.tensor
+    head: gl.tensor
+    kv_head: gl.tensor
+    q_idx: gl.tensor  # the first row
+    count: gl.tensor
+    Sq: gl.tensor
     Skv: gl.tensor
-    BLOCK_KV: gl.constexpr
-    BLOCKS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, k, v, build, scale, softcap, Skv, BLOCK_KV, BLOCKS):
-        self.k = k
-        self.v = v
-        self.build = build
-        self.scale = scale
-        self.softcap = softcap
+    def __init__(self, batch, head, kv_head, q_idx, count, Sq, Skv):
+        self.batch = batch
+        self.head = head
+        self.kv_head = kv_head
+        self.q_idx = q_idx
+        self.count = count
+        self.Sq = Sq
         self.Skv = Skv
-        self.BLOCK_KV = gl.constexpr(BLOCK_KV)
-        self.BLOCKS = gl.constexpr(BLOCKS)
 
     @gluon.jit
-    def score_scale(self):
-        """The factor that turns what `finish_scores` returns into log2 units."""
-        return self.scale if self.build.SCORES == "raw" else LOG2E
+    def of_program(n_q_tiles, tiles_per_program, Hq, heads_per_kv, Sq, Skv):
+        """Programs in a row share keys."""
+        programs = gl.cdiv(n_q_tiles, tiles_per_program)
+        index = gl.program_id(0) // programs
+        first = gl.program_id(0) % programs * tiles_per_program
+        count = gl.minimum(tiles_per_program, n_q_tiles - first)
+        batch = index // Hq
+        head = index % Hq
+        return Work(batch, head, head // heads_per_kv, first * ROWS, count, Sq, Skv)
 
     @gluon.jit
-    def nan_if_bad(self):
-        return 0.0
-
-    @gluon.jit
-    def finish_scores(self, s, block):
-        """Scores in their final units, -inf behind the last key."""
-        if self.build.SCORES == "capped":
-            s = cap(s, self.scale, self.softcap, self.k.COLUMNS)
-        elif self.build.SCORES == "scaled":
-            s = s * self.scale
-        if (block + 1) * self.BLOCK_KV > self.Skv:
-            end = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, s.type.layout))
-            s = hide_from(s, end + (self.Skv - block * self.BLOCK_KV))
-        return s
+    def tile(self, i):
+        none = self.Sq * 0
+        return Tile(
+            self.Sq > 0,
+            self.head,
+            self.kv_head,
+            self.batch,
+            self.q_idx + i * ROWS,
+            none,
+            none,
+            self.Sq,
+            self.Skv,
+        )
 
 
 @gluon.jit
-def load_keys(ring, desc, batch, head, Skv, BLOCK_KV: gl.constexpr, BLOCKS: gl.constexpr):
-    """Send all keys of a head, or all values, on their way to shared memory."""
-    for block in gl.static_range(BLOCKS):
-        full = ring.ring.full(block)
-        mbarrier.expect(full, desc.block_type.nbytes)
-        at = coordinates(batch, 0, Skv, head, block * BLOCK_KV, 0, False)
-        tma_load(desc, at, full, ring.tiles_smem.index(block))
+def load_keys(ring, desc, work, rows, n, BLOCK_KV: gl.constexpr):
+    """Send the blocks of keys, or of values, that rows see on their way to shared memory, for the
+    n-th time."""
+    BLOCKS: gl.constexpr = ring.ring.STAGES
+    for i in gl.static_range(BLOCKS):
+        block = rows.begin + i
+        is_seen = block < rows.end
+        full = ring.ring.full(n * BLOCKS + i)
+        mbarrier.expect(full, desc.block_type.nbytes, pred=is_seen)
+        at = coordinates(work.batch, 0, work.Skv, work.kv_head, block * BLOCK_KV, 0, False)
+        tma_load(desc, at, full, ring.tiles_smem.index(i), pred=is_seen)
 
 
 @gluon.jit
-def load_queries(q, desc, n, batch, head, q_idx, exists):
-    """Send the n-th tile of queries on its way, if it exists."""
+def load_queries(q, desc, n, tile, exists):
+    """Send a tile of queries, the n-th in all, on its way, if it exists."""
     full = q.ring.full(n)
     mbarrier.expect(full, desc.block_type.nbytes, pred=exists)
-    at = coordinates(batch, 0, 0, head, q_idx, 0, False)
+    at = coordinates(tile.batch, 0, 0, tile.head, tile.q_idx, 0, False)
     tma_load(desc, at, full, q.tiles_smem.index(0), pred=exists)
 
 
 @gluon.jit
-def attend(keys, q_ring, q_desc, n, tile, has_next):
+def attend(program, rows, q_ring, q_desc, n, next_tile, has_next, BLOCKS: gl.constexpr):
     """The n-th tile of queries against all keys: acc, m [ROWS], l and residue [ROWS, 4]. The next
     one is under way on return."""
-    FIXED_MAX: gl.constexpr = keys.build.FIXED_MAX
-    WIDTH: gl.constexpr = piece_width(keys.v.COLUMNS, 0)
-    PRODUCTS: gl.constexpr = n_pieces(keys.v.COLUMNS)
-    scale = keys.score_scale()
+    BLOCK_KV: gl.constexpr = program.schedule.BLOCK_KV
+    WIDTH: gl.constexpr = piece_width(program.v.COLUMNS, 0)
+    PRODUCTS: gl.constexpr = n_pieces(program.v.COLUMNS)
+    scale = program.score_scale()
     q_ring.wait(n)
     q = q_ring.pieces(0)
-    zero = zeros(keys.BLOCK_KV)
+    zero = zeros(BLOCK_KV)
     m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, zero.type.layout))
     l = thread_sums(zero)
     residue = l
-    acc = empty_sums(keys.v.COLUMNS)
-    for block in range(keys.BLOCKS):
-        s = issue_transposed(q, keys.k, block, keys.BLOCK_KV)
+    acc = empty_sums(program.v.COLUMNS)
+    for block in range(BLOCKS):
+        s = issue_transposed(q, program.k, block, BLOCK_KV)
         # The product of the block before is done then, too.
         done = warpgroup_mma_wait(0, deps=acc + (s,))  # noqa: RUF005, Gluon does not unpack
         acc = done[:PRODUCTS]
-        if block == keys.BLOCKS - 1:
+        if block == BLOCKS - 1:
             await_warps()
-            load_queries(q_ring, q_desc, n + 1, tile.batch, tile.head, tile.q_idx + ROWS, has_next)
-        s = keys.finish_scores(done[PRODUCTS], block)
-        if FIXED_MAX:
+            load_queries(q_ring, q_desc, n + 1, next_tile, has_next)
+        s = program.mask_scores(rows, done[PRODUCTS], block)
+        if program.build.FIXED_MAX:
             if block == 0:
                 m, _alpha = raise_maximum(s, m, scale, True)
             weights = exp2_weights(s, m, scale)
@@ -162,29 +172,8 @@ def attend(keys, q_ring, q_desc, n, tile, has_next):
             l = add_sums(l, alpha, weights)
             acc = scale_all(acc, alpha)
         p = gl.convert_layout(round_pairs(weights, q[0].dtype), left_operand(WIDTH))
-        acc = issue_products(p, keys.v, block, acc, block > 0)
+        acc = issue_products(p, program.v, block, acc, block > 0)
     return await_all(acc), m, l, residue
-
-
-@gluon.jit
-def attend_exactly(keys, q_ring, n):
-    """`attend` of rows that fail there, with a running maximum: see `second_pass.py`."""
-    q_ring.wait(n)
-    q = q_ring.pieces(0)
-    scale = keys.score_scale()
-    zero = zeros(keys.BLOCK_KV)
-    m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, zero.type.layout))
-    l = thread_sums(zero)
-    acc = empty_sums(keys.v.COLUMNS)
-    for block in range(keys.BLOCKS):
-        s = issue_transposed(q, keys.k, block, keys.BLOCK_KV)
-        s = keys.finish_scores(warpgroup_mma_wait(0, deps=(s,)), block)
-        m, alpha = raise_maximum(s, m, scale, True)
-        weights = exp2_weights_exact(s, m, scale)
-        l = add_sums(l, alpha, weights)
-        p = gl.convert_layout(weights.to(q[0].dtype), left_operand(piece_width(keys.v.COLUMNS, 0)))
-        acc = await_all(issue_products(p, keys.v, block, scale_all(acc, alpha)))
-    return acc, m, l
 
 
 @gluon.jit
@@ -211,52 +200,63 @@ def store_rows(results, tile, out, lse, m, l, chosen, dtype: gl.constexpr, DV: g
 
 
 @gluon.jit
-def tile_of(keys, i, batch, head, Sq):
-    """The i-th tile of a head."""
-    return Tile(i >= 0, head, head, batch, i * ROWS, i * 0, i * 0, Sq, keys.Skv)
-
-
-@gluon.jit
-def first_pass(keys, results, q, q_desc, batch, head, first, last, Sq, DV: gl.constexpr):
-    """Tiles `first` to `last` of a head; bit i % 32 of the result is set if rows of the i-th of
-    them failed."""
+def first_pass(program, results, work, rows, q, q_desc, BLOCKS: gl.constexpr, DV: gl.constexpr):
+    """All tiles; bit i % 32 of the result is set if rows of the i-th of them failed."""
     dtype: gl.constexpr = q_desc.dtype
-    row_layout: gl.constexpr = gl.SliceLayout(1, accumulator(keys.BLOCK_KV))
+    row_layout: gl.constexpr = rows.row_end.type.layout
     wrong = gl.full([ROWS], 0, gl.int32, row_layout)
-    for i in range(first, last):
-        tile = tile_of(keys, i, batch, head, Sq)
-        acc, m, l, residue = attend(keys, q, q_desc, i - first, tile, i + 1 < last)
-        is_large = (gl.abs(m) * keys.score_scale() >= LARGE_MAX) & (m > -float("inf"))
-        out, lse, m, l = normalize(keys, results, tile, keys, acc, m, l, residue, None, None, dtype)
-        exists = i * ROWS + gl.arange(0, ROWS, row_layout) < Sq
-        fails = exists & (is_large | ((l < OVERFLOW) == 0))
+    for i in range(work.count):
+        tile = work.tile(i)
+        acc, m, l, residue = attend(
+            program, rows, q, q_desc, i, work.tile(i + 1), i + 1 < work.count, BLOCKS
+        )
+        is_large = (gl.abs(m) * program.score_scale() >= LARGE_MAX) & (m > -float("inf"))
+        out, lse, m, l = normalize(
+            program, results, tile, rows, acc, m, l, residue, None, None, dtype
+        )
+        exists = tile.q_idx + gl.arange(0, ROWS, row_layout) < work.Sq
+        fails = is_large | ((l < OVERFLOW) == 0)
         lse = gl.where(fails, float("nan"), lse)
-        wrong |= gl.where(fails, 1, 0) << ((i - first) % 32)
+        wrong |= gl.where(fails & exists, 1, 0) << (i % 32)
         store_rows(results, tile, out, lse, m, l, exists, dtype, DV)
     return gl.reduce(wrong, 0, _either)
 
 
 @gluon.jit
-def second_pass(keys, results, q, q_desc, batch, head, first, last, Sq, wrong, DV: gl.constexpr):
-    """Rows that failed in the first pass, which left NaN in their lse, once more."""
+def second_pass(program, results, work, rows, q, q_desc, k_desc, v_desc, wrong):
+    """Rows that failed in the first pass, which left a mark in their lse, once more: see
+    `second_pass.py`. Keys and values are loaded again for each tile, which may write to them."""
     dtype: gl.constexpr = q_desc.dtype
-    row_layout: gl.constexpr = gl.SliceLayout(1, accumulator(keys.BLOCK_KV))
-    n = last - first
-    for i in range(first, last):
-        if (wrong >> ((i - first) % 32)) & 1:
+    BLOCK_KV: gl.constexpr = program.schedule.BLOCK_KV
+    BLOCKS: gl.constexpr = program.k.ring.STAGES
+    sent_q = work.count
+    sent = 1
+    for i in range(work.count):
+        if (wrong >> (i % 32)) & 1:
+            tile = work.tile(i)
             await_warps()
-            load_queries(q, q_desc, n, batch, head, i * ROWS, True)
-            tile = tile_of(keys, i, batch, head, Sq)
-            q_idx = i * ROWS + gl.arange(0, ROWS, row_layout)
-            mark = gl.load(results.lse_ptr + results.row(tile, q_idx), mask=q_idx < Sq, other=0.0)
-            fails = mark != mark
-            acc, m, l = attend_exactly(keys, q, n)
-            n += 1
-            residue = gl.zeros_like(l)
-            out, lse, m, l = normalize(
-                keys, results, tile, keys, acc, m, l, residue, fails, None, dtype
+            load_queries(q, q_desc, sent_q, tile, True)
+            load_keys(program.k, k_desc, work, rows, sent, BLOCK_KV)
+            load_keys(program.v, v_desc, work, rows, sent, BLOCK_KV)
+            q_idx = tile.q_idx + gl.arange(0, ROWS, rows.row_end.type.layout)
+            row = results.row(tile, q_idx)
+            mark = gl.load(results.lse_ptr + row, mask=q_idx < work.Sq, other=0.0)
+            is_exact = mark != mark
+            chosen = is_exact | (mark == float("inf"))
+            runs = is_exact
+            if not program.build.FIXED_MAX:
+                runs = runs | True
+            q.wait(sent_q)
+            acc, m, l, residue, _seen = attend_second_pass(
+                program, rows, q.pieces(0), runs, is_exact, sent * BLOCKS
             )
-            store_rows(results, tile, out, lse, m, l, fails, dtype, DV)
+            sent_q += 1
+            sent += 1
+            out, lse, m, l = normalize(
+                program, results, tile, rows, (acc,), m, l, residue, is_exact, None, dtype
+            )
+            replace_rows(results, out[0].to(dtype), row, chosen, 0)
+            results.store_statistics(row, lse, m, l, chosen)
 
 
 @unspecialized(gluon.jit, any_address=("sinks_ptr",))
@@ -289,50 +289,61 @@ def few_keys_kernel(
 ):
     D_COLUMNS: gl.constexpr = columns_of(D)
     DV_COLUMNS: gl.constexpr = columns_of(DV)
-    programs_per_head = gl.cdiv(n_q_tiles, tiles_per_program)
-    index = gl.program_id(0) // programs_per_head
-    first = gl.program_id(0) % programs_per_head * tiles_per_program
-    last = gl.minimum(first + tiles_per_program, n_q_tiles)
-    batch = index // Hq
-    head = index % Hq
-    kv_head = head // heads_per_kv
+    work = Work.of_program(n_q_tiles, tiles_per_program, Hq, heads_per_kv, Sq, Skv)
+    none = Sq * 0
+    schedule = Schedule(
+        (none, n_q_tiles, none, Hq, heads_per_kv, none, Sq, Skv, none, none, none, none),
+        (lse_ptr, lse_ptr, lse_ptr, lse_ptr),
+        "dense",
+        False,
+        False,
+        ROWS,
+        BLOCK_KV,
+    )
     q_full = barriers(1, 1)
     k_full = barriers(BLOCKS, 1)
     v_full = barriers(BLOCKS, 1)
+    # Arrived at, and never waited for.
+    empty = barriers(BLOCKS, 1)
     k_smem = allocate_tiles(k_desc, BLOCKS)
     v_smem = allocate_tiles(v_desc, BLOCKS)
     q_smem = allocate_tiles(q_desc, 1)
     q = TileRing(q_smem, q_smem, Ring(q_full, q_full, 1, False), D_COLUMNS)
-    k = TileRing(k_smem, k_smem, Ring(k_full, k_full, BLOCKS, False), D_COLUMNS)
-    v = TileRing(v_smem, v_smem, Ring(v_full, v_full, BLOCKS, False), DV_COLUMNS)
-    load_queries(q, q_desc, 0, batch, head, first * ROWS, True)
-    load_keys(k, k_desc, batch, kv_head, Skv, BLOCK_KV, BLOCKS)
-    load_keys(v, v_desc, batch, kv_head, Skv, BLOCK_KV, BLOCKS)
-    keys = AllKeys(
+    k = TileRing(k_smem, k_smem, Ring(k_full, empty, BLOCKS, False), D_COLUMNS)
+    v = TileRing(v_smem, v_smem, Ring(v_full, empty, BLOCKS, False), DV_COLUMNS)
+    rows = Rows.of_consumer(0, schedule, work.tile(0))
+    load_queries(q, q_desc, 0, work.tile(0), True)
+    load_keys(k, k_desc, work, rows, 0, BLOCK_KV)
+    load_keys(v, v_desc, work, rows, 0, BLOCK_KV)
+    # What other builds of a program have, and this one does not.
+    program = Program(
+        schedule,
         k,
         v,
+        PageTable(lse_ptr, none, none, none, 0),
+        TileQueue(Mailbox(empty, q.ring, 0)),
+        FailedTiles(empty, empty, 1),
+        Flags(empty, empty),
         Build(1, False, FIXED_MAX, True, 1, SCORES, HAS_SINKS, 0, 0, False, False, False, False),
         scale,
         softcap,
-        Skv,
-        BLOCK_KV,
-        BLOCKS,
     )
     results = Results(
         (out_ptr, lse_ptr, statistics_ptr, sinks_ptr),
         row_stride_b,
         row_stride_h,
         row_stride_s,
-        Sq * 0 + DV,
+        none + DV,
     )
-    for block in gl.static_range(BLOCKS):
-        k.wait(block)
-        v.wait(block)
-    wrong = first_pass(keys, results, q, q_desc, batch, head, first, last, Sq, DV)
+    for i in gl.static_range(BLOCKS):
+        k.wait(i, rows.begin + i < rows.end)
+        v.wait(i, rows.begin + i < rows.end)
+    wrong = first_pass(program, results, work, rows, q, q_desc, BLOCKS, DV)
     if wrong != 0:
-        second_pass(keys, results, q, q_desc, batch, head, first, last, Sq, wrong, DV)
+        second_pass(program, results, work, rows, q, q_desc, k_desc, v_desc, wrong)
     # Until then nothing else may have their place in shared memory.
     mbarrier.invalidate(q_full.index(0))
-    for block in gl.static_range(BLOCKS):
-        mbarrier.invalidate(k_full.index(block))
-        mbarrier.invalidate(v_full.index(block))
+    for i in gl.static_range(BLOCKS):
+        mbarrier.invalidate(k_full.index(i))
+        mbarrier.invalidate(v_full.index(i))
+        mbarrier.invalidate(empty.index(i))

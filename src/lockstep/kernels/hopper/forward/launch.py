@@ -21,6 +21,8 @@ from lockstep.kernels.hopper.forward.plan import (
     REGISTERS,
     ROWS,
     keeps_keys,
+    kept_blocks,
+    kept_tiles,
     keys_in_l2,
     padded,
     page_rows,
@@ -151,7 +153,7 @@ def _launch(
 
 def _few_keys_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> Launch:
     """The launch of `few_keys_kernel`, as `_launch` does it."""
-    plan, n_q_tiles = plan_of(problem), -(-problem.Sq // ROWS)
+    plan, n_q_tiles, tiles = plan_of(problem), -(-problem.Sq // ROWS), kept_tiles(problem)
     scores, scale, softcap = _scales(problem)
     strides = strides_like(q, problem.lse_shape)
     numbers = {
@@ -159,7 +161,7 @@ def _few_keys_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> L
         "softcap": softcap,
         **dict(zip(("row_stride_b", "row_stride_h", "row_stride_s"), strides, strict=True)),
         "n_q_tiles": n_q_tiles,
-        "tiles_per_program": n_q_tiles,
+        "tiles_per_program": tiles,
         "Hq": problem.Hq,
         "heads_per_kv": problem.Hq // problem.Hkv,
         "Sq": problem.Sq,
@@ -171,12 +173,12 @@ def _few_keys_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> L
         "D": problem.D,
         "DV": problem.Dv,
         "BLOCK_KV": plan.block_kv,
-        "BLOCKS": -(-problem.Skv // plan.block_kv),
+        "BLOCKS": kept_blocks(problem),
         "FIXED_MAX": problem.dtype == torch.bfloat16,
     }
     return Launch(
         few_keys_kernel,
-        (problem.B * problem.Hq,),
+        (problem.B * problem.Hq * -(-n_q_tiles // tiles),),
         numbers | constants,
         maps={
             "q": _shape(fitted.q, ROWS, padded(problem.D), False).describe,

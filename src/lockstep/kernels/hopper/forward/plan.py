@@ -65,10 +65,14 @@ NARROW_PLANS = {
 LONG_SPANS = 2048
 # Up to so many keys there is nothing to take turns at.
 FEW_KEYS = 256
-# With two blocks of keys in every sequence of a call, and more heads than that, the keys of a head
-# stay in shared memory: `few_keys.py`. With so many registers of a thread, three programs fit on an
-# SM.
-KEPT_BLOCKS, MANY_HEADS, KEPT_REGISTERS = 2, 512, 168
+# With two or three blocks of keys, they may stay in shared memory: `few_keys.py`. With so many
+# registers of a thread, so many programs with two blocks fit on an SM.
+KEPT_REGISTERS, KEPT_PROGRAMS = 168, 3
+# That pays with more heads than this: with three blocks, if tiles of ROWS have so many fewer rows.
+MANY_HEADS, FEWER_ROWS = 512, 5 / 6
+# With two blocks also if programs have at most so many tiles and all are at work at once, where the
+# tiles of the other kernel would take more than one round.
+KEPT_TILES = 2
 FEW_KEYS_PLAN = Plan(consumers=2, block_kv=128, stages=3, q_stages=2, pingpong=False)
 # Pairing tiles is worth it where it keeps programs this busy, and while the keys and values of the
 # heads at work fit into L2.
@@ -108,18 +112,39 @@ def plan_of(problem: AttentionProblem) -> Plan:
 
 
 def keeps_keys(problem: AttentionProblem) -> bool:
-    """Whether the keys and values of a head stay in shared memory for all its queries, which
-    changes no bit."""
+    """Whether the keys and values of a head stay in shared memory for its queries, which changes no
+    bit."""
     is_plain = problem.layout == "dense" and not (problem.has_kv_lens or problem.is_paged)
-    return (
-        is_plain
-        and problem.window == (None, None)
-        and not (problem.query_invariant or problem.constant_time)
-        and problem.softcap is None
-        and max(problem.D, problem.Dv) <= 64
-        and -(-problem.Skv // FEW_KEYS_PLAN.block_kv) == KEPT_BLOCKS
-        and problem.B * problem.Hq > MANY_HEADS
-    )
+    if (
+        not is_plain
+        or problem.window != (None, None)
+        or problem.query_invariant
+        or problem.constant_time
+        or problem.softcap is not None
+        or max(problem.D, problem.Dv) > 64
+    ):
+        return False
+    plan, blocks, heads = plan_of(problem), kept_blocks(problem), problem.B * problem.Hq
+    if heads > MANY_HEADS:
+        rows = [-(-problem.Sq // height) * height for height in (ROWS, plan.block_q)]
+        return blocks == 2 or (blocks == 3 and rows[0] <= FEWER_ROWS * rows[1])
+    tiles = kept_tiles(problem)
+    programs = heads * -(-problem.Sq // (ROWS * tiles))
+    fits = tiles <= KEPT_TILES and programs <= PROGRAMS * KEPT_PROGRAMS
+    return blocks == 2 and fits and _rounds(problem, plan) > 1
+
+
+def kept_blocks(problem: AttentionProblem) -> int:
+    """How many blocks of keys a program keeps, if it does."""
+    return -(-problem.Skv // plan_of(problem).block_kv)
+
+
+def kept_tiles(problem: AttentionProblem) -> int:
+    """How many tiles a program works on that keeps its keys: of many heads all of one, else as many
+    as it takes for all programs to be at work at once."""
+    tiles = -(-problem.Sq // ROWS)
+    mean = -(-problem.B * problem.Hq * tiles // (PROGRAMS * KEPT_PROGRAMS))
+    return min(tiles, mean)
 
 
 def _with_spans(problem: AttentionProblem, plan: Plan) -> Plan:
