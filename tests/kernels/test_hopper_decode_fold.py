@@ -75,8 +75,8 @@ def test_parts_weigh_what_one_after_the_other_would(monkeypatch, begin, count, p
     m = expected_m = torch.full((ROWS,), -torch.inf)
     for first in range(begin, count, BATCH):
         keep, add, l = Shared(), Shared(), Shared()
-        given = (m, keep, add, l, 0, slot, first, begin, count, N_SPANS, N_ROWS, UNIT)
-        m = fold.weigh_parts(*given)
+        given = (0, slot, first, begin, count, N_SPANS, N_ROWS, BATCH, ROWS)
+        m = fold.weigh_parts(m, keep, add, l, fold.load_statistics(*given), UNIT)
         for i in range(first, min(first + BATCH, count)):
             part_m, part_l = torch.full((ROWS,), -torch.inf), torch.zeros(ROWS)
             part_m[: len(rows)] = of_slot[i, rows.start : rows.stop, 0]

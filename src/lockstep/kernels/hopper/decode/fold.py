@@ -98,13 +98,11 @@ def _larger(a, b):
 
 
 @gluon.jit
-def weigh_parts(
-    m, keep_smem, add_smem, l_smem, part_stats_ptr, slot, first, begin, count, n_spans, n_rows, unit
+def load_statistics(
+    part_stats_ptr, slot, first, begin, count, n_spans, n_rows, BATCH: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
-    """The maximum of each row with parts from number `first` on, where it was `m` before them. To
-    shared memory go, for each part, the factors of the parts before it and of itself, and its l."""
-    BATCH: gl.constexpr = l_smem.shape[0]
-    ROWS: gl.constexpr = l_smem.shape[1]
+    """m and l [ROWS, BATCH] of parts from number `first` on, and m of the part before each."""
     layout: gl.constexpr = gl.BlockedLayout([1, BATCH // 32], [1, 32], [ROWS, 1], [1, 0])
     row = gl.program_id(1) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     row = gl.expand_dims(row, 1)
@@ -113,9 +111,20 @@ def weigh_parts(
     is_part = (i < count) & (row < n_rows)
     part_m = gl.load(at, mask=is_part, other=-float("inf"))
     part_l = gl.load(at + 1, mask=is_part, other=0.0)
-    # That of the part before, also behind the last, where what there is stays.
+    # Also behind the last, where what there is stays.
     has_before = (i > begin) & (i <= count) & (row < n_rows)
     before = gl.load(at - NUMBERS * n_rows, mask=has_before, other=-float("inf"))
+    return part_m, part_l, before
+
+
+@gluon.jit
+def weigh_parts(m, keep_smem, add_smem, l_smem, statistics, unit):
+    """The maximum of each row with parts of these `statistics`, where it was `m` before them. To
+    shared memory go, for each part, the factors of the parts before it and of itself, and its l."""
+    BATCH: gl.constexpr = l_smem.shape[0]
+    ROWS: gl.constexpr = l_smem.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, BATCH // 32], [1, 32], [ROWS, 1], [1, 0])
+    part_m, part_l, before = statistics
     before = gl.associative_scan(before, 1, _larger)
     m_of_rows = gl.convert_layout(m, gl.SliceLayout(1, layout))
     before = gl.maximum(before, gl.expand_dims(m_of_rows, 1))
@@ -154,6 +163,7 @@ def fold_slots(
     COLUMNS: gl.constexpr,
     ROWS: gl.constexpr,
     BATCH: gl.constexpr,  # parts that are loaded at once
+    BATCHES: gl.constexpr,  # batches that are under way or at work
 ):
     """Programs [slots, n_rows / ROWS, DV / COLUMNS], a warp for each row."""
     layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 32], [1, 32], [ROWS, 1], [1, 0])
@@ -161,12 +171,12 @@ def fold_slots(
     cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     square: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    acc_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS, COLUMNS], cube)
+    acc_smem = gl.allocate_shared_memory(gl.float32, [BATCHES, BATCH, ROWS, COLUMNS], cube)
     keep_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS], square)
     add_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS], square)
     l_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS], square)
     # The same, part after part.
-    accs = reinterpret(acc_smem, gl.float32, [BATCH, ROWS, COLUMNS], square)
+    accs = reinterpret(acc_smem, gl.float32, [BATCHES * BATCH, ROWS, COLUMNS], square)
     keeps = reinterpret(keep_smem, gl.float32, [BATCH, ROWS], line)
     adds = reinterpret(add_smem, gl.float32, [BATCH, ROWS], line)
     ls = reinterpret(l_smem, gl.float32, [BATCH, ROWS], line)
@@ -186,26 +196,43 @@ def fold_slots(
     m = gl.full([ROWS], -float("inf"), gl.float32, rows)
     l = gl.full([ROWS], 0.0, gl.float32, rows)
     acc = gl.full([ROWS, COLUMNS], 0.0, gl.float32, layout)
+    column = gl.program_id(2) * COLUMNS
+    for i in gl.static_range(BATCHES - 1):
+        copy_columns(
+            acc_smem.index(i), parts_ptr, slot, begin + i * BATCH, count, n_spans, n_rows, column,
+            DV,
+        )  # fmt: skip
+        async_copy.commit_group()
+    statistics = load_statistics(
+        part_stats_ptr, slot, begin, begin, count, n_spans, n_rows, BATCH, ROWS
+    )
+    batch = begin * 0
     for first in range(begin, count, BATCH):
         # Of the parts before, warps that are behind may still read.
         await_warps()
-        column = gl.program_id(2) * COLUMNS
-        copy_columns(acc_smem, parts_ptr, slot, first, count, n_spans, n_rows, column, DV)
-        async_copy.commit_group()
-        new_m = weigh_parts(
-            m, keep_smem, add_smem, l_smem, part_stats_ptr, slot, first, begin, count, n_spans,
-            n_rows, unit,
+        ahead = batch + BATCHES - 1
+        copy_columns(
+            acc_smem.index(ahead % BATCHES), parts_ptr, slot, begin + ahead * BATCH, count,
+            n_spans, n_rows, column, DV,
         )  # fmt: skip
-        m = gl.convert_layout(new_m, rows)
-        async_copy.wait_group(0)
+        async_copy.commit_group()
+        m = gl.convert_layout(weigh_parts(m, keep_smem, add_smem, l_smem, statistics, unit), rows)
+        # Those of the next batch, while this one is folded.
+        statistics = load_statistics(
+            part_stats_ptr, slot, first + BATCH, begin, count, n_spans, n_rows, BATCH, ROWS
+        )
+        async_copy.wait_group(BATCHES - 1)
         await_warps()
+        at = batch % BATCHES * BATCH
         for some in range(0, gl.minimum(count - first, BATCH), UNROLLED):
             for i in gl.static_range(UNROLLED):
                 keep = keeps.index(some + i).load(rows)
                 add = adds.index(some + i).load(rows)
                 part_l = ls.index(some + i).load(rows)
-                part_acc = accs.index(some + i).load(layout)
+                part_acc = accs.index(at + some + i).load(layout)
                 l, acc = add_part(l, acc, part_l, part_acc, keep, add)
+        batch += 1
+    async_copy.wait_group(0)
     if HAS_SINKS:
         sink = gl.load(sinks_ptr + head, mask=is_row, other=0.0).to(gl.float32)
         m, l, acc = fold_sink(m, l, acc, sink, natural, unit)

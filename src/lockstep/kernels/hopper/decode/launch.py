@@ -17,6 +17,7 @@ from lockstep.kernels.hopper.decode.kernel import decode_kernel
 from lockstep.kernels.hopper.decode.plan import (
     COLUMNS,
     FOLD_BATCH,
+    FOLD_BATCHES,
     FOLD_COLUMNS,
     FOLD_ROWS,
     INVARIANT_FOLD_BATCH,
@@ -232,6 +233,7 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "COLUMNS": FOLD_COLUMNS,
         "ROWS": FOLD_ROWS,
         "BATCH": INVARIANT_FOLD_BATCH if problem.query_invariant else FOLD_BATCH,
+        "BATCHES": FOLD_BATCHES,
     }
 
 

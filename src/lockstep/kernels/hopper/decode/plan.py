@@ -27,8 +27,10 @@ KEYS_PER_ROW = 32
 # Rows of a tile up to which half of what a thread does is left out: `few_rows.py`.
 FEW_ROWS = 8
 # Columns and rows that a program of the second kernel folds, each row by one warp; and the
-# parts that it loads at once, in other calls and in query-invariant ones.
+# parts that it loads at once, in other calls and in query-invariant ones. In other calls, so many
+# batches are under way or at work.
 FOLD_COLUMNS, FOLD_ROWS, FOLD_BATCH, INVARIANT_FOLD_BATCH = 32, 4, 32, 64
+FOLD_BATCHES = 2
 # Numbers of a row of a part beside its products: m and l; with query_invariant, m and error, and
 # from PART_SUMS on the sums of four threads, l and residue.
 PART_NUMBERS, INVARIANT_PART_NUMBERS, PART_SUMS = 2, 12, 4
@@ -60,7 +62,7 @@ PLANS = {
 # Of query-invariant calls, with the blocks of the Hopper forward.
 INVARIANT_PLANS = {
     64: Plan(BLOCK_KV, stages=3, programs=2, registers=128),
-    128: Plan(BLOCK_KV, stages=3, programs=1, registers=168),
+    128: Plan(BLOCK_KV, stages=2, programs=1, registers=168),
 }
 
 
