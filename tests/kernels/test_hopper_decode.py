@@ -253,6 +253,13 @@ def test_results_lie_in_memory_as_the_queries_do():
             assert rows == lse.stride()
 
 
+def single_warp_loop(built):
+    """The innermost loop with products of single warps."""
+    found = sorted(set(loops(built.instructions)), key=lambda x: x[1] - x[0])
+    bodies = (between(built.instructions, *x) for x in found)
+    return next(body for body in bodies if any(text.startswith("HMMA") for _, text in body))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("D", "page"), [(128, 16), (256, 64)])
 def test_machine_code(D, page):
@@ -264,29 +271,32 @@ def test_machine_code(D, page):
     shape = plan.PLANS[D]
     found = count([text for _, text in built.instructions])
     assert "serialized" not in built.report
-    # Few rows have code of their own, but for wide heads. Scores of the first tile and of the
-    # others, and the product with the values.
-    found_loops = built_loops(built)
-    assert len(found_loops) == (2 if D <= 128 else 1)
-    assert found["HGMMA"] == len(found_loops) * (2 * (D // 16) + shape.block_kv // 16)
+    # Scores of the first tile and of the others, and the product with the values.
+    (((begin, end), (scores, product)),) = built_loops(built)
+    assert found["HGMMA"] == 2 * (D // 16) + shape.block_kv // 16
     # The exponentials of a tile run while the product of the one before is under way, and nothing
     # writes what that product reads.
-    n_weighed = []
-    for (begin, end), (scores, product) in found_loops:
-        body = between(built.instructions, begin, end)
-        weighed = [at for at, text in body if "MUFU.EX2" in text]
-        n_weighed.append(len(weighed))
-        assert all(scores < at < product for at in weighed)
-        assert writes_in_flight(body) == []
-        usual = count(usual_path(body))
-        assert usual["LDL"] + usual["STL"] == 0
-    # A thread has two rows, or one; and for each a factor of the sums so far.
-    one_row = shape.block_kv // 4 + 1
-    assert sorted(n_weighed) == ([one_row] if D <= 128 else []) + [2 * one_row]
+    body = between(built.instructions, begin, end)
+    weighed = [at for at, text in body if "MUFU.EX2" in text]
+    # A thread has two rows, and for each a factor of the sums so far.
+    assert len(weighed) == 2 * (shape.block_kv // 4 + 1)
+    assert all(scores < at < product for at in weighed)
+    assert writes_in_flight(body) == []
+    usual = count(usual_path(body))
+    assert usual["LDL"] + usual["STL"] == 0
     # Each box of a tile of keys and of one of values.
     assert found["UTMALDG"] == 2 * (D // plan.COLUMNS) * max(shape.block_kv // page, 1)
     # What a program of an SM takes, with 1 KB that the system takes of each.
     assert shape.programs * (built.kernel.metadata.shared + 1024) <= sizes.SHARED_BYTES + 1024
+    assert (found["HMMA"] > 0) == (D == 128)
+    if D == 128:
+        usual = count(usual_path(single_warp_loop(built)))
+        # A warp has 16 rows and a quarter of the keys, a thread two rows and a quarter of these.
+        keys = shape.block_kv // 4
+        assert usual["HMMA"] == 2 * (D // 16) * (keys // 8)
+        assert usual["MUFU.EX2"] == 2 * (keys // 4 + 1)
+        # Nothing is exchanged from tile to tile, and nothing spilled.
+        assert usual["LDS"] + usual["STS"] + usual["LDL"] + usual["STL"] == 0
 
 
 @pytest.mark.slow

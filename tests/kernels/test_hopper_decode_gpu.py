@@ -53,6 +53,10 @@ CASES = {
     "D 64": {"D": 64, "Skv": 3000, "kv_lens": [3000, 2, 63], "dtype": F16},
     "D 256": {"D": 256, "Skv": 1500, "kv_lens": [1500, 900, 1]},
     "several queries": {"Sq": 5, "Skv": 1200, "kv_lens": [1200, 3, 777]},
+    "16 rows": {"Sq": 4, "Skv": 1200, "kv_lens": [1200, 3, 777], "D": 64},
+    "32 rows": {"Sq": 8, "Skv": 1200, "kv_lens": [1200, 3, 777], "dtype": F16},
+    "40 rows": {"Sq": 10, "Skv": 1200, "kv_lens": [1200, 3, 777]},
+    "40 rows, D 256": {"Sq": 10, "Skv": 1200, "kv_lens": [1200, 3, 777], "D": 256},
     "two tiles of rows": {"Sq": 20, "Skv": 1200, "kv_lens": [1200, 3, 777]},
     "window": {"Sq": 3, "Skv": 2500, "kv_lens": [2500, 3, 777], "options": {"window": (600, 0)}},
     "softcap": {"Skv": 700, "kv_lens": [700, 3, 77], "options": {"softcap": 20.0}},
@@ -66,13 +70,21 @@ def test_the_error_rule(name):
     assert_allowed(case, attend(case).items(), kernel="hopper_decode")
 
 
-@pytest.mark.parametrize("D", [128, 256])
-def test_a_sequence_has_its_bits_alone_and_among_others(D):
+@pytest.mark.parametrize(("D", "Sq"), [(64, 1), (128, 1), (128, 5), (128, 9), (256, 1), (256, 5)])
+def test_a_sequence_has_its_bits_alone_and_among_others(D, Sq):
     """Folded by one program in a large batch, and by the second kernel alone."""
     lens = [3000, 1, 40, 700, 16, 2048, 511, 513, 90] * 16
-    case = paged(B=len(lens), Skv=3000, kv_lens=lens, D=D)
+    assert_same_bits_alone(paged(Sq=Sq, B=len(lens), Skv=3000, kv_lens=lens, D=D), (0, 3, 5, 7, -1))
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_a_sequence_has_its_bits_alone_and_among_others_as_long(D):
+    assert_same_bits_alone(paged(B=64, Skv=3000, kv_lens=[3000] * 64, D=D), (0, 40))
+
+
+def assert_same_bits_alone(case, sequences):
     together = attend(case)
-    for b in (0, 3, 5, 7, len(lens) - 1):
+    for b in (x % len(together.out) for x in sequences):
         one = {name: case.tensors[name][b : b + 1] for name in ("q", "kv_lens", "page_table")}
         alone = attend(Case({**case.tensors, **one}, case.options))
         assert_same_bits(alone, Result(together.out[b : b + 1], together.lse[b : b + 1]))

@@ -11,7 +11,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -31,6 +31,7 @@ __all__ = [
     "gl",
     "gluon",
     "mbarrier",
+    "mma_v2",
     "reinterpret",
     "tma_add",
     "tma_load",

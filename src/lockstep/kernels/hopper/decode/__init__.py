@@ -9,11 +9,13 @@ Importing this package does not import Triton.
     producer.py  the warp that streams pages
     prefetch.py  what it brings to the L2 before
     consumer.py  the warpgroup that attends to them
+    narrow_consumer.py  the same of few query rows: each warp has keys of its own
+    rows.py      what a consumer takes and returns, and which keys its rows see
     nonfinite.py values that are not finite, kept from rows that do not see them
     kernel.py    the kernel
     fold.py      the second kernel: parts folded into results
-    few_rows.py  tiles of up to 8 rows
     span_consumer.py, span_fold.py  those of query-invariant calls, with the bits of the forward
+    few_rows.py  of these, tiles of up to 8 rows
     first_keys.py  of these, the keys that all weights of a row are relative to
     rescale.py   of these, products times factors that are mostly 1
     launch.py    from a problem to launches

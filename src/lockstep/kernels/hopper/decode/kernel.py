@@ -14,9 +14,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
-from lockstep.kernels.hopper.decode.consumer import Rows, consume
+from lockstep.kernels.hopper.decode.consumer import consume
 from lockstep.kernels.hopper.decode.first_keys import FirstKeys
+from lockstep.kernels.hopper.decode.narrow_consumer import Exchange
 from lockstep.kernels.hopper.decode.producer import Cache, Tiles, produce
+from lockstep.kernels.hopper.decode.rows import Rows
 from lockstep.kernels.hopper.decode.schedule import RunQueue, Sizes
 from lockstep.kernels.hopper.decode.span_consumer import consume_spans
 from lockstep.kernels.launch import unspecialized
@@ -89,7 +91,7 @@ class Numbers(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What makes scores of products: `consumer.Rows`."""
+    """What makes scores of products: `rows.Rows`."""
 
     cap_scale: Any
     score_scale: Any
@@ -126,6 +128,7 @@ def decode_kernel(
     QUERY_INVARIANT: gl.constexpr,
     FIXED_MAX: gl.constexpr,  # of query-invariant calls, as in the forward
     FEW: gl.constexpr,  # of query-invariant calls: up to 8 rows, `few_rows.py`
+    NARROW: gl.constexpr,  # the most rows that have the narrow consumer
 ):
     # `fold.py` may start as soon as there is room, to wait for the parts where it needs them.
     gdc_launch_dependents()
@@ -169,9 +172,12 @@ def decode_kernel(
             [PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
+        exchange = queue  # in place of none
+        if NARROW > 0:
+            exchange = Exchange.create()
         gl.warp_specialize(
             [
-                (consume, (rows, sizes, queue, k, v, q_smem, cache)),
+                (consume, (rows, sizes, queue, k, v, q_smem, exchange, cache, NARROW)),
                 (produce, (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr, rows, PREFETCH)),
             ],
             [1],

@@ -24,8 +24,9 @@ COLUMNS = 64
 SPAN_COST = 1
 # A span has so many keys for each query row at least: parts stay few beside keys and values.
 KEYS_PER_ROW = 32
-# Rows of a tile up to which half of what a thread does is left out: `few_rows.py`.
-FEW_ROWS = 8
+# Rows of a tile up to which half of what a thread does is left out: `few_rows.py`. Rows up to which
+# warps have products of their own at head dim 128: `narrow_consumer.py`.
+FEW_ROWS, NARROW_ROWS = 8, 16
 # Columns and rows that a program of the second kernel folds, each row by one warp; and the
 # parts that it loads at once, in other calls and in query-invariant ones. In other calls, so many
 # batches are under way or at work.
@@ -85,6 +86,13 @@ def tile_rows_of(problem: AttentionProblem) -> int:
 def has_few_rows(problem: AttentionProblem) -> bool:
     """Whether a query-invariant call has tiles of few rows: `few_rows.py`."""
     return problem.query_invariant and rows_of(problem) <= FEW_ROWS
+
+
+def narrow_rows(problem: AttentionProblem) -> int:
+    """Rows up to which a sequence has the narrow consumer; 0 where it is slower: head dim 64 has
+    two programs to an SM, and at 256 a tile has too few keys for four warps."""
+    is_faster = not problem.query_invariant and problem.D == problem.Dv == 128
+    return NARROW_ROWS if is_faster else 0
 
 
 def prefetches(problem: AttentionProblem) -> bool:

@@ -25,7 +25,7 @@ from lockstep.kernels.hopper.common.spans import (
     span_weights,
 )
 from lockstep.kernels.hopper.decode import plan
-from lockstep.kernels.hopper.decode.consumer import bounds_of_run, hides_some, is_seen, scores_of
+from lockstep.kernels.hopper.decode.consumer import bounds_of_run, is_seen, scores_of
 from lockstep.kernels.hopper.decode.few_rows import (
     all_of_rows,
     all_rows,
@@ -37,6 +37,7 @@ from lockstep.kernels.hopper.decode.few_rows import (
 )
 from lockstep.kernels.hopper.decode.nonfinite import add_nonfinite, clean_values, has_nonfinite
 from lockstep.kernels.hopper.decode.rescale import rescale
+from lockstep.kernels.hopper.decode.rows import hides_some
 
 NUMBERS, SUMS = gl.constexpr(plan.INVARIANT_PART_NUMBERS), gl.constexpr(plan.PART_SUMS)
 

@@ -1,0 +1,273 @@
+"""The consumer of up to 16 query rows of a KV head: each warp attends to keys of its own.
+
+A product of a warpgroup has 64 rows, whether there are as many or not. Here each warp multiplies 16
+rows by itself, with the instructions of GPUs before Hopper, and has a quarter of the keys of every
+tile. It has a softmax of its own, (m, l, acc), so that nothing is exchanged from tile to tile. At
+the end of a span those of the four warps are folded into the part of the span, first to last.
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.common.division import divide
+from lockstep.kernels.hopper.common.gluon_shim import (
+    aggregate,
+    await_warps,
+    gl,
+    gluon,
+    mma_v2,
+    reinterpret,
+)
+from lockstep.kernels.hopper.decode import plan
+from lockstep.kernels.hopper.decode.nonfinite import add_nonfinite, clean_values, has_nonfinite
+from lockstep.kernels.hopper.decode.rows import hides_some, row_bounds
+from lockstep.kernels.parts import fold
+
+ROWS = gl.constexpr(plan.NARROW_ROWS)
+WARPS = gl.constexpr(4)
+# Columns of keys and values that lie side by side.
+PIECE = gl.constexpr(plan.COLUMNS)
+# Products [WARPS, ROWS, ·], and their operands.
+PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, PRODUCTS.value, 2))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, PRODUCTS.value, 2))
+# A piece [ROWS, PIECE] of a part.
+PIECES = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
+TILES = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
+LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+SQUARE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+# Rows of products of a warp lie in the same banks but for this.
+ROWS_APART = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+WARPS_APART = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
+
+
+@aggregate
+class Exchange:
+    """Where warps leave their softmax for all others."""
+
+    acc_smem: gl.shared_memory_descriptor  # [WARPS, ROWS, PIECE] fp32
+    m_smem: gl.shared_memory_descriptor  # [WARPS, ROWS] fp32
+    l_smem: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, acc_smem, m_smem, l_smem):
+        self.acc_smem = acc_smem
+        self.m_smem = m_smem
+        self.l_smem = l_smem
+
+    @gluon.jit
+    def create():
+        return Exchange(
+            gl.allocate_shared_memory(gl.float32, [WARPS, ROWS, PIECE], WARPS_APART),
+            gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], SQUARE),
+            gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], SQUARE),
+        )
+
+    @gluon.jit
+    def post_sums(self, m, l):
+        """m and l [WARPS, ROWS] of all warps."""
+        # Of the span before, warps that are behind may still read.
+        await_warps()
+        self.m_smem.store(m)
+        self.l_smem.store(l)
+        await_warps()
+
+    @gluon.jit
+    def join_sums(self, unit, layout: gl.constexpr):
+        """m and l [ROWS] over all warps, in a layout."""
+        m = _number(self.m_smem, 0, layout)
+        for warp in gl.static_range(1, WARPS):
+            m = gl.maximum(m, _number(self.m_smem, warp, layout))
+        l = gl.full([ROWS], 0.0, gl.float32, layout)
+        for warp in gl.static_range(WARPS):
+            l = gl.fma(_number(self.l_smem, warp, layout), self.factor(warp, m, unit), l)
+        return m, l
+
+    @gluon.jit
+    def factor(self, warp: gl.constexpr, m, unit):
+        """What the sums of a warp weigh relative to m [ROWS]."""
+        layout: gl.constexpr = m.type.layout
+        own = _number(self.m_smem, warp, layout)
+        return gl.exp2((own - gl.where(m == -float("inf"), 0.0, m)) * unit)
+
+    @gluon.jit
+    def join_piece(self, acc, m, unit):
+        """Products [ROWS, PIECE] over all warps, of acc [WARPS, ROWS, PIECE]; m [ROWS]."""
+        # Of the piece before, warps that are behind may still read.
+        await_warps()
+        self.acc_smem.store(acc)
+        await_warps()
+        shape: gl.constexpr = [WARPS, ROWS, PIECE]
+        by_warp = reinterpret(self.acc_smem, gl.float32, shape, ROWS_APART)
+        whole = gl.zeros([ROWS, PIECE], gl.float32, PIECES)
+        for warp in gl.static_range(WARPS):
+            factor = gl.expand_dims(self.factor(warp, m, unit), 1) + gl.zeros_like(whole)
+            whole = gl.fma(by_warp.index(warp).load(PIECES), factor, whole)
+        return whole
+
+
+@gluon.jit
+def _number(smem, warp: gl.constexpr, layout: gl.constexpr):
+    """The numbers [ROWS] of a warp, of shared memory [WARPS, ROWS]."""
+    shape: gl.constexpr = [WARPS, ROWS]
+    return reinterpret(smem, gl.float32, shape, LINE).index(warp).load(layout)
+
+
+@gluon.jit
+def join_columns(pieces):
+    """One or two pieces [ROWS, PIECE] side by side."""
+    if len(pieces) == 1:
+        return pieces[0]
+    else:  # noqa: RET505, Gluon would go on and return both
+        both = gl.join(pieces[0], pieces[1]).permute((0, 2, 1))
+        return both.reshape([ROWS, 2 * PIECE])
+
+
+@gluon.jit
+def left_operands(q_smem):
+    """The query rows as left operands [WARPS, ROWS, PIECE], all alike, for each piece of columns;
+    q_smem [64, D]."""
+    N: gl.constexpr = q_smem.shape[0] // ROWS
+    shape: gl.constexpr = [q_smem.shape[1] // PIECE * N, 1, ROWS, PIECE]
+    pieces = reinterpret(q_smem, q_smem.dtype, shape, TILES)
+    operands = ()
+    for piece in gl.static_range(q_smem.shape[1] // PIECE):
+        q = pieces.index(piece * N).load(LEFT)
+        q, _ = gl.broadcast(q, gl.full([WARPS, ROWS, PIECE], 0.0, q_smem.dtype, LEFT))
+        operands = operands + (q,)  # noqa: RUF005, Gluon does not unpack
+    return operands
+
+
+@gluon.jit
+def piece_of(tiles, i, piece: gl.constexpr):
+    """Where a piece of the columns of the i-th tile is, [WARPS, keys of a warp, PIECE]."""
+    N: gl.constexpr = tiles.D // PIECE
+    shape: gl.constexpr = [tiles.ring.STAGES * N, WARPS, tiles.BLOCK_KV // WARPS, PIECE]
+    pieces = reinterpret(tiles.boxes_smem, tiles.boxes_smem.dtype, shape, TILES)
+    return pieces.index(tiles.ring.slot(i) * N + piece)
+
+
+@gluon.jit
+def scores_of(q, k, i):
+    """Products [WARPS, ROWS, keys of a warp] of all rows with the keys of the i-th tile."""
+    zero = gl.zeros([WARPS, ROWS, k.BLOCK_KV // WARPS], gl.float32, PRODUCTS)
+    s = zero
+    for piece in gl.static_range(len(q)):
+        keys = piece_of(k, i, piece).permute((0, 2, 1)).load(RIGHT)
+        # Sums of their own: each product waits for those before it in its sum.
+        s += mma_v2(q[piece], keys, zero)
+    return s
+
+
+@gluon.jit
+def is_seen(sizes, first_key, bounds, s):
+    """Which rows see which keys of a tile, as s [WARPS, ROWS, keys of a warp] has them."""
+    of_warps: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, PRODUCTS))
+    of_keys: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, PRODUCTS))
+    warp = gl.expand_dims(gl.expand_dims(gl.arange(0, WARPS, of_warps), 1), 2)
+    key = gl.expand_dims(gl.expand_dims(gl.arange(0, s.shape[2], of_keys), 0), 1)
+    key = first_key + warp * s.shape[2] + key
+    begin, end = bounds
+    seen = key < gl.expand_dims(gl.expand_dims(end, 0), 2)
+    if sizes.HAS_LEFT:
+        seen = seen & (key >= gl.expand_dims(gl.expand_dims(begin, 0), 2))
+    return seen
+
+
+@gluon.jit
+def weigh(rows, sizes, s, first_key, bounds, m, l):
+    """Weights of a tile of scores; the new (m, l), and what sums so far weigh under it."""
+    s = rows.finish_scores(s)
+    if hides_some(sizes, first_key, bounds[2]):
+        s = gl.where(is_seen(sizes, first_key, bounds[0], s), s, -float("inf"))
+    m_new = gl.maximum(m, gl.max(s, 2))
+    # exp2(-inf - -inf) would be NaN: measured from 0, a row without keys weighs nothing.
+    origin = gl.where(m_new == -float("inf"), 0.0, m_new)
+    alpha = gl.exp2((m - origin) * rows.unit)
+    p = gl.exp2((s - gl.expand_dims(origin, 2)) * rows.unit)
+    return p, m_new, gl.fma(l, alpha, gl.sum(p, 2)), alpha
+
+
+@gluon.jit
+def attend_span(rows, sizes, q, k, v, seen, tile, end, bounds, empty_l):
+    """The tiles [tile, end) of a span: m and l [WARPS, ROWS], pieces of products, whether values
+    that are not finite were left out, and the tiles seen so far."""
+    of_any = bounds[1]
+    m = gl.full([WARPS, ROWS], -float("inf"), gl.float32, gl.SliceLayout(2, PRODUCTS))
+    l = gl.zeros_like(m) + empty_l
+    acc = (gl.zeros([WARPS, ROWS, PIECE], gl.float32, PRODUCTS),) * (v.D // PIECE)
+    is_nonfinite = tile * 0
+    for t in range(tile, end):
+        first_key = t * sizes.BLOCK_KV
+        k.ring.wait_full(seen)
+        s = scores_of(q, k, seen)
+        k.ring.release(seen)
+        p, m, l, alpha = weigh(rows, sizes, s, first_key, bounds, m, l)
+        p = gl.convert_layout(p.to(k.boxes_smem.dtype), LEFT)
+        v.ring.wait_full(seen)
+        if hides_some(sizes, first_key, bounds[2]):  # noqa: SIM102, Gluon would evaluate both
+            if has_nonfinite(v.tile(seen)) != 0:
+                found = clean_values(v.tile(seen), of_any[0] - first_key, of_any[1] - first_key)
+                is_nonfinite = is_nonfinite | found
+        sums = ()
+        for piece in gl.static_range(v.D // PIECE):
+            scaled = acc[piece] * gl.expand_dims(alpha, 2)
+            values = piece_of(v, seen, piece).load(RIGHT)
+            sums = sums + (mma_v2(p, values, scaled),)  # noqa: RUF005
+        acc = sums
+        v.ring.release(seen)
+        seen += 1
+    return m, l, acc, is_nonfinite, seen
+
+
+@gluon.jit
+def join_warps(exchange, m, l, acc, unit):
+    """(m, l, acc) of a part, [ROWS] and [ROWS, Dv], from those of the warps."""
+    exchange.post_sums(m, l)
+    of_pieces, _l = exchange.join_sums(unit, gl.SliceLayout(1, PIECES))
+    pieces = ()
+    for piece in gl.static_range(len(acc)):
+        pieces = pieces + (exchange.join_piece(acc[piece], of_pieces, unit),)  # noqa: RUF005
+    joined = join_columns(pieces)
+    m, l = exchange.join_sums(unit, gl.SliceLayout(1, joined.type.layout))
+    return m, l, joined
+
+
+@gluon.jit
+def attend_narrow_run(rows, sizes, run, k, v, q_smem, exchange, cache, seen):
+    """A run of up to ROWS rows; returns the tiles seen so far."""
+    rows.load_queries(sizes, run, q_smem.slice(0, ROWS))
+    q = left_operands(q_smem)
+    bounds = row_bounds(rows, sizes, run, gl.SliceLayout(0, gl.SliceLayout(2, PRODUCTS)), ROWS)
+    # Whatever its rows see, a sequence whose length is wrong is NaN.
+    empty_l = gl.where(run.kv_len < 0, float("nan"), 0.0)
+    folded_acc = join_columns((gl.zeros([ROWS, PIECE], gl.float32, PIECES),) * (v.D // PIECE))
+    of_rows: gl.constexpr = gl.SliceLayout(1, folded_acc.type.layout)
+    folded_m = gl.full([ROWS], -float("inf"), gl.float32, of_rows)
+    folded_l = gl.full([ROWS], 0.0, gl.float32, of_rows) + empty_l
+    span = run.first_span
+    slot = gl.where(run.slot < 0, -1 - run.slot, run.slot)
+    tile = run.begin
+    has_more = True
+    while has_more:
+        end = gl.minimum((divide(tile, run.span) + 1) * run.span, run.end)
+        m, l, acc, is_nonfinite, seen = attend_span(
+            rows, sizes, q, k, v, seen, tile, end, bounds, empty_l
+        )
+        m, l, acc = join_warps(exchange, m, l, acc, rows.unit)
+        if is_nonfinite != 0:
+            acc = add_nonfinite(rows, sizes, cache, run, tile, end, bounds[0], acc)
+        if run.first_span > 0:
+            rows.store_part(sizes, run, slot, span, m, l, acc)
+        else:
+            folded_m, folded_l, folded_acc = fold(
+                folded_m, folded_l, folded_acc, m, l, acc, rows.unit
+            )
+        span += 1
+        tile = end
+        has_more = tile < run.end
+    if run.first_span == 0:
+        if run.slot < 0:
+            rows.store_results(sizes, run, folded_m, folded_l, folded_acc)
+        else:
+            rows.store_part(sizes, run, slot, span - 1, folded_m, folded_l, folded_acc)
+    return seen
