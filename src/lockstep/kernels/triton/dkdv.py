@@ -20,17 +20,31 @@ import triton.language as tl
 from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.sequences import find_sequence, nan_where, whole_sequence
 from lockstep.kernels.triton.gradient_tiles import (
+    bias_of_head,
     count_tiles,
     finite,
+    first_row,
     load_bias,
     load_factor,
     load_pair,
     nth_tile,
+    offset,
+    row_of,
     score_gradients,
     tiles_of_pass,
     weights,
 )
-from lockstep.kernels.triton.groups import BiasHead, Head, HeadGroup, Scoring, TileRanges, Window
+from lockstep.kernels.triton.groups import (
+    BiasStrides,
+    GradientInputs,
+    GradientSizes,
+    Head,
+    HeadGroup,
+    Scoring,
+    Strides,
+    TileRanges,
+    Window,
+)
 from lockstep.kernels.triton.products import add_weighted, product
 from lockstep.kernels.triton.tiles import (
     alibi_of,
@@ -121,48 +135,109 @@ def add_queries(
     return dk, dv
 
 
+@triton.jit
+def load_sums(ptr, row, is_there, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Sums of a tile of keys that come in blocks: those of the blocks before."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    return tl.load(ptr + row * D + d, mask=is_there & (d < D), other=0.0)
+
+
+@triton.jit
+def store_sums(ptr, row, is_there, sums, D: tl.constexpr):
+    d = tl.arange(0, sums.shape[1])[None, :]
+    tl.store(ptr + row * D + d, sums, mask=is_there & (d < D))
+
+
+@triton.jit
+def in_parts(ranges, n: tl.constexpr):
+    """The same tiles, each of them cut into n."""
+    return TileRanges(ranges.start * n, ranges.whole * n, ranges.masked * n, ranges.end * n)
+
+
+@triton.jit
+def rows_that_see(
+    first_key, kv_len, q_len, window, HAS_BIAS: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """The tiles of query rows that see a key of the tile from `first_key` on."""
+    shift = kv_len - q_len
+    last_key = tl.minimum(first_key + BLOCK_KV, kv_len) - 1
+    # Which rows see a key is which keys a row sees, with left and right exchanged.
+    near, far = first_key - shift, last_key - shift
+    of_keys = Window(window.right, window.left)
+    lo, hi = seen_by_any(near, far, q_len, of_keys)
+    all_lo, all_hi = seen_by_all(near, far, q_len, of_keys)
+    return tile_ranges(lo, hi, all_lo, all_hi, BLOCK_Q, HAS_BIAS)
+
+
+@triton.jit
+def store_keys(
+    dk, dv, dk_ptr, dv_ptr, dk_row, stride_row, kv_idx, kv_start, kv_len, n_keys, b, head, Hkv, Skv,
+    scale, is_good, HAS_STARTS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    K_TOKENS_FIRST: tl.constexpr, V_TOKENS_FIRST: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a tile of keys, zeros for keys beyond their sequence."""
+    is_key = (kv_idx < kv_len)[:, None]
+    inside = (kv_idx < n_keys)[:, None]
+    # Adding 0 makes one zero of the two.
+    nan_or_zero = nan_where(not is_good)
+    dk = tl.where(is_key, tl.fma(dk, scale, 0.0), 0.0) + nan_or_zero
+    dv = tl.where(is_key, dv, 0.0) + nan_or_zero
+    key = kv_start + kv_idx
+    if HAS_STARTS:
+        # The keys before the first one come behind the last: they have zeros, too.
+        key = tl.where(key < Skv, key, key - Skv)
+    rows = (dk_row + key * stride_row)[:, None]  # [BLOCK_KV, 1]
+    k_rows, v_rows = rows, rows
+    if K_TOKENS_FIRST or V_TOKENS_FIRST:
+        tokens = (b.to(tl.int64) * Skv + key)[:, None]
+        k_rows = tokens * Hkv + head if K_TOKENS_FIRST else rows
+        v_rows = tokens * Hkv + head if V_TOKENS_FIRST else rows
+    d, e = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
+    tl.store(dk_ptr + k_rows * D + d, dk.to(dk_ptr.dtype.element_ty), mask=inside & (d < D))
+    tl.store(dv_ptr + v_rows * DV + e, dv.to(dv_ptr.dtype.element_ty), mask=inside & (e < DV))
+
+
 @unspecialized(triton.jit)
 def sum_keys(
-    q_ptr, k_ptr, v_ptr, bias_ptr, kv_lens_ptr, kv_starts_ptr, alibi_slopes_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, dout_ptr, rows_ptr,
-    dk_ptr, dv_ptr, dk_sums_ptr, dv_sums_ptr,
-    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
-    stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_os,
-    stride_bb, stride_bh, stride_bq, stride_bk, stride_ab,
-    B, Hq, Sq, Skv, n_slots, left, right, scale, cap_scale, score_scale, unit,
+    inputs: GradientInputs, dk_ptr, dv_ptr, dk_sums_ptr, dv_sums_ptr,
+    stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_o: Strides,
+    stride_b: BiasStrides, stride_ab, sizes: GradientSizes, limits: Window, scale, scales: Scoring,
     D: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     RAW: tl.constexpr, PRECISION: tl.constexpr, ASCENDING: tl.constexpr,
-    K_TOKENS_FIRST: tl.constexpr, V_TOKENS_FIRST: tl.constexpr,
+    K_TOKENS_FIRST: tl.constexpr, V_TOKENS_FIRST: tl.constexpr, COPIES: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    COPIES: tl.constexpr,
 ):  # fmt: skip
     """Programs run over the key tiles of a head, then the batch, then the KV heads.
 
     The first tiles come first: under a causal mask they are the longest. Strides of q, k, v and
     dout are in units of ALIGN elements. Keys of a bad sequence (`sequences`) have gradients of NaN.
     """
-    window = Window(left if HAS_LEFT else None, right if HAS_RIGHT else None)
+    window = Window(limits.left if HAS_LEFT else None, limits.right if HAS_RIGHT else None)
     scoring = Scoring(
-        cap_scale if HAS_SOFTCAP else None, score_scale if not RAW else None, unit
+        scales.cap_scale if HAS_SOFTCAP else None, scales.score_scale if not RAW else None,
+        scales.unit,
     )  # fmt: skip
+    B, Hq, Sq, Skv, n_slots = sizes
     head, slot = tl.program_id(0) // n_slots, tl.program_id(0) % n_slots
     Hkv = Hq // GROUP
-    if cu_seqlens_k_ptr is not None:
+    if inputs.cu_seqlens_k_ptr is not None:
         b, tile, is_good, kv_start, kv_len, q_start, q_len = find_sequence(
-            slot, cu_seqlens_k_ptr, cu_seqlens_q_ptr, B, Skv, Sq, 1, BLOCK_KV
+            slot, inputs.cu_seqlens_k_ptr, inputs.cu_seqlens_q_ptr, B, Skv, Sq, 1, BLOCK_KV
         )
         dk_row = head.to(tl.int64)
         stride_row = Hkv
     else:
         b, tile, head = head % B, slot, head // B
         is_good, q_start, q_len, kv_start, kv_len = whole_sequence(
-            b, Sq, Skv, kv_lens_ptr, kv_starts_ptr
+            b, Sq, Skv, inputs.kv_lens_ptr, inputs.kv_starts_ptr
         )
         dk_row = (b * Hkv + head).to(tl.int64) * Skv
         stride_row = 1
     # How many keys there are to write: of those beyond kv_lens, zeros.
-    n_keys = kv_len if cu_seqlens_k_ptr is not None else Skv
+    n_keys = kv_len if inputs.cu_seqlens_k_ptr is not None else Skv
     first_key = tile * BLOCK_KV
     if first_key >= n_keys:
         return
@@ -171,46 +246,32 @@ def sum_keys(
     dv = tl.zeros([BLOCK_KV, BLOCK_DV], tl.float32)
     if dk_sums_ptr is not None:
         sums_row, is_there = (dk_row + kv_idx)[:, None], (kv_idx < n_keys)[:, None]
-        d, e = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
-        dk = tl.load(dk_sums_ptr + sums_row * D + d, mask=is_there & (d < D), other=0.0)
-        dv = tl.load(dv_sums_ptr + sums_row * DV + e, mask=is_there & (e < DV), other=0.0)
+        dk = load_sums(dk_sums_ptr, sums_row, is_there, D, BLOCK_D)
+        dv = load_sums(dv_sums_ptr, sums_row, is_there, DV, BLOCK_DV)
 
     if is_good and first_key < kv_len:
-        shift = kv_len - q_len
-        last_key = tl.minimum(first_key + BLOCK_KV, kv_len) - 1
-        # Which rows see a key is which keys a row sees, with left and right exchanged.
-        near, far = first_key - shift, last_key - shift
-        of_keys = Window(window.right, window.left)
-        lo, hi = seen_by_any(near, far, q_len, of_keys)
-        all_lo, all_hi = seen_by_all(near, far, q_len, of_keys)
-        ranges = tile_ranges(lo, hi, all_lo, all_hi, BLOCK_Q, bias_ptr is not None)
+        ranges = rows_that_see(
+            first_key, kv_len, q_len, window, inputs.bias_ptr is not None, BLOCK_Q, BLOCK_KV
+        )
         b64, h64 = b.to(tl.int64), head.to(tl.int64)
-        k_ptr += b64 * (stride_kb * ALIGN) + h64 * (stride_kh * ALIGN)
-        v_ptr += b64 * (stride_vb * ALIGN) + h64 * (stride_vh * ALIGN)
-        k_ptr += kv_start * (stride_ks * ALIGN)
-        v_ptr += kv_start * (stride_vs * ALIGN)
-        keys = Head(k_ptr, stride_ks * ALIGN)
+        k_ptr = inputs.k_ptr + offset(stride_k, b64, h64, ALIGN)
+        v_ptr = inputs.v_ptr + offset(stride_v, b64, h64, ALIGN)
+        k_ptr += kv_start * (stride_k.s * ALIGN)
+        v_ptr += kv_start * (stride_v.s * ALIGN)
+        keys = Head(k_ptr, stride_k.s * ALIGN)
         k = load_factor(keys, first_key, kv_len, D, BLOCK_KV, BLOCK_D, True, PRECISION)
-        values = Head(v_ptr, stride_vs * ALIGN)
+        values = Head(v_ptr, stride_v.s * ALIGN)
         v = load_factor(values, first_key, kv_len, DV, BLOCK_KV, BLOCK_DV, True, PRECISION)
         q_head = h64 * GROUP
-        q_ptr += b64 * (stride_qb * ALIGN) + q_head * (stride_qh * ALIGN)
-        q_ptr += q_start * (stride_qs * ALIGN)
-        dout_ptr += b64 * (stride_ob * ALIGN) + q_head * (stride_oh * ALIGN)
-        dout_ptr += q_start * (stride_os * ALIGN)
-        # Statistics lie [B, Hq, Sq], or [Hq, T] of a packed batch.
-        row = q_head * Sq + q_start
-        if cu_seqlens_k_ptr is None:
-            row += b64 * Hq * Sq
+        q_ptr = first_row(inputs.q_ptr, stride_q, b64, q_head, q_start, ALIGN)
+        dout_ptr = first_row(inputs.dout_ptr, stride_o, b64, q_head, q_start, ALIGN)
+        row = row_of(b64, q_head, q_start, sizes, inputs.cu_seqlens_k_ptr is not None)
         bias_head = None
-        if bias_ptr is not None:
-            bias_ptr = bias_ptr + b64 * stride_bb + q_head * stride_bh
-            if kv_starts_ptr is not None:
-                bias_ptr += kv_start * stride_bk
-            bias_head = BiasHead(bias_ptr, stride_bh, stride_bq, stride_bk)
+        if inputs.bias_ptr is not None:
+            bias_head = bias_of_head(inputs, stride_b, b64, q_head, kv_start)
         slopes_ptr = None
-        if alibi_slopes_ptr is not None:
-            slopes_ptr = alibi_slopes_ptr + b64 * stride_ab + q_head
+        if inputs.alibi_slopes_ptr is not None:
+            slopes_ptr = inputs.alibi_slopes_ptr + b64 * stride_ab + q_head
         # Masked tiles come last: the other way round, ptxas waits for every single product. Masks
         # take registers, which smaller tiles make up for; but a sum that is to be the same with and
         # without a mask needs the same tiles. Terms take more time in smaller ones.
@@ -218,41 +279,25 @@ def sum_keys(
         SAME: tl.constexpr = ASCENDING or PRECISION == "terms"
         MASKED_Q: tl.constexpr = BLOCK_Q if SAME else max(16, BLOCK_Q // 2)
         for PASS in tl.static_range(0 if EDGES_APART else 1, 3):
-            if PASS != 1 or bias_ptr is None:
+            if PASS != 1 or inputs.bias_ptr is None:
                 share = 1 if PASS == 1 else BLOCK_Q // MASKED_Q
-                some = tiles_of_pass(ranges, PASS, EDGES_APART)
-                some = TileRanges(
-                    some.start * share, some.whole * share, some.masked * share, some.end * share
-                )
+                some = in_parts(tiles_of_pass(ranges, PASS, EDGES_APART), share)
                 dk, dv = add_queries(
-                    some, dk, dv, k, v, kv_idx[:, None], bias_head, slopes_ptr, rows_ptr + row * 4,
-                    HeadGroup(q_ptr, stride_qh * ALIGN, stride_qs * ALIGN),
-                    HeadGroup(dout_ptr, stride_oh * ALIGN, stride_os * ALIGN),
+                    some, dk, dv, k, v, kv_idx[:, None], bias_head, slopes_ptr,
+                    inputs.rows_ptr + row * 4,
+                    HeadGroup(q_ptr, stride_q.h * ALIGN, stride_q.s * ALIGN),
+                    HeadGroup(dout_ptr, stride_o.h * ALIGN, stride_o.s * ALIGN),
                     Sq, q_len, kv_len, window, scoring, D, DV, GROUP, PRECISION,
                     BLOCK_Q if PASS == 1 else MASKED_Q, BLOCK_D, BLOCK_DV, COPIES, PASS != 1,
                     ASCENDING,
                 )  # fmt: skip
 
     if dk_sums_ptr is not None:
-        tl.store(dk_sums_ptr + sums_row * D + d, dk, mask=is_there & (d < D))
-        tl.store(dv_sums_ptr + sums_row * DV + e, dv, mask=is_there & (e < DV))
+        store_sums(dk_sums_ptr, sums_row, is_there, dk, D)
+        store_sums(dv_sums_ptr, sums_row, is_there, dv, DV)
     else:
-        is_key = (kv_idx < kv_len)[:, None]
-        inside = (kv_idx < n_keys)[:, None]
-        # Adding 0 makes one zero of the two.
-        nan_or_zero = nan_where(not is_good)
-        dk = tl.where(is_key, tl.fma(dk, scale, 0.0), 0.0) + nan_or_zero
-        dv = tl.where(is_key, dv, 0.0) + nan_or_zero
-        key = kv_start + kv_idx
-        if kv_starts_ptr is not None:
-            # The keys before the first one come behind the last: they have zeros, too.
-            key = tl.where(key < Skv, key, key - Skv)
-        rows = (dk_row + key * stride_row)[:, None]  # [BLOCK_KV, 1]
-        k_rows, v_rows = rows, rows
-        if K_TOKENS_FIRST or V_TOKENS_FIRST:
-            tokens = (b.to(tl.int64) * Skv + key)[:, None]
-            k_rows = tokens * Hkv + head if K_TOKENS_FIRST else rows
-            v_rows = tokens * Hkv + head if V_TOKENS_FIRST else rows
-        d, e = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
-        tl.store(dk_ptr + k_rows * D + d, dk.to(dk_ptr.dtype.element_ty), mask=inside & (d < D))
-        tl.store(dv_ptr + v_rows * DV + e, dv.to(dv_ptr.dtype.element_ty), mask=inside & (e < DV))
+        store_keys(
+            dk, dv, dk_ptr, dv_ptr, dk_row, stride_row, kv_idx, kv_start, kv_len, n_keys, b, head,
+            Hkv, Skv, scale, is_good, inputs.kv_starts_ptr is not None, D, DV,
+            K_TOKENS_FIRST, V_TOKENS_FIRST, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip

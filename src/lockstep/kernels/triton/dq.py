@@ -17,17 +17,29 @@ import triton.language as tl
 from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.sequences import find_sequence, nan_where, whole_sequence
 from lockstep.kernels.triton.gradient_tiles import (
+    bias_of_head,
     count_tiles,
     finite,
     load_bias,
     load_factor,
     load_statistics,
     nth_tile,
+    offset,
+    row_of,
     score_gradients,
     tiles_of_pass,
     weights,
 )
-from lockstep.kernels.triton.groups import BiasHead, Head, RowStatistics, Scoring, Window
+from lockstep.kernels.triton.groups import (
+    BiasStrides,
+    GradientInputs,
+    GradientSizes,
+    Head,
+    RowStatistics,
+    Scoring,
+    Strides,
+    Window,
+)
 from lockstep.kernels.triton.products import add_weighted, product
 from lockstep.kernels.triton.tiles import (
     alibi_of,
@@ -91,12 +103,9 @@ def add_keys(
 
 @unspecialized(triton.jit)
 def sum_queries(
-    q_ptr, k_ptr, v_ptr, bias_ptr, kv_lens_ptr, kv_starts_ptr, alibi_slopes_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, dout_ptr, rows_ptr, dq_ptr, dq_sums_ptr,
-    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
-    stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_os,
-    stride_bb, stride_bh, stride_bq, stride_bk, stride_ab,
-    B, Hq, Sq, Skv, n_slots, left, right, scale, cap_scale, score_scale, unit,
+    inputs: GradientInputs, dq_ptr, dq_sums_ptr,
+    stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_o: Strides,
+    stride_b: BiasStrides, stride_ab, sizes: GradientSizes, limits: Window, scale, scales: Scoring,
     D: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     RAW: tl.constexpr, PRECISION: tl.constexpr, ASCENDING: tl.constexpr,
@@ -109,14 +118,16 @@ def sum_queries(
     dout are in units of ALIGN elements. Queries of a bad sequence (`sequences`) have gradients of
     NaN.
     """
-    window = Window(left if HAS_LEFT else None, right if HAS_RIGHT else None)
+    window = Window(limits.left if HAS_LEFT else None, limits.right if HAS_RIGHT else None)
     scoring = Scoring(
-        cap_scale if HAS_SOFTCAP else None, score_scale if not RAW else None, unit
+        scales.cap_scale if HAS_SOFTCAP else None, scales.score_scale if not RAW else None,
+        scales.unit,
     )  # fmt: skip
+    B, Hq, Sq, Skv, n_slots = sizes
     head, slot = tl.program_id(0) // n_slots, tl.program_id(0) % n_slots
-    if cu_seqlens_q_ptr is not None:
+    if inputs.cu_seqlens_q_ptr is not None:
         b, tile, is_good, q_start, q_len, kv_start, kv_len = find_sequence(
-            slot, cu_seqlens_q_ptr, cu_seqlens_k_ptr, B, Sq, Skv, 1, BLOCK_Q
+            slot, inputs.cu_seqlens_q_ptr, inputs.cu_seqlens_k_ptr, B, Sq, Skv, 1, BLOCK_Q
         )
         kv_len = tl.where(is_good, kv_len, 0)
         dq_row = head.to(tl.int64)
@@ -124,7 +135,7 @@ def sum_queries(
     else:
         b, tile, head = head % B, n_slots - 1 - slot, head // B
         is_good, q_start, q_len, kv_start, kv_len = whole_sequence(
-            b, Sq, Skv, kv_lens_ptr, kv_starts_ptr
+            b, Sq, Skv, inputs.kv_lens_ptr, inputs.kv_starts_ptr
         )
         dq_row = (b * Hq + head).to(tl.int64) * Sq
         stride_row = 1
@@ -140,32 +151,26 @@ def sum_queries(
     far = tl.minimum(first_query + BLOCK_Q, q_len) - 1 + shift
     lo, hi = seen_by_any(near, far, kv_len, window)
     all_lo, all_hi = seen_by_all(near, far, kv_len, window)
-    ranges = tile_ranges(lo, hi, all_lo, all_hi, BLOCK_KV, bias_ptr is not None)
+    ranges = tile_ranges(lo, hi, all_lo, all_hi, BLOCK_KV, inputs.bias_ptr is not None)
 
     b64, q_head, h64 = b.to(tl.int64), head.to(tl.int64), (head // GROUP).to(tl.int64)
-    q_ptr += b64 * (stride_qb * ALIGN) + q_head * (stride_qh * ALIGN)
-    dout_ptr += b64 * (stride_ob * ALIGN) + q_head * (stride_oh * ALIGN)
-    k_ptr += b64 * (stride_kb * ALIGN) + h64 * (stride_kh * ALIGN) + kv_start * (stride_ks * ALIGN)
-    v_ptr += b64 * (stride_vb * ALIGN) + h64 * (stride_vh * ALIGN) + kv_start * (stride_vs * ALIGN)
-    queries = Head(q_ptr + q_start * (stride_qs * ALIGN), stride_qs * ALIGN)
+    q_ptr = inputs.q_ptr + offset(stride_q, b64, q_head, ALIGN)
+    dout_ptr = inputs.dout_ptr + offset(stride_o, b64, q_head, ALIGN)
+    k_ptr = inputs.k_ptr + (offset(stride_k, b64, h64, ALIGN) + kv_start * (stride_k.s * ALIGN))
+    v_ptr = inputs.v_ptr + (offset(stride_v, b64, h64, ALIGN) + kv_start * (stride_v.s * ALIGN))
+    queries = Head(q_ptr + q_start * (stride_q.s * ALIGN), stride_q.s * ALIGN)
     q = load_factor(queries, first_query, q_len, D, BLOCK_Q, BLOCK_D, True, PRECISION)
-    douts = Head(dout_ptr + q_start * (stride_os * ALIGN), stride_os * ALIGN)
+    douts = Head(dout_ptr + q_start * (stride_o.s * ALIGN), stride_o.s * ALIGN)
     dout = load_factor(douts, first_query, q_len, DV, BLOCK_Q, BLOCK_DV, True, PRECISION)
-    # Statistics lie [B, Hq, Sq], or [Hq, T] of a packed batch.
-    row = q_head * Sq + q_start
-    if cu_seqlens_q_ptr is None:
-        row += b64 * Hq * Sq
-    m, norm, delta = load_statistics(rows_ptr + row * 4, q_idx, q_len)
+    row = row_of(b64, q_head, q_start, sizes, inputs.cu_seqlens_q_ptr is not None)
+    m, norm, delta = load_statistics(inputs.rows_ptr + row * 4, q_idx, q_len)
     bias_head = None
-    if bias_ptr is not None:
-        bias_ptr = bias_ptr + b64 * stride_bb + q_head * stride_bh
-        if kv_starts_ptr is not None:
-            bias_ptr += kv_start * stride_bk
-        bias_head = BiasHead(bias_ptr, stride_bh, stride_bq, stride_bk)
+    if inputs.bias_ptr is not None:
+        bias_head = bias_of_head(inputs, stride_b, b64, q_head, kv_start)
     slope = None
-    if alibi_slopes_ptr is not None:
+    if inputs.alibi_slopes_ptr is not None:
         # A bad sequence may be one that there is not.
-        slope_ptr = alibi_slopes_ptr + b64 * stride_ab + q_head
+        slope_ptr = inputs.alibi_slopes_ptr + b64 * stride_ab + q_head
         slope = tl.load(slope_ptr, mask=is_good, other=0.0).to(tl.float32)
 
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -178,12 +183,12 @@ def sum_queries(
     # Masked tiles come last: the other way round, ptxas waits for every single product.
     EDGES_APART: tl.constexpr = ASCENDING and HAS_LEFT
     for PASS in tl.static_range(0 if EDGES_APART else 1, 3):
-        if PASS != 1 or bias_ptr is None:
+        if PASS != 1 or inputs.bias_ptr is None:
             some = tiles_of_pass(ranges, PASS, EDGES_APART)
             dq = add_keys(
                 some, dq, q, dout,
                 RowStatistics(m[:, None], norm[:, None], delta[:, None]), q_idx[:, None],
-                Head(k_ptr, stride_ks * ALIGN), Head(v_ptr, stride_vs * ALIGN), bias_head, slope,
+                Head(k_ptr, stride_k.s * ALIGN), Head(v_ptr, stride_v.s * ALIGN), bias_head, slope,
                 q_len, kv_len, window, scoring, D, DV, PRECISION, BLOCK_KV, BLOCK_D,
                 BLOCK_DV, PASS != 1,
             )  # fmt: skip

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lockstep.kernels.triton.groups import Head, RowStatistics, TileRanges
+from lockstep.kernels.triton.groups import BiasHead, Head, RowStatistics, TileRanges
 from lockstep.kernels.triton.products import product
 from lockstep.kernels.triton.tiles import finish_scores
 
@@ -112,6 +112,36 @@ def finite(x, PRECISION: tl.constexpr):
         nonfinite = (x.to(tl.float32) * 0.0) != 0.0
         clean = tl.where(nonfinite, 0.0, x.to(tl.float32)).to(x.dtype)
     return clean
+
+
+@triton.jit
+def bias_of_head(inputs, stride_b, b64, q_head, kv_start):
+    """The bias of a query head of a sequence, from its first key on."""
+    bias_ptr = inputs.bias_ptr + b64 * stride_b.b + q_head * stride_b.h
+    if inputs.kv_starts_ptr is not None:
+        bias_ptr += kv_start * stride_b.k
+    return BiasHead(bias_ptr, stride_b.h, stride_b.q, stride_b.k)
+
+
+@triton.jit
+def offset(stride, b64, head, ALIGN: tl.constexpr):
+    """From the first row of a tensor to that of a head; strides are in units of ALIGN elements."""
+    return b64 * (stride.b * ALIGN) + head * (stride.h * ALIGN)
+
+
+@triton.jit
+def first_row(ptr, stride, b64, head, start, ALIGN: tl.constexpr):
+    """Where a sequence's first row of a head is."""
+    return ptr + offset(stride, b64, head, ALIGN) + start * (stride.s * ALIGN)
+
+
+@triton.jit
+def row_of(b64, q_head, q_start, sizes, IS_PACKED: tl.constexpr):
+    """The first row of a head in statistics, [B, Hq, Sq], or [Hq, T] of a packed batch."""
+    row = q_head * sizes.Sq + q_start
+    if not IS_PACKED:
+        row += b64 * sizes.Hq * sizes.Sq
+    return row
 
 
 @triton.jit

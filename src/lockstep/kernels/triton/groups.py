@@ -30,6 +30,32 @@ class BiasStrides(NamedTuple):
     k: Any
 
 
+class GradientInputs(NamedTuple):
+    """Pointers to what gradients are computed from, None where a call has no such tensor."""
+
+    q_ptr: Any
+    k_ptr: Any
+    v_ptr: Any
+    bias_ptr: Any
+    kv_lens_ptr: Any
+    kv_starts_ptr: Any
+    alibi_slopes_ptr: Any
+    cu_seqlens_q_ptr: Any
+    cu_seqlens_k_ptr: Any
+    dout_ptr: Any
+    rows_ptr: Any  # `gradient_rows`
+
+
+class GradientSizes(NamedTuple):
+    """Of a call, and the programs of a head."""
+
+    B: Any
+    Hq: Any
+    Sq: Any
+    Skv: Any
+    n_slots: Any
+
+
 class Window(NamedTuple):
     """A row at position p sees the keys from p - left to p + right; None is no limit."""
 
