@@ -127,8 +127,8 @@ class _Operators:
 
     def resolve_function_type(self, func: Any, args: Any, kws: Any) -> Any:
         numbers = all(isinstance(arg, (types.Number, types.Boolean)) for arg in args)
-        known = isinstance(func, types.Function) and numbers or isinstance(func, types.Dispatcher)
-        if kws or not known:
+        is_operator = numbers and isinstance(func, types.Function)
+        if kws or not (is_operator or isinstance(func, types.Dispatcher)):
             return self._context.resolve_function_type(func, args, kws)
         key = func, tuple(types.unliteral(arg) for arg in args)
         if key not in _SIGNATURES:
