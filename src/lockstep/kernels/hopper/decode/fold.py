@@ -22,6 +22,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     reinterpret,
 )
 from lockstep.kernels.hopper.decode import plan, tiles
+from lockstep.kernels.hopper.decode.groups import FoldPointers, FoldSizes, RowStrides
 from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.parts import add_part, close, fold_sink, fold_weights, store_statistics
 
@@ -137,23 +138,9 @@ def weigh_parts(m, keep_smem, add_smem, l_smem, statistics, unit):
 
 @unspecialized(gluon.jit, any_address=("sinks_ptr",))
 def fold_slots(
-    parts_ptr,  # [slots, n_spans, n_rows, DV] fp32
-    part_stats_ptr,  # [slots, n_spans, n_rows, 2] fp32: m, l
-    slots_ptr,
-    sinks_ptr,
-    out_ptr,
-    lse_ptr,
-    statistics_ptr,
-    tiles_ptr,  # `tiles.py`
-    rows_b,
-    rows_h,
-    rows_s,
-    group,
-    heads,
-    q_tiles,
-    Sq,
-    n_spans,
-    n_rows,
+    pointers: FoldPointers,
+    strides: RowStrides,
+    sizes: FoldSizes,
     unit,
     natural,
     PAGED: gl.constexpr,
@@ -180,19 +167,22 @@ def fold_slots(
     keeps = reinterpret(keep_smem, gl.float32, [BATCH, ROWS], line)
     adds = reinterpret(add_smem, gl.float32, [BATCH, ROWS], line)
     ls = reinterpret(l_smem, gl.float32, [BATCH, ROWS], line)
+    parts_ptr, part_stats_ptr = pointers.parts_ptr, pointers.part_stats_ptr
+    n_spans, n_rows = sizes.n_spans, sizes.n_rows
     slot = gl.program_id(0)
     row = gl.program_id(1) * ROWS + gl.arange(0, ROWS, rows)
     # The next call's kernel may start as soon as there is room, to wait for this one.
     gdc_launch_dependents()
     gdc_wait()
-    work = gl.load(slots_ptr + 3 * slot)
-    begin = gl.load(slots_ptr + 3 * slot + 1)
-    count = gl.load(slots_ptr + 3 * slot + 2)
+    work = gl.load(pointers.slots_ptr + 3 * slot)
+    begin = gl.load(pointers.slots_ptr + 3 * slot + 1)
+    count = gl.load(pointers.slots_ptr + 3 * slot + 2)
     if work < 0:
         return
     is_row, b, head, query = find_rows(
-        work, row, tiles_ptr, heads, group, q_tiles, Sq, n_rows, PACKED
-    )
+        work, row, pointers.tiles_ptr, sizes.heads, sizes.group, sizes.q_tiles, sizes.Sq, n_rows,
+        PACKED,
+    )  # fmt: skip
     m = gl.full([ROWS], -float("inf"), gl.float32, rows)
     l = gl.full([ROWS], 0.0, gl.float32, rows)
     acc = gl.full([ROWS, COLUMNS], 0.0, gl.float32, layout)
@@ -234,16 +224,16 @@ def fold_slots(
         batch += 1
     async_copy.wait_group(0)
     if HAS_SINKS:
-        sink = gl.load(sinks_ptr + head, mask=is_row, other=0.0).to(gl.float32)
+        sink = gl.load(pointers.sinks_ptr + head, mask=is_row, other=0.0).to(gl.float32)
         m, l, acc = fold_sink(m, l, acc, sink, natural, unit)
     out, lse = close(m, l, acc, natural)
-    to = (b * rows_b + head * rows_h + query * rows_s).to(gl.int64)
+    to = (b * strides.rows_b + head * strides.rows_h + query * strides.rows_s).to(gl.int64)
     d = gl.program_id(2) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     d = gl.expand_dims(d, 0)
-    out = out.to(out_ptr.dtype.element_ty)
+    out = out.to(pointers.out_ptr.dtype.element_ty)
     mask = gl.expand_dims(is_row, 1) & (d >= 0)
-    gl.store(out_ptr + gl.expand_dims(to * DV, 1) + d, out, mask=mask)
+    gl.store(pointers.out_ptr + gl.expand_dims(to * DV, 1) + d, out, mask=mask)
     if gl.program_id(2) == 0:
-        gl.store(lse_ptr + to, lse, mask=is_row)
+        gl.store(pointers.lse_ptr + to, lse, mask=is_row)
         if not PAGED:
-            store_statistics(statistics_ptr, to, m, l, is_row)
+            store_statistics(pointers.statistics_ptr, to, m, l, is_row)

@@ -8,14 +8,20 @@ from memory does not stop where one sequence ends and the next begins.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.decode.consumer import consume
 from lockstep.kernels.hopper.decode.first_keys import FirstKeys
+from lockstep.kernels.hopper.decode.groups import (
+    Numbers,
+    PageStrides,
+    Pointers,
+    RowStrides,
+    Scales,
+    Strides,
+)
 from lockstep.kernels.hopper.decode.narrow_consumer import Exchange
 from lockstep.kernels.hopper.decode.producer import Cache, Tiles, produce
 from lockstep.kernels.hopper.decode.rows import Rows
@@ -24,79 +30,6 @@ from lockstep.kernels.hopper.decode.span_consumer import consume_spans
 from lockstep.kernels.launch import unspecialized
 
 _ANY_ADDRESS = ("sinks_ptr", "kv_lens_ptr", "kv_starts_ptr", "page_table_ptr")
-
-
-class Pointers(NamedTuple):
-    """What the kernel reads and writes besides the tiles of k and v."""
-
-    k_ptr: Any  # the keys once more, for those that rows begin with in query-invariant calls
-    v_ptr: Any  # the values once more, for those that are not finite
-    q_ptr: Any  # [B, Hq, Sq, D], or packed
-    out_ptr: Any  # contiguous [B, Hq, Sq, Dv], or [Tq, Hq, Dv]
-    lse_ptr: Any  # the same without Dv, fp32
-    statistics_ptr: Any  # [*lse, 2], of calls with a dense cache
-    parts_ptr: Any  # [slots, n_spans, n_rows, Dv] fp32
-    part_stats_ptr: Any  # [slots, n_spans, n_rows, 2] fp32
-    slots_ptr: Any  # [slots, 3]: `producer.note_slot`
-    sinks_ptr: Any  # [Hq]
-    kv_lens_ptr: Any  # [B], or the table of tiles (`tiles.py`)
-    kv_starts_ptr: Any  # [B]
-    page_table_ptr: Any  # [B, ·]
-
-
-class Strides(NamedTuple):
-    """Of q."""
-
-    b: Any
-    h: Any
-    s: Any
-
-
-class RowStrides(NamedTuple):
-    """Of lse, and of out in rows."""
-
-    rows_b: Any
-    rows_h: Any
-    rows_s: Any
-
-
-class PageStrides(NamedTuple):
-    """Of k or v, from one page, token and head to the next."""
-
-    p: Any
-    s: Any
-    h: Any
-
-
-class Numbers(NamedTuple):
-    """Sizes of a call and limits of its window, and how it is cut: `plan.py`."""
-
-    B: Any
-    group: Any
-    heads: Any
-    Sq: Any
-    Skv: Any
-    n_pages: Any
-    page_size: Any
-    left: Any
-    right: Any
-    wanted: Any
-    least: Any
-    team: Any
-    waves: Any
-    q_tiles: Any
-    whole: Any
-    n_spans: Any
-    n_rows: Any
-
-
-class Scales(NamedTuple):
-    """What makes scores of products: `rows.Rows`."""
-
-    cap_scale: Any
-    score_scale: Any
-    unit: Any
-    natural: Any
 
 
 @unspecialized(gluon.jit, any_address=_ANY_ADDRESS)

@@ -16,6 +16,7 @@ from lockstep.kernels.hopper.common.softmax import close_rows
 from lockstep.kernels.hopper.common.spans import fold_span
 from lockstep.kernels.hopper.decode import plan
 from lockstep.kernels.hopper.decode.fold import UNROLLED, copy_columns, copy_number, find_rows
+from lockstep.kernels.hopper.decode.groups import FoldPointers, FoldSizes, RowStrides
 from lockstep.kernels.launch import unspecialized
 
 NUMBERS, SUMS = gl.constexpr(plan.INVARIANT_PART_NUMBERS), gl.constexpr(plan.PART_SUMS)
@@ -23,23 +24,9 @@ NUMBERS, SUMS = gl.constexpr(plan.INVARIANT_PART_NUMBERS), gl.constexpr(plan.PAR
 
 @unspecialized(gluon.jit, any_address=("sinks_ptr",))
 def fold_spans(
-    parts_ptr,  # [slots, n_spans, n_rows, DV] fp32
-    part_stats_ptr,  # [slots, n_spans, n_rows, NUMBERS] fp32: `plan.py`
-    slots_ptr,
-    sinks_ptr,
-    out_ptr,
-    lse_ptr,
-    statistics_ptr,
-    tiles_ptr,  # `tiles.py`
-    rows_b,
-    rows_h,
-    rows_s,
-    group,
-    heads,
-    q_tiles,
-    Sq,
-    n_spans,
-    n_rows,
+    pointers: FoldPointers,
+    strides: RowStrides,
+    sizes: FoldSizes,
     unit,
     PAGED: gl.constexpr,
     HAS_SINKS: gl.constexpr,
@@ -66,13 +53,15 @@ def fold_spans(
     all_sums = reinterpret(sums_smem, gl.float32, [BATCH, ROWS, 8], square)
     ms = reinterpret(m_smem, gl.float32, [BATCH, ROWS], line)
     errors = reinterpret(error_smem, gl.float32, [BATCH, ROWS], line)
+    parts_ptr, part_stats_ptr = pointers.parts_ptr, pointers.part_stats_ptr
+    n_spans, n_rows = sizes.n_spans, sizes.n_rows
     slot = gl.program_id(0)
     row = gl.program_id(1) * ROWS + gl.arange(0, ROWS, rows)
     gdc_launch_dependents()
     gdc_wait()
-    work = gl.load(slots_ptr + 3 * slot)
-    begin = gl.load(slots_ptr + 3 * slot + 1)
-    count = gl.load(slots_ptr + 3 * slot + 2)
+    work = gl.load(pointers.slots_ptr + 3 * slot)
+    begin = gl.load(pointers.slots_ptr + 3 * slot + 1)
+    count = gl.load(pointers.slots_ptr + 3 * slot + 2)
     if work < 0:
         return
     zero = gl.full([ROWS], 0.0, gl.float32, rows)
@@ -105,21 +94,22 @@ def fold_spans(
     l = gl.convert_layout(gl.sum(gl.where(is_l, total[0], 0.0), 1), rows)
     r = gl.convert_layout(gl.sum(total[0], 1), rows)
     is_row, b, head, query = find_rows(
-        work, row, tiles_ptr, heads, group, q_tiles, Sq, n_rows, PACKED
-    )
+        work, row, pointers.tiles_ptr, sizes.heads, sizes.group, sizes.q_tiles, sizes.Sq, n_rows,
+        PACKED,
+    )  # fmt: skip
     sink = None
     if HAS_SINKS:
-        sink = gl.load(sinks_ptr + head, mask=is_row, other=0.0)
+        sink = gl.load(pointers.sinks_ptr + head, mask=is_row, other=0.0)
     factor = gl.exp2(-maxima[1])
     out, lse, m, l = close_rows((total[1],), maxima[0], l, r, factor, unit, sink, 0.0)
-    to = (b * rows_b + head * rows_h + query * rows_s).to(gl.int64)
+    to = (b * strides.rows_b + head * strides.rows_h + query * strides.rows_s).to(gl.int64)
     d = gl.program_id(2) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     d = gl.expand_dims(d, 0)
-    x = out[0].to(out_ptr.dtype.element_ty)
+    x = out[0].to(pointers.out_ptr.dtype.element_ty)
     mask = gl.expand_dims(is_row, 1) & (d >= 0)
-    gl.store(out_ptr + gl.expand_dims(to * DV, 1) + d, x, mask=mask)
+    gl.store(pointers.out_ptr + gl.expand_dims(to * DV, 1) + d, x, mask=mask)
     if gl.program_id(2) == 0:
-        gl.store(lse_ptr + to, lse, mask=is_row)
+        gl.store(pointers.lse_ptr + to, lse, mask=is_row)
         if not PAGED:
-            gl.store(statistics_ptr + 2 * to, m, mask=is_row)
-            gl.store(statistics_ptr + 2 * to + 1, l, mask=is_row)
+            gl.store(pointers.statistics_ptr + 2 * to, m, mask=is_row)
+            gl.store(pointers.statistics_ptr + 2 * to + 1, l, mask=is_row)
