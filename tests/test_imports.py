@@ -18,7 +18,7 @@ SOURCE = ROOT / "src" / "lockstep"
 def read_map() -> dict[str, int]:
     """Files and folders of the map in CONTRIBUTING.md, each with the number of its line.
 
-    A line names one or more (`api.py`, `kernels/cpu/`), which do not import each other.
+    A line names one or more (`dispatch.py`, `kernels/cpu/`), which do not import each other.
     """
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```\nsrc/lockstep/\n((?:  .*\n)+)", text)
