@@ -144,6 +144,27 @@ CHOSEN = (
             [*COPIED, "@UP3 UIADD3 UR32, UR4, 0x4000, URZ", "@UP1 UTMALDG.2D [UR32], [UR6]", *READ],
             ["branch"],
         ),
+        # Known under one of two equal predicates, and used under the other when the first is gone.
+        (
+            [
+                *COPIED,
+                "@UP3 UIADD3 UR32, UR4, 0x4000, URZ",
+                "UISETP.LT.AND UP3, UPT, UR8, 0x1, UPT",
+                "@UP2 UTMALDG.2D [UR32], [UR6]",
+                *READ,
+            ],
+            [],
+        ),
+        (
+            [
+                *COPIED,
+                "@UP3 UIADD3 UR32, UR4, 0x4000, URZ",
+                "UISETP.LT.AND UP3, UPT, UR8, 0x1, UPT",
+                "@UP3 UTMALDG.2D [UR32], [UR6]",
+                *READ,
+            ],
+            ["branch"],
+        ),
         (
             [
                 *COPIED,

@@ -74,6 +74,7 @@ class State(dict[object, Value]):
     def forget(self, register: str) -> None:
         """What is known under conditions of a register, or under a predicate, that is written."""
         if register.lstrip("U").startswith("P"):
+            self._hand_on(register)
             for condition in (register, f"!{register}"):
                 self.under.pop(condition, None)
             for known in (self.votes, self.twins):
@@ -83,6 +84,22 @@ class State(dict[object, Value]):
         else:
             for values in self.under.values():
                 values.pop(register, None)
+
+    def _hand_on(self, predicate: str) -> None:
+        """What is known under a predicate that is to be written stays known under one that is equal
+        to it, if there is any."""
+        heir = next((x for x, of in self.twins.items() if of == predicate), None)
+        if heir is None:
+            return
+        del self.twins[heir]
+        for sign in ("", "!"):
+            if sign + predicate in self.under:
+                self.under[sign + heir] = self.under.pop(sign + predicate)
+        if predicate in self.votes:
+            self.votes[heir] = self.votes.pop(predicate)
+        for name, of in self.twins.items():
+            if of.lstrip("!") == predicate:
+                self.twins[name] = of.replace(predicate, heir)
 
     def relate(self, each: Instruction) -> None:
         """What has been written is a copy of another predicate, a vote on it, or elected."""
