@@ -58,8 +58,8 @@ LEAKS = {
     ),
     "row_per_thread: no correction where the maximum stays": (
         "row_per_thread",
-        "correction = cuda.exp2(m - base)",
-        "correction = cuda.exp2(m - base) if m < base else 1.0",
+        "correction = ct.exp2(m - base)",
+        "correction = ct.exp2(m - base) if m < base else 1.0",
         "a conditional expression (use ct.select) depends on a secret",
     ),
 }

@@ -552,6 +552,19 @@ def test_constant_time_select():
     assert np.array_equal(out, np.where(keep, x + x, np.float32(-1)))
 
 
+def test_constant_time_exponentials_have_no_subnormal_results():
+    @simt.kernel
+    def weights(x: simt.Secret[float32[:]], out: float32[:]):
+        out[cuda.threadIdx.x] = ct.exp2(x[cuda.threadIdx.x])
+
+    x = np.array([0.5, -125.5, -126.0, -126.5, -149.0, -200.0, -np.inf, np.inf], np.float32)
+    out = np.ones(8, np.float32)
+    weights[1, 8](x, out).check()
+    assert np.array_equal(out[[0, 1, 2, 7]], np.exp2(x[[0, 1, 2, 7]]))
+    assert not out[3:7].any()
+    assert not weights.typed().warnings
+
+
 def test_constant_time_select_of_vectors():
     @simt.kernel
     def blank(x: simt.Secret[float16[:]], n: simt.Secret[int32], out: float16[:]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep import simt
-from lockstep.simt import bfloat16, cuda, float16, float32, int32
+from lockstep.simt import bfloat16, ct, cuda, float16, float32, int32
 from lockstep.simt.cuda_cpp import emit
 from lockstep.simt.samples import kernels
 from lockstep.simt.sass import cuda_source, disassemble, sass_listing, show
@@ -26,6 +26,13 @@ def dynamic_register_index(x: float32[:], pick: int32):
     for i in range(64):
         v[(i * pick) & 63] = x[i]
     x[0] = v[pick & 63]
+
+
+@simt.kernel
+def exponentials(x: float32[:], y: float32[:]):
+    i = cuda.threadIdx.x
+    x[i] = cuda.exp2(x[i])
+    y[i] = ct.exp2(y[i])
 
 
 def text_of(line):
@@ -74,6 +81,13 @@ class TestInstructions:
         for line in chosen:
             assert any(i.opcode.startswith(("SEL", "FSEL")) for i in line)
             assert not any(i.opcode.startswith(("BRA", "BSSY")) for i in line)
+
+    def test_constant_time_exponentials_have_no_predicates(self, arch):
+        code = sass(exponentials, arch)
+        for name, steps in (("cuda.exp2", 2), ("ct.exp2", 0)):
+            (line,) = (line for line in code.by_line().values() if name in text_of(line))
+            assert sum(i.opcode.startswith("MUFU.EX2") for i in line) == 1
+            assert sum(i.text.startswith("@") for i in line) == steps
 
 
 def test_instructions_stand_beside_their_python_line():

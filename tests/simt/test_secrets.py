@@ -164,6 +164,16 @@ def test_slow_paths_are_pointed_out():
     assert warning.loc.text.strip() == "out[0] = 1.0 / x[0]"
 
 
+def test_exponentials_of_secrets_are_those_of_constant_time():
+    @simt.kernel
+    def weight(x: Secret[float32[:]], out: float32[:]):
+        out[0] = cuda.exp2(x[0])
+        out[1] = ct.exp2(x[0])
+
+    (warning,) = weight.typed().warnings
+    assert warning.loc.text.strip() == "out[0] = cuda.exp2(x[0])"
+
+
 def test_the_shape_of_a_secret_array_is_public():
     @simt.kernel
     def shape(x: Secret[float32[:]], out: float32[:]):

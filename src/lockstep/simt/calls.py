@@ -25,7 +25,7 @@ from .types import (
     wrap,
 )
 
-FLOAT_MATH = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "floor", "ceil")
+FLOAT_MATH = ("exp", "exp2", "ct_exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "floor", "ceil")
 BIT_MATH = ("popc", "clz", "ffs", "brev")
 
 
@@ -137,6 +137,9 @@ class Calls(Expressions):
         if not (isinstance(left.type, VectorType) and left.type == right.type):
             left, right = self.unify(left, right, node, "the two values", widen=False)
         return ir.Select(test, left, right, constant_time=True, type=left.type, loc=self.loc(node))
+
+    def ct_exp2(self, node: ast.Call, x: ast.expr) -> ir.Expr:
+        return self.function(node, "ct_exp2", [x])
 
     def ct_mask(self, node: ast.Call, condition: ast.expr) -> ir.Expr:
         loc = self.loc(node)

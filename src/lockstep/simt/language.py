@@ -284,6 +284,11 @@ class ct:
         """`if_true` where `condition` holds; both are evaluated. Scalars or vectors."""
 
     @_ct
+    def exp2(x):
+        """2^x, or 0 where that is below 2^-126: one instruction, where `cuda.exp2` has two more for
+        such results."""
+
+    @_ct
     def mask(condition):
         """uint32 of all ones where `condition` holds, else zero."""
 

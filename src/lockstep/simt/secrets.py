@@ -6,7 +6,7 @@ early exit or address may depend on them; `ct.select`, `&`, `|`, `min` and `max`
 freely. Since no branch is secret, nothing can flow through control.
 
 The proof is about the source. Where the compiled form of an operation has a data-dependent slow
-path (float32 division, sqrt, tanh), the kernel carries a warning: look at the machine code.
+path (float32 division, sqrt, tanh, exp2), the kernel carries a warning: look at the machine code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from . import ir
 from .errors import SecretLeak
 from .types import float32
 
-SLOW_PATHS = ("sqrt", "tanh", "log", "log2")
+SLOW_PATHS = ("sqrt", "tanh", "log", "log2", "exp2")
 
 
 @dataclass(frozen=True)

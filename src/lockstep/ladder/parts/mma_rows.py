@@ -57,7 +57,7 @@ def weigh(s_tile, p_tile, scores, row, half, m, top, l, scale_log2, DTYPE: Const
     shared memory; returns the sum l over this half. m and top: the maximum before and now."""
     # a row that has seen no key yet: infinity minus infinity would be NaN
     base = ct.select(top == EMPTY, 0.0, top)
-    factor = cuda.exp2(m - base)
+    factor = ct.exp2(m - base)
     l = l * factor + exponentials(scores, scale_log2, base, OWN)
     store_weights(p_tile, scores, row, half, BLOCK, SHARE, DTYPE)
     spread_row(s_tile, row, half, factor, SHARE)

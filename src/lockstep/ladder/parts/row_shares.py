@@ -41,7 +41,7 @@ def exponentials(scores, scale_log2, base, OWN: Constant):
     """exp2(scale_log2 · s - base) for each of this thread's scores, in place; returns their sum."""
     total = 0.0
     for j in range(OWN):
-        scores[j] = cuda.exp2(scores[j] * scale_log2 - base)
+        scores[j] = ct.exp2(scores[j] * scale_log2 - base)
         total += scores[j]
     return total
 

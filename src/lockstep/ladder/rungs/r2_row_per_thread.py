@@ -93,13 +93,13 @@ def row_per_thread(
             with simt.phase("softmax"):
                 # a row that has seen no key yet: infinity minus infinity would be NaN
                 base = ct.select(top == EMPTY, 0.0, top)
-                correction = cuda.exp2(m - base)
+                correction = ct.exp2(m - base)
                 m = top
                 l *= correction
                 for d in range(D):
                     acc[d] *= correction
                 for j in range(GROUP):
-                    scores[j] = cuda.exp2(scores[j] - base)
+                    scores[j] = ct.exp2(scores[j] - base)
                     l += scores[j]
             with simt.phase("output"):
                 for j in range(GROUP):

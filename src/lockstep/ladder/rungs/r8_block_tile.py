@@ -228,7 +228,7 @@ def block_tile(
             top = max(m, most * scale_log2)
             # a row that has seen no key yet: infinity minus infinity would be NaN
             base = ct.select(top == EMPTY, 0.0, top)
-            factor = cuda.exp2(m - base)
+            factor = ct.exp2(m - base)
             m = top
             l = l * factor + exponentials(scores, scale_log2, base, OWN)
             for j in range(OWN // 4):

@@ -77,7 +77,7 @@ def add_row(
     for j in range(BLOCK // SHARE):
         kv = SHARE * j + part
         s = ct.select(kv < seen, s_tile[row, kv], EMPTY)
-        p = cuda.exp2(s * scale_log2 - base)
+        p = ct.exp2(s * scale_log2 - base)
         total += p
         for d in range(0, D, VECTOR):
             row_add8(acc, d, p, cuda.vload(v_tile, (buffer, kv, d), VECTOR))
@@ -160,7 +160,7 @@ def block_tile_by_rows(
                 top = max(m, row_max(s_tile, row, part, limit - kv_row0, SHARE) * scale_log2)
                 # a row that has seen no key yet: infinity minus infinity would be NaN
                 base = ct.select(top == EMPTY, 0.0, top)
-                factor = cuda.exp2(m - base)
+                factor = ct.exp2(m - base)
                 m = top
                 for d in range(D):
                     acc[d] *= factor

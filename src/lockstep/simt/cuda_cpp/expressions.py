@@ -42,6 +42,7 @@ FLOAT_MATH = {
     "abs": "fabsf",
     "exp": "expf",
     "exp2": "exp2f",
+    "ct_exp2": "ct_exp2",
     "log": "logf",
     "log2": "log2f",
     "sqrt": "sqrtf",
@@ -244,6 +245,8 @@ class Expressions:
             # __brev is unsigned
             return Code(f"int({code.text})") if expr.name == "brev" and expr.type == int32 else code
         if expr.type == float32 or isinstance(expr.type, FragmentType):
+            if expr.name == "ct_exp2":
+                self.needs.add("ct_exp2")
             return self.call(FLOAT_MATH[expr.name], *expr.args)
         return self.call(expr.name, *expr.args)
 

@@ -59,6 +59,14 @@ __device__ __forceinline__ int floor_mod(int a, int b) {
   return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
 }
 """,
+    "ct_exp2": """\
+// exp2f multiplies twice more where results are below 2^-126, which are 0 here.
+__device__ __forceinline__ float ct_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+""",
     "ct_select": """\
 // Both operands are evaluated and one instruction picks: nothing here can become a branch.
 __device__ __forceinline__ unsigned ct_select(bool condition, unsigned if_true, unsigned if_false) {

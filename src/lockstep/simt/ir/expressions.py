@@ -167,7 +167,7 @@ class Bitcast(Expr):
 
 @dataclass(eq=False)
 class Math(Expr):
-    """min max abs exp exp2 log log2 sqrt rsqrt tanh floor ceil fma popc clz ffs brev."""
+    """min max abs exp exp2 ct_exp2 log log2 sqrt rsqrt tanh floor ceil fma popc clz ffs brev."""
 
     name: str
     args: tuple[Expr, ...]

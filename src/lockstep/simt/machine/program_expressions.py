@@ -26,6 +26,7 @@ MATH = {
     "abs": values.absolute,
     "exp": np.exp,
     "exp2": np.exp2,
+    "ct_exp2": values.ct_exp2,
     "log": np.log,
     "log2": np.log2,
     "sqrt": np.sqrt,

@@ -22,6 +22,7 @@ NUMPY = {
     float16: np.dtype(np.float32),
     bfloat16: np.dtype(np.float32),
 }
+SMALLEST_NORMAL = np.finfo(np.float32).tiny
 
 
 def i32(x: Value) -> Value:
@@ -103,6 +104,12 @@ def fma(x: Value, y: Value, z: Value) -> Value:
     inexact = (error != 0) & even & np.isfinite(total)
     result = np.where(inexact, np.nextafter(total, towards), total).astype(np.float32)
     return result if result.ndim else np.float32(result)
+
+
+def ct_exp2(x: Value) -> Value:
+    """2^x, without subnormal results."""
+    result = np.exp2(x)
+    return np.where(result < SMALLEST_NORMAL, np.float32(0), result)[()]
 
 
 def rsqrt(x: Value) -> Value:
