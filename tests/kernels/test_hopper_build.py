@@ -31,7 +31,7 @@ from unassigned import unassigned_reads
 
 from lockstep.kernels import launch as protocol
 from lockstep.kernels.hopper.common import copy_engine, sizes
-from lockstep.kernels.hopper.forward import launch, plan
+from lockstep.kernels.hopper.forward import cleaning, launch, plan
 from lockstep.kernels.hopper.forward.few_keys import few_keys_kernel
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
 from lockstep.kernels.launch import Launch
@@ -270,9 +270,15 @@ def test_machine_code_in_constant_time(D, causal, consumers):
         assert (found["FSEL"] >= per_thread) == (i % 2 == 1)
         assert found["FMNMX"] >= per_thread
         assert found["FMUL"] >= D // 2
-        # The exponentials run under the product.
+        # The exponentials run under the product; of two consumers, half of them do, and weights are
+        # rounded while the others are computed.
         scores, product = body.index(SCORES_WAIT), body.index(PRODUCT_WAIT)
-        assert count(body[scores:product])["MUFU.EX2"] >= per_thread
+        under_way = count(body[scores:product])
+        assert under_way["MUFU.EX2"] >= per_thread // (1 if consumers == 3 else 2)
+        assert under_way["F2FP"] == 0
+        if consumers == 2:
+            last = len(body) - 1 - [text.split()[0] for text in body[::-1]].index("MUFU.EX2")
+            assert count(body[product:last])["F2FP"] >= per_thread // 4
         # What three consumers have no registers for: few numbers of a row.
         assert found["LDL"] + found["STL"] <= (6 if i % 2 == 0 else 12) * (consumers == 3)
 
@@ -352,6 +358,22 @@ def test_takes_what_it_says(monkeypatch):
 def test_block_of_keys_follows_the_head_dims_alone():
     for D in plan.PLANS:
         assert plan.PLANS[D].block_kv == plan.SHORT_PLANS[D].block_kv
+
+
+@pytest.mark.parametrize(
+    ("D", "Dv"), [(64, 64), (128, 128), (128, 64), (192, 128), (192, 192), (256, 256)]
+)
+def test_flags_of_constant_time_fit_beside_keys_and_values(D, Dv):
+    """Under a window, every key of a block has a flag in shared memory, in up to eight blocks."""
+    q, v = (torch.empty(1, 2, 2000, n, dtype=torch.bfloat16) for n in (D, Dv))
+    options = Options(window_left=500, window_right=30, constant_time=True)
+    shape = plan.plan_of(describe(Tensors(q, q, v), options))
+    D, Dv = plan.padded(D), plan.padded(Dv)
+    tiles = shape.stages * shape.block_kv * (D + Dv)
+    tiles += shape.block_q * (shape.q_stages * D + min(Dv, shape.out_columns))
+    flags = cleaning.PLACES.value * shape.block_kv * 4
+    # The rest is barriers and the queue of tiles.
+    assert 2 * tiles + flags + 512 <= sizes.SHARED_BYTES
 
 
 def test_pairs_only_where_they_fill_the_card_and_keys_stay_in_l2():

@@ -17,6 +17,7 @@ KINDS = {
     "full": {},
     "causal": {"causal": True},
     "window": {"window": (150, 20)},
+    "wide window": {"window": (500, 30)},
     "lengths": {"causal": True, "kv_lens": torch.tensor([650, 300])},
     "capped": {"causal": True, "softcap": 20.0},
     "sinks": {"window": (100, 0), "sinks": torch.tensor([0.5, -1.0, 3.0, 1.0])},

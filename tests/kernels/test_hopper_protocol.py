@@ -1,8 +1,9 @@
 """Who waits for whom in the Hopper forward: a model of its warps in which no one may wait forever.
 
 The model has the waits and releases of `scheduler.schedule_tiles`, `kernel.produce` and
-`consumer.consume`, in their order, and takes the blocks of a tile from `schedule.py` itself. Warps
-run in random order. So do tickets: `schedule.py` says which tile each stands for.
+`consumer.consume`, in their order, in constant time those of `cleaning.py`, too, and takes the
+blocks of a tile from `schedule.py` itself. Warps run in random order. So do tickets: `schedule.py`
+says which tile each stands for.
 """
 
 from __future__ import annotations
@@ -12,16 +13,26 @@ import random
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from lockstep.kernels.hopper.common.mailbox import SLOTS
-from lockstep.kernels.hopper.forward.plan import PLANS, ROWS, SHORT_PLANS, Plan
+from lockstep.kernels.hopper.forward.cleaning import CLEANERS, PLACES
+from lockstep.kernels.hopper.forward.plan import (
+    BITS_STAGES,
+    NARROW_PLANS,
+    PLANS,
+    ROWS,
+    SHORT_PLANS,
+    WIDE_KEYS,
+    Plan,
+)
 from lockstep.kernels.hopper.forward.schedule import (
     BAD,
     LONGEST_FIRST,
@@ -53,13 +64,51 @@ class Ring:
         self.released[i] += 1
 
 
+class Barrier:
+    """An mbarrier, of which only the parity of its phase is seen."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.arrived = count, 0
+
+    def arrive(self) -> None:
+        self.arrived += 1
+
+    def completed(self, parity: int) -> Callable[[], bool]:
+        return lambda: self.arrived // self.count & 1 != parity
+
+
+class Rows(NamedTuple):
+    """The blocks that a consumer sees of a tile, those that any does, and those that all see
+    whole."""
+
+    begin: int
+    end: int
+    tile_begin: int
+    tile_end: int
+    whole_begin: int
+    whole_end: int
+
+    def is_cut(self, block: int) -> bool:
+        return not self.whole_begin <= block < self.whole_end
+
+
 class Program:
-    """One program with its rings, turns and tiles."""
+    """One program with its rings, turns and tiles; in constant time, blocks that a mask cuts are
+    cleaned."""
 
     def __init__(
-        self, plan: Plan, left: int | None, right: int | None, tiles: list, producers: int = 1
+        self,
+        plan: Plan,
+        left: int | None,
+        right: int | None,
+        tiles: list,
+        producers: int = 1,
+        constant_time: bool = False,
     ) -> None:
         self.plan, self.tiles, self.producers = plan, tiles, producers
+        self.constant_time = constant_time
+        self.cleans = constant_time and (left is not None or right is not None)
+        self.clean = [Barrier(CLEANERS.value) for _ in range(PLACES.value)]
         self.k, self.v = (Ring(plan.stages, plan.consumers) for _ in range(2))
         self.q = [Ring(plan.q_stages, 1) for _ in range(plan.consumers)]
         self.tile_queue = Ring(SLOTS.value, plan.consumers + producers)
@@ -72,9 +121,37 @@ class Program:
             BLOCK_KV=plan.block_kv,
         )
         self.seen: dict[str, int] = {}
+        self.cleaned, self.multiplied = Counter(), Counter()
 
     def blocks(self, tile, q_idx: int, rows: int) -> tuple[int, int]:
         return in_python("blocks")(self.schedule, tile, q_idx, rows)
+
+    def rows(self, c: int, tile) -> Rows:
+        q_idx, block_q = tile.q_idx, self.plan.block_q
+        return Rows(
+            *self.blocks(tile, q_idx + c * ROWS, ROWS),
+            *self.blocks(tile, q_idx, block_q),
+            *in_python("inner_blocks")(self.schedule, tile, q_idx, block_q),
+        )
+
+    def clean_if_cut(self, c: int, rows: Rows, block: int, i: int, n: int) -> Warp:
+        """Returns the number of the next block that is cut, if n is that of this one."""
+        if not (self.cleans and rows.is_cut(block)):
+            return n
+        if c >= self.plan.consumers - CLEANERS.value:
+            yield self.v.there(i)
+            # Nobody has multiplied, or released, what is not clean.
+            assert not self.multiplied[i]
+            self.clean[n % PLACES.value].arrive()
+            self.cleaned[i] += 1
+        return n + 1
+
+    def await_clean(self, rows: Rows, block: int, i: int, n: int) -> Warp:
+        """The n-th block that is cut, if `block` is, is clean; it is the i-th in all."""
+        if self.cleans and rows.is_cut(block):
+            yield self.clean[n % PLACES.value].completed(n // PLACES.value & 1)
+            assert self.cleaned[i] == CLEANERS.value
+            self.multiplied[i] = True
 
     def schedule_tiles(self) -> Warp:
         # After the last tile comes one that does not exist.
@@ -110,79 +187,104 @@ class Program:
             self.produce("values", self.v, queries=False),
         ]
 
-    def issue(self, c: int, also: Callable[[], bool] | None = None) -> Warp:
-        """Products in turn; `also` is what the second of them waits for."""
+    def issue(self, c: int, *values: Any) -> Warp:
+        """Products in turn; the second waits for `values`, which are clean."""
         if self.plan.pingpong:
             yield lambda: self.turns[c] > 0
             self.turns[c] -= 1
-        if also is not None:
-            yield also
+        if values:
+            yield from self.await_values(*values)
         if self.plan.pingpong:
             self.turns[(c + 1) % self.plan.consumers] += 1
 
-    def skip(self, c: int, i: int) -> Warp:
+    def await_values(self, rows: Rows, block: int, i: int, n: int) -> Warp:
+        yield self.v.there(i)
+        if not self.schedule.HAS_LEFT:
+            yield from self.await_clean(rows, block, i, n)
+
+    def mark_weights(self, rows: Rows, block: int, i: int, n: int) -> Warp:
+        if self.schedule.HAS_LEFT:
+            yield from self.await_clean(rows, block, i, n)
+
+    def skip(self, c: int, rows: Rows, block: int, i: int, cuts: int) -> Warp:
         yield self.k.there(i)
         yield from self.issue(c)
         self.k.release(i)
         yield self.v.there(i)
+        cuts = yield from self.clean_if_cut(c, rows, block, i, cuts)
         self.v.release(i)
+        return cuts
 
-    def begin_tile(self, c: int, n: int, i: int, has_more: bool) -> Warp:
+    def begin_tile(self, c: int, rows: Rows, n: int, i: int, cuts: int) -> Warp:
         yield self.q[c].there(n)
         yield self.k.there(i)
         yield from self.issue(c)
+        cuts = yield from self.clean_if_cut(c, rows, rows.begin, i, cuts)
         self.k.release(i)
-        if has_more:
+        if rows.begin + 1 < rows.end:
             yield self.k.there(i + 1)
+        yield from self.mark_weights(rows, rows.begin, i, cuts - 1)
+        return cuts
 
-    def change_tile(self, c: int, n: int, last: int, i: int, has_more: bool) -> Warp:
+    def change_tile(self, c: int, rows: Rows, n: int, last: tuple, i: int, cuts: int) -> Warp:
         yield self.q[c].there(n)
         yield self.k.there(i)
-        yield from self.issue(c, self.v.there(last))
+        yield from self.issue(c, *last)
         self.k.release(i)
-        if has_more and i - last < self.plan.stages:
+        has_more = rows.begin + 1 < rows.end
+        if has_more and i - last[2] < self.plan.stages:
             yield self.k.there(i + 1)
-        self.v.release(last)
+        self.v.release(last[2])
+        cuts = yield from self.clean_if_cut(c, rows, rows.begin, i, cuts)
         if has_more:
             yield self.k.there(i + 1)
+        yield from self.mark_weights(rows, rows.begin, i, cuts - 1)
+        return cuts
+
+    def step(self, c: int, rows: Rows, block: int, seen: int, cuts: int) -> Warp:
+        yield from self.issue(c, rows, block - 1, seen, cuts - 1)
+        if not self.constant_time:
+            self.k.release(seen + 1)
+        cuts = yield from self.clean_if_cut(c, rows, block, seen + 1, cuts)
+        if block + 1 < rows.end:
+            yield self.k.there(seen + 2)
+        if self.constant_time:
+            self.k.release(seen + 1)
+        self.v.release(seen)
+        yield from self.mark_weights(rows, block, seen + 1, cuts - 1)
+        return cuts
 
     def consume(self, c: int) -> Warp:
-        k, v, seen = self.k, self.v, 0
+        seen, cuts = 0, 0
         first, *later = self.tiles
         yield from self.read_queue(0)
-        begin, end = self.blocks(first, first.q_idx + c * ROWS, ROWS)
-        tile_begin, tile_end = self.blocks(first, first.q_idx, self.plan.block_q)
-        for _ in range(tile_begin, begin):
-            yield from self.skip(c, seen)
+        rows = self.rows(c, first)
+        for block in range(rows.tile_begin, rows.begin):
+            cuts = yield from self.skip(c, rows, block, seen, cuts)
             seen += 1
-        yield from self.begin_tile(c, 0, seen, begin + 1 < end)
+        cuts = yield from self.begin_tile(c, rows, 0, seen, cuts)
         for n, tile in enumerate([*later, None], 1):
-            for block in range(begin + 1, end):
-                yield from self.issue(c, v.there(seen))
-                k.release(seen + 1)
-                if block + 1 < end:
-                    yield k.there(seen + 2)
-                v.release(seen)
+            for block in range(rows.begin + 1, rows.end):
+                cuts = yield from self.step(c, rows, block, seen, cuts)
                 seen += 1
-            last, seen = seen, seen + 1
-            for _ in range(end, tile_end):
-                yield from self.skip(c, seen)
+            last, seen = (rows, rows.end - 1, seen, cuts - 1), seen + 1
+            for block in range(rows.end, rows.tile_end):
+                cuts = yield from self.skip(c, rows, block, seen, cuts)
                 seen += 1
             yield from self.read_queue(n)
             self.q[c].release(n - 1)
             if tile is not None:
-                begin, end = self.blocks(tile, tile.q_idx + c * ROWS, ROWS)
-                tile_begin, tile_end = self.blocks(tile, tile.q_idx, self.plan.block_q)
-                for _ in range(tile_begin, begin):
-                    yield from self.skip(c, seen)
+                rows = self.rows(c, tile)
+                for block in range(rows.tile_begin, rows.begin):
+                    cuts = yield from self.skip(c, rows, block, seen, cuts)
                     seen += 1
             if tile is not None and self.plan.q_stages == 2:
-                yield from self.change_tile(c, n, last, seen, begin + 1 < end)
+                cuts = yield from self.change_tile(c, rows, n, last, seen, cuts)
             else:
-                yield v.there(last)
-                v.release(last)
+                yield from self.await_values(*last)
+                self.v.release(last[2])
                 if tile is not None:
-                    yield from self.begin_tile(c, n, seen, begin + 1 < end)
+                    cuts = yield from self.begin_tile(c, rows, n, seen, cuts)
         self.seen[f"consumer {c}"] = seen
 
     def run(self, draws: random.Random) -> None:
@@ -271,14 +373,19 @@ def draw_tile(draws: random.Random, plan: Plan) -> SimpleNamespace:
     )
 
 
-@pytest.mark.parametrize("plan", sorted({*PLANS.values(), *SHORT_PLANS.values()}, key=repr))
+EVERY_PLAN = {*PLANS.values(), *SHORT_PLANS.values(), *NARROW_PLANS.values(), WIDE_KEYS}
+EVERY_PLAN |= {replace(plans[64], stages=BITS_STAGES) for plans in (PLANS, SHORT_PLANS)}
+
+
+@pytest.mark.parametrize("plan", sorted(EVERY_PLAN, key=repr))
 def test_no_one_waits_forever(plan):
     draws = random.Random(0)
     for _ in range(800):
         left = draws.choice((None, None, 0, 17, 70, 129, 200))
         right = draws.choice((None, 0, 0, 5, 40, 300))
         tiles = [draw_tile(draws, plan) for _ in range(draws.randint(1, 5))]
-        program = Program(plan, left, right, tiles, producers=draws.choice((1, 2)))
+        kind = draws.choice(({"producers": 1}, {"producers": 2}, {"constant_time": True}))
+        program = Program(plan, left, right, tiles, **kind)
         for tile in tiles:
             begin, end = program.blocks(tile, tile.q_idx, plan.block_q)
             for c in range(plan.consumers):

@@ -134,7 +134,13 @@ class TileRing:
         self.COLUMNS = gl.constexpr(COLUMNS)
 
     @gluon.jit
-    def create(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr):
+    def create(
+        desc,
+        STAGES: gl.constexpr,
+        CONSUMERS: gl.constexpr,
+        COLUMNS: gl.constexpr,
+        BY_BITS: gl.constexpr = False,
+    ):
         """A ring for tiles of `desc`, each of which CONSUMERS partitions wait for and release."""
         if _in_chunks(desc, COLUMNS):
             tiles_smem = _allocate_columns(desc, STAGES, 2 * CHUNK)
@@ -142,7 +148,8 @@ class TileRing:
         else:
             tiles_smem = allocate_tiles(desc, STAGES)
             rest_smem = tiles_smem
-        return TileRing(tiles_smem, rest_smem, Ring.create(STAGES, CONSUMERS), COLUMNS)
+        ring = Ring.create(STAGES, CONSUMERS, 1, BY_BITS)
+        return TileRing(tiles_smem, rest_smem, ring, COLUMNS)
 
     @gluon.jit
     def create_in_boxes(

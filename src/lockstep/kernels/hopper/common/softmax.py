@@ -130,8 +130,14 @@ def thread_sums(p):
 @gluon.jit
 def add_sums(l, alpha, weights):
     """l·alpha + the sums of `weights` [BLOCK_Q, 4], with one rounding in every build."""
+    return rescale_and_add(l, alpha, thread_sums(weights))
+
+
+@gluon.jit
+def rescale_and_add(l, alpha, sums):
+    """l·alpha + sums [BLOCK_Q, 4]."""
     ones = gl.full(l.shape, 1.0, gl.float32, l.type.layout)
-    return gl.fma(l, scale_rows(ones, alpha), thread_sums(weights))
+    return gl.fma(l, scale_rows(ones, alpha), sums)
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ selected for those that have seen no key.
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
-from lockstep.kernels.hopper.common.softmax import max_rounding_error
+from lockstep.kernels.hopper.common.softmax import max_rounding_error, thread_sums
 
 # By the dtype of weights, which fp16 has up to 2^15.
 LARGEST = {"bf16": 29, "fp16": 27}
@@ -79,5 +79,28 @@ def raise_maximum(s, m, rounding, scale, dtype: gl.constexpr):
 
 @gluon.jit
 def weights_of(s, unit, offset):
-    """exp2(s·unit + offset) [BLOCK_Q, BLOCK_KV] fp32."""
+    """exp2(s·unit + offset) [BLOCK_Q, ·] fp32, of some columns."""
+    rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    unit = gl.convert_layout(unit, rows, assert_trivial=True)
+    offset = gl.convert_layout(offset, rows, assert_trivial=True)
     return gl.exp2(gl.fma(s, gl.expand_dims(unit, 1), gl.expand_dims(offset, 1)))
+
+
+@gluon.jit
+def halves(s):
+    """The left and the right columns of s [BLOCK_Q, BLOCK_KV]."""
+    return s.reshape([s.shape[0], 2, s.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def whole(left, right, like):
+    """What `halves` made of something `like` this."""
+    layout: gl.constexpr = like.type.layout
+    x = gl.join(left, right).permute((0, 2, 1)).reshape(like.shape)
+    return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@gluon.jit
+def sums_like(l, weights):
+    """`thread_sums` of some columns, for the threads that have those of l."""
+    return gl.convert_layout(thread_sums(weights), l.type.layout, assert_trivial=True)

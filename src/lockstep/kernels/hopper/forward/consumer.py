@@ -28,6 +28,7 @@ from lockstep.kernels.hopper.common.pieces import (
     piece_start,
     piece_width,
     row_sums,
+    scale_all,
 )
 from lockstep.kernels.hopper.common.rounding import add_residue
 from lockstep.kernels.hopper.common.softmax import (
@@ -41,6 +42,7 @@ from lockstep.kernels.hopper.common.softmax import (
 )
 from lockstep.kernels.hopper.common.spans import sums_before_block
 from lockstep.kernels.hopper.forward import constant_time
+from lockstep.kernels.hopper.forward.cleaning import Cuts, clean_if_cut
 from lockstep.kernels.hopper.forward.failed_tiles import await_stores
 from lockstep.kernels.hopper.forward.pingpong import await_turn, pass_turn
 from lockstep.kernels.hopper.forward.products import await_product, issue_product, issue_scores
@@ -60,15 +62,18 @@ from lockstep.kernels.hopper.forward.total import empty_products, in_memory_of_o
 
 
 @gluon.jit
-def skip(c: gl.constexpr, program, i):
-    """Let a block of keys pass that other consumers need and this one does not."""
+def skip(c: gl.constexpr, program, rows, block, i, cuts):
+    """Let a block of keys pass, the i-th in all, that other consumers need and this one does not:
+    `cuts` with this block."""
     program.k.wait(i)
     if program.build.PINGPONG:
         await_turn(c, i)
         pass_turn((c + 1) % program.build.CONSUMERS, i)
     program.k.release(i)
     program.v.wait(i)
+    cuts = clean_if_cut(c, program, rows, block, i, cuts)
     program.v.release(i)
+    return cuts
 
 
 @gluon.jit
@@ -102,9 +107,9 @@ def first_residue(program, weights, l):
 
 
 @gluon.jit
-def begin_tile(c: gl.constexpr, program, rows, q_ring, tiles, seen):
-    """The first block of a tile by itself: p, m, l, residue. The block of K after it is there on
-    return."""
+def begin_tile(c: gl.constexpr, program, rows, q_ring, tiles, seen, cuts):
+    """The first block of a tile by itself: p, m, l, residue and cuts. The block of K after it is
+    there on return."""
     WIDTH: gl.constexpr = piece_width(program.v.COLUMNS, 0)
     q_ring.wait(tiles)
     q = q_ring.pieces(tiles)
@@ -112,27 +117,34 @@ def begin_tile(c: gl.constexpr, program, rows, q_ring, tiles, seen):
     s = issue_scores(c, program, q, seen)
     if program.build.PINGPONG:
         pass_turn((c + 1) % program.build.CONSUMERS, seen)
+    cuts = clean_if_cut(c, program, rows, rows.begin, seen, cuts)
     s = warpgroup_mma_wait(0, deps=(s,))
     program.k.release(seen)
     weights, m, l = first_block_weights(program, rows, s, rows.begin)
     program.k.wait(seen + 1, pred=rows.begin + 1 < rows.end)
-    weights = program.mark_weights(rows, weights, rows.begin, seen)
+    weights = program.mark_weights(rows, weights, rows.begin, cuts.n - 1)
     p = gl.convert_layout(round_pairs(weights, q[0].dtype), left_operand(WIDTH))
-    return p, m, l, first_residue(program, weights, l)
+    return p, m, l, first_residue(program, weights, l), cuts
 
 
 @gluon.jit
-def change_tile(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, acc, use_acc):
-    """The product of the last block of a tile, and the first block, `seen`, of the next one, whose
-    `rows` these are: acc and the first bad key, then p, m, l and residue of the next."""
+def change_tile(
+    c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, acc, use_acc, alpha, is_cut, n,
+    cuts,
+):  # fmt: skip
+    """The product of the last block of a tile, which a mask may cut, as the n-th; and the first
+    block, `seen`, of the next one, whose `rows` these are: acc and the first bad key, then p, m, l,
+    residue and cuts of the next."""
     PRODUCTS: gl.constexpr = n_pieces(program.v.COLUMNS)
     q_ring.wait(tiles)
     program.k.wait(seen)
     s = issue_scores(c, program, q_ring.pieces(tiles), seen)
     if program.build.SPAN:
-        acc = issue_product(c, program, p, acc, last, use_acc, True)
+        acc = issue_product(c, program, p, acc, last, use_acc)
     else:
-        acc = issue_product(c, program, p, acc, last, CUT=True)
+        acc = issue_product(c, program, p, acc, last, True, is_cut, n, alpha)
+    cuts = cuts.with_product(program, is_cut, n)
+    bad = cuts.bad
     s = warpgroup_mma_wait(PRODUCTS, deps=(s,))
     program.k.release(seen)
     weights, m, l = first_block_weights(program, rows, s, rows.begin)
@@ -145,26 +157,30 @@ def change_tile(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, ac
     has_more = rows.begin + 1 < rows.end
     fits = seen - last < program.v.ring.STAGES
     acc, weights = await_product(program, acc, weights, seen + 1, has_more & fits)
-    bad = program.first_bad_key(last)
     program.v.release(last)
+    # Its values may have that slot, too.
+    cuts = clean_if_cut(c, program, rows, rows.begin, seen, cuts)
     program.k.wait(seen + 1, pred=has_more)
-    weights = program.mark_weights(rows, weights, rows.begin, seen)
+    weights = program.mark_weights(rows, weights, rows.begin, cuts.n - 1)
     p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
-    return acc, bad, p, m, l, first_residue(program, weights, l)
+    return acc, bad, p, m, l, first_residue(program, weights, l), cuts
 
 
 @gluon.jit
-def end_tile(program, last, p, acc, use_acc):
-    """The product of the last block of a tile by itself: acc, and the first bad key."""
-    program.await_values(last, True)
+def end_tile(program, last, p, acc, use_acc, alpha, is_cut, n, cuts):
+    """The product of the last block of a tile, which a mask may cut, as the n-th, by itself: acc,
+    and the first bad key."""
+    program.await_values(last, is_cut, n)
+    if program.build.RESCALES_LATE:
+        acc = scale_all(acc, alpha)
     if program.build.SPAN:
         acc = issue_products(p, program.v, last, acc, use_acc)
     else:
         acc = issue_products(p, program.v, last, acc)
     acc = await_all(acc)
-    bad = program.first_bad_key(last)
+    cuts = cuts.with_product(program, is_cut, n)
     program.v.release(last)
-    return acc, bad
+    return acc, cuts.bad
 
 
 @gluon.jit
@@ -214,7 +230,7 @@ def store_results(
         out, lse, m, l = close_total(program, results, tile, rows, acc, m, l, residue, error)
     else:
         first_bad = None
-        if program.build.INSPECTS and not program.schedule.HAS_LEFT:
+        if program.build.CLEANS and not program.schedule.HAS_LEFT:
             first_bad = bad
         out, lse, m, l = normalize(
             program, results, tile, rows, acc, m, l, residue, None, first_bad, o_desc.dtype
@@ -257,12 +273,15 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
     tile = program.tile_queue.read(tiles)
     if tile.exists:
         rows = Rows.of_consumer(c, schedule, tile)
-        for _ in range(rows.tile_begin, rows.begin):
-            skip(c, program, seen)
+        cuts = Cuts.none(rows.begin)
+        for block in range(rows.tile_begin, rows.begin):
+            cuts = skip(c, program, rows, block, seen, cuts)
             seen += 1
-        p, m, l, residue = begin_tile(c, program, rows, q_ring, tiles, seen)
+        p, m, l, residue, cuts = begin_tile(c, program, rows, q_ring, tiles, seen, cuts)
         while tile.exists:
             acc = empty_sums(program.v.COLUMNS)
+            cuts = cuts.of_new_tile()
+            alpha = gl.zeros_like(m)
             if not program.build.SPAN:
                 residue = gl.zeros_like(l)
             if program.build.CONSTANT_TIME:
@@ -282,8 +301,8 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
                 if (rows.end - 1) % program.build.SPAN == 0:
                     total = add_span(program, rows, rows.end - 1, sums, total, memory, acc)
             else:
-                p, acc, m, l, residue, seen = take_steps(
-                    c, program, tile, rows, q_ring, tiles, seen, p, acc, m, l, residue
+                p, acc, m, l, residue, alpha, seen, cuts = take_steps(
+                    c, program, tile, rows, q_ring, tiles, seen, p, acc, m, l, residue, alpha, cuts
                 )
             # With spans, the last block of a tile may be the first of one.
             use_acc = rows.end > 0
@@ -291,8 +310,10 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
                 use_acc = continues(program, rows, rows.end - 1)
             last = seen
             seen += 1
-            for _ in range(rows.end, rows.tile_end):
-                skip(c, program, seen)
+            last_is_cut = rows.is_cut(rows.end - 1)
+            last_cut = cuts.n - 1
+            for block in range(rows.end, rows.tile_end):
+                cuts = skip(c, program, rows, block, seen, cuts)
                 seen += 1
 
             next_tile = program.tile_queue.read(tiles + 1)
@@ -302,15 +323,18 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
             next_l = l
             next_residue = gl.zeros_like(l)
             if next_tile.exists:
-                for _ in range(next_rows.tile_begin, next_rows.begin):
-                    skip(c, program, seen)
+                for block in range(next_rows.tile_begin, next_rows.begin):
+                    cuts = skip(c, program, next_rows, block, seen, cuts)
                     seen += 1
             if FLOWS and next_tile.exists:
-                acc, bad, p, next_m, next_l, next_residue = change_tile(
-                    c, program, next_rows, q_ring, tiles + 1, last, seen, p, acc, use_acc
-                )
+                acc, bad, p, next_m, next_l, next_residue, cuts = change_tile(
+                    c, program, next_rows, q_ring, tiles + 1, last, seen, p, acc, use_acc, alpha,
+                    last_is_cut, last_cut, cuts,
+                )  # fmt: skip
             else:
-                acc, bad = end_tile(program, last, p, acc, use_acc)
+                acc, bad = end_tile(
+                    program, last, p, acc, use_acc, alpha, last_is_cut, last_cut, cuts
+                )
             if program.build.SPAN:
                 m, l, residue, error, acc = end_spans(
                     program, rows, sums, total, memory, m, l, residue, acc, p.dtype
@@ -322,8 +346,8 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
             )
             wrong |= again << (tiles % 32)
             if not FLOWS and next_tile.exists:
-                p, next_m, next_l, next_residue = begin_tile(
-                    c, program, next_rows, q_ring, tiles + 1, seen
+                p, next_m, next_l, next_residue, cuts = begin_tile(
+                    c, program, next_rows, q_ring, tiles + 1, seen, cuts
                 )
             tiles += 1
             tile = next_tile

@@ -13,9 +13,9 @@ from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.common.pages import PageTable
 from lockstep.kernels.hopper.common.ring import TileRing
 from lockstep.kernels.hopper.common.shared_memory import allocate_tiles
+from lockstep.kernels.hopper.forward.cleaning import Cleaned
 from lockstep.kernels.hopper.forward.consumer import consume
 from lockstep.kernels.hopper.forward.failed_tiles import FailedTiles
-from lockstep.kernels.hopper.forward.inspector import INSPECTORS, Flags, inspect
 from lockstep.kernels.hopper.forward.program import Build, Program, Results, send_block
 from lockstep.kernels.hopper.forward.schedule import Schedule
 from lockstep.kernels.hopper.forward.scheduler import schedule_tiles
@@ -109,8 +109,13 @@ def forward_kernel(
     SERVER_REGISTERS: gl.constexpr,
     CONSTANT_TIME: gl.constexpr,
 ):
-    INSPECTS: gl.constexpr = CONSTANT_TIME and (HAS_LEFT or HAS_RIGHT)
+    CLEANS: gl.constexpr = CONSTANT_TIME and (HAS_LEFT or HAS_RIGHT)
     CUTS_APART: gl.constexpr = CONSTANT_TIME and not HAS_LEFT and LAYOUT != "varlen"
+    # Without a branch every block is rescaled: of wider heads, while the next scores are computed.
+    RESCALES_LATE: gl.constexpr = CONSTANT_TIME and DV_COLUMNS > 64
+    # Three consumers have no registers for halves.
+    HALVES: gl.constexpr = CONSTANT_TIME and CONSUMERS == 2
+    BY_BITS: gl.constexpr = CONSTANT_TIME and STAGES & (STAGES - 1) == 0
     schedule = Schedule(
         (
             order,
@@ -137,12 +142,12 @@ def forward_kernel(
         k_ring = TileRing.create_in_boxes(k_desc, STAGES, CONSUMERS, D_COLUMNS, BLOCK_KV)
         v_ring = TileRing.create_in_boxes(v_desc, STAGES, CONSUMERS, DV_COLUMNS, BLOCK_KV)
     else:
-        k_ring = TileRing.create(k_desc, STAGES, CONSUMERS, D_COLUMNS)
-        v_ring = TileRing.create(v_desc, STAGES, CONSUMERS + INSPECTORS * INSPECTS, DV_COLUMNS)
+        k_ring = TileRing.create(k_desc, STAGES, CONSUMERS, D_COLUMNS, BY_BITS)
+        v_ring = TileRing.create(v_desc, STAGES, CONSUMERS, DV_COLUMNS, BY_BITS)
     # Pages come in so many boxes of 64 columns that one warp would take longer to send them than
     # consumers need for a block.
     PRODUCERS: gl.constexpr = 2 if PAGE_ROWS and D_COLUMNS > 64 else 1
-    tile_queue = TileQueue.create(CONSUMERS + PRODUCERS + INSPECTORS * INSPECTS)
+    tile_queue = TileQueue.create(CONSUMERS + PRODUCERS)
     # What a build does not use is not allocated, and any shared memory may stand for it: a barrier
     # of no further use would share its place with a tile, and setting it up is not ordered before
     # what the copy engine writes there.
@@ -150,9 +155,9 @@ def forward_kernel(
     failed = FailedTiles(unused, unused, CONSUMERS)
     if SECOND_PASS:
         failed = FailedTiles.create(CONSUMERS)
-    flags = Flags(unused, unused)
-    if INSPECTS:
-        flags = Flags.create(STAGES, BLOCK_KV, HAS_LEFT)
+    cleaned = Cleaned(unused, unused)
+    if CLEANS:
+        cleaned = Cleaned.create(BLOCK_KV, HAS_LEFT)
     program = Program(
         schedule,
         k_ring,
@@ -160,7 +165,7 @@ def forward_kernel(
         PageTable(page_table_ptr, stride_tb, n_pages, page_size, PAGE_ROWS),
         tile_queue,
         failed,
-        flags,
+        cleaned,
         Build(
             CONSUMERS,
             PINGPONG,
@@ -173,8 +178,10 @@ def forward_kernel(
             TOTAL_COLUMNS,
             ADDS_LATE,
             CONSTANT_TIME,
-            INSPECTS,
+            CLEANS,
             CUTS_APART,
+            HALVES,
+            RESCALES_LATE,
         ),
         scale,
         softcap,
@@ -193,26 +200,7 @@ def forward_kernel(
         t_0 = allocate_total(TOTAL_COLUMNS)
         t_1 = allocate_total(TOTAL_COLUMNS)
     # Arguments are written out in place: bound to a name, the constants in them become tensors.
-    if CONSUMERS == 2 and INSPECTS:
-        gl.warp_specialize(
-            [
-                (consume, (0, program, results, q_0, o_0, o_desc, t_0)),
-                (consume, (1, program, results, q_1, o_1, o_desc, t_1)),
-                (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1))),
-                (schedule_tiles, (program,)),
-                (inspect, (0, program)),
-                (inspect, (1, program)),
-            ],
-            [4, 1, 1, 1, 1],
-            [
-                CONSUMER_REGISTERS,
-                SERVER_REGISTERS,
-                SERVER_REGISTERS,
-                SERVER_REGISTERS,
-                SERVER_REGISTERS,
-            ],
-        )
-    elif PRODUCERS == 2:
+    if PRODUCERS == 2:
         gl.warp_specialize(
             [
                 (consume, (0, program, results, q_0, o_0, o_desc, t_0)),
@@ -241,36 +229,14 @@ def forward_kernel(
         t_2 = o_2
         if SPAN and DV_COLUMNS == 64 and TOTAL_COLUMNS > 0:
             t_2 = allocate_total(TOTAL_COLUMNS)
-        if INSPECTS:
-            gl.warp_specialize(
-                [
-                    (consume, (0, program, results, q_0, o_0, o_desc, t_0)),
-                    (consume, (1, program, results, q_1, o_1, o_desc, t_1)),
-                    (consume, (2, program, results, q_2, o_2, o_desc, t_2)),
-                    (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1, q_2))),
-                    (schedule_tiles, (program,)),
-                    (inspect, (0, program)),
-                    (inspect, (1, program)),
-                ],
-                [4, 4, 1, 1, 1, 1],
-                [
-                    CONSUMER_REGISTERS,
-                    CONSUMER_REGISTERS,
-                    SERVER_REGISTERS,
-                    SERVER_REGISTERS,
-                    SERVER_REGISTERS,
-                    SERVER_REGISTERS,
-                ],
-            )
-        else:
-            gl.warp_specialize(
-                [
-                    (consume, (0, program, results, q_0, o_0, o_desc, t_0)),
-                    (consume, (1, program, results, q_1, o_1, o_desc, t_1)),
-                    (consume, (2, program, results, q_2, o_2, o_desc, t_2)),
-                    (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1, q_2))),
-                    (schedule_tiles, (program,)),
-                ],
-                [4, 4, 1, 1],
-                [CONSUMER_REGISTERS, CONSUMER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS],
-            )
+        gl.warp_specialize(
+            [
+                (consume, (0, program, results, q_0, o_0, o_desc, t_0)),
+                (consume, (1, program, results, q_1, o_1, o_desc, t_1)),
+                (consume, (2, program, results, q_2, o_2, o_desc, t_2)),
+                (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1, q_2))),
+                (schedule_tiles, (program,)),
+            ],
+            [4, 4, 1, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS],
+        )

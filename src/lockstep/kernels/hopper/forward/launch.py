@@ -16,7 +16,6 @@ from lockstep.kernels.hopper.common.sizes import columns, processors
 from lockstep.kernels.hopper.forward.few_keys import few_keys_kernel
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
 from lockstep.kernels.hopper.forward.plan import (
-    INSPECTOR_REGISTERS,
     KEPT_REGISTERS,
     REGISTERS,
     ROWS,
@@ -285,7 +284,7 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "TOTAL_COLUMNS": plan.total_columns,
         "ADDS_LATE": plan.adds_late,
         "CONSUMER_REGISTERS": of_consumer,
-        "SERVER_REGISTERS": INSPECTOR_REGISTERS if problem.constant_time else of_server,
+        "SERVER_REGISTERS": of_server,
         "CONSTANT_TIME": problem.constant_time,
     }
 

@@ -17,8 +17,6 @@ from lockstep.problem import AttentionProblem
 
 # Registers of a thread by consumers: at launch, then of a consumer and of the warps that serve it.
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
-# In constant time, warps that serve need more: `inspector.py`.
-INSPECTOR_REGISTERS = 32
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,8 @@ WIDE_KEYS = Plan(consumers=2, block_kv=128, stages=2, q_stages=1, pingpong=True,
 # Where tiles have few blocks of keys, lower tiles lose less at their ends. Up to which Sq:
 SHORT, SHORT_CAUSAL = 1024, 4096
 SHORT_PLANS = {**PLANS, 64: Plan(consumers=2, block_kv=128, stages=3, q_stages=2, pingpong=True)}
+# In constant time, slots are found by bits, as many as a power of two.
+BITS_STAGES = 4
 # Without a mask, lower tiles may fill the rounds of programs better: how many rounds of lower tiles
 # take as long as one of the others, and the SMs of the GPU on which that was measured.
 LOW_ROUNDS, PROGRAMS = 1.4, 132
@@ -96,17 +96,21 @@ def page_rows(problem: AttentionProblem) -> int:
 def plan_of(problem: AttentionProblem) -> Plan:
     """The build for a problem."""
     width, width_v = padded(problem.D), padded(problem.Dv)
-    if width == 192 and width_v <= 128:
+    left, right = problem.window
+    # In constant time, the flags of a wide block under a window (`cleaning.py`) do not fit beside
+    # its keys and values.
+    has_flags = problem.constant_time and left is not None
+    if width == 192 and width_v <= 128 and not has_flags:
         return WIDE_KEYS
     width = max(width, width_v)
-    left, right = problem.window
     is_narrow = None not in (left, right) and left + right < NARROW
+    is_narrow = is_narrow or (has_flags and width == 128)
     if width in NARROW_PLANS and is_narrow and not problem.query_invariant:
         return NARROW_PLANS[width]
     is_packed = problem.layout == "varlen"
     if problem.query_invariant:
         return _with_spans(problem, _by_length(problem, width))
-    if width == 64 and problem.Skv <= FEW_KEYS and not is_packed:
+    if width == 64 and problem.Skv <= FEW_KEYS and not (is_packed or problem.constant_time):
         return FEW_KEYS_PLAN
     return _by_length(problem, width)
 
@@ -174,7 +178,10 @@ def _by_length(problem: AttentionProblem, width: int) -> Plan:
     if width == 64 and right is None and not is_packed and not is_short:
         low, high = (_rounds(problem, plans[width]) for plans in (SHORT_PLANS, PLANS))
         is_short = low < LOW_ROUNDS * high
-    return (SHORT_PLANS if is_short else PLANS)[width]
+    plan = (SHORT_PLANS if is_short else PLANS)[width]
+    if problem.constant_time and width == 64:
+        plan = replace(plan, stages=BITS_STAGES)
+    return plan
 
 
 def _rounds(problem: AttentionProblem, plan: Plan) -> int:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, warpgroup_mma_wait
-from lockstep.kernels.hopper.common.pieces import issue_products, issue_transposed, n_pieces
+from lockstep.kernels.hopper.common.pieces import (
+    issue_products,
+    issue_transposed,
+    n_pieces,
+    scale_all,
+)
 from lockstep.kernels.hopper.forward.pingpong import await_turn, pass_turn
 
 
@@ -16,10 +21,12 @@ def issue_scores(c: gl.constexpr, program, q, i):
 
 
 @gluon.jit
-def issue_product(c: gl.constexpr, program, p, acc, i, use_acc=True, CUT: gl.constexpr = None):
-    """P·V of the i-th block behind it, which a mask may CUT; the next consumer may have the tensor
-    cores then."""
-    program.await_values(i, CUT)
+def issue_product(c: gl.constexpr, program, p, acc, i, use_acc=True, is_cut=False, n=0, alpha=None):
+    """P·V of the i-th block behind it, which a mask may cut, as the n-th; the next consumer may
+    have the tensor cores then. Where acc is yet to be rescaled, it is by `alpha`."""
+    program.await_values(i, is_cut, n)
+    if program.build.RESCALES_LATE:
+        acc = scale_all(acc, alpha)
     acc = issue_products(p, program.v, i, acc, use_acc)
     if program.build.PINGPONG:
         pass_turn((c + 1) % program.build.CONSUMERS, i)
@@ -37,3 +44,12 @@ def await_product(program, acc, weights, next_block, expected):
     program.k.wait(next_block, pred=expected)
     done = warpgroup_mma_wait(0, deps=acc + (weights,))  # noqa: RUF005, Gluon does not unpack
     return done[:N], done[N]
+
+
+@gluon.jit
+def await_product_between(program, acc, weights, scores, next_block, expected):
+    """The same with scores of which weights are yet to be computed."""
+    N: gl.constexpr = n_pieces(program.v.COLUMNS)
+    program.k.wait(next_block, pred=expected)
+    done = warpgroup_mma_wait(0, deps=acc + (weights, scores))  # noqa: RUF005
+    return done[:N], done[N], done[N + 1]

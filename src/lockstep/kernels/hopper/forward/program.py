@@ -13,9 +13,9 @@ from lockstep.kernels.hopper.common.softmax import (
     hide_from,
     max_rounding_error,
 )
+from lockstep.kernels.hopper.forward.cleaning import Cleaned
 from lockstep.kernels.hopper.forward.constant_time import rounding_of
 from lockstep.kernels.hopper.forward.failed_tiles import FailedTiles
-from lockstep.kernels.hopper.forward.inspector import NO_KEY, Flags
 from lockstep.kernels.hopper.forward.schedule import BAD, Schedule
 from lockstep.kernels.hopper.forward.tile_queue import TileQueue
 
@@ -26,7 +26,7 @@ class Build:
 
     Two choices branch on data: FIXED_MAX, and SECOND_PASS, which FIXED_MAX needs. A build in
     CONSTANT_TIME has neither: `constant_time.py` has its softmax, and where a mask cuts blocks,
-    `inspector.py` sees to values that are not finite.
+    `cleaning.py` sees to values that are not finite.
     """
 
     CONSUMERS: gl.constexpr
@@ -40,13 +40,16 @@ class Build:
     TOTAL_COLUMNS: gl.constexpr  # of the second sums in shared memory: total.py
     ADDS_LATE: gl.constexpr  # spans are added while scores are computed: span_steps.py
     CONSTANT_TIME: gl.constexpr
-    INSPECTS: gl.constexpr  # in constant time, under a mask
+    CLEANS: gl.constexpr  # in constant time, under a mask
     CUTS_APART: gl.constexpr  # blocks that a mask cuts have a loop of their own: steps.py
+    RESCALES_LATE: gl.constexpr  # acc is, under the next scores: products.py
+    HALVES: gl.constexpr  # weights are computed in two halves, one behind the product: steps.py
 
     @gluon.constexpr_function
     def __init__(
         self, CONSUMERS, PINGPONG, FIXED_MAX, SECOND_PASS, Q_STAGES, SCORES, HAS_SINKS,
-        SPAN, TOTAL_COLUMNS, ADDS_LATE, CONSTANT_TIME, INSPECTS, CUTS_APART,
+        SPAN, TOTAL_COLUMNS, ADDS_LATE, CONSTANT_TIME, CLEANS, CUTS_APART, HALVES=False,
+        RESCALES_LATE=False,
     ):  # fmt: skip
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.PINGPONG = gl.constexpr(PINGPONG)
@@ -59,8 +62,10 @@ class Build:
         self.TOTAL_COLUMNS = gl.constexpr(TOTAL_COLUMNS)
         self.ADDS_LATE = gl.constexpr(ADDS_LATE)
         self.CONSTANT_TIME = gl.constexpr(CONSTANT_TIME)
-        self.INSPECTS = gl.constexpr(INSPECTS)
+        self.CLEANS = gl.constexpr(CLEANS)
         self.CUTS_APART = gl.constexpr(CUTS_APART)
+        self.HALVES = gl.constexpr(HALVES)
+        self.RESCALES_LATE = gl.constexpr(RESCALES_LATE)
 
 
 @aggregate
@@ -73,20 +78,20 @@ class Program:
     pages: PageTable
     tile_queue: TileQueue
     failed: FailedTiles
-    flags: Flags
+    cleaned: Cleaned
     build: Build
     scale: gl.tensor  # of raw scores to log2 units, else to natural ones; over the cap, if capped
     softcap: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, schedule, k, v, pages, tile_queue, failed, flags, build, scale, softcap):
+    def __init__(self, schedule, k, v, pages, tile_queue, failed, cleaned, build, scale, softcap):
         self.schedule = schedule
         self.k = k
         self.v = v
         self.pages = pages
         self.tile_queue = tile_queue
         self.failed = failed
-        self.flags = flags
+        self.cleaned = cleaned
         self.build = build
         self.scale = scale
         self.softcap = softcap
@@ -106,31 +111,23 @@ class Program:
         return s
 
     @gluon.jit
-    def mark_weights(self, rows, weights, block, i):
-        """Weights of `block`, the i-th in all; in constant time under a window, NaN for values that
-        are not finite, as `inspector.py` says."""
-        if self.build.INSPECTS and self.schedule.HAS_LEFT:  # noqa: SIM102, Gluon evaluates all
+    def mark_weights(self, rows, weights, block, n):
+        """Weights of `block`; in constant time under a window, NaN for values that are not finite,
+        as `cleaning.py` says, where n is the number of the block if it is cut."""
+        if self.build.CLEANS and self.schedule.HAS_LEFT:  # noqa: SIM102, Gluon evaluates all
             if rows.is_cut(block):
                 keys: gl.constexpr = gl.SliceLayout(0, weights.type.layout)
-                flags = self.flags.read(self.v.ring, i, keys)
+                flags = self.cleaned.flags(n, keys)
                 weights = rows.mark(self.schedule, weights, flags, block)
         return weights
 
     @gluon.jit
-    def await_values(self, i, CUT: gl.constexpr):
-        """Wait for the values of the i-th block; unless CUT is False and no mask cuts it, until
-        they have been inspected, which `mark_weights` does under a window."""
+    def await_values(self, i, is_cut, n):
+        """Wait for the values of the i-th block; if a mask cuts it, as the n-th, until they are
+        clean, for which `mark_weights` waits under a window."""
         self.v.wait(i)
-        if self.build.INSPECTS and not self.schedule.HAS_LEFT and CUT is not False:
-            self.flags.await_clean(self.v.ring, i)
-
-    @gluon.jit
-    def first_bad_key(self, i):
-        """Of the tile that the i-th block is the last one of, as `inspector.py` says."""
-        first = i * 0 + NO_KEY
-        if self.build.INSPECTS and not self.schedule.HAS_LEFT:
-            first = self.flags.first_bad_key(self.v.ring, i)
-        return first
+        if self.build.CLEANS and not self.schedule.HAS_LEFT and is_cut is not False:
+            self.cleaned.wait(n, is_cut)
 
     @gluon.jit
     def score_scale(self):

@@ -10,16 +10,64 @@ from lockstep.kernels.hopper.common.softmax import (
     add_sums,
     exp2_weights,
     raise_maximum,
+    rescale_and_add,
     thread_sums,
 )
 from lockstep.kernels.hopper.forward import constant_time
-from lockstep.kernels.hopper.forward.products import await_product, issue_product, issue_scores
+from lockstep.kernels.hopper.forward.cleaning import clean_if_cut
+from lockstep.kernels.hopper.forward.products import (
+    await_product,
+    await_product_between,
+    issue_product,
+    issue_scores,
+)
+
+
+@gluon.jit
+def weigh_in_halves(c: gl.constexpr, program, rows, block, seen, s, acc, m, l, residue, cuts, CUT):
+    """Weights of a block in constant time, from its scores s, acc with the product of the block
+    before, m, l, residue, alpha and cuts.
+
+    The left half of the columns is computed under the product, the right half behind it: meanwhile
+    weights may be rounded, for which they need the registers of those that the product reads."""
+    scale = program.score_scale()
+    m, residue, unit, offset, alpha = constant_time.raise_maximum(
+        s, m, residue, scale, program.k.tiles_smem.dtype
+    )
+    left, right = constant_time.halves(s)
+    left = constant_time.weights_of(left, unit, offset)
+    part = constant_time.sums_like(l, left)
+    cuts = clean_if_cut(c, program, rows, block, seen + 1, cuts, CUT)
+    has_more = block + 1 < rows.end
+    acc, left, right = await_product_between(program, acc, left, right, seen + 2, has_more)
+    right = constant_time.weights_of(right, unit, offset)
+    l = rescale_and_add(l, alpha, part + constant_time.sums_like(l, right))
+    weights = constant_time.whole(left, right, s)
+    return weights, acc, m, l, residue, alpha, cuts
+
+
+@gluon.jit
+def weigh(program, rows, block, seen, s, acc, m, l, residue):
+    """The same under the product as a whole, without constant time, too; cuts aside."""
+    scale = program.score_scale()
+    if program.build.CONSTANT_TIME:
+        m, residue, unit, offset, alpha = constant_time.raise_maximum(
+            s, m, residue, scale, program.k.tiles_smem.dtype
+        )
+        weights = constant_time.weights_of(s, unit, offset)
+    else:
+        m, alpha = raise_maximum(s, m, scale, True)
+        weights = exp2_weights(s, m, scale)
+    l = add_sums(l, alpha, weights)
+    acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
+    return weights, acc, m, l, residue, alpha
 
 
 @gluon.jit
 def step(
-    c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, residue, CUT: gl.constexpr = None
-):
+    c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, residue, alpha, cuts,
+    CUT: gl.constexpr = None,
+):  # fmt: skip
     """Scores and weights of `block`, and the product of the block before, whose weights are `p`.
     CUT says whether a mask cuts the block; None, that the schedule has to be asked.
 
@@ -30,9 +78,17 @@ def step(
     PRODUCTS: gl.constexpr = n_pieces(program.v.COLUMNS)
     scale = program.score_scale()
     s = issue_scores(c, program, q, seen + 1)
-    acc = issue_product(c, program, p, acc, seen, CUT=CUT)
+    if CUT is False:
+        acc = issue_product(c, program, p, acc, seen, alpha=alpha)
+    else:
+        is_cut = rows.is_cut(block - 1)
+        acc = issue_product(c, program, p, acc, seen, True, is_cut, cuts.n - 1, alpha)
+        cuts = cuts.with_product(program, is_cut, cuts.n - 1)
+    if not program.build.HALVES:
+        cuts = clean_if_cut(c, program, rows, block, seen + 1, cuts, CUT)
     s = warpgroup_mma_wait(PRODUCTS, deps=(s,))
-    program.k.release(seen + 1)
+    if not program.build.CONSTANT_TIME:
+        program.k.release(seen + 1)
     s = program.mask_scores(rows, s, block, CUT)
     if program.build.FIXED_MAX:
         before = l
@@ -47,29 +103,33 @@ def step(
             residue = add_residue(residue, weights, part, before)
         acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
     else:
-        if program.build.CONSTANT_TIME:
-            m, residue, unit, offset, alpha = constant_time.raise_maximum(
-                s, m, residue, scale, program.k.tiles_smem.dtype
+        if program.build.HALVES:
+            weights, acc, m, l, residue, alpha, cuts = weigh_in_halves(
+                c, program, rows, block, seen, s, acc, m, l, residue, cuts, CUT
             )
-            weights = constant_time.weights_of(s, unit, offset)
         else:
-            m, alpha = raise_maximum(s, m, scale, True)
-            weights = exp2_weights(s, m, scale)
-        l = add_sums(l, alpha, weights)
-        acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
-        acc = scale_all(acc, alpha)
+            weights, acc, m, l, residue, alpha = weigh(
+                program, rows, block, seen, s, acc, m, l, residue
+            )
+        if not program.build.RESCALES_LATE:
+            acc = scale_all(acc, alpha)
+    if program.build.CONSTANT_TIME:
+        # Before, warps would have to wait for each other once more.
+        program.k.release(seen + 1)
     program.v.release(seen)
-    weights = program.mark_weights(rows, weights, block, seen + 1)
+    weights = program.mark_weights(rows, weights, block, cuts.n - 1)
     p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
     if program.build.FIXED_MAX:
         if VOTES_LATE:
             residue = add_residue(residue, weights, part, before)
         l += part
-    return p, acc, m, l, residue
+    return p, acc, m, l, residue, alpha, cuts
 
 
 @gluon.jit
-def take_steps(c: gl.constexpr, program, tile, rows, q_ring, tiles, seen, p, acc, m, l, residue):
+def take_steps(
+    c: gl.constexpr, program, tile, rows, q_ring, tiles, seen, p, acc, m, l, residue, alpha, cuts
+):
     """Every block of a tile behind the first; `seen` is the number of the last one then."""
     q = q_ring.pieces(tiles)
     if program.build.CUTS_APART:
@@ -77,20 +137,22 @@ def take_steps(c: gl.constexpr, program, tile, rows, q_ring, tiles, seen, p, acc
         # other one, and there ptxas may move instructions past where masks would be.
         whole_end = gl.minimum(gl.maximum(rows.whole_end, rows.begin + 1), rows.end)
         for block in range(rows.begin + 1, whole_end):
-            p, acc, m, l, residue = step(
-                c, program, rows, block, seen, q, p, acc, m, l, residue, CUT=False
+            p, acc, m, l, residue, alpha, cuts = step(
+                c, program, rows, block, seen, q, p, acc, m, l, residue, alpha, cuts, CUT=False
             )
             seen += 1
         # The same queries, but ptxas must not know: it would compute their descriptors where the
         # first loop begins, and jump over that if the first loop has no round.
         q = q_ring.pieces(tiles + (tile.q_idx >> 31))
         for block in range(whole_end, rows.end):
-            p, acc, m, l, residue = step(
-                c, program, rows, block, seen, q, p, acc, m, l, residue, CUT=True
+            p, acc, m, l, residue, alpha, cuts = step(
+                c, program, rows, block, seen, q, p, acc, m, l, residue, alpha, cuts, CUT=True
             )
             seen += 1
     else:
         for block in range(rows.begin + 1, rows.end):
-            p, acc, m, l, residue = step(c, program, rows, block, seen, q, p, acc, m, l, residue)
+            p, acc, m, l, residue, alpha, cuts = step(
+                c, program, rows, block, seen, q, p, acc, m, l, residue, alpha, cuts
+            )
             seen += 1
-    return p, acc, m, l, residue, seen
+    return p, acc, m, l, residue, alpha, seen, cuts
