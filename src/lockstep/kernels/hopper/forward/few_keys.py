@@ -46,8 +46,8 @@ from lockstep.kernels.hopper.common.softmax import (
     round_pairs,
     thread_sums,
 )
+from lockstep.kernels.hopper.forward.cleaning import Cleaned
 from lockstep.kernels.hopper.forward.failed_tiles import FailedTiles
-from lockstep.kernels.hopper.forward.inspector import Flags
 from lockstep.kernels.hopper.forward.program import Build, Program, Results, Rows, normalize
 from lockstep.kernels.hopper.forward.schedule import Schedule, Tile
 from lockstep.kernels.hopper.forward.second_pass import attend_second_pass, replace_rows
@@ -323,7 +323,7 @@ def few_keys_kernel(
         PageTable(lse_ptr, none, none, none, 0),
         TileQueue(Mailbox(empty, q.ring, 0)),
         FailedTiles(empty, empty, 1),
-        Flags(empty, empty),
+        Cleaned(empty, empty),
         Build(1, False, FIXED_MAX, True, 1, SCORES, HAS_SINKS, 0, 0, False, False, False, False),
         scale,
         softcap,
