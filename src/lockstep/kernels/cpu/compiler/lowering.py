@@ -8,11 +8,13 @@ lowered them to until they stand in one module, which is optimised once (``machi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba.core import types
+from numba.core import errors, types
 from numba.core.codegen import CodeLibrary
 from numba.core.compiler import CompilerBase
 from numba.core.compiler_machinery import PassManager
@@ -139,10 +141,27 @@ class _Operators:
 _SIGNATURES: dict[Any, Any] = {}
 
 
+def _remember_sizes(context: Any) -> None:
+    """numba asks LLVM for the size of every variable anew, by way of a module of its own."""
+    ask = context.get_abi_sizeof
+
+    def size_of(kind: ir.Type) -> int:
+        key = str(kind)
+        if key not in _SIZES:
+            _SIZES[key] = ask(kind)
+        return _SIZES[key]
+
+    context.get_abi_sizeof = size_of
+
+
+_SIZES: dict[str, int] = {}  # in bytes
+
+
 class _Pipeline(CompilerBase):
     def __init__(self, typingctx: Any, *args: Any) -> None:
         super().__init__(typingctx, *args)
         self.state.typingctx = _Operators(typingctx)
+        _remember_sizes(self.state.targetctx)
 
     def define_pipelines(self) -> list[PassManager]:
         state = self.state
@@ -169,6 +188,18 @@ class Part(CPUDispatcher):
         return super().get_call_template([types.unliteral(arg) for arg in args], kws)
 
 
+@contextmanager
+def _without_colours() -> Iterator[None]:
+    """numba tries much that does not fit, and colours a message about it each time."""
+    before = errors._termcolor_inst
+    names = ("code", "errmsg", "filename", "indicate", "highlight", "reset")
+    errors._termcolor_inst = SimpleNamespace(**dict.fromkeys(names, str))
+    try:
+        yield
+    finally:
+        errors._termcolor_inst = before
+
+
 def lower(function: Callable[[int], None]) -> tuple[llvm.ModuleRef, str]:
     """The module of a function of one address and all that it calls, and its name there.
 
@@ -176,7 +207,8 @@ def lower(function: Callable[[int], None]) -> tuple[llvm.ModuleRef, str]:
     the address.
     """
     part = Part(function)
-    part.compile((types.int64,))
+    with _without_colours():
+        part.compile((types.int64,))
     result = part.overloads[(types.int64,)]
     whole = llvm.parse_assembly("")
     for library in result.library.everything():
