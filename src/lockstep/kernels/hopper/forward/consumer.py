@@ -256,6 +256,24 @@ def store_results(
 
 
 @gluon.jit
+def take_spans(
+    c: gl.constexpr, program, rows, q_ring, tiles, seen, p, acc, m, l, residue, memory
+):  # fmt: skip
+    """The blocks of a tile behind its first one, and the sums of their spans: `span_steps.py`."""
+    q = q_ring.pieces(tiles)
+    sums = empty_sums_of_rows(program, m, l)
+    total = empty_products(program.v.COLUMNS, program.build.TOTAL_COLUMNS)
+    for block in range(rows.begin + 1, rows.end):
+        p, acc, m, l, residue, sums, total = step_in_spans(
+            c, program, rows, block, seen, q, p, acc, m, l, residue, sums, total, memory
+        )
+        seen += 1
+    if (rows.end - 1) % program.build.SPAN == 0:
+        total = add_span(program, rows, rows.end - 1, sums, total, memory, acc)
+    return p, acc, m, l, residue, sums, total, seen
+
+
+@gluon.jit
 def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_smem):
     """Every tile of this program; then, for the first consumer, the second pass."""
     schedule = program.schedule
@@ -290,16 +308,9 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
                     m, program.score_scale(), program.k.tiles_smem.dtype
                 )
             if program.build.SPAN:
-                q = q_ring.pieces(tiles)
-                sums = empty_sums_of_rows(program, m, l)
-                total = empty_products(program.v.COLUMNS, program.build.TOTAL_COLUMNS)
-                for block in range(rows.begin + 1, rows.end):
-                    p, acc, m, l, residue, sums, total = step_in_spans(
-                        c, program, rows, block, seen, q, p, acc, m, l, residue, sums, total, memory
-                    )
-                    seen += 1
-                if (rows.end - 1) % program.build.SPAN == 0:
-                    total = add_span(program, rows, rows.end - 1, sums, total, memory, acc)
+                p, acc, m, l, residue, sums, total, seen = take_spans(
+                    c, program, rows, q_ring, tiles, seen, p, acc, m, l, residue, memory
+                )
             else:
                 p, acc, m, l, residue, alpha, seen, cuts = take_steps(
                     c, program, tile, rows, q_ring, tiles, seen, p, acc, m, l, residue, alpha, cuts

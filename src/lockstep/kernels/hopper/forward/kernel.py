@@ -8,6 +8,8 @@ into shared memory by TMA, and the consumers (`consumer.py`) do the rest.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.common.pages import PageTable
@@ -51,42 +53,132 @@ def produce(program, q_desc, k_desc, v_desc, q_rings):
         produce_second_pass(program, q_desc, k_desc, v_desc, q_rings[0], sent, tiles)
 
 
+class RowPointers(NamedTuple):
+    """What the kernel writes of each row, and its sinks."""
+
+    out_ptr: Any  # contiguous [B, Hq, Sq, Dv], packed [Tq, Hq, Dv]
+    lse_ptr: Any  # contiguous [B, Hq, Sq] fp32, packed [Tq, Hq]
+    statistics_ptr: Any  # [*lse, 2]
+    sinks_ptr: Any  # [Hq]
+
+
+class SequencePointers(NamedTuple):
+    """Where sequences begin, and how long they are."""
+
+    cu_q_ptr: Any  # [B + 1]
+    cu_kv_ptr: Any  # [B + 1]
+    kv_lens_ptr: Any  # [B]
+    sequence_order_ptr: Any  # see sequence_order.py
+
+
+class RowStrides(NamedTuple):
+    """Of lse, and of out in rows."""
+
+    row_stride_b: Any
+    row_stride_h: Any
+    row_stride_s: Any
+
+
+class Numbers(NamedTuple):
+    """The sizes of `schedule.Schedule`."""
+
+    order: Any
+    n_q_tiles: Any
+    heads: Any
+    Hq: Any
+    heads_per_kv: Any
+    B: Any
+    Sq: Any
+    Skv: Any
+    left: Any
+    right: Any
+    kv_batch_rows: Any
+    l2_keys: Any
+
+
+class PageNumbers(NamedTuple):
+    """Of a page table: see pages.py."""
+
+    stride_tb: Any
+    n_pages: Any
+    page_size: Any
+
+
+@gluon.jit
+def start_warps(
+    program, results, q_desc, k_desc, v_desc, o_desc, D_COLUMNS: gl.constexpr,
+    DV_COLUMNS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    SERVER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """All warps of a program, with queries and results of each consumer in shared memory."""
+    q_0 = TileRing.create(q_desc, program.build.Q_STAGES, 1, D_COLUMNS)
+    q_1 = TileRing.create(q_desc, program.build.Q_STAGES, 1, D_COLUMNS)
+    o_0 = allocate_tiles(o_desc, 1)
+    o_1 = allocate_tiles(o_desc, 1)
+    # The second sums of query-invariant builds: `total.py`.
+    t_0 = o_0
+    t_1 = o_1
+    if program.build.SPAN and DV_COLUMNS == 64 and program.build.TOTAL_COLUMNS > 0:
+        t_0 = allocate_total(program.build.TOTAL_COLUMNS)
+        t_1 = allocate_total(program.build.TOTAL_COLUMNS)
+    # Arguments are written out in place: bound to a name, the constants in them become tensors.
+    if PRODUCERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (0, program, results, q_0, o_0, o_desc, t_0)),
+                (consume, (1, program, results, q_1, o_1, o_desc, t_1)),
+                (produce, (program, q_desc, k_desc, None, (q_0, q_1))),
+                (produce, (program, None, None, v_desc, (q_0, q_1))),
+                (schedule_tiles, (program,)),
+            ],
+            [4, 1, 1, 1],
+            [CONSUMER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS],
+        )
+    elif program.build.CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (0, program, results, q_0, o_0, o_desc, t_0)),
+                (consume, (1, program, results, q_1, o_1, o_desc, t_1)),
+                (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1))),
+                (schedule_tiles, (program,)),
+            ],
+            [4, 1, 1],
+            [CONSUMER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS],
+        )
+    else:
+        q_2 = TileRing.create(q_desc, program.build.Q_STAGES, 1, D_COLUMNS)
+        o_2 = allocate_tiles(o_desc, 1)
+        t_2 = o_2
+        if program.build.SPAN and DV_COLUMNS == 64 and program.build.TOTAL_COLUMNS > 0:
+            t_2 = allocate_total(program.build.TOTAL_COLUMNS)
+        gl.warp_specialize(
+            [
+                (consume, (0, program, results, q_0, o_0, o_desc, t_0)),
+                (consume, (1, program, results, q_1, o_1, o_desc, t_1)),
+                (consume, (2, program, results, q_2, o_2, o_desc, t_2)),
+                (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1, q_2))),
+                (schedule_tiles, (program,)),
+            ],
+            [4, 4, 1, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS],
+        )
+
+
 @unspecialized(gluon.jit, any_address=ANY_ADDRESS)
 def forward_kernel(
     q_desc,  # tiles [ROWS, D] of q [B, Hq, Sq, D], or chunks of their columns
     k_desc,  # tiles [BLOCK_KV, D] of k [B, Hkv, Skv, D], alike
     v_desc,  # tiles [BLOCK_KV, Dv] of v [B, Hkv, Skv, Dv], alike
     o_desc,  # tiles [ROWS, Dv] of out, or parts of them
-    out_ptr,  # contiguous [B, Hq, Sq, Dv], packed [Tq, Hq, Dv]
-    lse_ptr,  # contiguous [B, Hq, Sq] fp32, packed [Tq, Hq]
-    statistics_ptr,  # [*lse, 2]
-    sinks_ptr,  # [Hq]
-    cu_q_ptr,  # [B + 1]
-    cu_kv_ptr,  # [B + 1]
-    kv_lens_ptr,  # [B]
-    sequence_order_ptr,  # see sequence_order.py
+    pointers: RowPointers,
+    sequences: SequencePointers,
     page_table_ptr,  # [B, ·]
     scale,
     softcap,
-    row_stride_b,  # of lse, and of out in rows
-    row_stride_h,
-    row_stride_s,
+    strides: RowStrides,
     Dv,
-    order,
-    n_q_tiles,
-    heads,
-    Hq,
-    heads_per_kv,
-    B,
-    Sq,
-    Skv,
-    left,
-    right,
-    kv_batch_rows,
-    l2_keys,
-    stride_tb,
-    n_pages,
-    page_size,
+    numbers: Numbers,
+    pages: PageNumbers,
     LAYOUT: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
@@ -116,28 +208,7 @@ def forward_kernel(
     # Three consumers have no registers for halves.
     HALVES: gl.constexpr = CONSTANT_TIME and CONSUMERS == 2
     BY_BITS: gl.constexpr = CONSTANT_TIME and STAGES & (STAGES - 1) == 0
-    schedule = Schedule(
-        (
-            order,
-            n_q_tiles,
-            heads,
-            Hq,
-            heads_per_kv,
-            B,
-            Sq,
-            Skv,
-            left,
-            right,
-            kv_batch_rows,
-            l2_keys,
-        ),
-        (cu_q_ptr, cu_kv_ptr, kv_lens_ptr, sequence_order_ptr),
-        LAYOUT,
-        HAS_LEFT,
-        HAS_RIGHT,
-        CONSUMERS * ROWS,
-        BLOCK_KV,
-    )
+    schedule = Schedule(numbers, sequences, LAYOUT, HAS_LEFT, HAS_RIGHT, CONSUMERS * ROWS, BLOCK_KV)
     if PAGE_ROWS:
         k_ring = TileRing.create_in_boxes(k_desc, STAGES, CONSUMERS, D_COLUMNS, BLOCK_KV)
         v_ring = TileRing.create_in_boxes(v_desc, STAGES, CONSUMERS, DV_COLUMNS, BLOCK_KV)
@@ -162,7 +233,7 @@ def forward_kernel(
         schedule,
         k_ring,
         v_ring,
-        PageTable(page_table_ptr, stride_tb, n_pages, page_size, PAGE_ROWS),
+        PageTable(page_table_ptr, pages.stride_tb, pages.n_pages, pages.page_size, PAGE_ROWS),
         tile_queue,
         failed,
         cleaned,
@@ -187,56 +258,9 @@ def forward_kernel(
         softcap,
     )
     results = Results(
-        (out_ptr, lse_ptr, statistics_ptr, sinks_ptr), row_stride_b, row_stride_h, row_stride_s, Dv
+        pointers, strides.row_stride_b, strides.row_stride_h, strides.row_stride_s, Dv
     )
-    q_0 = TileRing.create(q_desc, Q_STAGES, 1, D_COLUMNS)
-    q_1 = TileRing.create(q_desc, Q_STAGES, 1, D_COLUMNS)
-    o_0 = allocate_tiles(o_desc, 1)
-    o_1 = allocate_tiles(o_desc, 1)
-    # The second sums of query-invariant builds: `total.py`.
-    t_0 = o_0
-    t_1 = o_1
-    if SPAN and DV_COLUMNS == 64 and TOTAL_COLUMNS > 0:
-        t_0 = allocate_total(TOTAL_COLUMNS)
-        t_1 = allocate_total(TOTAL_COLUMNS)
-    # Arguments are written out in place: bound to a name, the constants in them become tensors.
-    if PRODUCERS == 2:
-        gl.warp_specialize(
-            [
-                (consume, (0, program, results, q_0, o_0, o_desc, t_0)),
-                (consume, (1, program, results, q_1, o_1, o_desc, t_1)),
-                (produce, (program, q_desc, k_desc, None, (q_0, q_1))),
-                (produce, (program, None, None, v_desc, (q_0, q_1))),
-                (schedule_tiles, (program,)),
-            ],
-            [4, 1, 1, 1],
-            [CONSUMER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS],
-        )
-    elif CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (consume, (0, program, results, q_0, o_0, o_desc, t_0)),
-                (consume, (1, program, results, q_1, o_1, o_desc, t_1)),
-                (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1))),
-                (schedule_tiles, (program,)),
-            ],
-            [4, 1, 1],
-            [CONSUMER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS],
-        )
-    else:
-        q_2 = TileRing.create(q_desc, Q_STAGES, 1, D_COLUMNS)
-        o_2 = allocate_tiles(o_desc, 1)
-        t_2 = o_2
-        if SPAN and DV_COLUMNS == 64 and TOTAL_COLUMNS > 0:
-            t_2 = allocate_total(TOTAL_COLUMNS)
-        gl.warp_specialize(
-            [
-                (consume, (0, program, results, q_0, o_0, o_desc, t_0)),
-                (consume, (1, program, results, q_1, o_1, o_desc, t_1)),
-                (consume, (2, program, results, q_2, o_2, o_desc, t_2)),
-                (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1, q_2))),
-                (schedule_tiles, (program,)),
-            ],
-            [4, 4, 1, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS],
-        )
+    start_warps(
+        program, results, q_desc, k_desc, v_desc, o_desc, D_COLUMNS, DV_COLUMNS, PRODUCERS,
+        CONSUMER_REGISTERS, SERVER_REGISTERS,
+    )  # fmt: skip
