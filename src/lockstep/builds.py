@@ -121,7 +121,7 @@ def warm_up(
     for call in calls:
         run(call, dtype, where)
     if torch.device(where).type == "cuda":
-        # The second call of a kind compiles it, where nobody has.
+        # The second call of a kind compiles its launch, unless that has been done.
         find_launch()
         torch.cuda.synchronize(where)
     return WarmUp(len(calls), compiled.count() - before, round(perf_counter() - start, 2))

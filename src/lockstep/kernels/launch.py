@@ -340,7 +340,7 @@ class Launches:
             names = list(self._results)
             self._launch_all = self._write(steps, names).returning_all()
             if names and self._fit is None:
-                # The other results, which nobody sees, lie in the workspace.
+                # The other results, which are not returned, lie in the workspace.
                 code = self._write(steps, names[:1])
                 self.out_of = code.returning_first(self._index, otherwise=self._out_of)
         self._was_called = True
