@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -100,11 +101,18 @@ def test_the_ledger_changes_with_what_we_get(found):
     assert summary([*found[:1], worse]) == "1 hold, 1 differ"
 
 
+def without_roundings(text: str) -> str:
+    """The text of a page without figures that differ from CPU to CPU, as NumPy's exponentials do;
+    their verdicts stay."""
+    return re.sub(r"[-+.e\d]+ (?=largest (?:error|difference)|% of elements differ)", "", text)
+
+
 @pytest.mark.slow
 def test_the_page_in_the_docs_is_current(found):
     root = results.checkout()
     assert root is not None
-    assert (root / PAGE).read_text(encoding="utf-8") == page(found), (
+    in_docs = (root / PAGE).read_text(encoding="utf-8")
+    assert without_roundings(in_docs) == without_roundings(page(found)), (
         "run python -m lockstep.ladder.claims.page"
     )
 
