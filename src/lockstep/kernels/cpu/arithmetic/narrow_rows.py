@@ -104,7 +104,7 @@ def mask_row(e: Emit, s, first, n, lo, hi):
         kv = e.ir.add(e.ir.add(start, step), lanes)
         after = e.ir.icmp_signed(">=", kv, low)
         seen = e.ir.and_(after, e.ir.icmp_signed("<", kv, high))
-        e.store(e.select(seen, e.load(at), e.constant(MINUS_INFINITY)), at)
+        e.store_selected(seen, e.constant(MINUS_INFINITY), at)
 
 
 @emitter(i64, i64, i64, i64, f32)

@@ -189,8 +189,7 @@ def mask_rows(e: Emit, s, first, n, lo, hi):
         for j in range(NV):
             after = e.ir.icmp_signed(">=", kv, low[j])
             visible = e.ir.and_(after, e.ir.icmp_signed("<", kv, high[j]))
-            score = e.select(visible, e.load(row, VECTOR * j), minus_inf)
-            e.store(score, row, VECTOR * j)
+            e.store_selected(visible, minus_inf, row, VECTOR * j)
 
 
 @emitter(i64, i64, i64, i64, i64)

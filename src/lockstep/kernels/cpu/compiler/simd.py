@@ -195,6 +195,20 @@ class Emit:
         ]
         return self.lane(self.ir.select(*lanes), 0)
 
+    def store_selected(
+        self, condition: ir.Value, otherwise: ir.Value, address: ir.Value, offset: int = 0
+    ) -> None:
+        """Keep a vector in memory where ``condition`` holds, and write ``otherwise`` elsewhere.
+
+        All of it is written. LLVM would make a masked store of this, which touches memory or not
+        as the condition is. It does not know that assembly, even if there is none, returns the
+        address it was given.
+        """
+        x = self.select(condition, self.load(address, offset), otherwise)
+        function = ir.FunctionType(LLVM_I64, [LLVM_I64])
+        same = self.ir.call(ir.InlineAsm(function, "", "=r,0", side_effect=False), [address])
+        self.store(x, same, offset)
+
     def maximum(self, new: ir.Value, old: ir.Value) -> ir.Value:
         """The larger one; a NaN in ``new`` is passed over. ``old`` is not NaN."""
         if _width(new) == 4:
