@@ -22,18 +22,18 @@ from lockstep.kernels.hopper.decode.nonfinite import add_nonfinite, clean_values
 from lockstep.kernels.hopper.decode.rows import hides_some, row_bounds
 from lockstep.kernels.parts import fold
 
-ROWS = gl.constexpr(plan.NARROW_ROWS)
+NARROW_ROWS = gl.constexpr(plan.NARROW_ROWS)
 WARPS = gl.constexpr(4)
 # Columns of keys and values that lie side by side.
 PIECE = gl.constexpr(plan.COLUMNS)
-# Products [WARPS, ROWS, ·], and their operands.
+# Products [WARPS, NARROW_ROWS, ·], and their operands.
 PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, PRODUCTS.value, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, PRODUCTS.value, 2))
-# A piece [ROWS, PIECE] of a part.
+# A piece [NARROW_ROWS, PIECE] of a part.
 PIECES = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
 TILES = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
-LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 SQUARE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 # Rows of products of a warp lie in the same banks but for this.
 ROWS_APART = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
@@ -44,8 +44,8 @@ WARPS_APART = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
 class Exchange:
     """Where warps leave their softmax for all others."""
 
-    acc_smem: gl.shared_memory_descriptor  # [WARPS, ROWS, PIECE] fp32
-    m_smem: gl.shared_memory_descriptor  # [WARPS, ROWS] fp32
+    acc_smem: gl.shared_memory_descriptor  # [WARPS, NARROW_ROWS, PIECE] fp32
+    m_smem: gl.shared_memory_descriptor  # [WARPS, NARROW_ROWS] fp32
     l_smem: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
@@ -57,14 +57,14 @@ class Exchange:
     @gluon.jit
     def create():
         return Exchange(
-            gl.allocate_shared_memory(gl.float32, [WARPS, ROWS, PIECE], WARPS_APART),
-            gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], SQUARE),
-            gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], SQUARE),
+            gl.allocate_shared_memory(gl.float32, [WARPS, NARROW_ROWS, PIECE], WARPS_APART),
+            gl.allocate_shared_memory(gl.float32, [WARPS, NARROW_ROWS], SQUARE),
+            gl.allocate_shared_memory(gl.float32, [WARPS, NARROW_ROWS], SQUARE),
         )
 
     @gluon.jit
     def post_sums(self, m, l):
-        """m and l [WARPS, ROWS] of all warps."""
+        """m and l [WARPS, NARROW_ROWS] of all warps."""
         # Of the span before, warps that are behind may still read.
         await_warps()
         self.m_smem.store(m)
@@ -73,32 +73,33 @@ class Exchange:
 
     @gluon.jit
     def join_sums(self, unit, layout: gl.constexpr):
-        """m and l [ROWS] over all warps, in a layout."""
+        """m and l [NARROW_ROWS] over all warps, in a layout."""
         m = _number(self.m_smem, 0, layout)
         for warp in gl.static_range(1, WARPS):
             m = gl.maximum(m, _number(self.m_smem, warp, layout))
-        l = gl.full([ROWS], 0.0, gl.float32, layout)
+        l = gl.full([NARROW_ROWS], 0.0, gl.float32, layout)
         for warp in gl.static_range(WARPS):
             l = gl.fma(_number(self.l_smem, warp, layout), self.factor(warp, m, unit), l)
         return m, l
 
     @gluon.jit
     def factor(self, warp: gl.constexpr, m, unit):
-        """What the sums of a warp weigh relative to m [ROWS]."""
+        """What the sums of a warp weigh relative to m [NARROW_ROWS]."""
         layout: gl.constexpr = m.type.layout
         own = _number(self.m_smem, warp, layout)
         return gl.exp2((own - gl.where(m == -float("inf"), 0.0, m)) * unit)
 
     @gluon.jit
     def join_piece(self, acc, m, unit):
-        """Products [ROWS, PIECE] over all warps, of acc [WARPS, ROWS, PIECE]; m [ROWS]."""
+        """Products [NARROW_ROWS, PIECE] over all warps, of acc [WARPS, NARROW_ROWS, PIECE];
+        m [NARROW_ROWS]."""
         # Of the piece before, warps that are behind may still read.
         await_warps()
         self.acc_smem.store(acc)
         await_warps()
-        shape: gl.constexpr = [WARPS, ROWS, PIECE]
+        shape: gl.constexpr = [WARPS, NARROW_ROWS, PIECE]
         by_warp = reinterpret(self.acc_smem, gl.float32, shape, ROWS_APART)
-        whole = gl.zeros([ROWS, PIECE], gl.float32, PIECES)
+        whole = gl.zeros([NARROW_ROWS, PIECE], gl.float32, PIECES)
         for warp in gl.static_range(WARPS):
             factor = gl.expand_dims(self.factor(warp, m, unit), 1) + gl.zeros_like(whole)
             whole = gl.fma(by_warp.index(warp).load(PIECES), factor, whole)
@@ -107,32 +108,32 @@ class Exchange:
 
 @gluon.jit
 def _number(smem, warp: gl.constexpr, layout: gl.constexpr):
-    """The numbers [ROWS] of a warp, of shared memory [WARPS, ROWS]."""
-    shape: gl.constexpr = [WARPS, ROWS]
-    return reinterpret(smem, gl.float32, shape, LINE).index(warp).load(layout)
+    """The numbers [NARROW_ROWS] of a warp, of shared memory [WARPS, NARROW_ROWS]."""
+    shape: gl.constexpr = [WARPS, NARROW_ROWS]
+    return reinterpret(smem, gl.float32, shape, FLAT).index(warp).load(layout)
 
 
 @gluon.jit
 def join_columns(pieces):
-    """One or two pieces [ROWS, PIECE] side by side."""
+    """One or two pieces [NARROW_ROWS, PIECE] side by side."""
     if len(pieces) == 1:
         return pieces[0]
     else:  # noqa: RET505, Gluon would go on and return both
         both = gl.join(pieces[0], pieces[1]).permute((0, 2, 1))
-        return both.reshape([ROWS, 2 * PIECE])
+        return both.reshape([NARROW_ROWS, 2 * PIECE])
 
 
 @gluon.jit
 def left_operands(q_smem):
-    """The query rows as left operands [WARPS, ROWS, PIECE], all alike, for each piece of columns;
-    q_smem [64, D]."""
-    N: gl.constexpr = q_smem.shape[0] // ROWS
-    shape: gl.constexpr = [q_smem.shape[1] // PIECE * N, 1, ROWS, PIECE]
+    """The query rows as left operands [WARPS, NARROW_ROWS, PIECE], all alike, for each piece of
+    columns; q_smem [64, D]."""
+    N: gl.constexpr = q_smem.shape[0] // NARROW_ROWS
+    shape: gl.constexpr = [q_smem.shape[1] // PIECE * N, 1, NARROW_ROWS, PIECE]
     pieces = reinterpret(q_smem, q_smem.dtype, shape, TILES)
     operands = ()
     for piece in gl.static_range(q_smem.shape[1] // PIECE):
         q = pieces.index(piece * N).load(LEFT)
-        q, _ = gl.broadcast(q, gl.full([WARPS, ROWS, PIECE], 0.0, q_smem.dtype, LEFT))
+        q, _ = gl.broadcast(q, gl.full([WARPS, NARROW_ROWS, PIECE], 0.0, q_smem.dtype, LEFT))
         operands = operands + (q,)  # noqa: RUF005, Gluon does not unpack
     return operands
 
@@ -148,8 +149,8 @@ def piece_of(tiles, i, piece: gl.constexpr):
 
 @gluon.jit
 def scores_of(q, k, i):
-    """Products [WARPS, ROWS, keys of a warp] of all rows with the keys of the i-th tile."""
-    zero = gl.zeros([WARPS, ROWS, k.BLOCK_KV // WARPS], gl.float32, PRODUCTS)
+    """Products [WARPS, NARROW_ROWS, keys of a warp] of all rows with the keys of the i-th tile."""
+    zero = gl.zeros([WARPS, NARROW_ROWS, k.BLOCK_KV // WARPS], gl.float32, PRODUCTS)
     s = zero
     for piece in gl.static_range(len(q)):
         keys = piece_of(k, i, piece).permute((0, 2, 1)).load(RIGHT)
@@ -160,7 +161,7 @@ def scores_of(q, k, i):
 
 @gluon.jit
 def is_seen(sizes, first_key, bounds, s):
-    """Which rows see which keys of a tile, as s [WARPS, ROWS, keys of a warp] has them."""
+    """Which rows see which keys of a tile, as s [WARPS, NARROW_ROWS, keys of a warp] has them."""
     of_warps: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, PRODUCTS))
     of_keys: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, PRODUCTS))
     warp = gl.expand_dims(gl.expand_dims(gl.arange(0, WARPS, of_warps), 1), 2)
@@ -189,12 +190,12 @@ def weigh(rows, sizes, s, first_key, bounds, m, l):
 
 @gluon.jit
 def attend_span(rows, sizes, q, k, v, seen, tile, end, bounds, empty_l):
-    """The tiles [tile, end) of a span: m and l [WARPS, ROWS], pieces of products, whether values
-    that are not finite were left out, and the tiles seen so far."""
+    """The tiles [tile, end) of a span: m and l [WARPS, NARROW_ROWS], pieces of products, whether
+    values that are not finite were left out, and the tiles seen so far."""
     of_any = bounds[1]
-    m = gl.full([WARPS, ROWS], -float("inf"), gl.float32, gl.SliceLayout(2, PRODUCTS))
+    m = gl.full([WARPS, NARROW_ROWS], -float("inf"), gl.float32, gl.SliceLayout(2, PRODUCTS))
     l = gl.zeros_like(m) + empty_l
-    acc = (gl.zeros([WARPS, ROWS, PIECE], gl.float32, PRODUCTS),) * (v.D // PIECE)
+    acc = (gl.zeros([WARPS, NARROW_ROWS, PIECE], gl.float32, PRODUCTS),) * (v.D // PIECE)
     is_nonfinite = tile * 0
     for t in range(tile, end):
         first_key = t * sizes.BLOCK_KV
@@ -221,7 +222,7 @@ def attend_span(rows, sizes, q, k, v, seen, tile, end, bounds, empty_l):
 
 @gluon.jit
 def join_warps(exchange, m, l, acc, unit):
-    """(m, l, acc) of a part, [ROWS] and [ROWS, Dv], from those of the warps."""
+    """(m, l, acc) of a part, [NARROW_ROWS] and [NARROW_ROWS, Dv], from those of the warps."""
     exchange.post_sums(m, l)
     of_pieces, _l = exchange.join_sums(unit, gl.SliceLayout(1, PIECES))
     pieces = ()
@@ -234,16 +235,20 @@ def join_warps(exchange, m, l, acc, unit):
 
 @gluon.jit
 def attend_narrow_run(rows, sizes, run, k, v, q_smem, exchange, cache, seen):
-    """A run of up to ROWS rows; returns the tiles seen so far."""
-    rows.load_queries(sizes, run, q_smem.slice(0, ROWS))
+    """A run of up to NARROW_ROWS rows; returns the tiles seen so far."""
+    rows.load_queries(sizes, run, q_smem.slice(0, NARROW_ROWS))
     q = left_operands(q_smem)
-    bounds = row_bounds(rows, sizes, run, gl.SliceLayout(0, gl.SliceLayout(2, PRODUCTS)), ROWS)
+    bounds = row_bounds(
+        rows, sizes, run, gl.SliceLayout(0, gl.SliceLayout(2, PRODUCTS)), NARROW_ROWS
+    )
     # Whatever its rows see, a sequence whose length is wrong is NaN.
     empty_l = gl.where(run.kv_len < 0, float("nan"), 0.0)
-    folded_acc = join_columns((gl.zeros([ROWS, PIECE], gl.float32, PIECES),) * (v.D // PIECE))
+    folded_acc = join_columns(
+        (gl.zeros([NARROW_ROWS, PIECE], gl.float32, PIECES),) * (v.D // PIECE)
+    )
     of_rows: gl.constexpr = gl.SliceLayout(1, folded_acc.type.layout)
-    folded_m = gl.full([ROWS], -float("inf"), gl.float32, of_rows)
-    folded_l = gl.full([ROWS], 0.0, gl.float32, of_rows) + empty_l
+    folded_m = gl.full([NARROW_ROWS], -float("inf"), gl.float32, of_rows)
+    folded_l = gl.full([NARROW_ROWS], 0.0, gl.float32, of_rows) + empty_l
     span = run.first_span
     slot = gl.where(run.slot < 0, -1 - run.slot, run.slot)
     tile = run.begin
