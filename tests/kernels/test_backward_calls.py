@@ -157,7 +157,9 @@ def run(call: Any, launches: Launches, given: BackwardTensors) -> list[Any]:
     names = dict(zip(given.addresses(), fields, strict=True))
     names |= {x.data_ptr(): f"d{name}" for name, x in grads._asdict().items() if x is not None}
     names[0] = None
-    copies = {first_bytes(getattr(given, n).data_ptr()): f"a copy of {n}" for n in COPIED}
+    # Others are not copied, but what a draw left in memory may look like them.
+    addresses = {n: getattr(given, n).data_ptr() for n in COPIED}
+    copies = {first_bytes(x): f"a copy of {n}" for n, x in addresses.items() if x % 16}
     # The only one that the first kernel takes besides: rows or stats, at the beginning.
     _, _, first, _, begins = launches.log[start]
     workspace = next(x for x in first if x not in names and begins[x] not in copies)

@@ -15,7 +15,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from problems import Case, draw, draw_varlen
 
 import lockstep
-from lockstep.kernels.driver import ByDriver
+from lockstep.kernels import driver
 
 pytestmark = [
     pytest.mark.gpu,
@@ -102,8 +102,14 @@ def in_a_graph(call: Any) -> list[Any]:
 def by_driver(monkeypatch) -> list[Any]:
     """What went straight to the driver, with nothing prepared before."""
     found = []
-    launch = ByDriver.__call__
-    monkeypatch.setattr(ByDriver, "__call__", lambda *given: (found.append(given), launch(*given)))
+    launch = driver.find_launch()
+    assert launch is not None
+
+    def noted(*given: Any) -> None:
+        found.append(given)
+        launch(*given)
+
+    monkeypatch.setattr(driver, "find_launch", lambda: noted)
     forget_calls(monkeypatch)
     return found
 

@@ -44,10 +44,10 @@ LEAKS = {
     ),
     "block_tile: no correction where the maximum stays": (
         "block_tile",
-        "                for c in range(D // 8):\n                    acc[i, c] *= correction",
-        "                if correction < 1.0:\n"
-        "                    for c in range(D // 8):\n"
-        "                        acc[i, c] *= correction",
+        "        for c in range(D // 8):\n            acc[i, c] *= correction",
+        "        if correction < 1.0:\n"
+        "            for c in range(D // 8):\n"
+        "                acc[i, c] *= correction",
         "a branch depends on a secret",
     ),
     "block_tile_mma: weights stored where the scores point": (
