@@ -26,8 +26,8 @@ INTRODUCTION = """\
 
 Five documents describe the kernels that became the lower and middle rungs of the ladder: how work
 is spread over a GPU, a softmax by tree reductions, keys split over blocks, warps with matrix
-fragments, and the design of a constant-time kernel with a block per tile. Their figures stand here
-beside what we get. Lenses that look at a kernel:
+fragments, and the design of a constant-time kernel with a block per tile. This page compares their
+figures with ours. Ours come from five *lenses*:
 
 - **plan**: the closed form of the rung, for the problem that the document names;
 - **trace**: what the lockstep machine counts, on one head and few tiles, which is enough for
@@ -35,19 +35,18 @@ beside what we get. Lenses that look at a kernel:
 - **compiler**: registers, as NVRTC compiles the rung for Hopper;
 - **bench**: a time measured on a GPU, read from `benchmarks/results`; shares of time come from a
   build that reads the clock around each phase;
-- **arithmetic**: the document's own numbers, put together again.
+- **arithmetic**: the document's own numbers, computed again.
 
-A verdict is computed, never typed. *Holds*: what we get is in the range that the figure and its
-tolerance allow. *Differs*: it is not; the factor compares it with the figure. *Depends*: it is
-under one condition and not under another. *Not measured*: the measurement it takes is not among
-the results yet.
+Verdicts are computed from these figures. *Holds*: ours is in the range that the document's figure
+and its tolerance allow. *Differs*: it is not; the factor is ours over the document's. *Depends*: it
+is under one condition and not under another. *Not measured*: the results do not have the
+measurement yet.
 
 One statement has no figure. The split-KV document takes its method to be that of the second
 FlashAttention paper. In that paper a block of the forward pass has a tile of queries and walks over
 all of its keys; keys split over blocks, with a reduction after them, came later, as Flash-Decoding.
 
-The same ledger comes from `lockstep claims`, this page from
-`python -m lockstep.ladder.claims.page`.
+`lockstep claims` prints the same tables; `python -m lockstep.ladder.claims.page` writes this page.
 """
 
 
