@@ -13,7 +13,7 @@ from typing import NoReturn
 
 
 def main() -> NoReturn:
-    """What the script calls."""
+    """The entry point of the script."""
     usual = signal.getsignal(signal.SIGINT)
     # A process in the background may ignore Ctrl-C, and goes on to.
     if usual is signal.default_int_handler:

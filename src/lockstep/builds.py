@@ -202,7 +202,7 @@ def run(call: SampleCall, dtype: torch.dtype, device: str) -> None:
 
 
 def layers_of(model: object) -> tuple[list[Layer], torch.dtype]:
-    """Its layers, and the dtype that a config.json gives, or bfloat16.
+    """The layers of a model, and the dtype that a config.json gives, or bfloat16.
 
     Raises ValueError or TypeError for what is no model.
     """

@@ -128,7 +128,7 @@ app.command()(report_cli.report)
 
 
 def command_line() -> NoReturn:
-    """What the script `lockstep` calls."""
+    """The entry point of the script `lockstep`."""
     run(app)
 
 

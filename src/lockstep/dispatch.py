@@ -65,7 +65,7 @@ def select(
 
 
 def explain(problem: AttentionProblem, kernel: str | None = None) -> Explanation:
-    """What `select` would choose, with the refusals of all kernels.
+    """The choice of `select`, with the refusals of all kernels.
 
     Raises ValueError for an unknown name.
     """
@@ -101,8 +101,8 @@ def select_carry(problem: AttentionProblem, kernel: str | None = None) -> Kernel
 def select_merge(
     part: Tensor,
 ) -> Callable[[list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]:
-    """What combines partial results whose `out` has the device and the dtype of `part`: the merge
-    of the first kernel that takes them. The oracle's takes all."""
+    """The merge for partial results whose `out` has the device and the dtype of `part`: that of the
+    first kernel that takes them. The oracle's takes all."""
     return next(
         kernel.merge.run
         for kernel in KERNELS

@@ -52,7 +52,7 @@ def expect(
     dout: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> dict[str, Expected]:
-    """What the results of one call may be: out and lse; with `dout` or `dlse` the gradients, too.
+    """The bounds of the results of one call: out and lse; with `dout` or `dlse` the gradients, too.
 
     The tensors are those of the call, `dout` and `dlse` the gradients of out and lse.
 

@@ -134,7 +134,8 @@ class AttentionProblem:
 
     @property
     def score_unit(self) -> float:
-        """What GPU kernels multiply scores by, raw or in natural units, to get log2 units."""
+        """The factor by which GPU kernels multiply scores, raw or in natural units, to get log2
+        units."""
         return self.scale * LOG2E if self.has_raw_scores else LOG2E
 
     @property

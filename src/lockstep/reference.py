@@ -250,8 +250,8 @@ def _attend(
 
 
 def alibi(slopes: Tensor, lens: Tensor, Sq: int, Skv: int) -> Tensor:
-    """What slopes [Hq] or [B, Hq] add to scores: minus the slope times the distance of a key from
-    the row's diagonal position. [B or 1, Hq, Sq, Skv]"""
+    """The term that slopes [Hq] or [B, Hq] add to scores: minus the slope times the distance of a
+    key from the row's diagonal position. [B or 1, Hq, Sq, Skv]"""
     q_idx = torch.arange(Sq, device=lens.device)[:, None]
     diagonal = q_idx + lens.to(torch.int64)[:, None, None, None] - Sq  # [B, 1, Sq, 1]
     distance = (diagonal - torch.arange(Skv, device=lens.device)).abs()

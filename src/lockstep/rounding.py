@@ -300,10 +300,11 @@ def _scores(problem: AttentionProblem, units: Units, t: Row) -> tuple[Tensor, Te
 
 
 def _cap(problem: AttentionProblem, units: Units) -> float:
-    """What the error of a capped score is relative to, beside the score itself.
+    """The size that the error of a capped score is relative to, beside the score itself.
 
     For 16-bit tensors, tanh x may be computed as 1 - 2 / (1 + e^2x), which is exact to u, not to u
-    times itself. Equal scores of a row have equal errors of this kind, and lse has them, too."""
+    times itself. Equal scores of a row have equal errors of this kind, and lse has them, too.
+    """
     return problem.softcap if problem.softcap is not None and units.w > units.u else 0.0
 
 

@@ -56,7 +56,7 @@ class Case:
         return found
 
     def pose(self) -> tuple[AttentionProblem, Tensors]:
-        """What a kernel is asked to run, and the tensors it gets."""
+        """The problem and the tensors that a kernel is given."""
         tensors = Tensors(**self.tensors)
         tensors = tensors._replace(bias=pad_bias(tensors.bias))
         options = {"causal": False, "window": None, "scale": None, "softcap": None, **self.options}

@@ -104,7 +104,7 @@ def without_invariance(case: Case) -> bool:
 
 
 def _problem(case: Case) -> AttentionProblem:
-    """What one process would be asked for, sinks aside."""
+    """The problem of one process with the whole sequence, without sinks."""
     mask, heads = MASKS[case.mask], (case.Hq, case.Hkv, case.Hkv)
     q, k, v = (
         torch.empty(2, H, case.S, case.D, dtype=case.dtype, device=case.device) for H in heads

@@ -50,7 +50,7 @@ class Finding(NamedTuple):
 
     @property
     def remedy(self) -> str | None:
-        """What would make that part the same; None if it is not known."""
+        """A change that would make that part the same; None if it is not known."""
         if self.operator is None:
             return None
         return next((text for key, text in REMEDIES if key in self.operator.name), None)

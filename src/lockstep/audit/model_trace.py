@@ -95,7 +95,7 @@ def compare(large: list[Step], small: list[Step], place: Place) -> Difference | 
 
 
 def modules_of(model: nn.Module, run: Callable[[], Any]) -> list[Step]:
-    """What every module is given and what it returns, in order: parts before the whole.
+    """The inputs and results of every module, in order: parts before the whole.
 
     What a module is given is a result of the module around it.
     """

@@ -114,7 +114,7 @@ def _times(found: list[tuple[Run, list[Timed]]]) -> str:
 
 
 def _where(runs: Iterable[Run]) -> str:
-    """On what runs were measured, each of several once."""
+    """The hardware and versions of runs, each of several once."""
     return "; ".join(
         dict.fromkeys(
             results.where_on_gpu(run)
@@ -126,7 +126,7 @@ def _where(runs: Iterable[Run]) -> str:
 
 
 def counters_block(directory: Path) -> str:
-    """What Nsight Compute counted, and whether it was the same for all classes."""
+    """The counters of Nsight Compute, and whether they are the same for all classes."""
     lines = [
         "| | classes | kernels | instructions of warps | sectors | differences |",
         "|---|---:|---:|---:|---:|---|",
@@ -140,7 +140,7 @@ def counters_block(directory: Path) -> str:
 
 
 def _counted(group: str, directory: Path) -> dict[str, list[dict[str, Any]]]:
-    """By subject, its rows in the newest run that counted it, each with that run."""
+    """The rows of each subject in the newest run that counted it, each with that run."""
     found: dict[str, list[dict[str, Any]]] = {}
     for run in results.by_date(f"constant-time-counters-{group}", directory):
         for subject in {row["subject"] for row in run["rows"]}:
@@ -162,7 +162,7 @@ def _counters(subject: str, rows: list[dict[str, Any]]) -> str:
 
 
 def cpu_counters_block(directory: Path) -> str:
-    """What Valgrind counted in CPU calls, and whether it was the same for all classes."""
+    """Valgrind's counters of CPU calls, and whether they are the same for all classes."""
     lines = [
         "| | classes | kernels | instructions | loads, stores | misses | branches | differences |",
         "|---|---:|---:|---:|---:|---:|---:|---|",
@@ -237,7 +237,7 @@ def _layers(directory: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
 
 
 def _subjects(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of times, one row for each subject: it is well if all its classes are."""
+    """One row of times for each subject, without a finding if none of its classes has one."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         subject = row["name"].removesuffix(" against random").rpartition(": ")[0]

@@ -17,7 +17,7 @@ COUNTS = ("global_requests", "global_sectors", "shared_wavefronts")
 
 
 def agreement_block(directory: Path) -> str:
-    """For how many samples machine and GPU agree, and the counts of the others."""
+    """The number of samples on which machine and GPU agree, and the counts of the others."""
     run = results.newest("simt-vs-gpu", directory)
     if run is None:
         return results.NOT_MEASURED

@@ -49,8 +49,8 @@ class Case:
 
     @property
     def operations(self) -> int:
-        """Of the matrix products, over the pairs of queries and keys that the mask leaves: two in a
-        forward, and five more in a backward."""
+        """The number of operations in matrix products, over the pairs of queries and keys that the
+        mask leaves: two products in a forward, and five more in a backward."""
         pairs = self.Sq * self.Skv
         if self.causal:
             pairs = self.Sq * (self.Sq + 1) // 2

@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 
 
 def expect(pieces: Sequence[Piece], *, causal: bool, backward: bool) -> list[dict[str, Expected]]:
-    """What the error rule allows for each piece: of out, or of dq, dk and dv if `backward`."""
+    """The bounds of the error rule for each piece: of out, or of dq, dk and dv if `backward`."""
     return [_expect(piece, causal, backward) for piece in pieces]
 
 

@@ -69,7 +69,8 @@ class View:
 
 
 def current(directory: Path) -> list[list[Run]]:
-    """For each GPU, the runs its tables come from, each with the tables that no newer run has."""
+    """The runs that the tables of each GPU come from, each with the tables that no newer run
+    has."""
     found = []
     for runs in results.by_processor("gpu", directory):
         # A table that no run has counts as missing from the newest.
@@ -91,7 +92,7 @@ def _table_of(missing_case: str) -> str:
 
 
 def summary(directory: Path) -> str:
-    """What Lockstep chooses, and how it compares with the best peer of each case."""
+    """The speed of Lockstep's choice in each case, and how it compares with the best peer."""
     blocks = []
     for runs in current(directory):
         rows = in_order(row for run in runs for row in run["rows"])

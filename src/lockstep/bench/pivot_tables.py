@@ -80,8 +80,8 @@ def _matches(row: Row, where: dict[str, Any]) -> bool:
 
 
 def _key(row: Row, by: list[str]) -> tuple[Any, ...] | None:
-    """What tells a line from the others: a value for each of `by`, a pair for "D, S"; None where
-    the row lacks one."""
+    """The values that identify a line: one for each of `by`, a pair for "D, S"; None where the row
+    lacks one."""
     names = [name.split(", ") for name in by]
     if not all(part in row for parts in names for part in parts):
         return None

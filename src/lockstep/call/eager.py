@@ -113,7 +113,7 @@ class Operator:
     def with_gradient(
         self, run: Callable[[], Any], tensors: tuple[Any, ...], options: tuple[Any, ...] = ()
     ) -> Any:
-        """What `run` returns, recorded by autograd as this operator's results.
+        """The results of `run`, recorded by autograd as this operator's results.
 
         `tensors` and `options` are the arguments of the operator. Autograd looks at each of the
         tensors, and at no option.

@@ -172,7 +172,7 @@ class Attention:
         return tensors, Options._make(args[n_tensors:-1]), args[-1]
 
     def forward(self, *args: Any) -> tuple[Tensor, ...]:
-        """What the dispatcher runs for the operator."""
+        """The implementation of the operator, which the dispatcher calls."""
         tensors, options, name = self.unpack(args)
         check_types(tensors, self.layout)
         tensors = Tensors._make(map(_as_plain, tensors))
@@ -240,7 +240,7 @@ class _DifferentiableAttention(Attention):
     def gradients(
         self, ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None = None
     ) -> tuple[Any, ...]:
-        """What autograd runs: the gradients in the order of the operator's arguments."""
+        """The gradients in the order of the operator's arguments; autograd calls this."""
         *inputs, out, statistics = ctx.saved_tensors
         needs = Needs._make(self.needs_of((*ctx.needs_input_grad, False)))
         if dout is None:
@@ -271,7 +271,7 @@ class _DifferentiableAttention(Attention):
     def backward(
         self, dout: Tensor, dlse: Tensor | None, out: Tensor, statistics: Tensor, *args: Any
     ) -> list[Tensor]:
-        """What the dispatcher runs for the backward operator."""
+        """The implementation of the backward operator, which the dispatcher calls."""
         *forward_args, needs = args
         tensors, options, name = self.unpack(tuple(forward_args))
         needs = Needs._make(needs)

@@ -139,7 +139,7 @@ def _like(results: Any, mapped: list[Tensor]) -> tuple[Any, Any]:
 
 
 def _outline(call: Callable[..., Any], in_dims: tuple[int | None, ...], args: Any) -> Any:
-    """What one sample gives, in all but its numbers. Raises what its shapes and dtypes raise."""
+    """The results of one sample as meta tensors. Raises what its shapes and dtypes raise."""
 
     def sample(arg: Any, dim: int | None) -> Any:
         if not isinstance(arg, Tensor):

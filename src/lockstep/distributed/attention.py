@@ -137,7 +137,7 @@ class Asked(NamedTuple):
 def agree_on_call(
     tensors: Tensors, asked: Asked, group: ProcessGroup, to_dense: Callable[[Tensors], Tensors]
 ) -> tuple[Tensors, Method, ShardedCall]:
-    """What all ranks are about to do, with dense shards, which `to_dense` makes of the tensors.
+    """The call that all ranks make, with dense shards, which `to_dense` makes of the tensors.
 
     Raises on every rank if it is not the same, or if `to_dense` raises on one of them.
     """
@@ -165,7 +165,7 @@ def _to_local(asked: Asked, mesh: Mesh, tensors: Tensors) -> Tensors:
 
 
 def _check(tensors: Tensors, asked: Asked, ranks: int) -> tuple[Tensors, Settings, Method]:
-    """What this rank can say about its own arguments."""
+    """The arguments of this rank, checked as far as it can do so alone."""
     if not isinstance(asked.balanced, bool):
         raise TypeError(f"balanced takes True or False, got {type_of(asked.balanced)}")
     if asked.method is not None and not isinstance(asked.method, str):

@@ -113,7 +113,7 @@ def _agree(tensors: Tensors, asked: tuple[Any, ...], group: ProcessGroup) -> tup
 def _check(
     tensors: Tensors, asked: tuple[Any, ...], ranks: int
 ) -> tuple[Options, int, dict[str, int]]:
-    """What this rank can say about its own arguments."""
+    """The arguments of this rank, checked as far as it can do so alone."""
     *_, return_lse, kernel = asked
     options = make_options(*asked)
     check_types(tensors, tensors.layout)

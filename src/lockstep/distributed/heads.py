@@ -54,7 +54,7 @@ def refusal(Hq: int, Hkv: int, ranks: int) -> str | None:
 
 
 def divide(Hq: int, Hkv: int, ranks: int, length: int) -> list[Part]:
-    """What each rank computes."""
+    """The part of each rank."""
     G, whole = Hq // Hkv, range(length)
     if Hkv >= ranks:
         shares = [share(Hkv, ranks, rank) for rank in range(ranks)]
@@ -122,7 +122,7 @@ class HeadsAttention(torch.autograd.Function):
 
 
 class Exchange:
-    """Between shards of tokens, with all heads, and the boxes of `divide`."""
+    """Exchanges between shards of tokens, with all heads, and the boxes of `divide`."""
 
     def __init__(self, call: ShardedCall, Hq: int, Hkv: int) -> None:
         self.call, self.Hq, self.Hkv = call, Hq, Hkv

@@ -59,7 +59,7 @@ class Sharding:
         return max(map(self.size, range(self.ranks)))
 
     def overlaps(self, rank: int, tokens: range) -> Iterator[Overlap]:
-        """What a rank holds of `tokens`, ascending."""
+        """The ranges of `tokens` that a rank holds, ascending."""
         for held, start in self._pieces[rank]:
             first, last = max(held.start, tokens.start), min(held.stop, tokens.stop)
             if first < last:

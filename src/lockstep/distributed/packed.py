@@ -223,7 +223,7 @@ class PackedHeads(torch.autograd.Function):
 
 
 class _Exchange:
-    """Between shards of tokens, with all heads, and whole sequences of some heads."""
+    """Exchanges between shards of tokens, with all heads, and whole sequences of some heads."""
 
     def __init__(self, call: ShardedCall, Hq: int, Hkv: int) -> None:
         self.call, self.Hq, self.Hkv = call, Hq, Hkv

@@ -105,7 +105,7 @@ class Seconds(NamedTuple):
 
 
 def _compute(shape: Shape, causal: bool, rates: Rates) -> Seconds:
-    """What one rank would take with an equal share of the work."""
+    """The time of one rank with an equal share of the work."""
     pairs = shape.B * shape.Hq * shape.S**2 / (2 if causal else 1) / shape.ranks
     forward = 2 * pairs * (shape.D + shape.Dv)
     return Seconds(forward / rates.forward, BACKWARD * forward / rates.backward)
@@ -146,7 +146,8 @@ def _wire_time(n: int, method: str, ranks: int, links: Links) -> float:
 
 
 def _beyond(wire: float, compute: float, blocks: int) -> float:
-    """What is left of the wire time where each block but the first arrives during another."""
+    """The time of the exchange that does not overlap with computation, where each block but the
+    first arrives during the computation of another."""
     first, rest = wire / blocks, wire * (blocks - 1) / blocks
     return first + max(0.0, rest - compute * (blocks - 1) / blocks)
 

@@ -21,19 +21,20 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
 
 
 def beside(device: torch.device) -> AbstractContextManager[Any]:
-    """What runs inside runs on the stream of the exchanges; on a CPU, nothing changes."""
+    """Run what is inside on the stream of the exchanges; on a CPU, nothing changes."""
     return torch.cuda.stream(_stream_of(device)) if device.type == "cuda" else nullcontext()
 
 
 def fork_streams(*tensors: Tensor) -> None:
-    """What the current stream has been given so far comes before further exchanges of these."""
+    """Let further exchanges of these tensors wait for what is on the current stream so far."""
     for x in filter(_is_cuda, tensors):
         _stream_of(x.device).wait_stream(torch.cuda.current_stream(x.device))
         x.record_stream(_stream_of(x.device))
 
 
 def join_streams(*tensors: Tensor) -> None:
-    """What the current stream is given from now on comes after the exchanges that fill these."""
+    """Let what comes on the current stream from now on wait for the exchanges that fill these
+    tensors."""
     for x in filter(_is_cuda, tensors):
         current = torch.cuda.current_stream(x.device)
         current.wait_stream(_stream_of(x.device))

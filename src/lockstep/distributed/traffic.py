@@ -61,7 +61,7 @@ class Bytes(NamedTuple):
 
 
 def received(method: str, shape: Shape, rank: int) -> Bytes:
-    """What a rank receives from others, the agreement at the start of a call aside.
+    """The bytes that a rank receives from others, without the agreement at the start of a call.
 
     Raises ValueError for an unknown method.
     """

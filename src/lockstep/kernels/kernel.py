@@ -76,7 +76,7 @@ class Gradients(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which gradients are wanted."""
+    """The gradients that are wanted."""
 
     q: bool
     k: bool

@@ -248,7 +248,8 @@ class Rung:
 
     @property
     def what_is_new(self) -> str:
-        """In a few words: of the variant chosen where there are several, or of the rung."""
+        """The idea in a few words: of the variant chosen where there are several, or of the
+        rung."""
         for variant, words in zip(self.variants, self.summaries, strict=False):
             if replace(self, chosen=variant).settings == self.settings:
                 return words

@@ -65,7 +65,7 @@ def _narrow(*columns: str, right: Iterable[str]) -> Table:
 
 
 def fit_table(rows: Iterable[Row]) -> Table:
-    """What each rung launches on a GPU, and how many blocks a multiprocessor holds."""
+    """The launches of each rung on a GPU, and how many blocks a multiprocessor holds."""
     columns = ("grid", "thr", "KB", "regs", "occ%", "waves")
     made = _narrow("", *columns, "limit", right=columns)
     for row in rows:
@@ -90,7 +90,7 @@ def fit_table(rows: Iterable[Row]) -> Table:
 
 
 def work_table(rows: Iterable[Row]) -> Table:
-    """What each rung moves and waits for, and the least time that could take."""
+    """The bytes and barriers of each rung, and the least time these could take."""
     columns = (*_WORK, "roof µs")
     made = _narrow("", *columns, right=columns)
     for row in rows:
@@ -189,7 +189,7 @@ def ladder_table(
 
 
 def against_table(titles: tuple[str, str], both: tuple[Counted, Counted]) -> Table:
-    """What the machine counted for two rungs, and the second over the first."""
+    """The machine's counts for two rungs, and the second over the first."""
     made = table("", *titles, "ratio", right=(*titles, "ratio"))
     for name, text in COUNTED.items():
         one, other = (float(getattr(counted, name)) for counted in both)

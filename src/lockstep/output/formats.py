@@ -7,7 +7,7 @@ DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "flo
 
 
 def number(value: float) -> str:
-    """Up to 9999 as it is, then three digits with k, M or G.
+    """A number as text: up to 9999 as it is, then three digits with k, M or G.
 
     >>> number(736), number(9216), number(65536)
     ('736', '9216', '65.5k')

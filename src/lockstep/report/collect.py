@@ -78,7 +78,7 @@ def assemble(made: Data, directory: Path | None, audits: Data) -> Data:
 
 
 def about() -> Data:
-    """When and with which version a page was made."""
+    """The date and the version with which a page was made."""
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     return {"made": now, "version": metadata.version("lockstep-attention")}
 

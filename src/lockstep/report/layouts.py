@@ -123,7 +123,8 @@ REGISTERS: dict[str, dict[str, Layout]] = {
 
 
 def matrices(kernel: str, held: Held, spaces: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """What is held, as matrices by array name. Registers that no layout places are left out."""
+    """The contents of a block, as matrices by array name. Registers that no layout places are left
+    out."""
     found = {name: held[name] for name in held if spaces[name] != "local"}
     for name, layout in REGISTERS.get(kernel, {}).items():
         if name in held or f"{name}[0]" in held:

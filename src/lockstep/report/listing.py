@@ -58,7 +58,7 @@ def listing(trace: Trace, sources: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _counts(line: Line) -> dict[str, Any]:
-    """What the page shows of a line; zeros are left out."""
+    """The counts of a line that the page shows; zeros are left out."""
     counts = line.counts
     shown = {
         "executions": line.executions,

@@ -18,7 +18,7 @@ PROBLEM = Problem(B=2, H=16, S=320, D=32)
 
 
 def rung_view(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What the page shows of a rung with these options: `PROBLEM` planned, one head of it traced.
+    """The data of the page for a rung with these options: `PROBLEM` planned, one head of it traced.
 
     `sources` of the result are those of its launches.
     """

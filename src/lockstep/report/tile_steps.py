@@ -185,7 +185,7 @@ def _scales(steps: list[tuple[str, Snapshot, Pictures]]) -> dict[tuple[str, str]
 
 
 def _role(name: str, roles: Mapping[str, str], shown: Iterable[str]) -> str:
-    """What a picture is of; scores that weights replace in place say so."""
+    """The caption of a picture; scores that weights replace in place say so."""
     array, _, stage = name.partition(" ")
     role = roles[array]
     if role == "S" and not any(roles[other.split(" ")[0]] == "P" for other in shown):

@@ -247,7 +247,7 @@ class Calls(Expressions):
         return ir.Var(callee.result, type=self.variables[callee.result], loc=loc)
 
     def argument(self, name: str, node: Any, callee: Scope, body: ir.Block, call: ast.Call) -> Any:
-        """What a parameter of a device function is bound to."""
+        """The value that a parameter of a device function is bound to."""
         if not isinstance(node, ast.expr):  # a default, already a Python value
             if isinstance(node, (bool, int, float)):
                 return self.number(node, self.loc(call))

@@ -91,7 +91,8 @@ class _Launches:
         return found
 
     def key(self, grid: Index3, block: Index3, dynamic: int, contract: bool, values: Any) -> Any:
-        """What decides how a kernel is compiled and how its parameters are filled in."""
+        """The key of a compiled kernel: all that decides how it is compiled and how its parameters
+        are filled in."""
         parts: list[Any] = [grid, block, dynamic, contract]
         for value, constant in zip(values, self.is_constant, strict=True):
             if constant:

@@ -64,7 +64,7 @@ class Launch:
 
 
 def extent(value: Any, name: str) -> Index3:
-    """Up to three sizes, as a triple.
+    """A triple of up to three sizes.
 
     >>> extent((4, 2), "grid")
     (4, 2, 1)

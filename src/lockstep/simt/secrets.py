@@ -89,7 +89,7 @@ def _signature(kernel: ir.Kernel, loc: ir.Location) -> ir.Location:
 
 
 def _observable(stmt: ir.Stmt) -> Iterator[tuple[str, ir.Expr]]:
-    """What an observer of time and addresses can see of one statement."""
+    """The expressions of one statement that show in time and addresses."""
     if isinstance(stmt, ir.If):
         jumps = (ir.Break, ir.Continue, ir.Return)
         exits = any(isinstance(s, jumps) for s in ir.walk(stmt.body + stmt.orelse))

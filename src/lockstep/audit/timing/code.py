@@ -56,7 +56,7 @@ def is_supported(target: Target) -> bool:
 
 
 def audit(kernel: Kernel, target: Target | None = None) -> list[Finding]:
-    """What is found in the code of a kernel, as LLVM generates it for `target`, or for here."""
+    """Findings in the code of a kernel, as LLVM generates it for `target`, or for this machine."""
     target = target or machine.host()
     module = kernel.module(target.triple)
     text = machine.generate_text(module, kernel.name, target)
@@ -70,7 +70,7 @@ def audit(kernel: Kernel, target: Target | None = None) -> list[Finding]:
 def findings(
     kernel: str, text: str, architecture: str, vectors: Mapping[str, int] | None = None
 ) -> list[Finding]:
-    """What is found in a file of assembly, function by function.
+    """Findings in a file of assembly, function by function.
 
     `vectors` says of functions by name how many arguments come in floating-point and vector
     registers; of others, all that may.
@@ -157,7 +157,7 @@ class _Walk:
                 state = None
 
     def _join(self, label: str, state: State | None) -> State | None:
-        """What is secret at a label: from all jumps to it, and from the instruction before it.
+        """The secrets at a label: from all jumps to it, and from the instruction before it.
 
         None for a label that no way leads to so far.
         """

@@ -146,7 +146,7 @@ def calls(launches: Iterable[Launch], of: Iterable[Subject]) -> Iterator[Counts]
 
 
 def differing(report: Report) -> dict[str, list[str]]:
-    """By subject, what differs from the counters of random secrets: "zeros: attend: ..."."""
+    """Differences from the counters of random secrets, by subject: "zeros: attend: ..."."""
     found: dict[str, list[str]] = {}
     base: dict[str, Counts] = {}
     for counts in report.calls:
@@ -157,7 +157,7 @@ def differing(report: Report) -> dict[str, list[str]]:
 
 
 def differences(report: Report, base: Counts, other: Counts) -> Iterator[str]:
-    """What differs between two calls, without instructions that wait: "kernel: counter 12 -> 14".
+    """Differences between two calls, without instructions that wait: "kernel: counter 12 -> 14".
 
     Of a loop that waits for a barrier, or for registers, only time tells how often it goes round.
     """
@@ -190,7 +190,7 @@ def classes_of(subject: Subject) -> tuple[str, ...]:
 
 
 def _secrets(subject: Subject) -> Iterator[Secrets]:
-    """Of each class, in the order of `classes_of`."""
+    """Secrets of each class, in the order of `classes_of`."""
     generator = torch.Generator().manual_seed(0)
     first = subject.draw(generator)
     yield from (first, first, subject.draw(generator))
@@ -199,7 +199,8 @@ def _secrets(subject: Subject) -> Iterator[Secrets]:
 
 
 def _call_all(of: list[Subject]) -> None:
-    """Under Nsight Compute: each subject on secrets of each class, in the same memory."""
+    """Call each subject on secrets of each class, in the same memory; this runs under Nsight
+    Compute."""
     profiler: Any = torch.cuda.profiler
     mark = torch.zeros(1, device="cuda")
     for subject in of:
@@ -220,7 +221,8 @@ def _call_all(of: list[Subject]) -> None:
 
 
 def _waits() -> Iterator[tuple[str, int, list[int]]]:
-    """Of each kernel that Triton compiled: its name, how many instructions it has, which wait."""
+    """For each kernel that Triton compiled: its name, its number of instructions, those that
+    wait."""
     for compiled in compiled_kernels():
         code = read_code(compiled.asm["cubin"])
         # A report may leave out what fills the memory behind a kernel: a jump to itself, and NOPs.

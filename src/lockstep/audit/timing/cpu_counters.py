@@ -43,7 +43,7 @@ Counts = dict[str, int]
 
 
 def differing(counts: dict[str, dict[str, Counts]]) -> Iterator[str]:
-    """What differs from random secrets: "zeros: 0 units.plan: instructions 12 -> 14"."""
+    """Differences from random secrets: "zeros: 0 units.plan: instructions 12 -> 14"."""
     for name, found in counts.items():
         for kernel, base in counts[RANDOM].items():
             for key, n in base.items():
@@ -54,7 +54,7 @@ def differing(counts: dict[str, dict[str, Counts]]) -> Iterator[str]:
 def count(
     run: Callable[[Secrets], Tensor], draw: Draw, fixes: Fixes
 ) -> dict[str, dict[str, Counts]]:
-    """What is counted in each kernel of a call, by class of secrets and by number and name.
+    """The counters of each kernel of a call, by class of secrets and by number and name.
 
     Each class has the memory of the first in the same places, apart from secret tensors. Raises
     RuntimeError where a program fails, or where a class has other kernels.
@@ -83,7 +83,7 @@ def _count(folder: Path) -> Counts:
 
 
 def read(text: str) -> Counts:
-    """What callgrind wrote."""
+    """The counters in a file that callgrind wrote."""
     fields = dict(line.partition(": ")[::2] for line in text.splitlines() if ": " in line)
     names, numbers = fields["events"].split(), fields["totals"].split()
     # Zeros at the end are left out. Misses of the last level depend on what ran before the kernel.

@@ -51,7 +51,7 @@ def audit_memcheck(planted: bool) -> list[Outcome]:
 
 
 def audit_counters(planted: bool) -> list[Outcome]:
-    """What Valgrind counts, class by class."""
+    """Compare Valgrind's counters, class by class."""
     if not replay.is_available():
         return skipped("counters", "CPU kernels", "needs Valgrind, its header and a C compiler")
     if planted:

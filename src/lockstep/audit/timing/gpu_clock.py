@@ -108,7 +108,7 @@ class _Run:
         ]
 
     def times(self, graphs: int) -> dict[str, Times]:
-        """Those of the first `graphs` of each stream, in the order of the samples."""
+        """The times in the first `graphs` of each stream, in the order of the samples."""
         ns = np.stack([chain.nanoseconds(graphs) for chain in self.chains], axis=1).reshape(-1)
         return self.samples.first(len(ns)).split(ns)
 
@@ -168,7 +168,7 @@ class _Chain:
             done.record()
 
     def nanoseconds(self, graphs: int) -> np.ndarray:
-        """Of each sample of the first `graphs` graphs."""
+        """The time of each sample of the first `graphs` graphs."""
         n, taken = graphs * IN_GRAPH, int(self.at[0])
         if taken != n:
             raise RuntimeError(f"{self.name}: {taken} samples of {n}")

@@ -23,7 +23,7 @@ Find = Callable[[], list[Leak]]
 
 
 def missing() -> str | None:
-    """What this layer needs and is not here."""
+    """The reason why this layer cannot run here; None if it can."""
     for package, name in (("triton", "triton"), ("cuda", "the extra gpu")):
         if find_spec(package) is None:
             return f"needs {name}"

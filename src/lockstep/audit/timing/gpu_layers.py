@@ -23,7 +23,7 @@ def audit_memcheck(planted: bool) -> list[Outcome]:
 
 
 def audit_counters(planted: bool) -> list[Outcome]:
-    """What Nsight Compute counts, class by class."""
+    """Compare Nsight Compute's counters, class by class."""
     if not counters.is_available():
         return skipped("counters", "GPU kernels", "needs ncu of Nsight Compute on the path")
     return [

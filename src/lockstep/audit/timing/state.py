@@ -21,5 +21,5 @@ class State:
         return replace(self, registers=set(self.registers))
 
     def put(self, register: str, is_secret: bool) -> None:
-        """What a register, or a word of the stack, holds from now on."""
+        """Set whether a register, or a word of the stack, holds a secret from now on."""
         (self.registers.add if is_secret else self.registers.discard)(register)

@@ -87,7 +87,8 @@ def _is_short(mnemonic: str) -> bool:
 
 
 def level(state: State, mnemonic: str, operand: str, beside: str = "") -> int:
-    """What a vector register gets from an operand: 2 for a secret, 1 for words, 0 for neither.
+    """The level of a vector register that gets an operand: 2 for a secret, 1 for words, 0 for
+    neither.
 
     `beside` is a register of the same instruction, which says how wide memory is read.
     """

@@ -64,7 +64,7 @@ def attention(inputs: Inputs, **options: Any) -> Call:
 
 
 def call_of(contender: Contender, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
-    """What is timed: a forward, or of a backward case the backward alone.
+    """The call that is timed: a forward, or for a backward case the backward alone.
 
     Raises NotImplementedError where the contender refuses the case.
     """

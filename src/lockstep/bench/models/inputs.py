@@ -176,7 +176,7 @@ Rules = list[dict[str, error_rule.Expected]]
 
 
 def expect(inputs: Inputs, parts: Sequence[Piece]) -> Rules:
-    """What the error rule allows for each piece: of out, or of the gradients of `leaves`."""
+    """The bounds of the error rule for each piece: of out, or of the gradients of `leaves`."""
     found = []
     for piece in parts:
         problem = describe(piece.tensors, inputs.case.shape.options)
@@ -206,7 +206,7 @@ def largest_error(
 
 
 def _pick(case: Case, piece: Piece, what: str, result: Tensor) -> Tensor:
-    """What a piece has of a result."""
+    """The part of a result that a piece covers."""
     if what == "dsinks":
         return result[piece.heads]
     found = sequence(case, result, piece.b)

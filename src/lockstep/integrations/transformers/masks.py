@@ -27,7 +27,7 @@ class Pattern(NamedTuple):
 
 
 def understand(mask_function: Callable[..., Any]) -> Pattern | None:
-    """What a mask function of transformers does; None if that is something else.
+    """The pattern of a mask function of transformers; None if it is none of those known here.
 
     Its parts are recognised by who they are, and what they were made with by their closures.
     """
@@ -117,7 +117,7 @@ def _plan(
     attention_mask: Tensor | None,
     device: torch.device | str,
 ) -> Plan | None:
-    """What a pattern says of these keys; None if no plan says it."""
+    """The plan for a pattern and these keys; None if there is none."""
     window = None
     # A window as long as all keys hides none.
     if pattern.window is not None and pattern.window + 1 < kv_offset + kv_length:

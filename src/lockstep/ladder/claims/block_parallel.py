@@ -37,7 +37,7 @@ def _threads(rung: str) -> float:
 
 
 def _barriers(stage: str) -> float:
-    """Of a block with 16 key tiles."""
+    """The barriers of a block with 16 key tiles."""
     launch = launch_plan("block_tile", FULL, stage=stage)
     return launch.barriers / launch.blocks
 
@@ -103,8 +103,8 @@ def _speedups_over_rows(*titles: str) -> Readings | None:
 
 
 def _architecture_over_optimisations() -> Readings | None:
-    """What the step from a row per thread to a tile per block gains, over what each of the single
-    optimisations after it does."""
+    """The gain of the step from a row per thread to a tile per block, over that of each single
+    optimisation after it."""
     stages = ("row_per_thread", FIRST, "block_tile (double_buffer)", OPTIMISED, "block_tile")
     stages += ("block_tile_mma", "persistent_mma")
     times = [microseconds(stage, CAUSAL) for stage in stages]

@@ -43,27 +43,27 @@ class Figure:
 
 
 def exactly(value: float) -> Figure:
-    """That number and no other."""
+    """A figure that has to be met exactly."""
     return Figure(value, value, number(value))
 
 
 def about(value: float, tolerance: float = 0.02) -> Figure:
-    """Within `tolerance` of it."""
+    """A figure that has to be met within `tolerance`."""
     return Figure(value, value, number(value), tolerance)
 
 
 def between(low: float, high: float) -> Figure:
-    """Anything in between."""
+    """A range that has to be met."""
     return Figure(low, high, f"{number(low)}–{number(high)}")
 
 
 def at_most(value: float) -> Figure:
-    """That or less."""
+    """A figure that is an upper bound."""
     return Figure(-math.inf, value, f"≤ {number(value)}")
 
 
 def at_least(value: float) -> Figure:
-    """That or more."""
+    """A figure that is a lower bound."""
     return Figure(value, math.inf, f"≥ {number(value)}")
 
 
@@ -105,7 +105,7 @@ class Finding:
 
     @property
     def ours(self) -> str:
-        """What we get, as text."""
+        """Our figures, as text."""
         return "; ".join(
             f"{number(value)} ({label})" if label else number(value)
             for label, value in self.readings.items()
@@ -113,7 +113,7 @@ class Finding:
 
     @property
     def explanation(self) -> str:
-        """By how much, and why; empty where the claim holds."""
+        """The factor, and the reason for it; empty where the claim holds."""
         if self.verdict in (HOLDS, UNMEASURED):
             return ""
         factors = (self.claim.figure.factor(v) for v in self.readings.values())

@@ -75,7 +75,7 @@ def traced(rung: str, problem: Problem, index: int = 0, **options: Any) -> Trace
 
 
 def output(rung: str, problem: Problem, **options: Any) -> torch.Tensor:
-    """What the machine computed, [B, H, S, D]."""
+    """The output of the machine, [B, H, S, D]."""
     return _run(rung, problem, tuple(options.items()))[0]
 
 

@@ -66,7 +66,7 @@ def _places_in_the_launch() -> float:
     tiles, H, B = launch_plan("small_tile", SMALL).grid
 
     def place(x: int, y: int, z: int, grid: tuple[int, int]) -> int:
-        """In the order of the hardware: x runs fastest, then y, then z."""
+        """The number of a block in the order of the hardware: x runs fastest, then y, then z."""
         return x + grid[0] * (y + grid[1] * z)
 
     return sum(

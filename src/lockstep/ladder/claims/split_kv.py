@@ -90,7 +90,7 @@ def _gains_by_tensor_cores() -> Readings | None:
 
 
 def _gain_by_length() -> float | None:
-    """What splitting gains with 8,192 tokens, over what it gains with 1,024."""
+    """The gain of splitting with 8,192 tokens, over that with 1,024."""
     long, short = (_by_splits(_gain, problem) for problem in (FULL_HEAD, SHORT))
     return long["kv_tiles 4"] / short["kv_tiles 4"] if long and short else None
 

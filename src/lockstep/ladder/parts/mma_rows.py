@@ -135,6 +135,7 @@ def tile_phases(problem: Problem, visits: int) -> tuple[PhasePlan, PhasePlan, Ph
 
 
 def warp_barriers(problem: Problem) -> int:
-    """Of all warps: two per key tile; for every query tile, two and two for each WIDTH columns."""
+    """The barriers of all warps: two per key tile; for every query tile, two and two for each WIDTH
+    columns."""
     written = paired_rows.query_tiles(problem) * (2 + 2 * -(-problem.D // WIDTH))
     return THREADS // 32 * (2 * paired_rows.tiles_visited(problem) + written) * problem.heads

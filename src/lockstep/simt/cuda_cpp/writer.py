@@ -62,7 +62,7 @@ class Writer:
             self.put("")
 
     def above(self, loc: ir.Location) -> None:
-        """What the source has right above a statement: a blank line, comments."""
+        """The lines of the source right above a statement: a blank line, comments."""
         source = self._source(loc)
         if source is None:
             return

@@ -208,7 +208,8 @@ def _count(load: Load, address: np.ndarray, rounds: range, machine: Control) -> 
 
 
 def _alike(places: np.ndarray) -> list[tuple[int, int]]:
-    """Of evenly spaced bytes, the first of those that lie alike in their words, and how many do."""
+    """The first of evenly spaced bytes that lie at the same place of their words, and how many
+    do."""
     if places.size == 1 or (places[1] - places[0]) % WORD == 0:
         return [(0, places.size)]
     _, firsts, times = np.unique(places % WORD, return_index=True, return_counts=True)

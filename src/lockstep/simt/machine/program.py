@@ -264,7 +264,7 @@ class _Generator(ExpressionWriter):
         self.emit(indent, f"{call}, lambda g: {value})")
 
     def trip(self, stmt: ir.For | ir.While, indent: int) -> None:
-        """What every trip costs besides the body: counting, comparing, branching."""
+        """The cost of every trip besides the body: counting, comparing, branching."""
         line = StraightLine(stmt.phase)
         kinds = Counter({"integer": 1, "compare": 1, "branch": 1})
         line.add(stmt.loc, kinds if isinstance(stmt, ir.For) else operations(stmt))

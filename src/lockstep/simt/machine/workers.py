@@ -131,7 +131,7 @@ class _Child:
         self.pipe = os.fdopen(reading, "rb")
 
     def result(self) -> Answer | None:
-        """What the child found; None if it failed."""
+        """The results of the child; None if it failed."""
         try:
             found: Answer = pickle.load(self.pipe)
         except (EOFError, pickle.UnpicklingError):
@@ -160,7 +160,8 @@ def _answer(run: Run, share: Batches, pipe: int) -> NoReturn:
 
 
 def _footprints(arrays: dict[str, GlobalArray]) -> Memory:
-    """Of the arrays that the kernel may write, and of those that share memory with one."""
+    """The footprints of the arrays that the kernel may write, and of those that share memory with
+    one."""
     found = {}
     for name, array in arrays.items():
         if array.shadow is not None:

@@ -139,7 +139,7 @@ class _Analysis:
         self.leaders = leaders(self.code)
 
     def run(self) -> None:
-        """To a fixed point; cells that all warps share are found in rounds."""
+        """Run the analysis to a fixed point; cells that all warps share are found in rounds."""
         while True:
             before = dict(self.cells)
             self.states = {0: State()}
@@ -208,7 +208,7 @@ class _Analysis:
         return changed
 
     def _step(self, i: int, state: State) -> None:
-        """What an instruction does to registers and memory."""
+        """Apply an instruction to registers and memory."""
         each = self.code.instructions[i]
         guard = state.get(each.guard, NOTHING).labels if each.guard else 0
         seen = Under(state, each.condition) if each.guard else state
@@ -244,9 +244,9 @@ class _Analysis:
             state.relate(each)
 
     def _known_results(self, i: int, state: State) -> dict[str, Value]:
-        """By condition that all lanes share: the result of an instruction if it holds, where more
-        is known then of what is read. Compilers compute with what is only set under a condition,
-        and use the result under the same one."""
+        """The results of an instruction by a condition that all lanes share: under it, more may be
+        known of what the instruction reads. Compilers compute with what is only set under a
+        condition, and use the result under the same one."""
         written = {x for operand in self.code.instructions[i].written for x in operand.registers}
         return {
             condition: self._result(i, state, Under(state, condition), 0)
@@ -257,7 +257,8 @@ class _Analysis:
         }
 
     def _result(self, i: int, state: State, seen: State, guard: int) -> Value:
-        """What an instruction writes to its first register, if what it reads is as `seen`."""
+        """The value that an instruction writes to its first register, if what it reads is as
+        `seen`."""
         each = self.code.instructions[i]
         labels = labels_of(each.read, seen) | self.constants[i] | guard
         if each.name in LOADS:
@@ -374,14 +375,15 @@ class _Analysis:
         return reduce(either, kept, NOTHING)
 
     def _behind(self, each: Instruction, k: int, value: Value, state: State) -> Value:
-        """What is written to the k-th register: one that was kept beside a secret need not be."""
+        """The value that is written to the k-th register: one that was kept beside a secret need
+        not be one."""
         if each.name != "LDL":
             return Value(value.labels)
         own = self._read_local(memory_operand(each.read), state, k).labels
         return Value(own | value.labels if each.guard else own)
 
     def leaks(self) -> list[Leak]:
-        """What the fixed point shows."""
+        """The leaks that the fixed point shows."""
         found: dict[tuple[int, str], Leak] = {}
         for start, known in self.states.items():
             state, i = known.copy(), start

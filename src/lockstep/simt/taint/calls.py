@@ -38,7 +38,8 @@ def inlined(code: Code) -> Code:
 
 
 def _body(code: Code, entry: int) -> set[int]:
-    """What is reached from an entry without a return, the bodies of other functions aside."""
+    """The instructions that are reached from an entry without a return, without the bodies of other
+    functions."""
     found, waiting = {entry}, [entry]
     while waiting:
         i = waiting.pop()

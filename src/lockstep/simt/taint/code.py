@@ -68,7 +68,7 @@ class Instruction:
 
     @cached_property
     def numbers(self) -> tuple[Operand, ...]:
-        """What it reads, predicates aside."""
+        """The operands it reads, without predicates."""
         return tuple(x for x in self.read if not x.text.lstrip("!").startswith(("P", "UP")))
 
     @property
@@ -107,7 +107,7 @@ def read_code(cubin: bytes) -> Code:
 
 
 def parse(text: str) -> Code:
-    """What nvdisasm printed."""
+    """The code that nvdisasm printed."""
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     file, number = "", 0

@@ -35,7 +35,7 @@ def read_parameters(cubin: bytes) -> tuple[Parameter, ...]:
 
 
 def _attributes(cubin: bytes) -> list[tuple[int, bytes]]:
-    """What the sections with the attributes of a kernel hold."""
+    """The contents of the sections with the attributes of a kernel."""
     (at,) = struct.unpack_from("<Q", cubin, 0x28)
     size, n, names = struct.unpack_from("<HHH", cubin, 0x3A)
     sections = [struct.unpack_from("<IIQQQQ", cubin, at + i * size) for i in range(n)]

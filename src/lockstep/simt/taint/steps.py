@@ -27,8 +27,8 @@ SHARED, LOCAL = "shared", "local"
 
 
 def chosen(each: Instruction, new: Value, state: State) -> Value:
-    """What a register may hold that is written under a secret condition: the bits that are the
-    same in both cases tell nothing."""
+    """The value of a register that is written under a secret condition: bits that are the same in
+    both cases tell nothing."""
     if each.name not in ("LOP3", "ULOP3") or each.read[0].text != each.written[0].text:
         return new._replace(clear=0)
     changed = each.read[1].constant

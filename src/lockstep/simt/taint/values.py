@@ -72,7 +72,8 @@ class State(dict[object, Value]):
         return new
 
     def forget(self, register: str) -> None:
-        """What is known under conditions of a register, or under a predicate, that is written."""
+        """Forget what is known under conditions of a register, or under a predicate, that is
+        written."""
         if register.lstrip("U").startswith("P"):
             self._hand_on(register)
             for condition in (register, f"!{register}"):
@@ -86,8 +87,8 @@ class State(dict[object, Value]):
                 values.pop(register, None)
 
     def _hand_on(self, predicate: str) -> None:
-        """What is known under a predicate that is to be written stays known under one that is equal
-        to it, if there is any."""
+        """Keep what is known under a predicate that is to be written, under one that is equal to
+        it, if there is any."""
         heir = next((x for x, of in self.twins.items() if of == predicate), None)
         if heir is None:
             return
@@ -102,7 +103,8 @@ class State(dict[object, Value]):
                 self.twins[name] = of.replace(predicate, heir)
 
     def relate(self, each: Instruction) -> None:
-        """What has been written is a copy of another predicate, a vote on it, or elected."""
+        """Note that a predicate that has been written is a copy of another one, a vote on it, or
+        elected."""
         if each.name == "ELECT":
             self.elected.add(each.written[0].text)
         elif each.name == "VOTEU" and each.kinds == ("ANY",) and len(each.written) == 1:
@@ -147,7 +149,7 @@ def origin(parameter: int) -> int:
 
 
 def either(a: Value, b: Value) -> Value:
-    """What is known where a value is one of two."""
+    """The knowledge about a value that is one of two."""
     if a == b:
         return a
     is_same = a.base == b.base
@@ -156,7 +158,7 @@ def either(a: Value, b: Value) -> Value:
 
 
 def clear_bits(value: Value) -> int:
-    """Those of a value that are not secret."""
+    """The bits of a value that are not secret."""
     return value.clear if value.is_secret else ALL_BITS
 
 
@@ -186,7 +188,7 @@ def _value(operand: Operand, state: State) -> Value:
 
 
 def labels_of(operands: tuple[Operand, ...], state: State) -> int:
-    """Of all registers in the operands."""
+    """The labels of all registers in the operands."""
     found = 0
     for operand in operands:
         for register in operand.registers:
