@@ -11,6 +11,8 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "lockstep"
 
@@ -95,3 +97,16 @@ def test_an_import_inside_a_function_and_a_relative_one_count():
     assert "kernels/cpu/__init__.py" in graph()["dispatch.py"]
     assert "ladder/rung.py" in graph()["ladder/cli.py"]
     assert "commands/doctor.py" in graph()["cli.py"]
+
+
+@pytest.mark.parametrize(
+    "package", sorted(path.parent for path in SOURCE.rglob("__init__.py")), ids=lambda x: x.name
+)
+def test_a_package_that_lists_its_files_lists_all(package):
+    """Docstrings of packages that list files, one or more to a line."""
+    code = (package / "__init__.py").read_text(encoding="utf-8")
+    listing = ast.get_docstring(ast.parse(code)) or ""
+    named = set(re.findall(r"\b\w+\.py\b", listing))
+    if len(re.findall(r"^ *\w+\.py\b", listing, re.MULTILINE)) > 1:
+        assert named <= {path.name for path in package.parent.rglob("*.py")}
+        assert {path.name for path in package.glob("*.py")} - {"__init__.py"} <= named

@@ -2,8 +2,8 @@
 
 A tensor [B, H, S, D] lies *heads first* in memory, as its dims are named, or *tokens first*, as a
 view of [B, S, H, D]. out, lse and statistics lie as q does, each gradient of q, k and v as its own
-tensor: who comes with tokens first gets an out that `.transpose(1, 2).reshape(B, S, -1)` takes as
-it is. Results of packed sequences are contiguous.
+tensor: a caller whose q has tokens first gets an out that `.transpose(1, 2).reshape(B, S, -1)`
+takes as it is. Results of packed sequences are contiguous.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One row of a GPU bench: who took part in a case, with which time, error or reason."""
+"""One row of a GPU bench: the contenders of a case, each with its time, error or reason."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class Parameter(NamedTuple):
 
 
 def parameters_of(compiled: Any, arguments: tuple[Any, ...]) -> list[Parameter] | None:
-    """What a kernel that was compiled for `arguments` has as parameters; None for what only Triton
+    """The parameters of a kernel that was compiled for `arguments`; None for those that only Triton
     knows. Tensors are addresses; two more are Triton's scratch memory."""
     maps = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
     parameters: list[Parameter] = []
@@ -182,7 +182,8 @@ def _number(kind: str, value: float) -> Parameter:
 
 
 def launcher_of(compiled: Any, grid: Grid, arguments: tuple[Any, ...]) -> Launcher:
-    """What launches a kernel that was compiled for `arguments` again, with the same numbers."""
+    """A function that launches a kernel that was compiled for `arguments` again, with the same
+    numbers."""
     parameters = parameters_of(compiled, arguments)
     metadata = compiled.metadata
     if (

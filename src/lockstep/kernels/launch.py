@@ -41,7 +41,7 @@ _COMPILED: Cache[tuple[Any, ...], Any] = Cache(limit=1024)
 
 
 def compiled_kernels() -> list[Any]:
-    """What Triton has compiled for this process so far."""
+    """The kernels that Triton has compiled for this process so far."""
     return list(_COMPILED.values())
 
 
@@ -210,8 +210,9 @@ def taken_by(kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(argument: Any, any_address: bool) -> Any:
-    """What of an argument a compiled kernel depends on: of a number nothing but its type, of a
-    tensor also whether its address is a multiple of 16 bytes, unless it may be any."""
+    """The properties of an argument that a compiled kernel depends on: the type of a number and
+    whether 32 bits hold it, and for a tensor the dtype and whether its address is a multiple of 16
+    bytes, unless it may be any."""
     if argument is None:
         return None
     if isinstance(argument, Tensor):
@@ -362,8 +363,8 @@ class Launches:
         return steps
 
     def _write(self, steps: list[Step], returned: list[str]) -> StraightLine:
-        """What allocates the results to be returned, and a workspace with the others in it, and
-        launches all kernels."""
+        """The code that allocates the results to be returned, and a workspace with the others in
+        it, and launches all kernels."""
         code = StraightLine(self._inputs, self._kept)
         for name in returned:
             code.allocate(name, self._new_results[name])

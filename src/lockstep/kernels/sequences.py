@@ -31,7 +31,7 @@ MANY: tl.constexpr = tl.constexpr(1 << 32)
 
 @triton.jit
 def nan_where(is_wrong):
-    """What to add to numbers so that they are NaN, or what they are."""
+    """A number to add to others so that they are NaN, or stay as they are."""
     return tl.where(is_wrong, float("nan"), 0.0)
 
 
@@ -67,7 +67,8 @@ def checked_range(b, Skv, kv_lens_ptr, kv_starts_ptr):
 
 @triton.jit
 def whole_sequence(b, Sq, Skv, kv_lens_ptr, kv_starts_ptr):
-    """What `find_sequence` returns of sequence b, behind its tile, if sequences are not packed."""
+    """The results of `find_sequence` for sequence b, without its tile, if sequences are not
+    packed."""
     q_start = tl.full([], 0, tl.int64)
     kv_start, kv_len, is_good = checked_range(b, Skv, kv_lens_ptr, kv_starts_ptr)
     return is_good, q_start, Sq, kv_start, kv_len
@@ -114,9 +115,9 @@ def find_queries(
     SPARE: tl.constexpr = 1,
     kv_starts_ptr=None,
 ):
-    """What `find_sequence` returns of a slot of packed queries. Keys are packed as well or, without
-    `cu_seqlens_k_ptr`, in pages: each sequence then has a length, and its keys begin at 0, or where
-    kv_starts says."""
+    """The results of `find_sequence` for a slot of packed queries. Keys are packed as well or,
+    without `cu_seqlens_k_ptr`, in pages: each sequence then has a length, and its keys begin at 0,
+    or where kv_starts says."""
     if cu_seqlens_k_ptr is not None:
         b, tile, is_good, q_start, q_len, kv_start, kv_len = find_sequence(
             slot, cu_seqlens_q_ptr, cu_seqlens_k_ptr, B, Sq, Skv, GROUP, BLOCK, SPARE

@@ -3,7 +3,8 @@
 rungs/   the kernels, one file each, numbered in climbing order
 parts/   pieces that several of them share
 rung.py  what a rung is, and how to run one on the machine or on a GPU
-check.py, plan.py, survey.py, tables.py, cli.py   tools that take any rung
+check.py, plan.py, survey.py, sweep.py, tracing.py   tools that take any rung
+tables.py, plan_screen.py, cli.py   their tables and commands
 claims/  claims of documents about these kernels, held against plans, traces and times
 """
 

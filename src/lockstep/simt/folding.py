@@ -45,7 +45,7 @@ def fold(op: str, left: ir.Expr, right: ir.Expr, dtype: Type) -> int | float | b
 
 
 def describe(node: ast.AST) -> str:
-    """A syntax node in the words of someone who reads Python."""
+    """The name of a syntax node for error messages."""
     return {
         "ListComp": "a list comprehension",
         "GeneratorExp": "a generator",

@@ -49,7 +49,7 @@ class Inputs:
 
 
 def make(case: Case, device: str = "cuda") -> Inputs:
-    """Normally distributed tensors, the same for everyone who takes part."""
+    """Normally distributed tensors, the same for all contenders."""
     layer = case.shape
     D, Dv = layer.D, layer.value_dim
     sinks = _normal(layer.Hq, device=device) if layer.sinks else None

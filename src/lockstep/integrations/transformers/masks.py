@@ -29,7 +29,7 @@ class Pattern(NamedTuple):
 def understand(mask_function: Callable[..., Any]) -> Pattern | None:
     """The pattern of a mask function of transformers; None if it is none of those known here.
 
-    Its parts are recognised by who they are, and what they were made with by their closures.
+    Its parts are recognised by their functions, and their parameters by their closures.
     """
     from transformers import masking_utils
 

@@ -4,12 +4,14 @@ Importing this package compiles nothing and does not import numba.
 
     forward.py   units.py cuts query rows and spans into work for threads; it runs that work, merges
     backward.py  gradients; extras.py  its smaller passes
+    kernels.py   the constant-time kernels, for audits; roof.py  the speed of the cores
     carry.py     keys in blocks; carry_backward.py  their gradients
     arithmetic/  what one thread computes
         wide.py     many query rows, one per SIMD lane        prefill
         narrow.py   a few query rows, keys across the lanes   decode; narrow_rows.py  its SIMD loops
         running.py  the softmax state of many rows            merge.py   the split-KV formula
         tiles.py    register tiles                            memory.py  rows in and out
+        rescore.py  the weights of a tile again, and their gradients
     call/        a call's tensors as a record of addresses, and the threads that run it
     compiler/    vector code from Python (simd.py), LLVM, machine code on disk
 

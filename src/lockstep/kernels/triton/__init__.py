@@ -9,7 +9,8 @@ Importing this package does not import Triton.
     nonfinite.py  values that are not finite stay with the rows that see them
     plan.py       tile sizes, and which program computes what
     launch.py     from a problem to a launch
-    backward.py   gradients                                 terms.py   float32 as sums of bf16
+    products.py   products of two tiles                     terms.py   float32 as sums of bf16
+    backward.py   gradients: dq.py, dkdv.py, dbias.py, with gradient_rows.py and gradient_tiles.py
     carry.py      the same over keys, or rows, that come in blocks
 
 A row's bits depend on its own sequence, the heads and the head dims alone; with `query_invariant`
@@ -103,7 +104,7 @@ def _capability(device: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _shared_bytes(device: int) -> int:
-    """What a program can have."""
+    """The shared memory that a program can have."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 

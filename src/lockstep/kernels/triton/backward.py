@@ -111,7 +111,8 @@ def cuts_of(problem: AttentionProblem, device: Device) -> tuple[Tiles, Tiles]:
 
 
 def backward_launches(problem: AttentionProblem, given: BackwardTensors, needs: Needs) -> Launches:
-    """What computes the gradients of one problem with inputs of given strides and alignment."""
+    """The launches that compute the gradients of one problem with inputs of given strides and
+    alignment."""
     aligned = with_aligned_inputs(given)
     # One pass makes both dK and dV.
     both = needs.k or needs.v
@@ -138,7 +139,7 @@ def backward_launches(problem: AttentionProblem, given: BackwardTensors, needs: 
 def _launches(
     problem: AttentionProblem, given: BackwardTensors, wanted: Collection[str]
 ) -> list[Launch]:
-    """What computes the gradients that are wanted, by name."""
+    """The launches that compute the gradients that are wanted, by name."""
     arguments = arguments_of(problem, given)
     found = [launch_rows(problem, arguments)]
     if terms_of(problem, device_of(given.dout.device)):
@@ -300,7 +301,8 @@ def _slots(problem: AttentionProblem, S: int, block: int) -> int:
 
 
 def _pass_arguments(problem: AttentionProblem, given: BackwardTensors) -> dict[str, Any]:
-    """What the passes take besides pointers, tiles and blocks, of terms if there are any."""
+    """The arguments of the passes besides pointers, tiles and blocks; those of terms if there are
+    any."""
     arguments, device = arguments_of(problem, given), device_of(given.dout.device)
     if not terms_of(problem, device):
         return arguments
@@ -316,7 +318,8 @@ def _pass_arguments(problem: AttentionProblem, given: BackwardTensors) -> dict[s
 
 
 def arguments_of(problem: AttentionProblem, given: BackwardTensors) -> dict[str, Any]:
-    """What the kernels take besides pointers, tiles and blocks, of the tensors as they are."""
+    """The arguments of the kernels besides pointers, tiles and blocks, for the tensors as they
+    are."""
     dout = given.dout
     of_dout = dout.stride()[:3]
     if problem.layout == "varlen":

@@ -187,7 +187,7 @@ def sums_of_sinks(problem: AttentionProblem, sinks: Tensor, rows: Tensor) -> Ten
 
 
 def _given(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> BackwardTensors:
-    """What the passes take; those that `rows` stand for are left out."""
+    """The tensors that the passes take; those that `rows` stand for are left out."""
     inputs = Tensors(q, k, v)
     return with_aligned_inputs(BackwardTensors(*inputs, dout, dout, dout, None))
 

@@ -97,7 +97,8 @@ class Inputs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of the call, and of the bias, which has 1 along dims of which it has one element for all."""
+    """Sizes of the call, and of the bias, which has 1 along dims of which it has one element for
+    all."""
 
     B: Any
     Hq: Any

@@ -118,7 +118,7 @@ class Results(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of a call, and how it is cut into programs and spans: `plan`."""
+    """Sizes of a call, and how it is cut into programs and spans: `plan`."""
 
     B: Any
     Hkv: Any

@@ -125,7 +125,8 @@ def bias_of_head(inputs, stride_b, b64, q_head, kv_start):
 
 @triton.jit
 def offset(stride, b64, head, ALIGN: tl.constexpr):
-    """From the first row of a tensor to that of a head; strides are in units of ALIGN elements."""
+    """The distance from the first row of a tensor to that of a head; strides are in units of ALIGN
+    elements."""
     return b64 * (stride.b * ALIGN) + head * (stride.h * ALIGN)
 
 
@@ -188,7 +189,7 @@ def load_factor(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What `load_rows` loads, or the three terms of it."""
+    """The tile that `load_rows` loads, or the three terms of it."""
     if PRECISION == "terms":
         WIDTH: tl.constexpr = (D + 7) // 8 * 8
         # A stride that is known takes no registers.

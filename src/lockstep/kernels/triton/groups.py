@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class Strides(NamedTuple):
-    """Of a tensor of rows."""
+    """Strides of a tensor of rows."""
 
     b: Any  # from one sequence, or page, to the next
     h: Any  # from one head to the next
@@ -22,7 +22,7 @@ class Strides(NamedTuple):
 
 
 class BiasStrides(NamedTuple):
-    """Of the bias, 0 along dims of which it has one element for all."""
+    """Strides of the bias, 0 along dims of which it has one element for all."""
 
     b: Any
     h: Any
@@ -47,7 +47,7 @@ class GradientInputs(NamedTuple):
 
 
 class GradientSizes(NamedTuple):
-    """Of a call, and the programs of a head."""
+    """Sizes of a call, and the programs of a head."""
 
     B: Any
     Hq: Any

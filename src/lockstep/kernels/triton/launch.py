@@ -68,8 +68,8 @@ def bias_strides(bias: Tensor | None) -> dict[str, int]:
 
 
 def slope_stride(slopes: Tensor | None) -> int | None:
-    """From the slopes of one sequence to those of the next, 0 if all have the same. None without
-    slopes: kernels are then compiled without this argument."""
+    """The stride from the slopes of one sequence to those of the next, 0 if all have the same. None
+    without slopes: kernels are then compiled without this argument."""
     if slopes is None:
         return None
     return slopes.stride(0) if slopes.dim() == 2 else 0
@@ -105,7 +105,7 @@ def scales_of(problem: AttentionProblem, precision: str) -> dict[str, Any]:
 
 
 def units_of(problem: AttentionProblem) -> dict[str, float]:
-    """What turns scores into log2 units, and into natural ones."""
+    """The factors that turn scores into log2 units, and into natural ones."""
     return {
         "unit": problem.score_unit,
         "natural": problem.scale if problem.has_raw_scores else 1.0,
@@ -167,7 +167,7 @@ def attend_arguments(problem: AttentionProblem, tensors: Tensors, plan: Plan) ->
 
 
 def options_of(problem: AttentionProblem, plan: Plan, device: Device) -> dict[str, int]:
-    """What `forward.attend` is compiled with."""
+    """The options with which `forward.attend` is compiled."""
     return plan.tiles.options | {"num_stages": stages_of(problem, plan, device.shared_bytes)}
 
 
@@ -208,7 +208,7 @@ def window_of(problem: AttentionProblem) -> dict[str, Any]:
 def forward_launches(
     problem: AttentionProblem, tensors: Tensors, plan: Plan, device: Device
 ) -> Launches:
-    """What runs one problem with inputs of given strides and alignment."""
+    """The launches that run one problem with inputs of given strides and alignment."""
     of_lse, of_rows = problem.lse_dtype, problem.lse_shape
     has_gradient, split = problem.has_gradient, plan.n_runs > 1
     results = {

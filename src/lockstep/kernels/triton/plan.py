@@ -73,7 +73,7 @@ class Tiles:
 
     @property
     def options(self) -> dict[str, int]:
-        """What a kernel is compiled with."""
+        """The options with which a kernel is compiled."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if self.registers is None else options | {"maxnreg": self.registers}
 

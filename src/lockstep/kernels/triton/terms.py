@@ -103,7 +103,8 @@ def strides_of(problem: AttentionProblem) -> dict[str, tuple[int, int, int]]:
 
 
 def launch_cut(problem: AttentionProblem, arguments: dict[str, Any]) -> Launch:
-    """What makes the terms of all tensors; `arguments` are those of `backward.arguments_of`."""
+    """The launch that makes the terms of all tensors; `arguments` are those of
+    `backward.arguments_of`."""
     shapes = _shapes(problem).values()
     rows = max(1, _BLOCK // max(arguments["BLOCK_D"], arguments["BLOCK_DV"]))
     tiles = max(B * H * triton.cdiv(S, rows) for B, H, S, _, _ in shapes)

@@ -160,8 +160,8 @@ def load_tile(
     page=None,
     IN_PAGE: tl.constexpr = False,
 ):
-    """What `load_by_pointer` loads, by way of the head's descriptor if there is one. A descriptor
-    ends with the sequence, or with the last of all pages."""
+    """The tile that `load_by_pointer` loads, by way of the head's descriptor if there is one. A
+    descriptor ends with the sequence, or with the last of all pages."""
     if head.desc is None:
         tile = load_by_pointer(
             head, pages, first, kv_len, D, BLOCK_KV, BLOCK_D, PAGE_SIZE, MASKED, page, IN_PAGE
@@ -212,7 +212,8 @@ def scores(
 
 @triton.jit
 def alibi_of(slopes, position, kv_idx):
-    """What ALiBi adds to scores: slopes and positions [M, 1], keys [1, N], or both transposed."""
+    """The term that ALiBi adds to scores: slopes and positions [M, 1], keys [1, N], or both
+    transposed."""
     distance = tl.abs(position - kv_idx).to(tl.float32)
     return -slopes * distance
 

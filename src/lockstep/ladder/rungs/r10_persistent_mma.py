@@ -8,7 +8,7 @@ copying the next ones as soon as it has multiplied the last.
 
 Tiles are dealt out in rounds, the longest first, and every other round backwards: with a causal
 mask, which makes tiles of many lengths, a block that had the longest of one round has the shortest
-of the next. Who takes which follows from public sizes alone.
+of the next. Which block takes which tile follows from public sizes alone.
 
 This is as far as the language goes on the way to a Hopper kernel. What it does not have: copies of
 whole tiles by one thread (TMA), which need no registers and no address arithmetic; products of four

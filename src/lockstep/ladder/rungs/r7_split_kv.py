@@ -16,8 +16,8 @@ Heads of queries may share heads of keys and values (--kv-heads): blocks then re
 With products="mma" the partial kernel is one on tensor cores: see `r7_split_kv_mma`.
 
 With join="last_block" there is one launch: a block counts itself in when its part is written, and
-the one that finds all others there joins the parts. Who that is changes from run to run, the order
-in which parts are added does not.
+the one that finds all others there joins the parts. Which block that is changes from run to run,
+the order in which parts are added does not.
 
     lockstep trace split_kv --tile 8x8 --kv-tiles 4 --seq 256 --head-dim 128
 """

@@ -101,7 +101,7 @@ class Kernel:
         return machine.generate(self.module(machine.triple()), self.name)
 
     def module(self, triple: str) -> llvm.ModuleRef:
-        """What is compiled, for a kind of machine as LLVM names it; not optimised yet."""
+        """The LLVM module for a kind of machine as LLVM names it; not optimised yet."""
         module, function = lower(self._function)
         module.link_in(llvm.parse_assembly(entry_of(self.name, function, triple, self._flush)))
         return module

@@ -82,7 +82,8 @@ def backward_launches(
     launches: list[Launch],
     statistics: Statistics,
 ) -> Launches:
-    """What computes the gradients of one problem with inputs of given strides and alignment.
+    """The launches that compute the gradients of one problem with inputs of given strides and
+    alignment.
 
     `made` are the gradients that the kernels write: dq, dk, dv. `statistics` is for those of sinks.
     """
@@ -161,8 +162,8 @@ def bounds_buffer(cut: Cut) -> Buffer | None:
 
 
 def map_maker(problem: AttentionProblem, rows: int, width: int, of_keys: bool = False) -> Any:
-    """What makes tensor maps with tiles [rows, width], clipped to the rows of a sequence if these
-    are packed, and with `of_keys` also if they have lengths."""
+    """A function that makes tensor maps with tiles [rows, width], clipped to the rows of a sequence
+    if these are packed, and with `of_keys` also if they have lengths."""
     packed = problem.layout == "varlen"
     clipped = packed or (of_keys and problem.has_kv_lens)
     return partial(tensor_map, block=[1, 1, 1, rows, width], packed=packed, clipped=clipped)

@@ -6,6 +6,8 @@ sizes.py           sizes that the hardware sets
 accumulator.py     accumulators of a warpgroup: layout, registers, products
 scores.py          units of scores, and their cap
 softmax.py         from scores to weights, and from sums to results
+pieces.py          columns that are no power of two, cut into pieces that are
+finite_words.py    which of two 16-bit numbers in a word are finite
 rounding.py        what rounding the weights changes about a sum
 query_invariance.py  which query-invariant calls the kernels take, and the size of spans
 spans.py           what such calls do at the ends of spans
@@ -15,4 +17,6 @@ mailbox.py         numbers that one warp sends to others
 named_barriers.py  the hardware's barriers, by number
 copy_engine.py     tensor maps
 coordinates.py     where rows lie in a tensor map
+pages.py           keys and values in pages
+division.py        divisions in few instructions
 """

@@ -121,8 +121,8 @@ def _per_thread(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def sums_before(l, m):
-    """What `add_residue` compares a block's sums with: l, but infinity for rows that have not seen
-    a key. Their first block has the maximum."""
+    """The sums that `add_residue` compares a block's with: l, but infinity for rows that have not
+    seen a key. Their first block has the maximum."""
     rows: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     first = gl.where(m == -float("inf"), float("inf"), 0.0)
     return l + gl.expand_dims(gl.convert_layout(first, rows), 1)

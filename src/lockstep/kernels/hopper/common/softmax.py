@@ -84,7 +84,7 @@ def exp2_weights_exact(s, m, scale):
 
 @gluon.jit
 def max_rounding_error(m, scale):
-    """What rounding m·scale adds to the exponents of `exp2_weights`."""
+    """The error that rounding m·scale adds to the exponents of `exp2_weights`."""
     return gl.where(gl.abs(m) < float("inf"), gl.fma(m, scale + gl.zeros_like(m), -m * scale), 0.0)
 
 

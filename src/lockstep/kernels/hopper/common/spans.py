@@ -65,7 +65,8 @@ def end_of_first(row_begin):
 
 @gluon.jit
 def sums_before_block(l):
-    """What `add_residue` compares the sums of a block with; l [ROWS, 4] are those before it."""
+    """The sums that `add_residue` compares those of a block with; l [ROWS, 4] are those before
+    it."""
     return gl.maximum(l, SMALL_SUM)
 
 
@@ -80,8 +81,7 @@ def row_sums(m, l, residue):
 
 @gluon.jit
 def end_of_span(m, residue, scale, FIXED_MAX: gl.constexpr, dtype: gl.constexpr):
-    """Of a span that ended: its residue [ROWS, 4], and what the exponents of its weights are off
-    by."""
+    """The residue [ROWS, 4] of a span that ended, and the error in the exponents of its weights."""
     error = weight_error(m, scale)
     if not FIXED_MAX:
         # The weight of the maximum is known: it is what rounding m·scale makes of 1. Each of four
@@ -95,7 +95,7 @@ def end_of_span(m, residue, scale, FIXED_MAX: gl.constexpr, dtype: gl.constexpr)
 
 @gluon.jit
 def weight_error(m, scale):
-    """What the exponents of `span_weights` are off by."""
+    """The error in the exponents of `span_weights`."""
     error = max_rounding_error(m, scale)
     return gl.where(gl.abs(m) * scale >= LARGE_MAX, 0.0, error)
 

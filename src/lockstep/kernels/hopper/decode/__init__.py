@@ -7,12 +7,13 @@ Importing this package does not import Triton.
     tiles.py     tiles of packed queries in the place of sequences
     schedule.py  which program computes which spans
     producer.py  the warp that streams pages
-    prefetch.py  what it brings to the L2 before
-    consumer.py  the warpgroup that attends to them
-    narrow_consumer.py  the same of few query rows: each warp has keys of its own
+    prefetch.py  pages and queries that it prefetches into L2
+    consumer.py  the warpgroup that computes
+    narrow_consumer.py  the same for few query rows: each warp has keys of its own
     rows.py      what a consumer takes and returns, and which keys its rows see
     nonfinite.py values that are not finite, kept from rows that do not see them
     kernel.py    the kernel
+    groups.py    groups of its arguments
     fold.py      the second kernel: parts folded into results
     span_consumer.py, span_fold.py  those of query-invariant calls, with the bits of the forward
     few_rows.py  of these, tiles of up to 8 rows

@@ -130,7 +130,7 @@ def attend_span(
 
 @gluon.jit
 def consume(rows, sizes, queue, k, v, q_smem, exchange, cache, NARROW: gl.constexpr):
-    """All runs of this program. NARROW: the most rows that have the narrow consumer."""
+    """Compute all runs of this program. NARROW: the most rows that have the narrow consumer."""
     # Of few rows of wider values, ptxas would wait for each step of a product.
     if (NARROW == 0) & (v.D <= 128):
         if rows.n_rows <= FEW_ROWS:

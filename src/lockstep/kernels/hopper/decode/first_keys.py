@@ -18,7 +18,7 @@ from lockstep.kernels.hopper.common.spans import FIRST, end_of_first
 
 @aggregate
 class FirstKeys:
-    """Where they are in global memory, and where they are multiplied."""
+    """The first keys in global memory, and in shared memory, where they are multiplied."""
 
     k_ptr: gl.tensor  # [n_pages, page, Hkv, D]
     stride_kp: gl.tensor

@@ -61,8 +61,8 @@ def find_rows(work, row, tiles_ptr, heads, group, q_tiles, Sq, n_rows, PACKED: g
 def copy_columns(
     smem, ptr, slot, first, count, n_spans, n_rows, column, WIDTH: gl.constexpr
 ):  # fmt: skip
-    """From part `first` on, some of the WIDTH numbers of some rows, from number `column` on, to
-    shared memory [BATCH, ROWS, ·]."""
+    """Copy some of the WIDTH numbers of some rows, from part `first` and from number `column` on,
+    to shared memory [BATCH, ROWS, ·]."""
     COLUMNS: gl.constexpr = smem.shape[2]
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 1, 4], [128 // COLUMNS, 1, COLUMNS // 4], [1, smem.shape[1], 1], [2, 1, 0]

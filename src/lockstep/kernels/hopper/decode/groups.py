@@ -24,7 +24,7 @@ class Pointers(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Of q."""
+    """Strides of q."""
 
     b: Any
     h: Any
@@ -32,7 +32,7 @@ class Strides(NamedTuple):
 
 
 class RowStrides(NamedTuple):
-    """Of lse, and of out in rows."""
+    """Strides of lse, and of out in rows."""
 
     rows_b: Any
     rows_h: Any
@@ -40,7 +40,7 @@ class RowStrides(NamedTuple):
 
 
 class PageStrides(NamedTuple):
-    """Of k or v, from one page, token and head to the next."""
+    """Strides of k or v, from one page, token and head to the next."""
 
     p: Any
     s: Any
@@ -70,7 +70,7 @@ class Numbers(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What makes scores of products: `rows.Rows`."""
+    """Factors that make scores of products: `rows.Rows`."""
 
     cap_scale: Any
     score_scale: Any
@@ -79,7 +79,7 @@ class Scales(NamedTuple):
 
 
 class FoldPointers(NamedTuple):
-    """What is folded, and where it goes."""
+    """The parts that are folded, and where the results go."""
 
     parts_ptr: Any  # [slots, n_spans, n_rows, DV] fp32
     part_stats_ptr: Any  # [slots, n_spans, n_rows, ·] fp32: `plan.py`
@@ -92,7 +92,7 @@ class FoldPointers(NamedTuple):
 
 
 class FoldSizes(NamedTuple):
-    """Of a call and its parts."""
+    """Sizes of a call and of its parts."""
 
     group: Any
     heads: Any

@@ -47,7 +47,7 @@ from lockstep.problem import AttentionProblem, Tensors
 
 
 def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: int) -> Launches:
-    """What runs one problem with inputs of given strides and alignment."""
+    """The launches that run one problem with inputs of given strides and alignment."""
     fitted = tensors._replace(q=fit(tensors.q), k=fit(tensors.k), v=fit(tensors.v))
     lengths = None
     if tensors.kv_lens is None:
@@ -117,7 +117,7 @@ def _tiles(problem: AttentionProblem) -> Buffer | None:
 
 
 def _listing(problem: AttentionProblem, names: dict[str, str], n_slots: int) -> list[Launch]:
-    """What writes that table."""
+    """The launch that writes that table."""
     if not problem.is_packed:
         return []
     sizes = {name: getattr(problem, name) for name in ("B", "Sq", "Skv", "Hkv")}

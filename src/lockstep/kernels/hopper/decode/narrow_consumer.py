@@ -84,7 +84,7 @@ class Exchange:
 
     @gluon.jit
     def factor(self, warp: gl.constexpr, m, unit):
-        """What the sums of a warp weigh relative to m [NARROW_ROWS]."""
+        """The factor of a warp's sums relative to m [NARROW_ROWS]."""
         layout: gl.constexpr = m.type.layout
         own = _number(self.m_smem, warp, layout)
         return gl.exp2((own - gl.where(m == -float("inf"), 0.0, m)) * unit)

@@ -73,7 +73,8 @@ class Rows:
 
     @gluon.jit
     def load_queries(self, sizes, run, q_smem):
-        """As many query rows of a run as there is room for, to where the products read them."""
+        """Load as many query rows of a run as there is room for, to where the products read
+        them."""
         N: gl.constexpr = q_smem.shape[0]
         D: gl.constexpr = q_smem.shape[1]
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -112,7 +113,7 @@ class Rows:
 
     @gluon.jit
     def load_part(self, sizes, run, slot, layout: gl.constexpr):
-        """What `store_part` has stored as the first part of a slot: m, l, acc."""
+        """The m, l and acc that `store_part` has stored as the first part of a slot."""
         DV: gl.constexpr = layout.instr_shape[1]
         rows: gl.constexpr = gl.SliceLayout(1, layout)
         row, _number, is_row = self.rows_of(sizes, run, rows)

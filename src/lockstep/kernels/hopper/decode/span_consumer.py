@@ -246,7 +246,7 @@ def store_results(rows, sizes, run, maxima, total, FEW: gl.constexpr):
 def consume_spans(
     rows, sizes, queue, k, v, q_smem, cache, first_keys, FIXED_MAX: gl.constexpr, FEW: gl.constexpr
 ):
-    """All runs of this program. FEW: they have up to 8 rows each (`few_rows.py`)."""
+    """Compute all runs of this program. FEW: they have up to 8 rows each (`few_rows.py`)."""
     scores = upper_rows(zeros(sizes.BLOCK_KV), FEW)
     row_layout: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     left: gl.constexpr = left_operand(v.D)

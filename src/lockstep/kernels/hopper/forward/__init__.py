@@ -3,15 +3,20 @@
 kernel.py          the kernel and its producer
 program.py         what the warps of a program share
 schedule.py        which tile is next, and which keys it sees
-scheduler.py       the scheduler warp, which tells the other warps through tile_queue.py
+scheduler.py       the scheduler warp, which determines the next tile
+tile_queue.py      how it tells the other warps
 sequence_order.py  packed sequences, longest first: a small kernel before this one
 consumer.py        a warpgroup that computes
 products.py        its products, on their way to the tensor cores and back
-span_steps.py      its steps in query-invariant builds
+steps.py           its steps through the blocks of a tile
+span_steps.py      the same in query-invariant builds
 total.py           where these keep the products of spans that have ended
 pingpong.py        turns of the consumers at the tensor cores
 second_pass.py     rows that the first pass could not compute, once more
 failed_tiles.py    which tiles have such rows
+constant_time.py   the softmax of constant-time builds
+cleaning.py        values that are not finite, in these builds
+few_keys.py        another kernel, for heads with few keys
 plan.py            tile sizes by head dim
 launch.py          from a problem to a launch
 """

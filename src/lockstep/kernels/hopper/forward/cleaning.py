@@ -66,13 +66,13 @@ class Cleaned:
 
     @gluon.jit
     def flags(self, n, LAYOUT: gl.constexpr):
-        """Under a window, the flags of the n-th block."""
+        """The flags of the n-th block, under a window."""
         self.wait(n)
         return self.found_smem.index(slot_of(n, PLACES)).load(LAYOUT)
 
     @gluon.jit
     def first_bad_key(self, n):
-        """That of the n-th block, which is clean."""
+        """The first bad key of the n-th block, which is clean."""
         FOUND: gl.constexpr = CLEANERS * _WARPS
         all_of_them: gl.constexpr = gl.BlockedLayout([FOUND], [32], [_WARPS], [0])
         return gl.min(self.found_smem.index(slot_of(n, PLACES)).load(all_of_them), 0)
@@ -153,7 +153,8 @@ def _first_bad_keys(found, first_key):
 
 @gluon.jit
 def _clean(c: gl.constexpr, program, block, i, n):
-    """Its part of the n-th block that is cut, `block` of a tile and the i-th in all."""
+    """Clean this consumer's part of the n-th block that is cut, `block` of a tile and the i-th in
+    all."""
     part: gl.constexpr = c - (program.build.CONSUMERS - CLEANERS)
     KEYS: gl.constexpr = program.schedule.BLOCK_KV // CLEANERS
     if part >= 0:

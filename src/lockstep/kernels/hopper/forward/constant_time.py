@@ -35,8 +35,8 @@ def _largest(dtype):
 
 @gluon.jit
 def unit_of(m, scale, SIGN: gl.constexpr, dtype: gl.constexpr):
-    """What takes scores of rows with the maximum m [BLOCK_Q] to log2 units: `scale`, or less; with
-    a SIGN of -1, the negative of that."""
+    """The factor that takes scores of rows with the maximum m [BLOCK_Q] to log2 units: `scale`, or
+    less; with a SIGN of -1, the negative of that."""
     LIMIT: gl.constexpr = _largest(dtype)
     bits = (scale + gl.zeros_like(m)).to(gl.int32, bitcast=True)
     # A product has the sum of both exponents, or one more.
@@ -49,7 +49,7 @@ def unit_of(m, scale, SIGN: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def rounding_of(m, scale, dtype: gl.constexpr):
-    """What rounding m·unit adds to the exponents of rows."""
+    """The error that rounding m·unit adds to the exponents of rows."""
     return max_rounding_error(m, unit_of(m, scale, 1, dtype))
 
 
@@ -94,7 +94,7 @@ def halves(s):
 
 @gluon.jit
 def whole(left, right, like):
-    """What `halves` made of something `like` this."""
+    """The tensor `like` this of which `halves` made left and right."""
     layout: gl.constexpr = like.type.layout
     x = gl.join(left, right).permute((0, 2, 1)).reshape(like.shape)
     return gl.convert_layout(x, layout, assert_trivial=True)

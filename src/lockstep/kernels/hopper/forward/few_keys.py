@@ -201,7 +201,7 @@ def store_rows(results, tile, out, lse, m, l, chosen, dtype: gl.constexpr, DV: g
 
 @gluon.jit
 def first_pass(program, results, work, rows, q, q_desc, BLOCKS: gl.constexpr, DV: gl.constexpr):
-    """All tiles; bit i % 32 of the result is set if rows of the i-th of them failed."""
+    """Compute all tiles; bit i % 32 of the result is set if rows of the i-th of them failed."""
     dtype: gl.constexpr = q_desc.dtype
     row_layout: gl.constexpr = rows.row_end.type.layout
     wrong = gl.full([ROWS], 0, gl.int32, row_layout)

@@ -54,7 +54,7 @@ def produce(program, q_desc, k_desc, v_desc, q_rings):
 
 
 class RowPointers(NamedTuple):
-    """What the kernel writes of each row, and its sinks."""
+    """The results of each row, and the sinks."""
 
     out_ptr: Any  # contiguous [B, Hq, Sq, Dv], packed [Tq, Hq, Dv]
     lse_ptr: Any  # contiguous [B, Hq, Sq] fp32, packed [Tq, Hq]
@@ -72,7 +72,7 @@ class SequencePointers(NamedTuple):
 
 
 class RowStrides(NamedTuple):
-    """Of lse, and of out in rows."""
+    """Strides of lse, and of out in rows."""
 
     row_stride_b: Any
     row_stride_h: Any
@@ -97,7 +97,7 @@ class Numbers(NamedTuple):
 
 
 class PageNumbers(NamedTuple):
-    """Of a page table: see pages.py."""
+    """Numbers of a page table: see pages.py."""
 
     stride_tb: Any
     n_pages: Any
@@ -110,7 +110,7 @@ def start_warps(
     DV_COLUMNS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     SERVER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """All warps of a program, with queries and results of each consumer in shared memory."""
+    """Start all warps of a program, with queries and results of each consumer in shared memory."""
     q_0 = TileRing.create(q_desc, program.build.Q_STAGES, 1, D_COLUMNS)
     q_1 = TileRing.create(q_desc, program.build.Q_STAGES, 1, D_COLUMNS)
     o_0 = allocate_tiles(o_desc, 1)

@@ -51,7 +51,7 @@ class Shape(NamedTuple):
 
 
 def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: int) -> Launches:
-    """What runs one problem with inputs of given strides and alignment."""
+    """The launches that run one problem with inputs of given strides and alignment."""
     fitted = _fit(problem, tensors)
     copied = [
         name for name, x, y in zip(Tensors._fields, tensors, fitted, strict=True) if x is not y

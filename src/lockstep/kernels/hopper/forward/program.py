@@ -212,7 +212,7 @@ class Rows:
 
     @gluon.jit
     def nan_if_bad(self):
-        """What to add to results: NaN if the sequence is bad."""
+        """A number to add to results: NaN if the sequence is bad, else 0."""
         return gl.where(self.inner_end == BAD, float("nan"), 0.0)
 
     @gluon.jit
@@ -318,7 +318,7 @@ def normalize(program, results, tile, rows, acc, m, l, residue, is_exact, bad, d
 
 @gluon.jit
 def close_total(program, results, tile, rows, acc, m, l, r, error):
-    """What `normalize` returns, from the total of all spans: `spans.py`."""
+    """The results of `normalize`, from the total of all spans: `spans.py`."""
     sink = None
     if program.build.HAS_SINKS:
         sink = gl.load(results.sinks_ptr + tile.head)

@@ -27,7 +27,7 @@ def in_memory_of_out(o_smem):
 
 @gluon.jit
 def empty_products(COLUMNS: gl.constexpr, IN_MEMORY: gl.constexpr):
-    """What is in registers of no spans."""
+    """The products in registers before the first span."""
     found = ()
     if COLUMNS > IN_MEMORY:
         found = (zeros(COLUMNS - IN_MEMORY),)

@@ -1,4 +1,4 @@
-"""Order between blocks: who may rely on what another block of the launch wrote.
+"""Order between blocks: which threads may rely on what another block of the launch wrote.
 
 Nothing orders two blocks by itself. Block A hands its writes over when one of its threads fences
 and then changes a number by an atomic; block B takes them over when one of its threads finds that

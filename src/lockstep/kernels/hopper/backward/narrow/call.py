@@ -122,7 +122,7 @@ def pairs_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str,
 
 
 def pairs_maps(problem: AttentionProblem, cut: Cut) -> dict[str, Any]:
-    """What makes the tensor maps of `backward_kernel`."""
+    """A function that makes the tensor maps of `backward_kernel`."""
     of_queries = map_maker(problem, cut.block_q, cut.block_d)
     of_keys = map_maker(problem, BLOCK_KV, cut.block_d, of_keys=True)
     return {

@@ -89,7 +89,7 @@ def keys_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str, 
 
 
 def keys_maps(problem: AttentionProblem) -> dict[str, Any]:
-    """What makes the tensor maps of `keys_kernel`."""
+    """A function that makes the tensor maps of `keys_kernel`."""
     of_queries = map_maker(problem, BLOCK, CHUNK.value)
     of_keys = map_maker(problem, BLOCK, CHUNK.value, of_keys=True)
     return {
@@ -112,7 +112,7 @@ def queries_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[st
 
 
 def queries_maps(problem: AttentionProblem) -> dict[str, Any]:
-    """What makes the tensor maps of `queries_kernel`."""
+    """A function that makes the tensor maps of `queries_kernel`."""
     of_queries = map_maker(problem, BLOCK_Q, CHUNK.value)
     of_keys = map_maker(problem, BLOCK, CHUNK.value, of_keys=True)
     maps = dict.fromkeys(("q", "dout", "dq"), of_queries)
