@@ -39,7 +39,7 @@ def preparing_backward(
 
 def forget_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was prepared before is not used, and what is prepared now will not be used after."""
-    for name in ("_CALLS", "_ASKED"):
+    for name in ("_CALLS", "_LOOKUPS"):
         monkeypatch.setattr(call_cache, name, Cache(limit=100))
-    again = lru_cache(maxsize=100, typed=True)(call_cache.asked_by.__wrapped__)
-    monkeypatch.setattr(call_cache, "asked_by", again)
+    again = lru_cache(maxsize=100, typed=True)(call_cache.lookup_of_arguments.__wrapped__)
+    monkeypatch.setattr(call_cache, "lookup_of_arguments", again)

@@ -17,12 +17,12 @@ from lockstep.problem import Options, Tensors
 
 
 def find(tensors: Tensors, causal: bool = False, kernel: str | None = None) -> Any:
-    return call_cache.asked_for(Options(causal), kernel).find(tensors)
+    return call_cache.lookup_of_options(Options(causal), kernel).find(tensors)
 
 
 def guards() -> call_cache.Guards:
     """Those of the latest call."""
-    return call_cache.asked_for(Options(), None).latest
+    return call_cache.lookup_of_options(Options(), None).latest
 
 
 def like(x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ CHANGES = {
 def test_a_change_is_noticed(tensors, entry, change, by, monkeypatch):
     others = tensors._replace(k=CHANGES[change](tensors.k))
     if by == "key":
-        monkeypatch.setattr(call_cache, "_ASKED", Cache(limit=10))
+        monkeypatch.setattr(call_cache, "_LOOKUPS", Cache(limit=10))
     else:
         assert guards()(others) is None
     assert find(others) is None
@@ -174,7 +174,7 @@ def test_without_guards_the_key_does(tensors, monkeypatch):
     for _ in range(3):
         assert torch.equal(lockstep.attention(*tensors[:3]), expected)
     assert len(call_cache._CALLS) == 1
-    assert not any(asked.latest(tensors) for asked in call_cache._ASKED.values())
+    assert not any(lookup.latest(tensors) for lookup in call_cache._LOOKUPS.values())
 
 
 WRONG = {

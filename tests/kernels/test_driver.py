@@ -460,9 +460,9 @@ def test_a_graph_is_right_when_its_call_is_forgotten(monkeypatch):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         (out,) = call()
-    for cache in (call_cache._CALLS, call_cache._ASKED):
+    for cache in (call_cache._CALLS, call_cache._LOOKUPS):
         cache.clear()
-    call_cache.asked_by.cache_clear()
+    call_cache.lookup_of_arguments.cache_clear()
     gc.collect()
     # Whatever was given back is somebody else's now.
     others = [torch.full((2,), -1, dtype=torch.int32, device="cuda") for _ in range(10000)]

@@ -112,10 +112,10 @@ def attention(
         >>> lockstep.attention(q[:, :, -1:], k, v, kv_starts=starts).shape
         torch.Size([2, 8, 1, 64])
     """
-    asked = (
+    option_arguments = (
         causal, window, scale, softcap, query_invariant, allow_tf32, return_lse, kernel,
         constant_time, secret_lengths,
     )  # fmt: skip
     bias = None if bias is None else pad_bias(bias)
     given = (q, k, v, bias, sinks, kv_lens, None, None, None, kv_starts, alibi_slopes)
-    return run(ops.attention, given, asked, window, return_lse, kernel)
+    return run(ops.attention, given, option_arguments, window, return_lse, kernel)

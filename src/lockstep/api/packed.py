@@ -115,7 +115,7 @@ def attention_varlen(
         ... ).shape
         torch.Size([6, 8, 64])
     """
-    asked = (
+    option_arguments = (
         causal, window, scale, softcap, query_invariant, allow_tf32, return_lse, kernel,
         constant_time, False,
     )  # fmt: skip
@@ -124,4 +124,4 @@ def attention_varlen(
         alibi_slopes,
     )  # fmt: skip
     operator = ops.attention_varlen if page_table is None else ops.attention_varlen_paged
-    return run(operator, given, asked, window, return_lse, kernel)
+    return run(operator, given, option_arguments, window, return_lse, kernel)

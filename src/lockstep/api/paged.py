@@ -96,7 +96,7 @@ def attention_paged(
         >>> lockstep.attention_paged(q, k_pages, v_pages, page_table, kv_lens).shape
         torch.Size([2, 8, 1, 64])
     """
-    asked = (
+    option_arguments = (
         causal, window, scale, softcap, query_invariant, allow_tf32, return_lse, kernel,
         constant_time, secret_lengths,
     )  # fmt: skip
@@ -105,4 +105,4 @@ def attention_paged(
         q, k_pages, v_pages, bias, sinks, kv_lens, None, None, page_table, kv_starts,
         alibi_slopes,
     )  # fmt: skip
-    return run(ops.attention_paged, given, asked, window, return_lse, kernel)
+    return run(ops.attention_paged, given, option_arguments, window, return_lse, kernel)

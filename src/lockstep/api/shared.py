@@ -1,4 +1,4 @@
-"""What the calls share: their options, and the way from arguments to results."""
+"""The common part of the public calls: their options, and the path from arguments to results."""
 
 from __future__ import annotations
 
@@ -45,23 +45,24 @@ class DenseOptions(PagedOptions, total=False):
 def run(
     operator: ops.Attention,
     given: Given,
-    asked: tuple[Any, ...],
+    option_arguments: tuple[Any, ...],
     window: Window | None,
     return_lse: bool,
     kernel: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Follows one call from its arguments to its results: `ops` does the rest.
 
-    `given` are the fields of `Tensors`, and `asked` the arguments of `make_options`; the other
-    arguments are among these.
+    `given` are the fields of `Tensors`, and `option_arguments` the arguments of `make_options`. The
+    other arguments are among these, too: they are passed by name as well because finding them in
+    the tuple would take time in every call.
     """
     is_cast = autocast.is_any_enabled()
     if not is_cast and is_eager():
         result: Tensor | tuple[Tensor, Tensor] | None
-        result = operator.call_again(given, asked, window, return_lse)
+        result = operator.call_again(given, option_arguments, window, return_lse)
         if result is not None:
             return result
-    options, tensors = make_options(*asked), Tensors._make(given)
+    options, tensors = make_options(*option_arguments), Tensors._make(given)
     if is_cast:
         check_types(tensors, operator.layout)
         tensors = autocast.cast(tensors)

@@ -41,7 +41,7 @@ Guards = Callable[[Given], Found | None]
 
 
 class _Kinds(NamedTuple):
-    """What a prepared call depends on, read off its tensors."""
+    """The properties of tensors that a prepared call depends on."""
 
     key: tuple[Any, ...]
     addresses: list[int]
@@ -49,8 +49,8 @@ class _Kinds(NamedTuple):
 
 
 def _kinds_of(tensors: Given) -> _Kinds | None:
-    """What a prepared call depends on of its tensors; None if one of them is no plain tensor, which
-    the dispatcher has to see, or a check."""
+    """The properties of tensors that a prepared call depends on; None if one of them is no plain
+    tensor, which the dispatcher has to see, or a check."""
     try:
         return _kinds_of_strided(tensors)
     except RuntimeError:
@@ -104,7 +104,7 @@ class _Entry:
 
 
 def _seen_by_guards(tensors: Given) -> tuple[Any, ...]:
-    """What guards look at and the key does not."""
+    """The properties of tensors that guards compare and the key does not have."""
     present = [x for x in tensors if x is not None]
     first = {id(x): i for i, x in reversed(list(enumerate(present)))}
     of_each = ((type(x), x.requires_grad, x.is_inference(), first[id(x)]) for x in present)
@@ -188,8 +188,8 @@ def _guards_work() -> bool:
 _HAS_GUARDS = _guards_work()
 
 
-class Asked:
-    """What calls ask for besides their tensors, and the guards of the latest of them."""
+class Lookup:
+    """Finds calls with the same options; keeps the guards of the latest call that it found."""
 
     __slots__ = ("latest", "options")
 
@@ -198,8 +198,8 @@ class Asked:
         self.latest: Guards = _recognize_nothing
 
     def find(self, tensors: Given) -> Found | None:
-        """What runs a call like an earlier one; None for the first of its kind, and for tensors
-        that are not plain."""
+        """The prepared call for tensors like those of an earlier one; None for the first of its
+        kind, and for tensors that are not plain."""
         return self.latest(tensors) or self._find_by_key(tensors)
 
     def _find_by_key(self, tensors: Given) -> Found | None:
@@ -216,16 +216,16 @@ class Asked:
 
 # By options and all that a call depends on; and by options alone.
 _CALLS: Cache[tuple[Any, ...], _Entry] = Cache(limit=4096)
-_ASKED: Cache[tuple[Any, ...], Asked] = Cache(limit=256)
+_LOOKUPS: Cache[tuple[Any, ...], Lookup] = Cache(limit=256)
 
 
-def asked_for(*options: Any) -> Asked:
-    """The same each time for options that are equal."""
-    return _ASKED.get(options) or _ASKED.setdefault(options, Asked(options))
+def lookup_of_options(*options: Any) -> Lookup:
+    """The lookup of calls with these options, the same each time for options that are equal."""
+    return _LOOKUPS.get(options) or _LOOKUPS.setdefault(options, Lookup(options))
 
 
 @lru_cache(maxsize=256, typed=True)
-def asked_by(
+def lookup_of_arguments(
     layout: Layout,
     types_in_window: tuple[type, ...] | None,
     causal: bool,
@@ -238,18 +238,21 @@ def asked_by(
     kernel: str | None,
     constant_time: bool,
     secret_lengths: bool,
-) -> Asked:
-    """What calls of one layout ask for, the same each time for the same arguments. Those that are
-    equal but of another type are not the same: they may be wrong. Raises as `make_options` does."""
+) -> Lookup:
+    """The lookup of calls of one layout with these arguments, the same each time for the same ones.
+
+    A call whose lookup is found needs no `make_options`. Arguments that are equal but of another
+    type are not the same: they may be wrong. Raises as `make_options` does.
+    """
     options = make_options(
         *(causal, window, scale, softcap, query_invariant, allow_tf32, return_lse, kernel),
         *(constant_time, secret_lengths),
     )
-    return Asked((options, kernel))
+    return Lookup((options, kernel))
 
 
 def find_or_prepare(prepare: Callable[..., Run], tensors: Given, *options: Any) -> Found:
-    """What runs a call of plain tensors; `prepare(tensors, *options)` if there was none like it."""
+    """The prepared call for plain tensors; `prepare(tensors, *options)` makes it if needed."""
     kinds = _kinds_of(tensors)
     assert kinds is not None
     key = (options, kinds.key)

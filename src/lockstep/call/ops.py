@@ -108,27 +108,31 @@ class Attention:
         self.op = _define(f"{name}({self.schema}) -> {returns}", self.forward, self.fake_forward)
 
     def call_again(
-        self, given: Given, asked: tuple[Any, ...], window: Window | None, return_lse: bool
+        self,
+        given: Given,
+        option_arguments: tuple[Any, ...],
+        window: Window | None,
+        return_lse: bool,
     ) -> Any:
-        """What a call in eager mode returns if there was one like it; None if there was none.
+        """The results of a call in eager mode if there was one like it; None if there was none.
 
-        `given` are the fields of `Tensors`, and `asked` the arguments of `make_options`.
+        `given` are the fields of `Tensors`, and `option_arguments` the arguments of `make_options`.
         """
         if window is not None and type(window) is not tuple:
             return None
         # 1 and True are equal, and True is wrong.
         types = None if window is None else tuple(map(type, window))
         try:
-            of_kind = call_cache.asked_by(self.layout, types, *asked)
+            lookup = call_cache.lookup_of_arguments(self.layout, types, *option_arguments)
         except TypeError:
             # One of them is wrong, or cannot be looked up.
             return None
-        found = of_kind.find(given)
+        found = lookup.find(given)
         if found is None:
             return None
         entry, addresses, requires_grad = found
         if return_lse or (requires_grad and torch.is_grad_enabled()):
-            results = self._run(found, Tensors._make(given), *of_kind.options)
+            results = self._run(found, Tensors._make(given), *lookup.options)
             return results[:2] if return_lse else results[0]
         out_of = getattr(entry.run, "out_of", None)
         if out_of is None:
@@ -138,7 +142,7 @@ class Attention:
     def __call__(self, tensors: Tensors, options: Options, name: str | None) -> Result:
         """Runs one call, by the shortest way there is for it."""
         if is_eager():
-            found = call_cache.asked_for(options, name).find(tensors)
+            found = call_cache.lookup_of_options(options, name).find(tensors)
             if found is not None:
                 return self._run(found, tensors, options, name)
         return self._call_anew(tensors, options, name)
@@ -261,7 +265,7 @@ class _DifferentiableAttention(Attention):
         if torch.is_grad_enabled() or not is_eager():
             return None
         *rest, name = options
-        found = call_cache.asked_for(Options._make(rest), name, needs).find(tensors)
+        found = call_cache.lookup_of_options(Options._make(rest), name, needs).find(tensors)
         if found is None:
             return None
         entry, addresses, _ = found
