@@ -89,7 +89,7 @@ def current_commit() -> Commit | None:
     """The commit this package runs from, or None outside a git checkout.
 
     A copy of a checkout may have come without its history, or with an older one: where
-    LOCKSTEP_COMMIT is set, it says what the copy is of, with `-dirty` behind it if the tree was
+    LOCKSTEP_COMMIT is set, it says what the copy is of, with `-dirty` after it if the tree was
     changed (`git describe --always --abbrev=40 --exclude='*' --dirty` prints just that).
     """
     copied = os.environ.get("LOCKSTEP_COMMIT")

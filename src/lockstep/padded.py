@@ -35,7 +35,7 @@ def attention_in_ranges(
         k: [B, Skv, Hkv, D]
         v: [B, Skv, Hkv, Dv]
         start, end: [B] int32, 0 <= start <= end <= Skv
-        early, late: [B] int32: so many query rows before and behind the others are padding, and
+        early, late: [B] int32: so many query rows before and after the others are padding, and
             come out as 0. The others are the queries of the sequence: the last one stands at its
             last key.
         options: Those of `attention_varlen`.
@@ -52,7 +52,7 @@ def attention_in_ranges(
     before = zero if early is None else early
     own = zero + Sq if late is None else (Sq - late).clamp(min=0)
     row = torch.arange(B, dtype=torch.int32, device=q.device)
-    # Where each part of a row ends: queries before it, the sequence, queries behind it, keys up to
+    # Where each part of a row ends: queries before it, the sequence, queries after it, keys up to
     # the next row's first.
     in_q = torch.stack([before, own, zero + Sq, zero + Sq], 1) + row[:, None] * Sq
     first = row * step

@@ -79,12 +79,12 @@ def attention(
             its last key. Wrong ones are treated as wrong lengths are.
         alibi_slopes: [Hq] or [B, Hq], finite, in the dtype of q or float32 (ALiBi): scores lose the
             slope of their head times the distance of the key from the row's diagonal position,
-            behind the softcap. No bias can come with them, nor a gradient be asked for them.
+            after the softcap. No bias can come with them, nor a gradient be asked for them.
         return_lse: Also return the log-sum-exp of each row's scores.
         query_invariant: Also make the bits of a row of out and lse independent of the other
             queries of the call: a whole prefill, its chunks and single tokens against the same
             cache then agree bit for bit. Only kernels that promise it will run.
-        allow_tf32: Let a GPU cut the factors of float32 products to tf32, 10 bits behind the
+        allow_tf32: Let a GPU cut the factors of float32 products to tf32, 10 bits after the
             point, whatever torch is set to do: off by a few thousandths, and many times as fast.
         constant_time: Make what is executed and which addresses are touched, in gradients too,
             depend on shapes, dtypes, strides and options alone, never on values. Only kernels that

@@ -87,7 +87,7 @@ def attention_varlen(
     raise with LOCKSTEP_CHECK=1 in the environment. Without it, sequences that begin or end at a
     wrong offset are NaN, with their gradients, and others are as they should be: the first offset
     is wrong unless it is 0, another one if it is out of range or less than one before it that is
-    not. Rows and keys behind the last offset, which belong to no sequence, are NaN too.
+    not. Rows and keys after the last offset, which belong to no sequence, are NaN too.
 
     The other arguments are those of `attention`.
 

@@ -1,6 +1,6 @@
 """The claims `batch_invariant` and `query_invariant`: what must not change the bits of a row.
 
-Batch: the other sequences, their lengths, the place among them, the padding behind a sequence, and
+Batch: the other sequences, their lengths, the place among them, the padding after a sequence, and
 whether it comes dense, packed or in pages. Query, where a call asks for it: the other queries of
 the sequence, so that a whole prefill, its chunks, and one token at a time against the same cache
 give the same rows.

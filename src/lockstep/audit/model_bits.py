@@ -145,7 +145,7 @@ def _circumstances(call: Callable[..., Any], given: dict[str, Any], B: int) -> I
         place = Place(B, 0, S, start, n, n, start)
         name = f"sequence 0 alone and padded on the {side}"
         yield name, partial(call, **more), partial(call, **short), place
-    # The tokens of an encoder see those behind them: it takes no chunks.
+    # The tokens of an encoder see those after them: it takes no chunks.
     if "decoder_input_ids" not in given:
         yield from _chunks(call, alone(0), S)
 

@@ -4,7 +4,7 @@ A call is like another if its options are equal, and its tensors in type, shape,
 device and address modulo 16 bytes, and if queries and keys share their cu_seqlens as they did
 there. Then it would pass the same checks, pose the same problem and run the same kernel with the
 same arguments, addresses aside: none of this is done again. Gradients are calls, too; theirs take
-more tensors, behind those of the call itself.
+more tensors, after those of the call itself.
 
 `find` looks a call up in two ways. First it compares the tensors with those of the latest call with
 the same options, by the guards that torch.compile has for tensors: they compare in C++. Only if

@@ -102,7 +102,7 @@ class Attention:
             for field in fields
         )
         self.schema = f"{tensors}, {self.OPTIONS}"
-        # From Tensors to the arguments of the operator; and back, with a None behind them at -1.
+        # From Tensors to the arguments of the operator; and back, with a None after them at -1.
         self.arguments_of = itemgetter(*map(Tensors._fields.index, fields))
         self.tensors_of = itemgetter(*_places(Tensors._fields, fields))
         self.op = _define(f"{name}({self.schema}) -> {returns}", self.forward, self.fake_forward)

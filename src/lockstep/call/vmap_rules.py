@@ -119,7 +119,7 @@ def lead_with_samples(
 
 
 def _split(kind: type[_Dense], args: tuple[Any, ...]) -> tuple[_Dense, tuple[Any, ...]]:
-    """The tensors among the arguments of an operator, and the options behind them."""
+    """The tensors among the arguments of an operator, and the options after them."""
     n_tensors = len(kind._fields)
     return kind._make(args[:n_tensors]), args[n_tensors:]
 

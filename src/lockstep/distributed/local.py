@@ -36,7 +36,7 @@ class Settings(NamedTuple):
 
     @property
     def reach(self) -> int | None:
-        """Keys that a row sees behind its own position."""
+        """Keys that a row sees after its own position."""
         return 0 if self.causal else self.right
 
     def moved(self, n: int) -> Settings:
@@ -106,7 +106,7 @@ def gradients_of_keys(
 ) -> KeyGradients:
     """dk and dv of the keys at positions `at`, from all queries."""
     length = q.shape[2]
-    # The operators take no window that begins behind a row: keys behind `at`, then, which are
+    # The operators take no window that begins after a row: keys after `at`, then, which are
     # computed for nothing.
     end = at.stop if settings.left is None else max(at.stop, length - settings.left)
     k, v = k[:, :, at.start : end], v[:, :, at.start : end]

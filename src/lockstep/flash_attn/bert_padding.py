@@ -63,7 +63,7 @@ def unpad_input_for_concatenated_sequences(
     Args:
         hidden_states: [B, S, ...]
         attention_mask_in_length: [B, S]: the lengths of the sequences in a row, which lie one
-            after another from its first token on; 0 behind them.
+            after another from its first token on; 0 after them.
 
     Returns:
         tokens [T, ...]; their indices [T] in [B · S]; offsets int32 of all sequences; the longest

@@ -298,11 +298,11 @@ def flash_attn_with_kvcache(
         q: [B, Sq, Hq, D]
         k_cache, v_cache: [B or more, S, Hkv, D], or pages [n_pages, page, Hkv, D] with a
             block_table.
-        k, v: [B, Sn, Hkv, D] written behind the first `cache_seqlens[b]` keys of each sequence. A
+        k, v: [B, Sn, Hkv, D] written after the first `cache_seqlens[b]` keys of each sequence. A
             sequence whose cache they do not fit raises on a CPU; on a GPU its cache stays as it
             is, and its out is NaN.
         rotary_cos, rotary_sin: [positions, rotary dim / 2], applied to k, and to q: at the
-            positions behind the cache if the mask is causal or a window, else all at the first.
+            positions after the cache if the mask is causal or a window, else all at the first.
         cache_seqlens: [B] int32 or one int: keys in the cache. All of it if None.
         cache_batch_idx: [B]: sequence b is that row of the cache.
         cache_leftpad: [B]: the first keys that do not count.

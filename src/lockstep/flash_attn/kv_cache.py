@@ -30,7 +30,7 @@ class Tokens(NamedTuple):
             x = x.flatten(0, 1)
         offsets = offsets.long()
         at, last = torch.arange(x.shape[0], device=x.device), offsets.shape[0] - 2
-        # Tokens behind the last sequence count as its own: `_append` leaves them out.
+        # Tokens after the last sequence count as its own: `_append` leaves them out.
         row = torch.searchsorted(offsets[1:], at, right=True).clamp(max=last)
         return cls(x, row, at - offsets[row], offsets.diff())
 
@@ -50,7 +50,7 @@ class Rotary(NamedTuple):
 
     def __call__(self, tokens: Tokens, start: Tensor, moves: bool = True) -> Tensor:
         """x [T, H, D] turned to `start` [B] of its sequences and, if it `moves`, the positions
-        behind it; dims behind the rotary ones stay."""
+        after it; dims after the rotary ones stay."""
         positions, n = start.long()[tokens.row], self.cos.shape[0]
         if moves:
             positions = positions + tokens.place

@@ -5,7 +5,7 @@
 vLLM finds `register` by the entry point `vllm.general_plugins` wherever Lockstep is installed; the
 backend then runs where CUSTOM is asked for. It is written for the interface of vLLM's sources of
 August 2026 (commit a014e35): keys and values of a layer are one tensor, logically
-[blocks, Hkv, block, 2 · D], with a key's values behind it, and new ones are written before
+[blocks, Hkv, block, 2 · D], with a key's values after it, and new ones are written before
 attention is called.
 
 The classes below do not derive from vLLM's, so that this module can be imported without vLLM.

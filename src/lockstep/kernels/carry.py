@@ -45,7 +45,7 @@ class Carry(NamedTuple):
 
 
 def moved(problem: AttentionProblem, n: int, **sizes: int) -> AttentionProblem:
-    """The problem of rows that the kernels put n keys behind their place."""
+    """The problem of rows that the kernels put n keys after their place."""
     left, right = move_window(*problem.window, n)
     return replace(problem, causal=False, window_left=left, window_right=right, **sizes)
 

@@ -387,7 +387,7 @@ def gradients_from(made: Collection[str], needs: Needs) -> Callable[..., Gradien
     """A `Launches.finish` that returns the wanted gradients of those that are `made`: dq, dk, …"""
     places = {name: i for i, name in enumerate(made)}
     wanted = (f"d{name}" if getattr(needs, name) else "" for name in Gradients._fields)
-    # -1 is the None behind them.
+    # -1 is the None after them.
     take = itemgetter(*(places.get(name, -1) for name in wanted))
 
     def finish(tensors: Any, results: list[Tensor], workspace: Tensor | None) -> Gradients:

@@ -198,7 +198,7 @@ def next_clean(clean, i, cu_ptr, B, T):
 
 @triton.jit
 def look_at(b, cu_ptr, B, T):
-    """Where sequences b [n] begin; whether each begins behind its end or ends behind the tensor.
+    """Where sequences b [n] begin; whether each begins after its end or ends after the tensor.
 
     If any offset is wrong, one of the B + 1 sequences does."""
     start, end = given_bounds(b, cu_ptr, B, T)

@@ -111,7 +111,7 @@ def _compiled(source: str) -> CodeType:
 
 
 def lay_out(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
-    """Where regions of these sizes begin, one behind the other, and where they end."""
+    """Where regions of these sizes begin, one after the other, and where they end."""
     offsets, end = [], 0
     for size in sizes:
         start = end + -end % ALIGNMENT

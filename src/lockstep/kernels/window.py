@@ -12,5 +12,5 @@ def limit_of(side: int | None) -> int:
 
 
 def move_window(left: int | None, right: int | None, n: int) -> tuple[int | None, int | None]:
-    """The window, which may be negative, of rows that a kernel puts n keys behind their place."""
+    """The window, which may be negative, of rows that a kernel puts n keys after their place."""
     return None if left is None else left + n, None if right is None else right - n

@@ -91,7 +91,7 @@ def _strip(recording: Recording) -> dict[str, Any]:
 
 
 def _warps(recording: Recording) -> list[int]:
-    """Warps over time: warp, first bin, bin behind the last, phase, level, one after the other.
+    """Warps over time: warp, first bin, bin after the last, phase, level, one after the other.
     Bins in which a warp issues nothing are left out."""
     phases, busy = recording.warp_activity(WARP_BINS)
     levels = np.ceil(busy * LEVELS - 1e-9).astype(int)

@@ -16,7 +16,7 @@ def check_assignments(kernel: ir.Kernel) -> None:
 
 
 def _flow(body: ir.Block, assigned: set[str]) -> set[str] | None:
-    """Names assigned for certain behind `body`; None if control never gets there."""
+    """Names assigned for certain after `body`; None if control never gets there."""
     for stmt in body:
         for expr in ir.expressions(stmt):
             if isinstance(expr, ir.Var):

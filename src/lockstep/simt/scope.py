@@ -78,7 +78,7 @@ class Lowering:
         return UnsupportedConstruct(message, loc)
 
     def fresh(self, name: str) -> str:
-        """`name`, with a number behind it if the kernel has one already."""
+        """`name`, with a number after it if the kernel has one already."""
         taken = {*self.variables, *self.arrays, *self.constants}
         if name not in taken:
             return name

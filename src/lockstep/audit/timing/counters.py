@@ -225,7 +225,7 @@ def _waits() -> Iterator[tuple[str, int, list[int]]]:
     wait."""
     for compiled in compiled_kernels():
         code = read_code(compiled.asm["cubin"])
-        # A report may leave out what fills the memory behind a kernel: a jump to itself, and NOPs.
+        # A report may leave out what fills the memory after a kernel: a jump to itself, and NOPs.
         n = len(code.instructions)
         while code.instructions[n - 1].name == "NOP":
             n -= 1

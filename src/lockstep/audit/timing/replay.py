@@ -252,7 +252,7 @@ def _heap_size(address: int, writable: list[tuple[int, int]]) -> int:
 
 def _mark_secrets(pieces: list[Piece]) -> None:
     """Pieces of the heap that hold neither addresses nor, for the most part, small integers hold
-    floats; behind a table there may be a word of what was there before. Lengths may be secret."""
+    floats; after a table there may be a word of what was there before. Lengths may be secret."""
     known = {x.words.ctypes.data for x in _Array.known}
     for piece in pieces:
         words = _words(piece.before)

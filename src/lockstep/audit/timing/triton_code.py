@@ -81,7 +81,7 @@ def leaks_of(kernel: Any, secret_lengths: bool = False) -> list[Leak]:
 
 
 def parameters_of(kernel: Any) -> list[str]:
-    """The names of the parameters of the machine code; a tensor map has more of them behind it."""
+    """The names of the parameters of the machine code; a tensor map has more of them after it."""
     found = []
     for name, kind in kernel.src.signature.items():
         if kind == "constexpr":

@@ -22,7 +22,7 @@ class Case:
     Sq, Skv: Queries and keys of each sequence; with `long_tailed`, of a sequence on average (keys,
         and queries too if packed). Skv 0 stands for as many keys as queries.
     page: Tokens of a page of the cache, 0 without one.
-    packed: The sequences lie behind one another, without padding.
+    packed: The sequences lie after one another, without padding.
     """
 
     kind: Kind

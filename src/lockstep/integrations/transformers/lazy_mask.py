@@ -27,7 +27,7 @@ class Plan(NamedTuple):
     # [] int32: how many keys of a static cache are in use.
     end: Tensor | None = None
     # [B, 3] int32, `start`, `end` and `late`: keys from start to end count, and so many positions
-    # lie behind them up to the last query's, whose rows are padding.
+    # lie after them up to the last query's, whose rows are padding.
     ranges: Tensor | None = None
     # [n + 1] int32, where packed sequences begin, the tokens of all batch rows in one line.
     offsets: Tensor | None = None

@@ -122,7 +122,7 @@ def _plan(
     # A window as long as all keys hides none.
     if pattern.window is not None and pattern.window + 1 < kv_offset + kv_length:
         window = (pattern.window, 0 if pattern.causal else pattern.window)
-    position_end = q_offset + q_length - kv_offset  # key index behind the last query's
+    position_end = q_offset + q_length - kv_offset  # key index after the last query's
     is_static = isinstance(position_end, Tensor) or position_end != kv_length
     if pattern.packed is not None:
         if not pattern.causal or attention_mask is not None or _is_tracing(pattern.packed):

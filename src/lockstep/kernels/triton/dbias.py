@@ -78,7 +78,7 @@ def add_tiles(
             seen &= kv_idx >= kv_start
         p, _ = weights(q, k, m[:, None], norm[:, None], bias, None, seen, scoring, PRECISION)
         dp = product(dout, v, PRECISION, CHAINS=1)
-        # The bias is added behind the softcap, so its slope does not come in.
+        # The bias is added after the softcap, so its slope does not come in.
         total += score_gradients(p, dp, delta[:, None], 1.0, seen)
     return total
 

@@ -186,7 +186,7 @@ def store_keys(
     dv = tl.where(is_key, dv, 0.0) + nan_or_zero
     key = kv_start + kv_idx
     if HAS_STARTS:
-        # The keys before the first one come behind the last: they have zeros, too.
+        # The keys before the first one come after the last: they have zeros, too.
         key = tl.where(key < Skv, key, key - Skv)
     rows = (dk_row + key * stride_row)[:, None]  # [BLOCK_KV, 1]
     k_rows, v_rows = rows, rows

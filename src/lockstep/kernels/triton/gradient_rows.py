@@ -77,7 +77,7 @@ def sum_sinks(
     head = tl.program_id(0)
     last_row = S
     if cu_seqlens_q_ptr is not None:
-        # Rows behind the last sequence are NaN, and belong to none.
+        # Rows after the last sequence are NaN, and belong to none.
         end = tl.load(cu_seqlens_q_ptr + n_sequences)
         last_row = tl.where((end >= 0) & (end <= S), end, S).to(tl.int32)
     sink = tl.load(sinks_ptr + head).to(tl.float32)

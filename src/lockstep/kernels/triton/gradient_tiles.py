@@ -41,7 +41,7 @@ def nth_tile(i, ranges, MASKED: tl.constexpr):
 @triton.jit
 def tiles_of_pass(ranges, PASS: tl.constexpr, ASCENDING: tl.constexpr):
     """The tiles of a pass, of those in `ranges`: pass 1 for the tiles without a mask, then 2 for
-    the masked ones. If ASCENDING, 0 for the masked ones before them, and 2 for those behind."""
+    the masked ones. If ASCENDING, 0 for the masked ones before them, and 2 for those after."""
     start, whole, masked, end = ranges
     if PASS == 0:
         masked = end

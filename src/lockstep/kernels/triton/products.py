@@ -3,7 +3,7 @@
 PRECISION says what is done with float32 factors; others are multiplied as they are.
 
     "ieee"    as float32, by the ordinary units: chains of multiply-adds
-    "tf32"    as tf32: tensor cores look at 10 bits behind the point, and not at the rest
+    "tf32"    as tf32: tensor cores look at 10 bits after the point, and not at the rest
     "bf16x6"  as float32, by tensor cores: a factor is the sum of three numbers of bf16, and x y is
               x₁ y₁ + x₁ y₂ + x₂ y₁ + x₂ y₂ + x₁ y₃ + x₃ y₁. What is left out is less than the
               roundings of a sum in float32

@@ -1,6 +1,6 @@
 """float32 tensors as sums of bf16 ones, made once for all tiles that will load them.
 
-A row of D numbers becomes three rows of bf16, one behind the other: the terms x₁, x₂ and x₃ of
+A row of D numbers becomes three rows of bf16, one after the other: the terms x₁, x₂ and x₃ of
 `products.split`. Each has a multiple of 8 numbers, of which those from D on are 0, so that all of
 them begin at multiples of 16 bytes. Terms lie [B, H, S, 3, width], and [1, H, T, 3, width] of a
 packed batch, whatever the strides of the tensor, and take one and a half times its memory.

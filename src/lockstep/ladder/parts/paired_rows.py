@@ -24,7 +24,7 @@ from .rows import FULL, VECTOR
 
 BLOCK = 64  # queries, and keys, of a tile
 THREADS = 128
-PAD = 8  # elements behind each row of a tile: rows then start in different banks
+PAD = 8  # elements after each row of a tile: rows then start in different banks
 PITCH = BLOCK + PAD
 SHARE = 2  # threads of a row
 OWN = BLOCK // SHARE  # keys of a row that one thread takes

@@ -1,7 +1,7 @@
 """The softmax of rows in shared memory, each shared by a few neighbouring threads.
 
 Of SHARE threads (2 or 4) that own a row, thread `part` takes keys 4·part to 4·part + 3 of every
-4·SHARE, sixteen bytes at a time. With two threads to a row, and 8 floats of padding behind 64 or
+4·SHARE, sixteen bytes at a time. With two threads to a row, and 8 floats of padding after 64 or
 128, the eight threads that are served together meet all 32 banks once.
 """
 

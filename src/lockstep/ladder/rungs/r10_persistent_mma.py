@@ -1,7 +1,7 @@
 """persistent_mma: block_tile_mma by blocks that stay; constant-time.
 
 What changed from block_tile_mma: the grid. There are as many blocks as a GPU holds at once, and
-each takes one query tile after the other. The copies never stop in between: behind the last key
+each takes one query tile after the other. The copies never stop in between: after the last key
 tile of one query tile, the first keys, values and queries of the next are on their way, so that
 only the first tile of a block waits for memory. A warp reads its own 16 rows of Q alone, and starts
 copying the next ones as soon as it has multiplied the last.

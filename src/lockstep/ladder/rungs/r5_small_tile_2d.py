@@ -34,7 +34,7 @@ from lockstep.simt import Constant, cuda, float32, int32
 
 BLOCK_Q, BLOCK_KV, THREADS = 45, 90, 256
 WARPS = THREADS // 32
-PAD = VECTOR  # elements behind each row of an operand
+PAD = VECTOR  # elements after each row of an operand
 
 
 @simt.device

@@ -19,7 +19,7 @@ from lockstep.simt import Constant, cuda, float32, int32, wmma
 
 THREADS = 256
 WARPS = THREADS // 32
-PAD = 8  # elements behind each row: rows start in different banks
+PAD = 8  # elements after each row: rows start in different banks
 BLOCK_Q, BLOCK_KV = 45, 90
 # what fragments cover
 ROWS = BLOCK_Q // FRAGMENT * FRAGMENT

@@ -271,7 +271,7 @@ class _Emitter:
         return found
 
     def parameter_comments(self) -> dict[str, str]:
-        """Comments behind the parameters, one per line of the Python head."""
+        """Comments after the parameters, one per line of the Python head."""
         source = self.kernel.source
         found = {}
         names = {p.name for p in self.kernel.parameters}

@@ -50,7 +50,7 @@ HEADER_TYPES = frozenset(("half", "half2", "nv_bfloat16", "nv_bfloat162"))
 
 
 def c_name(name: str) -> str:
-    """`name`, with an underscore behind it where C++ reserves it."""
+    """`name`, with an underscore after it where C++ reserves it."""
     return f"{name}_" if name in RESERVED else name
 
 

@@ -122,7 +122,7 @@ class Statements(Fragments):
 
     def stmt_barrier(self, stmt: ir.Barrier) -> None:
         if self.clocks:
-            # A warp may go on behind a plain barrier until it needs what others wrote, and read the
+            # A warp may go on after a plain barrier until it needs what others wrote, and read the
             # clock there. It has to wait for a result of the barrier before it can branch on it.
             self.put("if (__syncthreads_or(0)) __trap();", stmt)
         else:

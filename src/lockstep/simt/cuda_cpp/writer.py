@@ -86,7 +86,7 @@ class Writer:
         return not text or text.startswith("#")
 
     def beside(self, loc: ir.Location, last: int | None = None) -> str | None:
-        """The comment behind a statement, or behind the header of a compound one."""
+        """The comment after a statement, or after the header of a compound one."""
         source = self._source(loc)
         if source is None:
             return None

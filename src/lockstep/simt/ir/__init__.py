@@ -25,7 +25,7 @@ that is not `constant_time`. `Return` carries no value. Device functions are inl
 holds the statements under fresh names; the value, if any, is in variable `result`.
 
 Scopes. `Assign.declares` marks the assignment that may declare its variable, C style: it is the
-first, and every other use lies behind it in the same block or deeper (`Phase` and `Inlined` open
+first, and every other use lies after it in the same block or deeper (`Phase` and `Inlined` open
 no scope). `For.declares` says the same of a loop variable. Variables in `Kernel.hoisted` have no
 such place and belong at the top. A `Var` with `maybe_unassigned` may be
 read on a path that never assigned it.

@@ -22,7 +22,7 @@ def strided_copy(x: float32[:], y: float32[:], n: int32, STRIDE: Constant):
 
 @kernel
 def shifted_copy(x: float32[:], y: float32[:], n: int32, SHIFT: Constant):
-    """Reads start SHIFT elements behind a sector boundary."""
+    """Reads start SHIFT elements after a sector boundary."""
     i = cuda.grid(1)
     if i < n:
         y[i] = x[i + SHIFT]

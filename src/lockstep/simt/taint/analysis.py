@@ -153,7 +153,7 @@ class _Analysis:
                 return
 
     def _run_block(self, i: int) -> set[int]:
-        """Returns the blocks behind it that know more than before."""
+        """Returns the blocks after it that know more than before."""
         state = self.states[i].copy()
         while True:
             self._step(i, state)

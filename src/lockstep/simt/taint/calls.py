@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from .code import Code, Instruction
 
-# Calls inside of calls: beyond these, a function returns behind every call there is.
+# Calls inside of calls: beyond these, a function returns after every call there is.
 _DEEPEST = 3
 
 
 def inlined(code: Code) -> Code:
-    """The same code, with a copy of a function behind it for each call."""
+    """The same code, with a copy of a function after it for each call."""
     instructions: list[Instruction] = list(code.instructions)
     successors = list(code.successors)
     waiting = [(i, 0) for i, each in enumerate(instructions) if each.name == "CALL"]

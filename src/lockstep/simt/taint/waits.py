@@ -13,7 +13,7 @@ _TRIES = (("SYNCS", "TRYWAIT"), ("USETMAXREG", "TRY_ALLOC"))
 
 
 def wait_loops(code: Code) -> set[int]:
-    """The instructions of such loops, by number, with the jump behind a loop that was moved out of
+    """The instructions of such loops, by number, with the jump after a loop that was moved out of
     the way."""
     found: set[int] = set()
     for end, follow in enumerate(code.successors):

@@ -1,7 +1,7 @@
 """The Hopper backward.
 
 call.py        what comes before and after the kernels of narrow and of wide heads
-rows.py        statistics of each row, before the kernels; dQ from its sums, behind them
+rows.py        statistics of each row, before the kernels; dQ from its sums, after them
 sizes.py       sizes and masks of a launch; which tiles see each other
 query_loop.py  key tiles, and the loop over the query tiles that see one
 scores.py      from raw products to weights and to gradients of scores

@@ -171,7 +171,7 @@ def assign_keys(ticket, kv_slots, n_heads, heads_at_once, sizes):
         kv_tile = slot
         tile = (batch * sizes.H + head) * sizes.heads_per_kv * sizes.q_slots
     kv_idx = kv_tile * sizes.BLOCK_KV
-    # A query sees `left` keys before it, so a key is seen by `left` queries behind it.
+    # A query sees `left` keys before it, so a key is seen by `left` queries after it.
     first_q_tile, n_tiles, corner = visible_tiles(
         kv_idx, len_kv, len_q, is_good, sizes.right, sizes.left, sizes.HAS_RIGHT, sizes.HAS_LEFT,
         sizes.BLOCK_KV, sizes.BLOCK_Q,

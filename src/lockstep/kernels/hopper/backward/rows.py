@@ -13,7 +13,7 @@ in constant time [n_tiles, 4, BLOCK_Q] with m, delta, log2 l, and nothing. Rows 
 look like rows that see no key. `sums` [n_tiles, 2, 4096] holds the halves of a tile of dQ as
 registers held them.
 
-Of packed sequences, `bounds` [3, B + 2] int32 holds what the kernels behind go by: the offsets of
+Of packed sequences, `bounds` [3, B + 2] int32 holds what the later kernels use: the offsets of
 queries, those of keys, and 1 for good sequences, all without wrong ones (`kernels.sequences`).
 """
 
@@ -56,7 +56,7 @@ def _place(cu_q_ptr, cu_kv_ptr, kv_lens_ptr, H, B, Sq, Skv, q_slots, BLOCK_Q: tl
 
 @triton.jit
 def _store_bounds(bounds_ptr, b, is_any_wrong, cu_q_ptr, cu_kv_ptr, B, Sq, Skv):
-    """Stores the offsets of sequence b, and behind sequence B where all of them end."""
+    """Stores the offsets of sequence b, and after sequence B where all of them end."""
     q_start, _, is_right = bounds_of(b, is_any_wrong, cu_q_ptr, B, Sq)
     kv_start, _, is_key_right = bounds_of(b, is_any_wrong, cu_kv_ptr, B, Skv)
     is_good = is_right & is_key_right

@@ -108,7 +108,7 @@ def _allocate_columns(desc, STAGES: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _chunks_of(tile):
-    """A tile [1, 1, 1, rows, columns] as chunks [n, 1, 1, 1, rows, CHUNK], one behind the other."""
+    """A tile [1, 1, 1, rows, columns] as chunks [n, 1, 1, 1, rows, CHUNK], one after the other."""
     shape: gl.constexpr = [tile.shape[4] // CHUNK, 1, 1, 1, tile.shape[3], CHUNK]
     return reinterpret(tile, tile.dtype, shape, tile.layout)
 
@@ -117,7 +117,7 @@ def _chunks_of(tile):
 class TileRing:
     """A ring of tiles [rows, COLUMNS] that the copy engine loads.
 
-    Shared memory has a power of two of columns, of which those behind COLUMNS are not used. Only
+    Shared memory has a power of two of columns, of which those after COLUMNS are not used. Only
     tiles of 129 to 192 columns lie in two parts, the first 128 columns and the other 64: their
     tensor map has chunks of 64."""
 

@@ -59,7 +59,7 @@ def _halvings(columns):
 
 @gluon.jit
 def end_of_first(row_begin):
-    """The key behind the FIRST ones, aligned, among which key `row_begin` [ROWS] is."""
+    """The key after the FIRST ones, aligned, among which key `row_begin` [ROWS] is."""
     return (gl.maximum(row_begin, 0) // FIRST + 1) * FIRST
 
 

@@ -82,7 +82,7 @@ def column_weights(
     scores, large, s, lse2, log2_l, loop, tile, t, first_row: gl.constexpr,
     first_column: gl.constexpr,
 ):  # fmt: skip
-    """Weights and slopes of columns from `first_column` on, behind `Scores.hide_products`; weights
+    """Weights and slopes of columns from `first_column` on, after `Scores.hide_products`; weights
     of hidden pairs are 0."""
     s, slope = scores.finish(s)
     p = large.weights(scores, s, lse2, log2_l, tile, first_column, loop.BLOCK_Q)

@@ -1,6 +1,6 @@
 """What the wide backward kernels share: tiles of up to 256 columns, and products of them.
 
-Tiles come in chunks of 64 columns, which lie one behind the other in shared memory, as the matrix
+Tiles come in chunks of 64 columns, which lie one after the other in shared memory, as the matrix
 units want them. Matrices have a power of two of columns, so three chunks make two pieces, of 128
 and 64 columns, and any other number one piece.
 """
