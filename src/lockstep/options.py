@@ -9,13 +9,13 @@ LEAST_FACTOR, MOST_FACTOR = 1e-37, 1e37
 _FACTORS = f"{LEAST_FACTOR} to {MOST_FACTOR}"
 # Types of an option that may be left out.
 _NUMBER, _NAME = frozenset({float, type(None)}), frozenset({str, type(None)})
-# Of a window: what an operator of torch takes.
+# The largest side of a window that an operator of torch takes.
 MAX_REACH = (1 << 63) - 1
 Window = tuple[int | None, int | None]
 
 
 class Options(NamedTuple):
-    """What a call asks for besides its tensors."""
+    """The options of a call."""
 
     causal: bool = False
     window_left: int | None = None

@@ -29,7 +29,7 @@ PROBES = 3
 TURN_SECONDS, MOST_CALLS = 10e-3, 30
 # Calls of a turn of the host. So many short kernels fit into a stream that is never full.
 HOST_CALLS = 200
-# Of memory written before each call: several times the L2 of any GPU.
+# Memory that is written before each call: several times the L2 of any GPU.
 FLUSHED_BYTES = 256 << 20
 # Cycles of waiting per second of the host's: more than any GPU makes.
 HOLD_HZ = 3e9

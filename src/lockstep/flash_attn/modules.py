@@ -7,7 +7,7 @@ from types import ModuleType
 
 from lockstep.flash_attn import bert_padding, fa2, fa3, fa4
 
-# Of FlashAttention 2, 3 and 4, besides `flash_attn`, which is the package around this file.
+# Modules of FlashAttention 2, 3 and 4, besides `flash_attn`, which is the package around this file.
 MODULES = {
     "flash_attn.flash_attn_interface": fa2,
     "flash_attn.bert_padding": bert_padding,

@@ -22,7 +22,7 @@ Fixes = Mapping[str, Callable[[Secrets], Secrets]]
 # Below LIMIT, classes are not told apart; a planted leak has to be above CLEAR.
 LIMIT, CLEAR = 4.5, 10.0
 PERCENTILES = (50, 75, 90, 95, 99, 100)
-# Copies of the secrets of a class. Of random ones there are as many as of all classes together:
+# Copies of the secrets of a class. There are as many random ones as of all classes together:
 # each has a partner, and a sample reads both, so that what is in the caches does not tell
 # which it uses.
 POOL = 8

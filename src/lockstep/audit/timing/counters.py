@@ -34,7 +34,7 @@ METRICS = {
     **{f"sectors {op}": f"l1tex__t_sectors_pipe_lsu_mem_global_op_{op}.sum" for op in ("ld", "st")},
     **{f"shared wavefronts {op}": f"smsp__sass_{_SHARED}_op_{op}.sum" for op in ("ld", "st")},
 }
-# Of each instruction: how often warps executed it, and how often their threads did.
+# Counts of each instruction: how often warps executed it, and how often their threads did.
 EXECUTED = {"warps": "inst_executed", "threads": "thread_inst_executed"}
 RANDOM, AGAIN = "random", "random, again"
 csv.field_size_limit(1 << 28)
@@ -159,7 +159,7 @@ def differing(report: Report) -> dict[str, list[str]]:
 def differences(report: Report, base: Counts, other: Counts) -> Iterator[str]:
     """Differences between two calls, without instructions that wait: "kernel: counter 12 -> 14".
 
-    Of a loop that waits for a barrier, or for registers, only time tells how often it goes round.
+    How often a loop repeats that waits for a barrier, or for registers, depends on time alone.
     """
     for x, y in zip(base.launches, other.launches, strict=True):
         if x.kernel != y.kernel:

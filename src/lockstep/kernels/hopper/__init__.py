@@ -85,8 +85,8 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"takes up to {MAX_ROWS} rows in all heads, got more"
     if problem.query_invariant:
         return refusal_of_kind(problem)
-    # Of packed sequences only the sum of lengths is known, and what runs a sequence must not depend
-    # on its neighbours.
+    # Only the sum of the lengths of packed sequences is known, and which kernel runs a sequence
+    # must not depend on its neighbours.
     least = MIN_QUERIES if problem.Hq == problem.Hkv else MIN_QUERIES_OF_GROUPS
     if problem.Hq > problem.Hkv and problem.Skv >= LONG and not problem.has_kv_lens:
         least = MIN_QUERIES_ON_LONG

@@ -39,8 +39,8 @@ from lockstep.kernels.kernel import (
 from lockstep.problem import AttentionProblem, Tensors
 
 MAX_HEAD_DIM = 512
-# Of float32 where a program cannot have that much shared memory, as on most GPUs that are not for
-# data centres: the least tiles of wider heads take it, forward or backward.
+# The same for float32 where a program cannot have that much shared memory, as on most GPUs that are
+# not for data centres: the least tiles of wider heads take it, forward or backward.
 MAX_SINGLE_HEAD_DIM, WIDE_SINGLE_BYTES = 256, 130 << 10
 # Positions are int32, and so is a tile's distance from the end of a window.
 MAX_LENGTH = 1 << 28

@@ -210,7 +210,7 @@ def load_factor(
 def load_pair(rows_ptr, q_idx, q_len, COPIES: tl.constexpr, MASKED: tl.constexpr):
     """Two numbers of rows that lie side by side, each [BLOCK_Q]; beyond the last row 0.
 
-    Of a tile with fewer elements than the program has threads, Triton has each thread load all that
+    If a tile has fewer elements than the program has threads, Triton has each thread load all that
     it is going to need, four bytes at a time. COPIES makes up the number.
     """
     column = tl.arange(0, 2 * COPIES)[None, :]

@@ -8,7 +8,7 @@ B·H·S / BLOCK blocks, too few for one long sequence. Here block (q tile, kv bl
 
 The size of a split is fixed: which keys are added in which order depends on their position alone.
 kv_tiles="all" is the kernel's unsplit self. The head dim is tiled by 16 in both products, so that
-shared memory holds 16 columns of Q, K or V at a time. Of the 8 x 8 threads of a block, each has one
+shared memory holds 16 columns of Q, K or V at a time. Each of the 8 x 8 threads of a block has one
 score (tile="8x8") or 8 x 8 of them (tile="64x64").
 
 Heads of queries may share heads of keys and values (--kv-heads): blocks then read the same keys.

@@ -350,7 +350,7 @@ class _Analysis:
             return NOTHING
         # Where an index does not begin with 0, the base is that much lower.
         first, last = self._cell(base), self._cell(base + max(n, _LOWEST_INDEX) - 1)
-        # Of an address that is not known: all cells; one that was written to may be any.
+        # An unknown address may be that of any cell; what was written at one may be in any.
         wanted = [_ELSEWHERE, *(x for x in self.bases if x >= _SHARED_BEGIN)]
         if first != _ELSEWHERE:
             wanted = [x for x in wanted if first <= x <= last or x == _ELSEWHERE]

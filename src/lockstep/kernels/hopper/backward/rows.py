@@ -1,4 +1,4 @@
-"""What the backward kernel needs to know of each row before, and what becomes of dQ after it.
+"""The launches around the backward kernel: statistics of each row before it, dQ in order after it.
 
     m, log2 l   such that weights are 2^((s - m)·unit - log2 l). m is +inf for rows that see no key,
                 whose weights are 0, and NONFINITE for rows whose m, l, delta or dO is not finite:
@@ -13,7 +13,7 @@ in constant time [n_tiles, 4, BLOCK_Q] with m, delta, log2 l, and nothing. Rows 
 look like rows that see no key. `sums` [n_tiles, 2, 4096] holds the halves of a tile of dQ as
 registers held them.
 
-Of packed sequences, `bounds` [3, B + 2] int32 holds what the later kernels use: the offsets of
+For packed sequences, `bounds` [3, B + 2] int32 holds what the later kernels use: the offsets of
 queries, those of keys, and 1 for good sequences, all without wrong ones (`kernels.sequences`).
 """
 
@@ -122,7 +122,7 @@ def prepare_rows(
         flag = tl.max(is_large.to(tl.int32), 0)
         tl.store(flags_ptr + tile, flag)
         to = large_ptr + tile64 * (2 * BLOCK_Q) + r
-        # Of every tile: a loop over some that need them reads those of all.
+        # Stored for every tile: a loop over tiles of which some need them reads those of all.
         tl.store(to, m)
         tl.store(to + BLOCK_Q, log2_l)
     if turn_ptr is not None:

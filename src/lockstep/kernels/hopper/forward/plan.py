@@ -164,7 +164,7 @@ def _with_spans(problem: AttentionProblem, plan: Plan) -> Plan:
 
 def _by_length(problem: AttentionProblem, width: int) -> Plan:
     left, right = problem.window
-    # Of packed sequences only the mean is known.
+    # Only the mean length of packed sequences is known.
     is_packed = problem.layout == "varlen"
     length = problem.Sq / max(problem.B, 1) if is_packed else problem.Sq
     short = SHORT if right is None else SHORT_CAUSAL

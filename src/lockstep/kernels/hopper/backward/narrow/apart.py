@@ -103,7 +103,7 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
         is_more = n + 1 < end
         tiles.wait(n + 1, pred=is_more)
         next_q, _, _ = tiles.queries(ahead)
-        # Of the last tile once more, if there is none ahead.
+        # The last tile once more, if there is none ahead.
         next_tile, _next_t = loop.next(tile, t)
         next_tile = gl.where(is_more, next_tile, tile)
         log2_left = large.log2_l(tiles, ahead, next_tile, 0, HALF, BLOCK_Q)

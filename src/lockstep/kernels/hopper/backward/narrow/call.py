@@ -67,7 +67,7 @@ def prepare_backward(
         absent = ("large", "flags")
         workspace["stats"] = Buffer((cut.n_tiles, 4, cut.block_q), torch.float32)
         workspace |= dict.fromkeys(absent)
-        # Of which kernels read log2 l that is not in shared memory; flags may be any pointer.
+        # Kernels read log2 l from `stats` if it is not in shared memory; flags may be any pointer.
         names = dict.fromkeys(absent, "stats")
     launches = [
         rows_launch(problem, cut, given.q, fitted.dout, absent),
