@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from lockstep.audit.timing import clock, code, counters, cpu_counters, gpu_code, memcheck, replay
-from lockstep.audit.timing.leaks import LEAKS
+from lockstep.audit.timing.leaks import LEAKS, MASKED
 from lockstep.audit.timing.secrets import CASES, fixed
 from lockstep.audit.timing.subjects import Subject
 from lockstep.cli import app
@@ -29,6 +29,15 @@ def test_planted_leaks_show_in_the_machine_code(name, target):
     found = code.audit(LEAKS[name].kernel, code.TARGETS[target])
     assert found
     assert "secret" in str(found[0])
+
+
+@pytest.mark.parametrize("target", code.TARGETS)
+def test_stores_by_a_mask_of_values_show_in_the_machine_code_of_x86(target):
+    (leak,) = MASKED.values()
+    found = code.audit(leak.kernel, code.TARGETS[target])
+    # Arm has none.
+    assert ["which lanes" in x.why for x in found] == [True] * len(found)
+    assert bool(found) == (target != "Neoverse N1")
 
 
 @pytest.mark.slow
@@ -132,6 +141,26 @@ def test_constant_time_kernels_run_under_valgrind():
         (["vcmpltps %ymm0, %ymm1, %k1", "kmovw %k1, 24(%rsp)", "kmovw 24(%rsp), %k2",
           "kmovd %k2, %eax", "testb $1, %al", "je .LBB0_1"], "branch"),
         (["vucomiss %xmm0, %xmm1", "cmpq %rdi, %rsi", "jne .LBB0_1"], None),
+        # Masks of what is loaded or stored.
+        (["vcmpltps %ymm0, %ymm1, %ymm2", "vmaskmovps %ymm1, %ymm2, (%rdi)"], "lanes"),
+        (["vcmpltps %ymm0, %ymm1, %ymm2", "vmaskmovps (%rdi), %ymm2, %ymm1"], "lanes"),
+        (["vcmpltps %zmm0, %zmm1, %k1", "vmovups %zmm1, (%rdi) {%k1}"], "lanes"),
+        (["vcmpltps %zmm0, %zmm1, %k1", "vblendmps (%rdi), %zmm1, %zmm2 {%k1}"], "lanes"),
+        (["movl (%rdi), %eax", "kmovd %eax, %k2", "vmovups (%rsi), %zmm1 {%k2} {z}"], "lanes"),
+        (["vcmpltps %zmm0, %zmm1, %k1", "vaddps %zmm0, %zmm1, %zmm2 {%k1}"], None),
+        (["kxnorw %k0, %k0, %k1", "vmovups %zmm0, (%rdi) {%k1}"], None),
+        (["vcmpltps %zmm0, %zmm1, %k1", "kxnorw %k1, %k2, %k3", "vmovups %zmm0, (%rdi) {%k3}"],
+         "lanes"),
+        (["vcmpltps %zmm0, %zmm1, %k1", "movabsq $.LCPI1_2, %rax",
+          "vbroadcastss (%rax), %zmm2 {%k1}"], None),
+        (["vcmpltps %zmm0, %zmm1, %k1", "vmovups 64(%rsp), %zmm2 {%k1}"], None),
+        # Words by a secret mask are a secret.
+        (["vmovups (%rdi), %zmm3", "vcmpltps %zmm0, %zmm1, %k1",
+          "vmovdqa64 %zmm3, %zmm4 {%k1} {z}", "vmovq %xmm4, %rax", "testq %rax, %rax",
+          "je .LBB0_1"], "branch"),
+        # A look-up of many at once.
+        (["vcvttps2dq %ymm0, %ymm1", "vpcmpeqd %ymm2, %ymm2, %ymm2",
+          "vgatherdps %ymm2, (%rdi,%ymm1,4), %ymm3"], "address"),
     ],
 )  # fmt: skip
 def test_instructions_of_x86_64(lines, why):

@@ -95,11 +95,22 @@ def test_counters_of_cpu_calls(tmp_path):
     count = dict.fromkeys(("loads", "stores", "load misses", "store misses", "branches"), 2)
     figures = {"classes": 3, "counts": {"0 f": {"instructions": 1000, **count}}}
     row = {"layer": "counters", "planted": False, "skipped": False, "ok": True, "detail": ""}
-    run = {"environment": ENVIRONMENT, "date": "2026-01-02"}
+    hardware = {"cpu": "Arm", "simd": "NEON", "gpus": []}
+    versions = {"torch": "2.13.0", "python": "3.11"}
+    environment = {**ENVIRONMENT, "hardware": hardware, "versions": versions, "threads": 2}
+    run = {"suite": "constant-time", "environment": environment, "date": "2026-01-02"}
     run["rows"] = [row | {"name": "f", "figures": figures}]
     with patch.object(results, "latest", lambda *_: [run]):
         block = constant_time_tables.cpu_counters_block(tmp_path)
     assert "| f | 3 | 1 | 1,000 | 4 | 4 | 2 | none |" in block
+    # Of several CPUs, rows name theirs.
+    other = {**environment, "hardware": {**hardware, "cpu": "Xeon", "gpus": ["NVIDIA X1"]}}
+    with patch.object(results, "latest", lambda *_: [run, {**run, "environment": other}]):
+        block = constant_time_tables.cpu_counters_block(tmp_path)
+    assert "| f (Arm) | 3 |" in block
+    assert "| f (Xeon) | 3 |" in block
+    assert "threads on Arm" in block
+    assert "threads on Xeon" in block
 
 
 def test_cost(tmp_path):

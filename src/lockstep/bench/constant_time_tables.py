@@ -91,8 +91,23 @@ def times_block(directory: Path) -> str:
 
 def cpu_times_block(directory: Path) -> str:
     """t of everything that was timed on CPUs."""
+    runs = _on_cpus(directory)
+    return _times([(run, timed(run, planted)) for planted in (False, True) for run in runs])
+
+
+def _on_cpus(directory: Path) -> list[Run]:
+    """The newest run on each CPU; where there are several, their rows name it."""
     runs = results.latest("constant-time", directory)
-    return _times([(run, timed(run, planted)) for run in runs for planted in (False, True)])
+    if len(runs) < 2:
+        return runs
+    return [{**run, "rows": [_named(row, run) for row in run["rows"]]} for run in runs]
+
+
+def _named(row: dict[str, Any], run: Run) -> dict[str, Any]:
+    """A row of a run on a CPU, with the name of that CPU."""
+    cpu = run["environment"]["hardware"]["cpu"]
+    subject, colon, rest = row["name"].partition(": ")
+    return {**row, "name": f"{subject} ({cpu}){colon}{rest}"}
 
 
 def _times(found: list[tuple[Run, list[Timed]]]) -> str:
@@ -117,9 +132,7 @@ def _where(runs: Iterable[Run]) -> str:
     """The hardware and versions of runs, each of several once."""
     return "; ".join(
         dict.fromkeys(
-            results.where_on_gpu(run)
-            if run["environment"]["hardware"]["gpus"]
-            else results.where(run)
+            results.where_on_gpu(run) if run["suite"] != "constant-time" else results.where(run)
             for run in runs
         )
     )
@@ -167,7 +180,7 @@ def cpu_counters_block(directory: Path) -> str:
         "| | classes | kernels | instructions | loads, stores | misses | branches | differences |",
         "|---|---:|---:|---:|---:|---:|---:|---|",
     ]
-    runs = results.latest("constant-time", directory)
+    runs = _on_cpus(directory)
     rows = [row for run in runs for row in run["rows"] if row["layer"] == "counters"]
     rows = [row for row in rows if row["figures"]]
     if not rows:

@@ -4,13 +4,14 @@ LLVM writes the code it generates as text, for this machine or for another. In i
 comes out of floating-point and vector registers, and what general registers load with 32 bits or
 less: in these kernels all that steers, addresses and counts, is loaded with 64
 (`kernels.cpu.call.record`). Whatever is computed from a secret is one. A secret must not reach a
-branch, the address of a load or a store, or a division of integers, which takes longer for some
-numbers.
+branch, the address of a load or a store, the mask of one, or a division of integers, which takes
+longer for some numbers. A mask may choose lanes of constants and of the stack, whose place is
+known.
 
 Over-approximated: every float counts as secret, whatever it is; where one function returns a secret
-in a general register, all do. Not seen: secrets that are loaded as 64-bit words, those that go
+in a general register, all do. Not seen: secrets that are loaded as 64-bit words, and those that go
 through the stack by another address than the stack pointer's or into a function that is not
-inlined, and masks of masked loads and stores.
+inlined.
 """
 
 from __future__ import annotations

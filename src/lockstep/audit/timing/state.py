@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 BRANCH = "a branch depends on a secret"
 ADDRESS = "a secret is part of an address"
 DIVISION = "a secret is divided"
+MASK = "a secret says which lanes are loaded or stored"
 
 
 @dataclass

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 
-from lockstep.audit.timing.state import ADDRESS, BRANCH, DIVISION, State
+from lockstep.audit.timing.state import ADDRESS, BRANCH, DIVISION, MASK, State
 from lockstep.audit.timing.x86_operands import (
+    indices,
+    is_constant,
     is_memory,
     is_secret,
     lanes,
     level,
+    masks,
     names,
     split,
     vector,
@@ -46,8 +49,10 @@ def step(state: State, code: str, call_returns_secret: bool) -> str | None:
     operands = split(text)
     secret = state.registers
     addresses = [] if mnemonic.startswith(("lea", "nop")) else filter(is_memory, operands)
-    if any(name in secret for x in addresses for name in names(x)):
+    if any(name in secret for x in addresses for name in (*names(x), *indices(x))):
         return ADDRESS
+    if _is_masked_access(state, mnemonic, operands):
+        return MASK
     if mnemonic.startswith("j") and not mnemonic.startswith("jmp"):
         return BRANCH if state.flags else None
     if mnemonic.startswith(("jmp", "call")):
@@ -68,6 +73,17 @@ def step(state: State, code: str, call_returns_secret: bool) -> str | None:
     return None
 
 
+def _is_masked_access(state: State, mnemonic: str, operands: list[str]) -> bool:
+    """Whether a secret says which lanes of memory are accessed. Constants and the stack may be read
+    by the lanes of a secret: their place in memory is known."""
+    if not any(x in state.registers for x in masks(mnemonic, operands)):
+        return False
+    *sources, destination = operands
+    if is_memory(destination):
+        return True
+    return any(is_memory(x) and not is_constant(state, x) for x in sources)
+
+
 def _call(state: State, returns_secret: bool) -> None:
     for name in _CHANGED_BY_CALLS:
         state.put(name, False)
@@ -81,6 +97,8 @@ def _call(state: State, returns_secret: bool) -> None:
 
 def _compute_vectors(state: State, mnemonic: str, operands: list[str]) -> None:
     """An instruction with a vector or mask register among its operands."""
+    given = masks(mnemonic, operands)
+    keeps = bool(given) and not any("{z}" in x for x in operands)
     operands = [re.sub(r"\s*\{[^}]*\}", "", x) for x in operands]
     if _COMPARES.match(mnemonic):
         state.flags = any(level(state, mnemonic, x) for x in operands)
@@ -96,8 +114,11 @@ def _compute_vectors(state: State, mnemonic: str, operands: list[str]) -> None:
     if re.match(r"vf(n?m)", mnemonic):
         levels.append(level(state, mnemonic, destination))
     is_constant = len(registers) == 2 and len(set(registers)) == 1
-    if is_constant and re.match(r"v(p?xor|pcmpeq)", mnemonic):
+    if is_constant and re.match(r"v(p?xor|pcmpeq)|kxn?or", mnemonic):
         levels = []
+    levels += [2] * any(x in state.registers for x in given)
+    if keeps:
+        levels.append(level(state, mnemonic, destination))
     source = next((x for x in registers if vector(x)), "")
     write_vector(state, mnemonic, destination, lanes(mnemonic, levels), source)
 

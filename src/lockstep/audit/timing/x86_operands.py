@@ -45,6 +45,11 @@ def names(operand: str) -> list[str]:
     return found
 
 
+def indices(operand: str) -> list[str]:
+    """The vector registers in an address, as gathers have them."""
+    return [f"v{n}" for n in re.findall(r"%[xyz]mm(\d+)", operand)]
+
+
 def is_memory(operand: str) -> bool:
     return "(" in operand
 
@@ -53,6 +58,16 @@ def vector(operand: str) -> str | None:
     """The name of a vector or mask register; None for other operands."""
     found = _VECTOR.match(operand)
     return None if found is None else f"{'k' if found[2] else 'v'}{found[3]}"
+
+
+def masks(mnemonic: str, operands: list[str]) -> list[str]:
+    """The registers that say on which lanes an instruction works."""
+    found = [f"k{n}" for x in operands for n in re.findall(r"\{%k(\d+)\}", x)]
+    if re.match(r"vp?maskmov", mnemonic):
+        found += [x for x in map(vector, operands[1:2]) if x]
+    elif re.match(r"vp?gather", mnemonic):
+        found += [x for x in map(vector, operands[:1]) if x]
+    return found
 
 
 def slots(state: State, operand: str, size: int = 8) -> list[str]:
@@ -65,6 +80,12 @@ def slots(state: State, operand: str, size: int = 8) -> list[str]:
         return []
     first = (int(found[1] or "0", 0) - state.depth) // 8
     return [f"slot {first + i}" for i in range(size // 8)]
+
+
+def is_constant(state: State, operand: str) -> bool:
+    """Whether an address is that of a constant or of the stack."""
+    is_known = any(f"{name} constant" in state.registers for name in names(operand))
+    return is_known or bool(slots(state, operand))
 
 
 def is_secret(state: State, mnemonic: str, operand: str) -> bool:

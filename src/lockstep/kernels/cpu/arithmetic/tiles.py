@@ -266,7 +266,8 @@ def fold_span(e: Emit, acc, D, m, l, part, part_m, part_l):
         base = _finite_or_zero(e, largest)
         old_weight.append(e.exp(e.ir.fsub(old, base)))
         new_weight.append(e.exp(e.ir.fsub(new, base)))
-        e.store(largest, m, VECTOR * j)
+        # A masked store otherwise, of what is larger.
+        e.store(largest, e.elsewhere(m), VECTOR * j)
         fresh = e.ir.fmul(e.load(part_l, VECTOR * j), new_weight[j])
         e.store(e.fma(e.load(l, VECTOR * j), old_weight[j], fresh), l, VECTOR * j)
     with e.loop(D) as d:

@@ -195,19 +195,25 @@ class Emit:
         ]
         return self.lane(self.ir.select(*lanes), 0)
 
+    def elsewhere(self, address: ir.Value) -> ir.Value:
+        """The same address, which LLVM does not know to be the same: it does not look into
+        assembly, even if there is none."""
+        function = ir.FunctionType(LLVM_I64, [LLVM_I64])
+        return self.ir.call(ir.InlineAsm(function, "", "=r,0", side_effect=False), [address])
+
     def store_selected(
         self, condition: ir.Value, otherwise: ir.Value, address: ir.Value, offset: int = 0
     ) -> None:
         """Keep a vector in memory where ``condition`` holds, and write ``otherwise`` elsewhere.
 
-        All of it is written. LLVM would make a masked store of this, which touches memory or not
-        as the condition is. It does not know that assembly, even if there is none, returns the
-        address it was given.
+        All of it is read and written. LLVM would make a masked store of this, or a masked load,
+        which touch memory or not as the condition is. What is loaded is stored as it is first, so
+        that it has more uses than one.
         """
-        x = self.select(condition, self.load(address, offset), otherwise)
-        function = ir.FunctionType(LLVM_I64, [LLVM_I64])
-        same = self.ir.call(ir.InlineAsm(function, "", "=r,0", side_effect=False), [address])
-        self.store(x, same, offset)
+        x = self.load(address, offset)
+        address = self.elsewhere(address)
+        self.store(x, address, offset)
+        self.store(self.select(condition, x, otherwise), self.elsewhere(address), offset)
 
     def maximum(self, new: ir.Value, old: ir.Value) -> ir.Value:
         """The larger one; a NaN in ``new`` is passed over. ``old`` is not NaN."""
