@@ -199,6 +199,30 @@ def store_keys(
     tl.store(dv_ptr + v_rows * DV + e, dv.to(dv_ptr.dtype.element_ty), mask=inside & (e < DV))
 
 
+@triton.jit
+def locate_keys(inputs, sizes, GROUP: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """The tile of keys of this program: its sequence, KV head and number; whether the sequence is
+    good, and where its keys and queries begin and how many there are; the first row of dk, and the
+    rows from one key to the next."""
+    B, Hq, Sq, Skv, n_slots = sizes
+    head, slot = tl.program_id(0) // n_slots, tl.program_id(0) % n_slots
+    Hkv = Hq // GROUP
+    if inputs.cu_seqlens_k_ptr is not None:
+        b, tile, is_good, kv_start, kv_len, q_start, q_len = find_sequence(
+            slot, inputs.cu_seqlens_k_ptr, inputs.cu_seqlens_q_ptr, B, Skv, Sq, 1, BLOCK_KV
+        )
+        dk_row = head.to(tl.int64)
+        stride_row = Hkv
+    else:
+        b, tile, head = head % B, slot, head // B
+        is_good, q_start, q_len, kv_start, kv_len = whole_sequence(
+            b, Sq, Skv, inputs.kv_lens_ptr, inputs.kv_starts_ptr
+        )
+        dk_row = (b * Hkv + head).to(tl.int64) * Skv
+        stride_row = 1
+    return b, head, tile, is_good, kv_start, kv_len, q_start, q_len, dk_row, stride_row
+
+
 @unspecialized(triton.jit)
 def sum_keys(
     inputs: GradientInputs, dk_ptr, dv_ptr, dk_sums_ptr, dv_sums_ptr,
@@ -220,22 +244,10 @@ def sum_keys(
         scales.cap_scale if HAS_SOFTCAP else None, scales.score_scale if not RAW else None,
         scales.unit,
     )  # fmt: skip
-    B, Hq, Sq, Skv, n_slots = sizes
-    head, slot = tl.program_id(0) // n_slots, tl.program_id(0) % n_slots
-    Hkv = Hq // GROUP
-    if inputs.cu_seqlens_k_ptr is not None:
-        b, tile, is_good, kv_start, kv_len, q_start, q_len = find_sequence(
-            slot, inputs.cu_seqlens_k_ptr, inputs.cu_seqlens_q_ptr, B, Skv, Sq, 1, BLOCK_KV
-        )
-        dk_row = head.to(tl.int64)
-        stride_row = Hkv
-    else:
-        b, tile, head = head % B, slot, head // B
-        is_good, q_start, q_len, kv_start, kv_len = whole_sequence(
-            b, Sq, Skv, inputs.kv_lens_ptr, inputs.kv_starts_ptr
-        )
-        dk_row = (b * Hkv + head).to(tl.int64) * Skv
-        stride_row = 1
+    Sq, Skv, Hkv = sizes.Sq, sizes.Skv, sizes.Hq // GROUP
+    b, head, tile, is_good, kv_start, kv_len, q_start, q_len, dk_row, stride_row = locate_keys(
+        inputs, sizes, GROUP, BLOCK_KV
+    )
     # How many keys there are to write: of those beyond kv_lens, zeros.
     n_keys = kv_len if inputs.cu_seqlens_k_ptr is not None else Skv
     first_key = tile * BLOCK_KV

@@ -101,6 +101,64 @@ def add_keys(
     return dq
 
 
+@triton.jit
+def keys_seen_by(
+    first_query, q_len, kv_len, window, HAS_BIAS: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """The tiles of keys that some row of the tile from `first_query` on sees."""
+    shift = kv_len - q_len
+    near = first_query + shift
+    far = tl.minimum(first_query + BLOCK_Q, q_len) - 1 + shift
+    lo, hi = seen_by_any(near, far, kv_len, window)
+    all_lo, all_hi = seen_by_all(near, far, kv_len, window)
+    return tile_ranges(lo, hi, all_lo, all_hi, BLOCK_KV, HAS_BIAS)
+
+
+@triton.jit
+def store_queries(
+    dq, dq_ptr, dq_sums_ptr, dq_row, stride_row, q_idx, q_start, q_len, scale, is_good,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a tile of queries, or their sums where keys come in blocks."""
+    rows = (dq_row + (q_start + q_idx) * stride_row)[:, None]  # [BLOCK_Q, 1]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    inside = (q_idx < q_len)[:, None] & (d < D)
+    if dq_sums_ptr is not None:
+        tl.store(dq_sums_ptr + rows * D + d, dq, mask=inside)
+    else:
+        # Adding 0 makes one zero of the two.
+        dq = tl.fma(dq, scale, nan_where(not is_good))
+        tl.store(dq_ptr + rows * D + d, dq.to(dq_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def locate_queries(inputs, sizes, Q_TOKENS_FIRST: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """The tile of queries of this program: its sequence, head and number; whether the sequence is
+    good, and where its queries and keys begin and how many there are; the first row of dq, and the
+    rows from one query to the next."""
+    B, Hq, Sq, Skv, n_slots = sizes
+    head, slot = tl.program_id(0) // n_slots, tl.program_id(0) % n_slots
+    if inputs.cu_seqlens_q_ptr is not None:
+        b, tile, is_good, q_start, q_len, kv_start, kv_len = find_sequence(
+            slot, inputs.cu_seqlens_q_ptr, inputs.cu_seqlens_k_ptr, B, Sq, Skv, 1, BLOCK_Q
+        )
+        kv_len = tl.where(is_good, kv_len, 0)
+        dq_row = head.to(tl.int64)
+        stride_row = Hq
+    else:
+        b, tile, head = head % B, n_slots - 1 - slot, head // B
+        is_good, q_start, q_len, kv_start, kv_len = whole_sequence(
+            b, Sq, Skv, inputs.kv_lens_ptr, inputs.kv_starts_ptr
+        )
+        dq_row = (b * Hq + head).to(tl.int64) * Sq
+        stride_row = 1
+        if Q_TOKENS_FIRST:
+            dq_row = b.to(tl.int64) * Sq * Hq + head
+            stride_row = Hq
+    return b, head, tile, is_good, q_start, q_len, kv_start, kv_len, dq_row, stride_row
+
+
 @unspecialized(triton.jit)
 def sum_queries(
     inputs: GradientInputs, dq_ptr, dq_sums_ptr,
@@ -123,35 +181,16 @@ def sum_queries(
         scales.cap_scale if HAS_SOFTCAP else None, scales.score_scale if not RAW else None,
         scales.unit,
     )  # fmt: skip
-    B, Hq, Sq, Skv, n_slots = sizes
-    head, slot = tl.program_id(0) // n_slots, tl.program_id(0) % n_slots
-    if inputs.cu_seqlens_q_ptr is not None:
-        b, tile, is_good, q_start, q_len, kv_start, kv_len = find_sequence(
-            slot, inputs.cu_seqlens_q_ptr, inputs.cu_seqlens_k_ptr, B, Sq, Skv, 1, BLOCK_Q
-        )
-        kv_len = tl.where(is_good, kv_len, 0)
-        dq_row = head.to(tl.int64)
-        stride_row = Hq
-    else:
-        b, tile, head = head % B, n_slots - 1 - slot, head // B
-        is_good, q_start, q_len, kv_start, kv_len = whole_sequence(
-            b, Sq, Skv, inputs.kv_lens_ptr, inputs.kv_starts_ptr
-        )
-        dq_row = (b * Hq + head).to(tl.int64) * Sq
-        stride_row = 1
-        if Q_TOKENS_FIRST:
-            dq_row = b.to(tl.int64) * Sq * Hq + head
-            stride_row = Hq
+    b, head, tile, is_good, q_start, q_len, kv_start, kv_len, dq_row, stride_row = locate_queries(
+        inputs, sizes, Q_TOKENS_FIRST, BLOCK_Q
+    )
     first_query = tile * BLOCK_Q
     if first_query >= q_len:
         return
     q_idx = first_query + tl.arange(0, BLOCK_Q)
-    shift = kv_len - q_len
-    near = first_query + shift
-    far = tl.minimum(first_query + BLOCK_Q, q_len) - 1 + shift
-    lo, hi = seen_by_any(near, far, kv_len, window)
-    all_lo, all_hi = seen_by_all(near, far, kv_len, window)
-    ranges = tile_ranges(lo, hi, all_lo, all_hi, BLOCK_KV, inputs.bias_ptr is not None)
+    ranges = keys_seen_by(
+        first_query, q_len, kv_len, window, inputs.bias_ptr is not None, BLOCK_Q, BLOCK_KV
+    )
 
     b64, q_head, h64 = b.to(tl.int64), head.to(tl.int64), (head // GROUP).to(tl.int64)
     q_ptr = inputs.q_ptr + offset(stride_q, b64, q_head, ALIGN)
@@ -192,13 +231,7 @@ def sum_queries(
                 q_len, kv_len, window, scoring, D, DV, PRECISION, BLOCK_KV, BLOCK_D,
                 BLOCK_DV, PASS != 1,
             )  # fmt: skip
-
-    rows = (dq_row + (q_start + q_idx) * stride_row)[:, None]  # [BLOCK_Q, 1]
-    d = tl.arange(0, BLOCK_D)[None, :]
-    inside = (q_idx < q_len)[:, None] & (d < D)
-    if dq_sums_ptr is not None:
-        tl.store(dq_sums_ptr + rows * D + d, dq, mask=inside)
-    else:
-        # Adding 0 makes one zero of the two.
-        dq = tl.fma(dq, scale, nan_where(not is_good))
-        tl.store(dq_ptr + rows * D + d, dq.to(dq_ptr.dtype.element_ty), mask=inside)
+    store_queries(
+        dq, dq_ptr, dq_sums_ptr, dq_row, stride_row, q_idx, q_start, q_len, scale, is_good,
+        D, BLOCK_D,
+    )  # fmt: skip
