@@ -7,7 +7,7 @@ import io
 import os
 import re
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -53,14 +53,13 @@ class Build:
     @cached_property
     def addressed_loops(self) -> list[Instructions]:
         """The loops with a product under way behind the scores: one per consumer."""
+        every_wait = [x for x in self.instructions if x[1].startswith("WARPGROUP.DEPBAR")]
         found = []
         for begin, end in sorted(set(loops(self.instructions))):
-            body = between(self.instructions, begin, end)
-            texts = [text for _, text in body]
             # Out of line, a wait that has to be repeated jumps back over much else.
-            waits = [text for text in texts if text.startswith("WARPGROUP.DEPBAR")]
+            waits = [text for _, text in between(every_wait, begin, end)]
             if len(waits) == 2 and PRODUCT_WAIT in waits and waits[0] != waits[1]:
-                found.append(body)
+                found.append(between(self.instructions, begin, end))
         return found
 
     @cached_property
@@ -179,9 +178,13 @@ def unused_barriers(ttgir: str) -> list[str]:
     several processes share.
     """
 
+    lines_with = defaultdict(list)
+    for line in ttgir.splitlines():
+        for name in set(re.findall(r"%\w+", line)):
+            lines_with[name].append(line)
+
     def uses(name: str) -> list[str]:
-        used = re.compile(re.escape(name) + r"(?!\w)")
-        return [x for x in ttgir.splitlines() if used.search(x) and f"{name} =" not in x]
+        return [x for x in lines_with[name] if f"{name} =" not in x]
 
     def is_used(name: str) -> bool:
         for line in uses(name):
