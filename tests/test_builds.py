@@ -78,11 +78,16 @@ def test_one_build_serves_every_length_and_batch(h200):
     ("model", "most", "most_packed"),
     [
         ("Llama 3 8B", 8, 13),
-        ("Llama 3 70B TP 8", 8, 13),
-        ("Mistral 7B", 8, 13),
-        ("DeepSeek V3 TP 8", 12, 17),
-        ("gpt-oss", 18, 26),
-        ("BERT large", 7, 12),
+        *(
+            pytest.param(*values, marks=pytest.mark.slow)
+            for values in (
+                ("Llama 3 70B TP 8", 8, 13),
+                ("Mistral 7B", 8, 13),
+                ("DeepSeek V3 TP 8", 12, 17),
+                ("gpt-oss", 18, 26),
+                ("BERT large", 7, 12),
+            )
+        ),
     ],
 )
 def test_builds_of_a_model(h200, model, most, most_packed):

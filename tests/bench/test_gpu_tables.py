@@ -134,11 +134,10 @@ def test_without_results_the_blocks_say_so(tmp_path):
         assert block(tmp_path) == "Not measured yet."
 
 
-def test_every_block_of_a_page_is_known_and_filled():
+def test_every_page_has_blocks():
+    """`test_ladder_tables.py` holds them against the results."""
     for page in tables.PAGES:
-        text = (ROOT / page).read_text(encoding="utf-8")
-        assert tables.MARKED.search(text), page
-        assert tables.fill(text, ROOT / results.RESULTS) == text, page
+        assert tables.MARKED.search((ROOT / page).read_text(encoding="utf-8")), page
 
 
 def test_each_table_is_of_the_newest_run_that_has_it(tmp_path):

@@ -35,6 +35,8 @@ RUN = {
 }
 
 
+# `make lint` asks the same.
+@pytest.mark.slow
 @pytest.mark.parametrize("page", tables.PAGES)
 def test_the_pages_say_what_the_results_say(page):
     text = (ROOT / page).read_text(encoding="utf-8")

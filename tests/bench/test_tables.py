@@ -41,11 +41,9 @@ def run_with(**changes):
     return run
 
 
-def test_the_readme_says_what_the_results_say():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "<!-- bench:cpu -->" in readme
-    filled = tables.fill(readme, ROOT / results.RESULTS)
-    assert filled == readme, "run: python -m lockstep.bench.tables"
+def test_the_readme_has_the_table():
+    """`test_ladder_tables.py` holds all of README against the results."""
+    assert "<!-- bench:cpu -->" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_file_is_named_after_what_was_measured(tmp_path):

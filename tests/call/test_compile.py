@@ -93,6 +93,7 @@ def test_merge(compiled):
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 def test_inductor():
     q, k, v = (rand(2, 4, 6, 8, grad=True) for _ in range(3))
 

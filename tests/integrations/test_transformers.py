@@ -62,7 +62,16 @@ def generate(model, given, **options):
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("side", [None, "left"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "mistral"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "gpt_oss"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("qwen3", "gemma2", "gemma3", "mistral")
+        ),
+    ],
+)
 def test_generate_is_that_of_eager(name, side, cache):
     given = tiny_models.inputs_of(name, side, S=10)
     assert_generates_as_eager(name, given, cache_implementation=cache)

@@ -25,10 +25,10 @@ def flushing():
 
 def _draw() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """q, k, v, bias and sinks; gradients of out and lse. What is drawn depends on the mode, too."""
-    q, k, v, dout = torch.randn(4, 2, 4, 300, 64)
-    bias, sinks = torch.randn(1, 4, 300, 300), torch.randn(4)
+    q, k, v, dout = torch.randn(4, 1, 4, 140, 64)
+    bias, sinks = torch.randn(1, 4, 140, 140), torch.randn(4)
     inputs = [x.requires_grad_() for x in (q, k, v * TINY, bias, sinks)]
-    return inputs, [dout, torch.randn(2, 4, 300) * TINY]
+    return inputs, [dout, torch.randn(1, 4, 140) * TINY]
 
 
 def _everything(inputs: list[torch.Tensor], douts: list[torch.Tensor]) -> list[torch.Tensor]:

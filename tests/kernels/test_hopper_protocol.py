@@ -377,7 +377,12 @@ EVERY_PLAN = {*PLANS.values(), *SHORT_PLANS.values(), *NARROW_PLANS.values(), WI
 EVERY_PLAN |= {replace(plans[64], stages=BITS_STAGES) for plans in (PLANS, SHORT_PLANS)}
 
 
-@pytest.mark.parametrize("plan", sorted(EVERY_PLAN, key=repr))
+FIRST, *OTHERS = sorted(EVERY_PLAN, key=repr)
+
+
+@pytest.mark.parametrize(
+    "plan", [FIRST, *(pytest.param(plan, marks=pytest.mark.slow) for plan in OTHERS)]
+)
 def test_no_one_waits_forever(plan):
     draws = random.Random(0)
     for _ in range(800):

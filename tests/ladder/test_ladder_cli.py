@@ -79,6 +79,7 @@ def test_plan_of_one_rung():
     assert refused.startswith("large_tile on A100: a block takes 192,960 bytes")  # no empty table
 
 
+@pytest.mark.slow
 def test_plan_with_grouped_heads():
     rows = [
         json.loads(run("plan", "split_kv", "--heads", "8", *more, "--json"))["rows"][0]["plan"]
@@ -90,6 +91,7 @@ def test_plan_with_grouped_heads():
     assert refused.strip() == "small_tile takes as many heads of keys as of queries"
 
 
+@pytest.mark.slow
 def test_plan_on_several_gpus():
     text = run("plan", "small_tile", "--gpu", "a100,h200")
     fits, work, *_ = (x.split() for x in text.splitlines() if x.startswith("small_tile "))
@@ -224,7 +226,7 @@ PRINTING = [
 @pytest.mark.parametrize("arguments", PRINTING, ids=" ".join)
 def test_a_terminal_without_unicode_gets_other_characters(arguments, monkeypatch):
     if "ladder" in arguments:  # all rungs take seconds; the plan has their names
-        few = tuple(map(ladder.find, ("naive", "split_kv", "block_tile")))
+        few = tuple(map(ladder.find, ("naive", "block_tile_mma")))
         monkeypatch.setattr(ladder, "RUNGS", few)
     result = CliRunner(charset="ascii").invoke(app, arguments)
     assert result.exit_code == (2 if "99999999999" in arguments else 0), result.output

@@ -79,10 +79,10 @@ def test_the_machine_sees_the_tree_shorten_the_softmax(traced):
 
 
 @pytest.mark.slow
-def test_every_head_counts_the_same(traced, step):
+def test_every_head_counts_the_same(traced, last_step):
     """What `lockstep ladder` relies on when it traces one head."""
-    one = count(step, TWO_HEADS)
-    _, traces = traced(step, TWO_HEADS)
+    one = count(last_step, TWO_HEADS)
+    _, traces = traced(last_step, TWO_HEADS)
     assert sum(t.totals.instructions for t in traces) == 2 * one.instructions
     assert sum(t.totals.sector_bytes for t in traces) == 2 * one.global_bytes
     assert sum(t.totals.bank_conflicts for t in traces) == 2 * one.bank_conflicts

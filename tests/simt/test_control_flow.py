@@ -81,7 +81,9 @@ class Writer:
         return [*start, *self.block(0, False), *self.block(0, False), *stores]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [*range(10), *(pytest.param(n, marks=pytest.mark.slow) for n in range(10, 40))]
+)
 def test_random_program(seed, tmp_path):
     body = "\n".join(f"    {line}" for line in Writer(seed).body())
     path = tmp_path / "program.py"
