@@ -86,18 +86,25 @@ def _fixes(case: Case) -> clock.Fixes:
     return {name: partial(fixed, name) for name in case.classes}
 
 
+def timed_subjects(planted: bool) -> list[str]:
+    """The names of all that `audit_time` times."""
+    return list(LEAKS) if planted else [case.name for case in CASES]
+
+
 def audit_time(samples: int, planted: bool) -> list[Outcome]:
     """Classes of secrets against random ones."""
+    return [x for name in timed_subjects(planted) for x in time_subject(name, samples, planted)]
+
+
+def time_subject(name: str, samples: int, planted: bool) -> list[Outcome]:
+    """The same for one of `timed_subjects`."""
     if planted:
-        compared = {
-            name: clock.compare(leak.run, leak.draw, {"fixed": leak.fix}, samples)
-            for name, leak in LEAKS.items()
-        }
+        leak = LEAKS[name]
+        compared = clock.compare(leak.run, leak.draw, {"fixed": leak.fix}, samples)
     else:
-        compared = {
-            case.name: clock.compare(case.run, case.draw, _fixes(case), samples) for case in CASES
-        }
-    return [outcome for name, found in compared.items() for outcome in timed(name, found, planted)]
+        case = next(case for case in CASES if case.name == name)
+        compared = clock.compare(case.run, case.draw, _fixes(case), samples)
+    return list(timed(name, compared, planted))
 
 
 def timed(subject: str, compared: dict[str, Times], planted: bool) -> Iterator[Outcome]:
