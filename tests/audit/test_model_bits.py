@@ -72,6 +72,26 @@ def test_what_is_the_same_is_said_to_be():
     assert all(finding.same for finding in findings)
 
 
+class OfTokens(nn.Module):
+    """Takes tokens and nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.sum = nn.Embedding(100, 11), Exact()
+
+    def forward(self, input_ids):
+        return self.sum(self.embed(input_ids))
+
+
+def test_a_model_without_a_mask_is_not_padded():
+    findings = model(OfTokens(), {"input_ids": torch.randint(0, 100, (5, 37))})
+    assert [finding.circumstance for finding in findings] == [
+        "sequence 0 alone and in a batch of 5",
+        "sequence 4 alone and in a batch of 5",
+    ]
+    assert all(finding.same for finding in findings)
+
+
 def test_it_is_a_name_of_the_package():
     assert lockstep.audit.model is model
     with pytest.raises(AttributeError, match="nosuch"):

@@ -6,6 +6,7 @@ compared bit by bit. The first part that differs is run again with its operators
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -68,9 +69,9 @@ class Finding(NamedTuple):
 def model(module: nn.Module, inputs: dict[str, Tensor] | Tensor) -> list[Finding]:
     """Where a model's bits depend on what stands around a sequence.
 
-    Runs the model over the whole batch and over each of its first and last sequence alone. If it
-    takes `input_ids`, also over that sequence padded on the left and on the right, and if it has
-    a cache (`past_key_values`) and no encoder, in chunks.
+    Runs the model over the whole batch and over each of its first and last sequence alone. If it is
+    given `input_ids` and takes an `attention_mask`, also over that sequence padded on the left and
+    on the right, and if it has a cache (`past_key_values`) and no encoder, in chunks.
 
     Args:
         module: A model; it is put into evaluation mode for the audit.
@@ -105,14 +106,23 @@ def model(module: nn.Module, inputs: dict[str, Tensor] | Tensor) -> list[Finding
     with evaluating(module):
         return [
             _judge(module, name, large, small, place)
-            for name, large, small, place in _circumstances(call, given, B)
+            for name, large, small, place in _circumstances(call, given, B, _arguments(module))
         ]
 
 
 Case = tuple[str, Callable[[], Any], Callable[[], Any], Place]
 
 
-def _circumstances(call: Callable[..., Any], given: dict[str, Any], B: int) -> Iterator[Case]:
+def _arguments(module: nn.Module) -> Callable[[str], bool]:
+    """Whether a module can be called with an argument of some name."""
+    parameters = inspect.signature(module.forward).parameters
+    takes_any = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
+    return lambda name: takes_any or name in parameters
+
+
+def _circumstances(
+    call: Callable[..., Any], given: dict[str, Any], B: int, takes: Callable[[str], bool]
+) -> Iterator[Case]:
     """A name, the larger run, the smaller run, and where that is in the larger one."""
 
     def alone(b: int) -> dict[str, Any]:
@@ -133,7 +143,7 @@ def _circumstances(call: Callable[..., Any], given: dict[str, Any], B: int) -> I
     n = S - S // 3
     short = {**alone(0), "input_ids": ids[:1, :n]}
     short.pop("attention_mask", None)
-    for side, start in (("left", S - n), ("right", 0)):
+    for side, start in (("left", S - n), ("right", 0)) if takes("attention_mask") else ():
         padded, mask = ids.clone(), torch.ones_like(ids)
         padded[0] = 0
         padded[0, start : start + n] = ids[0, :n]
@@ -141,7 +151,9 @@ def _circumstances(call: Callable[..., Any], given: dict[str, Any], B: int) -> I
         mask[0, start : start + n] = 1
         # Positions are those of the sequence alone, as `generate` has it.
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        more = {**given, "input_ids": padded, "attention_mask": mask, "position_ids": positions}
+        more = {**given, "input_ids": padded, "attention_mask": mask}
+        if takes("position_ids"):
+            more["position_ids"] = positions
         place = Place(B, 0, S, start, n, n, start)
         name = f"sequence 0 alone and padded on the {side}"
         yield name, partial(call, **more), partial(call, **short), place
