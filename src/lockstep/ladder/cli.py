@@ -40,7 +40,9 @@ Batch = Annotated[int, typer.Option(min=1, help="Sequences.", rich_help_panel=PR
 Heads = Annotated[int, typer.Option(min=1, help="Heads.", rich_help_panel=PROBLEM)]
 Seq = Annotated[int, typer.Option(min=1, help="Tokens of a sequence.", rich_help_panel=PROBLEM)]
 HeadDim = Annotated[int, typer.Option(help="32, 64 or 128.", rich_help_panel=PROBLEM)]
-Causal = Annotated[bool, typer.Option("--causal", help="Mask.", rich_help_panel=PROBLEM)]
+Causal = Annotated[
+    bool, typer.Option("--causal", help="With a causal mask.", rich_help_panel=PROBLEM)
+]
 Dtype = Annotated[str, typer.Option(help="float16 or bfloat16.", rich_help_panel=PROBLEM)]
 Length = Annotated[
     int | None,
@@ -69,7 +71,7 @@ Products = Annotated[
     str | None, typer.Option(help="split_kv: fma or mma.", rich_help_panel=PROBLEM)
 ]
 Programs = Annotated[
-    str | None, typer.Option(help="persistent_mma: blocks that stay.", rich_help_panel=PROBLEM)
+    str | None, typer.Option(help="persistent_mma: how many blocks.", rich_help_panel=PROBLEM)
 ]
 Stage = Annotated[
     str | None,

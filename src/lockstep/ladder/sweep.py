@@ -42,7 +42,7 @@ def sweep(
     products: Option = None,
     programs: Option = None,
     gpu: Values = "H200",
-    causal: Annotated[bool, typer.Option("--causal", help="Mask.")] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="With a causal mask.")] = False,
     dtype: Annotated[str, typer.Option(help="float16 or bfloat16.")] = "float16",
     trace: Annotated[bool, typer.Option(help="Run one head on the machine.")] = True,
     bench: Annotated[bool, typer.Option(help="Time it if there is a GPU.")] = True,

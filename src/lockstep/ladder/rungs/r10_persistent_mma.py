@@ -1,4 +1,4 @@
-"""persistent_mma: block_tile_mma by blocks that stay; constant-time.
+"""persistent_mma: block_tile_mma by persistent blocks; constant-time.
 
 What changed from block_tile_mma: the grid. There are as many blocks as a GPU holds at once, and
 each takes one query tile after the other. The copies never stop in between: after the last key
@@ -212,7 +212,7 @@ def plans(problem: Problem, programs: int) -> list[LaunchPlan]:
 
 RUNG = Rung(
     name="persistent_mma",
-    summary="blocks that stay and take tile after tile, the copies never stopping",
+    summary="persistent blocks that take tile after tile, while copies go on",
     launches=launches,
     plans=plans,
     constant_time=True,

@@ -287,7 +287,7 @@ def plans(problem: Problem, stage: str) -> list[LaunchPlan]:
 
 RUNG = Rung(
     name="block_tile",
-    summary="register tiles, copies behind the work, one barrier per key tile",
+    summary="register tiles, copies during the work, one barrier per key tile",
     launches=launches,
     plans=plans,
     constant_time=True,
@@ -295,7 +295,7 @@ RUNG = Rung(
     variants=(*({"stage": name} for name in r8_block_tile_stages.STAGES), {}),
     summaries=(
         "128 threads per 64×64 tile; a row of the softmax and of P·V to a thread",
-        "the next tile copied behind the work: two barriers per key tile, not three",
+        "the next tile copied during the work: two barriers per key tile, not three",
         "a row to two threads: none idle",
         "products blocked in registers, one barrier per key tile",
     ),
