@@ -79,7 +79,8 @@ def emit(
 
     With `clocks` the kernel is instrumented: it takes one more array, `phase_cycles`, and every
     warp that runs to the end adds its clock cycles in each of `phases`, and all of its cycles last.
-    A phase lasts until the next one begins. Blocks are taken to be one-dimensional.
+    A phase lasts until the next one begins. The wait for a load is part of the phase that first
+    uses the number. Blocks are taken to be one-dimensional.
 
     >>> source = emit(transpose.typed(TILE=32))              # doctest: +SKIP
     >>> print(source.text)                                   # doctest: +SKIP
