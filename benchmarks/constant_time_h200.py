@@ -1,10 +1,13 @@
 """What constant time costs on an H200: each cell beside the ordinary build and FA3, in one run.
 
-    PYTHONPATH=src python benchmarks/constant_time_h200.py PEERS_DIRECTORY --warm-up
+    for i in $(seq 0 11); do
+        PYTHONPATH=src python benchmarks/constant_time_h200.py PEERS_DIRECTORY --warm-up $i/12 &
+    done; wait
     PYTHONPATH=src python benchmarks/constant_time_h200.py PEERS_DIRECTORY
 
-The first command compiles everything, and compares outputs with those of the ordinary build. FA3
-comes from a bundle, as in `gpu_h200.py`. Writes constant-time-cost-h200.json.
+The first commands compile everything, a twelfth of the cells each, and compare outputs with those
+of the ordinary build. FA3 comes from a bundle, as in `gpu_h200.py`. Writes
+constant-time-cost-h200.json.
 """
 
 from __future__ import annotations
@@ -113,10 +116,20 @@ def error(calls: Calls) -> float:
     )
 
 
+def part(text: str) -> tuple[int, int]:
+    """ "0/12": the first of twelve parts."""
+    first, _, parts = text.partition("/")
+    if not int(first) < int(parts):
+        raise ValueError(text)
+    return int(first), int(parts)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("peers", type=Path, metavar="PEERS_DIRECTORY")
-    parser.add_argument("--warm-up", action="store_true", help="compile, compare outputs")
+    parser.add_argument(
+        "--warm-up", metavar="I/N", type=part, help="compile the I-th of N parts, compare outputs"
+    )
     parser.add_argument("--only", default="", help="forward, backward or decode")
     parser.add_argument("--out", type=Path, default=ROOT / results.RESULTS)
     options = parser.parse_args()
@@ -127,9 +140,11 @@ def main() -> int:
         bundles.load_fa3(str(options.peers / "fa3.xz"))
         fa3 = bundles.fa3
     rows = []
-    for cell, make in cells(fa3):
-        if options.only not in cell["pass"]:
-            continue
+    wanted = [(cell, make) for cell, make in cells(fa3) if options.only in cell["pass"]]
+    if options.warm_up:
+        first, parts = options.warm_up
+        wanted = wanted[first::parts]
+    for cell, make in wanted:
         torch.manual_seed(0)
         calls = make()
         if options.warm_up:
@@ -144,7 +159,7 @@ def main() -> int:
         ratios = {name: s / seconds[CONSTANT_TIME] for name, s in seconds.items()}
         rows.append({**cell, "seconds": seconds})
         print(cell, {k: f"{v * 1e6:.1f} us" for k, v in seconds.items()}, ratios, flush=True)
-        del calls, make
+        del calls
     if rows:
         run = results.collect("constant-time-cost", rows)
         print(results.save_for_gpu(run, run["suite"], options.out))

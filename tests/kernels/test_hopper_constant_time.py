@@ -44,6 +44,12 @@ def test_error_rule(kind, D):
     assert_allowed(case, on_cpu(in_constant_time(case).items()), kernel="hopper")
 
 
+@pytest.mark.parametrize("kind", ["full", "causal", "window"])
+def test_keys_wider_than_values(kind):
+    case = draw(700, 650, B=1, Hq=4, Hkv=2, D=192, Dv=128, dtype=torch.bfloat16, **KINDS[kind])
+    assert_allowed(case, on_cpu(in_constant_time(case).items()), kernel="hopper")
+
+
 @pytest.mark.parametrize("numbers", ["normal, sigma 30", "normal, sigma 1000", "one dominant key"])
 @pytest.mark.parametrize("D", [64, 128])
 def test_large_scores(numbers, D):
