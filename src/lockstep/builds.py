@@ -41,7 +41,7 @@ LONGEST_ON_CPU = 512
 
 
 class WarmUp(NamedTuple):
-    """What a warm-up came to."""
+    """The result of a warm-up."""
 
     calls: int
     builds: int

@@ -1,4 +1,5 @@
-"""What was worked out for one call, kept for the next one like it."""
+"""A dictionary of a bounded size, for results that one call computes and the next one like it
+uses."""
 
 from __future__ import annotations
 

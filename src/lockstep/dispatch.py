@@ -24,7 +24,7 @@ KERNELS: tuple[Kernel, ...] = (
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `lockstep.explain` returns; print it to read it."""
+    """The result of `lockstep.explain`; print it to read it."""
 
     problem: AttentionProblem
     kernel: str | None

@@ -26,7 +26,7 @@ DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 
 
 class Expected(NamedTuple):
-    """What a result should be, and how far off it may be."""
+    """The expected value of a result, and how far off it may be."""
 
     exact: Tensor  # float64
     math: float  # the largest error of PyTorch's math attention

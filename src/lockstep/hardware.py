@@ -1,4 +1,4 @@
-"""What hardware allows, where several parts of the package count with it."""
+"""Limits of hardware that several parts of the package use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call asks for besides its tensors: types, values, and what is said of wrong ones."""
+"""The options of a call: types, values, and the messages for wrong ones."""
 
 from __future__ import annotations
 

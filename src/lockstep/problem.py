@@ -1,4 +1,5 @@
-"""What one attention call is: every shape, mask and option of it, and nothing of its data.
+"""The description of one attention call: every shape, mask and option of it, and nothing of its
+data.
 
 `describe` turns the arguments of a call into an `AttentionProblem`, and raises if they do not fit
 together. It never looks at a value, so it serves fake tensors and symbolic lengths as well. For a

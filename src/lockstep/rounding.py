@@ -1,4 +1,4 @@
-"""What rounding has to cost: the root mean square error of attention that rounds everything once.
+"""The cost of rounding: the root mean square error of attention that rounds everything once.
 
 A kernel holds scores, statistics and sums in float32 (float64 for float64), and what it multiplies
 and returns in the dtype of its tensors; u and w are the errors of the two (`Units`). If each

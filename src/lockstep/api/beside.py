@@ -1,4 +1,4 @@
-"""What goes with a call: its kernel explained, results of several merged."""
+"""The calls beside attention: `merge` combines results, `explain` names the kernel of a call."""
 
 from __future__ import annotations
 

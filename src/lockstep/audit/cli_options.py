@@ -1,4 +1,4 @@
-"""What several commands of `lockstep audit` take. torch is imported inside."""
+"""Options that several commands of `lockstep audit` take. torch is imported inside."""
 
 from __future__ import annotations
 

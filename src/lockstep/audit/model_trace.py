@@ -1,4 +1,4 @@
-"""What happens inside a module as it runs: the results of its parts, and of their operators.
+"""A trace of a module as it runs: the results of its parts, and of their operators.
 
 Two runs of one model are compared part by part. A run over a batch has larger tensors than one over
 a sequence alone, so `Place` says which part of them belongs to the sequence.

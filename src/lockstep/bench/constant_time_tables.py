@@ -55,7 +55,7 @@ def _shape(row: dict[str, Any]) -> str:
 
 
 class Timed(NamedTuple):
-    """What the clock said of one subject: t of all classes, and by class."""
+    """The times of one subject: t of all classes, and by class."""
 
     subject: str
     samples: int

@@ -1,4 +1,4 @@
-"""What takes part in `lockstep bench gpu`: a kernel of Lockstep, or a peer."""
+"""The contenders of `lockstep bench gpu`: a kernel of Lockstep, or a peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What autocast does to a call: it changes the dtype of its floating-point tensors, nothing else.
+"""Autocast: it changes the dtype of a call's floating-point tensors, nothing else.
 
 Integers, complex numbers and masks stay what they are, so a call under autocast meets the checks
 that it meets without.

@@ -1,4 +1,4 @@
-"""What `torch.vmap` makes of the operators.
+"""The rules of `torch.vmap` for the operators.
 
 Dense attention folds the mapped dim into the batch. What has no batch dim to fold it into (sinks
 and slopes that differ from sample to sample, gradients that are sums over the batch, packed and

@@ -1,4 +1,4 @@
-"""What a method is given besides tensors."""
+"""The arguments of a method besides tensors."""
 
 from __future__ import annotations
 

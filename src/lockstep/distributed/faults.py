@@ -1,4 +1,4 @@
-"""What is said when an exchange fails: which ranks no longer answer."""
+"""The error of an exchange that fails: which ranks no longer answer."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from lockstep.kernels.kernel import Gradients, Needs
 
 
 class Part(NamedTuple):
-    """What falls to one rank."""
+    """The part of one rank."""
 
     q_heads: range  # rows of these
     kv_heads: range  # what they read

@@ -48,7 +48,7 @@ class Settings(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a forward returns, and what a backward takes."""
+    """The results of a forward, which a backward takes."""
 
     out: Tensor
     lse: Tensor
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 
 
 class RowGradients(NamedTuple):
-    """What comes back to the rows."""
+    """The gradients of out and lse."""
 
     dout: Tensor
     dlse: Tensor | None

@@ -18,7 +18,7 @@ Run = Callable[[ShardedCall, Tensor, Tensor, Tensor, "Tensor | None"], tuple[Ten
 
 
 class Sizes(NamedTuple):
-    """What the choice of a method goes by."""
+    """The sizes that decide the choice of a method."""
 
     Hq: int
     Hkv: int
@@ -62,7 +62,7 @@ METHODS = (
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `lockstep.distributed.explain` returns; print it to read it."""
+    """The result of `lockstep.distributed.explain`; print it to read it."""
 
     sizes: Sizes
     method: str

@@ -72,7 +72,7 @@ class RingAttention(torch.autograd.Function):
 
 
 class Rows(NamedTuple):
-    """What gradients take of the queries of a shard."""
+    """The tensors of a shard's queries that gradients take."""
 
     q: Tensor
     dout: Tensor

@@ -54,7 +54,7 @@ class Shape:
 
 
 class Bytes(NamedTuple):
-    """What one rank sends in one call."""
+    """The bytes that one rank receives, or sends, in one call."""
 
     forward: int
     backward: int

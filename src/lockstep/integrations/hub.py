@@ -32,7 +32,7 @@ _FROM = re.compile(r"from lockstep(\.?)([\w.]*) import")
 
 
 class Layout(NamedTuple):
-    """What `write_layout` has written."""
+    """The files that `write_layout` has written."""
 
     folder: Path
     """`build/torch-cuda` or `build/torch-cpu`, below the repository."""

@@ -41,7 +41,7 @@ def register() -> None:
 
 
 class Metadata(NamedTuple):
-    """What all layers of one step share."""
+    """Lengths, offsets and pages of one step, which all layers share."""
 
     cu_seqlens_q: Tensor  # [B + 1] int32
     kv_lens: Tensor  # [B] int32

@@ -20,7 +20,7 @@ from lockstep.api import attention_varlen
 
 
 class Layer:
-    """What a layer of torchtitan asks its inner attention for."""
+    """The interface that a layer of torchtitan expects of its inner attention."""
 
     window_size: tuple[int, int]
 

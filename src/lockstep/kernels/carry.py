@@ -13,7 +13,7 @@ from lockstep.problem import AttentionProblem
 
 
 class Carry(NamedTuple):
-    """What runs a call whose keys or rows come in blocks, with the bits of one call.
+    """Functions that run a call whose keys or rows come in blocks, with the bits of one call.
 
     `forward(problem, q, sinks, start)` makes a state of the rows of q, which begin at position
     `start`; `state.fold(k, v, first)` adds keys from position `first` on, and `state.close()`

@@ -217,7 +217,7 @@ def _prefer_shared_memory(function: int) -> None:
 
 
 class _Plan(ctypes.Structure):
-    """What is the same at each launch of a kernel; more follows: see `launch_in_c`."""
+    """The fields that are the same at each launch of a kernel; more follows: see `launch_in_c`."""
 
     _fields_ = (
         ("launch", ctypes.c_void_p),
@@ -277,7 +277,7 @@ def plan_of(compiled: Any, grid: Grid, parameters: list[Parameter], maps: list[b
 
 
 class _Address(int):
-    """What Triton asks a tensor for."""
+    """An address with the attributes of a tensor that Triton reads."""
 
     def data_ptr(self) -> int:
         return self

@@ -1,4 +1,4 @@
-"""What a kernel says about itself, and how it is called."""
+"""The descriptor of a kernel, and the types of its functions."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Errors(NamedTuple):
 
 
 class Standard(NamedTuple):
-    """What the output of one head is held against, by q, k and v alone."""
+    """The exact output of one head, and the bound on errors, by q, k and v alone."""
 
     exact: torch.Tensor  # [1, 1, S, D] float64
     math: float  # largest error of PyTorch's math attention

@@ -1,4 +1,4 @@
-"""What a rung of the ladder is: kernels, the launches that make up one attention call, and a plan.
+"""A rung of the ladder: kernels, the launches that make up one attention call, and a plan.
 
 A rung is one file in `rungs/`. It ends in a `RUNG` that says how to turn a problem and tensors into
 launches, and what the same launches amount to in closed form; everything else here works on that:

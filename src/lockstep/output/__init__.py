@@ -1,1 +1,1 @@
-"""What commands print, and the files that they save."""
+"""The output of commands, and the files that they save."""

@@ -1,4 +1,5 @@
-"""What results files say: times of rungs and of their phases, the roofline, peers, audits."""
+"""Measured data from results files: times of rungs and of their phases, the roofline, peers,
+audits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a block holds after each phase, as pictures to step through."""
+"""The contents of a block after each phase, as pictures to step through."""
 
 from __future__ import annotations
 

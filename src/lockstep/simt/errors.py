@@ -1,4 +1,4 @@
-"""What can go wrong before a kernel runs, and after it ran."""
+"""Errors before a kernel runs, and after it ran."""
 
 from __future__ import annotations
 

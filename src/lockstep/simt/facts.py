@@ -1,4 +1,4 @@
-"""What holds for every run: how uniform a value is, and which integers cannot be negative."""
+"""Facts about every run: how uniform a value is, and which integers cannot be negative."""
 
 from __future__ import annotations
 

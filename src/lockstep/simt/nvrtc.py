@@ -27,7 +27,7 @@ class CompileError(SimtError):
 
 @dataclass(frozen=True)
 class Resources:
-    """What one thread, or one block, of a compiled kernel takes."""
+    """The registers and memory of one thread, or one block, of a compiled kernel."""
 
     registers: int  # per thread
     stack: int  # bytes per thread

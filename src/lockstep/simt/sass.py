@@ -1,4 +1,5 @@
-"""What a kernel became: CUDA C++, resources, and SASS beside the Python line it comes from."""
+"""The compiled form of a kernel: CUDA C++, resources, and SASS beside the Python line it comes
+from."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from .ir import Location, Source
 
 
 class _Text(NamedTuple):
-    """What is written of a function, in the coordinates of its file."""
+    """The source text of a function, in the coordinates of its file."""
 
     file: str
     first_line: int

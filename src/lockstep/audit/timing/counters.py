@@ -1,4 +1,4 @@
-"""What a GPU counts while a call runs: the same for all secrets, to the last one?
+"""Counters of a GPU while a call runs, which must be the same for all secrets.
 
 Nsight Compute (`ncu`) runs this module as a program that calls every subject on secrets of every
 class, and reads how often each instruction of each kernel was executed, and what it accessed. An

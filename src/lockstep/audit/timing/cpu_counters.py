@@ -1,4 +1,4 @@
-"""What the kernels of a CPU call execute and access: the same for all secrets, to the last one?
+"""Counters of the kernels of a CPU call, which must be the same for all secrets.
 
 Valgrind's callgrind counts while the programs of `replay.py` run their kernel: instructions, loads
 and stores, branches; and it follows each access through a small cache, and each branch through a

@@ -1,4 +1,4 @@
-"""What an audit of constant time found."""
+"""The outcome of an audit of constant time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one layer found in one kernel or one kind of call."""
+    """The findings of one layer in one kernel or one kind of call."""
 
     layer: str
     name: str

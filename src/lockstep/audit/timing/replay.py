@@ -191,7 +191,7 @@ def _reachable(block: int) -> list[Piece]:
 
 
 class _Memory:
-    """What lies where: tensors of torch, tables of words, and other pieces of glibc's heap."""
+    """The memory of a call: tensors of torch, tables of words, and other pieces of glibc's heap."""
 
     def __init__(self) -> None:
         self.writable = _writable()

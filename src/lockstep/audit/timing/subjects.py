@@ -1,4 +1,5 @@
-"""What is audited on a GPU: kernels and rungs that claim constant time, and planted leaks."""
+"""The subjects of audits on a GPU: kernels and rungs that claim constant time, and planted
+leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What takes part in `lockstep bench gpu --suite models`, and Lockstep itself."""
+"""The contenders of `lockstep bench gpu --suite models`, Lockstep among them."""
 
 from __future__ import annotations
 

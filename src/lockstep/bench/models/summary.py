@@ -1,4 +1,4 @@
-"""What a run of `lockstep bench gpu --suite models` comes to: per kind of work, and the worst."""
+"""The summary of a run of `lockstep bench gpu --suite models`: per kind of work, and the worst."""
 
 from __future__ import annotations
 

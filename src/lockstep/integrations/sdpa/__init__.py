@@ -98,7 +98,7 @@ def _registry() -> Any:
 
 
 class _Handle:
-    """What the registry keeps while Lockstep is active."""
+    """The object that the registry keeps while Lockstep is active."""
 
     def __init__(self, library: Any) -> None:
         self.library = library

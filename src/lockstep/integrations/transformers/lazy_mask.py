@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 class Plan(NamedTuple):
-    """What a mask says; at most one of the tensors is there."""
+    """A mask as options of a call; at most one of the tensors is there."""
 
     causal: bool
     window: tuple[int, int] | None = None

@@ -1,4 +1,4 @@
-"""What transformers asks to be masked, as a `LazyMask`.
+"""Masks that transformers asks for, as a `LazyMask`.
 
 transformers describes a mask by a function of positions and a padding mask. Functions that are
 causal, bounded by a window or packed are understood, and padding on one side is too; they become a

@@ -1,4 +1,4 @@
-"""What the gradients need to know of each row, and the gradient of the sinks.
+"""Statistics of each row for the gradients, and the gradient of the sinks.
 
     m      as `Kernel` defines it, +inf for a row that sees no key: its weights are 0; NaN for a row
            whose dO is not finite, so that the gradients of every key it sees are NaN

@@ -1,4 +1,4 @@
-"""What the backward kernels do to one tile: its weights again, and the gradients of its scores.
+"""One tile in the backward kernels: its weights again, and the gradients of its scores.
 
 With r = q·k, the raw score of a pair, and everything else as in `lockstep.numerics`,
 

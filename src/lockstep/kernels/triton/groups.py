@@ -1,4 +1,4 @@
-"""What the Triton kernels and their functions take together.
+"""Groups of arguments of the Triton kernels and their functions.
 
 Groups of a kernel's own parameters come first; `kernels.spread` takes them apart for Triton.
 

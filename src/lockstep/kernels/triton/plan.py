@@ -33,7 +33,7 @@ MAX_PARTS_BYTES = 1 << 29
 
 @dataclass(frozen=True)
 class Device:
-    """What a plan has to know of the device."""
+    """The properties of a device that a plan depends on."""
 
     multiprocessors: int
     shared_bytes: int

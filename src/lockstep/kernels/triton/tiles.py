@@ -1,4 +1,4 @@
-"""What the kernels do to one tile of keys: locate, load, score, mask and fold it.
+"""One tile of keys in the kernels: locate, load, score, mask and fold it.
 
 Rows. The query heads that share a KV head are packed into the rows of a tile: row `r` of a KV head
 is query `r // GROUP` under head `r % GROUP`.

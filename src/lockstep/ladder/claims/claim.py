@@ -69,7 +69,7 @@ def at_least(value: float) -> Figure:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a document says, and how to find out.
+    """A statement of a document, and how to test it.
 
     `ours` gives one number, or several by the condition each holds under, or None where there is no
     measurement to read. `why` says in a sentence what makes the difference where there is one.

@@ -1,4 +1,4 @@
-"""What the block_tile rungs share: copies, the sum of a row, the plan.
+"""The common part of the block_tile rungs: copies, the sum of a row, the plan.
 
 A block of 128 threads works on a tile of 64 queries by 64 keys. Warp w owns rows 16w to 16w + 15,
 lanes 2r and 2r + 1 of it own row r: what they exchange stays inside the warp.

@@ -1,4 +1,4 @@
-"""What the tiled rungs have in common: the phases of a block, and the walk over the tiles.
+"""The common part of the tiled rungs: the phases of a block, and the loop over the tiles.
 
 A block owns BLOCK_Q query rows and walks over tiles of BLOCK_KV keys. Everything it works on lies
 in shared memory: the operands, the scores s, the weights p = exp2(s - m), and for its rows

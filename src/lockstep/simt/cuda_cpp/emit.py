@@ -31,7 +31,7 @@ SHARED_ALIGNMENT = 32  # bytes, what a fragment asks for; vectors and copies ask
 
 @dataclass(frozen=True)
 class Layout:
-    """What the emitted code may take for granted about the arrays of a launch."""
+    """The properties of the arrays of a launch that the emitted code relies on."""
 
     strided: frozenset[str] = frozenset()  # arrays whose last dimension is not contiguous
     aliased: bool = False  # a written array overlaps another one

@@ -25,7 +25,7 @@ Index = tuple[Value, ...]
 
 
 class Accesses(Control):
-    """What lanes do to memory, with every check and every counter."""
+    """Memory accesses of lanes, with every check and every counter."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)

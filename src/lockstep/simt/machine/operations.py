@@ -1,4 +1,4 @@
-"""What a statement costs: warp instructions by kind, one per operation in the source.
+"""The cost of a statement: warp instructions by kind, one per operation in the source.
 
 Constants cost nothing, nor does the address arithmetic of a subscript beyond what its indices
 spell out; a compiler would fold most of it into the access.

@@ -19,7 +19,7 @@ FULL = 0xFFFFFFFF
 
 
 class Warps(Accesses):
-    """What the lanes of a warp, and the threads of a block, do together."""
+    """Operations of all lanes of a warp, or of all threads of a block."""
 
     shared_arrays: dict[Any, SharedArray]
 

@@ -58,7 +58,8 @@ class Part:
 
 
 class Footprint(NamedTuple):
-    """What the blocks of a part did to one array in global memory, by element of its span."""
+    """The accesses of the blocks of a part to one array in global memory, by element of its
+    span."""
 
     written: np.ndarray
     touched: np.ndarray  # written or read

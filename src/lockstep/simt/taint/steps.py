@@ -1,4 +1,4 @@
-"""What single instructions mean to the analysis: operands, conditions, places in local memory."""
+"""Single instructions in the analysis: operands, conditions, places in local memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the analysis knows of a value: whether it may be secret, which buffers it may point into,
-and, of an address in shared memory, which constant it adds to.
+"""The knowledge about a value: whether it may be secret, which buffers it may point into, and, for
+an address in shared memory, which constant it adds to.
 
 `labels` is a set of bits: SECRET, and one for each parameter that the value derives from as a
 pointer does. `clear` has the bits of a secret value that are public even so: compilers keep
@@ -42,7 +42,8 @@ _COPIES = {"0x80": "", "0x40": "!"}
 
 
 class State(dict[object, Value]):
-    """What is known at one place: of registers and predicates by name, and of cells of memory.
+    """The knowledge at one place: about registers and predicates by name, and about cells of
+    memory.
 
     `under` has what is known of registers under a condition, by the condition. `votes` has the
     predicates that a predicate is the vote of all lanes on. `twins` has, for a predicate, a

@@ -1,4 +1,4 @@
-"""What the backwards of narrow and of wide heads have in common before and after their kernels."""
+"""The common part of the backwards of narrow and of wide heads, before and after their kernels."""
 
 from __future__ import annotations
 

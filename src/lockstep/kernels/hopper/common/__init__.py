@@ -1,4 +1,4 @@
-"""What the kernels of the Hopper path use.
+"""Functions that the kernels of the Hopper path share.
 
 gluon_shim.py      Gluon's names, whatever the version of Triton
 requirements.py    the GPU, the packages and the dtypes that all of them need

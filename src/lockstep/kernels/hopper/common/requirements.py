@@ -1,4 +1,4 @@
-"""What every kernel of the Hopper path needs: the GPU, Gluon, and 16-bit tensors."""
+"""Requirements of every kernel of the Hopper path: the GPU, Gluon, and 16-bit tensors."""
 
 from __future__ import annotations
 

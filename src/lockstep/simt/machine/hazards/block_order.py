@@ -23,7 +23,7 @@ from .clock import TIME, WHO, Clock
 
 @dataclass(frozen=True)
 class Published:
-    """What of one block's accesses is in order, in the times of that block's own clock."""
+    """The accesses of one block that are in order, in the times of that block's own clock."""
 
     met: int  # all accesses before this time
     thread: int
@@ -37,7 +37,8 @@ class Published:
 
 @dataclass(frozen=True)
 class Acquired:
-    """What one block has taken over from others by an atomic of `thread` and its fence."""
+    """The order that one block has taken over from others by an atomic of `thread` and its
+    fence."""
 
     published: dict[int, list[Published]]  # by block
     thread: int

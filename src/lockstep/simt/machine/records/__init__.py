@@ -1,1 +1,1 @@
-"""What a run leaves behind: counts, the record of a block, and the trace made of them."""
+"""The records of a run: counts, the record of a block, and the trace made of them."""

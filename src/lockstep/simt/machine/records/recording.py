@@ -1,4 +1,4 @@
-"""What one block did, in order: when each warp worked or waited, what it held, how it accessed.
+"""The record of one block in order: when each warp worked or waited, what it held, how it accessed.
 
 Time is counted in warp instructions, as the depth of a trace is: a warp advances by what it issues,
 and a block barrier brings all warps of the block to the time of the slowest.
@@ -41,8 +41,8 @@ class Pattern:
 
 @dataclass
 class Snapshot:
-    """What the block held when a phase ended, at a barrier outside of all phases, or at the end.
-    Arrays that are as they were before are left out."""
+    """The contents of the block when a phase ended, at a barrier outside of all phases, or at the
+    end. Arrays that are as they were before are left out."""
 
     phase: str
     time: int

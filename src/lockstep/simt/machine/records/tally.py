@@ -1,4 +1,4 @@
-"""What a run did, as data: per source line, per phase and in total."""
+"""The counts of a run, as data: per source line, per phase and in total."""
 
 from __future__ import annotations
 

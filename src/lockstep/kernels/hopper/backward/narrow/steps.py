@@ -1,4 +1,4 @@
-"""What both schedules of the consumers, `together.py` and `apart.py`, do in a step and around it.
+"""Steps of the consumers: the common part of both schedules, `together.py` and `apart.py`.
 
 Scores and dS are transposed, keys by queries: so Pᵀ and dSᵀ are already the left operands, in
 registers, of the products for dV and dK.

@@ -1,4 +1,4 @@
-"""What the warps of a program share: tiles in shared memory, and the barriers of each."""
+"""Tiles in shared memory that the warps of a program share, and the barriers of each."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ STAGES = gl.constexpr(2)  # query tiles that may be under way
 
 @aggregate
 class Program:
-    """What the warps of a program share."""
+    """Tiles and sizes that the warps of a program share."""
 
     k: PieceRing  # dk in the end
     v: PieceRing

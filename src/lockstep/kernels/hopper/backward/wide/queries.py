@@ -36,7 +36,7 @@ from lockstep.kernels.launch import unspecialized
 
 @aggregate
 class Program:
-    """What the warps of a program share."""
+    """Tiles and sizes that the warps of a program share."""
 
     q: PieceRing  # dq in the end
     dout: PieceRing

@@ -1,4 +1,4 @@
-"""What the wide backward kernels share: tiles of up to 256 columns, and products of them.
+"""Tiles of up to 256 columns for the wide backward kernels, and products of them.
 
 Tiles come in chunks of 64 columns, which lie one after the other in shared memory, as the matrix
 units want them. Matrices have a power of two of columns, so three chunks make two pieces, of 128
