@@ -81,8 +81,9 @@ def test_three_programs_share_a_multiprocessor(query_invariant):
     assert at_once_on_hopper(built(90, 64, PREFILL, query_invariant=query_invariant)) == 3
 
 
-def test_products_find_their_operands():
-    assert not lost_operands(built(90, 128, PREFILL, Dv=17).kernel.asm["cubin"])
+@pytest.mark.parametrize(("D", "Dv", "dtype"), [(128, 17, torch.bfloat16), (64, 8, torch.float32)])
+def test_products_find_their_operands(D, Dv, dtype):
+    assert not lost_operands(built(90, D, PREFILL, Dv=Dv, dtype=dtype).kernel.asm["cubin"])
 
 
 def test_lost_operands_are_noticed():

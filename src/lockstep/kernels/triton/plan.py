@@ -40,7 +40,7 @@ class Device:
     tma: bool
     tensor_memory: bool = False  # from sm_100 on, large products accumulate there
     early: bool = False  # whether a kernel can start while the one before it still runs
-    least_block: int = 16  # what the head dims of 16-bit tiles are padded to at least
+    least_block: int = 16  # what the head dims of tiles of 16-bit factors are padded to at least
 
     @property
     def has_fast_bf16(self) -> bool:
@@ -103,7 +103,9 @@ def block_of(head_dim: int, least: int = 16) -> int:
 
 def blocks_of(problem: AttentionProblem, device: Device) -> tuple[int, int]:
     """BLOCK_D and BLOCK_DV."""
-    least = 16 if problem.dtype == torch.float32 else device.least_block
+    # Float32 may be multiplied as terms of 16 bits.
+    in_16_bits = problem.dtype != torch.float32 or precision_of(problem, device) == "bf16x6"
+    least = device.least_block if in_16_bits else 16
     return block_of(problem.D, least), block_of(problem.Dv, least)
 
 
