@@ -119,6 +119,12 @@ def test_the_floor_is_of_the_size_of_real_errors(dtype, sigma):
         assert least * expected.floor < expected.math < 10 * expected.floor, name
 
 
+def test_float32_on_a_gpu_may_lose_what_bfloat16_terms_have_no_bits_for():
+    assert rounding.Units.of(F32, "cuda").least == 2.0**-133
+    assert rounding.Units.of(F32, "cpu").least == 2.0**-149
+    assert rounding.Units.of(torch.float64, "cuda").least == 2.0**-1074
+
+
 def test_sequences_have_the_floor_they_have_alone():
     lens = [5, 40, 17]
     offsets = torch.tensor([0, *lens]).cumsum(0)

@@ -3,21 +3,26 @@
 A kernel holds scores, statistics and sums in float32 (float64 for float64), and what it multiplies
 and returns in the dtype of its tensors; u and w are the errors of the two (`Units`). If each
 number is rounded once, in independent errors, and sums of n terms are trees, which round a term
-1 + log₂ n times (q·k is added up term by term: its partial sums grow to D/4 times the variance of
-its terms), then variances add up along the definition. For one row with weights p, n keys,
-and the derivatives of `docs/gradients.md`:
+1 + log₂ n times, then variances add up along the definition. q·k is added up term by term. Where
+its terms have random signs, its partial sums grow to D/4 times their variance; where they have one
+sign, partial sums grow evenly to q·k, and D roundings of u²/6 each come to D/16 times its square.
+For one row with weights p, n keys, and the derivatives of `docs/gradients.md`:
 
-    s    = scale · q·k        var s  = u² ((1 + D/4) scale² Σ q² k² + s²), at most 1
+    s    = scale · q·k        var s  = u² ((1 + D/4) scale² Σ q² k² + (1 + D/16) s²), at most 1
     out  = Σ p v              var out = Σ p² ((w² + L u²) v² + var s (v - out)²) + (w² + c) out²
     lse  = m + log l          var lse = Σ p² var s + c + u² (lse² + m²)     (softcap: see `_cap`)
     dp   = dout·v             var dp = u² (L(Dv) Σ dout² v² + dp²)
-    δ    = dout·out - dlse    var δ  = Σ dout² (var out + L(Dv) u² out²) + u² δ²
+    δ    = dout·out - dlse    var δ  = Σ p² var s (dp - dout·out)² + c (dout·out)² + u² δ²
+                                       + Σ dout² (Σ p² (w² + L u²) v² + (w² + L(Dv) u²) out²)
     ds   = p (dp - δ)         var ds = p² (var dp + (dp - δ)² (w² + var s))       own of each key
     dq   = scale · Σ ds k     var dq = Σ (scale² var ds + L u² ds²) k² + scale² var δ (Σ p k)²
-                                       + (Σ p² var s + c + w²) dq²                dk and dv alike
+                                       + (Σ p² var s + c + w²) dq²                dk alike
+    dv   = Σ p dout           var dv = Σ p² (w² + (1 - 2 p) var s + Σ p² var s + c + L u²) dout²
+                                       + w² dv²
 
 with L(n) = 1 + log₂ n, L = L(n) for the sums over keys, and c = u² (L Σ p² + 2), the relative
-variance of l. The errors of l and δ are those of a row, the same for all of its keys. `dp - δ`
+variance of l. The errors of l and δ are those of a row, the same for all of its keys, and those of
+a weight are the same in all columns of out, which δ adds up. `dp - δ`
 cancels in a row that one key dominates: there a gradient may be off by far more than a rounding of
 itself.
 """
@@ -53,6 +58,8 @@ class Units:
     u is half an eps of float32: on its way to a weight a score is scaled, rounded and taken
     through exp2. w is one rounding, evenly distributed within half an eps of the dtype. `least` is
     the least step of the dtype; a weight below `least_weight` may be 0, where exp2 ends.
+
+    Tensor cores of a GPU multiply float32 as a sum of bfloat16 terms, whose least step is larger.
     """
 
     u: float
@@ -61,9 +68,11 @@ class Units:
     least_weight: float
 
     @classmethod
-    def of(cls, dtype: torch.dtype) -> Units:
+    def of(cls, dtype: torch.dtype, device: str = "cpu") -> Units:
         own, statistics = torch.finfo(dtype), torch.finfo(statistics_dtype(dtype))
-        least = own.smallest_normal * own.eps
+        in_terms = dtype == torch.float32 and device != "cpu"
+        steps = torch.finfo(torch.bfloat16) if in_terms else own
+        least = steps.smallest_normal * steps.eps
         return cls(
             statistics.eps / 2,
             own.eps / math.sqrt(12),
@@ -147,7 +156,7 @@ def _variances(
 ) -> Variances:
     """The variances of a dense call; those of dk, dv, dbias and dsinks are summed over what adds to
     them."""
-    units, group = Units.of(problem.dtype), problem.Hq // problem.Hkv
+    units, group = Units.of(problem.dtype, problem.device_type), problem.Hq // problem.Hkv
     total: Variances = {}
     for rows in _rows(problem, q, k, v, bias, sinks, lens, starts, dout, dlse):
         for name, variance in _of_rows(problem, units, rows).items():
@@ -225,8 +234,10 @@ def _of_rows(problem: AttentionProblem, units: Units, t: Row) -> Variances:
     shift = moved.sum(-1, keepdim=True) + var_l
     out = p @ t.v
     away = moved @ t.v**2 - 2 * out * (moved @ t.v) + out**2 * moved.sum(-1, keepdim=True)
-    var_out = rounded @ t.v**2 + away.clamp(min=0.0) + (w2 + var_l) * out**2 + least2
-    var_out = var_out + (_equal_terms(p, t) * CHAIN * units.u * out) ** 2
+    # Of each column by itself; the errors of weights and of l are those of all columns.
+    of_column = rounded @ t.v**2 + w2 * out**2 + least2
+    of_column = of_column + (_equal_terms(p, t) * CHAIN * units.u * out) ** 2
+    var_out = of_column + away.clamp(min=0.0) + var_l * out**2
     var_lse = shift + u2 * (lse**2 + m**2 + _cap(problem, units) ** 2)
     found = {"out": var_out, "lse": var_lse.squeeze(-1)}
     if t.dout is None or t.dlse is None:
@@ -236,8 +247,10 @@ def _of_rows(problem: AttentionProblem, units: Units, t: Row) -> Variances:
     columns = u2 * _levels(problem.Dv)
     dp = t.dout @ t.v.mT
     var_dp = columns * (dout2 @ v2.mT) + u2 * dp**2
-    delta = (t.dout * out).sum(-1, keepdim=True) - t.dlse
-    var_delta = (dout2 * (var_out + columns * out**2)).sum(-1, keepdim=True) + u2 * delta**2
+    dot = (t.dout * out).sum(-1, keepdim=True)
+    delta = dot - t.dlse
+    var_delta = (dout2 * (of_column + columns * out**2)).sum(-1, keepdim=True) + u2 * delta**2
+    var_delta = var_delta + (moved * (dp - dot) ** 2).sum(-1, keepdim=True) + var_l * dot**2
     ds = p * (dp - delta)
     own = p2 * (var_dp + (dp - delta) ** 2 * (w2 + var_s)) + none2 * t.seen
     own_x = slope**2 * own
@@ -251,7 +264,8 @@ def _of_rows(problem: AttentionProblem, units: Units, t: Row) -> Variances:
     found["dq"] = (own_x + keys * dx**2) @ t.k**2 + of_row + least2
     all_x = own_x + px**2 * var_delta + dx**2 * (shift + queries)
     found["dk"] = all_x.mT @ t.q**2 + w2 * dk**2 + least2
-    all_p = p2 * (w2 + var_s + shift + queries) + none2 * t.seen
+    # A score that moves a weight moves the sum by p of it: nothing is left where p is 1.
+    all_p = p2 * (w2 + (1 - 2 * p) * var_s + shift + queries) + none2 * t.seen
     found["dv"] = all_p.mT @ dout2 + w2 * dv**2 + least2
     if t.bias is not None:
         found["ds"] = ds
@@ -285,7 +299,8 @@ def _scores(problem: AttentionProblem, units: Units, t: Row) -> tuple[Tensor, Te
     """Scores, their variance, and their derivative by q·k, each [B, Hq, rows, Skv]."""
     s = problem.scale * (t.q @ t.k.mT)
     # Every kernel adds up the columns of a score one after the other.
-    var = (1 + problem.D / 4) * problem.scale**2 * (t.q**2 @ t.k.mT**2) + s**2
+    var = (1 + problem.D / 4) * problem.scale**2 * (t.q**2 @ t.k.mT**2)
+    var = var + (1 + problem.D / 16) * s**2
     slope = torch.full_like(s, problem.scale)
     if problem.softcap is not None:
         bent = torch.tanh(s / problem.softcap)
