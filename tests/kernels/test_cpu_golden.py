@@ -16,19 +16,19 @@ import lockstep
 CASES = {
     "causal": (
         {"Hq": 2, "Hkv": 1, "Sq": 300, "Skv": 300, "D": 64, "Dv": 64, "causal": True},
-        "a93b360c8fad51ae",
+        "89fb1c219911ac71",
     ),
     "decode": (
         {"Hq": 4, "Hkv": 2, "Sq": 1, "Skv": 700, "D": 33, "Dv": 47},
-        "f1adb8ab6ea86b0f",
+        "8693dfaeed24b3eb",
     ),
     "softcap": (
         {"Hq": 2, "Hkv": 2, "Sq": 111, "Skv": 257, "D": 80, "Dv": 80, "softcap": 5.0},
-        "40258fdcf8319563",
+        "2cea7e1bdf4973a9",
     ),
     "window": (
         {"Hq": 8, "Hkv": 2, "Sq": 2, "Skv": 1000, "D": 128, "Dv": 128, "window": (100, 3)},
-        "9b2d639de1600726",
+        "bcf9377a079e4b56",
     ),
 }
 

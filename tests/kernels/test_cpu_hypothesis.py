@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import problems
-import pytest
+import repeatable_draws  # noqa: F401
 import torch
 from hypothesis import HealthCheck, given, settings
 
 from lockstep.audit import values
 from lockstep.audit.values import BIASES
-from lockstep.kernels.cpu.compiler.simd import WIDTH
 
 SIDES = st.sampled_from([None, 0, 1, 17, 100])
 
@@ -43,12 +42,6 @@ def cases(draw) -> problems.Case:
     )
 
 
-@pytest.mark.xfail(
-    WIDTH == 16,
-    strict=False,
-    reason="A defect: on x86 with AVX-512, gradients of few elements with D 1 or 2 are up to 14 % "
-    "beyond the error rule in some draws, which differ with the modules that hypothesis has seen.",
-)
 @settings(
     max_examples=60,
     deadline=None,

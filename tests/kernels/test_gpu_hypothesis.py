@@ -12,6 +12,7 @@ from typing import Any
 import hypothesis.strategies as st
 import problems
 import pytest
+import repeatable_draws  # noqa: F401
 import torch
 from hypothesis import given, settings
 

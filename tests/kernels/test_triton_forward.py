@@ -9,6 +9,7 @@ import math
 
 import hypothesis.strategies as st
 import pytest
+import repeatable_draws  # noqa: F401
 import torch
 from hypothesis import HealthCheck, given, settings
 from problems import (

@@ -5,9 +5,10 @@ With p = e^(s − m) / l recomputed tile by tile, dP = dO vᵀ and delta = Σ_d 
     dS = p (dP − delta)        dQ = scale Σ_kv dS k        dK = scale Σ_q dS q        dV = Σ_q p dO
 
 dQ of a row adds up spans of SPAN keys in ascending order; dK and dV of a key add up blocks of
-ROWS rows (heads of the group, then queries) in ascending order. One thread can take a whole KV
-head and make all three (five products), or threads take spans for dK and dV and then row blocks
-for dQ (seven products, more parallel). Both add the same numbers in the same order.
+ROWS rows (heads of the group, then queries) in ascending order, and in a block 48 rows at a time,
+so that no chain of additions is long. One thread can take a whole KV head and make all three (five
+products), or threads take spans for dK and dV and then row blocks for dQ (seven products, more
+parallel). Both add the same numbers in the same order.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from lockstep.kernels.cpu.arithmetic.rescore import (
     score_gradients,
 )
 from lockstep.kernels.cpu.arithmetic.tiles import (
+    PIECE,
     ROW,
     VECTOR,
     add_vectors,
@@ -43,8 +45,6 @@ from lockstep.kernels.cpu.arithmetic.tiles import (
     outer_tile_3,
 )
 from lockstep.kernels.cpu.arithmetic.wide import (
-    CHUNK,
-    PANEL,
     ROWS,
     SPAN,
     accumulate,
@@ -52,6 +52,7 @@ from lockstep.kernels.cpu.arithmetic.wide import (
     carve_block,
     is_whole,
     padded,
+    piece_of,
     rows_range,
     tile_bounds,
     zeros_for,
@@ -132,36 +133,27 @@ def _add_outer_carefully(p, weights, begin, end, rows, out, n, pitch):
     """The same where rows are not finite: a row adds nothing to keys it does not see."""
     for kv in range(begin, end):
         for at in range(0, pitch, 4):
-            total = scalar.load(out + kv * pitch + at)
+            total = f32(0.0)
             for row in range(n):
                 where = row // LANES * TILE + kv * ROW + 4 * (row % LANES)
                 if not scalar.is_minus_zero(scalar.load(p + where)):
                     value = scalar.load(rows + row * pitch + at)
                     total = scalar.fma(scalar.load(weights + where), value, total)
-            scalar.store(total, out + kv * pitch + at)
+            scalar.store(scalar.load(out + kv * pitch + at) + total, out + kv * pitch + at)
 
 
 @compiled
 def _query_part(call, work, p, dp, begin, end, finite, masked):
     """work.dq [D, LANES] = Σ_kv k [kv, d] · dS [kv, lane] over one span."""
     D = padded(call.D, MR)
-    if is_constant_time(call) and masked:
-        accumulate_masked(work.k_cols, dp, p, work.dq, D, begin, end - begin, True)
-        return
-    if is_constant_time(call) or finite:
-        for kv in range(begin, end, CHUNK):
-            accumulate(work.k_cols, dp, work.dq, D, kv, min(CHUNK, end - kv), kv == begin)
-        return
-    for lane in range(LANES):
-        for d in range(D):
-            column = work.k_cols + 4 * (d // MR * PANEL * MR + d % MR)
-            total = f32(0.0)
-            for kv in range(begin, end):
-                where = kv * ROW + 4 * lane
-                if not scalar.is_minus_zero(scalar.load(p + where)):
-                    factor = scalar.load(column + 4 * kv * MR)
-                    total = scalar.fma(factor, scalar.load(dp + where), total)
-            scalar.store(total, work.dq + d * ROW + 4 * lane)
+    selects = masked if is_constant_time(call) else not finite
+    for at in range(begin // PIECE * PIECE, end, PIECE):
+        kv, n = piece_of(at, begin, end)
+        fresh = 1 if kv == begin else 0
+        if selects:
+            accumulate_masked(work.k_cols, dp, p, work.dq, D, kv, n, fresh)
+        else:
+            accumulate(work.k_cols, dp, work.dq, D, kv, n, fresh)
 
 
 @compiled
@@ -187,13 +179,33 @@ def dq_tile(call, grad, b, h, row):
 
 
 @compiled
+def _hide_keys(work, g, begin, end):
+    """Marks keys that a tile does not see, for tiles of its group may."""
+    n = (end - begin) * LANES
+    fill(work.p + g * TILE + begin * ROW, n, f32(-0.0))
+    fill(work.dp + g * TILE + begin * ROW, n, f32(0.0))
+
+
+@compiled
+def _all_keys(one, other):
+    """The keys that one of two tiles sees, and 1 if some may be hidden from a row."""
+    begin, end, hides = one
+    if begin != other[0] or end != other[1]:
+        hides = 1
+    return min(begin, other[0]), max(end, other[1]), hides | other[2]
+
+
+@compiled
 def _tile_gradients(call, grad, block, work, item, row0, t, first, n, k_finite):
     """p, dS and dQ of one tile; returns its keys, and 1 if some may be hidden from a row, else 0:
     words, as all that steers is."""
     begin, end, bounds = tile_bounds(call, block, t, first, n)
-    if begin >= end:
-        return begin, begin, 0
     g = t % GROUP
+    if GROUP > 1:
+        _hide_keys(work, g, 0, min(begin, end))
+        _hide_keys(work, g, end if begin < end else 0, padded(n, MR))
+    if begin >= end:
+        return SPAN, 0, 0
     slopes = work.slopes if call.capped != 0 else 0
     score_gradients(call, block, work, item.b, t, first, begin, end, bounds, slopes, g)
     masked = not is_whole(call, first + begin, end - begin, bounds)
@@ -207,7 +219,7 @@ def _tile_gradients(call, grad, block, work, item, row0, t, first, n, k_finite):
 
 @compiled
 def _key_parts(call, work, t, n, keys, q_finite, d_finite):
-    """Add n rows from tile t on, of one group and with the same keys, to dk_part and dv_part."""
+    """Add the n rows of a group of tiles, from tile t on, to dk_part and dv_part: a chain each."""
     begin, end, hides = keys
     masked = hides != 0
     g, k_row, v_row = t % GROUP, 4 * padded(call.D, WIDTH), 4 * padded(call.Dv, WIDTH)
@@ -230,19 +242,14 @@ def block_gradients(call, grad, block, work, item, row0, first, n, k_finite):
     if grad.want_kv:
         fill(work.dk_part, SPAN * k_row // 4, f32(0.0))
         fill(work.dv_part, SPAN * v_row // 4, f32(0.0))
-    # Tiles from ``start`` on have the same keys, and wait for each other.
-    start, keys = 0, (0, 0, 0)
+    start, keys = 0, (SPAN, 0, 0)
     for t in range(n_tiles):
         own = _tile_gradients(call, grad, block, work, item, row0, t, first, n, k_finite)
-        if t == start:
-            keys = own
-        ends = t + 1 == n_tiles or (t + 1) % GROUP == 0
-        if grad.want_kv and own != keys:
-            _key_parts(call, work, start, (t - start) * LANES, keys, q_finite, d_finite)
-            start, keys = t, own
-        if grad.want_kv and ends:
-            rows = min((t + 1) * LANES, n_rows) - start * LANES
-            _key_parts(call, work, start, rows, keys, q_finite, d_finite)
+        keys = own if t == start else _all_keys(keys, own)
+        if t + 1 == n_tiles or (t + 1) % GROUP == 0:
+            if grad.want_kv and keys[0] < keys[1]:
+                rows = min((t + 1) * LANES, n_rows) - start * LANES
+                _key_parts(call, work, start, rows, keys, q_finite, d_finite)
             start = t + 1
     if grad.want_kv:
         add_vectors(work.dk, work.dk_part, SPAN * k_row // 4)

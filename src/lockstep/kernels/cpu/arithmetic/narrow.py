@@ -168,19 +168,6 @@ def _accumulate_rows(v, v_pitch, n, p, n_rows, out, out_pitch, l):
 
 
 @compiled
-def _accumulate_carefully(v, v_pitch, n, base, s, out, out_pitch):
-    """One row from its scores s, leaving out what it does not see: 0 · NaN never happens."""
-    for at in range(0, out_pitch, 4):
-        acc = f32(0.0)
-        for kv in range(n):
-            score = scalar.load(s + 4 * kv)
-            if score != MINUS_INF:
-                weight = scalar.exp(score - base)
-                acc = scalar.fma(scalar.load(v + kv * v_pitch + at), weight, acc)
-        scalar.store(acc, out + at)
-
-
-@compiled
 def _is_finite(address, n):
     """x·0 is 0 for finite x and NaN otherwise."""
     witness = f32(0.0)
@@ -242,6 +229,21 @@ def _score_span(call, block, unit, k, k_pitch, first, n):
 
 
 @compiled
+def _weigh_rows(block, n_rows, n, masked):
+    """The maximum of each row of scores, and its weights in their place; −0 marks what is hidden
+    where ``masked`` is not 0."""
+    for i in range(n_rows):
+        s = block.s + i * S_PITCH
+        m = max_row(s, n)
+        scalar.store(m, block.m + 4 * i)
+        base = scalar.pick(m, MINUS_INF, f32(0.0), m)
+        if masked:
+            exp_and_mark_row(s, n, base)
+        else:
+            exp_row(s, n, base)
+
+
+@compiled
 def attend_narrow(call, block, unit, span, parts, statistics):
     """All rows of a narrow unit against one span; each row's part goes to the workspace."""
     b, h, n_rows = unit.b, unit.h, unit.n_rows
@@ -250,27 +252,18 @@ def attend_narrow(call, block, unit, span, parts, statistics):
     pitch = 4 * padded(call.Dv, WIDTH)
     k, k_pitch = _rows_of_span(call, call.k, block, b, h, first, n, call.D, block.k)
     masked = _score_span(call, block, unit, k, k_pitch, first, n)
-    for i in range(n_rows):
-        s = block.s + i * S_PITCH
-        m = max_row(s, padded(n, WIDTH))
-        scalar.store(m, block.m + 4 * i)
-        base = scalar.pick(m, MINUS_INF, f32(0.0), m)
-        if masked:
-            exp_and_mark_row(s, padded(n, WIDTH), base)
-        else:
-            exp_row(s, padded(n, WIDTH), base)
     v, v_pitch = _rows_of_span(call, call.v, block, b, h, first, n, call.Dv, block.v)
-    if masked:
-        _accumulate_obliviously(v, v_pitch, n, block.s, n_rows, block.out, pitch, block.l)
-    else:
+    while True:
+        _weigh_rows(block, n_rows, padded(n, WIDTH), masked)
+        if masked:
+            _accumulate_obliviously(v, v_pitch, n, block.s, n_rows, block.out, pitch, block.l)
+            break
         _accumulate_rows(v, v_pitch, n, block.s, n_rows, block.out, pitch, block.l)
-    if not is_constant_time(call) and not _is_finite(block.out, n_rows * pitch // 4):
+        if is_constant_time(call) or _is_finite(block.out, n_rows * pitch // 4):
+            break
+        # Again, without what a row does not see: its weights are 0, which does not hide a NaN.
         _score_span(call, block, unit, k, k_pitch, first, n)
-        for i in range(n_rows):
-            m = scalar.load(block.m + 4 * i)
-            base = f32(0.0) if m == MINUS_INF else m
-            s, out = block.s + i * S_PITCH, block.out + i * pitch
-            _accumulate_carefully(v, v_pitch, n, base, s, out, pitch)
+        masked = 1
     for i in range(n_rows):
         part = unit.workspace + i * unit.n_spans + span - unit.first_span
         scalar.store(scalar.load(block.m + 4 * i), statistics + 8 * part)

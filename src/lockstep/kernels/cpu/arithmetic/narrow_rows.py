@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from lockstep.kernels.cpu.arithmetic.tiles import INTEGERS, VECTOR, is_marked
+from lockstep.kernels.cpu.arithmetic.tiles import INTEGERS, PIECE, VECTOR, bunches, is_marked
 from lockstep.kernels.cpu.arithmetic.tiles import MINUS_INF as MINUS_INFINITY
 from lockstep.kernels.cpu.arithmetic.wide import SPAN
 from lockstep.kernels.cpu.compiler.simd import LLVM_F32, LLVM_I32, WIDTH, Emit, emitter, f32, i64
@@ -123,29 +123,48 @@ def alibi_row(e: Emit, s, first, n, diagonal, slope):
 def _accumulate(rows: int, vectors: int, masked: bool = False):
     @emitter(i64, i64, i64, i64, i64, i64, i64)
     def accumulate(e: Emit, v, v_pitch, n, p, out, out_pitch, l):
+        zero = e.constant(0.0)
         sums = [e.variable(e.constant(0.0, 1)) for _ in range(rows)]
         lines = [e.offset(out, e.integer(r), out_pitch) for r in range(rows)]
-        acc = [[e.variable(e.constant(0.0)) for _ in range(vectors)] for _ in range(rows)]
-        with e.loop(n) as kv:
-            value = e.offset(v, kv, v_pitch)
-            columns = [e.load(value, VECTOR * j) for j in range(vectors)]
-            weights = e.offset(p, kv, 4)
-            for r in range(rows):
-                scalar_weight = e.load(weights, S_PITCH * r, LLVM_F32)
-                # A chain of its own: its latency hides behind the products.
-                sums[r].set(e.ir.fadd(sums[r].get(), scalar_weight))
-                weight = e.splat(scalar_weight)
-                if masked:
-                    bits = e.load(weights, S_PITCH * r, LLVM_I32)
-                    hidden = is_marked(e, e.splat(bits))
-                for j, column in enumerate(columns):
-                    before = acc[r][j].get()
-                    total = e.fma(column, weight, before)
-                    acc[r][j].set(e.select(hidden, before, total) if masked else total)
+        places = [(r, j) for r in range(rows) for j in range(vectors)]
+        for r, j in places:
+            e.store(zero, lines[r], VECTOR * j)
+        with bunches(e, n, PIECE) as (_, first, count):
+            values, weights = e.offset(v, first, v_pitch), e.offset(p, first, 4)
+            acc = [[e.variable(zero) for _ in range(vectors)] for _ in range(rows)]
+            found = add_piece(e, acc, values, v_pitch, count, weights)
+            for total, x in zip(sums, found, strict=True):
+                total.set(e.ir.fadd(total.get(), x))
+            for r, j in places:
+                before = e.load(lines[r], VECTOR * j)
+                e.store(e.ir.fadd(before, acc[r][j].get()), lines[r], VECTOR * j)
         for r in range(rows):
             e.store(sums[r].get(), l, 4 * r)
-            for j in range(vectors):
-                e.store(acc[r][j].get(), lines[r], VECTOR * j)
+
+    def add_piece(e: Emit, acc, v, v_pitch, n, p):
+        """One chain of each sum in ``acc``; returns the sums of the weights."""
+        totals = [e.variable(e.constant(0.0, 1)) for _ in range(rows)]
+        with bunches(e, n) as (_, first, count):
+            sums = [e.variable(e.constant(0.0, 1)) for _ in range(rows)]
+            with e.loop(count) as i:
+                kv = e.ir.add(first, i)
+                value, weights = e.offset(v, kv, v_pitch), e.offset(p, kv, 4)
+                columns = [e.load(value, VECTOR * j) for j in range(vectors)]
+                for r in range(rows):
+                    scalar_weight = e.load(weights, S_PITCH * r, LLVM_F32)
+                    # A chain of its own: its latency hides behind the products.
+                    sums[r].set(e.ir.fadd(sums[r].get(), scalar_weight))
+                    weight = e.splat(scalar_weight)
+                    if masked:
+                        bits = e.load(weights, S_PITCH * r, LLVM_I32)
+                        hidden = is_marked(e, e.splat(bits))
+                    for j, column in enumerate(columns):
+                        before = acc[r][j].get()
+                        total = e.fma(column, weight, before)
+                        acc[r][j].set(e.select(hidden, before, total) if masked else total)
+            for r in range(rows):
+                totals[r].set(e.ir.fadd(totals[r].get(), sums[r].get()))
+        return [total.get() for total in totals]
 
     return accumulate
 

@@ -51,7 +51,7 @@ GRADIENT = np.dtype(
     ]
 )
 gradient_at = record_at(GRADIENT)
-# Tiles whose weights are kept: the sums of keys go through registers once for the rows of all.
+# Tiles whose weights are kept: 48 rows, one chain of the sums of keys. Bits depend on it.
 GROUP = 48 // LANES
 TILE = SPAN * ROW  # bytes
 

@@ -6,14 +6,21 @@ A tile holds LANES query rows side by side, one per SIMD lane, and loops over ke
     weights  p[kv, lane]  = e^(s − m),   l[lane] = Σ_kv p
     output   acc[d, lane] = Σ_kv v[kv, d] · p[kv, lane]         values broadcast from panels
 
-Every sum is one chain of fused multiply-adds in ascending order, per lane. Softmax needs no
+Every sum is made of chains of fused multiply-adds in ascending order, per lane. Softmax needs no
 step across lanes, and a row's bits do not depend on the rows beside it.
+
+Where weights are equal, every addition of a chain is off by the same, so that errors grow with its
+length: a chain takes no more than PIECE keys, and one of weights alone no more than BUNCH. Both
+begin at multiples of their size, wherever a row's keys do.
 
 Scores are in natural units, as bias and sinks are, and s − m comes before anything it is
 multiplied with: it is exact for scores near the largest, however large they are.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from llvmlite import ir
 
@@ -36,6 +43,8 @@ ROW = 4 * LANES  # bytes of one tile row
 VECTOR = 4 * WIDTH
 MINUS_INF = float("-inf")
 INTEGERS = vector(WIDTH, LLVM_I32)
+# Keys of one chain of Σ p v or Σ dS k, and of one of Σ p: bits depend on them.
+PIECE, BUNCH = 64, 8
 
 
 def _zeros(e: Emit, vectors: int) -> list[list[Variable]]:
@@ -77,6 +86,16 @@ def _multiply(
                 acc[i][j].set(total)
 
 
+@contextmanager
+def bunches(e: Emit, n, size: int = BUNCH) -> Iterator[tuple[ir.Value, ir.Value, ir.Value]]:
+    """A loop over n things by ``size`` of them: which bunch, its first, and how many it has."""
+    whole = e.integer(size)
+    with e.loop(e.ir.sdiv(e.ir.add(n, e.integer(size - 1)), whole)) as i:
+        first = e.ir.mul(i, whole)
+        left = e.ir.sub(n, first)
+        yield i, first, e.ir.select(e.ir.icmp_signed("<", left, whole), left, whole)
+
+
 def _scores(e: Emit, k_panel, q_t, s, D, c, m=None) -> None:
     acc = _zeros(e, NV)
     _multiply(e, acc, D, k_panel, 4 * MR, 4, q_t, ROW)
@@ -106,54 +125,43 @@ def score_tiles_max(e: Emit, k_panels, q_t, s, D, c, m, n):
         _scores(e, panel, q_t, e.offset(s, i, MR * ROW), D, c, m)
 
 
-def _accumulate(e: Emit, slots, v_panel, p, acc, n, marks=None) -> None:
+def _accumulate(e: Emit, v_panel, p, acc, n, fresh, marks=None) -> None:
+    slots, zero = _zeros(e, NV), e.constant(0.0)
     _multiply(e, slots, n, v_panel, 4 * MR, 4, p, ROW, b_marks=marks)
+    is_first = e.ir.icmp_signed("!=", fresh, e.integer(0))
     for i in range(MR):
         for j in range(NV):
-            e.store(slots[i][j].get(), acc, ROW * i + VECTOR * j)
-
-
-@emitter(i64, i64, i64, i64)
-def start_tile(e: Emit, v_panel, p, acc, n):
-    """acc [MR, LANES] = v_panel [n, MR]ᵀ · p [n, LANES]."""
-    _accumulate(e, _zeros(e, NV), v_panel, p, acc, n)
-
-
-@emitter(i64, i64, i64, i64)
-def extend_tile(e: Emit, v_panel, p, acc, n):
-    """acc [MR, LANES] += v_panel [n, MR]ᵀ · p [n, LANES]; the same chain, further on."""
-    _accumulate(e, _loaded(e, acc), v_panel, p, acc, n)
-
-
-def _loaded(e: Emit, acc) -> list[list[Variable]]:
-    return [[e.variable(e.load(acc, ROW * i + VECTOR * j)) for j in range(NV)] for i in range(MR)]
+            at = ROW * i + VECTOR * j
+            before = e.ir.select(is_first, zero, e.load(acc, at))
+            e.store(e.ir.fadd(before, slots[i][j].get()), acc, at)
 
 
 @emitter(i64, i64, i64, i64, i64)
-def extend_tile_masked(e: Emit, v_panel, p, acc, n, marks):
+def accumulate_tile(e: Emit, v_panel, p, acc, n, fresh):
+    """acc [MR, LANES] += v_panel [n, MR]ᵀ · p [n, LANES], or = where ``fresh`` is not 0."""
+    _accumulate(e, v_panel, p, acc, n, fresh)
+
+
+@emitter(i64, i64, i64, i64, i64, i64)
+def accumulate_tile_masked(e: Emit, v_panel, p, acc, n, fresh, marks):
     """The same without the terms that marks [n, LANES] hide."""
-    _accumulate(e, _loaded(e, acc), v_panel, p, acc, n, marks)
+    _accumulate(e, v_panel, p, acc, n, fresh, marks)
 
 
 def _outer(vectors: int, masked: bool = False):
     @emitter(i64, i64, i64, i64, i64, i64, i64)
     def outer(e: Emit, p, rows, out, n, pitch, marks, step):
         line = [e.offset(out, e.integer(i), pitch) for i in range(MR)]
-        slots = [
-            [e.variable(e.load(line[i], VECTOR * j)) for j in range(vectors)] for i in range(MR)
-        ]
-        tiles = e.ir.sdiv(e.ir.add(n, e.integer(LANES - 1)), e.integer(LANES))
-        with e.loop(tiles) as tile:
-            before, at = e.ir.mul(tile, e.integer(LANES)), e.ir.mul(tile, step)
-            left = e.ir.sub(n, before)
-            is_last = e.ir.icmp_signed("<", left, e.integer(LANES))
-            count = e.ir.select(is_last, left, e.integer(LANES))
+        slots = _zeros(e, vectors)
+        with bunches(e, n, LANES) as (tile, before, count):
+            at = e.ir.mul(tile, step)
             hidden = e.ir.add(marks, at) if masked else None
             own = e.offset(rows, before, pitch)
             _multiply(e, slots, count, e.ir.add(p, at), 4, ROW, own, pitch, a_marks=hidden)
         for i in range(MR):
             for j in range(vectors):
-                e.store(slots[i][j].get(), line[i], VECTOR * j)
+                total = e.ir.fadd(e.load(line[i], VECTOR * j), slots[i][j].get())
+                e.store(total, line[i], VECTOR * j)
 
     return outer
 
@@ -228,7 +236,7 @@ def _finite_or_zero(e: Emit, m):
 
 @emitter(i64, i64, i64, i64)
 def weigh_rows(e: Emit, s, n, m, l):
-    """s = e^(s − m) in place, l [LANES] += Σ s; s [n, LANES]."""
+    """s = e^(s − m) in place, l [LANES] += Σ s; s [n, LANES], from a multiple of BUNCH on."""
     _weigh(e, s, n, m, l, mark=False)
 
 
@@ -240,20 +248,24 @@ def weigh_and_mark_rows(e: Emit, s, n, m, l):
 
 def _weigh(e: Emit, s, n, m, l, mark: bool) -> None:
     largest = [_finite_or_zero(e, e.load(m, VECTOR * j)) for j in range(NV)]
-    total = [e.variable(e.load(l, VECTOR * j)) for j in range(NV)]
-    with e.loop(n) as kv:
-        row = e.offset(s, kv, ROW)
-        scores = [e.load(row, VECTOR * j) for j in range(NV)]
-        weights = e.exps([e.ir.fsub(score, m) for score, m in zip(scores, largest, strict=True)])
-        for j, (score, weight) in enumerate(zip(scores, weights, strict=True)):
-            p = weight
-            if mark:
-                masked = e.ir.fcmp_ordered("==", score, e.constant(MINUS_INF))
-                p = e.select(masked, e.constant(-0.0), p)
-            e.store(p, row, VECTOR * j)
-            total[j].set(e.ir.fadd(total[j].get(), p))
+    total = [e.variable(e.constant(0.0)) for _ in range(NV)]
+    with bunches(e, n) as (_, first, count):
+        part = [e.variable(e.constant(0.0)) for _ in range(NV)]
+        with e.loop(count) as i:
+            row = e.offset(s, e.ir.add(first, i), ROW)
+            scores = [e.load(row, VECTOR * j) for j in range(NV)]
+            weights = e.exps([e.ir.fsub(*pair) for pair in zip(scores, largest, strict=True)])
+            for j, (score, weight) in enumerate(zip(scores, weights, strict=True)):
+                p = weight
+                if mark:
+                    masked = e.ir.fcmp_ordered("==", score, e.constant(MINUS_INF))
+                    p = e.select(masked, e.constant(-0.0), p)
+                e.store(p, row, VECTOR * j)
+                part[j].set(e.ir.fadd(part[j].get(), p))
+        for j in range(NV):
+            total[j].set(e.ir.fadd(total[j].get(), part[j].get()))
     for j in range(NV):
-        e.store(total[j].get(), l, VECTOR * j)
+        e.store(e.ir.fadd(e.load(l, VECTOR * j), total[j].get()), l, VECTOR * j)
 
 
 @emitter(i64, i64, i64, i64, i64, i64, i64)

@@ -13,18 +13,19 @@ import numpy as np
 from lockstep.kernels.cpu.arithmetic.memory import copy_panels, gather_columns, gather_panels
 from lockstep.kernels.cpu.arithmetic.merge import fill
 from lockstep.kernels.cpu.arithmetic.tiles import (
+    BUNCH,
+    PIECE,
     ROW,
+    accumulate_tile,
+    accumulate_tile_masked,
     add_scaled,
     alibi_rows,
-    extend_tile,
-    extend_tile_masked,
     mask_rows,
     max_rows,
     scale_vectors,
     score_tile,
     score_tiles_max,
     softcap_rows,
-    start_tile,
     weigh_and_mark_rows,
     weigh_rows,
 )
@@ -45,13 +46,12 @@ from lockstep.kernels.cpu.compiler.compile import compiled
 from lockstep.kernels.cpu.compiler.simd import LANES, MR, f32
 from lockstep.kernels.window import NO_LIMIT
 
-# The unit of the KV reduction, shared by prefill, chunks and decode: bits depend on it.
+# The unit of the KV reduction, shared by prefill, chunks and decode: bits depend on it. Its pieces,
+# PIECE keys each, are added one after the other.
 SPAN = 256
 # Rows of a block: a multiple of every machine's LANES. Bits do not depend on it.
 ROWS = 384
 TILES = ROWS // LANES
-# Keys whose weights, 12 KB, stay in the first-level cache while all head dims pass over them.
-CHUNK = 12 * 1024 // ROW
 # From one panel of columns to the next, in rows: a cache line more than a span, or all panels of a
 # row would be stored to lines that share their place in a cache.
 PANEL = SPAN + 64 // (4 * MR)
@@ -256,8 +256,8 @@ def tile_scores(call, block, b, t, first, begin, end, bounds, scores, slopes):
 
 @compiled
 def tile_bounds(call, block, t, first, n):
-    """The keys that tile t visits in the span (offsets, whole panels), and (lo_max, hi_min): all
-    rows see the keys between these two."""
+    """The keys that tile t visits in the span (offsets, from a multiple of BUNCH on, whole panels),
+    and (lo_max, hi_min): all rows see the keys between these two."""
     lo_min, hi_max = first + n, first
     lo_max, hi_min = 0, first + n
     for i in range(t * LANES, (t + 1) * LANES):
@@ -268,7 +268,7 @@ def tile_bounds(call, block, t, first, n):
         if lo < hi:
             lo_min = min(lo_min, lo)
             hi_max = max(hi_max, hi)
-    begin = max(lo_min - first, 0) // MR * MR
+    begin = max(lo_min - first, 0) // BUNCH * BUNCH
     end = padded(min(hi_max - first, n), MR)
     if call.secret_lengths:
         return begin, end, (NO_LIMIT, 0)
@@ -283,39 +283,11 @@ def is_whole(call, first, n, bounds):
 
 
 @compiled
-def weigh_and_accumulate_carefully(call, block, begin, end):
-    """The plain path for values that are not finite: what a row does not see stays out of it."""
-    for lane in range(LANES):
-        m = scalar.load(block.part_m + 4 * lane)
-        base = f32(0.0) if m == MINUS_INF else m
-        l = f32(0.0)
-        for kv in range(begin, end):
-            at = block.s + kv * ROW + 4 * lane
-            score = scalar.load(at)
-            p = scalar.exp(score - base)
-            l += p
-            # Weights are never negative: −1 marks what is masked.
-            scalar.store(f32(-1.0) if score == MINUS_INF else p, at)
-        scalar.store(l, block.part_l + 4 * lane)
-        for d in range(padded(call.Dv, MR)):
-            v = block.v_panels + 4 * (d // MR * PANEL * MR + d % MR)
-            acc = f32(0.0)
-            for kv in range(begin, end):
-                p = scalar.load(block.s + kv * ROW + 4 * lane)
-                if p != f32(-1.0):
-                    acc = scalar.fma(scalar.load(v + 4 * kv * MR), p, acc)
-            scalar.store(acc, block.part + d * ROW + 4 * lane)
-
-
-@compiled
 def accumulate(panels, p, acc, D, kv, n, fresh):
     """acc [D, LANES] = or += panels [D / MR, kv … kv + n, MR]ᵀ · p [kv … kv + n, LANES]."""
     for d in range(0, D, MR):
         panel = panels + 4 * (d * PANEL + kv * MR)
-        if fresh:
-            start_tile(panel, p + kv * ROW, acc + d * ROW, n)
-        else:
-            extend_tile(panel, p + kv * ROW, acc + d * ROW, n)
+        accumulate_tile(panel, p + kv * ROW, acc + d * ROW, n, fresh)
 
 
 @compiled
@@ -323,43 +295,39 @@ def accumulate_masked(panels, p, marks, acc, D, kv, n, fresh):
     """The same without the terms that marks [kv … kv + n, LANES] hide."""
     for d in range(0, D, MR):
         panel = panels + 4 * (d * PANEL + kv * MR)
-        if fresh:
-            fill(acc + d * ROW, MR * LANES, f32(0.0))
-        extend_tile_masked(panel, p + kv * ROW, acc + d * ROW, n, marks + kv * ROW)
+        accumulate_tile_masked(panel, p + kv * ROW, acc + d * ROW, n, fresh, marks + kv * ROW)
 
 
 @compiled
-def _weigh_and_accumulate(call, block, first, begin, end, bounds):
-    """The same steps for all values, finite or not: keys that are hidden from a row are left out
-    by selection, wherever there may be some."""
-    s, Dv = block.s, padded(call.Dv, MR)
-    for kv in range(begin, end, CHUNK):
-        n = min(CHUNK, end - kv)
-        if is_whole(call, first + kv, n, bounds):
-            weigh_rows(s + kv * ROW, n, block.part_m, block.part_l)
-            accumulate(block.v_panels, s, block.part, Dv, kv, n, kv == begin)
-        else:
-            weigh_and_mark_rows(s + kv * ROW, n, block.part_m, block.part_l)
-            accumulate_masked(block.v_panels, s, s, block.part, Dv, kv, n, kv == begin)
+def piece_of(at, begin, end):
+    """The keys of begin … end within the piece that begins at ``at``: the first, and how many."""
+    kv = max(at, begin)
+    return kv, min(at + PIECE, end) - kv
 
 
 @compiled
 def attend_span(call, block, b, t, first, n, finite):
-    """Tile t against the loaded span: its part, part_m and part_l. False if it sees nothing."""
+    """Tile t against the loaded span: its part, part_m and part_l. False if it sees nothing.
+
+    Where values are not finite, keys that a row does not see are left out by selection: their
+    weights are 0, which does not hide a NaN. A constant-time build does so wherever there may be
+    some.
+    """
     begin, end, bounds = tile_bounds(call, block, t, first, n)
     if begin >= end:
         return False
     fill(block.part_m, LANES, MINUS_INF)
     fill(block.part_l, LANES, f32(0.0))
     tile_scores(call, block, b, t, first, begin, end, bounds, block.s, 0)
-    Dv = padded(call.Dv, MR)
-    if is_constant_time(call):
-        _weigh_and_accumulate(call, block, first, begin, end, bounds)
-    elif finite:
-        for kv in range(begin, end, CHUNK):
-            n_keys = min(CHUNK, end - kv)
-            weigh_rows(block.s + kv * ROW, n_keys, block.part_m, block.part_l)
-            accumulate(block.v_panels, block.s, block.part, Dv, kv, n_keys, kv == begin)
-    else:
-        weigh_and_accumulate_carefully(call, block, begin, end)
+    s, Dv = block.s, padded(call.Dv, MR)
+    for at in range(begin // PIECE * PIECE, end, PIECE):
+        kv, n_keys = piece_of(at, begin, end)
+        fresh = 1 if kv == begin else 0
+        whole = is_whole(call, first + kv, n_keys, bounds)
+        if whole if is_constant_time(call) else finite:
+            weigh_rows(s + kv * ROW, n_keys, block.part_m, block.part_l)
+            accumulate(block.v_panels, s, block.part, Dv, kv, n_keys, fresh)
+        else:
+            weigh_and_mark_rows(s + kv * ROW, n_keys, block.part_m, block.part_l)
+            accumulate_masked(block.v_panels, s, s, block.part, Dv, kv, n_keys, fresh)
     return True
