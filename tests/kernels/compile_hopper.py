@@ -1,4 +1,4 @@
-"""Compiles one forward and two backward kernels of the Hopper path, and says with which Triton;
+"""Compiles kernels of the Hopper path, those that its arguments name, and says with which Triton;
 and whether launches know the parameters of a kernel that it compiles.
 
 For `test_hopper_versions.py`, which runs it with other versions of Triton first in the path.
@@ -24,12 +24,14 @@ from toy_kernel import ARGUMENTS, toy
 
 from lockstep.kernels.driver import parameters_of
 
+KERNELS = {
+    "forward": lambda: build(128, options={"causal": True}.items()),
+    "backward": lambda: compiled(64, causal=True),
+    "wide backward": lambda: compiled_wide("queries", 192, 128, causal=False),
+}
+
 if __name__ == "__main__":
-    builds = {
-        "forward": build(128, options={"causal": True}.items()),
-        "backward": compiled(64, causal=True),
-        "wide backward": compiled_wide("queries", 192, 128, causal=False),
-    }
+    builds = {name: KERNELS[name]() for name in sys.argv[1:]}
     products = {
         name: count([text for _, text in built.instructions])["HGMMA"]
         for name, built in builds.items()
@@ -42,6 +44,10 @@ if __name__ == "__main__":
         "products": products,
         "serialized": serialized,
         "parameters": sizes == sizes_in(compiled_toy.asm["ptx"]),
-        "barriers": max(partition_barriers(builds["backward"])),
+        "barriers": {
+            name: max(partition_barriers(built))
+            for name, built in builds.items()
+            if name == "backward"
+        },
     }
     print(json.dumps(found))
