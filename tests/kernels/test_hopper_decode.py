@@ -84,6 +84,7 @@ def plain_gluon(program, n_programs):
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
         cdiv=lambda a, b: (a + b - 1) // b,
         sum=lambda x, axis: x.sum(axis),
+        max=lambda x, axis: x.amax(axis),
         arange=lambda a, b, layout: torch.arange(a, b),
         associative_scan=lambda x, axis, add: x.cumsum(axis),
         BlockedLayout=lambda *layout: None,
@@ -212,6 +213,48 @@ def test_a_head_may_be_one_programs(monkeypatch):
     assert (slots[:, 0] < 0).all()
 
 
+@pytest.mark.parametrize(
+    ("n", "B", "heads", "team", "expected"),
+    [
+        (4096, 16, 2, 2, True),  # a head for all but one of the teams
+        (4096, 34, 4, 2, True),  # four heads for each
+        (4096, 64, 4, 2, False),  # seven or eight
+        (9000, 9, 2, 2, False),  # half of the teams would have nothing to do
+        (9000, 20, 2, 2, False),  # some would have twice as much as others
+        (3000, 170, 2, 2, True),  # more sequences than are looked at together
+    ],
+)
+def test_equal_heads_are_not_cut_if_all_have_their_share(monkeypatch, n, B, heads, team, expected):
+    lens = [n - 20 * (b % 3) for b in range(B)]
+    found, slots = runs_of(monkeypatch, lens, heads, 34, team=team)
+    seen = sorted((b, head) for runs in found for _, b, head, *_ in runs)
+    assert (len(seen) == B * heads) == expected
+    assert set(seen) == {(b, head) for b in range(B) for head in range(heads)}
+    assert (slots[: B * heads, 0] < 0).all() == expected
+    if expected:
+        assert max(map(len, found)) == ceil_div(B * heads, 34)
+
+
+@pytest.mark.parametrize(
+    ("B", "Hkv", "n", "D", "expected"),
+    [
+        (16, 8, 8192, 128, 128),  # a head for each
+        (16, 4, 8192, 128, 128),  # two programs for each head
+        (37, 3, 3001, 128, 126),  # a head for nearly all
+        (1, 8, 4096, 128, 132),
+        (33, 16, 2048, 128, 132),  # 4 or 5 heads for each
+        (3, 8, 33000, 128, 132),
+        (16, 8, 8192, 64, 256),
+        (7, 2, 9000, 64, 264),
+    ],
+)
+def test_programs_share_heads_evenly(B, Hkv, n, D, expected):
+    problem = problem_of(B=B, Hq=Hkv, Hkv=Hkv, n=n, D=D)
+    n_programs = plan.programs_of(problem, PROCESSORS)
+    assert n_programs == expected
+    assert n_programs % (plan.team_of(problem, n_programs) * plan.plan_of(problem).programs) == 0
+
+
 def test_no_row_has_more_parts_than_there_is_room_for():
     for Hkv in (1, 2, 8, 64):
         for n in (16, 512, 4096, 1 << 16, 1 << 20):
@@ -327,7 +370,8 @@ def test_machine_code_of_spans(Sq):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"D": 96}, "takes head dims 64, 128, 256, got D = 96 and Dv = 96"),
+        ({"D": 72}, "takes head dims 64, 80, 96, 112, 128, 256, got D = 72 and Dv = 72"),
+        ({"D": 96}, None),
         ({"page": 8}, "takes pages of multiples of 16 keys, got 8"),
         ({"page": 256, "Hkv": 8}, None),
         ({"Sq": 127}, None),

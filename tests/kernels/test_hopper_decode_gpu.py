@@ -52,8 +52,12 @@ CASES = {
     "pages of 48": {"Skv": 600, "page": 48, "kv_lens": [600, 0, 111]},
     "D 64": {"D": 64, "Skv": 3000, "kv_lens": [3000, 2, 63], "dtype": F16},
     "D 256": {"D": 256, "Skv": 1500, "kv_lens": [1500, 900, 1]},
+    "D 96": {"D": 96, "Skv": 3000, "kv_lens": [3000, 2, 63]},
+    "D 80, 20 rows": {"D": 80, "Sq": 5, "Skv": 3000, "kv_lens": [3000, 2, 63], "dtype": F16},
+    "D 112, two tiles": {"D": 112, "Sq": 20, "Skv": 1200, "page": 48, "kv_lens": [1200, 3, 777]},
     "several queries": {"Sq": 5, "Skv": 1200, "kv_lens": [1200, 3, 777]},
     "16 rows": {"Sq": 4, "Skv": 1200, "kv_lens": [1200, 3, 777], "D": 64},
+    "16 rows, D 256": {"Sq": 4, "Skv": 1200, "kv_lens": [1200, 3, 777], "D": 256, "dtype": F16},
     "32 rows": {"Sq": 8, "Skv": 1200, "kv_lens": [1200, 3, 777], "dtype": F16},
     "40 rows": {"Sq": 10, "Skv": 1200, "kv_lens": [1200, 3, 777]},
     "40 rows, D 256": {"Sq": 10, "Skv": 1200, "kv_lens": [1200, 3, 777], "D": 256},
@@ -70,7 +74,9 @@ def test_the_error_rule(name):
     assert_allowed(case, attend(case).items(), kernel="hopper_decode")
 
 
-@pytest.mark.parametrize(("D", "Sq"), [(64, 1), (128, 1), (128, 5), (128, 9), (256, 1), (256, 5)])
+@pytest.mark.parametrize(
+    ("D", "Sq"), [(64, 1), (128, 1), (128, 5), (128, 9), (256, 1), (256, 5), (96, 1)]
+)
 def test_a_sequence_has_its_bits_alone_and_among_others(D, Sq):
     """Folded by one program in a large batch, and by the second kernel alone."""
     lens = [3000, 1, 40, 700, 16, 2048, 511, 513, 90] * 16
@@ -79,6 +85,7 @@ def test_a_sequence_has_its_bits_alone_and_among_others(D, Sq):
 
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_a_sequence_has_its_bits_alone_and_among_others_as_long(D):
+    """Heads that are alike are not cut, unless some program would have much more than others."""
     assert_same_bits_alone(paged(B=64, Skv=3000, kv_lens=[3000] * 64, D=D), (0, 40))
 
 
@@ -90,7 +97,9 @@ def assert_same_bits_alone(case, sequences):
         assert_same_bits(alone, Result(together.out[b : b + 1], together.lse[b : b + 1]))
 
 
-@pytest.mark.parametrize(("D", "dtype", "options"), [(128, BF16, {}), (64, F16, {"softcap": 20.0})])
+@pytest.mark.parametrize(
+    ("D", "dtype", "options"), [(128, BF16, {}), (96, BF16, {}), (64, F16, {"softcap": 20.0})]
+)
 def test_keys_in_one_tensor(D, dtype, options):
     case = draw(1, 4200, B=3, Hq=8, Hkv=2, D=D, dtype=dtype, causal=True, **options)
     found = attend(case)
@@ -131,9 +140,12 @@ def test_results_lie_in_memory_as_the_queries_do(Sq):
 
 
 @pytest.mark.parametrize("window", [None, (150, 0)])
-@pytest.mark.parametrize("D", [64, 128, 256])
-def test_values_that_are_not_finite_stay_with_the_rows_that_see_them(D, window):
-    case = paged(Sq=5, Skv=700, page=32, D=D, options={"window": window})
+@pytest.mark.parametrize(
+    ("D", "Hq"), [(64, 8), (96, 4), (96, 8), (128, 4), (128, 8), (256, 4), (256, 8)]
+)
+def test_values_that_are_not_finite_stay_with_the_rows_that_see_them(D, Hq, window):
+    """Of 10 query rows, which may have a narrow consumer, and of 20."""
+    case = paged(Sq=5, Skv=700, page=32, D=D, Hq=Hq, options={"window": window})
     v, table = case.tensors["v"], case.tensors["page_table"]
     for key, d, value in ((698, 3, NAN), (697, 5, INF), (697, 7, -INF), (548, 7, INF), (3, 9, INF)):
         v[table[:, key // 32].long(), key % 32, :, d] = value
@@ -143,8 +155,9 @@ def test_values_that_are_not_finite_stay_with_the_rows_that_see_them(D, window):
         assert torch.equal(is_kind(out), is_kind(expected))
 
 
-def test_wrong_pages_and_lengths_are_nan_and_touch_no_other_sequence():
-    case = paged(B=4, Skv=700, kv_lens=[700, 700, 700, 300])
+@pytest.mark.parametrize(("D", "Sq"), [(128, 1), (96, 1), (96, 5)])
+def test_wrong_pages_and_lengths_are_nan_and_touch_no_other_sequence(D, Sq):
+    case = paged(B=4, Sq=Sq, Skv=700, kv_lens=[700, 700, 700, 300], D=D)
     right = attend(case)
     table, lens = case.tensors["page_table"].clone(), case.tensors["kv_lens"].clone()
     table[0, 11], table[1, 3], lens[2] = -5, case.tensors["k"].shape[0], 1 << 20

@@ -11,6 +11,7 @@ Importing this package does not import Triton.
     consumer.py  the warpgroup that computes
     narrow_consumer.py  the same for few query rows: each warp has keys of its own
     rows.py      what a consumer takes and returns, and which keys its rows see
+    head_columns.py  tiles of keys that have more columns than the head dim
     nonfinite.py values that are not finite, kept from rows that do not see them
     kernel.py    the kernel
     groups.py    groups of its arguments
@@ -36,7 +37,9 @@ from lockstep.kernels.hopper.common.requirements import (
 from lockstep.kernels.kernel import Kernel, Prepared
 from lockstep.problem import AttentionProblem, Tensors
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 80, 96, 112, 128, 256)
+# Those of which tiles of 128 columns are not full: queries, keys and values have the same.
+PADDED_DIMS = (80, 96, 112)
 MAX_SOFTCAP = 1024.0
 
 
@@ -73,6 +76,8 @@ def supports(problem: AttentionProblem) -> str | None:
     if problem.D not in HEAD_DIMS or problem.Dv not in HEAD_DIMS:
         dims = ", ".join(map(str, HEAD_DIMS))
         return f"takes head dims {dims}, got D = {problem.D} and Dv = {problem.Dv}"
+    if problem.Dv != problem.D and (problem.D in PADDED_DIMS or problem.Dv in PADDED_DIMS):
+        return f"takes one head dim if it is none of 64, 128, 256, got {problem.D} and {problem.Dv}"
     if problem.is_paged and problem.page_size % PAGE_ROWS:
         return f"takes pages of multiples of {PAGE_ROWS} keys, got {problem.page_size}"
     if problem.bias_shape is not None:

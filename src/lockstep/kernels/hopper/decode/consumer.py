@@ -24,6 +24,7 @@ from lockstep.kernels.hopper.decode.few_rows import (
     upper_of_rows,
     upper_rows,
 )
+from lockstep.kernels.hopper.decode.head_columns import clear_in_tile
 from lockstep.kernels.hopper.decode.narrow_consumer import attend_narrow_run
 from lockstep.kernels.hopper.decode.nonfinite import add_nonfinite, clean_values, has_nonfinite
 from lockstep.kernels.hopper.decode.rows import hides_some, row_bounds
@@ -55,8 +56,12 @@ def is_seen(sizes, first_key, bounds, layout: gl.constexpr):
 
 
 @gluon.jit
-def scores_of(q_smem, k, i):
-    """Products of all rows with the keys of the i-th tile, under way."""
+def scores_of(q_smem, k, i, is_there, HEAD_DIM: gl.constexpr):
+    """Products of all rows with the keys of the i-th tile, or if it is not there with whatever is,
+    under way."""
+    if k.D > HEAD_DIM:  # noqa: SIM102, as below
+        if is_there:
+            clear_in_tile(k.tile(i), HEAD_DIM)
     keys = k.tile(i).permute((1, 0))
     return warpgroup_mma(q_smem, keys, zeros(k.BLOCK_KV), use_acc=False, is_async=True)
 
@@ -106,7 +111,7 @@ def attend_span(
                 found = clean_values(v.tile(seen), of_any[0] - first_key, of_any[1] - first_key)
                 is_nonfinite = is_nonfinite | found
         # Behind the last tile, scores of whatever is there.
-        s = scores_of(q_smem, k, seen + 1)
+        s = scores_of(q_smem, k, seen + 1, has_next, rows.HEAD_DIM)
         acc = warpgroup_mma(weights, v.tile(seen), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
         k.ring.release(seen + 1, pred=has_next)
@@ -188,7 +193,8 @@ def attend_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW: gl.constexpr):
     # A sequence without a key has no tile.
     has_tile = run.begin < run.end
     k.ring.wait_full(seen, pred=has_tile)
-    s = warpgroup_mma_wait(0, deps=(scores_of(q_smem, k, seen),))
+    s = scores_of(q_smem, k, seen, has_tile, rows.HEAD_DIM)
+    s = warpgroup_mma_wait(0, deps=(s,))
     k.ring.release(seen, pred=has_tile)
     s = upper_rows(s, FEW)
     p, m, l, _alpha = weigh(rows, sizes, s, run.begin * sizes.BLOCK_KV, bounds, empty_m, empty_l)

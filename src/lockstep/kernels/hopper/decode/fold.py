@@ -147,6 +147,7 @@ def fold_slots(
     HAS_SINKS: gl.constexpr,
     PACKED: gl.constexpr,
     DV: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,  # of as many columns as a part has, DV
     COLUMNS: gl.constexpr,
     ROWS: gl.constexpr,
     BATCH: gl.constexpr,  # parts that are loaded at once
@@ -231,8 +232,8 @@ def fold_slots(
     d = gl.program_id(2) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     d = gl.expand_dims(d, 0)
     out = out.to(pointers.out_ptr.dtype.element_ty)
-    mask = gl.expand_dims(is_row, 1) & (d >= 0)
-    gl.store(pointers.out_ptr + gl.expand_dims(to * DV, 1) + d, out, mask=mask)
+    mask = gl.expand_dims(is_row, 1) & (d < HEAD_DIM_V)
+    gl.store(pointers.out_ptr + gl.expand_dims(to * HEAD_DIM_V, 1) + d, out, mask=mask)
     if gl.program_id(2) == 0:
         gl.store(pointers.lse_ptr + to, lse, mask=is_row)
         if not PAGED:

@@ -44,8 +44,10 @@ def decode_kernel(
     stride_tb,  # of the page table, from one sequence to the next
     numbers: Numbers,
     scales: Scales,
-    D: gl.constexpr,
+    D: gl.constexpr,  # columns of tiles of keys, and of values
     DV: gl.constexpr,
+    HEAD_DIM: gl.constexpr,  # how many of them there are
+    HEAD_DIM_V: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
     HAS_SINKS: gl.constexpr,
@@ -82,7 +84,7 @@ def decode_kernel(
         (stride_q.b, stride_q.h, stride_q.s, row_strides.rows_b, row_strides.rows_h,
          row_strides.rows_s, n.group, n.n_spans, n.n_rows, scales.cap_scale, scales.score_scale,
          scales.unit, scales.natural),
-        SCORES, HAS_SINKS, not PAGED, D,
+        SCORES, HAS_SINKS, not PAGED, D, HEAD_DIM, HEAD_DIM_V,
     )  # fmt: skip
     cache = Cache(
         (pointers.page_table_ptr, pointers.v_ptr, pointers.kv_starts_ptr),

@@ -25,6 +25,7 @@ from lockstep.kernels.hopper.decode.plan import (
     PART_NUMBERS,
     PREFETCHING_REGISTERS,
     PRODUCER_REGISTERS,
+    columns_of,
     has_few_rows,
     keeps_whole,
     least_span,
@@ -32,6 +33,7 @@ from lockstep.kernels.hopper.decode.plan import (
     narrow_rows,
     plan_of,
     prefetches,
+    programs_of,
     query_tiles_of,
     spans_wanted,
     team_of,
@@ -55,7 +57,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
     copied = [
         name for name, x, y in zip(Tensors._fields, tensors, fitted, strict=True) if x is not y
     ]
-    n_programs = n_processors * plan_of(problem).programs
+    n_programs = programs_of(problem, n_processors)
     n_rows, n_spans = tile_rows_of(problem), most_spans(problem)
     n_slots = min(n_programs, tiles_of(problem) * problem.Hkv)
     n_numbers = INVARIANT_PART_NUMBERS if problem.query_invariant else PART_NUMBERS
@@ -82,7 +84,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
     fold_kernel = fold_spans if problem.query_invariant else fold_slots
     fold = Launch(
         fold_kernel,
-        (n_slots, -(-n_rows // FOLD_ROWS), problem.Dv // FOLD_COLUMNS),
+        (n_slots, -(-n_rows // FOLD_ROWS), -(-problem.Dv // FOLD_COLUMNS)),
         {name: shared[name] for name in _taken_by(fold_kernel)},
         names=_renamed(fold_kernel, names | ({} if problem.is_packed else {"tiles": "slots"})),
         num_warps=FOLD_ROWS,
@@ -99,7 +101,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
             else Buffer.like(tensors.q, problem.statistics_shape, torch.float32),
         },
         {
-            "parts": Buffer((n_slots, n_spans, n_rows, problem.Dv), torch.float32),
+            "parts": Buffer((n_slots, n_spans, n_rows, columns_of(problem.Dv)), torch.float32),
             "part_stats": Buffer((n_slots, n_spans, n_rows, n_numbers), torch.float32),
             "slots": Buffer((n_slots, 3), torch.int32),
             "tiles": _tiles(problem),
@@ -214,8 +216,10 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
     sizes = plan_of(problem)
     scores = "raw" if problem.has_raw_scores else "scaled"
     return {
-        "D": problem.D,
-        "DV": problem.Dv,
+        "D": columns_of(problem.D),
+        "DV": columns_of(problem.Dv),
+        "HEAD_DIM": problem.D,
+        "HEAD_DIM_V": problem.Dv,
         "HAS_LEFT": problem.window[0] is not None,
         "HAS_RIGHT": problem.window[1] is not None,
         "HAS_SINKS": problem.has_sinks,

@@ -18,6 +18,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     reinterpret,
 )
 from lockstep.kernels.hopper.decode import plan
+from lockstep.kernels.hopper.decode.head_columns import clear_in_operand
 from lockstep.kernels.hopper.decode.nonfinite import add_nonfinite, clean_values, has_nonfinite
 from lockstep.kernels.hopper.decode.rows import hides_some, row_bounds
 from lockstep.kernels.parts import fold
@@ -148,12 +149,13 @@ def piece_of(tiles, i, piece: gl.constexpr):
 
 
 @gluon.jit
-def scores_of(q, k, i):
+def scores_of(q, k, i, HEAD_DIM: gl.constexpr):
     """Products [WARPS, NARROW_ROWS, keys of a warp] of all rows with the keys of the i-th tile."""
     zero = gl.zeros([WARPS, NARROW_ROWS, k.BLOCK_KV // WARPS], gl.float32, PRODUCTS)
     s = zero
     for piece in gl.static_range(len(q)):
         keys = piece_of(k, i, piece).permute((0, 2, 1)).load(RIGHT)
+        keys = clear_in_operand(keys, piece * PIECE, HEAD_DIM)
         # Sums of their own: each product waits for those before it in its sum.
         s += mma_v2(q[piece], keys, zero)
     return s
@@ -200,7 +202,7 @@ def attend_span(rows, sizes, q, k, v, seen, tile, end, bounds, empty_l):
     for t in range(tile, end):
         first_key = t * sizes.BLOCK_KV
         k.ring.wait_full(seen)
-        s = scores_of(q, k, seen)
+        s = scores_of(q, k, seen, rows.HEAD_DIM)
         k.ring.release(seen)
         p, m, l, alpha = weigh(rows, sizes, s, first_key, bounds, m, l)
         p = gl.convert_layout(p.to(k.boxes_smem.dtype), LEFT)

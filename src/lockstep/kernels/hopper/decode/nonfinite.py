@@ -69,7 +69,9 @@ def add_nonfinite(rows, sizes, cache, run, tile, end, bounds, acc):
         page, row = cache.place_of(run.b, key, last)
         at = page.to(gl.int64) * cache.stride_vp + row.to(gl.int64) * cache.stride_vs
         at += run.head.to(gl.int64) * cache.stride_vh
-        values = gl.load(cache.v_ptr + at + d, mask=(d >= 0) & (page < cache.n_pages), other=0.0)
+        values = gl.load(
+            cache.v_ptr + at + d, mask=(d < rows.HEAD_DIM_V) & (page < cache.n_pages), other=0.0
+        )
         values = values.to(gl.float32)
         values = gl.where(values * 0.0 == 0.0, 0.0, values)
         seen = key < end_key

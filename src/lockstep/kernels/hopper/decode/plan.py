@@ -18,6 +18,8 @@ WANTED = 132
 LEAST_SPAN, MOST_SPAN = 512, 1024
 # Heads of the same keys lie side by side in memory, and are best read at one time.
 MOST_TEAM = 8
+# SMs that have programs where these share the heads evenly, if heads are no fewer than this.
+EVEN_PROCESSORS, EVEN_HEADS = 128, 32
 # Columns of a tile that the copy engine writes at once: 128 bytes.
 COLUMNS = 64
 # A run of spans costs as much as this many tiles of keys more than its tiles.
@@ -25,7 +27,7 @@ SPAN_COST = 1
 # A span has so many keys for each query row at least: parts stay few beside keys and values.
 KEYS_PER_ROW = 32
 # Rows of a tile up to which half of what a thread does is left out: `few_rows.py`. Rows up to which
-# warps have products of their own at head dim 128: `narrow_consumer.py`.
+# warps have products of their own in tiles of 128 columns: `narrow_consumer.py`.
 FEW_ROWS, NARROW_ROWS = 8, 16
 # Columns and rows that a program of the second kernel folds, each row by one warp; and the
 # parts that it loads at once, in other calls and in query-invariant ones. In other calls, so many
@@ -70,7 +72,12 @@ INVARIANT_PLANS = {
 def plan_of(problem: AttentionProblem) -> Plan:
     if problem.query_invariant:
         return INVARIANT_PLANS[problem.D]
-    return PLANS[max(problem.D, problem.Dv)]
+    return PLANS[columns_of(max(problem.D, problem.Dv))]
+
+
+def columns_of(head_dim: int) -> int:
+    """Columns of a tile: more than there are of head dims between its widths."""
+    return min(columns for columns in PLANS if columns >= head_dim)
 
 
 def rows_of(problem: AttentionProblem) -> int:
@@ -91,15 +98,15 @@ def has_few_rows(problem: AttentionProblem) -> bool:
 def narrow_rows(problem: AttentionProblem) -> int:
     """Rows up to which a sequence has the narrow consumer; 0 where it is slower: head dim 64 has
     two programs to an SM, and at 256 a tile has too few keys for four warps."""
-    is_faster = not problem.query_invariant and problem.D == problem.Dv == 128
-    return NARROW_ROWS if is_faster else 0
+    is_alike = problem.Dv == problem.D and columns_of(problem.D) == 128
+    return NARROW_ROWS if is_alike and not problem.query_invariant else 0
 
 
 def prefetches(problem: AttentionProblem) -> bool:
     """Whether there is code that prepares the next sequence, where these are many: faster at head
     dim 128, slower at 64, where it takes registers from the warpgroup."""
     is_plain = problem.layout == "paged" and not problem.query_invariant
-    return is_plain and problem.D == problem.Dv == 128
+    return is_plain and problem.Dv == problem.D and columns_of(problem.D) == 128
 
 
 def query_tiles_of(problem: AttentionProblem) -> int:
@@ -113,6 +120,27 @@ def tiles_of(problem: AttentionProblem) -> int:
         # One spare tile for each sequence, and those of the rows behind the last.
         return rows_of(problem) // ROWS + problem.B + 1
     return problem.B * query_tiles_of(problem)
+
+
+def programs_of(problem: AttentionProblem, n_processors: int) -> int:
+    """How many programs there are: one or two on each SM, or fewer that make whole teams, where
+    these share the heads of equally long sequences evenly. That changes no bit."""
+    team = max(n for n in range(1, MOST_TEAM + 1) if problem.Hkv % n == 0)
+    fewer = min(n_processors, EVEN_PROCESSORS) // team * team * plan_of(problem).programs
+    is_even = fewer > 0 and not problem.is_packed and _is_even(problem, fewer)
+    return fewer if is_even else n_processors * plan_of(problem).programs
+
+
+def _is_even(problem: AttentionProblem, n_programs: int) -> bool:
+    """Whether each program has as many whole heads as the others, or a span less; or each head as
+    many programs."""
+    n_heads, span = tiles_of(problem) * problem.Hkv, least_span(problem)
+    if n_programs % n_heads == 0:
+        return n_heads >= EVEN_HEADS
+    block = plan_of(problem).block_kv
+    cost = -(-problem.Skv // block) + -(-problem.Skv // span) * SPAN_COST
+    most = -(-n_heads // n_programs) * cost
+    return most * n_programs - n_heads * cost <= (span // block + SPAN_COST) * n_programs
 
 
 def team_of(problem: AttentionProblem, n_programs: int) -> int:

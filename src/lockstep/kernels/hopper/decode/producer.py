@@ -23,6 +23,7 @@ from lockstep.kernels.hopper.decode.schedule import (
     FEW,
     FIELDS,
     SPAN_COST,
+    count_as,
     place_at,
     spans_before,
 )
@@ -153,7 +154,8 @@ def produce(
     """All runs of this program. Notes for `fold.py` which head has its parts in which slot.
     PREFETCH: it changes from one sequence to the next so often that the next is prepared."""
     BLOCK_KV: gl.constexpr = sizes.BLOCK_KV
-    total, stretch_begin, stretch_end, b, begin = sizes.stretch()
+    total, stretch_begin, stretch_end, b, begin, even = sizes.stretch()
+    keeps_whole = (sizes.whole != 0) | (even > 0)
     # Slots are those of programs, or of heads where these are fewer. A program has at most one head
     # that begins in its stretch and does not end there.
     by_pair = sizes.B * sizes.heads <= gl.num_programs(0)
@@ -169,7 +171,7 @@ def produce(
         found = sizes.look_at(b, b >= 0)
         kv_len = gl.maximum(found[0], 0)
         tile_begin, tile_end, span, n_spans = sizes.tiles_of(found)
-        work = tile_end - tile_begin + n_spans * SPAN_COST
+        work = count_as(tile_end - tile_begin + n_spans * SPAN_COST, even)
         block = divide(gl.maximum(stretch_begin - begin, 0), work)
         at = begin + block * work
         n_blocks = gl.where(found[2] > 0, blocks, 0)
@@ -184,8 +186,8 @@ def produce(
                 prefetch_pages(cache, next_sequence, b * 0, sizes.Skv)
         while (at < stretch_end) & (block < n_blocks):
             head = block * sizes.team + member
-            first = spans_before(sizes, stretch_begin - at, tile_begin, span, n_spans)
-            last = spans_before(sizes, stretch_end - at, tile_begin, span, n_spans)
+            first = spans_before(sizes, stretch_begin - at, tile_begin, span, n_spans, keeps_whole)
+            last = spans_before(sizes, stretch_end - at, tile_begin, span, n_spans, keeps_whole)
             if first < last:
                 grid = divide(tile_begin, span) + first  # spans from the first key on
                 run_begin = gl.maximum(grid * span, tile_begin)

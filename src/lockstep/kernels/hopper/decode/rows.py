@@ -43,9 +43,13 @@ class Rows:
     HAS_SINKS: gl.constexpr
     HAS_STATISTICS: gl.constexpr
     D: gl.constexpr
+    HEAD_DIM: gl.constexpr
+    HEAD_DIM_V: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, pointers, numbers, SCORES, HAS_SINKS, HAS_STATISTICS, D):
+    def __init__(
+        self, pointers, numbers, SCORES, HAS_SINKS, HAS_STATISTICS, D, HEAD_DIM, HEAD_DIM_V
+    ):  # fmt: skip
         self.q_ptr = pointers[0]
         self.out_ptr = pointers[1]
         self.lse_ptr = pointers[2]
@@ -70,6 +74,8 @@ class Rows:
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
         self.HAS_STATISTICS = gl.constexpr(HAS_STATISTICS)
         self.D = gl.constexpr(D)
+        self.HEAD_DIM = gl.constexpr(HEAD_DIM)
+        self.HEAD_DIM_V = gl.constexpr(HEAD_DIM_V)
 
     @gluon.jit
     def load_queries(self, sizes, run, q_smem):
@@ -87,7 +93,9 @@ class Rows:
         # `copy_engine.fit`: rows that there are begin at multiples of 16 bytes.
         at = gl.multiple_of(at, [8])
         is_row = gl.expand_dims(row < run.n_q * self.group, 1)
-        q = gl.load(self.q_ptr + gl.expand_dims(at, 1) + d, mask=is_row & (d >= 0), other=0.0)
+        q = gl.load(
+            self.q_ptr + gl.expand_dims(at, 1) + d, mask=is_row & (d < self.HEAD_DIM), other=0.0
+        )
         # Of the run before, warps that are behind may still read here.
         await_warps()
         q_smem.store(q)
@@ -140,7 +148,6 @@ class Rows:
     @gluon.jit
     def store_results(self, sizes, run, m, l, acc):
         """The results of rows whose parts have all been folded."""
-        DV: gl.constexpr = acc.shape[1]
         layout: gl.constexpr = m.type.layout
         _row, number, is_row = self.rows_of(sizes, run, layout, acc.shape[0])
         query = divide(number, self.group)
@@ -151,10 +158,11 @@ class Rows:
         out, lse = close(m, l, acc, self.natural)
         at = run.b * self.rows_b + head * self.rows_h
         at += (run.q_start + query) * self.rows_s
-        d = gl.expand_dims(gl.arange(0, DV, gl.SliceLayout(0, acc.type.layout)), 0)
-        mask = gl.expand_dims(is_row, 1) & (d >= 0)
+        d = gl.expand_dims(gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout)), 0)
+        mask = gl.expand_dims(is_row, 1) & (d < self.HEAD_DIM_V)
         out = out.to(self.out_ptr.dtype.element_ty)
-        gl.store(self.out_ptr + gl.expand_dims(at.to(gl.int64) * DV, 1) + d, out, mask=mask)
+        to = gl.expand_dims(at.to(gl.int64) * self.HEAD_DIM_V, 1) + d
+        gl.store(self.out_ptr + to, out, mask=mask)
         gl.store(self.lse_ptr + at, lse, mask=is_row)
         if self.HAS_STATISTICS:
             store_statistics(self.statistics_ptr, at, m, l, is_row)

@@ -8,6 +8,9 @@ Lengths are read on the device. The programs of a team have as many heads, side 
 heads lie side by side in memory. Where there are more heads than programs in a team, a tile stands
 in the line once for each team of heads.
 
+Where heads cost about the same, and as many for each team are no more than a span above its share,
+none is cut: each counts as much as the longest then, and nothing is left to fold.
+
 A *run* is what a program has of one head of one sequence. The program folds a run that begins with
 the first span; if it ends before the last, its state is one part of the head. Every other span is a
 part of its own. Parts are handed out, and folded by `fold.py`.
@@ -160,12 +163,13 @@ class Sizes:
     @gluon.jit
     def stretch(self):
         """A warp: the length of the line, where this program's stretch of it begins and ends, the
-        sequence in which it begins, and where that one begins."""
+        sequence in which it begins, where that one begins, and what each head counts as if none is
+        cut, 0 if each counts as what it costs."""
         if self.B <= FEW:
-            total, begin, end, b, b_begin = self.stretch_in_chunks(FEW)
+            total, begin, end, b, b_begin, even = self.stretch_in_chunks(FEW)
         else:
-            total, begin, end, b, b_begin = self.stretch_in_chunks(MANY)
-        return total, begin, end, b, b_begin
+            total, begin, end, b, b_begin, even = self.stretch_in_chunks(MANY)
+        return total, begin, end, b, b_begin, even
 
     @gluon.jit
     def stretch_in_chunks(self, CHUNK: gl.constexpr):
@@ -173,21 +177,38 @@ class Sizes:
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         first_work, is_first = self.work_of_some(0, CHUNK, layout)
         total = gl.sum(first_work, 0)
+        most = gl.max(first_work, 0)
+        count = gl.sum((first_work > 0).to(gl.int32), 0)
         for first in range(CHUNK, self.B, CHUNK):
             work, _is_there = self.work_of_some(first, CHUNK, layout)
             total += gl.sum(work, 0)
+            most = gl.maximum(most, gl.max(work, 0))
+            count += gl.sum((work > 0).to(gl.int32), 0)
         place, n_teams = self.place()
+        blocks = divide(self.heads, self.team)
+        even = self.even_work(divide(most, blocks), count * blocks, divide(total, n_teams), n_teams)
+        total = gl.where(even > 0, most * count, total)
+        first_work = count_as(first_work, even * blocks)
         stretch_begin = stretch_of(place, total, n_teams)
         stretch_end = stretch_of(place + 1, total, n_teams)
         b, begin = count_before(stretch_begin, 0, first_work, is_first)
         seen = gl.sum(first_work, 0)
         for first in range(CHUNK, self.B, CHUNK):
             work, is_there = self.work_of_some(first, CHUNK, layout)
+            work = count_as(work, even * blocks)
             n, length = count_before(stretch_begin, seen, work, is_there)
             b += n
             begin += length
             seen += gl.sum(work, 0)
-        return total, stretch_begin, stretch_end, b, begin
+        return total, stretch_begin, stretch_end, b, begin, even
+
+    @gluon.jit
+    def even_work(self, most, n_heads, share, n_teams):
+        """What each head counts as if none is cut: as the one that costs `most`, if no team has
+        more than a span above its share with as many heads as others have; else 0."""
+        largest = divide_up(n_heads, n_teams) * most
+        span = self.least // self.BLOCK_KV + SPAN_COST
+        return gl.where(largest - share <= span, most, 0)
 
     @gluon.jit
     def work_of_some(self, first, CHUNK: gl.constexpr, layout: gl.constexpr):
@@ -198,6 +219,12 @@ class Sizes:
         begin, end, _span, n_spans = self.tiles_of(found)
         work = (end - begin + n_spans * SPAN_COST) * divide(self.heads, self.team)
         return gl.where(found[2] > 0, work, 0), b < self.B
+
+
+@gluon.jit
+def count_as(work, even):
+    """The work of tiles of query rows: for each that there is `even`, unless this is 0."""
+    return gl.where((even > 0) & (work > 0), even, work)
 
 
 @gluon.jit
@@ -241,12 +268,12 @@ def first_span_from(sizes, place, begin, span):
 
 
 @gluon.jit
-def spans_before(sizes, place, begin, span, n_spans):
+def spans_before(sizes, place, begin, span, n_spans, is_whole):
     """How many of the spans of a head begin less than `place` behind its begin; all of them, or
-    none, where a head is one program's."""
+    none, if the head is one program's."""
     all_or_none = gl.where(place <= 0, 0, n_spans)
     some = gl.minimum(first_span_from(sizes, place, begin, span), n_spans)
-    return gl.where(sizes.whole != 0, all_or_none, some)
+    return gl.where(is_whole, all_or_none, some)
 
 
 @aggregate

@@ -87,7 +87,7 @@ def attend_span(
         v.ring.wait_full(seen)
         is_nonfinite = is_nonfinite | clean_if_hidden(sizes, v, seen, t, bounds)
         k.ring.wait_full(seen + 1)
-        s = scores_of(q_smem, k, seen + 1)
+        s = scores_of(q_smem, k, seen + 1, True, k.D)
         acc = warpgroup_mma(p, v.tile(seen), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
         k.ring.release(seen + 1)
@@ -162,7 +162,7 @@ def begin_run(
     # A sequence without a key has no tile.
     has_tile = run.begin < run.end
     k.ring.wait_full(seen, pred=has_tile)
-    s = warpgroup_mma_wait(0, deps=(scores_of(q_smem, k, seen),))
+    s = warpgroup_mma_wait(0, deps=(scores_of(q_smem, k, seen, has_tile, k.D),))
     k.ring.release(seen, pred=has_tile)
     s = upper_rows(s, FEW)
     s = mask_scores(rows, sizes, s, run.begin * sizes.BLOCK_KV, bounds)
