@@ -455,3 +455,9 @@ def test_lower_tiles_where_they_save_rounds(sizes_of_call, consumers):
     chosen = plan.plan_of(describe(unwritten(4096, 4096, **sizes_of_call), Options()))
     assert chosen.consumers == consumers
     assert chosen.block_kv == plan.PLANS[64].block_kv
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_turns_in_constant_time_under_a_mask_alone(causal):
+    options = Options(constant_time=True, causal=causal)
+    assert plan.plan_of(describe(unwritten(4096, 4096, D=128), options)).pingpong == causal

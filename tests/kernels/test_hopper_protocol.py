@@ -375,6 +375,7 @@ def draw_tile(draws: random.Random, plan: Plan) -> SimpleNamespace:
 
 EVERY_PLAN = {*PLANS.values(), *SHORT_PLANS.values(), *NARROW_PLANS.values(), WIDE_KEYS}
 EVERY_PLAN |= {replace(plans[64], stages=BITS_STAGES) for plans in (PLANS, SHORT_PLANS)}
+EVERY_PLAN |= {replace(PLANS[128], pingpong=False)}
 
 
 FIRST, *OTHERS = sorted(EVERY_PLAN, key=repr)

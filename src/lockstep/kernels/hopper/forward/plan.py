@@ -181,6 +181,9 @@ def _by_length(problem: AttentionProblem, width: int) -> Plan:
     plan = (SHORT_PLANS if is_short else PLANS)[width]
     if problem.constant_time and width == 64:
         plan = replace(plan, stages=BITS_STAGES)
+    # Without a mask, waiting for a turn costs more in constant time than it brings.
+    if problem.constant_time and width == 128 and right is None and not is_packed:
+        plan = replace(plan, pingpong=False)
     return plan
 
 
