@@ -81,6 +81,17 @@ def test_twice_and_on_any_number_of_threads(Sq, options, dtype):
         assert_same_bits(run(case, douts=douts), expected)
 
 
+@by_options
+def test_spans_of_one_head_add_to_dq_in_order_on_any_number_of_threads(options):
+    case = draw(900, 1300, B=1, Hq=1, Hkv=1, **options)
+    douts = draw_douts(case)
+    torch.set_num_threads(1)
+    expected = run(case, douts=douts)
+    for threads in (2, 3, 9, 9):
+        torch.set_num_threads(threads)
+        assert_same_bits(run(case, douts=douts), expected)
+
+
 @by_dtype
 @by_options
 @pytest.mark.parametrize("Sq", [1, 3, 40])

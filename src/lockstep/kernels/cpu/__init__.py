@@ -11,7 +11,7 @@ Importing this package compiles nothing and does not import numba.
         narrow.py   a few query rows, keys across the lanes   decode; narrow_rows.py  its SIMD loops
         running.py  the softmax state of many rows            merge.py   the split-KV formula
         tiles.py    register tiles                            memory.py  rows in and out
-        rescore.py  the weights of a tile again, and their gradients
+        rescore.py  the weights of a tile again               gradients.py  what they add up to
     call/        a call's tensors as a record of addresses, and the threads that run it
     compiler/    vector code from Python (simd.py), LLVM, machine code on disk
 

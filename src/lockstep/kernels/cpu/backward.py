@@ -6,21 +6,26 @@ With p = e^(s − m) / l recomputed tile by tile, dP = dO vᵀ and delta = Σ_d 
 
 dQ of a row adds up spans of SPAN keys in ascending order; dK and dV of a key add up blocks of
 ROWS rows (heads of the group, then queries) in ascending order, and in a block 48 rows at a time,
-so that no chain of additions is long. One thread can take a whole KV head and make all three (five
-products), or threads take spans for dK and dV and then row blocks for dQ (seven products, more
-parallel). Both add the same numbers in the same order.
+so that no chain of additions is long. A thread takes a span and makes all three (five products): it
+goes over the rows, and adds to their dQ behind the thread that has the span before. For one kind
+alone, threads take spans, or row blocks, and wait for nobody.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from operator import mul
+from operator import itemgetter, mul
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from lockstep.kernels.cpu.arithmetic.memory import scatter_columns
+from lockstep.kernels.cpu.arithmetic.gradients import add_keys, query_part
+from lockstep.kernels.cpu.arithmetic.memory import (
+    plan_ahead,
+    scatter_columns,
+    write_scaled,
+)
 from lockstep.kernels.cpu.arithmetic.merge import fill
 from lockstep.kernels.cpu.arithmetic.rescore import (
     GRADIENT,
@@ -32,34 +37,20 @@ from lockstep.kernels.cpu.arithmetic.rescore import (
     load_rows,
     score_gradients,
 )
-from lockstep.kernels.cpu.arithmetic.tiles import (
-    PIECE,
-    ROW,
-    VECTOR,
-    add_vectors,
-    outer_masked_1,
-    outer_masked_2,
-    outer_masked_3,
-    outer_tile_1,
-    outer_tile_2,
-    outer_tile_3,
-)
+from lockstep.kernels.cpu.arithmetic.tiles import PIECE, ROW, add_vectors
 from lockstep.kernels.cpu.arithmetic.wide import (
     ROWS,
     SPAN,
-    accumulate,
-    accumulate_masked,
     carve_block,
     is_whole,
     padded,
-    piece_of,
     rows_range,
     tile_bounds,
     zeros_for,
 )
 from lockstep.kernels.cpu.call.arguments import argument, enter, record_at, take_ticket
 from lockstep.kernels.cpu.call.record import (
-    is_constant_time,
+    next_row,
     of_sequence,
     row_address,
     split_row,
@@ -74,7 +65,7 @@ from lockstep.kernels.cpu.call.tensors import (
     strided,
 )
 from lockstep.kernels.cpu.call.threads import parallel
-from lockstep.kernels.cpu.compiler import processes, scalar
+from lockstep.kernels.cpu.compiler import scalar
 from lockstep.kernels.cpu.compiler.compile import compiled
 from lockstep.kernels.cpu.compiler.simd import F32, LANES, MR, WIDTH, f32
 from lockstep.kernels.cpu.extras import bias_gradient, row_deltas, sink_gradient
@@ -89,85 +80,6 @@ ITEM = np.dtype(
 )
 ITEM_BYTES = ITEM.itemsize
 item_at = record_at(ITEM)
-
-
-@compiled
-def _add_outer(weights, begin, end, rows, out, n, pitch):
-    """out [kv, d] += Σ_row weights [kv, row] · rows [row, d] for keys begin … end and n rows, whose
-    weights are in tiles [SPAN, LANES]."""
-    for kv in range(begin, end, MR):
-        at = 0
-        while at < pitch:
-            left = (pitch - at) // VECTOR
-            vectors = 3 if left == 3 or left > 4 else min(left, 2)
-            w, to = weights + kv * ROW, out + kv * pitch + at
-            if vectors == 3:
-                outer_tile_3(w, rows + at, to, n, pitch, 0, TILE)
-            elif vectors == 2:
-                outer_tile_2(w, rows + at, to, n, pitch, 0, TILE)
-            else:
-                outer_tile_1(w, rows + at, to, n, pitch, 0, TILE)
-            at += vectors * VECTOR
-
-
-@compiled
-def _add_outer_masked(p, weights, begin, end, rows, out, n, pitch):
-    """The same with the same steps for all values: a row adds nothing to keys it does not see."""
-    at = 0
-    while at < pitch:
-        left = (pitch - at) // VECTOR
-        vectors = 3 if left == 3 or left > 4 else min(left, 2)
-        for kv in range(begin, end, MR):
-            w, to, marks = weights + kv * ROW, out + kv * pitch + at, p + kv * ROW
-            if vectors == 3:
-                outer_masked_3(w, rows + at, to, n, pitch, marks, TILE)
-            elif vectors == 2:
-                outer_masked_2(w, rows + at, to, n, pitch, marks, TILE)
-            else:
-                outer_masked_1(w, rows + at, to, n, pitch, marks, TILE)
-        at += vectors * VECTOR
-
-
-@compiled
-def _add_outer_carefully(p, weights, begin, end, rows, out, n, pitch):
-    """The same where rows are not finite: a row adds nothing to keys it does not see."""
-    for kv in range(begin, end):
-        for at in range(0, pitch, 4):
-            total = f32(0.0)
-            for row in range(n):
-                where = row // LANES * TILE + kv * ROW + 4 * (row % LANES)
-                if not scalar.is_minus_zero(scalar.load(p + where)):
-                    value = scalar.load(rows + row * pitch + at)
-                    total = scalar.fma(scalar.load(weights + where), value, total)
-            scalar.store(scalar.load(out + kv * pitch + at) + total, out + kv * pitch + at)
-
-
-@compiled
-def _query_part(call, work, p, dp, begin, end, finite, masked):
-    """work.dq [D, LANES] = Σ_kv k [kv, d] · dS [kv, lane] over one span."""
-    D = padded(call.D, MR)
-    selects = masked if is_constant_time(call) else not finite
-    for at in range(begin // PIECE * PIECE, end, PIECE):
-        kv, n = piece_of(at, begin, end)
-        fresh = 1 if kv == begin else 0
-        if selects:
-            accumulate_masked(work.k_cols, dp, p, work.dq, D, kv, n, fresh)
-        else:
-            accumulate(work.k_cols, dp, work.dq, D, kv, n, fresh)
-
-
-@compiled
-def _add_keys(call, p, weights, begin, end, rows, out, n, pitch, finite, masked):
-    """out [kv, d] += Σ_row weights [kv, row] · rows [row, d], for the keys that rows see."""
-    if is_constant_time(call):
-        if masked:
-            _add_outer_masked(p, weights, begin, end, rows, out, n, pitch)
-        else:
-            _add_outer(weights, begin, end, rows, out, n, pitch)
-    elif finite:
-        _add_outer(weights, begin, end, rows, out, n, pitch)
-    else:
-        _add_outer_carefully(p, weights, begin, end, rows, out, n, pitch)
 
 
 @compiled
@@ -196,6 +108,31 @@ def _all_keys(one, other):
 
 
 @compiled
+def _progress_of(call, grad, item):
+    """Where the item's thread notes how many rows of the head have got their dQ from its span."""
+    return grad.progress + 8 * ((item.b * call.Hkv + item.h) * grad.spans + item.first_span)
+
+
+@compiled
+def _await_turn(call, grad, item, n_rows):
+    """Wait until all spans before the item's have added to dQ of the head's first n_rows rows.
+
+    Threads take the items of a head in ascending order of spans, so whoever is waited for is at
+    work, and the first of them waits for nobody.
+    """
+    if grad.progress != 0 and item.first_span > 0:
+        before = _progress_of(call, grad, item) - 8
+        while scalar.load_acquire(before) < n_rows:
+            scalar.give_way()
+
+
+@compiled
+def _pass_turn(call, grad, item, n_rows):
+    if grad.progress != 0:
+        scalar.store_release(n_rows, _progress_of(call, grad, item))
+
+
+@compiled
 def _tile_gradients(call, grad, block, work, item, row0, t, first, n, k_finite):
     """p, dS and dQ of one tile; returns its keys, and 1 if some may be hidden from a row, else 0:
     words, as all that steers is."""
@@ -211,9 +148,11 @@ def _tile_gradients(call, grad, block, work, item, row0, t, first, n, k_finite):
     masked = not is_whole(call, first + begin, end - begin, bounds)
     if grad.want_q:
         p, dp = work.p + g * TILE, work.dp + g * TILE
-        _query_part(call, work, p, dp, begin, end, k_finite, masked)
-        sums = dq_tile(call, grad, item.b, item.h, row0 + t * LANES)
-        add_vectors(sums, work.dq, padded(call.D, MR) * LANES)
+        query_part(call, work, p, dp, begin, end, k_finite, masked, block.ahead)
+        row = row0 + t * LANES
+        _await_turn(call, grad, item, row + LANES)
+        add_vectors(dq_tile(call, grad, item.b, item.h, row), work.dq, padded(call.D, MR) * LANES)
+        _pass_turn(call, grad, item, row + LANES)
     return begin, end, 1 if masked else 0
 
 
@@ -225,8 +164,23 @@ def _key_parts(call, work, t, n, keys, q_finite, d_finite):
     g, k_row, v_row = t % GROUP, 4 * padded(call.D, WIDTH), 4 * padded(call.Dv, WIDTH)
     p, dp = work.p + g * TILE, work.dp + g * TILE
     q, dout = work.q + t * LANES * k_row, work.dout + t * LANES * v_row
-    _add_keys(call, p, dp, begin, end, q, work.dk_part, n, k_row, q_finite, masked)
-    _add_keys(call, p, p, begin, end, dout, work.dv_part, n, v_row, d_finite, masked)
+    add_keys(call, p, dp, begin, end, q, work.dk_part, n, k_row, q_finite, masked)
+    add_keys(call, p, p, begin, end, dout, work.dv_part, n, v_row, d_finite, masked)
+
+
+@compiled
+def _plan_next_rows(call, grad, block, item, row, n, n_tiles):
+    """Have queries and dO of the item's rows row … row + n brought near while tiles are at work."""
+    b, n, table = item.b, max(n, 0), block.next_rows
+    first = of_sequence(call.q_first, b)
+    g, q_idx = split_row(call, b, row)
+    for i in range(n):
+        head = item.h * call.G + g
+        scalar.store_word(row_address(call.q, first, b, head, q_idx), table + 16 * i)
+        scalar.store_word(row_address(grad.dout, first, b, head, q_idx), table + 16 * i + 8)
+        g, q_idx = next_row(call, b, g, q_idx)
+    steps = n_tiles * (SPAN // PIECE) * (padded(call.D, MR) // MR)
+    plan_ahead(call.kind, block.ahead, table, 2 * n, max(call.D, call.Dv), steps)
 
 
 @compiled
@@ -239,6 +193,8 @@ def block_gradients(call, grad, block, work, item, row0, first, n, k_finite):
         return
     n_tiles, q_finite, d_finite = load_rows(call, grad, block, work, b, h, row0, n_rows)
     k_row, v_row = 4 * padded(call.D, WIDTH), 4 * padded(call.Dv, WIDTH)
+    ahead = row0 + ROWS
+    _plan_next_rows(call, grad, block, item, ahead, min(ROWS, item.last_row - ahead), n_tiles)
     if grad.want_kv:
         fill(work.dk_part, SPAN * k_row // 4, f32(0.0))
         fill(work.dv_part, SPAN * v_row // 4, f32(0.0))
@@ -258,14 +214,11 @@ def block_gradients(call, grad, block, work, item, row0, first, n, k_finite):
 
 @compiled
 def write_keys(call, tensor, b, h, first, n, sums, D, factor):
-    """Store n rows of gradient sums; + 0 leaves one kind of zero."""
+    """Store n rows of gradient sums."""
     pitch = 4 * padded(D, WIDTH)
-    size = 4 if call.kind == F32 else 2
     for i in range(n):
         to = row_address(tensor, of_sequence(call.kv_first, b), b, h, first + i)
-        for d in range(D):
-            value = scalar.load(sums + i * pitch + 4 * d) * factor + f32(0.0)
-            scalar.store_element(call.kind, value, to + size * d)
+        write_scaled(call.kind, sums + i * pitch, D, to, factor)
 
 
 @compiled
@@ -275,9 +228,7 @@ def write_queries(call, grad, block, item):
     first = of_sequence(call.q_first, item.b)
     for row in range(item.first_row, item.last_row, LANES):
         sums = dq_tile(call, grad, item.b, item.h, row)
-        for i in range(D * LANES):
-            value = scalar.load(sums + 4 * i) * f32(call.scale) + f32(0.0)
-            scalar.store(value, sums + 4 * i)
+        write_scaled(F32, sums, D * LANES, sums, f32(call.scale))
         for lane in range(LANES):
             g, q_idx = split_row(call, item.b, min(row + lane, item.last_row - 1))
             head = item.h * call.G + g
@@ -314,11 +265,14 @@ def run_gradients(call_at):
                 fill(work.dv, SPAN * padded(call.Dv, WIDTH), f32(0.0))
                 for row0 in range(item.first_row, item.last_row, ROWS):
                     block_gradients(call, grad, block, work, item, row0, first, n, k_finite)
+                n_rows = padded(item.last_row, LANES)
+                _await_turn(call, grad, item, n_rows)
+                _pass_turn(call, grad, item, n_rows)
                 if grad.want_kv:
                     b, h, scale = item.b, item.h, f32(call.scale)
                     write_keys(call, grad.dk, b, h, first, n, work.dk, call.D, scale)
                     write_keys(call, grad.dv, b, h, first, n, work.dv, call.Dv, f32(1.0))
-            if grad.want_q:
+            if grad.want_q and (grad.progress == 0 or item.last_span * SPAN >= length):
                 write_queries(call, grad, block, item)
 
     return run
@@ -333,7 +287,8 @@ def scratch_bytes(D: int, Dv: int) -> int:
 def list_items(
     problem: AttentionProblem, described: Described, by_span: bool, by_block: bool
 ) -> np.ndarray:
-    """Whole KV heads, cut by span of keys or by block of rows where asked."""
+    """Whole KV heads, cut by span of keys or by block of rows where asked; the first spans of all
+    heads come first."""
     rows = []
     for b in range(problem.B):
         n_rows = described.q_len[b] * problem.Hq // problem.Hkv
@@ -353,6 +308,8 @@ def list_items(
                 for block in blocks
                 for span in spans
             ]
+    if by_span:
+        rows.sort(key=itemgetter(4))
     return np.array(rows, ITEM)
 
 
@@ -383,24 +340,21 @@ def backward(problem: AttentionProblem, saved: BackwardTensors, needs: Needs) ->
     scratch = scratch_bytes(D, Dv)
     row_deltas(problem, described, record, scratch)
 
-    def run(want_q: bool, want_kv: bool, by_span: bool, by_block: bool) -> None:
+    def run(want_q: bool, want_kv: bool) -> None:
         record["want_q"], record["want_kv"] = want_q, want_kv
-        items = list_items(problem, described, by_span, by_block)
+        items = list_items(problem, described, by_span=want_kv, by_block=not want_kv)
+        n_spans = -(-max(described.kv_len, default=0) // SPAN)
+        progress = np.zeros(problem.B * problem.Hkv * n_spans, np.int64)
+        if want_q and want_kv:
+            record["progress"], record["spans"] = address(progress), n_spans
         pairs = sum(map(mul, described.q_len, described.kv_len)) * problem.Hq
         arguments = (described.address, address(record), address(items), len(items))
         parallel(
             run_gradients[problem.constant_time], arguments, scratch, 5 * pairs * (D + Dv) // 2
         )
 
-    want_kv = needs.k or needs.v
-    heads, threads = problem.B * problem.Hkv, processes.threads()
-    if needs.q and want_kv and -(-heads // threads) * 5 * threads <= 7 * heads:
-        run(True, True, False, False)
-    else:
-        if want_kv:
-            run(False, True, True, False)
-        if needs.q:
-            run(True, False, False, True)
+    if needs.q or needs.k or needs.v:
+        run(needs.q, needs.k or needs.v)
     return Gradients(
         q=dq if needs.q else None,
         k=dk if needs.k else None,

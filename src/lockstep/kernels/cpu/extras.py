@@ -57,21 +57,22 @@ def _gather_tile(call, tensor, b, h, row, n, rows, to):
 @variants
 def _run_deltas(call_at):
     def run(arguments):
-        """delta = Σ_d dO · O − dlse; a ticket is a sequence and KV head.
+        """delta = Σ_d dO · O − dlse; a ticket is ROWS rows of a sequence and KV head.
 
-        Arguments: call, gradient.
+        Arguments: call, gradient, how many tickets a head has at most.
         """
         call, grad = call_at(argument(arguments, 0)), gradient_at(argument(arguments, 1))
         block = carve_block(enter(arguments), call.D, call.Dv)
         work = carve_gradient(block.end, call.D, call.Dv)
         while True:
-            ticket = take_ticket(arguments)
-            if ticket >= call.B * call.Hkv:
+            ticket, per_head = take_ticket(arguments), argument(arguments, 2)
+            if ticket >= call.B * call.Hkv * per_head:
                 return
-            b, h = ticket // call.Hkv, ticket % call.Hkv
+            head, begin = ticket // per_head, ticket % per_head * ROWS
+            b, h = head // call.Hkv, head % call.Hkv
             rows = call.G * of_sequence(call.q_len, b)
             first = of_sequence(call.q_first, b)
-            for row in range(0, rows, LANES):
+            for row in range(begin, min(begin + ROWS, rows), LANES):
                 n = min(LANES, rows - row)
                 _gather_tile(call, call.out, b, h, row, n, block.q_rows, work.dout)
                 _gather_tile(call, grad.dout, b, h, row, n, block.q_rows, work.dout_t)
@@ -96,9 +97,9 @@ def row_deltas(
 ) -> None:
     """Fill the tensor that ``record`` names delta."""
     work = sum(described.q_len) * problem.Hq * problem.Dv
-    parallel(
-        _run_deltas[problem.constant_time], (described.address, address(record)), scratch, work
-    )
+    per_head = -(-max(described.q_len, default=0) * problem.Hq // problem.Hkv // ROWS)
+    arguments = (described.address, address(record), per_head)
+    parallel(_run_deltas[problem.constant_time], arguments, scratch, work)
 
 
 @variants

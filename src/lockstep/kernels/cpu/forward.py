@@ -44,12 +44,14 @@ from lockstep.kernels.cpu.arithmetic.wide import (
     load_queries,
     load_span,
     padded,
+    plan_next_span,
     rows_range,
     zeros_for,
 )
 from lockstep.kernels.cpu.call.arguments import argument, enter, take_ticket
 from lockstep.kernels.cpu.call.record import (
     is_constant_time,
+    next_row,
     of_sequence,
     row_address,
     split_row,
@@ -64,7 +66,8 @@ from lockstep.kernels.cpu.units import (
     DONE,
     ITEM_BYTES,
     UNIT_BYTES,
-    choose_rows,
+    choose_cut,
+    has_narrow,
     item_at,
     max_pieces,
     plan,
@@ -92,8 +95,10 @@ def write_rows(call, unit, rows, acc, m, l):
     b, h, row0, n_rows = unit.b, unit.h, unit.first_row, unit.n_rows
     q_first = of_sequence(call.q_first, b)
     Dv = padded(call.Dv, MR)
+    g, q_idx = split_row(call, b, row0)
     for i in range(padded(n_rows, LANES)):
-        g, q_idx = split_row(call, b, row0 + min(i, n_rows - 1))
+        if 0 < i < n_rows:
+            g, q_idx = next_row(call, b, g, q_idx)
         # Lanes that repeat the last row repeat its result too.
         row = row_address(call.out, q_first, b, h * call.G + g, q_idx)
         scalar.store_word(row, rows + 8 * i)
@@ -117,7 +122,9 @@ def _fold_unit(call, unit, scratch):
     alone = end_of_group(begin, last) == last
     group = state if alone else carve_running(state.end, call.Dv)
     n_tiles = load_queries(call, block, b, h, unit.first_row, n_rows)
-    clear(state, n_tiles, Dv)
+    # A group that is alone clears it.
+    if not alone or begin == last:
+        clear(state, n_tiles, Dv)
     hi = rows_range(call, b, unit.first_row, n_rows)[1]
     while begin < last:
         clear(group, n_tiles, Dv)
@@ -126,6 +133,8 @@ def _fold_unit(call, unit, scratch):
             first = span * SPAN
             n = min(SPAN, hi - first)
             finite = load_span(call, block, b, h, first, n)
+            ahead = first + SPAN
+            plan_next_span(call, block, b, h, ahead, min(SPAN, hi - ahead), n_tiles)
             for t in range(n_tiles):
                 if attend_span(call, block, b, t, first, n, finite):
                     fold_tile(group, t, Dv, block.part, block.part_m, block.part_l)
@@ -274,7 +283,7 @@ def _kinds(n_rows: Iterable[int], step: int) -> tuple[bool, bool]:
     wide = narrow = False
     for rows in n_rows:
         wide = wide or rows > NARROW
-        narrow = narrow or 0 < rows % step <= NARROW
+        narrow = narrow or has_narrow(rows, step)
     return wide, narrow
 
 
@@ -297,7 +306,7 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
     described = describe(problem, tensors, out, lse, statistics)
     G, threads = problem.Hq // problem.Hkv, processes.threads()
     n_rows = [G * length for length in described.q_len]
-    step, n_units = choose_rows(n_rows, problem.Hkv, threads)
+    step, n_units, split = choose_cut(n_rows, described.kv_len, problem.Hkv, Dv)
     if n_units == 0:
         return out, lse, statistics
     # Three results of the plan, the units, the items.
@@ -311,7 +320,8 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
     units = results + 8 * sizes[0]
     items = units + 8 * sizes[1]
     call = described.address
-    parallel(plan[problem.constant_time], (call, threads, n_units, units, items, results, step))
+    planned = (call, threads, n_units, units, items, results, step, int(split))
+    parallel(plan[problem.constant_time], planned)
     n_parts, n_items, row_spans = table[: sizes[0]]
     workspace = np.empty(n_parts * (Dv + 2), np.float32)
     parts = address(workspace)

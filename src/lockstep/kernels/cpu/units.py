@@ -1,12 +1,13 @@
 """How a forward is cut into work for threads: units of query rows, and items of their spans.
 
-A unit is up to ROWS query rows of one KV head, or half as many. It is one item, or several that
-have some of its spans each. None of this shows in the bits: see `forward`.
+A unit is up to ROWS query rows of one KV head, and those of a head are about equal. It is one item,
+or several that have some of its spans each. None of this shows in the bits: see `forward`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,8 +15,9 @@ from lockstep.kernels.cpu.arithmetic.narrow import NARROW
 from lockstep.kernels.cpu.arithmetic.wide import ROWS, SPAN, padded, rows_range
 from lockstep.kernels.cpu.call.arguments import argument, record_at
 from lockstep.kernels.cpu.call.record import of_sequence, variants
-from lockstep.kernels.cpu.compiler import scalar
+from lockstep.kernels.cpu.compiler import processes, scalar
 from lockstep.kernels.cpu.compiler.compile import compiled
+from lockstep.kernels.cpu.compiler.simd import LANES
 
 UNIT = np.dtype(
     [
@@ -34,21 +36,66 @@ ITEM = np.dtype([("unit", np.int64), ("first_span", np.int64), ("last_span", np.
 UNIT_BYTES, ITEM_BYTES = UNIT.itemsize, ITEM.itemsize
 DONE = UNIT.fields["done"][1]  # type: ignore[index]
 unit_at, item_at = record_at(UNIT), record_at(ITEM)
-# Threads that have fewer units each wait too long for the last ones.
-UNITS_PER_THREAD = 4
+# With more units than this for each thread, it does not matter how long the last ones take.
+UNITS_PER_THREAD = 8
+# Units have this many rows, or a multiple of it: all LANES divide it.
+STEP = 48
+# What it costs to lay a span out for a unit, and what it costs in addition to keep parts of spans
+# for a merge: as many rows, about, could be multiplied with it, and a share of them.
+LAYOUT_ROWS = 16
+MERGE = 0.2
 # Splitting one unit's spans keeps one part per row and span: stay below this many floats.
 WORKSPACE_LIMIT = 16 << 20
 
 
-def choose_rows(n_rows: Sequence[int], Hkv: int, threads: int) -> tuple[int, int]:
-    """How many rows a unit has, and how many units there are, given the rows of a KV head.
+class Cut(NamedTuple):
+    """How query rows are cut into units: up to ``step`` rows each, ``n_units`` of them, and
+    whether their spans are shared out as well."""
 
-    Halves of a block cost less than spans that are split, where they are enough for all threads.
+    step: int
+    n_units: int
+    split: bool
+
+
+def choose_cut(n_rows: Sequence[int], n_keys: Sequence[int], heads: int, Dv: int) -> Cut:
+    """The cut that keeps threads busy, given rows and keys of each sequence's KV heads.
+
+    Every unit lays out its keys for itself, so few large units cost less than many small ones, if
+    they are enough for all threads. Where there are not rows enough, spans are shared out.
     """
-    blocks, halves = (Hkv * sum(-(-n // rows) for n in n_rows) for rows in (ROWS, ROWS // 2))
-    if blocks < UNITS_PER_THREAD * threads <= halves:
-        return ROWS // 2, halves
-    return ROWS, blocks
+    threads = processes.threads()
+    whole = heads * sum(_n_units(n, ROWS) for n in n_rows)
+    if whole >= UNITS_PER_THREAD * threads or max(n_rows, default=0) <= NARROW:
+        return Cut(ROWS, whole, split=False)
+    rows, best, cut = heads * sum(n_rows), float("inf"), Cut(ROWS, whole, split=False)
+    for step in range(ROWS, 0, -STEP):
+        n_units = heads * sum(_n_units(n, step) for n in n_rows)
+        cost = -(-n_units // threads) * (rows / n_units + LAYOUT_ROWS)
+        if cost < best:
+            best, cut = cost, Cut(step, n_units, split=False)
+    n_spans = -(-max(n_keys) // SPAN)
+    parts = heads * sum(n * -(-keys // SPAN) for n, keys in zip(n_rows, n_keys, strict=True))
+    fits = n_spans > 1 and parts * Dv <= WORKSPACE_LIMIT
+    # Each thread has its share, and waits for one span at the end.
+    shared = rows / threads * (1 + MERGE) + (rows / whole + LAYOUT_ROWS) / n_spans
+    return Cut(ROWS, whole, split=True) if fits and shared < best else cut
+
+
+def _n_units(rows: int, step: int) -> int:
+    return -(-rows // step)
+
+
+def has_narrow(rows: int, step: int) -> bool:
+    """Whether one of the units of a KV head with so many rows is narrow."""
+    first = _first_row.py_func(rows, _n_units(rows, step) - 1, step) if rows else 0
+    return 0 < rows - first <= NARROW
+
+
+@compiled
+def _first_row(rows, i, step):
+    """Where unit i of a KV head with so many rows begins: units have whole tiles, about as many."""
+    tiles, n_units = (rows + LANES - 1) // LANES, (rows + step - 1) // step
+    return tiles * i // n_units * LANES
 
 
 @compiled
@@ -57,8 +104,9 @@ def _list_units(call, units, step):
     at = 0
     for b in range(call.B):
         rows = call.G * of_sequence(call.q_len, b)
-        for first in range(padded(rows, step) - step, -1, -step):
-            n_rows = min(step, rows - first)
+        for i in range(padded(rows, step) // step - 1, -1, -1):
+            first = _first_row(rows, i, step)
+            n_rows = min(_first_row(rows, i + 1, step), rows) - first
             lo, hi = rows_range(call, b, first, n_rows)
             first_span = lo // SPAN if lo < hi else 0
             n_spans = padded(hi, SPAN) // SPAN - first_span if lo < hi else 0
@@ -78,21 +126,17 @@ def max_pieces(threads, n_units):
 
 
 @compiled
-def _split_units(units, n_units, Dv, threads):
-    """Decide which units to split among threads; returns how many parts that makes, and the work.
+def _split_units(units, n_units, split, threads):
+    """Give units their parts in the workspace; returns how many there are, and the work.
 
-    Narrow units always keep their parts; others are split where there are too few of them. A
-    split unit goes into items enough for every thread, and few enough to be worth it.
+    Narrow units always keep their parts; others where spans are to be shared out. A split unit
+    goes into items enough for every thread, and few enough to be worth it.
     """
-    total = 0
+    n_parts = total = 0
     for i in range(n_units):
         unit = unit_at(units + i * UNIT_BYTES)
         total += unit.n_rows * unit.n_spans
-    few = n_units < UNITS_PER_THREAD * threads and total * Dv <= WORKSPACE_LIMIT
-    n_parts = 0
-    for i in range(n_units):
-        unit = unit_at(units + i * UNIT_BYTES)
-        if unit.n_rows <= NARROW or (few and unit.n_spans > 1):
+        if unit.n_rows <= NARROW or (split and unit.n_spans > 1):
             unit.workspace = n_parts
             n_parts += unit.n_rows * unit.n_spans
             unit.pieces = max(1, min(unit.n_spans, max_pieces(threads, n_units)))
@@ -117,7 +161,8 @@ def _list_items(units, n_units, items):
 @variants
 def plan(call_at):
     def run(arguments):
-        """Arguments: call, threads, how many units, units, items, results, rows of a unit.
+        """Arguments: call, threads, how many units, units, items, results, rows of a unit, and
+        whether spans are shared out.
 
         Results: how many parts, how many items, rows × spans.
         """
@@ -125,7 +170,7 @@ def plan(call_at):
         n_units, units = argument(arguments, 2), argument(arguments, 3)
         items, results = argument(arguments, 4), argument(arguments, 5)
         _list_units(call, units, argument(arguments, 6))
-        n_parts, total = _split_units(units, n_units, call.Dv, threads)
+        n_parts, total = _split_units(units, n_units, argument(arguments, 7), threads)
         scalar.store_word(n_parts, results)
         scalar.store_word(_list_items(units, n_units, items), results + 8)
         scalar.store_word(total, results + 16)

@@ -12,6 +12,7 @@ from typing import Any
 from llvmlite import ir
 
 from lockstep.kernels.cpu.compiler.compile import compiled
+from lockstep.kernels.cpu.compiler.scalar import store_word
 from lockstep.kernels.cpu.compiler.simd import (
     BF16,
     BLOCK,
@@ -26,6 +27,8 @@ from lockstep.kernels.cpu.compiler.simd import (
     f32,
     i64,
 )
+
+LINE = 64  # bytes
 
 
 def _rows_of(e: Emit, table: ir.Value) -> list[ir.Value]:
@@ -84,6 +87,28 @@ def _scatter_columns(kind: int) -> Any:
     return scatter
 
 
+def _write(kind: int) -> Any:
+    """row[d] = src[d] · c + 0 for D elements, rounded to the storage type; + 0 leaves one kind of
+    zero."""
+    size = ITEMSIZE[kind]
+
+    @emitter(i64, i64, i64, f32)
+    def write(e: Emit, src, D, row, c):
+        def some(first: ir.Value, count: ir.Value, width: int) -> None:
+            with e.loop(count) as i:
+                d = e.ir.add(first, e.ir.mul(i, e.integer(width)))
+                x = e.load_as_f32(e.offset(src, d, 4), F32, width)
+                x = e.ir.fadd(e.ir.fmul(x, e.splat(c, width)), e.constant(0.0, width))
+                e.store_from_f32(x, e.offset(row, d, size), kind)
+
+        vectors = e.ir.sdiv(D, e.integer(WIDTH))
+        done = e.ir.mul(vectors, e.integer(WIDTH))
+        some(e.integer(0), vectors, WIDTH)
+        some(done, e.ir.sub(D, done), 1)
+
+    return write
+
+
 def _copy(kind: int, chunk: int) -> Any:
     """n rows in chunks: chunk j of row i goes to dst + i·pitch + j·step; zeros beyond D.
 
@@ -121,8 +146,23 @@ def _copy(kind: int, chunk: int) -> Any:
     return copy
 
 
+@emitter(i64)
+def prefetch_some(e: Emit, ahead):
+    """Start bringing the next rows of a list (see `plan_ahead`) into the second-level cache: a few,
+    as more would wait for each other, and what comes next for them."""
+    table, left, lines, step = (e.load(ahead, 8 * i, LLVM_I64) for i in range(4))
+    n = e.ir.select(e.ir.icmp_signed("<", left, step), left, step)
+    with e.loop(n) as i:
+        row = e.load(e.offset(table, i, 8), 0, LLVM_I64)
+        with e.loop(lines) as line:
+            e.prefetch(e.offset(row, line, LINE), level=2)
+    e.store(e.offset(table, n, 8), ahead)
+    e.store(e.ir.sub(left, n), ahead, 8)
+
+
 _gather_f32, _gather_f16, _gather_bf16 = (_gather_columns(kind) for kind in (F32, F16, BF16))
 _scatter_f32, _scatter_f16, _scatter_bf16 = (_scatter_columns(kind) for kind in (F32, F16, BF16))
+_write_f32, _write_f16, _write_bf16 = (_write(kind) for kind in (F32, F16, BF16))
 _panel_f32, _panel_f16, _panel_bf16 = (_copy(kind, MR) for kind in (F32, F16, BF16))
 _wide_f32, _wide_f16, _wide_bf16 = (_copy(kind, WIDTH) for kind in (F32, F16, BF16))
 
@@ -149,6 +189,27 @@ def scatter_columns(kind, table, n, D, src, pitch):
             _scatter_f16(table + 8 * i, D, src + 4 * i, pitch)
         else:
             _scatter_bf16(table + 8 * i, D, src + 4 * i, pitch)
+
+
+@compiled
+def plan_ahead(kind, ahead, table, n, D, steps):
+    """Note n rows of D elements that `prefetch_some` will be called for about this many times."""
+    size = 4 if kind == F32 else 2
+    store_word(table, ahead)
+    store_word(n, ahead + 8)
+    store_word((size * D + LINE - 1) // LINE, ahead + 16)
+    store_word((n + steps - 1) // steps, ahead + 24)
+
+
+@compiled
+def write_scaled(kind, src, D, row, c):
+    """row [D] = src [D] fp32 · c."""
+    if kind == F32:
+        _write_f32(src, D, row, c)
+    elif kind == F16:
+        _write_f16(src, D, row, c)
+    else:
+        _write_bf16(src, D, row, c)
 
 
 @compiled

@@ -26,10 +26,15 @@ INF, MINUS_INF = f32(np.inf), f32(-np.inf)
 ROWS_PER_TICKET = 64
 
 
-@compiled
-def fill(address, n, value):
-    for i in range(n):
-        scalar.store(value, address + 4 * i)
+@emitter(i64, i64, f32)
+def fill(e: Emit, address, n, value):
+    """n floats of one value."""
+    vectors = e.ir.sdiv(n, e.integer(WIDTH))
+    values, done = e.splat(value), e.ir.mul(vectors, e.integer(WIDTH))
+    with e.loop(vectors) as i:
+        e.store(values, e.offset(address, i, 4 * WIDTH))
+    with e.loop(e.ir.sub(n, done)) as i:
+        e.store(value, e.offset(address, e.ir.add(done, i), 4))
 
 
 @emitter(i64, i64, i64, f32, f32)

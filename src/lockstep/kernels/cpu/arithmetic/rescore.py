@@ -48,6 +48,8 @@ GRADIENT = np.dtype(
         ("first_tile", np.int64),  # address of [B] int64: tiles before sequence b
         ("want_q", np.int64),
         ("want_kv", np.int64),
+        ("progress", np.int64),  # address of [B, Hkv, spans] int64: see backward; 0: none
+        ("spans", np.int64),
     ]
 )
 gradient_at = record_at(GRADIENT)

@@ -10,7 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.kernels.cpu.arithmetic.memory import copy_panels, gather_columns, gather_panels
+from lockstep.kernels.cpu.arithmetic.memory import (
+    copy_panels,
+    gather_columns,
+    gather_panels,
+    plan_ahead,
+    prefetch_some,
+)
 from lockstep.kernels.cpu.arithmetic.merge import fill
 from lockstep.kernels.cpu.arithmetic.tiles import (
     BUNCH,
@@ -35,6 +41,7 @@ from lockstep.kernels.cpu.call.record import (
     fill_kv_rows,
     is_constant_time,
     key_range,
+    next_row,
     of_sequence,
     row_address,
     slope_of,
@@ -73,6 +80,8 @@ class Block(NamedTuple):
     diagonal: int  # [ROWS] int32 and
     slope: int  # [ROWS] fp32, with ALiBi only
     ranges: int  # [ROWS, 2] int64: keys [lo, hi) of a row
+    next_rows: int  # [2 · ROWS] addresses of rows that are needed next, and
+    ahead: int  # [8] how far they are on their way
     q_t: int  # [TILES, D, LANES]
     k_panels: int  # [SPAN / MR, D, MR]
     v_panels: int  # [Dv / MR, PANEL, MR]
@@ -106,7 +115,9 @@ def carve_block(base, D, Dv):
     diagonal = hi + 4 * ROWS
     slope = diagonal + 4 * ROWS
     ranges = slope + 4 * ROWS
-    q_t = ranges + 16 * ROWS
+    next_rows = ranges + 16 * ROWS
+    ahead = next_rows + 16 * ROWS
+    q_t = ahead + 64
     k_panels = q_t + 4 * ROWS * D
     v_panels = k_panels + 4 * SPAN * D
     s = v_panels + 4 * PANEL * padded(Dv, MR)
@@ -125,6 +136,8 @@ def carve_block(base, D, Dv):
         diagonal,
         slope,
         ranges,
+        next_rows,
+        ahead,
         q_t,
         k_panels,
         v_panels,
@@ -140,8 +153,10 @@ def carve_block(base, D, Dv):
 def load_queries(call, block, b, h, row0, n_rows):
     """Find the rows of a block and lay their queries out; the last row fills up its tile."""
     n_tiles = padded(n_rows, LANES) // LANES
+    g, q_idx = split_row(call, b, row0)
     for i in range(n_tiles * LANES):
-        g, q_idx = split_row(call, b, row0 + min(i, n_rows - 1))
+        if 0 < i < n_rows:
+            g, q_idx = next_row(call, b, g, q_idx)
         head = h * call.G + g
         lo, hi = visible(call, b, q_idx)
         scalar.store_word(q_idx, block.q_idx + 8 * i)
@@ -167,10 +182,15 @@ def load_queries(call, block, b, h, row0, n_rows):
 def rows_range(call, b, first, n_rows):
     """First and last key that rows first … first + n_rows of a KV head loop over."""
     lo, hi = NO_LIMIT, 0
-    for row in range(first, first + n_rows):
-        row_lo, row_hi = key_range(call, b, split_row(call, b, row)[1])
-        if row_lo < row_hi:
-            lo, hi = min(lo, row_lo), max(hi, row_hi)
+    row, length = first, of_sequence(call.q_len, b)
+    while row < first + n_rows:
+        # Both ends of what a query loops over grow with its position in the head.
+        q_idx = split_row(call, b, row)[1]
+        n = min(first + n_rows - row, length - q_idx)
+        head_lo, head_hi = key_range(call, b, q_idx)[0], key_range(call, b, q_idx + n - 1)[1]
+        if head_lo < head_hi:
+            lo, hi = min(lo, head_lo), max(hi, head_hi)
+        row += n
     return lo, hi
 
 
@@ -178,10 +198,21 @@ def rows_range(call, b, first, n_rows):
 def load_span(call, block, b, h, first, n):
     """Lay keys first … first + n out as panels, zeros up to a whole panel. True if v is finite."""
     whole = padded(n, MR)
+    plan_ahead(call.kind, block.ahead, 0, 0, 0, 1)
     fill_kv_rows(call, call.k, b, h, first, n, whole, block.zero_row, block.kv_rows)
     gather_panels(call.kind, block.kv_rows, whole, call.D, block.k_panels)
     fill_kv_rows(call, call.v, b, h, first, n, whole, block.zero_row, block.kv_rows)
     return copy_panels(call.kind, block.kv_rows, whole, call.Dv, block.v_panels, PANEL)
+
+
+@compiled
+def plan_next_span(call, block, b, h, first, n, n_tiles):
+    """Have keys first … first + n and their values brought near while n_tiles tiles are at work."""
+    table, n = block.next_rows, max(n, 0)
+    fill_kv_rows(call, call.k, b, h, first, n, n, block.zero_row, table)
+    fill_kv_rows(call, call.v, b, h, first, n, n, block.zero_row, table + 8 * n)
+    steps = n_tiles * (SPAN // PIECE) * (padded(call.Dv, MR) // MR)
+    plan_ahead(call.kind, block.ahead, table, 2 * n, max(call.D, call.Dv), steps)
 
 
 @compiled
@@ -283,9 +314,10 @@ def is_whole(call, first, n, bounds):
 
 
 @compiled
-def accumulate(panels, p, acc, D, kv, n, fresh):
+def accumulate(panels, p, acc, D, kv, n, fresh, ahead):
     """acc [D, LANES] = or += panels [D / MR, kv … kv + n, MR]ᵀ · p [kv … kv + n, LANES]."""
     for d in range(0, D, MR):
+        prefetch_some(ahead)
         panel = panels + 4 * (d * PANEL + kv * MR)
         accumulate_tile(panel, p + kv * ROW, acc + d * ROW, n, fresh)
 
@@ -326,7 +358,7 @@ def attend_span(call, block, b, t, first, n, finite):
         whole = is_whole(call, first + kv, n_keys, bounds)
         if whole if is_constant_time(call) else finite:
             weigh_rows(s + kv * ROW, n_keys, block.part_m, block.part_l)
-            accumulate(block.v_panels, s, block.part, Dv, kv, n_keys, fresh)
+            accumulate(block.v_panels, s, block.part, Dv, kv, n_keys, fresh, block.ahead)
         else:
             weigh_and_mark_rows(s + kv * ROW, n_keys, block.part_m, block.part_l)
             accumulate_masked(block.v_panels, s, s, block.part, Dv, kv, n_keys, fresh)

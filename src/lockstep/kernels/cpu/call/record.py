@@ -134,6 +134,14 @@ def split_row(call, b, row):
 
 
 @compiled
+def next_row(call, b, g, q_idx):
+    """(g, q_idx) of the row behind that one, without the division of `split_row`."""
+    if q_idx + 1 < of_sequence(call.q_len, b):
+        return g, q_idx + 1
+    return g + 1, 0
+
+
+@compiled
 def visible(call, b, q_idx):
     """The keys [lo, hi) that query q_idx of sequence b sees; lo == hi if none."""
     return _reach(call, b, q_idx, np.int64(load_int(call.kv_count + 8 * b)))

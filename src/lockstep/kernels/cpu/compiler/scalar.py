@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 
 from lockstep.kernels.cpu.compiler.compile import compiled
 from lockstep.kernels.cpu.compiler.simd import (
@@ -112,6 +114,25 @@ def is_minus_zero(e: Emit, value):
 def fetch_add_one(e: Emit, address):
     """Count up for all threads; returns the count before. Later counters see earlier stores."""
     return e.ir.atomic_rmw("add", e.pointer(address), e.integer(1), "acq_rel")
+
+
+@emitter(i64, returns=i64)
+def load_acquire(e: Emit, address):
+    """A word that another thread may write; what it stored before `store_release` is seen after."""
+    return e.ir.load_atomic(e.pointer(address), "acquire", 8, typ=LLVM_I64)
+
+
+@emitter(i64, i64)
+def store_release(e: Emit, value, address):
+    e.ir.atomic_rmw("xchg", e.pointer(address), value, "release")
+
+
+@emitter()
+def give_way(e: Emit):
+    """Let another thread run on this core, if one waits for it."""
+    if os.name == "posix":
+        signature = ir.FunctionType(LLVM_I32, [])
+        e.ir.call(cgutils.get_or_insert_function(e.ir.module, signature, "sched_yield"), [])
 
 
 def _load_as(kind):

@@ -153,11 +153,11 @@ class Emit:
         align = 2 if element in (LLVM_F16, LLVM_I16) else 4
         self.ir.store(value, self.pointer(address, offset), align=align)
 
-    def prefetch(self, address: ir.Value) -> None:
-        """Start bringing a cache line near; harmless at any address."""
+    def prefetch(self, address: ir.Value, level: int = 1) -> None:
+        """Start bringing a cache line near, into this level of caches; harmless at any address."""
         signature = ir.FunctionType(ir.VoidType(), [LLVM_PTR, LLVM_I32, LLVM_I32, LLVM_I32])
         callee = cgutils.get_or_insert_function(self.ir.module, signature, "llvm.prefetch.p0")
-        read, keep, data = (ir.Constant(LLVM_I32, n) for n in (0, 3, 1))
+        read, keep, data = (ir.Constant(LLVM_I32, n) for n in (0, 4 - level, 1))
         self.ir.call(callee, [self.pointer(address), read, keep, data])
 
     def splat(self, value: ir.Value, width: int = WIDTH) -> ir.Value:
