@@ -119,6 +119,21 @@ def test_the_floor_is_of_the_size_of_real_errors(dtype, sigma):
         assert least * expected.floor < expected.math < 10 * expected.floor, name
 
 
+def test_an_out_that_is_rounded_to_one_v_is_forgiven():
+    """A sink takes less of a row than a rounding of out: δ, taken from it, is dp, and dq is 0."""
+    q, k = torch.ones(2, 1, 1, 4, 64)
+    v = torch.randn(1, 1, 1, 64).abs().to(BF16)
+    tensors = Tensors(q.to(BF16), k[..., :1, :].to(BF16), v, sinks=torch.ones(1))
+    dout = torch.ones(1, 1, 4, 64, dtype=BF16)
+    problem = describe(tensors, Options())
+    expected = error_rule.expect(problem, tensors, dout, torch.zeros(1, 1, 4))
+    assert (expected["out"].exact.to(BF16) == v).all()
+    for name in ("dq", "dk"):
+        exact = expected[name].exact
+        assert expected[name].math < 0.1 * exact.abs().max()
+        assert 0 < expected[name].share(torch.zeros_like(exact)) <= 1
+
+
 def test_float32_on_a_gpu_may_lose_what_bfloat16_terms_have_no_bits_for():
     assert rounding.Units.of(F32, "cuda").least == 2.0**-133
     assert rounding.Units.of(F32, "cpu").least == 2.0**-149

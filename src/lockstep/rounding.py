@@ -22,9 +22,9 @@ For one row with weights p, n keys, and the derivatives of `docs/gradients.md`:
 
 with L(n) = 1 + log₂ n, L = L(n) for the sums over keys, and c = u² (L Σ p² + 2), the relative
 variance of l. The errors of l and δ are those of a row, the same for all of its keys, and those of
-a weight are the same in all columns of out, which δ adds up. `dp - δ`
-cancels in a row that one key dominates: there a gradient may be off by far more than a rounding of
-itself.
+a weight are the same in all columns of out, which δ adds up. `dp - δ` cancels in a row that one key
+dominates: there a gradient may be off by far more than a rounding of itself. Where all but that key
+are less than a rounding, out is rounded to its v, and δ to its dp (`_lost_by_out`).
 """
 
 from __future__ import annotations
@@ -251,6 +251,7 @@ def _of_rows(problem: AttentionProblem, units: Units, t: Row) -> Variances:
     delta = dot - t.dlse
     var_delta = (dout2 * (of_column + columns * out**2)).sum(-1, keepdim=True) + u2 * delta**2
     var_delta = var_delta + (moved * (dp - dot) ** 2).sum(-1, keepdim=True) + var_l * dot**2
+    lost = _lost_by_out(units, p, dp, dot)  # [B, Hq, rows, 1]
     ds = p * (dp - delta)
     own = p2 * (var_dp + (dp - delta) ** 2 * (w2 + var_s)) + none2 * t.seen
     own_x = slope**2 * own
@@ -261,26 +262,41 @@ def _of_rows(problem: AttentionProblem, units: Units, t: Row) -> Variances:
     queries = u2 * _levels(t.q.shape[2] * problem.Hq // problem.Hkv)
     dq, dk, dv = dx @ t.k, dx.mT @ t.q, p.mT @ t.dout
     of_row = var_delta * (px @ t.k) ** 2 + (shift + w2) * dq**2
+    of_row = of_row + (lost * (px @ t.k)) ** 2
     found["dq"] = (own_x + keys * dx**2) @ t.k**2 + of_row + least2
     all_x = own_x + px**2 * var_delta + dx**2 * (shift + queries)
-    found["dk"] = all_x.mT @ t.q**2 + w2 * dk**2 + least2
+    found["dk"] = all_x.mT @ t.q**2 + ((px * lost).mT @ t.q) ** 2 + w2 * dk**2 + least2
     # A score that moves a weight moves the sum by p of it: nothing is left where p is 1.
     all_p = p2 * (w2 + (1 - 2 * p) * var_s + shift + queries) + none2 * t.seen
     found["dv"] = all_p.mT @ dout2 + w2 * dv**2 + least2
     if t.bias is not None:
         found["ds"] = ds
-        found["dbias"] = own + p2 * var_delta + ds**2 * (shift + queries) + least2
+        found["dbias"] = own + p2 * (var_delta + lost**2) + ds**2 * (shift + queries) + least2
         if t.bias_per_row:
             found["ds"] = ds.sum(-1, keepdim=True)
-            of_row = var_delta * p.sum(-1, keepdim=True) ** 2 + shift * found["ds"] ** 2
+            of_row = (var_delta + lost**2) * p.sum(-1, keepdim=True) ** 2
+            of_row = of_row + shift * found["ds"] ** 2
             own = (own + ds**2 * (queries + keys)).sum(-1, keepdim=True)
             found["dbias"] = own + of_row + least2
     if t.sinks is not None:
         p_sink = weights[..., -1:]
         relative = var_delta + delta**2 * (w2 + u2 + queries + shift)
         var = (p_sink**2 * relative + none2 * delta**2).sum((0, 2, 3))
+        var = var + (p_sink * lost).sum((0, 2, 3)) ** 2
         found["dsinks"] = var + w2 * (p_sink * delta).sum((0, 2, 3)) ** 2 + least2
     return found
+
+
+def _lost_by_out(units: Units, p: Tensor, dp: Tensor, dot: Tensor) -> Tensor:
+    """What δ is off by where out, as it is returned, is the v of one key, [B, Hq, rows, 1].
+
+    If the other keys, and a sink, have less weight than a rounding, all columns of out are rounded
+    to that v. Their errors have one cause, and those of rows add up, too."""
+    if not p.shape[-1]:
+        return torch.zeros_like(dot)
+    most, key = p.max(-1, keepdim=True)
+    half_eps = units.w * math.sqrt(3.0)
+    return (dp.gather(-1, key) - dot) * (1 - most <= half_eps)
 
 
 def _equal_terms(p: Tensor, t: Row) -> Tensor:
