@@ -11,23 +11,32 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture
-def unassembled(monkeypatch, tmp_path):
-    """Triton stops at LLVM's code, which says how much shared memory a build takes, in a cache of
-    its own: such builds are of no other use."""
+def keep_builds_in(monkeypatch):
+    """`keep_builds_in(name)`: Triton keeps builds below its cache, in a folder of their own: what
+    they are made of does not say that they are no whole ones."""
+    import triton
+
+    cache = Path(triton.knobs.cache.dir)
+    return lambda name: monkeypatch.setenv("TRITON_CACHE_DIR", str(cache / name))
+
+
+@pytest.fixture
+def unassembled(monkeypatch, keep_builds_in):
+    """Triton stops at LLVM's code, which says how much shared memory a build takes."""
     from triton.backends.nvidia.compiler import CUDABackend
 
     def make_ptx(self: object, src: object, metadata: dict[str, object], *_: object) -> str:
         metadata["name"] = "unassembled"
         return ""
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    keep_builds_in("unassembled")
     monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
     monkeypatch.setattr(CUDABackend, "make_ptx", make_ptx)
     monkeypatch.setattr(CUDABackend, "make_cubin", lambda *_: b"")
 
 
 @pytest.fixture
-def unlowered(monkeypatch, unassembled):
+def unlowered(monkeypatch, unassembled, keep_builds_in):
     """Triton stops before LLVM's code, where shared memory has been allocated."""
     from triton.backends.nvidia import compiler
 
@@ -47,5 +56,6 @@ def unlowered(monkeypatch, unassembled):
         metadata["shared"] = src.get_int_attr("ttg.shared")
         return ""
 
+    keep_builds_in("unlowered")
     monkeypatch.setattr(compiler.nvidia.passes.ttgpuir, "add_to_llvmir", stop)
     monkeypatch.setattr(compiler.CUDABackend, "make_llir", allocate)
