@@ -27,7 +27,6 @@ ROUNDS = 12
 def cases() -> list[cpu.Case]:
     forward = [case for case in cpu.CASES if case.name in ("fp32 forward", "fp32 causal")]
     both = [case for case in cpu.CASES if case.backward]
-    both += [replace(case, D=128) for case in both]
     return [replace(case, Hq=2, Hkv=2) for case in forward + both]
 
 

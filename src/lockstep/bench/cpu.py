@@ -78,13 +78,20 @@ def _forward_cases() -> Iterator[Case]:
                 yield Case(name, against, at_least, aim, 8, 8, 2048, 2048, D, dtype, causal=causal)
 
 
+def _training_cases() -> Iterator[Case]:
+    for D in (64, 128):
+        for causal in (False, True):
+            name = f"fp32 {'causal ' if causal else ''}fwd + bwd"
+            yield Case(name, SDPA, 0.8, 1.2, 8, 8, 1024, 1024, D, causal=causal, backward=True)
+
+
 CASES: tuple[Case, ...] = (
     *_forward_cases(),
     Case("decode, grouped", SDPA, 2.0, 4.0, 8, 2, 1, 16384, 64),
     Case("decode, one head", SDPA, 1.3, 1.8, 1, 1, 1, 65536, 64),
     # PyTorch has no window: it gets the same rule as a boolean mask.
     Case("window (256, 0)", SDPA, 8.0, 20.0, 1, 1, 8192, 8192, 64, window=(256, 0)),
-    Case("fp32 fwd + bwd", SDPA, 0.8, 1.2, 8, 8, 1024, 1024, 64, backward=True),
+    *_training_cases(),
 )
 
 
