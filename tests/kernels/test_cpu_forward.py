@@ -118,6 +118,12 @@ def test_nothing_to_attend(B, Sq, Skv):
     assert result.lse.eq(-math.inf).all()
 
 
+def test_many_rows_of_sequences_without_keys():
+    case = draw(65, 2, B=2, kv_lens=torch.tensor([0, 0]))
+    assert_exact(case, gradients=True, kernel="cpu")
+    assert not run(case, kernel="cpu").out.any()
+
+
 def test_rows_that_see_nothing():
     result = run(draw(10, 4, causal=True), kernel="cpu")
     assert result.out[:, :, :6].eq(0).all()

@@ -75,10 +75,11 @@ def choose_cut(n_rows: Sequence[int], n_keys: Sequence[int], heads: int, Dv: int
             best, cut = cost, Cut(step, n_units, split=False)
     n_spans = -(-max(n_keys) // SPAN)
     parts = heads * sum(n * -(-keys // SPAN) for n, keys in zip(n_rows, n_keys, strict=True))
-    fits = n_spans > 1 and parts * Dv <= WORKSPACE_LIMIT
+    if n_spans <= 1 or parts * Dv > WORKSPACE_LIMIT:
+        return cut
     # Each thread has its share, and waits for one span at the end.
     shared = rows / threads * (1 + MERGE) + (rows / whole + LAYOUT_ROWS) / n_spans
-    return Cut(ROWS, whole, split=True) if fits and shared < best else cut
+    return Cut(ROWS, whole, split=True) if shared < best else cut
 
 
 def _n_units(rows: int, step: int) -> int:
