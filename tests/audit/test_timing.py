@@ -153,6 +153,10 @@ def test_constant_time_kernels_run_under_valgrind():
          "lanes"),
         (["vcmpltps %zmm0, %zmm1, %k1", "movabsq $.LCPI1_2, %rax",
           "vbroadcastss (%rax), %zmm2 {%k1}"], None),
+        (["vcmpltps %zmm0, %zmm1, %k1", "movabsq $.LCPI1_2, %rax", "movq %rax, %rcx",
+          "movq (%rdi), %rax", "vbroadcastss (%rcx), %zmm2 {%k1}"], None),
+        (["vcmpltps %zmm0, %zmm1, %k1", "movabsq $.LCPI1_2, %rax", "movq (%rdi), %rax",
+          "vbroadcastss (%rax), %zmm2 {%k1}"], "lanes"),
         (["vcmpltps %zmm0, %zmm1, %k1", "vmovups 64(%rsp), %zmm2 {%k1}"], None),
         # Words by a secret mask are a secret.
         (["vmovups (%rdi), %zmm3", "vcmpltps %zmm0, %zmm1, %k1",

@@ -257,7 +257,9 @@ def _mark_secrets(pieces: list[Piece]) -> None:
     for piece in pieces:
         words = _words(piece.before)
         leads_on = _hold_addresses(words, pieces)
-        is_float = not leads_on and int((np.abs(words) >= SMALL).sum()) > len(words) // 4
+        # A table of two words may have one more after it.
+        few = max(len(words) // 4, 1)
+        is_float = not leads_on and int((np.abs(words) >= SMALL).sum()) > few
         piece.is_secret |= is_float and piece.address not in known
     for record in (piece for piece in pieces if piece.address in known):
         if len(record.before) > CALL.itemsize:

@@ -158,10 +158,17 @@ def _compute(state: State, mnemonic: str, operands: list[str]) -> None:
         operands = [destination]
     if destination == "%rsp" and sources[0].startswith("$"):
         state.depth += int(sources[0][1:], 0) * {"sub": 1, "add": -1}.get(mnemonic[:3], 0)
+    is_address = mnemonic.startswith("mov") and _is_address_of_constant(state, sources[0])
     for x in operands:
         write(state, x, found)
-    if mnemonic.startswith("mov") and sources[0].startswith(("$.LCPI", ".LCPI")):
+    if is_address and not is_memory(destination):
         state.put(f"{names(destination)[0]} constant", True)
+
+
+def _is_address_of_constant(state: State, source: str) -> bool:
+    if source.startswith("%"):
+        return any(f"{name} constant" in state.registers for name in names(source))
+    return source.startswith(("$.LCPI", ".LCPI"))
 
 
 def _push_or_pop(state: State, mnemonic: str, operand: str) -> None:

@@ -22,7 +22,14 @@ from numba.extending import intrinsic
 
 from lockstep.kernels.cpu.call.arguments import record_at
 from lockstep.kernels.cpu.compiler.compile import Kernel, compiled
-from lockstep.kernels.cpu.compiler.scalar import load, load_int, load_word, store_word
+from lockstep.kernels.cpu.compiler.scalar import (
+    larger,
+    load,
+    load_int,
+    load_word,
+    smaller,
+    store_word,
+)
 
 STRIDED = np.dtype([(name, np.int64) for name in ("address", "batch", "head", "row")])
 """A tensor's address and strides in bytes; ``batch`` is the page stride of a page pool."""
@@ -170,6 +177,7 @@ def slope_of(call, b, head):
 @compiled
 def _reach(call, b, q_idx, length):
     diagonal = q_idx + length - of_sequence(call.q_len, b)
-    lo = min(max(0, diagonal - call.left), length)
-    hi = max(lo, min(length, diagonal + call.right + 1))
+    # The length may be secret.
+    lo = smaller(larger(diagonal - call.left, 0), length)
+    hi = larger(lo, smaller(length, diagonal + call.right + 1))
     return lo, hi

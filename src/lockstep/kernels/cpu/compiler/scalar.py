@@ -76,6 +76,20 @@ def store_word(e: Emit, value, address):
     e.store(value, address)
 
 
+@emitter(i64, i64, returns=i64)
+def smaller(e: Emit, x, y):
+    """The smaller of two words that differ by less than 2^63: of ``min`` LLVM may make a branch."""
+    below = e.ir.sub(x, y)
+    return e.ir.add(y, e.ir.and_(below, e.ir.ashr(below, e.integer(63))))
+
+
+@emitter(i64, i64, returns=i64)
+def larger(e: Emit, x, y):
+    """The larger of them."""
+    below = e.ir.sub(x, y)
+    return e.ir.sub(x, e.ir.and_(below, e.ir.ashr(below, e.integer(63))))
+
+
 @emitter(i64, returns=i32)
 def load_int(e: Emit, address):
     return e.load(address, 0, LLVM_I32)
