@@ -81,7 +81,7 @@ def _forward_cases() -> Iterator[Case]:
 def _training_cases() -> Iterator[Case]:
     for D in (64, 128):
         for causal in (False, True):
-            name = f"fp32 {'causal ' if causal else ''}fwd + bwd"
+            name = f"{'causal' if causal else 'fp32'} fwd + bwd"
             yield Case(name, SDPA, 0.8, 1.2, 8, 8, 1024, 1024, D, causal=causal, backward=True)
 
 
