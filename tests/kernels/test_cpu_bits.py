@@ -68,28 +68,28 @@ def test_the_check_sees_another_order_of_summation():
     assert not same_bits(forwards, backwards)
 
 
+def assert_same_bits_on_threads(case, numbers):
+    """Results and gradients on so many threads are those on one."""
+    douts = draw_douts(case)
+    torch.set_num_threads(1)
+    expected = run(case, douts=douts)
+    for threads in numbers:
+        torch.set_num_threads(threads)
+        assert_same_bits(run(case, douts=douts), expected)
+
+
 @by_dtype
 @by_options
 @pytest.mark.parametrize("Sq", [1, 5, 200])
 def test_twice_and_on_any_number_of_threads(Sq, options, dtype):
     case = draw(Sq, 700, B=2, Hq=4, dtype=dtype, sinks=torch.randn(4), **options)
-    douts = draw_douts(case)
-    torch.set_num_threads(1)
-    expected = run(case, douts=douts)
-    for threads in (1, 2, 2, 4):
-        torch.set_num_threads(threads)
-        assert_same_bits(run(case, douts=douts), expected)
+    assert_same_bits_on_threads(case, (1, 2, 2, 4))
 
 
 @by_options
 def test_spans_of_one_head_add_to_dq_in_order_on_any_number_of_threads(options):
     case = draw(900, 1300, B=1, Hq=1, Hkv=1, **options)
-    douts = draw_douts(case)
-    torch.set_num_threads(1)
-    expected = run(case, douts=douts)
-    for threads in (2, 3, 9, 9):
-        torch.set_num_threads(threads)
-        assert_same_bits(run(case, douts=douts), expected)
+    assert_same_bits_on_threads(case, (2, 3, 9, 9))
 
 
 @by_dtype

@@ -49,9 +49,7 @@ from lockstep.kernels.triton.products import add_weighted, product
 from lockstep.kernels.triton.tiles import (
     alibi_of,
     is_seen,
-    seen_by_all,
-    seen_by_any,
-    tile_ranges,
+    tiles_seen,
 )
 
 
@@ -165,9 +163,7 @@ def rows_that_see(
     # Which rows see a key is which keys a row sees, with left and right exchanged.
     near, far = first_key - shift, last_key - shift
     of_keys = Window(window.right, window.left)
-    lo, hi = seen_by_any(near, far, q_len, of_keys)
-    all_lo, all_hi = seen_by_all(near, far, q_len, of_keys)
-    return tile_ranges(lo, hi, all_lo, all_hi, BLOCK_Q, HAS_BIAS)
+    return tiles_seen(near, far, q_len, of_keys, BLOCK_Q, HAS_BIAS)
 
 
 @triton.jit

@@ -44,9 +44,7 @@ from lockstep.kernels.triton.products import add_weighted, product
 from lockstep.kernels.triton.tiles import (
     alibi_of,
     is_seen,
-    seen_by_all,
-    seen_by_any,
-    tile_ranges,
+    tiles_seen,
 )
 
 
@@ -110,9 +108,7 @@ def keys_seen_by(
     shift = kv_len - q_len
     near = first_query + shift
     far = tl.minimum(first_query + BLOCK_Q, q_len) - 1 + shift
-    lo, hi = seen_by_any(near, far, kv_len, window)
-    all_lo, all_hi = seen_by_all(near, far, kv_len, window)
-    return tile_ranges(lo, hi, all_lo, all_hi, BLOCK_KV, HAS_BIAS)
+    return tiles_seen(near, far, kv_len, window, BLOCK_KV, HAS_BIAS)
 
 
 @triton.jit

@@ -63,6 +63,14 @@ def tile_ranges(lo, hi, all_lo, all_hi, BLOCK: tl.constexpr, ALL_MASKED: tl.cons
 
 
 @triton.jit
+def tiles_seen(first, last, kv_len, window, BLOCK: tl.constexpr, ALL_MASKED: tl.constexpr):
+    """The tiles of keys that some row at the positions `first` to `last` sees."""
+    lo, hi = seen_by_any(first, last, kv_len, window)
+    all_lo, all_hi = seen_by_all(first, last, kv_len, window)
+    return tile_ranges(lo, hi, all_lo, all_hi, BLOCK, ALL_MASKED)
+
+
+@triton.jit
 def is_seen(position, kv_idx, kv_len, window):
     """Which rows see which keys, bias aside: position [BLOCK_Q, 1], kv_idx [1, BLOCK_KV]."""
     seen = (kv_idx < kv_len) & (position == position)  # [BLOCK_Q, BLOCK_KV]

@@ -98,15 +98,19 @@ def has_few_rows(problem: AttentionProblem) -> bool:
 def narrow_rows(problem: AttentionProblem) -> int:
     """Rows up to which a sequence has the narrow consumer; 0 where it is slower: head dim 64 has
     two programs to an SM, and at 256 a tile has too few keys for four warps."""
-    is_alike = problem.Dv == problem.D and columns_of(problem.D) == 128
-    return NARROW_ROWS if is_alike and not problem.query_invariant else 0
+    return NARROW_ROWS if _has_128_columns(problem) and not problem.query_invariant else 0
 
 
 def prefetches(problem: AttentionProblem) -> bool:
     """Whether there is code that prepares the next sequence, where these are many: faster at head
     dim 128, slower at 64, where it takes registers from the warpgroup."""
     is_plain = problem.layout == "paged" and not problem.query_invariant
-    return is_plain and problem.Dv == problem.D and columns_of(problem.D) == 128
+    return is_plain and _has_128_columns(problem)
+
+
+def _has_128_columns(problem: AttentionProblem) -> bool:
+    """Whether tiles of keys and of values have 128 columns, of one head dim."""
+    return problem.Dv == problem.D and columns_of(problem.D) == 128
 
 
 def query_tiles_of(problem: AttentionProblem) -> int:
