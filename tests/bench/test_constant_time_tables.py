@@ -113,6 +113,29 @@ def test_counters_of_cpu_calls(tmp_path):
     assert "threads on Xeon" in block
 
 
+def test_times_of_two_cpus(tmp_path):
+    """Each CPU has subjects of its own; one that timed nothing is not named."""
+    rows = [
+        timed("f: all classes", 1.0, course=[]) | {"planted": False, "skipped": False},
+        timed("f: zeros", 2.0) | {"planted": False, "skipped": False},
+    ]
+    runs = []
+    for cpu, found in (("Arm", rows), ("Intel(R) Xeon(R)", rows), ("Z80", [])):
+        hardware = {"cpu": cpu, "simd": "any", "gpus": []}
+        versions = {"torch": "2.13.0", "python": "3.11"}
+        environment = {**ENVIRONMENT, "hardware": hardware, "versions": versions, "threads": 1}
+        run = {"suite": "constant-time", "environment": environment, "date": "2026-01-02"}
+        runs.append({**run, "rows": found})
+    with patch.object(results, "latest", lambda *_: runs):
+        block = constant_time_tables.cpu_times_block(tmp_path)
+        summary = constant_time_tables.summary_block(tmp_path)
+    assert "| f (Arm) | 2000 | 1.5 µs | 1.0 | 2.0 (zeros) |" in block
+    assert "| f (Intel Xeon) | 2000 |" in block
+    assert "1 thread on Arm" in block
+    assert "Z80" not in block
+    assert "| time | CPU calls | 2 of 2 | not measured yet |" in summary
+
+
 def test_cost(tmp_path):
     seconds = {"ordinary": 1e-3, "constant time": 2e-3, "FA3": 1.5e-3}
     shape = {"pass": "forward", "B": 1, "H": 2, "S": 64, "D": 32, "causal": True}

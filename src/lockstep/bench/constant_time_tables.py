@@ -105,12 +105,13 @@ def _on_cpus(directory: Path) -> list[Run]:
 
 def _named(row: dict[str, Any], run: Run) -> dict[str, Any]:
     """A row of a run on a CPU, with the name of that CPU."""
-    cpu = run["environment"]["hardware"]["cpu"]
+    cpu = run["environment"]["hardware"]["cpu"].replace("(R)", "")
     subject, colon, rest = row["name"].partition(": ")
     return {**row, "name": f"{subject} ({cpu}){colon}{rest}"}
 
 
 def _times(found: list[tuple[Run, list[Timed]]]) -> str:
+    found = [(run, subjects) for run, subjects in found if subjects]
     if not found:
         return results.NOT_MEASURED
     lines = [
@@ -228,7 +229,7 @@ def _layers(directory: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
     ):
         rows = [
             row
-            for run in results.latest("constant-time", directory)
+            for run in _on_cpus(directory)
             for row in run["rows"]
             if row["layer"] == layer and not row["skipped"]
         ]

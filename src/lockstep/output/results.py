@@ -101,7 +101,8 @@ def where(run: dict[str, Any]) -> str:
     """One line that says on what a run was measured."""
     env = run["environment"]
     hardware, versions = env["hardware"], env["versions"]
-    machine = f"{env['threads']} threads on {hardware['cpu']} ({hardware['simd']})"
+    threads = f"{env['threads']} thread{'s' * (env['threads'] != 1)}"
+    machine = f"{threads} on {hardware['cpu']} ({hardware['simd']})"
     if run["suite"] in ON_GPU:
         machine = f"{processor(run)}, Triton {versions['triton']}"
     parts = [
