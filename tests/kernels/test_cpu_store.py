@@ -5,23 +5,27 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numba
 import numpy as np
 import pytest
+from numba.core.typed_passes import NativeLowering
 
 import lockstep
 from lockstep.commands import doctor
 from lockstep.kernels import cpu
 from lockstep.kernels.cpu.compiler import compile as compiling
-from lockstep.kernels.cpu.compiler import machine, processes, scalar, store
+from lockstep.kernels.cpu.compiler import lowering, machine, processes, scalar, shortcuts, store
+from lockstep.kernels.cpu.compiler.simd import f32
 
 
 def _answer(arguments):
@@ -98,6 +102,83 @@ def test_a_process_that_was_stopped_is_not_waited_for(home, compilations, monkey
     assert _run() == 42
     assert compilations == [NAME]
     os.close(other)
+
+
+def _question(arguments):
+    """Writes 6 · 9 where its address says."""
+    scalar.store_word(scalar.load_word(arguments) * 9, arguments)
+
+
+def test_several_kernels_are_compiled_together_once_each(home, compilations):
+    kernels = [compiling.Kernel(function) for function in (_question, _answer, _question)]
+    compiling.have_ready(kernels[:2])
+    assert sorted(compilations) == sorted({kernel.name for kernel in kernels})
+    assert all(kernel.is_ready for kernel in kernels[:2])
+    assert not kernels[2].is_ready
+    compiling.have_ready(kernels)
+    results = np.array([6, 0, 6], np.int64)
+    for i, kernel in enumerate(kernels):
+        kernel(results.ctypes.data + 8 * i)
+    assert results.tolist() == [54, 42, 54]
+    assert len(compilations) == 2
+
+
+@pytest.mark.filterwarnings("ignore:lockstep compiles its CPU kernels in memory")
+def test_kernels_compiled_together_are_not_compiled_again_where_there_is_no_disk(
+    tmp_path, monkeypatch, compilations
+):
+    (blocked := tmp_path / "file").touch()
+    monkeypatch.setattr(store, "directories", lambda: [blocked])
+    kernels = [compiling.Kernel(function) for function in (_question, _answer)]
+    compiling.have_ready(kernels)
+    result = np.array([6], np.int64)
+    kernels[0](result.ctypes.data)
+    assert result[0] == 54
+    assert len(compilations) == 2
+
+
+def test_code_does_not_depend_on_what_is_compiled_at_the_same_time():
+    kernels = [compiling.Kernel(function) for function in (_question, _answer)]
+    lowered = [kernel.lowered() for kernel in kernels]
+    alone = [kernel.generate(x) for kernel, x in zip(kernels, lowered, strict=True)]
+    with ThreadPoolExecutor(4) as pool:
+        together = [pool.submit(kernels[i % 2].generate, lowered[i % 2]) for i in range(16)]
+    assert [code.result() for code in together] == alone * 8
+
+
+def _arithmetic() -> Callable[[int], None]:
+    """Operators of all kinds on numbers and constants, in parts that nothing has lowered before."""
+
+    @compiling.compiled
+    def whole(x, y):
+        low = (x + 3) * y // (y - 2) % 7 & 255 | x ^ 1
+        return low + (x << 2 >> 1) if x <= y != 4 else max(-low, y)
+
+    @compiling.compiled
+    def real(x, y):
+        return (f32(x) * f32(0.5) - f32(y)) / f32(3.0) + f32(whole(x, y))
+
+    def run(arguments):
+        for i in range(0, 10, 2):
+            x, y = scalar.load_word(arguments), scalar.load_word(arguments + 8 * i)
+            if x > y or x == 5:
+                scalar.store(real(x, y), arguments + 4 * whole(y, x))
+
+    return run
+
+
+def test_shortcuts_lower_to_what_numba_lowers_to(monkeypatch):
+    def texts() -> list[str]:
+        found = "\n".join(lowering.lower(_arithmetic()).texts)
+        # Counters and addresses of this process.
+        return re.sub(r"\$\d+|B\d+v\d+B|globals\.[0-9a-f]+|\d{12,}", "", found).splitlines()
+
+    short = texts()
+    passes = [NativeLowering if x is shortcuts.Lowering else x for x in lowering.PASSES]
+    monkeypatch.setattr(lowering, "PASSES", passes)
+    monkeypatch.setattr(shortcuts, "Operators", lambda context: context)
+    assert texts() == short
+    assert sum("sdiv" in line for line in short) > 1
 
 
 def _truncate(at: float) -> Callable[[Path], None]:

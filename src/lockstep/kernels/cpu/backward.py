@@ -66,9 +66,9 @@ from lockstep.kernels.cpu.call.tensors import (
 )
 from lockstep.kernels.cpu.call.threads import parallel
 from lockstep.kernels.cpu.compiler import scalar
-from lockstep.kernels.cpu.compiler.compile import compiled
+from lockstep.kernels.cpu.compiler.compile import Kernel, compiled, have_ready
 from lockstep.kernels.cpu.compiler.simd import F32, LANES, MR, WIDTH, f32
-from lockstep.kernels.cpu.extras import bias_gradient, row_deltas, sink_gradient
+from lockstep.kernels.cpu.extras import bias_gradient, row_deltas, run_deltas, sink_gradient
 from lockstep.memory_order import zeros_like
 
 if TYPE_CHECKING:
@@ -278,6 +278,11 @@ def run_gradients(call_at):
     return run
 
 
+def kernels(constant_time: bool) -> tuple[Kernel, ...]:
+    """What gradients of q, k and v need."""
+    return run_gradients[constant_time], run_deltas[constant_time]
+
+
 @lru_cache(maxsize=64)
 def scratch_bytes(D: int, Dv: int) -> int:
     """What a thread needs."""
@@ -317,6 +322,7 @@ def backward(problem: AttentionProblem, saved: BackwardTensors, needs: Needs) ->
     """The gradients asked for, each in the shape and dtype of its tensor."""
     from lockstep.kernels.kernel import Gradients
 
+    have_ready(kernels(problem.constant_time))
     tensors = saved.inputs
     D, Dv = problem.D, problem.Dv
     described = describe(problem, tensors, saved.out, None, saved.statistics)

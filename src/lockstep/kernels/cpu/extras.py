@@ -55,7 +55,7 @@ def _gather_tile(call, tensor, b, h, row, n, rows, to):
 
 
 @variants
-def _run_deltas(call_at):
+def run_deltas(call_at):
     def run(arguments):
         """delta = Σ_d dO · O − dlse; a ticket is ROWS rows of a sequence and KV head.
 
@@ -99,7 +99,7 @@ def row_deltas(
     work = sum(described.q_len) * problem.Hq * problem.Dv
     per_head = -(-max(described.q_len, default=0) * problem.Hq // problem.Hkv // ROWS)
     arguments = (described.address, address(record), per_head)
-    parallel(_run_deltas[problem.constant_time], arguments, scratch, work)
+    parallel(run_deltas[problem.constant_time], arguments, scratch, work)
 
 
 @variants
@@ -254,4 +254,4 @@ def bias_gradient(
     return sums.to(dtype) if exact else _rounded(sums, dtype, problem.constant_time)
 
 
-KERNELS = (_run_deltas, _run_sinks, _run_rounding, _run_bias)
+KERNELS = (run_deltas, _run_sinks, _run_rounding, _run_bias)

@@ -60,7 +60,7 @@ from lockstep.kernels.cpu.call.record import (
 from lockstep.kernels.cpu.call.tensors import address, describe
 from lockstep.kernels.cpu.call.threads import parallel
 from lockstep.kernels.cpu.compiler import processes, scalar
-from lockstep.kernels.cpu.compiler.compile import Kernel, compiled
+from lockstep.kernels.cpu.compiler.compile import Kernel, compiled, have_ready
 from lockstep.kernels.cpu.compiler.simd import F32, LANES, MR, f32
 from lockstep.kernels.cpu.units import (
     DONE,
@@ -295,6 +295,16 @@ def _scratch_bytes(D: int, Dv: int) -> int:
     return max(group.end, carve_narrow(0, D, Dv).end)
 
 
+def _kernels(problem: AttentionProblem, run_items: Kernel) -> tuple[Kernel, ...]:
+    """What a call needs, and its gradients will."""
+    here = run_items, plan[problem.constant_time]
+    if not problem.has_gradient:
+        return here
+    from lockstep.kernels.cpu.backward import kernels
+
+    return *kernels(problem.constant_time), *here
+
+
 def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
     """out, lse and statistics of one call."""
     D, Dv = problem.D, problem.Dv
@@ -309,6 +319,9 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
     step, n_units, split = choose_cut(n_rows, described.kv_len, problem.Hkv, Dv)
     if n_units == 0:
         return out, lse, statistics
+    run_items = RUNNERS[_kinds(n_rows, step)][problem.constant_time]
+    if not run_items.is_ready:
+        have_ready(_kernels(problem, run_items))
     # Three results of the plan, the units, the items.
     sizes = (
         3,
@@ -326,6 +339,5 @@ def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
     workspace = np.empty(n_parts * (Dv + 2), np.float32)
     parts = address(workspace)
     arguments = (call, units, items, n_items, parts, parts + 4 * n_parts * Dv)
-    run_items = RUNNERS[_kinds(n_rows, step)][problem.constant_time]
     parallel(run_items, arguments, _scratch_bytes(D, Dv), row_spans * SPAN * (D + Dv))
     return out, lse, statistics

@@ -7,7 +7,8 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -18,7 +19,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from lockstep.kernels.compiled import note
 from lockstep.kernels.cpu.compiler import machine, processes, store
 from lockstep.kernels.cpu.compiler.entry import entry_of
-from lockstep.kernels.cpu.compiler.lowering import Part, lower
+from lockstep.kernels.cpu.compiler.lowering import Lowered, Part, lower
 
 compiled = Part
 """Decorates a part of a kernel, which is compiled with the kernel that calls it."""
@@ -27,6 +28,8 @@ inlined = partial(Part, forceinline=True)
 
 # Compiling for longer than this many seconds prints a message.
 PATIENCE = 2.0
+# Beside the one in which numba works.
+LLVM_THREADS = 2
 
 _compiling = threading.RLock()
 if hasattr(os, "register_at_fork"):
@@ -77,34 +80,50 @@ class Kernel:
     ) -> None:
         """With ``flush``, the function treats subnormal numbers as zero."""
         self._function, self._flush = function, flush
+        self._address: int | None = None
         self.name = f"{function.__module__.rpartition('.')[2]}.{name or function.__name__}"
         self.__doc__ = function.__doc__
 
-    @cached_property
+    @property
     def address(self) -> int:
         """Where the machine code lies; compiled or loaded from disk when first asked for."""
+        if self._address is None:
+            self._find()
+        assert self._address is not None
+        return self._address
+
+    def _find(self) -> None:
         with _compiling, global_compiler_lock:
-            code = store.read(self.name) or self._compile_once()
-            note(self.name)
-            return machine.load(code, self.name)
+            if self._address is None:
+                code = store.read(self.name)
+                self.load(_compile_once([self])[0] if code is None else code)
 
-    def _compile_once(self) -> bytes:
-        """The code, compiled here unless another process does so first."""
-        with store.one_process_at_a_time(), _patiently():
-            code = store.read(self.name)
-            if code is None:
-                code = self._compile()
-                store.write(self.name, code)
-            return code
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is in memory."""
+        return self._address is not None
 
-    def _compile(self) -> bytes:
-        return machine.generate(self.module(machine.triple()), self.name)
+    def load(self, code: bytes) -> None:
+        """Take machine code for its own."""
+        note(self.name)
+        self._address = machine.load(code, self.name)
 
-    def module(self, triple: str) -> llvm.ModuleRef:
-        """The LLVM module for a kind of machine as LLVM names it; not optimised yet."""
-        module, function = lower(self._function)
-        module.link_in(llvm.parse_assembly(entry_of(self.name, function, triple, self._flush)))
+    def lowered(self) -> Lowered:
+        """What LLVM gets of it, but for the entry."""
+        return lower(self._function)
+
+    def module(self, triple: str, lowered: Lowered | None = None) -> llvm.ModuleRef:
+        """The LLVM module for a kind of machine as LLVM names it, in a context of its own; not
+        optimised yet."""
+        lowered, context = lowered or self.lowered(), llvm.create_context()
+        module = lowered.module(context)
+        entry = entry_of(self.name, lowered.name, triple, self._flush)
+        module.link_in(llvm.parse_assembly(entry, context))
         return module
+
+    def generate(self, lowered: Lowered) -> bytes:
+        """Its machine code: LLVM's part of the work, which any thread may do."""
+        return machine.generate(self.module(machine.triple(), lowered), self.name)
 
     @cached_property
     def _call(self) -> Callable[[int], None]:
@@ -113,6 +132,36 @@ class Kernel:
     def __call__(self, arguments: int) -> None:
         """Run it here, with the interpreter lock released."""
         self._call(arguments)
+
+
+def have_ready(kernels: Sequence[Kernel]) -> None:
+    """Compile kernels that are neither in memory nor on disk, in less time than one by one: while
+    LLVM is at work on some, numba lowers others. Those that LLVM has most to do for come first."""
+    if all(kernel.is_ready for kernel in kernels):
+        return
+    with _compiling, global_compiler_lock:
+        missing = [x for x in kernels if not x.is_ready and store.read(x.name) is None]
+        for kernel, code in zip(missing, _compile_once(missing), strict=True):
+            kernel.load(code)
+
+
+def _compile_once(kernels: Sequence[Kernel]) -> list[bytes]:
+    """The code of kernels, compiled here unless another process does so first."""
+    if not kernels:
+        return []
+    with store.one_process_at_a_time(), _patiently(), ThreadPoolExecutor(LLVM_THREADS) as pool:
+        codes = []
+        for kernel in kernels:
+            code = store.read(kernel.name)
+            codes.append(code or pool.submit(kernel.generate, kernel.lowered()))
+        return [_finish(*pair) for pair in zip(kernels, codes, strict=True)]
+
+
+def _finish(kernel: Kernel, code: bytes | Future[bytes]) -> bytes:
+    if isinstance(code, Future):
+        code = code.result()
+        store.write(kernel.name, code)
+    return code
 
 
 def kernel(function: Callable[[int], None]) -> Any:

@@ -8,20 +8,18 @@ lowered them to until they stand in one module, which is optimised once (``machi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba.core import errors, types
+from numba.core import types
 from numba.core.codegen import CodeLibrary
 from numba.core.compiler import CompilerBase
 from numba.core.compiler_machinery import PassManager
 from numba.core.registry import CPUDispatcher
 from numba.core.runtime import rtsys
 from numba.core.typed_passes import (
-    NativeLowering,
     NoPythonBackend,
     NopythonTypeInference,
     PreLowerStripPhis,
@@ -33,6 +31,8 @@ from numba.core.untyped_passes import (
     RewriteSemanticConstants,
     TranslateByteCode,
 )
+
+from lockstep.kernels.cpu.compiler import shortcuts
 
 # No reference counting: kernels hold no Python or numba objects, only addresses. No wrappers
 # either: parts of a kernel are not called from Python.
@@ -54,7 +54,7 @@ PASSES = (
     ReconstructSSA,
     NopythonTypeInference,
     PreLowerStripPhis,
-    NativeLowering,
+    shortcuts.Lowering,
     NoPythonBackend,
 )
 
@@ -107,61 +107,23 @@ class _Lowered(CodeLibrary):
     def get_function(self, name: str) -> Any:
         raise NotImplementedError
 
+    @cached_property
+    def texts(self) -> list[str]:
+        """LLVM's text for it; kernels share many parts."""
+        return list(map(str, self.modules))
+
     def get_llvm_str(self) -> str:
-        return "\n".join(map(str, self.modules))
+        return "\n".join(self.texts)
 
     def get_asm_str(self) -> str:
         raise NotImplementedError
 
 
-class _Operators:
-    """numba's typing of calls, which remembers what it found for arithmetic and for parts.
-
-    Finding it takes as long as everything else in type inference: numba asks each NumPy function
-    of that name, too, and again for each literal.
-    """
-
-    def __init__(self, context: Any) -> None:
-        self._context = context
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
-
-    def resolve_function_type(self, func: Any, args: Any, kws: Any) -> Any:
-        numbers = all(isinstance(arg, (types.Number, types.Boolean)) for arg in args)
-        is_operator = numbers and isinstance(func, types.Function)
-        if kws or not (is_operator or isinstance(func, types.Dispatcher)):
-            return self._context.resolve_function_type(func, args, kws)
-        key = func, tuple(types.unliteral(arg) for arg in args)
-        if key not in _SIGNATURES:
-            _SIGNATURES[key] = self._context.resolve_function_type(*key, kws)
-        return _SIGNATURES[key]
-
-
-_SIGNATURES: dict[Any, Any] = {}
-
-
-def _remember_sizes(context: Any) -> None:
-    """numba asks LLVM for the size of every variable anew, by way of a module of its own."""
-    ask = context.get_abi_sizeof
-
-    def size_of(kind: ir.Type) -> int:
-        key = str(kind)
-        if key not in _SIZES:
-            _SIZES[key] = ask(kind)
-        return _SIZES[key]
-
-    context.get_abi_sizeof = size_of
-
-
-_SIZES: dict[str, int] = {}  # in bytes
-
-
 class _Pipeline(CompilerBase):
     def __init__(self, typingctx: Any, *args: Any) -> None:
         super().__init__(typingctx, *args)
-        self.state.typingctx = _Operators(typingctx)
-        _remember_sizes(self.state.targetctx)
+        self.state.typingctx = shortcuts.Operators(typingctx)
+        shortcuts.remember_sizes(self.state.targetctx)
 
     def define_pipelines(self) -> list[PassManager]:
         state = self.state
@@ -188,33 +150,35 @@ class Part(CPUDispatcher):
         return super().get_call_template([types.unliteral(arg) for arg in args], kws)
 
 
-@contextmanager
-def _without_colours() -> Iterator[None]:
-    """numba tries much that does not fit, and colours a message about it each time."""
-    before = errors._termcolor_inst
-    names = ("code", "errmsg", "filename", "indicate", "highlight", "reset")
-    errors._termcolor_inst = SimpleNamespace(**dict.fromkeys(names, str))
-    try:
-        yield
-    finally:
-        errors._termcolor_inst = before
-
-
-def lower(function: Callable[[int], None]) -> tuple[llvm.ModuleRef, str]:
-    """The module of a function of one address and all that it calls, and its name there.
+class Lowered(NamedTuple):
+    """A function of one address and all that it calls: modules as LLVM's text, and its name there.
 
     The name follows numba's calling convention: a status, pointers to a result and an exception,
     the address.
     """
+
+    texts: list[str]
+    name: str
+
+    def module(self, context: Any = None) -> llvm.ModuleRef:
+        """All of it as one module of a context, or of LLVM's global one."""
+        whole = llvm.parse_assembly("", context)
+        for text in self.texts:
+            whole.link_in(llvm.parse_assembly(text, context))
+        return whole
+
+
+def lower(function: Callable[[int], None]) -> Lowered:
+    """What numba makes of a function of one address."""
     part = Part(function)
-    with _without_colours():
+    with shortcuts.taken():
         part.compile((types.int64,))
     result = part.overloads[(types.int64,)]
-    whole = llvm.parse_assembly("")
-    for library in result.library.everything():
-        if isinstance(library, _Lowered):
-            for module in library.modules:
-                whole.link_in(llvm.parse_assembly(str(module)))
-        else:
-            whole.link_in(library._get_module_for_linking(), preserve=True)
-    return whole, result.fndesc.llvm_func_name
+    texts = [text for library in result.library.everything() for text in _texts(library)]
+    return Lowered(texts, result.fndesc.llvm_func_name)
+
+
+def _texts(library: CodeLibrary) -> list[str]:
+    if isinstance(library, _Lowered):
+        return library.texts
+    return [str(library._get_module_for_linking())]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import llvmlite
 import llvmlite.binding as llvm
+from llvmlite.binding import ffi
 from numba.core.codegen import get_host_cpu_features, initialize_llvm
 
 OPTIMISATION = 3
@@ -40,8 +42,8 @@ def host() -> Target:
     return Target(triple(), llvm.get_host_cpu_name(), get_host_cpu_features())
 
 
-@lru_cache(maxsize=8)
-def _target(target: Target) -> Any:
+def _create(target: Target) -> Any:
+    """LLVM's idea of a machine, for one thread: it changes while it is in use."""
     if target.triple != triple():
         llvm.initialize_all_targets()
         llvm.initialize_all_asmprinters()
@@ -58,39 +60,59 @@ def _target(target: Target) -> Any:
 
 @lru_cache(maxsize=1)
 def _engine() -> Any:
-    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target(host()))
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _create(host()))
 
 
 def generate(module: llvm.ModuleRef, entry: str, target: Target | None = None) -> bytes:
     """Machine code, as an object file, of a module of which only ``entry`` is called.
 
-    For this machine, where no other one is given.
+    For this machine, where no other one is given. Several threads may do so at once, with modules
+    of different contexts.
     """
-    target = target or host()
-    _optimise(module, entry, target)
-    return bytes(_target(target).emit_object(module))
+    return _emit(module, entry, target or host(), as_object=True)
 
 
 def generate_text(module: llvm.ModuleRef, entry: str, target: Target) -> str:
     """The same as assembly."""
-    _optimise(module, entry, target)
-    return str(_target(target).emit_assembly(module))
+    return _emit(module, entry, target, as_object=False).decode()
 
 
-def _optimise(module: llvm.ModuleRef, entry: str, chosen: Target) -> None:
-    target = _target(chosen)
+def _emit(module: llvm.ModuleRef, entry: str, chosen: Target, as_object: bool) -> bytes:
+    target = _create(chosen)
     module.triple, module.data_layout = chosen.triple, str(target.target_data)
+    _optimise(module, entry, target)
+    with ffi.OutputString() as problem:
+        emit = _without_lock("LLVMPY_TargetMachineEmitToMemory")
+        buffer = emit(target, module, int(as_object), problem)
+        if not buffer:
+            raise RuntimeError(f"LLVM: {problem}")
+    try:
+        start = ffi.lib.LLVMPY_GetBufferStart(buffer)
+        return ctypes.string_at(start, ffi.lib.LLVMPY_GetBufferSize(buffer))
+    finally:
+        ffi.lib.LLVMPY_DisposeMemoryBuffer(buffer)
+
+
+def _optimise(module: llvm.ModuleRef, entry: str, target: Any) -> None:
     parts = [f.name for f in module.functions if not f.is_declaration and f.name != entry]
     for name in parts:
         module.get_function(name).linkage = "linkonce_odr"
     tuning = llvm.create_pipeline_tuning_options(speed_level=OPTIMISATION)
     tuning.loop_vectorization = True
     passes = llvm.create_pass_builder(target, tuning)
-    passes.getModulePassManager().run(module, passes)
+    run = _without_lock("LLVMPY_RunNewModulePassManager")
+    run(passes.getModulePassManager(), module, passes)
     # What was not inlined, and tables: objects of several kernels hold parts of the same name.
     for part in (*module.functions, *module.global_variables):
         if not part.is_declaration and part.name != entry:
             part.linkage = "internal"
+
+
+def _without_lock(name: str) -> Any:
+    """A function of LLVM's, in which a thread stays for long. llvmlite has one thread at a time in
+    LLVM; LLVM itself takes several, if they have nothing in common."""
+    function = getattr(ffi.lib, name)
+    return getattr(function, "_cfn", function)
 
 
 def load(code: bytes, entry: str) -> int:
