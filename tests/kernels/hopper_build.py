@@ -17,6 +17,7 @@ from typing import Any
 
 import triton
 from machine_code import Instructions, between, disassemble, loops, run_tool, target
+from operand_addresses import lost_operands
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -199,7 +200,7 @@ def unused_barriers(ttgir: str) -> list[str]:
 
 def compile_for_hopper(function: Any, arguments: tuple[Any, ...], **options: Any) -> Build:
     """Compile a Gluon kernel for sm_90 as a launch with these arguments would; all its barriers are
-    used."""
+    used, and all its products find their operands."""
     target = GPUTarget("cuda", 90, 32)
     backend = make_backend(target)
     bind = create_function_from_signature(function.signature, function.params, backend)
@@ -216,6 +217,7 @@ def compile_for_hopper(function: Any, arguments: tuple[Any, ...], **options: Any
     if "ptxas info" in said.getvalue():
         _keep(said.getvalue(), _report_path(kernel))
     assert unused_barriers(kernel.asm["ttgir"]) == []
+    assert lost_operands(kernel.asm["cubin"]) == []
     return Build(kernel)
 
 

@@ -79,15 +79,16 @@ def test_dense(causal, D, dtype):
         check(draw(Sq, Skv, B=2, Hq=4, Hkv=2, D=D, dtype=dtype, causal=causal))
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("D", "Dv"),
     [
-        *((8, 64), (40, 40), (96, 96), (96, 32), (64, 128)),
+        *((8, 8), (16, 40), (40, 16), (8, 64), (40, 40), (96, 96), (96, 32), (64, 128)),
         *((192, 192), (192, 128), (160, 160), (136, 256), (64, 200), (256, 8)),
     ],
 )
-def test_other_head_dims(D, Dv):
-    check(draw(190, 201, D=D, Dv=Dv, dtype=torch.bfloat16, causal=True))
+def test_other_head_dims(D, Dv, causal):
+    check(draw(190, 201, D=D, Dv=Dv, dtype=torch.bfloat16, causal=causal))
 
 
 @by_head_dim

@@ -12,6 +12,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from hopper_build import compile_for_hopper, count, writes_in_flight
 from launch_arguments import bind
 from machine_code import Instructions, between, loops
+from operand_addresses import lost_operands
 from shared_places import shared_with_barriers
 
 from lockstep.kernels.hopper import supports_backward
@@ -166,3 +167,9 @@ def describe_call(D: int, Dv: int, S: int = 32):
 def test_takes_what_the_forward_takes_if_it_is_not_empty(D, Dv):
     assert supports_backward(describe_call(D, Dv)) is None
     assert "at least one query and one key" in supports_backward(describe_call(D, Dv, S=0))
+
+
+@pytest.mark.slow
+def test_products_of_narrow_heads_find_their_operands():
+    # Nothing else has noticed that they did not.
+    assert lost_operands(compiled(16).kernel.asm["cubin"]) == []

@@ -30,6 +30,9 @@ from lockstep.kernels.launch import Buffer, Launch
 from lockstep.problem import AttentionProblem
 
 BLOCK_KV = 128
+# Scores are products over at least so many columns. With 16, which take one instruction, ptxas lost
+# the addresses of keys where there is no mask: half of dq was wrong.
+LEAST_COLUMNS = 32
 # By padded head dim: what leaves room for dK and dV, or for the scores, in 240 registers.
 BLOCK_Q = {64: 128, 128: 64}
 # Registers of a thread when a program starts; its partitions then share them out anew.
@@ -116,7 +119,7 @@ def pairs_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str,
         "n_heads": n_heads,
         "heads_at_once": min(n_heads, at_once),
         "Hkv": problem.Hkv,
-        "D_COLUMNS": columns(problem.D),
+        "D_COLUMNS": max(columns(problem.D), LEAST_COLUMNS),
         "DV_COLUMNS": columns(problem.Dv),
     }
 
