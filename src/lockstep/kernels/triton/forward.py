@@ -311,10 +311,8 @@ def attend(
         # Lets `split_kv` start as soon as there is room, to wait for the parts where it needs them.
         gdc_launch_dependents()
     b, head, tile, q_start, q_len, kv_start, kv_len, is_good = locate(
-        tl.program_id(0), sizes.n_slots, sizes.B, sizes.Hkv, sizes.Sq, sizes.Skv,
-        inputs.kv_lens_ptr, inputs.kv_starts_ptr, inputs.cu_seqlens_q_ptr, inputs.cu_seqlens_k_ptr,
-        GROUP, BLOCK_Q,
-    )  # fmt: skip
+        tl.program_id(0), inputs, sizes, GROUP, BLOCK_Q
+    )
     # The loop over keys ends here, whether or not a row sees them.
     kv_stop = sizes.Skv if SECRET_LENGTHS else kv_len
     row = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]

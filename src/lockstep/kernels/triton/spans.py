@@ -36,20 +36,7 @@ EVERY_SPAN: tl.constexpr = tl.constexpr(plan.EVERY_SPAN)
 
 
 @triton.jit
-def locate(
-    program,
-    n_slots,
-    B,
-    Hkv,
-    Sq,
-    Skv,
-    kv_lens_ptr,
-    kv_starts_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    GROUP: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-):
+def locate(program, inputs, sizes, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr):
     """Sequence, KV head and tile of a program; where its sequence begins and how long it is, and
     whether it is good: if it is not (`sequences`), it has no keys.
 
@@ -59,21 +46,24 @@ def locate(
     by slots: one alone would keep coming back to a few slices of the cache. A tile may be one that
     the sequence does not have.
     """
+    n_slots, Hkv = sizes.n_slots, sizes.Hkv
     head, slot = program // n_slots, program % n_slots
-    if cu_seqlens_q_ptr is not None:
+    if inputs.cu_seqlens_q_ptr is not None:
         turns = tl.where(Hkv % 4 == 0, 4, 1)
         slot = program // turns % n_slots
         head = program // (turns * n_slots) * turns + program % turns
         b, tile, is_good, q_start, q_len, kv_start, kv_len = find_queries(
-            slot, cu_seqlens_q_ptr, cu_seqlens_k_ptr, kv_lens_ptr, B, Sq, Skv, GROUP, BLOCK_Q, 1,
-            kv_starts_ptr,
+            slot, inputs.cu_seqlens_q_ptr, inputs.cu_seqlens_k_ptr, inputs.kv_lens_ptr, sizes.B,
+            sizes.Sq, sizes.Skv, GROUP, BLOCK_Q, 1, inputs.kv_starts_ptr,
         )  # fmt: skip
         tile = tl.cdiv(q_len * GROUP, BLOCK_Q) - 1 - tile
     else:
         b, head = head // Hkv, head % Hkv
         tile = n_slots - 1 - slot
-        q_start, q_len = tl.full([], 0, tl.int64), Sq
-        kv_start, kv_len, is_good = checked_range(b, Skv, kv_lens_ptr, kv_starts_ptr)
+        q_start, q_len = tl.full([], 0, tl.int64), sizes.Sq
+        kv_start, kv_len, is_good = checked_range(
+            b, sizes.Skv, inputs.kv_lens_ptr, inputs.kv_starts_ptr
+        )
     return b, head, tile, q_start, q_len, kv_start, kv_len, is_good
 
 
@@ -193,6 +183,15 @@ def load_values(
 
 
 @triton.jit
+def keys_on_wrong_pages(kv_idx, last_key, pages, PAGE_SIZE: tl.constexpr):
+    """Which of these keys are on a page that is not there."""
+    if pages.first_key is not None:
+        kv_idx = pages.first_key + kv_idx
+    _page, is_wrong = page_of(kv_idx, last_key, pages, PAGE_SIZE)
+    return is_wrong
+
+
+@triton.jit
 def attend_tiles(
     tile_lo, tile_hi, state, folded, nan_sum, span_end, q, keys, values, pages, rows, bias_rows,
     slopes, to, span, kv_len, kv_stop, window, scoring,
@@ -253,10 +252,7 @@ def attend_tiles(
         s = scores(q, k, bias, alibi, scoring, PRECISION)
         if PAGE_SIZE != 0 and not LATER:
             if IN_PAGES:
-                kv_at = kv_idx
-                if first_key is not None:
-                    kv_at = first_key + kv_idx
-                _page, is_wrong = page_of(kv_at, last_key, pages, PAGE_SIZE)
+                is_wrong = keys_on_wrong_pages(kv_idx, last_key, pages, PAGE_SIZE)
             s += nan_where(is_wrong)
             if bias is not None:
                 s = tl.where(bias == float("-inf"), float("-inf"), s)
