@@ -73,9 +73,10 @@ def report(facts: dict[str, Any], console: Console) -> None:
     """Print what `examine` found."""
     hardware, commit, cache = facts["hardware"], facts["commit"], facts["compile_cache"]
     _heading(console, "Machine")
+    threads = facts["threads"]
     machine = {
         "CPU": f"{hardware['cpu']}, {hardware['arch']}, {hardware['simd']}",
-        "cores": f"{hardware['cores']} usable, {facts['threads']} threads in use",
+        "cores": f"{hardware['cores']} usable, {threads} thread{'s' * (threads != 1)} in use",
         "memory": f"{hardware['memory_gb']} GiB",
         "GPU": ", ".join(hardware["gpus"]) or "none that PyTorch can use",
         "system": facts["system"],

@@ -18,16 +18,27 @@ def warm_up(
     ] = None,
     heads: Annotated[int | None, typer.Option(help="Query heads, instead of a model.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key heads; as many, if not given.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="D.")] = None,
-    value_dim: Annotated[int, typer.Option(help="Dv, if it is another.")] = 0,
+    head_dim: Annotated[
+        int | None, typer.Option(help="Size of a head of queries and keys.")
+    ] = None,
+    value_dim: Annotated[
+        int | None, typer.Option(help="Size of a head of values; the same, if not given.")
+    ] = None,
     window: Annotated[int | None, typer.Option(help="Keys that a row sees, itself one.")] = None,
     softcap: Annotated[float | None, typer.Option(help="A cap on scores.")] = None,
     sinks: Annotated[bool, typer.Option("--sinks", help="With a sink per head.")] = False,
     encoder: Annotated[bool, typer.Option("--encoder", help="Without a causal mask.")] = False,
     dtype: Annotated[
-        str | None, typer.Option(help="bfloat16, float16, float32 or float64.")
+        str | None,
+        typer.Option(
+            help="bfloat16, float16, float32 or float64; that of the config.json, or bfloat16, "
+            "if not given."
+        ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu, cuda, or one of several, cuda:1; cuda if there is one."),
+    ] = None,
     work: Annotated[
         str, typer.Option(help="What it will do, joined by commas.")
     ] = "prefill,packed,decode,training",
@@ -53,7 +64,7 @@ def warm_up(
             if head_dim is None:
                 raise ValueError("--heads goes with --head-dim")
             seen = None if window is None else (window - 1, 0 if not encoder else window - 1)
-            shape = (heads, kv_heads or heads, head_dim, value_dim, not encoder, seen)
+            shape = (heads, kv_heads or heads, head_dim, value_dim or 0, not encoder, seen)
             wanted = Layer(*shape, softcap=softcap, sinks=sinks)
         works: Any = [name for name in work.split(",") if name]
         kind: Any = None if dtype is None else getattr(torch, dtype, dtype)
