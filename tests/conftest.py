@@ -52,8 +52,6 @@ SLOW = {
     "test_triton_forward_fits.py",
     "test_triton_interpreter.py",
 }
-# A test in one of them that is not.
-QUICK = {"test_split_kv.py": "test_one_launch_gives_the_bits_of_two"}
 # Folders and files whose tests share what takes long to make: processes, traces, a browser, builds.
 TOGETHER = (
     ("tests/distributed/",),
@@ -65,15 +63,14 @@ TOGETHER = (
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Files of which a first answer takes no test are not imported for it."""
-    is_slow = collection_path.name in SLOW.difference(QUICK)
+    is_slow = collection_path.name in SLOW
     return True if is_slow and config.option.markexpr == "not slow" else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     leave_out_gpus(config, items)
     for item in items:
-        name = getattr(item, "originalname", item.name)
-        if item.path.name in SLOW and name != QUICK.get(item.path.name):
+        if item.path.name in SLOW:
             item.add_marker(pytest.mark.slow)
 
 

@@ -168,7 +168,11 @@ def test_the_command_refuses(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "status", "said"),
-    [("t5", (0, 1), ""), ("vit", (2,), "takes pixel_values"), ("whisper", (2,), "--seq 37")],
+    [
+        pytest.param("t5", (0, 1), "", marks=pytest.mark.slow),
+        ("vit", (2,), "takes pixel_values"),
+        ("whisper", (2,), "--seq 37"),
+    ],
 )
 def test_the_command_with_encoders(name, status, said, tmp_path):
     """An encoder takes no chunks, pixels are no tokens, and some models take few of them."""

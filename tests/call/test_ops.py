@@ -186,6 +186,7 @@ def test_gradcheck_sinks():
     assert gradcheck(f, (*inputs(), rand(4, grad=True)))
 
 
+@pytest.mark.slow
 def test_gradcheck_varlen():
     def f(q, k, v, sinks):
         return lockstep.attention_varlen(

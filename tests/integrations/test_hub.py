@@ -44,6 +44,7 @@ def offline(repository, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
+@pytest.mark.slow
 def test_the_hub_takes_metadata_and_folders(repository):
     for backend in hub.BACKENDS:
         folder = repository / "build" / f"torch-{backend}"
@@ -118,6 +119,7 @@ def test_continuous_batching_is_generate(name, offline):
     assert [x.generated_tokens for x in found.values()] == wanted
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     run = CliRunner().invoke(app, ["hub-layout", str(tmp_path), "--json"])
     facts = json.loads(run.stdout)

@@ -40,6 +40,7 @@ def assert_unchanged(monkeypatch):
     return check
 
 
+@pytest.mark.slow
 def test_a_unet_of_diffusers(assert_unchanged):
     diffusers = pytest.importorskip("diffusers")
     model = diffusers.UNet2DConditionModel(

@@ -217,7 +217,9 @@ def compile_for_hopper(function: Any, arguments: tuple[Any, ...], **options: Any
     if "ptxas info" in said.getvalue():
         _keep(said.getvalue(), _report_path(kernel))
     assert unused_barriers(kernel.asm["ttgir"]) == []
-    assert lost_operands(kernel.asm["cubin"]) == []
+    # Where a build stops early there is none.
+    if kernel.asm["cubin"]:
+        assert lost_operands(kernel.asm["cubin"]) == []
     return Build(kernel)
 
 

@@ -64,8 +64,10 @@ def test_results_and_gradients(name, Sq, device):
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
-@pytest.mark.parametrize("lens", [None, LENS], ids=["", "lengths"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "lens"), [("causal", None), *((name, LENS) for name in OPTIONS)],
+    ids=["causal", *(f"{name}, lengths" for name in OPTIONS)],
+)  # fmt: skip
 def test_bits_are_those_without_padding(name, lens, device):
     options = dict(OPTIONS[name])
     if "sinks" in options:

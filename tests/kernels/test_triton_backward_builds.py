@@ -104,14 +104,14 @@ def test_the_main_loop_on_hopper(D):
 
 
 @pytest.mark.usefixtures("unlowered")
-@pytest.mark.parametrize(("capability", "D"), [(80, 256), (80, 512), (90, 512), (100, 256)])
+@pytest.mark.parametrize(("capability", "D"), [(80, 512), (100, 256)])
 def test_wide_heads_fit(capability, D):
     for built in build_passes(D, capability):
         assert built.shared_bytes <= TARGETS[capability][0].shared_bytes
 
 
 @pytest.mark.usefixtures("unlowered")
-@pytest.mark.parametrize(("capability", "D"), [(80, 128), (80, 256), (90, 256)])
+@pytest.mark.parametrize(("capability", "D"), [(80, 256), (90, 256)])
 def test_sums_in_ascending_order_fit(capability, D):
     """Masked tiles are as large as the others then."""
     for built in build_passes(D, capability, ASCENDING=True):
@@ -150,8 +150,9 @@ def float32_builds(D: int, has_bias: bool = False, **options: bool) -> dict[str,
     return {name: Build(kernel) for name, kernel in kernels.items()}
 
 
+# Head dims of 64 and 256 take less than half of what there is.
 @pytest.mark.usefixtures("unlowered")
-@pytest.mark.parametrize("D", [64, 128, 256, 512])
+@pytest.mark.parametrize("D", [128, 512])
 @pytest.mark.parametrize("options", [{"has_bias": True}, {"causal": True, "query_invariant": True}])
 def test_terms_of_float32_fit(D, options):
     for built in float32_builds(D, **options).values():

@@ -147,8 +147,7 @@ def test_paged(page_size):
 
 
 @small
-@pytest.mark.parametrize("multiprocessors", [1, 1000])
-@pytest.mark.parametrize(("page_size", "Hkv"), [(5, 1), (16, 2)])
+@pytest.mark.parametrize(("page_size", "Hkv", "multiprocessors"), [(5, 1, 1000), (16, 2, 1)])
 def test_ragged_pages(page_size, Hkv, multiprocessors, monkeypatch):
     use_multiprocessors(monkeypatch, multiprocessors)
     lens = torch.tensor([80, 0, 33, 7])

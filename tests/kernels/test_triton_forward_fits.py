@@ -92,9 +92,8 @@ def assert_fits(capability, D, dtype, kind, **flags):
 @pytest.mark.parametrize(
     ("capability", "D", "kind"),
     [
-        *[(90, 256, kind) for kind in ("chunk", "bias", "packed", "pages of 256")],
+        *[(90, 256, kind) for kind in ("chunk", "packed", "pages of 256")],
         *[(capability, 256, "chunk") for capability in (86, 100, 120)],
-        (90, 512, "chunk"),
     ],
 )
 def test_fits(capability, D, kind):

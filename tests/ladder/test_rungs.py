@@ -43,6 +43,7 @@ def test_only_the_keys_within_the_secret_length_count(oblivious):
         assert errors(problem, tensors).ok
 
 
+@pytest.mark.slow
 def test_the_machine_counts_the_same_whatever_the_secrets(oblivious):
     seen = set()
     for seed, length in ((0, 40), (1, 3)):

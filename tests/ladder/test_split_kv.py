@@ -66,7 +66,7 @@ def test_the_workspace_of_the_documents():
     assert join.workspace == 0
 
 
-@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("causal", [False, True])
 def test_one_launch_gives_the_bits_of_two(causal):
     problem = Problem(B=1, H=2, S=150, D=32, causal=causal)
     found = {}
