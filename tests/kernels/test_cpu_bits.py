@@ -94,6 +94,26 @@ def test_spans_of_one_head_add_to_dq_in_order_on_any_number_of_threads(options):
 
 @by_dtype
 @by_options
+@pytest.mark.parametrize("Skv", [64, 200, 256])
+def test_parts_of_one_span_add_to_dq_in_order_on_any_number_of_threads(Skv, options, dtype):
+    case = draw(300, Skv, B=1, Hq=4, Hkv=2, dtype=dtype, **options)
+    assert_same_bits_on_threads(case, (2, 3, 5, 16, 16))
+
+
+def test_calls_of_a_kind_share_a_plan_and_no_results():
+    """Other tensors, other threads, and calls of other kinds in between."""
+    cases = [draw(130, 600, B=1, Hq=2, Hkv=1), draw(130, 600, B=1, Hq=2, Hkv=1)]
+    cases.append(cases[0].replaced(k=cases[1].tensors["k"]))
+    inputs = [[case.tensors[name].double() for name in "qkv"] for case in cases]
+    expected = [F.scaled_dot_product_attention(*x, enable_gqa=True).float() for x in inputs]
+    for threads in (1, 3, 1, 16, 3):
+        torch.set_num_threads(threads)
+        for case, out in zip(cases, expected, strict=True):
+            torch.testing.assert_close(run(case).out, out, atol=1e-5, rtol=1e-5)
+
+
+@by_dtype
+@by_options
 @pytest.mark.parametrize("Sq", [1, 3, 40])
 def test_neighbours_place_and_size_of_the_batch(Sq, options, dtype):
     kv_lens = torch.tensor([300, 0, 257, 31])

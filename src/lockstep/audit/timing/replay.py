@@ -15,7 +15,7 @@ import shutil
 import struct
 import subprocess
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -132,18 +132,21 @@ class _Array:
 
     known: ClassVar[weakref.WeakSet[_Array]] = weakref.WeakSet()
 
-    def __init__(self, kind: str, words: Sequence[int] | bytes) -> None:
+    def __init__(self, kind: str, words: Iterable[int] | bytes) -> None:
         if isinstance(words, bytes):
             self.words = np.frombuffer(words, np.int64).copy()
         else:
-            self.words = np.array(words, np.int64)
+            self.words = np.fromiter(words, np.int64)
         self.known.add(self)
 
     def __len__(self) -> int:
         return len(self.words)
 
-    def __getitem__(self, i: slice) -> list[int]:
-        return list(self.words[i].tolist())
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.words.tolist())
+
+    def __getitem__(self, i: int) -> int:
+        return int(self.words[i])
 
     def __setitem__(self, i: int, word: int) -> None:
         self.words[i] = word

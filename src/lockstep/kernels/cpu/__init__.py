@@ -38,7 +38,6 @@ from lockstep.kernels.kernel import (
     Needs,
     Prepared,
     PreparedBackward,
-    Result,
 )
 from lockstep.problem import AttentionProblem, Tensors
 
@@ -55,12 +54,9 @@ def _machine() -> str:
 
 
 def _prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
-    from lockstep.kernels.cpu.forward import forward
+    from lockstep.kernels.cpu.forward import prepare
 
-    def run(tensors: Tensors, addresses: list[int]) -> Result:
-        return forward(problem, tensors)
-
-    return run
+    return prepare(problem, tensors)
 
 
 def _prepare_backward(

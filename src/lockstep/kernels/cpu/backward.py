@@ -65,7 +65,7 @@ from lockstep.kernels.cpu.call.tensors import (
     strided,
 )
 from lockstep.kernels.cpu.call.threads import parallel
-from lockstep.kernels.cpu.compiler import scalar
+from lockstep.kernels.cpu.compiler import processes, scalar
 from lockstep.kernels.cpu.compiler.compile import Kernel, compiled, have_ready
 from lockstep.kernels.cpu.compiler.simd import F32, LANES, MR, WIDTH, f32
 from lockstep.kernels.cpu.extras import bias_gradient, row_deltas, run_deltas, sink_gradient
@@ -79,6 +79,8 @@ ITEM = np.dtype(
     [(name, np.int64) for name in ("b", "h", "first_row", "last_row", "first_span", "last_span")]
 )
 ITEM_BYTES = ITEM.itemsize
+# Parts of a span: whole pieces.
+PARTS = (SPAN // 2, PIECE)
 item_at = record_at(ITEM)
 
 
@@ -147,11 +149,15 @@ def _tile_gradients(call, grad, block, work, item, row0, t, first, n, k_finite):
     score_gradients(call, block, work, item.b, t, first, begin, end, bounds, slopes, g)
     masked = not is_whole(call, first + begin, end - begin, bounds)
     if grad.want_q:
-        p, dp = work.p + g * TILE, work.dp + g * TILE
-        query_part(call, work, p, dp, begin, end, k_finite, masked, block.ahead)
-        row = row0 + t * LANES
-        _await_turn(call, grad, item, row + LANES)
-        add_vectors(dq_tile(call, grad, item.b, item.h, row), work.dq, padded(call.D, MR) * LANES)
+        p, dp, row = work.p + g * TILE, work.dp + g * TILE, row0 + t * LANES
+        sums, is_part = dq_tile(call, grad, item.b, item.h, row), grad.part != 0
+        if is_part:
+            _await_turn(call, grad, item, row + LANES)
+        to = sums if is_part else work.dq
+        query_part(call, work, p, dp, begin, end, k_finite, masked, block.ahead, to, is_part)
+        if not is_part:
+            _await_turn(call, grad, item, row + LANES)
+            add_vectors(sums, work.dq, padded(call.D, MR) * LANES)
         _pass_turn(call, grad, item, row + LANES)
     return begin, end, 1 if masked else 0
 
@@ -192,12 +198,12 @@ def block_gradients(call, grad, block, work, item, row0, first, n, k_finite):
     if lo >= first + n or hi <= first:
         return
     n_tiles, q_finite, d_finite = load_rows(call, grad, block, work, b, h, row0, n_rows)
-    k_row, v_row = 4 * padded(call.D, WIDTH), 4 * padded(call.Dv, WIDTH)
+    n_k, n_v = padded(n, MR) * padded(call.D, WIDTH), padded(n, MR) * padded(call.Dv, WIDTH)
     ahead = row0 + ROWS
     _plan_next_rows(call, grad, block, item, ahead, min(ROWS, item.last_row - ahead), n_tiles)
     if grad.want_kv:
-        fill(work.dk_part, SPAN * k_row // 4, f32(0.0))
-        fill(work.dv_part, SPAN * v_row // 4, f32(0.0))
+        fill(work.dk_part, n_k, f32(0.0))
+        fill(work.dv_part, n_v, f32(0.0))
     start, keys = 0, (SPAN, 0, 0)
     for t in range(n_tiles):
         own = _tile_gradients(call, grad, block, work, item, row0, t, first, n, k_finite)
@@ -208,8 +214,8 @@ def block_gradients(call, grad, block, work, item, row0, first, n, k_finite):
                 _key_parts(call, work, start, rows, keys, q_finite, d_finite)
             start = t + 1
     if grad.want_kv:
-        add_vectors(work.dk, work.dk_part, SPAN * k_row // 4)
-        add_vectors(work.dv, work.dv_part, SPAN * v_row // 4)
+        add_vectors(work.dk, work.dk_part, n_k)
+        add_vectors(work.dv, work.dv_part, n_v)
 
 
 @compiled
@@ -257,12 +263,13 @@ def run_gradients(call_at):
                 return
             item = item_at(items + ticket * ITEM_BYTES)
             length = of_sequence(call.kv_len, item.b)
+            width = grad.part if grad.part != 0 else SPAN
             for span in range(item.first_span, item.last_span):
-                first = span * SPAN
-                n = min(SPAN, length - first)
+                first = span * width
+                n = min(width, length - first)
                 k_finite = load_keys(call, block, work, item.b, item.h, first, n)
-                fill(work.dk, SPAN * padded(call.D, WIDTH), f32(0.0))
-                fill(work.dv, SPAN * padded(call.Dv, WIDTH), f32(0.0))
+                fill(work.dk, padded(n, MR) * padded(call.D, WIDTH), f32(0.0))
+                fill(work.dv, padded(n, MR) * padded(call.Dv, WIDTH), f32(0.0))
                 for row0 in range(item.first_row, item.last_row, ROWS):
                     block_gradients(call, grad, block, work, item, row0, first, n, k_finite)
                 n_rows = padded(item.last_row, LANES)
@@ -272,7 +279,7 @@ def run_gradients(call_at):
                     b, h, scale = item.b, item.h, f32(call.scale)
                     write_keys(call, grad.dk, b, h, first, n, work.dk, call.D, scale)
                     write_keys(call, grad.dv, b, h, first, n, work.dv, call.Dv, f32(1.0))
-            if grad.want_q and (grad.progress == 0 or item.last_span * SPAN >= length):
+            if grad.want_q and (grad.progress == 0 or item.last_span * width >= length):
                 write_queries(call, grad, block, item)
 
     return run
@@ -289,15 +296,29 @@ def scratch_bytes(D: int, Dv: int) -> int:
     return carve_gradient(carve_block(0, D, Dv).end, D, Dv).end
 
 
+def _part_of_span(problem: AttentionProblem, longest: int) -> int:
+    """How many keys an item has where no sequence has more than one span, and heads are fewer than
+    threads; otherwise 0, for whole spans. Sums of dQ go from part to part in order, so that bits do
+    not depend on it."""
+    threads, heads = processes.threads(), problem.B * problem.Hkv
+    if longest > SPAN or heads >= threads:
+        return 0
+    return next((x for x in PARTS if heads * -(-longest // x) >= threads), PARTS[-1])
+
+
 def list_items(
-    problem: AttentionProblem, described: Described, by_span: bool, by_block: bool
+    problem: AttentionProblem,
+    described: Described,
+    by_span: bool,
+    by_block: bool,
+    width: int = SPAN,
 ) -> np.ndarray:
     """Whole KV heads, cut by span of keys or by block of rows where asked; the first spans of all
-    heads come first."""
+    heads come first. A span is ``width`` keys wide."""
     rows = []
     for b in range(problem.B):
         n_rows = described.q_len[b] * problem.Hq // problem.Hkv
-        n_spans = -(-described.kv_len[b] // SPAN)
+        n_spans = -(-described.kv_len[b] // width)
         for h in range(problem.Hkv):
             blocks = range(0, n_rows, ROWS) if by_block else (0,)
             spans = range(n_spans) if by_span else (0,)
@@ -348,8 +369,12 @@ def backward(problem: AttentionProblem, saved: BackwardTensors, needs: Needs) ->
 
     def run(want_q: bool, want_kv: bool) -> None:
         record["want_q"], record["want_kv"] = want_q, want_kv
-        items = list_items(problem, described, by_span=want_kv, by_block=not want_kv)
-        n_spans = -(-max(described.kv_len, default=0) // SPAN)
+        longest = max(described.kv_len, default=0)
+        part = _part_of_span(problem, longest) if want_kv else 0
+        width = part or SPAN
+        items = list_items(problem, described, want_kv, not want_kv, width)
+        n_spans = -(-longest // width)
+        record["part"] = part
         progress = np.zeros(problem.B * problem.Hkv * n_spans, np.int64)
         if want_q and want_kv:
             record["progress"], record["spans"] = address(progress), n_spans

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from lockstep.kernels.kernel import Tensors
     from lockstep.problem import AttentionProblem
 
+# Rows whose deltas a thread takes at a time: all LANES divide them.
+DELTAS = 96
+# Two elements have to be laid out for one multiply-add: that takes as long as this many.
+DELTA_WORK = 16
 # Sums that a thread rounds before it asks for more.
 ROUNDED_AT_ONCE = 4096
 
@@ -57,7 +61,7 @@ def _gather_tile(call, tensor, b, h, row, n, rows, to):
 @variants
 def run_deltas(call_at):
     def run(arguments):
-        """delta = Σ_d dO · O − dlse; a ticket is ROWS rows of a sequence and KV head.
+        """delta = Σ_d dO · O − dlse; a ticket is DELTAS rows of a sequence and KV head.
 
         Arguments: call, gradient, how many tickets a head has at most.
         """
@@ -68,11 +72,11 @@ def run_deltas(call_at):
             ticket, per_head = take_ticket(arguments), argument(arguments, 2)
             if ticket >= call.B * call.Hkv * per_head:
                 return
-            head, begin = ticket // per_head, ticket % per_head * ROWS
+            head, begin = ticket // per_head, ticket % per_head * DELTAS
             b, h = head // call.Hkv, head % call.Hkv
             rows = call.G * of_sequence(call.q_len, b)
             first = of_sequence(call.q_first, b)
-            for row in range(begin, min(begin + ROWS, rows), LANES):
+            for row in range(begin, min(begin + DELTAS, rows), LANES):
                 n = min(LANES, rows - row)
                 _gather_tile(call, call.out, b, h, row, n, block.q_rows, work.dout)
                 _gather_tile(call, grad.dout, b, h, row, n, block.q_rows, work.dout_t)
@@ -96,8 +100,8 @@ def row_deltas(
     problem: AttentionProblem, described: Described, record: np.ndarray, scratch: int
 ) -> None:
     """Fill the tensor that ``record`` names delta."""
-    work = sum(described.q_len) * problem.Hq * problem.Dv
-    per_head = -(-max(described.q_len, default=0) * problem.Hq // problem.Hkv // ROWS)
+    work = DELTA_WORK * sum(described.q_len) * problem.Hq * problem.Dv
+    per_head = -(-max(described.q_len, default=0) * problem.Hq // problem.Hkv // DELTAS)
     arguments = (described.address, address(record), per_head)
     parallel(run_deltas[problem.constant_time], arguments, scratch, work)
 

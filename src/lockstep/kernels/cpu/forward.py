@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ from lockstep.kernels.cpu.call.record import (
     split_row,
     variants,
 )
-from lockstep.kernels.cpu.call.tensors import address, describe
+from lockstep.kernels.cpu.call.tensors import Described, address, describe
 from lockstep.kernels.cpu.call.threads import parallel
 from lockstep.kernels.cpu.compiler import processes, scalar
 from lockstep.kernels.cpu.compiler.compile import Kernel, compiled, have_ready
@@ -73,11 +73,14 @@ from lockstep.kernels.cpu.units import (
     plan,
     unit_at,
 )
-from lockstep.memory_order import empty_like
+from lockstep.memory_order import strides_like
 
 if TYPE_CHECKING:
-    from lockstep.kernels.kernel import Result, Tensors
+    from lockstep.kernels.kernel import Prepared, Result, Tensors
     from lockstep.problem import AttentionProblem
+
+# Words of the longest plan that is kept for calls to come.
+LONGEST_PLAN = 1 << 13
 
 
 @compiled
@@ -305,39 +308,78 @@ def _kernels(problem: AttentionProblem, run_items: Kernel) -> tuple[Kernel, ...]
     return *kernels(problem.constant_time), *here
 
 
-def forward(problem: AttentionProblem, tensors: Tensors) -> Result:
-    """out, lse and statistics of one call."""
-    D, Dv = problem.D, problem.Dv
-    out = empty_like(tensors.q, problem.out_shape)
-    lse = empty_like(tensors.q, problem.lse_shape, dtype=torch.float32)
-    statistics = None
-    if problem.has_gradient:
-        statistics = empty_like(tensors.q, problem.statistics_shape, dtype=torch.float32)
-    described = describe(problem, tensors, out, lse, statistics)
-    G, threads = problem.Hq // problem.Hkv, processes.threads()
-    n_rows = [G * length for length in described.q_len]
-    step, n_units, split = choose_cut(n_rows, described.kv_len, problem.Hkv, Dv)
+class Plan(NamedTuple):
+    """How a call is cut into work for a number of threads."""
+
+    table: array[int]  # units, then items
+    n_units: int
+    n_items: int
+    n_parts: int
+    row_spans: int
+    run_items: Kernel
+
+
+def _make_plan(problem: AttentionProblem, described: Described, threads: int) -> Plan | None:
+    """None if there is nothing to do."""
+    n_rows = [problem.Hq // problem.Hkv * length for length in described.q_len]
+    step, n_units, split = choose_cut(n_rows, described.kv_len, problem.Hkv, problem.Dv)
     if n_units == 0:
-        return out, lse, statistics
+        return None
     run_items = RUNNERS[_kinds(n_rows, step)][problem.constant_time]
     if not run_items.is_ready:
         have_ready(_kernels(problem, run_items))
-    # Three results of the plan, the units, the items.
-    sizes = (
-        3,
-        n_units * UNIT_BYTES // 8,
-        n_units * max_pieces.py_func(threads, n_units) * ITEM_BYTES // 8,
-    )
-    table = array("q", bytes(8 * sum(sizes)))
-    results, _ = table.buffer_info()
-    units = results + 8 * sizes[0]
-    items = units + 8 * sizes[1]
-    call = described.address
-    planned = (call, threads, n_units, units, items, results, step, int(split))
-    parallel(plan[problem.constant_time], planned)
-    n_parts, n_items, row_spans = table[: sizes[0]]
-    workspace = np.empty(n_parts * (Dv + 2), np.float32)
-    parts = address(workspace)
-    arguments = (call, units, items, n_items, parts, parts + 4 * n_parts * Dv)
-    parallel(run_items, arguments, _scratch_bytes(D, Dv), row_spans * SPAN * (D + Dv))
-    return out, lse, statistics
+    most_items = n_units * max_pieces.py_func(threads, n_units)
+    table = array("q", bytes(n_units * UNIT_BYTES + most_items * ITEM_BYTES))
+    results = array("q", bytes(24))
+    units, _ = table.buffer_info()
+    items, found = units + n_units * UNIT_BYTES, results.buffer_info()[0]
+    arguments = (described.address, threads, n_units, units, items, found, step, int(split))
+    parallel(plan[problem.constant_time], arguments)
+    n_parts, n_items, row_spans = results
+    return Plan(table, n_units, n_items, n_parts, row_spans, run_items)
+
+
+def prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
+    """Runs this call and all others like it: out, lse and statistics.
+
+    Those that have no tensors but q, k and v share a description and a plan. In constant time none
+    do: audits compare whole calls.
+    """
+    D, Dv = problem.D, problem.Dv
+    shapes = [problem.out_shape, problem.lse_shape]
+    if problem.has_gradient:
+        shapes.append(problem.statistics_shape)
+    strides = [strides_like(tensors.q, shape) for shape in shapes]
+    is_plain = all(x is None for x in tensors[3:]) and not problem.constant_time
+    known: list[Described] = []
+    plans: dict[int, Plan] = {}  # by threads
+
+    def run(tensors: Tensors, addresses: list[int]) -> Result:
+        out = torch.empty_strided(shapes[0], strides[0], dtype=problem.dtype, device="cpu")
+        rows = zip(shapes[1:], strides[1:], strict=True)
+        floats = partial(torch.empty_strided, dtype=torch.float32, device="cpu")
+        lse, *more = (floats(*each) for each in rows)
+        statistics = more[0] if more else None
+        if known:
+            described = known[0].again(*tensors[:3], out, lse, statistics)
+        else:
+            described = describe(problem, tensors, out, lse, statistics)
+        threads = processes.threads()
+        planned = plans.get(threads) or _make_plan(problem, described, threads)
+        if planned is None:
+            return out, lse, statistics
+        if is_plain and len(planned.table) <= LONGEST_PLAN:
+            known[:], plans[threads] = [described], planned
+        # Threads count units off in it.
+        table = array("q", planned.table)
+        units, _ = table.buffer_info()
+        items = units + planned.n_units * UNIT_BYTES
+        workspace = np.empty(planned.n_parts * (Dv + 2), np.float32)
+        parts = address(workspace)
+        statistics_at = parts + 4 * planned.n_parts * Dv
+        arguments = (described.address, units, items, planned.n_items, parts, statistics_at)
+        work = planned.row_spans * SPAN * (D + Dv)
+        parallel(planned.run_items, arguments, _scratch_bytes(D, Dv), work)
+        return out, lse, statistics
+
+    return run

@@ -78,17 +78,18 @@ def _add_outer_carefully(p, weights, begin, end, rows, out, n, pitch):
 
 
 @compiled
-def query_part(call, work, p, dp, begin, end, finite, masked, ahead):
-    """work.dq [D, LANES] = Σ_kv k [kv, d] · dS [kv, lane] over one span."""
+def query_part(call, work, p, dp, begin, end, finite, masked, ahead, dq, goes_on):
+    """dq [D, LANES] = Σ_kv k [kv, d] · dS [kv, lane] over one span, or += over a part that goes on
+    where the one before has stopped."""
     D = padded(call.D, MR)
     selects = masked if is_constant_time(call) else not finite
     for at in range(begin // PIECE * PIECE, end, PIECE):
         kv, n = piece_of(at, begin, end)
-        fresh = 1 if kv == begin else 0
+        fresh = 1 if kv == begin and not goes_on else 0
         if selects:
-            accumulate_masked(work.k_cols, dp, p, work.dq, D, kv, n, fresh)
+            accumulate_masked(work.k_cols, dp, p, dq, D, kv, n, fresh)
         else:
-            accumulate(work.k_cols, dp, work.dq, D, kv, n, fresh, ahead)
+            accumulate(work.k_cols, dp, dq, D, kv, n, fresh, ahead)
 
 
 @compiled

@@ -50,6 +50,7 @@ GRADIENT = np.dtype(
         ("want_kv", np.int64),
         ("progress", np.int64),  # address of [B, Hkv, spans] int64: see backward; 0: none
         ("spans", np.int64),
+        ("part", np.int64),  # keys of an item's part of the only span; 0: items have whole spans
     ]
 )
 gradient_at = record_at(GRADIENT)

@@ -94,9 +94,25 @@ class Described(NamedTuple):
     def address(self) -> int:
         return self.record.buffer_info()[0]
 
+    def again(self, *tensors: Tensor | None) -> Described:
+        """The same call with others for q, k, v, out, lse and statistics, and no tensors more."""
+        record = array("q", self.record)
+        further = record.buffer_info()[0] - self.address
+        for place, tensor in zip(TENSORS, tensors, strict=True):
+            if tensor is not None:
+                record[place] = tensor.data_ptr()
+        for i in range(TABLES, TABLES + N_TABLES):
+            record[i] += further
+        return self._replace(record=record)
+
 
 CALL_WORDS = CALL.itemsize // 8
-TABLES = CALL.fields["q_first"][1] // 8  # type: ignore[index]
+TENSORS, (TABLES,) = (
+    [CALL.fields[name][1] // 8 for name in names.split()]  # type: ignore[index]
+    for names in ("q k v out lse statistics", "q_first")
+)
+# q_first, q_len, kv_first, kv_len and kv_count.
+N_TABLES = 5
 
 
 def describe(
