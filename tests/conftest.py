@@ -35,6 +35,8 @@ SLOW = {
     "test_exact.py",
     "test_hopper_backward_build.py",
     "test_hopper_backward_loops.py",
+    "test_hopper_backward_medium.py",
+    "test_hopper_backward_medium_protocol.py",
     "test_hopper_backward_protocol.py",
     "test_hopper_backward_wide.py",
     "test_hopper_backward_wide_protocol.py",

@@ -69,12 +69,14 @@ def draw_varlen(
     Hq: int = 4,
     Hkv: int = 2,
     D: int = 64,
+    Dv: int | None = None,
     dtype: torch.dtype = torch.float32,
     **more: Any,
 ) -> Case:
     """Packed sequences of the lengths given."""
     q = torch.randn(sum(q_lens), Hq, D).to(dtype)
     k, v = torch.randn(2, sum(kv_lens), Hkv, D).to(dtype)
+    v = v if Dv is None else v[..., :Dv].contiguous()
     tensors = {"q": q, "k": k, "v": v}
     for name, lens in (("cu_seqlens_q", q_lens), ("cu_seqlens_k", kv_lens)):
         tensors[name] = torch.tensor([0, *lens]).cumsum(0)

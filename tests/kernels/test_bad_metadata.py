@@ -24,6 +24,7 @@ from bad_metadata import (
     spoil_starts,
     spoil_varlen,
 )
+from hopper_cases import DV
 from problems import (
     Case,
     Result,
@@ -204,7 +205,7 @@ class TestInterpreted:
             sums = torch.zeros(n_slots, 2, 4096)
             finish_queries[(n_slots, 2)](
                 sums, dq, *cu, None, *rows, 0, 0, 1.0, D=64, BLOCK_Q=64, BLOCK_KV=64,
-                HAS_LEFT=False, HAS_RIGHT=False,
+                PARTS=2, HAS_LEFT=False, HAS_RIGHT=False,
             )  # fmt: skip
         assert bounds.tolist() == [[*q, T], [*k, Tk], [*good, 0, -7]]
         expected = torch.full((T, 64), torch.nan, dtype=BF16)
@@ -287,27 +288,32 @@ def check_on_gpu(spoiled: Spoiled, *, gradients: bool) -> None:
 
 @pytest.mark.parametrize(
     ("D", "Hq", "q_lens"),
-    [(64, 4, (263, 1, 0, 130, 500)), (64, 16, (700, 63, 1300, 0, 64)), (256, 4, (200, 90, 300))],
-    ids=["a tile to a program", "longest first", "D 256"],
+    [
+        *((64, 4, (263, 1, 0, 130, 500)), (64, 16, (700, 63, 1300, 0, 64))),
+        *((192, 4, (263, 1, 0, 130, 500)), (256, 4, (200, 90, 300))),
+    ],
+    ids=["a tile to a program", "longest first", "D 192", "D 256"],
 )
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("_", [pytest.param(0, marks=on_gpu, id="gpu")])
 def test_offsets(D, Hq, q_lens, seed, _):
     draws = random.Random(seed)
     kv_lens = [draws.choice((n, n, 2 * n, 17)) for n in q_lens]
-    case = draw_varlen(list(q_lens), kv_lens, Hq=Hq, Hkv=Hq // 2, D=D, dtype=BF16, causal=True)
+    case = draw_varlen(
+        list(q_lens), kv_lens, Hq=Hq, Hkv=Hq // 2, D=D, Dv=DV[D], dtype=BF16, causal=True
+    )
     for n in ("q", "k"):
         offsets = case.tensors[f"cu_seqlens_{n}"].int()
         case = case.replaced(**{f"cu_seqlens_{n}": offsets})
     check_on_gpu(spoil_varlen(draws, case), gradients=True)
 
 
-@pytest.mark.parametrize("D", [128, 256])
+@pytest.mark.parametrize("D", [128, 192, 256])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("_", [pytest.param(0, marks=on_gpu, id="gpu")])
 def test_lengths(D, seed, _):
     lens = torch.tensor([0, 300, 256, 7])
-    case = draw(140, 300, B=4, Hq=2, D=D, dtype=BF16, kv_lens=lens, causal=True)
+    case = draw(140, 300, B=4, Hq=2, D=D, Dv=DV[D], dtype=BF16, kv_lens=lens, causal=True)
     check_on_gpu(spoil_lengths(random.Random(seed), case), gradients=True)
 
 

@@ -68,10 +68,11 @@ def test_wide_and_packed_hopper_forward():
     assert not hopper_code.forward_leaks(hopper_code.Build(192, causal=True, packed=True))
 
 
-# Two designs. `lockstep audit timing` reads every build.
-@pytest.mark.parametrize("D", [64, 256])
-def test_wide_and_packed_hopper_backward(D):
-    assert not hopper_code.backward_leaks(hopper_code.Build(D, causal=True, packed=True))
+# Three designs. `lockstep audit timing` reads every build.
+@pytest.mark.parametrize(("D", "Dv"), [(64, 0), (192, 128), (256, 0)])
+def test_wide_and_packed_hopper_backward(D, Dv):
+    build = hopper_code.Build(D, causal=True, packed=True, Dv=Dv)
+    assert not hopper_code.backward_leaks(build)
 
 
 LENGTHS = torch.tensor([5000, 100], dtype=torch.int32)

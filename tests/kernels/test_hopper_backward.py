@@ -10,7 +10,7 @@ import random
 
 import pytest
 import torch
-from hopper_cases import KINDS, random_case
+from hopper_cases import DV, KINDS, random_case
 from kernel_calls import backward as run_backward
 from kernel_calls import forward as run_forward
 from problems import (
@@ -27,6 +27,7 @@ from problems import (
 
 from lockstep import reference
 from lockstep.kernels.hopper import KERNEL
+from lockstep.kernels.hopper.backward.medium import call as medium
 from lockstep.kernels.hopper.backward.narrow import call as narrow
 from lockstep.kernels.kernel import BackwardTensors, Needs
 from lockstep.memory_order import in_order_of
@@ -41,7 +42,7 @@ pytestmark = [
 
 DTYPES = (torch.bfloat16, torch.float16)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
-by_head_dim = pytest.mark.parametrize("D", [64, 128, 256])
+by_head_dim = pytest.mark.parametrize("D", DV)
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +77,7 @@ def check(case: Case) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_dense(causal, D, dtype):
     for Sq, Skv in ((256, 256), (1, 1), (63, 111), (300, 129), (129, 300)):
-        check(draw(Sq, Skv, B=2, Hq=4, Hkv=2, D=D, dtype=dtype, causal=causal))
+        check(draw(Sq, Skv, B=2, Hq=4, Hkv=2, D=D, Dv=DV[D], dtype=dtype, causal=causal))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -84,7 +85,7 @@ def test_dense(causal, D, dtype):
     ("D", "Dv"),
     [
         *((8, 8), (16, 40), (40, 16), (8, 64), (40, 40), (96, 96), (96, 32), (64, 128)),
-        *((192, 192), (192, 128), (160, 160), (136, 256), (64, 200), (256, 8)),
+        *((192, 192), (160, 128), (136, 64), (160, 160), (136, 256), (64, 200), (256, 8)),
     ],
 )
 def test_other_head_dims(D, Dv, causal):
@@ -107,21 +108,21 @@ def test_other_head_dims(D, Dv, causal):
 )
 def test_options(variants, D):
     for options in variants:
-        check(draw(333, 517, D=D, dtype=torch.bfloat16, **options))
+        check(draw(333, 517, D=D, Dv=DV[D], dtype=torch.bfloat16, **options))
 
 
 @by_head_dim
 def test_sinks(D):
-    case = draw(200, 300, B=2, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, causal=True)
+    case = draw(200, 300, B=2, Hq=4, Hkv=2, D=D, Dv=DV[D], dtype=torch.bfloat16, causal=True)
     check(case.replaced(sinks=torch.randn(4)))
 
 
 @by_head_dim
 def test_rows_and_keys_that_see_nothing_get_zero(D):
-    case = draw(400, 150, D=D, dtype=torch.bfloat16, causal=True)
+    case = draw(400, 150, D=D, Dv=DV[D], dtype=torch.bfloat16, causal=True)
     found = gradients(case, draw_douts(case))
     assert not found["dq"][:, :, :250].any()
-    case = draw(100, 400, D=D, dtype=torch.bfloat16, window=(20, 0))
+    case = draw(100, 400, D=D, Dv=DV[D], dtype=torch.bfloat16, window=(20, 0))
     found = gradients(case, draw_douts(case))
     assert not found["dk"][:, :, :280].any()
     assert not found["dv"][:, :, :280].any()
@@ -129,21 +130,21 @@ def test_rows_and_keys_that_see_nothing_get_zero(D):
 
 @by_head_dim
 def test_kv_lens(D):
-    case = draw(129, 400, B=4, D=D, dtype=torch.bfloat16, causal=True)
+    case = draw(129, 400, B=4, D=D, Dv=DV[D], dtype=torch.bfloat16, causal=True)
     check(case.replaced(kv_lens=torch.tensor([0, 1, 256, 400])))
 
 
 @by_head_dim
 def test_varlen(D):
     lens = [1, 130, 64, 0, 257], [5, 130, 200, 30, 100]
-    check(draw_varlen(*lens, D=D, dtype=torch.bfloat16, causal=True))
-    check(draw_varlen(*lens, D=D, dtype=torch.bfloat16, window=(50, 20)))
+    check(draw_varlen(*lens, D=D, Dv=DV[D], dtype=torch.bfloat16, causal=True))
+    check(draw_varlen(*lens, D=D, Dv=DV[D], dtype=torch.bfloat16, window=(50, 20)))
 
 
 @by_head_dim
 def test_strides(D):
     """Views with rows far apart, and ones that no tensor map takes."""
-    case = draw(150, 170, B=2, D=D, dtype=torch.bfloat16)
+    case = draw(150, 170, B=2, D=D, Dv=DV[D], dtype=torch.bfloat16)
     douts = draw_douts(case)
     expected = gradients(case, douts)
     spread = {n: x.transpose(1, 2).contiguous().transpose(1, 2) for n, x in case.tensors.items()}
@@ -156,7 +157,7 @@ def test_strides(D):
 @by_head_dim
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
 def test_nothing_beyond_a_length_leaks(garbage, D):
-    case = draw(100, 300, B=2, D=D, dtype=torch.bfloat16)
+    case = draw(100, 300, B=2, D=D, Dv=DV[D], dtype=torch.bfloat16)
     lens = torch.tensor([77, 200])
     case = case.replaced(kv_lens=lens)
     douts = draw_douts(case)
@@ -179,7 +180,7 @@ def test_garbage_stays_with_those_who_see_it(D, dtype):
     """A query or dO that is not finite reaches the keys its row sees; a key or value, the rows that
     see it: whole rows of gradients, and nobody else."""
     Sq, Skv = 300, 400
-    case = draw(Sq, Skv, D=D, dtype=dtype, causal=True)
+    case = draw(Sq, Skv, D=D, Dv=DV[D], dtype=dtype, causal=True)
     dout, dlse = draw_douts(case)
     clean = gradients(case, (dout, dlse))
 
@@ -209,7 +210,7 @@ def test_garbage_stays_with_those_who_see_it(D, dtype):
 
 @by_head_dim
 def test_keys_that_nobody_sees_do_not_leak(D):
-    case = draw(100, 400, D=D, dtype=torch.bfloat16, window=(20, 0))
+    case = draw(100, 400, D=D, Dv=DV[D], dtype=torch.bfloat16, window=(20, 0))
     douts = draw_douts(case)
     clean = gradients(case, douts)
     for name in ("k", "v"):
@@ -220,7 +221,7 @@ def test_keys_that_nobody_sees_do_not_leak(D):
 
 @by_head_dim
 def test_neighbours_do_not_leak(D):
-    case = draw_varlen([70, 90, 80], [70, 90, 80], D=D, dtype=torch.bfloat16)
+    case = draw_varlen([70, 90, 80], [70, 90, 80], D=D, Dv=DV[D], dtype=torch.bfloat16)
     dout, dlse = draw_douts(case)
     expected = gradients(case, (dout, dlse))
     for name in ("q", "k", "v"):
@@ -236,7 +237,7 @@ def test_neighbours_do_not_leak(D):
 @pytest.mark.parametrize("causal", [False, True])
 def test_bits(causal, D):
     """The same call again, and a sequence alone, in another place, and packed."""
-    case = draw(700, 900, B=3, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, causal=causal)
+    case = draw(700, 900, B=3, Hq=4, Hkv=2, D=D, Dv=DV[D], dtype=torch.bfloat16, causal=causal)
     douts = draw_douts(case)
     together = gradients(case, douts)
     for _ in range(5):
@@ -259,18 +260,19 @@ def test_bits(causal, D):
         assert same_bits(packed[name], of_batch)
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 192])
 @pytest.mark.parametrize(
     "options", [{}, {"causal": True}, {"window": (150, 40)}], ids=["none", "causal", "window"]
 )
 def test_how_many_programs_share_the_tickets_changes_no_bit(options, D, monkeypatch):
     """Also where some loops are over at once, as for keys beyond a length."""
-    case = draw(300, 700, B=2, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, **options)
+    case = draw(300, 700, B=2, Hq=4, Hkv=2, D=D, Dv=DV[D], dtype=torch.bfloat16, **options)
     case = case.replaced(kv_lens=torch.tensor([130, 640]))
     douts = draw_douts(case)
     expected = gradients(case, douts)
     for programs in (1, 2, 3, 7):
-        monkeypatch.setattr(narrow, "processors", lambda _, n=programs: n)
+        for design in (narrow, medium):
+            monkeypatch.setattr(design, "processors", lambda _, n=programs: n)
         found = gradients(case, douts)
         assert all(same_bits(found[name], expected[name]) for name in expected)
 
@@ -280,7 +282,7 @@ def test_how_many_programs_share_the_tickets_changes_no_bit(options, D, monkeypa
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 def test_bits_with_garbage(name, value, D):
     """Who sees it, and what comes of it, is not left to chance."""
-    case = draw(300, 300, Hq=8, Hkv=8, D=D, dtype=torch.bfloat16, causal=True)
+    case = draw(300, 300, Hq=8, Hkv=8, D=D, Dv=DV[D], dtype=torch.bfloat16, causal=True)
     dout, dlse = draw_douts(case)
     {**case.tensors, "dout": dout}[name][0, :, 5:300:64, 3] = value
     expected = gradients(case, (dout, dlse))
@@ -305,6 +307,7 @@ def test_random_shapes_do_not_hang(mask, D):
             Hq=(heads := draws.choice([2, 24])) * draws.choice([1, 2]),
             Hkv=heads,
             D=D,
+            Dv=DV[D],
             dtype=torch.bfloat16,
             causal=mask == "causal",
             window=windows.get(mask),
@@ -318,7 +321,8 @@ def test_no_hang(D, kind, monkeypatch):
     """10,000 launches in all, on one program or many, into memory full of NaN. A hang is a hang, so
     run this under a timeout."""
     draws = random.Random(kind)
-    monkeypatch.setattr(narrow, "processors", lambda _: draws.choice((1, 7, 132)))
+    for design in (narrow, medium):
+        monkeypatch.setattr(design, "processors", lambda _: draws.choice((1, 7, 132)))
     pool = torch.randn(1 << 22, dtype=torch.bfloat16)
     unwritten = torch.zeros((), dtype=torch.int64)
     needs = Needs(True, True, True, False, False)

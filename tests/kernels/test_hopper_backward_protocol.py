@@ -347,7 +347,7 @@ def crew(monkeypatch, request):
         "largest": lambda _: 0,
         "assign_keys": lambda ticket, *_: crew.assign(ticket),
         "_await_count": lambda tile, count: crew.pause(lambda: crew.counts.get(tile, 0) == count),
-        "_await_sums": lambda _: None,
+        "await_sums": lambda _: None,
         **{
             name: getattr(tiles, name).value
             for name in ("STAGES", "PARTS", "DS_TILES", "CONSUMERS_AND_WARP", *NAMED)

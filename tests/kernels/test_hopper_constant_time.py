@@ -87,6 +87,13 @@ def test_gradients(D, kind):
     check_gradients(draw(300, 650, B=2, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, **KINDS[kind]))
 
 
+@pytest.mark.parametrize("kind", ["full", "causal", "window", "lengths", "sinks", "capped"])
+def test_gradients_of_keys_wider_than_values(kind):
+    check_gradients(
+        draw(300, 650, B=2, Hq=4, Hkv=2, D=192, Dv=128, dtype=torch.bfloat16, **KINDS[kind])
+    )
+
+
 @pytest.mark.parametrize("D", [64, 128, 192])
 def test_gradients_of_large_scores(D):
     numbers = "normal, sigma 1000"

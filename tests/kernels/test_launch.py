@@ -27,6 +27,7 @@ from lockstep.cache import Cache
 from lockstep.kernels import driver, graphs, hopper, launch, straight_line
 from lockstep.kernels.allocate import allocator
 from lockstep.kernels.hopper import decode
+from lockstep.kernels.hopper.backward.medium import call as medium
 from lockstep.kernels.hopper.backward.narrow import call as narrow
 from lockstep.kernels.hopper.decode import launch as hopper_decode
 from lockstep.kernels.hopper.forward import launch as hopper_forward
@@ -40,7 +41,17 @@ BF16 = torch.bfloat16
 STREAM, SCRATCH = 5, 256
 BYTES = {"i32": 4, "i64": 8, "fp32": 4}
 # Parameters of the Hopper kernels that have other names than their tensors.
-TENSORS = {"cu_q": "cu_seqlens_q", "cu_kv": "cu_seqlens_k", "order": "sequence_order", "o": "out"}
+TENSORS = {
+    "cu_q": "cu_seqlens_q",
+    "cu_kv": "cu_seqlens_k",
+    "order": "sequence_order",
+    "o": "out",
+    "q_rest": "q",
+    "k_rest": "k",
+    "dk_rest": "dk",
+    "chunk": "sums",
+    "middle": "sums",
+}
 
 
 class Read(NamedTuple):
@@ -173,7 +184,7 @@ def fake(monkeypatch) -> Driver:
     monkeypatch.setattr(launch, "_COMPILED", Cache(limit=100))
     monkeypatch.setattr(JITFunction, "__getitem__", lambda k, grid: partial(fake.compile, k, grid))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
-    for module in (narrow, hopper_forward, hopper_decode):
+    for module in (narrow, medium, hopper_forward, hopper_decode):
         monkeypatch.setattr(module, "processors", lambda _: 132)
     device = triton_forward.Device(132, 232448, True, False, True, 64)
     for module in (triton_forward, triton_backward):
@@ -185,13 +196,18 @@ def drawn(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=BF16)
 
 
+# That of values, where it is another.
+DV = {192: 128}
+
+
 def dense(Sq: int = 70, Skv: int = 300, D: int = 64, **more: Any) -> Tensors:
-    return Tensors(drawn(2, 4, Sq, D), drawn(2, 2, Skv, D), drawn(2, 2, Skv, D), **more)
+    v = drawn(2, 2, Skv, DV.get(D, D))
+    return Tensors(drawn(2, 4, Sq, D), drawn(2, 2, Skv, D), v, **more)
 
 
 def packed(D: int = 64, B: int = 2, **more: Any) -> Tensors:
     offsets = [torch.zeros(B + 1, dtype=torch.int32) for _ in range(2)]
-    q, k, v = (drawn(300, 4, D) for _ in range(3))
+    q, k, v = (drawn(300, 4, d) for d in (D, D, DV.get(D, D)))
     return Tensors(q, k, v, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], **more)
 
 
@@ -346,7 +362,9 @@ def call_regions(
 @pytest.mark.parametrize(
     "case", ["dense", "sinks", "kv_lens", "packed", "many packed", "bias", "a bias of each"]
 )
-@pytest.mark.parametrize(("kernel", "D"), [("triton", 64), ("hopper", 64), ("hopper", 256)])
+@pytest.mark.parametrize(
+    ("kernel", "D"), [("triton", 64), ("hopper", 64), ("hopper", 192), ("hopper", 256)]
+)
 def test_backward(fake, kernel, D, case):
     saved = saved_of(INPUTS[case](D=D))
     if kernel == "hopper" and saved.bias is not None:
@@ -357,6 +375,8 @@ def test_backward(fake, kernel, D, case):
         "triton": {"prepare_rows", "sum_keys", "sum_queries"},
         "hopper": {"prepare_rows", "backward_kernel", "finish_queries"},
     }[kernel]
+    if D == 192:
+        expected = {"prepare_rows", "medium_kernel", "finish_queries"}
     if D == 256:
         expected = {"prepare_rows", "keys_kernel", "queries_kernel"}
     if kernel == "triton":

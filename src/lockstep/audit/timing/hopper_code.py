@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from lockstep.audit.timing.triton_code import Find, leaks_of_call
+from lockstep.kernels.hopper import KERNEL
+from lockstep.kernels.hopper.backward.medium import call as medium
 from lockstep.kernels.hopper.backward.narrow import call as narrow
-from lockstep.kernels.hopper.backward.wide import call as wide
 from lockstep.kernels.hopper.forward.launch import forward_launches
 from lockstep.kernels.kernel import BackwardTensors, Needs
 from lockstep.problem import Options, Tensors, describe
@@ -27,10 +29,12 @@ class Build(NamedTuple):
     causal: bool = False
     packed: bool = False
     S: int = 512
+    Dv: int = 0  # that of values, if it is another
 
     @property
     def name(self) -> str:
-        kind = ", causal" * self.causal + ", packed" * self.packed + ", long" * (self.S > 512)
+        kind = f", Dv {self.Dv}" * bool(self.Dv) + ", causal" * self.causal
+        kind += ", packed" * self.packed + ", long" * (self.S > 512)
         return f"D {self.D}{kind} for sm_{CAPABILITY}"
 
     @property
@@ -40,18 +44,22 @@ class Build(NamedTuple):
     @property
     def tensors(self) -> Tensors:
         if self.packed:
-            q, k, v = torch.zeros(3, 1024, 2, self.D, dtype=torch.bfloat16)
+            q, k, v = self._zeros(1024, 2)
             offsets = torch.tensor([0, 300, 1024], dtype=torch.int32)
             return Tensors(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
-        q, k, v = torch.zeros(3, 1, 2, self.S, self.D, dtype=torch.bfloat16)
-        return Tensors(q, k, v)
+        return Tensors(*self._zeros(1, 2, self.S))
+
+    def _zeros(self, *shape: int) -> list[Tensor]:
+        """q, k and v of a shape but for their head dims."""
+        head_dims = self.D, self.D, self.Dv or self.D
+        return [torch.zeros(*shape, D, dtype=torch.bfloat16) for D in head_dims]
 
 
 _NARROW, _WIDE = (Build(64, True), Build(128)), (Build(192, True), Build(256))
 _PACKED = Build(64, True, True)
 # Long heads have other tiles in the forward.
 FORWARD = (*_NARROW, *_WIDE, _PACKED, Build(64, True, S=16384), Build(128, True, S=16384))
-BACKWARD = (*_NARROW, *_WIDE, _PACKED, Build(256, True, True))
+BACKWARD = (*_NARROW, Build(192, True, Dv=128), *_WIDE, _PACKED, Build(256, True, True))
 
 
 def builds() -> Iterator[tuple[str, Find]]:
@@ -72,9 +80,13 @@ def forward_leaks(build: Build) -> list[Leak]:
 def backward_leaks(build: Build) -> list[Leak]:
     """Leaks in the kernels of a backward."""
     tensors = build.tensors
-    kernels: Any = wide if build.D > 128 else narrow
-    problem, out = describe(tensors, build.options), tensors.q
+    problem, out = describe(tensors, build.options), tensors.q[..., : tensors.v.shape[-1]]
     given = BackwardTensors(*tensors, out, out[..., :2].float().contiguous(), out, None)
-    with patch.object(narrow, "processors", lambda _: PROCESSORS):
-        call = kernels.prepare_backward(problem, given, Needs(True, True, True, False, False))
+    needs = Needs(True, True, True, False, False)
+    prepare: Any = KERNEL.prepare_backward
+    with (
+        patch.object(narrow, "processors", lambda _: PROCESSORS),
+        patch.object(medium, "processors", lambda _: PROCESSORS),
+    ):
+        call = prepare(problem, given, needs)
     return leaks_of_call(call, given, CAPABILITY)

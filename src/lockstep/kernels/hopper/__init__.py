@@ -4,7 +4,7 @@ Importing this package does not import Triton.
 
     common/    what both directions use: Gluon's names, shared memory, barriers, tensor maps
     forward/   one kernel, warp-specialized and persistent
-    backward/  gradients: one design for head dims up to 128, one for wider heads
+    backward/  gradients: three designs, for narrow, medium and wide heads
     decode/    a few queries against a cache: a kernel of its own
 
 A row's bits depend on its own sequence and the head dims alone.
@@ -24,8 +24,9 @@ from lockstep.kernels.kernel import BackwardTensors, Kernel, Needs, Prepared, Pr
 from lockstep.problem import AttentionProblem, Tensors
 
 MAX_HEAD_DIM = 256
-# Above it, gradients take two passes.
+# Above these, gradients take two passes: of both head dims, and of D where Dv is no larger.
 MAX_ONE_PASS_HEAD_DIM = 128
+MAX_ONE_PASS_KEY_DIM = 192
 # Rows are coordinates of tensor maps, which reach to 2^31, half of it for the length.
 MAX_ROWS = 1 << 29
 # Fewer query rows than this leave the SMs idle: the Triton path splits the keys instead. With
@@ -47,6 +48,10 @@ def _prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
 def _prepare_backward(
     problem: AttentionProblem, tensors: BackwardTensors, needs: Needs
 ) -> PreparedBackward:
+    if problem.Dv <= MAX_ONE_PASS_HEAD_DIM < problem.D <= MAX_ONE_PASS_KEY_DIM:
+        from lockstep.kernels.hopper.backward.medium import call as medium
+
+        return medium.prepare_backward(problem, tensors, needs)
     if max(problem.D, problem.Dv) > MAX_ONE_PASS_HEAD_DIM:
         from lockstep.kernels.hopper.backward.wide import call as wide
 

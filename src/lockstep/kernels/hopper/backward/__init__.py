@@ -1,11 +1,12 @@
 """The Hopper backward.
 
-call.py        what comes before and after the kernels of narrow and of wide heads
+call.py        what comes before and after the kernels
 rows.py        statistics of each row, before the kernels; dQ from its sums, after them
 sizes.py       sizes and masks of a launch; which tiles see each other
 query_loop.py  key tiles, and the loop over the query tiles that see one
 scores.py      from raw products to weights and to gradients of scores
 nonfinite.py   values that are not finite, and rows that do not see them
 narrow/        head dims up to 128: one kernel, five products
-wide/          head dims from 129 to 256: two kernels, seven products
+medium/        D from 129 to 192 with Dv up to 128: one kernel, five products
+wide/          other head dims up to 256: two kernels, seven products
 """

@@ -1,4 +1,5 @@
-"""The common part of the backwards of narrow and of wide heads, before and after their kernels."""
+"""The common part of the backwards of narrow, medium and wide heads, before and after their
+kernels."""
 
 from __future__ import annotations
 

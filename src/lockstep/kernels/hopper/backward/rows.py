@@ -8,10 +8,10 @@
 
 Query tiles of all heads are numbered through. Rows of `stats` lie side by side, so that one copy
 brings a tile's: [n_tiles, 2, BLOCK_Q] with lse2 and delta for narrow heads, which have m and log2 l
-in `large` [n_tiles, 2, BLOCK_Q], and `flags` [n_tiles] for tiles that need them; for wide ones and
+in `large` [n_tiles, 2, BLOCK_Q], and `flags` [n_tiles] for tiles that need them; for other ones and
 in constant time [n_tiles, 4, BLOCK_Q] with m, delta, log2 l, and nothing. Rows beyond the sequence
-look like rows that see no key. `sums` [n_tiles, 2, 4096] holds the halves of a tile of dQ as
-registers held them.
+look like rows that see no key. `sums` [n_tiles, PARTS, 4096] holds the parts of a tile of
+dQ, of 64 rows and 64 columns, as registers held them.
 
 For packed sequences, `bounds` [3, B + 2] int32 holds what the later kernels use: the offsets of
 queries, those of keys, and 1 for good sequences, all without wrong ones (`kernels.sequences`).
@@ -76,7 +76,8 @@ def prepare_rows(
     ALIGN: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """`stride_o*` are those of dout in units of ALIGN; `stride_r*` count rows of out and lse. For
-    wide heads, there are neither flags nor counters to set to 0; in constant time, no flags."""
+    wide heads, there are neither flags nor counters to set to 0; for medium ones and in constant
+    time, no flags."""
     tile, batch, head, q_tile, start, len_q, _, _, is_any_wrong = _place(
         cu_q_ptr, cu_kv_ptr, None, H, B, Sq, Skv, q_slots, BLOCK_Q
     )
@@ -135,14 +136,14 @@ def prepare_rows(
 def finish_queries(
     sums_ptr, dq_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, stride_rb, stride_rh, stride_rs,
     H, B, Sq, Skv, q_slots, left, right, scale, D: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    BLOCK_KV: tl.constexpr, PARTS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale · sums; 0 for tiles that see no key, whose sums are not written; NaN for those
     of bad sequences."""
     tile, batch, head, q_tile, start, len_q, len_kv, is_good, _ = _place(
         cu_q_ptr, cu_kv_ptr, kv_lens_ptr, H, B, Sq, Skv, q_slots, BLOCK_Q
     )
-    half = tl.program_id(1)
+    part = tl.program_id(1)
     # The sums are written if the key tile with the first key that any row sees loops over this
     # tile.
     first_q = q_tile * BLOCK_Q + len_kv - len_q
@@ -155,13 +156,13 @@ def finish_queries(
         is_written &= q_tile >= tl.maximum(begin, 0) // BLOCK_Q
     x = tl.zeros([4096], tl.float32)
     if is_written:
-        x = tl.load(sums_ptr + (tile.to(tl.int64) * 2 + half) * 4096 + tl.arange(0, 4096))
+        x = tl.load(sums_ptr + (tile.to(tl.int64) * PARTS + part) * 4096 + tl.arange(0, 4096))
     x = from_registers(x)
     q_idx, d = q_tile * BLOCK_Q + tl.arange(0, 64), tl.arange(0, 64)
     if BLOCK_Q == 64:
-        d += half * 64
+        d += part * 64
     else:
-        q_idx += half * 64
+        q_idx += part * 64
     if cu_q_ptr is not None:
         batch = 0
     b, h, s = tl.cast(batch, tl.int64), tl.cast(head, tl.int64), (start + q_idx).to(tl.int64)

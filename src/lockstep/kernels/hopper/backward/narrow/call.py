@@ -145,4 +145,5 @@ def queries_arguments(problem: AttentionProblem, cut: Cut, q: Tensor) -> dict[st
         "D": problem.D,
         "BLOCK_Q": cut.block_q,
         "BLOCK_KV": BLOCK_KV,
+        "PARTS": 2,
     }

@@ -90,7 +90,7 @@ def _await_count(count_ptr, count):
 
 
 @gluon.jit
-def _await_sums(token):
+def await_sums(token):
     """Wait until what this warp had the copy engine write has been written, not only read."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
@@ -125,7 +125,7 @@ def add_parts(W: gl.constexpr, queue, dq_sums, sums_desc, turn_ptr):
                     tma_add(sums_desc, [tile * 32, 0], part_smem)
                 tma_store_wait(0)
                 mbarrier.arrive(dq_sums.empty_bar.index(W), count=1)
-                _await_sums(n)
+                await_sums(n)
                 gl.atomic_add(turn_ptr + tile, 1, sem="release", scope="gpu")
             tile, t = loop.next(tile, t)
         begin += loop.n_steps

@@ -1,4 +1,4 @@
-"""Gradients for head dims from 129 to 256: two passes, seven matrix products per pair of tiles.
+"""Gradients for head dims up to 256: two passes, seven matrix products per pair of tiles.
 
     call.py      from a problem to launches: `rows.prepare_rows`, then the two kernels
     keys.py      dK and dV, by key tile: four products per tile
