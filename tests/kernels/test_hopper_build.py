@@ -34,6 +34,7 @@ from lockstep.kernels.hopper.common import copy_engine, sizes
 from lockstep.kernels.hopper.forward import cleaning, launch, plan
 from lockstep.kernels.hopper.forward.few_keys import few_keys_kernel
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
+from lockstep.kernels.hopper.forward.schedule import LONGEST_FIRST, PAIRED
 from lockstep.kernels.launch import Launch
 from lockstep.simt.taint.code import parse, read_code
 
@@ -465,6 +466,38 @@ def test_lower_tiles_where_they_save_rounds(sizes_of_call, consumers):
     chosen = plan.plan_of(describe(unwritten(4096, 4096, **sizes_of_call), Options()))
     assert chosen.consumers == consumers
     assert chosen.block_kv == plan.PLANS[64].block_kv
+
+
+def test_no_batch_decides_the_number_of_consumers_in_constant_time():
+    """It is part of a row's bits there."""
+    options = Options(constant_time=True)
+    few, many = (unwritten(4096, 4096, B=B, Hq=10, Hkv=10) for B in (2, 13))
+    heights = [plan.plan_of(describe(x, Options())).block_q for x in (few, many)]
+    assert heights == [128, 192]
+    assert len({plan.plan_of(describe(x, options)).block_q for x in (few, many)}) == 1
+    for lengths in ([300], [300, 9000]):
+        packed = torch.empty(sum(lengths), 2, 64, dtype=torch.bfloat16)
+        offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        tensors = Tensors(packed, packed, packed, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+        assert plan.plan_of(describe(tensors, options)).block_q == 128
+
+
+@pytest.mark.parametrize(
+    ("B", "S", "D", "constant_time", "order"),
+    [
+        (4, 1024, 64, True, LONGEST_FIRST),
+        (16, 512, 64, True, LONGEST_FIRST),
+        (4, 1024, 64, False, PAIRED),
+        (4, 1024, 128, True, PAIRED),
+        (4, 2048, 64, True, PAIRED),
+        # Keys do not fit into L2.
+        (16, 1024, 64, True, PAIRED),
+    ],
+)
+def test_few_tiles_of_narrow_heads_are_dealt_singly_in_constant_time(B, S, D, constant_time, order):
+    tensors = unwritten(S, S, B=B, Hq=16, Hkv=16, D=D)
+    problem = describe(tensors, Options(causal=True, constant_time=constant_time))
+    assert launch.Tiling.of(problem, PROCESSORS).order == order.value
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -19,6 +19,7 @@ from lockstep.kernels.hopper.forward.plan import (
     KEPT_REGISTERS,
     REGISTERS,
     ROWS,
+    deals_singly,
     keeps_keys,
     kept_blocks,
     kept_tiles,
@@ -119,6 +120,7 @@ class Tiling(NamedTuple):
         row_bytes = (problem.D + problem.Dv) * 2
         head_bytes = problem.Skv * row_bytes * problem.Hkv // problem.Hq
         pairs = pays_to_pair(heads, n_q_tiles, n_processors, head_bytes)
+        pairs = pairs and not deals_singly(problem, n_q_tiles)
         return Tiling(n_q_tiles, heads, (PAIRED if pairs else LONGEST_FIRST).value)
 
 

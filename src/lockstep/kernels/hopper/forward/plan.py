@@ -1,7 +1,8 @@
 """Shapes of the forward kernel by head dim, as measured on an H200.
 
 BLOCK_KV is part of a row's bits, so it may follow the head dims and the window, which are the same
-for all sequences of a call, and nothing else. The other choices change no bit.
+for all sequences of a call, and nothing else. The other choices change no bit, but for the number
+of consumers in constant time.
 """
 
 from __future__ import annotations
@@ -77,6 +78,9 @@ FEW_KEYS_PLAN = Plan(consumers=2, block_kv=128, stages=3, q_stages=2, pingpong=F
 # Pairing tiles is worth it where it keeps programs this busy, and while the keys and values of the
 # heads at work fit into L2.
 BUSY, L2_BYTES = 0.96, 50e6
+# Measured in constant time: up to so many tiles of narrow heads, all of whose keys stay in L2, are
+# done earlier singly than in pairs.
+SINGLE_TILES = 8
 # Heads of a packed sequence are at work at the same time if their keys and values fit into this:
 # what L2 holds twice, once in each of its halves.
 NEAR_L2_BYTES = 25e6
@@ -168,14 +172,16 @@ def _by_length(problem: AttentionProblem, width: int) -> Plan:
     is_packed = problem.layout == "varlen"
     length = problem.Sq / max(problem.B, 1) if is_packed else problem.Sq
     short = SHORT if right is None else SHORT_CAUSAL
-    # Masks on both sides leave too few registers for three consumers; so do, in constant time, any
-    # mask of packed sequences, whose blocks take turns in one loop, and maxima of several spans.
-    is_crowded = left is not None or (problem.constant_time and right is not None and is_packed)
+    # Masks on both sides leave too few registers for three consumers; so do maxima of several spans
+    # and, in constant time, any mask of packed sequences, whose blocks take turns in one loop. In
+    # constant time three consumers sum weights in another order than two. So the number of
+    # consumers, which is part of a row's bits then, must not follow from other sequences.
+    is_crowded = left is not None or (problem.constant_time and is_packed)
     is_crowded = is_crowded or (problem.query_invariant and problem.dtype != torch.bfloat16)
     # With pages, producers need registers.
     is_crowded = is_crowded or problem.is_paged
     is_short = length <= short or is_crowded
-    if width == 64 and right is None and not is_packed and not is_short:
+    if width == 64 and right is None and not (is_packed or problem.constant_time or is_short):
         low, high = (_rounds(problem, plans[width]) for plans in (SHORT_PLANS, PLANS))
         is_short = low < LOW_ROUNDS * high
     plan = (SHORT_PLANS if is_short else PLANS)[width]
@@ -201,6 +207,15 @@ def pays_to_pair(heads: int, n_q_tiles: int, processors: int, head_bytes: int) -
     rounds = -(-pairs // processors)
     heads_at_work = min(heads, processors / per_head + 1)
     return pairs >= BUSY * rounds * processors and heads_at_work * head_bytes <= L2_BYTES
+
+
+def deals_singly(problem: AttentionProblem, n_q_tiles: int) -> bool:
+    """Whether single tiles are dealt out, longest first, although pairs would fill the rounds."""
+    keys = (
+        problem.B * problem.Hkv * problem.Skv * (problem.D + problem.Dv) * 2
+    )  # bytes, with values
+    is_narrow = max(problem.D, problem.Dv) <= 64
+    return problem.constant_time and is_narrow and n_q_tiles <= SINGLE_TILES and keys <= L2_BYTES
 
 
 def keys_in_l2(problem: AttentionProblem) -> int:
