@@ -74,6 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.name in SLOW:
             item.add_marker(pytest.mark.slow)
+    # The largest group, which needs no CPU kernel: meanwhile another worker compiles those.
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/ladder/"))
 
 
 def pytest_collection_finish() -> None:
