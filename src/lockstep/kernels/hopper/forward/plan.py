@@ -211,11 +211,9 @@ def pays_to_pair(heads: int, n_q_tiles: int, processors: int, head_bytes: int) -
 
 def deals_singly(problem: AttentionProblem, n_q_tiles: int) -> bool:
     """Whether single tiles are dealt out, longest first, although pairs would fill the rounds."""
-    keys = (
-        problem.B * problem.Hkv * problem.Skv * (problem.D + problem.Dv) * 2
-    )  # bytes, with values
-    is_narrow = max(problem.D, problem.Dv) <= 64
-    return problem.constant_time and is_narrow and n_q_tiles <= SINGLE_TILES and keys <= L2_BYTES
+    key_bytes = problem.B * problem.Hkv * problem.Skv * (problem.D + problem.Dv) * 2  # and values
+    fits = n_q_tiles <= SINGLE_TILES and key_bytes <= L2_BYTES
+    return problem.constant_time and max(problem.D, problem.Dv) <= 64 and fits
 
 
 def keys_in_l2(problem: AttentionProblem) -> int:
