@@ -112,6 +112,26 @@ def test_machine_code(D, causal, Sq):
         assert count(under_way)["MUFU.EX2"] >= per_thread
 
 
+@pytest.mark.parametrize("window", [None, 1000])
+def test_machine_code_of_softcap(window):
+    """A reciprocal for two scores; with a window on the left, whose masks take more registers, one
+    for each. Nothing else turns what it is into an exponent than one multiplication."""
+    options = {"causal": True, "softcap": 50.0, "window_left": window}
+    built = build(128, options=options.items())
+    assert "serialized" not in built.report
+    shape = plan.PLANS[128]
+    per_thread = shape.block_kv * plan.ROWS // 128
+    assert len(built.main_loops) == shape.consumers
+    for loop in built.addressed_loops:
+        assert not writes_in_flight(loop)
+        found = count([text for _, text in loop])
+        assert found["STL"] + found["LDL"] + found["PRMT"] == 0
+        assert found["MUFU.EX2"] == 2 * per_thread
+        assert found["MUFU.RCP"] == per_thread // (2 if window is None else 1)
+        # A window has its own maximum for rows that have seen no key yet.
+        assert found["FFMA"] == per_thread + 2 * (window is not None)
+
+
 def test_machine_code_of_pages():
     """Consumers do what they do without pages, and the producer loads box after box."""
     B, Hkv, page, D = 2, 2, 16, 160

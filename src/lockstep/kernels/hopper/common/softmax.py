@@ -89,16 +89,19 @@ def max_rounding_error(m, scale):
 
 
 @gluon.jit
-def close_rows(acc, m, l, r, factor, scale, sink, nan_if_bad):
+def close_rows(acc, m, l, r, factor, scale, sink, nan_if_bad, softcap=None):
     """Pieces of out [ROWS, ·] fp32; lse, m and l [ROWS] of rows that have seen all their keys.
 
     l and r are the sums of their weights, of r the largest as acc was multiplied by them; both, and
     acc, are relative to exp2(m·scale) once they are multiplied by `factor`. `sink` is a key without
-    a value, in natural units, or None. `nan_if_bad` is added to all results."""
+    a value, in natural units, or None. `nan_if_bad` is added to all results. With a `softcap`,
+    scores are `scores.reciprocals`, and the m of the results is a capped score."""
     if sink is not None:
         l = l * factor
         r = r * factor
         sink = sink.to(gl.float32) * LOG2E
+        if softcap is not None:
+            sink = sink - softcap * LOG2E
         # Finite even where the scale is next to nothing.
         top = gl.minimum(gl.maximum(m, sink / scale), 3.0e38)
         top = gl.where(top == -float("inf"), 0.0, top)
@@ -113,7 +116,12 @@ def close_rows(acc, m, l, r, factor, scale, sink, nan_if_bad):
         l = l * factor
     is_empty = l == 0.0
     log2_l = gl.log2(gl.where(is_empty, 1.0, l))
-    lse = (m * scale + (max_rounding_error(m, scale) + log2_l)) * LN2
+    if softcap is not None:
+        zero = gl.zeros_like(m)
+        lse = (gl.fma(m, zero + scale, zero + 0.5 * scale) + log2_l) * LN2
+        m = gl.fma(m, zero + 2.0 * softcap, zero + softcap)
+    else:
+        lse = (m * scale + (max_rounding_error(m, scale) + log2_l)) * LN2
     lse = gl.where(is_empty, -float("inf"), lse) + nan_if_bad
     m = gl.where(is_empty, float("inf"), m)
     return scale_all(acc, inverse + nan_if_bad), lse, m, gl.where(is_empty, 1.0, l)

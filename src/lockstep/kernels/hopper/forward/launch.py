@@ -319,7 +319,10 @@ def _without_keys(problem: AttentionProblem, tensors: Tensors, addresses: list[i
 def _scales(problem: AttentionProblem) -> tuple[str, float, float]:
     """How scores become log2 units: see `Program.mask_scores`."""
     if problem.softcap is not None:
-        return "capped", problem.scale / problem.softcap, problem.softcap
+        # With spans, rows have the bits of decode. In constant time it has not been measured.
+        is_plain = not (problem.query_invariant or problem.constant_time)
+        scores = "reciprocals" if is_plain else "capped"
+        return scores, problem.scale / problem.softcap, problem.softcap
     if problem.has_raw_scores:
         return "raw", problem.score_unit, 0.0
     return "scaled", problem.scale, 0.0

@@ -6,7 +6,13 @@ from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
 from lockstep.kernels.hopper.common.pages import PageTable, send_pages
 from lockstep.kernels.hopper.common.ring import TileRing
-from lockstep.kernels.hopper.common.scores import LOG2E, cap
+from lockstep.kernels.hopper.common.scores import (
+    LOG2E,
+    cap,
+    exponents,
+    reciprocals,
+    reciprocals_of_pairs,
+)
 from lockstep.kernels.hopper.common.softmax import (
     close_rows,
     hide_before,
@@ -34,7 +40,7 @@ class Build:
     FIXED_MAX: gl.constexpr  # rows keep their first maximum: softmax.py
     SECOND_PASS: gl.constexpr  # rows that failed are computed again: second_pass.py
     Q_STAGES: gl.constexpr  # 2: the queries of the next tile arrive while this one is at work
-    SCORES: gl.constexpr  # "raw", "scaled" (where scale is not positive) or "capped"
+    SCORES: gl.constexpr  # "raw", "scaled" (where scale is not positive), "capped" or "reciprocals"
     HAS_SINKS: gl.constexpr
     SPAN: gl.constexpr  # blocks of keys between two folds, 0 for none: spans.py
     TOTAL_COLUMNS: gl.constexpr  # of the second sums in shared memory: total.py
@@ -100,7 +106,14 @@ class Program:
     def mask_scores(self, rows, s, block, CUT: gl.constexpr = None):
         """Scores in their final units, -inf where a row does not see the key. CUT says whether that
         may be; None, that the schedule has to be asked."""
-        if self.build.SCORES == "capped":
+        if self.build.SCORES == "reciprocals":
+            s = exponents(s, self.scale)
+            if self.schedule.HAS_LEFT:
+                s = reciprocals(s)
+            else:
+                # What is hidden must not reach what is seen, not even by a rounding.
+                s = reciprocals_of_pairs(rows.hide(self.schedule, s, block))
+        elif self.build.SCORES == "capped":
             s = cap(s, self.scale, self.softcap, self.k.COLUMNS)
         elif self.build.SCORES == "scaled":
             s = s * self.scale
@@ -132,7 +145,10 @@ class Program:
     @gluon.jit
     def score_scale(self):
         """The factor that turns what `mask_scores` returns into log2 units."""
-        return self.scale if self.build.SCORES == "raw" else LOG2E
+        if self.build.SCORES == "reciprocals":
+            return self.softcap * (2.0 * LOG2E)
+        else:  # noqa: RET505, Gluon would go on and return both
+            return self.scale if self.build.SCORES == "raw" else LOG2E
 
 
 @gluon.jit
@@ -313,7 +329,10 @@ def normalize(program, results, tile, rows, acc, m, l, residue, is_exact, bad, d
     sink = None
     if program.build.HAS_SINKS:
         sink = gl.load(results.sinks_ptr + tile.head)
-    return close_rows(acc, m, l, r, factor, scale, sink, rows.nan_if_bad())
+    softcap = None
+    if program.build.SCORES == "reciprocals":
+        softcap = program.softcap
+    return close_rows(acc, m, l, r, factor, scale, sink, rows.nan_if_bad(), softcap)
 
 
 @gluon.jit
