@@ -3,7 +3,7 @@
 Importing this package compiles nothing and does not import numba.
 
     forward.py   units.py cuts query rows and spans into work for threads; it runs that work, merges
-    backward.py  gradients; extras.py  its smaller passes
+    backward.py  gradients; items.py  cuts them into work; extras.py  smaller passes
     kernels.py   the constant-time kernels, for audits; roof.py  the speed of the cores
     carry.py     keys in blocks; carry_backward.py  their gradients
     arithmetic/  what one thread computes

@@ -14,7 +14,7 @@ alone, threads take spans, or row blocks, and wait for nobody.
 from __future__ import annotations
 
 from functools import lru_cache
-from operator import itemgetter, mul
+from operator import mul
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,7 +48,7 @@ from lockstep.kernels.cpu.arithmetic.wide import (
     tile_bounds,
     zeros_for,
 )
-from lockstep.kernels.cpu.call.arguments import argument, enter, record_at, take_ticket
+from lockstep.kernels.cpu.call.arguments import argument, enter, take_ticket
 from lockstep.kernels.cpu.call.record import (
     next_row,
     of_sequence,
@@ -65,23 +65,18 @@ from lockstep.kernels.cpu.call.tensors import (
     strided,
 )
 from lockstep.kernels.cpu.call.threads import parallel
-from lockstep.kernels.cpu.compiler import processes, scalar
+from lockstep.kernels.cpu.compiler import scalar
 from lockstep.kernels.cpu.compiler.compile import Kernel, compiled, have_ready
 from lockstep.kernels.cpu.compiler.simd import F32, LANES, MR, WIDTH, f32
 from lockstep.kernels.cpu.extras import bias_gradient, row_deltas, run_deltas, sink_gradient
-from lockstep.memory_order import zeros_like
+from lockstep.kernels.cpu.items import ITEM_BYTES, item_at, list_items, part_of_span
+from lockstep.memory_order import empty_like, zeros_like
 
 if TYPE_CHECKING:
-    from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs
-    from lockstep.problem import AttentionProblem
+    from torch import Tensor
 
-ITEM = np.dtype(
-    [(name, np.int64) for name in ("b", "h", "first_row", "last_row", "first_span", "last_span")]
-)
-ITEM_BYTES = ITEM.itemsize
-# Parts of a span: whole pieces.
-PARTS = (SPAN // 2, PIECE)
-item_at = record_at(ITEM)
+    from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs
+    from lockstep.problem import AttentionProblem, Tensors
 
 
 @compiled
@@ -296,47 +291,15 @@ def scratch_bytes(D: int, Dv: int) -> int:
     return carve_gradient(carve_block(0, D, Dv).end, D, Dv).end
 
 
-def _part_of_span(problem: AttentionProblem, longest: int) -> int:
-    """How many keys an item has where no sequence has more than one span, and heads are fewer than
-    threads; otherwise 0, for whole spans. Sums of dQ go from part to part in order, so that bits do
-    not depend on it."""
-    threads, heads = processes.threads(), problem.B * problem.Hkv
-    if longest > SPAN or heads >= threads:
-        return 0
-    return next((x for x in PARTS if heads * -(-longest // x) >= threads), PARTS[-1])
+def _allocate(problem: AttentionProblem, tensors: Tensors, described: Described) -> list[Tensor]:
+    """dq, dk and dv: zeros where not all of their rows will be written, as of keys beyond a length.
 
-
-def list_items(
-    problem: AttentionProblem,
-    described: Described,
-    by_span: bool,
-    by_block: bool,
-    width: int = SPAN,
-) -> np.ndarray:
-    """Whole KV heads, cut by span of keys or by block of rows where asked; the first spans of all
-    heads come first. A span is ``width`` keys wide."""
-    rows = []
-    for b in range(problem.B):
-        n_rows = described.q_len[b] * problem.Hq // problem.Hkv
-        n_spans = -(-described.kv_len[b] // width)
-        for h in range(problem.Hkv):
-            blocks = range(0, n_rows, ROWS) if by_block else (0,)
-            spans = range(n_spans) if by_span else (0,)
-            rows += [
-                (
-                    b,
-                    h,
-                    block,
-                    min(block + ROWS, n_rows) if by_block else n_rows,
-                    span,
-                    span + 1 if by_span else n_spans,
-                )
-                for block in blocks
-                for span in spans
-            ]
-    if by_span:
-        rows.sort(key=itemgetter(4))
-    return np.array(rows, ITEM)
+    In constant time always zeros: audits take what lies in memory for what a call was given.
+    """
+    is_whole = problem.layout == "dense" and set(described.kv_len) == {problem.Skv}
+    if is_whole and min(problem.Sq, problem.Skv) > 0 and not problem.constant_time:
+        return [empty_like(x, tuple(x.shape)) for x in tensors[:3]]
+    return [zeros_like(x) for x in tensors[:3]]
 
 
 def backward(problem: AttentionProblem, saved: BackwardTensors, needs: Needs) -> Gradients:
@@ -348,8 +311,7 @@ def backward(problem: AttentionProblem, saved: BackwardTensors, needs: Needs) ->
     D, Dv = problem.D, problem.Dv
     described = describe(problem, tensors, saved.out, None, saved.statistics)
     q_dims, k_dims = query_dims(problem), kv_dims(problem)
-    # Keys and queries that no one sees keep these zeros.
-    dq, dk, dv = map(zeros_like, (tensors.q, tensors.k, tensors.v))
+    dq, dk, dv = _allocate(problem, tensors, described)
     delta = torch.zeros(problem.lse_shape, dtype=torch.float32)
     group = problem.Hq // problem.Hkv
     tiles = -(-np.array(described.q_len) * group // LANES) * problem.Hkv
@@ -370,7 +332,7 @@ def backward(problem: AttentionProblem, saved: BackwardTensors, needs: Needs) ->
     def run(want_q: bool, want_kv: bool) -> None:
         record["want_q"], record["want_kv"] = want_q, want_kv
         longest = max(described.kv_len, default=0)
-        part = _part_of_span(problem, longest) if want_kv else 0
+        part = part_of_span(problem, longest) if want_kv else 0
         width = part or SPAN
         items = list_items(problem, described, want_kv, not want_kv, width)
         n_spans = -(-longest // width)

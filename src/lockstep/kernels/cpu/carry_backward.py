@@ -24,11 +24,7 @@ from lockstep.kernels.cpu.arithmetic.rescore import (
 )
 from lockstep.kernels.cpu.arithmetic.wide import ROWS, SPAN, carve_block, padded, zeros_for
 from lockstep.kernels.cpu.backward import (
-    ITEM,
-    ITEM_BYTES,
     block_gradients,
-    item_at,
-    list_items,
     scratch_bytes,
     write_keys,
     write_queries,
@@ -40,6 +36,7 @@ from lockstep.kernels.cpu.call.threads import parallel
 from lockstep.kernels.cpu.compiler.compile import compiled, kernel
 from lockstep.kernels.cpu.compiler.simd import LANES, MR, WIDTH, f32
 from lockstep.kernels.cpu.extras import row_deltas, sink_gradient
+from lockstep.kernels.cpu.items import ITEM, ITEM_BYTES, item_at, list_items
 from lockstep.problem import Tensors
 
 if TYPE_CHECKING:
