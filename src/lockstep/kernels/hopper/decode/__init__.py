@@ -16,10 +16,12 @@ Importing this package does not import Triton.
     kernel.py    the kernel
     groups.py    groups of its arguments
     fold.py      the second kernel: parts folded into results
+    units.py     which program of it folds what
+    part_batches.py  how parts come to it
     span_consumer.py, span_fold.py  those of query-invariant calls, with the bits of the forward
-    few_rows.py  of these, tiles of up to 8 rows
     first_keys.py  of these, the keys that all weights of a row are relative to
-    rescale.py   of these, products times factors that are mostly 1
+    few_rows.py  tiles of up to 8 rows
+    rescale.py   products times factors that are mostly 1
     launch.py    from a problem to launches
 
 A row's bits depend on its own sequence, the heads and the head dims alone.

@@ -20,13 +20,16 @@ from lockstep.kernels.hopper.decode import plan
 from lockstep.kernels.hopper.decode.few_rows import (
     all_of_rows,
     as_operand,
+    clear_other_rows,
+    some_rows,
     times_rows,
     upper_of_rows,
     upper_rows,
 )
 from lockstep.kernels.hopper.decode.head_columns import clear_in_tile
-from lockstep.kernels.hopper.decode.narrow_consumer import attend_narrow_run
+from lockstep.kernels.hopper.decode.narrow_consumer import NARROW_ROWS, attend_narrow_run
 from lockstep.kernels.hopper.decode.nonfinite import add_nonfinite, clean_values, has_nonfinite
+from lockstep.kernels.hopper.decode.rescale import rescale
 from lockstep.kernels.hopper.decode.rows import hides_some, row_bounds
 from lockstep.kernels.parts import fold
 
@@ -127,7 +130,11 @@ def attend_span(
         k.ring.wait_full(seen + 2, pred=t + 2 < run.end)
         acc, weights, p = warpgroup_mma_wait(0, deps=(acc, weights, p))
         v.ring.release(seen)
-        acc = times_rows(acc, gl.where(is_last, 1.0, alpha), FEW)
+        factor = gl.where(is_last, 1.0, alpha)
+        if v.D > 128:  # noqa: SIM108, Gluon would evaluate both
+            acc = rescale(acc, factor)
+        else:
+            acc = times_rows(acc, factor, FEW)
         weights = as_operand(p, q_smem.dtype, left, FEW)
         seen += 1
     return part_m, part_l, acc, is_nonfinite, weights, m, l, seen
@@ -136,8 +143,10 @@ def attend_span(
 @gluon.jit
 def consume(rows, sizes, queue, k, v, q_smem, exchange, cache, NARROW: gl.constexpr):
     """Compute all runs of this program. NARROW: the most rows that have the narrow consumer."""
+    if q_smem.shape[0] == NARROW_ROWS:
+        consume_narrow_runs(rows, sizes, queue, k, v, q_smem, exchange, cache)
     # Of few rows of wider values, ptxas would wait for each step of a product.
-    if (NARROW == 0) & (v.D <= 128):
+    elif (NARROW == 0) & (v.D <= 128):
         if rows.n_rows <= FEW_ROWS:
             consume_runs(rows, sizes, queue, k, v, q_smem, exchange, cache, NARROW, True)
         else:
@@ -147,10 +156,23 @@ def consume(rows, sizes, queue, k, v, q_smem, exchange, cache, NARROW: gl.conste
 
 
 @gluon.jit
+def consume_narrow_runs(rows, sizes, queue, k, v, q_smem, exchange, cache):
+    """`consume`, where all runs have few rows."""
+    runs = 0
+    seen = 0
+    run = queue.read(runs, sizes)
+    while run.exists != 0:
+        seen = attend_narrow_run(rows, sizes, run, k, v, q_smem, exchange, cache, seen)
+        runs += 1
+        run = queue.read(runs, sizes)
+
+
+@gluon.jit
 def consume_runs(
     rows, sizes, queue, k, v, q_smem, exchange, cache, NARROW: gl.constexpr, FEW: gl.constexpr
 ):
     """`consume`. FEW: runs have up to 8 rows each (`few_rows.py`)."""
+    clear_other_rows(q_smem, FEW)
     runs = 0
     seen = 0
     run = queue.read(runs, sizes)
@@ -177,7 +199,7 @@ def attend_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW: gl.constexpr):
     left: gl.constexpr = left_operand(v.D)
     # Two sums of wider values have no room there.
     IN_REGISTERS: gl.constexpr = v.D <= 128
-    rows.load_queries(sizes, run, q_smem)
+    rows.load_queries(sizes, run, some_rows(q_smem, FEW))
     all_bounds, bounds = bounds_of_run(rows, sizes, run, row_layout, FEW)
     empty_m = gl.full([scores.shape[0]], -float("inf"), gl.float32, row_layout)
     # Whatever its rows see, a sequence whose length is wrong is NaN.

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 
+# Rows that queries are loaded to: no fewer than four warps load at once.
+LOADED_ROWS = gl.constexpr(16)
+
 
 @gluon.jit
 def halves(x):
@@ -16,6 +19,25 @@ def halves(x):
     x = x.reshape([4, 2, 8, x.shape[1]]).permute((0, 2, 3, 1))
     upper, lower = x.split()
     return upper.reshape([32, x.shape[2]]), lower.reshape([32, x.shape[2]])
+
+
+@gluon.jit
+def some_rows(q_smem, FEW: gl.constexpr):
+    """As many rows of the queries' shared memory [64, D] as queries are loaded to."""
+    if FEW:
+        return q_smem.slice(0, LOADED_ROWS)
+    else:  # noqa: RET505, Gluon would go on and return both
+        return q_smem
+
+
+@gluon.jit
+def clear_other_rows(q_smem, FEW: gl.constexpr):
+    """Makes the rows 0 that no query is ever loaded to."""
+    if FEW:
+        N: gl.constexpr = q_smem.shape[0]
+        D: gl.constexpr = q_smem.shape[1]
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+        q_smem.store(gl.zeros([N, D], q_smem.dtype, layout))
 
 
 @gluon.jit
@@ -36,15 +58,6 @@ def with_lower_rows(upper, lower):
 
 
 @gluon.jit
-def all_rows(x, FEW: gl.constexpr):
-    """x [64, ·] with these upper rows, and any others."""
-    if FEW:
-        return with_lower_rows(x, x)
-    else:  # noqa: RET505
-        return x
-
-
-@gluon.jit
 def upper_of_rows(x, layout: gl.constexpr, FEW: gl.constexpr):
     """`upper_rows` of one number for each row, [64], in the given layout."""
     if FEW:
@@ -55,7 +68,8 @@ def upper_of_rows(x, layout: gl.constexpr, FEW: gl.constexpr):
 
 @gluon.jit
 def all_of_rows(x, layout: gl.constexpr, FEW: gl.constexpr):
-    """`all_rows` of one number for each row, [64], in the given layout."""
+    """One number for each row, [64], of those of the upper rows, in the given layout: any for the
+    others."""
     if FEW:
         x = gl.join(x, x).reshape([4, 8, 2]).permute((0, 2, 1)).reshape([64])
     return gl.convert_layout(x, layout)

@@ -14,6 +14,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     warpgroup_mma_wait,
 )
 from lockstep.kernels.hopper.common.spans import FIRST, end_of_first
+from lockstep.kernels.hopper.decode.few_rows import some_rows
 
 
 @aggregate
@@ -49,6 +50,8 @@ class FirstKeys:
         page, row = cache.place_of(run.b, key, run.kv_len)
         at = page.to(gl.int64) * self.stride_kp + row.to(gl.int64) * self.stride_ks
         at += run.head.to(gl.int64) * self.stride_kh
+        # `copy_engine.fit`: rows begin at multiples of 16 bytes.
+        at = gl.multiple_of(at, [8])
         mask = gl.expand_dims(page < cache.n_pages, 1) & (d >= 0)
         return gl.load(self.k_ptr + gl.expand_dims(at, 1) + d, mask=mask, other=0.0)
 
@@ -74,12 +77,14 @@ class FirstKeys:
         return gl.where(begins_here, gl.convert_layout(gl.max(s, 1), m.type.layout), m)
 
     @gluon.jit
-    def load_with_queries(self, rows, sizes, cache, run, q_smem, bounds, m):
+    def load_with_queries(
+        self, rows, sizes, cache, run, q_smem, bounds, m, FEW: gl.constexpr
+    ):  # fmt: skip
         """The queries of a run to `q_smem`; m [ROWS] that its rows begin with."""
         group = gl.maximum(bounds[1][0], 0) // FIRST
         last = gl.maximum(bounds[2][0], 0) // FIRST
         keys = self.load(cache, run, group)
-        rows.load_queries(sizes, run, q_smem)
+        rows.load_queries(sizes, run, some_rows(q_smem, FEW))
         m = self.raise_maximum(rows, keys, group, q_smem, bounds, m)
         for later in range(group + 1, last + 1):
             keys = self.load(cache, run, later)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lockstep.kernels.hopper.common.division import divide
 from lockstep.kernels.hopper.common.gluon_shim import (
     async_copy,
     await_warps,
@@ -21,76 +20,20 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     gluon,
     reinterpret,
 )
-from lockstep.kernels.hopper.decode import plan, tiles
+from lockstep.kernels.hopper.decode import plan
 from lockstep.kernels.hopper.decode.groups import FoldPointers, FoldSizes, RowStrides
+from lockstep.kernels.hopper.decode.part_batches import (
+    LOADED,
+    copy_columns,
+    load_numbers,
+    load_parts,
+    store_numbers,
+)
+from lockstep.kernels.hopper.decode.units import find_rows, find_unit, rank_slots
 from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.parts import add_part, close, fold_sink, fold_weights, store_statistics
 
-# Parts whose way from shared memory is under way at one time.
-UNROLLED = gl.constexpr(8)
-FIELDS, N_Q = gl.constexpr(tiles.FIELDS), gl.constexpr(tiles.N_Q)
-Q_TILE, Q_START = gl.constexpr(tiles.Q_TILE), gl.constexpr(tiles.Q_START)
-SEQUENCE = gl.constexpr(tiles.SEQUENCE)
 NUMBERS = gl.constexpr(plan.PART_NUMBERS)
-
-
-@gluon.jit
-def find_rows(work, row, tiles_ptr, heads, group, q_tiles, Sq, n_rows, PACKED: gl.constexpr):
-    """Whether each row of a slot exists, and the sequence, query head and query of each."""
-    b = divide(work, heads)
-    head = work - b * heads
-    if PACKED:
-        tile_ptr = tiles_ptr + b * FIELDS
-        q_tile = gl.load(tile_ptr + Q_TILE)
-        n_q = gl.load(tile_ptr + N_Q)
-        q_start = gl.load(tile_ptr + Q_START)
-        b = gl.load(tile_ptr + SEQUENCE)
-    else:
-        sequence = divide(b, q_tiles)
-        q_tile = b - sequence * q_tiles
-        n_q = Sq
-        q_start = b * 0
-        b = sequence
-    number = q_tile * 64 + row
-    query = divide(number, group)
-    is_row = (row < n_rows) & (number < n_q * group)
-    return is_row, b, head * group + number - query * group, q_start + query
-
-
-@gluon.jit
-def copy_columns(
-    smem, ptr, slot, first, count, n_spans, n_rows, column, WIDTH: gl.constexpr
-):  # fmt: skip
-    """Copy some of the WIDTH numbers of some rows, from part `first` and from number `column` on,
-    to shared memory [BATCH, ROWS, ·]."""
-    COLUMNS: gl.constexpr = smem.shape[2]
-    layout: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 4], [128 // COLUMNS, 1, COLUMNS // 4], [1, smem.shape[1], 1], [2, 1, 0]
-    )
-    at, is_part = _rows_of_parts(smem, slot, first, count, n_spans, n_rows, layout)
-    d = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
-    d = column + gl.expand_dims(gl.expand_dims(d, 0), 0)
-    mask = gl.expand_dims(is_part, 2) & (d >= 0)
-    async_copy.async_copy_global_to_shared(smem, ptr + gl.expand_dims(at * WIDTH, 2) + d, mask=mask)
-
-
-@gluon.jit
-def copy_number(smem, ptr, slot, first, count, n_spans, n_rows, WIDTH: gl.constexpr):
-    """The number at `ptr` of the WIDTH numbers of each row, to shared memory [BATCH, ROWS]."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [4, 1, 8], [1, smem.shape[1], 1], [2, 1, 0])
-    at, is_part = _rows_of_parts(smem, slot, first, count, n_spans, n_rows, layout)
-    async_copy.async_copy_global_to_shared(smem, ptr + at * WIDTH, mask=is_part)
-
-
-@gluon.jit
-def _rows_of_parts(smem, slot, first, count, n_spans, n_rows, layout: gl.constexpr):
-    """Rows [BATCH, ROWS] of parts from number `first` on, and whether they exist."""
-    of_parts: gl.constexpr = gl.SliceLayout(2, layout)
-    i = gl.expand_dims(first + gl.arange(0, smem.shape[0], gl.SliceLayout(1, of_parts)), 1)
-    row = gl.program_id(1) * smem.shape[1]
-    row = gl.expand_dims(row + gl.arange(0, smem.shape[1], gl.SliceLayout(0, of_parts)), 0)
-    at = (slot.to(gl.int64) * n_spans + i) * n_rows + row
-    return at, (i < count) & (row < n_rows)
 
 
 @gluon.jit
@@ -100,12 +43,12 @@ def _larger(a, b):
 
 @gluon.jit
 def load_statistics(
-    part_stats_ptr, slot, first, begin, count, n_spans, n_rows, BATCH: gl.constexpr,
+    part_stats_ptr, slot, group, first, begin, count, n_spans, n_rows, BATCH: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
     """m and l [ROWS, BATCH] of parts from number `first` on, and m of the part before each."""
     layout: gl.constexpr = gl.BlockedLayout([1, BATCH // 32], [1, 32], [ROWS, 1], [1, 0])
-    row = gl.program_id(1) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    row = group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     row = gl.expand_dims(row, 1)
     i = gl.expand_dims(first + gl.arange(0, BATCH, gl.SliceLayout(0, layout)), 0)
     at = part_stats_ptr + NUMBERS * ((slot.to(gl.int64) * n_spans + i) * n_rows + row)
@@ -122,7 +65,7 @@ def load_statistics(
 def weigh_parts(m, keep_smem, add_smem, l_smem, statistics, unit):
     """The maximum of each row with parts of these `statistics`, where it was `m` before them. To
     shared memory go, for each part, the factors of the parts before it and of itself, and its l."""
-    BATCH: gl.constexpr = l_smem.shape[0]
+    BATCH: gl.constexpr = l_smem.shape[0] * LOADED
     ROWS: gl.constexpr = l_smem.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, BATCH // 32], [1, 32], [ROWS, 1], [1, 0])
     part_m, part_l, before = statistics
@@ -130,9 +73,9 @@ def weigh_parts(m, keep_smem, add_smem, l_smem, statistics, unit):
     m_of_rows = gl.convert_layout(m, gl.SliceLayout(1, layout))
     before = gl.maximum(before, gl.expand_dims(m_of_rows, 1))
     after, keep, add = fold_weights(before, part_m, unit)
-    keep_smem.permute((1, 0)).store(keep)
-    add_smem.permute((1, 0)).store(add)
-    l_smem.permute((1, 0)).store(part_l)
+    store_numbers(keep_smem, keep)
+    store_numbers(add_smem, add)
+    store_numbers(l_smem, part_l)
     return gl.max(after, 1)
 
 
@@ -153,49 +96,68 @@ def fold_slots(
     BATCH: gl.constexpr,  # parts that are loaded at once
     BATCHES: gl.constexpr,  # batches that are under way or at work
 ):
-    """Programs [slots, n_rows / ROWS, DV / COLUMNS], a warp for each row."""
-    layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 32], [1, 32], [ROWS, 1], [1, 0])
-    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    """Programs share the units of all slots with parts, each ROWS rows and COLUMNS columns: a warp
+    for each row."""
     cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    square: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     acc_smem = gl.allocate_shared_memory(gl.float32, [BATCHES, BATCH, ROWS, COLUMNS], cube)
-    keep_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS], square)
-    add_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS], square)
-    l_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS], square)
-    # The same, part after part.
-    accs = reinterpret(acc_smem, gl.float32, [BATCHES * BATCH, ROWS, COLUMNS], square)
-    keeps = reinterpret(keep_smem, gl.float32, [BATCH, ROWS], line)
-    adds = reinterpret(add_smem, gl.float32, [BATCH, ROWS], line)
-    ls = reinterpret(l_smem, gl.float32, [BATCH, ROWS], line)
-    parts_ptr, part_stats_ptr = pointers.parts_ptr, pointers.part_stats_ptr
-    n_spans, n_rows = sizes.n_spans, sizes.n_rows
-    slot = gl.program_id(0)
-    row = gl.program_id(1) * ROWS + gl.arange(0, ROWS, rows)
+    keep_smem = gl.allocate_shared_memory(gl.float32, [BATCH // LOADED, ROWS, LOADED], cube)
+    add_smem = gl.allocate_shared_memory(gl.float32, [BATCH // LOADED, ROWS, LOADED], cube)
+    l_smem = gl.allocate_shared_memory(gl.float32, [BATCH // LOADED, ROWS, LOADED], cube)
+    memory = (acc_smem, keep_smem, add_smem, l_smem)
+    N_BLOCKS: gl.constexpr = DV // COLUMNS
+    n_groups = gl.cdiv(sizes.n_rows, ROWS)
     # The next call's kernel may start as soon as there is room, to wait for this one.
     gdc_launch_dependents()
     gdc_wait()
-    work = gl.load(pointers.slots_ptr + 3 * slot)
-    begin = gl.load(pointers.slots_ptr + 3 * slot + 1)
-    count = gl.load(pointers.slots_ptr + 3 * slot + 2)
-    if work < 0:
-        return
-    is_row, b, head, query = find_rows(
-        work, row, pointers.tiles_ptr, sizes.heads, sizes.group, sizes.q_tiles, sizes.Sq, n_rows,
-        PACKED,
-    )  # fmt: skip
+    ranks, n_units = rank_slots(pointers.slots_ptr, sizes.n_slots, N_BLOCKS, n_groups)
+    for number in range(gl.program_id(0), n_units, gl.num_programs(0)):
+        slot, work, begin, count, group, block = find_unit(
+            pointers.slots_ptr, ranks, number, sizes.n_slots, n_groups, N_BLOCKS
+        )
+        m, l, acc = fold_parts(
+            pointers, sizes, slot, group, block * COLUMNS, begin, count, memory, unit, DV
+        )
+        store_rows(
+            pointers, strides, sizes, work, group, block, m, l, acc, unit, natural, PAGED,
+            HAS_SINKS, PACKED, HEAD_DIM_V,
+        )  # fmt: skip
+
+
+@gluon.jit
+def fold_parts(
+    pointers, sizes, slot, group, column, begin, count, memory, unit, DV: gl.constexpr
+):  # fmt: skip
+    """(m, l, acc) of the parts from `begin` to `count` of a group of rows, from `column` on."""
+    acc_smem, keep_smem, add_smem, l_smem = memory
+    BATCHES: gl.constexpr = acc_smem.shape[0]
+    BATCH: gl.constexpr = acc_smem.shape[1]
+    ROWS: gl.constexpr = acc_smem.shape[2]
+    COLUMNS: gl.constexpr = acc_smem.shape[3]
+    layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 32], [1, 32], [ROWS, 1], [1, 0])
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    square: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    # The same, LOADED parts after others.
+    N: gl.constexpr = BATCH // LOADED
+    accs = reinterpret(acc_smem, gl.float32, [BATCHES * N, LOADED, ROWS, COLUMNS], cube)
+    keeps = reinterpret(keep_smem, gl.float32, [N, ROWS, LOADED], square)
+    adds = reinterpret(add_smem, gl.float32, [N, ROWS, LOADED], square)
+    all_l = reinterpret(l_smem, gl.float32, [N, ROWS, LOADED], square)
+    parts_ptr, part_stats_ptr = pointers.parts_ptr, pointers.part_stats_ptr
+    n_spans, n_rows = sizes.n_spans, sizes.n_rows
     m = gl.full([ROWS], -float("inf"), gl.float32, rows)
     l = gl.full([ROWS], 0.0, gl.float32, rows)
     acc = gl.full([ROWS, COLUMNS], 0.0, gl.float32, layout)
-    column = gl.program_id(2) * COLUMNS
+    # Of the unit before, warps that are behind may still read.
+    await_warps()
     for i in gl.static_range(BATCHES - 1):
         copy_columns(
-            acc_smem.index(i), parts_ptr, slot, begin + i * BATCH, count, n_spans, n_rows, column,
-            DV,
+            acc_smem.index(i), parts_ptr, slot, group, begin + i * BATCH, count, n_spans, n_rows,
+            column, DV,
         )  # fmt: skip
         async_copy.commit_group()
     statistics = load_statistics(
-        part_stats_ptr, slot, begin, begin, count, n_spans, n_rows, BATCH, ROWS
+        part_stats_ptr, slot, group, begin, begin, count, n_spans, n_rows, BATCH, ROWS
     )
     batch = begin * 0
     for first in range(begin, count, BATCH):
@@ -203,38 +165,53 @@ def fold_slots(
         await_warps()
         ahead = batch + BATCHES - 1
         copy_columns(
-            acc_smem.index(ahead % BATCHES), parts_ptr, slot, begin + ahead * BATCH, count,
+            acc_smem.index(ahead % BATCHES), parts_ptr, slot, group, begin + ahead * BATCH, count,
             n_spans, n_rows, column, DV,
         )  # fmt: skip
         async_copy.commit_group()
         m = gl.convert_layout(weigh_parts(m, keep_smem, add_smem, l_smem, statistics, unit), rows)
         # Those of the next batch, while this one is folded.
         statistics = load_statistics(
-            part_stats_ptr, slot, first + BATCH, begin, count, n_spans, n_rows, BATCH, ROWS
+            part_stats_ptr, slot, group, first + BATCH, begin, count, n_spans, n_rows, BATCH, ROWS
         )
         async_copy.wait_group(BATCHES - 1)
         await_warps()
-        at = batch % BATCHES * BATCH
-        for some in range(0, gl.minimum(count - first, BATCH), UNROLLED):
-            for i in gl.static_range(UNROLLED):
-                keep = keeps.index(some + i).load(rows)
-                add = adds.index(some + i).load(rows)
-                part_l = ls.index(some + i).load(rows)
-                part_acc = accs.index(at + some + i).load(layout)
-                l, acc = add_part(l, acc, part_l, part_acc, keep, add)
+        at = batch % BATCHES * N
+        for some in range(gl.minimum(gl.cdiv(count - first, LOADED), N)):
+            part_acc = load_parts(accs.index(at + some), layout)
+            part_l = load_numbers(all_l.index(some), rows)
+            keep = load_numbers(keeps.index(some), rows)
+            add = load_numbers(adds.index(some), rows)
+            for i in gl.static_range(LOADED):
+                l, acc = add_part(l, acc, part_l[i], part_acc[i], keep[i], add[i])
         batch += 1
     async_copy.wait_group(0)
+    return m, l, acc
+
+
+@gluon.jit
+def store_rows(
+    pointers, strides, sizes, work, group, block, m, l, acc, unit, natural, PAGED: gl.constexpr,
+    HAS_SINKS: gl.constexpr, PACKED: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+):  # fmt: skip
+    """The results of a group of rows whose parts have all been folded."""
+    layout: gl.constexpr = acc.type.layout
+    row = group * acc.shape[0] + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
+    is_row, b, head, query = find_rows(
+        work, row, pointers.tiles_ptr, sizes.heads, sizes.group, sizes.q_tiles, sizes.Sq,
+        sizes.n_rows, PACKED,
+    )  # fmt: skip
     if HAS_SINKS:
         sink = gl.load(pointers.sinks_ptr + head, mask=is_row, other=0.0).to(gl.float32)
         m, l, acc = fold_sink(m, l, acc, sink, natural, unit)
     out, lse = close(m, l, acc, natural)
     to = (b * strides.rows_b + head * strides.rows_h + query * strides.rows_s).to(gl.int64)
-    d = gl.program_id(2) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    d = block * acc.shape[1] + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     d = gl.expand_dims(d, 0)
     out = out.to(pointers.out_ptr.dtype.element_ty)
     mask = gl.expand_dims(is_row, 1) & (d < HEAD_DIM_V)
     gl.store(pointers.out_ptr + gl.expand_dims(to * HEAD_DIM_V, 1) + d, out, mask=mask)
-    if gl.program_id(2) == 0:
+    if block == 0:
         gl.store(pointers.lse_ptr + to, lse, mask=is_row)
         if not PAGED:
             store_statistics(pointers.statistics_ptr, to, m, l, is_row)

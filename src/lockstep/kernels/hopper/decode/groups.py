@@ -94,6 +94,7 @@ class FoldPointers(NamedTuple):
 class FoldSizes(NamedTuple):
     """Sizes of a call and of its parts."""
 
+    n_slots: Any
     group: Any
     heads: Any
     q_tiles: Any

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.decode.consumer import consume
 from lockstep.kernels.hopper.decode.first_keys import FirstKeys
@@ -56,7 +55,7 @@ def decode_kernel(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
-    PREFETCH: gl.constexpr,  # `producer.produce`
+    PREFETCH: gl.constexpr,  # this one and LATE: `producer.produce`
     HAS_STARTS: gl.constexpr,
     WHOLE_PAGES: gl.constexpr,  # a tile has no less than a page
     PAGED: gl.constexpr,  # else the cache is dense, [B, Hkv, Skv, D]
@@ -64,9 +63,12 @@ def decode_kernel(
     FIXED_MAX: gl.constexpr,  # of query-invariant calls, as in the forward
     FEW: gl.constexpr,  # of query-invariant calls: up to 8 rows, `few_rows.py`
     NARROW: gl.constexpr,  # the most rows that have the narrow consumer
+    Q_ROWS: gl.constexpr,  # query rows for which there is room
+    LATE: gl.constexpr,
 ):
     # `fold.py` may start as soon as there is room, to wait for the parts where it needs them.
-    gdc_launch_dependents()
+    if not LATE:
+        gdc_launch_dependents()
     slots_ptr, n = pointers.slots_ptr, numbers
     sizes = Sizes(
         (pointers.kv_lens_ptr, pointers.kv_starts_ptr),
@@ -77,7 +79,7 @@ def decode_kernel(
     queue = RunQueue.create(PACKED)
     k = Tiles.create(k_desc, STAGES, BLOCK_KV, D)
     v = Tiles.create(v_desc, STAGES, BLOCK_KV, DV)
-    q_smem = gl.allocate_shared_memory(k_desc.dtype, [ROWS, D], gl.NVMMASharedLayout(128, 16, 2))
+    q_smem = gl.allocate_shared_memory(k_desc.dtype, [Q_ROWS, D], gl.NVMMASharedLayout(128, 16, 2))
     rows = Rows(
         (pointers.q_ptr, pointers.out_ptr, pointers.lse_ptr, pointers.statistics_ptr,
          pointers.parts_ptr, pointers.part_stats_ptr, pointers.sinks_ptr),
@@ -101,7 +103,10 @@ def decode_kernel(
                     consume_spans,
                     (rows, sizes, queue, k, v, q_smem, cache, first_keys, FIXED_MAX, FEW),
                 ),
-                (produce, (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr, rows, PREFETCH)),
+                (
+                    produce,
+                    (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr, rows, PREFETCH, LATE),
+                ),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -109,11 +114,14 @@ def decode_kernel(
     else:
         exchange = queue  # in place of none
         if NARROW > 0:
-            exchange = Exchange.create()
+            exchange = Exchange.create(NARROW)
         gl.warp_specialize(
             [
                 (consume, (rows, sizes, queue, k, v, q_smem, exchange, cache, NARROW)),
-                (produce, (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr, rows, PREFETCH)),
+                (
+                    produce,
+                    (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr, rows, PREFETCH, LATE),
+                ),
             ],
             [1],
             [PRODUCER_REGISTERS],

@@ -20,13 +20,16 @@ from lockstep.kernels.hopper.decode.plan import (
     FOLD_BATCHES,
     FOLD_COLUMNS,
     FOLD_ROWS,
-    INVARIANT_FOLD_BATCH,
     INVARIANT_PART_NUMBERS,
+    MOST_SLOTS,
+    NARROW_ROWS,
     PART_NUMBERS,
     PREFETCHING_REGISTERS,
     PRODUCER_REGISTERS,
     columns_of,
+    fold_programs,
     has_few_rows,
+    is_narrow,
     keeps_whole,
     least_span,
     most_spans,
@@ -36,6 +39,7 @@ from lockstep.kernels.hopper.decode.plan import (
     programs_of,
     query_tiles_of,
     spans_wanted,
+    starts_late,
     team_of,
     tile_rows_of,
     tiles_of,
@@ -60,6 +64,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
     n_programs = programs_of(problem, n_processors)
     n_rows, n_spans = tile_rows_of(problem), most_spans(problem)
     n_slots = min(n_programs, tiles_of(problem) * problem.Hkv)
+    assert n_slots <= MOST_SLOTS, f"{n_slots} slots: `units.py` looks at {MOST_SLOTS}"
     n_numbers = INVARIANT_PART_NUMBERS if problem.query_invariant else PART_NUMBERS
     # A pointer that is not used may be any.
     unused = {"sinks": not problem.has_sinks, "statistics": problem.is_paged}
@@ -68,6 +73,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
     if lengths is not None:
         names["kv_lens"] = "lengths"
     shared = _numbers(problem, tensors.q, fitted, n_programs) | _constants(problem)
+    shared["n_slots"] = n_slots
     decode = Launch(
         decode_kernel,
         (n_programs,),
@@ -84,7 +90,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
     fold_kernel = fold_spans if problem.query_invariant else fold_slots
     fold = Launch(
         fold_kernel,
-        (n_slots, -(-n_rows // FOLD_ROWS), -(-problem.Dv // FOLD_COLUMNS)),
+        (fold_programs(problem, n_slots, n_processors),),
         {name: shared[name] for name in _taken_by(fold_kernel)},
         names=_renamed(fold_kernel, names | ({} if problem.is_packed else {"tiles": "slots"})),
         num_warps=FOLD_ROWS,
@@ -238,8 +244,10 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "NARROW": narrow_rows(problem),
         "COLUMNS": FOLD_COLUMNS,
         "ROWS": FOLD_ROWS,
-        "BATCH": INVARIANT_FOLD_BATCH if problem.query_invariant else FOLD_BATCH,
+        "BATCH": FOLD_BATCH,
         "BATCHES": FOLD_BATCHES,
+        "LATE": starts_late(problem),
+        "Q_ROWS": NARROW_ROWS if is_narrow(problem) else ROWS,
     }
 
 

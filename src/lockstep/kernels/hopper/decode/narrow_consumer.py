@@ -45,8 +45,8 @@ WARPS_APART = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
 class Exchange:
     """Where warps leave their softmax for all others."""
 
-    acc_smem: gl.shared_memory_descriptor  # [WARPS, NARROW_ROWS, PIECE] fp32
-    m_smem: gl.shared_memory_descriptor  # [WARPS, NARROW_ROWS] fp32
+    acc_smem: gl.shared_memory_descriptor  # [WARPS, ROWS, PIECE] fp32
+    m_smem: gl.shared_memory_descriptor  # [WARPS, ROWS] fp32
     l_smem: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
@@ -56,16 +56,16 @@ class Exchange:
         self.l_smem = l_smem
 
     @gluon.jit
-    def create():
+    def create(ROWS: gl.constexpr):
         return Exchange(
-            gl.allocate_shared_memory(gl.float32, [WARPS, NARROW_ROWS, PIECE], WARPS_APART),
-            gl.allocate_shared_memory(gl.float32, [WARPS, NARROW_ROWS], SQUARE),
-            gl.allocate_shared_memory(gl.float32, [WARPS, NARROW_ROWS], SQUARE),
+            gl.allocate_shared_memory(gl.float32, [WARPS, ROWS, PIECE], WARPS_APART),
+            gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], SQUARE),
+            gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], SQUARE),
         )
 
     @gluon.jit
     def post_sums(self, m, l):
-        """m and l [WARPS, NARROW_ROWS] of all warps."""
+        """m and l [WARPS, ROWS] of all warps."""
         # Of the span before, warps that are behind may still read.
         await_warps()
         self.m_smem.store(m)
@@ -74,33 +74,31 @@ class Exchange:
 
     @gluon.jit
     def join_sums(self, unit, layout: gl.constexpr):
-        """m and l [NARROW_ROWS] over all warps, in a layout."""
+        """m and l [ROWS] over all warps, in a layout."""
         m = _number(self.m_smem, 0, layout)
         for warp in gl.static_range(1, WARPS):
             m = gl.maximum(m, _number(self.m_smem, warp, layout))
-        l = gl.full([NARROW_ROWS], 0.0, gl.float32, layout)
+        l = gl.zeros_like(m)
         for warp in gl.static_range(WARPS):
             l = gl.fma(_number(self.l_smem, warp, layout), self.factor(warp, m, unit), l)
         return m, l
 
     @gluon.jit
     def factor(self, warp: gl.constexpr, m, unit):
-        """The factor of a warp's sums relative to m [NARROW_ROWS]."""
+        """The factor of a warp's sums relative to m [ROWS]."""
         layout: gl.constexpr = m.type.layout
         own = _number(self.m_smem, warp, layout)
         return gl.exp2((own - gl.where(m == -float("inf"), 0.0, m)) * unit)
 
     @gluon.jit
     def join_piece(self, acc, m, unit):
-        """Products [NARROW_ROWS, PIECE] over all warps, of acc [WARPS, NARROW_ROWS, PIECE];
-        m [NARROW_ROWS]."""
+        """Products [ROWS, PIECE] over all warps, of acc [WARPS, ROWS, PIECE]; m [ROWS]."""
         # Of the piece before, warps that are behind may still read.
         await_warps()
         self.acc_smem.store(acc)
         await_warps()
-        shape: gl.constexpr = [WARPS, NARROW_ROWS, PIECE]
-        by_warp = reinterpret(self.acc_smem, gl.float32, shape, ROWS_APART)
-        whole = gl.zeros([NARROW_ROWS, PIECE], gl.float32, PIECES)
+        by_warp = reinterpret(self.acc_smem, gl.float32, self.acc_smem.shape, ROWS_APART)
+        whole = gl.zeros([acc.shape[1], PIECE], gl.float32, PIECES)
         for warp in gl.static_range(WARPS):
             factor = gl.expand_dims(self.factor(warp, m, unit), 1) + gl.zeros_like(whole)
             whole = gl.fma(by_warp.index(warp).load(PIECES), factor, whole)
@@ -109,19 +107,21 @@ class Exchange:
 
 @gluon.jit
 def _number(smem, warp: gl.constexpr, layout: gl.constexpr):
-    """The numbers [NARROW_ROWS] of a warp, of shared memory [WARPS, NARROW_ROWS]."""
-    shape: gl.constexpr = [WARPS, NARROW_ROWS]
-    return reinterpret(smem, gl.float32, shape, FLAT).index(warp).load(layout)
+    """The numbers [ROWS] of a warp, of shared memory [WARPS, ROWS]."""
+    return reinterpret(smem, gl.float32, smem.shape, FLAT).index(warp).load(layout)
 
 
 @gluon.jit
 def join_columns(pieces):
-    """One or two pieces [NARROW_ROWS, PIECE] side by side."""
+    """One, two or four pieces [ROWS, ·] side by side."""
     if len(pieces) == 1:
         return pieces[0]
     else:  # noqa: RET505, Gluon would go on and return both
-        both = gl.join(pieces[0], pieces[1]).permute((0, 2, 1))
-        return both.reshape([NARROW_ROWS, 2 * PIECE])
+        pairs = ()
+        for i in gl.static_range(len(pieces) // 2):
+            both = gl.join(pieces[2 * i], pieces[2 * i + 1]).permute((0, 2, 1))
+            pairs = pairs + (both.reshape([both.shape[0], 2 * both.shape[2]]),)  # noqa: RUF005
+        return join_columns(pairs)
 
 
 @gluon.jit
@@ -162,10 +162,21 @@ def scores_of(q, k, i, HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
+def computed_rows(s, WIDE: gl.constexpr):
+    """The rows of scores [WARPS, NARROW_ROWS, ·] that are computed: if WIDE the first 8, which are
+    the upper one of the two that a thread has; else all."""
+    if WIDE:
+        s = s.reshape([WARPS, 2, NARROW_ROWS // 2, s.shape[2]]).permute((0, 2, 3, 1))
+        return s.split()[0]
+    else:  # noqa: RET505
+        return s
+
+
+@gluon.jit
 def is_seen(sizes, first_key, bounds, s):
-    """Which rows see which keys of a tile, as s [WARPS, NARROW_ROWS, keys of a warp] has them."""
-    of_warps: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, PRODUCTS))
-    of_keys: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, PRODUCTS))
+    """Which rows see which keys of a tile, as s [WARPS, ROWS, keys of a warp] has them."""
+    of_warps: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, s.type.layout))
+    of_keys: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, s.type.layout))
     warp = gl.expand_dims(gl.expand_dims(gl.arange(0, WARPS, of_warps), 1), 2)
     key = gl.expand_dims(gl.expand_dims(gl.arange(0, s.shape[2], of_keys), 0), 1)
     key = first_key + warp * s.shape[2] + key
@@ -191,45 +202,72 @@ def weigh(rows, sizes, s, first_key, bounds, m, l):
 
 
 @gluon.jit
-def attend_span(rows, sizes, q, k, v, seen, tile, end, bounds, empty_l):
-    """The tiles [tile, end) of a span: m and l [WARPS, NARROW_ROWS], pieces of products, whether
-    values that are not finite were left out, and the tiles seen so far."""
+def no_products(D: gl.constexpr, ROWS: gl.constexpr, WIDE: gl.constexpr):
+    """Products of no keys, in pieces [WARPS, ROWS, PIECE]; if WIDE [WARPS, PIECE, ROWS]."""
+    shape: gl.constexpr = [WARPS, PIECE, ROWS] if WIDE else [WARPS, ROWS, PIECE]
+    return (gl.zeros(shape, gl.float32, PRODUCTS),) * (D // PIECE)
+
+
+@gluon.jit
+def times_values(p, alpha, acc, v, i, WIDE: gl.constexpr):
+    """Pieces of products times alpha [WARPS, ROWS] of their rows, and with weights p [WARPS, ROWS,
+    keys of a warp] of the i-th tile of values added. If WIDE, the values are the left operand: as
+    many rows of products as values have columns, and no more columns than there are query rows."""
+    p = p.to(v.boxes_smem.dtype)
+    sums = ()
+    if WIDE:
+        p = gl.convert_layout(p.permute((0, 2, 1)), RIGHT)
+        alpha = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, PRODUCTS)), 1)
+        for piece in gl.static_range(v.D // PIECE):
+            values = piece_of(v, i, piece).permute((0, 2, 1)).load(LEFT)
+            sums = sums + (mma_v2(values, p, acc[piece] * alpha),)  # noqa: RUF005
+    else:
+        p = gl.convert_layout(p, LEFT)
+        for piece in gl.static_range(v.D // PIECE):
+            scaled = acc[piece] * gl.expand_dims(alpha, 2)
+            values = piece_of(v, i, piece).load(RIGHT)
+            sums = sums + (mma_v2(p, values, scaled),)  # noqa: RUF005
+    return sums
+
+
+@gluon.jit
+def attend_span(rows, sizes, q, k, v, seen, tile, end, bounds, empty_m, empty_l):
+    """The tiles [tile, end) of a span: m and l [WARPS, ROWS], pieces of products, whether values
+    that are not finite were left out, and the tiles seen so far."""
+    WIDE: gl.constexpr = v.D > 128
     of_any = bounds[1]
-    m = gl.full([WARPS, NARROW_ROWS], -float("inf"), gl.float32, gl.SliceLayout(2, PRODUCTS))
+    m = empty_m
     l = gl.zeros_like(m) + empty_l
-    acc = (gl.zeros([WARPS, NARROW_ROWS, PIECE], gl.float32, PRODUCTS),) * (v.D // PIECE)
+    acc = no_products(v.D, m.shape[1], WIDE)
     is_nonfinite = tile * 0
     for t in range(tile, end):
         first_key = t * sizes.BLOCK_KV
         k.ring.wait_full(seen)
-        s = scores_of(q, k, seen, rows.HEAD_DIM)
+        s = computed_rows(scores_of(q, k, seen, rows.HEAD_DIM), WIDE)
         k.ring.release(seen)
         p, m, l, alpha = weigh(rows, sizes, s, first_key, bounds, m, l)
-        p = gl.convert_layout(p.to(k.boxes_smem.dtype), LEFT)
         v.ring.wait_full(seen)
         if hides_some(sizes, first_key, bounds[2]):  # noqa: SIM102, Gluon would evaluate both
             if has_nonfinite(v.tile(seen)) != 0:
                 found = clean_values(v.tile(seen), of_any[0] - first_key, of_any[1] - first_key)
                 is_nonfinite = is_nonfinite | found
-        sums = ()
-        for piece in gl.static_range(v.D // PIECE):
-            scaled = acc[piece] * gl.expand_dims(alpha, 2)
-            values = piece_of(v, seen, piece).load(RIGHT)
-            sums = sums + (mma_v2(p, values, scaled),)  # noqa: RUF005
-        acc = sums
+        acc = times_values(p, alpha, acc, v, seen, WIDE)
         v.ring.release(seen)
         seen += 1
     return m, l, acc, is_nonfinite, seen
 
 
 @gluon.jit
-def join_warps(exchange, m, l, acc, unit):
-    """(m, l, acc) of a part, [NARROW_ROWS] and [NARROW_ROWS, Dv], from those of the warps."""
+def join_warps(exchange, m, l, acc, unit, WIDE: gl.constexpr):
+    """(m, l, acc) of a part, [ROWS] and [ROWS, Dv], from those of the warps."""
     exchange.post_sums(m, l)
     of_pieces, _l = exchange.join_sums(unit, gl.SliceLayout(1, PIECES))
     pieces = ()
     for piece in gl.static_range(len(acc)):
-        pieces = pieces + (exchange.join_piece(acc[piece], of_pieces, unit),)  # noqa: RUF005
+        x = acc[piece]
+        if WIDE:
+            x = x.permute((0, 2, 1))
+        pieces = pieces + (exchange.join_piece(x, of_pieces, unit),)  # noqa: RUF005
     joined = join_columns(pieces)
     m, l = exchange.join_sums(unit, gl.SliceLayout(1, joined.type.layout))
     return m, l, joined
@@ -237,20 +275,21 @@ def join_warps(exchange, m, l, acc, unit):
 
 @gluon.jit
 def attend_narrow_run(rows, sizes, run, k, v, q_smem, exchange, cache, seen):
-    """A run of up to NARROW_ROWS rows; returns the tiles seen so far."""
+    """A run of few rows, as many as the exchange has; returns the tiles seen so far."""
+    WIDE: gl.constexpr = v.D > 128
+    N: gl.constexpr = exchange.m_smem.shape[1]
     rows.load_queries(sizes, run, q_smem.slice(0, NARROW_ROWS))
     q = left_operands(q_smem)
-    bounds = row_bounds(
-        rows, sizes, run, gl.SliceLayout(0, gl.SliceLayout(2, PRODUCTS)), NARROW_ROWS
-    )
+    zero = gl.zeros([WARPS, NARROW_ROWS, k.BLOCK_KV // WARPS], gl.float32, PRODUCTS)
+    of_scores: gl.constexpr = computed_rows(zero, WIDE).type.layout
+    bounds = row_bounds(rows, sizes, run, gl.SliceLayout(0, gl.SliceLayout(2, of_scores)), N)
+    empty_m = gl.full([WARPS, N], -float("inf"), gl.float32, gl.SliceLayout(2, of_scores))
     # Whatever its rows see, a sequence whose length is wrong is NaN.
     empty_l = gl.where(run.kv_len < 0, float("nan"), 0.0)
-    folded_acc = join_columns(
-        (gl.zeros([NARROW_ROWS, PIECE], gl.float32, PIECES),) * (v.D // PIECE)
-    )
+    folded_acc = join_columns((gl.zeros([N, PIECE], gl.float32, PIECES),) * (v.D // PIECE))
     of_rows: gl.constexpr = gl.SliceLayout(1, folded_acc.type.layout)
-    folded_m = gl.full([NARROW_ROWS], -float("inf"), gl.float32, of_rows)
-    folded_l = gl.full([NARROW_ROWS], 0.0, gl.float32, of_rows) + empty_l
+    folded_m = gl.full([N], -float("inf"), gl.float32, of_rows)
+    folded_l = gl.full([N], 0.0, gl.float32, of_rows) + empty_l
     span = run.first_span
     slot = gl.where(run.slot < 0, -1 - run.slot, run.slot)
     tile = run.begin
@@ -258,9 +297,9 @@ def attend_narrow_run(rows, sizes, run, k, v, q_smem, exchange, cache, seen):
     while has_more:
         end = gl.minimum((divide(tile, run.span) + 1) * run.span, run.end)
         m, l, acc, is_nonfinite, seen = attend_span(
-            rows, sizes, q, k, v, seen, tile, end, bounds, empty_l
+            rows, sizes, q, k, v, seen, tile, end, bounds, empty_m, empty_l
         )
-        m, l, acc = join_warps(exchange, m, l, acc, rows.unit)
+        m, l, acc = join_warps(exchange, m, l, acc, rows.unit, WIDE)
         if is_nonfinite != 0:
             acc = add_nonfinite(rows, sizes, cache, run, tile, end, bounds[0], acc)
         if run.first_span > 0:

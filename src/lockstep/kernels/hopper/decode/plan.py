@@ -29,11 +29,12 @@ KEYS_PER_ROW = 32
 # Rows of a tile up to which half of what a thread does is left out: `few_rows.py`. Rows up to which
 # warps have products of their own in tiles of 128 columns: `narrow_consumer.py`.
 FEW_ROWS, NARROW_ROWS = 8, 16
-# Columns and rows that a program of the second kernel folds, each row by one warp; and the
-# parts that it loads at once, in other calls and in query-invariant ones. In other calls, so many
-# batches are under way or at work.
-FOLD_COLUMNS, FOLD_ROWS, FOLD_BATCH, INVARIANT_FOLD_BATCH = 32, 4, 32, 64
-FOLD_BATCHES = 2
+# Columns and rows of a unit of the second kernel, each row for one warp; the parts that it loads at
+# once, and the batches of these that are under way or at work.
+FOLD_COLUMNS, FOLD_ROWS, FOLD_BATCH, FOLD_BATCHES = 32, 4, 32, 2
+# Units to an SM up to which there is a program for each, and programs to an SM that share more of
+# them; the most slots.
+FOLD_UNITS, FOLD_PROGRAMS, MOST_SLOTS = 8, 6, 512
 # Numbers of a row of a part beside its products: m and l; with query_invariant, m and error, and
 # from PART_SUMS on the sums of four threads, l and residue.
 PART_NUMBERS, INVARIANT_PART_NUMBERS, PART_SUMS = 2, 12, 4
@@ -58,8 +59,10 @@ class Plan:
 PLANS = {
     64: Plan(block_kv=128, stages=3, programs=2, registers=128),
     128: Plan(block_kv=64, stages=3, programs=1, registers=168),
-    256: Plan(block_kv=32, stages=3, programs=1, registers=168),
+    256: Plan(block_kv=64, stages=2, programs=1, registers=168),
 }
+# Of calls that have the narrow consumer alone: no room for the rows of another.
+NARROW_PLANS = {256: Plan(block_kv=64, stages=3, programs=1, registers=168)}
 
 
 # Of query-invariant calls, with the blocks of the Hopper forward.
@@ -72,7 +75,17 @@ INVARIANT_PLANS = {
 def plan_of(problem: AttentionProblem) -> Plan:
     if problem.query_invariant:
         return INVARIANT_PLANS[problem.D]
-    return PLANS[columns_of(max(problem.D, problem.Dv))]
+    columns = columns_of(max(problem.D, problem.Dv))
+    return (NARROW_PLANS if is_narrow(problem) else PLANS)[columns]
+
+
+def is_narrow(problem: AttentionProblem) -> bool:
+    """Whether a build has the narrow consumer alone."""
+    return (
+        columns_of(problem.D) in NARROW_PLANS
+        and not problem.is_packed
+        and rows_of(problem) <= narrow_rows(problem)
+    )
 
 
 def columns_of(head_dim: int) -> int:
@@ -97,8 +110,10 @@ def has_few_rows(problem: AttentionProblem) -> bool:
 
 def narrow_rows(problem: AttentionProblem) -> int:
     """Rows up to which a sequence has the narrow consumer; 0 where it is slower: head dim 64 has
-    two programs to an SM, and at 256 a tile has too few keys for four warps."""
-    return NARROW_ROWS if _has_128_columns(problem) and not problem.query_invariant else 0
+    two programs to an SM."""
+    if problem.query_invariant or problem.Dv != problem.D:
+        return 0
+    return {64: 0, 128: NARROW_ROWS, 256: FEW_ROWS}[columns_of(problem.D)]
 
 
 def prefetches(problem: AttentionProblem) -> bool:
@@ -106,6 +121,12 @@ def prefetches(problem: AttentionProblem) -> bool:
     dim 128, slower at 64, where it takes registers from the warpgroup."""
     is_plain = problem.layout == "paged" and not problem.query_invariant
     return is_plain and _has_128_columns(problem)
+
+
+def starts_late(problem: AttentionProblem) -> bool:
+    """Whether the second kernel starts when the last loads are under way, and not at once: faster
+    at head dim 128, slower in query-invariant calls."""
+    return prefetches(problem)
 
 
 def _has_128_columns(problem: AttentionProblem) -> bool:
@@ -145,6 +166,13 @@ def _is_even(problem: AttentionProblem, n_programs: int) -> bool:
     cost = -(-problem.Skv // block) + -(-problem.Skv // span) * SPAN_COST
     most = -(-n_heads // n_programs) * cost
     return most * n_programs - n_heads * cost <= (span // block + SPAN_COST) * n_programs
+
+
+def fold_programs(problem: AttentionProblem, n_slots: int, n_processors: int) -> int:
+    """How many programs the second kernel has: `units.py`."""
+    blocks = columns_of(problem.Dv) // FOLD_COLUMNS
+    n_units = n_slots * -(-tile_rows_of(problem) // FOLD_ROWS) * blocks
+    return n_units if n_units <= FOLD_UNITS * n_processors else FOLD_PROGRAMS * n_processors
 
 
 def team_of(problem: AttentionProblem, n_programs: int) -> int:

@@ -7,6 +7,8 @@ the tensor map: its keys are NaN then, its values 0.
 
 from __future__ import annotations
 
+from triton.language.extra.cuda import gdc_launch_dependents
+
 from lockstep.kernels.hopper.common.division import divide
 from lockstep.kernels.hopper.common.gluon_shim import (
     aggregate,
@@ -149,10 +151,12 @@ def note_slot(slots_ptr, slot, pair, begin, end):
 
 @gluon.jit
 def produce(
-    sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr, rows, PREFETCH: gl.constexpr
+    sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr, rows, PREFETCH: gl.constexpr,
+    LATE: gl.constexpr,
 ):  # fmt: skip
     """All runs of this program. Notes for `fold.py` which head has its parts in which slot.
-    PREFETCH: it changes from one sequence to the next so often that the next is prepared."""
+    PREFETCH: it changes from one sequence to the next so often that the next is prepared. LATE:
+    `fold.py` may start from here on, when the last loads are under way."""
     BLOCK_KV: gl.constexpr = sizes.BLOCK_KV
     total, stretch_begin, stretch_end, b, begin, even = sizes.stretch()
     keeps_whole = (sizes.whole != 0) | (even > 0)
@@ -230,6 +234,8 @@ def produce(
             block += 1
         begin += work * n_blocks
         b += 1
+    if LATE:
+        gdc_launch_dependents()
     queue.post(runs, (0,))
     if by_pair == 0:
         own = place * sizes.team + member

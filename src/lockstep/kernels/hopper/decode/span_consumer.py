@@ -6,7 +6,7 @@ rows that it marks are computed again as all rows are here: with the maximum of 
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator, left_operand, zeros
+from lockstep.kernels.hopper.common.accumulator import ROWS, left_operand, zeros
 from lockstep.kernels.hopper.common.gluon_shim import (
     gl,
     gluon,
@@ -27,10 +27,10 @@ from lockstep.kernels.hopper.common.spans import (
 from lockstep.kernels.hopper.decode import plan
 from lockstep.kernels.hopper.decode.consumer import bounds_of_run, is_seen, scores_of
 from lockstep.kernels.hopper.decode.few_rows import (
-    all_of_rows,
-    all_rows,
     as_operand,
+    clear_other_rows,
     halves,
+    some_rows,
     upper_of_rows,
     upper_rows,
     with_lower_rows,
@@ -151,13 +151,13 @@ def begin_run(
     first_m = gl.full([ROWS], -float("inf"), gl.float32, all_bounds[0][0].type.layout)
     if FIXED_MAX:
         if FROM_TILE and run.begin == 0:
-            rows.load_queries(sizes, run, q_smem)
+            rows.load_queries(sizes, run, some_rows(q_smem, FEW))
         else:
             first_m = first_keys.load_with_queries(
-                rows, sizes, cache, run, q_smem, all_bounds, first_m
+                rows, sizes, cache, run, q_smem, all_bounds, first_m, FEW
             )
     else:
-        rows.load_queries(sizes, run, q_smem)
+        rows.load_queries(sizes, run, some_rows(q_smem, FEW))
     first_m = upper_of_rows(first_m, of_rows, FEW)
     # A sequence without a key has no tile.
     has_tile = run.begin < run.end
@@ -174,27 +174,23 @@ def begin_run(
 
 
 @gluon.jit
-def store_part(rows, sizes, run, span, m, error, l, residue, acc, FEW: gl.constexpr):
-    """Hand out the part of one span; l and residue are those of threads."""
-    row_layout: gl.constexpr = gl.SliceLayout(1, accumulator(sizes.BLOCK_KV))
-    m = all_of_rows(m, row_layout, FEW)
-    error = all_of_rows(error, row_layout, FEW)
-    l = all_rows(l, FEW)
-    residue = all_rows(residue, FEW)
-    acc = all_rows(acc, FEW)
+def store_part(rows, sizes, run, span, m, error, l, residue, acc):
+    """Hand out the part of one span, of all rows or of upper ones, the first 8 of which are the
+    first rows; l and residue are those of threads."""
+    N: gl.constexpr = acc.shape[0]
     DV: gl.constexpr = acc.shape[1]
     of_rows: gl.constexpr = m.type.layout
     of_threads: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     of_acc: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    to, is_row = _part_row(rows, sizes, run, span, of_acc)
+    to, is_row = _part_row(rows, sizes, run, span, of_acc, N)
     d = gl.expand_dims(gl.arange(0, DV, gl.SliceLayout(0, acc.type.layout)), 0)
     mask = gl.expand_dims(is_row, 1) & (d >= 0)
     gl.store(rows.parts_ptr + gl.expand_dims(to * DV, 1) + d, acc, mask=mask)
-    to, is_row = _part_row(rows, sizes, run, span, of_rows)
+    to, is_row = _part_row(rows, sizes, run, span, of_rows, N)
     statistics = rows.part_stats_ptr + to * NUMBERS
     gl.store(statistics, m, mask=is_row)
     gl.store(statistics + 1, error, mask=is_row)
-    to, is_row = _part_row(rows, sizes, run, span, of_threads)
+    to, is_row = _part_row(rows, sizes, run, span, of_threads, N)
     thread = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, l.type.layout)), 0)
     mask = gl.expand_dims(is_row, 1) & (thread >= 0)
     statistics = rows.part_stats_ptr + gl.expand_dims(to * NUMBERS, 1) + SUMS + thread
@@ -203,25 +199,22 @@ def store_part(rows, sizes, run, span, m, error, l, residue, acc, FEW: gl.conste
 
 
 @gluon.jit
-def _part_row(rows, sizes, run, span, layout: gl.constexpr):
-    """The rows of a part among those of all parts, and whether they exist."""
-    row, _number, is_row = rows.rows_of(sizes, run, layout)
+def _part_row(rows, sizes, run, span, layout: gl.constexpr, N: gl.constexpr):
+    """The first N rows of a part among those of all parts, and whether they exist."""
+    row, _number, is_row = rows.rows_of(sizes, run, layout, N)
     return (run.slot.to(gl.int64) * rows.n_spans + span) * rows.n_rows + row, is_row
 
 
 @gluon.jit
-def store_results(rows, sizes, run, maxima, total, FEW: gl.constexpr):
-    """The results of rows whose spans have all been folded."""
-    layout: gl.constexpr = gl.SliceLayout(1, accumulator(sizes.BLOCK_KV))
-    l, r = row_sums(maxima[0], total[0], total[1])
-    m = all_of_rows(maxima[0], layout, FEW)
-    error = all_of_rows(maxima[1], layout, FEW)
-    l = all_of_rows(l, layout, FEW)
-    r = all_of_rows(r, layout, FEW)
-    acc = all_rows(total[2], FEW)
+def store_results(rows, sizes, run, maxima, total):
+    """The results of rows whose spans have all been folded, as in `store_part`."""
+    m, error = maxima
+    l, r = row_sums(m, total[0], total[1])
+    acc = total[2]
     DV: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = m.type.layout
     acc_layout: gl.constexpr = acc.type.layout
-    _row, number, is_row = rows.rows_of(sizes, run, layout)
+    _row, number, is_row = rows.rows_of(sizes, run, layout, acc.shape[0])
     head = run.head * rows.group + number % rows.group
     sink = None
     if rows.HAS_SINKS:
@@ -250,6 +243,7 @@ def consume_spans(
     scores = upper_rows(zeros(sizes.BLOCK_KV), FEW)
     row_layout: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     left: gl.constexpr = left_operand(v.D)
+    clear_other_rows(q_smem, FEW)
     runs = 0
     seen = 0
     run = queue.read(runs, sizes)
@@ -277,9 +271,7 @@ def consume_spans(
                 part_m, part_residue, rows.unit, FIXED_MAX, q_smem.dtype
             )
             if run.first_span > 0:
-                store_part(
-                    rows, sizes, run, span, part_m, error, part_l, part_residue, products, FEW
-                )
+                store_part(rows, sizes, run, span, part_m, error, part_l, part_residue, products)
             else:
                 part = (part_l, part_residue, products)
                 maxima, total = fold_span(maxima, total, part_m, error, part, rows.unit)
@@ -287,11 +279,11 @@ def consume_spans(
             tile = end
             has_more = tile < run.end
         if run.slot < 0:
-            store_results(rows, sizes, run, maxima, total, FEW)
+            store_results(rows, sizes, run, maxima, total)
         elif run.first_span == 0:
             # As a part of its own: it is folded into nothing, which changes no bit.
             store_part(
-                rows, sizes, run, span - 1, maxima[0], maxima[1], total[0], total[1], total[2], FEW
+                rows, sizes, run, span - 1, maxima[0], maxima[1], total[0], total[1], total[2]
             )
         runs += 1
         run = queue.read(runs, sizes)

@@ -1,5 +1,6 @@
 """Parts that query-invariant decode handed out, folded into results: `fold.py` with the operations
-of the Hopper forward (`common/spans.py`)."""
+of the Hopper forward (`common/spans.py`). What parts weigh is worked out for many at
+once, and parts are loaded while those before are folded, as in `fold.py`."""
 
 from __future__ import annotations
 
@@ -13,13 +14,91 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     reinterpret,
 )
 from lockstep.kernels.hopper.common.softmax import close_rows
-from lockstep.kernels.hopper.common.spans import fold_span
+from lockstep.kernels.hopper.common.spans import fold_maxima, fold_sums
 from lockstep.kernels.hopper.decode import plan
-from lockstep.kernels.hopper.decode.fold import UNROLLED, copy_columns, copy_number, find_rows
 from lockstep.kernels.hopper.decode.groups import FoldPointers, FoldSizes, RowStrides
+from lockstep.kernels.hopper.decode.part_batches import (
+    LOADED,
+    copy_columns,
+    load_numbers,
+    load_parts,
+    store_numbers,
+)
+from lockstep.kernels.hopper.decode.units import find_rows, find_unit, rank_slots
 from lockstep.kernels.launch import unspecialized
 
 NUMBERS, SUMS = gl.constexpr(plan.INVARIANT_PART_NUMBERS), gl.constexpr(plan.PART_SUMS)
+
+
+@gluon.jit
+def load_maxima(
+    ptr, group, first, begin, count, n_rows, BATCH: gl.constexpr, ROWS: gl.constexpr
+):  # fmt: skip
+    """m and error [ROWS, BATCH] of parts from number `first` on, and those of the part before
+    each. `ptr` is where the numbers of the first part begin."""
+    layout: gl.constexpr = gl.BlockedLayout([1, BATCH // 32], [1, 32], [ROWS, 1], [1, 0])
+    row = group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    row = gl.expand_dims(row, 1)
+    i = gl.expand_dims(first + gl.arange(0, BATCH, gl.SliceLayout(0, layout)), 0)
+    at = ptr + NUMBERS * (i * n_rows + row)
+    is_part = (i < count) & (row < n_rows)
+    m = gl.load(at, mask=is_part, other=-float("inf"))
+    error = gl.load(at + 1, mask=is_part, other=0.0)
+    # Also behind the last, where what there is stays.
+    has_before = (i > begin) & (i <= count) & (row < n_rows)
+    before = at - NUMBERS * n_rows
+    before_m = gl.load(before, mask=has_before, other=-float("inf"))
+    before_error = gl.load(before + 1, mask=has_before, other=0.0)
+    # As in `fold_maxima`, a maximum that is NaN counts for nothing later.
+    before_m = gl.where(before_m == before_m, before_m, -float("inf"))
+    return m, error, before_m, before_error
+
+
+@gluon.jit
+def load_sums(ptr, group, first, count, n_rows, BATCH: gl.constexpr, ROWS: gl.constexpr):
+    """Sums [ROWS, BATCH, 8] of parts from number `first` on: those of four threads, l and residue,
+    in one thread each."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32, 1], [ROWS, 1, 1], [2, 1, 0])
+    of_parts: gl.constexpr = gl.SliceLayout(2, layout)
+    row = group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, of_parts))
+    i = first + gl.arange(0, BATCH, gl.SliceLayout(0, of_parts))
+    row, i = gl.expand_dims(row, 1), gl.expand_dims(i, 0)
+    number = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
+    at = gl.expand_dims(NUMBERS * (i * n_rows + row), 2)
+    at = at + SUMS + gl.expand_dims(gl.expand_dims(number, 0), 0)
+    mask = gl.expand_dims((i < count) & (row < n_rows), 2) & (at >= 0)
+    return gl.load(ptr + at, mask=mask, other=0.0)
+
+
+@gluon.jit
+def later_maximum(m, error, later_m, later_error):
+    """m and error of two runs of parts, as `fold_maxima` has them."""
+    is_later = later_m > m
+    return gl.where(is_later, later_m, m), gl.where(is_later, later_error, error)
+
+
+@gluon.jit
+def weigh_spans(maxima, keep_smem, add_smem, sums_smem, numbers, sums, unit):
+    """m and error of each row with parts of these `numbers`, where they were `maxima` before them.
+    To shared memory go, for each part, the factors of the parts before it and of itself, and its
+    sums, multiplied by that."""
+    BATCH: gl.constexpr = keep_smem.shape[0] * LOADED
+    ROWS: gl.constexpr = keep_smem.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, BATCH // 32], [1, 32], [ROWS, 1], [1, 0])
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    part_m, part_error, before_m, before_error = numbers
+    before = gl.associative_scan((before_m, before_error), 1, later_maximum)
+    m = gl.expand_dims(gl.convert_layout(maxima[0], rows), 1) + gl.zeros_like(part_m)
+    error = gl.expand_dims(gl.convert_layout(maxima[1], rows), 1) + gl.zeros_like(part_m)
+    m, error = later_maximum(m, error, before[0], before[1])
+    m, error, keep, add = fold_maxima(m, error, part_m, part_error, unit)
+    store_numbers(keep_smem, keep)
+    store_numbers(add_smem, add)
+    add = gl.convert_layout(add, gl.SliceLayout(2, sums.type.layout))
+    sums_smem.permute((1, 0, 2)).store(sums * gl.expand_dims(add, 2))
+    # Maxima only rise; of errors, the last.
+    i = gl.expand_dims(gl.arange(0, BATCH, gl.SliceLayout(0, layout)), 0)
+    return gl.max(m, 1), gl.sum(gl.where(i == BATCH - 1, error, 0.0), 1)
 
 
 @unspecialized(gluon.jit, any_address=("sinks_ptr",))
@@ -35,80 +114,136 @@ def fold_spans(
     COLUMNS: gl.constexpr,
     ROWS: gl.constexpr,
     BATCH: gl.constexpr,  # parts that are loaded at once
+    BATCHES: gl.constexpr,  # batches that are under way or at work
 ):
-    """Programs [slots, n_rows / ROWS, DV / COLUMNS], a warp for each row."""
+    """Programs share the units of all slots with parts, each ROWS rows and COLUMNS columns: a warp
+    for each row."""
+    cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    acc_smem = gl.allocate_shared_memory(gl.float32, [BATCHES, BATCH, ROWS, COLUMNS], cube)
+    keep_smem = gl.allocate_shared_memory(gl.float32, [BATCH // LOADED, ROWS, LOADED], cube)
+    add_smem = gl.allocate_shared_memory(gl.float32, [BATCH // LOADED, ROWS, LOADED], cube)
+    sums_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS, 8], cube)
+    memory = (acc_smem, keep_smem, add_smem, sums_smem)
+    N_BLOCKS: gl.constexpr = DV // COLUMNS
+    n_groups = gl.cdiv(sizes.n_rows, ROWS)
+    gdc_launch_dependents()
+    gdc_wait()
+    ranks, n_units = rank_slots(pointers.slots_ptr, sizes.n_slots, N_BLOCKS, n_groups)
+    for number in range(gl.program_id(0), n_units, gl.num_programs(0)):
+        slot, work, begin, count, group, block = find_unit(
+            pointers.slots_ptr, ranks, number, sizes.n_slots, n_groups, N_BLOCKS
+        )
+        maxima, sums, acc = fold_parts(
+            pointers, sizes, slot, group, block * COLUMNS, begin, count, memory, unit, DV
+        )
+        store_rows(
+            pointers, strides, sizes, work, group, block, maxima, sums, acc, unit, PAGED,
+            HAS_SINKS, PACKED, DV,
+        )  # fmt: skip
+
+
+@gluon.jit
+def fold_parts(
+    pointers, sizes, slot, group, column, begin, count, memory, unit, DV: gl.constexpr
+):  # fmt: skip
+    """m and error, sums and products of the parts from `begin` to `count` of a group of rows, from
+    `column` on."""
+    acc_smem, keep_smem, add_smem, sums_smem = memory
+    BATCHES: gl.constexpr = acc_smem.shape[0]
+    BATCH: gl.constexpr = acc_smem.shape[1]
+    ROWS: gl.constexpr = acc_smem.shape[2]
+    COLUMNS: gl.constexpr = acc_smem.shape[3]
     layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 32], [1, 32], [ROWS, 1], [1, 0])
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     # Sums of threads are summed as these have them: each by a thread.
     of_sums: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [ROWS, 1], [1, 0])
-    cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     square: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    acc_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS, COLUMNS], cube)
-    sums_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS, 8], cube)
-    m_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS], square)
-    error_smem = gl.allocate_shared_memory(gl.float32, [BATCH, ROWS], square)
-    # The same, part after part.
-    accs = reinterpret(acc_smem, gl.float32, [BATCH, ROWS, COLUMNS], square)
-    all_sums = reinterpret(sums_smem, gl.float32, [BATCH, ROWS, 8], square)
-    ms = reinterpret(m_smem, gl.float32, [BATCH, ROWS], line)
-    errors = reinterpret(error_smem, gl.float32, [BATCH, ROWS], line)
-    parts_ptr, part_stats_ptr = pointers.parts_ptr, pointers.part_stats_ptr
+    cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    # The same, LOADED parts after others.
+    N: gl.constexpr = BATCH // LOADED
+    accs = reinterpret(acc_smem, gl.float32, [BATCHES * N, LOADED, ROWS, COLUMNS], cube)
+    keeps = reinterpret(keep_smem, gl.float32, [N, ROWS, LOADED], square)
+    adds = reinterpret(add_smem, gl.float32, [N, ROWS, LOADED], square)
+    all_sums = reinterpret(sums_smem, gl.float32, [N, LOADED, ROWS, 8], cube)
     n_spans, n_rows = sizes.n_spans, sizes.n_rows
-    slot = gl.program_id(0)
-    row = gl.program_id(1) * ROWS + gl.arange(0, ROWS, rows)
-    gdc_launch_dependents()
-    gdc_wait()
-    work = gl.load(pointers.slots_ptr + 3 * slot)
-    begin = gl.load(pointers.slots_ptr + 3 * slot + 1)
-    count = gl.load(pointers.slots_ptr + 3 * slot + 2)
-    if work < 0:
-        return
+    parts_ptr = pointers.parts_ptr
+    stats_ptr = pointers.part_stats_ptr + slot.to(gl.int64) * n_spans * n_rows * NUMBERS
     zero = gl.full([ROWS], 0.0, gl.float32, rows)
     maxima = (zero - float("inf"), zero)
-    total = (
-        gl.full([ROWS, 8], 0.0, gl.float32, of_sums),
-        gl.full([ROWS, COLUMNS], 0.0, gl.float32, layout),
-    )
+    total = gl.full([ROWS, 8], 0.0, gl.float32, of_sums)
+    acc = gl.full([ROWS, COLUMNS], 0.0, gl.float32, layout)
+    # Of the unit before, warps that are behind may still read.
+    await_warps()
+    for i in gl.static_range(BATCHES - 1):
+        copy_columns(
+            acc_smem.index(i), parts_ptr, slot, group, begin + i * BATCH, count, n_spans, n_rows,
+            column, DV,
+        )  # fmt: skip
+        async_copy.commit_group()
+    numbers = load_maxima(stats_ptr, group, begin, begin, count, n_rows, BATCH, ROWS)
+    sums = load_sums(stats_ptr, group, begin, count, n_rows, BATCH, ROWS)
+    batch = begin * 0
     for first in range(begin, count, BATCH):
         # Of the parts before, warps that are behind may still read.
         await_warps()
-        column = gl.program_id(2) * COLUMNS
-        copy_columns(acc_smem, parts_ptr, slot, first, count, n_spans, n_rows, column, DV)
-        copy_columns(sums_smem, part_stats_ptr, slot, first, count, n_spans, n_rows, SUMS, NUMBERS)
-        copy_number(m_smem, part_stats_ptr, slot, first, count, n_spans, n_rows, NUMBERS)
-        copy_number(error_smem, part_stats_ptr + 1, slot, first, count, n_spans, n_rows, NUMBERS)
+        ahead = batch + BATCHES - 1
+        copy_columns(
+            acc_smem.index(ahead % BATCHES), parts_ptr, slot, group, begin + ahead * BATCH, count,
+            n_spans, n_rows, column, DV,
+        )  # fmt: skip
         async_copy.commit_group()
-        async_copy.wait_group(0)
+        m, error = weigh_spans(maxima, keep_smem, add_smem, sums_smem, numbers, sums, unit)
+        maxima = (gl.convert_layout(m, rows), gl.convert_layout(error, rows))
+        # Those of the next batch, while this one is folded.
+        numbers = load_maxima(stats_ptr, group, first + BATCH, begin, count, n_rows, BATCH, ROWS)
+        sums = load_sums(stats_ptr, group, first + BATCH, count, n_rows, BATCH, ROWS)
+        async_copy.wait_group(BATCHES - 1)
         await_warps()
-        for some in range(0, gl.minimum(count - first, BATCH), UNROLLED):
-            for i in gl.static_range(UNROLLED):
-                # Behind the last part there are zeros.
-                m = ms.index(some + i).load(rows)
-                m = gl.where(first + some + i < count, m, -float("inf"))
-                error = errors.index(some + i).load(rows)
-                part = (all_sums.index(some + i).load(of_sums), accs.index(some + i).load(layout))
-                maxima, total = fold_span(maxima, total, m, error, part, unit)
+        at = batch % BATCHES * N
+        for some in range(gl.minimum(gl.cdiv(count - first, LOADED), N)):
+            part_acc = load_parts(accs.index(at + some), layout)
+            part_sums = load_parts(all_sums.index(some), of_sums)
+            keep = load_numbers(keeps.index(some), rows)
+            add = load_numbers(adds.index(some), rows)
+            for i in gl.static_range(LOADED):
+                (acc,) = fold_sums((acc,), keep[i], (part_acc[i],), add[i])
+                own = gl.expand_dims(gl.convert_layout(keep[i], gl.SliceLayout(1, of_sums)), 1)
+                # As `fold_sums` does, of products that are there.
+                total = gl.fma(total, own + gl.zeros_like(total), part_sums[i])
+        batch += 1
+    async_copy.wait_group(0)
+    return maxima, total, acc
+
+
+@gluon.jit
+def store_rows(
+    pointers, strides, sizes, work, group, block, maxima, sums, acc, unit, PAGED: gl.constexpr,
+    HAS_SINKS: gl.constexpr, PACKED: gl.constexpr, DV: gl.constexpr,
+):  # fmt: skip
+    """The results of a group of rows whose parts have all been folded."""
+    layout: gl.constexpr = acc.type.layout
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
     # As `row_sums` does: the sum of all, l and residue, is r.
-    is_l = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, of_sums)), 0) < 4
-    l = gl.convert_layout(gl.sum(gl.where(is_l, total[0], 0.0), 1), rows)
-    r = gl.convert_layout(gl.sum(total[0], 1), rows)
+    is_l = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, sums.type.layout)), 0) < 4
+    l = gl.convert_layout(gl.sum(gl.where(is_l, sums, 0.0), 1), rows)
+    r = gl.convert_layout(gl.sum(sums, 1), rows)
+    row = group * acc.shape[0] + gl.arange(0, acc.shape[0], rows)
     is_row, b, head, query = find_rows(
-        work, row, pointers.tiles_ptr, sizes.heads, sizes.group, sizes.q_tiles, sizes.Sq, n_rows,
-        PACKED,
+        work, row, pointers.tiles_ptr, sizes.heads, sizes.group, sizes.q_tiles, sizes.Sq,
+        sizes.n_rows, PACKED,
     )  # fmt: skip
     sink = None
     if HAS_SINKS:
         sink = gl.load(pointers.sinks_ptr + head, mask=is_row, other=0.0)
     factor = gl.exp2(-maxima[1])
-    out, lse, m, l = close_rows((total[1],), maxima[0], l, r, factor, unit, sink, 0.0)
+    out, lse, m, l = close_rows((acc,), maxima[0], l, r, factor, unit, sink, 0.0)
     to = (b * strides.rows_b + head * strides.rows_h + query * strides.rows_s).to(gl.int64)
-    d = gl.program_id(2) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    d = block * acc.shape[1] + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     d = gl.expand_dims(d, 0)
     x = out[0].to(pointers.out_ptr.dtype.element_ty)
     mask = gl.expand_dims(is_row, 1) & (d >= 0)
     gl.store(pointers.out_ptr + gl.expand_dims(to * DV, 1) + d, x, mask=mask)
-    if gl.program_id(2) == 0:
+    if block == 0:
         gl.store(pointers.lse_ptr + to, lse, mask=is_row)
         if not PAGED:
             gl.store(pointers.statistics_ptr + 2 * to, m, mask=is_row)
