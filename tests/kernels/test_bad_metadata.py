@@ -199,13 +199,13 @@ class TestInterpreted:
             prepare_rows[(n_slots,)](
                 out, out, statistics, None, stats, large, flags.int(), turn.int(),
                 turn[:1].int(), bounds, *cu, 0, 8, 8, *rows, 1.0,
-                ALIGN=8, DV=64, BLOCK_D=64, BLOCK_Q=64,
+                ALIGN=8, DV=64, BLOCK_D=64, BLOCK_Q=64, EARLY=False,
             )  # fmt: skip
             dq = torch.full((T, 64), STALE, dtype=BF16)
             sums = torch.zeros(n_slots, 2, 4096)
             finish_queries[(n_slots, 2)](
-                sums, dq, *cu, None, *rows, 0, 0, 1.0, D=64, BLOCK_Q=64, BLOCK_KV=64,
-                PARTS=2, HAS_LEFT=False, HAS_RIGHT=False,
+                sums, dq, *cu, None, *rows, 0, 0, 1.0, D=64, REST=64, BLOCK_Q=64, BLOCK_KV=64,
+                PARTS=2, HAS_LEFT=False, HAS_RIGHT=False, EARLY=False,
             )  # fmt: skip
         assert bounds.tolist() == [[*q, T], [*k, Tk], [*good, 0, -7]]
         expected = torch.full((T, 64), torch.nan, dtype=BF16)

@@ -33,11 +33,18 @@ class PlainLoop(SimpleNamespace):
         names = ("BLOCK_Q", "BLOCK_KV", "HAS_LEFT", "HAS_RIGHT", "HAS_EDGE")
         super().__init__(**{name: getattr(sizes, name) for name in names})
         self.first_tile, self.n_steps, self.n_tiles = tiles
-        self.tiles_per_head = sizes.q_slots
+        self.tiles_per_head, self.heads_per_kv = sizes.q_slots, sizes.heads_per_kv
         self.low, self.high, self.room, self.first_key = bounds
 
     def tiles(self):
         """(tile, number in its head) of each step."""
+        tile, t, head = self.first_tile, self.first_number(), 0
+        for _ in range(self.n_steps):
+            yield tile, t
+            tile, t, head = QueryLoop.next_in_group.fn(self, tile, t, head)
+
+    def tiles_by_head(self):
+        """The same, in the order in which one head comes after the other."""
         tile, t = self.first_tile, self.first_number()
         for _ in range(self.n_steps):
             yield tile, t
@@ -59,7 +66,8 @@ class PlainLoop(SimpleNamespace):
 @pytest.fixture
 def loops(monkeypatch):
     """All loops of a dense call with one sequence, by ticket: (head, first key, loop)."""
-    make_plain(monkeypatch, (query_loop, sizes), {"gl": PLAIN, "QueryLoop": PlainLoop})
+    plain = {"gl": PLAIN, "QueryLoop": PlainLoop, "WINDOW_BUNCH": 4}
+    make_plain(monkeypatch, (query_loop, sizes), plain)
     monkeypatch.setattr(query_loop, "KeyTile", lambda place, lengths, layout: place)
     Sizes = as_plain(sizes.Sizes)
 
@@ -130,6 +138,23 @@ def test_loops_visit_every_pair_that_sees_each_other_once_and_know_which_they_cu
 def test_longest_loops_of_a_causal_head_come_first(loops):
     steps = [loop.n_steps for *_, loop in loops(64, 2048, 2048, None, 0)]
     assert steps == sorted(steps, reverse=True)
+
+
+def test_a_shorter_loop_of_a_group_begins_as_the_longer_one_does(loops):
+    """So no program waits at a tile for one that has other tiles before it."""
+    found = loops(64, 1000, 1000, None, 0, group=3)
+    seen = [[tile for tile, _ in loop.tiles()] for *_, loop in found]
+    for longer, shorter in pairwise(seen):
+        assert longer[: len(shorter)] == shorter
+    assert len(seen[-1]) < len(seen[0])
+
+
+def test_both_orders_of_a_group_have_the_same_tiles(loops):
+    for left, right in ((None, None), (None, 0), (300, 40)):
+        for *_, loop in loops(64, 700, 900, left, right, Hkv=2, group=3):
+            in_turn = list(loop.tiles())
+            assert sorted(in_turn) == sorted(loop.tiles_by_head())
+            assert len(set(in_turn)) == len(in_turn)
 
 
 def test_packed_loops_go_over_every_key_tile_once_and_no_bad_sequence(monkeypatch):

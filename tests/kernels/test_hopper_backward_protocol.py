@@ -111,8 +111,9 @@ def describe(rows, columns):
 
 
 class PlainTiles:
-    def __init__(self, queries, keys, full_bar, ds, kv_bars, d_columns, dv_columns, stats) -> None:
-        self.D_COLUMNS, self.DV_COLUMNS, self.STATS = d_columns, dv_columns, stats
+    def __init__(self, queries, keys, full_bar, ds, kv_bars, columns, together, stats) -> None:
+        self.D_COLUMNS, self.DV_COLUMNS = columns
+        self.TOGETHER, self.STATS = together, stats
         self.q_smem, self.stats_smem, self.dout_smem = queries
         self.k_smem, self.v_smem, self.ds_smem = keys
         self.full_bar, self.ds = full_bar, ds
@@ -134,7 +135,7 @@ class PlainTiles:
     wait_dkv = tiles.Tiles.wait_dkv.fn
 
     def stage_dkv(self, w, slot, dk, dv) -> None:
-        if not ROLE.apart:
+        if not ROLE.shares_tiles:
             for tile in self.dkv(slot, w):
                 tile.written = {}  # from here on it is this consumer's alone
         STAGE_DKV(self, w, slot, dk, dv)
@@ -240,7 +241,8 @@ def crew(monkeypatch, request):
         return deps[0] if len(deps) == 1 else deps
 
     def send(desc, at, tile):
-        value = tile.holds((0, 1) if ROLE.name.startswith("add") or ROLE.apart else (at[1] // 64,))
+        is_shared = ROLE.name.startswith("add") or ROLE.shares_tiles
+        value = tile.holds((0, 1) if is_shared else (at[1] // 64,))
         read(tile)
         if ROLE.name == "produce":
             crew.derived[at] = [*crew.derived.get(at, ()), value]
@@ -280,7 +282,7 @@ def crew(monkeypatch, request):
         assert not dp.is_spoilt
         return p
 
-    def issue_dq(ds, k, half):
+    def issue_dq(ds, k, half, columns):
         # Consumers apart multiply the step before; where there is none, it goes nowhere.
         goes = len(ROLE.steps) == (1 + (ROLE.apart and ROLE.is_new))
         ROLE.is_new = False
@@ -306,7 +308,7 @@ def crew(monkeypatch, request):
         "mbarrier": SimpleNamespace(**{**vars(crew.mbarrier), "wait": wait}),
         "tma_load": load,
         "tma_store": send,
-        "tma_add": send,
+        "add_part": lambda desc, tile, part, is_first, columns: send(desc, [tile * 32], part),
         "tma_store_wait": lambda n: settle(n, (0,)),
         "gl": GluonOfTiles(),
         "barriers": lambda n, count: Slots(Barrier(count) for _ in range(n)),
@@ -368,12 +370,13 @@ def crew(monkeypatch, request):
     return crew
 
 
-def play(role, named, action, threads=32, consumer=None, apart=False):
+def play(role, named, action, threads=32, consumer=None, apart=False, shares_tiles=False):
     """A warp, or a warpgroup, that knows who it is."""
 
     def run() -> None:
         ROLE.name, ROLE.named, ROLE.threads = role, named, threads
         ROLE.consumer, ROLE.apart, ROLE.steps, ROLE.is_new = consumer, apart, [], False
+        ROLE.shares_tiles = shares_tiles  # consumers, of dk and dv
         ROLE.unfenced, ROLE.groups, ROLE.on_the_way = [], [], {}
         action()
 
@@ -384,6 +387,9 @@ class PlainLoop(SimpleNamespace):
     """From the tile `begins[ticket]` to the last one."""
 
     CONSTANT_TIME = False
+
+    def next_in_group(self, tile, t, head):
+        return tile + 1, t + 1, head
 
     def next(self, tile, t):
         return tile + 1, t + 1
@@ -398,14 +404,14 @@ class PlainLoop(SimpleNamespace):
         return 0.0
 
 
-def program(crew, block_q, masked, draws):
+def program(crew, block_q, is_apart, masked, draws):
     """The warps of one."""
-    is_apart = block_q == 128
+    shares_tiles = block_q == 128
     query, key = describe(block_q, HEAD_DIM[block_q]), describe(BLOCK_KV, HEAD_DIM[block_q])
     # One piece or two of each: `pieces.py`.
     widths = HEAD_DIM[block_q], HEAD_DIM[block_q] * 3 // 4
     columns = crew.draws.choice(widths), crew.draws.choice(widths)
-    memory = CREATE_TILES(query, query, query, key, key, *columns)
+    memory = CREATE_TILES(query, query, query, key, key, *columns, not is_apart)
     parts = CREATE_DQ_SUMS(query)
     sizes = SimpleNamespace(
         BLOCK_Q=block_q,
@@ -430,23 +436,23 @@ def program(crew, block_q, masked, draws):
             1,
             True,
         ),
-        "add 0": lambda: dq_sums.add_parts(0, queue, parts, query, 0),
-        "add 1": lambda: dq_sums.add_parts(1, queue, parts, query, 0),
+        "add 0": lambda: dq_sums.add_parts(0, queue, parts, query, 0, 64),
+        "add 1": lambda: dq_sums.add_parts(1, queue, parts, query, 0, 64),
     }
     for name, run in roles.items():
-        yield play(name, memory.named, run, apart=is_apart)
+        yield play(name, memory.named, run, apart=is_apart, shares_tiles=shares_tiles)
     for w in (0, 1):
 
         def consume(w=w):
             kernel.consume(w, queue, memory, parts, crew.scores, None, True)
 
-        yield play(f"consume {w}", memory.named, consume, 128, w, is_apart)
+        yield play(f"consume {w}", memory.named, consume, 128, w, is_apart, shares_tiles)
 
 
 @pytest.mark.parametrize("crew", range(60), indirect=True)
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("block_q", [64, 128])
-def test_nobody_waits_forever_and_sums_have_one_order(crew, block_q, masked):
+@pytest.mark.parametrize(("block_q", "is_apart"), [(64, False), (128, False), (128, True)])
+def test_nobody_waits_forever_and_sums_have_one_order(crew, block_q, is_apart, masked):
     draws = crew.draws
     n_tiles = draws.choice([1, 2, 3, 5, 9])
     # By ticket: where a loop ends. Many are over at once.
@@ -484,7 +490,9 @@ def test_nobody_waits_forever_and_sums_have_one_order(crew, block_q, masked):
         return at[0] == "queries" and nonfinite[at[1]] and cuts[at[1]][at[2]]
 
     crew.assign, crew.has_nonfinite = assign, has_nonfinite
-    programs = [program(crew, block_q, masked, begins) for _ in range(draws.choice([1, 2, 3]))]
+    programs = [
+        program(crew, block_q, is_apart, masked, begins) for _ in range(draws.choice([1, 2, 3]))
+    ]
     crew.run(*(warp for warps in programs for warp in warps))
     for tile in range(n_tiles):
         assert crew.sums.get(tile, []) == [i for i, b in enumerate(begins) if b <= tile]

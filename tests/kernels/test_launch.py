@@ -381,7 +381,7 @@ def test_backward(fake, kernel, D, case):
         expected = {"prepare_rows", "keys_kernel", "queries_kernel"}
     if kernel == "triton":
         expected |= {"sum_bias"} if saved.bias is not None else set()
-        expected |= {"sum_sinks"} if saved.sinks is not None else set()
+    expected |= {"sum_sinks"} if saved.sinks is not None else set()
     assert names == expected
 
 

@@ -3,7 +3,7 @@ kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lockstep.kernels.hopper.backward.rows import prepare_rows
+from lockstep.kernels.hopper.backward.rows import prepare_rows, sum_sinks
 from lockstep.kernels.hopper.common.copy_engine import (
     ALIGNMENT,
     batch_rows,
@@ -22,15 +22,16 @@ from lockstep.kernels.hopper.common.copy_engine import (
     strides_of,
     tensor_map,
 )
-from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs
+from lockstep.kernels.kernel import BackwardTensors, Needs
 from lockstep.kernels.launch import Buffer, Launch, Launches, gradients_from
 from lockstep.kernels.window import limit_of
 from lockstep.memory_order import strides_like
-from lockstep.numerics import LOG2E
 from lockstep.problem import AttentionProblem
 
 # What kernels call the offsets of packed sequences.
 OFFSETS = {"cu_q": "cu_seqlens_q", "cu_kv": "cu_seqlens_k"}
+# Rows that `sum_sinks` adds up at once.
+SINK_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -70,44 +71,34 @@ def cut_into(problem: AttentionProblem, block_d: int, block_q: int, block_kv: in
     return Cut(block_d, block_q, q_slots, kv_slots, sequences, problem.Hq, problem.Hkv, packed)
 
 
-Statistics = Callable[["dict[str, Tensor]"], "tuple[Tensor, Tensor]"]
-"""From the regions of a workspace to the statistics of all rows, [sequences, Hq, q_slots, block_q]:
-lse in log2 units, in fp64, and delta."""
-
-
 def backward_launches(
     given: BackwardTensors,
     needs: Needs,
     made: Collection[str],
     workspace: dict[str, Buffer | None],
     launches: list[Launch],
-    statistics: Statistics,
 ) -> Launches:
     """The launches that compute the gradients of one problem with inputs of given strides and
     alignment.
 
-    `made` are the gradients that the kernels write: dq, dk, dv. `statistics` is for those of sinks.
+    `made` are the gradients that the kernels write: dq, dk, dv, dsinks.
     """
     results = {
         name: Buffer.like(x, tuple(x.shape), x.dtype) if name in made else None
         for name, x in (("dq", given.q), ("dk", given.k), ("dv", given.v))
     }
-    gradients = gradients_from([name for name, x in results.items() if x is not None], needs)
-
-    def with_sinks(given: BackwardTensors, results: list[Tensor], workspace: Tensor) -> Gradients:
-        dsinks = _sink_gradient(given.sinks, *statistics(call.regions(workspace)))
-        return gradients(given, results, workspace)._replace(sinks=dsinks)
-
-    call = Launches(
+    if "dsinks" in made:
+        assert given.sinks is not None
+        results["dsinks"] = Buffer(tuple(given.sinks.shape), given.sinks.dtype)
+    return Launches(
         given.q.device,
         BackwardTensors._fields,
         results,
         workspace,
         launches,
         fit=None if all(map(is_, fit_inputs(given), given)) else fit_inputs,
-        finish=with_sinks if needs.sinks else gradients,
+        finish=gradients_from([name for name, x in results.items() if x is not None], needs),
     )
-    return call
 
 
 def rows_launch(
@@ -116,9 +107,11 @@ def rows_launch(
     q: Tensor,
     dout: Tensor,
     absent: Collection[str] = (),
+    early: bool = False,
     **options: int,
 ) -> Launch:
-    """The launch of `prepare_rows`, without the `absent` regions of the workspace."""
+    """The launch of `prepare_rows`, without the `absent` regions of the workspace; `early` if the
+    next kernel is to start before it ends."""
     dout_strides = strides_of(dout, problem.layout == "varlen")
     by_dim = zip(("stride_ob", "stride_oh", "stride_os"), dout_strides, strict=True)
     return Launch(
@@ -132,11 +125,28 @@ def rows_launch(
             "DV": problem.Dv,
             "BLOCK_D": cut.block_d,
             "BLOCK_Q": cut.block_q,
+            "EARLY": early,
         },
         names=OFFSETS,
         absent=absent,
         **options,
     )
+
+
+def sinks_launch(problem: AttentionProblem, cut: Cut, absent: Collection[str] = ()) -> Launch:
+    """The launch of `sum_sinks`, without the `absent` regions of the workspace."""
+    # As a kernel gets it.
+    unit = torch.tensor(problem.score_unit, dtype=torch.float32).item()
+    arguments = {
+        "sequences": cut.sequences,
+        "H": problem.Hq,
+        "q_slots": cut.q_slots,
+        "unit": unit,
+        "unit_rest": problem.score_unit - unit,
+        "BLOCK_Q": cut.block_q,
+        "TILES": SINK_ROWS // cut.block_q,
+    }
+    return Launch(sum_sinks, (problem.Hq,), arguments, absent=absent)
 
 
 def fit_inputs(given: BackwardTensors) -> BackwardTensors:
@@ -201,13 +211,3 @@ def window_arguments(problem: AttentionProblem) -> dict[str, int]:
         "HAS_LEFT": left is not None,
         "HAS_RIGHT": right is not None,
     }
-
-
-def _sink_gradient(sinks: Tensor | None, lse2: Tensor, delta: Tensor) -> Tensor:
-    """dsink = -Σ_rows exp(sink - lse) · delta [Hq], summed in fp64; lse2 and delta have heads in
-    their second dim."""
-    assert sinks is not None
-    sinks2 = sinks.double().view(1, -1, 1, 1) * LOG2E
-    # A sink of -inf is none, whatever a row holds.
-    weight = torch.exp2(sinks2 - lse2).masked_fill(sinks2 == -torch.inf, 0.0)
-    return -(weight * delta).sum((0, 2, 3)).to(sinks.dtype)

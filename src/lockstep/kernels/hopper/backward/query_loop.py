@@ -1,7 +1,8 @@
 """Key tiles of the backward, and the loop over the query tiles that see one of them.
 
 A program owns BLOCK_KV keys of one head. Its loop goes over all query tiles that see any of them,
-from the last to the first, once for each query head that shares these keys. Under a causal mask
+from the last to the first, of each query head that shares these keys: either one head after the
+other, or the heads of this group in turn, at each tile or at a bunch of them. Under a causal mask
 loops end at the diagonal, so the first keys of a head have the longest loops, and come first.
 """
 
@@ -10,6 +11,10 @@ from __future__ import annotations
 from lockstep.kernels.hopper.backward.sizes import visible_tiles
 from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
+
+# With a window, heads take turns at so many tiles: loops over neighbouring keys begin at other
+# tiles, and the fewer of one head come in a row, the longer L2 has to keep them for the next loop.
+WINDOW_BUNCH = gl.constexpr(8)
 
 
 @aggregate
@@ -21,6 +26,7 @@ class QueryLoop:
     n_steps: gl.tensor
     n_tiles: gl.tensor  # of one head; -1 if the sequence is bad: then there are no steps
     tiles_per_head: gl.tensor
+    heads_per_kv: gl.tensor
     # Key r of the program and query c of a head's t-th tile see each other if r < room and
     #   low + t·BLOCK_Q <= r - c <= high + t·BLOCK_Q
     low: gl.tensor
@@ -38,6 +44,7 @@ class QueryLoop:
     def __init__(self, tiles, bounds, sizes):
         self.first_tile, self.n_steps, self.n_tiles = tiles
         self.tiles_per_head = sizes.q_slots
+        self.heads_per_kv = sizes.heads_per_kv
         self.low, self.high, self.room, self.first_key = bounds
         self.BLOCK_Q = sizes.BLOCK_Q
         self.BLOCK_KV = sizes.BLOCK_KV
@@ -47,14 +54,29 @@ class QueryLoop:
         self.CONSTANT_TIME = sizes.CONSTANT_TIME
 
     @gluon.jit
+    def next_in_group(self, tile, t, head):
+        """With heads in turn, the tile after `tile`, which is number `t` of the group's head
+        `head`; its number and its head."""
+        BUNCH: gl.constexpr = WINDOW_BUNCH if self.HAS_LEFT else 1
+        before = (self.n_tiles - 1 - t) & (BUNCH - 1)  # in its bunch
+        is_end = (t == 0) | (before == BUNCH - 1)
+        is_last = head + 1 == self.heads_per_kv
+        over = self.tiles_per_head + before
+        back = (self.heads_per_kv - 1) * self.tiles_per_head + 1
+        tile = gl.where(is_end, gl.where(is_last, tile - back, tile + over), tile - 1)
+        t = gl.where(is_end & (is_last == 0), t + before, t - 1)
+        return tile, t, gl.where(is_end, gl.where(is_last, 0, head + 1), head)
+
+    @gluon.jit
     def next(self, tile, t):
-        """The tile after `tile`, which is number `t` of its head; and its number."""
+        """With one head after the other, the tile after `tile`, which is number `t` of its head;
+        and its number."""
         over = self.tiles_per_head + self.n_tiles - 1
         return gl.where(t == 0, tile + over, tile - 1), self.next_number(t)
 
     @gluon.jit
     def next_number(self, t):
-        """The number, in its head, of the tile after the t-th."""
+        """With one head after the other, the number, in its head, of the tile after the t-th."""
         return gl.where(t == 0, self.first_number(), t - 1)
 
     @gluon.jit

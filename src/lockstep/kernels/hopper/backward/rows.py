@@ -1,17 +1,18 @@
-"""The launches around the backward kernel: statistics of each row before it, dQ in order after it.
+"""The launches around the backward kernel: statistics of each row before it; dQ in order and the
+gradient of the sinks after it.
 
     m, log2 l   such that weights are 2^((s - m)·unit - log2 l). m is +inf for rows that see no key,
                 whose weights are 0, and NONFINITE for rows whose m, l, delta or dO is not finite:
                 the keys they see get infinite weights
     lse2        = m·unit + log2 l, rounded: weights are 2^(s·unit - lse2), but for large scores
-    delta       = Σ_d dO·O - dlse
+    delta       = Σ_d dO·O - dlse                       dsink = -Σ_rows exp(sink - lse) · delta
 
 Query tiles of all heads are numbered through. Rows of `stats` lie side by side, so that one copy
 brings a tile's: [n_tiles, 2, BLOCK_Q] with lse2 and delta for narrow heads, which have m and log2 l
 in `large` [n_tiles, 2, BLOCK_Q], and `flags` [n_tiles] for tiles that need them; for other ones and
 in constant time [n_tiles, 4, BLOCK_Q] with m, delta, log2 l, and nothing. Rows beyond the sequence
-look like rows that see no key. `sums` [n_tiles, PARTS, 4096] holds the parts of a tile of
-dQ, of 64 rows and 64 columns, as registers held them.
+look like rows that see no key. `sums` [n_tiles, 64 · (64 · (PARTS - 1) + REST)] holds the parts of
+a tile of dQ as registers held them: 64 rows of 64 columns each, and of REST columns the last one.
 
 For packed sequences, `bounds` [3, B + 2] int32 holds what the later kernels use: the offsets of
 queries, those of keys, and 1 for good sequences, all without wrong ones (`kernels.sequences`).
@@ -21,7 +22,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lockstep import numerics
 from lockstep.kernels.hopper.common.accumulator import from_registers
 from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.sequences import bounds_of, checked_length, nan_where, owner_of
@@ -30,6 +33,7 @@ from lockstep.kernels.sequences import bounds_of, checked_length, nan_where, own
 NONFINITE = tl.constexpr(-3.0e38)
 # From here on, rounding lse2 costs weights a tenth of what rounding them to 16 bits does, or more.
 LARGE_LSE = tl.constexpr(2048.0)
+LOG2E = tl.constexpr(numerics.LOG2E)
 
 
 @triton.jit
@@ -74,10 +78,14 @@ def prepare_rows(
     ticket_ptr, bounds_ptr, cu_q_ptr, cu_kv_ptr, stride_ob, stride_oh, stride_os, stride_rb,
     stride_rh, stride_rs, H, B, Sq, Skv, q_slots, unit,
     ALIGN: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """`stride_o*` are those of dout in units of ALIGN; `stride_r*` count rows of out and lse. For
     wide heads, there are neither flags nor counters to set to 0; for medium ones and in constant
-    time, no flags."""
+    time, no flags. EARLY: the next kernel may start as soon as there is room, to wait for this
+    one."""
+    if EARLY:
+        gdc_launch_dependents()
     tile, batch, head, q_tile, start, len_q, _, _, is_any_wrong = _place(
         cu_q_ptr, cu_kv_ptr, None, H, B, Sq, Skv, q_slots, BLOCK_Q
     )
@@ -103,9 +111,8 @@ def prepare_rows(
     log2_l = tl.log2(tl.load(statistics_ptr + 2 * row + 1, mask=is_row, other=1.0))
     is_empty = m == float("inf")
     r, tile64 = tl.arange(0, BLOCK_Q), tile.to(tl.int64)
-    is_nonfinite = tl.max(((dout * 0.0) != 0.0).to(tl.int32), 1) != 0
-    is_nonfinite |= ((m + log2_l + delta) * 0.0) != 0.0
-    is_nonfinite &= is_empty == 0
+    # Where dO is not finite, delta is not: that times anything, even 0, is infinite or NaN.
+    is_nonfinite = (((m + log2_l + delta) * 0.0) != 0.0) & (is_empty == 0)
     m = tl.where(is_nonfinite, NONFINITE, m)
     delta = tl.where(is_empty | is_nonfinite, 0.0, delta)
     log2_l = tl.where(is_empty | is_nonfinite, 0.0, log2_l)
@@ -132,14 +139,33 @@ def prepare_rows(
             tl.store(ticket_ptr, 0)
 
 
+@triton.jit
+def _finish_part(
+    part_ptr, is_written, dq_ptr, row, is_row, first_d, scale, nan_or_0, D: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """dQ of 64 rows, and of N columns from `first_d` on."""
+    x = tl.zeros([64 * N], tl.float32)
+    if is_written:
+        x = tl.load(part_ptr + tl.arange(0, 64 * N))
+    x = from_registers(x, N)
+    d = first_d + tl.arange(0, N)
+    # Whatever is not finite is NaN.
+    x += x * nan_or_0
+    dq = (x * scale).to(dq_ptr.dtype.element_ty)
+    inside = is_row[:, None] & (d < D)[None, :]
+    tl.store(dq_ptr + row[:, None] * D + d[None, :], dq, mask=inside)
+
+
 @unspecialized(triton.jit)
 def finish_queries(
     sums_ptr, dq_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, stride_rb, stride_rh, stride_rs,
-    H, B, Sq, Skv, q_slots, left, right, scale, D: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr, PARTS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    H, B, Sq, Skv, q_slots, left, right, scale, D: tl.constexpr, REST: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, PARTS: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale · sums; 0 for tiles that see no key, whose sums are not written; NaN for those
-    of bad sequences."""
+    of bad sequences. EARLY: this one starts before the kernel that sums has ended."""
     tile, batch, head, q_tile, start, len_q, len_kv, is_good, _ = _place(
         cu_q_ptr, cu_kv_ptr, kv_lens_ptr, H, B, Sq, Skv, q_slots, BLOCK_Q
     )
@@ -154,21 +180,67 @@ def finish_queries(
     if HAS_RIGHT:
         begin = first_key // BLOCK_KV * BLOCK_KV - (len_kv - len_q) - right
         is_written &= q_tile >= tl.maximum(begin, 0) // BLOCK_Q
-    x = tl.zeros([4096], tl.float32)
-    if is_written:
-        x = tl.load(sums_ptr + (tile.to(tl.int64) * PARTS + part) * 4096 + tl.arange(0, 4096))
-    x = from_registers(x)
-    q_idx, d = q_tile * BLOCK_Q + tl.arange(0, 64), tl.arange(0, 64)
-    if BLOCK_Q == 64:
-        d += part * 64
-    else:
-        q_idx += part * 64
+    if EARLY:
+        gdc_wait()
     if cu_q_ptr is not None:
         batch = 0
-    b, h, s = tl.cast(batch, tl.int64), tl.cast(head, tl.int64), (start + q_idx).to(tl.int64)
-    row = b * stride_rb + h * stride_rh + s * stride_rs
-    inside = (q_idx < len_q)[:, None] & (d < D)[None, :]
-    # Whatever is not finite is NaN.
-    x += x * nan_where(not is_good)
-    dq = (x * scale).to(dq_ptr.dtype.element_ty)
-    tl.store(dq_ptr + row[:, None] * D + d[None, :], dq, mask=inside)
+    first_row = tl.cast(batch, tl.int64) * stride_rb + tl.cast(head, tl.int64) * stride_rh
+    SIZE: tl.constexpr = 64 * (64 * (PARTS - 1) + REST)
+    part_ptr = sums_ptr + tile.to(tl.int64) * SIZE + part * 4096
+    q_idx = q_tile * BLOCK_Q + tl.arange(0, 64)
+    first_d = 0
+    if BLOCK_Q == 64:
+        first_d = part * 64
+    else:
+        q_idx += part * 64
+    row = first_row + (start + q_idx).to(tl.int64) * stride_rs
+    is_row = q_idx < len_q
+    nan_or_0 = nan_where(not is_good)
+    if REST == 64:  # noqa: SIM114, with an `or` the last call would be compiled, too
+        _finish_part(part_ptr, is_written, dq_ptr, row, is_row, first_d, scale, nan_or_0, D, 64)
+    elif part < PARTS - 1:
+        _finish_part(part_ptr, is_written, dq_ptr, row, is_row, first_d, scale, nan_or_0, D, 64)
+    else:
+        _finish_part(part_ptr, is_written, dq_ptr, row, is_row, first_d, scale, nan_or_0, D, REST)
+
+
+@triton.jit
+def _exact_lse2(at, is_there, unit, BLOCK_Q: tl.constexpr, STEP: tl.constexpr):
+    """m·unit + log2 l in fp64; log2 l lies STEP tiles of rows behind m."""
+    m = tl.load(at, mask=is_there, other=float("inf")).to(tl.float64)
+    return m * unit + tl.load(at + STEP * BLOCK_Q, mask=is_there, other=0.0)
+
+
+@unspecialized(triton.jit)
+def sum_sinks(
+    stats_ptr, large_ptr, flags_ptr, sinks_ptr, dsinks_ptr, sequences, H, q_slots, unit, unit_rest,
+    BLOCK_Q: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """One program per head: the sum over the rows of the whole batch, TILES of them at once, in
+    fp64. `unit` + `unit_rest` is the unit in fp64."""
+    head = tl.program_id(0)
+    sink = tl.load(sinks_ptr + head).to(tl.float64)
+    unit = tl.cast(unit, tl.float64) + tl.cast(unit_rest, tl.float64)
+    r = tl.arange(0, BLOCK_Q)[None, :]
+    total = tl.zeros([TILES, BLOCK_Q], tl.float64)
+    for b in range(sequences):
+        for first in range(0, q_slots, TILES):
+            i = first + tl.arange(0, TILES)[:, None]
+            is_there = (i < q_slots) & (r < BLOCK_Q)
+            tile = tl.cast(b * H + head, tl.int64) * q_slots + i
+            if flags_ptr is None:
+                at = stats_ptr + tile * (4 * BLOCK_Q) + r
+                lse2 = _exact_lse2(at, is_there, unit, BLOCK_Q, 2)
+            else:
+                at = stats_ptr + tile * (2 * BLOCK_Q) + r
+                lse2 = tl.load(at, mask=is_there, other=float("inf")).to(tl.float64)
+                is_large = tl.load(flags_ptr + tile, mask=i < q_slots, other=0) != 0
+                large = large_ptr + tile * (2 * BLOCK_Q) + r
+                exact = _exact_lse2(large, is_there & is_large, unit, BLOCK_Q, 1)
+                lse2 = tl.where(is_large, exact, lse2)
+            delta = tl.load(at + BLOCK_Q, mask=is_there, other=0.0)
+            share = tl.exp2(sink * LOG2E - lse2) * delta
+            # A sink of -inf is none, whatever a row holds.
+            total -= tl.where(sink == float("-inf"), 0.0, share)
+    dsink = tl.sum(tl.sum(total, 1), 0)
+    tl.store(dsinks_ptr + head, dsink.to(dsinks_ptr.dtype.element_ty))

@@ -7,7 +7,7 @@ Row 16·warp + 8·i + lane // 4 and column 8·j + 2·(lane % 4) + k of an accumu
 from __future__ import annotations
 
 import triton
-import triton.language as tl  # noqa: F401, the interpreter looks for it beside each function
+import triton.language as tl
 
 from lockstep.kernels.hopper.common import sizes
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, warpgroup_mma
@@ -43,12 +43,15 @@ def add_product(sums, weights, tile):
 
 @triton.jit
 def as_registers(x):
-    """An accumulator [64, 64] as [16, 256], in the order of its registers: four of thread 0, of
+    """An accumulator [64, n] as [n / 4, 256], in the order of its registers: four of thread 0, of
     thread 1, … of 128 threads, then their next four."""
-    return x.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([16, 256])
+    N: tl.constexpr = x.shape[1]
+    x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+    return x.reshape([N // 4, 256])
 
 
 @triton.jit
-def from_registers(x):
-    """The [64, 64] of `as_registers`, from its 4096 numbers."""
-    return x.reshape([8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, 64])
+def from_registers(x, N: tl.constexpr = 64):
+    """The [64, N] of `as_registers`, from its numbers."""
+    x = x.reshape([N // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
+    return x.reshape([64, N])

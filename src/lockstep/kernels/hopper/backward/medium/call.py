@@ -19,6 +19,7 @@ from lockstep.kernels.hopper.backward.call import (
     map_maker,
     row_arguments,
     rows_launch,
+    sinks_launch,
     window_arguments,
 )
 from lockstep.kernels.hopper.backward.medium.dq_sums import SUMS_ROWS
@@ -77,17 +78,10 @@ def prepare_backward(
         arguments = queries_arguments(problem, cut, given.q)
         launches.append(Launch(finish_queries, (cut.n_tiles, D // 64), arguments, names=OFFSETS))
         made.append("dq")
-    statistics = partial(row_statistics, problem, cut)
-    return backward_launches(given, needs, made, workspace, launches, statistics)
-
-
-def row_statistics(
-    problem: AttentionProblem, cut: Cut, regions: dict[str, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """`call.Statistics`"""
-    by_row = regions["stats"].view(cut.sequences, cut.Hq, cut.q_slots, 4, BLOCK_Q)
-    m, delta, log2_l, _ = by_row.unbind(3)
-    return m.double() * problem.score_unit + log2_l, delta
+    if needs.sinks:
+        launches.append(sinks_launch(problem, cut, NARROW))
+        made.append("dsinks")
+    return backward_launches(given, needs, made, workspace, launches)
 
 
 def pairs_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str, Any]:
@@ -129,7 +123,9 @@ def queries_arguments(problem: AttentionProblem, cut: Cut, q: Tensor) -> dict[st
         **window_arguments(problem),
         "scale": problem.scale,
         "D": problem.D,
+        "REST": 64,
         "BLOCK_Q": BLOCK_Q,
         "BLOCK_KV": BLOCK_KV,
         "PARTS": D // 64,
+        "EARLY": False,
     }

@@ -5,11 +5,12 @@
     tile_queue.py  how a program's warps learn of the next key tile
     tiles.py       what its warps share
     steps.py       what both schedules of its consumers share
-    together.py    consumers that take each step together, for head dims above 64
-    apart.py       consumers that run apart, for head dims up to 64
+    together.py    consumers that take each step together: head dims above 64, and short loops
+    apart.py       consumers that run apart: head dims up to 64
     dq_sums.py     the order in which programs add to dQ
 
-dQ of a row adds up key tiles in ascending order; dK and dV of a key add up query heads in ascending
-and their query tiles in descending order. Tiles start at multiples of their size, counted in the
+dQ of a row adds up key tiles in ascending order; dK and dV of a key add up query tiles in
+descending order, for each of them, or each bunch of them under a window, the query heads that share
+the key in ascending order. Tiles start at multiples of their size, counted in the
 own sequence. So no bit depends on the batch, on the GPU or on how a launch happens to run.
 """

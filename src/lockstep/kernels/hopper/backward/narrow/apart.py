@@ -1,4 +1,4 @@
-"""Consumers that run apart, for head dims up to 64.
+"""Consumers that run apart, for head dims up to 64 unless loops are short.
 
     issue dP                        exponentials run under it
     issue dV, in halves             and under the first half; dS runs under the second
@@ -8,6 +8,7 @@
 With 128 query rows there are twice as many exponentials for as many products, and two warpgroups
 that computed them at the same time would leave the matrix units idle. So dQ is multiplied one step
 later: by then dS of the other warpgroup has long been there, and neither has to wait for the other.
+A loop costs two products more than it needs, which is too much for one of a few steps.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
     s = warpgroup_mma_wait(0, deps=(s,))
     tile = loop.first_tile
     t = loop.first_number()
+    head = tile * 0
     log2_left = large.log2_l(tiles, 0, tile, 0, HALF, BLOCK_Q)
     for n in range(begin, end):
         slot = slot_of(n, STAGES)
@@ -92,7 +94,7 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
         is_part = n > begin
         m = gl.where(is_part, n - 1, n)
         tiles.ds.wait_full(m, pred=is_part)
-        dq = issue_dq(tiles.ds_tile(m), k, W)
+        dq = issue_dq(tiles.ds_tile(m), k, W, D)
         dk = add_products(dk, ds, q, D)
 
         dq_sums.wait_empty(m)
@@ -104,7 +106,7 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
         tiles.wait(n + 1, pred=is_more)
         next_q, _, _ = tiles.queries(ahead)
         # The last tile once more, if there is none ahead.
-        next_tile, _next_t = loop.next(tile, t)
+        next_tile, _next_t, _next_head = loop.next_in_group(tile, t, head)
         next_tile = gl.where(is_more, next_tile, tile)
         log2_left = large.log2_l(tiles, ahead, next_tile, 0, HALF, BLOCK_Q)
         # After the last tile this multiplies whatever is in the slot; the result is not used.
@@ -113,7 +115,7 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
         s, dk, dv = sums[0], sums[1 : 1 + ND], sums[1 + ND :]
         if is_more:
             tiles.release(slot)
-        tile, t = loop.next(tile, t)
+        tile, t, head = loop.next_in_group(tile, t, head)
     return dk, dv
 
 
@@ -150,7 +152,8 @@ def consume_apart(
         m = gl.where(is_any, end - 1, end)
         tiles.ds.wait_full(m, pred=is_any)
         last_k, _ = tiles.keys(0, True)
-        dq = warpgroup_mma_wait(0, deps=(issue_dq(tiles.ds_tile(m), last_k, W),))
+        dq = issue_dq(tiles.ds_tile(m), last_k, W, tiles.D_COLUMNS)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
         if is_any:
             tiles.release_keys()
         tiles.ds.release(m, pred=is_any)

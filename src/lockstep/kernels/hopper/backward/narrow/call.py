@@ -19,8 +19,10 @@ from lockstep.kernels.hopper.backward.call import (
     map_maker,
     row_arguments,
     rows_launch,
+    sinks_launch,
     window_arguments,
 )
+from lockstep.kernels.hopper.backward.narrow.dq_sums import rest_width
 from lockstep.kernels.hopper.backward.narrow.kernel import backward_kernel
 from lockstep.kernels.hopper.backward.rows import finish_queries
 from lockstep.kernels.hopper.common.copy_engine import flat_map
@@ -36,11 +38,15 @@ LEAST_COLUMNS = 32
 # By padded head dim: what leaves room for dK and dV, or for the scores, in 240 registers.
 BLOCK_Q = {64: 128, 128: 64}
 # Registers of a thread when a program starts; its partitions then share them out anew.
-OPTIONS = {"num_warps": 4, "maxnreg": 168}
-# Tickets go round so many heads, by padded head dim. The more, the less programs of one head wait
-# for each other, and the less they share of what L2 holds.
+OPTIONS = {"num_warps": 4, "maxnreg": 168, "launch_pdl": True}
+# By padded head dim, `heads_at_once` without a mask, at least, and with one; without, more heads
+# where these bytes hold them.
 HEADS_AT_ONCE = {64: 16, 128: 8}
 HEADS_AT_ONCE_WITH_MASK = {64: 48, 128: 24}
+MOST_HEADS_AT_ONCE = 32
+SHARED_L2_BYTES = 32 << 20
+# Up to so many queries, consumers take each step together at D 64, too.
+SHORT_QUERIES = 1024
 
 
 def cut_of(problem: AttentionProblem) -> Cut:
@@ -59,7 +65,7 @@ def prepare_backward(
     workspace = {
         "stats": of_rows,
         "large": of_rows,
-        "sums": Buffer((32 * cut.n_tiles, 256), torch.float32),
+        "sums": Buffer((sums_rows(problem) * cut.n_tiles, 256), torch.float32),
         "flags": of_tiles,
         "turn": of_tiles,
         "ticket": Buffer((1,), torch.int32),
@@ -73,7 +79,7 @@ def prepare_backward(
         # Kernels read log2 l from `stats` if it is not in shared memory; flags may be any pointer.
         names = dict.fromkeys(absent, "stats")
     launches = [
-        rows_launch(problem, cut, given.q, fitted.dout, absent),
+        rows_launch(problem, cut, given.q, fitted.dout, absent, early=True),
         Launch(
             backward_kernel,
             (min(cut.programs, processors(given.dout.device)),),
@@ -86,42 +92,46 @@ def prepare_backward(
     made = ["dk", "dv"]
     if needs.q:
         arguments = queries_arguments(problem, cut, given.q)
-        launches.append(Launch(finish_queries, (cut.n_tiles, 2), arguments, names=OFFSETS))
+        grid = (cut.n_tiles, 2)
+        launches.append(Launch(finish_queries, grid, arguments, names=OFFSETS, launch_pdl=True))
         made.append("dq")
-    statistics = partial(row_statistics, problem, cut)
-    return backward_launches(given, needs, made, workspace, launches, statistics)
-
-
-def row_statistics(
-    problem: AttentionProblem, cut: Cut, regions: dict[str, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """`call.Statistics`"""
-    shape = (cut.sequences, cut.Hq, cut.q_slots, cut.block_q)
-    if problem.constant_time:
-        m, delta, log2_l, _ = regions["stats"].unbind(1)
-        return (m.double() * problem.score_unit + log2_l).view(shape), delta.reshape(shape)
-    lse2, delta = regions["stats"].unbind(1)
-    m, log2_l = regions["large"].unbind(1)
-    exact = m.double() * problem.score_unit + log2_l
-    lse2 = torch.where((regions["flags"] != 0)[:, None], exact, lse2.double())
-    return lse2.view(shape), delta.view(shape)
+    if needs.sinks:
+        launches.append(sinks_launch(problem, cut, absent))
+        made.append("dsinks")
+    return backward_launches(given, needs, made, workspace, launches)
 
 
 def pairs_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str, Any]:
     """Numbers and constants of `backward_kernel`."""
-    n_heads = cut.sequences * problem.Hkv
-    is_masked = problem.window != (None, None)
-    at_once = (HEADS_AT_ONCE_WITH_MASK if is_masked else HEADS_AT_ONCE)[cut.block_d]
     return {
         **kernel_arguments(problem, k, BLOCK_KV),
         "kv_slots": cut.kv_slots,
         "q_slots": cut.q_slots,
-        "n_heads": n_heads,
-        "heads_at_once": min(n_heads, at_once),
+        "n_heads": cut.sequences * problem.Hkv,
+        "heads_at_once": heads_at_once(problem, cut),
         "Hkv": problem.Hkv,
         "D_COLUMNS": max(columns(problem.D), LEAST_COLUMNS),
         "DV_COLUMNS": columns(problem.Dv),
+        "TOGETHER": is_together(problem, cut),
     }
+
+
+def is_together(problem: AttentionProblem, cut: Cut) -> bool:
+    """Whether consumers take each step together: `narrow`."""
+    has_room = problem.softcap is None and not problem.constant_time  # in registers
+    return cut.block_q == 64 or (problem.Sq <= SHORT_QUERIES and has_room)
+
+
+def heads_at_once(problem: AttentionProblem, cut: Cut) -> int:
+    """How many heads of keys tickets go round. The more, the less programs of one head wait for
+    each other, and the less they share of what L2 holds."""
+    n_heads = cut.sequences * problem.Hkv
+    if problem.window != (None, None):
+        return min(n_heads, HEADS_AT_ONCE_WITH_MASK[cut.block_d])
+    # Queries and dO in 16 bits, sums of dQ in 32.
+    head_bytes = cut.q_slots * cut.block_q * cut.block_d * 8
+    fitting = min(SHARED_L2_BYTES // head_bytes, MOST_HEADS_AT_ONCE)
+    return min(n_heads, max(fitting, HEADS_AT_ONCE[cut.block_d]))
 
 
 def pairs_maps(problem: AttentionProblem, cut: Cut) -> dict[str, Any]:
@@ -132,8 +142,19 @@ def pairs_maps(problem: AttentionProblem, cut: Cut) -> dict[str, Any]:
         **dict.fromkeys(("q", "dout", "dk", "dv"), of_queries),
         **dict.fromkeys(("k", "v"), of_keys),
         "stats": lambda stats: flat_map(stats.view(-1), [2 * cut.block_q]),
-        "sums": partial(flat_map, block=[32, 256]),
+        "sums": partial(flat_map, block=[block_rows(problem), 256]),
     }
+
+
+def sums_rows(problem: AttentionProblem) -> int:
+    """Rows of 256 numbers in the sums of a tile of dQ."""
+    return (64 + rest_width(columns(problem.D))) // 4
+
+
+def block_rows(problem: AttentionProblem) -> int:
+    """How many of them the copy engine takes at once: a power of two."""
+    width = rest_width(columns(problem.D))
+    return 32 if width == 64 else width // 4
 
 
 def queries_arguments(problem: AttentionProblem, cut: Cut, q: Tensor) -> dict[str, Any]:
@@ -143,7 +164,9 @@ def queries_arguments(problem: AttentionProblem, cut: Cut, q: Tensor) -> dict[st
         **window_arguments(problem),
         "scale": problem.scale,
         "D": problem.D,
+        "REST": rest_width(columns(problem.D)),
         "BLOCK_Q": cut.block_q,
         "BLOCK_KV": BLOCK_KV,
         "PARTS": 2,
+        "EARLY": True,
     }

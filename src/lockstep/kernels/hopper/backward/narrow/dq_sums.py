@@ -6,8 +6,10 @@ before its own, adds its part, and only then increments it. So each sum has one 
 runs when.
 
 Waits are short: all loops begin at the last query tile, and tickets go round several heads, so
-loops over the same tiles begin some time apart and stay so. And there is no deadlock: the keys of a
-head are drawn in ascending order, and a program works on its tickets in the order it drew
+loops over the same tiles begin some time apart and stay so. Query heads that share keys take turns
+at each tile: if one came after the other, a loop that a mask makes shorter would be done with a
+head before a longer one is, and would have to wait at the next. And there is no deadlock: the keys
+of a head are drawn in ascending order, and a program works on its tickets in the order it drew
 them. So the lowest ticket that is not done is being worked on, and waits for none.
 
 The consumers do not wait for the order. They write their parts to shared memory and go on. Two
@@ -24,12 +26,20 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     gl,
     gluon,
     mbarrier,
+    reinterpret,
     tma_add,
     tma_store,
     tma_store_wait,
 )
 from lockstep.kernels.hopper.common.named_barriers import arrive, await_all
-from lockstep.kernels.hopper.common.shared_memory import allocate_tiles, barriers
+from lockstep.kernels.hopper.common.shared_memory import barriers
+
+
+@gluon.constexpr_function
+def rest_width(columns):
+    """How many columns of dQ the second consumer multiplies, by those of a head: the first has 64.
+    Up to 64 both have all columns, of one half of the rows each."""
+    return 1 << (columns - 65).bit_length() if columns > 64 else 64
 
 
 @aggregate
@@ -50,7 +60,9 @@ class DqSums:
 
     @gluon.jit
     def create(sums_desc):
-        return DqSums(allocate_tiles(sums_desc, PARTS), barriers(PARTS, 1))
+        shape: gl.constexpr = [PARTS, 32, 256]
+        parts_smem = gl.allocate_shared_memory(gl.float32, shape, sums_desc.layout)
+        return DqSums(parts_smem, barriers(PARTS, 1))
 
     @gluon.jit
     def wait_empty(self, n):
@@ -59,13 +71,13 @@ class DqSums:
 
     @gluon.jit
     def stage(self, n, dq, half: gl.constexpr):
-        """Consumer: write its accumulator [64, 64], one half of the n-th tile, to be added once it
+        """Consumer: write its accumulator [64, ·], its part of the n-th tile, to be added once it
         has been fenced and published.
 
         The sums keep the order of the registers (`as_registers`). So threads write 16 bytes side by
         side, and nothing is rearranged on the way; `rows.finish_queries` reads them back."""
         part_smem = self.parts_smem.index(n % PARTS)
-        part_smem.slice(half * 16, 16, dim=0).store(as_registers(dq))
+        part_smem.slice(half * 16, dq.shape[1] // 4, dim=0).store(as_registers(dq))
 
     @gluon.jit
     def publish(self, n, is_there):
@@ -103,7 +115,23 @@ def await_sums(token):
 
 
 @gluon.jit
-def add_parts(W: gl.constexpr, queue, dq_sums, sums_desc, turn_ptr):
+def add_part(sums_desc, tile, part_smem, is_first, COLUMNS: gl.constexpr):
+    """Have the copy engine add a part to the sums of a tile, block by block."""
+    ROWS: gl.constexpr = sums_desc.block_shape[0]
+    N: gl.constexpr = (64 + rest_width(COLUMNS)) // (4 * ROWS)
+    shape: gl.constexpr = [32 // ROWS, ROWS, 256]
+    blocks = reinterpret(part_smem, gl.float32, shape, sums_desc.layout)
+    if is_first:
+        # The first part is stored, so that sums need not be set to 0 before.
+        for i in gl.static_range(N):
+            tma_store(sums_desc, [(tile * N + i) * ROWS, 0], blocks.index(i))
+    else:
+        for i in gl.static_range(N):
+            tma_add(sums_desc, [(tile * N + i) * ROWS, 0], blocks.index(i))
+
+
+@gluon.jit
+def add_parts(W: gl.constexpr, queue, dq_sums, sums_desc, turn_ptr, COLUMNS: gl.constexpr):
     """Partition of one warp: adds every PARTS-th part, once it is there and all parts before it
     have been added."""
     calls = 0
@@ -112,21 +140,17 @@ def add_parts(W: gl.constexpr, queue, dq_sums, sums_desc, turn_ptr):
         loop, _ = queue.read(calls)
         tile = loop.first_tile
         t = loop.first_number()
+        head = tile * 0
         for n in range(begin, begin + loop.n_steps):
             if n % PARTS == W:
                 turn = loop.turn(t)
                 _await_count(turn_ptr + tile, turn)
                 await_all(DQ_FULL + W, CONSUMERS_AND_WARP)
-                part_smem = dq_sums.parts_smem.index(W)
-                if turn == 0:
-                    # The first part is stored, so that sums need not be set to 0 before.
-                    tma_store(sums_desc, [tile * 32, 0], part_smem)
-                else:
-                    tma_add(sums_desc, [tile * 32, 0], part_smem)
+                add_part(sums_desc, tile, dq_sums.parts_smem.index(W), turn == 0, COLUMNS)
                 tma_store_wait(0)
                 mbarrier.arrive(dq_sums.empty_bar.index(W), count=1)
                 await_sums(n)
                 gl.atomic_add(turn_ptr + tile, 1, sem="release", scope="gpu")
-            tile, t = loop.next(tile, t)
+            tile, t, head = loop.next_in_group(tile, t, head)
         begin += loop.n_steps
         calls += 1

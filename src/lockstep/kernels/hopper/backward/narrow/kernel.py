@@ -13,6 +13,8 @@ warpgroup multiplies one half of the tile of dQ, which is then added to sums in 
 
 from __future__ import annotations
 
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
 from lockstep.kernels.hopper.backward.narrow.apart import consume_apart
 from lockstep.kernels.hopper.backward.narrow.dq_sums import DqSums, add_parts
 from lockstep.kernels.hopper.backward.narrow.tile_queue import TileQueue
@@ -142,11 +144,12 @@ def produce(
             queue.post(n_loops, loop, n_loops * 0)
         tile = loop.first_tile
         t = loop.first_number()
-        head = key_tile.head * sizes.heads_per_kv
+        first_head = key_tile.head * sizes.heads_per_kv
+        head = tile * 0
         is_cut = loop.cuts(t) if MASKED else False
         if loop.n_steps > 0:
             load_queries(
-                n, tile, t, head, key_tile, is_cut, tiles, q_desc, dout_desc, stats_desc,
+                n, tile, t, first_head, key_tile, is_cut, tiles, q_desc, dout_desc, stats_desc,
                 sizes.CONSTANT_TIME,
             )  # fmt: skip
             if n_keys > 0:
@@ -161,14 +164,13 @@ def produce(
         if n_loops > 0:
             store_keys(n, last, tiles, dk_desc, dv_desc)
         for i in range(1, loop.n_steps):
-            tile, t = loop.next(tile, t)
-            head = gl.where(t == loop.first_number(), head + 1, head)
+            tile, t, head = loop.next_in_group(tile, t, head)
             if i >= STAGES:
                 tiles.wait_empty((n + i) % STAGES)
             is_cut = loop.cuts(t) if MASKED else False
             load_queries(
-                n + i, tile, t, head, key_tile, is_cut, tiles, q_desc, dout_desc, stats_desc,
-                sizes.CONSTANT_TIME,
+                n + i, tile, t, first_head + head, key_tile, is_cut, tiles, q_desc, dout_desc,
+                stats_desc, sizes.CONSTANT_TIME,
             )  # fmt: skip
             if is_cut:
                 inspect_queries(n + i, n_inspected, tiles, sizes.CONSTANT_TIME)
@@ -190,7 +192,7 @@ def produce(
 @gluon.jit
 def consume(W: gl.constexpr, queue, tiles, dq_sums, scores, large_ptr, MAY_BE_LARGE: gl.constexpr):
     """Partition of four warps: the keys from W·ROWS on, and one half of every tile of dQ."""
-    if queue.sizes.BLOCK_Q == 64:
+    if tiles.TOGETHER:
         consume_together(W, queue, tiles, dq_sums, scores, large_ptr, MAY_BE_LARGE)
     else:
         consume_apart(W, queue, tiles, dq_sums, scores, large_ptr, MAY_BE_LARGE)
@@ -212,8 +214,8 @@ def start_warps(
             (produce, (queue, tiles, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
                        dv_desc, flags_ptr, ticket_ptr, kv_slots, n_heads, heads_at_once,
                        MAY_BE_LARGE)),
-            (add_parts, (0, queue, dq_sums, sums_desc, turn_ptr)),
-            (add_parts, (1, queue, dq_sums, sums_desc, turn_ptr)),
+            (add_parts, (0, queue, dq_sums, sums_desc, turn_ptr, tiles.D_COLUMNS)),
+            (add_parts, (1, queue, dq_sums, sums_desc, turn_ptr, tiles.D_COLUMNS)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],
@@ -231,24 +233,28 @@ def backward_kernel(
     n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows,
     LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr,
     CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr, CONSTANT_TIME: gl.constexpr,
-    D_COLUMNS: gl.constexpr, DV_COLUMNS: gl.constexpr,
+    D_COLUMNS: gl.constexpr, DV_COLUMNS: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
+    # The next kernel may start as soon as there is room, to wait for this one.
+    gdc_launch_dependents()
     sizes = Sizes(
         (q_slots, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows),
         bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, q_desc.block_shape[3],
         k_desc.block_shape[3], CONSTANT_TIME,
     )  # fmt: skip
     scores = Scores(scale, unit, softcap, CAPPED, HIDES_SCORES)
-    is_any_large = 0
-    if not CONSTANT_TIME:
-        is_any_large = has_any_large_scores(flags_ptr, q_slots * n_heads * heads_per_kv)
     queue = TileQueue.create(4, sizes)
     # What shared memory has room for.
     STATS: gl.constexpr = 2 if CONSTANT_TIME and q_desc.block_shape[3] == 64 else 1
     tiles = Tiles.create(
-        q_desc, dout_desc, stats_desc, k_desc, v_desc, D_COLUMNS, DV_COLUMNS, STATS
+        q_desc, dout_desc, stats_desc, k_desc, v_desc, D_COLUMNS, DV_COLUMNS, TOGETHER, STATS
     )
     dq_sums = DqSums.create(sums_desc)
+    # What the kernel before has written, from here on: this one starts before it ends.
+    gdc_wait()
+    is_any_large = 0
+    if not CONSTANT_TIME:
+        is_any_large = has_any_large_scores(flags_ptr, q_slots * n_heads * heads_per_kv)
     if not CONSTANT_TIME and is_any_large != 0:
         start_warps(
             queue, tiles, dq_sums, scores, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,

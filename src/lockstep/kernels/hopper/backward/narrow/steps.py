@@ -6,6 +6,7 @@ registers, of the products for dV and dK.
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.backward.narrow.dq_sums import rest_width
 from lockstep.kernels.hopper.backward.narrow.tiles import STAGES
 from lockstep.kernels.hopper.backward.nonfinite import (
     find_nonfinite,
@@ -117,14 +118,15 @@ def load_half(stats_smem, first: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def issue_dq(ds, k, half: gl.constexpr):
-    """One half [64, 64] of dQ from ds [BLOCK_Q, BLOCK_KV] and k [BLOCK_KV, D], under way: of its
-    columns where BLOCK_Q is 64, else of its rows."""
+def issue_dq(ds, k, half: gl.constexpr, COLUMNS: gl.constexpr):
+    """A consumer's part of dQ from ds [BLOCK_Q, BLOCK_KV] and k [BLOCK_KV, D], under way: 64 of its
+    rows or, where BLOCK_Q is 64, all rows of 64 of the COLUMNS of k, or of those that are left."""
+    WIDTH: gl.constexpr = rest_width(COLUMNS) if half == 1 else 64
     if ds.shape[0] == 64:
-        k = k.slice(half * 64, 64, dim=1)
+        k = k.slice(half * 64, WIDTH, dim=1)
     else:
         ds = ds.slice(half * 64, 64, dim=0)
-    return warpgroup_mma(ds, k, zeros(64), use_acc=False, is_async=True)
+    return warpgroup_mma(ds, k, zeros(WIDTH), use_acc=False, is_async=True)
 
 
 @gluon.jit

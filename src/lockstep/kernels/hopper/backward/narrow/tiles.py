@@ -49,10 +49,11 @@ class Tiles:
     dkv_stored_bar: gl.shared_memory_descriptor
     D_COLUMNS: gl.constexpr  # that are multiplied
     DV_COLUMNS: gl.constexpr
+    TOGETHER: gl.constexpr  # consumers take each step together
     STATS: gl.constexpr  # tiles of statistics of a query tile: `rows.py`
 
     @gluon.constexpr_function
-    def __init__(self, queries, keys, full_bar, ds, kv_bars, D_COLUMNS, DV_COLUMNS, STATS):
+    def __init__(self, queries, keys, full_bar, ds, kv_bars, columns, TOGETHER, STATS):
         self.q_smem = queries[0]
         self.stats_smem = queries[1]
         self.dout_smem = queries[2]
@@ -63,14 +64,15 @@ class Tiles:
         self.ds = ds
         self.kv_full_bar = kv_bars[0]
         self.dkv_stored_bar = kv_bars[1]
-        self.D_COLUMNS = gl.constexpr(D_COLUMNS)
-        self.DV_COLUMNS = gl.constexpr(DV_COLUMNS)
+        self.D_COLUMNS = gl.constexpr(columns[0])
+        self.DV_COLUMNS = gl.constexpr(columns[1])
+        self.TOGETHER = gl.constexpr(TOGETHER)
         self.STATS = gl.constexpr(STATS)
 
     @gluon.jit
     def create(
         q_desc, dout_desc, stats_desc, k_desc, v_desc, D_COLUMNS: gl.constexpr,
-        DV_COLUMNS: gl.constexpr, STATS: gl.constexpr = 1,
+        DV_COLUMNS: gl.constexpr, TOGETHER: gl.constexpr, STATS: gl.constexpr = 1,
     ):  # fmt: skip
         dtype: gl.constexpr = q_desc.dtype
         BLOCK_Q: gl.constexpr = q_desc.block_shape[3]
@@ -83,7 +85,7 @@ class Tiles:
         ds_shape: gl.constexpr = [DS_TILES, 1, 1, 1, BLOCK_Q, BLOCK_KV]
         ds = gl.allocate_shared_memory(dtype, ds_shape, q_desc.layout)
         full_bar = barriers(STAGES + 1, 1)
-        if BLOCK_Q == 64:
+        if TOGETHER:
             # Consumers that run together use no ring, and must not have one: the compiler would
             # give the memory of barriers that nothing waits for to tiles. A GPU that switches to
             # another process writes barriers back to where they were made, and they are NaN.
@@ -96,8 +98,8 @@ class Tiles:
             full_bar,
             ring,
             (barriers(1, 1).index(0), barriers(1, 1).index(0)),
-            D_COLUMNS,
-            DV_COLUMNS,
+            (D_COLUMNS, DV_COLUMNS),
+            TOGETHER,
             STATS,
         )
 

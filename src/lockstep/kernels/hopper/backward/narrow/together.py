@@ -1,4 +1,4 @@
-"""Consumers that take each step together, for head dims above 64.
+"""Consumers that take each step together: for head dims above 64, and where loops are short.
 
     issue S, dP             S is waited for
     issue dV, in halves     exponentials run under dP and the first half, dS under the second
@@ -8,7 +8,9 @@
 Shared memory is what limits a step here. S, dP and dQ read operands from it in every cycle, dV and
 dK, with one operand in registers, in every other. All other reads and writes have to wait until
 then, and with them the instructions that need their results. So lse is read under dK of the step
-before, and dQ is written there and fenced only with dS of the next step.
+before, and dQ is written there and fenced only with dS of the next step. At head dims up to 64,
+where a tile has 128 queries, products leave more cycles free and scores fewer registers: lse and
+delta are read LATE, where they are needed.
 """
 
 from __future__ import annotations
@@ -49,10 +51,13 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
     ND: gl.constexpr = n_pieces(D)
     NDV: gl.constexpr = n_pieces(DV)
     dk, dv = empty_sums(D), empty_sums(DV)
-    _, _, stats_smem = tiles.queries(slot_of(begin, STAGES))
-    lse_left, lse_right = load_half(stats_smem, 0, HALF), load_half(stats_smem, HALF, HALF)
+    LATE: gl.constexpr = BLOCK_Q != 64
+    if not LATE:
+        _, _, stats_smem = tiles.queries(slot_of(begin, STAGES))
+        lse_left, lse_right = load_half(stats_smem, 0, HALF), load_half(stats_smem, HALF, HALF)
     tile = loop.first_tile
     t = loop.first_number()
+    head = tile * 0
     for n in range(begin, end):
         slot = slot_of(n, STAGES)
         q, dout, stats_smem = tiles.queries(slot)
@@ -65,13 +70,18 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
         s = warpgroup_mma_wait(NDV, deps=(s,))
         s = scores.hide_products(s, loop, t, W * ROWS)
         s_left, s_right = halves(s)
+        if LATE:
+            lse_left = load_half(stats_smem, 0, HALF)
         log2_l = large.log2_l(tiles, slot, tile, 0, HALF, BLOCK_Q)
         p_left, slope_left = column_weights(
             scores, large, s_left, lse_left, log2_l, loop, tile, t, W * ROWS, 0
         )
         dv = add_products(dv, p_left.to(dtype), dout.slice(0, HALF, dim=0), DV)
-        delta_left = load_half(stats_smem, BLOCK_Q, HALF)
-        delta_right = load_half(stats_smem, BLOCK_Q + HALF, HALF)
+        if LATE:
+            lse_right = load_half(stats_smem, HALF, HALF)
+        else:
+            delta_left = load_half(stats_smem, BLOCK_Q, HALF)
+            delta_right = load_half(stats_smem, BLOCK_Q + HALF, HALF)
         log2_l = large.log2_l(tiles, slot, tile, HALF, HALF, BLOCK_Q)
         p_right, slope_right = column_weights(
             scores, large, s_right, lse_right, log2_l, loop, tile, t, W * ROWS, HALF
@@ -80,7 +90,11 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
 
         dp = warpgroup_mma_wait(2 * NDV, deps=(dp,))
         dp_left, dp_right = halves(dp)
+        if LATE:
+            delta_left = load_half(stats_smem, BLOCK_Q, HALF)
         ds_left = scores.gradient(p_left, dp_left, delta_left, slope_left)
+        if LATE:
+            delta_right = load_half(stats_smem, BLOCK_Q + HALF, HALF)
         ds_right = scores.gradient(p_right, dp_right, delta_right, slope_right)
         ds = whole(ds_left.to(dtype), ds_right.to(dtype))
         ds_tile = tiles.ds_tile(n)
@@ -89,7 +103,7 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
         fence_async_shared()
         dq_sums.publish(n - 1, n > begin)
         tiles.sync_consumers()
-        dq = issue_dq(ds_tile, k, W)
+        dq = issue_dq(ds_tile, k, W, D)
         dk = add_products(dk, ds, q, D)
 
         dq_sums.wait_empty(n)
@@ -100,13 +114,15 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
             tiles.release_keys()
         dq_sums.stage(n, dq, W)
         tiles.wait(n + 1, pred=is_more)
-        _, _, stats_smem = tiles.queries(ahead)
-        lse_left, lse_right = load_half(stats_smem, 0, HALF), load_half(stats_smem, HALF, HALF)
+        if not LATE:
+            _, _, stats_smem = tiles.queries(ahead)
+            lse_left = load_half(stats_smem, 0, HALF)
+            lse_right = load_half(stats_smem, HALF, HALF)
         sums = warpgroup_mma_wait(0, deps=dk + dv)
         dk, dv = sums[:ND], sums[ND:]
         if is_more:
             tiles.release(slot)
-        tile, t = loop.next(tile, t)
+        tile, t, head = loop.next_in_group(tile, t, head)
     return dk, dv
 
 
@@ -120,8 +136,9 @@ def consume_together(
     begin = 0
     while queue.has(n_loops):
         loop, end, is_large = begin_loop(W, n_loops, begin, n_keys, queue, tiles)
-        # The last dv is staged where dS is going to be.
-        mbarrier.wait(tiles.dkv_stored_bar, (n_loops & 1) ^ 1)
+        if loop.BLOCK_Q == 64:
+            # The last dv is staged where dS is going to be.
+            mbarrier.wait(tiles.dkv_stored_bar, (n_loops & 1) ^ 1)
         if loop.CONSTANT_TIME:
             dk, dv = take_steps(
                 W, begin, end, loop, tiles, dq_sums, scores, LargeScores(large_ptr, True, True)
@@ -139,6 +156,9 @@ def consume_together(
                 W, begin, end, loop, tiles, dq_sums, scores, LargeScores(large_ptr, False)
             )
 
+        if loop.BLOCK_Q != 64:
+            # Those of the loop before, which may have been in the same place.
+            mbarrier.wait(tiles.dkv_stored_bar, (n_loops & 1) ^ 1)
         end_loop(W, end, loop, tiles, dq_sums, dk, dv, scores.scale)
         begin = end
         n_keys += gl.minimum(loop.n_steps, 1)

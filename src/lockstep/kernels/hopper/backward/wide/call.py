@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from lockstep.kernels.hopper.backward.call import (
     kernel_arguments,
     map_maker,
     rows_launch,
+    sinks_launch,
     slots_of,
 )
 from lockstep.kernels.hopper.backward.wide.key_loop import BLOCK_Q as QUERIES
@@ -63,17 +63,10 @@ def prepare_backward(
         arguments, maps = queries_arguments(problem, fitted.k, cut), queries_maps(problem)
         launches.append(Launch(queries_kernel, (programs,), arguments, maps=maps, **OPTIONS))
         made.append("dq")
-    statistics = partial(row_statistics, problem, cut)
-    return backward_launches(given, needs, made, workspace, launches, statistics)
-
-
-def row_statistics(
-    problem: AttentionProblem, cut: Cut, regions: dict[str, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """`call.Statistics`"""
-    by_row = regions["stats"].view(cut.sequences, cut.Hq, cut.q_slots, 4, BLOCK)
-    m, delta, log2_l, _ = by_row.unbind(3)
-    return m.double() * problem.score_unit + log2_l, delta
+    if needs.sinks:
+        launches.append(sinks_launch(problem, cut, ("large", "flags")))
+        made.append("dsinks")
+    return backward_launches(given, needs, made, workspace, launches)
 
 
 def keys_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str, Any]:
