@@ -137,6 +137,24 @@ def test_kernels_compiled_together_are_not_compiled_again_where_there_is_no_disk
     assert len(compilations) == 2
 
 
+def test_kernels_are_compiled_together_at_exit_too(tmp_path):
+    """When no thread can be had for it any more."""
+    program = """
+import atexit, torch, lockstep
+
+def late():
+    x = torch.ones(1, 2, 8, 16, requires_grad=True)
+    lockstep.attention(x, x, x).sum().backward()
+    print("gradients", x.grad.shape)
+
+atexit.register(late)
+"""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "gradients" in ended.stdout
+
+
 def test_code_does_not_depend_on_what_is_compiled_at_the_same_time():
     kernels = [compiling.Kernel(function) for function in (_question, _answer)]
     lowered = [kernel.lowered() for kernel in kernels]

@@ -153,8 +153,19 @@ def _compile_once(kernels: Sequence[Kernel]) -> list[bytes]:
         codes = []
         for kernel in kernels:
             code = store.read(kernel.name)
-            codes.append(code or pool.submit(kernel.generate, kernel.lowered()))
+            codes.append(code or _begin(pool, kernel))
         return [_finish(*pair) for pair in zip(kernels, codes, strict=True)]
+
+
+def _begin(pool: ThreadPoolExecutor, kernel: Kernel) -> Future[bytes]:
+    """Its code, from one of the threads, or from this one where there are none: at exit."""
+    lowered = kernel.lowered()
+    try:
+        return pool.submit(kernel.generate, lowered)
+    except RuntimeError:
+        done: Future[bytes] = Future()
+        done.set_result(kernel.generate(lowered))
+        return done
 
 
 def _finish(kernel: Kernel, code: bytes | Future[bytes]) -> bytes:
