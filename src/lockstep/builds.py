@@ -32,6 +32,8 @@ WORKS: tuple[Work, ...] = ("prefill", "packed", "decode", "training")
 # length, a chunk of a prompt, what is left for a last chunk, a draft to verify, and a long and a
 # short cache.
 PROMPT, ODD, PACKED, CHUNK, REST, DRAFT, LONG, SHORT = 1024, 1000, 8192, 256, 96, 4, 16384, 256
+# Longer ones, for which the Hopper backward of head dims up to 64 has builds of its own.
+LONG_TRAINED, LONG_TRAINED_DIM = (2048, 2000), 64
 # Sequences that keep a GPU busy without being split.
 MANY = 256
 # Lengths of images and short texts, which come in large batches: of how many heads.
@@ -148,13 +150,15 @@ def calls_of(
         if "packed" in works:
             whole.append(SampleCall(layer, "packed", PACKED, PACKED))
         if "training" in works:
-            trained = [SampleCall(layer, "dense", n, n) for n in (PROMPT, ODD)]
+            is_narrow = max(layer.D, layer.value_dim) <= LONG_TRAINED_DIM
+            lengths = (PROMPT, ODD, *(LONG_TRAINED if is_narrow else ()))
+            trained = [SampleCall(layer, "dense", n, n) for n in lengths]
             trained += [call for call in whole if call.layout == "packed"]
             found += [replace(call, backward=True) for call in trained]
         found += whole
         if "decode" in works and layer.causal:
-            lengths = [(n, LONG) for n in (1, DRAFT, REST, CHUNK, PROMPT)] + [(1, SHORT)]
-            found += [SampleCall(layer, "paged", *of, page=page) for of in lengths]
+            caches = [(n, LONG) for n in (1, DRAFT, REST, CHUNK, PROMPT)] + [(1, SHORT)]
+            found += [SampleCall(layer, "paged", *of, page=page) for of in caches]
             found += [SampleCall(layer, "paged", n, LONG, page=page, B=MANY) for n in (1, DRAFT)]
     if torch.device(device).type == "cpu":
         found = [
