@@ -137,6 +137,7 @@ def test_kernels_compiled_together_are_not_compiled_again_where_there_is_no_disk
     assert len(compilations) == 2
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_together_at_exit_too(tmp_path):
     """When no thread can be had for it any more."""
     program = """
