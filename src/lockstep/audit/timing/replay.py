@@ -81,8 +81,13 @@ class Recorded:
         return Recorded(self.kernel, pieces)
 
     def links(self) -> Iterator[tuple[int, int, int, int]]:
-        """Each word that points into a piece: (piece, offset, piece, offset)."""
+        """Each word that points into a piece: (piece, offset, piece, offset).
+
+        Secret tensors hold numbers: an address in one is what its memory held before.
+        """
         for i, piece in enumerate(self.pieces):
+            if piece.is_secret:
+                continue
             words = _words(piece.before)
             for j, other in enumerate(self.pieces):
                 for at in np.flatnonzero(_into(words, other)).tolist():
