@@ -11,17 +11,17 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from crew import Anything, Barrier, Crew, Slots, as_plain, make_plain
-from test_hopper_backward_protocol import (
+from backward_crew import (
     ROLE,
-    GluonOfTiles,
     PlainLoop,
-    PlainTileQueue,
     Value,
+    add_product,
     describe,
+    hardware,
     play,
-    shaped,
+    read,
 )
+from crew import Anything, Crew, as_plain, make_plain
 
 from lockstep.kernels.hopper.backward.medium import consumer, dq_sums, kernel, tiles
 from lockstep.kernels.hopper.backward.narrow import tile_queue
@@ -70,64 +70,6 @@ def crew(monkeypatch, request):
     crew = Crew(request.param)
     crew.sums = {}  # key tiles that have added to the parts of each query tile, in order
     crew.derived = {}  # what has been stored, by key tile
-    crew.tickets = 0
-    crew.counts = {}  # by tile: how many halves have been added to it
-
-    def load(desc, at, barrier, tile):
-        crew.pause()
-        assert tile.readers == 0, "loaded while it is read"
-        assert not tile.written, "loaded before it has been sent"
-        for value in tile.glances:
-            value.is_spoilt = True
-        tile.loaded = at
-        tile.had_nonfinite = crew.has_nonfinite(at)
-        tile.nonfinite = {0, 1} if tile.had_nonfinite else set()
-        ROLE.on_the_way[tile] = barrier
-        barrier.change(0, -1)
-
-    def wait(barrier, phase, pred=True):
-        crew.mbarrier.wait(barrier, phase, pred)
-        if pred:
-            arrived = [tile for tile, other in ROLE.on_the_way.items() if other is barrier]
-            for tile in arrived:
-                del ROLE.on_the_way[tile]
-
-    def arrive_by_number(number, threads):
-        came = ROLE.named.setdefault(number, {"who": {}, "phase": 0})
-        assert ROLE.name not in came["who"], "came twice"
-        came["who"][ROLE.name] = ROLE.threads
-        assert sum(came["who"].values()) <= threads
-        if sum(came["who"].values()) == threads:
-            came["who"] = {}
-            came["phase"] += 1
-        crew.pause()
-        return came
-
-    def await_by_number(number, threads):
-        phase = ROLE.named.setdefault(number, {"who": {}, "phase": 0})["phase"]
-        came = arrive_by_number(number, threads)
-        crew.pause(lambda: came["phase"] != phase)
-
-    def fence():
-        for tile in ROLE.unfenced:
-            tile.unfenced.discard(ROLE.consumer)
-        ROLE.unfenced.clear()
-
-    def read(*those):
-        for tile in those:
-            tile.readers += 1
-        ROLE.groups.append((those, None))
-
-    def settle(pending, deps):
-        crew.pause()
-        while len(ROLE.groups) > pending:
-            those, value = ROLE.groups.pop(0)
-            for tile in those:
-                if value is None:
-                    tile.readers -= 1
-                else:
-                    tile.glances.remove(value)
-        return deps[0] if len(deps) == 1 else deps
 
     def send(desc, at, tile):
         if ROLE.name == "produce":
@@ -140,13 +82,6 @@ def crew(monkeypatch, request):
             crew.sums.setdefault(at[0], []).append(ticket)
         read(tile)
         tile.written = {}
-
-    def overwrite_nonfinite(tile, part, parts, value):
-        assert tile.readers == 0, "cleaned while it is read"
-        assert tile not in ROLE.on_the_way, "cleaned before it is there"
-        tile.nonfinite -= {part} if parts == 2 else {0, 1}
-        tile.unfenced.add(ROLE.consumer)
-        ROLE.unfenced.append(tile)
 
     def issue_scores(w, n, slot, memory):
         """After the last step of a loop nobody needs them."""
@@ -171,71 +106,28 @@ def crew(monkeypatch, request):
         assert a.is_clean()
         return Value((a.loaded, b.loaded))
 
-    def add_product(sums, weights, tile):
-        ticket, t = weights.of
-        assert tile.loaded == ("queries", ticket, t)
-        assert tile.is_clean()
-        assert sums.of in (None, ticket)
-        read(tile)
-        return Value(ticket)
-
     def weigh(scores, s, stats_smem, loop, t, w, first):
         assert s.of == (("keys", loop.ticket), ("queries", loop.ticket, t))
         assert not s.is_spoilt
         return Weights((loop.ticket, t)), Anything()
 
     plain = {
-        "mbarrier": SimpleNamespace(**{**vars(crew.mbarrier), "wait": wait}),
-        "tma_load": load,
+        **hardware(crew),
         "tma_store": send,
         "tma_add": send,
-        "tma_store_wait": lambda n: settle(n, (0,)),
-        "gl": GluonOfTiles(),
-        "barriers": lambda n, count: Slots(Barrier(count) for _ in range(n)),
-        "allocate_tiles": lambda desc, n: shaped([n, *desc.block_shape]),
-        "allocate_numbers": lambda n: None,
-        "KeyTile": lambda *_: None,
         "Tiles": PlainTiles,
         "DqSums": as_plain(dq_sums.DqSums),
-        "TileQueue": PlainTileQueue,
-        "Ring": as_plain(ring.Ring),
-        "Mailbox": as_plain(mailbox.Mailbox),
-        "SLOTS": mailbox.SLOTS.value,
-        "arrive": arrive_by_number,
-        "await_all": await_by_number,
-        "fence_async_shared": fence,
-        "await_warps": lambda: None,
         "rest_of": lambda at: at,
-        "in_register_order": lambda x: x,
         "zeros": lambda columns: Value(None),
-        "halves": lambda x: (x, x),
-        "load_half": lambda *_: Anything(),
         "weigh": weigh,
         "issue_scores": issue_scores,
         "warpgroup_mma": multiply,
         "add_product": add_product,
-        "warpgroup_mma_wait": settle,
-        "find_nonfinite": lambda tile, part, parts: int(part in tile.nonfinite),
-        "overwrite_nonfinite": overwrite_nonfinite,
-        "has_nonfinite": lambda stats, *_: stats.q.had_nonfinite,
-        "largest": lambda _: 0,
-        "assign_keys": lambda ticket, *_: crew.assign(ticket),
-        "_await_count": lambda tile, count: crew.pause(lambda: crew.counts.get(tile, 0) >= count),
-        "await_sums": lambda _: None,
         **{name: getattr(tiles, name).value for name in ("STAGES", *NAMED, *THREADS)},
         "SUMS_ROWS": SUMS_ROWS,
         "HALF": 32,
-        "ROWS": 64,
     }
 
-    def atomic_add(where, one, **_):
-        if where == "ticket":
-            crew.tickets += 1
-            return crew.tickets - 1
-        crew.counts[where] = crew.counts.get(where, 0) + 1
-        return None
-
-    plain["gl"].atomic_add = atomic_add
     crew.scores = SimpleNamespace(CAPPED=False, scale=1.0)
     make_plain(monkeypatch, MODULES, plain)
     return crew

@@ -8,7 +8,8 @@ counter of a query tile, so it says how many halves have been added.
 from __future__ import annotations
 
 from lockstep.kernels.hopper.backward.medium.tiles import CONSUMER_AND_WARP, DQ_FULL
-from lockstep.kernels.hopper.backward.narrow.dq_sums import await_sums
+from lockstep.kernels.hopper.backward.narrow.dq_sums import await_count, await_sums
+from lockstep.kernels.hopper.common.accumulator import as_registers
 from lockstep.kernels.hopper.common.gluon_shim import (
     aggregate,
     gl,
@@ -22,14 +23,6 @@ from lockstep.kernels.hopper.common.named_barriers import arrive, await_all
 from lockstep.kernels.hopper.common.shared_memory import allocate_tiles, barriers
 
 SUMS_ROWS = gl.constexpr(48)  # of 256 numbers, of a tile
-
-
-@gluon.jit
-def in_register_order(x):
-    """An accumulator [64, 8·n] as [2·n, 256], in the order of its registers: `as_registers`."""
-    N: gl.constexpr = x.shape[1] // 8
-    x = x.reshape([4, 2, 8, N, 4, 2]).permute([3, 0, 2, 4, 1, 5])
-    return x.reshape([2 * N, 256])
 
 
 @aggregate
@@ -60,34 +53,18 @@ class DqSums:
     def stage_chunk(self, chunk, W: gl.constexpr):
         """Consumer: write an accumulator [64, 64], to be added once it has been fenced and
         published."""
-        self.chunk_smem.index(W).store(in_register_order(chunk))
+        self.chunk_smem.index(W).store(as_registers(chunk))
 
     @gluon.jit
     def stage_middle(self, middle, W: gl.constexpr):
         """Consumer: write its other one [64, 32] likewise."""
-        self.middle_smem.index(W).store(in_register_order(middle))
+        self.middle_smem.index(W).store(as_registers(middle))
 
     @gluon.jit
     def publish(self, W: gl.constexpr, is_there):
         """Consumer: its half of a tile, if it is there, may be added."""
         if is_there:
             arrive(DQ_FULL + W, CONSUMER_AND_WARP)
-
-
-@gluon.jit
-def _await_count(count_ptr, count):
-    """Spin until the counter holds `count` or more; what was written before it got there is
-    visible."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; "
-        "AGAIN: ld.acquire.gpu.global.u32 $0, [$1]; setp.lt.u32 p, $0, $2; @p bra AGAIN; "
-        "fence.proxy.async.global; }",
-        "=r,l,r",
-        [count_ptr.to(gl.int64), count],
-        gl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit
@@ -101,7 +78,7 @@ def add_halves(W: gl.constexpr, queue, dq_sums, chunk_desc, middle_desc, turn_pt
         t = loop.first_number()
         for n in range(loop.n_steps):
             turn = loop.turn(t)
-            _await_count(turn_ptr + tile, 2 * turn)
+            await_count(turn_ptr + tile, 2 * turn, True)
             await_all(DQ_FULL + W, CONSUMER_AND_WARP)
             chunk_smem = dq_sums.chunk_smem.index(W)
             middle_smem = dq_sums.middle_smem.index(W)

@@ -86,13 +86,22 @@ class DqSums:
             arrive(DQ_FULL + n % PARTS, CONSUMERS_AND_WARP)
 
 
-@gluon.jit
-def _await_count(count_ptr, count):
-    """Spin until the counter holds `count`; what was written before it got there is visible."""
-    gl.inline_asm_elementwise(
+@gluon.constexpr_function
+def _spin(comparison):
+    """PTX that reads a counter for as long as it compares so with a number."""
+    return (
         "{ .reg .pred p; "
-        "AGAIN: ld.acquire.gpu.global.u32 $0, [$1]; setp.ne.u32 p, $0, $2; @p bra AGAIN; "
-        "fence.proxy.async.global; }",
+        f"AGAIN: ld.acquire.gpu.global.u32 $0, [$1]; setp.{comparison}.u32 p, $0, $2; "
+        "@p bra AGAIN; fence.proxy.async.global; }"
+    )
+
+
+@gluon.jit
+def await_count(count_ptr, count, OR_MORE: gl.constexpr = False):
+    """Spin until the counter holds `count`, or, with OR_MORE, at least that; what was written
+    before it got there is visible."""
+    gl.inline_asm_elementwise(
+        _spin("lt" if OR_MORE else "ne"),
         "=r,l,r",
         [count_ptr.to(gl.int64), count],
         gl.int32,
@@ -144,7 +153,7 @@ def add_parts(W: gl.constexpr, queue, dq_sums, sums_desc, turn_ptr, COLUMNS: gl.
         for n in range(begin, begin + loop.n_steps):
             if n % PARTS == W:
                 turn = loop.turn(t)
-                _await_count(turn_ptr + tile, turn)
+                await_count(turn_ptr + tile, turn)
                 await_all(DQ_FULL + W, CONSUMERS_AND_WARP)
                 add_part(sums_desc, tile, dq_sums.parts_smem.index(W), turn == 0, COLUMNS)
                 tma_store_wait(0)
