@@ -28,7 +28,7 @@ _OPTION_TYPES = frozenset({type(None), bool, int, float, str, list})
 _transforms_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
-_trace = torch._C._get_tracing_state
+_is_tracing = torch._C._is_tracing
 _has_storage = torch._C._has_storage
 _profiler_enabled = torch._C._autograd._profiler_enabled
 
@@ -41,7 +41,7 @@ def is_eager() -> bool:
         or forward_ad._current_level >= 0
         or _dispatch_modes() > 0
         or _function_modes() > 0
-        or _trace() is not None
+        or _is_tracing()
         or _profiler_enabled()
     )
 
@@ -95,11 +95,13 @@ class Operator:
             n_tensors = len(ctx.needs_input_grad) - 2
             return *backward(ctx, *grads)[:n_tensors], None, None
 
-        self._function: Any = type(
+        function: Any = type(
             op._opname,
             (torch.autograd.Function,),
             {"forward": staticmethod(forward), "backward": staticmethod(backward_of_tensors)},
         )
+        # Function.apply is this, and looks for transforms, of which there are none here.
+        self._apply: Any = super(torch.autograd.Function, function).apply
 
     def __call__(self, *args: Any) -> Any:
         # What a transform has saved may be asked for when it is over, as by torch.func.vjp.
@@ -118,4 +120,4 @@ class Operator:
         `tensors` and `options` are the arguments of the operator. Autograd looks at each of the
         tensors, and at no option.
         """
-        return self._function.apply(*tensors, options, run)
+        return self._apply(*tensors, options, run)
