@@ -6,6 +6,8 @@ import pytest
 import torch
 from problems import Case, assert_allowed, draw, draw_douts, draw_varlen, run, same_bits
 
+plan_of = pytest.importorskip("lockstep.kernels.hopper.forward.plan").plan_of
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -79,6 +81,16 @@ def test_rows_see_values_that_are_not_finite_or_keep_their_bits(D, bad, options)
     if "window" in options:
         assert same_bits(a[:, 0, last:399], b[:, 0, last:399])
     assert not b[:, 0, 399, 7].isfinite().any()
+
+
+def test_a_row_has_its_bits_in_tiles_of_both_heights():
+    """Which of them a call has depends on its batch."""
+    many = draw(1152, 1000, B=4, Hq=44, Hkv=44, dtype=torch.bfloat16, constant_time=True)
+    one = many.replaced(**{name: x[:1, :1] for name, x in many.tensors.items()})
+    assert [plan_of(case.pose()[0]).consumers for case in (many, one)] == [3, 2]
+    a, b = (in_constant_time(case) for case in (many, one))
+    assert same_bits(a.out[:1, :1].cpu(), b.out.cpu())
+    assert same_bits(a.lse[:1, :1].cpu(), b.lse.cpu())
 
 
 @pytest.mark.parametrize("D", [64, 128, 192, 256])

@@ -210,20 +210,6 @@ def test_lower_tiles_where_they_save_rounds(sizes_of_call, consumers):
     assert chosen.block_kv == plan.PLANS[64].block_kv
 
 
-def test_no_batch_decides_the_number_of_consumers_in_constant_time():
-    """It is part of a row's bits there."""
-    options = Options(constant_time=True)
-    few, many = (unwritten(4096, 4096, B=B, Hq=10, Hkv=10) for B in (2, 13))
-    heights = [plan.plan_of(describe(x, Options())).block_q for x in (few, many)]
-    assert heights == [128, 192]
-    assert len({plan.plan_of(describe(x, options)).block_q for x in (few, many)}) == 1
-    for lengths in ([300], [300, 9000]):
-        packed = torch.empty(sum(lengths), 2, 64, dtype=torch.bfloat16)
-        offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        tensors = Tensors(packed, packed, packed, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
-        assert plan.plan_of(describe(tensors, options)).block_q == 128
-
-
 @pytest.mark.parametrize(
     ("B", "S", "D", "constant_time", "order"),
     [

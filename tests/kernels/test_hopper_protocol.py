@@ -23,7 +23,7 @@ import pytest
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from lockstep.kernels.hopper.common.mailbox import SLOTS
-from lockstep.kernels.hopper.forward.cleaning import CLEANERS, PLACES
+from lockstep.kernels.hopper.forward.cleaning import PLACES
 from lockstep.kernels.hopper.forward.plan import (
     BITS_STAGES,
     NARROW_PLANS,
@@ -61,6 +61,9 @@ class Ring:
         return lambda: i < self.stages or self.released[i - self.stages] == self.consumers
 
     def release(self, i: int) -> None:
+        # At a named barrier, nobody may arrive for an item before the producer has awaited the one
+        # that was in its slot.
+        assert i < self.sent
         self.released[i] += 1
 
 
@@ -108,10 +111,11 @@ class Program:
         self.plan, self.tiles, self.producers = plan, tiles, producers
         self.constant_time = constant_time
         self.cleans = constant_time and (left is not None or right is not None)
-        self.clean = [Barrier(CLEANERS.value) for _ in range(PLACES.value)]
-        self.k, self.v = (Ring(plan.stages, plan.consumers) for _ in range(2))
+        self.clean = [Barrier(1) for _ in range(PLACES.value)]
+        self.k = Ring(plan.stages, plan.consumers)
+        self.v = Ring(plan.stages, plan.consumers + self.cleans)
         self.q = [Ring(plan.q_stages, 1) for _ in range(plan.consumers)]
-        self.tile_queue = Ring(SLOTS.value, plan.consumers + producers)
+        self.tile_queue = Ring(SLOTS.value, plan.consumers + producers + self.cleans)
         self.turns = Counter({0: 1})
         self.schedule = SimpleNamespace(
             left=left or 0,
@@ -134,23 +138,35 @@ class Program:
             *in_python("inner_blocks")(self.schedule, tile, q_idx, block_q),
         )
 
-    def clean_if_cut(self, c: int, rows: Rows, block: int, i: int, n: int) -> Warp:
-        """Returns the number of the next block that is cut, if n is that of this one."""
-        if not (self.cleans and rows.is_cut(block)):
-            return n
-        if c >= self.plan.consumers - CLEANERS.value:
-            yield self.v.there(i)
-            # Nobody has multiplied, or released, what is not clean.
-            assert not self.multiplied[i]
-            self.clean[n % PLACES.value].arrive()
-            self.cleaned[i] += 1
-        return n + 1
+    def count_cut(self, rows: Rows, block: int, n: int) -> int:
+        """The number of the next block that is cut, if n is that of this one."""
+        return n + (self.cleans and rows.is_cut(block))
+
+    def clean_blocks(self) -> Warp:
+        seen, cuts = 0, 0
+        yield from self.read_queue(0)
+        for n, tile in enumerate(self.tiles, 1):
+            rows = self.rows(0, tile)
+            for block in range(rows.tile_begin, rows.tile_end):
+                # Only the parity of a phase is seen: it must not be two rounds behind.
+                assert self.v.sent - seen <= self.plan.stages
+                yield self.v.there(seen)
+                if rows.is_cut(block):
+                    # Nobody has multiplied, or released, what is not clean.
+                    assert not self.multiplied[seen]
+                    self.clean[cuts % PLACES.value].arrive()
+                    self.cleaned[seen] = True
+                    cuts += 1
+                self.v.release(seen)
+                seen += 1
+            yield from self.read_queue(n)
+        self.seen["cleaner"] = seen
 
     def await_clean(self, rows: Rows, block: int, i: int, n: int) -> Warp:
         """The n-th block that is cut, if `block` is, is clean; it is the i-th in all."""
         if self.cleans and rows.is_cut(block):
             yield self.clean[n % PLACES.value].completed(n // PLACES.value & 1)
-            assert self.cleaned[i] == CLEANERS.value
+            assert self.cleaned[i]
             self.multiplied[i] = True
 
     def schedule_tiles(self) -> Warp:
@@ -211,7 +227,7 @@ class Program:
         yield from self.issue(c)
         self.k.release(i)
         yield self.v.there(i)
-        cuts = yield from self.clean_if_cut(c, rows, block, i, cuts)
+        cuts = self.count_cut(rows, block, cuts)
         self.v.release(i)
         return cuts
 
@@ -219,7 +235,7 @@ class Program:
         yield self.q[c].there(n)
         yield self.k.there(i)
         yield from self.issue(c)
-        cuts = yield from self.clean_if_cut(c, rows, rows.begin, i, cuts)
+        cuts = self.count_cut(rows, rows.begin, cuts)
         self.k.release(i)
         if rows.begin + 1 < rows.end:
             yield self.k.there(i + 1)
@@ -235,7 +251,7 @@ class Program:
         if has_more and i - last[2] < self.plan.stages:
             yield self.k.there(i + 1)
         self.v.release(last[2])
-        cuts = yield from self.clean_if_cut(c, rows, rows.begin, i, cuts)
+        cuts = self.count_cut(rows, rows.begin, cuts)
         if has_more:
             yield self.k.there(i + 1)
         yield from self.mark_weights(rows, rows.begin, i, cuts - 1)
@@ -245,7 +261,7 @@ class Program:
         yield from self.issue(c, rows, block - 1, seen, cuts - 1)
         if not self.constant_time:
             self.k.release(seen + 1)
-        cuts = yield from self.clean_if_cut(c, rows, block, seen + 1, cuts)
+        cuts = self.count_cut(rows, block, cuts)
         if block + 1 < rows.end:
             yield self.k.there(seen + 2)
         if self.constant_time:
@@ -291,6 +307,7 @@ class Program:
         warps = [
             self.schedule_tiles(),
             *self.producing(),
+            *([self.clean_blocks()] if self.cleans else ()),
             *(self.consume(c) for c in range(self.plan.consumers)),
         ]
         waits = [(warp, lambda: True) for warp in warps]

@@ -42,7 +42,7 @@ from lockstep.kernels.hopper.common.softmax import (
 )
 from lockstep.kernels.hopper.common.spans import sums_before_block
 from lockstep.kernels.hopper.forward import constant_time
-from lockstep.kernels.hopper.forward.cleaning import Cuts, clean_if_cut
+from lockstep.kernels.hopper.forward.cleaning import Cuts, count_cut
 from lockstep.kernels.hopper.forward.failed_tiles import await_stores
 from lockstep.kernels.hopper.forward.pingpong import await_turn, pass_turn
 from lockstep.kernels.hopper.forward.products import await_product, issue_product, issue_scores
@@ -71,7 +71,7 @@ def skip(c: gl.constexpr, program, rows, block, i, cuts):
         pass_turn((c + 1) % program.build.CONSUMERS, i)
     program.k.release(i)
     program.v.wait(i)
-    cuts = clean_if_cut(c, program, rows, block, i, cuts)
+    cuts = count_cut(program, rows, block, cuts)
     program.v.release(i)
     return cuts
 
@@ -117,7 +117,7 @@ def begin_tile(c: gl.constexpr, program, rows, q_ring, tiles, seen, cuts):
     s = issue_scores(c, program, q, seen)
     if program.build.PINGPONG:
         pass_turn((c + 1) % program.build.CONSUMERS, seen)
-    cuts = clean_if_cut(c, program, rows, rows.begin, seen, cuts)
+    cuts = count_cut(program, rows, rows.begin, cuts)
     s = warpgroup_mma_wait(0, deps=(s,))
     program.k.release(seen)
     weights, m, l = first_block_weights(program, rows, s, rows.begin)
@@ -159,7 +159,7 @@ def change_tile(
     acc, weights = await_product(program, acc, weights, seen + 1, has_more & fits)
     program.v.release(last)
     # Its values may have that slot, too.
-    cuts = clean_if_cut(c, program, rows, rows.begin, seen, cuts)
+    cuts = count_cut(program, rows, rows.begin, cuts)
     program.k.wait(seen + 1, pred=has_more)
     weights = program.mark_weights(rows, weights, rows.begin, cuts.n - 1)
     p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
@@ -313,7 +313,7 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
                 )
             else:
                 p, acc, m, l, residue, alpha, seen, cuts = take_steps(
-                    c, program, tile, rows, q_ring, tiles, seen, p, acc, m, l, residue, alpha, cuts
+                    c, program, rows, q_ring, tiles, seen, p, acc, m, l, residue, alpha, cuts
                 )
             # With spans, the last block of a tile may be the first of one.
             use_acc = rows.end > 0

@@ -1,9 +1,10 @@
-"""The forward kernel: two warps that serve two or three consumer warpgroups of 64 query rows.
+"""The forward kernel: warps that serve two or three consumer warpgroups of 64 query rows.
 
     S = Q·Kᵀ,  P = exp2(S·scale - m·scale),  O = Σ P·V / l,  lse = m + log(l)
 
 The scheduler warp (`scheduler.py`) says which tile is next, the producer streams its Q, K and V
-into shared memory by TMA, and the consumers (`consumer.py`) do the rest.
+into shared memory by TMA, and the consumers (`consumer.py`) do the rest. In constant time, under a
+mask, a cleaner looks at values before them (`cleaning.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.common.pages import PageTable
 from lockstep.kernels.hopper.common.ring import TileRing
 from lockstep.kernels.hopper.common.shared_memory import allocate_tiles
-from lockstep.kernels.hopper.forward.cleaning import Cleaned
+from lockstep.kernels.hopper.forward.cleaning import CLEANER_WARPS, Cleaned, clean_blocks
 from lockstep.kernels.hopper.forward.consumer import consume
 from lockstep.kernels.hopper.forward.failed_tiles import FailedTiles
 from lockstep.kernels.hopper.forward.program import Build, Program, Results, send_block
@@ -134,6 +135,18 @@ def start_warps(
             [4, 1, 1, 1],
             [CONSUMER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS],
         )
+    elif program.build.CONSUMERS == 2 and program.build.CLEANS:
+        gl.warp_specialize(
+            [
+                (consume, (0, program, results, q_0, o_0, o_desc, t_0)),
+                (consume, (1, program, results, q_1, o_1, o_desc, t_1)),
+                (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1))),
+                (schedule_tiles, (program,)),
+                (clean_blocks, (program,)),
+            ],
+            [4, 1, 1, CLEANER_WARPS],
+            [CONSUMER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS],
+        )
     elif program.build.CONSUMERS == 2:
         gl.warp_specialize(
             [
@@ -146,17 +159,49 @@ def start_warps(
             [CONSUMER_REGISTERS, SERVER_REGISTERS, SERVER_REGISTERS],
         )
     else:
-        q_2 = TileRing.create(q_desc, program.build.Q_STAGES, 1, D_COLUMNS)
-        o_2 = allocate_tiles(o_desc, 1)
-        t_2 = o_2
-        if program.build.SPAN and DV_COLUMNS == 64 and program.build.TOTAL_COLUMNS > 0:
-            t_2 = allocate_total(program.build.TOTAL_COLUMNS)
+        start_three(
+            program, results, (q_0, q_1), (o_0, o_1), (t_0, t_1), q_desc, k_desc, v_desc, o_desc,
+            D_COLUMNS, DV_COLUMNS, CONSUMER_REGISTERS, SERVER_REGISTERS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def start_three(
+    program, results, q, o, t, q_desc, k_desc, v_desc, o_desc, D_COLUMNS: gl.constexpr,
+    DV_COLUMNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, SERVER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """`start_warps` with three consumers, of which two have their queries, results and totals."""
+    q_2 = TileRing.create(q_desc, program.build.Q_STAGES, 1, D_COLUMNS)
+    o_2 = allocate_tiles(o_desc, 1)
+    t_2 = o_2
+    if program.build.SPAN and DV_COLUMNS == 64 and program.build.TOTAL_COLUMNS > 0:
+        t_2 = allocate_total(program.build.TOTAL_COLUMNS)
+    if program.build.CLEANS:
         gl.warp_specialize(
             [
-                (consume, (0, program, results, q_0, o_0, o_desc, t_0)),
-                (consume, (1, program, results, q_1, o_1, o_desc, t_1)),
+                (consume, (0, program, results, q[0], o[0], o_desc, t[0])),
+                (consume, (1, program, results, q[1], o[1], o_desc, t[1])),
                 (consume, (2, program, results, q_2, o_2, o_desc, t_2)),
-                (produce, (program, q_desc, k_desc, v_desc, (q_0, q_1, q_2))),
+                (produce, (program, q_desc, k_desc, v_desc, (q[0], q[1], q_2))),
+                (schedule_tiles, (program,)),
+                (clean_blocks, (program,)),
+            ],
+            [4, 4, 1, 1, CLEANER_WARPS],
+            [
+                CONSUMER_REGISTERS,
+                CONSUMER_REGISTERS,
+                SERVER_REGISTERS,
+                SERVER_REGISTERS,
+                SERVER_REGISTERS,
+            ],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (0, program, results, q[0], o[0], o_desc, t[0])),
+                (consume, (1, program, results, q[1], o[1], o_desc, t[1])),
+                (consume, (2, program, results, q_2, o_2, o_desc, t_2)),
+                (produce, (program, q_desc, k_desc, v_desc, (q[0], q[1], q_2))),
                 (schedule_tiles, (program,)),
             ],
             [4, 4, 1, 1],
@@ -202,7 +247,7 @@ def forward_kernel(
     CONSTANT_TIME: gl.constexpr,
 ):
     CLEANS: gl.constexpr = CONSTANT_TIME and (HAS_LEFT or HAS_RIGHT)
-    CUTS_APART: gl.constexpr = CONSTANT_TIME and not HAS_LEFT and LAYOUT != "varlen"
+    CLEANERS: gl.constexpr = 1 if CLEANS else 0
     # Without a branch every block is rescaled: of wider heads, while the next scores are computed.
     RESCALES_LATE: gl.constexpr = CONSTANT_TIME and DV_COLUMNS > 64
     # Three consumers have no registers for halves.
@@ -214,11 +259,11 @@ def forward_kernel(
         v_ring = TileRing.create_in_boxes(v_desc, STAGES, CONSUMERS, DV_COLUMNS, BLOCK_KV)
     else:
         k_ring = TileRing.create(k_desc, STAGES, CONSUMERS, D_COLUMNS, BY_BITS)
-        v_ring = TileRing.create(v_desc, STAGES, CONSUMERS, DV_COLUMNS, BY_BITS)
+        v_ring = TileRing.create(v_desc, STAGES, CONSUMERS + CLEANERS, DV_COLUMNS, BY_BITS)
     # Pages come in so many boxes of 64 columns that one warp would take longer to send them than
     # consumers need for a block.
     PRODUCERS: gl.constexpr = 2 if PAGE_ROWS and D_COLUMNS > 64 else 1
-    tile_queue = TileQueue.create(CONSUMERS + PRODUCERS)
+    tile_queue = TileQueue.create(CONSUMERS + PRODUCERS + CLEANERS)
     # What a build does not use is not allocated, and any shared memory may stand for it: a barrier
     # of no further use would share its place with a tile, and setting it up is not ordered before
     # what the copy engine writes there.
@@ -250,7 +295,6 @@ def forward_kernel(
             ADDS_LATE,
             CONSTANT_TIME,
             CLEANS,
-            CUTS_APART,
             HALVES,
             RESCALES_LATE,
         ),

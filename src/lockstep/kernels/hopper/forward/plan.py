@@ -1,8 +1,7 @@
 """Shapes of the forward kernel by head dim, as measured on an H200.
 
 BLOCK_KV is part of a row's bits, so it may follow the head dims and the window, which are the same
-for all sequences of a call, and nothing else. The other choices change no bit, but for the number
-of consumers in constant time.
+for all sequences of a call, and nothing else. The other choices change no bit.
 """
 
 from __future__ import annotations
@@ -172,16 +171,14 @@ def _by_length(problem: AttentionProblem, width: int) -> Plan:
     is_packed = problem.layout == "varlen"
     length = problem.Sq / max(problem.B, 1) if is_packed else problem.Sq
     short = SHORT if right is None else SHORT_CAUSAL
-    # Masks on both sides leave too few registers for three consumers; so do maxima of several spans
-    # and, in constant time, any mask of packed sequences, whose blocks take turns in one loop. In
-    # constant time three consumers sum weights in another order than two. So the number of
-    # consumers, which is part of a row's bits then, must not follow from other sequences.
-    is_crowded = left is not None or (problem.constant_time and is_packed)
+    # Masks on both sides leave too few registers for three consumers; so do, in constant time, any
+    # mask of packed sequences and maxima of several spans.
+    is_crowded = left is not None or (problem.constant_time and right is not None and is_packed)
     is_crowded = is_crowded or (problem.query_invariant and problem.dtype != torch.bfloat16)
     # With pages, producers need registers.
     is_crowded = is_crowded or problem.is_paged
     is_short = length <= short or is_crowded
-    if width == 64 and right is None and not (is_packed or problem.constant_time or is_short):
+    if width == 64 and right is None and not is_packed and not is_short:
         low, high = (_rounds(problem, plans[width]) for plans in (SHORT_PLANS, PLANS))
         is_short = low < LOW_ROUNDS * high
     plan = (SHORT_PLANS if is_short else PLANS)[width]

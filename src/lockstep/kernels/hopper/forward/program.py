@@ -47,15 +47,13 @@ class Build:
     ADDS_LATE: gl.constexpr  # spans are added while scores are computed: span_steps.py
     CONSTANT_TIME: gl.constexpr
     CLEANS: gl.constexpr  # in constant time, under a mask
-    CUTS_APART: gl.constexpr  # blocks that a mask cuts have a loop of their own: steps.py
     RESCALES_LATE: gl.constexpr  # acc is, under the next scores: products.py
     HALVES: gl.constexpr  # weights are computed in two halves, one behind the product: steps.py
 
     @gluon.constexpr_function
     def __init__(
         self, CONSUMERS, PINGPONG, FIXED_MAX, SECOND_PASS, Q_STAGES, SCORES, HAS_SINKS,
-        SPAN, TOTAL_COLUMNS, ADDS_LATE, CONSTANT_TIME, CLEANS, CUTS_APART, HALVES=False,
-        RESCALES_LATE=False,
+        SPAN, TOTAL_COLUMNS, ADDS_LATE, CONSTANT_TIME, CLEANS, HALVES=False, RESCALES_LATE=False,
     ):  # fmt: skip
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.PINGPONG = gl.constexpr(PINGPONG)
@@ -69,7 +67,6 @@ class Build:
         self.ADDS_LATE = gl.constexpr(ADDS_LATE)
         self.CONSTANT_TIME = gl.constexpr(CONSTANT_TIME)
         self.CLEANS = gl.constexpr(CLEANS)
-        self.CUTS_APART = gl.constexpr(CUTS_APART)
         self.HALVES = gl.constexpr(HALVES)
         self.RESCALES_LATE = gl.constexpr(RESCALES_LATE)
 
@@ -103,9 +100,8 @@ class Program:
         self.softcap = softcap
 
     @gluon.jit
-    def mask_scores(self, rows, s, block, CUT: gl.constexpr = None):
-        """Scores in their final units, -inf where a row does not see the key. CUT says whether that
-        may be; None, that the schedule has to be asked."""
+    def mask_scores(self, rows, s, block):
+        """Scores in their final units, -inf where a row does not see the key."""
         if self.build.SCORES == "reciprocals":
             s = exponents(s, self.scale)
             if self.schedule.HAS_LEFT:
@@ -117,11 +113,7 @@ class Program:
             s = cap(s, self.scale, self.softcap, self.k.COLUMNS)
         elif self.build.SCORES == "scaled":
             s = s * self.scale
-        if CUT is None:
-            s = rows.hide(self.schedule, s, block)
-        elif CUT:
-            s = hide_from(s, rows.row_end - block * self.schedule.BLOCK_KV)
-        return s
+        return rows.hide(self.schedule, s, block)
 
     @gluon.jit
     def mark_weights(self, rows, weights, block, n):

@@ -14,7 +14,7 @@ from lockstep.kernels.hopper.common.softmax import (
     thread_sums,
 )
 from lockstep.kernels.hopper.forward import constant_time
-from lockstep.kernels.hopper.forward.cleaning import clean_if_cut
+from lockstep.kernels.hopper.forward.cleaning import count_cut
 from lockstep.kernels.hopper.forward.products import (
     await_product,
     await_product_between,
@@ -24,7 +24,7 @@ from lockstep.kernels.hopper.forward.products import (
 
 
 @gluon.jit
-def weigh_in_halves(c: gl.constexpr, program, rows, block, seen, s, acc, m, l, residue, cuts, CUT):
+def weigh_in_halves(program, rows, block, seen, s, acc, m, l, residue, cuts):
     """Weights of a block in constant time, from its scores s, acc with the product of the block
     before, m, l, residue, alpha and cuts.
 
@@ -37,7 +37,7 @@ def weigh_in_halves(c: gl.constexpr, program, rows, block, seen, s, acc, m, l, r
     left, right = constant_time.halves(s)
     left = constant_time.weights_of(left, unit, offset)
     part = constant_time.sums_like(l, left)
-    cuts = clean_if_cut(c, program, rows, block, seen + 1, cuts, CUT)
+    cuts = count_cut(program, rows, block, cuts)
     has_more = block + 1 < rows.end
     acc, left, right = await_product_between(program, acc, left, right, seen + 2, has_more)
     right = constant_time.weights_of(right, unit, offset)
@@ -54,22 +54,26 @@ def weigh(program, rows, block, seen, s, acc, m, l, residue):
         m, residue, unit, offset, alpha = constant_time.raise_maximum(
             s, m, residue, scale, program.k.tiles_smem.dtype
         )
-        weights = constant_time.weights_of(s, unit, offset)
+        # Summed in halves as well, so that a row has the same bits in both.
+        left, right = constant_time.halves(s)
+        left = constant_time.weights_of(left, unit, offset)
+        right = constant_time.weights_of(right, unit, offset)
+        part = constant_time.sums_like(l, left)
+        l = rescale_and_add(l, alpha, part + constant_time.sums_like(l, right))
+        weights = constant_time.whole(left, right, s)
     else:
         m, alpha = raise_maximum(s, m, scale, True)
         weights = exp2_weights(s, m, scale)
-    l = add_sums(l, alpha, weights)
+        l = add_sums(l, alpha, weights)
     acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
     return weights, acc, m, l, residue, alpha
 
 
 @gluon.jit
 def step(
-    c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, residue, alpha, cuts,
-    CUT: gl.constexpr = None,
+    c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, residue, alpha, cuts
 ):  # fmt: skip
     """Scores and weights of `block`, and the product of the block before, whose weights are `p`.
-    CUT says whether a mask cuts the block; None, that the schedule has to be asked.
 
     The block of K is there already; the one after it is, too, on return."""
     # The conversion hides how long a vote takes. Behind it, ptxas may put off the exponentials of
@@ -78,18 +82,15 @@ def step(
     PRODUCTS: gl.constexpr = n_pieces(program.v.COLUMNS)
     scale = program.score_scale()
     s = issue_scores(c, program, q, seen + 1)
-    if CUT is False:
-        acc = issue_product(c, program, p, acc, seen, alpha=alpha)
-    else:
-        is_cut = rows.is_cut(block - 1)
-        acc = issue_product(c, program, p, acc, seen, True, is_cut, cuts.n - 1, alpha)
-        cuts = cuts.with_product(program, is_cut, cuts.n - 1)
+    is_cut = rows.is_cut(block - 1)
+    acc = issue_product(c, program, p, acc, seen, True, is_cut, cuts.n - 1, alpha)
+    cuts = cuts.with_product(program, is_cut, cuts.n - 1)
     if not program.build.HALVES:
-        cuts = clean_if_cut(c, program, rows, block, seen + 1, cuts, CUT)
+        cuts = count_cut(program, rows, block, cuts)
     s = warpgroup_mma_wait(PRODUCTS, deps=(s,))
     if not program.build.CONSTANT_TIME:
         program.k.release(seen + 1)
-    s = program.mask_scores(rows, s, block, CUT)
+    s = program.mask_scores(rows, s, block)
     if program.build.FIXED_MAX:
         before = l
         # Up to inner_begin, rows may yet see their first key. Their sums are 0 until then, and need
@@ -105,7 +106,7 @@ def step(
     else:
         if program.build.HALVES:
             weights, acc, m, l, residue, alpha, cuts = weigh_in_halves(
-                c, program, rows, block, seen, s, acc, m, l, residue, cuts, CUT
+                program, rows, block, seen, s, acc, m, l, residue, cuts
             )
         else:
             weights, acc, m, l, residue, alpha = weigh(
@@ -128,31 +129,13 @@ def step(
 
 @gluon.jit
 def take_steps(
-    c: gl.constexpr, program, tile, rows, q_ring, tiles, seen, p, acc, m, l, residue, alpha, cuts
+    c: gl.constexpr, program, rows, q_ring, tiles, seen, p, acc, m, l, residue, alpha, cuts
 ):
     """Every block of a tile behind the first; `seen` is the number of the last one then."""
     q = q_ring.pieces(tiles)
-    if program.build.CUTS_APART:
-        # Blocks that the mask cuts come last. In a loop of their own they leave registers to the
-        # other one, and there ptxas may move instructions past where masks would be.
-        whole_end = gl.minimum(gl.maximum(rows.whole_end, rows.begin + 1), rows.end)
-        for block in range(rows.begin + 1, whole_end):
-            p, acc, m, l, residue, alpha, cuts = step(
-                c, program, rows, block, seen, q, p, acc, m, l, residue, alpha, cuts, CUT=False
-            )
-            seen += 1
-        # The same queries, but ptxas must not know: it would compute their descriptors where the
-        # first loop begins, and jump over that if the first loop has no round.
-        q = q_ring.pieces(tiles + (tile.q_idx >> 31))
-        for block in range(whole_end, rows.end):
-            p, acc, m, l, residue, alpha, cuts = step(
-                c, program, rows, block, seen, q, p, acc, m, l, residue, alpha, cuts, CUT=True
-            )
-            seen += 1
-    else:
-        for block in range(rows.begin + 1, rows.end):
-            p, acc, m, l, residue, alpha, cuts = step(
-                c, program, rows, block, seen, q, p, acc, m, l, residue, alpha, cuts
-            )
-            seen += 1
+    for block in range(rows.begin + 1, rows.end):
+        p, acc, m, l, residue, alpha, cuts = step(
+            c, program, rows, block, seen, q, p, acc, m, l, residue, alpha, cuts
+        )
+        seen += 1
     return p, acc, m, l, residue, alpha, seen, cuts
