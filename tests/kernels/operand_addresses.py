@@ -26,7 +26,12 @@ _NO_RESULT = ("ST", "RED.", "BAR", "BRA", "EXIT", "SYNCS", "UTMA", "WARPGROUP", 
 
 def lost_operands(cubin: bytes) -> list[str]:
     """Products with an operand at an address that does not derive from the base."""
-    instructions = [(int(at, 16), line) for at, line in _INSTRUCTION.findall(sass_of(cubin))]
+    return lost_in(sass_of(cubin))
+
+
+def lost_in(sass: str) -> list[str]:
+    """The same of what cuobjdump prints."""
+    instructions = [(int(at, 16), line) for at, line in _INSTRUCTION.findall(sass)]
     index = {at: i for i, (at, _) in enumerate(instructions)}
     # Before each instruction: the registers that hold an address whatever the path. None: no path.
     before: list[frozenset[str] | None] = [None] * len(instructions)

@@ -53,7 +53,7 @@ from triton_device import (
 from lockstep.kernels.kernel import BackwardTensors, Needs
 from lockstep.kernels.triton import backward, launch
 
-F32, BF16 = torch.float32, torch.bfloat16
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a GPU")]
 
@@ -64,6 +64,11 @@ def stale_memory(monkeypatch):
     empty, new_empty = torch.empty, torch.Tensor.new_empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(STALE))
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: new_empty(*a, **k).fill_(STALE))
+
+
+def dtype_of(seed: int) -> torch.dtype:
+    """Both: float32, which is cut into terms, takes the interpreter twice as long."""
+    return F16 if seed % 3 else F32
 
 
 def interpret(case: Case, douts: tuple[torch.Tensor, torch.Tensor] | None) -> Result:
@@ -93,9 +98,8 @@ class TestInterpreted:
         draws = random.Random(seed)
         q_lens, kv_lens = ([draws.choice((0, 1, 7, 20, 33)) for _ in range(4)] for _ in range(2))
         options = {"causal": True} if seed % 2 else {"sinks": torch.randn(2)}
-        case = draw_varlen(
-            [*q_lens, 3], [*kv_lens, 5], Hq=2, Hkv=1 + seed // 2 % 2, D=16, **options
-        )
+        heads = {"Hq": 2, "Hkv": 1 + seed // 2 % 2, "D": 16, "dtype": dtype_of(seed)}
+        case = draw_varlen([*q_lens, 3], [*kv_lens, 5], **heads, **options)
         dtype = (torch.int32, torch.int64)[seed % 2]
         for n in ("q", "k"):
             case = case.replaced(**{f"cu_seqlens_{n}": case.tensors[f"cu_seqlens_{n}"].to(dtype)})
@@ -105,21 +109,24 @@ class TestInterpreted:
     def test_offsets_of_split_sequences(self, seed, monkeypatch):
         use_multiprocessors(monkeypatch, 1000)
         draws = random.Random(seed)
-        case = draw_varlen([1, 2, 1], [90, 33, 150], Hkv=1, D=16, query_invariant=True)
+        sizes = {"Hkv": 1, "D": 16, "dtype": dtype_of(seed)}
+        case = draw_varlen([1, 2, 1], [90, 33, 150], **sizes, query_invariant=True)
         check(spoil_varlen(draws, case), interpret, gradients=False)
 
     @pytest.mark.parametrize("seed", range(4))
     def test_lengths(self, seed):
         lens = torch.tensor([0, 41, 30, 7], dtype=(torch.int32, torch.int64)[seed % 2])
         more = {"bias": torch.randn(4, 1, 9, 41)} if seed == 3 else {"causal": True}
-        case = draw(9, 41, B=4, Hkv=1, D=16, kv_lens=lens, **more)
+        sizes = {"B": 4, "Hkv": 1, "D": 16, "dtype": dtype_of(seed)}
+        case = draw(9, 41, **sizes, kv_lens=lens, **more)
         check(spoil_lengths(random.Random(seed), case), interpret, gradients=True)
 
     @pytest.mark.parametrize("seed", range(3))
     def test_starts(self, seed):
         lens, starts = torch.tensor([12, 41, 30, 33]), torch.tensor([12, 0, 7, 17])
         more = {"bias": torch.randn(4, 1, 9, 41)} if seed == 2 else {"causal": True}
-        case = draw(9, 41, B=4, Hkv=1, D=16, kv_lens=lens, kv_starts=starts, **more)
+        sizes = {"B": 4, "Hkv": 1, "D": 16, "dtype": dtype_of(seed)}
+        case = draw(9, 41, **sizes, kv_lens=lens, kv_starts=starts, **more)
         check(spoil_starts(random.Random(seed), case), interpret, gradients=True)
         if seed == 0:
             pages = paginate(case, 8, garbage=float("nan"))
@@ -131,7 +138,8 @@ class TestInterpreted:
     def test_pages(self, spoil, page_size, multiprocessors, monkeypatch):
         use_multiprocessors(monkeypatch, multiprocessors)
         Sq, options = (1, {}) if multiprocessors > 1 else (9, {"causal": True})
-        case = draw(Sq, 70, B=3, Hkv=1, D=16, kv_lens=torch.tensor([70, 1, 47]), **options)
+        sizes = {"B": 3, "Hkv": 1, "D": 16, "dtype": F16 if page_size == 8 else F32}
+        case = draw(Sq, 70, **sizes, kv_lens=torch.tensor([70, 1, 47]), **options)
         case = paginate(case.replaced(query_invariant=True), page_size, garbage=float("nan"))
         check(spoil(random.Random(page_size), case), interpret, gradients=False)
 
@@ -139,7 +147,8 @@ class TestInterpreted:
     def test_ragged_pages(self, seed, monkeypatch):
         use_multiprocessors(monkeypatch, (1, 1000)[seed % 2])
         lens = torch.tensor([70, 0, 20, 33])
-        case = draw(20, 70, B=4, Hq=2, Hkv=1 + seed // 2, D=16, kv_lens=lens, causal=True)
+        sizes = {"B": 4, "Hq": 2, "Hkv": 1 + seed // 2, "D": 16, "dtype": dtype_of(seed)}
+        case = draw(20, 70, **sizes, kv_lens=lens, causal=True)
         case = ragged(paginate(case, 16, garbage=float("nan")), [1, 3, 20, 7])
         check(spoil_ragged(random.Random(seed), case), interpret, gradients=False)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -37,12 +36,11 @@ def built(
     dtype: torch.dtype = torch.bfloat16,
     query_invariant: bool = False,
     allow_tf32: bool = False,
-    **changes: int,
 ) -> Build:
-    """The kernel that a causal call would launch, `changes` to the device aside."""
+    """The kernel that a causal call would launch."""
     Dv = Dv or D
     tensors = unwritten(Sq, 5000, Hq=4, Hkv=1, D=D, Dv=Dv, dtype=dtype)
-    device = replace(DEVICES[capability], **changes)
+    device = DEVICES[capability]
     problem = describe(tensors, make_options(True, None, None, None, query_invariant, allow_tf32))
     chosen = plan.plan_of(problem, device)
     assert (chosen.n_runs > 1) == (Sq == DECODE)
@@ -86,19 +84,13 @@ def test_products_find_their_operands(D, Dv, dtype):
     assert not lost_operands(built(90, D, PREFILL, Dv=Dv, dtype=dtype).kernel.asm["cubin"])
 
 
-def test_lost_operands_are_noticed():
-    """With short rows of values, unless ptxas has learned since."""
-    short = built(90, 128, PREFILL, Dv=17, least_block=16)
-    if not lost_operands(short.kernel.asm["cubin"]):
-        pytest.skip("this ptxas takes rows of 64 bytes: see Device.least_block")
-
-
 def test_prefill_on_ampere():
     kernel = built(80, 64, PREFILL)
     assert_loops_in_registers(kernel, "HMMA")
     assert kernel.shared_bytes <= DEVICES[80].shared_bytes
 
 
+@pytest.mark.usefixtures("unassembled")
 def test_prefill_on_blackwell():
     assert built(100, 128, PREFILL).shared_bytes <= DEVICES[100].shared_bytes
 
