@@ -2,25 +2,23 @@
 
 The model has the waits and releases of `scheduler.schedule_tiles`, `kernel.produce` and
 `consumer.consume`, in their order, in constant time those of `cleaning.py`, too, and takes the
-blocks of a tile from `schedule.py` itself. Warps run in random order. So do tickets: `schedule.py`
-says which tile each stands for.
+blocks of a tile from `schedule.py` itself. Warps run in random order.
 """
 
 from __future__ import annotations
 
-import inspect
 import random
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+from schedule_in_python import in_python
 
 from lockstep.kernels.hopper.common.mailbox import SLOTS
 from lockstep.kernels.hopper.forward.cleaning import PLACES
@@ -35,13 +33,7 @@ from lockstep.kernels.hopper.forward.plan import (
 )
 from lockstep.kernels.hopper.forward.schedule import (
     BAD,
-    LONGEST_FIRST,
-    ORDER_HEAD,
-    ORDER_NUMBERS,
-    UNSORTED,
-    Schedule,
 )
-from lockstep.kernels.hopper.forward.scheduler import schedule_by_ticket
 
 # A warp says what it waits for, and goes on once that holds.
 Warp = Iterator[Callable[[], bool]]
@@ -322,66 +314,6 @@ class Program:
                 del waits[i]
 
 
-class Pointer:
-    """Where a kernel loads from."""
-
-    def __init__(self, values: list[int], offset: int = 0) -> None:
-        self.values, self.offset = values, offset
-
-    def __add__(self, step: int) -> Pointer:
-        return Pointer(self.values, self.offset + step)
-
-    def load(self, mask: bool = True, other: int = 0) -> Integer:
-        return Integer(self.values[self.offset] if mask else other)
-
-    def store(self, value: int, mask: bool) -> None:
-        if mask:
-            self.values[self.offset] = value
-
-
-class Integer(int):
-    """What a kernel loads."""
-
-    def to(self, dtype: object) -> Integer:
-        return self
-
-
-@cache
-def in_python(method: str) -> Callable:
-    """A method of `Schedule` as Python runs it."""
-    return as_python(getattr(Schedule, method))
-
-
-def as_python(function: Any, **more: Any) -> Callable:
-    """A Gluon function as Python runs it; `more` is what it finds in `gl` besides arithmetic."""
-    source = inspect.getsource(function.fn).partition("\n")[2]  # without its decorator
-    functions = {
-        "minimum": min,
-        "maximum": max,
-        "cdiv": lambda a, b: -(-a // b),
-        "where": lambda condition, a, b: a if condition else b,
-        "load": Pointer.load,
-        "store": Pointer.store,
-        "int32": None,
-        "constexpr": int,
-    }
-    space = {
-        "gl": SimpleNamespace(**functions, **more),
-        "LONGEST_FIRST": LONGEST_FIRST.value,
-        "ORDER_HEAD": ORDER_HEAD.value,
-        "ORDER_NUMBERS": ORDER_NUMBERS.value,
-        "BAD": BAD.value,
-        "Tile": lambda exists, head, _kv_head, _batch, q_idx, q_start, *_: (
-            exists,
-            head,
-            q_idx,
-            q_start,
-        ),
-    }
-    exec("from __future__ import annotations\n" + textwrap.dedent(source), space)
-    return space[function.fn.__name__]
-
-
 def draw_tile(draws: random.Random, plan: Plan) -> SimpleNamespace:
     len_q = draws.choice((1, 16, 63, 64, 100, 300, 500))
     len_kv = draws.choice((BAD.value, 0, 1, 63, 64, 100, 128, 256, 300, 700))
@@ -417,106 +349,3 @@ def test_no_one_waits_forever(plan):
         program.run(draws)
         # Everyone counts the same blocks.
         assert len(set(program.seen.values())) == 1
-
-
-def unsorted_sequence(
-    slot: int, starts: list[int], lens: list[int], block_q: int
-) -> tuple[int, ...]:
-    """`Schedule._unsorted_sequence`, which counts across the lanes of a warp."""
-    firsts = [start // block_q + b for b, start in enumerate(starts[:-1])]
-    b = sum(first <= slot for first in firsts) - 1
-    return firsts[b], starts[b], lens[b], starts[b], lens[b] if b < len(lens) - 1 else BAD.value
-
-
-@pytest.mark.parametrize("order", [LONGEST_FIRST, UNSORTED], ids=["longest first", "as is"])
-def test_every_tile_has_one_ticket(order):
-    draws = random.Random(0)
-    for _ in range(100):
-        lens = [draws.choice((0, 1, 100, 128, 300, 1000)) for _ in range(draws.randint(1, 9))]
-        B = len(lens)
-        # The last ones are rows that nobody owns.
-        lens.append(draws.choice((0, 0, 1, 200)))
-        starts = [sum(lens[:b]) for b in range(B + 2)]
-        block_q, Hq = draws.choice((128, 192)), draws.choice((1, 3, 8))
-        tiles = [-(-n // block_q) for n in lens]
-        sequences = [*sorted(range(B), key=lambda b: -lens[b]), B]
-        before = [sum(tiles[b] for b in sequences[:place]) for place in range(B + 1)]
-        bounds = [
-            n for b in sequences for n in (starts[b], lens[b], starts[b], lens[b] if b < B else -1)
-        ]
-        schedule = SimpleNamespace(
-            order=order.value,
-            n_q_tiles=starts[-1] // block_q + B + 1,
-            Hq=Hq,
-            heads_per_kv=1,
-            B=B,
-            l2_keys=draws.choice((0, 700, 2000, 1 << 30)),
-            sequence_order_ptr=Pointer([0, *before, *bounds]),
-            BLOCK_Q=block_q,
-        )
-        schedule._sorted_sequence = lambda slot, at=schedule: in_python("_sorted_sequence")(
-            at, slot
-        )
-        schedule._unsorted_sequence = lambda slot, x=(starts, lens, block_q): unsorted_sequence(
-            slot, *x
-        )
-        found = Counter()
-        for ticket in range(schedule.n_q_tiles * Hq):
-            exists, *tile, q_start = in_python("packed_tile")(schedule, ticket)
-            found[(q_start, *tile)] += bool(exists)
-            if order is LONGEST_FIRST and not exists:
-                break
-        expected = [
-            (starts[b], head, q_tile * block_q)
-            for b in range(B + 1)
-            for head in range(Hq)
-            for q_tile in range(tiles[b])
-        ]
-        assert +found == Counter(expected)
-
-
-@pytest.mark.parametrize("order", [LONGEST_FIRST, UNSORTED], ids=["longest first", "as is"])
-def test_a_second_pass_has_the_tiles_with_marks(order):
-    """Of the tickets a program drew between those of others, more of them than a mark has bits."""
-    draws = random.Random(0)
-    programs, B, n_tickets = 7, 3, 500
-    for _ in range(50):
-        drawn, posted = 0, []
-
-        def draw_ticket(*_: Any, **__: Any) -> int:
-            nonlocal drawn
-            drawn += draws.randint(1, programs)
-            return drawn - 1
-
-        wrong = draws.choice((0, 1, draws.getrandbits(32) - (1 << 31)))
-        schedule = SimpleNamespace(
-            order=order.value,
-            B=B,
-            sequence_order_ptr=Pointer(
-                [0] * (ORDER_HEAD.value + ORDER_NUMBERS.value * (B + 1) + n_tickets)
-            ),
-            packed_tile=lambda ticket: SimpleNamespace(
-                exists=ticket < (programs if order is UNSORTED else n_tickets), ticket=ticket
-            ),
-        )
-        program = SimpleNamespace(
-            schedule=schedule,
-            build=SimpleNamespace(SECOND_PASS=True),
-            tile_queue=SimpleNamespace(post=lambda n, tile, to=posted: to.append((n, tile))),
-            failed=SimpleNamespace(collect=lambda wrong=wrong: wrong),
-        )
-        as_python(
-            schedule_by_ticket,
-            program_id=lambda _: 4,
-            num_programs=lambda _: programs,
-            atomic_add=draw_ticket,
-        )(program)
-        assert [n for n, _ in posted] == list(range(len(posted)))
-        end = next(n for n, tile in posted if not tile.exists)
-        first = [tile.ticket for _, tile in posted[:end]]
-        again = [tile.ticket for _, tile in posted[end + 1 : -1]]
-        assert not posted[-1][1].exists
-        assert first[0] == 4
-        assert len(first) == 1 or order is LONGEST_FIRST
-        marked = [ticket for i, ticket in enumerate(first) if (wrong >> (i % 32)) & 1]
-        assert sorted(again) == marked

@@ -20,8 +20,6 @@ from lockstep.simt import (
     wmma,
 )
 from lockstep.simt.cuda_cpp import Layout, emit
-from lockstep.simt.cuda_cpp.spelling import number
-from lockstep.simt.cuda_cpp.writer import Writer
 from lockstep.simt.samples import kernels
 
 LIMIT = 10
@@ -375,38 +373,6 @@ def test_every_line_knows_where_it_comes_from():
 def test_long_statements_are_broken_and_stay_readable():
     for sample_text in (text(kernels.half_vector_scale), text(kernels.pipeline_sum)):
         assert max(map(len, sample_text.splitlines())) <= 100
-
-
-def test_a_long_statement_without_commas_breaks_behind_an_operator():
-    writer = Writer([])
-    with writer.indented():
-        writer.put("total += first_operand_with_a_long_name" + " * another_long_name" * 5 + ";")
-        writer.put("x" * 120)
-    assert [line.strip() for line in writer.lines] == [
-        "total += first_operand_with_a_long_name * another_long_name * another_long_name *",
-        "another_long_name * another_long_name * another_long_name;",
-        "x" * 120,
-    ]
-
-
-@pytest.mark.parametrize(
-    ("value", "dtype", "expected"),
-    [
-        (0.1, float32, "0.1f"),
-        (100.0, float32, "100.0f"),
-        (1e30, float32, "1e+30f"),
-        (16777217.0, float32, "16777216.0f"),
-        (3.4028234663852886e38, float32, "3.4028235e+38f"),
-        (-(2**31), int32, "(-2147483647 - 1)"),
-        (0xFFFFFFFF, uint32, "0xffffffffu"),
-        (True, bool_, "true"),
-    ],
-)
-def test_numbers(value, dtype, expected):
-    from lockstep.simt.types import round_to_float32
-
-    exact = round_to_float32(value) if dtype == float32 else value
-    assert number(exact, dtype) == expected
 
 
 def test_nothing_double_precision():
