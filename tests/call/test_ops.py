@@ -148,7 +148,7 @@ def check_gradients(options, return_lse):
     ids=str,
 )
 def test_gradcheck(options):
-    """Of the output and of lse."""
+    """Gradients through the output and through lse."""
     check_gradients(options, return_lse=True)
 
 

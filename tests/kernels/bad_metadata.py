@@ -93,7 +93,7 @@ def spoil_varlen(draws: random.Random, case: Case) -> Spoiled:
 
 
 def spoil_lengths(draws: random.Random, case: Case) -> Spoiled:
-    """Of a dense call, or one with pages."""
+    """Spoils lengths of a dense call, or of one with pages."""
     lens = case.tensors["kv_lens"]
     Skv = pose(case)[0].Skv
     own = lens.tolist()

@@ -220,7 +220,7 @@ def test_strides_do_not_matter(Sq, dtype):
 @pytest.mark.parametrize("Sq", [1, 40])
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0])], ids=["bare", "sinks"])
 def test_merged_parts_are_near_the_whole(Sq, sinks):
-    """Not the whole's bits: a part that is finished has been divided by its sum, and rounded."""
+    """Bits differ: a part that is finished has been divided by its sum, and rounded."""
     case = draw(Sq, 700)
     parts = [
         run(case.replaced(**{n: case.tensors[n][:, :, i : i + 256] for n in ("k", "v")}))

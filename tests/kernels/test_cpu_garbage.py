@@ -52,7 +52,7 @@ SIZES = [(1, 1), (5, 300), (300, 5), (400, 257), (130, 64)]
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (2, 0)}], ids=str)
 @pytest.mark.parametrize(("Sq", "Skv"), SIZES)
 def test_garbage_where_gradients_are_written(Sq, Skv, options, kv_lens, monkeypatch, threads):
-    """Of rows that see no key, and of keys that no row sees, too."""
+    """Rows that see no key, and keys that no row sees, have gradients, too."""
     lengths = {} if kv_lens is None else {"kv_lens": torch.tensor(kv_lens).clamp(max=Skv)}
     case = draw(Sq, Skv, B=2, Hq=4, Hkv=2, D=24, **lengths, **options)
     douts, filled = draw_douts(case), []

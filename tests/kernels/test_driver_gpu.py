@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def calls() -> dict[str, Any]:
-    """Of each kernel, with tensors that are copied and tensors that are not."""
+    """Calls of each kernel, with tensors that are copied and tensors that are not."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 4, 300, 64, device="cuda", dtype=torch.bfloat16)
     odd = torch.randn(v.numel() + 3, device="cuda").to(v.dtype)[3:].view_as(v)
@@ -56,7 +56,7 @@ def calls() -> dict[str, Any]:
 
 
 def in_a_thread(call: Any) -> Any:
-    """Of four new ones, which launch at once."""
+    """Results of four new threads, which launch at once."""
     with ThreadPoolExecutor(4) as threads:
         results = [x.result() for x in [threads.submit(call) for _ in range(40)]]
     torch.cuda.synchronize()

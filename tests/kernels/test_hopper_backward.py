@@ -265,7 +265,7 @@ def test_bits(causal, D):
     "options", [{}, {"causal": True}, {"window": (150, 40)}], ids=["none", "causal", "window"]
 )
 def test_how_many_programs_share_the_tickets_changes_no_bit(options, D, monkeypatch):
-    """Also where some loops are over at once, as for keys beyond a length."""
+    """Some loops are over at once: those of keys beyond a length."""
     case = draw(300, 700, B=2, Hq=4, Hkv=2, D=D, Dv=DV[D], dtype=torch.bfloat16, **options)
     case = case.replaced(kv_lens=torch.tensor([130, 640]))
     douts = draw_douts(case)

@@ -37,7 +37,7 @@ SUMS_ROWS = dq_sums.SUMS_ROWS.value
 
 
 class Weights(Value):
-    """Of a step, which may be multiplied by the gradients of its weights alone."""
+    """Weights of a step. Only their own gradients may be multiplied by them."""
 
     def __mul__(self, dp):
         assert dp.of == (("keys", self.of[0]), ("queries", *self.of))
@@ -193,7 +193,7 @@ def test_nobody_waits_forever_and_sums_have_one_order(crew, masked):
     nonfinite = {at: masked and draws.random() < 0.3 for at in range(len(begins))}
 
     def has_nonfinite(at):
-        """Of k and v, or of q and dout where they matter. The pieces are loaded alike."""
+        """Whether k and v have such values, or q and dout where they matter; all pieces do then."""
         if at[0] == "keys":
             return nonfinite[at[1]]
         return at[0] == "queries" and nonfinite[at[1]] and cuts[at[1]][at[2]]

@@ -252,7 +252,7 @@ def test_nobody_waits_forever_and_sums_have_one_order(crew, block_q, is_apart, m
     nonfinite = {at: masked and draws.random() < 0.3 for at in range(len(begins))}
 
     def has_nonfinite(at):
-        """Of k and v, or of q and dout where they matter. The two of a pair are loaded alike."""
+        """Whether k and v have such values, or q and dout where they matter; both of a pair do."""
         if at[0] == "keys":
             return nonfinite[at[1]]
         return at[0] == "queries" and nonfinite[at[1]] and cuts[at[1]][at[2]]

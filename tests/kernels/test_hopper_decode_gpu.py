@@ -110,7 +110,7 @@ def test_keys_in_one_tensor(D, dtype, options):
 
 
 def test_gradients_of_one_query():
-    """Of the statistics that this kernel leaves behind, Triton's backward makes gradients."""
+    """Triton's backward computes them, from the statistics that this kernel stores."""
     q, k, v = (torch.randn(2, h, n, 128, device="cuda", dtype=BF16) for h, n in SIZES)
     found = []
     assert lockstep.explain(q, k, v).kernel == "hopper_decode"
@@ -144,7 +144,7 @@ def test_results_lie_in_memory_as_the_queries_do(Sq):
     ("D", "Hq"), [(64, 8), (96, 4), (96, 8), (128, 4), (128, 8), (256, 4), (256, 8)]
 )
 def test_values_that_are_not_finite_stay_with_the_rows_that_see_them(D, Hq, window):
-    """Of 10 query rows, which may have a narrow consumer, and of 20."""
+    """A KV head has 10 query rows, for which there may be a narrow consumer, or 20."""
     case = paged(Sq=5, Skv=700, page=32, D=D, Hq=Hq, options={"window": window})
     v, table = case.tensors["v"], case.tensors["page_table"]
     for key, d, value in ((698, 3, NAN), (697, 5, INF), (697, 7, -INF), (548, 7, INF), (3, 9, INF)):

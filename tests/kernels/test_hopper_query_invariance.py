@@ -127,7 +127,7 @@ def test_packed():
 
 
 def test_gradients():
-    """Of a few queries, whose statistics the decode kernel leaves to another kernel's backward."""
+    """Another kernel's backward computes them, from statistics that the decode kernel stores."""
     case = last_queries(prefill(128), 9)
     found = []
     for invariant in (True, False):

@@ -82,7 +82,7 @@ def test_every_tile_has_one_ticket(order):
 
 @pytest.mark.parametrize("order", [LONGEST_FIRST, UNSORTED], ids=["longest first", "as is"])
 def test_a_second_pass_has_the_tiles_with_marks(order):
-    """Of the tickets a program drew between those of others, more of them than a mark has bits."""
+    """A program draws tickets between those of others, more of them than a mark has bits."""
     draws = random.Random(0)
     programs, B, n_tickets = 7, 3, 500
     for _ in range(50):

@@ -45,7 +45,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 def gradients(case: Case, douts) -> dict[str, torch.Tensor]:
-    """Of everything that has one, from the oracle's out and lse: no forward kernel is involved."""
+    """All gradients of a call, from the oracle's out and lse: no forward kernel is involved."""
     problem, tensors = pose(case)
     exact = run(case, reference)
     needs = Needs(*(getattr(tensors, name) is not None for name in Needs._fields))
@@ -131,7 +131,7 @@ def test_sinks_are_summed_over_the_batch():
 @interpreted
 @pytest.mark.parametrize("shape", [(2, 2, 1, 1), (1, 1, 1, 40), (1, 2, 40, 40), (40, 1), ()])
 def test_bias_broadcasts(shape):
-    """In fp32: the terms of a row cancel, and what is left is the rounding of out."""
+    """fp32, because the terms of a row cancel, and what is left is the rounding of out."""
     check(draw(40, 40, B=2, D=16, dtype=F32, bias=torch.randn(shape), softcap=10.0))
 
 

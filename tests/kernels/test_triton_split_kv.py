@@ -94,7 +94,7 @@ class TestSmall:
             assert_same_bits(alone, Result(whole.out[:, :, row], whole.lse[:, :, row]))
 
     def test_merged_parts_are_the_whole(self):
-        """But for the rounding of their lse: within a call, parts have none."""
+        """They differ by the rounding of their lse, which parts within a call do not have."""
         case = draw(2, 100, D=16, query_invariant=True)
         cuts = [
             {n: case.tensors[n][:, :, i : i + 32] for n in ("k", "v")} for i in range(0, 100, 32)

@@ -37,7 +37,7 @@ class Build:
 
     @property
     def registers(self) -> int:
-        """Of a thread."""
+        """How many a thread has."""
         return self._usage["REG"]
 
     @property

@@ -52,7 +52,7 @@ class Browser:
         self.wait("return document.documentElement.dataset.ready === 'true'")
 
     def wait(self, script: str) -> None:
-        """Until a script returns something true. Raises TimeoutException after a while."""
+        """Waits until a script returns something true. Raises TimeoutException after 30 seconds."""
         from selenium.webdriver.support.ui import WebDriverWait
 
         WebDriverWait(self.driver, 30).until(lambda driver: driver.execute_script(script))

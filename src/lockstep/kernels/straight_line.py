@@ -32,8 +32,9 @@ class Step(NamedTuple):
 
     launcher: Launcher
     pointers: list[str]
-    """Of the tensors behind pointers, and behind tensor maps."""
+    """Names of the tensors behind pointers."""
     bases: list[str]
+    """Names of the tensors behind tensor maps."""
     scratch: int
     """Bytes of global memory that Triton needs at a launch, for descriptors."""
 

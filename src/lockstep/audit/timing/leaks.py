@@ -29,7 +29,7 @@ def _whole(e: Emit, x: Any) -> Any:
 
 @emitter(i64, i64)
 def _keep_if_positive(e: Emit, x: Any, out: Any) -> None:
-    """Of which LLVM makes a masked store, where there is one."""
+    """Keeps `out` where x is positive. LLVM makes a masked store of it, where there is one."""
     zero = e.constant(0.0)
     e.store(e.select(e.ir.fcmp_ordered(">", e.load(x), zero), e.load(out), zero), out)
 

@@ -98,7 +98,7 @@ class Tiling(NamedTuple):
     """How many tiles of query rows there are, and in which order programs take them."""
 
     n_q_tiles: int
-    """Of a head; packed sequences may own one too many each, and one is for rows that none owns."""
+    """Tiles of a head. Packed sequences may own one too many each; one is for rows without any."""
     heads: int
     order: int
 
