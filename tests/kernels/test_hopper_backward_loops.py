@@ -30,7 +30,7 @@ class PlainLoop(SimpleNamespace):
     """`QueryLoop` with numbers for tensors."""
 
     def __init__(self, tiles, bounds, sizes):
-        names = ("BLOCK_Q", "BLOCK_KV", "HAS_LEFT", "HAS_RIGHT", "HAS_EDGE")
+        names = ("BLOCK_Q", "BLOCK_KV", "HAS_LEFT", "HAS_RIGHT")
         super().__init__(**{name: getattr(sizes, name) for name in names})
         self.first_tile, self.n_steps, self.n_tiles = tiles
         self.tiles_per_head, self.heads_per_kv = sizes.q_slots, sizes.heads_per_kv
@@ -77,7 +77,7 @@ def loops(monkeypatch):
             reach = limit_of(left), limit_of(right)
             given = Sizes(
                 (q_slots, Hkv, group, 1, Sq, Skv, *reach, 0), None, None, "dense",
-                left is not None, right is not None, True, block_q, BLOCK_KV,
+                left is not None, right is not None, block_q, BLOCK_KV,
             )  # fmt: skip
             place, loop = query_loop.assign_keys(ticket, kv_slots, Hkv, at_once, given)
             yield place[1], place[2], loop
@@ -174,7 +174,7 @@ def test_packed_loops_go_over_every_key_tile_once_and_no_bad_sequence(monkeypatc
         given = Sizes(
             (q_slots, 1, 1, B, Tq, Tk, NO_LIMIT, NO_LIMIT, 0), Numbers([*q, *k, *good]), None,
             "varlen",
-            False, False, True, block_q, BLOCK_KV,
+            False, False, block_q, BLOCK_KV,
         )  # fmt: skip
         seen = []
         for ticket in range(kv_slots):

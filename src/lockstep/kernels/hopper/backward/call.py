@@ -180,10 +180,10 @@ def map_maker(problem: AttentionProblem, rows: int, width: int, of_keys: bool = 
     return partial(tensor_map, block=[1, 1, 1, rows, width], packed=packed, clipped=clipped)
 
 
-def kernel_arguments(problem: AttentionProblem, k: Tensor, block_kv: int) -> dict[str, Any]:
+def kernel_arguments(problem: AttentionProblem, k: Tensor) -> dict[str, Any]:
     """Numbers and constants that all kernels of pairs take, head dims and tiles aside."""
-    packed = problem.layout == "varlen"
-    is_ragged = packed or problem.has_kv_lens
+    layout = "kv_lens" if problem.has_kv_lens else "dense"
+    left, right = problem.window
     return {
         "scale": problem.scale,
         "unit": problem.score_unit,
@@ -194,8 +194,9 @@ def kernel_arguments(problem: AttentionProblem, k: Tensor, block_kv: int) -> dic
         "Skv": problem.Skv,
         **window_arguments(problem),
         "kv_batch_rows": batch_rows(k) if problem.has_kv_lens else 0,
-        "LAYOUT": "varlen" if packed else "kv_lens" if is_ragged else "dense",
-        "HAS_EDGE": is_ragged or problem.Skv % block_kv != 0,
+        "LAYOUT": "varlen" if problem.layout == "varlen" else layout,
+        "HAS_LEFT": left is not None,
+        "HAS_RIGHT": right is not None,
         "CAPPED": problem.softcap is not None,
         "HIDES_SCORES": problem.has_raw_scores,
         "CONSTANT_TIME": problem.constant_time,
@@ -205,9 +206,4 @@ def kernel_arguments(problem: AttentionProblem, k: Tensor, block_kv: int) -> dic
 def window_arguments(problem: AttentionProblem) -> dict[str, int]:
     """Keys seen left and right of the diagonal."""
     left, right = problem.window
-    return {
-        "left": limit_of(left),
-        "right": limit_of(right),
-        "HAS_LEFT": left is not None,
-        "HAS_RIGHT": right is not None,
-    }
+    return {"left": limit_of(left), "right": limit_of(right)}

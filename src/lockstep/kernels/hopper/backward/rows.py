@@ -161,8 +161,7 @@ def _finish_part(
 def finish_queries(
     sums_ptr, dq_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, stride_rb, stride_rh, stride_rs,
     H, B, Sq, Skv, q_slots, left, right, scale, D: tl.constexpr, REST: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, PARTS: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale · sums; 0 for tiles that see no key, whose sums are not written; NaN for those
     of bad sequences. EARLY: this one starts before the kernel that sums has ended."""
@@ -173,13 +172,9 @@ def finish_queries(
     # The sums are written if the key tile with the first key that any row sees loops over this
     # tile.
     first_q = q_tile * BLOCK_Q + len_kv - len_q
-    first_key = 0
-    if HAS_LEFT:
-        first_key = tl.maximum(first_q - left, 0)
-    is_written = first_key < len_kv
-    if HAS_RIGHT:
-        begin = first_key // BLOCK_KV * BLOCK_KV - (len_kv - len_q) - right
-        is_written &= q_tile >= tl.maximum(begin, 0) // BLOCK_Q
+    first_key = tl.maximum(first_q - left, 0)
+    begin = first_key // BLOCK_KV * BLOCK_KV - (len_kv - len_q) - right
+    is_written = (first_key < len_kv) & (q_tile >= tl.maximum(begin, 0) // BLOCK_Q)
     if EARLY:
         gdc_wait()
     if cu_q_ptr is not None:

@@ -104,7 +104,7 @@ def prepare_backward(
 def pairs_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str, Any]:
     """Numbers and constants of `backward_kernel`."""
     return {
-        **kernel_arguments(problem, k, BLOCK_KV),
+        **kernel_arguments(problem, k),
         "kv_slots": cut.kv_slots,
         "q_slots": cut.q_slots,
         "n_heads": cut.sequences * problem.Hkv,
