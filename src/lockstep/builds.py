@@ -1,8 +1,8 @@
 """Compile what a model will need before it needs it: `lockstep.warm_up`.
 
 A kernel is compiled for head dims, dtype, mask and options, and serves every length and batch. So a
-few small calls of each kind make all builds. Several processes make them at once and leave them on
-disk; then this process loads them.
+few small calls of each kind need all builds. Several processes find out which these are, share them
+and leave them on disk; then this process makes the calls, which load them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
@@ -28,18 +30,20 @@ from lockstep.problem import DTYPES, any_of, short
 
 Work = Literal["prefill", "packed", "decode", "training"]
 WORKS: tuple[Work, ...] = ("prefill", "packed", "decode", "training")
-# Lengths that stand for all: a prompt, one that no tile divides, packed prompts that are sorted by
-# length, a chunk of a prompt, what is left for a last chunk, a draft to verify, and a long and a
-# short cache.
-PROMPT, ODD, PACKED, CHUNK, REST, DRAFT, LONG, SHORT = 1024, 1000, 8192, 256, 96, 4, 16384, 256
-# Longer ones, for which the Hopper backward of head dims up to 64 has builds of its own.
-LONG_TRAINED, LONG_TRAINED_DIM = (2048, 2000), 64
+# Lengths that stand for all: a prompt, packed prompts that are sorted by length, a chunk of a
+# prompt, what is left for a last chunk, a draft to verify, and a long and a short cache.
+PROMPT, PACKED, CHUNK, REST, DRAFT, LONG, SHORT = 1024, 8192, 256, 96, 4, 16384, 256
+# Head dims up to which the length decides between builds; lengths that have another one for the
+# forward and for the backward, and how many sequences make packed ones short.
+NARROW, LONG_PROMPT, LONG_TRAINED, MANY_PACKED = 64, 16384, 2048, 16
 # Sequences that keep a GPU busy without being split.
 MANY = 256
 # Lengths of images and short texts, which come in large batches: of how many heads.
 IMAGES, HEADS_OF_IMAGES = (256, 257), 1024
 # Builds for a CPU serve any length.
 LONGEST_ON_CPU = 512
+# The most builds for a GPU that a call needs and no call before it.
+BUILDS_OF_A_CALL = 4
 
 
 class WarmUp(NamedTuple):
@@ -53,7 +57,8 @@ class WarmUp(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleCall:
-    """One small call that has a kernel compiled. A `page` of 0 is no pages."""
+    """One small call that has a kernel compiled. A `page` of 0 is no pages; of packed sequences, Sq
+    and Skv are the sums over B equal ones."""
 
     layer: Layer
     layout: Literal["dense", "packed", "paged"]
@@ -77,7 +82,7 @@ def warm_up(
     device: str | torch.device | None = None,
     page: int = 16,
     processes: int | None = None,
-    on_call: Callable[[str], None] | None = None,
+    on_build: Callable[[str, int], None] | None = None,
 ) -> WarmUp:
     """Fills the caches with all builds that a model needs, so that no request waits for a compiler.
 
@@ -91,9 +96,10 @@ def warm_up(
             bfloat16.
         device: None takes the current CUDA device if there is one, else the CPU.
         page: Tokens of a page of the cache.
-        processes: How many compile at once; None takes as many as there are cores, or calls if
-            these are fewer.
-        on_call: Is called with the name of each call that another process has finished.
+        processes: How many compile at once; None takes as many as there are cores, or fewer where
+            there is not as much to do.
+        on_build: Is called with the name of what another process has compiled, a kernel for GPUs or
+            all of a call on CPUs, and how many of them there are.
 
     Returns:
         How many calls were made, how many builds this process has for them, and the seconds it
@@ -116,9 +122,11 @@ def warm_up(
     calls = calls_of(layers, works, page, where)
     if processes is not None and processes < 1:
         raise ValueError(f"processes takes at least 1, got {processes}")
-    n = min(processes or usable_cores(), len(calls))
+    on_cpu = torch.device(where).type == "cpu"
+    most = len(calls) * (1 if on_cpu else BUILDS_OF_A_CALL)
+    n = min(processes or usable_cores(), most)
     if n > 1:
-        _in_processes(calls, dtype, where, n, on_call)
+        _in_processes(calls, dtype, where, n, on_build)
     before = compiled.count()
     for call in calls:
         run(call, dtype, where)
@@ -147,11 +155,14 @@ def calls_of(
         if "prefill" in works and not layer.causal and layer.window is None:
             B = -(-HEADS_OF_IMAGES // layer.Hq)
             whole += [SampleCall(layer, "dense", n, n, B=B) for n in IMAGES]
+        is_narrow = max(layer.D, layer.value_dim) <= NARROW
+        if "prefill" in works and is_narrow:
+            whole.append(SampleCall(layer, "dense", LONG_PROMPT, LONG_PROMPT))
         if "packed" in works:
-            whole.append(SampleCall(layer, "packed", PACKED, PACKED))
+            counts = (1, MANY_PACKED) if is_narrow else (1,)
+            whole += [SampleCall(layer, "packed", PACKED, PACKED, B=B) for B in counts]
         if "training" in works:
-            is_narrow = max(layer.D, layer.value_dim) <= LONG_TRAINED_DIM
-            lengths = (PROMPT, ODD, *(LONG_TRAINED if is_narrow else ()))
+            lengths = (PROMPT, LONG_TRAINED) if is_narrow else (PROMPT,)
             trained = [SampleCall(layer, "dense", n, n) for n in lengths]
             trained += [call for call in whole if call.layout == "packed"]
             found += [replace(call, backward=True) for call in trained]
@@ -194,7 +205,7 @@ def run(call: SampleCall, dtype: torch.dtype, device: str) -> None:
     elif call.layout == "packed":
         q = zeros(call.Sq, layer.Hq, layer.D)
         k, v = (zeros(call.Skv, layer.Hkv, n) for n in (layer.D, layer.value_dim))
-        ends = torch.tensor([0, call.Sq], dtype=torch.int32, device=device)
+        ends = torch.arange(call.B + 1, dtype=torch.int32, device=device) * (call.Sq // call.B)
         out = api.attention_varlen(q, k, v, ends, ends, **options)
     else:
         q = zeros(call.B, layer.Hq, call.Sq, layer.D)
@@ -232,36 +243,66 @@ def default_device() -> str:
 
 
 def _in_processes(
-    calls: list[SampleCall], dtype: torch.dtype, device: str, n: int, on_call: Any
+    calls: list[SampleCall], dtype: torch.dtype, device: str, n: int, on_build: Any
 ) -> None:
-    """Make the calls in `n` other processes. One that fails is made again here, where it raises."""
+    """Compile in `n` other processes. What fails there is compiled again here, where it raises."""
     command = [sys.executable, "-c", "from lockstep.builds import work; work()"]
+    asked = {"calls": [asdict(call) for call in calls], "dtype": short(dtype), "device": device}
     readable, writable = os.pipe()
+    pipes: Any = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     workers = []
-    for i in range(n):
-        worker = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=writable, stderr=subprocess.DEVNULL, text=True
-        )
-        workers.append(worker)
-        assert worker.stdin is not None
-        own = [asdict(call) for call in calls[i::n]]
-        json.dump({"calls": own, "dtype": short(dtype), "device": device}, worker.stdin)
-        worker.stdin.close()
-    os.close(writable)
-    with os.fdopen(readable) as finished:
-        for name in finished:
-            if on_call is not None:
-                on_call(name.strip())
-    for worker in workers:
-        worker.wait()
+    with tempfile.TemporaryDirectory() as claims:
+        for _ in range(n):
+            worker = subprocess.Popen(command, stdout=writable, text=True, **pipes)
+            workers.append(worker)
+            assert worker.stdin is not None
+            json.dump(asked | {"claims": claims}, worker.stdin)
+            worker.stdin.close()
+        os.close(writable)
+        try:
+            with os.fdopen(readable) as finished:
+                # Meanwhile this process imports and prepares what its own calls take.
+                tasks_of(calls, dtype, device)
+                for line in finished:
+                    if on_build is not None:
+                        on_build(*json.loads(line))
+        finally:
+            for worker in workers:
+                worker.wait()
 
 
 def work() -> None:
-    """Make the calls that standard input names, and print each that is made."""
+    """Compile what the calls on standard input need and no other process has claimed, and print
+    what is done: its name, and how much there is to do in all."""
     asked = json.load(sys.stdin)
-    for call in asked["calls"]:
-        window = call["layer"].pop("window")
-        layer = Layer(**call.pop("layer"), window=None if window is None else tuple(window))
-        made = SampleCall(layer, **call)
-        run(made, getattr(torch, asked["dtype"]), asked["device"])
-        print(made.name, flush=True)
+    dtype, device = getattr(torch, asked["dtype"]), asked["device"]
+    todo = tasks_of([_call_of(fields) for fields in asked["calls"]], dtype, device)
+    for i, (name, do) in enumerate(todo):
+        try:
+            (Path(asked["claims"]) / str(i)).touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        do()
+        # In one piece, beside those of other processes.
+        os.write(sys.stdout.fileno(), f"{json.dumps([name, len(todo)])}\n".encode())
+
+
+def tasks_of(
+    calls: list[SampleCall], dtype: torch.dtype, device: str
+) -> list[tuple[str, Callable[[], object]]]:
+    """What there is to do for these calls, in the same order in every process: a name and a
+    function each. On GPUs these are the builds, on CPUs the calls."""
+    if torch.device(device).type == "cpu":
+        return [(call.name, partial(run, call, dtype, device)) for call in calls]
+    with torch.autograd.set_multithreading_enabled(False), compiled.planning() as planned:
+        for call in calls:
+            run(call, dtype, device)
+    return [*planned.values(), ("launch", find_launch)]
+
+
+def _call_of(fields: dict[str, Any]) -> SampleCall:
+    """A call out of its fields in JSON."""
+    layer = dict(fields["layer"])
+    window = layer.pop("window")
+    layer = Layer(**layer, window=None if window is None else tuple(window))
+    return SampleCall(**(fields | {"layer": layer}))

@@ -68,23 +68,20 @@ def warm_up(
             wanted = Layer(*shape, softcap=softcap, sinks=sinks)
         works: Any = [name for name in work.split(",") if name]
         kind: Any = None if dtype is None else getattr(torch, dtype, dtype)
-        layers, _ = builds.layers_of(wanted)
-        where = device or builds.default_device()
-        aside = Console(stderr=True)
-        with progress(aside, len(builds.calls_of(layers, works, page, where))) as steps:
+        with progress(Console(stderr=True)) as steps:
 
-            def on_call(name: str) -> None:
+            def on_build(name: str, n_builds: int) -> None:
                 steps.say(name)
-                steps.done()
+                steps.done(of=n_builds)
 
             found = builds.warm_up(
                 wanted,
                 works=works,
                 dtype=kind,
-                device=where,
+                device=device,
                 page=page,
                 processes=processes,
-                on_call=on_call,
+                on_build=on_build,
             )
     if as_json:
         print_json(found._asdict())

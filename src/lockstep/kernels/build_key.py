@@ -1,4 +1,5 @@
-"""The key under which Triton keeps a compiled kernel on disk, the same in every process.
+"""What a compiled kernel depends on: its arguments, and the key under which Triton keeps it on disk
+in every process.
 
 The key covers the constants that a kernel and the functions it calls take from their modules.
 Triton 3.6 asks a called function for its constants before it has looked for them, so it misses
@@ -12,6 +13,7 @@ from __future__ import annotations
 from threading import Lock
 from typing import Any
 
+from torch import Tensor
 from triton.runtime.jit import DependenciesFinder
 
 _LOCK = Lock()
@@ -34,3 +36,16 @@ def fix_key(kernel: Any) -> None:
 def _callee_first(self: DependenciesFinder, function: Any) -> None:
     _ = function.cache_key
     _update_hash(self, function)
+
+
+def kind_of(argument: Any, any_address: bool) -> Any:
+    """The properties of an argument that a compiled kernel depends on: the type of a number and
+    whether 32 bits hold it, and for a tensor the dtype and whether its address is a multiple of 16
+    bytes, unless it may be any."""
+    if argument is None:
+        return None
+    if isinstance(argument, Tensor):
+        return argument.dtype, any_address or argument.data_ptr() % 16 == 0
+    if hasattr(argument, "block_shape"):
+        return argument.base.dtype, *argument.block_shape
+    return type(argument), -(1 << 31) <= argument < 1 << 31

@@ -1,9 +1,31 @@
-"""Which compiled kernels this process has compiled or loaded from disk."""
+"""Which kernels this process has compiled or loaded from disk, and which ones calls would need."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from threading import local
+from typing import NamedTuple
+
 # Names, one for each build.
 _NAMES: list[str] = []
+
+
+class Build(NamedTuple):
+    """A compiled kernel that a call needs."""
+
+    name: str
+    compile: Callable[[], object]
+    """Leaves it on disk, and launches nothing."""
+
+
+class _Planned(local):
+    """What calls of this thread would need; None if they are made."""
+
+    builds: dict[Hashable, Build] | None = None
+
+
+_PLANNED = _Planned()
 
 
 def note(name: str) -> None:
@@ -14,3 +36,24 @@ def note(name: str) -> None:
 def count() -> int:
     """How many builds this process has compiled or loaded."""
     return len(_NAMES)
+
+
+@contextmanager
+def planning() -> Iterator[dict[Hashable, Build]]:
+    """While this is entered, kernels for GPUs are not launched in this thread: results are memory
+    as it was. What they would have been compiled as is collected. Gradients that autograd computes
+    in a thread of its own are none of it: `torch.autograd.set_multithreading_enabled`."""
+    found: dict[Hashable, Build] = {}
+    _PLANNED.builds = found
+    try:
+        yield found
+    finally:
+        _PLANNED.builds = None
+
+
+def is_only_planned(key: Hashable, build: Build) -> bool:
+    """Whether a launch that needs this build is not to be made, since `planning` is entered."""
+    if _PLANNED.builds is None:
+        return False
+    _PLANNED.builds.setdefault(key, build)
+    return True

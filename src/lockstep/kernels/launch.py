@@ -25,8 +25,8 @@ from torch import Tensor
 
 from lockstep.cache import Cache
 from lockstep.kernels.allocate import allocator
-from lockstep.kernels.build_key import fix_key
-from lockstep.kernels.compiled import note
+from lockstep.kernels.build_key import fix_key, kind_of
+from lockstep.kernels.compiled import Build, is_only_planned, note
 from lockstep.kernels.driver import Grid, enter_context, launcher_of, scratch_bytes
 from lockstep.kernels.graphs import keep_if_captured
 from lockstep.kernels.kernel import Given, Gradients, Needs
@@ -176,16 +176,19 @@ class Launch:
         return tuple(bound)
 
     def run(self, arguments: tuple[Any, ...], device: int) -> Any:
-        """Launches the kernel through Triton, and returns it compiled; None if it is interpreted.
+        """Launches the kernel through Triton, and returns it compiled; None if it is interpreted,
+        or not launched because calls are only planned.
 
         All but the first of its kind skip Triton's look at every argument: it would find the same.
         """
         if not self._is_compiled:
             self.kernel[self.grid](*arguments)
             return None
+        key = (device, *self.build(arguments))
+        if is_only_planned(key, Build(self.name, lambda: self._compile(arguments))):
+            return None
         if device >= 0:
             enter_context()
-        key = (device, *self.build(arguments))
         compiled = _COMPILED.get(key)
         with Allocating(allocate):
             if compiled is not None:
@@ -195,10 +198,15 @@ class Launch:
             note(self.name)
         return compiled
 
+    def _compile(self, arguments: tuple[Any, ...]) -> None:
+        compiled = self.kernel.warmup(*arguments, grid=self.grid, **self.options)
+        # Compiles the C code with which Triton launches it.
+        _ = compiled.run
+
     def build(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """All that a compiled kernel depends on but the device."""
         kinds = (
-            x if name in self._constants else _kind(x, name in self._unspecialized)
+            x if name in self._constants else kind_of(x, name in self._unspecialized)
             for name, x in zip(self.kernel.arg_names, arguments, strict=True)
         )
         return (self.kernel, *self.options.items(), *kinds)
@@ -207,19 +215,6 @@ class Launch:
 def taken_by(kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that this kernel takes, of those that several share."""
     return {name: arguments[name] for name in kernel.arg_names if name in arguments}
-
-
-def _kind(argument: Any, any_address: bool) -> Any:
-    """The properties of an argument that a compiled kernel depends on: the type of a number and
-    whether 32 bits hold it, and for a tensor the dtype and whether its address is a multiple of 16
-    bytes, unless it may be any."""
-    if argument is None:
-        return None
-    if isinstance(argument, Tensor):
-        return argument.dtype, any_address or argument.data_ptr() % 16 == 0
-    if hasattr(argument, "block_shape"):
-        return argument.base.dtype, *argument.block_shape
-    return type(argument), -(1 << 31) <= argument < 1 << 31
 
 
 class Launches:

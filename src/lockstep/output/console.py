@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    MofNCompleteColumn,
     Progress,
     SpinnerColumn,
     TaskID,
@@ -49,18 +50,18 @@ class Steps:
         """Show `what` as the step that is running."""
         self.bar.update(self.task, description=what)
 
-    def done(self) -> None:
-        """Advance by one step."""
-        self.bar.advance(self.task)
+    def done(self, of: int | None = None) -> None:
+        """Advance by one step, of so many if that has not been said before."""
+        self.bar.update(self.task, advance=1, total=of)
 
 
 @contextmanager
-def progress(console: Console, steps: int) -> Iterator[Steps]:
-    """A progress bar that is erased when it is done."""
+def progress(console: Console, steps: int | None = None) -> Iterator[Steps]:
+    """A progress bar that is erased when it is done; None if nobody knows yet how many steps."""
     columns = (
         SpinnerColumn(style=OURS),
         BarColumn(bar_width=24, complete_style="cyan"),
-        TextColumn("{task.completed}/{task.total}", style=QUIET),
+        MofNCompleteColumn(),
         TextColumn("{task.description}"),
         TimeElapsedColumn(),
     )
