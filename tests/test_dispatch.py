@@ -80,7 +80,7 @@ def test_a_kernel_may_refuse_the_backward_alone(monkeypatch):
         dispatch.select(problem(), "first", backward=True)
 
 
-def test_nobody_gives_every_reason(monkeypatch):
+def test_where_all_refuse_every_reason_is_given(monkeypatch):
     kernels = kernel("first", "not today"), kernel("second", "nor tomorrow")
     monkeypatch.setattr(dispatch, "KERNELS", kernels)
     with pytest.raises(NotImplementedError, match=r"first: not today\n  second: nor tomorrow$"):

@@ -120,7 +120,7 @@ def paged(**options) -> Case:
     )
 
 
-def test_pages_of_nobody_that_count_are_found(toy):
+def test_pages_of_no_sequence_that_count_are_found(toy):
     holds(exact_checks.leaks, paged())
     with pytest.raises(Broken, match="garbage that no row sees changes a result"):
         exact_checks.leaks(paged(), None, toy(lambda p, tensors, out: out + 0 * tensors.v.sum()))
@@ -180,7 +180,7 @@ def test_nan_that_reaches_other_rows_is_found(toy):
     [(dense(kv_lens=LENGTHS), "kv_lens"), (packed(), "cu_seqlens_k"), (paged(), "kv_lens")],
     ids=["lengths", "offsets", "pages"],
 )
-def test_metadata_that_nobody_checks_is_found(monkeypatch, case, argument):
+def test_metadata_that_is_not_checked_is_found(monkeypatch, case, argument):
     holds(exact_checks.metadata, case)
 
     def refuse(*_, **__):

@@ -26,7 +26,7 @@ def nothing(*_):
     raise AssertionError("not to be called")
 
 
-EVERYONE = [
+CONTENDERS = [
     Contender("hopper", nothing, backward=True, decode=nothing, varlen=nothing, kind="ours"),
     Contender("hopper, equal lengths", varlen=nothing, kind="bound"),
     Contender("FA2", nothing, backward=True),
@@ -36,7 +36,7 @@ EVERYONE = [
 
 def test_every_build_is_made_once_before_lengths_repeat(script):
     options = argparse.Namespace(table=[], case=[])
-    calls = script._calls(options, EVERYONE, ("hopper", "flex"))
+    calls = script._calls(options, CONTENDERS, ("hopper", "flex"))
     assert {contender.name for _, contender in calls} == {"hopper", "flex"}
     builds = [(contender.name, case.table, case.D, case.causal) for case, contender in calls]
     n = len(set(builds))
@@ -44,8 +44,8 @@ def test_every_build_is_made_once_before_lengths_repeat(script):
     assert len(set(calls)) == len(calls)
 
 
-def test_nobody_is_asked_for_what_it_cannot_do_or_memory_cannot_hold(script):
-    calls = script._calls(argparse.Namespace(table=[], case=[]), EVERYONE, ("hopper", "flex"))
+def test_no_contender_has_calls_that_it_refuses_or_memory_cannot_hold(script):
+    calls = script._calls(argparse.Namespace(table=[], case=[]), CONTENDERS, ("hopper", "flex"))
     assert all(case.tokens <= script.MOST_TOKENS for case, _ in calls)
     assert {case.table for case, e in calls if e.name == "flex"} == {"forward", "small", "host"}
     assert {e.name for case, e in calls if case.table == "varlen"} == {"hopper"}

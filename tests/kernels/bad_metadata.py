@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep import reference
 
-# Neither NaN nor a likely result: what stands in memory that nobody has written to.
+# Neither NaN nor a likely result: what stands in memory that was never written.
 STALE = 77.0
 Compute = Callable[[Case, "tuple[Tensor, Tensor] | None"], Result]
 

@@ -1,5 +1,5 @@
 """Warps of a Hopper kernel as Python threads, in random order, on barriers that count as the GPU's
-do: the kernel's own functions run here, and whoever would wait forever is found out."""
+do: the kernel's own functions run here, and a warp that would wait forever is found."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Crew:
     def pass_on(self) -> None:
         able = [i for i, holds in self.waiting.items() if self.failure is not None or holds()]
         if self.waiting and not able:
-            self.failure = AssertionError("everyone waits")
+            self.failure = AssertionError("all warps wait")
             able = list(self.waiting)
         if able:
             chosen = self.draws.choice(able)
@@ -125,7 +125,7 @@ class Slots(list):
 
 
 class Anything:
-    """Stands for every value that no one waits for."""
+    """Stands for every value that no warp waits for."""
 
     def __getattr__(self, name):
         return self

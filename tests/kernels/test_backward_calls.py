@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from triton.runtime.jit import JITFunction
+from triton_builds import DEVICES
 
 from lockstep import dispatch
 from lockstep.cache import Cache
@@ -246,8 +247,7 @@ def test_threads_that_come_while_another_compiles(launches, kernel, D):
 def test_a_thread_that_comes_while_a_split_forward_compiles(launches, monkeypatch):
     """Two kernels, and the second is not there yet."""
     tensors = Tensors(drawn(1, 4, 1, 64), *(drawn(1, 2, 8192, 64) for _ in range(2)))
-    device = triton_launch.Device(132, 232448, True, False, True, 64)
-    monkeypatch.setattr(triton_launch, "device_of", lambda _: device)
+    monkeypatch.setattr(triton_launch, "device_of", lambda _: DEVICES[90])
     call = triton_launch.prepare(problem_of(tensors), tensors)
     names = []
 

@@ -176,8 +176,8 @@ class TestInterpreted:
 
     def test_rows_without_any_sequence(self):
         case = draw_varlen([5, 3], [4, 4], D=16)
-        nobody = torch.zeros(1, dtype=torch.int32)
-        result = interpret(case.replaced(cu_seqlens_q=nobody, cu_seqlens_k=nobody), None)
+        none = torch.zeros(1, dtype=torch.int32)
+        result = interpret(case.replaced(cu_seqlens_q=none, cu_seqlens_k=none), None)
         assert result.out.isnan().all()
         assert result.lse.isnan().all()
 

@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from hopper_build import compile_for_hopper
 from taint_builds import compile_bound, leaks_of
 from test_hopper_backward_wide import compiled as compiled_wide
-from test_triton_forward_builds import DEVICES
+from triton_builds import DEVICES
 
 from lockstep.audit.timing import hopper_code, triton_code
 from lockstep.kernels.hopper.backward.narrow import call as narrow

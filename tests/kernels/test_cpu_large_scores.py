@@ -146,7 +146,7 @@ def test_large_finite_biases(i, part, Sq, dtype):
 @by_rows
 def test_a_row_of_the_lowest_bias_averages_v(Sq, dtype):
     case = draw(Sq, 300, dtype=dtype, bias=torch.full((Sq, 300), torch.finfo(dtype).min).to(dtype))
-    # Of scores this size, fp16 keeps some; nobody keeps any of them beside 3.4e38.
+    # Beside a bias of this size, fp16 keeps some scores; beside 3.4e38 no dtype keeps any.
     if dtype == torch.float16:
         case = case.replaced(q=torch.zeros_like(case.tensors["q"]))
     result = run(case, kernel="cpu")

@@ -280,7 +280,7 @@ def test_launches_through_triton_have_a_context(fake):
     assert contexts == [77]
 
 
-def test_a_context_that_somebody_left_is_entered_again(compiled, fake):
+def test_a_context_that_was_left_is_entered_again(compiled, fake):
     launch = launcher_of(handle(compiled), GRID, ARGUMENTS)
     start(launch, 0, (1,), 4)
     fake.current.context = None
@@ -289,7 +289,7 @@ def test_a_context_that_somebody_left_is_entered_again(compiled, fake):
     assert len(fake.launches) == 2
 
 
-def test_a_context_of_somebody_else_stays(compiled, fake):
+def test_another_context_stays(compiled, fake):
     fake.current.context = 5
     start(launcher_of(handle(compiled), GRID, ARGUMENTS), 0, (1,), 4)
     assert fake.current.context == 5

@@ -134,7 +134,7 @@ def test_a_graph_is_right_when_its_call_is_forgotten(monkeypatch):
         cache.clear()
     call_cache.lookup_of_arguments.cache_clear()
     gc.collect()
-    # Whatever was given back is somebody else's now.
+    # Memory that was given back belongs to these now.
     others = [torch.full((2,), -1, dtype=torch.int32, device="cuda") for _ in range(10000)]
     out.fill_(torch.nan)
     graph.replay()

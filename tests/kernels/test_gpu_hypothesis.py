@@ -1,4 +1,4 @@
-"""Problems nobody thought of, on a GPU: shapes and lengths drawn by hypothesis, held to the oracle.
+"""Drawn problems on a GPU: shapes and lengths from hypothesis, results held to the oracle.
 
 What a kernel is compiled for (head dims, dtype, layout, which options are present) comes from a few
 kinds; everything else is drawn. So each kind compiles once and then runs many problems.

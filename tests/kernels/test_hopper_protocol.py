@@ -1,4 +1,4 @@
-"""Who waits for whom in the Hopper forward: a model of its warps in which no one may wait forever.
+"""Which warp waits for which in the Hopper forward: a model in which none may wait forever.
 
 The model has the waits and releases of `scheduler.schedule_tiles`, `kernel.produce` and
 `consumer.consume`, in their order, in constant time those of `cleaning.py`, too, and takes the
@@ -53,7 +53,7 @@ class Ring:
         return lambda: i < self.stages or self.released[i - self.stages] == self.consumers
 
     def release(self, i: int) -> None:
-        # At a named barrier, nobody may arrive for an item before the producer has awaited the one
+        # At a named barrier, no warp may arrive for an item before the producer has awaited the one
         # that was in its slot.
         assert i < self.sent
         self.released[i] += 1
@@ -144,7 +144,7 @@ class Program:
                 assert self.v.sent - seen <= self.plan.stages
                 yield self.v.there(seen)
                 if rows.is_cut(block):
-                    # Nobody has multiplied, or released, what is not clean.
+                    # No consumer has multiplied, or released, what is not clean.
                     assert not self.multiplied[seen]
                     self.clean[cuts % PLACES.value].arrive()
                     self.cleaned[seen] = True
@@ -305,7 +305,7 @@ class Program:
         waits = [(warp, lambda: True) for warp in warps]
         while waits:
             ready = [i for i, (_, holds) in enumerate(waits) if holds()]
-            assert ready, f"everyone waits: {vars(self)}"
+            assert ready, f"all warps wait: {vars(self)}"
             i = draws.choice(ready)
             warp = waits[i][0]
             try:
@@ -333,7 +333,7 @@ FIRST, *OTHERS = sorted(EVERY_PLAN, key=repr)
 @pytest.mark.parametrize(
     "plan", [FIRST, *(pytest.param(plan, marks=pytest.mark.slow) for plan in OTHERS)]
 )
-def test_no_one_waits_forever(plan):
+def test_no_warp_waits_forever(plan):
     draws = random.Random(0)
     for _ in range(800):
         left = draws.choice((None, None, 0, 17, 70, 129, 200))
@@ -347,5 +347,5 @@ def test_no_one_waits_forever(plan):
                 mine = program.blocks(tile, tile.q_idx + c * ROWS, ROWS)
                 assert begin <= mine[0] < mine[1] <= end
         program.run(draws)
-        # Everyone counts the same blocks.
+        # All warps count the same blocks.
         assert len(set(program.seen.values())) == 1

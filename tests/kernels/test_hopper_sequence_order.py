@@ -51,7 +51,7 @@ def test_order(B, dtype):
     lens = [[draws.choice((0, 1, 128, 500, 999)) for _ in range(B)] for _ in range(2)]
     offsets = [[sum(x[:b]) for b in range(B + 1)] for x in lens]
     T = [x[-1] + draws.choice((0, 5)) for x in offsets]
-    # Stable: the earlier of equals first. Behind all, rows that nobody owns.
+    # Stable: the earlier of equals first. Behind all, rows of no sequence.
     order = [*sorted(range(B), key=lambda b: -lens[1][b]), B]
     lens = [[*lens[0], T[0] - offsets[0][-1]], [*lens[1], -1]]
     assert sort_sequences(offsets, T, dtype) == places(offsets, lens, order)

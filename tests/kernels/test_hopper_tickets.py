@@ -39,7 +39,7 @@ def test_every_tile_has_one_ticket(order):
     for _ in range(100):
         lens = [draws.choice((0, 1, 100, 128, 300, 1000)) for _ in range(draws.randint(1, 9))]
         B = len(lens)
-        # The last ones are rows that nobody owns.
+        # The last ones are rows of no sequence.
         lens.append(draws.choice((0, 0, 1, 200)))
         starts = [sum(lens[:b]) for b in range(B + 2)]
         block_q, Hq = draws.choice((128, 192)), draws.choice((1, 3, 8))

@@ -23,6 +23,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from fake_driver import Driver, Read
 from triton.runtime._allocation import _allocator
 from triton.runtime.jit import JITFunction
+from triton_builds import DEVICES
 
 from lockstep.cache import Cache
 from lockstep.kernels import driver, graphs, hopper, launch, straight_line
@@ -64,9 +65,8 @@ def fake(monkeypatch) -> Driver:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
     for module in (narrow, medium, hopper_forward, hopper_decode):
         monkeypatch.setattr(module, "processors", lambda _: 132)
-    device = triton_forward.Device(132, 232448, True, False, True, 64)
     for module in (triton_forward, triton_backward):
-        monkeypatch.setattr(module, "device_of", lambda _: device)
+        monkeypatch.setattr(module, "device_of", lambda _: DEVICES[90])
     return fake
 
 
@@ -186,7 +186,7 @@ def test_forward(fake, kernel, case):
 @pytest.mark.parametrize("case", INPUTS)
 @pytest.mark.parametrize("kernel", ["triton", "hopper", "hopper_decode"])
 def test_out_alone(fake, monkeypatch, kernel, case):
-    """What nobody sees has memory of its own in the workspace, as long as the launch takes."""
+    """What a caller does not get is in the workspace, apart from all else, while it is needed."""
     tensors = INPUTS[case](D=64)
     if kernel == "hopper" and (tensors.bias is not None or case in ("paged", "split")):
         pytest.skip("hopper refuses it")

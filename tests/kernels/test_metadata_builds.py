@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton_builds import DEVICES
 
 from lockstep.cache import Cache
 from lockstep.kernels import hopper
@@ -29,10 +30,10 @@ from lockstep.kernels import launch as protocol
 from lockstep.kernels.hopper.forward import sequence_order
 from lockstep.kernels.kernel import BackwardTensors, Needs
 from lockstep.kernels.sequences import bounds_of
-from lockstep.kernels.triton import backward, launch, plan, split_kv
+from lockstep.kernels.triton import backward, launch, split_kv
 
 BF16 = torch.bfloat16
-HOPPER = plan.Device(132, 227 << 10, tma=True, early=True, least_block=64)
+HOPPER = DEVICES[90]
 LENS, OFFSETS = torch.tensor([2000, 3, 700]), [300, 0, 17, 900]
 
 

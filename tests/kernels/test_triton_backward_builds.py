@@ -16,13 +16,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from taint_builds import compile_bound, leaks_of
-from triton_builds import Build, at_once_on_hopper, build, spills
+from triton_builds import DEVICES, Build, at_once_on_hopper, build, spills
 
 from lockstep.kernels.kernel import BackwardTensors, Needs
 from lockstep.kernels.triton import backward
 from lockstep.kernels.triton.dkdv import sum_keys
 from lockstep.kernels.triton.dq import sum_queries
-from lockstep.kernels.triton.plan import Device, blocks_of
+from lockstep.kernels.triton.plan import blocks_of
 from lockstep.problem import Options, Tensors, describe, make_options
 
 
@@ -52,11 +52,7 @@ def constants(D: int, Dv: int, cut: backward.Cut) -> dict:
 
 # The devices, and how a matrix product is spelled there. The build for sm_80 is that of all GPUs
 # with less shared memory than Hopper: it has to fit the least of them.
-TARGETS = {
-    80: (Device(84, shared_bytes=99 << 10, tma=False), "HMMA"),
-    90: (Device(132, shared_bytes=227 << 10, tma=True, least_block=64), "HGMMA"),
-    100: (Device(148, shared_bytes=227 << 10, tma=True, tensor_memory=True), "UTC"),
-}
+TARGETS = {80: (DEVICES[86], "HMMA"), 90: (DEVICES[90], "HGMMA"), 100: (DEVICES[100], "UTC")}
 
 
 def build_passes(

@@ -14,17 +14,12 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("not for the interpreter", allow_module_level=True)
 
-from triton_builds import Build, at_once_on_hopper, build, spills
+from triton_builds import DEVICES, Build, at_once_on_hopper, build, spills
 
 from lockstep.kernels.triton import launch, plan, split_kv
 from lockstep.kernels.triton.forward import attend
 from lockstep.problem import describe, make_options
 
-DEVICES = {
-    80: plan.Device(multiprocessors=108, shared_bytes=163 << 10, tma=False),
-    90: plan.Device(132, shared_bytes=227 << 10, tma=True, early=True, least_block=64),
-    100: plan.Device(148, shared_bytes=227 << 10, tma=True, tensor_memory=True),
-}
 PREFILL, DECODE = 40_000, 1
 
 

@@ -16,20 +16,13 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("not for the interpreter", allow_module_level=True)
 
-from triton_builds import build
+from triton_builds import DEVICES, build
 
 from lockstep.kernels import triton as triton_kernels
 from lockstep.kernels.triton import launch, plan
 from lockstep.kernels.triton.forward import attend
 from lockstep.problem import Tensors, describe, make_options
 
-DEVICES = {
-    80: plan.Device(multiprocessors=108, shared_bytes=163 << 10, tma=False),
-    86: plan.Device(84, shared_bytes=99 << 10, tma=False),
-    90: plan.Device(132, shared_bytes=227 << 10, tma=True, early=True, least_block=64),
-    100: plan.Device(148, shared_bytes=227 << 10, tma=True, tensor_memory=True, early=True),
-    120: plan.Device(170, shared_bytes=99 << 10, tma=True, tensor_memory=True, early=True),
-}
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 BF16 = torch.bfloat16
 

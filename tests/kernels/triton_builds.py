@@ -12,8 +12,17 @@ from machine_code import Instructions, between, disassemble, loops, run_tool
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from lockstep.audit.timing import triton_code
+from lockstep.hardware import SHARED_BYTES
 from lockstep.kernels.build_key import fix_key
+from lockstep.kernels.triton.plan import Device
 
+# By compute capability.
+DEVICES = triton_code.DEVICES | {
+    86: Device(84, shared_bytes=99 << 10, tma=False),
+    100: Device(148, shared_bytes=SHARED_BYTES, tma=True, tensor_memory=True, early=True),
+    120: Device(170, shared_bytes=99 << 10, tma=True, tensor_memory=True, early=True),
+}
 _SPILLS = ("LDL", "STL")
 # Beginnings of the names of float32 tensors, whatever the others are.
 FP32 = ("lse", "part", "rows", "dlse", "statistics", "dq_sums", "dk_sums", "dv_sums")

@@ -57,7 +57,7 @@ def test_the_machine_sees_the_idle_threads_that_are_planned(traced, rung, phase,
     _, (trace,) = traced(step, ONE_TILE)
     (at,) = [p for p in planned.phases if p.name == phase]
     assert at.utilisation(planned.block) == pytest.approx(busy)
-    # loop counters and barriers are everybody's, in the machine
+    # in the machine, all threads execute loop counters and barriers
     assert trace.phase(phase).thread_utilisation == pytest.approx(busy, abs=0.01)
 
 
