@@ -429,3 +429,26 @@ def test_long_rows_over_and_over():
 def test_the_rule_holds_for_any_numbers(seed):
     torch.manual_seed(seed)
     check(draw(1023, 1023, D=128, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("D", [64, 96, 128, 192, 256])
+def test_a_large_weight_is_exact(D):
+    """Rows in which the last key, alone in its block, has a good part of the weight, and what it
+    adds is taken away by others: rounding that weight would show."""
+    Sq, Skv = 128, 257
+    case = draw(Sq, Skv, Hq=1, Hkv=1, D=D, dtype=torch.bfloat16, scale=1.0)
+    q, k, v = (torch.zeros_like(case.tensors[name]) for name in "qkv")
+    # Steps of a bf16 number: weights from 88 to 103, of all roundings.
+    q[0, 0, :, 0] = 4.46875 + torch.arange(Sq) % 5 / 32
+    q[0, 0, :, 1] = torch.arange(Sq) / 4096
+    k[..., -1, :2] = 1.0
+    v[..., :-1, :] = -0.375
+    v[..., -1, :] = 1.0
+    case = Case({**case.tensors, "q": q, "k": k, "v": v}, case.options)
+    out, lse = hopper_run(case)
+    w = q[0, 0].double().sum(-1).exp()
+    exact = (w - 96) / (w + 256)
+    error = (out[0, 0].double() - exact.unsqueeze(-1)).abs()
+    # Out is rounded; a weight that was, too, would change it by up to 1/2000.
+    assert (error <= exact.abs().unsqueeze(-1) / 256 + 2e-5).all()
+    assert ((lse[0, 0].double() - (w + 256).log()).abs() <= 4e-6).all()

@@ -6,7 +6,7 @@ columns are a piece of 64 and one of 16, 192 are 128 and 64.
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.common.accumulator import add_product, left_operand, zeros
+from lockstep.kernels.hopper.common.accumulator import accumulator, add_product, left_operand, zeros
 from lockstep.kernels.hopper.common.gluon_shim import (
     gl,
     gluon,
@@ -126,6 +126,69 @@ def row_sums(pieces, layout: gl.constexpr):
     for p in gl.static_range(1, len(pieces)):
         total += gl.convert_layout(gl.sum(pieces[p], 1), layout)
     return total
+
+
+@gluon.jit
+def halves(s):
+    """The left and the right columns of s [BLOCK_Q, BLOCK_KV]."""
+    return s.reshape([s.shape[0], 2, s.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.constexpr_function
+def _log2(n):
+    return n.bit_length() - 1
+
+
+@gluon.jit
+def cut(x, WIDTH: gl.constexpr):
+    """A tuple of the columns of x [ROWS, ·], so many at a time."""
+    layout: gl.constexpr = accumulator(WIDTH)
+    parts = (x,)
+    for _step in gl.static_range(_log2(x.shape[1] // WIDTH)):
+        narrower = ()
+        for i in gl.static_range(len(parts)):
+            left, right = halves(parts[i])
+            narrower = narrower + (left, right)  # noqa: RUF005, Gluon does not unpack
+        parts = narrower
+    found = ()
+    for i in gl.static_range(len(parts)):
+        part = gl.convert_layout(parts[i], layout, assert_trivial=True)
+        found = found + (part,)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def cut_all(pieces, WIDTH: gl.constexpr):
+    """The columns of all pieces [ROWS, ·], so many at a time."""
+    found = ()
+    for i in gl.static_range(len(pieces)):
+        found = found + cut(pieces[i], WIDTH)
+    return found
+
+
+@gluon.jit
+def _joined(parts, like):
+    """The columns that `cut` made of a tensor `like` this, together again."""
+    layout: gl.constexpr = like.type.layout
+    for _step in gl.static_range(_log2(len(parts))):
+        wider = ()
+        for i in gl.static_range(len(parts) // 2):
+            both = gl.join(parts[2 * i], parts[2 * i + 1]).permute((0, 2, 1))
+            both = both.reshape([both.shape[0], 2 * both.shape[2]])
+            wider = wider + (both,)  # noqa: RUF005
+        parts = wider
+    return gl.convert_layout(parts[0], layout, assert_trivial=True)
+
+
+@gluon.jit
+def join_all(parts, like):
+    """What `cut_all` made of pieces `like` these, together again."""
+    found = ()
+    for i in gl.static_range(len(like)):
+        piece = _joined(parts[: like[i].shape[1] // parts[0].shape[1]], like[i])
+        found = found + (piece,)  # noqa: RUF005
+        parts = parts[like[i].shape[1] // parts[0].shape[1] :]
+    return found
 
 
 @gluon.jit

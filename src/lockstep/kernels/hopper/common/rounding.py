@@ -3,8 +3,9 @@
 A product with V takes the weights rounded to bf16, the sum adds them unrounded. The roundings of
 many weights cancel out; that of one weight which outweighs all others is an error of the whole row.
 That of the maximum is known (`normalize`), and a row with a running maximum needs no more. With a
-fixed maximum later weights may be larger. Their rounding errors are kept beside the sum l, as the
-row's *residue*, and the output is divided by l + residue.
+fixed maximum later weights may be larger. Most builds have `exact_weights.py` for it. In those with
+spans or a window on the left their rounding errors are kept beside the sum l, as the row's
+*residue*, and the output is divided by l + residue.
 
 A weight can matter that much only if the sum of its block, in the thread that has it, exceeds all
 that the thread has summed before. In rows whose weights are alike this ends after two or three
@@ -15,6 +16,7 @@ rows may need them. What is added to a row does not depend on the other rows tha
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
+from lockstep.kernels.hopper.common.thread_numbers import per_thread, per_weight
 
 
 @gluon.constexpr_function
@@ -89,34 +91,8 @@ def _assembly_of_row(n):
 
 
 @gluon.constexpr_function
-def _log2(n):
-    return n.bit_length() - 1
-
-
-@gluon.constexpr_function
 def _constraints(n):
     return ",".join(["=r"] * n + ["r"] * (4 * n))
-
-
-@gluon.jit
-def _per_weight(x, weights):
-    """Numbers of threads [BLOCK_Q, 4], as `thread_sums` has them, for each weight of a thread."""
-    wide = gl.expand_dims(gl.expand_dims(x, 1), 3)
-    shape: gl.constexpr = [weights.shape[0], weights.shape[1] // 8, 4, 2]
-    zero = gl.full(shape, 0.0, gl.float32, wide.type.layout)
-    wide, _ = gl.broadcast(wide, zero)
-    layout: gl.constexpr = weights.type.layout
-    return gl.convert_layout(wide.reshape(weights.shape), layout, assert_trivial=True)
-
-
-@gluon.jit
-def _per_thread(x, LAYOUT: gl.constexpr):
-    """The first number of each thread in each row: `_per_weight` undone."""
-    HALVINGS: gl.constexpr = _log2(x.shape[1] // 8)
-    x, _ = x.reshape([x.shape[0], x.shape[1] // 8, 4, 2]).split()
-    for _step in gl.static_range(HALVINGS):
-        x, _ = x.reshape([x.shape[0], 2, x.shape[1] // 2, 4]).permute((0, 2, 3, 1)).split()
-    return gl.convert_layout(x.reshape([x.shape[0], 4]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -138,12 +114,12 @@ def add_residue(residue, weights, part, before):
     constraints: gl.constexpr = _constraints(N)
     operands = [
         weights,
-        _per_weight(part, weights),
-        _per_weight(before, weights),
-        _per_weight(residue, weights),
+        per_weight(part, weights),
+        per_weight(before, weights),
+        per_weight(residue, weights),
     ]
     results = gl.inline_asm_elementwise(
         assembly, constraints, operands, gl.float32, is_pure=False, pack=N
     )
     layout: gl.constexpr = residue.type.layout
-    return _per_thread(results, layout)
+    return per_thread(results, 0, layout)

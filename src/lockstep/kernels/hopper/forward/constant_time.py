@@ -87,12 +87,6 @@ def weights_of(s, unit, offset):
 
 
 @gluon.jit
-def halves(s):
-    """The left and the right columns of s [BLOCK_Q, BLOCK_KV]."""
-    return s.reshape([s.shape[0], 2, s.shape[1] // 2]).permute((0, 2, 1)).split()
-
-
-@gluon.jit
 def whole(left, right, like):
     """The tensor `like` this of which `halves` made left and right."""
     layout: gl.constexpr = like.type.layout

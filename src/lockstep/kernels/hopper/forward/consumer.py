@@ -12,6 +12,7 @@ A program makes one pass over its tiles. If rows failed in it, `second_pass.py` 
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator, left_operand
+from lockstep.kernels.hopper.common.exact_weights import first_bar, first_offset
 from lockstep.kernels.hopper.common.gluon_shim import (
     fence_async_shared,
     gl,
@@ -104,6 +105,24 @@ def first_residue(program, weights, l):
     if program.build.SPAN and program.build.FIXED_MAX:
         residue = add_residue(residue, weights, l, sums_before_block(residue))
     return residue
+
+
+@gluon.jit
+def first_beside(program, rows, m, l, residue):
+    """What rows keep beside m and l behind the first block that they see, which has this residue,
+    or bar, offset and residue (`exact_weights.py`)."""
+    beside = residue
+    if not program.build.SPAN:
+        beside = gl.zeros_like(l)
+    if program.build.CONSTANT_TIME:
+        # Nothing else is left of what rounding does: here, it is that of m.
+        beside = constant_time.rounding_of(m, program.score_scale(), program.k.tiles_smem.dtype)
+    elif program.build.EXACT:
+        bar = l
+        if rows.begin + 1 < rows.end:
+            bar = first_bar(l, rows.row_end, program.schedule.BLOCK_KV)
+        beside = (bar, first_offset(m, l, program.score_scale()), beside)
+    return beside
 
 
 @gluon.jit
@@ -219,21 +238,21 @@ def store_piece(program, tile, first_row, p: gl.constexpr, x, o, o_desc):
 
 @gluon.jit
 def store_results(
-    c: gl.constexpr, program, results, tile, rows, acc, m, l, residue, error, bad, o_smem, o_desc
+    c: gl.constexpr, program, results, tile, rows, acc, m, l, beside, error, bad, o_smem, o_desc
 ):
     """Write the results of a tile; 1 for rows [ROWS] that are to be computed again, else 0. `bad`
     is its first bad key in constant time, and of no use elsewhere."""
     row_layout: gl.constexpr = m.type.layout
     is_large = (gl.abs(m) * program.score_scale() >= LARGE_MAX) & (m > -float("inf"))
     if program.build.SPAN:
-        # These are totals, and `residue` is the sum r.
-        out, lse, m, l = close_total(program, results, tile, rows, acc, m, l, residue, error)
+        # These are totals, and `beside` is the sum r.
+        out, lse, m, l = close_total(program, results, tile, rows, acc, m, l, beside, error)
     else:
         first_bad = None
         if program.build.CLEANS and not program.schedule.HAS_LEFT:
             first_bad = bad
         out, lse, m, l = normalize(
-            program, results, tile, rows, acc, m, l, residue, None, first_bad, o_desc.dtype
+            program, results, tile, rows, acc, m, l, beside, None, first_bad, o_desc.dtype
         )
     first_row = tile.q_idx + c * ROWS
     q_idx = first_row + gl.arange(0, ROWS, row_layout)
@@ -300,20 +319,14 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
             acc = empty_sums(program.v.COLUMNS)
             cuts = cuts.of_new_tile()
             alpha = gl.zeros_like(m)
-            if not program.build.SPAN:
-                residue = gl.zeros_like(l)
-            if program.build.CONSTANT_TIME:
-                # Nothing else is left of what rounding does: here, it is that of m.
-                residue = constant_time.rounding_of(
-                    m, program.score_scale(), program.k.tiles_smem.dtype
-                )
+            beside = first_beside(program, rows, m, l, residue)
             if program.build.SPAN:
-                p, acc, m, l, residue, sums, total, seen = take_spans(
-                    c, program, rows, q_ring, tiles, seen, p, acc, m, l, residue, memory
+                p, acc, m, l, beside, sums, total, seen = take_spans(
+                    c, program, rows, q_ring, tiles, seen, p, acc, m, l, beside, memory
                 )
             else:
-                p, acc, m, l, residue, alpha, seen, cuts = take_steps(
-                    c, program, rows, q_ring, tiles, seen, p, acc, m, l, residue, alpha, cuts
+                p, acc, m, l, beside, alpha, seen, cuts = take_steps(
+                    c, program, rows, q_ring, tiles, seen, p, acc, m, l, beside, alpha, cuts
                 )
             # With spans, the last block of a tile may be the first of one.
             use_acc = rows.end > 0
@@ -347,13 +360,13 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
                     program, last, p, acc, use_acc, alpha, last_is_cut, last_cut, cuts
                 )
             if program.build.SPAN:
-                m, l, residue, error, acc = end_spans(
-                    program, rows, sums, total, memory, m, l, residue, acc, p.dtype
+                m, l, beside, error, acc = end_spans(
+                    program, rows, sums, total, memory, m, l, beside, acc, p.dtype
                 )
             else:
                 error = None
             again = store_results(
-                c, program, results, tile, rows, acc, m, l, residue, error, bad, o_smem, o_desc
+                c, program, results, tile, rows, acc, m, l, beside, error, bad, o_smem, o_desc
             )
             wrong |= again << (tiles % 32)
             if not FLOWS and next_tile.exists:

@@ -12,6 +12,12 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS, left_operand, zeros
 from lockstep.kernels.hopper.common.coordinates import coordinates
+from lockstep.kernels.hopper.common.exact_weights import (
+    first_bar,
+    first_offset,
+    offset_weights,
+    settle,
+)
 from lockstep.kernels.hopper.common.gluon_shim import (
     aggregate,
     await_warps,
@@ -34,7 +40,6 @@ from lockstep.kernels.hopper.common.pieces import (
     scale_all,
 )
 from lockstep.kernels.hopper.common.ring import Ring, TileRing
-from lockstep.kernels.hopper.common.rounding import add_residue
 from lockstep.kernels.hopper.common.shared_memory import allocate_tiles, barriers
 from lockstep.kernels.hopper.common.sizes import columns
 from lockstep.kernels.hopper.common.softmax import (
@@ -136,8 +141,8 @@ def load_queries(q, desc, n, tile, exists):
 
 @gluon.jit
 def attend(program, rows, q_ring, q_desc, n, next_tile, has_next, BLOCKS: gl.constexpr):
-    """The n-th tile of queries against all keys: acc, m [ROWS], l and residue [ROWS, 4]. The next
-    one is under way on return."""
+    """The n-th tile of queries against all keys: acc, m [ROWS], l [ROWS, 4] and what is beside
+    it. The next one is under way on return."""
     BLOCK_KV: gl.constexpr = program.schedule.BLOCK_KV
     WIDTH: gl.constexpr = piece_width(program.v.COLUMNS, 0)
     PRODUCTS: gl.constexpr = n_pieces(program.v.COLUMNS)
@@ -147,6 +152,8 @@ def attend(program, rows, q_ring, q_desc, n, next_tile, has_next, BLOCKS: gl.con
     zero = zeros(BLOCK_KV)
     m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, zero.type.layout))
     l = thread_sums(zero)
+    offset = l
+    bar = l
     residue = l
     acc = empty_sums(program.v.COLUMNS)
     for block in range(BLOCKS):
@@ -161,19 +168,25 @@ def attend(program, rows, q_ring, q_desc, n, next_tile, has_next, BLOCKS: gl.con
         if program.build.FIXED_MAX:
             if block == 0:
                 m, _alpha = raise_maximum(s, m, scale, True)
-            weights = exp2_weights(s, m, scale)
+                offset = first_offset(m, l, scale)
+            weights = offset_weights(s, offset, scale)
             part = thread_sums(weights)
-            if block > 0:
-                residue = add_residue(residue, weights, part, l)
-            l += part
+            p = round_pairs(weights, q[0].dtype)
+            if block == 0:
+                l = part
+                bar = first_bar(l, rows.row_end, BLOCK_KV)
+            else:
+                acc, l, beside = settle(weights, acc, part, l, (bar, offset, residue), None, False)
+                bar, offset, residue = beside
         else:
             m, alpha = raise_maximum(s, m, scale, True)
             weights = exp2_weights(s, m, scale)
             l = add_sums(l, alpha, weights)
             acc = scale_all(acc, alpha)
-        p = gl.convert_layout(round_pairs(weights, q[0].dtype), left_operand(WIDTH))
+            p = round_pairs(weights, q[0].dtype)
+        p = gl.convert_layout(p, left_operand(WIDTH))
         acc = issue_products(p, program.v, block, acc, block > 0)
-    return await_all(acc), m, l, residue
+    return await_all(acc), m, l, (bar, offset, residue)
 
 
 @gluon.jit
@@ -207,12 +220,12 @@ def first_pass(program, results, work, rows, q, q_desc, BLOCKS: gl.constexpr, DV
     wrong = gl.full([ROWS], 0, gl.int32, row_layout)
     for i in range(work.count):
         tile = work.tile(i)
-        acc, m, l, residue = attend(
+        acc, m, l, beside = attend(
             program, rows, q, q_desc, i, work.tile(i + 1), i + 1 < work.count, BLOCKS
         )
         is_large = (gl.abs(m) * program.score_scale() >= LARGE_MAX) & (m > -float("inf"))
         out, lse, m, l = normalize(
-            program, results, tile, rows, acc, m, l, residue, None, None, dtype
+            program, results, tile, rows, acc, m, l, beside, None, None, dtype
         )
         exists = tile.q_idx + gl.arange(0, ROWS, row_layout) < work.Sq
         fails = is_large | ((l < OVERFLOW) == 0)
@@ -247,13 +260,13 @@ def second_pass(program, results, work, rows, q, q_desc, k_desc, v_desc, wrong):
             if not program.build.FIXED_MAX:
                 runs = runs | True
             q.wait(sent_q)
-            acc, m, l, residue, _seen = attend_second_pass(
+            acc, m, l, beside, _seen = attend_second_pass(
                 program, rows, q.pieces(0), runs, is_exact, sent * BLOCKS
             )
             sent_q += 1
             sent += 1
             out, lse, m, l = normalize(
-                program, results, tile, rows, (acc,), m, l, residue, is_exact, None, dtype
+                program, results, tile, rows, (acc,), m, l, beside, is_exact, None, dtype
             )
             replace_rows(results, out[0].to(dtype), row, chosen, 0)
             results.store_statistics(row, lse, m, l, chosen)
@@ -315,6 +328,9 @@ def few_keys_kernel(
     load_queries(q, q_desc, 0, work.tile(0), True)
     load_keys(k, k_desc, work, rows, 0, BLOCK_KV)
     load_keys(v, v_desc, work, rows, 0, BLOCK_KV)
+    build = Build(
+        1, False, FIXED_MAX, FIXED_MAX, True, 1, SCORES, HAS_SINKS, 0, 0, False, False, False
+    )  # fmt: skip
     # What other builds of a program have, and this one does not.
     program = Program(
         schedule,
@@ -324,7 +340,7 @@ def few_keys_kernel(
         TileQueue(Mailbox(empty, q.ring, 0)),
         FailedTiles(empty, empty, 1),
         Cleaned(empty, empty),
-        Build(1, False, FIXED_MAX, True, 1, SCORES, HAS_SINKS, 0, 0, False, False, False, False),
+        build,
         scale,
         softcap,
     )

@@ -246,6 +246,8 @@ def forward_kernel(
     SERVER_REGISTERS: gl.constexpr,
     CONSTANT_TIME: gl.constexpr,
 ):
+    # Spans are added as they are, and rows of a window have few keys.
+    EXACT: gl.constexpr = FIXED_MAX and not SPAN and not HAS_LEFT
     CLEANS: gl.constexpr = CONSTANT_TIME and (HAS_LEFT or HAS_RIGHT)
     CLEANERS: gl.constexpr = 1 if CLEANS else 0
     # Without a branch every block is rescaled: of wider heads, while the next scores are computed.
@@ -286,6 +288,7 @@ def forward_kernel(
             CONSUMERS,
             PINGPONG,
             FIXED_MAX,
+            EXACT,
             SECOND_PASS,
             Q_STAGES,
             SCORES,

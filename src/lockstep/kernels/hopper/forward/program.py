@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator
+from lockstep.kernels.hopper.common.exact_weights import offset_factors
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
 from lockstep.kernels.hopper.common.pages import PageTable, send_pages
 from lockstep.kernels.hopper.common.ring import TileRing
@@ -19,6 +20,7 @@ from lockstep.kernels.hopper.common.softmax import (
     hide_from,
     max_rounding_error,
 )
+from lockstep.kernels.hopper.common.thread_numbers import of_rows
 from lockstep.kernels.hopper.forward.cleaning import Cleaned
 from lockstep.kernels.hopper.forward.constant_time import rounding_of
 from lockstep.kernels.hopper.forward.failed_tiles import FailedTiles
@@ -38,6 +40,7 @@ class Build:
     CONSUMERS: gl.constexpr
     PINGPONG: gl.constexpr  # consumers take turns at the tensor cores
     FIXED_MAX: gl.constexpr  # rows keep their first maximum: softmax.py
+    EXACT: gl.constexpr  # and large weights are not rounded: exact_weights.py
     SECOND_PASS: gl.constexpr  # rows that failed are computed again: second_pass.py
     Q_STAGES: gl.constexpr  # 2: the queries of the next tile arrive while this one is at work
     SCORES: gl.constexpr  # "raw", "scaled" (where scale is not positive), "capped" or "reciprocals"
@@ -52,12 +55,13 @@ class Build:
 
     @gluon.constexpr_function
     def __init__(
-        self, CONSUMERS, PINGPONG, FIXED_MAX, SECOND_PASS, Q_STAGES, SCORES, HAS_SINKS,
+        self, CONSUMERS, PINGPONG, FIXED_MAX, EXACT, SECOND_PASS, Q_STAGES, SCORES, HAS_SINKS,
         SPAN, TOTAL_COLUMNS, ADDS_LATE, CONSTANT_TIME, CLEANS, HALVES=False, RESCALES_LATE=False,
     ):  # fmt: skip
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.PINGPONG = gl.constexpr(PINGPONG)
         self.FIXED_MAX = gl.constexpr(FIXED_MAX)
+        self.EXACT = gl.constexpr(EXACT)
         self.SECOND_PASS = gl.constexpr(SECOND_PASS)
         self.Q_STAGES = gl.constexpr(Q_STAGES)
         self.SCORES = gl.constexpr(SCORES)
@@ -289,14 +293,16 @@ class Results:
 
 
 @gluon.jit
-def normalize(program, results, tile, rows, acc, m, l, residue, is_exact, bad, dtype: gl.constexpr):
+def normalize(program, results, tile, rows, acc, m, l, beside, is_exact, bad, dtype: gl.constexpr):
     """Pieces of out [ROWS, ·] fp32; lse, m and l [ROWS], relative to which weights are
     exp2((s - m)·scale).
 
     acc is divided by the sum with the largest weights as acc was multiplied by them, rounded to
-    `dtype`: `rounding.py`. `is_exact` names the rows that went through `exp2_weights_exact`, and so
+    `dtype`: `beside` is the residue of `rounding.py`, or bar, offset and residue of
+    `exact_weights.py`. `is_exact` names the rows that went through `exp2_weights_exact`, and so
     with a running maximum, whose weight is 1. Rows that see the key `bad`, or a later one, are NaN,
     if `bad` is not None; their lse is not."""
+    layout: gl.constexpr = m.type.layout
     scale = program.score_scale()
     if program.build.CONSTANT_TIME:
         error = rounding_of(m, scale, dtype)
@@ -307,10 +313,18 @@ def normalize(program, results, tile, rows, acc, m, l, residue, is_exact, bad, d
     # From here on, sums are relative to m·scale as it is.
     factor = gl.exp2(-error)
     r = l
-    if program.build.FIXED_MAX:
-        r = l + residue
-    r = gl.convert_layout(gl.sum(r, 1), m.type.layout)
-    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+    if program.build.EXACT:
+        r = l + beside[2]
+        factors = offset_factors(beside[1], m, scale, is_exact)
+        if program.build.HAS_SINKS:
+            factor = of_rows(factors, layout)
+        else:
+            l = l * factors
+            factor = gl.full([ROWS], 1.0, gl.float32, layout)
+    elif program.build.FIXED_MAX:
+        r = l + beside
+    r = gl.convert_layout(gl.sum(r, 1), layout)
+    l = gl.convert_layout(gl.sum(l, 1), layout)
     if is_exact is not None:
         r = gl.where(is_exact, l, r)
     # The weight of the maximum is known: it is what rounding m·scale makes of 1.

@@ -18,6 +18,13 @@ not leave the registers that counting takes.
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator, left_operand, zeros
+from lockstep.kernels.hopper.common.exact_weights import (
+    bar_of_begun,
+    first_offset,
+    no_bar,
+    offset_weights,
+    settle,
+)
 from lockstep.kernels.hopper.common.gluon_shim import (
     fence_async_shared,
     gl,
@@ -32,6 +39,7 @@ from lockstep.kernels.hopper.common.softmax import (
     exp2_weights,
     exp2_weights_exact,
     raise_maximum,
+    rescale_and_add,
     thread_sums,
 )
 from lockstep.kernels.hopper.common.spans import (
@@ -113,8 +121,8 @@ def add_values(program, rows, weights, block, seen, acc, dtype: gl.constexpr):
 
 @gluon.jit
 def attend_second_pass(program, rows, q, runs, is_exact, seen):
-    """Rows against their keys and a slice of the values: acc [ROWS, ·], m [ROWS], l and residue
-    [ROWS, 4], and how many blocks were seen so far."""
+    """Rows against their keys and a slice of the values: acc [ROWS, ·], m [ROWS], l [ROWS, 4] and
+    what is beside it, and how many blocks were seen so far."""
     BLOCK_KV: gl.constexpr = program.schedule.BLOCK_KV
     WIDTH: gl.constexpr = min(program.v.tiles_smem.shape[5], SLICE)
     s_layout: gl.constexpr = accumulator(BLOCK_KV)
@@ -122,22 +130,42 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
     zero = zeros(BLOCK_KV)
     m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
     l = thread_sums(zero)
-    residue = thread_sums(zero)
+    bar = l
+    offset = l
+    residue = l
     acc = zeros(WIDTH)
     for block in range(rows.begin, rows.end):
         s = take_scores(program, rows, q, block, seen)
         before = sums_before(l, m)
-        rises = runs | ((m == -float("inf")) & (block <= rows.inner_begin))
+        begins = m == -float("inf")
+        rises = runs | (begins & (block <= rows.inner_begin))
         m, alpha = raise_maximum(s, m, scale, rises)
         exact = gl.expand_dims(is_exact, 1)
-        weights = gl.where(exact, exp2_weights_exact(s, m, scale), exp2_weights(s, m, scale))
-        if program.build.FIXED_MAX:
-            residue = add_residue(residue, weights, thread_sums(weights), before)
-        l = add_sums(l, alpha, weights)
-        acc = scale_rows(acc, alpha)
+        if program.build.EXACT:
+            acc = scale_rows(acc, alpha)
+            # Rows whose maximum runs have no bar.
+            bar = no_bar(bar, runs | begins)
+            offset = gl.where(bar == float("inf"), first_offset(m, l, scale), offset)
+            weights = offset_weights(s, offset, scale)
+            weights = gl.where(exact, exp2_weights_exact(s, m, scale), weights)
+            part = thread_sums(weights)
+            l = rescale_and_add(l, alpha, gl.zeros_like(l))
+            scaled, l, beside = settle(weights, (acc,), part, l, (bar, offset, residue), None)
+            acc = scaled[0]
+            bar, offset, residue = beside
+            bar = bar_of_begun(bar, part, rows.row_end, BLOCK_KV)
+        else:
+            weights = gl.where(exact, exp2_weights_exact(s, m, scale), exp2_weights(s, m, scale))
+            if program.build.FIXED_MAX:
+                residue = add_residue(residue, weights, thread_sums(weights), before)
+            l = add_sums(l, alpha, weights)
+            acc = scale_rows(acc, alpha)
         acc = add_values(program, rows, weights, block, seen, acc, q[0].dtype)
         seen += 1
-    return acc, m, l, residue, seen
+    beside = residue
+    if program.build.EXACT:
+        beside = (bar, offset, residue)
+    return acc, m, l, beside, seen
 
 
 @gluon.jit
@@ -220,7 +248,7 @@ def consume_second_pass(program, results, q_ring, seen, tiles):
                     acc, m, l, r, error, seen = attend_spans(program, rows, q, seen)
                     out, lse, m, l = close_total(program, results, tile, rows, acc, m, l, r, error)
                 else:
-                    acc, m, l, residue, seen = attend_second_pass(
+                    acc, m, l, beside, seen = attend_second_pass(
                         program, rows, q, runs, is_exact, seen
                     )
                     out, lse, m, l = normalize(
@@ -231,7 +259,7 @@ def consume_second_pass(program, results, q_ring, seen, tiles):
                         (acc,),
                         m,
                         l,
-                        residue,
+                        beside,
                         is_exact,
                         None,
                         q[0].dtype,

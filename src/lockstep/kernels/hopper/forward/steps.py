@@ -3,8 +3,14 @@ query-invariant builds."""
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.common.exact_weights import (
+    exceeds,
+    offset_weights,
+    offset_weights_in_halves,
+    settle,
+)
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, warpgroup_mma_wait
-from lockstep.kernels.hopper.common.pieces import n_pieces, scale_all
+from lockstep.kernels.hopper.common.pieces import halves, n_pieces, scale_all
 from lockstep.kernels.hopper.common.rounding import add_residue, sums_before
 from lockstep.kernels.hopper.common.softmax import (
     add_sums,
@@ -34,7 +40,7 @@ def weigh_in_halves(program, rows, block, seen, s, acc, m, l, residue, cuts):
     m, residue, unit, offset, alpha = constant_time.raise_maximum(
         s, m, residue, scale, program.k.tiles_smem.dtype
     )
-    left, right = constant_time.halves(s)
+    left, right = halves(s)
     left = constant_time.weights_of(left, unit, offset)
     part = constant_time.sums_like(l, left)
     cuts = count_cut(program, rows, block, cuts)
@@ -55,7 +61,7 @@ def weigh(program, rows, block, seen, s, acc, m, l, residue):
             s, m, residue, scale, program.k.tiles_smem.dtype
         )
         # Summed in halves as well, so that a row has the same bits in both.
-        left, right = constant_time.halves(s)
+        left, right = halves(s)
         left = constant_time.weights_of(left, unit, offset)
         right = constant_time.weights_of(right, unit, offset)
         part = constant_time.sums_like(l, left)
@@ -71,7 +77,7 @@ def weigh(program, rows, block, seen, s, acc, m, l, residue):
 
 @gluon.jit
 def step(
-    c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, residue, alpha, cuts
+    c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, beside, alpha, cuts
 ):  # fmt: skip
     """Scores and weights of `block`, and the product of the block before, whose weights are `p`.
 
@@ -91,7 +97,17 @@ def step(
     if not program.build.CONSTANT_TIME:
         program.k.release(seen + 1)
     s = program.mask_scores(rows, s, block)
-    if program.build.FIXED_MAX:
+    if program.build.EXACT:
+        if program.schedule.HAS_RIGHT and program.v.COLUMNS <= 64:
+            weights = offset_weights_in_halves(s, beside[1], scale)
+        else:
+            weights = offset_weights(s, beside[1], scale)
+        part = thread_sums(weights)
+        any_exceeds = None
+        if not VOTES_LATE:
+            any_exceeds = exceeds(part, beside[0])
+        acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
+    elif program.build.FIXED_MAX:
         before = l
         # Up to inner_begin, rows may yet see their first key. Their sums are 0 until then, and need
         # no rescaling.
@@ -101,16 +117,16 @@ def step(
         weights = exp2_weights(s, m, scale)
         part = thread_sums(weights)
         if not VOTES_LATE:
-            residue = add_residue(residue, weights, part, before)
+            beside = add_residue(beside, weights, part, before)
         acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
     else:
         if program.build.HALVES:
-            weights, acc, m, l, residue, alpha, cuts = weigh_in_halves(
-                program, rows, block, seen, s, acc, m, l, residue, cuts
+            weights, acc, m, l, beside, alpha, cuts = weigh_in_halves(
+                program, rows, block, seen, s, acc, m, l, beside, cuts
             )
         else:
-            weights, acc, m, l, residue, alpha = weigh(
-                program, rows, block, seen, s, acc, m, l, residue
+            weights, acc, m, l, beside, alpha = weigh(
+                program, rows, block, seen, s, acc, m, l, beside
             )
         if not program.build.RESCALES_LATE:
             acc = scale_all(acc, alpha)
@@ -120,22 +136,25 @@ def step(
     program.v.release(seen)
     weights = program.mark_weights(rows, weights, block, cuts.n - 1)
     p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
-    if program.build.FIXED_MAX:
+    if program.build.EXACT:
+        TOGETHER: gl.constexpr = program.build.CONSUMERS == 2
+        acc, l, beside = settle(weights, acc, part, l, beside, any_exceeds, TOGETHER)
+    elif program.build.FIXED_MAX:
         if VOTES_LATE:
-            residue = add_residue(residue, weights, part, before)
+            beside = add_residue(beside, weights, part, before)
         l += part
-    return p, acc, m, l, residue, alpha, cuts
+    return p, acc, m, l, beside, alpha, cuts
 
 
 @gluon.jit
 def take_steps(
-    c: gl.constexpr, program, rows, q_ring, tiles, seen, p, acc, m, l, residue, alpha, cuts
+    c: gl.constexpr, program, rows, q_ring, tiles, seen, p, acc, m, l, beside, alpha, cuts
 ):
     """Every block of a tile behind the first; `seen` is the number of the last one then."""
     q = q_ring.pieces(tiles)
     for block in range(rows.begin + 1, rows.end):
-        p, acc, m, l, residue, alpha, cuts = step(
-            c, program, rows, block, seen, q, p, acc, m, l, residue, alpha, cuts
+        p, acc, m, l, beside, alpha, cuts = step(
+            c, program, rows, block, seen, q, p, acc, m, l, beside, alpha, cuts
         )
         seen += 1
-    return p, acc, m, l, residue, alpha, seen, cuts
+    return p, acc, m, l, beside, alpha, seen, cuts
