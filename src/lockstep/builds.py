@@ -36,6 +36,9 @@ PROMPT, PACKED, CHUNK, REST, DRAFT, LONG, SHORT = 1024, 8192, 256, 96, 4, 16384,
 # Head dims up to which the length decides between builds; lengths that have another one for the
 # forward and for the backward, and how many sequences make packed ones short.
 NARROW, LONG_PROMPT, LONG_TRAINED, MANY_PACKED = 64, 16384, 2048, 16
+# How much shorter lengths are that no tile divides; unless causal, they have another
+# backward.
+ODD = 24
 # Sequences that keep a GPU busy without being split.
 MANY = 256
 # Lengths of images and short texts, which come in large batches: of how many heads.
@@ -162,7 +165,9 @@ def calls_of(
             counts = (1, MANY_PACKED) if is_narrow else (1,)
             whole += [SampleCall(layer, "packed", PACKED, PACKED, B=B) for B in counts]
         if "training" in works:
-            lengths = (PROMPT, LONG_TRAINED) if is_narrow else (PROMPT,)
+            lengths = [PROMPT, LONG_TRAINED] if is_narrow else [PROMPT]
+            if not layer.causal:
+                lengths += [n - ODD for n in lengths]
             trained = [SampleCall(layer, "dense", n, n) for n in lengths]
             trained += [call for call in whole if call.layout == "packed"]
             found += [replace(call, backward=True) for call in trained]

@@ -279,13 +279,13 @@ def test_how_many_programs_share_the_tickets_changes_no_bit(options, D, monkeypa
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 30)}], ids=str)
 def test_both_schedules_have_the_same_bits(options, monkeypatch):
-    """At D 64 the length decides which one it is: `narrow.is_together`."""
+    """At D 64 length and window decide which one it is: `narrow.is_together`."""
     for Sq, Skv in ((1, 1), (63, 111), (333, 517), (640, 512)):
         case = draw(Sq, Skv, B=2, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16, **options)
         douts = draw_douts(case)
         found = []
-        for most in (1 << 30, 0):
-            monkeypatch.setattr(narrow, "SHORT_QUERIES", most)
+        for is_together in (True, False):
+            monkeypatch.setattr(narrow, "is_together", lambda *_, found=is_together: found)
             found.append(gradients(case, douts))
         assert all(same_bits(x, found[1][name]) for name, x in found[0].items())
 

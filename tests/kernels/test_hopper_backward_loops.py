@@ -30,7 +30,7 @@ class PlainLoop(SimpleNamespace):
     """`QueryLoop` with numbers for tensors."""
 
     def __init__(self, tiles, bounds, sizes):
-        names = ("BLOCK_Q", "BLOCK_KV", "HAS_LEFT", "HAS_RIGHT")
+        names = ("BLOCK_Q", "BLOCK_KV", "HAS_LEFT", "HAS_RIGHT", "HAS_EDGE")
         super().__init__(**{name: getattr(sizes, name) for name in names})
         self.first_tile, self.n_steps, self.n_tiles = tiles
         self.tiles_per_head, self.heads_per_kv = sizes.q_slots, sizes.heads_per_kv
@@ -62,6 +62,16 @@ class PlainLoop(SimpleNamespace):
     def cuts(self, t):
         return QueryLoop.cuts.fn(self, t)
 
+    def sees(self, r: int, c: int, t: int) -> bool:
+        """As `hide` has it, for key r of the program and query c of its t-th tile."""
+        query = c + t * self.BLOCK_Q
+        is_seen = not self.HAS_EDGE or r < self.room
+        if self.HAS_LEFT:
+            is_seen = is_seen and r - self.low >= query
+        if self.HAS_RIGHT:
+            is_seen = is_seen and r - self.high <= query
+        return is_seen
+
 
 @pytest.fixture
 def loops(monkeypatch):
@@ -77,7 +87,7 @@ def loops(monkeypatch):
             reach = limit_of(left), limit_of(right)
             given = Sizes(
                 (q_slots, Hkv, group, 1, Sq, Skv, *reach, 0), None, None, "dense",
-                left is not None, right is not None, block_q, BLOCK_KV,
+                left is not None, right is not None, right is None or right > 0, block_q, BLOCK_KV,
             )  # fmt: skip
             place, loop = query_loop.assign_keys(ticket, kv_slots, Hkv, at_once, given)
             yield place[1], place[2], loop
@@ -128,11 +138,17 @@ def test_loops_visit_every_pair_that_sees_each_other_once_and_know_which_they_cu
                     for q in range(tile * block_q, min((tile + 1) * block_q, Sq))
                     for k in range(first_key, min(first_key + BLOCK_KV, Skv))
                 }
-                seen |= pairs
                 if not loop.cuts(t):
                     assert first_key + BLOCK_KV <= Skv
                     assert pairs <= visible
-        assert visible <= seen
+                # Keys beyond the last, too.
+                seen |= {
+                    (tile * block_q + c, first_key + r)
+                    for c in range(min(block_q, Sq - tile * block_q))
+                    for r in range(BLOCK_KV)
+                    if loop.sees(r, c, t)
+                }
+        assert visible == seen
 
 
 def test_longest_loops_of_a_causal_head_come_first(loops):
@@ -174,7 +190,7 @@ def test_packed_loops_go_over_every_key_tile_once_and_no_bad_sequence(monkeypatc
         given = Sizes(
             (q_slots, 1, 1, B, Tq, Tk, NO_LIMIT, NO_LIMIT, 0), Numbers([*q, *k, *good]), None,
             "varlen",
-            False, False, block_q, BLOCK_KV,
+            False, False, True, block_q, BLOCK_KV,
         )  # fmt: skip
         seen = []
         for ticket in range(kv_slots):

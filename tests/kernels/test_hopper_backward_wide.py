@@ -114,7 +114,7 @@ class PlainLoop(SimpleNamespace):
     """`KeyLoop` with numbers for tensors."""
 
     def __init__(self, tiles, bounds, sizes):
-        names = ("BLOCK_KV", "HAS_LEFT", "HAS_RIGHT")
+        names = ("BLOCK_KV", "HAS_LEFT", "HAS_RIGHT", "HAS_EDGE")
         super().__init__(**{name: getattr(sizes, name) for name in names})
         self.first_tile, self.n_steps = tiles
         self.low, self.high, self.room = bounds
@@ -122,7 +122,7 @@ class PlainLoop(SimpleNamespace):
     def sees(self, r: int, c: int, t: int) -> bool:
         """As `hide` has it, for query r of the program and key c of its t-th tile."""
         key = c + t * self.BLOCK_KV
-        is_seen = key < self.room
+        is_seen = not self.HAS_EDGE or key < self.room
         if self.HAS_LEFT:
             is_seen = is_seen and r + self.low <= key
         if self.HAS_RIGHT:
@@ -157,7 +157,7 @@ def test_programs_of_dq_visit_every_pair_that_sees_each_other_once(monkeypatch):
         reach = limit_of(left), limit_of(right)
         given = Sizes(
             (1, 1, 1, 1, Sq, Skv, *reach, 0), None, None, "dense", left is not None,
-            right is not None, BLOCK_Q, BLOCK_KV,
+            right is not None, right is None or right > 0, BLOCK_Q, BLOCK_KV,
         )  # fmt: skip
         for slot in range(-(-Sq // BLOCK_Q)):
             (*_, q_idx, _), loop = key_loop.assign_queries(slot, 0, given)

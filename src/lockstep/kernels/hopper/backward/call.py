@@ -180,7 +180,7 @@ def map_maker(problem: AttentionProblem, rows: int, width: int, of_keys: bool = 
     return partial(tensor_map, block=[1, 1, 1, rows, width], packed=packed, clipped=clipped)
 
 
-def kernel_arguments(problem: AttentionProblem, k: Tensor) -> dict[str, Any]:
+def kernel_arguments(problem: AttentionProblem, k: Tensor, block_kv: int) -> dict[str, Any]:
     """Numbers and constants that all kernels of pairs take, head dims and tiles aside."""
     layout = "kv_lens" if problem.has_kv_lens else "dense"
     left, right = problem.window
@@ -197,10 +197,20 @@ def kernel_arguments(problem: AttentionProblem, k: Tensor) -> dict[str, Any]:
         "LAYOUT": "varlen" if problem.layout == "varlen" else layout,
         "HAS_LEFT": left is not None,
         "HAS_RIGHT": right is not None,
+        "HAS_EDGE": has_edge(problem, block_kv),
         "CAPPED": problem.softcap is not None,
         "HIDES_SCORES": problem.has_raw_scores,
         "CONSTANT_TIME": problem.constant_time,
     }
+
+
+def has_edge(problem: AttentionProblem, block_kv: int) -> bool:
+    """Whether the last key tile of a sequence has to be cut short. A causal mask does it by itself:
+    no query sees keys beyond its own position, which is not beyond the last key."""
+    if problem.layout == "varlen" or problem.has_kv_lens:
+        return True
+    right = problem.window[1]
+    return problem.Skv % block_kv != 0 and (right is None or right > 0)
 
 
 def window_arguments(problem: AttentionProblem) -> dict[str, int]:

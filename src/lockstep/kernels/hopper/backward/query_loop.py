@@ -15,8 +15,6 @@ from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
 # With a window, heads take turns at so many tiles: loops over neighbouring keys begin at other
 # tiles, and the fewer of one head come in a row, the longer L2 has to keep them for the next loop.
 WINDOW_BUNCH = gl.constexpr(8)
-# Behind every query.
-LAST = gl.constexpr((1 << 31) - 1)
 
 
 @aggregate
@@ -39,6 +37,7 @@ class QueryLoop:
     BLOCK_KV: gl.constexpr
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
+    HAS_EDGE: gl.constexpr  # the last key tile may be cut short
     CONSTANT_TIME: gl.constexpr
 
     @gluon.constexpr_function
@@ -51,6 +50,7 @@ class QueryLoop:
         self.BLOCK_KV = sizes.BLOCK_KV
         self.HAS_LEFT = sizes.HAS_LEFT
         self.HAS_RIGHT = sizes.HAS_RIGHT
+        self.HAS_EDGE = sizes.HAS_EDGE
         self.CONSTANT_TIME = sizes.CONSTANT_TIME
 
     @gluon.jit
@@ -101,7 +101,9 @@ class QueryLoop:
     @gluon.jit
     def cuts(self, t):
         """Whether some key of the program is hidden from some query of the t-th tile."""
-        cut = self.room < self.BLOCK_KV
+        cut = self.room < 0
+        if self.HAS_EDGE:
+            cut = self.room < self.BLOCK_KV
         if self.HAS_LEFT:
             cut = cut | (self.low + t * self.BLOCK_Q > 1 - self.BLOCK_Q)
         if self.HAS_RIGHT:
@@ -120,13 +122,12 @@ class QueryLoop:
         key = gl.expand_dims(first_row + gl.arange(0, x.shape[0], rows), 1)
         query = gl.arange(first_column, first_column + x.shape[1], columns)
         query = gl.expand_dims(query + t * self.BLOCK_Q, 0)
+        if self.HAS_EDGE:
+            x = gl.where(key < self.room, x, value)
         if self.HAS_LEFT:
             x = gl.where(key - self.low >= query, x, value)
         if self.HAS_RIGHT:
-            # No query comes after the first that would see a key beyond the last.
-            x = gl.where(gl.where(key < self.room, key - self.high, LAST) <= query, x, value)
-        else:
-            x = gl.where(key < self.room, x, value)
+            x = gl.where(key - self.high <= query, x, value)
         return x
 
 

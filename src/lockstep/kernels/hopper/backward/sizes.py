@@ -27,14 +27,15 @@ class Sizes:
     LAYOUT: gl.constexpr  # "dense", "kv_lens" or "varlen"
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
+    HAS_EDGE: gl.constexpr  # the last key tile may be cut short
     BLOCK_Q: gl.constexpr
     BLOCK_KV: gl.constexpr
     CONSTANT_TIME: gl.constexpr  # no step depends on data: `nonfinite.py`, `narrow/steps.py`
 
     @gluon.constexpr_function
     def __init__(
-        self, numbers, bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, BLOCK_Q, BLOCK_KV,
-        CONSTANT_TIME=False,
+        self, numbers, bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, BLOCK_Q,
+        BLOCK_KV, CONSTANT_TIME=False,
     ):  # fmt: skip
         (
             self.q_slots, self.H, self.heads_per_kv, self.B, self.Sq, self.Skv, self.left,
@@ -46,6 +47,7 @@ class Sizes:
         self.LAYOUT = gl.constexpr(LAYOUT)
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+        self.HAS_EDGE = gl.constexpr(HAS_EDGE)
         self.BLOCK_Q = gl.constexpr(BLOCK_Q)
         self.BLOCK_KV = gl.constexpr(BLOCK_KV)
         self.CONSTANT_TIME = gl.constexpr(CONSTANT_TIME)

@@ -63,7 +63,7 @@ NARROW_PLANS = {
 # From so many keys on, all sums of D 128 are in registers: a new tile takes longer then, the end of
 # a span less.
 LONG_SPANS = 2048
-# Up to so many keys there is nothing to take turns at.
+# Up to so many keys, tiles are short however many queries there are.
 FEW_KEYS = 256
 # With two or three blocks of keys, they may stay in shared memory: `few_keys.py`. With so many
 # registers of a thread, so many programs with two blocks fit on an SM.
@@ -73,7 +73,6 @@ MANY_HEADS, FEWER_ROWS = 512, 5 / 6
 # With two blocks also if programs have at most so many tiles and all are at work at once, where the
 # tiles of the other kernel would take more than one round.
 KEPT_TILES = 2
-FEW_KEYS_PLAN = Plan(consumers=2, block_kv=128, stages=3, q_stages=2, pingpong=False)
 # Pairing tiles is worth it where it keeps programs this busy, and while the keys and values of the
 # heads at work fit into L2.
 BUSY, L2_BYTES = 0.96, 50e6
@@ -114,7 +113,7 @@ def plan_of(problem: AttentionProblem) -> Plan:
     if problem.query_invariant:
         return _with_spans(problem, _by_length(problem, width))
     if width == 64 and problem.Skv <= FEW_KEYS and not (is_packed or problem.constant_time):
-        return FEW_KEYS_PLAN
+        return SHORT_PLANS[width]
     return _by_length(problem, width)
 
 

@@ -89,7 +89,7 @@ def pairs_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str,
     n_heads = cut.sequences * problem.Hkv
     is_masked = problem.window != (None, None)
     return {
-        **kernel_arguments(problem, k),
+        **kernel_arguments(problem, k, BLOCK_KV),
         "kv_slots": cut.kv_slots,
         "q_slots": cut.q_slots,
         "n_heads": n_heads,

@@ -45,7 +45,7 @@ HEADS_AT_ONCE = {64: 16, 128: 8}
 HEADS_AT_ONCE_WITH_MASK = {64: 48, 128: 24}
 MOST_HEADS_AT_ONCE = 32
 SHARED_L2_BYTES = 32 << 20
-# Up to so many queries, consumers take each step together at D 64, too.
+# Up to so many queries, consumers take each step together at D 64, too, but under a causal window.
 SHORT_QUERIES = 1024
 
 
@@ -104,7 +104,7 @@ def prepare_backward(
 def pairs_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str, Any]:
     """Numbers and constants of `backward_kernel`."""
     return {
-        **kernel_arguments(problem, k),
+        **kernel_arguments(problem, k, BLOCK_KV),
         "kv_slots": cut.kv_slots,
         "q_slots": cut.q_slots,
         "n_heads": cut.sequences * problem.Hkv,
@@ -119,7 +119,11 @@ def pairs_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str,
 def is_together(problem: AttentionProblem, cut: Cut) -> bool:
     """Whether consumers take each step together: `narrow`."""
     has_room = problem.softcap is None and not problem.constant_time  # in registers
-    return cut.block_q == 64 or (problem.Sq <= SHORT_QUERIES and has_room)
+    # Only the mean length of packed sequences is known.
+    length = problem.Sq if cut.packed is None else problem.Sq / cut.packed
+    left, right = problem.window
+    is_short = length <= SHORT_QUERIES and (left is None or right != 0)
+    return cut.block_q == 64 or (is_short and has_room)
 
 
 def heads_at_once(problem: AttentionProblem, cut: Cut) -> int:

@@ -72,7 +72,7 @@ def prepare_backward(
 def keys_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str, Any]:
     """Numbers and constants of `keys_kernel`."""
     return {
-        **kernel_arguments(problem, k),
+        **kernel_arguments(problem, k, BLOCK),
         **_chunks(problem),
         "kv_slots": cut.kv_slots,
         "q_slots": cut.q_slots,
@@ -95,7 +95,7 @@ def keys_maps(problem: AttentionProblem) -> dict[str, Any]:
 def queries_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str, Any]:
     """Numbers and constants of `queries_kernel`."""
     return {
-        **kernel_arguments(problem, k),
+        **kernel_arguments(problem, k, BLOCK),
         **_chunks(problem),
         **_stages(problem),
         "q_slots": slots_of(problem, problem.Sq, BLOCK_Q),

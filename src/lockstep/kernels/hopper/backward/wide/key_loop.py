@@ -28,6 +28,7 @@ class KeyLoop:
     BLOCK_KV: gl.constexpr
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
+    HAS_EDGE: gl.constexpr  # the last key tile may be cut short
     CONSTANT_TIME: gl.constexpr
 
     @gluon.constexpr_function
@@ -37,6 +38,7 @@ class KeyLoop:
         self.BLOCK_KV = sizes.BLOCK_KV
         self.HAS_LEFT = sizes.HAS_LEFT
         self.HAS_RIGHT = sizes.HAS_RIGHT
+        self.HAS_EDGE = sizes.HAS_EDGE
         self.CONSTANT_TIME = sizes.CONSTANT_TIME
 
     @gluon.jit
@@ -48,7 +50,9 @@ class KeyLoop:
     def cuts(self, t):
         """Whether some key of the t-th tile is hidden from some query of the program."""
         at = t * self.BLOCK_KV
-        cut = self.room - at < self.BLOCK_KV
+        cut = self.room < 0
+        if self.HAS_EDGE:
+            cut = self.room - at < self.BLOCK_KV
         if self.HAS_LEFT:
             cut = cut | (self.low - at > 1 - BLOCK_Q)
         if self.HAS_RIGHT:
@@ -67,12 +71,12 @@ class KeyLoop:
         query = gl.expand_dims(first_row + gl.arange(0, x.shape[0], rows), 1)
         key = gl.arange(first_column, first_column + x.shape[1], columns)
         key = gl.expand_dims(key + t * self.BLOCK_KV, 0)
+        if self.HAS_EDGE:
+            x = gl.where(key < self.room, x, value)
         if self.HAS_LEFT:
             x = gl.where(query + self.low <= key, x, value)
         if self.HAS_RIGHT:
-            x = gl.where(gl.minimum(query + self.high, self.room - 1) >= key, x, value)
-        else:
-            x = gl.where(key < self.room, x, value)
+            x = gl.where(query + self.high >= key, x, value)
         return x
 
 

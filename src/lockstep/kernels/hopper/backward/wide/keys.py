@@ -233,14 +233,14 @@ def keys_kernel(
     unit, softcap, kv_slots, q_slots, n_heads, Hkv, heads_per_kv, B,
     Sq, Skv, left, right, kv_batch_rows,
     ND: gl.constexpr, NDV: gl.constexpr, LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, CAPPED: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr, CAPPED: gl.constexpr,
     HIDES_SCORES: gl.constexpr, CONSTANT_TIME: gl.constexpr,
 ):  # fmt: skip
     # One head after the other, which shares most of L2; the first keys of a head first, which have
     # the longest loops under a causal mask.
     sizes = Sizes(
         (q_slots, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows),
-        bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, q_desc.block_shape[3],
+        bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, q_desc.block_shape[3],
         k_desc.block_shape[3], CONSTANT_TIME,
     )  # fmt: skip
     scores = Scores(scale, unit, softcap, CAPPED, HIDES_SCORES)

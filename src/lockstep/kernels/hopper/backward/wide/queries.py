@@ -160,14 +160,14 @@ def queries_kernel(
     unit, softcap, q_slots, stats_slots, Hq, heads_per_kv, B, Sq, Skv, left, right,
     kv_batch_rows,
     ND: gl.constexpr, NDV: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr,
     CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr, CONSTANT_TIME: gl.constexpr,
 ):  # fmt: skip
     # Under a causal mask the last queries of a head see most, so they begin.
     pid = gl.program_id(0)
     sizes = Sizes(
         (stats_slots, Hq, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows),
-        bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, BLOCK_Q,
+        bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, BLOCK_Q,
         k_desc.block_shape[3], CONSTANT_TIME,
     )  # fmt: skip
     scores = Scores(scale, unit, softcap, CAPPED, HIDES_SCORES)
