@@ -38,16 +38,16 @@ from functools import reduce
 
 from .calls import inlined
 from .code import Code, Instruction, Operand, read_code
-from .opcodes import BARRIERS, COPIES, LOADS, PRODUCTS, STORES
+from .opcodes import BARRIERS, COPIES, LOADS, PRODUCTS, SHARED_LOADS, STORES
 from .parameters import Parameter, read_parameters
 from .steps import (
     LOCAL,
     SHARED,
     access_bytes,
+    blocks_of,
     chosen,
     constant_labels,
     kinds_of,
-    leaders,
     local_key,
     memory_operand,
 )
@@ -136,34 +136,36 @@ class _Analysis:
             frozenset(name for operand in each.read for name in operand.registers)
             for each in self.code.instructions
         ]
-        self.leaders = leaders(self.code)
+        self.blocks = blocks_of(self.code)
 
     def run(self) -> None:
-        """Run the analysis to a fixed point; cells that all warps share are found in rounds."""
-        while True:
+        """Run the analysis to a fixed point. Cells that all warps share are found in rounds: where
+        one has found more of them, blocks that read cells are run again."""
+        self.states = {0: State()}
+        waiting = {0}
+        while waiting:
             before = dict(self.cells)
-            self.states = {0: State()}
-            waiting = {0}
             while waiting:
                 # In the order of the code, a block is seldom looked at before those ahead of it.
                 i = min(waiting)
                 waiting.remove(i)
                 waiting |= self._run_block(i)
-            if self.cells == before:
-                return
+            if self.cells != before:
+                waiting = {i for i in self.states if self._reads_shared(i)}
+
+    def _reads_shared(self, i: int) -> bool:
+        """Whether an instruction of the block that begins at i reads shared memory."""
+        return any(self.code.instructions[j].name in SHARED_LOADS for j in self.blocks[i])
 
     def _run_block(self, i: int) -> set[int]:
         """Returns the blocks after it that know more than before."""
         state = self.states[i].copy()
-        while True:
-            self._step(i, state)
-            follow = self.code.successors[i]
-            if len(follow) == 1 and follow[0] not in self.leaders:
-                i = follow[0]
-                continue
-            # Lanes that go one way may all be without it.
-            state.elected.discard(self.code.instructions[i].guard or "")
-            return {j for j in follow if self._join(j, state)}
+        for j in self.blocks[i]:
+            self._step(j, state)
+        last = self.blocks[i][-1]
+        # Lanes that go one way may all be without it.
+        state.elected.discard(self.code.instructions[last].guard or "")
+        return {j for j in self.code.successors[last] if self._join(j, state)}
 
     def _join(self, i: int, state: State) -> bool:
         """Whether more is known to be possible at i, where this state arrives, than before."""
@@ -294,7 +296,7 @@ class _Analysis:
 
     def _load(self, each: Instruction, state: State, seen: State) -> Value:
         memory = memory_operand(each.read)
-        if each.name in ("LDS", "LDSM", "ATOMS"):
+        if each.name in SHARED_LOADS:
             base = address_base(memory, seen)
             return self._read_shared(base, access_bytes(each), state, not memory.registers)
         if each.name == "LDL":
@@ -386,15 +388,11 @@ class _Analysis:
         """The leaks that the fixed point shows."""
         found: dict[tuple[int, str], Leak] = {}
         for start, known in self.states.items():
-            state, i = known.copy(), start
-            while True:
+            state = known.copy()
+            for i in self.blocks[start]:
                 each = self.code.instructions[i]
                 for kind in kinds_of(each, state, self.is_public):
                     leak = Leak(kind, each.address, each.text, each.file, each.line)
                     found[each.address, kind] = leak
                 self._step(i, state)
-                follow = self.code.successors[i]
-                if len(follow) != 1 or follow[0] in self.leaders:
-                    break
-                i = follow[0]
         return [found[key] for key in sorted(found)]

@@ -98,7 +98,8 @@ ARITHMETIC = frozenset(
         "USETMAXREG",
     ]
 )
-LOADS = frozenset(["LDG", "LD", "LDS", "LDSM", "LDL", "ATOM", "ATOMG", "ATOMS"])
+SHARED_LOADS = frozenset(["LDS", "LDSM", "ATOMS"])
+LOADS = SHARED_LOADS | frozenset(["LDG", "LD", "LDL", "ATOM", "ATOMG"])
 STORES = frozenset(
     ["STG", "ST", "STS", "STSM", "STL", "RED", "REDG", "LDGSTS", "ATOM", "ATOMG", "ATOMS"]
 )

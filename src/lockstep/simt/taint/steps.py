@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 from .code import Code, Instruction, Operand
 from .opcodes import BARRIERS, CONTROL, COPIES, LOADS, PRODUCTS, SILENT, STORES
@@ -68,14 +69,16 @@ def constant_labels(each: Instruction, parameters: tuple[Parameter, ...]) -> int
     return found
 
 
-def leaders(code: Code) -> set[int]:
-    """Instructions that may follow on others than the one before, or on a choice."""
-    found = {0}
+def blocks_of(code: Code) -> dict[int, range]:
+    """The instructions of each block by the first one: those that may follow on others than the one
+    before, or on a choice, begin a block."""
+    n = len(code.instructions)
+    begins = {0, n}
     for i, follow in enumerate(code.successors):
         if follow != (i + 1,):
-            found.update(follow)
-            found.add(i + 1)
-    return found
+            begins.update(follow)
+            begins.add(i + 1)
+    return {begin: range(begin, end) for begin, end in pairwise(sorted(begins))}
 
 
 def kinds_of(each: Instruction, state: State, public: int) -> list[str]:
