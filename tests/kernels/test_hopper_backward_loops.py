@@ -90,7 +90,7 @@ def loops(monkeypatch):
                 left is not None, right is not None, right is None or right > 0, block_q, BLOCK_KV,
             )  # fmt: skip
             place, loop = query_loop.assign_keys(ticket, kv_slots, Hkv, at_once, given)
-            yield place[1], place[2], loop
+            yield place[1], place[3], loop
 
     return compute
 
@@ -195,7 +195,7 @@ def test_packed_loops_go_over_every_key_tile_once_and_no_bad_sequence(monkeypatc
         seen = []
         for ticket in range(kv_slots):
             (place, lengths), loop = query_loop.assign_keys(ticket, kv_slots, 1, 1, given)
-            b, _, kv_idx, _ = place
+            b, _, _, kv_idx, _ = place
             assert lengths == (q[b], k[b], q[b + 1] - q[b], k[b + 1] - k[b])
             has_keys = kv_idx < k[b + 1] - k[b]
             seen += [k[b] + kv_idx] if has_keys else []

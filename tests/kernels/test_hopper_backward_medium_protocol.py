@@ -182,7 +182,7 @@ def test_nobody_waits_forever_and_sums_have_one_order(crew, masked):
             turn=lambda t: sum(other <= begin + t for other in begins[:ticket]),
         )
         key_tile = SimpleNamespace(
-            head=0,
+            q_head=0,
             first_q_tile=0,
             q_coordinates=lambda head, row: ("queries", ticket, row // 64),
             kv_coordinates=lambda: ("keys", ticket),

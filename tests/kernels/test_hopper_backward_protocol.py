@@ -241,7 +241,7 @@ def test_nobody_waits_forever_and_sums_have_one_order(crew, block_q, is_apart, m
             turn=lambda t: sum(other <= begin + t for other in begins[:ticket]),
         )
         key_tile = SimpleNamespace(
-            head=0,
+            q_head=0,
             first_q_tile=0,
             q_coordinates=lambda head, row: ("queries", ticket, row // block_q),
             kv_coordinates=lambda: ("keys", ticket),

@@ -130,7 +130,7 @@ def test_keys(crew, masked):
     program.done_bar, program.dkv_full_bar = ends
     program.await_dout = lambda *a, **more: AWAIT_DOUT(program, *a, **more)
     key_tile = SimpleNamespace(
-        head=0,
+        q_head=0,
         first_q_tile=0,
         kv_coordinates=lambda: (0,) * 5,
         dkv_coordinates=lambda: (0,) * 5,
@@ -139,7 +139,7 @@ def test_keys(crew, masked):
     crew.run(
         lambda: keys.sum_values(loop, program, SCORES),
         lambda: keys.sum_keys(loop, program, SCORES),
-        lambda: keys.produce(key_tile, loop, program, 1, *[DESC] * 7),
+        lambda: keys.produce(key_tile, loop, program, *[DESC] * 7),
         *([lambda: keys.inspect(loop, program)] if masked else []),
     )
 

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lockstep.kernels.hopper.backward.rows import prepare_rows, sum_sinks
+from lockstep.kernels.hopper.backward.rows import finish_queries, prepare_rows, sum_sinks
 from lockstep.kernels.hopper.common.copy_engine import (
     ALIGNMENT,
     batch_rows,
@@ -30,8 +30,17 @@ from lockstep.problem import AttentionProblem
 
 # What kernels call the offsets of packed sequences.
 OFFSETS = {"cu_q": "cu_seqlens_q", "cu_kv": "cu_seqlens_k"}
+# What kernels of pairs are compiled with: registers of a thread when a program starts, which its
+# partitions then share out anew, and that they start before the last kernel has ended.
+OPTIONS = {"num_warps": 4, "maxnreg": 168, "launch_pdl": True}
+# Regions of the workspace that not all designs have.
+OF_LARGE_SCORES = ("large", "flags")
+OF_ORDER = ("turn", "ticket")
 # Rows that `sum_sinks` adds up at once.
 SINK_ROWS = 1024
+
+
+Workspace = dict[str, Buffer | None]
 
 
 @dataclass(frozen=True)
@@ -54,8 +63,19 @@ class Cut:
         return self.q_slots * self.sequences * self.Hq
 
     @property
+    def n_heads(self) -> int:
+        """Heads of keys."""
+        return self.sequences * self.Hkv
+
+    @property
     def programs(self) -> int:
-        return self.kv_slots * self.sequences * self.Hkv
+        return self.kv_slots * self.n_heads
+
+    def heads_at_once(self, most: int) -> int:
+        """How many heads of keys tickets go round: at most so many, and about as many in the last
+        round, whose programs would wait for each other."""
+        rounds = triton.cdiv(self.n_heads, most)
+        return triton.cdiv(self.n_heads, max(rounds, 1))
 
 
 def slots_of(problem: AttentionProblem, S: int, block: int) -> int:
@@ -75,7 +95,7 @@ def backward_launches(
     given: BackwardTensors,
     needs: Needs,
     made: Collection[str],
-    workspace: dict[str, Buffer | None],
+    workspace: Workspace,
     launches: list[Launch],
 ) -> Launches:
     """The launches that compute the gradients of one problem with inputs of given strides and
@@ -106,12 +126,10 @@ def rows_launch(
     cut: Cut,
     q: Tensor,
     dout: Tensor,
-    absent: Collection[str] = (),
-    early: bool = False,
+    workspace: Workspace,
     **options: int,
 ) -> Launch:
-    """The launch of `prepare_rows`, without the `absent` regions of the workspace; `early` if the
-    next kernel is to start before it ends."""
+    """The launch of `prepare_rows`."""
     dout_strides = strides_of(dout, problem.layout == "varlen")
     by_dim = zip(("stride_ob", "stride_oh", "stride_os"), dout_strides, strict=True)
     return Launch(
@@ -125,16 +143,35 @@ def rows_launch(
             "DV": problem.Dv,
             "BLOCK_D": cut.block_d,
             "BLOCK_Q": cut.block_q,
-            "EARLY": early,
+            "EARLY": True,
         },
         names=OFFSETS,
-        absent=absent,
+        absent=_absent(workspace, OF_LARGE_SCORES + OF_ORDER),
         **options,
     )
 
 
-def sinks_launch(problem: AttentionProblem, cut: Cut, absent: Collection[str] = ()) -> Launch:
-    """The launch of `sum_sinks`, without the `absent` regions of the workspace."""
+def queries_launch(
+    problem: AttentionProblem, cut: Cut, q: Tensor, block_kv: int, parts: int, rest: int = 64
+) -> Launch:
+    """The launch of `finish_queries`; the last part of a tile of dQ has `rest` columns."""
+    arguments = {
+        **row_arguments(problem, cut, q),
+        **window_arguments(problem),
+        "scale": problem.scale,
+        "D": problem.D,
+        "REST": rest,
+        "BLOCK_Q": cut.block_q,
+        "BLOCK_KV": block_kv,
+        "PARTS": parts,
+        "EARLY": True,
+    }
+    grid = (cut.n_tiles, parts)
+    return Launch(finish_queries, grid, arguments, names=OFFSETS, launch_pdl=True)
+
+
+def sinks_launch(problem: AttentionProblem, cut: Cut, workspace: Workspace) -> Launch:
+    """The launch of `sum_sinks`."""
     # As a kernel gets it.
     unit = torch.tensor(problem.score_unit, dtype=torch.float32).item()
     arguments = {
@@ -146,7 +183,13 @@ def sinks_launch(problem: AttentionProblem, cut: Cut, absent: Collection[str] = 
         "BLOCK_Q": cut.block_q,
         "TILES": SINK_ROWS // cut.block_q,
     }
+    absent = _absent(workspace, OF_LARGE_SCORES)
     return Launch(sum_sinks, (problem.Hq,), arguments, absent=absent)
+
+
+def _absent(workspace: Workspace, names: Collection[str]) -> list[str]:
+    """Those regions that this workspace does not have."""
+    return [name for name in names if workspace.get(name) is None]
 
 
 def fit_inputs(given: BackwardTensors) -> BackwardTensors:

@@ -137,6 +137,7 @@ class KeyTile:
 
     batch: gl.tensor
     head: gl.tensor  # of k and v
+    q_head: gl.tensor  # the first one that shares them
     kv_idx: gl.tensor  # first key, counted in its sequence
     first_q_tile: gl.tensor
     q_start: gl.tensor  # the sequence's first query row in the tensor
@@ -147,7 +148,7 @@ class KeyTile:
 
     @gluon.constexpr_function
     def __init__(self, place, lengths, LAYOUT):
-        self.batch, self.head, self.kv_idx, self.first_q_tile = place
+        self.batch, self.head, self.q_head, self.kv_idx, self.first_q_tile = place
         self.q_start, self.kv_start, self.len_q, self.len_kv = lengths
         self.LAYOUT = gl.constexpr(LAYOUT)
 
@@ -204,5 +205,5 @@ def assign_keys(ticket, kv_slots, n_heads, heads_at_once, sizes):
         (-sizes.left - corner, sizes.right - corner, len_kv - kv_idx, kv_idx),
         sizes,
     )
-    place = (batch, head, kv_idx, first_q_tile)
+    place = (batch, head, head * sizes.heads_per_kv, kv_idx, first_q_tile)
     return KeyTile(place, (q_start, kv_start, len_q, len_kv), sizes.LAYOUT), loop

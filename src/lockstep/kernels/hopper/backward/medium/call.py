@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.hopper.backward.call import (
-    OFFSETS,
+    OPTIONS,
     Cut,
     backward_launches,
     bounds_buffer,
@@ -17,15 +17,13 @@ from lockstep.kernels.hopper.backward.call import (
     fit_inputs,
     kernel_arguments,
     map_maker,
-    row_arguments,
+    queries_launch,
     rows_launch,
     sinks_launch,
-    window_arguments,
 )
 from lockstep.kernels.hopper.backward.medium.dq_sums import SUMS_ROWS
 from lockstep.kernels.hopper.backward.medium.kernel import medium_kernel
 from lockstep.kernels.hopper.backward.medium.tiles import MAIN
-from lockstep.kernels.hopper.backward.rows import finish_queries
 from lockstep.kernels.hopper.common.copy_engine import flat_map
 from lockstep.kernels.hopper.common.sizes import ROWS, processors
 from lockstep.kernels.kernel import BackwardTensors, Needs, PreparedBackward
@@ -35,12 +33,8 @@ from lockstep.problem import AttentionProblem
 BLOCK_KV, BLOCK_Q = 128, 64
 # What head dims are padded to.
 D, DV = 192, 128
-# Registers of a thread when a program starts; its partitions then share them out anew.
-OPTIONS = {"num_warps": 4, "maxnreg": 168}
-# Tickets go round so many heads: `narrow/call.py`.
-HEADS_AT_ONCE, HEADS_AT_ONCE_WITH_MASK = 8, 24
-# What narrow heads have besides in their workspace.
-NARROW = ("large", "flags")
+# Tickets go round so many heads (`narrow/call.py`), and with a mask round more that have no group.
+HEADS_AT_ONCE, HEADS_AT_ONCE_WITH_MASK = 8, 16
 
 
 def cut_of(problem: AttentionProblem) -> Cut:
@@ -61,7 +55,7 @@ def prepare_backward(
         "bounds": bounds_buffer(cut),
     }
     launches = [
-        rows_launch(problem, cut, given.q, fitted.dout, NARROW),
+        rows_launch(problem, cut, given.q, fitted.dout, workspace),
         Launch(
             medium_kernel,
             (min(cut.programs, processors(given.dout.device)),),
@@ -75,25 +69,23 @@ def prepare_backward(
     ]  # fmt: skip
     made = ["dk", "dv"]
     if needs.q:
-        arguments = queries_arguments(problem, cut, given.q)
-        launches.append(Launch(finish_queries, (cut.n_tiles, D // 64), arguments, names=OFFSETS))
+        launches.append(queries_launch(problem, cut, given.q, BLOCK_KV, D // 64))
         made.append("dq")
     if needs.sinks:
-        launches.append(sinks_launch(problem, cut, NARROW))
+        launches.append(sinks_launch(problem, cut, workspace))
         made.append("dsinks")
     return backward_launches(given, needs, made, workspace, launches)
 
 
 def pairs_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str, Any]:
     """Numbers and constants of `medium_kernel`."""
-    n_heads = cut.sequences * problem.Hkv
-    is_masked = problem.window != (None, None)
+    is_more = problem.window != (None, None) and problem.Hq == problem.Hkv
     return {
         **kernel_arguments(problem, k, BLOCK_KV),
         "kv_slots": cut.kv_slots,
         "q_slots": cut.q_slots,
-        "n_heads": n_heads,
-        "heads_at_once": min(n_heads, HEADS_AT_ONCE_WITH_MASK if is_masked else HEADS_AT_ONCE),
+        "n_heads": cut.n_heads,
+        "heads_at_once": cut.heads_at_once(HEADS_AT_ONCE_WITH_MASK if is_more else HEADS_AT_ONCE),
         "Hkv": problem.Hkv,
     }
 
@@ -113,19 +105,4 @@ def pairs_maps(problem: AttentionProblem) -> dict[str, Any]:
         "dv": map_maker(problem, BLOCK_KV, DV),
         "chunk": partial(flat_map, block=[16, 256]),
         "middle": partial(flat_map, block=[8, 256]),
-    }
-
-
-def queries_arguments(problem: AttentionProblem, cut: Cut, q: Tensor) -> dict[str, Any]:
-    """Numbers and constants of `finish_queries`."""
-    return {
-        **row_arguments(problem, cut, q),
-        **window_arguments(problem),
-        "scale": problem.scale,
-        "D": problem.D,
-        "REST": 64,
-        "BLOCK_Q": BLOCK_Q,
-        "BLOCK_KV": BLOCK_KV,
-        "PARTS": D // 64,
-        "EARLY": False,
     }

@@ -136,6 +136,7 @@ def take_steps(W: gl.constexpr, s, begin, end, loop, tiles, dq_sums, scores):
     dk, dk_rest = zeros(128), zeros(64)
     dv = zeros(128)
     t = loop.first_number()
+    head = t * 0
     for n in range(begin, end):
         slot = slot_of(n, STAGES)
         dp = issue_dp(W, 0, n, slot, tiles)
@@ -171,7 +172,7 @@ def take_steps(W: gl.constexpr, s, begin, end, loop, tiles, dq_sums, scores):
             tiles.release_ds(W)
         dq_sums.stage_middle(middle, W)
         s = warpgroup_mma_wait(0, deps=(s,))
-        t = loop.next_number(t)
+        _, t, head = loop.next_in_group(t, t, head)
     return dk, dk_rest, dv
 
 

@@ -76,6 +76,7 @@ def add_halves(W: gl.constexpr, queue, dq_sums, chunk_desc, middle_desc, turn_pt
         loop, _ = queue.read(calls)
         tile = loop.first_tile
         t = loop.first_number()
+        head = tile * 0
         for n in range(loop.n_steps):
             turn = loop.turn(t)
             await_count(turn_ptr + tile, 2 * turn, True)
@@ -95,5 +96,5 @@ def add_halves(W: gl.constexpr, queue, dq_sums, chunk_desc, middle_desc, turn_pt
             mbarrier.arrive(dq_sums.empty_bar.index(W), count=1)
             await_sums(n)
             gl.atomic_add(turn_ptr + tile, 1, sem="release", scope="gpu")
-            tile, t = loop.next(tile, t)
+            tile, t, head = loop.next_in_group(tile, t, head)
         calls += 1

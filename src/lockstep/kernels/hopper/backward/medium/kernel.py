@@ -6,6 +6,8 @@ pieces of q and k, and in where dk and dv are staged.
 
 from __future__ import annotations
 
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
 from lockstep.kernels.hopper.backward.medium.consumer import consume
 from lockstep.kernels.hopper.backward.medium.dq_sums import DqSums, add_halves
 from lockstep.kernels.hopper.backward.medium.tiles import MAIN, STAGES, Tiles
@@ -119,18 +121,18 @@ def produce(
     # A program that draws a ticket has done all its earlier ones, or is at them.
     ticket = gl.atomic_add(ticket_ptr, 1)
     none = ticket * 0
-    last = KeyTile((none, none, none, none), (none, none, none, none), sizes.LAYOUT)
+    last = KeyTile((none, none, none, none, none), (none, none, none, none), sizes.LAYOUT)
     while ticket < kv_slots * n_heads:
         key_tile, loop = assign_keys(ticket, kv_slots, n_heads, heads_at_once, sizes)
         queue.post(n_loops, loop, n_loops * 0)
         tile = loop.first_tile
         t = loop.first_number()
-        head = key_tile.head * sizes.heads_per_kv
+        head = tile * 0
         is_cut = loop.cuts(t) if MASKED else False
         if loop.n_steps > 0:
             load_queries(
-                n, tile, t, head, key_tile, is_cut, tiles, q_desc, q_rest_desc, dout_desc,
-                stats_desc,
+                n, tile, t, key_tile.q_head, key_tile, is_cut, tiles, q_desc, q_rest_desc,
+                dout_desc, stats_desc,
             )  # fmt: skip
         if last_steps > 0:
             tiles.wait_empty((n + 1) % STAGES)
@@ -144,14 +146,13 @@ def produce(
                 inspect_queries(n, n_inspected, tiles, sizes.CONSTANT_TIME)
                 n_inspected += 1
         for i in range(1, loop.n_steps):
-            tile, t = loop.next(tile, t)
-            head = gl.where(t == loop.first_number(), head + 1, head)
+            tile, t, head = loop.next_in_group(tile, t, head)
             if i >= STAGES:
                 tiles.wait_empty((n + i) % STAGES)
             is_cut = loop.cuts(t) if MASKED else False
             load_queries(
-                n + i, tile, t, head, key_tile, is_cut, tiles, q_desc, q_rest_desc, dout_desc,
-                stats_desc,
+                n + i, tile, t, key_tile.q_head + head, key_tile, is_cut, tiles, q_desc,
+                q_rest_desc, dout_desc, stats_desc,
             )  # fmt: skip
             if is_cut:
                 inspect_queries(n + i, n_inspected, tiles, sizes.CONSTANT_TIME)
@@ -180,6 +181,8 @@ def medium_kernel(
     LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr,
     CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr, CONSTANT_TIME: gl.constexpr,
 ):  # fmt: skip
+    # The next kernel may start as soon as there is room, to wait for this one.
+    gdc_launch_dependents()
     sizes = Sizes(
         (q_slots, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows),
         bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, q_desc.block_shape[3],
@@ -189,6 +192,8 @@ def medium_kernel(
     queue = TileQueue.create(4, sizes)
     tiles = Tiles.create(q_desc, q_rest_desc, dout_desc, stats_desc, k_desc, k_rest_desc, v_desc)
     dq_sums = DqSums.create(chunk_desc, middle_desc)
+    # What the kernel before has written, from here on: this one starts before it ends.
+    gdc_wait()
     # Tuples are written out in place: bound to a name, the constants in them become tensors.
     gl.warp_specialize(
         [

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.hopper.backward.call import (
-    OFFSETS,
+    OF_LARGE_SCORES,
+    OPTIONS,
     Cut,
     backward_launches,
     bounds_buffer,
@@ -17,14 +18,12 @@ from lockstep.kernels.hopper.backward.call import (
     fit_inputs,
     kernel_arguments,
     map_maker,
-    row_arguments,
+    queries_launch,
     rows_launch,
     sinks_launch,
-    window_arguments,
 )
 from lockstep.kernels.hopper.backward.narrow.dq_sums import rest_width
 from lockstep.kernels.hopper.backward.narrow.kernel import backward_kernel
-from lockstep.kernels.hopper.backward.rows import finish_queries
 from lockstep.kernels.hopper.common.copy_engine import flat_map
 from lockstep.kernels.hopper.common.sizes import columns, processors
 from lockstep.kernels.kernel import BackwardTensors, Needs, PreparedBackward
@@ -37,12 +36,10 @@ BLOCK_KV = 128
 LEAST_COLUMNS = 32
 # By padded head dim: what leaves room for dK and dV, or for the scores, in 240 registers.
 BLOCK_Q = {64: 128, 128: 64}
-# Registers of a thread when a program starts; its partitions then share them out anew.
-OPTIONS = {"num_warps": 4, "maxnreg": 168, "launch_pdl": True}
 # By padded head dim, `heads_at_once` without a mask, at least, and with one; without, more heads
 # where these bytes hold them.
 HEADS_AT_ONCE = {64: 16, 128: 8}
-HEADS_AT_ONCE_WITH_MASK = {64: 48, 128: 24}
+HEADS_AT_ONCE_WITH_MASK = {64: 48, 128: 16}
 MOST_HEADS_AT_ONCE = 32
 SHARED_L2_BYTES = 32 << 20
 # Up to so many queries, consumers take each step together at D 64, too, but under a causal window.
@@ -71,15 +68,14 @@ def prepare_backward(
         "ticket": Buffer((1,), torch.int32),
         "bounds": bounds_buffer(cut),
     }
-    absent, names = (), {}
+    names = {}
     if problem.constant_time:
-        absent = ("large", "flags")
         workspace["stats"] = Buffer((cut.n_tiles, 4, cut.block_q), torch.float32)
-        workspace |= dict.fromkeys(absent)
+        workspace |= dict.fromkeys(OF_LARGE_SCORES)
         # Kernels read log2 l from `stats` if it is not in shared memory; flags may be any pointer.
-        names = dict.fromkeys(absent, "stats")
+        names = dict.fromkeys(OF_LARGE_SCORES, "stats")
     launches = [
-        rows_launch(problem, cut, given.q, fitted.dout, absent, early=True),
+        rows_launch(problem, cut, given.q, fitted.dout, workspace),
         Launch(
             backward_kernel,
             (min(cut.programs, processors(given.dout.device)),),
@@ -91,12 +87,11 @@ def prepare_backward(
     ]
     made = ["dk", "dv"]
     if needs.q:
-        arguments = queries_arguments(problem, cut, given.q)
-        grid = (cut.n_tiles, 2)
-        launches.append(Launch(finish_queries, grid, arguments, names=OFFSETS, launch_pdl=True))
+        rest = rest_width(columns(problem.D))
+        launches.append(queries_launch(problem, cut, given.q, BLOCK_KV, 2, rest))
         made.append("dq")
     if needs.sinks:
-        launches.append(sinks_launch(problem, cut, absent))
+        launches.append(sinks_launch(problem, cut, workspace))
         made.append("dsinks")
     return backward_launches(given, needs, made, workspace, launches)
 
@@ -107,7 +102,7 @@ def pairs_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str,
         **kernel_arguments(problem, k, BLOCK_KV),
         "kv_slots": cut.kv_slots,
         "q_slots": cut.q_slots,
-        "n_heads": cut.sequences * problem.Hkv,
+        "n_heads": cut.n_heads,
         "heads_at_once": heads_at_once(problem, cut),
         "Hkv": problem.Hkv,
         "D_COLUMNS": max(columns(problem.D), LEAST_COLUMNS),
@@ -129,13 +124,12 @@ def is_together(problem: AttentionProblem, cut: Cut) -> bool:
 def heads_at_once(problem: AttentionProblem, cut: Cut) -> int:
     """How many heads of keys tickets go round. The more, the less programs of one head wait for
     each other, and the less they share of what L2 holds."""
-    n_heads = cut.sequences * problem.Hkv
     if problem.window != (None, None):
-        return min(n_heads, HEADS_AT_ONCE_WITH_MASK[cut.block_d])
+        return cut.heads_at_once(HEADS_AT_ONCE_WITH_MASK[cut.block_d])
     # Queries and dO in 16 bits, sums of dQ in 32.
     head_bytes = cut.q_slots * cut.block_q * cut.block_d * 8
     fitting = min(SHARED_L2_BYTES // head_bytes, MOST_HEADS_AT_ONCE)
-    return min(n_heads, max(fitting, HEADS_AT_ONCE[cut.block_d]))
+    return cut.heads_at_once(max(fitting, HEADS_AT_ONCE[cut.block_d]))
 
 
 def pairs_maps(problem: AttentionProblem, cut: Cut) -> dict[str, Any]:
@@ -159,18 +153,3 @@ def block_rows(problem: AttentionProblem) -> int:
     """How many of them the copy engine takes at once: a power of two."""
     width = rest_width(columns(problem.D))
     return 32 if width == 64 else width // 4
-
-
-def queries_arguments(problem: AttentionProblem, cut: Cut, q: Tensor) -> dict[str, Any]:
-    """Numbers and constants of `finish_queries`."""
-    return {
-        **row_arguments(problem, cut, q),
-        **window_arguments(problem),
-        "scale": problem.scale,
-        "D": problem.D,
-        "REST": rest_width(columns(problem.D)),
-        "BLOCK_Q": cut.block_q,
-        "BLOCK_KV": BLOCK_KV,
-        "PARTS": 2,
-        "EARLY": True,
-    }

@@ -135,7 +135,7 @@ def produce(
     # A program that draws a ticket has done all its earlier ones, or is at them.
     ticket = gl.atomic_add(ticket_ptr, 1)
     none = ticket * 0
-    last = KeyTile((none, none, none, none), (none, none, none, none), sizes.LAYOUT)
+    last = KeyTile((none, none, none, none, none), (none, none, none, none), sizes.LAYOUT)
     while ticket < kv_slots * n_heads:
         key_tile, loop = assign_keys(ticket, kv_slots, n_heads, heads_at_once, sizes)
         if MAY_BE_LARGE:
@@ -144,12 +144,11 @@ def produce(
             queue.post(n_loops, loop, n_loops * 0)
         tile = loop.first_tile
         t = loop.first_number()
-        first_head = key_tile.head * sizes.heads_per_kv
         head = tile * 0
         is_cut = loop.cuts(t) if MASKED else False
         if loop.n_steps > 0:
             load_queries(
-                n, tile, t, first_head, key_tile, is_cut, tiles, q_desc, dout_desc, stats_desc,
+                n, tile, t, key_tile.q_head, key_tile, is_cut, tiles, q_desc, dout_desc, stats_desc,
                 sizes.CONSTANT_TIME,
             )  # fmt: skip
             if n_keys > 0:
@@ -169,7 +168,7 @@ def produce(
                 tiles.wait_empty((n + i) % STAGES)
             is_cut = loop.cuts(t) if MASKED else False
             load_queries(
-                n + i, tile, t, first_head + head, key_tile, is_cut, tiles, q_desc, dout_desc,
+                n + i, tile, t, key_tile.q_head + head, key_tile, is_cut, tiles, q_desc, dout_desc,
                 stats_desc, sizes.CONSTANT_TIME,
             )  # fmt: skip
             if is_cut:

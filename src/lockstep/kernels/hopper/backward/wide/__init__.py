@@ -6,7 +6,8 @@
     key_loop.py  which key tiles a query tile sees
     tiles.py     tiles of up to 256 columns, and products of them
 
-dK and dV of a key add up query heads and query tiles in ascending order, dQ of a row key tiles.
+dK and dV of a key add up query heads in ascending order and the query tiles of each in descending
+order; dQ of a row adds up key tiles in ascending order.
 Tiles start at multiples of their size, counted in the own sequence. So no bit depends on the batch,
 on the GPU or on how a launch happens to run.
 """

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from lockstep.kernels.hopper.backward.call import (
+    OPTIONS,
     Cut,
     backward_launches,
     bounds_buffer,
@@ -32,10 +33,6 @@ from lockstep.problem import AttentionProblem
 
 BLOCK = ROWS  # queries and keys of a tile; programs of the second pass own two tiles of rows
 BLOCK_Q = QUERIES.value
-# Registers of a thread when a program starts; its partitions then share them out anew.
-OPTIONS = {"num_warps": 4, "maxnreg": 168}
-# What narrow heads have besides statistics in their workspace.
-NARROW = ("large", "flags", "turn", "ticket")
 
 
 def cut_of(problem: AttentionProblem) -> Cut:
@@ -53,7 +50,8 @@ def prepare_backward(
         "stats": Buffer((cut.n_tiles, 4, BLOCK), torch.float32),
         "bounds": bounds_buffer(cut),
     }
-    launches, made = [rows_launch(problem, cut, given.q, fitted.dout, NARROW, num_warps=8)], []
+    launches = [rows_launch(problem, cut, given.q, fitted.dout, workspace, num_warps=8)]
+    made = []
     if needs.k or needs.v:
         arguments, maps = keys_arguments(problem, fitted.k, cut), keys_maps(problem)
         launches.append(Launch(keys_kernel, (cut.programs,), arguments, maps=maps, **OPTIONS))
@@ -61,10 +59,12 @@ def prepare_backward(
     if needs.q:
         programs = slots_of(problem, problem.Sq, BLOCK_Q) * cut.sequences * problem.Hq
         arguments, maps = queries_arguments(problem, fitted.k, cut), queries_maps(problem)
-        launches.append(Launch(queries_kernel, (programs,), arguments, maps=maps, **OPTIONS))
+        # Alone, it must not start before there are statistics.
+        options = OPTIONS | {"launch_pdl": bool(made)}
+        launches.append(Launch(queries_kernel, (programs,), arguments, maps=maps, **options))
         made.append("dq")
     if needs.sinks:
-        launches.append(sinks_launch(problem, cut, ("large", "flags")))
+        launches.append(sinks_launch(problem, cut, workspace))
         made.append("dsinks")
     return backward_launches(given, needs, made, workspace, launches)
 
@@ -76,7 +76,7 @@ def keys_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str, 
         **_chunks(problem),
         "kv_slots": cut.kv_slots,
         "q_slots": cut.q_slots,
-        "n_heads": cut.sequences * problem.Hkv,
+        "n_heads": cut.n_heads,
         "Hkv": problem.Hkv,
     }
 

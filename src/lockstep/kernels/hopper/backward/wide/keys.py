@@ -14,6 +14,8 @@ products of the other keep the matrix units busy.
 
 from __future__ import annotations
 
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
 from lockstep.kernels.hopper.backward.nonfinite import has_nonfinite
 from lockstep.kernels.hopper.backward.query_loop import assign_keys
 from lockstep.kernels.hopper.backward.scores import Scores
@@ -180,15 +182,14 @@ def _finish(program, to, sums, scale, MASKED: gl.constexpr):
 
 @gluon.jit
 def produce(
-    key_tile, loop, program, heads_per_kv, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
-    dv_desc,
-):  # fmt: skip
+    key_tile, loop, program, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc
+):
     """Partition of one warp: loads k, v and the query tiles, and stores dk and dv."""
     program.k.send(0, k_desc, key_tile.kv_coordinates())
     program.v.send(0, v_desc, key_tile.kv_coordinates())
     tile = loop.first_tile
     t = loop.first_number()
-    head = key_tile.head * heads_per_kv
+    head = key_tile.q_head
     for n in range(loop.n_steps):
         slot = n % STAGES
         row = key_tile.q_coordinates(head, (key_tile.first_q_tile + t) * loop.BLOCK_Q)
@@ -244,17 +245,20 @@ def keys_kernel(
         k_desc.block_shape[3], CONSTANT_TIME,
     )  # fmt: skip
     scores = Scores(scale, unit, softcap, CAPPED, HIDES_SCORES)
-    key_tile, loop = assign_keys(gl.program_id(0), kv_slots, n_heads, 1, sizes)
     MASKED: gl.constexpr = HAS_LEFT or HAS_RIGHT
     program = Program.create(q_desc, dout_desc, stats_desc, k_desc, v_desc, ND, NDV, MASKED)
+    # Statistics are there from here on, for the next kernel, too, which needs no more than those.
+    gdc_wait()
+    gdc_launch_dependents()
+    key_tile, loop = assign_keys(gl.program_id(0), kv_slots, n_heads, 1, sizes)
     # Tuples are written out in place: bound to a name, the constants in them become tensors.
     if MASKED:
         gl.warp_specialize(
             [
                 (sum_values, (loop, program, scores)),
                 (sum_keys, (loop, program, scores)),
-                (produce, (key_tile, loop, program, heads_per_kv, q_desc, dout_desc, stats_desc,
-                           k_desc, v_desc, dk_desc, dv_desc)),
+                (produce, (key_tile, loop, program, q_desc, dout_desc, stats_desc, k_desc, v_desc,
+                           dk_desc, dv_desc)),
                 (inspect, (loop, program)),
             ],
             [4, 1, 1],
@@ -265,8 +269,8 @@ def keys_kernel(
             [
                 (sum_values, (loop, program, scores)),
                 (sum_keys, (loop, program, scores)),
-                (produce, (key_tile, loop, program, heads_per_kv, q_desc, dout_desc, stats_desc,
-                           k_desc, v_desc, dk_desc, dv_desc)),
+                (produce, (key_tile, loop, program, q_desc, dout_desc, stats_desc, k_desc, v_desc,
+                           dk_desc, dv_desc)),
             ],
             [4, 1],
             [240, 24],

@@ -8,6 +8,8 @@ registers, of the product for dQ. The exponentials of a tile run under dO·Vᵀ.
 
 from __future__ import annotations
 
+from triton.language.extra.cuda import gdc_wait
+
 from lockstep.kernels.hopper.backward.nonfinite import largest
 from lockstep.kernels.hopper.backward.scores import Scores
 from lockstep.kernels.hopper.backward.sizes import Sizes
@@ -196,3 +198,6 @@ def queries_kernel(
             [4, 1],
             [240, 24],
         )  # fmt: skip
+    if pid == gl.num_programs(0) - 1:
+        # This kernel may have started before dk and dv were done, and must not end before.
+        gdc_wait()
