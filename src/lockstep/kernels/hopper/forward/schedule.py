@@ -6,7 +6,8 @@ number, in one of three orders:
 
 - BY_HEAD, where tiles see equally many keys: head after head.
 - PAIRED, where later tiles see more (causal): tiles i and n-1-i of a head make one piece of work,
-  all pieces are equally long, and go head after head.
+  all pieces are equally long, and go head after head. The last rounds, of which one may be without
+  work for some programs, have single tiles, longest first.
 - LONGEST_FIRST, where pairs are too few to fill the rounds: single tiles go round the programs,
   every other round backwards, so that a program with the longest tile of a round has the shortest
   of the next.
@@ -34,6 +35,8 @@ ORDER_HEAD, ORDER_NUMBERS = gl.constexpr(sequence_order.HEAD), gl.constexpr(sequ
 BAD = gl.constexpr(-1)
 LONGEST_FIRST, PAIRED, BY_HEAD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 UNSORTED = gl.constexpr(3)
+# Whole rounds of pairs whose tiles go singly, with those of the round that is not whole.
+SINGLE_ROUNDS = gl.constexpr(1)
 
 
 @aggregate
@@ -117,10 +120,10 @@ class Schedule:
     def next(self, step):
         """The first step from `step` on that has a tile, and the tile; without one, the tile does
         not exist."""
-        n_tiles = self.n_q_tiles
+        n_steps = gl.cdiv(self.n_q_tiles * self.heads, gl.num_programs(0)) + 1
         if self.order == PAIRED:
-            n_tiles = (n_tiles + 1) // 2 * 2
-        n_steps = 2 * gl.cdiv(n_tiles * self.heads, 2 * gl.num_programs(0))
+            # A pair may be a single tile, and has two steps.
+            n_steps += self.pair_rounds()
         tile = self.tile(step)
         while (tile.exists == 0) & (step + 1 < n_steps):
             step += 1
@@ -133,13 +136,13 @@ class Schedule:
         pid = gl.program_id(0)
         programs = gl.num_programs(0)
         if self.order == PAIRED:
-            n_pairs = (self.n_q_tiles + 1) // 2
-            index = step // 2 * programs + pid
-            head = index // n_pairs
-            pair = index % n_pairs
-            slot = gl.where(step % 2 == 0, self.n_q_tiles - 1 - pair, pair)
-            # The tile in the middle is its own pair.
-            exists = (step % 2 == 0) | (2 * pair != self.n_q_tiles - 1)
+            rounds = self.pair_rounds()
+            if step < 2 * rounds:
+                head, slot, exists = self._paired(step // 2 * programs + pid, step % 2)
+            else:
+                single = step - 2 * rounds
+                index = single * programs + gl.where(single % 2 == 0, pid, programs - 1 - pid)
+                head, slot, exists = self._left_by_pairs(rounds * programs, index)
         elif self.order == BY_HEAD:
             index = step * programs + pid
             head = index // self.n_q_tiles
@@ -172,6 +175,41 @@ class Schedule:
             self.Sq,
             len_kv,
         )
+
+    @gluon.jit
+    def pair_rounds(self):
+        """How many rounds of pairs there are before single tiles."""
+        n_pairs = (self.n_q_tiles + 1) // 2
+        return gl.maximum(n_pairs * self.heads // gl.num_programs(0) - SINGLE_ROUNDS, 0)
+
+    @gluon.jit
+    def _paired(self, index, second):
+        """Head and slot of the first or the `second` tile of a pair, and whether there is one."""
+        n_pairs = (self.n_q_tiles + 1) // 2
+        pair = index % n_pairs
+        slot = gl.where(second == 0, self.n_q_tiles - 1 - pair, pair)
+        # The tile in the middle is its own pair.
+        return index // n_pairs, slot, (second == 0) | (2 * pair != self.n_q_tiles - 1)
+
+    @gluon.jit
+    def _left_by_pairs(self, n_paired, index):
+        """The same of the tiles that n_paired pairs leave, the longest first: some in the middle of
+        one head, and all of those after it."""
+        n_pairs = (self.n_q_tiles + 1) // 2
+        cut_head = n_paired // n_pairs
+        cut = n_paired % n_pairs  # so many tiles of that head are gone at either end
+        n_whole = self.heads - cut_head - 1
+        # Tiles as long as those that are gone, and tiles that are in the middle of their heads.
+        n_long = cut * n_whole
+        n_middle = (self.n_q_tiles - 2 * cut) * (n_whole + 1)
+        is_long = index < n_long
+        is_middle = (is_long == 0) & (index < n_long + n_middle)
+        at = index - gl.where(is_long, 0, gl.where(is_middle, n_long, n_long + n_middle))
+        before = gl.where(is_long, 0, gl.where(is_middle, cut, self.n_q_tiles - cut))
+        n_heads = gl.where(is_middle, n_whole + 1, gl.maximum(n_whole, 1))
+        first_head = gl.where(is_middle, cut_head, cut_head + 1)
+        slot = self.n_q_tiles - 1 - before - at // n_heads
+        return first_head + at % n_heads, slot, index < 2 * n_long + n_middle
 
     @gluon.jit
     def packed_tile(self, ticket):
