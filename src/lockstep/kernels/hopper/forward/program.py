@@ -51,12 +51,14 @@ class Build:
     CONSTANT_TIME: gl.constexpr
     CLEANS: gl.constexpr  # in constant time, under a mask
     RESCALES_LATE: gl.constexpr  # acc is, under the next scores: products.py
+    Q_IN_REGISTERS: gl.constexpr  # behind the first block of a tile: steps.py
     HALVES: gl.constexpr  # weights are computed in two halves, one behind the product: steps.py
 
     @gluon.constexpr_function
     def __init__(
         self, CONSUMERS, PINGPONG, FIXED_MAX, EXACT, SECOND_PASS, Q_STAGES, SCORES, HAS_SINKS,
         SPAN, TOTAL_COLUMNS, ADDS_LATE, CONSTANT_TIME, CLEANS, HALVES=False, RESCALES_LATE=False,
+        Q_IN_REGISTERS=False,
     ):  # fmt: skip
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.PINGPONG = gl.constexpr(PINGPONG)
@@ -73,6 +75,7 @@ class Build:
         self.CLEANS = gl.constexpr(CLEANS)
         self.HALVES = gl.constexpr(HALVES)
         self.RESCALES_LATE = gl.constexpr(RESCALES_LATE)
+        self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
 
 
 @aggregate

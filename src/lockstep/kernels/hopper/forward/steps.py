@@ -3,6 +3,7 @@ query-invariant builds."""
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.common.accumulator import left_operand
 from lockstep.kernels.hopper.common.exact_weights import (
     exceeds,
     offset_weights,
@@ -152,6 +153,8 @@ def take_steps(
 ):
     """Every block of a tile behind the first; `seen` is the number of the last one then."""
     q = q_ring.pieces(tiles)
+    if program.build.Q_IN_REGISTERS:
+        q = (q[0].load(left_operand(program.schedule.BLOCK_KV)),)
     for block in range(rows.begin + 1, rows.end):
         p, acc, m, l, beside, alpha, cuts = step(
             c, program, rows, block, seen, q, p, acc, m, l, beside, alpha, cuts
