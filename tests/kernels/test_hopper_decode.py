@@ -101,12 +101,13 @@ def plain_gluon(program, n_programs):
 
 def runs_of(
     monkeypatch, lens, heads, n_programs, left=None, Skv=1 << 16, team=1, waves=1, whole=0, Sq=1,
-    group=1,
+    group=1, inside=False,
 ):  # fmt: skip
-    """The messages of all programs, and what they note about slots."""
+    """The messages of all programs, and what they note about slots; if they fold what they cut
+    themselves, the slots whose counters each makes ready."""
     lens = torch.tensor(lens)
     slots = torch.full((n_programs, 3), -9)
-    found = []
+    found, marked = [], []
     constants = {
         name: getattr(schedule, name).value
         for name in ("MOST_SPAN", "SPAN_COST", "FEW", "MANY", "ROWS")
@@ -115,6 +116,8 @@ def runs_of(
     for program in range(n_programs):
         plain = {"gl": plain_gluon(program, n_programs), **constants}
         plain |= {"divide": lambda a, b: a // b, "divide_up": ceil_div}
+        ready: list = []
+        plain["mark_arrivals"] = lambda rows, slot, ready=ready: ready.append(int(slot))
         make_plain(monkeypatch, (schedule, producer), plain)
         q_tiles = ceil_div(Sq * group, sizes.ROWS)
         wanted = max(1, plan.WANTED // (heads * q_tiles))
@@ -126,7 +129,9 @@ def runs_of(
         ring = SimpleNamespace(send=lambda i, desc, places, head, sent=sent: sent.append(int(i)))
         ignored = SimpleNamespace(send=lambda *given: None)
         cache = SimpleNamespace(places_of=lambda *given: None)
-        queue = SimpleNamespace(post=lambda n, x, runs=runs: runs.append([int(y) for y in x]))
+        queue = SimpleNamespace(
+            post=lambda n, x, runs=runs: runs.append([int(y) for y in x]), INSIDE=inside
+        )
         slots_ptr = Pointer(slots.view(-1))
         producer.produce(
             made, queue, ring, ignored, None, None, cache, slots_ptr, None, False, False
@@ -134,7 +139,8 @@ def runs_of(
         assert runs.pop() == [0]
         assert sent == list(range(sum(run[5] - run[4] for run in runs)))
         found.append(runs)
-    return found, slots
+        marked.append(ready)
+    return found, marked if inside else slots
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ Importing this package does not import Triton.
     nonfinite.py values that are not finite, kept from rows that do not see them
     kernel.py    the kernel
     groups.py    groups of its arguments
-    fold.py      the second kernel: parts folded into results
+    arrivals.py  parts folded into results by the program that hands out the last of a head
+    fold.py      the second kernel, which does so where these are many
     units.py     which program of it folds what
     part_batches.py  how parts come to it
     span_consumer.py, span_fold.py  those of query-invariant calls, with the bits of the forward

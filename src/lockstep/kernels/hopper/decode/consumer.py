@@ -17,6 +17,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     warpgroup_mma_wait,
 )
 from lockstep.kernels.hopper.decode import plan
+from lockstep.kernels.hopper.decode.arrivals import fold_if_last
 from lockstep.kernels.hopper.decode.few_rows import (
     all_of_rows,
     as_operand,
@@ -163,6 +164,9 @@ def consume_narrow_runs(rows, sizes, queue, k, v, q_smem, exchange, cache):
     run = queue.read(runs, sizes)
     while run.exists != 0:
         seen = attend_narrow_run(rows, sizes, run, k, v, q_smem, exchange, cache, seen)
+        if queue.INSIDE:  # noqa: SIM102, Gluon would evaluate both
+            if run.slot >= 0:
+                fold_if_last(rows, sizes, run, v.D, False)
         runs += 1
         run = queue.read(runs, sizes)
 
@@ -185,6 +189,9 @@ def consume_runs(
                 seen = attend_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW)
         else:
             seen = attend_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW)
+        if queue.INSIDE:  # noqa: SIM102, as above
+            if run.slot >= 0:
+                fold_if_last(rows, sizes, run, v.D, False)
         runs += 1
         run = queue.read(runs, sizes)
 

@@ -31,6 +31,18 @@ from lockstep.kernels.launch import unspecialized
 _ANY_ADDRESS = ("sinks_ptr", "kv_lens_ptr", "kv_starts_ptr", "page_table_ptr")
 
 
+@gluon.jit
+def prefetch_maps(x):
+    """Bring the two tensor maps to where the copy engine reads them; x is any int32 number. As
+    arguments they are the first and, behind its shape and strides, the tenth."""
+    gl.inline_asm_elementwise(
+        "{ .reg .b64 at; mov.b64 at, decode_kernel_param_0; cvta.param.u64 at, at;"
+        "prefetch.tensormap [at]; mov.b64 at, decode_kernel_param_9; cvta.param.u64 at, at;"
+        "prefetch.tensormap [at]; mov.b32 $0, $1; }",
+        "=r,r", [x], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 @unspecialized(gluon.jit, any_address=_ANY_ADDRESS)
 def decode_kernel(
     k_desc,  # boxes [rows of a page, COLUMNS] of k [n_pages, Hkv, page, D]
@@ -65,10 +77,13 @@ def decode_kernel(
     NARROW: gl.constexpr,  # the most rows that have the narrow consumer
     Q_ROWS: gl.constexpr,  # query rows for which there is room
     LATE: gl.constexpr,
+    INSIDE: gl.constexpr,  # programs fold what they have cut: `arrivals.py`
 ):
     # `fold.py` may start as soon as there is room, to wait for the parts where it needs them.
     if not LATE:
         gdc_launch_dependents()
+    if INSIDE:
+        prefetch_maps(numbers.B)
     slots_ptr, n = pointers.slots_ptr, numbers
     sizes = Sizes(
         (pointers.kv_lens_ptr, pointers.kv_starts_ptr),
@@ -76,16 +91,16 @@ def decode_kernel(
          n.group, n.whole),
         HAS_LEFT, HAS_RIGHT, HAS_STARTS, PACKED, BLOCK_KV,
     )  # fmt: skip
-    queue = RunQueue.create(PACKED)
+    queue = RunQueue.create(PACKED, INSIDE)
     k = Tiles.create(k_desc, STAGES, BLOCK_KV, D)
     v = Tiles.create(v_desc, STAGES, BLOCK_KV, DV)
     q_smem = gl.allocate_shared_memory(k_desc.dtype, [Q_ROWS, D], gl.NVMMASharedLayout(128, 16, 2))
     rows = Rows(
         (pointers.q_ptr, pointers.out_ptr, pointers.lse_ptr, pointers.statistics_ptr,
-         pointers.parts_ptr, pointers.part_stats_ptr, pointers.sinks_ptr),
+         pointers.parts_ptr, pointers.part_stats_ptr, pointers.sinks_ptr, pointers.arrivals_ptr),
         (stride_q.b, stride_q.h, stride_q.s, row_strides.rows_b, row_strides.rows_h,
          row_strides.rows_s, n.group, n.n_spans, n.n_rows, scales.cap_scale, scales.score_scale,
-         scales.unit, scales.natural),
+         scales.unit, scales.natural, scales.mark),
         SCORES, HAS_SINKS, not PAGED, D, HEAD_DIM, HEAD_DIM_V,
     )  # fmt: skip
     cache = Cache(

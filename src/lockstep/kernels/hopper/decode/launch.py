@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from functools import partial
 from typing import Any
 
@@ -16,11 +17,13 @@ from lockstep.kernels.hopper.decode.fold import fold_slots
 from lockstep.kernels.hopper.decode.kernel import decode_kernel
 from lockstep.kernels.hopper.decode.plan import (
     COLUMNS,
+    COUNT_BITS,
     FOLD_BATCH,
     FOLD_BATCHES,
     FOLD_COLUMNS,
     FOLD_ROWS,
     INVARIANT_PART_NUMBERS,
+    MARK_BITS,
     MOST_SLOTS,
     NARROW_ROWS,
     PART_NUMBERS,
@@ -28,6 +31,7 @@ from lockstep.kernels.hopper.decode.plan import (
     PRODUCER_REGISTERS,
     columns_of,
     fold_programs,
+    folds_inside,
     has_few_rows,
     is_narrow,
     keeps_whole,
@@ -50,6 +54,9 @@ from lockstep.kernels.kernel import Prepared, Result
 from lockstep.kernels.launch import Buffer, Launch, Launches
 from lockstep.memory_order import strides_like
 from lockstep.problem import AttentionProblem, Tensors
+
+# Of counters that this process uses (`arrivals.py`), with its highest bit set: of one type.
+MARK = 1 << MARK_BITS | secrets.randbits(MARK_BITS)
 
 
 def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: int) -> Launches:
@@ -74,6 +81,9 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
         names["kv_lens"] = "lengths"
     shared = _numbers(problem, tensors.q, fitted, n_programs) | _constants(problem)
     shared["n_slots"] = n_slots
+    inside = folds_inside(problem, n_programs)
+    shared["INSIDE"] = inside
+    assert n_spans < 1 << COUNT_BITS
     decode = Launch(
         decode_kernel,
         (n_programs,),
@@ -110,9 +120,10 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
             "parts": Buffer((n_slots, n_spans, n_rows, columns_of(problem.Dv)), torch.float32),
             "part_stats": Buffer((n_slots, n_spans, n_rows, n_numbers), torch.float32),
             "slots": Buffer((n_slots, 3), torch.int32),
+            "arrivals": Buffer((n_slots,), torch.int64),
             "tiles": _tiles(problem),
         },
-        [*_listing(problem, names, n_slots), decode, fold],
+        [*_listing(problem, names, n_slots), decode, *([] if inside else [fold])],
         kept={} if lengths is None else {"lengths": lengths},
         fit=partial(_fit, copied) if copied else None,
         finish=_finish,
@@ -215,6 +226,7 @@ def _numbers(
         "score_scale": problem.scale if cap is None else cap,
         "unit": problem.score_unit,
         "natural": problem.scale if problem.has_raw_scores else 1.0,
+        "mark": MARK,
     }
 
 

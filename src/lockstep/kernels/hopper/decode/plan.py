@@ -35,6 +35,10 @@ FOLD_COLUMNS, FOLD_ROWS, FOLD_BATCH, FOLD_BATCHES = 32, 4, 32, 2
 # Units to an SM up to which there is a program for each, and programs to an SM that share more of
 # them; the most slots.
 FOLD_UNITS, FOLD_PROGRAMS, MOST_SLOTS = 8, 6, 512
+# Rows of a tile up to which the first kernel may fold.
+INSIDE_ROWS = 32
+# Bits of a counter of spans that count; those above are a mark (`arrivals.py`).
+COUNT_BITS, MARK_BITS = 20, 42
 # Numbers of a row of a part beside its products: m and l; with query_invariant, m and error, and
 # from PART_SUMS on the sums of four threads, l and residue.
 PART_NUMBERS, INVARIANT_PART_NUMBERS, PART_SUMS = 2, 12, 4
@@ -127,6 +131,18 @@ def starts_late(problem: AttentionProblem) -> bool:
     """Whether the second kernel starts when the last loads are under way, and not at once: faster
     at head dim 128, slower in query-invariant calls."""
     return prefetches(problem)
+
+
+def folds_inside(problem: AttentionProblem, n_programs: int) -> bool:
+    """Whether programs fold what they have cut (`arrivals.py`), in place of a second kernel: faster
+    where a head has no more than two programs, and slower with few rows of head dim 64, unless a
+    window leaves few keys. That changes no bit."""
+    if 2 * tiles_of(problem) * problem.Hkv < n_programs or tile_rows_of(problem) > INSIDE_ROWS:
+        return False
+    if problem.query_invariant:
+        return problem.D == 128 and has_few_rows(problem)
+    is_windowed = problem.window[0] is not None
+    return columns_of(problem.D) > 64 or rows_of(problem) > FEW_ROWS or is_windowed
 
 
 def _has_128_columns(problem: AttentionProblem) -> bool:

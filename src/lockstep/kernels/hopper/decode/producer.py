@@ -20,6 +20,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
 )
 from lockstep.kernels.hopper.common.ring import Ring
 from lockstep.kernels.hopper.decode import plan, tiles
+from lockstep.kernels.hopper.decode.arrivals import mark_arrivals
 from lockstep.kernels.hopper.decode.prefetch import prefetch_pages, prefetch_queries
 from lockstep.kernels.hopper.decode.schedule import (
     FEW,
@@ -28,6 +29,7 @@ from lockstep.kernels.hopper.decode.schedule import (
     count_as,
     place_at,
     spans_before,
+    stretch_of,
 )
 
 COLUMNS = gl.constexpr(plan.COLUMNS)
@@ -211,17 +213,23 @@ def produce(
                 cut = gl.where(is_cut_here, pair, cut)
                 cut_begin = gl.where(is_cut_here, last - 1, cut_begin)
                 cut_end = gl.where(is_cut_here, n_spans, cut_end)
-                if by_pair & (first == 0):
-                    note_slot(slots_ptr, pair, gl.where(is_whole, -1, pair), last - 1, n_spans)
+                if queue.INSIDE == 0:  # noqa: SIM102, as above
+                    if by_pair & (first == 0):
+                        note_slot(slots_ptr, pair, gl.where(is_whole, -1, pair), last - 1, n_spans)
                 message = (
                     1, sequence, head, q_tile, run_begin, run_end, span, first, found[0],
                     gl.where(is_whole, -1 - slot, slot),
                 )  # fmt: skip
                 if sizes.PACKED:
                     q_start = gl.load(sizes.kv_lens_ptr + b * FIELDS + Q_START)
-                    queue.post(runs, message + (found[1], q_start))  # noqa: RUF005
-                else:
-                    queue.post(runs, message)
+                    message = message + (found[1], q_start)  # noqa: RUF005
+                if queue.INSIDE:
+                    if is_whole == 0:
+                        mark_arrivals(rows, slot)
+                    behind = stretch_of(owner + 1, total, n_teams) - at
+                    owned = spans_before(sizes, behind, tile_begin, span, n_spans, keeps_whole)
+                    message = message + (last - first, n_spans, owned - 1)  # noqa: RUF005
+                queue.post(runs, message)
                 runs += 1
                 for tile in range(run_begin, run_end):
                     end = gl.where(tile + 1 < run_end, kv_len, 0)
@@ -237,6 +245,7 @@ def produce(
     if LATE:
         gdc_launch_dependents()
     queue.post(runs, (0,))
-    if by_pair == 0:
-        own = place * sizes.team + member
-        note_slot(slots_ptr, own, cut, cut_begin, cut_end)
+    if queue.INSIDE == 0:  # noqa: SIM102, as above
+        if by_pair == 0:
+            own = place * sizes.team + member
+            note_slot(slots_ptr, own, cut, cut_begin, cut_end)

@@ -26,6 +26,7 @@ class Rows:
     parts_ptr: gl.tensor  # [slots, n_spans, n_rows, Dv]
     part_stats_ptr: gl.tensor  # [slots, n_spans, n_rows, 2]
     sinks_ptr: gl.tensor
+    arrivals_ptr: gl.tensor  # [slots]: `arrivals.py`
     stride_qb: gl.tensor
     stride_qh: gl.tensor
     stride_qs: gl.tensor
@@ -39,6 +40,7 @@ class Rows:
     score_scale: gl.tensor
     unit: gl.tensor
     natural: gl.tensor
+    mark: gl.tensor
     SCORES: gl.constexpr  # "raw", "scaled" or "capped"
     HAS_SINKS: gl.constexpr
     HAS_STATISTICS: gl.constexpr
@@ -57,6 +59,7 @@ class Rows:
         self.parts_ptr = pointers[4]
         self.part_stats_ptr = pointers[5]
         self.sinks_ptr = pointers[6]
+        self.arrivals_ptr = pointers[7]
         self.stride_qb = numbers[0]
         self.stride_qh = numbers[1]
         self.stride_qs = numbers[2]
@@ -70,6 +73,7 @@ class Rows:
         self.score_scale = numbers[10]
         self.unit = numbers[11]
         self.natural = numbers[12]
+        self.mark = numbers[13]
         self.SCORES = gl.constexpr(SCORES)
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
         self.HAS_STATISTICS = gl.constexpr(HAS_STATISTICS)
@@ -112,10 +116,10 @@ class Rows:
         return s
 
     @gluon.jit
-    def rows_of(self, sizes, run, layout: gl.constexpr, N: gl.constexpr = ROWS):
-        """The first N rows of a run: their place in its tile, their number, and whether there is
-        one."""
-        row = gl.arange(0, N, layout)
+    def rows_of(self, sizes, run, layout: gl.constexpr, N: gl.constexpr = ROWS, first=0):
+        """N rows of a run, from the first on: their place in its tile, their number, and whether
+        there is one."""
+        row = first + gl.arange(0, N, layout)
         number = run.q_tile * ROWS + row
         return row, number, number < run.n_q * self.group
 
@@ -146,10 +150,10 @@ class Rows:
         gl.store(self.part_stats_ptr + to * 2 + 1, l, mask=is_row)
 
     @gluon.jit
-    def store_results(self, sizes, run, m, l, acc):
-        """The results of rows whose parts have all been folded."""
+    def store_results(self, sizes, run, m, l, acc, first=0):
+        """The results of rows whose parts have all been folded, from row `first` on."""
         layout: gl.constexpr = m.type.layout
-        _row, number, is_row = self.rows_of(sizes, run, layout, acc.shape[0])
+        _row, number, is_row = self.rows_of(sizes, run, layout, acc.shape[0], first)
         query = divide(number, self.group)
         head = run.head * self.group + number - query * self.group
         if self.HAS_SINKS:

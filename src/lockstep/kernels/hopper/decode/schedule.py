@@ -292,6 +292,9 @@ class Run:
     slot: gl.tensor  # where its parts go; if these are all spans, -1 less that
     n_q: gl.tensor  # queries of its sequence, and where they begin
     q_start: gl.tensor
+    n_own: gl.tensor  # its spans, those of its head, and the first part of the head, if it is cut
+    n_spans: gl.tensor
+    first_part: gl.tensor
 
     @gluon.constexpr_function
     def __init__(self, numbers):
@@ -307,6 +310,9 @@ class Run:
         self.slot = numbers[9]
         self.n_q = numbers[10]
         self.q_start = numbers[11]
+        self.n_own = numbers[12]
+        self.n_spans = numbers[13]
+        self.first_part = numbers[14]
 
 
 @aggregate
@@ -314,14 +320,17 @@ class RunQueue:
     """The producer writes which run is next, the consumer reads it."""
 
     mailbox: Mailbox
+    INSIDE: gl.constexpr  # programs fold what they have cut: `arrivals.py`
 
     @gluon.constexpr_function
-    def __init__(self, mailbox):
+    def __init__(self, mailbox, INSIDE):
         self.mailbox = mailbox
+        self.INSIDE = gl.constexpr(INSIDE)
 
     @gluon.jit
-    def create(PACKED: gl.constexpr):
-        return RunQueue(Mailbox.create(12 if PACKED else 10, 1, RUNS_AHEAD))
+    def create(PACKED: gl.constexpr, INSIDE: gl.constexpr):
+        FIELDS: gl.constexpr = 10 + (2 if PACKED else 0) + (3 if INSIDE else 0)
+        return RunQueue(Mailbox.create(FIELDS, 1, RUNS_AHEAD), INSIDE)
 
     @gluon.jit
     def post(self, n, numbers):
@@ -336,6 +345,12 @@ class RunQueue:
         else:
             n_q = sizes.Sq
             q_start = sizes.Sq * 0
+        n_own, n_spans, first_part = sizes.Sq, sizes.Sq, sizes.Sq
+        if self.INSIDE:
+            AT: gl.constexpr = 12 if sizes.PACKED else 10
+            n_own = self.mailbox.field(n, AT)
+            n_spans = self.mailbox.field(n, AT + 1)
+            first_part = self.mailbox.field(n, AT + 2)
         run = Run(
             (
                 self.mailbox.field(n, 0),
@@ -350,6 +365,9 @@ class RunQueue:
                 self.mailbox.field(n, 9),
                 n_q,
                 q_start,
+                n_own,
+                n_spans,
+                first_part,
             )
         )
         self.mailbox.release(n)

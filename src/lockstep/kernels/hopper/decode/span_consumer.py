@@ -25,6 +25,7 @@ from lockstep.kernels.hopper.common.spans import (
     span_weights,
 )
 from lockstep.kernels.hopper.decode import plan
+from lockstep.kernels.hopper.decode.arrivals import fold_if_last
 from lockstep.kernels.hopper.decode.consumer import bounds_of_run, is_seen, scores_of
 from lockstep.kernels.hopper.decode.few_rows import (
     as_operand,
@@ -285,5 +286,8 @@ def consume_spans(
             store_part(
                 rows, sizes, run, span - 1, maxima[0], maxima[1], total[0], total[1], total[2]
             )
+        if queue.INSIDE:  # noqa: SIM102, Gluon would evaluate both
+            if run.slot >= 0:
+                fold_if_last(rows, sizes, run, v.D, True)
         runs += 1
         run = queue.read(runs, sizes)
