@@ -88,11 +88,11 @@ def dq_tile(call, grad, b, h, row):
 
 
 @compiled
-def _hide_keys(work, g, begin, end):
+def _hide_keys(work, t, begin, end):
     """Marks keys that a tile does not see, for tiles of its group may."""
     n = (end - begin) * LANES
-    fill(work.p + g * TILE + begin * ROW, n, f32(-0.0))
-    fill(work.dp + g * TILE + begin * ROW, n, f32(0.0))
+    fill(work.p + t * TILE + begin * ROW, n, f32(-0.0))
+    fill(work.dp + t * TILE + begin * ROW, n, f32(0.0))
 
 
 @compiled
@@ -134,17 +134,16 @@ def _tile_gradients(call, grad, block, work, item, row0, t, first, n, k_finite):
     """p, dS and dQ of one tile; returns its keys, and 1 if some may be hidden from a row, else 0:
     words, as all that steers is."""
     begin, end, bounds = tile_bounds(call, block, t, first, n)
-    g = t % GROUP
     if GROUP > 1:
-        _hide_keys(work, g, 0, min(begin, end))
-        _hide_keys(work, g, end if begin < end else 0, padded(n, MR))
+        _hide_keys(work, t, 0, min(begin, end))
+        _hide_keys(work, t, end if begin < end else 0, padded(n, MR))
     if begin >= end:
         return SPAN, 0, 0
     slopes = work.slopes if call.capped != 0 else 0
-    score_gradients(call, block, work, item.b, t, first, begin, end, bounds, slopes, g)
+    score_gradients(call, block, work, item.b, t, first, begin, end, bounds, slopes, t)
     masked = not is_whole(call, first + begin, end - begin, bounds)
     if grad.want_q:
-        p, dp, row = work.p + g * TILE, work.dp + g * TILE, row0 + t * LANES
+        p, dp, row = work.p + t * TILE, work.dp + t * TILE, row0 + t * LANES
         sums, is_part = dq_tile(call, grad, item.b, item.h, row), grad.part != 0
         if is_part:
             _await_turn(call, grad, item, row + LANES)
@@ -158,21 +157,21 @@ def _tile_gradients(call, grad, block, work, item, row0, t, first, n, k_finite):
 
 
 @compiled
-def _key_parts(call, work, t, n, keys, q_finite, d_finite):
-    """Add the n rows of a group of tiles, from tile t on, to dk_part and dv_part: a chain each."""
+def _key_parts(call, work, n, keys, q_finite, d_finite):
+    """Add the n rows of a group of tiles to dk_part and dv_part: a chain each."""
     begin, end, hides = keys
     masked = hides != 0
-    g, k_row, v_row = t % GROUP, 4 * padded(call.D, WIDTH), 4 * padded(call.Dv, WIDTH)
-    p, dp = work.p + g * TILE, work.dp + g * TILE
-    q, dout = work.q + t * LANES * k_row, work.dout + t * LANES * v_row
+    k_row, v_row = 4 * padded(call.D, WIDTH), 4 * padded(call.Dv, WIDTH)
+    p, dp, q, dout = work.p, work.dp, work.q, work.dout
     add_keys(call, p, dp, begin, end, q, work.dk_part, n, k_row, q_finite, masked)
     add_keys(call, p, p, begin, end, dout, work.dv_part, n, v_row, d_finite, masked)
 
 
 @compiled
-def _plan_next_rows(call, grad, block, item, row, n, n_tiles):
-    """Have queries and dO of the item's rows row … row + n brought near while tiles are at work."""
-    b, n, table = item.b, max(n, 0), block.next_rows
+def _plan_next_rows(call, grad, block, item, row):
+    """Have queries and dO of the item's group of rows from ``row`` on brought near while the one
+    before is at work."""
+    b, n, table = item.b, max(min(GROUP * LANES, item.last_row - row), 0), block.next_rows
     first = of_sequence(call.q_first, b)
     g, q_idx = split_row(call, b, row)
     for i in range(n):
@@ -180,34 +179,43 @@ def _plan_next_rows(call, grad, block, item, row, n, n_tiles):
         scalar.store_word(row_address(call.q, first, b, head, q_idx), table + 16 * i)
         scalar.store_word(row_address(grad.dout, first, b, head, q_idx), table + 16 * i + 8)
         g, q_idx = next_row(call, b, g, q_idx)
-    steps = n_tiles * (SPAN // PIECE) * (padded(call.D, MR) // MR)
+    steps = GROUP * (SPAN // PIECE) * (padded(call.D, MR) // MR)
     plan_ahead(call.kind, block.ahead, table, 2 * n, max(call.D, call.Dv), steps)
 
 
 @compiled
-def block_gradients(call, grad, block, work, item, row0, first, n, k_finite):
-    """One row block against one loaded span: adds to dQ sums and to work.dk, work.dv."""
-    b, h = item.b, item.h
-    n_rows = min(ROWS, item.last_row - row0)
-    lo, hi = rows_range(call, b, row0, n_rows)
+def _group_gradients(call, grad, block, work, item, row0, n_rows, first, n, k_finite):
+    """A group of tiles, from row0 on, against one loaded span: adds to dQ sums and to the parts."""
+    lo, hi = rows_range(call, item.b, row0, n_rows)
     if lo >= first + n or hi <= first:
         return
-    n_tiles, q_finite, d_finite = load_rows(call, grad, block, work, b, h, row0, n_rows)
+    n_tiles, q_finite, d_finite = load_rows(call, grad, block, work, item.b, item.h, row0, n_rows)
+    _plan_next_rows(call, grad, block, item, row0 + GROUP * LANES)
+    keys = SPAN, 0, 0
+    for t in range(n_tiles):
+        own = _tile_gradients(call, grad, block, work, item, row0, t, first, n, k_finite)
+        keys = own if t == 0 else _all_keys(keys, own)
+    if grad.want_kv and keys[0] < keys[1]:
+        _key_parts(call, work, n_rows, keys, q_finite, d_finite)
+
+
+@compiled
+def block_gradients(call, grad, block, work, item, row0, first, n, k_finite):
+    """One row block against one loaded span: adds to dQ sums and to work.dk, work.dv.
+
+    Rows are laid out by groups, which stay in the second-level cache beside the span.
+    """
+    last = min(row0 + ROWS, item.last_row)
+    lo, hi = rows_range(call, item.b, row0, last - row0)
+    if lo >= first + n or hi <= first:
+        return
     n_k, n_v = padded(n, MR) * padded(call.D, WIDTH), padded(n, MR) * padded(call.Dv, WIDTH)
-    ahead = row0 + ROWS
-    _plan_next_rows(call, grad, block, item, ahead, min(ROWS, item.last_row - ahead), n_tiles)
     if grad.want_kv:
         fill(work.dk_part, n_k, f32(0.0))
         fill(work.dv_part, n_v, f32(0.0))
-    start, keys = 0, (SPAN, 0, 0)
-    for t in range(n_tiles):
-        own = _tile_gradients(call, grad, block, work, item, row0, t, first, n, k_finite)
-        keys = own if t == start else _all_keys(keys, own)
-        if t + 1 == n_tiles or (t + 1) % GROUP == 0:
-            if grad.want_kv and keys[0] < keys[1]:
-                rows = min((t + 1) * LANES, n_rows) - start * LANES
-                _key_parts(call, work, start, rows, keys, q_finite, d_finite)
-            start = t + 1
+    for row in range(row0, last, GROUP * LANES):
+        n_rows = min(GROUP * LANES, last - row)
+        _group_gradients(call, grad, block, work, item, row, n_rows, first, n, k_finite)
     if grad.want_kv:
         add_vectors(work.dk, work.dk_part, n_k)
         add_vectors(work.dv, work.dv_part, n_v)
