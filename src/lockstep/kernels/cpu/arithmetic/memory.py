@@ -19,6 +19,7 @@ from lockstep.kernels.cpu.compiler.simd import (
     F16,
     F32,
     ITEMSIZE,
+    LLVM_I32,
     LLVM_I64,
     MR,
     WIDTH,
@@ -26,37 +27,75 @@ from lockstep.kernels.cpu.compiler.simd import (
     emitter,
     f32,
     i64,
+    vector,
 )
 
 LINE = 64  # bytes
 
 
-def _rows_of(e: Emit, table: ir.Value) -> list[ir.Value]:
-    return [e.load(table, 8 * i, LLVM_I64) for i in range(BLOCK)]
+def _rows_of(e: Emit, table: ir.Value, first: int = 0, n: int = BLOCK) -> list[ir.Value]:
+    return [e.load(table, 8 * (first + i), LLVM_I64) for i in range(n)]
 
 
 def _gather_columns(kind: int) -> Any:
-    """BLOCK rows of D elements become D rows of BLOCK: dst[d, i] = row_i[d]."""
+    """BLOCK rows of D elements become D rows of BLOCK: dst[d, i] = row_i[d].
+
+    The next BLOCK rows of the table are brought near on the way. Behind its end may lie anything.
+    """
     size = ITEMSIZE[kind]
 
     @emitter(i64, i64, i64, i64)
     def gather(e: Emit, table, D, dst, pitch):
-        rows = _rows_of(e, table)
+        rows, ahead = _rows_of(e, table), _rows_of(e, table, BLOCK)
         blocks = e.ir.sdiv(D, e.integer(BLOCK))
         with e.loop(blocks) as block:
             at = e.offset(e.integer(0), block, BLOCK * size)
+            for row in ahead:
+                e.prefetch(e.ir.add(row, at))
             out = e.offset(dst, block, e.ir.mul(pitch, e.integer(BLOCK)))
             values = [e.load_as_f32(e.ir.add(row, at), kind, BLOCK) for row in rows]
             for i, column in enumerate(e.transpose(values)):
                 e.store(column, e.offset(out, e.integer(i), pitch))
-        done = e.ir.mul(blocks, e.integer(BLOCK))
-        with e.loop(e.ir.sub(D, done)) as rest:
-            d = e.ir.add(done, rest)
-            out = e.offset(dst, d, pitch)
-            for i, row in enumerate(rows):
-                e.store(e.load_as_f32(e.offset(row, d, size), kind, 1), out, 4 * i)
+        _gather_rest(e, rows, kind, blocks, BLOCK, D, dst, pitch)
 
     return gather
+
+
+@emitter(i64, i64, i64)
+def _interleave(e: Emit, table, D, dst):
+    """MR float32 rows of D elements become D rows of MR, without gaps between them."""
+    n = min(MR, WIDTH)  # rows that are turned together
+    rows, ahead = _rows_of(e, table, 0, MR), _rows_of(e, table, MR, MR)
+    blocks = e.ir.sdiv(D, e.integer(WIDTH))
+    with e.loop(blocks) as block:
+        at, out = e.ir.mul(block, e.integer(4 * WIDTH)), e.offset(dst, block, 4 * WIDTH * MR)
+        for row in ahead:
+            e.prefetch(e.ir.add(row, at))
+        values = [e.load(e.ir.add(row, at)) for row in rows]
+        for first in range(0, MR, n):
+            for i, columns in enumerate(e.transpose(values[first : first + n])):
+                e.store(columns, out, 4 * (first + MR * WIDTH // n * i))
+    _gather_rest(e, rows, F32, blocks, WIDTH, D, dst, e.integer(4 * MR))
+
+
+def _gather_rest(
+    e: Emit,
+    rows: list[ir.Value],
+    kind: int,
+    blocks: ir.Value,
+    width: int,
+    D: ir.Value,
+    dst: ir.Value,
+    pitch: ir.Value,
+) -> None:
+    """Columns behind whole blocks of ``width``, one by one."""
+    size = ITEMSIZE[kind]
+    done = e.ir.mul(blocks, e.integer(width))
+    with e.loop(e.ir.sub(D, done)) as rest:
+        d = e.ir.add(done, rest)
+        out = e.offset(dst, d, pitch)
+        for i, row in enumerate(rows):
+            e.store(e.load_as_f32(e.offset(row, d, size), kind, 1), out, 4 * i)
 
 
 def _scatter_columns(kind: int) -> Any:
@@ -65,10 +104,12 @@ def _scatter_columns(kind: int) -> Any:
 
     @emitter(i64, i64, i64, i64)
     def scatter(e: Emit, table, D, src, pitch):
-        rows = _rows_of(e, table)
+        rows, ahead = _rows_of(e, table), _rows_of(e, table, BLOCK)
         blocks = e.ir.sdiv(D, e.integer(BLOCK))
         with e.loop(blocks) as block:
             at = e.offset(e.integer(0), block, BLOCK * size)
+            for row in ahead:
+                e.prefetch(e.ir.add(row, at), to_write=True)
             start = e.offset(src, block, e.ir.mul(pitch, e.integer(BLOCK)))
             columns = [
                 e.load_as_f32(e.offset(start, e.integer(i), pitch), F32, BLOCK)
@@ -118,9 +159,9 @@ def _copy(kind: int, chunk: int) -> Any:
 
     @emitter(i64, i64, i64, i64, i64, i64, returns=f32)
     def copy(e: Emit, table, n, D, dst, pitch, step):
-        zero = e.constant(0.0, chunk)
-        # x·0 is 0 for finite x and NaN otherwise.
-        witness, last = e.variable(zero), e.variable(e.constant(0.0, 1))
+        zero, bits = e.constant(0.0, chunk), vector(chunk, LLVM_I32)
+        # x − x and x·0 are 0 for finite x and NaN otherwise. Bits are joined faster than added.
+        witness, last = e.variable(e.ir.bitcast(zero, bits)), e.variable(e.constant(0.0, 1))
         whole = e.ir.sdiv(D, e.integer(chunk))
         done = e.ir.mul(whole, e.integer(chunk))
         rest = e.ir.sub(D, done)
@@ -130,7 +171,8 @@ def _copy(kind: int, chunk: int) -> Any:
             with e.loop(whole) as j:
                 value = e.load_as_f32(e.offset(row, j, chunk * size), kind, chunk)
                 e.store(value, e.offset(to, j, step))
-                witness.set(e.fma(value, zero, witness.get()))
+                apart = e.ir.bitcast(e.ir.fsub(value, value), bits)
+                witness.set(e.ir.or_(witness.get(), apart))
             with e.ir.if_then(e.ir.icmp_signed(">", rest, e.integer(0))):
                 tail = e.offset(to, whole, step)
                 e.store(zero, tail)
@@ -138,7 +180,7 @@ def _copy(kind: int, chunk: int) -> Any:
                     value = e.load_as_f32(e.offset(row, e.ir.add(done, j), size), kind, 1)
                     e.store(value, e.offset(tail, j, 4))
                     last.set(e.fma(value, e.constant(0.0, 1), last.get()))
-        total, lanes = last.get(), witness.get()
+        total, lanes = last.get(), e.ir.bitcast(witness.get(), zero.type)
         for i in range(chunk):
             total = e.ir.fadd(total, e.lane(lanes, i))
         return total
@@ -216,7 +258,11 @@ def write_scaled(kind, src, D, row, c):
 def gather_panels(kind, table, n, D, dst):
     """n rows (a multiple of MR) as panels of MR interleaved rows: dst [n / MR, D, MR]."""
     for i in range(0, n, MR):
-        gather_columns(kind, table + 8 * i, MR, D, dst + 4 * i * D, 4 * MR)
+        rows, panel = table + 8 * i, dst + 4 * i * D
+        if kind == F32:
+            _interleave(rows, D, panel)
+        else:
+            gather_columns(kind, rows, MR, D, panel, 4 * MR)
 
 
 @compiled

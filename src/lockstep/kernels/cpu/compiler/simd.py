@@ -75,7 +75,7 @@ WIDTH = _host_lanes()
 MR = 4 if WIDTH == 8 else 8
 NV = 3
 LANES = NV * WIDTH
-# Transposes go through square blocks of this many rows; LANES and MR are multiples of it.
+# Rows that become columns of a tile are turned by square blocks of so many; LANES is a multiple.
 BLOCK = 8 if WIDTH == 16 else 4
 # Constants that exp adds products to. On NEON such a sum takes the constant's register, and to copy
 # the constant before costs as much as the sum: there they lie in memory, once for each of the
@@ -153,12 +153,12 @@ class Emit:
         align = 2 if element in (LLVM_F16, LLVM_I16) else 4
         self.ir.store(value, self.pointer(address, offset), align=align)
 
-    def prefetch(self, address: ir.Value, level: int = 1) -> None:
+    def prefetch(self, address: ir.Value, level: int = 1, to_write: bool = False) -> None:
         """Start bringing a cache line near, into this level of caches; harmless at any address."""
         signature = ir.FunctionType(ir.VoidType(), [LLVM_PTR, LLVM_I32, LLVM_I32, LLVM_I32])
         callee = cgutils.get_or_insert_function(self.ir.module, signature, "llvm.prefetch.p0")
-        read, keep, data = (ir.Constant(LLVM_I32, n) for n in (0, 4 - level, 1))
-        self.ir.call(callee, [self.pointer(address), read, keep, data])
+        write, keep, data = (ir.Constant(LLVM_I32, n) for n in (int(to_write), 4 - level, 1))
+        self.ir.call(callee, [self.pointer(address), write, keep, data])
 
     def splat(self, value: ir.Value, width: int = WIDTH) -> ir.Value:
         if width == 1:
@@ -337,10 +337,11 @@ class Emit:
         return self.ir.trunc(result, vector(width, LLVM_I16))
 
     def transpose(self, rows: list[ir.Value]) -> list[ir.Value]:
-        """A square block of vectors, turned: log2(n) rounds of interleaving halves."""
-        n = len(rows)
-        low = [lane for i in range(n // 2) for lane in (i, n + i)]
-        high = [lane for i in range(n // 2, n) for lane in (i, n + i)]
+        """A block of n vectors, turned: log2(n) rounds of interleaving halves. The columns come one
+        after the other, in vectors as wide as the rows were."""
+        n, width = len(rows), _width(rows[0])
+        low = [lane for i in range(width // 2) for lane in (i, width + i)]
+        high = [lane for i in range(width // 2, width) for lane in (i, width + i)]
         for _ in range(n.bit_length() - 1):
             pairs = zip(rows[: n // 2], rows[n // 2 :], strict=True)
             rows = [self.shuffle(x, y, lanes) for x, y in pairs for lanes in (low, high)]
