@@ -30,6 +30,7 @@ from lockstep.kernels.hopper.common import sizes
 from lockstep.kernels.hopper.forward import launch, plan
 from lockstep.kernels.hopper.forward.few_keys import few_keys_kernel
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
+from lockstep.kernels.hopper.forward.one_block import one_block_kernel
 from lockstep.simt.taint.code import parse, read_code
 
 PROCESSORS = 132
@@ -206,6 +207,28 @@ def test_machine_code_of_few_keys():
     loop = count(texts[at[0] : at[scores + products - 1]])
     assert loop["MUFU.EX2"] >= 64
     assert loop["LDL"] == loop["STL"] == 0
+
+
+@pytest.mark.parametrize("Skv", [77, 128])
+def test_machine_code_of_one_block(Skv):
+    """The program fits on an SM four times. Keys are multiplied in steps of 16, the values of all
+    of them by two products of 64 columns and one of 16 for 77 keys, and nothing is spilled."""
+    tensors = unwritten(4096, Skv, B=2, Hq=10, Hkv=10)
+    call = launch.forward_launches(describe(tensors, Options()), tensors, PROCESSORS)
+    bound = bind(call, tensors)["one_block_kernel"]
+    built = compile_for_hopper(one_block_kernel, bound.arguments, **bound.launch.options)
+    assert not shared_with_barriers(built.kernel.asm["ttgir"])
+    programs = plan.ONE_BLOCK_PROGRAMS
+    assert programs * (built.kernel.metadata.shared + 1024) <= sizes.SHARED_BYTES + 1024
+    assert programs * 128 * built.registers <= 65536
+    assert "serialized" not in built.report
+    found = count([text for _, text in built.instructions])
+    keys = 80 if Skv == 77 else 128
+    assert found["LDL"] == found["STL"] == 0
+    # Four steps over 64 columns for each piece of the keys, one for 16 values each.
+    assert found["HGMMA"] == 4 * (2 if Skv == 77 else 1) + keys // 16
+    # Each thread has half of the keys of two rows, and four more exponentials for their statistics.
+    assert found["MUFU.EX2"] == keys // 2 + 4
 
 
 def test_machine_code_between_tile_widths():

@@ -51,6 +51,25 @@ def test_which_heads_keep_their_keys(B, Hq, Sq, Skv, keeps):
     assert not plan.keeps_keys(describe(tensors, Options(causal=True)))
 
 
+@pytest.mark.parametrize(
+    ("B", "Hq", "Sq", "Skv", "tiles"),
+    [
+        # 440 programs of 528 at once.
+        (2, 10, 4096, 77, 3),
+        (1, 4, 1000, 77, 1),
+        # One for each head.
+        (64, 16, 100, 100, 2),
+        (1, 1, 20, 128, 1),
+    ],
+)
+def test_tiles_of_programs_with_one_block(B, Hq, Sq, Skv, tiles):
+    tensors = unwritten(Sq, Skv, B=B, Hq=Hq, Hkv=Hq)
+    problem = describe(tensors, Options())
+    assert plan.has_one_block(problem)
+    assert plan.one_block_tiles(problem) == tiles
+    assert not plan.has_one_block(describe(tensors, Options(causal=True)))
+
+
 PAGES = {"layout": "paged", "page_size": 16, "n_pages": 9, "has_kv_lens": True, "Sq": 128}
 
 

@@ -17,6 +17,7 @@ failed_tiles.py    which tiles have such rows
 constant_time.py   the softmax of constant-time builds
 cleaning.py        values that are not finite, in these builds
 few_keys.py        another kernel, for heads with few keys
+one_block.py       and one for heads whose keys are one block
 plan.py            tile sizes by head dim
 launch.py          from a problem to a launch
 """

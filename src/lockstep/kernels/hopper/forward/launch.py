@@ -15,15 +15,20 @@ from lockstep.kernels.hopper.common.ring import CHUNK
 from lockstep.kernels.hopper.common.sizes import columns, processors
 from lockstep.kernels.hopper.forward.few_keys import few_keys_kernel
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
+from lockstep.kernels.hopper.forward.one_block import one_block_kernel
 from lockstep.kernels.hopper.forward.plan import (
     KEPT_REGISTERS,
+    ONE_BLOCK,
+    ONE_BLOCK_REGISTERS,
     REGISTERS,
     ROWS,
     deals_singly,
+    has_one_block,
     keeps_keys,
     kept_blocks,
     kept_tiles,
     keys_in_l2,
+    one_block_tiles,
     padded,
     page_rows,
     pays_to_pair,
@@ -58,7 +63,9 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
         name for name, x, y in zip(Tensors._fields, tensors, fitted, strict=True) if x is not y
     ]
     order = None
-    if keeps_keys(problem):
+    if has_one_block(problem):
+        launches = [_one_block_launch(problem, tensors.q, fitted)]
+    elif keeps_keys(problem):
         launches = [_few_keys_launch(problem, tensors.q, fitted)]
     else:
         tiles = Tiling.of(problem, n_processors)
@@ -189,6 +196,48 @@ def _few_keys_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> L
         names={} if problem.has_sinks else {"sinks": "lse"},
         num_warps=4,
         maxnreg=KEPT_REGISTERS,
+    )
+
+
+def _one_block_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> Launch:
+    """The launch of `one_block_kernel`, as `_launch` does it."""
+    n_q_tiles, tiles = -(-problem.Sq // ROWS), one_block_tiles(problem)
+    scores, scale, _ = _scales(problem)
+    strides = strides_like(q, problem.lse_shape)
+    keys = next(n for n in ONE_BLOCK if problem.Skv <= n)
+    # Tiles in shared memory have a power of two of rows.
+    rows = 1 << (keys - 1).bit_length()
+    out = empty_like(q, problem.out_shape, device="meta")
+    numbers = {
+        "scale": scale,
+        **dict(zip(("row_stride_b", "row_stride_h", "row_stride_s"), strides, strict=True)),
+        "n_q_tiles": n_q_tiles,
+        "tiles_per_program": tiles,
+        "Hq": problem.Hq,
+        "heads_per_kv": problem.Hq // problem.Hkv,
+        "Sq": problem.Sq,
+        "Skv": problem.Skv,
+    }
+    constants = {
+        "SCORES": scores,
+        "HAS_SINKS": problem.has_sinks,
+        "D": problem.D,
+        "DV": problem.Dv,
+        "KEYS": keys,
+    }
+    return Launch(
+        one_block_kernel,
+        (problem.B * problem.Hq * -(-n_q_tiles // tiles),),
+        numbers | constants,
+        maps={
+            "q": _shape(fitted.q, ROWS, padded(problem.D), False).describe,
+            "k": _shape(fitted.k, rows, padded(problem.D), False).describe,
+            "v": _shape(fitted.v, rows, padded(problem.Dv), False).describe,
+            "o": _shape(out, ROWS, padded(problem.Dv), False).describe,
+        },
+        names={"o": "out"} | ({} if problem.has_sinks else {"sinks": "lse"}),
+        num_warps=4,
+        maxnreg=ONE_BLOCK_REGISTERS,
     )
 
 

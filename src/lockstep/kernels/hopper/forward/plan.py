@@ -73,6 +73,10 @@ MANY_HEADS, FEWER_ROWS = 512, 5 / 6
 # With two blocks also if programs have at most so many tiles and all are at work at once, where the
 # tiles of the other kernel would take more than one round.
 KEPT_TILES = 2
+# Keys that are one block: how many of them are multiplied, and how many programs with so many
+# registers of a thread fit on an SM (`one_block.py`).
+ONE_BLOCK = (32, 64, 80, 96, 128)
+ONE_BLOCK_REGISTERS, ONE_BLOCK_PROGRAMS = 128, 4
 # Pairing tiles is worth it where it keeps programs this busy, and while the keys and values of the
 # heads at work fit into L2.
 BUSY, L2_BYTES = 0.96, 50e6
@@ -117,18 +121,39 @@ def plan_of(problem: AttentionProblem) -> Plan:
     return _by_length(problem, width)
 
 
+def _may_keep_keys(problem: AttentionProblem) -> bool:
+    """Whether kernels that keep the keys of a head in shared memory take a problem."""
+    is_plain = problem.layout == "dense" and not (problem.has_kv_lens or problem.is_paged)
+    return (
+        is_plain
+        and problem.window == (None, None)
+        and not (problem.query_invariant or problem.constant_time)
+        and problem.softcap is None
+        and max(problem.D, problem.Dv) <= 64
+    )
+
+
+def has_one_block(problem: AttentionProblem) -> bool:
+    """Whether all keys are one block that stays in shared memory, which changes no bit."""
+    return problem.Skv <= ONE_BLOCK[-1] and _may_keep_keys(problem)
+
+
+def one_block_tiles(problem: AttentionProblem) -> int:
+    """How many tiles of one head a program works on, if it has one block of keys."""
+    tiles, heads = -(-problem.Sq // ROWS), problem.B * problem.Hq
+
+    def rounds_of_tiles(n: int) -> int:
+        rounds = -(-heads * -(-tiles // n) // (PROGRAMS * ONE_BLOCK_PROGRAMS))
+        # Keys and values take as long as a tile.
+        return rounds * (n + 1)
+
+    return min(range(1, tiles + 1), key=rounds_of_tiles)
+
+
 def keeps_keys(problem: AttentionProblem) -> bool:
     """Whether the keys and values of a head stay in shared memory for its queries, which changes no
     bit."""
-    is_plain = problem.layout == "dense" and not (problem.has_kv_lens or problem.is_paged)
-    if (
-        not is_plain
-        or problem.window != (None, None)
-        or problem.query_invariant
-        or problem.constant_time
-        or problem.softcap is not None
-        or max(problem.D, problem.Dv) > 64
-    ):
+    if not _may_keep_keys(problem):
         return False
     plan, blocks, heads = plan_of(problem), kept_blocks(problem), problem.B * problem.Hq
     if heads > MANY_HEADS:

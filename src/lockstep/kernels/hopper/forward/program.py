@@ -341,7 +341,9 @@ def normalize(program, results, tile, rows, acc, m, l, beside, is_exact, bad, dt
     softcap = None
     if program.build.SCORES == "reciprocals":
         softcap = program.softcap
-    return close_rows(acc, m, l, r, factor, scale, sink, rows.nan_if_bad(), softcap)
+    # In constant time, ptxas would have no registers for it where tiles change.
+    BRIEF: gl.constexpr = not program.build.CONSTANT_TIME
+    return close_rows(acc, m, l, r, factor, scale, sink, rows.nan_if_bad(), softcap, BRIEF)
 
 
 @gluon.jit
