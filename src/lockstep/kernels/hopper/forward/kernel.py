@@ -279,34 +279,15 @@ def forward_kernel(
     if CLEANS:
         cleaned = Cleaned.create(BLOCK_KV, HAS_LEFT)
     program = Program(
-        schedule,
-        k_ring,
-        v_ring,
+        schedule, k_ring, v_ring,
         PageTable(page_table_ptr, pages.stride_tb, pages.n_pages, pages.page_size, PAGE_ROWS),
-        tile_queue,
-        failed,
-        cleaned,
+        tile_queue, failed, cleaned,
         Build(
-            CONSUMERS,
-            PINGPONG,
-            FIXED_MAX,
-            EXACT,
-            SECOND_PASS,
-            Q_STAGES,
-            SCORES,
-            HAS_SINKS,
-            SPAN,
-            TOTAL_COLUMNS,
-            ADDS_LATE,
-            CONSTANT_TIME,
-            CLEANS,
-            HALVES,
-            RESCALES_LATE,
-            Q_IN_REGISTERS,
+            CONSUMERS, PINGPONG, FIXED_MAX, EXACT, SECOND_PASS, Q_STAGES, SCORES, HAS_SINKS, SPAN,
+            TOTAL_COLUMNS, ADDS_LATE, CONSTANT_TIME, CLEANS, HALVES, RESCALES_LATE, Q_IN_REGISTERS,
         ),
-        scale,
-        softcap,
-    )
+        scale, softcap,
+    )  # fmt: skip
     results = Results(
         pointers, strides.row_stride_b, strides.row_stride_h, strides.row_stride_s, Dv
     )
