@@ -175,7 +175,8 @@ def calls_of(
         if "decode" in works and layer.causal:
             caches = [(n, LONG) for n in (1, DRAFT, REST, CHUNK, PROMPT)] + [(1, SHORT)]
             found += [SampleCall(layer, "paged", *of, page=page) for of in caches]
-            found += [SampleCall(layer, "paged", n, LONG, page=page, B=MANY) for n in (1, DRAFT)]
+            caches = [(1, LONG), (DRAFT, LONG), (DRAFT, PROMPT)]
+            found += [SampleCall(layer, "paged", *of, page=page, B=MANY) for of in caches]
     if torch.device(device).type == "cpu":
         found = [
             replace(call, Sq=min(call.Sq, LONGEST_ON_CPU), Skv=min(call.Skv, LONGEST_ON_CPU), B=1)

@@ -20,7 +20,7 @@ from lockstep.kernels.parts import fold
 
 COUNT_BITS = gl.constexpr(plan.COUNT_BITS)
 # Rows that are folded together, one by each warp, and parts that are loaded at once.
-GROUP, LOADED = gl.constexpr(4), gl.constexpr(16)
+GROUP, LOADED = gl.constexpr(plan.INSIDE_ROWS), gl.constexpr(plan.INSIDE_PARTS)
 NUMBERS, SUMS = gl.constexpr(plan.INVARIANT_PART_NUMBERS), gl.constexpr(plan.PART_SUMS)
 
 

@@ -35,8 +35,8 @@ FOLD_COLUMNS, FOLD_ROWS, FOLD_BATCH, FOLD_BATCHES = 32, 4, 32, 2
 # Units to an SM up to which there is a program for each, and programs to an SM that share more of
 # them; the most slots.
 FOLD_UNITS, FOLD_PROGRAMS, MOST_SLOTS = 8, 6, 512
-# Rows of a tile up to which the first kernel may fold.
-INSIDE_ROWS = 32
+# Rows that the first kernel folds at once, parts that it loads at once, and how often it may.
+INSIDE_ROWS, INSIDE_PARTS, INSIDE_ROUNDS = 4, 16, 9
 # Bits of a counter of spans that count; those above are a mark (`arrivals.py`).
 COUNT_BITS, MARK_BITS = 20, 42
 # Numbers of a row of a part beside its products: m and l; with query_invariant, m and error, and
@@ -135,14 +135,22 @@ def starts_late(problem: AttentionProblem) -> bool:
 
 def folds_inside(problem: AttentionProblem, n_programs: int) -> bool:
     """Whether programs fold what they have cut (`arrivals.py`), in place of a second kernel: faster
-    where a head has no more than two programs, and slower with few rows of head dim 64, unless a
-    window leaves few keys. That changes no bit."""
-    if 2 * tiles_of(problem) * problem.Hkv < n_programs or tile_rows_of(problem) > INSIDE_ROWS:
+    where a head has no more than two programs and few rows and parts, and slower with few rows of
+    head dim 64, unless a window leaves few keys. That changes no bit."""
+    if 2 * tiles_of(problem) * problem.Hkv < n_programs or _rounds_inside(problem) > INSIDE_ROUNDS:
         return False
     if problem.query_invariant:
         return problem.D == 128 and has_few_rows(problem)
     is_windowed = problem.window[0] is not None
     return columns_of(problem.D) > 64 or rows_of(problem) > FEW_ROWS or is_windowed
+
+
+def _rounds_inside(problem: AttentionProblem) -> int:
+    """How often a program that folds the longest possible head waits for parts: each time it loads
+    INSIDE_PARTS of them, or half as many, for INSIDE_ROWS rows."""
+    is_large = problem.query_invariant or columns_of(problem.Dv) > 128
+    parts = INSIDE_PARTS // 2 if is_large else INSIDE_PARTS
+    return -(-tile_rows_of(problem) // INSIDE_ROWS) * -(-most_spans(problem) // parts)
 
 
 def _has_128_columns(problem: AttentionProblem) -> bool:
