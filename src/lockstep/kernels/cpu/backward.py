@@ -8,7 +8,7 @@ dQ of a row adds up spans of SPAN keys in ascending order; dK and dV of a key ad
 ROWS rows (heads of the group, then queries) in ascending order, and in a block 48 rows at a time,
 so that no chain of additions is long. A thread takes a span and makes all three (five products): it
 goes over the rows, and adds to their dQ behind the thread that has the span before. For one kind
-alone, threads take spans, or row blocks, and wait for nobody.
+alone, threads take spans, or row blocks, and do not wait for each other.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def _progress_of(call, grad, item):
 def _await_turn(call, grad, item, n_rows):
     """Wait until all spans before the item's have added to dQ of the head's first n_rows rows.
 
-    Threads take the items of a head in ascending order of spans, so whoever is waited for is at
-    work, and the first of them waits for nobody.
+    Threads take the items of a head in ascending order of spans. So an item that is waited for has
+    a thread, and the first item does not wait.
     """
     if grad.progress != 0 and item.first_span > 0:
         before = _progress_of(call, grad, item) - 8
