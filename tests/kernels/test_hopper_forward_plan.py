@@ -19,6 +19,7 @@ from lockstep.kernels import launch as protocol
 from lockstep.kernels.hopper.common import copy_engine, sizes
 from lockstep.kernels.hopper.forward import cleaning, launch, plan
 from lockstep.kernels.hopper.forward.schedule import LONGEST_FIRST, PAIRED
+from lockstep.kernels.hopper.forward.tiling import Tiling
 from lockstep.kernels.launch import Launch
 
 PROCESSORS = 132
@@ -198,7 +199,7 @@ def test_later_calls_bring_their_own_addresses(monkeypatch, aligned):
     if not aligned:
         v = tensors.v
         tensors = tensors._replace(v=torch.zeros(v.numel() + 1, dtype=v.dtype)[1:].view_as(v))
-    call = launch.forward_launches(describe(tensors, Options()), tensors, PROCESSORS)
+    call = launch.forward_launches(describe(tensors, Options(causal=True)), tensors, PROCESSORS)
     for _ in range(2):
         call(tensors, tensors.addresses())
     others = Tensors(*(x.clone() for x in tensors[:3]))
@@ -244,7 +245,7 @@ def test_lower_tiles_where_they_save_rounds(sizes_of_call, consumers):
 def test_few_tiles_of_narrow_heads_are_dealt_singly_in_constant_time(B, S, D, constant_time, order):
     tensors = unwritten(S, S, B=B, Hq=16, Hkv=16, D=D)
     problem = describe(tensors, Options(causal=True, constant_time=constant_time))
-    assert launch.Tiling.of(problem, PROCESSORS).order == order.value
+    assert Tiling.of(problem, PROCESSORS).order == order.value
 
 
 @pytest.mark.parametrize("causal", [False, True])

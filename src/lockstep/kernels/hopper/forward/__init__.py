@@ -19,5 +19,6 @@ cleaning.py        values that are not finite, in these builds
 few_keys.py        another kernel, for heads with few keys
 one_block.py       and one for heads whose keys are one block
 plan.py            tile sizes by head dim
+tiling.py          how many tiles there are, and in which order
 launch.py          from a problem to a launch
 """

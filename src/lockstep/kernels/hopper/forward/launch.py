@@ -22,7 +22,6 @@ from lockstep.kernels.hopper.forward.plan import (
     ONE_BLOCK_REGISTERS,
     REGISTERS,
     ROWS,
-    deals_singly,
     has_one_block,
     keeps_keys,
     kept_blocks,
@@ -31,11 +30,11 @@ from lockstep.kernels.hopper.forward.plan import (
     one_block_tiles,
     padded,
     page_rows,
-    pays_to_pair,
     plan_of,
 )
-from lockstep.kernels.hopper.forward.schedule import BY_HEAD, LONGEST_FIRST, PAIRED, UNSORTED
+from lockstep.kernels.hopper.forward.schedule import UNSORTED
 from lockstep.kernels.hopper.forward.sequence_order import order_buffer, sort_launch
+from lockstep.kernels.hopper.forward.tiling import Tiling
 from lockstep.kernels.kernel import Prepared, Result
 from lockstep.kernels.launch import Buffer, Launch, Launches
 from lockstep.memory_order import empty_like, strides_like
@@ -99,36 +98,6 @@ def _without_statistics(tensors: Tensors, results: list[Tensor], workspace: Any)
 
 def _with_copies(names: list[str], tensors: Tensors) -> Tensors:
     return tensors._replace(**{name: copy(getattr(tensors, name)) for name in names})
-
-
-class Tiling(NamedTuple):
-    """How many tiles of query rows there are, and in which order programs take them."""
-
-    n_q_tiles: int
-    """Tiles of a head. Packed sequences may own one too many each; one is for rows without any."""
-    heads: int
-    order: int
-
-    @property
-    def n_tickets(self) -> int:
-        return self.heads * self.n_q_tiles
-
-    @staticmethod
-    def of(problem: AttentionProblem, n_processors: int) -> Tiling:
-        block_q = plan_of(problem).block_q
-        left, right = problem.window
-        if problem.layout == "varlen":
-            heads, n_q_tiles = problem.Hq, problem.Sq // block_q + problem.B + 1
-            order = LONGEST_FIRST if heads * n_q_tiles > n_processors else UNSORTED
-            return Tiling(n_q_tiles, heads, order.value)
-        heads, n_q_tiles = problem.B * problem.Hq, -(-problem.Sq // block_q)
-        if left is not None or right is None:
-            return Tiling(n_q_tiles, heads, BY_HEAD.value)
-        row_bytes = (problem.D + problem.Dv) * 2
-        head_bytes = problem.Skv * row_bytes * problem.Hkv // problem.Hq
-        pairs = pays_to_pair(heads, n_q_tiles, n_processors, head_bytes)
-        pairs = pairs and not deals_singly(problem, n_q_tiles)
-        return Tiling(n_q_tiles, heads, (PAIRED if pairs else LONGEST_FIRST).value)
 
 
 def _layout(problem: AttentionProblem) -> str:
