@@ -43,6 +43,8 @@ ODD = 24
 MANY = 256
 # Lengths of images and short texts, which come in large batches: of how many heads.
 IMAGES, HEADS_OF_IMAGES = (256, 257), 1024
+# Keys of short texts, of which all are one block for narrow heads.
+TEXTS = (64, 80, 128)
 # Builds for a CPU serve any length.
 LONGEST_ON_CPU = 512
 # The most builds for a GPU that a call needs and no call before it.
@@ -159,6 +161,8 @@ def calls_of(
             B = -(-HEADS_OF_IMAGES // layer.Hq)
             whole += [SampleCall(layer, "dense", n, n, B=B) for n in IMAGES]
         is_narrow = max(layer.D, layer.value_dim) <= NARROW
+        if "prefill" in works and is_narrow and not layer.causal and layer.window is None:
+            whole += [SampleCall(layer, "dense", n, n) for n in TEXTS]
         if "prefill" in works and is_narrow:
             whole.append(SampleCall(layer, "dense", LONG_PROMPT, LONG_PROMPT))
         if "packed" in works:

@@ -195,7 +195,7 @@ def test_later_calls_bring_their_own_addresses(monkeypatch, aligned):
     monkeypatch.setattr(protocol, "launcher_of", lambda *_: lambda *given: launched.append(given))
     for name in ("_cuda_getCurrentRawStream", "_cuda_getDevice"):
         monkeypatch.setattr(torch._C, name, lambda *device: -1, raising=False)
-    tensors = Tensors(**draw(64, 64, dtype=torch.bfloat16).tensors)
+    tensors = Tensors(**draw(64, 300, dtype=torch.bfloat16).tensors)
     if not aligned:
         v = tensors.v
         tensors = tensors._replace(v=torch.zeros(v.numel() + 1, dtype=v.dtype)[1:].view_as(v))

@@ -75,7 +75,7 @@ MANY_HEADS, FEWER_ROWS = 512, 5 / 6
 KEPT_TILES = 2
 # Keys that are one block: how many of them are multiplied, and how many programs with so many
 # registers of a thread fit on an SM (`one_block.py`).
-ONE_BLOCK = (32, 64, 80, 96, 128)
+ONE_BLOCK = (64, 80, 128)
 ONE_BLOCK_REGISTERS, ONE_BLOCK_PROGRAMS = 128, 4
 # Pairing tiles is worth it where it keeps programs this busy, and while the keys and values of the
 # heads at work fit into L2.
