@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from kernel_calls import forward
-from problems import Case, assert_allowed, pose
+from problems import Case, assert_allowed, draw, pose, same_bits
 
 from lockstep.kernels import hopper
 
@@ -46,3 +48,40 @@ def hopper_run(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 def check(case: Case) -> None:
     """The error rule."""
     assert_allowed(case, dict(zip(("out", "lse"), hopper_run(case), strict=True)), kernel="hopper")
+
+
+def as_packed(case: Case) -> Case:
+    """The same sequences one behind the other, which the other kernel takes."""
+    tensors = dict(case.tensors)
+    for name, offsets in (("q", "cu_seqlens_q"), ("k", "cu_seqlens_k"), ("v", None)):
+        x = tensors[name]
+        B, H, S, D = x.shape
+        tensors[name] = x.transpose(1, 2).reshape(B * S, H, D)
+        if offsets:
+            tensors[offsets] = torch.arange(B + 1) * S
+    return Case(tensors, case.options)
+
+
+def check_bits(case: Case) -> None:
+    """The error rule, and the bits of packed sequences."""
+    B, Hq, Sq, _ = case.tensors["q"].shape
+    out, lse = hopper_run(case)
+    assert_allowed(case, {"out": out, "lse": lse}, kernel="hopper")
+    packed, packed_lse = hopper_run(as_packed(case))
+    assert same_bits(out.transpose(1, 2).reshape(packed.shape), packed)
+    assert same_bits(lse.transpose(1, 2).reshape(B * Sq, Hq), packed_lse)
+
+
+def check_what_is_not_finite(Skv: int) -> None:
+    """It stays in its head."""
+    torch.manual_seed(0)
+    case = draw(100, Skv, B=2, Hq=2, Hkv=2, D=64, dtype=torch.bfloat16)
+    clean, _ = hopper_run(case)
+    case.tensors["v"][0, 1, 3, 5] = math.nan
+    case.tensors["k"][1, 0, 3, 5] = math.nan
+    out, _ = hopper_run(case)
+    assert same_bits(out[0, 0], clean[0, 0])
+    assert same_bits(out[1, 1], clean[1, 1])
+    assert out[0, 1, :, 5].isnan().all()
+    assert not out[0, 1, :, :5].isnan().any()
+    assert out[1, 0].isnan().all()

@@ -11,6 +11,7 @@ import random
 import pytest
 import torch
 from hopper_cases import DV, KINDS, random_case
+from hopper_forward_calls import by_dtype, on_hopper
 from kernel_calls import backward as run_backward
 from kernel_calls import forward as run_forward
 from problems import (
@@ -32,16 +33,8 @@ from lockstep.kernels.hopper.backward.narrow import call as narrow
 from lockstep.kernels.kernel import BackwardTensors, Needs
 from lockstep.memory_order import in_order_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a Hopper GPU",
-    ),
-]
+pytestmark = on_hopper
 
-DTYPES = (torch.bfloat16, torch.float16)
-by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
 by_head_dim = pytest.mark.parametrize("D", DV)
 
 

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hopper_forward_calls import on_hopper
 from problems import Case, assert_allowed, draw, draw_douts, draw_varlen, run, same_bits
 
 plan_of = pytest.importorskip("lockstep.kernels.hopper.forward.plan").plan_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a Hopper GPU",
-    ),
-]
+pytestmark = on_hopper
 KINDS = {
     "full": {},
     "causal": {"causal": True},

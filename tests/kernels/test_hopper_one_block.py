@@ -3,17 +3,22 @@ kernel."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
+from hopper_forward_calls import (
+    by_dtype,
+    check_bits,
+    check_what_is_not_finite,
+    hopper_run,
+    on_hopper,
+)
 from problems import draw, pose, same_bits
-from test_hopper_few_keys import check_bits, pytestmark, run
 
 from lockstep.kernels.hopper.forward import plan
 
-__all__ = ["pytestmark"]
+pytestmark = on_hopper
 
 
 def check(case) -> None:
@@ -21,7 +26,7 @@ def check(case) -> None:
     check_bits(case)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@by_dtype
 @pytest.mark.parametrize(
     ("Sq", "Skv"), [(300, 77), (64, 1), (130, 32), (100, 64), (65, 90), (2200, 128), (200, 97)]
 )
@@ -51,24 +56,14 @@ def test_large_scores():
     """Scores of millions leave other rows their bits."""
     torch.manual_seed(0)
     case = draw(150, 77, B=2, Hq=3, Hkv=3, D=64, dtype=torch.bfloat16)
-    calm, calm_lse = run(case)
+    calm, calm_lse = hopper_run(case)
     case.tensors["q"][0, 1, 7] *= 1e6
     check(case)
-    out, lse = run(case)
+    out, lse = hopper_run(case)
     assert not out.isnan().any()
     assert same_bits(out[0, 0], calm[0, 0])
     assert same_bits(lse[0, 1, 8:], calm_lse[0, 1, 8:])
 
 
 def test_what_is_not_finite_stays_in_its_head():
-    torch.manual_seed(0)
-    case = draw(100, 77, B=2, Hq=2, Hkv=2, D=64, dtype=torch.bfloat16)
-    clean, _ = run(case)
-    case.tensors["v"][0, 1, 3, 5] = math.nan
-    case.tensors["k"][1, 0, 3, 5] = math.nan
-    out, _ = run(case)
-    assert same_bits(out[0, 0], clean[0, 0])
-    assert same_bits(out[1, 1], clean[1, 1])
-    assert out[0, 1, :, 5].isnan().all()
-    assert not out[0, 1, :, :5].isnan().any()
-    assert out[1, 0].isnan().all()
+    check_what_is_not_finite(77)

@@ -132,18 +132,7 @@ def _few_keys_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> L
     """The launch of `few_keys_kernel`, as `_launch` does it."""
     plan, n_q_tiles, tiles = plan_of(problem), -(-problem.Sq // ROWS), kept_tiles(problem)
     scores, scale, softcap = _scales(problem)
-    strides = strides_like(q, problem.lse_shape)
-    numbers = {
-        "scale": scale,
-        "softcap": softcap,
-        **dict(zip(("row_stride_b", "row_stride_h", "row_stride_s"), strides, strict=True)),
-        "n_q_tiles": n_q_tiles,
-        "tiles_per_program": tiles,
-        "Hq": problem.Hq,
-        "heads_per_kv": problem.Hq // problem.Hkv,
-        "Sq": problem.Sq,
-        "Skv": problem.Skv,
-    }
+    numbers = _of_programs(problem, q, n_q_tiles, tiles) | {"scale": scale, "softcap": softcap}
     constants = {
         "SCORES": scores,
         "HAS_SINKS": problem.has_sinks,
@@ -172,21 +161,11 @@ def _one_block_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> 
     """The launch of `one_block_kernel`, as `_launch` does it."""
     n_q_tiles, tiles = -(-problem.Sq // ROWS), one_block_tiles(problem)
     scores, scale, _ = _scales(problem)
-    strides = strides_like(q, problem.lse_shape)
     keys = next(n for n in ONE_BLOCK if problem.Skv <= n)
     # Tiles in shared memory have a power of two of rows.
     rows = 1 << (keys - 1).bit_length()
     out = empty_like(q, problem.out_shape, device="meta")
-    numbers = {
-        "scale": scale,
-        **dict(zip(("row_stride_b", "row_stride_h", "row_stride_s"), strides, strict=True)),
-        "n_q_tiles": n_q_tiles,
-        "tiles_per_program": tiles,
-        "Hq": problem.Hq,
-        "heads_per_kv": problem.Hq // problem.Hkv,
-        "Sq": problem.Sq,
-        "Skv": problem.Skv,
-    }
+    numbers = _of_programs(problem, q, n_q_tiles, tiles) | {"scale": scale}
     constants = {
         "SCORES": scores,
         "HAS_SINKS": problem.has_sinks,
@@ -208,6 +187,22 @@ def _one_block_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> 
         num_warps=4,
         maxnreg=ONE_BLOCK_REGISTERS,
     )
+
+
+def _of_programs(
+    problem: AttentionProblem, q: Tensor, n_q_tiles: int, tiles_per_program: int
+) -> dict[str, int]:
+    """What programs with several tiles of queries of one head need to find them."""
+    strides = strides_like(q, problem.lse_shape)
+    return {
+        **dict(zip(("row_stride_b", "row_stride_h", "row_stride_s"), strides, strict=True)),
+        "n_q_tiles": n_q_tiles,
+        "tiles_per_program": tiles_per_program,
+        "Hq": problem.Hq,
+        "heads_per_kv": problem.Hq // problem.Hkv,
+        "Sq": problem.Sq,
+        "Skv": problem.Skv,
+    }
 
 
 def _maps(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> dict[str, Any]:
