@@ -65,6 +65,12 @@ def test_every_case_in_little_holds_the_error_rule(case, monkeypatch):
     assert row.chosen == "cpu"
 
 
+def test_a_batch_with_sinks_is_right():
+    (case,) = (case for case in CASES if case.name == "gpt-oss local, training 4k")
+    row, calls = measure.admitted(replace(cases.scaled_down(case), B=2), ours(), "cpu")
+    assert list(calls) == [NAME], row.failed
+
+
 def test_a_wrong_result_has_no_time():
     case = cases.scaled_down(CASES[0])
 
