@@ -19,7 +19,7 @@ from time import perf_counter
 import torch
 from gpu_h200 import claim, keep_builds, unpack
 
-from lockstep.bench.models import cases, run
+from lockstep.bench.models import cases, drawn, run
 from lockstep.bench.models.contender import Contender, call_of
 from lockstep.bench.models.inputs import make
 
@@ -67,6 +67,7 @@ def main() -> int:
     parser.add_argument("--warm-up-with", type=int, default=0, metavar="PROCESSES")
     parser.add_argument("--only", default="", help="a regular expression for names of cases")
     parser.add_argument("--kinds", default="", help="forward, backward, decode, joined by commas")
+    parser.add_argument("--seed", type=int, help="cases drawn at random instead of models")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--query-invariant", action="store_true")
     parser.add_argument("--sustained", type=float, metavar="SECONDS")
@@ -83,12 +84,14 @@ def main() -> int:
     kinds = [kind for kind in options.kinds.split(",") if kind]
     if options.claims:
         contenders = run.contenders(options.query_invariant, options.without)
-        warm_up(cases.choose(options.only, kinds), contenders, options.claims)
+        among = None if options.seed is None else drawn.draw(options.seed)
+        warm_up(cases.choose(options.only, kinds, among), contenders, options.claims)
         return 0
     budget = options.budget_seconds
     return run.main(
         options.only,
         kinds,
+        seed=options.seed,
         quick=options.quick,
         query_invariant=options.query_invariant,
         sustained_seconds=options.sustained,

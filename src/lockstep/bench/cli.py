@@ -83,6 +83,10 @@ def gpu_command(
     kinds: Annotated[
         str, typer.Option(help="models: forward, backward, decode, joined by commas.")
     ] = "",
+    seed: Annotated[
+        int | None,
+        typer.Option(help="models: other heads, head dims and lengths, drawn at random."),
+    ] = None,
     sustained: Annotated[
         float | None,
         typer.Option(metavar="SECONDS", help="models: launch back to back for so long each."),
@@ -108,7 +112,9 @@ def gpu_command(
     """
     from lockstep.bench import gpu_run
 
-    only_models = bool(only or kinds or sustained is not None or query_invariant)
+    only_models = bool(
+        only or kinds or seed is not None or sustained is not None or query_invariant
+    )
     with ends_with_status_2(ValueError):
         _check_suite(suite, bool(table), only_models)
     if suite == "tables":
@@ -118,6 +124,7 @@ def gpu_command(
     status = run.main(
         only,
         [kind for kind in kinds.split(",") if kind],
+        seed=seed,
         quick=quick,
         query_invariant=query_invariant,
         sustained_seconds=sustained,
@@ -134,5 +141,5 @@ def _check_suite(suite: str, only_tables: bool, only_models: bool) -> None:
     if suite == "models" and only_tables:
         raise ValueError("--table goes with --suite tables")
     if suite == "tables" and only_models:
-        options = "--only, --kinds, --sustained and --query-invariant"
+        options = "--only, --kinds, --seed, --sustained and --query-invariant"
         raise ValueError(f"{options} go with --suite models")

@@ -13,6 +13,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "simt_counters": agreement_block,
     "support": support_table.block,
     "models": summary.block,
+    "drawn_cases": partial(summary.block, suite=summary.DRAWN),
     **gpu_tables.BLOCKS,
     **ladder_tables.BLOCKS,
     **constant_time_tables.BLOCKS,

@@ -45,12 +45,16 @@ class Case:
         return self.Skv or self.Sq
 
     @property
+    def subject(self) -> str:
+        """Model and layer."""
+        return self.model + f" {self.layer}" * (len(MODELS[self.model]) > 1)
+
+    @property
     def name(self) -> str:
-        layer = f" {self.layer}" * (len(MODELS[self.model]) > 1)
         lengths = _size(self.Sq) if self.keys == self.Sq else _lengths(self.Sq, self.keys)
         many = f"{self.B} × " * (self.B > 1)
         how = " long-tailed" * self.long_tailed + f", pages of {self.page}" * (self.page > 0)
-        return f"{self.model}{layer}, {self.work} {many}{lengths}{how}"
+        return f"{self.subject}, {self.work} {many}{lengths}{how}"
 
     @property
     def kv_lens(self) -> list[int]:
@@ -83,13 +87,17 @@ def scaled_down(case: Case, largest: int = 40) -> Case:
     )
 
 
-def choose(pattern: str = "", kinds: Sequence[str] = ()) -> list[Case]:
+def choose(
+    pattern: str = "", kinds: Sequence[str] = (), among: Sequence[Case] | None = None
+) -> list[Case]:
     """The cases of these kinds in whose names the regular expression occurs; empty means any.
+
+    Those of models, unless `among` has others.
 
     Raises re.error for a pattern that is none.
     """
     found = re.compile(pattern, re.IGNORECASE)
-    return [c for c in CASES if (not kinds or c.kind in kinds) and found.search(c.name)]
+    return [c for c in among or CASES if (not kinds or c.kind in kinds) and found.search(c.name)]
 
 
 def _size(n: int) -> str:

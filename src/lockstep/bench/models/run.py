@@ -14,9 +14,9 @@ from rich.text import Text
 
 from lockstep.bench import gpu, gpu_run, gpu_timing
 from lockstep.bench.gpu_tables import columns, figure
-from lockstep.bench.models import cases, flash_peers, measure, sustained, torch_peers
+from lockstep.bench.models import cases, drawn, flash_peers, measure, sustained, torch_peers
 from lockstep.bench.models.contender import NAME, Contender, ours
-from lockstep.bench.models.summary import SUITE, speed, summarize
+from lockstep.bench.models.summary import DRAWN, SUITE, speed, summarize
 from lockstep.output import results
 from lockstep.output.command import USAGE, print_json
 from lockstep.output.console import BAD, GOOD, QUIET, table
@@ -26,6 +26,7 @@ def main(
     only: str = "",
     kinds: Sequence[str] = (),
     *,
+    seed: int | None = None,
     quick: bool = False,
     query_invariant: bool = False,
     sustained_seconds: float | None = None,
@@ -37,13 +38,13 @@ def main(
 ) -> int:
     """Time the cases in whose names the regular expression `only` occurs; the exit status.
 
-    Peers are those that can be imported or have been loaded, less those named in `without`. Where
-    the run is kept, it is written after every case. No case is begun after `deadline`, by
-    `time.perf_counter`.
+    With a `seed`, cases are drawn at random. Peers are those that can be imported or have been
+    loaded, less those named in `without`. Where the run is kept, it is written after every case.
+    No case is begun after `deadline`, by `time.perf_counter`.
     """
     aside = Console(stderr=True)
     try:
-        wanted = _wanted(only, kinds, sustained_seconds)
+        wanted = _wanted(only, kinds, sustained_seconds, seed)
         gpu.kernels()
     except (ValueError, gpu.NoGpu) as error:
         aside.print(f"error: {error}", style=BAD, soft_wrap=True)
@@ -51,7 +52,8 @@ def main(
     chosen = contenders(query_invariant, without)
     if save:
         directory = directory or (results.checkout() or Path()) / results.RESULTS
-    run = results.collect(SUITE, [])
+    run = results.collect(SUITE if seed is None else DRAWN, [])
+    run["seed"] = seed
     run["peers"] = {e.name: e.version for e in chosen if e.kind == "peer"}
     run["rounds"] = gpu_timing.QUICK_ROUNDS if quick else gpu_timing.ROUNDS
 
@@ -78,14 +80,16 @@ def contenders(query_invariant: bool = False, without: Sequence[str] = ()) -> li
     return [contender for contender in found if contender.name not in without]
 
 
-def _wanted(only: str, kinds: Sequence[str], seconds: float | None) -> list[cases.Case]:
+def _wanted(
+    only: str, kinds: Sequence[str], seconds: float | None, seed: int | None
+) -> list[cases.Case]:
     unknown = [kind for kind in kinds if kind not in cases.KINDS]
     if unknown:
         raise ValueError(f"--kinds takes {', '.join(cases.KINDS)}, got {unknown[0]!r}")
     if seconds is not None and not seconds > 0:
         raise ValueError(f"--sustained takes a number of seconds above 0, got {seconds}")
     try:
-        found = cases.choose(only, kinds)
+        found = cases.choose(only, kinds, None if seed is None else drawn.draw(seed))
     except re.error as error:
         raise ValueError(f"--only takes a regular expression, got {only!r}: {error}") from None
     if not found:

@@ -13,6 +13,7 @@ from lockstep.output import results
 
 Row = dict[str, Any]
 SUITE = "models"
+DRAWN = "drawn-cases"
 WORST = 5
 
 
@@ -48,9 +49,9 @@ def compared(rows: list[Row]) -> list[Row]:
     return [row for row in rows if NAME in row["speed"]]
 
 
-def block(directory: Path) -> str:
+def block(directory: Path, suite: str = SUITE) -> str:
     """Markdown for each GPU: each kind of work out of the newest run that has it."""
-    pages = [_page(runs) for runs in results.by_processor(SUITE, directory)]
+    pages = [_page(runs) for runs in results.by_processor(suite, directory)]
     return "\n\n".join(pages) or results.NOT_MEASURED
 
 
