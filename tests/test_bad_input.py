@@ -100,7 +100,7 @@ BAD = [
         TypeError,
         "^v_pages takes float64",
     ),
-    (dense, {"q": np.zeros((B, HQ, SQ, D))}, TypeError, "^q takes a torch.Tensor, got ndarray"),
+    (dense, {"q": np.zeros((B, HQ, SQ, D))}, TypeError, "^q takes .* got numpy.ndarray"),
     (dense, {"v": None}, TypeError, "^v takes a torch.Tensor, got None"),
     (dense, {"kv_lens": [3, 4]}, TypeError, "^kv_lens takes a torch.Tensor, got list"),
     (paged, {"kv_lens": None}, TypeError, "^kv_lens takes a torch.Tensor, got None"),
@@ -146,7 +146,7 @@ BAD = [
         varlen,
         {"cu_seqlens_q": torch.zeros(0).int(), "cu_seqlens_k": torch.zeros(0).int()},
         ValueError,
-        "^cu_seqlens_q .* start at 0",
+        r"^cu_seqlens_q takes .* with B \+ 1 at least 1, got \[0\]",
     ),
     # pages
     (paged, {"page_table": torch.tensor([[3, 1, 9], [0, 2, -1]])}, ValueError, "^page_table .* 9 "),
@@ -172,6 +172,8 @@ BAD = [
     (dense, {"softcap": math.nan}, ValueError, "^softcap takes"),
     (dense, {"softcap": rand(1)}, TypeError, "^softcap takes a number or None, got Tensor"),
     (dense, {"causal": 1}, TypeError, "^causal takes True or False, got int"),
+    (dense, {"causal": np.True_}, TypeError, "^causal takes True or False, got numpy.bool"),
+    (dense, {"scale": np.float32(1)}, TypeError, "^scale takes a number or None, got numpy.float"),
     (varlen, {"window": (4, 1), "causal": True}, ValueError, "^window takes 0 or None"),
     (paged, {"scale": math.nan}, ValueError, "^scale takes a finite number"),
     # what float32 does not hold, or holds in part
@@ -199,6 +201,15 @@ def test_bad_input(arguments, changes, error, message):
     for call in CALLS[arguments]:
         with pytest.raises(error, match=message):
             call(**arguments(**changes))
+
+
+def test_offsets_of_no_sequence_are_refused_without_a_look_at_values():
+    # As on a GPU, where nothing looks at them: B would be -1.
+    on_meta = {name: x.to("meta") for name, x in varlen().items()}
+    nothing = torch.zeros(0, dtype=torch.int32, device="meta")
+    for call in CALLS[varlen]:
+        with pytest.raises(ValueError, match=r"^cu_seqlens_q takes"):
+            call(**on_meta | {"cu_seqlens_q": nothing, "cu_seqlens_k": nothing})
 
 
 def nested(x: torch.Tensor) -> torch.Tensor:

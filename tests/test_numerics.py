@@ -129,7 +129,7 @@ OUT, LSE = torch.zeros(3, 2), torch.zeros(3)
         ("ab", TypeError, "pairs, got str at index 0"),
         ({"out": OUT}, TypeError, "pairs, got str at index 0"),
         ([(OUT, LSE, LSE)], TypeError, "pairs, got 3 entries at index 0"),
-        ([(OUT.numpy(), LSE)], TypeError, "tensors, got ndarray for out at index 0"),
+        ([(OUT.numpy(), LSE)], TypeError, "tensors, got numpy.ndarray for out at index 0"),
         ([(OUT, LSE), (OUT[:2], LSE)], ValueError, "one shape and dtype.* at index 1"),
         ([(OUT, LSE), (OUT.half(), LSE)], ValueError, "one shape and dtype.* at index 1"),
         ([(OUT, LSE[:2])], ValueError, r"an lse of shape \[3\].* at index 0"),

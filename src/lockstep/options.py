@@ -149,4 +149,7 @@ def _is_factor(x: float) -> bool:
 
 
 def type_of(value: object) -> str:
-    return type(value).__name__
+    """The name of a value's type, with that of the library it is from: numpy's bool is not ours."""
+    kind = type(value)
+    library = kind.__module__.partition(".")[0]
+    return kind.__name__ if library in ("builtins", "torch") else f"{library}.{kind.__name__}"

@@ -232,7 +232,7 @@ SHAPES: dict[Layout, dict[str, tuple[str, ...]]] = {
         "alibi_slopes": ("B", "Hq"),
     },
 }
-_NEVER_EMPTY = frozenset({"Hq", "Hkv", "D", "Dv", "page"})
+_NEVER_EMPTY = frozenset({"Hq", "Hkv", "D", "Dv", "page", "B + 1"})
 
 
 def describe(tensors: Tensors, options: Options) -> AttentionProblem:
