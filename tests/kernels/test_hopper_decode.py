@@ -242,6 +242,9 @@ def test_equal_heads_are_not_cut_if_all_have_their_share(monkeypatch, n, B, head
         (3, 8, 33000, 128, 132),
         (16, 8, 8192, 64, 256),
         (7, 2, 9000, 64, 264),
+        (16, 7, 5000, 128, 126),  # teams of 7, where 132 programs would be teams of 1
+        (3, 5, 9000, 64, 260),
+        (2, 10, 9000, 128, 132),  # teams of 2
     ],
 )
 def test_programs_share_heads_evenly(B, Hkv, n, D, expected):

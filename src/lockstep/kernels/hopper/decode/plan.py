@@ -18,6 +18,9 @@ WANTED = 132
 LEAST_SPAN, MOST_SPAN = 512, 1024
 # Heads of the same keys lie side by side in memory, and are best read at one time.
 MOST_TEAM = 8
+# Where teams would be so many times smaller than they could be (5 or 7 heads), some SMs have no
+# program.
+SMALL_TEAM = 3
 # SMs that have programs where these share the heads evenly, if heads are no fewer than this.
 EVEN_PROCESSORS, EVEN_HEADS = 128, 32
 # Columns of a tile that the copy engine writes at once: 128 bytes.
@@ -173,11 +176,15 @@ def tiles_of(problem: AttentionProblem) -> int:
 
 def programs_of(problem: AttentionProblem, n_processors: int) -> int:
     """How many programs there are: one or two on each SM, or fewer that make whole teams, where
-    these share the heads of equally long sequences evenly. That changes no bit."""
+    these share the heads of equally long sequences evenly, or where teams would be small. That
+    changes no bit."""
     team = max(n for n in range(1, MOST_TEAM + 1) if problem.Hkv % n == 0)
-    fewer = min(n_processors, EVEN_PROCESSORS) // team * team * plan_of(problem).programs
-    is_even = fewer > 0 and not problem.is_packed and _is_even(problem, fewer)
-    return fewer if is_even else n_processors * plan_of(problem).programs
+    each = plan_of(problem).programs
+    fewer = min(n_processors, EVEN_PROCESSORS) // team * team * each
+    if fewer > 0 and not problem.is_packed and _is_even(problem, fewer):
+        return fewer
+    is_small = team_of(problem, n_processors * each) * SMALL_TEAM <= team <= n_processors
+    return (n_processors // team * team if is_small else n_processors) * each
 
 
 def _is_even(problem: AttentionProblem, n_programs: int) -> bool:
