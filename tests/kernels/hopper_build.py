@@ -213,8 +213,8 @@ def compile_for_hopper(function: Any, arguments: tuple[Any, ...], **options: Any
     with triton.knobs.nvidia.scope(), redirect_stdout(said):
         triton.knobs.nvidia.dump_ptxas_log = True
         kernel = triton.compile(source, target=target, options=launch_options.__dict__)
-    # Nothing for a build that Triton has kept.
-    if "ptxas info" in said.getvalue():
+    # Nothing for a build that Triton has kept. From Triton 3.9 on the tool is ptxas-blackwell.
+    if re.search(r"ptxas\S* info", said.getvalue()):
         _keep(said.getvalue(), _report_path(kernel))
     assert unused_barriers(kernel.asm["ttgir"]) == []
     # Where a build stops early there is none.
