@@ -28,7 +28,7 @@ class Tile:
 
     def __init__(self) -> None:
         self.readers = 0
-        self.glances = []  # scores under way, which nobody may need in the end
+        self.glances = []  # scores under way, which may not be needed in the end
         self.loaded = None
         self.had_nonfinite = False  # when it was loaded
         self.nonfinite = set()  # consumers in whose half there are some

@@ -105,8 +105,8 @@ def writes_in_flight(loop: Instructions) -> list[str]:
         taken = choice * (3 - rounds)
         under_way: dict[int, int] = {}  # register: its group of products
         group = 0
-        for lap in (0, 1):
-            take = dict(zip(jumps, taken[lap * len(jumps) :], strict=False))
+        for n in (0, 1):
+            take = dict(zip(jumps, taken[n * len(jumps) :], strict=False))
             i = 0
             while i < len(loop):
                 at, text = loop[i]

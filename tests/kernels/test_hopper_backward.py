@@ -171,7 +171,7 @@ def test_nothing_beyond_a_length_leaks(garbage, D):
 )
 def test_garbage_stays_with_those_who_see_it(D, dtype):
     """A query or dO that is not finite reaches the keys its row sees; a key or value, the rows that
-    see it: whole rows of gradients, and nobody else."""
+    see it: whole rows of gradients, and no other."""
     Sq, Skv = 300, 400
     case = draw(Sq, Skv, D=D, Dv=DV[D], dtype=dtype, causal=True)
     dout, dlse = draw_douts(case)
@@ -202,7 +202,7 @@ def test_garbage_stays_with_those_who_see_it(D, dtype):
 
 
 @by_head_dim
-def test_keys_that_nobody_sees_do_not_leak(D):
+def test_keys_that_no_row_sees_do_not_leak(D):
     case = draw(100, 400, D=D, Dv=DV[D], dtype=torch.bfloat16, window=(20, 0))
     douts = draw_douts(case)
     clean = gradients(case, douts)

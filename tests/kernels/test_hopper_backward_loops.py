@@ -96,7 +96,8 @@ def loops(monkeypatch):
 
 
 def test_turns_count_those_with_earlier_tickets(loops):
-    """Whoever waits for its turn waits for programs that were there before: nobody locks up."""
+    """A program that waits for its turn waits for programs that were there before: none locks
+    up."""
     draws = random.Random(0)
     for _ in range(400):
         left, right = (draws.choice([None, 0, draws.randrange(600)]) for _ in range(2))
@@ -174,7 +175,7 @@ def test_both_orders_of_a_group_have_the_same_tiles(loops):
 
 
 def test_packed_loops_go_over_every_key_tile_once_and_no_bad_sequence(monkeypatch):
-    """By the bounds of `rows.py`: the last sequence owns what nobody owns."""
+    """By the bounds of `rows.py`: the last sequence has the rows that belong to none."""
     at = SimpleNamespace(load=lambda place: place[0][place[1]])
     plain = {"gl": SimpleNamespace(**vars(PLAIN), **vars(at)), "QueryLoop": PlainLoop}
     make_plain(monkeypatch, (query_loop, sizes), plain)

@@ -84,7 +84,7 @@ def crew(monkeypatch, request):
         tile.written = {}
 
     def issue_scores(w, n, slot, memory):
-        """After the last step of a loop nobody needs them."""
+        """After the last step of a loop they are not needed."""
         k, q = memory.k_smem.index(0), memory.q_smem.index(slot)
         rest = memory.k_rest_smem.index(0), memory.q_rest_smem.index(slot)
         value = Value((k.loaded, q.loaded))
@@ -161,7 +161,7 @@ def program(crew, masked, n_tickets):
 
 @pytest.mark.parametrize("crew", range(60), indirect=True)
 @pytest.mark.parametrize("masked", [False, True])
-def test_nobody_waits_forever_and_sums_have_one_order(crew, masked):
+def test_no_warp_waits_forever_and_sums_have_one_order(crew, masked):
     draws = crew.draws
     n_tiles = draws.choice([1, 2, 3, 5, 9])
     # By ticket: where a loop ends. Many are over at once.

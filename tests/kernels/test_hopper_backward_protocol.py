@@ -220,7 +220,7 @@ def program(crew, block_q, is_apart, masked, draws):
 @pytest.mark.parametrize("crew", range(60), indirect=True)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("block_q", "is_apart"), [(64, False), (128, False), (128, True)])
-def test_nobody_waits_forever_and_sums_have_one_order(crew, block_q, is_apart, masked):
+def test_no_warp_waits_forever_and_sums_have_one_order(crew, block_q, is_apart, masked):
     draws = crew.draws
     n_tiles = draws.choice([1, 2, 3, 5, 9])
     # By ticket: where a loop ends. Many are over at once.

@@ -57,7 +57,8 @@ class Steps:
 
 @contextmanager
 def progress(console: Console, steps: int | None = None) -> Iterator[Steps]:
-    """A progress bar that is erased when it is done; None if nobody knows yet how many steps."""
+    """A progress bar that is erased when it is done; `steps` is None if their number
+    is not known yet."""
     columns = (
         SpinnerColumn(style=OURS),
         BarColumn(bar_width=24, complete_style="cyan"),
