@@ -27,6 +27,7 @@ __all__ = [
     "aggregate",
     "async_copy",
     "await_warps",
+    "copy_to_shared",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -54,6 +55,8 @@ def aggregate(cls: type) -> type:
 
 # A barrier of the warps of one partition. Renamed in 3.7.
 await_warps = getattr(gl, "barrier", None) or gl.thread_barrier
+# Renamed in 3.8, and gone by its old name in 3.9.
+copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 # Renamed in 3.9, which keeps the old names for now.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global

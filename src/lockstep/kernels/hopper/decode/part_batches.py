@@ -3,7 +3,7 @@ once, and from there several at once. Left to itself, the compiler loads one, wa
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.common.gluon_shim import async_copy, gl, gluon
+from lockstep.kernels.hopper.common.gluon_shim import copy_to_shared, gl, gluon
 
 # Parts that come from shared memory at one time.
 LOADED, HALVINGS = gl.constexpr(16), gl.constexpr(4)
@@ -27,7 +27,7 @@ def copy_columns(
     d = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
     d = column + gl.expand_dims(gl.expand_dims(d, 0), 0)
     mask = gl.expand_dims((i < count) & (row < n_rows), 2) & (d >= 0)
-    async_copy.async_copy_global_to_shared(smem, ptr + gl.expand_dims(at * WIDTH, 2) + d, mask=mask)
+    copy_to_shared(smem, ptr + gl.expand_dims(at * WIDTH, 2) + d, mask=mask)
 
 
 @gluon.jit
