@@ -115,6 +115,10 @@ CHOSEN = (
 )
 
 
+VOTED = (*COPIED, "R2UR UR32, R2", "@P1 R2UR UR32, R8", "ISETP.GE.AND P1, PT, R8, UR8, PT")
+JOINED = ("MOV R16, R8", ".L_x_1:", "ISETP.NE.AND P0, PT, R16, RZ, PT", "@P0 EXIT")
+
+
 @pytest.mark.parametrize(
     ("lines", "kinds"),
     [
@@ -186,6 +190,12 @@ CHOSEN = (
             ],
             ["branch"],
         ),
+        # A register of all lanes, which is written if there is a vote for it.
+        ([*VOTED, "@UP2 UTMALDG.2D [UR32], [UR6]"], []),
+        ([*VOTED, "@UP1 UTMALDG.2D [UR32], [UR6]"], ["address"]),
+        # A register that lanes set before they jump, and others after that.
+        (["MOV R16, R2", "@P1 MOV R16, R8", "@P1 BRA `(.L_x_1)", *JOINED], []),
+        (["MOV R16, R2", "@P1 MOV R16, R8", "@!P1 BRA `(.L_x_1)", *JOINED], ["branch"]),
         # An address under the condition that it was set under.
         ([*CHOSEN, "@!P0 LDG.E R12, desc[UR4][R10.64]"], []),
         ([*CHOSEN, "@P0 LDG.E R12, desc[UR4][R10.64]"], ["address"]),
@@ -203,7 +213,8 @@ CHOSEN = (
 def test_what_is_known_of_addresses_and_predicates(lines, kinds):
     if "R12" in " ".join(lines):
         lines = [*lines[:2], "IMAD.U32 R12, RZ, RZ, UR4", *lines[2:]]
-    text = "\n".join(f"  /*{16 * i:04x}*/  {x} ;" for i, x in enumerate([*BEGIN, *lines, "EXIT"]))
+    lines = enumerate([*BEGIN, *lines, "EXIT"])
+    text = "\n".join(x if x.endswith(":") else f"  /*{16 * i:04x}*/  {x} ;" for i, x in lines)
     parameters = (Parameter(0x210, 0x218), Parameter(0x218, 0x220))
     found = analyze(parse(text), parameters, public={1})
     assert [leak.kind for leak in found] == kinds

@@ -48,6 +48,32 @@ def cost_block(directory: Path) -> str:
     return "\n".join(lines) + f"\n\n{results.where_on_gpu(run)}."
 
 
+def cost_summary_block(directory: Path) -> str:
+    """The lowest and the highest speed in constant time, by pass and head dim."""
+    run = results.newest("constant-time-cost", directory)
+    if run is None:
+        return results.NOT_MEASURED
+    found: dict[str, list[tuple[float, float | None]]] = {}
+    for row in run["rows"]:
+        seconds = row["seconds"]
+        for name, title in ((CONSTANT_TIME, ""), (SECRET_LENGTHS, ", secret lengths")):
+            if name in seconds:
+                mine = seconds[name]
+                fa3 = seconds[FA3] / mine if FA3 in seconds else None
+                what = f"{row['pass']}, D {row['D']}{title}"
+                found.setdefault(what, []).append((seconds[ORDINARY] / mine, fa3))
+    lines = ["| constant time | of the ordinary speed | of FA3's |", "|---|---:|---:|"]
+    for what, ratios in found.items():
+        ordinary, fa3s = zip(*ratios, strict=True)
+        lines.append(f"| {what} | {_range(ordinary)} | {_range(fa3s)} |")
+    return "\n".join(lines) + f"\n\n{results.where_on_gpu(run)}."
+
+
+def _range(ratios: Iterable[float | None]) -> str:
+    known = sorted(x for x in ratios if x is not None)
+    return " to ".join(dict.fromkeys(f"{x:.2f}" for x in (known[0], known[-1]))) if known else "–"
+
+
 def _shape(row: dict[str, Any]) -> str:
     heads = f" H{row['H']}" if "H" in row else ""
     causal = ", causal" if row.get("causal") else ""
@@ -262,6 +288,7 @@ def _subjects(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "constant_time_cost": cost_block,
+    "constant_time_cost_summary": cost_summary_block,
     "constant_time_times": times_block,
     "constant_time_cpu_times": cpu_times_block,
     "constant_time_counters": counters_block,

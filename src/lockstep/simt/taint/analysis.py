@@ -65,6 +65,7 @@ from .values import (
     clear_result,
     either,
     labels_of,
+    negated,
     origin,
 )
 
@@ -163,9 +164,15 @@ class _Analysis:
         for j in self.blocks[i]:
             self._step(j, state)
         last = self.blocks[i][-1]
+        each = self.code.instructions[last]
         # Lanes that go one way may all be without it.
-        state.elected.discard(self.code.instructions[last].guard or "")
-        return {j for j in self.code.successors[last] if self._join(j, state)}
+        state.elected.discard(each.guard or "")
+        follow = self.code.successors[last]
+        if each.name == "BRA" and each.guard and not each.read and len(follow) == 2:
+            # Lanes that jump have the condition, others do not.
+            by_way = zip(follow, (negated(each.condition), each.condition), strict=True)
+            return {j for j, condition in by_way if self._join(j, state.where(condition))}
+        return {j for j in follow if self._join(j, state)}
 
     def _join(self, i: int, state: State) -> bool:
         """Whether more is known to be possible at i, where this state arrives, than before."""
@@ -238,12 +245,20 @@ class _Analysis:
                     state[register] = new
                 else:
                     state[register] = either(state.get(register, NOTHING), new)
-                    state.under.setdefault(state.meant(each.condition), {})[register] = new
+                    for condition in self._meant(each, state):
+                        state.under.setdefault(condition, {})[register] = new
                 for condition, found in known.items():
                     new = found if register == operand.text else Value(found.labels)
                     state.under.setdefault(condition, {})[register] = new
         if not each.guard:
             state.relate(each)
+
+    def _meant(self, each: Instruction, state: State) -> list[str]:
+        """The conditions under which an instruction that has one writes its registers. A register
+        that all lanes have in common is written if any lane's condition holds."""
+        votes = state.votes.items() if each.name == "R2UR" else ()
+        voted = [vote for vote, on in votes if on == each.condition]
+        return [state.meant(each.condition), *voted]
 
     def _known_results(self, i: int, state: State) -> dict[str, Value]:
         """The results of an instruction by a condition that all lanes share: under it, more may be

@@ -125,12 +125,25 @@ class State(dict[object, Value]):
         if is_copy and sign is not None:
             self.twins[predicate] = self.meant(sign + c)
 
+    def where(self, condition: str) -> State:
+        """The state of lanes for which a condition holds."""
+        known = self.under.get(self.meant(condition))
+        if not known:
+            return self
+        new = self.copy()
+        new.update(known)
+        return new
+
     def meant(self, condition: str) -> str:
         """The condition that stands for all that are equal to it."""
         twin = self.twins.get(condition.lstrip("!"))
         if twin is None:
             return condition
         return twin if not condition.startswith("!") else f"!{twin}".removeprefix("!!")
+
+
+def negated(condition: str) -> str:
+    return condition[1:] if condition.startswith("!") else f"!{condition}"
 
 
 class Under(State):
