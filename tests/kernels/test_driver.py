@@ -271,7 +271,7 @@ def test_launches_through_triton_have_a_context(fake):
         __hash__ = object.__hash__
 
         def __getitem__(self, grid: Any) -> Any:
-            return lambda *_: contexts.append(fake.current.context)
+            return lambda *_, **options: contexts.append(fake.current.context)
 
     kernel = Kernel(__name__="toy", arg_names=("x_ptr",), params=(), hash="toy")
     launch = Launch(kernel, GRID, {})

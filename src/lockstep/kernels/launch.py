@@ -106,7 +106,9 @@ class Launch:
         absent: Collection[str] = (),
         **options: Any,
     ) -> None:
-        self.kernel, self.options = kernel, options
+        # Bits depend on whether a product and a sum are one instruction, which Triton otherwise has
+        # from the environment, and from 3.10 on without: said here, it is the same everywhere.
+        self.kernel, self.options = kernel, {"enable_fp_fusion": True, **options}
         self.grid: Grid = (*grid, 1, 1)[:3]
         self._arguments, self._maps = dict(arguments), dict(maps or {})
         self._names, self._absent = dict(names or {}), frozenset(absent)
