@@ -30,16 +30,21 @@ class Build(NamedTuple):
     packed: bool = False
     S: int = 512
     Dv: int = 0  # that of values, if it is another
+    window: tuple[int, int] | None = None
+    has_more: bool = False  # lengths, sinks, and a softcap
 
     @property
     def name(self) -> str:
         kind = f", Dv {self.Dv}" * bool(self.Dv) + ", causal" * self.causal
         kind += ", packed" * self.packed + ", long" * (self.S > 512)
+        kind += ", window" * bool(self.window) + ", lengths, sinks, softcap" * self.has_more
         return f"D {self.D}{kind} for sm_{CAPABILITY}"
 
     @property
     def options(self) -> Options:
-        return Options(causal=self.causal, constant_time=True)
+        left, right = self.window or (None, None)
+        softcap = 20.0 if self.has_more else None
+        return Options(self.causal, left, right, softcap=softcap, constant_time=True)
 
     @property
     def tensors(self) -> Tensors:
@@ -47,7 +52,10 @@ class Build(NamedTuple):
             q, k, v = self._zeros(1024, 2)
             offsets = torch.tensor([0, 300, 1024], dtype=torch.int32)
             return Tensors(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
-        return Tensors(*self._zeros(1, 2, self.S))
+        more = {}
+        if self.has_more:
+            more = {"kv_lens": torch.tensor([300], dtype=torch.int32), "sinks": torch.zeros(2)}
+        return Tensors(*self._zeros(1, 2, self.S), **more)
 
     def _zeros(self, *shape: int) -> list[Tensor]:
         """q, k and v of a shape but for their head dims."""
@@ -55,11 +63,23 @@ class Build(NamedTuple):
         return [torch.zeros(*shape, D, dtype=torch.bfloat16) for D in head_dims]
 
 
-_NARROW, _WIDE = (Build(64, True), Build(128)), (Build(192, True), Build(256))
-_PACKED = Build(64, True, True)
+_BOTH = (
+    Build(64, True),
+    Build(128),
+    Build(256),
+    Build(64, True, packed=True),
+    Build(64, window=(150, 20)),
+    Build(128, True, has_more=True),
+)
 # Long heads have other tiles in the forward.
-FORWARD = (*_NARROW, *_WIDE, _PACKED, Build(64, True, S=16384), Build(128, True, S=16384))
-BACKWARD = (*_NARROW, Build(192, True, Dv=128), *_WIDE, _PACKED, Build(256, True, True))
+_LONG = (Build(64, S=16384), Build(64, True, S=16384), Build(128, True, S=16384))
+FORWARD = (*_BOTH, Build(192, True, packed=True), Build(192, True, Dv=128), *_LONG)
+BACKWARD = (
+    *_BOTH,
+    Build(192, True),
+    Build(192, True, packed=True, Dv=128),
+    Build(256, True, packed=True),
+)
 
 
 def builds() -> Iterator[tuple[str, Find]]:
@@ -82,7 +102,7 @@ def backward_leaks(build: Build) -> list[Leak]:
     tensors = build.tensors
     problem, out = describe(tensors, build.options), tensors.q[..., : tensors.v.shape[-1]]
     given = BackwardTensors(*tensors, out, out[..., :2].float().contiguous(), out, None)
-    needs = Needs(True, True, True, False, False)
+    needs = Needs(True, True, True, False, tensors.sinks is not None)
     prepare: Any = KERNEL.prepare_backward
     with (
         patch.object(narrow, "processors", lambda _: PROCESSORS),

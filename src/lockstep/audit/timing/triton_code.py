@@ -145,6 +145,7 @@ def calls() -> Iterator[Build]:
     yield Build("forward, secret lengths", (80, 90), lengthy, secret)
     yield Build("backward", (80, 90), _tensors(300, 300), ordinary, backward=True)
     decode = _tensors(1, 5120, kv_lens=lengths)
+    yield Build("decode", (80, 90), decode, ordinary)
     yield Build("decode, secret lengths", (80, 90), decode, secret)
     pages = torch.arange(40, dtype=torch.int32).view(2, 20)
     cache = {name: torch.zeros(40, 256, 1, 64, dtype=torch.bfloat16) for name in "kv"}

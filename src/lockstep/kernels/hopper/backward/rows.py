@@ -33,7 +33,7 @@ from lockstep.kernels.sequences import bounds_of, checked_length, nan_where, own
 NONFINITE = tl.constexpr(-3.0e38)
 # From here on, rounding lse2 costs weights a tenth of what rounding them to 16 bits does, or more.
 LARGE_LSE = tl.constexpr(2048.0)
-LOG2E = tl.constexpr(numerics.LOG2E)
+LOG2E, LN2 = tl.constexpr(numerics.LOG2E), tl.constexpr(numerics.LN2)
 
 
 @triton.jit
@@ -206,6 +206,24 @@ def _exact_lse2(at, is_there, unit, BLOCK_Q: tl.constexpr, STEP: tl.constexpr):
     return m * unit + tl.load(at + STEP * BLOCK_Q, mask=is_there, other=0.0)
 
 
+@triton.jit
+def _exp2(x):
+    """2^x in fp64, to 2^-36 of it: the library's has a branch for large exponents, and x is a
+    secret of calls in constant time."""
+    near = tl.minimum(tl.maximum(x, -1100.0), 1100.0)  # of NaN, a number
+    whole = tl.floor(near + 0.5)
+    z = (near - whole) * LN2
+    p = 1.0 + z * (1.0 / 9)
+    for k in tl.static_range(8):
+        p = 1.0 + p * z * (1.0 / (8 - k))
+    # Each of two factors has an exponent that fp64 has.
+    n = whole.to(tl.int64)
+    half = n >> 1
+    left = ((half + 1023) << 52).to(tl.float64, bitcast=True)
+    right = ((n - half + 1023) << 52).to(tl.float64, bitcast=True)
+    return tl.where(x == x, p * left * right, x)
+
+
 @unspecialized(triton.jit)
 def sum_sinks(
     stats_ptr, large_ptr, flags_ptr, sinks_ptr, dsinks_ptr, sequences, H, q_slots, unit, unit_rest,
@@ -234,7 +252,7 @@ def sum_sinks(
                 exact = _exact_lse2(large, is_there & is_large, unit, BLOCK_Q, 1)
                 lse2 = tl.where(is_large, exact, lse2)
             delta = tl.load(at + BLOCK_Q, mask=is_there, other=0.0)
-            share = tl.exp2(sink * LOG2E - lse2) * delta
+            share = _exp2(sink * LOG2E - lse2) * delta
             # A sink of -inf is none, whatever a row holds.
             total -= tl.where(sink == float("-inf"), 0.0, share)
     dsink = tl.sum(tl.sum(total, 1), 0)
