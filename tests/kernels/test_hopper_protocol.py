@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -21,7 +21,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from schedule_in_python import in_python
 
 from lockstep.kernels.hopper.common.mailbox import SLOTS
-from lockstep.kernels.hopper.forward.cleaning import PLACES
+from lockstep.kernels.hopper.forward.cleaning import KEPT_TILES
 from lockstep.kernels.hopper.forward.plan import (
     BITS_STAGES,
     NARROW_PLANS,
@@ -103,9 +103,9 @@ class Program:
         self.plan, self.tiles, self.producers = plan, tiles, producers
         self.constant_time = constant_time
         self.cleans = constant_time and (left is not None or right is not None)
-        self.clean = [Barrier(1) for _ in range(PLACES.value)]
+        self.clean = [Barrier(1) for _ in range(plan.stages)]
         self.k = Ring(plan.stages, plan.consumers)
-        self.v = Ring(plan.stages, plan.consumers + self.cleans)
+        self.v = Ring(plan.stages, plan.consumers)
         self.q = [Ring(plan.q_stages, 1) for _ in range(plan.consumers)]
         self.tile_queue = Ring(SLOTS.value, plan.consumers + producers + self.cleans)
         self.turns = Counter({0: 1})
@@ -118,6 +118,7 @@ class Program:
         )
         self.seen: dict[str, int] = {}
         self.cleaned, self.multiplied = Counter(), Counter()
+        self.read_keys = Counter()  # tiles of which a consumer has the first bad key
 
     def blocks(self, tile, q_idx: int, rows: int) -> tuple[int, int]:
         return in_python("blocks")(self.schedule, tile, q_idx, rows)
@@ -130,12 +131,8 @@ class Program:
             *in_python("inner_blocks")(self.schedule, tile, q_idx, block_q),
         )
 
-    def count_cut(self, rows: Rows, block: int, n: int) -> int:
-        """The number of the next block that is cut, if n is that of this one."""
-        return n + (self.cleans and rows.is_cut(block))
-
     def clean_blocks(self) -> Warp:
-        seen, cuts = 0, 0
+        seen = 0
         yield from self.read_queue(0)
         for n, tile in enumerate(self.tiles, 1):
             rows = self.rows(0, tile)
@@ -146,20 +143,20 @@ class Program:
                 if rows.is_cut(block):
                     # No consumer has multiplied, or released, what is not clean.
                     assert not self.multiplied[seen]
-                    self.clean[cuts % PLACES.value].arrive()
-                    self.cleaned[seen] = True
-                    cuts += 1
-                self.v.release(seen)
+                if block + 1 == rows.tile_end:
+                    # No consumer has yet to read what was in this place.
+                    every = [self.read_keys[c] for c in range(self.plan.consumers)]
+                    assert n - min(every) <= KEPT_TILES.value
+                self.clean[seen % self.plan.stages].arrive()
+                self.cleaned[seen] = True
                 seen += 1
             yield from self.read_queue(n)
         self.seen["cleaner"] = seen
 
-    def await_clean(self, rows: Rows, block: int, i: int, n: int) -> Warp:
-        """The n-th block that is cut, if `block` is, is clean; it is the i-th in all."""
-        if self.cleans and rows.is_cut(block):
-            yield self.clean[n % PLACES.value].completed(n // PLACES.value & 1)
-            assert self.cleaned[i]
-            self.multiplied[i] = True
+    def await_clean(self, i: int) -> Warp:
+        """The i-th block is clean."""
+        yield self.clean[i % self.plan.stages].completed(i // self.plan.stages & 1)
+        assert self.cleaned[i]
 
     def schedule_tiles(self) -> Warp:
         # After the last tile comes one that does not exist.
@@ -195,7 +192,7 @@ class Program:
             self.produce("values", self.v, queries=False),
         ]
 
-    def issue(self, c: int, *values: Any) -> Warp:
+    def issue(self, c: int, *values: int) -> Warp:
         """Products in turn; the second waits for `values`, which are clean."""
         if self.plan.pingpong:
             yield lambda: self.turns[c] > 0
@@ -205,94 +202,87 @@ class Program:
         if self.plan.pingpong:
             self.turns[(c + 1) % self.plan.consumers] += 1
 
-    def await_values(self, rows: Rows, block: int, i: int, n: int) -> Warp:
-        yield self.v.there(i)
-        if not self.schedule.HAS_LEFT:
-            yield from self.await_clean(rows, block, i, n)
+    def await_values(self, i: int) -> Warp:
+        yield from self.await_clean(i) if self.cleans else iter([self.v.there(i)])
+        self.multiplied[i] = True
 
-    def mark_weights(self, rows: Rows, block: int, i: int, n: int) -> Warp:
-        if self.schedule.HAS_LEFT:
-            yield from self.await_clean(rows, block, i, n)
+    def mark_weights(self, rows: Rows, block: int, i: int) -> Warp:
+        if self.cleans and self.schedule.HAS_LEFT and rows.is_cut(block):
+            yield from self.await_clean(i)
 
-    def skip(self, c: int, rows: Rows, block: int, i: int, cuts: int) -> Warp:
+    def skip(self, c: int, i: int) -> Warp:
         yield self.k.there(i)
         yield from self.issue(c)
         self.k.release(i)
-        yield self.v.there(i)
-        cuts = self.count_cut(rows, block, cuts)
+        yield from self.await_values(i)
         self.v.release(i)
-        return cuts
 
-    def begin_tile(self, c: int, rows: Rows, n: int, i: int, cuts: int) -> Warp:
+    def begin_tile(self, c: int, rows: Rows, n: int, i: int) -> Warp:
         yield self.q[c].there(n)
         yield self.k.there(i)
         yield from self.issue(c)
-        cuts = self.count_cut(rows, rows.begin, cuts)
         self.k.release(i)
         if rows.begin + 1 < rows.end:
             yield self.k.there(i + 1)
-        yield from self.mark_weights(rows, rows.begin, i, cuts - 1)
-        return cuts
+        yield from self.mark_weights(rows, rows.begin, i)
 
-    def change_tile(self, c: int, rows: Rows, n: int, last: tuple, i: int, cuts: int) -> Warp:
+    def change_tile(self, c: int, rows: Rows, n: int, last: int, i: int) -> Warp:
         yield self.q[c].there(n)
         yield self.k.there(i)
-        yield from self.issue(c, *last)
+        yield from self.issue(c, last)
+        self.read_keys[c] = n
         self.k.release(i)
         has_more = rows.begin + 1 < rows.end
-        if has_more and i - last[2] < self.plan.stages:
+        if has_more and i - last < self.plan.stages:
             yield self.k.there(i + 1)
-        self.v.release(last[2])
-        cuts = self.count_cut(rows, rows.begin, cuts)
+        self.v.release(last)
         if has_more:
             yield self.k.there(i + 1)
-        yield from self.mark_weights(rows, rows.begin, i, cuts - 1)
-        return cuts
+        yield from self.mark_weights(rows, rows.begin, i)
 
-    def step(self, c: int, rows: Rows, block: int, seen: int, cuts: int) -> Warp:
-        yield from self.issue(c, rows, block - 1, seen, cuts - 1)
+    def step(self, c: int, rows: Rows, block: int, seen: int) -> Warp:
+        yield from self.issue(c, seen)
         if not self.constant_time:
             self.k.release(seen + 1)
-        cuts = self.count_cut(rows, block, cuts)
         if block + 1 < rows.end:
             yield self.k.there(seen + 2)
         if self.constant_time:
             self.k.release(seen + 1)
         self.v.release(seen)
-        yield from self.mark_weights(rows, block, seen + 1, cuts - 1)
-        return cuts
+        yield from self.mark_weights(rows, block, seen + 1)
 
     def consume(self, c: int) -> Warp:
-        seen, cuts = 0, 0
+        seen = 0
         first, *later = self.tiles
         yield from self.read_queue(0)
         rows = self.rows(c, first)
-        for block in range(rows.tile_begin, rows.begin):
-            cuts = yield from self.skip(c, rows, block, seen, cuts)
+        for _ in range(rows.tile_begin, rows.begin):
+            yield from self.skip(c, seen)
             seen += 1
-        cuts = yield from self.begin_tile(c, rows, 0, seen, cuts)
+        yield from self.begin_tile(c, rows, 0, seen)
         for n, tile in enumerate([*later, None], 1):
             for block in range(rows.begin + 1, rows.end):
-                cuts = yield from self.step(c, rows, block, seen, cuts)
+                yield from self.step(c, rows, block, seen)
                 seen += 1
-            last, seen = (rows, rows.end - 1, seen, cuts - 1), seen + 1
-            for block in range(rows.end, rows.tile_end):
-                cuts = yield from self.skip(c, rows, block, seen, cuts)
+            last, seen = seen, seen + 1
+            for _ in range(rows.end, rows.tile_end):
+                yield from self.skip(c, seen)
                 seen += 1
             yield from self.read_queue(n)
             self.q[c].release(n - 1)
             if tile is not None:
                 rows = self.rows(c, tile)
-                for block in range(rows.tile_begin, rows.begin):
-                    cuts = yield from self.skip(c, rows, block, seen, cuts)
+                for _ in range(rows.tile_begin, rows.begin):
+                    yield from self.skip(c, seen)
                     seen += 1
             if tile is not None and self.plan.q_stages == 2:
-                cuts = yield from self.change_tile(c, rows, n, last, seen, cuts)
+                yield from self.change_tile(c, rows, n, last, seen)
             else:
-                yield from self.await_values(*last)
-                self.v.release(last[2])
+                yield from self.await_values(last)
+                self.read_keys[c] = n
+                self.v.release(last)
                 if tile is not None:
-                    cuts = yield from self.begin_tile(c, rows, n, seen, cuts)
+                    yield from self.begin_tile(c, rows, n, seen)
         self.seen[f"consumer {c}"] = seen
 
     def run(self, draws: random.Random) -> None:

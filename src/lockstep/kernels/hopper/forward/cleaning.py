@@ -7,14 +7,12 @@ before any consumer multiplies it: what is not finite in it becomes 0. A row tha
 such a value is NaN in all columns, its lse is not, and no other row changes.
 
 Where rows see all keys up to one of them, a consumer needs no more than the *first bad key* of a
-tile: each warp that cleans leaves that of its part of a block, and consumers keep the lowest of all
-that they multiply. Under a window, each key has a *flag*, 0 or NaN, which consumers add to the
-weights of the rows that see it.
+tile: each warp that cleans leaves that of its part of all blocks that are cut. Under a window, each
+key of a block has a *flag*, 0 or NaN, which consumers add to the weights of the rows that see it.
 
-Every block that is cut takes the same steps, whatever it holds. Cleaner and consumers count such
-blocks, and the n-th has barrier n % PLACES. The one PLACES further on cannot be cleaned before all
-consumers have released this one: no ring has more slots. The cleaner releases blocks of values as
-consumers do, so that it is never a round of the ring behind them.
+Every block goes through the cleaner, so that consumers need not know which are cut: they wait for
+its barrier in place of that of the ring, and it has the slots and phases of the ring. Blocks that
+are cut take the same steps, whatever they hold.
 """
 
 from __future__ import annotations
@@ -28,11 +26,13 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     mbarrier,
     reinterpret,
 )
-from lockstep.kernels.hopper.common.shared_memory import barriers, phase_of, slot_of
+from lockstep.kernels.hopper.common.shared_memory import barriers, slot_of
 
-PLACES = gl.constexpr(8)
 NO_KEY = gl.constexpr(0x7FFFFFFF)  # beyond all
 CLEANER_WARPS = gl.constexpr(2)
+# First bad keys of so many tiles are kept: the cleaner is ahead of a consumer by no more than the
+# blocks of a ring.
+KEPT_TILES = gl.constexpr(8)
 # 32-bit words of a row of a panel. Swizzling moves 16 bytes inside such a row, never to another.
 _WORDS = gl.constexpr(32)
 _ROWS = gl.constexpr(16)  # that are cleaned at once, a few registers for each thread
@@ -42,10 +42,10 @@ _ROWS = gl.constexpr(16)  # that are cleaned at once, a few registers for each t
 class Cleaned:
     """What was found in blocks that are cut; `clean_bar` completes when a block is clean."""
 
-    # First bad keys [PLACES, CLEANER_WARPS] int32; under a window, flags of _ROWS keys
-    # [PLACES · BLOCK_KV / _ROWS, _ROWS] fp32.
+    # First bad keys [KEPT_TILES, CLEANER_WARPS] int32; under a window, flags of _ROWS keys
+    # [STAGES · BLOCK_KV / _ROWS, _ROWS] fp32.
     found_smem: gl.shared_memory_descriptor
-    clean_bar: gl.shared_memory_descriptor  # [PLACES, 1]
+    clean_bar: gl.shared_memory_descriptor  # [STAGES, 1]
 
     @gluon.constexpr_function
     def __init__(self, found_smem, clean_bar):
@@ -53,68 +53,33 @@ class Cleaned:
         self.clean_bar = clean_bar
 
     @gluon.jit
-    def create(BLOCK_KV: gl.constexpr, HAS_LEFT: gl.constexpr):
+    def create(STAGES: gl.constexpr, BLOCK_KV: gl.constexpr, HAS_LEFT: gl.constexpr):
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         if HAS_LEFT:
-            shape: gl.constexpr = [PLACES * BLOCK_KV // _ROWS, _ROWS]
+            shape: gl.constexpr = [STAGES * BLOCK_KV // _ROWS, _ROWS]
             found_smem = gl.allocate_shared_memory(gl.float32, shape, flat)
         else:
-            found_smem = gl.allocate_shared_memory(gl.int32, [PLACES, CLEANER_WARPS], flat)
-        return Cleaned(found_smem, barriers(PLACES, 1))
+            found_smem = gl.allocate_shared_memory(gl.int32, [KEPT_TILES, CLEANER_WARPS], flat)
+        return Cleaned(found_smem, barriers(STAGES, 1))
 
     @gluon.jit
-    def wait(self, n, pred=True):
-        """Wait until the n-th block is clean."""
-        mbarrier.wait(self.clean_bar.index(slot_of(n, PLACES)), phase_of(n, PLACES), pred=pred)
+    def wait(self, ring, i):
+        """Wait until the i-th block of a ring of values is clean."""
+        mbarrier.wait(self.clean_bar.index(ring.slot(i)), ring.phase(i))
 
     @gluon.jit
-    def flags(self, n, LAYOUT: gl.constexpr):
-        """The flags of the n-th block, under a window."""
-        self.wait(n)
+    def flags(self, ring, i, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
+        """The flags of the i-th block, under a window."""
+        self.wait(ring, i)
         flat: gl.constexpr = self.found_smem.layout
-        KEYS: gl.constexpr = self.found_smem.shape[0] * _ROWS // PLACES
-        flags = reinterpret(self.found_smem, gl.float32, [PLACES, KEYS], flat)
-        return flags.index(slot_of(n, PLACES)).load(LAYOUT)
+        flags = reinterpret(self.found_smem, gl.float32, [ring.STAGES, KEYS], flat)
+        return flags.index(ring.slot(i)).load(LAYOUT)
 
     @gluon.jit
-    def first_bad_key(self, n):
-        """The first bad key of the n-th block, which is clean."""
+    def first_bad_key(self, tiles):
+        """The first bad key of a tile by its number, all of whose blocks are clean."""
         all_of_them: gl.constexpr = gl.BlockedLayout([CLEANER_WARPS], [32], [gl.num_warps()], [0])
-        return gl.min(self.found_smem.index(slot_of(n, PLACES)).load(all_of_them), 0)
-
-
-@aggregate
-class Cuts:
-    """What a consumer knows about blocks that are cut."""
-
-    n: gl.tensor  # how many there were
-    bad: gl.tensor  # the first bad key of those that it has multiplied in this tile
-
-    @gluon.constexpr_function
-    def __init__(self, n, bad):
-        self.n = n
-        self.bad = bad
-
-    @gluon.jit
-    def none(number):
-        """Before the first tile; any number, which says what numbers are."""
-        return Cuts(number * 0, number * 0)
-
-    @gluon.jit
-    def of_new_tile(self):
-        """The same before anything of a tile is multiplied."""
-        return Cuts(self.n, self.n * 0 + NO_KEY)
-
-    @gluon.jit
-    def with_product(self, program, is_cut, n):
-        """The same with a block that has been awaited, the n-th if it is cut."""
-        if program.build.CLEANS and not program.schedule.HAS_LEFT:
-            bad = self.bad
-            if is_cut:
-                bad = gl.minimum(bad, program.cleaned.first_bad_key(n))
-            return Cuts(self.n, bad)
-        else:  # noqa: RET505, Gluon would go on and return both
-            return self
+        return gl.min(self.found_smem.index(slot_of(tiles, KEPT_TILES)).load(all_of_them), 0)
 
 
 @gluon.jit
@@ -155,63 +120,61 @@ def _clean_panels(tile, j):
 
 
 @gluon.jit
-def _clean(program, block, i, n):
-    """Clean the n-th block that is cut, `block` of a tile and the i-th in all."""
+def _clean(program, block, i, bad):
+    """Clean `block` of a tile, the i-th in all. Returns the first bad keys [_ROWS, 8] of threads,
+    `bad` before it; under a window, the flags of its keys are written."""
     values = program.v
     KEYS: gl.constexpr = program.schedule.BLOCK_KV
     tile = values.tile(i)
-    found_smem = program.cleaned.found_smem
-    place = slot_of(n, PLACES)
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [CLEANER_WARPS, 1], [1, 0])
-    bad = gl.full([_ROWS, 8], NO_KEY, gl.int32, layout)
+    slot = values.ring.slot(i)
+    layout: gl.constexpr = bad.type.layout
     row = gl.expand_dims(gl.arange(0, _ROWS, gl.SliceLayout(1, layout)), 1)
     for j in range(KEYS // _ROWS):
         found = _clean_panels(tile, j)
         if tile.shape[1] < values.COLUMNS:
-            rest = values.rest_smem.index(values.ring.slot(i))
+            rest = values.rest_smem.index(slot)
             found = found & _clean_panels(rest.reshape([rest.shape[3], rest.shape[4]]), j)
         found = gl.convert_layout(found, layout, assert_trivial=True)
         if program.schedule.HAS_LEFT:
             is_finite = gl.reduce(found, 1, _both) == -1
             flags = gl.where(is_finite, 0.0, float("nan"))
-            found_smem.index(place * (KEYS // _ROWS) + j).store(flags)
+            program.cleaned.found_smem.index(slot * (KEYS // _ROWS) + j).store(flags)
         else:
             key = block * KEYS + j * _ROWS + row
             bad = gl.minimum(bad, gl.where(found == -1, NO_KEY, key))
-    if not program.schedule.HAS_LEFT:
-        # Of every eight rows, a warp has four.
-        of_warps = gl.min(bad.reshape([_ROWS // (4 * CLEANER_WARPS), CLEANER_WARPS, 4, 8]), 0)
-        found_smem.index(place).store(gl.min(of_warps.reshape([CLEANER_WARPS, 32]), 1))
     fence_async_shared()
-    mbarrier.arrive(program.cleaned.clean_bar.index(place), count=1)
+    return bad
+
+
+@gluon.jit
+def _leave_first_bad_key(program, tiles, bad):
+    """Leave the first bad key of a tile, of those [_ROWS, 8] of threads."""
+    # Of every eight rows, a warp has four.
+    of_warps = gl.min(bad.reshape([_ROWS // (4 * CLEANER_WARPS), CLEANER_WARPS, 4, 8]), 0)
+    found_smem = program.cleaned.found_smem.index(slot_of(tiles, KEPT_TILES))
+    found_smem.store(gl.min(of_warps.reshape([CLEANER_WARPS, 32]), 1))
 
 
 @gluon.jit
 def clean_blocks(program):
     """The cleaner: every block of values, in the order in which they come."""
     schedule = program.schedule
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [CLEANER_WARPS, 1], [1, 0])
     seen = 0
-    n = 0
     tiles = 0
     tile = program.tile_queue.read(tiles)
     while tile.exists:
         begin, end = schedule.blocks(tile, tile.q_idx, schedule.BLOCK_Q)
         whole_begin, whole_end = schedule.inner_blocks(tile, tile.q_idx, schedule.BLOCK_Q)
+        bad = gl.full([_ROWS, 8], NO_KEY, gl.int32, layout)
         for block in range(begin, end):
             program.v.wait(seen)
             if (block < whole_begin) | (block >= whole_end):
-                _clean(program, block, seen, n)
-                n += 1
-            program.v.release(seen)
+                bad = _clean(program, block, seen, bad)
+            if not schedule.HAS_LEFT:  # noqa: SIM102, Gluon evaluates all
+                if block + 1 == end:
+                    _leave_first_bad_key(program, tiles, bad)
+            mbarrier.arrive(program.cleaned.clean_bar.index(program.v.ring.slot(seen)), count=1)
             seen += 1
         tiles += 1
         tile = program.tile_queue.read(tiles)
-
-
-@gluon.jit
-def count_cut(program, rows, block, cuts):
-    """Consumer: `cuts` with one more block, if a mask cuts it."""
-    n = cuts.n
-    if program.build.CLEANS:
-        n += rows.is_cut(block).to(gl.int32)
-    return Cuts(n, cuts.bad)

@@ -43,7 +43,6 @@ from lockstep.kernels.hopper.common.softmax import (
 )
 from lockstep.kernels.hopper.common.spans import sums_before_block
 from lockstep.kernels.hopper.forward import constant_time
-from lockstep.kernels.hopper.forward.cleaning import Cuts, count_cut
 from lockstep.kernels.hopper.forward.failed_tiles import await_stores
 from lockstep.kernels.hopper.forward.pingpong import await_turn, pass_turn
 from lockstep.kernels.hopper.forward.products import await_product, issue_product, issue_scores
@@ -63,18 +62,16 @@ from lockstep.kernels.hopper.forward.total import empty_products, in_memory_of_o
 
 
 @gluon.jit
-def skip(c: gl.constexpr, program, rows, block, i, cuts):
-    """Let a block of keys pass, the i-th in all, that other consumers need and this one does not:
-    `cuts` with this block."""
+def skip(c: gl.constexpr, program, i):
+    """Let a block of keys pass, the i-th in all, that other consumers need and this one does
+    not."""
     program.k.wait(i)
     if program.build.PINGPONG:
         await_turn(c, i)
         pass_turn((c + 1) % program.build.CONSUMERS, i)
     program.k.release(i)
-    program.v.wait(i)
-    cuts = count_cut(program, rows, block, cuts)
+    program.await_values(i)
     program.v.release(i)
-    return cuts
 
 
 @gluon.jit
@@ -126,9 +123,9 @@ def first_beside(program, rows, m, l, residue):
 
 
 @gluon.jit
-def begin_tile(c: gl.constexpr, program, rows, q_ring, tiles, seen, cuts):
-    """The first block of a tile by itself: p, m, l, residue and cuts. The block of K after it is
-    there on return."""
+def begin_tile(c: gl.constexpr, program, rows, q_ring, tiles, seen):
+    """The first block of a tile by itself: p, m, l and residue. The block of K after it is there on
+    return."""
     WIDTH: gl.constexpr = piece_width(program.v.COLUMNS, 0)
     q_ring.wait(tiles)
     q = q_ring.pieces(tiles)
@@ -136,24 +133,19 @@ def begin_tile(c: gl.constexpr, program, rows, q_ring, tiles, seen, cuts):
     s = issue_scores(c, program, q, seen)
     if program.build.PINGPONG:
         pass_turn((c + 1) % program.build.CONSUMERS, seen)
-    cuts = count_cut(program, rows, rows.begin, cuts)
     s = warpgroup_mma_wait(0, deps=(s,))
     program.k.release(seen)
     weights, m, l = first_block_weights(program, rows, s, rows.begin)
     program.k.wait(seen + 1, pred=rows.begin + 1 < rows.end)
-    weights = program.mark_weights(rows, weights, rows.begin, cuts.n - 1)
+    weights = program.mark_weights(rows, weights, rows.begin, seen)
     p = gl.convert_layout(round_pairs(weights, q[0].dtype), left_operand(WIDTH))
-    return p, m, l, first_residue(program, weights, l), cuts
+    return p, m, l, first_residue(program, weights, l)
 
 
 @gluon.jit
-def change_tile(
-    c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, acc, use_acc, alpha, is_cut, n,
-    cuts,
-):  # fmt: skip
-    """The product of the last block of a tile, which a mask may cut, as the n-th; and the first
-    block, `seen`, of the next one, whose `rows` these are: acc and the first bad key, then p, m, l,
-    residue and cuts of the next."""
+def change_tile(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, acc, use_acc, alpha):
+    """The product of the last block of a tile; and the first block, `seen`, of the next one, whose
+    `rows` and number these are: acc and the first bad key, then p, m, l and residue of the next."""
     PRODUCTS: gl.constexpr = n_pieces(program.v.COLUMNS)
     q_ring.wait(tiles)
     program.k.wait(seen)
@@ -161,9 +153,8 @@ def change_tile(
     if program.build.SPAN:
         acc = issue_product(c, program, p, acc, last, use_acc)
     else:
-        acc = issue_product(c, program, p, acc, last, True, is_cut, n, alpha)
-    cuts = cuts.with_product(program, is_cut, n)
-    bad = cuts.bad
+        acc = issue_product(c, program, p, acc, last, True, alpha)
+    bad = program.first_bad_key(tiles - 1)
     s = warpgroup_mma_wait(PRODUCTS, deps=(s,))
     program.k.release(seen)
     weights, m, l = first_block_weights(program, rows, s, rows.begin)
@@ -177,19 +168,17 @@ def change_tile(
     fits = seen - last < program.v.ring.STAGES
     acc, weights = await_product(program, acc, weights, seen + 1, has_more & fits)
     program.v.release(last)
-    # Its values may have that slot, too.
-    cuts = count_cut(program, rows, rows.begin, cuts)
     program.k.wait(seen + 1, pred=has_more)
-    weights = program.mark_weights(rows, weights, rows.begin, cuts.n - 1)
+    # Its values may have that slot, too.
+    weights = program.mark_weights(rows, weights, rows.begin, seen)
     p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
-    return acc, bad, p, m, l, first_residue(program, weights, l), cuts
+    return acc, bad, p, m, l, first_residue(program, weights, l)
 
 
 @gluon.jit
-def end_tile(program, last, p, acc, use_acc, alpha, is_cut, n, cuts):
-    """The product of the last block of a tile, which a mask may cut, as the n-th, by itself: acc,
-    and the first bad key."""
-    program.await_values(last, is_cut, n)
+def end_tile(program, tiles, last, p, acc, use_acc, alpha):
+    """The product of the last block of a tile by itself: acc, and the first bad key."""
+    program.await_values(last)
     if program.build.RESCALES_LATE:
         acc = scale_all(acc, alpha)
     if program.build.SPAN:
@@ -197,9 +186,9 @@ def end_tile(program, last, p, acc, use_acc, alpha, is_cut, n, cuts):
     else:
         acc = issue_products(p, program.v, last, acc)
     acc = await_all(acc)
-    cuts = cuts.with_product(program, is_cut, n)
+    bad = program.first_bad_key(tiles)
     program.v.release(last)
-    return acc, cuts.bad
+    return acc, bad
 
 
 @gluon.jit
@@ -310,14 +299,12 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
     tile = program.tile_queue.read(tiles)
     if tile.exists:
         rows = Rows.of_consumer(c, schedule, tile)
-        cuts = Cuts.none(rows.begin)
-        for block in range(rows.tile_begin, rows.begin):
-            cuts = skip(c, program, rows, block, seen, cuts)
+        for _block in range(rows.tile_begin, rows.begin):
+            skip(c, program, seen)
             seen += 1
-        p, m, l, residue, cuts = begin_tile(c, program, rows, q_ring, tiles, seen, cuts)
+        p, m, l, residue = begin_tile(c, program, rows, q_ring, tiles, seen)
         while tile.exists:
             acc = empty_sums(program.v.COLUMNS)
-            cuts = cuts.of_new_tile()
             alpha = gl.zeros_like(m)
             beside = first_beside(program, rows, m, l, residue)
             if program.build.SPAN:
@@ -325,8 +312,8 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
                     c, program, rows, q_ring, tiles, seen, p, acc, m, l, beside, memory
                 )
             else:
-                p, acc, m, l, beside, alpha, seen, cuts = take_steps(
-                    c, program, rows, q_ring, tiles, seen, p, acc, m, l, beside, alpha, cuts
+                p, acc, m, l, beside, alpha, seen = take_steps(
+                    c, program, rows, q_ring, tiles, seen, p, acc, m, l, beside, alpha
                 )
             # With spans, the last block of a tile may be the first of one.
             use_acc = rows.end > 0
@@ -334,10 +321,8 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
                 use_acc = continues(program, rows, rows.end - 1)
             last = seen
             seen += 1
-            last_is_cut = rows.is_cut(rows.end - 1)
-            last_cut = cuts.n - 1
-            for block in range(rows.end, rows.tile_end):
-                cuts = skip(c, program, rows, block, seen, cuts)
+            for _block in range(rows.end, rows.tile_end):
+                skip(c, program, seen)
                 seen += 1
 
             next_tile = program.tile_queue.read(tiles + 1)
@@ -347,18 +332,15 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
             next_l = l
             next_residue = gl.zeros_like(l)
             if next_tile.exists:
-                for block in range(next_rows.tile_begin, next_rows.begin):
-                    cuts = skip(c, program, next_rows, block, seen, cuts)
+                for _block in range(next_rows.tile_begin, next_rows.begin):
+                    skip(c, program, seen)
                     seen += 1
             if FLOWS and next_tile.exists:
-                acc, bad, p, next_m, next_l, next_residue, cuts = change_tile(
-                    c, program, next_rows, q_ring, tiles + 1, last, seen, p, acc, use_acc, alpha,
-                    last_is_cut, last_cut, cuts,
-                )  # fmt: skip
-            else:
-                acc, bad = end_tile(
-                    program, last, p, acc, use_acc, alpha, last_is_cut, last_cut, cuts
+                acc, bad, p, next_m, next_l, next_residue = change_tile(
+                    c, program, next_rows, q_ring, tiles + 1, last, seen, p, acc, use_acc, alpha
                 )
+            else:
+                acc, bad = end_tile(program, tiles, last, p, acc, use_acc, alpha)
             if program.build.SPAN:
                 m, l, beside, error, acc = end_spans(
                     program, rows, sums, total, memory, m, l, beside, acc, p.dtype
@@ -370,8 +352,8 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
             )
             wrong |= again << (tiles % 32)
             if not FLOWS and next_tile.exists:
-                p, next_m, next_l, next_residue, cuts = begin_tile(
-                    c, program, next_rows, q_ring, tiles + 1, seen, cuts
+                p, next_m, next_l, next_residue = begin_tile(
+                    c, program, next_rows, q_ring, tiles + 1, seen
                 )
             tiles += 1
             tile = next_tile

@@ -250,10 +250,12 @@ def forward_kernel(
     EXACT: gl.constexpr = FIXED_MAX and not SPAN and not HAS_LEFT
     CLEANS: gl.constexpr = CONSTANT_TIME and (HAS_LEFT or HAS_RIGHT)
     CLEANERS: gl.constexpr = 1 if CLEANS else 0
-    # Without a branch every block is rescaled: of wider heads, while the next scores are computed.
-    RESCALES_LATE: gl.constexpr = CONSTANT_TIME and DV_COLUMNS > 64
+    WIDE: gl.constexpr = DV_COLUMNS > 192
+    # Without a branch every block is rescaled: of most heads wider than 64, while the next scores
+    # are computed.
+    RESCALES_LATE: gl.constexpr = CONSTANT_TIME and DV_COLUMNS > 64 and not WIDE
     # Three consumers have no registers for halves.
-    HALVES: gl.constexpr = CONSTANT_TIME and CONSUMERS == 2
+    HALVES: gl.constexpr = CONSTANT_TIME and CONSUMERS == 2 and not WIDE
     # The tensor cores read a fifth less from shared memory then.
     Q_IN_REGISTERS: gl.constexpr = CONSTANT_TIME and D_COLUMNS == 128 and not HAS_LEFT
     BY_BITS: gl.constexpr = CONSTANT_TIME and STAGES & (STAGES - 1) == 0
@@ -263,7 +265,7 @@ def forward_kernel(
         v_ring = TileRing.create_in_boxes(v_desc, STAGES, CONSUMERS, DV_COLUMNS, BLOCK_KV)
     else:
         k_ring = TileRing.create(k_desc, STAGES, CONSUMERS, D_COLUMNS, BY_BITS)
-        v_ring = TileRing.create(v_desc, STAGES, CONSUMERS + CLEANERS, DV_COLUMNS, BY_BITS)
+        v_ring = TileRing.create(v_desc, STAGES, CONSUMERS, DV_COLUMNS, BY_BITS)
     # Pages come in so many boxes of 64 columns that one warp would take longer to send them than
     # consumers need for a block.
     PRODUCERS: gl.constexpr = 2 if PAGE_ROWS and D_COLUMNS > 64 else 1
@@ -277,7 +279,7 @@ def forward_kernel(
         failed = FailedTiles.create(CONSUMERS)
     cleaned = Cleaned(unused, unused)
     if CLEANS:
-        cleaned = Cleaned.create(BLOCK_KV, HAS_LEFT)
+        cleaned = Cleaned.create(STAGES, BLOCK_KV, HAS_LEFT)
     program = Program(
         schedule, k_ring, v_ring,
         PageTable(page_table_ptr, pages.stride_tb, pages.n_pages, pages.page_size, PAGE_ROWS),

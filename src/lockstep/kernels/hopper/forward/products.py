@@ -21,10 +21,10 @@ def issue_scores(c: gl.constexpr, program, q, i):
 
 
 @gluon.jit
-def issue_product(c: gl.constexpr, program, p, acc, i, use_acc=True, is_cut=False, n=0, alpha=None):
-    """P·V of the i-th block behind it, which a mask may cut, as the n-th; the next consumer may
-    have the tensor cores then. Where acc is yet to be rescaled, it is by `alpha`."""
-    program.await_values(i, is_cut, n)
+def issue_product(c: gl.constexpr, program, p, acc, i, use_acc=True, alpha=None):
+    """P·V of the i-th block behind it; the next consumer may have the tensor cores then. Where acc
+    is yet to be rescaled, it is by `alpha`."""
+    program.await_values(i)
     if program.build.RESCALES_LATE:
         acc = scale_all(acc, alpha)
     acc = issue_products(p, program.v, i, acc, use_acc)

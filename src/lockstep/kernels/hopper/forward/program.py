@@ -123,23 +123,32 @@ class Program:
         return rows.hide(self.schedule, s, block)
 
     @gluon.jit
-    def mark_weights(self, rows, weights, block, n):
-        """Weights of `block`; in constant time under a window, NaN for values that are not finite,
-        as `cleaning.py` says, where n is the number of the block if it is cut."""
+    def mark_weights(self, rows, weights, block, i):
+        """Weights of `block`, the i-th in all; in constant time under a window, NaN for values that
+        are not finite, as `cleaning.py` says."""
         if self.build.CLEANS and self.schedule.HAS_LEFT:  # noqa: SIM102, Gluon evaluates all
             if rows.is_cut(block):
                 keys: gl.constexpr = gl.SliceLayout(0, weights.type.layout)
-                flags = self.cleaned.flags(n, keys)
+                flags = self.cleaned.flags(self.v.ring, i, self.schedule.BLOCK_KV, keys)
                 weights = rows.mark(self.schedule, weights, flags, block)
         return weights
 
     @gluon.jit
-    def await_values(self, i, is_cut, n):
-        """Wait for the values of the i-th block; if a mask cuts it, as the n-th, until they are
-        clean, for which `mark_weights` waits under a window."""
-        self.v.wait(i)
-        if self.build.CLEANS and not self.schedule.HAS_LEFT and is_cut is not False:
-            self.cleaned.wait(n, is_cut)
+    def await_values(self, i):
+        """Wait for the values of the i-th block; where a mask may cut it, until they are clean."""
+        if self.build.CLEANS:
+            self.cleaned.wait(self.v.ring, i)
+        else:
+            self.v.wait(i)
+
+    @gluon.jit
+    def first_bad_key(self, tiles):
+        """The first bad key of a tile by its number; any number where there is no cleaner, or it
+        leaves flags."""
+        if self.build.CLEANS and not self.schedule.HAS_LEFT:
+            return self.cleaned.first_bad_key(tiles)
+        else:  # noqa: RET505, Gluon would go on and return both
+            return tiles
 
     @gluon.jit
     def score_scale(self):
@@ -341,8 +350,8 @@ def normalize(program, results, tile, rows, acc, m, l, beside, is_exact, bad, dt
     softcap = None
     if program.build.SCORES == "reciprocals":
         softcap = program.softcap
-    # In constant time, ptxas would have no registers for it where tiles change.
-    BRIEF: gl.constexpr = not program.build.CONSTANT_TIME
+    # In constant time, ptxas has no registers for it where tiles of wider heads change.
+    BRIEF: gl.constexpr = not program.build.CONSTANT_TIME or program.v.COLUMNS <= 64
     return close_rows(acc, m, l, r, factor, scale, sink, rows.nan_if_bad(), softcap, BRIEF)
 
 

@@ -21,7 +21,6 @@ from lockstep.kernels.hopper.common.softmax import (
     thread_sums,
 )
 from lockstep.kernels.hopper.forward import constant_time
-from lockstep.kernels.hopper.forward.cleaning import count_cut
 from lockstep.kernels.hopper.forward.products import (
     await_product,
     await_product_between,
@@ -31,9 +30,9 @@ from lockstep.kernels.hopper.forward.products import (
 
 
 @gluon.jit
-def weigh_in_halves(program, rows, block, seen, s, acc, m, l, residue, cuts):
+def weigh_in_halves(program, rows, block, seen, s, acc, m, l, residue):
     """Weights of a block in constant time, from its scores s, acc with the product of the block
-    before, m, l, residue, alpha and cuts.
+    before, m, l, residue and alpha.
 
     The left half of the columns is computed under the product, the right half behind it: meanwhile
     weights may be rounded, for which they need the registers of those that the product reads."""
@@ -44,18 +43,17 @@ def weigh_in_halves(program, rows, block, seen, s, acc, m, l, residue, cuts):
     left, right = halves(s)
     left = constant_time.weights_of(left, unit, offset)
     part = constant_time.sums_like(l, left)
-    cuts = count_cut(program, rows, block, cuts)
     has_more = block + 1 < rows.end
     acc, left, right = await_product_between(program, acc, left, right, seen + 2, has_more)
     right = constant_time.weights_of(right, unit, offset)
     l = rescale_and_add(l, alpha, part + constant_time.sums_like(l, right))
     weights = constant_time.whole(left, right, s)
-    return weights, acc, m, l, residue, alpha, cuts
+    return weights, acc, m, l, residue, alpha
 
 
 @gluon.jit
 def weigh(program, rows, block, seen, s, acc, m, l, residue):
-    """The same under the product as a whole, without constant time, too; cuts aside."""
+    """The same under the product as a whole, without constant time, too."""
     scale = program.score_scale()
     if program.build.CONSTANT_TIME:
         m, residue, unit, offset, alpha = constant_time.raise_maximum(
@@ -77,9 +75,7 @@ def weigh(program, rows, block, seen, s, acc, m, l, residue):
 
 
 @gluon.jit
-def step(
-    c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, beside, alpha, cuts
-):  # fmt: skip
+def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, beside, alpha):
     """Scores and weights of `block`, and the product of the block before, whose weights are `p`.
 
     The block of K is there already; the one after it is, too, on return."""
@@ -89,11 +85,7 @@ def step(
     PRODUCTS: gl.constexpr = n_pieces(program.v.COLUMNS)
     scale = program.score_scale()
     s = issue_scores(c, program, q, seen + 1)
-    is_cut = rows.is_cut(block - 1)
-    acc = issue_product(c, program, p, acc, seen, True, is_cut, cuts.n - 1, alpha)
-    cuts = cuts.with_product(program, is_cut, cuts.n - 1)
-    if not program.build.HALVES:
-        cuts = count_cut(program, rows, block, cuts)
+    acc = issue_product(c, program, p, acc, seen, True, alpha)
     s = warpgroup_mma_wait(PRODUCTS, deps=(s,))
     if not program.build.CONSTANT_TIME:
         program.k.release(seen + 1)
@@ -122,8 +114,8 @@ def step(
         acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
     else:
         if program.build.HALVES:
-            weights, acc, m, l, beside, alpha, cuts = weigh_in_halves(
-                program, rows, block, seen, s, acc, m, l, beside, cuts
+            weights, acc, m, l, beside, alpha = weigh_in_halves(
+                program, rows, block, seen, s, acc, m, l, beside
             )
         else:
             weights, acc, m, l, beside, alpha = weigh(
@@ -135,7 +127,7 @@ def step(
         # Before, warps would have to wait for each other once more.
         program.k.release(seen + 1)
     program.v.release(seen)
-    weights = program.mark_weights(rows, weights, block, cuts.n - 1)
+    weights = program.mark_weights(rows, weights, block, seen + 1)
     p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
     if program.build.EXACT:
         TOGETHER: gl.constexpr = program.build.CONSUMERS == 2
@@ -144,20 +136,18 @@ def step(
         if VOTES_LATE:
             beside = add_residue(beside, weights, part, before)
         l += part
-    return p, acc, m, l, beside, alpha, cuts
+    return p, acc, m, l, beside, alpha
 
 
 @gluon.jit
-def take_steps(
-    c: gl.constexpr, program, rows, q_ring, tiles, seen, p, acc, m, l, beside, alpha, cuts
-):
+def take_steps(c: gl.constexpr, program, rows, q_ring, tiles, seen, p, acc, m, l, beside, alpha):
     """Every block of a tile behind the first; `seen` is the number of the last one then."""
     q = q_ring.pieces(tiles)
     if program.build.Q_IN_REGISTERS:
         q = (q[0].load(left_operand(program.schedule.BLOCK_KV)),)
     for block in range(rows.begin + 1, rows.end):
-        p, acc, m, l, beside, alpha, cuts = step(
-            c, program, rows, block, seen, q, p, acc, m, l, beside, alpha, cuts
+        p, acc, m, l, beside, alpha = step(
+            c, program, rows, block, seen, q, p, acc, m, l, beside, alpha
         )
         seen += 1
-    return p, acc, m, l, beside, alpha, seen, cuts
+    return p, acc, m, l, beside, alpha, seen
