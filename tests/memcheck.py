@@ -46,6 +46,13 @@ def _decode(Skv: int, page_size: int = 0, **sizes: object) -> Case:
     return paginate(case, page_size, garbage=float("nan")) if page_size else case
 
 
+def _many_decodes(Skv: int, **sizes: object) -> Case:
+    """So many heads that the program with the last part of one folds it."""
+    lens = torch.arange(70) * (Skv - 1) // 69
+    case = draw(1, Skv, B=70, Hq=8, Hkv=2, kv_lens=lens, causal=True, **sizes)
+    return paginate(case, 16, garbage=float("nan"))
+
+
 def _wrong_offsets(seed: int, D: int, Hq: int = 4) -> Case:
     lens = [263, 1, 0, 500] if Hq == 4 else [700, 63, 1300, 64]
     case = draw_varlen(lens, lens, Hq=Hq, D=D, dtype=BF16, causal=True)
@@ -71,6 +78,9 @@ SAMPLES: dict[str, Callable[[], Case]] = {
     ),
     "prefill, D 512, Dv 111": lambda: draw(65, 300, D=512, Dv=111, dtype=BF16, causal=True),
     "prefill, strided": _strided,
+    "one block of keys": lambda: draw(130, 77, B=2, Hq=6, Hkv=2, D=64, dtype=BF16),
+    "one block of keys, D 40": lambda: draw(65, 128, B=2, Hq=4, D=40, dtype=F16),
+    "few keys of many heads": lambda: draw(70, 200, B=70, Hq=8, D=64, dtype=BF16),
     "bias and sinks": lambda: draw(
         163, 300, B=2, Hq=4, dtype=BF16, bias=torch.randn(4, 163, 300), sinks=torch.randn(4)
     ),
@@ -87,6 +97,7 @@ SAMPLES: dict[str, Callable[[], Case]] = {
     "decode, fp32, D 33": lambda: _decode(601, D=33, dtype=F32),
     "decode, pages of 16": lambda: _decode(601, 16, D=128, dtype=BF16),
     "decode, pages of 256": lambda: _decode(1301, 256, D=64, dtype=F16),
+    "decode, many sequences": lambda: _many_decodes(601, D=128, dtype=BF16),
     "decode, pages of 24, D 80": lambda: _decode(601, 24, D=80, Dv=33, dtype=BF16),
     "wrong kv_lens": lambda: _wrong_lengths(0, D=64),
     "wrong kv_lens, D 256": lambda: _wrong_lengths(1, D=256),
