@@ -36,6 +36,10 @@ PROMPT, PACKED, CHUNK, REST, DRAFT, LONG, SHORT = 1024, 8192, 256, 96, 4, 16384,
 # Head dims up to which the length decides between builds; lengths that have another one for the
 # forward and for the backward, and how many sequences make packed ones short.
 NARROW, LONG_PROMPT, LONG_TRAINED, MANY_PACKED = 64, 16384, 2048, 16
+# Lengths of training at which the Hopper backward shares queries out among programs, or does not,
+# where query heads share keys under a mask; one more for narrow heads. Without a mask, queries and
+# keys of cross-attention.
+GROUPED_TRAINED, LONGEST_TRAINED, CROSS_TRAINED = (256, 2048, 4096), 16512, (4096, 77)
 # How much shorter lengths are that no tile divides; unless causal, they have another
 # backward.
 ODD = 24
@@ -172,7 +176,11 @@ def calls_of(
             lengths = [PROMPT, LONG_TRAINED] if is_narrow else [PROMPT]
             if not layer.causal:
                 lengths += [n - ODD for n in lengths]
+            is_masked = layer.causal or layer.window is not None
+            if is_masked and layer.Hq > layer.Hkv:
+                lengths += [*GROUPED_TRAINED, *([LONGEST_TRAINED] if is_narrow else [])]
             trained = [SampleCall(layer, "dense", n, n) for n in lengths]
+            trained += [] if is_masked else [SampleCall(layer, "dense", *CROSS_TRAINED)]
             trained += [call for call in whole if call.layout == "packed"]
             found += [replace(call, backward=True) for call in trained]
         found += whole

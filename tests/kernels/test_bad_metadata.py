@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import triton.language as tl
 from bad_metadata import (
     STALE,
     Spoiled,
@@ -186,8 +187,11 @@ class TestInterpreted:
         """Its short launches: bounds and statistics before, dq after."""
         from bounds import checked
 
+        from lockstep.kernels.hopper.backward import shares
         from lockstep.kernels.hopper.backward.rows import finish_queries, prepare_rows
 
+        # Few loops are shared out, and short ones.
+        rule = (8, 12, 1, 99, 99)
         draws = random.Random(seed)
         spoiled = spoil_varlen(draws, draw_varlen([130, 0, 70, 64], [9, 8, 30, 1], Hq=1, Hkv=1))
         T, Tk = 264, 48
@@ -200,15 +204,18 @@ class TestInterpreted:
         out = result.out.to(BF16).view(T, -1)
         statistics = statistics_of(pose(spoiled.case)[0], result.lse.view(T))
         large, flags = torch.full((n_slots, 2, 64), STALE), torch.full((n_slots,), 7)
-        bounds = torch.full((3, 6), -7, dtype=torch.int32)
+        bounds, plan = (torch.full((n, 6), -7, dtype=torch.int32) for n in (3, 6))
         stats, turn = torch.full((n_slots, 2, 64), STALE), torch.full((n_slots,), 7)
         cu = [torch.tensor(x) for x in offsets]
         rows = (0, 1, 1, 1, 4, T, Tk, n_slots)
-        with checked():
+        with checked(), pytest.MonkeyPatch.context() as patch:
+            # In a kernel, of each number by itself; the interpreter would have those of Python.
+            patch.setattr(shares, "min", lambda a, b: tl.minimum(a, b), raising=False)
+            patch.setattr(shares, "max", lambda a, b: tl.maximum(a, b), raising=False)
             prepare_rows[(n_slots,)](
                 out, out, statistics, None, stats, large, flags.int(), turn.int(),
-                turn[:1].int(), bounds, *cu, 0, 8, 8, *rows, 1.0,
-                ALIGN=8, DV=64, BLOCK_D=64, BLOCK_Q=64, EARLY=False,
+                turn[:1].int(), bounds, plan, *cu, None, 0, 8, 8, *rows, 2, 3, *rule, 1.0,
+                ALIGN=8, DV=64, BLOCK_D=64, BLOCK_Q=64, BLOCK_KV=16, EARLY=False,
             )  # fmt: skip
             dq = torch.full((T, 64), STALE, dtype=BF16)
             sums = torch.zeros(n_slots, 2, 4096)
@@ -217,6 +224,21 @@ class TestInterpreted:
                 PARTS=2, HAS_LEFT=False, HAS_RIGHT=False, EARLY=False,
             )  # fmt: skip
         assert bounds.tolist() == [[*q, T], [*k, Tk], [*good, 0, -7]]
+        # How queries are shared out in each sequence, those that no other one owns included.
+        slots, several = [0], [0]
+        ends = zip(pairwise([*q, T]), pairwise([*k, Tk]), strict=True)
+        lengths = [
+            (q_end - q_start, k_end - k_start) for (q_start, q_end), (k_start, k_end) in ends
+        ]
+        for b, (len_q, len_k) in enumerate(lengths):
+            heads, span_tiles, by_heads, spans = shares.divide_queries.fn(
+                -(-len_q // 64), -(-len_k // 16), 2, 3, *rule
+            )
+            n = by_heads * spans
+            assert plan[2:, b].tolist() == [heads, span_tiles, spans, n]
+            slots.append(slots[-1] + -(-len_k // 16) * n)
+            several.append(several[-1] + -(-len_k // 16) * n * (n > 1))
+        assert plan[:2].tolist() == [slots, several]
         expected = torch.full((T, 64), torch.nan, dtype=BF16)
         for sequence in spoiled.good:
             expected[sequence.queries] = 0

@@ -22,16 +22,22 @@ from lockstep.kernels.kernel import BackwardTensors, Needs
 from lockstep.problem import Tensors, describe, make_options
 
 # Causal ones are among those with a softcap, in constant time and for other versions of Triton.
-BUILDS = [(64, {}), (64, {"S": 512}), (128, {"window": (100, 30)})]
+BUILDS = [
+    (64, {}),
+    (64, {"S": 512}),
+    (128, {"window": (100, 30)}),
+    # Queries are shared out.
+    (128, {"Hkv": 1, "causal": True}),
+]
 
 
-def compiled(D: int, S: int = 4096, **options):
+def compiled(D: int, S: int = 4096, Hkv: int = 8, **options):
     """The backward kernel as a call with these options would launch it."""
-    x = torch.empty(2, 4, S, D, dtype=torch.bfloat16)
+    x, k = (torch.empty(2, H, S, D, dtype=torch.bfloat16) for H in (8, Hkv))
     names = ("causal", "window", "scale", "softcap")
     given = make_options(*({"causal": False, **options}.get(name) for name in names))
-    problem = describe(Tensors(x, x, x), given)
-    saved = BackwardTensors(*Tensors(x, x, x), x, x[..., :2].float(), x, None)
+    problem = describe(Tensors(x, k, k), given)
+    saved = BackwardTensors(*Tensors(x, k, k), x, x[..., :2].float(), x, None)
     with patch.object(narrow, "processors", lambda _: 132):
         call = narrow.prepare_backward(problem, saved, Needs(True, True, True, False, False))
     launch, arguments = bind(call, saved)["backward_kernel"]

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from crew import as_plain, make_plain
+from problems import unwritten
 
-from lockstep.kernels.hopper.backward import query_loop, sizes
+from lockstep.kernels.hopper.backward import query_loop, shares, sizes
+from lockstep.kernels.hopper.backward.call import slots_of
+from lockstep.kernels.hopper.backward.narrow import call as narrow
 from lockstep.kernels.hopper.backward.narrow.call import BLOCK_KV, BLOCK_Q
+from lockstep.kernels.hopper.backward.wide import call as wide
 from lockstep.kernels.window import NO_LIMIT, limit_of
+from lockstep.problem import Options, Tensors, describe
 
 QueryLoop = query_loop.QueryLoop
 PLAIN = SimpleNamespace(
@@ -29,11 +35,12 @@ PLAIN = SimpleNamespace(
 class PlainLoop(SimpleNamespace):
     """`QueryLoop` with numbers for tensors."""
 
-    def __init__(self, tiles, bounds, sizes):
+    def __init__(self, tiles, bounds, heads_per_kv, share, sizes):
         names = ("BLOCK_Q", "BLOCK_KV", "HAS_LEFT", "HAS_RIGHT", "HAS_EDGE")
         super().__init__(**{name: getattr(sizes, name) for name in names})
         self.first_tile, self.n_steps, self.n_tiles = tiles
-        self.tiles_per_head, self.heads_per_kv = sizes.q_slots, sizes.heads_per_kv
+        self.tiles_per_head, self.heads_per_kv = sizes.q_slots, heads_per_kv
+        self.share = share
         self.low, self.high, self.room, self.first_key = bounds
 
     def tiles(self):
@@ -177,7 +184,8 @@ def test_both_orders_of_a_group_have_the_same_tiles(loops):
 def test_packed_loops_go_over_every_key_tile_once_and_no_bad_sequence(monkeypatch):
     """By the bounds of `rows.py`: the last sequence has the rows that belong to none."""
     at = SimpleNamespace(load=lambda place: place[0][place[1]])
-    plain = {"gl": SimpleNamespace(**vars(PLAIN), **vars(at)), "QueryLoop": PlainLoop}
+    gl = SimpleNamespace(**vars(PLAIN), **vars(at))
+    plain = {"gl": gl, "tl": gl, "QueryLoop": PlainLoop}
     make_plain(monkeypatch, (query_loop, sizes), plain)
     Sizes = as_plain(sizes.Sizes)
     monkeypatch.setattr(query_loop, "KeyTile", lambda place, lengths, layout: (place, lengths))
@@ -196,7 +204,7 @@ def test_packed_loops_go_over_every_key_tile_once_and_no_bad_sequence(monkeypatc
         seen = []
         for ticket in range(kv_slots):
             (place, lengths), loop = query_loop.assign_keys(ticket, kv_slots, 1, 1, given)
-            b, _, _, kv_idx, _ = place
+            b, _, _, kv_idx, *_ = place
             assert lengths == (q[b], k[b], q[b + 1] - q[b], k[b + 1] - k[b])
             has_keys = kv_idx < k[b + 1] - k[b]
             seen += [k[b] + kv_idx] if has_keys else []
@@ -205,6 +213,151 @@ def test_packed_loops_go_over_every_key_tile_once_and_no_bad_sequence(monkeypatc
             assert all(0 <= tile < q_slots for tile, _ in loop.tiles())
         starts = [x for a, b in pairwise(k) for x in range(a, b, BLOCK_KV)]
         assert sorted(seen) == starts
+
+
+# Queries and keys behind the last packed sequence.
+UNOWNED = (700, 300)
+
+
+@pytest.fixture
+def plain_shares(monkeypatch):
+    """A function that gives the loops of sequences (len_q, len_kv), by ticket, as `loops` does:
+    (sequence, head, first key, loop). Queries are shared out if there is a `cut`."""
+    load = {"load": lambda place: place[0][place[1]]}
+    gl = SimpleNamespace(**vars(PLAIN), **load)
+    checked = {"checked_length": lambda lens, b, Skv: (lens[b], True)}
+    plain = {"gl": gl, "tl": gl, "QueryLoop": PlainLoop, "WINDOW_BUNCH": 4, **checked}
+    make_plain(monkeypatch, (query_loop, sizes), plain)
+    monkeypatch.setattr(query_loop, "KeyTile", lambda place, lengths, layout: place)
+    Sizes = as_plain(sizes.Sizes)
+
+    def compute(layout, lengths, block_q, window, Hkv, group, at_once, slots, cut, rule):
+        B, (left, right) = len(lengths), window
+        q, k = ([0, *accumulate(pair[i] for pair in lengths)] for i in (0, 1))
+        q, k = [*q, q[-1] + UNOWNED[0]], [*k, k[-1] + UNOWNED[1]]
+        plan = None
+        if cut is not None:
+            plan = plan_of([*lengths, UNOWNED], block_q, Hkv, group, rule)
+            slots = cut.slots
+        if cut is not None and layout == "varlen":
+            assert plan[B + 1] <= slots
+            slots = plan[B + 1]
+        q_slots = q[-1] // block_q + B + 1 if layout == "varlen" else -(-lengths[0][0] // block_q)
+        n_heads = Hkv if layout == "varlen" else B * Hkv
+        given = Sizes(
+            (q_slots, Hkv, group, B, lengths[0][0], max(k for _, k in lengths), limit_of(left),
+             limit_of(right), 0),
+            Numbers([*q, *k, *[1] * B, 0, 0]), [k for _, k in lengths], layout, left is not None,
+            right is not None, True, block_q, BLOCK_KV, False,
+            cut and (None, cut.heads, cut.span_tiles, cut.spans, cut.n_shares), Numbers(plan),
+        )  # fmt: skip
+        for ticket in range(slots * n_heads):
+            place, loop = query_loop.assign_keys(ticket, slots, n_heads, at_once, given)
+            yield place[0], place[1], place[3], loop
+
+    return compute
+
+
+def plan_of(lengths, block_q, Hkv, group, rule) -> list[int]:
+    """What `rows.py` stores for sequences whose lengths the host does not know."""
+    found = []
+    slots, several = 0, 0
+    for len_q, len_kv in [*lengths, (0, 0)]:
+        tiles = -(-len_q // block_q), -(-len_kv // BLOCK_KV)
+        heads, span_tiles, by_heads, spans = shares.divide_queries.fn(
+            *tiles, Hkv, group, *rule.values()
+        )
+        n = by_heads * spans
+        found.append((slots, several, heads, span_tiles, spans, n))
+        slots += tiles[1] * n
+        several += tiles[1] * n if n > 1 else 0
+    return [x for row in zip(*found, strict=True) for x in row]
+
+
+@pytest.mark.parametrize("layout", ["dense", "kv_lens", "varlen"])
+def test_shares_have_the_tiles_of_one_loop_once_and_keep_the_order(plain_shares, layout):
+    """The shares of a key tile have the tiles that one loop would have, in which the mask hides the
+    same, and each a number of its own, of which there are no more than a launch has room for."""
+    draws = random.Random(3)
+    n_shared = 0
+    for _ in range(150):
+        window = draws.choice([(None, None), (None, 0), (draws.randrange(400), 40)])
+        block_q = draws.choice(list(BLOCK_Q.values()))
+        B, Hkv, group = draws.randint(1, 3), draws.choice([1, 2, 3]), draws.choice([1, 2, 5])
+        lengths = [(draws.randrange(1500), draws.randrange(700)) for _ in range(B)]
+        if layout != "varlen":
+            lengths = [(lengths[0][0] + 1, k + 1) for _, k in lengths]
+        if layout == "dense":
+            lengths = lengths[:1] * B
+        given = tensors_of(layout, lengths, Hkv * group, Hkv)
+        left, right = window
+        problem = describe(given, Options(window_left=left, window_right=right))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shares, "LEAST_STEPS", draws.choice([1, 5]))
+            patch.setattr(shares, "LEAST_STEPS_WITH_MASK", draws.choice([2, 8]))
+            rule = shares.rule_of(problem, block_q, BLOCK_KV)
+            slots = slots_of(problem, problem.Skv, BLOCK_KV)
+            cut = shares.shares_of(problem, slots, block_q, BLOCK_KV)
+        sizes = (layout, lengths, block_q, window, Hkv, group, draws.randint(1, Hkv))
+        whole = {
+            (b, head, key): {(tile, loop.cuts(t)) for tile, t in loop.tiles()}
+            for b, head, key, loop in plain_shares(*sizes, slots, None, rule)
+        }
+        if cut is None:
+            continue
+        parts: dict[int, int] = {}
+        found: dict[tuple[int, int, int], list[tuple[int, bool]]] = {}
+        numbers = []
+        for b, head, key, loop in plain_shares(*sizes, slots, cut, rule):
+            numbers += [loop.share] if loop.share >= 0 else []
+            for tile, t in loop.tiles():
+                assert loop.turn(t) == parts.get(tile, 0)
+                parts[tile] = parts.get(tile, 0) + 1
+                found.setdefault((b, head, key), []).append((tile, loop.cuts(t)))
+        n_shared += bool(numbers)
+        assert len(set(numbers)) == len(numbers)
+        room = cut.capacity * Hkv * (1 if layout == "varlen" else B)
+        assert max(numbers, default=0) < room
+        for place, tiles in whole.items():
+            assert len(found.get(place, [])) == len(tiles)
+            assert set(found.get(place, [])) == tiles
+    assert n_shared > 20
+
+
+def tensors_of(layout, lengths, Hq, Hkv) -> Tensors:
+    """Those of a call that is not made."""
+    if layout == "varlen":
+        q, k = (sum(pair[i] for pair in [*lengths, UNOWNED]) for i in (0, 1))
+        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        packed = (torch.empty(n, H, 64) for n, H in ((q, Hq), (k, Hkv), (k, Hkv)))
+        return Tensors(*packed, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    more = {"kv_lens": torch.zeros(len(lengths), dtype=torch.int32)} if layout == "kv_lens" else {}
+    longest = max(k for _, k in lengths)
+    return unwritten(lengths[0][0], longest, B=len(lengths), Hq=Hq, Hkv=Hkv, **more)
+
+
+def test_what_is_shared_out_depends_on_a_sequence_alone():
+    def found(Sq, Skv, Hq, Hkv, D=64, B=1, **options):
+        problem = describe(unwritten(Sq, Skv, B=B, Hq=Hq, Hkv=Hkv, D=D), Options(**options))
+        return (narrow if D <= 128 else wide).cut_of(problem).shares
+
+    few_keys = found(4096, 77, 10, 10)
+    assert few_keys.capacity == 3
+    assert few_keys == found(4096, 77, 10, 10, B=16)
+    causal = {"window_right": 0}
+    assert found(4096, 4096, 8, 1, D=128, **causal).capacity == 8 * 32
+    assert found(8192, 8192, 8, 1, D=128, **causal).capacity == 4 * 64
+    assert found(4096, 4096, 7, 1, D=128, **causal).capacity == 7 * 32
+    assert found(4096, 4096, 8, 1, D=256, **causal).capacity == 4 * 64
+    # Many loops, short ones, and no heads to share out under a mask.
+    for lengths_and_heads, options in (
+        ((4096, 4096, 32, 32), {}),
+        ((512, 77, 10, 10), {}),
+        ((4096, 77, 10, 10), causal),
+        ((0, 77, 10, 10), {}),
+        ((4096, 0, 10, 10), {}),
+    ):
+        assert found(*lengths_and_heads, **options) is None
 
 
 class Numbers:

@@ -66,7 +66,7 @@ class PlainTiles:
     release, wait_empty = tiles.Tiles.release.fn, tiles.Tiles.wait_empty.fn
     release_keys, wait_keys_empty = tiles.Tiles.release_keys.fn, tiles.Tiles.wait_keys_empty.fn
     sync_consumers, dkv = tiles.Tiles.sync_consumers.fn, tiles.Tiles.dkv.fn
-    wait_dkv = tiles.Tiles.wait_dkv.fn
+    wait_dkv, publish_dkv = tiles.Tiles.wait_dkv.fn, tiles.Tiles.publish_dkv.fn
 
     def stage_dkv(self, w, slot, dk, dv) -> None:
         if not ROLE.shares_tiles:
@@ -90,6 +90,7 @@ def crew(monkeypatch, request):
     crew = Crew(request.param)
     crew.sums = {}  # key tiles that have added to each query tile, in order
     crew.derived = {}  # what has been stored, by key tile and first row
+    crew.shares = {}  # what dk and dv of shares are made of, by share and consumer
 
     def send(desc, at, tile):
         is_shared = ROLE.name.startswith("add") or ROLE.shares_tiles
@@ -158,9 +159,12 @@ def crew(monkeypatch, request):
         ),
         "whole": lambda left, right: left,
         "column_weights": column_weights,
+        "store_share": lambda _ptr, number, pieces, *_: crew.shares.setdefault(number, []).append(
+            {x.of for x in pieces}
+        ),
         "LargeScores": lambda *_: SimpleNamespace(log2_l=lambda *_: None),
         # Both loops take the same steps: now one, now the other.
-        "has_large_scores": lambda flags, loop, heads: loop.ticket % 2,
+        "has_large_scores": lambda flags, loop: loop.ticket % 2,
         **{
             name: getattr(tiles, name).value
             for name in ("STAGES", "PARTS", "DS_TILES", "CONSUMERS_AND_WARP", *NAMED)
@@ -172,7 +176,7 @@ def crew(monkeypatch, request):
     return crew
 
 
-def program(crew, block_q, is_apart, masked, draws):
+def program(crew, block_q, is_apart, masked, shared, draws):
     """The warps of one."""
     shares_tiles = block_q == 128
     query, key = describe(block_q, HEAD_DIM[block_q]), describe(BLOCK_KV, HEAD_DIM[block_q])
@@ -188,6 +192,8 @@ def program(crew, block_q, is_apart, masked, draws):
         CONSTANT_TIME=False,
         heads_per_kv=1,
         LAYOUT="dense",
+        SHARED=shared,
+        shares_ptr=None,
     )
     queue = CREATE_TILE_QUEUE(4, sizes)
     roles = {
@@ -222,16 +228,20 @@ def program(crew, block_q, is_apart, masked, draws):
 @pytest.mark.parametrize(("block_q", "is_apart"), [(64, False), (128, False), (128, True)])
 def test_no_warp_waits_forever_and_sums_have_one_order(crew, block_q, is_apart, masked):
     draws = crew.draws
+    shared = draws.random() < 0.4
     n_tiles = draws.choice([1, 2, 3, 5, 9])
     # By ticket: where a loop ends. Many are over at once.
     ends = [n_tiles, *range(n_tiles + 1)]
     crew.begins = begins = draws.choices(ends, k=draws.choice([1, 2, 5, 12]))
+    # Which of them are shares of several: their dk and dv go to memory.
+    shares = [ticket if draws.random() < 0.5 else -1 for ticket in range(len(begins) + 3)]
     cuts = [[masked and draws.random() < 0.4 for _ in range(n_tiles + 1)] for _ in begins]
 
     def assign(ticket):
         begin = begins[min(ticket, len(begins) - 1)]
         loop = PlainLoop(
             ticket=ticket,
+            share=shares[ticket],
             first_tile=begin,
             n_steps=n_tiles - begin,
             BLOCK_Q=block_q,
@@ -242,6 +252,7 @@ def test_no_warp_waits_forever_and_sums_have_one_order(crew, block_q, is_apart, 
         )
         key_tile = SimpleNamespace(
             q_head=0,
+            share=shares[ticket],
             first_q_tile=0,
             q_coordinates=lambda head, row: ("queries", ticket, row // block_q),
             kv_coordinates=lambda: ("keys", ticket),
@@ -259,7 +270,8 @@ def test_no_warp_waits_forever_and_sums_have_one_order(crew, block_q, is_apart, 
 
     crew.assign, crew.has_nonfinite = assign, has_nonfinite
     programs = [
-        program(crew, block_q, is_apart, masked, begins) for _ in range(draws.choice([1, 2, 3]))
+        program(crew, block_q, is_apart, masked, shared, begins)
+        for _ in range(draws.choice([1, 2, 3]))
     ]
     crew.run(*(warp for warps in programs for warp in warps))
     for tile in range(n_tiles):
@@ -267,5 +279,8 @@ def test_no_warp_waits_forever_and_sums_have_one_order(crew, block_q, is_apart, 
     # dk and dv of every key tile, once.
     for ticket, begin in enumerate(begins):
         made_of = ticket if begin < n_tiles else None
+        is_share = shared and shares[ticket] >= 0
+        for w in (0, 1):
+            assert crew.shares.get(2 * ticket + w, []) == [{made_of}] * (2 * is_share)
         for row in range(0, BLOCK_KV, block_q):
-            assert crew.derived[ticket, row] == [made_of] * 2
+            assert crew.derived.get((ticket, row), []) == [made_of] * (0 if is_share else 2)

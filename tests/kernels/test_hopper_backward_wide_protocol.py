@@ -84,6 +84,7 @@ def crew(monkeypatch, request):
         "pieces_of": lambda N: 1,
         "columns_of": Anything(),
         **dict.fromkeys(("fence_async_shared", "tma_store_wait", "has_nonfinite"), Anything()),
+        **dict.fromkeys(("multiply_all", "store_share"), Anything()),
         **dict.fromkeys(("no_sums", "as_registers", "from_registers", "largest"), Anything()),
         "STAGES": keys.STAGES.value,
         "ROWS": 64,
@@ -121,6 +122,9 @@ def loop_of(draws: random.Random, masked: bool, none: tuple[int, ...] = (0,)) ->
 @pytest.mark.parametrize("masked", [False, True])
 def test_keys(crew, masked):
     loop = loop_of(crew.draws, masked)
+    # Of which one share of several or all, if queries may be shared out.
+    loop.share = crew.draws.choice([-1, 3])
+    sizes = SimpleNamespace(SHARED=crew.draws.choice([False, True]), shares_ptr=None)
     (k, v), (q, dout), stats, inspected, weights, ends = CREATE_KEYS(*[DESC] * 5, 2, 3, masked)
     k.n_tiles = v.n_tiles = 1
     q.n_tiles = dout.n_tiles = loop.n_steps
@@ -131,15 +135,16 @@ def test_keys(crew, masked):
     program.await_dout = lambda *a, **more: AWAIT_DOUT(program, *a, **more)
     key_tile = SimpleNamespace(
         q_head=0,
+        share=loop.share,
         first_q_tile=0,
         kv_coordinates=lambda: (0,) * 5,
         dkv_coordinates=lambda: (0,) * 5,
         q_coordinates=lambda head, row: (0, 0, 0, row, 0),
     )
     crew.run(
-        lambda: keys.sum_values(loop, program, SCORES),
-        lambda: keys.sum_keys(loop, program, SCORES),
-        lambda: keys.produce(key_tile, loop, program, *[DESC] * 7),
+        lambda: keys.sum_values(loop, program, SCORES, sizes),
+        lambda: keys.sum_keys(loop, program, SCORES, sizes),
+        lambda: keys.produce(key_tile, loop, program, *[DESC] * 7, sizes.SHARED),
         *([lambda: keys.inspect(loop, program)] if masked else []),
     )
 

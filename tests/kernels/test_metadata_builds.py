@@ -156,7 +156,7 @@ def test_short_launches_of_the_hopper_kernels(compiled, monkeypatch, D, dtype):
     sorting = sequence_order.sort_launch(problem, 128)
     order = torch.empty(1000, dtype=torch.int32)
     sorting.run(sorting.bind({**tensors._asdict(), "sequence_order": order}), 0)
-    expected = {"prepare_rows", "sum_sinks", "sort_sequences_kernel"} | (
+    expected = {"prepare_rows", "finish_keys", "sum_sinks", "sort_sequences_kernel"} | (
         {"finish_queries"} if D == 64 else set()
     )
     assert set(compiled) == expected

@@ -9,6 +9,11 @@ pytest.importorskip("triton")
 
 
 @not_there_already
-def test_tf32_and_the_order_of_sequences_in_the_interpreter():
-    names = ("test_triton_tf32.py", "test_hopper_sequence_order.py", "test_hopper_decode_tiles.py")
-    assert_they_pass(*names, at_least=21)
+def test_tf32_the_order_of_sequences_and_the_fold_of_shares_in_the_interpreter():
+    assert_they_pass(
+        "test_triton_tf32.py",
+        "test_hopper_sequence_order.py",
+        "test_hopper_decode_tiles.py",
+        "test_hopper_backward_fold.py",
+        at_least=24,
+    )

@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from lockstep.kernels.hopper.backward.rows import finish_queries, prepare_rows, sum_sinks
+from lockstep.kernels.hopper.backward.shares import Shares, finish_keys, rule_of, shares_of
 from lockstep.kernels.hopper.common.copy_engine import (
     ALIGNMENT,
     batch_rows,
@@ -46,16 +47,19 @@ Workspace = dict[str, Buffer | None]
 @dataclass(frozen=True)
 class Cut:
     """How a problem is cut into tiles. A slot is a place for a tile of one head; packed sequences
-    may own one too many each, and there is one for rows that none of them owns."""
+    may own one too many each, and there is one for rows that none of them owns. Where queries are
+    shared out, each share has a slot for keys."""
 
     block_d: int
     block_q: int
+    block_kv: int
     q_slots: int
     kv_slots: int
     sequences: int  # that have heads and slots of their own: all of them, or 1 if packed
     Hq: int
     Hkv: int
     packed: int | None  # how many sequences are
+    shares: Shares | None
 
     @property
     def n_tiles(self) -> int:
@@ -71,9 +75,16 @@ class Cut:
     def programs(self) -> int:
         return self.kv_slots * self.n_heads
 
+    @property
+    def n_shares(self) -> int:
+        """Shares that may be one of several, of all heads."""
+        return 0 if self.shares is None else self.shares.capacity * self.n_heads
+
     def heads_at_once(self, most: int) -> int:
-        """How many heads of keys tickets go round: at most so many, and about as many in the last
-        round, whose programs would wait for each other."""
+        """How many heads of keys tickets go round: at most so many, or as have so many shares, and
+        about as many in the last round, whose programs would wait for each other."""
+        if self.shares is not None:
+            most = max(most // self.shares.n_shares, 1)
         rounds = triton.cdiv(self.n_heads, most)
         return triton.cdiv(self.n_heads, max(rounds, 1))
 
@@ -83,12 +94,20 @@ def slots_of(problem: AttentionProblem, S: int, block: int) -> int:
     return S // block + problem.B + 1 if problem.layout == "varlen" else triton.cdiv(S, block)
 
 
-def cut_into(problem: AttentionProblem, block_d: int, block_q: int, block_kv: int) -> Cut:
+def cut_into(
+    problem: AttentionProblem, block_d: int, block_q: int, block_kv: int, may_share: bool = True
+) -> Cut:
     q_slots = slots_of(problem, problem.Sq, block_q)
     kv_slots = slots_of(problem, problem.Skv, block_kv)
+    shares = shares_of(problem, kv_slots, block_q, block_kv) if may_share else None
+    if shares is not None:
+        kv_slots = shares.slots
     packed = problem.B if problem.layout == "varlen" else None
     sequences = problem.B if packed is None else 1
-    return Cut(block_d, block_q, q_slots, kv_slots, sequences, problem.Hq, problem.Hkv, packed)
+    Hq, Hkv = problem.Hq, problem.Hkv
+    return Cut(
+        block_d, block_q, block_kv, q_slots, kv_slots, sequences, Hq, Hkv, packed, shares
+    )  # fmt: skip
 
 
 def backward_launches(
@@ -131,6 +150,9 @@ def rows_launch(
 ) -> Launch:
     """The launch of `prepare_rows`."""
     dout_strides = strides_of(dout, problem.layout == "varlen")
+    absent = _absent(workspace, (*OF_LARGE_SCORES, *OF_ORDER, "plan"))
+    if "plan" in absent:
+        absent.append("kv_lens")
     by_dim = zip(("stride_ob", "stride_oh", "stride_os"), dout_strides, strict=True)
     return Launch(
         prepare_rows,
@@ -138,21 +160,25 @@ def rows_launch(
         {
             **{name: stride // ALIGNMENT for name, stride in by_dim},
             **row_arguments(problem, cut, q),
+            **rule_of(problem, cut.block_q, cut.block_kv),
+            "Hkv": problem.Hkv,
+            "heads_per_kv": problem.Hq // problem.Hkv,
             "unit": problem.score_unit,
             "ALIGN": ALIGNMENT,
             "DV": problem.Dv,
             "BLOCK_D": cut.block_d,
             "BLOCK_Q": cut.block_q,
+            "BLOCK_KV": cut.block_kv,
             "EARLY": True,
         },
         names=OFFSETS,
-        absent=_absent(workspace, OF_LARGE_SCORES + OF_ORDER),
+        absent=absent,
         **options,
     )
 
 
 def queries_launch(
-    problem: AttentionProblem, cut: Cut, q: Tensor, block_kv: int, parts: int, rest: int = 64
+    problem: AttentionProblem, cut: Cut, q: Tensor, parts: int, rest: int = 64
 ) -> Launch:
     """The launch of `finish_queries`; the last part of a tile of dQ has `rest` columns."""
     arguments = {
@@ -162,12 +188,76 @@ def queries_launch(
         "D": problem.D,
         "REST": rest,
         "BLOCK_Q": cut.block_q,
-        "BLOCK_KV": block_kv,
+        "BLOCK_KV": cut.block_kv,
         "PARTS": parts,
         "EARLY": True,
     }
     grid = (cut.n_tiles, parts)
     return Launch(finish_queries, grid, arguments, names=OFFSETS, launch_pdl=True)
+
+
+def shares_buffers(
+    problem: AttentionProblem, cut: Cut, columns: tuple[int, int]
+) -> dict[str, Buffer | None]:
+    """dk and dv of all shares, of so many columns, if there may be any; and the plan of sequences
+    whose lengths the host does not know: `rows`."""
+    if cut.shares is None:
+        return {"shares": None, "plan": None}
+    is_known = problem.layout != "varlen" and not problem.has_kv_lens
+    return {
+        "shares": Buffer((cut.n_shares, cut.block_kv * sum(columns)), torch.float32),
+        "plan": None if is_known else Buffer((6 * (problem.B + 2),), torch.int32),
+    }
+
+
+def keys_launch(
+    problem: AttentionProblem, cut: Cut, given: BackwardTensors, columns: tuple[int, int]
+) -> Launch:
+    """The launch of `finish_keys`; shares have so many columns of dk and of dv."""
+    shape = (problem.B, problem.Hkv, problem.Skv)
+    is_packed = problem.layout == "varlen"
+    strides = {
+        f"stride_{name}{dim}": stride
+        for name, x in (("k", given.k), ("v", given.v))
+        for dim, stride in zip(
+            "bhs", (0, 1, problem.Hkv) if is_packed else strides_like(x, shape), strict=True
+        )
+    }
+    arguments = {
+        **strides,
+        "Hkv": problem.Hkv,
+        "B": problem.B,
+        "Skv": problem.Skv,
+        "kv_slots": cut.kv_slots,
+        "n_shares": cut.shares.n_shares if cut.shares else 1,
+        "scale": problem.scale,
+        "D": problem.D,
+        "DV": problem.Dv,
+        "D_COLUMNS": columns[0],
+        "DV_COLUMNS": columns[1],
+        "BLOCK_KV": cut.block_kv,
+        "MASKED": problem.window != (None, None),
+    }
+    grid = (cut.n_shares, cut.block_kv // 32)
+    num_warps = 4 if max(columns) <= 128 else 8
+    return Launch(finish_keys, grid, arguments, num_warps=num_warps, launch_pdl=True)
+
+
+def loop_arguments(problem: AttentionProblem, cut: Cut) -> dict[str, int]:
+    """Numbers and constants of kernels whose programs own keys, and may share queries out."""
+    shares = cut.shares or Shares(0, 0, 0, 0, 0, 0)
+    return {
+        "kv_slots": cut.kv_slots,
+        "q_slots": cut.q_slots,
+        "n_heads": cut.n_heads,
+        "Hkv": problem.Hkv,
+        "heads_per_kv": problem.Hq // problem.Hkv,
+        "share_heads": shares.heads,
+        "span_tiles": shares.span_tiles,
+        "spans": shares.spans,
+        "n_shares": shares.n_shares,
+        "SHARED": cut.shares is not None,
+    }
 
 
 def sinks_launch(problem: AttentionProblem, cut: Cut, workspace: Workspace) -> Launch:
@@ -223,7 +313,9 @@ def map_maker(problem: AttentionProblem, rows: int, width: int, of_keys: bool = 
     return partial(tensor_map, block=[1, 1, 1, rows, width], packed=packed, clipped=clipped)
 
 
-def kernel_arguments(problem: AttentionProblem, k: Tensor, block_kv: int) -> dict[str, Any]:
+def kernel_arguments(
+    problem: AttentionProblem, k: Tensor, block_kv: int, is_shared: bool = False
+) -> dict[str, Any]:
     """Numbers and constants that all kernels of pairs take, head dims and tiles aside."""
     layout = "kv_lens" if problem.has_kv_lens else "dense"
     left, right = problem.window
@@ -231,7 +323,6 @@ def kernel_arguments(problem: AttentionProblem, k: Tensor, block_kv: int) -> dic
         "scale": problem.scale,
         "unit": problem.score_unit,
         "softcap": problem.softcap or 0.0,
-        "heads_per_kv": problem.Hq // problem.Hkv,
         "B": problem.B,
         "Sq": problem.Sq,
         "Skv": problem.Skv,
@@ -240,17 +331,20 @@ def kernel_arguments(problem: AttentionProblem, k: Tensor, block_kv: int) -> dic
         "LAYOUT": "varlen" if problem.layout == "varlen" else layout,
         "HAS_LEFT": left is not None,
         "HAS_RIGHT": right is not None,
-        "HAS_EDGE": has_edge(problem, block_kv),
+        "HAS_EDGE": has_edge(problem, block_kv, is_shared),
         "CAPPED": problem.softcap is not None,
         "HIDES_SCORES": problem.has_raw_scores,
         "CONSTANT_TIME": problem.constant_time,
     }
 
 
-def has_edge(problem: AttentionProblem, block_kv: int) -> bool:
+def has_edge(problem: AttentionProblem, block_kv: int, is_shared: bool = False) -> bool:
     """Whether the last key tile of a sequence has to be cut short. A causal mask does it by itself:
-    no query sees keys beyond its own position, which is not beyond the last key."""
+    no query sees keys beyond its own position, which is not beyond the last key. Without a mask,
+    one build for queries that are shared out serves all lengths."""
     if problem.layout == "varlen" or problem.has_kv_lens:
+        return True
+    if is_shared and problem.window == (None, None):
         return True
     right = problem.window[1]
     return problem.Skv % block_kv != 0 and (right is None or right > 0)

@@ -26,13 +26,14 @@ class QueryLoop:
     n_steps: gl.tensor
     n_tiles: gl.tensor  # of one head; -1 if the sequence is bad: then there are no steps
     tiles_per_head: gl.tensor
-    heads_per_kv: gl.tensor
+    heads_per_kv: gl.tensor  # of queries in this loop
     # Key r of the program and query c of a head's t-th tile see each other if r < room and
     #   low + t·BLOCK_Q <= r - c <= high + t·BLOCK_Q
     low: gl.tensor
     high: gl.tensor
     room: gl.tensor
     first_key: gl.tensor  # in its sequence
+    share: gl.tensor  # where queries may be shared out: number of this loop's dk and dv, or -1
     BLOCK_Q: gl.constexpr
     BLOCK_KV: gl.constexpr
     HAS_LEFT: gl.constexpr
@@ -41,11 +42,12 @@ class QueryLoop:
     CONSTANT_TIME: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, tiles, bounds, sizes):
+    def __init__(self, tiles, bounds, heads_per_kv, share, sizes):
         self.first_tile, self.n_steps, self.n_tiles = tiles
         self.tiles_per_head = sizes.q_slots
-        self.heads_per_kv = sizes.heads_per_kv
+        self.heads_per_kv = heads_per_kv
         self.low, self.high, self.room, self.first_key = bounds
+        self.share = share
         self.BLOCK_Q = sizes.BLOCK_Q
         self.BLOCK_KV = sizes.BLOCK_KV
         self.HAS_LEFT = sizes.HAS_LEFT
@@ -137,9 +139,10 @@ class KeyTile:
 
     batch: gl.tensor
     head: gl.tensor  # of k and v
-    q_head: gl.tensor  # the first one that shares them
+    q_head: gl.tensor  # the first one of their loop
     kv_idx: gl.tensor  # first key, counted in its sequence
     first_q_tile: gl.tensor
+    share: gl.tensor  # `QueryLoop.share`
     q_start: gl.tensor  # the sequence's first query row in the tensor
     kv_start: gl.tensor  # and its first key
     len_q: gl.tensor
@@ -148,7 +151,7 @@ class KeyTile:
 
     @gluon.constexpr_function
     def __init__(self, place, lengths, LAYOUT):
-        self.batch, self.head, self.q_head, self.kv_idx, self.first_q_tile = place
+        self.batch, self.head, self.q_head, self.kv_idx, self.first_q_tile, self.share = place
         self.q_start, self.kv_start, self.len_q, self.len_kv = lengths
         self.LAYOUT = gl.constexpr(LAYOUT)
 
@@ -187,23 +190,83 @@ def assign_keys(ticket, kv_slots, n_heads, heads_at_once, sizes):
     slot = ticket // heads
     head = first_head + ticket % heads
     batch, head, q_start, kv_start, len_q, len_kv, is_good = sizes.locate(slot, head, True)
+    q_head = head * sizes.heads_per_kv
     if sizes.LAYOUT == "varlen":
+        tile = q_head * sizes.q_slots + q_start // sizes.BLOCK_Q + batch
+    else:
+        tile = (batch * sizes.H + head) * sizes.heads_per_kv * sizes.q_slots
+    heads = sizes.heads_per_kv
+    if sizes.SHARED:
+        kv_tile, share, first_head, heads, first_tile, end_tile = find_share(
+            slot, kv_slots, batch, head, len_kv, sizes
+        )
+        q_head += first_head
+        tile += first_head * sizes.q_slots
+    elif sizes.LAYOUT == "varlen":
         kv_tile = slot - kv_start // sizes.BLOCK_KV - batch
-        tile = head * sizes.heads_per_kv * sizes.q_slots + q_start // sizes.BLOCK_Q + batch
     else:
         kv_tile = slot
-        tile = (batch * sizes.H + head) * sizes.heads_per_kv * sizes.q_slots
     kv_idx = kv_tile * sizes.BLOCK_KV
     # A query sees `left` keys before it, so a key is seen by `left` queries after it.
     first_q_tile, n_tiles, corner = visible_tiles(
         kv_idx, len_kv, len_q, is_good, sizes.right, sizes.left, sizes.HAS_RIGHT, sizes.HAS_LEFT,
         sizes.BLOCK_KV, sizes.BLOCK_Q,
     )  # fmt: skip
+    if sizes.SHARED:
+        begin = gl.maximum(first_q_tile, first_tile)
+        end = gl.minimum(first_q_tile + n_tiles, end_tile)
+        corner -= (begin - first_q_tile) * sizes.BLOCK_Q
+        first_q_tile = begin
+        n_tiles = gl.where(n_tiles < 0, n_tiles, gl.maximum(end - begin, 0))
+    else:
+        share = kv_idx
     last_q_tile = first_q_tile + gl.maximum(n_tiles - 1, 0)
     loop = QueryLoop(
-        (tile + last_q_tile, gl.maximum(n_tiles, 0) * sizes.heads_per_kv, n_tiles),
+        (tile + last_q_tile, gl.maximum(n_tiles, 0) * heads, n_tiles),
         (-sizes.left - corner, sizes.right - corner, len_kv - kv_idx, kv_idx),
+        heads,
+        share,
         sizes,
     )
-    place = (batch, head, head * sizes.heads_per_kv, kv_idx, first_q_tile)
+    place = (batch, head, q_head, kv_idx, first_q_tile, share)
     return KeyTile(place, (q_start, kv_start, len_q, len_kv), sizes.LAYOUT), loop
+
+
+@gluon.jit
+def find_share(slot, kv_slots, batch, head, len_kv, sizes):
+    """Which share a slot of a sequence is, where queries may be shared out: its key tile; the
+    number of its dk and dv, -1 if it is the only one; its first query head among those that share
+    the keys, and how many it has; the query tile that it begins with, and where it ends."""
+    if sizes.LAYOUT == "dense":
+        heads, span_tiles = sizes.share_heads, sizes.span_tiles
+        spans, n_shares = sizes.spans, sizes.n_shares
+        first = batch * kv_slots
+    else:
+        # `rows.py`
+        plan_ptr = sizes.plan_ptr + batch
+        ROW = sizes.B + 2
+        if sizes.LAYOUT == "varlen":
+            slot -= gl.load(plan_ptr)
+        first = gl.load(plan_ptr + ROW)
+        heads, span_tiles = gl.load(plan_ptr + 2 * ROW), gl.load(plan_ptr + 3 * ROW)
+        spans, n_shares = gl.load(plan_ptr + 4 * ROW), gl.load(plan_ptr + 5 * ROW)
+    kv_tile = slot
+    number = -1 + slot * 0
+    share = slot * 0
+    if n_shares > 1:
+        kv_tiles = gl.cdiv(len_kv, sizes.BLOCK_KV)
+        kv_tile = slot // n_shares
+        share = slot - kv_tile * n_shares
+        number = (first + slot) * sizes.H + head
+        if kv_tile >= kv_tiles:
+            # Beyond a length in kv_lens, key tiles have one slot each, and no gradient.
+            kv_tile = slot - kv_tiles * (n_shares - 1)
+            share = slot * 0
+            number = -1 + slot * 0
+    first_head = share * heads
+    first_tile = slot * 0
+    if spans > 1:
+        first_head = share // spans * heads
+        first_tile = share % spans * span_tiles
+    heads = gl.minimum(heads, sizes.heads_per_kv - first_head)
+    return kv_tile, number, first_head, heads, first_tile, first_tile + span_tiles

@@ -16,6 +16,9 @@ a tile of dQ as registers held them: 64 rows of 64 columns each, and of REST col
 
 For packed sequences, `bounds` [3, B + 2] int32 holds what the later kernels use: the offsets of
 queries, those of keys, and 1 for good sequences, all without wrong ones (`kernels.sequences`).
+Where queries may be shared out (`shares.py`), `plan` [6, B + 2] int32 has for each sequence the
+number of slots before its own, and of shares of several; then the results of `divide_queries`, and
+how many shares these make.
 """
 
 from __future__ import annotations
@@ -25,9 +28,17 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep import numerics
+from lockstep.kernels.hopper.backward.shares import divide_queries
 from lockstep.kernels.hopper.common.accumulator import from_registers
 from lockstep.kernels.launch import unspecialized
-from lockstep.kernels.sequences import bounds_of, checked_length, nan_where, owner_of
+from lockstep.kernels.sequences import (
+    CHUNK,
+    bounds_of,
+    checked_length,
+    given_bounds,
+    nan_where,
+    owner_of,
+)
 
 # Finite, so that 2^((-inf - NONFINITE)·unit), the weight of a hidden key, is 0.
 NONFINITE = tl.constexpr(-3.0e38)
@@ -72,13 +83,72 @@ def _store_bounds(bounds_ptr, b, is_any_wrong, cu_q_ptr, cu_kv_ptr, B, Sq, Skv):
         tl.store(bounds_ptr + (B + 2) + b + 1, Skv)
 
 
-@unspecialized(triton.jit, any_address=("bounds_ptr",))
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _clean_lengths(b, before, cu_ptr, B, T):
+    """Lengths of the next sequences b [n] by their clean offsets, and the largest of these;
+    `before` is that of the sequences before them."""
+    start, end = given_bounds(b, cu_ptr, B, T)
+    start = tl.where((start >= 0) & (start <= T) & (b > 0), start, 0)
+    start = tl.maximum(tl.associative_scan(start, 0, _larger), before)
+    end = tl.maximum(tl.where((end >= 0) & (end <= T), end, 0), start)
+    length = tl.where(b <= B, end - start, 0).to(tl.int32)
+    return length, tl.max(start, 0)
+
+
+@triton.jit
+def _make_plan(
+    plan_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, B, Sq, Skv, Hkv, heads_per_kv, few_loops,
+    enough_loops, least_steps, seen_tiles, most_spans, BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """Stores the plan of all sequences, and behind the last one, how many slots and shares there
+    are."""
+    before_q, before_kv = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    slots, shares = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    ROW = B + 2
+    for first in range(0, B + 1, CHUNK):
+        b = first + tl.arange(0, CHUNK)
+        if cu_q_ptr is not None:
+            len_q, before_q = _clean_lengths(b, before_q, cu_q_ptr, B, Sq)
+            len_kv, before_kv = _clean_lengths(b, before_kv, cu_kv_ptr, B, Skv)
+        else:
+            len_kv = tl.load(kv_lens_ptr + b, mask=b < B, other=0)
+            len_kv = tl.where((len_kv >= 0) & (len_kv <= Skv), len_kv, 0).to(tl.int32)
+            len_q = len_kv * 0 + Sq
+        kv_tiles = tl.cdiv(len_kv, BLOCK_KV)
+        heads, span_tiles, by_heads, spans = divide_queries(
+            tl.cdiv(len_q, BLOCK_Q), kv_tiles, Hkv, heads_per_kv, few_loops, enough_loops,
+            least_steps, seen_tiles, most_spans,
+        )  # fmt: skip
+        n_shares = by_heads * spans
+        n = kv_tiles * n_shares
+        n_shared = tl.where(n_shares > 1, n, 0)
+        to, is_there = plan_ptr + b, b <= B
+        tl.store(to, slots + tl.cumsum(n, 0) - n, mask=is_there)
+        tl.store(to + ROW, shares + tl.cumsum(n_shared, 0) - n_shared, mask=is_there)
+        tl.store(to + 2 * ROW, heads, mask=is_there)
+        tl.store(to + 3 * ROW, span_tiles, mask=is_there)
+        tl.store(to + 4 * ROW, spans, mask=is_there)
+        tl.store(to + 5 * ROW, n_shares, mask=is_there)
+        slots += tl.sum(n, 0)
+        shares += tl.sum(n_shared, 0)
+    tl.store(plan_ptr + B + 1, slots)
+    tl.store(plan_ptr + ROW + B + 1, shares)
+
+
+@unspecialized(triton.jit, any_address=("bounds_ptr", "plan_ptr", "kv_lens_ptr"))
 def prepare_rows(
     out_ptr, dout_ptr, statistics_ptr, dlse_ptr, stats_ptr, large_ptr, flags_ptr, turn_ptr,
-    ticket_ptr, bounds_ptr, cu_q_ptr, cu_kv_ptr, stride_ob, stride_oh, stride_os, stride_rb,
-    stride_rh, stride_rs, H, B, Sq, Skv, q_slots, unit,
+    ticket_ptr, bounds_ptr, plan_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, stride_ob, stride_oh,
+    stride_os, stride_rb, stride_rh, stride_rs, H, B, Sq, Skv, q_slots, Hkv, heads_per_kv,
+    few_loops, enough_loops, least_steps, seen_tiles, most_spans, unit,
     ALIGN: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
-    EARLY: tl.constexpr,
+    BLOCK_KV: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`stride_o*` are those of dout in units of ALIGN; `stride_r*` count rows of out and lse. For
     wide heads, there are neither flags nor counters to set to 0; for medium ones and in constant
@@ -133,6 +203,11 @@ def prepare_rows(
         # Stored for every tile: a loop over tiles of which some need them reads those of all.
         tl.store(to, m)
         tl.store(to + BLOCK_Q, log2_l)
+    if plan_ptr is not None and tile == 0:
+        _make_plan(
+            plan_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, B, Sq, Skv, Hkv, heads_per_kv, few_loops,
+            enough_loops, least_steps, seen_tiles, most_spans, BLOCK_Q, BLOCK_KV,
+        )  # fmt: skip
     if turn_ptr is not None:
         tl.store(turn_ptr + tile, 0)
         if tile == 0:

@@ -5,6 +5,9 @@ A slot is a place for a tile of one head (`call.Cut`).
 
 from __future__ import annotations
 
+import triton
+import triton.language as tl
+
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
 from lockstep.kernels.sequences import checked_length
 
@@ -24,6 +27,14 @@ class Sizes:
     kv_batch_rows: gl.tensor  # from one batch to the next in a clipped tensor map of k and v
     bounds_ptr: gl.tensor  # of packed sequences: `rows.py`
     kv_lens_ptr: gl.tensor
+    # Of queries that are shared out (`shares.py`): where the sums of each share go, how this is
+    # done in each sequence, or in all of them.
+    shares_ptr: gl.tensor
+    plan_ptr: gl.tensor
+    share_heads: gl.tensor
+    span_tiles: gl.tensor
+    spans: gl.tensor
+    n_shares: gl.tensor
     LAYOUT: gl.constexpr  # "dense", "kv_lens" or "varlen"
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
@@ -31,11 +42,12 @@ class Sizes:
     BLOCK_Q: gl.constexpr
     BLOCK_KV: gl.constexpr
     CONSTANT_TIME: gl.constexpr  # no step depends on data: `nonfinite.py`, `narrow/steps.py`
+    SHARED: gl.constexpr  # queries may be shared out
 
     @gluon.constexpr_function
     def __init__(
         self, numbers, bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, BLOCK_Q,
-        BLOCK_KV, CONSTANT_TIME=False,
+        BLOCK_KV, CONSTANT_TIME=False, shares=None, plan_ptr=None,
     ):  # fmt: skip
         (
             self.q_slots, self.H, self.heads_per_kv, self.B, self.Sq, self.Skv, self.left,
@@ -44,6 +56,10 @@ class Sizes:
         # A pointer that the layout does not need is None: any tensor will do in its place.
         self.bounds_ptr = bounds_ptr if LAYOUT == "varlen" else self.B
         self.kv_lens_ptr = kv_lens_ptr if LAYOUT == "kv_lens" else self.B
+        self.plan_ptr = self.B if LAYOUT == "dense" or shares is None else plan_ptr
+        self.shares_ptr, self.share_heads, self.span_tiles, self.spans, self.n_shares = (
+            (self.B,) * 5 if shares is None else shares
+        )
         self.LAYOUT = gl.constexpr(LAYOUT)
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
@@ -51,19 +67,30 @@ class Sizes:
         self.BLOCK_Q = gl.constexpr(BLOCK_Q)
         self.BLOCK_KV = gl.constexpr(BLOCK_KV)
         self.CONSTANT_TIME = gl.constexpr(CONSTANT_TIME)
+        self.SHARED = gl.constexpr(shares is not None)
+
+    @gluon.jit
+    def counted_slots(self):
+        """How many slots packed sequences have, whose queries may be shared out: `rows.py`."""
+        return gl.load(self.plan_ptr + (self.B + 1))
 
     @gluon.jit
     def locate(self, slot, head, BY_KEYS: gl.constexpr):
         """Whose tile a slot is: the sequence and the head in it, its first query and key in the
         tensors, its lengths, and whether it is good. `head` counts through all sequences, H to
-        each, unless they are packed; slots then go by their offsets of keys, or of queries. A bad
-        sequence that is not packed has no keys."""
+        each, unless they are packed; slots then go by their offsets of keys, or of queries, or
+        by the plan where queries may be shared out. A bad sequence that is not packed has no
+        keys."""
         if self.LAYOUT == "varlen":
             # Offsets of queries, of keys, and which sequences are good: `rows.py`.
             cu_q_ptr = self.bounds_ptr
             cu_kv_ptr = self.bounds_ptr + (self.B + 2)
             BLOCK: gl.constexpr = self.BLOCK_KV if BY_KEYS else self.BLOCK_Q
-            batch = find_sequence(slot, cu_kv_ptr if BY_KEYS else cu_q_ptr, self.B + 1, BLOCK)
+            if BY_KEYS and self.SHARED:
+                batch = find_sequence(slot, self.plan_ptr, self.B + 1, 1, 0)
+            else:
+                cu_ptr = cu_kv_ptr if BY_KEYS else cu_q_ptr
+                batch = find_sequence(slot, cu_ptr, self.B + 1, BLOCK, 1)
             q_start = gl.load(cu_q_ptr + batch)
             kv_start = gl.load(cu_kv_ptr + batch)
             len_q = gl.load(cu_q_ptr + batch + 1) - q_start
@@ -83,17 +110,17 @@ class Sizes:
         return batch, head, q_start, kv_start, len_q, len_kv, is_good
 
 
-@gluon.jit
-def find_sequence(slot, cu_ptr, B, BLOCK: gl.constexpr):
-    """The packed sequence that owns a slot: sequence b has the slots from cu[b] // BLOCK + b on,
-    enough for its tiles and at most one too many."""
+@triton.jit
+def find_sequence(slot, cu_ptr, B, BLOCK: tl.constexpr, SPARE: tl.constexpr):
+    """The packed sequence that owns a slot: sequence b has the slots from cu[b] // BLOCK +
+    b · SPARE on. With one to spare that is enough for its tiles and at most one too many."""
     low = slot * 0
     high = B
     while high - low > 1:
         middle = (low + high) // 2
-        first = gl.load(cu_ptr + middle) // BLOCK + middle
-        low = gl.where(first <= slot, middle, low)
-        high = gl.where(first <= slot, high, middle)
+        first = tl.load(cu_ptr + middle) // BLOCK + middle * SPARE
+        low = tl.where(first <= slot, middle, low)
+        high = tl.where(first <= slot, high, middle)
     return low
 
 

@@ -38,7 +38,7 @@ HEADS_AT_ONCE, HEADS_AT_ONCE_WITH_MASK = 8, 16
 
 
 def cut_of(problem: AttentionProblem) -> Cut:
-    return cut_into(problem, DV, BLOCK_Q, BLOCK_KV)
+    return cut_into(problem, DV, BLOCK_Q, BLOCK_KV, may_share=False)
 
 
 def prepare_backward(
@@ -69,7 +69,7 @@ def prepare_backward(
     ]  # fmt: skip
     made = ["dk", "dv"]
     if needs.q:
-        launches.append(queries_launch(problem, cut, given.q, BLOCK_KV, D // 64))
+        launches.append(queries_launch(problem, cut, given.q, D // 64))
         made.append("dq")
     if needs.sinks:
         launches.append(sinks_launch(problem, cut, workspace))
@@ -87,6 +87,7 @@ def pairs_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str,
         "n_heads": cut.n_heads,
         "heads_at_once": cut.heads_at_once(HEADS_AT_ONCE_WITH_MASK if is_more else HEADS_AT_ONCE),
         "Hkv": problem.Hkv,
+        "heads_per_kv": problem.Hq // problem.Hkv,
     }
 
 

@@ -121,7 +121,7 @@ def produce(
     # A program that draws a ticket has done all its earlier ones, or is at them.
     ticket = gl.atomic_add(ticket_ptr, 1)
     none = ticket * 0
-    last = KeyTile((none, none, none, none, none), (none, none, none, none), sizes.LAYOUT)
+    last = KeyTile((none, none, none, none, none, none), (none, none, none, none), sizes.LAYOUT)
     while ticket < kv_slots * n_heads:
         key_tile, loop = assign_keys(ticket, kv_slots, n_heads, heads_at_once, sizes)
         queue.post(n_loops, loop, n_loops * 0)

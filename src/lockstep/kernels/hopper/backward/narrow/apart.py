@@ -161,7 +161,7 @@ def consume_apart(
         dq_sums.stage(m, dq, W)
         # Those of the loop before, which may have been in the same place.
         mbarrier.wait(tiles.dkv_stored_bar, (n_loops & 1) ^ 1)
-        end_loop(W, end, loop, tiles, dq_sums, dk, dv, scores.scale)
+        end_loop(W, end, loop, queue.sizes, tiles, dq_sums, dk, dv, scores.scale)
         begin = end
         n_keys += gl.minimum(loop.n_steps, 1)
         n_loops += 1

@@ -17,9 +17,12 @@ from lockstep.kernels.hopper.backward.call import (
     cut_into,
     fit_inputs,
     kernel_arguments,
+    keys_launch,
+    loop_arguments,
     map_maker,
     queries_launch,
     rows_launch,
+    shares_buffers,
     sinks_launch,
 )
 from lockstep.kernels.hopper.backward.narrow.dq_sums import rest_width
@@ -67,6 +70,7 @@ def prepare_backward(
         "turn": of_tiles,
         "ticket": Buffer((1,), torch.int32),
         "bounds": bounds_buffer(cut),
+        **shares_buffers(problem, cut, _columns(problem)),
     }
     names = {}
     if problem.constant_time:
@@ -88,8 +92,10 @@ def prepare_backward(
     made = ["dk", "dv"]
     if needs.q:
         rest = rest_width(columns(problem.D))
-        launches.append(queries_launch(problem, cut, given.q, BLOCK_KV, 2, rest))
+        launches.append(queries_launch(problem, cut, given.q, 2, rest))
         made.append("dq")
+    if cut.shares is not None:
+        launches.append(keys_launch(problem, cut, given, _columns(problem)))
     if needs.sinks:
         launches.append(sinks_launch(problem, cut, workspace))
         made.append("dsinks")
@@ -99,16 +105,18 @@ def prepare_backward(
 def pairs_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str, Any]:
     """Numbers and constants of `backward_kernel`."""
     return {
-        **kernel_arguments(problem, k, BLOCK_KV),
-        "kv_slots": cut.kv_slots,
-        "q_slots": cut.q_slots,
-        "n_heads": cut.n_heads,
+        **kernel_arguments(problem, k, BLOCK_KV, cut.shares is not None),
+        **loop_arguments(problem, cut),
         "heads_at_once": heads_at_once(problem, cut),
-        "Hkv": problem.Hkv,
-        "D_COLUMNS": max(columns(problem.D), LEAST_COLUMNS),
-        "DV_COLUMNS": columns(problem.Dv),
+        "D_COLUMNS": _columns(problem)[0],
+        "DV_COLUMNS": _columns(problem)[1],
         "TOGETHER": is_together(problem, cut),
     }
+
+
+def _columns(problem: AttentionProblem) -> tuple[int, int]:
+    """Columns of k and of v that are multiplied."""
+    return max(columns(problem.D), LEAST_COLUMNS), columns(problem.Dv)
 
 
 def is_together(problem: AttentionProblem, cut: Cut) -> bool:

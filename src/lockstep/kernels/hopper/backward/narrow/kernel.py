@@ -79,25 +79,28 @@ def inspect_queries(n, n_inspected, tiles, CONSTANT_TIME: gl.constexpr):
 
 
 @gluon.jit
-def store_keys(n, key_tile, tiles, dk_desc, dv_desc):
-    """dk and dv of a loop that ends after `n` steps in all, when they are there."""
+def store_keys(n, key_tile, tiles, dk_desc, dv_desc, SHARED: gl.constexpr):
+    """dk and dv of a loop that ends after `n` steps in all, when they are there; those of one share
+    of several are in memory by then."""
     BLOCK_Q: gl.constexpr = dk_desc.block_shape[3]
     tiles.wait_dkv()
-    for i in gl.static_range(tiles.k_smem.shape[4] // BLOCK_Q):
-        dk, dv = tiles.dkv((n + 1) % STAGES, i)
-        tma_store(dk_desc, key_tile.dkv_coordinates(i * BLOCK_Q), dk)
-        tma_store(dv_desc, key_tile.dkv_coordinates(i * BLOCK_Q), dv)
-    tma_store_wait(0)
+    is_whole = key_tile.share < 0 if SHARED else True
+    if is_whole:
+        for i in gl.static_range(tiles.k_smem.shape[4] // BLOCK_Q):
+            dk, dv = tiles.dkv((n + 1) % STAGES, i)
+            tma_store(dk_desc, key_tile.dkv_coordinates(i * BLOCK_Q), dk)
+            tma_store(dv_desc, key_tile.dkv_coordinates(i * BLOCK_Q), dv)
+        tma_store_wait(0)
     mbarrier.arrive(tiles.dkv_stored_bar, count=1)
 
 
 @gluon.jit
-def has_large_scores(flags_ptr, loop, heads_per_kv):
+def has_large_scores(flags_ptr, loop):
     """A warp: 1 if any query tile of a loop has them, else 0."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     i = gl.arange(0, 128, layout)
     found = gl.full([128], 0, gl.int32, layout)
-    for head in range(heads_per_kv):
+    for head in range(loop.heads_per_kv):
         last = loop.first_tile + head * loop.tiles_per_head
         for first in range(0, loop.n_tiles, 128):
             is_tile = first + i < loop.n_tiles
@@ -135,11 +138,11 @@ def produce(
     # A program that draws a ticket has done all its earlier ones, or is at them.
     ticket = gl.atomic_add(ticket_ptr, 1)
     none = ticket * 0
-    last = KeyTile((none, none, none, none, none), (none, none, none, none), sizes.LAYOUT)
+    last = KeyTile((none, none, none, none, none, none), (none, none, none, none), sizes.LAYOUT)
     while ticket < kv_slots * n_heads:
         key_tile, loop = assign_keys(ticket, kv_slots, n_heads, heads_at_once, sizes)
         if MAY_BE_LARGE:
-            queue.post(n_loops, loop, has_large_scores(flags_ptr, loop, sizes.heads_per_kv))
+            queue.post(n_loops, loop, has_large_scores(flags_ptr, loop))
         else:
             queue.post(n_loops, loop, n_loops * 0)
         tile = loop.first_tile
@@ -161,7 +164,7 @@ def produce(
                 inspect_queries(n, n_inspected, tiles, sizes.CONSTANT_TIME)
                 n_inspected += 1
         if n_loops > 0:
-            store_keys(n, last, tiles, dk_desc, dv_desc)
+            store_keys(n, last, tiles, dk_desc, dv_desc, sizes.SHARED)
         for i in range(1, loop.n_steps):
             tile, t, head = loop.next_in_group(tile, t, head)
             if i >= STAGES:
@@ -185,7 +188,7 @@ def produce(
     if n_keys > 0:
         tiles.wait_keys_empty()
     if n_loops > 0:
-        store_keys(n, last, tiles, dk_desc, dv_desc)
+        store_keys(n, last, tiles, dk_desc, dv_desc, sizes.SHARED)
 
 
 @gluon.jit
@@ -227,12 +230,13 @@ def start_warps(
 )
 def backward_kernel(
     q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, sums_desc, large_ptr,
-    flags_ptr, turn_ptr, ticket_ptr, bounds_ptr, kv_lens_ptr, scale, unit, softcap, kv_slots,
-    q_slots,
-    n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows,
+    flags_ptr, turn_ptr, ticket_ptr, bounds_ptr, kv_lens_ptr, shares_ptr, plan_ptr, scale, unit,
+    softcap, kv_slots, q_slots, n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left, right,
+    kv_batch_rows, share_heads, span_tiles, spans, n_shares,
     LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr,
     CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr, CONSTANT_TIME: gl.constexpr,
     D_COLUMNS: gl.constexpr, DV_COLUMNS: gl.constexpr, TOGETHER: gl.constexpr,
+    SHARED: gl.constexpr,
 ):  # fmt: skip
     # The next kernel may start as soon as there is room, to wait for this one.
     gdc_launch_dependents()
@@ -240,6 +244,7 @@ def backward_kernel(
         (q_slots, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows),
         bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, q_desc.block_shape[3],
         k_desc.block_shape[3], CONSTANT_TIME,
+        (shares_ptr, share_heads, span_tiles, spans, n_shares) if SHARED else None, plan_ptr,
     )  # fmt: skip
     scores = Scores(scale, unit, softcap, CAPPED, HIDES_SCORES)
     queue = TileQueue.create(4, sizes)
@@ -251,6 +256,8 @@ def backward_kernel(
     dq_sums = DqSums.create(sums_desc)
     # What the kernel before has written, from here on: this one starts before it ends.
     gdc_wait()
+    if SHARED and LAYOUT == "varlen":
+        kv_slots = sizes.counted_slots()
     is_any_large = 0
     if not CONSTANT_TIME:
         is_any_large = has_any_large_scores(flags_ptr, q_slots * n_heads * heads_per_kv)

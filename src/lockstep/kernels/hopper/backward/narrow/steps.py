@@ -14,6 +14,7 @@ from lockstep.kernels.hopper.backward.nonfinite import (
     overwrite_nonfinite,
     rewrite,
 )
+from lockstep.kernels.hopper.backward.shares import store_share
 from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator, zeros
 from lockstep.kernels.hopper.common.gluon_shim import (
     aggregate,
@@ -165,12 +166,32 @@ def begin_loop(W: gl.constexpr, n, begin, n_keys, queue, tiles):
 
 
 @gluon.jit
-def end_loop(W: gl.constexpr, n, loop, tiles, dq_sums, dk, dv, scale):
+def end_loop(W: gl.constexpr, n, loop, sizes, tiles, dq_sums, dk, dv, scale):
     """The end of a loop, after `n` steps in all: publishes the last tile of dQ that this consumer
-    has staged, and stages dk and dv."""
+    has staged, and stages dk and dv; those of one share of several go to memory as they are."""
     fence_async_shared()
     dq_sums.publish(n - 1, loop.n_steps > 0)
     tiles.sync_consumers()
+    if sizes.SHARED:
+        if loop.share >= 0:
+            nan_if_bad = loop.nan_if_bad()
+            D: gl.constexpr = tiles.D_COLUMNS
+            DV: gl.constexpr = tiles.DV_COLUMNS
+            number = loop.share * 2 + W
+            dk = multiply_all(dk, 1.0 + nan_if_bad)
+            dv = multiply_all(dv, 1.0 + nan_if_bad)
+            store_share(sizes.shares_ptr, number, dk, 0, D, D + DV)
+            store_share(sizes.shares_ptr, number, dv, D, DV, D + DV)
+            tiles.publish_dkv()
+        else:
+            stage_gradients(W, n, loop, tiles, dk, dv, scale)
+    else:
+        stage_gradients(W, n, loop, tiles, dk, dv, scale)
+
+
+@gluon.jit
+def stage_gradients(W: gl.constexpr, n, loop, tiles, dk, dv, scale):
+    """dk and dv of all queries that see the keys, to be stored."""
     if loop.HAS_LEFT or loop.HAS_RIGHT:
         # Whatever is not finite is NaN: `nonfinite.py`.
         dk = nan_for_nonfinite(dk)

@@ -20,24 +20,24 @@ class TileQueue:
 
     @gluon.jit
     def create(READERS: gl.constexpr, sizes):
-        return TileQueue(Mailbox.create(8, READERS), sizes)
+        return TileQueue(Mailbox.create(16 if sizes.SHARED else 8, READERS), sizes)
 
     @gluon.jit
     def post(self, n, loop, is_large):
         """Producer: the n-th loop, and whether it has large scores."""
-        self.mailbox.post(
-            n,
-            (
-                loop.n_steps,
-                loop.n_tiles,
-                loop.first_tile,
-                loop.low,
-                loop.high,
-                loop.room,
-                loop.first_key,
-                is_large,
-            ),
+        numbers = (
+            loop.n_steps,
+            loop.n_tiles,
+            loop.first_tile,
+            loop.low,
+            loop.high,
+            loop.room,
+            loop.first_key,
+            is_large,
         )
+        if self.sizes.SHARED:
+            numbers = numbers + (loop.heads_per_kv, loop.share)  # noqa: RUF005, Gluon does not unpack
+        self.mailbox.post(n, numbers)
 
     @gluon.jit
     def close(self, n):
@@ -61,6 +61,12 @@ class TileQueue:
         room = self.mailbox.field(n, 5)
         first_key = self.mailbox.field(n, 6)
         is_large = self.mailbox.field(n, 7) != 0
+        heads = self.sizes.heads_per_kv
+        share = first_key
+        if self.sizes.SHARED:
+            heads = self.mailbox.field(n, 8)
+            share = self.mailbox.field(n, 9)
         self.mailbox.release(n)
         tiles = (first_tile, n_steps, n_tiles)
-        return QueryLoop(tiles, (low, high, room, first_key), self.sizes), is_large
+        bounds = (low, high, room, first_key)
+        return QueryLoop(tiles, bounds, heads, share, self.sizes), is_large

@@ -184,6 +184,11 @@ class Tiles:
         dv_rows = self.matrix(dv_tile).slice(rows, ROWS, dim=0)
         store_pieces(dv, dv_rows, self.DV_COLUMNS)
         fence_async_shared()
+        self.publish_dkv()
+
+    @gluon.jit
+    def publish_dkv(self):
+        """Consumer: its rows of dk and dv are there."""
         arrive(DKV_FULL, CONSUMERS_AND_WARP)
 
     @gluon.jit

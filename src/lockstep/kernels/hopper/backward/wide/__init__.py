@@ -7,7 +7,8 @@
     tiles.py     tiles of up to 256 columns, and products of them
 
 dK and dV of a key add up query heads in ascending order and the query tiles of each in descending
-order; dQ of a row adds up key tiles in ascending order.
+order, or those of a share (`shares.py`), then shares; dQ of a row adds up key tiles in ascending
+order.
 Tiles start at multiples of their size, counted in the own sequence. So no bit depends on the batch,
 on the GPU or on how a launch happens to run.
 """

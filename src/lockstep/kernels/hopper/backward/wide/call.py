@@ -16,8 +16,11 @@ from lockstep.kernels.hopper.backward.call import (
     cut_into,
     fit_inputs,
     kernel_arguments,
+    keys_launch,
+    loop_arguments,
     map_maker,
     rows_launch,
+    shares_buffers,
     sinks_launch,
     slots_of,
 )
@@ -49,6 +52,7 @@ def prepare_backward(
     workspace = {
         "stats": Buffer((cut.n_tiles, 4, BLOCK), torch.float32),
         "bounds": bounds_buffer(cut),
+        **shares_buffers(problem, cut, _columns(problem)),
     }
     launches = [rows_launch(problem, cut, given.q, fitted.dout, workspace, num_warps=8)]
     made = []
@@ -63,6 +67,8 @@ def prepare_backward(
         options = OPTIONS | {"launch_pdl": bool(made)}
         launches.append(Launch(queries_kernel, (programs,), arguments, maps=maps, **options))
         made.append("dq")
+    if cut.shares is not None and (needs.k or needs.v):
+        launches.append(keys_launch(problem, cut, given, _columns(problem)))
     if needs.sinks:
         launches.append(sinks_launch(problem, cut, workspace))
         made.append("dsinks")
@@ -72,12 +78,9 @@ def prepare_backward(
 def keys_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str, Any]:
     """Numbers and constants of `keys_kernel`."""
     return {
-        **kernel_arguments(problem, k, BLOCK),
+        **kernel_arguments(problem, k, BLOCK, cut.shares is not None),
         **_chunks(problem),
-        "kv_slots": cut.kv_slots,
-        "q_slots": cut.q_slots,
-        "n_heads": cut.n_heads,
-        "Hkv": problem.Hkv,
+        **loop_arguments(problem, cut),
     }
 
 
@@ -101,6 +104,7 @@ def queries_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[st
         "q_slots": slots_of(problem, problem.Sq, BLOCK_Q),
         "stats_slots": cut.q_slots,
         "Hq": problem.Hq,
+        "heads_per_kv": problem.Hq // problem.Hkv,
     }
 
 
@@ -119,6 +123,12 @@ def _stages(problem: AttentionProblem) -> dict[str, int]:
     free = SHARED_BYTES // (2 * BLOCK * CHUNK.value) - 2 * (nd + ndv)
     v_stages = min(2, (free - 2 * nd) // ndv)
     return {"K_STAGES": min(3, (free - v_stages * ndv) // nd), "V_STAGES": v_stages}
+
+
+def _columns(problem: AttentionProblem) -> tuple[int, int]:
+    """Columns of k and of v that are multiplied."""
+    nd, ndv = _chunks(problem).values()
+    return nd * CHUNK.value, ndv * CHUNK.value
 
 
 def _chunks(problem: AttentionProblem) -> dict[str, int]:

@@ -19,8 +19,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lockstep.kernels.hopper.backward.nonfinite import has_nonfinite
 from lockstep.kernels.hopper.backward.query_loop import assign_keys
 from lockstep.kernels.hopper.backward.scores import Scores
+from lockstep.kernels.hopper.backward.shares import store_share
 from lockstep.kernels.hopper.backward.sizes import Sizes
 from lockstep.kernels.hopper.backward.wide.tiles import (
+    CHUNK,
     PieceRing,
     add_products,
     issue_scores,
@@ -39,6 +41,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     tma_store_wait,
     warpgroup_mma_wait,
 )
+from lockstep.kernels.hopper.common.pieces import multiply_all
 from lockstep.kernels.hopper.common.ring import Ring
 from lockstep.kernels.hopper.common.shared_memory import allocate_tiles, barriers
 from lockstep.kernels.launch import unspecialized
@@ -103,7 +106,7 @@ class Program:
 
 
 @gluon.jit
-def sum_values(loop, program, scores):
+def sum_values(loop, program, scores, sizes):
     """Partition of four warps: S, the weights and dV."""
     MASKED: gl.constexpr = loop.HAS_LEFT or loop.HAS_RIGHT
     dv = no_sums(program.v.N)
@@ -132,11 +135,12 @@ def sum_values(loop, program, scores):
         program.dout.release(n)
         program.q.release(n + 1, pred=is_more)
         t = loop.next_number(t)
-    _finish(program, program.v, dv, 1.0 + loop.nan_if_bad(), MASKED)
+    FIRST: gl.constexpr = program.k.N * CHUNK
+    _finish(program, program.v, dv, 1.0, loop, sizes, FIRST)
 
 
 @gluon.jit
-def sum_keys(loop, program, scores):
+def sum_keys(loop, program, scores, sizes):
     """Partition of four warps: dP, dS and dK."""
     MASKED: gl.constexpr = loop.HAS_LEFT or loop.HAS_RIGHT
     dk = no_sums(program.k.N)
@@ -162,28 +166,45 @@ def sum_keys(loop, program, scores):
         dp, dk = wait_all(dp, dk)
         program.q.release(n)
         program.dout.release(n + 1, pred=is_more)
-    _finish(program, program.k, dk, scores.scale + loop.nan_if_bad(), MASKED)
+    _finish(program, program.k, dk, scores.scale, loop, sizes, 0)
 
 
 @gluon.jit
-def _finish(program, to, sums, scale, MASKED: gl.constexpr):
-    """Leave scale · sums to the producer, where k or v was."""
+def _finish(program, to, sums, scale, loop, sizes, FIRST: gl.constexpr):
+    """Leave scale · sums to the producer, where k or v was; those of one share of several go to
+    memory as they are, as columns from FIRST on."""
     mbarrier.arrive(program.done_bar, count=1)
     mbarrier.wait(program.done_bar, 0)
-    for p in gl.static_range(pieces_of(to.N)):
-        x = sums[p]
-        if MASKED:
-            # Whatever is not finite is NaN: `nonfinite.py`.
-            x += x * 0.0
-        to.piece(0, p).store((x * scale).to(to.main_smem.dtype))
-    fence_async_shared()
+    if sizes.SHARED:
+        if loop.share >= 0:
+            ALL: gl.constexpr = (program.k.N + program.v.N) * CHUNK
+            sums = multiply_all(sums, 1.0 + loop.nan_if_bad())
+            store_share(sizes.shares_ptr, loop.share, sums, FIRST, to.N * CHUNK, ALL)
+        else:
+            _stage(to, sums, scale, loop)
+    else:
+        _stage(to, sums, scale, loop)
     mbarrier.arrive(program.dkv_full_bar, count=1)
 
 
 @gluon.jit
+def _stage(to, sums, scale, loop):
+    """scale · sums, where k or v was."""
+    factor = scale + loop.nan_if_bad()
+    for p in gl.static_range(pieces_of(to.N)):
+        x = sums[p]
+        if loop.HAS_LEFT or loop.HAS_RIGHT:
+            # Whatever is not finite is NaN: `nonfinite.py`.
+            x += x * 0.0
+        to.piece(0, p).store((x * factor).to(to.main_smem.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
 def produce(
-    key_tile, loop, program, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc
-):
+    key_tile, loop, program, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc,
+    SHARED: gl.constexpr,
+):  # fmt: skip
     """Partition of one warp: loads k, v and the query tiles, and stores dk and dv."""
     program.k.send(0, k_desc, key_tile.kv_coordinates())
     program.v.send(0, v_desc, key_tile.kv_coordinates())
@@ -200,9 +221,11 @@ def produce(
         tile, t = loop.next(tile, t)
         head = gl.where(t == loop.first_number(), head + 1, head)
     mbarrier.wait(program.dkv_full_bar, 0)
-    program.k.store(dk_desc, key_tile.dkv_coordinates())
-    program.v.store(dv_desc, key_tile.dkv_coordinates())
-    tma_store_wait(0)
+    is_whole = key_tile.share < 0 if SHARED else True
+    if is_whole:
+        program.k.store(dk_desc, key_tile.dkv_coordinates())
+        program.v.store(dv_desc, key_tile.dkv_coordinates())
+        tma_store_wait(0)
 
 
 @gluon.jit
@@ -230,12 +253,12 @@ def inspect(loop, program):
 
 @unspecialized(gluon.jit, any_address=("bounds_ptr", "kv_lens_ptr"))
 def keys_kernel(
-    q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, bounds_ptr, kv_lens_ptr, scale,
-    unit, softcap, kv_slots, q_slots, n_heads, Hkv, heads_per_kv, B,
-    Sq, Skv, left, right, kv_batch_rows,
+    q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, bounds_ptr, kv_lens_ptr,
+    shares_ptr, plan_ptr, scale, unit, softcap, kv_slots, q_slots, n_heads, Hkv, heads_per_kv, B,
+    Sq, Skv, left, right, kv_batch_rows, share_heads, span_tiles, spans, n_shares,
     ND: gl.constexpr, NDV: gl.constexpr, LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr, CAPPED: gl.constexpr,
-    HIDES_SCORES: gl.constexpr, CONSTANT_TIME: gl.constexpr,
+    HIDES_SCORES: gl.constexpr, CONSTANT_TIME: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     # One head after the other, which shares most of L2; the first keys of a head first, which have
     # the longest loops under a causal mask.
@@ -243,6 +266,7 @@ def keys_kernel(
         (q_slots, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows),
         bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, q_desc.block_shape[3],
         k_desc.block_shape[3], CONSTANT_TIME,
+        (shares_ptr, share_heads, span_tiles, spans, n_shares) if SHARED else None, plan_ptr,
     )  # fmt: skip
     scores = Scores(scale, unit, softcap, CAPPED, HIDES_SCORES)
     MASKED: gl.constexpr = HAS_LEFT or HAS_RIGHT
@@ -255,10 +279,10 @@ def keys_kernel(
     if MASKED:
         gl.warp_specialize(
             [
-                (sum_values, (loop, program, scores)),
-                (sum_keys, (loop, program, scores)),
+                (sum_values, (loop, program, scores, sizes)),
+                (sum_keys, (loop, program, scores, sizes)),
                 (produce, (key_tile, loop, program, q_desc, dout_desc, stats_desc, k_desc, v_desc,
-                           dk_desc, dv_desc)),
+                           dk_desc, dv_desc, SHARED)),
                 (inspect, (loop, program)),
             ],
             [4, 1, 1],
@@ -267,10 +291,10 @@ def keys_kernel(
     else:
         gl.warp_specialize(
             [
-                (sum_values, (loop, program, scores)),
-                (sum_keys, (loop, program, scores)),
+                (sum_values, (loop, program, scores, sizes)),
+                (sum_keys, (loop, program, scores, sizes)),
                 (produce, (key_tile, loop, program, q_desc, dout_desc, stats_desc, k_desc, v_desc,
-                           dk_desc, dv_desc)),
+                           dk_desc, dv_desc, SHARED)),
             ],
             [4, 1],
             [240, 24],
