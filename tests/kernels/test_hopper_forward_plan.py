@@ -17,7 +17,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from lockstep.kernels import launch as protocol
 from lockstep.kernels.hopper.common import copy_engine, sizes
-from lockstep.kernels.hopper.forward import cleaning, launch, plan
+from lockstep.kernels.hopper.forward import launch, plan
 from lockstep.kernels.hopper.forward.schedule import LONGEST_FIRST, PAIRED
 from lockstep.kernels.hopper.forward.tiling import Tiling
 from lockstep.kernels.launch import Launch
@@ -137,14 +137,14 @@ def test_block_of_keys_follows_the_head_dims_alone():
     ("D", "Dv"), [(64, 64), (128, 128), (128, 64), (192, 128), (192, 192), (256, 256)]
 )
 def test_flags_of_constant_time_fit_beside_keys_and_values(D, Dv):
-    """Under a window, every key of a block has a flag in shared memory, in up to eight blocks."""
+    """Under a window, every key of a block in shared memory has a flag there."""
     q, v = (torch.empty(1, 2, 2000, n, dtype=torch.bfloat16) for n in (D, Dv))
     options = Options(window_left=500, window_right=30, constant_time=True)
     shape = plan.plan_of(describe(Tensors(q, q, v), options))
     D, Dv = plan.padded(D), plan.padded(Dv)
     tiles = shape.stages * shape.block_kv * (D + Dv)
     tiles += shape.block_q * (shape.q_stages * D + min(Dv, shape.out_columns))
-    flags = cleaning.PLACES.value * shape.block_kv * 4
+    flags = shape.stages * shape.block_kv * 4
     # The rest is barriers and the queue of tiles.
     assert 2 * tiles + flags + 512 <= sizes.SHARED_BYTES
 
