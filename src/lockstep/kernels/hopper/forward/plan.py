@@ -103,8 +103,8 @@ def plan_of(problem: AttentionProblem) -> Plan:
     """The build for a problem."""
     width, width_v = padded(problem.D), padded(problem.Dv)
     left, right = problem.window
-    # In constant time, the flags of a wide block under a window (`cleaning.py`) do not fit beside
-    # its keys and values.
+    # In constant time under a window, whose keys have flags (`cleaning.py`), wide blocks have not
+    # been measured.
     has_flags = problem.constant_time and left is not None
     if width == 192 and width_v <= 128 and not has_flags:
         return WIDE_KEYS
