@@ -7,7 +7,7 @@ consumer of their own, `narrow_consumer.py`.
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.common.accumulator import accumulator, left_operand, zeros
+from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator, left_operand, zeros
 from lockstep.kernels.hopper.common.division import divide
 from lockstep.kernels.hopper.common.gluon_shim import (
     await_warps,
@@ -21,8 +21,6 @@ from lockstep.kernels.hopper.decode.arrivals import fold_if_last
 from lockstep.kernels.hopper.decode.few_rows import (
     all_of_rows,
     as_operand,
-    clear_other_rows,
-    some_rows,
     times_rows,
     upper_of_rows,
     upper_rows,
@@ -34,7 +32,7 @@ from lockstep.kernels.hopper.decode.rescale import rescale
 from lockstep.kernels.hopper.decode.rows import hides_some, row_bounds
 from lockstep.kernels.parts import fold
 
-FEW_ROWS = gl.constexpr(plan.FEW_ROWS)
+UPPER_ROWS = gl.constexpr(plan.UPPER_ROWS)
 
 
 @gluon.jit
@@ -42,7 +40,7 @@ def bounds_of_run(rows, sizes, run, layout: gl.constexpr, FEW: gl.constexpr):
     """`row_bounds` of all rows, and once more with those of the rows that are computed, all or if
     FEW the upper ones, in the given layout."""
     all_layout: gl.constexpr = gl.SliceLayout(1, accumulator(sizes.BLOCK_KV))
-    of_all_rows = row_bounds(rows, sizes, run, all_layout)
+    of_all_rows = row_bounds(rows, sizes, run, all_layout, ROWS, FEW)
     begin = upper_of_rows(of_all_rows[0][0], layout, FEW)
     end = upper_of_rows(of_all_rows[0][1], layout, FEW)
     return of_all_rows, ((begin, end), of_all_rows[1], of_all_rows[2])
@@ -142,18 +140,15 @@ def attend_span(
 
 
 @gluon.jit
-def consume(rows, sizes, queue, k, v, q_smem, exchange, cache, NARROW: gl.constexpr):
-    """Compute all runs of this program. NARROW: the most rows that have the narrow consumer."""
+def consume(
+    rows, sizes, queue, k, v, q_smem, exchange, cache, NARROW: gl.constexpr, FEW: gl.constexpr
+):
+    """Compute all runs of this program. NARROW: the most rows that have the narrow consumer. FEW:
+    more rows may have a loop for few of them (`few_rows.py`)."""
     if q_smem.shape[0] == NARROW_ROWS:
         consume_narrow_runs(rows, sizes, queue, k, v, q_smem, exchange, cache)
-    # Of few rows of wider values, ptxas would wait for each step of a product.
-    elif (NARROW == 0) & (v.D <= 128):
-        if rows.n_rows <= FEW_ROWS:
-            consume_runs(rows, sizes, queue, k, v, q_smem, exchange, cache, NARROW, True)
-        else:
-            consume_runs(rows, sizes, queue, k, v, q_smem, exchange, cache, NARROW, False)
     else:
-        consume_runs(rows, sizes, queue, k, v, q_smem, exchange, cache, NARROW, False)
+        consume_runs(rows, sizes, queue, k, v, q_smem, exchange, cache, NARROW, FEW)
 
 
 @gluon.jit
@@ -175,20 +170,19 @@ def consume_narrow_runs(rows, sizes, queue, k, v, q_smem, exchange, cache):
 def consume_runs(
     rows, sizes, queue, k, v, q_smem, exchange, cache, NARROW: gl.constexpr, FEW: gl.constexpr
 ):
-    """`consume`. FEW: runs have up to 8 rows each (`few_rows.py`)."""
-    clear_other_rows(q_smem, FEW)
+    """`consume`, where runs may have any rows. What computes a run follows from its own rows,
+    whatever other sequences have: the narrow consumer has other bits."""
     runs = 0
     seen = 0
     run = queue.read(runs, sizes)
     while run.exists != 0:
         if NARROW > 0:
-            # By its own rows, whatever other sequences have: the two differ in their bits.
             if run.n_q * rows.group <= NARROW:
                 seen = attend_narrow_run(rows, sizes, run, k, v, q_smem, exchange, cache, seen)
             else:
-                seen = attend_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW)
+                seen = attend_wide_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW)
         else:
-            seen = attend_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW)
+            seen = attend_wide_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW)
         if queue.INSIDE:  # noqa: SIM102, as above
             if run.slot >= 0:
                 fold_if_last(rows, sizes, run, v.D, False)
@@ -197,8 +191,21 @@ def consume_runs(
 
 
 @gluon.jit
+def attend_wide_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW: gl.constexpr):
+    """A run of any rows; returns the tiles seen so far."""
+    if FEW:
+        if run.n_q * rows.group <= UPPER_ROWS:
+            seen = attend_run(rows, sizes, run, k, v, q_smem, cache, seen, UPPER_ROWS)
+        else:
+            seen = attend_run(rows, sizes, run, k, v, q_smem, cache, seen, 0)
+    else:
+        seen = attend_run(rows, sizes, run, k, v, q_smem, cache, seen, 0)
+    return seen
+
+
+@gluon.jit
 def attend_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW: gl.constexpr):
-    """A run; returns the tiles seen so far. FEW: it has up to 8 rows (`few_rows.py`)."""
+    """A run of up to FEW rows (`few_rows.py`); returns the tiles seen so far."""
     scores = upper_rows(zeros(sizes.BLOCK_KV), FEW)
     row_layout: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     acc_layout: gl.constexpr = accumulator(v.D)
@@ -206,7 +213,7 @@ def attend_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW: gl.constexpr):
     left: gl.constexpr = left_operand(v.D)
     # Two sums of wider values have no room there.
     IN_REGISTERS: gl.constexpr = v.D <= 128
-    rows.load_queries(sizes, run, some_rows(q_smem, FEW))
+    rows.load_queries(sizes, run, q_smem, FEW)
     all_bounds, bounds = bounds_of_run(rows, sizes, run, row_layout, FEW)
     empty_m = gl.full([scores.shape[0]], -float("inf"), gl.float32, row_layout)
     # Whatever its rows see, a sequence whose length is wrong is NaN.
@@ -242,7 +249,7 @@ def attend_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW: gl.constexpr):
         part_m = all_of_rows(part_m, acc_rows, FEW)
         part_l = all_of_rows(part_l, acc_rows, FEW)
         if run.first_span > 0:
-            rows.store_part(sizes, run, slot, span, part_m, part_l, acc)
+            rows.store_part(sizes, run, slot, span, part_m, part_l, acc, FEW)
         elif IN_REGISTERS:
             folded_m, folded_l, folded_acc = fold(
                 folded_m, folded_l, folded_acc, part_m, part_l, acc, rows.unit
@@ -267,7 +274,7 @@ def attend_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW: gl.constexpr):
     if IN_REGISTERS:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
         if run.first_span == 0:
             if run.slot < 0:
-                rows.store_results(sizes, run, folded_m, folded_l, folded_acc)
+                rows.store_results(sizes, run, folded_m, folded_l, folded_acc, 0, FEW)
             else:
-                rows.store_part(sizes, run, slot, span - 1, folded_m, folded_l, folded_acc)
+                rows.store_part(sizes, run, slot, span - 1, folded_m, folded_l, folded_acc, FEW)
     return seen

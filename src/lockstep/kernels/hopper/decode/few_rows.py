@@ -1,16 +1,30 @@
-"""Tiles of up to 8 query rows.
+"""Tiles of up to 32 query rows.
 
 A product of a warpgroup has 64 rows. In its layout (`common/accumulator.py`) each thread has two
-rows, eight apart, and the first 8 rows are upper ones. With no more query rows than these, the
-lower half of all rows is left out of what is not a product.
+rows, eight apart. With no more query rows than half of that, they are the upper rows of the
+product, and the lower ones are left out of what is not a product. FEW is the most rows that there
+may be: 8, which are the first rows of a product; 32, of which each 8 are upper rows of a warp; or
+0 for tiles of all rows.
 """
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
+from lockstep.kernels.hopper.decode import plan
 
-# Rows that queries are loaded to: no fewer than four warps load at once.
+FEW_ROWS, UPPER_ROWS = gl.constexpr(plan.FEW_ROWS), gl.constexpr(plan.UPPER_ROWS)
+# Rows that few queries are loaded to: no fewer than four warps load at once.
 LOADED_ROWS = gl.constexpr(16)
+
+
+@gluon.jit
+def row_in_tile(i, FEW: gl.constexpr):
+    """The query row that row i of a product is, counted from the first of its tile; one that there
+    is not for lower rows, if these are left out."""
+    if FEW == UPPER_ROWS:
+        i = gl.where(i % 16 < 8, i // 16 * 8 + i % 8, ROWS)
+    return i
 
 
 @gluon.jit
@@ -24,7 +38,7 @@ def halves(x):
 @gluon.jit
 def some_rows(q_smem, FEW: gl.constexpr):
     """As many rows of the queries' shared memory [64, D] as queries are loaded to."""
-    if FEW:
+    if FEW == FEW_ROWS:
         return q_smem.slice(0, LOADED_ROWS)
     else:  # noqa: RET505, Gluon would go on and return both
         return q_smem
@@ -33,7 +47,7 @@ def some_rows(q_smem, FEW: gl.constexpr):
 @gluon.jit
 def clear_other_rows(q_smem, FEW: gl.constexpr):
     """Makes the rows 0 that no query is ever loaded to."""
-    if FEW:
+    if FEW == FEW_ROWS:
         N: gl.constexpr = q_smem.shape[0]
         D: gl.constexpr = q_smem.shape[1]
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])

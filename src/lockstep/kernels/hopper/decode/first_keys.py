@@ -84,7 +84,7 @@ class FirstKeys:
         group = gl.maximum(bounds[1][0], 0) // FIRST
         last = gl.maximum(bounds[2][0], 0) // FIRST
         keys = self.load(cache, run, group)
-        rows.load_queries(sizes, run, some_rows(q_smem, FEW))
+        rows.load_queries(sizes, run, some_rows(q_smem, FEW), FEW)
         m = self.raise_maximum(rows, keys, group, q_smem, bounds, m)
         for later in range(group + 1, last + 1):
             keys = self.load(cache, run, later)

@@ -27,9 +27,10 @@ from lockstep.kernels.hopper.decode.part_batches import (
     copy_columns,
     load_numbers,
     load_parts,
+    parts_layout,
     store_numbers,
 )
-from lockstep.kernels.hopper.decode.units import find_rows, find_unit, rank_slots
+from lockstep.kernels.hopper.decode.units import find_rows, find_unit, has_rows, rank_slots
 from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.parts import add_part, close, fold_sink, fold_weights, store_statistics
 
@@ -47,7 +48,7 @@ def load_statistics(
     ROWS: gl.constexpr,
 ):  # fmt: skip
     """m and l [ROWS, BATCH] of parts from number `first` on, and m of the part before each."""
-    layout: gl.constexpr = gl.BlockedLayout([1, BATCH // 32], [1, 32], [ROWS, 1], [1, 0])
+    layout: gl.constexpr = parts_layout(BATCH, ROWS, gl.num_warps())
     row = group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     row = gl.expand_dims(row, 1)
     i = gl.expand_dims(first + gl.arange(0, BATCH, gl.SliceLayout(0, layout)), 0)
@@ -67,7 +68,7 @@ def weigh_parts(m, keep_smem, add_smem, l_smem, statistics, unit):
     shared memory go, for each part, the factors of the parts before it and of itself, and its l."""
     BATCH: gl.constexpr = l_smem.shape[0] * LOADED
     ROWS: gl.constexpr = l_smem.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, BATCH // 32], [1, 32], [ROWS, 1], [1, 0])
+    layout: gl.constexpr = parts_layout(BATCH, ROWS, gl.num_warps())
     part_m, part_l, before = statistics
     before = gl.associative_scan(before, 1, _larger)
     m_of_rows = gl.convert_layout(m, gl.SliceLayout(1, layout))
@@ -114,13 +115,14 @@ def fold_slots(
         slot, work, begin, count, group, block = find_unit(
             pointers.slots_ptr, ranks, number, sizes.n_slots, n_groups, N_BLOCKS
         )
-        m, l, acc = fold_parts(
-            pointers, sizes, slot, group, block * COLUMNS, begin, count, memory, unit, DV
-        )
-        store_rows(
-            pointers, strides, sizes, work, group, block, m, l, acc, unit, natural, PAGED,
-            HAS_SINKS, PACKED, HEAD_DIM_V,
-        )  # fmt: skip
+        if has_rows(work, group, sizes, ROWS, PACKED):
+            m, l, acc = fold_parts(
+                pointers, sizes, slot, group, block * COLUMNS, begin, count, memory, unit, DV
+            )
+            store_rows(
+                pointers, strides, sizes, work, group, block, m, l, acc, unit, natural, PAGED,
+                HAS_SINKS, PACKED, HEAD_DIM_V,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -133,7 +135,8 @@ def fold_parts(
     BATCH: gl.constexpr = acc_smem.shape[1]
     ROWS: gl.constexpr = acc_smem.shape[2]
     COLUMNS: gl.constexpr = acc_smem.shape[3]
-    layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 32], [1, 32], [ROWS, 1], [1, 0])
+    WARPS: gl.constexpr = gl.num_warps() // ROWS
+    layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 32], [1, 32], [ROWS, WARPS], [1, 0])
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     square: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])

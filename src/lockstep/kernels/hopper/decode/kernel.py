@@ -73,7 +73,7 @@ def decode_kernel(
     PAGED: gl.constexpr,  # else the cache is dense, [B, Hkv, Skv, D]
     QUERY_INVARIANT: gl.constexpr,
     FIXED_MAX: gl.constexpr,  # of query-invariant calls, as in the forward
-    FEW: gl.constexpr,  # of query-invariant calls: up to 8 rows, `few_rows.py`
+    FEW: gl.constexpr,  # `few_rows.py`: of query-invariant calls the most rows
     NARROW: gl.constexpr,  # the most rows that have the narrow consumer
     Q_ROWS: gl.constexpr,  # query rows for which there is room
     LATE: gl.constexpr,
@@ -132,7 +132,7 @@ def decode_kernel(
             exchange = Exchange.create(NARROW)
         gl.warp_specialize(
             [
-                (consume, (rows, sizes, queue, k, v, q_smem, exchange, cache, NARROW)),
+                (consume, (rows, sizes, queue, k, v, q_smem, exchange, cache, NARROW, FEW)),
                 (
                     produce,
                     (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr, rows, PREFETCH, LATE),

@@ -18,10 +18,7 @@ from lockstep.kernels.hopper.decode.kernel import decode_kernel
 from lockstep.kernels.hopper.decode.plan import (
     COLUMNS,
     COUNT_BITS,
-    FOLD_BATCH,
-    FOLD_BATCHES,
     FOLD_COLUMNS,
-    FOLD_ROWS,
     INVARIANT_PART_NUMBERS,
     MARK_BITS,
     MOST_SLOTS,
@@ -30,9 +27,10 @@ from lockstep.kernels.hopper.decode.plan import (
     PREFETCHING_REGISTERS,
     PRODUCER_REGISTERS,
     columns_of,
+    few_rows,
+    fold_plan,
     fold_programs,
     folds_inside,
-    has_few_rows,
     is_narrow,
     keeps_whole,
     least_span,
@@ -97,13 +95,15 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
         maxnreg=plan_of(problem).registers,
         launch_pdl=True,
     )
+    folds = fold_plan(problem, n_slots, n_processors)
+    shared |= {"ROWS": folds.rows, "BATCH": folds.batch, "BATCHES": folds.batches}
     fold_kernel = fold_spans if problem.query_invariant else fold_slots
     fold = Launch(
         fold_kernel,
         (fold_programs(problem, n_slots, n_processors),),
         {name: shared[name] for name in _taken_by(fold_kernel)},
         names=_renamed(fold_kernel, names | ({} if problem.is_packed else {"tiles": "slots"})),
-        num_warps=FOLD_ROWS,
+        num_warps=folds.warps,
         launch_pdl=True,
     )
     return Launches(
@@ -252,12 +252,9 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "PAGED": problem.is_paged,
         "QUERY_INVARIANT": problem.query_invariant,
         "FIXED_MAX": problem.dtype == torch.bfloat16,
-        "FEW": has_few_rows(problem),
+        "FEW": few_rows(problem),
         "NARROW": narrow_rows(problem),
         "COLUMNS": FOLD_COLUMNS,
-        "ROWS": FOLD_ROWS,
-        "BATCH": FOLD_BATCH,
-        "BATCHES": FOLD_BATCHES,
         "LATE": starts_late(problem),
         "Q_ROWS": NARROW_ROWS if is_narrow(problem) else ROWS,
     }

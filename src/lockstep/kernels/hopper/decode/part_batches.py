@@ -9,6 +9,14 @@ from lockstep.kernels.hopper.common.gluon_shim import copy_to_shared, gl, gluon
 LOADED, HALVINGS = gl.constexpr(16), gl.constexpr(4)
 
 
+@gluon.constexpr_function
+def parts_layout(BATCH, ROWS, WARPS):
+    """The layout of numbers [ROWS, BATCH] of parts, of which the warps of a row have some each."""
+    return gl.BlockedLayout(
+        [1, BATCH // (32 * WARPS // ROWS)], [1, 32], [ROWS, WARPS // ROWS], [1, 0]
+    )
+
+
 @gluon.jit
 def copy_columns(
     smem, ptr, slot, group, first, count, n_spans, n_rows, column, WIDTH: gl.constexpr
@@ -17,7 +25,10 @@ def copy_columns(
     `column` on, to shared memory [BATCH, ROWS, ·]; 0 behind the last part."""
     COLUMNS: gl.constexpr = smem.shape[2]
     layout: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 4], [128 // COLUMNS, 1, COLUMNS // 4], [1, smem.shape[1], 1], [2, 1, 0]
+        [1, 1, 4],
+        [128 // COLUMNS, 1, COLUMNS // 4],
+        [gl.num_warps() // smem.shape[1], smem.shape[1], 1],
+        [2, 1, 0],
     )
     of_parts: gl.constexpr = gl.SliceLayout(2, layout)
     i = gl.expand_dims(first + gl.arange(0, smem.shape[0], gl.SliceLayout(1, of_parts)), 1)
@@ -35,7 +46,7 @@ def load_parts(smem, layout: gl.constexpr):
     """Parts in shared memory [LOADED, ROWS, ·], LOADED tensors [ROWS, ·] of a layout, in which a
     thread has one number of each."""
     parts: gl.constexpr = gl.BlockedLayout(
-        [LOADED, 1, 1], [1, 1, 32], [1, smem.shape[1], 1], [2, 1, 0]
+        [LOADED, 1, 1], [1, 1, 32], [1, smem.shape[1], gl.num_warps() // smem.shape[1]], [2, 1, 0]
     )
     x = smem.load(parts).permute((1, 2, 0))
     found = (x.reshape([x.shape[0], x.shape[1], 1, LOADED]),)
@@ -60,7 +71,9 @@ def load_parts(smem, layout: gl.constexpr):
 def load_numbers(smem, layout: gl.constexpr):
     """Numbers of parts in shared memory [ROWS, LOADED], LOADED tensors [ROWS] of a layout, in which
     a warp has one row."""
-    numbers: gl.constexpr = gl.BlockedLayout([1, LOADED], [1, 32], [smem.shape[0], 1], [1, 0])
+    numbers: gl.constexpr = gl.BlockedLayout(
+        [1, LOADED], [1, 32], [smem.shape[0], gl.num_warps() // smem.shape[0]], [1, 0]
+    )
     found = (smem.load(numbers).reshape([smem.shape[0], 1, LOADED]),)
     for _ in gl.static_range(HALVINGS):
         more = ()

@@ -29,12 +29,14 @@ COLUMNS = 64
 SPAN_COST = 1
 # A span has so many keys for each query row at least: parts stay few beside keys and values.
 KEYS_PER_ROW = 32
-# Rows of a tile up to which half of what a thread does is left out: `few_rows.py`. Rows up to which
-# warps have products of their own in tiles of 128 columns: `narrow_consumer.py`.
-FEW_ROWS, NARROW_ROWS = 8, 16
-# Columns and rows of a unit of the second kernel, each row for one warp; the parts that it loads at
-# once, and the batches of these that are under way or at work.
-FOLD_COLUMNS, FOLD_ROWS, FOLD_BATCH, FOLD_BATCHES = 32, 4, 32, 2
+# Rows of a tile up to which half of what a thread does is left out, and of these the first ones:
+# `few_rows.py`. Rows up to which warps have products of their own in tiles of 128 columns:
+# `narrow_consumer.py`.
+UPPER_ROWS, FEW_ROWS, NARROW_ROWS = 32, 8, 16
+# Columns of a unit of the second kernel.
+FOLD_COLUMNS = 32
+# Parts of a head from which on several warps share a row, if programs to an SM are so few.
+DEEP_PARTS, DEEP_PROGRAMS = 64, 2
 # Units to an SM up to which there is a program for each, and programs to an SM that share more of
 # them; the most slots.
 FOLD_UNITS, FOLD_PROGRAMS, MOST_SLOTS = 8, 6, 512
@@ -58,6 +60,21 @@ class Plan:
     stages: int
     programs: int  # of one SM
     registers: int  # of a thread at launch
+
+
+@dataclass(frozen=True)
+class FoldPlan:
+    """Sizes of the second kernel."""
+
+    rows: int  # of a unit
+    warps: int
+    batch: int  # parts that are loaded at once
+    batches: int  # of these that are under way or at work
+
+
+# A warp for each row; and two, where parts are many and rows few.
+FOLD_PLAN = FoldPlan(rows=4, warps=4, batch=32, batches=2)
+DEEP_FOLD_PLAN = FoldPlan(rows=2, warps=4, batch=128, batches=1)
 
 
 # At head dims 128 and 256, some 100 KB are under way to an SM. With twice as many, some SMs wait
@@ -110,9 +127,14 @@ def tile_rows_of(problem: AttentionProblem) -> int:
     return min(ROWS, rows_of(problem))
 
 
-def has_few_rows(problem: AttentionProblem) -> bool:
-    """Whether a query-invariant call has tiles of few rows: `few_rows.py`."""
-    return problem.query_invariant and rows_of(problem) <= FEW_ROWS
+def few_rows(problem: AttentionProblem) -> int:
+    """FEW of a build (`few_rows.py`): the most rows of a query-invariant call; of others whether
+    there is a loop for few rows beside that for all: not where there is the narrow consumer, which
+    is slower beside one more loop."""
+    if problem.query_invariant:
+        return FEW_ROWS if rows_of(problem) <= FEW_ROWS else 0
+    # Of few rows of wider values, ptxas would wait for each step of a product.
+    return UPPER_ROWS if narrow_rows(problem) == 0 and columns_of(problem.Dv) <= 128 else 0
 
 
 def narrow_rows(problem: AttentionProblem) -> int:
@@ -143,7 +165,7 @@ def folds_inside(problem: AttentionProblem, n_programs: int) -> bool:
     if 2 * tiles_of(problem) * problem.Hkv < n_programs or _rounds_inside(problem) > INSIDE_ROUNDS:
         return False
     if problem.query_invariant:
-        return problem.D == 128 and has_few_rows(problem)
+        return problem.D == 128 and rows_of(problem) <= FEW_ROWS
     is_windowed = problem.window[0] is not None
     return columns_of(problem.D) > 64 or rows_of(problem) > FEW_ROWS or is_windowed
 
@@ -199,10 +221,22 @@ def _is_even(problem: AttentionProblem, n_programs: int) -> bool:
     return most * n_programs - n_heads * cost <= (span // block + SPAN_COST) * n_programs
 
 
+def fold_plan(problem: AttentionProblem, n_slots: int, n_processors: int) -> FoldPlan:
+    """Sizes of the second kernel, which change no bit: two warps for a row were faster with many
+    parts of query-invariant calls, and as fast with others."""
+    n_units = _fold_units(problem, n_slots, DEEP_FOLD_PLAN)
+    is_deep = most_spans(problem) >= DEEP_PARTS and n_units <= DEEP_PROGRAMS * n_processors
+    return DEEP_FOLD_PLAN if problem.query_invariant and is_deep else FOLD_PLAN
+
+
+def _fold_units(problem: AttentionProblem, n_slots: int, sizes: FoldPlan) -> int:
+    blocks = columns_of(problem.Dv) // FOLD_COLUMNS
+    return n_slots * -(-tile_rows_of(problem) // sizes.rows) * blocks
+
+
 def fold_programs(problem: AttentionProblem, n_slots: int, n_processors: int) -> int:
     """How many programs the second kernel has: `units.py`."""
-    blocks = columns_of(problem.Dv) // FOLD_COLUMNS
-    n_units = n_slots * -(-tile_rows_of(problem) // FOLD_ROWS) * blocks
+    n_units = _fold_units(problem, n_slots, fold_plan(problem, n_slots, n_processors))
     return n_units if n_units <= FOLD_UNITS * n_processors else FOLD_PROGRAMS * n_processors
 
 

@@ -12,6 +12,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     gluon,
 )
 from lockstep.kernels.hopper.common.scores import cap
+from lockstep.kernels.hopper.decode.few_rows import row_in_tile
 from lockstep.kernels.parts import close, fold_sink, store_statistics
 
 
@@ -82,13 +83,14 @@ class Rows:
         self.HEAD_DIM_V = gl.constexpr(HEAD_DIM_V)
 
     @gluon.jit
-    def load_queries(self, sizes, run, q_smem):
+    def load_queries(self, sizes, run, q_smem, FEW: gl.constexpr = 0):
         """Load as many query rows of a run as there is room for, to where the products read
         them."""
         N: gl.constexpr = q_smem.shape[0]
         D: gl.constexpr = q_smem.shape[1]
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-        row = run.q_tile * ROWS + gl.arange(0, N, gl.SliceLayout(1, layout))
+        row = row_in_tile(gl.arange(0, N, gl.SliceLayout(1, layout)), FEW)
+        row = run.q_tile * ROWS + row
         d = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, layout)), 0)
         query = divide(row, self.group)
         head = run.head * self.group + row - query * self.group
@@ -116,10 +118,13 @@ class Rows:
         return s
 
     @gluon.jit
-    def rows_of(self, sizes, run, layout: gl.constexpr, N: gl.constexpr = ROWS, first=0):
-        """N rows of a run, from the first on: their place in its tile, their number, and whether
-        there is one."""
-        row = first + gl.arange(0, N, layout)
+    def rows_of(
+        self, sizes, run, layout: gl.constexpr, N: gl.constexpr = ROWS, first=0,
+        FEW: gl.constexpr = 0,
+    ):  # fmt: skip
+        """N rows of a run, from the first on, or those of a product (`few_rows.py`): their place in
+        its tile, their number, and whether there is one."""
+        row = first + row_in_tile(gl.arange(0, N, layout), FEW)
         number = run.q_tile * ROWS + row
         return row, number, number < run.n_q * self.group
 
@@ -137,11 +142,11 @@ class Rows:
         return m, gl.load(self.part_stats_ptr + at * 2 + 1, mask=is_row, other=0.0), acc
 
     @gluon.jit
-    def store_part(self, sizes, run, slot, span, m, l, acc):
+    def store_part(self, sizes, run, slot, span, m, l, acc, FEW: gl.constexpr = 0):
         """Hand out the part of one span."""
         DV: gl.constexpr = acc.shape[1]
         layout: gl.constexpr = m.type.layout
-        row, _number, is_row = self.rows_of(sizes, run, layout, acc.shape[0])
+        row, _number, is_row = self.rows_of(sizes, run, layout, acc.shape[0], 0, FEW)
         to = (slot.to(gl.int64) * self.n_spans + span) * self.n_rows + row
         d = gl.expand_dims(gl.arange(0, DV, gl.SliceLayout(0, acc.type.layout)), 0)
         mask = gl.expand_dims(is_row, 1) & (d >= 0)
@@ -150,10 +155,10 @@ class Rows:
         gl.store(self.part_stats_ptr + to * 2 + 1, l, mask=is_row)
 
     @gluon.jit
-    def store_results(self, sizes, run, m, l, acc, first=0):
+    def store_results(self, sizes, run, m, l, acc, first=0, FEW: gl.constexpr = 0):
         """The results of rows whose parts have all been folded, from row `first` on."""
         layout: gl.constexpr = m.type.layout
-        _row, number, is_row = self.rows_of(sizes, run, layout, acc.shape[0], first)
+        _row, number, is_row = self.rows_of(sizes, run, layout, acc.shape[0], first, FEW)
         query = divide(number, self.group)
         head = run.head * self.group + number - query * self.group
         if self.HAS_SINKS:
@@ -173,10 +178,12 @@ class Rows:
 
 
 @gluon.jit
-def row_bounds(rows, sizes, run, layout: gl.constexpr, N: gl.constexpr = ROWS):
-    """The keys that the first N rows of a run see, [begin, end) of each; those that any row of it
+def row_bounds(
+    rows, sizes, run, layout: gl.constexpr, N: gl.constexpr = ROWS, FEW: gl.constexpr = 0
+):  # fmt: skip
+    """The keys that N rows of a run see (`rows_of`), [begin, end) of each; those that any row of it
     sees, and those that all rows see."""
-    _row, number, _is_row = rows.rows_of(sizes, run, layout, N)
+    _row, number, _is_row = rows.rows_of(sizes, run, layout, N, 0, FEW)
     kv_len = gl.maximum(run.kv_len, 0)
     shift = kv_len - run.n_q
     position = divide(number, rows.group) + shift

@@ -152,13 +152,13 @@ def begin_run(
     first_m = gl.full([ROWS], -float("inf"), gl.float32, all_bounds[0][0].type.layout)
     if FIXED_MAX:
         if FROM_TILE and run.begin == 0:
-            rows.load_queries(sizes, run, some_rows(q_smem, FEW))
+            rows.load_queries(sizes, run, some_rows(q_smem, FEW), FEW)
         else:
             first_m = first_keys.load_with_queries(
                 rows, sizes, cache, run, q_smem, all_bounds, first_m, FEW
             )
     else:
-        rows.load_queries(sizes, run, some_rows(q_smem, FEW))
+        rows.load_queries(sizes, run, some_rows(q_smem, FEW), FEW)
     first_m = upper_of_rows(first_m, of_rows, FEW)
     # A sequence without a key has no tile.
     has_tile = run.begin < run.end

@@ -14,7 +14,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     reinterpret,
 )
 from lockstep.kernels.hopper.common.softmax import close_rows
-from lockstep.kernels.hopper.common.spans import fold_maxima, fold_sums
+from lockstep.kernels.hopper.common.spans import fold_maxima
 from lockstep.kernels.hopper.decode import plan
 from lockstep.kernels.hopper.decode.groups import FoldPointers, FoldSizes, RowStrides
 from lockstep.kernels.hopper.decode.part_batches import (
@@ -22,9 +22,10 @@ from lockstep.kernels.hopper.decode.part_batches import (
     copy_columns,
     load_numbers,
     load_parts,
+    parts_layout,
     store_numbers,
 )
-from lockstep.kernels.hopper.decode.units import find_rows, find_unit, rank_slots
+from lockstep.kernels.hopper.decode.units import find_rows, find_unit, has_rows, rank_slots
 from lockstep.kernels.launch import unspecialized
 
 NUMBERS, SUMS = gl.constexpr(plan.INVARIANT_PART_NUMBERS), gl.constexpr(plan.PART_SUMS)
@@ -36,7 +37,7 @@ def load_maxima(
 ):  # fmt: skip
     """m and error [ROWS, BATCH] of parts from number `first` on, and those of the part before
     each. `ptr` is where the numbers of the first part begin."""
-    layout: gl.constexpr = gl.BlockedLayout([1, BATCH // 32], [1, 32], [ROWS, 1], [1, 0])
+    layout: gl.constexpr = parts_layout(BATCH, ROWS, gl.num_warps())
     row = group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     row = gl.expand_dims(row, 1)
     i = gl.expand_dims(first + gl.arange(0, BATCH, gl.SliceLayout(0, layout)), 0)
@@ -58,7 +59,8 @@ def load_maxima(
 def load_sums(ptr, group, first, count, n_rows, BATCH: gl.constexpr, ROWS: gl.constexpr):
     """Sums [ROWS, BATCH, 8] of parts from number `first` on: those of four threads, l and residue,
     in one thread each."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32, 1], [ROWS, 1, 1], [2, 1, 0])
+    WARPS: gl.constexpr = gl.num_warps() // ROWS
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32, 1], [ROWS, WARPS, 1], [2, 1, 0])
     of_parts: gl.constexpr = gl.SliceLayout(2, layout)
     row = group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, of_parts))
     i = first + gl.arange(0, BATCH, gl.SliceLayout(0, of_parts))
@@ -84,7 +86,7 @@ def weigh_spans(maxima, keep_smem, add_smem, sums_smem, numbers, sums, unit):
     sums, multiplied by that."""
     BATCH: gl.constexpr = keep_smem.shape[0] * LOADED
     ROWS: gl.constexpr = keep_smem.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, BATCH // 32], [1, 32], [ROWS, 1], [1, 0])
+    layout: gl.constexpr = parts_layout(BATCH, ROWS, gl.num_warps())
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     part_m, part_error, before_m, before_error = numbers
     before = gl.associative_scan((before_m, before_error), 1, later_maximum)
@@ -133,13 +135,14 @@ def fold_spans(
         slot, work, begin, count, group, block = find_unit(
             pointers.slots_ptr, ranks, number, sizes.n_slots, n_groups, N_BLOCKS
         )
-        maxima, sums, acc = fold_parts(
-            pointers, sizes, slot, group, block * COLUMNS, begin, count, memory, unit, DV
-        )
-        store_rows(
-            pointers, strides, sizes, work, group, block, maxima, sums, acc, unit, PAGED,
-            HAS_SINKS, PACKED, DV,
-        )  # fmt: skip
+        if has_rows(work, group, sizes, ROWS, PACKED):
+            maxima, sums, acc = fold_parts(
+                pointers, sizes, slot, group, block * COLUMNS, begin, count, memory, unit, DV
+            )
+            store_rows(
+                pointers, strides, sizes, work, group, block, maxima, sums, acc, unit, PAGED,
+                HAS_SINKS, PACKED, DV,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -153,10 +156,11 @@ def fold_parts(
     BATCH: gl.constexpr = acc_smem.shape[1]
     ROWS: gl.constexpr = acc_smem.shape[2]
     COLUMNS: gl.constexpr = acc_smem.shape[3]
-    layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 32], [1, 32], [ROWS, 1], [1, 0])
+    WARPS: gl.constexpr = gl.num_warps() // ROWS
+    layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 32], [1, 32], [ROWS, WARPS], [1, 0])
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     # Sums of threads are summed as these have them: each by a thread.
-    of_sums: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [ROWS, 1], [1, 0])
+    of_sums: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [ROWS, WARPS], [1, 0])
     square: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     # The same, LOADED parts after others.
@@ -206,10 +210,12 @@ def fold_parts(
             keep = load_numbers(keeps.index(some), rows)
             add = load_numbers(adds.index(some), rows)
             for i in gl.static_range(LOADED):
-                (acc,) = fold_sums((acc,), keep[i], (part_acc[i],), add[i])
+                # As `fold_sums` does; of sums, products are there.
+                own, _acc = gl.broadcast(gl.expand_dims(keep[i], 1), acc)
+                acc = gl.fma(acc, own, part_acc[i] * gl.expand_dims(add[i], 1))
                 own = gl.expand_dims(gl.convert_layout(keep[i], gl.SliceLayout(1, of_sums)), 1)
-                # As `fold_sums` does, of products that are there.
-                total = gl.fma(total, own + gl.zeros_like(total), part_sums[i])
+                own, _total = gl.broadcast(own, total)
+                total = gl.fma(total, own, part_sums[i])
         batch += 1
     async_copy.wait_group(0)
     return maxima, total, acc

@@ -66,6 +66,19 @@ def _add(a, b):
 
 
 @gluon.jit
+def has_rows(work, group, sizes, N: gl.constexpr, PACKED: gl.constexpr):
+    """Whether a group of N rows of a slot has any: of the last tile of a sequence, most may have
+    none."""
+    found = work >= 0
+    if not PACKED:  # noqa: SIM102, Gluon would evaluate both
+        if sizes.q_tiles > 1:
+            tile = divide(work, sizes.heads)
+            q_tile = tile - divide(tile, sizes.q_tiles) * sizes.q_tiles
+            found = q_tile * 64 + group * N < sizes.Sq * sizes.group
+    return found
+
+
+@gluon.jit
 def find_rows(work, row, tiles_ptr, heads, group, q_tiles, Sq, n_rows, PACKED: gl.constexpr):
     """Whether each row of a slot exists, and the sequence, query head and query of each."""
     b = divide(work, heads)
