@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import get_type_hints
 
+import triton
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,6 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
 __all__ = [
+    "VIEWS_GROW",
     "TensorDescriptor",
     "aggregate",
     "async_copy",
@@ -61,6 +63,8 @@ copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_cop
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+# Whether `reinterpret` takes a shape larger than that of the memory: it does not since 3.8.
+VIEWS_GROW = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 
 
 @builtin

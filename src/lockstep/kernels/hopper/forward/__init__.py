@@ -18,7 +18,14 @@ constant_time.py   the softmax of constant-time builds
 cleaning.py        values that are not finite, in these builds
 few_keys.py        another kernel, for heads with few keys
 one_block.py       and one for heads whose keys are one block
+narrow_window.py   and one for narrow windows of grouped heads
+window_chunk.py    which queries and keys a program of it has, and their way to shared memory
+window_memory.py   how they lie there
+window_tiles.py    scores, weights, sums and results of its tiles
+window_plan.py     which calls it takes, sizes of its tiles
+window_launch.py   and its launch
 plan.py            tile sizes by head dim
 tiling.py          how many tiles there are, and in which order
+shapes.py          tensor maps without their tensors
 launch.py          from a problem to a launch
 """

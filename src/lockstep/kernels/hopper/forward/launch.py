@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.kernels.hopper.common.copy_engine import ALIGNMENT, copy, fit, ragged
-from lockstep.kernels.hopper.common.gluon_shim import TensorDescriptor, gl
-from lockstep.kernels.hopper.common.ring import CHUNK
+from lockstep.kernels.hopper.common.copy_engine import copy, fit
 from lockstep.kernels.hopper.common.sizes import columns, processors
 from lockstep.kernels.hopper.forward.few_keys import few_keys_kernel
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
@@ -34,25 +32,20 @@ from lockstep.kernels.hopper.forward.plan import (
 )
 from lockstep.kernels.hopper.forward.schedule import UNSORTED
 from lockstep.kernels.hopper.forward.sequence_order import order_buffer, sort_launch
+from lockstep.kernels.hopper.forward.shapes import (
+    by_head,
+    describe_pages,
+    layout_of,
+    scales,
+    tiles_of,
+)
 from lockstep.kernels.hopper.forward.tiling import Tiling
+from lockstep.kernels.hopper.forward.window_launch import window_launch, window_tiling
+from lockstep.kernels.hopper.forward.window_plan import has_narrow_window, sizes_of
 from lockstep.kernels.kernel import Prepared, Result
 from lockstep.kernels.launch import Buffer, Launch, Launches
 from lockstep.memory_order import empty_like, strides_like
 from lockstep.problem import AttentionProblem, Tensors
-
-GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-class Shape(NamedTuple):
-    """A tensor map without its tensor."""
-
-    shape: list[int]
-    strides: list[int]
-    block: list[int]
-
-    def describe(self, x: Tensor) -> TensorDescriptor:
-        layout = gl.NVMMASharedLayout.get_default_for(self.block, GLUON_DTYPES[x.dtype])
-        return TensorDescriptor(x, self.shape, self.strides, self.block, layout)
 
 
 def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: int) -> Launches:
@@ -62,7 +55,11 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
         name for name, x, y in zip(Tensors._fields, tensors, fitted, strict=True) if x is not y
     ]
     order = None
-    if has_one_block(problem):
+    block_q = plan_of(problem).block_q
+    if has_narrow_window(problem):
+        tiles, block_q = window_tiling(problem, n_processors), sizes_of(problem).chunk
+        launches = [window_launch(problem, tensors.q, fitted, tiles)]
+    elif has_one_block(problem):
         launches = [_one_block_launch(problem, tensors.q, fitted)]
     elif keeps_keys(problem):
         launches = [_few_keys_launch(problem, tensors.q, fitted)]
@@ -73,7 +70,7 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
         sorts = tiles.order != UNSORTED.value
         order = order_buffer(problem, tiles.n_tickets, sorts)
         if sorts:
-            launches.insert(0, sort_launch(problem, plan_of(problem).block_q))
+            launches.insert(0, sort_launch(problem, block_q))
     results = {
         "out": Buffer.like(tensors.q, problem.out_shape, problem.dtype),
         "lse": Buffer.like(tensors.q, problem.lse_shape, torch.float32),
@@ -100,18 +97,11 @@ def _with_copies(names: list[str], tensors: Tensors) -> Tensors:
     return tensors._replace(**{name: copy(getattr(tensors, name)) for name in names})
 
 
-def _layout(problem: AttentionProblem) -> str:
-    if problem.layout == "varlen":
-        return "varlen"
-    # Pages have lengths, too.
-    return "kv_lens" if problem.has_kv_lens else "dense"
-
-
 def _launch(
     problem: AttentionProblem, q: Tensor, fitted: Tensors, tiles: Tiling, n_processors: int
 ) -> Launch:
     """The launch of `forward_kernel`; results lie as q does, of which `fitted` may have a copy."""
-    plan, layout = plan_of(problem), _layout(problem)
+    plan, layout = plan_of(problem), layout_of(problem)
     # A pointer that is not used may be any.
     unused = {"sinks": not problem.has_sinks, "kv_lens": layout != "kv_lens"}
     unused |= dict.fromkeys(("cu_q", "cu_kv", "sequence_order"), layout != "varlen")
@@ -131,7 +121,7 @@ def _launch(
 def _few_keys_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> Launch:
     """The launch of `few_keys_kernel`, as `_launch` does it."""
     plan, n_q_tiles, tiles = plan_of(problem), -(-problem.Sq // ROWS), kept_tiles(problem)
-    scores, scale, softcap = _scales(problem)
+    scores, scale, softcap = scales(problem)
     numbers = _of_programs(problem, q, n_q_tiles, tiles) | {"scale": scale, "softcap": softcap}
     constants = {
         "SCORES": scores,
@@ -147,9 +137,9 @@ def _few_keys_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> L
         (problem.B * problem.Hq * -(-n_q_tiles // tiles),),
         numbers | constants,
         maps={
-            "q": _shape(fitted.q, ROWS, padded(problem.D), False).describe,
-            "k": _shape(fitted.k, plan.block_kv, padded(problem.D), False).describe,
-            "v": _shape(fitted.v, plan.block_kv, padded(problem.Dv), False).describe,
+            "q": tiles_of(fitted.q, ROWS, padded(problem.D), False).describe,
+            "k": tiles_of(fitted.k, plan.block_kv, padded(problem.D), False).describe,
+            "v": tiles_of(fitted.v, plan.block_kv, padded(problem.Dv), False).describe,
         },
         names={} if problem.has_sinks else {"sinks": "lse"},
         num_warps=4,
@@ -160,7 +150,7 @@ def _few_keys_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> L
 def _one_block_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> Launch:
     """The launch of `one_block_kernel`, as `_launch` does it."""
     n_q_tiles, tiles = -(-problem.Sq // ROWS), one_block_tiles(problem)
-    scores, scale, _ = _scales(problem)
+    scores, scale, _ = scales(problem)
     keys = next(n for n in ONE_BLOCK if problem.Skv <= n)
     # Tiles in shared memory have a power of two of rows.
     rows = 1 << (keys - 1).bit_length()
@@ -178,10 +168,10 @@ def _one_block_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> 
         (problem.B * problem.Hq * -(-n_q_tiles // tiles),),
         numbers | constants,
         maps={
-            "q": _shape(fitted.q, ROWS, padded(problem.D), False).describe,
-            "k": _shape(fitted.k, rows, padded(problem.D), False).describe,
-            "v": _shape(fitted.v, rows, padded(problem.Dv), False).describe,
-            "o": _shape(out, ROWS, padded(problem.Dv), False).describe,
+            "q": tiles_of(fitted.q, ROWS, padded(problem.D), False).describe,
+            "k": tiles_of(fitted.k, rows, padded(problem.D), False).describe,
+            "v": tiles_of(fitted.v, rows, padded(problem.Dv), False).describe,
+            "o": tiles_of(out, ROWS, padded(problem.Dv), False).describe,
         },
         names={"o": "out"} | ({} if problem.has_sinks else {"sinks": "lse"}),
         num_warps=4,
@@ -206,40 +196,26 @@ def _of_programs(
 
 
 def _maps(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> dict[str, Any]:
-    plan, layout = plan_of(problem), _layout(problem)
+    plan, layout = plan_of(problem), layout_of(problem)
     packed, ragged = layout == "varlen", layout != "dense"
     # A map of 192 columns has chunks of 64: a block of it has a power of two.
     width, width_v = (64 if n == 192 else n for n in (padded(problem.D), padded(problem.Dv)))
-    out = _by_head(empty_like(q, problem.out_shape, device="meta"), packed)
+    out = by_head(empty_like(q, problem.out_shape, device="meta"), packed)
     if problem.is_paged:
         rows = page_rows(problem)
         return {
-            "q": _shape(fitted.q, ROWS, width, False).describe,
-            "k": partial(_describe_pages, rows, "nan"),
-            "v": partial(_describe_pages, rows, "zero"),
-            "o": _shape(out, ROWS, min(padded(problem.Dv), plan.out_columns), False).describe,
+            "q": tiles_of(fitted.q, ROWS, width, False).describe,
+            "k": partial(describe_pages, rows, "nan"),
+            "v": partial(describe_pages, rows, "zero"),
+            "o": tiles_of(out, ROWS, min(padded(problem.Dv), plan.out_columns), False).describe,
         }
-    q, k, v = (_by_head(x, packed) for x in fitted[:3])
+    q, k, v = (by_head(x, packed) for x in fitted[:3])
     return {
-        "q": _shape(q, ROWS, width, packed).describe,
-        "k": _shape(k, plan.block_kv, width, ragged).describe,
-        "v": _shape(v, plan.block_kv, width_v, ragged).describe,
-        "o": _shape(out, ROWS, min(padded(problem.Dv), plan.out_columns), packed).describe,
+        "q": tiles_of(q, ROWS, width, packed).describe,
+        "k": tiles_of(k, plan.block_kv, width, ragged).describe,
+        "v": tiles_of(v, plan.block_kv, width_v, ragged).describe,
+        "o": tiles_of(out, ROWS, min(padded(problem.Dv), plan.out_columns), packed).describe,
     }
-
-
-def _describe_pages(rows: int, padding: str, x: Tensor) -> TensorDescriptor:
-    """A tensor map of pages x [n_pages, page, Hkv, D] in boxes of so many rows."""
-    n_pages, page, H, D = x.shape
-    # The stride of a dim of size 1 means nothing and may be anything.
-    by_page, by_row, by_head = (
-        stride if size > 1 else ALIGNMENT
-        for size, stride in zip(x.shape[:3], x.stride(), strict=False)
-    )
-    block = [1, 1, 1, rows, CHUNK.value]
-    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[x.dtype])
-    shape, strides = [1, n_pages, H, page, D], [ALIGNMENT, by_page, by_head, by_row, 1]
-    return TensorDescriptor(x, shape, strides, block, layout, padding)
 
 
 def _numbers(
@@ -249,9 +225,9 @@ def _numbers(
     B, Hq, Sq = problem.B, problem.Hq, problem.Sq
     strides = (0, 1, Hq) if problem.layout == "varlen" else strides_like(q, problem.lse_shape)
     left, right = problem.window
-    _, scale, softcap = _scales(problem)
+    _, scale, softcap = scales(problem)
     # From one batch to the next in a ragged map of k and v.
-    ragged = B > 1 and _layout(problem) == "kv_lens" and not problem.is_paged
+    ragged = B > 1 and layout_of(problem) == "kv_lens" and not problem.is_paged
     return {
         "scale": scale,
         "softcap": softcap,
@@ -279,10 +255,10 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
     plan = plan_of(problem)
     _, of_consumer, of_server = REGISTERS[plan.consumers]
     return {
-        "LAYOUT": _layout(problem),
+        "LAYOUT": layout_of(problem),
         "HAS_LEFT": problem.window[0] is not None,
         "HAS_RIGHT": problem.window[1] is not None,
-        "SCORES": _scales(problem)[0],
+        "SCORES": scales(problem)[0],
         "HAS_SINKS": problem.has_sinks,
         "D_COLUMNS": columns(problem.D),
         "DV_COLUMNS": columns(problem.Dv),
@@ -329,23 +305,6 @@ def _without_keys(problem: AttentionProblem, tensors: Tensors, addresses: list[i
     return out, lse, empty_like(q, problem.statistics_shape, dtype=torch.float32).fill_(1.0)
 
 
-def _scales(problem: AttentionProblem) -> tuple[str, float, float]:
-    """How scores become log2 units: see `Program.mask_scores`."""
-    if problem.softcap is not None:
-        # With spans, rows have the bits of decode. In constant time it has not been measured.
-        is_plain = not (problem.query_invariant or problem.constant_time)
-        scores = "reciprocals" if is_plain else "capped"
-        return scores, problem.scale / problem.softcap, problem.softcap
-    if problem.has_raw_scores:
-        return "raw", problem.score_unit, 0.0
-    return "scaled", problem.scale, 0.0
-
-
-def _by_head(x: Tensor, packed: bool) -> Tensor:
-    """[B, H, S, D] as it is; [T, H, D] as [1, H, T, D]."""
-    return x.transpose(0, 1)[None] if packed else x
-
-
 def _fit_keys(k: Tensor, v: Tensor, share_rows: bool) -> tuple[Tensor, Tensor]:
     """k and v to fit; where they share it, with one number of rows from a batch to the next."""
     k, v = fit(k), fit(v)
@@ -355,19 +314,3 @@ def _fit_keys(k: Tensor, v: Tensor, share_rows: bool) -> tuple[Tensor, Tensor]:
     if len(steps) == 1 and steps.pop().is_integer():
         return k, v
     return copy(k), copy(v)
-
-
-def _shape(x: Tensor, rows: int, width: int, clipped: bool) -> Shape:
-    """The tensor map of x [B, H, S, D] in tiles [rows, width], or clipped to a sequence's rows."""
-    B, H, S, D = x.shape
-    # The stride of a dim of size 1 means nothing and may be anything.
-    sb, sh, ss = (
-        stride if size > 1 else ALIGNMENT
-        for size, stride in zip(x.shape[:3], x.stride(), strict=False)
-    )
-    if S == 1:
-        ss = -(-D // ALIGNMENT) * ALIGNMENT
-    block = [1, 1, 1, rows, width]
-    if clipped:
-        return Shape(*ragged(H, D, sh, ss), block)
-    return Shape([1, B, H, S, D], [ALIGNMENT, sb, sh, ss, 1], block)

@@ -153,6 +153,16 @@ class Schedule:
             slot = self.n_q_tiles - 1 - index // self.heads
             head = index % self.heads
             exists = slot >= 0
+        return self._dense_tile(head, slot, exists)
+
+    @gluon.jit
+    def tile_at(self, index):
+        """The tile of that index, head after head; there may be none."""
+        return self._dense_tile(index // self.n_q_tiles, index % self.n_q_tiles, index >= 0)
+
+    @gluon.jit
+    def _dense_tile(self, head, slot, exists):
+        """A tile of a head, counted in all sequences together."""
         exists = exists & (head < self.heads)
         batch = head // self.Hq
         head = head % self.Hq

@@ -1,0 +1,307 @@
+"""The forward of narrow windows, in which all scores of a row fit into registers at once.
+
+A program is one warpgroup, and an SM has room for several. It works on a chunk of queries, of which
+it keeps all keys and values in shared memory, in tiles of 64 rows (`window_tiles.py`). The maximum
+of a row is known before its first weight, so one pass is enough but for two kinds of rows: with a
+maximum too large for `exp2_weights`, or with values that are not finite, in themselves or in what
+the row does not see. Tiles that have such rows are computed again at the end of a chunk.
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator, zeros
+from lockstep.kernels.hopper.common.gluon_shim import (
+    aggregate,
+    await_warps,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_store_wait,
+)
+from lockstep.kernels.hopper.common.pages import PageTable
+from lockstep.kernels.hopper.common.pieces import await_all, multiply_all, piece_width
+from lockstep.kernels.hopper.common.scores import LOG2E
+from lockstep.kernels.hopper.common.shared_memory import barriers
+from lockstep.kernels.hopper.common.softmax import thread_sums
+from lockstep.kernels.hopper.forward.failed_tiles import await_stores
+from lockstep.kernels.hopper.forward.one_block import row_maxima
+from lockstep.kernels.hopper.forward.program import Results
+from lockstep.kernels.hopper.forward.schedule import BAD, Schedule
+from lockstep.kernels.hopper.forward.window_chunk import Chunk, send_keys, send_queries
+from lockstep.kernels.hopper.forward.window_memory import (
+    STEP,
+    allocate_keys,
+    allocate_queries,
+    log2,
+)
+from lockstep.kernels.hopper.forward.window_tiles import (
+    clean_products,
+    close,
+    compute_scores,
+    either,
+    failures,
+    issue_products,
+    large,
+    load_queries,
+    mask_scores,
+    seen_keys,
+    store_tile,
+    sum_in_order,
+    weigh,
+)
+from lockstep.kernels.launch import unspecialized
+
+
+@aggregate
+class Build:
+    """What is decided when the kernel is compiled."""
+
+    SCALED: gl.constexpr  # scores are multiplied by a scale that is not positive
+    D: gl.constexpr
+    DV: gl.constexpr
+    KEYS: gl.constexpr
+    BEFORE: gl.constexpr
+    FROM: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, SCALED, D, DV, KEYS, BEFORE, FROM):
+        self.SCALED = gl.constexpr(SCALED)
+        self.D = gl.constexpr(D)
+        self.DV = gl.constexpr(DV)
+        self.KEYS = gl.constexpr(KEYS)
+        self.BEFORE = gl.constexpr(BEFORE)
+        self.FROM = gl.constexpr(FROM)
+
+    @gluon.jit
+    def final_scores(self, chunk, n, scores, scale):
+        """Scores of tile n in their final units, -inf where a row does not see a key."""
+        if self.SCALED:
+            scores = multiply_all(scores, scale)
+        return mask_scores(chunk, n, scores, self.KEYS, self.BEFORE, self.FROM)
+
+
+@gluon.jit
+def first_pass(chunk, results, q_desc, o_desc, o_start, memory, q_full, sink, numbers, build):
+    """Compute all tiles; bit i of the result is set if rows of the i-th of them failed."""
+    KEYS: gl.constexpr = build.KEYS
+    D: gl.constexpr = build.D
+    DV: gl.constexpr = build.DV
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator(piece_width(KEYS, 0)))
+    q, k, v = memory
+    scale, unit, nan_if_bad = numbers
+    first = chunk.first_tile()
+    count = chunk.n_tiles()
+    wrong = thread_sums(zeros(piece_width(KEYS, 0))).to(gl.int32)
+    mbarrier.wait(q_full, 0)
+    queries = load_queries(q, KEYS, D)
+    for i in range(count):
+        n = first + i
+        at = (chunk.first_key(n) - chunk.first_key(first)) // STEP
+        scores = compute_scores(queries, k, at, KEYS, D)
+        # The results of the tile before have left the place of the next queries.
+        tma_store_wait(0)
+        await_warps()
+        send_queries(chunk, q_desc, n + 1, q, q_full, D, i + 1 < count)
+        scores = build.final_scores(chunk, n, scores, scale)
+        m = row_maxima(scores, LAYOUT)
+        weights = weigh(scores, m, unit, None)
+        acc = issue_products(weights, v, at, KEYS, DV)
+        sums = sum_in_order(weights)
+        is_large = large(m, unit)
+        out, lse, m, l = close(await_all(acc), sums, m, unit, sink, None, nan_if_bad, q.dtype)
+        wrong |= failures(chunk, n, out, is_large, wrong) << i
+        # The next queries go to registers, and these results to their place.
+        mbarrier.wait(q_full, (i + 1) & 1, pred=i + 1 < count)
+        queries = load_queries(q, KEYS, D)
+        await_warps()
+        store_tile(chunk, n, results, out, lse, m, l, q, o_desc, o_start, DV)
+    tma_store_wait(0)
+    return gl.reduce(gl.reduce(wrong, 1, either), 0, either)
+
+
+@gluon.jit
+def second_pass(
+    chunk,
+    results,
+    pages,
+    q_desc,
+    v_desc,
+    o_desc,
+    o_start,
+    memory,
+    full,
+    sink,
+    numbers,
+    wrong,
+    build,
+):
+    """Compute tiles again whose bits are set. Values are loaded for each of them: it writes to
+    them."""
+    KEYS: gl.constexpr = build.KEYS
+    D: gl.constexpr = build.D
+    DV: gl.constexpr = build.DV
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator(piece_width(KEYS, 0)))
+    q, k, v = memory
+    scale, unit, nan_if_bad = numbers
+    first = chunk.first_tile()
+    done = first * 0
+    for i in range(chunk.n_tiles()):
+        if (wrong >> i) & 1:
+            n = first + i
+            fence_async_shared()
+            await_warps()
+            send_queries(chunk, q_desc, n, q, full, D)
+            send_keys(chunk, pages, v_desc, v, full, KEYS, DV)
+            mbarrier.wait(full, done & 1)
+            at = (chunk.first_key(n) - chunk.first_key(first)) // STEP
+            scores = compute_scores(load_queries(q, KEYS, D), k, at, KEYS, D)
+            scores = build.final_scores(chunk, n, scores, scale)
+            m = row_maxima(scores, LAYOUT)
+            is_large = large(m, unit)
+            weights = weigh(scores, m, unit, is_large)
+            acc = clean_products(
+                weights, seen_keys(chunk, n, KEYS, build.BEFORE, build.FROM), v, at, KEYS, DV
+            )
+            sums = sum_in_order(weights)
+            out, lse, m, l = close(acc, sums, m, unit, sink, is_large, nan_if_bad, q.dtype)
+            await_warps()
+            store_tile(chunk, n, results, out, lse, m, l, q, o_desc, o_start, DV)
+            tma_store_wait(0)
+            done += 1
+
+
+@unspecialized(
+    gluon.jit,
+    any_address=(
+        "sinks_ptr",
+        "cu_q_ptr",
+        "cu_kv_ptr",
+        "kv_lens_ptr",
+        "sequence_order_ptr",
+        "page_table_ptr",
+    ),
+)
+def narrow_window_kernel(
+    q_desc,  # boxes [HEADS, POSITIONS, PANEL] of q [B, Hq, Sq, D], or clipped to a sequence
+    k_desc,  # boxes [STEP, PANEL] of k [B, Hkv, Skv, D], clipped, or of pages
+    v_desc,  # and of v
+    o_desc,  # boxes of out, as of q, clipped
+    lse_ptr,  # [B, Hq, Sq] fp32
+    statistics_ptr,  # [*lse, 2]
+    sinks_ptr,  # [Hq]
+    cu_q_ptr,  # [B + 1]
+    cu_kv_ptr,  # [B + 1]
+    kv_lens_ptr,  # [B]
+    sequence_order_ptr,
+    page_table_ptr,  # [B, ·]
+    scale,
+    row_stride_b,  # of lse
+    row_stride_h,
+    row_stride_s,
+    order,
+    n_chunks,  # of a head
+    parts,  # of a chunk, for a program each
+    groups,  # of heads: in all sequences together, or in one of those that are packed
+    groups_of_sequence,
+    groups_per_kv,
+    B,
+    Sq,
+    Skv,
+    left,  # keys of a window beside the diagonal
+    right,
+    kv_batch_rows,
+    o_batch_rows,
+    l2_keys,
+    stride_tb,
+    n_pages,
+    page_size,
+    LAYOUT: gl.constexpr,
+    PAGED: gl.constexpr,
+    SCORES: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    D: gl.constexpr,  # columns that are multiplied
+    DV: gl.constexpr,
+    POSITIONS: gl.constexpr,  # queries of a tile
+    CHUNK: gl.constexpr,  # queries of a program
+    KEYS: gl.constexpr,  # that a tile is multiplied with
+    KV_ROWS: gl.constexpr,  # in shared memory
+    BEFORE: gl.constexpr,  # of the keys of a tile, all rows see those from BEFORE to FROM
+    FROM: gl.constexpr,
+):
+    SCALED: gl.constexpr = SCORES == "scaled"
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator(piece_width(KEYS, 0)))
+    build = Build(SCALED, D, DV, KEYS, BEFORE, FROM)
+    schedule = Schedule(
+        (
+            order, n_chunks, groups, groups_of_sequence, groups_per_kv, B, Sq, Skv, left, right,
+            kv_batch_rows, l2_keys,
+        ),
+        (cu_q_ptr, cu_kv_ptr, kv_lens_ptr, sequence_order_ptr),
+        LAYOUT,
+        True,
+        True,
+        CHUNK,
+        STEP,
+    )  # fmt: skip
+    chunk = Chunk.of_program(schedule, parts, POSITIONS)
+    results = Results(
+        (lse_ptr, lse_ptr, statistics_ptr, sinks_ptr), row_stride_b, row_stride_h, row_stride_s, Sq
+    )
+    pages = PageTable(page_table_ptr, stride_tb, n_pages, page_size, STEP if PAGED else 0)
+    q_full = barriers(1, 1)
+    kv_full = barriers(2, 1)
+    again = barriers(1, 2)
+    # Queries come here, and when they are in registers, results leave from here.
+    q = allocate_queries(q_desc, max(D, DV))
+    k = allocate_keys(k_desc, KV_ROWS, D)
+    v = allocate_keys(v_desc, KV_ROWS, DV)
+    if chunk.exists:
+        send_queries(chunk, q_desc, chunk.first_tile(), q, q_full.index(0), D)
+        send_keys(chunk, pages, k_desc, k, kv_full.index(0), KEYS, D)
+        send_keys(chunk, pages, v_desc, v, kv_full.index(1), KEYS, DV)
+        unit = scale
+        if SCALED:
+            unit = LOG2E
+        sink = None
+        if HAS_SINKS:
+            head = chunk.head + (gl.arange(0, ROWS, ROW_LAYOUT) >> log2(POSITIONS))
+            sink = gl.load(sinks_ptr + head)
+        nan_if_bad = gl.where(chunk.len_kv == BAD, float("nan"), 0.0)
+        numbers = (scale, unit, nan_if_bad)
+        o_start = chunk.q_start + chunk.batch * o_batch_rows
+        mbarrier.wait(kv_full.index(0), 0)
+        mbarrier.wait(kv_full.index(1), 0)
+        wrong = first_pass(
+            chunk,
+            results,
+            q_desc,
+            o_desc,
+            o_start,
+            (q, k, v),
+            q_full.index(0),
+            sink,
+            numbers,
+            build,
+        )
+        if wrong != 0:
+            await_stores(chunk.len_q)
+            second_pass(
+                chunk,
+                results,
+                pages,
+                q_desc,
+                v_desc,
+                o_desc,
+                o_start,
+                (q, k, v),
+                again.index(0),
+                sink,
+                numbers,
+                wrong,
+                build,
+            )
+    mbarrier.invalidate(q_full.index(0))
+    mbarrier.invalidate(kv_full.index(0))
+    mbarrier.invalidate(kv_full.index(1))
+    mbarrier.invalidate(again.index(0))

@@ -1,0 +1,126 @@
+"""The launch of `narrow_window.py`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.kernels.hopper.common.sizes import columns
+from lockstep.kernels.hopper.forward.narrow_window import narrow_window_kernel
+from lockstep.kernels.hopper.forward.plan import keys_in_l2
+from lockstep.kernels.hopper.forward.schedule import BY_HEAD, LONGEST_FIRST, UNSORTED
+from lockstep.kernels.hopper.forward.shapes import (
+    by_head,
+    describe_pages,
+    layout_of,
+    scales,
+    tiles_of,
+)
+from lockstep.kernels.hopper.forward.tiling import Tiling
+from lockstep.kernels.hopper.forward.window_plan import REGISTERS, STEP, parts_of, sizes_of
+from lockstep.kernels.launch import Launch
+from lockstep.memory_order import empty_like, strides_like
+from lockstep.problem import AttentionProblem, Tensors
+
+PANEL = 64  # columns of a box
+
+
+def window_tiling(problem: AttentionProblem, n_processors: int) -> Tiling:
+    """Chunks of groups of heads, as `Tiling` has tiles of heads."""
+    sizes = sizes_of(problem)
+    if problem.layout == "varlen":
+        groups, n_chunks = problem.Hq // sizes.heads, problem.Sq // sizes.chunk + problem.B + 1
+        order = LONGEST_FIRST if groups * n_chunks > n_processors else UNSORTED
+        return Tiling(n_chunks, groups, order.value)
+    groups = problem.B * problem.Hq // sizes.heads
+    return Tiling(-(-problem.Sq // sizes.chunk), groups, BY_HEAD.value)
+
+
+def window_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors, tiles: Tiling) -> Launch:
+    """The launch of `narrow_window_kernel`; results lie as q does, of which `fitted` may have a
+    copy."""
+    layout, parts = layout_of(problem), parts_of(sizes_of(problem), tiles.n_tickets)
+    # A pointer that is not used may be any.
+    unused = {"sinks": not problem.has_sinks, "kv_lens": layout != "kv_lens"}
+    unused |= dict.fromkeys(("cu_q", "cu_kv", "sequence_order"), layout != "varlen")
+    unused["page_table"] = not problem.is_paged
+    names = {"o": "out", "cu_q": "cu_seqlens_q", "cu_kv": "cu_seqlens_k"}
+    return Launch(
+        narrow_window_kernel,
+        (tiles.n_tickets * parts,),
+        _numbers(problem, q, fitted, tiles) | _constants(problem) | {"parts": parts},
+        maps=_maps(problem, q, fitted),
+        names=names | {name: "lse" for name, is_unused in unused.items() if is_unused},
+        num_warps=4,
+        maxnreg=REGISTERS[sizes_of(problem).programs],
+    )
+
+
+def _numbers(
+    problem: AttentionProblem, q: Tensor, fitted: Tensors, tiles: Tiling
+) -> dict[str, float]:
+    sizes, k, table = sizes_of(problem), fitted.k, fitted.page_table
+    is_packed = problem.layout == "varlen"
+    strides = (0, 1, problem.Hq) if is_packed else strides_like(q, problem.lse_shape)
+    out = empty_like(q, problem.out_shape, device="meta")
+    ragged = problem.B > 1 and layout_of(problem) == "kv_lens" and not problem.is_paged
+    return {
+        "scale": scales(problem)[1],
+        **dict(zip(("row_stride_b", "row_stride_h", "row_stride_s"), strides, strict=True)),
+        "order": tiles.order,
+        "n_chunks": tiles.n_q_tiles,
+        "groups": tiles.heads,
+        "groups_of_sequence": problem.Hq // sizes.heads,
+        "groups_per_kv": problem.Hq // problem.Hkv // sizes.heads,
+        "B": problem.B,
+        "Sq": problem.Sq,
+        "Skv": problem.Skv,
+        "left": problem.window[0],
+        "right": problem.window[1],
+        # From one batch to the next in ragged maps.
+        "kv_batch_rows": k.stride(0) // k.stride(2) if ragged else 0,
+        "o_batch_rows": 0 if is_packed or problem.B == 1 else out.stride(0) // out.stride(2),
+        "l2_keys": keys_in_l2(problem),
+        "stride_tb": 0 if table is None else table.stride(0),
+        "n_pages": problem.n_pages or 0,
+        "page_size": problem.page_size or 1,
+    }
+
+
+def _constants(problem: AttentionProblem) -> dict[str, Any]:
+    sizes = sizes_of(problem)
+    return {
+        "LAYOUT": layout_of(problem),
+        "PAGED": problem.is_paged,
+        "SCORES": scales(problem)[0],
+        "HAS_SINKS": problem.has_sinks,
+        "D": columns(problem.D),
+        "DV": columns(problem.Dv),
+        "POSITIONS": sizes.positions,
+        "CHUNK": sizes.chunk,
+        "KEYS": sizes.keys,
+        "KV_ROWS": sizes.kv_rows,
+        "BEFORE": sizes.before,
+        "FROM": sizes.until,
+    }
+
+
+def _maps(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> dict[str, Any]:
+    sizes, layout = sizes_of(problem), layout_of(problem)
+    packed, ragged = layout == "varlen", layout != "dense"
+    box = [1, 1, sizes.heads, sizes.positions, PANEL]
+    out = by_head(empty_like(q, problem.out_shape, device="meta"), packed)
+    of_queries = tiles_of(by_head(fitted.q, packed), 1, PANEL, packed)._replace(block=box)
+    of_results = tiles_of(out, 1, PANEL, True)._replace(block=box)
+    maps = {"q": of_queries.describe, "o": of_results.describe}
+    if problem.is_paged:
+        return maps | {
+            "k": partial(describe_pages, STEP, "nan"),
+            "v": partial(describe_pages, STEP, "zero"),
+        }
+    return maps | {
+        "k": tiles_of(by_head(fitted.k, packed), STEP, PANEL, ragged).describe,
+        "v": tiles_of(by_head(fitted.v, packed), STEP, PANEL, ragged).describe,
+    }
