@@ -33,9 +33,11 @@ WORKS: tuple[Work, ...] = ("prefill", "packed", "decode", "training")
 # Lengths that stand for all: a prompt, packed prompts that are sorted by length, a chunk of a
 # prompt, what is left for a last chunk, a draft to verify, and a long and a short cache.
 PROMPT, PACKED, CHUNK, REST, DRAFT, LONG, SHORT = 1024, 8192, 256, 96, 4, 16384, 256
-# Head dims up to which the length decides between builds; lengths that have another one for the
-# forward and for the backward, and how many sequences make packed ones short.
-NARROW, LONG_PROMPT, LONG_TRAINED, MANY_PACKED = 64, 16384, 2048, 16
+# Head dims up to which the length decides between more builds; lengths that have another one, if
+# causal and for narrow heads, for the forward and for the backward; and how many sequences make
+# packed ones short, and how many not as short.
+NARROW, LONGER_PROMPT, LONG_PROMPT, LONG_TRAINED = 64, 2048, 16384, 2048
+MANY_PACKED, SOME_PACKED = 16, 4
 # Lengths of training at which the Hopper backward shares queries out among programs, or does not,
 # where query heads share keys under a mask; one more for narrow heads. Without a mask, queries and
 # keys of cross-attention.
@@ -47,8 +49,8 @@ ODD = 24
 MANY = 256
 # Lengths of images and short texts, which come in large batches: of how many heads.
 IMAGES, HEADS_OF_IMAGES = (256, 257), 1024
-# Keys of short texts, of which all are one block for narrow heads.
-TEXTS = (64, 80, 128)
+# Keys of short texts, of which all are one block for heads up to so wide, and for narrow ones more.
+TEXTS, MORE_TEXTS, WIDEST_OF_TEXTS = (64,), (80, 128), 128
 # Builds for a CPU serve any length.
 LONGEST_ON_CPU = 512
 # The most builds for a GPU that a call needs and no call before it.
@@ -165,12 +167,20 @@ def calls_of(
             B = -(-HEADS_OF_IMAGES // layer.Hq)
             whole += [SampleCall(layer, "dense", n, n, B=B) for n in IMAGES]
         is_narrow = max(layer.D, layer.value_dim) <= NARROW
-        if "prefill" in works and is_narrow and not layer.causal and layer.window is None:
-            whole += [SampleCall(layer, "dense", n, n) for n in TEXTS]
-        if "prefill" in works and is_narrow:
-            whole.append(SampleCall(layer, "dense", LONG_PROMPT, LONG_PROMPT))
+        texts: tuple[int, ...] = ()
+        if not layer.causal and layer.window is None and layer.D <= WIDEST_OF_TEXTS:
+            texts = TEXTS + (MORE_TEXTS if is_narrow else ())
+        if "prefill" in works:
+            whole += [SampleCall(layer, "dense", n, n) for n in texts]
+        if "prefill" in works:
+            longer = [LONGER_PROMPT] if layer.causal else []
+            longer += [LONG_PROMPT] if is_narrow else []
+            whole += [SampleCall(layer, "dense", n, n) for n in longer]
         if "packed" in works:
-            counts = (1, MANY_PACKED) if is_narrow else (1,)
+            counts = [1, MANY_PACKED] if is_narrow or layer.causal else [1]
+            counts += [SOME_PACKED] if is_narrow and layer.causal else []
+            # Packed ones have the build for 80 keys not.
+            counts += [PACKED // n for n in texts if PACKED % n == 0]
             whole += [SampleCall(layer, "packed", PACKED, PACKED, B=B) for B in counts]
         if "training" in works:
             lengths = [PROMPT, LONG_TRAINED] if is_narrow else [PROMPT]
@@ -181,7 +191,7 @@ def calls_of(
                 lengths += [*GROUPED_TRAINED, *([LONGEST_TRAINED] if is_narrow else [])]
             trained = [SampleCall(layer, "dense", n, n) for n in lengths]
             trained += [] if is_masked else [SampleCall(layer, "dense", *CROSS_TRAINED)]
-            trained += [call for call in whole if call.layout == "packed"]
+            trained += [call for call in whole if call.layout == "packed" and call.B <= MANY_PACKED]
             found += [replace(call, backward=True) for call in trained]
         found += whole
         if "decode" in works and layer.causal:

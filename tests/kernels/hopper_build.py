@@ -55,13 +55,14 @@ class Build:
     def addressed_loops(self) -> list[Instructions]:
         """The loops with a product under way behind the scores: one per consumer."""
         every_wait = [x for x in self.instructions if x[1].startswith("WARPGROUP.DEPBAR")]
-        found = []
+        found = {}
+        # Of jumps back to the same place, the last one.
         for begin, end in sorted(set(loops(self.instructions))):
             # Out of line, a wait that has to be repeated jumps back over much else.
             waits = [text for _, text in between(every_wait, begin, end)]
             if len(waits) == 2 and PRODUCT_WAIT in waits and waits[0] != waits[1]:
-                found.append(between(self.instructions, begin, end))
-        return found
+                found[begin] = between(self.instructions, begin, end)
+        return list(found.values())
 
     @cached_property
     def overlaps(self) -> list[Instructions]:
@@ -136,14 +137,22 @@ def _step(text: str) -> tuple[str, frozenset[int], int]:
 
 
 def usual_path(loop: Instructions) -> list[str]:
-    """What a loop executes if all forward branches inside are taken: around what is rare."""
-    end, index = loop[-1][0], {at: i for i, (at, _) in enumerate(loop)}
+    """The fewest instructions from the start of a loop back to it: around what is rare."""
+    index = {at: i for i, (at, _) in enumerate(loop)}
+    # How many there are from each one on, and which is next.
+    rest: list[tuple[int, int | None]] = [(0, None)] * len(loop)
+    for i in range(len(loop) - 1, -1, -1):
+        to = target(loop[i][1])
+        ways = [(rest[i + 1][0] + 1, i + 1)] if i + 1 < len(loop) else []
+        if to == loop[0][0]:
+            ways = [(1, None)]
+        elif to in index and index[to] > i:
+            ways.append((rest[index[to]][0] + 1, index[to]))
+        rest[i] = min(ways, key=lambda way: way[0])
     path, i = [], 0
-    while i < len(loop):
-        at, text = loop[i]
-        path.append(text)
-        to = target(text)
-        i = index[to] if to and at < to <= end else i + 1
+    while i is not None:
+        path.append(loop[i][1])
+        i = rest[i][1]
     return path
 
 

@@ -50,8 +50,14 @@ def check(case: Case) -> None:
     assert_allowed(case, dict(zip(("out", "lse"), hopper_run(case), strict=True)), kernel="hopper")
 
 
+def with_lengths(case: Case) -> Case:
+    """The same sequences with their numbers of keys, which the kernel for all calls takes."""
+    B, _, Skv, _ = case.tensors["k"].shape
+    return Case(case.tensors | {"kv_lens": torch.full((B,), Skv)}, case.options)
+
+
 def as_packed(case: Case) -> Case:
-    """The same sequences one behind the other, which the other kernel takes."""
+    """The same sequences one behind the other."""
     tensors = dict(case.tensors)
     for name, offsets in (("q", "cu_seqlens_q"), ("k", "cu_seqlens_k"), ("v", None)):
         x = tensors[name]
@@ -63,10 +69,13 @@ def as_packed(case: Case) -> Case:
 
 
 def check_bits(case: Case) -> None:
-    """The error rule, and the bits of packed sequences."""
+    """The error rule, and the bits of the kernel for all calls and of packed sequences."""
     B, Hq, Sq, _ = case.tensors["q"].shape
     out, lse = hopper_run(case)
     assert_allowed(case, {"out": out, "lse": lse}, kernel="hopper")
+    other, other_lse = hopper_run(with_lengths(case))
+    assert same_bits(out, other)
+    assert same_bits(lse, other_lse)
     packed, packed_lse = hopper_run(as_packed(case))
     assert same_bits(out.transpose(1, 2).reshape(packed.shape), packed)
     assert same_bits(lse.transpose(1, 2).reshape(B * Sq, Hq), packed_lse)

@@ -99,6 +99,28 @@ def test_machine_code(D, causal, Sq):
         assert count(under_way)["MUFU.EX2"] >= per_thread
 
 
+@pytest.mark.parametrize("D", [64, 128])
+def test_machine_code_of_one_loop(D):
+    """Blocks of a tile take the way of a loop for one tile. Their exponentials run under the
+    product of the block before, also those of a tile's first block, by the same code."""
+    built = build_for(unwritten(512, 512, D=D), {"causal": True})
+    assert "serialized" not in built.report
+    assert len(built.addressed_loops) == len(built.overlaps) == 2
+    for loop in built.addressed_loops:
+        assert not writes_in_flight(loop)
+        found = count([text for _, text in loop])
+        assert not found["STL"] + found["PRMT"] + found["BSSY"] + found["WARPSYNC"]
+        assert found["LDL"] <= 1
+        usual = usual_path(loop)
+        scores = usual.index(SCORES_WAIT)
+        product = usual.index(PRODUCT_WAIT)
+        assert count(usual[scores:product])["MUFU.EX2"] == 64 == count(usual)["MUFU.EX2"]
+        assert count(usual[product:])["F2FP"] == 32 == count(usual)["F2FP"]
+        # Neither a maximum nor what makes large weights exact.
+        assert not count(usual)["FMNMX"] + count(usual)["VIMNMX3"] + count(usual)["FMUL"]
+        assert found["FMNMX"] > 60
+
+
 @pytest.mark.parametrize("window", [None, 1000])
 def test_machine_code_of_softcap(window):
     """A reciprocal for two scores; with a window on the left, whose masks take more registers, one
@@ -218,7 +240,7 @@ def test_machine_code_of_one_block(Skv):
     bound = bind(call, tensors)["one_block_kernel"]
     built = compile_for_hopper(one_block_kernel, bound.arguments, **bound.launch.options)
     assert not shared_with_barriers(built.kernel.asm["ttgir"])
-    programs = plan.ONE_BLOCK_PROGRAMS
+    programs, _ = plan.one_block_room(describe(tensors, Options()))
     assert programs * (built.kernel.metadata.shared + 1024) <= sizes.SHARED_BYTES + 1024
     assert programs * 128 * built.registers <= 65536
     assert "serialized" not in built.report
@@ -229,6 +251,26 @@ def test_machine_code_of_one_block(Skv):
     assert found["HGMMA"] == 4 * (2 if Skv == 77 else 1) + keys // 16
     # Each thread has half of the keys of two rows, and four more exponentials for their statistics.
     assert found["MUFU.EX2"] == keys // 2 + 4
+
+
+def test_machine_code_of_one_block_of_wide_heads():
+    """As many programs fit on an SM as plans say, and nothing is spilled; packed, too."""
+    dense = unwritten(300, 64, B=64, Hq=16, Hkv=16, D=128)
+    lens = [64] * 100
+    packed = Tensors(**draw_varlen(lens, lens, Hq=4, Hkv=4, D=80, dtype=torch.bfloat16).tensors)
+    for tensors in (dense, packed):
+        problem = describe(tensors, Options())
+        call = launch.forward_launches(problem, tensors, PROCESSORS)
+        bound = bind(call, tensors)["one_block_kernel"]
+        built = compile_for_hopper(one_block_kernel, bound.arguments, **bound.launch.options)
+        assert not shared_with_barriers(built.kernel.asm["ttgir"])
+        programs, _ = plan.one_block_room(problem)
+        assert programs * (built.kernel.metadata.shared + 1024) <= sizes.SHARED_BYTES + 1024
+        assert programs * 128 * built.registers <= 65536
+        assert "serialized" not in built.report
+        found = count([text for _, text in built.instructions])
+        assert found["LDL"] == found["STL"] == 0
+        assert found["MUFU.EX2"] == 32 + 4
 
 
 def test_machine_code_between_tile_widths():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from problems import draw, unwritten
+from problems import draw, draw_varlen, unwritten
 
 from lockstep.kernels import hopper
 from lockstep.kernels.hopper.common import requirements
@@ -69,6 +70,25 @@ def test_tiles_of_programs_with_one_block(B, Hq, Sq, Skv, tiles):
     assert plan.has_one_block(problem)
     assert plan.one_block_tiles(problem) == tiles
     assert not plan.has_one_block(describe(tensors, Options(causal=True)))
+
+
+@pytest.mark.parametrize(
+    ("D", "Skv", "keys"),
+    [(64, 77, 80), (128, 77, 0), (80, 64, 64), (128, 65, 0), (136, 64, 0), (64, 129, 0)],
+)
+def test_keys_of_one_block(D, Skv, keys):
+    problem = describe(unwritten(300, Skv, D=D), Options())
+    assert plan.one_block_keys(problem) == keys
+    assert plan.has_one_block(problem) == (keys > 0)
+
+
+@pytest.mark.parametrize(("mean", "keys"), [(64, 64), (65, 128), (128, 128), (129, 0)])
+def test_keys_of_one_block_in_packed_sequences(mean, keys):
+    """The mean decides, and the kernel for all calls has the other sequences."""
+    lens = [mean - 9, mean + 9] * 20
+    problem = describe(Tensors(**draw_varlen(lens, lens, dtype=torch.bfloat16).tensors), Options())
+    assert plan.one_block_keys(problem) == keys
+    assert not plan.has_one_block(problem)
 
 
 PAGES = {"layout": "paged", "page_size": 16, "n_pages": 9, "has_kv_lens": True, "Sq": 128}
@@ -164,7 +184,8 @@ def test_packed_sequences_have_the_tiles_of_their_mean_length():
         tensors = Tensors(packed, packed, packed, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
         return plan.plan_of(describe(tensors, Options(causal=True)))
 
-    assert tiles(32768, 64) == plan.SHORT_PLANS[64]
+    assert tiles(32768, 16) == plan.SHORT_PLANS[64]
+    assert tiles(32768, 64) == replace(plan.SHORT_PLANS[64], one_loop=True)
     assert tiles(32768, 4) == plan.PLANS[64]
 
 
@@ -252,3 +273,38 @@ def test_few_tiles_of_narrow_heads_are_dealt_singly_in_constant_time(B, S, D, co
 def test_turns_in_constant_time_under_a_mask_alone(causal):
     options = Options(constant_time=True, causal=causal)
     assert plan.plan_of(describe(unwritten(4096, 4096, D=128), options)).pingpong == causal
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "one_loop"),
+    [
+        (1024, {}, False),
+        (1024, {"causal": True}, True),
+        (1025, {"causal": True}, False),
+        (512, {"window_left": 300}, False),
+        (512, {"query_invariant": True}, False),
+        (512, {"constant_time": True}, False),
+        (512, {"causal": True, "softcap": 30.0}, True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("D", [64, 128])
+def test_short_tiles_have_one_loop(D, keys, options, one_loop):
+    problem = describe(unwritten(keys, keys, D=D), Options(**options))
+    assert plan.plan_of(problem).one_loop == one_loop
+
+
+def test_one_loop_is_for_calls_without_lengths_in_bf16():
+    lens = {"kv_lens": torch.zeros(1, dtype=torch.int32)}
+    tensors = unwritten(512, 512, D=128)
+    causal = Options(causal=True)
+    assert plan.plan_of(describe(tensors, causal)).one_loop
+    assert not plan.plan_of(describe(tensors._replace(**lens), causal)).one_loop
+    assert not plan.plan_of(describe(unwritten(512, 512, D=160), causal)).one_loop
+    fp16 = unwritten(512, 512, D=128, dtype=torch.float16)
+    assert not plan.plan_of(describe(fp16, causal)).one_loop
+
+
+@pytest.mark.parametrize(("n_q_tiles", "pairs"), [(3, False), (4, True), (7, True)])
+def test_tiles_in_the_middle_do_not_go_to_the_same_programs(n_q_tiles, pairs):
+    assert plan.pays_to_pair(1320, n_q_tiles, 132, 1000) == pairs

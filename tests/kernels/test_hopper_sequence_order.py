@@ -22,31 +22,35 @@ pytestmark = needs_triton
 BLOCK_Q = 128
 
 
-def sort_sequences(offsets: list[list[int]], T: list[int], dtype: torch.dtype) -> list[list[int]]:
+def sort_sequences(
+    offsets: list[list[int]], T: list[int], dtype: torch.dtype, short_keys: int = 0
+) -> list[list[int]]:
     """What stands at each place: tiles before it, and where its sequence lies; and the ends."""
     P = len(offsets[0])
     order = torch.full((2 + NUMBERS * P,), -7, dtype=torch.int32, device=DEVICE)
     given = [torch.tensor(x, dtype=dtype, device=DEVICE) for x in offsets]
     sort_sequences_kernel[(-(-P // SEQUENCES),)](
-        *given, order, P - 1, *T, BLOCK_Q, SEQUENCES, OTHERS
+        *given, order, P - 1, *T, BLOCK_Q, short_keys, SEQUENCES, OTHERS
     )
     assert order[[0, -1]].tolist() == [0, -7]
     before, bounds = order[HEAD : HEAD + P], order[HEAD + P : -1].view(P, 4)
     return torch.cat([before[:, None], bounds], 1).tolist()
 
 
-def places(starts: list[list[int]], lens: list[list[int]], order: list[int]) -> list[list[int]]:
+def places(
+    starts: list[list[int]], lens: list[list[int]], order: list[int], short_keys: int = 0
+) -> list[list[int]]:
     """The same, of sequences in this order."""
     found, tiles = [], 0
     for b in order:
         found.append([tiles, starts[0][b], lens[0][b], starts[1][b], lens[1][b]])
-        tiles += -(-lens[0][b] // BLOCK_Q)
+        tiles += 0 if 0 < lens[1][b] <= short_keys else -(-lens[0][b] // BLOCK_Q)
     return found
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("B", [1, 7, 64, 200])
-def test_order(B, dtype):
+@pytest.mark.parametrize(("B", "short_keys"), [(1, 0), (7, 128), (64, 0), (200, 64)])
+def test_order(B, short_keys, dtype):
     draws = random.Random(B)
     lens = [[draws.choice((0, 1, 128, 500, 999)) for _ in range(B)] for _ in range(2)]
     offsets = [[sum(x[:b]) for b in range(B + 1)] for x in lens]
@@ -54,7 +58,8 @@ def test_order(B, dtype):
     # Stable: the earlier of equals first. Behind all, rows of no sequence.
     order = [*sorted(range(B), key=lambda b: -lens[1][b]), B]
     lens = [[*lens[0], T[0] - offsets[0][-1]], [*lens[1], -1]]
-    assert sort_sequences(offsets, T, dtype) == places(offsets, lens, order)
+    found = sort_sequences(offsets, T, dtype, short_keys)
+    assert found == places(offsets, lens, order, short_keys)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -73,4 +78,5 @@ def test_order_by_wrong_offsets(seed):
     right = [a and b for a, b in zip(q_right, k_right, strict=True)]
     good = [*(a and b for a, b in pairwise(right)), False]
     lens[1] = [n if is_good else -1 for n, is_good in zip(lens[1], good, strict=True)]
-    assert sort_sequences(offsets, T, torch.int64) == places([q, k], lens, list(range(B + 1)))
+    found = sort_sequences(offsets, T, torch.int64, 100)
+    assert found == places([q, k], lens, list(range(B + 1)), 100)

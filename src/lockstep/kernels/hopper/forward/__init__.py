@@ -9,6 +9,7 @@ sequence_order.py  packed sequences, longest first: a small kernel before this o
 consumer.py        a warpgroup that computes
 products.py        its products, on their way to the tensor cores and back
 steps.py           its steps through the blocks of a tile
+flow.py            all tiles in one loop, for causal calls with few keys
 span_steps.py      the same in query-invariant builds
 total.py           where these keep the products of spans that have ended
 pingpong.py        turns of the consumers at the tensor cores

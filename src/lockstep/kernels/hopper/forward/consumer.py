@@ -44,6 +44,7 @@ from lockstep.kernels.hopper.common.softmax import (
 from lockstep.kernels.hopper.common.spans import sums_before_block
 from lockstep.kernels.hopper.forward import constant_time
 from lockstep.kernels.hopper.forward.failed_tiles import await_stores
+from lockstep.kernels.hopper.forward.flow import flow
 from lockstep.kernels.hopper.forward.pingpong import await_turn, pass_turn
 from lockstep.kernels.hopper.forward.products import await_product, issue_product, issue_scores
 from lockstep.kernels.hopper.forward.program import Rows, close_total, normalize
@@ -181,7 +182,7 @@ def end_tile(program, tiles, last, p, acc, use_acc, alpha):
     program.await_values(last)
     if program.build.RESCALES_LATE:
         acc = scale_all(acc, alpha)
-    if program.build.SPAN:
+    if program.build.SPAN or program.build.ONE_LOOP:
         acc = issue_products(p, program.v, last, acc, use_acc)
     else:
         acc = issue_products(p, program.v, last, acc)
@@ -297,7 +298,16 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
         pass_turn(0, tiles)
     wrong = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, s_layout))
     tile = program.tile_queue.read(tiles)
-    if tile.exists:
+    if program.build.ONE_LOOP:
+        if tile.exists:
+            rows = Rows.of_consumer(c, schedule, tile)
+            begun = begin_tile(c, program, rows, q_ring, tiles, seen)
+            beside = first_beside(program, rows, begun[1], begun[2], begun[3])
+            wrong, seen, tiles = flow(
+                c, program, results, q_ring, o_smem, o_desc, wrong, tile, rows, begun, beside,
+                skip, store_results, end_tile,
+            )  # fmt: skip
+    elif tile.exists:
         rows = Rows.of_consumer(c, schedule, tile)
         for _block in range(rows.tile_begin, rows.begin):
             skip(c, program, seen)

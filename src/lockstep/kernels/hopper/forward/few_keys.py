@@ -76,16 +76,20 @@ class Work:
     kv_head: gl.tensor
     q_idx: gl.tensor  # the first row
     count: gl.tensor
+    q_start: gl.tensor  # the sequence's first query in the tensor
+    kv_start: gl.tensor  # and its first key
     Sq: gl.tensor
     Skv: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, batch, head, kv_head, q_idx, count, Sq, Skv):
+    def __init__(self, batch, head, kv_head, q_idx, count, q_start, kv_start, Sq, Skv):
         self.batch = batch
         self.head = head
         self.kv_head = kv_head
         self.q_idx = q_idx
         self.count = count
+        self.q_start = q_start
+        self.kv_start = kv_start
         self.Sq = Sq
         self.Skv = Skv
 
@@ -98,19 +102,19 @@ class Work:
         count = gl.minimum(tiles_per_program, n_q_tiles - first)
         batch = index // Hq
         head = index % Hq
-        return Work(batch, head, head // heads_per_kv, first * ROWS, count, Sq, Skv)
+        none = Sq * 0
+        return Work(batch, head, head // heads_per_kv, first * ROWS, count, none, none, Sq, Skv)
 
     @gluon.jit
     def tile(self, i):
-        none = self.Sq * 0
         return Tile(
             self.Sq > 0,
             self.head,
             self.kv_head,
             self.batch,
             self.q_idx + i * ROWS,
-            none,
-            none,
+            self.q_start,
+            self.kv_start,
             self.Sq,
             self.Skv,
         )

@@ -245,6 +245,7 @@ def forward_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     SERVER_REGISTERS: gl.constexpr,
     CONSTANT_TIME: gl.constexpr,
+    ONE_LOOP: gl.constexpr,
 ):
     # Spans are added as they are, and rows of a window have few keys.
     EXACT: gl.constexpr = FIXED_MAX and not SPAN and not HAS_LEFT
@@ -287,6 +288,7 @@ def forward_kernel(
         Build(
             CONSUMERS, PINGPONG, FIXED_MAX, EXACT, SECOND_PASS, Q_STAGES, SCORES, HAS_SINKS, SPAN,
             TOTAL_COLUMNS, ADDS_LATE, CONSTANT_TIME, CLEANS, HALVES, RESCALES_LATE, Q_IN_REGISTERS,
+            ONE_LOOP and EXACT,
         ),
         scale, softcap,
     )  # fmt: skip

@@ -16,8 +16,6 @@ from lockstep.kernels.hopper.forward.kernel import forward_kernel
 from lockstep.kernels.hopper.forward.one_block import one_block_kernel
 from lockstep.kernels.hopper.forward.plan import (
     KEPT_REGISTERS,
-    ONE_BLOCK,
-    ONE_BLOCK_REGISTERS,
     REGISTERS,
     ROWS,
     has_one_block,
@@ -25,6 +23,8 @@ from lockstep.kernels.hopper.forward.plan import (
     kept_blocks,
     kept_tiles,
     keys_in_l2,
+    one_block_keys,
+    one_block_room,
     one_block_tiles,
     padded,
     page_rows,
@@ -70,7 +70,10 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
         sorts = tiles.order != UNSORTED.value
         order = order_buffer(problem, tiles.n_tickets, sorts)
         if sorts:
-            launches.insert(0, sort_launch(problem, block_q))
+            keys = one_block_keys(problem)
+            if keys:
+                launches.insert(0, _one_block_launch(problem, tensors.q, fitted))
+            launches.insert(0, sort_launch(problem, block_q, keys))
     results = {
         "out": Buffer.like(tensors.q, problem.out_shape, problem.dtype),
         "lse": Buffer.like(tensors.q, problem.lse_shape, torch.float32),
@@ -149,33 +152,39 @@ def _few_keys_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> L
 
 def _one_block_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> Launch:
     """The launch of `one_block_kernel`, as `_launch` does it."""
-    n_q_tiles, tiles = -(-problem.Sq // ROWS), one_block_tiles(problem)
+    packed, keys = problem.layout == "varlen", one_block_keys(problem)
+    n_q_tiles = -(-problem.Sq // ROWS)
+    tiles = 0 if packed else one_block_tiles(problem)
+    # A packed sequence has one program for each head, and so have rows that belong to none.
+    programs = problem.B + 1 if packed else problem.B * -(-n_q_tiles // tiles)
     scores, scale, _ = scales(problem)
-    keys = next(n for n in ONE_BLOCK if problem.Skv <= n)
     # Tiles in shared memory have a power of two of rows.
     rows = 1 << (keys - 1).bit_length()
-    out = empty_like(q, problem.out_shape, device="meta")
-    numbers = _of_programs(problem, q, n_q_tiles, tiles) | {"scale": scale}
+    out = by_head(empty_like(q, problem.out_shape, device="meta"), packed)
+    numbers = _of_programs(problem, q, n_q_tiles, tiles) | {"scale": scale, "B": problem.B}
     constants = {
+        "PACKED": packed,
         "SCORES": scores,
         "HAS_SINKS": problem.has_sinks,
         "D": problem.D,
         "DV": problem.Dv,
         "KEYS": keys,
     }
+    names = {"o": "out"} | ({} if problem.has_sinks else {"sinks": "lse"})
+    q, k, v = (by_head(x, packed) for x in fitted[:3])
     return Launch(
         one_block_kernel,
-        (problem.B * problem.Hq * -(-n_q_tiles // tiles),),
+        (problem.Hq * programs,),
         numbers | constants,
         maps={
-            "q": tiles_of(fitted.q, ROWS, padded(problem.D), False).describe,
-            "k": tiles_of(fitted.k, rows, padded(problem.D), False).describe,
-            "v": tiles_of(fitted.v, rows, padded(problem.Dv), False).describe,
-            "o": tiles_of(out, ROWS, padded(problem.Dv), False).describe,
+            "q": tiles_of(q, ROWS, padded(problem.D), packed).describe,
+            "k": tiles_of(k, rows, padded(problem.D), packed).describe,
+            "v": tiles_of(v, rows, padded(problem.Dv), packed).describe,
+            "o": tiles_of(out, ROWS, padded(problem.Dv), packed).describe,
         },
-        names={"o": "out"} | ({} if problem.has_sinks else {"sinks": "lse"}),
+        names=names | ({} if packed else {"sequence_order": "lse"}),
         num_warps=4,
-        maxnreg=ONE_BLOCK_REGISTERS,
+        maxnreg=one_block_room(problem)[1],
     )
 
 
@@ -183,7 +192,8 @@ def _of_programs(
     problem: AttentionProblem, q: Tensor, n_q_tiles: int, tiles_per_program: int
 ) -> dict[str, int]:
     """What programs with several tiles of queries of one head need to find them."""
-    strides = strides_like(q, problem.lse_shape)
+    packed = problem.layout == "varlen"
+    strides = (0, 1, problem.Hq) if packed else strides_like(q, problem.lse_shape)
     return {
         **dict(zip(("row_stride_b", "row_stride_h", "row_stride_s"), strides, strict=True)),
         "n_q_tiles": n_q_tiles,
@@ -277,6 +287,7 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "CONSUMER_REGISTERS": of_consumer,
         "SERVER_REGISTERS": of_server,
         "CONSTANT_TIME": problem.constant_time,
+        "ONE_LOOP": plan.one_loop,
     }
 
 

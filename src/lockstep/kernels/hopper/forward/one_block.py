@@ -5,6 +5,10 @@ of 64 queries after the other; an SM has room for four programs. Keys are multip
 Every row sees every key, and its maximum is known before its first weight. So no row has to be
 computed again, as in `second_pass.py`, and the code of a tile is short.
 
+Packed sequences have lengths that only the device knows. A program has one sequence and head then,
+and those with more keys than are multiplied are left to the kernel for all calls
+(`sequence_order.py`).
+
 A row has the bits that `consumer.py` would give it.
 """
 
@@ -45,6 +49,7 @@ from lockstep.kernels.hopper.common.softmax import (
 )
 from lockstep.kernels.hopper.forward.few_keys import Work
 from lockstep.kernels.hopper.forward.program import Results
+from lockstep.kernels.hopper.forward.schedule import ORDER_HEAD
 from lockstep.kernels.launch import unspecialized
 
 columns_of = gluon.constexpr_function(columns)
@@ -201,22 +206,50 @@ def close(acc, weights, m, is_large, unit, sink, dtype: gl.constexpr):
 
 
 @gluon.jit
-def load(desc, head_and_row, tile, full, pred=True):
-    """Send a tile from (batch, head, row) on to shared memory."""
-    batch, head, row = head_and_row
+def packed_work(order_ptr, B, Hq, heads_per_kv, KEYS: gl.constexpr):
+    """The tiles of a program that has one packed sequence and head: none, if the sequence has more
+    than KEYS keys, or none."""
+    place = gl.program_id(0) // Hq
+    head = gl.program_id(0) % Hq
+    at = order_ptr + ORDER_HEAD + (B + 1) + place * 4
+    len_q = gl.load(at + 1)
+    len_kv = gl.load(at + 3)
+    none = B * 0
+    count = gl.where((len_kv > 0) & (len_kv <= KEYS), gl.cdiv(len_q, ROWS), 0)
+    return Work(
+        none, head, head // heads_per_kv, none, count, gl.load(at), gl.load(at + 2), len_q, len_kv
+    )
+
+
+@gluon.jit
+def load(desc, at, tile, full, pred=True):
+    """Send a tile to shared memory."""
     mbarrier.expect(full, desc.block_type.nbytes, pred=pred)
-    tma_load(desc, coordinates(batch, 0, 0, head, row, 0, False), full, tile, pred=pred)
+    tma_load(desc, at, full, tile, pred=pred)
 
 
-@unspecialized(gluon.jit, any_address=("sinks_ptr",))
+@gluon.jit
+def q_at(work, row, PACKED: gl.constexpr):
+    """Where a row of queries lies in their tensor map, and in that of the results."""
+    return coordinates(work.batch, work.q_start, work.Sq, work.head, row, 0, PACKED)
+
+
+@gluon.jit
+def kv_at(work, PACKED: gl.constexpr):
+    """Where the keys begin in their tensor map, and the values in theirs."""
+    return coordinates(work.batch, work.kv_start, work.Skv, work.kv_head, 0, 0, PACKED)
+
+
+@unspecialized(gluon.jit, any_address=("sinks_ptr", "sequence_order_ptr"))
 def one_block_kernel(
     q_desc,  # tiles [ROWS, D] of q [B, Hq, Sq, D]
     k_desc,  # all keys of k [B, Hkv, Skv, D]
     v_desc,  # and of v [B, Hkv, Skv, Dv]
     o_desc,  # tiles [ROWS, Dv] of out [B, Hq, Sq, Dv]
-    lse_ptr,  # contiguous [B, Hq, Sq] fp32
+    lse_ptr,  # contiguous [B, Hq, Sq] fp32, packed [Tq, Hq]
     statistics_ptr,  # [*lse, 2]
     sinks_ptr,  # [Hq]
+    sequence_order_ptr,  # see sequence_order.py
     scale,
     row_stride_b,  # of lse
     row_stride_h,
@@ -225,8 +258,10 @@ def one_block_kernel(
     tiles_per_program,
     Hq,
     heads_per_kv,
+    B,
     Sq,
     Skv,
+    PACKED: gl.constexpr,
     SCORES: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     D: gl.constexpr,
@@ -236,7 +271,10 @@ def one_block_kernel(
     SCALED: gl.constexpr = SCORES == "scaled"
     DV_COLUMNS: gl.constexpr = columns_of(DV)
     LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator(piece_width(KEYS, 0)))
-    work = Work.of_program(n_q_tiles, tiles_per_program, Hq, heads_per_kv, Sq, Skv)
+    if PACKED:
+        work = packed_work(sequence_order_ptr, B, Hq, heads_per_kv, KEYS)
+    else:
+        work = Work.of_program(n_q_tiles, tiles_per_program, Hq, heads_per_kv, Sq, Skv)
     results = Results(
         (lse_ptr, lse_ptr, statistics_ptr, sinks_ptr), row_stride_b, row_stride_h, row_stride_s, Sq
     )
@@ -246,17 +284,20 @@ def one_block_kernel(
     k_smem = allocate_tiles(k_desc, 1)
     v_smem = allocate_tiles(v_desc, 1)
     q_smem = allocate_tiles(q_desc, 2)
-    load(q_desc, (work.batch, work.head, work.q_idx), q_smem.index(0), q_full.index(0))
-    load(k_desc, (work.batch, work.kv_head, 0), k_smem.index(0), kv_full.index(0))
-    load(v_desc, (work.batch, work.kv_head, 0), v_smem.index(0), kv_full.index(1))
+    any_tile = True
+    if PACKED:
+        any_tile = work.count > 0
+    load(q_desc, q_at(work, work.q_idx, PACKED), q_smem.index(0), q_full.index(0), any_tile)
+    load(k_desc, kv_at(work, PACKED), k_smem.index(0), kv_full.index(0), any_tile)
+    load(v_desc, kv_at(work, PACKED), v_smem.index(0), kv_full.index(1), any_tile)
     unit = scale
     if SCALED:
         unit = LOG2E
     sink = None
     if HAS_SINKS:
         sink = gl.load(sinks_ptr + work.head)
-    mbarrier.wait(kv_full.index(0), 0)
-    mbarrier.wait(kv_full.index(1), 0)
+    mbarrier.wait(kv_full.index(0), 0, pred=any_tile)
+    mbarrier.wait(kv_full.index(1), 0, pred=any_tile)
     for i in range(work.count):
         tile = work.tile(i)
         slot = i & 1
@@ -266,18 +307,17 @@ def one_block_kernel(
         # The results of the tile before have left the place of the next queries.
         tma_store_wait(0)
         await_warps()
-        at = (work.batch, work.head, tile.q_idx + ROWS)
+        at = q_at(work, tile.q_idx + ROWS, PACKED)
         load(q_desc, at, q_smem.index(slot ^ 1), q_full.index(slot ^ 1), i + 1 < work.count)
-        weights, m, is_large = weigh(scores, Skv, scale, unit, SCALED, KEYS, LAYOUT)
+        weights, m, is_large = weigh(scores, work.Skv, scale, unit, SCALED, KEYS, LAYOUT)
         acc = issue_products(weights, flat(v_smem.index(0)), KEYS, DV_COLUMNS)
         out, lse, m, l = close(acc, weights, m, is_large, unit, sink, q_desc.dtype)
         for c in gl.static_range(n_pieces(DV_COLUMNS)):
             piece_of(q, DV_COLUMNS, c).store(out[c].to(q_desc.dtype))
         fence_async_shared()
-        at = coordinates(work.batch, 0, 0, work.head, tile.q_idx, 0, False)
-        tma_store(o_desc, at, q_smem.index(slot))
+        tma_store(o_desc, q_at(work, tile.q_idx, PACKED), q_smem.index(slot))
         q_idx = tile.q_idx + gl.arange(0, ROWS, LAYOUT)
-        results.store_statistics(results.row(tile, q_idx), lse, m, l, q_idx < Sq)
+        results.store_statistics(results.row(tile, q_idx), lse, m, l, q_idx < work.Sq)
     tma_store_wait(0)
     for i in gl.static_range(2):
         mbarrier.invalidate(q_full.index(i))

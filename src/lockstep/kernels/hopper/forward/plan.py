@@ -28,6 +28,7 @@ class Plan:
     stages: int
     q_stages: int
     pingpong: bool
+    one_loop: bool = False  # over the blocks of all tiles: `flow.py`
     out_columns: int = 128  # of out that leave through shared memory at once
     span: int = 0  # keys between two folds of query-invariant builds
     total_columns: int = 64  # of their second sums that are in shared memory, 64 or 0
@@ -49,6 +50,9 @@ WIDE_KEYS = Plan(consumers=2, block_kv=128, stages=2, q_stages=1, pingpong=True,
 # Where tiles have few blocks of keys, lower tiles lose less at their ends. Up to which Sq:
 SHORT, SHORT_CAUSAL = 1024, 4096
 SHORT_PLANS = {**PLANS, 64: Plan(consumers=2, block_kv=128, stages=3, q_stages=2, pingpong=True)}
+# Up to so many keys, one loop over the blocks of all causal tiles is faster, for heads up to this
+# width.
+ONE_LOOP, ONE_LOOP_WIDTH = 1024, 128
 # In constant time, slots are found by bits, as many as a power of two.
 BITS_STAGES = 4
 # Without a mask, lower tiles may fill the rounds of programs better: how many rounds of lower tiles
@@ -73,13 +77,17 @@ MANY_HEADS, FEWER_ROWS = 512, 5 / 6
 # With two blocks also if programs have at most so many tiles and all are at work at once, where the
 # tiles of the other kernel would take more than one round.
 KEPT_TILES = 2
-# Keys that are one block: how many of them are multiplied, and how many programs with so many
-# registers of a thread fit on an SM (`one_block.py`).
-ONE_BLOCK = (64, 80, 128)
-ONE_BLOCK_REGISTERS, ONE_BLOCK_PROGRAMS = 128, 4
+# Keys that are one block (`one_block.py`): how many of them are multiplied, by the width of heads,
+# how many programs fit on an SM, and with how many registers of a thread.
+ONE_BLOCK = {
+    64: {64: (4, 128), 80: (4, 128), 128: (4, 128)},
+    128: {64: (3, 168)},
+}
 # Pairing tiles is worth it where it keeps programs this busy, and while the keys and values of the
 # heads at work fit into L2.
 BUSY, L2_BYTES = 0.96, 50e6
+# Of so few tiles, one in the middle is a good part.
+FEW_TILES = 3
 # Measured in constant time: up to so many tiles of narrow heads, all of whose keys stay in L2, are
 # done earlier singly than in pairs.
 SINGLE_TILES = 8
@@ -101,6 +109,25 @@ def page_rows(problem: AttentionProblem) -> int:
 
 def plan_of(problem: AttentionProblem) -> Plan:
     """The build for a problem."""
+    return replace(_shape_of(problem), one_loop=_takes_one_loop(problem))
+
+
+def _takes_one_loop(problem: AttentionProblem) -> bool:
+    """Whether causal tiles are so short that one loop over the blocks of all of them pays. It is
+    for calls in which large weights are exact, without lengths or pages."""
+    is_packed = problem.layout == "varlen"
+    keys = problem.Skv / max(problem.B, 1) if is_packed else problem.Skv
+    is_plain = not (problem.has_kv_lens or problem.is_paged)
+    is_plain = is_plain and not (problem.query_invariant or problem.constant_time)
+    left, right = problem.window
+    is_exact = problem.dtype == torch.bfloat16 and left is None
+    width = padded(max(problem.D, problem.Dv))
+    is_short = right is not None and keys <= ONE_LOOP
+    return is_plain and is_exact and is_short and width <= ONE_LOOP_WIDTH
+
+
+def _shape_of(problem: AttentionProblem) -> Plan:
+    """Tiles and pipeline of the build."""
     width, width_v = padded(problem.D), padded(problem.Dv)
     left, right = problem.window
     # In constant time under a window, whose keys have flags (`cleaning.py`), wide blocks have not
@@ -121,21 +148,44 @@ def plan_of(problem: AttentionProblem) -> Plan:
     return _by_length(problem, width)
 
 
-def _may_keep_keys(problem: AttentionProblem) -> bool:
-    """Whether kernels that keep the keys of a head in shared memory take a problem."""
-    is_plain = problem.layout == "dense" and not (problem.has_kv_lens or problem.is_paged)
+def _may_keep_keys(problem: AttentionProblem, widest: int) -> bool:
+    """Whether kernels that keep the keys of a head, up to so wide, in shared memory take a
+    problem."""
+    is_plain = not (problem.has_kv_lens or problem.is_paged)
     return (
         is_plain
         and problem.window == (None, None)
         and not (problem.query_invariant or problem.constant_time)
         and problem.softcap is None
-        and max(problem.D, problem.Dv) <= 64
+        and max(problem.D, problem.Dv) <= widest
     )
 
 
 def has_one_block(problem: AttentionProblem) -> bool:
     """Whether all keys are one block that stays in shared memory, which changes no bit."""
-    return problem.Skv <= ONE_BLOCK[-1] and _may_keep_keys(problem)
+    is_packed = problem.layout == "varlen"
+    return one_block_keys(problem) > 0 and not is_packed
+
+
+def one_block_keys(problem: AttentionProblem) -> int:
+    """How many keys are multiplied, if all of them, or those of most packed sequences, are one
+    block, else 0. Only the mean length of packed sequences is known."""
+    is_packed = problem.layout == "varlen"
+    if not _may_keep_keys(problem, 128):
+        return 0
+    keys = problem.Skv / max(problem.B, 1) if is_packed else problem.Skv
+    width = padded(problem.D)
+    # Results leave from where queries came.
+    if width != padded(problem.Dv):
+        return 0
+    # How many are hidden in the last 16 is known of all sequences, or of none.
+    fits = (n for n in ONE_BLOCK[width] if keys <= n and not (is_packed and n == 80))
+    return next(fits, 0)
+
+
+def one_block_room(problem: AttentionProblem) -> tuple[int, int]:
+    """How many programs with one block fit on an SM, and with how many registers of a thread."""
+    return ONE_BLOCK[padded(problem.D)][one_block_keys(problem)]
 
 
 def one_block_tiles(problem: AttentionProblem) -> int:
@@ -143,7 +193,7 @@ def one_block_tiles(problem: AttentionProblem) -> int:
     tiles, heads = -(-problem.Sq // ROWS), problem.B * problem.Hq
 
     def rounds_of_tiles(n: int) -> int:
-        rounds = -(-heads * -(-tiles // n) // (PROGRAMS * ONE_BLOCK_PROGRAMS))
+        rounds = -(-heads * -(-tiles // n) // (PROGRAMS * one_block_room(problem)[0]))
         # Keys and values take as long as a tile.
         return rounds * (n + 1)
 
@@ -153,7 +203,7 @@ def one_block_tiles(problem: AttentionProblem) -> int:
 def keeps_keys(problem: AttentionProblem) -> bool:
     """Whether the keys and values of a head stay in shared memory for its queries, which changes no
     bit."""
-    if not _may_keep_keys(problem):
+    if problem.layout != "dense" or not _may_keep_keys(problem, 64):
         return False
     plan, blocks, heads = plan_of(problem), kept_blocks(problem), problem.B * problem.Hq
     if heads > MANY_HEADS:
@@ -224,6 +274,10 @@ def pays_to_pair(heads: int, n_q_tiles: int, processors: int, head_bytes: int) -
     """Whether pairs of tiles fill the rounds of `processors` programs; `head_bytes` is what a head
     has of keys and values."""
     per_head = -(-n_q_tiles // 2)
+    # The tile in the middle is its own pair. If all of those went to the same programs, these would
+    # have less to do.
+    if n_q_tiles % 2 and n_q_tiles <= FEW_TILES and processors % per_head == 0:
+        return False
     pairs = heads * per_head
     rounds = -(-pairs // processors)
     heads_at_work = min(heads, processors / per_head + 1)

@@ -42,6 +42,7 @@ class Build:
     FIXED_MAX: gl.constexpr  # rows keep their first maximum: softmax.py
     EXACT: gl.constexpr  # and large weights are not rounded: exact_weights.py
     SECOND_PASS: gl.constexpr  # rows that failed are computed again: second_pass.py
+    ONE_LOOP: gl.constexpr  # over the blocks of all tiles: flow.py
     Q_STAGES: gl.constexpr  # 2: the queries of the next tile arrive while this one is at work
     SCORES: gl.constexpr  # "raw", "scaled" (where scale is not positive), "capped" or "reciprocals"
     HAS_SINKS: gl.constexpr
@@ -58,13 +59,14 @@ class Build:
     def __init__(
         self, CONSUMERS, PINGPONG, FIXED_MAX, EXACT, SECOND_PASS, Q_STAGES, SCORES, HAS_SINKS,
         SPAN, TOTAL_COLUMNS, ADDS_LATE, CONSTANT_TIME, CLEANS, HALVES=False, RESCALES_LATE=False,
-        Q_IN_REGISTERS=False,
+        Q_IN_REGISTERS=False, ONE_LOOP=False,
     ):  # fmt: skip
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.PINGPONG = gl.constexpr(PINGPONG)
         self.FIXED_MAX = gl.constexpr(FIXED_MAX)
         self.EXACT = gl.constexpr(EXACT)
         self.SECOND_PASS = gl.constexpr(SECOND_PASS)
+        self.ONE_LOOP = gl.constexpr(ONE_LOOP)
         self.Q_STAGES = gl.constexpr(Q_STAGES)
         self.SCORES = gl.constexpr(SCORES)
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)

@@ -40,6 +40,7 @@ def sort_sequences_kernel(
     Tq,
     Tk,
     block_q,
+    short_keys,
     SEQUENCES: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
@@ -56,16 +57,24 @@ def sort_sequences_kernel(
         earlier = (keys[None, :] == my_keys[:, None]) & (other[None, :] < mine[:, None])
         before = (longer | earlier).to(tl.int32)  # [SEQUENCES, OTHERS]
         place += tl.sum(before, 1)
-        tiles_before += tl.sum(before * tl.cdiv(queries, block_q)[None, :], 1)
+        tiles = _tiles_of(queries, keys, block_q, short_keys)
+        tiles_before += tl.sum(before * tiles[None, :], 1)
         _, is_wrong = look_at(other, cu_q_ptr, B, Tq)
         _, is_key_wrong = look_at(other, cu_kv_ptr, B, Tk)
         wrong |= (is_wrong | is_key_wrong).to(tl.int32)
     if tl.max(wrong, 0) == 0:
         _store(order_ptr, B, place, tiles_before, my_start, my_queries, my_first_key, my_keys, mine)
     elif tl.program_id(0) == 0:
-        _store_in_given_order(cu_q_ptr, cu_kv_ptr, order_ptr, B, Tq, Tk, block_q)
+        _store_in_given_order(cu_q_ptr, cu_kv_ptr, order_ptr, B, Tq, Tk, block_q, short_keys)
     if tl.program_id(0) == 0:
         tl.store(order_ptr, 0)
+
+
+@triton.jit
+def _tiles_of(queries, keys, block_q, short_keys):
+    """How many tiles of a head the forward has for sequences of this size."""
+    is_short = (keys > 0) & (keys <= short_keys)
+    return tl.where(is_short, 0, tl.cdiv(queries, block_q))
 
 
 @triton.jit
@@ -91,7 +100,9 @@ def _store(order_ptr, B, place, tiles_before, q_start, len_q, kv_start, len_kv, 
 
 
 @triton.jit
-def _store_in_given_order(cu_q_ptr, cu_kv_ptr, order_ptr, B, Tq, Tk, block_q):
+def _store_in_given_order(
+    cu_q_ptr, cu_kv_ptr, order_ptr, B, Tq, Tk, block_q, short_keys
+):  # fmt: skip
     """Store all sequences in the order of the batch, by offsets of which none is wrong."""
     q_start, kv_start = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     tiles = tl.full([], 0, tl.int32)
@@ -107,7 +118,7 @@ def _store_in_given_order(cu_q_ptr, cu_kv_ptr, order_ptr, B, Tq, Tk, block_q):
         _store(
             order_ptr, B, b, tiles, q_start.to(tl.int32), len_q, kv_start.to(tl.int32), len_kv, b
         )
-        tiles += tl.cdiv(len_q, block_q)
+        tiles += _tiles_of(len_q, len_kv, block_q, short_keys)
         q_start, kv_start = q_end, kv_end
 
 
@@ -118,8 +129,9 @@ def order_buffer(problem: AttentionProblem, n_tickets: int, sorts: bool) -> Buff
     return Buffer((size,), torch.int32)
 
 
-def sort_launch(problem: AttentionProblem, block_q: int) -> Launch:
-    """The launch of `sort_sequences_kernel`."""
+def sort_launch(problem: AttentionProblem, block_q: int, short_keys: int = 0) -> Launch:
+    """The launch of `sort_sequences_kernel`. Sequences with up to `short_keys` keys, but not none,
+    have no tiles: another kernel runs them."""
     return Launch(
         sort_sequences_kernel,
         (triton.cdiv(problem.B + 1, SEQUENCES),),
@@ -128,6 +140,7 @@ def sort_launch(problem: AttentionProblem, block_q: int) -> Launch:
             "Tq": problem.Sq,
             "Tk": problem.Skv,
             "block_q": block_q,
+            "short_keys": short_keys,
             "SEQUENCES": SEQUENCES,
             "OTHERS": OTHERS,
         },

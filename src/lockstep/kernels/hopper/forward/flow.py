@@ -1,0 +1,123 @@
+"""The tiles of a consumer in one loop over the blocks of all of them.
+
+`steps.py` has a loop for the blocks of one tile behind its first, and `consumer.change_tile` has a
+copy of that code for the first block of the next. Where tiles are short, warps wait for
+instructions, and here there are fewer: every block but the first of a program goes through the same
+loop, and what a new tile needs besides stands in branches of it.
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.common.exact_weights import (
+    exceeds,
+    first_bar,
+    first_offset,
+    offset_weights,
+    offset_weights_in_halves,
+    settle,
+)
+from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, warpgroup_mma_wait
+from lockstep.kernels.hopper.common.pieces import empty_sums, n_pieces
+from lockstep.kernels.hopper.common.softmax import raise_maximum, round_pairs, thread_sums
+from lockstep.kernels.hopper.forward.products import await_product, issue_product, issue_scores
+from lockstep.kernels.hopper.forward.program import Rows
+
+
+@gluon.jit
+def weigh(program, s, offset, scale):
+    """Weights of scores."""
+    if program.schedule.HAS_RIGHT and program.v.COLUMNS <= 64:
+        return offset_weights_in_halves(s, offset, scale)
+    else:  # noqa: RET505, Gluon would go on and return both
+        return offset_weights(s, offset, scale)
+
+
+@gluon.jit
+def flow(
+    c: gl.constexpr, program, results, q_ring, o_smem, o_desc, wrong, tile, rows, begun, beside,
+    skip: gl.constexpr, store_results: gl.constexpr, end_tile: gl.constexpr,
+):  # fmt: skip
+    """All tiles of a program, of which `tile` has begun (`consumer.begin_tile`): which rows failed,
+    and how many blocks and tiles there were."""
+    VOTES_LATE: gl.constexpr = program.v.COLUMNS <= 64
+    PRODUCTS: gl.constexpr = n_pieces(program.v.COLUMNS)
+    TOGETHER: gl.constexpr = program.build.CONSUMERS == 2
+    schedule = program.schedule
+    scale = program.score_scale()
+    acc = empty_sums(program.v.COLUMNS)
+    p, m, l, _residue = begun
+    tiles = 0
+    seen = 0
+    # The block that p is of.
+    block = rows.begin
+    goes_on = tile.exists
+    while goes_on:
+        changes = block + 1 >= rows.end
+        next_tile = tile
+        next_rows = rows
+        next_seen = seen + 1
+        next_block = block + 1
+        next_tiles = tiles
+        if changes:
+            for _block in range(rows.end, rows.tile_end):
+                skip(c, program, next_seen)
+                next_seen += 1
+            next_tiles = tiles + 1
+            next_tile = program.tile_queue.read(next_tiles)
+            next_rows = Rows.of_consumer(c, schedule, next_tile)
+            q_ring.release(tiles)
+            next_block = next_rows.begin
+        goes_on = next_tile.exists
+        if goes_on:
+            if changes:
+                q_ring.wait(next_tiles)
+                program.k.wait(next_seen)
+            s = issue_scores(c, program, q_ring.pieces(next_tiles), next_seen)
+            acc = issue_product(c, program, p, acc, seen, block > rows.begin)
+            s = warpgroup_mma_wait(PRODUCTS, deps=(s,))
+            program.k.release(next_seen)
+            s = program.mask_scores(next_rows, s, next_block)
+            bar, offset, residue = beside
+            next_m = m
+            next_offset = offset
+            if changes:
+                none = gl.full(m.shape, -float("inf"), gl.float32, m.type.layout)
+                next_m, _alpha = raise_maximum(s, none, scale, True)
+                next_offset = first_offset(next_m, l, scale)
+            weights = weigh(program, s, next_offset, scale)
+            part = thread_sums(weights)
+            any_exceeds = None
+            if not VOTES_LATE:
+                any_exceeds = exceeds(part, bar)
+            # The block of K after that may have to wait for the slot of V that is still in use
+            # here, where blocks were skipped between the two tiles.
+            has_more = next_block + 1 < next_rows.end
+            fits = next_seen - seen < program.v.ring.STAGES
+            acc, weights = await_product(program, acc, weights, next_seen + 1, has_more & fits)
+            program.v.release(seen)
+            p = gl.convert_layout(round_pairs(weights, p.dtype), p.type.layout)
+            if changes:
+                program.k.wait(next_seen + 1, pred=has_more)
+                again = store_results(
+                    c, program, results, tile, rows, acc, m, l, beside, None, 0, o_smem, o_desc
+                )
+                wrong |= again << (tiles % 32)
+                l = part
+                next_bar = part
+                if has_more:
+                    next_bar = first_bar(part, next_rows.row_end, schedule.BLOCK_KV)
+                beside = (next_bar, next_offset, gl.zeros_like(residue))
+            else:
+                acc, l, beside = settle(weights, acc, part, l, beside, any_exceeds, TOGETHER)
+            m = next_m
+            tile = next_tile
+            rows = next_rows
+            block = next_block
+            tiles = next_tiles
+            seen = next_seen
+    acc, bad = end_tile(program, tiles, seen, p, acc, block > rows.begin, m)
+    again = store_results(
+        c, program, results, tile, rows, acc, m, l, beside, None, bad, o_smem, o_desc
+    )
+    wrong |= again << (tiles % 32)
+    return wrong, seen + 1 + (rows.tile_end - rows.end), tiles + 1
