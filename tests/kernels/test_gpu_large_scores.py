@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,22 +59,48 @@ def test_peaked_rows_are_as_exact_as_those_of_flash_attention_2(sigma, D, dtype)
             assert rms <= 1.1, f"{name}: {what} has {float(rms):.2f} times the error"
 
 
+def largest_error(sigma: float, D: int, theirs, n_keys: int = 1023, **options) -> float:
+    """The largest error of out over that of `theirs`: the mean of many draws, since that of one is
+    an extreme value."""
+    torch.manual_seed(int(sigma))
+    known = {name: options[name] for name in options.keys() & {"window"}}
+    ratios = []
+    for _draw in range(24):
+        q = torch.randn(1, 4, 1023, D, device="cuda")
+        k, v = (torch.randn(1, 4, n_keys, D, device="cuda") for _ in range(2))
+        q, k, v = (x.bfloat16() for x in (q * sigma, k * sigma, v))
+        exact = reference.attention(q.double(), k.double(), v.double(), **known)
+        ours = lockstep.attention(q, k, v, **options)
+        mine, other = ((x.double() - exact).abs().max() for x in (ours, theirs(q, k, v)))
+        ratios.append((mine / other).log())
+    return float(torch.stack(ratios).mean().exp())
+
+
+def flash_attention_2(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
 @pytest.mark.parametrize("D", [64, 80, 128, 192])
 @pytest.mark.parametrize("sigma", [1.0, 2.0, 3.0, 30.0])
 def test_largest_errors_are_those_of_flash_attention_2(sigma, D):
-    """The mean of many draws: the largest error of one is an extreme value."""
-    torch.manual_seed(int(sigma))
-    ratios = []
-    for _draw in range(24):
-        q, k, v = (torch.randn(1, 4, 1023, D, device="cuda") for _ in range(3))
-        q, k, v = (x.bfloat16() for x in (q * sigma, k * sigma, v))
-        exact = reference.attention(q.double(), k.double(), v.double())
-        ours = lockstep.attention(q, k, v)
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            theirs = F.scaled_dot_product_attention(q, k, v)
-        mine, other = ((x.double() - exact).abs().max() for x in (ours, theirs))
-        ratios.append((mine / other).log())
-    assert torch.stack(ratios).mean().exp() <= 1.15
+    assert largest_error(sigma, D, flash_attention_2) <= 1.15
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("sigma", [1.0, 3.0, 30.0])
+def test_largest_errors_of_query_invariant_calls(sigma, D):
+    """What decode computes has the same bits."""
+    assert largest_error(sigma, D, flash_attention_2, query_invariant=True) <= 1.15
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("sigma", [1.0, 3.0])
+def test_largest_errors_with_a_window(sigma, D):
+    """Beside a kernel with running maxima. All rows see as many keys."""
+    options = {"window": (1000, 0)}
+    theirs = partial(lockstep.attention, kernel="triton", **options)
+    assert largest_error(sigma, D, theirs, 2023, **options) <= 1.15
 
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=["bf16", "fp16", "fp32"])

@@ -10,7 +10,8 @@ pieces.py          columns that are no power of two, cut into pieces that are
 finite_words.py    which of two 16-bit numbers in a word are finite
 thread_numbers.py  numbers that each of the threads which share a row has
 exact_weights.py   large weights that are multiplied without being rounded
-rounding.py        what rounding the weights changes about a sum, with spans
+exact_spans.py     the same in spans
+rescale.py         products times factors that are mostly 1
 query_invariance.py  which query-invariant calls the kernels take, and the size of spans
 spans.py           what such calls do at the ends of spans
 shared_memory.py   tiles, numbers and barriers in shared memory

@@ -30,6 +30,9 @@ from lockstep.kernels.hopper.common.thread_numbers import of_threads, per_thread
 # that the row sees, but no more than MOST. Over that of 64 keys, NARROW times as much.
 LEAST, SHARE, MOST = gl.constexpr(0.35), gl.constexpr(1.0 / 10240), gl.constexpr(0.75)
 NARROW = gl.constexpr(16.0 / 9.0)
+# The sum of a part of a block tells that of the whole block if it has so many keys, over the number
+# of keys of a block: 16 of 128, 32 of 64.
+FEWEST = gl.constexpr(2048)
 
 # What `_settle_assembly` writes for a row, by the group of elements in which it does.
 OFFSET, SUM, HEIGHT = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
@@ -43,7 +46,7 @@ def _float32s(n):
 
 
 @gluon.constexpr_function
-def _vote_lines(part, bar):
+def vote_lines(part, bar):
     """PTX that asks if a warp has sums above their bars, in the upper or the lower row of a
     thread."""
     return [
@@ -59,7 +62,7 @@ def _vote_assembly():
     """PTX for a thread with two rows. Operands: two results, sums and bars."""
     lines = [
         ".reg .pred upper, lower, any;",
-        *_vote_lines((2, 3), (4, 5)),
+        *vote_lines((2, 3), (4, 5)),
         "selp.b32 $0, 1, 0, any;",
         "mov.b32 $1, $0;",
     ]
@@ -67,11 +70,11 @@ def _vote_assembly():
 
 
 @gluon.constexpr_function
-def _row_lines(r, part, l, bar, offset, residue, alpha):
+def row_lines(r, part, l, bar, offset, residue, alpha):
     """PTX for one row of a thread, whose largest weight is in `top`: writes alpha, and what becomes
-    of l, which has the block already, bar, offset and residue."""
+    of l, which has the block already, bar, unless it is None, offset and residue."""
     larger = ("upper", "lower")[r]
-    return [
+    lines = [
         f".reg .b32 q{r}, other{r}, both{r};",
         f".reg .pred good{r}, mine{r};",
         f".reg .f32 x{r}, y{r}, d{r}, e{r}, g{r}, old{r};",
@@ -107,7 +110,12 @@ def _row_lines(r, part, l, bar, offset, residue, alpha):
         f"fma.rn.f32 e{r}, x{r}, g{r}, e{r};",
         f"fma.rn.f32 ${residue}, ${residue}, ${alpha}, e{r};",
         f"mul.rn.f32 ${l}, ${l}, ${alpha};",
-        # The bar rises to the largest sum of the row's four threads.
+    ]
+    if bar is None:
+        return lines
+    # The bar rises to the largest sum of the row's four threads.
+    return [
+        *lines,
         f"mov.b32 other{r}, ${part};",
         f"shfl.sync.bfly.b32 both{r}, other{r}, 1, 0x1f, 0xffffffff;",
         f"max.s32 other{r}, other{r}, both{r};",
@@ -142,7 +150,7 @@ def _settle_assembly(n, halves, products, votes):
             f"mov.b32 ${new_bar + r}, ${bar + r};",
             f"mov.b32 ${new_residue + r}, ${residue + r};",
         ]
-    vote = _vote_lines((part, part + 2), (new_bar, new_bar + 2))
+    vote = vote_lines((part, part + 2), (new_bar, new_bar + 2))
     lines += [f"mov.b32 ${i}, ${acc + i};" for i in range(n * products)]
     lines += vote if votes else [f"setp.ne.s32 any, ${known}, 0;"]
     lines += [f"selp.b32 ${found + 4 * ANY.value}, 1, 0, any;", "@!any bra.uni DONE;"]
@@ -157,7 +165,7 @@ def _settle_assembly(n, halves, products, votes):
         lines.append(f"max.s32 {tops[i // 2 % 4]}, {tops[i // 2 % 4]}, ${i};")
     lines += [f"max.s32 top{r}, top{r}, more{r};" for r in range(2)]
     for r in range(2):
-        lines += _row_lines(
+        lines += row_lines(
             r, part + 2 * r, new_l + 2 * r, new_bar + 2 * r, new_offset + 2 * r,
             new_residue + 2 * r, alpha + 2 * r,
         )  # fmt: skip
@@ -174,14 +182,21 @@ def _settle_constraints(n, halves, products):
 
 
 @gluon.jit
-def first_bar(l, keys, BLOCK_KV: gl.constexpr):
-    """The bar [BLOCK_Q, 4] of rows with the sums l [BLOCK_Q, 4] of their first block, and so many
-    keys [BLOCK_Q] in all."""
+def first_bar(l, keys, first_keys, BLOCK_KV: gl.constexpr, IS_WHOLE: gl.constexpr):
+    """The bar [BLOCK_Q, 4] of rows that see so many keys [BLOCK_Q] in all, and in their first
+    block, with the sums l [BLOCK_Q, 4], all of its keys if IS_WHOLE, else `first_keys`
+    [BLOCK_Q]."""
     rows: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     large = gl.minimum(keys.to(gl.float32) * SHARE + LEAST, MOST)
     if BLOCK_KV < 128:
         large = large * NARROW
-    return of_threads(gl.sum(l, 1) * gl.convert_layout(0.25 + large, rows), l)
+    total = gl.sum(l, 1)
+    share = 0.25 + large
+    if not IS_WHOLE:
+        # What a whole block would sum up to.
+        enough = gl.maximum(first_keys, FEWEST // BLOCK_KV)
+        share = share * (BLOCK_KV / enough.to(gl.float32))
+    return of_threads(total * gl.convert_layout(share, rows), l)
 
 
 @gluon.jit
@@ -198,9 +213,12 @@ def no_bar(bar, rows):
 
 
 @gluon.jit
-def bar_of_begun(bar, part, keys, BLOCK_KV: gl.constexpr):
+def bar_of_begun(
+    bar, part, keys, first_keys, BLOCK_KV: gl.constexpr, IS_WHOLE: gl.constexpr
+):  # fmt: skip
     """The bar of rows that had none, behind the first block they see, which has these sums."""
-    return gl.where(bar == float("inf"), first_bar(part, keys, BLOCK_KV), bar)
+    first = first_bar(part, keys, first_keys, BLOCK_KV, IS_WHOLE)
+    return gl.where(bar == float("inf"), first, bar)
 
 
 @gluon.jit

@@ -16,12 +16,21 @@ A row that sees nothing of a span has an empty part, which changes no bit of its
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common import query_invariance
+from lockstep.kernels.hopper.common.exact_spans import (
+    end_factors,
+    settle_in_span,
+    span_bar,
+    times_factors,
+)
+from lockstep.kernels.hopper.common.exact_weights import first_offset
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.common.softmax import (
     LARGE_MAX,
     max_rounding_error,
     raise_maximum,
+    thread_sums,
 )
+from lockstep.kernels.hopper.common.thread_numbers import per_weight
 
 FIRST = gl.constexpr(query_invariance.FIRST)
 # A row whose sum reaches this in the first pass is computed again, and one whose maximum is as
@@ -31,8 +40,8 @@ SPAN_LARGE_MAX = gl.constexpr(4194304.0 - 256.0)
 # In the second pass, and in the decode kernel, a row takes a later maximum if a weight would exceed
 # 2 to this power. Rows that the first pass does not mark have no such weight.
 RISE = gl.constexpr(62.0)
-# The rounding of weights is made up for in blocks whose sum exceeds this, in any thread.
-SMALL_SUM = gl.constexpr(32.0)
+# Of what weights are rounded to in `first_sum` this is a multiple: 2^-11.
+WHOLE = gl.constexpr(4096.0)
 
 
 @gluon.jit
@@ -47,9 +56,28 @@ def empty_total(m, l, acc):
 def first_maximum(s):
     """The maximum [ROWS] of the FIRST columns of scores [ROWS, BLOCK_KV]."""
     rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-    for _ in gl.static_range(_halvings(s.shape[1])):
-        s, _right = s.reshape([s.shape[0], 2, s.shape[1] // 2]).permute((0, 2, 1)).split()
-    return gl.convert_layout(gl.max(s, 1), rows)
+    return gl.convert_layout(gl.max(first_columns(s), 1), rows)
+
+
+@gluon.jit
+def first_columns(x):
+    """The FIRST columns of x [ROWS, BLOCK_KV]."""
+    for _ in gl.static_range(_halvings(x.shape[1])):
+        x, _right = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+    return x
+
+
+@gluon.jit
+def first_sum(weights):
+    """The sum [ROWS] of the weights [ROWS, ·] of the FIRST keys, up to 1 each, of which others are
+    0: of whole multiples of 2^-11, so that it is the same in any order."""
+    return gl.sum((weights + WHOLE) - WHOLE, 1)
+
+
+@gluon.jit
+def bar_of_rows(first, begin, end, l):
+    """`span_bar` of rows with this `first_sum` [ROWS] that see the keys [begin, end)."""
+    return span_bar(first, end - gl.maximum(begin, 0), l)
 
 
 @gluon.constexpr_function
@@ -61,13 +89,6 @@ def _halvings(columns):
 def end_of_first(row_begin):
     """The key after the FIRST ones, aligned, among which key `row_begin` [ROWS] is."""
     return (gl.maximum(row_begin, 0) // FIRST + 1) * FIRST
-
-
-@gluon.jit
-def sums_before_block(l):
-    """The sums that `add_residue` compares those of a block with; l [ROWS, 4] are those before
-    it."""
-    return gl.maximum(l, SMALL_SUM)
 
 
 @gluon.jit
@@ -104,28 +125,59 @@ def weight_error(m, scale):
 def span_weights(s, m, scale):
     """`exp2_weights`, but right for scores of any size; the same bits where these are not large."""
     offset = gl.where(m == -float("inf"), 0.0, -m * scale)
+    return _weights_with_offset(s, m, gl.expand_dims(offset, 1), scale)
+
+
+@gluon.jit
+def _weights_with_offset(s, m, offset, scale):
+    """exp2(s·scale + offset), less what is missing in the offset of a large m."""
     missing = max_rounding_error(m, scale)
     missing = gl.where(gl.abs(m) * scale >= LARGE_MAX, missing, 0.0)
     zero = gl.full(s.shape, 0.0, gl.float32, s.type.layout)
-    exponents = gl.fma(s, zero + scale, zero + gl.expand_dims(offset, 1))
+    exponents = gl.fma(s, zero + scale, zero + offset)
     return gl.exp2(exponents - gl.expand_dims(missing, 1))
 
 
 @gluon.jit
-def raise_in_span(s, m, l, residue, scale, FIXED_MAX: gl.constexpr):
-    """m [ROWS] for a block with scores `s`, and the factor alpha [ROWS] for what was summed before;
-    residue [ROWS, 4] multiplied by it, and the sums with which `add_residue` compares.
+def begin_span(m, l, scale):
+    """Sums of a span without a block: l [ROWS, 4], and what is beside it, offset and residue, of
+    `exact_spans.py`."""
+    zero = gl.zeros_like(l)
+    return zero, (first_offset(m, l, scale), zero)
 
-    With a fixed maximum, rows take a new one only where a weight would be too large."""
-    rises = True
-    if FIXED_MAX:
-        rises = (m == -float("inf")) | ((gl.max(s, 1) - m) * scale > RISE)
+
+@gluon.jit
+def weigh_in_span(s, m, l, beside, bar, scale):
+    """Weights of a block with scores `s`, with a fixed maximum; m [ROWS], l and what is beside it
+    [ROWS, 4] with that block, and factors [ROWS, 4] for what was multiplied before.
+
+    Rows take a new maximum only where a weight would be too large, and with it its offset. Where
+    none does, this is what the first pass of the forward does."""
+    offset, residue = beside
+    before = m
+    rises = (m == -float("inf")) | ((gl.max(s, 1) - m) * scale > RISE)
     m, alpha = raise_maximum(s, m, scale, rises)
-    zero = gl.zeros_like(residue)
-    alphas = _each(alpha, residue)
-    # All as `fma`: a compiler may join a product with a later sum, or not.
-    before = sums_before_block(gl.fma(l, alphas, zero))
-    return m, alpha, gl.fma(residue, alphas, zero), before
+    rose = _each(gl.where(m != before, 1.0, 0.0), l) > 0.0
+    alphas = times_factors(_each(alpha, l), end_factors(offset, before, scale))
+    alphas = gl.where(rose, alphas, 1.0)
+    offset = gl.where(rose, first_offset(m, l, scale), offset)
+    residue = times_factors(residue, alphas)
+    l = times_factors(l, alphas)
+    weights = _weights_with_offset(s, m, per_weight(offset, s), scale)
+    part = thread_sums(weights)
+    l, offset, residue, factors = settle_in_span(
+        weights, part, l, gl.maximum(l, bar), offset, residue, None
+    )
+    return weights, m, l, (offset, residue), times_factors(alphas, factors)
+
+
+@gluon.jit
+def end_exact_span(m, l, beside, scale):
+    """l and residue [ROWS, 4] of a span that ended, without the offset, and factors that do the
+    same for its products."""
+    offset, residue = beside
+    factors = end_factors(offset, m, scale)
+    return times_factors(l, factors), times_factors(residue, factors), factors
 
 
 @gluon.jit

@@ -22,7 +22,6 @@ Importing this package does not import Triton.
     span_consumer.py, span_fold.py  those of query-invariant calls, with the bits of the forward
     first_keys.py  of these, the keys that all weights of a row are relative to
     few_rows.py  tiles of up to 8 rows
-    rescale.py   products times factors that are mostly 1
     launch.py    from a problem to launches
 
 A row's bits depend on its own sequence, the heads and the head dims alone.

@@ -16,6 +16,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from lockstep.kernels.hopper.common.rescale import rescale
 from lockstep.kernels.hopper.decode import plan
 from lockstep.kernels.hopper.decode.arrivals import fold_if_last
 from lockstep.kernels.hopper.decode.few_rows import (
@@ -28,7 +29,6 @@ from lockstep.kernels.hopper.decode.few_rows import (
 from lockstep.kernels.hopper.decode.head_columns import clear_in_tile
 from lockstep.kernels.hopper.decode.narrow_consumer import NARROW_ROWS, attend_narrow_run
 from lockstep.kernels.hopper.decode.nonfinite import add_nonfinite, clean_values, has_nonfinite
-from lockstep.kernels.hopper.decode.rescale import rescale
 from lockstep.kernels.hopper.decode.rows import hides_some, row_bounds
 from lockstep.kernels.parts import fold
 

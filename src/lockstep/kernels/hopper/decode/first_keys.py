@@ -13,7 +13,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from lockstep.kernels.hopper.common.spans import FIRST, end_of_first
+from lockstep.kernels.hopper.common.spans import FIRST, end_of_first, first_sum, span_weights
 from lockstep.kernels.hopper.decode.few_rows import some_rows
 
 
@@ -56,8 +56,9 @@ class FirstKeys:
         return gl.load(self.k_ptr + gl.expand_dims(at, 1) + d, mask=mask, other=0.0)
 
     @gluon.jit
-    def raise_maximum(self, rows, keys, group, q_smem, bounds, m):
-        """m [ROWS], and of rows that begin among `keys` of `load` their maximum."""
+    def raise_maximum(self, rows, keys, group, q_smem, bounds, m, first):
+        """m and `first` [ROWS], and of rows that begin among `keys` of `load` their maximum and
+        `first_sum`."""
         layout: gl.constexpr = accumulator(FIRST)
         of_rows: gl.constexpr = gl.SliceLayout(1, layout)
         self.keys_smem.store(keys)
@@ -74,20 +75,24 @@ class FirstKeys:
         begin = gl.expand_dims(gl.convert_layout(begin, of_rows), 1)
         end = gl.expand_dims(gl.convert_layout(end, of_rows), 1)
         s = gl.where((key >= begin) & (key < end), s, -float("inf"))
-        return gl.where(begins_here, gl.convert_layout(gl.max(s, 1), m.type.layout), m)
+        highest = gl.max(s, 1)
+        found = first_sum(span_weights(s, highest, rows.unit))
+        first = gl.where(begins_here, gl.convert_layout(found, m.type.layout), first)
+        return gl.where(begins_here, gl.convert_layout(highest, m.type.layout), m), first
 
     @gluon.jit
     def load_with_queries(
-        self, rows, sizes, cache, run, q_smem, bounds, m, FEW: gl.constexpr
+        self, rows, sizes, cache, run, q_smem, bounds, m, first, FEW: gl.constexpr
     ):  # fmt: skip
-        """The queries of a run to `q_smem`; m [ROWS] that its rows begin with."""
+        """The queries of a run to `q_smem`; m [ROWS] that its rows begin with, and their
+        `first_sum`."""
         group = gl.maximum(bounds[1][0], 0) // FIRST
         last = gl.maximum(bounds[2][0], 0) // FIRST
         keys = self.load(cache, run, group)
         rows.load_queries(sizes, run, some_rows(q_smem, FEW), FEW)
-        m = self.raise_maximum(rows, keys, group, q_smem, bounds, m)
+        m, first = self.raise_maximum(rows, keys, group, q_smem, bounds, m, first)
         for later in range(group + 1, last + 1):
             keys = self.load(cache, run, later)
             await_warps()
-            m = self.raise_maximum(rows, keys, later, q_smem, bounds, m)
-        return m
+            m, first = self.raise_maximum(rows, keys, later, q_smem, bounds, m, first)
+        return m, first

@@ -13,17 +13,28 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from lockstep.kernels.hopper.common.rounding import add_residue
-from lockstep.kernels.hopper.common.softmax import add_sums, close_rows, thread_sums
+from lockstep.kernels.hopper.common.rescale import rescale_by_threads
+from lockstep.kernels.hopper.common.softmax import (
+    add_sums,
+    close_rows,
+    raise_maximum,
+    thread_sums,
+)
 from lockstep.kernels.hopper.common.spans import (
+    bar_of_rows,
+    begin_span,
     empty_total,
+    end_exact_span,
     end_of_span,
+    first_columns,
     first_maximum,
+    first_sum,
     fold_span,
-    raise_in_span,
     row_sums,
     span_weights,
+    weigh_in_span,
 )
+from lockstep.kernels.hopper.common.thread_numbers import of_threads
 from lockstep.kernels.hopper.decode import plan
 from lockstep.kernels.hopper.decode.arrivals import fold_if_last
 from lockstep.kernels.hopper.decode.consumer import bounds_of_run, is_seen, scores_of
@@ -37,7 +48,6 @@ from lockstep.kernels.hopper.decode.few_rows import (
     with_lower_rows,
 )
 from lockstep.kernels.hopper.decode.nonfinite import add_nonfinite, clean_values, has_nonfinite
-from lockstep.kernels.hopper.decode.rescale import rescale
 from lockstep.kernels.hopper.decode.rows import hides_some
 
 NUMBERS, SUMS = gl.constexpr(plan.INVARIANT_PART_NUMBERS), gl.constexpr(plan.PART_SUMS)
@@ -54,33 +64,35 @@ def mask_scores(rows, sizes, s, first_key, bounds):
 
 
 @gluon.jit
-def weigh(rows, s, m, l, residue, FIXED_MAX: gl.constexpr):
-    """Weights of a tile of scores; the new (m, l, residue), and what sums so far weigh under it."""
-    m, alpha, residue, before = raise_in_span(s, m, l, residue, rows.unit, FIXED_MAX)
-    weights = span_weights(s, m, rows.unit)
+def weigh(rows, s, m, l, beside, bar, FIXED_MAX: gl.constexpr):
+    """Weights of a tile of scores; the new m, l and what is beside it, and what sums so far weigh
+    under it [·, 4]."""
     if FIXED_MAX:
-        residue = add_residue(residue, weights, thread_sums(weights), before)
-    return weights, m, add_sums(l, alpha, weights), residue, alpha
+        return weigh_in_span(s, m, l, beside, bar, rows.unit)
+    else:  # noqa: RET505, Gluon would go on and return both
+        m, alpha = raise_maximum(s, m, rows.unit, True)
+        weights = span_weights(s, m, rows.unit)
+        return weights, m, add_sums(l, alpha, weights), beside, of_threads(alpha, l)
 
 
 @gluon.jit
 def attend_span(
-    rows, sizes, run, k, v, q_smem, seen, tile, end, bounds, first_m, p, m, l, residue,
+    rows, sizes, run, k, v, q_smem, seen, tile, end, bounds, first_m, bar, p, m, l, beside,
     FIXED_MAX: gl.constexpr, FEW: gl.constexpr,
 ):  # fmt: skip
-    """The tiles [tile, end) of a span. p, m, l and residue are those of the first tile; while a
-    product with values is under way, the scores of the next tile are made and weighed, beyond the
-    end those of the next span.
+    """The tiles [tile, end) of a span. p, m, l and what is beside it, offset and residue, are those
+    of the first tile; while a product with values is under way, the scores of the next tile are
+    made and weighed, beyond the end those of the next span.
 
-    Returns m, l, residue and products of the span, whether values that are not finite were left
-    out, and p, m, l and residue of the tile at `end`.
+    Returns m, l, what is beside it and products of the span, whether values that are not finite
+    were left out, and p, m, l and what is beside it of the tile at `end`.
     """
     left: gl.constexpr = left_operand(v.D)
     acc = zeros(v.D)
     is_nonfinite = tile * 0
     part_m = m
     part_l = l
-    part_residue = residue
+    part_beside = beside
     # Behind the last tile of the run there is none to weigh.
     stop = gl.minimum(end, run.end - 1)
     for t in range(tile, stop):
@@ -95,23 +107,24 @@ def attend_span(
         # Not `part_m = m`: Gluon would leave it out of the loop.
         part_m = m + 0.0
         part_l = l + 0.0
-        part_residue = residue + 0.0
+        part_beside = (beside[0] + 0.0, beside[1] + 0.0)
+        _none, begun = begin_span(first_m, l, rows.unit)
         m = gl.where(is_last, first_m, m)
         l = gl.where(is_last, 0.0, l)
-        residue = gl.where(is_last, 0.0, residue)
+        beside = (gl.where(is_last, begun[0], beside[0]), gl.where(is_last, 0.0, beside[1]))
         s = upper_rows(s, FEW)
         s = mask_scores(rows, sizes, s, (t + 1) * sizes.BLOCK_KV, bounds)
-        weights, m, l, residue, alpha = weigh(rows, s, m, l, residue, FIXED_MAX)
+        weights, m, l, beside, alpha = weigh(rows, s, m, l, beside, bar, FIXED_MAX)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         v.ring.release(seen)
         # Of a span that ended, nothing is rescaled.
         alpha = gl.where(is_last, 1.0, alpha)
         if FEW:
             upper, lower = halves(acc)
-            whole = with_lower_rows(rescale(upper, alpha), lower)
+            whole = with_lower_rows(rescale_by_threads(upper, alpha), lower)
             acc = gl.convert_layout(whole, acc.type.layout, assert_trivial=True)
         else:
-            acc = rescale(acc, alpha)
+            acc = rescale_by_threads(acc, alpha)
         p = as_operand(weights, q_smem.dtype, left, FEW)
         seen += 1
     if (stop < end) & (tile < end):
@@ -122,9 +135,9 @@ def attend_span(
         v.ring.release(seen)
         part_m = m + 0.0
         part_l = l + 0.0
-        part_residue = residue + 0.0
+        part_beside = (beside[0] + 0.0, beside[1] + 0.0)
         seen += 1
-    return part_m, part_l, part_residue, acc, is_nonfinite, p, m, l, residue, seen
+    return part_m, part_l, part_beside, acc, is_nonfinite, p, m, l, beside, seen
 
 
 @gluon.jit
@@ -145,21 +158,23 @@ def begin_run(
     rows, sizes, run, k, q_smem, cache, first_keys, all_bounds, bounds, seen,
     FIXED_MAX: gl.constexpr, FEW: gl.constexpr,
 ):  # fmt: skip
-    """Queries and the first tile of a run: m that spans begin with; weights, m, l and residue.
-    `all_bounds` are those of 64 rows."""
+    """Queries and the first tile of a run: m that spans begin with, and the bar; weights, m, l and
+    what is beside it. `all_bounds` are those of 64 rows."""
     FROM_TILE: gl.constexpr = FIXED_MAX and not sizes.HAS_LEFT
     of_rows: gl.constexpr = bounds[0][0].type.layout
     first_m = gl.full([ROWS], -float("inf"), gl.float32, all_bounds[0][0].type.layout)
+    first = gl.zeros_like(first_m)
     if FIXED_MAX:
         if FROM_TILE and run.begin == 0:
             rows.load_queries(sizes, run, some_rows(q_smem, FEW), FEW)
         else:
-            first_m = first_keys.load_with_queries(
-                rows, sizes, cache, run, q_smem, all_bounds, first_m, FEW
+            first_m, first = first_keys.load_with_queries(
+                rows, sizes, cache, run, q_smem, all_bounds, first_m, first, FEW
             )
     else:
         rows.load_queries(sizes, run, some_rows(q_smem, FEW), FEW)
     first_m = upper_of_rows(first_m, of_rows, FEW)
+    first = upper_of_rows(first, of_rows, FEW)
     # A sequence without a key has no tile.
     has_tile = run.begin < run.end
     k.ring.wait_full(seen, pred=has_tile)
@@ -169,9 +184,12 @@ def begin_run(
     s = mask_scores(rows, sizes, s, run.begin * sizes.BLOCK_KV, bounds)
     if FROM_TILE:
         first_m = gl.where(run.begin == 0, first_maximum(s), first_m)
-    none = gl.zeros_like(thread_sums(s))
-    weights, m, l, residue, _alpha = weigh(rows, s, first_m, none, none, FIXED_MAX)
-    return first_m, weights, m, l, residue
+        found = first_sum(first_columns(span_weights(s, first_m, rows.unit)))
+        first = gl.where(run.begin == 0, gl.convert_layout(found, of_rows), first)
+    none, beside = begin_span(first_m, thread_sums(s), rows.unit)
+    bar = bar_of_rows(first, bounds[0][0], bounds[0][1], none)
+    weights, m, l, beside, _alpha = weigh(rows, s, first_m, none, beside, bar, FIXED_MAX)
+    return first_m, bar, weights, m, l, beside
 
 
 @gluon.jit
@@ -250,7 +268,7 @@ def consume_spans(
     run = queue.read(runs, sizes)
     while run.exists != 0:
         all_bounds, bounds = bounds_of_run(rows, sizes, run, row_layout, FEW)
-        first_m, weights, m, l, residue = begin_run(
+        first_m, bar, weights, m, l, beside = begin_run(
             rows, sizes, run, k, q_smem, cache, first_keys, all_bounds, bounds, seen, FIXED_MAX,
             FEW,
         )  # fmt: skip
@@ -261,13 +279,19 @@ def consume_spans(
         has_more = True
         while has_more:
             end = gl.minimum((tile // run.span + 1) * run.span, run.end)
-            part_m, part_l, part_residue, acc, is_nonfinite, p, m, l, residue, seen = attend_span(
-                rows, sizes, run, k, v, q_smem, seen, tile, end, bounds, first_m, p, m, l, residue,
-                FIXED_MAX, FEW,
+            part_m, part_l, part_beside, acc, is_nonfinite, p, m, l, beside, seen = attend_span(
+                rows, sizes, run, k, v, q_smem, seen, tile, end, bounds, first_m, bar, p, m, l,
+                beside, FIXED_MAX, FEW,
             )  # fmt: skip
             if is_nonfinite != 0:
                 acc = add_nonfinite(rows, sizes, cache, run, tile, end, all_bounds[0], acc)
             products = upper_rows(acc, FEW)
+            part_residue = part_beside[1]
+            if FIXED_MAX:
+                part_l, part_residue, factors = end_exact_span(
+                    part_m, part_l, part_beside, rows.unit
+                )
+                products = rescale_by_threads(products, factors)
             part_residue, error = end_of_span(
                 part_m, part_residue, rows.unit, FIXED_MAX, q_smem.dtype
             )

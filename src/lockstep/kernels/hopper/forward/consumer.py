@@ -31,7 +31,6 @@ from lockstep.kernels.hopper.common.pieces import (
     row_sums,
     scale_all,
 )
-from lockstep.kernels.hopper.common.rounding import add_residue
 from lockstep.kernels.hopper.common.softmax import (
     LARGE_MAX,
     OVERFLOW,
@@ -41,7 +40,6 @@ from lockstep.kernels.hopper.common.softmax import (
     round_pairs,
     thread_sums,
 )
-from lockstep.kernels.hopper.common.spans import sums_before_block
 from lockstep.kernels.hopper.forward import constant_time
 from lockstep.kernels.hopper.forward.failed_tiles import await_stores
 from lockstep.kernels.hopper.forward.flow import flow
@@ -55,6 +53,7 @@ from lockstep.kernels.hopper.forward.span_steps import (
     continues,
     empty_sums_of_rows,
     end_spans,
+    first_beside_in_span,
     fixed_maximum,
     step_in_spans,
 )
@@ -97,36 +96,46 @@ def first_block_weights(program, rows, s, block):
 
 
 @gluon.jit
-def first_residue(program, weights, l):
-    """The residue of the first block that rows see: with spans, its maximum may be any weight."""
-    residue = gl.zeros_like(l)
-    if program.build.SPAN and program.build.FIXED_MAX:
-        residue = add_residue(residue, weights, l, sums_before_block(residue))
-    return residue
+def no_large(l):
+    """What `first_large` returns where there is no block."""
+    zero = gl.zeros_like(l)
+    return (zero, zero), zero
 
 
 @gluon.jit
-def first_beside(program, rows, m, l, residue):
-    """What rows keep beside m and l behind the first block that they see, which has this residue,
+def first_large(program, rows, weights, m, l):
+    """l of the first block that rows see. With spans its largest weight may be any, and they also
+    have offset, residue and bar (`exact_spans.py`)."""
+    beside, bar = no_large(l)
+    if program.build.SPAN and program.build.FIXED_MAX:
+        l, beside, bar = first_beside_in_span(program, rows, weights, m, l)
+    return l, (beside, bar)
+
+
+@gluon.jit
+def first_beside(program, rows, m, l):
+    """What rows keep beside m and l behind the first block that they see, without spans: nothing,
     or bar, offset and residue (`exact_weights.py`)."""
-    beside = residue
-    if not program.build.SPAN:
-        beside = gl.zeros_like(l)
+    beside = gl.zeros_like(l)
     if program.build.CONSTANT_TIME:
         # Nothing else is left of what rounding does: here, it is that of m.
         beside = constant_time.rounding_of(m, program.score_scale(), program.k.tiles_smem.dtype)
     elif program.build.EXACT:
         bar = l
         if rows.begin + 1 < rows.end:
-            bar = first_bar(l, rows.row_end, program.schedule.BLOCK_KV)
+            schedule = program.schedule
+            first_keys = rows.n_keys_of_first(schedule, rows.begin)
+            bar = first_bar(
+                l, rows.n_keys(schedule), first_keys, schedule.BLOCK_KV, not schedule.HAS_LEFT
+            )
         beside = (bar, first_offset(m, l, program.score_scale()), beside)
     return beside
 
 
 @gluon.jit
 def begin_tile(c: gl.constexpr, program, rows, q_ring, tiles, seen):
-    """The first block of a tile by itself: p, m, l and residue. The block of K after it is there on
-    return."""
+    """The first block of a tile by itself: p, m, l and what `first_large` has. The block of K after
+    it is there on return."""
     WIDTH: gl.constexpr = piece_width(program.v.COLUMNS, 0)
     q_ring.wait(tiles)
     q = q_ring.pieces(tiles)
@@ -140,13 +149,15 @@ def begin_tile(c: gl.constexpr, program, rows, q_ring, tiles, seen):
     program.k.wait(seen + 1, pred=rows.begin + 1 < rows.end)
     weights = program.mark_weights(rows, weights, rows.begin, seen)
     p = gl.convert_layout(round_pairs(weights, q[0].dtype), left_operand(WIDTH))
-    return p, m, l, first_residue(program, weights, l)
+    l, large = first_large(program, rows, weights, m, l)
+    return p, m, l, large
 
 
 @gluon.jit
 def change_tile(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, acc, use_acc, alpha):
     """The product of the last block of a tile; and the first block, `seen`, of the next one, whose
-    `rows` and number these are: acc and the first bad key, then p, m, l and residue of the next."""
+    `rows` and number these are: acc and the first bad key, then p, m, l and what `first_large` has
+    of the next."""
     PRODUCTS: gl.constexpr = n_pieces(program.v.COLUMNS)
     q_ring.wait(tiles)
     program.k.wait(seen)
@@ -173,7 +184,8 @@ def change_tile(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, ac
     # Its values may have that slot, too.
     weights = program.mark_weights(rows, weights, rows.begin, seen)
     p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
-    return acc, bad, p, m, l, first_residue(program, weights, l)
+    l, large = first_large(program, rows, weights, m, l)
+    return acc, bad, p, m, l, large
 
 
 @gluon.jit
@@ -266,20 +278,21 @@ def store_results(
 
 @gluon.jit
 def take_spans(
-    c: gl.constexpr, program, rows, q_ring, tiles, seen, p, acc, m, l, residue, memory
+    c: gl.constexpr, program, rows, q_ring, tiles, seen, p, acc, m, l, large, memory
 ):  # fmt: skip
     """The blocks of a tile behind its first one, and the sums of their spans: `span_steps.py`."""
     q = q_ring.pieces(tiles)
+    beside, bar = large
     sums = empty_sums_of_rows(program, m, l)
     total = empty_products(program.v.COLUMNS, program.build.TOTAL_COLUMNS)
     for block in range(rows.begin + 1, rows.end):
-        p, acc, m, l, residue, sums, total = step_in_spans(
-            c, program, rows, block, seen, q, p, acc, m, l, residue, sums, total, memory
+        p, acc, m, l, beside, bar, sums, total = step_in_spans(
+            c, program, rows, block, seen, q, p, acc, m, l, beside, bar, sums, total, memory
         )
         seen += 1
     if (rows.end - 1) % program.build.SPAN == 0:
         total = add_span(program, rows, rows.end - 1, sums, total, memory, acc)
-    return p, acc, m, l, residue, sums, total, seen
+    return p, acc, m, l, beside, sums, total, seen
 
 
 @gluon.jit
@@ -312,16 +325,16 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
         for _block in range(rows.tile_begin, rows.begin):
             skip(c, program, seen)
             seen += 1
-        p, m, l, residue = begin_tile(c, program, rows, q_ring, tiles, seen)
+        p, m, l, large = begin_tile(c, program, rows, q_ring, tiles, seen)
         while tile.exists:
             acc = empty_sums(program.v.COLUMNS)
             alpha = gl.zeros_like(m)
-            beside = first_beside(program, rows, m, l, residue)
             if program.build.SPAN:
                 p, acc, m, l, beside, sums, total, seen = take_spans(
-                    c, program, rows, q_ring, tiles, seen, p, acc, m, l, beside, memory
+                    c, program, rows, q_ring, tiles, seen, p, acc, m, l, large, memory
                 )
             else:
+                beside = first_beside(program, rows, m, l)
                 p, acc, m, l, beside, alpha, seen = take_steps(
                     c, program, rows, q_ring, tiles, seen, p, acc, m, l, beside, alpha
                 )
@@ -340,13 +353,13 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
             q_ring.release(tiles)
             next_m = m
             next_l = l
-            next_residue = gl.zeros_like(l)
+            next_large = no_large(l)
             if next_tile.exists:
                 for _block in range(next_rows.tile_begin, next_rows.begin):
                     skip(c, program, seen)
                     seen += 1
             if FLOWS and next_tile.exists:
-                acc, bad, p, next_m, next_l, next_residue = change_tile(
+                acc, bad, p, next_m, next_l, next_large = change_tile(
                     c, program, next_rows, q_ring, tiles + 1, last, seen, p, acc, use_acc, alpha
                 )
             else:
@@ -362,7 +375,7 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
             )
             wrong |= again << (tiles % 32)
             if not FLOWS and next_tile.exists:
-                p, next_m, next_l, next_residue = begin_tile(
+                p, next_m, next_l, next_large = begin_tile(
                     c, program, next_rows, q_ring, tiles + 1, seen
                 )
             tiles += 1
@@ -370,7 +383,7 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
             rows = next_rows
             m = next_m
             l = next_l
-            residue = next_residue
+            large = next_large
     tma_store_wait(0)
     if program.build.SECOND_PASS:
         # What the copy engine still writes must not overtake the rows of the second pass.

@@ -247,8 +247,7 @@ def forward_kernel(
     CONSTANT_TIME: gl.constexpr,
     ONE_LOOP: gl.constexpr,
 ):
-    # Spans are added as they are, and rows of a window have few keys.
-    EXACT: gl.constexpr = FIXED_MAX and not SPAN and not HAS_LEFT
+    EXACT: gl.constexpr = FIXED_MAX
     CLEANS: gl.constexpr = CONSTANT_TIME and (HAS_LEFT or HAS_RIGHT)
     CLEANERS: gl.constexpr = 1 if CLEANS else 0
     WIDE: gl.constexpr = DV_COLUMNS > 192

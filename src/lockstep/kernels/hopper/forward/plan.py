@@ -66,7 +66,7 @@ NARROW_PLANS = {
 }
 # From so many keys on, all sums of D 128 are in registers: a new tile takes longer then, the end of
 # a span less.
-LONG_SPANS = 2048
+LONG_SPANS = 8192
 # Up to so many keys, tiles are short however many queries there are.
 FEW_KEYS = 256
 # With two or three blocks of keys, they may stay in shared memory: `few_keys.py`. With so many

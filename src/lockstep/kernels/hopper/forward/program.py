@@ -242,6 +242,20 @@ class Rows:
         return gl.where(self.inner_end == BAD, float("nan"), 0.0)
 
     @gluon.jit
+    def n_keys(self, schedule):
+        """How many keys each row sees, [ROWS]."""
+        n = self.row_end
+        if schedule.HAS_LEFT:
+            n = n - gl.maximum(self.row_begin, 0)
+        return n
+
+    @gluon.jit
+    def n_keys_of_first(self, schedule, block):
+        """How many keys rows see in `block`, [ROWS], if it is the first one they see and there are
+        so many."""
+        return (block + 1) * schedule.BLOCK_KV - gl.maximum(self.row_begin, 0)
+
+    @gluon.jit
     def have_edges(self):
         return (self.begin < self.inner_begin) | (self.end > self.inner_end)
 

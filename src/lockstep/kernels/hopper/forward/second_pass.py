@@ -33,7 +33,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     warpgroup_mma_wait,
 )
 from lockstep.kernels.hopper.common.pieces import issue_transposed, scale_rows
-from lockstep.kernels.hopper.common.rounding import add_residue, sums_before
+from lockstep.kernels.hopper.common.rescale import rescale_by_threads
 from lockstep.kernels.hopper.common.softmax import (
     add_sums,
     exp2_weights,
@@ -43,14 +43,18 @@ from lockstep.kernels.hopper.common.softmax import (
     thread_sums,
 )
 from lockstep.kernels.hopper.common.spans import (
+    begin_span,
     empty_total,
+    end_exact_span,
     end_of_span,
     fold_span,
-    raise_in_span,
     row_sums,
     span_weights,
+    weigh_in_span,
 )
+from lockstep.kernels.hopper.common.thread_numbers import of_threads
 from lockstep.kernels.hopper.forward.program import Rows, close_total, normalize, send_block
+from lockstep.kernels.hopper.forward.span_steps import bar_of_begun as bar_in_spans
 from lockstep.kernels.hopper.forward.span_steps import fixed_maximum
 
 # What stands for a value that is not finite while it is counted. A block has up to 128 keys, so
@@ -136,7 +140,6 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
     acc = zeros(WIDTH)
     for block in range(rows.begin, rows.end):
         s = take_scores(program, rows, q, block, seen)
-        before = sums_before(l, m)
         begins = m == -float("inf")
         rises = runs | (begins & (block <= rows.inner_begin))
         m, alpha = raise_maximum(s, m, scale, rises)
@@ -153,11 +156,12 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
             scaled, l, beside = settle(weights, (acc,), part, l, (bar, offset, residue), None)
             acc = scaled[0]
             bar, offset, residue = beside
-            bar = bar_of_begun(bar, part, rows.row_end, BLOCK_KV)
+            first_keys = rows.n_keys_of_first(program.schedule, block)
+            IS_WHOLE: gl.constexpr = not program.schedule.HAS_LEFT
+            keys = rows.n_keys(program.schedule)
+            bar = bar_of_begun(bar, part, keys, first_keys, BLOCK_KV, IS_WHOLE)
         else:
             weights = gl.where(exact, exp2_weights_exact(s, m, scale), exp2_weights(s, m, scale))
-            if program.build.FIXED_MAX:
-                residue = add_residue(residue, weights, thread_sums(weights), before)
             l = add_sums(l, alpha, weights)
             acc = scale_rows(acc, alpha)
         acc = add_values(program, rows, weights, block, seen, acc, q[0].dtype)
@@ -181,28 +185,39 @@ def attend_spans(program, rows, q, seen):
     first_m = no_max
     m = no_max
     l = thread_sums(zero)
-    residue = l
+    bar = l
+    l, beside = begin_span(m, l, scale)
     acc = zeros(WIDTH)
     maxima, total = empty_total(m, l, acc)
     for block in range(rows.begin, rows.end):
         s = take_scores(program, rows, q, block, seen)
         if FIXED_MAX and block <= gl.maximum(rows.begin, rows.inner_begin):
+            begins = first_m == -float("inf")
             first_m = fixed_maximum(program, rows, s, block, first_m)
+            found = bar_in_spans(program, rows, span_weights(s, first_m, scale), block, l)
+            bar = gl.where(of_threads(gl.where(begins, 1.0, 0.0), l) > 0.0, found, bar)
+            is_empty = of_threads(gl.where(m == -float("inf"), 1.0, 0.0), l) > 0.0
             m = gl.where(m == -float("inf"), first_m, m)
-        m, alpha, residue, before = raise_in_span(s, m, l, residue, scale, FIXED_MAX)
-        weights = span_weights(s, m, scale)
+            beside = (gl.where(is_empty, first_offset(m, l, scale), beside[0]), beside[1])
         if FIXED_MAX:
-            residue = add_residue(residue, weights, thread_sums(weights), before)
-        l = add_sums(l, alpha, weights)
-        acc = scale_rows(acc, alpha)
+            weights, m, l, beside, factors = weigh_in_span(s, m, l, beside, bar, scale)
+            acc = rescale_by_threads(acc, factors)
+        else:
+            m, alpha = raise_maximum(s, m, scale, True)
+            weights = span_weights(s, m, scale)
+            l = add_sums(l, alpha, weights)
+            acc = scale_rows(acc, alpha)
         acc = add_values(program, rows, weights, block, seen, acc, q[0].dtype)
         seen += 1
         if (block + 1) % program.build.SPAN == 0 or block + 1 == rows.end:
+            residue = beside[1]
+            if FIXED_MAX:
+                l, residue, factors = end_exact_span(m, l, beside, scale)
+                acc = rescale_by_threads(acc, factors)
             residue, error = end_of_span(m, residue, scale, FIXED_MAX, q[0].dtype)
             maxima, total = fold_span(maxima, total, m, error, (l, residue, acc), scale)
             m = first_m
-            l = gl.zeros_like(l)
-            residue = l
+            l, beside = begin_span(m, l, scale)
             acc = zeros(WIDTH)
     l, r = row_sums(m, total[0], total[1])
     return (total[2],), maxima[0], l, r, maxima[1], seen

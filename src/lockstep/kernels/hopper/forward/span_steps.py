@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS
+from lockstep.kernels.hopper.common.exact_spans import settle_in_span
+from lockstep.kernels.hopper.common.exact_weights import (
+    exceeds,
+    first_offset,
+    offset_weights,
+    settle,
+)
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, warpgroup_mma_wait
 from lockstep.kernels.hopper.common.pieces import n_pieces, scale_all
-from lockstep.kernels.hopper.common.rounding import add_residue
+from lockstep.kernels.hopper.common.rescale import rescale_by_threads
 from lockstep.kernels.hopper.common.softmax import (
     add_sums,
     exp2_weights,
@@ -14,16 +21,21 @@ from lockstep.kernels.hopper.common.softmax import (
     thread_sums,
 )
 from lockstep.kernels.hopper.common.spans import (
+    bar_of_rows,
+    begin_span,
+    end_exact_span,
     end_of_first,
     end_of_span,
+    first_columns,
     first_maximum,
+    first_sum,
     fold_maxima,
     fold_sums,
     mark,
     row_sums,
-    sums_before_block,
     weight_error,
 )
+from lockstep.kernels.hopper.common.thread_numbers import of_threads
 from lockstep.kernels.hopper.forward.products import await_product, issue_product, issue_scores
 from lockstep.kernels.hopper.forward.total import add_products, all_products
 
@@ -36,6 +48,28 @@ def fixed_maximum(program, rows, s, block, m):
         return gl.where(m == -float("inf"), gl.max(hide_from(s, end), 1), m)
     else:  # noqa: RET505, Gluon would go on and return both
         return first_maximum(s)
+
+
+@gluon.jit
+def bar_of_begun(program, rows, weights, block, l):
+    """The bar [ROWS, 4] of rows that begin in `block`, with these weights."""
+    if program.schedule.HAS_LEFT:
+        end = end_of_first(rows.row_begin) - block * program.schedule.BLOCK_KV
+        first = first_sum(gl.maximum(hide_from(weights, end), 0.0))
+    else:
+        first = first_sum(first_columns(weights))
+    first = gl.convert_layout(first, rows.row_end.type.layout)
+    return bar_of_rows(first, rows.row_begin, rows.row_end, l)
+
+
+@gluon.jit
+def first_beside_in_span(program, rows, weights, m, l):
+    """l [ROWS, 4] of the first block of a tile, which begins a span; what is beside it: offset and
+    residue; and the bar of its rows."""
+    none, beside = begin_span(m, l, program.score_scale())
+    bar = bar_of_begun(program, rows, weights, rows.begin, l)
+    l, offset, residue, _factors = settle_in_span(weights, l, none, bar, beside[0], beside[1], None)
+    return l, (offset, residue), bar
 
 
 @gluon.jit
@@ -81,10 +115,10 @@ def add_span(program, rows, block, sums, total, memory, acc):
 
 @gluon.jit
 def step_in_spans(
-    c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, residue, sums, total, memory
+    c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, beside, bar, sums, total, memory
 ):
     """`step`; where a span begins with `block`, the sums of the one before join the total's, and
-    so do its products when they are done."""
+    so do its products when they are done. Beside l are offset and residue of `exact_spans.py`."""
     VOTES_LATE: gl.constexpr = program.v.COLUMNS <= 64
     PRODUCTS: gl.constexpr = n_pieces(program.v.COLUMNS)
     SPAN: gl.constexpr = program.build.SPAN
@@ -96,10 +130,12 @@ def step_in_spans(
     # One branch where no span ends.
     if block % SPAN <= 1:
         if is_new:
-            sums = add_sums_of_span(program, sums, m, l, residue, p.dtype)
-            l = gl.zeros_like(l)
-            residue = gl.zeros_like(residue)
-            if not program.build.FIXED_MAX:
+            sums, ends = add_sums_of_span(program, sums, m, l, beside, p.dtype)
+            l, beside = begin_span(m, l, scale)
+            if program.build.FIXED_MAX:
+                # The sum is 0 until the products of the span before are done, and l below any bar.
+                l = -ends
+            else:
                 m = gl.full([ROWS], -float("inf"), gl.float32, m.type.layout)
         else:
             total = add_span(program, rows, block, sums, total, memory, acc)
@@ -110,12 +146,19 @@ def step_in_spans(
     program.k.release(seen + 1)
     s = program.mask_scores(rows, s, block)
     if program.build.FIXED_MAX:
+        offset, residue = beside
         if program.schedule.HAS_LEFT and block <= rows.inner_begin:
+            begins = of_threads(gl.where(m == -float("inf"), 1.0, 0.0), l) > 0.0
             m = fixed_maximum(program, rows, s, block, m)
-        weights = exp2_weights(s, m, scale)
+            offset = gl.where(begins, first_offset(m, l, scale), offset)
+            weights = offset_weights(s, offset, scale)
+            bar = gl.where(begins, bar_of_begun(program, rows, weights, block, l), bar)
+        else:
+            weights = offset_weights(s, offset, scale)
         part = thread_sums(weights)
+        any_exceeds = None
         if not VOTES_LATE:
-            residue = add_residue(residue, weights, part, sums_before_block(l))
+            any_exceeds = exceeds(part, gl.maximum(l, bar))
         acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
     else:
         m, alpha = raise_maximum(s, m, scale, True)
@@ -128,32 +171,46 @@ def step_in_spans(
     program.v.release(seen)
     p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
     if program.build.FIXED_MAX:
-        if VOTES_LATE:
-            residue = add_residue(residue, weights, part, sums_before_block(l))
-        l += part
-    return p, acc, m, l, residue, sums, total
+        if is_new:
+            # acc belongs to the span before.
+            acc = (rescale_by_threads(acc[0], -l),)
+            l, offset, residue, _factors = settle_in_span(
+                weights, part, gl.zeros_like(l), bar, offset, residue, any_exceeds
+            )
+        else:
+            TOGETHER: gl.constexpr = program.build.CONSUMERS == 2
+            large = (gl.maximum(l, bar), offset, residue)
+            acc, l, large = settle(weights, acc, part, l, large, any_exceeds, TOGETHER)
+            offset = large[1]
+            residue = large[2]
+        beside = (offset, residue)
+    return p, acc, m, l, beside, bar, sums, total
 
 
 @gluon.jit
-def add_sums_of_span(program, sums, m, l, residue, dtype: gl.constexpr):
-    """The sums of a total with those of a span that ended in the first pass."""
+def add_sums_of_span(program, sums, m, l, beside, dtype: gl.constexpr):
+    """The sums of a total with those of a span that ended in the first pass, and factors for its
+    products."""
     scale = program.score_scale()
     if program.build.FIXED_MAX:
-        return sums[0] + l, sums[1] + residue
+        l, residue, factors = end_exact_span(m, l, beside, scale)
+        return (sums[0] + l, sums[1] + residue), factors
     else:  # noqa: RET505
-        residue, error = end_of_span(m, residue, scale, False, dtype)
+        residue, error = end_of_span(m, beside[1], scale, False, dtype)
         m, error, keep, add = fold_maxima(sums[2], sums[3], m, error, scale)
         folded = fold_sums((sums[0], sums[1]), keep, (l, residue), add)
-        return folded[0], folded[1], m, error, keep, add
+        none = gl.full(l.shape, 1.0, gl.float32, l.type.layout)
+        return (folded[0], folded[1], m, error, keep, add), none
 
 
 @gluon.jit
-def end_spans(program, rows, sums, total, memory, m, l, residue, acc, dtype: gl.constexpr):
+def end_spans(program, rows, sums, total, memory, m, l, beside, acc, dtype: gl.constexpr):
     """m, l, r, error and products of all spans, when those of the last are done."""
     COLUMNS: gl.constexpr = program.build.TOTAL_COLUMNS
     scale = program.score_scale()
-    sums = add_sums_of_span(program, sums, m, l, residue, dtype)
+    sums, ends = add_sums_of_span(program, sums, m, l, beside, dtype)
     if program.build.FIXED_MAX:
+        acc = (rescale_by_threads(acc[0], ends),)
         error = weight_error(m, scale)
         keep: gl.constexpr = None
         add: gl.constexpr = None

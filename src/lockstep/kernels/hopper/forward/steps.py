@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import left_operand
 from lockstep.kernels.hopper.common.exact_weights import (
+    bar_of_begun,
     exceeds,
+    first_offset,
+    no_bar,
     offset_weights,
     offset_weights_in_halves,
     settle,
 )
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, warpgroup_mma_wait
 from lockstep.kernels.hopper.common.pieces import halves, n_pieces, scale_all
-from lockstep.kernels.hopper.common.rounding import add_residue, sums_before
 from lockstep.kernels.hopper.common.softmax import (
     add_sums,
     exp2_weights,
@@ -75,6 +77,18 @@ def weigh(program, rows, block, seen, s, acc, m, l, residue):
 
 
 @gluon.jit
+def begin_rows(s, m, l, beside, scale):
+    """m and what is beside l, of rows that may see their first keys in a block with scores `s`:
+    these have no bar in it."""
+    bar, offset, residue = beside
+    begins = m == -float("inf")
+    m, _alpha = raise_maximum(s, m, scale, begins)
+    bar = no_bar(bar, begins)
+    offset = gl.where(bar == float("inf"), first_offset(m, l, scale), offset)
+    return m, (bar, offset, residue)
+
+
+@gluon.jit
 def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, beside, alpha):
     """Scores and weights of `block`, and the product of the block before, whose weights are `p`.
 
@@ -91,7 +105,12 @@ def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, beside, a
         program.k.release(seen + 1)
     s = program.mask_scores(rows, s, block)
     if program.build.EXACT:
-        if program.schedule.HAS_RIGHT and program.v.COLUMNS <= 64:
+        # Up to inner_begin, rows may yet see their first key. Their sums are 0 until then, and need
+        # no rescaling.
+        BEGIN: gl.constexpr = program.schedule.HAS_LEFT
+        if BEGIN and block <= rows.inner_begin:
+            m, beside = begin_rows(s, m, l, beside, scale)
+        if program.schedule.HAS_RIGHT and program.v.COLUMNS <= 64 and not BEGIN:
             weights = offset_weights_in_halves(s, beside[1], scale)
         else:
             weights = offset_weights(s, beside[1], scale)
@@ -99,18 +118,6 @@ def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, beside, a
         any_exceeds = None
         if not VOTES_LATE:
             any_exceeds = exceeds(part, beside[0])
-        acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
-    elif program.build.FIXED_MAX:
-        before = l
-        # Up to inner_begin, rows may yet see their first key. Their sums are 0 until then, and need
-        # no rescaling.
-        if program.schedule.HAS_LEFT and block <= rows.inner_begin:
-            before = sums_before(l, m)
-            m, _alpha = raise_maximum(s, m, scale, m == -float("inf"))
-        weights = exp2_weights(s, m, scale)
-        part = thread_sums(weights)
-        if not VOTES_LATE:
-            beside = add_residue(beside, weights, part, before)
         acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
     else:
         if program.build.HALVES:
@@ -132,10 +139,12 @@ def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, beside, a
     if program.build.EXACT:
         TOGETHER: gl.constexpr = program.build.CONSUMERS == 2
         acc, l, beside = settle(weights, acc, part, l, beside, any_exceeds, TOGETHER)
-    elif program.build.FIXED_MAX:
-        if VOTES_LATE:
-            beside = add_residue(beside, weights, part, before)
-        l += part
+        if BEGIN and block <= rows.inner_begin:
+            bar = bar_of_begun(
+                beside[0], part, rows.n_keys(program.schedule),
+                rows.n_keys_of_first(program.schedule, block), program.schedule.BLOCK_KV, False,
+            )  # fmt: skip
+            beside = (bar, beside[1], beside[2])
     return p, acc, m, l, beside, alpha
 
 

@@ -4,6 +4,7 @@ multiplication. A branch of the whole warpgroup would take barriers in every til
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
+from lockstep.kernels.hopper.common.thread_numbers import per_weight
 
 
 @gluon.constexpr_function
@@ -33,11 +34,22 @@ def _constraints(n):
 @gluon.jit
 def rescale(acc, alpha):
     """acc [64, ·], or the upper rows of one, times alpha of its rows."""
+    rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    factors = gl.expand_dims(gl.convert_layout(alpha, rows), 1) + gl.zeros_like(acc)
+    return _rescale(acc, factors)
+
+
+@gluon.jit
+def rescale_by_threads(acc, factors):
+    """The same with factors [64, 4], or [32, 4], of the threads that share a row."""
+    return _rescale(acc, per_weight(factors, acc))
+
+
+@gluon.jit
+def _rescale(acc, factors):
     N: gl.constexpr = acc.shape[0] * acc.shape[1] // 128
     assembly: gl.constexpr = _assembly(N)
     constraints: gl.constexpr = _constraints(N)
-    rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    factors = gl.expand_dims(gl.convert_layout(alpha, rows), 1) + gl.zeros_like(acc)
     return gl.inline_asm_elementwise(
         assembly, constraints, [acc, factors], gl.float32, is_pure=False, pack=N
     )
