@@ -315,7 +315,7 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
         if tile.exists:
             rows = Rows.of_consumer(c, schedule, tile)
             begun = begin_tile(c, program, rows, q_ring, tiles, seen)
-            beside = first_beside(program, rows, begun[1], begun[2], begun[3])
+            beside = first_beside(program, rows, begun[1], begun[2])
             wrong, seen, tiles = flow(
                 c, program, results, q_ring, o_smem, o_desc, wrong, tile, rows, begun, beside,
                 skip, store_results, end_tile,

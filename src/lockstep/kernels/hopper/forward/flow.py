@@ -45,7 +45,7 @@ def flow(
     schedule = program.schedule
     scale = program.score_scale()
     acc = empty_sums(program.v.COLUMNS)
-    p, m, l, _residue = begun
+    p, m, l, _large = begun
     tiles = 0
     seen = 0
     # The block that p is of.
@@ -105,7 +105,8 @@ def flow(
                 l = part
                 next_bar = part
                 if has_more:
-                    next_bar = first_bar(part, next_rows.row_end, schedule.BLOCK_KV)
+                    keys = next_rows.row_end
+                    next_bar = first_bar(part, keys, keys, schedule.BLOCK_KV, True)
                 beside = (next_bar, next_offset, gl.zeros_like(residue))
             else:
                 acc, l, beside = settle(weights, acc, part, l, beside, any_exceeds, TOGETHER)
