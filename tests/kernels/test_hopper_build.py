@@ -38,7 +38,7 @@ PROCESSORS = 132
 
 def build(D: int, dtype: torch.dtype = torch.bfloat16, options=(), Sq: int = 5000) -> Build:
     """The kernel for a long dense problem."""
-    return build_for(unwritten(Sq, 512, D=D, dtype=dtype), options)
+    return build_for(unwritten(Sq, 2048, D=D, dtype=dtype), options)
 
 
 def build_for(tensors: Tensors, options=()) -> Build:
