@@ -176,7 +176,7 @@ def main() -> None:
         "distributed_shares": {
             "where": {"what": "share"},
             "by": ["kernel", "method"],
-            "columns": {f"{ranks} ranks": {"ranks": ranks} for ranks in RANKS},
+            "columns": {f"{ranks} rank{'s' * (ranks > 1)}": {"ranks": ranks} for ranks in RANKS},
             "value": "of one GPU",
             "format": "{:.2f}",
             "caption": f"query-invariant, {SIZES}",

@@ -15,7 +15,7 @@ from lockstep import environment
 
 NOT_MEASURED = "Not measured yet."  # in place of a table
 RESULTS = Path("benchmarks") / "results"
-ON_GPU = ("gpu", "models")  # suites that measure a GPU
+ON_GPU = ("gpu", "models", "drawn-cases")  # suites that measure a GPU
 
 
 def checkout() -> Path | None:

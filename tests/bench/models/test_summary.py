@@ -1,12 +1,12 @@
-"""What the page of the suite says of peers that a run went without."""
+"""What the page of the suite says of peers and cases that a run went without."""
 
 from __future__ import annotations
 
-from lockstep.bench.models.summary import absent_peers
+from lockstep.bench.models.summary import absent_peers, latest
 
 
-def a_run(commit: str, **ms: float) -> dict:
-    row = {"kind": "forward", "ms": {"lockstep": 1.0, **ms}}
+def a_run(commit: str, case: str = "", **ms: float) -> dict:
+    row = {"kind": "forward", "case": case, "ms": {"lockstep": 1.0, **ms}}
     return {
         "peers": dict.fromkeys(ms, ""),
         "rows": [row],
@@ -24,3 +24,12 @@ def test_a_peer_of_an_earlier_run_is_named():
 
 def test_a_peer_that_stood_alone_is_not_compared():
     assert absent_peers("forward", a_run("2", FA3=2.0), [a_run("1", FA4=1.0)]) == []
+
+
+def test_cases_that_a_run_left_out_are_those_of_the_run_before():
+    both = a_run("1", "short", FA3=1.0)
+    both["rows"] += a_run("1", "long", FA3=1.0)["rows"]
+    new = a_run("2", "long", FA3=2.0)
+    oldest = a_run("0", "no case any more", FA3=1.0)
+    assert latest("forward", [oldest, both, new]) == [(new, new["rows"]), (both, both["rows"][:1])]
+    assert latest("decode", [both, new]) == []

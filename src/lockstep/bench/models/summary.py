@@ -56,13 +56,27 @@ def block(directory: Path, suite: str = SUITE) -> str:
 
 
 def _page(runs: list[dict[str, Any]]) -> str:
-    newest = {row["kind"]: run for run in runs for row in run["rows"]}
-    found = {kind: of_kind(newest[kind], kind) for kind in KINDS if kind in newest}
-    parts = [_means([row for rows in found.values() for row in rows])]
-    for kind, rows in found.items():
-        absent = absent_peers(kind, newest[kind], runs)
-        parts += [_table(kind, rows), " ".join([_caption(newest[kind]), *absent])]
-    return "\n\n".join(parts)
+    parts, shown = [], []
+    for kind in KINDS:
+        for run, rows in latest(kind, runs):
+            shown += rows
+            caption = " ".join([_caption(run), *absent_peers(kind, run, runs)])
+            parts += [_table(kind, rows), caption]
+    return "\n\n".join([_means(shown), *parts])
+
+
+def latest(kind: str, runs: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[Row]]]:
+    """The newest run with this kind of work and its rows; then the run before it, if it has cases
+    that the newest left out, with these."""
+    having = [run for run in reversed(runs) if of_kind(run, kind)]
+    found: list[tuple[dict[str, Any], list[Row]]] = []
+    seen: set[str] = set()
+    for run in having[:2]:
+        rows = [row for row in of_kind(run, kind) if row["case"] not in seen]
+        if rows:
+            found.append((run, rows))
+        seen |= {row["case"] for row in rows}
+    return found
 
 
 def absent_peers(kind: str, run: dict[str, Any], runs: list[dict[str, Any]]) -> list[str]:
