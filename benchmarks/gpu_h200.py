@@ -13,6 +13,7 @@ for every shape, and takes part at 4k and 16k only.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import subprocess
 import sys
@@ -53,10 +54,13 @@ def unpack(directory: Path) -> bool:
     """Load FA3 and, where its parts are there, FA4 out of their bundles; whether FA4 is."""
     sys.path.insert(0, str(directory))
     bundles = import_module("peers")
-    bundles.load_fa3(str(directory / "fa3.xz"))
     has_fa4 = (directory / "a").is_dir()
-    if has_fa4:
-        bundles.load_fa4(str(directory / "a"), str(directory / "b"))
+    # What one process unpacks, others find: they must not find half of it.
+    with (Path(tempfile.gettempdir()) / "lockstep_peers.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        bundles.load_fa3(str(directory / "fa3.xz"))
+        if has_fa4:
+            bundles.load_fa4(str(directory / "a"), str(directory / "b"))
     return has_fa4
 
 

@@ -63,7 +63,7 @@ def test_no_secret_shows(name):
 
 def test_the_ordinary_hopper_build_leaks():
     """Its second pass, its fixed maxima and its votes: the analysis finds each."""
-    tensors = unwritten(5000, 512, D=128)
+    tensors = unwritten(5000, 2000, D=128)
     call = hopper_launch.forward_launches(describe(tensors, Options(causal=True)), tensors, 132)
     found = {leak.file.rpartition("/")[2] for leak in leaks_in(call, tensors, 90)}
     assert {"second_pass.py", "scheduler.py", "exact_weights.py", "softmax.py"} <= found

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.common.exact_weights import (
     ALPHA,
-    LEAST,
+    LEAST_LARGE,
     MOST,
     OFFSET,
     RESIDUE,
@@ -80,7 +80,7 @@ def span_bar(first, keys, l):
     of which is 1, and so many keys [BLOCK_Q] in all. Each product is an `fma`, so that all kernels
     have the same bar."""
     zero = gl.zeros_like(first)
-    large = gl.minimum(gl.fma(keys.to(gl.float32), zero + SHARE, zero + LEAST), MOST)
+    large = gl.minimum(gl.fma(keys.to(gl.float32), zero + SHARE, zero + LEAST_LARGE), MOST)
     each = gl.fma(large, zero + 4.0, zero + 1.0)
     return of_threads(gl.fma(gl.maximum(first, 1.0) - 1.0, each, zero + 1.0), l)
 

@@ -26,9 +26,9 @@ from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.common.pieces import cut, cut_all, halves, join_all
 from lockstep.kernels.hopper.common.thread_numbers import of_threads, per_thread, per_weight
 
-# How large a weight is large, over the sum of the first 128 keys: LEAST, and SHARE for each key
-# that the row sees, but no more than MOST. Over that of 64 keys, NARROW times as much.
-LEAST, SHARE, MOST = gl.constexpr(0.35), gl.constexpr(1.0 / 10240), gl.constexpr(0.75)
+# How large a weight is large, over the sum of the first 128 keys: LEAST_LARGE, and SHARE for each
+# key that the row sees, but no more than MOST. Over that of 64 keys, NARROW times as much.
+LEAST_LARGE, SHARE, MOST = gl.constexpr(0.35), gl.constexpr(1.0 / 10240), gl.constexpr(0.75)
 NARROW = gl.constexpr(16.0 / 9.0)
 # The sum of a part of a block tells that of the whole block if it has so many keys, over the number
 # of keys of a block: 16 of 128, 32 of 64.
@@ -187,7 +187,7 @@ def first_bar(l, keys, first_keys, BLOCK_KV: gl.constexpr, IS_WHOLE: gl.constexp
     block, with the sums l [BLOCK_Q, 4], all of its keys if IS_WHOLE, else `first_keys`
     [BLOCK_Q]."""
     rows: gl.constexpr = gl.SliceLayout(1, l.type.layout)
-    large = gl.minimum(keys.to(gl.float32) * SHARE + LEAST, MOST)
+    large = gl.minimum(keys.to(gl.float32) * SHARE + LEAST_LARGE, MOST)
     if BLOCK_KV < 128:
         large = large * NARROW
     total = gl.sum(l, 1)
