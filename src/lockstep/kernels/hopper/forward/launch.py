@@ -22,7 +22,6 @@ from lockstep.kernels.hopper.forward.plan import (
     keeps_keys,
     kept_blocks,
     kept_tiles,
-    keys_in_l2,
     one_block_keys,
     one_block_room,
     one_block_tiles,
@@ -35,7 +34,10 @@ from lockstep.kernels.hopper.forward.sequence_order import order_buffer, sort_la
 from lockstep.kernels.hopper.forward.shapes import (
     by_head,
     describe_pages,
+    key_numbers,
     layout_of,
+    names_of,
+    row_strides,
     scales,
     tiles_of,
 )
@@ -44,7 +46,7 @@ from lockstep.kernels.hopper.forward.window_launch import window_launch, window_
 from lockstep.kernels.hopper.forward.window_plan import has_narrow_window, sizes_of
 from lockstep.kernels.kernel import Prepared, Result
 from lockstep.kernels.launch import Buffer, Launch, Launches
-from lockstep.memory_order import empty_like, strides_like
+from lockstep.memory_order import empty_like
 from lockstep.problem import AttentionProblem, Tensors
 
 
@@ -104,20 +106,14 @@ def _launch(
     problem: AttentionProblem, q: Tensor, fitted: Tensors, tiles: Tiling, n_processors: int
 ) -> Launch:
     """The launch of `forward_kernel`; results lie as q does, of which `fitted` may have a copy."""
-    plan, layout = plan_of(problem), layout_of(problem)
-    # A pointer that is not used may be any.
-    unused = {"sinks": not problem.has_sinks, "kv_lens": layout != "kv_lens"}
-    unused |= dict.fromkeys(("cu_q", "cu_kv", "sequence_order"), layout != "varlen")
-    unused["page_table"] = not problem.is_paged
-    names = {"o": "out", "cu_q": "cu_seqlens_q", "cu_kv": "cu_seqlens_k"}
     return Launch(
         forward_kernel,
         (min(n_processors, tiles.n_tickets),),
         _numbers(problem, q, fitted, tiles) | _constants(problem),
         maps=_maps(problem, q, fitted),
-        names=names | {name: "lse" for name, is_unused in unused.items() if is_unused},
+        names=names_of(problem),
         num_warps=4,
-        maxnreg=REGISTERS[plan.consumers][0],
+        maxnreg=REGISTERS[plan_of(problem).consumers][0],
     )
 
 
@@ -192,10 +188,8 @@ def _of_programs(
     problem: AttentionProblem, q: Tensor, n_q_tiles: int, tiles_per_program: int
 ) -> dict[str, int]:
     """What programs with several tiles of queries of one head need to find them."""
-    packed = problem.layout == "varlen"
-    strides = (0, 1, problem.Hq) if packed else strides_like(q, problem.lse_shape)
     return {
-        **dict(zip(("row_stride_b", "row_stride_h", "row_stride_s"), strides, strict=True)),
+        **row_strides(problem, q),
         "n_q_tiles": n_q_tiles,
         "tiles_per_program": tiles_per_program,
         "Hq": problem.Hq,
@@ -231,32 +225,24 @@ def _maps(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> dict[str, An
 def _numbers(
     problem: AttentionProblem, q: Tensor, fitted: Tensors, tiles: Tiling
 ) -> dict[str, float]:
-    k, table = fitted.k, fitted.page_table
-    B, Hq, Sq = problem.B, problem.Hq, problem.Sq
-    strides = (0, 1, Hq) if problem.layout == "varlen" else strides_like(q, problem.lse_shape)
     left, right = problem.window
     _, scale, softcap = scales(problem)
-    # From one batch to the next in a ragged map of k and v.
-    ragged = B > 1 and layout_of(problem) == "kv_lens" and not problem.is_paged
     return {
         "scale": scale,
         "softcap": softcap,
-        **dict(zip(("row_stride_b", "row_stride_h", "row_stride_s"), strides, strict=True)),
+        **row_strides(problem, q),
         "Dv": problem.Dv,
         "order": tiles.order,
         "n_q_tiles": tiles.n_q_tiles,
         "heads": tiles.heads,
-        "Hq": Hq,
-        "heads_per_kv": Hq // problem.Hkv,
-        "B": B,
-        "Sq": Sq,
+        "Hq": problem.Hq,
+        "heads_per_kv": problem.Hq // problem.Hkv,
+        "B": problem.B,
+        "Sq": problem.Sq,
         "Skv": problem.Skv,
         "left": left or 0,
         "right": right or 0,
-        "kv_batch_rows": k.stride(0) // k.stride(2) if ragged else 0,
-        "l2_keys": keys_in_l2(problem),
-        "stride_tb": 0 if table is None else table.stride(0),
-        "n_pages": problem.n_pages or 0,
+        **key_numbers(problem, fitted),
         "page_size": problem.page_size or 0,
     }
 

@@ -1,4 +1,5 @@
-"""Tensor maps of the forward's tensors, and how its scores become log2 units."""
+"""What the launches of the forward share: tensor maps, strides, pointers, and how scores become
+log2 units."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from torch import Tensor
 from lockstep.kernels.hopper.common.copy_engine import ALIGNMENT, ragged
 from lockstep.kernels.hopper.common.gluon_shim import TensorDescriptor, gl
 from lockstep.kernels.hopper.common.ring import CHUNK
-from lockstep.problem import AttentionProblem
+from lockstep.kernels.hopper.forward.plan import keys_in_l2
+from lockstep.memory_order import strides_like
+from lockstep.problem import AttentionProblem, Tensors
 
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -34,14 +37,41 @@ def layout_of(problem: AttentionProblem) -> str:
     return "kv_lens" if problem.has_kv_lens else "dense"
 
 
+def names_of(problem: AttentionProblem) -> dict[str, str]:
+    """Which tensor a pointer has that is not of its name."""
+    layout = layout_of(problem)
+    # A pointer that is not used may be any.
+    unused = {"sinks": not problem.has_sinks, "kv_lens": layout != "kv_lens"}
+    unused |= dict.fromkeys(("cu_q", "cu_kv", "sequence_order"), layout != "varlen")
+    unused["page_table"] = not problem.is_paged
+    names = {"o": "out", "cu_q": "cu_seqlens_q", "cu_kv": "cu_seqlens_k"}
+    return names | {name: "lse" for name, is_unused in unused.items() if is_unused}
+
+
+def row_strides(problem: AttentionProblem, q: Tensor) -> dict[str, int]:
+    """The strides of lse, which lies as q does."""
+    is_packed = problem.layout == "varlen"
+    strides = (0, 1, problem.Hq) if is_packed else strides_like(q, problem.lse_shape)
+    return dict(zip(("row_stride_b", "row_stride_h", "row_stride_s"), strides, strict=True))
+
+
+def key_numbers(problem: AttentionProblem, fitted: Tensors) -> dict[str, int]:
+    """Where the keys of a sequence lie, and how many stay in L2."""
+    k, table = fitted.k, fitted.page_table
+    ragged = problem.B > 1 and layout_of(problem) == "kv_lens" and not problem.is_paged
+    return {
+        # From one batch to the next in a ragged map of k and v.
+        "kv_batch_rows": k.stride(0) // k.stride(2) if ragged else 0,
+        "l2_keys": keys_in_l2(problem),
+        "stride_tb": 0 if table is None else table.stride(0),
+        "n_pages": problem.n_pages or 0,
+    }
+
+
 def describe_pages(rows: int, padding: str, x: Tensor) -> TensorDescriptor:
     """A tensor map of pages x [n_pages, page, Hkv, D] in boxes of so many rows."""
     n_pages, page, H, D = x.shape
-    # The stride of a dim of size 1 means nothing and may be anything.
-    by_page, by_row, by_head = (
-        stride if size > 1 else ALIGNMENT
-        for size, stride in zip(x.shape[:3], x.stride(), strict=False)
-    )
+    by_page, by_row, by_head = _strides(x)
     block = [1, 1, 1, rows, CHUNK.value]
     layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[x.dtype])
     shape, strides = [1, n_pages, H, page, D], [ALIGNMENT, by_page, by_head, by_row, 1]
@@ -68,14 +98,17 @@ def by_head(x: Tensor, packed: bool) -> Tensor:
 def tiles_of(x: Tensor, rows: int, width: int, clipped: bool) -> Shape:
     """The tensor map of x [B, H, S, D] in tiles [rows, width], or clipped to a sequence's rows."""
     B, H, S, D = x.shape
-    # The stride of a dim of size 1 means nothing and may be anything.
-    sb, sh, ss = (
-        stride if size > 1 else ALIGNMENT
-        for size, stride in zip(x.shape[:3], x.stride(), strict=False)
-    )
+    sb, sh, ss = _strides(x)
     if S == 1:
         ss = -(-D // ALIGNMENT) * ALIGNMENT
     block = [1, 1, 1, rows, width]
     if clipped:
         return Shape(*ragged(H, D, sh, ss), block)
     return Shape([1, B, H, S, D], [ALIGNMENT, sb, sh, ss, 1], block)
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """Strides of x [·, ·, ·, D] without the last; that of a dim of size 1 means nothing and may be
+    anything."""
+    strides = zip(x.shape[:3], x.stride(), strict=False)
+    return tuple(stride if size > 1 else ALIGNMENT for size, stride in strides)

@@ -9,19 +9,21 @@ from torch import Tensor
 
 from lockstep.kernels.hopper.common.sizes import columns
 from lockstep.kernels.hopper.forward.narrow_window import narrow_window_kernel
-from lockstep.kernels.hopper.forward.plan import keys_in_l2
 from lockstep.kernels.hopper.forward.schedule import BY_HEAD, LONGEST_FIRST, UNSORTED
 from lockstep.kernels.hopper.forward.shapes import (
     by_head,
     describe_pages,
+    key_numbers,
     layout_of,
+    names_of,
+    row_strides,
     scales,
     tiles_of,
 )
 from lockstep.kernels.hopper.forward.tiling import Tiling
 from lockstep.kernels.hopper.forward.window_plan import REGISTERS, STEP, parts_of, sizes_of
 from lockstep.kernels.launch import Launch
-from lockstep.memory_order import empty_like, strides_like
+from lockstep.memory_order import empty_like
 from lockstep.problem import AttentionProblem, Tensors
 
 PANEL = 64  # columns of a box
@@ -41,18 +43,13 @@ def window_tiling(problem: AttentionProblem, n_processors: int) -> Tiling:
 def window_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors, tiles: Tiling) -> Launch:
     """The launch of `narrow_window_kernel`; results lie as q does, of which `fitted` may have a
     copy."""
-    layout, parts = layout_of(problem), parts_of(sizes_of(problem), tiles.n_tickets)
-    # A pointer that is not used may be any.
-    unused = {"sinks": not problem.has_sinks, "kv_lens": layout != "kv_lens"}
-    unused |= dict.fromkeys(("cu_q", "cu_kv", "sequence_order"), layout != "varlen")
-    unused["page_table"] = not problem.is_paged
-    names = {"o": "out", "cu_q": "cu_seqlens_q", "cu_kv": "cu_seqlens_k"}
+    parts = parts_of(sizes_of(problem), tiles.n_tickets)
     return Launch(
         narrow_window_kernel,
         (tiles.n_tickets * parts,),
         _numbers(problem, q, fitted, tiles) | _constants(problem) | {"parts": parts},
         maps=_maps(problem, q, fitted),
-        names=names | {name: "lse" for name, is_unused in unused.items() if is_unused},
+        names=names_of(problem),
         num_warps=4,
         maxnreg=REGISTERS[sizes_of(problem).programs],
     )
@@ -61,14 +58,11 @@ def window_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors, tiles: 
 def _numbers(
     problem: AttentionProblem, q: Tensor, fitted: Tensors, tiles: Tiling
 ) -> dict[str, float]:
-    sizes, k, table = sizes_of(problem), fitted.k, fitted.page_table
-    is_packed = problem.layout == "varlen"
-    strides = (0, 1, problem.Hq) if is_packed else strides_like(q, problem.lse_shape)
+    sizes, is_packed = sizes_of(problem), problem.layout == "varlen"
     out = empty_like(q, problem.out_shape, device="meta")
-    ragged = problem.B > 1 and layout_of(problem) == "kv_lens" and not problem.is_paged
     return {
         "scale": scales(problem)[1],
-        **dict(zip(("row_stride_b", "row_stride_h", "row_stride_s"), strides, strict=True)),
+        **row_strides(problem, q),
         "order": tiles.order,
         "n_chunks": tiles.n_q_tiles,
         "groups": tiles.heads,
@@ -79,12 +73,9 @@ def _numbers(
         "Skv": problem.Skv,
         "left": problem.window[0],
         "right": problem.window[1],
-        # From one batch to the next in ragged maps.
-        "kv_batch_rows": k.stride(0) // k.stride(2) if ragged else 0,
+        # From one batch to the next in a ragged map.
         "o_batch_rows": 0 if is_packed or problem.B == 1 else out.stride(0) // out.stride(2),
-        "l2_keys": keys_in_l2(problem),
-        "stride_tb": 0 if table is None else table.stride(0),
-        "n_pages": problem.n_pages or 0,
+        **key_numbers(problem, fitted),
         "page_size": problem.page_size or 1,
     }
 
