@@ -9,7 +9,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from lockstep.kernels.hopper.forward.schedule import (
+from lockstep.kernels.hopper.forward.scheduling.schedule import (
     BAD,
     LONGEST_FIRST,
     ORDER_HEAD,

@@ -19,8 +19,8 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from lockstep.kernels import launch as protocol
 from lockstep.kernels.hopper.common import copy_engine, sizes
 from lockstep.kernels.hopper.forward import launch, plan
-from lockstep.kernels.hopper.forward.schedule import LONGEST_FIRST, PAIRED
-from lockstep.kernels.hopper.forward.tiling import Tiling
+from lockstep.kernels.hopper.forward.scheduling.schedule import LONGEST_FIRST, PAIRED
+from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling
 from lockstep.kernels.launch import Launch
 
 PROCESSORS = 132

@@ -22,7 +22,7 @@ from problems import (
 from problems import run as run_call
 
 import lockstep
-from lockstep.kernels.hopper.forward import window_plan
+from lockstep.kernels.hopper.forward.narrow_window import plan as window_plan
 
 pytestmark = on_hopper
 

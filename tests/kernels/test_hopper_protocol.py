@@ -31,7 +31,7 @@ from lockstep.kernels.hopper.forward.plan import (
     WIDE_KEYS,
     Plan,
 )
-from lockstep.kernels.hopper.forward.schedule import (
+from lockstep.kernels.hopper.forward.scheduling.schedule import (
     BAD,
 )
 

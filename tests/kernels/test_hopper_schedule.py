@@ -13,8 +13,13 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from lockstep.kernels.hopper.forward import schedule
-from lockstep.kernels.hopper.forward.schedule import BY_HEAD, LONGEST_FIRST, PAIRED, Schedule
+from lockstep.kernels.hopper.forward.scheduling import schedule
+from lockstep.kernels.hopper.forward.scheduling.schedule import (
+    BY_HEAD,
+    LONGEST_FIRST,
+    PAIRED,
+    Schedule,
+)
 
 FUNCTIONS = ("next", "tile", "_dense_tile", "pair_rounds", "_paired", "_left_by_pairs")
 PROGRAM = SimpleNamespace(id=0, number=1)  # that runs, and of how many

@@ -10,7 +10,7 @@ import torch
 from bad_metadata import clean, spoil_offsets
 from triton_device import DEVICE, needs_triton
 
-from lockstep.kernels.hopper.forward.sequence_order import (
+from lockstep.kernels.hopper.forward.scheduling.sequence_order import (
     HEAD,
     NUMBERS,
     OTHERS,

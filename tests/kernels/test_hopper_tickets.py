@@ -14,14 +14,14 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from schedule_in_python import Pointer, as_python, in_python
 
-from lockstep.kernels.hopper.forward.schedule import (
+from lockstep.kernels.hopper.forward.scheduling.schedule import (
     BAD,
     LONGEST_FIRST,
     ORDER_HEAD,
     ORDER_NUMBERS,
     UNSORTED,
 )
-from lockstep.kernels.hopper.forward.scheduler import schedule_by_ticket
+from lockstep.kernels.hopper.forward.scheduling.scheduler import schedule_by_ticket
 
 
 def unsorted_sequence(

@@ -14,8 +14,9 @@ from problems import unwritten
 from shared_places import shared_with_barriers
 
 from lockstep.kernels.hopper.common.gluon_shim import VIEWS_GROW
-from lockstep.kernels.hopper.forward import launch, window_plan
-from lockstep.kernels.hopper.forward.narrow_window import narrow_window_kernel
+from lockstep.kernels.hopper.forward import launch
+from lockstep.kernels.hopper.forward.narrow_window import plan as window_plan
+from lockstep.kernels.hopper.forward.narrow_window.kernel import narrow_window_kernel
 from lockstep.options import Options
 from lockstep.problem import AttentionProblem, describe
 

@@ -27,7 +27,7 @@ from triton_builds import DEVICES
 from lockstep.cache import Cache
 from lockstep.kernels import hopper
 from lockstep.kernels import launch as protocol
-from lockstep.kernels.hopper.forward import sequence_order
+from lockstep.kernels.hopper.forward.scheduling import sequence_order
 from lockstep.kernels.kernel import BackwardTensors, Needs
 from lockstep.kernels.sequences import bounds_of
 from lockstep.kernels.triton import backward, launch, split_kv

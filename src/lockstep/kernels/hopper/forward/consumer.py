@@ -41,12 +41,12 @@ from lockstep.kernels.hopper.common.softmax import (
     thread_sums,
 )
 from lockstep.kernels.hopper.forward import constant_time
-from lockstep.kernels.hopper.forward.failed_tiles import await_stores
 from lockstep.kernels.hopper.forward.flow import flow
 from lockstep.kernels.hopper.forward.pingpong import await_turn, pass_turn
 from lockstep.kernels.hopper.forward.products import await_product, issue_product, issue_scores
 from lockstep.kernels.hopper.forward.program import Rows, close_total, normalize
-from lockstep.kernels.hopper.forward.schedule import BAD
+from lockstep.kernels.hopper.forward.scheduling.failed_tiles import await_stores
+from lockstep.kernels.hopper.forward.scheduling.schedule import BAD
 from lockstep.kernels.hopper.forward.second_pass import consume_second_pass
 from lockstep.kernels.hopper.forward.span_steps import (
     add_span,

@@ -52,11 +52,11 @@ from lockstep.kernels.hopper.common.softmax import (
     thread_sums,
 )
 from lockstep.kernels.hopper.forward.cleaning import Cleaned
-from lockstep.kernels.hopper.forward.failed_tiles import FailedTiles
 from lockstep.kernels.hopper.forward.program import Build, Program, Results, Rows, normalize
-from lockstep.kernels.hopper.forward.schedule import Schedule, Tile
+from lockstep.kernels.hopper.forward.scheduling.failed_tiles import FailedTiles
+from lockstep.kernels.hopper.forward.scheduling.schedule import Schedule, Tile
+from lockstep.kernels.hopper.forward.scheduling.tile_queue import TileQueue
 from lockstep.kernels.hopper.forward.second_pass import attend_second_pass, replace_rows
-from lockstep.kernels.hopper.forward.tile_queue import TileQueue
 from lockstep.kernels.launch import unspecialized
 
 columns_of = gluon.constexpr_function(columns)

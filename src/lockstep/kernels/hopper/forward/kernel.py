@@ -2,9 +2,9 @@
 
     S = Q·Kᵀ,  P = exp2(S·scale - m·scale),  O = Σ P·V / l,  lse = m + log(l)
 
-The scheduler warp (`scheduler.py`) says which tile is next, the producer streams its Q, K and V
-into shared memory by TMA, and the consumers (`consumer.py`) do the rest. In constant time, under a
-mask, a cleaner looks at values before them (`cleaning.py`).
+The scheduler warp (`scheduling/scheduler.py`) says which tile is next, the producer streams its Q,
+K and V into shared memory by TMA, and the consumers (`consumer.py`) do the rest. In constant time,
+under a mask, a cleaner looks at values before them (`cleaning.py`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from lockstep.kernels.hopper.common.ring import TileRing
 from lockstep.kernels.hopper.common.shared_memory import allocate_tiles
 from lockstep.kernels.hopper.forward.cleaning import CLEANER_WARPS, Cleaned, clean_blocks
 from lockstep.kernels.hopper.forward.consumer import consume
-from lockstep.kernels.hopper.forward.failed_tiles import FailedTiles
 from lockstep.kernels.hopper.forward.program import Build, Program, Results, send_block
-from lockstep.kernels.hopper.forward.schedule import Schedule
-from lockstep.kernels.hopper.forward.scheduler import schedule_tiles
+from lockstep.kernels.hopper.forward.scheduling.failed_tiles import FailedTiles
+from lockstep.kernels.hopper.forward.scheduling.schedule import Schedule
+from lockstep.kernels.hopper.forward.scheduling.scheduler import schedule_tiles
+from lockstep.kernels.hopper.forward.scheduling.tile_queue import TileQueue
 from lockstep.kernels.hopper.forward.second_pass import produce_second_pass
-from lockstep.kernels.hopper.forward.tile_queue import TileQueue
 from lockstep.kernels.hopper.forward.total import allocate_total
 from lockstep.kernels.launch import unspecialized
 

@@ -13,6 +13,8 @@ from lockstep.kernels.hopper.common.copy_engine import copy, fit
 from lockstep.kernels.hopper.common.sizes import columns, processors
 from lockstep.kernels.hopper.forward.few_keys import few_keys_kernel
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
+from lockstep.kernels.hopper.forward.narrow_window.launch import window_launch, window_tiling
+from lockstep.kernels.hopper.forward.narrow_window.plan import has_narrow_window, sizes_of
 from lockstep.kernels.hopper.forward.one_block import one_block_kernel
 from lockstep.kernels.hopper.forward.plan import (
     KEPT_REGISTERS,
@@ -29,8 +31,9 @@ from lockstep.kernels.hopper.forward.plan import (
     page_rows,
     plan_of,
 )
-from lockstep.kernels.hopper.forward.schedule import UNSORTED
-from lockstep.kernels.hopper.forward.sequence_order import order_buffer, sort_launch
+from lockstep.kernels.hopper.forward.scheduling.schedule import UNSORTED
+from lockstep.kernels.hopper.forward.scheduling.sequence_order import order_buffer, sort_launch
+from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling
 from lockstep.kernels.hopper.forward.shapes import (
     by_head,
     describe_pages,
@@ -41,9 +44,6 @@ from lockstep.kernels.hopper.forward.shapes import (
     scales,
     tiles_of,
 )
-from lockstep.kernels.hopper.forward.tiling import Tiling
-from lockstep.kernels.hopper.forward.window_launch import window_launch, window_tiling
-from lockstep.kernels.hopper.forward.window_plan import has_narrow_window, sizes_of
 from lockstep.kernels.kernel import Prepared, Result
 from lockstep.kernels.launch import Buffer, Launch, Launches
 from lockstep.memory_order import empty_like

@@ -7,7 +7,7 @@ computed again, as in `second_pass.py`, and the code of a tile is short.
 
 Packed sequences have lengths that only the device knows. A program has one sequence and head then,
 and those with more keys than are multiplied are left to the kernel for all calls
-(`sequence_order.py`).
+(`scheduling/sequence_order.py`).
 
 A row has the bits that `consumer.py` would give it.
 """
@@ -49,7 +49,7 @@ from lockstep.kernels.hopper.common.softmax import (
 )
 from lockstep.kernels.hopper.forward.few_keys import Work
 from lockstep.kernels.hopper.forward.program import Results
-from lockstep.kernels.hopper.forward.schedule import ORDER_HEAD
+from lockstep.kernels.hopper.forward.scheduling.schedule import ORDER_HEAD
 from lockstep.kernels.launch import unspecialized
 
 columns_of = gluon.constexpr_function(columns)

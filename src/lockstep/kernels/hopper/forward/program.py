@@ -23,9 +23,9 @@ from lockstep.kernels.hopper.common.softmax import (
 from lockstep.kernels.hopper.common.thread_numbers import of_rows
 from lockstep.kernels.hopper.forward.cleaning import Cleaned
 from lockstep.kernels.hopper.forward.constant_time import rounding_of
-from lockstep.kernels.hopper.forward.failed_tiles import FailedTiles
-from lockstep.kernels.hopper.forward.schedule import BAD, Schedule
-from lockstep.kernels.hopper.forward.tile_queue import TileQueue
+from lockstep.kernels.hopper.forward.scheduling.failed_tiles import FailedTiles
+from lockstep.kernels.hopper.forward.scheduling.schedule import BAD, Schedule
+from lockstep.kernels.hopper.forward.scheduling.tile_queue import TileQueue
 
 
 @aggregate

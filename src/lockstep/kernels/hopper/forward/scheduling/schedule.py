@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
-from lockstep.kernels.hopper.forward import sequence_order
+from lockstep.kernels.hopper.forward.scheduling import sequence_order
 from lockstep.kernels.sequences import bounds_of, checked_length, look_at, search
 
 # Numbers before all places of a sequence order, and of each place: `sequence_order.py`.

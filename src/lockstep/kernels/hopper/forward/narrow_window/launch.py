@@ -1,4 +1,4 @@
-"""The launch of `narrow_window.py`."""
+"""The launch of `kernel.py`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.kernels.hopper.common.sizes import columns
-from lockstep.kernels.hopper.forward.narrow_window import narrow_window_kernel
-from lockstep.kernels.hopper.forward.schedule import BY_HEAD, LONGEST_FIRST, UNSORTED
+from lockstep.kernels.hopper.forward.narrow_window.kernel import narrow_window_kernel
+from lockstep.kernels.hopper.forward.narrow_window.plan import REGISTERS, STEP, parts_of, sizes_of
+from lockstep.kernels.hopper.forward.scheduling.schedule import BY_HEAD, LONGEST_FIRST, UNSORTED
+from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling
 from lockstep.kernels.hopper.forward.shapes import (
     by_head,
     describe_pages,
@@ -20,8 +22,6 @@ from lockstep.kernels.hopper.forward.shapes import (
     scales,
     tiles_of,
 )
-from lockstep.kernels.hopper.forward.tiling import Tiling
-from lockstep.kernels.hopper.forward.window_plan import REGISTERS, STEP, parts_of, sizes_of
 from lockstep.kernels.launch import Launch
 from lockstep.memory_order import empty_like
 from lockstep.problem import AttentionProblem, Tensors

@@ -1,4 +1,4 @@
-"""Shared memory of `narrow_window.py`: queries and keys by panels of 64 columns, and views of them.
+"""Shared memory of `kernel.py`: queries and keys by panels of 64 columns, and views of them.
 
 Keys come in steps of 16, and a tile may begin with any step.
 """

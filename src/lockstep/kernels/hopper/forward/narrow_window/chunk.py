@@ -1,4 +1,4 @@
-"""What a program of `narrow_window.py` works on, and how it comes to shared memory.
+"""What a program of `kernel.py` works on, and how it comes to shared memory.
 
 A program has a *chunk* of queries. A tile has 64 rows: POSITIONS queries, of as many heads that
 share their keys. Tiles are counted from the first key of the sequence, and so are steps of keys: a
@@ -10,8 +10,8 @@ from __future__ import annotations
 from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon, mbarrier, tma_load
-from lockstep.kernels.hopper.forward.schedule import Schedule
-from lockstep.kernels.hopper.forward.window_memory import PANEL, STEP, box_of, log2, panels
+from lockstep.kernels.hopper.forward.narrow_window.memory import PANEL, STEP, box_of, log2, panels
+from lockstep.kernels.hopper.forward.scheduling.schedule import Schedule
 
 
 @aggregate

@@ -1,4 +1,4 @@
-"""Which calls `narrow_window.py` runs, and the sizes of their tiles, as measured on an H200.
+"""Which calls `kernel.py` runs, and the sizes of their tiles, as measured on an H200.
 
 Mask, heads and head dims decide which kernel runs a call, since its bits are not those of others.
 The sizes change no bit.
@@ -30,7 +30,7 @@ KEY_TILES = 2
 
 
 class Sizes(NamedTuple):
-    """Tiles of `narrow_window.py`."""
+    """Tiles of `kernel.py`."""
 
     heads: int  # of a tile
     chunk: int  # queries of a program

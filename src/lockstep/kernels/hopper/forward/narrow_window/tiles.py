@@ -1,4 +1,4 @@
-"""Tiles of `narrow_window.py`: their scores, weights, sums and results.
+"""Tiles of `kernel.py`: their scores, weights, sums and results.
 
 Of eight heads that share their keys, a tile has eight queries, which see nearly the same keys: of a
 window of 128, a tile multiplies 144.
@@ -42,10 +42,7 @@ from lockstep.kernels.hopper.common.softmax import (
     round_pairs,
     thread_sums,
 )
-from lockstep.kernels.hopper.forward.one_block import add_in_order, weights_of
-from lockstep.kernels.hopper.forward.schedule import BAD
-from lockstep.kernels.hopper.forward.second_pass import clean_product
-from lockstep.kernels.hopper.forward.window_memory import (
+from lockstep.kernels.hopper.forward.narrow_window.memory import (
     PANEL,
     STEP,
     box_of,
@@ -56,6 +53,9 @@ from lockstep.kernels.hopper.forward.window_memory import (
     strip_of_tile,
     strip_width,
 )
+from lockstep.kernels.hopper.forward.one_block import add_in_order, weights_of
+from lockstep.kernels.hopper.forward.scheduling.schedule import BAD
+from lockstep.kernels.hopper.forward.second_pass import clean_product
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """The forward of narrow windows, in which all scores of a row fit into registers at once.
 
 A program is one warpgroup, and an SM has room for several. It works on a chunk of queries, of which
-it keeps all keys and values in shared memory, in tiles of 64 rows (`window_tiles.py`). The maximum
+it keeps all keys and values in shared memory, in tiles of 64 rows (`tiles.py`). The maximum
 of a row is known before its first weight, so one pass is enough but for two kinds of rows: with a
 maximum too large for `exp2_weights`, or with values that are not finite, in themselves or in what
 the row does not see. Tiles that have such rows are computed again at the end of a chunk.
@@ -24,18 +24,14 @@ from lockstep.kernels.hopper.common.pieces import await_all, multiply_all, piece
 from lockstep.kernels.hopper.common.scores import LOG2E
 from lockstep.kernels.hopper.common.shared_memory import barriers
 from lockstep.kernels.hopper.common.softmax import thread_sums
-from lockstep.kernels.hopper.forward.failed_tiles import await_stores
-from lockstep.kernels.hopper.forward.one_block import row_maxima
-from lockstep.kernels.hopper.forward.program import Results
-from lockstep.kernels.hopper.forward.schedule import BAD, Schedule
-from lockstep.kernels.hopper.forward.window_chunk import Chunk, send_keys, send_queries
-from lockstep.kernels.hopper.forward.window_memory import (
+from lockstep.kernels.hopper.forward.narrow_window.chunk import Chunk, send_keys, send_queries
+from lockstep.kernels.hopper.forward.narrow_window.memory import (
     STEP,
     allocate_keys,
     allocate_queries,
     log2,
 )
-from lockstep.kernels.hopper.forward.window_tiles import (
+from lockstep.kernels.hopper.forward.narrow_window.tiles import (
     clean_products,
     close,
     compute_scores,
@@ -50,6 +46,10 @@ from lockstep.kernels.hopper.forward.window_tiles import (
     sum_in_order,
     weigh,
 )
+from lockstep.kernels.hopper.forward.one_block import row_maxima
+from lockstep.kernels.hopper.forward.program import Results
+from lockstep.kernels.hopper.forward.scheduling.failed_tiles import await_stores
+from lockstep.kernels.hopper.forward.scheduling.schedule import BAD, Schedule
 from lockstep.kernels.launch import unspecialized
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lockstep.kernels.hopper.forward.plan import deals_singly, pays_to_pair, plan_of
-from lockstep.kernels.hopper.forward.schedule import BY_HEAD, LONGEST_FIRST, PAIRED, UNSORTED
+from lockstep.kernels.hopper.forward.scheduling.schedule import (
+    BY_HEAD,
+    LONGEST_FIRST,
+    PAIRED,
+    UNSORTED,
+)
 from lockstep.problem import AttentionProblem
 
 
