@@ -31,7 +31,6 @@ holds for the GPUs that it reads the code of.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import reduce
@@ -40,9 +39,9 @@ from .calls import inlined
 from .code import Code, Instruction, Operand, read_code
 from .opcodes import BARRIERS, COPIES, LOADS, PRODUCTS, SHARED_LOADS, STORES
 from .parameters import Parameter, read_parameters
+from .shared import SharedMemory
 from .steps import (
     LOCAL,
-    SHARED,
     access_bytes,
     blocks_of,
     chosen,
@@ -69,11 +68,6 @@ from .values import (
     origin,
 )
 
-# Addresses of a block's shared memory begin here where there are clusters.
-_SHARED_BEGIN = 0x400
-_LOWEST_INDEX = 8
-# The cell of addresses that are not known.
-_ELSEWHERE = -1
 # How often a base may fall where paths join before it counts as unknown.
 _MOST_FALLS = 4
 
@@ -107,13 +101,13 @@ def find_leaks(cubin: bytes, public: Collection[int] = ()) -> list[Leak]:
 def analyze(code: Code, parameters: tuple[Parameter, ...], public: Collection[int]) -> list[Leak]:
     """`find_leaks`, of code that has been read."""
     code = inlined(code)
-    bases: set[int] | None = None
+    bases: list[int] | None = None
     if code.has_bases:
         # Which cells there are is known when all addresses are.
-        trial = _Analysis(code, parameters, public, None)
+        trial = _Analysis(code, parameters, public, SharedMemory(code, None))
         trial.run()
-        bases = trial.written_bases
-    analysis = _Analysis(code, parameters, public, sorted(bases) if bases is not None else None)
+        bases = sorted(trial.shared.written_bases)
+    analysis = _Analysis(code, parameters, public, SharedMemory(code, bases))
     analysis.run()
     return analysis.leaks()
 
@@ -123,15 +117,12 @@ class _Analysis:
     code: Code
     parameters: tuple[Parameter, ...]
     public: Collection[int]
-    bases: list[int] | None  # where cells of shared memory begin; None for one cell
-    written_bases: set[int] = field(default_factory=set)
-    cells: dict[object, Value] = field(default_factory=dict)
+    shared: SharedMemory
     states: dict[int, State] = field(default_factory=dict)
     falls: dict[tuple[tuple[int, str], object], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.is_public = sum(origin(i) for i in set(self.public))
-        self.has_cells = self.code.has_bases
         self.constants = [constant_labels(each, self.parameters) for each in self.code.instructions]
         self.reads = [
             frozenset(name for operand in each.read for name in operand.registers)
@@ -145,13 +136,13 @@ class _Analysis:
         self.states = {0: State()}
         waiting = {0}
         while waiting:
-            before = dict(self.cells)
+            before = dict(self.shared.cells)
             while waiting:
                 # In the order of the code, a block is seldom looked at before those ahead of it.
                 i = min(waiting)
                 waiting.remove(i)
                 waiting |= self._run_block(i)
-            if self.cells != before:
+            if self.shared.cells != before:
                 waiting = {i for i in self.states if self._reads_shared(i)}
 
     def _reads_shared(self, i: int) -> bool:
@@ -225,7 +216,7 @@ class _Analysis:
             self._store(each, state, seen, guard)
         elif each.name == "SYNCS" and self.code.is_specialized:
             # A barrier: what lies before it ends there. Other code may use its memory again.
-            self.written_bases.add(address_base(memory_operand(each.read), seen))
+            self.shared.written_bases.add(address_base(memory_operand(each.read), seen))
         if not each.written:
             return
         if each.name == "R2P":
@@ -313,7 +304,7 @@ class _Analysis:
         memory = memory_operand(each.read)
         if each.name in SHARED_LOADS:
             base = address_base(memory, seen)
-            return self._read_shared(base, access_bytes(each), state, not memory.registers)
+            return self.shared.read(base, access_bytes(each), state, not memory.registers)
         if each.name == "LDL":
             return self._read_local(memory, state)
         return Value(self._loaded_labels(memory, seen))
@@ -328,16 +319,16 @@ class _Analysis:
         memory = memory_operand(each.read)
         if each.name == "UTMALDG" or each.name == "UBLKCP":
             register = memory.registers[0]
-            self._write_shared(seen.get(register, NOTHING).base, Value(SECRET), state)
+            self.shared.write(seen.get(register, NOTHING).base, Value(SECRET), state)
         elif each.name == "LDGSTS":
             labels = self._loaded_labels(each.read[1], seen) | guard
             base, is_constant = address_base(memory, seen), not memory.registers
-            self._write_shared(base, Value(labels), state, is_constant)
+            self.shared.write(base, Value(labels), state, is_constant)
         elif each.name in ("STS", "STSM", "ATOMS"):
             data = tuple(x for x in each.read if x is not memory)
             stored = seen.get(data[0].text, NOTHING) if len(data) == 1 else NOTHING
             value = stored._replace(labels=labels_of(data, seen) | guard)
-            self._write_shared(address_base(memory, seen), value, state, not memory.registers)
+            self.shared.write(address_base(memory, seen), value, state, not memory.registers)
         elif each.name == "STL":
             key = local_key(memory, state)
             for k, register in enumerate(each.read[1].registers or ("RZ",)):
@@ -347,42 +338,6 @@ class _Analysis:
                 at = (LOCAL, None if key is None else key + 4 * k)
                 is_certain = key is not None and not each.guard
                 state[at] = value if is_certain else either(state.get(at, value), value)
-
-    def _write_shared(
-        self, base: int, value: Value, state: State, is_constant: bool = False
-    ) -> None:
-        self.written_bases.add(base)
-        if not self.has_cells:
-            at: object = (SHARED, base) if is_constant else SHARED
-            state[at] = either(state.get(at, value), value)
-        elif self.bases is not None:
-            cells: dict[object, Value] = self.cells if self.code.is_specialized else state
-            at = SHARED, self._cell(base)
-            cells[at] = either(cells.get(at, value), value)
-
-    def _read_shared(self, base: int, n: int, state: State, is_constant: bool) -> Value:
-        if not self.has_cells:
-            return state.get((SHARED, base) if is_constant else SHARED, NOTHING)
-        if self.bases is None:
-            return NOTHING
-        # Where an index does not begin with 0, the base is that much lower.
-        first, last = self._cell(base), self._cell(base + max(n, _LOWEST_INDEX) - 1)
-        # An unknown address may be that of any cell; what was written at one may be in any.
-        wanted = [_ELSEWHERE, *(x for x in self.bases if x >= _SHARED_BEGIN)]
-        if first != _ELSEWHERE:
-            wanted = [x for x in wanted if first <= x <= last or x == _ELSEWHERE]
-        cells: dict[object, Value] = self.cells if self.code.is_specialized else state
-        found = [cells[SHARED, x] for x in wanted if (SHARED, x) in cells]
-        value = found[0] if found else NOTHING
-        for more in found[1:]:
-            value = either(value, more)
-        return value
-
-    def _cell(self, base: int) -> int:
-        """Where the cell begins that an address is in; _ELSEWHERE if that is not known."""
-        assert self.bases is not None
-        i = bisect_right(self.bases, base)
-        return self.bases[i - 1] if i and base >= _SHARED_BEGIN else _ELSEWHERE
 
     def _read_local(self, memory: Operand, state: State, word: int = 0) -> Value:
         key = local_key(memory, state)
