@@ -45,6 +45,9 @@ def h200(monkeypatch):
     monkeypatch.setattr(triton, "_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     forget_calls(monkeypatch)
+    # Nothing is launched. Memory that nothing is written to takes no time.
+    monkeypatch.setattr(torch, "zeros", torch.empty)
+    monkeypatch.setattr(torch, "zeros_like", torch.empty_like)
 
     def plan(calls):
         with compiled.planning() as planned:
@@ -55,8 +58,8 @@ def h200(monkeypatch):
     return plan
 
 
-def life(h200, model, works=builds.WORKS):
-    return h200(builds.calls_of(MODELS[model].values(), works))
+def life(h200, model):
+    return h200(builds.calls_of(MODELS[model].values(), builds.WORKS))
 
 
 def others(h200, whole, calls):
@@ -138,8 +141,13 @@ BUILDS = {
     ],
 )
 def test_builds_of_a_model(h200, model):
-    without_packed = life(h200, model, ("prefill", "decode", "training"))
-    assert (len(without_packed), len(life(h200, model))) == BUILDS[model]
+    layers = MODELS[model].values()
+    whole = builds.calls_of(layers, builds.WORKS)
+    without_packed = builds.calls_of(layers, ("prefill", "decode", "training"))
+    assert set(without_packed) <= set(whole)
+    first = h200(without_packed)
+    more = h200(call for call in whole if call not in without_packed)
+    assert (len(first), len(first | more)) == BUILDS[model]
 
 
 def test_planned_calls_are_made_in_other_threads():

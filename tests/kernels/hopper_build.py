@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -89,39 +88,37 @@ def writes_in_flight(loop: Instructions) -> list[str]:
     assembler thinks dead, and it has been seen to think so of the left operand."""
     end = loop[-1][0]
     to = {at: there for at, text in loop if (there := target(text)) and at < there <= end}
-    of_products = {r for _, text in loop if text.startswith("HGMMA") for r in _of_product(text)}
-    # Paths are many and loops long: what neither jumps nor has to do with a product is left out.
-    loop = [
-        (at, text)
-        for at, text in loop
-        if at in to or _step(text)[0] != "other" or not _step(text)[1].isdisjoint(of_products)
-    ]
     addresses = [at for at, _ in loop]
-    jumps = {at: bisect_left(addresses, there) for at, there in to.items()}
-    steps = [_step(text) for _, text in loop]
     found = set()
-    # Where branches are many, both rounds take the same.
-    rounds = 2 if len(jumps) <= 4 else 1
-    for choice in product((False, True), repeat=rounds * len(jumps)):
-        taken = choice * (3 - rounds)
-        under_way: dict[int, int] = {}  # register: its group of products
-        group = 0
-        for n in (0, 1):
-            take = dict(zip(jumps, taken[n * len(jumps) :], strict=False))
-            i = 0
-            while i < len(loop):
-                at, text = loop[i]
-                kind, registers, left = steps[i]
-                i = jumps[at] if take.get(at) else i + 1
-                if kind == "arrive":
-                    group += 1
-                elif kind == "wait":
-                    under_way = {r: g for r, g in under_way.items() if g > group - left}
-                elif kind == "product":
-                    under_way |= dict.fromkeys(registers, group)
-                elif not registers.isdisjoint(under_way):
-                    found.add(f"{at:#x}: {text}")
+    # Where paths meet that have the same products under way, they go on as one. A state is the
+    # registers of each group of products, the last group at the end.
+    first: set[Groups] = {(frozenset(),)}
+    for _ in range(2):
+        states: list[set[Groups]] = [first, *(set() for _ in loop)]
+        for i, (at, text) in enumerate(loop):
+            kind, registers, left = _step(text)
+            if kind == "other" and any(not registers.isdisjoint(g) for x in states[i] for g in x):
+                found.add(f"{at:#x}: {text}")
+            after = {_groups_after(groups, kind, registers, left) for groups in states[i]}
+            states[i + 1] |= after
+            if at in to:
+                states[bisect_left(addresses, to[at])] |= after
+        first = states[-1]
     return sorted(found)
+
+
+Groups = tuple[frozenset[int], ...]
+
+
+def _groups_after(groups: Groups, kind: str, registers: frozenset[int], left: int) -> Groups:
+    """Groups of products that are under way behind an instruction."""
+    if kind == "arrive":
+        return (*groups, frozenset())
+    if kind == "wait":
+        return groups[-left:] if left else (frozenset(),)
+    if kind == "product":
+        return (*groups[:-1], groups[-1] | registers)
+    return groups
 
 
 @cache
