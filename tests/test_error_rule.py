@@ -115,7 +115,7 @@ def test_the_floor_is_of_the_size_of_real_errors(dtype, sigma):
     problem, tensors = pose(q, k, v, softcap=50.0)
     for name, expected in error_rule.expect(problem, tensors, dout, dlse).items():
         # Kernels may compute a cap less exactly than math attention if tensors have 16 bits. How
-        # exact math attention is depends on the sums of a BLAS: on Arm dk has had 0.09 of the floor.
+        # exact math attention is depends on the sums of a BLAS: on Arm dk had 0.09 of the floor.
         least = 0.02 if dtype == BF16 and name == "lse" else 0.05
         assert least * expected.floor < expected.math < 10 * expected.floor, name
 
