@@ -17,6 +17,7 @@ import torch
 
 from lockstep.dispatch import KERNELS, refusal
 from lockstep.hardware import SHARED_BYTES
+from lockstep.kernels import oracle
 from lockstep.kernels.kernel import Kernel
 from lockstep.problem import AttentionProblem, Options, Tensors, describe
 
@@ -27,7 +28,7 @@ BOTH, FORWARD, NEITHER = "forward, backward", "forward", "–"
 
 def block(_: Path) -> str:
     """The table in Markdown."""
-    kernels = [kernel for kernel in KERNELS if kernel.name != "oracle"]
+    kernels = [kernel for kernel in KERNELS if kernel is not oracle.KERNEL]
     lines = [
         f"| | {' | '.join(kernel.name for kernel in kernels)} |",
         f"|---|{'---|' * len(kernels)}",
@@ -40,13 +41,13 @@ def block(_: Path) -> str:
 
 
 def _answer(kernel: Kernel, problem: AttentionProblem) -> str:
-    # Each is asked about tensors where it runs.
-    device = "cpu" if kernel.name == "cpu" else "cuda"
-    problem = replace(problem, device_type=device)
-    if refusal(kernel, problem) is not None:
-        return NEITHER
-    is_derivable = problem.has_gradient and refusal(kernel, problem, backward=True) is None
-    return BOTH if is_derivable else FORWARD
+    # A kernel refuses tensors that are not where it runs.
+    on_each = (replace(problem, device_type=device) for device in ("cuda", "cpu"))
+    for asked in on_each:
+        if refusal(kernel, asked) is None:
+            is_derivable = asked.has_gradient and refusal(kernel, asked, backward=True) is None
+            return BOTH if is_derivable else FORWARD
+    return NEITHER
 
 
 def _problems() -> Iterator[tuple[str, AttentionProblem]]:
