@@ -1,6 +1,6 @@
 """Constant time on a GPU: counters of Nsight Compute and times, over many classes of secrets.
 
-    PYTHONPATH=src python benchmarks/constant_time_gpu.py counters
+    PYTHONPATH=src python benchmarks/constant_time_gpu.py counters --jobs 7
     PYTHONPATH=src python benchmarks/constant_time_gpu.py times --samples 1000000
 
 Needs a CUDA GPU, the extra `gpu` and, for counters, `ncu` on the path. Writes
@@ -33,9 +33,22 @@ GROUPS = ("kernels", "rungs", "leaks")
 TOGETHER = (("kernels", "rungs"), ("leaks",))
 
 
-def count(group: str, only: list[str]) -> tuple[list[dict[str, Any]], bool]:
-    """Counters of each call, and whether they are what they should be."""
-    report = counters.count(group, only)
+def count(group: str, only: list[str], jobs: int) -> tuple[list[dict[str, Any]], bool]:
+    """Counters of each call, and whether they are what they should be; of so many subjects at
+    once, each in a process of its own."""
+    names = [subject.name for subject in counters.chosen((group,), only)]
+    rows: list[dict[str, Any]] = []
+    began = time.perf_counter()
+    with ThreadPoolExecutor(jobs) as pool:
+        for report in pool.map(lambda name: counters.count(group, [name]), names):
+            rows += counted(report)
+            print(f"{time.perf_counter() - began:.1f} s", flush=True)
+    shown = {row["subject"] for row in rows if row["differs"]}
+    return rows, shown == (set(names) if group == "leaks" else set())
+
+
+def counted(report: counters.Report) -> list[dict[str, Any]]:
+    """What was counted in each call, and where it differs from the first of its subject."""
     rows: list[dict[str, Any]] = []
     base: dict[str, counters.Counts] = {}
     for call in report.calls:
@@ -49,8 +62,7 @@ def count(group: str, only: list[str]) -> tuple[list[dict[str, Any]], bool]:
             }
         )
         print(call.subject, call.secrets, rows[-1]["differs"][:4] or "equal", flush=True)
-    shown = {row["subject"] for row in rows if row["differs"]}
-    return rows, shown == ({row["subject"] for row in rows} if group == "leaks" else set())
+    return rows
 
 
 def summary(report: counters.Report, launch: counters.Launch) -> dict[str, Any]:
@@ -100,6 +112,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which times end")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS)
     parser.add_argument("--only", nargs="+", default=[], help="names of what is counted")
+    parser.add_argument("--jobs", type=int, default=1, help="of them that are counted at once")
     parser.add_argument("--out", type=Path, default=ROOT / results.RESULTS)
     options = parser.parse_args()
     # A queue for each stream. CUDA looks when it is first used.
@@ -110,7 +123,7 @@ def main() -> int:
         if options.what == "times":
             rows, is_well = measure(groups, options.samples, options.seconds)
         else:
-            counted = {group: count(group, options.only) for group in groups}
+            counted = {group: count(group, options.only, options.jobs) for group in groups}
             rows = {group: mine for group, (mine, _) in counted.items()}
             is_well = all(well for _, well in counted.values())
         for group in groups:
