@@ -46,6 +46,7 @@ READ = [
     *("triton: decode for sm_80", "triton: decode, secret lengths for sm_90"),
     *("hopper: forward, D 64, causal, long for sm_90", "hopper: forward, D 64, window for sm_90"),
     *("hopper: forward, D 128 for sm_90", "hopper: forward, D 192, causal, packed for sm_90"),
+    "hopper: forward, D 128, causal for sm_90",
     "hopper: forward, D 128, causal, lengths, sinks, softcap for sm_90",
     *("hopper: backward, D 64, causal, packed for sm_90", "hopper: backward, D 256 for sm_90"),
     "hopper: backward, D 128, causal, lengths, sinks, softcap for sm_90",

@@ -121,6 +121,27 @@ def test_machine_code_of_one_loop(D):
         assert found["FMNMX"] > 60
 
 
+@pytest.mark.parametrize("D", [64, 128])
+def test_machine_code_of_one_loop_in_constant_time(D):
+    """Each block takes a maximum and is rescaled, by the same code in all of a tile."""
+    built = build_for(unwritten(512, 512, D=D), {"causal": True, "constant_time": True})
+    assert "serialized" not in built.report
+    assert not unassigned_reads(read_code(built.kernel.asm["cubin"]))
+    assert len(built.addressed_loops) == len(built.overlaps) == 2
+    for loop in built.addressed_loops:
+        assert not writes_in_flight(loop)
+        found = count([text for _, text in loop])
+        assert not found["STL"] + found["PRMT"] + found["BSSY"] + found["WARPSYNC"]
+        assert found["LDL"] <= 1
+        usual = usual_path(loop)
+        assert 64 <= count(usual)["FMNMX"] <= 72
+        assert count(usual)["MUFU.EX2"] == 66
+        assert D // 2 <= count(usual)["FMUL"] <= D // 2 + 2
+        scores, product = usual.index(SCORES_WAIT), usual.index(PRODUCT_WAIT)
+        assert count(usual[scores:product])["MUFU.EX2"] >= 32
+        assert count(usual[product:])["F2FP"] == 32 == count(usual)["F2FP"]
+
+
 @pytest.mark.parametrize("window", [None, 1000])
 def test_machine_code_of_softcap(window):
     """A reciprocal for two scores; with a window on the left, whose masks take more registers, one

@@ -284,6 +284,8 @@ def test_turns_in_constant_time_under_a_mask_alone(causal):
         (512, {"window_left": 300}, False),
         (512, {"query_invariant": True}, False),
         (512, {"constant_time": True}, False),
+        (1024, {"constant_time": True, "causal": True}, True),
+        (1025, {"constant_time": True, "causal": True}, False),
         (512, {"causal": True, "softcap": 30.0}, True),
     ],
     ids=str,
@@ -303,6 +305,13 @@ def test_one_loop_is_for_calls_without_lengths_in_bf16():
     assert not plan.plan_of(describe(unwritten(512, 512, D=160), causal)).one_loop
     fp16 = unwritten(512, 512, D=128, dtype=torch.float16)
     assert not plan.plan_of(describe(fp16, causal)).one_loop
+
+
+def test_one_loop_in_constant_time_is_for_two_consumers():
+    in_constant_time = Options(causal=True, constant_time=True)
+    for Sq, dtype in ((512, torch.bfloat16), (512, torch.float16), (5000, torch.bfloat16)):
+        found = plan.plan_of(describe(unwritten(Sq, 512, D=64, dtype=dtype), in_constant_time))
+        assert found.one_loop == (found.consumers == 2) == (Sq == 512)
 
 
 @pytest.mark.parametrize(("n_q_tiles", "pairs"), [(3, False), (4, True), (7, True)])

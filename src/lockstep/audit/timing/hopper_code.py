@@ -32,12 +32,15 @@ class Build(NamedTuple):
     Dv: int = 0  # that of values, if it is another
     window: tuple[int, int] | None = None
     has_more: bool = False  # lengths, sinks, and a softcap
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def name(self) -> str:
         kind = f", Dv {self.Dv}" * bool(self.Dv) + ", causal" * self.causal
-        kind += ", packed" * self.packed + ", long" * (self.S > 512)
+        kind += ", packed" * self.packed + ", long" * (self.S > 4096)
+        kind += ", medium" * (512 < self.S <= 4096)
         kind += ", window" * bool(self.window) + ", lengths, sinks, softcap" * self.has_more
+        kind += ", fp16" * (self.dtype == torch.float16)
         return f"D {self.D}{kind} for sm_{CAPABILITY}"
 
     @property
@@ -60,7 +63,7 @@ class Build(NamedTuple):
     def _zeros(self, *shape: int) -> list[Tensor]:
         """q, k and v of a shape but for their head dims."""
         head_dims = self.D, self.D, self.Dv or self.D
-        return [torch.zeros(*shape, D, dtype=torch.bfloat16) for D in head_dims]
+        return [torch.zeros(*shape, D, dtype=self.dtype) for D in head_dims]
 
 
 _BOTH = (
@@ -70,10 +73,13 @@ _BOTH = (
     Build(64, True, packed=True),
     Build(64, window=(150, 20)),
     Build(128, True, has_more=True),
+    Build(128, True, dtype=torch.float16),
 )
 # Long heads have other tiles in the forward.
 _LONG = (Build(64, S=16384), Build(64, True, S=16384), Build(128, True, S=16384))
-FORWARD = (*_BOTH, Build(192, True, packed=True), Build(192, True, Dv=128), *_LONG)
+# Causal ones of up to a thousand keys have one loop.
+_SHORT = (Build(128, True), Build(64, True, S=2048))
+FORWARD = (*_BOTH, Build(192, True, packed=True), Build(192, True, Dv=128), *_SHORT, *_LONG)
 BACKWARD = (
     *_BOTH,
     Build(192, True),

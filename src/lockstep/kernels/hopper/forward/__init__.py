@@ -12,6 +12,7 @@ total.py           where these keep the products of spans that have ended
 pingpong.py        turns of the consumers at the tensor cores
 second_pass.py     rows that the first pass could not compute, once more
 constant_time.py   the softmax of constant-time builds
+constant_time_flow.py   `flow.py` with that softmax
 cleaning.py        values that are not finite, in these builds
 few_keys.py        another kernel, for heads with few keys
 one_block.py       and one for heads whose keys are one block

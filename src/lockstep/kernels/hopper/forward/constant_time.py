@@ -16,13 +16,13 @@ selected for those that have seen no key.
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
+from lockstep.kernels.hopper.common.pieces import halves
 from lockstep.kernels.hopper.common.softmax import max_rounding_error, thread_sums
 
 # By the dtype of weights, which fp16 has up to 2^15.
 LARGEST = {"bf16": 29, "fp16": 27}
 _EXPONENT = gl.constexpr(0x7F800000)  # of an fp32 number
 _ONE = gl.constexpr(0x3F800000)
-_MINUS = gl.constexpr(-0x80000000)
 _TINY = gl.constexpr(0x0E000000)  # 2^-99
 NO_MAX = gl.constexpr(-3.4028234663852886e38)
 
@@ -34,23 +34,21 @@ def _largest(dtype):
 
 
 @gluon.jit
-def unit_of(m, scale, SIGN: gl.constexpr, dtype: gl.constexpr):
+def unit_of(m, scale, dtype: gl.constexpr):
     """The factor that takes scores of rows with the maximum m [BLOCK_Q] to log2 units: `scale`, or
-    less; with a SIGN of -1, the negative of that."""
+    less."""
     LIMIT: gl.constexpr = _largest(dtype)
     bits = (scale + gl.zeros_like(m)).to(gl.int32, bitcast=True)
     # A product has the sum of both exponents, or one more.
     largest = LIMIT - (gl.maximum(bits & _EXPONENT, _TINY) - _ONE)
     exponent = m.to(gl.int32, bitcast=True) & _EXPONENT
-    if SIGN < 0:
-        bits = bits ^ _MINUS
     return (bits - gl.maximum(exponent - largest, 0)).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def rounding_of(m, scale, dtype: gl.constexpr):
     """The error that rounding m·unit adds to the exponents of rows."""
-    return max_rounding_error(m, unit_of(m, scale, 1, dtype))
+    return max_rounding_error(m, unit_of(m, scale, dtype))
 
 
 @gluon.jit
@@ -65,13 +63,23 @@ def row_maximum(s):
 
 
 @gluon.jit
+def _offset_of(m, unit):
+    """-m·unit. LLVM would take a negation for a subtraction, and ptxas not for part of a
+    product."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 x; neg.f32 x, $1; mul.rn.f32 $0, x, $2; }", "=r,r,r", [m, unit],
+        gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def raise_maximum(s, m, rounding, scale, dtype: gl.constexpr):
     """m [BLOCK_Q] raised to the maximum of s [BLOCK_Q, BLOCK_KV], its `rounding_of`, its unit, its
     offset -m·unit; and the factor for all that was summed under the old m, whose `rounding` is
     given."""
     m_new = gl.maximum(m, row_maximum(s))
-    unit = unit_of(m_new, scale, 1, dtype)
-    offset = m_new * unit_of(m_new, scale, -1, dtype)
+    unit = unit_of(m_new, scale, dtype)
+    offset = _offset_of(m_new, unit)
     alpha = gl.exp2(gl.fma(m, unit, offset) - rounding)
     rounding = gl.fma(m_new, unit, offset)
     return m_new, rounding, unit, offset, alpha
@@ -92,6 +100,14 @@ def whole(left, right, like):
     layout: gl.constexpr = like.type.layout
     x = gl.join(left, right).permute((0, 2, 1)).reshape(like.shape)
     return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@gluon.jit
+def sums_in_halves(weights):
+    """`thread_sums` of both halves of the columns, added: in the order of other blocks."""
+    left, right = halves(weights)
+    l = thread_sums(left)
+    return l + sums_like(l, right)
 
 
 @gluon.jit

@@ -41,6 +41,7 @@ from lockstep.kernels.hopper.common.softmax import (
     thread_sums,
 )
 from lockstep.kernels.hopper.forward import constant_time
+from lockstep.kernels.hopper.forward.constant_time_flow import flow_in_constant_time
 from lockstep.kernels.hopper.forward.flow import flow
 from lockstep.kernels.hopper.forward.pingpong import await_turn, pass_turn
 from lockstep.kernels.hopper.forward.products import await_product, issue_product, issue_scores
@@ -86,13 +87,16 @@ def first_block_weights(program, rows, s, block):
             s, m, gl.zeros_like(m), scale, program.k.tiles_smem.dtype
         )
         weights = constant_time.weights_of(s, unit, offset)
+        l = constant_time.sums_in_halves(weights)
     elif program.build.SPAN and program.build.FIXED_MAX:
         m = fixed_maximum(program, rows, s, block, m)
         weights = exp2_weights(s, m, scale)
     else:
         m, _alpha = raise_maximum(s, m, scale, True)
         weights = exp2_weights(s, m, scale)
-    return weights, m, thread_sums(weights)
+    if not program.build.CONSTANT_TIME:
+        l = thread_sums(weights)
+    return weights, m, l
 
 
 @gluon.jit
@@ -316,7 +320,8 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
             rows = Rows.of_consumer(c, schedule, tile)
             begun = begin_tile(c, program, rows, q_ring, tiles, seen)
             beside = first_beside(program, rows, begun[1], begun[2])
-            wrong, seen, tiles = flow(
+            FLOW: gl.constexpr = flow_in_constant_time if program.build.CONSTANT_TIME else flow
+            wrong, seen, tiles = FLOW(
                 c, program, results, q_ring, o_smem, o_desc, wrong, tile, rows, begun, beside,
                 skip, store_results, end_tile,
             )  # fmt: skip

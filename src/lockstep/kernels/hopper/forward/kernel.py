@@ -253,11 +253,11 @@ def forward_kernel(
     WIDE: gl.constexpr = DV_COLUMNS > 192
     # Without a branch every block is rescaled: of most heads wider than 64, while the next scores
     # are computed.
-    RESCALES_LATE: gl.constexpr = CONSTANT_TIME and DV_COLUMNS > 64 and not WIDE
+    RESCALES_LATE: gl.constexpr = CONSTANT_TIME and DV_COLUMNS > 64 and not (WIDE or ONE_LOOP)
     # Three consumers have no registers for halves.
     HALVES: gl.constexpr = CONSTANT_TIME and CONSUMERS == 2 and not WIDE
     # The tensor cores read a fifth less from shared memory then.
-    Q_IN_REGISTERS: gl.constexpr = CONSTANT_TIME and D_COLUMNS == 128 and not HAS_LEFT
+    Q_IN_REGISTERS: gl.constexpr = CONSTANT_TIME and D_COLUMNS == 128 and not (HAS_LEFT or ONE_LOOP)
     BY_BITS: gl.constexpr = CONSTANT_TIME and STAGES & (STAGES - 1) == 0
     schedule = Schedule(numbers, sequences, LAYOUT, HAS_LEFT, HAS_RIGHT, CONSUMERS * ROWS, BLOCK_KV)
     if PAGE_ROWS:
@@ -287,7 +287,7 @@ def forward_kernel(
         Build(
             CONSUMERS, PINGPONG, FIXED_MAX, EXACT, SECOND_PASS, Q_STAGES, SCORES, HAS_SINKS, SPAN,
             TOTAL_COLUMNS, ADDS_LATE, CONSTANT_TIME, CLEANS, HALVES, RESCALES_LATE, Q_IN_REGISTERS,
-            ONE_LOOP and EXACT,
+            ONE_LOOP and (EXACT or CONSTANT_TIME),
         ),
         scale, softcap,
     )  # fmt: skip

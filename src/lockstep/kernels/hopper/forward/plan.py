@@ -109,21 +109,22 @@ def page_rows(problem: AttentionProblem) -> int:
 
 def plan_of(problem: AttentionProblem) -> Plan:
     """The build for a problem."""
-    return replace(_shape_of(problem), one_loop=_takes_one_loop(problem))
+    shape = _shape_of(problem)
+    return replace(shape, one_loop=_takes_one_loop(problem, shape))
 
 
-def _takes_one_loop(problem: AttentionProblem) -> bool:
+def _takes_one_loop(problem: AttentionProblem, shape: Plan) -> bool:
     """Whether causal tiles are so short that one loop over the blocks of all of them pays. It is
-    for calls in which large weights are exact, without lengths or pages."""
+    for calls in which large weights are exact, or in constant time with two consumers, without
+    lengths or pages."""
     is_packed = problem.layout == "varlen"
     keys = problem.Skv / max(problem.B, 1) if is_packed else problem.Skv
-    is_plain = not (problem.has_kv_lens or problem.is_paged)
-    is_plain = is_plain and not (problem.query_invariant or problem.constant_time)
+    is_plain = not (problem.has_kv_lens or problem.is_paged or problem.query_invariant)
     left, right = problem.window
-    is_exact = problem.dtype == torch.bfloat16 and left is None
+    fits = shape.consumers == 2 if problem.constant_time else problem.dtype == torch.bfloat16
     width = padded(max(problem.D, problem.Dv))
     is_short = right is not None and keys <= ONE_LOOP
-    return is_plain and is_exact and is_short and width <= ONE_LOOP_WIDTH
+    return is_plain and left is None and fits and is_short and width <= ONE_LOOP_WIDTH
 
 
 def _shape_of(problem: AttentionProblem) -> Plan:
