@@ -80,6 +80,9 @@ SAMPLES: dict[str, Callable[[], Case]] = {
     "prefill, strided": _strided,
     "one block of keys": lambda: draw(130, 77, B=2, Hq=6, Hkv=2, D=64, dtype=BF16),
     "one block of keys, D 40": lambda: draw(65, 128, B=2, Hq=4, D=40, dtype=F16),
+    "one block of keys, causal": lambda: draw(
+        70, 100, B=40, Hq=16, Hkv=4, D=80, dtype=BF16, causal=True
+    ),
     "few keys of many heads": lambda: draw(70, 200, B=70, Hq=8, D=64, dtype=BF16),
     "bias and sinks": lambda: draw(
         163, 300, B=2, Hq=4, dtype=BF16, bias=torch.randn(4, 163, 300), sinks=torch.randn(4)

@@ -49,8 +49,11 @@ ODD = 24
 MANY = 256
 # Lengths of images and short texts, which come in large batches: of how many heads.
 IMAGES, HEADS_OF_IMAGES = (256, 257), 1024
-# Keys of short texts, of which all are one block for heads up to so wide, and for narrow ones more.
-TEXTS, MORE_TEXTS, WIDEST_OF_TEXTS = (64,), (80, 128), 128
+# And of causal texts, in batches that are not as large.
+SOME, HEADS_OF_SOME = (256,), 80
+# Keys of short texts, of which all are one block for heads up to so wide, and for narrow ones
+# without a mask more; and of packed ones.
+TEXTS, ODD_TEXTS, PACKED_TEXTS, WIDEST_OF_TEXTS = (64, 112), (80,), (64, 128), 128
 # Builds for a CPU serve any length.
 LONGEST_ON_CPU = 512
 # The most builds for a GPU that a call needs and no call before it.
@@ -160,16 +163,19 @@ def calls_of(
         raise ValueError(f"works takes {', '.join(WORKS)}, got {unknown[0]!r}")
     if page < 1:
         raise ValueError(f"page takes at least 1, got {page}")
+    on_cpu = torch.device(device).type == "cpu"
     found = []
     for layer in layers:
         whole = [SampleCall(layer, "dense", PROMPT, PROMPT)] if "prefill" in works else []
-        if "prefill" in works and not layer.causal and layer.window is None:
-            B = -(-HEADS_OF_IMAGES // layer.Hq)
-            whole += [SampleCall(layer, "dense", n, n, B=B) for n in IMAGES]
         is_narrow = max(layer.D, layer.value_dim) <= NARROW
+        has_window = layer.window is not None
+        if "prefill" in works and not (has_window or on_cpu):
+            images, heads = (SOME, HEADS_OF_SOME) if layer.causal else (IMAGES, HEADS_OF_IMAGES)
+            B = -(-heads // layer.Hq)
+            whole += [SampleCall(layer, "dense", n, n, B=B) for n in images]
         texts: tuple[int, ...] = ()
-        if not layer.causal and layer.window is None and layer.D <= WIDEST_OF_TEXTS:
-            texts = TEXTS + (MORE_TEXTS if is_narrow else ())
+        if layer.D <= WIDEST_OF_TEXTS and not (has_window or on_cpu):
+            texts = TEXTS + (ODD_TEXTS if is_narrow and not layer.causal else ())
         if "prefill" in works:
             whole += [SampleCall(layer, "dense", n, n) for n in texts]
         if "prefill" in works:
@@ -179,8 +185,7 @@ def calls_of(
         if "packed" in works:
             counts = [1, MANY_PACKED] if is_narrow or layer.causal else [1]
             counts += [SOME_PACKED] if is_narrow and layer.causal else []
-            # Packed ones have the build for 80 keys not.
-            counts += [PACKED // n for n in texts if PACKED % n == 0]
+            counts += [PACKED // n for n in PACKED_TEXTS if texts]
             whole += [SampleCall(layer, "packed", PACKED, PACKED, B=B) for B in counts]
         if "training" in works:
             lengths = [PROMPT, LONG_TRAINED] if is_narrow else [PROMPT]
@@ -199,7 +204,7 @@ def calls_of(
             found += [SampleCall(layer, "paged", *of, page=page) for of in caches]
             caches = [(1, LONG), (DRAFT, LONG), (DRAFT, PROMPT)]
             found += [SampleCall(layer, "paged", *of, page=page, B=MANY) for of in caches]
-    if torch.device(device).type == "cpu":
+    if on_cpu:
         found = [
             replace(call, Sq=min(call.Sq, LONGEST_ON_CPU), Skv=min(call.Skv, LONGEST_ON_CPU), B=1)
             for call in found

@@ -22,7 +22,7 @@ from hopper_build import (
     writes_in_flight,
 )
 from launch_arguments import bind
-from machine_code import Instructions
+from machine_code import Instructions, between, loops
 from shared_places import shared_with_barriers
 from unassigned import unassigned_reads
 
@@ -30,7 +30,7 @@ from lockstep.kernels.hopper.common import sizes
 from lockstep.kernels.hopper.forward import launch, plan
 from lockstep.kernels.hopper.forward.few_keys import few_keys_kernel
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
-from lockstep.kernels.hopper.forward.one_block import one_block_kernel
+from lockstep.kernels.hopper.forward.one_block.kernel import one_block_kernel
 from lockstep.simt.taint.code import parse, read_code
 
 PROCESSORS = 132
@@ -294,6 +294,43 @@ def test_machine_code_of_one_block_of_wide_heads():
         found = count([text for _, text in built.instructions])
         assert found["LDL"] == found["STL"] == 0
         assert found["MUFU.EX2"] == 32 + 4
+
+
+@pytest.mark.parametrize(("S", "D"), [(128, 64), (42, 80), (100, 128)])
+def test_machine_code_of_one_block_under_a_mask(S, D):
+    """As many programs fit on an SM as plans say, and few registers are spilled in the loop over
+    tiles."""
+    tensors = unwritten(S, S, B=64, Hq=16, Hkv=4, D=D)
+    problem = describe(tensors, Options(causal=True))
+    bound = bind(launch.forward_launches(problem, tensors, PROCESSORS), tensors)["one_block_kernel"]
+    built = compile_for_hopper(one_block_kernel, bound.arguments, **bound.launch.options)
+    assert not shared_with_barriers(built.kernel.asm["ttgir"])
+    programs, _ = plan.one_block_room(problem)
+    assert programs * (built.kernel.metadata.shared + 1024) <= sizes.SHARED_BYTES + 1024
+    assert programs * 128 * built.registers <= 65536
+    assert "serialized" not in built.report
+    keys = plan.one_block_keys(problem)
+    bodies = [between(built.instructions, *loop) for loop in sorted(set(loops(built.instructions)))]
+    found = [count([text for _, text in body]) for body in bodies]
+    first_pass = next(body for body in found if body["HGMMA"])
+    assert first_pass["MUFU.EX2"] == keys // 2 + 4
+    assert first_pass["STL"] + first_pass["LDL"] <= 8
+
+
+def test_machine_code_of_few_keys_under_a_mask():
+    """Nothing is spilled in the loop over blocks."""
+    tensors = unwritten(256, 256, B=8, Hq=12, Hkv=12)
+    problem = describe(tensors, Options(causal=True))
+    bound = bind(launch.forward_launches(problem, tensors, PROCESSORS), tensors)["few_keys_kernel"]
+    built = compile_for_hopper(few_keys_kernel, bound.arguments, **bound.launch.options)
+    assert 3 * (built.kernel.metadata.shared + 1024) <= sizes.SHARED_BYTES + 1024
+    assert 3 * 128 * built.registers <= 65536
+    assert "serialized" not in built.report
+    bodies = [between(built.instructions, *loop) for loop in set(loops(built.instructions))]
+    found = [count([text for _, text in body]) for body in sorted(bodies, key=len)]
+    of_block = next(body for body in found if body["HGMMA"])
+    assert of_block["MUFU.EX2"] >= 64
+    assert of_block["STL"] == of_block["LDL"] == 0
 
 
 def test_machine_code_between_tile_widths():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hopper_forward_calls import (
 )
 from problems import Case, draw, pose, same_bits
 
-from lockstep.kernels.hopper.forward import plan
+from lockstep.kernels.hopper.forward import launch, plan
 
 pytestmark = on_hopper
 
@@ -23,6 +24,14 @@ pytestmark = on_hopper
 @pytest.fixture(autouse=True)
 def _few_heads_are_many(monkeypatch):
     monkeypatch.setattr(plan, "MANY_HEADS", 0)
+
+
+@pytest.fixture
+def _keeps_keys(monkeypatch):
+    """Also under a mask, where few heads are, however many there are."""
+    monkeypatch.setattr(
+        launch, "keeps_keys", lambda problem: problem.layout == "dense" and not problem.has_kv_lens
+    )
 
 
 def check(case: Case) -> None:
@@ -38,6 +47,40 @@ def check(case: Case) -> None:
 def test_lengths(Sq, Skv, dtype):
     torch.manual_seed(Sq)
     check(draw(Sq, Skv, B=3, Hq=4, Hkv=2, D=64, dtype=dtype))
+
+
+@by_dtype
+@pytest.mark.parametrize("sigma", [1, 3, 30])
+@pytest.mark.parametrize(("Sq", "Skv"), [(197, 197), (256, 256), (60, 150), (300, 257), (129, 129)])
+@pytest.mark.usefixtures("_keeps_keys")
+def test_causal(Sq, Skv, sigma, dtype):
+    torch.manual_seed(Sq)
+    case = draw(Sq, Skv, B=3, Hq=4, Hkv=2, D=64, dtype=dtype, causal=True)
+    case.tensors["q"] *= sigma
+    check_bits(case)
+
+
+@pytest.mark.parametrize("options", [{"causal": True, "scale": -0.3}, {"window": (None, 9)}])
+@pytest.mark.usefixtures("_keeps_keys")
+def test_options_under_a_mask(options: dict[str, Any]):
+    torch.manual_seed(0)
+    case = draw(150, 200, B=2, Hq=4, Hkv=4, D=40, dtype=torch.bfloat16, **options)
+    check_bits(case.replaced(sinks=torch.randn(4)))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.usefixtures("_keeps_keys")
+def test_hidden_keys_leave_no_trace(value):
+    torch.manual_seed(0)
+    case = draw(200, 200, B=4, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16, causal=True)
+    clean, clean_lse = hopper_run(case)
+    case.tensors["k"][1, :, 150:] = value
+    case.tensors["v"][2:, :, 70:] = value
+    out, lse = hopper_run(case)
+    for b, seen in ((0, 200), (1, 150), (2, 70), (3, 70)):
+        assert same_bits(out[b, :, :seen], clean[b, :, :seen])
+        assert same_bits(lse[b, :, :seen], clean_lse[b, :, :seen])
+        assert not out[b, :, seen:].isfinite().any()
 
 
 def test_tiles_of_a_head_are_shared_out(monkeypatch):
@@ -63,17 +106,19 @@ def test_options(D, options: dict[str, Any]):
     check(draw(150, 200, B=2, Hq=4, Hkv=4, D=D, dtype=torch.bfloat16).replaced(**options))
 
 
-def test_rows_that_run_away():
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.usefixtures("_keeps_keys")
+def test_rows_that_run_away(causal):
     """Scores that rise by hundreds after the first block, and scores of millions: such rows are
     computed again, and leave the others their bits."""
     torch.manual_seed(0)
     Skv = 200
-    case = draw(150, Skv, B=2, Hq=3, Hkv=3, D=64, dtype=torch.bfloat16)
+    case = draw(150, Skv, B=2, Hq=3, Hkv=3, D=64, dtype=torch.bfloat16, causal=causal)
     calm, calm_lse = hopper_run(case)
     q, k = case.tensors["q"], case.tensors["k"]
-    k[1, 2, Skv - 1] = q[1, 2, 100] * 60
+    k[1, 2, 140] = q[1, 2, 100] * 60
     q[0, 1, 7] *= 1e6
-    check(case)
+    check_bits(case)
     out, lse = hopper_run(case)
     assert not out.isnan().any()
     assert same_bits(out[0, 0], calm[0, 0])

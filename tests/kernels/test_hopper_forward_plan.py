@@ -50,36 +50,75 @@ def problem_of(tensors: dict[str, torch.Tensor], **options):
 def test_which_heads_keep_their_keys(B, Hq, Sq, Skv, keeps):
     tensors = unwritten(Sq, Skv, B=B, Hq=Hq, Hkv=Hq)
     assert plan.keeps_keys(describe(tensors, Options())) == keeps
-    assert not plan.keeps_keys(describe(tensors, Options(causal=True)))
-
-
-@pytest.mark.parametrize(
-    ("B", "Hq", "Sq", "Skv", "tiles"),
-    [
-        # 440 programs of 528 at once.
-        (2, 10, 4096, 77, 3),
-        (1, 4, 1000, 77, 1),
-        # One for each head.
-        (64, 16, 100, 100, 2),
-        (1, 1, 20, 128, 1),
-    ],
-)
-def test_tiles_of_programs_with_one_block(B, Hq, Sq, Skv, tiles):
-    tensors = unwritten(Sq, Skv, B=B, Hq=Hq, Hkv=Hq)
-    problem = describe(tensors, Options())
-    assert plan.has_one_block(problem)
-    assert plan.one_block_tiles(problem) == tiles
-    assert not plan.has_one_block(describe(tensors, Options(causal=True)))
+    assert not plan.keeps_keys(describe(tensors, Options(window_left=50)))
+    # Many heads do not under a mask.
+    is_kept = keeps and B * Hq <= plan.MANY_HEADS
+    assert plan.keeps_keys(describe(tensors, Options(causal=True))) == is_kept
 
 
 @pytest.mark.parametrize(
     ("D", "Skv", "keys"),
-    [(64, 77, 80), (128, 77, 0), (80, 64, 64), (128, 65, 0), (136, 64, 0), (64, 129, 0)],
+    [(64, 77, 80), (128, 77, 128), (80, 64, 64), (128, 112, 128), (128, 113, 0), (64, 129, 0)],
 )
-def test_keys_of_one_block(D, Skv, keys):
-    problem = describe(unwritten(300, Skv, D=D), Options())
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_of_one_block(D, Skv, causal, keys):
+    problem = describe(unwritten(300, Skv, D=D), Options(causal=causal))
+    keys = 128 if causal and keys == 80 else keys
     assert plan.one_block_keys(problem) == keys
     assert plan.has_one_block(problem) == (keys > 0)
+
+
+@pytest.mark.parametrize(
+    ("Skv", "left", "right", "fits"),
+    [
+        (100, None, 7, True),
+        (60, 59, 0, True),
+        (60, 58, 0, False),
+        (60, 100, None, True),
+        # Up to 256 keys of a window have blocks of 64.
+        (100, 150, 0, False),
+        (100, 300, 0, True),
+    ],
+)
+def test_one_block_under_a_window(Skv, left, right, fits):
+    options = Options(window_left=left, window_right=right)
+    assert plan.has_one_block(describe(unwritten(90, Skv), options)) == fits
+
+
+@pytest.mark.parametrize(
+    ("B", "Hq", "Hkv", "S", "programs"),
+    [(1, 4, 4, 1000, 64), (256, 40, 10, 42, 396), (207, 28, 4, 92, 264), (100, 6, 2, 60, 7)],
+)
+def test_every_tile_has_a_program(B, Hq, Hkv, S, programs):
+    """And one only, whether keys are dealt out or not."""
+    problem = describe(unwritten(S, S, B=B, Hq=Hq, Hkv=Hkv), Options())
+    shares = plan.one_block_shares(problem, programs)
+    n_q_tiles = -(-S // 64)
+    of_keys = n_q_tiles * Hq // Hkv
+    found = []
+    for program in range(programs):
+        first = (program * shares.distance + min(program, shares.further)) * shares.unit
+        batch, kv_head, tile = first // of_keys // Hkv, first // of_keys % Hkv, first % of_keys
+        for _ in range((shares.each + (program < shares.rest)) * shares.unit):
+            found.append((batch, kv_head, tile))
+            tile += 1
+            if tile == of_keys:
+                tile, kv_head, batch = 0, kv_head + shares.step, batch + shares.step_b
+                if kv_head >= Hkv:
+                    kv_head, batch = kv_head - Hkv, batch + 1
+    assert sorted(found) == [
+        (b, h, tile) for b in range(B) for h in range(Hkv) for tile in range(of_keys)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("B", "Hq", "S", "programs"), [(2, 10, 4096, 528), (1, 4, 1000, 64), (64, 16, 100, 528)]
+)
+def test_programs_with_one_block(B, Hq, S, programs):
+    """As many as are at work at once, or as there are tiles."""
+    tensors = unwritten(S, 77, B=B, Hq=Hq, Hkv=Hq)
+    call = launch.forward_launches(describe(tensors, Options()), tensors, PROCESSORS)
+    assert call.launches[0].grid[0] == programs
 
 
 @pytest.mark.parametrize(("mean", "keys"), [(64, 64), (65, 128), (128, 128), (129, 0)])

@@ -3,16 +3,19 @@ kernel."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from hopper_forward_calls import (
+    as_packed,
     by_dtype,
     check_bits,
     check_what_is_not_finite,
     hopper_run,
     on_hopper,
+    with_lengths,
 )
 from problems import Case, assert_allowed, draw, draw_varlen, pose, same_bits
 
@@ -45,7 +48,9 @@ def test_options(D, options: dict[str, Any]):
 
 
 @by_dtype
-@pytest.mark.parametrize(("D", "Skv"), [(80, 64), (128, 40), (96, 1), (72, 63)])
+@pytest.mark.parametrize(
+    ("D", "Skv"), [(80, 64), (128, 40), (96, 1), (72, 63), (128, 100), (80, 77), (112, 112)]
+)
 def test_wide_heads(D, Skv, dtype):
     torch.manual_seed(D)
     check(draw(200, Skv, B=3, Hq=4, Hkv=2, D=D, dtype=dtype))
@@ -87,11 +92,87 @@ def test_packed_sequences_with_wrong_offsets():
 
 
 def test_tiles_of_a_program():
-    """Five tiles for each program but the last of a head, which has fewer."""
+    """More tiles than programs, so that some programs have tiles of two heads."""
     torch.manual_seed(0)
-    case = draw(64 * 71 + 3, 77, B=4, Hq=8, Hkv=8, D=64, dtype=torch.bfloat16)
-    assert 1 < plan.one_block_tiles(pose(case)[0]) < 72
-    check(case)
+    check(draw(64 * 71 + 3, 77, B=4, Hq=8, Hkv=8, D=64, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("S", "D"), [(42, 80), (30, 64), (70, 128)])
+def test_heads_of_a_program(S, D, causal):
+    """Programs have tiles of several heads, of which some share their keys."""
+    torch.manual_seed(S)
+    check(draw(S, S, B=70, Hq=12, Hkv=4, D=D, dtype=torch.bfloat16, causal=causal))
+
+
+@by_dtype
+@pytest.mark.parametrize(
+    ("Sq", "Skv"),
+    [*((S, S) for S in (1, 17, 42, 63, 64, 65, 100, 128)), (300, 77), (40, 64), (20, 128)],
+)
+@pytest.mark.parametrize("sigma", [1, 3, 30])
+def test_causal(Sq, Skv, sigma, dtype):
+    torch.manual_seed(Sq)
+    for D in (64, 80, 128) if Skv <= 112 else (64,):
+        case = draw(Sq, Skv, B=2, Hq=4, Hkv=2, D=D, dtype=dtype, causal=True)
+        case.tensors["q"] *= sigma
+        check(case)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True, "scale": -0.3},
+        {"causal": True, "scale": 0.0},
+        {"causal": True, "sinks": True},
+        {"window": (None, 5)},
+        {"window": (59, 0)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("D", [40, 96])
+def test_options_under_a_mask(D, options: dict[str, Any]):
+    """A window that hides no key is none."""
+    torch.manual_seed(D)
+    if "sinks" in options:
+        options = {"causal": True, "sinks": torch.randn(4)}
+    check(draw(90, 60, B=2, Hq=4, Hkv=4, D=D, dtype=torch.bfloat16).replaced(**options))
+
+
+@pytest.mark.parametrize(("S", "D"), [(60, 64), (128, 64), (42, 80), (100, 128)])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_hidden_keys_leave_no_trace(S, D, value):
+    """Whatever is in keys and values that a row does not see, in some tiles of a program."""
+    torch.manual_seed(S)
+    seen = S // 3
+    case = draw(S, S, B=60, Hq=8, Hkv=4, D=D, dtype=torch.bfloat16, causal=True)
+    clean, clean_lse = hopper_run(case)
+    case.tensors["k"][7:30:5, 1:3, seen:] = value
+    case.tensors["v"][::7, :, seen:] = value
+    for each in (case, as_packed(case)):
+        out, lse = hopper_run(each)
+        if out.ndim == 3:
+            out = out.view(60, S, 8, D).transpose(1, 2)
+            lse = lse.view(60, S, 8).transpose(1, 2)
+        assert same_bits(out[:, :, :seen], clean[:, :, :seen])
+        assert same_bits(lse[:, :, :seen], clean_lse[:, :, :seen])
+        assert not out[::7, :, seen:].isfinite().any()
+        assert same_bits(out[1], clean[1])
+
+
+@pytest.mark.parametrize(("D", "mean"), [(64, 40), (80, 42), (64, 90)])
+def test_packed_under_a_mask(D, mean):
+    torch.manual_seed(D)
+    lens = [mean] * 60 + [1, 0, 64, 65, 128, 129, 300, mean - 1]
+    case = draw_varlen(lens, lens, Hq=8, Hkv=2, D=D, dtype=torch.bfloat16).replaced(causal=True)
+    assert plan.one_block_keys(pose(case)[0]) == (64 if mean < 60 else 128)
+    out, lse = hopper_run(case)
+    assert_allowed(case, {"out": out, "lse": lse}, kernel="hopper")
+    alone = Case({name: x[:mean] for name, x in case.tensors.items() if name in "qkv"}, {})
+    alone = Case({name: x.transpose(0, 1)[None] for name, x in alone.tensors.items()}, case.options)
+    other, other_lse = hopper_run(with_lengths(alone))
+    assert same_bits(out[:mean], other[0].transpose(0, 1))
+    assert same_bits(lse[:mean], other_lse[0].transpose(0, 1))
 
 
 def test_large_scores():

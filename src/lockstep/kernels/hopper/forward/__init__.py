@@ -15,7 +15,7 @@ constant_time.py   the softmax of constant-time builds
 constant_time_flow.py   `flow.py` with that softmax
 cleaning.py        values that are not finite, in these builds
 few_keys.py        another kernel, for heads with few keys
-one_block.py       and one for heads whose keys are one block
+one_block/         and one for heads whose keys are one block
 narrow_window/     and one for narrow windows of grouped heads
 plan.py            tile sizes by head dim
 shapes.py          tensor maps without their tensors

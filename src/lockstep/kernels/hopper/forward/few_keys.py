@@ -37,6 +37,7 @@ from lockstep.kernels.hopper.common.pieces import (
     n_pieces,
     piece_start,
     piece_width,
+    row_sums,
     scale_all,
 )
 from lockstep.kernels.hopper.common.ring import Ring, TileRing
@@ -121,17 +122,14 @@ class Work:
 
 
 @gluon.jit
-def load_keys(ring, desc, work, rows, n, BLOCK_KV: gl.constexpr):
-    """Send the blocks of keys, or of values, that rows see on their way to shared memory, for the
-    n-th time."""
+def load_keys(ring, desc, work, n, BLOCK_KV: gl.constexpr):
+    """Send all blocks of keys, or of values, on their way to shared memory, for the n-th time."""
     BLOCKS: gl.constexpr = ring.ring.STAGES
     for i in gl.static_range(BLOCKS):
-        block = rows.begin + i
-        is_seen = block < rows.end
         full = ring.ring.full(n * BLOCKS + i)
-        mbarrier.expect(full, desc.block_type.nbytes, pred=is_seen)
-        at = coordinates(work.batch, 0, work.Skv, work.kv_head, block * BLOCK_KV, 0, False)
-        tma_load(desc, at, full, ring.tiles_smem.index(i), pred=is_seen)
+        mbarrier.expect(full, desc.block_type.nbytes)
+        at = coordinates(work.batch, 0, work.Skv, work.kv_head, i * BLOCK_KV, 0, False)
+        tma_load(desc, at, full, ring.tiles_smem.index(i))
 
 
 @gluon.jit
@@ -160,12 +158,15 @@ def attend(program, rows, q_ring, q_desc, n, next_tile, has_next, BLOCKS: gl.con
     bar = l
     residue = l
     acc = empty_sums(program.v.COLUMNS)
-    for block in range(BLOCKS):
+    end = BLOCKS
+    if program.schedule.HAS_RIGHT:
+        end = rows.end
+    for block in range(end):
         s = issue_transposed(q, program.k, block, BLOCK_KV)
         # The product of the block before is done then, too.
         done = warpgroup_mma_wait(0, deps=acc + (s,))  # noqa: RUF005, Gluon does not unpack
         acc = done[:PRODUCTS]
-        if block == BLOCKS - 1:
+        if block == end - 1:
             await_warps()
             load_queries(q_ring, q_desc, n + 1, next_tile, has_next)
         s = program.mask_scores(rows, done[PRODUCTS], block)
@@ -224,6 +225,8 @@ def first_pass(program, results, work, rows, q, q_desc, BLOCKS: gl.constexpr, DV
     wrong = gl.full([ROWS], 0, gl.int32, row_layout)
     for i in range(work.count):
         tile = work.tile(i)
+        if program.schedule.HAS_RIGHT:
+            rows = Rows.of_consumer(0, program.schedule, tile)
         acc, m, l, beside = attend(
             program, rows, q, q_desc, i, work.tile(i + 1), i + 1 < work.count, BLOCKS
         )
@@ -233,7 +236,13 @@ def first_pass(program, results, work, rows, q, q_desc, BLOCKS: gl.constexpr, DV
         )
         exists = tile.q_idx + gl.arange(0, ROWS, row_layout) < work.Sq
         fails = is_large | ((l < OVERFLOW) == 0)
-        lse = gl.where(fails, float("nan"), lse)
+        if program.schedule.HAS_RIGHT:
+            is_nonfinite = (gl.abs(row_sums(out, row_layout)) < float("inf")) == 0
+            lse = gl.where(is_nonfinite, float("inf"), lse)
+            lse = gl.where(fails, float("nan"), lse)
+            fails = fails | is_nonfinite
+        else:
+            lse = gl.where(fails, float("nan"), lse)
         wrong |= gl.where(fails & exists, 1, 0) << (i % 32)
         store_rows(results, tile, out, lse, m, l, exists, dtype, DV)
     return gl.reduce(wrong, 0, _either)
@@ -251,10 +260,12 @@ def second_pass(program, results, work, rows, q, q_desc, k_desc, v_desc, wrong):
     for i in range(work.count):
         if (wrong >> (i % 32)) & 1:
             tile = work.tile(i)
+            if program.schedule.HAS_RIGHT:
+                rows = Rows.of_consumer(0, program.schedule, tile)
             await_warps()
             load_queries(q, q_desc, sent_q, tile, True)
-            load_keys(program.k, k_desc, work, rows, sent, BLOCK_KV)
-            load_keys(program.v, v_desc, work, rows, sent, BLOCK_KV)
+            load_keys(program.k, k_desc, work, sent, BLOCK_KV)
+            load_keys(program.v, v_desc, work, sent, BLOCK_KV)
             q_idx = tile.q_idx + gl.arange(0, ROWS, rows.row_end.type.layout)
             row = results.row(tile, q_idx)
             mark = gl.load(results.lse_ptr + row, mask=q_idx < work.Sq, other=0.0)
@@ -296,6 +307,8 @@ def few_keys_kernel(
     heads_per_kv,
     Sq,
     Skv,
+    right,
+    HAS_RIGHT: gl.constexpr,
     SCORES: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     D: gl.constexpr,
@@ -309,11 +322,11 @@ def few_keys_kernel(
     work = Work.of_program(n_q_tiles, tiles_per_program, Hq, heads_per_kv, Sq, Skv)
     none = Sq * 0
     schedule = Schedule(
-        (none, n_q_tiles, none, Hq, heads_per_kv, none, Sq, Skv, none, none, none, none),
+        (none, n_q_tiles, none, Hq, heads_per_kv, none, Sq, Skv, none, right, none, none),
         (lse_ptr, lse_ptr, lse_ptr, lse_ptr),
         "dense",
         False,
-        False,
+        HAS_RIGHT,
         ROWS,
         BLOCK_KV,
     )
@@ -330,8 +343,8 @@ def few_keys_kernel(
     v = TileRing(v_smem, v_smem, Ring(v_full, empty, BLOCKS, False), DV_COLUMNS)
     rows = Rows.of_consumer(0, schedule, work.tile(0))
     load_queries(q, q_desc, 0, work.tile(0), True)
-    load_keys(k, k_desc, work, rows, 0, BLOCK_KV)
-    load_keys(v, v_desc, work, rows, 0, BLOCK_KV)
+    load_keys(k, k_desc, work, 0, BLOCK_KV)
+    load_keys(v, v_desc, work, 0, BLOCK_KV)
     build = Build(
         1, False, FIXED_MAX, FIXED_MAX, True, 1, SCORES, HAS_SINKS, 0, 0, False, False, False
     )  # fmt: skip
@@ -356,8 +369,8 @@ def few_keys_kernel(
         none + DV,
     )
     for i in gl.static_range(BLOCKS):
-        k.wait(i, rows.begin + i < rows.end)
-        v.wait(i, rows.begin + i < rows.end)
+        k.wait(i)
+        v.wait(i)
     wrong = first_pass(program, results, work, rows, q, q_desc, BLOCKS, DV)
     if wrong != 0:
         second_pass(program, results, work, rows, q, q_desc, k_desc, v_desc, wrong)

@@ -15,7 +15,8 @@ from lockstep.kernels.hopper.forward.few_keys import few_keys_kernel
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
 from lockstep.kernels.hopper.forward.narrow_window.launch import window_launch, window_tiling
 from lockstep.kernels.hopper.forward.narrow_window.plan import has_narrow_window, sizes_of
-from lockstep.kernels.hopper.forward.one_block import one_block_kernel
+from lockstep.kernels.hopper.forward.one_block.kernel import one_block_kernel
+from lockstep.kernels.hopper.forward.one_block.shares import Shares
 from lockstep.kernels.hopper.forward.plan import (
     KEPT_REGISTERS,
     REGISTERS,
@@ -24,9 +25,10 @@ from lockstep.kernels.hopper.forward.plan import (
     keeps_keys,
     kept_blocks,
     kept_tiles,
+    one_block_heads,
     one_block_keys,
     one_block_room,
-    one_block_tiles,
+    one_block_shares,
     padded,
     page_rows,
     plan_of,
@@ -62,7 +64,7 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
         tiles, block_q = window_tiling(problem, n_processors), sizes_of(problem).chunk
         launches = [window_launch(problem, tensors.q, fitted, tiles)]
     elif has_one_block(problem):
-        launches = [_one_block_launch(problem, tensors.q, fitted)]
+        launches = [_one_block_launch(problem, tensors.q, fitted, n_processors)]
     elif keeps_keys(problem):
         launches = [_few_keys_launch(problem, tensors.q, fitted)]
     else:
@@ -74,7 +76,7 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
         if sorts:
             keys = one_block_keys(problem)
             if keys:
-                launches.insert(0, _one_block_launch(problem, tensors.q, fitted))
+                launches.insert(0, _one_block_launch(problem, tensors.q, fitted, n_processors))
             launches.insert(0, sort_launch(problem, block_q, keys))
     results = {
         "out": Buffer.like(tensors.q, problem.out_shape, problem.dtype),
@@ -121,8 +123,15 @@ def _few_keys_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> L
     """The launch of `few_keys_kernel`, as `_launch` does it."""
     plan, n_q_tiles, tiles = plan_of(problem), -(-problem.Sq // ROWS), kept_tiles(problem)
     scores, scale, softcap = scales(problem)
-    numbers = _of_programs(problem, q, n_q_tiles, tiles) | {"scale": scale, "softcap": softcap}
+    numbers = _of_heads(problem, q) | {
+        "n_q_tiles": n_q_tiles,
+        "tiles_per_program": tiles,
+        "right": problem.window[1] or 0,
+        "scale": scale,
+        "softcap": softcap,
+    }
     constants = {
+        "HAS_RIGHT": problem.window[1] is not None,
         "SCORES": scores,
         "HAS_SINKS": problem.has_sinks,
         "D": problem.D,
@@ -146,20 +155,35 @@ def _few_keys_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> L
     )
 
 
-def _one_block_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> Launch:
+def _one_block_launch(
+    problem: AttentionProblem, q: Tensor, fitted: Tensors, n_processors: int
+) -> Launch:
     """The launch of `one_block_kernel`, as `_launch` does it."""
     packed, keys = problem.layout == "varlen", one_block_keys(problem)
+    room, registers = one_block_room(problem)
     n_q_tiles = -(-problem.Sq // ROWS)
-    tiles = 0 if packed else one_block_tiles(problem)
-    # A packed sequence has one program for each head, and so have rows that belong to none.
-    programs = problem.B + 1 if packed else problem.B * -(-n_q_tiles // tiles)
+    if packed:
+        # Rows that belong to no sequence have programs, too.
+        programs = (problem.B + 1) * (problem.Hq // one_block_heads(problem))
+        shares = Shares(0, 0, 0, 0, 0, 0, 0)
+    else:
+        programs = min(problem.B * problem.Hq * n_q_tiles, n_processors * room)
+        shares = one_block_shares(problem, programs)
     scores, scale, _ = scales(problem)
     # Tiles in shared memory have a power of two of rows.
     rows = 1 << (keys - 1).bit_length()
     out = by_head(empty_like(q, problem.out_shape, device="meta"), packed)
-    numbers = _of_programs(problem, q, n_q_tiles, tiles) | {"scale": scale, "B": problem.B}
+    numbers = _of_heads(problem, q) | {
+        "n_q_tiles": n_q_tiles,
+        **shares._asdict(),
+        "heads_of_program": one_block_heads(problem),
+        "scale": scale,
+        "B": problem.B,
+        "right": problem.window[1] or 0,
+    }
     constants = {
         "PACKED": packed,
+        "HAS_RIGHT": problem.window[1] is not None,
         "SCORES": scores,
         "HAS_SINKS": problem.has_sinks,
         "D": problem.D,
@@ -170,7 +194,7 @@ def _one_block_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> 
     q, k, v = (by_head(x, packed) for x in fitted[:3])
     return Launch(
         one_block_kernel,
-        (problem.Hq * programs,),
+        (programs,),
         numbers | constants,
         maps={
             "q": tiles_of(q, ROWS, padded(problem.D), packed).describe,
@@ -180,18 +204,14 @@ def _one_block_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> 
         },
         names=names | ({} if packed else {"sequence_order": "lse"}),
         num_warps=4,
-        maxnreg=one_block_room(problem)[1],
+        maxnreg=registers,
     )
 
 
-def _of_programs(
-    problem: AttentionProblem, q: Tensor, n_q_tiles: int, tiles_per_program: int
-) -> dict[str, int]:
-    """What programs with several tiles of queries of one head need to find them."""
+def _of_heads(problem: AttentionProblem, q: Tensor) -> dict[str, int]:
+    """What programs with tiles of queries of few heads need to find them."""
     return {
         **row_strides(problem, q),
-        "n_q_tiles": n_q_tiles,
-        "tiles_per_program": tiles_per_program,
         "Hq": problem.Hq,
         "heads_per_kv": problem.Hq // problem.Hkv,
         "Sq": problem.Sq,

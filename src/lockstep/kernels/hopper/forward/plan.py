@@ -13,6 +13,7 @@ import torch
 
 from lockstep.kernels.hopper.common.query_invariance import SPAN
 from lockstep.kernels.hopper.common.sizes import ROWS
+from lockstep.kernels.hopper.forward.one_block.shares import Shares
 from lockstep.problem import AttentionProblem
 
 # Registers of a thread by consumers: at launch, then of a consumer and of the warps that serve it.
@@ -77,12 +78,18 @@ MANY_HEADS, FEWER_ROWS = 512, 5 / 6
 # With two blocks also if programs have at most so many tiles and all are at work at once, where the
 # tiles of the other kernel would take more than one round.
 KEPT_TILES = 2
-# Keys that are one block (`one_block.py`): how many of them are multiplied, by the width of heads,
+# Keys that are one block (`one_block/`): how many of them are multiplied, by the width of heads,
 # how many programs fit on an SM, and with how many registers of a thread.
 ONE_BLOCK = {
     64: {64: (4, 128), 80: (4, 128), 128: (4, 128)},
-    128: {64: (3, 168)},
+    128: {64: (3, 168), 128: (2, 255)},
 }
+# Wider heads that fill a block are faster with the kernel for all calls, and packed ones with more
+# than 64 keys have not been measured.
+WIDE_KEYS_OF_BLOCK = 112
+# Keys of more heads are dealt out to its programs if none has more tiles than so many times as many
+# as it has to have, by the width of heads.
+UNEVEN = {64: 1.4, 128: 1.15}
 # Pairing tiles is worth it where it keeps programs this busy, and while the keys and values of the
 # heads at work fit into L2.
 BUSY, L2_BYTES = 0.96, 50e6
@@ -150,12 +157,11 @@ def _shape_of(problem: AttentionProblem) -> Plan:
 
 
 def _may_keep_keys(problem: AttentionProblem, widest: int) -> bool:
-    """Whether kernels that keep the keys of a head, up to so wide, in shared memory take a
-    problem."""
+    """Whether kernels that keep the keys of a head, up to so wide, in shared memory take a problem
+    with its mask."""
     is_plain = not (problem.has_kv_lens or problem.is_paged)
     return (
         is_plain
-        and problem.window == (None, None)
         and not (problem.query_invariant or problem.constant_time)
         and problem.softcap is None
         and max(problem.D, problem.Dv) <= widest
@@ -172,16 +178,29 @@ def one_block_keys(problem: AttentionProblem) -> int:
     """How many keys are multiplied, if all of them, or those of most packed sequences, are one
     block, else 0. Only the mean length of packed sequences is known."""
     is_packed = problem.layout == "varlen"
-    if not _may_keep_keys(problem, 128):
+    if not _may_keep_keys(problem, 128) or _hides_first_keys(problem):
         return 0
     keys = problem.Skv / max(problem.B, 1) if is_packed else problem.Skv
     width = padded(problem.D)
+    if width > 64 and (is_packed or keys > WIDE_KEYS_OF_BLOCK) and keys > 64:
+        return 0
     # Results leave from where queries came.
     if width != padded(problem.Dv):
         return 0
-    # How many are hidden in the last 16 is known of all sequences, or of none.
-    fits = (n for n in ONE_BLOCK[width] if keys <= n and not (is_packed and n == 80))
+    # How many are hidden in the last 16 is known of all sequences, or of none; and under a mask, a
+    # build more would gain little.
+    is_even = is_packed or problem.window[1] is not None
+    fits = (n for n in ONE_BLOCK[width] if keys <= n and not (is_even and n == 80))
     return next(fits, 0)
+
+
+def _hides_first_keys(problem: AttentionProblem) -> bool:
+    """Whether a window may hide keys from rows behind it, or makes blocks of keys narrow."""
+    left, _ = problem.window
+    if left is None:
+        return False
+    is_one_block = problem.Skv <= plan_of(problem).block_kv
+    return problem.layout == "varlen" or left + 1 < problem.Skv or not is_one_block
 
 
 def one_block_room(problem: AttentionProblem) -> tuple[int, int]:
@@ -189,16 +208,23 @@ def one_block_room(problem: AttentionProblem) -> tuple[int, int]:
     return ONE_BLOCK[padded(problem.D)][one_block_keys(problem)]
 
 
-def one_block_tiles(problem: AttentionProblem) -> int:
-    """How many tiles of one head a program works on, if it has one block of keys."""
-    tiles, heads = -(-problem.Sq // ROWS), problem.B * problem.Hq
+def one_block_shares(problem: AttentionProblem, programs: int) -> Shares:
+    """The shares of so many programs in the tiles of a dense call with one block: keys are dealt
+    out, unless some programs would have much more to do than others."""
+    n_q_tiles, keys = -(-problem.Sq // ROWS), problem.B * problem.Hkv
+    of_keys = n_q_tiles * problem.Hq // problem.Hkv
+    fewest = -(-keys * of_keys // programs)
+    most = UNEVEN[padded(problem.D)] * fewest
+    if keys >= programs and -(-keys // programs) * of_keys <= most:
+        return Shares.dealt(of_keys, keys, problem.Hkv, programs)
+    return Shares.in_a_row(keys * of_keys, programs)
 
-    def rounds_of_tiles(n: int) -> int:
-        rounds = -(-heads * -(-tiles // n) // (PROGRAMS * one_block_room(problem)[0]))
-        # Keys and values take as long as a tile.
-        return rounds * (n + 1)
 
-    return min(range(1, tiles + 1), key=rounds_of_tiles)
+def one_block_heads(problem: AttentionProblem) -> int:
+    """How many heads that share their keys a program has of a packed sequence: all of them, if
+    there are enough programs then."""
+    is_enough = problem.B * problem.Hkv >= PROGRAMS * one_block_room(problem)[0]
+    return problem.Hq // problem.Hkv if is_enough else 1
 
 
 def keeps_keys(problem: AttentionProblem) -> bool:
@@ -206,7 +232,12 @@ def keeps_keys(problem: AttentionProblem) -> bool:
     bit."""
     if problem.layout != "dense" or not _may_keep_keys(problem, 64):
         return False
+    if problem.window[0] is not None:
+        return False
     plan, blocks, heads = plan_of(problem), kept_blocks(problem), problem.B * problem.Hq
+    is_causal = problem.window[1] is not None
+    if heads > MANY_HEADS and is_causal:
+        return False
     if heads > MANY_HEADS:
         rows = [-(-problem.Sq // height) * height for height in (ROWS, plan.block_q)]
         return blocks == 2 or (blocks == 3 and rows[0] <= FEWER_ROWS * rows[1])

@@ -46,7 +46,7 @@ from lockstep.kernels.hopper.forward.narrow_window.tiles import (
     sum_in_order,
     weigh,
 )
-from lockstep.kernels.hopper.forward.one_block import row_maxima
+from lockstep.kernels.hopper.forward.one_block.rows import row_maxima
 from lockstep.kernels.hopper.forward.program import Results
 from lockstep.kernels.hopper.forward.scheduling.failed_tiles import await_stores
 from lockstep.kernels.hopper.forward.scheduling.schedule import BAD, Schedule

@@ -53,9 +53,8 @@ from lockstep.kernels.hopper.forward.narrow_window.memory import (
     strip_of_tile,
     strip_width,
 )
-from lockstep.kernels.hopper.forward.one_block import add_in_order, weights_of
+from lockstep.kernels.hopper.forward.one_block.rows import add_clean, add_in_order, weights_of
 from lockstep.kernels.hopper.forward.scheduling.schedule import BAD
-from lockstep.kernels.hopper.forward.second_pass import clean_product
 
 
 @gluon.jit
@@ -106,15 +105,6 @@ def issue_products(weights, v, at, KEYS: gl.constexpr, DV: gl.constexpr):
             added = added + (add_product(sums[c], rounded, values),)  # noqa: RUF005
         sums = added
     return sums
-
-
-@gluon.jit
-def add_clean(weights, seen, values, acc):
-    """acc and weights [ROWS, n] times values [n, ·], as `clean_product` has it."""
-    left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    weights = gl.convert_layout(round_pairs(weights, values.dtype), left)
-    seen = gl.convert_layout(seen.to(values.dtype), left)
-    return clean_product(weights, seen, values, acc)
 
 
 @gluon.jit
