@@ -265,6 +265,43 @@ def test_no_row_has_more_parts_than_there_is_room_for():
                 assert ceil_div(length, span) <= most
 
 
+@pytest.mark.parametrize(
+    ("n", "Sq", "D", "options", "expected"),
+    [
+        (512, 1, 128, {}, True),
+        (1024, 4, 128, {}, False),  # two spans of 512 keys
+        (1024, 8, 128, {}, True),  # one of 1,024 keys, for 32 rows
+        (1024, 8, 64, {}, False),
+        (512, 1, 128, {"window_left": 100}, False),  # it may begin within a span
+    ],
+)
+def test_there_is_no_second_kernel_where_no_head_can_be_cut(n, Sq, D, options, expected):
+    tensors = tensors_of(n=n, Sq=Sq, D=D)
+    problem = describe(tensors, Options(causal=True, **options))
+    assert (plan.most_spans(problem) == 1) == expected
+    launches = launch.decode_launches(problem, tensors, PROCESSORS).launches
+    assert len(launches) == (1 if expected else 2)
+
+
+@pytest.mark.parametrize(
+    ("D", "rows", "expected"),
+    [
+        (64, 4, 0),
+        (128, 4, 16),
+        (128, 32, 16),
+        (160, 8, 8),
+        (192, 12, 16),
+        (256, 16, 16),
+        (256, 20, 0),
+    ],
+)
+def test_rows_of_single_warps(D, rows, expected):
+    """Above head dim 128 builds have one consumer, unless queries are packed."""
+    problem = problem_of(D=D, Hq=8, Hkv=2, Sq=rows // 4)
+    assert plan.narrow_rows(problem) == expected
+    assert plan.is_narrow(problem) == (D > 128 and rows <= 16)
+
+
 def test_results_lie_in_memory_as_the_queries_do():
     given = tensors_of(D=64, page=16)
     B, H, _, D = given.q.shape
@@ -285,8 +322,9 @@ def test_results_lie_in_memory_as_the_queries_do():
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"D": 72}, "takes head dims 64, 80, 96, 112, 128, 256, got D = 72 and Dv = 72"),
-        ({"D": 96}, None),
+        ({"D": 36}, "takes head dims that are multiples of 8 up to 256, got D = 36 and Dv = 36"),
+        ({"D": 264}, "takes head dims that are multiples of 8 up to 256, got D = 264 and Dv = 264"),
+        ({"D": 72}, None),
         ({"page": 8}, "takes pages of multiples of 16 keys, got 8"),
         ({"page": 256, "Hkv": 8}, None),
         ({"Sq": 127}, None),

@@ -25,10 +25,12 @@ from lockstep.kernels.hopper.decode.kernel import decode_kernel
 from lockstep.problem import Options, describe
 
 
-def built_loops(built):
-    """Where the innermost loops with both products begin and end; and the waits for the two."""
+def built_loops(built, pieces=1):
+    """Where the innermost loops with both products begin and end; and the waits for the two, of
+    which the second may be in pieces."""
     found = []
-    for scores in (at for at, text in built.instructions if text == SCORES_WAIT):
+    scores_wait = SCORES_WAIT.replace("0x1", f"0x{pieces}")
+    for scores in (at for at, text in built.instructions if text == scores_wait):
         begin, end = min(
             (x for x in set(loops(built.instructions)) if x[0] < scores < x[1]),
             key=lambda x: x[1] - x[0],
@@ -45,19 +47,23 @@ def single_warp_loop(built):
     return next(body for body in bodies if any(text.startswith("HMMA") for _, text in body))
 
 
-@pytest.mark.parametrize(("D", "page", "Sq"), [(128, 16, 1), (256, 64, 3)])
-def test_machine_code(D, page, Sq):
+@pytest.mark.parametrize(
+    ("D", "page", "Sq", "pieces"),
+    [(128, 16, 1, 1), (72, 16, 1, 1), (160, 16, 5, 2), (256, 64, 5, 1)],
+)
+def test_machine_code(D, page, Sq, pieces):
     tensors = tensors_of(D=D, page=page, Sq=Sq)
     problem = describe(tensors, Options(causal=True))
     bound = bind(launch.decode_launches(problem, tensors, PROCESSORS), tensors)["decode_kernel"]
     built = compile_for_hopper(decode_kernel, bound.arguments, **bound.launch.options)
     assert not shared_with_barriers(built.kernel.asm["ttgir"])
-    shape = plan.PLANS[D]
+    shape = plan.plan_of(problem)
+    columns = plan.columns_of(D)
     found = count([text for _, text in built.instructions])
     assert "serialized" not in built.report
-    # Scores of the first tile and of the others, and the product with the values.
-    (((begin, end), (scores, product)),) = built_loops(built)
-    assert found["HGMMA"] == 2 * (D // 16) + shape.block_kv // 16
+    # Scores of the first tile and of the others, and the products of pieces of the values.
+    (((begin, end), (scores, product)),) = built_loops(built, pieces)
+    assert found["HGMMA"] == 2 * ((D + 8) // 16) + pieces * shape.block_kv // 16
     # The exponentials of a tile run while the product of the one before is under way, and nothing
     # writes what that product reads.
     body = between(built.instructions, begin, end)
@@ -67,35 +73,41 @@ def test_machine_code(D, page, Sq):
     assert all(scores < at < product for at in weighed)
     assert writes_in_flight(body) == []
     usual = count(usual_path(body))
-    assert usual["LDL"] + usual["STL"] <= (0 if D == 128 else 8)
+    assert usual["LDL"] + usual["STL"] <= (12 if D == 256 else 0)
     # Each box of a tile of keys and of one of values.
-    assert found["UTMALDG"] == 2 * (D // plan.COLUMNS) * max(shape.block_kv // page, 1)
+    assert found["UTMALDG"] == 2 * (columns // plan.COLUMNS) * max(shape.block_kv // page, 1)
     # What a program of an SM takes, with 1 KB that the system takes of each.
     assert shape.programs * (built.kernel.metadata.shared + 1024) <= sizes.SHARED_BYTES + 1024
-    usual = count(usual_path(single_warp_loop(built)))
-    # A warp has 16 rows and a quarter of the keys, a thread two rows and a quarter of these. At
-    # head dim 256 a thread has one of 8 rows, and the values are the left operand.
-    keys = shape.block_kv // 4
-    products_of_values = (D // 8) * (keys // 16) if D == 128 else (D // 16) * (keys // 16)
-    assert usual["HMMA"] == (D // 16) * (keys // 8) + products_of_values
-    assert usual["MUFU.EX2"] == (2 if D == 128 else 1) * (keys // 4 + 1)
-    # Nothing is exchanged from tile to tile, and little spilled.
-    assert usual["LDS"] + usual["STS"] == 0
-    assert usual["LDL"] + usual["STL"] <= (0 if D == 128 else 4)
+    # Only tiles of up to 128 columns have both consumers where queries are not packed.
+    assert (found["HMMA"] > 0) == (columns == 128)
+    if columns == 128:
+        usual = count(usual_path(single_warp_loop(built)))
+        # A warp has 16 rows and a quarter of the keys, a thread two rows and a quarter of these.
+        keys = shape.block_kv // 4
+        assert usual["HMMA"] == (columns // 16) * (keys // 8) + (columns // 8) * (keys // 16)
+        assert usual["MUFU.EX2"] == 2 * (keys // 4 + 1)
+        # Nothing is exchanged from tile to tile, and nothing spilled.
+        assert usual["LDS"] + usual["STS"] + usual["LDL"] + usual["STL"] == 0
 
 
-def test_machine_code_of_the_narrow_consumer_alone():
-    tensors = tensors_of(D=256, page=64)
+@pytest.mark.parametrize(("D", "rows"), [(192, 8), (256, 8), (160, 16), (256, 16)])
+def test_machine_code_of_the_narrow_consumer_alone(D, rows):
+    """A thread has one or two rows, and the values are the left operand."""
+    tensors = tensors_of(D=D, page=64, Sq=rows // 4)
     problem = describe(tensors, Options(causal=True))
+    assert plan.narrow_rows(problem) == rows
     bound = bind(launch.decode_launches(problem, tensors, PROCESSORS), tensors)["decode_kernel"]
     built = compile_for_hopper(decode_kernel, bound.arguments, **bound.launch.options)
     found = count([text for _, text in built.instructions])
     assert found["HGMMA"] == 0
     assert built.kernel.metadata.shared <= sizes.SHARED_BYTES
-    # As in a build with both.
     usual = count(usual_path(single_warp_loop(built)))
-    assert usual["HMMA"] == 16 * 2 + 16
+    columns, keys = plan.columns_of(D), plan.plan_of(problem).block_kv // 4
+    assert usual["HMMA"] == (columns // 16) * (keys // 8 + keys // 16 * (rows // 8))
+    assert usual["MUFU.EX2"] == (rows // 8) * (keys // 4 + 1)
     assert usual["LDS"] + usual["STS"] == 0
+    # At head dim 256, products of 16 rows take half of all registers.
+    assert usual["LDL"] + usual["STL"] <= (52 if (D, rows) == (256, 16) else 4)
 
 
 @pytest.mark.parametrize("Sq", [1, 3], ids=["few rows", "more rows"])

@@ -55,6 +55,19 @@ CASES = {
     "D 96": {"D": 96, "Skv": 3000, "kv_lens": [3000, 2, 63]},
     "D 80, 20 rows": {"D": 80, "Sq": 5, "Skv": 3000, "kv_lens": [3000, 2, 63], "dtype": F16},
     "D 112, two tiles": {"D": 112, "Sq": 20, "Skv": 1200, "page": 48, "kv_lens": [1200, 3, 777]},
+    "D 40": {"D": 40, "Skv": 3000, "kv_lens": [3000, 2, 63]},
+    "D 40, 48 rows": {"D": 40, "Sq": 12, "Skv": 1200, "kv_lens": [1200, 3, 777]},
+    "D 8, D 24 of values": {"D": 8, "Dv": 24, "Skv": 700, "kv_lens": [700, 2, 63]},
+    "D 72": {"D": 72, "Skv": 3000, "kv_lens": [3000, 2, 63]},
+    "D 72, 20 rows": {"D": 72, "Sq": 5, "Skv": 3000, "kv_lens": [3000, 2, 63]},
+    "D 160": {"D": 160, "Skv": 3000, "kv_lens": [3000, 2, 63]},
+    "D 160, 20 rows": {"D": 160, "Sq": 5, "Skv": 3000, "kv_lens": [3000, 2, 63]},
+    "D 168, two tiles": {"D": 168, "Sq": 20, "Skv": 1200, "page": 48, "kv_lens": [1200, 3, 777]},
+    "D 192 and 128": {"D": 192, "Dv": 128, "Skv": 3000, "page": 256, "kv_lens": [3000, 2, 63]},
+    "D 192 and 128, 20 rows": {"D": 192, "Dv": 128, "Sq": 5, "Skv": 1200, "kv_lens": [1200, 3, 7]},
+    "D 224": {"D": 224, "Skv": 3000, "kv_lens": [3000, 2, 63]},
+    "D 224, 20 rows": {"D": 224, "Sq": 5, "Skv": 1200, "kv_lens": [1200, 3, 777]},
+    "D 64 and 200": {"D": 64, "Dv": 200, "Sq": 5, "Skv": 1200, "kv_lens": [1200, 3, 777]},
     "several queries": {"Sq": 5, "Skv": 1200, "kv_lens": [1200, 3, 777]},
     "16 rows": {"Sq": 4, "Skv": 1200, "kv_lens": [1200, 3, 777], "D": 64},
     "16 rows, D 256": {"Sq": 4, "Skv": 1200, "kv_lens": [1200, 3, 777], "D": 256, "dtype": F16},
@@ -75,7 +88,19 @@ def test_the_error_rule(name):
 
 
 @pytest.mark.parametrize(
-    ("D", "Sq"), [(64, 1), (128, 1), (128, 5), (128, 9), (256, 1), (256, 5), (96, 1)]
+    ("D", "Sq"),
+    [
+        (64, 1),
+        (128, 1),
+        (128, 5),
+        (128, 9),
+        (256, 1),
+        (256, 5),
+        (96, 1),
+        (72, 5),
+        (160, 1),
+        (160, 5),
+    ],
 )
 def test_a_sequence_has_its_bits_alone_and_among_others(D, Sq):
     """Folded by one program in a large batch, and by the second kernel alone."""
@@ -141,7 +166,8 @@ def test_results_lie_in_memory_as_the_queries_do(Sq):
 
 @pytest.mark.parametrize("window", [None, (150, 0)])
 @pytest.mark.parametrize(
-    ("D", "Hq"), [(64, 8), (96, 4), (96, 8), (128, 4), (128, 8), (256, 4), (256, 8)]
+    ("D", "Hq"),
+    [(64, 8), (96, 4), (96, 8), (128, 4), (128, 8), (160, 2), (160, 8), (256, 4), (256, 8)],
 )
 def test_values_that_are_not_finite_stay_with_the_rows_that_see_them(D, Hq, window):
     """A KV head has 10 query rows, for which there may be a narrow consumer, or 20."""
@@ -155,7 +181,9 @@ def test_values_that_are_not_finite_stay_with_the_rows_that_see_them(D, Hq, wind
         assert torch.equal(is_kind(out), is_kind(expected))
 
 
-@pytest.mark.parametrize(("D", "Sq"), [(128, 1), (96, 1), (96, 5)])
+@pytest.mark.parametrize(
+    ("D", "Sq"), [(128, 1), (96, 1), (96, 5), (40, 1), (72, 5), (160, 1), (160, 5)]
+)
 def test_wrong_pages_and_lengths_are_nan_and_touch_no_other_sequence(D, Sq):
     case = paged(B=4, Sq=Sq, Skv=700, kv_lens=[700, 700, 700, 300], D=D)
     right = attend(case)
@@ -179,7 +207,9 @@ def test_what_lies_behind_a_sequence_changes_no_bit():
 Q_LENS, KV_LENS = [1, 5, 0, 30, 17, 1], [3000, 1700, 70, 90, 0, 64]
 
 
-@pytest.mark.parametrize(("D", "options"), [(128, {}), (64, {"window": (300, 0)}), (256, {})])
+@pytest.mark.parametrize(
+    ("D", "options"), [(128, {}), (64, {"window": (300, 0)}), (256, {}), (160, {}), (72, {})]
+)
 def test_packed_queries_have_the_bits_that_each_sequence_has_alone(D, options):
     alike = paged(Sq=max(Q_LENS), Skv=3000, B=6, kv_lens=KV_LENS, D=D, options=options)
     case = ragged(alike, Q_LENS)

@@ -16,6 +16,8 @@ from lockstep.kernels.hopper.decode.tiles import FIELDS, list_tiles
 
 pytestmark = needs_triton
 Skv, Hkv = 9000, 8
+# With so many, tall tiles have longer spans.
+KEYS_PER_ROW = plan.WIDE_KEYS_PER_ROW
 
 
 def tiles_of(offsets: list[int], kv_lens: list[int], T: int, group: int = 4) -> list[list[int]]:
@@ -24,7 +26,7 @@ def tiles_of(offsets: list[int], kv_lens: list[int], T: int, group: int = 4) -> 
     given = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (offsets, kv_lens)]
     slots = torch.full((n * Hkv, 3), 5, dtype=torch.int32, device=DEVICE)
     sizes = (len(kv_lens), T, Skv, Hkv, n * Hkv - 1)
-    constants = {"GROUP": group, "ROWS": ROWS}
+    constants = {"GROUP": group, "ROWS": ROWS, "KEYS_PER_ROW": KEYS_PER_ROW}
     list_tiles[(n,)](*given, tiles, slots, *sizes, **constants)
     assert slots[:, 0].tolist() == [-1] * (n * Hkv - 1) + [5]
     # What there is of it: a tile that is not needed has no spans.
@@ -34,7 +36,7 @@ def tiles_of(offsets: list[int], kv_lens: list[int], T: int, group: int = 4) -> 
 def expected(kv_len: int, n_q: int, b: int, tile: int, start: int, group: int = 4) -> list[int]:
     n_rows = n_q * group
     spans = spans_of.fn(Hkv * -(-n_rows // ROWS), plan.WANTED)
-    least = least_of.fn(min(n_rows, ROWS), plan.KEYS_PER_ROW, plan.LEAST_SPAN, plan.MOST_SPAN)
+    least = least_of.fn(min(n_rows, ROWS), KEYS_PER_ROW, plan.LEAST_SPAN, plan.MOST_SPAN)
     before, behind = tile * ROWS // group, max(n_q - (tile + 1) * ROWS // group, 0)
     return [kv_len, n_q, spans, least, before, behind, b, tile, start]
 

@@ -11,7 +11,8 @@ Importing this package does not import Triton.
     consumer.py  the warpgroup that computes
     narrow_consumer.py  the same for few query rows: each warp has keys of its own
     rows.py      what a consumer takes and returns, and which keys its rows see
-    head_columns.py  tiles of keys that have more columns than the head dim
+    sums.py      products with values, in pieces of columns
+    head_columns.py  columns of tiles and of products, and those beyond the head dim
     nonfinite.py values that are not finite, kept from rows that do not see them
     kernel.py    the kernel
     groups.py    groups of its arguments
@@ -39,9 +40,8 @@ from lockstep.kernels.hopper.common.requirements import (
 from lockstep.kernels.kernel import Kernel, Prepared
 from lockstep.problem import AttentionProblem, Tensors
 
-HEAD_DIMS = (64, 80, 96, 112, 128, 256)
-# Those of which tiles of 128 columns are not full: queries, keys and values have the same.
-PADDED_DIMS = (80, 96, 112)
+# Head dims are multiples of what the copy engine takes.
+HEAD_DIM_STEP, MAX_HEAD_DIM = 8, 256
 MAX_SOFTCAP = 1024.0
 
 
@@ -75,11 +75,12 @@ def supports(problem: AttentionProblem) -> str | None:
         return refusal_of_kind(problem)
     if problem.query_invariant and not is_split(problem):
         return "leaves query_invariant to hopper, which is faster with so many query rows"
-    if problem.D not in HEAD_DIMS or problem.Dv not in HEAD_DIMS:
-        dims = ", ".join(map(str, HEAD_DIMS))
-        return f"takes head dims {dims}, got D = {problem.D} and Dv = {problem.Dv}"
-    if problem.Dv != problem.D and (problem.D in PADDED_DIMS or problem.Dv in PADDED_DIMS):
-        return f"takes one head dim if it is none of 64, 128, 256, got {problem.D} and {problem.Dv}"
+    dims = (problem.D, problem.Dv)
+    if max(dims) > MAX_HEAD_DIM or any(dim % HEAD_DIM_STEP for dim in dims):
+        return (
+            f"takes head dims that are multiples of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, got "
+            f"D = {problem.D} and Dv = {problem.Dv}"
+        )
     if problem.is_paged and problem.page_size % PAGE_ROWS:
         return f"takes pages of multiples of {PAGE_ROWS} keys, got {problem.page_size}"
     if problem.bias_shape is not None:

@@ -16,6 +16,7 @@ from lockstep.kernels.hopper.common.gluon_shim import await_warps, gl, gluon
 from lockstep.kernels.hopper.common.softmax import close_rows
 from lockstep.kernels.hopper.common.spans import fold_span
 from lockstep.kernels.hopper.decode import plan
+from lockstep.kernels.hopper.decode.head_columns import power_of_two
 from lockstep.kernels.parts import fold
 
 COUNT_BITS = gl.constexpr(plan.COUNT_BITS)
@@ -57,22 +58,23 @@ def fold_if_last(rows, sizes, run, DV: gl.constexpr, INVARIANT: gl.constexpr):
 @gluon.jit
 def fold_group(rows, sizes, run, first, DV: gl.constexpr):
     """(m, l, acc) of a group of rows from `first` on."""
-    layout: gl.constexpr = gl.BlockedLayout([1, DV // 32], [1, 32], [GROUP, 1], [1, 0])
+    N: gl.constexpr = power_of_two(DV)
+    layout: gl.constexpr = gl.BlockedLayout([1, N // 32], [1, 32], [GROUP, 1], [1, 0])
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
-    AT_ONCE: gl.constexpr = LOADED * 128 // DV if DV > 128 else LOADED
+    AT_ONCE: gl.constexpr = LOADED * 128 // N if N > 128 else LOADED
     row, _number, is_row = rows.rows_of(sizes, run, of_rows, GROUP, first)
-    d = gl.expand_dims(gl.arange(0, DV, gl.SliceLayout(0, layout)), 0)
+    d = gl.expand_dims(gl.arange(0, N, gl.SliceLayout(0, layout)), 0)
     slot = run.slot.to(gl.int64) * rows.n_spans
     m = gl.full([GROUP], -float("inf"), gl.float32, of_rows)
     l = gl.full([GROUP], 0.0, gl.float32, of_rows)
-    acc = gl.full([GROUP, DV], 0.0, gl.float32, layout)
+    acc = gl.full([GROUP, N], 0.0, gl.float32, layout)
     for part in range(run.first_part, run.n_spans, AT_ONCE):
         all_m, all_l, all_acc = (), (), ()
         for i in gl.static_range(AT_ONCE):
             at = (slot + part + i) * rows.n_rows + row
             is_part = is_row & (part + i < run.n_spans)
             numbers = rows.part_stats_ptr + 2 * at
-            mask = gl.expand_dims(is_part, 1) & (d >= 0)
+            mask = gl.expand_dims(is_part, 1) & (d < rows.HEAD_DIM_V)
             products = rows.parts_ptr + gl.expand_dims(at * DV, 1) + d
             # Not from L1, which other programs do not write to.
             part_acc = gl.load(products, mask=mask, other=0.0, cache_modifier=".cg")

@@ -13,26 +13,39 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     await_warps,
     gl,
     gluon,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
-from lockstep.kernels.hopper.common.rescale import rescale
+from lockstep.kernels.hopper.common.pieces import (
+    empty_sums,
+    issue_products,
+    issue_transposed,
+    n_pieces,
+    piece_of,
+    piece_width,
+)
 from lockstep.kernels.hopper.decode import plan
 from lockstep.kernels.hopper.decode.arrivals import fold_if_last
 from lockstep.kernels.hopper.decode.few_rows import (
     all_of_rows,
     as_operand,
-    times_rows,
     upper_of_rows,
     upper_rows,
 )
 from lockstep.kernels.hopper.decode.head_columns import clear_in_tile
 from lockstep.kernels.hopper.decode.narrow_consumer import NARROW_ROWS, attend_narrow_run
-from lockstep.kernels.hopper.decode.nonfinite import add_nonfinite, clean_values, has_nonfinite
+from lockstep.kernels.hopper.decode.nonfinite import clean_tile
 from lockstep.kernels.hopper.decode.rows import hides_some, row_bounds
-from lockstep.kernels.parts import fold
+from lockstep.kernels.hopper.decode.sums import (
+    add_nonfinite_values,
+    fold_sums,
+    load_sums,
+    rescale_sums,
+    store_results,
+    store_sums,
+)
 
 UPPER_ROWS = gl.constexpr(plan.UPPER_ROWS)
+LAST_COLUMNS = gl.constexpr(plan.COLUMNS)
 
 
 @gluon.jit
@@ -61,11 +74,14 @@ def is_seen(sizes, first_key, bounds, layout: gl.constexpr):
 def scores_of(q_smem, k, i, is_there, HEAD_DIM: gl.constexpr):
     """Products of all rows with the keys of the i-th tile, or if it is not there with whatever is,
     under way."""
-    if k.D > HEAD_DIM:  # noqa: SIM102, as below
+    N: gl.constexpr = k.COLUMNS
+    if N > HEAD_DIM:  # noqa: SIM102, as below
         if is_there:
-            clear_in_tile(k.tile(i), HEAD_DIM)
-    keys = k.tile(i).permute((1, 0))
-    return warpgroup_mma(q_smem, keys, zeros(k.BLOCK_KV), use_acc=False, is_async=True)
+            clear_in_tile(k.last_columns(i), HEAD_DIM - (k.D - LAST_COLUMNS))
+    queries = ()
+    for p in gl.static_range(n_pieces(N)):
+        queries = queries + (piece_of(q_smem, N, p),)  # noqa: RUF005, Gluon does not unpack
+    return issue_transposed(queries, k, i, k.BLOCK_KV)
 
 
 @gluon.jit
@@ -98,8 +114,10 @@ def attend_span(
     weights, m and l of the tile at `end`.
     """
     of_any, of_all = bounds[1], bounds[2]
-    acc = zeros(v.D)
-    left: gl.constexpr = left_operand(v.D)
+    N: gl.constexpr = n_pieces(v.COLUMNS)
+    FREES_FIRST: gl.constexpr = v.D > 128
+    acc = empty_sums(v.COLUMNS)
+    left: gl.constexpr = left_operand(piece_width(v.COLUMNS, 0))
     is_nonfinite = tile * 0
     part_m = m
     part_l = empty_l
@@ -108,14 +126,13 @@ def attend_span(
         is_last = t + 1 == end
         has_next = t + 1 < run.end
         v.ring.wait_full(seen)
-        if hides_some(sizes, first_key, of_all):  # noqa: SIM102, as below
-            if has_nonfinite(v.tile(seen)) != 0:
-                found = clean_values(v.tile(seen), of_any[0] - first_key, of_any[1] - first_key)
-                is_nonfinite = is_nonfinite | found
+        if hides_some(sizes, first_key, of_all):
+            found = clean_tile(v, seen, of_any[0] - first_key, of_any[1] - first_key)
+            is_nonfinite = is_nonfinite | found
         # Behind the last tile, scores of whatever is there.
         s = scores_of(q_smem, k, seen + 1, has_next, rows.HEAD_DIM)
-        acc = warpgroup_mma(weights, v.tile(seen), acc, is_async=True)
-        s = warpgroup_mma_wait(1, deps=(s,))
+        acc = issue_products(weights, v, seen, acc)
+        s = warpgroup_mma_wait(N, deps=(s,))
         k.ring.release(seen + 1, pred=has_next)
         # Not `part_m = m`: Gluon would leave it out of the loop.
         part_m = m + 0.0
@@ -125,16 +142,20 @@ def attend_span(
         s = upper_rows(s, FEW)
         p, m, l, alpha = weigh(rows, sizes, s, first_key + sizes.BLOCK_KV, bounds, m, l)
         # ptxas moves the wait for the product above the exponentials unless a block boundary stands
-        # between: waiting for the next tile of keys, which are needed next anyway, is one.
-        k.ring.wait_full(seen + 2, pred=t + 2 < run.end)
-        acc, weights, p = warpgroup_mma_wait(0, deps=(acc, weights, p))
-        v.ring.release(seen)
-        factor = gl.where(is_last, 1.0, alpha)
-        if v.D > 128:  # noqa: SIM108, Gluon would evaluate both
-            acc = rescale(acc, factor)
+        # between: waiting for the next tile of keys, which are needed next anyway, is one. Where
+        # rings are short, the values have to be released first: another is waiting for what has
+        # long been there.
+        if FREES_FIRST:
+            v.ring.wait_full(seen)
         else:
-            acc = times_rows(acc, factor, FEW)
+            k.ring.wait_full(seen + 2, pred=t + 2 < run.end)
+        done = warpgroup_mma_wait(0, deps=acc + (weights, p))  # noqa: RUF005
+        acc, weights, p = done[:N], done[N], done[N + 1]
+        v.ring.release(seen)
+        acc = rescale_sums(acc, gl.where(is_last, 1.0, alpha), v.D > 128, FEW)
         weights = as_operand(p, q_smem.dtype, left, FEW)
+        if FREES_FIRST:
+            k.ring.wait_full(seen + 2, pred=t + 2 < run.end)
         seen += 1
     return part_m, part_l, acc, is_nonfinite, weights, m, l, seen
 
@@ -208,9 +229,10 @@ def attend_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW: gl.constexpr):
     """A run of up to FEW rows (`few_rows.py`); returns the tiles seen so far."""
     scores = upper_rows(zeros(sizes.BLOCK_KV), FEW)
     row_layout: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
-    acc_layout: gl.constexpr = accumulator(v.D)
-    acc_rows: gl.constexpr = gl.SliceLayout(1, acc_layout)
-    left: gl.constexpr = left_operand(v.D)
+    COLUMNS: gl.constexpr = v.COLUMNS
+    WIDTH: gl.constexpr = piece_width(COLUMNS, 0)
+    acc_rows: gl.constexpr = gl.SliceLayout(1, accumulator(WIDTH))
+    left: gl.constexpr = left_operand(WIDTH)
     # Two sums of wider values have no room there.
     IN_REGISTERS: gl.constexpr = v.D <= 128
     rows.load_queries(sizes, run, q_smem, FEW)
@@ -222,7 +244,7 @@ def attend_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW: gl.constexpr):
     if IN_REGISTERS:
         folded_m = all_of_rows(empty_m, acc_rows, FEW)
         folded_l = all_of_rows(empty_l, acc_rows, FEW)
-        folded_acc = zeros(v.D)
+        folded = (folded_m, folded_l, empty_sums(COLUMNS))
     span = run.first_span
     slot = gl.where(run.slot < 0, -1 - run.slot, run.slot)
     tile = run.begin
@@ -245,36 +267,35 @@ def attend_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW: gl.constexpr):
             FEW,
         )  # fmt: skip
         if is_nonfinite != 0:
-            acc = add_nonfinite(rows, sizes, cache, run, tile, end, all_bounds[0], acc)
+            acc = add_nonfinite_values(
+                rows, sizes, cache, run, tile, end, all_bounds[0], acc, COLUMNS
+            )
         part_m = all_of_rows(part_m, acc_rows, FEW)
         part_l = all_of_rows(part_l, acc_rows, FEW)
+        part = (part_m, part_l, acc)
         if run.first_span > 0:
-            rows.store_part(sizes, run, slot, span, part_m, part_l, acc, FEW)
+            store_sums(rows, sizes, run, slot, span, part, COLUMNS, FEW)
         elif IN_REGISTERS:
-            folded_m, folded_l, folded_acc = fold(
-                folded_m, folded_l, folded_acc, part_m, part_l, acc, rows.unit
-            )
+            folded = fold_sums(folded, part, rows.unit)
         else:
             if span > 0:
                 # What this warpgroup has stored.
                 await_warps()
-                folded_m, folded_l, folded_acc = rows.load_part(sizes, run, slot, acc_layout)
-                part_m, part_l, acc = fold(
-                    folded_m, folded_l, folded_acc, part_m, part_l, acc, rows.unit
-                )
+                before = load_sums(rows, sizes, run, slot, acc, COLUMNS)
+                part = fold_sums(before, part, rows.unit)
             if end < run.end:
-                rows.store_part(sizes, run, slot, 0, part_m, part_l, acc)
+                store_sums(rows, sizes, run, slot, 0, part, COLUMNS)
             elif run.slot < 0:
-                rows.store_results(sizes, run, part_m, part_l, acc)
+                store_results(rows, sizes, run, part, COLUMNS)
             else:
-                rows.store_part(sizes, run, slot, span, part_m, part_l, acc)
+                store_sums(rows, sizes, run, slot, span, part, COLUMNS)
         span += 1
         tile = end
         has_more = tile < run.end
     if IN_REGISTERS:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
         if run.first_span == 0:
             if run.slot < 0:
-                rows.store_results(sizes, run, folded_m, folded_l, folded_acc, 0, FEW)
+                store_results(rows, sizes, run, folded, COLUMNS, FEW)
             else:
-                rows.store_part(sizes, run, slot, span - 1, folded_m, folded_l, folded_acc, FEW)
+                store_sums(rows, sizes, run, slot, span - 1, folded, COLUMNS, FEW)
     return seen

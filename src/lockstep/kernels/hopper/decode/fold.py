@@ -105,7 +105,7 @@ def fold_slots(
     add_smem = gl.allocate_shared_memory(gl.float32, [BATCH // LOADED, ROWS, LOADED], cube)
     l_smem = gl.allocate_shared_memory(gl.float32, [BATCH // LOADED, ROWS, LOADED], cube)
     memory = (acc_smem, keep_smem, add_smem, l_smem)
-    N_BLOCKS: gl.constexpr = DV // COLUMNS
+    N_BLOCKS: gl.constexpr = (HEAD_DIM_V + COLUMNS - 1) // COLUMNS
     n_groups = gl.cdiv(sizes.n_rows, ROWS)
     # The next call's kernel may start as soon as there is room, to wait for this one.
     gdc_launch_dependents()

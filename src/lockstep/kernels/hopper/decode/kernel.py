@@ -21,6 +21,11 @@ from lockstep.kernels.hopper.decode.groups import (
     Scales,
     Strides,
 )
+from lockstep.kernels.hopper.decode.head_columns import (
+    columns_of_keys,
+    columns_of_values,
+    power_of_two,
+)
 from lockstep.kernels.hopper.decode.narrow_consumer import Exchange
 from lockstep.kernels.hopper.decode.producer import Cache, Tiles, produce
 from lockstep.kernels.hopper.decode.rows import Rows
@@ -92,16 +97,17 @@ def decode_kernel(
         HAS_LEFT, HAS_RIGHT, HAS_STARTS, PACKED, BLOCK_KV,
     )  # fmt: skip
     queue = RunQueue.create(PACKED, INSIDE)
-    k = Tiles.create(k_desc, STAGES, BLOCK_KV, D)
-    v = Tiles.create(v_desc, STAGES, BLOCK_KV, DV)
-    q_smem = gl.allocate_shared_memory(k_desc.dtype, [Q_ROWS, D], gl.NVMMASharedLayout(128, 16, 2))
+    k = Tiles.create(k_desc, STAGES, BLOCK_KV, D, columns_of_keys(HEAD_DIM))
+    v = Tiles.create(v_desc, STAGES, BLOCK_KV, DV, columns_of_values(DV, HEAD_DIM_V))
+    q_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    q_smem = gl.allocate_shared_memory(k_desc.dtype, [Q_ROWS, power_of_two(D)], q_layout)
     rows = Rows(
         (pointers.q_ptr, pointers.out_ptr, pointers.lse_ptr, pointers.statistics_ptr,
          pointers.parts_ptr, pointers.part_stats_ptr, pointers.sinks_ptr, pointers.arrivals_ptr),
         (stride_q.b, stride_q.h, stride_q.s, row_strides.rows_b, row_strides.rows_h,
          row_strides.rows_s, n.group, n.n_spans, n.n_rows, scales.cap_scale, scales.score_scale,
          scales.unit, scales.natural, scales.mark),
-        SCORES, HAS_SINKS, not PAGED, D, HEAD_DIM, HEAD_DIM_V,
+        SCORES, HAS_SINKS, not PAGED, D, DV, HEAD_DIM, HEAD_DIM_V,
     )  # fmt: skip
     cache = Cache(
         (pointers.page_table_ptr, pointers.v_ptr, pointers.kv_starts_ptr),

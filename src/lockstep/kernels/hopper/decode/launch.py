@@ -33,6 +33,7 @@ from lockstep.kernels.hopper.decode.plan import (
     folds_inside,
     is_narrow,
     keeps_whole,
+    keys_per_row,
     least_span,
     most_spans,
     narrow_rows,
@@ -141,6 +142,7 @@ def _listing(problem: AttentionProblem, names: dict[str, str], n_slots: int) -> 
         return []
     sizes = {name: getattr(problem, name) for name in ("B", "Sq", "Skv", "Hkv")}
     sizes |= {"n_slots": n_slots, "GROUP": problem.Hq // problem.Hkv, "ROWS": ROWS}
+    sizes["KEYS_PER_ROW"] = keys_per_row(problem)
     names = _renamed(list_tiles, names)
     return [Launch(list_tiles, (tiles_of(problem),), sizes, names=names, num_warps=1)]
 

@@ -19,7 +19,8 @@ from lockstep.kernels.hopper.common.gluon_shim import (
 )
 from lockstep.kernels.hopper.decode import plan
 from lockstep.kernels.hopper.decode.head_columns import clear_in_operand
-from lockstep.kernels.hopper.decode.nonfinite import add_nonfinite, clean_values, has_nonfinite
+from lockstep.kernels.hopper.decode.nonfinite import add_nonfinite, clean_tile
+from lockstep.kernels.hopper.decode.producer import first_columns
 from lockstep.kernels.hopper.decode.rows import hides_some, row_bounds
 from lockstep.kernels.parts import fold
 
@@ -113,7 +114,9 @@ def _number(smem, warp: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def join_columns(pieces):
-    """One, two or four pieces [ROWS, ·] side by side."""
+    """One, two or four pieces [ROWS, ·] side by side; three with one of 0."""
+    if len(pieces) == 3:
+        pieces = pieces + (gl.zeros_like(pieces[0]),)  # noqa: RUF005
     if len(pieces) == 1:
         return pieces[0]
     else:  # noqa: RET505, Gluon would go on and return both
@@ -125,14 +128,14 @@ def join_columns(pieces):
 
 
 @gluon.jit
-def left_operands(q_smem):
-    """The query rows as left operands [WARPS, NARROW_ROWS, PIECE], all alike, for each piece of
-    columns; q_smem [64, D]."""
+def left_operands(q_smem, D: gl.constexpr):
+    """The query rows as left operands [WARPS, NARROW_ROWS, PIECE], all alike, for each piece of D
+    columns; q_smem [64, ·]."""
     N: gl.constexpr = q_smem.shape[0] // NARROW_ROWS
     shape: gl.constexpr = [q_smem.shape[1] // PIECE * N, 1, NARROW_ROWS, PIECE]
     pieces = reinterpret(q_smem, q_smem.dtype, shape, TILES)
     operands = ()
-    for piece in gl.static_range(q_smem.shape[1] // PIECE):
+    for piece in gl.static_range(D // PIECE):
         q = pieces.index(piece * N).load(LEFT)
         q, _ = gl.broadcast(q, gl.full([WARPS, NARROW_ROWS, PIECE], 0.0, q_smem.dtype, LEFT))
         operands = operands + (q,)  # noqa: RUF005, Gluon does not unpack
@@ -142,10 +145,16 @@ def left_operands(q_smem):
 @gluon.jit
 def piece_of(tiles, i, piece: gl.constexpr):
     """Where a piece of the columns of the i-th tile is, [WARPS, keys of a warp, PIECE]."""
-    N: gl.constexpr = tiles.D // PIECE
-    shape: gl.constexpr = [tiles.ring.STAGES * N, WARPS, tiles.BLOCK_KV // WARPS, PIECE]
-    pieces = reinterpret(tiles.boxes_smem, tiles.boxes_smem.dtype, shape, TILES)
-    return pieces.index(tiles.ring.slot(i) * N + piece)
+    N: gl.constexpr = first_columns(tiles.D) // PIECE
+    KEYS: gl.constexpr = tiles.BLOCK_KV // WARPS
+    if piece < N:
+        shape: gl.constexpr = [tiles.ring.STAGES * N, WARPS, KEYS, PIECE]
+        pieces = reinterpret(tiles.boxes_smem, tiles.boxes_smem.dtype, shape, TILES)
+        return pieces.index(tiles.ring.slot(i) * N + piece)
+    else:  # noqa: RET505, Gluon would go on and return both
+        shape: gl.constexpr = [tiles.ring.STAGES, WARPS, KEYS, PIECE]
+        pieces = reinterpret(tiles.rest_smem, tiles.rest_smem.dtype, shape, TILES)
+        return pieces.index(tiles.ring.slot(i))
 
 
 @gluon.jit
@@ -161,11 +170,17 @@ def scores_of(q, k, i, HEAD_DIM: gl.constexpr):
     return s
 
 
+@gluon.constexpr_function
+def is_wide(columns_of_keys, columns_of_values):
+    """Whether the values are the left operand."""
+    return max(columns_of_keys, columns_of_values) > 128
+
+
 @gluon.jit
-def computed_rows(s, WIDE: gl.constexpr):
-    """The rows of scores [WARPS, NARROW_ROWS, ·] that are computed: if WIDE the first 8, which are
-    the upper one of the two that a thread has; else all."""
-    if WIDE:
+def computed_rows(s, N: gl.constexpr):
+    """The rows of scores [WARPS, NARROW_ROWS, ·] that are computed: the first 8, which are the
+    upper one of the two that a thread has; or all."""
+    if N < NARROW_ROWS:
         s = s.reshape([WARPS, 2, NARROW_ROWS // 2, s.shape[2]]).permute((0, 2, 3, 1))
         return s.split()[0]
     else:  # noqa: RET505
@@ -234,7 +249,8 @@ def times_values(p, alpha, acc, v, i, WIDE: gl.constexpr):
 def attend_span(rows, sizes, q, k, v, seen, tile, end, bounds, empty_m, empty_l):
     """The tiles [tile, end) of a span: m and l [WARPS, ROWS], pieces of products, whether values
     that are not finite were left out, and the tiles seen so far."""
-    WIDE: gl.constexpr = v.D > 128
+    N: gl.constexpr = empty_m.shape[1]
+    WIDE: gl.constexpr = is_wide(k.D, v.D)
     of_any = bounds[1]
     m = empty_m
     l = gl.zeros_like(m) + empty_l
@@ -243,14 +259,13 @@ def attend_span(rows, sizes, q, k, v, seen, tile, end, bounds, empty_m, empty_l)
     for t in range(tile, end):
         first_key = t * sizes.BLOCK_KV
         k.ring.wait_full(seen)
-        s = computed_rows(scores_of(q, k, seen, rows.HEAD_DIM), WIDE)
+        s = computed_rows(scores_of(q, k, seen, rows.HEAD_DIM), N)
         k.ring.release(seen)
         p, m, l, alpha = weigh(rows, sizes, s, first_key, bounds, m, l)
         v.ring.wait_full(seen)
-        if hides_some(sizes, first_key, bounds[2]):  # noqa: SIM102, Gluon would evaluate both
-            if has_nonfinite(v.tile(seen)) != 0:
-                found = clean_values(v.tile(seen), of_any[0] - first_key, of_any[1] - first_key)
-                is_nonfinite = is_nonfinite | found
+        if hides_some(sizes, first_key, bounds[2]):
+            found = clean_tile(v, seen, of_any[0] - first_key, of_any[1] - first_key)
+            is_nonfinite = is_nonfinite | found
         acc = times_values(p, alpha, acc, v, seen, WIDE)
         v.ring.release(seen)
         seen += 1
@@ -276,12 +291,12 @@ def join_warps(exchange, m, l, acc, unit, WIDE: gl.constexpr):
 @gluon.jit
 def attend_narrow_run(rows, sizes, run, k, v, q_smem, exchange, cache, seen):
     """A run of few rows, as many as the exchange has; returns the tiles seen so far."""
-    WIDE: gl.constexpr = v.D > 128
     N: gl.constexpr = exchange.m_smem.shape[1]
+    WIDE: gl.constexpr = is_wide(k.D, v.D)
     rows.load_queries(sizes, run, q_smem.slice(0, NARROW_ROWS))
-    q = left_operands(q_smem)
+    q = left_operands(q_smem, k.D)
     zero = gl.zeros([WARPS, NARROW_ROWS, k.BLOCK_KV // WARPS], gl.float32, PRODUCTS)
-    of_scores: gl.constexpr = computed_rows(zero, WIDE).type.layout
+    of_scores: gl.constexpr = computed_rows(zero, N).type.layout
     bounds = row_bounds(rows, sizes, run, gl.SliceLayout(0, gl.SliceLayout(2, of_scores)), N)
     empty_m = gl.full([WARPS, N], -float("inf"), gl.float32, gl.SliceLayout(2, of_scores))
     # Whatever its rows see, a sequence whose length is wrong is NaN.

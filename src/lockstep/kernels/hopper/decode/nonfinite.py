@@ -58,12 +58,33 @@ def clean_values(tile, begin, end):
 
 
 @gluon.jit
-def add_nonfinite(rows, sizes, cache, run, tile, end, bounds, acc):
-    """Adds to acc the values of the tiles from `tile` to `end` that are not finite, each to the
-    rows that see it. Any positive weight would do: the sum is infinite or NaN either way."""
+def clean_columns(columns, begin, end):
+    """`clean_values` of some columns, if there is anything to do."""
+    found = begin * 0
+    if has_nonfinite(columns) != 0:
+        found = clean_values(columns, begin, end)
+    return found
+
+
+@gluon.jit
+def clean_tile(v, i, begin, end):
+    """`clean_columns` of the i-th tile of values."""
+    found = clean_columns(v.tile(i), begin, end)
+    if v.tile(i).shape[1] < v.D:
+        found = found | clean_columns(v.rest(i), begin, end)
+    return found
+
+
+@gluon.jit
+def add_nonfinite(
+    rows, sizes, cache, run, tile, end, bounds, acc, column: gl.constexpr = 0
+):  # fmt: skip
+    """Adds to acc the values of the tiles from `tile` to `end` that are not finite, from a column
+    on, each to the rows that see it. Any positive weight would do: the sum is infinite or NaN
+    either way."""
     layout: gl.constexpr = acc.type.layout
     begin_key, end_key = bounds
-    d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+    d = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     last = gl.minimum(end * sizes.BLOCK_KV, gl.maximum(run.kv_len, 0))
     for key in range(tile * sizes.BLOCK_KV, last):
         page, row = cache.place_of(run.b, key, last)

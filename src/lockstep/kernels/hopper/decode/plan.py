@@ -27,8 +27,9 @@ EVEN_PROCESSORS, EVEN_HEADS = 128, 32
 COLUMNS = 64
 # A run of spans costs as much as this many tiles of keys more than its tiles.
 SPAN_COST = 1
-# A span has so many keys for each query row at least: parts stay few beside keys and values.
-KEYS_PER_ROW = 32
+# A span has so many keys for each query row at least, and of tiles of more than 64 columns: parts
+# stay few beside keys and values. The latter were faster so.
+KEYS_PER_ROW, WIDE_KEYS_PER_ROW = 8, 32
 # Rows of a tile up to which half of what a thread does is left out, and of these the first ones:
 # `few_rows.py`. Rows up to which warps have products of their own in tiles of 128 columns:
 # `narrow_consumer.py`.
@@ -83,10 +84,19 @@ DEEP_FOLD_PLAN = FoldPlan(rows=2, warps=4, batch=128, batches=1)
 PLANS = {
     64: Plan(block_kv=128, stages=3, programs=2, registers=128),
     128: Plan(block_kv=64, stages=3, programs=1, registers=168),
+    192: Plan(block_kv=64, stages=3, programs=1, registers=168),
     256: Plan(block_kv=64, stages=2, programs=1, registers=168),
 }
 # Of calls that have the narrow consumer alone: no room for the rows of another.
-NARROW_PLANS = {256: Plan(block_kv=64, stages=3, programs=1, registers=168)}
+NARROW_PLANS = {
+    192: Plan(block_kv=64, stages=4, programs=1, registers=168),
+    256: Plan(block_kv=64, stages=3, programs=1, registers=168),
+}
+# Of calls that have none but the other consumer: no room for what warps exchange.
+WIDE_PLANS = {
+    192: Plan(block_kv=64, stages=4, programs=1, registers=168),
+    256: Plan(block_kv=64, stages=3, programs=1, registers=168),
+}
 
 
 # Of query-invariant calls, with the blocks of the Hopper forward.
@@ -99,14 +109,16 @@ INVARIANT_PLANS = {
 def plan_of(problem: AttentionProblem) -> Plan:
     if problem.query_invariant:
         return INVARIANT_PLANS[problem.D]
-    columns = columns_of(max(problem.D, problem.Dv))
+    columns = _widest(problem)
+    if columns in WIDE_PLANS and narrow_rows(problem) == 0:
+        return WIDE_PLANS[columns]
     return (NARROW_PLANS if is_narrow(problem) else PLANS)[columns]
 
 
 def is_narrow(problem: AttentionProblem) -> bool:
     """Whether a build has the narrow consumer alone."""
     return (
-        columns_of(problem.D) in NARROW_PLANS
+        _widest(problem) in NARROW_PLANS
         and not problem.is_packed
         and rows_of(problem) <= narrow_rows(problem)
     )
@@ -115,6 +127,11 @@ def is_narrow(problem: AttentionProblem) -> bool:
 def columns_of(head_dim: int) -> int:
     """Columns of a tile: more than there are of head dims between its widths."""
     return min(columns for columns in PLANS if columns >= head_dim)
+
+
+def _widest(problem: AttentionProblem) -> int:
+    """Columns of tiles of keys or of values, whichever are more."""
+    return columns_of(max(problem.D, problem.Dv))
 
 
 def rows_of(problem: AttentionProblem) -> int:
@@ -133,16 +150,24 @@ def few_rows(problem: AttentionProblem) -> int:
     is slower beside one more loop."""
     if problem.query_invariant:
         return FEW_ROWS if rows_of(problem) <= FEW_ROWS else 0
-    # Of few rows of wider values, ptxas would wait for each step of a product.
-    return UPPER_ROWS if narrow_rows(problem) == 0 and columns_of(problem.Dv) <= 128 else 0
+    return UPPER_ROWS if _most_narrow_rows(problem) == 0 else 0
 
 
 def narrow_rows(problem: AttentionProblem) -> int:
-    """Rows up to which a sequence has the narrow consumer; 0 where it is slower: head dim 64 has
-    two programs to an SM."""
-    if problem.query_invariant or problem.Dv != problem.D:
+    """Rows up to which a sequence has the narrow consumer. Of wide tiles all of whose sequences
+    have as many rows, 0 in builds without it, and fewer in those for fewer."""
+    most, rows = _most_narrow_rows(problem), rows_of(problem)
+    if problem.is_packed or _widest(problem) not in WIDE_PLANS or problem.query_invariant:
+        return most
+    return 0 if rows > most else FEW_ROWS if rows <= FEW_ROWS else most
+
+
+def _most_narrow_rows(problem: AttentionProblem) -> int:
+    """Rows that have the narrow consumer; 0 where it is slower: head dim 64 has two programs to an
+    SM."""
+    if problem.query_invariant:
         return 0
-    return {64: 0, 128: NARROW_ROWS, 256: FEW_ROWS}[columns_of(problem.D)]
+    return 0 if _widest(problem) == 64 else NARROW_ROWS
 
 
 def prefetches(problem: AttentionProblem) -> bool:
@@ -161,7 +186,10 @@ def starts_late(problem: AttentionProblem) -> bool:
 def folds_inside(problem: AttentionProblem, n_programs: int) -> bool:
     """Whether programs fold what they have cut (`arrivals.py`), in place of a second kernel: faster
     where a head has no more than two programs and few rows and parts, and slower with few rows of
-    head dim 64, unless a window leaves few keys. That changes no bit."""
+    head dim 64, unless a window leaves few keys; and where no head can be cut. That changes no
+    bit."""
+    if not problem.query_invariant and most_spans(problem) == 1:
+        return True
     if 2 * tiles_of(problem) * problem.Hkv < n_programs or _rounds_inside(problem) > INSIDE_ROUNDS:
         return False
     if problem.query_invariant:
@@ -180,7 +208,7 @@ def _rounds_inside(problem: AttentionProblem) -> int:
 
 def _has_128_columns(problem: AttentionProblem) -> bool:
     """Whether tiles of keys and of values have 128 columns, of one head dim."""
-    return problem.Dv == problem.D and columns_of(problem.D) == 128
+    return columns_of(problem.Dv) == columns_of(problem.D) == 128
 
 
 def query_tiles_of(problem: AttentionProblem) -> int:
@@ -230,7 +258,7 @@ def fold_plan(problem: AttentionProblem, n_slots: int, n_processors: int) -> Fol
 
 
 def _fold_units(problem: AttentionProblem, n_slots: int, sizes: FoldPlan) -> int:
-    blocks = columns_of(problem.Dv) // FOLD_COLUMNS
+    blocks = -(-problem.Dv // FOLD_COLUMNS)
     return n_slots * -(-tile_rows_of(problem) // sizes.rows) * blocks
 
 
@@ -259,7 +287,12 @@ def least_span(problem: AttentionProblem) -> int:
     if problem.query_invariant:
         return SPAN
     rows = 1 if problem.is_packed else tile_rows_of(problem)
-    return int(least_of.fn(rows, KEYS_PER_ROW, LEAST_SPAN, MOST_SPAN))
+    return int(least_of.fn(rows, keys_per_row(problem), LEAST_SPAN, MOST_SPAN))
+
+
+def keys_per_row(problem: AttentionProblem) -> int:
+    """How many keys a span has at least for each query row."""
+    return KEYS_PER_ROW if _widest(problem) == 64 else WIDE_KEYS_PER_ROW
 
 
 def keeps_whole(problem: AttentionProblem) -> bool:
@@ -276,4 +309,5 @@ def most_spans(problem: AttentionProblem) -> int:
 def _parts(problem: AttentionProblem) -> int:
     wanted = max(spans_wanted(problem), -(-problem.Skv // MOST_SPAN))
     # One more where a window begins in the middle of a span.
-    return min(wanted, -(-problem.Skv // least_span(problem))) + 1
+    more = problem.query_invariant or problem.window[0] is not None
+    return min(wanted, -(-problem.Skv // least_span(problem))) + more

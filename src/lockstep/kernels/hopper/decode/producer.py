@@ -18,6 +18,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     reinterpret,
     tma_load,
 )
+from lockstep.kernels.hopper.common.pieces import piece_start, piece_width
 from lockstep.kernels.hopper.common.ring import Ring
 from lockstep.kernels.hopper.decode import plan, tiles
 from lockstep.kernels.hopper.decode.arrivals import mark_arrivals
@@ -37,28 +38,47 @@ SEQUENCE, Q_TILE = gl.constexpr(tiles.SEQUENCE), gl.constexpr(tiles.Q_TILE)
 Q_START = gl.constexpr(tiles.Q_START)
 
 
+@gluon.constexpr_function
+def first_columns(columns):
+    """The columns of a tile that lie in its first part: a power of two."""
+    return 1 << columns.bit_length() - 1
+
+
 @aggregate
 class Tiles:
-    """A ring of tiles [BLOCK_KV, D], each of which comes in boxes of a tensor map."""
+    """A ring of tiles [BLOCK_KV, D], each of which comes in boxes of a tensor map. Those of 192
+    columns lie in two parts, the first 128 columns and the others."""
 
     boxes_smem: gl.shared_memory_descriptor  # [STAGES · boxes of a tile, 1, 1, rows, COLUMNS]
+    rest_smem: gl.shared_memory_descriptor  # the same of the second part, or boxes_smem
     ring: Ring
     BLOCK_KV: gl.constexpr
     D: gl.constexpr
+    COLUMNS: gl.constexpr  # of products: D, or fewer that hold the head dim
 
     @gluon.constexpr_function
-    def __init__(self, boxes_smem, ring, BLOCK_KV, D):
+    def __init__(self, boxes_smem, rest_smem, ring, BLOCK_KV, D, columns):
         self.boxes_smem = boxes_smem
+        self.rest_smem = rest_smem
         self.ring = ring
         self.BLOCK_KV = gl.constexpr(BLOCK_KV)
         self.D = gl.constexpr(D)
+        self.COLUMNS = gl.constexpr(columns)
 
     @gluon.jit
-    def create(desc, STAGES: gl.constexpr, BLOCK_KV: gl.constexpr, D: gl.constexpr):
-        boxes: gl.constexpr = STAGES * (BLOCK_KV // desc.block_shape[2]) * (D // COLUMNS)
-        shape: gl.constexpr = [boxes] + desc.block_shape  # noqa: RUF005, Gluon does not unpack
+    def create(
+        desc, STAGES: gl.constexpr, BLOCK_KV: gl.constexpr, D: gl.constexpr, columns: gl.constexpr
+    ):
+        boxes: gl.constexpr = STAGES * (BLOCK_KV // desc.block_shape[2])
+        FIRST: gl.constexpr = first_columns(D)
+        shape: gl.constexpr = [boxes * (FIRST // COLUMNS)] + desc.block_shape  # noqa: RUF005, Gluon does not unpack
         smem = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-        return Tiles(smem, Ring.create(STAGES, 1), BLOCK_KV, D)
+        rest_smem = smem
+        if FIRST < D:
+            rest_shape: gl.constexpr = [boxes] + desc.block_shape  # noqa: RUF005
+            rest_smem = gl.allocate_shared_memory(desc.dtype, rest_shape, desc.layout)
+        ring = Ring.create(STAGES, 1)
+        return Tiles(smem, rest_smem, ring, BLOCK_KV, D, columns)
 
     @gluon.jit
     def send(self, i, desc, places, head):
@@ -67,21 +87,59 @@ class Tiles:
         PARTS: gl.constexpr = self.BLOCK_KV // ROWS
         self.ring.wait_empty(i)
         full = self.ring.full(i)
-        first = self.ring.slot(i) * (PARTS * (self.D // COLUMNS))
+        N: gl.constexpr = first_columns(self.D) // COLUMNS
+        first = self.ring.slot(i) * (PARTS * N)
         mbarrier.expect(full, self.BLOCK_KV * self.D * 2)
         for part in gl.static_range(PARTS):
             for column in gl.static_range(self.D // COLUMNS):
-                box = self.boxes_smem.index(first + column * PARTS + part)
                 at = [places[part][0], head, places[part][1], column * COLUMNS]
-                tma_load(desc, at, full, box)
+                if column < N:
+                    tma_load(desc, at, full, self.boxes_smem.index(first + column * PARTS + part))
+                else:
+                    box = self.rest_smem.index(self.ring.slot(i) * PARTS + part)
+                    tma_load(desc, at, full, box)
 
     @gluon.jit
     def tile(self, i):
-        """Where the i-th tile is, [BLOCK_KV, D]."""
+        """Where the i-th tile is, [BLOCK_KV, D], or the first part of it."""
         layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        shape: gl.constexpr = [self.ring.STAGES, self.BLOCK_KV, self.D]
+        shape: gl.constexpr = [self.ring.STAGES, self.BLOCK_KV, first_columns(self.D)]
         whole = reinterpret(self.boxes_smem, self.boxes_smem.dtype, shape, layout)
         return whole.index(self.ring.slot(i))
+
+    @gluon.jit
+    def rest(self, i):
+        """Where the second part of the i-th tile is, [BLOCK_KV, COLUMNS]."""
+        layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+        shape: gl.constexpr = [self.ring.STAGES, self.BLOCK_KV, COLUMNS]
+        whole = reinterpret(self.rest_smem, self.rest_smem.dtype, shape, layout)
+        return whole.index(self.ring.slot(i))
+
+    @gluon.jit
+    def piece(self, i, p: gl.constexpr):
+        """Where the p-th piece of the columns of a product is in the i-th tile (`pieces.py`)."""
+        START: gl.constexpr = piece_start(self.COLUMNS, p)
+        WIDTH: gl.constexpr = piece_width(self.COLUMNS, p)
+        FIRST: gl.constexpr = first_columns(self.D)
+        if START < FIRST:
+            tile = self.tile(i)
+            return tile if WIDTH == FIRST else tile.slice(START, WIDTH, dim=1)
+        else:  # noqa: RET505, Gluon would go on and return both
+            tile = self.rest(i)
+            return tile if WIDTH == COLUMNS else tile.slice(START - FIRST, WIDTH, dim=1)
+
+    @gluon.jit
+    def last_columns(self, i):
+        """Where the last COLUMNS columns of the i-th tile are, [BLOCK_KV, COLUMNS]."""
+        FIRST: gl.constexpr = first_columns(self.D)
+        if FIRST < self.D:
+            return self.rest(i)
+        else:  # noqa: RET505, as above
+            N: gl.constexpr = FIRST // COLUMNS
+            layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+            shape: gl.constexpr = [self.ring.STAGES * N, self.BLOCK_KV, COLUMNS]
+            whole = reinterpret(self.boxes_smem, self.boxes_smem.dtype, shape, layout)
+            return whole.index(self.ring.slot(i) * N + N - 1)
 
 
 @aggregate

@@ -24,7 +24,7 @@ class Rows:
     out_ptr: gl.tensor  # [rows, Dv], row b · rows_b + head · rows_h + query · rows_s
     lse_ptr: gl.tensor
     statistics_ptr: gl.tensor  # [rows, 2], of keys that are not in pages
-    parts_ptr: gl.tensor  # [slots, n_spans, n_rows, Dv]
+    parts_ptr: gl.tensor  # [slots, n_spans, n_rows, DV]
     part_stats_ptr: gl.tensor  # [slots, n_spans, n_rows, 2]
     sinks_ptr: gl.tensor
     arrivals_ptr: gl.tensor  # [slots]: `arrivals.py`
@@ -46,12 +46,13 @@ class Rows:
     HAS_SINKS: gl.constexpr
     HAS_STATISTICS: gl.constexpr
     D: gl.constexpr
+    DV: gl.constexpr  # columns of a part
     HEAD_DIM: gl.constexpr
     HEAD_DIM_V: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, pointers, numbers, SCORES, HAS_SINKS, HAS_STATISTICS, D, HEAD_DIM, HEAD_DIM_V
+        self, pointers, numbers, SCORES, HAS_SINKS, HAS_STATISTICS, D, DV, HEAD_DIM, HEAD_DIM_V
     ):  # fmt: skip
         self.q_ptr = pointers[0]
         self.out_ptr = pointers[1]
@@ -79,6 +80,7 @@ class Rows:
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
         self.HAS_STATISTICS = gl.constexpr(HAS_STATISTICS)
         self.D = gl.constexpr(D)
+        self.DV = gl.constexpr(DV)
         self.HEAD_DIM = gl.constexpr(HEAD_DIM)
         self.HEAD_DIM_V = gl.constexpr(HEAD_DIM_V)
 
@@ -129,34 +131,40 @@ class Rows:
         return row, number, number < run.n_q * self.group
 
     @gluon.jit
-    def load_part(self, sizes, run, slot, layout: gl.constexpr):
+    def load_part(self, sizes, run, slot, layout: gl.constexpr, column: gl.constexpr = 0):
         """The m, l and acc that `store_part` has stored as the first part of a slot."""
-        DV: gl.constexpr = layout.instr_shape[1]
         rows: gl.constexpr = gl.SliceLayout(1, layout)
         row, _number, is_row = self.rows_of(sizes, run, rows)
         at = slot.to(gl.int64) * self.n_spans * self.n_rows + row
-        d = gl.expand_dims(gl.arange(0, DV, gl.SliceLayout(0, layout)), 0)
+        d = column + gl.arange(0, layout.instr_shape[1], gl.SliceLayout(0, layout))
+        d = gl.expand_dims(d, 0)
         mask = gl.expand_dims(is_row, 1) & (d >= 0)
-        acc = gl.load(self.parts_ptr + gl.expand_dims(at * DV, 1) + d, mask=mask, other=0.0)
+        acc = gl.load(self.parts_ptr + gl.expand_dims(at * self.DV, 1) + d, mask=mask, other=0.0)
         m = gl.load(self.part_stats_ptr + at * 2, mask=is_row, other=0.0)
         return m, gl.load(self.part_stats_ptr + at * 2 + 1, mask=is_row, other=0.0), acc
 
     @gluon.jit
-    def store_part(self, sizes, run, slot, span, m, l, acc, FEW: gl.constexpr = 0):
-        """Hand out the part of one span."""
-        DV: gl.constexpr = acc.shape[1]
+    def store_part(
+        self, sizes, run, slot, span, m, l, acc, FEW: gl.constexpr = 0, column: gl.constexpr = 0
+    ):  # fmt: skip
+        """Hand out the part of one span, from a column on."""
         layout: gl.constexpr = m.type.layout
         row, _number, is_row = self.rows_of(sizes, run, layout, acc.shape[0], 0, FEW)
         to = (slot.to(gl.int64) * self.n_spans + span) * self.n_rows + row
-        d = gl.expand_dims(gl.arange(0, DV, gl.SliceLayout(0, acc.type.layout)), 0)
-        mask = gl.expand_dims(is_row, 1) & (d >= 0)
-        gl.store(self.parts_ptr + gl.expand_dims(to * DV, 1) + d, acc, mask=mask)
-        gl.store(self.part_stats_ptr + to * 2, m, mask=is_row)
-        gl.store(self.part_stats_ptr + to * 2 + 1, l, mask=is_row)
+        d = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        d = gl.expand_dims(d, 0)
+        mask = gl.expand_dims(is_row, 1) & (d < self.DV)
+        gl.store(self.parts_ptr + gl.expand_dims(to * self.DV, 1) + d, acc, mask=mask)
+        if column == 0:
+            gl.store(self.part_stats_ptr + to * 2, m, mask=is_row)
+            gl.store(self.part_stats_ptr + to * 2 + 1, l, mask=is_row)
 
     @gluon.jit
-    def store_results(self, sizes, run, m, l, acc, first=0, FEW: gl.constexpr = 0):
-        """The results of rows whose parts have all been folded, from row `first` on."""
+    def store_results(
+        self, sizes, run, m, l, acc, first=0, FEW: gl.constexpr = 0, column: gl.constexpr = 0
+    ):  # fmt: skip
+        """The results of rows whose parts have all been folded, from row `first` and from a column
+        on."""
         layout: gl.constexpr = m.type.layout
         _row, number, is_row = self.rows_of(sizes, run, layout, acc.shape[0], first, FEW)
         query = divide(number, self.group)
@@ -167,14 +175,16 @@ class Rows:
         out, lse = close(m, l, acc, self.natural)
         at = run.b * self.rows_b + head * self.rows_h
         at += (run.q_start + query) * self.rows_s
-        d = gl.expand_dims(gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout)), 0)
+        d = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        d = gl.expand_dims(d, 0)
         mask = gl.expand_dims(is_row, 1) & (d < self.HEAD_DIM_V)
         out = out.to(self.out_ptr.dtype.element_ty)
         to = gl.expand_dims(at.to(gl.int64) * self.HEAD_DIM_V, 1) + d
         gl.store(self.out_ptr + to, out, mask=mask)
-        gl.store(self.lse_ptr + at, lse, mask=is_row)
-        if self.HAS_STATISTICS:
-            store_statistics(self.statistics_ptr, at, m, l, is_row)
+        if column == 0:
+            gl.store(self.lse_ptr + at, lse, mask=is_row)
+            if self.HAS_STATISTICS:
+                store_statistics(self.statistics_ptr, at, m, l, is_row)
 
 
 @gluon.jit

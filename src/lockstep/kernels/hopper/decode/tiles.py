@@ -25,7 +25,6 @@ FIELDS = 9
 WANTED: tl.constexpr = tl.constexpr(plan.WANTED)
 LEAST_SPAN: tl.constexpr = tl.constexpr(plan.LEAST_SPAN)
 MOST_SPAN: tl.constexpr = tl.constexpr(plan.MOST_SPAN)
-KEYS_PER_ROW: tl.constexpr = tl.constexpr(plan.KEYS_PER_ROW)
 _FIELDS: tl.constexpr = tl.constexpr(FIELDS)
 
 
@@ -42,6 +41,7 @@ def list_tiles(
     n_slots,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
+    KEYS_PER_ROW: tl.constexpr,
 ):
     """Programs [n], each of which writes one tile. Also notes that there is nothing yet in the
     slots that tiles have where these are few (`producer.py`)."""
