@@ -122,10 +122,8 @@ def sum_bias(
 ):  # fmt: skip
     """SHARED_Q and SHARED_KV: the bias has one element for all queries, for all keys."""
     window = Window(limits.left if HAS_LEFT else None, limits.right if HAS_RIGHT else None)
-    scoring = Scoring(
-        scales.cap_scale if HAS_SOFTCAP else None, scales.score_scale if not RAW else None,
-        scales.unit,
-    )  # fmt: skip
+    cap_scale = scales.cap_scale if HAS_SOFTCAP else None
+    scoring = Scoring(cap_scale, None if RAW else scales.score_scale, scales.unit)
     B, Hq, Sq, Skv, bias_B, bias_Hq, bias_Sq, bias_Skv = sizes
     kv_lens_ptr, kv_starts_ptr = inputs.kv_lens_ptr, inputs.kv_starts_ptr
     kv_tiles, q_tiles = tl.cdiv(bias_Skv, BLOCK_KV), tl.cdiv(bias_Sq, BLOCK_Q)

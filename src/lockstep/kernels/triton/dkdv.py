@@ -134,6 +134,38 @@ def add_queries(
 
 
 @triton.jit
+def in_parts(ranges, n: tl.constexpr):
+    """The same tiles, each of them cut into n."""
+    return TileRanges(ranges.start * n, ranges.whole * n, ranges.masked * n, ranges.end * n)
+
+
+@triton.jit
+def add_passes(
+    ranges, dk, dv, k, v, kv_idx, bias_head, slopes_ptr, rows_ptr, queries, douts, Sq, q_len,
+    kv_len, window, scoring, D: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, ASCENDING: tl.constexpr, COPIES: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Adds all tiles of queries: those that need no mask, then those that do."""
+    # Masked tiles come last: the other way round, ptxas waits for every single product. Masks take
+    # registers, which smaller tiles make up for; but a sum that is to be the same with and without
+    # a mask needs the same tiles. Terms take more time in smaller ones.
+    EDGES_APART: tl.constexpr = ASCENDING and window.right is not None
+    SAME: tl.constexpr = ASCENDING or PRECISION == "terms"
+    MASKED_Q: tl.constexpr = BLOCK_Q if SAME else max(16, BLOCK_Q // 2)
+    for PASS in tl.static_range(0 if EDGES_APART else 1, 3):
+        if PASS != 1 or bias_head is None:
+            share = 1 if PASS == 1 else BLOCK_Q // MASKED_Q
+            some = in_parts(tiles_of_pass(ranges, PASS, EDGES_APART), share)
+            dk, dv = add_queries(
+                some, dk, dv, k, v, kv_idx, bias_head, slopes_ptr, rows_ptr, queries, douts,
+                Sq, q_len, kv_len, window, scoring, D, DV, GROUP, PRECISION,
+                BLOCK_Q if PASS == 1 else MASKED_Q, BLOCK_D, BLOCK_DV, COPIES, PASS != 1, ASCENDING,
+            )  # fmt: skip
+    return dk, dv
+
+
+@triton.jit
 def load_sums(ptr, row, is_there, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Sums of a tile of keys that come in blocks: those of the blocks before."""
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -144,12 +176,6 @@ def load_sums(ptr, row, is_there, D: tl.constexpr, BLOCK_D: tl.constexpr):
 def store_sums(ptr, row, is_there, sums, D: tl.constexpr):
     d = tl.arange(0, sums.shape[1])[None, :]
     tl.store(ptr + row * D + d, sums, mask=is_there & (d < D))
-
-
-@triton.jit
-def in_parts(ranges, n: tl.constexpr):
-    """The same tiles, each of them cut into n."""
-    return TileRanges(ranges.start * n, ranges.whole * n, ranges.masked * n, ranges.end * n)
 
 
 @triton.jit
@@ -236,10 +262,8 @@ def sum_keys(
     dout are in units of ALIGN elements. Keys of a bad sequence (`sequences`) have gradients of NaN.
     """
     window = Window(limits.left if HAS_LEFT else None, limits.right if HAS_RIGHT else None)
-    scoring = Scoring(
-        scales.cap_scale if HAS_SOFTCAP else None, scales.score_scale if not RAW else None,
-        scales.unit,
-    )  # fmt: skip
+    cap_scale = scales.cap_scale if HAS_SOFTCAP else None
+    scoring = Scoring(cap_scale, None if RAW else scales.score_scale, scales.unit)
     Sq, Skv, Hkv = sizes.Sq, sizes.Skv, sizes.Hq // GROUP
     b, head, tile, is_good, kv_start, kv_len, q_start, q_len, dk_row, stride_row = locate_keys(
         inputs, sizes, GROUP, BLOCK_KV
@@ -274,31 +298,18 @@ def sum_keys(
         q_ptr = first_row(inputs.q_ptr, stride_q, b64, q_head, q_start, ALIGN)
         dout_ptr = first_row(inputs.dout_ptr, stride_o, b64, q_head, q_start, ALIGN)
         row = row_of(b64, q_head, q_start, sizes, inputs.cu_seqlens_k_ptr is not None)
-        bias_head = None
+        bias_head, slopes_ptr = None, None
         if inputs.bias_ptr is not None:
             bias_head = bias_of_head(inputs, stride_b, b64, q_head, kv_start)
-        slopes_ptr = None
         if inputs.alibi_slopes_ptr is not None:
             slopes_ptr = inputs.alibi_slopes_ptr + b64 * stride_ab + q_head
-        # Masked tiles come last: the other way round, ptxas waits for every single product. Masks
-        # take registers, which smaller tiles make up for; but a sum that is to be the same with and
-        # without a mask needs the same tiles. Terms take more time in smaller ones.
-        EDGES_APART: tl.constexpr = ASCENDING and HAS_RIGHT
-        SAME: tl.constexpr = ASCENDING or PRECISION == "terms"
-        MASKED_Q: tl.constexpr = BLOCK_Q if SAME else max(16, BLOCK_Q // 2)
-        for PASS in tl.static_range(0 if EDGES_APART else 1, 3):
-            if PASS != 1 or inputs.bias_ptr is None:
-                share = 1 if PASS == 1 else BLOCK_Q // MASKED_Q
-                some = in_parts(tiles_of_pass(ranges, PASS, EDGES_APART), share)
-                dk, dv = add_queries(
-                    some, dk, dv, k, v, kv_idx[:, None], bias_head, slopes_ptr,
-                    inputs.rows_ptr + row * 4,
-                    HeadGroup(q_ptr, stride_q.h * ALIGN, stride_q.s * ALIGN),
-                    HeadGroup(dout_ptr, stride_o.h * ALIGN, stride_o.s * ALIGN),
-                    Sq, q_len, kv_len, window, scoring, D, DV, GROUP, PRECISION,
-                    BLOCK_Q if PASS == 1 else MASKED_Q, BLOCK_D, BLOCK_DV, COPIES, PASS != 1,
-                    ASCENDING,
-                )  # fmt: skip
+        dk, dv = add_passes(
+            ranges, dk, dv, k, v, kv_idx[:, None], bias_head, slopes_ptr, inputs.rows_ptr + row * 4,
+            HeadGroup(q_ptr, stride_q.h * ALIGN, stride_q.s * ALIGN),
+            HeadGroup(dout_ptr, stride_o.h * ALIGN, stride_o.s * ALIGN),
+            Sq, q_len, kv_len, window, scoring, D, DV, GROUP, PRECISION, ASCENDING, COPIES,
+            BLOCK_Q, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
 
     if dk_sums_ptr is not None:
         store_sums(dk_sums_ptr, sums_row, is_there, dk, D)

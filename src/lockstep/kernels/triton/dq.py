@@ -173,10 +173,8 @@ def sum_queries(
     NaN.
     """
     window = Window(limits.left if HAS_LEFT else None, limits.right if HAS_RIGHT else None)
-    scoring = Scoring(
-        scales.cap_scale if HAS_SOFTCAP else None, scales.score_scale if not RAW else None,
-        scales.unit,
-    )  # fmt: skip
+    cap_scale = scales.cap_scale if HAS_SOFTCAP else None
+    scoring = Scoring(cap_scale, None if RAW else scales.score_scale, scales.unit)
     b, head, tile, is_good, q_start, q_len, kv_start, kv_len, dq_row, stride_row = locate_queries(
         inputs, sizes, Q_TOKENS_FIRST, BLOCK_Q
     )

@@ -166,6 +166,13 @@ def keys_seen(
 
 
 @triton.jit
+def within_run(lo, hi, run):
+    """Those of the keys [lo, hi) that are in this program's run of so many keys."""
+    first = tl.program_id(1) * run
+    return tl.maximum(lo, first), tl.minimum(hi, first + run)
+
+
+@triton.jit
 def attend_regions(
     ranges, lo, span, folded, nan_sum, q, keys, values, pages, rows, bias_rows, slopes, to, kv_len,
     kv_stop, window, scoring, D: tl.constexpr, DV: tl.constexpr, HAS_LEFT: tl.constexpr,
@@ -283,6 +290,37 @@ def attend_keys(
             )  # fmt: skip
 
 
+@triton.jit
+def attend_rows(
+    ranges, lo, hi, span, q, k_ptr, v_ptr, k_desc, v_desc, table_ptr, first_key, rows, inputs,
+    results, stride_k, stride_v, stride_b, stride_ab, sizes, b64, q_idx, q_head, dv, out_rows,
+    out_row, kv_start, kv_len, kv_stop, is_good, window, scoring, natural,
+    D: tl.constexpr, DV: tl.constexpr, ALIGN: tl.constexpr, HAS_LEFT: tl.constexpr,
+    FOLDS: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    CONSTANT_TIME: tl.constexpr, SECRET_LENGTHS: tl.constexpr, BLOCK_KV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows, whose place is known, over its keys: finds their bias, slopes and parts."""
+    bias_rows, slopes, to = None, None, None
+    if inputs.bias_ptr is not None:
+        bias_rows = bias_of(inputs, stride_b, b64, q_head, q_idx, kv_start)
+    if inputs.alibi_slopes_ptr is not None:
+        of_sequence = inputs.alibi_slopes_ptr + b64 * stride_ab
+        slopes = tl.load(of_sequence + q_head, mask=rows.is_row, other=0.0).to(tl.float32)
+    if results.parts_ptr is not None:
+        part_rows = results.parts_ptr + out_row * sizes.n_spans * DV
+        to = RowPointers(part_rows, results.part_stats_ptr + out_row * sizes.n_spans * 2)
+    keys = Head(k_ptr, stride_k.s * ALIGN, stride_k.b * ALIGN, k_desc)
+    values = Head(v_ptr, stride_v.s * ALIGN, stride_v.b * ALIGN, v_desc)
+    pages = Pages(table_ptr, sizes.n_pages, first_key)
+    attend_keys(
+        ranges, lo, hi, span, q, keys, values, pages, rows, bias_rows, slopes, to, inputs, results,
+        out_rows, out_row, q_head, dv, kv_len, kv_stop, is_good, window, scoring, natural,
+        D, DV, HAS_LEFT, FOLDS, PAGE_SIZE, PRECISION, CONSTANT_TIME, SECRET_LENGTHS,
+        BLOCK_KV, BLOCK_DV,
+    )  # fmt: skip
+
+
 @unspecialized(triton.jit, any_address=_ANY_ADDRESS)
 def attend(
     inputs: Inputs, results: Results,
@@ -302,12 +340,9 @@ def attend(
     checked: `sequences`.
     """
     window = Window(limits.left if HAS_LEFT else None, limits.right if HAS_RIGHT else None)
-    scoring = Scoring(
-        scales.cap_scale if HAS_SOFTCAP else None, scales.score_scale if not RAW else None,
-        scales.unit,
-    )  # fmt: skip
-    parts_ptr = results.parts_ptr
-    if EARLY and parts_ptr is not None:
+    cap_scale = scales.cap_scale if HAS_SOFTCAP else None
+    scoring = Scoring(cap_scale, None if RAW else scales.score_scale, scales.unit)
+    if EARLY and results.parts_ptr is not None:
         # Lets `split_kv` start as soon as there is room, to wait for the parts where it needs them.
         gdc_launch_dependents()
     b, head, tile, q_start, q_len, kv_start, kv_len, is_good = locate(
@@ -345,7 +380,7 @@ def attend(
     is_here = True if SECRET_LENGTHS else is_good
     if not is_here:
         # It has no parts: `split_kv` checks its numbers, too.
-        if parts_ptr is None:
+        if results.parts_ptr is None:
             store_nan(results, out_row, is_row, DV, BLOCK_DV)
         return
 
@@ -355,31 +390,14 @@ def attend(
         tile, n_rows, shift, kv_len, kv_stop, window, GROUP, SECRET_LENGTHS, BLOCK_Q
     )
     span = span_of(q_len, kv_stop, sizes.Hkv, window, sizes.wanted, GROUP, LEAST_SPAN)
-    if parts_ptr is not None:
-        run = sizes.run_spans * span
-        run_first = tl.program_id(1) * run
-        lo, hi = tl.maximum(lo, run_first), tl.minimum(hi, run_first + run)
+    if results.parts_ptr is not None:
+        lo, hi = within_run(lo, hi, sizes.run_spans * span)
         if lo >= hi:
             return
     ranges = tile_ranges(lo, hi, all_lo, all_hi, BLOCK_KV)
-
-    bias_rows, slopes = None, None
-    if inputs.bias_ptr is not None:
-        bias_rows = bias_of(inputs, stride_b, b64, q_head, q_idx, kv_start)
-    if inputs.alibi_slopes_ptr is not None:
-        of_sequence = inputs.alibi_slopes_ptr + b64 * stride_ab
-        slopes = tl.load(of_sequence + q_head, mask=is_row, other=0.0).to(tl.float32)  # [BLOCK_Q]
-    to = None
-    if parts_ptr is not None:
-        part_rows = parts_ptr + out_row * sizes.n_spans * DV
-        to = RowPointers(part_rows, results.part_stats_ptr + out_row * sizes.n_spans * 2)
-
-    keys = Head(k_ptr, stride_k.s * ALIGN, stride_k.b * ALIGN, k_desc)
-    values = Head(v_ptr, stride_v.s * ALIGN, stride_v.b * ALIGN, v_desc)
-    pages = Pages(table_ptr, sizes.n_pages, first_key)
-    attend_keys(
-        ranges, lo, hi, span, q, keys, values, pages, rows, bias_rows, slopes, to, inputs, results,
-        out_rows, out_row, q_head, dv, kv_len, kv_stop, is_good, window, scoring, natural,
-        D, DV, HAS_LEFT, FOLDS, PAGE_SIZE, PRECISION, CONSTANT_TIME, SECRET_LENGTHS,
-        BLOCK_KV, BLOCK_DV,
+    attend_rows(
+        ranges, lo, hi, span, q, k_ptr, v_ptr, k_desc, v_desc, table_ptr, first_key, rows, inputs,
+        results, stride_k, stride_v, stride_b, stride_ab, sizes, b64, q_idx, q_head, dv, out_rows,
+        out_row, kv_start, kv_len, kv_stop, is_good, window, scoring, natural, D, DV, ALIGN,
+        HAS_LEFT, FOLDS, PAGE_SIZE, PRECISION, CONSTANT_TIME, SECRET_LENGTHS, BLOCK_KV, BLOCK_DV,
     )  # fmt: skip

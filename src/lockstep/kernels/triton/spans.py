@@ -129,6 +129,22 @@ def store_part(state, to, span, is_row, DV: tl.constexpr, CLEAN: tl.constexpr):
 
 
 @triton.jit
+def end_span(
+    state, folded, nan_sum, to, span, is_row, unit, DV: tl.constexpr, CLEAN: tl.constexpr
+):  # fmt: skip
+    """Stores a span as a part, if there is a place for parts, and otherwise folds it: m, l and acc
+    of the spans so far, and `nan_sum`."""
+    m, l, acc = state
+    folded_m, folded_l, folded_acc = folded
+    if to is None:
+        folded_m, folded_l, folded_acc = fold(folded_m, folded_l, folded_acc, m, l, acc, unit)
+    else:
+        store_part(state, to, span, is_row, DV, CLEAN)
+        nan_sum += tl.sum(acc * 0.0, 1, keep_dims=True)
+    return folded_m, folded_l, folded_acc, nan_sum
+
+
+@triton.jit
 def load_state(
     state_ptr, stats_ptr, row, is_row, DV: tl.constexpr, BLOCK_DV: tl.constexpr
 ):  # fmt: skip
@@ -150,14 +166,14 @@ def store_state(state, state_ptr, stats_ptr, row, is_row, DV: tl.constexpr):
 
 
 @triton.jit
-def weights_of_nonfinite(p, v, seen, bias):
+def weights_of_nonfinite(p, v, bias, rows, kv_idx, kv_len, window, MASKED: tl.constexpr):
     """p and v with every value that is not finite replaced by 0, and its key's weight by NaN in the
-    rows that see the key. `seen` is None if all rows do."""
+    rows that see the key; unless MASKED, all rows do."""
     is_bad = is_nonfinite(v)  # [BLOCK_KV, BLOCK_DV]
     flag = nan_where(tl.max(is_bad.to(tl.int32), 1) != 0)[None, :]
     v = tl.where(is_bad, 0.0, v.to(tl.float32)).to(v.dtype)
-    if seen is not None:
-        flag = tl.where(seen, flag, 0.0)
+    if MASKED:
+        flag = tl.where(is_seen(rows.position[:, None], kv_idx, kv_len, window), flag, 0.0)
     if bias is not None:
         flag = tl.where(bias == float("-inf"), 0.0, flag)
     return p + flag, v
@@ -183,12 +199,41 @@ def load_values(
 
 
 @triton.jit
+def place_of(key, pages):
+    """Where a key of the sequence is among those of its pages."""
+    if pages.first_key is not None:
+        key = pages.first_key + key
+    return key
+
+
+@triton.jit
 def keys_on_wrong_pages(kv_idx, last_key, pages, PAGE_SIZE: tl.constexpr):
     """Which of these keys are on a page that is not there."""
-    if pages.first_key is not None:
-        kv_idx = pages.first_key + kv_idx
-    _page, is_wrong = page_of(kv_idx, last_key, pages, PAGE_SIZE)
+    _page, is_wrong = page_of(place_of(kv_idx, pages), last_key, pages, PAGE_SIZE)
     return is_wrong
+
+
+@triton.jit
+def scores_of_tile(
+    q, k, kv_idx, bias, slopes, is_wrong, pages, rows, last_key, kv_len, window, scoring,
+    PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Scores [BLOCK_Q, BLOCK_KV]: NaN for keys on wrong pages, unless PAGE_SIZE is 0, and -inf
+    where the bias is and, if MASKED, for keys that a row does not see. `is_wrong` says whether the
+    page of all of them is; None if they may be on several pages."""
+    alibi = None
+    if slopes is not None:
+        alibi = alibi_of(slopes[:, None], rows.position[:, None], kv_idx)
+    s = scores(q, k, bias, alibi, scoring, PRECISION)
+    if PAGE_SIZE != 0:
+        if is_wrong is None:
+            is_wrong = keys_on_wrong_pages(kv_idx, last_key, pages, PAGE_SIZE)
+        s += nan_where(is_wrong)
+        if bias is not None:
+            s = tl.where(bias == float("-inf"), float("-inf"), s)
+    if MASKED:
+        s = tl.where(is_seen(rows.position[:, None], kv_idx, kv_len, window), s, float("-inf"))
+    return s
 
 
 @triton.jit
@@ -199,9 +244,8 @@ def attend_tiles(
     PRECISION: tl.constexpr, FOLDS: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
     CONSTANT_TIME: tl.constexpr,
 ):  # fmt: skip
-    """The tiles from `tile_lo` up to `tile_hi`; unless MASKED, every row sees all of them.
-
-    Rows see keys below `kv_len`; all below `kv_stop` exist, and are loaded.
+    """The tiles from `tile_lo` up to `tile_hi`; unless MASKED, every row sees all of them. Rows see
+    keys below `kv_len`; all below `kv_stop` exist, and are loaded.
 
     `state` is that of the span that ends at `span_end`, `folded` that of the spans before; unless
     FOLDS, nothing is seen beyond `span_end`. If there is a place `to` store parts, a finished span
@@ -211,9 +255,8 @@ def attend_tiles(
     """
     m, l, acc = state
     folded_m, folded_l, folded_acc = folded
-    first_key = pages.first_key
     # One tile ahead: where a tile is should not have to be waited for.
-    IN_PAGE: tl.constexpr = PAGE_SIZE != 0 and PAGE_SIZE % BLOCK_KV == 0 and first_key is None
+    IN_PAGE: tl.constexpr = PAGE_SIZE != 0 and PAGE_SIZE % BLOCK_KV == 0 and pages.first_key is None
     IN_PAGES: tl.constexpr = PAGE_SIZE != 0 and not IN_PAGE
     # Values that some row does not see must not reach it, whatever they are.
     SELECTS: tl.constexpr = CONSTANT_TIME and (MASKED or bias_rows is not None)
@@ -224,16 +267,12 @@ def attend_tiles(
         is_any_wrong = tile_lo < 0
     elif IN_PAGES:
         is_any_wrong = pages_of_tile(PAGE_SIZE, BLOCK_KV) < 0
-    last_key = kv_stop
-    if first_key is not None:
-        last_key = first_key + kv_stop
+    last_key = place_of(kv_stop, pages)
     # Masked tiles are few, and need room to mask values.
     for tile in tl.range(tile_lo, tile_hi, num_stages=1 if CLEAN else 2 if MASKED else None):
         first = tile * BLOCK_KV
-        at = first
-        if first_key is not None:
-            at = first_key + first
-        page = None
+        at = place_of(first, pages)
+        page, is_wrong = None, None
         if IN_PAGE:
             page, is_wrong = next_page, is_next_wrong
             next_page, is_next_wrong = page_of(first + BLOCK_KV, kv_stop, pages, PAGE_SIZE)
@@ -244,22 +283,13 @@ def attend_tiles(
             keys, pages, at, last_key, D, BLOCK_KV, q.shape[1], PAGE_SIZE, MASKED, page, IN_PAGE
         )
         kv_idx = first + tl.arange(0, BLOCK_KV)[None, :]
-        bias, alibi = None, None
+        bias = None
         if bias_rows is not None:
             bias = load_bias(bias_rows, kv_idx, rows.is_row, kv_stop)
-        if slopes is not None:
-            alibi = alibi_of(slopes[:, None], rows.position[:, None], kv_idx)
-        s = scores(q, k, bias, alibi, scoring, PRECISION)
-        if PAGE_SIZE != 0 and not LATER:
-            if IN_PAGES:
-                is_wrong = keys_on_wrong_pages(kv_idx, last_key, pages, PAGE_SIZE)
-            s += nan_where(is_wrong)
-            if bias is not None:
-                s = tl.where(bias == float("-inf"), float("-inf"), s)
-        seen = None
-        if MASKED:
-            seen = is_seen(rows.position[:, None], kv_idx, kv_len, window)
-            s = tl.where(seen, s, float("-inf"))
+        s = scores_of_tile(
+            q, k, kv_idx, bias, slopes, is_wrong, pages, rows, last_key, kv_len, window, scoring,
+            0 if LATER else PAGE_SIZE, PRECISION, MASKED,
+        )  # fmt: skip
         if FOLDS:
             # A new span starts afresh. Its weights come first: while they are computed, the product
             # of the tile before is still under way.
@@ -269,14 +299,10 @@ def attend_tiles(
             l = tl.where(is_new, 0.0, l)
         p, alpha, m, l = online_softmax(s, scoring.unit, m, l)
         if FOLDS and is_new:
-            if to is None:
-                folded_m, folded_l, folded_acc = fold(
-                    folded_m, folded_l, folded_acc, span_m, span_l, acc, scoring.unit
-                )
-            else:
-                last = first // span - 1
-                store_part(State(span_m, span_l, acc), to, last, rows.is_row, DV, CLEAN)
-                nan_sum += tl.sum(acc * 0.0, 1, keep_dims=True)
+            folded_m, folded_l, folded_acc, nan_sum = end_span(
+                State(span_m, span_l, acc), State(folded_m, folded_l, folded_acc), nan_sum, to,
+                first // span - 1, rows.is_row, scoring.unit, DV, CLEAN,
+            )  # fmt: skip
             acc = tl.zeros(acc.shape, tl.float32)
             span_end += span
         acc = acc * alpha[:, None]
@@ -285,7 +311,7 @@ def attend_tiles(
             PAGE_SIZE, MASKED, IN_PAGE, CLEAN,
         )  # fmt: skip
         if SELECTS:
-            p, v = weights_of_nonfinite(p, v, seen, bias)
+            p, v = weights_of_nonfinite(p, v, bias, rows, kv_idx, kv_len, window, MASKED)
         acc = add_weighted(p, v, acc, PRECISION)
     if PAGE_SIZE != 0 and LATER:
         l += nan_where(is_any_wrong if IN_PAGE else tl.max(is_any_wrong.to(tl.int32), 0) != 0)

@@ -141,18 +141,9 @@ def reduce_parts(
     if cu_seqlens_q_ptr is not None:
         head, token = row % Hq, row // Hq
         _, q_idx, is_good, _, q_len, _, kv_len = find_queries(
-            token,
-            cu_seqlens_q_ptr,
-            cu_seqlens_k_ptr,
-            kv_lens_ptr,
-            B,
-            Sq,
-            Skv,
-            1,
-            1,
-            0,
+            token, cu_seqlens_q_ptr, cu_seqlens_k_ptr, kv_lens_ptr, B, Sq, Skv, 1, 1, 0,
             kv_starts_ptr,
-        )
+        )  # fmt: skip
     else:
         head, q_idx = row // Sq % Hq, row % Sq
         if TOKENS_FIRST:
