@@ -15,9 +15,7 @@ Needs a CUDA GPU, the extra `gpu`, and `ncu` on the path (`--no-counters` does w
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib.util
-import io
 import json
 import platform
 import shutil
@@ -31,6 +29,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import nsight
 import torch
 from rich.console import Console
 from rich.progress import Progress
@@ -47,23 +46,6 @@ from lockstep.simt.samples import SAMPLES, Sample
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "simt-vs-h200.json"
-GLOBAL_OPS = ("ld", "st", "atom", "red")  # loads include asynchronous copies
-SHARED_OPS = ("ld", "st", "ldsm", "ldgsts", "atom")
-WAVEFRONTS = "l1tex_data_pipe_lsu_wavefronts_mem_shared_op"
-EXECUTED = {"ld": "shared_ld", "st": "shared_st", "atom": "shared_atom"}
-METRICS = {
-    **{f"requests_{op}": f"l1tex__t_requests_pipe_lsu_mem_global_op_{op}" for op in GLOBAL_OPS},
-    **{f"sectors_{op}": f"l1tex__t_sectors_pipe_lsu_mem_global_op_{op}" for op in GLOBAL_OPS},
-    # counted instruction by instruction
-    **{f"wavefronts_{op}": f"smsp__sass_{WAVEFRONTS}_{op}" for op in SHARED_OPS},
-    # counted in the pipe, where wavefronts of one warp also wait for those of others
-    **{f"pipe_{op}": f"l1tex__{WAVEFRONTS[6:]}_{op}" for op in ("ld", "st", "atom")},
-    # executed with at least one lane on
-    **{
-        f"executed_{op}": f"smsp__inst_executed_op_{EXECUTED.get(op, op)}_pred_on_any"
-        for op in SHARED_OPS
-    },
-}
 
 
 @dataclass
@@ -243,59 +225,19 @@ def measure(samples: list[Sample], console: Console) -> list[Row]:
     return rows
 
 
-def known_metrics() -> dict[str, str]:
-    """Those of METRICS that this Nsight Compute has for Hopper."""
-    done = subprocess.run(
-        ["ncu", "--query-metrics", "--chip", "gh100"], capture_output=True, text=True, check=True
-    )
-    names = {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
-    return {short: f"{name}.sum" for short, name in METRICS.items() if name in names}
-
-
 def count_on_gpu(samples: list[Sample], rows: list[Row], script: str) -> str:
     """Fill in the counts of Nsight Compute, one launch per row. Returns its version.
 
     `script --launch-only` must launch the samples, in order, and nothing else of their names.
     """
-    metrics = known_metrics()
-    kernels = "|".join(sorted({sample.kernel.__name__ for sample in samples}))
-    command = [
-        *("ncu", "--csv", "--clock-control", "none", "--print-units", "base"),
-        *("--kernel-name", f"regex:^({kernels})$", "--metrics", ",".join(metrics.values())),
-        *(sys.executable, script, "--launch-only"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"ncu failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
-    table = done.stdout[done.stdout.index('"ID"') :]
-    short = {name: key for key, name in metrics.items()}
-    launches: dict[int, dict[str, float]] = {}
-    for record in csv.DictReader(io.StringIO(table)):
-        values = launches.setdefault(int(record["ID"]), {})
-        value = record["Metric Value"].replace(",", "")
-        values[short[record["Metric Name"]]] = float(value) if value not in ("", "n/a") else 0.0
+    names = {sample.kernel.__name__ for sample in samples}
+    launches = nsight.launches_of(names, [sys.executable, script, "--launch-only"])
     if len(launches) != len(rows):
-        raise SystemExit(f"ncu saw {len(launches)} launches of {len(rows)}:\n{done.stdout[:2000]}")
-    for row, raw in zip(rows, (launches[i] for i in sorted(launches)), strict=True):
+        raise SystemExit(f"ncu saw {len(launches)} launches of {len(rows)}")
+    for row, raw in zip(rows, launches, strict=True):
         row.raw = raw
-        row.gpu = counts(raw)
-    version = subprocess.run(["ncu", "--version"], capture_output=True, text=True, check=False)
-    return version.stdout.strip().splitlines()[-1]
-
-
-def counts(raw: dict[str, float]) -> dict[str, int]:
-    """The machine's quantities from the metrics."""
-
-    def total(prefix: str) -> int:
-        return int(sum(raw.get(f"{prefix}_{op}", 0) for op in {*GLOBAL_OPS, *SHARED_OPS}))
-
-    return {
-        "global_requests": total("requests"),
-        "global_sectors": total("sectors"),
-        "shared_wavefronts": total("wavefronts"),
-        "shared_accesses": total("executed"),
-        "matrix_loads": int(raw.get("executed_ldsm", 0)),
-    }
+        row.gpu = nsight.counts(raw)
+    return nsight.version()
 
 
 def launch_overhead() -> dict[str, float]:
@@ -377,7 +319,7 @@ def recount(samples: list[Sample], path: Path) -> None:
         launch = sample.kernel[sample.grid, sample.block, sample.dynamic_bytes]
         row = Row(**{name: value for name, value in old.items() if name in known})
         row.machine = machine_counts(sample, launch.trace(**sample.arguments()))
-        row.gpu = counts(row.raw)
+        row.gpu = nsight.counts(row.raw)
         row.known_difference = sample.differs
         result["rows"][index] = as_json(row, counting=True)
     result["machine_counted_again"] = datetime.now(timezone.utc).strftime("%Y-%m-%d")
