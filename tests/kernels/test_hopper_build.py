@@ -199,7 +199,7 @@ def test_machine_code_of_spans(D):
     options = {"causal": True, "query_invariant": True}
     built = build_for(unwritten(5000, 4096, D=D), options.items())
     assert not shared_with_barriers(built.kernel.asm["ttgir"])
-    shape = plan.PLANS[D]
+    shape = plan.SHORT_PLANS[D]
     assert built.kernel.metadata.shared <= sizes.SHARED_BYTES
     assert "serialized" not in built.report
     assert len(built.main_loops) == shape.consumers
@@ -209,16 +209,18 @@ def test_machine_code_of_spans(D):
         # Between the ends of spans and away from edges, a step costs what it does elsewhere.
         found = count(usual_path(loop))
         assert found["LDL"] == found["STL"] == 0
-        assert found["MUFU.EX2"] == found["FFMA"] == found["FADD"] == per_thread
+        assert found["MUFU.EX2"] == found["FADD"] == per_thread
+        # At D 64 the right half of a block waits for a weight of the left one.
+        assert found["FFMA"] == per_thread + (2 if D == 64 else 0)
         # One vote on large weights, and no factors without them.
         assert found["VOTE"] == 1
         assert found["FMUL"] == found["VIMNMX3"] == 0
         # At the end of a span its products are added to a total, which is not rescaled, and of
-        # which 64 columns are in shared memory.
+        # which at D 128 64 columns are in shared memory.
         rare = count([text for _, text in loop]) - found
         assert rare["MUFU.EX2"] == 2
         assert D // 2 <= rare["FADD"] <= D // 2 + 24
-        assert rare["LDS"] == rare["STS"] == 8
+        assert rare["LDS"] == rare["STS"] == (8 if D == 128 else 0)
 
 
 def few_keys(S: int, programs: int) -> Build:

@@ -19,10 +19,12 @@ from lockstep.kernels.hopper.common.exact_weights import (
     RESIDUE,
     SHARE,
     SUM,
+    float32s,
     row_lines,
     vote_lines,
 )
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
+from lockstep.kernels.hopper.common.pieces import cut, cut_all, join_all
 from lockstep.kernels.hopper.common.thread_numbers import of_threads, per_thread, per_weight
 
 
@@ -132,4 +134,87 @@ def settle_in_span(weights, part, l, bar, offset, residue, any_exceeds):
         per_thread(found, OFFSET, layout),
         per_thread(found, RESIDUE, layout),
         per_thread(found, ALPHA, layout),
+    )
+
+
+@gluon.constexpr_function
+def _settle_block_assembly(n, halves, products, votes):
+    """PTX of `settle_block` for a thread with `halves` times `n` weights, and `products` times `n`
+    products. Operands: results of products; n others, as in `_settle_assembly`; the weights of each
+    half; products; n each of sums of the block, sums before it, bars, offsets, residues, of what is
+    not 0 if a span begins, and of what is 0 where the warp is known to have no sum above its bar,
+    unless it `votes` here."""
+    found = n * products
+    weights = found + n
+    acc = weights + n * halves
+    part, l, bar, offset, residue, begins, known = (acc + n * (products + i) for i in range(7))
+    new_offset, new_l, new_residue, alpha = (
+        found + 4 * group.value for group in (OFFSET, SUM, RESIDUE, ALPHA)
+    )
+    lines = [".reg .pred upper, lower, any, fresh;", ".reg .b32 top0, top1, more0, more1;"]
+    for r in (0, 2):
+        lines += [
+            f"mov.b32 ${new_offset + r}, ${offset + r};",
+            f"add.rn.f32 ${new_l + r}, ${l + r}, ${part + r};",
+            f"mov.b32 ${new_residue + r}, ${residue + r};",
+        ]
+    vote = vote_lines((part, part + 2), (bar, bar + 2))
+    lines += [f"mov.b32 ${i}, ${acc + i};" for i in range(n * products)]
+    lines += vote if votes else [f"setp.ne.s32 any, ${known}, 0;"]
+    lines.append("@!any bra.uni DONE;")
+    if not votes:
+        lines += vote[:2]
+    tops = ("top0", "top1", "more0", "more1")
+    for i in range(weights, weights + 8, 2):
+        lines.append(f"max.s32 {tops[i // 2 % 4]}, ${i}, ${i + 1};")
+    for i in range(weights + 8, weights + n * halves):
+        lines.append(f"max.s32 {tops[i // 2 % 4]}, {tops[i // 2 % 4]}, ${i};")
+    lines += [f"max.s32 top{r}, top{r}, more{r};" for r in range(2)]
+    for r in range(2):
+        lines += row_lines(
+            r, part + 2 * r, new_l + 2 * r, None, new_offset + 2 * r, new_residue + 2 * r,
+            alpha + 2 * r,
+        )  # fmt: skip
+    lines += [f"setp.ne.s32 fresh, ${begins}, 0;", "@fresh bra.uni DONE;"]
+    lines += [f"mul.rn.f32 ${i}, ${i}, ${alpha + i // 2 % 2 * 2};" for i in range(n * products)]
+    lines.append("DONE:")
+    return "{ " + " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def _settle_block_constraints(n, halves, products):
+    outputs, inputs = n * (products + 1), n * (halves + products + 7)
+    return ",".join(["=&r"] * outputs + ["r"] * inputs)
+
+
+@gluon.jit
+def settle_block(weights, acc, part, l, bar, offset, residue, begins, any_exceeds):
+    """`settle` of one block in a span, of 64 rows: products so far, l, offset and residue. Where a
+    span `begins` with the block, products belong to the one before, and stay as they are."""
+    known = part
+    if any_exceeds is not None:
+        known = any_exceeds
+    WIDTH: gl.constexpr = 64
+    parts = cut(weights, WIDTH)
+    products = cut_all(acc, WIDTH)
+    like = parts[0]
+    N: gl.constexpr = like.shape[0] * WIDTH // 128
+    HALVES: gl.constexpr = len(parts)
+    PRODUCTS: gl.constexpr = len(products)
+    assembly: gl.constexpr = _settle_block_assembly(N, HALVES, PRODUCTS, any_exceeds is None)
+    constraints: gl.constexpr = _settle_block_constraints(N, HALVES, PRODUCTS)
+    begins = gl.full(like.shape, 0, gl.int32, like.type.layout) + begins.to(gl.int32)
+    sums = (per_weight(part, like), per_weight(l, like), per_weight(bar, like))
+    others = (per_weight(offset, like), per_weight(residue, like), begins, per_weight(known, like))
+    types: gl.constexpr = float32s(PRODUCTS + 1)
+    done = gl.inline_asm_elementwise(
+        assembly, constraints, parts + products + sums + others, types, is_pure=False, pack=N
+    )
+    found = done[PRODUCTS]
+    layout: gl.constexpr = l.type.layout
+    return (
+        join_all(done[:PRODUCTS], acc),
+        per_thread(found, SUM, layout),
+        per_thread(found, OFFSET, layout),
+        per_thread(found, RESIDUE, layout),
     )

@@ -40,7 +40,7 @@ ALPHA, ANY, RESIDUE = gl.constexpr(3), gl.constexpr(4), gl.constexpr(5)
 
 
 @gluon.constexpr_function
-def _float32s(n):
+def float32s(n):
     """Types of `n` results. Triton 3.9 takes no tuple of them that was multiplied in a kernel."""
     return (gl.float32,) * n
 
@@ -277,7 +277,7 @@ def _settle(weights, products, part, l, beside, known, VOTES: gl.constexpr):
     sums = (per_weight(part, like), per_weight(l, like))
     kept = (per_weight(bar, like), per_weight(offset, like), per_weight(residue, like))
     operands = weights + products + sums + kept + (per_weight(known, like),)
-    types: gl.constexpr = _float32s(PRODUCTS + 1)
+    types: gl.constexpr = float32s(PRODUCTS + 1)
     done = gl.inline_asm_elementwise(assembly, constraints, operands, types, is_pure=False, pack=N)
     found = done[PRODUCTS]
     layout: gl.constexpr = l.type.layout
@@ -347,7 +347,7 @@ def rescale(acc, factors):
     PIECES: gl.constexpr = len(narrow)
     assembly: gl.constexpr = _rescale_assembly(N, PIECES)
     constraints: gl.constexpr = _rescale_constraints(N, PIECES)
-    types: gl.constexpr = _float32s(PIECES)
+    types: gl.constexpr = float32s(PIECES)
     operands = narrow + (per_weight(factors[0], like), per_weight(factors[1], like))  # noqa: RUF005
     done = gl.inline_asm_elementwise(assembly, constraints, operands, types, is_pure=False, pack=N)
     return join_all(done, acc)

@@ -289,13 +289,14 @@ def take_spans(
     beside, bar = large
     sums = empty_sums_of_rows(program, m, l)
     total = empty_products(program.v.COLUMNS, program.build.TOTAL_COLUMNS)
+    ends = gl.full(l.shape, 1.0, gl.float32, l.type.layout)
     for block in range(rows.begin + 1, rows.end):
-        p, acc, m, l, beside, bar, sums, total = step_in_spans(
-            c, program, rows, block, seen, q, p, acc, m, l, beside, bar, sums, total, memory
+        p, acc, m, l, beside, bar, sums, ends, total = step_in_spans(
+            c, program, rows, block, seen, q, p, acc, m, l, beside, bar, sums, ends, total, memory
         )
         seen += 1
     if (rows.end - 1) % program.build.SPAN == 0:
-        total = add_span(program, rows, rows.end - 1, sums, total, memory, acc)
+        total, acc = add_span(program, rows, rows.end - 1, sums, total, memory, acc, ends)
     return p, acc, m, l, beside, sums, total, seen
 
 

@@ -160,28 +160,26 @@ def start_warps(
         )
     else:
         start_three(
-            program, results, (q_0, q_1), (o_0, o_1), (t_0, t_1), q_desc, k_desc, v_desc, o_desc,
-            D_COLUMNS, DV_COLUMNS, CONSUMER_REGISTERS, SERVER_REGISTERS,
+            program, results, (q_0, q_1), (o_0, o_1), q_desc, k_desc, v_desc, o_desc, D_COLUMNS,
+            CONSUMER_REGISTERS, SERVER_REGISTERS,
         )  # fmt: skip
 
 
 @gluon.jit
 def start_three(
-    program, results, q, o, t, q_desc, k_desc, v_desc, o_desc, D_COLUMNS: gl.constexpr,
-    DV_COLUMNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, SERVER_REGISTERS: gl.constexpr,
+    program, results, q, o, q_desc, k_desc, v_desc, o_desc, D_COLUMNS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, SERVER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """`start_warps` with three consumers, of which two have their queries, results and totals."""
+    """`start_warps` with three consumers, of which two have their queries and results. They have no
+    second sums, and what stands for these is not used."""
     q_2 = TileRing.create(q_desc, program.build.Q_STAGES, 1, D_COLUMNS)
     o_2 = allocate_tiles(o_desc, 1)
-    t_2 = o_2
-    if program.build.SPAN and DV_COLUMNS == 64 and program.build.TOTAL_COLUMNS > 0:
-        t_2 = allocate_total(program.build.TOTAL_COLUMNS)
     if program.build.CLEANS:
         gl.warp_specialize(
             [
-                (consume, (0, program, results, q[0], o[0], o_desc, t[0])),
-                (consume, (1, program, results, q[1], o[1], o_desc, t[1])),
-                (consume, (2, program, results, q_2, o_2, o_desc, t_2)),
+                (consume, (0, program, results, q[0], o[0], o_desc, o[0])),
+                (consume, (1, program, results, q[1], o[1], o_desc, o[1])),
+                (consume, (2, program, results, q_2, o_2, o_desc, o_2)),
                 (produce, (program, q_desc, k_desc, v_desc, (q[0], q[1], q_2))),
                 (schedule_tiles, (program,)),
                 (clean_blocks, (program,)),
@@ -198,9 +196,9 @@ def start_three(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, program, results, q[0], o[0], o_desc, t[0])),
-                (consume, (1, program, results, q[1], o[1], o_desc, t[1])),
-                (consume, (2, program, results, q_2, o_2, o_desc, t_2)),
+                (consume, (0, program, results, q[0], o[0], o_desc, o[0])),
+                (consume, (1, program, results, q[1], o[1], o_desc, o[1])),
+                (consume, (2, program, results, q_2, o_2, o_desc, o_2)),
                 (produce, (program, q_desc, k_desc, v_desc, (q[0], q[1], q_2))),
                 (schedule_tiles, (program,)),
             ],

@@ -65,8 +65,8 @@ NARROW_PLANS = {
     64: Plan(consumers=2, block_kv=64, stages=6, q_stages=2, pingpong=False),
     128: Plan(consumers=2, block_kv=64, stages=4, q_stages=2, pingpong=False),
 }
-# From so many keys on, all sums of D 128 are in registers: a new tile takes longer then, the end of
-# a span less.
+# From so many keys on, all sums of D 128 are in registers, as those of D 64 always are: a new tile
+# takes longer then, the end of a span less.
 LONG_SPANS = 8192
 # Up to so many keys, tiles are short however many queries there are.
 FEW_KEYS = 256
@@ -266,9 +266,9 @@ def _with_spans(problem: AttentionProblem, plan: Plan) -> Plan:
     if problem.window[0] is not None or problem.dtype != torch.bfloat16:
         return plan
     keys = problem.Skv / max(problem.B, 1) if problem.layout == "varlen" else problem.Skv
-    if problem.D == 128 and keys >= LONG_SPANS:
+    if problem.D == 64 or keys >= LONG_SPANS:
         return replace(plan, total_columns=0, adds_late=True)
-    return replace(plan, adds_late=problem.D == 64 and plan.consumers == 2)
+    return plan
 
 
 def _by_length(problem: AttentionProblem, width: int) -> Plan:
@@ -278,9 +278,9 @@ def _by_length(problem: AttentionProblem, width: int) -> Plan:
     length = problem.Sq / max(problem.B, 1) if is_packed else problem.Sq
     short = SHORT if right is None else SHORT_CAUSAL
     # Masks on both sides leave too few registers for three consumers; so do, in constant time, any
-    # mask of packed sequences and maxima of several spans.
+    # mask of packed sequences; and the second sums of spans.
     is_crowded = left is not None or (problem.constant_time and right is not None and is_packed)
-    is_crowded = is_crowded or (problem.query_invariant and problem.dtype != torch.bfloat16)
+    is_crowded = is_crowded or problem.query_invariant
     # With pages, producers need registers.
     is_crowded = is_crowded or problem.is_paged
     is_short = length <= short or is_crowded

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS
-from lockstep.kernels.hopper.common.exact_spans import settle_in_span
+from lockstep.kernels.hopper.common.exact_spans import settle_block, settle_in_span
 from lockstep.kernels.hopper.common.exact_weights import (
     exceeds,
     first_offset,
     offset_weights,
+    offset_weights_in_halves,
     settle,
 )
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, warpgroup_mma_wait
@@ -98,25 +99,36 @@ def continues(program, rows, block):
     return (block % program.build.SPAN != 0) & (block > rows.begin)
 
 
+@gluon.constexpr_function
+def keeps_ends(program):
+    """Whether the factors of a span that has ended are kept until it is added to the total, so that
+    blocks which begin a span take the path of all others. D 128 has no registers for them: they are
+    in l, and applied with the next block (`settle_step`)."""
+    return program.v.COLUMNS <= 64 and not program.schedule.HAS_LEFT
+
+
 @gluon.jit
-def add_span(program, rows, block, sums, total, memory, acc):
+def add_span(program, rows, block, sums, total, memory, acc, ends):
     """The products of a total with those of the span that ended before the one of `block`, if there
-    is one."""
+    is one; and these, times `ends` if these were kept."""
     SPAN: gl.constexpr = program.build.SPAN
     COLUMNS: gl.constexpr = program.build.TOTAL_COLUMNS
     before = block // SPAN - rows.begin // SPAN
     if before > 0:
         if program.build.FIXED_MAX:
+            if keeps_ends(program):
+                acc = (rescale_by_threads(acc[0], ends),)
             total = add_products(total, memory, None, acc, None, before == 1, COLUMNS)
         else:
             total = add_products(total, memory, sums[4], acc, sums[5], before == 1, COLUMNS)
-    return total
+    return total, acc
 
 
 @gluon.jit
 def step_in_spans(
-    c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, beside, bar, sums, total, memory
-):
+    c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, beside, bar, sums, ends, total,
+    memory,
+):  # fmt: skip
     """`step`; where a span begins with `block`, the sums of the one before join the total's, and
     so do its products when they are done. Beside l are offset and residue of `exact_spans.py`."""
     VOTES_LATE: gl.constexpr = program.v.COLUMNS <= 64
@@ -133,12 +145,14 @@ def step_in_spans(
             sums, ends = add_sums_of_span(program, sums, m, l, beside, p.dtype)
             l, beside = begin_span(m, l, scale)
             if program.build.FIXED_MAX:
-                # The sum is 0 until the products of the span before are done, and l below any bar.
-                l = -ends
+                if not keeps_ends(program):
+                    # The sum is 0 until the products of the span before are done, and l below any
+                    # bar.
+                    l = -ends
             else:
                 m = gl.full([ROWS], -float("inf"), gl.float32, m.type.layout)
         else:
-            total = add_span(program, rows, block, sums, total, memory, acc)
+            total, acc = add_span(program, rows, block, sums, total, memory, acc, ends)
     if not program.build.ADDS_LATE:
         s = issue_scores(c, program, q, seen + 1)
     acc = issue_product(c, program, p, acc, seen, continues(program, rows, block - 1))
@@ -153,6 +167,8 @@ def step_in_spans(
             offset = gl.where(begins, first_offset(m, l, scale), offset)
             weights = offset_weights(s, offset, scale)
             bar = gl.where(begins, bar_of_begun(program, rows, weights, block, l), bar)
+        elif program.schedule.HAS_RIGHT and keeps_ends(program):
+            weights = offset_weights_in_halves(s, offset, scale)
         else:
             weights = offset_weights(s, offset, scale)
         part = thread_sums(weights)
@@ -171,20 +187,33 @@ def step_in_spans(
     program.v.release(seen)
     p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
     if program.build.FIXED_MAX:
-        if is_new:
-            # acc belongs to the span before.
-            acc = (rescale_by_threads(acc[0], -l),)
-            l, offset, residue, _factors = settle_in_span(
-                weights, part, gl.zeros_like(l), bar, offset, residue, any_exceeds
-            )
-        else:
-            TOGETHER: gl.constexpr = program.build.CONSUMERS == 2
-            large = (gl.maximum(l, bar), offset, residue)
-            acc, l, large = settle(weights, acc, part, l, large, any_exceeds, TOGETHER)
-            offset = large[1]
-            residue = large[2]
-        beside = (offset, residue)
-    return p, acc, m, l, beside, bar, sums, total
+        acc, l, beside = settle_step(
+            program, weights, acc, part, l, bar, (offset, residue), is_new, any_exceeds
+        )
+    return p, acc, m, l, beside, bar, sums, ends, total
+
+
+@gluon.jit
+def settle_step(program, weights, acc, part, l, bar, beside, is_new, any_exceeds):
+    """acc, l and what is beside it with a block; if the block `is_new` in its span, acc belongs to
+    the span before, which has ended, and whose factors are in l unless they are kept."""
+    offset, residue = beside
+    if keeps_ends(program):
+        large = gl.maximum(l, bar)
+        acc, l, offset, residue = settle_block(
+            weights, acc, part, l, large, offset, residue, is_new, any_exceeds
+        )
+    elif is_new:
+        acc = (rescale_by_threads(acc[0], -l),)
+        l, offset, residue, _factors = settle_in_span(
+            weights, part, gl.zeros_like(l), bar, offset, residue, any_exceeds
+        )
+    else:
+        large = (gl.maximum(l, bar), offset, residue)
+        acc, l, large = settle(weights, acc, part, l, large, any_exceeds)
+        offset = large[1]
+        residue = large[2]
+    return acc, l, (offset, residue)
 
 
 @gluon.jit
