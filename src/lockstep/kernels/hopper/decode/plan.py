@@ -41,8 +41,10 @@ DEEP_PARTS, DEEP_PROGRAMS = 64, 2
 # Units to an SM up to which there is a program for each, and programs to an SM that share more of
 # them; the most slots.
 FOLD_UNITS, FOLD_PROGRAMS, MOST_SLOTS = 8, 6, 512
-# Rows that the first kernel folds at once, parts that it loads at once, and how often it may.
+# Rows that the first kernel folds at once, parts that it loads at once, and how often it may; and
+# how often in query-invariant calls, if a head has many programs.
 INSIDE_ROWS, INSIDE_PARTS, INSIDE_ROUNDS = 4, 16, 9
+INVARIANT_ROUNDS = 2
 # Bits of a counter of spans that count; those above are a mark (`arrivals.py`).
 COUNT_BITS, MARK_BITS = 20, 42
 # Numbers of a row of a part beside its products: m and l; with query_invariant, m and error, and
@@ -73,9 +75,9 @@ class FoldPlan:
     batches: int  # of these that are under way or at work
 
 
-# A warp for each row; and two, where parts are many and rows few.
+# A warp for each row; and four, where parts are many and rows few.
 FOLD_PLAN = FoldPlan(rows=4, warps=4, batch=32, batches=2)
-DEEP_FOLD_PLAN = FoldPlan(rows=2, warps=4, batch=128, batches=1)
+DEEP_FOLD_PLAN = FoldPlan(rows=1, warps=4, batch=128, batches=1)
 
 
 # At head dims 128 and 256, some 100 KB are under way to an SM. With twice as many, some SMs wait
@@ -186,14 +188,18 @@ def starts_late(problem: AttentionProblem) -> bool:
 def folds_inside(problem: AttentionProblem, n_programs: int) -> bool:
     """Whether programs fold what they have cut (`arrivals.py`), in place of a second kernel: faster
     where a head has no more than two programs and few rows and parts, and slower with few rows of
-    head dim 64, unless a window leaves few keys; and where no head can be cut. That changes no
-    bit."""
-    if not problem.query_invariant and most_spans(problem) == 1:
-        return True
-    if 2 * tiles_of(problem) * problem.Hkv < n_programs or _rounds_inside(problem) > INSIDE_ROUNDS:
-        return False
+    head dim 64, unless a window leaves few keys; and where no head can be cut. In query-invariant
+    calls, whose second kernel is slower, it is faster with more programs to a head, too, if parts
+    are few. That changes no bit."""
+    rounds = _rounds_inside(problem)
+    has_two = 2 * tiles_of(problem) * problem.Hkv >= n_programs
     if problem.query_invariant:
-        return problem.D == 128 and rows_of(problem) <= FEW_ROWS
+        most = INSIDE_ROUNDS if has_two else INVARIANT_ROUNDS
+        return problem.D == 128 and rows_of(problem) <= FEW_ROWS and rounds <= most
+    if most_spans(problem) == 1:
+        return True
+    if not has_two or rounds > INSIDE_ROUNDS:
+        return False
     is_windowed = problem.window[0] is not None
     return columns_of(problem.D) > 64 or rows_of(problem) > FEW_ROWS or is_windowed
 
@@ -250,7 +256,7 @@ def _is_even(problem: AttentionProblem, n_programs: int) -> bool:
 
 
 def fold_plan(problem: AttentionProblem, n_slots: int, n_processors: int) -> FoldPlan:
-    """Sizes of the second kernel, which change no bit: two warps for a row were faster with many
+    """Sizes of the second kernel, which change no bit: four warps for a row were faster with many
     parts of query-invariant calls, and as fast with others."""
     n_units = _fold_units(problem, n_slots, DEEP_FOLD_PLAN)
     is_deep = most_spans(problem) >= DEEP_PARTS and n_units <= DEEP_PROGRAMS * n_processors

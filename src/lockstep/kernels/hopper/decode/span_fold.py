@@ -1,6 +1,10 @@
 """Parts that query-invariant decode handed out, folded into results: `fold.py` with the operations
 of the Hopper forward (`common/spans.py`). What parts weigh is worked out for many at
-once, and parts are loaded while those before are folded, as in `fold.py`."""
+once, and parts are loaded while those before are folded, as in `fold.py`.
+
+In bf16, parts of a row have one maximum unless a weight was so large that a span took one of its
+own. Then all factors are 1, and where parts are many, they are added without them: the bits are the
+same. With few parts the code for that takes longer to load than it saves."""
 
 from __future__ import annotations
 
@@ -29,6 +33,8 @@ from lockstep.kernels.hopper.decode.units import find_rows, find_unit, has_rows,
 from lockstep.kernels.launch import unspecialized
 
 NUMBERS, SUMS = gl.constexpr(plan.INVARIANT_PART_NUMBERS), gl.constexpr(plan.PART_SUMS)
+# Parts of a batch from which on those with one maximum have code of their own.
+MANY_PARTS = gl.constexpr(plan.DEEP_FOLD_PLAN.batch)
 
 
 @gluon.jit
@@ -103,6 +109,28 @@ def weigh_spans(maxima, keep_smem, add_smem, sums_smem, numbers, sums, unit):
     return gl.max(m, 1), gl.sum(gl.where(i == BATCH - 1, error, 0.0), 1)
 
 
+@gluon.jit
+def load_first(ptr, group, begin, n_rows, BATCH: gl.constexpr, ROWS: gl.constexpr):
+    """m and error [ROWS, BATCH] of part `begin`, for each part of a batch."""
+    layout: gl.constexpr = parts_layout(BATCH, ROWS, gl.num_warps())
+    row = group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    row = gl.expand_dims(row, 1) + gl.full([ROWS, BATCH], 0, gl.int32, layout)
+    at = ptr + NUMBERS * (begin * n_rows + row)
+    m = gl.load(at, mask=row < n_rows, other=-float("inf"))
+    return m, gl.load(at + 1, mask=row < n_rows, other=0.0)
+
+
+@gluon.jit
+def differ(numbers, first_numbers, first, count):
+    """How many parts of a batch, the first of which is number `first`, have not the m and error
+    of the first part of all: 0 unless a weight was so large that a span took a maximum of its
+    own."""
+    layout: gl.constexpr = numbers[0].type.layout
+    i = gl.expand_dims(first + gl.arange(0, numbers[0].shape[1], gl.SliceLayout(0, layout)), 0)
+    is_same = (numbers[0] == first_numbers[0]) & (numbers[1] == first_numbers[1])
+    return gl.sum(gl.sum(gl.where((i < count) & (is_same == 0), 1, 0), 1), 0)
+
+
 @unspecialized(gluon.jit, any_address=("sinks_ptr",))
 def fold_spans(
     pointers: FoldPointers,
@@ -146,6 +174,42 @@ def fold_spans(
 
 
 @gluon.jit
+def add_parts(acc, total, accs, all_sums, at, n_loads):
+    """Products and sums of rows with the parts of a batch, all of whose factors are 1: LOADED of
+    them so many times, from number `at` on in shared memory."""
+    layout: gl.constexpr = acc.type.layout
+    of_sums: gl.constexpr = total.type.layout
+    for some in range(n_loads):
+        part_acc = load_parts(accs.index(at + some), layout)
+        part_sums = load_parts(all_sums.index(some), of_sums)
+        for i in gl.static_range(LOADED):
+            acc = acc + part_acc[i]
+            total = total + part_sums[i]
+    return acc, total
+
+
+@gluon.jit
+def fold_weighed(acc, total, accs, all_sums, keeps, adds, at, n_loads):
+    """The same with factors."""
+    layout: gl.constexpr = acc.type.layout
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    of_sums: gl.constexpr = total.type.layout
+    for some in range(n_loads):
+        part_acc = load_parts(accs.index(at + some), layout)
+        part_sums = load_parts(all_sums.index(some), of_sums)
+        keep = load_numbers(keeps.index(some), rows)
+        add = load_numbers(adds.index(some), rows)
+        for i in gl.static_range(LOADED):
+            # As `fold_sums` does; of sums, products are there.
+            own, _acc = gl.broadcast(gl.expand_dims(keep[i], 1), acc)
+            acc = gl.fma(acc, own, part_acc[i] * gl.expand_dims(add[i], 1))
+            own = gl.expand_dims(gl.convert_layout(keep[i], gl.SliceLayout(1, of_sums)), 1)
+            own, _total = gl.broadcast(own, total)
+            total = gl.fma(total, own, part_sums[i])
+    return acc, total
+
+
+@gluon.jit
 def fold_parts(
     pointers, sizes, slot, group, column, begin, count, memory, unit, DV: gl.constexpr
 ):  # fmt: skip
@@ -186,6 +250,10 @@ def fold_parts(
         async_copy.commit_group()
     numbers = load_maxima(stats_ptr, group, begin, begin, count, n_rows, BATCH, ROWS)
     sums = load_sums(stats_ptr, group, begin, count, n_rows, BATCH, ROWS)
+    LOOKS: gl.constexpr = BATCH >= MANY_PARTS
+    if LOOKS:
+        first_numbers = load_first(stats_ptr, group, begin, n_rows, BATCH, ROWS)
+    n_different = begin * 0
     batch = begin * 0
     for first in range(begin, count, BATCH):
         # Of the parts before, warps that are behind may still read.
@@ -196,7 +264,14 @@ def fold_parts(
             n_spans, n_rows, column, DV,
         )  # fmt: skip
         async_copy.commit_group()
-        m, error = weigh_spans(maxima, keep_smem, add_smem, sums_smem, numbers, sums, unit)
+        if LOOKS:
+            n_different += differ(numbers, first_numbers, first, count)
+        if LOOKS and n_different == 0:
+            sums_smem.permute((1, 0, 2)).store(sums)
+            m = gl.max(first_numbers[0], 1)
+            error = gl.max(first_numbers[1], 1)
+        else:
+            m, error = weigh_spans(maxima, keep_smem, add_smem, sums_smem, numbers, sums, unit)
         maxima = (gl.convert_layout(m, rows), gl.convert_layout(error, rows))
         # Those of the next batch, while this one is folded.
         numbers = load_maxima(stats_ptr, group, first + BATCH, begin, count, n_rows, BATCH, ROWS)
@@ -204,18 +279,11 @@ def fold_parts(
         async_copy.wait_group(BATCHES - 1)
         await_warps()
         at = batch % BATCHES * N
-        for some in range(gl.minimum(gl.cdiv(count - first, LOADED), N)):
-            part_acc = load_parts(accs.index(at + some), layout)
-            part_sums = load_parts(all_sums.index(some), of_sums)
-            keep = load_numbers(keeps.index(some), rows)
-            add = load_numbers(adds.index(some), rows)
-            for i in gl.static_range(LOADED):
-                # As `fold_sums` does; of sums, products are there.
-                own, _acc = gl.broadcast(gl.expand_dims(keep[i], 1), acc)
-                acc = gl.fma(acc, own, part_acc[i] * gl.expand_dims(add[i], 1))
-                own = gl.expand_dims(gl.convert_layout(keep[i], gl.SliceLayout(1, of_sums)), 1)
-                own, _total = gl.broadcast(own, total)
-                total = gl.fma(total, own, part_sums[i])
+        n_loads = gl.minimum(gl.cdiv(count - first, LOADED), N)
+        if LOOKS and n_different == 0:
+            acc, total = add_parts(acc, total, accs, all_sums, at, n_loads)
+        else:
+            acc, total = fold_weighed(acc, total, accs, all_sums, keeps, adds, at, n_loads)
         batch += 1
     async_copy.wait_group(0)
     return maxima, total, acc
