@@ -15,7 +15,6 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     reinterpret,
     tma_load,
 )
-from lockstep.kernels.hopper.common.ring import CHUNK
 
 
 @aggregate
@@ -67,7 +66,8 @@ def send_pages(tiles, i, desc, places, head, first_column):
     rest = tiles.rest_smem.index(slot)
     FIRST: gl.constexpr = tile.shape[4]
     BOTH: gl.constexpr = max(FIRST, tiles.COLUMNS)
-    mbarrier.expect(full, tile.shape[3] * (192 if BOTH > FIRST else FIRST) * 2)
+    REST: gl.constexpr = desc.block_shape[4] if BOTH > FIRST else 0
+    mbarrier.expect(full, tile.shape[3] * (FIRST + REST) * 2)
     _send_boxes(tile, full, desc, places, head, first_column)
     if BOTH > FIRST:
         _send_boxes(rest, full, desc, places, head, first_column + FIRST)
@@ -77,10 +77,11 @@ def send_pages(tiles, i, desc, places, head, first_column):
 def _send_boxes(tile, full, desc, places, head, first_column):
     """Load a tile [1, 1, 1, BLOCK_KV, ·], box by box."""
     PARTS: gl.constexpr = tile.shape[3] // desc.block_shape[3]
-    PANELS: gl.constexpr = tile.shape[4] // CHUNK
+    WIDTH: gl.constexpr = desc.block_shape[4]
+    PANELS: gl.constexpr = tile.shape[4] // WIDTH
     shape: gl.constexpr = [PANELS * PARTS] + desc.block_shape  # noqa: RUF005
     boxes = reinterpret(tile, tile.dtype, shape, tile.layout)
     for part in gl.static_range(PARTS):
         for panel in gl.static_range(PANELS):
-            at = [0, places[part][0], head, places[part][1], first_column + panel * CHUNK]
+            at = [0, places[part][0], head, places[part][1], first_column + panel * WIDTH]
             tma_load(desc, at, full, boxes.index(panel * PARTS + part))

@@ -20,8 +20,6 @@ from lockstep.kernels.hopper.common.gluon_shim import (
 from lockstep.kernels.hopper.common.pieces import n_pieces, piece_start, piece_width
 from lockstep.kernels.hopper.common.shared_memory import allocate_tiles, barriers, phase_of, slot_of
 
-CHUNK = gl.constexpr(64)  # columns of a tensor map whose tiles have more
-
 
 @aggregate
 class Ring:
@@ -95,7 +93,13 @@ def _in_chunks(desc, columns):
 
 @gluon.constexpr_function
 def _first_columns(columns):
-    """The columns of a tile that lie in its first part."""
+    """The columns of a tile that lie in its first part, where it has two."""
+    return 1 << (columns.bit_length() - 1)
+
+
+@gluon.constexpr_function
+def _columns_in_boxes(columns):
+    """The columns of the first part of a tile that comes in boxes: all, or 128 of up to 192."""
     return 64 if columns <= 64 else 256 if columns > 192 else 128
 
 
@@ -107,9 +111,9 @@ def _allocate_columns(desc, STAGES: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _chunks_of(tile):
-    """A tile [1, 1, 1, rows, columns] as chunks [n, 1, 1, 1, rows, CHUNK], one after the other."""
-    shape: gl.constexpr = [tile.shape[4] // CHUNK, 1, 1, 1, tile.shape[3], CHUNK]
+def _chunks_of(tile, WIDTH: gl.constexpr):
+    """A tile [1, 1, 1, rows, columns] as chunks [n, 1, 1, 1, rows, WIDTH], one after the other."""
+    shape: gl.constexpr = [tile.shape[4] // WIDTH, 1, 1, 1, tile.shape[3], WIDTH]
     return reinterpret(tile, tile.dtype, shape, tile.layout)
 
 
@@ -117,12 +121,12 @@ def _chunks_of(tile):
 class TileRing:
     """A ring of tiles [rows, COLUMNS] that the copy engine loads.
 
-    Shared memory has a power of two of columns, of which those after COLUMNS are not used. Only
-    tiles of 129 to 192 columns lie in two parts, the first 128 columns and the other 64: their
-    tensor map has chunks of 64."""
+    Shared memory has a power of two of columns, of which those after COLUMNS are not used. Tiles of
+    which a tensor map has less than all columns lie in two parts: the first 64 or 128, and as many
+    as the map has."""
 
     tiles_smem: gl.shared_memory_descriptor  # [STAGES, 1, 1, 1, rows, ·]
-    rest_smem: gl.shared_memory_descriptor  # the columns from 128 on, or tiles_smem
+    rest_smem: gl.shared_memory_descriptor  # the other columns, or tiles_smem
     ring: Ring
     COLUMNS: gl.constexpr
 
@@ -143,8 +147,8 @@ class TileRing:
     ):
         """A ring for tiles of `desc`, each of which CONSUMERS partitions wait for and release."""
         if _in_chunks(desc, COLUMNS):
-            tiles_smem = _allocate_columns(desc, STAGES, 2 * CHUNK)
-            rest_smem = _allocate_columns(desc, STAGES, CHUNK)
+            tiles_smem = _allocate_columns(desc, STAGES, _first_columns(COLUMNS))
+            rest_smem = _allocate_columns(desc, STAGES, desc.block_shape[4])
         else:
             tiles_smem = allocate_tiles(desc, STAGES)
             rest_smem = tiles_smem
@@ -159,13 +163,13 @@ class TileRing:
         COLUMNS: gl.constexpr,
         BLOCK: gl.constexpr,
     ):
-        """`create`, of tiles of BLOCK rows that come in boxes [·, CHUNK] (`pages.py`)."""
-        WIDTH: gl.constexpr = _first_columns(COLUMNS)
+        """`create`, of tiles of BLOCK rows that come in boxes (`pages.py`)."""
+        WIDTH: gl.constexpr = _columns_in_boxes(COLUMNS)
         shape: gl.constexpr = [STAGES, 1, 1, 1, BLOCK, WIDTH]
         tiles_smem = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
         rest_smem = tiles_smem
         if WIDTH < COLUMNS:
-            rest_shape: gl.constexpr = [STAGES, 1, 1, 1, BLOCK, CHUNK]
+            rest_shape: gl.constexpr = [STAGES, 1, 1, 1, BLOCK, desc.block_shape[4]]
             rest_smem = gl.allocate_shared_memory(desc.dtype, rest_shape, desc.layout)
         return TileRing(tiles_smem, rest_smem, Ring.create(STAGES, CONSUMERS), COLUMNS)
 
@@ -176,13 +180,15 @@ class TileRing:
         full = self.ring.full(i)
         tile = self.tiles_smem.index(self.ring.slot(i))
         if _in_chunks(desc, self.COLUMNS):
-            mbarrier.expect(full, 3 * desc.block_type.nbytes)
+            WIDTH: gl.constexpr = desc.block_shape[4]
+            N: gl.constexpr = tile.shape[4] // WIDTH
+            mbarrier.expect(full, (N + 1) * desc.block_type.nbytes)
             a, b, head, row, column = coordinates
-            chunks = _chunks_of(tile)
+            chunks = _chunks_of(tile, WIDTH)
             rest = self.rest_smem.index(self.ring.slot(i))
-            tma_load(desc, [a, b, head, row, column], full, chunks.index(0))
-            tma_load(desc, [a, b, head, row, column + CHUNK], full, chunks.index(1))
-            tma_load(desc, [a, b, head, row, column + 2 * CHUNK], full, rest)
+            for n in gl.static_range(N):
+                tma_load(desc, [a, b, head, row, column + n * WIDTH], full, chunks.index(n))
+            tma_load(desc, [a, b, head, row, column + N * WIDTH], full, rest)
         else:
             mbarrier.expect(full, desc.block_type.nbytes)
             tma_load(desc, coordinates, full, tile)
@@ -210,7 +216,7 @@ class TileRing:
         else:  # noqa: RET505, Gluon would go on and return both
             tile = self.rest_smem.index(self.ring.slot(i))
             tile = tile.reshape([tile.shape[3], tile.shape[4]])
-            return tile if WIDTH == CHUNK else tile.slice(START - FIRST, WIDTH, dim=1)
+            return tile if tile.shape[1] == WIDTH else tile.slice(START - FIRST, WIDTH, dim=1)
 
     @gluon.jit
     def pieces(self, i):

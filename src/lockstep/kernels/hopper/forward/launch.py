@@ -18,6 +18,7 @@ from lockstep.kernels.hopper.forward.narrow_window.plan import has_narrow_window
 from lockstep.kernels.hopper.forward.one_block.kernel import one_block_kernel
 from lockstep.kernels.hopper.forward.one_block.shares import Shares
 from lockstep.kernels.hopper.forward.plan import (
+    CHUNK,
     KEPT_REGISTERS,
     REGISTERS,
     ROWS,
@@ -25,6 +26,7 @@ from lockstep.kernels.hopper.forward.plan import (
     keeps_keys,
     kept_blocks,
     kept_tiles,
+    map_columns,
     one_block_heads,
     one_block_keys,
     one_block_room,
@@ -32,6 +34,7 @@ from lockstep.kernels.hopper.forward.plan import (
     padded,
     page_rows,
     plan_of,
+    value_columns,
 )
 from lockstep.kernels.hopper.forward.scheduling.schedule import UNSORTED
 from lockstep.kernels.hopper.forward.scheduling.sequence_order import order_buffer, sort_launch
@@ -222,15 +225,14 @@ def _of_heads(problem: AttentionProblem, q: Tensor) -> dict[str, int]:
 def _maps(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> dict[str, Any]:
     plan, layout = plan_of(problem), layout_of(problem)
     packed, ragged = layout == "varlen", layout != "dense"
-    # A map of 192 columns has chunks of 64: a block of it has a power of two.
-    width, width_v = (64 if n == 192 else n for n in (padded(problem.D), padded(problem.Dv)))
+    width, width_v = map_columns(problem, problem.D), map_columns(problem, problem.Dv)
     out = by_head(empty_like(q, problem.out_shape, device="meta"), packed)
     if problem.is_paged:
         rows = page_rows(problem)
         return {
             "q": tiles_of(fitted.q, ROWS, width, False).describe,
-            "k": partial(describe_pages, rows, "nan"),
-            "v": partial(describe_pages, rows, "zero"),
+            "k": partial(describe_pages, rows, "nan", columns=min(width, CHUNK)),
+            "v": partial(describe_pages, rows, "zero", columns=min(width_v, CHUNK)),
             "o": tiles_of(out, ROWS, min(padded(problem.Dv), plan.out_columns), False).describe,
         }
     q, k, v = (by_head(x, packed) for x in fitted[:3])
@@ -277,7 +279,7 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "SCORES": scales(problem)[0],
         "HAS_SINKS": problem.has_sinks,
         "D_COLUMNS": columns(problem.D),
-        "DV_COLUMNS": columns(problem.Dv),
+        "DV_COLUMNS": value_columns(problem.Dv),
         "BLOCK_KV": plan.block_kv,
         "PAGE_ROWS": page_rows(problem) if problem.is_paged else 0,
         "CONSUMERS": plan.consumers,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lockstep.kernels.hopper.common.query_invariance import SPAN
-from lockstep.kernels.hopper.common.sizes import ROWS
+from lockstep.kernels.hopper.common.sizes import ROWS, columns
 from lockstep.kernels.hopper.forward.one_block.shares import Shares
 from lockstep.problem import AttentionProblem
 
@@ -48,6 +48,13 @@ PLANS = {
 }
 # Keys wider than 128 with values that are not.
 WIDE_KEYS = Plan(consumers=2, block_kv=128, stages=2, q_stages=1, pingpong=True, out_columns=64)
+# Tiles of up to 96 and of up to 160 columns in chunks of 32 leave room for one more stage, and for
+# blocks of 128 keys.
+CHUNK, NARROW_CHUNK = 64, 32
+IN_CHUNKS = {
+    96: Plan(consumers=2, block_kv=128, stages=3, q_stages=2, pingpong=True),
+    160: Plan(consumers=2, block_kv=128, stages=2, q_stages=1, pingpong=True, out_columns=64),
+}
 # Where tiles have few blocks of keys, lower tiles lose less at their ends. Up to which Sq:
 SHORT, SHORT_CAUSAL = 1024, 4096
 SHORT_PLANS = {**PLANS, 64: Plan(consumers=2, block_kv=128, stages=3, q_stages=2, pingpong=True)}
@@ -108,6 +115,28 @@ def padded(dim: int) -> int:
     return next(width for width in PLANS if dim <= width)
 
 
+def _width_in_chunks(problem: AttentionProblem, dim: int) -> int:
+    """The width of a tile for head dim `dim` if it comes in chunks of 32 columns, else 0."""
+    # The cleaner of constant-time builds reads 64 columns at a time, and so do pages come, of which
+    # the copy engine would need more loads.
+    width = next((width for width in IN_CHUNKS if width - NARROW_CHUNK < dim <= width), 0)
+    return 0 if problem.constant_time or (problem.is_paged and width == 96) else width
+
+
+def map_columns(problem: AttentionProblem, dim: int) -> int:
+    """The columns of a tensor map for head dim `dim`, a power of two: of tiles with 96, 160 or 192
+    columns a chunk."""
+    if _width_in_chunks(problem, dim):
+        return NARROW_CHUNK
+    return CHUNK if padded(dim) == 192 else padded(dim)
+
+
+def value_columns(dim: int) -> int:
+    """How many columns of values are multiplied. 112 would be three pieces (`pieces.py`), and three
+    products take longer than one of 128."""
+    return 128 if columns(dim) == 112 else columns(dim)
+
+
 def page_rows(problem: AttentionProblem) -> int:
     """Rows of a page that the copy engine loads at once."""
     assert problem.page_size is not None
@@ -145,6 +174,9 @@ def _shape_of(problem: AttentionProblem) -> Plan:
         return WIDE_KEYS
     width = max(width, width_v)
     is_narrow = None not in (left, right) and left + right < NARROW
+    in_chunks = _width_in_chunks(problem, max(problem.D, problem.Dv))
+    if in_chunks and not is_narrow:
+        return IN_CHUNKS[in_chunks]
     is_narrow = is_narrow or (has_flags and width == 128)
     if width in NARROW_PLANS and is_narrow and not problem.query_invariant:
         return NARROW_PLANS[width]

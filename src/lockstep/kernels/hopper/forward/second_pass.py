@@ -63,8 +63,10 @@ from lockstep.kernels.hopper.forward.span_steps import fixed_maximum
 _PLUS_INF, _MINUS_INF, _NAN = gl.constexpr(2.0**-8), gl.constexpr(1.0), gl.constexpr(2.0**8)
 
 
-# Columns of a slice.
-SLICE = gl.constexpr(128)
+@gluon.constexpr_function
+def slice_width(columns):
+    """Columns of a slice, of tiles with so many in their first part."""
+    return min(columns, 128)
 
 
 @gluon.jit
@@ -128,7 +130,7 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
     """Rows against their keys and a slice of the values: acc [ROWS, ·], m [ROWS], l [ROWS, 4] and
     what is beside it, and how many blocks were seen so far."""
     BLOCK_KV: gl.constexpr = program.schedule.BLOCK_KV
-    WIDTH: gl.constexpr = min(program.v.tiles_smem.shape[5], SLICE)
+    WIDTH: gl.constexpr = slice_width(program.v.tiles_smem.shape[5])
     s_layout: gl.constexpr = accumulator(BLOCK_KV)
     scale = program.score_scale()
     zero = zeros(BLOCK_KV)
@@ -240,6 +242,7 @@ def replace_rows(results, out, row, chosen, first_column):
 def consume_second_pass(program, results, q_ring, seen, tiles):
     """The second pass of the first consumer, which saw so many blocks and tiles in the first."""
     CONSUMERS: gl.constexpr = program.build.CONSUMERS
+    SLICE: gl.constexpr = slice_width(program.v.tiles_smem.shape[5])
     schedule = program.schedule
     sent_q = tiles
     # The first pass ended with a tile that did not exist.
@@ -291,6 +294,7 @@ def consume_second_pass(program, results, q_ring, seen, tiles):
 @gluon.jit
 def produce_second_pass(program, q_desc, k_desc, v_desc, q_ring, sent, tiles):
     """The producer's side of it."""
+    SLICE: gl.constexpr = slice_width(program.v.tiles_smem.shape[5])
     schedule = program.schedule
     sent_q = tiles
     tiles += 1

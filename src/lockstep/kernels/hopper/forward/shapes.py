@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lockstep.kernels.hopper.common.copy_engine import ALIGNMENT, ragged
 from lockstep.kernels.hopper.common.gluon_shim import TensorDescriptor, gl
-from lockstep.kernels.hopper.common.ring import CHUNK
-from lockstep.kernels.hopper.forward.plan import keys_in_l2
+from lockstep.kernels.hopper.forward.plan import CHUNK, keys_in_l2
 from lockstep.memory_order import strides_like
 from lockstep.problem import AttentionProblem, Tensors
 
@@ -68,11 +67,11 @@ def key_numbers(problem: AttentionProblem, fitted: Tensors) -> dict[str, int]:
     }
 
 
-def describe_pages(rows: int, padding: str, x: Tensor) -> TensorDescriptor:
-    """A tensor map of pages x [n_pages, page, Hkv, D] in boxes of so many rows."""
+def describe_pages(rows: int, padding: str, x: Tensor, columns: int = CHUNK) -> TensorDescriptor:
+    """A tensor map of pages x [n_pages, page, Hkv, D] in boxes of so many rows and columns."""
     n_pages, page, H, D = x.shape
     by_page, by_row, by_head = _strides(x)
-    block = [1, 1, 1, rows, CHUNK.value]
+    block = [1, 1, 1, rows, columns]
     layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[x.dtype])
     shape, strides = [1, n_pages, H, page, D], [ALIGNMENT, by_page, by_head, by_row, 1]
     return TensorDescriptor(x, shape, strides, block, layout, padding)
