@@ -1,5 +1,5 @@
-"""The Hopper forward on a GPU with heads of 65 to 96 and of 129 to 160 columns, whose tiles come in
-chunks of 32."""
+"""The Hopper forward on a GPU with heads of 80, 96 and 129 to 160 columns, whose tiles come in
+chunks of 32, and with their neighbours."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ CALLS: dict[str, dict[str, Any]] = {
     "80-fp16": {"D": 80, "causal": True, "dtype": torch.float16},
     "80-narrow": {"D": 80, "window": (150, 20)},
     "160-narrow": {"D": 160, "window": (100, 0)},
-    "72-softcap": {"D": 72, "causal": True, "softcap": 20.0},
+    "80-softcap": {"D": 80, "causal": True, "softcap": 20.0},
     "160-sinks": {"D": 160, "causal": True, "sinks": torch.tensor([1.0, -2.0, 0.0, 9.0])},
     "80-128": {"D": 80, "Dv": 128},
     "160-64": {"D": 160, "Dv": 64},
-    "88-full": {"D": 88},
+    "96-full": {"D": 96},
+    "72-80": {"D": 72, "Dv": 80},
     "192-96": {"D": 192, "Dv": 96, "causal": True},
     "160-full": {"D": 160},
     "160-window": {"D": 160, "window": (300, 0)},

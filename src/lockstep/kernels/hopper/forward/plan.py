@@ -118,9 +118,12 @@ def padded(dim: int) -> int:
 def _width_in_chunks(problem: AttentionProblem, dim: int) -> int:
     """The width of a tile for head dim `dim` if it comes in chunks of 32 columns, else 0."""
     # The cleaner of constant-time builds reads 64 columns at a time, and so do pages come, of which
-    # the copy engine would need more loads.
+    # the copy engine would need more loads. Rows of 72 or 88 columns begin between the sectors of
+    # L2, of which chunks take more; measured at 72. And wider tiles leave no room for a stage.
     width = next((width for width in IN_CHUNKS if width - NARROW_CHUNK < dim <= width), 0)
-    return 0 if problem.constant_time or (problem.is_paged and width == 96) else width
+    dims = problem.D, problem.Dv
+    fits = all(n <= 64 or (n <= 96 and n % 16 == 0) for n in dims) and not problem.is_paged
+    return 0 if problem.constant_time or (width == 96 and not fits) else width
 
 
 def map_columns(problem: AttentionProblem, dim: int) -> int:
