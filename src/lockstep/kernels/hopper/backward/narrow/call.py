@@ -59,41 +59,43 @@ def prepare_backward(
 ) -> PreparedBackward:
     """`Kernel.prepare_backward`"""
     cut, fitted = cut_of(problem), fit_inputs(given)
+    is_whole = needs.q and has_whole_parts(problem, cut)
     of_tiles = Buffer((cut.n_tiles,), torch.int32)
     of_rows = Buffer((cut.n_tiles, 2, cut.block_q), torch.float32)
     # `rows` says what these hold.
     workspace = {
         "stats": of_rows,
         "large": of_rows,
-        "sums": Buffer((sums_rows(problem) * cut.n_tiles, 256), torch.float32),
+        "sums": None if is_whole else _sums(problem, cut),
         "flags": of_tiles,
         "turn": of_tiles,
         "ticket": Buffer((1,), torch.int32),
         "bounds": bounds_buffer(cut),
         **shares_buffers(problem, cut, _columns(problem)),
     }
-    names = {}
+    names = {"sums": "dq"} if is_whole else {}
     if problem.constant_time:
         workspace["stats"] = Buffer((cut.n_tiles, 4, cut.block_q), torch.float32)
         workspace |= dict.fromkeys(OF_LARGE_SCORES)
         # Kernels read log2 l from `stats` if it is not in shared memory; flags may be any pointer.
-        names = dict.fromkeys(OF_LARGE_SCORES, "stats")
+        names |= dict.fromkeys(OF_LARGE_SCORES, "stats")
     launches = [
         rows_launch(problem, cut, given.q, fitted.dout, workspace),
         Launch(
             backward_kernel,
             (min(cut.programs, processors(given.dout.device)),),
-            pairs_arguments(problem, fitted.k, cut),
-            maps=pairs_maps(problem, cut),
+            pairs_arguments(problem, fitted.k, cut, is_whole),
+            maps=pairs_maps(problem, cut, is_whole),
             names=names,
             **OPTIONS,
         ),
     ]
     made = ["dk", "dv"]
     if needs.q:
+        made.append("dq")
+    if needs.q and not is_whole:
         rest = rest_width(columns(problem.D))
         launches.append(queries_launch(problem, cut, given.q, 2, rest))
-        made.append("dq")
     if cut.shares is not None:
         launches.append(keys_launch(problem, cut, given, _columns(problem)))
     if needs.sinks:
@@ -102,7 +104,18 @@ def prepare_backward(
     return backward_launches(given, needs, made, workspace, launches)
 
 
-def pairs_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str, Any]:
+def has_whole_parts(problem: AttentionProblem, cut: Cut) -> bool:
+    """Whether a part of dQ is all of it, and there is one of each query tile: all sequences have
+    one key tile, which every query tile sees."""
+    right = problem.window[1]
+    are_seen = right is None or problem.Sq - problem.Skv - right < cut.block_q
+    is_dense = problem.layout != "varlen" and not problem.has_kv_lens
+    return is_dense and 0 < problem.Skv <= BLOCK_KV and are_seen
+
+
+def pairs_arguments(
+    problem: AttentionProblem, k: Tensor, cut: Cut, is_whole: bool
+) -> dict[str, Any]:
     """Numbers and constants of `backward_kernel`."""
     return {
         **kernel_arguments(problem, k, BLOCK_KV, cut.shares is not None),
@@ -111,6 +124,7 @@ def pairs_arguments(problem: AttentionProblem, k: Tensor, cut: Cut) -> dict[str,
         "D_COLUMNS": _columns(problem)[0],
         "DV_COLUMNS": _columns(problem)[1],
         "TOGETHER": is_together(problem, cut),
+        "WHOLE_DQ": is_whole,
     }
 
 
@@ -140,21 +154,23 @@ def heads_at_once(problem: AttentionProblem, cut: Cut) -> int:
     return cut.heads_at_once(max(fitting, HEADS_AT_ONCE[cut.block_d]))
 
 
-def pairs_maps(problem: AttentionProblem, cut: Cut) -> dict[str, Any]:
-    """A function that makes the tensor maps of `backward_kernel`."""
+def pairs_maps(problem: AttentionProblem, cut: Cut, is_whole: bool) -> dict[str, Any]:
+    """Functions that make the tensor maps of `backward_kernel`."""
     of_queries = map_maker(problem, cut.block_q, cut.block_d)
+    of_sums = partial(flat_map, block=[block_rows(problem), 256])
     of_keys = map_maker(problem, BLOCK_KV, cut.block_d, of_keys=True)
     return {
         **dict.fromkeys(("q", "dout", "dk", "dv"), of_queries),
         **dict.fromkeys(("k", "v"), of_keys),
         "stats": lambda stats: flat_map(stats.view(-1), [2 * cut.block_q]),
-        "sums": partial(flat_map, block=[block_rows(problem), 256]),
+        "sums": map_maker(problem, 64, 64) if is_whole else of_sums,
     }
 
 
-def sums_rows(problem: AttentionProblem) -> int:
-    """Rows of 256 numbers in the sums of a tile of dQ."""
-    return (64 + rest_width(columns(problem.D))) // 4
+def _sums(problem: AttentionProblem, cut: Cut) -> Buffer:
+    """The sums of all tiles of dQ, in rows of 256 numbers."""
+    rows = (64 + rest_width(columns(problem.D))) // 4  # of a tile
+    return Buffer((rows * cut.n_tiles, 256), torch.float32)
 
 
 def block_rows(problem: AttentionProblem) -> int:

@@ -15,12 +15,16 @@ them. So the lowest ticket that is not done is being worked on, and waits for no
 The consumers do not wait for the order. They write their parts to shared memory and go on. Two
 warps, for every other part each, wait for the counter, have the copy engine add the part, and
 increment the counter (`add_parts`).
+
+Where all sequences have a single key tile, a part is all of dQ (WHOLE). It is staged as dQ is, in 16
+bits, and stored: there are no sums, no order, and no launch that reads them.
 """
 
 from __future__ import annotations
 
 from lockstep.kernels.hopper.backward.narrow.tiles import CONSUMERS_AND_WARP, DQ_FULL, PARTS
 from lockstep.kernels.hopper.common.accumulator import as_registers
+from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import (
     aggregate,
     gl,
@@ -32,7 +36,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     tma_store_wait,
 )
 from lockstep.kernels.hopper.common.named_barriers import arrive, await_all
-from lockstep.kernels.hopper.common.shared_memory import barriers
+from lockstep.kernels.hopper.common.shared_memory import allocate_tiles, barriers
 
 
 @gluon.constexpr_function
@@ -52,17 +56,24 @@ class DqSums:
 
     parts_smem: gl.shared_memory_descriptor  # [PARTS, 32, 256] fp32
     empty_bar: gl.shared_memory_descriptor  # [PARTS, 1]
+    scale: gl.tensor
+    WHOLE: gl.constexpr  # a part is all of dQ: parts_smem [2 · PARTS, 1, 1, 1, 64, 64], 16 bits
 
     @gluon.constexpr_function
-    def __init__(self, parts_smem, empty_bar):
+    def __init__(self, parts_smem, empty_bar, scale, WHOLE):
         self.parts_smem = parts_smem
         self.empty_bar = empty_bar
+        self.scale = scale
+        self.WHOLE = gl.constexpr(WHOLE)
 
     @gluon.jit
-    def create(sums_desc):
-        shape: gl.constexpr = [PARTS, 32, 256]
-        parts_smem = gl.allocate_shared_memory(gl.float32, shape, sums_desc.layout)
-        return DqSums(parts_smem, barriers(PARTS, 1))
+    def create(sums_desc, scale, WHOLE: gl.constexpr = False):
+        if WHOLE:
+            parts_smem = allocate_tiles(sums_desc, 2 * PARTS)
+        else:
+            shape: gl.constexpr = [PARTS, 32, 256]
+            parts_smem = gl.allocate_shared_memory(gl.float32, shape, sums_desc.layout)
+        return DqSums(parts_smem, barriers(PARTS, 1), scale, WHOLE)
 
     @gluon.jit
     def wait_empty(self, n):
@@ -76,8 +87,14 @@ class DqSums:
 
         The sums keep the order of the registers (`as_registers`). So threads write 16 bytes side by
         side, and nothing is rearranged on the way; `rows.finish_queries` reads them back."""
-        part_smem = self.parts_smem.index(n % PARTS)
-        part_smem.slice(half * 16, dq.shape[1] // 4, dim=0).store(as_registers(dq))
+        if self.WHOLE:
+            half_smem = self.parts_smem.index(n % PARTS * 2 + half).reshape([64, 64])
+            # Whatever is not finite is NaN, as `rows.finish_queries` has it.
+            dq = (dq + dq * 0.0) * self.scale
+            half_smem.slice(0, dq.shape[1], dim=1).store(dq.to(half_smem.dtype))
+        else:
+            part_smem = self.parts_smem.index(n % PARTS)
+            part_smem.slice(half * 16, dq.shape[1] // 4, dim=0).store(as_registers(dq))
 
     @gluon.jit
     def publish(self, n, is_there):
@@ -140,6 +157,23 @@ def add_part(sums_desc, tile, part_smem, is_first, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def store_part(dq_desc, tile, sizes, dq_sums, W: gl.constexpr):
+    """Have the copy engine store a part that is all of dQ of a tile: halves of its rows or, where
+    BLOCK_Q is 64, of its columns."""
+    head = tile // sizes.q_slots
+    row = (tile - head * sizes.q_slots) * sizes.BLOCK_Q
+    Hq = sizes.H * sizes.heads_per_kv
+    batch = head // Hq
+    head -= batch * Hq
+    BY_ROWS: gl.constexpr = sizes.BLOCK_Q == 128
+    for half in gl.static_range(2):
+        first_row = row + 64 * half if BY_ROWS else row
+        first_column: gl.constexpr = 0 if BY_ROWS else 64 * half
+        at = coordinates(batch, 0, 0, head, first_row, first_column, False)
+        tma_store(dq_desc, at, dq_sums.parts_smem.index(2 * W + half))
+
+
+@gluon.jit
 def add_parts(W: gl.constexpr, queue, dq_sums, sums_desc, turn_ptr, COLUMNS: gl.constexpr):
     """Partition of one warp: adds every PARTS-th part, once it is there and all parts before it
     have been added."""
@@ -152,14 +186,20 @@ def add_parts(W: gl.constexpr, queue, dq_sums, sums_desc, turn_ptr, COLUMNS: gl.
         head = tile * 0
         for n in range(begin, begin + loop.n_steps):
             if n % PARTS == W:
-                turn = loop.turn(t)
-                await_count(turn_ptr + tile, turn)
-                await_all(DQ_FULL + W, CONSUMERS_AND_WARP)
-                add_part(sums_desc, tile, dq_sums.parts_smem.index(W), turn == 0, COLUMNS)
-                tma_store_wait(0)
-                mbarrier.arrive(dq_sums.empty_bar.index(W), count=1)
-                await_sums(n)
-                gl.atomic_add(turn_ptr + tile, 1, sem="release", scope="gpu")
+                if dq_sums.WHOLE:
+                    await_all(DQ_FULL + W, CONSUMERS_AND_WARP)
+                    store_part(sums_desc, tile, queue.sizes, dq_sums, W)
+                    tma_store_wait(0)
+                    mbarrier.arrive(dq_sums.empty_bar.index(W), count=1)
+                else:
+                    turn = loop.turn(t)
+                    await_count(turn_ptr + tile, turn)
+                    await_all(DQ_FULL + W, CONSUMERS_AND_WARP)
+                    add_part(sums_desc, tile, dq_sums.parts_smem.index(W), turn == 0, COLUMNS)
+                    tma_store_wait(0)
+                    mbarrier.arrive(dq_sums.empty_bar.index(W), count=1)
+                    await_sums(n)
+                    gl.atomic_add(turn_ptr + tile, 1, sem="release", scope="gpu")
             tile, t, head = loop.next_in_group(tile, t, head)
         begin += loop.n_steps
         calls += 1

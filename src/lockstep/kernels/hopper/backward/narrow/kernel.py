@@ -236,8 +236,9 @@ def backward_kernel(
     LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr,
     CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr, CONSTANT_TIME: gl.constexpr,
     D_COLUMNS: gl.constexpr, DV_COLUMNS: gl.constexpr, TOGETHER: gl.constexpr,
-    SHARED: gl.constexpr,
+    SHARED: gl.constexpr, WHOLE_DQ: gl.constexpr,
 ):  # fmt: skip
+    """`sums_desc` is that of dq where there are no sums: WHOLE_DQ."""
     # The next kernel may start as soon as there is room, to wait for this one.
     gdc_launch_dependents()
     sizes = Sizes(
@@ -253,7 +254,7 @@ def backward_kernel(
     tiles = Tiles.create(
         q_desc, dout_desc, stats_desc, k_desc, v_desc, D_COLUMNS, DV_COLUMNS, TOGETHER, STATS
     )
-    dq_sums = DqSums.create(sums_desc)
+    dq_sums = DqSums.create(sums_desc, scale, WHOLE_DQ)
     # What the kernel before has written, from here on: this one starts before it ends.
     gdc_wait()
     if SHARED and LAYOUT == "varlen":
