@@ -165,11 +165,10 @@ def store_part(dq_desc, tile, sizes, dq_sums, W: gl.constexpr):
     Hq = sizes.H * sizes.heads_per_kv
     batch = head // Hq
     head -= batch * Hq
-    BY_ROWS: gl.constexpr = sizes.BLOCK_Q == 128
+    DOWN: gl.constexpr = sizes.BLOCK_Q - 64
+    ASIDE: gl.constexpr = 64 - DOWN
     for half in gl.static_range(2):
-        first_row = row + 64 * half if BY_ROWS else row
-        first_column: gl.constexpr = 0 if BY_ROWS else 64 * half
-        at = coordinates(batch, 0, 0, head, first_row, first_column, False)
+        at = coordinates(batch, 0, 0, head, row + half * DOWN, half * ASIDE, False)
         tma_store(dq_desc, at, dq_sums.parts_smem.index(2 * W + half))
 
 
