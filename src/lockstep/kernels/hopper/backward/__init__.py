@@ -2,6 +2,7 @@
 
 call.py        what comes before and after the kernels
 rows.py        statistics of each row, before the kernels; dQ from its sums, after them
+sinks.py       the gradient of sinks
 sizes.py       sizes and masks of a launch; which tiles see each other
 query_loop.py  key tiles, and the loop over the query tiles that see one
 shares.py      queries that are shared out among several loops, and the sum of their dK and dV

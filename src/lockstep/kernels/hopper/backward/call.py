@@ -13,8 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
-from lockstep.kernels.hopper.backward.rows import finish_queries, prepare_rows, sum_sinks
+from lockstep.kernels.hopper.backward.rows import finish_queries, prepare_rows
 from lockstep.kernels.hopper.backward.shares import Shares, finish_keys, rule_of, shares_of
+from lockstep.kernels.hopper.backward.sinks import sum_sinks
 from lockstep.kernels.hopper.common.copy_engine import (
     ALIGNMENT,
     batch_rows,
@@ -37,8 +38,10 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168, "launch_pdl": True}
 # Regions of the workspace that not all designs have.
 OF_LARGE_SCORES = ("large", "flags")
 OF_ORDER = ("turn", "ticket")
-# Rows that `sum_sinks` adds up at once.
-SINK_ROWS = 1024
+# What `prepare_rows` computes the gradient of sinks with.
+OF_SINKS = ("sinks", "sink_sums")
+# Tiles that `sum_sinks` adds up at once.
+SINK_TILES = 512
 
 
 Workspace = dict[str, Buffer | None]
@@ -153,6 +156,10 @@ def rows_launch(
     absent = _absent(workspace, (*OF_LARGE_SCORES, *OF_ORDER, "plan"))
     if "plan" in absent:
         absent.append("kv_lens")
+    if workspace.get("sink_sums") is None:
+        absent += OF_SINKS
+    # As a kernel gets it.
+    unit = torch.tensor(problem.score_unit, dtype=torch.float32).item()
     by_dim = zip(("stride_ob", "stride_oh", "stride_os"), dout_strides, strict=True)
     return Launch(
         prepare_rows,
@@ -163,7 +170,8 @@ def rows_launch(
             **rule_of(problem, cut.block_q, cut.block_kv),
             "Hkv": problem.Hkv,
             "heads_per_kv": problem.Hq // problem.Hkv,
-            "unit": problem.score_unit,
+            "unit": unit,
+            "unit_rest": problem.score_unit - unit,
             "ALIGN": ALIGNMENT,
             "DV": problem.Dv,
             "BLOCK_D": cut.block_d,
@@ -260,21 +268,20 @@ def loop_arguments(problem: AttentionProblem, cut: Cut) -> dict[str, int]:
     }
 
 
-def sinks_launch(problem: AttentionProblem, cut: Cut, workspace: Workspace) -> Launch:
+def sinks_buffer(cut: Cut, needs: Needs) -> Buffer | None:
+    """What query tiles have for the gradient of sinks, if it is wanted."""
+    return Buffer((cut.n_tiles,), torch.float64) if needs.sinks else None
+
+
+def sinks_launch(problem: AttentionProblem, cut: Cut) -> Launch:
     """The launch of `sum_sinks`."""
-    # As a kernel gets it.
-    unit = torch.tensor(problem.score_unit, dtype=torch.float32).item()
     arguments = {
-        "sequences": cut.sequences,
+        "n_tiles": cut.sequences * cut.q_slots,
         "H": problem.Hq,
         "q_slots": cut.q_slots,
-        "unit": unit,
-        "unit_rest": problem.score_unit - unit,
-        "BLOCK_Q": cut.block_q,
-        "TILES": SINK_ROWS // cut.block_q,
+        "TILES": SINK_TILES,
     }
-    absent = _absent(workspace, OF_LARGE_SCORES)
-    return Launch(sum_sinks, (problem.Hq,), arguments, absent=absent)
+    return Launch(sum_sinks, (problem.Hq,), arguments, launch_pdl=True)
 
 
 def _absent(workspace: Workspace, names: Collection[str]) -> list[str]:

@@ -1,11 +1,10 @@
-"""The launches around the backward kernel: statistics of each row before it; dQ in order and the
-gradient of the sinks after it.
+"""The launches around the backward kernel: statistics of each row before it, dQ in order after it.
 
     m, log2 l   such that weights are 2^((s - m)·unit - log2 l). m is +inf for rows that see no key,
                 whose weights are 0, and NONFINITE for rows whose m, l, delta or dO is not finite:
                 the keys they see get infinite weights
     lse2        = m·unit + log2 l, rounded: weights are 2^(s·unit - lse2), but for large scores
-    delta       = Σ_d dO·O - dlse                       dsink = -Σ_rows exp(sink - lse) · delta
+    delta       = Σ_d dO·O - dlse
 
 Query tiles of all heads are numbered through. Rows of `stats` lie side by side, so that one copy
 brings a tile's: [n_tiles, 2, BLOCK_Q] with lse2 and delta for narrow heads, which have m and log2 l
@@ -13,6 +12,7 @@ in `large` [n_tiles, 2, BLOCK_Q], and `flags` [n_tiles] for tiles that need them
 in constant time [n_tiles, 4, BLOCK_Q] with m, delta, log2 l, and nothing. Rows beyond the sequence
 look like rows that see no key. `sums` [n_tiles, 64 · (64 · (PARTS - 1) + REST)] holds the parts of
 a tile of dQ as registers held them: 64 rows of 64 columns each, and of REST columns the last one.
+`sink_sums` [n_tiles] fp64 is what tiles have for the gradient of sinks (`sinks.py`).
 
 For packed sequences, `bounds` [3, B + 2] int32 holds what the later kernels use: the offsets of
 queries, those of keys, and 1 for good sequences, all without wrong ones (`kernels.sequences`).
@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lockstep import numerics
 from lockstep.kernels.hopper.backward.shares import divide_queries
+from lockstep.kernels.hopper.backward.sinks import sum_tile
 from lockstep.kernels.hopper.common.accumulator import from_registers
 from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.sequences import (
@@ -44,7 +44,6 @@ from lockstep.kernels.sequences import (
 NONFINITE = tl.constexpr(-3.0e38)
 # From here on, rounding lse2 costs weights a tenth of what rounding them to 16 bits does, or more.
 LARGE_LSE = tl.constexpr(2048.0)
-LOG2E, LN2 = tl.constexpr(numerics.LOG2E), tl.constexpr(numerics.LN2)
 
 
 @triton.jit
@@ -141,12 +140,14 @@ def _make_plan(
     tl.store(plan_ptr + ROW + B + 1, shares)
 
 
-@unspecialized(triton.jit, any_address=("bounds_ptr", "plan_ptr", "kv_lens_ptr"))
+@unspecialized(
+    triton.jit, any_address=("bounds_ptr", "plan_ptr", "kv_lens_ptr", "sinks_ptr", "sink_sums_ptr")
+)
 def prepare_rows(
     out_ptr, dout_ptr, statistics_ptr, dlse_ptr, stats_ptr, large_ptr, flags_ptr, turn_ptr,
-    ticket_ptr, bounds_ptr, plan_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, stride_ob, stride_oh,
-    stride_os, stride_rb, stride_rh, stride_rs, H, B, Sq, Skv, q_slots, Hkv, heads_per_kv,
-    few_loops, enough_loops, least_steps, seen_tiles, most_spans, unit,
+    ticket_ptr, bounds_ptr, plan_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, sinks_ptr, sink_sums_ptr,
+    stride_ob, stride_oh, stride_os, stride_rb, stride_rh, stride_rs, H, B, Sq, Skv, q_slots, Hkv,
+    heads_per_kv, few_loops, enough_loops, least_steps, seen_tiles, most_spans, unit, unit_rest,
     ALIGN: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -203,6 +204,9 @@ def prepare_rows(
         # Stored for every tile: a loop over tiles of which some need them reads those of all.
         tl.store(to, m)
         tl.store(to + BLOCK_Q, log2_l)
+    if sink_sums_ptr is not None:
+        sink_sum = sum_tile(sinks_ptr + head, m, log2_l, delta, unit, unit_rest)
+        tl.store(sink_sums_ptr + tile, sink_sum)
     if plan_ptr is not None and tile == 0:
         _make_plan(
             plan_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, B, Sq, Skv, Hkv, heads_per_kv, few_loops,
@@ -272,63 +276,3 @@ def finish_queries(
         _finish_part(part_ptr, is_written, dq_ptr, row, is_row, first_d, scale, nan_or_0, D, 64)
     else:
         _finish_part(part_ptr, is_written, dq_ptr, row, is_row, first_d, scale, nan_or_0, D, REST)
-
-
-@triton.jit
-def _exact_lse2(at, is_there, unit, BLOCK_Q: tl.constexpr, STEP: tl.constexpr):
-    """m·unit + log2 l in fp64; log2 l lies STEP tiles of rows behind m."""
-    m = tl.load(at, mask=is_there, other=float("inf")).to(tl.float64)
-    return m * unit + tl.load(at + STEP * BLOCK_Q, mask=is_there, other=0.0)
-
-
-@triton.jit
-def _exp2(x):
-    """2^x in fp64, to 2^-36 of it: the library's has a branch for large exponents, and x is a
-    secret of calls in constant time."""
-    near = tl.minimum(tl.maximum(x, -1100.0), 1100.0)  # of NaN, a number
-    whole = tl.floor(near + 0.5)
-    z = (near - whole) * LN2
-    p = 1.0 + z * (1.0 / 9)
-    for k in tl.static_range(8):
-        p = 1.0 + p * z * (1.0 / (8 - k))
-    # Each of two factors has an exponent that fp64 has.
-    n = whole.to(tl.int64)
-    half = n >> 1
-    left = ((half + 1023) << 52).to(tl.float64, bitcast=True)
-    right = ((n - half + 1023) << 52).to(tl.float64, bitcast=True)
-    return tl.where(x == x, p * left * right, x)
-
-
-@unspecialized(triton.jit)
-def sum_sinks(
-    stats_ptr, large_ptr, flags_ptr, sinks_ptr, dsinks_ptr, sequences, H, q_slots, unit, unit_rest,
-    BLOCK_Q: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """One program per head: the sum over the rows of the whole batch, TILES of them at once, in
-    fp64. `unit` + `unit_rest` is the unit in fp64."""
-    head = tl.program_id(0)
-    sink = tl.load(sinks_ptr + head).to(tl.float64)
-    unit = tl.cast(unit, tl.float64) + tl.cast(unit_rest, tl.float64)
-    r = tl.arange(0, BLOCK_Q)[None, :]
-    total = tl.zeros([TILES, BLOCK_Q], tl.float64)
-    for b in range(sequences):
-        for first in range(0, q_slots, TILES):
-            i = first + tl.arange(0, TILES)[:, None]
-            is_there = (i < q_slots) & (r < BLOCK_Q)
-            tile = tl.cast(b * H + head, tl.int64) * q_slots + i
-            if flags_ptr is None:
-                at = stats_ptr + tile * (4 * BLOCK_Q) + r
-                lse2 = _exact_lse2(at, is_there, unit, BLOCK_Q, 2)
-            else:
-                at = stats_ptr + tile * (2 * BLOCK_Q) + r
-                lse2 = tl.load(at, mask=is_there, other=float("inf")).to(tl.float64)
-                is_large = tl.load(flags_ptr + tile, mask=i < q_slots, other=0) != 0
-                large = large_ptr + tile * (2 * BLOCK_Q) + r
-                exact = _exact_lse2(large, is_there & is_large, unit, BLOCK_Q, 1)
-                lse2 = tl.where(is_large, exact, lse2)
-            delta = tl.load(at + BLOCK_Q, mask=is_there, other=0.0)
-            share = _exp2(sink * LOG2E - lse2) * delta
-            # A sink of -inf is none, whatever a row holds.
-            total -= tl.where(sink == float("-inf"), 0.0, share)
-    dsink = tl.sum(tl.sum(total, 1), 0)
-    tl.store(dsinks_ptr + head, dsink.to(dsinks_ptr.dtype.element_ty))

@@ -19,6 +19,7 @@ from lockstep.kernels.hopper.backward.call import (
     map_maker,
     queries_launch,
     rows_launch,
+    sinks_buffer,
     sinks_launch,
 )
 from lockstep.kernels.hopper.backward.medium.dq_sums import SUMS_ROWS
@@ -53,6 +54,7 @@ def prepare_backward(
         "turn": Buffer((cut.n_tiles,), torch.int32),
         "ticket": Buffer((1,), torch.int32),
         "bounds": bounds_buffer(cut),
+        "sink_sums": sinks_buffer(cut, needs),
     }
     launches = [
         rows_launch(problem, cut, given.q, fitted.dout, workspace),
@@ -72,7 +74,7 @@ def prepare_backward(
         launches.append(queries_launch(problem, cut, given.q, D // 64))
         made.append("dq")
     if needs.sinks:
-        launches.append(sinks_launch(problem, cut, workspace))
+        launches.append(sinks_launch(problem, cut))
         made.append("dsinks")
     return backward_launches(given, needs, made, workspace, launches)
 

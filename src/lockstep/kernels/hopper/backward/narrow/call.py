@@ -23,6 +23,7 @@ from lockstep.kernels.hopper.backward.call import (
     queries_launch,
     rows_launch,
     shares_buffers,
+    sinks_buffer,
     sinks_launch,
 )
 from lockstep.kernels.hopper.backward.narrow.dq_sums import rest_width
@@ -71,6 +72,7 @@ def prepare_backward(
         "turn": of_tiles,
         "ticket": Buffer((1,), torch.int32),
         "bounds": bounds_buffer(cut),
+        "sink_sums": sinks_buffer(cut, needs),
         **shares_buffers(problem, cut, _columns(problem)),
     }
     names = {"sums": "dq"} if is_whole else {}
@@ -99,7 +101,7 @@ def prepare_backward(
     if cut.shares is not None:
         launches.append(keys_launch(problem, cut, given, _columns(problem)))
     if needs.sinks:
-        launches.append(sinks_launch(problem, cut, workspace))
+        launches.append(sinks_launch(problem, cut))
         made.append("dsinks")
     return backward_launches(given, needs, made, workspace, launches)
 

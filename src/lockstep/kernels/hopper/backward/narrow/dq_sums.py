@@ -16,8 +16,8 @@ The consumers do not wait for the order. They write their parts to shared memory
 warps, for every other part each, wait for the counter, have the copy engine add the part, and
 increment the counter (`add_parts`).
 
-Where all sequences have a single key tile, a part is all of dQ (WHOLE). It is staged as dQ is, in 16
-bits, and stored: there are no sums, no order, and no launch that reads them.
+Where all sequences have a single key tile, a part is all of dQ (WHOLE). It is staged as dQ is, in
+16 bits, and stored: there are no sums, no order, and no launch that reads them.
 """
 
 from __future__ import annotations

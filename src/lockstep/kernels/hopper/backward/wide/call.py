@@ -21,6 +21,7 @@ from lockstep.kernels.hopper.backward.call import (
     map_maker,
     rows_launch,
     shares_buffers,
+    sinks_buffer,
     sinks_launch,
     slots_of,
 )
@@ -52,6 +53,7 @@ def prepare_backward(
     workspace = {
         "stats": Buffer((cut.n_tiles, 4, BLOCK), torch.float32),
         "bounds": bounds_buffer(cut),
+        "sink_sums": sinks_buffer(cut, needs),
         **shares_buffers(problem, cut, _columns(problem)),
     }
     launches = [rows_launch(problem, cut, given.q, fitted.dout, workspace, num_warps=8)]
@@ -70,7 +72,7 @@ def prepare_backward(
     if cut.shares is not None and (needs.k or needs.v):
         launches.append(keys_launch(problem, cut, given, _columns(problem)))
     if needs.sinks:
-        launches.append(sinks_launch(problem, cut, workspace))
+        launches.append(sinks_launch(problem, cut))
         made.append("dsinks")
     return backward_launches(given, needs, made, workspace, launches)
 
