@@ -20,7 +20,7 @@ from lockstep.kernels.hopper.backward.narrow import call as narrow
 from lockstep.kernels.hopper.backward.narrow.call import BLOCK_KV, BLOCK_Q
 from lockstep.kernels.hopper.backward.wide import call as wide
 from lockstep.kernels.window import NO_LIMIT, limit_of
-from lockstep.problem import Options, Tensors, describe
+from lockstep.problem import Options, Tensors, describe, make_options
 
 QueryLoop = query_loop.QueryLoop
 PLAIN = SimpleNamespace(
@@ -157,6 +157,22 @@ def test_loops_visit_every_pair_that_sees_each_other_once_and_know_which_they_cu
                     if loop.sees(r, c, t)
                 }
         assert visible == seen
+
+
+def test_where_parts_of_dq_are_whole_every_query_tile_has_one(loops):
+    draws, found = random.Random(3), set()
+    for _ in range(300):
+        left, right = (draws.choice([None, 0, draws.randrange(300)]) for _ in range(2))
+        Sq, Skv, D = draws.randrange(1, 500), draws.randrange(1, 200), draws.choice([64, 128])
+        tensors = unwritten(Sq, Skv, D=D, dtype=torch.bfloat16)
+        problem = describe(tensors, make_options(False, (left, right), None, None))
+        cut = narrow.cut_of(problem)
+        tiles = [tile for *_, loop in loops(cut.block_q, Sq, Skv, left, right)
+                 for tile, _ in loop.tiles()]  # fmt: skip
+        is_whole = narrow.has_whole_parts(problem, cut)
+        found.add(is_whole)
+        assert is_whole == (Skv <= BLOCK_KV and sorted(tiles) == list(range(cut.q_slots)))
+    assert found == {False, True}
 
 
 def test_longest_loops_of_a_causal_head_come_first(loops):
