@@ -190,8 +190,8 @@ class TestInterpreted:
         from lockstep.kernels.hopper.backward import shares
         from lockstep.kernels.hopper.backward.rows import finish_queries, prepare_rows
 
-        # Few loops are shared out, and short ones.
-        rule = (8, 12, 1, 99, 99)
+        # Few loops are shared out, and short ones, and more where the last round is uneven.
+        rule = (3, 12, 1, 2, 99, 99, 8, 1, 5)
         draws = random.Random(seed)
         spoiled = spoil_varlen(draws, draw_varlen([130, 0, 70, 64], [9, 8, 30, 1], Hq=1, Hkv=1))
         T, Tk = 264, 48
@@ -214,7 +214,7 @@ class TestInterpreted:
             patch.setattr(shares, "max", lambda a, b: tl.maximum(a, b), raising=False)
             prepare_rows[(n_slots,)](
                 out, out, statistics, None, stats, large, flags.int(), turn.int(),
-                turn[:1].int(), bounds, plan, *cu, None, 0, 8, 8, *rows, 2, 3, *rule, 1.0,
+                turn[:1].int(), bounds, plan, *cu, None, None, None, 0, 8, 8, *rows, 2, 3, *rule, 1.0, 0.0,
                 ALIGN=8, DV=64, BLOCK_D=64, BLOCK_Q=64, BLOCK_KV=16, EARLY=False,
             )  # fmt: skip
             dq = torch.full((T, 64), STALE, dtype=BF16)

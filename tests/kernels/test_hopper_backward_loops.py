@@ -311,6 +311,10 @@ def test_shares_have_the_tiles_of_one_loop_once_and_keep_the_order(plain_shares,
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shares, "LEAST_STEPS", draws.choice([1, 5]))
             patch.setattr(shares, "LEAST_STEPS_WITH_MASK", draws.choice([2, 8]))
+            # More shares where the last round is uneven, and so small ones that they come up.
+            patch.setattr(shares, "FEW_LOOPS", draws.choice([2, 64]))
+            patch.setattr(shares, "MORE_STEPS", draws.choice([1, 6]))
+            patch.setattr(shares, "ROUND_LOOPS", draws.choice([5, 132]))
             rule = shares.rule_of(problem, block_q, BLOCK_KV)
             slots = slots_of(problem, problem.Skv, BLOCK_KV)
             cut = shares.shares_of(problem, slots, block_q, BLOCK_KV)
@@ -365,6 +369,10 @@ def test_what_is_shared_out_depends_on_a_sequence_alone():
     assert found(8192, 8192, 8, 1, D=128, **causal).capacity == 4 * 64
     assert found(4096, 4096, 7, 1, D=128, **causal).capacity == 7 * 32
     assert found(4096, 4096, 8, 1, D=256, **causal).capacity == 4 * 64
+    # As many loops as two rounds and a bit, of an H200; two rounds; more heads.
+    assert found(3473, 3473, 50, 10, D=128).capacity == 3 * 28
+    assert found(4096, 4096, 16, 8, D=128) is None
+    assert found(3473, 3473, 10, 10, D=128) is None
     # Many loops, short ones, and no heads to share out under a mask.
     for lengths_and_heads, options in (
         ((4096, 4096, 32, 32), {}),

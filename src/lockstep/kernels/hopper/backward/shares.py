@@ -29,7 +29,11 @@ from lockstep.problem import AttentionProblem
 # these have as many steps each, and more where there are more of them to win less from.
 FEW_LOOPS, FEW_LOOPS_WITH_MASK = 64, 128
 ENOUGH_LOOPS, ENOUGH_LOOPS_WITH_MASK = 528, 264
-LEAST_STEPS, LEAST_STEPS_WITH_MASK = 10, 64
+LEAST_STEPS, LEAST_STEPS_WITH_MASK = 10, 24
+# Without a mask all loops take as long, and the last round of loops may leave most SMs of an H200
+# without one. Up to so many loops of grouped heads get a few shares then, of so many steps each.
+MORE_LOOPS, MORE_SHARES, MORE_STEPS = 400, 3, 40
+ROUND_LOOPS = 132
 # More than there are tiles.
 MANY_TILES = 1 << 24
 
@@ -72,8 +76,11 @@ def shares_of(
     else:
         n = kv_slots * full[-1]
         return Shares(n, n, *full) if n > kv_slots else None
-    # As `divide_queries` has it: about so many loops, and no fewer steps to a share than those.
+    # As `divide_queries` has it: about so many loops, and no fewer steps to a share than those; or
+    # a few shares of each loop, if these have more steps.
     capacity = max(min(rule["enough_loops"] * sequences, group * q_tiles) // Hkv, 1)
+    if group * q_tiles >= 2 * MORE_STEPS:
+        capacity += rule["more_shares"] * kv_slots
     return Shares(kv_slots + capacity, capacity, *full)
 
 
@@ -81,30 +88,41 @@ def rule_of(problem: AttentionProblem, block_q: int, block_kv: int) -> dict[str,
     """The last numbers of `divide_queries` for this mask."""
     left, right = problem.window
     if left is None and right is None:
-        numbers = (FEW_LOOPS, ENOUGH_LOOPS, LEAST_STEPS, MANY_TILES, MANY_TILES)
+        more_shares = MORE_SHARES if problem.Hq > problem.Hkv else 0
+        numbers = (FEW_LOOPS, ENOUGH_LOOPS, LEAST_STEPS, more_shares, MANY_TILES, MANY_TILES)
     else:
         seen = MANY_TILES
         if left is not None and right is not None:
             seen = triton.cdiv(left + right + block_kv, block_q) + 1
         # Spans would differ in how much they see: shares have all tiles of some heads.
         loops = (FEW_LOOPS_WITH_MASK, ENOUGH_LOOPS_WITH_MASK)
-        numbers = (*loops, LEAST_STEPS_WITH_MASK, min(seen, MANY_TILES), 1)
-    names = ("few_loops", "enough_loops", "least_steps", "seen_tiles", "most_spans")
-    return dict(zip(names, numbers, strict=True))
+        numbers = (*loops, LEAST_STEPS_WITH_MASK, 0, min(seen, MANY_TILES), 1)
+    names = (
+        "few_loops", "enough_loops", "least_steps", "more_shares", "seen_tiles", "most_spans",
+    )  # fmt: skip
+    more = {"more_loops": MORE_LOOPS, "more_steps": MORE_STEPS, "round_loops": ROUND_LOOPS}
+    return dict(zip(names, numbers, strict=True)) | more
 
 
 @triton.jit
 def divide_queries(
-    q_tiles, kv_tiles, Hkv, group, few_loops, enough_loops, least_steps, seen_tiles, most_spans
-):
+    q_tiles, kv_tiles, Hkv, group, few_loops, enough_loops, least_steps, more_shares, seen_tiles,
+    most_spans, more_loops, more_steps, round_loops,
+):  # fmt: skip
     """How the queries of each key tile of a sequence are shared out, by its tiles and heads alone:
     heads of a share, query tiles of a span, how many shares heads make, and how many spans. A key
     tile sees at most `seen_tiles` query tiles. The host computes this, too."""
     loops = kv_tiles * Hkv
     steps = group * min(q_tiles, seen_tiles)
     wanted = min(enough_loops // max(loops, 1), steps // max(least_steps, loops))
-    wanted = max(wanted * (loops <= few_loops), 1)
+    wanted = wanted * (loops <= few_loops)
+    room = (loops + round_loops - 1) // round_loops * round_loops
+    is_uneven = (loops <= more_loops) & (8 * loops < 7 * room)
+    wanted = max(wanted, max(min(more_shares, steps // more_steps) * is_uneven, 1))
+    # Spans are about equal; heads may make some shares longer than others.
     heads = (group + wanted - 1) // wanted
+    is_by_spans = (group % wanted > 0) & (wanted <= min(q_tiles, most_spans))
+    heads = heads + (group - heads) * is_by_spans
     by_heads = (group + heads - 1) // heads
     spans = min(wanted // by_heads, most_spans)
     span_tiles = max((q_tiles + spans - 1) // spans, 1)
