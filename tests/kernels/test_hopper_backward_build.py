@@ -161,6 +161,18 @@ def test_dq_leaves_through_the_copy_engine(build):
     assert not any("F32" in name or "F16" in name for name in atomics)
 
 
+def test_dq_of_one_key_tile_is_stored_and_never_added():
+    build = compiled(128, S=96)
+    names = count([text for _, text in build.instructions])
+    # Two halves by two warps; dk and dv, two tiles of two halves each, in the loop and behind the
+    # last one. Calls with large scores have code of their own.
+    assert names["UTMAREDG"] == 0
+    assert names["UTMASTG"] == 2 * (2 * 2 + 2 * 2 * 4)
+    assert "serialized" not in build.report
+    assert not shared_with_barriers(build.kernel.asm["ttgir"])
+    assert lost_operands(build.kernel.asm["cubin"]) == []
+
+
 def test_a_build_with_a_softcap_is_not_serialized():
     assert "serialized" not in compiled(128, causal=True, softcap=5.0).report
 

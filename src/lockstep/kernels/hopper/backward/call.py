@@ -174,7 +174,7 @@ def rows_launch(
             "unit_rest": problem.score_unit - unit,
             "ALIGN": ALIGNMENT,
             "DV": problem.Dv,
-            "BLOCK_D": cut.block_d,
+            "BLOCK_D": 64 if problem.Dv <= 64 else cut.block_d,
             "BLOCK_Q": cut.block_q,
             "BLOCK_KV": cut.block_kv,
             "EARLY": True,

@@ -51,8 +51,16 @@ SHORT_QUERIES = 1024
 
 
 def cut_of(problem: AttentionProblem) -> Cut:
-    block_d = 64 if max(problem.D, problem.Dv) <= 64 else 128
+    is_small = max(problem.D, problem.Dv) <= 64 and not has_small_tiles(problem)
+    block_d = 64 if is_small else 128
     return cut_into(problem, block_d, BLOCK_Q[block_d], BLOCK_KV)
+
+
+def has_small_tiles(problem: AttentionProblem) -> bool:
+    """Whether sequences have one key tile and no more queries than the lower tiles of wide heads:
+    then narrow ones have these, too, and half the work. All sums have the same order."""
+    is_dense = problem.layout != "varlen" and not problem.has_kv_lens
+    return is_dense and problem.Sq <= BLOCK_Q[128] and 0 < problem.Skv <= BLOCK_KV
 
 
 def prepare_backward(
