@@ -94,7 +94,8 @@ def test_builds_of_narrow_heads_serve_every_length(h200, model):
             for B in (1, 8, 64)
             if n * B <= 1 << 16
         ]
-        trained = [replace(call, backward=True) for call in dense if call.B == 1]
+        # Gradients of sequences of one key tile have builds of their own, for when they are needed.
+        trained = [replace(call, backward=True) for call in dense if call.B == 1 and call.Skv > 128]
         packed = [
             builds.SampleCall(layer, "packed", n, n, B=B, backward=backward)
             for n in (1000, 16384)
@@ -128,7 +129,7 @@ BUILDS = {
     "Whisper large v3": (25, 43),
     "SDXL": (15, 25),
     "Flux.1": (9, 16),
-    "CogVideoX 2B": (13, 23),
+    "CogVideoX 2B": (14, 24),
     "Wan 2.1 1.3B": (9, 16),
 }
 
