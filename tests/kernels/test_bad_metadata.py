@@ -191,7 +191,7 @@ class TestInterpreted:
         from lockstep.kernels.hopper.backward.rows import finish_queries, prepare_rows
 
         # Few loops are shared out, and short ones, and more where the last round is uneven.
-        rule = (3, 12, 1, 2, 99, 99, 8, 1, 5)
+        rule = (3, 12, 1, 2, 8, 1, 5, 99, 99)
         draws = random.Random(seed)
         spoiled = spoil_varlen(draws, draw_varlen([130, 0, 70, 64], [9, 8, 30, 1], Hq=1, Hkv=1))
         T, Tk = 264, 48

@@ -314,6 +314,7 @@ def test_shares_have_the_tiles_of_one_loop_once_and_keep_the_order(plain_shares,
             # More shares where the last round is uneven, and so small ones that they come up.
             patch.setattr(shares, "FEW_LOOPS", draws.choice([2, 64]))
             patch.setattr(shares, "MORE_STEPS", draws.choice([1, 6]))
+            patch.setattr(shares, "MORE_STEPS_WITH_MASK", draws.choice([1, 6]))
             patch.setattr(shares, "ROUND_LOOPS", draws.choice([5, 132]))
             rule = shares.rule_of(problem, block_q, BLOCK_KV)
             slots = slots_of(problem, problem.Skv, BLOCK_KV)

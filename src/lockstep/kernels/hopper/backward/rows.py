@@ -102,8 +102,8 @@ def _clean_lengths(b, before, cu_ptr, B, T):
 @triton.jit
 def _make_plan(
     plan_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, B, Sq, Skv, Hkv, heads_per_kv, few_loops,
-    enough_loops, least_steps, more_shares, seen_tiles, most_spans, more_loops, more_steps,
-    round_loops, BLOCK_Q: tl.constexpr,
+    enough_loops, least_steps, more_shares, more_loops, more_steps, round_loops, seen_tiles,
+    most_spans, BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """Stores the plan of all sequences, and behind the last one, how many slots and shares there
@@ -123,7 +123,7 @@ def _make_plan(
         kv_tiles = tl.cdiv(len_kv, BLOCK_KV)
         heads, span_tiles, by_heads, spans = divide_queries(
             tl.cdiv(len_q, BLOCK_Q), kv_tiles, Hkv, heads_per_kv, few_loops, enough_loops,
-            least_steps, more_shares, seen_tiles, most_spans, more_loops, more_steps, round_loops,
+            least_steps, more_shares, more_loops, more_steps, round_loops, seen_tiles, most_spans,
         )  # fmt: skip
         n_shares = by_heads * spans
         n = kv_tiles * n_shares
@@ -148,8 +148,8 @@ def prepare_rows(
     out_ptr, dout_ptr, statistics_ptr, dlse_ptr, stats_ptr, large_ptr, flags_ptr, turn_ptr,
     ticket_ptr, bounds_ptr, plan_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, sinks_ptr, sink_sums_ptr,
     stride_ob, stride_oh, stride_os, stride_rb, stride_rh, stride_rs, H, B, Sq, Skv, q_slots, Hkv,
-    heads_per_kv, few_loops, enough_loops, least_steps, more_shares, seen_tiles, most_spans,
-    more_loops, more_steps, round_loops, unit, unit_rest,
+    heads_per_kv, few_loops, enough_loops, least_steps, more_shares, more_loops, more_steps,
+    round_loops, seen_tiles, most_spans, unit, unit_rest,
     ALIGN: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -212,8 +212,8 @@ def prepare_rows(
     if plan_ptr is not None and tile == 0:
         _make_plan(
             plan_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, B, Sq, Skv, Hkv, heads_per_kv, few_loops,
-            enough_loops, least_steps, more_shares, seen_tiles, most_spans, more_loops, more_steps,
-            round_loops, BLOCK_Q, BLOCK_KV,
+            enough_loops, least_steps, more_shares, more_loops, more_steps, round_loops, seen_tiles,
+            most_spans, BLOCK_Q, BLOCK_KV,
         )  # fmt: skip
     if turn_ptr is not None:
         tl.store(turn_ptr + tile, 0)

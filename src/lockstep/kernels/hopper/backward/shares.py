@@ -30,9 +30,12 @@ from lockstep.problem import AttentionProblem
 FEW_LOOPS, FEW_LOOPS_WITH_MASK = 64, 128
 ENOUGH_LOOPS, ENOUGH_LOOPS_WITH_MASK = 528, 264
 LEAST_STEPS, LEAST_STEPS_WITH_MASK = 10, 24
-# Without a mask all loops take as long, and the last round of loops may leave most SMs of an H200
-# without one. Up to so many loops of grouped heads get a few shares then, of so many steps each.
-MORE_LOOPS, MORE_SHARES, MORE_STEPS = 400, 3, 40
+# Sequences of at most so many loops get a few shares in any case, if these have so many steps: very
+# short ones under a mask, and without one those of grouped heads of which the last round of loops
+# leaves an eighth of an H200's SMs or more without one.
+MORE_LOOPS, MORE_LOOPS_WITH_MASK = 400, 14
+MORE_SHARES, MORE_SHARES_WITH_MASK = 3, 4
+MORE_STEPS, MORE_STEPS_WITH_MASK = 40, 13
 ROUND_LOOPS = 132
 # More than there are tiles.
 MANY_TILES = 1 << 24
@@ -77,10 +80,11 @@ def shares_of(
         n = kv_slots * full[-1]
         return Shares(n, n, *full) if n > kv_slots else None
     # As `divide_queries` has it: about so many loops, and no fewer steps to a share than those; or
-    # a few shares of each loop, if these have more steps.
-    capacity = max(min(rule["enough_loops"] * sequences, group * q_tiles) // Hkv, 1)
-    if group * q_tiles >= 2 * MORE_STEPS:
-        capacity += rule["more_shares"] * kv_slots
+    # a few shares of each loop. By steps alone, there is a bound of both.
+    steps = group * q_tiles
+    capacity = min(rule["enough_loops"] * sequences, steps) // Hkv + rule["more_shares"] * kv_slots
+    most = triton.cdiv(steps * max(rule["more_loops"], rule["more_steps"]), rule["more_steps"])
+    capacity = max(min(capacity, triton.cdiv(most, Hkv)), 1)
     return Shares(kv_slots + capacity, capacity, *full)
 
 
@@ -88,26 +92,27 @@ def rule_of(problem: AttentionProblem, block_q: int, block_kv: int) -> dict[str,
     """The last numbers of `divide_queries` for this mask."""
     left, right = problem.window
     if left is None and right is None:
-        more_shares = MORE_SHARES if problem.Hq > problem.Hkv else 0
-        numbers = (FEW_LOOPS, ENOUGH_LOOPS, LEAST_STEPS, more_shares, MANY_TILES, MANY_TILES)
+        loops, seen, most_spans = (FEW_LOOPS, ENOUGH_LOOPS, LEAST_STEPS), MANY_TILES, MANY_TILES
+        more = (MORE_SHARES if problem.Hq > problem.Hkv else 0, MORE_LOOPS, MORE_STEPS)
     else:
         seen = MANY_TILES
         if left is not None and right is not None:
-            seen = triton.cdiv(left + right + block_kv, block_q) + 1
+            seen = min(triton.cdiv(left + right + block_kv, block_q) + 1, MANY_TILES)
         # Spans would differ in how much they see: shares have all tiles of some heads.
-        loops = (FEW_LOOPS_WITH_MASK, ENOUGH_LOOPS_WITH_MASK)
-        numbers = (*loops, LEAST_STEPS_WITH_MASK, 0, min(seen, MANY_TILES), 1)
+        most_spans = 1
+        loops = (FEW_LOOPS_WITH_MASK, ENOUGH_LOOPS_WITH_MASK, LEAST_STEPS_WITH_MASK)
+        more = (MORE_SHARES_WITH_MASK, MORE_LOOPS_WITH_MASK, MORE_STEPS_WITH_MASK)
     names = (
-        "few_loops", "enough_loops", "least_steps", "more_shares", "seen_tiles", "most_spans",
+        "few_loops", "enough_loops", "least_steps", "more_shares", "more_loops", "more_steps",
+        "round_loops", "seen_tiles", "most_spans",
     )  # fmt: skip
-    more = {"more_loops": MORE_LOOPS, "more_steps": MORE_STEPS, "round_loops": ROUND_LOOPS}
-    return dict(zip(names, numbers, strict=True)) | more
+    return dict(zip(names, (*loops, *more, ROUND_LOOPS, seen, most_spans), strict=True))
 
 
 @triton.jit
 def divide_queries(
-    q_tiles, kv_tiles, Hkv, group, few_loops, enough_loops, least_steps, more_shares, seen_tiles,
-    most_spans, more_loops, more_steps, round_loops,
+    q_tiles, kv_tiles, Hkv, group, few_loops, enough_loops, least_steps, more_shares, more_loops,
+    more_steps, round_loops, seen_tiles, most_spans,
 ):  # fmt: skip
     """How the queries of each key tile of a sequence are shared out, by its tiles and heads alone:
     heads of a share, query tiles of a span, how many shares heads make, and how many spans. A key
