@@ -126,7 +126,7 @@ BUILDS = {
     "ViT-B/16": (15, 25),
     "SigLIP So400m": (9, 16),
     "Qwen 2.5 VL vision": (9, 16),
-    "Whisper large v3": (25, 43),
+    "Whisper large v3": (26, 44),
     "SDXL": (15, 25),
     "Flux.1": (9, 16),
     "CogVideoX 2B": (14, 24),

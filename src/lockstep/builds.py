@@ -41,7 +41,7 @@ MANY_PACKED, SOME_PACKED = 16, 4
 # Lengths of training at which the Hopper backward shares queries out among programs, or does not,
 # where query heads share keys under a mask; one more for narrow heads. Without a mask, queries and
 # keys of cross-attention.
-GROUPED_TRAINED, LONGEST_TRAINED, CROSS_TRAINED = (256, 2048, 4096), 16512, (4096, 77)
+GROUPED_TRAINED, LONGEST_TRAINED, CROSS_TRAINED = (160, 2048, 4096), 16512, (4096, 77)
 # How much shorter lengths are that no tile divides; unless causal, they have another
 # backward.
 ODD = 24
