@@ -95,12 +95,13 @@ def test_largest_errors_of_query_invariant_calls(sigma, D):
 
 
 @pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("left", [299, 1000])
 @pytest.mark.parametrize("sigma", [1.0, 3.0])
-def test_largest_errors_with_a_window(sigma, D):
-    """Beside a kernel with running maxima. All rows see as many keys."""
-    options = {"window": (1000, 0)}
+def test_largest_errors_with_a_window(sigma, left, D):
+    """Beside another kernel. All rows see as many keys; some see one key of their first block."""
+    options = {"window": (left, 0)}
     theirs = partial(lockstep.attention, kernel="triton", **options)
-    assert largest_error(sigma, D, theirs, 2023, **options) <= 1.15
+    assert largest_error(sigma, D, theirs, 1023 + left, **options) <= 1.1
 
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=["bf16", "fp16", "fp32"])

@@ -142,7 +142,22 @@ def test_machine_code_of_one_loop_in_constant_time(D):
         assert count(usual[product:])["F2FP"] == 32 == count(usual)["F2FP"]
 
 
-@pytest.mark.parametrize("window", [None, 1000])
+@pytest.mark.parametrize("left", [300, 4000])
+def test_machine_code_of_windows(left):
+    """A running maximum takes one more exponential for each of a thread's rows, and a vote."""
+    built = build(128, options={"window_left": left, "window_right": 0})
+    narrow = left < plan.NARROW
+    shape = plan.NARROW_PLANS[128] if narrow else plan.PLANS[128]
+    assert len(built.main_loops) == shape.consumers
+    for loop in built.addressed_loops:
+        assert not writes_in_flight(loop)
+        assert not {"STL", "LDL"} & count([text for _, text in loop]).keys()
+        found = count(usual_path(loop))
+        assert found["MUFU.EX2"] == shape.block_kv * plan.ROWS // 128 + (2 if narrow else 0)
+        assert found["VOTE"] + found["VOTEU"] == 1
+
+
+@pytest.mark.parametrize("window", [None, 4000])
 def test_machine_code_of_softcap(window):
     """A reciprocal for two scores; with a window on the left, whose masks take more registers, one
     for each. Nothing else turns what it is into an exponent than one multiplication."""

@@ -139,8 +139,13 @@ def test_bits_do_not_depend_on_the_layout(D):
 @by_build
 @pytest.mark.parametrize(
     "options",
-    [{"causal": True}, {"window": (150, 0)}, {"causal": True, "softcap": 50.0}],
-    ids=["causal", "window", "softcap"],
+    [
+        {"causal": True},
+        {"window": (150, 0)},
+        {"window": (900, 0)},
+        {"causal": True, "softcap": 50.0},
+    ],
+    ids=["causal", "window", "wider window", "softcap"],
 )
 def test_bits_do_not_depend_on_the_other_queries(D, dtype, options):
     case = draw(3000, 3000, D=D, dtype=dtype, **options)

@@ -72,12 +72,11 @@ def test_keys_of_one_block(D, Skv, causal, keys):
     ("Skv", "left", "right", "fits"),
     [
         (100, None, 7, True),
-        (60, 59, 0, True),
-        (60, 58, 0, False),
-        (60, 100, None, True),
-        # Up to 256 keys of a window have blocks of 64.
-        (100, 150, 0, False),
-        (100, 300, 0, True),
+        # Rows have a running maximum, unless a window is wide.
+        (60, 59, 0, False),
+        (60, 100, None, False),
+        (100, 300, 0, False),
+        (100, 4000, 0, True),
     ],
 )
 def test_one_block_under_a_window(Skv, left, right, fits):
@@ -206,6 +205,46 @@ def test_flags_of_constant_time_fit_beside_keys_and_values(D, Dv):
     flags = shape.stages * shape.block_kv * 4
     # The rest is barriers and the queue of tiles.
     assert 2 * tiles + flags + 512 <= sizes.SHARED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("options", "fixed"),
+    [
+        ({}, True),
+        ({"causal": True}, True),
+        ({"window_left": 4095, "window_right": 0}, True),
+        ({"window_left": 3071, "window_right": 0}, False),
+        ({"window_left": 4095}, False),
+        ({"window_left": 100, "query_invariant": True}, True),
+        ({"constant_time": True}, False),
+    ],
+    ids=str,
+)
+def test_maxima_run_in_rows_that_may_see_little_of_their_first_block(options, fixed):
+    tensors = unwritten(5000, 5000, D=128)
+    assert plan.fixes_maximum(describe(tensors, Options(**options))) == fixed
+    half = tensors._replace(**{x: getattr(tensors, x).half() for x in ("q", "k", "v")})
+    assert not plan.fixes_maximum(describe(half, Options(**options)))
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (72, 72), (128, 128), (192, 128)])
+@pytest.mark.parametrize(
+    ("options", "block_kv"),
+    [
+        ({"window_left": 500, "window_right": 100}, 64),
+        ({"window_left": 600, "window_right": 100}, 128),
+        ({"window_left": 500}, 128),
+        ({"window_left": 500, "window_right": 100, "query_invariant": True}, 128),
+    ],
+    ids=str,
+)
+def test_windows_of_some_hundred_keys_have_blocks_of_64(D, Dv, options, block_kv):
+    shape = plan.plan_of(describe(unwritten(5000, 5000, D=D, Dv=Dv), Options(**options)))
+    assert shape.block_kv == block_kv
+    D, Dv = plan.padded(D), plan.padded(Dv)
+    tiles = shape.stages * shape.block_kv * (D + Dv)
+    tiles += shape.block_q * (shape.q_stages * D + min(Dv, shape.out_columns))
+    assert 2 * tiles + 512 <= sizes.SHARED_BYTES
 
 
 def test_pairs_only_where_they_fill_the_card_and_keys_stay_in_l2():

@@ -24,15 +24,13 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.common.pieces import cut, cut_all, halves, join_all
+from lockstep.kernels.hopper.common.softmax import raise_maximum
 from lockstep.kernels.hopper.common.thread_numbers import of_threads, per_thread, per_weight
 
 # How large a weight is large, over the sum of the first 128 keys: LEAST_LARGE, and SHARE for each
 # key that the row sees, but no more than MOST. Over that of 64 keys, NARROW times as much.
 LEAST_LARGE, SHARE, MOST = gl.constexpr(0.35), gl.constexpr(1.0 / 10240), gl.constexpr(0.75)
 NARROW = gl.constexpr(16.0 / 9.0)
-# The sum of a part of a block tells that of the whole block if it has so many keys, over the number
-# of keys of a block: 16 of 128, 32 of 64.
-FEWEST = gl.constexpr(2048)
 
 # What `_settle_assembly` writes for a row, by the group of elements in which it does.
 OFFSET, SUM, HEIGHT = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
@@ -182,21 +180,15 @@ def _settle_constraints(n, halves, products):
 
 
 @gluon.jit
-def first_bar(l, keys, first_keys, BLOCK_KV: gl.constexpr, IS_WHOLE: gl.constexpr):
-    """The bar [BLOCK_Q, 4] of rows that see so many keys [BLOCK_Q] in all, and in their first
-    block, with the sums l [BLOCK_Q, 4], all of its keys if IS_WHOLE, else `first_keys`
-    [BLOCK_Q]."""
+def first_bar(l, keys, BLOCK_KV: gl.constexpr):
+    """The bar [BLOCK_Q, 4] of rows that see so many keys [BLOCK_Q] in all, by the sums l
+    [BLOCK_Q, 4] of their first block."""
     rows: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     large = gl.minimum(keys.to(gl.float32) * SHARE + LEAST_LARGE, MOST)
     if BLOCK_KV < 128:
         large = large * NARROW
     total = gl.sum(l, 1)
-    share = 0.25 + large
-    if not IS_WHOLE:
-        # What a whole block would sum up to.
-        enough = gl.maximum(first_keys, FEWEST // BLOCK_KV)
-        share = share * (BLOCK_KV / enough.to(gl.float32))
-    return of_threads(total * gl.convert_layout(share, rows), l)
+    return of_threads(total * gl.convert_layout(0.25 + large, rows), l)
 
 
 @gluon.jit
@@ -213,12 +205,26 @@ def no_bar(bar, rows):
 
 
 @gluon.jit
-def bar_of_begun(
-    bar, part, keys, first_keys, BLOCK_KV: gl.constexpr, IS_WHOLE: gl.constexpr
-):  # fmt: skip
-    """The bar of rows that had none, behind the first block they see, which has these sums."""
-    first = first_bar(part, keys, first_keys, BLOCK_KV, IS_WHOLE)
-    return gl.where(bar == float("inf"), first, bar)
+def bar_of_begun(bar, part, keys, BLOCK_KV: gl.constexpr):
+    """The bar of rows that had none, behind a block that has these sums."""
+    return gl.where(bar == float("inf"), first_bar(part, keys, BLOCK_KV), bar)
+
+
+@gluon.jit
+def rise(s, m, l, offset, scale, rises, is_exact=None):
+    """m and offset of rows, of which those that `rises` names take the maximum of the scores s into
+    theirs; and what [BLOCK_Q, 4] this multiplies their sums so far by. Rows that `is_exact` names
+    have weights of `exp2_weights_exact`; None for no row."""
+    risen, alpha = raise_maximum(s, m, scale, rises)
+    is_empty = of_threads(gl.where(m == -float("inf"), 1.0, 0.0), l) > 0.0
+    stays = of_threads(gl.where(rises, 0.0, 1.0), l) > 0.0
+    new = gl.where(stays, offset, first_offset(risen, l, scale))
+    factors = gl.exp2(new - offset)
+    if is_exact is not None:
+        by_offset = of_threads(gl.where(is_exact, 0.0, 1.0), l) > 0.0
+        factors = gl.where(by_offset, factors, of_threads(alpha, l))
+    # Nothing was summed in rows that are empty.
+    return risen, new, gl.where(is_empty, 1.0, factors)
 
 
 @gluon.jit

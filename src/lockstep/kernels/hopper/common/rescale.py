@@ -40,9 +40,27 @@ def rescale(acc, alpha):
 
 
 @gluon.jit
+def rescale_all(acc, alpha):
+    """Pieces [64, ·] times alpha of their rows."""
+    scaled = ()
+    for i in gl.static_range(len(acc)):
+        scaled = scaled + (rescale(acc[i], alpha),)  # noqa: RUF005, Gluon does not unpack
+    return scaled
+
+
+@gluon.jit
 def rescale_by_threads(acc, factors):
     """The same with factors [64, 4], or [32, 4], of the threads that share a row."""
     return _rescale(acc, per_weight(factors, acc))
+
+
+@gluon.jit
+def rescale_all_by_threads(acc, factors):
+    """The same of pieces [64, ·]."""
+    scaled = ()
+    for i in gl.static_range(len(acc)):
+        scaled = scaled + (rescale_by_threads(acc[i], factors),)  # noqa: RUF005
+    return scaled
 
 
 @gluon.jit

@@ -6,10 +6,11 @@ is held in raw units as well, and is a maximum only because `scale` is positive.
 
 Softmax does not need the maximum. It needs any `m` near enough for `exp2` to neither overflow nor
 vanish, and bf16 weights have the exponents of fp32. So a row with a *fixed maximum* keeps the
-maximum of the first block in which it saw a key, and need not wait for those of later ones: a third
-of all the softmax takes. What rounding its largest weight would cost, `exact_weights.py` avoids.
-Should a later key exceed that first maximum by more than about 2^64, its row's sum gives it away,
-and the row is computed again with a running maximum (`second_pass.py`).
+maximum of the first block in which it saw a key, or of the first two if it saw a part of the first,
+and need not wait for those of later ones: a third of all the softmax takes. What rounding its
+largest weight would cost, `exact_weights.py` avoids. Should a later key exceed that maximum by more
+than about 2^64, its row's sum gives it away, and the row is computed again with a running maximum
+(`second_pass.py`).
 """
 
 from __future__ import annotations

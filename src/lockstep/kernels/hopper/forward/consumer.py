@@ -128,10 +128,7 @@ def first_beside(program, rows, m, l):
         bar = l
         if rows.begin + 1 < rows.end:
             schedule = program.schedule
-            first_keys = rows.n_keys_of_first(schedule, rows.begin)
-            bar = first_bar(
-                l, rows.n_keys(schedule), first_keys, schedule.BLOCK_KV, not schedule.HAS_LEFT
-            )
+            bar = first_bar(l, rows.n_keys(schedule), schedule.BLOCK_KV)
         beside = (bar, first_offset(m, l, program.score_scale()), beside)
     return beside
 

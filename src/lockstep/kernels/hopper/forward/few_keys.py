@@ -179,7 +179,7 @@ def attend(program, rows, q_ring, q_desc, n, next_tile, has_next, BLOCKS: gl.con
             p = round_pairs(weights, q[0].dtype)
             if block == 0:
                 l = part
-                bar = first_bar(l, rows.row_end, rows.row_end, BLOCK_KV, True)
+                bar = first_bar(l, rows.row_end, BLOCK_KV)
             else:
                 acc, l, beside = settle(weights, acc, part, l, (bar, offset, residue), None, False)
                 bar, offset, residue = beside

@@ -105,8 +105,7 @@ def flow(
                 l = part
                 next_bar = part
                 if has_more:
-                    keys = next_rows.row_end
-                    next_bar = first_bar(part, keys, keys, schedule.BLOCK_KV, True)
+                    next_bar = first_bar(part, next_rows.row_end, schedule.BLOCK_KV)
                 beside = (next_bar, next_offset, gl.zeros_like(residue))
             else:
                 acc, l, beside = settle(weights, acc, part, l, beside, any_exceeds, TOGETHER)

@@ -22,6 +22,7 @@ from lockstep.kernels.hopper.forward.plan import (
     KEPT_REGISTERS,
     REGISTERS,
     ROWS,
+    fixes_maximum,
     has_one_block,
     keeps_keys,
     kept_blocks,
@@ -285,8 +286,7 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "CONSUMERS": plan.consumers,
         "STAGES": plan.stages,
         "PINGPONG": plan.pingpong,
-        # bf16 weights have the exponents of fp32; fp16 weights would overflow.
-        "FIXED_MAX": problem.dtype == torch.bfloat16 and not problem.constant_time,
+        "FIXED_MAX": fixes_maximum(problem),
         "SECOND_PASS": not problem.constant_time,
         "Q_STAGES": plan.q_stages,
         "SPAN": plan.span // plan.block_kv,

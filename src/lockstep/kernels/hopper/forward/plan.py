@@ -66,12 +66,17 @@ BITS_STAGES = 4
 # Without a mask, lower tiles may fill the rounds of programs better: how many rounds of lower tiles
 # take as long as one of the others, and the SMs of the GPU on which that was measured.
 LOW_ROUNDS, PROGRAMS = 1.4, 132
-# Up to so many keys in a window, most of a wider block would be hidden.
-NARROW = 256
+# Up to so many keys in a window, too much of a wider block would be hidden. Wider windows have not
+# been measured in constant time, and of tiles in chunks of 32 columns.
+NARROW, NARROW_ELSEWHERE = 640, 256
+# From so many on, the maximum of a row's first blocks is nearly as good as a running one, and
+# faster.
+WIDE_WINDOW = 3072
 NARROW_PLANS = {
     64: Plan(consumers=2, block_kv=64, stages=6, q_stages=2, pingpong=False),
     128: Plan(consumers=2, block_kv=64, stages=4, q_stages=2, pingpong=False),
 }
+NARROW_OF_WIDE_KEYS = replace(WIDE_KEYS, block_kv=64, stages=4)
 # From so many keys on, all sums of D 128 are in registers, as those of D 64 always are: a new tile
 # takes longer then, the end of a span less.
 LONG_SPANS = 8192
@@ -152,6 +157,17 @@ def plan_of(problem: AttentionProblem) -> Plan:
     return replace(shape, one_loop=_takes_one_loop(problem, shape))
 
 
+def fixes_maximum(problem: AttentionProblem) -> bool:
+    """Whether rows keep the maximum of their first block. bf16 weights have the exponents of fp32;
+    fp16 weights would overflow. Rows of a window have few blocks, and may see a part of the
+    first."""
+    if problem.dtype != torch.bfloat16 or problem.constant_time:
+        return False
+    left, right = problem.window
+    is_wide = None not in (left, right) and left + right >= WIDE_WINDOW
+    return left is None or is_wide or problem.query_invariant
+
+
 def _takes_one_loop(problem: AttentionProblem, shape: Plan) -> bool:
     """Whether causal tiles are so short that one loop over the blocks of all of them pays. It is
     for calls in which large weights are exact, or in constant time with two consumers, without
@@ -173,11 +189,15 @@ def _shape_of(problem: AttentionProblem) -> Plan:
     # In constant time under a window, whose keys have flags (`cleaning.py`), wide blocks have not
     # been measured.
     has_flags = problem.constant_time and left is not None
-    if width == 192 and width_v <= 128 and not has_flags:
-        return WIDE_KEYS
-    width = max(width, width_v)
-    is_narrow = None not in (left, right) and left + right < NARROW
+    narrow = NARROW_ELSEWHERE if problem.constant_time else NARROW
+    is_narrow = None not in (left, right) and left + right < narrow
     in_chunks = _width_in_chunks(problem, max(problem.D, problem.Dv))
+    if width == 192 and width_v <= 128 and not has_flags:
+        is_plain = not (problem.query_invariant or in_chunks)
+        return NARROW_OF_WIDE_KEYS if is_narrow and is_plain else WIDE_KEYS
+    width = max(width, width_v)
+    if in_chunks:
+        is_narrow = is_narrow and left + right < NARROW_ELSEWHERE
     if in_chunks and not is_narrow:
         return IN_CHUNKS[in_chunks]
     is_narrow = is_narrow or (has_flags and width == 128)
@@ -230,10 +250,13 @@ def one_block_keys(problem: AttentionProblem) -> int:
 
 
 def _hides_first_keys(problem: AttentionProblem) -> bool:
-    """Whether a window may hide keys from rows behind it, or makes blocks of keys narrow."""
+    """Whether a window may hide keys from rows behind it, or makes blocks of keys narrow, or the
+    sums of bf16 those of a running maximum, which have other bits than one block has."""
     left, _ = problem.window
     if left is None:
         return False
+    if problem.dtype == torch.bfloat16 and not fixes_maximum(problem):
+        return True
     is_one_block = problem.Skv <= plan_of(problem).block_kv
     return problem.layout == "varlen" or left + 1 < problem.Skv or not is_one_block
 

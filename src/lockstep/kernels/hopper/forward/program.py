@@ -250,10 +250,10 @@ class Rows:
         return n
 
     @gluon.jit
-    def n_keys_of_first(self, schedule, block):
-        """How many keys rows see in `block`, [ROWS], if it is the first one they see and there are
-        so many."""
-        return (block + 1) * schedule.BLOCK_KV - gl.maximum(self.row_begin, 0)
+    def rise(self, schedule, block):
+        """Rows [ROWS] whose maximum rises in `block`: up to the first block that they see, or the
+        next one, if they do not see all of it from its first key on."""
+        return (block - 1) * schedule.BLOCK_KV < gl.maximum(self.row_begin, 0)
 
     @gluon.jit
     def have_edges(self):

@@ -23,6 +23,7 @@ from lockstep.kernels.hopper.common.exact_weights import (
     first_offset,
     no_bar,
     offset_weights,
+    rise,
     settle,
 )
 from lockstep.kernels.hopper.common.gluon_shim import (
@@ -142,27 +143,35 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
     acc = zeros(WIDTH)
     for block in range(rows.begin, rows.end):
         s = take_scores(program, rows, q, block, seen)
-        begins = m == -float("inf")
-        rises = runs | (begins & (block <= rows.inner_begin))
-        m, alpha = raise_maximum(s, m, scale, rises)
         exact = gl.expand_dims(is_exact, 1)
         if program.build.EXACT:
-            acc = scale_rows(acc, alpha)
-            # Rows whose maximum runs have no bar.
-            bar = no_bar(bar, runs | begins)
-            offset = gl.where(bar == float("inf"), first_offset(m, l, scale), offset)
+            begins = m == -float("inf")
+            if program.schedule.HAS_LEFT:
+                rises = runs | rows.rise(program.schedule, block)
+                m, offset, factors = rise(s, m, l, offset, scale, rises, is_exact)
+                acc = rescale_by_threads(acc, factors)
+                l = l * factors
+                bar = no_bar(bar, rises)
+            else:
+                m, alpha = raise_maximum(s, m, scale, runs | (begins & (block <= rows.inner_begin)))
+                acc = scale_rows(acc, alpha)
+                # Rows whose maximum rises have no bar.
+                bar = no_bar(bar, runs | begins)
+                offset = gl.where(bar == float("inf"), first_offset(m, l, scale), offset)
             weights = offset_weights(s, offset, scale)
             weights = gl.where(exact, exp2_weights_exact(s, m, scale), weights)
             part = thread_sums(weights)
-            l = rescale_and_add(l, alpha, gl.zeros_like(l))
+            if not program.schedule.HAS_LEFT:
+                l = rescale_and_add(l, alpha, gl.zeros_like(l))
             scaled, l, beside = settle(weights, (acc,), part, l, (bar, offset, residue), None)
             acc = scaled[0]
             bar, offset, residue = beside
-            first_keys = rows.n_keys_of_first(program.schedule, block)
-            IS_WHOLE: gl.constexpr = not program.schedule.HAS_LEFT
             keys = rows.n_keys(program.schedule)
-            bar = bar_of_begun(bar, part, keys, first_keys, BLOCK_KV, IS_WHOLE)
+            bar = bar_of_begun(bar, part, keys, BLOCK_KV)
+            if program.schedule.HAS_LEFT:
+                bar = no_bar(bar, rows.rise(program.schedule, block + 1))
         else:
+            m, alpha = raise_maximum(s, m, scale, True)
             weights = gl.where(exact, exp2_weights_exact(s, m, scale), exp2_weights(s, m, scale))
             l = add_sums(l, alpha, weights)
             acc = scale_rows(acc, alpha)

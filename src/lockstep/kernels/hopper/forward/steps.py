@@ -7,14 +7,15 @@ from lockstep.kernels.hopper.common.accumulator import left_operand
 from lockstep.kernels.hopper.common.exact_weights import (
     bar_of_begun,
     exceeds,
-    first_offset,
     no_bar,
     offset_weights,
     offset_weights_in_halves,
+    rise,
     settle,
 )
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, warpgroup_mma_wait
 from lockstep.kernels.hopper.common.pieces import halves, n_pieces, scale_all
+from lockstep.kernels.hopper.common.rescale import rescale_all, rescale_all_by_threads
 from lockstep.kernels.hopper.common.softmax import (
     add_sums,
     exp2_weights,
@@ -77,18 +78,6 @@ def weigh(program, rows, block, seen, s, acc, m, l, residue):
 
 
 @gluon.jit
-def begin_rows(s, m, l, beside, scale):
-    """m and what is beside l, of rows that may see their first keys in a block with scores `s`:
-    these have no bar in it."""
-    bar, offset, residue = beside
-    begins = m == -float("inf")
-    m, _alpha = raise_maximum(s, m, scale, begins)
-    bar = no_bar(bar, begins)
-    offset = gl.where(bar == float("inf"), first_offset(m, l, scale), offset)
-    return m, (bar, offset, residue)
-
-
-@gluon.jit
 def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, beside, alpha):
     """Scores and weights of `block`, and the product of the block before, whose weights are `p`.
 
@@ -105,11 +94,13 @@ def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, beside, a
         program.k.release(seen + 1)
     s = program.mask_scores(rows, s, block)
     if program.build.EXACT:
-        # Up to inner_begin, rows may yet see their first key. Their sums are 0 until then, and need
-        # no rescaling.
+        # Up to inner_begin, maxima may yet rise. Rows whose maximum does have no bar.
         BEGIN: gl.constexpr = program.schedule.HAS_LEFT
+        factors = gl.full(l.shape, 1.0, gl.float32, l.type.layout)
         if BEGIN and block <= rows.inner_begin:
-            m, beside = begin_rows(s, m, l, beside, scale)
+            rises = rows.rise(program.schedule, block)
+            m, offset, factors = rise(s, m, l, beside[1], scale, rises)
+            beside = (no_bar(beside[0], rises), offset, beside[2])
         if program.schedule.HAS_RIGHT and program.v.COLUMNS <= 64 and not BEGIN:
             weights = offset_weights_in_halves(s, beside[1], scale)
         else:
@@ -128,7 +119,9 @@ def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, beside, a
             weights, acc, m, l, beside, alpha = weigh(
                 program, rows, block, seen, s, acc, m, l, beside
             )
-        if not program.build.RESCALES_LATE:
+        if program.schedule.HAS_LEFT and not program.build.CONSTANT_TIME:
+            acc = rescale_all(acc, alpha)
+        elif not program.build.RESCALES_LATE:
             acc = scale_all(acc, alpha)
     if program.build.CONSTANT_TIME:
         # Before, warps would have to wait for each other once more.
@@ -138,12 +131,15 @@ def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, beside, a
     p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
     if program.build.EXACT:
         TOGETHER: gl.constexpr = program.build.CONSUMERS == 2
+        if BEGIN and block <= rows.inner_begin:
+            acc = rescale_all_by_threads(acc, factors)
+            l = l * factors
         acc, l, beside = settle(weights, acc, part, l, beside, any_exceeds, TOGETHER)
         if BEGIN and block <= rows.inner_begin:
-            bar = bar_of_begun(
-                beside[0], part, rows.n_keys(program.schedule),
-                rows.n_keys_of_first(program.schedule, block), program.schedule.BLOCK_KV, False,
-            )  # fmt: skip
+            keys = rows.n_keys(program.schedule)
+            bar = bar_of_begun(beside[0], part, keys, program.schedule.BLOCK_KV)
+            # Maxima that rise in the next block, too, leave none behind this one.
+            bar = no_bar(bar, rows.rise(program.schedule, block + 1))
             beside = (bar, beside[1], beside[2])
     return p, acc, m, l, beside, alpha
 

@@ -39,11 +39,11 @@ from lockstep.kernels.hopper.forward.narrow_window.tiles import (
     failures,
     issue_products,
     large,
-    load_queries,
     mask_scores,
     seen_keys,
     store_tile,
     sum_in_order,
+    take_queries,
     weigh,
 )
 from lockstep.kernels.hopper.forward.one_block.rows import row_maxima
@@ -63,15 +63,17 @@ class Build:
     KEYS: gl.constexpr
     BEFORE: gl.constexpr
     FROM: gl.constexpr
+    STAY: gl.constexpr  # queries do, in shared memory, and results have a place of their own
 
     @gluon.constexpr_function
-    def __init__(self, SCALED, D, DV, KEYS, BEFORE, FROM):
+    def __init__(self, SCALED, D, DV, KEYS, BEFORE, FROM, STAY):
         self.SCALED = gl.constexpr(SCALED)
         self.D = gl.constexpr(D)
         self.DV = gl.constexpr(DV)
         self.KEYS = gl.constexpr(KEYS)
         self.BEFORE = gl.constexpr(BEFORE)
         self.FROM = gl.constexpr(FROM)
+        self.STAY = gl.constexpr(STAY)
 
     @gluon.jit
     def final_scores(self, chunk, n, scores, scale):
@@ -88,18 +90,21 @@ def first_pass(chunk, results, q_desc, o_desc, o_start, memory, q_full, sink, nu
     D: gl.constexpr = build.D
     DV: gl.constexpr = build.DV
     LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator(piece_width(KEYS, 0)))
-    q, k, v = memory
+    STAY: gl.constexpr = build.STAY
+    q, o, k, v = memory
     scale, unit, nan_if_bad = numbers
     first = chunk.first_tile()
     count = chunk.n_tiles()
     wrong = thread_sums(zeros(piece_width(KEYS, 0))).to(gl.int32)
     mbarrier.wait(q_full, 0)
-    queries = load_queries(q, KEYS, D)
+    queries = take_queries(q, KEYS, D, STAY)
     for i in range(count):
         n = first + i
         at = (chunk.first_key(n) - chunk.first_key(first)) // STEP
-        scores = compute_scores(queries, k, at, KEYS, D)
-        # The results of the tile before have left the place of the next queries.
+        if STAY:
+            mbarrier.wait(q_full, i & 1)
+        scores = compute_scores(queries, k, at, KEYS, D, STAY)
+        # The results of the tile before have left their place, or that of the next queries.
         tma_store_wait(0)
         await_warps()
         send_queries(chunk, q_desc, n + 1, q, q_full, D, i + 1 < count)
@@ -111,11 +116,12 @@ def first_pass(chunk, results, q_desc, o_desc, o_start, memory, q_full, sink, nu
         is_large = large(m, unit)
         out, lse, m, l = close(await_all(acc), sums, m, unit, sink, None, nan_if_bad, q.dtype)
         wrong |= failures(chunk, n, out, is_large, wrong) << i
-        # The next queries go to registers, and these results to their place.
-        mbarrier.wait(q_full, (i + 1) & 1, pred=i + 1 < count)
-        queries = load_queries(q, KEYS, D)
-        await_warps()
-        store_tile(chunk, n, results, out, lse, m, l, q, o_desc, o_start, DV)
+        if not STAY:
+            # The next queries go to registers, and these results to their place.
+            mbarrier.wait(q_full, (i + 1) & 1, pred=i + 1 < count)
+            queries = take_queries(q, KEYS, D, STAY)
+            await_warps()
+        store_tile(chunk, n, results, out, lse, m, l, o, o_desc, o_start, DV)
     tma_store_wait(0)
     return gl.reduce(gl.reduce(wrong, 1, either), 0, either)
 
@@ -142,7 +148,8 @@ def second_pass(
     D: gl.constexpr = build.D
     DV: gl.constexpr = build.DV
     LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator(piece_width(KEYS, 0)))
-    q, k, v = memory
+    STAY: gl.constexpr = build.STAY
+    q, o, k, v = memory
     scale, unit, nan_if_bad = numbers
     first = chunk.first_tile()
     done = first * 0
@@ -155,7 +162,8 @@ def second_pass(
             send_keys(chunk, pages, v_desc, v, full, KEYS, DV)
             mbarrier.wait(full, done & 1)
             at = (chunk.first_key(n) - chunk.first_key(first)) // STEP
-            scores = compute_scores(load_queries(q, KEYS, D), k, at, KEYS, D)
+            queries = take_queries(q, KEYS, D, STAY)
+            scores = compute_scores(queries, k, at, KEYS, D, STAY)
             scores = build.final_scores(chunk, n, scores, scale)
             m = row_maxima(scores, LAYOUT)
             is_large = large(m, unit)
@@ -166,7 +174,7 @@ def second_pass(
             sums = sum_in_order(weights)
             out, lse, m, l = close(acc, sums, m, unit, sink, is_large, nan_if_bad, q.dtype)
             await_warps()
-            store_tile(chunk, n, results, out, lse, m, l, q, o_desc, o_start, DV)
+            store_tile(chunk, n, results, out, lse, m, l, o, o_desc, o_start, DV)
             tma_store_wait(0)
             done += 1
 
@@ -228,10 +236,11 @@ def narrow_window_kernel(
     KV_ROWS: gl.constexpr,  # in shared memory
     BEFORE: gl.constexpr,  # of the keys of a tile, all rows see those from BEFORE to FROM
     FROM: gl.constexpr,
+    STAY: gl.constexpr,  # queries are multiplied where they are in shared memory
 ):
     SCALED: gl.constexpr = SCORES == "scaled"
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator(piece_width(KEYS, 0)))
-    build = Build(SCALED, D, DV, KEYS, BEFORE, FROM)
+    build = Build(SCALED, D, DV, KEYS, BEFORE, FROM, STAY)
     schedule = Schedule(
         (
             order, n_chunks, groups, groups_of_sequence, groups_per_kv, B, Sq, Skv, left, right,
@@ -253,7 +262,10 @@ def narrow_window_kernel(
     kv_full = barriers(2, 1)
     again = barriers(1, 2)
     # Queries come here, and when they are in registers, results leave from here.
-    q = allocate_queries(q_desc, max(D, DV))
+    q = allocate_queries(q_desc, D if STAY else max(D, DV))
+    o = q
+    if STAY:
+        o = allocate_queries(q_desc, DV)
     k = allocate_keys(k_desc, KV_ROWS, D)
     v = allocate_keys(v_desc, KV_ROWS, DV)
     if chunk.exists:
@@ -278,7 +290,7 @@ def narrow_window_kernel(
             q_desc,
             o_desc,
             o_start,
-            (q, k, v),
+            (q, o, k, v),
             q_full.index(0),
             sink,
             numbers,
@@ -294,7 +306,7 @@ def narrow_window_kernel(
                 v_desc,
                 o_desc,
                 o_start,
-                (q, k, v),
+                (q, o, k, v),
                 again.index(0),
                 sink,
                 numbers,

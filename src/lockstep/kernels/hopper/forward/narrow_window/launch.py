@@ -95,6 +95,7 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "KV_ROWS": sizes.kv_rows,
         "BEFORE": sizes.before,
         "FROM": sizes.until,
+        "STAY": sizes.stay,
     }
 
 

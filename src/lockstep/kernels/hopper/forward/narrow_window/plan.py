@@ -21,6 +21,8 @@ MAX_KEYS = {1: 0, 2: 160, 4: 272, 8: 272}
 MAX_KEYS_OF_WIDE_HEADS = {1: 0, 2: 0, 4: 144, 8: 144}
 # Programs that may share an SM: registers of a thread then, and of how many keys these hold scores.
 REGISTERS, KEYS_IN_REGISTERS = {4: 128, 3: 168, 2: 240}, {4: 144, 3: 208, 2: 272}
+# With so many, queries are in registers while they are multiplied.
+MANY_PROGRAMS = 4
 # Shared memory of an SM, and what a program has of it beside keys, values and queries.
 SM_BYTES, OTHER_BYTES = 228 * 1024, 2048
 # The SMs of the GPU on which this was measured.
@@ -39,6 +41,7 @@ class Sizes(NamedTuple):
     before: int  # of the keys of a tile, all rows see those from `before` on
     until: int  # to `until`
     programs: int  # on an SM
+    stay: bool  # queries do, in shared memory, with a place of their own for results
 
     @property
     def positions(self) -> int:
@@ -87,11 +90,20 @@ def sizes_of(problem: AttentionProblem) -> Sizes:
     before = in_steps(max(starts) + positions - 1)
     until = (min(starts) + left + right + 1) // STEP * STEP
     width = sum(-(-dim // 64) * 64 for dim in (problem.D, problem.Dv))
-    n_bytes = (max(rows) * width + ROWS * width // 2) * 2 + OTHER_BYTES
-    programs = next(
-        (n for n in REGISTERS if n * n_bytes <= SM_BYTES and keys <= KEYS_IN_REGISTERS[n]), 2
+    programs, with_results = (
+        _programs(keys, (max(rows) * width + tiles * ROWS * width // 2) * 2) for tiles in (1, 2)
     )
-    return Sizes(heads, chunk, keys, max(rows), before, until, programs)
+    # Registers are worth more than a place, unless a program more has room without it.
+    stay = 0 < programs == with_results < MANY_PROGRAMS
+    return Sizes(heads, chunk, keys, max(rows), before, until, programs or 2, stay)
+
+
+def _programs(keys: int, n_bytes: int) -> int:
+    """How many programs share an SM, of so many keys of a tile, and bytes of tensors; 0 if
+    none has room."""
+    n_bytes += OTHER_BYTES
+    fits = (n for n in REGISTERS if n * n_bytes <= SM_BYTES and keys <= KEYS_IN_REGISTERS[n])
+    return next(fits, 0)
 
 
 def _chunk(problem: AttentionProblem, heads: int, keys: int) -> int:

@@ -58,34 +58,39 @@ from lockstep.kernels.hopper.forward.scheduling.schedule import BAD
 
 
 @gluon.jit
-def load_queries(q, KEYS: gl.constexpr, D: gl.constexpr):
-    """Strips of queries [ROWS, ·] in registers, to be multiplied with KEYS keys."""
+def take_queries(q, KEYS: gl.constexpr, D: gl.constexpr, STAY: gl.constexpr):
+    """Strips of queries [ROWS, ·], to be multiplied with KEYS keys: where they are, if they STAY in
+    shared memory, else in registers."""
     layout: gl.constexpr = left_operand(piece_width(KEYS, 0))
     strips = ()
     for c in gl.static_range(n_strips(D)):
-        strip = strip_of_tile(q, D, c).load(layout)
+        strip = strip_of_tile(q, D, c)
+        if not STAY:
+            strip = strip.load(layout)
         strips = strips + (strip,)  # noqa: RUF005, Gluon does not unpack
     return strips
 
 
 @gluon.jit
-def scores_of(queries, k, at, WIDTH: gl.constexpr, D: gl.constexpr):
+def scores_of(queries, k, at, WIDTH: gl.constexpr, D: gl.constexpr, STAY: gl.constexpr):
     """Scores [ROWS, WIDTH] of queries with the keys from step `at` of k on, under way."""
     acc = zeros(WIDTH)
     for c in gl.static_range(n_strips(D)):
         keys = strip_of_keys(k, at, WIDTH, D, c).permute((1, 0))
-        left = gl.convert_layout(queries[c], left_operand(WIDTH), assert_trivial=True)
+        left = queries[c]
+        if not STAY:
+            left = gl.convert_layout(left, left_operand(WIDTH), assert_trivial=True)
         acc = warpgroup_mma(left, keys, acc, use_acc=c > 0, is_async=True)
     return acc
 
 
 @gluon.jit
-def compute_scores(queries, k, at, KEYS: gl.constexpr, D: gl.constexpr):
+def compute_scores(queries, k, at, KEYS: gl.constexpr, D: gl.constexpr, STAY: gl.constexpr):
     """`scores_of` KEYS keys, in pieces."""
     scores = ()
     for p in gl.static_range(n_pieces(KEYS)):
         step = at + piece_start(KEYS, p) // STEP
-        acc = scores_of(queries, k, step, piece_width(KEYS, p), D)
+        acc = scores_of(queries, k, step, piece_width(KEYS, p), D, STAY)
         scores = scores + (acc,)  # noqa: RUF005
     return await_all(scores)
 
