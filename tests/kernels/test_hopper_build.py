@@ -99,6 +99,15 @@ def test_machine_code(D, causal, Sq):
         assert count(under_way)["MUFU.EX2"] >= per_thread
 
 
+def count_in_one_loop(loop):
+    """The instructions of a loop over all tiles, in which nothing is spilled or waits for lanes."""
+    assert not writes_in_flight(loop)
+    found = count([text for _, text in loop])
+    assert not found["STL"] + found["PRMT"] + found["BSSY"] + found["WARPSYNC"]
+    assert found["LDL"] <= 1
+    return found
+
+
 @pytest.mark.parametrize("D", [64, 128])
 def test_machine_code_of_one_loop(D):
     """Blocks of a tile take the way of a loop for one tile. Their exponentials run under the
@@ -107,10 +116,7 @@ def test_machine_code_of_one_loop(D):
     assert "serialized" not in built.report
     assert len(built.addressed_loops) == len(built.overlaps) == 2
     for loop in built.addressed_loops:
-        assert not writes_in_flight(loop)
-        found = count([text for _, text in loop])
-        assert not found["STL"] + found["PRMT"] + found["BSSY"] + found["WARPSYNC"]
-        assert found["LDL"] <= 1
+        found = count_in_one_loop(loop)
         usual = usual_path(loop)
         scores = usual.index(SCORES_WAIT)
         product = usual.index(PRODUCT_WAIT)
@@ -129,10 +135,7 @@ def test_machine_code_of_one_loop_in_constant_time(D):
     assert not unassigned_reads(read_code(built.kernel.asm["cubin"]))
     assert len(built.addressed_loops) == len(built.overlaps) == 2
     for loop in built.addressed_loops:
-        assert not writes_in_flight(loop)
-        found = count([text for _, text in loop])
-        assert not found["STL"] + found["PRMT"] + found["BSSY"] + found["WARPSYNC"]
-        assert found["LDL"] <= 1
+        count_in_one_loop(loop)
         usual = usual_path(loop)
         assert 64 <= count(usual)["FMNMX"] <= 72
         assert count(usual)["MUFU.EX2"] == 66

@@ -20,6 +20,7 @@ from lockstep.kernels.hopper.common.exact_weights import (
     SHARE,
     SUM,
     float32s,
+    largest_lines,
     row_lines,
     vote_lines,
 )
@@ -164,12 +165,7 @@ def _settle_block_assembly(n, halves, products, votes):
     lines.append("@!any bra.uni DONE;")
     if not votes:
         lines += vote[:2]
-    tops = ("top0", "top1", "more0", "more1")
-    for i in range(weights, weights + 8, 2):
-        lines.append(f"max.s32 {tops[i // 2 % 4]}, ${i}, ${i + 1};")
-    for i in range(weights + 8, weights + n * halves):
-        lines.append(f"max.s32 {tops[i // 2 % 4]}, {tops[i // 2 % 4]}, ${i};")
-    lines += [f"max.s32 top{r}, top{r}, more{r};" for r in range(2)]
+    lines += largest_lines(weights, n * halves)
     for r in range(2):
         lines += row_lines(
             r, part + 2 * r, new_l + 2 * r, None, new_offset + 2 * r, new_residue + 2 * r,

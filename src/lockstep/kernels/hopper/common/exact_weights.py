@@ -124,6 +124,21 @@ def row_lines(r, part, l, bar, offset, residue, alpha):
 
 
 @gluon.constexpr_function
+def largest_lines(weights, n):
+    """PTX for the largest of a thread's n weights in each of its two rows, which `top0` and `top1`
+    become; operands from `weights` on."""
+    # Weights are not negative: their bits order as they do, and integers have an instruction for
+    # the largest of three. Each row has two chains of them, which takes half as long.
+    tops = ("top0", "top1", "more0", "more1")
+    lines = []
+    for i in range(weights, weights + 8, 2):
+        lines.append(f"max.s32 {tops[i // 2 % 4]}, ${i}, ${i + 1};")
+    for i in range(weights + 8, weights + n):
+        lines.append(f"max.s32 {tops[i // 2 % 4]}, {tops[i // 2 % 4]}, ${i};")
+    return lines + [f"max.s32 top{r}, top{r}, more{r};" for r in range(2)]
+
+
+@gluon.constexpr_function
 def _settle_assembly(n, halves, products, votes):
     """PTX for a thread with `halves` times `n` weights, and `products` times `n` products.
     Operands: results of products; n others, of which each row has one in every group of four
@@ -154,14 +169,7 @@ def _settle_assembly(n, halves, products, votes):
     lines += [f"selp.b32 ${found + 4 * ANY.value}, 1, 0, any;", "@!any bra.uni DONE;"]
     if not votes:
         lines += vote[:2]
-    # Weights are not negative: their bits order as they do, and integers have an instruction for
-    # the largest of three. Each row has two chains of them, which takes half as long.
-    tops = ("top0", "top1", "more0", "more1")
-    for i in range(weights, weights + 8, 2):
-        lines.append(f"max.s32 {tops[i // 2 % 4]}, ${i}, ${i + 1};")
-    for i in range(weights + 8, weights + n * halves):
-        lines.append(f"max.s32 {tops[i // 2 % 4]}, {tops[i // 2 % 4]}, ${i};")
-    lines += [f"max.s32 top{r}, top{r}, more{r};" for r in range(2)]
+    lines += largest_lines(weights, n * halves)
     for r in range(2):
         lines += row_lines(
             r, part + 2 * r, new_l + 2 * r, new_bar + 2 * r, new_offset + 2 * r,
