@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,19 @@ def test_the_readme_has_the_table():
     assert "<!-- bench:cpu -->" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def test_commits_outside_the_history_are_marked():
+    """The line below a table says so: what it shows cannot be built again."""
+    command = ("git", "-C", str(ROOT), "rev-list", "HEAD")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode or (ROOT / ".git" / "shallow").exists():
+        pytest.skip("the history is not here")
+    history = done.stdout.split()
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        commit = json.loads(path.read_text(encoding="utf-8"))["environment"]["commit"]
+        is_known = any(known.startswith(commit["hash"]) for known in history)
+        assert commit.get("in_history", True) == is_known, path.name
+
+
 def test_a_file_is_named_after_what_was_measured(tmp_path):
     path = results.save(RUN, tmp_path / "results")
     assert path.name == "cpu_fast-cpu-9-3ghz_2026-01-02_0123456.json"
@@ -82,6 +97,8 @@ def test_local_changes_are_confessed():
     run = copy.deepcopy(RUN)
     run["environment"]["commit"]["dirty"] = True
     assert results.where(run).endswith("commit 0123456 with local changes")
+    run["environment"]["commit"] = {"hash": "0123456789abcdef", "in_history": False}
+    assert results.where(run).endswith("commit 0123456 outside this history")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--check"]])

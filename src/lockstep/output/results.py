@@ -129,11 +129,14 @@ def short_commit(run: dict[str, Any]) -> str | None:
 
 def _when(run: dict[str, Any]) -> list[str]:
     """The date, and the commit where it is known."""
-    commit = short_commit(run)
-    if commit is None:
+    short = short_commit(run)
+    if short is None:
         return [run["date"]]
-    changed = " with local changes" * run["environment"]["commit"].get("dirty", False)
-    return [run["date"], f"commit {commit}{changed}"]
+    commit = run["environment"]["commit"]
+    changed = " with local changes" * commit.get("dirty", False)
+    # A trial that was not kept, or a branch before its commits were put onto others.
+    outside = " outside this history" * (not commit.get("in_history", True))
+    return [run["date"], f"commit {short}{changed}{outside}"]
 
 
 def _slug(text: str) -> str:

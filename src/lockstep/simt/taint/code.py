@@ -83,7 +83,7 @@ class Code:
     instructions: tuple[Instruction, ...]
     successors: tuple[tuple[int, ...], ...]
 
-    @property
+    @cached_property
     def has_bases(self) -> bool:
         """Whether addresses of shared memory have a base that no index has: that of a cluster."""
         return any("SR_CgaCtaId" in each.text for each in self.instructions)
