@@ -213,6 +213,24 @@ def test_keys_that_no_row_sees_do_not_leak(D):
 
 
 @by_head_dim
+@pytest.mark.parametrize(("Sq", "lens"), [(87, [63, 63]), (300, [200, 141])])
+def test_rows_that_see_a_sink_alone_do_not_leak(D, Sq, lens):
+    """Their q is in no score, so nothing in m or lse tells that it is not finite."""
+    right, sinks = 17, torch.randn(2)
+    case = draw(
+        Sq, lens[0], B=2, D=D, Dv=DV[D], dtype=torch.float16, window=(None, right), sinks=sinks
+    )
+    if lens[0] != lens[1]:
+        case = case.replaced(kv_lens=torch.tensor(lens))
+    douts = draw_douts(case)
+    clean = gradients(case, douts)
+    for b, n in enumerate(lens):
+        case.tensors["q"][b, :, : Sq - n - right] = math.nan
+    found = gradients(case, douts)
+    assert all(same_bits(found[name], clean[name]) for name in clean)
+
+
+@by_head_dim
 def test_neighbours_do_not_leak(D):
     case = draw_varlen([70, 90, 80], [70, 90, 80], D=D, Dv=DV[D], dtype=torch.bfloat16)
     dout, dlse = draw_douts(case)

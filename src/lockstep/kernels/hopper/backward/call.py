@@ -154,7 +154,9 @@ def rows_launch(
     """The launch of `prepare_rows`."""
     dout_strides = strides_of(dout, problem.layout == "varlen")
     absent = _absent(workspace, (*OF_LARGE_SCORES, *OF_ORDER, "plan"))
-    if "plan" in absent:
+    # A mask may leave a row its sink alone.
+    may_see_sinks_alone = problem.has_sinks and problem.window != (None, None)
+    if "plan" in absent and not may_see_sinks_alone:
         absent.append("kv_lens")
     if workspace.get("sink_sums") is None:
         absent += OF_SINKS
@@ -170,6 +172,7 @@ def rows_launch(
             **rule_of(problem, cut.block_q, cut.block_kv),
             "Hkv": problem.Hkv,
             "heads_per_kv": problem.Hq // problem.Hkv,
+            **window_arguments(problem),
             "unit": unit,
             "unit_rest": problem.score_unit - unit,
             "ALIGN": ALIGNMENT,
@@ -177,6 +180,7 @@ def rows_launch(
             "BLOCK_D": 64 if problem.Dv <= 64 else cut.block_d,
             "BLOCK_Q": cut.block_q,
             "BLOCK_KV": cut.block_kv,
+            "MAY_SEE_SINKS_ALONE": may_see_sinks_alone,
             "EARLY": True,
         },
         names=OFFSETS,

@@ -1,8 +1,8 @@
 """The launches around the backward kernel: statistics of each row before it, dQ in order after it.
 
     m, log2 l   such that weights are 2^((s - m)·unit - log2 l). m is +inf for rows that see no key,
-                whose weights are 0, and NONFINITE for rows whose m, l, delta or dO is not finite:
-                the keys they see get infinite weights
+                though they may see a sink: their weights are 0. It is NONFINITE for rows whose m,
+                l, delta or dO is not finite: the keys they see get infinite weights
     lse2        = m·unit + log2 l, rounded: weights are 2^(s·unit - lse2), but for large scores
     delta       = Σ_d dO·O - dlse
 
@@ -149,9 +149,9 @@ def prepare_rows(
     ticket_ptr, bounds_ptr, plan_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, sinks_ptr, sink_sums_ptr,
     stride_ob, stride_oh, stride_os, stride_rb, stride_rh, stride_rs, H, B, Sq, Skv, q_slots, Hkv,
     heads_per_kv, few_loops, enough_loops, least_steps, more_shares, more_loops, more_steps,
-    round_loops, seen_tiles, most_spans, unit, unit_rest,
+    round_loops, seen_tiles, most_spans, left, right, unit, unit_rest,
     ALIGN: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_KV: tl.constexpr, MAY_SEE_SINKS_ALONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`stride_o*` are those of dout in units of ALIGN; `stride_r*` count rows of out and lse. For
     wide heads, there are neither flags nor counters to set to 0; for medium ones and in constant
@@ -159,8 +159,8 @@ def prepare_rows(
     one."""
     if EARLY:
         gdc_launch_dependents()
-    tile, batch, head, q_tile, start, len_q, _, _, is_any_wrong = _place(
-        cu_q_ptr, cu_kv_ptr, None, H, B, Sq, Skv, q_slots, BLOCK_Q
+    tile, batch, head, q_tile, start, len_q, len_kv, _, is_any_wrong = _place(
+        cu_q_ptr, cu_kv_ptr, kv_lens_ptr, H, B, Sq, Skv, q_slots, BLOCK_Q
     )
     q_idx = q_tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     is_row = q_idx < len_q
@@ -189,6 +189,19 @@ def prepare_rows(
     m = tl.where(is_nonfinite, NONFINITE, m)
     delta = tl.where(is_empty | is_nonfinite, 0.0, delta)
     log2_l = tl.where(is_empty | is_nonfinite, 0.0, log2_l)
+    if sink_sums_ptr is not None:
+        sink_sum = sum_tile(sinks_ptr + head, m, log2_l, delta, unit, unit_rest)
+        tl.store(sink_sums_ptr + tile, sink_sum)
+    if MAY_SEE_SINKS_ALONE:
+        # Then m does not tell whether the row's q is finite: it becomes that of a row that sees
+        # nothing.
+        diagonal = q_idx + (len_kv - len_q)
+        first_key = tl.maximum(diagonal - left, 0)
+        is_empty |= first_key > tl.minimum(diagonal + right, len_kv - 1)
+        m = tl.where(is_empty, float("inf"), m)
+        delta = tl.where(is_empty, 0.0, delta)
+        log2_l = tl.where(is_empty, 0.0, log2_l)
+        is_nonfinite &= is_empty == 0
     if flags_ptr is None:
         to = stats_ptr + tile64 * (4 * BLOCK_Q) + r
         tl.store(to, m)
@@ -206,9 +219,6 @@ def prepare_rows(
         # Stored for every tile: a loop over tiles of which some need them reads those of all.
         tl.store(to, m)
         tl.store(to + BLOCK_Q, log2_l)
-    if sink_sums_ptr is not None:
-        sink_sum = sum_tile(sinks_ptr + head, m, log2_l, delta, unit, unit_rest)
-        tl.store(sink_sums_ptr + tile, sink_sum)
     if plan_ptr is not None and tile == 0:
         _make_plan(
             plan_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, B, Sq, Skv, Hkv, heads_per_kv, few_loops,
