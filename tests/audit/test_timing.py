@@ -284,9 +284,19 @@ def test_counters_are_compared_instruction_by_instruction():
         ]
     }
     assert len(counters.differing(counters.Report(calls, {}))["s"]) == 5
+    # Of a kernel whose waiting reads memory, only the sectors of each instruction count.
+    polling = counters.Report(calls, report.waits, frozenset({("f", 3)}))
+    assert len(counters.differing(polling)["s"]) == 2
     assert calls[0].launches[0].total("warps", {1}) == 4
     with pytest.raises(RuntimeError, match="3 launches for 4 calls"):
         list(counters.calls(launches[:-1], [subject]))
+
+
+def test_sectors_belong_to_the_instruction_with_their_address():
+    sectors = counters.EXECUTED["sectors"]
+    text = report_of(("f", [1, 2, 3], 5)) + f'"0","f","{sectors}","9 (0x7f10: 4; 0x7f20: 5)"\n'
+    (launch,) = counters.read(text)
+    assert launch.executed["sectors"] == [0, 4, 5]
 
 
 def run(*arguments: str):

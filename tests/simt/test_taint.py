@@ -14,7 +14,7 @@ from lockstep.simt.taint import find_leaks
 from lockstep.simt.taint.analysis import analyze
 from lockstep.simt.taint.code import parse
 from lockstep.simt.taint.parameters import Parameter
-from lockstep.simt.taint.waits import wait_loops
+from lockstep.simt.taint.waits import polls_memory, wait_loops
 
 KINDS = {
     "early exit on a zero row": "branch",
@@ -64,8 +64,25 @@ WAITS = """
 """
 
 
+POLLS = """
+.L_x_1:
+        /*0000*/                   LDG.E.STRONG.GPU R9, desc[UR4][R2.64] ;
+        /*0010*/                   CCTL.IVALL ;
+        /*0020*/                   ISETP.NE.U32.AND P1, PT, R9, R6, PT ;
+        /*0030*/               @P1 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0040*/                   LDG.E R9, desc[UR4][R2.64] ;
+        /*0050*/                   ISETP.NE.U32.AND P1, PT, R9, R6, PT ;
+        /*0060*/               @P1 BRA `(.L_x_2) ;
+        /*0070*/                   EXIT ;
+"""
+
+
 def test_loops_that_wait_are_told_from_others():
     assert wait_loops(parse(WAITS)) == {5, 6, 7}
+    assert not polls_memory(parse(WAITS))
+    assert wait_loops(parse(POLLS)) == {0, 1, 2, 3}
+    assert polls_memory(parse(POLLS))
 
 
 # R4 points into the secret buffer, R6 into the public one; R2 becomes secret.

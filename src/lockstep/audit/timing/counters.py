@@ -26,7 +26,7 @@ from lockstep.audit.timing.gpu_leaks import marker
 from lockstep.audit.timing.subjects import Secrets, Subject
 from lockstep.kernels.launch import compiled_kernels
 from lockstep.simt.taint.code import read_code
-from lockstep.simt.taint.waits import wait_loops
+from lockstep.simt.taint.waits import polls_memory, wait_loops
 
 _SHARED = "l1tex_data_pipe_lsu_wavefronts_mem_shared"
 # Accesses to memory, by short names.
@@ -34,8 +34,15 @@ METRICS = {
     **{f"sectors {op}": f"l1tex__t_sectors_pipe_lsu_mem_global_op_{op}.sum" for op in ("ld", "st")},
     **{f"shared wavefronts {op}": f"smsp__sass_{_SHARED}_op_{op}.sum" for op in ("ld", "st")},
 }
-# Counts of each instruction: how often warps executed it, and how often their threads did.
-EXECUTED = {"warps": "inst_executed", "threads": "thread_inst_executed"}
+# Counts of each instruction: how often warps executed it, how often their threads did, and how many
+# sectors of global memory the addresses lie in that they gave it.
+EXECUTED = {
+    "warps": "inst_executed",
+    "threads": "thread_inst_executed",
+    "sectors": "memory_l2_theoretical_sectors_global",
+}
+# A counter of all instructions together. It has those that wait, if these read memory.
+WITH_POLLS = "sectors ld"
 RANDOM, AGAIN = "random", "random, again"
 csv.field_size_limit(1 << 28)
 
@@ -47,6 +54,11 @@ class Launch:
     kernel: str
     counters: dict[str, float]
     executed: dict[str, list[int]]
+
+    @property
+    def code(self) -> tuple[str, int]:
+        """What tells its machine code from that of other kernels."""
+        return self.kernel, len(self.executed["warps"])
 
     def total(self, kind: str, waits: Collection[int] = ()) -> int:
         return sum(n for i, n in enumerate(self.executed[kind]) if i not in waits)
@@ -63,14 +75,15 @@ class Counts:
 
 @dataclass(frozen=True)
 class Report:
-    """Calls, and by kernel and number of instructions those that wait for others."""
+    """Calls, and by kernel and number of instructions those that wait for others, and whether any
+    of them reads memory."""
 
     calls: list[Counts]
     waits: dict[tuple[str, int], frozenset[int]]
+    polls: frozenset[tuple[str, int]] = frozenset()
 
     def waits_of(self, launch: Launch) -> frozenset[int]:
-        n = len(launch.executed["warps"])
-        return self.waits.get((launch.kernel, n), frozenset())
+        return self.waits.get(launch.code, frozenset())
 
 
 def is_available() -> bool:
@@ -98,7 +111,8 @@ def count(group: str, only: Collection[str] = ()) -> Report:
         found = json.loads(waits.read_text(encoding="utf-8"))
     return Report(
         list(calls(read(done.stdout), chosen((group,), only))),
-        {(name, n): frozenset(places) for name, n, places in found},
+        {(name, n): frozenset(places) for name, n, places, _ in found},
+        frozenset((name, n) for name, n, _, is_poll in found if is_poll),
     )
 
 
@@ -107,6 +121,7 @@ def read(text: str) -> list[Launch]:
     short = {name: key for key, name in METRICS.items()}
     kinds = {name: kind for kind, name in EXECUTED.items()}
     found: dict[int, Launch] = {}
+    by_address: dict[int, dict[str, dict[str, int]]] = {}
     for record in csv.DictReader(io.StringIO(text[text.index('"ID"') :])):
         launch = found.setdefault(int(record["ID"]), Launch(record["Kernel Name"], {}, {}))
         name = record["Metric Name"]
@@ -114,9 +129,15 @@ def read(text: str) -> list[Launch]:
         total, _, instances = record["Metric Value"].partition("(")
         if name in kinds:
             each = [x.rpartition(":") for x in instances.rstrip(") ").split(";")]
-            launch.executed[kinds[name]] = [int(_number(n)) for at, _, n in each if at]
+            counts = {at.strip(): int(_number(n)) for at, _, n in each if at}
+            by_address.setdefault(int(record["ID"]), {})[kinds[name]] = counts
         else:
             launch.counters[short[name]] = _number(total)
+    for i, counted in by_address.items():
+        # Only instructions that access memory have sectors.
+        places = counted["warps"]
+        for kind, counts in counted.items():
+            found[i].executed[kind] = [counts.get(at, 0) for at in places]
     return [found[i] for i in sorted(found)]
 
 
@@ -159,13 +180,15 @@ def differing(report: Report) -> dict[str, list[str]]:
 def differences(report: Report, base: Counts, other: Counts) -> Iterator[str]:
     """Differences between two calls, without instructions that wait: "kernel: counter 12 -> 14".
 
-    How often a loop repeats that waits for a barrier, or for registers, depends on time alone.
+    How often a loop repeats that waits depends on time alone.
     """
     for x, y in zip(base.launches, other.launches, strict=True):
         if x.kernel != y.kernel:
             yield f"{x.kernel} -> {y.kernel}"
             continue
         for key in x.counters:
+            if key == WITH_POLLS and x.code in report.polls:
+                continue  # the sectors of each instruction are compared
             if x.counters[key] != y.counters[key]:
                 yield f"{x.kernel}: {key} {x.counters[key]:.0f} -> {y.counters[key]:.0f}"
         waits = report.waits_of(x)
@@ -220,9 +243,9 @@ def _call_all(of: list[Subject]) -> None:
             profiler.stop()
 
 
-def _waits() -> Iterator[tuple[str, int, list[int]]]:
-    """For each kernel that Triton compiled: its name, its number of instructions, those that
-    wait."""
+def _waits() -> Iterator[tuple[str, int, list[int], bool]]:
+    """For each kernel that Triton compiled: its name, its number of instructions, those that wait,
+    and whether they read memory."""
     for compiled in compiled_kernels():
         code = read_code(compiled.asm["cubin"])
         # A report may leave out what fills the memory after a kernel: a jump to itself, and NOPs.
@@ -230,7 +253,7 @@ def _waits() -> Iterator[tuple[str, int, list[int]]]:
         while code.instructions[n - 1].name == "NOP":
             n -= 1
         for length in range(n - 1, len(code.instructions) + 1):
-            yield compiled.name, length, sorted(wait_loops(code))
+            yield compiled.name, length, sorted(wait_loops(code)), polls_memory(code)
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Loops of machine code that wait: for a barrier in shared memory, or for registers.
+"""Loops of machine code that wait: for a barrier in shared memory, for registers, or for a number
+in global memory that another program writes.
 
 How often they go round depends on when others arrive, and differs from one run to the next.
 """
@@ -9,7 +10,8 @@ from .code import Code, Instruction
 
 # A loop that waits has few instructions, and one of these.
 _LONGEST = 6
-_TRIES = (("SYNCS", "TRYWAIT"), ("USETMAXREG", "TRY_ALLOC"))
+_POLL = ("LDG", "STRONG")
+_TRIES = (("SYNCS", "TRYWAIT"), ("USETMAXREG", "TRY_ALLOC"), _POLL)
 
 
 def wait_loops(code: Code) -> set[int]:
@@ -27,5 +29,15 @@ def wait_loops(code: Code) -> set[int]:
     return found
 
 
+def polls_memory(code: Code) -> bool:
+    """Whether any of these loops reads global memory: then how many sectors a kernel reads depends
+    on time."""
+    return any(_is(code.instructions[i], *_POLL) for i in wait_loops(code))
+
+
 def _tries(each: Instruction) -> bool:
-    return any(each.name == name and kind in each.kinds for name, kind in _TRIES)
+    return any(_is(each, *names) for names in _TRIES)
+
+
+def _is(each: Instruction, name: str, kind: str) -> bool:
+    return each.name == name and kind in each.kinds
