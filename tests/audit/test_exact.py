@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from random import Random
 
 import pytest
 import torch
@@ -222,14 +221,28 @@ def test_a_matrix_of_scores_is_found(toy):
 
 
 def test_problems_depend_on_seed_and_number_alone():
-    recipes = [exact.recipe(3, n, "cpu") for n in range(20)]
-    assert recipes == [exact.recipe(3, n, "cpu") for n in range(20)]
+    recipes = [drawing.draw(3, n, "cpu") for n in range(20)]
+    assert recipes == [drawing.draw(3, n, "cpu") for n in range(20)]
     assert len({recipe.lines for recipe in recipes}) == 20
-    assert recipes != [exact.recipe(4, n, "cpu") for n in range(20)]
+    assert recipes != [drawing.draw(4, n, "cpu") for n in range(20)]
+
+
+def test_problems_of_one_kind_share_what_gpu_kernels_are_compiled_for():
+    by_kind = [
+        [drawing.draw(0, first + n, "cuda") for n in range(drawing.PER_KIND["cuda"])]
+        for first in range(0, 80, drawing.PER_KIND["cuda"])
+    ]
+    for recipes in by_kind:
+        shared = [x.kinds for x in recipes if not x.memory]
+        for start in ("layout", "dtype", "option: causal", "option: sinks"):
+            found = {tuple(k for k in kinds if k.startswith(start)) for kinds in shared}
+            assert len(found) == 1
+        assert len({recipe.lines for recipe in recipes}) == len(recipes)
+    assert len({recipes[0].kinds for recipes in by_kind}) > 5
 
 
 def test_every_kind_is_drawn():
-    kinds = {kind for n in range(1500) for kind in exact.recipe(0, n, "cpu").kinds}
+    kinds = {kind for n in range(1500) for kind in drawing.draw(0, n, "cpu").kinds}
     wanted = [f"values: {x.name}" for x in values.VALUES] + [f"bias: {x}" for x in values.BIASES]
     wanted += [f"layout: {x}" for x in drawing.LAYOUTS] + ["long", "gradients"]
     wanted += [f"dtype: {x}" for x in ("float32", "float16", "bfloat16")]
@@ -240,11 +253,11 @@ def test_every_kind_is_drawn():
 
 def test_recipes_are_problems_and_their_programs_run(capsys):
     for n in range(40):
-        recipe = drawing.draw(Random(n), "cpu")
+        recipe = drawing.draw(n, 0, "cpu")
         case, douts = recipe.build()
         problem, _ = case.pose()
         assert douts is None or douts[0].shape == problem.out_shape
-    recipe = exact.recipe(0, 0, "cpu")
+    recipe = drawing.draw(0, 0, "cpu")
     case, douts = recipe.build()
     exec(recipe.snippet("exact", "cpu"), {})
     shares = exact_checks.exact(case, douts, "cpu")
@@ -287,15 +300,15 @@ def test_what_holds_ends_with_status_0_and_json(monkeypatch):
 
 def test_ctrl_c_prints_what_was_done(monkeypatch):
     monkeypatch.setattr(exact_checks, "checks", lambda kernel, long: ("repeats",))
-    real, asked = exact.recipe, []
+    real, asked = exact.draw, []
 
-    def recipe(seed, number, device):
+    def draw(seed, number, device):
         asked.append(number)
         if number == 2:
             raise KeyboardInterrupt
         return real(seed, number, device)
 
-    monkeypatch.setattr(exact, "recipe", recipe)
+    monkeypatch.setattr(exact, "draw", draw)
     result = runner.invoke(cli.app, [*ALL, "--minutes", "5", "--seed", "5"])
     assert asked == [0, 1, 2]
     assert result.exit_code == 0, result.output

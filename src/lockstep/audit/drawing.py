@@ -18,12 +18,18 @@ from lockstep.problem import Layout, Tensors
 
 LAYOUTS: tuple[Layout, ...] = ("dense", "dense", "varlen", "paged", "varlen_paged")
 LENGTHS = (1, 2, 17, 63, 64, 65, 111, 127, 128, 129, 256, 257, 300, 1023)
-# A GPU kernel is compiled for its head dims: there are fewer of them there.
-HEAD_DIMS = {"cpu": (1, 2, 5, 8, 16, 33, 64, 72, 80, 111, 128, 200, 256), "cuda": (8, 33, 64, 128)}
+HEAD_DIMS = {
+    "cpu": (1, 2, 5, 8, 16, 33, 64, 72, 80, 111, 128, 200, 256),
+    "cuda": (8, 33, 40, 64, 64, 72, 80, 96, 128, 128, 160, 192, 256),
+}
+# A GPU kernel is compiled for layout, dtype, head dims and options: so many problems in a row share
+# these.
+PER_KIND = {"cpu": 1, "cuda": 8}
+LONGEST = {"cpu": 400, "cuda": 4200}
 PAGE_SIZES = (1, 7, 16, 64)
 SIDES = (None, 0, 1, 17, 100)
 # Scores of a problem at most: the oracle holds all of them, many times over.
-MOST_SCORES = 60_000
+MOST_SCORES = {"cpu": 60_000, "cuda": 3_000_000}
 LONG = 6000
 
 # Other places for the same numbers: views of larger tensors, and an address off by one element.
@@ -88,18 +94,19 @@ class Recipe:
 class Drawing:
     """A problem in the making: what has been drawn of it so far."""
 
-    def __init__(self, rng: Random, device: str) -> None:
-        self.rng, self.device = rng, device
+    def __init__(self, kind: Random, rng: Random, device: str) -> None:
+        """`kind` draws what problems of one kind share, `rng` all else."""
+        self.kind, self.rng, self.device = kind, rng, device
         self.lines = [f"torch.manual_seed({rng.randrange(2**31)})"]
         self.options: dict[str, Any] = {}
         self.kinds: list[str] = []
-        self.dtype = rng.choice(DTYPES)
+        self.dtype = kind.choice(DTYPES)
         self.values: Values = rng.choice([x for x in VALUES if self.dtype in x.dtypes])
         self.options |= self.values.options
         self.kinds += [f"values: {self.values.name}", f"dtype: {str(self.dtype)[6:]}"]
         dims = HEAD_DIMS[device]
-        self.D = rng.choice(dims)
-        self.Dv = self.D if rng.random() < 0.6 else rng.choice(dims)
+        self.D = kind.choice(dims)
+        self.Dv = self.D if kind.random() < 0.6 else kind.choice(dims)
         self.Hkv, group = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 4))
         self.Hq = self.Hkv * group
 
@@ -131,7 +138,7 @@ class Drawing:
                 self.kinds.append(f"storage: {kind}")
 
     def common_options(self) -> None:
-        rng, options = self.rng, self.options
+        rng, options = self.kind, self.options
         if rng.random() < 0.4:
             options["causal"] = True
         if rng.random() < 0.3:
@@ -192,27 +199,28 @@ class Drawing:
         return Recipe(tuple(self.lines), self.options, tuple(dict.fromkeys(self.kinds)), memory)
 
 
-def draw(rng: Random, device: str) -> Recipe:
-    """The next problem."""
-    drawing = Drawing(rng, device)
+def draw(seed: int, number: int, device: str) -> Recipe:
+    """Problem `number` of a run with this seed."""
+    kind, rng = Random(f"{seed}:{number // PER_KIND[device]}:kind"), Random(f"{seed}:{number}")
+    drawing = Drawing(kind, rng, device)
     if rng.random() < 0.01:
         return _long(drawing)
-    layout = rng.choice(LAYOUTS)
+    layout = kind.choice(LAYOUTS)
     drawing.kinds.insert(0, f"layout: {layout}")
     _DRAW[layout](drawing)
     return drawing.recipe()
 
 
-def _length(rng: Random) -> int:
-    return rng.choice(LENGTHS) if rng.random() < 0.6 else rng.randint(1, 400)
+def _length(rng: Random, longest: int) -> int:
+    return rng.choice(LENGTHS) if rng.random() < 0.6 else rng.randint(1, longest)
 
 
 def _lengths(drawing: Drawing, B: int) -> tuple[int, int]:
     """Sq and Skv whose scores the oracle can hold."""
-    rng = drawing.rng
+    rng, longest = drawing.rng, LONGEST[drawing.device]
     while True:
-        Sq, Skv = _length(rng), _length(rng)
-        if B * drawing.Hq * Sq * Skv <= MOST_SCORES:
+        Sq, Skv = _length(rng, longest), _length(rng, longest)
+        if B * drawing.Hq * Sq * Skv <= MOST_SCORES[drawing.device]:
             return Sq, Skv
 
 

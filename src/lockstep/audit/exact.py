@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from random import Random
 from typing import Any
 
 from lockstep import dispatch
@@ -62,11 +61,6 @@ class Summary:
         }
 
 
-def recipe(seed: int, number: int, device: str) -> Recipe:
-    """Problem `number` of a run with this seed."""
-    return draw(Random(f"{seed}:{number}"), device)
-
-
 def audit(
     kernels: Iterable[Kernel],
     *,
@@ -90,7 +84,7 @@ def audit(
     while summary.ok and (problems is None or summary.problems < problems):
         if minutes is not None and time.monotonic() - start >= 60 * minutes:
             return
-        _examine(recipe(seed, summary.problems, device), kernels, summary)
+        _examine(draw(seed, summary.problems, device), kernels, summary)
         summary.problems += 1
         yield summary
 
