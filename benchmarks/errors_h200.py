@@ -9,6 +9,9 @@ FlashAttention 2, `its_error` the standard error of this mean (as a factor, less
 the geometric standard deviation of FlashAttention 2's own largest error. FlashAttention 2 is
 PyTorch's.
 
+Rows with a window on the left are compared with those of the Triton kernel, which has a running
+maximum as FlashAttention 2 has it: PyTorch's takes no window.
+
 With several processes at a time (`--head-dims 64 --dtypes bf16` and so on), each writes its rows to
 a file, and `--join FILE...` makes the results of them.
 """
@@ -19,7 +22,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,8 @@ from lockstep.output import results
 DRAWS = 24
 HEADS = {1023: 4, 4095: 1}  # by how many queries and keys there are
 FEW_QUERIES, FEW_HEADS, KEYS, PAGE = 16, 64, 1023, 64
+# Keys that a row sees, queries and keys, heads: every kind of Hopper build for windows.
+WINDOWS = ((130, 1023, 4), (300, 1023, 4), (1001, 2047, 2), (2101, 4095, 1), (3500, 5000, 1))
 SIGMAS = (1.0, 3.0, 10.0, 30.0)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Options of lockstep.attention, by the name of a contender.
@@ -130,8 +135,8 @@ def compare(tensors: list[Tensor], contenders: dict[str, Attend], run: Run) -> I
     theirs = run(flash_attention_2, *tensors)
     for kernel, attend in contenders.items():
         ours = first_that_runs((run, compute_out), attend, tensors)
-        for what, mine in ours.items():
-            yield {"kernel": kernel, "what": what, **against(mine, theirs[what], exact[what])}
+        for name, mine in ours.items():
+            yield {"kernel": kernel, "result": name, **against(mine, theirs[name], exact[name])}
 
 
 def measure(D: int, dtype: str, sigma: float) -> Iterator[Row]:
@@ -147,11 +152,30 @@ def measure(D: int, dtype: str, sigma: float) -> Iterator[Row]:
         yield {**case, "Sq": FEW_QUERIES, "Skv": KEYS, **row}
 
 
-def summarize(rows: list[Row]) -> list[Row]:
-    """For each kernel, result and sigma the highest figures of all cases."""
+def measure_windows(D: int, dtype: str, sigma: float) -> Iterator[Row]:
+    """Rows that see as many keys as the window has."""
+    for keys, S, H in WINDOWS:
+        q, k, v, _ = draw((DRAWS, H, S, D), S, DTYPES[dtype], sigma)
+        options: dict[str, Any] = {"causal": True, "window": (keys - 1, 0)}
+        exact = torch.cat(
+            [
+                reference.attention(*(x.double() for x in part), **options)
+                for part in zip(*(x.split(2) for x in (q, k, v)), strict=True)
+            ]
+        )
+        ours, theirs = (
+            lockstep.attention(q, k, v, kernel=name, **options).double()
+            for name in ("hopper", "triton")
+        )
+        whole = (x[:, :, keys:] for x in (ours, theirs, exact))
+        yield {"D": D, "dtype": dtype, "sigma": sigma, "window": keys, "Skv": S, **against(*whole)}
+
+
+def summarize(rows: list[Row], names: tuple[str, ...]) -> list[Row]:
+    """For all that has these names in common, the highest figures of all cases."""
     highest: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        key = {"kernel": row["kernel"], "result": row["what"], "sigma": row["sigma"]}
+        key = {name: row[name] for name in names}
         found = highest.setdefault(tuple(key.values()), {**key, "rms": 0.0, "largest": 0.0})
         found |= {name: max(found[name], row[name]) for name in ("rms", "largest")}
     return list(highest.values())
@@ -159,6 +183,15 @@ def summarize(rows: list[Row]) -> list[Row]:
 
 def tables() -> dict[str, Any]:
     columns = {name: {"kernel": name} for name in CONTENDERS | FEW_CONTENDERS}
+    windows = {
+        "of": "windows_summary",
+        "by": ["D", "window"],
+        "columns": {f"sigma {sigma:g}": {"sigma": sigma} for sigma in SIGMAS},
+        "value": "largest",
+        "format": "{:.2f}",
+        "caption": "Largest error of out with a window, times that of the Triton kernel, which has "
+        "a running maximum; the higher of bf16 and fp16, geometric means of 24 draws",
+    }
     heading = "times that of FlashAttention 2, the highest of all head dims, dtypes and lengths"
     return {
         f"errors_{value}": {
@@ -170,7 +203,7 @@ def tables() -> dict[str, Any]:
             "caption": f"{title}, {heading}",
         }
         for value, title in (("rms", "Rms error"), ("largest", "Largest error of a draw"))
-    }
+    } | {"hopper_window_errors": windows}
 
 
 def main() -> None:
@@ -184,14 +217,17 @@ def main() -> None:
     rows: list[Row] = [row for path in args.join for row in json.loads(path.read_text())]
     head_dims = [] if args.join else [int(D) for D in args.head_dims.split(",")]
     for D, dtype, sigma in product(head_dims, args.dtypes.split(","), SIGMAS):
-        for row in measure(D, dtype, sigma):
+        for row in chain(measure(D, dtype, sigma), measure_windows(D, dtype, sigma)):
             rows.append(row)
             print(row, flush=True)
     if args.rows:
         args.rows.write_text(json.dumps(rows))
     if args.save_to:
-        run = results.collect("errors", rows)
-        run |= {"tables": tables(), "summary": summarize(rows)}
+        windows = [row for row in rows if "window" in row]
+        plain = [row for row in rows if "window" not in row]
+        run = results.collect("errors", plain)
+        run |= {"tables": tables(), "summary": summarize(plain, ("kernel", "result", "sigma"))}
+        run |= {"windows": windows, "windows_summary": summarize(windows, ("D", "window", "sigma"))}
         print(results.save_for_gpu(run, "errors", args.save_to))
 
 
