@@ -10,7 +10,8 @@ For one row with weights p, n keys, and the derivatives of `docs/gradients.md`:
 
     s    = scale · q·k        var s  = u² ((1 + D/4) scale² Σ q² k² + (1 + D/16) s²), at most 1
     out  = Σ p v              var out = Σ p² ((w² + L u²) v² + var s (v - out)²) + (w² + c) out²
-    lse  = m + log l          var lse = Σ p² var s + c + u² (lse² + m²)     (softcap: see `_cap`)
+    lse  = m + log l          var lse = Σ p² var s + c + u² (lse² + m²)     (softcap: see `_cap`;
+                                                                  tensor cores: see `_cut_off`)
     dp   = dout·v             var dp = u² (L(Dv) Σ dout² v² + dp²)
     δ    = dout·out - dlse    var δ  = Σ p² var s (dp - dout·out)² + c (dout·out)² + u² δ²
                                        + Σ dout² (Σ p² (w² + L u²) v² + (w² + L(Dv) u²) out²)
@@ -47,6 +48,10 @@ ROWS = 2048
 # stays between two powers of 2, each addition is off by the same: over 64 terms by 13 u of the sum,
 # root mean square over what the term is.
 TILE, CHAIN = 64, 13.0
+# What an H200 cuts off of a sum of products with one sign comes to, for each product, in u of the
+# sum: at most three times these. A product of fp16 has 22 bits, one of bf16 has 16, and the rest of
+# either that lies two bits or more below the last of the sum is lost.
+CUT = {torch.float16: 0.045, torch.bfloat16: 0.017}
 # By the name of the result: out, lse; dq, dk, dv, dbias, dsinks.
 Variances = dict[str, Tensor]
 
@@ -60,12 +65,15 @@ class Units:
     the least step of the dtype; a weight below `least_weight` may be 0, where exp2 ends.
 
     Tensor cores of a GPU multiply float32 as a sum of bfloat16 terms, whose least step is larger.
+    They do not round sums of 16-bit products, but cut them off: `cut` of a product, relative to the
+    sum.
     """
 
     u: float
     w: float
     least: float
     least_weight: float
+    cut: float = 0.0
 
     @classmethod
     def of(cls, dtype: torch.dtype, device: str = "cpu") -> Units:
@@ -78,6 +86,7 @@ class Units:
             own.eps / math.sqrt(12),
             least,
             max(least, statistics.smallest_normal),
+            CUT.get(dtype, 0.0) * statistics.eps / 2 if device != "cpu" else 0.0,
         )
 
 
@@ -239,6 +248,7 @@ def _of_rows(problem: AttentionProblem, units: Units, t: Row) -> Variances:
     of_column = of_column + (_equal_terms(p, t) * CHAIN * units.u * out) ** 2
     var_out = of_column + away.clamp(min=0.0) + var_l * out**2
     var_lse = shift + u2 * (lse**2 + m**2 + _cap(problem, units) ** 2)
+    var_lse = var_lse + _cut_off(problem, units, t, p * slope) ** 2
     found = {"out": var_out, "lse": var_lse.squeeze(-1)}
     if t.dout is None or t.dlse is None:
         return found
@@ -337,6 +347,12 @@ def _cap(problem: AttentionProblem, units: Units) -> float:
     times itself. Equal scores of a row have equal errors of this kind, and lse has them, too.
     """
     return problem.softcap if problem.softcap is not None and units.w > units.u else 0.0
+
+
+def _cut_off(problem: AttentionProblem, units: Units, t: Row, by_product: Tensor) -> Tensor:
+    """What lse loses because tensor cores cut sums off, [B, Hq, rows, 1]: all q·k with one sign are
+    too small, so that their errors add up. `by_product` has the derivatives of lse by q·k."""
+    return units.cut * problem.D * (by_product * (t.q @ t.k.mT)).sum(-1, keepdim=True)
 
 
 def _levels(n: int) -> float:
