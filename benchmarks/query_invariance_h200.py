@@ -2,8 +2,10 @@
 
     python benchmarks/query_invariance_h200.py PEERS_DIRECTORY --save-to benchmarks/results
 
-PEERS_DIRECTORY is that of `gpu_h200.py`. With --warm-up everything is called once, and nothing is
-timed: most of a first run is compilation.
+PEERS_DIRECTORY is that of `gpu_h200.py`. Most of a first run is compilation. With --warm-up all of
+Lockstep's calls are made once and nothing is timed; several processes may share them:
+
+    for i in 0 1 2 3; do python benchmarks/query_invariance_h200.py --warm-up $i/4 & done; wait
 """
 
 from __future__ import annotations
@@ -59,32 +61,37 @@ CACHES = (
     Cache(8, 16384, None),
 )
 Calls = dict[str, Callable[[], Tensor]]
+# What describes a case, and what sets its calls up.
+Case = tuple[dict[str, Any], Callable[[], Calls]]
 
 
 def ours(call: Callable[..., Tensor]) -> Calls:
     return {"default": call, "query-invariant": partial(call, query_invariant=True)}
 
 
-def prefill(fa3: Any) -> Iterator[tuple[dict[str, Any], Calls]]:
+def prefill(fa3: Any) -> Iterator[Case]:
+    def calls(B: int, H: int, S: int, D: int, causal: bool) -> Calls:
+        q, k, v = torch.randn((3, B, H, S, D), device="cuda").bfloat16()
+        found = ours(partial(lockstep.attention, q, k, v, causal=causal))
+        return found if fa3 is None else found | {"FA3": fa3.prefill(q, k, v, causal)}
+
     for D, H in ((64, 32), (128, 16)):
         for S in (1024, 4096, TOKENS):
-            shape = (3, TOKENS // S, H, S, D)
-            q, k, v = torch.randn(shape, device="cuda").bfloat16()
             for causal in (False, True):
-                calls = ours(partial(lockstep.attention, q, k, v, causal=causal))
-                calls["FA3"] = fa3.prefill(q, k, v, causal)
                 flops = 4 * H * TOKENS * S * D / (2 if causal else 1)
-                case = {"D": D, "S": S, "causal": causal}
-                yield {"table": PREFILL, **case, "work": flops / 1e12}, calls
+                case = {"table": PREFILL, "D": D, "S": S, "causal": causal, "work": flops / 1e12}
+                yield case, partial(calls, TOKENS // S, H, S, D, causal)
 
 
-def few_queries(fa3: Any) -> Iterator[tuple[dict[str, Any], Calls]]:
-    for B, Sq in ((1, 16), (1, 64), (1, 128), (4, 16), (4, 64), (4, 128), (4, 256)):
+def few_queries(fa3: Any) -> Iterator[Case]:
+    def calls(B: int, Sq: int) -> Calls:
         q = torch.randn(B, 32, Sq, 128, device="cuda").bfloat16()
         call = partial(lockstep.attention_paged, *paged_cache(q, TOKENS, 16, 8), causal=True)
-        calls = {**ours(call), "triton": partial(call, kernel="triton")}
-        case = {"table": FEW, "queries": f"{B} × {Sq}"}
-        yield case, {n: _graphed(c) for n, c in calls.items()}
+        found = {**ours(call), "triton": partial(call, kernel="triton")}
+        return {name: _graphed(x) for name, x in found.items()}
+
+    for B, Sq in ((1, 16), (1, 64), (1, 128), (4, 16), (4, 64), (4, 128), (4, 256)):
+        yield {"table": FEW, "queries": f"{B} × {Sq}"}, partial(calls, B, Sq)
 
 
 def paged_cache(q: Tensor, keys: int, page: int, Hkv: int) -> tuple[Tensor, ...]:
@@ -95,19 +102,22 @@ def paged_cache(q: Tensor, keys: int, page: int, Hkv: int) -> tuple[Tensor, ...]
     return q, k, v, table, torch.full((len(q),), keys, device="cuda", dtype=torch.int32)
 
 
-def decode(fa3: Any) -> Iterator[tuple[dict[str, Any], Calls]]:
-    for cache in CACHES:
+def decode(fa3: Any) -> Iterator[Case]:
+    def calls(cache: Cache) -> Calls:
         B, S, page, Hq, Hkv, D = cache
         q = torch.randn(B, Hq, 1, D, device="cuda").bfloat16()
         if page is None:
             k, v = torch.randn(2, B, Hkv, S, D, device="cuda").bfloat16()
-            calls = ours(partial(lockstep.attention, q, k, v, causal=True))
+            found = ours(partial(lockstep.attention, q, k, v, causal=True))
         else:
             paged = paged_cache(q, S, page, Hkv)
-            calls = ours(partial(lockstep.attention_paged, *paged, causal=True))
-            if page >= 16:
-                calls["FA3"] = fa3.decode(*paged)
-        yield {"table": DECODE, "decode": cache.name}, {n: _graphed(c) for n, c in calls.items()}
+            found = ours(partial(lockstep.attention_paged, *paged, causal=True))
+            if fa3 is not None:
+                found["FA3"] = fa3.decode(*paged)
+        return {name: _graphed(x) for name, x in found.items()}
+
+    for cache in CACHES:
+        yield {"table": DECODE, "decode": cache.name}, partial(calls, cache)
 
 
 def _graphed(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -125,23 +135,30 @@ def _graphed(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return replay
 
 
-def measure(fa3: Any, warm_up: bool) -> list[dict[str, Any]]:
+def warm_up(share: int, n: int) -> None:
+    """Makes every n-th of Lockstep's calls once, from number `share` on."""
+    cases = [*prefill(None), *decode(None), *few_queries(None)]
+    for _case, calls in cases[share::n]:
+        for call in calls().values():
+            call()
+    torch.cuda.synchronize()
+
+
+def measure(fa3: Any) -> list[dict[str, Any]]:
     rows = []
-    for cases in (prefill, decode, few_queries):
-        for case, calls in cases(fa3):
-            expected = calls["default"]().float()
-            for name, call in calls.items():
-                difference = float((call().float() - expected).abs().max())
-                assert difference < MOST_DIFFERENCE, (case, name, difference)
-            if warm_up:
-                continue
-            timings = take_turns(calls, ROUNDS)
-            work = case.pop("work", None)
-            for name in calls:
-                seconds = timings.median(name)
-                rate = {"µs": seconds * 1e6} if work is None else {"TFLOP/s": work / seconds}
-                rows.append({**case, "contender": name, **rate})
-            print(case, {row["contender"]: row for row in rows[-len(calls) :]}, flush=True)
+    for case, set_up in (*prefill(fa3), *decode(fa3), *few_queries(fa3)):
+        calls = set_up()
+        expected = calls["default"]().float()
+        for name, call in calls.items():
+            difference = float((call().float() - expected).abs().max())
+            assert difference < MOST_DIFFERENCE, (case, name, difference)
+        timings = take_turns(calls, ROUNDS)
+        work = case.pop("work", None)
+        for name in calls:
+            seconds = timings.median(name)
+            rate = {"µs": seconds * 1e6} if work is None else {"TFLOP/s": work / seconds}
+            rows.append({**case, "contender": name, **rate})
+        print(case, {row["contender"]: row for row in rows[-len(calls) :]}, flush=True)
     return rows
 
 
@@ -151,13 +168,18 @@ def _columns(*names: str) -> dict[str, dict[str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("peers", type=Path)
+    parser.add_argument("peers", type=Path, nargs="?")
     parser.add_argument("--save-to", type=Path)
-    parser.add_argument("--warm-up", action="store_true")
+    parser.add_argument("--warm-up", metavar="SHARE/OF", help="0/1 for all calls in one process")
     given = parser.parse_args()
+    if given.warm_up:
+        warm_up(*map(int, given.warm_up.split("/")))
+        return
+    if given.peers is None:
+        parser.error("takes PEERS_DIRECTORY unless --warm-up is given")
     fa3 = next(x for x in load(given.peers) if x.name == "FA3")
     torch.manual_seed(0)
-    rows = measure(fa3, given.warm_up)
+    rows = measure(fa3)
     if given.save_to is None:
         return
     run = results.collect("query-invariance", rows)
