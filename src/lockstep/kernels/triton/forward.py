@@ -52,12 +52,7 @@ from lockstep.kernels.triton.spans import (
     store_state,
     tiles_of_region,
 )
-from lockstep.kernels.triton.tiles import (
-    is_nonfinite,
-    seen_by_all,
-    seen_by_any,
-    tile_ranges,
-)
+from lockstep.kernels.triton.tiles import is_nonfinite, keys_seen, tile_ranges
 
 _ANY_ADDRESS = (
     *("bias_ptr", "sinks_ptr", "kv_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr"),
@@ -148,21 +143,6 @@ def find_keys(
 def describe(ptr, n_keys, stride_s, D: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr):
     """A TMA descriptor of the rows from here on."""
     return tl.make_tensor_descriptor(ptr, [n_keys, D], [stride_s, 1], [BLOCK_KV, BLOCK_D])
-
-
-@triton.jit
-def keys_seen(
-    tile, n_rows, shift, kv_len, kv_stop, window,
-    GROUP: tl.constexpr, SECRET_LENGTHS: tl.constexpr, BLOCK_Q: tl.constexpr,
-):  # fmt: skip
-    """The keys [lo, hi) that some row of a tile sees, and those that all of them see."""
-    first_position = tile * BLOCK_Q // GROUP + shift
-    last_position = (tl.minimum(tile * BLOCK_Q + BLOCK_Q, n_rows) - 1) // GROUP + shift
-    lo, hi = seen_by_any(first_position, last_position, kv_len, window)
-    all_lo, all_hi = seen_by_all(first_position, last_position, kv_len, window)
-    if SECRET_LENGTHS:
-        lo, hi, all_lo, all_hi = 0, kv_stop, 0, 0
-    return lo, hi, all_lo, all_hi
 
 
 @triton.jit

@@ -50,6 +50,21 @@ def seen_by_all(first, last, kv_len, window):
 
 
 @triton.jit
+def keys_seen(
+    tile, n_rows, shift, kv_len, kv_stop, window,
+    GROUP: tl.constexpr, SECRET_LENGTHS: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """The keys [lo, hi) that some row of a tile sees, and those that all of them see."""
+    first_position = tile * BLOCK_Q // GROUP + shift
+    last_position = (tl.minimum(tile * BLOCK_Q + BLOCK_Q, n_rows) - 1) // GROUP + shift
+    lo, hi = seen_by_any(first_position, last_position, kv_len, window)
+    all_lo, all_hi = seen_by_all(first_position, last_position, kv_len, window)
+    if SECRET_LENGTHS:
+        lo, hi, all_lo, all_hi = 0, kv_stop, 0, 0
+    return lo, hi, all_lo, all_hi
+
+
+@triton.jit
 def tile_ranges(lo, hi, all_lo, all_hi, BLOCK: tl.constexpr, ALL_MASKED: tl.constexpr = False):
     """Which tiles of BLOCK need a mask: something is seen in [lo, hi), everything in [all_lo,
     all_hi)."""

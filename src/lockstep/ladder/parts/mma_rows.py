@@ -30,6 +30,13 @@ WIDTH = BLOCK  # columns of the output that are written at a time
 
 
 @simt.device
+def clear(acc, D: Constant):
+    """Set the warp's rows of the output to zero."""
+    for n in range(D // 16):
+        acc[n] = wmma.fill(0.0)
+
+
+@simt.device
 def multiply_keys(s, s_tile, q_tile, k_tile, stage, warp_row, D: Constant):
     """The warp's 16 rows of Q·Kᵀ into shared memory."""
     for n in range(BLOCK // 16):
@@ -52,7 +59,7 @@ def new_maximum(s_tile, scores, row, half, seen, m, scale_log2):
 
 
 @simt.device
-def weigh(s_tile, p_tile, scores, row, half, m, top, l, scale_log2, DTYPE: Constant):
+def sum_weights(s_tile, p_tile, scores, row, half, m, top, l, scale_log2, DTYPE: Constant):
     """Weights of this thread's half of a row, and the factor that corrects what came before, into
     shared memory; returns the sum l over this half. m and top: the maximum before and now."""
     # a row that has seen no key yet: infinity minus infinity would be NaN

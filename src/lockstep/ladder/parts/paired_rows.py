@@ -42,6 +42,14 @@ def start_copy(tile, stage, source, first, row0, seq, D: Constant):
 
 
 @simt.device
+def start_copies(k_tile, v_tile, stage, k, v, first, row0, seq, D: Constant):
+    """Start copying the keys and values of a tile, as one step of the pipeline."""
+    start_copy(k_tile, stage, k, first, row0, seq, D)
+    start_copy(v_tile, stage, v, first, row0, seq, D)
+    cuda.pipeline_commit()
+
+
+@simt.device
 def copy(tile, stage, source, first, row0, seq, D: Constant):
     """The same rows by ordinary loads and stores; they are in after the next barrier."""
     for i in range(D * BLOCK // VECTOR // THREADS):

@@ -26,11 +26,12 @@ from dataclasses import replace
 from lockstep import simt
 from lockstep.ladder.parts import mma_rows, paired_rows
 from lockstep.ladder.parts.mma_rows import (
+    clear,
     correct,
     multiply_keys,
     multiply_values,
     new_maximum,
-    weigh,
+    sum_weights,
     write_output,
 )
 from lockstep.ladder.parts.paired_rows import (
@@ -40,7 +41,7 @@ from lockstep.ladder.parts.paired_rows import (
     PITCH,
     THREADS,
     blank_copied,
-    start_copy,
+    start_copies,
 )
 from lockstep.ladder.parts.rows import EMPTY, VECTOR
 from lockstep.ladder.rung import Launch, LaunchPlan, PhasePlan, Problem, Rung, Tensors
@@ -105,9 +106,7 @@ def persistent_mma(
         item = item_of(0)
         first = item % heads * seq  # row of the head's first token
         copy_own_rows(q_tile, q, first, BLOCK * (q_tiles - 1 - item // heads), seq, warp_row, D)
-        start_copy(k_tile, 0, k, first, 0, seq, D)
-        start_copy(v_tile, 0, v, first, 0, seq, D)
-        cuda.pipeline_commit()
+        start_copies(k_tile, v_tile, 0, k, v, first, 0, seq, D)
 
     for turn in range((items + cuda.gridDim.x - 1) // cuda.gridDim.x):
         item = item_of(turn)
@@ -119,16 +118,12 @@ def persistent_mma(
             q_tile_idx = q_tiles - 1 - item // heads
             q_row0 = BLOCK * q_tile_idx
             first = item % heads * seq
-            kv_tiles = q_tiles
-            limit = length  # keys that this thread's row sees
-            if CAUSAL:
-                kv_tiles = q_tile_idx + 1
-                limit = min(length, q_row0 + row + 1)
-            for n in range(D // 16):
-                acc[n] = wmma.fill(0.0)
+            kv_tiles = q_tile_idx + 1 if CAUSAL else q_tiles
+            # keys that this thread's row sees
+            limit = min(length, q_row0 + row + 1) if CAUSAL else length
+            clear(acc, D)
             m = EMPTY
             l = 0.0
-
             for kv_tile in range(kv_tiles):
                 kv_row0 = BLOCK * kv_tile
                 with simt.phase("load kv"):
@@ -139,11 +134,8 @@ def persistent_mma(
                     last = kv_tile + 1 == kv_tiles
                     if not last or following < items:
                         source = next_first if last else first
-                        source_row0 = 0 if last else kv_row0 + BLOCK
-                        start_copy(k_tile, 1 - stage, k, source, source_row0, seq, D)
-                        start_copy(v_tile, 1 - stage, v, source, source_row0, seq, D)
-                        cuda.pipeline_commit()
-
+                        row0 = 0 if last else kv_row0 + BLOCK
+                        start_copies(k_tile, v_tile, 1 - stage, k, v, source, row0, seq, D)
                 with simt.phase("scores"):
                     multiply_keys(s, s_tile, q_tile, k_tile, stage, warp_row, D)
                     if last and following < items:
@@ -152,13 +144,12 @@ def persistent_mma(
                         cuda.pipeline_commit()
                 with simt.phase("softmax"):
                     top = new_maximum(s_tile, scores, row, half, limit - kv_row0, m, scale_log2)
-                    l = weigh(s_tile, p_tile, scores, row, half, m, top, l, scale_log2, DTYPE)
+                    l = sum_weights(s_tile, p_tile, scores, row, half, m, top, l, scale_log2, DTYPE)
                     m = top
                 with simt.phase("output"):
                     correct(acc, s_tile, warp_row, D)
                     multiply_values(acc, p_tile, v_tile, stage, warp_row, D)
                 stage = 1 - stage
-
             with simt.phase("write"):
                 write_output(out, acc, s_tile, first, q_row0, seq, warp_row, row, half, l, D, DTYPE)
 

@@ -50,6 +50,14 @@ WARP_ROWS, WARP_COLS = 4, 2  # warps over both dimensions of a tile
 
 
 @simt.device
+def clear(acc, BLOCK: Constant, D: Constant):
+    """Set the warp's part of the output to zero."""
+    for i in range(BLOCK // 64):
+        for n in range(D // 32):
+            acc[i, n] = wmma.fill(0.0)
+
+
+@simt.device
 def multiply_keys(
     s, s_tile, q_tile, k_tile, warp_row, warp_col, BLOCK: Constant, D: Constant
 ):  # fmt: skip
@@ -108,6 +116,25 @@ def write_columns(
             cuda.vstore(out, (first + row, to), rounded8(s_tile, row, col, DTYPE))
 
 
+@simt.device
+def write_output(
+    out, acc, s_tile, first, present, warp_row, warp_col, BLOCK: Constant, D: Constant,
+    DTYPE: Constant,
+):  # fmt: skip
+    """The output by way of shared memory: half of each warp's columns at a time where it is wider
+    than the tile."""
+    for n0 in range(0, D // 32, min(D, BLOCK) // 32):
+        cuda.syncthreads()
+        for i in range(BLOCK // 64):
+            for n in range(min(D, BLOCK) // 32):
+                col = warp_col * (min(D, BLOCK) // 2) + FRAGMENT * n
+                wmma.store(s_tile, (warp_row + FRAGMENT * i, col), acc[i, n0 + n])
+        cuda.syncthreads()
+        write_columns(
+            out, s_tile, first, present, FRAGMENT * n0, BLOCK, D, min(D, BLOCK), DTYPE
+        )  # fmt: skip
+
+
 @simt.kernel
 def warp_mma(
     q,  # [B·H·S, D]
@@ -139,17 +166,13 @@ def warp_mma(
     first_q = cuda.blockIdx.x * BLOCK
     # row of this head's first token
     first = (cuda.blockIdx.z * cuda.gridDim.y + cuda.blockIdx.y) * seq
-    end = seq  # of the keys that some row of this block sees
-    limit = seq  # of the keys that this thread's row sees
-    if CAUSAL:
-        end = min(seq, first_q + BLOCK)
-        limit = min(seq, first_q + row + 1)
+    # the ends of the keys that some row of this block sees, and this thread's row
+    end = min(seq, first_q + BLOCK) if CAUSAL else seq
+    limit = min(seq, first_q + row + 1) if CAUSAL else seq
 
     with simt.phase("load q"):
         stage_rows(q_tile, q, first + first_q, seq - first_q, BLOCK, D, THREADS, DTYPE)
-        for i in range(BLOCK // 64):
-            for n in range(D // 32):
-                acc[i, n] = wmma.fill(0.0)
+        clear(acc, BLOCK, D)
     m = EMPTY
     l = 0.0
 
@@ -166,9 +189,8 @@ def warp_mma(
             cuda.syncthreads()
 
         with simt.phase("softmax"):
-            most = visible_scores(
-                s_tile, scores, row, part, limit - first_kv, BLOCK, THREADS // BLOCK
-            )  # fmt: skip
+            seen = limit - first_kv
+            most = visible_scores(s_tile, scores, row, part, seen, BLOCK, THREADS // BLOCK)
             top = max(m, most * scale_log2)
             # a row that has seen no key yet: infinity minus infinity would be NaN
             base = 0.0 if top == EMPTY else top
@@ -191,18 +213,9 @@ def warp_mma(
         spread_row(s_tile, row, part, 1.0 / l, THREADS // BLOCK)
         cuda.syncthreads()
         correct(acc, s_tile, warp_row, BLOCK, D)
-        # half of each warp's columns at a time where the output is wider than the tile
-        for n0 in range(0, D // 32, min(D, BLOCK) // 32):
-            cuda.syncthreads()
-            for i in range(BLOCK // 64):
-                for n in range(min(D, BLOCK) // 32):
-                    col = warp_col * (min(D, BLOCK) // 2) + FRAGMENT * n
-                    wmma.store(s_tile, (warp_row + FRAGMENT * i, col), acc[i, n0 + n])
-            cuda.syncthreads()
-            write_columns(
-                out, s_tile, first + first_q, seq - first_q, FRAGMENT * n0, BLOCK, D,
-                min(D, BLOCK), DTYPE,
-            )  # fmt: skip
+        write_output(
+            out, acc, s_tile, first + first_q, seq - first_q, warp_row, warp_col, BLOCK, D, DTYPE
+        )  # fmt: skip
 
 
 def launches(problem: Problem, tensors: Tensors, tile: str) -> list[Launch]:

@@ -12,13 +12,22 @@ from __future__ import annotations
 from lockstep import simt
 from lockstep.ladder.parts import mma_rows, paired_rows
 from lockstep.ladder.parts.mma_rows import (
+    clear,
     correct,
     multiply_keys,
     multiply_values,
     new_maximum,
-    weigh,
+    sum_weights,
 )
-from lockstep.ladder.parts.paired_rows import BLOCK, OWN, PAD, PITCH, THREADS, start_copy
+from lockstep.ladder.parts.paired_rows import (
+    BLOCK,
+    OWN,
+    PAD,
+    PITCH,
+    THREADS,
+    start_copies,
+    start_copy,
+)
 from lockstep.ladder.parts.rows import EMPTY, FULL, VECTOR
 from lockstep.ladder.parts.tiled import walk
 from lockstep.ladder.rung import BYTES, SECTOR, LaunchPlan, PhasePlan, Problem
@@ -59,11 +68,9 @@ def partial_attention_mma(
     first_key = first
     if GROUP > 1:
         first_key = cuda.blockIdx.z // GROUP * seq
-    end = seq  # of the keys that some row of this block sees
-    limit = seq  # of the keys that this thread's row sees
-    if CAUSAL:
-        end = min(seq, first_q + BLOCK)
-        limit = min(seq, first_q + row + 1)
+    # the ends of the keys that some row of this block sees, and this thread's row
+    end = min(seq, first_q + BLOCK) if CAUSAL else seq
+    limit = min(seq, first_q + row + 1) if CAUSAL else seq
     begin = cuda.blockIdx.y * kv_tiles * BLOCK
     if begin >= end:
         return
@@ -71,11 +78,8 @@ def partial_attention_mma(
 
     with simt.phase("load q"):
         start_copy(q_tile, 0, q, first, first_q, seq, D)
-        start_copy(k_tile, 0, k, first_key, begin, seq, D)
-        start_copy(v_tile, 0, v, first_key, begin, seq, D)
-        cuda.pipeline_commit()
-        for n in range(D // 16):
-            acc[n] = wmma.fill(0.0)
+        start_copies(k_tile, v_tile, 0, k, v, first_key, begin, seq, D)
+        clear(acc, D)
     m = EMPTY
     l = 0.0
 
@@ -86,15 +90,15 @@ def partial_attention_mma(
             # the copies of all threads are in, and all are done with the other stage
             cuda.syncthreads()
             if first_kv + BLOCK < end:
-                start_copy(k_tile, 1 - stage, k, first_key, first_kv + BLOCK, seq, D)
-                start_copy(v_tile, 1 - stage, v, first_key, first_kv + BLOCK, seq, D)
-                cuda.pipeline_commit()
+                start_copies(
+                    k_tile, v_tile, 1 - stage, k, v, first_key, first_kv + BLOCK, seq, D
+                )  # fmt: skip
 
         with simt.phase("scores"):
             multiply_keys(s, s_tile, q_tile, k_tile, stage, warp_row, D)
         with simt.phase("softmax"):
             top = new_maximum(s_tile, scores, row, half, limit - first_kv, m, scale_log2)
-            l = weigh(s_tile, p_tile, scores, row, half, m, top, l, scale_log2, DTYPE)
+            l = sum_weights(s_tile, p_tile, scores, row, half, m, top, l, scale_log2, DTYPE)
             m = top
         with simt.phase("output"):
             correct(acc, s_tile, warp_row, D)

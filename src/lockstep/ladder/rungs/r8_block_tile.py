@@ -28,6 +28,7 @@ from lockstep.ladder.parts.paired_rows import (
     THREADS,
     blank_copied,
     inverse_sum,
+    start_copies,
     start_copy,
 )
 from lockstep.ladder.parts.row_shares import exponentials, visible_scores
@@ -81,6 +82,22 @@ def multiply_keys(s, q_tile, k_tile, stage, warp_row, lane, D: Constant):
 
 
 @simt.device
+def store_scores(s_tile, s, warp_row, lane):
+    """This thread's scores to shared memory."""
+    for i in range(SCORE_ROWS):
+        for j in range(SCORE_COLS):
+            s_tile[warp_row + score_row(i, lane), lane % 16 + 16 * j] = s[i, j]
+
+
+@simt.device
+def store_weights(s_tile, scores, row, half):
+    """This thread's weights of a row to where the scores were."""
+    for j in range(OWN // 4):
+        p = cuda.vec(scores[4 * j], scores[4 * j + 1], scores[4 * j + 2], scores[4 * j + 3])
+        cuda.vstore(s_tile, (row, 8 * j + 4 * half), p)
+
+
+@simt.device
 def widen_values(v_tile, stage, row, col, values, W: Constant):
     """W neighbouring values as float32 in registers."""
     part = cuda.vload(v_tile, (stage, row, col), W)
@@ -116,6 +133,14 @@ def multiply_values(acc, s_tile, v_tile, stage, warp_row, lane, D: Constant, W: 
 
 
 @simt.device
+def clear(acc, D: Constant):
+    """Set this thread's part of the output to zero."""
+    for i in range(OUT_ROWS):
+        for c in range(D // 8):
+            acc[i, c] = 0.0
+
+
+@simt.device
 def write_row(out, row, col, acc, i, inverse, G: Constant, W: Constant, DTYPE: Constant):
     """W neighbouring columns of one row of the output."""
     if W == 8:
@@ -144,6 +169,22 @@ def write_row(out, row, col, acc, i, inverse, G: Constant, W: Constant, DTYPE: C
                 DTYPE(acc[i, 3] * inverse),
             ),
         )
+
+
+@simt.device
+def write_output(
+    out, acc, factors, first, q_row0, seq, warp_row, lane, D: Constant, DTYPE: Constant
+):  # fmt: skip
+    """This thread's rows and columns of the output, times the factors of their rows."""
+    for i in range(OUT_ROWS):
+        q_row = warp_row + 4 * i + lane // 8
+        inverse = factors[q_row]
+        if q_row0 + q_row < seq:
+            to = first + q_row0 + q_row
+            col = lane % 8 * min(D // 8, VECTOR)
+            write_row(out, to, col, acc, i, inverse, 0, min(D // 8, VECTOR), DTYPE)
+            if D == 128:
+                write_row(out, to, 64 + col, acc, i, inverse, 1, VECTOR, DTYPE)
 
 
 @simt.device
@@ -194,12 +235,8 @@ def block_tile(
 
     with simt.phase("load q"):
         start_copy(q_tile, 0, q, first, q_row0, seq, D)
-        start_copy(k_tile, 0, k, first, 0, seq, D)
-        start_copy(v_tile, 0, v, first, 0, seq, D)
-        cuda.pipeline_commit()
-        for i in range(OUT_ROWS):
-            for c in range(D // 8):
-                acc[i, c] = 0.0
+        start_copies(k_tile, v_tile, 0, k, v, first, 0, seq, D)
+        clear(acc, D)
     m = EMPTY
     l = 0.0
 
@@ -212,17 +249,12 @@ def block_tile(
             # the copies of all threads are in, and all are done with the other stage
             cuda.syncthreads()
             if kv_tile + 1 < kv_tiles:
-                start_copy(k_tile, 1 - stage, k, first, kv_row0 + BLOCK, seq, D)
-                start_copy(v_tile, 1 - stage, v, first, kv_row0 + BLOCK, seq, D)
-                cuda.pipeline_commit()
+                start_copies(k_tile, v_tile, 1 - stage, k, v, first, kv_row0 + BLOCK, seq, D)
 
         with simt.phase("scores"):
             multiply_keys(s, q_tile, k_tile, stage, warp_row, lane, D)
-            for i in range(SCORE_ROWS):
-                for j in range(SCORE_COLS):
-                    s_tile[warp_row + score_row(i, lane), lane % 16 + 16 * j] = s[i, j]
+            store_scores(s_tile, s, warp_row, lane)
             cuda.syncwarp()
-
         with simt.phase("softmax"):
             most = visible_scores(s_tile, scores, row, half, limit - kv_row0, BLOCK, SHARE)
             top = max(m, most * scale_log2)
@@ -231,12 +263,9 @@ def block_tile(
             factor = ct.exp2(m - base)
             m = top
             l = l * factor + exponentials(scores, scale_log2, base, OWN)
-            for j in range(OWN // 4):
-                p = cuda.vec(scores[4 * j], scores[4 * j + 1], scores[4 * j + 2], scores[4 * j + 3])
-                cuda.vstore(s_tile, (row, 8 * j + 4 * half), p)
+            store_weights(s_tile, scores, row, half)
             factors[row] = factor
             cuda.syncwarp()
-
         with simt.phase("output"):
             correct(acc, factors, warp_row, lane, D)
             multiply_values(acc, s_tile, v_tile, stage, warp_row, lane, D, min(D // 8, VECTOR))
@@ -246,15 +275,7 @@ def block_tile(
     with simt.phase("write"):
         factors[row] = inverse_sum(l)
         cuda.syncwarp()
-        for i in range(OUT_ROWS):
-            q_row = warp_row + 4 * i + lane // 8
-            inverse = factors[q_row]
-            if q_row0 + q_row < seq:
-                to = first + q_row0 + q_row
-                col = lane % 8 * min(D // 8, VECTOR)
-                write_row(out, to, col, acc, i, inverse, 0, min(D // 8, VECTOR), DTYPE)
-                if D == 128:
-                    write_row(out, to, 64 + col, acc, i, inverse, 1, VECTOR, DTYPE)
+        write_output(out, acc, factors, first, q_row0, seq, warp_row, lane, D, DTYPE)
 
 
 def launches(problem: Problem, tensors: Tensors, stage: str) -> list[Launch]:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from lockstep import simt
 from lockstep.ladder.parts import paired_rows
-from lockstep.ladder.parts.paired_rows import BLOCK, PAD, THREADS, blank_copied, copy, start_copy
+from lockstep.ladder.parts.paired_rows import BLOCK, PAD, THREADS, blank_copied, copy, start_copies
 from lockstep.ladder.parts.rows import EMPTY, FULL, VECTOR, dot8, row_add8, scaled8
 from lockstep.ladder.rung import BYTES, Launch, LaunchPlan, PhasePlan, Problem, Tensors
 from lockstep.simt import Constant, Secret, ct, cuda, float32, int32
@@ -40,6 +40,20 @@ STAGES = {
     "double_buffer": Stage(1, 2),
     "two_threads": Stage(2, 2),
 }
+
+
+@simt.device
+def clear(acc, D: Constant):
+    """Set this thread's part of the output to zero."""
+    for d in range(D):
+        acc[d] = 0.0
+
+
+@simt.device
+def correct(acc, factor, D: Constant):
+    """Multiply this thread's part of the output by a factor."""
+    for d in range(D):
+        acc[d] *= factor
 
 
 @simt.device
@@ -84,6 +98,24 @@ def add_row(
     return total
 
 
+@simt.device
+def write_row(
+    out, acc, l, first, q_row, seq, part, D: Constant, SHARE: Constant, DTYPE: Constant
+):  # fmt: skip
+    """A row of the output over its sum, by the threads of the row."""
+    if SHARE == 2:
+        l += cuda.shfl_xor_sync(FULL, l, 1)
+        for d in range(D):
+            acc[d] += cuda.shfl_xor_sync(FULL, acc[d], 1)
+    # division has a slow path that depends on its operands, rsqrt squared has none
+    root = cuda.rsqrt(l)
+    inverse = ct.select(l == 0.0, 0.0, root * root)
+    if q_row < seq:
+        for d in range(0, D, VECTOR):
+            if d // VECTOR % SHARE == part:
+                cuda.vstore(out, (first + q_row, d), scaled8(acc, d, inverse, DTYPE))
+
+
 @simt.kernel
 def block_tile_by_rows(
     q: Secret,  # [B·H·S, D]
@@ -120,11 +152,8 @@ def block_tile_by_rows(
     with simt.phase("load q"):
         copy(q_tile, 0, q, first, q_row0, seq, D)
         if BUFFERS == 2:
-            start_copy(k_tile, 0, k, first, 0, seq, D)
-            start_copy(v_tile, 0, v, first, 0, seq, D)
-            cuda.pipeline_commit()
-        for d in range(D):
-            acc[d] = 0.0
+            start_copies(k_tile, v_tile, 0, k, v, first, 0, seq, D)
+        clear(acc, D)
         cuda.syncthreads()
     m = EMPTY
     l = 0.0
@@ -141,20 +170,16 @@ def block_tile_by_rows(
             cuda.syncthreads()
             if BUFFERS == 2:  # noqa: SIM102 - known when compiled, unlike what follows
                 if kv_tile + 1 < kv_tiles:
-                    start_copy(k_tile, 1 - buffer, k, first, kv_row0 + BLOCK, seq, D)
-                    start_copy(v_tile, 1 - buffer, v, first, kv_row0 + BLOCK, seq, D)
-                    cuda.pipeline_commit()
+                    start_copies(k_tile, v_tile, 1 - buffer, k, v, first, kv_row0 + BLOCK, seq, D)
 
         with simt.phase("scores"):
             score_tile(s_tile, q_tile, k_tile, buffer, D)
             cuda.syncthreads()
-
         if BUFFERS == 1:
             with simt.phase("load kv"):
                 copy(v_tile, 0, v, first, kv_row0, seq, D)
                 blank_copied(v_tile, 0, length - kv_row0, D, DTYPE)
                 cuda.syncthreads()
-
         if row < BLOCK:
             with simt.phase("softmax"):
                 top = max(m, row_max(s_tile, row, part, limit - kv_row0, SHARE) * scale_log2)
@@ -162,8 +187,7 @@ def block_tile_by_rows(
                 base = ct.select(top == EMPTY, 0.0, top)
                 factor = ct.exp2(m - base)
                 m = top
-                for d in range(D):
-                    acc[d] *= factor
+                correct(acc, factor, D)
             with simt.phase("output"):
                 l = l * factor + add_row(
                     acc, s_tile, v_tile, buffer, row, part, limit - kv_row0, scale_log2, base,
@@ -172,18 +196,7 @@ def block_tile_by_rows(
 
     with simt.phase("write"):
         if row < BLOCK:
-            if SHARE == 2:
-                l += cuda.shfl_xor_sync(FULL, l, 1)
-                for d in range(D):
-                    acc[d] += cuda.shfl_xor_sync(FULL, acc[d], 1)
-            # division has a slow path that depends on its operands, rsqrt squared has none
-            root = cuda.rsqrt(l)
-            inverse = ct.select(l == 0.0, 0.0, root * root)
-            if q_row0 + row < seq:
-                for d in range(0, D, VECTOR):
-                    if d // VECTOR % SHARE == part:
-                        packed = scaled8(acc, d, inverse, DTYPE)
-                        cuda.vstore(out, (first + q_row0 + row, d), packed)
+            write_row(out, acc, l, first, q_row0 + row, seq, part, D, SHARE, DTYPE)
 
 
 def launches(problem: Problem, tensors: Tensors, stage: str) -> list[Launch]:

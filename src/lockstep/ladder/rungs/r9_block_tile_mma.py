@@ -15,11 +15,12 @@ from __future__ import annotations
 from lockstep import simt
 from lockstep.ladder.parts import mma_rows, paired_rows
 from lockstep.ladder.parts.mma_rows import (
+    clear,
     correct,
     multiply_keys,
     multiply_values,
     new_maximum,
-    weigh,
+    sum_weights,
     write_output,
 )
 from lockstep.ladder.parts.paired_rows import (
@@ -29,6 +30,7 @@ from lockstep.ladder.parts.paired_rows import (
     PITCH,
     THREADS,
     blank_copied,
+    start_copies,
     start_copy,
 )
 from lockstep.ladder.parts.rows import EMPTY, VECTOR
@@ -66,19 +68,14 @@ def block_tile_mma(
     q_tile_idx = cuda.gridDim.y - 1 - cuda.blockIdx.y
     q_row0 = BLOCK * q_tile_idx
     first = cuda.blockIdx.x * seq  # row of this head's first token
-    kv_tiles = (seq + BLOCK - 1) // BLOCK
-    limit = length  # keys that this thread's row sees
-    if CAUSAL:
-        kv_tiles = q_tile_idx + 1
-        limit = min(length, q_row0 + row + 1)
+    kv_tiles = q_tile_idx + 1 if CAUSAL else (seq + BLOCK - 1) // BLOCK
+    # keys that this thread's row sees
+    limit = min(length, q_row0 + row + 1) if CAUSAL else length
 
     with simt.phase("load q"):
         start_copy(q_tile, 0, q, first, q_row0, seq, D)
-        start_copy(k_tile, 0, k, first, 0, seq, D)
-        start_copy(v_tile, 0, v, first, 0, seq, D)
-        cuda.pipeline_commit()
-        for n in range(D // 16):
-            acc[n] = wmma.fill(0.0)
+        start_copies(k_tile, v_tile, 0, k, v, first, 0, seq, D)
+        clear(acc, D)
     m = EMPTY
     l = 0.0
 
@@ -91,15 +88,13 @@ def block_tile_mma(
             # the copies of all threads are in, and all are done with the other stage
             cuda.syncthreads()
             if kv_tile + 1 < kv_tiles:
-                start_copy(k_tile, 1 - stage, k, first, kv_row0 + BLOCK, seq, D)
-                start_copy(v_tile, 1 - stage, v, first, kv_row0 + BLOCK, seq, D)
-                cuda.pipeline_commit()
+                start_copies(k_tile, v_tile, 1 - stage, k, v, first, kv_row0 + BLOCK, seq, D)
 
         with simt.phase("scores"):
             multiply_keys(s, s_tile, q_tile, k_tile, stage, warp_row, D)
         with simt.phase("softmax"):
             top = new_maximum(s_tile, scores, row, half, limit - kv_row0, m, scale_log2)
-            l = weigh(s_tile, p_tile, scores, row, half, m, top, l, scale_log2, DTYPE)
+            l = sum_weights(s_tile, p_tile, scores, row, half, m, top, l, scale_log2, DTYPE)
             m = top
         with simt.phase("output"):
             correct(acc, s_tile, warp_row, D)
