@@ -68,9 +68,11 @@ def block_tile_mma(
     q_tile_idx = cuda.gridDim.y - 1 - cuda.blockIdx.y
     q_row0 = BLOCK * q_tile_idx
     first = cuda.blockIdx.x * seq  # row of this head's first token
-    kv_tiles = q_tile_idx + 1 if CAUSAL else (seq + BLOCK - 1) // BLOCK
-    # keys that this thread's row sees
-    limit = min(length, q_row0 + row + 1) if CAUSAL else length
+    kv_tiles = (seq + BLOCK - 1) // BLOCK
+    limit = length  # keys that this thread's row sees
+    if CAUSAL:
+        kv_tiles = q_tile_idx + 1
+        limit = min(length, q_row0 + row + 1)
 
     with simt.phase("load q"):
         start_copy(q_tile, 0, q, first, q_row0, seq, D)
