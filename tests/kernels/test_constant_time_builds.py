@@ -38,8 +38,8 @@ def saved(tensors: Tensors) -> BackwardTensors:
 
 
 # What a build of `lockstep audit timing` has that others have, too, the tests read in one of them,
-# and the audit in all. Three of the forward are those of `test_hopper_build.py`; gradients by Triton
-# are read below, with all that they can have.
+# and the audit in all. Three of the forward are those of `test_hopper_build.py`; gradients by
+# Triton are read below, with all that they can have.
 AUDITED = dict(gpu_code.builds())
 READ = [
     *("triton: forward for sm_90", "triton: pages, secret lengths for sm_80"),
