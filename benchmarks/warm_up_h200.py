@@ -27,7 +27,7 @@ from lockstep.environment import usable_cores
 from lockstep.models import MODELS
 from lockstep.output import results
 
-TIMED = ("Llama 3 8B", "gpt-oss", "BERT large")
+TIMED = ("Llama 3 8B", "gpt-oss")
 # A whole life but for packed sequences.
 WORKS = ("prefill", "decode", "training")
 WARM_UP = "from lockstep.cli import app; app()"

@@ -105,6 +105,19 @@ def test_builds_of_narrow_heads_serve_every_length(h200, model):
         assert others(h200, whole, [*dense, *trained, *packed]) == set()
 
 
+@pytest.mark.parametrize(
+    ("layer", "is_one"),
+    [
+        (Layer(4, 4, 64, causal=False), True),
+        (Layer(4, 4, 128, causal=False), False),
+        (Layer(4, 4, 128), True),
+    ],
+)
+def test_lengths_that_tiles_divide_and_others_may_share_a_backward(h200, layer, is_one):
+    even, odd = (h200([builds.SampleCall(layer, "dense", n, n, backward=True)]) for n in (512, 500))
+    assert (even.keys() == odd.keys()) == is_one
+
+
 # A model's builds for prefill, chunks, decode and training; then for packed sequences, too.
 BUILDS = {
     "Llama 3 8B": (11, 19),
@@ -121,15 +134,15 @@ BUILDS = {
     "Phi-2": (11, 18),
     "Phi-3 mini": (11, 18),
     "StableLM 2 12B": (11, 17),
-    "BERT large": (15, 25),
-    "ModernBERT base": (20, 34),
-    "ViT-B/16": (15, 25),
-    "SigLIP So400m": (9, 16),
-    "Qwen 2.5 VL vision": (9, 16),
-    "Whisper large v3": (26, 44),
-    "SDXL": (15, 25),
-    "Flux.1": (9, 16),
-    "CogVideoX 2B": (14, 24),
+    "BERT large": (11, 21),
+    "ModernBERT base": (16, 30),
+    "ViT-B/16": (11, 21),
+    "SigLIP So400m": (7, 14),
+    "Qwen 2.5 VL vision": (7, 14),
+    "Whisper large v3": (24, 42),
+    "SDXL": (13, 23),
+    "Flux.1": (7, 14),
+    "CogVideoX 2B": (11, 21),
     "Wan 2.1 1.3B": (9, 16),
 }
 
@@ -178,6 +191,10 @@ def test_the_calls_of_a_life():
     assert len(builds.calls_of([TINY, TINY])) == len(calls)
     encoder = replace(TINY, causal=False)
     assert builds.calls_of([encoder], ["decode"]) == []
+    itself = replace(encoder, Hq=1)
+    assert all(call.Sq == call.Skv for call in builds.calls_of([itself], ["training"]))
+    cross = builds.calls_of([replace(itself, cross=True)], ["training"])
+    assert any(call.Sq != call.Skv for call in cross)
     on_cpu = builds.calls_of([TINY], device="cpu")
     assert max(call.Skv for call in on_cpu) == builds.LONGEST_ON_CPU
 

@@ -40,7 +40,7 @@ NARROW, LONGER_PROMPT, LONG_PROMPT, LONG_TRAINED = 64, 2048, 16384, 2048
 MANY_PACKED, SOME_PACKED = 16, 4
 # Lengths of training at which the Hopper backward shares queries out among programs, or does not,
 # where query heads share keys under a mask; one more for narrow heads. Without a mask, queries and
-# keys of cross-attention.
+# keys of cross-attention, which grouped heads may share out at other lengths, too.
 GROUPED_TRAINED, LONGEST_TRAINED, CROSS_TRAINED = (160, 2048, 4096), 16512, (4096, 77)
 # How much shorter lengths are that no tile divides; unless causal, they have another
 # backward.
@@ -195,7 +195,8 @@ def calls_of(
             if is_masked and layer.Hq > layer.Hkv:
                 lengths += [*GROUPED_TRAINED, *([LONGEST_TRAINED] if is_narrow else [])]
             trained = [SampleCall(layer, "dense", n, n) for n in lengths]
-            trained += [] if is_masked else [SampleCall(layer, "dense", *CROSS_TRAINED)]
+            if not is_masked and (layer.cross or layer.Hq > layer.Hkv):
+                trained.append(SampleCall(layer, "dense", *CROSS_TRAINED))
             trained += [call for call in whole if call.layout == "packed" and call.B <= MANY_PACKED]
             found += [replace(call, backward=True) for call in trained]
         found += whole
@@ -282,11 +283,14 @@ def _in_processes(
     """Compile in `n` other processes. What fails there is compiled again here, where it raises."""
     command = [sys.executable, "-c", "from lockstep.builds import work; work()"]
     asked = {"calls": [asdict(call) for call in calls], "dtype": short(dtype), "device": device}
+    # One imports PyTorch, which takes seconds, and becomes all others, where that is safe.
+    n_started = 1 if sys.platform == "linux" else n
+    asked["forks"] = n - n_started
     readable, writable = os.pipe()
     pipes: Any = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     workers = []
     with tempfile.TemporaryDirectory() as claims:
-        for _ in range(n):
+        for _ in range(n_started):
             worker = subprocess.Popen(command, stdout=writable, text=True, **pipes)
             workers.append(worker)
             assert worker.stdin is not None
@@ -310,6 +314,7 @@ def work() -> None:
     what is done: its name, and how much there is to do in all."""
     asked = json.load(sys.stdin)
     dtype, device = getattr(torch, asked["dtype"]), asked["device"]
+    _fork(asked["forks"], device)
     todo = tasks_of([_call_of(fields) for fields in asked["calls"]], dtype, device)
     for i, (name, do) in enumerate(todo):
         try:
@@ -319,6 +324,15 @@ def work() -> None:
         do()
         # In one piece, beside those of other processes.
         os.write(sys.stdout.fileno(), f"{json.dumps([name, len(todo)])}\n".encode())
+
+
+def _fork(n: int, device: str) -> None:
+    """Go on in `n` more processes, which have CUDA for themselves: it is not initialized yet."""
+    if torch.device(device).type == "cuda":
+        import triton  # noqa: F401, once for all
+    for _ in range(n):
+        if os.fork() == 0:
+            return
 
 
 def tasks_of(
@@ -331,7 +345,9 @@ def tasks_of(
     with torch.autograd.set_multithreading_enabled(False), compiled.planning() as planned:
         for call in calls:
             run(call, dtype, device)
-    return [*planned.values(), ("launch", find_launch)]
+    # What takes long begins first; the others fill what is left of it.
+    longest_first = sorted(planned.values(), key=lambda build: not build.is_long)
+    return [*((build.name, build.compile) for build in longest_first), ("launch", find_launch)]
 
 
 def _call_of(fields: dict[str, Any]) -> SampleCall:

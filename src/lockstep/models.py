@@ -15,7 +15,8 @@ from lockstep.options import Options, Window
 class Layer:
     """One kind of attention layer: what `lockstep.attention` takes besides lengths and data.
 
-    `Dv` 0 stands for a head dim of values equal to D.
+    `Dv` 0 stands for a head dim of values equal to D. With `cross`, keys are those of another
+    sequence, such as a text beside an image.
     """
 
     Hq: int
@@ -27,6 +28,7 @@ class Layer:
     scale: float | None = None
     softcap: float | None = None
     sinks: bool = False
+    cross: bool = False
 
     @property
     def value_dim(self) -> int:
@@ -40,6 +42,10 @@ class Layer:
 
 def _encoder(heads: int, D: int, window: Window | None = None) -> Layer:
     return Layer(heads, heads, D, causal=False, window=window)
+
+
+def _cross(heads: int, D: int) -> Layer:
+    return Layer(heads, heads, D, causal=False, cross=True)
 
 
 def _last(n: int) -> Window:
@@ -86,10 +92,10 @@ MODELS: dict[str, dict[str, Layer]] = {
     "Whisper large v3": {
         "encoder": _encoder(20, 64),
         "decoder": Layer(20, 20, 64),
-        "cross": _encoder(20, 64),
+        "cross": _cross(20, 64),
     },
-    "SDXL": {"self": _encoder(10, 64), "cross": _encoder(10, 64)},
+    "SDXL": {"self": _encoder(10, 64), "cross": _cross(10, 64)},
     "Flux.1": {"self": _encoder(24, 128)},
     "CogVideoX 2B": {"self": _encoder(30, 64)},
-    "Wan 2.1 1.3B": {"self": _encoder(12, 128), "cross": _encoder(12, 128)},
+    "Wan 2.1 1.3B": {"self": _encoder(12, 128), "cross": _cross(12, 128)},
 }

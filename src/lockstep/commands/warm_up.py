@@ -28,6 +28,9 @@ def warm_up(
     softcap: Annotated[float | None, typer.Option(help="A cap on scores.")] = None,
     sinks: Annotated[bool, typer.Option("--sinks", help="With a sink per head.")] = False,
     encoder: Annotated[bool, typer.Option("--encoder", help="Without a causal mask.")] = False,
+    cross: Annotated[
+        bool, typer.Option("--cross", help="With keys of another sequence, and no causal mask.")
+    ] = False,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -63,9 +66,10 @@ def warm_up(
         if heads is not None:
             if head_dim is None:
                 raise ValueError("--heads goes with --head-dim")
-            seen = None if window is None else (window - 1, 0 if not encoder else window - 1)
-            shape = (heads, kv_heads or heads, head_dim, value_dim or 0, not encoder, seen)
-            wanted = Layer(*shape, softcap=softcap, sinks=sinks)
+            causal = not (encoder or cross)
+            seen = None if window is None else (window - 1, 0 if causal else window - 1)
+            shape = (heads, kv_heads or heads, head_dim, value_dim or 0, causal, seen)
+            wanted = Layer(*shape, softcap=softcap, sinks=sinks, cross=cross)
         works: Any = [name for name in work.split(",") if name]
         kind: Any = None if dtype is None else getattr(torch, dtype, dtype)
         with progress(Console(stderr=True)) as steps:

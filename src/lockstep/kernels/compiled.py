@@ -17,6 +17,8 @@ class Build(NamedTuple):
     name: str
     compile: Callable[[], object]
     """Leaves it on disk, and launches nothing."""
+    is_long: bool = False
+    """Whether compiling it takes long beside others."""
 
 
 class _Planned(local):

@@ -187,7 +187,7 @@ class Launch:
             self.kernel[self.grid](*arguments)
             return None
         key = (device, *self.build(arguments))
-        if is_only_planned(key, Build(self.name, lambda: self._compile(arguments))):
+        if is_only_planned(key, self._build(arguments)):
             return None
         if device >= 0:
             enter_context()
@@ -199,6 +199,10 @@ class Launch:
             compiled = _COMPILED[key] = self.kernel[self.grid](*arguments, **self.options)
             note(self.name)
         return compiled
+
+    def _build(self, arguments: tuple[Any, ...]) -> Build:
+        # Those in Gluon are the large ones.
+        return Build(self.name, lambda: self._compile(arguments), self.kernel.is_gluon())
 
     def _compile(self, arguments: tuple[Any, ...]) -> None:
         compiled = self.kernel.warmup(*arguments, grid=self.grid, **self.options)

@@ -40,6 +40,8 @@ OF_LARGE_SCORES = ("large", "flags")
 OF_ORDER = ("turn", "ticket")
 # What `prepare_rows` computes the gradient of sinks with.
 OF_SINKS = ("sinks", "sink_sums")
+# Head dims up to which it costs nothing to look for the end of the keys.
+NARROW = 64
 # Tiles that `sum_sinks` adds up at once.
 SINK_TILES = 512
 
@@ -352,12 +354,14 @@ def kernel_arguments(
 def has_edge(problem: AttentionProblem, block_kv: int, is_shared: bool = False) -> bool:
     """Whether the last key tile of a sequence has to be cut short. A causal mask does it by itself:
     no query sees keys beyond its own position, which is not beyond the last key. Without a mask,
-    one build for queries that are shared out serves all lengths."""
+    one build serves all lengths of narrow heads, and of queries that are shared out; wider heads
+    are slower where it looks for the end."""
     if problem.layout == "varlen" or problem.has_kv_lens:
         return True
-    if is_shared and problem.window == (None, None):
+    left, right = problem.window
+    is_narrow = max(problem.D, problem.Dv) <= NARROW
+    if left is None and right is None and (is_narrow or is_shared):
         return True
-    right = problem.window[1]
     return problem.Skv % block_kv != 0 and (right is None or right > 0)
 
 
