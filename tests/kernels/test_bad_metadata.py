@@ -215,8 +215,8 @@ class TestInterpreted:
             prepare_rows[(n_slots,)](
                 out, out, statistics, None, stats, large, flags.int(), turn.int(),
                 turn[:1].int(), bounds, plan, *cu, None, None, None, 0, 8, 8, *rows, 2, 3, *rule,
-                1.0, 0.0,
-                ALIGN=8, DV=64, BLOCK_D=64, BLOCK_Q=64, BLOCK_KV=16, EARLY=False,
+                0, 0, 1.0, 0.0, ALIGN=8, DV=64, BLOCK_D=64, BLOCK_Q=64, BLOCK_KV=16,
+                MAY_SEE_SINKS_ALONE=False, EARLY=False,
             )  # fmt: skip
             dq = torch.full((T, 64), STALE, dtype=BF16)
             sums = torch.zeros(n_slots, 2, 4096)
