@@ -51,7 +51,8 @@ KERNELS = {
     "forward": lambda: build(128, options={"causal": True}.items()),
     "few keys": lambda: all_of(forward_launches, unwritten(197, 197, B=64, Hq=12, Hkv=12)),
     "one block": lambda: all_of(forward_launches, unwritten(4096, 77, B=2, Hq=10, Hkv=10)),
-    "decode": lambda: all_of(decode_launches, tensors_of(D=128, page=16), causal=True),
+    "decode": lambda: all_of(decode_launches, tensors_of(D=128, page=16, Sq=5), causal=True),
+    "decode of few rows": lambda: all_of(decode_launches, tensors_of(D=128, page=16), causal=True),
     "spans of decode": lambda: all_of(
         decode_launches, tensors_of(D=64), causal=True, query_invariant=True
     ),
@@ -102,5 +103,5 @@ if __name__ == "__main__":
     leave_out_llvm()
     for name in names[len(whole) + 1 :]:
         ttgir = KERNELS[name]().kernel.asm["ttgir"]
-        products[name] = ttgir.count("ttng.warp_group_dot ")
+        products[name] = ttgir.count("ttng.warp_group_dot ") + ttgir.count("tt.dot ")
     print(json.dumps(found))

@@ -122,7 +122,7 @@ def runs_of(
         )
         slots_ptr = Pointer(slots.view(-1))
         producer.produce(
-            made, queue, ring, ignored, None, None, cache, slots_ptr, None, False, False
+            made, queue, ring, ignored, None, None, cache, slots_ptr, None, False, False, False
         )
         assert runs.pop() == [0]
         assert sent == list(range(sum(run[5] - run[4] for run in runs)))
@@ -288,7 +288,8 @@ def test_there_is_no_second_kernel_where_no_head_can_be_cut(n, Sq, D, options, e
     [
         (64, 4, 0),
         (128, 4, 16),
-        (128, 32, 16),
+        (128, 16, 16),
+        (128, 20, 0),
         (160, 8, 8),
         (192, 12, 16),
         (256, 16, 16),
@@ -296,10 +297,10 @@ def test_there_is_no_second_kernel_where_no_head_can_be_cut(n, Sq, D, options, e
     ],
 )
 def test_rows_of_single_warps(D, rows, expected):
-    """Above head dim 128 builds have one consumer, unless queries are packed."""
+    """Above head dim 64 builds have one consumer, unless queries are packed."""
     problem = problem_of(D=D, Hq=8, Hkv=2, Sq=rows // 4)
     assert plan.narrow_rows(problem) == expected
-    assert plan.is_narrow(problem) == (D > 128 and rows <= 16)
+    assert plan.is_narrow(problem) == (D > 64 and rows <= 16)
 
 
 def test_results_lie_in_memory_as_the_queries_do():

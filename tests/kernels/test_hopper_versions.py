@@ -22,7 +22,14 @@ TRITONS = ROOT / ".venv" / "tritons"
 
 # Versions between the first and the last compile a kernel with every name that moved, and what one
 # of them once could not. The last compiles all kernels, some of them up to Triton's own code.
-OTHERS = ("wide backward", "few keys", "one block", "decode", "spans of decode")
+OTHERS = (
+    "wide backward",
+    "few keys",
+    "one block",
+    "decode",
+    "decode of few rows",
+    "spans of decode",
+)
 
 
 @pytest.mark.parametrize(

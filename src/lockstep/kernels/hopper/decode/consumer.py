@@ -235,7 +235,7 @@ def attend_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW: gl.constexpr):
     left: gl.constexpr = left_operand(WIDTH)
     # Two sums of wider values have no room there.
     IN_REGISTERS: gl.constexpr = v.D <= 128
-    rows.load_queries(sizes, run, q_smem, FEW)
+    rows.copy_queries(sizes, run, q_smem, FEW)
     all_bounds, bounds = bounds_of_run(rows, sizes, run, row_layout, FEW)
     empty_m = gl.full([scores.shape[0]], -float("inf"), gl.float32, row_layout)
     # Whatever its rows see, a sequence whose length is wrong is NaN.
@@ -286,7 +286,7 @@ def attend_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW: gl.constexpr):
             if end < run.end:
                 store_sums(rows, sizes, run, slot, 0, part, COLUMNS)
             elif run.slot < 0:
-                store_results(rows, sizes, run, part, COLUMNS)
+                store_results(rows, sizes, run, part, q_smem, COLUMNS)
             else:
                 store_sums(rows, sizes, run, slot, span, part, COLUMNS)
         span += 1
@@ -295,7 +295,7 @@ def attend_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW: gl.constexpr):
     if IN_REGISTERS:  # noqa: SIM102, Gluon would evaluate both sides of an `and`
         if run.first_span == 0:
             if run.slot < 0:
-                store_results(rows, sizes, run, folded, COLUMNS, FEW)
+                store_results(rows, sizes, run, folded, q_smem, COLUMNS, FEW)
             else:
                 store_sums(rows, sizes, run, slot, span - 1, folded, COLUMNS, FEW)
     return seen

@@ -87,8 +87,7 @@ def decode_kernel(
     # `fold.py` may start as soon as there is room, to wait for the parts where it needs them.
     if not LATE:
         gdc_launch_dependents()
-    if INSIDE:
-        prefetch_maps(numbers.B)
+    prefetch_maps(numbers.B)
     slots_ptr, n = pointers.slots_ptr, numbers
     sizes = Sizes(
         (pointers.kv_lens_ptr, pointers.kv_starts_ptr),
@@ -126,7 +125,8 @@ def decode_kernel(
                 ),
                 (
                     produce,
-                    (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr, rows, PREFETCH, LATE),
+                    (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr, rows, PREFETCH, LATE,
+                     False),
                 ),
             ],
             [1],
@@ -141,9 +141,10 @@ def decode_kernel(
                 (consume, (rows, sizes, queue, k, v, q_smem, exchange, cache, NARROW, FEW)),
                 (
                     produce,
-                    (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr, rows, PREFETCH, LATE),
+                    (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr, rows, PREFETCH, LATE,
+                     D <= 128 and DV <= 128),
                 ),
             ],
             [1],
             [PRODUCER_REGISTERS],
-        )
+        )  # fmt: skip

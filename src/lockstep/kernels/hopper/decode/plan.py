@@ -91,11 +91,13 @@ PLANS = {
 }
 # Of calls that have the narrow consumer alone: no room for the rows of another.
 NARROW_PLANS = {
+    128: Plan(block_kv=64, stages=3, programs=1, registers=168),
     192: Plan(block_kv=64, stages=4, programs=1, registers=168),
     256: Plan(block_kv=64, stages=3, programs=1, registers=168),
 }
 # Of calls that have none but the other consumer: no room for what warps exchange.
 WIDE_PLANS = {
+    128: Plan(block_kv=64, stages=5, programs=1, registers=168),
     192: Plan(block_kv=64, stages=4, programs=1, registers=168),
     256: Plan(block_kv=64, stages=3, programs=1, registers=168),
 }
@@ -148,20 +150,21 @@ def tile_rows_of(problem: AttentionProblem) -> int:
 
 def few_rows(problem: AttentionProblem) -> int:
     """FEW of a build (`few_rows.py`): the most rows of a query-invariant call; of others whether
-    there is a loop for few rows beside that for all: not where there is the narrow consumer, which
-    is slower beside one more loop."""
+    there is a loop for few rows beside that for all: not in wide tiles, nor beside the narrow
+    consumer, which is slower with one more loop."""
     if problem.query_invariant:
         return FEW_ROWS if rows_of(problem) <= FEW_ROWS else 0
-    return UPPER_ROWS if _most_narrow_rows(problem) == 0 else 0
+    return UPPER_ROWS if _widest(problem) <= 128 and narrow_rows(problem) == 0 else 0
 
 
 def narrow_rows(problem: AttentionProblem) -> int:
-    """Rows up to which a sequence has the narrow consumer. Of wide tiles all of whose sequences
-    have as many rows, 0 in builds without it, and fewer in those for fewer."""
+    """Rows up to which a sequence has the narrow consumer. Where all sequences have as many rows, 0
+    in builds without it, and in wide tiles fewer in those for fewer."""
     most, rows = _most_narrow_rows(problem), rows_of(problem)
     if problem.is_packed or _widest(problem) not in WIDE_PLANS or problem.query_invariant:
         return most
-    return 0 if rows > most else FEW_ROWS if rows <= FEW_ROWS else most
+    fewest = FEW_ROWS if _widest(problem) > 128 else most
+    return 0 if rows > most else fewest if rows <= fewest else most
 
 
 def _most_narrow_rows(problem: AttentionProblem) -> int:

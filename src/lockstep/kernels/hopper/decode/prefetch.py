@@ -11,6 +11,10 @@ from lockstep.kernels.hopper.common.division import divide
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 
 LINE = gl.constexpr(128)  # bytes
+# Bytes that a load brings to the L2 at least.
+FETCHED = gl.constexpr(64)
+# Pieces that are asked for at once.
+FETCHES = gl.constexpr(64)
 
 
 @gluon.jit
@@ -27,16 +31,20 @@ def prefetch_pages(cache, b, key, n_keys):
 
 @gluon.jit
 def prefetch_queries(rows, b, head, q_tile, q_start, n_q):
-    """The query rows of a tile, up to 64 lines of them."""
+    """The query rows of a tile. They are asked for before its first keys are: behind the keys of
+    all SMs they would come last."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    LINES: gl.constexpr = 2 * rows.D // LINE  # of a row
-    i = gl.arange(0, 64, layout)
-    row = gl.minimum(q_tile * ROWS + i // LINES, n_q * rows.group - 1)
-    query = divide(row, rows.group)
-    at = b.to(gl.int64) * rows.stride_qb
-    at += (head * rows.group + row - query * rows.group).to(gl.int64) * rows.stride_qh
-    at += (q_start + query).to(gl.int64) * rows.stride_qs
-    _prefetch(rows.q_ptr + at + i % LINES * (LINE // 2))
+    PIECES: gl.constexpr = 2 * rows.D // FETCHED  # of a row
+    i = gl.arange(0, FETCHES, layout)
+    d = gl.minimum(i % PIECES * (FETCHED // 2), rows.HEAD_DIM - 1)
+    end = gl.minimum(q_tile * ROWS + ROWS, n_q * rows.group)
+    for first in range(q_tile * ROWS, end, FETCHES // PIECES):
+        row = gl.minimum(first + i // PIECES, end - 1)
+        query = divide(row, rows.group)
+        at = b.to(gl.int64) * rows.stride_qb
+        at += (head * rows.group + row - query * rows.group).to(gl.int64) * rows.stride_qh
+        at += (q_start + query).to(gl.int64) * rows.stride_qs
+        _prefetch(rows.q_ptr + at + d)
 
 
 @gluon.jit

@@ -212,11 +212,12 @@ def note_slot(slots_ptr, slot, pair, begin, end):
 @gluon.jit
 def produce(
     sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr, rows, PREFETCH: gl.constexpr,
-    LATE: gl.constexpr,
+    LATE: gl.constexpr, QUERIES_FIRST: gl.constexpr,
 ):  # fmt: skip
     """All runs of this program. Notes for `fold.py` which head has its parts in which slot.
     PREFETCH: it changes from one sequence to the next so often that the next is prepared. LATE:
-    `fold.py` may start from here on, when the last loads are under way."""
+    `fold.py` may start from here on, when the last loads are under way. QUERIES_FIRST: the queries
+    of each run are prefetched, which is slower in tiles of more than 128 columns."""
     BLOCK_KV: gl.constexpr = sizes.BLOCK_KV
     total, stretch_begin, stretch_end, b, begin, even = sizes.stretch()
     keeps_whole = (sizes.whole != 0) | (even > 0)
@@ -242,8 +243,10 @@ def produce(
         if sizes.PACKED:
             sequence = gl.load(sizes.kv_lens_ptr + b * FIELDS + SEQUENCE)
             q_tile = gl.load(sizes.kv_lens_ptr + b * FIELDS + Q_TILE)
+            q_start = gl.load(sizes.kv_lens_ptr + b * FIELDS + Q_START)
         else:
             sequence, q_tile = sizes.find_tile(b)
+            q_start = b * 0
         if PREFETCH:  # noqa: SIM102, Gluon would evaluate both
             if sizes.B > FEW:
                 next_sequence, _next_tile = sizes.find_tile(gl.minimum(b + 1, sizes.B - 1))
@@ -261,7 +264,8 @@ def produce(
                 if PREFETCH:  # noqa: SIM102, as above
                     if sizes.B > FEW:
                         prefetch_pages(cache, sequence, run_begin * BLOCK_KV, kv_len)
-                        prefetch_queries(rows, sequence, head, q_tile, 0, found[1])
+                if QUERIES_FIRST:
+                    prefetch_queries(rows, sequence, head, q_tile, q_start, found[1])
                 is_whole = last - first == n_spans
                 pair = b * sizes.heads + head
                 # The program in whose stretch the head begins.
@@ -279,7 +283,6 @@ def produce(
                     gl.where(is_whole, -1 - slot, slot),
                 )  # fmt: skip
                 if sizes.PACKED:
-                    q_start = gl.load(sizes.kv_lens_ptr + b * FIELDS + Q_START)
                     message = message + (found[1], q_start)  # noqa: RUF005
                 if queue.INSIDE:
                     if is_whole == 0:

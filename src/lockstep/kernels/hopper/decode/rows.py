@@ -6,14 +6,30 @@ from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.division import divide
 from lockstep.kernels.hopper.common.gluon_shim import (
     aggregate,
+    async_copy,
     await_warps,
+    copy_to_shared,
     fence_async_shared,
     gl,
     gluon,
+    reinterpret,
 )
 from lockstep.kernels.hopper.common.scores import cap
+from lockstep.kernels.hopper.decode import plan
 from lockstep.kernels.hopper.decode.few_rows import row_in_tile
 from lockstep.kernels.parts import close, fold_sink, store_statistics
+
+# Rows that are loaded or stored at a time, and columns that lie side by side in shared memory.
+SOME_ROWS, COLUMNS = gl.constexpr(16), gl.constexpr(plan.COLUMNS)
+
+
+@gluon.jit
+def rows_and_columns(smem):
+    """Shared memory [64, ·] of queries as [·, SOME_ROWS, COLUMNS]: its columns come first."""
+    shape: gl.constexpr = [
+        smem.shape[0] // SOME_ROWS * (smem.shape[1] // COLUMNS), SOME_ROWS, COLUMNS
+    ]  # fmt: skip
+    return reinterpret(smem, smem.dtype, shape, gl.NVMMASharedLayout(128, 16, 2))
 
 
 @aggregate
@@ -111,6 +127,36 @@ class Rows:
         await_warps()
 
     @gluon.jit
+    def copy_queries(self, sizes, run, q_smem, FEW: gl.constexpr):
+        """`load_queries` of all rows of a product, some at a time: in code that is short, and so
+        there sooner."""
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        N: gl.constexpr = q_smem.shape[0] // SOME_ROWS
+        # Query rows of as many rows of a product (`few_rows.py`).
+        THERE: gl.constexpr = SOME_ROWS // 2 if FEW else SOME_ROWS
+        of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+        some = rows_and_columns(q_smem)
+        # Of the run before, warps that are behind may still read here.
+        await_warps()
+        for i in range(N):
+            _row, number, is_row = self.rows_of(sizes, run, of_rows, SOME_ROWS, i * THERE, FEW)
+            query = divide(number, self.group)
+            head = run.head * self.group + number - query * self.group
+            at = run.b.to(gl.int64) * self.stride_qb + head.to(gl.int64) * self.stride_qh
+            at += (run.q_start + query).to(gl.int64) * self.stride_qs
+            # `copy_engine.fit`: rows that there are begin at multiples of 16 bytes.
+            at = gl.expand_dims(gl.multiple_of(at, [8]), 1)
+            for block in gl.static_range(q_smem.shape[1] // COLUMNS):
+                d = block * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+                d = gl.expand_dims(d, 0)
+                mask = gl.expand_dims(is_row, 1) & (d < self.HEAD_DIM)
+                copy_to_shared(some.index(block * N + i), self.q_ptr + at + d, mask=mask)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        fence_async_shared()
+        await_warps()
+
+    @gluon.jit
     def finish_scores(self, s):
         """Scores from products."""
         if self.SCORES == "capped":
@@ -165,26 +211,46 @@ class Rows:
     ):  # fmt: skip
         """The results of rows whose parts have all been folded, from row `first` and from a column
         on."""
-        layout: gl.constexpr = m.type.layout
-        _row, number, is_row = self.rows_of(sizes, run, layout, acc.shape[0], first, FEW)
+        out, at, is_row = self.finish_rows(sizes, run, m, l, acc, first, FEW, column)
+        d = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        self.store_out(out, at, is_row, d)
+
+    @gluon.jit
+    def store_out(self, out, at, is_row, d):
+        """Columns d of rows of out, which begin at rows `at`."""
+        d = gl.expand_dims(d, 0)
+        mask = gl.expand_dims(is_row, 1) & (d < self.HEAD_DIM_V)
+        to = gl.expand_dims(at.to(gl.int64) * self.HEAD_DIM_V, 1) + d
+        gl.store(self.out_ptr + to, out, mask=mask)
+
+    @gluon.jit
+    def place_rows(
+        self, sizes, run, layout: gl.constexpr, N: gl.constexpr, first, FEW: gl.constexpr
+    ):
+        """Of N rows of a run (`rows_of`) their place in lse, their query head, and whether there is
+        one."""
+        _row, number, is_row = self.rows_of(sizes, run, layout, N, first, FEW)
         query = divide(number, self.group)
         head = run.head * self.group + number - query * self.group
+        at = run.b * self.rows_b + head * self.rows_h
+        at += (run.q_start + query) * self.rows_s
+        return at, head, is_row
+
+    @gluon.jit
+    def finish_rows(self, sizes, run, m, l, acc, first, FEW: gl.constexpr, column: gl.constexpr):
+        """Store lse of rows whose parts have all been folded; their out, their place, and whether
+        there is such a row."""
+        layout: gl.constexpr = m.type.layout
+        at, head, is_row = self.place_rows(sizes, run, layout, acc.shape[0], first, FEW)
         if self.HAS_SINKS:
             sink = gl.load(self.sinks_ptr + head, mask=is_row, other=0.0).to(gl.float32)
             m, l, acc = fold_sink(m, l, acc, sink, self.natural, self.unit)
         out, lse = close(m, l, acc, self.natural)
-        at = run.b * self.rows_b + head * self.rows_h
-        at += (run.q_start + query) * self.rows_s
-        d = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-        d = gl.expand_dims(d, 0)
-        mask = gl.expand_dims(is_row, 1) & (d < self.HEAD_DIM_V)
-        out = out.to(self.out_ptr.dtype.element_ty)
-        to = gl.expand_dims(at.to(gl.int64) * self.HEAD_DIM_V, 1) + d
-        gl.store(self.out_ptr + to, out, mask=mask)
         if column == 0:
             gl.store(self.lse_ptr + at, lse, mask=is_row)
             if self.HAS_STATISTICS:
                 store_statistics(self.statistics_ptr, at, m, l, is_row)
+        return out.to(self.out_ptr.dtype.element_ty), at, is_row
 
 
 @gluon.jit

@@ -31,7 +31,7 @@ SPANS, LEAST = gl.constexpr(tiles.SPANS), gl.constexpr(tiles.LEAST)
 BEFORE, BEHIND = gl.constexpr(tiles.BEFORE), gl.constexpr(tiles.BEHIND)
 # Sequences that are looked at together, where they are few and where they are many: each look waits
 # for memory.
-FEW, MANY = gl.constexpr(64), gl.constexpr(256)
+FEW, MANY = gl.constexpr(64), gl.constexpr(128)
 # Runs that the producer may be ahead.
 RUNS_AHEAD = gl.constexpr(8)
 
@@ -166,41 +166,56 @@ class Sizes:
         sequence in which it begins, where that one begins, and what each head counts as if none is
         cut, 0 if each counts as what it costs."""
         if self.B <= FEW:
-            total, begin, end, b, b_begin, even = self.stretch_in_chunks(FEW)
+            total, begin, end, b, b_begin, even = self.stretch_of_few()
         else:
-            total, begin, end, b, b_begin, even = self.stretch_in_chunks(MANY)
+            total, begin, end, b, b_begin, even = self.stretch_of_many()
         return total, begin, end, b, b_begin, even
 
     @gluon.jit
-    def stretch_in_chunks(self, CHUNK: gl.constexpr):
-        """`stretch`, with CHUNK sequences looked at together."""
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        first_work, is_first = self.work_of_some(0, CHUNK, layout)
-        total = gl.sum(first_work, 0)
-        most = gl.max(first_work, 0)
-        count = gl.sum((first_work > 0).to(gl.int32), 0)
-        for first in range(CHUNK, self.B, CHUNK):
-            work, _is_there = self.work_of_some(first, CHUNK, layout)
+    def stretch_of_few(self):
+        """`stretch` of up to FEW sequences, all of which are looked at together."""
+        work, is_there = self.work_of_some(0, FEW)
+        count = gl.sum((work > 0).to(gl.int32), 0)
+        total, begin, end, even, counted = self.line(gl.sum(work, 0), gl.max(work, 0), count)
+        b, b_begin = count_before(begin, 0, count_as(work, counted), is_there)
+        return total, begin, end, b, b_begin, even
+
+    @gluon.jit
+    def stretch_of_many(self):
+        """`stretch`, with MANY sequences looked at together, and all of them twice: the code for
+        more at once would be longer, and is loaded before the first keys are."""
+        total = self.B * 0
+        most = self.B * 0
+        count = self.B * 0
+        for first in range(0, self.B, MANY):
+            work, _is_there = self.work_of_some(first, MANY)
             total += gl.sum(work, 0)
             most = gl.maximum(most, gl.max(work, 0))
             count += gl.sum((work > 0).to(gl.int32), 0)
+        total, begin, end, even, counted = self.line(total, most, count)
+        b = self.B * 0
+        b_begin = self.B * 0
+        seen = self.B * 0
+        for first in range(0, self.B, MANY):
+            work, is_there = self.work_of_some(first, MANY)
+            work = count_as(work, counted)
+            n, length = count_before(begin, seen, work, is_there)
+            b += n
+            b_begin += length
+            seen += gl.sum(work, 0)
+        return total, begin, end, b, b_begin, even
+
+    @gluon.jit
+    def line(self, total, most, count):
+        """From the work of all `count` sequences and the most of any: the length of the line, where
+        this program's stretch of it begins and ends, and what each head and each sequence counts
+        as, 0 if each counts as what it costs."""
         place, n_teams = self.place()
         blocks = divide(self.heads, self.team)
         even = self.even_work(divide(most, blocks), count * blocks, divide(total, n_teams), n_teams)
         total = gl.where(even > 0, most * count, total)
-        first_work = count_as(first_work, even * blocks)
-        stretch_begin = stretch_of(place, total, n_teams)
-        stretch_end = stretch_of(place + 1, total, n_teams)
-        b, begin = count_before(stretch_begin, 0, first_work, is_first)
-        seen = gl.sum(first_work, 0)
-        for first in range(CHUNK, self.B, CHUNK):
-            work, is_there = self.work_of_some(first, CHUNK, layout)
-            work = count_as(work, even * blocks)
-            n, length = count_before(stretch_begin, seen, work, is_there)
-            b += n
-            begin += length
-            seen += gl.sum(work, 0)
-        return total, stretch_begin, stretch_end, b, begin, even
+        begin = stretch_of(place, total, n_teams)
+        return total, begin, stretch_of(place + 1, total, n_teams), even, even * blocks
 
     @gluon.jit
     def even_work(self, most, n_heads, share, n_teams):
@@ -211,9 +226,10 @@ class Sizes:
         return gl.where(largest - share <= span, most, 0)
 
     @gluon.jit
-    def work_of_some(self, first, CHUNK: gl.constexpr, layout: gl.constexpr):
+    def work_of_some(self, first, CHUNK: gl.constexpr):
         """The cost [CHUNK] of the sequences from `first` on, 0 beyond the last, and whether there
         are these."""
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         b = first + gl.arange(0, CHUNK, layout)
         found = self.look_at(b, b < self.B)
         begin, end, _span, n_spans = self.tiles_of(found)
