@@ -244,7 +244,7 @@ def _attend(
     l = (p if sinks is None else torch.exp(logits - m)).sum(-1, keepdim=True)
     empty = l == 0
     l = torch.where(empty, 1.0, l)
-    out = _weigh(p / l, v, seen, all_seen)
+    out = _times_values(p / l, v, seen, all_seen)
     lse = torch.where(empty, -math.inf, m + torch.log(l)).squeeze(-1)
     return out, lse
 
@@ -304,7 +304,7 @@ def _dot(q: Tensor, k: Tensor, seen: Tensor, all_seen: bool) -> Tensor:
     ).sum(-1)
 
 
-def _weigh(p: Tensor, v: Tensor, seen: Tensor, all_seen: bool) -> Tensor:
+def _times_values(p: Tensor, v: Tensor, seen: Tensor, all_seen: bool) -> Tensor:
     """p v [B, Hq, Sq, Dv] over the pairs in `seen`."""
     if not all_seen:
         v = torch.where(seen.any(-2)[..., None], v, 0.0)

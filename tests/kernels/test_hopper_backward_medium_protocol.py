@@ -106,7 +106,7 @@ def crew(monkeypatch, request):
         assert a.is_clean()
         return Value((a.loaded, b.loaded))
 
-    def weigh(scores, s, stats_smem, loop, t, w, first):
+    def weights_and_slopes(scores, s, stats_smem, loop, t, w, first):
         assert s.of == (("keys", loop.ticket), ("queries", loop.ticket, t))
         assert not s.is_spoilt
         return Weights((loop.ticket, t)), Anything()
@@ -119,7 +119,7 @@ def crew(monkeypatch, request):
         "DqSums": as_plain(dq_sums.DqSums),
         "rest_of": lambda at: at,
         "zeros": lambda columns: Value(None),
-        "weigh": weigh,
+        "weights_and_slopes": weights_and_slopes,
         "issue_scores": issue_scores,
         "warpgroup_mma": multiply,
         "add_product": add_product,

@@ -203,7 +203,7 @@ def is_seen(sizes, first_key, bounds, s):
 
 
 @gluon.jit
-def weigh(rows, sizes, s, first_key, bounds, m, l):
+def softmax_step(rows, sizes, s, first_key, bounds, m, l):
     """Weights of a tile of scores; the new (m, l), and what sums so far weigh under it."""
     s = rows.finish_scores(s)
     if hides_some(sizes, first_key, bounds[2]):
@@ -261,7 +261,7 @@ def attend_span(rows, sizes, q, k, v, seen, tile, end, bounds, empty_m, empty_l)
         k.ring.wait_full(seen)
         s = computed_rows(scores_of(q, k, seen, rows.HEAD_DIM), N)
         k.ring.release(seen)
-        p, m, l, alpha = weigh(rows, sizes, s, first_key, bounds, m, l)
+        p, m, l, alpha = softmax_step(rows, sizes, s, first_key, bounds, m, l)
         v.ring.wait_full(seen)
         if hides_some(sizes, first_key, bounds[2]):
             found = clean_tile(v, seen, of_any[0] - first_key, of_any[1] - first_key)

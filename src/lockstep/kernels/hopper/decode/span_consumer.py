@@ -64,7 +64,7 @@ def mask_scores(rows, sizes, s, first_key, bounds):
 
 
 @gluon.jit
-def weigh(rows, s, m, l, beside, bar, FIXED_MAX: gl.constexpr):
+def softmax_step(rows, s, m, l, beside, bar, FIXED_MAX: gl.constexpr):
     """Weights of a tile of scores; the new m, l and what is beside it, and what sums so far weigh
     under it [·, 4]."""
     if FIXED_MAX:
@@ -114,7 +114,7 @@ def attend_span(
         beside = (gl.where(is_last, begun[0], beside[0]), gl.where(is_last, 0.0, beside[1]))
         s = upper_rows(s, FEW)
         s = mask_scores(rows, sizes, s, (t + 1) * sizes.BLOCK_KV, bounds)
-        weights, m, l, beside, alpha = weigh(rows, s, m, l, beside, bar, FIXED_MAX)
+        weights, m, l, beside, alpha = softmax_step(rows, s, m, l, beside, bar, FIXED_MAX)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         v.ring.release(seen)
         # Of a span that ended, nothing is rescaled.
@@ -188,7 +188,7 @@ def begin_run(
         first = gl.where(run.begin == 0, gl.convert_layout(found, of_rows), first)
     none, beside = begin_span(first_m, thread_sums(s), rows.unit)
     bar = bar_of_rows(first, bounds[0][0], bounds[0][1], none)
-    weights, m, l, beside, _alpha = weigh(rows, s, first_m, none, beside, bar, FIXED_MAX)
+    weights, m, l, beside, _alpha = softmax_step(rows, s, first_m, none, beside, bar, FIXED_MAX)
     return first_m, bar, weights, m, l, beside
 
 

@@ -60,7 +60,7 @@ def hide_products(scores, s, loop, t, first_row: gl.constexpr, first_column: gl.
 
 
 @gluon.jit
-def weigh(scores, s, stats_smem, loop, t, W: gl.constexpr, first: gl.constexpr):
+def weights_and_slopes(scores, s, stats_smem, loop, t, W: gl.constexpr, first: gl.constexpr):
     """Weights and slopes of the queries from `first` on."""
     BLOCK_Q: gl.constexpr = loop.BLOCK_Q
     m = load_half(stats_smem, first, HALF)
@@ -106,7 +106,7 @@ def take_half(
     dtype: gl.constexpr = tiles.k_smem.dtype
     _, _, dout = tiles.queries(slot)
     stats_smem = tiles.stats_smem.index(slot)
-    p, slope = weigh(scores, s, stats_smem, loop, t, W, first)
+    p, slope = weights_and_slopes(scores, s, stats_smem, loop, t, W, first)
     dv = add_product(dv, p.to(dtype), dout.slice(first, HALF, dim=0))
     # One matrix less from here on.
     p = p * slope if scores.CAPPED else p

@@ -40,11 +40,11 @@ from lockstep.kernels.hopper.forward.narrow_window.tiles import (
     issue_products,
     large,
     mask_scores,
+    piece_weights,
     seen_keys,
     store_tile,
     sum_in_order,
     take_queries,
-    weigh,
 )
 from lockstep.kernels.hopper.forward.one_block.rows import row_maxima
 from lockstep.kernels.hopper.forward.program import Results
@@ -110,7 +110,7 @@ def first_pass(chunk, results, q_desc, o_desc, o_start, memory, q_full, sink, nu
         send_queries(chunk, q_desc, n + 1, q, q_full, D, i + 1 < count)
         scores = build.final_scores(chunk, n, scores, scale)
         m = row_maxima(scores, LAYOUT)
-        weights = weigh(scores, m, unit, None)
+        weights = piece_weights(scores, m, unit, None)
         acc = issue_products(weights, v, at, KEYS, DV)
         sums = sum_in_order(weights)
         is_large = large(m, unit)
@@ -167,7 +167,7 @@ def second_pass(
             scores = build.final_scores(chunk, n, scores, scale)
             m = row_maxima(scores, LAYOUT)
             is_large = large(m, unit)
-            weights = weigh(scores, m, unit, is_large)
+            weights = piece_weights(scores, m, unit, is_large)
             acc = clean_products(
                 weights, seen_keys(chunk, n, KEYS, build.BEFORE, build.FROM), v, at, KEYS, DV
             )

@@ -195,7 +195,7 @@ def plain_weights(s, offset, unit):
 
 
 @gluon.jit
-def weigh(scores, m, unit, is_large):
+def piece_weights(scores, m, unit, is_large):
     """Pieces of weights relative to the maximum m [ROWS]; rows that are `is_large`, if not None,
     have those of `exp2_weights_exact`."""
     offset = gl.where(m == -float("inf"), 0.0, -m * unit)

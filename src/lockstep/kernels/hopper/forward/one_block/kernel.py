@@ -46,7 +46,7 @@ from lockstep.kernels.hopper.forward.one_block.rows import (
     failures,
     hide,
     issue_products,
-    weigh,
+    weights_and_maxima,
 )
 from lockstep.kernels.hopper.forward.one_block.shares import Shares
 from lockstep.kernels.hopper.forward.one_block.tiles import HeadTiles
@@ -126,7 +126,7 @@ class Block:
         LAYOUT: gl.constexpr = end.type.layout
         if self.SCALED:
             scores = multiply_all(scores, self.scale)
-        return weigh(hide(scores, end, self.KEYS, FIRST), self.unit(), LAYOUT, EXACT)
+        return weights_and_maxima(hide(scores, end, self.KEYS, FIRST), self.unit(), LAYOUT, EXACT)
 
     @gluon.jit
     def close(self, tile, acc, weights, m, is_large, dtype: gl.constexpr):

@@ -155,7 +155,7 @@ def hide(scores, end, KEYS: gl.constexpr, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def weigh(scores, unit, LAYOUT: gl.constexpr, EXACT: gl.constexpr):
+def weights_and_maxima(scores, unit, LAYOUT: gl.constexpr, EXACT: gl.constexpr):
     """Pieces of weights [ROWS, KEYS] of scores in their final units, their maximum [ROWS], and
     whether it is too large for `exp2_weights`: such rows have other weights if EXACT, else wrong
     ones."""
