@@ -19,7 +19,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from lockstep.kernels import launch as protocol
 from lockstep.kernels.hopper.common import copy_engine, sizes
 from lockstep.kernels.hopper.forward import launch, plan
-from lockstep.kernels.hopper.forward.scheduling.schedule import LONGEST_FIRST, PAIRED
+from lockstep.kernels.hopper.forward.scheduling.schedule import BY_HEAD, LONGEST_FIRST, PAIRED
 from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling
 from lockstep.kernels.launch import Launch
 
@@ -334,8 +334,8 @@ def test_lower_tiles_where_they_save_rounds(sizes_of_call, consumers):
     [
         (4, 1024, 64, True, LONGEST_FIRST),
         (16, 512, 64, True, LONGEST_FIRST),
-        (4, 1024, 64, False, PAIRED),
-        (4, 1024, 128, True, PAIRED),
+        (8, 1024, 64, False, PAIRED),
+        (8, 1024, 128, True, PAIRED),
         (4, 2048, 64, True, PAIRED),
         # Keys do not fit into L2.
         (16, 1024, 64, True, PAIRED),
@@ -345,6 +345,43 @@ def test_few_tiles_of_narrow_heads_are_dealt_singly_in_constant_time(B, S, D, co
     tensors = unwritten(S, S, B=B, Hq=16, Hkv=16, D=D)
     problem = describe(tensors, Options(causal=True, constant_time=constant_time))
     assert Tiling.of(problem, PROCESSORS).order == order.value
+
+
+def order_of(Sq, Skv, causal=True, **sizes):
+    problem = describe(unwritten(Sq, Skv, **sizes), Options(causal=causal))
+    return Tiling.of(problem, PROCESSORS).order
+
+
+def test_pairs_from_two_rounds_on():
+    assert order_of(1500, 1500, B=3, Hq=24, Hkv=24, D=128) == PAIRED.value
+    assert order_of(1500, 1500, B=2, Hq=20, Hkv=20, D=128) == LONGEST_FIRST.value
+
+
+def test_tiles_of_a_chunk_go_by_head_if_its_keys_do_not_fit_into_l2():
+    assert order_of(134, 9840, B=64, Hq=5, Hkv=5, D=112) == BY_HEAD.value
+    assert order_of(134, 9840, B=2, Hq=5, Hkv=5, D=112) == LONGEST_FIRST.value
+    assert order_of(4000, 9840, B=64, Hq=5, Hkv=5, D=112) != BY_HEAD.value
+
+
+@pytest.mark.parametrize(
+    ("options", "splits"),
+    [
+        ({"causal": True}, True),
+        ({"causal": True, "softcap": 30.0}, True),
+        ({}, False),
+        ({"causal": True, "window_left": 300}, False),
+        ({"causal": True, "constant_time": True}, False),
+        ({"causal": True, "query_invariant": True}, False),
+    ],
+    ids=str,
+)
+def test_causal_tiles_of_equal_sequences_are_split(options, splits):
+    tensors = unwritten(1024, 1024, Hq=8, Hkv=8, D=128)
+    call = launch.forward_launches(describe(tensors, Options(**options)), tensors, PROCESSORS)
+    (found,) = call.launches
+    assert found._arguments["SPLIT"] == splits
+    # 64 tiles of 128 rows.
+    assert found.grid == (128 if splits else 64, 1, 1)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -99,6 +99,7 @@ class Program:
         tiles: list,
         producers: int = 1,
         constant_time: bool = False,
+        splits: bool = False,
     ) -> None:
         self.plan, self.tiles, self.producers = plan, tiles, producers
         self.constant_time = constant_time
@@ -115,6 +116,8 @@ class Program:
             HAS_LEFT=left is not None,
             HAS_RIGHT=right is not None,
             BLOCK_KV=plan.block_kv,
+            SPLIT=splits,
+            n_queries=lambda tile: tile.len_q,
         )
         self.seen: dict[str, int] = {}
         self.cleaned, self.multiplied = Counter(), Counter()
@@ -210,12 +213,21 @@ class Program:
         if self.cleans and self.schedule.HAS_LEFT and rows.is_cut(block):
             yield from self.await_clean(i)
 
-    def skip(self, c: int, i: int) -> Warp:
+    def skip(self, c: int, i: int, held: int) -> Warp:
         yield self.k.there(i)
         yield from self.issue(c)
         self.k.release(i)
-        yield from self.await_values(i)
-        self.v.release(i)
+        yield from self.await_values(held)
+        self.v.release(held)
+
+    def skip_behind(self, c: int, tile, rows: Rows, last: int, seen: int) -> Warp:
+        """Returns the block whose values are yet to be released, and how many were seen."""
+        for _ in range(rows.end, rows.tile_end):
+            is_idle = self.schedule.SPLIT and tile.q_idx + c * ROWS >= tile.len_q
+            yield from self.skip(c, seen, last if is_idle else seen)
+            last = seen if is_idle else last
+            seen += 1
+        return last, seen
 
     def begin_tile(self, c: int, rows: Rows, n: int, i: int) -> Warp:
         yield self.q[c].there(n)
@@ -262,23 +274,22 @@ class Program:
         yield from self.read_queue(0)
         rows = self.rows(c, first)
         for _ in range(rows.tile_begin, rows.begin):
-            yield from self.skip(c, seen)
+            yield from self.skip(c, seen, seen)
             seen += 1
         yield from self.begin_tile(c, rows, 0, seen)
-        for n, tile in enumerate([*later, None], 1):
+        tile = first
+        for n, next_tile in enumerate([*later, None], 1):
             for block in range(rows.begin + 1, rows.end):
                 yield from self.step(c, rows, block, seen)
                 seen += 1
-            last, seen = seen, seen + 1
-            for _ in range(rows.end, rows.tile_end):
-                yield from self.skip(c, seen)
-                seen += 1
+            last, seen = yield from self.skip_behind(c, tile, rows, seen, seen + 1)
             yield from self.read_queue(n)
             self.q[c].release(n - 1)
+            tile = next_tile
             if tile is not None:
                 rows = self.rows(c, tile)
                 for _ in range(rows.tile_begin, rows.begin):
-                    yield from self.skip(c, seen)
+                    yield from self.skip(c, seen, seen)
                     seen += 1
             if tile is not None and self.plan.q_stages == 2:
                 yield from self.change_tile(c, rows, n, last, seen)
@@ -337,7 +348,7 @@ def test_no_warp_waits_forever(plan):
         right = draws.choice((None, 0, 0, 5, 40, 300))
         tiles = [draw_tile(draws, plan) for _ in range(draws.randint(1, 5))]
         kind = draws.choice(({"producers": 1}, {"producers": 2}, {"constant_time": True}))
-        program = Program(plan, left, right, tiles, **kind)
+        program = Program(plan, left, right, tiles, splits=draws.random() < 0.5, **kind)
         for tile in tiles:
             begin, end = program.blocks(tile, tile.q_idx, plan.block_q)
             for c in range(plan.consumers):

@@ -6,13 +6,14 @@ from __future__ import annotations
 import inspect
 import random
 import textwrap
-from itertools import chain
+from itertools import chain, pairwise
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
+from lockstep.kernels.hopper.common.sizes import ROWS
 from lockstep.kernels.hopper.forward.scheduling import schedule
 from lockstep.kernels.hopper.forward.scheduling.schedule import (
     BY_HEAD,
@@ -21,15 +22,15 @@ from lockstep.kernels.hopper.forward.scheduling.schedule import (
     Schedule,
 )
 
-FUNCTIONS = ("next", "tile", "_dense_tile", "pair_rounds", "_paired", "_left_by_pairs")
+FUNCTIONS = ("next", "tile", "_part", "_dense_tile", "pair_rounds", "_paired", "_left_by_pairs")
 PROGRAM = SimpleNamespace(id=0, number=1)  # that runs, and of how many
 
 
 class Dense(SimpleNamespace):
     """The `Schedule` of a dense launch, run by Python."""
 
-    def places(self) -> list[tuple[int, int]]:
-        """Head and tile of all that PROGRAM works on, in order."""
+    def places(self) -> list[tuple[int, int, int]]:
+        """Head, first row and the row behind the last of all that PROGRAM works on, in order."""
         found = []
         step, tile = self.next(0)
         while tile.exists:
@@ -41,11 +42,13 @@ class Dense(SimpleNamespace):
 def add_functions() -> None:
     space = {name: getattr(schedule, name).value for name in ("PAIRED", "BY_HEAD")}
     space["SINGLE_ROUNDS"] = schedule.SINGLE_ROUNDS.value
-    space["Tile"] = lambda exists, head, _kv, _batch, q_idx, *_: SimpleNamespace(
-        exists=bool(exists), place=(head, q_idx)
+    space["ROWS"] = ROWS
+    space["Tile"] = lambda exists, head, _kv, _batch, q_idx, _q_start, _kv_start, len_q, _len_kv: (
+        SimpleNamespace(exists=bool(exists), place=(head, q_idx, len_q))
     )
     space["gl"] = SimpleNamespace(
         maximum=max,
+        minimum=min,
         cdiv=lambda a, b: -(-a // b),
         where=lambda condition, a, b: a if condition else b,
         program_id=lambda _: PROGRAM.id,
@@ -60,10 +63,13 @@ def add_functions() -> None:
 add_functions()
 
 
-def all_places(order, programs: int, heads: int, n_q_tiles: int) -> list[list[tuple[int, int]]]:
-    """Head and tile of all that each program works on."""
-    sizes = {"heads": heads, "Hq": heads, "n_q_tiles": n_q_tiles, "Sq": n_q_tiles, "BLOCK_Q": 1}
-    dense = Dense(order=order.value, heads_per_kv=1, Skv=n_q_tiles, LAYOUT="dense", **sizes)
+def all_places(
+    order, programs: int, heads: int, Sq: int, block_q: int = ROWS, split: bool = True
+) -> list[list[tuple[int, int, int]]]:
+    """Head, first row and the row behind the last of all that each program works on."""
+    sizes = {"heads": heads, "Hq": heads, "n_q_tiles": -(-Sq // block_q), "Sq": Sq}
+    sizes |= {"heads_per_kv": 1, "Skv": Sq, "BLOCK_Q": block_q}
+    dense = Dense(order=order.value, LAYOUT="dense", SPLIT=split, **sizes)
     PROGRAM.number = programs
     found = []
     for PROGRAM.id in range(programs):
@@ -72,18 +78,50 @@ def all_places(order, programs: int, heads: int, n_q_tiles: int) -> list[list[tu
 
 
 @pytest.mark.parametrize("order", [BY_HEAD, PAIRED, LONGEST_FIRST])
-def test_every_tile_has_one_program(order):
+def test_every_row_has_one_program(order):
     draws = random.Random(0)
     for _ in range(60):
         programs, heads = draws.choice((1, 2, 3, 13, 132)), draws.randint(1, 20)
-        n = draws.randint(1, 40)
-        found = sorted(chain(*all_places(order, programs, heads, n)))
-        assert found == [(head, tile) for head in range(heads) for tile in range(n)]
+        Sq, block_q = draws.randint(1, 5000), draws.choice((2, 3)) * ROWS
+        found = sorted(chain(*all_places(order, programs, heads, Sq, block_q)))
+        for head in range(heads):
+            mine = [(begin, end) for h, begin, end in found if h == head]
+            assert mine[0][0] == 0
+            assert mine[-1][1] == Sq
+            assert all(begin % ROWS == 0 and end - begin <= block_q for begin, end in mine)
+            assert all(end == begin for (_, end), (begin, _) in pairwise(mine))
+
+
+@pytest.mark.parametrize("order", [BY_HEAD, LONGEST_FIRST])
+@pytest.mark.parametrize(
+    ("heads", "tiles", "block_q", "rows"),
+    [
+        (8, 8, 128, {64}),
+        (11, 30, 128, {64}),
+        (9, 8, 128, {128}),
+        (4, 11, 192, {64}),
+        (5, 9, 192, {192}),
+        (67, 1, 192, {192}),
+    ],
+)
+def test_a_last_round_has_as_many_parts_of_tiles_as_there_are_programs(
+    order, heads, tiles, block_q, rows
+):
+    found = all_places(order, 132, heads, tiles * block_q, block_q)
+    last = [mine[-1] for mine in found if len(mine) == max(map(len, found))]
+    assert {end - begin for _, begin, end in last} == rows
+
+
+def test_programs_take_turns_at_last_tiles():
+    """With 2 tiles of a head, the one with few rows would always be the same programs'."""
+    for mine in all_places(BY_HEAD, 132, 660, 134, 128):
+        assert [begin for _, begin, _ in mine] in ([0, 128] * 5, [128, 0] * 5)
 
 
 @pytest.mark.parametrize(("heads", "n"), [(16, 128), (64, 32), (32, 86), (512, 8)])
 def test_pairs_keep_all_programs_busy(heads, n):
     """In blocks of keys, and as much as one for every tile: pairs alone would leave the programs
     without work for 3 to 5 % of the time."""
-    work = [sum(tile + 2 for _, tile in mine) for mine in all_places(PAIRED, 132, heads, n)]
+    found = all_places(PAIRED, 132, heads, n * ROWS)
+    work = [sum(end // ROWS + 1 for _, _, end in mine) for mine in found]
     assert sum(work) / 132 > 0.975 * max(work)

@@ -9,6 +9,7 @@ steps.py           its steps through the blocks of a tile
 flow.py            all tiles in one loop, for causal calls with few keys
 span_steps.py      the same in query-invariant builds
 total.py           where these keep the products of spans that have ended
+skipping.py        blocks that pass a consumer by
 pingpong.py        turns of the consumers at the tensor cores
 second_pass.py     rows that the first pass could not compute, once more
 constant_time.py   the softmax of constant-time builds
@@ -17,6 +18,7 @@ cleaning.py        values that are not finite, in these builds
 few_keys.py        another kernel, for heads with few keys
 one_block/         and one for heads whose keys are one block
 narrow_window/     and one for narrow windows of grouped heads
+aligned_rows.py    keys and values copied to rows that begin with a sector
 plan.py            tile sizes by head dim
 shapes.py          tensor maps without their tensors
 launch.py          from a problem to a launch

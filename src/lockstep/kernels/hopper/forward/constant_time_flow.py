@@ -13,12 +13,13 @@ from lockstep.kernels.hopper.forward.products import (
     issue_scores,
 )
 from lockstep.kernels.hopper.forward.program import Rows
+from lockstep.kernels.hopper.forward.skipping import skip_behind
 
 
 @gluon.jit
 def flow_in_constant_time(
     c: gl.constexpr, program, results, q_ring, o_smem, o_desc, wrong, tile, rows, begun, rounding,
-    skip: gl.constexpr, store_results: gl.constexpr, end_tile: gl.constexpr,
+    store_results: gl.constexpr, end_tile: gl.constexpr,
 ):  # fmt: skip
     """All tiles of a program, of which `tile` has begun (`consumer.begin_tile`): `wrong`, as no
     row fails, and how many blocks and tiles there were."""
@@ -28,20 +29,21 @@ def flow_in_constant_time(
     p, m, l, _large = begun
     tiles = 0
     seen = 0
-    # The block that p is of.
+    # The block whose values are multiplied next, and the one that p is of: the same, if there are
+    # rows.
+    held = 0
     block = rows.begin
     goes_on = tile.exists
     while goes_on:
         changes = block + 1 >= rows.end
+        held = seen
         next_tile = tile
         next_rows = rows
         next_seen = seen + 1
         next_block = block + 1
         next_tiles = tiles
         if changes:
-            for _block in range(rows.end, rows.tile_end):
-                skip(c, program, next_seen)
-                next_seen += 1
+            held, next_seen = skip_behind(c, program, tile, rows, seen, next_seen)
             next_tiles = tiles + 1
             next_tile = program.tile_queue.read(next_tiles)
             next_rows = Rows.of_consumer(c, program.schedule, next_tile)
@@ -53,7 +55,7 @@ def flow_in_constant_time(
                 q_ring.wait(next_tiles)
                 program.k.wait(next_seen)
             s = issue_scores(c, program, q_ring.pieces(next_tiles), next_seen)
-            acc = issue_product(c, program, p, acc, seen, block > rows.begin)
+            acc = issue_product(c, program, p, acc, held, block > rows.begin)
             bad = tiles
             if changes:
                 bad = program.first_bad_key(tiles)
@@ -69,14 +71,14 @@ def flow_in_constant_time(
             part = constant_time.sums_like(l, left)
             # `flow.py` says when the next block of K cannot be waited for here.
             has_more = next_block + 1 < next_rows.end
-            fits = next_seen - seen < program.v.ring.STAGES
+            fits = next_seen - held < program.v.ring.STAGES
             acc, left, right = await_product_between(
                 program, acc, left, right, next_seen + 1, has_more & fits
             )
             right = constant_time.weights_of(right, unit, offset)
             part += constant_time.sums_like(l, right)
             program.k.release(next_seen)
-            program.v.release(seen)
+            program.v.release(held)
             weights = constant_time.whole(left, right, s)
             p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
             if changes:
@@ -95,6 +97,6 @@ def flow_in_constant_time(
             block = next_block
             tiles = next_tiles
             seen = next_seen
-    acc, bad = end_tile(program, tiles, seen, p, acc, block > rows.begin, m)
+    acc, bad = end_tile(program, tiles, held, p, acc, block > rows.begin, m)
     store_results(c, program, results, tile, rows, acc, m, l, rounding, None, bad, o_smem, o_desc)
     return wrong, seen + 1 + (rows.tile_end - rows.end), tiles + 1

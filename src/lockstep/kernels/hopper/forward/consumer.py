@@ -43,12 +43,13 @@ from lockstep.kernels.hopper.common.softmax import (
 from lockstep.kernels.hopper.forward import constant_time
 from lockstep.kernels.hopper.forward.constant_time_flow import flow_in_constant_time
 from lockstep.kernels.hopper.forward.flow import flow
-from lockstep.kernels.hopper.forward.pingpong import await_turn, pass_turn
+from lockstep.kernels.hopper.forward.pingpong import pass_turn
 from lockstep.kernels.hopper.forward.products import await_product, issue_product, issue_scores
 from lockstep.kernels.hopper.forward.program import Rows, close_total, normalize
 from lockstep.kernels.hopper.forward.scheduling.failed_tiles import await_stores
 from lockstep.kernels.hopper.forward.scheduling.schedule import BAD
 from lockstep.kernels.hopper.forward.second_pass import consume_second_pass
+from lockstep.kernels.hopper.forward.skipping import skip, skip_behind
 from lockstep.kernels.hopper.forward.span_steps import (
     add_span,
     continues,
@@ -60,19 +61,6 @@ from lockstep.kernels.hopper.forward.span_steps import (
 )
 from lockstep.kernels.hopper.forward.steps import take_steps
 from lockstep.kernels.hopper.forward.total import empty_products, in_memory_of_out
-
-
-@gluon.jit
-def skip(c: gl.constexpr, program, i):
-    """Let a block of keys pass, the i-th in all, that other consumers need and this one does
-    not."""
-    program.k.wait(i)
-    if program.build.PINGPONG:
-        await_turn(c, i)
-        pass_turn((c + 1) % program.build.CONSUMERS, i)
-    program.k.release(i)
-    program.await_values(i)
-    program.v.release(i)
 
 
 @gluon.jit
@@ -258,6 +246,9 @@ def store_results(
             program, results, tile, rows, acc, m, l, beside, None, first_bad, o_desc.dtype
         )
     first_row = tile.q_idx + c * ROWS
+    if program.schedule.SPLIT and c > 0:
+        # Rows that are another program's, as no others, are not stored.
+        first_row = gl.where(first_row < tile.len_q, first_row, program.schedule.Sq)
     q_idx = first_row + gl.arange(0, ROWS, row_layout)
     exists = q_idx < tile.len_q
     wrong = gl.full([ROWS], 0, gl.int32, row_layout)
@@ -321,12 +312,12 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
             FLOW: gl.constexpr = flow_in_constant_time if program.build.CONSTANT_TIME else flow
             wrong, seen, tiles = FLOW(
                 c, program, results, q_ring, o_smem, o_desc, wrong, tile, rows, begun, beside,
-                skip, store_results, end_tile,
+                store_results, end_tile,
             )  # fmt: skip
     elif tile.exists:
         rows = Rows.of_consumer(c, schedule, tile)
         for _block in range(rows.tile_begin, rows.begin):
-            skip(c, program, seen)
+            skip(c, program, seen, seen)
             seen += 1
         p, m, l, large = begin_tile(c, program, rows, q_ring, tiles, seen)
         while tile.exists:
@@ -345,11 +336,7 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
             use_acc = rows.end > 0
             if program.build.SPAN:
                 use_acc = continues(program, rows, rows.end - 1)
-            last = seen
-            seen += 1
-            for _block in range(rows.end, rows.tile_end):
-                skip(c, program, seen)
-                seen += 1
+            last, seen = skip_behind(c, program, tile, rows, seen, seen + 1)
 
             next_tile = program.tile_queue.read(tiles + 1)
             next_rows = Rows.of_consumer(c, schedule, next_tile)
@@ -359,7 +346,7 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
             next_large = no_large(l)
             if next_tile.exists:
                 for _block in range(next_rows.tile_begin, next_rows.begin):
-                    skip(c, program, seen)
+                    skip(c, program, seen, seen)
                     seen += 1
             if FLOWS and next_tile.exists:
                 acc, bad, p, next_m, next_l, next_large = change_tile(

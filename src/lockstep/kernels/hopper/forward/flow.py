@@ -21,6 +21,7 @@ from lockstep.kernels.hopper.common.pieces import empty_sums, n_pieces
 from lockstep.kernels.hopper.common.softmax import raise_maximum, round_pairs, thread_sums
 from lockstep.kernels.hopper.forward.products import await_product, issue_product, issue_scores
 from lockstep.kernels.hopper.forward.program import Rows
+from lockstep.kernels.hopper.forward.skipping import skip_behind
 
 
 @gluon.jit
@@ -35,7 +36,7 @@ def weigh(program, s, offset, scale):
 @gluon.jit
 def flow(
     c: gl.constexpr, program, results, q_ring, o_smem, o_desc, wrong, tile, rows, begun, beside,
-    skip: gl.constexpr, store_results: gl.constexpr, end_tile: gl.constexpr,
+    store_results: gl.constexpr, end_tile: gl.constexpr,
 ):  # fmt: skip
     """All tiles of a program, of which `tile` has begun (`consumer.begin_tile`): which rows failed,
     and how many blocks and tiles there were."""
@@ -48,20 +49,21 @@ def flow(
     p, m, l, _large = begun
     tiles = 0
     seen = 0
-    # The block that p is of.
+    # The block whose values are multiplied next, and the one that p is of: the same, if there are
+    # rows.
+    held = 0
     block = rows.begin
     goes_on = tile.exists
     while goes_on:
         changes = block + 1 >= rows.end
+        held = seen
         next_tile = tile
         next_rows = rows
         next_seen = seen + 1
         next_block = block + 1
         next_tiles = tiles
         if changes:
-            for _block in range(rows.end, rows.tile_end):
-                skip(c, program, next_seen)
-                next_seen += 1
+            held, next_seen = skip_behind(c, program, tile, rows, seen, next_seen)
             next_tiles = tiles + 1
             next_tile = program.tile_queue.read(next_tiles)
             next_rows = Rows.of_consumer(c, schedule, next_tile)
@@ -73,7 +75,7 @@ def flow(
                 q_ring.wait(next_tiles)
                 program.k.wait(next_seen)
             s = issue_scores(c, program, q_ring.pieces(next_tiles), next_seen)
-            acc = issue_product(c, program, p, acc, seen, block > rows.begin)
+            acc = issue_product(c, program, p, acc, held, block > rows.begin)
             s = warpgroup_mma_wait(PRODUCTS, deps=(s,))
             program.k.release(next_seen)
             s = program.mask_scores(next_rows, s, next_block)
@@ -92,9 +94,9 @@ def flow(
             # The block of K after that may have to wait for the slot of V that is still in use
             # here, where blocks were skipped between the two tiles.
             has_more = next_block + 1 < next_rows.end
-            fits = next_seen - seen < program.v.ring.STAGES
+            fits = next_seen - held < program.v.ring.STAGES
             acc, weights = await_product(program, acc, weights, next_seen + 1, has_more & fits)
-            program.v.release(seen)
+            program.v.release(held)
             p = gl.convert_layout(round_pairs(weights, p.dtype), p.type.layout)
             if changes:
                 program.k.wait(next_seen + 1, pred=has_more)
@@ -115,7 +117,7 @@ def flow(
             block = next_block
             tiles = next_tiles
             seen = next_seen
-    acc, bad = end_tile(program, tiles, seen, p, acc, block > rows.begin, m)
+    acc, bad = end_tile(program, tiles, held, p, acc, block > rows.begin, m)
     again = store_results(
         c, program, results, tile, rows, acc, m, l, beside, None, bad, o_smem, o_desc
     )

@@ -244,6 +244,7 @@ def forward_kernel(
     SERVER_REGISTERS: gl.constexpr,
     CONSTANT_TIME: gl.constexpr,
     ONE_LOOP: gl.constexpr,
+    SPLIT: gl.constexpr,  # tiles may be: schedule.py
 ):
     EXACT: gl.constexpr = FIXED_MAX
     CLEANS: gl.constexpr = CONSTANT_TIME and (HAS_LEFT or HAS_RIGHT)
@@ -257,7 +258,9 @@ def forward_kernel(
     # The tensor cores read a fifth less from shared memory then.
     Q_IN_REGISTERS: gl.constexpr = CONSTANT_TIME and D_COLUMNS == 128 and not (HAS_LEFT or ONE_LOOP)
     BY_BITS: gl.constexpr = CONSTANT_TIME and STAGES & (STAGES - 1) == 0
-    schedule = Schedule(numbers, sequences, LAYOUT, HAS_LEFT, HAS_RIGHT, CONSUMERS * ROWS, BLOCK_KV)
+    schedule = Schedule(
+        numbers, sequences, LAYOUT, HAS_LEFT, HAS_RIGHT, CONSUMERS * ROWS, BLOCK_KV, SPLIT
+    )
     if PAGE_ROWS:
         k_ring = TileRing.create_in_boxes(k_desc, STAGES, CONSUMERS, D_COLUMNS, BLOCK_KV)
         v_ring = TileRing.create_in_boxes(v_desc, STAGES, CONSUMERS, DV_COLUMNS, BLOCK_KV)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lockstep.kernels.hopper.common.copy_engine import copy, fit
 from lockstep.kernels.hopper.common.sizes import columns, processors
+from lockstep.kernels.hopper.forward.aligned_rows import NAMES, align_launches
 from lockstep.kernels.hopper.forward.few_keys import few_keys_kernel
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
 from lockstep.kernels.hopper.forward.narrow_window.launch import window_launch, window_tiling
@@ -39,7 +41,7 @@ from lockstep.kernels.hopper.forward.plan import (
 )
 from lockstep.kernels.hopper.forward.scheduling.schedule import UNSORTED
 from lockstep.kernels.hopper.forward.scheduling.sequence_order import order_buffer, sort_launch
-from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling
+from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling, splits_tiles
 from lockstep.kernels.hopper.forward.shapes import (
     by_head,
     describe_pages,
@@ -64,6 +66,8 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
     ]
     order = None
     block_q = plan_of(problem).block_q
+    aligned: dict[str, Buffer] = {}
+    align: list[Launch] = []
     if has_narrow_window(problem):
         tiles, block_q = window_tiling(problem, n_processors), sizes_of(problem).chunk
         launches = [window_launch(problem, tensors.q, fitted, tiles)]
@@ -73,7 +77,8 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
         launches = [_few_keys_launch(problem, tensors.q, fitted)]
     else:
         tiles = Tiling.of(problem, n_processors)
-        launches = [_launch(problem, tensors.q, fitted, tiles, n_processors)]
+        placed, aligned, align = align_launches(problem, fitted)
+        launches = [_launch(problem, tensors.q, placed, tiles, n_processors, aligned)]
     if problem.layout == "varlen":
         sorts = tiles.order != UNSORTED.value
         order = order_buffer(problem, tiles.n_tickets, sorts)
@@ -82,6 +87,7 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
             if keys:
                 launches.insert(0, _one_block_launch(problem, tensors.q, fitted, n_processors))
             launches.insert(0, sort_launch(problem, block_q, keys))
+    launches[:0] = align
     results = {
         "out": Buffer.like(tensors.q, problem.out_shape, problem.dtype),
         "lse": Buffer.like(tensors.q, problem.lse_shape, torch.float32),
@@ -92,7 +98,7 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
         tensors.q.device,
         Tensors._fields,
         results | ({} if problem.is_paged else statistics),
-        {"sequence_order": order} | (statistics if problem.is_paged else {}),
+        {"sequence_order": order} | aligned | (statistics if problem.is_paged else {}),
         launches,
         fit=partial(_with_copies, copied) if copied else None,
         finish=_without_statistics if problem.is_paged else None,
@@ -109,15 +115,23 @@ def _with_copies(names: list[str], tensors: Tensors) -> Tensors:
 
 
 def _launch(
-    problem: AttentionProblem, q: Tensor, fitted: Tensors, tiles: Tiling, n_processors: int
+    problem: AttentionProblem,
+    q: Tensor,
+    fitted: Tensors,
+    tiles: Tiling,
+    n_processors: int,
+    aligned: Collection[str],
 ) -> Launch:
-    """The launch of `forward_kernel`; results lie as q does, of which `fitted` may have a copy."""
+    """The launch of `forward_kernel`; results lie as q does, of which `fitted` may have a copy.
+    Keys and values may be `aligned`."""
+    # The rows of each consumer may have a program.
+    parts = plan_of(problem).consumers if splits_tiles(problem) else 1
     return Launch(
         forward_kernel,
-        (min(n_processors, tiles.n_tickets),),
+        (min(n_processors, tiles.n_tickets * parts),),
         _numbers(problem, q, fitted, tiles) | _constants(problem),
         maps=_maps(problem, q, fitted),
-        names=names_of(problem),
+        names=names_of(problem) | {name: x for name, x in NAMES.items() if x in aligned},
         num_warps=4,
         maxnreg=REGISTERS[plan_of(problem).consumers][0],
     )
@@ -296,6 +310,7 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "SERVER_REGISTERS": of_server,
         "CONSTANT_TIME": problem.constant_time,
         "ONE_LOOP": plan.one_loop,
+        "SPLIT": splits_tiles(problem),
     }
 
 

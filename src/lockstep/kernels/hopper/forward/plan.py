@@ -13,6 +13,7 @@ import torch
 
 from lockstep.kernels.hopper.common.query_invariance import SPAN
 from lockstep.kernels.hopper.common.sizes import ROWS, columns
+from lockstep.kernels.hopper.forward.aligned_rows import aligns
 from lockstep.kernels.hopper.forward.one_block.shares import Shares
 from lockstep.problem import AttentionProblem
 
@@ -102,9 +103,8 @@ WIDE_KEYS_OF_BLOCK = 112
 # Keys of more heads are dealt out to its programs if none has more tiles than so many times as many
 # as it has to have, by the width of heads.
 UNEVEN = {64: 1.4, 128: 1.15}
-# Pairing tiles is worth it where it keeps programs this busy, and while the keys and values of the
-# heads at work fit into L2.
-BUSY, L2_BYTES = 0.96, 50e6
+# Pairing tiles is worth it while the keys and values of the heads at work fit into L2.
+L2_BYTES = 50e6
 # Of so few tiles, one in the middle is a good part.
 FEW_TILES = 3
 # Measured in constant time: up to so many tiles of narrow heads, all of whose keys stay in L2, are
@@ -124,10 +124,12 @@ def _width_in_chunks(problem: AttentionProblem, dim: int) -> int:
     """The width of a tile for head dim `dim` if it comes in chunks of 32 columns, else 0."""
     # The cleaner of constant-time builds reads 64 columns at a time, and so do pages come, of which
     # the copy engine would need more loads. Rows of 72 or 88 columns begin between the sectors of
-    # L2, of which chunks take more; measured at 72. And wider tiles leave no room for a stage.
+    # L2, of which chunks take more, unless they are aligned. And wider tiles leave no room for a
+    # stage.
     width = next((width for width in IN_CHUNKS if width - NARROW_CHUNK < dim <= width), 0)
     dims = problem.D, problem.Dv
-    fits = all(n <= 64 or (n <= 96 and n % 16 == 0) for n in dims) and not problem.is_paged
+    fits = all(n <= 64 or (n <= 96 and (n % 16 == 0 or aligns(problem, n))) for n in dims)
+    fits = fits and not problem.is_paged
     return 0 if problem.constant_time or (width == 96 and not fits) else width
 
 
@@ -368,16 +370,20 @@ def pays_to_pair(heads: int, n_q_tiles: int, processors: int, head_bytes: int) -
     # have less to do.
     if n_q_tiles % 2 and n_q_tiles <= FEW_TILES and processors % per_head == 0:
         return False
+    # Of fewer rounds than two there would be none: the last one has single tiles, too.
     pairs = heads * per_head
-    rounds = -(-pairs // processors)
     heads_at_work = min(heads, processors / per_head + 1)
-    return pairs >= BUSY * rounds * processors and heads_at_work * head_bytes <= L2_BYTES
+    return pairs >= 2 * processors and heads_at_work * head_bytes <= L2_BYTES
+
+
+def key_bytes(problem: AttentionProblem) -> int:
+    """What all keys and values of a dense call have."""
+    return problem.B * problem.Hkv * problem.Skv * (problem.D + problem.Dv) * 2
 
 
 def deals_singly(problem: AttentionProblem, n_q_tiles: int) -> bool:
     """Whether single tiles are dealt out, longest first, although pairs would fill the rounds."""
-    key_bytes = problem.B * problem.Hkv * problem.Skv * (problem.D + problem.Dv) * 2  # and values
-    fits = n_q_tiles <= SINGLE_TILES and key_bytes <= L2_BYTES
+    fits = n_q_tiles <= SINGLE_TILES and key_bytes(problem) <= L2_BYTES
     return problem.constant_time and max(problem.D, problem.Dv) <= 64 and fits
 
 

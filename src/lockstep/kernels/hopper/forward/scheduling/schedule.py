@@ -4,13 +4,18 @@ Programs are persistent, and neighbours should work on the same keys at the same
 come from L2. Where every sequence has the same number of tiles, a program's tiles follow from its
 number, in one of three orders:
 
-- BY_HEAD, where tiles see equally many keys: head after head.
+- BY_HEAD, where tiles see about equally many keys: head after head.
 - PAIRED, where later tiles see more (causal): tiles i and n-1-i of a head make one piece of work,
   all pieces are equally long, and go head after head. The last rounds, of which one may be without
   work for some programs, have single tiles, longest first.
 - LONGEST_FIRST, where pairs are too few to fill the rounds: single tiles go round the programs,
   every other round backwards, so that a program with the longest tile of a round has the shortest
   of the next.
+
+Builds that SPLIT tiles have parts of them in a last round that would leave half of the programs
+without work, if it is not one of pairs: a program has the rows of one consumer then. BY_HEAD, every
+other round goes backwards there, so that the last tiles of heads, which may have few rows, are not
+all of the same programs.
 
 Packed sequences have lengths that only the device knows. Programs draw tickets for their tiles
 (`scheduler.py`), and tickets are numbered
@@ -24,6 +29,7 @@ multiples of BLOCK_KV in its own sequence.
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
 from lockstep.kernels.hopper.forward.scheduling import sequence_order
@@ -50,7 +56,7 @@ class Tile:
     q_idx: gl.tensor  # first row, counted in its sequence
     q_start: gl.tensor  # the sequence's first query row in the tensor
     kv_start: gl.tensor  # and its first key
-    len_q: gl.tensor
+    len_q: gl.tensor  # of the sequence; where tiles are split, up to the end of the tile
     len_kv: gl.tensor
 
     @gluon.constexpr_function
@@ -91,9 +97,12 @@ class Schedule:
     HAS_RIGHT: gl.constexpr
     BLOCK_Q: gl.constexpr
     BLOCK_KV: gl.constexpr
+    SPLIT: gl.constexpr  # tiles may have rows of one consumer only
 
     @gluon.constexpr_function
-    def __init__(self, sizes, pointers, LAYOUT, HAS_LEFT, HAS_RIGHT, BLOCK_Q, BLOCK_KV):
+    def __init__(
+        self, sizes, pointers, LAYOUT, HAS_LEFT, HAS_RIGHT, BLOCK_Q, BLOCK_KV, SPLIT=False
+    ):
         self.order = sizes[0]
         self.n_q_tiles = sizes[1]
         self.heads = sizes[2]
@@ -115,6 +124,7 @@ class Schedule:
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.BLOCK_Q = gl.constexpr(BLOCK_Q)
         self.BLOCK_KV = gl.constexpr(BLOCK_KV)
+        self.SPLIT = gl.constexpr(SPLIT)
 
     @gluon.jit
     def next(self, step):
@@ -135,6 +145,8 @@ class Schedule:
         """The tile of a step; there may be none."""
         pid = gl.program_id(0)
         programs = gl.num_programs(0)
+        first_row = pid * 0
+        rows = first_row + self.BLOCK_Q
         if self.order == PAIRED:
             rounds = self.pair_rounds()
             if step < 2 * rounds:
@@ -145,25 +157,49 @@ class Schedule:
                 head, slot, exists = self._left_by_pairs(rounds * programs, index)
         elif self.order == BY_HEAD:
             index = step * programs + pid
+            if self.SPLIT:
+                index, first_row, rows = self._part(step)
             head = index // self.n_q_tiles
             slot = index % self.n_q_tiles
             exists = step >= 0
         else:
             index = step * programs + gl.where(step % 2 == 0, pid, programs - 1 - pid)
+            if self.SPLIT:
+                index, first_row, rows = self._part(step)
             slot = self.n_q_tiles - 1 - index // self.heads
             head = index % self.heads
             exists = slot >= 0
-        return self._dense_tile(head, slot, exists)
+        return self._dense_tile(head, slot, exists, first_row, rows)
+
+    @gluon.jit
+    def _part(self, step):
+        """The tile of a step, its first row that is this program's, and how many are: all of them,
+        or in a last round with few tiles those of one consumer."""
+        PARTS: gl.constexpr = self.BLOCK_Q // ROWS
+        pid = gl.program_id(0)
+        programs = gl.num_programs(0)
+        place = gl.where(step % 2 == 0, pid, programs - 1 - pid)
+        is_split = (self.n_q_tiles * self.heads - step * programs) * PARTS <= programs
+        index = step * programs + gl.where(is_split, place // PARTS, place)
+        first_row = gl.where(is_split, place % PARTS * ROWS, 0)
+        return index, first_row, gl.where(is_split, ROWS, self.BLOCK_Q)
 
     @gluon.jit
     def tile_at(self, index):
         """The tile of that index, head after head; there may be none."""
-        return self._dense_tile(index // self.n_q_tiles, index % self.n_q_tiles, index >= 0)
+        slot = index % self.n_q_tiles
+        return self._dense_tile(index // self.n_q_tiles, slot, index >= 0, index * 0, self.Sq)
 
     @gluon.jit
-    def _dense_tile(self, head, slot, exists):
-        """A tile of a head, counted in all sequences together."""
+    def _dense_tile(self, head, slot, exists, first_row, rows):
+        """So many `rows` of a tile of a head, counted in all sequences together."""
+        q_idx = slot * self.BLOCK_Q
         exists = exists & (head < self.heads)
+        len_q = self.Sq
+        if self.SPLIT:
+            q_idx = q_idx + first_row
+            exists = exists & (q_idx < self.Sq)
+            len_q = gl.minimum(self.Sq, q_idx + rows)
         batch = head // self.Hq
         head = head % self.Hq
         len_kv = self.Skv
@@ -179,10 +215,10 @@ class Schedule:
             head,
             head // self.heads_per_kv,
             batch,
-            slot * self.BLOCK_Q,
+            q_idx,
             batch * 0,
             kv_start,
-            self.Sq,
+            len_q,
             len_kv,
         )
 
@@ -300,11 +336,22 @@ class Schedule:
         return first, q_start, q_end.to(gl.int32) - q_start, kv_start, len_kv
 
     @gluon.jit
+    def n_queries(self, tile):
+        """The queries of a tile's sequence."""
+        if self.SPLIT:
+            return self.Sq
+        else:  # noqa: RET505, Gluon would go on and return both
+            return tile.len_q
+
+    @gluon.jit
     def blocks(self, tile, q_idx, ROWS: gl.constexpr):
-        """The blocks of keys `begin` to `end`, at least one, that ROWS rows from `q_idx` on see."""
-        first = q_idx + tile.len_kv - tile.len_q  # the first row's place on the diagonal
+        """The blocks of keys `begin` to `end`, at least one, that ROWS rows from `q_idx` on see.
+        Where tiles are split, rows that are not the program's have one."""
+        first = q_idx + tile.len_kv - self.n_queries(tile)  # the first row's place on the diagonal
         begin = first * 0
         end = tile.len_kv
+        if self.SPLIT:
+            end = gl.where(q_idx < tile.len_q, end, 0)
         if self.HAS_RIGHT:
             end = gl.minimum(end, first + ROWS + self.right)
         if self.HAS_LEFT:
@@ -317,7 +364,7 @@ class Schedule:
     def inner_blocks(self, tile, q_idx, ROWS: gl.constexpr):
         """Blocks from `begin` to `end` are seen whole by every one of ROWS rows from `q_idx` on;
         `end` is BAD if the sequence is."""
-        first = q_idx + tile.len_kv - tile.len_q
+        first = q_idx + tile.len_kv - self.n_queries(tile)
         begin = first * 0
         end = tile.len_kv
         if self.HAS_RIGHT:
@@ -331,7 +378,7 @@ class Schedule:
     def row_bounds(self, tile, q_idx):
         """The first key that each row q_idx [BLOCK_Q] sees, and the first behind it that it does
         not see."""
-        position = q_idx + (tile.len_kv - tile.len_q)
+        position = q_idx + (tile.len_kv - self.n_queries(tile))
         begin = position * 0
         end = begin + tile.len_kv
         if self.HAS_RIGHT:

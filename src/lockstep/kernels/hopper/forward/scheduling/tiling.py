@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lockstep.kernels.hopper.forward.plan import deals_singly, pays_to_pair, plan_of
+from lockstep.kernels.hopper.forward.plan import (
+    L2_BYTES,
+    deals_singly,
+    key_bytes,
+    pays_to_pair,
+    plan_of,
+)
 from lockstep.kernels.hopper.forward.scheduling.schedule import (
     BY_HEAD,
     LONGEST_FIRST,
@@ -12,6 +18,10 @@ from lockstep.kernels.hopper.forward.scheduling.schedule import (
     UNSORTED,
 )
 from lockstep.problem import AttentionProblem
+
+# Tiles of a head that all see this share of its keys are at work at the same time, if all keys of a
+# call do not fit into L2.
+ALIKE = 0.75
 
 
 class Tiling(NamedTuple):
@@ -41,4 +51,22 @@ class Tiling(NamedTuple):
         head_bytes = problem.Skv * row_bytes * problem.Hkv // problem.Hq
         pairs = pays_to_pair(heads, n_q_tiles, n_processors, head_bytes)
         pairs = pairs and not deals_singly(problem, n_q_tiles)
+        if not pairs and is_chunk(problem, block_q):
+            return Tiling(n_q_tiles, heads, BY_HEAD.value)
         return Tiling(n_q_tiles, heads, (PAIRED if pairs else LONGEST_FIRST).value)
+
+
+def splits_tiles(problem: AttentionProblem) -> bool:
+    """Whether tiles may be split: causal ones of sequences of one length, in default builds.
+    Elsewhere, the code for it takes longer between short tiles, or has not been measured."""
+    left, right = problem.window
+    is_causal = left is None and right is not None
+    is_dense = problem.layout == "dense" and not (problem.has_kv_lens or problem.is_paged)
+    return is_causal and is_dense and not (problem.constant_time or problem.query_invariant)
+
+
+def is_chunk(problem: AttentionProblem, block_q: int) -> bool:
+    """Whether causal tiles, of so many rows, see nearly the same keys, more than fit into L2."""
+    shortest = problem.Skv - problem.Sq + min(block_q, problem.Sq)
+    is_alike = shortest >= ALIKE * problem.Skv
+    return splits_tiles(problem) and is_alike and key_bytes(problem) > L2_BYTES
