@@ -33,7 +33,9 @@ from lockstep.kernels.hopper.forward.plan import (
     one_block_heads,
     one_block_keys,
     one_block_room,
+    one_block_rows,
     one_block_shares,
+    one_block_widths,
     padded,
     page_rows,
     plan_of,
@@ -188,8 +190,7 @@ def _one_block_launch(
         programs = min(problem.B * problem.Hq * n_q_tiles, n_processors * room)
         shares = one_block_shares(problem, programs)
     scores, scale, _ = scales(problem)
-    # Tiles in shared memory have a power of two of rows.
-    rows = 1 << (keys - 1).bit_length()
+    rows = one_block_rows(keys)
     out = by_head(empty_like(q, problem.out_shape, device="meta"), packed)
     numbers = _of_heads(problem, q) | {
         "n_q_tiles": n_q_tiles,
@@ -198,6 +199,7 @@ def _one_block_launch(
         "scale": scale,
         "B": problem.B,
         "right": problem.window[1] or 0,
+        "keys": keys,
     }
     constants = {
         "PACKED": packed,
@@ -206,7 +208,7 @@ def _one_block_launch(
         "HAS_SINKS": problem.has_sinks,
         "D": problem.D,
         "DV": problem.Dv,
-        "KEYS": keys,
+        "WIDTHS": one_block_widths(problem),
     }
     names = {"o": "out"} | ({} if problem.has_sinks else {"sinks": "lse"})
     q, k, v = (by_head(x, packed) for x in fitted[:3])

@@ -244,9 +244,7 @@ def one_block_keys(problem: AttentionProblem) -> int:
     # Results leave from where queries came.
     if width != padded(problem.Dv):
         return 0
-    # How many are hidden in the last 16 is known of all sequences, or of none; and under a mask, a
-    # build more would gain little.
-    is_even = is_packed or problem.window[1] is not None
+    is_even = _is_even(problem)
     fits = (n for n in ONE_BLOCK[width] if keys <= n and not (is_even and n == 80))
     return next(fits, 0)
 
@@ -261,6 +259,25 @@ def _hides_first_keys(problem: AttentionProblem) -> bool:
         return True
     is_one_block = problem.Skv <= plan_of(problem).block_kv
     return problem.layout == "varlen" or left + 1 < problem.Skv or not is_one_block
+
+
+def one_block_widths(problem: AttentionProblem) -> tuple[int, ...]:
+    """All numbers of keys that the build for a problem with one block may multiply: those whose
+    tiles have as many rows."""
+    keys, is_even = one_block_keys(problem), _is_even(problem)
+    same = (n for n in ONE_BLOCK[padded(problem.D)] if one_block_rows(n) == one_block_rows(keys))
+    return tuple(n for n in same if not (is_even and n == 80))
+
+
+def one_block_rows(keys: int) -> int:
+    """Rows of a tile in shared memory that has so many keys: a power of two."""
+    return 1 << (keys - 1).bit_length()
+
+
+def _is_even(problem: AttentionProblem) -> bool:
+    """Whether keys are multiplied by 64s. How many are hidden in the last 16 is known of all
+    sequences, or of none; and under a mask, fewer would gain little."""
+    return problem.layout == "varlen" or problem.window[1] is not None
 
 
 def one_block_room(problem: AttentionProblem) -> tuple[int, int]:

@@ -250,18 +250,19 @@ def one_block_kernel(
     Sq,
     Skv,
     right,
+    keys,  # that are multiplied, one of WIDTHS
     PACKED: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
     SCORES: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     D: gl.constexpr,
     DV: gl.constexpr,
-    KEYS: gl.constexpr,  # that are multiplied
+    WIDTHS: gl.constexpr,  # one of packed sequences and under a mask
 ):
     SCALED: gl.constexpr = SCORES == "scaled"
     if PACKED:
         heads = (Hq, heads_per_kv, heads_of_program)
-        work = HeadTiles.of_sequence(sequence_order_ptr, B, heads, KEYS)
+        work = HeadTiles.of_sequence(sequence_order_ptr, B, heads, WIDTHS[0])
     else:
         work = HeadTiles.of_all(shares, n_q_tiles, Hq, heads_per_kv, Sq, Skv)
     results = Results(
@@ -269,7 +270,7 @@ def one_block_kernel(
     )
     block = Block(
         work, results, scale, right, SCALED, HAS_RIGHT, HAS_SINKS, columns_of(D), columns_of(DV),
-        KEYS,
+        WIDTHS[0],
     )  # fmt: skip
     # Queries come to one of two places, and the results leave from there.
     q_full = barriers(2, 1)
@@ -283,7 +284,16 @@ def one_block_kernel(
     load(v_desc, work.kv_at(work.first), v_smem.index(0), kv_full.index(1), any_tile)
     descs = (q_desc, k_desc, v_desc, o_desc)
     memory = (q_smem, k_smem, v_smem)
-    wrong = first_pass(block, descs, memory, (q_full, kv_full))
+    if len(WIDTHS) == 1:
+        wrong = first_pass(block, descs, memory, (q_full, kv_full))
+    else:
+        for i in gl.static_range(len(WIDTHS)):
+            if keys == WIDTHS[i]:
+                block_of_width = Block(
+                    work, results, scale, right, SCALED, HAS_RIGHT, HAS_SINKS, columns_of(D),
+                    columns_of(DV), WIDTHS[i],
+                )  # fmt: skip
+                first_pass(block_of_width, descs, memory, (q_full, kv_full))
     if HAS_RIGHT:
         again = barriers(1, 3)
         if wrong != 0:
