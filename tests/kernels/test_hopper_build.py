@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from shared_places import shared_with_barriers
 from unassigned import unassigned_reads
 
 from lockstep.kernels.hopper.common import sizes
+from lockstep.kernels.hopper.common.capped_weights import TIERS
 from lockstep.kernels.hopper.forward import launch, plan
 from lockstep.kernels.hopper.forward.few_keys import few_keys_kernel
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
@@ -162,21 +164,24 @@ def test_machine_code_of_windows(left):
 
 @pytest.mark.parametrize("window", [None, 4000])
 def test_machine_code_of_softcap(window):
-    """A reciprocal for two scores; with a window on the left, whose masks take more registers, one
-    for each. Nothing else turns what it is into an exponent than one multiplication."""
+    """Scores of the first tier have one exponential each, between the terms of their polynomials,
+    and no reciprocal."""
     options = {"causal": True, "softcap": 50.0, "window_left": window}
-    built = build(128, options=options.items())
+    built = build_for(unwritten(5000, 5000, D=128), options.items())
     assert "serialized" not in built.report
     shape = plan.PLANS[128]
     per_thread = shape.block_kv * plan.ROWS // 128
     assert len(built.main_loops) == shape.consumers
     for loop in built.addressed_loops:
         assert not writes_in_flight(loop)
-        assert not {"STL", "LDL", "PRMT"} & count([text for _, text in loop]).keys()
-        found = count(usual_path(loop))
-        assert found["MUFU.EX2"] == 2 * per_thread
-        assert found["MUFU.RCP"] == per_thread // (2 if window is None else 1)
-        assert found["FFMA"] == per_thread
+        body = [text for _, text in loop]
+        assert not {"STL", "LDL", "PRMT"} & count(body).keys()
+        jumps = [i for i, text in enumerate(body) if "BRA" in text]
+        parts = [count(body[i:j]) for i, j in pairwise(jumps)]
+        found = [part for part in parts if part["FFMA"] == len(TIERS[0][0]) * per_thread]
+        # Once for warps all of whose rows are in it, and once for single rows.
+        assert [part["MUFU.EX2"] for part in found] == [per_thread, 0]
+        assert not any(part["MUFU.RCP"] for part in found)
 
 
 def test_machine_code_of_pages():

@@ -6,6 +6,7 @@ sizes.py           sizes that the hardware sets
 accumulator.py     accumulators of a warpgroup: layout, registers, products
 scores.py          units of scores, and their cap
 softmax.py         from scores to weights, and from sums to results
+capped_weights.py  the same weights under a cap
 pieces.py          columns that are no power of two, cut into pieces that are
 finite_words.py    which of two 16-bit numbers in a word are finite
 thread_numbers.py  numbers that each of the threads which share a row has

@@ -219,11 +219,11 @@ def bar_of_begun(bar, part, keys, BLOCK_KV: gl.constexpr):
 
 
 @gluon.jit
-def rise(s, m, l, offset, scale, rises, is_exact=None):
+def rise(s, m, l, offset, scale, rises, is_exact=None, top=None):
     """m and offset of rows, of which those that `rises` names take the maximum of the scores s into
     theirs; and what [BLOCK_Q, 4] this multiplies their sums so far by. Rows that `is_exact` names
-    have weights of `exp2_weights_exact`; None for no row."""
-    risen, alpha = raise_maximum(s, m, scale, rises)
+    have weights of `exp2_weights_exact`; None for no row. `top` is as in `raise_maximum`."""
+    risen, alpha = raise_maximum(s, m, scale, rises, top)
     is_empty = of_threads(gl.where(m == -float("inf"), 1.0, 0.0), l) > 0.0
     stays = of_threads(gl.where(rises, 0.0, 1.0), l) > 0.0
     new = gl.where(stays, offset, first_offset(risen, l, scale))

@@ -28,17 +28,17 @@ LARGE_MAX = gl.constexpr(4194304.0)
 
 
 @gluon.jit
-def hide_from(s, end):
-    """Scores [BLOCK_Q, BLOCK_KV], -inf from column `end` [BLOCK_Q] of each row on."""
+def hide_from(s, end, hidden: gl.constexpr = -float("inf")):
+    """Scores [BLOCK_Q, BLOCK_KV], -inf from column `end` [BLOCK_Q] of each row on, or `hidden`."""
     fixed, of_thread = _columns(s)
-    return gl.where(fixed < gl.expand_dims(end, 1) - of_thread, s, -float("inf"))
+    return gl.where(fixed < gl.expand_dims(end, 1) - of_thread, s, hidden)
 
 
 @gluon.jit
-def hide_before(s, begin):
-    """Scores [BLOCK_Q, BLOCK_KV], -inf before column `begin` [BLOCK_Q] of each row."""
+def hide_before(s, begin, hidden: gl.constexpr = -float("inf")):
+    """Scores [BLOCK_Q, BLOCK_KV], -inf before column `begin` [BLOCK_Q] of each row, or `hidden`."""
     fixed, of_thread = _columns(s)
-    return gl.where(fixed >= gl.expand_dims(begin, 1) - of_thread, s, -float("inf"))
+    return gl.where(fixed >= gl.expand_dims(begin, 1) - of_thread, s, hidden)
 
 
 @gluon.jit
@@ -52,11 +52,14 @@ def _columns(s):
 
 
 @gluon.jit
-def raise_maximum(s, m, scale, rises):
+def raise_maximum(s, m, scale, rises, top=None):
     """A new `m` [BLOCK_Q], and the factor `alpha` for all that was summed under the old one.
 
-    `m` rises to the maximum of `s` in the rows that `rises` names, True for all."""
-    m_new = gl.maximum(m, gl.max(s, 1))
+    `m` rises to the maximum of `s` in the rows that `rises` names, True for all; if `top` is not
+    None, to that."""
+    if top is None:
+        top = gl.max(s, 1)
+    m_new = gl.maximum(m, top)
     if rises is not True:
         m_new = gl.where(rises, m_new, m)
     # exp2(-inf - -inf) would be NaN: a row that has seen no key has nothing to rescale.
@@ -115,22 +118,17 @@ def _log2(x, BRIEF: gl.constexpr):
 
 
 @gluon.jit
-def close_rows(
-    acc, m, l, r, factor, scale, sink, nan_if_bad, softcap=None, BRIEF: gl.constexpr = False
-):
+def close_rows(acc, m, l, r, factor, scale, sink, nan_if_bad, BRIEF: gl.constexpr = False):
     """Pieces of out [ROWS, ·] fp32; lse, m and l [ROWS] of rows that have seen all their keys.
 
     l and r are the sums of their weights, of r the largest as acc was multiplied by them; both, and
     acc, are relative to exp2(m·scale) once they are multiplied by `factor`. `sink` is a key without
-    a value, in natural units, or None. `nan_if_bad` is added to all results. With a `softcap`,
-    scores are `scores.reciprocals`, and the m of the results is a capped score. BRIEF is for code
-    that runs often, and has fewer instructions."""
+    a value, in natural units, or None. `nan_if_bad` is added to all results. BRIEF is for
+    code that runs often, and has fewer instructions."""
     if sink is not None:
         l = l * factor
         r = r * factor
         sink = sink.to(gl.float32) * LOG2E
-        if softcap is not None:
-            sink = sink - softcap * LOG2E
         # Finite even where the scale is next to nothing.
         top = gl.minimum(gl.maximum(m, sink / scale), 3.0e38)
         top = gl.where(top == -float("inf"), 0.0, top)
@@ -145,12 +143,7 @@ def close_rows(
         l = l * factor
     is_empty = l == 0.0
     log2_l = _log2(gl.where(is_empty, 1.0, l), BRIEF)
-    if softcap is not None:
-        zero = gl.zeros_like(m)
-        lse = (gl.fma(m, zero + scale, zero + 0.5 * scale) + log2_l) * LN2
-        m = gl.fma(m, zero + 2.0 * softcap, zero + softcap)
-    else:
-        lse = (m * scale + (max_rounding_error(m, scale) + log2_l)) * LN2
+    lse = (m * scale + (max_rounding_error(m, scale) + log2_l)) * LN2
     lse = gl.where(is_empty, -float("inf"), lse) + nan_if_bad
     m = gl.where(is_empty, float("inf"), m)
     return scale_all(acc, inverse + nan_if_bad), lse, m, gl.where(is_empty, 1.0, l)

@@ -10,6 +10,7 @@ flow.py            all tiles in one loop, for causal calls with few keys
 span_steps.py      the same in query-invariant builds
 total.py           where these keep the products of spans that have ended
 skipping.py        blocks that pass a consumer by
+weights.py         weights and maxima of scores, capped late or not
 pingpong.py        turns of the consumers at the tensor cores
 second_pass.py     rows that the first pass could not compute, once more
 constant_time.py   the softmax of constant-time builds

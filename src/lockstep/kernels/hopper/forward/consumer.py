@@ -61,6 +61,7 @@ from lockstep.kernels.hopper.forward.span_steps import (
 )
 from lockstep.kernels.hopper.forward.steps import take_steps
 from lockstep.kernels.hopper.forward.total import empty_products, in_memory_of_out
+from lockstep.kernels.hopper.forward.weights import find_tops, find_weights
 
 
 @gluon.jit
@@ -80,8 +81,9 @@ def first_block_weights(program, rows, s, block):
         m = fixed_maximum(program, rows, s, block, m)
         weights = exp2_weights(s, m, scale)
     else:
-        m, _alpha = raise_maximum(s, m, scale, True)
-        weights = exp2_weights(s, m, scale)
+        s, top = find_tops(program, rows, s, block)
+        m, _alpha = raise_maximum(s, m, scale, True, top)
+        weights = find_weights(program, rows, s, block, m)
     if not program.build.CONSTANT_TIME:
         l = thread_sums(weights)
     return weights, m, l

@@ -12,7 +12,6 @@ from lockstep.kernels.hopper.common.exact_weights import (
     exceeds,
     first_bar,
     first_offset,
-    offset_weights,
     offset_weights_in_halves,
     settle,
 )
@@ -22,15 +21,17 @@ from lockstep.kernels.hopper.common.softmax import raise_maximum, round_pairs, t
 from lockstep.kernels.hopper.forward.products import await_product, issue_product, issue_scores
 from lockstep.kernels.hopper.forward.program import Rows
 from lockstep.kernels.hopper.forward.skipping import skip_behind
+from lockstep.kernels.hopper.forward.weights import find_offset_weights, find_tops
 
 
 @gluon.jit
-def weigh(program, s, offset, scale):
+def weigh(program, rows, s, block, offset):
     """Weights of scores."""
-    if program.schedule.HAS_RIGHT and program.v.COLUMNS <= 64:
-        return offset_weights_in_halves(s, offset, scale)
+    IN_HALVES: gl.constexpr = program.v.COLUMNS <= 64 and not program.build.CAPS_LATE
+    if program.schedule.HAS_RIGHT and IN_HALVES:
+        return offset_weights_in_halves(s, offset, program.score_scale())
     else:  # noqa: RET505, Gluon would go on and return both
-        return offset_weights(s, offset, scale)
+        return find_offset_weights(program, rows, s, block, offset)
 
 
 @gluon.jit
@@ -84,9 +85,10 @@ def flow(
             next_offset = offset
             if changes:
                 none = gl.full(m.shape, -float("inf"), gl.float32, m.type.layout)
-                next_m, _alpha = raise_maximum(s, none, scale, True)
+                s, top = find_tops(program, next_rows, s, next_block)
+                next_m, _alpha = raise_maximum(s, none, scale, True, top)
                 next_offset = first_offset(next_m, l, scale)
-            weights = weigh(program, s, next_offset, scale)
+            weights = weigh(program, next_rows, s, next_block, next_offset)
             part = thread_sums(weights)
             any_exceeds = None
             if not VOTES_LATE:

@@ -7,13 +7,7 @@ from lockstep.kernels.hopper.common.exact_weights import offset_factors
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
 from lockstep.kernels.hopper.common.pages import PageTable, send_pages
 from lockstep.kernels.hopper.common.ring import TileRing
-from lockstep.kernels.hopper.common.scores import (
-    LOG2E,
-    cap,
-    exponents,
-    reciprocals,
-    reciprocals_of_pairs,
-)
+from lockstep.kernels.hopper.common.scores import LN2, LOG2E, cap
 from lockstep.kernels.hopper.common.softmax import (
     close_rows,
     hide_before,
@@ -44,7 +38,8 @@ class Build:
     SECOND_PASS: gl.constexpr  # rows that failed are computed again: second_pass.py
     ONE_LOOP: gl.constexpr  # over the blocks of all tiles: flow.py
     Q_STAGES: gl.constexpr  # 2: the queries of the next tile arrive while this one is at work
-    SCORES: gl.constexpr  # "raw", "scaled" (where scale is not positive), "capped" or "reciprocals"
+    SCORES: gl.constexpr  # "raw", "scaled" (where scale is not positive), "capped" or "capped late"
+    CAPS_LATE: gl.constexpr  # and where weights are computed: capped_weights.py
     HAS_SINKS: gl.constexpr
     SPAN: gl.constexpr  # blocks of keys between two folds, 0 for none: spans.py
     TOTAL_COLUMNS: gl.constexpr  # of the second sums in shared memory: total.py
@@ -69,6 +64,7 @@ class Build:
         self.ONE_LOOP = gl.constexpr(ONE_LOOP)
         self.Q_STAGES = gl.constexpr(Q_STAGES)
         self.SCORES = gl.constexpr(SCORES)
+        self.CAPS_LATE = gl.constexpr(SCORES == "capped late")
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
         self.SPAN = gl.constexpr(SPAN)
         self.TOTAL_COLUMNS = gl.constexpr(TOTAL_COLUMNS)
@@ -110,19 +106,15 @@ class Program:
 
     @gluon.jit
     def mask_scores(self, rows, s, block):
-        """Scores in their final units, -inf where a row does not see the key."""
-        if self.build.SCORES == "reciprocals":
-            s = exponents(s, self.scale)
-            if self.schedule.HAS_LEFT:
-                s = reciprocals(s)
-            else:
-                # What is hidden must not reach what is seen, not even by a rounding.
-                s = reciprocals_of_pairs(rows.hide(self.schedule, s, block))
-        elif self.build.SCORES == "capped":
+        """Scores in their final units, -inf where a row does not see the key; or as they are, if
+        they are capped late."""
+        if self.build.SCORES == "capped":
             s = cap(s, self.scale, self.softcap, self.k.COLUMNS)
         elif self.build.SCORES == "scaled":
             s = s * self.scale
-        return rows.hide(self.schedule, s, block)
+        if not self.build.CAPS_LATE:
+            s = rows.hide(self.schedule, s, block)
+        return s
 
     @gluon.jit
     def mark_weights(self, rows, weights, block, i):
@@ -154,9 +146,10 @@ class Program:
 
     @gluon.jit
     def score_scale(self):
-        """The factor that turns what `mask_scores` returns into log2 units."""
-        if self.build.SCORES == "reciprocals":
-            return self.softcap * (2.0 * LOG2E)
+        """The factor that turns what `mask_scores` returns into log2 units, and that of maxima,
+        which are in log2 units where scores are capped late."""
+        if self.build.CAPS_LATE:
+            return 1.0
         else:  # noqa: RET505, Gluon would go on and return both
             return self.scale if self.build.SCORES == "raw" else LOG2E
 
@@ -260,16 +253,16 @@ class Rows:
         return (self.begin < self.inner_begin) | (self.end > self.inner_end)
 
     @gluon.jit
-    def hide(self, schedule, s, block):
-        """Scores of a block, -inf where a row does not see the key."""
+    def hide(self, schedule, s, block, hidden: gl.constexpr = -float("inf")):
+        """Scores of a block, -inf where a row does not see the key, or weights, `hidden` there."""
         first_key = block * schedule.BLOCK_KV
         if schedule.HAS_LEFT:
             if block < self.inner_begin:
-                s = hide_before(s, self.row_begin - first_key)
+                s = hide_before(s, self.row_begin - first_key, hidden)
             if block >= self.inner_end:
-                s = hide_from(s, self.row_end - first_key)
+                s = hide_from(s, self.row_end - first_key, hidden)
         elif self.is_edge(block):
-            s = hide_from(s, self.row_end - first_key)
+            s = hide_from(s, self.row_end - first_key, hidden)
         return s
 
     @gluon.jit
@@ -363,12 +356,12 @@ def normalize(program, results, tile, rows, acc, m, l, beside, is_exact, bad, dt
     sink = None
     if program.build.HAS_SINKS:
         sink = gl.load(results.sinks_ptr + tile.head)
-    softcap = None
-    if program.build.SCORES == "reciprocals":
-        softcap = program.softcap
     # In constant time, ptxas has no registers for it where tiles of wider heads change.
     BRIEF: gl.constexpr = not program.build.CONSTANT_TIME or program.v.COLUMNS <= 64
-    return close_rows(acc, m, l, r, factor, scale, sink, rows.nan_if_bad(), softcap, BRIEF)
+    out, lse, m, l = close_rows(acc, m, l, r, factor, scale, sink, rows.nan_if_bad(), BRIEF)
+    if program.build.CAPS_LATE:
+        m = m * LN2
+    return out, lse, m, l
 
 
 @gluon.jit

@@ -22,7 +22,6 @@ from lockstep.kernels.hopper.common.exact_weights import (
     bar_of_begun,
     first_offset,
     no_bar,
-    offset_weights,
     rise,
     settle,
 )
@@ -57,6 +56,7 @@ from lockstep.kernels.hopper.common.thread_numbers import of_threads
 from lockstep.kernels.hopper.forward.program import Rows, close_total, normalize, send_block
 from lockstep.kernels.hopper.forward.span_steps import bar_of_begun as bar_in_spans
 from lockstep.kernels.hopper.forward.span_steps import fixed_maximum
+from lockstep.kernels.hopper.forward.weights import find_offset_weights, find_tops, find_weights
 
 # What stands for a value that is not finite while it is counted. A block has up to 128 keys, so
 # that a count of one kind stays below one of the next; all are exact in bf16 and fp16, and sums of
@@ -148,18 +148,22 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
             begins = m == -float("inf")
             if program.schedule.HAS_LEFT:
                 rises = runs | rows.rise(program.schedule, block)
-                m, offset, factors = rise(s, m, l, offset, scale, rises, is_exact)
+                s, top = find_tops(program, rows, s, block)
+                m, offset, factors = rise(s, m, l, offset, scale, rises, is_exact, top)
                 acc = rescale_by_threads(acc, factors)
                 l = l * factors
                 bar = no_bar(bar, rises)
             else:
-                m, alpha = raise_maximum(s, m, scale, runs | (begins & (block <= rows.inner_begin)))
+                rises = runs | (begins & (block <= rows.inner_begin))
+                s, top = find_tops(program, rows, s, block)
+                m, alpha = raise_maximum(s, m, scale, rises, top)
                 acc = scale_rows(acc, alpha)
                 # Rows whose maximum rises have no bar.
                 bar = no_bar(bar, runs | begins)
                 offset = gl.where(bar == float("inf"), first_offset(m, l, scale), offset)
-            weights = offset_weights(s, offset, scale)
-            weights = gl.where(exact, exp2_weights_exact(s, m, scale), weights)
+            weights = find_offset_weights(program, rows, s, block, offset)
+            if not program.build.CAPS_LATE:
+                weights = gl.where(exact, exp2_weights_exact(s, m, scale), weights)
             part = thread_sums(weights)
             if not program.schedule.HAS_LEFT:
                 l = rescale_and_add(l, alpha, gl.zeros_like(l))
@@ -171,8 +175,13 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
             if program.schedule.HAS_LEFT:
                 bar = no_bar(bar, rows.rise(program.schedule, block + 1))
         else:
-            m, alpha = raise_maximum(s, m, scale, True)
-            weights = gl.where(exact, exp2_weights_exact(s, m, scale), exp2_weights(s, m, scale))
+            s, top = find_tops(program, rows, s, block)
+            m, alpha = raise_maximum(s, m, scale, True, top)
+            if program.build.CAPS_LATE:
+                weights = find_weights(program, rows, s, block, m)
+            else:
+                exact_weights = exp2_weights_exact(s, m, scale)
+                weights = gl.where(exact, exact_weights, exp2_weights(s, m, scale))
             l = add_sums(l, alpha, weights)
             acc = scale_rows(acc, alpha)
         acc = add_values(program, rows, weights, block, seen, acc, q[0].dtype)

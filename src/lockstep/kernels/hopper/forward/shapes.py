@@ -81,8 +81,9 @@ def scales(problem: AttentionProblem) -> tuple[str, float, float]:
     """How scores become log2 units: see `Program.mask_scores`."""
     if problem.softcap is not None:
         # With spans, rows have the bits of decode. In constant time it has not been measured.
-        is_plain = not (problem.query_invariant or problem.constant_time)
-        scores = "reciprocals" if is_plain else "capped"
+        # And the largest score is capped in place of all if larger ones are larger behind it.
+        is_plain = not (problem.query_invariant or problem.constant_time) and problem.scale > 0
+        scores = "capped late" if is_plain else "capped"
         return scores, problem.scale / problem.softcap, problem.softcap
     if problem.has_raw_scores:
         return "raw", problem.score_unit, 0.0

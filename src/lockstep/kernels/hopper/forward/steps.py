@@ -8,7 +8,6 @@ from lockstep.kernels.hopper.common.exact_weights import (
     bar_of_begun,
     exceeds,
     no_bar,
-    offset_weights,
     offset_weights_in_halves,
     rise,
     settle,
@@ -18,7 +17,6 @@ from lockstep.kernels.hopper.common.pieces import halves, n_pieces, scale_all
 from lockstep.kernels.hopper.common.rescale import rescale_all, rescale_all_by_threads
 from lockstep.kernels.hopper.common.softmax import (
     add_sums,
-    exp2_weights,
     raise_maximum,
     rescale_and_add,
     thread_sums,
@@ -30,6 +28,7 @@ from lockstep.kernels.hopper.forward.products import (
     issue_product,
     issue_scores,
 )
+from lockstep.kernels.hopper.forward.weights import find_offset_weights, find_tops, find_weights
 
 
 @gluon.jit
@@ -70,8 +69,9 @@ def weigh(program, rows, block, seen, s, acc, m, l, residue):
         l = rescale_and_add(l, alpha, part + constant_time.sums_like(l, right))
         weights = constant_time.whole(left, right, s)
     else:
-        m, alpha = raise_maximum(s, m, scale, True)
-        weights = exp2_weights(s, m, scale)
+        s, top = find_tops(program, rows, s, block)
+        m, alpha = raise_maximum(s, m, scale, True, top)
+        weights = find_weights(program, rows, s, block, m)
         l = add_sums(l, alpha, weights)
     acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
     return weights, acc, m, l, residue, alpha
@@ -99,12 +99,14 @@ def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, beside, a
         factors = gl.full(l.shape, 1.0, gl.float32, l.type.layout)
         if BEGIN and block <= rows.inner_begin:
             rises = rows.rise(program.schedule, block)
-            m, offset, factors = rise(s, m, l, beside[1], scale, rises)
+            s, top = find_tops(program, rows, s, block)
+            m, offset, factors = rise(s, m, l, beside[1], scale, rises, None, top)
             beside = (no_bar(beside[0], rises), offset, beside[2])
-        if program.schedule.HAS_RIGHT and program.v.COLUMNS <= 64 and not BEGIN:
+        IN_HALVES: gl.constexpr = program.v.COLUMNS <= 64 and not program.build.CAPS_LATE
+        if program.schedule.HAS_RIGHT and IN_HALVES and not BEGIN:
             weights = offset_weights_in_halves(s, beside[1], scale)
         else:
-            weights = offset_weights(s, beside[1], scale)
+            weights = find_offset_weights(program, rows, s, block, beside[1])
         part = thread_sums(weights)
         any_exceeds = None
         if not VOTES_LATE:

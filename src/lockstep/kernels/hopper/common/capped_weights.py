@@ -1,0 +1,238 @@
+"""Weights of scores under a softcap: p = exp2(softcap·log2(e)·tanh(x) + offset), where x is
+s·scale / softcap.
+
+Most scores are well below the cap. There tanh is an odd polynomial, and a weight takes one
+instruction of the unit for exponentials, as it does without a cap. A row goes by the largest score
+that it has in a block: up to TIERS[0] a short polynomial, up to TIERS[1] a longer one, and beyond
+1 - 2 / (1 + e^2x), of which two scores share a reciprocal, 1/a = b / (a·b). So its bits depend on
+its own scores alone. Each warp votes whether all of its rows are in the first tier, and what it
+needs besides if they are not. All ways are off by 2^-22 of the cap at most.
+"""
+
+from __future__ import annotations
+
+from lockstep.kernels.hopper.common.division import reciprocal
+from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
+from lockstep.kernels.hopper.common.scores import LOG2E
+from lockstep.kernels.hopper.common.thread_numbers import per_weight
+
+# tanh x / x = sum of coefficients[k] · x^2k up to an end of x.
+TIERS = (
+    ((0.999999046, -0.333182782, 0.127940521), 0.25),
+    ((0.999999583, -0.333310694, 0.133046225, -0.0524672195, 0.0180136412, -0.00371357449), 0.875),
+)
+# The last coefficient times powers of scale / softcap is a normal number of float32 with room to
+# spare, or the polynomial is not for this cap.
+SMALLEST, LARGEST = 1e-36, 1e30
+
+
+@gluon.constexpr_function
+def _hex(x):
+    # Triton takes no function of a module that is imported outside.
+    import struct
+
+    return "0f" + struct.pack(">f", x).hex().upper()
+
+
+@gluon.constexpr_function
+def _coefficient_lines(tier, coefficients):
+    """PTX: a0, a1 ... of a tier are the coefficients of a polynomial of s², which times s is the
+    exponent without its offset; from `unit`, scale / softcap, and `height`, softcap·log2(e).
+    `unfit` of the tier says that they are none that float32 has room for."""
+    n = len(coefficients)
+    names = [f"a{tier}_{k}" for k in range(n)]
+    lines = [
+        f".reg .f32 square{tier}, power{tier}, {', '.join(names)};",
+        f".reg .pred unfit{tier};",
+        f"mul.f32 square{tier}, unit, unit;",
+        f"mul.f32 power{tier}, unit, height;",
+        f"mul.f32 {names[0]}, power{tier}, {_hex(coefficients[0])};",
+    ]
+    for k in range(1, n):
+        lines += [
+            f"mul.f32 power{tier}, power{tier}, square{tier};",
+            f"mul.f32 {names[k]}, power{tier}, {_hex(coefficients[k])};",
+        ]
+    return [
+        *lines,
+        f"abs.f32 power{tier}, {names[-1]};",
+        f"setp.lt.f32 unfit{tier}, power{tier}, {_hex(SMALLEST)};",
+        f"setp.gt.or.f32 unfit{tier}, power{tier}, {_hex(LARGEST)}, unfit{tier};",
+    ]
+
+
+@gluon.constexpr_function
+def _polynomial_lines(tier, n, s, offset, exponent, if_row=""):
+    """PTX for the exponent of a weight by n coefficients; it stays as it is where the guard
+    `if_row` does not hold."""
+    return [
+        "{ .reg .f32 z, w;",
+        f"mul.f32 z, {s}, {s};",
+        f"fma.rn.f32 w, a{tier}_{n - 1}, z, a{tier}_{n - 2};",
+        *(f"fma.rn.f32 w, w, z, a{tier}_{k};" for k in range(n - 3, -1, -1)),
+        f"{if_row} fma.rn.f32 {exponent}, {s}, w, {offset};",
+        "}",
+    ]
+
+
+@gluon.constexpr_function
+def _reciprocal_lines(x, y, offset, if_row):
+    """PTX for the exponents of two weights of a row, which x and y become, of any scores."""
+    lines = ["{ .reg .f32 a, b, inverse;"]
+    for s, e in ((x, "a"), (y, "b")):
+        lines += [
+            f"mul.f32 {e}, {s}, doubled;",
+            # Up to 2^62, the product of both is finite, and tanh is 1 from there on. A NaN stays
+            # one.
+            f"min.NaN.f32 {e}, {e}, {_hex(62.0)};",
+            f"ex2.approx.ftz.f32 {e}, {e};",
+            f"sub.f32 {e}, {_hex(-1.0)}, {e};",
+        ]
+    lines += ["mul.f32 inverse, a, b;", "rcp.approx.ftz.f32 inverse, inverse;"]
+    for s, other in ((x, "b"), (y, "a")):
+        lines += [
+            f"mul.f32 {other}, inverse, {other};",
+            f"fma.rn.f32 {other}, {other}, fall, height;",
+            f"{if_row} add.f32 {s}, {other}, {offset};",
+        ]
+    return [*lines, "}"]
+
+
+@gluon.constexpr_function
+def _maxima_lines(n, s):
+    """PTX for the largest scores of a thread in its two rows, `top0` and `top1`, in units of the
+    cap. NaN is none."""
+    # Each row has two chains, which takes half as long.
+    tops = ("top0", "top1", "more0", "more1")
+    lines = [f".reg .f32 {', '.join(tops)}, {', '.join(f'size{i}' for i in range(n))};"]
+    lines += [f"abs.f32 size{i}, ${s + i};" for i in range(n)]
+    for i in range(0, 8, 2):
+        lines.append(f"max.f32 {tops[i // 2]}, size{i}, size{i + 1};")
+    for i in range(8, n):
+        lines.append(f"max.f32 {tops[i // 2 % 4]}, {tops[i // 2 % 4]}, size{i};")
+    for r in range(2):
+        lines += [f"max.f32 top{r}, top{r}, more{r};", f"mul.f32 top{r}, top{r}, unit;"]
+    return lines
+
+
+@gluon.constexpr_function
+def _row_lines(r):
+    """PTX: the largest score of a row, in all of its four threads."""
+    lines = [f".reg .f32 other{r};"]
+    for lane in (1, 2):
+        lines += [
+            f"shfl.sync.bfly.b32 other{r}, top{r}, {lane}, 0x1f, 0xffffffff;",
+            f"max.f32 top{r}, top{r}, other{r};",
+        ]
+    return [*lines, f".reg .pred high{r};", f"setp.eq.b32 high{r}, 0, 0;"]
+
+
+@gluon.constexpr_function
+def _tier_lines(tier, coefficients, end, n, offset):
+    """PTX for the exponents of rows whose scores are below the end of a tier, and of no lower
+    one."""
+    here = [f"in{tier}_{r}" for r in range(2)]
+    lines = [f".reg .pred {', '.join(here)};"]
+    for r in range(2):
+        lines += [
+            f"setp.le.and.f32 {here[r]}, top{r}, {_hex(end)}, !unfit{tier};",
+            f"and.pred {here[r]}, {here[r]}, high{r};",
+        ]
+    lines += [
+        f"or.pred any, {here[0]}, {here[1]};",
+        "vote.sync.any.pred any, any, 0xffffffff;",
+        f"@!any bra.uni NONE{tier};",
+    ]
+    for i in range(n):
+        guard = f"@{here[i // 2 % 2]}"
+        lines += _polynomial_lines(
+            tier, len(coefficients), f"e{i}", f"${offset + i}", f"e{i}", guard
+        )
+    lines.append(f"NONE{tier}:")
+    return [*lines, *(f"and.pred high{r}, high{r}, !{here[r]};" for r in range(2))]
+
+
+@gluon.constexpr_function
+def _assembly(n):
+    """PTX for a thread with n scores. Operands: n weights, n scores, n offsets, and n times each
+    scale / softcap and softcap·log2(e). In the layout of wgmma, the first two of every four
+    elements are in the upper row of a thread, the others in its lower row."""
+    s, offset, unit, height = n, 2 * n, 3 * n, 4 * n
+    first, end = TIERS[0]
+    weights = [f"ex2.approx.ftz.f32 ${i}, e{i};" for i in range(n)]
+    lines = [
+        ".reg .pred large, any;",
+        f".reg .f32 unit, height, {', '.join(f'e{i}' for i in range(n))};",
+        f"mov.f32 unit, ${unit};",
+        f"mov.f32 height, ${height};",
+        *_coefficient_lines(0, first),
+        *_maxima_lines(n, s),
+        f"setp.gt.or.f32 large, top0, {_hex(end)}, unfit0;",
+        f"setp.gt.or.f32 large, top1, {_hex(end)}, large;",
+        "vote.sync.any.pred large, large, 0xffffffff;",
+        "@large bra.uni LARGE;",
+    ]
+    for i in range(n):
+        lines += _polynomial_lines(0, len(first), f"${s + i}", f"${offset + i}", f"e{i}")
+        lines.append(weights[i])
+    lines += ["bra.uni DONE;", "LARGE:"]
+    lines += [f"mov.f32 e{i}, ${s + i};" for i in range(n)]
+    lines += [*_row_lines(0), *_row_lines(1)]
+    for tier in range(len(TIERS)):
+        if tier:
+            lines += _coefficient_lines(tier, TIERS[tier][0])
+        lines += _tier_lines(tier, *TIERS[tier], n, offset)
+    lines += [
+        "or.pred any, high0, high1;",
+        "vote.sync.any.pred any, any, 0xffffffff;",
+        "@!any bra.uni NONE_HIGH;",
+        ".reg .f32 doubled, fall;",
+        f"mul.f32 doubled, unit, {_hex(2 * LOG2E.value)};",
+        "add.f32 fall, height, height;",
+    ]
+    for i in range(0, n, 2):
+        guard = f"@high{i // 2 % 2}"
+        lines += _reciprocal_lines(f"e{i}", f"e{i + 1}", f"${offset + i}", guard)
+    return "{ " + " ".join([*lines, "NONE_HIGH:", *weights, "DONE:"]) + " }"
+
+
+@gluon.constexpr_function
+def _constraints(n):
+    return ",".join(["=&r"] * n + ["r"] * (4 * n))
+
+
+@gluon.jit
+def _weights(s, offset, scale_over_cap, softcap):
+    N: gl.constexpr = s.shape[0] * s.shape[1] // 128
+    assembly: gl.constexpr = _assembly(N)
+    constraints: gl.constexpr = _constraints(N)
+    zero = gl.full(s.shape, 0.0, gl.float32, s.type.layout)
+    operands = [s, offset, zero + scale_over_cap, zero + softcap * LOG2E]
+    return gl.inline_asm_elementwise(
+        assembly, constraints, operands, gl.float32, is_pure=False, pack=N
+    )
+
+
+@gluon.jit
+def capped_maxima(top, scale_over_cap, softcap):
+    """The largest scores of rows [BLOCK_Q] as weights take them, in log2 units; -inf stays it."""
+    height = softcap * LOG2E
+    # exp2 may overflow to inf, which makes the reciprocal 0.
+    r = reciprocal(1.0 + gl.exp2(top * (scale_over_cap * 2.0 * LOG2E)))
+    zero = gl.zeros_like(top)
+    capped = gl.fma(r, zero - 2.0 * height, zero + height)
+    return gl.where(top == -float("inf"), top, capped)
+
+
+@gluon.jit
+def capped_weights(s, m, scale_over_cap, softcap):
+    """Weights [BLOCK_Q, BLOCK_KV] of scores q·k relative to m [BLOCK_Q] in log2 units."""
+    # Rows that have seen no key measure from 0.
+    offset = gl.expand_dims(gl.where(m == -float("inf"), 0.0, -m), 1) + gl.zeros_like(s)
+    return _weights(s, offset, scale_over_cap, softcap)
+
+
+@gluon.jit
+def capped_offset_weights(s, offset, scale_over_cap, softcap):
+    """The same with the offset [BLOCK_Q, 4] of `exact_weights.py`."""
+    return _weights(s, per_weight(offset, s), scale_over_cap, softcap)
