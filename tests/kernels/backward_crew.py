@@ -93,7 +93,7 @@ class PlainTileQueue:
         self.ring, self.sizes = mailbox.ring, sizes
         self.loops = {}
 
-    def post(self, n, loop, is_large=0) -> None:
+    def post(self, n, loop, is_large=0, _size=0) -> None:
         self.ring.wait_empty(n)
         self.loops[self.ring.slot(n)] = None if loop is None else (loop, is_large)
         self.ring.fill(n)
@@ -105,10 +105,28 @@ class PlainTileQueue:
         self.ring.wait_full(n)
         return self.loops[self.ring.slot(n)] is not None
 
-    def read(self, n):
+    def read(self, n, kept=False):
         found = self.loops[self.ring.slot(n)]
-        self.ring.release(n)
+        if not kept:
+            self.ring.release(n)
         return found
+
+    # Of loops that may be cut: `PlainLoop.carried` is what `Sizes.carried` would be.
+
+    def signals_before(self, n) -> int:
+        return self.loops[self.ring.slot(n)][0].carried[0]
+
+    def goes_on(self, n) -> bool:
+        return self.loops[self.ring.slot(n)][0].carried[1]
+
+    def sums_ptr(self, n) -> int:
+        return self.loops[self.ring.slot(n)][0].carried[2]
+
+    def signals_at(self, n) -> str:
+        return self.loops[self.ring.slot(n)][0].carried[3]
+
+    def release(self, n) -> None:
+        self.ring.release(n)
 
 
 def play(role, named, action, threads=32, consumer=None, apart=False, shares_tiles=False):
@@ -125,9 +143,10 @@ def play(role, named, action, threads=32, consumer=None, apart=False, shares_til
 
 
 class PlainLoop(SimpleNamespace):
-    """From the tile `begins[ticket]` to the last one."""
+    """From the tile `begins[ticket]` to the last one, or a span of these, from number `first`."""
 
     CONSTANT_TIME = False
+    first = 0
 
     def next_in_group(self, tile, t, head):
         return tile + 1, t + 1, head
@@ -139,7 +158,7 @@ class PlainLoop(SimpleNamespace):
         return t + 1
 
     def first_number(self):
-        return 0
+        return self.first
 
     def nan_if_bad(self):
         return 0.0
@@ -232,6 +251,10 @@ def hardware(crew):
 
         crew.pause(is_there)
 
+    def signal(where):
+        crew.pause()
+        crew.counts[where] = crew.counts.get(where, 0) + ROLE.threads
+
     def atomic_add(where, one, **_):
         if where == "ticket":
             crew.tickets += 1
@@ -268,6 +291,7 @@ def hardware(crew):
         "largest": lambda _: 0,
         "assign_keys": lambda ticket, *_: crew.assign(ticket),
         "await_count": await_count,
+        "signal": signal,
         "await_sums": lambda _: None,
         "ROWS": 64,
     }

@@ -28,6 +28,7 @@ from problems import (
 
 from lockstep import reference
 from lockstep.kernels.hopper import KERNEL
+from lockstep.kernels.hopper.backward.cuts import Cuts
 from lockstep.kernels.hopper.backward.medium import call as medium
 from lockstep.kernels.hopper.backward.narrow import call as narrow
 from lockstep.kernels.kernel import BackwardTensors, Needs
@@ -363,3 +364,24 @@ def test_no_hang(D, kind, monkeypatch):
         del out, statistics, saved, found, x
         if i % 500 == 499:
             assert int(unwritten) == 0
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("group", [1, 3])
+def test_bits_do_not_depend_on_cuts(D, group, monkeypatch):
+    """With few programs, so that short sequences have several rounds."""
+    for programs, Hkv, Sq, Skv in [(8, 9, 1321, 640), (13, 6, 1321, 777)]:
+        case = draw(Sq, Skv, dtype=torch.bfloat16, B=2, Hq=Hkv * group, Hkv=Hkv, D=D)
+        if programs == 13:
+            case = case.replaced(q=case.tensors["q"] * 300)  # large scores
+        problem, _ = pose(case)
+        assert narrow.cuts_of(problem, narrow.cut_of(problem), programs, False).n_cut > 0
+        douts = draw_douts(case)
+        monkeypatch.setattr(narrow, "processors", lambda _, n=programs: n)
+        found, again = gradients(case, douts), gradients(case, douts)
+        with monkeypatch.context() as patch:
+            patch.setattr(narrow, "plan_cuts", lambda *sizes: Cuts(sizes[5]))
+            whole = gradients(case, douts)
+        for name, x in whole.items():
+            assert same_bits(found[name], x)
+            assert same_bits(again[name], x)

@@ -92,6 +92,7 @@ def crew(monkeypatch, request):
     crew.sums = {}  # key tiles that have added to each query tile, in order
     crew.derived = {}  # what has been stored, by key tile and first row
     crew.shares = {}  # what dk and dv of shares are made of, by share and consumer
+    crew.carried = {}  # what the sums of spans are made of, by their place
 
     def send(desc, at, tile, half=None):
         is_shared = ROLE.name.startswith("add") or ROLE.shares_tiles
@@ -148,6 +149,19 @@ def crew(monkeypatch, request):
         assert ds.holds((0, 1)) == step
         return Value(step)
 
+    def place(block, first):
+        """Programs here have columns of their own: what they count is left out."""
+        return block >> 20, ROLE.consumer, first > 0
+
+    def store_sums(block, pieces, first, columns):
+        crew.pause()
+        crew.carried[place(block, first)] = {x.of for x in pieces}
+
+    def load_sums(block, first, columns):
+        crew.pause()
+        (key,) = crew.carried.pop(place(block, first))
+        return (Value(key),) * columns.bit_count()
+
     plain = {
         **hardware(crew),
         "tma_store": send,
@@ -172,7 +186,9 @@ def crew(monkeypatch, request):
         ),
         "LargeScores": lambda *_: SimpleNamespace(log2_l=lambda *_: None),
         # Both loops take the same steps: now one, now the other.
-        "has_large_scores": lambda flags, loop: loop.ticket % 2,
+        "has_large_scores": lambda flags, loop, *_: loop.ticket % 2,
+        "store_sums": store_sums,
+        "load_sums": load_sums,
         **{
             name: getattr(tiles, name).value
             for name in ("STAGES", "PARTS", "DS_TILES", "CONSUMERS_AND_WARP", *NAMED)
@@ -184,8 +200,8 @@ def crew(monkeypatch, request):
     return crew
 
 
-def program(crew, block_q, is_apart, masked, shared, whole, draws):
-    """The warps of one."""
+def program(crew, block_q, is_apart, masked, shared, whole, n_tickets, spans=0):
+    """The warps of one. Loops may be cut if there are `spans`."""
     shares_tiles = block_q == 128
     query, key = describe(block_q, HEAD_DIM[block_q]), describe(BLOCK_KV, HEAD_DIM[block_q])
     # One piece or two of each: `pieces.py`.
@@ -200,8 +216,12 @@ def program(crew, block_q, is_apart, masked, shared, whole, draws):
         CONSTANT_TIME=False,
         heads_per_kv=1,
         LAYOUT="dense",
+        BLOCK_KV=BLOCK_KV,
         SHARED=shared,
         shares_ptr=None,
+        CUT=spans > 0,
+        n_cut=0,  # more tickets, which are among them here
+        spans=spans,
     )
     queue = CREATE_TILE_QUEUE(4, sizes)
     roles = {
@@ -213,7 +233,7 @@ def program(crew, block_q, is_apart, masked, shared, whole, draws):
             *[query] * 2,
             None,
             "ticket",
-            len(draws),
+            n_tickets,
             1,
             1,
             True,
@@ -280,7 +300,7 @@ def test_no_warp_waits_forever_and_sums_have_one_order(crew, block_q, is_apart, 
 
     crew.assign, crew.has_nonfinite = assign, has_nonfinite
     programs = [
-        program(crew, block_q, is_apart, masked, shared, whole, begins)
+        program(crew, block_q, is_apart, masked, shared, whole, len(begins))
         for _ in range(draws.choice([1, 2, 3]))
     ]
     crew.run(*(warp for warps in programs for warp in warps))
@@ -296,3 +316,55 @@ def test_no_warp_waits_forever_and_sums_have_one_order(crew, block_q, is_apart, 
             assert crew.shares.get(2 * ticket + w, []) == [{made_of}] * (2 * is_share)
         for row in range(0, BLOCK_KV, block_q):
             assert crew.derived.get((ticket, row), []) == [made_of] * (0 if is_share else 2)
+
+
+@pytest.mark.parametrize("crew", range(40), indirect=True)
+@pytest.mark.parametrize(("block_q", "is_apart"), [(64, False), (128, False), (128, True)])
+def test_spans_of_a_loop_wait_for_each_other_and_add_up_as_it_does(crew, block_q, is_apart):
+    """The last key tiles of a head are cut; all loops have as many steps."""
+    draws = crew.draws
+    n_spans, span_tiles = draws.choice([2, 3]), draws.choice([1, 2, 4])
+    n_tiles = n_spans * span_tiles - draws.randrange(span_tiles)
+    n_keys = draws.choice([1, 3, 6])
+    n_whole = draws.randrange(n_keys)
+    crew.begins = [0] * n_keys
+    crew.has_nonfinite = lambda _: False
+    # Tickets: key tile, span.
+    tickets = [(key, -1) for key in range(n_whole)]
+    tickets += [(key, span) for span in range(n_spans) for key in range(n_whole, n_keys)]
+
+    def assign(ticket):
+        key, span = tickets[min(ticket, len(tickets) - 1)]
+        first = max(span, 0) * span_tiles
+        end = n_tiles if span < 0 else min(first + span_tiles, n_tiles)
+        loop = PlainLoop(
+            ticket=key,
+            first=first,
+            first_tile=first,
+            n_steps=end - first,
+            BLOCK_Q=block_q,
+            HAS_LEFT=False,
+            HAS_RIGHT=False,
+            turn=lambda t: key,
+            carried=(max(span, 0) * 256, 0 <= span < n_spans - 1, key << 20, f"signals {key}"),
+        )
+        key_tile = SimpleNamespace(
+            q_head=0,
+            share=-1 if span < 0 else key * n_spans + span,
+            first_q_tile=0,
+            q_coordinates=lambda head, row: ("queries", key, row // block_q),
+            kv_coordinates=lambda: ("keys", key),
+            dkv_coordinates=lambda row: (key, row),
+        )
+        return key_tile, loop
+
+    crew.assign = assign
+    programs = [
+        program(crew, block_q, is_apart, False, False, False, len(tickets), n_spans)
+        for _ in range(draws.choice([1, 2, 3]))
+    ]
+    crew.run(*(warp for warps in programs for warp in warps))
+    assert crew.sums == {tile: list(range(n_keys)) for tile in range(n_tiles)}
+    rows = range(0, BLOCK_KV, block_q)
+    assert crew.derived == {(key, row): [key] * 2 for key in range(n_keys) for row in rows}
+    assert not crew.carried

@@ -327,7 +327,7 @@ def map_maker(problem: AttentionProblem, rows: int, width: int, of_keys: bool = 
 
 
 def kernel_arguments(
-    problem: AttentionProblem, k: Tensor, block_kv: int, is_shared: bool = False
+    problem: AttentionProblem, k: Tensor, block_kv: int, serves_all: bool = False
 ) -> dict[str, Any]:
     """Numbers and constants that all kernels of pairs take, head dims and tiles aside."""
     layout = "kv_lens" if problem.has_kv_lens else "dense"
@@ -344,23 +344,23 @@ def kernel_arguments(
         "LAYOUT": "varlen" if problem.layout == "varlen" else layout,
         "HAS_LEFT": left is not None,
         "HAS_RIGHT": right is not None,
-        "HAS_EDGE": has_edge(problem, block_kv, is_shared),
+        "HAS_EDGE": has_edge(problem, block_kv, serves_all),
         "CAPPED": problem.softcap is not None,
         "HIDES_SCORES": problem.has_raw_scores,
         "CONSTANT_TIME": problem.constant_time,
     }
 
 
-def has_edge(problem: AttentionProblem, block_kv: int, is_shared: bool = False) -> bool:
+def has_edge(problem: AttentionProblem, block_kv: int, serves_all: bool = False) -> bool:
     """Whether the last key tile of a sequence has to be cut short. A causal mask does it by itself:
     no query sees keys beyond its own position, which is not beyond the last key. Without a mask,
-    one build serves all lengths of narrow heads, and of queries that are shared out; wider heads
-    are slower where it looks for the end."""
+    one build serves all lengths of narrow heads, of queries that are shared out, and of loops that
+    are cut; others of wider heads are slower where it looks for the end."""
     if problem.layout == "varlen" or problem.has_kv_lens:
         return True
     left, right = problem.window
     is_narrow = max(problem.D, problem.Dv) <= NARROW
-    if left is None and right is None and (is_narrow or is_shared):
+    if left is None and right is None and (is_narrow or serves_all):
         return True
     return problem.Skv % block_kv != 0 and (right is None or right > 0)
 

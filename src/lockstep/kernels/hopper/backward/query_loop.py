@@ -8,6 +8,7 @@ loops end at the diagonal, so the first keys of a head have the longest loops, a
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.backward.cuts import find_cut
 from lockstep.kernels.hopper.backward.sizes import visible_tiles
 from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
@@ -184,6 +185,8 @@ def assign_keys(ticket, kv_slots, n_heads, heads_at_once, sizes):
     """The keys of a ticket, and the loop over the queries that see them: keys of a head from the
     first to the last, `heads_at_once` heads in turn. So whatever a program waits for (`dq_sums.py`)
     has an earlier ticket."""
+    if sizes.CUT:
+        ticket, span, number = find_cut(ticket, sizes)
     first_head = ticket // (kv_slots * heads_at_once) * heads_at_once
     heads = gl.minimum(heads_at_once, n_heads - first_head)
     ticket -= first_head * kv_slots
@@ -218,6 +221,13 @@ def assign_keys(ticket, kv_slots, n_heads, heads_at_once, sizes):
         corner -= (begin - first_q_tile) * sizes.BLOCK_Q
         first_q_tile = begin
         n_tiles = gl.where(n_tiles < 0, n_tiles, gl.maximum(end - begin, 0))
+    elif sizes.CUT:
+        # Spans from the last to the first: loops begin at the last tile.
+        end = n_tiles - gl.maximum(span, 0) * sizes.span_tiles
+        begin = gl.where(span < 0, 0, gl.maximum(end - sizes.span_tiles, 0))
+        first_q_tile, n_tiles = begin, end - begin
+        # -1 for whole loops, otherwise the number of the loop, and its span.
+        share = gl.where(span < 0, -1, number * sizes.spans + span)
     else:
         share = kv_idx
     last_q_tile = first_q_tile + gl.maximum(n_tiles - 1, 0)

@@ -227,6 +227,8 @@ def prepare_rows(
         )  # fmt: skip
     if turn_ptr is not None:
         tl.store(turn_ptr + tile, 0)
+        # Those of cut loops: `cuts.py`.
+        tl.store(turn_ptr + tl.num_programs(0) + tile, 0)
         if tile == 0:
             tl.store(ticket_ptr, 0)
 

@@ -11,6 +11,9 @@ import triton.language as tl
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
 from lockstep.kernels.sequences import checked_length
 
+# Of a span: one for each thread of both consumers.
+SIGNALS = gl.constexpr(256)
+
 
 @aggregate
 class Sizes:
@@ -35,6 +38,11 @@ class Sizes:
     span_tiles: gl.tensor
     spans: gl.tensor
     n_shares: gl.tensor
+    # Of loops that are cut (`cuts.py`), and how many threads have stored sums of each of them.
+    n_cut: gl.tensor
+    first_cut: gl.tensor
+    cut_from: gl.tensor
+    carried_ptr: gl.tensor
     LAYOUT: gl.constexpr  # "dense", "kv_lens" or "varlen"
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
@@ -43,11 +51,12 @@ class Sizes:
     BLOCK_KV: gl.constexpr
     CONSTANT_TIME: gl.constexpr  # no step depends on data: `nonfinite.py`, `narrow/steps.py`
     SHARED: gl.constexpr  # queries may be shared out
+    CUT: gl.constexpr  # loops may be cut
 
     @gluon.constexpr_function
     def __init__(
         self, numbers, bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, BLOCK_Q,
-        BLOCK_KV, CONSTANT_TIME=False, shares=None, plan_ptr=None,
+        BLOCK_KV, CONSTANT_TIME=False, shares=None, plan_ptr=None, cuts=None,
     ):  # fmt: skip
         (
             self.q_slots, self.H, self.heads_per_kv, self.B, self.Sq, self.Skv, self.left,
@@ -60,6 +69,9 @@ class Sizes:
         self.shares_ptr, self.share_heads, self.span_tiles, self.spans, self.n_shares = (
             (self.B,) * 5 if shares is None else shares
         )
+        self.n_cut, self.first_cut, self.cut_from, self.carried_ptr = (
+            (self.B,) * 4 if cuts is None else cuts
+        )
         self.LAYOUT = gl.constexpr(LAYOUT)
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
@@ -67,7 +79,27 @@ class Sizes:
         self.BLOCK_Q = gl.constexpr(BLOCK_Q)
         self.BLOCK_KV = gl.constexpr(BLOCK_KV)
         self.CONSTANT_TIME = gl.constexpr(CONSTANT_TIME)
-        self.SHARED = gl.constexpr(shares is not None)
+        self.SHARED = gl.constexpr(shares is not None and cuts is None)
+        self.CUT = gl.constexpr(cuts is not None)
+
+    @gluon.jit
+    def carried(self, share, SIZE: gl.constexpr):
+        """What consumers have to know of a span (`QueryLoop.share`): how many signals there are
+        when the sums it begins with are there, whether it leaves its own to another one, and the
+        addresses of the sums and of the number of signals, in halves."""
+        number = gl.maximum(share, 0) // self.spans
+        span = gl.maximum(share, 0) - number * self.spans
+        goes_on = (share >= 0) & (span + 1 < self.spans)
+        sums = (self.shares_ptr + number.to(gl.int64) * SIZE).to(gl.int64)
+        signals = (self.carried_ptr + number).to(gl.int64)
+        return (
+            span * SIGNALS,
+            goes_on.to(gl.int32),
+            sums.to(gl.int32),
+            (sums >> 32).to(gl.int32),
+            signals.to(gl.int32),
+            (signals >> 32).to(gl.int32),
+        )
 
     @gluon.jit
     def counted_slots(self):

@@ -51,7 +51,7 @@ def prepare_backward(
     workspace = {
         "stats": Buffer((cut.n_tiles, 4, BLOCK_Q), torch.float32),
         "sums": Buffer((SUMS_ROWS.value * cut.n_tiles, 256), torch.float32),
-        "turn": Buffer((cut.n_tiles,), torch.int32),
+        "turn": Buffer((2 * cut.n_tiles,), torch.int32),
         "ticket": Buffer((1,), torch.int32),
         "bounds": bounds_buffer(cut),
         "sink_sums": sinks_buffer(cut, needs),

@@ -11,7 +11,8 @@
 
 dQ of a row adds up key tiles in ascending order; dK and dV of a key add up query tiles in
 descending order, for each of them, or each bunch of them under a window, the query heads that share
-the key in ascending order; where queries are shared out (`shares.py`), shares follow each other.
+the key in ascending order; where queries are shared out (`shares.py`), shares follow each other. A
+loop that is cut (`cuts.py`) has the order it has in one piece.
 Tiles start at multiples of their size, counted in the own sequence. So no bit depends on the batch,
 on the GPU or on how a launch happens to run.
 """

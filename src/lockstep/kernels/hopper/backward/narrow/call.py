@@ -16,6 +16,7 @@ from lockstep.kernels.hopper.backward.call import (
     bounds_buffer,
     cut_into,
     fit_inputs,
+    has_edge,
     kernel_arguments,
     keys_launch,
     loop_arguments,
@@ -25,6 +26,12 @@ from lockstep.kernels.hopper.backward.call import (
     shares_buffers,
     sinks_buffer,
     sinks_launch,
+)
+from lockstep.kernels.hopper.backward.cuts import (
+    LEAST_WON,
+    LEAST_WON_WITHOUT_EDGE,
+    Cuts,
+    plan_cuts,
 )
 from lockstep.kernels.hopper.backward.narrow.dq_sums import rest_width
 from lockstep.kernels.hopper.backward.narrow.kernel import backward_kernel
@@ -41,11 +48,12 @@ LEAST_COLUMNS = 32
 # By padded head dim: what leaves room for dK and dV, or for the scores, in 240 registers.
 BLOCK_Q = {64: 128, 128: 64}
 # By padded head dim, `heads_at_once` without a mask, at least, and with one; without, more heads
-# where these bytes hold them.
+# where SHARED_L2_BYTES hold them, and FEW_HEADS where so many would have more than MANY_BYTES.
 HEADS_AT_ONCE = {64: 16, 128: 8}
+FEW_HEADS = 8
 HEADS_AT_ONCE_WITH_MASK = {64: 48, 128: 16}
 MOST_HEADS_AT_ONCE = 32
-SHARED_L2_BYTES = 32 << 20
+SHARED_L2_BYTES, MANY_BYTES = 32 << 20, 120 << 20
 # Up to so many queries, consumers take each step together at D 64, too, but under a causal window.
 SHORT_QUERIES = 1024
 
@@ -69,6 +77,8 @@ def prepare_backward(
     """`Kernel.prepare_backward`"""
     cut, fitted = cut_of(problem), fit_inputs(given)
     is_whole = needs.q and has_whole_parts(problem, cut)
+    n_programs = min(cut.programs, processors(given.dout.device))
+    cuts = cuts_of(problem, cut, n_programs, is_whole)
     of_tiles = Buffer((cut.n_tiles,), torch.int32)
     of_rows = Buffer((cut.n_tiles, 2, cut.block_q), torch.float32)
     # `rows` says what these hold.
@@ -77,13 +87,15 @@ def prepare_backward(
         "large": of_rows,
         "sums": None if is_whole else _sums(problem, cut),
         "flags": of_tiles,
-        "turn": of_tiles,
+        "turn": Buffer((2 * cut.n_tiles,), torch.int32),
         "ticket": Buffer((1,), torch.int32),
         "bounds": bounds_buffer(cut),
         "sink_sums": sinks_buffer(cut, needs),
         **shares_buffers(problem, cut, _columns(problem)),
     }
     names = {"sums": "dq"} if is_whole else {}
+    if cuts.n_cut:
+        workspace["shares"] = Buffer((cuts.n_cut, BLOCK_KV * sum(_columns(problem))), torch.float32)
     if problem.constant_time:
         workspace["stats"] = Buffer((cut.n_tiles, 4, cut.block_q), torch.float32)
         workspace |= dict.fromkeys(OF_LARGE_SCORES)
@@ -93,8 +105,8 @@ def prepare_backward(
         rows_launch(problem, cut, given.q, fitted.dout, workspace),
         Launch(
             backward_kernel,
-            (min(cut.programs, processors(given.dout.device)),),
-            pairs_arguments(problem, fitted.k, cut, is_whole),
+            (n_programs,),
+            pairs_arguments(problem, fitted.k, cut, cuts, is_whole),
             maps=pairs_maps(problem, cut, is_whole),
             names=names,
             **OPTIONS,
@@ -124,18 +136,48 @@ def has_whole_parts(problem: AttentionProblem, cut: Cut) -> bool:
 
 
 def pairs_arguments(
-    problem: AttentionProblem, k: Tensor, cut: Cut, is_whole: bool
+    problem: AttentionProblem, k: Tensor, cut: Cut, cuts: Cuts, is_whole: bool
 ) -> dict[str, Any]:
     """Numbers and constants of `backward_kernel`."""
+    of_loops = loop_arguments(problem, cut)
+    if cuts.n_cut:
+        of_loops |= {"spans": cuts.spans, "span_tiles": cuts.span_tiles}
     return {
-        **kernel_arguments(problem, k, BLOCK_KV, cut.shares is not None),
-        **loop_arguments(problem, cut),
-        "heads_at_once": heads_at_once(problem, cut),
+        **kernel_arguments(problem, k, BLOCK_KV, cut.shares is not None or cuts.n_cut > 0),
+        **of_loops,
+        "heads_at_once": cuts.heads_at_once,
+        "n_cut": cuts.n_cut,
+        "first_cut": cuts.first_cut,
+        "cut_from": cuts.cut_from,
         "D_COLUMNS": _columns(problem)[0],
         "DV_COLUMNS": _columns(problem)[1],
         "TOGETHER": is_together(problem, cut),
         "WHOLE_DQ": is_whole,
+        "CUT": cuts.n_cut > 0,
     }
+
+
+def may_cut(problem: AttentionProblem, cut: Cut, is_whole: bool) -> bool:
+    """Whether all loops take as long, and some may be cut: at head dims whose sums are one piece,
+    and where consumers have registers and steps enough."""
+    is_dense = problem.layout != "varlen" and not problem.has_kv_lens
+    is_plain = problem.window == (None, None) and problem.softcap is None
+    is_one_piece = _columns(problem) == (cut.block_d, cut.block_d)
+    is_long = cut.block_q == 64 or not is_together(problem, cut)
+    may_share = cut.shares is not None or is_whole or problem.constant_time
+    return is_dense and is_plain and is_one_piece and is_long and not may_share
+
+
+def cuts_of(problem: AttentionProblem, cut: Cut, n_programs: int, is_whole: bool) -> Cuts:
+    """Which loops are cut, and how many heads of keys tickets go round."""
+    at_once = heads_at_once(problem, cut)
+    if not may_cut(problem, cut, is_whole):
+        return Cuts(at_once)
+    group = problem.Hq // problem.Hkv
+    least = LEAST_WON if has_edge(problem, BLOCK_KV) else LEAST_WON_WITHOUT_EDGE
+    return plan_cuts(
+        cut.n_heads, cut.kv_slots, cut.q_slots, group, n_programs, at_once, least
+    )  # fmt: skip
 
 
 def _columns(problem: AttentionProblem) -> tuple[int, int]:
@@ -161,7 +203,9 @@ def heads_at_once(problem: AttentionProblem, cut: Cut) -> int:
     # Queries and dO in 16 bits, sums of dQ in 32.
     head_bytes = cut.q_slots * cut.block_q * cut.block_d * 8
     fitting = min(SHARED_L2_BYTES // head_bytes, MOST_HEADS_AT_ONCE)
-    return cut.heads_at_once(max(fitting, HEADS_AT_ONCE[cut.block_d]))
+    least = HEADS_AT_ONCE[cut.block_d]
+    least = least if least * head_bytes <= MANY_BYTES else FEW_HEADS
+    return cut.heads_at_once(max(fitting, least))
 
 
 def pairs_maps(problem: AttentionProblem, cut: Cut, is_whole: bool) -> dict[str, Any]:

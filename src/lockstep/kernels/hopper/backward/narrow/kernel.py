@@ -79,12 +79,14 @@ def inspect_queries(n, n_inspected, tiles, CONSTANT_TIME: gl.constexpr):
 
 
 @gluon.jit
-def store_keys(n, key_tile, tiles, dk_desc, dv_desc, SHARED: gl.constexpr):
+def store_keys(n, key_tile, tiles, dk_desc, dv_desc, sizes):
     """dk and dv of a loop that ends after `n` steps in all, when they are there; those of one share
-    of several are in memory by then."""
+    of several, or of a span that another one follows, are in memory by then."""
     BLOCK_Q: gl.constexpr = dk_desc.block_shape[3]
     tiles.wait_dkv()
-    is_whole = key_tile.share < 0 if SHARED else True
+    is_whole = key_tile.share < 0 if sizes.SHARED else True
+    if sizes.CUT:
+        is_whole = (key_tile.share < 0) | ((key_tile.share + 1) % sizes.spans == 0)
     if is_whole:
         for i in gl.static_range(tiles.k_smem.shape[4] // BLOCK_Q):
             dk, dv = tiles.dkv((n + 1) % STAGES, i)
@@ -95,15 +97,19 @@ def store_keys(n, key_tile, tiles, dk_desc, dv_desc, SHARED: gl.constexpr):
 
 
 @gluon.jit
-def has_large_scores(flags_ptr, loop):
-    """A warp: 1 if any query tile of a loop has them, else 0."""
+def has_large_scores(flags_ptr, loop, key_tile, CUT: gl.constexpr):
+    """A warp: 1 if any query tile of a loop has them, else 0. A span counts as its loop does."""
+    last_tile, n_tiles = loop.first_tile, loop.n_tiles
+    if CUT:
+        n_tiles = loop.tiles_per_head
+        last_tile += n_tiles - (key_tile.first_q_tile + loop.n_tiles)
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     i = gl.arange(0, 128, layout)
     found = gl.full([128], 0, gl.int32, layout)
     for head in range(loop.heads_per_kv):
-        last = loop.first_tile + head * loop.tiles_per_head
-        for first in range(0, loop.n_tiles, 128):
-            is_tile = first + i < loop.n_tiles
+        last = last_tile + head * loop.tiles_per_head
+        for first in range(0, n_tiles, 128):
+            is_tile = first + i < n_tiles
             found = found | gl.load(flags_ptr + last - first - i, mask=is_tile, other=0)
     return gl.max(found, 0)
 
@@ -131,6 +137,7 @@ def produce(
     any case."""
     sizes = queue.sizes
     MASKED: gl.constexpr = sizes.HAS_LEFT or sizes.HAS_RIGHT
+    SIZE: gl.constexpr = sizes.BLOCK_KV * (tiles.D_COLUMNS + tiles.DV_COLUMNS)
     n_loops = 0
     n_keys = 0  # how often keys have been loaded: a loop of no tile has none
     n = 0
@@ -139,12 +146,16 @@ def produce(
     ticket = gl.atomic_add(ticket_ptr, 1)
     none = ticket * 0
     last = KeyTile((none, none, none, none, none, none), (none, none, none, none), sizes.LAYOUT)
-    while ticket < kv_slots * n_heads:
+    n_tickets = kv_slots * n_heads
+    if sizes.CUT:
+        n_tickets += sizes.n_cut * (sizes.spans - 1)
+    while ticket < n_tickets:
         key_tile, loop = assign_keys(ticket, kv_slots, n_heads, heads_at_once, sizes)
         if MAY_BE_LARGE:
-            queue.post(n_loops, loop, has_large_scores(flags_ptr, loop))
+            is_large = has_large_scores(flags_ptr, loop, key_tile, sizes.CUT)
+            queue.post(n_loops, loop, is_large, SIZE)
         else:
-            queue.post(n_loops, loop, n_loops * 0)
+            queue.post(n_loops, loop, n_loops * 0, SIZE)
         tile = loop.first_tile
         t = loop.first_number()
         head = tile * 0
@@ -164,7 +175,7 @@ def produce(
                 inspect_queries(n, n_inspected, tiles, sizes.CONSTANT_TIME)
                 n_inspected += 1
         if n_loops > 0:
-            store_keys(n, last, tiles, dk_desc, dv_desc, sizes.SHARED)
+            store_keys(n, last, tiles, dk_desc, dv_desc, sizes)
         for i in range(1, loop.n_steps):
             tile, t, head = loop.next_in_group(tile, t, head)
             if i >= STAGES:
@@ -188,7 +199,7 @@ def produce(
     if n_keys > 0:
         tiles.wait_keys_empty()
     if n_loops > 0:
-        store_keys(n, last, tiles, dk_desc, dv_desc, sizes.SHARED)
+        store_keys(n, last, tiles, dk_desc, dv_desc, sizes)
 
 
 @gluon.jit
@@ -232,20 +243,22 @@ def backward_kernel(
     q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, sums_desc, large_ptr,
     flags_ptr, turn_ptr, ticket_ptr, bounds_ptr, kv_lens_ptr, shares_ptr, plan_ptr, scale, unit,
     softcap, kv_slots, q_slots, n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left, right,
-    kv_batch_rows, share_heads, span_tiles, spans, n_shares,
+    kv_batch_rows, share_heads, span_tiles, spans, n_shares, n_cut, first_cut, cut_from,
     LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr,
     CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr, CONSTANT_TIME: gl.constexpr,
     D_COLUMNS: gl.constexpr, DV_COLUMNS: gl.constexpr, TOGETHER: gl.constexpr,
-    SHARED: gl.constexpr, WHOLE_DQ: gl.constexpr,
+    SHARED: gl.constexpr, WHOLE_DQ: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """`sums_desc` is that of dq where there are no sums: WHOLE_DQ."""
     # The next kernel may start as soon as there is room, to wait for this one.
     gdc_launch_dependents()
+    n_tiles = q_slots * n_heads * heads_per_kv
     sizes = Sizes(
         (q_slots, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows),
         bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, q_desc.block_shape[3],
         k_desc.block_shape[3], CONSTANT_TIME,
-        (shares_ptr, share_heads, span_tiles, spans, n_shares) if SHARED else None, plan_ptr,
+        (shares_ptr, share_heads, span_tiles, spans, n_shares) if SHARED or CUT else None,
+        plan_ptr, (n_cut, first_cut, cut_from, turn_ptr + n_tiles) if CUT else None,
     )  # fmt: skip
     scores = Scores(scale, unit, softcap, CAPPED, HIDES_SCORES)
     queue = TileQueue.create(4, sizes)
@@ -261,7 +274,7 @@ def backward_kernel(
         kv_slots = sizes.counted_slots()
     is_any_large = 0
     if not CONSTANT_TIME:
-        is_any_large = has_any_large_scores(flags_ptr, q_slots * n_heads * heads_per_kv)
+        is_any_large = has_any_large_scores(flags_ptr, n_tiles)
     if not CONSTANT_TIME and is_any_large != 0:
         start_warps(
             queue, tiles, dq_sums, scores, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,

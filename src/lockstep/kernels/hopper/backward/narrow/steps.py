@@ -6,7 +6,8 @@ registers, of the products for dV and dK.
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.backward.narrow.dq_sums import rest_width
+from lockstep.kernels.hopper.backward.cuts import load_sums, signal, store_sums
+from lockstep.kernels.hopper.backward.narrow.dq_sums import await_count, rest_width
 from lockstep.kernels.hopper.backward.narrow.tiles import STAGES
 from lockstep.kernels.hopper.backward.nonfinite import (
     find_nonfinite,
@@ -25,7 +26,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     mbarrier,
     warpgroup_mma,
 )
-from lockstep.kernels.hopper.common.pieces import multiply_all, nan_for_nonfinite
+from lockstep.kernels.hopper.common.pieces import empty_sums, multiply_all, nan_for_nonfinite
 
 
 @aggregate
@@ -153,7 +154,7 @@ def begin_loop(W: gl.constexpr, n, begin, n_keys, queue, tiles):
     """The n-th loop of a consumer, whose steps begin with number `begin`, once its keys and first
     query tiles are there; where its steps end, and whether it has large scores. Keys were loaded
     `n_keys` times before."""
-    loop, is_large = queue.read(n)
+    loop, is_large = queue.read(n, queue.sizes.CUT)
     end = begin + loop.n_steps
     is_any = loop.n_steps > 0
     mbarrier.wait(tiles.kv_full_bar, n_keys & 1, pred=is_any)
@@ -166,27 +167,56 @@ def begin_loop(W: gl.constexpr, n, begin, n_keys, queue, tiles):
 
 
 @gluon.jit
-def end_loop(W: gl.constexpr, n, loop, sizes, tiles, dq_sums, dk, dv, scale):
-    """The end of a loop, after `n` steps in all: publishes the last tile of dQ that this consumer
-    has staged, and stages dk and dv; those of one share of several go to memory as they are."""
+def begin_sums(W: gl.constexpr, n, queue, tiles):
+    """dk and dv when the n-th loop begins: 0, or the sums of the span before."""
+    D: gl.constexpr = tiles.D_COLUMNS
+    DV: gl.constexpr = tiles.DV_COLUMNS
+    dk, dv = empty_sums(D), empty_sums(DV)
+    if queue.sizes.CUT:
+        signals = queue.signals_before(n)
+        if signals > 0:
+            await_count(queue.signals_at(n), signals, True)
+            block_ptr = queue.sums_ptr(n) + W * ROWS * (D + DV)
+            dk = load_sums(block_ptr, 0, D)
+            dv = load_sums(block_ptr, D, DV)
+    return dk, dv
+
+
+@gluon.jit
+def end_loop(W: gl.constexpr, n, end, loop, queue, tiles, dq_sums, dk, dv, scale):
+    """The end of the n-th loop, after `end` steps in all: publishes the last tile of dQ that this
+    consumer has staged, and stages dk and dv; those of one share of several go to memory as they
+    are, and those of a span that another one follows."""
+    D: gl.constexpr = tiles.D_COLUMNS
+    DV: gl.constexpr = tiles.DV_COLUMNS
     fence_async_shared()
-    dq_sums.publish(n - 1, loop.n_steps > 0)
+    dq_sums.publish(end - 1, loop.n_steps > 0)
     tiles.sync_consumers()
-    if sizes.SHARED:
+    if queue.sizes.SHARED:
         if loop.share >= 0:
             nan_if_bad = loop.nan_if_bad()
-            D: gl.constexpr = tiles.D_COLUMNS
-            DV: gl.constexpr = tiles.DV_COLUMNS
             number = loop.share * 2 + W
             dk = multiply_all(dk, 1.0 + nan_if_bad)
             dv = multiply_all(dv, 1.0 + nan_if_bad)
-            store_share(sizes.shares_ptr, number, dk, 0, D, D + DV)
-            store_share(sizes.shares_ptr, number, dv, D, DV, D + DV)
+            store_share(queue.sizes.shares_ptr, number, dk, 0, D, D + DV)
+            store_share(queue.sizes.shares_ptr, number, dv, D, DV, D + DV)
             tiles.publish_dkv()
         else:
-            stage_gradients(W, n, loop, tiles, dk, dv, scale)
+            stage_gradients(W, end, loop, tiles, dk, dv, scale)
+    elif queue.sizes.CUT:
+        # The same number; but nothing that was computed from it stays in registers through a loop.
+        n += end >> 30
+        if queue.goes_on(n):
+            block_ptr = queue.sums_ptr(n) + W * ROWS * (D + DV)
+            store_sums(block_ptr, dk, 0, D)
+            store_sums(block_ptr, dv, D, DV)
+            signal(queue.signals_at(n))
+            tiles.publish_dkv()
+        else:
+            stage_gradients(W, end, loop, tiles, dk, dv, scale)
+        queue.release(n)
     else:
-        stage_gradients(W, n, loop, tiles, dk, dv, scale)
+        stage_gradients(W, end, loop, tiles, dk, dv, scale)
 
 
 @gluon.jit

@@ -20,11 +20,12 @@ class TileQueue:
 
     @gluon.jit
     def create(READERS: gl.constexpr, sizes):
-        return TileQueue(Mailbox.create(16 if sizes.SHARED else 8, READERS), sizes)
+        return TileQueue(Mailbox.create(16 if sizes.SHARED or sizes.CUT else 8, READERS), sizes)
 
     @gluon.jit
-    def post(self, n, loop, is_large):
-        """Producer: the n-th loop, and whether it has large scores."""
+    def post(self, n, loop, is_large, SIZE: gl.constexpr = 0):
+        """Producer: the n-th loop, and whether it has large scores; where loops may be cut, sums
+        of one have SIZE numbers."""
         numbers = (
             loop.n_steps,
             loop.n_tiles,
@@ -37,6 +38,8 @@ class TileQueue:
         )
         if self.sizes.SHARED:
             numbers = numbers + (loop.heads_per_kv, loop.share)  # noqa: RUF005, Gluon does not unpack
+        if self.sizes.CUT:
+            numbers = numbers + self.sizes.carried(loop.share, SIZE)
         self.mailbox.post(n, numbers)
 
     @gluon.jit
@@ -51,8 +54,9 @@ class TileQueue:
         return self.mailbox.field(n, 0) >= 0
 
     @gluon.jit
-    def read(self, n):
-        """The n-th loop, which is there, and whether it has large scores."""
+    def read(self, n, KEPT: gl.constexpr = False):
+        """The n-th loop, which is there, and whether it has large scores. If the message is KEPT,
+        there is more to read, and it is released later."""
         n_steps = self.mailbox.field(n, 0)
         n_tiles = self.mailbox.field(n, 1)
         first_tile = self.mailbox.field(n, 2)
@@ -66,7 +70,44 @@ class TileQueue:
         if self.sizes.SHARED:
             heads = self.mailbox.field(n, 8)
             share = self.mailbox.field(n, 9)
-        self.mailbox.release(n)
+        if not KEPT:
+            self.mailbox.release(n)
         tiles = (first_tile, n_steps, n_tiles)
         bounds = (low, high, room, first_key)
         return QueryLoop(tiles, bounds, heads, share, self.sizes), is_large
+
+    # What consumers know of a cut is read where it is needed: in registers, it would cost each step
+    # of all loops.
+
+    @gluon.jit
+    def signals_before(self, n):
+        """How many signals there are when the sums are there that the n-th loop begins with; 0 if
+        it begins with none."""
+        return self.mailbox.field(n, 8)
+
+    @gluon.jit
+    def goes_on(self, n):
+        """Whether the n-th loop leaves its sums to another span."""
+        return self.mailbox.field(n, 9) != 0
+
+    @gluon.jit
+    def sums_ptr(self, n):
+        """Where the sums of the n-th loop are, those of the first consumer first."""
+        address = as_address(self.mailbox.field(n, 10), self.mailbox.field(n, 11))
+        return gl.multiple_of(address.to(gl.pointer_type(gl.float32), bitcast=True), 16)
+
+    @gluon.jit
+    def signals_at(self, n):
+        """The address of their number."""
+        return as_address(self.mailbox.field(n, 12), self.mailbox.field(n, 13))
+
+    @gluon.jit
+    def release(self, n):
+        """A message that was KEPT may be written over."""
+        self.mailbox.release(n)
+
+
+@gluon.jit
+def as_address(low, high):
+    """An address of 64 bits from two numbers."""
+    return (high.to(gl.int64) << 32) | low.to(gl.uint32, bitcast=True).to(gl.int64)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from lockstep.kernels.hopper.backward.narrow.steps import (
     LargeScores,
     begin_loop,
+    begin_sums,
     column_weights,
     end_loop,
     halves,
@@ -35,12 +36,12 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     mbarrier,
     warpgroup_mma_wait,
 )
-from lockstep.kernels.hopper.common.pieces import add_products, empty_sums, issue_scores, n_pieces
+from lockstep.kernels.hopper.common.pieces import add_products, issue_scores, n_pieces
 from lockstep.kernels.hopper.common.shared_memory import slot_of
 
 
 @gluon.jit
-def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large):
+def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large, dk, dv):
     """The steps of a loop: the sums dk and dv."""
     BLOCK_Q: gl.constexpr = loop.BLOCK_Q
     dtype: gl.constexpr = tiles.k_smem.dtype
@@ -50,7 +51,6 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large)
     DV: gl.constexpr = tiles.DV_COLUMNS
     ND: gl.constexpr = n_pieces(D)
     NDV: gl.constexpr = n_pieces(DV)
-    dk, dv = empty_sums(D), empty_sums(DV)
     LATE: gl.constexpr = BLOCK_Q != 64
     if not LATE:
         _, _, stats_smem = tiles.queries(slot_of(begin, STAGES))
@@ -139,27 +139,40 @@ def consume_together(
         if loop.BLOCK_Q == 64:
             # The last dv is staged where dS is going to be.
             mbarrier.wait(tiles.dkv_stored_bar, (n_loops & 1) ^ 1)
+        dk, dv = begin_sums(W, n_loops, queue, tiles)
         if loop.CONSTANT_TIME:
             dk, dv = take_steps(
-                W, begin, end, loop, tiles, dq_sums, scores, LargeScores(large_ptr, True, True)
+                W,
+                begin,
+                end,
+                loop,
+                tiles,
+                dq_sums,
+                scores,
+                LargeScores(large_ptr, True, True),
+                dk,
+                dv,
             )
         elif not MAY_BE_LARGE:
             dk, dv = take_steps(
-                W, begin, end, loop, tiles, dq_sums, scores, LargeScores(large_ptr, False)
-            )
+                W, begin, end, loop, tiles, dq_sums, scores,
+                LargeScores(large_ptr, False), dk, dv,
+            )  # fmt: skip
         elif is_large:
             dk, dv = take_steps(
-                W, begin, end, loop, tiles, dq_sums, scores, LargeScores(large_ptr, True)
-            )
+                W, begin, end, loop, tiles, dq_sums, scores,
+                LargeScores(large_ptr, True), dk, dv,
+            )  # fmt: skip
         else:
             dk, dv = take_steps(
-                W, begin, end, loop, tiles, dq_sums, scores, LargeScores(large_ptr, False)
-            )
+                W, begin, end, loop, tiles, dq_sums, scores,
+                LargeScores(large_ptr, False), dk, dv,
+            )  # fmt: skip
 
         if loop.BLOCK_Q != 64:
             # Those of the loop before, which may have been in the same place.
             mbarrier.wait(tiles.dkv_stored_bar, (n_loops & 1) ^ 1)
-        end_loop(W, end, loop, queue.sizes, tiles, dq_sums, dk, dv, scores.scale)
+        end_loop(W, n_loops, end, loop, queue, tiles, dq_sums, dk, dv, scores.scale)
         begin = end
         n_keys += gl.minimum(loop.n_steps, 1)
         n_loops += 1
