@@ -42,6 +42,7 @@ SLOW = {
     "test_hopper_backward_wide_protocol.py",
     "test_hopper_build.py",
     "test_hopper_decode_build.py",
+    "test_hopper_few_keys_build.py",
     "test_hopper_versions.py",
     "test_metadata_builds.py",
     "test_persistent.py",
