@@ -137,7 +137,7 @@ BUILDS = {
     "BERT large": (10, 20),
     "ModernBERT base": (15, 29),
     "ViT-B/16": (10, 20),
-    "SigLIP So400m": (9, 16),
+    "SigLIP So400m": (7, 14),
     "Qwen 2.5 VL vision": (7, 14),
     "Whisper large v3": (23, 41),
     "SDXL": (12, 22),

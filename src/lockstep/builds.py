@@ -42,8 +42,6 @@ MANY_PACKED, SOME_PACKED = 16, 4
 # where query heads share keys under a mask; one more for narrow heads. Without a mask, queries and
 # keys of cross-attention, which grouped heads may share out at other lengths, too.
 GROUPED_TRAINED, LONGEST_TRAINED, CROSS_TRAINED = (160, 2048, 4096), 16512, (4096, 77)
-# Head dims whose keys are copied to aligned rows if many queries see them.
-UNALIGNED = (72, 88)
 # How much shorter lengths are that no tile divides; unless causal, they have another
 # backward.
 ODD = 24
@@ -182,7 +180,7 @@ def calls_of(
             whole += [SampleCall(layer, "dense", n, n) for n in texts]
         if "prefill" in works:
             longer = [LONGER_PROMPT] if layer.causal else []
-            longer += [LONG_PROMPT] if is_narrow or layer.D in UNALIGNED else []
+            longer += [LONG_PROMPT] if is_narrow else []
             whole += [SampleCall(layer, "dense", n, n) for n in longer]
         if "packed" in works:
             counts = [1, MANY_PACKED] if is_narrow or layer.causal else [1]

@@ -169,6 +169,19 @@ def test_chunks_of_queries(size, Hq, Hkv, options, dtype):
 
 
 @by_dtype
+@pytest.mark.parametrize("D", [20, 64, 100, 136])
+@pytest.mark.parametrize("group", range(1, 9))
+def test_groups_of_heads_are_as_in_prefill(group, D, dtype):
+    """A row for each head of a group, alone and among those of 20 queries; keys, of more than one
+    span, end anywhere in a vector."""
+    Skv = 560 + group
+    case = draw(20, Skv, Hq=group, Hkv=1, D=D, Dv=D + 4, dtype=dtype, causal=True)
+    whole = run(case)
+    alone = run(case.replaced(q=case.tensors["q"][:, :, -1:]))
+    assert_same_bits(alone, Result(whole.out[:, :, -1:], whole.lse[:, :, -1:], {}))
+
+
+@by_dtype
 @by_options
 def test_varlen_is_dense(options, dtype):
     lens = [1, 63, 5, 300], [300, 63, 40, 270]

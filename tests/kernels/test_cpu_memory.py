@@ -56,6 +56,6 @@ def test_any_head_dim(D):
     from lockstep.kernels.cpu.arithmetic.wide import carve_block
 
     assert carve_block(0, D, 8).q_rows >= 4 * D
-    assert carve_narrow(0, 8, D).rows >= 4 * D
+    assert carve_narrow(0, 8, D).k_rows >= 4 * D
     assert_exact(draw(37, 41, D=D, Dv=D + 1), gradients=True, kernel="cpu")
     assert_exact(draw(1, 41, D=D, Dv=8), kernel="cpu")

@@ -188,6 +188,35 @@ def _copy(kind: int, chunk: int) -> Any:
     return copy
 
 
+def _widen(kind: int) -> Any:
+    """n rows widened to dst [n, pitch / 4], zeros up to a whole vector behind D. Rows ``ahead`` of
+    each in the table are brought near meanwhile."""
+    size = ITEMSIZE[kind]
+
+    @emitter(i64, i64, i64, i64, i64, i64)
+    def widen(e: Emit, table, ahead, n, D, dst, pitch):
+        whole = e.ir.sdiv(D, e.integer(WIDTH))
+        done = e.ir.mul(whole, e.integer(WIDTH))
+        rest = e.ir.sub(D, done)
+        lines = e.ir.sdiv(e.offset(e.integer(LINE - 1), D, size), e.integer(LINE))
+        with e.loop(n) as i:
+            row, to = e.load(e.offset(table, i, 8), 0, LLVM_I64), e.offset(dst, i, pitch)
+            later = e.load(e.offset(ahead, i, 8), 0, LLVM_I64)
+            with e.loop(lines) as line:
+                e.prefetch(e.offset(later, line, LINE))
+            with e.loop(whole) as j:
+                value = e.load_as_f32(e.offset(row, j, WIDTH * size), kind, WIDTH)
+                e.store(value, e.offset(to, j, 4 * WIDTH))
+            with e.ir.if_then(e.ir.icmp_signed(">", rest, e.integer(0))):
+                e.store(e.constant(0.0), e.offset(to, done, 4))
+                with e.loop(rest) as j:
+                    d = e.ir.add(done, j)
+                    value = e.load_as_f32(e.offset(row, d, size), kind, 1)
+                    e.store(value, e.offset(to, d, 4))
+
+    return widen
+
+
 @emitter(i64)
 def prefetch_some(e: Emit, ahead):
     """Start bringing the next rows of a list (see `plan_ahead`) into the second-level cache: a few,
@@ -206,6 +235,7 @@ _gather_f32, _gather_f16, _gather_bf16 = (_gather_columns(kind) for kind in (F32
 _scatter_f32, _scatter_f16, _scatter_bf16 = (_scatter_columns(kind) for kind in (F32, F16, BF16))
 _write_f32, _write_f16, _write_bf16 = (_write(kind) for kind in (F32, F16, BF16))
 _panel_f32, _panel_f16, _panel_bf16 = (_copy(kind, MR) for kind in (F32, F16, BF16))
+_widen_f32, _widen_f16, _widen_bf16 = (_widen(kind) for kind in (F32, F16, BF16))
 _wide_f32, _wide_f16, _wide_bf16 = (_copy(kind, WIDTH) for kind in (F32, F16, BF16))
 
 
@@ -288,3 +318,15 @@ def copy_rows(kind, table, n, D, dst, pitch):
     else:
         witness = _wide_bf16(table, n, D, dst, pitch, 4 * WIDTH)
     return witness == f32(0.0)
+
+
+@compiled
+def widen_rows(kind, table, ahead, n, D, dst, pitch):
+    """n rows widened and zero-padded to whole vectors: dst [n, pitch / 4]. Those of the table
+    ``ahead``, whatever they are, are brought near meanwhile."""
+    if kind == F32:
+        _widen_f32(table, ahead, n, D, dst, pitch)
+    elif kind == F16:
+        _widen_f16(table, ahead, n, D, dst, pitch)
+    else:
+        _widen_bf16(table, ahead, n, D, dst, pitch)

@@ -9,24 +9,28 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lockstep.kernels.cpu.arithmetic.memory import copy_rows
+from lockstep.kernels.cpu.arithmetic.memory import widen_rows
 from lockstep.kernels.cpu.arithmetic.merge import fill
 from lockstep.kernels.cpu.arithmetic.narrow_rows import (
+    AHEAD,
+    AHEAD_BYTES,
+    KEYS,
     S_PITCH,
-    accumulate_1x1,
-    accumulate_1x4,
-    accumulate_4x1,
-    accumulate_4x4,
+    accumulate_1,
+    accumulate_4,
+    accumulate_masked,
     alibi_row,
     exp_and_mark_row,
     exp_row,
+    is_finite,
     mask_row,
-    masked_1x1,
-    masked_1x4,
     max_row,
-    score_rows,
+    score_1,
+    score_4,
+    score_8,
+    sum_row,
 )
-from lockstep.kernels.cpu.arithmetic.tiles import VECTOR, add_scaled, scale_vectors
+from lockstep.kernels.cpu.arithmetic.tiles import add_scaled, scale_vectors
 from lockstep.kernels.cpu.arithmetic.wide import CHAIN, MINUS_INF, SPAN, biased, padded, zeros_for
 from lockstep.kernels.cpu.call.record import (
     bias_address,
@@ -41,7 +45,7 @@ from lockstep.kernels.cpu.call.record import (
     visible,
 )
 from lockstep.kernels.cpu.compiler import scalar
-from lockstep.kernels.cpu.compiler.compile import compiled, inlined
+from lockstep.kernels.cpu.compiler.compile import compiled
 from lockstep.kernels.cpu.compiler.simd import F32, WIDTH, f32
 
 # Up to this many rows are narrow.
@@ -52,13 +56,15 @@ class Narrow(NamedTuple):
     """Where the parts of a narrow unit lie in scratch, by address."""
 
     zero_row: int  # [zeros_for(D, Dv)]
-    rows: int  # [SPAN] addresses
+    k_rows: int  # [SPAN + AHEAD] addresses
+    v_rows: int  # [SPAN + AHEAD] addresses
     q: int  # [NARROW, D]
     k: int  # [SPAN, D]
     v: int  # [SPAN, Dv]
     s: int  # [NARROW, SPAN]
     spare: int  # [NARROW, SPAN]
     out: int  # [NARROW, Dv]
+    chains: int  # [4, Dv]
     m: int  # [NARROW]
     l: int  # [NARROW]
     end: int
@@ -68,15 +74,18 @@ class Narrow(NamedTuple):
 def carve_narrow(base, D, Dv):
     """Lay a Narrow out from address ``base``; head dims are padded to whole vectors."""
     k_pitch, v_pitch = 4 * padded(D, WIDTH), 4 * padded(Dv, WIDTH)
-    rows = base + 4 * zeros_for(D, Dv)
-    q = rows + 8 * SPAN
+    k_rows = base + 4 * zeros_for(D, Dv)
+    v_rows = k_rows + 8 * (SPAN + AHEAD)
+    q = v_rows + 8 * (SPAN + AHEAD)
     k = q + NARROW * k_pitch
     v = k + SPAN * k_pitch
     s = v + SPAN * v_pitch
     spare = s + NARROW * S_PITCH
     out = spare + NARROW * S_PITCH
-    m = out + NARROW * v_pitch
-    return Narrow(base, rows, q, k, v, s, spare, out, m, m + 4 * NARROW, m + 8 * NARROW)
+    chains = out + NARROW * v_pitch
+    m = chains + 4 * v_pitch
+    l = m + 4 * NARROW
+    return Narrow(base, k_rows, v_rows, q, k, v, s, spare, out, chains, m, l, l + 4 * NARROW)
 
 
 @compiled
@@ -131,61 +140,50 @@ def _finish_scores_obliviously(call, b, head, q_idx, first, n, s):
 
 
 @compiled
-def _accumulate_obliviously(v, v_pitch, n, p, n_rows, out, out_pitch, l):
-    """`_accumulate_rows` without what is hidden, row by row."""
-    for row in range(n_rows):
-        weights, to, sums = p + row * S_PITCH, out + row * out_pitch, l + 4 * row
-        at = 0
-        while at < out_pitch:
-            wide = out_pitch - at >= 4 * VECTOR
-            if wide:
-                masked_1x4(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
-            else:
-                masked_1x1(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
-            at += 4 * VECTOR if wide else VECTOR
+def _rows_ahead(pitch):
+    """How many rows ahead of one others are brought near, given the bytes of a row."""
+    return min(AHEAD, AHEAD_BYTES // pitch)
 
 
-@inlined
-def _accumulate_rows(v, v_pitch, n, p, n_rows, out, out_pitch, l):
-    """out [n_rows, Dv] = p [n_rows, n] · v [n, Dv], l [n_rows] = Σ p; rows by fours if possible."""
-    row = 0
+@compiled
+def _sum_values(table, n, block, n_rows, pitch, masked):
+    """block.out [n_rows, Dv] = p [n_rows, n] · v [n, Dv] and block.l [n_rows] = Σ p, without what
+    is hidden where ``masked`` is not 0."""
+    ahead, row = table + 8 * _rows_ahead(pitch), 0
     while row < n_rows:
-        fours = n_rows - row >= 4
-        weights, to, sums = p + row * S_PITCH, out + row * out_pitch, l + 4 * row
-        at = 0
-        while at < out_pitch:
-            wide = out_pitch - at >= 4 * VECTOR
-            if fours and wide:
-                accumulate_4x4(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
-            elif fours:
-                accumulate_4x1(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
-            elif wide:
-                accumulate_1x4(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
-            else:
-                accumulate_1x1(v + at, v_pitch, n, weights, to + at, out_pitch, sums)
-            at += 4 * VECTOR if wide else VECTOR
-        row += 4 if fours else 1
+        weights, out = block.s + row * S_PITCH, block.out + row * pitch
+        if masked:
+            accumulate_masked(table, ahead, n, weights, out, pitch, block.chains)
+            row += 1
+        elif n_rows == 1:
+            accumulate_1(table, ahead, n, weights, out, pitch, block.chains)
+            row += 1
+        else:
+            accumulate_4(table, ahead, n, weights, out, pitch, block.chains)
+            row += 4
+    for i in range(n_rows):
+        scalar.store(sum_row(block.s + i * S_PITCH, n), block.l + 4 * i)
 
 
 @compiled
-def _is_finite(address, n):
-    """x·0 is 0 for finite x and NaN otherwise."""
-    witness = f32(0.0)
-    for i in range(n):
-        witness = scalar.fma(scalar.load(address + 4 * i), f32(0.0), witness)
-    return witness == f32(0.0)
+def _rows_of_span(call, tensor, block, b, h, first, n, D, rows, copy):
+    """Fill ``rows`` with addresses: the span's rows as fp32 vectors, in place or widened into
+    ``copy``, with zeros up to whole groups of keys, or with some of the next span's."""
+    whole, left = padded(n, KEYS), of_sequence(call.kv_len, b) - first
+    near = min(SPAN + AHEAD, left)
+    fill_kv_rows(call, tensor, b, h, first, near, max(near, whole), block.zero_row, rows)
+    if call.kind != F32 or D % WIDTH != 0:
+        pitch = 4 * padded(D, WIDTH)
+        ahead = rows + 8 * _rows_ahead(pitch)
+        widen_rows(call.kind, rows, ahead, whole, D, copy, pitch)
+        for i in range(whole):
+            scalar.store_word(copy + i * pitch, rows + 8 * i)
 
 
 @compiled
-def _rows_of_span(call, tensor, block, b, h, first, n, D, copy):
-    """(address, pitch) of the span's rows as fp32 vectors: in place, or widened into ``copy``."""
-    whole = padded(n, WIDTH)
-    if call.kind == F32 and D % WIDTH == 0 and call.page_size == 0 and whole == n:
-        return row_address(tensor, of_sequence(call.kv_first, b), b, h, first), tensor.row
-    fill_kv_rows(call, tensor, b, h, first, n, whole, block.zero_row, block.rows)
-    pitch = 4 * padded(D, WIDTH)
-    copy_rows(call.kind, block.rows, whole, D, copy, pitch)
-    return copy, pitch
+def _scored_together(n_rows):
+    """How many rows are scored together: those behind ``n_rows`` are zeros."""
+    return 1 if n_rows == 1 else 4 if n_rows <= 4 else 8
 
 
 @compiled
@@ -196,25 +194,32 @@ def load_narrow(call, block, unit):
         g, q_idx = split_row(call, unit.b, unit.first_row + i)
         first = of_sequence(call.q_first, unit.b)
         row = row_address(call.q, first, unit.b, unit.h * call.G + g, q_idx)
-        scalar.store_word(row, block.rows + 8 * i)
-    D = padded(call.D, WIDTH)
-    copy_rows(call.kind, block.rows, unit.n_rows, call.D, block.q, 4 * D)
-    scale_vectors(block.q, unit.n_rows * D, f32(call.q_factor))
+        scalar.store_word(row, block.k_rows + 8 * i)
+    D, n = padded(call.D, WIDTH), unit.n_rows
+    widen_rows(call.kind, block.k_rows, block.k_rows, n, call.D, block.q, 4 * D)
+    scale_vectors(block.q, n * D, f32(call.q_factor))
+    fill(block.q + 4 * n * D, (_scored_together(n) - n) * D, f32(0.0))
 
 
 @compiled
-def _score_span(call, block, unit, k, k_pitch, first, n):
+def _score_span(call, block, unit, first, n):
     """Finished scores of all rows into block.s [n_rows, SPAN].
 
     In a constant-time build, 1 if some key may be hidden from a row.
     """
-    q_pitch, whole = 4 * padded(call.D, WIDTH), padded(n, WIDTH)
-    D, c, s = padded(call.D, WIDTH), f32(call.score_factor), block.s
+    D, whole, together = padded(call.D, WIDTH), padded(n, KEYS), _scored_together(unit.n_rows)
+    c, s, table = f32(call.score_factor), block.s, block.k_rows
+    ahead = table + 8 * _rows_ahead(4 * D)
     for d in range(0, D, CHAIN):
         last = d + CHAIN >= D
         to, by = (s, c if last else f32(1.0)) if d == 0 else (block.spare, f32(1.0))
-        dims, at = min(CHAIN, D - d), 4 * d
-        score_rows(k + at, k_pitch, whole, block.q + at, q_pitch, dims, unit.n_rows, to, by)
+        q, dims = block.q + 4 * d, min(CHAIN, D - d)
+        if together == 1:
+            score_1(table, ahead, 4 * d, whole, q, 4 * D, dims, to, by)
+        elif together == 4:
+            score_4(table, ahead, 4 * d, whole, q, 4 * D, dims, to, by)
+        else:
+            score_8(table, ahead, 4 * d, whole, q, 4 * D, dims, to, by)
         if d > 0:
             add_scaled(s, block.spare, unit.n_rows * SPAN, c if last else f32(1.0))
     masked = 0
@@ -250,19 +255,16 @@ def attend_narrow(call, block, unit, span, parts, statistics):
     first = span * SPAN
     n = min(SPAN, of_sequence(call.kv_len, b) - first)
     pitch = 4 * padded(call.Dv, WIDTH)
-    k, k_pitch = _rows_of_span(call, call.k, block, b, h, first, n, call.D, block.k)
-    masked = _score_span(call, block, unit, k, k_pitch, first, n)
-    v, v_pitch = _rows_of_span(call, call.v, block, b, h, first, n, call.Dv, block.v)
+    _rows_of_span(call, call.k, block, b, h, first, n, call.D, block.k_rows, block.k)
+    masked = _score_span(call, block, unit, first, n)
+    _rows_of_span(call, call.v, block, b, h, first, n, call.Dv, block.v_rows, block.v)
     while True:
         _weigh_rows(block, n_rows, padded(n, WIDTH), masked)
-        if masked:
-            _accumulate_obliviously(v, v_pitch, n, block.s, n_rows, block.out, pitch, block.l)
-            break
-        _accumulate_rows(v, v_pitch, n, block.s, n_rows, block.out, pitch, block.l)
-        if is_constant_time(call) or _is_finite(block.out, n_rows * pitch // 4):
+        _sum_values(block.v_rows, n, block, n_rows, pitch, masked)
+        if masked or is_constant_time(call) or is_finite(block.out, n_rows * pitch // 4):
             break
         # Again, without what a row does not see: its weights are 0, which does not hide a NaN.
-        _score_span(call, block, unit, k, k_pitch, first, n)
+        _score_span(call, block, unit, first, n)
         masked = 1
     for i in range(n_rows):
         part = unit.workspace + i * unit.n_spans + span - unit.first_span

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from llvmlite import ir
 
 from lockstep.kernels.cpu.compiler.simd import (
+    EXP_ROWS,
     LANES,
     LLVM_F32,
     LLVM_I32,
@@ -73,8 +74,10 @@ def _multiply(
             marks_row = e.offset(b_marks, r, b_pitch)
             bits = [e.load(marks_row, VECTOR * j, INTEGERS) for j in range(n_columns)]
             hidden = [is_marked(e, x) for x in bits]
+        beside = a_step == 4
+        factors = e.splats(a_row, MR) if beside else []
         for i in range(MR):
-            factor = e.splat(e.load(a_row, a_step * i, LLVM_F32))
+            factor = factors[i] if beside else e.splat(e.load(a_row, a_step * i, LLVM_F32))
             if a_marks is not None:
                 mark = e.load(e.offset(a_marks, r, a_pitch), a_step * i, LLVM_I32)
                 hidden = [is_marked(e, e.splat(mark))] * n_columns
@@ -236,7 +239,8 @@ def _finite_or_zero(e: Emit, m):
 
 @emitter(i64, i64, i64, i64)
 def weigh_rows(e: Emit, s, n, m, l):
-    """s = e^(s − m) in place, l [LANES] += Σ s; s [n, LANES], from a multiple of BUNCH on."""
+    """s = e^(s − m) in place, l [LANES] += Σ s; s [n, LANES], from a multiple of BUNCH on;
+    n is a multiple of MR."""
     _weigh(e, s, n, m, l, mark=False)
 
 
@@ -251,17 +255,17 @@ def _weigh(e: Emit, s, n, m, l, mark: bool) -> None:
     total = [e.variable(e.constant(0.0)) for _ in range(NV)]
     with bunches(e, n) as (_, first, count):
         part = [e.variable(e.constant(0.0)) for _ in range(NV)]
-        with e.loop(count) as i:
-            row = e.offset(s, e.ir.add(first, i), ROW)
-            scores = [e.load(row, VECTOR * j) for j in range(NV)]
-            weights = e.exps([e.ir.fsub(*pair) for pair in zip(scores, largest, strict=True)])
+        with e.loop(e.ir.sdiv(count, e.integer(EXP_ROWS))) as i:
+            rows = e.offset(e.offset(s, first, ROW), i, EXP_ROWS * ROW)
+            scores = [e.load(rows, VECTOR * j) for j in range(EXP_ROWS * NV)]
+            weights = e.exps([e.ir.fsub(x, largest[j % NV]) for j, x in enumerate(scores)])
             for j, (score, weight) in enumerate(zip(scores, weights, strict=True)):
                 p = weight
                 if mark:
                     masked = e.ir.fcmp_ordered("==", score, e.constant(MINUS_INF))
                     p = e.select(masked, e.constant(-0.0), p)
-                e.store(p, row, VECTOR * j)
-                part[j].set(e.ir.fadd(part[j].get(), p))
+                e.store(p, rows, VECTOR * j)
+                part[j % NV].set(e.ir.fadd(part[j % NV].get(), p))
         for j in range(NV):
             total[j].set(e.ir.fadd(total[j].get(), part[j].get()))
     for j in range(NV):
@@ -319,18 +323,19 @@ def score_gradient_rows(e: Emit, s, dp, n, m, inverse, delta, slopes):
     deltas = [e.load(delta, VECTOR * j) for j in range(NV)]
 
     def rows(capped: bool) -> None:
-        with e.loop(n) as i:
-            row, grad = e.offset(s, i, ROW), e.offset(dp, i, ROW)
-            scores = [e.load(row, VECTOR * j) for j in range(NV)]
-            dps = [e.load(grad, VECTOR * j) for j in range(NV)]
-            weights = e.exps([e.ir.fsub(*pair) for pair in zip(scores, largest, strict=True)])
-            for j in range(NV):
-                p = e.ir.fmul(weights[j], inverses[j])
-                ds = e.ir.fmul(p, e.ir.fsub(dps[j], deltas[j]))
+        with e.loop(e.ir.sdiv(n, e.integer(EXP_ROWS))) as i:
+            some, grad = e.offset(s, i, EXP_ROWS * ROW), e.offset(dp, i, EXP_ROWS * ROW)
+            scores = [e.load(some, VECTOR * j) for j in range(EXP_ROWS * NV)]
+            dps = [e.load(grad, VECTOR * j) for j in range(EXP_ROWS * NV)]
+            weights = e.exps([e.ir.fsub(x, largest[j % NV]) for j, x in enumerate(scores)])
+            for j in range(EXP_ROWS * NV):
+                p = e.ir.fmul(weights[j], inverses[j % NV])
+                ds = e.ir.fmul(p, e.ir.fsub(dps[j], deltas[j % NV]))
                 if capped:
-                    ds = e.ir.fmul(ds, e.load(e.offset(slopes, i, ROW), VECTOR * j))
+                    slope = e.load(e.offset(slopes, i, EXP_ROWS * ROW), VECTOR * j)
+                    ds = e.ir.fmul(ds, slope)
                 masked = e.ir.fcmp_ordered("==", scores[j], minus_inf)
-                e.store(e.select(masked, e.constant(-0.0), p), row, VECTOR * j)
+                e.store(e.select(masked, e.constant(-0.0), p), some, VECTOR * j)
                 e.store(e.select(masked, zero, ds), grad, VECTOR * j)
 
     with e.ir.if_else(e.ir.icmp_signed("!=", slopes, e.integer(0))) as (wanted, unwanted):

@@ -116,19 +116,27 @@ def bias_address(call, b, head, q_idx, first):
 
 
 @compiled
+def _fill_rows(row, step, n, rows):
+    for i in range(n):
+        store_word(row, rows + 8 * i)
+        row += step
+
+
+@compiled
 def fill_kv_rows(call, tensor, b, h, first, n, padded, zero_row, rows):
     """Addresses of keys first … first + n, then of a row of zeros up to ``padded``."""
+    step = tensor.row
     if call.page_size > 0:
         table = call.page_table + 8 * b * call.pages
-        start = of_sequence(call.kv_first, b) + first
-        for i in range(n):
-            page = load_word(table + 8 * ((start + i) // call.page_size))
-            row = row_address(tensor, 0, page, h, (start + i) % call.page_size)
-            store_word(row, rows + 8 * i)
+        token, done = of_sequence(call.kv_first, b) + first, 0
+        while done < n:
+            page, place = load_word(table + 8 * (token // call.page_size)), token % call.page_size
+            here = min(n - done, call.page_size - place)
+            _fill_rows(row_address(tensor, 0, page, h, place), step, here, rows + 8 * done)
+            token, done = token + here, done + here
     else:
         row = row_address(tensor, of_sequence(call.kv_first, b), b, h, first)
-        for i in range(n):
-            store_word(row + i * tensor.row, rows + 8 * i)
+        _fill_rows(row, step, n, rows)
     for i in range(n, padded):
         store_word(zero_row, rows + 8 * i)
 

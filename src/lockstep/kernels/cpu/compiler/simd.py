@@ -77,9 +77,12 @@ NV = 3
 LANES = NV * WIDTH
 # Rows that become columns of a tile are turned by square blocks of so many; LANES is a multiple.
 BLOCK = 8 if WIDTH == 16 else 4
+# Rows of a tile whose exponentials are worked out together: cores with NEON look ahead less far
+# than the steps of one row reach.
+EXP_ROWS = 2 if WIDTH == 4 else 1
 # Constants that exp adds products to. On NEON such a sum takes the constant's register, and to copy
 # the constant before costs as much as the sum: there they lie in memory, once for each of the
-# vectors of a tile row, out of which LLVM would otherwise share one.
+# vectors of those rows, out of which LLVM would otherwise share one.
 ADDENDS = (ROUNDING, *EXP2_COEFFICIENTS)
 ADDENDS_NAME = "lockstep.addends"
 
@@ -112,7 +115,7 @@ class Emit:
         table = self.ir.module.globals.get(ADDENDS_NAME)
         if table is None:
             # Twice as wide as needed: pairs of loads of neighbours are slower than two loads.
-            lines = [[addend] * 8 for addend in ADDENDS] * NV
+            lines = [[addend] * 8 for addend in ADDENDS] * NV * EXP_ROWS
             type = ir.ArrayType(vector(8), len(lines))
             table = ir.GlobalVariable(self.ir.module, type, ADDENDS_NAME)
             # LLVM takes nothing for granted about the contents of weak variables.
@@ -122,7 +125,7 @@ class Emit:
         return self.ir.load(at, typ=vector(4), align=16)
 
     def exps(self, vectors: Sequence[ir.Value]) -> list[ir.Value]:
-        """`exp` of up to NV vectors, whose steps LLVM interleaves."""
+        """`exp` of up to NV · EXP_ROWS vectors, whose steps LLVM interleaves."""
         results = []
         for self.copy_of_addends, x in enumerate(vectors):
             results.append(self.exp(x))
@@ -166,6 +169,15 @@ class Emit:
         undefined = ir.Constant(vector(width, value.type), ir.Undefined)
         first = self.ir.insert_element(undefined, value, ir.Constant(LLVM_I32, 0))
         return self.shuffle(first, first, [0] * width)
+
+    def splats(self, address: ir.Value, n: int, offset: int = 0) -> list[ir.Value]:
+        """n floats of memory, a multiple of 4, each in all lanes of a vector."""
+        if WIDTH == 4:
+            # NEON multiplies with a lane of a vector: none of these becomes an instruction.
+            some = [self.load(address, offset + 16 * i) for i in range(n // 4)]
+            return [self.shuffle(x, x, [lane] * 4) for x in some for lane in range(4)]
+        floats = (self.load(address, offset + 4 * i, LLVM_F32) for i in range(n))
+        return [self.splat(x) for x in floats]
 
     def shuffle(self, x: ir.Value, y: ir.Value, lanes: Sequence[int]) -> ir.Value:
         mask = ir.Constant(ir.VectorType(LLVM_I32, len(lanes)), list(lanes))
