@@ -29,12 +29,11 @@ KEYS, AHEAD = 16, 64
 AHEAD_BYTES = 1 << 14
 # Head dims in a cache line.
 LINE = 16
-# Keys whose values are summed before the next head dims have their turn, so that memory is read
-# about as it lies.
-FEW = 16
-# Vectors of head dims that are summed at a time: one row has registers for 64 head dims.
-ONE_ROW = (4, 1) if WIDTH == 16 else (64 // WIDTH, 4, 1)
-SEVERAL_ROWS = (4, 1)
+# How values are summed, for one row and for several: by so many keys before the next head dims have
+# their turn, so that memory is read about as it lies; and by so many vectors of head dims, of which
+# one row has registers for 64 head dims.
+ONE_ROW = 8, (4, 1) if WIDTH == 16 else (64 // WIDTH, 4, 1)
+SEVERAL_ROWS = 16, (4, 1)
 
 
 def _score(rows: int):
@@ -140,14 +139,17 @@ def alibi_row(e: Emit, s, first, n, diagonal, slope):
         e.store(e.fma(factor, distance, e.load(at)), at)
 
 
-def _accumulate(rows: int, steps: tuple[int, ...], masked: bool = False):
+def _accumulate(rows: int, sizes: tuple[int, tuple[int, ...]], masked: bool = False):
+    n_keys, steps = sizes
+
     @emitter(i64, i64, i64, i64, i64, i64, i64)
     def accumulate(e: Emit, table, ahead, n, p, out, pitch, chains):
         for r in range(rows):
             line = e.offset(out, e.integer(r), pitch)
             with e.loop(e.ir.sdiv(pitch, e.integer(VECTOR))) as i:
                 e.store(e.constant(0.0), e.offset(line, i, VECTOR))
-        with bunches(e, n, PIECE) as (_, start, count), bunches(e, count, FEW) as (_, before, few):
+        pieces = bunches(e, n, PIECE)
+        with pieces as (_, start, count), bunches(e, count, n_keys) as (_, before, few):
             is_first = e.ir.icmp_signed("==", before, e.integer(0))
             is_last = e.ir.icmp_signed("==", e.ir.add(before, few), count)
             kv = e.ir.add(start, before)
