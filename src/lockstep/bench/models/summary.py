@@ -67,8 +67,9 @@ def _page(runs: list[dict[str, Any]]) -> str:
 
 def latest(kind: str, runs: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[Row]]]:
     """The newest run with this kind of work and its rows; then the run before it, if it has cases
-    that the newest left out, with these."""
+    that the newest left out, with these. Cases of another seed are others, and not left out."""
     having = [run for run in reversed(runs) if of_kind(run, kind)]
+    having = [run for run in having if run.get("seed") == having[0].get("seed")]
     found: list[tuple[dict[str, Any], list[Row]]] = []
     seen: set[str] = set()
     for run in having[:2]:
@@ -113,7 +114,8 @@ def of_kind(run: dict[str, Any], kind: str) -> list[Row]:
 
 def _caption(run: dict[str, Any]) -> str:
     versions = [f"{name} {version}" for name, version in run["peers"].items() if version]
-    where = ", ".join([results.where(run), *versions])
+    seed = [f"seed {run['seed']}"] if run.get("seed") is not None else []
+    where = ", ".join([results.where(run), *seed, *versions])
     return f"bf16, medians of {run['rounds']} rounds in which all take turns. {where}."
 
 
