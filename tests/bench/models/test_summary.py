@@ -33,3 +33,8 @@ def test_cases_that_a_run_left_out_are_those_of_the_run_before():
     oldest = a_run("0", "no case any more", FA3=1.0)
     assert latest("forward", [oldest, both, new]) == [(new, new["rows"]), (both, both["rows"][:1])]
     assert latest("decode", [both, new]) == []
+
+
+def test_cases_of_another_seed_are_not_mixed_in():
+    old, new = ({**a_run(n, n, FA3=1.0), "seed": int(n)} for n in ("12", "14"))
+    assert latest("forward", [old, new]) == [(new, new["rows"])]
