@@ -42,6 +42,12 @@ MANY_PACKED, SOME_PACKED = 16, 4
 # where query heads share keys under a mask; one more for narrow heads. Without a mask, queries and
 # keys of cross-attention, which grouped heads may share out at other lengths, too.
 GROUPED_TRAINED, LONGEST_TRAINED, CROSS_TRAINED = (160, 2048, 4096), 16512, (4096, 77)
+# Head dims whose backward without a mask cuts loops over queries where tiles of keys, of all heads,
+# are too many for whole rounds of a GPU's programs; how many tiles of one head make whole rounds on
+# 132 SMs, how many of all heads do not, and the least of one head.
+CUT, ROUND_TILES, CUT_TILES, LEAST_CUT_TILES, KEYS_OF_TILE = (64, 128), 132, 710, 9, 128
+# Head dims whose keys are copied to aligned rows if many queries see them.
+UNALIGNED = (72, 88)
 # How much shorter lengths are that no tile divides; unless causal, they have another
 # backward.
 ODD = 24
@@ -180,7 +186,7 @@ def calls_of(
             whole += [SampleCall(layer, "dense", n, n) for n in texts]
         if "prefill" in works:
             longer = [LONGER_PROMPT] if layer.causal else []
-            longer += [LONG_PROMPT] if is_narrow else []
+            longer += [LONG_PROMPT] if is_narrow or layer.D in UNALIGNED else []
             whole += [SampleCall(layer, "dense", n, n) for n in longer]
         if "packed" in works:
             counts = [1, MANY_PACKED] if is_narrow or layer.causal else [1]
@@ -189,9 +195,12 @@ def calls_of(
             whole += [SampleCall(layer, "packed", PACKED, PACKED, B=B) for B in counts]
         if "training" in works:
             lengths = [PROMPT, LONG_TRAINED] if is_narrow else [PROMPT]
+            is_masked = layer.causal or layer.window is not None
+            if not is_masked and layer.value_dim == layer.D and layer.D in CUT:
+                tiles = max(-(-CUT_TILES // layer.Hkv), LEAST_CUT_TILES)
+                lengths += [ROUND_TILES * KEYS_OF_TILE, tiles * KEYS_OF_TILE]
             if not layer.causal:
                 lengths += [n - ODD for n in lengths]
-            is_masked = layer.causal or layer.window is not None
             if is_masked and layer.Hq > layer.Hkv:
                 lengths += [*GROUPED_TRAINED, *([LONGEST_TRAINED] if is_narrow else [])]
             trained = [SampleCall(layer, "dense", n, n) for n in lengths]

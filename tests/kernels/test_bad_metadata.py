@@ -205,7 +205,7 @@ class TestInterpreted:
         statistics = statistics_of(pose(spoiled.case)[0], result.lse.view(T))
         large, flags = torch.full((n_slots, 2, 64), STALE), torch.full((n_slots,), 7)
         bounds, plan = (torch.full((n, 6), -7, dtype=torch.int32) for n in (3, 6))
-        stats, turn = torch.full((n_slots, 2, 64), STALE), torch.full((n_slots,), 7)
+        stats, turn = torch.full((n_slots, 2, 64), STALE), torch.full((2 * n_slots,), 7)
         cu = [torch.tensor(x) for x in offsets]
         rows = (0, 1, 1, 1, 4, T, Tk, n_slots)
         with checked(), pytest.MonkeyPatch.context() as patch:

@@ -273,7 +273,9 @@ def test_launches_through_triton_have_a_context(fake):
         def __getitem__(self, grid: Any) -> Any:
             return lambda *_, **options: contexts.append(fake.current.context)
 
-    kernel = Kernel(__name__="toy", arg_names=("x_ptr",), params=(), hash="toy")
+    kernel = Kernel(
+        __name__="toy", arg_names=("x_ptr",), params=(), hash="toy", is_gluon=lambda: False
+    )
     launch = Launch(kernel, GRID, {})
     with ThreadPoolExecutor(1) as thread:
         thread.submit(launch.run, (torch.zeros(1),), 0).result()

@@ -140,7 +140,7 @@ def program(crew, masked, n_tickets):
     sums = CREATE_DQ_SUMS(query, query)
     sizes = SimpleNamespace(
         BLOCK_Q=64, HAS_LEFT=False, HAS_RIGHT=masked, CONSTANT_TIME=False, heads_per_kv=1,
-        SHARED=False, LAYOUT="dense",
+        SHARED=False, CUT=False, LAYOUT="dense",
     )  # fmt: skip
     queue = CREATE_TILE_QUEUE(4, sizes)
     descs = [query] * 4 + [key] * 6

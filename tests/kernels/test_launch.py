@@ -369,7 +369,9 @@ class TestAllocator:
             def __getitem__(self, grid: Any) -> Any:
                 return start
 
-        return Toy(__name__="toy", arg_names=("x_ptr",), params=(), hash="toy")
+        return Toy(
+            __name__="toy", arg_names=("x_ptr",), params=(), hash="toy", is_gluon=lambda: False
+        )
 
     def test_first_and_later_launches(self, of_the_caller, monkeypatch):
         lent = torch.zeros(2 * 128)
