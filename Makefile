@@ -32,8 +32,9 @@ tritons: $(READY) ## install other versions of Triton, 3 GB, for the tests that 
 	  $(PIP) --no-deps --target $$to.part triton==$$version && mv $$to.part $$to || exit 1; \
 	done
 
-audit: $(READY) ## check problems of all kinds for a minute, the same ones each time
+audit: $(READY) ## check problems of all kinds for a minute, and the code of all constant-time GPU builds
 	OMP_NUM_THREADS=2 $(BIN)/lockstep audit exact --device cpu --minutes 1 --seed 0
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/constant_time_code.py --jobs 2 --out build/audit
 
 lint: $(READY) ## check style, types, and the tables in the docs
 	$(BIN)/ruff check .
