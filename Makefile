@@ -32,7 +32,7 @@ tritons: $(READY) ## install other versions of Triton, 3 GB, for the tests that 
 	  $(PIP) --no-deps --target $$to.part triton==$$version && mv $$to.part $$to || exit 1; \
 	done
 
-audit: $(READY) ## check problems of all kinds for a minute, and the code of all constant-time GPU builds
+audit: $(READY) ## check problems of all kinds for a minute, and the code of constant-time GPU builds of all kinds
 	OMP_NUM_THREADS=2 $(BIN)/lockstep audit exact --device cpu --minutes 1 --seed 0
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/constant_time_code.py --jobs 2 --out build/audit
 
