@@ -124,14 +124,16 @@ def first_that_runs(ways: tuple[Run, ...], attend: Attend, tensors: list[Tensor]
     return {}
 
 
-def run_in_parts(run: Run, *tensors: Tensor) -> Results:
+def run_in_parts(run: Run, tensors: list[Tensor], **options: Any) -> Results:
     """The float64 oracle, two draws at a time: several processes share the memory of the GPU."""
-    parts = [run(reference.attention, *x) for x in zip(*(x.split(2) for x in tensors), strict=True)]
+    oracle = partial(reference.attention, **options)
+    double = (x.double().split(2) for x in tensors)
+    parts = [run(oracle, *x) for x in zip(*double, strict=True)]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def compare(tensors: list[Tensor], contenders: dict[str, Attend], run: Run) -> Iterator[Row]:
-    exact = run_in_parts(run, *(x.double() for x in tensors))
+    exact = run_in_parts(run, tensors)
     theirs = run(flash_attention_2, *tensors)
     for kernel, attend in contenders.items():
         ours = first_that_runs((run, compute_out), attend, tensors)
@@ -155,19 +157,14 @@ def measure(D: int, dtype: str, sigma: float) -> Iterator[Row]:
 def measure_windows(D: int, dtype: str, sigma: float) -> Iterator[Row]:
     """Rows that see as many keys as the window has."""
     for keys, S, H in WINDOWS:
-        q, k, v, _ = draw((DRAWS, H, S, D), S, DTYPES[dtype], sigma)
+        tensors = draw((DRAWS, H, S, D), S, DTYPES[dtype], sigma)
         options: dict[str, Any] = {"causal": True, "window": (keys - 1, 0)}
-        exact = torch.cat(
-            [
-                reference.attention(*(x.double() for x in part), **options)
-                for part in zip(*(x.split(2) for x in (q, k, v)), strict=True)
-            ]
-        )
         ours, theirs = (
-            lockstep.attention(q, k, v, kernel=name, **options).double()
+            compute_out(partial(lockstep.attention, kernel=name, **options), *tensors)
             for name in ("hopper", "triton")
         )
-        whole = (x[:, :, keys:] for x in (ours, theirs, exact))
+        exact = run_in_parts(compute_out, tensors, **options)
+        whole = (x["out"][:, :, keys:] for x in (ours, theirs, exact))
         yield {"D": D, "dtype": dtype, "sigma": sigma, "window": keys, "Skv": S, **against(*whole)}
 
 

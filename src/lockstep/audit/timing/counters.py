@@ -252,8 +252,9 @@ def _waits() -> Iterator[tuple[str, int, list[int], bool]]:
         n = len(code.instructions)
         while code.instructions[n - 1].name == "NOP":
             n -= 1
+        waits, is_poll = sorted(wait_loops(code)), polls_memory(code)
         for length in range(n - 1, len(code.instructions) + 1):
-            yield compiled.name, length, sorted(wait_loops(code)), polls_memory(code)
+            yield compiled.name, length, waits, is_poll
 
 
 def main() -> None:

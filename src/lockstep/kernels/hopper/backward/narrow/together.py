@@ -140,34 +140,18 @@ def consume_together(
             # The last dv is staged where dS is going to be.
             mbarrier.wait(tiles.dkv_stored_bar, (n_loops & 1) ^ 1)
         dk, dv = begin_sums(W, n_loops, queue, tiles)
-        if loop.CONSTANT_TIME:
-            dk, dv = take_steps(
-                W,
-                begin,
-                end,
-                loop,
-                tiles,
-                dq_sums,
-                scores,
-                LargeScores(large_ptr, True, True),
-                dk,
-                dv,
-            )
-        elif not MAY_BE_LARGE:
-            dk, dv = take_steps(
-                W, begin, end, loop, tiles, dq_sums, scores,
-                LargeScores(large_ptr, False), dk, dv,
-            )  # fmt: skip
+        if not MAY_BE_LARGE:
+            # In constant time all loops are computed as large ones, and this is known beforehand.
+            large = LargeScores(large_ptr, loop.CONSTANT_TIME, loop.CONSTANT_TIME)
+            dk, dv = take_steps(W, begin, end, loop, tiles, dq_sums, scores, large, dk, dv)
         elif is_large:
             dk, dv = take_steps(
-                W, begin, end, loop, tiles, dq_sums, scores,
-                LargeScores(large_ptr, True), dk, dv,
-            )  # fmt: skip
+                W, begin, end, loop, tiles, dq_sums, scores, LargeScores(large_ptr, True), dk, dv
+            )
         else:
             dk, dv = take_steps(
-                W, begin, end, loop, tiles, dq_sums, scores,
-                LargeScores(large_ptr, False), dk, dv,
-            )  # fmt: skip
+                W, begin, end, loop, tiles, dq_sums, scores, LargeScores(large_ptr, False), dk, dv
+            )
 
         if loop.BLOCK_Q != 64:
             # Those of the loop before, which may have been in the same place.
