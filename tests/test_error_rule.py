@@ -183,3 +183,24 @@ def test_rows_in_blocks_have_the_floor_of_all_rows(monkeypatch):
     monkeypatch.setattr(rounding, "ROWS", 7)
     # A sum of more rows has more levels.
     assert rounding.spread(*posed, dout, dlse) == pytest.approx(whole, rel=0.2)
+
+
+def test_steps_of_ds_below_the_smallest_normal_number_count():
+    """Values of 1e-38: a GPU multiplies ds in steps of 2^-133, which is about what ds is."""
+    torch.manual_seed(5)
+    tiny = torch.finfo(F32).tiny
+    q, k, v = draw(64, 1500, 96)
+    problem, tensors = pose(q, k, tiny * v, softcap=0.5)
+    problem = replace(problem, device_type="cuda")
+    dout = torch.ones(1, 2, 64, 96)
+    scores = problem.scale * (q.double() @ k.double().mT)
+    bent = torch.tanh(scores / 0.5)
+    p = (0.5 * bent).softmax(-1)
+    dp = dout.double() @ tensors.v.double().mT
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * (1 - bent**2)
+    step = rounding.Units.of(F32, "cuda").least
+    off = problem.scale * ((ds / step).round() * step - ds) @ k.double()
+    floor = rounding.spread(problem, tensors, dout, torch.zeros(1, 2, 64))["dq"]
+    assert off.abs().max() > step, "the case shows it"
+    assert off.square().mean().sqrt() < floor
+    assert off.abs().max() < 3 * floor

@@ -15,7 +15,8 @@ For one row with weights p, n keys, and the derivatives of `docs/gradients.md`:
     dp   = dout·v             var dp = u² (L(Dv) Σ dout² v² + dp²)
     δ    = dout·out - dlse    var δ  = Σ p² var s (dp - dout·out)² + c (dout·out)² + u² δ²
                                        + Σ dout² (Σ p² (w² + L u²) v² + (w² + L(Dv) u²) out²)
-    ds   = p (dp - δ)         var ds = p² (var dp + (dp - δ)² (w² + var s))       own of each key
+    ds   = p (dp - δ)         var ds = p² (var dp + (dp - δ)² (w² + var s))       own of each key,
+                                       and a step of the dtype where it is multiplied by scale · k
     dq   = scale · Σ ds k     var dq = Σ (scale² var ds + L u² ds²) k² + scale² var δ (Σ p k)²
                                        + (Σ p² var s + c + w²) dq²                dk alike
     dv   = Σ p dout           var dv = Σ p² (w² + (1 - 2 p) var s + Σ p² var s + c + L u²) dout²
@@ -263,8 +264,10 @@ def _of_rows(problem: AttentionProblem, units: Units, t: Row) -> Variances:
     var_delta = var_delta + (moved * (dp - dot) ** 2).sum(-1, keepdim=True) + var_l * dot**2
     lost = _lost_by_out(units, p, dp, dot)  # [B, Hq, rows, 1]
     ds = p * (dp - delta)
-    own = p2 * (var_dp + (dp - delta) ** 2 * (w2 + var_s)) + none2 * t.seen
-    own_x = slope**2 * own
+    seen = t.seen.double()  # a number times bool would be float32, where squares of steps are 0
+    own = p2 * (var_dp + (dp - delta) ** 2 * (w2 + var_s))
+    # ds is multiplied behind the derivative of the cap, and before the scale.
+    own_x = slope**2 * own + problem.scale**2 * least2 * seen
     if problem.softcap is not None:
         # 1 - tanh² cancels where the cap bites.
         own_x = own_x + 4 * u2 * problem.scale**2 * ds**2
@@ -277,10 +280,11 @@ def _of_rows(problem: AttentionProblem, units: Units, t: Row) -> Variances:
     all_x = own_x + px**2 * var_delta + dx**2 * (shift + queries)
     found["dk"] = all_x.mT @ t.q**2 + ((px * lost).mT @ t.q) ** 2 + w2 * dk**2 + least2
     # A score that moves a weight moves the sum by p of it: nothing is left where p is 1.
-    all_p = p2 * (w2 + (1 - 2 * p) * var_s + shift + queries) + none2 * t.seen
+    all_p = p2 * (w2 + (1 - 2 * p) * var_s + shift + queries) + none2 * seen
     found["dv"] = all_p.mT @ dout2 + w2 * dv**2 + least2
     if t.bias is not None:
         found["ds"] = ds
+        own = own + least2 * seen
         found["dbias"] = own + p2 * (var_delta + lost**2) + ds**2 * (shift + queries) + least2
         if t.bias_per_row:
             found["ds"] = ds.sum(-1, keepdim=True)
