@@ -165,7 +165,7 @@ def test_builds_of_a_model(h200, model):
 
 
 def test_planned_calls_are_made_in_other_threads():
-    build, calls = compiled.Build("x", list), []
+    build, calls = compiled.Build("x", list, list), []
 
     def call():
         calls.append(compiled.is_only_planned("key", build))

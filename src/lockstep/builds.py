@@ -1,19 +1,14 @@
 """Compile what a model will need before it needs it: `lockstep.warm_up`.
 
 A kernel is compiled for head dims, dtype, mask and options, and serves every length and batch. So a
-few small calls of each kind need all builds. Several processes find out which these are, share them
-and leave them on disk; then this process makes the calls, which load them.
+few small calls of each kind need all builds. This process finds out which these are; several others
+share them and leave them on disk, from where this one loads them.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -22,11 +17,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from lockstep import api, model_config
+from lockstep.build_processes import processes as start_processes
 from lockstep.environment import usable_cores
 from lockstep.kernels import compiled
 from lockstep.kernels.launch_in_c import find_launch
 from lockstep.models import MODELS, Layer
-from lockstep.problem import DTYPES, any_of, short
+from lockstep.problem import DTYPES, any_of
 
 Work = Literal["prefill", "packed", "decode", "training"]
 WORKS: tuple[Work, ...] = ("prefill", "packed", "decode", "training")
@@ -64,6 +60,8 @@ TEXTS, ODD_TEXTS, PACKED_TEXTS, WIDEST_OF_TEXTS = (64, 112), (80,), (64, 128), 1
 LONGEST_ON_CPU = 512
 # The most builds for a GPU that a call needs and no call before it.
 BUILDS_OF_A_CALL = 4
+# Kernels that take longest to compile.
+LONGEST = ("backward_kernel", "forward_kernel", "decode_kernel")
 
 
 class WarmUp(NamedTuple):
@@ -289,79 +287,57 @@ def default_device() -> str:
 def _in_processes(
     calls: list[SampleCall], dtype: torch.dtype, device: str, n: int, on_build: Any
 ) -> None:
-    """Compile in `n` other processes. What fails there is compiled again here, where it raises."""
-    command = [sys.executable, "-c", "from lockstep.builds import work; work()"]
-    asked = {"calls": [asdict(call) for call in calls], "dtype": short(dtype), "device": device}
-    # One imports PyTorch, which takes seconds, and becomes all others, where that is safe.
-    n_started = 1 if sys.platform == "linux" else n
-    asked["forks"] = n - n_started
-    readable, writable = os.pipe()
-    pipes: Any = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    workers = []
-    with tempfile.TemporaryDirectory() as claims:
-        for _ in range(n_started):
-            worker = subprocess.Popen(command, stdout=writable, text=True, **pipes)
-            workers.append(worker)
-            assert worker.stdin is not None
-            json.dump(asked | {"claims": claims}, worker.stdin)
-            worker.stdin.close()
-        os.close(writable)
-        try:
-            with os.fdopen(readable) as finished:
-                # Meanwhile this process imports and prepares what its own calls take.
-                tasks_of(calls, dtype, device)
-                for line in finished:
-                    if on_build is not None:
-                        on_build(*json.loads(line))
-        finally:
-            for worker in workers:
-                worker.wait()
+    """Compile in `n` other processes, and load what they leave on disk. What fails there is
+    compiled again here, where it raises."""
+    on_gpu = torch.device(device).type == "cuda"
+    # Where CUDA is at work, it has threads.
+    can_copy = on_gpu and not torch.cuda.is_initialized()
+    with start_processes(n, get_ready if on_gpu else _idle, can_copy) as others:
+        todo = tasks_of(calls, dtype, device)
+        for i in others.share([task.elsewhere for task in todo]):
+            todo[i].here()
+            if on_build is not None:
+                on_build(todo[i].name, len(todo))
 
 
-def work() -> None:
-    """Compile what the calls on standard input need and no other process has claimed, and print
-    what is done: its name, and how much there is to do in all."""
-    asked = json.load(sys.stdin)
-    dtype, device = getattr(torch, asked["dtype"]), asked["device"]
-    _fork(asked["forks"], device)
-    todo = tasks_of([_call_of(fields) for fields in asked["calls"]], dtype, device)
-    for i, (name, do) in enumerate(todo):
-        try:
-            (Path(asked["claims"]) / str(i)).touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        do()
-        # In one piece, beside those of other processes.
-        os.write(sys.stdout.fileno(), f"{json.dumps([name, len(todo)])}\n".encode())
+class Task(NamedTuple):
+    """What there is to do for calls: in another process, and then in this one."""
+
+    name: str
+    elsewhere: Callable[[], object]
+    here: Callable[[], object]
 
 
-def _fork(n: int, device: str) -> None:
-    """Go on in `n` more processes, which have CUDA for themselves: it is not initialized yet."""
-    if torch.device(device).type == "cuda":
-        import triton  # noqa: F401, once for all
-    for _ in range(n):
-        if os.fork() == 0:
-            return
-
-
-def tasks_of(
-    calls: list[SampleCall], dtype: torch.dtype, device: str
-) -> list[tuple[str, Callable[[], object]]]:
-    """What there is to do for these calls, in the same order in every process: a name and a
-    function each. On GPUs these are the builds, on CPUs the calls."""
+def tasks_of(calls: list[SampleCall], dtype: torch.dtype, device: str) -> list[Task]:
+    """The tasks of these calls: on GPUs these are the builds, on CPUs the calls."""
     if torch.device(device).type == "cpu":
-        return [(call.name, partial(run, call, dtype, device)) for call in calls]
+        return [Task(call.name, partial(run, call, dtype, device), _idle) for call in calls]
     with torch.autograd.set_multithreading_enabled(False), compiled.planning() as planned:
         for call in calls:
             run(call, dtype, device)
     # What takes long begins first; the others fill what is left of it.
-    longest_first = sorted(planned.values(), key=lambda build: not build.is_long)
-    return [*((build.name, build.compile) for build in longest_first), ("launch", find_launch)]
+    longest_first = sorted(planned.values(), key=_place)
+    with torch.cuda.device(device):
+        builds = [Task(build.name, build.apart(), build.load) for build in longest_first]
+    return [*builds, Task("launch", find_launch, find_launch)]
 
 
-def _call_of(fields: dict[str, Any]) -> SampleCall:
-    """A call out of its fields in JSON."""
-    layer = dict(fields["layer"])
-    window = layer.pop("window")
-    layer = Layer(**layer, window=None if window is None else tuple(window))
-    return SampleCall(**(fields | {"layer": layer}))
+def _place(build: compiled.Build) -> int:
+    """The place of a build among those that take long to compile."""
+    is_among = build.name in LONGEST
+    return LONGEST.index(build.name) if is_among else len(LONGEST) + (not build.is_long)
+
+
+def get_ready() -> None:
+    """Import what compiling for a Hopper GPU takes, and work out what all builds have in common."""
+    from triton.runtime.cache import triton_key
+
+    from lockstep.kernels.hopper.backward.narrow import call  # noqa: F401
+    from lockstep.kernels.hopper.decode import launch  # noqa: F401
+    from lockstep.kernels.hopper.forward import launch as forward  # noqa: F401
+
+    triton_key()
+
+
+def _idle() -> None:
+    pass

@@ -15,8 +15,10 @@ class Build(NamedTuple):
     """A compiled kernel that a call needs."""
 
     name: str
-    compile: Callable[[], object]
-    """Leaves it on disk, and launches nothing."""
+    load: Callable[[], object]
+    """Has it ready for launches in this process, compiled or loaded from disk."""
+    apart: Callable[[], Callable[[], object]]
+    """Says how another process leaves it on disk: a function that can be pickled."""
     is_long: bool = False
     """Whether compiling it takes long beside others."""
 

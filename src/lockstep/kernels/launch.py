@@ -26,6 +26,7 @@ from torch import Tensor
 from lockstep.cache import Cache
 from lockstep.kernels.allocate import allocator
 from lockstep.kernels.build_key import fix_key, kind_of
+from lockstep.kernels.compile_apart import BuildApart
 from lockstep.kernels.compiled import Build, is_only_planned, note
 from lockstep.kernels.driver import Grid, enter_context, launcher_of, scratch_bytes
 from lockstep.kernels.graphs import keep_if_captured
@@ -201,13 +202,16 @@ class Launch:
         return compiled
 
     def _build(self, arguments: tuple[Any, ...]) -> Build:
-        # Those in Gluon are the large ones.
-        return Build(self.name, lambda: self._compile(arguments), self.kernel.is_gluon())
+        def load() -> None:
+            compiled = self.kernel.warmup(*arguments, grid=self.grid, **self.options)
+            # Is found out when it is asked for.
+            _ = compiled.run
 
-    def _compile(self, arguments: tuple[Any, ...]) -> None:
-        compiled = self.kernel.warmup(*arguments, grid=self.grid, **self.options)
-        # Compiles the C code with which Triton launches it.
-        _ = compiled.run
+        def apart() -> Callable[[], None]:
+            return BuildApart.of(self.kernel, arguments, self.options).compile
+
+        # Those in Gluon are the large ones.
+        return Build(self.name, load, apart, self.kernel.is_gluon())
 
     def build(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """All that a compiled kernel depends on but the device."""
