@@ -14,8 +14,6 @@ from lockstep.build_processes import processes
 STARTS = [True, pytest.param(False, marks=pytest.mark.slow)]
 
 
-
-
 def shared(tasks, n, can_copy, get_ready=os.getpid):
     with processes(n, get_ready, can_copy) as others:
         return sorted(others.share(tasks))

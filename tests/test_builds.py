@@ -12,7 +12,8 @@ from kernel_calls import forget_calls
 from typer.testing import CliRunner
 
 import lockstep
-from lockstep import builds, cli, model_config
+from lockstep import build_calls, builds, cli, model_config
+from lockstep.bench.models.cases import CASES
 from lockstep.call import prepare
 from lockstep.kernels import compiled, triton
 from lockstep.kernels.hopper.common import requirements
@@ -82,15 +83,22 @@ def test_one_build_serves_every_length_and_batch(h200):
     assert others(h200, life(h200, "Llama 3 8B"), calls) == set()
 
 
+def _of(n, lengths):
+    """n, or the length next to it that there is."""
+    least, most = lengths or (1, 1 << 20)
+    return [min(max(n, least), most)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt-oss", "BERT large", "Whisper large v3"])
 def test_builds_of_narrow_heads_serve_every_length(h200, model):
     whole = life(h200, model)
     for layer in MODELS[model].values():
-        lengths = (40, 197, 256, 257, 384, 512, 513, 1024, 1025, 4096, 4097, 16384)
+        lengths = (40, 197, 256, 257, 384, 448, 512, 513, 1024, 1025, 1500, 4096, 4097, 16384)
         dense = [
-            builds.SampleCall(layer, "dense", n, n, B=B)
+            builds.SampleCall(layer, "dense", n, *_of(n, layer.keys or layer.lengths), B=B)
             for n in lengths
+            if [n] == _of(n, layer.lengths)
             for B in (1, 8, 64)
             if n * B <= 1 << 16
         ]
@@ -100,6 +108,7 @@ def test_builds_of_narrow_heads_serve_every_length(h200, model):
             builds.SampleCall(layer, "packed", n, n, B=B, backward=backward)
             for n in (1000, 16384)
             for B in (1, 2, 100)
+            if [n // B] == _of(n // B, layer.lengths) and layer.keys is None
             for backward in (False, True)
         ]
         assert others(h200, whole, [*dense, *trained, *packed]) == set()
@@ -134,16 +143,16 @@ BUILDS = {
     "Phi-2": (12, 19),
     "Phi-3 mini": (12, 19),
     "StableLM 2 12B": (11, 17),
-    "BERT large": (11, 21),
+    "BERT large": (8, 16),
     "ModernBERT base": (16, 30),
-    "ViT-B/16": (11, 21),
-    "SigLIP So400m": (9, 16),
+    "ViT-B/16": (5, 11),
+    "SigLIP So400m": (4, 10),
     "Qwen 2.5 VL vision": (7, 14),
-    "Whisper large v3": (24, 42),
-    "SDXL": (13, 23),
+    "Whisper large v3": (17, 30),
+    "SDXL": (14, 23),
     "Flux.1": (8, 15),
     "CogVideoX 2B": (11, 21),
-    "Wan 2.1 1.3B": (10, 17),
+    "Wan 2.1 1.3B": (8, 15),
 }
 
 
@@ -186,7 +195,7 @@ def test_the_calls_of_a_life():
     assert {call.layout for call in calls} == {"dense", "packed", "paged"}
     assert {call.layout for call in calls if call.backward} == {"dense", "packed"}
     assert {call.Sq for call in calls if call.layout == "paged"} == {
-        *(1, builds.DRAFT, builds.REST, builds.CHUNK, builds.PROMPT)
+        *(1, build_calls.DRAFT, build_calls.REST, build_calls.CHUNK, build_calls.PROMPT)
     }
     assert len(builds.calls_of([TINY, TINY])) == len(calls)
     encoder = replace(TINY, causal=False)
@@ -195,8 +204,29 @@ def test_the_calls_of_a_life():
     assert all(call.Sq == call.Skv for call in builds.calls_of([itself], ["training"]))
     cross = builds.calls_of([replace(itself, cross=True)], ["training"])
     assert any(call.Sq != call.Skv for call in cross)
-    on_cpu = builds.calls_of([TINY], device="cpu")
-    assert max(call.Skv for call in on_cpu) == builds.LONGEST_ON_CPU
+    on_cpu = builds.calls_of([TINY], on_cpu=True)
+    assert {call.Skv for call in on_cpu} <= {build_calls.SHORT, build_calls.LENGTH_ON_CPU}
+
+
+def test_calls_have_lengths_that_a_model_has():
+    layer = Layer(4, 4, 64, causal=False, cross=True, lengths=(10, 448), keys=(1500, 1500))
+    for call in builds.calls_of([layer]):
+        n = call.B if call.layout == "packed" else 1
+        assert 10 <= call.Sq // n <= 448
+        assert call.Skv == n * 1500
+    assert all(call.Sq > 1 for call in builds.calls_of([layer], ["decode", "prefill"]))
+    # One query at a time against the keys of another sequence.
+    assert {
+        call.Sq for call in builds.calls_of([replace(layer, lengths=(1, 448))], ["decode"])
+    } == {1}
+
+
+def test_cases_of_the_suite_have_lengths_that_their_models_have():
+    for case in CASES:
+        queries = case.shape.lengths or (1, 1 << 20)
+        keys = case.shape.keys or queries
+        assert queries[0] <= case.Sq <= queries[1], case
+        assert keys[0] <= case.keys <= keys[1], case
 
 
 @pytest.mark.slow
@@ -206,7 +236,7 @@ def test_a_warm_up_makes_every_call_in_this_process_and_in_others():
     found = lockstep.warm_up(
         layer, dtype=torch.float32, device="cpu", processes=2, on_build=lambda *of: told.append(of)
     )
-    n = len(builds.calls_of([layer], device="cpu"))
+    n = len(builds.calls_of([layer], on_cpu=True))
     assert found.calls == n == len(told)
     assert {total for _, total in told} == {n}
     assert found.seconds > 0
@@ -259,8 +289,14 @@ CONFIGS = [
     ),
     (
         {"model_type": "bert", "num_attention_heads": 16, "hidden_size": 1024}
-        | {"torch_dtype": "float16"},
+        | {"max_position_embeddings": 512, "torch_dtype": "float16"},
         {"global": MODELS["BERT large"]["self"]},
+    ),
+    (
+        {"model_type": "llama", "num_attention_heads": 32, "hidden_size": 4096}
+        | {"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 8.0}}
+        | {"torch_dtype": "float16"},
+        {"global": Layer(32, 32, 128)},
     ),
 ]
 

@@ -8,15 +8,15 @@ share them and leave them on disk, from where this one loads them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from lockstep import api, model_config
+from lockstep.build_calls import WORKS, SampleCall, Work, calls_of
 from lockstep.build_processes import processes as start_processes
 from lockstep.environment import usable_cores
 from lockstep.kernels import compiled
@@ -24,40 +24,6 @@ from lockstep.kernels.launch_in_c import find_launch
 from lockstep.models import MODELS, Layer
 from lockstep.problem import DTYPES, any_of
 
-Work = Literal["prefill", "packed", "decode", "training"]
-WORKS: tuple[Work, ...] = ("prefill", "packed", "decode", "training")
-# Lengths that stand for all: a prompt, packed prompts that are sorted by length, a chunk of a
-# prompt, what is left for a last chunk, a draft to verify, and a long and a short cache.
-PROMPT, PACKED, CHUNK, REST, DRAFT, LONG, SHORT = 1024, 8192, 256, 96, 4, 16384, 256
-# Head dims up to which the length decides between more builds; lengths that have another one, if
-# causal and for narrow heads, for the forward and for the backward; and how many sequences make
-# packed ones short, and how many not as short.
-NARROW, LONGER_PROMPT, LONG_PROMPT, LONG_TRAINED = 64, 2048, 16384, 2048
-MANY_PACKED, SOME_PACKED = 16, 4
-# Lengths of training at which the Hopper backward shares queries out among programs, or does not,
-# where query heads share keys under a mask; one more for narrow heads. Without a mask, queries and
-# keys of cross-attention, which grouped heads may share out at other lengths, too.
-GROUPED_TRAINED, LONGEST_TRAINED, CROSS_TRAINED = (160, 2048, 4096), 16512, (4096, 77)
-# Head dims whose backward without a mask cuts loops over queries where tiles of keys, of all heads,
-# are too many for whole rounds of a GPU's programs; how many tiles of one head make whole rounds on
-# 132 SMs, how many of all heads do not, and the least of one head.
-CUT, ROUND_TILES, CUT_TILES, LEAST_CUT_TILES, KEYS_OF_TILE = (64, 128), 132, 710, 9, 128
-# Head dims whose keys are copied to aligned rows if many queries see them.
-UNALIGNED = (72, 88)
-# How much shorter lengths are that no tile divides; unless causal, they have another
-# backward.
-ODD = 24
-# Sequences that keep a GPU busy without being split.
-MANY = 256
-# Lengths of images and short texts, which come in large batches: of how many heads.
-IMAGES, HEADS_OF_IMAGES = (256, 257), 1024
-# And of causal texts, in batches that are not as large.
-SOME, HEADS_OF_SOME = (256,), 80
-# Keys of short texts, of which all are one block for heads up to so wide, and for narrow ones
-# without a mask more; and of packed ones.
-TEXTS, ODD_TEXTS, PACKED_TEXTS, WIDEST_OF_TEXTS = (64, 112), (80,), (64, 128), 128
-# Builds for a CPU serve any length.
-LONGEST_ON_CPU = 512
 # The most builds for a GPU that a call needs and no call before it.
 BUILDS_OF_A_CALL = 4
 # Kernels that take longest to compile.
@@ -71,25 +37,6 @@ class WarmUp(NamedTuple):
     builds: int
     """Compiled kernels that this process has loaded for these calls."""
     seconds: float
-
-
-@dataclass(frozen=True)
-class SampleCall:
-    """One small call that has a kernel compiled. A `page` of 0 is no pages; of packed sequences, Sq
-    and Skv are the sums over B equal ones."""
-
-    layer: Layer
-    layout: Literal["dense", "packed", "paged"]
-    Sq: int
-    Skv: int
-    backward: bool = False
-    page: int = 0
-    B: int = 1
-
-    @property
-    def name(self) -> str:
-        direction = "backward" if self.backward else "forward"
-        return f"{self.layout} {direction}, {self.Sq} queries, {self.Skv} keys, D {self.layer.D}"
 
 
 def warm_up(
@@ -137,10 +84,10 @@ def warm_up(
     if dtype not in DTYPES:
         raise TypeError(f"dtype takes {any_of(DTYPES)}, got {dtype}")
     where = str(device or default_device())
-    calls = calls_of(layers, works, page, where)
+    on_cpu = torch.device(where).type == "cpu"
+    calls = calls_of(layers, works, page, on_cpu)
     if processes is not None and processes < 1:
         raise ValueError(f"processes takes at least 1, got {processes}")
-    on_cpu = torch.device(where).type == "cpu"
     most = len(calls) * (1 if on_cpu else BUILDS_OF_A_CALL)
     n = min(processes or usable_cores(), most)
     if n > 1:
@@ -153,71 +100,6 @@ def warm_up(
         find_launch()
         torch.cuda.synchronize(where)
     return WarmUp(len(calls), compiled.count() - before, round(perf_counter() - start, 2))
-
-
-def calls_of(
-    layers: Iterable[Layer], works: Sequence[str] = WORKS, page: int = 16, device: str = "cuda"
-) -> list[SampleCall]:
-    """The calls that make all builds of these layers.
-
-    Raises ValueError for an unknown work or a page without a token.
-    """
-    unknown = [work for work in works if work not in WORKS]
-    if unknown:
-        raise ValueError(f"works takes {', '.join(WORKS)}, got {unknown[0]!r}")
-    if page < 1:
-        raise ValueError(f"page takes at least 1, got {page}")
-    on_cpu = torch.device(device).type == "cpu"
-    found = []
-    for layer in layers:
-        whole = [SampleCall(layer, "dense", PROMPT, PROMPT)] if "prefill" in works else []
-        is_narrow = max(layer.D, layer.value_dim) <= NARROW
-        has_window = layer.window is not None
-        if "prefill" in works and not (has_window or on_cpu):
-            images, heads = (SOME, HEADS_OF_SOME) if layer.causal else (IMAGES, HEADS_OF_IMAGES)
-            B = -(-heads // layer.Hq)
-            whole += [SampleCall(layer, "dense", n, n, B=B) for n in images]
-        texts: tuple[int, ...] = ()
-        if layer.D <= WIDEST_OF_TEXTS and not (has_window or on_cpu):
-            texts = TEXTS + (ODD_TEXTS if is_narrow and not layer.causal else ())
-        if "prefill" in works:
-            whole += [SampleCall(layer, "dense", n, n) for n in texts]
-        if "prefill" in works:
-            longer = [LONGER_PROMPT] if layer.causal else []
-            longer += [LONG_PROMPT] if is_narrow or layer.D in UNALIGNED else []
-            whole += [SampleCall(layer, "dense", n, n) for n in longer]
-        if "packed" in works:
-            counts = [1, MANY_PACKED] if is_narrow or layer.causal else [1]
-            counts += [SOME_PACKED] if is_narrow and layer.causal else []
-            counts += [PACKED // n for n in PACKED_TEXTS if texts]
-            whole += [SampleCall(layer, "packed", PACKED, PACKED, B=B) for B in counts]
-        if "training" in works:
-            lengths = [PROMPT, LONG_TRAINED] if is_narrow else [PROMPT]
-            is_masked = layer.causal or layer.window is not None
-            if not is_masked and layer.value_dim == layer.D and layer.D in CUT:
-                tiles = max(-(-CUT_TILES // layer.Hkv), LEAST_CUT_TILES)
-                lengths += [ROUND_TILES * KEYS_OF_TILE, tiles * KEYS_OF_TILE]
-            if not layer.causal:
-                lengths += [n - ODD for n in lengths]
-            if is_masked and layer.Hq > layer.Hkv:
-                lengths += [*GROUPED_TRAINED, *([LONGEST_TRAINED] if is_narrow else [])]
-            trained = [SampleCall(layer, "dense", n, n) for n in lengths]
-            if not is_masked and (layer.cross or layer.Hq > layer.Hkv):
-                trained.append(SampleCall(layer, "dense", *CROSS_TRAINED))
-            trained += [call for call in whole if call.layout == "packed" and call.B <= MANY_PACKED]
-            found += [replace(call, backward=True) for call in trained]
-        found += whole
-        if "decode" in works and layer.causal:
-            caches = [(n, LONG) for n in (1, DRAFT, REST, CHUNK, PROMPT)] + [(1, SHORT)]
-            found += [SampleCall(layer, "paged", *of, page=page) for of in caches]
-            caches = [(1, LONG), (DRAFT, LONG), (DRAFT, PROMPT)]
-            found += [SampleCall(layer, "paged", *of, page=page, B=MANY) for of in caches]
-    if on_cpu:
-        found = [
-            replace(call, Sq=min(call.Sq, LONGEST_ON_CPU), Skv=min(call.Skv, LONGEST_ON_CPU), B=1)
-            for call in found
-        ]
-    return list(dict.fromkeys(found))
 
 
 def run(call: SampleCall, dtype: torch.dtype, device: str) -> None:

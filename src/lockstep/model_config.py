@@ -40,6 +40,8 @@ def _layers(config: dict[str, Any], heads: int) -> dict[str, Layer]:
     D, Dv = _head_dims(config, heads)
     scalar = config.get("query_pre_attn_scalar")
     causal = config.get("model_type") not in ENCODERS
+    # Positions that are stretched reach further.
+    longest = None if config.get("rope_scaling") else config.get("max_position_embeddings")
 
     def layer(window: int | None) -> Layer:
         return Layer(
@@ -52,6 +54,7 @@ def _layers(config: dict[str, Any], heads: int) -> dict[str, Layer]:
             None if scalar is None else float(scalar) ** -0.5,
             config.get("attn_logit_softcapping"),
             config.get("model_type") in WITH_SINKS,
+            lengths=None if longest is None else (1, longest),
         )
 
     window = config.get("sliding_window") or config.get("local_attention")

@@ -16,7 +16,8 @@ class Layer:
     """One kind of attention layer: what `lockstep.attention` takes besides lengths and data.
 
     `Dv` 0 stands for a head dim of values equal to D. With `cross`, keys are those of another
-    sequence, such as a text beside an image.
+    sequence, such as a text beside an image. `lengths` are the least and the most tokens of a
+    sequence, `keys` those of the other one; None stands for any number.
     """
 
     Hq: int
@@ -29,6 +30,8 @@ class Layer:
     softcap: float | None = None
     sinks: bool = False
     cross: bool = False
+    lengths: tuple[int, int] | None = None
+    keys: tuple[int, int] | None = None
 
     @property
     def value_dim(self) -> int:
@@ -40,12 +43,26 @@ class Layer:
         return Options(self.causal, left, right, self.scale, self.softcap)
 
 
-def _encoder(heads: int, D: int, window: Window | None = None) -> Layer:
-    return Layer(heads, heads, D, causal=False, window=window)
+Lengths = tuple[int, int]
 
 
-def _cross(heads: int, D: int) -> Layer:
-    return Layer(heads, heads, D, causal=False, cross=True)
+def _encoder(
+    heads: int, D: int, window: Window | None = None, lengths: Lengths | None = None
+) -> Layer:
+    return Layer(heads, heads, D, causal=False, window=window, lengths=lengths)
+
+
+def _cross(heads: int, D: int, lengths: Lengths, keys: Lengths) -> Layer:
+    return Layer(heads, heads, D, causal=False, cross=True, lengths=lengths, keys=keys)
+
+
+def _up_to(n: int) -> Lengths:
+    return 1, n
+
+
+def _all(n: int) -> Lengths:
+    """Every sequence has `n` tokens."""
+    return n, n
 
 
 def _last(n: int) -> Window:
@@ -81,21 +98,30 @@ MODELS: dict[str, dict[str, Layer]] = {
         "local": Layer(64, 8, 64, sinks=True, window=_last(128)),
     },
     "DeepSeek V3 TP 8": {"self": Layer(16, 16, 192, 128)},
-    "Phi-2": {"self": Layer(32, 32, 80)},
-    "Phi-3 mini": {"self": Layer(32, 32, 96)},
-    "StableLM 2 12B": {"self": Layer(32, 8, 160)},
-    "BERT large": {"self": _encoder(16, 64)},
-    "ModernBERT base": {"global": _encoder(12, 64), "local": _encoder(12, 64, (64, 64))},
-    "ViT-B/16": {"self": _encoder(12, 64)},
-    "SigLIP So400m": {"self": _encoder(16, 72)},
+    "Phi-2": {"self": Layer(32, 32, 80, lengths=_up_to(2048))},
+    "Phi-3 mini": {"self": Layer(32, 32, 96, lengths=_up_to(4096))},
+    "StableLM 2 12B": {"self": Layer(32, 8, 160, lengths=_up_to(4096))},
+    "BERT large": {"self": _encoder(16, 64, lengths=_up_to(512))},
+    "ModernBERT base": {
+        "global": _encoder(12, 64, lengths=_up_to(8192)),
+        "local": _encoder(12, 64, (64, 64), _up_to(8192)),
+    },
+    "ViT-B/16": {"self": _encoder(12, 64, lengths=_all(197))},
+    "SigLIP So400m": {"self": _encoder(16, 72, lengths=_all(729))},
     "Qwen 2.5 VL vision": {"self": _encoder(16, 80)},
     "Whisper large v3": {
-        "encoder": _encoder(20, 64),
-        "decoder": Layer(20, 20, 64),
-        "cross": _cross(20, 64),
+        "encoder": _encoder(20, 64, lengths=_all(1500)),
+        "decoder": Layer(20, 20, 64, lengths=_up_to(448)),
+        "cross": _cross(20, 64, _up_to(448), _all(1500)),
     },
-    "SDXL": {"self": _encoder(10, 64), "cross": _cross(10, 64)},
+    "SDXL": {
+        "self": _encoder(10, 64, lengths=(256, 16384)),
+        "cross": _cross(10, 64, (256, 16384), _all(77)),
+    },
     "Flux.1": {"self": _encoder(24, 128)},
     "CogVideoX 2B": {"self": _encoder(30, 64)},
-    "Wan 2.1 1.3B": {"self": _encoder(12, 128), "cross": _cross(12, 128)},
+    "Wan 2.1 1.3B": {
+        "self": _encoder(12, 128),
+        "cross": _cross(12, 128, (256, 131072), _all(512)),
+    },
 }
