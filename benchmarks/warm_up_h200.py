@@ -1,10 +1,12 @@
 """How many builds a model needs, and what `lockstep warm-up` takes for them: docs/models.md.
 
-    PYTHONPATH=src python benchmarks/warm_up_h200.py [MODEL ...] [--save-to benchmarks/results]
+    PYTHONPATH=src python benchmarks/warm_up_h200.py --count-to FILE
+    PYTHONPATH=src python benchmarks/warm_up_h200.py FILE [MODEL ...] [--save-to benchmarks/results]
 
-Builds are counted for all models; those named, or `TIMED`, are timed. Each warm-up is a process of
-its own. One begins with empty caches, and its time is that of the command, start and end included.
-The next loads all builds from disk, after PyTorch and CUDA have started.
+The first command counts the builds of all models, which other work may disturb. The second times
+those named, or `TIMED`, and needs the machine for itself. Each warm-up is a process of its own. One
+begins with empty caches, and its time is that of the command, start and end included. The next
+loads all builds from disk, after PyTorch and CUDA have started.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch
 from lockstep import builds
 from lockstep.bench.pivot_tables import rows_of, table_of
 from lockstep.environment import usable_cores
+from lockstep.kernels import compiled
 from lockstep.models import MODELS
 from lockstep.output import results
 
@@ -43,13 +46,17 @@ COLD, LOADED, EACH = "s, nothing on disk", "s to load them", "s each"
 
 def count(model: str) -> dict[str, float]:
     """How many kernels are compiled for a model, without compiling them."""
-
-    def of(works: tuple[str, ...]) -> int:
-        calls = builds.calls_of(MODELS[model].values(), works)
-        # The last task is no kernel: what launches them.
-        return len(builds.tasks_of(calls, torch.bfloat16, "cuda")) - 1
-
-    return {BUILDS: of(WORKS), PACKED: of(builds.WORKS)}
+    layers = MODELS[model].values()
+    first = builds.calls_of(layers, WORKS)
+    others = [call for call in builds.calls_of(layers) if call not in first]
+    counts = []
+    # What is planned twice counts once.
+    with torch.autograd.set_multithreading_enabled(False), compiled.planning() as planned:
+        for calls in (first, others):
+            for call in calls:
+                builds.run(call, torch.bfloat16, "cuda")
+            counts.append(len(planned))
+    return {BUILDS: counts[0], PACKED: counts[1]}
 
 
 def run(program: str, *arguments: str, caches: str) -> tuple[dict[str, Any], float]:
@@ -74,24 +81,35 @@ def time(model: str) -> dict[str, float]:
     return {COLD: round(cold, 1), LOADED: seconds, EACH: round(seconds / loaded["builds"], 3)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", default=TIMED)
-    parser.add_argument("--save-to", type=Path)
-    options = parser.parse_args()
-    rows = []
-    # The seconds first: they need the machine for themselves.
-    for measure, models in ((time, options.models), (count, MODELS)):
-        for model in models:
-            figures = measure(model)
-            print(model, figures, flush=True)
-            rows += rows_of({"model": model}, figures)
+def save(rows: list[dict[str, Any]], directory: Path) -> None:
     found = results.collect("warm-up", rows)
     caption = f"Prefill, chunks, decode and training, bf16, {usable_cores()} cores"
     columns = (BUILDS, PACKED, COLD, LOADED, EACH)
     found["tables"] = {"warm_up": table_of(["model"], columns, 3, caption)}
+    print(results.save_for_gpu(found, "warm-up", directory))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("counts", nargs="?", type=Path, help="a file of --count-to")
+    parser.add_argument("models", nargs="*", default=TIMED)
+    parser.add_argument("--count-to", type=Path)
+    parser.add_argument("--save-to", type=Path)
+    options = parser.parse_args()
+    if (options.counts is None) == (options.count_to is None):
+        parser.error("takes a file of counts, or --count-to")
+    if options.count_to is not None:
+        options.count_to.write_text(json.dumps({model: count(model) for model in MODELS}, indent=1))
+        return
+    rows = []
+    counts = json.loads(options.counts.read_text())
+    for model in options.models:
+        counts[model] |= time(model)
+        print(model, counts[model], flush=True)
+    for model, figures in counts.items():
+        rows += rows_of({"model": model}, figures)
     if options.save_to:
-        print(results.save_for_gpu(found, "warm-up", options.save_to))
+        save(rows, options.save_to)
 
 
 if __name__ == "__main__":
