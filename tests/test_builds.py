@@ -144,15 +144,15 @@ BUILDS = {
     "Phi-3 mini": (12, 19),
     "StableLM 2 12B": (11, 17),
     "BERT large": (8, 16),
-    "ModernBERT base": (16, 30),
+    "ModernBERT base": (17, 31),
     "ViT-B/16": (5, 11),
     "SigLIP So400m": (4, 10),
-    "Qwen 2.5 VL vision": (7, 14),
+    "Qwen 2.5 VL vision": (8, 15),
     "Whisper large v3": (17, 30),
-    "SDXL": (14, 23),
-    "Flux.1": (8, 15),
-    "CogVideoX 2B": (11, 21),
-    "Wan 2.1 1.3B": (8, 15),
+    "SDXL": (15, 24),
+    "Flux.1": (9, 16),
+    "CogVideoX 2B": (12, 22),
+    "Wan 2.1 1.3B": (9, 16),
 }
 
 

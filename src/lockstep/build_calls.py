@@ -22,6 +22,8 @@ PROMPT, PACKED, CHUNK, REST, DRAFT, LONG, SHORT = 1024, 8192, 256, 96, 4, 16384,
 # causal and for narrow heads, for the forward and for the backward; and how many sequences make
 # packed ones short, and how many not as short.
 NARROW, LONGER_PROMPT, LONG_PROMPT, LONG_TRAINED = 64, 2048, 16384, 2048
+# A length that has another one without a mask, for heads up to so wide.
+SHORTER_PROMPT, WIDEST_OF_SHORTER = 512, 128
 MANY_PACKED, SOME_PACKED = 16, 4
 # Lengths of training at which the Hopper backward shares queries out among programs, or does not,
 # where query heads share keys under a mask; one more for narrow heads. Without a mask, queries and
@@ -122,6 +124,8 @@ def _prompts(layer: Layer) -> Iterator[SampleCall]:
     lengths = [PROMPT, *_texts(layer)]
     if layer.causal:
         lengths.append(LONGER_PROMPT)
+    elif layer.window is None and max(layer.D, layer.value_dim) <= WIDEST_OF_SHORTER:
+        lengths.append(SHORTER_PROMPT)
     if is_narrow or layer.D in UNALIGNED:
         lengths.append(LONG_PROMPT)
     yield from (SampleCall(layer, "dense", n, n) for n in lengths)

@@ -393,7 +393,8 @@ def test_turns_in_constant_time_under_a_mask_alone(causal):
 @pytest.mark.parametrize(
     ("keys", "options", "one_loop"),
     [
-        (1024, {}, False),
+        (768, {}, True),
+        (769, {}, False),
         (1024, {"causal": True}, True),
         (1025, {"causal": True}, False),
         (512, {"window_left": 300}, False),
@@ -420,6 +421,12 @@ def test_one_loop_is_for_calls_without_lengths_in_bf16():
     assert not plan.plan_of(describe(unwritten(512, 512, D=160), causal)).one_loop
     fp16 = unwritten(512, 512, D=128, dtype=torch.float16)
     assert not plan.plan_of(describe(fp16, causal)).one_loop
+
+
+@pytest.mark.parametrize(("Sq", "consumers"), [(700, 2), (20000, 3)])
+def test_one_loop_without_a_mask_is_for_two_consumers(Sq, consumers):
+    found = plan.plan_of(describe(unwritten(Sq, 700), Options()))
+    assert (found.consumers, found.one_loop) == (consumers, consumers == 2)
 
 
 def test_one_loop_in_constant_time_is_for_two_consumers():

@@ -6,7 +6,7 @@ scheduling/        which tile is next, and which keys it sees
 consumer.py        a warpgroup that computes
 products.py        its products, on their way to the tensor cores and back
 steps.py           its steps through the blocks of a tile
-flow.py            all tiles in one loop, for causal calls with few keys
+flow.py            all tiles in one loop, for calls with few keys
 span_steps.py      the same in query-invariant builds
 total.py           where these keep the products of spans that have ended
 skipping.py        blocks that pass a consumer by

@@ -59,9 +59,9 @@ IN_CHUNKS = {
 # Where tiles have few blocks of keys, lower tiles lose less at their ends. Up to which Sq:
 SHORT, SHORT_CAUSAL = 1024, 4096
 SHORT_PLANS = {**PLANS, 64: Plan(consumers=2, block_kv=128, stages=3, q_stages=2, pingpong=True)}
-# Up to so many keys, one loop over the blocks of all causal tiles is faster, for heads up to this
-# width.
-ONE_LOOP, ONE_LOOP_WIDTH = 1024, 128
+# Up to so many keys, one loop over the blocks of all tiles is faster, under a mask and without one,
+# for heads up to this width.
+ONE_LOOP, ONE_LOOP_UNMASKED, ONE_LOOP_WIDTH = 1024, 768, 128
 # In constant time, slots are found by bits, as many as a power of two.
 BITS_STAGES = 4
 # Without a mask, lower tiles may fill the rounds of programs better: how many rounds of lower tiles
@@ -171,8 +171,8 @@ def fixes_maximum(problem: AttentionProblem) -> bool:
 
 
 def _takes_one_loop(problem: AttentionProblem, shape: Plan) -> bool:
-    """Whether causal tiles are so short that one loop over the blocks of all of them pays. It is
-    for calls in which large weights are exact, or in constant time with two consumers, without
+    """Whether tiles are so short that one loop over the blocks of all of them pays. It is for calls
+    in which large weights are exact, or under a mask in constant time with two consumers, without
     lengths or pages."""
     is_packed = problem.layout == "varlen"
     keys = problem.Skv / max(problem.B, 1) if is_packed else problem.Skv
@@ -180,7 +180,11 @@ def _takes_one_loop(problem: AttentionProblem, shape: Plan) -> bool:
     left, right = problem.window
     fits = shape.consumers == 2 if problem.constant_time else problem.dtype == torch.bfloat16
     width = padded(max(problem.D, problem.Dv))
-    is_short = right is not None and keys <= ONE_LOOP
+    is_short = keys <= ONE_LOOP
+    if right is None:
+        # Three consumers have not been measured, nor have packed sequences.
+        fits = fits and shape.consumers == 2 and not (is_packed or problem.constant_time)
+        is_short = keys <= ONE_LOOP_UNMASKED
     return is_plain and left is None and fits and is_short and width <= ONE_LOOP_WIDTH
 
 
