@@ -10,17 +10,23 @@ from itertools import chain, pairwise
 from types import SimpleNamespace
 
 import pytest
+from problems import unwritten
+
+from lockstep.problem import Options, describe
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from lockstep.kernels.hopper.common.sizes import ROWS
+from lockstep.kernels.hopper.forward.plan import plan_of
 from lockstep.kernels.hopper.forward.scheduling import schedule
 from lockstep.kernels.hopper.forward.scheduling.schedule import (
+    BACK_AND_FORTH,
     BY_HEAD,
     LONGEST_FIRST,
     PAIRED,
     Schedule,
 )
+from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling
 
 FUNCTIONS = ("next", "tile", "_part", "_dense_tile", "pair_rounds", "_paired", "_left_by_pairs")
 PROGRAM = SimpleNamespace(id=0, number=1)  # that runs, and of how many
@@ -40,7 +46,7 @@ class Dense(SimpleNamespace):
 
 
 def add_functions() -> None:
-    space = {name: getattr(schedule, name).value for name in ("PAIRED", "BY_HEAD")}
+    space = {name: getattr(schedule, name).value for name in ("PAIRED", "BY_HEAD", "LONGEST_FIRST")}
     space["SINGLE_ROUNDS"] = schedule.SINGLE_ROUNDS.value
     space["ROWS"] = ROWS
     space["Tile"] = lambda exists, head, _kv, _batch, q_idx, _q_start, _kv_start, len_q, _len_kv: (
@@ -73,17 +79,20 @@ def all_places(
     PROGRAM.number = programs
     found = []
     for PROGRAM.id in range(programs):
-        found.append(dense.places())
+        # Tiles that are never split know the end of their sequence, not their own.
+        mine = ((head, begin, end, begin + block_q) for head, begin, end in dense.places())
+        found.append([(head, begin, min(ends)) for head, begin, *ends in mine])
     return found
 
 
-@pytest.mark.parametrize("order", [BY_HEAD, PAIRED, LONGEST_FIRST])
+@pytest.mark.parametrize("order", [BY_HEAD, BACK_AND_FORTH, PAIRED, LONGEST_FIRST])
 def test_every_row_has_one_program(order):
     draws = random.Random(0)
     for _ in range(60):
         programs, heads = draws.choice((1, 2, 3, 13, 132)), draws.randint(1, 20)
         Sq, block_q = draws.randint(1, 5000), draws.choice((2, 3)) * ROWS
-        found = sorted(chain(*all_places(order, programs, heads, Sq, block_q)))
+        split = draws.random() < 0.5
+        found = sorted(chain(*all_places(order, programs, heads, Sq, block_q, split)))
         for head in range(heads):
             mine = [(begin, end) for h, begin, end in found if h == head]
             assert mine[0][0] == 0
@@ -125,3 +134,31 @@ def test_pairs_keep_all_programs_busy(heads, n):
     found = all_places(PAIRED, 132, heads, n * ROWS)
     work = [sum(end // ROWS + 1 for _, _, end in mine) for mine in found]
     assert sum(work) / 132 > 0.975 * max(work)
+
+
+@pytest.mark.parametrize(
+    ("B", "Hq", "Hkv", "S", "D", "window", "share"),
+    [
+        (1, 32, 16, 8192, 128, 4096, 0.99),
+        (1, 16, 8, 8192, 256, 4096, 0.99),
+        (2, 8, 4, 8192, 256, 1024, 0.96),
+        (2, 24, 8, 2506, 128, 304, 0.97),
+        (8, 4, 2, 2714, 128, 2668, 0.97),
+        # Keys do not fit into L2, and each program would have the same one or two tiles of heads.
+        (44, 32, 32, 944, 40, 1105, 0.97),
+        (256, 24, 8, 217, 64, 235, 0.97),
+    ],
+)
+def test_windows_keep_all_programs_busy(B, Hq, Hkv, S, D, window, share):
+    """In blocks of keys, and as much as one for every tile."""
+    tensors = unwritten(S, S, B=B, Hq=Hq, Hkv=Hkv, D=D)
+    problem = describe(tensors, Options(window_left=window - 1, window_right=0))
+    shape, tiling = plan_of(problem), Tiling.of(problem, 132)
+    order = SimpleNamespace(value=tiling.order)
+    found = all_places(order, 132, tiling.heads, S, shape.block_q, split=False)
+
+    def blocks(begin: int, end: int) -> int:
+        return -(-end // shape.block_kv) - max(begin - window + 1, 0) // shape.block_kv
+
+    work = [sum(blocks(begin, end) + 1 for _, begin, end in mine) for mine in found]
+    assert sum(work) / 132 > share * max(work)

@@ -2,15 +2,17 @@
 
 Programs are persistent, and neighbours should work on the same keys at the same time, which then
 come from L2. Where every sequence has the same number of tiles, a program's tiles follow from its
-number, in one of three orders:
+number, in one of four orders:
 
 - BY_HEAD, where tiles see about equally many keys: head after head.
+- BACK_AND_FORTH: the same, every other round backwards, where the number of programs would give
+  each of them the same few tiles of all heads.
 - PAIRED, where later tiles see more (causal): tiles i and n-1-i of a head make one piece of work,
   all pieces are equally long, and go head after head. The last rounds, of which one may be without
   work for some programs, have single tiles, longest first.
 - LONGEST_FIRST, where pairs are too few to fill the rounds: single tiles go round the programs,
   every other round backwards, so that a program with the longest tile of a round has the shortest
-  of the next.
+  of the next. Windows have it, too: the first tiles of a head, which see less, come last.
 
 Builds that SPLIT tiles have parts of them in a last round that would leave half of the programs
 without work, if it is not one of pairs: a program has the rows of one consumer then. BY_HEAD, every
@@ -40,7 +42,7 @@ ORDER_HEAD, ORDER_NUMBERS = gl.constexpr(sequence_order.HEAD), gl.constexpr(sequ
 # The number of keys of a sequence whose length or offsets are wrong (`kernels.sequences`).
 BAD = gl.constexpr(-1)
 LONGEST_FIRST, PAIRED, BY_HEAD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-UNSORTED = gl.constexpr(3)
+UNSORTED, BACK_AND_FORTH = gl.constexpr(3), gl.constexpr(4)
 # Whole rounds of pairs whose tiles go singly, with those of the round that is not whole.
 SINGLE_ROUNDS = gl.constexpr(1)
 
@@ -155,19 +157,17 @@ class Schedule:
                 single = step - 2 * rounds
                 index = single * programs + gl.where(single % 2 == 0, pid, programs - 1 - pid)
                 head, slot, exists = self._left_by_pairs(rounds * programs, index)
-        elif self.order == BY_HEAD:
-            index = step * programs + pid
-            if self.SPLIT:
-                index, first_row, rows = self._part(step)
-            head = index // self.n_q_tiles
-            slot = index % self.n_q_tiles
-            exists = step >= 0
         else:
-            index = step * programs + gl.where(step % 2 == 0, pid, programs - 1 - pid)
+            turns = (step % 2 == 1) & (self.order != BY_HEAD)
+            index = step * programs + gl.where(turns, programs - 1 - pid, pid)
             if self.SPLIT:
                 index, first_row, rows = self._part(step)
-            slot = self.n_q_tiles - 1 - index // self.heads
-            head = index % self.heads
+            if self.order == LONGEST_FIRST:
+                slot = self.n_q_tiles - 1 - index // self.heads
+                head = index % self.heads
+            else:
+                head = index // self.n_q_tiles
+                slot = index % self.n_q_tiles
             exists = slot >= 0
         return self._dense_tile(head, slot, exists, first_row, rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import NamedTuple
 
 from lockstep.kernels.hopper.forward.plan import (
@@ -12,6 +13,7 @@ from lockstep.kernels.hopper.forward.plan import (
     plan_of,
 )
 from lockstep.kernels.hopper.forward.scheduling.schedule import (
+    BACK_AND_FORTH,
     BY_HEAD,
     LONGEST_FIRST,
     PAIRED,
@@ -45,7 +47,9 @@ class Tiling(NamedTuple):
             order = LONGEST_FIRST if heads * n_q_tiles > n_processors else UNSORTED
             return Tiling(n_q_tiles, heads, order.value)
         heads, n_q_tiles = problem.B * problem.Hq, -(-problem.Sq // block_q)
-        if left is not None or right is None:
+        if left is not None:
+            return Tiling(n_q_tiles, heads, _order_of_windows(problem, n_q_tiles, n_processors))
+        if right is None:
             return Tiling(n_q_tiles, heads, BY_HEAD.value)
         row_bytes = (problem.D + problem.Dv) * 2
         head_bytes = problem.Skv * row_bytes * problem.Hkv // problem.Hq
@@ -54,6 +58,18 @@ class Tiling(NamedTuple):
         if not pairs and is_chunk(problem, block_q):
             return Tiling(n_q_tiles, heads, BY_HEAD.value)
         return Tiling(n_q_tiles, heads, (PAIRED if pairs else LONGEST_FIRST).value)
+
+
+def _order_of_windows(problem: AttentionProblem, n_q_tiles: int, n_processors: int) -> int:
+    """The order of tiles that have a window. Those of a sequence's first rows see less than a whole
+    one, and come last if the windows of all heads stay in L2 meanwhile."""
+    left, right = problem.window
+    assert left is not None
+    if right is not None and problem.Skv - problem.Sq < left:
+        keys = min(problem.Skv, left + right + plan_of(problem).block_q)
+        if key_bytes(problem) * keys <= L2_BYTES * problem.Skv:
+            return LONGEST_FIRST.value
+    return (BY_HEAD if gcd(n_q_tiles, n_processors) == 1 else BACK_AND_FORTH).value
 
 
 def splits_tiles(problem: AttentionProblem) -> bool:
