@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import pytest
 import torch
@@ -180,6 +180,12 @@ def test_machine_code_of_softcap(window):
         # Once for warps all of whose rows are in it, and once for single rows.
         assert [part["MUFU.EX2"] for part in found] == [per_thread, 0]
         assert not any(part["MUFU.RCP"] for part in found)
+        # And the sums; nowhere does that unit have many of them before it.
+        first = next(i for i, part in enumerate(parts) if part is found[0])
+        names = [text.split()[0] for text in body[jumps[first] : jumps[first + 1]]]
+        assert found[0]["FADD"] == per_thread - 2
+        runs = [len(list(run)) for name, run in groupby(names) if name == "MUFU.EX2"]
+        assert max(runs) <= 4
 
 
 def test_machine_code_of_pages():

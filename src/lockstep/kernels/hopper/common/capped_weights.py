@@ -7,14 +7,19 @@ that it has in a block: up to TIERS[0] a short polynomial, up to TIERS[1] a long
 1 - 2 / (1 + e^2x), of which two scores share a reciprocal, 1/a = b / (a·b). So its bits depend on
 its own scores alone. Each warp votes whether all of its rows are in the first tier, and what it
 needs besides if they are not. All ways are off by 2^-22 of the cap at most.
+
+Sums of weights come with them, as `thread_sums` has them: where they are added, ptxas puts other
+instructions between exponentials.
 """
 
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.division import reciprocal
+from lockstep.kernels.hopper.common.exact_weights import float32s
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.common.scores import LOG2E
-from lockstep.kernels.hopper.common.thread_numbers import per_weight
+from lockstep.kernels.hopper.common.softmax import thread_sums
+from lockstep.kernels.hopper.common.thread_numbers import per_thread, per_weight
 
 # tanh x / x = sum of coefficients[k] · x^2k up to an end of x.
 TIERS = (
@@ -24,6 +29,9 @@ TIERS = (
 # The last coefficient times powers of scale / softcap is a normal number of float32 with room to
 # spare, or the polynomial is not for this cap.
 SMALLEST, LARGEST = 1e-36, 1e30
+# So many scores at a time are on their way to weights, and their exponents wait for the weights
+# before those of this many times as many: ptxas would put most exponentials behind everything else.
+GROUP, AHEAD = 8, 2
 
 
 @gluon.constexpr_function
@@ -153,16 +161,59 @@ def _tier_lines(tier, coefficients, end, n, offset):
 
 
 @gluon.constexpr_function
+def _sum_lines(first, end):
+    """PTX: `sum0` and `sum1`, those of a thread's two rows, with the weights from `first` to `end`
+    in the order of `thread_sums`: of two at a time, one after the other."""
+    lines = []
+    for i in range(first, end, 2):
+        to = f"sum{i // 2 % 2}"
+        if i < 4:
+            lines.append(f"add.f32 {to}, ${i}, ${i + 1};")
+        else:
+            lines += [f"add.f32 pair, ${i}, ${i + 1};", f"add.f32 {to}, {to}, pair;"]
+    return lines
+
+
+@gluon.constexpr_function
+def _first_tier_lines(n, s, offset):
+    """PTX for weights and sums of rows that are all in the first tier."""
+    rows = (offset, offset + 2)
+    lines = [
+        # 0, which ptxas does not know: scales are positive.
+        ".reg .b32 nil;",
+        "mov.b32 nil, unit;",
+        "shr.u32 nil, nil, 31;",
+        *(f".reg .b32 from{r}_{g};" for r in range(2) for g in range(n // GROUP)),
+    ]
+    for g in range(n // GROUP):
+        for r in range(2):
+            lines.append(
+                f"mov.b32 from{r}_{g}, ${rows[r]};"
+                if g < AHEAD
+                else f"lop3.b32 from{r}_{g}, awaited{r}_{g - AHEAD}, nil, ${rows[r]}, 0xea;"
+            )
+        for i in range(g * GROUP, (g + 1) * GROUP):
+            lines += _polynomial_lines(
+                0, len(TIERS[0][0]), f"${s + i}", f"from{i // 2 % 2}_{g}", f"e{i}"
+            )
+            lines.append(f"ex2.approx.ftz.f32 ${i}, e{i};")
+        lines += _sum_lines(g * GROUP, (g + 1) * GROUP)
+        for r in range(2):
+            lines += [f".reg .b32 awaited{r}_{g};", f"mov.b32 awaited{r}_{g}, sum{r};"]
+    return lines
+
+
+@gluon.constexpr_function
 def _assembly(n):
-    """PTX for a thread with n scores. Operands: n weights, n scores, n offsets, and n times each
-    scale / softcap and softcap·log2(e). In the layout of wgmma, the first two of every four
-    elements are in the upper row of a thread, the others in its lower row."""
-    s, offset, unit, height = n, 2 * n, 3 * n, 4 * n
+    """PTX for a thread with n scores. Operands: n weights, n times the sum of the row's, n scores,
+    n offsets, and n times each scale / softcap and softcap·log2(e). In the layout of wgmma, the
+    first two of every four elements are in the upper row of a thread, the others in its lower
+    row."""
+    sums, s, offset, unit, height = n, 2 * n, 3 * n, 4 * n, 5 * n
     first, end = TIERS[0]
-    weights = [f"ex2.approx.ftz.f32 ${i}, e{i};" for i in range(n)]
     lines = [
         ".reg .pred large, any;",
-        f".reg .f32 unit, height, {', '.join(f'e{i}' for i in range(n))};",
+        f".reg .f32 unit, height, sum0, sum1, pair, {', '.join(f'e{i}' for i in range(n))};",
         f"mov.f32 unit, ${unit};",
         f"mov.f32 height, ${height};",
         *_coefficient_lines(0, first),
@@ -171,11 +222,10 @@ def _assembly(n):
         f"setp.gt.or.f32 large, top1, {_hex(end)}, large;",
         "vote.sync.any.pred large, large, 0xffffffff;",
         "@large bra.uni LARGE;",
+        *_first_tier_lines(n, s, offset),
+        "bra.uni DONE;",
+        "LARGE:",
     ]
-    for i in range(n):
-        lines += _polynomial_lines(0, len(first), f"${s + i}", f"${offset + i}", f"e{i}")
-        lines.append(weights[i])
-    lines += ["bra.uni DONE;", "LARGE:"]
     lines += [f"mov.f32 e{i}, ${s + i};" for i in range(n)]
     lines += [*_row_lines(0), *_row_lines(1)]
     for tier in range(len(TIERS)):
@@ -193,12 +243,16 @@ def _assembly(n):
     for i in range(0, n, 2):
         guard = f"@high{i // 2 % 2}"
         lines += _reciprocal_lines(f"e{i}", f"e{i + 1}", f"${offset + i}", guard)
-    return "{ " + " ".join([*lines, "NONE_HIGH:", *weights, "DONE:"]) + " }"
+    lines.append("NONE_HIGH:")
+    lines += [f"ex2.approx.ftz.f32 ${i}, e{i};" for i in range(n)]
+    lines += [*_sum_lines(0, n), "DONE:"]
+    lines += [f"mov.f32 ${sums + i}, sum{i // 2 % 2};" for i in range(n)]
+    return "{ " + " ".join(lines) + " }"
 
 
 @gluon.constexpr_function
 def _constraints(n):
-    return ",".join(["=&r"] * n + ["r"] * (4 * n))
+    return ",".join(["=&r"] * (2 * n) + ["r"] * (4 * n))
 
 
 @gluon.jit
@@ -208,9 +262,13 @@ def _weights(s, offset, scale_over_cap, softcap):
     constraints: gl.constexpr = _constraints(N)
     zero = gl.full(s.shape, 0.0, gl.float32, s.type.layout)
     operands = [s, offset, zero + scale_over_cap, zero + softcap * LOG2E]
-    return gl.inline_asm_elementwise(
-        assembly, constraints, operands, gl.float32, is_pure=False, pack=N
+    types: gl.constexpr = float32s(2)
+    weights, sums = gl.inline_asm_elementwise(
+        assembly, constraints, operands, types, is_pure=False, pack=N
     )
+    like = thread_sums(zero)
+    layout: gl.constexpr = like.type.layout
+    return weights, per_thread(sums, 0, layout)
 
 
 @gluon.jit
@@ -226,7 +284,8 @@ def capped_maxima(top, scale_over_cap, softcap):
 
 @gluon.jit
 def capped_weights(s, m, scale_over_cap, softcap):
-    """Weights [BLOCK_Q, BLOCK_KV] of scores q·k relative to m [BLOCK_Q] in log2 units."""
+    """Weights [BLOCK_Q, BLOCK_KV] of scores q·k relative to m [BLOCK_Q] in log2 units, and the sums
+    [BLOCK_Q, 4] of `thread_sums`."""
     # Rows that have seen no key measure from 0.
     offset = gl.expand_dims(gl.where(m == -float("inf"), 0.0, -m), 1) + gl.zeros_like(s)
     return _weights(s, offset, scale_over_cap, softcap)

@@ -80,12 +80,11 @@ def first_block_weights(program, rows, s, block):
     elif program.build.SPAN and program.build.FIXED_MAX:
         m = fixed_maximum(program, rows, s, block, m)
         weights = exp2_weights(s, m, scale)
+        l = thread_sums(weights)
     else:
         s, top = find_tops(program, rows, s, block)
         m, _alpha = raise_maximum(s, m, scale, True, top)
-        weights = find_weights(program, rows, s, block, m)
-    if not program.build.CONSTANT_TIME:
-        l = thread_sums(weights)
+        weights, l = find_weights(program, rows, s, block, m)
     return weights, m, l
 
 

@@ -26,10 +26,11 @@ from lockstep.kernels.hopper.forward.weights import find_offset_weights, find_to
 
 @gluon.jit
 def weigh(program, rows, s, block, offset):
-    """Weights of scores."""
+    """Weights of scores, and their sums."""
     IN_HALVES: gl.constexpr = program.v.COLUMNS <= 64 and not program.build.CAPS_LATE
     if program.schedule.HAS_RIGHT and IN_HALVES:
-        return offset_weights_in_halves(s, offset, program.score_scale())
+        weights = offset_weights_in_halves(s, offset, program.score_scale())
+        return weights, thread_sums(weights)
     else:  # noqa: RET505, Gluon would go on and return both
         return find_offset_weights(program, rows, s, block, offset)
 
@@ -88,8 +89,7 @@ def flow(
                 s, top = find_tops(program, next_rows, s, next_block)
                 next_m, _alpha = raise_maximum(s, none, scale, True, top)
                 next_offset = first_offset(next_m, l, scale)
-            weights = weigh(program, next_rows, s, next_block, next_offset)
-            part = thread_sums(weights)
+            weights, part = weigh(program, next_rows, s, next_block, next_offset)
             any_exceeds = None
             if not VOTES_LATE:
                 any_exceeds = exceeds(part, bar)

@@ -161,7 +161,7 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
                 # Rows whose maximum rises have no bar.
                 bar = no_bar(bar, runs | begins)
                 offset = gl.where(bar == float("inf"), first_offset(m, l, scale), offset)
-            weights = find_offset_weights(program, rows, s, block, offset)
+            weights, _ = find_offset_weights(program, rows, s, block, offset)
             if not program.build.CAPS_LATE:
                 weights = gl.where(exact, exp2_weights_exact(s, m, scale), weights)
             part = thread_sums(weights)
@@ -178,7 +178,7 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
             s, top = find_tops(program, rows, s, block)
             m, alpha = raise_maximum(s, m, scale, True, top)
             if program.build.CAPS_LATE:
-                weights = find_weights(program, rows, s, block, m)
+                weights, _ = find_weights(program, rows, s, block, m)
             else:
                 exact_weights = exp2_weights_exact(s, m, scale)
                 weights = gl.where(exact, exact_weights, exp2_weights(s, m, scale))

@@ -16,7 +16,6 @@ from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, warpgroup_mma_w
 from lockstep.kernels.hopper.common.pieces import halves, n_pieces, scale_all
 from lockstep.kernels.hopper.common.rescale import rescale_all, rescale_all_by_threads
 from lockstep.kernels.hopper.common.softmax import (
-    add_sums,
     raise_maximum,
     rescale_and_add,
     thread_sums,
@@ -71,8 +70,8 @@ def weigh(program, rows, block, seen, s, acc, m, l, residue):
     else:
         s, top = find_tops(program, rows, s, block)
         m, alpha = raise_maximum(s, m, scale, True, top)
-        weights = find_weights(program, rows, s, block, m)
-        l = add_sums(l, alpha, weights)
+        weights, sums = find_weights(program, rows, s, block, m)
+        l = rescale_and_add(l, alpha, sums)
     acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
     return weights, acc, m, l, residue, alpha
 
@@ -105,9 +104,9 @@ def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, beside, a
         IN_HALVES: gl.constexpr = program.v.COLUMNS <= 64 and not program.build.CAPS_LATE
         if program.schedule.HAS_RIGHT and IN_HALVES and not BEGIN:
             weights = offset_weights_in_halves(s, beside[1], scale)
+            part = thread_sums(weights)
         else:
-            weights = find_offset_weights(program, rows, s, block, beside[1])
-        part = thread_sums(weights)
+            weights, part = find_offset_weights(program, rows, s, block, beside[1])
         any_exceeds = None
         if not VOTES_LATE:
             any_exceeds = exceeds(part, beside[0])

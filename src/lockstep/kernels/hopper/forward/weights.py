@@ -10,7 +10,7 @@ from lockstep.kernels.hopper.common.capped_weights import (
 )
 from lockstep.kernels.hopper.common.exact_weights import offset_weights
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
-from lockstep.kernels.hopper.common.softmax import exp2_weights
+from lockstep.kernels.hopper.common.softmax import exp2_weights, thread_sums
 
 
 @gluon.jit
@@ -33,14 +33,25 @@ def find_tops(program, rows, s, block):
 
 
 @gluon.jit
+def _hide_weights(program, rows, block, weights, sums):
+    """Weights of a block, 0 where a row does not see the key, and their sums."""
+    block = _unknown(block)
+    if rows.is_edge(block):
+        weights = rows.hide(program.schedule, weights, block, 0.0)
+        sums = thread_sums(weights)
+    return weights, sums
+
+
+@gluon.jit
 def find_weights(program, rows, s, block, m):
-    """Weights [ROWS, BLOCK_KV] relative to m [ROWS]."""
+    """Weights [ROWS, BLOCK_KV] relative to m [ROWS], and their sums [ROWS, 4] (`thread_sums`)."""
     if program.build.CAPS_LATE:
         s = rows.hide(program.schedule, s, block, 0.0)
-        weights = capped_weights(s, m, program.scale, program.softcap)
-        return rows.hide(program.schedule, weights, _unknown(block), 0.0)
+        weights, sums = capped_weights(s, m, program.scale, program.softcap)
+        return _hide_weights(program, rows, block, weights, sums)
     else:  # noqa: RET505, Gluon would go on and return both
-        return exp2_weights(s, m, program.score_scale())
+        weights = exp2_weights(s, m, program.score_scale())
+        return weights, thread_sums(weights)
 
 
 @gluon.jit
@@ -48,7 +59,8 @@ def find_offset_weights(program, rows, s, block, offset):
     """The same with the offset [ROWS, 4] of `exact_weights.py`."""
     if program.build.CAPS_LATE:
         s = rows.hide(program.schedule, s, block, 0.0)
-        weights = capped_offset_weights(s, offset, program.scale, program.softcap)
-        return rows.hide(program.schedule, weights, _unknown(block), 0.0)
+        weights, sums = capped_offset_weights(s, offset, program.scale, program.softcap)
+        return _hide_weights(program, rows, block, weights, sums)
     else:  # noqa: RET505, Gluon would go on and return both
-        return offset_weights(s, offset, program.score_scale())
+        weights = offset_weights(s, offset, program.score_scale())
+        return weights, thread_sums(weights)
