@@ -25,7 +25,7 @@ from lockstep.commands import doctor
 from lockstep.kernels import cpu
 from lockstep.kernels.cpu.compiler import compile as compiling
 from lockstep.kernels.cpu.compiler import lowering, machine, processes, scalar, shortcuts, store
-from lockstep.kernels.cpu.compiler.simd import f32
+from lockstep.kernels.cpu.compiler.vectors import f32
 
 
 def _answer(arguments):

@@ -10,7 +10,7 @@ from lockstep.kernels.cpu import units
 from lockstep.kernels.cpu.arithmetic.narrow import NARROW
 from lockstep.kernels.cpu.arithmetic.wide import ROWS
 from lockstep.kernels.cpu.compiler import processes
-from lockstep.kernels.cpu.compiler.simd import LANES
+from lockstep.kernels.cpu.compiler.vectors import LANES
 
 
 @pytest.fixture(autouse=True)

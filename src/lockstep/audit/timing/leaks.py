@@ -17,7 +17,8 @@ from lockstep.kernels.cpu.call.arguments import argument
 from lockstep.kernels.cpu.call.threads import parallel
 from lockstep.kernels.cpu.compiler import scalar
 from lockstep.kernels.cpu.compiler.compile import Kernel, compiled, kernel
-from lockstep.kernels.cpu.compiler.simd import LLVM_I64, WIDTH, Emit, emitter, f32, i64
+from lockstep.kernels.cpu.compiler.simd import Emit, emitter
+from lockstep.kernels.cpu.compiler.vectors import LLVM_I64, WIDTH, f32, i64
 
 N, ROUNDS, TABLE = 64, 8, 1 << 22
 

@@ -33,7 +33,6 @@ class Subject:
     fixes: Mapping[str, Callable[[Secrets], Secrets]]
     # Classes of what is handed over as a number, not in memory: a graph could not change it.
     number_fixes: Mapping[str, Callable[[Secrets], Secrets]] = field(default_factory=dict)
-    is_leak: bool = False
 
 
 def kernels() -> Iterator[Subject]:
@@ -86,4 +85,4 @@ def _run_rung(rung: Rung, secrets: Secrets) -> Tensor:
 def leaks() -> Iterator[Subject]:
     """The planted ones, each with the class that shows it."""
     for name, leak in GPU_LEAKS.items():
-        yield Subject(name, leak.run, leak.draw, {"fixed": leak.fix}, is_leak=True)
+        yield Subject(name, leak.run, leak.draw, {"fixed": leak.fix})

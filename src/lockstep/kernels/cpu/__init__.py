@@ -13,7 +13,7 @@ Importing this package compiles nothing and does not import numba.
         tiles.py    register tiles                            memory.py  rows in and out
         rescore.py  the weights of a tile again               gradients.py  what they add up to
     call/        a call's tensors as a record of addresses, and the threads that run it
-    compiler/    vector code from Python (simd.py), LLVM, machine code on disk
+    compiler/    vector code from Python (simd.py, vectors.py), LLVM, machine code on disk
 
 A row's bits depend on its own sequence alone: every sum is a chain in ascending order inside
 spans of 256 keys at fixed positions, and spans are folded in ascending order.

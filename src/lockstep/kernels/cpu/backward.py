@@ -67,7 +67,7 @@ from lockstep.kernels.cpu.call.tensors import (
 from lockstep.kernels.cpu.call.threads import parallel
 from lockstep.kernels.cpu.compiler import scalar
 from lockstep.kernels.cpu.compiler.compile import Kernel, compiled, have_ready
-from lockstep.kernels.cpu.compiler.simd import F32, LANES, MR, WIDTH, f32
+from lockstep.kernels.cpu.compiler.vectors import F32, LANES, MR, WIDTH, f32
 from lockstep.kernels.cpu.extras import bias_gradient, row_deltas, run_deltas, sink_gradient
 from lockstep.kernels.cpu.items import ITEM_BYTES, item_at, list_items, part_of_span
 from lockstep.memory_order import empty_like, zeros_like

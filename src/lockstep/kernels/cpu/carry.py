@@ -41,7 +41,7 @@ from lockstep.kernels.cpu.call.record import call_at
 from lockstep.kernels.cpu.call.tensors import address, describe
 from lockstep.kernels.cpu.call.threads import parallel
 from lockstep.kernels.cpu.compiler.compile import compiled, kernel
-from lockstep.kernels.cpu.compiler.simd import MR, f32
+from lockstep.kernels.cpu.compiler.vectors import MR, f32
 from lockstep.kernels.cpu.forward import write_rows
 from lockstep.kernels.cpu.units import UNIT, UNIT_BYTES, unit_at
 from lockstep.problem import Tensors

@@ -34,7 +34,7 @@ from lockstep.kernels.cpu.call.record import CALL, call_at, of_sequence
 from lockstep.kernels.cpu.call.tensors import DENSE, Described, address, describe, strided
 from lockstep.kernels.cpu.call.threads import parallel
 from lockstep.kernels.cpu.compiler.compile import compiled, kernel
-from lockstep.kernels.cpu.compiler.simd import LANES, MR, WIDTH, f32
+from lockstep.kernels.cpu.compiler.vectors import LANES, MR, WIDTH, f32
 from lockstep.kernels.cpu.extras import row_deltas, sink_gradient
 from lockstep.kernels.cpu.items import ITEM, ITEM_BYTES, item_at, list_items
 from lockstep.problem import Tensors

@@ -33,7 +33,7 @@ from lockstep.kernels.cpu.call.tensors import DENSE, Described, address, strided
 from lockstep.kernels.cpu.call.threads import parallel
 from lockstep.kernels.cpu.compiler import scalar
 from lockstep.kernels.cpu.compiler.compile import compiled
-from lockstep.kernels.cpu.compiler.simd import LANES, f32
+from lockstep.kernels.cpu.compiler.vectors import LANES, f32
 
 if TYPE_CHECKING:
     from lockstep.kernels.kernel import Tensors

@@ -61,7 +61,7 @@ from lockstep.kernels.cpu.call.tensors import Described, address, describe
 from lockstep.kernels.cpu.call.threads import parallel
 from lockstep.kernels.cpu.compiler import processes, scalar
 from lockstep.kernels.cpu.compiler.compile import Kernel, compiled, have_ready
-from lockstep.kernels.cpu.compiler.simd import F32, LANES, MR, f32
+from lockstep.kernels.cpu.compiler.vectors import F32, LANES, MR, f32
 from lockstep.kernels.cpu.units import (
     DONE,
     ITEM_BYTES,

@@ -14,7 +14,8 @@ from lockstep.kernels.cpu.call.arguments import argument, enter
 from lockstep.kernels.cpu.call.threads import parallel
 from lockstep.kernels.cpu.compiler import processes
 from lockstep.kernels.cpu.compiler.compile import kernel
-from lockstep.kernels.cpu.compiler.simd import MR, NV, WIDTH, Emit, emitter, f32, i64
+from lockstep.kernels.cpu.compiler.simd import Emit, emitter
+from lockstep.kernels.cpu.compiler.vectors import MR, NV, WIDTH, f32, i64
 
 CHAINS = MR * NV
 BYTES = 4 * WIDTH * CHAINS

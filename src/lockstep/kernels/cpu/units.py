@@ -17,7 +17,7 @@ from lockstep.kernels.cpu.call.arguments import argument, record_at
 from lockstep.kernels.cpu.call.record import of_sequence, variants
 from lockstep.kernels.cpu.compiler import processes, scalar
 from lockstep.kernels.cpu.compiler.compile import compiled
-from lockstep.kernels.cpu.compiler.simd import LANES
+from lockstep.kernels.cpu.compiler.vectors import LANES
 
 UNIT = np.dtype(
     [

@@ -23,7 +23,7 @@ from lockstep.kernels.cpu.arithmetic.wide import (
 from lockstep.kernels.cpu.call.record import is_constant_time
 from lockstep.kernels.cpu.compiler import scalar
 from lockstep.kernels.cpu.compiler.compile import compiled
-from lockstep.kernels.cpu.compiler.simd import LANES, MR, f32
+from lockstep.kernels.cpu.compiler.vectors import LANES, MR, f32
 
 
 @compiled

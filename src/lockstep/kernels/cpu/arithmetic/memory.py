@@ -13,7 +13,8 @@ from llvmlite import ir
 
 from lockstep.kernels.cpu.compiler.compile import compiled
 from lockstep.kernels.cpu.compiler.scalar import store_word
-from lockstep.kernels.cpu.compiler.simd import (
+from lockstep.kernels.cpu.compiler.simd import Emit, emitter
+from lockstep.kernels.cpu.compiler.vectors import (
     BF16,
     BLOCK,
     F16,
@@ -23,8 +24,6 @@ from lockstep.kernels.cpu.compiler.simd import (
     LLVM_I64,
     MR,
     WIDTH,
-    Emit,
-    emitter,
     f32,
     i64,
     vector,

@@ -19,7 +19,8 @@ from lockstep.kernels.cpu.call.tensors import KINDS
 from lockstep.kernels.cpu.call.threads import parallel
 from lockstep.kernels.cpu.compiler import scalar
 from lockstep.kernels.cpu.compiler.compile import compiled, kernel
-from lockstep.kernels.cpu.compiler.simd import F32, WIDTH, Emit, emitter, f32, i64
+from lockstep.kernels.cpu.compiler.simd import Emit, emitter
+from lockstep.kernels.cpu.compiler.vectors import F32, WIDTH, f32, i64
 from lockstep.numerics import LN2
 
 INF, MINUS_INF = f32(np.inf), f32(-np.inf)

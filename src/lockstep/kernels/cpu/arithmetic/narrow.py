@@ -46,7 +46,7 @@ from lockstep.kernels.cpu.call.record import (
 )
 from lockstep.kernels.cpu.compiler import scalar
 from lockstep.kernels.cpu.compiler.compile import compiled
-from lockstep.kernels.cpu.compiler.simd import F32, WIDTH, f32
+from lockstep.kernels.cpu.compiler.vectors import F32, WIDTH, f32
 
 # Up to this many rows are narrow.
 NARROW = 8
@@ -234,7 +234,7 @@ def _score_span(call, block, unit, first, n):
 
 
 @compiled
-def _weigh_rows(block, n_rows, n, masked):
+def _softmax_rows(block, n_rows, n, masked):
     """The maximum of each row of scores, and its weights in their place; −0 marks what is hidden
     where ``masked`` is not 0."""
     for i in range(n_rows):
@@ -259,7 +259,7 @@ def attend_narrow(call, block, unit, span, parts, statistics):
     masked = _score_span(call, block, unit, first, n)
     _rows_of_span(call, call.v, block, b, h, first, n, call.Dv, block.v_rows, block.v)
     while True:
-        _weigh_rows(block, n_rows, padded(n, WIDTH), masked)
+        _softmax_rows(block, n_rows, padded(n, WIDTH), masked)
         _sum_values(block.v_rows, n, block, n_rows, pitch, masked)
         if masked or is_constant_time(call) or is_finite(block.out, n_rows * pitch // 4):
             break

@@ -11,16 +11,8 @@ from numba.core import types
 from lockstep.kernels.cpu.arithmetic.tiles import INTEGERS, PIECE, VECTOR, bunches, is_marked
 from lockstep.kernels.cpu.arithmetic.tiles import MINUS_INF as MINUS_INFINITY
 from lockstep.kernels.cpu.arithmetic.wide import SPAN
-from lockstep.kernels.cpu.compiler.simd import (
-    LLVM_F32,
-    LLVM_I32,
-    LLVM_I64,
-    WIDTH,
-    Emit,
-    emitter,
-    f32,
-    i64,
-)
+from lockstep.kernels.cpu.compiler.simd import Emit, emitter
+from lockstep.kernels.cpu.compiler.vectors import LLVM_F32, LLVM_I32, LLVM_I64, WIDTH, f32, i64
 
 S_PITCH = 4 * SPAN
 # Tables of rows have whole groups of KEYS, and up to AHEAD more rows: while some are at work, those

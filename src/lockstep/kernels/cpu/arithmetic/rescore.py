@@ -31,7 +31,7 @@ from lockstep.kernels.cpu.call.arguments import record_at
 from lockstep.kernels.cpu.call.record import STRIDED, fill_kv_rows, of_sequence, row_address
 from lockstep.kernels.cpu.compiler import scalar
 from lockstep.kernels.cpu.compiler.compile import compiled
-from lockstep.kernels.cpu.compiler.simd import LANES, MR, WIDTH, f32
+from lockstep.kernels.cpu.compiler.vectors import LANES, MR, WIDTH, f32
 
 GRADIENT = np.dtype(
     [

@@ -12,7 +12,7 @@ from lockstep.kernels.cpu.arithmetic.tiles import ROW, fold_span
 from lockstep.kernels.cpu.arithmetic.wide import MINUS_INF, ROWS, padded
 from lockstep.kernels.cpu.compiler import scalar
 from lockstep.kernels.cpu.compiler.compile import compiled
-from lockstep.kernels.cpu.compiler.simd import LANES, MR, f32
+from lockstep.kernels.cpu.compiler.vectors import LANES, MR, f32
 
 # Spans that are folded together before their sum is folded into the row's: bits depend on it.
 GROUP = 64

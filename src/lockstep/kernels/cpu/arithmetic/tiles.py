@@ -24,17 +24,14 @@ from contextlib import contextmanager
 
 from llvmlite import ir
 
-from lockstep.kernels.cpu.compiler.simd import (
-    EXP_ROWS,
+from lockstep.kernels.cpu.compiler.simd import EXP_ROWS, Emit, Variable, emitter
+from lockstep.kernels.cpu.compiler.vectors import (
     LANES,
     LLVM_F32,
     LLVM_I32,
     MR,
     NV,
     WIDTH,
-    Emit,
-    Variable,
-    emitter,
     f32,
     i64,
     vector,
@@ -238,19 +235,19 @@ def _finite_or_zero(e: Emit, m):
 
 
 @emitter(i64, i64, i64, i64)
-def weigh_rows(e: Emit, s, n, m, l):
+def exp_rows(e: Emit, s, n, m, l):
     """s = e^(s − m) in place, l [LANES] += Σ s; s [n, LANES], from a multiple of BUNCH on;
     n is a multiple of MR."""
-    _weigh(e, s, n, m, l, mark=False)
+    _exp_rows(e, s, n, m, l, mark=False)
 
 
 @emitter(i64, i64, i64, i64)
-def weigh_and_mark_rows(e: Emit, s, n, m, l):
+def exp_and_mark_rows(e: Emit, s, n, m, l):
     """The same; a score of −inf becomes −0."""
-    _weigh(e, s, n, m, l, mark=True)
+    _exp_rows(e, s, n, m, l, mark=True)
 
 
-def _weigh(e: Emit, s, n, m, l, mark: bool) -> None:
+def _exp_rows(e: Emit, s, n, m, l, mark: bool) -> None:
     largest = [_finite_or_zero(e, e.load(m, VECTOR * j)) for j in range(NV)]
     total = [e.variable(e.constant(0.0)) for _ in range(NV)]
     with bunches(e, n) as (_, first, count):

@@ -26,14 +26,14 @@ from lockstep.kernels.cpu.arithmetic.tiles import (
     accumulate_tile_masked,
     add_scaled,
     alibi_rows,
+    exp_and_mark_rows,
+    exp_rows,
     mask_rows,
     max_rows,
     scale_vectors,
     score_tile,
     score_tiles_max,
     softcap_rows,
-    weigh_and_mark_rows,
-    weigh_rows,
 )
 from lockstep.kernels.cpu.call.record import (
     bias_address,
@@ -50,7 +50,7 @@ from lockstep.kernels.cpu.call.record import (
 )
 from lockstep.kernels.cpu.compiler import scalar
 from lockstep.kernels.cpu.compiler.compile import compiled
-from lockstep.kernels.cpu.compiler.simd import LANES, MR, f32
+from lockstep.kernels.cpu.compiler.vectors import LANES, MR, f32
 from lockstep.kernels.window import NO_LIMIT
 
 # The unit of the KV reduction, shared by prefill, chunks and decode: bits depend on it. Its pieces,
@@ -357,9 +357,9 @@ def attend_span(call, block, b, t, first, n, finite):
         fresh = 1 if kv == begin else 0
         whole = is_whole(call, first + kv, n_keys, bounds)
         if whole if is_constant_time(call) else finite:
-            weigh_rows(s + kv * ROW, n_keys, block.part_m, block.part_l)
+            exp_rows(s + kv * ROW, n_keys, block.part_m, block.part_l)
             accumulate(block.v_panels, s, block.part, Dv, kv, n_keys, fresh, block.ahead)
         else:
-            weigh_and_mark_rows(s + kv * ROW, n_keys, block.part_m, block.part_l)
+            exp_and_mark_rows(s + kv * ROW, n_keys, block.part_m, block.part_l)
             accumulate_masked(block.v_panels, s, s, block.part, Dv, kv, n_keys, fresh)
     return True

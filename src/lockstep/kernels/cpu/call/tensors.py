@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.cpu.call.record import CALL
-from lockstep.kernels.cpu.compiler.simd import BF16, F16, F32
+from lockstep.kernels.cpu.compiler.vectors import BF16, F16, F32
 from lockstep.kernels.window import limit_of
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 
 from lockstep.kernels.cpu.compiler.compile import compiled
-from lockstep.kernels.cpu.compiler.simd import (
+from lockstep.kernels.cpu.compiler.simd import Emit, emitter
+from lockstep.kernels.cpu.compiler.vectors import (
     BF16,
     F16,
     F32,
@@ -16,8 +17,6 @@ from lockstep.kernels.cpu.compiler.simd import (
     LLVM_F64,
     LLVM_I32,
     LLVM_I64,
-    Emit,
-    emitter,
     f32,
     i32,
     i64,

@@ -16,31 +16,27 @@ from contextlib import contextmanager
 from inspect import Parameter, Signature
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from lockstep.kernels.cpu.compiler.vectors import (
+    F16,
+    F32,
+    LLVM_F16,
+    LLVM_F32,
+    LLVM_I16,
+    LLVM_I32,
+    LLVM_I64,
+    LLVM_PTR,
+    NV,
+    WIDTH,
+    vector,
+    width_of,
+)
 from lockstep.numerics import LOG2E
 
 POSITIONAL = Parameter.POSITIONAL_OR_KEYWORD
-
-f32 = types.float32
-i32 = types.int32
-i64 = types.int64
-
-LLVM_F32 = ir.FloatType()
-LLVM_F64 = ir.DoubleType()
-LLVM_F16 = ir.HalfType()
-LLVM_I16 = ir.IntType(16)
-LLVM_I32 = ir.IntType(32)
-LLVM_I64 = ir.IntType(64)
-LLVM_PTR = ir.PointerType()
-
-# Storage types of tensor elements, by the code that kernels pass around.
-F32, F16, BF16 = 0, 1, 2
-ITEMSIZE = (4, 2, 2)
-
 
 # 2**−f = 1 + f·(c1 + f·(c2 + …)) on [-½, ½], interpolated at Chebyshev nodes: relative error
 # below 1e-8.
@@ -59,24 +55,6 @@ MANTISSA_BITS = 23
 ROUNDING = 12582912.0 + 127.0
 # Below this, e**x is about the smallest normal float (e**−87.3): the weight counts as zero.
 EXP_UNDERFLOW = -87.0
-
-
-def _host_lanes() -> int:
-    """How many float32 the widest vector register of this machine holds."""
-    features = llvm.get_host_cpu_features()
-    if features.get("avx512f"):
-        return 16
-    return 8 if features.get("avx2") and features.get("fma") else 4
-
-
-WIDTH = _host_lanes()
-# One matrix tile is MR broadcast rows × NV vectors, held in registers: 24 accumulators of the
-# 32 that AVX-512 and NEON have, 12 of AVX2's 16.
-MR = 4 if WIDTH == 8 else 8
-NV = 3
-LANES = NV * WIDTH
-# Rows that become columns of a tile are turned by square blocks of so many; LANES is a multiple.
-BLOCK = 8 if WIDTH == 16 else 4
 # Rows of a tile whose exponentials are worked out together: cores with NEON look ahead less far
 # than the steps of one row reach.
 EXP_ROWS = 2 if WIDTH == 4 else 1
@@ -85,15 +63,6 @@ EXP_ROWS = 2 if WIDTH == 4 else 1
 # vectors of those rows, out of which LLVM would otherwise share one.
 ADDENDS = (ROUNDING, *EXP2_COEFFICIENTS)
 ADDENDS_NAME = "lockstep.addends"
-
-
-def vector(width: int = WIDTH, element: ir.Type = LLVM_F32) -> ir.Type:
-    """The LLVM type of ``width`` elements; one element is a plain scalar."""
-    return element if width == 1 else ir.VectorType(element, width)
-
-
-def _width(value: ir.Value) -> int:
-    return value.type.count if isinstance(value.type, ir.VectorType) else 1
 
 
 class Emit:
@@ -188,7 +157,7 @@ class Emit:
 
     def _call(self, name: str, *args: ir.Value) -> ir.Value:
         type = args[0].type
-        suffix = f"v{_width(args[0])}f32" if _width(args[0]) > 1 else "f32"
+        suffix = f"v{width_of(args[0])}f32" if width_of(args[0]) > 1 else "f32"
         function = ir.FunctionType(type, [type] * len(args))
         callee = cgutils.get_or_insert_function(self.ir.module, function, f"llvm.{name}.{suffix}")
         return self.ir.call(callee, args)
@@ -198,7 +167,7 @@ class Emit:
 
     def select(self, condition: ir.Value, left: ir.Value, right: ir.Value) -> ir.Value:
         """``left if condition else right``, of which LLVM makes no branch: of vectors it cannot."""
-        if _width(left) > 1:
+        if width_of(left) > 1:
             return self.ir.select(condition, left, right)
         zero = ir.Constant(LLVM_I32, 0)
         lanes = [
@@ -229,38 +198,38 @@ class Emit:
 
     def maximum(self, new: ir.Value, old: ir.Value) -> ir.Value:
         """The larger one; a NaN in ``new`` is passed over. ``old`` is not NaN."""
-        if _width(new) == 4:
+        if width_of(new) == 4:
             return self._call("maxnum", new, old)  # one instruction on NEON
         return self.select(self.ir.fcmp_ordered(">", new, old), new, old)
 
     def distance(self, x: ir.Value, y: ir.Value) -> ir.Value:
         """|x − y| of vectors of int32, as float32."""
-        zero = ir.Constant(x.type, [0] * _width(x))
+        zero = ir.Constant(x.type, [0] * width_of(x))
         apart = self.ir.sub(x, y)
         size = self.ir.select(
             self.ir.icmp_signed("<", apart, zero), self.ir.sub(zero, apart), apart
         )
-        return self.ir.sitofp(size, vector(_width(x)))
+        return self.ir.sitofp(size, vector(width_of(x)))
 
     def split(self, x: ir.Value, unit: float) -> tuple[ir.Value, ir.Value]:
         """x · unit = n − f with n whole, the product unrounded: returns 2**n and f."""
-        factor = self.constant(unit, _width(x))
-        shifted = self.fma(x, factor, self.addend(ROUNDING, _width(x)))
-        whole = self.ir.fsub(shifted, self.constant(ROUNDING, _width(x)))
-        bits = self.ir.bitcast(shifted, vector(_width(x), LLVM_I32))
+        factor = self.constant(unit, width_of(x))
+        shifted = self.fma(x, factor, self.addend(ROUNDING, width_of(x)))
+        whole = self.ir.fsub(shifted, self.constant(ROUNDING, width_of(x)))
+        bits = self.ir.bitcast(shifted, vector(width_of(x), LLVM_I32))
         # n − x · unit is one instruction everywhere; x · unit − n is two on NEON.
         fraction = self.fma(self.ir.fneg(x), factor, whole)
         return self.float_of(bits, MANTISSA_BITS), fraction
 
     def float_of(self, bits: ir.Value, shift: int) -> ir.Value:
         """The float whose bit pattern is ``bits << shift``."""
-        width = _width(bits)
+        width = width_of(bits)
         by = ir.Constant(bits.type, shift if width == 1 else [shift] * width)
         return self.ir.bitcast(self.ir.shl(bits, by), vector(width))
 
     def exp2m1_fraction(self, f: ir.Value) -> ir.Value:
         """2**−f − 1 for |f| ≤ ½, with no cancellation."""
-        width = _width(f)
+        width = width_of(f)
         poly = self.constant(EXP2_COEFFICIENTS[-1], width)
         for coefficient in EXP2_COEFFICIENTS[-2::-1]:
             poly = self.fma(poly, f, self.addend(coefficient, width))
@@ -268,7 +237,7 @@ class Emit:
 
     def exp(self, x: ir.Value) -> ir.Value:
         """e**x for x ≤ 0; zero below the underflow limit, NaN for NaN."""
-        width = _width(x)
+        width = width_of(x)
         scale, f = self.split(x, LOG2E)
         # A product, not a sum of bit patterns, so that NaN stays NaN.
         result = self.fma(self.exp2m1_fraction(f), scale, scale)
@@ -277,7 +246,7 @@ class Emit:
 
     def log2(self, x: ir.Value) -> ir.Value:
         """log2(x) for normal x > 0; NaN for NaN."""
-        width = _width(x)
+        width = width_of(x)
         integers = vector(width, LLVM_I32)
 
         def constant(value: int) -> ir.Value:
@@ -300,7 +269,7 @@ class Emit:
 
     def tanh(self, x: ir.Value) -> ir.Value:
         """tanh(x) = E / (E + 2) with E = exp(2x) − 1, accurate near zero too."""
-        width = _width(x)
+        width = width_of(x)
         limit, minus = self.constant(10.0, width), self.constant(-10.0, width)
         low = self.select(self.ir.fcmp_ordered("<", x, minus), minus, x)
         clipped = self.select(self.ir.fcmp_ordered(">", low, limit), limit, low)
@@ -323,7 +292,7 @@ class Emit:
         self, value: ir.Value, address: ir.Value, kind: int, offset: int = 0
     ) -> None:
         """Round to nearest even into storage type ``kind``."""
-        width = _width(value)
+        width = width_of(value)
         if kind == F32:
             self.store(value, address, offset)
         elif kind == F16:
@@ -332,7 +301,7 @@ class Emit:
             self.store(self._bf16(value), address, offset)
 
     def _bf16(self, value: ir.Value) -> ir.Value:
-        width = _width(value)
+        width = width_of(value)
         integers = vector(width, LLVM_I32)
 
         def constant(number: int) -> ir.Value:
@@ -351,7 +320,7 @@ class Emit:
     def transpose(self, rows: list[ir.Value]) -> list[ir.Value]:
         """A block of n vectors, turned: log2(n) rounds of interleaving halves. The columns come one
         after the other, in vectors as wide as the rows were."""
-        n, width = len(rows), _width(rows[0])
+        n, width = len(rows), width_of(rows[0])
         low = [lane for i in range(width // 2) for lane in (i, width + i)]
         high = [lane for i in range(width // 2, width) for lane in (i, width + i)]
         for _ in range(n.bit_length() - 1):
