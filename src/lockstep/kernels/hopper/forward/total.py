@@ -126,7 +126,7 @@ def _rows_of(factor, part):
 
 @gluon.jit
 def _fold(total, keep, part, add):
-    """`fold_products` of one part [ROWS, ·]."""
+    """total · keep + part · add for one part [ROWS, ·]; a factor that is None is 1."""
     if add is not None:
         part = part * _rows_of(add, part)
     if keep is None:
