@@ -11,7 +11,7 @@ TRITON := triton==3.6.0
 TRITONS := 3.7.1 3.8.0 3.9.0
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
-.PHONY: docs wheel help demo test tritons audit lint bench report gallery clean
+.PHONY: docs wheel help demo test builds tritons audit lint bench report gallery clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -22,9 +22,14 @@ demo: $(READY) ## run attention here: checked, reproduced bit for bit, timed
 
 # Python keeps what it compiles, whatever the environment says: without, to read the tests takes
 # half as long again, in every process.
-test: $(READY) ## run the tests
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile \
-	  --no-loadscope-reorder $(ARGS)
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto --maxprocesses=4 \
+  --dist=loadfile --no-loadscope-reorder
+
+test: $(READY) ## run the tests, all but those of `make builds`
+	$(PYTEST) -m 'not builds' $(ARGS)
+
+builds: $(READY) ## compile the other GPU kernels that tests look at, and read their machine code
+	$(PYTEST) -m builds $(ARGS)
 
 tritons: $(READY) ## install other versions of Triton, 3 GB, for the tests that compile with them
 	@test "$$(uname)" != Linux || for version in $(TRITONS); do \

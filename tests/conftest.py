@@ -56,6 +56,37 @@ SLOW = {
     "test_triton_forward_fits.py",
     "test_triton_interpreter.py",
 }
+# Files that compile kernels for GPUs, each with the tests of it that `make test` runs, by how their
+# names end or, before a star, begin: at least one for each kind of kernel. `make builds`, which CI
+# runs too, has all others.
+BUILDS = {
+    "test_constant_time_builds.py": ("for sm_90]", "_build_leaks"),
+    "test_hopper_backward_build.py": ("[(64, {'S': 512})]", "test_takes_what_the_forward_takes*"),
+    "test_hopper_backward_medium.py": ("[{}]", "test_head_dims_of_each_design*"),
+    "test_hopper_backward_wide.py": (
+        *("(20, 0)])]", "(28, 32)])]", "test_tiles_fit*", "each_other_once"),
+    ),
+    "test_hopper_build.py": (
+        *("[128-True-5000]", "one_loop[64]", "one_loop_in_constant_time[128]", "_is_found"),
+    ),
+    "test_hopper_decode_arrivals.py": (
+        *("test_runs_of_a_head*", "test_one_program_folds*", "_have_room", "test_where_there_is*"),
+    ),
+    "test_hopper_decode_build.py": ("[128-16-5-1]", "[128-16]"),
+    "test_hopper_few_keys_build.py": ("_fit", "of_few_keys", "of_one_block", "[42-80]"),
+    "test_hopper_versions.py": (),
+    "test_hopper_window_plan.py": (
+        *("[8-64]", "test_mask_and_heads_decide*", "test_rows_find_their_keys*"),
+    ),
+    "test_metadata_builds.py": ("test_forward", "[packed decode]", "[64-dtype0]", "_the_loop"),
+    "test_triton_backward_builds.py": (
+        *("[90-64]", "[80-512]", "packed_batch_fit", "hopper[64]", "multiprocessor"),
+    ),
+    "test_triton_forward_builds.py": (
+        *("hopper[64]", "[False]", "_ampere", "test_decode_fits*", "_are_short", "[reduce_parts]"),
+    ),
+    "test_triton_forward_fits.py": ("[90-256-chunk]", "test_what_a_device_refuses*", "asked_for"),
+}
 # Folders and files whose tests share what takes long to make: processes, traces, a browser, builds.
 TOGETHER = (
     ("tests/distributed/",),
@@ -66,9 +97,13 @@ TOGETHER = (
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files of which a first answer takes no test are not imported for it."""
-    is_slow = collection_path.name in SLOW
-    return True if is_slow and config.option.markexpr == "not slow" else None
+    """Files of which no test is wanted are not imported: for a first answer, and for builds."""
+    name, wanted = collection_path.name, config.option.markexpr
+    if wanted == "not slow" and name in SLOW:
+        return True
+    if wanted == "builds" and name.startswith("test_") and name not in BUILDS:
+        return True
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -76,8 +111,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.name in SLOW:
             item.add_marker(pytest.mark.slow)
+    mark_builds(config, items)
     # The largest group, which needs no CPU kernel: meanwhile another worker compiles those.
     items.sort(key=lambda item: not item.nodeid.startswith("tests/ladder/"))
+
+
+def mark_builds(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Raises UsageError for a line of BUILDS that has no test, where files are read as a whole."""
+    unused = {(file, name) for file, names in BUILDS.items() for name in names}
+    for item in items:
+        file = item.path.name
+        kept = [name for name in BUILDS.get(file, ()) if is_named(item.name, name)]
+        unused -= {(file, name) for name in kept}
+        if file in BUILDS and not kept:
+            item.add_marker(pytest.mark.builds)
+            item.add_marker(pytest.mark.slow)
+    files = {item.path.name for item in items}
+    unused = {(file, name) for file, name in unused if file in files}
+    if unused and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"BUILDS in tests/conftest.py names no test: {sorted(unused)}")
+
+
+def is_named(test: str, ending: str) -> bool:
+    return test.startswith(ending[:-1]) if ending.endswith("*") else test.endswith(ending)
 
 
 def pytest_collection_finish() -> None:

@@ -35,7 +35,7 @@ def tickets(monkeypatch):
 def test_spans_have_later_tickets_than_what_they_wait_for(tickets):
     draws = random.Random(0)
     n_plans = 0
-    for _ in range(1500):
+    for _ in range(500):
         n_heads, kv_tiles, q_tiles = (draws.randint(2, n) for n in (40, 40, 40))
         programs, group = draws.choice([7, 13, 132]), draws.choice([1, 4])
         at_once = -(-n_heads // draws.randint(1, 4))
@@ -58,7 +58,7 @@ def test_spans_have_later_tickets_than_what_they_wait_for(tickets):
         assert sum(found != [-1] for found in spans.values()) == planned.n_cut
         assert all(found in ([-1], list(range(planned.spans))) for found in spans.values())
         assert set(added.values()) == {kv_tiles}
-    assert n_plans > 300
+    assert n_plans > 100
 
 
 def test_no_more_loops_are_cut_than_whole_rounds_leave():

@@ -184,7 +184,6 @@ def test_where_there_is_no_second_kernel(sizes, options, expected):
     assert call.launches[0]._arguments["INSIDE"] == expected
 
 
-@pytest.mark.slow
 def test_machine_code():
     tensors = tensors_of(B=64, Hq=32, Hkv=8)
     call = launch.decode_launches(describe(tensors, Options(causal=True)), tensors, 132)
