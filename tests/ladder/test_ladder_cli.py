@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from lockstep import ladder
 from lockstep.cli import app
-from lockstep.ladder.rungs import r5_small_tile_2d as small_tile_2d
+from lockstep.ladder.rungs import r05_small_tile_2d as small_tile_2d
 
 FEW = ("naive", "small_tile_2d")
 

@@ -99,7 +99,7 @@ def test_refusals():
 
 
 def test_naive_takes_turns_when_the_scores_do_not_fit(monkeypatch):
-    from lockstep.ladder.rungs import r1_naive as naive
+    from lockstep.ladder.rungs import r01_naive as naive
 
     monkeypatch.setattr(naive, "MAX_SCORES", 2 * 20 * 20)
     problem = Problem(B=1, H=5, S=20, D=32)

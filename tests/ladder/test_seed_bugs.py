@@ -13,7 +13,7 @@ from lockstep import simt
 from lockstep.ladder import Problem, run_on_machine
 from lockstep.ladder.check import errors
 from lockstep.ladder.parts.rows import EMPTY, FULL, rows_max, warp_max, warp_sum
-from lockstep.ladder.rungs import r4_small_tile as small_tile
+from lockstep.ladder.rungs import r04_small_tile as small_tile
 from lockstep.simt import Constant, HazardError, SimtError, cuda, float16, float32
 
 THREADS = 256

@@ -7,7 +7,7 @@ import torch
 
 from lockstep.ladder import Problem, Tensors, find, launches_of, plans_of, run_on_machine
 from lockstep.ladder.check import errors
-from lockstep.ladder.rungs.r7_split_kv import splits_of
+from lockstep.ladder.rungs.r07_split_kv import splits_of
 
 RUNG = find("split_kv")
 

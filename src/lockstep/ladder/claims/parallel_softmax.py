@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lockstep.ladder.rungs import r4_small_tile as small_tile
+from lockstep.ladder.rungs import r04_small_tile as small_tile
 
 from .claim import Claim, Readings, about, at_most, between, exactly
 from .evidence import (

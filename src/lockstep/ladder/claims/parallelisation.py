@@ -7,8 +7,8 @@ from functools import partial
 from itertools import product
 
 from lockstep.ladder import PhasePlan
-from lockstep.ladder.rungs import r3_large_tile as large_tile
-from lockstep.ladder.rungs import r4_small_tile as small_tile
+from lockstep.ladder.rungs import r03_large_tile as large_tile
+from lockstep.ladder.rungs import r04_small_tile as small_tile
 
 from .claim import Claim, Readings, about, at_least, at_most, exactly
 from .evidence import (

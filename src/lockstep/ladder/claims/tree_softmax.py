@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from lockstep.ladder import Problem
-from lockstep.ladder.rungs import r4_small_tile as small_tile
+from lockstep.ladder.rungs import r04_small_tile as small_tile
 
 from .claim import Claim, Readings, about, between
 from .evidence import (

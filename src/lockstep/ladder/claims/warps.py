@@ -7,9 +7,9 @@ from functools import partial
 import numpy as np
 
 from lockstep.ladder.plan import PEAKS
-from lockstep.ladder.rungs import r3_large_tile as large_tile
-from lockstep.ladder.rungs import r4_small_tile as small_tile
-from lockstep.ladder.rungs import r6_warp_mma_edged as warp_mma
+from lockstep.ladder.rungs import r03_large_tile as large_tile
+from lockstep.ladder.rungs import r04_small_tile as small_tile
+from lockstep.ladder.rungs import r06_warp_mma_edged as warp_mma
 
 from .claim import Claim, Readings, about, at_least, between, exactly
 from .evidence import (

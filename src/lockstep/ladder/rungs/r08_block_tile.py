@@ -10,7 +10,7 @@ barrier is the one per key tile that hands over the copies.
 Constant-time: full tiles, `ct.select` for the mask, trip counts from the public S alone, a secret
 length within it, and no division.
 
-`--stage` shows the way here: see `r8_block_tile_stages`.
+`--stage` shows the way here: see `r08_block_tile_stages`.
 
     lockstep trace block_tile --seq 256 --head-dim 64 --causal --length 200
 """
@@ -36,7 +36,7 @@ from lockstep.ladder.parts.rows import EMPTY, VECTOR
 from lockstep.ladder.rung import BYTES, Launch, LaunchPlan, PhasePlan, Problem, Rung, Tensors
 from lockstep.simt import Constant, Secret, ct, cuda, float32, int32
 
-from . import r8_block_tile_stages
+from . import r08_block_tile_stages
 
 SCORE_ROWS, SCORE_COLS = 8, 4  # that a thread of Q·Kᵀ holds
 OUT_ROWS = 4  # that a thread of P·V holds
@@ -280,16 +280,16 @@ def block_tile(
 
 def launches(problem: Problem, tensors: Tensors, stage: str) -> list[Launch]:
     """One launch: heads by query tiles."""
-    if stage in r8_block_tile_stages.STAGES:
-        return r8_block_tile_stages.launches(problem, tensors, stage)
+    if stage in r08_block_tile_stages.STAGES:
+        return r08_block_tile_stages.launches(problem, tensors, stage)
     arguments = paired_rows.arguments(problem, tensors)
     return [Launch(block_tile, paired_rows.grid(problem), THREADS, arguments)]
 
 
 def plans(problem: Problem, stage: str) -> list[LaunchPlan]:
     """Full tiles, whatever is masked."""
-    if stage in r8_block_tile_stages.STAGES:
-        return r8_block_tile_stages.plans(problem, stage)
+    if stage in r08_block_tile_stages.STAGES:
+        return r08_block_tile_stages.plans(problem, stage)
     tiles, D = paired_rows.query_tiles(problem), problem.D
     phases = (
         *paired_rows.copy_phases(problem),
@@ -312,8 +312,8 @@ RUNG = Rung(
     launches=launches,
     plans=plans,
     constant_time=True,
-    options={"stage": ("register_tiles", *r8_block_tile_stages.STAGES)},
-    variants=(*({"stage": name} for name in r8_block_tile_stages.STAGES), {}),
+    options={"stage": ("register_tiles", *r08_block_tile_stages.STAGES)},
+    variants=(*({"stage": name} for name in r08_block_tile_stages.STAGES), {}),
     summaries=(
         "128 threads per 64×64 tile; a row of the softmax and of P·V to a thread",
         "the next tile copied during the work: two barriers per key tile, not three",

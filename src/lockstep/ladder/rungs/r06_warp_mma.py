@@ -4,7 +4,7 @@ What changed from small_tile_2d: a warp multiplies 16 x 16 x 16 at a time on ten
 kernels, by the option `tile`:
 
     tile="45x90"    the tile stays as it was, and fragments do not cover its edges: see
-                    `r6_warp_mma_edged`.
+                    `r06_warp_mma_edged`.
     tile="64x64"    tiles that fragments cover, and the eight warps spread four by two over both
     tile="128x128"  dimensions of scores and output, so that none is idle. The output stays in
                     fragments; a row of it is corrected by a fragment of factors, sixteen copies
@@ -41,8 +41,8 @@ from lockstep.ladder.rung import (
 )
 from lockstep.simt import Constant, cuda, float32, int32, wmma
 
-from . import r6_warp_mma_edged as edged
-from .r6_warp_mma_edged import PAD, THREADS
+from . import r06_warp_mma_edged as edged
+from .r06_warp_mma_edged import PAD, THREADS
 
 BLOCKS = {"128x128": 128, "64x64": 64}  # queries, and keys, of a tile that fragments cover
 EDGED = "45x90"

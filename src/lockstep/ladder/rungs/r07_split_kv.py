@@ -13,7 +13,7 @@ score (tile="8x8") or 8 x 8 of them (tile="64x64").
 
 Heads of queries may share heads of keys and values (--kv-heads): blocks then read the same keys.
 
-With products="mma" the partial kernel is one on tensor cores: see `r7_split_kv_mma`.
+With products="mma" the partial kernel is one on tensor cores: see `r07_split_kv_mma`.
 
 With join="last_block" there is one launch: a block counts itself in when its part is written, and
 the one that finds all others there joins the parts. Which block that is changes from run to run,
@@ -47,7 +47,7 @@ from lockstep.ladder.rung import (
 from lockstep.numerics import LOG2E
 from lockstep.simt import Constant, cuda, float32, int32
 
-from . import r7_split_kv_mma as mma
+from . import r07_split_kv_mma as mma
 
 TILES = {"64x64": 64, "32x32": 32, "8x8": 8}
 KV_TILES = (4, 1, 2, 8, 16, "all")
