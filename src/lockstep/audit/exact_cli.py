@@ -69,6 +69,7 @@ def _prepare(
     import torch
 
     from lockstep.dispatch import KERNELS
+    from lockstep.kernels import oracle
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device, indexed=False)
@@ -76,7 +77,7 @@ def _prepare(
         if number is not None and not number > 0:
             raise ValueError(f"{option} takes a number above 0, got {number}")
     # The oracle is what the others are compared with.
-    names = [k.name for k in KERNELS if k.name != "oracle"]
+    names = [k.name for k in KERNELS if k is not oracle.KERNEL]
     if name is not None and name not in names:
         raise ValueError(f"--kernel takes one of {', '.join(names)}, got {name!r}")
     return device, [k for k in KERNELS if k.name in ([name] if name else names)]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from scaled_down import scaled_down
 
 from lockstep.bench.models import cases, inputs, measure
 from lockstep.bench.models.contender import NAME, Contender, call_of, ours
@@ -58,7 +59,7 @@ def test_a_kernel_for_gpus_takes_every_case_at_its_full_size(case, monkeypatch):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_case_in_little_holds_the_error_rule(case, monkeypatch):
     torch.manual_seed(0)
-    little = cases.scaled_down(case)
+    little = scaled_down(case)
     row, calls = measure.admitted(little, ours(), "cpu")
     assert list(calls) == [NAME], row.failed
     assert row.errors[NAME] <= 1
@@ -67,12 +68,12 @@ def test_every_case_in_little_holds_the_error_rule(case, monkeypatch):
 
 def test_a_batch_with_sinks_is_right():
     (case,) = (case for case in CASES if case.name == "gpt-oss local, training 4k")
-    row, calls = measure.admitted(replace(cases.scaled_down(case), B=2), ours(), "cpu")
+    row, calls = measure.admitted(replace(scaled_down(case), B=2), ours(), "cpu")
     assert list(calls) == [NAME], row.failed
 
 
 def test_a_wrong_result_has_no_time():
-    case = cases.scaled_down(CASES[0])
+    case = scaled_down(CASES[0])
 
     def off_by_one_row(made):
         right = ours()[0].prepare(made)
@@ -87,7 +88,7 @@ def test_rows_of_a_piece_see_what_they_see_in_the_whole(monkeypatch):
     monkeypatch.setattr(inputs, "ROWS", 16)
     for name in ("Llama 3 8B, chunked prefill 2k to 32k keys", "gpt-oss local, prefill 8k"):
         (case,) = (case for case in CASES if case.name == name)
-        made = inputs.make(cases.scaled_down(case), "cpu")
+        made = inputs.make(scaled_down(case), "cpu")
         parts = inputs.pieces(made)
         result = call_of(ours()[0], made)()
         assert inputs.largest_error(made, parts, inputs.expect(made, parts), result) <= 1
@@ -113,7 +114,7 @@ def test_a_decode_reads_what_its_window_shows():
 
 def test_dense_inputs_are_packed_without_a_copy():
     (case,) = (case for case in CASES if case.name.startswith("Whisper large v3 cross"))
-    made = inputs.make(cases.scaled_down(case), "cpu")
+    made = inputs.make(scaled_down(case), "cpu")
     packed = pack(made)
     assert packed.q.data_ptr() == made.tensors.q.data_ptr()
     assert packed.k.data_ptr() == made.tensors.k.data_ptr()
@@ -132,4 +133,4 @@ def test_dense_inputs_are_packed_without_a_copy():
 )
 def test_windows_of_the_peers(name, window):
     (case,) = (case for case in CASES if case.name == name)
-    assert window_of(inputs.make(cases.scaled_down(case), "meta"), -1) == window
+    assert window_of(inputs.make(scaled_down(case), "meta"), -1) == window

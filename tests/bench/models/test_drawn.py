@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from scaled_down import scaled_down
 
 from lockstep.bench.models import cases, drawn, inputs, measure
 from lockstep.bench.models.contender import NAME, ours
@@ -30,5 +31,5 @@ def test_names_differ_and_sizes_fit(seed):
 @pytest.mark.parametrize("case", CASES[::20], ids=lambda case: case.name)
 def test_in_little_it_is_right(case):
     torch.manual_seed(0)
-    row, calls = measure.admitted(cases.scaled_down(case), ours(), "cpu")
+    row, calls = measure.admitted(scaled_down(case), ours(), "cpu")
     assert list(calls) == [NAME], row.failed

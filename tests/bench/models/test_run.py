@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from scaled_down import scaled_down
 from typer.testing import CliRunner
 
 from lockstep import cli
@@ -81,7 +82,7 @@ def test_no_gpu_is_said_plainly():
 @pytest.fixture
 def on_the_cpu(monkeypatch):
     """Two cases in little, on the CPU; Lockstep takes 2 ms, a peer 3, and one peer fails."""
-    little = [cases.scaled_down(case) for case in cases.choose("gpt-oss local, (prefill|training)")]
+    little = [scaled_down(case) for case in cases.choose("gpt-oss local, (prefill|training)")]
     monkeypatch.setattr(cases, "CASES", tuple(little))
     monkeypatch.setattr(gpu, "kernels", list)
     monkeypatch.setattr(results, "processor", lambda run: "GPU")

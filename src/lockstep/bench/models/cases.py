@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.bench.lengths import long_tailed_lengths
@@ -69,22 +69,6 @@ class Case:
     def q_lens(self) -> list[int]:
         """Queries of each sequence."""
         return self.kv_lens if self.packed else [self.Sq] * self.B
-
-
-def scaled_down(case: Case, largest: int = 40) -> Case:
-    """The same work in little: as many queries and keys as a test can afford."""
-
-    def least(n: int) -> int:
-        return min(n, largest)
-
-    keys = least(case.keys)
-    return replace(
-        case,
-        B=min(case.B, 3),
-        Sq=min(least(case.Sq), keys) if case.Skv >= case.Sq else least(case.Sq),
-        Skv=keys if case.Skv else 0,
-        page=min(case.page, 16),
-    )
 
 
 def choose(
