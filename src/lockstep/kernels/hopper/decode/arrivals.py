@@ -1,8 +1,8 @@
 """Parts folded by the program that hands out the last of a head.
 
 The parts of a head that is cut come from several programs. Each adds its spans to a counter when
-they are in memory; who completes it folds all parts, in their order, so that no bit depends on who
-that is. No program waits for another.
+they are in memory; the program that completes it folds all parts, in their order, so that no bit
+depends on which one that is. No program waits for another.
 
 A counter begins as whatever its memory holds. The part of it above COUNT_BITS is a mark, a number
 that each process draws: a counter without it is set to 0 spans by the first program that finds it

@@ -120,7 +120,7 @@ class Block:
 
     @gluon.jit
     def weights_of(self, scores, end, EXACT: gl.constexpr):
-        """`weigh` of scores as they are multiplied."""
+        """`weights_and_maxima` of scores as they are multiplied, hidden keys aside."""
         # Without a mask, the keys that do not exist are in the last piece.
         FIRST: gl.constexpr = 0 if self.HAS_RIGHT else n_pieces(self.KEYS) - 1
         LAYOUT: gl.constexpr = end.type.layout
