@@ -210,6 +210,7 @@ def test_ctrl_c_ends_every_command_with_one_line(failing_with):
 
 INTERRUPTED_IMPORT = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if tests run in the background
 class CtrlC:
     def find_spec(self, name, path=None, target=None):
         if name == "lockstep":
