@@ -47,6 +47,8 @@ SOME, HEADS_OF_SOME = (256,), 80
 # Keys of short texts, of which all are one block for heads up to so wide, and for narrow ones
 # without a mask more; and of packed ones.
 TEXTS, ODD_TEXTS, PACKED_TEXTS, WIDEST_OF_TEXTS = (64, 112), (80,), (64, 128), 128
+# Keys of longer ones that stay in shared memory, of heads whose rows are not aligned.
+KEPT_TEXTS = (160, 192)
 # Of calls on a CPU.
 LENGTH_ON_CPU = 512
 ANY = (1, 1 << 30)
@@ -128,6 +130,10 @@ def _prompts(layer: Layer) -> Iterator[SampleCall]:
         lengths.append(SHORTER_PROMPT)
     if is_narrow or layer.D in UNALIGNED:
         lengths.append(LONG_PROMPT)
+    if layer.window is None and layer.D > WIDEST_OF_TEXTS:
+        lengths += TEXTS
+    if layer.D in UNALIGNED and layer.window is None and not layer.causal:
+        lengths += KEPT_TEXTS
     yield from (SampleCall(layer, "dense", n, n) for n in lengths)
     if layer.window is None:
         images, heads = (SOME, HEADS_OF_SOME) if layer.causal else (IMAGES, HEADS_OF_IMAGES)

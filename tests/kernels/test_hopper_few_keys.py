@@ -24,6 +24,7 @@ pytestmark = on_hopper
 @pytest.fixture(autouse=True)
 def _few_heads_are_many(monkeypatch):
     monkeypatch.setattr(plan, "MANY_HEADS", 0)
+    monkeypatch.setattr(launch, "kept_sizes", lambda problem: None)
 
 
 @pytest.fixture

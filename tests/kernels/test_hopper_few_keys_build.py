@@ -18,6 +18,8 @@ from shared_places import shared_with_barriers
 from lockstep.kernels.hopper.common import sizes
 from lockstep.kernels.hopper.forward import launch, plan
 from lockstep.kernels.hopper.forward.few_keys import few_keys_kernel
+from lockstep.kernels.hopper.forward.kept_keys.kernel import kept_keys_kernel
+from lockstep.kernels.hopper.forward.kept_keys.plan import kept_sizes
 from lockstep.kernels.hopper.forward.one_block.kernel import one_block_kernel
 
 PROCESSORS = 132
@@ -38,6 +40,28 @@ def few_keys(S: int, programs: int) -> Build:
 @pytest.mark.usefixtures("unlowered")
 def test_few_keys_of_more_blocks_fit():
     few_keys(257, programs=2)
+
+
+@pytest.mark.parametrize(
+    ("S", "D", "Dv", "causal"), [(62, 192, 128, True), (157, 72, 72, False), (60, 256, 256, True)]
+)
+def test_machine_code_of_kept_keys(S, D, Dv, causal):
+    """As many programs fit on an SM as plans say, and few registers are spilled in the loop over
+    tiles, which is before that of rows that fail."""
+    tensors = unwritten(S, S, Hq=8, Hkv=8, D=D, Dv=Dv)
+    problem = describe(tensors, Options(causal=causal))
+    kept = kept_sizes(problem)
+    bound = bind(launch.forward_launches(problem, tensors, PROCESSORS), tensors)["kept_keys_kernel"]
+    built = compile_for_hopper(kept_keys_kernel, bound.arguments, **bound.launch.options)
+    assert not shared_with_barriers(built.kernel.asm["ttgir"])
+    assert kept.programs * (built.kernel.metadata.shared + 1024) <= sizes.SHARED_BYTES + 1024
+    assert kept.programs * 128 * built.registers <= 65536
+    assert "serialized" not in built.report
+    bodies = sorted(_loops_with_products(built), key=lambda body: body.total())
+    keys = kept.whole * kept.block + kept.rest
+    first_pass = next(body for body in bodies if body["MUFU.EX2"] == keys // 2 + 4)
+    assert first_pass["STL"] <= 4
+    assert first_pass["LDL"] <= 24
 
 
 def test_machine_code_of_few_keys():

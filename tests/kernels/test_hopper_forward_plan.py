@@ -19,6 +19,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from lockstep.kernels import launch as protocol
 from lockstep.kernels.hopper.common import copy_engine, sizes
 from lockstep.kernels.hopper.forward import launch, plan
+from lockstep.kernels.hopper.forward.kept_keys.plan import kept_sizes
 from lockstep.kernels.hopper.forward.scheduling.schedule import BY_HEAD, LONGEST_FIRST, PAIRED
 from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling
 from lockstep.kernels.launch import Launch
@@ -66,6 +67,35 @@ def test_keys_of_one_block(D, Skv, causal, keys):
     keys = 128 if causal and keys == 80 else keys
     assert plan.one_block_keys(problem) == keys
     assert plan.has_one_block(problem) == (keys > 0)
+
+
+@pytest.mark.parametrize(
+    ("D", "Dv", "Skv", "causal", "sizes"),
+    [
+        # Wide heads with one block of keys.
+        (192, 128, 62, True, (64, 1, 0, 3)),
+        (192, 128, 65, False, (128, 1, 0, 2)),
+        (192, 128, 129, False, None),
+        (160, 160, 128, True, (128, 1, 0, 2)),
+        (256, 256, 64, False, (64, 1, 0, 2)),
+        (256, 256, 65, True, None),
+        # Rows that begin between sectors, without a mask.
+        (72, 72, 157, False, (128, 1, 32, 3)),
+        (88, 88, 192, False, (128, 1, 64, 2)),
+        (72, 72, 193, False, None),
+        (72, 72, 157, True, None),
+        (80, 80, 157, False, None),
+        (128, 128, 150, False, None),
+    ],
+)
+def test_keys_that_stay(D, Dv, Skv, causal, sizes):
+    problem = describe(unwritten(300, Skv, Hq=24, Hkv=2, D=D, Dv=Dv), Options(causal=causal))
+    kept = kept_sizes(problem)
+    assert (kept and (kept.block, kept.whole, kept.rest, kept.programs)) == sizes
+    if kept:
+        # Twelve heads of a group share their keys.
+        assert kept.heads == 4
+        assert kept.tiles_of_heads(problem) == 19
 
 
 @pytest.mark.parametrize(

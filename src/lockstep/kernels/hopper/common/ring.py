@@ -105,15 +105,16 @@ def _columns_in_boxes(columns):
 
 @gluon.jit
 def _allocate_columns(desc, STAGES: gl.constexpr, COLUMNS: gl.constexpr):
-    """Shared memory [STAGES, 1, 1, 1, rows, COLUMNS] for what a tensor map has in chunks."""
-    shape: gl.constexpr = [STAGES, 1, 1, 1, desc.block_shape[3], COLUMNS]
+    """Shared memory [STAGES, 1, 1, heads, rows, COLUMNS] for what a tensor map has in chunks."""
+    shape: gl.constexpr = [STAGES, 1, 1, desc.block_shape[2], desc.block_shape[3], COLUMNS]
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
 
 @gluon.jit
 def _chunks_of(tile, WIDTH: gl.constexpr):
-    """A tile [1, 1, 1, rows, columns] as chunks [n, 1, 1, 1, rows, WIDTH], one after the other."""
-    shape: gl.constexpr = [tile.shape[4] // WIDTH, 1, 1, 1, tile.shape[3], WIDTH]
+    """A tile [1, 1, heads, rows, columns] as chunks [n, 1, 1, heads, rows, WIDTH], one after the
+    other."""
+    shape: gl.constexpr = [tile.shape[4] // WIDTH, 1, 1, tile.shape[2], tile.shape[3], WIDTH]
     return reinterpret(tile, tile.dtype, shape, tile.layout)
 
 
@@ -156,6 +157,20 @@ class TileRing:
         return TileRing(tiles_smem, rest_smem, ring, COLUMNS)
 
     @gluon.jit
+    def create_alone(desc, STAGES: gl.constexpr, COLUMNS: gl.constexpr):
+        """Places for tiles of `desc`, a power of two of them, which who loads them also reads: none
+        is released."""
+        full_bar = barriers(STAGES, 1)
+        ring = Ring(full_bar, full_bar, STAGES, True)
+        WIDTH: gl.constexpr = desc.block_shape[4]
+        if _in_chunks(desc, COLUMNS):
+            first = _allocate_columns(desc, STAGES, _first_columns(COLUMNS))
+            return TileRing(first, _allocate_columns(desc, STAGES, WIDTH), ring, COLUMNS)
+        else:  # noqa: RET505, Gluon would go on and return both
+            first = _allocate_columns(desc, STAGES, WIDTH)
+            return TileRing(first, first, ring, COLUMNS)
+
+    @gluon.jit
     def create_in_boxes(
         desc,
         STAGES: gl.constexpr,
@@ -177,21 +192,27 @@ class TileRing:
     def send(self, i, desc, coordinates):
         """Producer: load the i-th tile as soon as its slot is empty."""
         self.ring.wait_empty(i)
+        self.load(i, desc, coordinates)
+
+    @gluon.jit
+    def load(self, i, desc, coordinates, pred=True):
+        """Load the i-th tile to its slot, which is empty, if `pred`."""
         full = self.ring.full(i)
         tile = self.tiles_smem.index(self.ring.slot(i))
         if _in_chunks(desc, self.COLUMNS):
             WIDTH: gl.constexpr = desc.block_shape[4]
             N: gl.constexpr = tile.shape[4] // WIDTH
-            mbarrier.expect(full, (N + 1) * desc.block_type.nbytes)
+            mbarrier.expect(full, (N + 1) * desc.block_type.nbytes, pred=pred)
             a, b, head, row, column = coordinates
             chunks = _chunks_of(tile, WIDTH)
             rest = self.rest_smem.index(self.ring.slot(i))
             for n in gl.static_range(N):
-                tma_load(desc, [a, b, head, row, column + n * WIDTH], full, chunks.index(n))
-            tma_load(desc, [a, b, head, row, column + N * WIDTH], full, rest)
+                at = [a, b, head, row, column + n * WIDTH]
+                tma_load(desc, at, full, chunks.index(n), pred=pred)
+            tma_load(desc, [a, b, head, row, column + N * WIDTH], full, rest, pred=pred)
         else:
-            mbarrier.expect(full, desc.block_type.nbytes)
-            tma_load(desc, coordinates, full, tile)
+            mbarrier.expect(full, desc.block_type.nbytes, pred=pred)
+            tma_load(desc, coordinates, full, tile, pred=pred)
 
     @gluon.jit
     def wait(self, i, pred=True):
@@ -202,7 +223,7 @@ class TileRing:
     def tile(self, i):
         """Where the i-th tile is [rows, ·], or the first part of it."""
         tile = self.tiles_smem.index(self.ring.slot(i))
-        return tile.reshape([tile.shape[3], tile.shape[4]])
+        return tile.reshape([tile.shape[2] * tile.shape[3], tile.shape[4]])
 
     @gluon.jit
     def piece(self, i, p: gl.constexpr):
@@ -215,7 +236,7 @@ class TileRing:
             return tile if WIDTH == FIRST else tile.slice(START, WIDTH, dim=1)
         else:  # noqa: RET505, Gluon would go on and return both
             tile = self.rest_smem.index(self.ring.slot(i))
-            tile = tile.reshape([tile.shape[3], tile.shape[4]])
+            tile = tile.reshape([tile.shape[2] * tile.shape[3], tile.shape[4]])
             return tile if tile.shape[1] == WIDTH else tile.slice(START - FIRST, WIDTH, dim=1)
 
     @gluon.jit

@@ -18,6 +18,7 @@ constant_time_flow.py   `flow.py` with that softmax
 cleaning.py        values that are not finite, in these builds
 few_keys.py        another kernel, for heads with few keys
 one_block/         and one for heads whose keys are one block
+kept_keys/         and one for wide heads with few keys, which stay in shared memory
 narrow_window/     and one for narrow windows of grouped heads
 aligned_rows.py    keys and values copied to rows that begin with a sector
 plan.py            tile sizes by head dim

@@ -14,6 +14,8 @@ from lockstep.kernels.hopper.common.copy_engine import copy, fit
 from lockstep.kernels.hopper.common.sizes import columns, processors
 from lockstep.kernels.hopper.forward.aligned_rows import NAMES, align_launches
 from lockstep.kernels.hopper.forward.few_keys import few_keys_kernel
+from lockstep.kernels.hopper.forward.kept_keys.launch import kept_keys_launch
+from lockstep.kernels.hopper.forward.kept_keys.plan import kept_sizes
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
 from lockstep.kernels.hopper.forward.narrow_window.launch import window_launch, window_tiling
 from lockstep.kernels.hopper.forward.narrow_window.plan import has_narrow_window, sizes_of
@@ -75,6 +77,8 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
         launches = [window_launch(problem, tensors.q, fitted, tiles)]
     elif has_one_block(problem):
         launches = [_one_block_launch(problem, tensors.q, fitted, n_processors)]
+    elif kept := kept_sizes(problem):
+        launches = [kept_keys_launch(problem, kept, tensors.q, fitted, n_processors)]
     elif keeps_keys(problem):
         launches = [_few_keys_launch(problem, tensors.q, fitted)]
     else:

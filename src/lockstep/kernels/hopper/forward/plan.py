@@ -292,13 +292,9 @@ def one_block_room(problem: AttentionProblem) -> tuple[int, int]:
 def one_block_shares(problem: AttentionProblem, programs: int) -> Shares:
     """The shares of so many programs in the tiles of a dense call with one block: keys are dealt
     out, unless some programs would have much more to do than others."""
-    n_q_tiles, keys = -(-problem.Sq // ROWS), problem.B * problem.Hkv
-    of_keys = n_q_tiles * problem.Hq // problem.Hkv
-    fewest = -(-keys * of_keys // programs)
-    most = UNEVEN[padded(problem.D)] * fewest
-    if keys >= programs and -(-keys // programs) * of_keys <= most:
-        return Shares.dealt(of_keys, keys, problem.Hkv, programs)
-    return Shares.in_a_row(keys * of_keys, programs)
+    of_keys = -(-problem.Sq // ROWS) * problem.Hq // problem.Hkv
+    uneven = UNEVEN[padded(problem.D)]
+    return Shares.of(of_keys, problem.B * problem.Hkv, problem.Hkv, programs, uneven)
 
 
 def one_block_heads(problem: AttentionProblem) -> int:

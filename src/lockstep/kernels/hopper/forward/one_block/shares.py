@@ -20,6 +20,15 @@ class Shares(NamedTuple):
     step_b: Any
 
     @staticmethod
+    def of(tiles_of_keys: int, keys: int, Hkv: int, programs: int, uneven: float) -> Shares:
+        """Keys are dealt out, unless some program would have more than `uneven` times as many tiles
+        as it has to have."""
+        fewest = -(-keys * tiles_of_keys // programs)
+        if keys >= programs and -(-keys // programs) * tiles_of_keys <= uneven * fewest:
+            return Shares.dealt(tiles_of_keys, keys, Hkv, programs)
+        return Shares.in_a_row(keys * tiles_of_keys, programs)
+
+    @staticmethod
     def in_a_row(tiles: int, programs: int) -> Shares:
         """Each program has tiles one after the other, and all about as many."""
         each, rest = divmod(tiles, programs)

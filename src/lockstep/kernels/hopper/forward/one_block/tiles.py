@@ -131,10 +131,10 @@ class HeadTiles:
         )  # fmt: skip
 
     @gluon.jit
-    def kv_at(self, tile):
-        """Where its keys begin in their tensor map, and its values in theirs."""
+    def kv_at(self, tile, first=0):
+        """Where its keys are in their tensor map, from the `first` on, and its values in theirs."""
         return coordinates(
-            tile.batch, self.kv_start, self.Skv, tile.kv_head, 0, 0, self.PACKED
+            tile.batch, self.kv_start, self.Skv, tile.kv_head, first, 0, self.PACKED
         )  # fmt: skip
 
     @gluon.jit

@@ -1,0 +1,108 @@
+"""Which calls have keys of up to two blocks that stay in shared memory, and how many programs share
+an SM. It changes no bit."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from lockstep.kernels.hopper.common.sizes import ROWS
+from lockstep.kernels.hopper.forward.one_block.shares import Shares
+from lockstep.kernels.hopper.forward.plan import plan_of
+from lockstep.problem import AttentionProblem
+
+# Keys that are multiplied behind whole blocks of 128, or of 64.
+RESTS = {128: (0, 32, 64, 128), 64: (0, 32, 64)}
+MOST_BLOCKS = 2
+# Heads wider than this, up to this wide, and columns of a sector of L2.
+WIDE, NARROW, SECTOR = 128, 64, 16
+# So many heads of a group share tiles, if there are as many.
+MOST_HEADS = 8
+# Up to so many keys of a second block have their scores computed with those of the first:
+# registers are few.
+MOST_EARLY = 64
+# Columns of a tensor map by those of a tile in shared memory.
+MAPS = {64: 64, 96: 32, 128: 128, 160: 32, 192: 64, 256: 256}
+# Shared memory of an SM, and what a program has of it beside keys, values and queries.
+SM_BYTES, OTHER_BYTES = 228 * 1024, 1024 + 2048 + 256
+# Registers of a thread by how many programs share an SM.
+REGISTERS = {3: 168, 2: 255}
+# Keys of more heads are dealt out to programs if none has more tiles than so many times as many as
+# it has to have.
+UNEVEN = 1.15
+
+
+class Sizes(NamedTuple):
+    """Keys of a head, heads of a tile, and programs of an SM."""
+
+    block: int  # keys of a whole block
+    whole: int  # blocks
+    rest: int  # keys that are multiplied behind them
+    heads: int
+    programs: int
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the scores of two blocks are computed at once."""
+        return self.whole == 1 and 0 < self.rest <= MOST_EARLY
+
+    def tiles_of_heads(self, problem: AttentionProblem) -> int:
+        """How many tiles `heads` heads have."""
+        return -(-problem.Sq * self.heads // ROWS)
+
+
+def kept_sizes(problem: AttentionProblem) -> Sizes | None:
+    """The sizes of a call whose keys stay in shared memory, or None."""
+    sizes = sizes_of(problem)
+    return sizes if sizes and pays(problem, sizes) else None
+
+
+def pays(problem: AttentionProblem, sizes: Sizes) -> bool:
+    """Whether a call takes less time than with the kernel for all calls."""
+    width = max(problem.D, problem.Dv)
+    # Tiles of wide heads have 128 rows there, and end before the next one begins.
+    if width > WIDE:
+        return sizes.whole == 1 and sizes.rest == 0
+    # The copy engine takes long to load rows that begin between sectors of L2: here it does so once
+    # for a head.
+    is_unaligned = width > NARROW and width % SECTOR != 0
+    return is_unaligned and problem.window[1] is None and 0 < sizes.rest < sizes.block
+
+
+def sizes_of(problem: AttentionProblem) -> Sizes | None:
+    """The sizes of a dense call whose keys would fit into shared memory, or None."""
+    is_plain = problem.layout == "dense" and not (problem.has_kv_lens or problem.is_paged)
+    is_default = not (problem.query_invariant or problem.constant_time)
+    if (
+        not (is_plain and is_default)
+        or problem.softcap is not None
+        or problem.window[0] is not None
+    ):
+        return None
+    width, width_v = width_of(problem.D), width_of(problem.Dv)
+    block = plan_of(problem).block_kv
+    if problem.Skv > MOST_BLOCKS * block:
+        return None
+    if problem.Skv <= ROWS:
+        block = ROWS
+    whole = min(max(problem.Skv // block, 1), MOST_BLOCKS)
+    rest = next(n for n in RESTS[block] if problem.Skv <= whole * block + n)
+    if whole == 1 and rest == block:
+        whole, rest = 2, 0
+    rows = (whole * block + rest) * (width + width_v) + ROWS * width
+    programs = min(max(REGISTERS), SM_BYTES // (2 * rows + OTHER_BYTES))
+    if programs not in REGISTERS:
+        return None
+    return Sizes(block, whole, rest, math.gcd(problem.Hq // problem.Hkv, MOST_HEADS), programs)
+
+
+def width_of(dim: int) -> int:
+    """The columns of a tile in shared memory for head dim `dim`."""
+    return next(width for width in MAPS if dim <= width)
+
+
+def shares_of(problem: AttentionProblem, sizes: Sizes, programs: int) -> Shares:
+    """The shares of so many programs in all tiles: keys are dealt out, unless some programs would
+    have much more to do than others."""
+    of_keys = sizes.tiles_of_heads(problem) * (problem.Hq // problem.Hkv // sizes.heads)
+    return Shares.of(of_keys, problem.B * problem.Hkv, problem.Hkv, programs, UNEVEN)
