@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from lockstep.audit.timing.clock import CLEAR, LIMIT
 from lockstep.bench.constant_time_tables import GROUPS, Timed, timed
 from lockstep.output import results
 
 WIDTH, HEIGHT, LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT = 860, 400, 60, 46, 560, 300
-LIMIT, CLEAR = 4.5, 10.0
 FEWEST, MOST_T = 200, 1e5
 STYLES = {
     "GPU kernels": "#1f6feb",

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lockstep.audit.timing.clock import ALL
 from lockstep.output import results
 from lockstep.output.formats import duration, number
 
 Run = dict[str, Any]
 GROUPS = ("kernels", "rungs", "leaks")
-ALL = "all classes"
 ORDINARY, CONSTANT_TIME, FA3 = "ordinary", "constant time", "FA3"
 SECRET_LENGTHS = "constant time, secret lengths"
 

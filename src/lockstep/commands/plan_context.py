@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from lockstep.output.command import USAGE
 from lockstep.output.console import BAD, OURS, QUIET, table
 from lockstep.output.formats import duration, megabytes
 
 if TYPE_CHECKING:
     from lockstep.distributed.plan import Kernels, Row
 
-USAGE = 2
 UNITS = {"K": 1 << 10, "M": 1 << 20}
 
 

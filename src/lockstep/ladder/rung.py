@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.numerics import LOG2E
 from lockstep.simt import Kernel
-from lockstep.simt.types import WARP_SIZE
+from lockstep.simt.types import SHARED_ALIGNMENT, WARP_SIZE
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,6 @@ DTYPES = ("float16", "bfloat16")
 HEAD_DIMS = (32, 64, 128)
 BYTES = 2  # of an element of q, k, v and out
 MAX_ELEMENTS = (1 << 31) - 1  # of a tensor
-SECTOR = 32  # bytes global memory moves at a time
 
 
 @dataclass(frozen=True)
@@ -274,9 +273,8 @@ def shared_layout(*arrays: int) -> int:
     >>> shared_layout(100, 32)
     160
     """
-    from lockstep.simt.machine.grid import SHARED_ALIGNMENT as UNIT
-
-    return sum(-(-size // UNIT) * UNIT for size in arrays)
+    unit = SHARED_ALIGNMENT
+    return sum(-(-size // unit) * unit for size in arrays)
 
 
 def launches_of(rung: Rung, problem: Problem, tensors: Tensors) -> list[Launch]:

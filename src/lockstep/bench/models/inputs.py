@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lockstep import error_rule
 from lockstep.bench import gpu_check
+from lockstep.bench.gpu_cases import BACKWARD_FLOPS
 from lockstep.bench.models.cases import Case
 from lockstep.problem import Tensors, describe
 
-BACKWARD_FLOPS = 2.5  # forwards
 # Query rows of a piece that is checked.
 ROWS = 2048
 # Pieces of a backward hold all rows: of many, one piece will do.

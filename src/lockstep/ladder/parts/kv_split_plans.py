@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lockstep.ladder.rung import BYTES, SECTOR, LaunchPlan, PhasePlan, Problem, shared_layout
+from lockstep.ladder.rung import BYTES, LaunchPlan, PhasePlan, Problem, shared_layout
+from lockstep.simt.types import SECTOR
 
 from .kv_splits import D_TILE, P_PAD, PITCH, THREADS
 from .tiled import walk

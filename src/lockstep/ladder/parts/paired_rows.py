@@ -11,7 +11,6 @@ from typing import Any
 from lockstep import simt
 from lockstep.ladder.rung import (
     BYTES,
-    SECTOR,
     LaunchPlan,
     PhasePlan,
     Problem,
@@ -19,6 +18,7 @@ from lockstep.ladder.rung import (
     usual_arguments,
 )
 from lockstep.simt import Constant, ct, cuda
+from lockstep.simt.types import SECTOR
 
 from .rows import FULL, VECTOR
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from lockstep import simt
 from lockstep.simt import Constant, ct, cuda
+from lockstep.simt.types import FRAGMENT
 
 from .rows import EMPTY, FULL
-
-FRAGMENT = 16
 
 
 @simt.device

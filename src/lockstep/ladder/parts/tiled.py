@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep import simt
-from lockstep.ladder.rung import BYTES, SECTOR, LaunchPlan, PhasePlan, Problem
+from lockstep.ladder.rung import BYTES, LaunchPlan, PhasePlan, Problem
 from lockstep.simt import Constant, cuda
+from lockstep.simt.types import SECTOR
 
 from .rows import EMPTY, VECTOR, dot8
 

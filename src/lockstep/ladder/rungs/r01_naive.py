@@ -18,7 +18,6 @@ from lockstep import simt
 from lockstep.ladder.parts.rows import EMPTY
 from lockstep.ladder.rung import (
     BYTES,
-    SECTOR,
     Launch,
     LaunchPlan,
     PhasePlan,
@@ -28,6 +27,7 @@ from lockstep.ladder.rung import (
 )
 from lockstep.numerics import LOG2E
 from lockstep.simt import Constant, cuda, float32, int32
+from lockstep.simt.types import SECTOR
 
 THREADS = 256
 TILE_ROWS, TILE_COLS = 8, 32  # scores of a block: lanes along the keys

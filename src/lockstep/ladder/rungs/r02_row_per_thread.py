@@ -20,7 +20,6 @@ from lockstep import simt
 from lockstep.ladder.parts.rows import EMPTY, VECTOR, row_add8, row_dot8, scaled8, stage_rows
 from lockstep.ladder.rung import (
     BYTES,
-    SECTOR,
     Launch,
     LaunchPlan,
     PhasePlan,
@@ -30,6 +29,7 @@ from lockstep.ladder.rung import (
     usual_arguments,
 )
 from lockstep.simt import Constant, Secret, ct, cuda, float32, int32
+from lockstep.simt.types import SECTOR
 
 THREADS = 256
 BLOCK_KV = 32

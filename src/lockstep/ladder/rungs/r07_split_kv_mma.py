@@ -30,8 +30,9 @@ from lockstep.ladder.parts.paired_rows import (
 )
 from lockstep.ladder.parts.rows import EMPTY, FULL, VECTOR
 from lockstep.ladder.parts.tiled import walk
-from lockstep.ladder.rung import BYTES, SECTOR, LaunchPlan, PhasePlan, Problem
+from lockstep.ladder.rung import BYTES, LaunchPlan, PhasePlan, Problem
 from lockstep.simt import Constant, cuda, float32, int32, wmma
+from lockstep.simt.types import SECTOR
 
 
 @simt.kernel

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.simt import ir
-from lockstep.simt.types import ArrayType, Scalar
+from lockstep.simt.types import SHARED_ALIGNMENT, ArrayType, Scalar
 
 from .declarations import place
 from .expressions import extent_name
@@ -26,7 +26,6 @@ from .writer import Writer
 
 STATIC_SHARED_LIMIT = 48 * 1024  # bytes; what is above has to be dynamic
 CLOCKS = "phase_cycles"  # a parameter of instrumented kernels: int64 [phases + 1]
-SHARED_ALIGNMENT = 32  # bytes, what a fragment asks for; vectors and copies ask for less
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 from lockstep.hardware import SHARED_BYTES
 from lockstep.simt import ir
 from lockstep.simt.errors import SimtError
-from lockstep.simt.types import ArrayType, Scalar, fits, int32, uint32
+from lockstep.simt.types import SHARED_ALIGNMENT, ArrayType, Scalar, fits, int32, uint32
 
 from .fragments import Fragments
 from .hazards import Hazards
@@ -28,7 +28,6 @@ from .values import NUMPY, Value, cast
 from .workers import Batches, Memory, Part, available, communicates, divide, side_by_side
 
 MAX_THREADS = 1024
-SHARED_ALIGNMENT = 32  # bytes, enough for a fragment
 ALLOCATION_ALIGNMENT = 512  # bytes, of what a GPU allocator hands out
 LANES_PER_BATCH = 1 << 17
 

@@ -11,9 +11,8 @@ import numpy as np
 
 from lockstep.simt.ir import Location
 from lockstep.simt.machine.frames import MAX_WARPS, Frame, Lanes
-from lockstep.simt.types import WARP_SIZE
+from lockstep.simt.types import SECTOR, WARP_SIZE
 
-SECTOR = 32  # bytes
 BANKS = 32
 WORD = 4  # bytes per bank
 

@@ -10,9 +10,9 @@ from lockstep.simt.machine.fragments import Fragments
 from lockstep.simt.machine.frames import MAX_WARPS, Fragment, Frame, Lanes
 from lockstep.simt.machine.memory import GlobalArray, LocalArray, SharedArray
 from lockstep.simt.machine.values import from_bfloat_bits
-from lockstep.simt.types import WARP_SIZE
+from lockstep.simt.types import SECTOR, WARP_SIZE
 
-from .counters import SECTOR, WORD, Site, StraightLine, Transactions, distinct_sectors, wavefronts
+from .counters import WORD, Site, StraightLine, Transactions, distinct_sectors, wavefronts
 from .recording import WAITING, Pattern, Recording, Snapshot, Span
 
 BARRIER, END = "barrier", "end"  # in place of a phase, where there is none

@@ -10,8 +10,9 @@ import numpy as np
 
 from lockstep.simt import ir
 from lockstep.simt.machine.hazards import Hazard
+from lockstep.simt.types import SECTOR
 
-from .counters import SECTOR, Site
+from .counters import Site
 from .recording import Recording
 
 Index3 = tuple[int, int, int]
