@@ -55,8 +55,8 @@ def warm_up(
         model: The name of a model in `lockstep.models.MODELS`, the path of a transformers
             config.json, or one or more `lockstep.models.Layer`.
         works: What the model will do: "prefill", "packed" (prefill of packed sequences), "decode"
-            (with chunked prefill and speculative decode, out of pages) and "training". An encoder
-            does not decode.
+            (with chunked prefill and speculative decode, out of pages; one query where keys are
+            those of another sequence) and "training". An encoder does not decode.
         dtype: float16, bfloat16, float32 or float64; None takes that of the config.json, or
             bfloat16.
         device: None takes the current CUDA device if there is one, else the CPU.
@@ -75,8 +75,9 @@ def warm_up(
         NotImplementedError: No kernel runs one of the calls; the message has the reason of each.
 
     Example:
-        >>> lockstep.warm_up("Llama 3 8B", works=["prefill", "decode"])  # doctest: +SKIP
-        WarmUp(calls=7, builds=6, seconds=9.3)
+        >>> works = ["prefill", "decode", "training"]
+        >>> lockstep.warm_up("Llama 3 8B", works=works)  # doctest: +SKIP
+        WarmUp(calls=18, builds=12, seconds=9.89)
     """
     start = perf_counter()
     layers, own_dtype = layers_of(model)
