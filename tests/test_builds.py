@@ -150,9 +150,9 @@ BUILDS = {
     "Qwen 2.5 VL vision": (8, 15),
     "Whisper large v3": (17, 30),
     "SDXL": (15, 24),
-    "Flux.1": (9, 16),
-    "CogVideoX 2B": (12, 22),
-    "Wan 2.1 1.3B": (9, 16),
+    "Flux.1": (7, 13),
+    "CogVideoX 2B": (6, 13),
+    "Wan 2.1 1.3B": (7, 13),
 }
 
 

@@ -118,10 +118,10 @@ MODELS: dict[str, dict[str, Layer]] = {
         "self": _encoder(10, 64, lengths=(256, 16384)),
         "cross": _cross(10, 64, (256, 16384), _all(77)),
     },
-    "Flux.1": {"self": _encoder(24, 128)},
-    "CogVideoX 2B": {"self": _encoder(30, 64)},
+    "Flux.1": {"self": _encoder(24, 128, lengths=(512, 16896))},
+    "CogVideoX 2B": {"self": _encoder(30, 64, lengths=(1576, 17776))},
     "Wan 2.1 1.3B": {
-        "self": _encoder(12, 128),
-        "cross": _cross(12, 128, (256, 131072), _all(512)),
+        "self": _encoder(12, 128, lengths=(1560, 131072)),
+        "cross": _cross(12, 128, (1560, 131072), _all(512)),
     },
 }
