@@ -18,7 +18,7 @@ from .cuda_cpp import CLOCKS, Layout, emit
 from .errors import SimtError
 from .function import KernelFunction
 from .nvrtc import Compiled, compile_source
-from .types import ArrayType, Scalar, VectorType, bool_, fits, float32, int32, uint32
+from .types import MAX_THREADS, ArrayType, Scalar, VectorType, bool_, fits, float32, int32, uint32
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 Index3 = tuple[int, int, int]
 
 NUMBERS = (int, float, bool)
-MAX_THREADS = 1024
 FRAGMENT_ALIGNMENT = 32  # bytes, of a pointer handed to wmma
 C_SCALARS = {
     int32: ctypes.c_int32,

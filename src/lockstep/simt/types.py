@@ -11,6 +11,7 @@ import struct
 from dataclasses import dataclass
 
 WARP_SIZE = 32
+MAX_THREADS = 1024  # of a block
 FRAGMENT = 16  # rows, columns and depth of a warp matrix fragment, m16n16k16
 SECTOR = 32  # bytes that global memory moves at a time
 SHARED_ALIGNMENT = 32  # bytes, what a fragment asks for; vectors and copies ask for less

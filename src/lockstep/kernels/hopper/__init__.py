@@ -14,7 +14,10 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.common.query_invariance import refusal_of_kind
 from lockstep.kernels.hopper.common.requirements import (
+    HEAD_DIM_STEP,
     LONG,
+    MAX_HEAD_DIM,
+    MAX_SOFTCAP,
     MIN_QUERIES_IN_PAGES,
     PAGE_ROWS,
     refusal_of_device,
@@ -23,7 +26,6 @@ from lockstep.kernels.hopper.common.sizes import columns
 from lockstep.kernels.kernel import BackwardTensors, Kernel, Needs, Prepared, PreparedBackward
 from lockstep.problem import AttentionProblem, Tensors
 
-MAX_HEAD_DIM = 256
 # Above these, gradients take two passes: of both head dims, and of D where Dv is no larger.
 MAX_ONE_PASS_HEAD_DIM = 128
 MAX_ONE_PASS_KEY_DIM = 192
@@ -35,8 +37,6 @@ MIN_QUERIES = 16
 MIN_QUERIES_OF_GROUPS = 33
 # With LONG keys in every sequence, for longer still.
 MIN_QUERIES_ON_LONG = 65
-# Its tanh is off by a rounding of 1, and so a capped score by that times the cap.
-MAX_SOFTCAP = 1024.0
 
 
 def _prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
@@ -65,10 +65,11 @@ def supports(problem: AttentionProblem) -> str | None:
     reason = refusal_of_device(problem)
     if reason is not None:
         return reason
-    if problem.D % 8 or problem.Dv % 8 or max(problem.D, problem.Dv) > MAX_HEAD_DIM:
+    dims = problem.D, problem.Dv
+    if max(dims) > MAX_HEAD_DIM or any(dim % HEAD_DIM_STEP for dim in dims):
         return (
-            f"takes head dims in multiples of 8 up to {MAX_HEAD_DIM}, got D = {problem.D} and "
-            f"Dv = {problem.Dv}"
+            f"takes head dims in multiples of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, got "
+            f"D = {problem.D} and Dv = {problem.Dv}"
         )
     reason = _refusal_of_pages(problem) if problem.is_paged else None
     if reason is not None:

@@ -12,7 +12,15 @@ import numpy as np
 from lockstep.hardware import SHARED_BYTES
 from lockstep.simt import ir
 from lockstep.simt.errors import SimtError
-from lockstep.simt.types import SHARED_ALIGNMENT, ArrayType, Scalar, fits, int32, uint32
+from lockstep.simt.types import (
+    MAX_THREADS,
+    SHARED_ALIGNMENT,
+    ArrayType,
+    Scalar,
+    fits,
+    int32,
+    uint32,
+)
 
 from .fragments import Fragments
 from .hazards import Hazards
@@ -27,7 +35,6 @@ from .records.trace import Trace, collect
 from .values import NUMPY, Value, cast
 from .workers import Batches, Memory, Part, available, communicates, divide, side_by_side
 
-MAX_THREADS = 1024
 ALLOCATION_ALIGNMENT = 512  # bytes, of what a GPU allocator hands out
 LANES_PER_BATCH = 1 << 17
 

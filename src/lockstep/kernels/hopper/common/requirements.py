@@ -9,6 +9,10 @@ import torch
 
 from lockstep.problem import AttentionProblem
 
+# Head dims are multiples of what the copy engine takes.
+HEAD_DIM_STEP, MAX_HEAD_DIM = 8, 256
+# The tanh of the kernels is off by a rounding of 1, and so a capped score by that times the cap.
+MAX_SOFTCAP = 1024.0
 # The copy engine loads so many rows of a page at least.
 PAGE_ROWS = 16
 # Queries of sequences in pages are the decode kernel's until they fill a tile of the forward.

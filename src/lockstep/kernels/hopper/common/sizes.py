@@ -8,6 +8,7 @@ import torch
 
 from lockstep.hardware import SHARED_BYTES as SHARED_BYTES
 
+SM_BYTES = 228 * 1024  # shared memory of an SM; each program takes a KB more than it has
 ROWS = 64  # of a warpgroup's matrix product: the height of a wgmma
 
 

@@ -32,17 +32,16 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.common.query_invariance import is_split, refusal_of_kind
 from lockstep.kernels.hopper.common.requirements import (
+    HEAD_DIM_STEP,
     LONG,
+    MAX_HEAD_DIM,
+    MAX_SOFTCAP,
     MIN_QUERIES_IN_PAGES,
     PAGE_ROWS,
     refusal_of_device,
 )
 from lockstep.kernels.kernel import Kernel, Prepared
 from lockstep.problem import AttentionProblem, Tensors
-
-# Head dims are multiples of what the copy engine takes.
-HEAD_DIM_STEP, MAX_HEAD_DIM = 8, 256
-MAX_SOFTCAP = 1024.0
 
 
 def _prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from lockstep.kernels.hopper.common.sizes import ROWS
+from lockstep.kernels.hopper.common.sizes import ROWS, SM_BYTES
 from lockstep.kernels.hopper.forward.one_block.shares import Shares
 from lockstep.kernels.hopper.forward.plan import plan_of
 from lockstep.problem import AttentionProblem
@@ -23,8 +23,8 @@ MOST_HEADS = 8
 MOST_EARLY = 64
 # Columns of a tensor map by those of a tile in shared memory.
 MAPS = {64: 64, 96: 32, 128: 128, 160: 32, 192: 64, 256: 256}
-# Shared memory of an SM, and what a program has of it beside keys, values and queries.
-SM_BYTES, OTHER_BYTES = 228 * 1024, 1024 + 2048 + 256
+# Shared memory that a program has beside keys, values and queries.
+OTHER_BYTES = 1024 + 2048 + 256
 # Registers of a thread by how many programs share an SM.
 REGISTERS = {3: 168, 2: 255}
 # Keys of more heads are dealt out to programs if none has more tiles than so many times as many as

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lockstep.kernels.hopper.common.gluon_shim import VIEWS_GROW
-from lockstep.kernels.hopper.common.sizes import ROWS, columns
+from lockstep.kernels.hopper.common.sizes import ROWS, SM_BYTES, columns
 from lockstep.problem import AttentionProblem
 
 STEP = 16  # keys that are multiplied at once
@@ -23,8 +23,8 @@ MAX_KEYS_OF_WIDE_HEADS = {1: 0, 2: 0, 4: 144, 8: 144}
 REGISTERS, KEYS_IN_REGISTERS = {4: 128, 3: 168, 2: 240}, {4: 144, 3: 208, 2: 272}
 # With so many, queries are in registers while they are multiplied.
 MANY_PROGRAMS = 4
-# Shared memory of an SM, and what a program has of it beside keys, values and queries.
-SM_BYTES, OTHER_BYTES = 228 * 1024, 2048
+# Shared memory that a program has beside keys, values and queries.
+OTHER_BYTES = 2048
 # The SMs of the GPU on which this was measured.
 PROCESSORS = 132
 # Loading keys and values takes as long as so many tiles.
