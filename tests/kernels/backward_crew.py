@@ -14,7 +14,7 @@ from lockstep.kernels.hopper.common import mailbox, ring
 class Value(Anything):
     """One that knows what it was made of: a loop, and the number of a query tile in it."""
 
-    shape = (64,)
+    shape = (64, 32)
 
     def __init__(self, of) -> None:
         self.of = of
@@ -93,13 +93,13 @@ class PlainTileQueue:
         self.ring, self.sizes = mailbox.ring, sizes
         self.loops = {}
 
-    def post(self, n, loop, is_large=0, _size=0) -> None:
+    def post(self, n, loop, _key_tile, is_large=0, _size=0) -> None:
         self.ring.wait_empty(n)
         self.loops[self.ring.slot(n)] = None if loop is None else (loop, is_large)
         self.ring.fill(n)
 
     def close(self, n) -> None:
-        self.post(n, None)
+        self.post(n, None, None)
 
     def has(self, n) -> bool:
         self.ring.wait_full(n)
@@ -110,6 +110,9 @@ class PlainTileQueue:
         if not kept:
             self.ring.release(n)
         return found
+
+    def rows(self, n, _wanted):
+        return None
 
     # Of loops that may be cut: `PlainLoop.carried` is what `Sizes.carried` would be.
 
@@ -292,6 +295,6 @@ def hardware(crew):
         "assign_keys": lambda ticket, *_: crew.assign(ticket),
         "await_count": await_count,
         "signal": signal,
-        "await_sums": lambda _: None,
+        "await_sums": lambda _: settle(0, (0,)),
         "ROWS": 64,
     }

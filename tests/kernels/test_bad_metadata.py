@@ -191,7 +191,7 @@ class TestInterpreted:
         from lockstep.kernels.hopper.backward.rows import finish_queries, prepare_rows
 
         # Few loops are shared out, and short ones, and more where the last round is uneven.
-        rule = (3, 12, 1, 2, 8, 1, 5, 99, 99)
+        rule = shares.ShareRule(3, 12, 1, 2, 8, 1, 5, 99, 99)
         draws = random.Random(seed)
         spoiled = spoil_varlen(draws, draw_varlen([130, 0, 70, 64], [9, 8, 30, 1], Hq=1, Hkv=1))
         T, Tk = 264, 48
@@ -212,17 +212,19 @@ class TestInterpreted:
             # In a kernel, of each number by itself; the interpreter would have those of Python.
             patch.setattr(shares, "min", lambda a, b: tl.minimum(a, b), raising=False)
             patch.setattr(shares, "max", lambda a, b: tl.maximum(a, b), raising=False)
+            early_dq = torch.full((T, 64), STALE, dtype=BF16)
             prepare_rows[(n_slots,)](
                 out, out, statistics, None, stats, large, flags.int(), turn.int(),
-                turn[:1].int(), bounds, plan, *cu, None, None, None, 0, 8, 8, *rows, 2, 3, *rule,
-                0, 0, 1.0, 0.0, ALIGN=8, DV=64, BLOCK_D=64, BLOCK_Q=64, BLOCK_KV=16,
+                turn[:1].int(), bounds, plan, early_dq, *cu, None, None, None, 0, 8, 8, *rows, 2,
+                3, *rule,
+                0, 0, 1.0, 0.0, ALIGN=8, D=64, DV=64, BLOCK_D=64, BLOCK_Q=64, BLOCK_KV=16,
                 MAY_SEE_SINKS_ALONE=False, EARLY=False,
             )  # fmt: skip
             dq = torch.full((T, 64), STALE, dtype=BF16)
             sums = torch.zeros(n_slots, 2, 4096)
-            finish_queries[(n_slots, 2)](
-                sums, dq, *cu, None, *rows, 0, 0, 1.0, D=64, REST=64, BLOCK_Q=64, BLOCK_KV=64,
-                PARTS=2, HAS_LEFT=False, HAS_RIGHT=False, EARLY=False,
+            finish_queries[(2 * n_slots,)](
+                sums, dq, None, *cu, None, *rows, 0, 0, 1.0, D=64, REST=64, BLOCK_Q=64, BLOCK_KV=64,
+                PARTS=2, TURNS=1, EARLY=False,
             )  # fmt: skip
         assert bounds.tolist() == [[*q, T], [*k, Tk], [*good, 0, -7]]
         # How queries are shared out in each sequence, those that no other one owns included.
@@ -233,7 +235,7 @@ class TestInterpreted:
         ]
         for b, (len_q, len_k) in enumerate(lengths):
             heads, span_tiles, by_heads, spans = shares.divide_queries.fn(
-                -(-len_q // 64), -(-len_k // 16), 2, 3, *rule
+                -(-len_q // 64), -(-len_k // 16), 2, 3, rule
             )
             n = by_heads * spans
             assert plan[2:, b].tolist() == [heads, span_tiles, spans, n]
@@ -244,6 +246,11 @@ class TestInterpreted:
         for sequence in spoiled.good:
             expected[sequence.queries] = 0
         assert not differing(dq, expected)
+        # The first launch has written the same where no key is seen.
+        is_written = (early_dq != STALE).all(1)
+        assert not differing(early_dq[is_written], expected[is_written])
+        assert (early_dq[~is_written] == STALE).all()
+        assert is_written[expected.isnan().all(1)].all()
         # Rows of bad sequences are marked; those of no sequence look like rows that see no key.
         marked = (stats[:, 0] < -1e38).sum()
         assert marked == sum(b - a for a, b, x in zip(q, q[1:], good, strict=False) if not x)

@@ -14,7 +14,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from crew import as_plain, make_plain
 from problems import unwritten
 
-from lockstep.kernels.hopper.backward import query_loop, shares, sizes
+from lockstep.kernels.hopper.backward import query_loop, shares, sizes, turns
 from lockstep.kernels.hopper.backward.call import slots_of
 from lockstep.kernels.hopper.backward.narrow import call as narrow
 from lockstep.kernels.hopper.backward.narrow.call import BLOCK_KV, BLOCK_Q
@@ -66,6 +66,9 @@ class PlainLoop(SimpleNamespace):
     def turn(self, t):
         return QueryLoop.turn.fn(self, t)
 
+    def is_last(self, t):
+        return QueryLoop.is_last.fn(self, t)
+
     def cuts(self, t):
         return QueryLoop.cuts.fn(self, t)
 
@@ -84,7 +87,7 @@ class PlainLoop(SimpleNamespace):
 def loops(monkeypatch):
     """All loops of a dense call with one sequence, by ticket: (head, first key, loop)."""
     plain = {"gl": PLAIN, "QueryLoop": PlainLoop, "WINDOW_BUNCH": 4}
-    make_plain(monkeypatch, (query_loop, sizes), plain)
+    make_plain(monkeypatch, (query_loop, sizes, turns), {**plain, "tl": PLAIN})
     monkeypatch.setattr(query_loop, "KeyTile", lambda place, lengths, layout: place)
     Sizes = as_plain(sizes.Sizes)
 
@@ -103,8 +106,8 @@ def loops(monkeypatch):
 
 
 def test_turns_count_those_with_earlier_tickets(loops):
-    """A program that waits for its turn waits for programs that were there before: none locks
-    up."""
+    """A program that waits for its turn waits for programs that were there before: none locks up.
+    Nor does the launch behind it, which waits until all parts of a tile have been added."""
     draws = random.Random(0)
     for _ in range(400):
         left, right = (draws.choice([None, 0, draws.randrange(600)]) for _ in range(2))
@@ -113,14 +116,27 @@ def test_turns_count_those_with_earlier_tickets(loops):
             draws.randrange(1, 900),
             draws.randrange(1, 900),
         )
-        Hkv = draws.choice([1, 2, 3])
+        Hkv, group = draws.choice([1, 2, 3]), draws.choice([1, 2])
         parts: dict[int, int] = {}
+        last: dict[int, int] = {}  # by tile: the part that is said to be its last
         for *_, loop in loops(
-            *sizes, left, right, Hkv=Hkv, group=draws.choice([1, 2]), at_once=draws.randint(1, Hkv)
+            *sizes, left, right, Hkv=Hkv, group=group, at_once=draws.randint(1, Hkv)
         ):
             for tile, t in loop.tiles():
                 assert loop.turn(t) == parts.get(tile, 0)
                 parts[tile] = parts.get(tile, 0) + 1
+                if loop.is_last(t):
+                    assert tile not in last
+                    last[tile] = parts[tile]
+        assert last == parts
+        block_q, Sq, Skv = sizes
+        q_slots = -(-Sq // block_q)
+        reach = limit_of(left), limit_of(right)
+        for tile in range(q_slots * Hkv * group):
+            n = turns.count_parts(tile % q_slots, Sq, Skv, *reach, block_q, BLOCK_KV)
+            assert n == parts.get(tile, 0)
+        # A slot that a packed sequence owns beyond its last tile.
+        assert turns.count_parts(q_slots, Sq, Skv, *reach, block_q, BLOCK_KV) == 0
 
 
 def test_loops_visit_every_pair_that_sees_each_other_once_and_know_which_they_cut(loops):
@@ -280,9 +296,7 @@ def plan_of(lengths, block_q, Hkv, group, rule) -> list[int]:
     slots, several = 0, 0
     for len_q, len_kv in [*lengths, (0, 0)]:
         tiles = -(-len_q // block_q), -(-len_kv // BLOCK_KV)
-        heads, span_tiles, by_heads, spans = shares.divide_queries.fn(
-            *tiles, Hkv, group, *rule.values()
-        )
+        heads, span_tiles, by_heads, spans = shares.divide_queries.fn(*tiles, Hkv, group, rule)
         n = by_heads * spans
         found.append((slots, several, heads, span_tiles, spans, n))
         slots += tiles[1] * n

@@ -24,9 +24,11 @@ from crew import Anything, Crew, make_plain
 
 from lockstep.kernels.hopper.backward import nonfinite
 from lockstep.kernels.hopper.backward.narrow import (
+    add_parts,
     apart,
     dq_sums,
     kernel,
+    last_part,
     steps,
     tile_queue,
     tiles,
@@ -35,7 +37,8 @@ from lockstep.kernels.hopper.backward.narrow import (
 from lockstep.kernels.hopper.common import mailbox, ring
 
 MODULES = (
-    apart, dq_sums, kernel, mailbox, nonfinite, ring, steps, tile_queue, tiles, together,
+    add_parts, apart, dq_sums, kernel, last_part, mailbox, nonfinite, ring, steps, tile_queue,
+    tiles, together,
 )  # fmt: skip
 NAMED = ("DQ_FULL", "EMPTY", "KV_EMPTY", "DKV_FULL", "CONSUMERS_MEET", "BOTH_CONSUMERS")
 BLOCK_KV, HEAD_DIM = 128, {64: 128, 128: 64}
@@ -76,8 +79,9 @@ class PlainTiles:
 
 
 class PlainDqSums:
-    def __init__(self, parts_smem, empty_bar, scale, whole) -> None:
-        self.parts_smem, self.empty_bar, self.WHOLE = parts_smem, empty_bar, whole
+    def __init__(self, parts_smem, empty_bar, scale, back_bar, whole, finished) -> None:
+        self.parts_smem, self.empty_bar, self.scale = parts_smem, empty_bar, scale
+        self.back_bar, self.WHOLE, self.FINISHED = back_bar, whole, finished
 
     wait_empty, publish = dq_sums.DqSums.wait_empty.fn, dq_sums.DqSums.publish.fn
 
@@ -92,6 +96,7 @@ def crew(monkeypatch, request):
     crew.sums = {}  # key tiles that have added to each query tile, in order
     crew.derived = {}  # what has been stored, by key tile and first row
     crew.shares = {}  # what dk and dv of shares are made of, by share and consumer
+    crew.finished = {}  # key tiles in dQ of each query tile, where it leaves the kernel
     crew.carried = {}  # what the sums of spans are made of, by their place
 
     def send(desc, at, tile, half=None):
@@ -111,6 +116,22 @@ def crew(monkeypatch, request):
     def store_part(desc, tile, sizes, parts, w):
         for half in (0, 1):
             send(desc, [tile * 32], parts.parts_smem.index(2 * w + half), half)
+
+    def bring_back(desc, tile, part, barrier, phase, columns):
+        plain["mbarrier"].expect(barrier, 1)
+        plain["tma_load"](desc, ("sums", tile), barrier, part)
+        plain["mbarrier"].wait(barrier, phase)
+
+    def store_dq(desc, tile, t, rows, part, *_):
+        assert part.readers == 0, "made dQ while it is read"
+        if part.written:
+            # The only part.
+            crew.sums.setdefault(tile, []).append(part.holds((0, 1))[0])
+        else:
+            assert part.loaded == ("sums", tile)
+        assert tile not in crew.finished
+        crew.finished[tile] = list(crew.sums[tile])
+        part.written, part.loaded = {}, None
 
     def issue_scores(own, queries, columns):
         value = Value((own.loaded, queries.loaded))
@@ -167,6 +188,8 @@ def crew(monkeypatch, request):
         "tma_store": send,
         "add_part": lambda desc, tile, part, is_first, columns: send(desc, [tile * 32], part),
         "store_part": store_part,
+        "bring_back": bring_back,
+        "store_dq": store_dq,
         "Tiles": PlainTiles,
         "DqSums": PlainDqSums,
         "n_pieces": int.bit_count,
@@ -200,15 +223,16 @@ def crew(monkeypatch, request):
     return crew
 
 
-def program(crew, block_q, is_apart, masked, shared, whole, n_tickets, spans=0):
-    """The warps of one. Loops may be cut if there are `spans`."""
+def program(crew, block_q, is_apart, masked, shared, of_dq, n_tickets, spans=0):
+    """The warps of one. Loops may be cut if there are `spans`; `of_dq` says whether its parts are
+    whole, and whether last ones are made dQ."""
     shares_tiles = block_q == 128
     query, key = describe(block_q, HEAD_DIM[block_q]), describe(BLOCK_KV, HEAD_DIM[block_q])
     # One piece or two of each: `pieces.py`.
     widths = HEAD_DIM[block_q], HEAD_DIM[block_q] * 3 // 4
     columns = crew.draws.choice(widths), crew.draws.choice(widths)
     memory = CREATE_TILES(query, query, query, key, key, *columns, not is_apart)
-    parts = CREATE_DQ_SUMS(query, 1.0, whole)
+    parts = CREATE_DQ_SUMS(query, 1.0, *of_dq)
     sizes = SimpleNamespace(
         BLOCK_Q=block_q,
         HAS_LEFT=False,
@@ -238,8 +262,8 @@ def program(crew, block_q, is_apart, masked, shared, whole, n_tickets, spans=0):
             1,
             True,
         ),
-        "add 0": lambda: dq_sums.add_parts(0, queue, parts, query, 0, 64),
-        "add 1": lambda: dq_sums.add_parts(1, queue, parts, query, 0, 64),
+        "add 0": lambda: add_parts.add_parts(0, queue, parts, query, query, 0, 64),
+        "add 1": lambda: add_parts.add_parts(1, queue, parts, query, query, 0, 64),
     }
     for name, run in roles.items():
         yield play(name, memory.named, run, apart=is_apart, shares_tiles=shares_tiles)
@@ -259,6 +283,7 @@ def test_no_warp_waits_forever_and_sums_have_one_order(crew, block_q, is_apart, 
     shared = draws.random() < 0.4
     # Parts that are all of dQ have no order: here, several are stored in one place.
     whole = draws.random() < 0.3
+    finished = not whole and draws.random() < 0.5
     n_tiles = draws.choice([1, 2, 3, 5, 9])
     # By ticket: where a loop ends. Many are over at once.
     ends = [n_tiles, *range(n_tiles + 1)]
@@ -279,6 +304,7 @@ def test_no_warp_waits_forever_and_sums_have_one_order(crew, block_q, is_apart, 
             HAS_RIGHT=masked,
             cuts=lambda t: cuts[ticket][t],
             turn=lambda t: sum(other <= begin + t for other in begins[:ticket]),
+            is_last=lambda t: all(other > begin + t for other in begins[ticket + 1 :]),
         )
         key_tile = SimpleNamespace(
             q_head=0,
@@ -300,7 +326,7 @@ def test_no_warp_waits_forever_and_sums_have_one_order(crew, block_q, is_apart, 
 
     crew.assign, crew.has_nonfinite = assign, has_nonfinite
     programs = [
-        program(crew, block_q, is_apart, masked, shared, whole, len(begins))
+        program(crew, block_q, is_apart, masked, shared, (whole, finished), len(begins))
         for _ in range(draws.choice([1, 2, 3]))
     ]
     crew.run(*(warp for warps in programs for warp in warps))
@@ -308,6 +334,7 @@ def test_no_warp_waits_forever_and_sums_have_one_order(crew, block_q, is_apart, 
         found = crew.sums.get(tile, [])
         expected = [i for i, b in enumerate(begins) if b <= tile]
         assert (sorted(found) if whole else found) == expected
+        assert crew.finished.get(tile, []) == (expected if finished else [])
     # dk and dv of every key tile, once.
     for ticket, begin in enumerate(begins):
         made_of = ticket if begin < n_tiles else None
@@ -327,6 +354,7 @@ def test_spans_of_a_loop_wait_for_each_other_and_add_up_as_it_does(crew, block_q
     n_tiles = n_spans * span_tiles - draws.randrange(span_tiles)
     n_keys = draws.choice([1, 3, 6])
     n_whole = draws.randrange(n_keys)
+    finished = draws.random() < 0.5
     crew.begins = [0] * n_keys
     crew.has_nonfinite = lambda _: False
     # Tickets: key tile, span.
@@ -346,6 +374,7 @@ def test_spans_of_a_loop_wait_for_each_other_and_add_up_as_it_does(crew, block_q
             HAS_LEFT=False,
             HAS_RIGHT=False,
             turn=lambda t: key,
+            is_last=lambda t: key == n_keys - 1,
             carried=(max(span, 0) * 256, 0 <= span < n_spans - 1, key << 20, f"signals {key}"),
         )
         key_tile = SimpleNamespace(
@@ -360,11 +389,13 @@ def test_spans_of_a_loop_wait_for_each_other_and_add_up_as_it_does(crew, block_q
 
     crew.assign = assign
     programs = [
-        program(crew, block_q, is_apart, False, False, False, len(tickets), n_spans)
+        program(crew, block_q, is_apart, False, False, (False, finished), len(tickets), n_spans)
         for _ in range(draws.choice([1, 2, 3]))
     ]
     crew.run(*(warp for warps in programs for warp in warps))
-    assert crew.sums == {tile: list(range(n_keys)) for tile in range(n_tiles)}
+    expected = {tile: list(range(n_keys)) for tile in range(n_tiles)}
+    assert crew.sums == expected
+    assert crew.finished == (expected if finished else {})
     rows = range(0, BLOCK_KV, block_q)
     assert crew.derived == {(key, row): [key] * 2 for key in range(n_keys) for row in rows}
     assert not crew.carried

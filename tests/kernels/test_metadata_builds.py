@@ -42,9 +42,12 @@ def lengths(dtype: torch.dtype, Sq: int, page_size: int = 0, **more: Any) -> Cas
     return paginate(case, page_size) if page_size else case
 
 
-def packed(dtype: torch.dtype, lens: list[int] = OFFSETS, D: int = 64) -> Case:
+def packed(
+    dtype: torch.dtype, lens: list[int] = OFFSETS, D: int = 64, Hkv: int | None = None
+) -> Case:
+    heads = {"Hq": 8} if Hkv is None else {"Hq": 8, "Hkv": Hkv}
     sinks = torch.zeros(8)
-    case = draw_varlen(lens, OFFSETS, Hq=8, D=D, dtype=BF16, causal=True, sinks=sinks)
+    case = draw_varlen(lens, OFFSETS, **heads, D=D, dtype=BF16, causal=True, sinks=sinks)
     for n in ("cu_seqlens_q", "cu_seqlens_k"):
         case = case.replaced(**{n: case.tensors[n].to(dtype)})
     return case
@@ -152,6 +155,11 @@ def test_short_launches_of_the_hopper_kernels(compiled, monkeypatch, D, dtype):
     monkeypatch.setattr(narrow, "processors", lambda _: 132)
     case = packed(dtype, D=D)
     derive(hopper.KERNEL.prepare_backward, case)
+    if D == 64:
+        # Where heads are not grouped, dq of tiles that see no key is written by the first launch.
+        grouped = compiled["prepare_rows"]
+        derive(hopper.KERNEL.prepare_backward, packed(dtype, D=D, Hkv=8))
+        assert compiled["prepare_rows"] != grouped
     problem, tensors = pose(case)
     sorting = sequence_order.sort_launch(problem, 128)
     order = torch.empty(1000, dtype=torch.int32)

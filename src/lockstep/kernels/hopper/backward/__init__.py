@@ -3,6 +3,8 @@
 call.py        what comes before and after the kernels
 rows.py        statistics of each row, before the kernels; dQ from its sums, after them
 sinks.py       the gradient of sinks
+groups.py      what launches take together
+turns.py       how many parts of dQ a query tile has, and waiting for them
 sizes.py       sizes and masks of a launch; which tiles see each other
 query_loop.py  key tiles, and the loop over the query tiles that see one
 shares.py      queries that are shared out among several loops, and the sum of their dK and dV

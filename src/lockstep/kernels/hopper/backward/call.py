@@ -151,15 +151,18 @@ def rows_launch(
     q: Tensor,
     dout: Tensor,
     workspace: Workspace,
+    writes_dq: bool = False,
     **options: int,
 ) -> Launch:
-    """The launch of `prepare_rows`."""
+    """The launch of `prepare_rows`, which `writes_dq` of tiles that see no key."""
     dout_strides = strides_of(dout, problem.layout == "varlen")
     absent = _absent(workspace, (*OF_LARGE_SCORES, *OF_ORDER, "plan"))
     # A mask may leave a row its sink alone.
     may_see_sinks_alone = problem.has_sinks and problem.window != (None, None)
-    if "plan" in absent and not may_see_sinks_alone:
+    if "plan" in absent and not may_see_sinks_alone and not writes_dq:
         absent.append("kv_lens")
+    if not writes_dq:
+        absent.append("dq")
     if workspace.get("sink_sums") is None:
         absent += OF_SINKS
     # As a kernel gets it.
@@ -171,13 +174,14 @@ def rows_launch(
         {
             **{name: stride // ALIGNMENT for name, stride in by_dim},
             **row_arguments(problem, cut, q),
-            **rule_of(problem, cut.block_q, cut.block_kv),
+            **rule_of(problem, cut.block_q, cut.block_kv)._asdict(),
             "Hkv": problem.Hkv,
             "heads_per_kv": problem.Hq // problem.Hkv,
             **window_arguments(problem),
             "unit": unit,
             "unit_rest": problem.score_unit - unit,
             "ALIGN": ALIGNMENT,
+            "D": problem.D if writes_dq else 0,
             "DV": problem.Dv,
             "BLOCK_D": 64 if problem.Dv <= 64 else cut.block_d,
             "BLOCK_Q": cut.block_q,
@@ -192,9 +196,10 @@ def rows_launch(
 
 
 def queries_launch(
-    problem: AttentionProblem, cut: Cut, q: Tensor, parts: int, rest: int = 64
+    problem: AttentionProblem, cut: Cut, q: Tensor, parts: int, rest: int = 64, turns: int = 1
 ) -> Launch:
-    """The launch of `finish_queries`; the last part of a tile of dQ has `rest` columns."""
+    """The launch of `finish_queries`; the last part of a tile of dQ has `rest` columns, and a key
+    tile increments a counter so many `turns`."""
     arguments = {
         **row_arguments(problem, cut, q),
         **window_arguments(problem),
@@ -204,9 +209,10 @@ def queries_launch(
         "BLOCK_Q": cut.block_q,
         "BLOCK_KV": cut.block_kv,
         "PARTS": parts,
+        "TURNS": turns,
         "EARLY": True,
     }
-    grid = (cut.n_tiles, parts)
+    grid = (cut.n_tiles * parts,)
     return Launch(finish_queries, grid, arguments, names=OFFSETS, launch_pdl=True)
 
 

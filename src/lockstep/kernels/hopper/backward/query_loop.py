@@ -102,6 +102,14 @@ class QueryLoop:
         return self.first_key // self.BLOCK_KV - first_seen // self.BLOCK_KV
 
     @gluon.jit
+    def is_last(self, t):
+        """Whether no later key tile adds to a head's t-th tile."""
+        is_last = self.room <= self.BLOCK_KV
+        if self.HAS_RIGHT:
+            is_last = is_last | (self.high + t * self.BLOCK_Q <= self.BLOCK_KV - self.BLOCK_Q)
+        return is_last
+
+    @gluon.jit
     def cuts(self, t):
         """Whether some key of the program is hidden from some query of the t-th tile."""
         cut = self.room < 0

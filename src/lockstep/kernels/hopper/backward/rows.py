@@ -27,8 +27,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lockstep.kernels.hopper.backward.groups import (
+    RowPointers,
+    RowSizes,
+    SequencePointers,
+    ShareRule,
+    SinkPointers,
+    Strides,
+)
 from lockstep.kernels.hopper.backward.shares import divide_queries
 from lockstep.kernels.hopper.backward.sinks import sum_tile
+from lockstep.kernels.hopper.backward.turns import await_count, count_parts
 from lockstep.kernels.hopper.common.accumulator import from_registers
 from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.sequences import (
@@ -47,12 +56,13 @@ LARGE_LSE = tl.constexpr(2048.0)
 
 
 @triton.jit
-def _place(cu_q_ptr, cu_kv_ptr, kv_lens_ptr, H, B, Sq, Skv, q_slots, BLOCK_Q: tl.constexpr):
-    """The tile of this program: its number, sequence, head, number in the sequence; then the
-    sequence's first row and its lengths, whether it is good, and if any offset is wrong."""
-    tile = tl.program_id(0)
-    head, q_tile = tile // q_slots, tile % q_slots
-    if cu_q_ptr is not None:
+def _place(tile, sequences, sizes, BLOCK_Q: tl.constexpr):
+    """Where a tile is: its sequence, head, number in the sequence; then the sequence's first row
+    and its lengths, whether it is good, and if any offset is wrong."""
+    B, Sq, Skv = sizes.B, sizes.Sq, sizes.Skv
+    head, q_tile = tile // sizes.q_slots, tile % sizes.q_slots
+    if sequences.cu_q_ptr is not None:
+        cu_q_ptr, cu_kv_ptr = sequences.cu_q_ptr, sequences.cu_kv_ptr
         batch, is_any_wrong = owner_of(q_tile, cu_q_ptr, cu_kv_ptr, B, Sq, Skv, 1, BLOCK_Q)
         start, end, is_right = bounds_of(batch, is_any_wrong, cu_q_ptr, B, Sq)
         first_key, last_key, is_key_right = bounds_of(batch, is_any_wrong, cu_kv_ptr, B, Skv)
@@ -61,18 +71,19 @@ def _place(cu_q_ptr, cu_kv_ptr, kv_lens_ptr, H, B, Sq, Skv, q_slots, BLOCK_Q: tl
         len_kv = tl.where(is_good, last_key - first_key, 0).to(tl.int32)
         q_tile -= start // BLOCK_Q + batch
     else:
-        batch, head = head // H, head % H
+        batch, head = head // sizes.H, head % sizes.H
         start, len_q, len_kv, is_good, is_any_wrong = 0, Sq, Skv, True, False
-        if kv_lens_ptr is not None:
-            len_kv, is_good = checked_length(kv_lens_ptr, batch, Skv)
-    return tile, batch, head, q_tile, start, len_q, len_kv, is_good, is_any_wrong
+        if sequences.kv_lens_ptr is not None:
+            len_kv, is_good = checked_length(sequences.kv_lens_ptr, batch, Skv)
+    return batch, head, q_tile, start, len_q, len_kv, is_good, is_any_wrong
 
 
 @triton.jit
-def _store_bounds(bounds_ptr, b, is_any_wrong, cu_q_ptr, cu_kv_ptr, B, Sq, Skv):
+def _store_bounds(bounds_ptr, b, is_any_wrong, sequences, sizes):
     """Stores the offsets of sequence b, and after sequence B where all of them end."""
-    q_start, _, is_right = bounds_of(b, is_any_wrong, cu_q_ptr, B, Sq)
-    kv_start, _, is_key_right = bounds_of(b, is_any_wrong, cu_kv_ptr, B, Skv)
+    B, Sq, Skv = sizes.B, sizes.Sq, sizes.Skv
+    q_start, _, is_right = bounds_of(b, is_any_wrong, sequences.cu_q_ptr, B, Sq)
+    kv_start, _, is_key_right = bounds_of(b, is_any_wrong, sequences.cu_kv_ptr, B, Skv)
     is_good = is_right & is_key_right
     tl.store(bounds_ptr + b, q_start.to(tl.int32))
     tl.store(bounds_ptr + (B + 2) + b, kv_start.to(tl.int32))
@@ -101,30 +112,28 @@ def _clean_lengths(b, before, cu_ptr, B, T):
 
 @triton.jit
 def _make_plan(
-    plan_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, B, Sq, Skv, Hkv, heads_per_kv, few_loops,
-    enough_loops, least_steps, more_shares, more_loops, more_steps, round_loops, seen_tiles,
-    most_spans, BLOCK_Q: tl.constexpr,
+    plan_ptr, sequences, sizes, Hkv, heads_per_kv, rule, BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """Stores the plan of all sequences, and behind the last one, how many slots and shares there
     are."""
+    B, Sq, Skv = sizes.B, sizes.Sq, sizes.Skv
     before_q, before_kv = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     slots, shares = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     ROW = B + 2
     for first in range(0, B + 1, CHUNK):
         b = first + tl.arange(0, CHUNK)
-        if cu_q_ptr is not None:
-            len_q, before_q = _clean_lengths(b, before_q, cu_q_ptr, B, Sq)
-            len_kv, before_kv = _clean_lengths(b, before_kv, cu_kv_ptr, B, Skv)
+        if sequences.cu_q_ptr is not None:
+            len_q, before_q = _clean_lengths(b, before_q, sequences.cu_q_ptr, B, Sq)
+            len_kv, before_kv = _clean_lengths(b, before_kv, sequences.cu_kv_ptr, B, Skv)
         else:
-            len_kv = tl.load(kv_lens_ptr + b, mask=b < B, other=0)
+            len_kv = tl.load(sequences.kv_lens_ptr + b, mask=b < B, other=0)
             len_kv = tl.where((len_kv >= 0) & (len_kv <= Skv), len_kv, 0).to(tl.int32)
             len_q = len_kv * 0 + Sq
         kv_tiles = tl.cdiv(len_kv, BLOCK_KV)
         heads, span_tiles, by_heads, spans = divide_queries(
-            tl.cdiv(len_q, BLOCK_Q), kv_tiles, Hkv, heads_per_kv, few_loops, enough_loops,
-            least_steps, more_shares, more_loops, more_steps, round_loops, seen_tiles, most_spans,
-        )  # fmt: skip
+            tl.cdiv(len_q, BLOCK_Q), kv_tiles, Hkv, heads_per_kv, rule
+        )
         n_shares = by_heads * spans
         n = kv_tiles * n_shares
         n_shared = tl.where(n_shares > 1, n, 0)
@@ -141,57 +150,90 @@ def _make_plan(
     tl.store(plan_ptr + ROW + B + 1, shares)
 
 
+@triton.jit
+def _store_statistics(
+    pointers, tile, m, delta, log2_l, is_empty, is_nonfinite, unit, BLOCK_Q: tl.constexpr
+):
+    """Stores what kernels need of the rows of a tile."""
+    r, tile64 = tl.arange(0, BLOCK_Q), tile.to(tl.int64)
+    if pointers.flags_ptr is None:
+        to = pointers.stats_ptr + tile64 * (4 * BLOCK_Q) + r
+        tl.store(to, m)
+        tl.store(to + BLOCK_Q, delta)
+        tl.store(to + 2 * BLOCK_Q, log2_l)
+    else:
+        lse2 = tl.where(is_nonfinite, NONFINITE, tl.fma(m, unit, log2_l))
+        to = pointers.stats_ptr + tile64 * (2 * BLOCK_Q) + r
+        tl.store(to, lse2)
+        tl.store(to + BLOCK_Q, delta)
+        is_large = (tl.abs(lse2) >= LARGE_LSE) & (is_empty == 0) & (is_nonfinite == 0)
+        flag = tl.max(is_large.to(tl.int32), 0)
+        tl.store(pointers.flags_ptr + tile, flag)
+        to = pointers.large_ptr + tile64 * (2 * BLOCK_Q) + r
+        # Stored for every tile: a loop over tiles of which some need them reads those of all.
+        tl.store(to, m)
+        tl.store(to + BLOCK_Q, log2_l)
+
+
+@triton.jit
+def _store_nothing(dq_ptr, row, is_row, nan_or_0, D: tl.constexpr):
+    """dQ of a tile that no key tile adds to: 0, or NaN in a bad sequence."""
+    for first in tl.static_range(0, D, 64):
+        d = first + tl.arange(0, 64)
+        to = dq_ptr + row[:, None] * D + d[None, :]
+        nothing = tl.zeros(to.shape, tl.float32) + nan_or_0
+        tl.store(to, nothing.to(dq_ptr.dtype.element_ty), mask=is_row[:, None] & (d < D)[None, :])
+
+
 @unspecialized(
     triton.jit, any_address=("bounds_ptr", "plan_ptr", "kv_lens_ptr", "sinks_ptr", "sink_sums_ptr")
 )
 def prepare_rows(
-    out_ptr, dout_ptr, statistics_ptr, dlse_ptr, stats_ptr, large_ptr, flags_ptr, turn_ptr,
-    ticket_ptr, bounds_ptr, plan_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, sinks_ptr, sink_sums_ptr,
-    stride_ob, stride_oh, stride_os, stride_rb, stride_rh, stride_rs, H, B, Sq, Skv, q_slots, Hkv,
-    heads_per_kv, few_loops, enough_loops, least_steps, more_shares, more_loops, more_steps,
-    round_loops, seen_tiles, most_spans, left, right, unit, unit_rest,
-    ALIGN: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr, MAY_SEE_SINKS_ALONE: tl.constexpr, EARLY: tl.constexpr,
+    pointers: RowPointers, sequences: SequencePointers, sinks: SinkPointers, stride_o: Strides,
+    stride_r: Strides, sizes: RowSizes, Hkv, heads_per_kv, rule: ShareRule, left, right, unit,
+    unit_rest, ALIGN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MAY_SEE_SINKS_ALONE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`stride_o*` are those of dout in units of ALIGN; `stride_r*` count rows of out and lse. For
+    """`stride_o` are those of dout in units of ALIGN; `stride_r` count rows of out and lse. For
     wide heads, there are neither flags nor counters to set to 0; for medium ones and in constant
     time, no flags. EARLY: the next kernel may start as soon as there is room, to wait for this
     one."""
     if EARLY:
         gdc_launch_dependents()
-    tile, batch, head, q_tile, start, len_q, len_kv, _, is_any_wrong = _place(
-        cu_q_ptr, cu_kv_ptr, kv_lens_ptr, H, B, Sq, Skv, q_slots, BLOCK_Q
+    tile = tl.program_id(0)
+    batch, head, q_tile, start, len_q, len_kv, is_good, is_any_wrong = _place(
+        tile, sequences, sizes, BLOCK_Q
     )
     q_idx = q_tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     is_row = q_idx < len_q
-    if cu_q_ptr is not None:
+    if sequences.cu_q_ptr is not None:
         # Rows that belong to no sequence are NaN in out, and must not reach any gradient.
-        is_row &= batch < B
+        is_row &= batch < sizes.B
         batch = 0
-        if tile <= B:
-            _store_bounds(bounds_ptr, tile, is_any_wrong, cu_q_ptr, cu_kv_ptr, B, Sq, Skv)
+        if tile <= sizes.B:
+            _store_bounds(pointers.bounds_ptr, tile, is_any_wrong, sequences, sizes)
     b, h, s = tl.cast(batch, tl.int64), tl.cast(head, tl.int64), (start + q_idx).to(tl.int64)
-    row = b * stride_rb + h * stride_rh + s * stride_rs  # [BLOCK_Q]
-    dout_row = (b * stride_ob + h * stride_oh + s * stride_os) * ALIGN
+    row = b * stride_r.b + h * stride_r.h + s * stride_r.s  # [BLOCK_Q]
+    dout_row = (b * stride_o.b + h * stride_o.h + s * stride_o.s) * ALIGN
     d = tl.arange(0, BLOCK_D)[None, :]
     inside = is_row[:, None] & (d < DV)
-    out = tl.load(out_ptr + row[:, None] * DV + d, mask=inside, other=0.0).to(tl.float32)
-    dout = tl.load(dout_ptr + dout_row[:, None] + d, mask=inside, other=0.0).to(tl.float32)
-    delta = tl.sum(out * dout, 1)  # [BLOCK_Q]
-    if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + row, mask=is_row, other=0.0)
-    m = tl.load(statistics_ptr + 2 * row, mask=is_row, other=float("inf"))
-    log2_l = tl.log2(tl.load(statistics_ptr + 2 * row + 1, mask=is_row, other=1.0))
+    out = tl.load(pointers.out_ptr + row[:, None] * DV + d, mask=inside, other=0.0).to(tl.float32)
+    dout = tl.load(pointers.dout_ptr + dout_row[:, None] + d, mask=inside, other=0.0)
+    delta = tl.sum(out * dout.to(tl.float32), 1)  # [BLOCK_Q]
+    if pointers.dlse_ptr is not None:
+        delta -= tl.load(pointers.dlse_ptr + row, mask=is_row, other=0.0)
+    m = tl.load(pointers.statistics_ptr + 2 * row, mask=is_row, other=float("inf"))
+    log2_l = tl.log2(tl.load(pointers.statistics_ptr + 2 * row + 1, mask=is_row, other=1.0))
     is_empty = m == float("inf")
-    r, tile64 = tl.arange(0, BLOCK_Q), tile.to(tl.int64)
     # Where dO is not finite, delta is not: that times anything, even 0, is infinite or NaN.
     is_nonfinite = (((m + log2_l + delta) * 0.0) != 0.0) & (is_empty == 0)
     m = tl.where(is_nonfinite, NONFINITE, m)
     delta = tl.where(is_empty | is_nonfinite, 0.0, delta)
     log2_l = tl.where(is_empty | is_nonfinite, 0.0, log2_l)
-    if sink_sums_ptr is not None:
-        sink_sum = sum_tile(sinks_ptr + head, m, log2_l, delta, unit, unit_rest)
-        tl.store(sink_sums_ptr + tile, sink_sum)
+    if sinks.sink_sums_ptr is not None:
+        sink_sum = sum_tile(sinks.sinks_ptr + head, m, log2_l, delta, unit, unit_rest)
+        tl.store(sinks.sink_sums_ptr + tile, sink_sum)
     if MAY_SEE_SINKS_ALONE:
         # Then m does not tell whether the row's q is finite: it becomes that of a row that sees
         # nothing.
@@ -202,35 +244,19 @@ def prepare_rows(
         delta = tl.where(is_empty, 0.0, delta)
         log2_l = tl.where(is_empty, 0.0, log2_l)
         is_nonfinite &= is_empty == 0
-    if flags_ptr is None:
-        to = stats_ptr + tile64 * (4 * BLOCK_Q) + r
-        tl.store(to, m)
-        tl.store(to + BLOCK_Q, delta)
-        tl.store(to + 2 * BLOCK_Q, log2_l)
-    else:
-        lse2 = tl.where(is_nonfinite, NONFINITE, tl.fma(m, unit, log2_l))
-        to = stats_ptr + tile64 * (2 * BLOCK_Q) + r
-        tl.store(to, lse2)
-        tl.store(to + BLOCK_Q, delta)
-        is_large = (tl.abs(lse2) >= LARGE_LSE) & (is_empty == 0) & (is_nonfinite == 0)
-        flag = tl.max(is_large.to(tl.int32), 0)
-        tl.store(flags_ptr + tile, flag)
-        to = large_ptr + tile64 * (2 * BLOCK_Q) + r
-        # Stored for every tile: a loop over tiles of which some need them reads those of all.
-        tl.store(to, m)
-        tl.store(to + BLOCK_Q, log2_l)
-    if plan_ptr is not None and tile == 0:
-        _make_plan(
-            plan_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, B, Sq, Skv, Hkv, heads_per_kv, few_loops,
-            enough_loops, least_steps, more_shares, more_loops, more_steps, round_loops, seen_tiles,
-            most_spans, BLOCK_Q, BLOCK_KV,
-        )  # fmt: skip
-    if turn_ptr is not None:
-        tl.store(turn_ptr + tile, 0)
+    if pointers.dq_ptr is not None:
+        n_parts = count_parts(q_tile, len_q, len_kv, left, right, BLOCK_Q, BLOCK_KV)
+        if n_parts == 0:
+            _store_nothing(pointers.dq_ptr, row, q_idx < len_q, nan_where(not is_good), D)
+    _store_statistics(pointers, tile, m, delta, log2_l, is_empty, is_nonfinite, unit, BLOCK_Q)
+    if pointers.plan_ptr is not None and tile == 0:
+        _make_plan(pointers.plan_ptr, sequences, sizes, Hkv, heads_per_kv, rule, BLOCK_Q, BLOCK_KV)
+    if pointers.turn_ptr is not None:
+        tl.store(pointers.turn_ptr + tile, 0)
         # Those of cut loops: `cuts.py`.
-        tl.store(turn_ptr + tl.num_programs(0) + tile, 0)
+        tl.store(pointers.turn_ptr + tl.num_programs(0) + tile, 0)
         if tile == 0:
-            tl.store(ticket_ptr, 0)
+            tl.store(pointers.ticket_ptr, 0)
 
 
 @triton.jit
@@ -251,29 +277,25 @@ def _finish_part(
     tl.store(dq_ptr + row[:, None] * D + d[None, :], dq, mask=inside)
 
 
-@unspecialized(triton.jit)
+@unspecialized(triton.jit, any_address=("turn_ptr",))
 def finish_queries(
-    sums_ptr, dq_ptr, cu_q_ptr, cu_kv_ptr, kv_lens_ptr, stride_rb, stride_rh, stride_rs,
-    H, B, Sq, Skv, q_slots, left, right, scale, D: tl.constexpr, REST: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    sums_ptr, dq_ptr, turn_ptr, sequences: SequencePointers, stride_r: Strides, sizes: RowSizes,
+    left, right, scale, D: tl.constexpr, REST: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale · sums; 0 for tiles that see no key, whose sums are not written; NaN for those
-    of bad sequences. EARLY: this one starts before the kernel that sums has ended."""
-    tile, batch, head, q_tile, start, len_q, len_kv, is_good, _ = _place(
-        cu_q_ptr, cu_kv_ptr, kv_lens_ptr, H, B, Sq, Skv, q_slots, BLOCK_Q
-    )
-    part = tl.program_id(1)
-    # The sums are written if the key tile with the first key that any row sees loops over this
-    # tile.
-    first_q = q_tile * BLOCK_Q + len_kv - len_q
-    first_key = tl.maximum(first_q - left, 0)
-    begin = first_key // BLOCK_KV * BLOCK_KV - (len_kv - len_q) - right
-    is_written = (first_key < len_kv) & (q_tile >= tl.maximum(begin, 0) // BLOCK_Q)
+    of bad sequences. EARLY: this one starts before the kernel that sums has ended, on SMs that it
+    leaves idle, and takes tiles that all key tiles have added to, TURNS times each."""
+    pid = tl.program_id(0)
+    tile, part = pid // PARTS, pid % PARTS
+    batch, head, q_tile, start, len_q, len_kv, is_good, _ = _place(tile, sequences, sizes, BLOCK_Q)
+    n_parts = count_parts(q_tile, len_q, len_kv, left, right, BLOCK_Q, BLOCK_KV)
+    is_written = n_parts > 0
     if EARLY:
-        gdc_wait()
-    if cu_q_ptr is not None:
+        await_count(turn_ptr + tile, n_parts * TURNS, BY_MANY=True)
+    if sequences.cu_q_ptr is not None:
         batch = 0
-    first_row = tl.cast(batch, tl.int64) * stride_rb + tl.cast(head, tl.int64) * stride_rh
+    first_row = tl.cast(batch, tl.int64) * stride_r.b + tl.cast(head, tl.int64) * stride_r.h
     SIZE: tl.constexpr = 64 * (64 * (PARTS - 1) + REST)
     part_ptr = sums_ptr + tile.to(tl.int64) * SIZE + part * 4096
     q_idx = q_tile * BLOCK_Q + tl.arange(0, 64)
@@ -282,7 +304,7 @@ def finish_queries(
         first_d = part * 64
     else:
         q_idx += part * 64
-    row = first_row + (start + q_idx).to(tl.int64) * stride_rs
+    row = first_row + (start + q_idx).to(tl.int64) * stride_r.s
     is_row = q_idx < len_q
     nan_or_0 = nan_where(not is_good)
     if REST == 64:  # noqa: SIM114, with an `or` the last call would be compiled, too
@@ -291,3 +313,7 @@ def finish_queries(
         _finish_part(part_ptr, is_written, dq_ptr, row, is_row, first_d, scale, nan_or_0, D, 64)
     else:
         _finish_part(part_ptr, is_written, dq_ptr, row, is_row, first_d, scale, nan_or_0, D, REST)
+    if EARLY:  # noqa: SIM102, the interpreter has no `gdc_wait`
+        if pid == tl.num_programs(0) - 1:
+            # This kernel must not end before the one that sums, which has dk and dv to store.
+            gdc_wait()

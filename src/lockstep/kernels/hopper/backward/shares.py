@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from lockstep.kernels.hopper.backward.groups import ShareRule
 from lockstep.kernels.hopper.backward.sizes import find_sequence
 from lockstep.kernels.hopper.common.accumulator import ROWS, as_registers, from_registers
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
@@ -61,14 +62,14 @@ def shares_of(
     q_tiles, Hkv, group = triton.cdiv(problem.Sq, block_q), problem.Hkv, problem.Hq // problem.Hkv
 
     def divide(kv_tiles: int) -> tuple[int, int, int, int]:
-        found = divide_queries.fn(q_tiles, kv_tiles, Hkv, group, *rule.values())
+        found = divide_queries.fn(q_tiles, kv_tiles, Hkv, group, rule)
         heads, span_tiles, by_heads, spans = found
         return heads, span_tiles, spans, by_heads * spans
 
     full = divide(triton.cdiv(problem.Skv, block_kv))
     if problem.layout == "varlen":
         # One build serves all lengths. Rows that no sequence owns make one more.
-        if group == 1 and rule["most_spans"] == 1:
+        if group == 1 and rule.most_spans == 1:
             return None
         q_tiles, sequences = problem.Sq // block_q + problem.B + 1, problem.B + 1
     elif problem.has_kv_lens:
@@ -82,14 +83,14 @@ def shares_of(
     # As `divide_queries` has it: about so many loops, and no fewer steps to a share than those; or
     # a few shares of each loop. By steps alone, there is a bound of both.
     steps = group * q_tiles
-    capacity = min(rule["enough_loops"] * sequences, steps) // Hkv + rule["more_shares"] * kv_slots
-    most = triton.cdiv(steps * max(rule["more_loops"], rule["more_steps"]), rule["more_steps"])
+    capacity = min(rule.enough_loops * sequences, steps) // Hkv + rule.more_shares * kv_slots
+    most = triton.cdiv(steps * max(rule.more_loops, rule.more_steps), rule.more_steps)
     capacity = max(min(capacity, triton.cdiv(most, Hkv)), 1)
     return Shares(kv_slots + capacity, capacity, *full)
 
 
-def rule_of(problem: AttentionProblem, block_q: int, block_kv: int) -> dict[str, int]:
-    """The last numbers of `divide_queries` for this mask."""
+def rule_of(problem: AttentionProblem, block_q: int, block_kv: int) -> ShareRule:
+    """How queries are shared out under this mask."""
     left, right = problem.window
     if left is None and right is None:
         loops, seen, most_spans = (FEW_LOOPS, ENOUGH_LOOPS, LEAST_STEPS), MANY_TILES, MANY_TILES
@@ -102,34 +103,27 @@ def rule_of(problem: AttentionProblem, block_q: int, block_kv: int) -> dict[str,
         most_spans = 1
         loops = (FEW_LOOPS_WITH_MASK, ENOUGH_LOOPS_WITH_MASK, LEAST_STEPS_WITH_MASK)
         more = (MORE_SHARES_WITH_MASK, MORE_LOOPS_WITH_MASK, MORE_STEPS_WITH_MASK)
-    names = (
-        "few_loops", "enough_loops", "least_steps", "more_shares", "more_loops", "more_steps",
-        "round_loops", "seen_tiles", "most_spans",
-    )  # fmt: skip
-    return dict(zip(names, (*loops, *more, ROUND_LOOPS, seen, most_spans), strict=True))
+    return ShareRule(*loops, *more, ROUND_LOOPS, seen, most_spans)
 
 
 @triton.jit
-def divide_queries(
-    q_tiles, kv_tiles, Hkv, group, few_loops, enough_loops, least_steps, more_shares, more_loops,
-    more_steps, round_loops, seen_tiles, most_spans,
-):  # fmt: skip
+def divide_queries(q_tiles, kv_tiles, Hkv, group, rule):
     """How the queries of each key tile of a sequence are shared out, by its tiles and heads alone:
     heads of a share, query tiles of a span, how many shares heads make, and how many spans. A key
-    tile sees at most `seen_tiles` query tiles. The host computes this, too."""
+    tile sees at most `rule.seen_tiles` query tiles. The host computes this, too."""
     loops = kv_tiles * Hkv
-    steps = group * min(q_tiles, seen_tiles)
-    wanted = min(enough_loops // max(loops, 1), steps // max(least_steps, loops))
-    wanted = wanted * (loops <= few_loops)
-    room = (loops + round_loops - 1) // round_loops * round_loops
-    is_uneven = (loops <= more_loops) & (8 * loops < 7 * room)
-    wanted = max(wanted, max(min(more_shares, steps // more_steps) * is_uneven, 1))
+    steps = group * min(q_tiles, rule.seen_tiles)
+    wanted = min(rule.enough_loops // max(loops, 1), steps // max(rule.least_steps, loops))
+    wanted = wanted * (loops <= rule.few_loops)
+    room = (loops + rule.round_loops - 1) // rule.round_loops * rule.round_loops
+    is_uneven = (loops <= rule.more_loops) & (8 * loops < 7 * room)
+    wanted = max(wanted, max(min(rule.more_shares, steps // rule.more_steps) * is_uneven, 1))
     # Spans are about equal; heads may make some shares longer than others.
     heads = (group + wanted - 1) // wanted
-    is_by_spans = (group % wanted > 0) & (wanted <= min(q_tiles, most_spans))
+    is_by_spans = (group % wanted > 0) & (wanted <= min(q_tiles, rule.most_spans))
     heads = heads + (group - heads) * is_by_spans
     by_heads = (group + heads - 1) // heads
-    spans = min(wanted // by_heads, most_spans)
+    spans = min(wanted // by_heads, rule.most_spans)
     span_tiles = max((q_tiles + spans - 1) // spans, 1)
     return heads, span_tiles, by_heads, max((q_tiles + span_tiles - 1) // span_tiles, 1)
 

@@ -142,6 +142,15 @@ class Sizes:
         return batch, head, q_start, kv_start, len_q, len_kv, is_good
 
 
+@gluon.jit
+def with_slots(q_slots, numbers):
+    """The numbers of `Sizes` from `groups.SizeNumbers`."""
+    return (
+        q_slots, numbers.Hkv, numbers.heads_per_kv, numbers.B, numbers.Sq, numbers.Skv,
+        numbers.left, numbers.right, numbers.kv_batch_rows,
+    )  # fmt: skip
+
+
 @triton.jit
 def find_sequence(slot, cu_ptr, B, BLOCK: tl.constexpr, SPARE: tl.constexpr):
     """The packed sequence that owns a slot: sequence b has the slots from cu[b] // BLOCK +

@@ -61,7 +61,7 @@ def tensor_map(x: Tensor, block: list[int], packed: bool, clipped: bool) -> Tens
         shape, strides = ragged(H, D, by_head, by_row)
     else:
         shape, strides = [1, x.shape[0], H, S, D], [by_batch, by_batch, by_head, by_row, 1]
-    return TensorDescriptor(x, shape, strides, block, _layout(128, 16, 5))
+    return TensorDescriptor(x, shape, strides, block, _layout(min(2 * block[-1], 128), 16, 5))
 
 
 def flat_map(x: Tensor, block: list[int]) -> TensorDescriptor:

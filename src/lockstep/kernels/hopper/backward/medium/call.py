@@ -71,7 +71,7 @@ def prepare_backward(
     ]  # fmt: skip
     made = ["dk", "dv"]
     if needs.q:
-        launches.append(queries_launch(problem, cut, given.q, D // 64))
+        launches.append(queries_launch(problem, cut, given.q, D // 64, turns=2))
         made.append("dq")
     if needs.sinks:
         launches.append(sinks_launch(problem, cut))

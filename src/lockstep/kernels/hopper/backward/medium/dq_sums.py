@@ -8,7 +8,8 @@ counter of a query tile, so it says how many halves have been added.
 from __future__ import annotations
 
 from lockstep.kernels.hopper.backward.medium.tiles import CONSUMER_AND_WARP, DQ_FULL
-from lockstep.kernels.hopper.backward.narrow.dq_sums import await_count, await_sums
+from lockstep.kernels.hopper.backward.narrow.dq_sums import await_sums
+from lockstep.kernels.hopper.backward.turns import await_count
 from lockstep.kernels.hopper.common.accumulator import as_registers
 from lockstep.kernels.hopper.common.gluon_shim import (
     aggregate,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lockstep.kernels.hopper.backward.groups import ScoreNumbers, SizeNumbers
 from lockstep.kernels.hopper.backward.medium.consumer import consume
 from lockstep.kernels.hopper.backward.medium.dq_sums import DqSums, add_halves
 from lockstep.kernels.hopper.backward.medium.tiles import MAIN, STAGES, Tiles
@@ -15,7 +16,7 @@ from lockstep.kernels.hopper.backward.narrow.tile_queue import TileQueue
 from lockstep.kernels.hopper.backward.nonfinite import has_nonfinite, overwrite_nonfinite, rewrite
 from lockstep.kernels.hopper.backward.query_loop import KeyTile, assign_keys
 from lockstep.kernels.hopper.backward.scores import Scores
-from lockstep.kernels.hopper.backward.sizes import Sizes
+from lockstep.kernels.hopper.backward.sizes import Sizes, with_slots
 from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.gluon_shim import (
     fence_async_shared,
@@ -124,7 +125,7 @@ def produce(
     last = KeyTile((none, none, none, none, none, none), (none, none, none, none), sizes.LAYOUT)
     while ticket < kv_slots * n_heads:
         key_tile, loop = assign_keys(ticket, kv_slots, n_heads, heads_at_once, sizes)
-        queue.post(n_loops, loop, n_loops * 0)
+        queue.post(n_loops, loop, key_tile, n_loops * 0)
         tile = loop.first_tile
         t = loop.first_number()
         head = tile * 0
@@ -176,24 +177,22 @@ def produce(
 def medium_kernel(
     q_desc, q_rest_desc, dout_desc, stats_desc, k_desc, k_rest_desc, v_desc, dk_desc, dk_rest_desc,
     dv_desc, chunk_desc, middle_desc, turn_ptr, ticket_ptr, bounds_ptr, kv_lens_ptr,
-    scale, unit, softcap, kv_slots, q_slots,
-    n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows,
+    of_scores: ScoreNumbers, kv_slots, q_slots, n_heads, heads_at_once, numbers: SizeNumbers,
     LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr,
     CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr, CONSTANT_TIME: gl.constexpr,
 ):  # fmt: skip
-    # The next kernel may start as soon as there is room, to wait for this one.
-    gdc_launch_dependents()
     sizes = Sizes(
-        (q_slots, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows),
-        bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, q_desc.block_shape[3],
-        k_desc.block_shape[3], CONSTANT_TIME,
+        with_slots(q_slots, numbers), bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT,
+        HAS_EDGE, q_desc.block_shape[3], k_desc.block_shape[3], CONSTANT_TIME,
     )  # fmt: skip
-    scores = Scores(scale, unit, softcap, CAPPED, HIDES_SCORES)
+    scores = Scores(of_scores.scale, of_scores.unit, of_scores.softcap, CAPPED, HIDES_SCORES)
     queue = TileQueue.create(4, sizes)
     tiles = Tiles.create(q_desc, q_rest_desc, dout_desc, stats_desc, k_desc, k_rest_desc, v_desc)
     dq_sums = DqSums.create(chunk_desc, middle_desc)
     # What the kernel before has written, from here on: this one starts before it ends.
     gdc_wait()
+    # The next kernel may start as soon as there is room: counters are 0.
+    gdc_launch_dependents()
     # Tuples are written out in place: bound to a name, the constants in them become tensors.
     gl.warp_specialize(
         [

@@ -8,6 +8,8 @@
     together.py    consumers that take each step together: head dims above 64, and short loops
     apart.py       consumers that run apart: head dims up to 64
     dq_sums.py     the order in which programs add to dQ
+    add_parts.py   warps that add to it
+    last_part.py   sums that come back and leave as dQ
 
 dQ of a row adds up key tiles in ascending order; dK and dV of a key add up query tiles in
 descending order, for each of them, or each bunch of them under a window, the query heads that share

@@ -14,15 +14,15 @@ A loop costs two products more than it needs, which is too much for one of a few
 from __future__ import annotations
 
 from lockstep.kernels.hopper.backward.narrow.steps import (
-    LargeScores,
     begin_loop,
     begin_sums,
     column_weights,
     end_loop,
+    find_ds,
     halves,
     issue_dq,
     load_half,
-    whole,
+    take_loop,
 )
 from lockstep.kernels.hopper.backward.narrow.tiles import STAGES
 from lockstep.kernels.hopper.common.accumulator import ROWS
@@ -77,13 +77,8 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large,
         dv = add_products(dv, p_right.to(dtype), dout.slice(HALF, HALF, dim=0), DV)
 
         dp = warpgroup_mma_wait(2 * NDV, deps=(dp,))
-        dp_left, dp_right = halves(dp)
-        # Read no earlier: registers are short while scores and dp are both there.
-        delta = load_half(stats_smem, BLOCK_Q, HALF)
-        ds_left = scores.gradient(p_left, dp_left, delta, slope_left)
-        delta = load_half(stats_smem, BLOCK_Q + HALF, HALF)
-        ds_right = scores.gradient(p_right, dp_right, delta, slope_right)
-        ds = whole(ds_left.to(dtype), ds_right.to(dtype))
+        # Registers are short while scores and dp are both there: delta is read no earlier.
+        ds = find_ds(scores, p_left, p_right, slope_left, slope_right, dp, stats_smem, None, dtype)
         tiles.ds.wait_empty(n)
         tiles.ds_tile(n).slice(W * ROWS, ROWS, dim=1).permute((1, 0)).store(ds)
         # For dS, and for dQ that was staged in the step before.
@@ -130,19 +125,10 @@ def consume_apart(
     while queue.has(n_loops):
         loop, end, is_large = begin_loop(W, n_loops, begin, n_keys, queue, tiles)
         dk, dv = begin_sums(W, n_loops, queue, tiles)
-        if not MAY_BE_LARGE:
-            # In constant time all loops are computed as large ones, and this is known beforehand.
-            large = LargeScores(large_ptr, loop.CONSTANT_TIME, loop.CONSTANT_TIME)
-            dk, dv = take_steps(W, begin, end, loop, tiles, dq_sums, scores, large, dk, dv)
-        elif is_large:
-            dk, dv = take_steps(
-                W, begin, end, loop, tiles, dq_sums, scores, LargeScores(large_ptr, True), dk, dv
-            )
-        else:
-            dk, dv = take_steps(
-                W, begin, end, loop, tiles, dq_sums, scores, LargeScores(large_ptr, False), dk, dv
-            )
-
+        dk, dv = take_loop(
+            take_steps, W, begin, end, loop, is_large, tiles, dq_sums, scores, large_ptr, dk, dv,
+            MAY_BE_LARGE,
+        )  # fmt: skip
         is_any = loop.n_steps > 0
         fence_async_shared()
         dq_sums.publish(end - 2, loop.n_steps > 1)

@@ -56,6 +56,8 @@ MOST_HEADS_AT_ONCE = 32
 SHARED_L2_BYTES, MANY_BYTES = 32 << 20, 120 << 20
 # Up to so many queries, consumers take each step together at D 64, too, but under a causal window.
 SHORT_QUERIES = 1024
+# Up to so many keys, or keys behind the diagonal, `is_finished_early`.
+FEW_KEYS = 256
 
 
 def cut_of(problem: AttentionProblem) -> Cut:
@@ -77,6 +79,8 @@ def prepare_backward(
     """`Kernel.prepare_backward`"""
     cut, fitted = cut_of(problem), fit_inputs(given)
     is_whole = needs.q and has_whole_parts(problem, cut)
+    is_finished = needs.q and not is_whole and is_finished_early(problem)
+    writes_dq = is_finished and not sees_all_tiles(problem, cut)
     n_programs = min(cut.programs, processors(given.dout.device))
     cuts = cuts_of(problem, cut, n_programs, is_whole)
     of_tiles = Buffer((cut.n_tiles,), torch.int32)
@@ -94,6 +98,8 @@ def prepare_backward(
         **shares_buffers(problem, cut, _columns(problem)),
     }
     names = {"sums": "dq"} if is_whole else {}
+    if not is_finished:
+        names["dq"] = names.get("sums", "sums")
     if cuts.n_cut:
         workspace["shares"] = Buffer((cuts.n_cut, BLOCK_KV * sum(_columns(problem))), torch.float32)
     if problem.constant_time:
@@ -102,12 +108,12 @@ def prepare_backward(
         # Kernels read log2 l from `stats` if it is not in shared memory; flags may be any pointer.
         names |= dict.fromkeys(OF_LARGE_SCORES, "stats")
     launches = [
-        rows_launch(problem, cut, given.q, fitted.dout, workspace),
+        rows_launch(problem, cut, given.q, fitted.dout, workspace, writes_dq),
         Launch(
             backward_kernel,
             (n_programs,),
-            pairs_arguments(problem, fitted.k, cut, cuts, is_whole),
-            maps=pairs_maps(problem, cut, is_whole),
+            pairs_arguments(problem, fitted.k, cut, cuts, is_whole, is_finished),
+            maps=pairs_maps(problem, cut, is_whole, is_finished),
             names=names,
             **OPTIONS,
         ),
@@ -115,7 +121,7 @@ def prepare_backward(
     made = ["dk", "dv"]
     if needs.q:
         made.append("dq")
-    if needs.q and not is_whole:
+    if needs.q and not is_whole and not is_finished:
         rest = rest_width(columns(problem.D))
         launches.append(queries_launch(problem, cut, given.q, 2, rest))
     if cut.shares is not None:
@@ -124,6 +130,26 @@ def prepare_backward(
         launches.append(sinks_launch(problem, cut))
         made.append("dsinks")
     return backward_launches(given, needs, made, workspace, launches)
+
+
+def is_finished_early(problem: AttentionProblem) -> bool:
+    """Whether the last parts of query tiles are made dQ by the loops that have them, which takes
+    longer than the products of a step. Under a causal mask each loop has two. Where query heads
+    share keys it has two of each, one after the other; and without a mask the last loop of a head
+    has all of them, which makes it too long unless others have few steps more."""
+    right = problem.window[1]
+    is_dense = problem.layout != "varlen" and not problem.has_kv_lens
+    are_few = is_dense and problem.Skv <= FEW_KEYS if right is None else right <= FEW_KEYS
+    return problem.Hq == problem.Hkv and are_few
+
+
+def sees_all_tiles(problem: AttentionProblem, cut: Cut) -> bool:
+    """Whether every query tile sees a key."""
+    left, right = problem.window
+    is_dense = problem.layout != "varlen" and not problem.has_kv_lens
+    are_seen = right is None or problem.Sq - problem.Skv - right < cut.block_q
+    is_window = (left is None or left >= 0) and (right is None or right >= 0)
+    return is_dense and problem.Skv > 0 and are_seen and is_window
 
 
 def has_whole_parts(problem: AttentionProblem, cut: Cut) -> bool:
@@ -136,7 +162,7 @@ def has_whole_parts(problem: AttentionProblem, cut: Cut) -> bool:
 
 
 def pairs_arguments(
-    problem: AttentionProblem, k: Tensor, cut: Cut, cuts: Cuts, is_whole: bool
+    problem: AttentionProblem, k: Tensor, cut: Cut, cuts: Cuts, is_whole: bool, is_finished: bool
 ) -> dict[str, Any]:
     """Numbers and constants of `backward_kernel`."""
     of_loops = loop_arguments(problem, cut)
@@ -154,6 +180,7 @@ def pairs_arguments(
         "TOGETHER": is_together(problem, cut),
         "WHOLE_DQ": is_whole,
         "CUT": cuts.n_cut > 0,
+        "FINISHED": is_finished,
     }
 
 
@@ -208,16 +235,20 @@ def heads_at_once(problem: AttentionProblem, cut: Cut) -> int:
     return cut.heads_at_once(max(fitting, least))
 
 
-def pairs_maps(problem: AttentionProblem, cut: Cut, is_whole: bool) -> dict[str, Any]:
+def pairs_maps(
+    problem: AttentionProblem, cut: Cut, is_whole: bool, is_finished: bool
+) -> dict[str, Any]:
     """Functions that make the tensor maps of `backward_kernel`."""
     of_queries = map_maker(problem, cut.block_q, cut.block_d)
     of_sums = partial(flat_map, block=[block_rows(problem), 256])
     of_keys = map_maker(problem, BLOCK_KV, cut.block_d, of_keys=True)
+    of_sums = map_maker(problem, 64, 64) if is_whole else of_sums
     return {
         **dict.fromkeys(("q", "dout", "dk", "dv"), of_queries),
         **dict.fromkeys(("k", "v"), of_keys),
         "stats": lambda stats: flat_map(stats.view(-1), [2 * cut.block_q]),
-        "sums": map_maker(problem, 64, 64) if is_whole else of_sums,
+        "sums": of_sums,
+        "dq": map_maker(problem, 64, 16) if is_finished else of_sums,
     }
 
 

@@ -14,7 +14,11 @@ them. So the lowest ticket that is not done is being worked on, and waits for no
 
 The consumers do not wait for the order. They write their parts to shared memory and go on. Two
 warps, for every other part each, wait for the counter, have the copy engine add the part, and
-increment the counter (`add_parts`).
+increment the counter (`add_parts.py`).
+
+When the last part of a query tile has been added, its sums may come back and leave as dQ
+(`last_part.py`); where that would make some loops too long, a launch of its own does it
+(`rows.finish_queries`): `call.is_finished_early`.
 
 Where all sequences have a single key tile, a part is all of dQ (WHOLE). It is staged as dQ is, in
 16 bits, and stored: there are no sums, no order, and no launch that reads them.
@@ -24,7 +28,6 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.backward.narrow.tiles import CONSUMERS_AND_WARP, DQ_FULL, PARTS
 from lockstep.kernels.hopper.common.accumulator import as_registers
-from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import (
     aggregate,
     gl,
@@ -33,9 +36,8 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     reinterpret,
     tma_add,
     tma_store,
-    tma_store_wait,
 )
-from lockstep.kernels.hopper.common.named_barriers import arrive, await_all
+from lockstep.kernels.hopper.common.named_barriers import arrive
 from lockstep.kernels.hopper.common.shared_memory import allocate_tiles, barriers
 
 
@@ -57,23 +59,31 @@ class DqSums:
     parts_smem: gl.shared_memory_descriptor  # [PARTS, 32, 256] fp32
     empty_bar: gl.shared_memory_descriptor  # [PARTS, 1]
     scale: gl.tensor
+    back_bar: gl.shared_memory_descriptor  # [PARTS, 1]: sums of a tile are back
     WHOLE: gl.constexpr  # a part is all of dQ: parts_smem [2 · PARTS, 1, 1, 1, 64, 64], 16 bits
+    FINISHED: gl.constexpr  # the last part of a tile makes dQ of its sums
 
     @gluon.constexpr_function
-    def __init__(self, parts_smem, empty_bar, scale, WHOLE):
+    def __init__(self, parts_smem, empty_bar, scale, back_bar, WHOLE, FINISHED):
         self.parts_smem = parts_smem
         self.empty_bar = empty_bar
         self.scale = scale
+        self.back_bar = back_bar
         self.WHOLE = gl.constexpr(WHOLE)
+        self.FINISHED = gl.constexpr(FINISHED)
 
     @gluon.jit
-    def create(sums_desc, scale, WHOLE: gl.constexpr = False):
+    def create(sums_desc, scale, WHOLE: gl.constexpr = False, FINISHED: gl.constexpr = False):
         if WHOLE:
             parts_smem = allocate_tiles(sums_desc, 2 * PARTS)
         else:
             shape: gl.constexpr = [PARTS, 32, 256]
             parts_smem = gl.allocate_shared_memory(gl.float32, shape, sums_desc.layout)
-        return DqSums(parts_smem, barriers(PARTS, 1), scale, WHOLE)
+        empty_bar = barriers(PARTS, 1)
+        back_bar = empty_bar
+        if FINISHED:
+            back_bar = barriers(PARTS, 1)
+        return DqSums(parts_smem, empty_bar, scale, back_bar, WHOLE, FINISHED)
 
     @gluon.jit
     def wait_empty(self, n):
@@ -103,30 +113,6 @@ class DqSums:
             arrive(DQ_FULL + n % PARTS, CONSUMERS_AND_WARP)
 
 
-@gluon.constexpr_function
-def _spin(comparison):
-    """PTX that reads a counter for as long as it compares so with a number."""
-    return (
-        "{ .reg .pred p; "
-        f"AGAIN: ld.acquire.gpu.global.u32 $0, [$1]; setp.{comparison}.u32 p, $0, $2; "
-        "@p bra AGAIN; fence.proxy.async.global; }"
-    )
-
-
-@gluon.jit
-def await_count(count_ptr, count, OR_MORE: gl.constexpr = False):
-    """Spin until the counter holds `count`, or, with OR_MORE, at least that; what was written
-    before it got there is visible."""
-    gl.inline_asm_elementwise(
-        _spin("lt" if OR_MORE else "ne"),
-        "=r,l,r",
-        [count_ptr.to(gl.int64), count],
-        gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 @gluon.jit
 def await_sums(token):
     """Wait until what this warp had the copy engine write has been written, not only read."""
@@ -154,51 +140,3 @@ def add_part(sums_desc, tile, part_smem, is_first, COLUMNS: gl.constexpr):
     else:
         for i in gl.static_range(N):
             tma_add(sums_desc, [(tile * N + i) * ROWS, 0], blocks.index(i))
-
-
-@gluon.jit
-def store_part(dq_desc, tile, sizes, dq_sums, W: gl.constexpr):
-    """Have the copy engine store a part that is all of dQ of a tile: halves of its rows or, where
-    BLOCK_Q is 64, of its columns."""
-    head = tile // sizes.q_slots
-    row = (tile - head * sizes.q_slots) * sizes.BLOCK_Q
-    Hq = sizes.H * sizes.heads_per_kv
-    batch = head // Hq
-    head -= batch * Hq
-    DOWN: gl.constexpr = sizes.BLOCK_Q - 64
-    ASIDE: gl.constexpr = 64 - DOWN
-    for half in gl.static_range(2):
-        at = coordinates(batch, 0, 0, head, row + half * DOWN, half * ASIDE, False)
-        tma_store(dq_desc, at, dq_sums.parts_smem.index(2 * W + half))
-
-
-@gluon.jit
-def add_parts(W: gl.constexpr, queue, dq_sums, sums_desc, turn_ptr, COLUMNS: gl.constexpr):
-    """Partition of one warp: adds every PARTS-th part, once it is there and all parts before it
-    have been added."""
-    calls = 0
-    begin = 0
-    while queue.has(calls):
-        loop, _ = queue.read(calls)
-        tile = loop.first_tile
-        t = loop.first_number()
-        head = tile * 0
-        for n in range(begin, begin + loop.n_steps):
-            if n % PARTS == W:
-                if dq_sums.WHOLE:
-                    await_all(DQ_FULL + W, CONSUMERS_AND_WARP)
-                    store_part(sums_desc, tile, queue.sizes, dq_sums, W)
-                    tma_store_wait(0)
-                    mbarrier.arrive(dq_sums.empty_bar.index(W), count=1)
-                else:
-                    turn = loop.turn(t)
-                    await_count(turn_ptr + tile, turn)
-                    await_all(DQ_FULL + W, CONSUMERS_AND_WARP)
-                    add_part(sums_desc, tile, dq_sums.parts_smem.index(W), turn == 0, COLUMNS)
-                    tma_store_wait(0)
-                    mbarrier.arrive(dq_sums.empty_bar.index(W), count=1)
-                    await_sums(n)
-                    gl.atomic_add(turn_ptr + tile, 1, sem="release", scope="gpu")
-            tile, t, head = loop.next_in_group(tile, t, head)
-        begin += loop.n_steps
-        calls += 1

@@ -15,15 +15,23 @@ from __future__ import annotations
 
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lockstep.kernels.hopper.backward.groups import (
+    CutNumbers,
+    LoopPointers,
+    ScoreNumbers,
+    ShareNumbers,
+    SizeNumbers,
+)
+from lockstep.kernels.hopper.backward.narrow.add_parts import add_parts
 from lockstep.kernels.hopper.backward.narrow.apart import consume_apart
-from lockstep.kernels.hopper.backward.narrow.dq_sums import DqSums, add_parts
+from lockstep.kernels.hopper.backward.narrow.dq_sums import DqSums
 from lockstep.kernels.hopper.backward.narrow.tile_queue import TileQueue
 from lockstep.kernels.hopper.backward.narrow.tiles import STAGES, Tiles
 from lockstep.kernels.hopper.backward.narrow.together import consume_together
 from lockstep.kernels.hopper.backward.nonfinite import has_nonfinite, overwrite_nonfinite, rewrite
 from lockstep.kernels.hopper.backward.query_loop import KeyTile, assign_keys
 from lockstep.kernels.hopper.backward.scores import Scores
-from lockstep.kernels.hopper.backward.sizes import Sizes
+from lockstep.kernels.hopper.backward.sizes import Sizes, with_slots
 from lockstep.kernels.hopper.common.gluon_shim import (
     fence_async_shared,
     gl,
@@ -153,9 +161,9 @@ def produce(
         key_tile, loop = assign_keys(ticket, kv_slots, n_heads, heads_at_once, sizes)
         if MAY_BE_LARGE:
             is_large = has_large_scores(flags_ptr, loop, key_tile, sizes.CUT)
-            queue.post(n_loops, loop, is_large, SIZE)
+            queue.post(n_loops, loop, key_tile, is_large, SIZE)
         else:
-            queue.post(n_loops, loop, n_loops * 0, SIZE)
+            queue.post(n_loops, loop, key_tile, n_loops * 0, SIZE)
         tile = loop.first_tile
         t = loop.first_number()
         head = tile * 0
@@ -213,22 +221,23 @@ def consume(W: gl.constexpr, queue, tiles, dq_sums, scores, large_ptr, MAY_BE_LA
 
 @gluon.jit
 def start_warps(
-    queue, tiles, dq_sums, scores, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc,
-    sums_desc, large_ptr, flags_ptr, turn_ptr, ticket_ptr, kv_slots, n_heads, heads_at_once,
-    MAY_BE_LARGE: gl.constexpr,
+    queue, tiles, dq_sums, dq_desc, scores, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
+    dv_desc, sums_desc, pointers, kv_slots, n_heads, heads_at_once, MAY_BE_LARGE: gl.constexpr,
 ):  # fmt: skip
     """All warps of a program. Unless a call MAY_BE_LARGE in some of its scores, no flag is read,
     and consumers have one loop: with two, ptxas spills what all loops need."""
     # Tuples are written out in place: bound to a name, the constants in them become tensors.
     gl.warp_specialize(
         [
-            (consume, (0, queue, tiles, dq_sums, scores, large_ptr, MAY_BE_LARGE)),
-            (consume, (1, queue, tiles, dq_sums, scores, large_ptr, MAY_BE_LARGE)),
+            (consume, (0, queue, tiles, dq_sums, scores, pointers.large_ptr, MAY_BE_LARGE)),
+            (consume, (1, queue, tiles, dq_sums, scores, pointers.large_ptr, MAY_BE_LARGE)),
             (produce, (queue, tiles, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
-                       dv_desc, flags_ptr, ticket_ptr, kv_slots, n_heads, heads_at_once,
-                       MAY_BE_LARGE)),
-            (add_parts, (0, queue, dq_sums, sums_desc, turn_ptr, tiles.D_COLUMNS)),
-            (add_parts, (1, queue, dq_sums, sums_desc, turn_ptr, tiles.D_COLUMNS)),
+                       dv_desc, pointers.flags_ptr, pointers.ticket_ptr, kv_slots, n_heads,
+                       heads_at_once, MAY_BE_LARGE)),
+            (add_parts, (0, queue, dq_sums, dq_desc, sums_desc, pointers.turn_ptr,
+                         tiles.D_COLUMNS)),
+            (add_parts, (1, queue, dq_sums, dq_desc, sums_desc, pointers.turn_ptr,
+                         tiles.D_COLUMNS)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],
@@ -240,50 +249,49 @@ def start_warps(
     any_address=("large_ptr", "flags_ptr", "turn_ptr", "ticket_ptr", "bounds_ptr", "kv_lens_ptr"),
 )
 def backward_kernel(
-    q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, sums_desc, large_ptr,
-    flags_ptr, turn_ptr, ticket_ptr, bounds_ptr, kv_lens_ptr, shares_ptr, plan_ptr, scale, unit,
-    softcap, kv_slots, q_slots, n_heads, heads_at_once, Hkv, heads_per_kv, B, Sq, Skv, left, right,
-    kv_batch_rows, share_heads, span_tiles, spans, n_shares, n_cut, first_cut, cut_from,
-    LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr,
-    CAPPED: gl.constexpr, HIDES_SCORES: gl.constexpr, CONSTANT_TIME: gl.constexpr,
-    D_COLUMNS: gl.constexpr, DV_COLUMNS: gl.constexpr, TOGETHER: gl.constexpr,
-    SHARED: gl.constexpr, WHOLE_DQ: gl.constexpr, CUT: gl.constexpr,
+    q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, sums_desc, dq_desc,
+    pointers: LoopPointers, of_scores: ScoreNumbers, kv_slots, q_slots, n_heads, heads_at_once,
+    numbers: SizeNumbers, shares: ShareNumbers, cuts: CutNumbers, LAYOUT: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr, CAPPED: gl.constexpr,
+    HIDES_SCORES: gl.constexpr, CONSTANT_TIME: gl.constexpr, D_COLUMNS: gl.constexpr,
+    DV_COLUMNS: gl.constexpr, TOGETHER: gl.constexpr, SHARED: gl.constexpr, WHOLE_DQ: gl.constexpr,
+    CUT: gl.constexpr, FINISHED: gl.constexpr,
 ):  # fmt: skip
-    """`sums_desc` is that of dq where there are no sums: WHOLE_DQ."""
-    # The next kernel may start as soon as there is room, to wait for this one.
-    gdc_launch_dependents()
-    n_tiles = q_slots * n_heads * heads_per_kv
+    """`sums_desc` is that of dq where there are no sums: WHOLE_DQ. `dq_desc` is needed where dq is
+    FINISHED here."""
+    n_tiles = q_slots * n_heads * numbers.heads_per_kv
     sizes = Sizes(
-        (q_slots, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows),
-        bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, q_desc.block_shape[3],
-        k_desc.block_shape[3], CONSTANT_TIME,
-        (shares_ptr, share_heads, span_tiles, spans, n_shares) if SHARED or CUT else None,
-        plan_ptr, (n_cut, first_cut, cut_from, turn_ptr + n_tiles) if CUT else None,
+        with_slots(q_slots, numbers), pointers.bounds_ptr, pointers.kv_lens_ptr, LAYOUT, HAS_LEFT,
+        HAS_RIGHT, HAS_EDGE, q_desc.block_shape[3], k_desc.block_shape[3], CONSTANT_TIME,
+        (pointers.shares_ptr, shares.share_heads, shares.span_tiles, shares.spans, shares.n_shares)
+        if SHARED or CUT else None,
+        pointers.plan_ptr,
+        (cuts.n_cut, cuts.first_cut, cuts.cut_from, pointers.turn_ptr + n_tiles) if CUT else None,
     )  # fmt: skip
-    scores = Scores(scale, unit, softcap, CAPPED, HIDES_SCORES)
+    scores = Scores(of_scores.scale, of_scores.unit, of_scores.softcap, CAPPED, HIDES_SCORES)
     queue = TileQueue.create(4, sizes)
     # What shared memory has room for.
     STATS: gl.constexpr = 2 if CONSTANT_TIME and q_desc.block_shape[3] == 64 else 1
     tiles = Tiles.create(
         q_desc, dout_desc, stats_desc, k_desc, v_desc, D_COLUMNS, DV_COLUMNS, TOGETHER, STATS
     )
-    dq_sums = DqSums.create(sums_desc, scale, WHOLE_DQ)
+    dq_sums = DqSums.create(sums_desc, of_scores.scale, WHOLE_DQ, FINISHED)
     # What the kernel before has written, from here on: this one starts before it ends.
     gdc_wait()
+    # The next kernel may start as soon as there is room: counters are 0.
+    gdc_launch_dependents()
     if SHARED and LAYOUT == "varlen":
         kv_slots = sizes.counted_slots()
     is_any_large = 0
     if not CONSTANT_TIME:
-        is_any_large = has_any_large_scores(flags_ptr, n_tiles)
+        is_any_large = has_any_large_scores(pointers.flags_ptr, n_tiles)
     if not CONSTANT_TIME and is_any_large != 0:
         start_warps(
-            queue, tiles, dq_sums, scores, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
-            dv_desc, sums_desc, large_ptr, flags_ptr, turn_ptr, ticket_ptr, kv_slots, n_heads,
-            heads_at_once, True,
+            queue, tiles, dq_sums, dq_desc, scores, q_desc, dout_desc, stats_desc, k_desc, v_desc,
+            dk_desc, dv_desc, sums_desc, pointers, kv_slots, n_heads, heads_at_once, True,
         )  # fmt: skip
     else:
         start_warps(
-            queue, tiles, dq_sums, scores, q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc,
-            dv_desc, sums_desc, large_ptr, flags_ptr, turn_ptr, ticket_ptr, kv_slots, n_heads,
-            heads_at_once, False,
+            queue, tiles, dq_sums, dq_desc, scores, q_desc, dout_desc, stats_desc, k_desc, v_desc,
+            dk_desc, dv_desc, sums_desc, pointers, kv_slots, n_heads, heads_at_once, False,
         )  # fmt: skip

@@ -7,7 +7,7 @@ registers, of the products for dV and dK.
 from __future__ import annotations
 
 from lockstep.kernels.hopper.backward.cuts import load_sums, signal, store_sums
-from lockstep.kernels.hopper.backward.narrow.dq_sums import await_count, rest_width
+from lockstep.kernels.hopper.backward.narrow.dq_sums import rest_width
 from lockstep.kernels.hopper.backward.narrow.tiles import STAGES
 from lockstep.kernels.hopper.backward.nonfinite import (
     find_nonfinite,
@@ -16,6 +16,7 @@ from lockstep.kernels.hopper.backward.nonfinite import (
     rewrite,
 )
 from lockstep.kernels.hopper.backward.shares import store_share
+from lockstep.kernels.hopper.backward.turns import await_count
 from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator, zeros
 from lockstep.kernels.hopper.common.gluon_shim import (
     aggregate,
@@ -120,6 +121,27 @@ def load_half(stats_smem, first: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
+def load_deltas(stats_smem, HALF: gl.constexpr):
+    """delta of the left and of the right half of a tile's columns."""
+    return load_half(stats_smem, 2 * HALF, HALF), load_half(stats_smem, 3 * HALF, HALF)
+
+
+@gluon.jit
+def find_ds(
+    scores, p_left, p_right, slope_left, slope_right, dp, stats_smem, deltas, dtype: gl.constexpr
+):  # fmt: skip
+    """dS [ROWS, BLOCK_Q] in 16 bits from weights, slopes and dp; `deltas` are read here, each where
+    it is needed, if they are None."""
+    HALF: gl.constexpr = p_left.shape[1]
+    dp_left, dp_right = halves(dp)
+    delta = load_half(stats_smem, 2 * HALF, HALF) if deltas is None else deltas[0]
+    ds_left = scores.gradient(p_left, dp_left, delta, slope_left)
+    delta = load_half(stats_smem, 3 * HALF, HALF) if deltas is None else deltas[1]
+    ds_right = scores.gradient(p_right, dp_right, delta, slope_right)
+    return whole(ds_left.to(dtype), ds_right.to(dtype))
+
+
+@gluon.jit
 def issue_dq(ds, k, half: gl.constexpr, COLUMNS: gl.constexpr):
     """A consumer's part of dQ from ds [BLOCK_Q, BLOCK_KV] and k [BLOCK_KV, D], under way: 64 of its
     rows or, where BLOCK_Q is 64, all rows of 64 of the COLUMNS of k, or of those that are left."""
@@ -179,6 +201,27 @@ def begin_sums(W: gl.constexpr, n, queue, tiles):
             block_ptr = queue.sums_ptr(n) + W * ROWS * (D + DV)
             dk = load_sums(block_ptr, 0, D)
             dv = load_sums(block_ptr, D, DV)
+    return dk, dv
+
+
+@gluon.jit
+def take_loop(
+    take_steps: gl.constexpr, W: gl.constexpr, begin, end, loop, is_large, tiles, dq_sums, scores,
+    large_ptr, dk, dv, MAY_BE_LARGE: gl.constexpr,
+):  # fmt: skip
+    """The sums dk and dv after the steps of a loop, by `take_steps` of a schedule."""
+    if not MAY_BE_LARGE:
+        # In constant time all loops are computed as large ones, and this is known beforehand.
+        large = LargeScores(large_ptr, loop.CONSTANT_TIME, loop.CONSTANT_TIME)
+        dk, dv = take_steps(W, begin, end, loop, tiles, dq_sums, scores, large, dk, dv)
+    elif is_large:
+        dk, dv = take_steps(
+            W, begin, end, loop, tiles, dq_sums, scores, LargeScores(large_ptr, True), dk, dv
+        )
+    else:
+        dk, dv = take_steps(
+            W, begin, end, loop, tiles, dq_sums, scores, LargeScores(large_ptr, False), dk, dv
+        )
     return dk, dv
 
 

@@ -20,12 +20,13 @@ class TileQueue:
 
     @gluon.jit
     def create(READERS: gl.constexpr, sizes):
-        return TileQueue(Mailbox.create(16 if sizes.SHARED or sizes.CUT else 8, READERS), sizes)
+        FIELDS: gl.constexpr = 16 if sizes.SHARED or sizes.CUT or sizes.LAYOUT == "varlen" else 8
+        return TileQueue(Mailbox.create(FIELDS, READERS), sizes)
 
     @gluon.jit
-    def post(self, n, loop, is_large, SIZE: gl.constexpr = 0):
-        """Producer: the n-th loop, and whether it has large scores; where loops may be cut, sums
-        of one have SIZE numbers."""
+    def post(self, n, loop, key_tile, is_large, SIZE: gl.constexpr = 0):
+        """Producer: the n-th loop, over queries that see a key tile, and whether it has large
+        scores; where loops may be cut, sums of one have SIZE numbers."""
         numbers = (
             loop.n_steps,
             loop.n_tiles,
@@ -38,6 +39,11 @@ class TileQueue:
         )
         if self.sizes.SHARED:
             numbers = numbers + (loop.heads_per_kv, loop.share)  # noqa: RUF005, Gluon does not unpack
+        elif self.sizes.LAYOUT == "varlen":
+            numbers = numbers + (n, n)  # noqa: RUF005
+        if self.sizes.LAYOUT == "varlen":
+            rows = (key_tile.first_q_tile, key_tile.q_start, key_tile.len_q)
+            numbers = numbers + rows
         if self.sizes.CUT:
             numbers = numbers + self.sizes.carried(loop.share, SIZE)
         self.mailbox.post(n, numbers)
@@ -75,6 +81,16 @@ class TileQueue:
         tiles = (first_tile, n_steps, n_tiles)
         bounds = (low, high, room, first_key)
         return QueryLoop(tiles, bounds, heads, share, self.sizes), is_large
+
+    @gluon.jit
+    def rows(self, n, WANTED: gl.constexpr):
+        """Where the queries of the n-th loop lie, if they are packed: its first tile, the first row
+        of its sequence, and how many that has."""
+        if WANTED and self.sizes.LAYOUT == "varlen":
+            rows = (self.mailbox.field(n, 10), self.mailbox.field(n, 11), self.mailbox.field(n, 12))
+        else:
+            rows = (n, n, n)
+        return rows
 
     # What consumers know of a cut is read where it is needed: in registers, it would cost each step
     # of all loops.

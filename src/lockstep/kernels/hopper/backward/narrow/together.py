@@ -16,15 +16,16 @@ delta are read LATE, where they are needed.
 from __future__ import annotations
 
 from lockstep.kernels.hopper.backward.narrow.steps import (
-    LargeScores,
     begin_loop,
     begin_sums,
     column_weights,
     end_loop,
+    find_ds,
     halves,
     issue_dq,
+    load_deltas,
     load_half,
-    whole,
+    take_loop,
 )
 from lockstep.kernels.hopper.backward.narrow.tiles import STAGES
 from lockstep.kernels.hopper.common.accumulator import ROWS
@@ -79,9 +80,9 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large,
         dv = add_products(dv, p_left.to(dtype), dout.slice(0, HALF, dim=0), DV)
         if LATE:
             lse_right = load_half(stats_smem, HALF, HALF)
+            deltas = None
         else:
-            delta_left = load_half(stats_smem, BLOCK_Q, HALF)
-            delta_right = load_half(stats_smem, BLOCK_Q + HALF, HALF)
+            deltas = load_deltas(stats_smem, HALF)
         log2_l = large.log2_l(tiles, slot, tile, HALF, HALF, BLOCK_Q)
         p_right, slope_right = column_weights(
             scores, large, s_right, lse_right, log2_l, loop, tile, t, W * ROWS, HALF
@@ -89,14 +90,9 @@ def take_steps(W: gl.constexpr, begin, end, loop, tiles, dq_sums, scores, large,
         dv = add_products(dv, p_right.to(dtype), dout.slice(HALF, HALF, dim=0), DV)
 
         dp = warpgroup_mma_wait(2 * NDV, deps=(dp,))
-        dp_left, dp_right = halves(dp)
-        if LATE:
-            delta_left = load_half(stats_smem, BLOCK_Q, HALF)
-        ds_left = scores.gradient(p_left, dp_left, delta_left, slope_left)
-        if LATE:
-            delta_right = load_half(stats_smem, BLOCK_Q + HALF, HALF)
-        ds_right = scores.gradient(p_right, dp_right, delta_right, slope_right)
-        ds = whole(ds_left.to(dtype), ds_right.to(dtype))
+        ds = find_ds(
+            scores, p_left, p_right, slope_left, slope_right, dp, stats_smem, deltas, dtype
+        )
         ds_tile = tiles.ds_tile(n)
         ds_tile.slice(W * ROWS, ROWS, dim=1).permute((1, 0)).store(ds)
         # For dS, and for dQ of the step before.
@@ -140,18 +136,10 @@ def consume_together(
             # The last dv is staged where dS is going to be.
             mbarrier.wait(tiles.dkv_stored_bar, (n_loops & 1) ^ 1)
         dk, dv = begin_sums(W, n_loops, queue, tiles)
-        if not MAY_BE_LARGE:
-            # In constant time all loops are computed as large ones, and this is known beforehand.
-            large = LargeScores(large_ptr, loop.CONSTANT_TIME, loop.CONSTANT_TIME)
-            dk, dv = take_steps(W, begin, end, loop, tiles, dq_sums, scores, large, dk, dv)
-        elif is_large:
-            dk, dv = take_steps(
-                W, begin, end, loop, tiles, dq_sums, scores, LargeScores(large_ptr, True), dk, dv
-            )
-        else:
-            dk, dv = take_steps(
-                W, begin, end, loop, tiles, dq_sums, scores, LargeScores(large_ptr, False), dk, dv
-            )
+        dk, dv = take_loop(
+            take_steps, W, begin, end, loop, is_large, tiles, dq_sums, scores, large_ptr, dk, dv,
+            MAY_BE_LARGE,
+        )  # fmt: skip
 
         if loop.BLOCK_Q != 64:
             # Those of the loop before, which may have been in the same place.

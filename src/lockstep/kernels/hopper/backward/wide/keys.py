@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lockstep.kernels.hopper.backward.groups import ScoreNumbers, ShareNumbers, SizeNumbers
 from lockstep.kernels.hopper.backward.nonfinite import has_nonfinite
 from lockstep.kernels.hopper.backward.query_loop import assign_keys
 from lockstep.kernels.hopper.backward.scores import Scores
 from lockstep.kernels.hopper.backward.shares import store_share
-from lockstep.kernels.hopper.backward.sizes import Sizes
+from lockstep.kernels.hopper.backward.sizes import Sizes, with_slots
 from lockstep.kernels.hopper.backward.wide.tiles import (
     CHUNK,
     PieceRing,
@@ -254,8 +255,8 @@ def inspect(loop, program):
 @unspecialized(gluon.jit, any_address=("bounds_ptr", "kv_lens_ptr"))
 def keys_kernel(
     q_desc, dout_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, bounds_ptr, kv_lens_ptr,
-    shares_ptr, plan_ptr, scale, unit, softcap, kv_slots, q_slots, n_heads, Hkv, heads_per_kv, B,
-    Sq, Skv, left, right, kv_batch_rows, share_heads, span_tiles, spans, n_shares,
+    shares_ptr, plan_ptr, of_scores: ScoreNumbers, kv_slots, q_slots, n_heads,
+    numbers: SizeNumbers, shares: ShareNumbers,
     ND: gl.constexpr, NDV: gl.constexpr, LAYOUT: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_EDGE: gl.constexpr, CAPPED: gl.constexpr,
     HIDES_SCORES: gl.constexpr, CONSTANT_TIME: gl.constexpr, SHARED: gl.constexpr,
@@ -263,12 +264,13 @@ def keys_kernel(
     # One head after the other, which shares most of L2; the first keys of a head first, which have
     # the longest loops under a causal mask.
     sizes = Sizes(
-        (q_slots, Hkv, heads_per_kv, B, Sq, Skv, left, right, kv_batch_rows),
-        bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT, HAS_EDGE, q_desc.block_shape[3],
-        k_desc.block_shape[3], CONSTANT_TIME,
-        (shares_ptr, share_heads, span_tiles, spans, n_shares) if SHARED else None, plan_ptr,
+        with_slots(q_slots, numbers), bounds_ptr, kv_lens_ptr, LAYOUT, HAS_LEFT, HAS_RIGHT,
+        HAS_EDGE, q_desc.block_shape[3], k_desc.block_shape[3], CONSTANT_TIME,
+        (shares_ptr, shares.share_heads, shares.span_tiles, shares.spans, shares.n_shares)
+        if SHARED else None,
+        plan_ptr,
     )  # fmt: skip
-    scores = Scores(scale, unit, softcap, CAPPED, HIDES_SCORES)
+    scores = Scores(of_scores.scale, of_scores.unit, of_scores.softcap, CAPPED, HIDES_SCORES)
     MASKED: gl.constexpr = HAS_LEFT or HAS_RIGHT
     program = Program.create(q_desc, dout_desc, stats_desc, k_desc, v_desc, ND, NDV, MASKED)
     # Statistics are there from here on, for the next kernel, too, which needs no more than those.
