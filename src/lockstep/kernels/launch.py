@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from lockstep.kernels.compile_apart import BuildApart
 from lockstep.kernels.compiled import Build, is_only_planned, note
 from lockstep.kernels.driver import Grid, enter_context, launcher_of, scratch_bytes
 from lockstep.kernels.graphs import keep_if_captured
-from lockstep.kernels.kernel import Given, Gradients, Needs
+from lockstep.kernels.kernel import Given
 from lockstep.kernels.scratch import Allocating, allocate
 from lockstep.kernels.spread import spread
 from lockstep.kernels.straight_line import LaunchAll, OutOf, Step, StraightLine, lay_out
@@ -386,16 +385,3 @@ class Launches:
             scratch = [f"scratch_{i}"] if step.scratch else []
             code.launch(step.launcher, [*step.pointers, *scratch], step.bases)
         return code
-
-
-def gradients_from(made: Collection[str], needs: Needs) -> Callable[..., Gradients]:
-    """A `Launches.finish` that returns the wanted gradients of those that are `made`: dq, dk, …"""
-    places = {name: i for i, name in enumerate(made)}
-    wanted = (f"d{name}" if getattr(needs, name) else "" for name in Gradients._fields)
-    # -1 is the None after them.
-    take = itemgetter(*(places.get(name, -1) for name in wanted))
-
-    def finish(tensors: Any, results: list[Tensor], workspace: Tensor | None) -> Gradients:
-        return Gradients._make(take((*results, None)))
-
-    return finish

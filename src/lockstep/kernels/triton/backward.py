@@ -24,8 +24,9 @@ import triton
 from torch import Tensor
 
 from lockstep.hardware import SHARED_BYTES
+from lockstep.kernels.finish_gradients import gradients_from
 from lockstep.kernels.kernel import BackwardTensors, Gradients, Needs, PreparedBackward
-from lockstep.kernels.launch import Buffer, Launch, Launches, gradients_from, taken_by
+from lockstep.kernels.launch import Buffer, Launch, Launches, taken_by
 from lockstep.kernels.triton.dbias import sum_bias
 from lockstep.kernels.triton.dkdv import sum_keys
 from lockstep.kernels.triton.dq import sum_queries

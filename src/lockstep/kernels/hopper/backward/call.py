@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from lockstep.kernels.finish_gradients import gradients_from
 from lockstep.kernels.hopper.backward.rows import finish_queries, prepare_rows
 from lockstep.kernels.hopper.backward.shares import Shares, finish_keys, rule_of, shares_of
 from lockstep.kernels.hopper.backward.sinks import sum_sinks
@@ -25,7 +26,7 @@ from lockstep.kernels.hopper.common.copy_engine import (
     tensor_map,
 )
 from lockstep.kernels.kernel import BackwardTensors, Needs
-from lockstep.kernels.launch import Buffer, Launch, Launches, gradients_from
+from lockstep.kernels.launch import Buffer, Launch, Launches
 from lockstep.kernels.window import limit_of
 from lockstep.memory_order import strides_like
 from lockstep.problem import AttentionProblem
