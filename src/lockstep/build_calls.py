@@ -49,6 +49,8 @@ SOME, HEADS_OF_SOME = (256,), 80
 TEXTS, ODD_TEXTS, PACKED_TEXTS, WIDEST_OF_TEXTS = (64, 112), (80,), (64, 128), 128
 # Keys of longer ones that stay in shared memory, of heads whose rows are not aligned.
 KEPT_TEXTS = (160, 192)
+# Queries of which a last tile has few, and how many heads make them so many that it matters.
+MORE_THAN_A_TILE, HEADS_OF_GROUPS = 130, 512
 # Of calls on a CPU.
 LENGTH_ON_CPU = 512
 ANY = (1, 1 << 30)
@@ -99,6 +101,8 @@ def _calls_of(layer: Layer, works: Sequence[str], page: int) -> Iterator[SampleC
     if "prefill" in works:
         found += _prompts(layer)
     found += packed
+    if "packed" in works:
+        found += _groups(layer, packed=True)
     if "decode" in works:
         found += _decoded(layer, page)
     queries = layer.lengths or ANY
@@ -139,6 +143,19 @@ def _prompts(layer: Layer) -> Iterator[SampleCall]:
         images, heads = (SOME, HEADS_OF_SOME) if layer.causal else (IMAGES, HEADS_OF_IMAGES)
         B = -(-heads // layer.Hq)
         yield from (SampleCall(layer, "dense", n, n, B=B) for n in images)
+    yield from _groups(layer, packed=False)
+
+
+def _groups(layer: Layer, packed: bool) -> Iterator[SampleCall]:
+    """Sequences with a tile and few more queries on many keys, so many that heads which share keys
+    share tiles, too."""
+    layout: Literal["packed", "dense"]
+    widest, B = max(layer.D, layer.value_dim), -(-HEADS_OF_GROUPS // layer.Hq)
+    is_plain = layer.window is None and layer.softcap is None
+    is_wide = widest > (WIDEST_OF_TEXTS if packed else NARROW)
+    if layer.Hq > layer.Hkv and is_plain and is_wide:
+        n, layout = (B, "packed") if packed else (1, "dense")
+        yield SampleCall(layer, layout, n * MORE_THAN_A_TILE, n * LONGER_PROMPT, B=B)
 
 
 def _texts(layer: Layer) -> tuple[int, ...]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
-from lockstep.kernels.hopper.forward.scheduling.schedule import (
+from lockstep.kernels.hopper.forward import grouped_rows
+from lockstep.kernels.hopper.forward.scheduling.packed_sequences import (
     BAD,
-    LONGEST_FIRST,
     ORDER_HEAD,
     ORDER_NUMBERS,
-    Schedule,
+    sorted_sequence,
 )
+from lockstep.kernels.hopper.forward.scheduling.schedule import LONGEST_FIRST, Schedule
 
 
 class Pointer:
@@ -42,10 +43,30 @@ class Integer(int):
         return self
 
 
+class InPython(SimpleNamespace):
+    """A `Schedule`, of which Python runs the methods; heads have tiles of their own, unless HEADS
+    says something else."""
+
+    HEADS, SPLIT = 0, False
+
+    def __getattr__(self, name: str) -> Any:
+        if not hasattr(Schedule, name):
+            raise AttributeError(name)
+        return partial(in_python(name), self)
+
+
+GROUPED_ROWS = (grouped_rows.n_rows, grouped_rows.place, grouped_rows.queries)
+
+
 @cache
 def in_python(method: str) -> Callable:
     """A method of `Schedule` as Python runs it."""
     return as_python(getattr(Schedule, method))
+
+
+@cache
+def _plain(function: Any) -> Callable:
+    return as_python(function)
 
 
 def as_python(function: Any, **more: Any) -> Callable:
@@ -67,6 +88,8 @@ def as_python(function: Any, **more: Any) -> Callable:
         "ORDER_HEAD": ORDER_HEAD.value,
         "ORDER_NUMBERS": ORDER_NUMBERS.value,
         "BAD": BAD.value,
+        "BOX": grouped_rows.BOX.value,
+        "divide": lambda a, b: a // b,
         "Tile": lambda exists, head, _kv_head, _batch, q_idx, q_start, *_: (
             exists,
             head,
@@ -74,5 +97,10 @@ def as_python(function: Any, **more: Any) -> Callable:
             q_start,
         ),
     }
+    if function not in GROUPED_ROWS:
+        space["grouped_rows"] = SimpleNamespace(**{x.fn.__name__: _plain(x) for x in GROUPED_ROWS})
+        # It counts across the lanes of a warp.
+        space["unsorted_sequence"] = lambda schedule, slot: schedule.unsorted(slot)
+        space["sorted_sequence"] = lambda *a: _plain(sorted_sequence)(*a)
     exec("from __future__ import annotations\n" + textwrap.dedent(source), space)
     return space[function.fn.__name__]

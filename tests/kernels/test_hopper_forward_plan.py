@@ -20,6 +20,7 @@ from lockstep.kernels import launch as protocol
 from lockstep.kernels.hopper.common import copy_engine, sizes
 from lockstep.kernels.hopper.forward import launch, plan
 from lockstep.kernels.hopper.forward.kept_keys.plan import kept_sizes
+from lockstep.kernels.hopper.forward.scheduling import tiling
 from lockstep.kernels.hopper.forward.scheduling.schedule import BY_HEAD, LONGEST_FIRST, PAIRED
 from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling
 from lockstep.kernels.launch import Launch
@@ -278,9 +279,9 @@ def test_windows_of_some_hundred_keys_have_blocks_of_64(D, Dv, options, block_kv
 
 
 def test_pairs_only_where_they_fill_the_card_and_keys_stay_in_l2():
-    assert plan.pays_to_pair(heads=16, n_q_tiles=128, processors=132, head_bytes=8 << 20)
-    assert not plan.pays_to_pair(heads=8, n_q_tiles=128, processors=132, head_bytes=16 << 20)
-    assert not plan.pays_to_pair(heads=1, n_q_tiles=8, processors=132, head_bytes=1 << 10)
+    assert tiling.pays_to_pair(heads=16, n_q_tiles=128, processors=132, head_bytes=8 << 20)
+    assert not tiling.pays_to_pair(heads=8, n_q_tiles=128, processors=132, head_bytes=16 << 20)
+    assert not tiling.pays_to_pair(heads=1, n_q_tiles=8, processors=132, head_bytes=1 << 10)
 
 
 def test_packed_sequences_have_the_tiles_of_their_mean_length():
@@ -468,4 +469,4 @@ def test_one_loop_in_constant_time_is_for_two_consumers():
 
 @pytest.mark.parametrize(("n_q_tiles", "pairs"), [(3, False), (4, True), (7, True)])
 def test_tiles_in_the_middle_do_not_go_to_the_same_programs(n_q_tiles, pairs):
-    assert plan.pays_to_pair(1320, n_q_tiles, 132, 1000) == pairs
+    assert tiling.pays_to_pair(1320, n_q_tiles, 132, 1000) == pairs

@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from schedule_in_python import in_python
+from schedule_in_python import InPython
 
 from lockstep.kernels.hopper.common.mailbox import SLOTS
 from lockstep.kernels.hopper.forward.cleaning import KEPT_TILES
@@ -31,9 +31,7 @@ from lockstep.kernels.hopper.forward.plan import (
     WIDE_KEYS,
     Plan,
 )
-from lockstep.kernels.hopper.forward.scheduling.schedule import (
-    BAD,
-)
+from lockstep.kernels.hopper.forward.scheduling.packed_sequences import BAD
 
 # A warp says what it waits for, and goes on once that holds.
 Warp = Iterator[Callable[[], bool]]
@@ -110,7 +108,7 @@ class Program:
         self.q = [Ring(plan.q_stages, 1) for _ in range(plan.consumers)]
         self.tile_queue = Ring(SLOTS.value, plan.consumers + producers + self.cleans)
         self.turns = Counter({0: 1})
-        self.schedule = SimpleNamespace(
+        self.schedule = InPython(
             left=left or 0,
             right=right or 0,
             HAS_LEFT=left is not None,
@@ -124,14 +122,14 @@ class Program:
         self.read_keys = Counter()  # tiles of which a consumer has the first bad key
 
     def blocks(self, tile, q_idx: int, rows: int) -> tuple[int, int]:
-        return in_python("blocks")(self.schedule, tile, q_idx, rows)
+        return self.schedule.blocks(tile, q_idx, rows)
 
     def rows(self, c: int, tile) -> Rows:
         q_idx, block_q = tile.q_idx, self.plan.block_q
         return Rows(
             *self.blocks(tile, q_idx + c * ROWS, ROWS),
             *self.blocks(tile, q_idx, block_q),
-            *in_python("inner_blocks")(self.schedule, tile, q_idx, block_q),
+            *self.schedule.inner_blocks(tile, q_idx, block_q),
         )
 
     def clean_blocks(self) -> Warp:

@@ -16,7 +16,10 @@ from lockstep.problem import Options, describe
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
+from schedule_in_python import as_python
+
 from lockstep.kernels.hopper.common.sizes import ROWS
+from lockstep.kernels.hopper.forward import grouped_rows, groups
 from lockstep.kernels.hopper.forward.plan import plan_of
 from lockstep.kernels.hopper.forward.scheduling import schedule
 from lockstep.kernels.hopper.forward.scheduling.schedule import (
@@ -29,6 +32,7 @@ from lockstep.kernels.hopper.forward.scheduling.schedule import (
 from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling
 
 FUNCTIONS = ("next", "tile", "_part", "_dense_tile", "pair_rounds", "_paired", "_left_by_pairs")
+FUNCTIONS += ("_heads_of", "n_rows")
 PROGRAM = SimpleNamespace(id=0, number=1)  # that runs, and of how many
 
 
@@ -49,6 +53,7 @@ def add_functions() -> None:
     space = {name: getattr(schedule, name).value for name in ("PAIRED", "BY_HEAD", "LONGEST_FIRST")}
     space["SINGLE_ROUNDS"] = schedule.SINGLE_ROUNDS.value
     space["ROWS"] = ROWS
+    space["grouped_rows"] = SimpleNamespace(n_rows=as_python(grouped_rows.n_rows))
     space["Tile"] = lambda exists, head, _kv, _batch, q_idx, _q_start, _kv_start, len_q, _len_kv: (
         SimpleNamespace(exists=bool(exists), place=(head, q_idx, len_q))
     )
@@ -70,11 +75,14 @@ add_functions()
 
 
 def all_places(
-    order, programs: int, heads: int, Sq: int, block_q: int = ROWS, split: bool = True
-) -> list[list[tuple[int, int, int]]]:
-    """Head, first row and the row behind the last of all that each program works on."""
-    sizes = {"heads": heads, "Hq": heads, "n_q_tiles": -(-Sq // block_q), "Sq": Sq}
-    sizes |= {"heads_per_kv": 1, "Skv": Sq, "BLOCK_Q": block_q}
+    order, programs: int, heads: int, Sq: int, block_q: int = ROWS, split: bool = True,
+    group: int = 1,
+) -> list[list[tuple[int, int, int]]]:  # fmt: skip
+    """Head, first row and the row behind the last of all that each program works on. A group of
+    heads shares its tiles."""
+    n_q_tiles = groups.n_tiles(Sq, group, block_q)
+    sizes = {"heads": heads, "Hq": heads, "n_q_tiles": n_q_tiles, "Sq": Sq}
+    sizes |= {"heads_per_kv": group, "Skv": Sq, "BLOCK_Q": block_q, "HEADS": int(group > 1)}
     dense = Dense(order=order.value, LAYOUT="dense", SPLIT=split, **sizes)
     PROGRAM.number = programs
     found = []
@@ -91,12 +99,13 @@ def test_every_row_has_one_program(order):
     for _ in range(60):
         programs, heads = draws.choice((1, 2, 3, 13, 132)), draws.randint(1, 20)
         Sq, block_q = draws.randint(1, 5000), draws.choice((2, 3)) * ROWS
-        split = draws.random() < 0.5
-        found = sorted(chain(*all_places(order, programs, heads, Sq, block_q, split)))
+        split, group = draws.random() < 0.5, draws.choice((1, 1, 3, 8))
+        found = sorted(chain(*all_places(order, programs, heads, Sq, block_q, split, group)))
+        rows = Sq if group == 1 else -(-Sq // groups.BOX) * groups.BOX * group
         for head in range(heads):
-            mine = [(begin, end) for h, begin, end in found if h == head]
+            mine = [(begin, end) for h, begin, end in found if h == head * group]
             assert mine[0][0] == 0
-            assert mine[-1][1] == Sq
+            assert mine[-1][1] == rows
             assert all(begin % ROWS == 0 and end - begin <= block_q for begin, end in mine)
             assert all(end == begin for (_, end), (begin, _) in pairwise(mine))
 

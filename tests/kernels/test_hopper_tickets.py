@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,29 +14,36 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from schedule_in_python import Pointer, as_python, in_python
+from schedule_in_python import InPython, Pointer, as_python
 
-from lockstep.kernels.hopper.forward.scheduling.schedule import (
+from lockstep.kernels.hopper.forward import groups
+from lockstep.kernels.hopper.forward.scheduling.packed_sequences import (
     BAD,
-    LONGEST_FIRST,
     ORDER_HEAD,
     ORDER_NUMBERS,
-    UNSORTED,
 )
+from lockstep.kernels.hopper.forward.scheduling.packed_sequences import first_slot as _first_slot
+from lockstep.kernels.hopper.forward.scheduling.schedule import LONGEST_FIRST, UNSORTED
 from lockstep.kernels.hopper.forward.scheduling.scheduler import schedule_by_ticket
+
+first_slot = as_python(_first_slot)
 
 
 def unsorted_sequence(
-    slot: int, starts: list[int], lens: list[int], block_q: int
+    slot: int, schedule: InPython, starts: list[int], lens: list[int]
 ) -> tuple[int, ...]:
-    """`Schedule._unsorted_sequence`, which counts across the lanes of a warp."""
-    firsts = [start // block_q + b for b, start in enumerate(starts[:-1])]
+    """`packed_sequences.unsorted_sequence`, which counts across the lanes of a warp."""
+    firsts = [first_slot(schedule, start, b) for b, start in enumerate(starts[:-1])]
     b = sum(first <= slot for first in firsts) - 1
     return firsts[b], starts[b], lens[b], starts[b], lens[b] if b < len(lens) - 1 else BAD.value
 
 
-@pytest.mark.parametrize("order", [LONGEST_FIRST, UNSORTED], ids=["longest first", "as is"])
-def test_every_tile_has_one_ticket(order):
+@pytest.mark.parametrize(
+    ("order", "shares"),
+    list(product((LONGEST_FIRST, UNSORTED), (False, True))),
+    ids=["longest first", "groups, longest first", "as is", "groups, as is"],
+)
+def test_every_tile_has_one_ticket(order, shares):
     draws = random.Random(0)
     for _ in range(100):
         lens = [draws.choice((0, 1, 100, 128, 300, 1000)) for _ in range(draws.randint(1, 9))]
@@ -43,36 +52,33 @@ def test_every_tile_has_one_ticket(order):
         lens.append(draws.choice((0, 0, 1, 200)))
         starts = [sum(lens[:b]) for b in range(B + 2)]
         block_q, Hq = draws.choice((128, 192)), draws.choice((1, 3, 8))
-        tiles = [-(-n // block_q) for n in lens]
+        group = draws.choice((2, 5, 8)) if shares else 1
+        tiles = [groups.n_tiles(n, group, block_q) for n in lens]
         sequences = [*sorted(range(B), key=lambda b: -lens[b]), B]
         before = [sum(tiles[b] for b in sequences[:place]) for place in range(B + 1)]
         bounds = [
             n for b in sequences for n in (starts[b], lens[b], starts[b], lens[b] if b < B else -1)
         ]
-        schedule = SimpleNamespace(
+        schedule = InPython(
             order=order.value,
-            n_q_tiles=starts[-1] // block_q + B + 1,
+            n_q_tiles=groups.most_tiles(starts[-1], B, group, block_q),
             Hq=Hq,
-            heads_per_kv=1,
+            HEADS=int(shares),
+            heads_per_kv=group,
             B=B,
             l2_keys=draws.choice((0, 700, 2000, 1 << 30)),
             sequence_order_ptr=Pointer([0, *before, *bounds]),
             BLOCK_Q=block_q,
         )
-        schedule._sorted_sequence = lambda slot, at=schedule: in_python("_sorted_sequence")(
-            at, slot
-        )
-        schedule._unsorted_sequence = lambda slot, x=(starts, lens, block_q): unsorted_sequence(
-            slot, *x
-        )
+        schedule.unsorted = partial(unsorted_sequence, schedule=schedule, starts=starts, lens=lens)
         found = Counter()
         for ticket in range(schedule.n_q_tiles * Hq):
-            exists, *tile, q_start = in_python("packed_tile")(schedule, ticket)
+            exists, *tile, q_start = schedule.packed_tile(ticket)
             found[(q_start, *tile)] += bool(exists)
             if order is LONGEST_FIRST and not exists:
                 break
         expected = [
-            (starts[b], head, q_tile * block_q)
+            (starts[b], head * group, q_tile * block_q)
             for b in range(B + 1)
             for head in range(Hq)
             for q_tile in range(tiles[b])

@@ -7,14 +7,8 @@ the tensor map: its keys are NaN then, its values 0.
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.common.gluon_shim import (
-    aggregate,
-    gl,
-    gluon,
-    mbarrier,
-    reinterpret,
-    tma_load,
-)
+from lockstep.kernels.hopper.common.boxes import boxes_of
+from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon, mbarrier, tma_load
 
 
 @aggregate
@@ -79,8 +73,7 @@ def _send_boxes(tile, full, desc, places, head, first_column):
     PARTS: gl.constexpr = tile.shape[3] // desc.block_shape[3]
     WIDTH: gl.constexpr = desc.block_shape[4]
     PANELS: gl.constexpr = tile.shape[4] // WIDTH
-    shape: gl.constexpr = [PANELS * PARTS] + desc.block_shape  # noqa: RUF005
-    boxes = reinterpret(tile, tile.dtype, shape, tile.layout)
+    boxes = boxes_of(tile, desc)
     for part in gl.static_range(PARTS):
         for panel in gl.static_range(PANELS):
             at = [0, places[part][0], head, places[part][1], first_column + panel * WIDTH]

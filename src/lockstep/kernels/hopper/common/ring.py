@@ -98,8 +98,11 @@ def _first_columns(columns):
 
 
 @gluon.constexpr_function
-def _columns_in_boxes(columns):
-    """The columns of the first part of a tile that comes in boxes: all, or 128 of up to 192."""
+def _columns_in_boxes(desc, columns):
+    """The columns of the first part of a tile that comes in boxes: all, or 128 of up to 192; of
+    boxes with fewer than 64, as in chunks."""
+    if desc.block_shape[4] < 64:
+        return _first_columns(columns)
     return 64 if columns <= 64 else 256 if columns > 192 else 128
 
 
@@ -179,7 +182,7 @@ class TileRing:
         BLOCK: gl.constexpr,
     ):
         """`create`, of tiles of BLOCK rows that come in boxes (`pages.py`)."""
-        WIDTH: gl.constexpr = _columns_in_boxes(COLUMNS)
+        WIDTH: gl.constexpr = _columns_in_boxes(desc, COLUMNS)
         shape: gl.constexpr = [STAGES, 1, 1, 1, BLOCK, WIDTH]
         tiles_smem = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
         rest_smem = tiles_smem

@@ -40,7 +40,7 @@ from lockstep.kernels.hopper.common.softmax import (
     round_pairs,
     thread_sums,
 )
-from lockstep.kernels.hopper.forward import constant_time
+from lockstep.kernels.hopper.forward import constant_time, grouped_rows
 from lockstep.kernels.hopper.forward.constant_time_flow import flow_in_constant_time
 from lockstep.kernels.hopper.forward.flow import flow
 from lockstep.kernels.hopper.forward.pingpong import pass_turn
@@ -198,7 +198,10 @@ def end_tile(program, tiles, last, p, acc, use_acc, alpha):
 def store_columns(program, tile, first_row, column: gl.constexpr, o, o_desc):
     """Send columns of the output, which are in shared memory, on their way."""
     fence_async_shared()
-    tma_store(o_desc, program.schedule.q_coordinates(tile, first_row, column), o)
+    if program.schedule.HEADS:
+        grouped_rows.store_rows(program.schedule, tile, first_row, column, o, o_desc)
+    else:
+        tma_store(o_desc, program.schedule.q_coordinates(tile, first_row, column), o)
 
 
 @gluon.jit
@@ -208,7 +211,7 @@ def store_piece(program, tile, first_row, p: gl.constexpr, x, o, o_desc):
     COLUMNS: gl.constexpr = program.v.COLUMNS
     START: gl.constexpr = piece_start(COLUMNS, p)
     WIDTH: gl.constexpr = piece_width(COLUMNS, p)
-    ROOM: gl.constexpr = o_desc.block_shape[4]
+    ROOM: gl.constexpr = o.shape[4]
     AT: gl.constexpr = START % ROOM
     room = o.reshape([ROWS, ROOM])
     if AT == 0:
@@ -235,23 +238,25 @@ def store_results(
     """Write the results of a tile; 1 for rows [ROWS] that are to be computed again, else 0. `bad`
     is its first bad key in constant time, and of no use elsewhere."""
     row_layout: gl.constexpr = m.type.layout
+    schedule = program.schedule
     is_large = (gl.abs(m) * program.score_scale() >= LARGE_MAX) & (m > -float("inf"))
     if program.build.SPAN:
         # These are totals, and `beside` is the sum r.
-        out, lse, m, l = close_total(program, results, tile, rows, acc, m, l, beside, error)
+        out, lse, m, l = close_total(program, results, tile, c, rows, acc, m, l, beside, error)
     else:
         first_bad = None
         if program.build.CLEANS and not program.schedule.HAS_LEFT:
             first_bad = bad
         out, lse, m, l = normalize(
-            program, results, tile, rows, acc, m, l, beside, None, first_bad, o_desc.dtype
-        )
+            program, results, tile, c, rows, acc, m, l, beside, None, first_bad,
+            o_desc.dtype,
+        )  # fmt: skip
     first_row = tile.q_idx + c * ROWS
-    if program.schedule.SPLIT and c > 0:
+    if schedule.SPLIT and c > 0:
         # Rows that are another program's, as no others, are not stored.
-        first_row = gl.where(first_row < tile.len_q, first_row, program.schedule.Sq)
-    q_idx = first_row + gl.arange(0, ROWS, row_layout)
-    exists = q_idx < tile.len_q
+        first_row = gl.where(first_row < tile.len_q, first_row, schedule.n_rows(schedule.Sq))
+    row = first_row + gl.arange(0, ROWS, row_layout)
+    exists = schedule.exist(tile, row)
     wrong = gl.full([ROWS], 0, gl.int32, row_layout)
     if program.build.SECOND_PASS and rows.have_edges():
         total = row_sums(out, row_layout)
@@ -265,7 +270,7 @@ def store_results(
     for p in gl.static_range(len(out)):
         x = out[p].to(o_desc.dtype)
         store_piece(program, tile, first_row, p, x, o_smem.index(0), o_desc)
-    results.store_statistics(results.row(tile, q_idx), lse, m, l, exists)
+    results.store_statistics(results.place(schedule, tile, row), lse, m, l, exists)
     return wrong
 
 

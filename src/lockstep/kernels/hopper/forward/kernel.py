@@ -18,7 +18,13 @@ from lockstep.kernels.hopper.common.ring import TileRing
 from lockstep.kernels.hopper.common.shared_memory import allocate_tiles
 from lockstep.kernels.hopper.forward.cleaning import CLEANER_WARPS, Cleaned, clean_blocks
 from lockstep.kernels.hopper.forward.consumer import consume
-from lockstep.kernels.hopper.forward.program import Build, Program, Results, send_block
+from lockstep.kernels.hopper.forward.program import (
+    Build,
+    Program,
+    Results,
+    send_block,
+    send_queries,
+)
 from lockstep.kernels.hopper.forward.scheduling.failed_tiles import FailedTiles
 from lockstep.kernels.hopper.forward.scheduling.schedule import Schedule
 from lockstep.kernels.hopper.forward.scheduling.scheduler import schedule_tiles
@@ -42,8 +48,7 @@ def produce(program, q_desc, k_desc, v_desc, q_rings):
     while tile.exists:
         if q_desc is not None:
             for c in gl.static_range(program.build.CONSUMERS):
-                at = schedule.q_coordinates(tile, tile.q_idx + c * ROWS)
-                q_rings[c].send(tiles, q_desc, at)
+                send_queries(schedule, q_rings[c], tiles, q_desc, tile, tile.q_idx + c * ROWS)
         begin, end = schedule.blocks(tile, tile.q_idx, schedule.BLOCK_Q)
         for block in range(begin, end):
             send_block(program, k_desc, v_desc, tile, block, sent, 0)
@@ -106,16 +111,27 @@ class PageNumbers(NamedTuple):
 
 
 @gluon.jit
+def allocate_rows(program, q_desc, o_desc, D_COLUMNS: gl.constexpr, OUT_COLUMNS: gl.constexpr):
+    """Shared memory for the queries of one consumer, and for columns of its results."""
+    if program.schedule.HEADS:
+        q_ring = TileRing.create_in_boxes(q_desc, program.build.Q_STAGES, 1, D_COLUMNS, ROWS)
+        shape: gl.constexpr = [1, 1, 1, 1, ROWS, OUT_COLUMNS]
+        o_smem = gl.allocate_shared_memory(o_desc.dtype, shape, o_desc.layout)
+    else:
+        q_ring = TileRing.create(q_desc, program.build.Q_STAGES, 1, D_COLUMNS)
+        o_smem = allocate_tiles(o_desc, 1)
+    return q_ring, o_smem
+
+
+@gluon.jit
 def start_warps(
     program, results, q_desc, k_desc, v_desc, o_desc, D_COLUMNS: gl.constexpr,
-    DV_COLUMNS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    SERVER_REGISTERS: gl.constexpr,
+    DV_COLUMNS: gl.constexpr, OUT_COLUMNS: gl.constexpr, PRODUCERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, SERVER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Start all warps of a program, with queries and results of each consumer in shared memory."""
-    q_0 = TileRing.create(q_desc, program.build.Q_STAGES, 1, D_COLUMNS)
-    q_1 = TileRing.create(q_desc, program.build.Q_STAGES, 1, D_COLUMNS)
-    o_0 = allocate_tiles(o_desc, 1)
-    o_1 = allocate_tiles(o_desc, 1)
+    q_0, o_0 = allocate_rows(program, q_desc, o_desc, D_COLUMNS, OUT_COLUMNS)
+    q_1, o_1 = allocate_rows(program, q_desc, o_desc, D_COLUMNS, OUT_COLUMNS)
     # The second sums of query-invariant builds: `total.py`.
     t_0 = o_0
     t_1 = o_1
@@ -161,19 +177,18 @@ def start_warps(
     else:
         start_three(
             program, results, (q_0, q_1), (o_0, o_1), q_desc, k_desc, v_desc, o_desc, D_COLUMNS,
-            CONSUMER_REGISTERS, SERVER_REGISTERS,
+            OUT_COLUMNS, CONSUMER_REGISTERS, SERVER_REGISTERS,
         )  # fmt: skip
 
 
 @gluon.jit
 def start_three(
     program, results, q, o, q_desc, k_desc, v_desc, o_desc, D_COLUMNS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, SERVER_REGISTERS: gl.constexpr,
+    OUT_COLUMNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, SERVER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`start_warps` with three consumers, of which two have their queries and results. They have no
     second sums, and what stands for these is not used."""
-    q_2 = TileRing.create(q_desc, program.build.Q_STAGES, 1, D_COLUMNS)
-    o_2 = allocate_tiles(o_desc, 1)
+    q_2, o_2 = allocate_rows(program, q_desc, o_desc, D_COLUMNS, OUT_COLUMNS)
     if program.build.CLEANS:
         gl.warp_specialize(
             [
@@ -209,10 +224,10 @@ def start_three(
 
 @unspecialized(gluon.jit, any_address=ANY_ADDRESS)
 def forward_kernel(
-    q_desc,  # tiles [ROWS, D] of q [B, Hq, Sq, D], or chunks of their columns
+    q_desc,  # tiles [ROWS, D] of q [B, Hq, Sq, D], or chunks of their columns, or boxes
     k_desc,  # tiles [BLOCK_KV, D] of k [B, Hkv, Skv, D], alike
     v_desc,  # tiles [BLOCK_KV, Dv] of v [B, Hkv, Skv, Dv], alike
-    o_desc,  # tiles [ROWS, Dv] of out, or parts of them
+    o_desc,  # tiles [ROWS, Dv] of out, or parts of them, or boxes
     pointers: RowPointers,
     sequences: SequencePointers,
     page_table_ptr,  # [B, ·]
@@ -245,6 +260,8 @@ def forward_kernel(
     CONSTANT_TIME: gl.constexpr,
     ONE_LOOP: gl.constexpr,
     SPLIT: gl.constexpr,  # tiles may be: schedule.py
+    HEADS: gl.constexpr,  # of a group that come together, 0 if a tile has one: grouped_rows.py
+    OUT_COLUMNS: gl.constexpr,  # that leave through shared memory at once, where groups share tiles
 ):
     EXACT: gl.constexpr = FIXED_MAX
     CLEANS: gl.constexpr = CONSTANT_TIME and (HAS_LEFT or HAS_RIGHT)
@@ -259,7 +276,7 @@ def forward_kernel(
     Q_IN_REGISTERS: gl.constexpr = CONSTANT_TIME and D_COLUMNS == 128 and not (HAS_LEFT or ONE_LOOP)
     BY_BITS: gl.constexpr = CONSTANT_TIME and STAGES & (STAGES - 1) == 0
     schedule = Schedule(
-        numbers, sequences, LAYOUT, HAS_LEFT, HAS_RIGHT, CONSUMERS * ROWS, BLOCK_KV, SPLIT
+        numbers, sequences, LAYOUT, HAS_LEFT, HAS_RIGHT, CONSUMERS * ROWS, BLOCK_KV, SPLIT, HEADS
     )
     if PAGE_ROWS:
         k_ring = TileRing.create_in_boxes(k_desc, STAGES, CONSUMERS, D_COLUMNS, BLOCK_KV)
@@ -296,6 +313,6 @@ def forward_kernel(
         pointers, strides.row_stride_b, strides.row_stride_h, strides.row_stride_s, Dv
     )
     start_warps(
-        program, results, q_desc, k_desc, v_desc, o_desc, D_COLUMNS, DV_COLUMNS, PRODUCERS,
-        CONSUMER_REGISTERS, SERVER_REGISTERS,
+        program, results, q_desc, k_desc, v_desc, o_desc, D_COLUMNS, DV_COLUMNS, OUT_COLUMNS,
+        PRODUCERS, CONSUMER_REGISTERS, SERVER_REGISTERS,
     )  # fmt: skip

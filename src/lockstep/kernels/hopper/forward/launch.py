@@ -14,6 +14,7 @@ from lockstep.kernels.hopper.common.copy_engine import copy, fit
 from lockstep.kernels.hopper.common.sizes import columns, processors
 from lockstep.kernels.hopper.forward.aligned_rows import NAMES, align_launches
 from lockstep.kernels.hopper.forward.few_keys import few_keys_kernel
+from lockstep.kernels.hopper.forward.groups import BOX, heads_of_box, rows_of_group, tile_heads
 from lockstep.kernels.hopper.forward.kept_keys.launch import kept_keys_launch
 from lockstep.kernels.hopper.forward.kept_keys.plan import kept_sizes
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
@@ -38,6 +39,7 @@ from lockstep.kernels.hopper.forward.plan import (
     one_block_rows,
     one_block_shares,
     one_block_widths,
+    out_columns,
     padded,
     page_rows,
     plan_of,
@@ -69,7 +71,7 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
         name for name, x, y in zip(Tensors._fields, tensors, fitted, strict=True) if x is not y
     ]
     order = None
-    block_q = plan_of(problem).block_q
+    block_q, group = plan_of(problem).block_q, 1
     aligned: dict[str, Buffer] = {}
     align: list[Launch] = []
     if has_narrow_window(problem):
@@ -82,7 +84,7 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
     elif keeps_keys(problem):
         launches = [_few_keys_launch(problem, tensors.q, fitted)]
     else:
-        tiles = Tiling.of(problem, n_processors)
+        tiles, group = Tiling.of(problem, n_processors), rows_of_group(problem)
         placed, aligned, align = align_launches(problem, fitted)
         launches = [_launch(problem, tensors.q, placed, tiles, n_processors, aligned)]
     if problem.layout == "varlen":
@@ -92,7 +94,7 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
             keys = one_block_keys(problem)
             if keys:
                 launches.insert(0, _one_block_launch(problem, tensors.q, fitted, n_processors))
-            launches.insert(0, sort_launch(problem, block_q, keys))
+            launches.insert(0, sort_launch(problem, block_q, keys, group))
     launches[:0] = align
     results = {
         "out": Buffer.like(tensors.q, problem.out_shape, problem.dtype),
@@ -248,21 +250,29 @@ def _maps(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> dict[str, An
     packed, ragged = layout == "varlen", layout != "dense"
     width, width_v = map_columns(problem, problem.D), map_columns(problem, problem.Dv)
     out = by_head(empty_like(q, problem.out_shape, device="meta"), packed)
+    of_queries = {
+        "q": _of_consumer(problem, by_head(fitted.q, packed), width),
+        "o": _of_consumer(problem, out, out_columns(problem)),
+    }
     if problem.is_paged:
         rows = page_rows(problem)
-        return {
-            "q": tiles_of(fitted.q, ROWS, width, False).describe,
+        return of_queries | {
             "k": partial(describe_pages, rows, "nan", columns=min(width, CHUNK)),
             "v": partial(describe_pages, rows, "zero", columns=min(width_v, CHUNK)),
-            "o": tiles_of(out, ROWS, min(padded(problem.Dv), plan.out_columns), False).describe,
         }
-    q, k, v = (by_head(x, packed) for x in fitted[:3])
-    return {
-        "q": tiles_of(q, ROWS, width, packed).describe,
+    k, v = (by_head(x, packed) for x in fitted[1:3])
+    return of_queries | {
         "k": tiles_of(k, plan.block_kv, width, ragged).describe,
         "v": tiles_of(v, plan.block_kv, width_v, ragged).describe,
-        "o": tiles_of(out, ROWS, min(padded(problem.Dv), plan.out_columns), packed).describe,
     }
+
+
+def _of_consumer(problem: AttentionProblem, x: Tensor, width: int) -> Any:
+    """The tensor map of q or out [B, H, S, ·] in tiles of one consumer, or in boxes of them."""
+    heads, packed = heads_of_box(problem), problem.layout == "varlen"
+    if heads:
+        return tiles_of(x, BOX, min(width, CHUNK), packed, heads).describe
+    return tiles_of(x, ROWS, width, packed).describe
 
 
 def _numbers(
@@ -278,14 +288,14 @@ def _numbers(
         "order": tiles.order,
         "n_q_tiles": tiles.n_q_tiles,
         "heads": tiles.heads,
-        "Hq": problem.Hq,
+        "Hq": tile_heads(problem),
         "heads_per_kv": problem.Hq // problem.Hkv,
         "B": problem.B,
         "Sq": problem.Sq,
         "Skv": problem.Skv,
         "left": left or 0,
         "right": right or 0,
-        **key_numbers(problem, fitted),
+        **key_numbers(problem, fitted, rows_of_group(problem)),
         "page_size": problem.page_size or 0,
     }
 
@@ -317,6 +327,8 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "CONSTANT_TIME": problem.constant_time,
         "ONE_LOOP": plan.one_loop,
         "SPLIT": splits_tiles(problem),
+        "HEADS": heads_of_box(problem),
+        "OUT_COLUMNS": out_columns(problem),
     }
 
 

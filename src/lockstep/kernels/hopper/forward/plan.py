@@ -103,16 +103,6 @@ WIDE_KEYS_OF_BLOCK = 112
 # Keys of more heads are dealt out to its programs if none has more tiles than so many times as many
 # as it has to have, by the width of heads.
 UNEVEN = {64: 1.4, 128: 1.15}
-# Pairing tiles is worth it while the keys and values of the heads at work fit into L2.
-L2_BYTES = 50e6
-# Of so few tiles, one in the middle is a good part.
-FEW_TILES = 3
-# Measured in constant time: up to so many tiles of narrow heads, all of whose keys stay in L2, are
-# done earlier singly than in pairs.
-SINGLE_TILES = 8
-# Heads of a packed sequence are at work at the same time if their keys and values fit into this:
-# what L2 holds twice, once in each of its halves.
-NEAR_L2_BYTES = 25e6
 
 
 def padded(dim: int) -> int:
@@ -145,6 +135,11 @@ def value_columns(dim: int) -> int:
     """How many columns of values are multiplied. 112 would be three pieces (`pieces.py`), and three
     products take longer than one of 128."""
     return 128 if columns(dim) == 112 else columns(dim)
+
+
+def out_columns(problem: AttentionProblem) -> int:
+    """Columns of out that leave through shared memory at once."""
+    return min(padded(problem.Dv), plan_of(problem).out_columns)
 
 
 def page_rows(problem: AttentionProblem) -> int:
@@ -377,33 +372,3 @@ def _rounds(problem: AttentionProblem, plan: Plan) -> int:
     """How many tiles the busiest program of a dense call has."""
     tiles = problem.B * problem.Hq * -(-problem.Sq // plan.block_q)
     return -(-tiles // PROGRAMS)
-
-
-def pays_to_pair(heads: int, n_q_tiles: int, processors: int, head_bytes: int) -> bool:
-    """Whether pairs of tiles fill the rounds of `processors` programs; `head_bytes` is what a head
-    has of keys and values."""
-    per_head = -(-n_q_tiles // 2)
-    # The tile in the middle is its own pair. If all of those went to the same programs, these would
-    # have less to do.
-    if n_q_tiles % 2 and n_q_tiles <= FEW_TILES and processors % per_head == 0:
-        return False
-    # Of fewer rounds than two there would be none: the last one has single tiles, too.
-    pairs = heads * per_head
-    heads_at_work = min(heads, processors / per_head + 1)
-    return pairs >= 2 * processors and heads_at_work * head_bytes <= L2_BYTES
-
-
-def key_bytes(problem: AttentionProblem) -> int:
-    """What all keys and values of a dense call have."""
-    return problem.B * problem.Hkv * problem.Skv * (problem.D + problem.Dv) * 2
-
-
-def deals_singly(problem: AttentionProblem, n_q_tiles: int) -> bool:
-    """Whether single tiles are dealt out, longest first, although pairs would fill the rounds."""
-    fits = n_q_tiles <= SINGLE_TILES and key_bytes(problem) <= L2_BYTES
-    return problem.constant_time and max(problem.D, problem.Dv) <= 64 and fits
-
-
-def keys_in_l2(problem: AttentionProblem) -> int:
-    """How many keys of one head of queries, with their values, stay in the near half of L2."""
-    return int(NEAR_L2_BYTES / ((problem.D + problem.Dv) * 2) * problem.Hq / problem.Hkv)

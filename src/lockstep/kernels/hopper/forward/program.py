@@ -17,6 +17,7 @@ from lockstep.kernels.hopper.common.softmax import (
 from lockstep.kernels.hopper.common.thread_numbers import of_rows
 from lockstep.kernels.hopper.forward.cleaning import Cleaned
 from lockstep.kernels.hopper.forward.constant_time import rounding_of
+from lockstep.kernels.hopper.forward.grouped_rows import send_rows
 from lockstep.kernels.hopper.forward.scheduling.failed_tiles import FailedTiles
 from lockstep.kernels.hopper.forward.scheduling.schedule import BAD, Schedule
 from lockstep.kernels.hopper.forward.scheduling.tile_queue import TileQueue
@@ -152,6 +153,15 @@ class Program:
             return 1.0
         else:  # noqa: RET505, Gluon would go on and return both
             return self.scale if self.build.SCORES == "raw" else LOG2E
+
+
+@gluon.jit
+def send_queries(schedule, q_ring, i, q_desc, tile, row):
+    """Producer: send a consumer its rows of a tile, from `row` on, as the i-th in all."""
+    if schedule.HEADS:
+        send_rows(schedule, q_ring, i, q_desc, tile, row)
+    else:
+        q_ring.send(i, q_desc, schedule.q_coordinates(tile, row))
 
 
 @gluon.jit
@@ -302,9 +312,21 @@ class Results:
         self.Dv = Dv
 
     @gluon.jit
-    def row(self, tile, q_idx):
-        start = tile.batch * self.stride_b + tile.head * self.stride_h
-        return start + (tile.q_start + q_idx) * self.stride_s
+    def place(self, schedule, tile, row):
+        """Where rows [ROWS] of a tile are in lse."""
+        query, head = schedule.place(tile, row)
+        start = tile.batch * self.stride_b + head * self.stride_h
+        return start + (tile.q_start + query) * self.stride_s
+
+    @gluon.jit
+    def sinks(self, schedule, tile, c, layout: gl.constexpr):
+        """The sink of a tile's head, or of each of consumer `c`'s rows [ROWS]."""
+        if schedule.HEADS:
+            row = tile.q_idx + c * ROWS + gl.arange(0, ROWS, layout)
+            _query, head = schedule.place(tile, row)
+            return gl.load(self.sinks_ptr + head)
+        else:  # noqa: RET505, Gluon would go on and return both
+            return gl.load(self.sinks_ptr + tile.head)
 
     @gluon.jit
     def store_statistics(self, row, lse, m, l, mask):
@@ -314,7 +336,9 @@ class Results:
 
 
 @gluon.jit
-def normalize(program, results, tile, rows, acc, m, l, beside, is_exact, bad, dtype: gl.constexpr):
+def normalize(
+    program, results, tile, c, rows, acc, m, l, beside, is_exact, bad, dtype: gl.constexpr
+):
     """Pieces of out [ROWS, ·] fp32; lse, m and l [ROWS], relative to which weights are
     exp2((s - m)·scale).
 
@@ -355,7 +379,7 @@ def normalize(program, results, tile, rows, acc, m, l, beside, is_exact, bad, dt
         r = gl.where(rows.row_end > bad, float("nan"), r)
     sink = None
     if program.build.HAS_SINKS:
-        sink = gl.load(results.sinks_ptr + tile.head)
+        sink = results.sinks(program.schedule, tile, c, layout)
     # In constant time, ptxas has no registers for it where tiles of wider heads change.
     BRIEF: gl.constexpr = not program.build.CONSTANT_TIME or program.v.COLUMNS <= 64
     out, lse, m, l = close_rows(acc, m, l, r, factor, scale, sink, rows.nan_if_bad(), BRIEF)
@@ -365,10 +389,10 @@ def normalize(program, results, tile, rows, acc, m, l, beside, is_exact, bad, dt
 
 
 @gluon.jit
-def close_total(program, results, tile, rows, acc, m, l, r, error):
+def close_total(program, results, tile, c, rows, acc, m, l, r, error):
     """The results of `normalize`, from the total of all spans: `spans.py`."""
     sink = None
     if program.build.HAS_SINKS:
-        sink = gl.load(results.sinks_ptr + tile.head)
+        sink = results.sinks(program.schedule, tile, c, m.type.layout)
     scale = program.score_scale()
     return close_rows(acc, m, l, r, gl.exp2(-error), scale, sink, rows.nan_if_bad())

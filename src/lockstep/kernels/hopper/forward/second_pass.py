@@ -53,7 +53,13 @@ from lockstep.kernels.hopper.common.spans import (
     weigh_in_span,
 )
 from lockstep.kernels.hopper.common.thread_numbers import of_threads
-from lockstep.kernels.hopper.forward.program import Rows, close_total, normalize, send_block
+from lockstep.kernels.hopper.forward.program import (
+    Rows,
+    close_total,
+    normalize,
+    send_block,
+    send_queries,
+)
 from lockstep.kernels.hopper.forward.span_steps import bar_of_begun as bar_in_spans
 from lockstep.kernels.hopper.forward.span_steps import fixed_maximum
 from lockstep.kernels.hopper.forward.weights import find_offset_weights, find_tops, find_weights
@@ -269,9 +275,10 @@ def consume_second_pass(program, results, q_ring, seen, tiles):
     while tile.exists:
         for c in range(CONSUMERS):
             rows = Rows.of_consumer(c, schedule, tile)
-            q_idx = tile.q_idx + c * ROWS + gl.arange(0, ROWS, rows.row_end.type.layout)
-            row = results.row(tile, q_idx)
-            mark = gl.load(results.lse_ptr + row, mask=q_idx < tile.len_q, other=0.0)
+            number = tile.q_idx + c * ROWS + gl.arange(0, ROWS, rows.row_end.type.layout)
+            row = results.place(schedule, tile, number)
+            exists = schedule.exist(tile, number)
+            mark = gl.load(results.lse_ptr + row, mask=exists, other=0.0)
             is_exact = mark != mark
             chosen = is_exact | (mark == float("inf"))
             runs = is_exact
@@ -282,24 +289,17 @@ def consume_second_pass(program, results, q_ring, seen, tiles):
             for first_column in range(0, program.v.COLUMNS, SLICE):
                 if program.build.SPAN:
                     acc, m, l, r, error, seen = attend_spans(program, rows, q, seen)
-                    out, lse, m, l = close_total(program, results, tile, rows, acc, m, l, r, error)
+                    out, lse, m, l = close_total(
+                        program, results, tile, c, rows, acc, m, l, r, error
+                    )
                 else:
                     acc, m, l, beside, seen = attend_second_pass(
                         program, rows, q, runs, is_exact, seen
                     )
                     out, lse, m, l = normalize(
-                        program,
-                        results,
-                        tile,
-                        rows,
-                        (acc,),
-                        m,
-                        l,
-                        beside,
-                        is_exact,
-                        None,
-                        q[0].dtype,
-                    )
+                        program, results, tile, c, rows, (acc,), m, l, beside, is_exact,
+                        None, q[0].dtype,
+                    )  # fmt: skip
                 out = out[0].to(q[0].dtype)
                 replace_rows(results, out, row, chosen, first_column)
                 results.store_statistics(row, lse, m, l, chosen)
@@ -321,7 +321,7 @@ def produce_second_pass(program, q_desc, k_desc, v_desc, q_ring, sent, tiles):
         for c in range(program.build.CONSUMERS):
             q_idx = tile.q_idx + c * ROWS
             if q_desc is not None:
-                q_ring.send(sent_q, q_desc, schedule.q_coordinates(tile, q_idx))
+                send_queries(schedule, q_ring, sent_q, q_desc, tile, q_idx)
             sent_q += 1
             begin, end = schedule.blocks(tile, q_idx, ROWS)
             for first_column in range(0, program.v.COLUMNS, SLICE):

@@ -10,10 +10,13 @@ from torch import Tensor
 
 from lockstep.kernels.hopper.common.copy_engine import ALIGNMENT, ragged
 from lockstep.kernels.hopper.common.gluon_shim import TensorDescriptor, gl
-from lockstep.kernels.hopper.forward.plan import CHUNK, keys_in_l2
+from lockstep.kernels.hopper.forward.plan import CHUNK
 from lockstep.memory_order import strides_like
 from lockstep.problem import AttentionProblem, Tensors
 
+# Heads of a packed sequence are at work at the same time if their keys and values fit into this:
+# what L2 holds twice, once in each of its halves.
+NEAR_L2_BYTES = 25e6
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -54,17 +57,22 @@ def row_strides(problem: AttentionProblem, q: Tensor) -> dict[str, int]:
     return dict(zip(("row_stride_b", "row_stride_h", "row_stride_s"), strides, strict=True))
 
 
-def key_numbers(problem: AttentionProblem, fitted: Tensors) -> dict[str, int]:
-    """Where the keys of a sequence lie, and how many stay in L2."""
+def key_numbers(problem: AttentionProblem, fitted: Tensors, group: int = 1) -> dict[str, int]:
+    """Where the keys of a sequence lie, and how many stay in L2, if so many heads share a tile."""
     k, table = fitted.k, fitted.page_table
     ragged = problem.B > 1 and layout_of(problem) == "kv_lens" and not problem.is_paged
     return {
         # From one batch to the next in a ragged map of k and v.
         "kv_batch_rows": k.stride(0) // k.stride(2) if ragged else 0,
-        "l2_keys": keys_in_l2(problem),
+        "l2_keys": keys_in_l2(problem) // group,
         "stride_tb": 0 if table is None else table.stride(0),
         "n_pages": problem.n_pages or 0,
     }
+
+
+def keys_in_l2(problem: AttentionProblem) -> int:
+    """How many keys of one head of queries, with their values, stay in the near half of L2."""
+    return int(NEAR_L2_BYTES / ((problem.D + problem.Dv) * 2) * problem.Hq / problem.Hkv)
 
 
 def describe_pages(rows: int, padding: str, x: Tensor, columns: int = CHUNK) -> TensorDescriptor:
@@ -95,13 +103,14 @@ def by_head(x: Tensor, packed: bool) -> Tensor:
     return x.transpose(0, 1)[None] if packed else x
 
 
-def tiles_of(x: Tensor, rows: int, width: int, clipped: bool) -> Shape:
-    """The tensor map of x [B, H, S, D] in tiles [rows, width], or clipped to a sequence's rows."""
+def tiles_of(x: Tensor, rows: int, width: int, clipped: bool, heads: int = 1) -> Shape:
+    """The tensor map of x [B, H, S, D] in tiles [rows, width] of one or several heads, which may be
+    clipped to a sequence's rows."""
     B, H, S, D = x.shape
     sb, sh, ss = _strides(x)
     if S == 1:
         ss = -(-D // ALIGNMENT) * ALIGNMENT
-    block = [1, 1, 1, rows, width]
+    block = [1, 1, heads, rows, width]
     if clipped:
         return Shape(*ragged(H, D, sh, ss), block)
     return Shape([1, B, H, S, D], [ALIGNMENT, sb, sh, ss, 1], block)

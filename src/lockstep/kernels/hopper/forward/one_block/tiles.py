@@ -6,7 +6,7 @@ from __future__ import annotations
 from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
-from lockstep.kernels.hopper.forward.scheduling.schedule import ORDER_HEAD
+from lockstep.kernels.hopper.forward.scheduling.packed_sequences import ORDER_HEAD
 
 
 @aggregate

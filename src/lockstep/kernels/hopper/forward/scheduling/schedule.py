@@ -34,44 +34,19 @@ from __future__ import annotations
 from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
-from lockstep.kernels.hopper.forward.scheduling import sequence_order
-from lockstep.kernels.sequences import bounds_of, checked_length, look_at, search
+from lockstep.kernels.hopper.forward import grouped_rows
+from lockstep.kernels.hopper.forward.scheduling.packed_sequences import (
+    BAD,
+    sorted_sequence,
+    unsorted_sequence,
+)
+from lockstep.kernels.hopper.forward.scheduling.tile import Tile
+from lockstep.kernels.sequences import checked_length
 
-# Numbers before all places of a sequence order, and of each place: `sequence_order.py`.
-ORDER_HEAD, ORDER_NUMBERS = gl.constexpr(sequence_order.HEAD), gl.constexpr(sequence_order.NUMBERS)
-# The number of keys of a sequence whose length or offsets are wrong (`kernels.sequences`).
-BAD = gl.constexpr(-1)
 LONGEST_FIRST, PAIRED, BY_HEAD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 UNSORTED, BACK_AND_FORTH = gl.constexpr(3), gl.constexpr(4)
 # Whole rounds of pairs whose tiles go singly, with those of the round that is not whole.
 SINGLE_ROUNDS = gl.constexpr(1)
-
-
-@aggregate
-class Tile:
-    """One tile of queries: where it lies in its tensors."""
-
-    exists: gl.tensor
-    head: gl.tensor
-    kv_head: gl.tensor
-    batch: gl.tensor
-    q_idx: gl.tensor  # first row, counted in its sequence
-    q_start: gl.tensor  # the sequence's first query row in the tensor
-    kv_start: gl.tensor  # and its first key
-    len_q: gl.tensor  # of the sequence; where tiles are split, up to the end of the tile
-    len_kv: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, exists, head, kv_head, batch, q_idx, q_start, kv_start, len_q, len_kv):
-        self.exists = exists
-        self.head = head
-        self.kv_head = kv_head
-        self.batch = batch
-        self.q_idx = q_idx
-        self.q_start = q_start
-        self.kv_start = kv_start
-        self.len_q = len_q
-        self.len_kv = len_kv
 
 
 @aggregate
@@ -81,7 +56,7 @@ class Schedule:
     order: gl.tensor
     n_q_tiles: gl.tensor
     heads: gl.tensor  # with tiles of their own: B · Hq if dense, Hq if sequences are packed
-    Hq: gl.tensor
+    Hq: gl.tensor  # those of a sequence; where a group shares its tiles, Hkv stands for Hq
     heads_per_kv: gl.tensor
     B: gl.tensor
     Sq: gl.tensor
@@ -100,10 +75,11 @@ class Schedule:
     BLOCK_Q: gl.constexpr
     BLOCK_KV: gl.constexpr
     SPLIT: gl.constexpr  # tiles may have rows of one consumer only
+    HEADS: gl.constexpr  # of a group that come together, 0 if a tile has one: grouped_rows.py
 
     @gluon.constexpr_function
     def __init__(
-        self, sizes, pointers, LAYOUT, HAS_LEFT, HAS_RIGHT, BLOCK_Q, BLOCK_KV, SPLIT=False
+        self, sizes, pointers, LAYOUT, HAS_LEFT, HAS_RIGHT, BLOCK_Q, BLOCK_KV, SPLIT=False, HEADS=0
     ):
         self.order = sizes[0]
         self.n_q_tiles = sizes[1]
@@ -127,6 +103,7 @@ class Schedule:
         self.BLOCK_Q = gl.constexpr(BLOCK_Q)
         self.BLOCK_KV = gl.constexpr(BLOCK_KV)
         self.SPLIT = gl.constexpr(SPLIT)
+        self.HEADS = gl.constexpr(HEADS)
 
     @gluon.jit
     def next(self, step):
@@ -198,10 +175,10 @@ class Schedule:
         len_q = self.Sq
         if self.SPLIT:
             q_idx = q_idx + first_row
-            exists = exists & (q_idx < self.Sq)
-            len_q = gl.minimum(self.Sq, q_idx + rows)
+            exists = exists & (q_idx < self.n_rows(self.Sq))
+            len_q = gl.minimum(self.n_rows(self.Sq), q_idx + rows)
         batch = head // self.Hq
-        head = head % self.Hq
+        head, kv_head = self._heads_of(head % self.Hq)
         len_kv = self.Skv
         kv_start = batch * 0
         if self.LAYOUT == "kv_lens":
@@ -213,7 +190,7 @@ class Schedule:
         return Tile(
             exists,
             head,
-            head // self.heads_per_kv,
+            kv_head,
             batch,
             q_idx,
             batch * 0,
@@ -221,6 +198,49 @@ class Schedule:
             len_q,
             len_kv,
         )
+
+    @gluon.jit
+    def _heads_of(self, number):
+        """The query head, or the first one, and the KV head of what has tiles of its own."""
+        if self.HEADS:
+            return number * self.heads_per_kv, number
+        else:  # noqa: RET505, Gluon would go on and return both
+            return number, number // self.heads_per_kv
+
+    @gluon.jit
+    def n_rows(self, len_q):
+        """How many rows so many queries have, of all heads that share a tile."""
+        if self.HEADS:
+            return grouped_rows.n_rows(len_q, self.heads_per_kv)
+        else:  # noqa: RET505
+            return len_q
+
+    @gluon.jit
+    def place(self, tile, row):
+        """Query and head of each row [N]."""
+        if self.HEADS:
+            query, head = grouped_rows.place(row, self.heads_per_kv)
+            return query, tile.head + head
+        else:  # noqa: RET505
+            return row, tile.head
+
+    @gluon.jit
+    def exist(self, tile, row):
+        """Whether there are rows [N] of that number, and they are this program's."""
+        exist = row < tile.len_q
+        if self.HEADS:
+            query, _head = grouped_rows.place(row, self.heads_per_kv)
+            is_query = query < self.n_queries(tile)
+            exist = is_query & exist if self.SPLIT else is_query
+        return exist
+
+    @gluon.jit
+    def queries(self, row, N: gl.constexpr):
+        """The first query of N rows from `row` on, and how many there are from it to the last."""
+        if self.HEADS:
+            return grouped_rows.queries(row, N, self.heads_per_kv)
+        else:  # noqa: RET505
+            return row, N
 
     @gluon.jit
     def pair_rounds(self):
@@ -262,10 +282,10 @@ class Schedule:
         """The tile of a ticket; there may be none."""
         slot = ticket // self.Hq
         if self.order == LONGEST_FIRST:
-            first, q_start, len_q, kv_start, len_kv = self._sorted_sequence(slot)
+            first, q_start, len_q, kv_start, len_kv = sorted_sequence(self, slot)
         else:
-            first, q_start, len_q, kv_start, len_kv = self._unsorted_sequence(slot)
-        n_tiles = gl.cdiv(len_q, self.BLOCK_Q)
+            first, q_start, len_q, kv_start, len_kv = unsorted_sequence(self, slot)
+        n_tiles = gl.cdiv(self.n_rows(len_q), self.BLOCK_Q)
         # Of the tickets of a sequence, as many heads come first as have their keys in L2, the last
         # tiles of all of them before the last but one.
         of_sequence = ticket - first * self.Hq
@@ -273,12 +293,12 @@ class Schedule:
         first_head = of_sequence // gl.maximum(group * n_tiles, 1) * group
         group = gl.maximum(gl.minimum(group, self.Hq - first_head), 1)
         of_group = of_sequence - first_head * n_tiles
-        head = first_head + of_group % group
+        head, kv_head = self._heads_of(first_head + of_group % group)
         q_tile = n_tiles - 1 - of_group // group
         return Tile(
             (ticket < self.n_q_tiles * self.Hq) & (of_sequence < n_tiles * self.Hq),
             head,
-            head // self.heads_per_kv,
+            kv_head,
             head * 0,
             q_tile * self.BLOCK_Q,
             q_start,
@@ -286,54 +306,6 @@ class Schedule:
             len_q,
             len_kv,
         )
-
-    @gluon.jit
-    def _sorted_sequence(self, slot):
-        """The sequence that owns a slot, by the sequence order: how many tiles of a head come
-        before its own, where its queries begin and how many there are, and the same of its keys."""
-        n_places = self.B + 1
-        low = slot * 0
-        high = n_places
-        while high - low > 1:
-            middle = (low + high) // 2
-            first = gl.load(self.sequence_order_ptr + ORDER_HEAD + middle)
-            low = gl.where(first <= slot, middle, low)
-            high = gl.where(first <= slot, high, middle)
-        first = gl.load(self.sequence_order_ptr + ORDER_HEAD + low)
-        at = self.sequence_order_ptr + ORDER_HEAD + n_places + low * 4
-        return first, gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
-
-    @gluon.jit
-    def _unsorted_sequence(self, slot):
-        """The same without a sequence order, for one warp and a few sequences.
-
-        Sequence b has the slots from cu_q[b] // BLOCK_Q + b on: enough for its tiles, at most one
-        too many, and known without looking at the lengths before it."""
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        before = gl.full([32], 0, gl.int32, layout)
-        wrong = gl.full([32], 0, gl.int32, layout)
-        for i in range(0, self.B + 1, 32):
-            b = i + gl.arange(0, 32, layout)
-            start, is_wrong = look_at(b, self.cu_q_ptr, self.B, self.Sq)
-            _, is_key_wrong = look_at(b, self.cu_kv_ptr, self.B, self.Skv)
-            is_before = (start.to(gl.int32) // self.BLOCK_Q + b <= slot) & (b <= self.B)
-            before += is_before.to(gl.int32)
-            wrong |= (is_wrong | is_key_wrong).to(gl.int32)
-        sequence = gl.sum(before, 0) - 1
-        is_any_wrong = gl.max(wrong, 0) != 0
-        if is_any_wrong:
-            sequence = search(slot, self.cu_q_ptr, self.B, self.Sq, 1, self.BLOCK_Q, 1)
-        q_start, q_end, is_good = bounds_of(
-            sequence, is_any_wrong, self.cu_q_ptr, self.B, self.Sq
-        )  # fmt: skip
-        kv_start, kv_end, is_key_good = bounds_of(
-            sequence, is_any_wrong, self.cu_kv_ptr, self.B, self.Skv
-        )
-        q_start = q_start.to(gl.int32)
-        kv_start = kv_start.to(gl.int32)
-        len_kv = gl.where(is_good & is_key_good, kv_end.to(gl.int32) - kv_start, BAD)
-        first = q_start // self.BLOCK_Q + sequence
-        return first, q_start, q_end.to(gl.int32) - q_start, kv_start, len_kv
 
     @gluon.jit
     def n_queries(self, tile):
@@ -347,13 +319,14 @@ class Schedule:
     def blocks(self, tile, q_idx, ROWS: gl.constexpr):
         """The blocks of keys `begin` to `end`, at least one, that ROWS rows from `q_idx` on see.
         Where tiles are split, rows that are not the program's have one."""
-        first = q_idx + tile.len_kv - self.n_queries(tile)  # the first row's place on the diagonal
+        query, n = self.queries(q_idx, ROWS)
+        first = query + tile.len_kv - self.n_queries(tile)  # the first row's place on the diagonal
         begin = first * 0
         end = tile.len_kv
         if self.SPLIT:
             end = gl.where(q_idx < tile.len_q, end, 0)
         if self.HAS_RIGHT:
-            end = gl.minimum(end, first + ROWS + self.right)
+            end = gl.minimum(end, first + n + self.right)
         if self.HAS_LEFT:
             # Rows past the last one of a sequence may see no key at all; nor may there be any.
             last_key = gl.maximum(tile.len_kv - 1, 0)
@@ -364,21 +337,23 @@ class Schedule:
     def inner_blocks(self, tile, q_idx, ROWS: gl.constexpr):
         """Blocks from `begin` to `end` are seen whole by every one of ROWS rows from `q_idx` on;
         `end` is BAD if the sequence is."""
-        first = q_idx + tile.len_kv - self.n_queries(tile)
+        query, n = self.queries(q_idx, ROWS)
+        first = query + tile.len_kv - self.n_queries(tile)
         begin = first * 0
         end = tile.len_kv
         if self.HAS_RIGHT:
             end = gl.minimum(end, first + self.right + 1)
         if self.HAS_LEFT:
-            begin = gl.cdiv(gl.maximum(first + ROWS - 1 - self.left, 0), self.BLOCK_KV)
+            begin = gl.cdiv(gl.maximum(first + n - 1 - self.left, 0), self.BLOCK_KV)
         end = gl.maximum(end, 0) // self.BLOCK_KV
         return begin, gl.where(tile.len_kv == BAD, BAD, end)
 
     @gluon.jit
     def row_bounds(self, tile, q_idx):
-        """The first key that each row q_idx [BLOCK_Q] sees, and the first behind it that it does
+        """The first key that each row q_idx [N] sees, and the first behind it that it does
         not see."""
-        position = q_idx + (tile.len_kv - self.n_queries(tile))
+        query, _head = self.place(tile, q_idx)
+        position = query + (tile.len_kv - self.n_queries(tile))
         begin = position * 0
         end = begin + tile.len_kv
         if self.HAS_RIGHT:

@@ -11,11 +11,8 @@ that it has to know them: with a ticket goes the ticket that its program drew be
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
-from lockstep.kernels.hopper.forward.scheduling.schedule import (
-    LONGEST_FIRST,
-    ORDER_HEAD,
-    ORDER_NUMBERS,
-)
+from lockstep.kernels.hopper.forward.scheduling.packed_sequences import ORDER_HEAD, ORDER_NUMBERS
+from lockstep.kernels.hopper.forward.scheduling.schedule import LONGEST_FIRST
 
 
 @gluon.jit

@@ -23,10 +23,12 @@ import torch
 import triton
 import triton.language as tl
 
+from lockstep.kernels.hopper.forward import groups
 from lockstep.kernels.launch import Buffer, Launch, unspecialized
 from lockstep.kernels.sequences import given_bounds, look_at, next_clean
 from lockstep.problem import AttentionProblem
 
+BOX = tl.constexpr(groups.BOX)
 SEQUENCES, OTHERS = 32, 128  # that a program sorts, and that it compares them with at a time
 HEAD, NUMBERS = 1, 5  # numbers before all places, and of each place
 
@@ -40,6 +42,7 @@ def sort_sequences_kernel(
     Tq,
     Tk,
     block_q,
+    group,
     short_keys,
     SEQUENCES: tl.constexpr,
     OTHERS: tl.constexpr,
@@ -57,7 +60,7 @@ def sort_sequences_kernel(
         earlier = (keys[None, :] == my_keys[:, None]) & (other[None, :] < mine[:, None])
         before = (longer | earlier).to(tl.int32)  # [SEQUENCES, OTHERS]
         place += tl.sum(before, 1)
-        tiles = _tiles_of(queries, keys, block_q, short_keys)
+        tiles = _tiles_of(queries, keys, block_q, group, short_keys)
         tiles_before += tl.sum(before * tiles[None, :], 1)
         _, is_wrong = look_at(other, cu_q_ptr, B, Tq)
         _, is_key_wrong = look_at(other, cu_kv_ptr, B, Tk)
@@ -65,16 +68,18 @@ def sort_sequences_kernel(
     if tl.max(wrong, 0) == 0:
         _store(order_ptr, B, place, tiles_before, my_start, my_queries, my_first_key, my_keys, mine)
     elif tl.program_id(0) == 0:
-        _store_in_given_order(cu_q_ptr, cu_kv_ptr, order_ptr, B, Tq, Tk, block_q, short_keys)
+        _store_in_given_order(cu_q_ptr, cu_kv_ptr, order_ptr, B, Tq, Tk, block_q, group, short_keys)
     if tl.program_id(0) == 0:
         tl.store(order_ptr, 0)
 
 
 @triton.jit
-def _tiles_of(queries, keys, block_q, short_keys):
-    """How many tiles of a head the forward has for sequences of this size."""
+def _tiles_of(queries, keys, block_q, group, short_keys):
+    """How many tiles the forward has for sequences of this size, of a head or of a group of heads
+    that share them (`grouped_rows.py`)."""
     is_short = (keys > 0) & (keys <= short_keys)
-    return tl.where(is_short, 0, tl.cdiv(queries, block_q))
+    rows = tl.cdiv(queries, BOX) * BOX * group
+    return tl.where(is_short, 0, tl.cdiv(rows, block_q))
 
 
 @triton.jit
@@ -101,7 +106,7 @@ def _store(order_ptr, B, place, tiles_before, q_start, len_q, kv_start, len_kv, 
 
 @triton.jit
 def _store_in_given_order(
-    cu_q_ptr, cu_kv_ptr, order_ptr, B, Tq, Tk, block_q, short_keys
+    cu_q_ptr, cu_kv_ptr, order_ptr, B, Tq, Tk, block_q, group, short_keys
 ):  # fmt: skip
     """Store all sequences in the order of the batch, by offsets of which none is wrong."""
     q_start, kv_start = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
@@ -118,7 +123,7 @@ def _store_in_given_order(
         _store(
             order_ptr, B, b, tiles, q_start.to(tl.int32), len_q, kv_start.to(tl.int32), len_kv, b
         )
-        tiles += _tiles_of(len_q, len_kv, block_q, short_keys)
+        tiles += _tiles_of(len_q, len_kv, block_q, group, short_keys)
         q_start, kv_start = q_end, kv_end
 
 
@@ -129,9 +134,11 @@ def order_buffer(problem: AttentionProblem, n_tickets: int, sorts: bool) -> Buff
     return Buffer((size,), torch.int32)
 
 
-def sort_launch(problem: AttentionProblem, block_q: int, short_keys: int = 0) -> Launch:
-    """The launch of `sort_sequences_kernel`. Sequences with up to `short_keys` keys, but not none,
-    have no tiles: another kernel runs them."""
+def sort_launch(
+    problem: AttentionProblem, block_q: int, short_keys: int = 0, group: int = 1
+) -> Launch:
+    """The launch of `sort_sequences_kernel`, for tiles that so many heads share. Sequences with up
+    to `short_keys` keys, but not none, have no tiles: another kernel runs them."""
     return Launch(
         sort_sequences_kernel,
         (triton.cdiv(problem.B + 1, SEQUENCES),),
@@ -140,6 +147,7 @@ def sort_launch(problem: AttentionProblem, block_q: int, short_keys: int = 0) ->
             "Tq": problem.Sq,
             "Tk": problem.Skv,
             "block_q": block_q,
+            "group": group,
             "short_keys": short_keys,
             "SEQUENCES": SEQUENCES,
             "OTHERS": OTHERS,

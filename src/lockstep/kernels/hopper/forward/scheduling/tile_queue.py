@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
 from lockstep.kernels.hopper.common.mailbox import Mailbox
-from lockstep.kernels.hopper.forward.scheduling.schedule import Tile
+from lockstep.kernels.hopper.forward.scheduling.tile import Tile
 
 
 @aggregate

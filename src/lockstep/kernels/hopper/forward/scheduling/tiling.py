@@ -5,13 +5,8 @@ from __future__ import annotations
 from math import gcd
 from typing import NamedTuple
 
-from lockstep.kernels.hopper.forward.plan import (
-    L2_BYTES,
-    deals_singly,
-    key_bytes,
-    pays_to_pair,
-    plan_of,
-)
+from lockstep.kernels.hopper.forward.groups import most_tiles, n_tiles, rows_of_group, tile_heads
+from lockstep.kernels.hopper.forward.plan import plan_of
 from lockstep.kernels.hopper.forward.scheduling.schedule import (
     BACK_AND_FORTH,
     BY_HEAD,
@@ -24,13 +19,21 @@ from lockstep.problem import AttentionProblem
 # Tiles of a head that all see this share of its keys are at work at the same time, if all keys of a
 # call do not fit into L2.
 ALIKE = 0.75
+# Pairing tiles is worth it while the keys and values of the heads at work fit into L2.
+L2_BYTES = 50e6
+# Of so few tiles, one in the middle is a good part.
+FEW_TILES = 3
+# Measured in constant time: up to so many tiles of narrow heads, all of whose keys stay in L2, are
+# done earlier singly than in pairs.
+SINGLE_TILES = 8
 
 
 class Tiling(NamedTuple):
     """How many tiles of query rows there are, and in which order programs take them."""
 
     n_q_tiles: int
-    """Tiles of a head. Packed sequences may own one too many each; one is for rows without any."""
+    """Tiles of a head, or of a group of heads that share them. Packed sequences may own one too
+    many each; one is for rows without any."""
     heads: int
     order: int
 
@@ -42,17 +45,18 @@ class Tiling(NamedTuple):
     def of(problem: AttentionProblem, n_processors: int) -> Tiling:
         block_q = plan_of(problem).block_q
         left, right = problem.window
+        heads, group = tile_heads(problem), rows_of_group(problem)
         if problem.layout == "varlen":
-            heads, n_q_tiles = problem.Hq, problem.Sq // block_q + problem.B + 1
-            order = LONGEST_FIRST if heads * n_q_tiles > n_processors else UNSORTED
-            return Tiling(n_q_tiles, heads, order.value)
-        heads, n_q_tiles = problem.B * problem.Hq, -(-problem.Sq // block_q)
+            n_q_tiles = most_tiles(problem.Sq, problem.B, group, block_q)
+            is_sorted = heads * n_q_tiles > n_processors
+            return Tiling(n_q_tiles, heads, (LONGEST_FIRST if is_sorted else UNSORTED).value)
+        heads, n_q_tiles = problem.B * heads, n_tiles(problem.Sq, group, block_q)
         if left is not None:
             return Tiling(n_q_tiles, heads, _order_of_windows(problem, n_q_tiles, n_processors))
         if right is None:
             return Tiling(n_q_tiles, heads, BY_HEAD.value)
         row_bytes = (problem.D + problem.Dv) * 2
-        head_bytes = problem.Skv * row_bytes * problem.Hkv // problem.Hq
+        head_bytes = problem.Skv * row_bytes * problem.Hkv * group // problem.Hq
         pairs = pays_to_pair(heads, n_q_tiles, n_processors, head_bytes)
         pairs = pairs and not deals_singly(problem, n_q_tiles)
         if not pairs and is_chunk(problem, block_q):
@@ -86,3 +90,28 @@ def is_chunk(problem: AttentionProblem, block_q: int) -> bool:
     shortest = problem.Skv - problem.Sq + min(block_q, problem.Sq)
     is_alike = shortest >= ALIKE * problem.Skv
     return splits_tiles(problem) and is_alike and key_bytes(problem) > L2_BYTES
+
+
+def pays_to_pair(heads: int, n_q_tiles: int, processors: int, head_bytes: int) -> bool:
+    """Whether pairs of tiles fill the rounds of `processors` programs; `head_bytes` is what a head
+    has of keys and values."""
+    per_head = -(-n_q_tiles // 2)
+    # The tile in the middle is its own pair. If all of those went to the same programs, these would
+    # have less to do.
+    if n_q_tiles % 2 and n_q_tiles <= FEW_TILES and processors % per_head == 0:
+        return False
+    # Of fewer rounds than two there would be none: the last one has single tiles, too.
+    pairs = heads * per_head
+    heads_at_work = min(heads, processors / per_head + 1)
+    return pairs >= 2 * processors and heads_at_work * head_bytes <= L2_BYTES
+
+
+def key_bytes(problem: AttentionProblem) -> int:
+    """What all keys and values of a dense call have."""
+    return problem.B * problem.Hkv * problem.Skv * (problem.D + problem.Dv) * 2
+
+
+def deals_singly(problem: AttentionProblem, n_q_tiles: int) -> bool:
+    """Whether single tiles are dealt out, longest first, although pairs would fill the rounds."""
+    fits = n_q_tiles <= SINGLE_TILES and key_bytes(problem) <= L2_BYTES
+    return problem.constant_time and max(problem.D, problem.Dv) <= 64 and fits

@@ -1,0 +1,111 @@
+"""Which calls have tiles that the query heads of a KV head share, and how many tiles there are.
+
+It changes no bit, so the sizes of a call may decide it. What tells is how many blocks of keys its
+programs work through, and how many tiles they begin and end.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from lockstep.kernels.hopper.forward.plan import PROGRAMS, plan_of
+from lockstep.problem import AttentionProblem
+
+BOX = 8  # queries of one head that lie side by side: `grouped_rows.py`
+# What the ends of a tile cost, in blocks of keys.
+ENDS = 1.0
+# Tiles of groups have to save this share of the work: each box is a load and a store of its own.
+SAVED = 0.08
+# From so many queries on, the last tile of a head is next to nothing beside the others.
+MANY_QUERIES = 4096
+NARROW, NARROW_PACKED = 64, 128
+
+
+def heads_of_box(problem: AttentionProblem) -> int:
+    """How many heads of a group lie in one box of the copy engine; 0 where each head has tiles of
+    its own."""
+    return math.gcd(problem.Hq // problem.Hkv, BOX) if shares_tiles(problem) else 0
+
+
+def tile_heads(problem: AttentionProblem) -> int:
+    """The heads of a sequence that have tiles of their own, or groups of them."""
+    return problem.Hkv if shares_tiles(problem) else problem.Hq
+
+
+def rows_of_group(problem: AttentionProblem) -> int:
+    """How many heads share a tile."""
+    return problem.Hq // tile_heads(problem)
+
+
+def n_tiles(queries: int, group: int, block_q: int) -> int:
+    """Tiles of so many queries of all heads of a group."""
+    rows = -(-queries // BOX) * BOX * group if group > 1 else queries
+    return -(-rows // block_q)
+
+
+def most_tiles(queries: int, sequences: int, group: int, block_q: int) -> int:
+    """How many tiles packed sequences may have, and rows of none, with so many queries in all: each
+    may leave a tile unfilled, and a box of it."""
+    rows = queries if group == 1 else (queries + (BOX - 1) * (sequences + 1)) * group
+    return rows // block_q + sequences + 1
+
+
+@lru_cache(maxsize=256)
+def shares_tiles(problem: AttentionProblem) -> bool:
+    """Whether the heads of a group share tiles: in default builds, where that saves work."""
+    group = problem.Hq // max(problem.Hkv, 1)
+    if group == 1 or problem.constant_time or problem.query_invariant or problem.is_paged:
+        return False
+    # These have not been measured.
+    if problem.window[0] is not None or problem.softcap is not None:
+        return False
+    # Where tiles are this short, one takes the longer to begin and end the more rows it has.
+    if max(problem.D, problem.Dv) <= NARROW or plan_of(problem).one_loop:
+        return False
+    is_packed = problem.layout == "varlen"
+    # With few queries on many keys, which is rare where both are packed, it would pay here, too: at
+    # the price of one more build for most models.
+    if is_packed and max(problem.D, problem.Dv) <= NARROW_PACKED:
+        return False
+    # Only the mean length of packed sequences is known.
+    queries, keys = problem.Sq, problem.Skv
+    if is_packed:
+        queries, keys = -(-queries // max(problem.B, 1)), -(-keys // max(problem.B, 1))
+    if queries > MANY_QUERIES:
+        return False
+    apart, shared = (work(problem, queries, keys, n) for n in (1, group))
+    return shared <= (1 - SAVED) * apart
+
+
+def work(problem: AttentionProblem, queries: int, keys: int, group: int) -> float:
+    """What the busiest program of a call has to do, in blocks of keys, if so many heads share a
+    tile: its part of all of it, or one tile."""
+    plan = plan_of(problem)
+    tiles = [
+        blocks_of_tile(problem, queries, keys, row, group, plan.block_q, plan.block_kv) + ENDS
+        for row in range(0, n_tiles(queries, group, plan.block_q) * plan.block_q, plan.block_q)
+    ]
+    return max(sum(tiles) * problem.B * problem.Hq / group / PROGRAMS, max(tiles, default=0.0))
+
+
+def blocks_of_tile(
+    problem: AttentionProblem,
+    queries: int,
+    keys: int,
+    row: int,
+    group: int,
+    block_q: int,
+    block_kv: int,
+) -> int:
+    """The blocks of keys that the tile from a row on sees: at least one."""
+    left, right = problem.window
+    first, last = row, row + block_q - 1
+    if group > 1:
+        first, last = row // BOX // group * BOX, last // BOX // group * BOX + BOX - 1
+    begin, end = 0, keys
+    if right is not None:
+        end = min(end, last + 1 + keys - queries + right)
+    if left is not None:
+        begin = min(max(first + keys - queries - left, 0), max(keys - 1, 0)) // block_kv
+    return max(-(-max(end, 0) // block_kv), begin + 1) - begin
