@@ -87,9 +87,14 @@ def all_places(
     PROGRAM.number = programs
     found = []
     for PROGRAM.id in range(programs):
-        # Tiles that are never split know the end of their sequence, not their own.
-        mine = ((head, begin, end, begin + block_q) for head, begin, end in dense.places())
-        found.append([(head, begin, min(ends)) for head, begin, *ends in mine])
+        # Tiles that are never split know the end of their sequence, in queries, not their own.
+        places = dense.places()
+        if not split:
+            places = [
+                (head, begin, min(dense.n_rows(end), begin + block_q))
+                for head, begin, end in places
+            ]
+        found.append(places)
     return found
 
 
