@@ -29,6 +29,8 @@ MANY_PACKED, SOME_PACKED = 16, 4
 # where query heads share keys under a mask; one more for narrow heads. Without a mask, queries and
 # keys of cross-attention, which grouped heads may share out at other lengths, too.
 GROUPED_TRAINED, LONGEST_TRAINED, CROSS_TRAINED = (160, 2048, 4096), 16512, (4096, 77)
+# And without a mask, keys that are so few that dq is finished early.
+FEW_TRAINED = 256
 # Head dims whose backward without a mask cuts loops over queries where tiles of keys, of all heads,
 # are too many for whole rounds of a GPU's programs; how many tiles of one head make whole rounds on
 # 132 SMs, how many of all heads do not, and the least of one head.
@@ -184,6 +186,8 @@ def _trained(layer: Layer) -> Iterator[SampleCall]:
         found.append(SampleCall(layer, "dense", LONG_TRAINED, LONG_TRAINED))
     if not is_masked and layer.value_dim == layer.D and layer.D in CUT:
         found += _cut(layer)
+    if not is_masked:
+        found.append(SampleCall(layer, "dense", FEW_TRAINED, FEW_TRAINED))
     if not layer.causal:
         found += [replace(call, Sq=call.Sq - ODD, Skv=call.Skv - ODD) for call in found]
     if is_masked and layer.Hq > layer.Hkv:
