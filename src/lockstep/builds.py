@@ -129,8 +129,10 @@ def run(call: SampleCall, dtype: torch.dtype, device: str) -> None:
     elif call.layout == "packed":
         q = zeros(call.Sq, layer.Hq, layer.D)
         k, v = (zeros(call.Skv, layer.Hkv, n) for n in (layer.D, layer.value_dim))
-        ends = torch.arange(call.B + 1, dtype=torch.int32, device=device) * (call.Sq // call.B)
-        out = api.attention_varlen(q, k, v, ends, ends, **options)
+        first = torch.arange(call.B + 1, dtype=torch.int32, device=device)
+        ends = first * (call.Sq // call.B)
+        ends_k = ends if call.Skv == call.Sq else first * (call.Skv // call.B)
+        out = api.attention_varlen(q, k, v, ends, ends_k, **options)
     else:
         q = zeros(call.B, layer.Hq, call.Sq, layer.D)
         k, v = (zeros(call.B, layer.Hkv, call.Skv, n) for n in (layer.D, layer.value_dim))
