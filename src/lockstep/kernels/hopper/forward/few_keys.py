@@ -210,9 +210,12 @@ def store_piece(results, row, chosen, x, START: gl.constexpr, DV: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(results, tile, out, lse, m, l, chosen, dtype: gl.constexpr, DV: gl.constexpr):
+def store_rows(
+    program, results, tile, out, lse, m, l, chosen, dtype: gl.constexpr, DV: gl.constexpr
+):
     """Write the `chosen` rows [ROWS] of a tile."""
-    row = results.row(tile, tile.q_idx + gl.arange(0, ROWS, m.type.layout))
+    q_idx = tile.q_idx + gl.arange(0, ROWS, m.type.layout)
+    row = results.place(program.schedule, tile, q_idx)
     for p in gl.static_range(len(out)):
         store_piece(results, row, chosen, out[p].to(dtype), piece_start(columns_of(DV), p), DV)
     results.store_statistics(row, lse, m, l, chosen)
@@ -233,7 +236,7 @@ def first_pass(program, results, work, rows, q, q_desc, BLOCKS: gl.constexpr, DV
         )
         is_large = (gl.abs(m) * program.score_scale() >= LARGE_MAX) & (m > -float("inf"))
         out, lse, m, l = normalize(
-            program, results, tile, rows, acc, m, l, beside, None, None, dtype
+            program, results, tile, 0, rows, acc, m, l, beside, None, None, dtype
         )
         exists = tile.q_idx + gl.arange(0, ROWS, row_layout) < work.Sq
         fails = is_large | ((l < OVERFLOW) == 0)
@@ -245,7 +248,7 @@ def first_pass(program, results, work, rows, q, q_desc, BLOCKS: gl.constexpr, DV
         else:
             lse = gl.where(fails, float("nan"), lse)
         wrong |= gl.where(fails & exists, 1, 0) << (i % 32)
-        store_rows(results, tile, out, lse, m, l, exists, dtype, DV)
+        store_rows(program, results, tile, out, lse, m, l, exists, dtype, DV)
     return gl.reduce(wrong, 0, _either)
 
 
@@ -268,7 +271,7 @@ def second_pass(program, results, work, rows, q, q_desc, k_desc, v_desc, wrong):
             load_keys(program.k, k_desc, work, sent, BLOCK_KV)
             load_keys(program.v, v_desc, work, sent, BLOCK_KV)
             q_idx = tile.q_idx + gl.arange(0, ROWS, rows.row_end.type.layout)
-            row = results.row(tile, q_idx)
+            row = results.place(program.schedule, tile, q_idx)
             mark = gl.load(results.lse_ptr + row, mask=q_idx < work.Sq, other=0.0)
             is_exact = mark != mark
             chosen = is_exact | (mark == float("inf"))
@@ -282,7 +285,7 @@ def second_pass(program, results, work, rows, q, q_desc, k_desc, v_desc, wrong):
             sent_q += 1
             sent += 1
             out, lse, m, l = normalize(
-                program, results, tile, rows, (acc,), m, l, beside, is_exact, None, dtype
+                program, results, tile, 0, rows, (acc,), m, l, beside, is_exact, None, dtype
             )
             replace_rows(results, out[0].to(dtype), row, chosen, 0)
             results.store_statistics(row, lse, m, l, chosen)
