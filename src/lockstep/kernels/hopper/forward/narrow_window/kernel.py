@@ -9,6 +9,8 @@ the row does not see. Tiles that have such rows are computed again at the end of
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator, zeros
 from lockstep.kernels.hopper.common.gluon_shim import (
     aggregate,
@@ -24,6 +26,12 @@ from lockstep.kernels.hopper.common.pieces import await_all, multiply_all, piece
 from lockstep.kernels.hopper.common.scores import LOG2E
 from lockstep.kernels.hopper.common.shared_memory import barriers
 from lockstep.kernels.hopper.common.softmax import thread_sums
+from lockstep.kernels.hopper.forward.kernel import (
+    ANY_ADDRESS,
+    PageNumbers,
+    RowStrides,
+    SequencePointers,
+)
 from lockstep.kernels.hopper.forward.narrow_window.chunk import Chunk, send_keys, send_queries
 from lockstep.kernels.hopper.forward.narrow_window.memory import (
     STEP,
@@ -58,6 +66,7 @@ class Build:
     """What is decided when the kernel is compiled."""
 
     SCALED: gl.constexpr  # scores are multiplied by a scale that is not positive
+    HAS_SINKS: gl.constexpr
     D: gl.constexpr
     DV: gl.constexpr
     KEYS: gl.constexpr
@@ -66,8 +75,9 @@ class Build:
     STAY: gl.constexpr  # queries do, in shared memory, and results have a place of their own
 
     @gluon.constexpr_function
-    def __init__(self, SCALED, D, DV, KEYS, BEFORE, FROM, STAY):
+    def __init__(self, SCALED, HAS_SINKS, D, DV, KEYS, BEFORE, FROM, STAY):
         self.SCALED = gl.constexpr(SCALED)
+        self.HAS_SINKS = gl.constexpr(HAS_SINKS)
         self.D = gl.constexpr(D)
         self.DV = gl.constexpr(DV)
         self.KEYS = gl.constexpr(KEYS)
@@ -82,17 +92,25 @@ class Build:
             scores = multiply_all(scores, scale)
         return mask_scores(chunk, n, scores, self.KEYS, self.BEFORE, self.FROM)
 
+    @gluon.jit
+    def sinks(self, chunk, results):
+        """The sink of each row [ROWS], in natural units."""
+        rows: gl.constexpr = gl.SliceLayout(1, accumulator(piece_width(self.KEYS, 0)))
+        head = chunk.head + (gl.arange(0, ROWS, rows) >> log2(chunk.POSITIONS))
+        return gl.load(results.sinks_ptr + head)
+
 
 @gluon.jit
-def first_pass(chunk, results, q_desc, o_desc, o_start, memory, q_full, sink, numbers, build):
+def first_pass(chunk, results, descs, memory, q_full, sink, numbers, build):
     """Compute all tiles; bit i of the result is set if rows of the i-th of them failed."""
     KEYS: gl.constexpr = build.KEYS
     D: gl.constexpr = build.D
     DV: gl.constexpr = build.DV
     LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator(piece_width(KEYS, 0)))
     STAY: gl.constexpr = build.STAY
+    q_desc, _k_desc, _v_desc, o_desc = descs
     q, o, k, v = memory
-    scale, unit, nan_if_bad = numbers
+    scale, unit, nan_if_bad, o_start = numbers
     first = chunk.first_tile()
     count = chunk.n_tiles()
     wrong = thread_sums(zeros(piece_width(KEYS, 0))).to(gl.int32)
@@ -127,21 +145,7 @@ def first_pass(chunk, results, q_desc, o_desc, o_start, memory, q_full, sink, nu
 
 
 @gluon.jit
-def second_pass(
-    chunk,
-    results,
-    pages,
-    q_desc,
-    v_desc,
-    o_desc,
-    o_start,
-    memory,
-    full,
-    sink,
-    numbers,
-    wrong,
-    build,
-):
+def second_pass(chunk, results, pages, descs, memory, full, sink, numbers, wrong, build):
     """Compute tiles again whose bits are set. Values are loaded for each of them: it writes to
     them."""
     KEYS: gl.constexpr = build.KEYS
@@ -149,8 +153,9 @@ def second_pass(
     DV: gl.constexpr = build.DV
     LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator(piece_width(KEYS, 0)))
     STAY: gl.constexpr = build.STAY
+    q_desc, _k_desc, v_desc, o_desc = descs
     q, o, k, v = memory
-    scale, unit, nan_if_bad = numbers
+    scale, unit, nan_if_bad, o_start = numbers
     first = chunk.first_tile()
     done = first * 0
     for i in range(chunk.n_tiles()):
@@ -179,51 +184,73 @@ def second_pass(
             done += 1
 
 
-@unspecialized(
-    gluon.jit,
-    any_address=(
-        "sinks_ptr",
-        "cu_q_ptr",
-        "cu_kv_ptr",
-        "kv_lens_ptr",
-        "sequence_order_ptr",
-        "page_table_ptr",
-    ),
-)
+@gluon.jit
+def attend(chunk, results, pages, descs, memory, full, scale, o_batch_rows, build):
+    """A chunk that exists. `full` are the barriers of queries, keys, values, and of all that is
+    loaded again."""
+    q_desc, k_desc, v_desc, _o_desc = descs
+    q, _o, k, v = memory
+    q_full, k_full, v_full, again = full
+    send_queries(chunk, q_desc, chunk.first_tile(), q, q_full, build.D)
+    send_keys(chunk, pages, k_desc, k, k_full, build.KEYS, build.D)
+    send_keys(chunk, pages, v_desc, v, v_full, build.KEYS, build.DV)
+    unit = scale
+    if build.SCALED:
+        unit = LOG2E
+    sink = None
+    if build.HAS_SINKS:
+        sink = build.sinks(chunk, results)
+    nan_if_bad = gl.where(chunk.len_kv == BAD, float("nan"), 0.0)
+    o_start = chunk.q_start + chunk.batch * o_batch_rows
+    numbers = (scale, unit, nan_if_bad, o_start)
+    mbarrier.wait(k_full, 0)
+    mbarrier.wait(v_full, 0)
+    wrong = first_pass(chunk, results, descs, memory, q_full, sink, numbers, build)
+    if wrong != 0:
+        await_stores(chunk.len_q)
+        second_pass(chunk, results, pages, descs, memory, again, sink, numbers, wrong, build)
+
+
+class RowPointers(NamedTuple):
+    """Statistics of each row, and the sinks."""
+
+    lse_ptr: Any  # [B, Hq, Sq] fp32
+    statistics_ptr: Any  # [*lse, 2]
+    sinks_ptr: Any  # [Hq]
+
+
+class Numbers(NamedTuple):
+    """The sizes of `schedule.Schedule`, which has chunks of groups of heads as tiles of heads."""
+
+    order: Any
+    n_chunks: Any  # of a head
+    groups: Any  # of heads: in all sequences together, or in one of those that are packed
+    groups_of_sequence: Any
+    groups_per_kv: Any
+    B: Any
+    Sq: Any
+    Skv: Any
+    left: Any  # keys of a window beside the diagonal
+    right: Any
+    kv_batch_rows: Any
+    l2_keys: Any
+
+
+@unspecialized(gluon.jit, any_address=ANY_ADDRESS)
 def narrow_window_kernel(
     q_desc,  # boxes [HEADS, POSITIONS, PANEL] of q [B, Hq, Sq, D], or clipped to a sequence
     k_desc,  # boxes [STEP, PANEL] of k [B, Hkv, Skv, D], clipped, or of pages
     v_desc,  # and of v
     o_desc,  # boxes of out, as of q, clipped
-    lse_ptr,  # [B, Hq, Sq] fp32
-    statistics_ptr,  # [*lse, 2]
-    sinks_ptr,  # [Hq]
-    cu_q_ptr,  # [B + 1]
-    cu_kv_ptr,  # [B + 1]
-    kv_lens_ptr,  # [B]
-    sequence_order_ptr,
+    pointers: RowPointers,
+    sequences: SequencePointers,
     page_table_ptr,  # [B, ·]
     scale,
-    row_stride_b,  # of lse
-    row_stride_h,
-    row_stride_s,
-    order,
-    n_chunks,  # of a head
+    strides: RowStrides,  # of lse
+    numbers: Numbers,
     parts,  # of a chunk, for a program each
-    groups,  # of heads: in all sequences together, or in one of those that are packed
-    groups_of_sequence,
-    groups_per_kv,
-    B,
-    Sq,
-    Skv,
-    left,  # keys of a window beside the diagonal
-    right,
-    kv_batch_rows,
-    o_batch_rows,
-    l2_keys,
-    stride_tb,
-    n_pages,
-    page_size,
+    o_batch_rows,  # from one batch to the next in a ragged map of out
+    page_numbers: PageNumbers,
     LAYOUT: gl.constexpr,
     PAGED: gl.constexpr,
     SCORES: gl.constexpr,
@@ -238,26 +265,12 @@ def narrow_window_kernel(
     FROM: gl.constexpr,
     STAY: gl.constexpr,  # queries are multiplied where they are in shared memory
 ):
-    SCALED: gl.constexpr = SCORES == "scaled"
-    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator(piece_width(KEYS, 0)))
-    build = Build(SCALED, D, DV, KEYS, BEFORE, FROM, STAY)
-    schedule = Schedule(
-        (
-            order, n_chunks, groups, groups_of_sequence, groups_per_kv, B, Sq, Skv, left, right,
-            kv_batch_rows, l2_keys,
-        ),
-        (cu_q_ptr, cu_kv_ptr, kv_lens_ptr, sequence_order_ptr),
-        LAYOUT,
-        True,
-        True,
-        CHUNK,
-        STEP,
-    )  # fmt: skip
+    build = Build(SCORES == "scaled", HAS_SINKS, D, DV, KEYS, BEFORE, FROM, STAY)
+    schedule = Schedule(numbers, sequences, LAYOUT, True, True, CHUNK, STEP)
     chunk = Chunk.of_program(schedule, parts, POSITIONS)
-    results = Results(
-        (lse_ptr, lse_ptr, statistics_ptr, sinks_ptr), row_stride_b, row_stride_h, row_stride_s, Sq
-    )
-    pages = PageTable(page_table_ptr, stride_tb, n_pages, page_size, STEP if PAGED else 0)
+    lse_ptr, statistics_ptr, sinks_ptr = pointers
+    results = Results((lse_ptr, lse_ptr, statistics_ptr, sinks_ptr), *strides, numbers.Sq)
+    pages = PageTable(page_table_ptr, *page_numbers, STEP if PAGED else 0)
     q_full = barriers(1, 1)
     kv_full = barriers(2, 1)
     again = barriers(1, 2)
@@ -269,50 +282,11 @@ def narrow_window_kernel(
     k = allocate_keys(k_desc, KV_ROWS, D)
     v = allocate_keys(v_desc, KV_ROWS, DV)
     if chunk.exists:
-        send_queries(chunk, q_desc, chunk.first_tile(), q, q_full.index(0), D)
-        send_keys(chunk, pages, k_desc, k, kv_full.index(0), KEYS, D)
-        send_keys(chunk, pages, v_desc, v, kv_full.index(1), KEYS, DV)
-        unit = scale
-        if SCALED:
-            unit = LOG2E
-        sink = None
-        if HAS_SINKS:
-            head = chunk.head + (gl.arange(0, ROWS, ROW_LAYOUT) >> log2(POSITIONS))
-            sink = gl.load(sinks_ptr + head)
-        nan_if_bad = gl.where(chunk.len_kv == BAD, float("nan"), 0.0)
-        numbers = (scale, unit, nan_if_bad)
-        o_start = chunk.q_start + chunk.batch * o_batch_rows
-        mbarrier.wait(kv_full.index(0), 0)
-        mbarrier.wait(kv_full.index(1), 0)
-        wrong = first_pass(
-            chunk,
-            results,
-            q_desc,
-            o_desc,
-            o_start,
-            (q, o, k, v),
-            q_full.index(0),
-            sink,
-            numbers,
-            build,
-        )
-        if wrong != 0:
-            await_stores(chunk.len_q)
-            second_pass(
-                chunk,
-                results,
-                pages,
-                q_desc,
-                v_desc,
-                o_desc,
-                o_start,
-                (q, o, k, v),
-                again.index(0),
-                sink,
-                numbers,
-                wrong,
-                build,
-            )
+        attend(
+            chunk, results, pages, (q_desc, k_desc, v_desc, o_desc), (q, o, k, v),
+            (q_full.index(0), kv_full.index(0), kv_full.index(1), again.index(0)), scale,
+            o_batch_rows, build,
+        )  # fmt: skip
     mbarrier.invalidate(q_full.index(0))
     mbarrier.invalidate(kv_full.index(0))
     mbarrier.invalidate(kv_full.index(1))
