@@ -302,6 +302,23 @@ def test_both_schedules_have_the_same_bits(options, monkeypatch):
         assert all(same_bits(x, found[1][name]) for name, x in found[0].items())
 
 
+@pytest.mark.parametrize("D", [64, 72, 128])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (100, 30)}], ids=str)
+def test_sums_become_dq_with_the_same_bits_in_both_ways(options, D, monkeypatch):
+    """By the loop with the last part of a tile, or by a launch: `narrow.is_finished_early`."""
+    how = {"Hq": 2, "Hkv": 2, "D": D, "dtype": torch.bfloat16, **options}
+    lens = [1, 130, 64, 0, 257, 90], [5, 130, 200, 30, 100, 0]
+    cases = [draw(333, 517, B=2, **how), draw(640, 300, B=2, **how), draw_varlen(*lens, **how)]
+    cases.append(cases[0].replaced(kv_lens=torch.tensor([0, 300])))
+    for case in cases:
+        douts = draw_douts(case)
+        found = []
+        for is_early in (True, False):
+            monkeypatch.setattr(narrow, "is_finished_early", lambda _, found=is_early: found)
+            found.append(gradients(case, douts))
+        assert all(same_bits(x, found[1][name]) for name, x in found[0].items())
+
+
 @by_head_dim
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
