@@ -100,12 +100,13 @@ def runs_of(
         name: getattr(schedule, name).value
         for name in ("MOST_SPAN", "SPAN_COST", "FEW", "MANY", "ROWS")
     }
-    Sizes = as_plain(schedule.Sizes)
+    Sizes, PlainRun = as_plain(schedule.Sizes), as_plain(schedule.Run)
     for program in range(n_programs):
         plain = {"gl": plain_gluon(program, n_programs), **constants}
         plain |= {"divide": lambda a, b: a // b, "divide_up": ceil_div}
         ready: list = []
         plain["mark_arrivals"] = lambda rows, slot, ready=ready: ready.append(int(slot))
+        plain["Run"] = PlainRun
         make_plain(monkeypatch, (schedule, producer), plain)
         q_tiles = ceil_div(Sq * group, sizes.ROWS)
         wanted = max(1, plan.WANTED // (heads * q_tiles))
@@ -114,17 +115,23 @@ def runs_of(
         made = Sizes((Pointer(lens), None), numbers, left is not None, True, False, False, 64)
         sent: list = []
         runs: list = []
-        ring = SimpleNamespace(send=lambda i, desc, places, head, sent=sent: sent.append(int(i)))
-        ignored = SimpleNamespace(send=lambda *given: None)
+        keys = SimpleNamespace(send=lambda i, desc, places, head, sent=sent: sent.append(int(i)))
+        values = SimpleNamespace(send=lambda *given: None)
         cache = SimpleNamespace(places_of=lambda *given: None)
         queue = SimpleNamespace(
             post=lambda n, x, runs=runs: runs.append([int(y) for y in x]), INSIDE=inside
         )
         slots_ptr = Pointer(slots.view(-1))
-        producer.produce(
-            made, queue, ring, ignored, None, None, cache, slots_ptr, None, False, False, False
+        # How many messages there are when a run's queries have to be asked for: its own, too.
+        asked: list = []
+        queries = SimpleNamespace(
+            ORDER="asked for first",
+            await_first=lambda n, runs=runs, asked=asked: asked.append(len(runs) - int(n)),
         )
+        loads = (keys, values, None, None, cache)
+        producer.produce(made, queue, loads, slots_ptr, None, queries, False, False)
         assert runs.pop() == [0]
+        assert asked == [1] * len(runs)
         assert sent == list(range(sum(run[5] - run[4] for run in runs)))
         found.append(runs)
         marked.append(ready)
@@ -139,6 +146,7 @@ def runs_of(
         ([100_0, 0, 40_000, 7, 512, 513, 65_536, -1, 300], 4, None, 2),
         ([9000, 20, 30_000], 1, 3000, 1),
         ([50] * 40, 1, None, 1),
+        ([50, 700] * 50, 1, None, 1),
         ([50, 700] * 150, 1, None, 1),
     ],
 )

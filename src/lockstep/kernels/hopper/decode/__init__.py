@@ -8,6 +8,7 @@ Importing this package does not import Triton.
     schedule.py  which program computes which spans
     producer.py  the warp that streams pages
     prefetch.py  pages and queries that it prefetches into L2
+    queries.py   query rows in shared memory, and when they are asked for
     consumer.py  the warpgroup that computes
     narrow_consumer.py  the same for few query rows: each warp has keys of its own
     rows.py      what a consumer takes and returns, and which keys its rows see

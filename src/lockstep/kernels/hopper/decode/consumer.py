@@ -85,7 +85,7 @@ def scores_of(q_smem, k, i, is_there, HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
-def weigh(rows, sizes, s, first_key, bounds, m, l):
+def softmax_step(rows, sizes, s, first_key, bounds, m, l):
     """Weights of a tile of scores; the new (m, l), and what sums so far weigh under it."""
     layout: gl.constexpr = s.type.layout
     of_rows, _of_any, of_all = bounds
@@ -140,7 +140,7 @@ def attend_span(
         m = gl.where(is_last, -float("inf"), m)
         l = gl.where(is_last, empty_l, l)
         s = upper_rows(s, FEW)
-        p, m, l, alpha = weigh(rows, sizes, s, first_key + sizes.BLOCK_KV, bounds, m, l)
+        p, m, l, alpha = softmax_step(rows, sizes, s, first_key + sizes.BLOCK_KV, bounds, m, l)
         # ptxas moves the wait for the product above the exponentials unless a block boundary stands
         # between: waiting for the next tile of keys, which are needed next anyway, is one. Where
         # rings are short, the values have to be released first: another is waiting for what has
@@ -162,24 +162,24 @@ def attend_span(
 
 @gluon.jit
 def consume(
-    rows, sizes, queue, k, v, q_smem, exchange, cache, NARROW: gl.constexpr, FEW: gl.constexpr
+    rows, sizes, queue, k, v, queries, exchange, cache, NARROW: gl.constexpr, FEW: gl.constexpr
 ):
     """Compute all runs of this program. NARROW: the most rows that have the narrow consumer. FEW:
     more rows may have a loop for few of them (`few_rows.py`)."""
-    if q_smem.shape[0] == NARROW_ROWS:
-        consume_narrow_runs(rows, sizes, queue, k, v, q_smem, exchange, cache)
+    if queries.tile.shape[0] == NARROW_ROWS:
+        consume_narrow_runs(rows, sizes, queue, k, v, queries, exchange, cache)
     else:
-        consume_runs(rows, sizes, queue, k, v, q_smem, exchange, cache, NARROW, FEW)
+        consume_runs(rows, sizes, queue, k, v, queries, exchange, cache, NARROW, FEW)
 
 
 @gluon.jit
-def consume_narrow_runs(rows, sizes, queue, k, v, q_smem, exchange, cache):
+def consume_narrow_runs(rows, sizes, queue, k, v, queries, exchange, cache):
     """`consume`, where all runs have few rows."""
     runs = 0
     seen = 0
     run = queue.read(runs, sizes)
     while run.exists != 0:
-        seen = attend_narrow_run(rows, sizes, run, k, v, q_smem, exchange, cache, seen)
+        seen = attend_narrow_run(rows, sizes, run, k, v, queries, exchange, cache, seen)
         if queue.INSIDE:  # noqa: SIM102, Gluon would evaluate both
             if run.slot >= 0:
                 fold_if_last(rows, sizes, run, v.D, False)
@@ -189,7 +189,7 @@ def consume_narrow_runs(rows, sizes, queue, k, v, q_smem, exchange, cache):
 
 @gluon.jit
 def consume_runs(
-    rows, sizes, queue, k, v, q_smem, exchange, cache, NARROW: gl.constexpr, FEW: gl.constexpr
+    rows, sizes, queue, k, v, queries, exchange, cache, NARROW: gl.constexpr, FEW: gl.constexpr
 ):
     """`consume`, where runs may have any rows. What computes a run follows from its own rows,
     whatever other sequences have: the narrow consumer has other bits."""
@@ -199,11 +199,11 @@ def consume_runs(
     while run.exists != 0:
         if NARROW > 0:
             if run.n_q * rows.group <= NARROW:
-                seen = attend_narrow_run(rows, sizes, run, k, v, q_smem, exchange, cache, seen)
+                seen = attend_narrow_run(rows, sizes, run, k, v, queries, exchange, cache, seen)
             else:
-                seen = attend_wide_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW)
+                seen = attend_wide_run(rows, sizes, run, k, v, queries, cache, seen, FEW)
         else:
-            seen = attend_wide_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW)
+            seen = attend_wide_run(rows, sizes, run, k, v, queries, cache, seen, FEW)
         if queue.INSIDE:  # noqa: SIM102, as above
             if run.slot >= 0:
                 fold_if_last(rows, sizes, run, v.D, False)
@@ -212,20 +212,20 @@ def consume_runs(
 
 
 @gluon.jit
-def attend_wide_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW: gl.constexpr):
+def attend_wide_run(rows, sizes, run, k, v, queries, cache, seen, FEW: gl.constexpr):
     """A run of any rows; returns the tiles seen so far."""
     if FEW:
         if run.n_q * rows.group <= UPPER_ROWS:
-            seen = attend_run(rows, sizes, run, k, v, q_smem, cache, seen, UPPER_ROWS)
+            seen = attend_run(rows, sizes, run, k, v, queries, cache, seen, UPPER_ROWS)
         else:
-            seen = attend_run(rows, sizes, run, k, v, q_smem, cache, seen, 0)
+            seen = attend_run(rows, sizes, run, k, v, queries, cache, seen, 0)
     else:
-        seen = attend_run(rows, sizes, run, k, v, q_smem, cache, seen, 0)
+        seen = attend_run(rows, sizes, run, k, v, queries, cache, seen, 0)
     return seen
 
 
 @gluon.jit
-def attend_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW: gl.constexpr):
+def attend_run(rows, sizes, run, k, v, queries, cache, seen, FEW: gl.constexpr):
     """A run of up to FEW rows (`few_rows.py`); returns the tiles seen so far."""
     scores = upper_rows(zeros(sizes.BLOCK_KV), FEW)
     row_layout: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
@@ -235,7 +235,8 @@ def attend_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW: gl.constexpr):
     left: gl.constexpr = left_operand(WIDTH)
     # Two sums of wider values have no room there.
     IN_REGISTERS: gl.constexpr = v.D <= 128
-    rows.copy_queries(sizes, run, q_smem, FEW)
+    queries.load(rows, sizes, run, FEW)
+    q_smem = queries.tile
     all_bounds, bounds = bounds_of_run(rows, sizes, run, row_layout, FEW)
     empty_m = gl.full([scores.shape[0]], -float("inf"), gl.float32, row_layout)
     # Whatever its rows see, a sequence whose length is wrong is NaN.
@@ -255,7 +256,9 @@ def attend_run(rows, sizes, run, k, v, q_smem, cache, seen, FEW: gl.constexpr):
     s = warpgroup_mma_wait(0, deps=(s,))
     k.ring.release(seen, pred=has_tile)
     s = upper_rows(s, FEW)
-    p, m, l, _alpha = weigh(rows, sizes, s, run.begin * sizes.BLOCK_KV, bounds, empty_m, empty_l)
+    p, m, l, _alpha = softmax_step(
+        rows, sizes, s, run.begin * sizes.BLOCK_KV, bounds, empty_m, empty_l
+    )
     m = gl.where(has_tile, m, empty_m)
     weights = as_operand(p, q_smem.dtype, left, FEW)
     k.ring.wait_full(seen + 1, pred=run.begin + 1 < run.end)

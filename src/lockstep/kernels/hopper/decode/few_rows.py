@@ -35,13 +35,10 @@ def halves(x):
     return upper.reshape([32, x.shape[2]]), lower.reshape([32, x.shape[2]])
 
 
-@gluon.jit
-def some_rows(q_smem, FEW: gl.constexpr):
-    """As many rows of the queries' shared memory [64, D] as queries are loaded to."""
-    if FEW == FEW_ROWS:
-        return q_smem.slice(0, LOADED_ROWS)
-    else:  # noqa: RET505, Gluon would go on and return both
-        return q_smem
+@gluon.constexpr_function
+def loaded_rows(FEW):
+    """Rows of a product that queries are loaded to."""
+    return (LOADED_ROWS if FEW_ROWS == FEW else ROWS).value
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     warpgroup_mma_wait,
 )
 from lockstep.kernels.hopper.common.spans import FIRST, end_of_first, first_sum, span_weights
-from lockstep.kernels.hopper.decode.few_rows import some_rows
+from lockstep.kernels.hopper.decode.few_rows import loaded_rows
 
 
 @aggregate
@@ -82,14 +82,14 @@ class FirstKeys:
 
     @gluon.jit
     def load_with_queries(
-        self, rows, sizes, cache, run, q_smem, bounds, m, first, FEW: gl.constexpr
+        self, rows, sizes, cache, run, queries, bounds, m, first, FEW: gl.constexpr
     ):  # fmt: skip
-        """The queries of a run to `q_smem`; m [ROWS] that its rows begin with, and their
-        `first_sum`."""
+        """Loads the queries of a run; m [ROWS] that its rows begin with, and their `first_sum`."""
+        q_smem = queries.tile
         group = gl.maximum(bounds[1][0], 0) // FIRST
         last = gl.maximum(bounds[2][0], 0) // FIRST
         keys = self.load(cache, run, group)
-        rows.load_queries(sizes, run, some_rows(q_smem, FEW), FEW)
+        queries.load(rows, sizes, run, FEW, loaded_rows(FEW))
         m, first = self.raise_maximum(rows, keys, group, q_smem, bounds, m, first)
         for later in range(group + 1, last + 1):
             keys = self.load(cache, run, later)

@@ -21,13 +21,10 @@ from lockstep.kernels.hopper.decode.groups import (
     Scales,
     Strides,
 )
-from lockstep.kernels.hopper.decode.head_columns import (
-    columns_of_keys,
-    columns_of_values,
-    power_of_two,
-)
+from lockstep.kernels.hopper.decode.head_columns import columns_of_keys, columns_of_values
 from lockstep.kernels.hopper.decode.narrow_consumer import Exchange
 from lockstep.kernels.hopper.decode.producer import Cache, Tiles, produce
+from lockstep.kernels.hopper.decode.queries import Queries
 from lockstep.kernels.hopper.decode.rows import Rows
 from lockstep.kernels.hopper.decode.schedule import RunQueue, Sizes
 from lockstep.kernels.hopper.decode.span_consumer import consume_spans
@@ -45,6 +42,37 @@ def prefetch_maps(x):
         "prefetch.tensormap [at]; mov.b64 at, decode_kernel_param_9; cvta.param.u64 at, at;"
         "prefetch.tensormap [at]; mov.b32 $0, $1; }",
         "=r,r", [x], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def sizes_of_call(
+    pointers, n, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_STARTS: gl.constexpr,
+    PACKED: gl.constexpr, BLOCK_KV: gl.constexpr,
+):  # fmt: skip
+    """Sizes and masks, of the arguments of a call."""
+    return Sizes(
+        (pointers.kv_lens_ptr, pointers.kv_starts_ptr),
+        (n.B, n.heads, n.Sq, n.Skv, n.left, n.right, n.wanted, n.least, n.team, n.waves, n.q_tiles,
+         n.group, n.whole),
+        HAS_LEFT, HAS_RIGHT, HAS_STARTS, PACKED, BLOCK_KV,
+    )  # fmt: skip
+
+
+@gluon.jit
+def rows_of_call(
+    pointers, stride_q, row_strides, n, scales, SCORES: gl.constexpr, HAS_SINKS: gl.constexpr,
+    PAGED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+):  # fmt: skip
+    """What the consumer takes and returns, of the arguments of a call."""
+    return Rows(
+        (pointers.q_ptr, pointers.out_ptr, pointers.lse_ptr, pointers.statistics_ptr,
+         pointers.parts_ptr, pointers.part_stats_ptr, pointers.sinks_ptr, pointers.arrivals_ptr),
+        (stride_q.b, stride_q.h, stride_q.s, row_strides.rows_b, row_strides.rows_h,
+         row_strides.rows_s, n.group, n.n_spans, n.n_rows, scales.cap_scale, scales.score_scale,
+         scales.unit, scales.natural, scales.mark),
+        SCORES, HAS_SINKS, not PAGED, D, DV, HEAD_DIM, HEAD_DIM_V,
     )  # fmt: skip
 
 
@@ -81,6 +109,7 @@ def decode_kernel(
     FEW: gl.constexpr,  # `few_rows.py`: of query-invariant calls the most rows
     NARROW: gl.constexpr,  # the most rows that have the narrow consumer
     Q_ROWS: gl.constexpr,  # query rows for which there is room
+    Q_ORDER: gl.constexpr,  # `queries.py`
     LATE: gl.constexpr,
     INSIDE: gl.constexpr,  # programs fold what they have cut: `arrivals.py`
 ):
@@ -88,25 +117,15 @@ def decode_kernel(
     if not LATE:
         gdc_launch_dependents()
     prefetch_maps(numbers.B)
-    slots_ptr, n = pointers.slots_ptr, numbers
-    sizes = Sizes(
-        (pointers.kv_lens_ptr, pointers.kv_starts_ptr),
-        (n.B, n.heads, n.Sq, n.Skv, n.left, n.right, n.wanted, n.least, n.team, n.waves, n.q_tiles,
-         n.group, n.whole),
-        HAS_LEFT, HAS_RIGHT, HAS_STARTS, PACKED, BLOCK_KV,
-    )  # fmt: skip
+    n = numbers
+    sizes = sizes_of_call(pointers, n, HAS_LEFT, HAS_RIGHT, HAS_STARTS, PACKED, BLOCK_KV)
     queue = RunQueue.create(PACKED, INSIDE)
     k = Tiles.create(k_desc, STAGES, BLOCK_KV, D, columns_of_keys(HEAD_DIM))
     v = Tiles.create(v_desc, STAGES, BLOCK_KV, DV, columns_of_values(DV, HEAD_DIM_V))
-    q_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_smem = gl.allocate_shared_memory(k_desc.dtype, [Q_ROWS, power_of_two(D)], q_layout)
-    rows = Rows(
-        (pointers.q_ptr, pointers.out_ptr, pointers.lse_ptr, pointers.statistics_ptr,
-         pointers.parts_ptr, pointers.part_stats_ptr, pointers.sinks_ptr, pointers.arrivals_ptr),
-        (stride_q.b, stride_q.h, stride_q.s, row_strides.rows_b, row_strides.rows_h,
-         row_strides.rows_s, n.group, n.n_spans, n.n_rows, scales.cap_scale, scales.score_scale,
-         scales.unit, scales.natural, scales.mark),
-        SCORES, HAS_SINKS, not PAGED, D, DV, HEAD_DIM, HEAD_DIM_V,
+    queries = Queries.create(k_desc.dtype, Q_ROWS, D, Q_ORDER)
+    rows = rows_of_call(
+        pointers, stride_q, row_strides, n, scales, SCORES, HAS_SINKS, PAGED, D, DV, HEAD_DIM,
+        HEAD_DIM_V,
     )  # fmt: skip
     cache = Cache(
         (pointers.page_table_ptr, pointers.v_ptr, pointers.kv_starts_ptr),
@@ -115,36 +134,26 @@ def decode_kernel(
     )  # fmt: skip
     # What the kernels before have written, from here on: this one starts before they end.
     gdc_wait()
+    slots_ptr, loads = pointers.slots_ptr, (k, v, k_desc, v_desc, cache)
     if QUERY_INVARIANT:
-        first_keys = FirstKeys.create(pointers.k_ptr, stride_k, k_desc.dtype, D)
+        first = FirstKeys.create(pointers.k_ptr, stride_k, k_desc.dtype, D)
         gl.warp_specialize(
             [
-                (
-                    consume_spans,
-                    (rows, sizes, queue, k, v, q_smem, cache, first_keys, FIXED_MAX, FEW),
-                ),
-                (
-                    produce,
-                    (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr, rows, PREFETCH, LATE,
-                     False),
-                ),
+                (consume_spans, (rows, sizes, queue, k, v, queries, cache, first, FIXED_MAX, FEW)),
+                (produce, (sizes, queue, loads, slots_ptr, rows, queries, PREFETCH, LATE)),
             ],
             [1],
             [PRODUCER_REGISTERS],
-        )  # fmt: skip
+        )
     else:
         exchange = queue  # in place of none
         if NARROW > 0:
             exchange = Exchange.create(NARROW)
         gl.warp_specialize(
             [
-                (consume, (rows, sizes, queue, k, v, q_smem, exchange, cache, NARROW, FEW)),
-                (
-                    produce,
-                    (sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr, rows, PREFETCH, LATE,
-                     D <= 128 and DV <= 128),
-                ),
+                (consume, (rows, sizes, queue, k, v, queries, exchange, cache, NARROW, FEW)),
+                (produce, (sizes, queue, loads, slots_ptr, rows, queries, PREFETCH, LATE)),
             ],
             [1],
             [PRODUCER_REGISTERS],
-        )  # fmt: skip
+        )

@@ -24,7 +24,6 @@ from lockstep.kernels.hopper.decode.plan import (
     MOST_SLOTS,
     NARROW_ROWS,
     PART_NUMBERS,
-    PREFETCHING_REGISTERS,
     PRODUCER_REGISTERS,
     columns_of,
     few_rows,
@@ -40,6 +39,7 @@ from lockstep.kernels.hopper.decode.plan import (
     plan_of,
     prefetches,
     programs_of,
+    query_order,
     query_tiles_of,
     spans_wanted,
     starts_late,
@@ -248,7 +248,7 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "BLOCK_KV": sizes.block_kv,
         "STAGES": sizes.stages,
         "PREFETCH": prefetches(problem),
-        "PRODUCER_REGISTERS": PREFETCHING_REGISTERS if prefetches(problem) else PRODUCER_REGISTERS,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS[sizes.registers],
         "HAS_STARTS": problem.has_kv_starts,
         "WHOLE_PAGES": problem.is_paged and sizes.block_kv % problem.page_size == 0,
         "PAGED": problem.is_paged,
@@ -259,6 +259,7 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "COLUMNS": FOLD_COLUMNS,
         "LATE": starts_late(problem),
         "Q_ROWS": NARROW_ROWS if is_narrow(problem) else ROWS,
+        "Q_ORDER": query_order(problem),
     }
 
 

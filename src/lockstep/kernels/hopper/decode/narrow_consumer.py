@@ -289,12 +289,12 @@ def join_warps(exchange, m, l, acc, unit, WIDE: gl.constexpr):
 
 
 @gluon.jit
-def attend_narrow_run(rows, sizes, run, k, v, q_smem, exchange, cache, seen):
+def attend_narrow_run(rows, sizes, run, k, v, queries, exchange, cache, seen):
     """A run of few rows, as many as the exchange has; returns the tiles seen so far."""
     N: gl.constexpr = exchange.m_smem.shape[1]
     WIDE: gl.constexpr = is_wide(k.D, v.D)
-    rows.load_queries(sizes, run, q_smem.slice(0, NARROW_ROWS))
-    q = left_operands(q_smem, k.D)
+    queries.load(rows, sizes, run, 0, NARROW_ROWS)
+    q = left_operands(queries.tile, k.D)
     zero = gl.zeros([WARPS, NARROW_ROWS, k.BLOCK_KV // WARPS], gl.float32, PRODUCTS)
     of_scores: gl.constexpr = computed_rows(zero, N).type.layout
     bounds = row_bounds(rows, sizes, run, gl.SliceLayout(0, gl.SliceLayout(2, of_scores)), N)

@@ -50,9 +50,9 @@ COUNT_BITS, MARK_BITS = 20, 42
 # Numbers of a row of a part beside its products: m and l; with query_invariant, m and error, and
 # from PART_SUMS on the sums of four threads, l and residue.
 PART_NUMBERS, INVARIANT_PART_NUMBERS, PART_SUMS = 2, 12, 4
-# Registers of a thread of the warp that loads, also if it prefetches; the warpgroup that attends
-# has what is left.
-PRODUCER_REGISTERS, PREFETCHING_REGISTERS = 48, 72
+# Registers of a thread of the warp that loads, by those of a thread at launch. The warpgroup that
+# attends has what is left, as many as it can have of 168.
+PRODUCER_REGISTERS = {128: 48, 168: 80}
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,13 @@ def is_narrow(problem: AttentionProblem) -> bool:
         and not problem.is_packed
         and rows_of(problem) <= narrow_rows(problem)
     )
+
+
+def query_order(problem: AttentionProblem) -> str:
+    """When the queries of a build are asked for (`queries.py`): they were faster so."""
+    if problem.query_invariant:
+        return "with keys"
+    return "prefetched" if _widest(problem) <= 128 else "asked for first"
 
 
 def columns_of(head_dim: int) -> int:

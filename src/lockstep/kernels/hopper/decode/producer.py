@@ -27,6 +27,7 @@ from lockstep.kernels.hopper.decode.schedule import (
     FEW,
     FIELDS,
     SPAN_COST,
+    Run,
     count_as,
     place_at,
     spans_before,
@@ -210,20 +211,100 @@ def note_slot(slots_ptr, slot, pair, begin, end):
 
 
 @gluon.jit
+def find_queries(sizes, b):
+    """The sequence of a tile of query rows, the number of the tile in it, and where the queries of
+    the sequence begin."""
+    if sizes.PACKED:
+        tile_ptr = sizes.kv_lens_ptr + b * FIELDS
+        sequence = gl.load(tile_ptr + SEQUENCE)
+        q_tile = gl.load(tile_ptr + Q_TILE)
+        q_start = gl.load(tile_ptr + Q_START)
+    else:
+        sequence, q_tile = sizes.find_tile(b)
+        q_start = b * 0
+    return sequence, q_tile, q_start
+
+
+@gluon.jit
+def post_run(sizes, queue, slots_ptr, n, line, head_at, run):
+    """Says which run is the n-th, and notes for `fold.py` where a head has its parts, where slots
+    are those of heads. `line`: its length, how many teams share it, and whether heads are not cut;
+    `head_at`: the tile of query rows, where the head begins in the line and its first tile of keys,
+    and where this program's parts of a head that is cut go. Returns the slot of the run."""
+    total, n_teams, keeps_whole = line
+    b, at, tile_begin, member = head_at
+    is_whole = run.n_own == run.n_spans
+    pair = b * sizes.heads + run.head
+    # The program in whose stretch the head begins.
+    owner = place_at(at, total, n_teams)
+    slot = gl.where(has_slot_each(sizes), pair, owner * sizes.team + member)
+    if queue.INSIDE == 0:  # noqa: SIM102, Gluon would evaluate both
+        if has_slot_each(sizes) & (run.first_span == 0):
+            last = run.n_own - 1
+            note_slot(slots_ptr, pair, gl.where(is_whole, -1, pair), last, run.n_spans)
+    message = (
+        1, run.b, run.head, run.q_tile, run.begin, run.end, run.span, run.first_span, run.kv_len,
+        gl.where(is_whole, -1 - slot, slot),
+    )  # fmt: skip
+    if sizes.PACKED:
+        message = message + (run.n_q, run.q_start)  # noqa: RUF005
+    if queue.INSIDE:
+        behind = stretch_of(owner + 1, total, n_teams) - at
+        owned = spans_before(sizes, behind, tile_begin, run.span, run.n_spans, keeps_whole)
+        message = message + (run.n_own, run.n_spans, owned - 1)  # noqa: RUF005
+    queue.post(n, message)
+    return slot
+
+
+@gluon.jit
+def has_slot_each(sizes):
+    """Whether slots are those of heads, and not of programs, of which there are no more. A program
+    has at most one head that begins in its stretch and does not end there."""
+    return sizes.B * sizes.heads <= gl.num_programs(0)
+
+
+@gluon.jit
+def send_run(
+    sizes, queue, loads, slots_ptr, rows, queries, n, sent, line, head_at, run,
+    PREFETCH: gl.constexpr,
+):  # fmt: skip
+    """The n-th run: its queries, its message and its tiles, before which `sent` were sent. Returns
+    how many have been. PREFETCH: `produce`."""
+    k, v, k_desc, v_desc, cache = loads
+    BLOCK_KV: gl.constexpr = sizes.BLOCK_KV
+    kv_len = gl.maximum(run.kv_len, 0)
+    # Loaded while all that follows is worked out.
+    places = cache.places_of(run.b, run.begin, kv_len, BLOCK_KV)
+    if PREFETCH:  # noqa: SIM102, Gluon would evaluate both
+        if sizes.B > FEW:
+            prefetch_pages(cache, run.b, run.begin * BLOCK_KV, kv_len)
+    if queries.ORDER == "prefetched":
+        prefetch_queries(rows, run.b, run.head, run.q_tile, run.q_start, run.n_q)
+    slot = post_run(sizes, queue, slots_ptr, n, line, head_at, run)
+    queries.await_first(n)
+    for tile in range(run.begin, run.end):
+        end = gl.where(tile + 1 < run.end, kv_len, 0)
+        next_places = cache.places_of(run.b, tile + 1, end, BLOCK_KV)
+        k.send(sent, k_desc, places, run.head)
+        if queue.INSIDE:  # noqa: SIM102, as above
+            # Before the consumer can have the last tile, and behind the first loads.
+            if (run.n_own < run.n_spans) & (tile + 1 == run.end):
+                mark_arrivals(rows, slot)
+        v.send(sent, v_desc, places, run.head)
+        sent += 1
+        places = next_places
+    return sent
+
+
+@gluon.jit
 def produce(
-    sizes, queue, k, v, k_desc, v_desc, cache, slots_ptr, rows, PREFETCH: gl.constexpr,
-    LATE: gl.constexpr, QUERIES_FIRST: gl.constexpr,
+    sizes, queue, loads, slots_ptr, rows, queries, PREFETCH: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """All runs of this program. Notes for `fold.py` which head has its parts in which slot.
     PREFETCH: it changes from one sequence to the next so often that the next is prepared. LATE:
-    `fold.py` may start from here on, when the last loads are under way. QUERIES_FIRST: the queries
-    of each run are prefetched, which is slower in tiles of more than 128 columns."""
-    BLOCK_KV: gl.constexpr = sizes.BLOCK_KV
+    `fold.py` may start from here on, when the last loads are under way."""
     total, stretch_begin, stretch_end, b, begin, even = sizes.stretch()
     keeps_whole = (sizes.whole != 0) | (even > 0)
-    # Slots are those of programs, or of heads where these are fewer. A program has at most one head
-    # that begins in its stretch and does not end there.
-    by_pair = sizes.B * sizes.heads <= gl.num_programs(0)
     place, n_teams = sizes.place()
     member = gl.program_id(0) - divide(gl.program_id(0), sizes.team) * sizes.team
     blocks = divide(sizes.heads, sizes.team)
@@ -234,23 +315,16 @@ def produce(
     cut_end = b * 0
     while (begin < stretch_end) & (b < sizes.B):
         found = sizes.look_at(b, b >= 0)
-        kv_len = gl.maximum(found[0], 0)
         tile_begin, tile_end, span, n_spans = sizes.tiles_of(found)
         work = count_as(tile_end - tile_begin + n_spans * SPAN_COST, even)
         block = divide(gl.maximum(stretch_begin - begin, 0), work)
         at = begin + block * work
         n_blocks = gl.where(found[2] > 0, blocks, 0)
-        if sizes.PACKED:
-            sequence = gl.load(sizes.kv_lens_ptr + b * FIELDS + SEQUENCE)
-            q_tile = gl.load(sizes.kv_lens_ptr + b * FIELDS + Q_TILE)
-            q_start = gl.load(sizes.kv_lens_ptr + b * FIELDS + Q_START)
-        else:
-            sequence, q_tile = sizes.find_tile(b)
-            q_start = b * 0
+        sequence, q_tile, q_start = find_queries(sizes, b)
         if PREFETCH:  # noqa: SIM102, Gluon would evaluate both
             if sizes.B > FEW:
                 next_sequence, _next_tile = sizes.find_tile(gl.minimum(b + 1, sizes.B - 1))
-                prefetch_pages(cache, next_sequence, b * 0, sizes.Skv)
+                prefetch_pages(loads[4], next_sequence, b * 0, sizes.Skv)
         while (at < stretch_end) & (block < n_blocks):
             head = block * sizes.team + member
             first = spans_before(sizes, stretch_begin - at, tile_begin, span, n_spans, keeps_whole)
@@ -259,46 +333,20 @@ def produce(
                 grid = divide(tile_begin, span) + first  # spans from the first key on
                 run_begin = gl.maximum(grid * span, tile_begin)
                 run_end = gl.minimum((grid + last - first) * span, tile_end)
-                # Loaded while all that follows is worked out.
-                places = cache.places_of(sequence, run_begin, kv_len, BLOCK_KV)
-                if PREFETCH:  # noqa: SIM102, as above
-                    if sizes.B > FEW:
-                        prefetch_pages(cache, sequence, run_begin * BLOCK_KV, kv_len)
-                if QUERIES_FIRST:
-                    prefetch_queries(rows, sequence, head, q_tile, q_start, found[1])
-                is_whole = last - first == n_spans
-                pair = b * sizes.heads + head
-                # The program in whose stretch the head begins.
-                owner = place_at(at, total, n_teams)
-                slot = gl.where(by_pair, pair, owner * sizes.team + member)
-                is_cut_here = (first == 0) & (is_whole == 0)
-                cut = gl.where(is_cut_here, pair, cut)
+                # Its slot and its first part are not known yet.
+                run = Run(
+                    (b * 0 + 1, sequence, head, q_tile, run_begin, run_end, span, first, found[0],
+                     b * 0, found[1], q_start, last - first, n_spans, b * 0)
+                )  # fmt: skip
+                sent = send_run(
+                    sizes, queue, loads, slots_ptr, rows, queries, runs, sent,
+                    (total, n_teams, keeps_whole), (b, at, tile_begin, member), run, PREFETCH,
+                )  # fmt: skip
+                is_cut_here = (first == 0) & (last < n_spans)
+                cut = gl.where(is_cut_here, b * sizes.heads + head, cut)
                 cut_begin = gl.where(is_cut_here, last - 1, cut_begin)
                 cut_end = gl.where(is_cut_here, n_spans, cut_end)
-                if queue.INSIDE == 0:  # noqa: SIM102, as above
-                    if by_pair & (first == 0):
-                        note_slot(slots_ptr, pair, gl.where(is_whole, -1, pair), last - 1, n_spans)
-                message = (
-                    1, sequence, head, q_tile, run_begin, run_end, span, first, found[0],
-                    gl.where(is_whole, -1 - slot, slot),
-                )  # fmt: skip
-                if sizes.PACKED:
-                    message = message + (found[1], q_start)  # noqa: RUF005
-                if queue.INSIDE:
-                    if is_whole == 0:
-                        mark_arrivals(rows, slot)
-                    behind = stretch_of(owner + 1, total, n_teams) - at
-                    owned = spans_before(sizes, behind, tile_begin, span, n_spans, keeps_whole)
-                    message = message + (last - first, n_spans, owned - 1)  # noqa: RUF005
-                queue.post(runs, message)
                 runs += 1
-                for tile in range(run_begin, run_end):
-                    end = gl.where(tile + 1 < run_end, kv_len, 0)
-                    next_places = cache.places_of(sequence, tile + 1, end, BLOCK_KV)
-                    k.send(sent, k_desc, places, head)
-                    v.send(sent, v_desc, places, head)
-                    sent += 1
-                    places = next_places
             at += work
             block += 1
         begin += work * n_blocks
@@ -307,6 +355,5 @@ def produce(
         gdc_launch_dependents()
     queue.post(runs, (0,))
     if queue.INSIDE == 0:  # noqa: SIM102, as above
-        if by_pair == 0:
-            own = place * sizes.team + member
-            note_slot(slots_ptr, own, cut, cut_begin, cut_end)
+        if has_slot_each(sizes) == 0:
+            note_slot(slots_ptr, place * sizes.team + member, cut, cut_begin, cut_end)

@@ -6,17 +6,14 @@ from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.division import divide
 from lockstep.kernels.hopper.common.gluon_shim import (
     aggregate,
-    async_copy,
-    await_warps,
     copy_to_shared,
-    fence_async_shared,
     gl,
     gluon,
     reinterpret,
 )
 from lockstep.kernels.hopper.common.scores import cap
 from lockstep.kernels.hopper.decode import plan
-from lockstep.kernels.hopper.decode.few_rows import row_in_tile
+from lockstep.kernels.hopper.decode.few_rows import UPPER_ROWS, row_in_tile
 from lockstep.kernels.parts import close, fold_sink, store_statistics
 
 # Rows that are loaded or stored at a time, and columns that lie side by side in shared memory.
@@ -101,45 +98,19 @@ class Rows:
         self.HEAD_DIM_V = gl.constexpr(HEAD_DIM_V)
 
     @gluon.jit
-    def load_queries(self, sizes, run, q_smem, FEW: gl.constexpr = 0):
-        """Load as many query rows of a run as there is room for, to where the products read
-        them."""
-        N: gl.constexpr = q_smem.shape[0]
-        D: gl.constexpr = q_smem.shape[1]
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-        row = row_in_tile(gl.arange(0, N, gl.SliceLayout(1, layout)), FEW)
-        row = run.q_tile * ROWS + row
-        d = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, layout)), 0)
-        query = divide(row, self.group)
-        head = run.head * self.group + row - query * self.group
-        at = run.b.to(gl.int64) * self.stride_qb + head.to(gl.int64) * self.stride_qh
-        at += (run.q_start + query).to(gl.int64) * self.stride_qs
-        # `copy_engine.fit`: rows that there are begin at multiples of 16 bytes.
-        at = gl.multiple_of(at, [8])
-        is_row = gl.expand_dims(row < run.n_q * self.group, 1)
-        q = gl.load(
-            self.q_ptr + gl.expand_dims(at, 1) + d, mask=is_row & (d < self.HEAD_DIM), other=0.0
-        )
-        # Of the run before, warps that are behind may still read here.
-        await_warps()
-        q_smem.store(q)
-        fence_async_shared()
-        await_warps()
-
-    @gluon.jit
-    def copy_queries(self, sizes, run, q_smem, FEW: gl.constexpr):
-        """`load_queries` of all rows of a product, some at a time: in code that is short, and so
-        there sooner."""
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    def copy_queries(
+        self, sizes, run, q_smem, FEW: gl.constexpr = 0, THERE: gl.constexpr = ROWS
+    ):  # fmt: skip
+        """Begin to copy the queries of a run to THERE rows of a product, some at a time: in code
+        that is short, and so there sooner."""
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
         N: gl.constexpr = q_smem.shape[0] // SOME_ROWS
         # Query rows of as many rows of a product (`few_rows.py`).
-        THERE: gl.constexpr = SOME_ROWS // 2 if FEW else SOME_ROWS
+        STEP: gl.constexpr = SOME_ROWS // 2 if FEW == UPPER_ROWS else SOME_ROWS
         of_rows: gl.constexpr = gl.SliceLayout(1, layout)
         some = rows_and_columns(q_smem)
-        # Of the run before, warps that are behind may still read here.
-        await_warps()
-        for i in range(N):
-            _row, number, is_row = self.rows_of(sizes, run, of_rows, SOME_ROWS, i * THERE, FEW)
+        for i in range(THERE // SOME_ROWS):
+            _row, number, is_row = self.rows_of(sizes, run, of_rows, SOME_ROWS, i * STEP, FEW)
             query = divide(number, self.group)
             head = run.head * self.group + number - query * self.group
             at = run.b.to(gl.int64) * self.stride_qb + head.to(gl.int64) * self.stride_qh
@@ -151,10 +122,6 @@ class Rows:
                 d = gl.expand_dims(d, 0)
                 mask = gl.expand_dims(is_row, 1) & (d < self.HEAD_DIM)
                 copy_to_shared(some.index(block * N + i), self.q_ptr + at + d, mask=mask)
-        async_copy.commit_group()
-        async_copy.wait_group(0)
-        fence_async_shared()
-        await_warps()
 
     @gluon.jit
     def finish_scores(self, s):

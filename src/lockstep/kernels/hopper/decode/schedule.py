@@ -166,15 +166,17 @@ class Sizes:
         sequence in which it begins, where that one begins, and what each head counts as if none is
         cut, 0 if each counts as what it costs."""
         if self.B <= FEW:
-            total, begin, end, b, b_begin, even = self.stretch_of_few()
+            total, begin, end, b, b_begin, even = self.stretch_of_few(FEW)
+        elif self.B <= MANY:
+            total, begin, end, b, b_begin, even = self.stretch_of_few(MANY)
         else:
             total, begin, end, b, b_begin, even = self.stretch_of_many()
         return total, begin, end, b, b_begin, even
 
     @gluon.jit
-    def stretch_of_few(self):
-        """`stretch` of up to FEW sequences, all of which are looked at together."""
-        work, is_there = self.work_of_some(0, FEW)
+    def stretch_of_few(self, N: gl.constexpr):
+        """`stretch` of up to N sequences, all of which are looked at together."""
+        work, is_there = self.work_of_some(0, N)
         count = gl.sum((work > 0).to(gl.int32), 0)
         total, begin, end, even, counted = self.line(gl.sum(work, 0), gl.max(work, 0), count)
         b, b_begin = count_before(begin, 0, count_as(work, counted), is_there)

@@ -42,7 +42,7 @@ from lockstep.kernels.hopper.decode.few_rows import (
     as_operand,
     clear_other_rows,
     halves,
-    some_rows,
+    loaded_rows,
     upper_of_rows,
     upper_rows,
     with_lower_rows,
@@ -155,7 +155,7 @@ def clean_if_hidden(sizes, v, seen, tile, bounds):
 
 @gluon.jit
 def begin_run(
-    rows, sizes, run, k, q_smem, cache, first_keys, all_bounds, bounds, seen,
+    rows, sizes, run, k, queries, cache, first_keys, all_bounds, bounds, seen,
     FIXED_MAX: gl.constexpr, FEW: gl.constexpr,
 ):  # fmt: skip
     """Queries and the first tile of a run: m that spans begin with, and the bar; weights, m, l and
@@ -166,19 +166,19 @@ def begin_run(
     first = gl.zeros_like(first_m)
     if FIXED_MAX:
         if FROM_TILE and run.begin == 0:
-            rows.load_queries(sizes, run, some_rows(q_smem, FEW), FEW)
+            queries.load(rows, sizes, run, FEW, loaded_rows(FEW))
         else:
             first_m, first = first_keys.load_with_queries(
-                rows, sizes, cache, run, q_smem, all_bounds, first_m, first, FEW
+                rows, sizes, cache, run, queries, all_bounds, first_m, first, FEW
             )
     else:
-        rows.load_queries(sizes, run, some_rows(q_smem, FEW), FEW)
+        queries.load(rows, sizes, run, FEW, loaded_rows(FEW))
     first_m = upper_of_rows(first_m, of_rows, FEW)
     first = upper_of_rows(first, of_rows, FEW)
     # A sequence without a key has no tile.
     has_tile = run.begin < run.end
     k.ring.wait_full(seen, pred=has_tile)
-    s = warpgroup_mma_wait(0, deps=(scores_of(q_smem, k, seen, has_tile, k.D),))
+    s = warpgroup_mma_wait(0, deps=(scores_of(queries.tile, k, seen, has_tile, k.D),))
     k.ring.release(seen, pred=has_tile)
     s = upper_rows(s, FEW)
     s = mask_scores(rows, sizes, s, run.begin * sizes.BLOCK_KV, bounds)
@@ -256,12 +256,13 @@ def store_results(rows, sizes, run, maxima, total):
 
 @gluon.jit
 def consume_spans(
-    rows, sizes, queue, k, v, q_smem, cache, first_keys, FIXED_MAX: gl.constexpr, FEW: gl.constexpr
+    rows, sizes, queue, k, v, queries, cache, first_keys, FIXED_MAX: gl.constexpr, FEW: gl.constexpr
 ):
     """Compute all runs of this program. FEW: they have up to 8 rows each (`few_rows.py`)."""
     scores = upper_rows(zeros(sizes.BLOCK_KV), FEW)
     row_layout: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     left: gl.constexpr = left_operand(v.D)
+    q_smem = queries.tile
     clear_other_rows(q_smem, FEW)
     runs = 0
     seen = 0
@@ -269,7 +270,7 @@ def consume_spans(
     while run.exists != 0:
         all_bounds, bounds = bounds_of_run(rows, sizes, run, row_layout, FEW)
         first_m, bar, weights, m, l, beside = begin_run(
-            rows, sizes, run, k, q_smem, cache, first_keys, all_bounds, bounds, seen, FIXED_MAX,
+            rows, sizes, run, k, queries, cache, first_keys, all_bounds, bounds, seen, FIXED_MAX,
             FEW,
         )  # fmt: skip
         p = as_operand(weights, q_smem.dtype, left, FEW)
