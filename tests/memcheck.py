@@ -83,7 +83,10 @@ SAMPLES: dict[str, Callable[[], Case]] = {
     "one block of keys, causal": lambda: draw(
         70, 100, B=40, Hq=16, Hkv=4, D=80, dtype=BF16, causal=True
     ),
-    "few keys of many heads": lambda: draw(70, 200, B=70, Hq=8, D=64, dtype=BF16),
+    "few keys of many heads": lambda: draw(70, 200, B=70, Hq=8, D=64, dtype=F16),
+    "few keys of wide heads": lambda: draw(
+        70, 62, B=40, Hq=6, Hkv=3, D=192, Dv=128, dtype=BF16, causal=True
+    ),
     "bias and sinks": lambda: draw(
         163, 300, B=2, Hq=4, dtype=BF16, bias=torch.randn(4, 163, 300), sinks=torch.randn(4)
     ),

@@ -44,13 +44,13 @@ ODD = 24
 MANY = 256
 # Lengths of images and short texts, which come in large batches: of how many heads.
 IMAGES, HEADS_OF_IMAGES = (256, 257), 1024
-# And of causal texts, in batches that are not as large.
+# And of texts in batches that are not as large.
 SOME, HEADS_OF_SOME = (256,), 80
 # Keys of short texts, of which all are one block for heads up to so wide, and for narrow ones
 # without a mask more; and of packed ones.
 TEXTS, ODD_TEXTS, PACKED_TEXTS, WIDEST_OF_TEXTS = (64, 112), (80,), (64, 128), 128
-# Keys of longer ones that stay in shared memory, of heads whose rows are not aligned.
-KEPT_TEXTS = (160, 192)
+# Keys that stay in shared memory, of wider heads, and of heads whose rows are not aligned.
+WIDE_TEXT, UNALIGNED_TEXT = 64, 192
 # Queries of which a last tile has few, and how many heads make them so many that it matters.
 MORE_THAN_A_TILE, HEADS_OF_GROUPS = 130, 512
 # Of calls on a CPU.
@@ -137,14 +137,15 @@ def _prompts(layer: Layer) -> Iterator[SampleCall]:
     if is_narrow or layer.D in UNALIGNED:
         lengths.append(LONG_PROMPT)
     if layer.window is None and layer.D > WIDEST_OF_TEXTS:
-        lengths += TEXTS
+        lengths.append(WIDE_TEXT)
     if layer.D in UNALIGNED and layer.window is None and not layer.causal:
-        lengths += KEPT_TEXTS
+        lengths.append(UNALIGNED_TEXT)
     yield from (SampleCall(layer, "dense", n, n) for n in lengths)
     if layer.window is None:
-        images, heads = (SOME, HEADS_OF_SOME) if layer.causal else (IMAGES, HEADS_OF_IMAGES)
-        B = -(-heads // layer.Hq)
-        yield from (SampleCall(layer, "dense", n, n, B=B) for n in images)
+        batches = [(n, HEADS_OF_SOME) for n in SOME]
+        batches += [] if layer.causal else [(n, HEADS_OF_IMAGES) for n in IMAGES]
+        sizes = ((n, -(-heads // layer.Hq)) for n, heads in batches)
+        yield from (SampleCall(layer, "dense", n, n, B=B) for n, B in sizes)
     yield from _groups(layer, packed=False)
 
 

@@ -49,7 +49,7 @@ def all_of(launches: Any, tensors: Tensors, **options: bool) -> Build:
 
 KERNELS = {
     "forward": lambda: build(128, options={"causal": True}.items()),
-    "few keys": lambda: all_of(forward_launches, unwritten(197, 197, B=64, Hq=12, Hkv=12)),
+    "few keys": lambda: all_of(forward_launches, unwritten(197, 197, B=8, Hq=12, Hkv=12)),
     "one block": lambda: all_of(forward_launches, unwritten(4096, 77, B=2, Hq=10, Hkv=10)),
     "decode": lambda: all_of(decode_launches, tensors_of(D=128, page=16, Sq=5), causal=True),
     "decode of few rows": lambda: all_of(decode_launches, tensors_of(D=128, page=16), causal=True),

@@ -25,6 +25,7 @@ pytestmark = on_hopper
 def _few_heads_are_many(monkeypatch):
     monkeypatch.setattr(plan, "MANY_HEADS", 0)
     monkeypatch.setattr(launch, "kept_sizes", lambda problem: None)
+    monkeypatch.setattr(plan, "ONE_LOOP_UNMASKED", 0)
 
 
 @pytest.fixture

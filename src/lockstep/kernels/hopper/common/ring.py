@@ -160,17 +160,16 @@ class TileRing:
         return TileRing(tiles_smem, rest_smem, ring, COLUMNS)
 
     @gluon.jit
-    def create_alone(desc, STAGES: gl.constexpr, COLUMNS: gl.constexpr):
-        """Places for tiles of `desc`, a power of two of them, which who loads them also reads: none
-        is released."""
-        full_bar = barriers(STAGES, 1)
-        ring = Ring(full_bar, full_bar, STAGES, True)
+    def create_alone(desc, COLUMNS: gl.constexpr):
+        """One place for tiles of `desc`, which the same warps load and read: none is released."""
+        full_bar = barriers(1, 1)
+        ring = Ring(full_bar, full_bar, 1, True)
         WIDTH: gl.constexpr = desc.block_shape[4]
         if _in_chunks(desc, COLUMNS):
-            first = _allocate_columns(desc, STAGES, _first_columns(COLUMNS))
-            return TileRing(first, _allocate_columns(desc, STAGES, WIDTH), ring, COLUMNS)
+            first = _allocate_columns(desc, 1, _first_columns(COLUMNS))
+            return TileRing(first, _allocate_columns(desc, 1, WIDTH), ring, COLUMNS)
         else:  # noqa: RET505, Gluon would go on and return both
-            first = _allocate_columns(desc, STAGES, WIDTH)
+            first = _allocate_columns(desc, 1, WIDTH)
             return TileRing(first, first, ring, COLUMNS)
 
     @gluon.jit

@@ -308,7 +308,7 @@ def keeps_keys(problem: AttentionProblem) -> bool:
         return False
     plan, blocks, heads = plan_of(problem), kept_blocks(problem), problem.B * problem.Hq
     is_causal = problem.window[1] is not None
-    if heads > MANY_HEADS and is_causal:
+    if heads > MANY_HEADS and (is_causal or plan.one_loop):
         return False
     if heads > MANY_HEADS:
         rows = [-(-problem.Sq // height) * height for height in (ROWS, plan.block_q)]

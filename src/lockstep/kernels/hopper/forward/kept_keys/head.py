@@ -40,77 +40,58 @@ def widen(x):
 
 @aggregate
 class Keys:
-    """The keys of a head, or its values: whole blocks, and behind them the *rest*."""
+    """The keys of a head, or its values: a block, and behind it the *rest*."""
 
-    whole: TileRing
+    first: TileRing
     rest: TileRing
-    WHOLE: gl.constexpr  # blocks
     REST: gl.constexpr  # keys of the rest, 0 for none
 
     @gluon.constexpr_function
-    def __init__(self, whole, rest, WHOLE, REST):
-        self.whole = whole
+    def __init__(self, first, rest, REST):
+        self.first = first
         self.rest = rest
-        self.WHOLE = gl.constexpr(WHOLE)
         self.REST = gl.constexpr(REST)
 
     @gluon.jit
-    def create(descs, COLUMNS: gl.constexpr, WHOLE: gl.constexpr, REST: gl.constexpr):
-        whole = TileRing.create_alone(descs[0], WHOLE, COLUMNS)
-        rest = whole
+    def create(descs, COLUMNS: gl.constexpr, REST: gl.constexpr):
+        first = TileRing.create_alone(descs[0], COLUMNS)
+        rest = first
         if REST > 0:
-            rest = TileRing.create_alone(descs[1], 1, COLUMNS)
-        return Keys(whole, rest, WHOLE, REST)
-
-    @gluon.constexpr_function
-    def n_blocks(self):
-        """How many there are, the rest included."""
-        return self.WHOLE + (1 if self.REST > 0 else 0)
+            rest = TileRing.create_alone(descs[1], COLUMNS)
+        return Keys(first, rest, REST)
 
     @gluon.jit
     def load(self, n, descs, tiles, tile):
         """Send those of a tile on their way, the n-th in all."""
-        BLOCK: gl.constexpr = descs[0].block_shape[3]
-        for b in gl.static_range(self.WHOLE):
-            self.whole.load(n * self.WHOLE + b, descs[0], tiles.kv_at(tile, b * BLOCK))
+        self.first.load(n, descs[0], tiles.kv_at(tile))
         if self.REST > 0:
-            self.rest.load(n, descs[1], tiles.kv_at(tile, self.WHOLE * BLOCK))
+            self.rest.load(n, descs[1], tiles.kv_at(tile, descs[0].block_shape[3]))
 
     @gluon.jit
     def wait(self, n):
-        for b in gl.static_range(self.WHOLE):
-            self.whole.wait(n * self.WHOLE + b)
+        self.first.wait(n)
         if self.REST > 0:
             self.rest.wait(n)
 
     @gluon.jit
-    def piece(self, b: gl.constexpr, p: gl.constexpr):
-        """Where the p-th piece of a block is."""
-        if b < self.WHOLE:
-            return self.whole.piece(b, p)
-        else:  # noqa: RET505, Gluon would go on and return both
-            return self.rest.piece(0, p)
+    def block(self, b: gl.constexpr):
+        """The first block, or the rest."""
+        return self.first if b == 0 else self.rest
 
     @gluon.jit
     def issue_scores(self, q, b: gl.constexpr):
         """Queries times the keys of a block, transposed: [ROWS, ·], under way."""
-        if b < self.WHOLE:
-            return issue_transposed(q.pieces(0), self.whole, b, self.whole.tiles_smem.shape[4])
-        else:  # noqa: RET505, Gluon would go on and return both
-            return issue_transposed(q.pieces(0), self.rest, 0, self.REST)
+        keys = self.block(b)
+        return issue_transposed(q.pieces(0), keys, 0, keys.tiles_smem.shape[4])
 
     @gluon.jit
     def issue_products(self, p, b: gl.constexpr, acc):
         """acc and weights p times the values of a block, under way. The first block has no acc."""
-        if b < self.WHOLE:
-            return issue_products(p, self.whole, b, acc, b > 0)
-        else:  # noqa: RET505, Gluon would go on and return both
-            return issue_products(p, self.rest, 0, acc)
+        return issue_products(p, self.block(b), 0, acc, b > 0)
 
     @gluon.jit
     def invalidate(self):
-        for b in gl.static_range(self.WHOLE):
-            mbarrier.invalidate(self.whole.ring.full_bar.index(b))
+        mbarrier.invalidate(self.first.ring.full_bar.index(0))
         if self.REST > 0:
             mbarrier.invalidate(self.rest.ring.full_bar.index(0))
 
@@ -132,15 +113,13 @@ class Head:
     HAS_SINKS: gl.constexpr
     HEADS: gl.constexpr
     DV: gl.constexpr
-    BLOCK: gl.constexpr  # keys of a whole block
-    EDGES: gl.constexpr  # keys of a block in the kernel for all calls
-    EARLY: gl.constexpr  # the scores of two blocks are computed at once
+    BLOCK: gl.constexpr  # keys of the first block
     FIXED_MAX: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, results, tiles, scale, right, q, k, v, SCALED, HAS_RIGHT, HAS_SINKS, HEADS, DV,
-        BLOCK, EDGES, EARLY, FIXED_MAX,
+        BLOCK, FIXED_MAX,
     ):  # fmt: skip
         self.results = results
         self.tiles = tiles
@@ -155,8 +134,6 @@ class Head:
         self.HEADS = gl.constexpr(HEADS)
         self.DV = gl.constexpr(DV)
         self.BLOCK = gl.constexpr(BLOCK)
-        self.EDGES = gl.constexpr(EDGES)
-        self.EARLY = gl.constexpr(EARLY)
         self.FIXED_MAX = gl.constexpr(FIXED_MAX)
 
     @gluon.jit
@@ -182,7 +159,7 @@ class Head:
         kernel for all calls would have in one tile: there, values are cleaned."""
         first = tile.q_tile * (ROWS // self.HEADS) // ROWS * ROWS
         end = first + (self.tiles.Skv - self.tiles.Sq + self.right + 1)
-        return gl.minimum(end, self.tiles.Skv) // self.EDGES
+        return gl.minimum(end, self.tiles.Skv) // self.BLOCK
 
     @gluon.jit
     def q_at(self, tile):
@@ -201,7 +178,7 @@ class Head:
         """Scores of a block in their final units, -inf for keys from `end` [ROWS] on."""
         s = s * self.scale if self.SCALED else s
         # Without a mask, only the last block ends before its last key.
-        IS_CUT: gl.constexpr = self.HAS_RIGHT or b == self.k.n_blocks() - 1
+        IS_CUT: gl.constexpr = self.HAS_RIGHT or b > 0 or self.k.REST == 0
         return hide_piece(s, end - self.BLOCK * b) if IS_CUT else s
 
     @gluon.jit

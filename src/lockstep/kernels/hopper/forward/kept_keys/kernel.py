@@ -5,8 +5,8 @@ A program is one warpgroup, and an SM has room for two or three of them: while o
 exponentials or stores its results, another has the tensor cores. It works on tiles of 64 rows one
 after the other: queries of one head, or, if several share their keys, of some of these. The keys
 and values of a head stay for all of its tiles. Those of the next one come while the last tile is at
-work: keys when the scores are there, values when they are multiplied. Of keys behind whole blocks,
-the *rest*, as many are multiplied as there may be.
+work: keys when the scores are there, values when they are multiplied. Keys behind the first block
+are the *rest*.
 
 Rows that failed (`softmax.py`, `second_pass.py`) are computed again when all others are done. A row
 has the bits that `consumer.py` would give it.
@@ -69,41 +69,32 @@ def attend(head, descs, i, n, end, after, goes_on, changes):
     [ROWS], l [ROWS, 4] and what is beside it. The next queries, and keys and values if it `changes`
     them, are under way on return."""
     q, k, v = head.q, head.k, head.v
-    COLUMNS: gl.constexpr = v.whole.COLUMNS
-    LAST: gl.constexpr = k.n_blocks() - 1
+    COLUMNS: gl.constexpr = v.first.COLUMNS
     unit = head.unit()
     q.wait(i)
     k.wait(n)
     s = k.issue_scores(q, 0)
-    if head.EARLY:
-        s_next = k.issue_scores(q, 1)
-    s = warpgroup_mma_wait(n_pieces(q.COLUMNS) if head.EARLY else 0, deps=(s,))
-    if LAST == 0:
+    if k.REST > 0:
+        s_rest = k.issue_scores(q, 1)
+        s = warpgroup_mma_wait(n_pieces(q.COLUMNS), deps=(s,))
+    else:
+        s = warpgroup_mma_wait(0, deps=(s,))
         load_next(head, descs, i, n, after, goes_on, changes)
     weights, m, l = first_weights(head.mask(s, end, 0), unit)
     beside = first_beside(m, l, end, unit, head.BLOCK)
     v.wait(n)
     p = as_left(weights, COLUMNS, descs[0].dtype)
-    acc = empty_sums(COLUMNS)
-    for b in gl.static_range(1, LAST + 1):
-        if head.EARLY:
-            acc = v.issue_products(p, b - 1, acc)
-            s = warpgroup_mma_wait(n_pieces(COLUMNS), deps=(s_next,))
-        else:
-            # There are no registers for weights that are being multiplied beside the next ones.
-            s = k.issue_scores(q, b)
-            done = await_all(v.issue_products(p, b - 1, acc) + (s,))  # noqa: RUF005
-            s = done[n_pieces(COLUMNS)]
-            acc = done[: n_pieces(COLUMNS)]
-        if b == LAST:
-            load_next(head, descs, i, n, after, goes_on, changes)
-        s = head.mask(s, end, b)
-        weights, m, part, alpha = later_weights(s, m, l, beside, unit, head.FIXED_MAX)
-        if head.EARLY:
-            acc = await_all(acc)
+    acc = v.issue_products(p, 0, empty_sums(COLUMNS))
+    if k.REST > 0:
+        s_rest = warpgroup_mma_wait(n_pieces(COLUMNS), deps=(s_rest,))
+        load_next(head, descs, i, n, after, goes_on, changes)
+        s_rest = head.mask(s_rest, end, 1)
+        weights, m, part, alpha = later_weights(s_rest, m, l, beside, unit, head.FIXED_MAX)
+        acc = await_all(acc)
         acc, l, beside = add_block(weights, acc, part, l, beside, alpha, head.FIXED_MAX)
         p = as_left(weights, COLUMNS, descs[0].dtype)
-    acc = await_all(v.issue_products(p, LAST, acc))
+        acc = v.issue_products(p, 1, acc)
+    acc = await_all(acc)
     if changes:
         await_warps()
         v.load(n + 1, descs[2], head.tiles, after)
@@ -150,7 +141,7 @@ def add_values(head, acc, weights, end, inner_end, b: gl.constexpr, dtype: gl.co
     if head.HAS_RIGHT:
         return add_in_strips(acc, weights, end - head.BLOCK * b, b >= inner_end, head.v, b)
     else:  # noqa: RET505, Gluon would go on and return both
-        p = as_left(weights, head.v.whole.COLUMNS, dtype)
+        p = as_left(weights, head.v.first.COLUMNS, dtype)
         return await_all(head.v.issue_products(p, b, acc))
 
 
@@ -164,14 +155,14 @@ def attend_again(head, end, inner_end, is_exact, dtype: gl.constexpr):
     weights, m, l, beside = first_again(
         head.mask(s, end, 0), end, is_exact, unit, head.BLOCK, head.FIXED_MAX
     )
-    acc = empty_sums(head.v.whole.COLUMNS)
+    acc = empty_sums(head.v.first.COLUMNS)
     acc = add_values(head, acc, weights, end, inner_end, 0, dtype)
-    for b in gl.static_range(1, k.n_blocks()):
-        s = warpgroup_mma_wait(0, deps=(k.issue_scores(q, b),))
+    if k.REST > 0:
+        s = warpgroup_mma_wait(0, deps=(k.issue_scores(q, 1),))
         weights, acc, m, l, beside = later_again(
-            head.mask(s, end, b), acc, m, l, beside, is_exact, unit, head.FIXED_MAX
+            head.mask(s, end, 1), acc, m, l, beside, is_exact, unit, head.FIXED_MAX
         )
-        acc = add_values(head, acc, weights, end, inner_end, b, dtype)
+        acc = add_values(head, acc, weights, end, inner_end, 1, dtype)
     return acc, m, l, beside
 
 
@@ -213,8 +204,8 @@ def second_pass(head, descs, wrong, n):
 @unspecialized(gluon.jit, any_address=("sinks_ptr",))
 def kept_keys_kernel(
     q_desc,  # tiles [HEADS, ROWS / HEADS, D] of q [B, Hq, Sq, D], or chunks of their columns
-    k_desc,  # blocks of k [B, Hkv, Skv, D], alike
-    k_rest_desc,  # REST keys behind whole blocks
+    k_desc,  # the first block of k [B, Hkv, Skv, D], alike
+    k_rest_desc,  # REST keys behind it
     v_desc,  # and of v [B, Hkv, Skv, Dv]
     v_rest_desc,
     out_ptr,  # contiguous [B, Hq, Sq, Dv]
@@ -239,24 +230,21 @@ def kept_keys_kernel(
     D_COLUMNS: gl.constexpr,  # that are multiplied
     DV_COLUMNS: gl.constexpr,
     DV: gl.constexpr,
-    WHOLE: gl.constexpr,  # blocks of keys
-    REST: gl.constexpr,  # keys behind them, 0 for none
-    EDGES: gl.constexpr,  # BLOCK_KV of the kernel for all calls
-    EARLY: gl.constexpr,  # the scores of two blocks are computed at once
+    REST: gl.constexpr,  # keys behind the first block, 0 for none
     FIXED_MAX: gl.constexpr,
 ):
     BLOCK: gl.constexpr = k_desc.block_shape[3]
     tiles = HeadTiles.of_all(shares, n_q_tiles, Hq // HEADS, heads_per_kv // HEADS, Sq, Skv)
     descs = (q_desc, (k_desc, k_rest_desc), (v_desc, v_rest_desc))
-    q = TileRing.create_alone(q_desc, 1, D_COLUMNS)
-    k = Keys.create(descs[1], D_COLUMNS, WHOLE, REST)
-    v = Keys.create(descs[2], DV_COLUMNS, WHOLE, REST)
+    q = TileRing.create_alone(q_desc, D_COLUMNS)
+    k = Keys.create(descs[1], D_COLUMNS, REST)
+    v = Keys.create(descs[2], DV_COLUMNS, REST)
     results = Results(
         (out_ptr, lse_ptr, statistics_ptr, sinks_ptr), row_stride_b, row_stride_h, row_stride_s, Sq
     )
     head = Head(
         results, tiles, scale, right, q, k, v, SCORES == "scaled", HAS_RIGHT, HAS_SINKS, HEADS, DV,
-        BLOCK, EDGES, EARLY, FIXED_MAX,
+        BLOCK, FIXED_MAX,
     )  # fmt: skip
     # Every program has a tile.
     q.load(0, q_desc, head.q_at(tiles.first))

@@ -14,7 +14,7 @@ from lockstep.kernels.hopper.forward.kept_keys.plan import (
     shares_of,
     width_of,
 )
-from lockstep.kernels.hopper.forward.plan import plan_of, value_columns
+from lockstep.kernels.hopper.forward.plan import value_columns
 from lockstep.kernels.hopper.forward.shapes import Shape, row_strides, scales, tiles_of
 from lockstep.kernels.launch import Launch
 from lockstep.problem import AttentionProblem, Tensors
@@ -48,10 +48,7 @@ def kept_keys_launch(
         "D_COLUMNS": columns(problem.D),
         "DV_COLUMNS": value_columns(problem.Dv),
         "DV": problem.Dv,
-        "WHOLE": sizes.whole,
         "REST": sizes.rest,
-        "EDGES": plan_of(problem).block_kv,
-        "EARLY": sizes.is_early,
         "FIXED_MAX": problem.dtype == torch.bfloat16,
     }
     names = {"k_rest": "k", "v_rest": "v"} | ({} if problem.has_sinks else {"sinks": "lse"})

@@ -1,5 +1,5 @@
-"""Which calls have keys of up to two blocks that stay in shared memory, and how many programs share
-an SM. It changes no bit."""
+"""Which calls have keys that stay in shared memory, and how many programs share an SM. It changes
+no bit."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from lockstep.kernels.hopper.forward.one_block.shares import Shares
 from lockstep.kernels.hopper.forward.plan import plan_of
 from lockstep.problem import AttentionProblem
 
-# Keys that are multiplied behind whole blocks of 128, or of 64.
-RESTS = {128: (0, 32, 64, 128), 64: (0, 32, 64)}
-MOST_BLOCKS = 2
+# Keys that are multiplied behind the first block.
+REST = 64
 # Heads wider than this, up to this wide, and columns of a sector of L2.
 WIDE, NARROW, SECTOR = 128, 64, 16
 # So many heads of a group share tiles, if there are as many.
 MOST_HEADS = 8
-# Up to so many keys of a second block have their scores computed with those of the first:
-# registers are few.
-MOST_EARLY = 64
 # Columns of a tensor map by those of a tile in shared memory.
 MAPS = {64: 64, 96: 32, 128: 128, 160: 32, 192: 64, 256: 256}
 # Shared memory that a program has beside keys, values and queries.
@@ -35,16 +31,10 @@ UNEVEN = 1.15
 class Sizes(NamedTuple):
     """Keys of a head, heads of a tile, and programs of an SM."""
 
-    block: int  # keys of a whole block
-    whole: int  # blocks
-    rest: int  # keys that are multiplied behind them
+    block: int  # keys of the first block
+    rest: int  # keys that are multiplied behind it
     heads: int
     programs: int
-
-    @property
-    def is_early(self) -> bool:
-        """Whether the scores of two blocks are computed at once."""
-        return self.whole == 1 and 0 < self.rest <= MOST_EARLY
 
     def tiles_of_heads(self, problem: AttentionProblem) -> int:
         """How many tiles `heads` heads have."""
@@ -52,48 +42,34 @@ class Sizes(NamedTuple):
 
 
 def kept_sizes(problem: AttentionProblem) -> Sizes | None:
-    """The sizes of a call whose keys stay in shared memory, or None."""
-    sizes = sizes_of(problem)
-    return sizes if sizes and pays(problem, sizes) else None
-
-
-def pays(problem: AttentionProblem, sizes: Sizes) -> bool:
-    """Whether a call takes less time than with the kernel for all calls."""
-    width = max(problem.D, problem.Dv)
-    # Tiles of wide heads have 128 rows there, and end before the next one begins.
-    if width > WIDE:
-        return sizes.whole == 1 and sizes.rest == 0
-    # The copy engine takes long to load rows that begin between sectors of L2: here it does so once
-    # for a head.
-    is_unaligned = width > NARROW and width % SECTOR != 0
-    return is_unaligned and problem.window[1] is None and 0 < sizes.rest < sizes.block
-
-
-def sizes_of(problem: AttentionProblem) -> Sizes | None:
-    """The sizes of a dense call whose keys would fit into shared memory, or None."""
+    """The sizes of a dense call whose keys stay in shared memory, or None."""
     is_plain = problem.layout == "dense" and not (problem.has_kv_lens or problem.is_paged)
     is_default = not (problem.query_invariant or problem.constant_time)
-    if (
-        not (is_plain and is_default)
-        or problem.softcap is not None
-        or problem.window[0] is not None
-    ):
+    if not (is_plain and is_default and problem.softcap is None) or problem.window[0] is not None:
         return None
-    width, width_v = width_of(problem.D), width_of(problem.Dv)
-    block = plan_of(problem).block_kv
-    if problem.Skv > MOST_BLOCKS * block:
+    block, width, width_v = plan_of(problem).block_kv, width_of(problem.D), width_of(problem.Dv)
+    rest = rest_of(problem, block)
+    if rest is None:
         return None
-    if problem.Skv <= ROWS:
-        block = ROWS
-    whole = min(max(problem.Skv // block, 1), MOST_BLOCKS)
-    rest = next(n for n in RESTS[block] if problem.Skv <= whole * block + n)
-    if whole == 1 and rest == block:
-        whole, rest = 2, 0
-    rows = (whole * block + rest) * (width + width_v) + ROWS * width
+    rows = (block + rest) * (width + width_v) + ROWS * width
     programs = min(max(REGISTERS), SM_BYTES // (2 * rows + OTHER_BYTES))
     if programs not in REGISTERS:
         return None
-    return Sizes(block, whole, rest, math.gcd(problem.Hq // problem.Hkv, MOST_HEADS), programs)
+    return Sizes(block, rest, math.gcd(problem.Hq // problem.Hkv, MOST_HEADS), programs)
+
+
+def rest_of(problem: AttentionProblem, block: int) -> int | None:
+    """How many keys are multiplied behind the first block, if a call takes less time than with the
+    kernel for all calls, else None."""
+    width = max(problem.D, problem.Dv)
+    # Tiles of wide heads have 128 rows there, and end before the next one begins.
+    if width > WIDE and problem.Skv <= block:
+        return 0
+    # The copy engine takes long to load rows that begin between sectors of L2: here it does so once
+    # for a head.
+    is_unaligned = NARROW < width <= WIDE and problem.D % SECTOR != 0
+    is_masked = problem.window[1] is not None
+    return REST if is_unaligned and not is_masked and block < problem.Skv <= block + REST else None
 
 
 def width_of(dim: int) -> int:

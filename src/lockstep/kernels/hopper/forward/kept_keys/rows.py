@@ -233,5 +233,5 @@ def add_in_strips(acc, weights, end, cleans, v, b: gl.constexpr):
     seen = gl.exp2(hide_piece(gl.zeros_like(weights), end))
     added = ()
     for p in gl.static_range(len(acc)):
-        added = added + (add_piece(acc[p], weights, seen, v.piece(b, p), cleans),)  # noqa: RUF005
+        added = added + (add_piece(acc[p], weights, seen, v.block(b).piece(0, p), cleans),)  # noqa: RUF005
     return added
