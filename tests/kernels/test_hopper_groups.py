@@ -106,6 +106,7 @@ CAUSAL, FULL = {"causal": True}, {}
         # Their tiles are short.
         (256, 16, 4, 129, 129, 64, CAUSAL, False),
         (256, 8, 1, 85, 455, 128, CAUSAL, False),
+        (256, 16, 2, 179, 179, 256, CAUSAL, False),
         # Their tiles are full.
         (64, 32, 8, 128, 4096, 128, CAUSAL, False),
         (2, 32, 8, 1536, 1536, 128, CAUSAL, False),

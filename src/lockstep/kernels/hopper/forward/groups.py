@@ -20,6 +20,8 @@ SAVED = 0.08
 # From so many queries on, the last tile of a head is next to nothing beside the others.
 MANY_QUERIES = 4096
 NARROW, NARROW_PACKED = 64, 128
+# How many times as many keys as queries a causal sequence has to have.
+MORE_KEYS = 4
 
 
 def heads_of_box(problem: AttentionProblem) -> int:
@@ -60,7 +62,7 @@ def shares_tiles(problem: AttentionProblem) -> bool:
     # These have not been measured.
     if problem.window[0] is not None or problem.softcap is not None:
         return False
-    # Where tiles are this short, one takes the longer to begin and end the more rows it has.
+    # These gain only as chunks of few queries on many keys, for one more build of a model.
     if max(problem.D, problem.Dv) <= NARROW or plan_of(problem).one_loop:
         return False
     is_packed = problem.layout == "varlen"
@@ -73,6 +75,9 @@ def shares_tiles(problem: AttentionProblem) -> bool:
     if is_packed:
         queries, keys = -(-queries // max(problem.B, 1)), -(-keys // max(problem.B, 1))
     if queries > MANY_QUERIES:
+        return False
+    # Tiles of whole causal sequences take longer than their blocks do.
+    if problem.window[1] is not None and keys < MORE_KEYS * queries:
         return False
     apart, shared = (work(problem, queries, keys, n) for n in (1, group))
     return shared <= (1 - SAVED) * apart
