@@ -78,7 +78,6 @@ def test_hidden_keys_leave_no_trace(value):
     clean, clean_lse = hopper_run(case)
     case.tensors["k"][1, :, 140:] = value
     case.tensors["v"][2:, :, 70:] = value
-    check(case)
     out, lse = hopper_run(case)
     for b, seen in ((0, 150), (1, 140), (2, 70), (3, 70)):
         assert same_bits(out[b, :, :seen], clean[b, :, :seen])
