@@ -6,7 +6,7 @@ import pytest
 import torch
 from problems import unwritten
 
-from lockstep.problem import Options, Tensors, describe
+from lockstep.problem import Options, describe
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
@@ -17,10 +17,6 @@ from lockstep.kernels.hopper.forward.scheduling.schedule import BY_HEAD, LONGEST
 from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling
 
 PROCESSORS = 132
-
-
-def problem_of(tensors: dict[str, torch.Tensor], **options):
-    return describe(Tensors(**tensors), Options(**options))
 
 
 @pytest.mark.parametrize(
