@@ -249,6 +249,23 @@ def test_machine_code_of_spans(D):
         assert rare["LDS"] == rare["STS"] == (8 if D == 128 else 0)
 
 
+def test_machine_code_of_spans_in_one_loop():
+    """As without spans, but for the larger of two bars; a maximum is that of a row's first keys."""
+    built = build_for(unwritten(512, 512, D=64), {"causal": True, "query_invariant": True})
+    assert "serialized" not in built.report
+    assert len(built.addressed_loops) == len(built.overlaps) == 2
+    for loop in built.addressed_loops:
+        found = count_in_one_loop(loop)
+        usual = usual_path(loop)
+        product = usual.index(PRODUCT_WAIT)
+        under_way = usual[usual.index(SCORES_WAIT) : product]
+        assert count(under_way)["MUFU.EX2"] == 64 == count(usual)["MUFU.EX2"]
+        assert count(usual[product:])["F2FP"] == 32 == count(usual)["F2FP"]
+        assert count(usual)["FMNMX"] == 2
+        assert not count(usual)["VIMNMX3"] + count(usual)["FMUL"]
+        assert 15 < found["FMNMX"] < 60
+
+
 def test_machine_code_between_tile_widths():
     """Products have as many columns as a head dim has, in multiples of 16: for each width of a
     wgmma, how many there are in a step. Packed sequences do what others do; D 160 is in pages."""

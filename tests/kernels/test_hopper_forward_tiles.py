@@ -115,6 +115,20 @@ def test_short_tiles_have_one_loop(D, keys, options, one_loop):
     assert plan.plan_of(problem).one_loop == one_loop
 
 
+@pytest.mark.parametrize(
+    ("D", "keys", "causal", "one_loop"),
+    [
+        (64, 1024, True, True),
+        (64, 1025, True, False),
+        (64, 512, False, False),
+        (128, 512, True, False),
+    ],
+)
+def test_one_loop_with_spans_is_for_narrow_heads_under_a_mask(D, keys, causal, one_loop):
+    options = Options(causal=causal, query_invariant=True)
+    assert plan.plan_of(describe(unwritten(keys, keys, D=D), options)).one_loop == one_loop
+
+
 def test_one_loop_is_for_calls_without_lengths_in_bf16():
     lens = {"kv_lens": torch.zeros(1, dtype=torch.int32)}
     tensors = unwritten(512, 512, D=128)

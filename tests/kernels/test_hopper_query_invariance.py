@@ -90,6 +90,15 @@ def test_prefill_chunks_and_decode(name):
         assert_same_bits(attend(few, kernel), rows_of(whole, S - 300, S))
 
 
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("length", [1000, 1024])
+def test_a_short_prompt_has_the_rows_of_a_longer_one(D, length):
+    """At D 64 all tiles are in one loop."""
+    case = prefill(D, sigma=3.0)
+    short = attend(last_queries(case, length, length), "hopper")
+    assert_same_bits(short, rows_of(attend(case, "hopper"), 0, length))
+
+
 def test_a_large_batch_and_one_sequence():
     """Folded by one program in a large batch, and by the second kernel alone."""
     case = last_queries(prefill(128), 1)

@@ -7,7 +7,8 @@ consumer.py        a warpgroup that computes
 products.py        its products, on their way to the tensor cores and back
 steps.py           its steps through the blocks of a tile
 flow.py            all tiles in one loop, for calls with few keys
-span_steps.py      the same in query-invariant builds
+span_steps.py      steps in query-invariant builds
+span_flow.py       and in these all tiles in one loop
 total.py           where these keep the products of spans that have ended
 skipping.py        blocks that pass a consumer by
 weights.py         weights and maxima of scores, capped late or not

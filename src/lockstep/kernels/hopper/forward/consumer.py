@@ -50,6 +50,7 @@ from lockstep.kernels.hopper.forward.scheduling.failed_tiles import await_stores
 from lockstep.kernels.hopper.forward.scheduling.schedule import BAD
 from lockstep.kernels.hopper.forward.second_pass import consume_second_pass
 from lockstep.kernels.hopper.forward.skipping import skip, skip_behind
+from lockstep.kernels.hopper.forward.span_flow import flow_in_spans
 from lockstep.kernels.hopper.forward.span_steps import (
     add_span,
     continues,
@@ -314,12 +315,18 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
         if tile.exists:
             rows = Rows.of_consumer(c, schedule, tile)
             begun = begin_tile(c, program, rows, q_ring, tiles, seen)
-            beside = first_beside(program, rows, begun[1], begun[2])
-            FLOW: gl.constexpr = flow_in_constant_time if program.build.CONSTANT_TIME else flow
-            wrong, seen, tiles = FLOW(
-                c, program, results, q_ring, o_smem, o_desc, wrong, tile, rows, begun, beside,
-                store_results, end_tile,
-            )  # fmt: skip
+            if program.build.SPAN:
+                wrong, seen, tiles = flow_in_spans(
+                    c, program, results, q_ring, o_smem, o_desc, wrong, tile, rows, begun,
+                    store_results, end_tile,
+                )  # fmt: skip
+            else:
+                beside = first_beside(program, rows, begun[1], begun[2])
+                FLOW: gl.constexpr = flow_in_constant_time if program.build.CONSTANT_TIME else flow
+                wrong, seen, tiles = FLOW(
+                    c, program, results, q_ring, o_smem, o_desc, wrong, tile, rows, begun, beside,
+                    store_results, end_tile,
+                )  # fmt: skip
     elif tile.exists:
         rows = Rows.of_consumer(c, schedule, tile)
         for _block in range(rows.tile_begin, rows.begin):

@@ -171,7 +171,7 @@ def _takes_one_loop(problem: AttentionProblem, shape: Plan) -> bool:
     lengths or pages."""
     is_packed = problem.layout == "varlen"
     keys = problem.Skv / max(problem.B, 1) if is_packed else problem.Skv
-    is_plain = not (problem.has_kv_lens or problem.is_paged or problem.query_invariant)
+    is_plain = not (problem.has_kv_lens or problem.is_paged)
     left, right = problem.window
     fits = shape.consumers == 2 if problem.constant_time else problem.dtype == torch.bfloat16
     width = padded(max(problem.D, problem.Dv))
@@ -180,6 +180,9 @@ def _takes_one_loop(problem: AttentionProblem, shape: Plan) -> bool:
         # Three consumers have not been measured, nor have packed sequences.
         fits = fits and shape.consumers == 2 and not (is_packed or problem.constant_time)
         is_short = keys <= ONE_LOOP_UNMASKED
+    if problem.query_invariant:
+        # At D 128 it is slower; without a mask and packed it has not been measured.
+        fits = fits and width == 64 and right is not None and not is_packed
     return is_plain and left is None and fits and is_short and width <= ONE_LOOP_WIDTH
 
 
