@@ -43,7 +43,7 @@ ODD = 24
 # Sequences that keep a GPU busy without being split.
 MANY = 256
 # Lengths of images and short texts, which come in large batches: of how many heads.
-IMAGES, HEADS_OF_IMAGES = (256, 257), 1024
+IMAGES, HEADS_OF_IMAGES = (160, 257), 1024
 # And of texts in batches that are not as large.
 SOME, HEADS_OF_SOME = (256,), 80
 # Keys of short texts, of which all are one block for heads up to so wide, and for narrow ones

@@ -66,6 +66,8 @@ def test_many_heads_keep_their_keys_in_fp16(S, keys, keeps):
     assert plan.keeps_keys(describe(tensors, Options())) == keeps
     assert not plan.keeps_keys(describe(tensors, Options(causal=True)))
     assert not plan.keeps_keys(describe(unwritten(S, keys, **sizes), Options()))
+    # But not where tiles of 64 rows have fewer rows.
+    assert plan.keeps_keys(describe(unwritten(160, 160, **sizes), Options()))
 
 
 @pytest.mark.parametrize(

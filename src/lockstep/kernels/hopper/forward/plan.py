@@ -311,11 +311,14 @@ def keeps_keys(problem: AttentionProblem) -> bool:
         return False
     plan, blocks, heads = plan_of(problem), kept_blocks(problem), problem.B * problem.Hq
     is_causal = problem.window[1] is not None
-    if heads > MANY_HEADS and (is_causal or plan.one_loop):
+    if heads > MANY_HEADS and is_causal:
         return False
     if heads > MANY_HEADS:
         rows = [-(-problem.Sq // height) * height for height in (ROWS, plan.block_q)]
-        return blocks == 2 or (blocks == 3 and rows[0] <= FEWER_ROWS * rows[1])
+        are_fewer = rows[0] <= FEWER_ROWS * rows[1]
+        # One loop is about as fast with three blocks, and with two where rows are as many.
+        is_slower = plan.one_loop and not (blocks == 2 and are_fewer)
+        return not is_slower and (blocks == 2 or (blocks == 3 and are_fewer))
     tiles = kept_tiles(problem)
     programs = heads * -(-problem.Sq // (ROWS * tiles))
     fits = tiles <= KEPT_TILES and programs <= PROGRAMS * KEPT_PROGRAMS
