@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -34,9 +36,12 @@ def apart(monkeypatch):
     return BuildApart.of(toy, ARGUMENTS, {"num_warps": 4})
 
 
-def test_another_process_compiles_what_this_one_looks_for(apart, tmp_path, monkeypatch):
+@pytest.mark.parametrize("can_copy", [True, False])
+def test_another_process_compiles_what_this_one_looks_for(can_copy, apart, tmp_path, monkeypatch):
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
-    with processes(2, int, True) as others:
+    # A process that does not begin as a copy of this one imports what stands beside the tests, too.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    with processes(2, int, can_copy) as others:
         assert list(others.share([apart.compile])) == [0]
     left = {path for path in tmp_path.iterdir() if path.is_dir()}
     assert any(path.glob("*.cubin") for path in left)

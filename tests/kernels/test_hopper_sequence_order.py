@@ -23,14 +23,14 @@ BLOCK_Q = 128
 
 
 def sort_sequences(
-    offsets: list[list[int]], T: list[int], dtype: torch.dtype, short_keys: int = 0
+    offsets: list[list[int]], T: list[int], dtype: torch.dtype, short_keys: int = 0, group: int = 1
 ) -> list[list[int]]:
     """What stands at each place: tiles before it, and where its sequence lies; and the ends."""
     P = len(offsets[0])
     order = torch.full((2 + NUMBERS * P,), -7, dtype=torch.int32, device=DEVICE)
     given = [torch.tensor(x, dtype=dtype, device=DEVICE) for x in offsets]
     sort_sequences_kernel[(-(-P // SEQUENCES),)](
-        *given, order, P - 1, *T, BLOCK_Q, short_keys, SEQUENCES, OTHERS
+        *given, order, P - 1, *T, BLOCK_Q, group, short_keys, SEQUENCES, OTHERS
     )
     assert order[[0, -1]].tolist() == [0, -7]
     before, bounds = order[HEAD : HEAD + P], order[HEAD + P : -1].view(P, 4)
@@ -38,19 +38,26 @@ def sort_sequences(
 
 
 def places(
-    starts: list[list[int]], lens: list[list[int]], order: list[int], short_keys: int = 0
+    starts: list[list[int]],
+    lens: list[list[int]],
+    order: list[int],
+    short_keys: int = 0,
+    group: int = 1,
 ) -> list[list[int]]:
-    """The same, of sequences in this order."""
+    """The same, of sequences in this order. Heads of a group have boxes of 8 queries."""
     found, tiles = [], 0
     for b in order:
         found.append([tiles, starts[0][b], lens[0][b], starts[1][b], lens[1][b]])
-        tiles += 0 if 0 < lens[1][b] <= short_keys else -(-lens[0][b] // BLOCK_Q)
+        rows = -(-lens[0][b] // 8) * 8 * group
+        tiles += 0 if 0 < lens[1][b] <= short_keys else -(-rows // BLOCK_Q)
     return found
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize(("B", "short_keys"), [(1, 0), (7, 128), (64, 0), (200, 64)])
-def test_order(B, short_keys, dtype):
+@pytest.mark.parametrize(
+    ("B", "short_keys", "group"), [(1, 0, 1), (7, 128, 5), (64, 0, 1), (200, 64, 1), (33, 0, 8)]
+)
+def test_order(B, short_keys, group, dtype):
     draws = random.Random(B)
     lens = [[draws.choice((0, 1, 128, 500, 999)) for _ in range(B)] for _ in range(2)]
     offsets = [[sum(x[:b]) for b in range(B + 1)] for x in lens]
@@ -58,8 +65,8 @@ def test_order(B, short_keys, dtype):
     # Stable: the earlier of equals first. Behind all, rows of no sequence.
     order = [*sorted(range(B), key=lambda b: -lens[1][b]), B]
     lens = [[*lens[0], T[0] - offsets[0][-1]], [*lens[1], -1]]
-    found = sort_sequences(offsets, T, dtype, short_keys)
-    assert found == places(offsets, lens, order, short_keys)
+    found = sort_sequences(offsets, T, dtype, short_keys, group)
+    assert found == places(offsets, lens, order, short_keys, group)
 
 
 @pytest.mark.parametrize("seed", range(6))
