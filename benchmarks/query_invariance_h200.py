@@ -121,14 +121,15 @@ def decode(fa3: Any) -> Iterator[Case]:
 
 
 def _graphed(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The call in a CUDA graph; returns what it has written."""
+    """The call in a CUDA graph; returns what it has written. Holds the call, whose tensors the
+    graph reads."""
     for _ in range(3):
         call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = call()
 
-    def replay() -> Tensor:
+    def replay(_held: Callable[[], Tensor] = call) -> Tensor:
         graph.replay()
         return out
 
