@@ -7,13 +7,12 @@ from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, warpgroup_mma_w
 from lockstep.kernels.hopper.common.pieces import empty_sums, halves, n_pieces, scale_all
 from lockstep.kernels.hopper.common.softmax import rescale_and_add
 from lockstep.kernels.hopper.forward import constant_time
+from lockstep.kernels.hopper.forward.flow import find_next
 from lockstep.kernels.hopper.forward.products import (
     await_product_between,
     issue_product,
     issue_scores,
 )
-from lockstep.kernels.hopper.forward.program import Rows
-from lockstep.kernels.hopper.forward.skipping import skip_behind
 
 
 @gluon.jit
@@ -36,19 +35,9 @@ def flow_in_constant_time(
     goes_on = tile.exists
     while goes_on:
         changes = block + 1 >= rows.end
-        held = seen
-        next_tile = tile
-        next_rows = rows
-        next_seen = seen + 1
-        next_block = block + 1
-        next_tiles = tiles
-        if changes:
-            held, next_seen = skip_behind(c, program, tile, rows, seen, next_seen)
-            next_tiles = tiles + 1
-            next_tile = program.tile_queue.read(next_tiles)
-            next_rows = Rows.of_consumer(c, program.schedule, next_tile)
-            q_ring.release(tiles)
-            next_block = next_rows.begin
+        held, next_tile, next_rows, next_block, next_seen, next_tiles = find_next(
+            c, program, q_ring, tile, rows, block, seen, tiles, changes
+        )
         goes_on = next_tile.exists
         if goes_on:
             if changes:

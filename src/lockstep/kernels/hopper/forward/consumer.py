@@ -49,7 +49,7 @@ from lockstep.kernels.hopper.forward.program import Rows, close_total, normalize
 from lockstep.kernels.hopper.forward.scheduling.failed_tiles import await_stores
 from lockstep.kernels.hopper.forward.scheduling.schedule import BAD
 from lockstep.kernels.hopper.forward.second_pass import consume_second_pass
-from lockstep.kernels.hopper.forward.skipping import skip, skip_behind
+from lockstep.kernels.hopper.forward.skipping import skip_before, skip_behind
 from lockstep.kernels.hopper.forward.span_flow import flow_in_spans
 from lockstep.kernels.hopper.forward.span_steps import (
     add_span,
@@ -296,6 +296,26 @@ def take_spans(
 
 
 @gluon.jit
+def flow_through(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, wrong, tile):
+    """All tiles of a program, of which `tile` is the first, in one loop over their blocks: which
+    rows failed, and how many blocks and tiles there were."""
+    rows = Rows.of_consumer(c, program.schedule, tile)
+    begun = begin_tile(c, program, rows, q_ring, 0, 0)
+    if program.build.SPAN:
+        return flow_in_spans(
+            c, program, results, q_ring, o_smem, o_desc, wrong, tile, rows, begun,
+            store_results, end_tile,
+        )  # fmt: skip
+    else:  # noqa: RET505, Gluon would go on and return both
+        beside = first_beside(program, rows, begun[1], begun[2])
+        FLOW: gl.constexpr = flow_in_constant_time if program.build.CONSTANT_TIME else flow
+        return FLOW(
+            c, program, results, q_ring, o_smem, o_desc, wrong, tile, rows, begun, beside,
+            store_results, end_tile,
+        )  # fmt: skip
+
+
+@gluon.jit
 def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_smem):
     """Every tile of this program; then, for the first consumer, the second pass."""
     schedule = program.schedule
@@ -313,25 +333,12 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
     tile = program.tile_queue.read(tiles)
     if program.build.ONE_LOOP:
         if tile.exists:
-            rows = Rows.of_consumer(c, schedule, tile)
-            begun = begin_tile(c, program, rows, q_ring, tiles, seen)
-            if program.build.SPAN:
-                wrong, seen, tiles = flow_in_spans(
-                    c, program, results, q_ring, o_smem, o_desc, wrong, tile, rows, begun,
-                    store_results, end_tile,
-                )  # fmt: skip
-            else:
-                beside = first_beside(program, rows, begun[1], begun[2])
-                FLOW: gl.constexpr = flow_in_constant_time if program.build.CONSTANT_TIME else flow
-                wrong, seen, tiles = FLOW(
-                    c, program, results, q_ring, o_smem, o_desc, wrong, tile, rows, begun, beside,
-                    store_results, end_tile,
-                )  # fmt: skip
+            wrong, seen, tiles = flow_through(
+                c, program, results, q_ring, o_smem, o_desc, wrong, tile
+            )
     elif tile.exists:
         rows = Rows.of_consumer(c, schedule, tile)
-        for _block in range(rows.tile_begin, rows.begin):
-            skip(c, program, seen, seen)
-            seen += 1
+        seen = skip_before(c, program, rows, seen)
         p, m, l, large = begin_tile(c, program, rows, q_ring, tiles, seen)
         while tile.exists:
             acc = empty_sums(program.v.COLUMNS)
@@ -358,9 +365,7 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
             next_l = l
             next_large = no_large(l)
             if next_tile.exists:
-                for _block in range(next_rows.tile_begin, next_rows.begin):
-                    skip(c, program, seen, seen)
-                    seen += 1
+                seen = skip_before(c, program, next_rows, seen)
             if FLOWS and next_tile.exists:
                 acc, bad, p, next_m, next_l, next_large = change_tile(
                     c, program, next_rows, q_ring, tiles + 1, last, seen, p, acc, use_acc, alpha

@@ -291,6 +291,25 @@ def second_pass(program, results, work, rows, q, q_desc, k_desc, v_desc, wrong):
             results.store_statistics(row, lse, m, l, chosen)
 
 
+@gluon.jit
+def allocate(
+    q_desc, k_desc, v_desc, BLOCKS: gl.constexpr, D_COLUMNS: gl.constexpr, DV_COLUMNS: gl.constexpr
+):  # fmt: skip
+    """Shared memory for a tile of queries and for all keys and values."""
+    q_full = barriers(1, 1)
+    k_full = barriers(BLOCKS, 1)
+    v_full = barriers(BLOCKS, 1)
+    # Arrived at, and never waited for.
+    empty = barriers(BLOCKS, 1)
+    k_smem = allocate_tiles(k_desc, BLOCKS)
+    v_smem = allocate_tiles(v_desc, BLOCKS)
+    q_smem = allocate_tiles(q_desc, 1)
+    q = TileRing(q_smem, q_smem, Ring(q_full, q_full, 1, False), D_COLUMNS)
+    k = TileRing(k_smem, k_smem, Ring(k_full, empty, BLOCKS, False), D_COLUMNS)
+    v = TileRing(v_smem, v_smem, Ring(v_full, empty, BLOCKS, False), DV_COLUMNS)
+    return q, k, v
+
+
 @unspecialized(gluon.jit, any_address=("sinks_ptr",))
 def few_keys_kernel(
     q_desc,  # tiles [ROWS, D] of q [B, Hq, Sq, D]
@@ -321,30 +340,13 @@ def few_keys_kernel(
     BLOCKS: gl.constexpr,
     FIXED_MAX: gl.constexpr,
 ):
-    D_COLUMNS: gl.constexpr = columns_of(D)
-    DV_COLUMNS: gl.constexpr = columns_of(DV)
     work = Work.of_program(n_q_tiles, tiles_per_program, Hq, heads_per_kv, Sq, Skv)
     none = Sq * 0
     schedule = Schedule(
         (none, n_q_tiles, none, Hq, heads_per_kv, none, Sq, Skv, none, right, none, none),
-        (lse_ptr, lse_ptr, lse_ptr, lse_ptr),
-        "dense",
-        False,
-        HAS_RIGHT,
-        ROWS,
-        BLOCK_KV,
-    )
-    q_full = barriers(1, 1)
-    k_full = barriers(BLOCKS, 1)
-    v_full = barriers(BLOCKS, 1)
-    # Arrived at, and never waited for.
-    empty = barriers(BLOCKS, 1)
-    k_smem = allocate_tiles(k_desc, BLOCKS)
-    v_smem = allocate_tiles(v_desc, BLOCKS)
-    q_smem = allocate_tiles(q_desc, 1)
-    q = TileRing(q_smem, q_smem, Ring(q_full, q_full, 1, False), D_COLUMNS)
-    k = TileRing(k_smem, k_smem, Ring(k_full, empty, BLOCKS, False), D_COLUMNS)
-    v = TileRing(v_smem, v_smem, Ring(v_full, empty, BLOCKS, False), DV_COLUMNS)
+        (lse_ptr, lse_ptr, lse_ptr, lse_ptr), "dense", False, HAS_RIGHT, ROWS, BLOCK_KV,
+    )  # fmt: skip
+    q, k, v = allocate(q_desc, k_desc, v_desc, BLOCKS, columns_of(D), columns_of(DV))
     rows = Rows.of_consumer(0, schedule, work.tile(0))
     load_queries(q, q_desc, 0, work.tile(0), True)
     load_keys(k, k_desc, work, 0, BLOCK_KV)
@@ -353,25 +355,14 @@ def few_keys_kernel(
         1, False, FIXED_MAX, FIXED_MAX, True, 1, SCORES, HAS_SINKS, 0, 0, False, False, False
     )  # fmt: skip
     # What other builds of a program have, and this one does not.
+    unused = k.ring.empty_bar
     program = Program(
-        schedule,
-        k,
-        v,
-        PageTable(lse_ptr, none, none, none, 0),
-        TileQueue(Mailbox(empty, q.ring, 0)),
-        FailedTiles(empty, empty, 1),
-        Cleaned(empty, empty),
-        build,
-        scale,
-        softcap,
-    )
-    results = Results(
-        (out_ptr, lse_ptr, statistics_ptr, sinks_ptr),
-        row_stride_b,
-        row_stride_h,
-        row_stride_s,
-        none + DV,
-    )
+        schedule, k, v, PageTable(lse_ptr, none, none, none, 0),
+        TileQueue(Mailbox(unused, q.ring, 0)), FailedTiles(unused, unused, 1),
+        Cleaned(unused, unused), build, scale, softcap,
+    )  # fmt: skip
+    pointers = (out_ptr, lse_ptr, statistics_ptr, sinks_ptr)
+    results = Results(pointers, row_stride_b, row_stride_h, row_stride_s, none + DV)
     for i in gl.static_range(BLOCKS):
         k.wait(i)
         v.wait(i)
@@ -379,8 +370,8 @@ def few_keys_kernel(
     if wrong != 0:
         second_pass(program, results, work, rows, q, q_desc, k_desc, v_desc, wrong)
     # Until then nothing else may have their place in shared memory.
-    mbarrier.invalidate(q_full.index(0))
+    mbarrier.invalidate(q.ring.full_bar.index(0))
     for i in gl.static_range(BLOCKS):
-        mbarrier.invalidate(k_full.index(i))
-        mbarrier.invalidate(v_full.index(i))
-        mbarrier.invalidate(empty.index(i))
+        mbarrier.invalidate(k.ring.full_bar.index(i))
+        mbarrier.invalidate(v.ring.full_bar.index(i))
+        mbarrier.invalidate(unused.index(i))

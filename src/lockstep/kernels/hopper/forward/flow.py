@@ -12,12 +12,11 @@ from lockstep.kernels.hopper.common.exact_weights import (
     exceeds,
     first_bar,
     first_offset,
-    offset_weights_in_halves,
     settle,
 )
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, warpgroup_mma_wait
 from lockstep.kernels.hopper.common.pieces import empty_sums, n_pieces
-from lockstep.kernels.hopper.common.softmax import raise_maximum, round_pairs, thread_sums
+from lockstep.kernels.hopper.common.softmax import raise_maximum, round_pairs
 from lockstep.kernels.hopper.forward.products import await_product, issue_product, issue_scores
 from lockstep.kernels.hopper.forward.program import Rows
 from lockstep.kernels.hopper.forward.skipping import skip_behind
@@ -25,14 +24,23 @@ from lockstep.kernels.hopper.forward.weights import find_offset_weights, find_to
 
 
 @gluon.jit
-def weigh(program, rows, s, block, offset):
-    """Weights of scores, and their sums."""
-    IN_HALVES: gl.constexpr = program.v.COLUMNS <= 64 and not program.build.CAPS_LATE
-    if program.schedule.HAS_RIGHT and IN_HALVES:
-        weights = offset_weights_in_halves(s, offset, program.score_scale())
-        return weights, thread_sums(weights)
-    else:  # noqa: RET505, Gluon would go on and return both
-        return find_offset_weights(program, rows, s, block, offset)
+def find_next(c: gl.constexpr, program, q_ring, tile, rows, block, seen, tiles, changes):
+    """What comes behind `block` of a tile, the last one if the tile `changes`: the number of the
+    block whose values are multiplied next; then tile, rows, block, and numbers of both."""
+    held = seen
+    next_tile = tile
+    next_rows = rows
+    next_seen = seen + 1
+    next_block = block + 1
+    next_tiles = tiles
+    if changes:
+        held, next_seen = skip_behind(c, program, tile, rows, seen, next_seen)
+        next_tiles = tiles + 1
+        next_tile = program.tile_queue.read(next_tiles)
+        next_rows = Rows.of_consumer(c, program.schedule, next_tile)
+        q_ring.release(tiles)
+        next_block = next_rows.begin
+    return held, next_tile, next_rows, next_block, next_seen, next_tiles
 
 
 @gluon.jit
@@ -58,19 +66,9 @@ def flow(
     goes_on = tile.exists
     while goes_on:
         changes = block + 1 >= rows.end
-        held = seen
-        next_tile = tile
-        next_rows = rows
-        next_seen = seen + 1
-        next_block = block + 1
-        next_tiles = tiles
-        if changes:
-            held, next_seen = skip_behind(c, program, tile, rows, seen, next_seen)
-            next_tiles = tiles + 1
-            next_tile = program.tile_queue.read(next_tiles)
-            next_rows = Rows.of_consumer(c, schedule, next_tile)
-            q_ring.release(tiles)
-            next_block = next_rows.begin
+        held, next_tile, next_rows, next_block, next_seen, next_tiles = find_next(
+            c, program, q_ring, tile, rows, block, seen, tiles, changes
+        )
         goes_on = next_tile.exists
         if goes_on:
             if changes:
@@ -89,7 +87,9 @@ def flow(
                 s, top = find_tops(program, next_rows, s, next_block)
                 next_m, _alpha = raise_maximum(s, none, scale, True, top)
                 next_offset = first_offset(next_m, l, scale)
-            weights, part = weigh(program, next_rows, s, next_block, next_offset)
+            weights, part = find_offset_weights(
+                program, next_rows, s, next_block, next_offset, True
+            )
             any_exceeds = None
             if not VOTES_LATE:
                 any_exceeds = exceeds(part, bar)

@@ -222,6 +222,37 @@ def start_three(
         )
 
 
+@gluon.jit
+def create_ring(
+    desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr,
+    BLOCK_KV: gl.constexpr, PAGE_ROWS: gl.constexpr, BY_BITS: gl.constexpr,
+):  # fmt: skip
+    """Shared memory for blocks of keys, or of values, which may come in boxes of a page's rows."""
+    if PAGE_ROWS:
+        return TileRing.create_in_boxes(desc, STAGES, CONSUMERS, COLUMNS, BLOCK_KV)
+    else:  # noqa: RET505, Gluon would go on and return both
+        return TileRing.create(desc, STAGES, CONSUMERS, COLUMNS, BY_BITS)
+
+
+@gluon.jit
+def create_notes(
+    schedule, k_ring, SECOND_PASS: gl.constexpr, CLEANS: gl.constexpr, CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Where warps note which tiles failed, and which blocks are clean."""
+    # What a build does not use is not allocated, and any shared memory may stand for it: a barrier
+    # of no further use would share its place with a tile, and setting it up is not ordered before
+    # what the copy engine writes there.
+    unused = k_ring.ring.full_bar
+    failed = FailedTiles(unused, unused, CONSUMERS)
+    if SECOND_PASS:
+        failed = FailedTiles.create(CONSUMERS)
+    cleaned = Cleaned(unused, unused)
+    if CLEANS:
+        cleaned = Cleaned.create(STAGES, schedule.BLOCK_KV, schedule.HAS_LEFT)
+    return failed, cleaned
+
+
 @unspecialized(gluon.jit, any_address=ANY_ADDRESS)
 def forward_kernel(
     q_desc,  # tiles [ROWS, D] of q [B, Hq, Sq, D], or chunks of their columns, or boxes
@@ -278,26 +309,13 @@ def forward_kernel(
     schedule = Schedule(
         numbers, sequences, LAYOUT, HAS_LEFT, HAS_RIGHT, CONSUMERS * ROWS, BLOCK_KV, SPLIT, HEADS
     )
-    if PAGE_ROWS:
-        k_ring = TileRing.create_in_boxes(k_desc, STAGES, CONSUMERS, D_COLUMNS, BLOCK_KV)
-        v_ring = TileRing.create_in_boxes(v_desc, STAGES, CONSUMERS, DV_COLUMNS, BLOCK_KV)
-    else:
-        k_ring = TileRing.create(k_desc, STAGES, CONSUMERS, D_COLUMNS, BY_BITS)
-        v_ring = TileRing.create(v_desc, STAGES, CONSUMERS, DV_COLUMNS, BY_BITS)
+    k_ring = create_ring(k_desc, STAGES, CONSUMERS, D_COLUMNS, BLOCK_KV, PAGE_ROWS, BY_BITS)
+    v_ring = create_ring(v_desc, STAGES, CONSUMERS, DV_COLUMNS, BLOCK_KV, PAGE_ROWS, BY_BITS)
     # Pages come in so many boxes of 64 columns that one warp would take longer to send them than
     # consumers need for a block.
     PRODUCERS: gl.constexpr = 2 if PAGE_ROWS and D_COLUMNS > 64 else 1
     tile_queue = TileQueue.create(CONSUMERS + PRODUCERS + CLEANERS)
-    # What a build does not use is not allocated, and any shared memory may stand for it: a barrier
-    # of no further use would share its place with a tile, and setting it up is not ordered before
-    # what the copy engine writes there.
-    unused = k_ring.ring.full_bar
-    failed = FailedTiles(unused, unused, CONSUMERS)
-    if SECOND_PASS:
-        failed = FailedTiles.create(CONSUMERS)
-    cleaned = Cleaned(unused, unused)
-    if CLEANS:
-        cleaned = Cleaned.create(STAGES, BLOCK_KV, HAS_LEFT)
+    failed, cleaned = create_notes(schedule, k_ring, SECOND_PASS, CLEANS, CONSUMERS, STAGES)
     program = Program(
         schedule, k_ring, v_ring,
         PageTable(page_table_ptr, pages.stride_tb, pages.n_pages, pages.page_size, PAGE_ROWS),

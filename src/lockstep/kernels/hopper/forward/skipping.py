@@ -21,6 +21,16 @@ def skip(c: gl.constexpr, program, i, held):
 
 
 @gluon.jit
+def skip_before(c: gl.constexpr, program, rows, seen):
+    """Let the blocks of a tile pass that are before those of a consumer; how many blocks were seen
+    so far."""
+    for _block in range(rows.tile_begin, rows.begin):
+        skip(c, program, seen, seen)
+        seen += 1
+    return seen
+
+
+@gluon.jit
 def skip_behind(c: gl.constexpr, program, tile, rows, last, seen):
     """Let the blocks of a tile pass that are behind those of a consumer, the last of which is
     `last`, of whose values the product is yet to be issued. Returns that one, and how many blocks

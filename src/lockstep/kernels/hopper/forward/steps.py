@@ -8,7 +8,6 @@ from lockstep.kernels.hopper.common.exact_weights import (
     bar_of_begun,
     exceeds,
     no_bar,
-    offset_weights_in_halves,
     rise,
     settle,
 )
@@ -18,7 +17,6 @@ from lockstep.kernels.hopper.common.rescale import rescale_all, rescale_all_by_t
 from lockstep.kernels.hopper.common.softmax import (
     raise_maximum,
     rescale_and_add,
-    thread_sums,
 )
 from lockstep.kernels.hopper.forward import constant_time
 from lockstep.kernels.hopper.forward.products import (
@@ -31,7 +29,7 @@ from lockstep.kernels.hopper.forward.weights import find_offset_weights, find_to
 
 
 @gluon.jit
-def weigh_in_halves(program, rows, block, seen, s, acc, m, l, residue):
+def step_weights_in_halves(program, rows, block, seen, s, acc, m, l, residue):
     """Weights of a block in constant time, from its scores s, acc with the product of the block
     before, m, l, residue and alpha.
 
@@ -53,7 +51,7 @@ def weigh_in_halves(program, rows, block, seen, s, acc, m, l, residue):
 
 
 @gluon.jit
-def weigh(program, rows, block, seen, s, acc, m, l, residue):
+def step_weights(program, rows, block, seen, s, acc, m, l, residue):
     """The same under the product as a whole, without constant time, too."""
     scale = program.score_scale()
     if program.build.CONSTANT_TIME:
@@ -101,23 +99,18 @@ def step(c: gl.constexpr, program, rows, block, seen, q, p, acc, m, l, beside, a
             s, top = find_tops(program, rows, s, block)
             m, offset, factors = rise(s, m, l, beside[1], scale, rises, None, top)
             beside = (no_bar(beside[0], rises), offset, beside[2])
-        IN_HALVES: gl.constexpr = program.v.COLUMNS <= 64 and not program.build.CAPS_LATE
-        if program.schedule.HAS_RIGHT and IN_HALVES and not BEGIN:
-            weights = offset_weights_in_halves(s, beside[1], scale)
-            part = thread_sums(weights)
-        else:
-            weights, part = find_offset_weights(program, rows, s, block, beside[1])
+        weights, part = find_offset_weights(program, rows, s, block, beside[1], True)
         any_exceeds = None
         if not VOTES_LATE:
             any_exceeds = exceeds(part, beside[0])
         acc, weights = await_product(program, acc, weights, seen + 2, block + 1 < rows.end)
     else:
         if program.build.HALVES:
-            weights, acc, m, l, beside, alpha = weigh_in_halves(
+            weights, acc, m, l, beside, alpha = step_weights_in_halves(
                 program, rows, block, seen, s, acc, m, l, beside
             )
         else:
-            weights, acc, m, l, beside, alpha = weigh(
+            weights, acc, m, l, beside, alpha = step_weights(
                 program, rows, block, seen, s, acc, m, l, beside
             )
         if program.schedule.HAS_LEFT and not program.build.CONSTANT_TIME:

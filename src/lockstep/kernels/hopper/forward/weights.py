@@ -8,7 +8,7 @@ from lockstep.kernels.hopper.common.capped_weights import (
     capped_offset_weights,
     capped_weights,
 )
-from lockstep.kernels.hopper.common.exact_weights import offset_weights
+from lockstep.kernels.hopper.common.exact_weights import offset_weights, offset_weights_in_halves
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.common.softmax import exp2_weights, thread_sums
 
@@ -55,12 +55,18 @@ def find_weights(program, rows, s, block, m):
 
 
 @gluon.jit
-def find_offset_weights(program, rows, s, block, offset):
-    """The same with the offset [ROWS, 4] of `exact_weights.py`."""
+def find_offset_weights(program, rows, s, block, offset, MAY_HALVE: gl.constexpr = False):
+    """The same with the offset [ROWS, 4] of `exact_weights.py`; of narrow heads under a causal mask
+    in halves, if they may be."""
+    NARROW: gl.constexpr = program.v.COLUMNS <= 64
+    CAUSAL: gl.constexpr = program.schedule.HAS_RIGHT and not program.schedule.HAS_LEFT
     if program.build.CAPS_LATE:
         s = rows.hide(program.schedule, s, block, 0.0)
         weights, sums = capped_offset_weights(s, offset, program.scale, program.softcap)
         return _hide_weights(program, rows, block, weights, sums)
-    else:  # noqa: RET505, Gluon would go on and return both
+    elif MAY_HALVE and NARROW and CAUSAL:  # noqa: RET505, Gluon would go on and return all
+        weights = offset_weights_in_halves(s, offset, program.score_scale())
+        return weights, thread_sums(weights)
+    else:
         weights = offset_weights(s, offset, program.score_scale())
         return weights, thread_sums(weights)
