@@ -5,6 +5,7 @@ program.py         what the warps of a program share
 scheduling/        which tile is next, and which keys it sees
 consumer.py        a warpgroup that computes
 products.py        its products, on their way to the tensor cores and back
+stores.py          its results, on their way to memory
 steps.py           its steps through the blocks of a tile
 flow.py            all tiles in one loop, for calls with few keys
 span_steps.py      steps in query-invariant builds

@@ -10,15 +10,16 @@ from lockstep.kernels.hopper.forward import constant_time
 from lockstep.kernels.hopper.forward.flow import find_next
 from lockstep.kernels.hopper.forward.products import (
     await_product_between,
+    end_tile,
     issue_product,
     issue_scores,
 )
+from lockstep.kernels.hopper.forward.stores import store_results
 
 
 @gluon.jit
 def flow_in_constant_time(
-    c: gl.constexpr, program, results, q_ring, o_smem, o_desc, wrong, tile, rows, begun, rounding,
-    store_results: gl.constexpr, end_tile: gl.constexpr,
+    c: gl.constexpr, program, results, q_ring, o_smem, o_desc, wrong, tile, rows, begun, rounding
 ):  # fmt: skip
     """All tiles of a program, of which `tile` has begun (`consumer.begin_tile`): `wrong`, as no
     row fails, and how many blocks and tiles there were."""

@@ -14,40 +14,35 @@ from __future__ import annotations
 from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator, left_operand
 from lockstep.kernels.hopper.common.exact_weights import first_bar, first_offset
 from lockstep.kernels.hopper.common.gluon_shim import (
-    fence_async_shared,
     gl,
     gluon,
-    tma_store,
     tma_store_wait,
     warpgroup_mma_wait,
 )
 from lockstep.kernels.hopper.common.pieces import (
-    await_all,
     empty_sums,
-    issue_products,
     n_pieces,
-    piece_start,
     piece_width,
-    row_sums,
-    scale_all,
 )
 from lockstep.kernels.hopper.common.softmax import (
-    LARGE_MAX,
-    OVERFLOW,
     compute_here,
     exp2_weights,
     raise_maximum,
     round_pairs,
     thread_sums,
 )
-from lockstep.kernels.hopper.forward import constant_time, grouped_rows
+from lockstep.kernels.hopper.forward import constant_time
 from lockstep.kernels.hopper.forward.constant_time_flow import flow_in_constant_time
 from lockstep.kernels.hopper.forward.flow import flow
 from lockstep.kernels.hopper.forward.pingpong import pass_turn
-from lockstep.kernels.hopper.forward.products import await_product, issue_product, issue_scores
-from lockstep.kernels.hopper.forward.program import Rows, close_total, normalize
+from lockstep.kernels.hopper.forward.products import (
+    await_product,
+    end_tile,
+    issue_product,
+    issue_scores,
+)
+from lockstep.kernels.hopper.forward.program import Rows
 from lockstep.kernels.hopper.forward.scheduling.failed_tiles import await_stores
-from lockstep.kernels.hopper.forward.scheduling.schedule import BAD
 from lockstep.kernels.hopper.forward.second_pass import consume_second_pass
 from lockstep.kernels.hopper.forward.skipping import skip_before, skip_behind
 from lockstep.kernels.hopper.forward.span_flow import flow_in_spans
@@ -61,6 +56,7 @@ from lockstep.kernels.hopper.forward.span_steps import (
     step_in_spans,
 )
 from lockstep.kernels.hopper.forward.steps import take_steps
+from lockstep.kernels.hopper.forward.stores import store_results
 from lockstep.kernels.hopper.forward.total import empty_products, in_memory_of_out
 from lockstep.kernels.hopper.forward.weights import find_tops, find_weights
 
@@ -180,102 +176,6 @@ def change_tile(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, ac
 
 
 @gluon.jit
-def end_tile(program, tiles, last, p, acc, use_acc, alpha):
-    """The product of the last block of a tile by itself: acc, and the first bad key."""
-    program.await_values(last)
-    if program.build.RESCALES_LATE:
-        acc = scale_all(acc, alpha)
-    if program.build.SPAN or program.build.ONE_LOOP:
-        acc = issue_products(p, program.v, last, acc, use_acc)
-    else:
-        acc = issue_products(p, program.v, last, acc)
-    acc = await_all(acc)
-    bad = program.first_bad_key(tiles)
-    program.v.release(last)
-    return acc, bad
-
-
-@gluon.jit
-def store_columns(program, tile, first_row, column: gl.constexpr, o, o_desc):
-    """Send columns of the output, which are in shared memory, on their way."""
-    fence_async_shared()
-    if program.schedule.HEADS:
-        grouped_rows.store_rows(program.schedule, tile, first_row, column, o, o_desc)
-    else:
-        tma_store(o_desc, program.schedule.q_coordinates(tile, first_row, column), o)
-
-
-@gluon.jit
-def store_piece(program, tile, first_row, p: gl.constexpr, x, o, o_desc):
-    """Send the p-th piece of the output [ROWS, ·] on its way through shared memory `o`, which may
-    have room for several or for half of it."""
-    COLUMNS: gl.constexpr = program.v.COLUMNS
-    START: gl.constexpr = piece_start(COLUMNS, p)
-    WIDTH: gl.constexpr = piece_width(COLUMNS, p)
-    ROOM: gl.constexpr = o.shape[4]
-    AT: gl.constexpr = START % ROOM
-    room = o.reshape([ROWS, ROOM])
-    if AT == 0:
-        tma_store_wait(0)
-    if WIDTH > ROOM:
-        left, right = x.reshape([ROWS, 2, ROOM]).permute((0, 2, 1)).split()
-        room.store(left)
-        store_columns(program, tile, first_row, START, o, o_desc)
-        tma_store_wait(0)
-        room.store(right)
-        store_columns(program, tile, first_row, START + ROOM, o, o_desc)
-    else:
-        if WIDTH < ROOM:
-            room = room.slice(AT, WIDTH, dim=1)
-        room.store(x)
-        if START + WIDTH == COLUMNS or AT + WIDTH == ROOM:
-            store_columns(program, tile, first_row, START - AT, o, o_desc)
-
-
-@gluon.jit
-def store_results(
-    c: gl.constexpr, program, results, tile, rows, acc, m, l, beside, error, bad, o_smem, o_desc
-):
-    """Write the results of a tile; 1 for rows [ROWS] that are to be computed again, else 0. `bad`
-    is its first bad key in constant time, and of no use elsewhere."""
-    row_layout: gl.constexpr = m.type.layout
-    schedule = program.schedule
-    is_large = (gl.abs(m) * program.score_scale() >= LARGE_MAX) & (m > -float("inf"))
-    if program.build.SPAN:
-        # These are totals, and `beside` is the sum r.
-        out, lse, m, l = close_total(program, results, tile, c, rows, acc, m, l, beside, error)
-    else:
-        first_bad = None
-        if program.build.CLEANS and not program.schedule.HAS_LEFT:
-            first_bad = bad
-        out, lse, m, l = normalize(
-            program, results, tile, c, rows, acc, m, l, beside, None, first_bad,
-            o_desc.dtype,
-        )  # fmt: skip
-    first_row = tile.q_idx + c * ROWS
-    if schedule.SPLIT and c > 0:
-        # Rows that are another program's, as no others, are not stored.
-        first_row = gl.where(first_row < tile.len_q, first_row, schedule.n_rows(schedule.Sq))
-    row = first_row + gl.arange(0, ROWS, row_layout)
-    exists = schedule.exist(tile, row)
-    wrong = gl.full([ROWS], 0, gl.int32, row_layout)
-    if program.build.SECOND_PASS and rows.have_edges():
-        total = row_sums(out, row_layout)
-        is_nonfinite = exists & ((gl.abs(total) < float("inf")) == 0) & (rows.inner_end != BAD)
-        lse = gl.where(is_nonfinite, float("inf"), lse)
-        wrong = gl.where(is_nonfinite, 1, 0)
-    if program.build.SECOND_PASS:
-        overflows = exists & (is_large | ((l < OVERFLOW) == 0))
-        lse = gl.where(overflows, float("nan"), lse)
-        wrong = wrong | gl.where(overflows, 1, 0)
-    for p in gl.static_range(len(out)):
-        x = out[p].to(o_desc.dtype)
-        store_piece(program, tile, first_row, p, x, o_smem.index(0), o_desc)
-    results.store_statistics(results.place(schedule, tile, row), lse, m, l, exists)
-    return wrong
-
-
-@gluon.jit
 def take_spans(
     c: gl.constexpr, program, rows, q_ring, tiles, seen, p, acc, m, l, large, memory
 ):  # fmt: skip
@@ -296,6 +196,23 @@ def take_spans(
 
 
 @gluon.jit
+def take_blocks(c: gl.constexpr, program, rows, q_ring, tiles, seen, p, m, l, large, memory):
+    """The blocks of a tile behind its first one: p of the last, acc without it, m, l, what is
+    beside it, with sums and products of spans if there are any, alpha, and the number of the
+    last."""
+    acc = empty_sums(program.v.COLUMNS)
+    alpha = gl.zeros_like(m)
+    if program.build.SPAN:
+        p, acc, m, l, beside, sums, total, seen = take_spans(
+            c, program, rows, q_ring, tiles, seen, p, acc, m, l, large, memory
+        )
+        return p, acc, m, l, (beside, sums, total), alpha, seen
+    else:  # noqa: RET505, Gluon would go on and return both
+        beside = first_beside(program, rows, m, l)
+        return take_steps(c, program, rows, q_ring, tiles, seen, p, acc, m, l, beside, alpha)
+
+
+@gluon.jit
 def flow_through(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, wrong, tile):
     """All tiles of a program, of which `tile` is the first, in one loop over their blocks: which
     rows failed, and how many blocks and tiles there were."""
@@ -309,10 +226,7 @@ def flow_through(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, wron
     else:  # noqa: RET505, Gluon would go on and return both
         beside = first_beside(program, rows, begun[1], begun[2])
         FLOW: gl.constexpr = flow_in_constant_time if program.build.CONSTANT_TIME else flow
-        return FLOW(
-            c, program, results, q_ring, o_smem, o_desc, wrong, tile, rows, begun, beside,
-            store_results, end_tile,
-        )  # fmt: skip
+        return FLOW(c, program, results, q_ring, o_smem, o_desc, wrong, tile, rows, begun, beside)
 
 
 @gluon.jit
@@ -341,17 +255,9 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
         seen = skip_before(c, program, rows, seen)
         p, m, l, large = begin_tile(c, program, rows, q_ring, tiles, seen)
         while tile.exists:
-            acc = empty_sums(program.v.COLUMNS)
-            alpha = gl.zeros_like(m)
-            if program.build.SPAN:
-                p, acc, m, l, beside, sums, total, seen = take_spans(
-                    c, program, rows, q_ring, tiles, seen, p, acc, m, l, large, memory
-                )
-            else:
-                beside = first_beside(program, rows, m, l)
-                p, acc, m, l, beside, alpha, seen = take_steps(
-                    c, program, rows, q_ring, tiles, seen, p, acc, m, l, beside, alpha
-                )
+            p, acc, m, l, beside, alpha, seen = take_blocks(
+                c, program, rows, q_ring, tiles, seen, p, m, l, large, memory
+            )
             # With spans, the last block of a tile may be the first of one.
             use_acc = rows.end > 0
             if program.build.SPAN:
@@ -373,6 +279,7 @@ def consume(c: gl.constexpr, program, results, q_ring, o_smem, o_desc, total_sme
             else:
                 acc, bad = end_tile(program, tiles, last, p, acc, use_acc, alpha)
             if program.build.SPAN:
+                beside, sums, total = beside
                 m, l, beside, error, acc = end_spans(
                     program, rows, sums, total, memory, m, l, beside, acc, p.dtype
                 )

@@ -17,9 +17,15 @@ from lockstep.kernels.hopper.common.exact_weights import (
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, warpgroup_mma_wait
 from lockstep.kernels.hopper.common.pieces import empty_sums, n_pieces
 from lockstep.kernels.hopper.common.softmax import raise_maximum, round_pairs
-from lockstep.kernels.hopper.forward.products import await_product, issue_product, issue_scores
+from lockstep.kernels.hopper.forward.products import (
+    await_product,
+    end_tile,
+    issue_product,
+    issue_scores,
+)
 from lockstep.kernels.hopper.forward.program import Rows
 from lockstep.kernels.hopper.forward.skipping import skip_behind
+from lockstep.kernels.hopper.forward.stores import store_results
 from lockstep.kernels.hopper.forward.weights import find_offset_weights, find_tops
 
 
@@ -44,9 +50,18 @@ def find_next(c: gl.constexpr, program, q_ring, tile, rows, block, seen, tiles, 
 
 
 @gluon.jit
+def first_maxima(program, rows, s, block):
+    """Scores of the first block of a tile, and their maxima [ROWS]."""
+    layout: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    none = gl.full([s.shape[0]], -float("inf"), gl.float32, layout)
+    s, top = find_tops(program, rows, s, block)
+    m, _alpha = raise_maximum(s, none, program.score_scale(), True, top)
+    return s, m
+
+
+@gluon.jit
 def flow(
-    c: gl.constexpr, program, results, q_ring, o_smem, o_desc, wrong, tile, rows, begun, beside,
-    store_results: gl.constexpr, end_tile: gl.constexpr,
+    c: gl.constexpr, program, results, q_ring, o_smem, o_desc, wrong, tile, rows, begun, beside
 ):  # fmt: skip
     """All tiles of a program, of which `tile` has begun (`consumer.begin_tile`): which rows failed,
     and how many blocks and tiles there were."""
@@ -83,9 +98,7 @@ def flow(
             next_m = m
             next_offset = offset
             if changes:
-                none = gl.full(m.shape, -float("inf"), gl.float32, m.type.layout)
-                s, top = find_tops(program, next_rows, s, next_block)
-                next_m, _alpha = raise_maximum(s, none, scale, True, top)
+                s, next_m = first_maxima(program, next_rows, s, next_block)
                 next_offset = first_offset(next_m, l, scale)
             weights, part = find_offset_weights(
                 program, next_rows, s, next_block, next_offset, True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, warpgroup_mma_wait
 from lockstep.kernels.hopper.common.pieces import (
+    await_all,
     issue_products,
     issue_transposed,
     n_pieces,
@@ -53,3 +54,19 @@ def await_product_between(program, acc, weights, scores, next_block, expected):
     program.k.wait(next_block, pred=expected)
     done = warpgroup_mma_wait(0, deps=acc + (weights, scores))  # noqa: RUF005
     return done[:N], done[N], done[N + 1]
+
+
+@gluon.jit
+def end_tile(program, tiles, last, p, acc, use_acc, alpha):
+    """The product of the last block of a tile by itself: acc, and the first bad key."""
+    program.await_values(last)
+    if program.build.RESCALES_LATE:
+        acc = scale_all(acc, alpha)
+    if program.build.SPAN or program.build.ONE_LOOP:
+        acc = issue_products(p, program.v, last, acc, use_acc)
+    else:
+        acc = issue_products(p, program.v, last, acc)
+    acc = await_all(acc)
+    bad = program.first_bad_key(tiles)
+    program.v.release(last)
+    return acc, bad
