@@ -35,6 +35,7 @@ from lockstep.kernels.triton.groups import (
     BiasStrides,
     Head,
     Pages,
+    Place,
     RowPointers,
     Rows,
     Scoring,
@@ -73,12 +74,12 @@ def store_nan(results, row, is_row, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
 
 
 @triton.jit
-def bias_of(inputs, stride_b, b64, q_head, q_idx, kv_start):
+def bias_of(inputs, stride_b, place):
     """The bias of a tile of rows."""
-    bias_ptr = inputs.bias_ptr + b64 * stride_b.b + q_head.to(tl.int64) * stride_b.h
-    bias_ptr += q_idx.to(tl.int64) * stride_b.q
+    bias_ptr = inputs.bias_ptr + place.batch * stride_b.b + place.q_head.to(tl.int64) * stride_b.h
+    bias_ptr += place.q_idx.to(tl.int64) * stride_b.q
     if inputs.kv_starts_ptr is not None:
-        bias_ptr += kv_start * stride_b.k
+        bias_ptr += place.kv_start * stride_b.k
     return BiasRows(bias_ptr, stride_b.k)
 
 
@@ -124,6 +125,17 @@ class Sizes(NamedTuple):
     n_slots: Any
     n_spans: Any
     run_spans: Any
+
+
+@triton.jit
+def load_rows(
+    ptr, stride, b64, head, s, is_row, D: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr
+):  # fmt: skip
+    """Rows s of heads, 0 where there is none [BLOCK_Q, BLOCK_D]."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    rows = ptr + b64 * (stride.b * ALIGN) + head.to(tl.int64) * (stride.h * ALIGN)
+    rows += s * (stride.s * ALIGN)
+    return tl.load(rows[:, None] + d, mask=is_row[:, None] & (d < D), other=0.0)
 
 
 @triton.jit
@@ -186,31 +198,31 @@ def attend_regions(
 
 @triton.jit
 def store_results(
-    m, l, acc, inputs, results, out_rows, out_row, dv, is_row, q_head, is_good, unit, natural,
-    DV: tl.constexpr, SECRET_LENGTHS: tl.constexpr,
+    m, l, acc, inputs, results, place, dv, is_row, unit, natural, DV: tl.constexpr,
+    SECRET_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """Closes the softmax of rows; returns their out in fp32."""
     if SECRET_LENGTHS:
-        l += nan_where(not is_good)
+        l += nan_where(not place.is_good)
     if inputs.sinks_ptr is not None:
-        sink = tl.load(inputs.sinks_ptr + q_head, mask=is_row, other=0.0).to(tl.float32)
+        sink = tl.load(inputs.sinks_ptr + place.q_head, mask=is_row, other=0.0).to(tl.float32)
         m, l, acc = fold_sink(m, l, acc, sink, natural, unit)
     out, lse = close(m, l, acc, natural)
     half = out.to(results.out_ptr.dtype.element_ty)
-    tl.store(out_rows[:, None] + dv, half, mask=is_row[:, None] & (dv < DV))
-    tl.store(results.lse_ptr + out_row, lse, mask=is_row)
+    tl.store(place.out_ptrs[:, None] + dv, half, mask=is_row[:, None] & (dv < DV))
+    tl.store(results.lse_ptr + place.out_row, lse, mask=is_row)
     if results.statistics_ptr is not None:
-        store_statistics(results.statistics_ptr, out_row, m, l, is_row)
+        store_statistics(results.statistics_ptr, place.out_row, m, l, is_row)
     return out
 
 
 @triton.jit
 def attend_keys(
     ranges, lo, hi, span, q, keys, values, pages, rows, bias_rows, slopes, to, inputs, results,
-    out_rows, out_row, q_head, dv, kv_len, kv_stop, is_good, window, scoring, natural,
-    D: tl.constexpr, DV: tl.constexpr, HAS_LEFT: tl.constexpr, FOLDS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr, CONSTANT_TIME: tl.constexpr,
-    SECRET_LENGTHS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    place, dv, window, scoring, natural, D: tl.constexpr, DV: tl.constexpr, HAS_LEFT: tl.constexpr,
+    FOLDS: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    CONSTANT_TIME: tl.constexpr, SECRET_LENGTHS: tl.constexpr, BLOCK_KV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """The keys that a tile of rows sees, and what is stored of them; rows that come out as not
     finite are then computed once more, without what they do not see."""
@@ -223,12 +235,13 @@ def attend_keys(
             folded = None
             if results.state_ptr is not None:
                 folded = load_state(
-                    results.state_ptr, results.state_stats_ptr, out_row, rows.is_row, DV, BLOCK_DV
-                )
+                    results.state_ptr, results.state_stats_ptr, place.out_row, rows.is_row, DV,
+                    BLOCK_DV,
+                )  # fmt: skip
             state, folded, nan_sum = attend_regions(
                 ranges, lo, span, folded, nan_sum, q, keys, values, pages, rows, bias_rows, slopes,
-                to, kv_len, kv_stop, window, scoring, D, DV, HAS_LEFT, FOLDS, STRAIGHT_FIRST,
-                PAGE_SIZE, PRECISION, CLEAN, CONSTANT_TIME, BLOCK_KV, BLOCK_DV,
+                to, place.kv_len, place.kv_stop, window, scoring, D, DV, HAS_LEFT, FOLDS,
+                STRAIGHT_FIRST, PAGE_SIZE, PRECISION, CLEAN, CONSTANT_TIME, BLOCK_KV, BLOCK_DV,
             )  # fmt: skip
             m, l, acc = state
             folded_m, folded_l, folded_acc = folded
@@ -244,60 +257,55 @@ def attend_keys(
                 m, l, out = fold(folded_m, folded_l, folded_acc, m, l, acc, scoring.unit)
                 store_state(
                     State(m, l, out), results.next_state_ptr, results.next_state_stats_ptr,
-                    out_row, rows.is_row, DV,
+                    place.out_row, rows.is_row, DV,
                 )  # fmt: skip
             else:
                 m, l, acc = fold(folded_m, folded_l, folded_acc, m, l, acc, scoring.unit)
                 out = store_results(
-                    m, l, acc, inputs, results, out_rows, out_row, dv, rows.is_row, q_head, is_good,
-                    scoring.unit, natural, DV, SECRET_LENGTHS,
+                    m, l, acc, inputs, results, place, dv, rows.is_row, scoring.unit, natural, DV,
+                    SECRET_LENGTHS,
                 )  # fmt: skip
             if not CLEAN and not CONSTANT_TIME:
                 nan_sum += tl.sum(out * 0.0, 1, keep_dims=True)
                 has_nonfinite = tl.sum(is_nonfinite(nan_sum).to(tl.int32)) != 0
-    stored_rows = out_rows
+    stored_rows = place.out_ptrs
     if results.parts_ptr is not None:
         stored_rows = to.parts
     elif results.state_ptr is not None:
-        stored_rows = results.next_state_ptr + out_row * DV
+        stored_rows = results.next_state_ptr + place.out_row * DV
     if not CONSTANT_TIME:  # noqa: SIM102, what is not compiled must not be looked at
         if has_nonfinite:
             # The stores above are other threads' loads here.
             tl.debug_barrier()
             add_nonfinite(
-                ranges.start, ranges.end, stored_rows, values, pages, rows, bias_rows, span, kv_len,
-                window, DV, BLOCK_KV, BLOCK_DV, 0 if results.parts_ptr is None else DV, PAGE_SIZE,
+                ranges.start, ranges.end, stored_rows, values, pages, rows, bias_rows, span,
+                place.kv_len, window, DV, BLOCK_KV, BLOCK_DV,
+                0 if results.parts_ptr is None else DV, PAGE_SIZE,
             )  # fmt: skip
 
 
 @triton.jit
 def attend_rows(
-    ranges, lo, hi, span, q, k_ptr, v_ptr, k_desc, v_desc, table_ptr, first_key, rows, inputs,
-    results, stride_k, stride_v, stride_b, stride_ab, sizes, b64, q_idx, q_head, dv, out_rows,
-    out_row, kv_start, kv_len, kv_stop, is_good, window, scoring, natural,
-    D: tl.constexpr, DV: tl.constexpr, ALIGN: tl.constexpr, HAS_LEFT: tl.constexpr,
-    FOLDS: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    ranges, lo, hi, span, q, keys, values, pages, rows, place, inputs, results, stride_b, stride_ab,
+    n_spans, dv, window, scoring, natural, D: tl.constexpr, DV: tl.constexpr,
+    HAS_LEFT: tl.constexpr, FOLDS: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     CONSTANT_TIME: tl.constexpr, SECRET_LENGTHS: tl.constexpr, BLOCK_KV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows, whose place is known, over its keys: finds their bias, slopes and parts."""
     bias_rows, slopes, to = None, None, None
     if inputs.bias_ptr is not None:
-        bias_rows = bias_of(inputs, stride_b, b64, q_head, q_idx, kv_start)
+        bias_rows = bias_of(inputs, stride_b, place)
     if inputs.alibi_slopes_ptr is not None:
-        of_sequence = inputs.alibi_slopes_ptr + b64 * stride_ab
-        slopes = tl.load(of_sequence + q_head, mask=rows.is_row, other=0.0).to(tl.float32)
+        of_sequence = inputs.alibi_slopes_ptr + place.batch * stride_ab
+        slopes = tl.load(of_sequence + place.q_head, mask=rows.is_row, other=0.0).to(tl.float32)
     if results.parts_ptr is not None:
-        part_rows = results.parts_ptr + out_row * sizes.n_spans * DV
-        to = RowPointers(part_rows, results.part_stats_ptr + out_row * sizes.n_spans * 2)
-    keys = Head(k_ptr, stride_k.s * ALIGN, stride_k.b * ALIGN, k_desc)
-    values = Head(v_ptr, stride_v.s * ALIGN, stride_v.b * ALIGN, v_desc)
-    pages = Pages(table_ptr, sizes.n_pages, first_key)
+        part_rows = results.parts_ptr + place.out_row * n_spans * DV
+        to = RowPointers(part_rows, results.part_stats_ptr + place.out_row * n_spans * 2)
     attend_keys(
         ranges, lo, hi, span, q, keys, values, pages, rows, bias_rows, slopes, to, inputs, results,
-        out_rows, out_row, q_head, dv, kv_len, kv_stop, is_good, window, scoring, natural,
-        D, DV, HAS_LEFT, FOLDS, PAGE_SIZE, PRECISION, CONSTANT_TIME, SECRET_LENGTHS,
-        BLOCK_KV, BLOCK_DV,
+        place, dv, window, scoring, natural, D, DV, HAS_LEFT, FOLDS, PAGE_SIZE, PRECISION,
+        CONSTANT_TIME, SECRET_LENGTHS, BLOCK_KV, BLOCK_DV,
     )  # fmt: skip
 
 
@@ -328,7 +336,6 @@ def attend(
     b, head, tile, q_start, q_len, kv_start, kv_len, is_good = locate(
         tl.program_id(0), inputs, sizes, GROUP, BLOCK_Q
     )
-    # The loop over keys ends here, whether or not a row sees them.
     kv_stop = sizes.Skv if SECRET_LENGTHS else kv_len
     row = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
     n_rows = q_len * GROUP
@@ -336,11 +343,9 @@ def attend(
         return
     is_row = row < n_rows
     q_idx, q_head = row // GROUP, head * GROUP + row % GROUP
-    d, dv = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
+    dv = tl.arange(0, BLOCK_DV)[None, :]
     b64 = b.to(tl.int64)
-    q_rows = inputs.q_ptr + b64 * (stride_q.b * ALIGN) + q_head.to(tl.int64) * (stride_q.h * ALIGN)
-    q_rows += (q_start + q_idx) * (stride_q.s * ALIGN)
-    q = tl.load(q_rows[:, None] + d, mask=is_row[:, None] & (d < D), other=0.0)
+    q = load_rows(inputs.q_ptr, stride_q, b64, q_head, q_start + q_idx, is_row, D, BLOCK_D, ALIGN)
     k_ptr, v_ptr = find_keys(inputs, stride_k, stride_v, b64, head, kv_start, PAGE_SIZE, ALIGN)
     table_ptr, first_key = inputs.page_table_ptr, None
     if PAGE_SIZE != 0:
@@ -354,7 +359,6 @@ def attend(
         n_keys = kv_stop if PAGE_SIZE == 0 else 1 << 30
         k_desc = describe(k_ptr, n_keys, stride_k.s * ALIGN, D, BLOCK_KV, BLOCK_D)
         v_desc = describe(v_ptr, n_keys, stride_v.s * ALIGN, DV, BLOCK_KV, BLOCK_DV)
-
     out_row = b64 * stride_r.b + q_head.to(tl.int64) * stride_r.h + (q_start + q_idx) * stride_r.s
     out_rows = results.out_ptr + out_row * DV
     is_here = True if SECRET_LENGTHS else is_good
@@ -375,9 +379,12 @@ def attend(
         if lo >= hi:
             return
     ranges = tile_ranges(lo, hi, all_lo, all_hi, BLOCK_KV)
+    keys = Head(k_ptr, stride_k.s * ALIGN, stride_k.b * ALIGN, k_desc)
+    values = Head(v_ptr, stride_v.s * ALIGN, stride_v.b * ALIGN, v_desc)
+    pages = Pages(table_ptr, sizes.n_pages, first_key)
+    place = Place(b64, q_idx, q_head, out_row, out_rows, kv_start, kv_len, kv_stop, is_good)
     attend_rows(
-        ranges, lo, hi, span, q, k_ptr, v_ptr, k_desc, v_desc, table_ptr, first_key, rows, inputs,
-        results, stride_k, stride_v, stride_b, stride_ab, sizes, b64, q_idx, q_head, dv, out_rows,
-        out_row, kv_start, kv_len, kv_stop, is_good, window, scoring, natural, D, DV, ALIGN,
-        HAS_LEFT, FOLDS, PAGE_SIZE, PRECISION, CONSTANT_TIME, SECRET_LENGTHS, BLOCK_KV, BLOCK_DV,
+        ranges, lo, hi, span, q, keys, values, pages, rows, place, inputs, results, stride_b,
+        stride_ab, sizes.n_spans, dv, window, scoring, natural, D, DV, HAS_LEFT, FOLDS, PAGE_SIZE,
+        PRECISION, CONSTANT_TIME, SECRET_LENGTHS, BLOCK_KV, BLOCK_DV,
     )  # fmt: skip

@@ -111,6 +111,20 @@ class Rows(NamedTuple):
     is_row: Any  # [BLOCK_Q] bool, whether there is such a row
 
 
+class Place(NamedTuple):
+    """Where the rows of a tile of queries are, and the keys of their sequence."""
+
+    batch: Any  # int64
+    q_idx: Any  # [BLOCK_Q]
+    q_head: Any  # [BLOCK_Q]
+    out_row: Any  # [BLOCK_Q], counted through
+    out_ptrs: Any  # [BLOCK_Q], to these rows of out
+    kv_start: Any
+    kv_len: Any
+    kv_stop: Any  # where the loop over keys ends
+    is_good: Any  # whether the numbers of the sequence are
+
+
 class RowPointers(NamedTuple):
     """Where something of each row is stored, span by span."""
 
