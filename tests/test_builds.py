@@ -133,7 +133,7 @@ BUILDS = {
     "Llama 3 70B TP 8": (16, 24),
     "Qwen 3 0.6B": (13, 21),
     "Qwen 3 30B-A3B": (16, 24),
-    "Mistral 7B": (9, 15),
+    "Mistral 7B": (14, 20),
     "Gemma 2 9B": (16, 25),
     "Gemma 2 27B": (16, 25),
     "Gemma 3 4B": (18, 28),

@@ -127,7 +127,13 @@ def _within(call: SampleCall, queries: tuple[int, int], keys: tuple[int, int]) -
 
 
 def _prompts(layer: Layer) -> Iterator[SampleCall]:
-    """A whole sequence at once."""
+    """A whole sequence at once. One that is no longer than a window may run without it."""
+    if layer.window is not None and layer.causal:
+        length = (layer.window[0] or 0) + 1
+        within = _prompts(replace(layer, window=None))
+        yield from (replace(call, layer=layer) for call in within if call.Skv <= length)
+        if PROMPT <= length < LONG_PROMPT:
+            yield SampleCall(layer, "dense", LONG_PROMPT, LONG_PROMPT)
     is_narrow = max(layer.D, layer.value_dim) <= NARROW
     lengths = [PROMPT, *_texts(layer)]
     if layer.causal:

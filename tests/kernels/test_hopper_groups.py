@@ -114,6 +114,11 @@ CAUSAL, FULL = {"causal": True}, {}
         # Each tile has a program of its own.
         (1, 32, 8, 70, 7000, 128, CAUSAL, False),
         (256, 64, 64, 70, 70, 256, FULL, False),
+        # Tiles of few queries see less beside a narrow window; boxes of one head take longer.
+        (2, 32, 8, 2070, 2070, 256, {"window_left": 159, "window_right": 0}, True),
+        (1, 24, 3, 6723, 6723, 128, {"window_left": 280, "window_right": 0}, True),
+        (4, 28, 4, 2048, 2048, 128, {"window_left": 511, "window_right": 0}, False),
+        (2, 8, 4, 8192, 8192, 256, {"window_left": 1023, "window_right": 0}, False),
         (256, 64, 8, 70, 70, 256, {"constant_time": True}, False),
         (256, 64, 8, 70, 70, 256, {"query_invariant": True}, False),
     ],

@@ -23,13 +23,12 @@ from lockstep.kernels.hopper.forward import grouped_rows, groups
 from lockstep.kernels.hopper.forward.plan import plan_of
 from lockstep.kernels.hopper.forward.scheduling import schedule
 from lockstep.kernels.hopper.forward.scheduling.schedule import (
-    BACK_AND_FORTH,
     BY_HEAD,
     LONGEST_FIRST,
     PAIRED,
     Schedule,
 )
-from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling
+from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling, turn_of
 
 FUNCTIONS = ("next", "tile", "_part", "_dense_tile", "pair_rounds", "_paired", "_left_by_pairs")
 FUNCTIONS += ("_heads_of", "n_rows")
@@ -76,13 +75,14 @@ add_functions()
 
 def all_places(
     order, programs: int, heads: int, Sq: int, block_q: int = ROWS, split: bool = True,
-    group: int = 1,
+    group: int = 1, turn: int = 0,
 ) -> list[list[tuple[int, int, int]]]:  # fmt: skip
     """Head, first row and the row behind the last of all that each program works on. A group of
     heads shares its tiles."""
     n_q_tiles = groups.n_tiles(Sq, group, block_q)
     sizes = {"heads": heads, "Hq": heads, "n_q_tiles": n_q_tiles, "Sq": Sq}
     sizes |= {"heads_per_kv": group, "Skv": Sq, "BLOCK_Q": block_q, "HEADS": int(group > 1)}
+    sizes["turn"] = turn
     dense = Dense(order=order.value, LAYOUT="dense", SPLIT=split, **sizes)
     PROGRAM.number = programs
     found = []
@@ -98,14 +98,15 @@ def all_places(
     return found
 
 
-@pytest.mark.parametrize("order", [BY_HEAD, BACK_AND_FORTH, PAIRED, LONGEST_FIRST])
+@pytest.mark.parametrize("order", [BY_HEAD, PAIRED, LONGEST_FIRST])
 def test_every_row_has_one_program(order):
     draws = random.Random(0)
     for _ in range(60):
         programs, heads = draws.choice((1, 2, 3, 13, 132)), draws.randint(1, 20)
         Sq, block_q = draws.randint(1, 5000), draws.choice((2, 3)) * ROWS
         split, group = draws.random() < 0.5, draws.choice((1, 1, 3, 8))
-        found = sorted(chain(*all_places(order, programs, heads, Sq, block_q, split, group)))
+        turn = draws.choice((0, 1, 2))
+        found = sorted(chain(*all_places(order, programs, heads, Sq, block_q, split, group, turn)))
         rows = Sq if group == 1 else -(-Sq // groups.BOX) * groups.BOX * group
         for head in range(heads):
             mine = [(begin, end) for h, begin, end in found if h == head * group]
@@ -150,6 +151,16 @@ def test_pairs_keep_all_programs_busy(heads, n):
     assert sum(work) / 132 > 0.975 * max(work)
 
 
+@pytest.mark.parametrize(("heads", "n"), [(2120, 7), (1280, 5), (1792, 7), (640, 21)])
+def test_programs_take_turns_at_tiles_in_the_middle(heads, n):
+    """An odd number of tiles leaves one that is its own pair, and half as long as others. Without
+    turns, always the same programs would have it."""
+    turn = turn_of(n, 132)
+    found = all_places(PAIRED, 132, heads, n * ROWS, turn=turn)
+    work = [sum(end // ROWS + 1 for _, _, end in mine) for mine in found]
+    assert sum(work) / 132 > 0.97 * max(work)
+
+
 @pytest.mark.parametrize(
     ("B", "Hq", "Hkv", "S", "D", "window", "share"),
     [
@@ -161,6 +172,9 @@ def test_pairs_keep_all_programs_busy(heads, n):
         # Keys do not fit into L2, and each program would have the same one or two tiles of heads.
         (44, 32, 32, 944, 40, 1105, 0.97),
         (256, 24, 8, 217, 64, 235, 0.97),
+        (256, 14, 2, 737, 72, 246, 0.97),
+        (185, 12, 3, 372, 160, 75, 0.97),
+        (37, 8, 8, 1055, 256, 3062, 0.97),
     ],
 )
 def test_windows_keep_all_programs_busy(B, Hq, Hkv, S, D, window, share):
@@ -168,11 +182,11 @@ def test_windows_keep_all_programs_busy(B, Hq, Hkv, S, D, window, share):
     tensors = unwritten(S, S, B=B, Hq=Hq, Hkv=Hkv, D=D)
     problem = describe(tensors, Options(window_left=window - 1, window_right=0))
     shape, tiling = plan_of(problem), Tiling.of(problem, 132)
-    order = SimpleNamespace(value=tiling.order)
-    found = all_places(order, 132, tiling.heads, S, shape.block_q, split=False)
+    order, group = SimpleNamespace(value=tiling.order), groups.rows_of_group(problem)
+    found = all_places(order, 132, tiling.heads, S, shape.block_q, False, group, tiling.turn)
 
     def blocks(begin: int, end: int) -> int:
-        return -(-end // shape.block_kv) - max(begin - window + 1, 0) // shape.block_kv
+        return groups.blocks_of_tile(problem, S, S, begin, group, end - begin, shape.block_kv)
 
     work = [sum(blocks(begin, end) + 1 for _, begin, end in mine) for mine in found]
     assert sum(work) / 132 > share * max(work)

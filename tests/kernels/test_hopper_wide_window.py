@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
-from hopper_forward_calls import check_bits, hopper_run, on_hopper
+from hopper_forward_calls import as_packed, check_bits, hopper_run, on_gpu, on_hopper
+from kernel_calls import forward
 from problems import Case, draw, pose, same_bits
 
-from lockstep.kernels.hopper.forward import plan
+from lockstep.kernels import hopper
+from lockstep.kernels.hopper.forward import launch, plan
 
 pytestmark = on_hopper
 
@@ -67,3 +69,28 @@ def test_bits_do_not_depend_on_the_other_queries(D):
         piece = Case({x: case.tensors[x][:, :, rows] for x, rows in parts.items()}, case.options)
         for mine, together in zip(hopper_run(piece), whole, strict=True):
             assert same_bits(mine, together[:, :, first : first + n])
+
+
+@pytest.mark.parametrize(
+    ("D", "dtype", "window", "softcap"),
+    [
+        (64, torch.bfloat16, 3200, None),
+        (128, torch.bfloat16, 3200, 20.0),
+        (256, torch.bfloat16, 700, None),
+        (80, torch.float16, 700, None),
+    ],
+)
+def test_a_window_that_hides_no_key_is_none(monkeypatch, D, dtype, window, softcap):
+    """A call without its window has the bits of one with it, and of packed sequences, which keep
+    theirs."""
+    how = {"dtype": dtype, "window": (window - 1, 0), "softcap": softcap}
+    for S in (100, 333, 699):
+        torch.manual_seed(S)
+        case = draw(S, S, B=2, Hq=4, Hkv=2, D=D, **how)
+        found = [x.cpu() for x in forward(hopper.KERNEL, *pose(on_gpu(case)))]
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "without_idle_window", lambda problem: problem)
+            kept = [x.cpu() for x in forward(hopper.KERNEL, *pose(on_gpu(case)))]
+            packed = forward(hopper.KERNEL, *pose(on_gpu(as_packed(case))))[0].cpu()
+        assert all(same_bits(x, y) for x, y in zip(found, kept, strict=True))
+        assert same_bits(found[0].transpose(1, 2).reshape(packed.shape), packed)

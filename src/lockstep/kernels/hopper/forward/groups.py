@@ -17,6 +17,8 @@ BOX = 8  # queries of one head that lie side by side: `grouped_rows.py`
 ENDS = 1.0
 # Tiles of groups have to save this share of the work: each box is a load and a store of its own.
 SAVED = 0.08
+# Of windows they have to save more, and boxes have so many heads.
+SAVED_OF_WINDOWS, HEADS_OF_WINDOWS = 0.15, 4
 # From so many queries on, the last tile of a head is next to nothing beside the others.
 MANY_QUERIES = 4096
 NARROW, NARROW_PACKED = 64, 128
@@ -60,8 +62,10 @@ def shares_tiles(problem: AttentionProblem) -> bool:
     if group == 1 or problem.constant_time or problem.query_invariant or problem.is_paged:
         return False
     # These have not been measured.
-    if problem.window[0] is not None or problem.softcap is not None:
+    if problem.softcap is not None:
         return False
+    if problem.window[0] is not None:
+        return _narrows_windows(problem, group)
     # These gain only as chunks of few queries on many keys, for one more build of a model.
     if max(problem.D, problem.Dv) <= NARROW or plan_of(problem).one_loop:
         return False
@@ -81,6 +85,22 @@ def shares_tiles(problem: AttentionProblem) -> bool:
         return False
     apart, shared = (work(problem, queries, keys, n) for n in (1, group))
     return shared <= (1 - SAVED) * apart
+
+
+def _narrows_windows(problem: AttentionProblem, group: int) -> bool:
+    """Whether tiles with fewer queries, of more heads, see so much less beside a window that this
+    saves work. Sizes of a call do not decide it, so that a model needs no build more."""
+    left, right = problem.window
+    if left is None or right is None or math.gcd(group, BOX) < HEADS_OF_WINDOWS:
+        return False
+    plan = plan_of(problem)
+    shared = plan.block_q // group + (BOX if plan.block_q // BOX % group else 0)
+
+    def blocks(queries: int) -> float:
+        """In the mean of all places of a tile, and the ends of one."""
+        return (left + right + queries - 1) / plan.block_kv + 1 + ENDS
+
+    return blocks(shared) <= (1 - SAVED_OF_WINDOWS) * blocks(plan.block_q)
 
 
 def work(problem: AttentionProblem, queries: int, keys: int, group: int) -> float:

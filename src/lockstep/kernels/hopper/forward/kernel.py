@@ -100,6 +100,7 @@ class Numbers(NamedTuple):
     right: Any
     kv_batch_rows: Any
     l2_keys: Any
+    turn: Any
 
 
 class PageNumbers(NamedTuple):

@@ -15,6 +15,7 @@ from lockstep.kernels.hopper.common.sizes import columns, processors
 from lockstep.kernels.hopper.forward.aligned_rows import NAMES, align_launches
 from lockstep.kernels.hopper.forward.few_keys import few_keys_kernel
 from lockstep.kernels.hopper.forward.groups import BOX, heads_of_box, rows_of_group, tile_heads
+from lockstep.kernels.hopper.forward.idle_windows import without_idle_window
 from lockstep.kernels.hopper.forward.kept_keys.launch import kept_keys_launch
 from lockstep.kernels.hopper.forward.kept_keys.plan import kept_sizes
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
@@ -66,6 +67,7 @@ from lockstep.problem import AttentionProblem, Tensors
 
 def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: int) -> Launches:
     """The launches that run one problem with inputs of given strides and alignment."""
+    problem = without_idle_window(problem)
     fitted = _fit(problem, tensors)
     copied = [
         name for name, x, y in zip(Tensors._fields, tensors, fitted, strict=True) if x is not y
@@ -296,6 +298,7 @@ def _numbers(
         "left": left or 0,
         "right": right or 0,
         **key_numbers(problem, fitted, rows_of_group(problem)),
+        "turn": tiles.turn,
         "page_size": problem.page_size or 0,
     }
 

@@ -71,8 +71,8 @@ LOW_ROUNDS, PROGRAMS = 1.4, 132
 # been measured in constant time, and of tiles in chunks of 32 columns.
 NARROW, NARROW_ELSEWHERE = 640, 256
 # From so many on, the maximum of a row's first blocks is nearly as good as a running one, and
-# faster.
-WIDE_WINDOW = 3072
+# faster; of heads wider than 192, for which running ones take longest, from fewer.
+WIDE_WINDOW, WIDE_WINDOW_OF_WIDE_HEADS = 3072, 640
 NARROW_PLANS = {
     64: Plan(consumers=2, block_kv=64, stages=6, q_stages=2, pingpong=False),
     128: Plan(consumers=2, block_kv=64, stages=4, q_stages=2, pingpong=False),
@@ -161,7 +161,9 @@ def fixes_maximum(problem: AttentionProblem) -> bool:
     if problem.dtype != torch.bfloat16 or problem.constant_time:
         return False
     left, right = problem.window
-    is_wide = None not in (left, right) and left + right >= WIDE_WINDOW
+    is_widest = padded(max(problem.D, problem.Dv)) == max(PLANS)
+    wide = WIDE_WINDOW_OF_WIDE_HEADS if is_widest else WIDE_WINDOW
+    is_wide = None not in (left, right) and left + right >= wide
     return left is None or is_wide or problem.query_invariant
 
 

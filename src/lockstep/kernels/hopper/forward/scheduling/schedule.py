@@ -2,17 +2,19 @@
 
 Programs are persistent, and neighbours should work on the same keys at the same time, which then
 come from L2. Where every sequence has the same number of tiles, a program's tiles follow from its
-number, in one of four orders:
+number, in one of three orders:
 
 - BY_HEAD, where tiles see about equally many keys: head after head.
-- BACK_AND_FORTH: the same, every other round backwards, where the number of programs would give
-  each of them the same few tiles of all heads.
 - PAIRED, where later tiles see more (causal): tiles i and n-1-i of a head make one piece of work,
   all pieces are equally long, and go head after head. The last rounds, of which one may be without
   work for some programs, have single tiles, longest first.
 - LONGEST_FIRST, where pairs are too few to fill the rounds: single tiles go round the programs,
   every other round backwards, so that a program with the longest tile of a round has the shortest
   of the next. Windows have it, too: the first tiles of a head, which see less, come last.
+
+Where the number of programs and that of a head's pairs have a divisor in common, each program would
+have the same few pairs of all heads, which may be short ones. So heads of a later round begin with
+a later pair: `turn`.
 
 Builds that SPLIT tiles have parts of them in a last round that would leave half of the programs
 without work, if it is not one of pairs: a program has the rows of one consumer then. BY_HEAD, every
@@ -44,7 +46,7 @@ from lockstep.kernels.hopper.forward.scheduling.tile import Tile
 from lockstep.kernels.sequences import checked_length
 
 LONGEST_FIRST, PAIRED, BY_HEAD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-UNSORTED, BACK_AND_FORTH = gl.constexpr(3), gl.constexpr(4)
+UNSORTED = gl.constexpr(3)
 # Whole rounds of pairs whose tiles go singly, with those of the round that is not whole.
 SINGLE_ROUNDS = gl.constexpr(1)
 
@@ -65,6 +67,7 @@ class Schedule:
     right: gl.tensor
     kv_batch_rows: gl.tensor  # from one batch to the next in a ragged map of k and v
     l2_keys: gl.tensor  # of one head whose keys and values may stay in L2
+    turn: gl.tensor  # how many pairs later a head begins than one a round before
     cu_q_ptr: gl.tensor
     cu_kv_ptr: gl.tensor
     kv_lens_ptr: gl.tensor
@@ -93,6 +96,8 @@ class Schedule:
         self.right = sizes[9]
         self.kv_batch_rows = sizes[10]
         self.l2_keys = sizes[11]
+        # Kernels with an order of their own have no turn, and anything may stand for it.
+        self.turn = sizes[12] if len(sizes) > 12 else sizes[0]
         self.cu_q_ptr = pointers[0]
         self.cu_kv_ptr = pointers[1]
         self.kv_lens_ptr = pointers[2]
@@ -129,7 +134,8 @@ class Schedule:
         if self.order == PAIRED:
             rounds = self.pair_rounds()
             if step < 2 * rounds:
-                head, slot, exists = self._paired(step // 2 * programs + pid, step % 2)
+                index = step // 2 * programs + pid
+                head, slot, exists = self._paired(rounds * programs, index, step % 2)
             else:
                 single = step - 2 * rounds
                 index = single * programs + gl.where(single % 2 == 0, pid, programs - 1 - pid)
@@ -249,13 +255,18 @@ class Schedule:
         return gl.maximum(n_pairs * self.heads // gl.num_programs(0) - SINGLE_ROUNDS, 0)
 
     @gluon.jit
-    def _paired(self, index, second):
-        """Head and slot of the first or the `second` tile of a pair, and whether there is one."""
+    def _paired(self, n_paired, index, second):
+        """Head and slot of the first or the `second` tile of a pair, of n_paired in all, and
+        whether there is one."""
         n_pairs = (self.n_q_tiles + 1) // 2
-        pair = index % n_pairs
+        head = index // n_pairs
+        turns = head * n_pairs // gl.num_programs(0) * self.turn
+        # The tiles that are left of the last head are those in its middle.
+        is_whole = head < n_paired // n_pairs
+        pair = (index + gl.where(is_whole, turns, 0)) % n_pairs
         slot = gl.where(second == 0, self.n_q_tiles - 1 - pair, pair)
         # The tile in the middle is its own pair.
-        return index // n_pairs, slot, (second == 0) | (2 * pair != self.n_q_tiles - 1)
+        return head, slot, (second == 0) | (2 * pair != self.n_q_tiles - 1)
 
     @gluon.jit
     def _left_by_pairs(self, n_paired, index):

@@ -8,12 +8,12 @@ from typing import NamedTuple
 from lockstep.kernels.hopper.forward.groups import most_tiles, n_tiles, rows_of_group, tile_heads
 from lockstep.kernels.hopper.forward.plan import plan_of
 from lockstep.kernels.hopper.forward.scheduling.schedule import (
-    BACK_AND_FORTH,
     BY_HEAD,
     LONGEST_FIRST,
     PAIRED,
     UNSORTED,
 )
+from lockstep.kernels.hopper.forward.shapes import NEAR_L2_BYTES
 from lockstep.problem import AttentionProblem
 
 # Tiles of a head that all see this share of its keys are at work at the same time, if all keys of a
@@ -36,6 +36,7 @@ class Tiling(NamedTuple):
     many each; one is for rows without any."""
     heads: int
     order: int
+    turn: int = 0
 
     @property
     def n_tickets(self) -> int:
@@ -52,28 +53,45 @@ class Tiling(NamedTuple):
             return Tiling(n_q_tiles, heads, (LONGEST_FIRST if is_sorted else UNSORTED).value)
         heads, n_q_tiles = problem.B * heads, n_tiles(problem.Sq, group, block_q)
         if left is not None:
-            return Tiling(n_q_tiles, heads, _order_of_windows(problem, n_q_tiles, n_processors))
+            order = _order_of_windows(problem)
+            turn = turn_of(n_q_tiles, n_processors) if order == PAIRED.value else 0
+            return Tiling(n_q_tiles, heads, order, turn)
         if right is None:
             return Tiling(n_q_tiles, heads, BY_HEAD.value)
         row_bytes = (problem.D + problem.Dv) * 2
         head_bytes = problem.Skv * row_bytes * problem.Hkv * group // problem.Hq
         pairs = pays_to_pair(heads, n_q_tiles, n_processors, head_bytes)
         pairs = pairs and not deals_singly(problem, n_q_tiles)
+        # Single tiles fill the rounds better, if all keys stay near meanwhile.
+        pairs = pairs and key_bytes(problem) > NEAR_L2_BYTES
         if not pairs and is_chunk(problem, block_q):
             return Tiling(n_q_tiles, heads, BY_HEAD.value)
-        return Tiling(n_q_tiles, heads, (PAIRED if pairs else LONGEST_FIRST).value)
+        if not pairs:
+            return Tiling(n_q_tiles, heads, LONGEST_FIRST.value)
+        # Pairs are equally long, but for the tile in the middle.
+        turn = turn_of(n_q_tiles, n_processors) if n_q_tiles % 2 else 0
+        return Tiling(n_q_tiles, heads, PAIRED.value, turn)
 
 
-def _order_of_windows(problem: AttentionProblem, n_q_tiles: int, n_processors: int) -> int:
+def turn_of(n_q_tiles: int, n_processors: int) -> int:
+    """The least turn with which programs work on all pairs of a head in as many rounds."""
+    pairs = -(-n_q_tiles // 2)
+    return next(turn for turn in range(pairs) if gcd(n_processors + turn, pairs) == 1)
+
+
+def _order_of_windows(problem: AttentionProblem) -> int:
     """The order of tiles that have a window. Those of a sequence's first rows see less than a whole
-    one, and come last if the windows of all heads stay in L2 meanwhile."""
+    one, and come last if the windows of all heads stay in L2 meanwhile; else in pairs, as causal
+    ones do."""
     left, right = problem.window
     assert left is not None
-    if right is not None and problem.Skv - problem.Sq < left:
+    if right is not None and problem.Skv - problem.Sq >= left:
+        return BY_HEAD.value
+    if right is not None:
         keys = min(problem.Skv, left + right + plan_of(problem).block_q)
         if key_bytes(problem) * keys <= L2_BYTES * problem.Skv:
             return LONGEST_FIRST.value
-    return (BY_HEAD if gcd(n_q_tiles, n_processors) == 1 else BACK_AND_FORTH).value
+    return PAIRED.value
 
 
 def splits_tiles(problem: AttentionProblem) -> bool:
