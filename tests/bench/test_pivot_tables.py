@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,13 @@ def test_every_table_that_is_described_stands_on_a_page():
     pages = "".join((ROOT / page).read_text(encoding="utf-8") for page in tables.PAGES)
     for name in pivot_tables.find(ROOT / results.RESULTS):
         assert f"<!-- bench:{name} -->" in pages
+
+
+def test_a_table_that_takes_the_place_of_another_has_its_columns():
+    """Two studies that call different tables by one name would show one of them in both places."""
+    directory = ROOT / results.RESULTS
+    shown = pivot_tables.find(directory)
+    for path in directory.glob("*.json"):
+        described = json.loads(path.read_text(encoding="utf-8")).get("tables", {})
+        for name, description in described.items():
+            assert description["columns"].keys() <= shown[name][0]["columns"].keys(), path.name
