@@ -64,6 +64,7 @@ PAGES = (
     "docs/ladder.md",
     "docs/simt-cuda.md",
     "docs/hopper.md",
+    "docs/hopper-study.md",
     "docs/hopper-backward.md",
     "docs/hopper-backward-study.md",
     "docs/hopper-decode.md",
