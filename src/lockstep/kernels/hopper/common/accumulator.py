@@ -43,7 +43,7 @@ def add_product(sums, weights, tile):
 
 @triton.jit
 def as_registers(x):
-    """An accumulator [64, n] as [n / 4, 256], in the order of its registers: four of thread 0, of
+    """An accumulator [ROWS, n] as [n / 4, 256], in the order of its registers: four of thread 0, of
     thread 1, … of 128 threads, then their next four."""
     N: tl.constexpr = x.shape[1]
     x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
@@ -52,6 +52,6 @@ def as_registers(x):
 
 @triton.jit
 def from_registers(x, N: tl.constexpr = 64):
-    """The [64, N] of `as_registers`, from its numbers."""
+    """The [ROWS, N] of `as_registers`, from its numbers."""
     x = x.reshape([N // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
-    return x.reshape([64, N])
+    return x.reshape([ROWS, N])

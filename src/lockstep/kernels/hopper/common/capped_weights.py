@@ -19,7 +19,7 @@ from lockstep.kernels.hopper.common.exact_weights import float32s
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.common.scores import LOG2E
 from lockstep.kernels.hopper.common.softmax import thread_sums
-from lockstep.kernels.hopper.common.thread_numbers import per_thread, per_weight
+from lockstep.kernels.hopper.common.thread_numbers import WARPGROUP, per_thread, per_weight
 
 # tanh x / x = sum of coefficients[k] · x^2k up to an end of x.
 TIERS = (
@@ -257,7 +257,7 @@ def _constraints(n):
 
 @gluon.jit
 def _weights(s, offset, scale_over_cap, softcap):
-    N: gl.constexpr = s.shape[0] * s.shape[1] // 128
+    N: gl.constexpr = s.shape[0] * s.shape[1] // WARPGROUP
     assembly: gl.constexpr = _assembly(N)
     constraints: gl.constexpr = _constraints(N)
     zero = gl.full(s.shape, 0.0, gl.float32, s.type.layout)

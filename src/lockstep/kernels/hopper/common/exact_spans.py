@@ -26,7 +26,12 @@ from lockstep.kernels.hopper.common.exact_weights import (
 )
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.common.pieces import cut, cut_all, join_all
-from lockstep.kernels.hopper.common.thread_numbers import of_threads, per_thread, per_weight
+from lockstep.kernels.hopper.common.thread_numbers import (
+    WARPGROUP,
+    of_threads,
+    per_thread,
+    per_weight,
+)
 
 
 @gluon.constexpr_function
@@ -109,7 +114,7 @@ def settle_in_span(weights, part, l, bar, offset, residue, any_exceeds):
     """`settle` of one block in a span, whose rows are 64 or 32, without the products: l, offset and
     residue [BLOCK_Q, 4], and the factors [BLOCK_Q, 4] for products so far. Bars are what sums of
     the block are compared with."""
-    N: gl.constexpr = weights.shape[0] * weights.shape[1] // 128
+    N: gl.constexpr = weights.shape[0] * weights.shape[1] // WARPGROUP
     known = part
     if any_exceeds is not None:
         known = any_exceeds
@@ -194,7 +199,7 @@ def settle_block(weights, acc, part, l, bar, offset, residue, begins, any_exceed
     parts = cut(weights, WIDTH)
     products = cut_all(acc, WIDTH)
     like = parts[0]
-    N: gl.constexpr = like.shape[0] * WIDTH // 128
+    N: gl.constexpr = like.shape[0] * WIDTH // WARPGROUP
     HALVES: gl.constexpr = len(parts)
     PRODUCTS: gl.constexpr = len(products)
     assembly: gl.constexpr = _settle_block_assembly(N, HALVES, PRODUCTS, any_exceeds is None)

@@ -25,7 +25,12 @@ from __future__ import annotations
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.common.pieces import cut, cut_all, halves, join_all
 from lockstep.kernels.hopper.common.softmax import raise_maximum
-from lockstep.kernels.hopper.common.thread_numbers import of_threads, per_thread, per_weight
+from lockstep.kernels.hopper.common.thread_numbers import (
+    WARPGROUP,
+    of_threads,
+    per_thread,
+    per_weight,
+)
 
 # How large a weight is large, over the sum of the first 128 keys: LEAST_LARGE, and SHARE for each
 # key that the row sees, but no more than MOST. Over that of 64 keys, NARROW times as much.
@@ -283,7 +288,7 @@ def _settle(weights, products, part, l, beside, known, VOTES: gl.constexpr):
     factors [BLOCK_Q, 4] for products, and 0 where all of the warp's are 1."""
     like = weights[0]
     bar, offset, residue = beside
-    N: gl.constexpr = like.shape[0] * like.shape[1] // 128
+    N: gl.constexpr = like.shape[0] * like.shape[1] // WARPGROUP
     HALVES: gl.constexpr = len(weights)
     PRODUCTS: gl.constexpr = len(products)
     assembly: gl.constexpr = _settle_assembly(N, HALVES, PRODUCTS, VOTES)
@@ -357,7 +362,7 @@ def rescale(acc, factors):
     WIDTH: gl.constexpr = acc[len(acc) - 1].shape[1]
     narrow = cut_all(acc, WIDTH)
     like = narrow[0]
-    N: gl.constexpr = like.shape[0] * WIDTH // 128
+    N: gl.constexpr = like.shape[0] * WIDTH // WARPGROUP
     PIECES: gl.constexpr = len(narrow)
     assembly: gl.constexpr = _rescale_assembly(N, PIECES)
     constraints: gl.constexpr = _rescale_constraints(N, PIECES)

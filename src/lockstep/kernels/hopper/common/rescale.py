@@ -4,7 +4,7 @@ multiplication. A branch of the whole warpgroup would take barriers in every til
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
-from lockstep.kernels.hopper.common.thread_numbers import per_weight
+from lockstep.kernels.hopper.common.thread_numbers import WARPGROUP, per_weight
 
 
 @gluon.constexpr_function
@@ -65,7 +65,7 @@ def rescale_all_by_threads(acc, factors):
 
 @gluon.jit
 def _rescale(acc, factors):
-    N: gl.constexpr = acc.shape[0] * acc.shape[1] // 128
+    N: gl.constexpr = acc.shape[0] * acc.shape[1] // WARPGROUP
     assembly: gl.constexpr = _assembly(N)
     constraints: gl.constexpr = _constraints(N)
     return gl.inline_asm_elementwise(

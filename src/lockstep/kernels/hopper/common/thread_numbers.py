@@ -5,7 +5,10 @@ In the layout of wgmma, thread t of them has the columns 8i + 2t and 8i + 2t + 1
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.common import sizes
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
+
+WARPGROUP = gl.constexpr(sizes.WARPGROUP)
 
 
 @gluon.constexpr_function

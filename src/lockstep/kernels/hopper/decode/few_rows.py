@@ -29,10 +29,10 @@ def row_in_tile(i, FEW: gl.constexpr):
 
 @gluon.jit
 def halves(x):
-    """The upper and the lower rows of x [64, ·], [32, ·] each."""
+    """The upper and the lower rows of x [ROWS, ·], [UPPER_ROWS, ·] each."""
     x = x.reshape([4, 2, 8, x.shape[1]]).permute((0, 2, 3, 1))
     upper, lower = x.split()
-    return upper.reshape([32, x.shape[2]]), lower.reshape([32, x.shape[2]])
+    return upper.reshape([UPPER_ROWS, x.shape[2]]), lower.reshape([UPPER_ROWS, x.shape[2]])
 
 
 @gluon.constexpr_function
@@ -53,7 +53,7 @@ def clear_other_rows(q_smem, FEW: gl.constexpr):
 
 @gluon.jit
 def upper_rows(x, FEW: gl.constexpr):
-    """The upper rows of x [64, ·], or all unless FEW."""
+    """The upper rows of x [ROWS, ·], or all unless FEW."""
     if FEW:
         return halves(x)[0]
     else:  # noqa: RET505, Gluon would go on and return both
@@ -65,24 +65,24 @@ def with_lower_rows(upper, lower):
     """`halves` undone."""
     n: gl.constexpr = upper.shape[1]
     x = gl.join(upper, lower).reshape([4, 8, n, 2]).permute((0, 3, 1, 2))
-    return x.reshape([64, n])
+    return x.reshape([ROWS, n])
 
 
 @gluon.jit
 def upper_of_rows(x, layout: gl.constexpr, FEW: gl.constexpr):
-    """`upper_rows` of one number for each row, [64], in the given layout."""
+    """`upper_rows` of one number for each row, [ROWS], in the given layout."""
     if FEW:
         x, _lower = x.reshape([4, 2, 8]).permute((0, 2, 1)).split()
-        x = x.reshape([32])
+        x = x.reshape([UPPER_ROWS])
     return gl.convert_layout(x, layout)
 
 
 @gluon.jit
 def all_of_rows(x, layout: gl.constexpr, FEW: gl.constexpr):
-    """One number for each row, [64], of those of the upper rows, in the given layout: any for the
+    """One number for each row, [ROWS], of those of the upper rows, in the given layout: any for the
     others."""
     if FEW:
-        x = gl.join(x, x).reshape([4, 8, 2]).permute((0, 2, 1)).reshape([64])
+        x = gl.join(x, x).reshape([4, 8, 2]).permute((0, 2, 1)).reshape([ROWS])
     return gl.convert_layout(x, layout)
 
 
@@ -97,7 +97,7 @@ def as_operand(weights, dtype: gl.constexpr, layout: gl.constexpr, FEW: gl.const
 
 @gluon.jit
 def times_rows(x, factors, FEW: gl.constexpr):
-    """x [64, ·] times factors of its rows; if FEW, of its upper rows alone."""
+    """x [ROWS, ·] times factors of its rows; if FEW, of its upper rows alone."""
     if FEW:
         upper, lower = halves(x)
         rows: gl.constexpr = gl.SliceLayout(1, upper.type.layout)

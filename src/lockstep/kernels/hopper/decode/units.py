@@ -7,6 +7,7 @@ programs share the units of those slots that have parts, which may be none.
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.division import divide
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.decode import plan, tiles
@@ -74,7 +75,7 @@ def has_rows(work, group, sizes, N: gl.constexpr, PACKED: gl.constexpr):
         if sizes.q_tiles > 1:
             tile = divide(work, sizes.heads)
             q_tile = tile - divide(tile, sizes.q_tiles) * sizes.q_tiles
-            found = q_tile * 64 + group * N < sizes.Sq * sizes.group
+            found = q_tile * ROWS + group * N < sizes.Sq * sizes.group
     return found
 
 
@@ -95,7 +96,7 @@ def find_rows(work, row, tiles_ptr, heads, group, q_tiles, Sq, n_rows, PACKED: g
         n_q = Sq
         q_start = b * 0
         b = sequence
-    number = q_tile * 64 + row
+    number = q_tile * ROWS + row
     query = divide(number, group)
     is_row = (row < n_rows) & (number < n_q * group)
     return is_row, b, head * group + number - query * group, q_start + query
