@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 # for GPUs, problems drawn by the hundred. Elsewhere, slow tests are marked one by one.
 SLOW = {
     "test_browser.py",
+    "test_build_processes.py",
+    "test_compile_apart.py",
     "test_constant_time.py",
     "test_cpu_constant_time.py",
     "test_constant_time_builds.py",
@@ -48,6 +50,7 @@ SLOW = {
     "test_persistent.py",
     "test_sass.py",
     "test_sdpa_samples.py",
+    "test_small_interpreter.py",
     "test_split_kv.py",
     "test_taint.py",
     "test_triton_backward.py",
