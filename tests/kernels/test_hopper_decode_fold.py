@@ -75,7 +75,7 @@ def test_parts_weigh_what_one_after_the_other_would(monkeypatch, begin, count, g
     for first in range(begin, count, BATCH):
         keep, add, l = Shared(), Shared(), Shared()
         given = (0, slot, group, first, begin, count, N_SPANS, N_ROWS, BATCH, ROWS)
-        m = fold.weigh_parts(m, keep, add, l, fold.load_statistics(*given), UNIT)
+        m = fold.store_part_factors(m, keep, add, l, fold.load_statistics(*given), UNIT)
         for i in range(first, min(first + BATCH, count)):
             part_m, part_l = torch.full((ROWS,), -torch.inf), torch.zeros(ROWS)
             part_m[: len(rows)] = of_slot[i, rows.start : rows.stop, 0]

@@ -59,7 +59,7 @@ def run(
     is_cast = autocast.is_any_enabled()
     if not is_cast and is_eager():
         result: Tensor | tuple[Tensor, Tensor] | None
-        result = operator.call_again(given, option_arguments, window, return_lse)
+        result = operator.call_cached(given, option_arguments, window, return_lse)
         if result is not None:
             return result
     options, tensors = make_options(*option_arguments), Tensors._make(given)

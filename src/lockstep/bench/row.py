@@ -75,7 +75,7 @@ class Row:
         the row has the reason, unless the contender does not take part.
 
         Args:
-            name, kind: Of the contender.
+            name, kind: Those of the contender.
             prepare: Returns the call, or None if the contender does not take part.
             check: Takes the call's result, and returns its error; raises if it is wrong. None for
                 a call that is not checked.

@@ -107,7 +107,7 @@ class Attention:
         self.tensors_of = itemgetter(*_places(Tensors._fields, fields))
         self.op = _define(f"{name}({self.schema}) -> {returns}", self.forward, self.fake_forward)
 
-    def call_again(
+    def call_cached(
         self,
         given: Given,
         option_arguments: tuple[Any, ...],
@@ -145,10 +145,10 @@ class Attention:
             found = call_cache.lookup_of_options(options, name).find(tensors)
             if found is not None:
                 return self._run(found, tensors, options, name)
-        return self._call_anew(tensors, options, name)
+        return self._call_uncached(tensors, options, name)
 
     @fork_safe
-    def _call_anew(self, tensors: Tensors, options: Options, name: str | None) -> Result:
+    def _call_uncached(self, tensors: Tensors, options: Options, name: str | None) -> Result:
         """Checks and runs a call that is not in the call cache."""
         check_types(tensors, self.layout)
         if not can_skip_dispatcher(tensors):

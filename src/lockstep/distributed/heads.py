@@ -110,7 +110,7 @@ class HeadsAttention(torch.autograd.Function):
         rows = Rows(out, statistics[..., 0], statistics)
         _, need_q, need_k, need_v, need_sinks = ctx.needs_input_grad
         needs = Needs(q=need_q, k=need_k, v=need_v, bias=False, sinks=need_sinks)
-        derive_part = _derive_shared if work.shares_keys else _derive_whole
+        derive_part = _gradients_of_shared if work.shares_keys else _gradients_of_whole
         dq, dk, dv, _, dsinks = derive_part(work, grads, rows, q, k, v, ctx.sinks, needs)
         return (
             None,
@@ -168,7 +168,7 @@ def _own(work: Exchange, grads: RowGradients, rows: Rows) -> tuple[RowGradients,
     return RowGradients(work.own(grads.dout), dlse), Rows(*map(work.own, rows))
 
 
-def _derive_whole(
+def _gradients_of_whole(
     work: Exchange,
     grads: RowGradients,
     rows: Rows,
@@ -183,7 +183,7 @@ def _derive_whole(
     return gradients_of(grads, rows, q, k, v, some_sinks, work.call.settings, needs)
 
 
-def _derive_shared(
+def _gradients_of_shared(
     work: Exchange,
     grads: RowGradients,
     rows: Rows,

@@ -161,7 +161,7 @@ def flash_attn_varlen_func(
         k, v: [Tk, Hkv, D]; with a block_table [pages, page, Hkv, D]
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32, from 0 to Tq and Tk.
         max_seqlen_q, max_seqlen_k: Lockstep does not need them.
-        block_table: [B, max_pages] int32: the pages of each sequence. For inference.
+        block_table: [B, max_pages] int32: the pages of each sequence; such calls are for inference.
 
     The other arguments are those of `flash_attn_func`.
 

@@ -137,7 +137,7 @@ class _Walk:
         return {k: (set(v.registers), v.flags) for k, v in self.at_label.items()}
 
     def _pass(self, found: dict[int, Finding]) -> None:
-        """Once through the function, from its first line to its last."""
+        """Follows the function once, from its first line to its last."""
         state: State | None = State(set(self.entry))
         for number, code in self.lines:
             if code.startswith(".L") and code.endswith(":"):

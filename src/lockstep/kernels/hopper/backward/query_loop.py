@@ -58,8 +58,8 @@ class QueryLoop:
 
     @gluon.jit
     def next_in_group(self, tile, t, head):
-        """With heads in turn, the tile after `tile`, which is number `t` of the group's head
-        `head`; its number and its head."""
+        """The tile after `tile`, which is number `t` of the group's head `head`, if heads take
+        turns; its number and its head."""
         BUNCH: gl.constexpr = WINDOW_BUNCH if self.HAS_LEFT else 1
         before = (self.n_tiles - 1 - t) & (BUNCH - 1)  # in its bunch
         is_end = (t == 0) | (before == BUNCH - 1)
@@ -72,14 +72,14 @@ class QueryLoop:
 
     @gluon.jit
     def next(self, tile, t):
-        """With one head after the other, the tile after `tile`, which is number `t` of its head;
-        and its number."""
+        """The tile after `tile`, which is number `t` of its head, if heads take no
+        turns; and its number."""
         over = self.tiles_per_head + self.n_tiles - 1
         return gl.where(t == 0, tile + over, tile - 1), self.next_number(t)
 
     @gluon.jit
     def next_number(self, t):
-        """With one head after the other, the number, in its head, of the tile after the t-th."""
+        """The number, in its head, of the tile after the t-th, if heads take no turns."""
         return gl.where(t == 0, self.first_number(), t - 1)
 
     @gluon.jit

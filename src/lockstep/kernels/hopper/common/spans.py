@@ -147,7 +147,7 @@ def begin_span(m, l, scale):
 
 
 @gluon.jit
-def weigh_in_span(s, m, l, beside, bar, scale):
+def weights_in_span(s, m, l, beside, bar, scale):
     """Weights of a block with scores `s`, with a fixed maximum; m [ROWS], l and what is beside it
     [ROWS, 4] with that block, and factors [ROWS, 4] for what was multiplied before.
 

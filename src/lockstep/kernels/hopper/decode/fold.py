@@ -63,7 +63,7 @@ def load_statistics(
 
 
 @gluon.jit
-def weigh_parts(m, keep_smem, add_smem, l_smem, statistics, unit):
+def store_part_factors(m, keep_smem, add_smem, l_smem, statistics, unit):
     """The maximum of each row with parts of these `statistics`, where it was `m` before them. To
     shared memory go, for each part, the factors of the parts before it and of itself, and its l."""
     BATCH: gl.constexpr = l_smem.shape[0] * LOADED
@@ -172,7 +172,9 @@ def fold_parts(
             n_spans, n_rows, column, DV,
         )  # fmt: skip
         async_copy.commit_group()
-        m = gl.convert_layout(weigh_parts(m, keep_smem, add_smem, l_smem, statistics, unit), rows)
+        m = gl.convert_layout(
+            store_part_factors(m, keep_smem, add_smem, l_smem, statistics, unit), rows
+        )
         # Those of the next batch, while this one is folded.
         statistics = load_statistics(
             part_stats_ptr, slot, group, first + BATCH, begin, count, n_spans, n_rows, BATCH, ROWS

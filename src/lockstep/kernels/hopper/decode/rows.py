@@ -194,8 +194,8 @@ class Rows:
     def place_rows(
         self, sizes, run, layout: gl.constexpr, N: gl.constexpr, first, FEW: gl.constexpr
     ):
-        """Of N rows of a run (`rows_of`) their place in lse, their query head, and whether there is
-        one."""
+        """The places of N rows of a run (`rows_of`) in lse, their query heads, and whether
+        there are such rows."""
         _row, number, is_row = self.rows_of(sizes, run, layout, N, first, FEW)
         query = divide(number, self.group)
         head = run.head * self.group + number - query * self.group

@@ -209,9 +209,9 @@ class Sizes:
 
     @gluon.jit
     def line(self, total, most, count):
-        """From the work of all `count` sequences and the most of any: the length of the line, where
-        this program's stretch of it begins and ends, and what each head and each sequence counts
-        as, 0 if each counts as what it costs."""
+        """The length of the line, if all `count` sequences have work `total` and one has `most`;
+        where this program's stretch of it begins and ends; and what each head and each sequence
+        counts as, 0 if each counts as what it costs."""
         place, n_teams = self.place()
         blocks = divide(self.heads, self.team)
         even = self.even_work(divide(most, blocks), count * blocks, divide(total, n_teams), n_teams)

@@ -32,7 +32,7 @@ from lockstep.kernels.hopper.common.spans import (
     fold_span,
     row_sums,
     span_weights,
-    weigh_in_span,
+    weights_in_span,
 )
 from lockstep.kernels.hopper.common.thread_numbers import of_threads
 from lockstep.kernels.hopper.decode import plan
@@ -68,7 +68,7 @@ def softmax_step(rows, s, m, l, beside, bar, FIXED_MAX: gl.constexpr):
     """Weights of a tile of scores; the new m, l and what is beside it, and what sums so far weigh
     under it [·, 4]."""
     if FIXED_MAX:
-        return weigh_in_span(s, m, l, beside, bar, rows.unit)
+        return weights_in_span(s, m, l, beside, bar, rows.unit)
     else:  # noqa: RET505, Gluon would go on and return both
         m, alpha = raise_maximum(s, m, rows.unit, True)
         weights = span_weights(s, m, rows.unit)

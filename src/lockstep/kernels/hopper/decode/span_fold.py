@@ -86,7 +86,7 @@ def later_maximum(m, error, later_m, later_error):
 
 
 @gluon.jit
-def weigh_spans(maxima, keep_smem, add_smem, sums_smem, numbers, sums, unit):
+def store_span_factors(maxima, keep_smem, add_smem, sums_smem, numbers, sums, unit):
     """m and error of each row with parts of these `numbers`, where they were `maxima` before them.
     To shared memory go, for each part, the factors of the parts before it and of itself, and its
     sums, multiplied by that."""
@@ -189,7 +189,7 @@ def add_parts(acc, total, accs, all_sums, at, n_loads):
 
 
 @gluon.jit
-def fold_weighed(acc, total, accs, all_sums, keeps, adds, at, n_loads):
+def fold_by_factors(acc, total, accs, all_sums, keeps, adds, at, n_loads):
     """The same with factors."""
     layout: gl.constexpr = acc.type.layout
     rows: gl.constexpr = gl.SliceLayout(1, layout)
@@ -271,7 +271,9 @@ def fold_parts(
             m = gl.max(first_numbers[0], 1)
             error = gl.max(first_numbers[1], 1)
         else:
-            m, error = weigh_spans(maxima, keep_smem, add_smem, sums_smem, numbers, sums, unit)
+            m, error = store_span_factors(
+                maxima, keep_smem, add_smem, sums_smem, numbers, sums, unit
+            )
         maxima = (gl.convert_layout(m, rows), gl.convert_layout(error, rows))
         # Those of the next batch, while this one is folded.
         numbers = load_maxima(stats_ptr, group, first + BATCH, begin, count, n_rows, BATCH, ROWS)
@@ -283,7 +285,7 @@ def fold_parts(
         if LOOKS and n_different == 0:
             acc, total = add_parts(acc, total, accs, all_sums, at, n_loads)
         else:
-            acc, total = fold_weighed(acc, total, accs, all_sums, keeps, adds, at, n_loads)
+            acc, total = fold_by_factors(acc, total, accs, all_sums, keeps, adds, at, n_loads)
         batch += 1
     async_copy.wait_group(0)
     return maxima, total, acc

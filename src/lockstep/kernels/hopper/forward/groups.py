@@ -97,7 +97,7 @@ def _narrows_windows(problem: AttentionProblem, group: int) -> bool:
     shared = plan.block_q // group + (BOX if plan.block_q // BOX % group else 0)
 
     def blocks(queries: int) -> float:
-        """In the mean of all places of a tile, and the ends of one."""
+        """The blocks of so many queries, in the mean of all places of a tile, and its ends."""
         return (left + right + queries - 1) / plan.block_kv + 1 + ENDS
 
     return blocks(shared) <= (1 - SAVED_OF_WINDOWS) * blocks(plan.block_q)

@@ -50,7 +50,7 @@ from lockstep.kernels.hopper.common.spans import (
     fold_span,
     row_sums,
     span_weights,
-    weigh_in_span,
+    weights_in_span,
 )
 from lockstep.kernels.hopper.common.thread_numbers import of_threads
 from lockstep.kernels.hopper.forward.program import (
@@ -226,7 +226,7 @@ def attend_spans(program, rows, q, seen):
             m = gl.where(m == -float("inf"), first_m, m)
             beside = (gl.where(is_empty, first_offset(m, l, scale), beside[0]), beside[1])
         if FIXED_MAX:
-            weights, m, l, beside, factors = weigh_in_span(s, m, l, beside, bar, scale)
+            weights, m, l, beside, factors = weights_in_span(s, m, l, beside, bar, scale)
             acc = rescale_by_threads(acc, factors)
         else:
             m, alpha = raise_maximum(s, m, scale, True)

@@ -7,7 +7,7 @@ thread reads what it wrote. At D 128 that is where out is on its way to global m
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.common.accumulator import zeros
+from lockstep.kernels.hopper.common.accumulator import as_registers, from_registers, zeros
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, reinterpret, tma_store_wait
 
 
@@ -47,7 +47,7 @@ def add_products(total, memory, keep, acc, add, is_first, IN_MEMORY: gl.constexp
         part = parts[len(total)]
         if add is not None:
             part = part * _rows_of(add, part)
-        flat = _flattened(part)
+        flat = as_registers(part)
         if is_first:
             # Out of the tile before may not have left yet.
             tma_store_wait(0)
@@ -57,7 +57,7 @@ def add_products(total, memory, keep, acc, add, is_first, IN_MEMORY: gl.constexp
             if keep is None:
                 flat = before + flat
             else:
-                flat = gl.fma(before, _flattened(_rows_of(keep, part)), flat)
+                flat = gl.fma(before, as_registers(_rows_of(keep, part)), flat)
         memory.store(flat)
     return kept
 
@@ -73,8 +73,8 @@ def all_products(total, memory, keep, acc, add, IN_MEMORY: gl.constexpr):
         found = found + (x,)  # noqa: RUF005
     if IN_MEMORY > 0:
         part = parts[len(total)]
-        flat = _flattened(part)
-        before = _like(_unflattened(memory.load(flat.type.layout), IN_MEMORY), part)
+        flat = as_registers(part)
+        before = _like(from_registers(memory.load(flat.type.layout), IN_MEMORY), part)
         found = found + (_fold(before, keep, part, add),)  # noqa: RUF005
     x = found[0]
     if len(found) == 2:
@@ -95,20 +95,6 @@ def _parts(x, IN_MEMORY: gl.constexpr):
 def _joined(a, b):
     """x of `_parts` a and b."""
     return gl.join(a, b).permute((0, 2, 1)).reshape([a.shape[0], 2 * a.shape[1]])
-
-
-@gluon.jit
-def _flattened(x):
-    """x [64, n] as [n / 4, 256], in the order of registers: `accumulator.as_registers`."""
-    x = x.reshape([4, 2, 8, x.shape[1] // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
-    return x.reshape([x.shape[0] * 2, 256])
-
-
-@gluon.jit
-def _unflattened(x, COLUMNS: gl.constexpr):
-    """`_flattened` undone."""
-    x = x.reshape([COLUMNS // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
-    return x.reshape([64, COLUMNS])
 
 
 @gluon.jit

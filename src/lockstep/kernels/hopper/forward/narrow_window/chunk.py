@@ -66,7 +66,7 @@ class Chunk:
 
     @gluon.jit
     def shift(self):
-        """From a query to the key on its diagonal."""
+        """How far the key on the diagonal of a query is from it."""
         return self.len_kv - self.len_q
 
     @gluon.jit
