@@ -8,9 +8,7 @@ products.py        its products, on their way to the tensor cores and back
 stores.py          its results, on their way to memory
 steps.py           its steps through the blocks of a tile
 flow.py            all tiles in one loop, for calls with few keys
-span_steps.py      steps in query-invariant builds
-span_flow.py       and in these all tiles in one loop
-total.py           where these keep the products of spans that have ended
+spans/             steps and loops of query-invariant builds
 skipping.py        blocks that pass a consumer by
 weights.py         weights and maxima of scores, capped late or not
 pingpong.py        turns of the consumers at the tensor cores

@@ -45,8 +45,8 @@ from lockstep.kernels.hopper.forward.program import Rows
 from lockstep.kernels.hopper.forward.scheduling.failed_tiles import await_stores
 from lockstep.kernels.hopper.forward.second_pass import consume_second_pass
 from lockstep.kernels.hopper.forward.skipping import skip_before, skip_behind
-from lockstep.kernels.hopper.forward.span_flow import flow_in_spans
-from lockstep.kernels.hopper.forward.span_steps import (
+from lockstep.kernels.hopper.forward.spans.flow import flow_in_spans
+from lockstep.kernels.hopper.forward.spans.steps import (
     add_span,
     continues,
     empty_sums_of_rows,
@@ -55,9 +55,9 @@ from lockstep.kernels.hopper.forward.span_steps import (
     fixed_maximum,
     step_in_spans,
 )
+from lockstep.kernels.hopper.forward.spans.total import empty_products, in_memory_of_out
 from lockstep.kernels.hopper.forward.steps import take_steps
 from lockstep.kernels.hopper.forward.stores import store_results
-from lockstep.kernels.hopper.forward.total import empty_products, in_memory_of_out
 from lockstep.kernels.hopper.forward.weights import find_tops, find_weights
 
 
@@ -179,7 +179,7 @@ def change_tile(c: gl.constexpr, program, rows, q_ring, tiles, last, seen, p, ac
 def take_spans(
     c: gl.constexpr, program, rows, q_ring, tiles, seen, p, acc, m, l, large, memory
 ):  # fmt: skip
-    """The blocks of a tile behind its first one, and the sums of their spans: `span_steps.py`."""
+    """The blocks of a tile behind its first one, and the sums of their spans: `spans/steps.py`."""
     q = q_ring.pieces(tiles)
     beside, bar = large
     sums = empty_sums_of_rows(program, m, l)

@@ -30,7 +30,7 @@ from lockstep.kernels.hopper.forward.scheduling.schedule import Schedule
 from lockstep.kernels.hopper.forward.scheduling.scheduler import schedule_tiles
 from lockstep.kernels.hopper.forward.scheduling.tile_queue import TileQueue
 from lockstep.kernels.hopper.forward.second_pass import produce_second_pass
-from lockstep.kernels.hopper.forward.total import allocate_total
+from lockstep.kernels.hopper.forward.spans.total import allocate_total
 from lockstep.kernels.launch import unspecialized
 
 ANY_ADDRESS = ("sinks_ptr", "cu_q_ptr", "cu_kv_ptr", "kv_lens_ptr", "sequence_order_ptr")
@@ -133,7 +133,7 @@ def start_warps(
     """Start all warps of a program, with queries and results of each consumer in shared memory."""
     q_0, o_0 = allocate_rows(program, q_desc, o_desc, D_COLUMNS, OUT_COLUMNS)
     q_1, o_1 = allocate_rows(program, q_desc, o_desc, D_COLUMNS, OUT_COLUMNS)
-    # The second sums of query-invariant builds: `total.py`.
+    # The second sums of query-invariant builds: `spans/total.py`.
     t_0 = o_0
     t_1 = o_1
     if program.build.SPAN and DV_COLUMNS == 64 and program.build.TOTAL_COLUMNS > 0:

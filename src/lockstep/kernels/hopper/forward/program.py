@@ -43,8 +43,8 @@ class Build:
     CAPS_LATE: gl.constexpr  # and where weights are computed: capped_weights.py
     HAS_SINKS: gl.constexpr
     SPAN: gl.constexpr  # blocks of keys between two folds, 0 for none: spans.py
-    TOTAL_COLUMNS: gl.constexpr  # of the second sums in shared memory: total.py
-    ADDS_LATE: gl.constexpr  # spans are added while scores are computed: span_steps.py
+    TOTAL_COLUMNS: gl.constexpr  # of the second sums in shared memory: spans/total.py
+    ADDS_LATE: gl.constexpr  # spans are added while scores are computed: spans/steps.py
     CONSTANT_TIME: gl.constexpr
     CLEANS: gl.constexpr  # in constant time, under a mask
     RESCALES_LATE: gl.constexpr  # acc is, under the next scores: products.py

@@ -60,8 +60,8 @@ from lockstep.kernels.hopper.forward.program import (
     send_block,
     send_queries,
 )
-from lockstep.kernels.hopper.forward.span_steps import bar_of_begun as bar_in_spans
-from lockstep.kernels.hopper.forward.span_steps import fixed_maximum
+from lockstep.kernels.hopper.forward.spans.steps import bar_of_begun as bar_in_spans
+from lockstep.kernels.hopper.forward.spans.steps import fixed_maximum
 from lockstep.kernels.hopper.forward.weights import find_offset_weights, find_tops, find_weights
 
 # What stands for a value that is not finite while it is counted. A block has up to 128 keys, so

@@ -1,4 +1,4 @@
-"""Steps of a consumer through the blocks of a tile behind the first; `span_steps.py` has those of
+"""Steps of a consumer through the blocks of a tile behind the first; `spans/steps.py` has those of
 query-invariant builds."""
 
 from __future__ import annotations

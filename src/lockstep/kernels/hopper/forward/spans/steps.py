@@ -38,7 +38,7 @@ from lockstep.kernels.hopper.common.spans import (
 )
 from lockstep.kernels.hopper.common.thread_numbers import of_threads
 from lockstep.kernels.hopper.forward.products import await_product, issue_product, issue_scores
-from lockstep.kernels.hopper.forward.total import add_products, all_products
+from lockstep.kernels.hopper.forward.spans.total import add_products, all_products
 
 
 @gluon.jit

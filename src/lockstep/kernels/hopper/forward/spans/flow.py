@@ -1,5 +1,5 @@
 """Query-invariant builds at D 64 under a causal mask: the tiles of a consumer in one loop over the
-blocks of all of them, as `flow.py` has it. `span_steps.py` has a loop for each tile.
+blocks of all of them, as `forward/flow.py` has it. `steps.py` has a loop for each tile.
 
 Where a span begins, the sums of the one before join those of the spans before, and in the step
 behind that its products do, which are done then. What was summed before are sums of threads, l,
@@ -26,7 +26,7 @@ from lockstep.kernels.hopper.common.spans import (
 from lockstep.kernels.hopper.forward.products import await_product, issue_product, issue_scores
 from lockstep.kernels.hopper.forward.program import Rows
 from lockstep.kernels.hopper.forward.skipping import skip_behind
-from lockstep.kernels.hopper.forward.span_steps import bar_of_begun
+from lockstep.kernels.hopper.forward.spans.steps import bar_of_begun
 
 
 @gluon.jit
