@@ -77,6 +77,7 @@ BUILDS = {
         *("test_every_query*", "test_queries*", "test_a_box*", "test_blocks*", "test_which_calls*"),
         *("test_work*", "test_launch*"),
     ),
+    "test_hopper_options.py": ("[one loop]",),
     "test_hopper_versions.py": (),
     "test_hopper_window_plan.py": (
         *("[8-64]", "test_mask_and_heads_decide*", "test_rows_find_their_keys*"),

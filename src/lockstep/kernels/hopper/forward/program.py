@@ -391,8 +391,9 @@ def normalize(
 @gluon.jit
 def close_total(program, results, tile, c, rows, acc, m, l, r, error):
     """The results of `normalize`, from the total of all spans: `spans.py`."""
+    layout: gl.constexpr = m.type.layout
     sink = None
     if program.build.HAS_SINKS:
-        sink = results.sinks(program.schedule, tile, c, m.type.layout)
+        sink = results.sinks(program.schedule, tile, c, layout)
     scale = program.score_scale()
     return close_rows(acc, m, l, r, gl.exp2(-error), scale, sink, rows.nan_if_bad())
