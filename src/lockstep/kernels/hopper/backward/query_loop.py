@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.backward.cuts import find_cut
 from lockstep.kernels.hopper.backward.sizes import visible_tiles
-from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
+from lockstep.kernels.hopper.common.tensor_maps import coordinates
 
 # With a window, heads take turns at so many tiles: loops over neighbouring keys begin at other
 # tiles, and the fewer of one head come in a row, the longer L2 has to keep them for the next loop.

@@ -20,8 +20,7 @@ ring.py            rings of tiles between a producer and consumers
 mailbox.py         numbers that one warp sends to others
 named_barriers.py  the hardware's barriers, by number
 copy_engine.py     tensor maps
-coordinates.py     where rows lie in a tensor map
-boxes.py           tiles that it loads or stores box by box
+tensor_maps.py     rows in tensor maps, and tiles that the copy engine loads or stores box by box
 pages.py           keys and values in pages
 division.py        divisions in few instructions
 """

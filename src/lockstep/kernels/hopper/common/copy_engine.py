@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.hopper.common.coordinates import RAGGED
 from lockstep.kernels.hopper.common.gluon_shim import TensorDescriptor, gl
+from lockstep.kernels.hopper.common.tensor_maps import RAGGED
 
 ALIGNMENT = 8  # elements: it takes addresses and strides in multiples of 16 bytes
 # Tensor maps count in int32, and strides of 2^34 elements vanish modulo 2^64 bytes in RAGGED steps.

@@ -7,8 +7,8 @@ the tensor map: its keys are NaN then, its values 0.
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.common.boxes import boxes_of
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon, mbarrier, tma_load
+from lockstep.kernels.hopper.common.tensor_maps import boxes_of
 
 
 @aggregate

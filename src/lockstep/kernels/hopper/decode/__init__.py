@@ -21,8 +21,7 @@ Importing this package does not import Triton.
     fold.py      the second kernel, which does so where these are many
     units.py     which program of it folds what
     part_batches.py  how parts come to it
-    span_consumer.py, span_fold.py  those of query-invariant calls, with the bits of the forward
-    first_keys.py  of these, the keys that all weights of a row are relative to
+    spans/       the consumer and the second kernel of query-invariant calls
     few_rows.py  tiles of up to 8 rows
     launch.py    from a problem to launches
 

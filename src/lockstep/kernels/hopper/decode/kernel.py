@@ -12,7 +12,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.decode.consumer import consume
-from lockstep.kernels.hopper.decode.first_keys import FirstKeys
 from lockstep.kernels.hopper.decode.groups import (
     Numbers,
     PageStrides,
@@ -27,7 +26,8 @@ from lockstep.kernels.hopper.decode.producer import Cache, Tiles, produce
 from lockstep.kernels.hopper.decode.queries import Queries
 from lockstep.kernels.hopper.decode.rows import Rows
 from lockstep.kernels.hopper.decode.schedule import RunQueue, Sizes
-from lockstep.kernels.hopper.decode.span_consumer import consume_spans
+from lockstep.kernels.hopper.decode.spans.consumer import consume_spans
+from lockstep.kernels.hopper.decode.spans.first_keys import FirstKeys
 from lockstep.kernels.launch import unspecialized
 
 _ANY_ADDRESS = ("sinks_ptr", "kv_lens_ptr", "kv_starts_ptr", "page_table_ptr")

@@ -47,7 +47,7 @@ from lockstep.kernels.hopper.decode.plan import (
     tile_rows_of,
     tiles_of,
 )
-from lockstep.kernels.hopper.decode.span_fold import fold_spans
+from lockstep.kernels.hopper.decode.spans.fold import fold_spans
 from lockstep.kernels.hopper.decode.tiles import FIELDS, list_tiles
 from lockstep.kernels.kernel import Prepared, Result
 from lockstep.kernels.launch import Buffer, Launch, Launches

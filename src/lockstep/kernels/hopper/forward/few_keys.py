@@ -11,7 +11,6 @@ A row has the bits that `consumer.py` would give it.
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS, left_operand, zeros
-from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.exact_weights import (
     first_bar,
     first_offset,
@@ -52,6 +51,7 @@ from lockstep.kernels.hopper.common.softmax import (
     round_pairs,
     thread_sums,
 )
+from lockstep.kernels.hopper.common.tensor_maps import coordinates
 from lockstep.kernels.hopper.forward.cleaning import Cleaned
 from lockstep.kernels.hopper.forward.program import Build, Program, Results, Rows, normalize
 from lockstep.kernels.hopper.forward.scheduling.failed_tiles import FailedTiles

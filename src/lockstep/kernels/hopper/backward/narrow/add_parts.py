@@ -6,9 +6,9 @@ from lockstep.kernels.hopper.backward.narrow.dq_sums import add_part, await_sums
 from lockstep.kernels.hopper.backward.narrow.last_part import finish_part
 from lockstep.kernels.hopper.backward.narrow.tiles import CONSUMERS_AND_WARP, DQ_FULL, PARTS
 from lockstep.kernels.hopper.backward.turns import await_count
-from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, mbarrier, tma_store, tma_store_wait
 from lockstep.kernels.hopper.common.named_barriers import await_all
+from lockstep.kernels.hopper.common.tensor_maps import coordinates
 
 
 @gluon.jit

@@ -7,7 +7,6 @@ longer than products do where every part is the last of its tile.
 from __future__ import annotations
 
 from lockstep.kernels.hopper.backward.narrow.dq_sums import add_part, await_sums, rest_width
-from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import (
     fence_async_shared,
     gl,
@@ -18,6 +17,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     tma_store,
     tma_store_wait,
 )
+from lockstep.kernels.hopper.common.tensor_maps import coordinates
 
 
 @gluon.jit

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from lockstep.kernels.hopper.backward.sizes import visible_tiles
 from lockstep.kernels.hopper.common.accumulator import ROWS
-from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
+from lockstep.kernels.hopper.common.tensor_maps import coordinates
 
 BLOCK_Q = gl.constexpr(2 * ROWS.value)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator
-from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon, mbarrier
 from lockstep.kernels.hopper.common.pieces import issue_products, issue_transposed, piece_start
 from lockstep.kernels.hopper.common.ring import TileRing
 from lockstep.kernels.hopper.common.scores import LOG2E
 from lockstep.kernels.hopper.common.sizes import columns
+from lockstep.kernels.hopper.common.tensor_maps import coordinates
 from lockstep.kernels.hopper.forward.few_keys import store_piece
 from lockstep.kernels.hopper.forward.kept_keys.rows import close
 from lockstep.kernels.hopper.forward.one_block.rows import hide_piece

@@ -8,8 +8,8 @@ row's keys lie in the same steps wherever its chunk begins.
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS
-from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon, mbarrier, tma_load
+from lockstep.kernels.hopper.common.tensor_maps import coordinates
 from lockstep.kernels.hopper.forward.narrow_window.memory import PANEL, STEP, box_of, log2, panels
 from lockstep.kernels.hopper.forward.scheduling.schedule import Schedule
 

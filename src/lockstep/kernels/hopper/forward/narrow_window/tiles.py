@@ -17,7 +17,6 @@ from lockstep.kernels.hopper.common.accumulator import (
     left_operand,
     zeros,
 )
-from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import (
     fence_async_shared,
     gl,
@@ -42,6 +41,7 @@ from lockstep.kernels.hopper.common.softmax import (
     round_pairs,
     thread_sums,
 )
+from lockstep.kernels.hopper.common.tensor_maps import coordinates
 from lockstep.kernels.hopper.forward.narrow_window.memory import (
     PANEL,
     STEP,

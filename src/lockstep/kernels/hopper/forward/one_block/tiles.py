@@ -4,8 +4,8 @@ so that those which share keys and values are neighbours."""
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS
-from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
+from lockstep.kernels.hopper.common.tensor_maps import coordinates
 from lockstep.kernels.hopper.forward.scheduling.packed_sequences import ORDER_HEAD
 
 

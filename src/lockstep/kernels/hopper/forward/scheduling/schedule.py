@@ -34,8 +34,8 @@ multiples of BLOCK_KV in its own sequence.
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS
-from lockstep.kernels.hopper.common.coordinates import coordinates
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
+from lockstep.kernels.hopper.common.tensor_maps import coordinates
 from lockstep.kernels.hopper.forward import grouped_rows
 from lockstep.kernels.hopper.forward.scheduling.packed_sequences import (
     BAD,
