@@ -271,9 +271,9 @@ def visible(
     if starts is not None:
         seen = seen & (kv_idx >= starts[:, None, None, None])
     if left is not None:
-        seen = seen & (kv_idx >= diagonal - left)
+        seen = seen & (diagonal - kv_idx <= left)
     if right is not None:
-        seen = seen & (kv_idx <= diagonal + right)
+        seen = seen & (kv_idx - diagonal <= right)
     return seen
 
 

@@ -51,6 +51,7 @@ from lockstep.kernels.hopper.decode.spans.fold import fold_spans
 from lockstep.kernels.hopper.decode.tiles import FIELDS, list_tiles
 from lockstep.kernels.kernel import Prepared, Result
 from lockstep.kernels.launch import Buffer, Launch, Launches
+from lockstep.kernels.window import limit_of
 from lockstep.memory_order import strides_like
 from lockstep.problem import AttentionProblem, Tensors
 
@@ -215,8 +216,8 @@ def _numbers(
         "Skv": problem.Skv,
         "n_pages": v.shape[0],
         "page_size": problem.page_size or 0,
-        "left": left or 0,
-        "right": right or 0,
+        "left": limit_of(left),
+        "right": limit_of(right),
         "wanted": spans_wanted(problem),
         "least": least_span(problem),
         "team": team_of(problem, n_programs),

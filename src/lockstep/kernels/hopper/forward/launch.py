@@ -61,6 +61,7 @@ from lockstep.kernels.hopper.forward.shapes import (
 )
 from lockstep.kernels.kernel import Prepared, Result
 from lockstep.kernels.launch import Buffer, Launch, Launches
+from lockstep.kernels.window import limit_of
 from lockstep.memory_order import empty_like
 from lockstep.problem import AttentionProblem, Tensors
 
@@ -154,7 +155,7 @@ def _few_keys_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> L
     numbers = _of_heads(problem, q) | {
         "n_q_tiles": n_q_tiles,
         "tiles_per_program": tiles,
-        "right": problem.window[1] or 0,
+        "right": limit_of(problem.window[1]),
         "scale": scale,
         "softcap": softcap,
     }
@@ -206,7 +207,7 @@ def _one_block_launch(
         "heads_of_program": one_block_heads(problem),
         "scale": scale,
         "B": problem.B,
-        "right": problem.window[1] or 0,
+        "right": limit_of(problem.window[1]),
         "keys": keys,
     }
     constants = {
@@ -295,8 +296,8 @@ def _numbers(
         "B": problem.B,
         "Sq": problem.Sq,
         "Skv": problem.Skv,
-        "left": left or 0,
-        "right": right or 0,
+        "left": limit_of(left),
+        "right": limit_of(right),
         **key_numbers(problem, fitted, rows_of_group(problem)),
         "turn": tiles.turn,
         "page_size": problem.page_size or 0,

@@ -17,6 +17,7 @@ from lockstep.kernels.hopper.forward.kept_keys.plan import (
 from lockstep.kernels.hopper.forward.plan import value_columns
 from lockstep.kernels.hopper.forward.shapes import Shape, row_strides, scales, tiles_of
 from lockstep.kernels.launch import Launch
+from lockstep.kernels.window import limit_of
 from lockstep.problem import AttentionProblem, Tensors
 
 
@@ -37,7 +38,7 @@ def kept_keys_launch(
         "heads_per_kv": problem.Hq // problem.Hkv,
         "Sq": problem.Sq,
         "Skv": problem.Skv,
-        "right": problem.window[1] or 0,
+        "right": limit_of(problem.window[1]),
         "scale": scale,
     }
     constants = {
