@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import subprocess
 import sys
@@ -242,6 +243,13 @@ def test_a_lack_of_memory_ends_every_command_with_one_line(failing_with, error):
     assert len(result.stderr.strip().splitlines()) == 1
 
 
+def test_a_full_disk_ends_every_command_with_one_line(failing_with):
+    result = failing_with(OSError(errno.ENOSPC, "No space left on device"))
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit)
+    assert result.stderr.strip() == "error: No space left on device"
+
+
 def test_an_error_of_ours_is_not_taken_for_a_lack_of_memory(monkeypatch):
     def examine():
         raise RuntimeError("something else")
@@ -295,3 +303,7 @@ def test_the_process_ends_with_the_status_of_the_command(monkeypatch, capsys):
     command.run(app)
     assert ended == ["at exit", 3]
     assert capsys.readouterr().out == "done\n"
+    # A caller may have closed standard output.
+    monkeypatch.setattr(sys, "stdout", None)
+    command.run(app)
+    assert ended == ["at exit", 3] * 2

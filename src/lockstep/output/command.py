@@ -1,14 +1,15 @@
 """How every `lockstep` command prints and ends.
 
-A character that the terminal cannot show is replaced by a similar one. Ctrl-C and a lack of memory
-end a command with one line and an exit status, without a traceback. Errors name options as they are
-typed.
+A character that the terminal cannot show is replaced by a similar one. Ctrl-C, a lack of memory and
+a full disk end a command with one line and an exit status, without a traceback. Errors name options
+as they are typed.
 """
 
 from __future__ import annotations
 
 import atexit
 import codecs
+import errno
 import json
 import os
 import re
@@ -62,7 +63,8 @@ def run(app: typer.Typer) -> NoReturn:
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # of a pipe that nothing reads
-            stream.flush()
+            if stream is not None:  # as one that the caller has closed is
+                stream.flush()
     os._exit(status)
 
 
@@ -108,6 +110,11 @@ def _ended_by_a_line() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         _end("interrupted", INTERRUPTED)
+    except OSError as error:
+        # Where standard output goes as well, or the file of results.
+        if error.errno != errno.ENOSPC:
+            raise
+        _end(f"error: {error.strerror}", USAGE)
     except MemoryError as error:
         _end(f"error: not enough memory: {error}", USAGE)
     except RuntimeError as error:
