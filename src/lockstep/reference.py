@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checks import check_types, check_values
+from lockstep.forks import fork_safe
 from lockstep.problem import (
     AttentionProblem,
     Layout,
@@ -101,6 +102,7 @@ def attention_paged(
     return _run("paged", tensors, causal, window, scale, softcap, return_lse)
 
 
+@fork_safe
 def _run(
     layout: Layout,
     tensors: Tensors,

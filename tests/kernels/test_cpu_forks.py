@@ -72,6 +72,11 @@ def _oracle() -> Run:
     return lambda: [lockstep.attention(q, k, v)]
 
 
+def _reference() -> Run:
+    q, k, v = torch.randn(3, B, H, 300, D)
+    return lambda: lockstep.reference.attention(q, k, v, causal=True, return_lse=True)
+
+
 def _merge() -> Run:
     parts = [(torch.randn(B, H, D, S).mT, torch.randn(B, H, S)) for _ in range(2)]
     return lambda: lockstep.merge(parts)
@@ -161,6 +166,7 @@ def _three_threads():
         _autocast,
         _vmap,
         _oracle,
+        _reference,
         _merge,
         _backward,
         _backward_of_both,

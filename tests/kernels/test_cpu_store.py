@@ -21,10 +21,11 @@ import pytest
 from numba.core.typed_passes import NativeLowering
 
 import lockstep
+from lockstep import forks
 from lockstep.commands import doctor
 from lockstep.kernels import cpu
 from lockstep.kernels.cpu.compiler import compile as compiling
-from lockstep.kernels.cpu.compiler import lowering, machine, processes, scalar, shortcuts, store
+from lockstep.kernels.cpu.compiler import lowering, machine, scalar, shortcuts, store
 from lockstep.kernels.cpu.compiler.vectors import f32
 
 
@@ -356,7 +357,7 @@ def test_nothing_is_reported_without_a_wait(home, compilations, monkeypatch, cap
     if reason == "loaded":
         _run()
     if reason == "forked":
-        monkeypatch.setattr(processes, "forked", True)
+        monkeypatch.setattr(forks, "forked", True)
     monkeypatch.setattr(compiling, "PATIENCE", 60.0 if reason == "quick" else 0.0)
     monkeypatch.setattr(compiling, "_told", False)
     _run()

@@ -6,16 +6,16 @@ import pytest
 
 pytest.importorskip("numba")
 
+from lockstep import forks
 from lockstep.kernels.cpu import units
 from lockstep.kernels.cpu.arithmetic.narrow import NARROW
 from lockstep.kernels.cpu.arithmetic.wide import ROWS
-from lockstep.kernels.cpu.compiler import processes
 from lockstep.kernels.cpu.compiler.vectors import LANES
 
 
 @pytest.fixture(autouse=True)
 def sixteen_threads(monkeypatch):
-    monkeypatch.setattr(processes, "threads", lambda: 16)
+    monkeypatch.setattr(forks, "threads", lambda: 16)
 
 
 @pytest.mark.parametrize("rows", [1, 47, 48, 49, 197, 384, 385, 1024, 5000])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.amp import is_autocast_available
 
-from lockstep.kernels.cpu.compiler.processes import fork_safe
+from lockstep.forks import fork_safe
 from lockstep.problem import Tensors
 
 # The dtypes that are cast, as for scaled_dot_product_attention: not float64. A bias, sinks and

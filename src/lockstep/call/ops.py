@@ -32,7 +32,7 @@ from lockstep.call.vmap_rules import (
     sample_by_sample,
 )
 from lockstep.checks import REQUIRED, check_parts, check_strided, check_types
-from lockstep.kernels.cpu.compiler.processes import fork_safe
+from lockstep.forks import fork_safe
 from lockstep.kernels.kernel import BackwardTensors, Given, Gradients, Needs, Result
 from lockstep.problem import Layout, Options, Tensors, Window, describe, shown
 

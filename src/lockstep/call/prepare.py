@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep import dispatch, memory_order
 from lockstep.checks import are_values_checked, check_values
-from lockstep.kernels.cpu.compiler.processes import fork_safe
+from lockstep.forks import fork_safe
 from lockstep.kernels.kernel import (
     BackwardTensors,
     Gradients,

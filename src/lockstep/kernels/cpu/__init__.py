@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.carry import Carry
-from lockstep.kernels.cpu.compiler import processes as processes
 from lockstep.kernels.kernel import (
     BackwardTensors,
     Gradients,

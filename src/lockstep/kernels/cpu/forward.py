@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from lockstep import forks
 from lockstep.kernels.cpu.arithmetic.memory import scatter_columns
 from lockstep.kernels.cpu.arithmetic.merge import (
     close_row,
@@ -59,7 +60,7 @@ from lockstep.kernels.cpu.call.record import (
 )
 from lockstep.kernels.cpu.call.tensors import Described, address, describe
 from lockstep.kernels.cpu.call.threads import parallel
-from lockstep.kernels.cpu.compiler import processes, scalar
+from lockstep.kernels.cpu.compiler import scalar
 from lockstep.kernels.cpu.compiler.compile import Kernel, compiled, have_ready
 from lockstep.kernels.cpu.compiler.vectors import F32, LANES, MR, f32
 from lockstep.kernels.cpu.units import (
@@ -364,7 +365,7 @@ def prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
             described = known[0].again(*tensors[:3], out, lse, statistics)
         else:
             described = describe(problem, tensors, out, lse, statistics)
-        threads = processes.threads()
+        threads = forks.threads()
         planned = plans.get(threads) or _make_plan(problem, described, threads)
         if planned is None:
             return out, lse, statistics

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lockstep import forks
 from lockstep.kernels.cpu.arithmetic.tiles import PIECE
 from lockstep.kernels.cpu.arithmetic.wide import ROWS, SPAN
 from lockstep.kernels.cpu.call.arguments import record_at
 from lockstep.kernels.cpu.call.tensors import Described
-from lockstep.kernels.cpu.compiler import processes
 
 if TYPE_CHECKING:
     from lockstep.problem import AttentionProblem
@@ -29,7 +29,7 @@ def part_of_span(problem: AttentionProblem, longest: int) -> int:
     """How many keys an item has where no sequence has more than one span, and heads are fewer than
     threads; otherwise 0, for whole spans. Sums of dQ go from part to part in order, so that bits do
     not depend on it."""
-    threads, heads = processes.threads(), problem.B * problem.Hkv
+    threads, heads = forks.threads(), problem.B * problem.Hkv
     if longest > SPAN or heads >= threads:
         return 0
     return next((x for x in PARTS if heads * -(-longest // x) >= threads), PARTS[-1])

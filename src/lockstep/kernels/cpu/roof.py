@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from lockstep import forks
 from lockstep.kernels.cpu.arithmetic.merge import fill
 from lockstep.kernels.cpu.call.arguments import argument, enter
 from lockstep.kernels.cpu.call.threads import parallel
-from lockstep.kernels.cpu.compiler import processes
 from lockstep.kernels.cpu.compiler.compile import kernel
 from lockstep.kernels.cpu.compiler.simd import Emit, emitter
 from lockstep.kernels.cpu.compiler.vectors import MR, NV, WIDTH, f32, i64
@@ -51,7 +51,7 @@ def measure(clock: Callable[[], float] = time.perf_counter) -> float:
         >>> measure() > 1e8
         True
     """
-    threads = processes.threads()
+    threads = forks.threads()
     operations = 2 * threads * STEPS * CHAINS * WIDTH
     best = float("inf")
     for _ in range(ROUNDS):

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lockstep import forks
 from lockstep.kernels.cpu.arithmetic.narrow import NARROW
 from lockstep.kernels.cpu.arithmetic.wide import ROWS, SPAN, padded, rows_range
 from lockstep.kernels.cpu.call.arguments import argument, record_at
 from lockstep.kernels.cpu.call.record import of_sequence, variants
-from lockstep.kernels.cpu.compiler import processes, scalar
+from lockstep.kernels.cpu.compiler import scalar
 from lockstep.kernels.cpu.compiler.compile import compiled
 from lockstep.kernels.cpu.compiler.vectors import LANES
 
@@ -63,7 +64,7 @@ def choose_cut(n_rows: Sequence[int], n_keys: Sequence[int], heads: int, Dv: int
     Every unit lays out its keys for itself, so few large units cost less than many small ones, if
     they are enough for all threads. Where there are not rows enough, spans are shared out.
     """
-    threads = processes.threads()
+    threads = forks.threads()
     whole = heads * sum(_n_units(n, ROWS) for n in n_rows)
     if whole >= UNITS_PER_THREAD * threads or max(n_rows, default=0) <= NARROW:
         return Cut(ROWS, whole, split=False)

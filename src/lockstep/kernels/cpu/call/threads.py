@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from lockstep import forks
 from lockstep.kernels.cpu.call.arguments import HEADER
-from lockstep.kernels.cpu.compiler import processes
 from lockstep.kernels.cpu.compiler.compile import Kernel
 
 # A second thread pays off from about this many fused multiply-adds on.
@@ -63,7 +63,7 @@ def _scratch(size: int) -> int:
 def parallel(
     kernel: Kernel, arguments: Sequence[int], scratch_bytes: int = 0, work: int = 0
 ) -> None:
-    """Run ``kernel`` on as many threads as ``work`` is worth, at most `processes.threads`.
+    """Run ``kernel`` on as many threads as ``work`` is worth, at most `forks.threads`.
 
     Args:
         kernel: reads its arguments with `arguments.argument`, its work with `take_ticket`.
@@ -71,7 +71,7 @@ def parallel(
         scratch_bytes: how much memory each thread gets from `enter`.
         work: about how many fused multiply-adds there are in all.
     """
-    threads = max(1, min(processes.threads(), 1 + work // WORTH_A_THREAD))
+    threads = max(1, min(forks.threads(), 1 + work // WORTH_A_THREAD))
     stride = -(-scratch_bytes // 64) * 64
     block = array("q", (0, 0, _scratch(threads * stride), stride, *arguments))
     assert len(block) == HEADER + len(arguments)
@@ -80,7 +80,7 @@ def parallel(
         kernel(address)
         return
     gomp_parallel = _gomp_parallel()
-    if gomp_parallel is not None and not processes.forked:
+    if gomp_parallel is not None and not forks.forked:
         gomp_parallel(kernel.address, address, threads, 0)
         return
     with ThreadPoolExecutor(threads) as pool:

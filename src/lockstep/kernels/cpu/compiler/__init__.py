@@ -1,1 +1,1 @@
-"""From Python to machine code: SIMD, LLVM, code kept on disk, forked processes."""
+"""From Python to machine code: SIMD, LLVM, code kept on disk."""

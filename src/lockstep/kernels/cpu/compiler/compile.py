@@ -16,8 +16,9 @@ from typing import Any
 import llvmlite.binding as llvm
 from numba.core.compiler_lock import global_compiler_lock
 
+from lockstep import forks
 from lockstep.kernels.compiled import note
-from lockstep.kernels.cpu.compiler import machine, processes, store
+from lockstep.kernels.cpu.compiler import machine, store
 from lockstep.kernels.cpu.compiler.entry import entry_of
 from lockstep.kernels.cpu.compiler.lowering import Lowered, Part, lower
 
@@ -59,7 +60,7 @@ def _patiently() -> Iterator[None]:
     """Tell the user, once, if this takes long; a forked child leaves that to its parent."""
     timer = threading.Timer(PATIENCE, _tell)
     timer.daemon = True
-    if not (_told or processes.forked):
+    if not (_told or forks.forked):
         timer.start()
     # Types and instructions by the hundred thousand, all of them alive: nothing to collect.
     collecting = gc.isenabled()
