@@ -6,9 +6,11 @@ import json
 import re
 from importlib import resources
 
+import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli import app
+from lockstep.report import cli
 from lockstep.report.page import LIBRARIES, SCRIPTS, page
 
 ASSETS = resources.files("lockstep.report") / "assets"
@@ -61,6 +63,18 @@ def test_files_that_cannot_be_used(tmp_path):
         result = CliRunner().invoke(app, ["report", *options, "-o", str(tmp_path / "x.html")])
         assert result.exit_code == 2
         assert options[0] in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--out", "--data"])
+def test_where_nothing_can_be_written_is_said_before_anything_is_traced(
+    option, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(cli, "_fresh", None)
+    monkeypatch.chdir(tmp_path)
+    for place in (tmp_path, tmp_path / "none" / "x"):
+        result = CliRunner().invoke(app, ["report", option, str(place)])
+        assert result.exit_code == 2
+        assert f"{option} takes a file that can be written" in result.stderr
 
 
 def test_trace_writes_a_page(tmp_path):
