@@ -278,6 +278,23 @@ def test_cli_trace_json():
     assert json.loads(result.stdout)["totals"]["global_load_sectors"] == 16
 
 
+def test_what_a_file_prints_is_not_in_the_json(tmp_path):
+    path = tmp_path / "prints.py"
+    path.write_text(
+        "from lockstep import simt\n"
+        "from lockstep.simt import cuda, float32\n\n"
+        "@simt.kernel\n"
+        "def ones(x: float32[:]):\n"
+        "    x[cuda.grid(1)] = 1.0\n\n"
+        "print('imported')\n"
+    )
+    arguments = [f"{path}:ones", "-a", "x=64", "--grid", "2", "--block", "32", "--json"]
+    result = runner.invoke(app, ["trace", *arguments])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["kernel"] == "ones"
+    assert "imported" in result.stderr
+
+
 def test_cli_trace_of_a_sample():
     result = runner.invoke(app, ["trace", "transpose, not padded"])
     assert result.exit_code == 0, result.output

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -163,7 +163,8 @@ def _from_file(path: Path, name: str) -> Kernel:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent))  # the file may import its neighbours, as a script would
     try:
-        spec.loader.exec_module(module)
+        with redirect_stdout(sys.stderr):  # what it prints is no part of what the command prints
+            spec.loader.exec_module(module)
     finally:
         sys.path.pop(0)
     kernels = {n: k for n, k in vars(module).items() if isinstance(k, Kernel)}
