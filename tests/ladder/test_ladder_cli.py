@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from lockstep import ladder
 from lockstep.cli import app
 from lockstep.ladder.rungs import r05_small_tile_2d as small_tile_2d
+from lockstep.ladder.tables import against_phases
+from lockstep.output.formats import number
 
 FEW = ("naive", "small_tile_2d")
 
@@ -112,6 +114,18 @@ def test_two_rungs_side_by_side():
     assert one["title"] == "small_tile (sequential)"
     assert one["depth"] > other["depth"]
     assert one["barriers_per_block"] < other["barriers_per_block"]
+
+
+def test_phases_of_all_launches_are_added_up():
+    """The two launches of a split have instructions outside of phases each."""
+    rung = ladder.find("split_kv")
+    _, traces = ladder.run_on_machine(rung, ladder.Problem(B=1, H=1, S=20, D=32))
+    outside = sum(p.depth for trace in traces for p in trace.phases if not p.name)
+    made = against_phases(("one", "other"), (traces, traces))
+    rows = dict(zip(*(list(made.columns[i].cells) for i in (0, 1)), strict=True))
+    assert len([p for trace in traces for p in trace.phases if not p.name]) == 2
+    assert rows["(outside)"] == number(outside)
+    assert set(made.columns[3].cells) == {"="}
 
 
 @pytest.mark.slow

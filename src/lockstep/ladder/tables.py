@@ -201,14 +201,17 @@ def against_table(titles: tuple[str, str], both: tuple[Counted, Counted]) -> Tab
 
 def against_phases(titles: tuple[str, str], traces: tuple[list[Trace], list[Trace]]) -> Table:
     """Depth by phase, of both rungs, over all blocks."""
-    found = [
-        {p.name or "(outside)": p.depth for trace in of for p in trace.phases} for of in traces
-    ]
-    made = table("depth by phase", *titles, "ratio", right=(*titles, "ratio"))
+    found: tuple[dict[str, int], dict[str, int]] = {}, {}
+    for depths, of in zip(found, traces, strict=True):
+        for phase in (phase for trace in of for phase in trace.phases):
+            name = phase.name or "(outside)"  # which several launches may have
+            depths[name] = depths.get(name, 0) + phase.depth
+    made = table("depth by phase, all blocks", *titles, "ratio", right=(*titles, "ratio"))
     for name in dict.fromkeys((*found[0], *found[1])):
         one, other = (depths.get(name) for depths in found)
         cells = ("–" if depth is None else number(depth) for depth in (one, other))
-        made.add_row(name, *cells, f"{other / one:.3g}×" if one and other else "–")
+        ratio = f"{other / one:.3g}×" if one and other else "–"
+        made.add_row(name, *cells, ratio if one != other else "=")
     return made
 
 
