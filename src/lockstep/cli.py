@@ -16,7 +16,14 @@ from lockstep.commands import plan_context, warm_up
 from lockstep.ladder import cli as ladder_cli
 from lockstep.ladder import sweep as ladder_sweep
 from lockstep.ladder.claims import cli as claims_cli
-from lockstep.output.command import Commands, Json, ends_with_status_2, print_json, run
+from lockstep.output.command import (
+    Commands,
+    Json,
+    by_option,
+    ends_with_status_2,
+    print_json,
+    run,
+)
 from lockstep.report import cli as report_cli
 
 app = typer.Typer(
@@ -103,7 +110,10 @@ def hub_layout(
     from lockstep.integrations import hub
 
     with ends_with_status_2(ValueError, OSError):
-        layout = hub.write_layout(repository, backend)
+        try:
+            layout = hub.write_layout(repository, backend)
+        except ValueError as error:
+            raise ValueError(by_option(error, {"backend": "--backend"})) from None
     facts = {**layout._asdict(), "folder": str(layout.folder)}
     if as_json:
         print_json(facts)

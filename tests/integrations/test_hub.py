@@ -130,4 +130,4 @@ def test_the_command(tmp_path):
     assert "exists already" in again.stderr
     unknown = CliRunner().invoke(app, ["hub-layout", str(tmp_path), "--backend", "metal"])
     assert unknown.exit_code == 2
-    assert "cuda, cpu" in unknown.stderr
+    assert "--backend takes one of cuda, cpu" in unknown.stderr

@@ -158,7 +158,7 @@ def test_screens_fit_80_columns(few_rungs, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("plan", "--gpu", "h300"), "gpu is 'h300', takes one of"),
+        (("plan", "--gpu", "h300"), "--gpu is 'h300', takes one of"),
         (("plan", "tiny_tile"), "there is no rung 'tiny_tile'"),
         (("plan", "--head-dim", "48"), "--head-dim is 48, takes one of 32, 64, 128"),
         (("plan", "--dtype", "int3"), "--dtype is 'int3', takes float16 or bfloat16"),

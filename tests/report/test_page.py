@@ -59,10 +59,14 @@ def test_report_from_saved_data(data, tmp_path):
 def test_files_that_cannot_be_used(tmp_path):
     bad = tmp_path / "bad.json"
     bad.write_text("{}")
-    for options in (["--from", str(bad)], ["--results", str(tmp_path / "none")]):
+    missing = str(tmp_path / "none")
+    for options in (
+        *(["--from", str(bad)], ["--from", missing], ["--results", missing]),
+        *(["--audit", str(bad)], ["--audit", missing]),
+    ):
         result = CliRunner().invoke(app, ["report", *options, "-o", str(tmp_path / "x.html")])
         assert result.exit_code == 2
-        assert options[0] in result.stderr
+        assert f"{options[0]} takes" in result.stderr
 
 
 @pytest.mark.parametrize("option", ["--out", "--data"])

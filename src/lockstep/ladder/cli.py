@@ -385,7 +385,10 @@ def known(gpu: str) -> str:
     """The GPU's name as tables write it. Raises ValueError for one that is not known."""
     from .plan import gpu_named
 
-    return gpu_named(gpu)
+    try:
+        return gpu_named(gpu)
+    except ValueError as error:
+        raise ValueError(by_option(error, {"gpu": "--gpu"})) from None
 
 
 def has_gpu() -> bool:

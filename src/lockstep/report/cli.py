@@ -90,7 +90,7 @@ def _fresh(directory: Path | None, audits: Sequence[Path], aside: Console) -> di
 def _read(path: Path) -> dict:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"--from takes JSON that --data saved, got '{path}': {error}") from None
     if not isinstance(data, dict) or data.get("kind") != "ladder":
         raise ValueError(f"--from takes JSON that --data saved, got '{path}'")

@@ -170,9 +170,9 @@ def _audit(path: Path) -> Data:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"audit is '{path}', takes a JSON file: {error}") from None
+        raise ValueError(f"--audit takes a JSON file, got '{path}': {error}") from None
     if not isinstance(found, dict) or "checks" not in found:
-        raise ValueError(f"audit is '{path}', takes what `lockstep audit bits --json` prints")
+        raise ValueError(f"--audit takes what `lockstep audit bits --json` prints, got '{path}'")
     return {"file": path.name, "shape": found.get("shape", {}), "ok": found.get("ok"),
             "checks": found["checks"]}  # fmt: skip
 
