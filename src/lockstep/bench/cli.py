@@ -11,7 +11,7 @@ from rich.console import Console
 from lockstep.output.command import Json, ends_with_status_2, print_json
 from lockstep.output.console import BAD, QUIET, progress
 
-app = typer.Typer(help="Time the kernels against PyTorch.", no_args_is_help=True)
+app = typer.Typer(help="Time the kernels beside PyTorch and other libraries.", no_args_is_help=True)
 
 ROUNDS, QUICK_ROUNDS = 15, 3
 
