@@ -33,9 +33,8 @@ OPTIONS = {
     "length": "--length",
     "kv_heads": "--kv-heads",
 }
-RUNG_OR_KERNEL = "A rung, FILE:KERNEL, or the name of a built-in sample"
 PROBLEM = "For a rung"
-Target = Annotated[str, typer.Argument(metavar="KERNEL", help=RUNG_OR_KERNEL)]
+Target = Annotated[str, typer.Argument(metavar="KERNEL", help="A rung, FILE:KERNEL or a sample")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences.", rich_help_panel=PROBLEM)]
 Heads = Annotated[int, typer.Option(min=1, help="Heads.", rich_help_panel=PROBLEM)]
 Seq = Annotated[int, typer.Option(min=1, help="Tokens of a sequence.", rich_help_panel=PROBLEM)]
