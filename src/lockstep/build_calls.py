@@ -160,9 +160,10 @@ def _groups(layer: Layer, packed: bool) -> Iterator[SampleCall]:
     share tiles, too."""
     layout: Literal["packed", "dense"]
     widest, B = max(layer.D, layer.value_dim), -(-HEADS_OF_GROUPS // layer.Hq)
-    is_plain = layer.window is None and layer.softcap is None
     is_wide = widest > (WIDEST_OF_TEXTS if packed else NARROW)
-    if layer.Hq > layer.Hkv and is_plain and is_wide:
+    is_wide = is_wide or (layer.causal and not packed)
+    has_groups = layer.softcap is None or (widest <= WIDEST_OF_TEXTS and not packed)
+    if layer.Hq > layer.Hkv and layer.window is None and has_groups and is_wide:
         n, layout = (B, "packed") if packed else (1, "dense")
         yield SampleCall(layer, layout, n * MORE_THAN_A_TILE, n * LONGER_PROMPT, B=B)
 

@@ -262,35 +262,6 @@ def test_programs_share_heads_evenly(B, Hkv, n, D, expected):
     assert n_programs % (plan.team_of(problem, n_programs) * plan.plan_of(problem).programs) == 0
 
 
-def test_no_row_has_more_parts_than_there_is_room_for():
-    for Hkv in (1, 2, 8, 64):
-        for n in (16, 512, 4096, 1 << 16, 1 << 20):
-            problem = problem_of(Hq=Hkv, Hkv=Hkv, n=n, D=64)
-            wanted, most = plan.spans_wanted(problem), plan.most_spans(problem)
-            for length in {n, n // 2, 3 * n // 4, min(n, 257 * wanted)}:
-                span = ceil_div(ceil_div(length, wanted), 64) * 64
-                span = min(max(span, plan.least_span(problem)), plan.MOST_SPAN)
-                assert ceil_div(length, span) <= most
-
-
-@pytest.mark.parametrize(
-    ("n", "Sq", "D", "options", "expected"),
-    [
-        (512, 1, 128, {}, True),
-        (1024, 4, 128, {}, False),  # two spans of 512 keys
-        (1024, 8, 128, {}, True),  # one of 1,024 keys, for 32 rows
-        (1024, 8, 64, {}, False),
-        (512, 1, 128, {"window_left": 100}, False),  # it may begin within a span
-    ],
-)
-def test_there_is_no_second_kernel_where_no_head_can_be_cut(n, Sq, D, options, expected):
-    tensors = tensors_of(n=n, Sq=Sq, D=D)
-    problem = describe(tensors, Options(causal=True, **options))
-    assert (plan.most_spans(problem) == 1) == expected
-    launches = launch.decode_launches(problem, tensors, PROCESSORS).launches
-    assert len(launches) == (1 if expected else 2)
-
-
 @pytest.mark.parametrize(
     ("D", "rows", "expected"),
     [

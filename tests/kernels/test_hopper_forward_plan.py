@@ -290,6 +290,23 @@ def test_windows_of_some_hundred_keys_have_blocks_of_64(D, Dv, options, block_kv
     assert 2 * tiles + 512 <= sizes.SHARED_BYTES
 
 
+@pytest.mark.parametrize("options", [{"causal": True}, {}, {"window_left": 4095}], ids=str)
+@pytest.mark.parametrize(
+    ("D", "Dv"), [(40, 40), (64, 64), (80, 80), (128, 128), (160, 160), (192, 128), (256, 256)]
+)
+def test_softcaps_have_blocks_of_64(D, Dv, options):
+    """Wider ones would have more code than the cache of instructions holds."""
+    capped = Options(**options, softcap=50.0)
+    shape = plan.plan_of(describe(unwritten(5000, 5000, D=D, Dv=Dv), capped))
+    assert (shape.block_kv, shape.consumers) == (64, 2)
+    for strict in ("query_invariant", "constant_time"):
+        as_ever = plan.plan_of(
+            describe(unwritten(5000, 5000, D=D, Dv=Dv), Options(**options, **{strict: True}))
+        )
+        same = describe(unwritten(5000, 5000, D=D, Dv=Dv), capped._replace(**{strict: True}))
+        assert plan.plan_of(same) == as_ever
+
+
 def test_pairs_only_where_they_fill_the_card_and_keys_stay_in_l2():
     assert tiling.pays_to_pair(heads=16, n_q_tiles=128, processors=132, head_bytes=8 << 20)
     assert not tiling.pays_to_pair(heads=8, n_q_tiles=128, processors=132, head_bytes=16 << 20)

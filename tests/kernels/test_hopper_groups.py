@@ -103,9 +103,23 @@ CAUSAL, FULL = {"causal": True}, {}
         (256, 40, 8, 71, 7145, 128, CAUSAL, True),
         (4, 80, 10, 301, 14024, 128, CAUSAL, True),
         (44, 40, 10, 162, 162, 256, FULL, True),
+        (256, 8, 1, 85, 455, 128, CAUSAL, True),
+        # Chunks of prompts, of narrow heads, too.
+        (256, 40, 10, 269, 564, 64, CAUSAL, True),
+        (32, 20, 5, 400, 1600, 40, CAUSAL, True),
+        (64, 32, 8, 300, 2000, 64, CAUSAL, True),
+        (32, 32, 8, 300, 450, 128, CAUSAL, True),
+        (32, 16, 4, 300, 450, 256, CAUSAL, True),
+        (32, 32, 16, 300, 900, 128, {"causal": True, "softcap": 50.0}, True),
+        (32, 16, 8, 300, 900, 256, {"causal": True, "softcap": 50.0}, False),
+        # They have few more keys than queries.
+        (32, 32, 8, 300, 375, 128, CAUSAL, False),
+        (106, 20, 5, 783, 783, 160, CAUSAL, False),
+        # Half of the last tile of a head is left out.
+        (32, 64, 8, 300, 600, 64, CAUSAL, False),
         # Their tiles are short.
         (256, 16, 4, 129, 129, 64, CAUSAL, False),
-        (256, 8, 1, 85, 455, 128, CAUSAL, False),
+        (128, 32, 8, 70, 140, 128, CAUSAL, False),
         (256, 16, 2, 179, 179, 256, CAUSAL, False),
         # Their tiles are full.
         (64, 32, 8, 128, 4096, 128, CAUSAL, False),

@@ -42,6 +42,8 @@ def check(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     [
         (64, BF16, 8, {"causal": True}),
         (128, BF16, 10, {"causal": True}),
+        (128, BF16, 8, {"causal": True, "softcap": 50.0}),
+        (64, FP16, 14, {"causal": True, "softcap": 20.0}),
         (128, FP16, 6, {"causal": True}),
         (256, BF16, 16, {}),
         (160, BF16, 4, {"causal": True}),

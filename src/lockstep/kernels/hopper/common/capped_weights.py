@@ -70,14 +70,14 @@ def _coefficient_lines(tier, coefficients):
 
 
 @gluon.constexpr_function
-def _polynomial_lines(tier, n, s, offset, exponent, if_row=""):
-    """PTX for the exponent of a weight by n coefficients; it stays as it is where the guard
-    `if_row` does not hold."""
+def _polynomial_lines(coefficients, s, offset, exponent, if_row=""):
+    """PTX for the exponent of a weight by coefficients of these names; it stays as it is where the
+    guard `if_row` does not hold."""
     return [
         "{ .reg .f32 z, w;",
         f"mul.f32 z, {s}, {s};",
-        f"fma.rn.f32 w, a{tier}_{n - 1}, z, a{tier}_{n - 2};",
-        *(f"fma.rn.f32 w, w, z, a{tier}_{k};" for k in range(n - 3, -1, -1)),
+        f"fma.rn.f32 w, {coefficients[-1]}, z, {coefficients[-2]};",
+        *(f"fma.rn.f32 w, w, z, {c};" for c in coefficients[-3::-1]),
         f"{if_row} fma.rn.f32 {exponent}, {s}, w, {offset};",
         "}",
     ]
@@ -124,43 +124,6 @@ def _maxima_lines(n, s):
 
 
 @gluon.constexpr_function
-def _row_lines(r):
-    """PTX: the largest score of a row, in all of its four threads."""
-    lines = [f".reg .f32 other{r};"]
-    for lane in (1, 2):
-        lines += [
-            f"shfl.sync.bfly.b32 other{r}, top{r}, {lane}, 0x1f, 0xffffffff;",
-            f"max.f32 top{r}, top{r}, other{r};",
-        ]
-    return [*lines, f".reg .pred high{r};", f"setp.eq.b32 high{r}, 0, 0;"]
-
-
-@gluon.constexpr_function
-def _tier_lines(tier, coefficients, end, n, offset):
-    """PTX for the exponents of rows whose scores are below the end of a tier, and of no lower
-    one."""
-    here = [f"in{tier}_{r}" for r in range(2)]
-    lines = [f".reg .pred {', '.join(here)};"]
-    for r in range(2):
-        lines += [
-            f"setp.le.and.f32 {here[r]}, top{r}, {_hex(end)}, !unfit{tier};",
-            f"and.pred {here[r]}, {here[r]}, high{r};",
-        ]
-    lines += [
-        f"or.pred any, {here[0]}, {here[1]};",
-        "vote.sync.any.pred any, any, 0xffffffff;",
-        f"@!any bra.uni NONE{tier};",
-    ]
-    for i in range(n):
-        guard = f"@{here[i // 2 % 2]}"
-        lines += _polynomial_lines(
-            tier, len(coefficients), f"e{i}", f"${offset + i}", f"e{i}", guard
-        )
-    lines.append(f"NONE{tier}:")
-    return [*lines, *(f"and.pred high{r}, high{r}, !{here[r]};" for r in range(2))]
-
-
-@gluon.constexpr_function
 def _sum_lines(first, end):
     """PTX: `sum0` and `sum1`, those of a thread's two rows, with the weights from `first` to `end`
     in the order of `thread_sums`: of two at a time, one after the other."""
@@ -175,8 +138,9 @@ def _sum_lines(first, end):
 
 
 @gluon.constexpr_function
-def _first_tier_lines(n, s, offset):
-    """PTX for weights and sums of rows that are all in the first tier."""
+def _run_lines(n, s, offset, coefficients):
+    """PTX for weights and sums of rows whose exponents are polynomials: of each of the two rows of
+    a thread, the names of its coefficients."""
     rows = (offset, offset + 2)
     lines = [
         # 0, which ptxas does not know: scales are positive.
@@ -193,14 +157,64 @@ def _first_tier_lines(n, s, offset):
                 else f"lop3.b32 from{r}_{g}, awaited{r}_{g - AHEAD}, nil, ${rows[r]}, 0xea;"
             )
         for i in range(g * GROUP, (g + 1) * GROUP):
-            lines += _polynomial_lines(
-                0, len(TIERS[0][0]), f"${s + i}", f"from{i // 2 % 2}_{g}", f"e{i}"
-            )
+            r = i // 2 % 2
+            lines += _polynomial_lines(coefficients[r], f"${s + i}", f"from{r}_{g}", f"e{i}")
             lines.append(f"ex2.approx.ftz.f32 ${i}, e{i};")
         lines += _sum_lines(g * GROUP, (g + 1) * GROUP)
         for r in range(2):
             lines += [f".reg .b32 awaited{r}_{g};", f"mov.b32 awaited{r}_{g}, sum{r};"]
+    return ["{", *lines, "}"]
+
+
+@gluon.constexpr_function
+def _tier_of_rows_lines():
+    """PTX: whether a row is above all tiers, `high`, and its coefficients `c`, of as many terms as
+    the last tier has: those of a lower tier end with zeros, which add nothing."""
+    first, end = TIERS[0]
+    second, end_of_second = TIERS[1]
+    lines = [".reg .pred low0, low1, high0, high1;"]
+    for r in range(2):
+        names = [f"c{r}_{k}" for k in range(len(second))]
+        lines += [
+            f".reg .f32 {', '.join(names)};",
+            f"setp.le.and.f32 low{r}, top{r}, {_hex(end)}, !unfit0;",
+            f"setp.le.and.f32 high{r}, top{r}, {_hex(end_of_second)}, !unfit1;",
+            f"or.pred high{r}, high{r}, low{r};",
+            f"not.pred high{r}, high{r};",
+            *(
+                f"selp.f32 {name}, {f'a0_{k}' if k < len(first) else _hex(0.0)}, a1_{k}, low{r};"
+                for k, name in enumerate(names)
+            ),
+        ]
     return lines
+
+
+@gluon.constexpr_function
+def _above_lines(n, s, offset, coefficients):
+    """PTX for weights and sums where some rows of a warp are above all tiers."""
+    lines = [f"mov.f32 e{i}, ${s + i};" for i in range(n)]
+    lines += [
+        # Where all rows are, nothing is a polynomial.
+        "and.pred any, high0, high1;",
+        "vote.sync.all.pred any, any, 0xffffffff;",
+        "@any bra.uni NO_POLYNOMIAL;",
+    ]
+    for i in range(n):
+        r = i // 2 % 2
+        lines += _polynomial_lines(
+            coefficients[r], f"e{i}", f"${offset + i}", f"e{i}", f"@!high{r}"
+        )
+    lines += [
+        "NO_POLYNOMIAL:",
+        ".reg .f32 doubled, fall;",
+        f"mul.f32 doubled, unit, {_hex(2 * LOG2E.value)};",
+        "add.f32 fall, height, height;",
+    ]
+    for i in range(0, n, 2):
+        guard = f"@high{i // 2 % 2}"
+        lines += _reciprocal_lines(f"e{i}", f"e{i + 1}", f"${offset + i}", guard)
+    lines += [f"ex2.approx.ftz.f32 ${i}, e{i};" for i in range(n)]
+    return [*lines, *_sum_lines(0, n)]
 
 
 @gluon.constexpr_function
@@ -211,6 +225,9 @@ def _assembly(n):
     row."""
     sums, s, offset, unit, height = n, 2 * n, 3 * n, 4 * n, 5 * n
     first, end = TIERS[0]
+    second = TIERS[1][0]
+    coefficients = [[f"c{r}_{k}" for k in range(len(second))] for r in range(2)]
+    first_names = [f"a0_{k}" for k in range(len(first))]
     lines = [
         ".reg .pred large, any;",
         f".reg .f32 unit, height, sum0, sum1, pair, {', '.join(f'e{i}' for i in range(n))};",
@@ -222,30 +239,20 @@ def _assembly(n):
         f"setp.gt.or.f32 large, top1, {_hex(end)}, large;",
         "vote.sync.any.pred large, large, 0xffffffff;",
         "@large bra.uni LARGE;",
-        *_first_tier_lines(n, s, offset),
+        *_run_lines(n, s, offset, (first_names, first_names)),
         "bra.uni DONE;",
         "LARGE:",
-    ]
-    lines += [f"mov.f32 e{i}, ${s + i};" for i in range(n)]
-    lines += [*_row_lines(0), *_row_lines(1)]
-    for tier in range(len(TIERS)):
-        if tier:
-            lines += _coefficient_lines(tier, TIERS[tier][0])
-        lines += _tier_lines(tier, *TIERS[tier], n, offset)
-    lines += [
+        *_coefficient_lines(1, second),
+        *_tier_of_rows_lines(),
         "or.pred any, high0, high1;",
         "vote.sync.any.pred any, any, 0xffffffff;",
-        "@!any bra.uni NONE_HIGH;",
-        ".reg .f32 doubled, fall;",
-        f"mul.f32 doubled, unit, {_hex(2 * LOG2E.value)};",
-        "add.f32 fall, height, height;",
+        "@any bra.uni ABOVE;",
+        *_run_lines(n, s, offset, coefficients),
+        "bra.uni DONE;",
+        "ABOVE:",
+        *_above_lines(n, s, offset, coefficients),
+        "DONE:",
     ]
-    for i in range(0, n, 2):
-        guard = f"@high{i // 2 % 2}"
-        lines += _reciprocal_lines(f"e{i}", f"e{i + 1}", f"${offset + i}", guard)
-    lines.append("NONE_HIGH:")
-    lines += [f"ex2.approx.ftz.f32 ${i}, e{i};" for i in range(n)]
-    lines += [*_sum_lines(0, n), "DONE:"]
     lines += [f"mov.f32 ${sums + i}, sum{i // 2 % 2};" for i in range(n)]
     return "{ " + " ".join(lines) + " }"
 

@@ -202,7 +202,7 @@ def folds_inside(problem: AttentionProblem, n_programs: int) -> bool:
     calls, whose second kernel is slower, it is faster with more programs to a head, too, if parts
     are few. That changes no bit."""
     rounds = _rounds_inside(problem)
-    has_two = 2 * tiles_of(problem) * problem.Hkv >= n_programs
+    has_two = 2 * tiles_of(problem) * problem.Hkv >= n_programs or most_spans(problem) <= 2
     if problem.query_invariant:
         most = INSIDE_ROUNDS if has_two else INVARIANT_ROUNDS
         return problem.D == 128 and rows_of(problem) <= FEW_ROWS and rounds <= most
@@ -323,7 +323,17 @@ def most_spans(problem: AttentionProblem) -> int:
 
 
 def _parts(problem: AttentionProblem) -> int:
-    wanted = max(spans_wanted(problem), -(-problem.Skv // MOST_SPAN))
+    keys = _most_keys_seen(problem)
+    wanted = max(spans_wanted(problem), -(-keys // MOST_SPAN))
     # One more where a window begins in the middle of a span.
     more = problem.query_invariant or problem.window[0] is not None
-    return min(wanted, -(-problem.Skv // least_span(problem))) + more
+    return min(wanted, -(-keys // least_span(problem))) + more
+
+
+def _most_keys_seen(problem: AttentionProblem) -> int:
+    """The most keys of a sequence that its queries see between them. Of packed queries the host
+    does not know how many a sequence has."""
+    left = problem.window[0]
+    if left is None or problem.is_packed:
+        return problem.Skv
+    return min(problem.Skv, problem.Sq + left)

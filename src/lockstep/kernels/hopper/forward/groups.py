@@ -9,21 +9,27 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
+from lockstep.kernels.hopper.common.sizes import ROWS
 from lockstep.kernels.hopper.forward.plan import PROGRAMS, plan_of
 from lockstep.problem import AttentionProblem
 
 BOX = 8  # queries of one head that lie side by side: `grouped_rows.py`
-# What the ends of a tile cost, in blocks of keys.
-ENDS = 1.0
-# Tiles of groups have to save this share of the work: each box is a load and a store of its own.
-SAVED = 0.08
+# What the ends of a tile cost, in blocks of keys; and under a causal mask those of a tile that a
+# group shares, of heads up to NARROW wide and of wider ones.
+ENDS, ENDS_OF_NARROW_CHUNKS, ENDS_OF_CHUNKS = 1.0, 2.0, 1.5
+# What a tile under a causal mask costs of which one consumer has all rows, as a part of a full one.
+HALF = 0.65
+# Tiles of groups have to save this share of the work, since each box is a load and a store of its
+# own; under a causal mask, most of that is in the ends.
+SAVED, SAVED_OF_CHUNKS = 0.08, 0.05
 # Of windows they have to save more, and boxes have so many heads.
 SAVED_OF_WINDOWS, HEADS_OF_WINDOWS = 0.15, 4
 # From so many queries on, the last tile of a head is next to nothing beside the others.
 MANY_QUERIES = 4096
-NARROW, NARROW_PACKED = 64, 128
-# How many times as many keys as queries a causal sequence has to have.
-MORE_KEYS = 4
+NARROW, MEDIUM = 64, 128
+# How many times as many keys as queries a causal sequence has to have; and how many keys its rows
+# see in the mean, where tiles of one head are in one loop, which is faster with fewer.
+MORE_KEYS, LEAST_KEYS = 1.5, 256
 
 
 def heads_of_box(problem: AttentionProblem) -> int:
@@ -42,10 +48,14 @@ def rows_of_group(problem: AttentionProblem) -> int:
     return problem.Hq // tile_heads(problem)
 
 
+def rows_of(queries: int, group: int) -> int:
+    """Rows of so many queries of all heads of a group, those of whole boxes."""
+    return -(-queries // BOX) * BOX * group if group > 1 else queries
+
+
 def n_tiles(queries: int, group: int, block_q: int) -> int:
     """Tiles of so many queries of all heads of a group."""
-    rows = -(-queries // BOX) * BOX * group if group > 1 else queries
-    return -(-rows // block_q)
+    return -(-rows_of(queries, group) // block_q)
 
 
 def most_tiles(queries: int, sequences: int, group: int, block_q: int) -> int:
@@ -61,18 +71,17 @@ def shares_tiles(problem: AttentionProblem) -> bool:
     group = problem.Hq // max(problem.Hkv, 1)
     if group == 1 or problem.constant_time or problem.query_invariant or problem.is_paged:
         return False
-    # These have not been measured.
-    if problem.softcap is not None:
-        return False
     if problem.window[0] is not None:
-        return _narrows_windows(problem, group)
-    # These gain only as chunks of few queries on many keys, for one more build of a model.
-    if max(problem.D, problem.Dv) <= NARROW or plan_of(problem).one_loop:
-        return False
+        # Softcaps have not been measured.
+        return problem.softcap is None and _narrows_windows(problem, group)
+    width, is_causal = max(problem.D, problem.Dv), problem.window[1] is not None
     is_packed = problem.layout == "varlen"
-    # With few queries on many keys, which is rare where both are packed, it would pay here, too: at
-    # the price of one more build for most models.
-    if is_packed and max(problem.D, problem.Dv) <= NARROW_PACKED:
+    # Softcaps of wide heads gain nothing. Packed sequences gain if they have few queries on many
+    # keys, which is rare, for one more build of most models.
+    if (problem.softcap is not None and width > MEDIUM) or (is_packed and width <= MEDIUM):
+        return False
+    one_loop = plan_of(problem).one_loop
+    if not is_causal and (width <= NARROW or one_loop):
         return False
     # Only the mean length of packed sequences is known.
     queries, keys = problem.Sq, problem.Skv
@@ -81,10 +90,12 @@ def shares_tiles(problem: AttentionProblem) -> bool:
     if queries > MANY_QUERIES:
         return False
     # Tiles of whole causal sequences take longer than their blocks do.
-    if problem.window[1] is not None and keys < MORE_KEYS * queries:
+    if is_causal and keys < MORE_KEYS * queries:
+        return False
+    if one_loop and keys - queries / 2 < LEAST_KEYS:
         return False
     apart, shared = (work(problem, queries, keys, n) for n in (1, group))
-    return shared <= (1 - SAVED) * apart
+    return shared <= (1 - (SAVED_OF_CHUNKS if is_causal else SAVED)) * apart
 
 
 def _narrows_windows(problem: AttentionProblem, group: int) -> bool:
@@ -106,10 +117,16 @@ def _narrows_windows(problem: AttentionProblem, group: int) -> bool:
 def work(problem: AttentionProblem, queries: int, keys: int, group: int) -> float:
     """What the busiest program of a call has to do, in blocks of keys, if so many heads share a
     tile: its part of all of it, or one tile."""
-    plan = plan_of(problem)
+    plan, rows, ends, half = plan_of(problem), rows_of(queries, group), ENDS, 1.0
+    if problem.window[1] is not None:
+        half = HALF
+        if group > 1:
+            is_narrow = max(problem.D, problem.Dv) <= NARROW
+            ends = ENDS_OF_NARROW_CHUNKS if is_narrow else ENDS_OF_CHUNKS
     tiles = [
-        blocks_of_tile(problem, queries, keys, row, group, plan.block_q, plan.block_kv) + ENDS
-        for row in range(0, n_tiles(queries, group, plan.block_q) * plan.block_q, plan.block_q)
+        (blocks_of_tile(problem, queries, keys, row, group, plan.block_q, plan.block_kv) + ends)
+        * (half if rows - row <= ROWS else 1.0)
+        for row in range(0, rows, plan.block_q)
     ]
     return max(sum(tiles) * problem.B * problem.Hq / group / PROGRAMS, max(tiles, default=0.0))
 

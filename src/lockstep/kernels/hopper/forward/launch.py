@@ -329,7 +329,7 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "CONSUMER_REGISTERS": of_consumer,
         "SERVER_REGISTERS": of_server,
         "CONSTANT_TIME": problem.constant_time,
-        "ONE_LOOP": plan.one_loop,
+        "ONE_LOOP": plan.one_loop and heads_of_box(problem) == 0,
         "SPLIT": splits_tiles(problem),
         "HEADS": heads_of_box(problem),
         "OUT_COLUMNS": out_columns(problem),

@@ -78,6 +78,11 @@ NARROW_PLANS = {
     128: Plan(consumers=2, block_kv=64, stages=4, q_stages=2, pingpong=False),
 }
 NARROW_OF_WIDE_KEYS = replace(WIDE_KEYS, block_kv=64, stages=4)
+# With a softcap, weights take so much code that with wider blocks that of all consumers would not
+# fit into the cache of instructions: large scores would take twice the time.
+CAPPED_IN_CHUNKS = {
+    width: replace(plan, block_kv=64, stages=2 * plan.stages) for width, plan in IN_CHUNKS.items()
+}
 # From so many keys on, all sums of D 128 are in registers, as those of D 64 always are: a new tile
 # takes longer then, the end of a span less.
 LONG_SPANS = 8192
@@ -198,15 +203,19 @@ def _shape_of(problem: AttentionProblem) -> Plan:
     narrow = NARROW_ELSEWHERE if problem.constant_time else NARROW
     is_narrow = None not in (left, right) and left + right < narrow
     in_chunks = _width_in_chunks(problem, max(problem.D, problem.Dv))
+    is_default = not (problem.query_invariant or problem.constant_time)
+    is_capped = problem.softcap is not None and is_default
     if width == 192 and width_v <= 128 and not has_flags:
-        is_plain = not (problem.query_invariant or in_chunks)
-        return NARROW_OF_WIDE_KEYS if is_narrow and is_plain else WIDE_KEYS
+        is_narrow = (is_narrow or is_capped) and not (problem.query_invariant or in_chunks)
+        return NARROW_OF_WIDE_KEYS if is_narrow else WIDE_KEYS
     width = max(width, width_v)
+    if in_chunks and is_capped:
+        return CAPPED_IN_CHUNKS[in_chunks]
     if in_chunks:
         is_narrow = is_narrow and left + right < NARROW_ELSEWHERE
     if in_chunks and not is_narrow:
         return IN_CHUNKS[in_chunks]
-    is_narrow = is_narrow or (has_flags and width == 128)
+    is_narrow = is_narrow or is_capped or (has_flags and width == 128)
     if width in NARROW_PLANS and is_narrow and not problem.query_invariant:
         return NARROW_PLANS[width]
     is_packed = problem.layout == "varlen"

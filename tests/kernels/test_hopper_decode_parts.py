@@ -1,0 +1,57 @@
+"""Parts of a head in Hopper decode: how many there may be, and which kernel folds them."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+from test_hopper_decode import PROCESSORS, ceil_div, problem_of, tensors_of
+
+from lockstep.kernels.hopper.decode import launch, plan
+from lockstep.problem import Options, describe
+
+
+def test_no_row_has_more_parts_than_there_is_room_for():
+    for Hkv in (1, 2, 8, 64):
+        for n in (16, 512, 4096, 1 << 16, 1 << 20):
+            problem = problem_of(Hq=Hkv, Hkv=Hkv, n=n, D=64)
+            wanted, most = plan.spans_wanted(problem), plan.most_spans(problem)
+            for length in {n, n // 2, 3 * n // 4, min(n, 257 * wanted)}:
+                span = ceil_div(ceil_div(length, wanted), 64) * 64
+                span = min(max(span, plan.least_span(problem)), plan.MOST_SPAN)
+                assert ceil_div(length, span) <= most
+
+
+@pytest.mark.parametrize(("left", "right"), [(0, 0), (72, 0), (511, 0), (1023, 0), (4000, None)])
+def test_no_row_of_a_window_has_more_parts_than_there_is_room_for(left, right):
+    for Hkv, n, Sq in ((1, 70000, 1), (20, 13000, 8), (8, 600, 3), (2, 5000, 127)):
+        options = Options(window_left=left, window_right=right)
+        problem = describe(tensors_of(Hq=Hkv, Hkv=Hkv, n=n, Sq=Sq, D=64), options)
+        wanted, most = plan.spans_wanted(problem), plan.most_spans(problem)
+        for length in range(0, n + 1, max(1, n // 997)):
+            lo = min(max(length - Sq - left, 0), length)
+            span = ceil_div(ceil_div(length - lo, wanted), 128) * 128
+            span = min(max(span, plan.least_span(problem)), plan.MOST_SPAN)
+            assert ceil_div(length, span) - lo // span <= most
+
+
+@pytest.mark.parametrize(
+    ("n", "Sq", "D", "options", "parts", "launches"),
+    [
+        (512, 1, 128, {}, 1, 1),
+        (1024, 4, 128, {}, 2, 1),  # two spans of 512 keys, of two programs at most
+        (1040, 4, 128, {}, 3, 2),
+        (1024, 8, 128, {}, 1, 1),  # one of 1,024 keys, for 32 rows
+        (1024, 8, 64, {}, 2, 1),
+        (1024, 1, 64, {}, 2, 2),  # few rows
+        (512, 1, 128, {"window_left": 100}, 2, 1),  # it may begin within a span
+        (90000, 1, 128, {"window_left": 100}, 2, 1),
+        (90000, 1, 128, {"window_left": 1000}, 3, 2),
+    ],
+)
+def test_there_is_no_second_kernel_where_a_head_has_few_parts(n, Sq, D, options, parts, launches):
+    tensors = tensors_of(n=n, Sq=Sq, D=D)
+    problem = describe(tensors, Options(causal=True, **options))
+    assert plan.most_spans(problem) == parts
+    assert len(launch.decode_launches(problem, tensors, PROCESSORS).launches) == launches
