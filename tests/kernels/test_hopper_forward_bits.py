@@ -105,12 +105,10 @@ def test_bits_do_not_depend_on_the_batch(D, dtype):
             assert same_bits(mine, together[b : b + 1])
 
 
-@pytest.mark.parametrize(
-    ("sigma", "options"), [(1.0, {}), (3.0, {}), (30.0, {}), (3.0, {"softcap": 50.0})], ids=str
-)
-def test_bits_do_not_depend_on_the_height_of_tiles(sigma, options):
+@pytest.mark.parametrize("sigma", [1.0, 3.0, 30.0])
+def test_bits_do_not_depend_on_the_height_of_tiles(sigma):
     """Three sequences of 11 heads have tiles of 192 rows, one of them alone has tiles of 128."""
-    case = draw(1500, 1500, B=3, Hq=11, Hkv=11, D=64, dtype=torch.bfloat16, **options)
+    case = draw(1500, 1500, B=3, Hq=11, Hkv=11, D=64, dtype=torch.bfloat16)
     case = case.replaced(q=case.tensors["q"] * sigma, k=case.tensors["k"] * sigma)
     case.tensors["k"][1, 3, 700, 5] = math.inf
     whole = hopper_run(case)
