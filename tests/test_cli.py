@@ -307,3 +307,12 @@ def test_the_process_ends_with_the_status_of_the_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", None)
     command.run(app)
     assert ended == ["at exit", 3] * 2
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError])
+def test_errors_of_arguments_name_options_as_typed(kind):
+    with (
+        pytest.raises(kind, match=r"^--seq is 0, takes up to --seq · 2, not Ss$"),
+        command.errors_by_option({"S": "--seq"}),
+    ):
+        raise kind("S is 0, takes up to S · 2, not Ss")

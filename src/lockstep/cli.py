@@ -19,8 +19,8 @@ from lockstep.ladder.claims import cli as claims_cli
 from lockstep.output.command import (
     Commands,
     Json,
-    by_option,
     ends_with_status_2,
+    errors_by_option,
     print_json,
     run,
 )
@@ -109,11 +109,11 @@ def hub_layout(
     """
     from lockstep.integrations import hub
 
-    with ends_with_status_2(ValueError, OSError):
-        try:
-            layout = hub.write_layout(repository, backend)
-        except ValueError as error:
-            raise ValueError(by_option(error, {"backend": "--backend"})) from None
+    with (
+        ends_with_status_2(ValueError, OSError),
+        errors_by_option({"backend": "--backend"}),
+    ):
+        layout = hub.write_layout(repository, backend)
     facts = {**layout._asdict(), "folder": str(layout.folder)}
     if as_json:
         print_json(facts)

@@ -12,7 +12,7 @@ from rich.text import Text
 from lockstep.audit import distributed_cli, exact_cli, model_cli
 from lockstep.audit.cli_options import check_device, dtype_of
 from lockstep.audit.timing import cli as timing_cli
-from lockstep.output.command import Json, by_option, ends_with_status_2, print_json
+from lockstep.output.command import Json, ends_with_status_2, errors_by_option, print_json
 from lockstep.output.console import BAD, GOOD, NO, OURS, QUIET, YES, progress, table
 
 if TYPE_CHECKING:
@@ -96,10 +96,8 @@ def _prepare(
     check_device(device)
     dtype = dtype or ("bf16" if torch.device(device).type == "cuda" else "fp32")
     kind = dtype_of(dtype)
-    try:
+    with errors_by_option(OPTIONS):
         shape = Shape(device, kind, *sizes)
-    except ValueError as error:
-        raise ValueError(by_option(error, OPTIONS)) from None
     names = [k.name for k in KERNELS]
     if name is not None and name not in names:
         raise ValueError(f"--kernel takes one of {', '.join(names)}, got {name!r}")

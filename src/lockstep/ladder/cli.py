@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from lockstep.output.command import Json, by_option, print_json
+from lockstep.output.command import Json, errors_by_option, print_json
 from lockstep.simt import cli as simt_cli
 from lockstep.simt.cli import Arguments, Html, UsageError, reported, save_page
 
@@ -325,10 +325,8 @@ LEGEND = (
 def problem_of(*sizes: Any) -> Problem:
     from .rung import Problem
 
-    try:
+    with errors_by_option(OPTIONS):
         return Problem(*sizes)
-    except (ValueError, TypeError) as error:
-        raise type(error)(by_option(error, OPTIONS)) from None
 
 
 def rung_named(text: str) -> Rung | None:
@@ -384,10 +382,8 @@ def known(gpu: str) -> str:
     """The GPU's name as tables write it. Raises ValueError for one that is not known."""
     from .plan import gpu_named
 
-    try:
+    with errors_by_option({"gpu": "--gpu"}):
         return gpu_named(gpu)
-    except ValueError as error:
-        raise ValueError(by_option(error, {"gpu": "--gpu"})) from None
 
 
 def has_gpu() -> bool:

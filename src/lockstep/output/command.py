@@ -84,6 +84,16 @@ def ends_with_status_2(*errors: type[Exception]) -> Iterator[None]:
         raise typer.Exit(USAGE) from None
 
 
+@contextmanager
+def errors_by_option(options: dict[str, str]) -> Iterator[None]:
+    """Errors of arguments name the options that set them, as `by_option` does."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        error.args = (by_option(error, options),)
+        raise
+
+
 def by_option(error: Exception, options: dict[str, str]) -> str:
     """The message of an error with fields replaced by the options that set them.
 
