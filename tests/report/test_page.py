@@ -75,7 +75,8 @@ def test_where_nothing_can_be_written_is_said_before_anything_is_traced(
 ):
     monkeypatch.setattr(cli, "_fresh", None)
     monkeypatch.chdir(tmp_path)
-    for place in (tmp_path, tmp_path / "none" / "x"):
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "none" / "x", tmp_path / "file" / "x"):
         result = CliRunner().invoke(app, ["report", option, str(place)])
         assert result.exit_code == 2
         assert f"{option} takes a file that can be written" in result.stderr
@@ -90,7 +91,14 @@ def test_trace_writes_a_page(tmp_path):
     rung = ["trace", "warp_mma", "--tile", "64x64", "--seq", "64", "--html", str(out)]
     assert CliRunner().invoke(app, rung).exit_code == 0
     assert "warp_mma" in embedded(out.read_text(encoding="utf-8"))["rungs"][0]["title"]
-    nowhere = ["trace", "copy, stride 2", "--html", str(tmp_path / "none" / "x.html")]
-    result = CliRunner().invoke(app, nowhere)
-    assert result.exit_code == 2
-    assert "--html" in result.stderr
+
+
+@pytest.mark.parametrize("kernel", ["copy, stride 2", "naive"])
+def test_trace_says_before_it_runs_that_its_page_cannot_be_written(kernel, tmp_path, monkeypatch):
+    for run in ("lockstep.simt.cli.find", "lockstep.ladder.cli.traced"):
+        monkeypatch.setattr(run, None)
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "none" / "x.html", tmp_path / "file" / "x.html"):
+        result = CliRunner().invoke(app, ["trace", kernel, "--html", str(place)])
+        assert result.exit_code == 2
+        assert result.stderr == f"error: --html takes a file that can be written, got '{place}'\n"

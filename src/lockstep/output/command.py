@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -82,6 +83,14 @@ def ends_with_status_2(*errors: type[Exception]) -> Iterator[None]:
         line = Text.assemble(("error: ", BAD), str(error))
         Console(stderr=True, highlight=False).print(line, soft_wrap=True)
         raise typer.Exit(USAGE) from None
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raises ValueError, before any work is done, for a file that cannot be written."""
+    there = os.access(path, os.F_OK)
+    is_place = os.path.isdir(path.parent) and not os.path.isdir(path)
+    if not is_place or not os.access(path if there else path.parent, os.W_OK):
+        raise ValueError(f"{option} takes a file that can be written, got '{path}'")
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +12,7 @@ import typer
 from rich.console import Console
 
 from lockstep.output import console, results
+from lockstep.output.command import check_writable
 
 from . import GPU
 
@@ -51,7 +51,7 @@ def report(
     try:
         for option, path in (("--out", out), ("--data", data_to)):
             if path is not None:
-                _check_place(option, path)
+                check_writable(option, path)
         data = _read(data_from) if data_from else _fresh(results_dir, audit or [], aside)
         if data_to:
             data_to.write_text(json.dumps(data), encoding="utf-8")
@@ -60,13 +60,6 @@ def report(
         aside.print(f"error: {error}", style=console.BAD, soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None
     aside.print(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB)", soft_wrap=True)
-
-
-def _check_place(option: str, path: Path) -> None:
-    """Raises ValueError, before anything is traced, for a file that cannot be written."""
-    place = path if path.exists() else path.parent
-    if path.is_dir() or not os.access(place, os.W_OK):
-        raise ValueError(f"{option} takes a file that can be written, got '{path}'")
 
 
 def _fresh(directory: Path | None, audits: Sequence[Path], aside: Console) -> dict:

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lockstep.output.command import Json, ends_with_status_2, print_json
+from lockstep.output.command import Json, check_writable, ends_with_status_2, print_json
 
 from .errors import SimtError
 from .kernel import Kernel
@@ -41,14 +41,31 @@ ARGUMENTS = (
 )
 Target = Annotated[str, typer.Argument(metavar="KERNEL", help=NAMED)]
 Arguments = Annotated[list[str], typer.Option("--arg", "-a", help=ARGUMENTS)]
-Html = Annotated[
-    Path | None,
-    typer.Option("--html", metavar="FILE", help="Also write a page with pictures of block 0."),
-]
 
 
 class UsageError(SimtError, ValueError):
     """The command line does not describe a launch."""
+
+
+def _check_html(context: typer.Context, path: Path | None) -> Path | None:
+    """Ends the command before it traces anything if the page of `--html` cannot be written."""
+    if path is not None:
+        with reported():
+            if context.obj is None:
+                raise UsageError("--html is an option of the `lockstep` command")
+            check_writable("--html", path)
+    return path
+
+
+Html = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        callback=_check_html,
+        help="Also write a page with pictures of block 0.",
+    ),
+]
 
 
 def trace(
@@ -110,12 +127,8 @@ def show(
             typer.echo(render(kernel, what, **arguments))
 
 
-def save_page(
-    write_page: WritePage | None, path: Path, traces: Sequence[Trace], title: str
-) -> None:
+def save_page(write_page: WritePage, path: Path, traces: Sequence[Trace], title: str) -> None:
     """Write the page of `--html`. Raises UsageError where that is not possible."""
-    if write_page is None:
-        raise UsageError("--html is an option of the `lockstep` command")
     try:
         write_page(path, traces, title)
     except OSError as error:
