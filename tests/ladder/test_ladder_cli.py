@@ -77,8 +77,18 @@ def test_plan_of_one_rung():
     (row,) = data["rows"]
     assert row["options"] == {"softmax": "sequential"}
     assert row["plan"]["launches"][0]["waves"] == pytest.approx(736 / (4 * 132))
-    refused = run("plan", "large_tile", "--head-dim", "64", "--gpu", "a100", code=2)
-    assert refused.startswith("large_tile on A100: a block takes 192,960 bytes")  # no empty table
+
+
+def test_a_rung_that_no_gpu_can_run_is_an_error():
+    arguments = ["plan", "large_tile", "--head-dim", "64", "--gpu", "a100,t4"]
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    on_a100, on_t4 = result.stderr.splitlines()
+    assert on_a100.startswith("error: large_tile on A100: a block takes 192,960 bytes")
+    assert on_t4.startswith("large_tile on T4: a block takes")
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert (result.exit_code, result.stderr) == (2, "")
+    assert [row["plan"] for row in json.loads(result.stdout)["rows"]] == [None, None]
 
 
 @pytest.mark.slow
@@ -90,7 +100,7 @@ def test_plan_with_grouped_heads():
     assert rows[0]["traffic_bytes"] == rows[1]["traffic_bytes"]  # every head asks for its keys
     assert rows[1]["amplification"] > rows[0]["amplification"]  # of fewer keys
     refused = run("plan", "small_tile", "--kv-heads", "4", code=2)
-    assert refused.strip() == "small_tile takes as many heads of keys as of queries"
+    assert refused.strip() == "error: small_tile takes as many heads of keys as of queries"
 
 
 @pytest.mark.slow

@@ -260,13 +260,16 @@ def plan(
             }
             steps = [chosen(rung, **options)]
         rows = [row for n in names for row in survey(problem, n, steps, tracing=False)]
+        planned = any(row.plan for row in rows)
+        if not planned and not as_json:
+            raise ValueError("\n".join(dict.fromkeys(row.why_not for row in rows)))
     if as_json:
         print_json(_about(problem, ",".join(names)) | {"rows": [row.as_json() for row in rows]})
     else:
         from .plan_screen import print_plans
 
         print_plans(problem, names, rows, phases=bool(target))
-    raise typer.Exit(0 if any(row.plan for row in rows) else 2)
+    raise typer.Exit(0 if planned else 2)
 
 
 def ladder(
