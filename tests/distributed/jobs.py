@@ -328,6 +328,7 @@ def script(path: str) -> tuple[int, str]:
     with (
         mock.patch.object(dist, "init_process_group"),
         mock.patch.object(dist, "destroy_process_group"),
+        mock.patch.dict(os.environ, RANK=str(dist.get_rank())),
         redirect_stdout(said),
     ):
         try:

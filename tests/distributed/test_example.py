@@ -1,9 +1,26 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 from worlds import SOURCE, results_of, run_world
 
 EXAMPLE = SOURCE.parent / "examples" / "context_parallel.py"
+
+
+def test_a_process_of_no_group_is_told_how_to_start_one():
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run(
+        [sys.executable, EXAMPLE],
+        env={**environment, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert "torchrun --nproc-per-node 2 examples/context_parallel.py" in line
 
 
 @pytest.mark.slow
