@@ -59,6 +59,17 @@ def test_help_names_what_there_is(arguments, expected):
         assert text in result.stdout
 
 
+def test_the_package_runs_as_the_command():
+    """Under the name by which it was called, and with the statuses of the command."""
+    run = [sys.executable, "-m", "lockstep"]
+    shown = subprocess.run([*run, "--help"], capture_output=True, text=True)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.split()[:4] == ["Usage:", "python", "-m", "lockstep"]
+    refused = subprocess.run([*run, "plan", "tiny_tile"], capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("error: there is no rung 'tiny_tile'")
+
+
 def test_no_command_is_an_error_that_shows_help():
     result = runner.invoke(cli.app, [])
     assert result.exit_code == 2
