@@ -15,12 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from launch_arguments import source_of
 from machine_code import Instructions, between, disassemble, loops, run_tool, target
 from operand_addresses import lost_operands
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.jit import create_function_from_signature
 
 # Until the scores are there while a product is under way, and until the product is, too.
 SCORES_WAIT, PRODUCT_WAIT = (f"WARPGROUP.DEPBAR.LE gsb0, 0x{n}" for n in (1, 0))
@@ -207,18 +204,11 @@ def unused_barriers(ttgir: str) -> list[str]:
 def compile_for_hopper(function: Any, arguments: tuple[Any, ...], **options: Any) -> Build:
     """Compile a Gluon kernel for sm_90 as a launch with these arguments would; all its barriers are
     used, and all its products find their operands."""
-    target = GPUTarget("cuda", 90, 32)
-    backend = make_backend(target)
-    bind = create_function_from_signature(function.signature, function.params, backend)
-    bound, specialization, launch_options = bind(*arguments, **options)
-    launch_options, signature, constants, attributes = function._pack_args(
-        backend, dict(options), bound, specialization, launch_options
-    )
-    source = GluonASTSource(function, signature, constants, attributes)
+    source = source_of(function, arguments, options, 90)
     said = io.StringIO()
     with triton.knobs.nvidia.scope(), redirect_stdout(said):
         triton.knobs.nvidia.dump_ptxas_log = True
-        kernel = triton.compile(source, target=target, options=launch_options.__dict__)
+        kernel = source.compile()
     # Nothing for a build that Triton has kept. From Triton 3.9 on the tool is ptxas-blackwell.
     if re.search(r"ptxas\S* info", said.getvalue()):
         _keep(said.getvalue(), _report_path(kernel))

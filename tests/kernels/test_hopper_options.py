@@ -12,12 +12,8 @@ from problems import draw_varlen, unwritten
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from launch_arguments import Bound, bind
+from launch_arguments import Bound, bind, source_of
 from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.jit import create_function_from_signature
 
 from lockstep.kernels.hopper.forward.launch import forward_launches
 from lockstep.problem import Options, Tensors, describe
@@ -50,20 +46,13 @@ def tensors_of(layout: str, D: int, S: int) -> Tensors:
 
 def first_text(bound: Bound) -> str:
     """What Triton makes of a kernel of Gluon before it looks for anything to improve."""
-    function, (launch, arguments) = bound.launch.kernel, bound
-    target = GPUTarget("cuda", 90, 32)
-    backend = make_backend(target)
-    bind_arguments = create_function_from_signature(function.signature, function.params, backend)
-    values, specialization, chosen = bind_arguments(*arguments, **launch.options)
-    chosen, *described = function._pack_args(
-        backend, dict(launch.options), values, specialization, chosen
-    )
+    launch = bound.launch
+    source, backend, options = source_of(launch.kernel, bound.arguments, launch.options, 90)
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
-    functions = backend.get_codegen_implementation(chosen)
-    source = GluonASTSource(function, *described)
-    return str(source.make_ir(target, chosen, functions, backend.get_module_map(), context))
+    functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    return str(source.make_ir(backend.target, options, functions, modules, context))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -19,9 +19,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton
 import triton.language as tl
+from launch_arguments import source_of
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 from triton_builds import DEVICES
 
 from lockstep.cache import Cache
@@ -62,15 +63,7 @@ def compiled(monkeypatch, unassembled, keep_builds_in) -> dict[str, str]:
     def compile(function: JITFunction, *arguments: Any, **options: Any) -> None:
         if function.is_gluon():
             return
-        gpu = GPUTarget("cuda", 90, 32)
-        backend = make_backend(gpu)
-        bind = create_function_from_signature(function.signature, function.params, backend)
-        bound, specialization, rest = bind(*arguments, **options)
-        rest, signature, constants, attributes = function._pack_args(
-            backend, dict(options), bound, specialization, rest
-        )
-        source = ASTSource(function, signature, constants, attributes)
-        kernel = triton.compile(source, target=gpu, options=rest.__dict__)
+        kernel = source_of(function, arguments, options, 90).compile()
         found[function.__name__] = kernel.asm["ttgir"]
 
     monkeypatch.setattr(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -58,19 +58,36 @@ def bind(call: Launches, tensors: Sequence[Tensor | None]) -> dict[str, Bound]:
     return {launch.name: Bound(launch, launch.bind(named)) for launch in call.launches}
 
 
+class Source(NamedTuple):
+    """What Triton compiles for a launch."""
+
+    source: ASTSource
+    backend: Any
+    options: Any
+
+    def compile(self) -> Any:
+        """The kernel, compiled for the GPU of the backend."""
+        return triton.compile(
+            self.source, target=self.backend.target, options=self.options.__dict__
+        )
+
+
+def source_of(
+    function: Any, arguments: Sequence[Any], options: Mapping[str, Any], capability: int
+) -> Source:
+    """A kernel as a launch with these arguments has it compiled, for a GPU that is not here."""
+    backend = make_backend(GPUTarget("cuda", capability, 32))
+    bind = create_function_from_signature(function.signature, function.params, backend)
+    bound, specialization, chosen = bind(*arguments, **options)
+    chosen, *described = function._pack_args(backend, dict(options), bound, specialization, chosen)
+    kind = GluonASTSource if isinstance(function, GluonJITFunction) else ASTSource
+    return Source(kind(function, *described), backend, chosen)
+
+
 def compile_bound(bound: Bound, capability: int) -> Any:
     """A launch with its arguments, compiled for a GPU that is not here."""
-    function, arguments, options = bound.launch.kernel, bound.arguments, bound.launch.options
-    target = GPUTarget("cuda", capability, 32)
-    backend = make_backend(target)
-    bind = create_function_from_signature(function.signature, function.params, backend)
-    bound_arguments, specialization, chosen = bind(*arguments, **options)
-    chosen, signature, constants, attributes = function._pack_args(
-        backend, dict(options), bound_arguments, specialization, chosen
-    )
-    source_of = GluonASTSource if isinstance(function, GluonJITFunction) else ASTSource
-    source = source_of(function, signature, constants, attributes)
-    return triton.compile(source, target=target, options=chosen.__dict__)
+    launch = bound.launch
+    return source_of(launch.kernel, bound.arguments, launch.options, capability).compile()
 
 
 def leaks_of(kernel: Any, secret_lengths: bool = False) -> list[Leak]:
