@@ -124,6 +124,30 @@ def test_a_row_that_sees_only_its_sink():
     torch.testing.assert_close(lse, torch.full_like(lse, 0.9))
 
 
+@pytest.mark.parametrize("sinks", [[-INF, 0.3], [-INF, -INF]], ids=str)
+@pytest.mark.parametrize("layout", ["dense", "varlen", "paged"])
+def test_a_sink_of_minus_inf_is_none_whatever_rows_hold(layout, sinks):
+    """The first of two sequences has no key, the second one that is NaN and that some rows see."""
+    q, keys = rand(2, 2, 3, 4), [rand(2, 2, 4, 4) for _ in "kv"]
+    keys[0][1, :, 2] = NAN
+    lens, sinks = torch.tensor([0, 4]), tensor(sinks).requires_grad_()
+    options = {"causal": True, "sinks": sinks, "return_lse": True}
+    if layout == "dense":
+        out, lse = reference.attention(q, *keys, kv_lens=lens, **options)
+    elif layout == "paged":
+        pages, table = [x.transpose(1, 2) for x in keys], torch.tensor([[0], [1]])
+        out, lse = reference.attention_paged(q, *pages, table, lens, **options)
+    else:
+        packed = [q.transpose(1, 2).flatten(0, 1), *(x[1].transpose(0, 1) for x in keys)]
+        offsets = torch.tensor([0, 3, 6]), torch.tensor([0, 0, 4])
+        out, lse = reference.attention_varlen(*packed, *offsets, **options)
+    assert out.isnan().any()
+    assert out.eq(0).any()
+    (grad,) = torch.autograd.grad((out, lse), sinks, (torch.ones_like(out), torch.ones_like(lse)))
+    assert grad[sinks == -INF].eq(0).all()
+    assert grad[sinks != -INF].isnan().all()
+
+
 def test_huge_and_infinite_logits():
     k = tensor([1e200, 1e200, -INF]).view(1, 1, 3, 1)
     v = tensor([1.0, 3.0, 5.0]).view(1, 1, 3, 1)

@@ -144,6 +144,9 @@ def evaluate(
             if tensor is not None and tensor.is_floating_point()
         }
     )
+    if cast.sinks is not None:
+        # A sink of -inf is none: its gradient is 0, whatever a row holds. 0 · NaN would be NaN.
+        cast = cast._replace(sinks=torch.where(cast.sinks == -math.inf, -math.inf, cast.sinks))
     attend = attend or _attend
     if problem.layout == "dense":
         return _dense(problem, cast, attend)
