@@ -10,10 +10,13 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.utils.hooks import unserializable_hook
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,3 +67,24 @@ def fork_safe(function: Callable[P, T]) -> Callable[P, T]:
             _caller.threads = None
 
     return call
+
+
+def derive_fork_safe(tensor: Tensor) -> Tensor:
+    """Let a backward pass that comes to ``tensor`` go on on the calling thread in a forked child.
+
+    Likewise a pass through the gradients of that pass, of any order. The child's own setting is put
+    back when the pass has ended; after one that fails it stays at one thread.
+    """
+    if tensor.requires_grad:
+        tensor.register_hook(_go_on_alone)
+    return tensor
+
+
+@unserializable_hook  # else torch.save of a tensor with it warns
+def _go_on_alone(gradient: Tensor | None) -> Tensor | None:
+    threads = torch.get_num_threads()
+    if forked and threads > 1:
+        torch.set_num_threads(1)
+        Variable._execution_engine.queue_callback(partial(torch.set_num_threads, threads))
+    # The caller's own gradient keeps no hook.
+    return None if gradient is None else derive_fork_safe(gradient.view_as(gradient))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checks import check_types, check_values
-from lockstep.forks import fork_safe
+from lockstep.forks import derive_fork_safe, fork_safe
 from lockstep.problem import (
     AttentionProblem,
     Layout,
@@ -115,7 +115,13 @@ def _run(
     check_types(tensors, layout)
     tensors = tensors._replace(bias=pad_bias(tensors.bias))
     problem = describe(tensors, make_options(causal, window, scale, softcap, return_lse=return_lse))
-    out, lse = evaluate(problem, tensors)
+    # A backward pass begins at the results, one through its gradients at those of the inputs.
+    views = {
+        name: derive_fork_safe(tensor.view_as(tensor))
+        for name, tensor in tensors._asdict().items()
+        if tensor is not None and tensor.requires_grad
+    }
+    out, lse = map(derive_fork_safe, evaluate(problem, tensors._replace(**views)))
     return (out, lse) if return_lse else out
 
 

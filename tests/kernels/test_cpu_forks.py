@@ -77,6 +77,41 @@ def _reference() -> Run:
     return lambda: lockstep.reference.attention(q, k, v, causal=True, return_lse=True)
 
 
+def _given_of_reference() -> tuple[list[Tensor], list[Tensor]]:
+    inputs = [x.requires_grad_() for x in torch.randn(3, B, H, 300, D).unbind()]
+    return inputs, [torch.randn(B, H, 300, D).double(), torch.randn(B, H, 300).double()]
+
+
+def _reference_backward() -> Run:
+    inputs, douts = _given_of_reference()
+
+    def run() -> Sequence[Tensor]:
+        results = lockstep.reference.attention(*inputs, causal=True, return_lse=True)
+        return torch.autograd.grad(results, inputs, douts)
+
+    return run
+
+
+def _reference_backward_of_a_parents_graph() -> Run:
+    inputs, douts = _given_of_reference()
+    results = lockstep.reference.attention(*inputs, causal=True, return_lse=True)
+    return lambda: torch.autograd.grad(results, inputs, douts, retain_graph=True)
+
+
+def _reference_backward_of_its_gradients() -> Run:
+    inputs, douts = _given_of_reference()
+    douts[0].requires_grad_()
+    more = torch.randn(2, B, H, 300, D).unbind()
+
+    def run() -> Sequence[Tensor]:
+        results = lockstep.reference.attention(*inputs, return_lse=True)
+        dq, dk, _ = torch.autograd.grad(results, inputs, douts, create_graph=True)
+        (second,) = torch.autograd.grad([dq, dk], douts[:1], more, create_graph=True)
+        return torch.autograd.grad(second, inputs, douts[0])
+
+    return run
+
+
 def _merge() -> Run:
     parts = [(torch.randn(B, H, D, S).mT, torch.randn(B, H, S)) for _ in range(2)]
     return lambda: lockstep.merge(parts)
@@ -167,6 +202,9 @@ def _three_threads():
         _vmap,
         _oracle,
         _reference,
+        _reference_backward,
+        _reference_backward_of_a_parents_graph,
+        _reference_backward_of_its_gradients,
         _merge,
         _backward,
         _backward_of_both,
