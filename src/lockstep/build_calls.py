@@ -42,6 +42,8 @@ UNALIGNED = (72, 88)
 ODD = 24
 # Sequences that keep a GPU busy without being split.
 MANY = 256
+# Heads of several sequences that are cut in decode, too many for programs to fold them themselves.
+CUT_HEADS = 60
 # Lengths of images and short texts, which come in large batches: of how many heads.
 IMAGES, HEADS_OF_IMAGES = (160, 257), 1024
 # And of texts in batches that are not as large.
@@ -160,10 +162,10 @@ def _groups(layer: Layer, packed: bool) -> Iterator[SampleCall]:
     share tiles, too."""
     layout: Literal["packed", "dense"]
     widest, B = max(layer.D, layer.value_dim), -(-HEADS_OF_GROUPS // layer.Hq)
-    is_wide = widest > (WIDEST_OF_TEXTS if packed else NARROW)
-    is_wide = is_wide or (layer.causal and not packed)
-    has_groups = layer.softcap is None or (widest <= WIDEST_OF_TEXTS and not packed)
-    if layer.Hq > layer.Hkv and layer.window is None and has_groups and is_wide:
+    has_groups = widest > WIDEST_OF_TEXTS if packed else True
+    if layer.softcap is not None:
+        has_groups = widest <= WIDEST_OF_TEXTS and not packed
+    if layer.Hq > layer.Hkv and layer.window is None and has_groups:
         n, layout = (B, "packed") if packed else (1, "dense")
         yield SampleCall(layer, layout, n * MORE_THAN_A_TILE, n * LONGER_PROMPT, B=B)
 
@@ -229,6 +231,8 @@ def _decoded(layer: Layer, page: int) -> Iterator[SampleCall]:
         yield from (SampleCall(layer, "paged", *of, page=page) for of in caches)
         caches = [(1, LONG), (DRAFT, LONG), (DRAFT, PROMPT)]
         yield from (SampleCall(layer, "paged", *of, page=page, B=MANY) for of in caches)
+        some = max(1, CUT_HEADS // layer.Hkv)
+        yield SampleCall(layer, "paged", 1, LONG, page=page, B=some)
     elif layer.cross and (layer.lengths is None or layer.lengths[0] == 1):
         many = -(-HEADS_OF_IMAGES // layer.Hq)
         sizes = ((SHORT, 1), (LONG, 1), (SHORT, many))

@@ -253,6 +253,11 @@ def test_equal_heads_are_not_cut_if_all_have_their_share(monkeypatch, n, B, head
         (16, 7, 5000, 128, 126),  # teams of 7, where 132 programs would be teams of 1
         (3, 5, 9000, 64, 260),
         (2, 10, 9000, 128, 132),  # teams of 2
+        # Teams of 5 have a quarter of the heads: whole heads, or as many programs for each.
+        (6, 20, 33051, 128, 120),
+        (12, 20, 9000, 128, 120),
+        (2, 20, 9000, 128, 120),
+        (7, 20, 33051, 128, 132),
     ],
 )
 def test_programs_share_heads_evenly(B, Hkv, n, D, expected):

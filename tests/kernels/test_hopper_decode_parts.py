@@ -41,17 +41,41 @@ def test_no_row_of_a_window_has_more_parts_than_there_is_room_for(left, right):
     [
         (512, 1, 128, {}, 1, 1),
         (1024, 4, 128, {}, 2, 1),  # two spans of 512 keys, of two programs at most
-        (1040, 4, 128, {}, 3, 2),
+        (1040, 4, 128, {}, 3, 2),  # 16 rows
+        (2048, 1, 128, {}, 4, 1),  # few spans of few rows
+        (2064, 1, 128, {}, 5, 2),
         (1024, 8, 128, {}, 1, 1),  # one of 1,024 keys, for 32 rows
         (1024, 8, 64, {}, 2, 1),
-        (1024, 1, 64, {}, 2, 2),  # few rows
+        (1024, 1, 64, {}, 2, 1),
+        (2064, 1, 64, {}, 5, 2),
         (512, 1, 128, {"window_left": 100}, 2, 1),  # it may begin within a span
         (90000, 1, 128, {"window_left": 100}, 2, 1),
-        (90000, 1, 128, {"window_left": 1000}, 3, 2),
+        (90000, 1, 128, {"window_left": 1000}, 3, 1),
+        (90000, 4, 128, {"window_left": 1000}, 3, 2),
     ],
 )
 def test_there_is_no_second_kernel_where_a_head_has_few_parts(n, Sq, D, options, parts, launches):
     tensors = tensors_of(n=n, Sq=Sq, D=D)
     problem = describe(tensors, Options(causal=True, **options))
     assert plan.most_spans(problem) == parts
+    assert len(launch.decode_launches(problem, tensors, PROCESSORS).launches) == launches
+
+
+@pytest.mark.parametrize(
+    ("B", "heads", "n", "D", "programs", "launches"),
+    [
+        (1, 8, 1000, 64, 128, 1),  # one program to an SM
+        (4, 8, 2000, 64, 128, 1),
+        (5, 8, 2000, 64, 264, 2),  # more spans than SMs
+        (1, 3, 2000, 64, 126, 1),  # whole teams
+        (1, 5, 600, 64, 120, 1),
+        (4, 8, 2000, 128, 128, 1),
+        (5, 8, 2000, 128, 132, 2),
+        (1, 1, 2000, 128, 132, 2),  # one head
+    ],
+)
+def test_few_spans_have_few_programs_and_no_second_kernel(B, heads, n, D, programs, launches):
+    tensors = tensors_of(B=B, Hq=4 * heads, Hkv=heads, n=n, D=D)
+    problem = describe(tensors, Options(causal=True))
+    assert plan.programs_of(problem, PROCESSORS) == programs
     assert len(launch.decode_launches(problem, tensors, PROCESSORS).launches) == launches

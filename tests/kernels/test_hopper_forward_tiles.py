@@ -64,6 +64,31 @@ def test_tiles_of_a_chunk_go_by_head_if_its_keys_do_not_fit_into_l2():
     assert order_of(134, 9840, B=64, Hq=5, Hkv=5, D=112) == BY_HEAD.value
     assert order_of(134, 9840, B=2, Hq=5, Hkv=5, D=112) == LONGEST_FIRST.value
     assert order_of(4000, 9840, B=64, Hq=5, Hkv=5, D=112) != BY_HEAD.value
+    # Also where pairs would fill the rounds.
+    assert order_of(205, 4374, B=256, Hq=64, Hkv=32, D=40) == BY_HEAD.value
+    assert order_of(300, 450, B=32, Hq=32, Hkv=8, D=128) == PAIRED.value
+
+
+def test_low_tiles_of_a_chunk_behind_a_window_do_not_go_to_the_same_programs():
+    """Of two tiles of a head, the last one has few rows: by head, each second program would have
+    nothing else."""
+
+    def order(Sq):
+        tensors = unwritten(Sq, 5278, B=39, Hq=25, Hkv=5, D=256)
+        problem = describe(tensors, Options(window_left=65, window_right=0))
+        return Tiling.of(problem, PROCESSORS).order
+
+    assert order(166) == LONGEST_FIRST.value
+    assert order(256) == BY_HEAD.value
+    assert order(550) == BY_HEAD.value  # five tiles
+
+
+@pytest.mark.parametrize(("S", "turns"), [(400, True), (512, False), (490, False), (700, True)])
+def test_pairs_take_turns_if_some_are_shorter(S, turns):
+    problem = describe(unwritten(S, S, B=64, Hq=32, Hkv=32, D=128), Options(causal=True))
+    found = Tiling.of(problem, PROCESSORS)
+    assert found.order == PAIRED.value
+    assert (found.turn > 0) == turns
 
 
 @pytest.mark.parametrize(

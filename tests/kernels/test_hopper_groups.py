@@ -107,11 +107,23 @@ CAUSAL, FULL = {"causal": True}, {}
         # Chunks of prompts, of narrow heads, too.
         (256, 40, 10, 269, 564, 64, CAUSAL, True),
         (32, 20, 5, 400, 1600, 40, CAUSAL, True),
-        (64, 32, 8, 300, 2000, 64, CAUSAL, True),
+        (64, 32, 8, 270, 2000, 64, CAUSAL, True),
         (32, 32, 8, 300, 450, 128, CAUSAL, True),
         (32, 16, 4, 300, 450, 256, CAUSAL, True),
-        (32, 32, 16, 300, 900, 128, {"causal": True, "softcap": 50.0}, True),
+        (32, 32, 16, 260, 900, 128, {"causal": True, "softcap": 50.0}, True),
         (32, 16, 8, 300, 900, 256, {"causal": True, "softcap": 50.0}, False),
+        # Whole sequences of wide heads, if boxes have several heads.
+        (11, 32, 8, 400, 400, 256, CAUSAL, True),
+        (3, 32, 8, 783, 783, 256, CAUSAL, True),
+        (122, 12, 4, 200, 200, 256, CAUSAL, False),
+        (2, 48, 12, 2030, 2030, 256, CAUSAL, False),
+        (15, 32, 8, 400, 400, 160, CAUSAL, False),
+        # Narrow heads without a mask, if that saves a good part.
+        (256, 40, 10, 79, 614, 64, FULL, True),
+        (9, 80, 10, 231, 231, 80, FULL, False),
+        (256, 3, 1, 1085, 1085, 40, FULL, False),
+        # Low tiles are all that two heads save.
+        (256, 64, 32, 205, 4374, 40, CAUSAL, False),
         # They have few more keys than queries.
         (32, 32, 8, 300, 375, 128, CAUSAL, False),
         (106, 20, 5, 783, 783, 160, CAUSAL, False),

@@ -162,6 +162,20 @@ def test_programs_take_turns_at_tiles_in_the_middle(heads, n):
 
 
 @pytest.mark.parametrize(
+    ("B", "Hq", "Hkv", "D"), [(46, 32, 8, 64), (61, 12, 4, 128), (31, 12, 4, 256)]
+)
+def test_programs_take_turns_at_low_tiles(B, Hq, Hkv, D):
+    """Of 400 queries the last tile has 16, which one consumer has alone. Pairs with it would always
+    be the same programs'."""
+    problem = describe(unwritten(400, 400, B=B, Hq=Hq, Hkv=Hkv, D=D), Options(causal=True))
+    tiling = Tiling.of(problem, 132)
+    assert tiling.order == PAIRED.value
+    found = all_places(PAIRED, 132, tiling.heads, 400, 128, turn=tiling.turn)
+    work = [sum(row // 64 + (2 if end - row > 64 else 1) for _, row, end in mine) for mine in found]
+    assert sum(work) / 132 > 0.93 * max(work)
+
+
+@pytest.mark.parametrize(
     ("B", "Hq", "Hkv", "S", "D", "window", "share"),
     [
         (1, 32, 16, 8192, 128, 4096, 0.99),

@@ -21,8 +21,9 @@ MOST_TEAM = 8
 # Where teams would be so many times smaller than they could be (5 or 7 heads), some SMs have no
 # program.
 SMALL_TEAM = 3
-# SMs that have programs where these share the heads evenly, if heads are no fewer than this.
-EVEN_PROCESSORS, EVEN_HEADS = 128, 32
+# SMs that have programs where these share the heads evenly, at most and at least, if heads are no
+# fewer than this.
+EVEN_PROCESSORS, LEAST_PROCESSORS, EVEN_HEADS = 128, 116, 32
 # Columns of a tile that the copy engine writes at once: 128 bytes.
 COLUMNS = 64
 # A run of spans costs as much as this many tiles of keys more than its tiles.
@@ -45,6 +46,8 @@ FOLD_UNITS, FOLD_PROGRAMS, MOST_SLOTS = 8, 6, 512
 # how often in query-invariant calls, if a head has many programs.
 INSIDE_ROWS, INSIDE_PARTS, INSIDE_ROUNDS = 4, 16, 9
 INVARIANT_ROUNDS = 2
+# Spans of a head that are few.
+FEW_SPANS = 4
 # Bits of a counter of spans that count; those above are a mark (`arrivals.py`).
 COUNT_BITS, MARK_BITS = 20, 42
 # Numbers of a row of a part beside its products: m and l; with query_invariant, m and error, and
@@ -198,15 +201,16 @@ def starts_late(problem: AttentionProblem) -> bool:
 def folds_inside(problem: AttentionProblem, n_programs: int) -> bool:
     """Whether programs fold what they have cut (`arrivals.py`), in place of a second kernel: faster
     where a head has no more than two programs and few rows and parts, and slower with few rows of
-    head dim 64, unless a window leaves few keys; and where no head can be cut. In query-invariant
-    calls, whose second kernel is slower, it is faster with more programs to a head, too, if parts
-    are few. That changes no bit."""
-    rounds = _rounds_inside(problem)
-    has_two = 2 * tiles_of(problem) * problem.Hkv >= n_programs or most_spans(problem) <= 2
+    head dim 64, unless a window leaves few keys; where there are few spans of several heads; and
+    where no head can be cut. In query-invariant calls, whose second kernel is slower, it is faster
+    with more programs to a head, too, if parts are few. That changes no bit."""
+    rounds, spans = _rounds_inside(problem), most_spans(problem)
+    is_few = has_few_spans(problem) and problem.Hkv > 1
+    has_two = 2 * tiles_of(problem) * problem.Hkv >= n_programs or spans <= 2
     if problem.query_invariant:
         most = INSIDE_ROUNDS if has_two else INVARIANT_ROUNDS
         return problem.D == 128 and rows_of(problem) <= FEW_ROWS and rounds <= most
-    if most_spans(problem) == 1:
+    if spans == 1 or is_few:
         return True
     if not has_two or rounds > INSIDE_ROUNDS:
         return False
@@ -246,23 +250,51 @@ def programs_of(problem: AttentionProblem, n_processors: int) -> int:
     changes no bit."""
     team = max(n for n in range(1, MOST_TEAM + 1) if problem.Hkv % n == 0)
     each = plan_of(problem).programs
+    one_each = min(n_processors, EVEN_PROCESSORS) // (team * each) * team * each
+    if each > 1 and one_each and has_few_spans(problem):
+        return one_each
     fewer = min(n_processors, EVEN_PROCESSORS) // team * team * each
-    if fewer > 0 and not problem.is_packed and _is_even(problem, fewer):
-        return fewer
+    if fewer > 0 and not problem.is_packed:
+        if _is_even(problem, fewer):
+            return fewer
+        # Where a team has a part of the heads only, all of a sequence are read at one time then.
+        counts = range(fewer, LEAST_PROCESSORS * each - 1, -team * each)
+        even = (n for n in counts if problem.Hkv > team and _is_exactly_even(problem, n))
+        found = next(even, 0)
+        if found:
+            return found
     is_small = team_of(problem, n_processors * each) * SMALL_TEAM <= team <= n_processors
     return (n_processors // team * team if is_small else n_processors) * each
+
+
+def has_few_spans(problem: AttentionProblem) -> bool:
+    """Whether a call with few rows has few spans of each head, and no more of all heads than there
+    are SMs. It is faster with a program to an SM, and with what it has cut folded inside."""
+    if problem.query_invariant or problem.is_packed or rows_of(problem) > FEW_ROWS:
+        return False
+    spans = most_spans(problem)
+    return spans <= FEW_SPANS and tiles_of(problem) * problem.Hkv * spans <= WANTED
 
 
 def _is_even(problem: AttentionProblem, n_programs: int) -> bool:
     """Whether each program has as many whole heads as the others, or a span less; or each head as
     many programs."""
+    if _is_exactly_even(problem, n_programs):
+        return True
     n_heads, span = tiles_of(problem) * problem.Hkv, least_span(problem)
     if n_programs % n_heads == 0:
-        return n_heads >= EVEN_HEADS
+        return False
     block = plan_of(problem).block_kv
     cost = -(-problem.Skv // block) + -(-problem.Skv // span) * SPAN_COST
     most = -(-n_heads // n_programs) * cost
     return most * n_programs - n_heads * cost <= (span // block + SPAN_COST) * n_programs
+
+
+def _is_exactly_even(problem: AttentionProblem, n_programs: int) -> bool:
+    """Whether each program has as many whole heads as the others, or each of many heads as many
+    programs."""
+    n_heads = tiles_of(problem) * problem.Hkv
+    return n_heads % n_programs == 0 or (n_programs % n_heads == 0 and n_heads >= EVEN_HEADS)
 
 
 def fold_plan(problem: AttentionProblem, n_slots: int, n_processors: int) -> FoldPlan:

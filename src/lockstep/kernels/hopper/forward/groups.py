@@ -20,15 +20,19 @@ ENDS, ENDS_OF_NARROW_CHUNKS, ENDS_OF_CHUNKS = 1.0, 2.0, 1.5
 # What a tile under a causal mask costs of which one consumer has all rows, as a part of a full one.
 HALF = 0.65
 # Tiles of groups have to save this share of the work, since each box is a load and a store of its
-# own; under a causal mask, most of that is in the ends.
-SAVED, SAVED_OF_CHUNKS = 0.08, 0.05
-# Of windows they have to save more, and boxes have so many heads.
-SAVED_OF_WINDOWS, HEADS_OF_WINDOWS = 0.15, 4
+# own. Of whole causal sequences they have to save more, and most where tiles of one head are faster
+# for their work: without a mask, of narrow heads and in one loop.
+SAVED, SAVED_OF_WHOLE, SAVED_OF_FAST_TILES = 0.08, 0.11, 0.2
+# Of windows they have to save more.
+SAVED_OF_WINDOWS = 0.15
+# Heads of a box, of windows and of whole causal sequences.
+HEADS_OF_BOXES = 4
 # From so many queries on, the last tile of a head is next to nothing beside the others.
 MANY_QUERIES = 4096
-NARROW, MEDIUM = 64, 128
-# How many times as many keys as queries a causal sequence has to have; and how many keys its rows
-# see in the mean, where tiles of one head are in one loop, which is faster with fewer.
+NARROW, MEDIUM, WIDE = 64, 128, 192
+# How many times as many keys as queries a causal sequence has to have, unless heads are wider than
+# WIDE and boxes have several; and how many keys its rows see in the mean, where tiles of one head
+# are in one loop, which is faster with fewer.
 MORE_KEYS, LEAST_KEYS = 1.5, 256
 
 
@@ -80,29 +84,30 @@ def shares_tiles(problem: AttentionProblem) -> bool:
     # keys, which is rare, for one more build of most models.
     if (problem.softcap is not None and width > MEDIUM) or (is_packed and width <= MEDIUM):
         return False
-    one_loop = plan_of(problem).one_loop
-    if not is_causal and (width <= NARROW or one_loop):
-        return False
     # Only the mean length of packed sequences is known.
     queries, keys = problem.Sq, problem.Skv
     if is_packed:
         queries, keys = -(-queries // max(problem.B, 1)), -(-keys // max(problem.B, 1))
     if queries > MANY_QUERIES:
         return False
-    # Tiles of whole causal sequences take longer than their blocks do.
-    if is_causal and keys < MORE_KEYS * queries:
+    is_whole = is_causal and keys < MORE_KEYS * queries
+    # Their tiles take longer than their blocks do, those of wide heads apart.
+    if is_whole and (width <= WIDE or math.gcd(group, BOX) < HEADS_OF_BOXES or is_packed):
         return False
+    one_loop = plan_of(problem).one_loop
     if one_loop and keys - queries / 2 < LEAST_KEYS:
         return False
+    is_fast = not is_causal and (width <= NARROW or one_loop)
+    saved = SAVED_OF_WHOLE if is_whole else SAVED_OF_FAST_TILES if is_fast else SAVED
     apart, shared = (work(problem, queries, keys, n) for n in (1, group))
-    return shared <= (1 - (SAVED_OF_CHUNKS if is_causal else SAVED)) * apart
+    return shared <= (1 - saved) * apart
 
 
 def _narrows_windows(problem: AttentionProblem, group: int) -> bool:
     """Whether tiles with fewer queries, of more heads, see so much less beside a window that this
     saves work. Sizes of a call do not decide it, so that a model needs no build more."""
     left, right = problem.window
-    if left is None or right is None or math.gcd(group, BOX) < HEADS_OF_WINDOWS:
+    if left is None or right is None or math.gcd(group, BOX) < HEADS_OF_BOXES:
         return False
     plan = plan_of(problem)
     shared = plan.block_q // group + (BOX if plan.block_q // BOX % group else 0)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from math import gcd
 from typing import NamedTuple
 
-from lockstep.kernels.hopper.forward.groups import most_tiles, n_tiles, rows_of_group, tile_heads
+from lockstep.kernels.hopper.common.sizes import ROWS
+from lockstep.kernels.hopper.forward.groups import (
+    most_tiles,
+    n_tiles,
+    rows_of,
+    rows_of_group,
+    tile_heads,
+)
 from lockstep.kernels.hopper.forward.plan import plan_of
 from lockstep.kernels.hopper.forward.scheduling.schedule import (
     BY_HEAD,
@@ -52,11 +59,12 @@ class Tiling(NamedTuple):
             is_sorted = heads * n_q_tiles > n_processors
             return Tiling(n_q_tiles, heads, (LONGEST_FIRST if is_sorted else UNSORTED).value)
         heads, n_q_tiles = problem.B * heads, n_tiles(problem.Sq, group, block_q)
+        low = has_low_tile(rows_of(problem.Sq, group), block_q)
         if left is not None:
-            order = _order_of_windows(problem)
+            order = _order_of_windows(problem, low and gcd(n_q_tiles, n_processors) > 1)
             turn = turn_of(n_q_tiles, n_processors) if order == PAIRED.value else 0
             return Tiling(n_q_tiles, heads, order, turn)
-        if right is None:
+        if right is None or is_chunk(problem, block_q):
             return Tiling(n_q_tiles, heads, BY_HEAD.value)
         row_bytes = (problem.D + problem.Dv) * 2
         head_bytes = problem.Skv * row_bytes * problem.Hkv * group // problem.Hq
@@ -64,13 +72,16 @@ class Tiling(NamedTuple):
         pairs = pairs and not deals_singly(problem, n_q_tiles)
         # Single tiles fill the rounds better, if all keys stay near meanwhile.
         pairs = pairs and key_bytes(problem) > NEAR_L2_BYTES
-        if not pairs and is_chunk(problem, block_q):
-            return Tiling(n_q_tiles, heads, BY_HEAD.value)
         if not pairs:
             return Tiling(n_q_tiles, heads, LONGEST_FIRST.value)
-        # Pairs are equally long, but for the tile in the middle.
-        turn = turn_of(n_q_tiles, n_processors) if n_q_tiles % 2 else 0
+        # Pairs are equally long, but for the tile in the middle, and one with a low tile.
+        turn = turn_of(n_q_tiles, n_processors) if n_q_tiles % 2 or low else 0
         return Tiling(n_q_tiles, heads, PAIRED.value, turn)
+
+
+def has_low_tile(rows: int, block_q: int) -> bool:
+    """Whether the last tile of so many rows leaves a consumer without any, and takes less time."""
+    return 0 < rows % block_q <= block_q - ROWS
 
 
 def turn_of(n_q_tiles: int, n_processors: int) -> int:
@@ -79,13 +90,14 @@ def turn_of(n_q_tiles: int, n_processors: int) -> int:
     return next(turn for turn in range(pairs) if gcd(n_processors + turn, pairs) == 1)
 
 
-def _order_of_windows(problem: AttentionProblem) -> int:
+def _order_of_windows(problem: AttentionProblem, low_at_same: bool) -> int:
     """The order of tiles that have a window. Those of a sequence's first rows see less than a whole
     one, and come last if the windows of all heads stay in L2 meanwhile; else in pairs, as causal
-    ones do."""
+    ones do. Chunks that have none of these go by head, unless the low tiles of all heads would be
+    the same programs' (`low_at_same`)."""
     left, right = problem.window
     assert left is not None
-    if right is not None and problem.Skv - problem.Sq >= left:
+    if right is not None and problem.Skv - problem.Sq >= left and not low_at_same:
         return BY_HEAD.value
     if right is not None:
         keys = min(problem.Skv, left + right + plan_of(problem).block_q)
