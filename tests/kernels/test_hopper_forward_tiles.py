@@ -83,6 +83,13 @@ def test_low_tiles_of_a_chunk_behind_a_window_do_not_go_to_the_same_programs():
     assert order(550) == BY_HEAD.value  # five tiles
 
 
+@pytest.mark.parametrize(("S", "order"), [(294, LONGEST_FIRST), (400, PAIRED), (600, PAIRED)])
+def test_three_tiles_with_a_window_go_singly(S, order):
+    tensors = unwritten(S, S, B=123, Hq=24, Hkv=8, D=160)
+    problem = describe(tensors, Options(window_left=152, window_right=0))
+    assert Tiling.of(problem, PROCESSORS).order == order.value
+
+
 @pytest.mark.parametrize(("S", "turns"), [(400, True), (512, False), (490, False), (700, True)])
 def test_pairs_take_turns_if_some_are_shorter(S, turns):
     problem = describe(unwritten(S, S, B=64, Hq=32, Hkv=32, D=128), Options(causal=True))

@@ -28,7 +28,7 @@ from lockstep.problem import AttentionProblem
 ALIKE = 0.75
 # Pairing tiles is worth it while the keys and values of the heads at work fit into L2.
 L2_BYTES = 50e6
-# Of so few tiles, one in the middle is a good part.
+# Of so few tiles, one in the middle is a good part: they are faster singly.
 FEW_TILES = 3
 # Measured in constant time: up to so many tiles of narrow heads, all of whose keys stay in L2, are
 # done earlier singly than in pairs.
@@ -61,7 +61,8 @@ class Tiling(NamedTuple):
         heads, n_q_tiles = problem.B * heads, n_tiles(problem.Sq, group, block_q)
         low = has_low_tile(rows_of(problem.Sq, group), block_q)
         if left is not None:
-            order = _order_of_windows(problem, low and gcd(n_q_tiles, n_processors) > 1)
+            low_at_same = low and gcd(n_q_tiles, n_processors) > 1
+            order = _order_of_windows(problem, n_q_tiles, low_at_same)
             turn = turn_of(n_q_tiles, n_processors) if order == PAIRED.value else 0
             return Tiling(n_q_tiles, heads, order, turn)
         if right is None or is_chunk(problem, block_q):
@@ -90,15 +91,17 @@ def turn_of(n_q_tiles: int, n_processors: int) -> int:
     return next(turn for turn in range(pairs) if gcd(n_processors + turn, pairs) == 1)
 
 
-def _order_of_windows(problem: AttentionProblem, low_at_same: bool) -> int:
+def _order_of_windows(problem: AttentionProblem, n_q_tiles: int, low_at_same: bool) -> int:
     """The order of tiles that have a window. Those of a sequence's first rows see less than a whole
-    one, and come last if the windows of all heads stay in L2 meanwhile; else in pairs, as causal
-    ones do. Chunks that have none of these go by head, unless the low tiles of all heads would be
-    the same programs' (`low_at_same`)."""
+    one, and come last if there are few, or the windows of all heads stay in L2 meanwhile; else in
+    pairs, as causal ones do. Chunks that have none of these go by head, unless the low tiles of all
+    heads would be the same programs' (`low_at_same`)."""
     left, right = problem.window
     assert left is not None
     if right is not None and problem.Skv - problem.Sq >= left and not low_at_same:
         return BY_HEAD.value
+    if right is not None and n_q_tiles % 2 and n_q_tiles <= FEW_TILES:
+        return LONGEST_FIRST.value
     if right is not None:
         keys = min(problem.Skv, left + right + plan_of(problem).block_q)
         if key_bytes(problem) * keys <= L2_BYTES * problem.Skv:
