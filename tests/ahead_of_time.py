@@ -25,7 +25,7 @@ import os
 import pickle
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -60,7 +60,12 @@ def fix_keys() -> None:
     cache.FileCacheManager.get_group = group
 
 
-def pretend_h200() -> None:
+def pytest_configure(config: Any) -> None:
+    """As a plugin: `python -m pytest -p ahead_of_time`."""
+    fix_keys()
+
+
+def pretend_h200(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     """Have torch, Triton and Lockstep take this machine for one with an H200."""
     import torch
     from triton.backends.compiler import GPUTarget
@@ -81,17 +86,19 @@ def pretend_h200() -> None:
     answers |= {"device_count": 1, "is_initialized": False, "is_current_stream_capturing": False}
     answers |= {"synchronize": None, "empty_cache": None, "memory_allocated": 0}
     for name, answer in answers.items():
-        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+        patch(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     target = GPUTarget("cuda", CAPABILITY[0] * 10 + CAPABILITY[1], 32)
-    driver._active = SimpleNamespace(get_current_target=lambda: target, launcher_cls=_no_launcher)
+    fake = SimpleNamespace(get_current_target=lambda: target, launcher_cls=_no_launcher)
+    patch(driver, "_active", fake)
     describe = prepare.describe
-    prepare.describe = lambda *args: replace(describe(*args), device_type="cuda")
+    patch(prepare, "describe", lambda *args: replace(describe(*args), device_type="cuda"))
     device = Device(PROCESSORS, SHARED_BYTES, tma=True, early=True, least_block=64)
     for module in (triton_launch, triton_backward):
-        module.device_of = lambda _: device
+        patch(module, "device_of", lambda _: device)
     for module in (forward, narrow, medium, decode):
-        module.processors = lambda _: PROCESSORS
-    requirements._capability = triton._capability = lambda _: CAPABILITY
+        patch(module, "processors", lambda _: PROCESSORS)
+    for module in (requirements, triton):
+        patch(module, "_capability", lambda _: CAPABILITY)
 
 
 def _no_launcher(source: object, metadata: object) -> None:
@@ -236,6 +243,7 @@ def main() -> int:
     if options.command == "plan":
         return plan(options.to, options.tests, options.case)
     if options.command == "run":
+        fix_keys()
         sys.argv[:] = options.script
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -248,5 +256,3 @@ if __name__ == "__main__":
     from ahead_of_time import main
 
     raise SystemExit(main())
-else:
-    fix_keys()

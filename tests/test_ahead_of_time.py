@@ -17,6 +17,7 @@ SCRIPT = str(HERE / "ahead_of_time.py")
 TOY = f"""
 import ahead_of_time, pickle, sys
 sys.path[:0] = [{str(HERE / "kernels")!r}]
+ahead_of_time.fix_keys()
 ahead_of_time.pretend_h200()
 from lockstep.kernels.compile_apart import BuildApart
 from toy_kernel import ARGUMENTS, toy

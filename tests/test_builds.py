@@ -8,15 +8,14 @@ from threading import Thread
 
 import pytest
 import torch
+from ahead_of_time import pretend_h200
 from kernel_calls import forget_calls
 from typer.testing import CliRunner
 
 import lockstep
 from lockstep import build_calls, builds, cli, model_config
 from lockstep.bench.models.cases import CASES
-from lockstep.call import prepare
-from lockstep.kernels import compiled, triton
-from lockstep.kernels.hopper.common import requirements
+from lockstep.kernels import compiled
 from lockstep.models import MODELS, Layer
 
 runner = CliRunner()
@@ -27,24 +26,8 @@ TINY = Layer(2, 1, 16)
 def h200(monkeypatch):
     """A function that says which builds calls would need on an H200: their names, by all that they
     are compiled for."""
-    hopper_launch = pytest.importorskip("lockstep.kernels.hopper.forward.launch")
-    from lockstep.kernels.hopper.backward.medium import call as medium
-    from lockstep.kernels.hopper.backward.narrow import call as narrow
-    from lockstep.kernels.hopper.decode import launch as decode
-    from lockstep.kernels.triton import backward as triton_backward
-    from lockstep.kernels.triton import launch as triton_launch
-    from lockstep.kernels.triton.plan import Device
-
-    real = prepare.describe
-    monkeypatch.setattr(prepare, "describe", lambda *args: replace(real(*args), device_type="cuda"))
-    device = Device(132, 232448, tma=True, early=True, least_block=64)
-    for module in (triton_launch, triton_backward):
-        monkeypatch.setattr(module, "device_of", lambda _: device)
-    for module in (hopper_launch, narrow, medium, decode):
-        monkeypatch.setattr(module, "processors", lambda _: 132)
-    monkeypatch.setattr(requirements, "_capability", lambda _: (9, 0))
-    monkeypatch.setattr(triton, "_capability", lambda _: (9, 0))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    pytest.importorskip("lockstep.kernels.hopper.forward.launch")
+    pretend_h200(monkeypatch.setattr)
     forget_calls(monkeypatch)
     # Nothing is launched. Memory that nothing is written to takes no time.
     monkeypatch.setattr(torch, "zeros", torch.empty)
@@ -75,6 +58,9 @@ def test_one_build_serves_every_length_and_batch(h200):
         for Sq, Skv in ((1, 1000), (1, 100_000), (2, 40_000), (2048, 2048), (77, 9000))
     ]
     calls.append(builds.SampleCall(layer, "paged", 1, 5000, page=16, B=300))
+    # Few spans, which programs fold, and more of them.
+    few = [(1, 2000, 4), (1, 2000, 5), (2, 2000, 1), (3, 2000, 1), (1, 16000, 7), (1, 900, 16)]
+    calls += [builds.SampleCall(layer, "paged", Sq, n, page=16, B=B) for Sq, n, B in few]
     calls += [
         builds.SampleCall(layer, layout, length, length, backward=True)
         for length in (513, 1000, 2048)
