@@ -196,22 +196,33 @@ def plan(to: Path, tests: list[str], cases: list[str]) -> int:
 
 
 def compile_one(job: tuple[str, Any]) -> str:
-    """Leave one build in the cache; its name, and what went wrong, if anything did."""
+    """Leave one build in the cache; what went wrong, if anything did."""
     fix_keys()
     name, build = job
     try:
         build()
     except Exception as error:
         return f"{name}: {error!r}"[:300]
-    return name
+    return ""
 
 
 def compile_all(cache: Path, plans: list[Path], processes: int) -> int:
     """Compile what the files say, and keep what launches need; the exit status."""
+    from rich.console import Console
+
+    from lockstep.output.console import progress
+
     os.environ["TRITON_CACHE_DIR"] = str(cache.resolve())
     jobs = [job for path in plans for job in pickle.loads(path.read_bytes())]
+    failed = []
     with ProcessPoolExecutor(processes) as pool:
-        done = list(pool.map(compile_one, jobs))
+        # Processes begin here, before there is a thread that shows progress.
+        errors = pool.map(compile_one, jobs)
+        with progress(Console(stderr=True), len(jobs)) as steps:
+            for (name, _), error in zip(jobs, errors, strict=True):
+                steps.say(name)
+                steps.done()
+                failed += [error] if error else []
     for path in cache.glob("*/*"):
         if path.suffix in UNUSED:
             path.unlink()
@@ -219,8 +230,7 @@ def compile_all(cache: Path, plans: list[Path], processes: int) -> int:
             # The driver's module asks it for the parameters.
             text = path.read_text()
             path.write_text(text[: text.index("\n{", text.index(".entry"))] + "\n{\n}\n")
-    failed = [line for line in done if ": " in line]
-    print(*failed, f"{len(done) - len(failed)} of {len(done)} builds in {cache}", sep="\n")
+    print(*failed, f"{len(jobs) - len(failed)} of {len(jobs)} builds in {cache}", sep="\n")
     return 1 if failed else 0
 
 

@@ -162,7 +162,7 @@ def _groups(layer: Layer, packed: bool) -> Iterator[SampleCall]:
     share tiles, too."""
     layout: Literal["packed", "dense"]
     widest, B = max(layer.D, layer.value_dim), -(-HEADS_OF_GROUPS // layer.Hq)
-    has_groups = widest > WIDEST_OF_TEXTS if packed else True
+    has_groups = widest > WIDEST_OF_TEXTS or not packed
     if layer.softcap is not None:
         has_groups = widest <= WIDEST_OF_TEXTS and not packed
     if layer.Hq > layer.Hkv and layer.window is None and has_groups:

@@ -98,11 +98,11 @@ def _order_of_windows(problem: AttentionProblem, n_q_tiles: int, low_at_same: bo
     heads would be the same programs' (`low_at_same`)."""
     left, right = problem.window
     assert left is not None
-    if right is not None and problem.Skv - problem.Sq >= left and not low_at_same:
-        return BY_HEAD.value
-    if right is not None and n_q_tiles % 2 and n_q_tiles <= FEW_TILES:
-        return LONGEST_FIRST.value
     if right is not None:
+        if problem.Skv - problem.Sq >= left and not low_at_same:
+            return BY_HEAD.value
+        if n_q_tiles % 2 and n_q_tiles <= FEW_TILES:
+            return LONGEST_FIRST.value
         keys = min(problem.Skv, left + right + plan_of(problem).block_q)
         if key_bytes(problem) * keys <= L2_BYTES * problem.Skv:
             return LONGEST_FIRST.value
