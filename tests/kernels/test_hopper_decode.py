@@ -194,6 +194,15 @@ def test_every_span_has_one_program(monkeypatch, lens, heads, left, team):
     assert max(work) - min(work) <= 2 * (plan.MOST_SPAN // 64 + plan.SPAN_COST)
 
 
+@pytest.mark.parametrize("n", [16_900, 17_200, 20_847, 34_500, 41_000, 65_536])
+@pytest.mark.parametrize(("heads", "team"), [(8, 4), (4, 4), (1, 1)])
+def test_a_long_sequence_alone_is_shared_evenly(monkeypatch, n, heads, team):
+    n = n * 8 // heads
+    found, _slots = runs_of(monkeypatch, [n], heads, 132, Skv=n, team=team)
+    tiles = [sum(run[5] - run[4] for run in runs) for runs in found]
+    assert max(tiles) <= 1.4 * n / 64 * heads / 132
+
+
 def test_tiles_of_a_sequence_have_the_keys_that_their_rows_see(monkeypatch):
     lens, Sq, group, left = [5000, 300], 50, 3, 700
     found, _slots = runs_of(monkeypatch, lens, 2, 14, left, Sq=Sq, group=group)
@@ -270,8 +279,9 @@ def test_programs_share_heads_evenly(B, Hkv, n, D, expected):
 @pytest.mark.parametrize(
     ("D", "rows", "expected"),
     [
-        (64, 4, 0),
-        (128, 4, 16),
+        (64, 4, 8),
+        (64, 12, 0),
+        (128, 4, 8),
         (128, 16, 16),
         (128, 20, 0),
         (160, 8, 8),
@@ -281,10 +291,10 @@ def test_programs_share_heads_evenly(B, Hkv, n, D, expected):
     ],
 )
 def test_rows_of_single_warps(D, rows, expected):
-    """Above head dim 64 builds have one consumer, unless queries are packed."""
+    """Builds have one consumer, unless queries are packed."""
     problem = problem_of(D=D, Hq=8, Hkv=2, Sq=rows // 4)
     assert plan.narrow_rows(problem) == expected
-    assert plan.is_narrow(problem) == (D > 64 and rows <= 16)
+    assert plan.is_narrow(problem) == (expected > 0)
 
 
 def test_results_lie_in_memory_as_the_queries_do():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
@@ -90,11 +91,12 @@ def test_machine_code(D, page, Sq, pieces):
 
 
 @pytest.mark.parametrize(
-    ("D", "rows"), [(128, 16), (72, 16), (192, 8), (256, 8), (160, 16), (256, 16)]
+    ("D", "rows"),
+    [(64, 8), (128, 8), (128, 16), (72, 16), (192, 8), (256, 8), (160, 16), (256, 16)],
 )
 def test_machine_code_of_the_narrow_consumer_alone(D, rows):
-    """A warp has a quarter of the keys, a thread one or two rows; above head dim 128 the values are
-    the left operand."""
+    """A warp has a quarter of the keys, a thread one or two rows; the values are the left
+    operand."""
     tensors = tensors_of(D=D, page=64, Sq=rows // 4)
     problem = describe(tensors, Options(causal=True))
     assert plan.narrow_rows(problem) == rows
@@ -108,8 +110,23 @@ def test_machine_code_of_the_narrow_consumer_alone(D, rows):
     assert usual["HMMA"] == (columns // 16) * (keys // 8 + keys // 16 * (rows // 8))
     assert usual["MUFU.EX2"] == (rows // 8) * (keys // 4 + 1)
     assert usual["LDS"] + usual["STS"] == 0
-    # At head dim 256, products of 16 rows take half of all registers.
-    assert usual["LDL"] + usual["STL"] <= (52 if (D, rows) == (256, 16) else 4 * (D > 128))
+    assert usual["LDL"] + usual["STL"] <= 4 * (D > 128)
+    # What a program of an SM takes, with 1 KB that the system takes of each.
+    programs = plan.plan_of(problem).programs
+    assert programs * (built.kernel.metadata.shared + 1024) <= sizes.SHARED_BYTES + 1024
+
+
+def test_two_programs_with_both_consumers_fit_on_an_sm():
+    """Of packed queries at head dim 64."""
+    tensors = tensors_of(D=64)
+    B, H, Sq, D = tensors.q.shape
+    offsets = torch.arange(B + 1, dtype=torch.int32) * Sq
+    tensors = tensors._replace(q=tensors.q.transpose(1, 2).reshape(-1, H, D), cu_seqlens_q=offsets)
+    problem = describe(tensors, Options(causal=True))
+    bound = bind(launch.decode_launches(problem, tensors, PROCESSORS), tensors)["decode_kernel"]
+    built = compile_for_hopper(decode_kernel, bound.arguments, **bound.launch.options)
+    assert plan.plan_of(problem).programs == 2
+    assert 2 * (built.kernel.metadata.shared + 1024) <= sizes.SHARED_BYTES + 1024
 
 
 @pytest.mark.parametrize("Sq", [1, 3], ids=["few rows", "more rows"])

@@ -12,14 +12,20 @@ from lockstep.kernels.hopper.decode import launch, plan
 from lockstep.problem import Options, describe
 
 
+def span_of(keys, wanted, least, block):
+    """The keys of a span: `Sizes.tiles_of`."""
+    span = ceil_div(keys, wanted)
+    span = ceil_div(span, max(ceil_div(span, plan.MOST_SPAN), 1))
+    return min(max(ceil_div(span, block) * block, least), plan.MOST_SPAN)
+
+
 def test_no_row_has_more_parts_than_there_is_room_for():
     for Hkv in (1, 2, 8, 64):
         for n in (16, 512, 4096, 1 << 16, 1 << 20):
             problem = problem_of(Hq=Hkv, Hkv=Hkv, n=n, D=64)
             wanted, most = plan.spans_wanted(problem), plan.most_spans(problem)
-            for length in {n, n // 2, 3 * n // 4, min(n, 257 * wanted)}:
-                span = ceil_div(ceil_div(length, wanted), 64) * 64
-                span = min(max(span, plan.least_span(problem)), plan.MOST_SPAN)
+            for length in {n, n // 2, 3 * n // 4, min(n, 257 * wanted), min(n, 1025 * wanted)}:
+                span = span_of(length, wanted, plan.least_span(problem), 64)
                 assert ceil_div(length, span) <= most
 
 
@@ -31,8 +37,7 @@ def test_no_row_of_a_window_has_more_parts_than_there_is_room_for(left, right):
         wanted, most = plan.spans_wanted(problem), plan.most_spans(problem)
         for length in range(0, n + 1, max(1, n // 997)):
             lo = min(max(length - Sq - left, 0), length)
-            span = ceil_div(ceil_div(length - lo, wanted), 128) * 128
-            span = min(max(span, plan.least_span(problem)), plan.MOST_SPAN)
+            span = span_of(length - lo, wanted, plan.least_span(problem), 128)
             assert ceil_div(length, span) - lo // span <= most
 
 
@@ -40,12 +45,13 @@ def test_no_row_of_a_window_has_more_parts_than_there_is_room_for(left, right):
     ("n", "Sq", "D", "options", "parts", "launches"),
     [
         (512, 1, 128, {}, 1, 1),
-        (1024, 4, 128, {}, 2, 1),  # two spans of 512 keys, of two programs at most
+        (1024, 2, 128, {}, 2, 1),  # two spans of 512 keys, of two programs at most
+        (1024, 4, 128, {}, 2, 2),  # of 16 rows
         (1040, 4, 128, {}, 3, 2),  # 16 rows
         (2048, 1, 128, {}, 4, 1),  # few spans of few rows
         (2064, 1, 128, {}, 5, 2),
         (1024, 8, 128, {}, 1, 1),  # one of 1,024 keys, for 32 rows
-        (1024, 8, 64, {}, 2, 1),
+        (1024, 8, 64, {}, 2, 2),
         (1024, 1, 64, {}, 2, 1),
         (2064, 1, 64, {}, 5, 2),
         (512, 1, 128, {"window_left": 100}, 2, 1),  # it may begin within a span

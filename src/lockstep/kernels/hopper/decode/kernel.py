@@ -148,7 +148,7 @@ def decode_kernel(
     else:
         exchange = queue  # in place of none
         if NARROW > 0:
-            exchange = Exchange.create(NARROW)
+            exchange = Exchange.create(NARROW, DV)
         gl.warp_specialize(
             [
                 (consume, (rows, sizes, queue, k, v, queries, exchange, cache, NARROW, FEW)),

@@ -83,6 +83,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
     shared["n_slots"] = n_slots
     inside = folds_inside(problem, n_programs)
     shared["INSIDE"] = inside
+    is_folded = inside or n_spans == 1
     assert n_spans < 1 << COUNT_BITS
     decode = Launch(
         decode_kernel,
@@ -125,7 +126,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
             "arrivals": Buffer((n_slots,), torch.int64),
             "tiles": _tiles(problem),
         },
-        [*_listing(problem, names, n_slots), decode, *([] if inside else [fold])],
+        [*_listing(problem, names, n_slots), decode, *([] if is_folded else [fold])],
         kept={} if lengths is None else {"lengths": lengths},
         fit=partial(_fit, copied) if copied else None,
         finish=_finish,

@@ -42,11 +42,17 @@ ROWS_APART = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 WARPS_APART = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
 
 
+@gluon.constexpr_function
+def pieces_at_once(rows, columns):
+    """Pieces of products that warps exchange at once: of few rows all that there is room for."""
+    return 1 if rows > 8 else min(columns // PIECE.value, 2)
+
+
 @aggregate
 class Exchange:
     """Where warps leave their softmax for all others."""
 
-    acc_smem: gl.shared_memory_descriptor  # [WARPS, ROWS, PIECE] fp32
+    acc_smem: gl.shared_memory_descriptor  # [pieces at once, WARPS, ROWS, PIECE] fp32
     m_smem: gl.shared_memory_descriptor  # [WARPS, ROWS] fp32
     l_smem: gl.shared_memory_descriptor
 
@@ -57,21 +63,14 @@ class Exchange:
         self.l_smem = l_smem
 
     @gluon.jit
-    def create(ROWS: gl.constexpr):
+    def create(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+        """Room for some of COLUMNS columns at once."""
+        N: gl.constexpr = pieces_at_once(ROWS, COLUMNS)
         return Exchange(
-            gl.allocate_shared_memory(gl.float32, [WARPS, ROWS, PIECE], WARPS_APART),
+            gl.allocate_shared_memory(gl.float32, [N, WARPS, ROWS, PIECE], WARPS_APART),
             gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], SQUARE),
             gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], SQUARE),
         )
-
-    @gluon.jit
-    def post_sums(self, m, l):
-        """m and l [WARPS, ROWS] of all warps."""
-        # Of the span before, warps that are behind may still read.
-        await_warps()
-        self.m_smem.store(m)
-        self.l_smem.store(l)
-        await_warps()
 
     @gluon.jit
     def join_sums(self, unit, layout: gl.constexpr):
@@ -92,17 +91,15 @@ class Exchange:
         return gl.exp2((own - gl.where(m == -float("inf"), 0.0, m)) * unit)
 
     @gluon.jit
-    def join_piece(self, acc, m, unit):
-        """Products [ROWS, PIECE] over all warps, of acc [WARPS, ROWS, PIECE]; m [ROWS]."""
-        # Of the piece before, warps that are behind may still read.
-        await_warps()
-        self.acc_smem.store(acc)
-        await_warps()
-        by_warp = reinterpret(self.acc_smem, gl.float32, self.acc_smem.shape, ROWS_APART)
-        whole = gl.zeros([acc.shape[1], PIECE], gl.float32, PIECES)
+    def join_piece(self, i: gl.constexpr, m, unit):
+        """Products [ROWS, PIECE] over all warps, of those in place i; m [ROWS]."""
+        ROWS: gl.constexpr = self.acc_smem.shape[2]
+        shape: gl.constexpr = [self.acc_smem.shape[0] * WARPS, ROWS, PIECE]
+        by_warp = reinterpret(self.acc_smem, gl.float32, shape, ROWS_APART)
+        whole = gl.zeros([ROWS, PIECE], gl.float32, PIECES)
         for warp in gl.static_range(WARPS):
             factor = gl.expand_dims(self.factor(warp, m, unit), 1) + gl.zeros_like(whole)
-            whole = gl.fma(by_warp.index(warp).load(PIECES), factor, whole)
+            whole = gl.fma(by_warp.index(i * WARPS + warp).load(PIECES), factor, whole)
         return whole
 
 
@@ -128,18 +125,31 @@ def join_columns(pieces):
 
 
 @gluon.jit
-def left_operands(q_smem, D: gl.constexpr):
-    """The query rows as left operands [WARPS, NARROW_ROWS, PIECE], all alike, for each piece of D
-    columns; q_smem [64, ·]."""
+def query_piece(q_smem, piece: gl.constexpr):
+    """A piece of the query rows as left operands [WARPS, NARROW_ROWS, PIECE], all alike; q_smem
+    [64, ·]."""
     N: gl.constexpr = q_smem.shape[0] // NARROW_ROWS
     shape: gl.constexpr = [q_smem.shape[1] // PIECE * N, 1, NARROW_ROWS, PIECE]
-    pieces = reinterpret(q_smem, q_smem.dtype, shape, TILES)
+    q = reinterpret(q_smem, q_smem.dtype, shape, TILES).index(piece * N).load(LEFT)
+    q, _ = gl.broadcast(q, gl.full([WARPS, NARROW_ROWS, PIECE], 0.0, q_smem.dtype, LEFT))
+    return q
+
+
+@gluon.jit
+def left_operands(q_smem, D: gl.constexpr, ROWS: gl.constexpr):
+    """`query_piece` for each piece of D columns; none where registers are full of products of ROWS
+    rows."""
     operands = ()
-    for piece in gl.static_range(D // PIECE):
-        q = pieces.index(piece * N).load(LEFT)
-        q, _ = gl.broadcast(q, gl.full([WARPS, NARROW_ROWS, PIECE], 0.0, q_smem.dtype, LEFT))
-        operands = operands + (q,)  # noqa: RUF005, Gluon does not unpack
+    if stay(ROWS, D):
+        for piece in gl.static_range(D // PIECE):
+            operands = operands + (query_piece(q_smem, piece),)  # noqa: RUF005, Gluon does not unpack
     return operands
+
+
+@gluon.constexpr_function
+def stay(rows, columns):
+    """Whether queries stay in registers from tile to tile."""
+    return rows * columns <= 2048
 
 
 @gluon.jit
@@ -158,22 +168,17 @@ def piece_of(tiles, i, piece: gl.constexpr):
 
 
 @gluon.jit
-def scores_of(q, k, i, HEAD_DIM: gl.constexpr):
+def scores_of(q, q_smem, k, i, HEAD_DIM: gl.constexpr):
     """Products [WARPS, NARROW_ROWS, keys of a warp] of all rows with the keys of the i-th tile."""
     zero = gl.zeros([WARPS, NARROW_ROWS, k.BLOCK_KV // WARPS], gl.float32, PRODUCTS)
     s = zero
-    for piece in gl.static_range(len(q)):
+    for piece in gl.static_range(k.D // PIECE):
         keys = piece_of(k, i, piece).permute((0, 2, 1)).load(RIGHT)
         keys = clear_in_operand(keys, piece * PIECE, HEAD_DIM)
+        own = q[piece] if len(q) > 0 else query_piece(q_smem, piece)
         # Sums of their own: each product waits for those before it in its sum.
-        s += mma_v2(q[piece], keys, zero)
+        s += mma_v2(own, keys, zero)
     return s
-
-
-@gluon.constexpr_function
-def is_wide(columns_of_keys, columns_of_values):
-    """Whether the values are the left operand."""
-    return max(columns_of_keys, columns_of_values) > 128
 
 
 @gluon.jit
@@ -217,72 +222,70 @@ def softmax_step(rows, sizes, s, first_key, bounds, m, l):
 
 
 @gluon.jit
-def no_products(D: gl.constexpr, ROWS: gl.constexpr, WIDE: gl.constexpr):
-    """Products of no keys, in pieces [WARPS, ROWS, PIECE]; if WIDE [WARPS, PIECE, ROWS]."""
-    shape: gl.constexpr = [WARPS, PIECE, ROWS] if WIDE else [WARPS, ROWS, PIECE]
-    return (gl.zeros(shape, gl.float32, PRODUCTS),) * (D // PIECE)
+def no_products(D: gl.constexpr, ROWS: gl.constexpr):
+    """Products of no keys, in pieces [WARPS, PIECE, ROWS]."""
+    return (gl.zeros([WARPS, PIECE, ROWS], gl.float32, PRODUCTS),) * (D // PIECE)
 
 
 @gluon.jit
-def times_values(p, alpha, acc, v, i, WIDE: gl.constexpr):
+def times_values(p, alpha, acc, v, i):
     """Pieces of products times alpha [WARPS, ROWS] of their rows, and with weights p [WARPS, ROWS,
-    keys of a warp] of the i-th tile of values added. If WIDE, the values are the left operand: as
-    many rows of products as values have columns, and no more columns than there are query rows."""
-    p = p.to(v.boxes_smem.dtype)
+    keys of a warp] of the i-th tile of values added. The values are the left operand: as many rows
+    of products as values have columns, and no more columns than there are query rows."""
+    p = gl.convert_layout(p.to(v.boxes_smem.dtype).permute((0, 2, 1)), RIGHT)
+    alpha = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, PRODUCTS)), 1)
     sums = ()
-    if WIDE:
-        p = gl.convert_layout(p.permute((0, 2, 1)), RIGHT)
-        alpha = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, PRODUCTS)), 1)
-        for piece in gl.static_range(v.D // PIECE):
-            values = piece_of(v, i, piece).permute((0, 2, 1)).load(LEFT)
-            sums = sums + (mma_v2(values, p, acc[piece] * alpha),)  # noqa: RUF005
-    else:
-        p = gl.convert_layout(p, LEFT)
-        for piece in gl.static_range(v.D // PIECE):
-            scaled = acc[piece] * gl.expand_dims(alpha, 2)
-            values = piece_of(v, i, piece).load(RIGHT)
-            sums = sums + (mma_v2(p, values, scaled),)  # noqa: RUF005
+    for piece in gl.static_range(v.D // PIECE):
+        values = piece_of(v, i, piece).permute((0, 2, 1)).load(LEFT)
+        sums = sums + (mma_v2(values, p, acc[piece] * alpha),)  # noqa: RUF005
     return sums
 
 
 @gluon.jit
-def attend_span(rows, sizes, q, k, v, seen, tile, end, bounds, empty_m, empty_l):
+def attend_span(rows, sizes, q, q_smem, k, v, seen, tile, end, bounds, empty_m, empty_l):
     """The tiles [tile, end) of a span: m and l [WARPS, ROWS], pieces of products, whether values
     that are not finite were left out, and the tiles seen so far."""
     N: gl.constexpr = empty_m.shape[1]
-    WIDE: gl.constexpr = is_wide(k.D, v.D)
     of_any = bounds[1]
     m = empty_m
     l = gl.zeros_like(m) + empty_l
-    acc = no_products(v.D, m.shape[1], WIDE)
+    acc = no_products(v.D, m.shape[1])
     is_nonfinite = tile * 0
     for t in range(tile, end):
         first_key = t * sizes.BLOCK_KV
         k.ring.wait_full(seen)
-        s = computed_rows(scores_of(q, k, seen, rows.HEAD_DIM), N)
+        s = computed_rows(scores_of(q, q_smem, k, seen, rows.HEAD_DIM), N)
         k.ring.release(seen)
         p, m, l, alpha = softmax_step(rows, sizes, s, first_key, bounds, m, l)
         v.ring.wait_full(seen)
         if hides_some(sizes, first_key, bounds[2]):
             found = clean_tile(v, seen, of_any[0] - first_key, of_any[1] - first_key)
             is_nonfinite = is_nonfinite | found
-        acc = times_values(p, alpha, acc, v, seen, WIDE)
+        acc = times_values(p, alpha, acc, v, seen)
         v.ring.release(seen)
         seen += 1
     return m, l, acc, is_nonfinite, seen
 
 
 @gluon.jit
-def join_warps(exchange, m, l, acc, unit, WIDE: gl.constexpr):
+def join_warps(exchange, m, l, acc, unit):
     """(m, l, acc) of a part, [ROWS] and [ROWS, Dv], from those of the warps."""
-    exchange.post_sums(m, l)
-    of_pieces, _l = exchange.join_sums(unit, gl.SliceLayout(1, PIECES))
+    N: gl.constexpr = exchange.acc_smem.shape[0]
     pieces = ()
-    for piece in gl.static_range(len(acc)):
-        x = acc[piece]
-        if WIDE:
-            x = x.permute((0, 2, 1))
-        pieces = pieces + (exchange.join_piece(x, of_pieces, unit),)  # noqa: RUF005
+    for first in gl.static_range(0, len(acc), N):
+        # Of what was there before, warps that are behind may still read.
+        await_warps()
+        if first == 0:
+            exchange.m_smem.store(m)
+            exchange.l_smem.store(l)
+        for i in gl.static_range(N):
+            if first + i < len(acc):
+                exchange.acc_smem.index(i).store(acc[first + i].permute((0, 2, 1)))
+        await_warps()
+        of_pieces, _l = exchange.join_sums(unit, gl.SliceLayout(1, PIECES))
+        for i in gl.static_range(N):
+            if first + i < len(acc):
+                pieces = pieces + (exchange.join_piece(i, of_pieces, unit),)  # noqa: RUF005
     joined = join_columns(pieces)
     m, l = exchange.join_sums(unit, gl.SliceLayout(1, joined.type.layout))
     return m, l, joined
@@ -292,9 +295,8 @@ def join_warps(exchange, m, l, acc, unit, WIDE: gl.constexpr):
 def attend_narrow_run(rows, sizes, run, k, v, queries, exchange, cache, seen):
     """A run of few rows, as many as the exchange has; returns the tiles seen so far."""
     N: gl.constexpr = exchange.m_smem.shape[1]
-    WIDE: gl.constexpr = is_wide(k.D, v.D)
     queries.load(rows, sizes, run, 0, NARROW_ROWS)
-    q = left_operands(queries.tile, k.D)
+    q = left_operands(queries.tile, k.D, N)
     zero = gl.zeros([WARPS, NARROW_ROWS, k.BLOCK_KV // WARPS], gl.float32, PRODUCTS)
     of_scores: gl.constexpr = computed_rows(zero, N).type.layout
     bounds = row_bounds(rows, sizes, run, gl.SliceLayout(0, gl.SliceLayout(2, of_scores)), N)
@@ -312,9 +314,9 @@ def attend_narrow_run(rows, sizes, run, k, v, queries, exchange, cache, seen):
     while has_more:
         end = gl.minimum((divide(tile, run.span) + 1) * run.span, run.end)
         m, l, acc, is_nonfinite, seen = attend_span(
-            rows, sizes, q, k, v, seen, tile, end, bounds, empty_m, empty_l
+            rows, sizes, q, queries.tile, k, v, seen, tile, end, bounds, empty_m, empty_l
         )
-        m, l, acc = join_warps(exchange, m, l, acc, rows.unit, WIDE)
+        m, l, acc = join_warps(exchange, m, l, acc, rows.unit)
         if is_nonfinite != 0:
             acc = add_nonfinite(rows, sizes, cache, run, tile, end, bounds[0], acc)
         if run.first_span > 0:

@@ -32,8 +32,8 @@ SPAN_COST = 1
 # stay few beside keys and values. The latter were faster so.
 KEYS_PER_ROW, WIDE_KEYS_PER_ROW = 8, 32
 # Rows of a tile up to which half of what a thread does is left out, and of these the first ones:
-# `few_rows.py`. Rows up to which warps have products of their own in tiles of 128 columns:
-# `narrow_consumer.py`.
+# `few_rows.py`. Rows up to which warps have products of their own, in tiles of 64 columns only the
+# first ones: `narrow_consumer.py`.
 UPPER_ROWS, FEW_ROWS, NARROW_ROWS = 32, 8, 16
 # Columns of a unit of the second kernel.
 FOLD_COLUMNS = 32
@@ -44,7 +44,7 @@ DEEP_PARTS, DEEP_PROGRAMS = 64, 2
 FOLD_UNITS, FOLD_PROGRAMS, MOST_SLOTS = 8, 6, 512
 # Rows that the first kernel folds at once, parts that it loads at once, and how often it may; and
 # how often in query-invariant calls, if a head has many programs.
-INSIDE_ROWS, INSIDE_PARTS, INSIDE_ROUNDS = 4, 16, 9
+INSIDE_ROWS, INSIDE_PARTS, INSIDE_ROUNDS = 4, 16, 6
 INVARIANT_ROUNDS = 2
 # Spans of a head that are few.
 FEW_SPANS = 4
@@ -92,14 +92,17 @@ PLANS = {
     192: Plan(block_kv=64, stages=3, programs=1, registers=168),
     256: Plan(block_kv=64, stages=2, programs=1, registers=168),
 }
-# Of calls that have the narrow consumer alone: no room for the rows of another.
+# Of calls that have the narrow consumer alone: no room for the rows of another. At head dim 64, two
+# programs fit on an SM beside what warps exchange of up to 8 rows.
 NARROW_PLANS = {
+    64: Plan(block_kv=128, stages=3, programs=2, registers=128),
     128: Plan(block_kv=64, stages=3, programs=1, registers=168),
     192: Plan(block_kv=64, stages=4, programs=1, registers=168),
     256: Plan(block_kv=64, stages=3, programs=1, registers=168),
 }
 # Of calls that have none but the other consumer: no room for what warps exchange.
 WIDE_PLANS = {
+    64: Plan(block_kv=128, stages=3, programs=2, registers=128),
     128: Plan(block_kv=64, stages=5, programs=1, registers=168),
     192: Plan(block_kv=64, stages=4, programs=1, registers=168),
     256: Plan(block_kv=64, stages=3, programs=1, registers=168),
@@ -117,18 +120,14 @@ def plan_of(problem: AttentionProblem) -> Plan:
     if problem.query_invariant:
         return INVARIANT_PLANS[problem.D]
     columns = _widest(problem)
-    if columns in WIDE_PLANS and narrow_rows(problem) == 0:
+    if narrow_rows(problem) == 0:
         return WIDE_PLANS[columns]
     return (NARROW_PLANS if is_narrow(problem) else PLANS)[columns]
 
 
 def is_narrow(problem: AttentionProblem) -> bool:
     """Whether a build has the narrow consumer alone."""
-    return (
-        _widest(problem) in NARROW_PLANS
-        and not problem.is_packed
-        and rows_of(problem) <= narrow_rows(problem)
-    )
+    return not problem.is_packed and rows_of(problem) <= narrow_rows(problem)
 
 
 def query_order(problem: AttentionProblem) -> str:
@@ -169,20 +168,18 @@ def few_rows(problem: AttentionProblem) -> int:
 
 def narrow_rows(problem: AttentionProblem) -> int:
     """Rows up to which a sequence has the narrow consumer. Where all sequences have as many rows, 0
-    in builds without it, and in wide tiles fewer in those for fewer."""
+    in builds without it, and fewer in those for fewer."""
     most, rows = _most_narrow_rows(problem), rows_of(problem)
-    if problem.is_packed or _widest(problem) not in WIDE_PLANS or problem.query_invariant:
+    if problem.is_packed or problem.query_invariant:
         return most
-    fewest = FEW_ROWS if _widest(problem) > 128 else most
-    return 0 if rows > most else fewest if rows <= fewest else most
+    return 0 if rows > most else FEW_ROWS if rows <= FEW_ROWS else most
 
 
 def _most_narrow_rows(problem: AttentionProblem) -> int:
-    """Rows that have the narrow consumer; 0 where it is slower: head dim 64 has two programs to an
-    SM."""
+    """Rows that have the narrow consumer, if a sequence has no more."""
     if problem.query_invariant:
         return 0
-    return 0 if _widest(problem) == 64 else NARROW_ROWS
+    return FEW_ROWS if _widest(problem) == 64 else NARROW_ROWS
 
 
 def prefetches(problem: AttentionProblem) -> bool:
@@ -199,23 +196,23 @@ def starts_late(problem: AttentionProblem) -> bool:
 
 
 def folds_inside(problem: AttentionProblem, n_programs: int) -> bool:
-    """Whether programs fold what they have cut (`arrivals.py`), in place of a second kernel: faster
-    where a head has no more than two programs and few rows and parts, and slower with few rows of
-    head dim 64, unless a window leaves few keys; where there are few spans of several heads; and
-    where no head can be cut. In query-invariant calls, whose second kernel is slower, it is faster
-    with more programs to a head, too, if parts are few. That changes no bit."""
+    """Whether programs fold what they have cut of few rows (`arrivals.py`), in place of a second
+    kernel: faster where a head has no more than two programs and few parts, and slower at head dim
+    64, unless a window leaves few keys; where there are few spans of several heads; and where no
+    head can be cut. In query-invariant calls, whose second kernel is slower, it is faster with more
+    programs to a head, too, if parts are few. That changes no bit."""
+    if rows_of(problem) > FEW_ROWS:
+        return False
     rounds, spans = _rounds_inside(problem), most_spans(problem)
     is_few = has_few_spans(problem) and problem.Hkv > 1
     has_two = 2 * tiles_of(problem) * problem.Hkv >= n_programs or spans <= 2
     if problem.query_invariant:
-        most = INSIDE_ROUNDS if has_two else INVARIANT_ROUNDS
-        return problem.D == 128 and rows_of(problem) <= FEW_ROWS and rounds <= most
+        return problem.D == 128 and rounds <= (INSIDE_ROUNDS if has_two else INVARIANT_ROUNDS)
     if spans == 1 or is_few:
         return True
     if not has_two or rounds > INSIDE_ROUNDS:
         return False
-    is_windowed = problem.window[0] is not None
-    return columns_of(problem.D) > 64 or rows_of(problem) > FEW_ROWS or is_windowed
+    return columns_of(problem.D) > 64 or problem.window[0] is not None
 
 
 def _rounds_inside(problem: AttentionProblem) -> int:
@@ -356,7 +353,8 @@ def most_spans(problem: AttentionProblem) -> int:
 
 def _parts(problem: AttentionProblem) -> int:
     keys = _most_keys_seen(problem)
-    wanted = max(spans_wanted(problem), -(-keys // MOST_SPAN))
+    wanted = spans_wanted(problem)
+    wanted *= max(-(-keys // (wanted * MOST_SPAN)), 1)
     # One more where a window begins in the middle of a span.
     more = problem.query_invariant or problem.window[0] is not None
     return min(wanted, -(-keys // least_span(problem))) + more

@@ -33,7 +33,7 @@ BEFORE, BEHIND = gl.constexpr(tiles.BEFORE), gl.constexpr(tiles.BEHIND)
 # for memory.
 FEW, MANY = gl.constexpr(64), gl.constexpr(128)
 # Runs that the producer may be ahead.
-RUNS_AHEAD = gl.constexpr(8)
+RUNS_AHEAD = gl.constexpr(4)
 
 
 @aggregate
@@ -140,6 +140,8 @@ class Sizes:
         lo, hi = self.keys_seen(kv_len, n_q, 0, 0)
         reach = hi - lo
         span = divide_up(reach, gl.maximum(wanted, 1))
+        # Of more keys than so many spans may have, each program has several, none one more.
+        span = divide_up(span, gl.maximum(gl.cdiv(span, MOST_SPAN), 1))
         span = gl.cdiv(span, self.BLOCK_KV) * self.BLOCK_KV
         span = gl.minimum(gl.maximum(span, least), MOST_SPAN)
         lo, hi = self.keys_seen(kv_len, n_q, before, behind)
