@@ -14,7 +14,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from lockstep.kernels.hopper.forward import launch, plan
 from lockstep.kernels.hopper.forward.scheduling import tiling
 from lockstep.kernels.hopper.forward.scheduling.schedule import BY_HEAD, LONGEST_FIRST, PAIRED
-from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling
+from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling, n_programs
 
 PROCESSORS = 132
 
@@ -67,6 +67,8 @@ def test_tiles_of_a_chunk_go_by_head_if_its_keys_do_not_fit_into_l2():
     # Also where pairs would fill the rounds.
     assert order_of(205, 4374, B=256, Hq=64, Hkv=32, D=40) == BY_HEAD.value
     assert order_of(300, 450, B=32, Hq=32, Hkv=8, D=128) == PAIRED.value
+    # Whole sequences, although the first tile sees most keys.
+    assert order_of(140, 140, B=256, Hq=32, Hkv=8, D=128) == PAIRED.value
 
 
 def test_low_tiles_of_a_chunk_behind_a_window_do_not_go_to_the_same_programs():
@@ -88,6 +90,34 @@ def test_three_tiles_with_a_window_go_singly(S, order):
     tensors = unwritten(S, S, B=123, Hq=24, Hkv=8, D=160)
     problem = describe(tensors, Options(window_left=152, window_right=0))
     assert Tiling.of(problem, PROCESSORS).order == order.value
+
+
+@pytest.mark.parametrize(
+    ("S", "window", "order"),
+    [
+        (200, None, PAIRED),
+        (400, None, LONGEST_FIRST),
+        (8192, None, LONGEST_FIRST),
+        (400, 150, LONGEST_FIRST),
+        (509, 1262, LONGEST_FIRST),
+        (5000, 1262, LONGEST_FIRST),
+        (8192, 4096, PAIRED),
+    ],
+)
+def test_tiles_with_a_softcap_go_singly(S, window, order):
+    left = None if window is None else window - 1
+    options = Options(window_left=left, window_right=0, softcap=50.0)
+    problem = describe(unwritten(S, S, B=64, Hq=16, Hkv=16, D=128), options)
+    assert Tiling.of(problem, PROCESSORS).order == order.value
+
+
+@pytest.mark.parametrize(
+    ("S", "D", "causal", "programs"),
+    [(193, 128, False, 131), (193, 64, False, 132), (300, 128, False, 132), (193, 128, True, 132)],
+)
+def test_two_tiles_of_a_head_are_not_the_same_programs_for_all_heads(S, D, causal, programs):
+    problem = describe(unwritten(S, S, B=64, Hq=32, Hkv=32, D=D), Options(causal=causal))
+    assert n_programs(problem, Tiling.of(problem, PROCESSORS), PROCESSORS) == programs
 
 
 @pytest.mark.parametrize(("S", "turns"), [(400, True), (512, False), (490, False), (700, True)])

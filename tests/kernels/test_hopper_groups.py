@@ -118,8 +118,14 @@ CAUSAL, FULL = {"causal": True}, {}
         (122, 12, 4, 200, 200, 256, CAUSAL, False),
         (2, 48, 12, 2030, 2030, 256, CAUSAL, False),
         (15, 32, 8, 400, 400, 160, CAUSAL, False),
-        # Narrow heads without a mask, if that saves a good part.
+        (199, 32, 8, 140, 140, 160, CAUSAL, True),
+        (43, 32, 8, 300, 300, 160, CAUSAL, False),
+        (249, 32, 8, 140, 140, 128, CAUSAL, False),
+        # Without a mask, and where keys are few if that saves a good part.
         (256, 40, 10, 79, 614, 64, FULL, True),
+        (256, 48, 12, 193, 1137, 64, FULL, True),
+        (44, 64, 4, 275, 275, 128, FULL, True),
+        (131, 32, 8, 193, 193, 128, FULL, False),
         (9, 80, 10, 231, 231, 80, FULL, False),
         (256, 3, 1, 1085, 1085, 40, FULL, False),
         # Low tiles are all that two heads save.

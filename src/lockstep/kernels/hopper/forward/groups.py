@@ -21,7 +21,7 @@ ENDS, ENDS_OF_NARROW_CHUNKS, ENDS_OF_CHUNKS = 1.0, 2.0, 1.5
 HALF = 0.65
 # Tiles of groups have to save this share of the work, since each box is a load and a store of its
 # own. Of whole causal sequences they have to save more, and most where tiles of one head are faster
-# for their work: without a mask, of narrow heads and in one loop.
+# for their work: without a mask, in one loop.
 SAVED, SAVED_OF_WHOLE, SAVED_OF_FAST_TILES = 0.08, 0.11, 0.2
 # Of windows they have to save more.
 SAVED_OF_WINDOWS = 0.15
@@ -29,9 +29,9 @@ SAVED_OF_WINDOWS = 0.15
 HEADS_OF_BOXES = 4
 # From so many queries on, the last tile of a head is next to nothing beside the others.
 MANY_QUERIES = 4096
-NARROW, MEDIUM, WIDE = 64, 128, 192
+NARROW, MEDIUM = 64, 128
 # How many times as many keys as queries a causal sequence has to have, unless heads are wider than
-# WIDE and boxes have several; and how many keys its rows see in the mean, where tiles of one head
+# MEDIUM and boxes have several; and how many keys its rows see in the mean, where tiles of one head
 # are in one loop, which is faster with fewer.
 MORE_KEYS, LEAST_KEYS = 1.5, 256
 
@@ -92,12 +92,12 @@ def shares_tiles(problem: AttentionProblem) -> bool:
         return False
     is_whole = is_causal and keys < MORE_KEYS * queries
     # Their tiles take longer than their blocks do, those of wide heads apart.
-    if is_whole and (width <= WIDE or math.gcd(group, BOX) < HEADS_OF_BOXES or is_packed):
+    if is_whole and (width <= MEDIUM or math.gcd(group, BOX) < HEADS_OF_BOXES or is_packed):
         return False
     one_loop = plan_of(problem).one_loop
-    if one_loop and keys - queries / 2 < LEAST_KEYS:
+    if one_loop and is_causal and keys - queries / 2 < LEAST_KEYS:
         return False
-    is_fast = not is_causal and (width <= NARROW or one_loop)
+    is_fast = one_loop and not is_causal
     saved = SAVED_OF_WHOLE if is_whole else SAVED_OF_FAST_TILES if is_fast else SAVED
     apart, shared = (work(problem, queries, keys, n) for n in (1, group))
     return shared <= (1 - saved) * apart

@@ -48,7 +48,7 @@ from lockstep.kernels.hopper.forward.plan import (
 )
 from lockstep.kernels.hopper.forward.scheduling.schedule import UNSORTED
 from lockstep.kernels.hopper.forward.scheduling.sequence_order import order_buffer, sort_launch
-from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling, splits_tiles
+from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling, n_programs, splits_tiles
 from lockstep.kernels.hopper.forward.shapes import (
     by_head,
     describe_pages,
@@ -135,11 +135,9 @@ def _launch(
 ) -> Launch:
     """The launch of `forward_kernel`; results lie as q does, of which `fitted` may have a copy.
     Keys and values may be `aligned`."""
-    # The rows of each consumer may have a program.
-    parts = plan_of(problem).consumers if splits_tiles(problem) else 1
     return Launch(
         forward_kernel,
-        (min(n_processors, tiles.n_tickets * parts),),
+        (n_programs(problem, tiles, n_processors),),
         _numbers(problem, q, fitted, tiles) | _constants(problem),
         maps=_maps(problem, q, fitted),
         names=names_of(problem) | {name: x for name, x in NAMES.items() if x in aligned},

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from lockstep.kernels.hopper.common.sizes import ROWS
 from lockstep.kernels.hopper.forward.groups import (
+    MORE_KEYS,
     most_tiles,
     n_tiles,
     rows_of,
@@ -30,6 +31,9 @@ ALIKE = 0.75
 L2_BYTES = 50e6
 # Of so few tiles, one in the middle is a good part: they are faster singly.
 FEW_TILES = 3
+# Tiles with a softcap take longer in pairs, most behind a window, of which up to so many have been
+# measured.
+MOST_CAPPED_TILES = 40
 # Measured in constant time: up to so many tiles of narrow heads, all of whose keys stay in L2, are
 # done earlier singly than in pairs.
 SINGLE_TILES = 8
@@ -67,6 +71,8 @@ class Tiling(NamedTuple):
             return Tiling(n_q_tiles, heads, order, turn)
         if right is None or is_chunk(problem, block_q):
             return Tiling(n_q_tiles, heads, BY_HEAD.value)
+        if problem.softcap is not None and n_q_tiles > 2:
+            return Tiling(n_q_tiles, heads, LONGEST_FIRST.value)
         row_bytes = (problem.D + problem.Dv) * 2
         head_bytes = problem.Skv * row_bytes * problem.Hkv * group // problem.Hq
         pairs = pays_to_pair(heads, n_q_tiles, n_processors, head_bytes)
@@ -78,6 +84,18 @@ class Tiling(NamedTuple):
         # Pairs are equally long, but for the tile in the middle, and one with a low tile.
         turn = turn_of(n_q_tiles, n_processors) if n_q_tiles % 2 or low else 0
         return Tiling(n_q_tiles, heads, PAIRED.value, turn)
+
+
+def n_programs(problem: AttentionProblem, tiles: Tiling, n_processors: int) -> int:
+    """How many programs there are for so many tiles, of which the rows of each consumer may have
+    one. Of two tiles of a head, each of an even number of programs would have the same of all
+    heads, and half of them those with few rows."""
+    parts = plan_of(problem).consumers if splits_tiles(problem) else 1
+    is_unmasked = problem.window == (None, None) and problem.layout == "dense"
+    is_measured = max(problem.D, problem.Dv) > 64 and not problem.constant_time
+    if is_unmasked and is_measured and tiles.n_q_tiles == 2 and tiles.n_tickets > n_processors:
+        return n_processors - 1 + n_processors % 2
+    return min(n_processors, tiles.n_tickets * parts)
 
 
 def has_low_tile(rows: int, block_q: int) -> bool:
@@ -101,7 +119,8 @@ def _order_of_windows(problem: AttentionProblem, n_q_tiles: int, low_at_same: bo
     if right is not None:
         if problem.Skv - problem.Sq >= left and not low_at_same:
             return BY_HEAD.value
-        if n_q_tiles % 2 and n_q_tiles <= FEW_TILES:
+        is_capped = problem.softcap is not None and n_q_tiles <= MOST_CAPPED_TILES
+        if (n_q_tiles % 2 and n_q_tiles <= FEW_TILES) or is_capped:
             return LONGEST_FIRST.value
         keys = min(problem.Skv, left + right + plan_of(problem).block_q)
         if key_bytes(problem) * keys <= L2_BYTES * problem.Skv:
@@ -119,10 +138,13 @@ def splits_tiles(problem: AttentionProblem) -> bool:
 
 
 def is_chunk(problem: AttentionProblem, block_q: int) -> bool:
-    """Whether causal tiles, of so many rows, see nearly the same keys, more than fit into L2."""
+    """Whether causal tiles, of so many rows, see nearly the same keys, many more than there are
+    queries and more than fit into L2."""
     shortest = problem.Skv - problem.Sq + min(block_q, problem.Sq)
     is_alike = shortest >= ALIKE * problem.Skv
-    return splits_tiles(problem) and is_alike and key_bytes(problem) > L2_BYTES
+    is_whole = problem.Skv < MORE_KEYS * problem.Sq
+    is_far = key_bytes(problem) > L2_BYTES
+    return splits_tiles(problem) and is_alike and is_far and not is_whole
 
 
 def pays_to_pair(heads: int, n_q_tiles: int, processors: int, head_bytes: int) -> bool:
