@@ -168,6 +168,8 @@ def _groups(layer: Layer, packed: bool) -> Iterator[SampleCall]:
     if layer.Hq > layer.Hkv and layer.window is None and has_groups:
         n, layout = (B, "packed") if packed else (1, "dense")
         yield SampleCall(layer, layout, n * MORE_THAN_A_TILE, n * LONGER_PROMPT, B=B)
+    elif packed and layer.Hq > layer.Hkv and not layer.causal and widest > NARROW:
+        yield SampleCall(layer, "packed", B * MORE_THAN_A_TILE, B * MORE_THAN_A_TILE, B=B)
 
 
 def _texts(layer: Layer) -> tuple[int, ...]:

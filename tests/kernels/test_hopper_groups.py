@@ -7,6 +7,7 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
+import torch
 from launch_arguments import bind
 from problems import unwritten
 
@@ -20,7 +21,7 @@ from lockstep.kernels.hopper.common import sizes
 from lockstep.kernels.hopper.forward import grouped_rows, groups, launch
 from lockstep.kernels.hopper.forward.groups import BOX
 from lockstep.kernels.hopper.forward.plan import plan_of
-from lockstep.problem import Options, describe
+from lockstep.problem import Options, Tensors, describe
 
 place, queries, n_rows = (
     as_python(x) for x in (grouped_rows.place, grouped_rows.queries, grouped_rows.n_rows)
@@ -159,6 +160,26 @@ def test_which_calls_have_tiles_of_groups(B, Hq, Hkv, Sq, Skv, D, options, share
     problem = problem_of(Sq, Skv, Hq, Hkv, options.items(), B=B, D=D)
     assert groups.shares_tiles(problem) == shares
     assert groups.tile_heads(problem) == (Hkv if shares else Hq)
+
+
+@pytest.mark.parametrize(
+    ("S", "Hq", "Hkv", "D", "options", "shares"),
+    [
+        (82, 12, 3, 256, CAUSAL, True),
+        (250, 32, 4, 160, CAUSAL, True),
+        (300, 32, 4, 160, CAUSAL, False),
+        (82, 16, 8, 256, CAUSAL, False),  # boxes of two heads
+        (82, 32, 4, 128, CAUSAL, False),  # for one more build of most models
+        (141, 32, 8, 128, FULL, True),
+        (60, 32, 8, 128, FULL, False),  # mostly one block of keys
+        (141, 32, 8, 64, FULL, False),
+    ],
+)
+def test_which_packed_sequences_have_tiles_of_groups(S, Hq, Hkv, D, options, shares):
+    offsets = torch.arange(0, 101 * S, S, dtype=torch.int32)
+    q, k, v = (torch.empty(100 * S, H, D, dtype=torch.bfloat16) for H in (Hq, Hkv, Hkv))
+    tensors = Tensors(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    assert groups.shares_tiles(describe(tensors, Options(**options))) == shares
 
 
 def test_work_is_that_of_all_tiles():

@@ -10,7 +10,7 @@ import math
 from functools import lru_cache
 
 from lockstep.kernels.hopper.common.sizes import ROWS
-from lockstep.kernels.hopper.forward.plan import PROGRAMS, plan_of
+from lockstep.kernels.hopper.forward.plan import PROGRAMS, one_block_keys, plan_of
 from lockstep.problem import AttentionProblem
 
 BOX = 8  # queries of one head that lie side by side: `grouped_rows.py`
@@ -27,6 +27,8 @@ SAVED, SAVED_OF_WHOLE, SAVED_OF_FAST_TILES = 0.08, 0.11, 0.2
 SAVED_OF_WINDOWS = 0.15
 # Heads of a box, of windows and of whole causal sequences.
 HEADS_OF_BOXES = 4
+# Packed sequences with about as many keys as queries share tiles if they have so few in the mean.
+SHORT_PACKED = 256
 # From so many queries on, the last tile of a head is next to nothing beside the others.
 MANY_QUERIES = 4096
 NARROW, MEDIUM = 64, 128
@@ -80,22 +82,30 @@ def shares_tiles(problem: AttentionProblem) -> bool:
         return problem.softcap is None and _narrows_windows(problem, group)
     width, is_causal = max(problem.D, problem.Dv), problem.window[1] is not None
     is_packed = problem.layout == "varlen"
-    # Softcaps of wide heads gain nothing. Packed sequences gain if they have few queries on many
-    # keys, which is rare, for one more build of most models.
-    if (problem.softcap is not None and width > MEDIUM) or (is_packed and width <= MEDIUM):
+    # Softcaps of wide heads gain nothing.
+    if problem.softcap is not None and width > MEDIUM:
         return False
+    has_boxes = math.gcd(group, BOX) >= HEADS_OF_BOXES
     # Only the mean length of packed sequences is known.
     queries, keys = problem.Sq, problem.Skv
     if is_packed:
         queries, keys = -(-queries // max(problem.B, 1)), -(-keys // max(problem.B, 1))
+    is_whole = keys < MORE_KEYS * queries
+    if is_packed and is_whole:
+        least = MEDIUM if is_causal or one_block_keys(problem) else NARROW
+        return has_boxes and queries <= SHORT_PACKED and width > least
+    # Narrower ones gain if they have few queries on many keys, which is rare, for one more build of
+    # most models.
+    if is_packed and width <= MEDIUM:
+        return False
     if queries > MANY_QUERIES:
         return False
-    is_whole = is_causal and keys < MORE_KEYS * queries
     # Their tiles take longer than their blocks do, those of wide heads apart.
-    if is_whole and (width <= MEDIUM or math.gcd(group, BOX) < HEADS_OF_BOXES or is_packed):
+    is_whole = is_whole and is_causal
+    if is_whole and (width <= MEDIUM or not has_boxes):
         return False
     one_loop = plan_of(problem).one_loop
-    if one_loop and is_causal and keys - queries / 2 < LEAST_KEYS:
+    if one_loop and keys - queries / 2 < LEAST_KEYS and (is_causal or not has_boxes):
         return False
     is_fast = one_loop and not is_causal
     saved = SAVED_OF_WHOLE if is_whole else SAVED_OF_FAST_TILES if is_fast else SAVED
