@@ -129,6 +129,18 @@ def test_ratios_are_to_the_peers_a_page_names(directory):
     assert packed[2] == "| packed | **300** | 400 | 0.75 |"
 
 
+def test_a_page_on_a_kernel_shows_the_newest_run_that_it_took_part_in(directory):
+    later = copy.deepcopy(RUN)
+    later["date"] = "2026-01-03"
+    for row in later["rows"]:
+        row["ms"].pop("triton", None)
+        row["rate"].pop("triton", None)
+    results.save(later, directory)
+    assert "2026-01-02" in gpu_tables.BLOCKS["triton_forward"](directory)
+    assert "| D 64, S 4k | **350** |" in gpu_tables.BLOCKS["triton_forward"](directory)
+    assert "2026-01-03" in gpu_tables.BLOCKS["hopper_forward"](directory)
+
+
 def test_without_results_the_blocks_say_so(tmp_path):
     for block in gpu_tables.BLOCKS.values():
         assert block(tmp_path) == "Not measured yet."

@@ -37,7 +37,7 @@ class View:
 
     def __call__(self, directory: Path) -> str:
         blocks = []
-        for run in chain.from_iterable(current(directory)):
+        for run in chain.from_iterable(current(directory, self.ours[0])):
             found = [self._table(run, name) for name in self.tables]
             blocks += [table for table in found if table]
             if any(found):
@@ -68,17 +68,23 @@ class View:
         return column in (peers if self.peers is None else self.peers)
 
 
-def current(directory: Path) -> list[list[Run]]:
-    """The runs that the tables of each GPU come from, each with the tables that no newer run
-    has."""
+def current(directory: Path, contender: str = "") -> list[list[Run]]:
+    """The runs that the tables of each GPU come from, each with the tables that no newer run has;
+    with a contender, only those of runs in which it took part."""
     found = []
     for runs in results.by_processor("gpu", directory):
+        runs = [run for run in runs if not contender or _had(run, contender)]
         # A table that no run has counts as missing from the newest.
         newest = {_table_of(case): i for i, run in enumerate(runs) for case in run["missing"]}
         newest |= {row["table"]: i for i, run in enumerate(runs) for row in run["rows"]}
         parts = [_only(run, {t for t, j in newest.items() if j == i}) for i, run in enumerate(runs)]
         found.append([part for part in parts if part["rows"]])
     return found
+
+
+def _had(run: Run, contender: str) -> bool:
+    """Whether a contender took part in a run, or nothing did."""
+    return not run["rows"] or any(contender in columns([row]) for row in run["rows"])
 
 
 def _only(run: Run, tables: set[str]) -> Run:
