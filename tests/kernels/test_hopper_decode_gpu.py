@@ -213,10 +213,20 @@ Q_LENS, KV_LENS = [1, 5, 0, 30, 17, 1], [3000, 1700, 70, 90, 0, 64]
 def test_packed_queries_have_the_bits_that_each_sequence_has_alone(D, options):
     alike = paged(Sq=max(Q_LENS), Skv=3000, B=6, kv_lens=KV_LENS, D=D, options=options)
     case = ragged(alike, Q_LENS)
+    assert_same_bits_unpacked(case, (0, 1, 3, 4, 5))
+
+
+def test_packed_queries_of_several_tiles_have_as_many_spans_as_alone():
+    """Of 160 rows of a KV head: spans are shorter than those of one query, and more."""
+    alike = paged(Sq=20, Skv=16384, B=3, Hq=64, Hkv=8, D=64, kv_lens=[16384, 9000, 16000])
+    assert_same_bits_unpacked(ragged(alike, [20, 1, 9]), range(3))
+
+
+def assert_same_bits_unpacked(case, sequences):
     together = attend(case)
     assert_allowed(case, together.items(), kernel="hopper_decode")
     starts = case.tensors["cu_seqlens_q"].tolist()
-    for b in (0, 1, 3, 4, 5):
+    for b in sequences:
         rows = slice(starts[b], starts[b + 1])
         q = case.tensors["q"][rows].transpose(0, 1)[None]
         own = {name: case.tensors[name][b : b + 1] for name in ("kv_lens", "page_table")}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from test_hopper_decode import PROCESSORS, ceil_div, problem_of, tensors_of
 
 from lockstep.kernels.hopper.decode import launch, plan
+from lockstep.kernels.hopper.decode.span_rule import least_of, spans_of
 from lockstep.problem import Options, describe
 
 
@@ -27,6 +29,28 @@ def test_no_row_has_more_parts_than_there_is_room_for():
             for length in {n, n // 2, 3 * n // 4, min(n, 257 * wanted), min(n, 1025 * wanted)}:
                 span = span_of(length, wanted, plan.least_span(problem), 64)
                 assert ceil_div(length, span) <= most
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("Hkv", [1, 3, 8, 20])
+def test_no_packed_sequence_has_more_parts_than_there_is_room_for(Hkv, D):
+    """Each has the spans of its own tiles of query rows, and is as long as its pages or shorter."""
+    group = 8
+    for n in (700, 16_384, 17_200, 100_000):
+        tensors = tensors_of(B=2, Hq=group * Hkv, Hkv=Hkv, Sq=200, n=n, D=D)
+        offsets = torch.tensor([0, 200, 400], dtype=torch.int32)
+        q = tensors.q.transpose(1, 2).reshape(-1, group * Hkv, D)
+        packed = tensors._replace(q=q, cu_seqlens_q=offsets)
+        problem = describe(packed, Options(causal=True))
+        most = plan.most_spans(problem)
+        for tokens in (1, 2, 3, 9, 17, 25, 40, 127, 200):
+            tiles = ceil_div(tokens * group, plan.ROWS)
+            wanted = spans_of.fn(Hkv * tiles, plan.WANTED)
+            rows = min(tokens * group, plan.ROWS)
+            sizes = plan.keys_per_row(problem), plan.LEAST_SPAN, plan.MOST_SPAN
+            least = least_of.fn(rows, *sizes)
+            for length in {n, n - 1, 3 * n // 4, n // 2, min(n, 1025 * wanted), 1}:
+                assert ceil_div(length, span_of(length, wanted, least, 64)) <= most
 
 
 @pytest.mark.parametrize(("left", "right"), [(0, 0), (72, 0), (511, 0), (1023, 0), (4000, None)])

@@ -353,8 +353,12 @@ def most_spans(problem: AttentionProblem) -> int:
 
 def _parts(problem: AttentionProblem) -> int:
     keys = _most_keys_seen(problem)
-    wanted = spans_wanted(problem)
-    wanted *= max(-(-keys // (wanted * MOST_SPAN)), 1)
+    wanted, fewest = spans_wanted(problem), -(-keys // MOST_SPAN)
+    if problem.is_packed:
+        # Sequences of several tiles want fewer, and have at most as many more than the fewest.
+        wanted += max(fewest - 1, 0)
+    else:
+        wanted *= max(-(-fewest // wanted), 1)
     # One more where a window begins in the middle of a span.
     more = problem.query_invariant or problem.window[0] is not None
     return min(wanted, -(-keys // least_span(problem))) + more
