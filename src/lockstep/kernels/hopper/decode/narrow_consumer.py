@@ -24,7 +24,11 @@ from lockstep.kernels.hopper.decode.producer import first_columns
 from lockstep.kernels.hopper.decode.rows import hides_some, row_bounds
 from lockstep.kernels.parts import fold
 
-NARROW_ROWS = gl.constexpr(plan.NARROW_ROWS)
+NARROW_ROWS, FEW_ROWS = gl.constexpr(plan.NARROW_ROWS), gl.constexpr(plan.FEW_ROWS)
+# Products of rows and columns, up to which a warp has room for its queries in registers, too.
+MOST_PRODUCTS = gl.constexpr(2048)
+# Pieces of products of few rows that warps exchange at once.
+PIECES_AT_ONCE = gl.constexpr(2)
 WARPS = gl.constexpr(4)
 # Columns of keys and values that lie side by side.
 PIECE = gl.constexpr(plan.COLUMNS)
@@ -44,8 +48,9 @@ WARPS_APART = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
 
 @gluon.constexpr_function
 def pieces_at_once(rows, columns):
-    """Pieces of products that warps exchange at once: of few rows all that there is room for."""
-    return 1 if rows > 8 else min(columns // PIECE.value, 2)
+    """Pieces of products that warps exchange at once: what there is room for."""
+    at_once = PIECES_AT_ONCE.value if rows <= FEW_ROWS.value else 1
+    return min(columns // PIECE.value, at_once)
 
 
 @aggregate
@@ -126,8 +131,7 @@ def join_columns(pieces):
 
 @gluon.jit
 def query_piece(q_smem, piece: gl.constexpr):
-    """A piece of the query rows as left operands [WARPS, NARROW_ROWS, PIECE], all alike; q_smem
-    [64, ·]."""
+    """A piece of the query rows as left operands [WARPS, NARROW_ROWS, PIECE], all alike."""
     N: gl.constexpr = q_smem.shape[0] // NARROW_ROWS
     shape: gl.constexpr = [q_smem.shape[1] // PIECE * N, 1, NARROW_ROWS, PIECE]
     q = reinterpret(q_smem, q_smem.dtype, shape, TILES).index(piece * N).load(LEFT)
@@ -149,7 +153,7 @@ def left_operands(q_smem, D: gl.constexpr, ROWS: gl.constexpr):
 @gluon.constexpr_function
 def stay(rows, columns):
     """Whether queries stay in registers from tile to tile."""
-    return rows * columns <= 2048
+    return rows * columns <= MOST_PRODUCTS.value
 
 
 @gluon.jit

@@ -140,7 +140,8 @@ class Sizes:
         lo, hi = self.keys_seen(kv_len, n_q, 0, 0)
         reach = hi - lo
         span = divide_up(reach, gl.maximum(wanted, 1))
-        # Of more keys than so many spans may have, each program has several, none one more.
+        # Of keys that are more than one span for each program, all have as many: one sequence alone
+        # would leave some with one more than others.
         span = divide_up(span, gl.maximum(gl.cdiv(span, MOST_SPAN), 1))
         span = gl.cdiv(span, self.BLOCK_KV) * self.BLOCK_KV
         span = gl.minimum(gl.maximum(span, least), MOST_SPAN)
