@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep import cli
-from lockstep.distributed.plan import Kernels, Links, Rates, plan
+from lockstep.distributed.plan import RING, Kernels, Links, Rates, plan, rates_of
 from lockstep.distributed.traffic import Shape, received
 
 KERNELS, LINKS = Kernels(Rates(600e12, 500e12), Rates(300e12, 400e12)), Links(900, 50)
@@ -69,6 +69,17 @@ def test_the_command_takes_measured_rates_of_an_h200():
     assert [row["gpus"] for row in data["rows"]] == [8] * 3 + [64] * 3
     for rates in data["rates"].values():
         assert 3e14 < rates["backward"] < rates["forward"] < 9.9e14
+
+
+def test_rates_are_those_of_the_newest_run_that_a_kernel_took_part_in():
+    def run(rate):
+        tables = ("forward", "backward")
+        common = {"D": 64, "causal": True, "chosen": "hopper", "rate": rate}
+        return {"rows": [common | {"table": table} for table in tables]}
+
+    earlier = run({"hopper": 1.0, **dict.fromkeys(RING.values(), 2.0)})
+    kernels = rates_of([earlier, run({"hopper": 3.0})], 64, True)
+    assert kernels == Kernels(Rates(3e12, 3e12), Rates(2e12, 2e12))
 
 
 @pytest.mark.parametrize(

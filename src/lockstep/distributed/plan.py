@@ -166,6 +166,7 @@ def _rates(
     found = {}
     for run in runs:
         for row in sorted(run["rows"], key=lambda row: row.get("S", 0)):
-            if row["table"] in Rates._fields and (row["D"], row["causal"]) == (D, causal):
+            is_wanted = row["table"] in Rates._fields and (row["D"], row["causal"]) == (D, causal)
+            if is_wanted and kernel(row) in row["rate"]:
                 found[row["table"]] = row["rate"][kernel(row)] * 1e12
     return Rates(**found) if len(found) == len(Rates._fields) else None
