@@ -160,15 +160,17 @@ def _prompts(layer: Layer) -> Iterator[SampleCall]:
 def _groups(layer: Layer, packed: bool) -> Iterator[SampleCall]:
     """Sequences with a tile and few more queries on many keys, so many that heads which share keys
     share tiles, too."""
+    if layer.Hq == layer.Hkv or layer.window is not None:
+        return
     layout: Literal["packed", "dense"]
     widest, B = max(layer.D, layer.value_dim), -(-HEADS_OF_GROUPS // layer.Hq)
     has_groups = widest > WIDEST_OF_TEXTS or not packed
     if layer.softcap is not None:
         has_groups = widest <= WIDEST_OF_TEXTS and not packed
-    if layer.Hq > layer.Hkv and layer.window is None and has_groups:
+    if has_groups:
         n, layout = (B, "packed") if packed else (1, "dense")
         yield SampleCall(layer, layout, n * MORE_THAN_A_TILE, n * LONGER_PROMPT, B=B)
-    elif packed and layer.Hq > layer.Hkv and not layer.causal and widest > NARROW:
+    elif packed and not layer.causal and widest > NARROW:
         yield SampleCall(layer, "packed", B * MORE_THAN_A_TILE, B * MORE_THAN_A_TILE, B=B)
 
 

@@ -32,6 +32,13 @@ def tensors_of(B=2, Hq=8, Hkv=2, Sq=1, D=128, page=16, n=4096, dtype=torch.bfloa
     return Tensors(q, pages, pages.clone(), kv_lens=lens, page_table=table)
 
 
+def packed(tensors: Tensors) -> Tensors:
+    """The same queries, those of all sequences one behind the other."""
+    B, H, Sq, D = tensors.q.shape
+    offsets = torch.arange(B + 1, dtype=torch.int32) * Sq
+    return tensors._replace(q=tensors.q.transpose(1, 2).reshape(-1, H, D), cu_seqlens_q=offsets)
+
+
 def problem_of(**given) -> AttentionProblem:
     return describe(tensors_of(**given), Options(causal=True))
 

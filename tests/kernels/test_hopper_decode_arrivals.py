@@ -162,10 +162,13 @@ def test_counters_have_room():
         ({"B": 8}, {}, False),  # more than two programs to a head
         ({"B": 64, "Sq": 2}, {}, True),
         ({"B": 64, "Sq": 3}, {}, False),  # 12 rows
+        ({"B": 64, "Sq": 8}, {}, False),
+        ({"B": 64, "Sq": 16}, {}, False),
         # Long-tailed lengths may make one head as long as its table, with 16 rows, or with 4.
         ({"B": 64, "Hkv": 1, "Sq": 2, "n": 50_000}, {}, False),
         ({"B": 64, "n": 60_000}, {}, True),
         ({"B": 64, "D": 64}, {}, False),
+        ({"B": 64, "D": 64, "Sq": 3}, {}, False),
         ({"B": 64, "D": 64}, {"window_left": 127}, True),
         ({"B": 64, "D": 256}, {}, True),
         ({"B": 64}, {"query_invariant": True}, True),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
@@ -18,7 +17,7 @@ from hopper_build import (
 from launch_arguments import bind
 from machine_code import between, loops
 from shared_places import shared_with_barriers
-from test_hopper_decode import PROCESSORS, tensors_of
+from test_hopper_decode import PROCESSORS, packed, tensors_of
 
 from lockstep.kernels.hopper.common import sizes
 from lockstep.kernels.hopper.decode import launch, plan
@@ -118,10 +117,7 @@ def test_machine_code_of_the_narrow_consumer_alone(D, rows):
 
 def test_two_programs_with_both_consumers_fit_on_an_sm():
     """Of packed queries at head dim 64."""
-    tensors = tensors_of(D=64)
-    B, H, Sq, D = tensors.q.shape
-    offsets = torch.arange(B + 1, dtype=torch.int32) * Sq
-    tensors = tensors._replace(q=tensors.q.transpose(1, 2).reshape(-1, H, D), cu_seqlens_q=offsets)
+    tensors = packed(tensors_of(D=64))
     problem = describe(tensors, Options(causal=True))
     bound = bind(launch.decode_launches(problem, tensors, PROCESSORS), tensors)["decode_kernel"]
     built = compile_for_hopper(decode_kernel, bound.arguments, **bound.launch.options)

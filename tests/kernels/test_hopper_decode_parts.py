@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from test_hopper_decode import PROCESSORS, ceil_div, problem_of, tensors_of
+from test_hopper_decode import PROCESSORS, ceil_div, packed, problem_of, tensors_of
 
 from lockstep.kernels.hopper.decode import launch, plan
 from lockstep.kernels.hopper.decode.span_rule import least_of, spans_of
@@ -38,10 +37,7 @@ def test_no_packed_sequence_has_more_parts_than_there_is_room_for(Hkv, D):
     group = 8
     for n in (700, 16_384, 17_200, 100_000):
         tensors = tensors_of(B=2, Hq=group * Hkv, Hkv=Hkv, Sq=200, n=n, D=D)
-        offsets = torch.tensor([0, 200, 400], dtype=torch.int32)
-        q = tensors.q.transpose(1, 2).reshape(-1, group * Hkv, D)
-        packed = tensors._replace(q=q, cu_seqlens_q=offsets)
-        problem = describe(packed, Options(causal=True))
+        problem = describe(packed(tensors), Options(causal=True))
         most = plan.most_spans(problem)
         for tokens in (1, 2, 3, 9, 17, 25, 40, 127, 200):
             tiles = ceil_div(tokens * group, plan.ROWS)

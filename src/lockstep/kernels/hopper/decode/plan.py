@@ -95,14 +95,14 @@ PLANS = {
 # Of calls that have the narrow consumer alone: no room for the rows of another. At head dim 64, two
 # programs fit on an SM beside what warps exchange of up to 8 rows.
 NARROW_PLANS = {
-    64: Plan(block_kv=128, stages=3, programs=2, registers=128),
+    64: PLANS[64],
     128: Plan(block_kv=64, stages=3, programs=1, registers=168),
     192: Plan(block_kv=64, stages=4, programs=1, registers=168),
     256: Plan(block_kv=64, stages=3, programs=1, registers=168),
 }
 # Of calls that have none but the other consumer: no room for what warps exchange.
 WIDE_PLANS = {
-    64: Plan(block_kv=128, stages=3, programs=2, registers=128),
+    64: PLANS[64],
     128: Plan(block_kv=64, stages=5, programs=1, registers=168),
     192: Plan(block_kv=64, stages=4, programs=1, registers=168),
     256: Plan(block_kv=64, stages=3, programs=1, registers=168),

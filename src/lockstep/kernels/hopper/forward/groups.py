@@ -71,6 +71,11 @@ def most_tiles(queries: int, sequences: int, group: int, block_q: int) -> int:
     return rows // block_q + sequences + 1
 
 
+def has_more_keys(queries: int, keys: int) -> bool:
+    """Whether keys are so many more than queries that causal ones are a chunk of a sequence."""
+    return keys >= MORE_KEYS * queries
+
+
 @lru_cache(maxsize=256)
 def shares_tiles(problem: AttentionProblem) -> bool:
     """Whether the heads of a group share tiles: in default builds, where that saves work."""
@@ -90,8 +95,7 @@ def shares_tiles(problem: AttentionProblem) -> bool:
     queries, keys = problem.Sq, problem.Skv
     if is_packed:
         queries, keys = -(-queries // max(problem.B, 1)), -(-keys // max(problem.B, 1))
-    is_whole = keys < MORE_KEYS * queries
-    if is_packed and is_whole:
+    if is_packed and not has_more_keys(queries, keys):
         least = MEDIUM if is_causal or one_block_keys(problem) else NARROW
         return has_boxes and queries <= SHORT_PACKED and width > least
     # Narrower ones gain if they have few queries on many keys, which is rare, for one more build of
@@ -101,7 +105,7 @@ def shares_tiles(problem: AttentionProblem) -> bool:
     if queries > MANY_QUERIES:
         return False
     # Their tiles take longer than their blocks do, those of wide heads apart.
-    is_whole = is_whole and is_causal
+    is_whole = is_causal and not has_more_keys(queries, keys)
     if is_whole and (width <= MEDIUM or not has_boxes):
         return False
     one_loop = plan_of(problem).one_loop

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lockstep.kernels.hopper.common.sizes import ROWS
 from lockstep.kernels.hopper.forward.groups import (
-    MORE_KEYS,
+    has_more_keys,
     most_tiles,
     n_tiles,
     rows_of,
@@ -142,9 +142,8 @@ def is_chunk(problem: AttentionProblem, block_q: int) -> bool:
     queries and more than fit into L2."""
     shortest = problem.Skv - problem.Sq + min(block_q, problem.Sq)
     is_alike = shortest >= ALIKE * problem.Skv
-    is_whole = problem.Skv < MORE_KEYS * problem.Sq
-    is_far = key_bytes(problem) > L2_BYTES
-    return splits_tiles(problem) and is_alike and is_far and not is_whole
+    is_alike = is_alike and has_more_keys(problem.Sq, problem.Skv)
+    return splits_tiles(problem) and is_alike and key_bytes(problem) > L2_BYTES
 
 
 def pays_to_pair(heads: int, n_q_tiles: int, processors: int, head_bytes: int) -> bool:
