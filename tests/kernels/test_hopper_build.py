@@ -108,11 +108,22 @@ def count_in_one_loop(loop):
     return found
 
 
-@pytest.mark.parametrize(("D", "causal"), [(64, True), (128, True), (128, False)])
-def test_machine_code_of_one_loop(D, causal):
+@pytest.mark.parametrize(
+    ("D", "causal", "keys", "heads"),
+    [
+        (64, True, 512, 1),
+        (128, True, 512, 1),
+        (128, False, 512, 1),
+        # Tiles that 8 heads share.
+        (64, False, 330, 8),
+        (128, True, 330, 8),
+        (128, False, 330, 8),
+    ],
+)
+def test_machine_code_of_one_loop(D, causal, keys, heads):
     """Blocks of a tile take the way of a loop for one tile. Their exponentials run under the
     product of the block before, also those of a tile's first block, by the same code."""
-    built = build_for(unwritten(512, 512, D=D), {"causal": causal})
+    built = build_for(unwritten(keys, keys, B=16, Hq=8 * heads, Hkv=8, D=D), {"causal": causal})
     assert "serialized" not in built.report
     assert len(built.addressed_loops) == len(built.overlaps) == 2
     for loop in built.addressed_loops:

@@ -96,7 +96,7 @@ def plain_gluon(program, n_programs):
 
 def runs_of(
     monkeypatch, lens, heads, n_programs, left=None, Skv=1 << 16, team=1, waves=1, whole=0, Sq=1,
-    group=1, inside=False,
+    group=1, inside=False, least=plan.LEAST_SPAN,
 ):  # fmt: skip
     """The messages of all programs, and what they note about slots; if they fold what they cut
     themselves, the slots whose counters each makes ready."""
@@ -105,7 +105,7 @@ def runs_of(
     found, marked = [], []
     constants = {
         name: getattr(schedule, name).value
-        for name in ("MOST_SPAN", "SPAN_COST", "FEW", "MANY", "ROWS")
+        for name in ("MOST_SPAN", "SPAN_COST", "FEW", "MANY", "ROWS", "SHORT", "TALL_ROWS")
     }
     Sizes, PlainRun = as_plain(schedule.Sizes), as_plain(schedule.Run)
     for program in range(n_programs):
@@ -117,8 +117,9 @@ def runs_of(
         make_plain(monkeypatch, (schedule, producer), plain)
         q_tiles = ceil_div(Sq * group, sizes.ROWS)
         wanted = max(1, plan.WANTED // (heads * q_tiles))
-        numbers = (len(lens) * q_tiles, heads, Sq, Skv, left or 0, 0, wanted, plan.LEAST_SPAN)
-        numbers = tuple(map(integer, (*numbers, team, waves, q_tiles, group, whole)))
+        numbers = (len(lens) * q_tiles, heads, Sq, Skv, left or 0, 0, wanted, least)
+        numbers = (*numbers, plan.LEAST_SPAN, plan.TALL_SPAN, team, waves, q_tiles, group, whole)
+        numbers = tuple(map(integer, numbers))
         made = Sizes((Pointer(lens), None), numbers, left is not None, True, False, False, 64)
         sent: list = []
         runs: list = []
@@ -208,6 +209,25 @@ def test_a_long_sequence_alone_is_shared_evenly(monkeypatch, n, heads, team):
     found, _slots = runs_of(monkeypatch, [n], heads, 132, Skv=n, team=team)
     tiles = [sum(run[5] - run[4] for run in runs) for runs in found]
     assert max(tiles) <= 1.4 * n / 64 * heads / 132
+
+
+@pytest.mark.parametrize(
+    ("n", "Sq", "span"),
+    [
+        (1024, 20, 1024),  # one
+        (1025, 20, 512),  # short, of a tall tile
+        (5000, 20, 512),
+        (8000, 20, 1024),  # not short
+        (5000, 4, 512),  # of few rows, whatever its length
+        (32_000, 4, 1024),
+        (32_000, 20, 2048),
+        (60_000, 20, 1920),
+        (60_000, 4, 960),
+    ],
+)
+def test_spans_follow_the_length_and_the_rows_of_a_sequence(monkeypatch, n, Sq, span):
+    found, _slots = runs_of(monkeypatch, [n], 8, 132, Sq=Sq, team=4, least=1024 if Sq > 16 else 512)
+    assert {run[6] * 64 for runs in found for run in runs} == {span}
 
 
 def test_tiles_of_a_sequence_have_the_keys_that_their_rows_see(monkeypatch):

@@ -13,20 +13,26 @@ from lockstep.kernels.hopper.decode.span_rule import least_of, spans_of
 from lockstep.problem import Options, describe
 
 
-def span_of(keys, wanted, least, block):
+def span_of(keys, wanted, least, block, short=None, most=plan.MOST_SPAN):
     """The keys of a span: `Sizes.tiles_of`."""
     span = ceil_div(keys, wanted)
-    span = ceil_div(span, max(ceil_div(span, plan.MOST_SPAN), 1))
-    return min(max(ceil_div(span, block) * block, least), plan.MOST_SPAN)
+    span = ceil_div(span, max(ceil_div(span, most), 1))
+    if keys > plan.MOST_SPAN and keys * plan.SHORT <= wanted * least:
+        least = min(least, short or least)
+    return min(max(ceil_div(span, block) * block, least), most)
 
 
-def test_no_row_has_more_parts_than_there_is_room_for():
+@pytest.mark.parametrize(("D", "Sq"), [(64, 1), (128, 1), (128, 20), (128, 64), (256, 30)])
+def test_no_row_has_more_parts_than_there_is_room_for(D, Sq):
     for Hkv in (1, 2, 8, 64):
-        for n in (16, 512, 4096, 1 << 16, 1 << 20):
-            problem = problem_of(Hq=Hkv, Hkv=Hkv, n=n, D=64)
+        for n in (16, 512, 1024, 2048, 4096, 1 << 16, 1 << 20):
+            problem = problem_of(B=1, Hq=Hkv, Hkv=Hkv, n=n, D=D, Sq=Sq)
             wanted, most = plan.spans_wanted(problem), plan.most_spans(problem)
-            for length in {n, n // 2, 3 * n // 4, min(n, 257 * wanted), min(n, 1025 * wanted)}:
-                span = span_of(length, wanted, plan.least_span(problem), 64)
+            longest = plan.TALL_SPAN if Sq > plan.NARROW_ROWS else plan.MOST_SPAN
+            lengths = {n, n // 2, 3 * n // 4, min(n, 257 * wanted), min(n, 1025 * wanted)}
+            for length in lengths | set(range(1, min(n, 9000), 500)):
+                least, short = plan.least_span(problem), plan.least_of_short(problem)
+                span = span_of(length, wanted, least, 64, short, longest)
                 assert ceil_div(length, span) <= most
 
 
@@ -45,8 +51,12 @@ def test_no_packed_sequence_has_more_parts_than_there_is_room_for(Hkv, D):
             rows = min(tokens * group, plan.ROWS)
             sizes = plan.keys_per_row(problem), plan.LEAST_SPAN, plan.MOST_SPAN
             least = least_of.fn(rows, *sizes)
-            for length in {n, n - 1, 3 * n // 4, n // 2, min(n, 1025 * wanted), 1}:
-                assert ceil_div(length, span_of(length, wanted, least, 64)) <= most
+            lengths = {n, n - 1, 3 * n // 4, n // 2, min(n, 1025 * wanted), 1}
+            for length in lengths | set(range(1, min(n, 9000), 500)):
+                most_keys = plan.TALL_SPAN if rows > plan.NARROW_ROWS else plan.MOST_SPAN
+                short = plan.least_of_short(problem)
+                span = span_of(length, wanted, least, 64, short, most_keys)
+                assert ceil_div(length, span) <= most
 
 
 @pytest.mark.parametrize(("left", "right"), [(0, 0), (72, 0), (511, 0), (1023, 0), (4000, None)])

@@ -133,20 +133,27 @@ def test_pairs_take_turns_if_some_are_shorter(S, turns):
     [
         ({"causal": True}, True),
         ({"causal": True, "softcap": 30.0}, True),
-        ({}, False),
+        ({}, True),
         ({"causal": True, "window_left": 300}, False),
         ({"causal": True, "constant_time": True}, False),
         ({"causal": True, "query_invariant": True}, False),
     ],
     ids=str,
 )
-def test_causal_tiles_of_equal_sequences_are_split(options, splits):
+def test_tiles_of_equal_sequences_are_split(options, splits):
     tensors = unwritten(1024, 1024, Hq=8, Hkv=8, D=128)
     call = launch.forward_launches(describe(tensors, Options(**options)), tensors, PROCESSORS)
     (found,) = call.launches
     assert found._arguments["SPLIT"] == splits
     # 64 tiles of 128 rows.
     assert found.grid == (128 if splits else 64, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("D", "keys", "splits"), [(64, 4096, False), (72, 4096, True), (128, 768, False)]
+)
+def test_tiles_without_a_mask_are_split_if_they_are_wide_and_long(D, keys, splits):
+    assert tiling.splits_tiles(describe(unwritten(1024, keys, D=D), Options())) == splits
 
 
 @pytest.mark.parametrize("causal", [False, True])

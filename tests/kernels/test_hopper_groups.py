@@ -121,12 +121,21 @@ CAUSAL, FULL = {"causal": True}, {}
         (15, 32, 8, 400, 400, 160, CAUSAL, False),
         (199, 32, 8, 140, 140, 160, CAUSAL, True),
         (43, 32, 8, 300, 300, 160, CAUSAL, False),
-        (249, 32, 8, 140, 140, 128, CAUSAL, False),
+        # Also of others, with one loop over the blocks of all tiles.
+        (249, 32, 8, 140, 140, 128, CAUSAL, True),
+        (60, 32, 4, 200, 200, 128, CAUSAL, True),
+        (16, 32, 4, 300, 300, 128, CAUSAL, True),
+        (60, 32, 8, 200, 200, 128, CAUSAL, False),
+        (12, 32, 4, 370, 370, 128, CAUSAL, False),
+        (60, 28, 4, 130, 130, 128, CAUSAL, False),
+        (60, 32, 4, 130, 130, 128, {"causal": True, "softcap": 50.0}, False),
+        (2, 32, 4, 130, 130, 128, CAUSAL, False),
         # Without a mask, and where keys are few if that saves a good part.
         (256, 40, 10, 79, 614, 64, FULL, True),
         (256, 48, 12, 193, 1137, 64, FULL, True),
         (44, 64, 4, 275, 275, 128, FULL, True),
-        (131, 32, 8, 193, 193, 128, FULL, False),
+        (131, 32, 8, 193, 193, 128, FULL, True),
+        (2, 32, 8, 193, 193, 128, FULL, False),
         (9, 80, 10, 231, 231, 80, FULL, False),
         (256, 3, 1, 1085, 1085, 40, FULL, False),
         # Low tiles are all that two heads save.
@@ -163,13 +172,31 @@ def test_which_calls_have_tiles_of_groups(B, Hq, Hkv, Sq, Skv, D, options, share
 
 
 @pytest.mark.parametrize(
+    ("B", "Hkv", "Sq", "Skv", "options", "one_loop"),
+    [
+        (16, 8, 300, 300, FULL, True),
+        (2, 8, 193, 193, FULL, True),  # heads have tiles of their own
+        (20, 8, 40, 500, FULL, False),  # each program has few blocks
+        (40, 8, 100, 400, CAUSAL, True),
+        (16, 8, 300, 1100, FULL, False),  # each tile has many
+    ],
+)
+def test_tiles_of_groups_have_one_loop_if_programs_have_many(B, Hkv, Sq, Skv, options, one_loop):
+    problem = problem_of(Sq, Skv, 4 * Hkv, Hkv, options.items(), B=B, D=128)
+    assert groups.takes_one_loop(problem) == one_loop
+
+
+@pytest.mark.parametrize(
     ("S", "Hq", "Hkv", "D", "options", "shares"),
     [
         (82, 12, 3, 256, CAUSAL, True),
         (250, 32, 4, 160, CAUSAL, True),
         (300, 32, 4, 160, CAUSAL, False),
         (82, 16, 8, 256, CAUSAL, False),  # boxes of two heads
-        (82, 32, 4, 128, CAUSAL, False),  # for one more build of most models
+        (82, 32, 4, 128, CAUSAL, True),
+        (200, 32, 8, 128, CAUSAL, False),  # boxes of four heads have to save more
+        (60, 32, 4, 128, CAUSAL, False),  # mostly one block of keys
+        (1100, 32, 4, 128, CAUSAL, False),  # no loop over all blocks
         (141, 32, 8, 128, FULL, True),
         (60, 32, 8, 128, FULL, False),  # mostly one block of keys
         (141, 32, 8, 64, FULL, False),

@@ -17,7 +17,7 @@ from lockstep.kernels.hopper.common.softmax import close_rows
 from lockstep.kernels.hopper.common.spans import fold_span
 from lockstep.kernels.hopper.decode import plan
 from lockstep.kernels.hopper.decode.head_columns import power_of_two
-from lockstep.kernels.parts import fold
+from lockstep.kernels.hopper.decode.parts_in_registers import fold_from_memory
 
 COUNT_BITS = gl.constexpr(plan.COUNT_BITS)
 # Rows that are folded together, one by each warp, and parts that are loaded at once.
@@ -63,28 +63,11 @@ def fold_group(rows, sizes, run, first, DV: gl.constexpr):
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
     AT_ONCE: gl.constexpr = LOADED * 128 // N if N > 128 else LOADED
     row, _number, is_row = rows.rows_of(sizes, run, of_rows, GROUP, first)
-    d = gl.expand_dims(gl.arange(0, N, gl.SliceLayout(0, layout)), 0)
-    slot = run.slot.to(gl.int64) * rows.n_spans
-    m = gl.full([GROUP], -float("inf"), gl.float32, of_rows)
-    l = gl.full([GROUP], 0.0, gl.float32, of_rows)
-    acc = gl.full([GROUP, N], 0.0, gl.float32, layout)
-    for part in range(run.first_part, run.n_spans, AT_ONCE):
-        all_m, all_l, all_acc = (), (), ()
-        for i in gl.static_range(AT_ONCE):
-            at = (slot + part + i) * rows.n_rows + row
-            is_part = is_row & (part + i < run.n_spans)
-            numbers = rows.part_stats_ptr + 2 * at
-            mask = gl.expand_dims(is_part, 1) & (d < rows.HEAD_DIM_V)
-            products = rows.parts_ptr + gl.expand_dims(at * DV, 1) + d
-            # Not from L1, which other programs do not write to.
-            part_acc = gl.load(products, mask=mask, other=0.0, cache_modifier=".cg")
-            part_m = gl.load(numbers, mask=is_part, other=-float("inf"), cache_modifier=".cg")
-            part_l = gl.load(numbers + 1, mask=is_part, other=0.0, cache_modifier=".cg")
-            all_m, all_l = all_m + (part_m,), all_l + (part_l,)  # noqa: RUF005
-            all_acc = all_acc + (part_acc,)  # noqa: RUF005
-        for i in gl.static_range(AT_ONCE):
-            m, l, acc = fold(m, l, acc, all_m[i], all_l[i], all_acc[i], rows.unit)
-    return m, l, acc
+    at = run.slot.to(gl.int64) * rows.n_spans * rows.n_rows + row
+    return fold_from_memory(
+        (rows.parts_ptr, rows.part_stats_ptr), (at, is_row), 0, run.first_part, run.n_spans,
+        rows.n_rows, rows.unit, DV, rows.HEAD_DIM_V, AT_ONCE, layout, N,
+    )  # fmt: skip
 
 
 @gluon.jit

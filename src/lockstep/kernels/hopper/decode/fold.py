@@ -3,10 +3,13 @@
     out = Σ acc_i · exp(m_i) / Σ l_i · exp(m_i)        lse = log Σ l_i · exp(m_i)
 
 One program folds some columns of a few rows of one slot, part after part, as the decode kernel does
-with the parts that it keeps, and to the same bits. Parts come to shared memory many at a time: left
-to itself, the compiler loads one, folds it and loads the next. What each part weighs follows from
-the maxima before it, and is worked out for many parts at once: only products and sums are left in
-the chain from part to part.
+with the parts that it keeps, and to the same bits.
+
+Where rows are few, threads have a number each. Parts come to shared memory many at a time: left to
+itself, the compiler loads one, folds it and loads the next. What each part weighs follows from the
+maxima before it, and is worked out for many parts at once: only products and sums are left in the
+chain from part to part. That takes many instructions for each unit. Where all SMs have many units,
+threads have four numbers each, and load parts to registers as these are.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from lockstep.kernels.hopper.decode.part_batches import (
     parts_layout,
     store_numbers,
 )
+from lockstep.kernels.hopper.decode.parts_in_registers import fold_from_memory
 from lockstep.kernels.hopper.decode.units import find_rows, find_unit, has_rows, rank_slots
 from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.parts import add_part, close, fold_sink, fold_weights, store_statistics
@@ -95,16 +99,12 @@ def fold_slots(
     COLUMNS: gl.constexpr,
     ROWS: gl.constexpr,
     BATCH: gl.constexpr,  # parts that are loaded at once
-    BATCHES: gl.constexpr,  # batches that are under way or at work
+    BATCHES: gl.constexpr,  # batches that are under way or at work; 0 for parts in registers
 ):
-    """Programs share the units of all slots with parts, each ROWS rows and COLUMNS columns: a warp
-    for each row."""
-    cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    acc_smem = gl.allocate_shared_memory(gl.float32, [BATCHES, BATCH, ROWS, COLUMNS], cube)
-    keep_smem = gl.allocate_shared_memory(gl.float32, [BATCH // LOADED, ROWS, LOADED], cube)
-    add_smem = gl.allocate_shared_memory(gl.float32, [BATCH // LOADED, ROWS, LOADED], cube)
-    l_smem = gl.allocate_shared_memory(gl.float32, [BATCH // LOADED, ROWS, LOADED], cube)
-    memory = (acc_smem, keep_smem, add_smem, l_smem)
+    """Programs share the units of all slots with parts, each ROWS rows and COLUMNS columns."""
+    memory = pointers  # in place of none
+    if BATCHES > 0:
+        memory = allocate_batches(ROWS, COLUMNS, BATCH, BATCHES)
     N_BLOCKS: gl.constexpr = (HEAD_DIM_V + COLUMNS - 1) // COLUMNS
     n_groups = gl.cdiv(sizes.n_rows, ROWS)
     # The next call's kernel may start as soon as there is room, to wait for this one.
@@ -116,9 +116,16 @@ def fold_slots(
             pointers.slots_ptr, ranks, number, sizes.n_slots, n_groups, N_BLOCKS
         )
         if has_rows(work, group, sizes, ROWS, PACKED):
-            m, l, acc = fold_parts(
-                pointers, sizes, slot, group, block * COLUMNS, begin, count, memory, unit, DV
-            )
+            column = block * COLUMNS
+            if BATCHES > 0:
+                m, l, acc = fold_batches(
+                    pointers, sizes, slot, group, column, begin, count, memory, unit, DV
+                )
+            else:
+                m, l, acc = fold_in_registers(
+                    pointers, sizes, slot, group, column, begin, count, unit, DV, HEAD_DIM_V, ROWS,
+                    COLUMNS, BATCH,
+                )  # fmt: skip
             store_rows(
                 pointers, strides, sizes, work, group, block, m, l, acc, unit, natural, PAGED,
                 HAS_SINKS, PACKED, HEAD_DIM_V,
@@ -126,10 +133,40 @@ def fold_slots(
 
 
 @gluon.jit
-def fold_parts(
-    pointers, sizes, slot, group, column, begin, count, memory, unit, DV: gl.constexpr
+def fold_in_registers(
+    pointers, sizes, slot, group, column, begin, count, unit, DV: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     """(m, l, acc) of the parts from `begin` to `count` of a group of rows, from `column` on."""
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 4], [128 // COLUMNS, COLUMNS // 4], [gl.num_warps(), 1], [1, 0]
+    )
+    row = group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    at = slot.to(gl.int64) * sizes.n_spans * sizes.n_rows + row
+    return fold_from_memory(
+        (pointers.parts_ptr, pointers.part_stats_ptr), (at, row < sizes.n_rows), column, begin,
+        count, sizes.n_rows, unit, DV, HEAD_DIM_V, AT_ONCE, layout, COLUMNS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def allocate_batches(
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, BATCH: gl.constexpr, BATCHES: gl.constexpr
+):
+    """Shared memory for batches of parts, for the factors of one batch, and for its l."""
+    cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    acc_smem = gl.allocate_shared_memory(gl.float32, [BATCHES, BATCH, ROWS, COLUMNS], cube)
+    keep_smem = gl.allocate_shared_memory(gl.float32, [BATCH // LOADED, ROWS, LOADED], cube)
+    add_smem = gl.allocate_shared_memory(gl.float32, [BATCH // LOADED, ROWS, LOADED], cube)
+    l_smem = gl.allocate_shared_memory(gl.float32, [BATCH // LOADED, ROWS, LOADED], cube)
+    return acc_smem, keep_smem, add_smem, l_smem
+
+
+@gluon.jit
+def fold_batches(
+    pointers, sizes, slot, group, column, begin, count, memory, unit, DV: gl.constexpr
+):  # fmt: skip
+    """`fold_in_registers` by way of shared memory, a warp or more for each row."""
     acc_smem, keep_smem, add_smem, l_smem = memory
     BATCHES: gl.constexpr = acc_smem.shape[0]
     BATCH: gl.constexpr = acc_smem.shape[1]

@@ -62,6 +62,8 @@ class Numbers(NamedTuple):
     right: Any
     wanted: Any
     least: Any
+    least_of_short: Any
+    most_of_tall: Any
     team: Any
     waves: Any
     q_tiles: Any

@@ -53,7 +53,8 @@ def sizes_of_call(
     """Sizes and masks, of the arguments of a call."""
     return Sizes(
         (pointers.kv_lens_ptr, pointers.kv_starts_ptr),
-        (n.B, n.heads, n.Sq, n.Skv, n.left, n.right, n.wanted, n.least, n.team, n.waves, n.q_tiles,
+        (n.B, n.heads, n.Sq, n.Skv, n.left, n.right, n.wanted, n.least, n.least_of_short,
+         n.most_of_tall, n.team, n.waves, n.q_tiles,
          n.group, n.whole),
         HAS_LEFT, HAS_RIGHT, HAS_STARTS, PACKED, BLOCK_KV,
     )  # fmt: skip

@@ -18,7 +18,6 @@ from lockstep.kernels.hopper.decode.kernel import decode_kernel
 from lockstep.kernels.hopper.decode.plan import (
     COLUMNS,
     COUNT_BITS,
-    FOLD_COLUMNS,
     INVARIANT_PART_NUMBERS,
     MARK_BITS,
     MOST_SLOTS,
@@ -33,7 +32,9 @@ from lockstep.kernels.hopper.decode.plan import (
     is_narrow,
     keeps_whole,
     keys_per_row,
+    least_of_short,
     least_span,
+    most_of_tall,
     most_spans,
     narrow_rows,
     plan_of,
@@ -99,7 +100,8 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
         launch_pdl=True,
     )
     folds = fold_plan(problem, n_slots, n_processors)
-    shared |= {"ROWS": folds.rows, "BATCH": folds.batch, "BATCHES": folds.batches}
+    shared |= {"ROWS": folds.rows, "COLUMNS": folds.columns}
+    shared |= {"BATCH": folds.batch, "BATCHES": folds.batches}
     fold_kernel = fold_spans if problem.query_invariant else fold_slots
     fold = Launch(
         fold_kernel,
@@ -221,6 +223,8 @@ def _numbers(
         "right": limit_of(right),
         "wanted": spans_wanted(problem),
         "least": least_span(problem),
+        "least_of_short": least_of_short(problem),
+        "most_of_tall": most_of_tall(problem),
         "team": team_of(problem, n_programs),
         "waves": plan_of(problem).programs,
         "whole": int(keeps_whole(problem)),
@@ -258,7 +262,6 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "FIXED_MAX": problem.dtype == torch.bfloat16,
         "FEW": few_rows(problem),
         "NARROW": narrow_rows(problem),
-        "COLUMNS": FOLD_COLUMNS,
         "LATE": starts_late(problem),
         "Q_ROWS": NARROW_ROWS if is_narrow(problem) else ROWS,
         "Q_ORDER": query_order(problem),

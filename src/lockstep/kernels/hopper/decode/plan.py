@@ -16,6 +16,8 @@ from lockstep.problem import AttentionProblem
 # Programs that the spans of one sequence make, if it is long enough; and the keys of a span.
 WANTED = 132
 LEAST_SPAN, MOST_SPAN = 512, 1024
+# Those of more than NARROW_ROWS rows, whose parts are large, have more keys where these are many.
+TALL_SPAN = 2048
 # Heads of the same keys lie side by side in memory, and are best read at one time.
 MOST_TEAM = 8
 # Where teams would be so many times smaller than they could be (5 or 7 heads), some SMs have no
@@ -31,17 +33,22 @@ SPAN_COST = 1
 # A span has so many keys for each query row at least, and of tiles of more than 64 columns: parts
 # stay few beside keys and values. The latter were faster so.
 KEYS_PER_ROW, WIDE_KEYS_PER_ROW = 8, 32
+# Sequences with more keys than MOST_SPAN are short if spans of so many keys for each row would be
+# this many times fewer than those wanted. In tiles of 128 columns, spans have LEAST_SPAN keys then:
+# more SMs are at work.
+SHORT = 3
 # Rows of a tile up to which half of what a thread does is left out, and of these the first ones:
 # `few_rows.py`. Rows up to which warps have products of their own, in tiles of 64 columns only the
 # first ones: `narrow_consumer.py`.
 UPPER_ROWS, FEW_ROWS, NARROW_ROWS = 32, 8, 16
-# Columns of a unit of the second kernel.
-FOLD_COLUMNS = 32
 # Parts of a head from which on several warps share a row, if programs to an SM are so few.
 DEEP_PARTS, DEEP_PROGRAMS = 64, 2
 # Units to an SM up to which there is a program for each, and programs to an SM that share more of
 # them; the most slots.
 FOLD_UNITS, FOLD_PROGRAMS, MOST_SLOTS = 8, 6, 512
+# Columns of a unit at most, and numbers of all its rows, where threads have four numbers each; and
+# parts that they load at once.
+FOLD_COLUMNS, FOLD_NUMBERS, FOLD_PARTS = 128, 512, 8
 # Rows that the first kernel folds at once, parts that it loads at once, and how often it may; and
 # how often in query-invariant calls, if a head has many programs.
 INSIDE_ROWS, INSIDE_PARTS, INSIDE_ROUNDS = 4, 16, 6
@@ -73,14 +80,15 @@ class FoldPlan:
     """Sizes of the second kernel."""
 
     rows: int  # of a unit
+    columns: int
     warps: int
     batch: int  # parts that are loaded at once
-    batches: int  # of these that are under way or at work
+    batches: int  # of these that are under way or at work; 0 for parts in registers
 
 
 # A warp for each row; and four, where parts are many and rows few.
-FOLD_PLAN = FoldPlan(rows=4, warps=4, batch=32, batches=2)
-DEEP_FOLD_PLAN = FoldPlan(rows=1, warps=4, batch=128, batches=1)
+FOLD_PLAN = FoldPlan(rows=4, columns=32, warps=4, batch=32, batches=2)
+DEEP_FOLD_PLAN = FoldPlan(rows=1, columns=32, warps=4, batch=128, batches=1)
 
 
 # At head dims 128 and 256, some 100 KB are under way to an SM. With twice as many, some SMs wait
@@ -100,10 +108,11 @@ NARROW_PLANS = {
     192: Plan(block_kv=64, stages=4, programs=1, registers=168),
     256: Plan(block_kv=64, stages=3, programs=1, registers=168),
 }
-# Of calls that have none but the other consumer: no room for what warps exchange.
+# Of calls that have none but the other consumer: no room for what warps exchange. With a stage more
+# at head dim 128, which fits, programs of the second kernel would begin later.
 WIDE_PLANS = {
     64: PLANS[64],
-    128: Plan(block_kv=64, stages=5, programs=1, registers=168),
+    128: Plan(block_kv=64, stages=4, programs=1, registers=168),
     192: Plan(block_kv=64, stages=4, programs=1, registers=168),
     256: Plan(block_kv=64, stages=3, programs=1, registers=168),
 }
@@ -296,14 +305,20 @@ def _is_exactly_even(problem: AttentionProblem, n_programs: int) -> bool:
 
 def fold_plan(problem: AttentionProblem, n_slots: int, n_processors: int) -> FoldPlan:
     """Sizes of the second kernel, which change no bit: four warps for a row were faster with many
-    parts of query-invariant calls, and as fast with others."""
-    n_units = _fold_units(problem, n_slots, DEEP_FOLD_PLAN)
-    is_deep = most_spans(problem) >= DEEP_PARTS and n_units <= DEEP_PROGRAMS * n_processors
-    return DEEP_FOLD_PLAN if problem.query_invariant and is_deep else FOLD_PLAN
+    parts of query-invariant calls, and as fast with others. Of other calls, those whose units would
+    be many have larger ones."""
+    if problem.query_invariant:
+        n_units = _fold_units(problem, n_slots, DEEP_FOLD_PLAN)
+        is_deep = most_spans(problem) >= DEEP_PARTS and n_units <= DEEP_PROGRAMS * n_processors
+        return DEEP_FOLD_PLAN if is_deep else FOLD_PLAN
+    if _fold_units(problem, n_slots, FOLD_PLAN) <= FOLD_UNITS * n_processors:
+        return FOLD_PLAN
+    columns = min(columns_of(problem.Dv), FOLD_COLUMNS)
+    return FoldPlan(FOLD_NUMBERS // columns, columns, warps=4, batch=FOLD_PARTS, batches=0)
 
 
 def _fold_units(problem: AttentionProblem, n_slots: int, sizes: FoldPlan) -> int:
-    blocks = -(-problem.Dv // FOLD_COLUMNS)
+    blocks = -(-problem.Dv // sizes.columns)
     return n_slots * -(-tile_rows_of(problem) // sizes.rows) * blocks
 
 
@@ -335,6 +350,17 @@ def least_span(problem: AttentionProblem) -> int:
     return int(least_of.fn(rows, keys_per_row(problem), LEAST_SPAN, MOST_SPAN))
 
 
+def least_of_short(problem: AttentionProblem) -> int:
+    """The least keys of a span of short sequences."""
+    least = least_span(problem)
+    return min(least, LEAST_SPAN) if _widest(problem) <= 128 else least
+
+
+def most_of_tall(problem: AttentionProblem) -> int:
+    """The most keys of a span of more rows than the narrow consumer takes."""
+    return MOST_SPAN if problem.query_invariant else TALL_SPAN
+
+
 def keys_per_row(problem: AttentionProblem) -> int:
     """How many keys a span has at least for each query row."""
     return KEYS_PER_ROW if _widest(problem) == 64 else WIDE_KEYS_PER_ROW
@@ -361,7 +387,9 @@ def _parts(problem: AttentionProblem) -> int:
         wanted *= max(-(-fewest // wanted), 1)
     # One more where a window begins in the middle of a span.
     more = problem.query_invariant or problem.window[0] is not None
-    return min(wanted, -(-keys // least_span(problem))) + more
+    # Up to MOST_SPAN keys, no sequence is short: one span is enough.
+    least = least_of_short(problem) if keys > MOST_SPAN else least_span(problem)
+    return min(wanted, -(-keys // least)) + more
 
 
 def _most_keys_seen(problem: AttentionProblem) -> int:

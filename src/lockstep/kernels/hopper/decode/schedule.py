@@ -25,7 +25,8 @@ from lockstep.kernels.hopper.common.mailbox import Mailbox
 from lockstep.kernels.hopper.decode import plan, tiles
 
 MOST_SPAN = gl.constexpr(plan.MOST_SPAN)
-SPAN_COST = gl.constexpr(plan.SPAN_COST)
+SPAN_COST, SHORT = gl.constexpr(plan.SPAN_COST), gl.constexpr(plan.SHORT)
+TALL_ROWS = gl.constexpr(plan.NARROW_ROWS)
 FIELDS, KV_LEN, N_Q = (gl.constexpr(x) for x in (tiles.FIELDS, tiles.KV_LEN, tiles.N_Q))
 SPANS, LEAST = gl.constexpr(tiles.SPANS), gl.constexpr(tiles.LEAST)
 BEFORE, BEHIND = gl.constexpr(tiles.BEFORE), gl.constexpr(tiles.BEHIND)
@@ -48,8 +49,10 @@ class Sizes:
     Skv: gl.tensor
     left: gl.tensor
     right: gl.tensor
-    wanted: gl.tensor  # spans of a head, and the least keys of one
-    least: gl.tensor
+    wanted: gl.tensor  # spans of a head
+    least: gl.tensor  # keys of a span, also of short sequences, and the most of tall tiles
+    least_of_short: gl.tensor
+    most_of_tall: gl.tensor
     team: gl.tensor  # programs that work on as many heads side by side
     waves: gl.tensor  # programs of one SM
     q_tiles: gl.tensor  # tiles of query rows of a sequence, and query heads of a KV head
@@ -66,7 +69,8 @@ class Sizes:
         self.kv_lens_ptr, self.kv_starts_ptr = pointers
         (
             self.B, self.heads, self.Sq, self.Skv, self.left, self.right, self.wanted, self.least,
-            self.team, self.waves, self.q_tiles, self.group, self.whole,
+            self.least_of_short, self.most_of_tall, self.team, self.waves, self.q_tiles, self.group,
+            self.whole,
         ) = numbers  # fmt: skip
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
@@ -142,9 +146,12 @@ class Sizes:
         span = divide_up(reach, gl.maximum(wanted, 1))
         # Of keys that are more than one span for each program, all have as many: one sequence alone
         # would leave some with one more than others.
-        span = divide_up(span, gl.maximum(gl.cdiv(span, MOST_SPAN), 1))
+        most = gl.where(n_q * self.group > TALL_ROWS, self.most_of_tall, MOST_SPAN)
+        span = divide_up(span, gl.maximum(divide_up(span, most), 1))
         span = gl.cdiv(span, self.BLOCK_KV) * self.BLOCK_KV
-        span = gl.minimum(gl.maximum(span, least), MOST_SPAN)
+        is_short = (reach > MOST_SPAN) & (reach * SHORT <= wanted * least)
+        least = gl.where(is_short, gl.minimum(least, self.least_of_short), least)
+        span = gl.minimum(gl.maximum(span, least), most)
         lo, hi = self.keys_seen(kv_len, n_q, before, behind)
         begin = lo // self.BLOCK_KV
         end = gl.maximum(gl.cdiv(hi, self.BLOCK_KV), begin)

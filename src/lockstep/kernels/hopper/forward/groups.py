@@ -27,6 +27,9 @@ SAVED, SAVED_OF_WHOLE, SAVED_OF_FAST_TILES = 0.08, 0.11, 0.2
 SAVED_OF_WINDOWS = 0.15
 # Heads of a box, of windows and of whole causal sequences.
 HEADS_OF_BOXES = 4
+# Tiles of groups are in one loop, too, if the busiest program has so many blocks. Those of whole
+# causal sequences pay then: in boxes of BOX heads even if they have this share of the work more.
+BLOCKS_OF_LOOP, ADDED_IN_LOOP = 16, 0.03
 # Packed sequences with about as many keys as queries share tiles if they have so few in the mean.
 SHORT_PACKED = 256
 # From so many queries on, the last tile of a head is next to nothing beside the others.
@@ -91,10 +94,10 @@ def shares_tiles(problem: AttentionProblem) -> bool:
     if problem.softcap is not None and width > MEDIUM:
         return False
     has_boxes = math.gcd(group, BOX) >= HEADS_OF_BOXES
-    # Only the mean length of packed sequences is known.
-    queries, keys = problem.Sq, problem.Skv
-    if is_packed:
-        queries, keys = -(-queries // max(problem.B, 1)), -(-keys // max(problem.B, 1))
+    queries, keys = _lengths(problem)
+    is_whole = is_causal and not has_more_keys(queries, keys)
+    if is_whole and NARROW < width <= MEDIUM:
+        return _pays_in_one_loop(problem, queries, keys, group)
     if is_packed and not has_more_keys(queries, keys):
         least = MEDIUM if is_causal or one_block_keys(problem) else NARROW
         return has_boxes and queries <= SHORT_PACKED and width > least
@@ -105,16 +108,44 @@ def shares_tiles(problem: AttentionProblem) -> bool:
     if queries > MANY_QUERIES:
         return False
     # Their tiles take longer than their blocks do, those of wide heads apart.
-    is_whole = is_causal and not has_more_keys(queries, keys)
     if is_whole and (width <= MEDIUM or not has_boxes):
         return False
     one_loop = plan_of(problem).one_loop
     if one_loop and keys - queries / 2 < LEAST_KEYS and (is_causal or not has_boxes):
         return False
-    is_fast = one_loop and not is_causal
-    saved = SAVED_OF_WHOLE if is_whole else SAVED_OF_FAST_TILES if is_fast else SAVED
     apart, shared = (work(problem, queries, keys, n) for n in (1, group))
+    is_fast = one_loop and not is_causal and shared < BLOCKS_OF_LOOP
+    saved = SAVED_OF_WHOLE if is_whole else SAVED_OF_FAST_TILES if is_fast else SAVED
     return shared <= (1 - saved) * apart
+
+
+def _lengths(problem: AttentionProblem) -> tuple[int, int]:
+    """Queries and keys of a sequence, of packed ones in the mean: only that is known."""
+    if problem.layout != "varlen":
+        return problem.Sq, problem.Skv
+    return -(-problem.Sq // max(problem.B, 1)), -(-problem.Skv // max(problem.B, 1))
+
+
+def _pays_in_one_loop(problem: AttentionProblem, queries: int, keys: int, group: int) -> bool:
+    """Whether whole causal sequences have tiles of groups, all blocks of which are in one loop.
+    Softcaps have not been measured."""
+    heads = math.gcd(group, BOX)
+    if heads < HEADS_OF_BOXES or problem.softcap is not None or one_block_keys(problem):
+        return False
+    if not plan_of(problem).one_loop:
+        return False
+    apart, shared = (work(problem, queries, keys, n) for n in (1, group))
+    most = 1 + ADDED_IN_LOOP if heads == BOX else 1 - SAVED_OF_WHOLE
+    return BLOCKS_OF_LOOP <= shared <= most * apart
+
+
+@lru_cache(maxsize=256)
+def takes_one_loop(problem: AttentionProblem) -> bool:
+    """Whether all blocks of a program's tiles are in one loop (`flow.py`)."""
+    if not plan_of(problem).one_loop:
+        return False
+    group = rows_of_group(problem)
+    return group == 1 or work(problem, *_lengths(problem), group) >= BLOCKS_OF_LOOP
 
 
 def _narrows_windows(problem: AttentionProblem, group: int) -> bool:

@@ -14,7 +14,13 @@ from lockstep.kernels.hopper.common.copy_engine import copy, fit
 from lockstep.kernels.hopper.common.sizes import columns, processors
 from lockstep.kernels.hopper.forward.aligned_rows import NAMES, align_launches
 from lockstep.kernels.hopper.forward.few_keys import few_keys_kernel
-from lockstep.kernels.hopper.forward.groups import BOX, heads_of_box, rows_of_group, tile_heads
+from lockstep.kernels.hopper.forward.groups import (
+    BOX,
+    heads_of_box,
+    rows_of_group,
+    takes_one_loop,
+    tile_heads,
+)
 from lockstep.kernels.hopper.forward.idle_windows import without_idle_window
 from lockstep.kernels.hopper.forward.kept_keys.launch import kept_keys_launch
 from lockstep.kernels.hopper.forward.kept_keys.plan import kept_sizes
@@ -327,7 +333,7 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "CONSUMER_REGISTERS": of_consumer,
         "SERVER_REGISTERS": of_server,
         "CONSTANT_TIME": problem.constant_time,
-        "ONE_LOOP": plan.one_loop and heads_of_box(problem) == 0,
+        "ONE_LOOP": takes_one_loop(problem),
         "SPLIT": splits_tiles(problem),
         "HEADS": heads_of_box(problem),
         "OUT_COLUMNS": out_columns(problem),

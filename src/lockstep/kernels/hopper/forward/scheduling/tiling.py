@@ -129,12 +129,14 @@ def _order_of_windows(problem: AttentionProblem, n_q_tiles: int, low_at_same: bo
 
 
 def splits_tiles(problem: AttentionProblem) -> bool:
-    """Whether tiles may be split: causal ones of sequences of one length, in default builds.
-    Elsewhere, the code for it takes longer between short tiles, or has not been measured."""
+    """Whether tiles may be split: those of sequences of one length, in default builds. Without a
+    mask, the code for it takes longer than it saves between tiles of narrow heads, or of one loop;
+    elsewhere, it has not been measured."""
     left, right = problem.window
-    is_causal = left is None and right is not None
+    is_long = max(problem.D, problem.Dv) > 64 and not plan_of(problem).one_loop
+    pays = left is None and (right is not None or is_long)
     is_dense = problem.layout == "dense" and not (problem.has_kv_lens or problem.is_paged)
-    return is_causal and is_dense and not (problem.constant_time or problem.query_invariant)
+    return pays and is_dense and not (problem.constant_time or problem.query_invariant)
 
 
 def is_chunk(problem: AttentionProblem, block_q: int) -> bool:
