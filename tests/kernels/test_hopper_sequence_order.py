@@ -30,7 +30,7 @@ def sort_sequences(
     order = torch.full((2 + NUMBERS * P,), -7, dtype=torch.int32, device=DEVICE)
     given = [torch.tensor(x, dtype=dtype, device=DEVICE) for x in offsets]
     sort_sequences_kernel[(-(-P // SEQUENCES),)](
-        *given, order, P - 1, *T, BLOCK_Q, group, short_keys, SEQUENCES, OTHERS
+        *given, order, P - 1, *T, BLOCK_Q, group, short_keys, SEQUENCES, OTHERS, False
     )
     assert order[[0, -1]].tolist() == [0, -7]
     before, bounds = order[HEAD : HEAD + P], order[HEAD + P : -1].view(P, 4)

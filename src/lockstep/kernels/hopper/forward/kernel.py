@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from triton.language.extra.cuda import gdc_wait
+
 from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.common.pages import PageTable
@@ -331,6 +333,9 @@ def forward_kernel(
     results = Results(
         pointers, strides.row_stride_b, strides.row_stride_h, strides.row_stride_s, Dv
     )
+    if LAYOUT == "varlen":
+        # The kernel that sorts the sequences lets this one start before it ends.
+        gdc_wait()
     start_warps(
         program, results, q_desc, k_desc, v_desc, o_desc, D_COLUMNS, DV_COLUMNS, OUT_COLUMNS,
         PRODUCERS, CONSUMER_REGISTERS, SERVER_REGISTERS,

@@ -149,6 +149,7 @@ def _launch(
         names=names_of(problem) | {name: x for name, x in NAMES.items() if x in aligned},
         num_warps=4,
         maxnreg=REGISTERS[plan_of(problem).consumers][0],
+        launch_pdl=problem.layout == "varlen",
     )
 
 

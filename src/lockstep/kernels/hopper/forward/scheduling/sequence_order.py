@@ -22,6 +22,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from lockstep.kernels.hopper.forward import groups
 from lockstep.kernels.launch import Buffer, Launch, unspecialized
@@ -46,8 +47,11 @@ def sort_sequences_kernel(
     short_keys,
     SEQUENCES: tl.constexpr,
     OTHERS: tl.constexpr,
+    EARLY: tl.constexpr,  # the next kernel may start before this one ends, and waits itself
 ):
     """Each sequence counts the sequences before it, and their tiles."""
+    if EARLY:
+        gdc_launch_dependents()
     mine = tl.program_id(0) * SEQUENCES + tl.arange(0, SEQUENCES)
     my_start, my_queries, my_first_key, my_keys = _sizes(cu_q_ptr, cu_kv_ptr, mine, B, Tq, Tk)
     place = tl.zeros([SEQUENCES], tl.int32)
@@ -151,6 +155,7 @@ def sort_launch(
             "short_keys": short_keys,
             "SEQUENCES": SEQUENCES,
             "OTHERS": OTHERS,
+            "EARLY": True,
         },
         names={"cu_q": "cu_seqlens_q", "cu_kv": "cu_seqlens_k", "order": "sequence_order"},
     )
