@@ -115,3 +115,21 @@ def test_few_spans_have_few_programs_and_no_second_kernel(B, heads, n, D, progra
     problem = describe(tensors, Options(causal=True))
     assert plan.programs_of(problem, PROCESSORS) == programs
     assert len(launch.decode_launches(problem, tensors, PROCESSORS).launches) == launches
+
+
+@pytest.mark.parametrize(
+    ("B", "heads", "Sq", "n", "expected"),
+    [
+        (2, (32, 8), 16, 9008, True),  # 64 rows: 1,024 small units
+        (2, (32, 8), 1, 9008, False),
+        (1, (32, 8), 2, 16384, False),  # 8 rows: 256 of them
+        (6, (32, 8), 4, 3008, False),  # 16 rows: 768
+        (6, (32, 8), 5, 3008, True),  # 20 rows: 960, of tall tiles
+        (9, (32, 8), 4, 3008, True),  # 16 rows: 1,152
+        (1, (8, 1), 64, 1 << 17, False),  # 512, and rows have 64 parts
+    ],
+)
+def test_parts_are_folded_in_registers_where_units_would_be_many(B, heads, Sq, n, expected):
+    problem = problem_of(B=B, Hq=heads[0], Hkv=heads[1], Sq=Sq, n=n)
+    n_slots = min(plan.programs_of(problem, PROCESSORS), plan.tiles_of(problem) * problem.Hkv)
+    assert (plan.fold_plan(problem, n_slots, PROCESSORS).batches == 0) == expected

@@ -44,8 +44,9 @@ UPPER_ROWS, FEW_ROWS, NARROW_ROWS = 32, 8, 16
 # Parts of a head from which on several warps share a row, if programs to an SM are so few.
 DEEP_PARTS, DEEP_PROGRAMS = 64, 2
 # Units to an SM up to which there is a program for each, and programs to an SM that share more of
-# them; the most slots.
+# them; the most slots. Units of tall tiles up to which they are small, unless parts are many.
 FOLD_UNITS, FOLD_PROGRAMS, MOST_SLOTS = 8, 6, 512
+TALL_UNITS, TALL_PARTS = 3, 32
 # Columns of a unit at most, and numbers of all its rows, where threads have four numbers each; and
 # parts that they load at once.
 FOLD_COLUMNS, FOLD_NUMBERS, FOLD_PARTS = 128, 512, 8
@@ -311,7 +312,9 @@ def fold_plan(problem: AttentionProblem, n_slots: int, n_processors: int) -> Fol
         n_units = _fold_units(problem, n_slots, DEEP_FOLD_PLAN)
         is_deep = most_spans(problem) >= DEEP_PARTS and n_units <= DEEP_PROGRAMS * n_processors
         return DEEP_FOLD_PLAN if is_deep else FOLD_PLAN
-    if _fold_units(problem, n_slots, FOLD_PLAN) <= FOLD_UNITS * n_processors:
+    is_tall = rows_of(problem) > NARROW_ROWS and most_spans(problem) <= TALL_PARTS
+    most = TALL_UNITS if is_tall else FOLD_UNITS
+    if _fold_units(problem, n_slots, FOLD_PLAN) <= most * n_processors:
         return FOLD_PLAN
     columns = min(columns_of(problem.Dv), FOLD_COLUMNS)
     return FoldPlan(FOLD_NUMBERS // columns, columns, warps=4, batch=FOLD_PARTS, batches=0)
