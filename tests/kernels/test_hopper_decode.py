@@ -17,6 +17,7 @@ from lockstep.kernels import hopper
 from lockstep.kernels.hopper import decode
 from lockstep.kernels.hopper.common import requirements, sizes
 from lockstep.kernels.hopper.decode import launch, plan, producer, schedule
+from lockstep.kernels.hopper.decode.runs import Run
 from lockstep.problem import AttentionProblem, Options, Tensors, describe
 
 PROCESSORS = 132
@@ -107,7 +108,7 @@ def runs_of(
         name: getattr(schedule, name).value
         for name in ("MOST_SPAN", "SPAN_COST", "FEW", "MANY", "ROWS", "SHORT", "TALL_ROWS")
     }
-    Sizes, PlainRun = as_plain(schedule.Sizes), as_plain(schedule.Run)
+    Sizes, PlainRun = as_plain(schedule.Sizes), as_plain(Run)
     for program in range(n_programs):
         plain = {"gl": plain_gluon(program, n_programs), **constants}
         plain |= {"divide": lambda a, b: a // b, "divide_up": ceil_div}

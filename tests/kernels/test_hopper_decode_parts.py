@@ -8,7 +8,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from test_hopper_decode import PROCESSORS, ceil_div, packed, problem_of, tensors_of
 
-from lockstep.kernels.hopper.decode import launch, plan
+from lockstep.kernels.hopper.decode import fold_plan, launch, plan
 from lockstep.kernels.hopper.decode.span_rule import least_of, spans_of
 from lockstep.problem import Options, describe
 
@@ -132,4 +132,4 @@ def test_few_spans_have_few_programs_and_no_second_kernel(B, heads, n, D, progra
 def test_parts_are_folded_in_registers_where_units_would_be_many(B, heads, Sq, n, expected):
     problem = problem_of(B=B, Hq=heads[0], Hkv=heads[1], Sq=Sq, n=n)
     n_slots = min(plan.programs_of(problem, PROCESSORS), plan.tiles_of(problem) * problem.Hkv)
-    assert (plan.fold_plan(problem, n_slots, PROCESSORS).batches == 0) == expected
+    assert (fold_plan.fold_plan(problem, n_slots, PROCESSORS).batches == 0) == expected

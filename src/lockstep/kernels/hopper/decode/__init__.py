@@ -6,6 +6,7 @@ Importing this package does not import Triton.
     span_rule.py that rule, on the host and on the device
     tiles.py     tiles of packed queries in the place of sequences
     schedule.py  which program computes which spans
+    runs.py      what the producer tells the consumer of each run
     producer.py  the warp that streams pages
     prefetch.py  pages and queries that it prefetches into L2
     queries.py   query rows in shared memory, and when they are asked for
@@ -19,10 +20,12 @@ Importing this package does not import Triton.
     groups.py    groups of its arguments
     arrivals.py  parts folded into results by the program that hands out the last of a head
     fold.py      the second kernel, which does so where these are many
+    fold_plan.py its sizes
     units.py     which program of it folds what
-    part_batches.py  how parts come to it
+    part_batches.py  how parts come to it, by way of shared memory
+    parts_in_registers.py  or to registers, there and in the first kernel
     spans/       the consumer and the second kernel of query-invariant calls
-    few_rows.py  tiles of up to 8 rows
+    few_rows.py  tiles of up to 32 rows
     launch.py    from a problem to launches
 
 A row's bits depend on its own sequence, the heads and the head dims alone.

@@ -25,7 +25,8 @@ from lockstep.kernels.hopper.decode.narrow_consumer import Exchange
 from lockstep.kernels.hopper.decode.producer import Cache, Tiles, produce
 from lockstep.kernels.hopper.decode.queries import Queries
 from lockstep.kernels.hopper.decode.rows import Rows
-from lockstep.kernels.hopper.decode.schedule import RunQueue, Sizes
+from lockstep.kernels.hopper.decode.runs import RunQueue
+from lockstep.kernels.hopper.decode.schedule import Sizes
 from lockstep.kernels.hopper.decode.spans.consumer import consume_spans
 from lockstep.kernels.hopper.decode.spans.first_keys import FirstKeys
 from lockstep.kernels.launch import unspecialized

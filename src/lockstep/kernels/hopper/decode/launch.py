@@ -14,20 +14,18 @@ from lockstep.kernels.hopper.common.copy_engine import ALIGNMENT, copy, fit, str
 from lockstep.kernels.hopper.common.gluon_shim import TensorDescriptor, gl
 from lockstep.kernels.hopper.common.sizes import ROWS, processors
 from lockstep.kernels.hopper.decode.fold import fold_slots
+from lockstep.kernels.hopper.decode.fold_plan import MOST_SLOTS, fold_plan, fold_programs
 from lockstep.kernels.hopper.decode.kernel import decode_kernel
 from lockstep.kernels.hopper.decode.plan import (
     COLUMNS,
     COUNT_BITS,
     INVARIANT_PART_NUMBERS,
     MARK_BITS,
-    MOST_SLOTS,
     NARROW_ROWS,
     PART_NUMBERS,
     PRODUCER_REGISTERS,
     columns_of,
     few_rows,
-    fold_plan,
-    fold_programs,
     folds_inside,
     is_narrow,
     keeps_whole,

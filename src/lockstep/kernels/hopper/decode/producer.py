@@ -23,11 +23,11 @@ from lockstep.kernels.hopper.common.ring import Ring
 from lockstep.kernels.hopper.decode import plan, tiles
 from lockstep.kernels.hopper.decode.arrivals import mark_arrivals
 from lockstep.kernels.hopper.decode.prefetch import prefetch_pages, prefetch_queries
+from lockstep.kernels.hopper.decode.runs import Run
 from lockstep.kernels.hopper.decode.schedule import (
     FEW,
     FIELDS,
     SPAN_COST,
-    Run,
     count_as,
     place_at,
     spans_before,

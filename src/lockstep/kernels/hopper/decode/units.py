@@ -10,12 +10,12 @@ from __future__ import annotations
 from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.division import divide
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
-from lockstep.kernels.hopper.decode import plan, tiles
+from lockstep.kernels.hopper.decode import fold_plan, tiles
 
 FIELDS, N_Q = gl.constexpr(tiles.FIELDS), gl.constexpr(tiles.N_Q)
 Q_TILE, Q_START = gl.constexpr(tiles.Q_TILE), gl.constexpr(tiles.Q_START)
 SEQUENCE = gl.constexpr(tiles.SEQUENCE)
-SLOTS = gl.constexpr(plan.MOST_SLOTS)
+SLOTS = gl.constexpr(fold_plan.MOST_SLOTS)
 
 
 @gluon.jit

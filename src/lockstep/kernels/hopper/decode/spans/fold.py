@@ -19,7 +19,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
 )
 from lockstep.kernels.hopper.common.softmax import close_rows
 from lockstep.kernels.hopper.common.spans import fold_maxima
-from lockstep.kernels.hopper.decode import plan
+from lockstep.kernels.hopper.decode import fold_plan, plan
 from lockstep.kernels.hopper.decode.groups import FoldPointers, FoldSizes, RowStrides
 from lockstep.kernels.hopper.decode.part_batches import (
     LOADED,
@@ -34,7 +34,7 @@ from lockstep.kernels.launch import unspecialized
 
 NUMBERS, SUMS = gl.constexpr(plan.INVARIANT_PART_NUMBERS), gl.constexpr(plan.PART_SUMS)
 # Parts of a batch from which on those with one maximum have code of their own.
-MANY_PARTS = gl.constexpr(plan.DEEP_FOLD_PLAN.batch)
+MANY_PARTS = gl.constexpr(fold_plan.DEEP_FOLD_PLAN.batch)
 
 
 @gluon.jit
