@@ -16,7 +16,8 @@ from launch_arguments import bind
 from shared_places import shared_with_barriers
 from test_hopper_decode import problem_of, runs_of, tensors_of
 
-from lockstep.kernels.hopper.decode import arrivals, launch, plan
+from lockstep.kernels.hopper.decode import launch, plan
+from lockstep.kernels.hopper.decode.folding import arrivals
 from lockstep.kernels.hopper.decode.kernel import decode_kernel
 from lockstep.problem import Options, describe
 

@@ -13,7 +13,7 @@ from crew import make_plain
 
 from lockstep.kernels import parts
 from lockstep.kernels.hopper.common import division
-from lockstep.kernels.hopper.decode import fold, part_batches, units
+from lockstep.kernels.hopper.decode.folding import fold, part_batches, units
 
 BATCH, LOADED, ROWS, N_SPANS, N_ROWS, UNIT = 32, 16, 4, 90, 6, 0.3
 

@@ -8,7 +8,8 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from test_hopper_decode import PROCESSORS, ceil_div, packed, problem_of, tensors_of
 
-from lockstep.kernels.hopper.decode import fold_plan, launch, plan
+from lockstep.kernels.hopper.decode import launch, plan
+from lockstep.kernels.hopper.decode.folding import fold_plan
 from lockstep.kernels.hopper.decode.span_rule import least_of, spans_of
 from lockstep.problem import Options, describe
 

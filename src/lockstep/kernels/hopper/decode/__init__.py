@@ -18,12 +18,7 @@ Importing this package does not import Triton.
     nonfinite.py values that are not finite, kept from rows that do not see them
     kernel.py    the kernel
     groups.py    groups of its arguments
-    arrivals.py  parts folded into results by the program that hands out the last of a head
-    fold.py      the second kernel, which does so where these are many
-    fold_plan.py its sizes
-    units.py     which program of it folds what
-    part_batches.py  how parts come to it, by way of shared memory
-    parts_in_registers.py  or to registers, there and in the first kernel
+    folding/     parts of spans folded into results, by that kernel or by a second one
     spans/       the consumer and the second kernel of query-invariant calls
     few_rows.py  tiles of up to 32 rows
     launch.py    from a problem to launches

@@ -24,13 +24,13 @@ from lockstep.kernels.hopper.common.pieces import (
     piece_width,
 )
 from lockstep.kernels.hopper.decode import plan
-from lockstep.kernels.hopper.decode.arrivals import fold_if_last
 from lockstep.kernels.hopper.decode.few_rows import (
     all_of_rows,
     as_operand,
     upper_of_rows,
     upper_rows,
 )
+from lockstep.kernels.hopper.decode.folding.arrivals import fold_if_last
 from lockstep.kernels.hopper.decode.head_columns import clear_in_tile
 from lockstep.kernels.hopper.decode.narrow_consumer import NARROW_ROWS, attend_narrow_run
 from lockstep.kernels.hopper.decode.nonfinite import clean_tile

@@ -17,7 +17,7 @@ class Pointers(NamedTuple):
     parts_ptr: Any  # [slots, n_spans, n_rows, Dv] fp32
     part_stats_ptr: Any  # [slots, n_spans, n_rows, 2] fp32
     slots_ptr: Any  # [slots, 3]: `producer.note_slot`
-    arrivals_ptr: Any  # [slots] int64: `arrivals.py`
+    arrivals_ptr: Any  # [slots] int64: `folding/arrivals.py`
     sinks_ptr: Any  # [Hq]
     kv_lens_ptr: Any  # [B], or the table of tiles (`tiles.py`)
     kv_starts_ptr: Any  # [B]
@@ -79,7 +79,7 @@ class Scales(NamedTuple):
     score_scale: Any
     unit: Any
     natural: Any
-    mark: Any  # of counters that are in use: `arrivals.py`
+    mark: Any  # of counters that are in use: `folding/arrivals.py`
 
 
 class FoldPointers(NamedTuple):

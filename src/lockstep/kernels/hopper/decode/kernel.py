@@ -55,8 +55,7 @@ def sizes_of_call(
     return Sizes(
         (pointers.kv_lens_ptr, pointers.kv_starts_ptr),
         (n.B, n.heads, n.Sq, n.Skv, n.left, n.right, n.wanted, n.least, n.least_of_short,
-         n.most_of_tall, n.team, n.waves, n.q_tiles,
-         n.group, n.whole),
+         n.most_of_tall, n.team, n.waves, n.q_tiles, n.group, n.whole),
         HAS_LEFT, HAS_RIGHT, HAS_STARTS, PACKED, BLOCK_KV,
     )  # fmt: skip
 
@@ -113,9 +112,9 @@ def decode_kernel(
     Q_ROWS: gl.constexpr,  # query rows for which there is room
     Q_ORDER: gl.constexpr,  # `queries.py`
     LATE: gl.constexpr,
-    INSIDE: gl.constexpr,  # programs fold what they have cut: `arrivals.py`
+    INSIDE: gl.constexpr,  # programs fold what they have cut: `folding/arrivals.py`
 ):
-    # `fold.py` may start as soon as there is room, to wait for the parts where it needs them.
+    # The second kernel may start as soon as there is room, and waits where it needs the parts.
     if not LATE:
         gdc_launch_dependents()
     prefetch_maps(numbers.B)

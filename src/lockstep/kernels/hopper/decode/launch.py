@@ -13,8 +13,8 @@ from torch import Tensor
 from lockstep.kernels.hopper.common.copy_engine import ALIGNMENT, copy, fit, strides_of
 from lockstep.kernels.hopper.common.gluon_shim import TensorDescriptor, gl
 from lockstep.kernels.hopper.common.sizes import ROWS, processors
-from lockstep.kernels.hopper.decode.fold import fold_slots
-from lockstep.kernels.hopper.decode.fold_plan import MOST_SLOTS, fold_plan, fold_programs
+from lockstep.kernels.hopper.decode.folding.fold import fold_slots
+from lockstep.kernels.hopper.decode.folding.fold_plan import MOST_SLOTS, fold_plan, fold_programs
 from lockstep.kernels.hopper.decode.kernel import decode_kernel
 from lockstep.kernels.hopper.decode.plan import (
     COLUMNS,
@@ -54,7 +54,7 @@ from lockstep.kernels.window import limit_of
 from lockstep.memory_order import strides_like
 from lockstep.problem import AttentionProblem, Tensors
 
-# Of counters that this process uses (`arrivals.py`), with its highest bit set: of one type.
+# Of counters that this process uses (`folding/arrivals.py`), with its highest bit set: of one type.
 MARK = 1 << MARK_BITS | secrets.randbits(MARK_BITS)
 
 
@@ -70,7 +70,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
     n_programs = programs_of(problem, n_processors)
     n_rows, n_spans = tile_rows_of(problem), most_spans(problem)
     n_slots = min(n_programs, tiles_of(problem) * problem.Hkv)
-    assert n_slots <= MOST_SLOTS, f"{n_slots} slots: `units.py` looks at {MOST_SLOTS}"
+    assert n_slots <= MOST_SLOTS, f"{n_slots} slots: `folding/units.py` looks at {MOST_SLOTS}"
     n_numbers = INVARIANT_PART_NUMBERS if problem.query_invariant else PART_NUMBERS
     # A pointer that is not used may be any.
     unused = {"sinks": not problem.has_sinks, "statistics": problem.is_paged}
@@ -103,7 +103,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
     fold_kernel = fold_spans if problem.query_invariant else fold_slots
     fold = Launch(
         fold_kernel,
-        (fold_programs(problem, n_slots, n_processors),),
+        (fold_programs(problem, folds, n_slots, n_processors),),
         {name: shared[name] for name in _taken_by(fold_kernel)},
         names=_renamed(fold_kernel, names | ({} if problem.is_packed else {"tiles": "slots"})),
         num_warps=folds.warps,

@@ -47,7 +47,7 @@ INSIDE_ROWS, INSIDE_PARTS, INSIDE_ROUNDS = 4, 16, 6
 INVARIANT_ROUNDS = 2
 # Spans of a head that are few.
 FEW_SPANS = 4
-# Bits of a counter of spans that count; those above are a mark (`arrivals.py`).
+# Bits of a counter of spans that count; those above are a mark (`folding/arrivals.py`).
 COUNT_BITS, MARK_BITS = 20, 42
 # Numbers of a row of a part beside its products: m and l; with query_invariant, m and error, and
 # from PART_SUMS on the sums of four threads, l and residue.
@@ -181,11 +181,11 @@ def starts_late(problem: AttentionProblem) -> bool:
 
 
 def folds_inside(problem: AttentionProblem, n_programs: int) -> bool:
-    """Whether programs fold what they have cut of few rows (`arrivals.py`), in place of a second
-    kernel: faster where a head has no more than two programs and few parts, and slower at head dim
-    64, unless a window leaves few keys; where there are few spans of several heads; and where no
-    head can be cut. In query-invariant calls, whose second kernel is slower, it is faster with more
-    programs to a head, too, if parts are few. That changes no bit."""
+    """Whether programs fold what they have cut of few rows (`folding/arrivals.py`), in place of a
+    second kernel: faster where a head has no more than two programs and few parts, and slower at
+    head dim 64, unless a window leaves few keys; where there are few spans of several heads; and
+    where no head can be cut. In query-invariant calls, whose second kernel is slower, it is faster
+    with more programs to a head, too, if parts are few. That changes no bit."""
     if rows_of(problem) > FEW_ROWS:
         return False
     rounds, spans = _rounds_inside(problem), most_spans(problem)

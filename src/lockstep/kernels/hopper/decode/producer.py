@@ -21,7 +21,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
 from lockstep.kernels.hopper.common.pieces import piece_start, piece_width
 from lockstep.kernels.hopper.common.ring import Ring
 from lockstep.kernels.hopper.decode import plan, tiles
-from lockstep.kernels.hopper.decode.arrivals import mark_arrivals
+from lockstep.kernels.hopper.decode.folding.arrivals import mark_arrivals
 from lockstep.kernels.hopper.decode.prefetch import prefetch_pages, prefetch_queries
 from lockstep.kernels.hopper.decode.runs import Run
 from lockstep.kernels.hopper.decode.schedule import (
@@ -227,10 +227,10 @@ def find_queries(sizes, b):
 
 @gluon.jit
 def post_run(sizes, queue, slots_ptr, n, line, head_at, run):
-    """Says which run is the n-th, and notes for `fold.py` where a head has its parts, where slots
-    are those of heads. `line`: its length, how many teams share it, and whether heads are not cut;
-    `head_at`: the tile of query rows, where the head begins in the line and its first tile of keys,
-    and where this program's parts of a head that is cut go. Returns the slot of the run."""
+    """Says which run is the n-th, and notes for the second kernel where a head has its parts, where
+    slots are those of heads. `line`: its length, how many teams share it, and whether heads are not
+    cut; `head_at`: the tile of query rows, where the head begins in the line and its first tile of
+    keys, and where this program's parts of a head that is cut go. Returns the slot of the run."""
     total, n_teams, keeps_whole = line
     b, at, tile_begin, member = head_at
     is_whole = run.n_own == run.n_spans
@@ -300,9 +300,9 @@ def send_run(
 def produce(
     sizes, queue, loads, slots_ptr, rows, queries, PREFETCH: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
-    """All runs of this program. Notes for `fold.py` which head has its parts in which slot.
+    """All runs of this program. Notes for `folding/fold.py` which head has its parts in which slot.
     PREFETCH: it changes from one sequence to the next so often that the next is prepared. LATE:
-    `fold.py` may start from here on, when the last loads are under way."""
+    `folding/fold.py` may start from here on, when the last loads are under way."""
     total, stretch_begin, stretch_end, b, begin, even = sizes.stretch()
     keeps_whole = (sizes.whole != 0) | (even > 0)
     place, n_teams = sizes.place()

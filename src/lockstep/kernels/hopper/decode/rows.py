@@ -40,7 +40,7 @@ class Rows:
     parts_ptr: gl.tensor  # [slots, n_spans, n_rows, DV]
     part_stats_ptr: gl.tensor  # [slots, n_spans, n_rows, 2]
     sinks_ptr: gl.tensor
-    arrivals_ptr: gl.tensor  # [slots]: `arrivals.py`
+    arrivals_ptr: gl.tensor  # [slots]: `folding/arrivals.py`
     stride_qb: gl.tensor
     stride_qh: gl.tensor
     stride_qs: gl.tensor

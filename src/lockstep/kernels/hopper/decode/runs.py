@@ -2,7 +2,7 @@
 
 A *run* is what a program has of one head of one sequence. The program folds a run that begins with
 the first span; if it ends before the last, its state is one part of the head. Every other span is a
-part of its own. Parts are handed out, and folded by `fold.py`.
+part of its own. Parts are handed out, and folded by `folding/fold.py`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RunQueue:
     """The producer writes which run is next, the consumer reads it."""
 
     mailbox: Mailbox
-    INSIDE: gl.constexpr  # programs fold what they have cut: `arrivals.py`
+    INSIDE: gl.constexpr  # programs fold what they have cut: `folding/arrivals.py`
 
     @gluon.constexpr_function
     def __init__(self, mailbox, INSIDE):

@@ -108,7 +108,7 @@ def shares_tiles(problem: AttentionProblem) -> bool:
     if queries > MANY_QUERIES:
         return False
     # Their tiles take longer than their blocks do, those of wide heads apart.
-    if is_whole and (width <= MEDIUM or not has_boxes):
+    if is_whole and (width <= NARROW or not has_boxes):
         return False
     one_loop = plan_of(problem).one_loop
     if one_loop and keys - queries / 2 < LEAST_KEYS and (is_causal or not has_boxes):

@@ -16,8 +16,8 @@ from lockstep.kernels.hopper.common.gluon_shim import await_warps, gl, gluon
 from lockstep.kernels.hopper.common.softmax import close_rows
 from lockstep.kernels.hopper.common.spans import fold_span
 from lockstep.kernels.hopper.decode import plan
+from lockstep.kernels.hopper.decode.folding.parts_in_registers import fold_from_memory
 from lockstep.kernels.hopper.decode.head_columns import power_of_two
-from lockstep.kernels.hopper.decode.parts_in_registers import fold_from_memory
 
 COUNT_BITS = gl.constexpr(plan.COUNT_BITS)
 # Rows that are folded together, one by each warp, and parts that are loaded at once.

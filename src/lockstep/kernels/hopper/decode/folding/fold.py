@@ -24,8 +24,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
     reinterpret,
 )
 from lockstep.kernels.hopper.decode import plan
-from lockstep.kernels.hopper.decode.groups import FoldPointers, FoldSizes, RowStrides
-from lockstep.kernels.hopper.decode.part_batches import (
+from lockstep.kernels.hopper.decode.folding.part_batches import (
     LOADED,
     copy_columns,
     load_numbers,
@@ -33,8 +32,9 @@ from lockstep.kernels.hopper.decode.part_batches import (
     parts_layout,
     store_numbers,
 )
-from lockstep.kernels.hopper.decode.parts_in_registers import fold_from_memory
-from lockstep.kernels.hopper.decode.units import find_rows, find_unit, has_rows, rank_slots
+from lockstep.kernels.hopper.decode.folding.parts_in_registers import fold_from_memory
+from lockstep.kernels.hopper.decode.folding.units import find_rows, find_unit, has_rows, rank_slots
+from lockstep.kernels.hopper.decode.groups import FoldPointers, FoldSizes, RowStrides
 from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.parts import add_part, close, fold_sink, fold_weights, store_statistics
 

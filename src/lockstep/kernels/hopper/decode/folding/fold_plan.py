@@ -61,7 +61,9 @@ def _fold_units(problem: AttentionProblem, n_slots: int, sizes: FoldPlan) -> int
     return n_slots * -(-tile_rows_of(problem) // sizes.rows) * blocks
 
 
-def fold_programs(problem: AttentionProblem, n_slots: int, n_processors: int) -> int:
-    """How many programs the second kernel has: `units.py`."""
-    n_units = _fold_units(problem, n_slots, fold_plan(problem, n_slots, n_processors))
+def fold_programs(
+    problem: AttentionProblem, sizes: FoldPlan, n_slots: int, n_processors: int
+) -> int:
+    """How many programs the second kernel has with these sizes: `units.py`."""
+    n_units = _fold_units(problem, n_slots, sizes)
     return n_units if n_units <= FOLD_UNITS * n_processors else FOLD_PROGRAMS * n_processors

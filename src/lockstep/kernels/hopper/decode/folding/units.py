@@ -10,7 +10,8 @@ from __future__ import annotations
 from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.division import divide
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
-from lockstep.kernels.hopper.decode import fold_plan, tiles
+from lockstep.kernels.hopper.decode import tiles
+from lockstep.kernels.hopper.decode.folding import fold_plan
 
 FIELDS, N_Q = gl.constexpr(tiles.FIELDS), gl.constexpr(tiles.N_Q)
 Q_TILE, Q_START = gl.constexpr(tiles.Q_TILE), gl.constexpr(tiles.Q_START)

@@ -36,7 +36,6 @@ from lockstep.kernels.hopper.common.spans import (
 )
 from lockstep.kernels.hopper.common.thread_numbers import of_threads
 from lockstep.kernels.hopper.decode import plan
-from lockstep.kernels.hopper.decode.arrivals import fold_if_last
 from lockstep.kernels.hopper.decode.consumer import bounds_of_run, is_seen, scores_of
 from lockstep.kernels.hopper.decode.few_rows import (
     as_operand,
@@ -47,6 +46,7 @@ from lockstep.kernels.hopper.decode.few_rows import (
     upper_rows,
     with_lower_rows,
 )
+from lockstep.kernels.hopper.decode.folding.arrivals import fold_if_last
 from lockstep.kernels.hopper.decode.nonfinite import add_nonfinite, clean_values, has_nonfinite
 from lockstep.kernels.hopper.decode.rows import hides_some
 

@@ -1,6 +1,6 @@
-"""Parts that query-invariant decode handed out, folded into results: `fold.py` with the operations
-of the Hopper forward (`common/spans.py`). What parts weigh is worked out for many at
-once, and parts are loaded while those before are folded, as in `fold.py`.
+"""Parts that query-invariant decode handed out, folded into results: `folding/fold.py` with the
+operations of the Hopper forward (`common/spans.py`). What parts weigh is worked out for many at
+once, and parts are loaded while those before are folded, as in `folding/fold.py`.
 
 In bf16, parts of a row have one maximum unless a weight was so large that a span took one of its
 own. Then all factors are 1, and where parts are many, they are added without them: the bits are the
@@ -19,9 +19,9 @@ from lockstep.kernels.hopper.common.gluon_shim import (
 )
 from lockstep.kernels.hopper.common.softmax import close_rows
 from lockstep.kernels.hopper.common.spans import fold_maxima
-from lockstep.kernels.hopper.decode import fold_plan, plan
-from lockstep.kernels.hopper.decode.groups import FoldPointers, FoldSizes, RowStrides
-from lockstep.kernels.hopper.decode.part_batches import (
+from lockstep.kernels.hopper.decode import plan
+from lockstep.kernels.hopper.decode.folding import fold_plan
+from lockstep.kernels.hopper.decode.folding.part_batches import (
     LOADED,
     copy_columns,
     load_numbers,
@@ -29,7 +29,8 @@ from lockstep.kernels.hopper.decode.part_batches import (
     parts_layout,
     store_numbers,
 )
-from lockstep.kernels.hopper.decode.units import find_rows, find_unit, has_rows, rank_slots
+from lockstep.kernels.hopper.decode.folding.units import find_rows, find_unit, has_rows, rank_slots
+from lockstep.kernels.hopper.decode.groups import FoldPointers, FoldSizes, RowStrides
 from lockstep.kernels.launch import unspecialized
 
 NUMBERS, SUMS = gl.constexpr(plan.INVARIANT_PART_NUMBERS), gl.constexpr(plan.PART_SUMS)
