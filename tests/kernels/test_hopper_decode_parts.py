@@ -60,6 +60,26 @@ def test_no_packed_sequence_has_more_parts_than_there_is_room_for(Hkv, D):
                 assert ceil_div(length, span) <= most
 
 
+@pytest.mark.parametrize("D", [64, 96, 128, 160, 256])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 17, 30])
+def test_a_packed_sequence_has_the_spans_it_has_alone(D, tokens):
+    """Spans decide where sums end, and so a row's bits."""
+    alone = problem_of(B=1, Hq=10, Hkv=2, n=3000, D=D, Sq=tokens)
+    queries = tensors_of(B=2, Hq=10, Hkv=2, Sq=40, n=3000, D=D)
+    together = describe(packed(queries), Options(causal=True))
+    rows = min(5 * tokens, plan.ROWS)
+    sizes = plan.keys_per_row(together), plan.LEAST_SPAN, plan.MOST_SPAN
+    least, wanted = least_of.fn(rows, *sizes), plan.spans_wanted(alone)
+    assert least == plan.least_span(alone)
+    assert plan.most_of_tall(together) == plan.most_of_tall(alone)
+    for length in range(1, 3000, 37):
+        spans = [
+            span_of(length, wanted, least, 64, plan.least_of_short(problem))
+            for problem in (together, alone)
+        ]
+        assert spans[0] == spans[1]
+
+
 @pytest.mark.parametrize(("left", "right"), [(0, 0), (72, 0), (511, 0), (1023, 0), (4000, None)])
 def test_no_row_of_a_window_has_more_parts_than_there_is_room_for(left, right):
     for Hkv, n, Sq in ((1, 70000, 1), (20, 13000, 8), (8, 600, 3), (2, 5000, 127)):

@@ -302,9 +302,9 @@ def least_span(problem: AttentionProblem) -> int:
 
 
 def least_of_short(problem: AttentionProblem) -> int:
-    """The least keys of a span of short sequences."""
-    least = least_span(problem)
-    return min(least, LEAST_SPAN) if _widest(problem) <= 128 else least
+    """The least keys of a span of short sequences, if they would be more otherwise: the same for
+    packed queries, of which some sequences have few."""
+    return LEAST_SPAN if _widest(problem) <= 128 else MOST_SPAN
 
 
 def most_of_tall(problem: AttentionProblem) -> int:
@@ -339,7 +339,9 @@ def _parts(problem: AttentionProblem) -> int:
     # One more where a window begins in the middle of a span.
     more = problem.query_invariant or problem.window[0] is not None
     # Up to MOST_SPAN keys, no sequence is short: one span is enough.
-    least = least_of_short(problem) if keys > MOST_SPAN else least_span(problem)
+    least = least_span(problem)
+    if keys > MOST_SPAN:
+        least = min(least, least_of_short(problem))
     return min(wanted, -(-keys // least)) + more
 
 
