@@ -17,6 +17,7 @@ KERNELS: tuple[Kernel, ...] = (
     decode.KERNEL,
     hopper.KERNEL,
     triton.KERNEL,
+    cpu.AMX,
     cpu.KERNEL,
     oracle.KERNEL,
 )

@@ -34,7 +34,7 @@ def test_blocks_give_the_bits_of_one_call(case):
         S_q, own = len(at), slice(None)
     else:
         S_q, own = S, slice(at.start, at.stop)
-    arguments = (*Options(**options), None)
+    arguments = (*Options(**options), "cpu")
     tensors = Tensors(q, k, v, None, sinks)
     out, lse, statistics = torch.ops.lockstep.attention(*tensors[:6], None, None, *arguments)
     problem = describe(tensors, Options(**options))

@@ -22,7 +22,7 @@ spans of 256 keys at fixed positions, and spans are folded in ascending order.
 from __future__ import annotations
 
 import platform
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 
 import torch
@@ -79,7 +79,7 @@ def _supports_merge(part: Tensor) -> bool:
     return part.device.type == "cpu" and part.dtype != torch.float64 and _has_numba()
 
 
-def _carry() -> Carry:
+def _carry(*, tiles: bool = False) -> Carry:
     from lockstep.kernels.cpu import carry, carry_backward
     from lockstep.kernels.cpu.arithmetic import wide
 
@@ -87,7 +87,7 @@ def _carry() -> Carry:
         span=wide.SPAN,
         multiple=wide.ROWS,
         by_token=False,
-        forward=carry.CarriedForward,
+        forward=partial(carry.CarriedForward, tiles=tiles),
         rows=carry_backward.rows_of,
         queries=carry_backward.CarriedQueries,
         keys=carry_backward.CarriedKeys,
@@ -120,6 +120,35 @@ def supports(problem: AttentionProblem) -> str | None:
     return None
 
 
+def _prepare_with_tiles(problem: AttentionProblem, tensors: Tensors) -> Prepared:
+    from lockstep.kernels.cpu.forward import prepare
+
+    return prepare(problem, tensors, tiles=True)
+
+
+def _supports_with_tiles(problem: AttentionProblem) -> str | None:
+    reason = supports(problem)
+    if reason is not None:
+        return reason
+    if problem.dtype != torch.bfloat16:
+        return f"takes bfloat16, got {str(problem.dtype).removeprefix('torch.')}"
+    from lockstep.kernels.cpu.compiler import matrix
+
+    return matrix.refusal()
+
+
+# Gradients are those of KERNEL, from statistics that mean the same.
+AMX = Kernel(
+    name="amx",
+    supports=_supports_with_tiles,
+    prepare=_prepare_with_tiles,
+    prepare_backward=_prepare_backward,
+    deterministic=True,
+    batch_invariant=True,
+    constant_time=False,
+    query_invariant=True,
+    carry=partial(_carry, tiles=True),
+)
 KERNEL = Kernel(
     name="cpu",
     supports=supports,

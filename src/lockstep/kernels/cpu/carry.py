@@ -37,10 +37,10 @@ from lockstep.kernels.cpu.arithmetic.wide import (
     zeros_for,
 )
 from lockstep.kernels.cpu.call.arguments import argument, enter, take_ticket
-from lockstep.kernels.cpu.call.record import call_at
+from lockstep.kernels.cpu.call.record import variants, with_tiles
 from lockstep.kernels.cpu.call.tensors import address, describe
 from lockstep.kernels.cpu.call.threads import parallel
-from lockstep.kernels.cpu.compiler.compile import compiled, kernel
+from lockstep.kernels.cpu.compiler.compile import compiled
 from lockstep.kernels.cpu.compiler.vectors import MR, f32
 from lockstep.kernels.cpu.forward import write_rows
 from lockstep.kernels.cpu.units import UNIT, UNIT_BYTES, unit_at
@@ -78,35 +78,41 @@ def _fold_spans(call, block, unit, state, group, n_tiles, spans_before):
             _fold_group(state, group, n_tiles, Dv)
 
 
-@kernel
-def _run_carried(arguments):
-    """Every unit from its state to its next one, or to its rows.
+def _run_carried(call_at):
+    def run_carried(arguments):
+        """Every unit from its state to its next one, or to its rows.
 
-    Arguments: call, units, how many, states, bytes of a state, spans before, whether to close.
-    """
-    call = call_at(argument(arguments, 0))
-    units, n_units = argument(arguments, 1), argument(arguments, 2)
-    states, state_bytes = argument(arguments, 3), argument(arguments, 4)
-    spans_before, closing = argument(arguments, 5), argument(arguments, 6)
-    block = carve_block(enter(arguments), call.D, call.Dv)
-    fill(block.zero_row, zeros_for(call.D, call.Dv), f32(0.0))
-    Dv = padded(call.Dv, MR)
-    while True:
-        ticket = take_ticket(arguments)
-        if ticket >= n_units:
-            return
-        unit = unit_at(units + ticket * UNIT_BYTES)
-        state = carve_running(states + ticket * state_bytes, call.Dv)
-        group = carve_running(state.end, call.Dv)
-        n_tiles = load_queries(call, block, unit.b, unit.h, unit.first_row, unit.n_rows)
-        _fold_spans(call, block, unit, state, group, n_tiles, spans_before)
-        if closing != 0:
-            _fold_group(state, group, n_tiles, Dv)
-            if call.sinks != 0:
-                fold_sinks(call, block, state, n_tiles, Dv)
-            for t in range(n_tiles):
-                close_rows(state.acc + t * Dv * ROW, Dv, state.l + t * ROW)
-            write_rows(call, unit, block.q_rows, state.acc, state.m, state.l)
+        Arguments: call, units, how many, states, bytes of a state, spans before, whether to close.
+        """
+        call = call_at(argument(arguments, 0))
+        units, n_units = argument(arguments, 1), argument(arguments, 2)
+        states, state_bytes = argument(arguments, 3), argument(arguments, 4)
+        spans_before, closing = argument(arguments, 5), argument(arguments, 6)
+        block = carve_block(enter(arguments), call.D, call.Dv)
+        fill(block.zero_row, zeros_for(call.D, call.Dv), f32(0.0))
+        Dv = padded(call.Dv, MR)
+        while True:
+            ticket = take_ticket(arguments)
+            if ticket >= n_units:
+                return
+            unit = unit_at(units + ticket * UNIT_BYTES)
+            state = carve_running(states + ticket * state_bytes, call.Dv)
+            group = carve_running(state.end, call.Dv)
+            n_tiles = load_queries(call, block, unit.b, unit.h, unit.first_row, unit.n_rows)
+            _fold_spans(call, block, unit, state, group, n_tiles, spans_before)
+            if closing != 0:
+                _fold_group(state, group, n_tiles, Dv)
+                if call.sinks != 0:
+                    fold_sinks(call, block, state, n_tiles, Dv)
+                for t in range(n_tiles):
+                    close_rows(state.acc + t * Dv * ROW, Dv, state.l + t * ROW)
+                write_rows(call, unit, block.q_rows, state.acc, state.m, state.l)
+
+    return run_carried
+
+
+_run_carried.__name__ = "run_carried"
+RUNNER, RUNNER_WITH_TILES = variants(_run_carried)[0], with_tiles(_run_carried)
 
 
 class CarriedForward:
@@ -114,12 +120,20 @@ class CarriedForward:
 
     `fold` takes keys and values [B, Hkv, n, ..] from position ``first`` on, blocks in ascending
     order; `close` then returns out, lse and statistics. The mask of ``problem`` is that of a whole
-    sequence, which has as many queries as keys; its lengths do not count.
+    sequence, which has as many queries as keys; its lengths do not count. With ``tiles``, products
+    are those of matrix units.
     """
 
     def __init__(
-        self, problem: AttentionProblem, q: Tensor, sinks: Tensor | None, start: int
+        self,
+        problem: AttentionProblem,
+        q: Tensor,
+        sinks: Tensor | None,
+        start: int,
+        *,
+        tiles: bool = False,
     ) -> None:
+        self._runner = RUNNER_WITH_TILES if tiles else RUNNER
         self._problem, self._q, self._sinks, self._start = problem, q, sinks, start
         self._sizes = {"Sq": q.shape[2]}
         n_rows = problem.Hq // problem.Hkv * q.shape[2]
@@ -161,4 +175,4 @@ class CarriedForward:
         )
         scratch = carve_block(0, problem.D, problem.Dv).end
         work = problem.B * problem.Hq * Sq * n * (problem.D + problem.Dv)
-        parallel(_run_carried, arguments, scratch, work)
+        parallel(self._runner, arguments, scratch, work)

@@ -12,9 +12,9 @@ threads go through the same steps, so the choice between them is free: it never 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,6 +57,7 @@ from lockstep.kernels.cpu.call.record import (
     row_address,
     split_row,
     variants,
+    with_tiles,
 )
 from lockstep.kernels.cpu.call.tensors import Described, address, describe
 from lockstep.kernels.cpu.call.threads import parallel
@@ -237,15 +238,15 @@ def _run_narrow(call, unit, item, scratch, parts, statistics):
         attend_narrow(call, block, unit, span, parts, statistics)
 
 
-def _items_runner(wide: bool, narrow: bool) -> tuple[Kernel, Kernel]:
-    """Kernels that run the items of wide units, of narrow ones, or of both. Few calls need both,
-    and each of the three takes seconds to compile."""
+def _items_runner(wide: bool, narrow: bool) -> Callable[[Any], Callable[[int], None]]:
+    """What runs the items of wide units, of narrow ones, or of both. Few calls need both, and each
+    of the three takes seconds to compile."""
 
     def run_items(call_at):
         return _run_items(call_at, wide, narrow)
 
     run_items.__name__ = f"run_items_{wide:d}{narrow:d}"
-    return variants(run_items)
+    return run_items
 
 
 def _run_items(call_at, wide: bool, narrow: bool):
@@ -279,7 +280,9 @@ def _run_items(call_at, wide: bool, narrow: bool):
     return run_items
 
 
-RUNNERS = {kinds: _items_runner(*kinds) for kinds in ((True, False), (False, True), (True, True))}
+KINDS = (True, False), (False, True), (True, True)
+RUNNERS = {kinds: variants(_items_runner(*kinds)) for kinds in KINDS}
+RUNNERS_WITH_TILES = {kinds: with_tiles(_items_runner(*kinds)) for kinds in KINDS}
 
 
 def _kinds(n_rows: Iterable[int], step: int) -> tuple[bool, bool]:
@@ -320,13 +323,16 @@ class Plan(NamedTuple):
     run_items: Kernel
 
 
-def _make_plan(problem: AttentionProblem, described: Described, threads: int) -> Plan | None:
+def _make_plan(
+    problem: AttentionProblem, described: Described, threads: int, tiles: bool
+) -> Plan | None:
     """None if there is nothing to do."""
     n_rows = [problem.Hq // problem.Hkv * length for length in described.q_len]
     step, n_units, split = choose_cut(n_rows, described.kv_len, problem.Hkv, problem.Dv)
     if n_units == 0:
         return None
-    run_items = RUNNERS[_kinds(n_rows, step)][problem.constant_time]
+    kinds = _kinds(n_rows, step)
+    run_items = RUNNERS_WITH_TILES[kinds] if tiles else RUNNERS[kinds][problem.constant_time]
     if not run_items.is_ready:
         have_ready(_kernels(problem, run_items))
     most_items = n_units * max_pieces.py_func(threads, n_units)
@@ -340,8 +346,9 @@ def _make_plan(problem: AttentionProblem, described: Described, threads: int) ->
     return Plan(table, n_units, n_items, n_parts, row_spans, run_items)
 
 
-def prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
-    """Runs this call and all others like it: out, lse and statistics.
+def prepare(problem: AttentionProblem, tensors: Tensors, *, tiles: bool = False) -> Prepared:
+    """Runs this call and all others like it: out, lse and statistics. With `tiles`, products are
+    those of matrix units.
 
     Those that have no tensors but q, k and v share a description and a plan. In constant time none
     do: audits compare whole calls.
@@ -366,7 +373,7 @@ def prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
         else:
             described = describe(problem, tensors, out, lse, statistics)
         threads = forks.threads()
-        planned = plans.get(threads) or _make_plan(problem, described, threads)
+        planned = plans.get(threads) or _make_plan(problem, described, threads, tiles)
         if planned is None:
             return out, lse, statistics
         if is_plain and len(planned.table) <= LONGEST_PLAN:

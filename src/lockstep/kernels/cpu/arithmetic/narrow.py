@@ -11,6 +11,16 @@ from typing import NamedTuple
 
 from lockstep.kernels.cpu.arithmetic.memory import widen_rows
 from lockstep.kernels.cpu.arithmetic.merge import fill
+from lockstep.kernels.cpu.arithmetic.narrow_pairs import (
+    accumulate_clean_pairs,
+    accumulate_pairs_1,
+    accumulate_pairs_4,
+    add_special_to_row,
+    round_row,
+    score_pairs_1,
+    score_pairs_4,
+    score_pairs_8,
+)
 from lockstep.kernels.cpu.arithmetic.narrow_rows import (
     AHEAD,
     AHEAD_BYTES,
@@ -30,12 +40,22 @@ from lockstep.kernels.cpu.arithmetic.narrow_rows import (
     score_8,
     sum_row,
 )
+from lockstep.kernels.cpu.arithmetic.pairs import copy_rows
 from lockstep.kernels.cpu.arithmetic.tiles import add_scaled, scale_vectors
-from lockstep.kernels.cpu.arithmetic.wide import CHAIN, MINUS_INF, SPAN, biased, padded, zeros_for
+from lockstep.kernels.cpu.arithmetic.wide import (
+    CHAIN,
+    MINUS_INF,
+    SPAN,
+    biased,
+    padded,
+    steps,
+    zeros_for,
+)
 from lockstep.kernels.cpu.call.record import (
     bias_address,
     diagonal_of,
     fill_kv_rows,
+    has_tiles,
     is_constant_time,
     key_range,
     of_sequence,
@@ -46,6 +66,7 @@ from lockstep.kernels.cpu.call.record import (
 )
 from lockstep.kernels.cpu.compiler import scalar
 from lockstep.kernels.cpu.compiler.compile import compiled
+from lockstep.kernels.cpu.compiler.matrix import DEPTH, TILE_BYTES
 from lockstep.kernels.cpu.compiler.vectors import F32, WIDTH, f32
 
 # Up to this many rows are narrow.
@@ -59,8 +80,8 @@ class Narrow(NamedTuple):
     k_rows: int  # [SPAN + AHEAD] addresses
     v_rows: int  # [SPAN + AHEAD] addresses
     q: int  # [NARROW, D]
-    k: int  # [SPAN, D]
-    v: int  # [SPAN, Dv]
+    k: int  # [SPAN, D]; for the sums of matrix units as they are stored
+    v: int  # [SPAN, Dv]; likewise
     s: int  # [NARROW, SPAN]
     spare: int  # [NARROW, SPAN]
     out: int  # [NARROW, Dv]
@@ -77,7 +98,7 @@ def carve_narrow(base, D, Dv):
     k_rows = base + 4 * zeros_for(D, Dv)
     v_rows = k_rows + 8 * (SPAN + AHEAD)
     q = v_rows + 8 * (SPAN + AHEAD)
-    k = q + NARROW * k_pitch
+    k = q + NARROW * 4 * padded(D, DEPTH)
     v = k + SPAN * k_pitch
     s = v + SPAN * v_pitch
     spare = s + NARROW * S_PITCH
@@ -146,9 +167,11 @@ def _rows_ahead(pitch):
 
 
 @compiled
-def _sum_values(table, n, block, n_rows, pitch, masked):
+def _sum_values(call, table, n, block, n_rows, pitch, masked):
     """block.out [n_rows, Dv] = p [n_rows, n] · v [n, Dv] and block.l [n_rows] = Σ p, without what
-    is hidden where ``masked`` is not 0."""
+    is hidden where ``masked`` is not 0. False if it has to be done again, without that."""
+    if has_tiles(call):
+        return _sum_pairs(table, n, block, call.Dv, n_rows, pitch, masked)
     ahead, row = table + 8 * _rows_ahead(pitch), 0
     while row < n_rows:
         weights, out = block.s + row * S_PITCH, block.out + row * pitch
@@ -163,16 +186,52 @@ def _sum_values(table, n, block, n_rows, pitch, masked):
             row += 4
     for i in range(n_rows):
         scalar.store(sum_row(block.s + i * S_PITCH, n), block.l + 4 * i)
+    return masked != 0 or is_constant_time(call) or is_finite(block.out, n_rows * pitch // 4)
+
+
+@compiled
+def _sum_pairs(table, n, block, D, n_rows, pitch, masked):
+    """The same with the sums of matrix units."""
+    for i in range(n_rows):
+        scalar.store(sum_row(block.s + i * S_PITCH, n), block.l + 4 * i)
+        round_row(block.s + i * S_PITCH, n)
+    ahead, row, plain = table + 8 * _rows_ahead(pitch // 2), 0, True
+    while row < n_rows:
+        weights, out = block.s + row * S_PITCH, block.out + row * pitch
+        if masked:
+            accumulate_clean_pairs(table, ahead, n, weights, out, pitch)
+            add_special_to_row(table, n, D, weights, out)
+            row += 1
+        elif n_rows == 1:
+            plain = accumulate_pairs_1(table, ahead, n, weights, out, pitch)
+            row += 1
+        else:
+            plain = accumulate_pairs_4(table, ahead, n, weights, out, pitch)
+            row += 4
+    return masked != 0 or plain
+
+
+@compiled
+def _keys_of_span(call, n):
+    """How many keys a row of scores has of n: whole groups, or whole steps of matrix units."""
+    return padded(n, DEPTH if has_tiles(call) else KEYS)
 
 
 @compiled
 def _rows_of_span(call, tensor, block, b, h, first, n, D, rows, copy):
     """Fill ``rows`` with addresses: the span's rows as fp32 vectors, in place or widened into
-    ``copy``, with zeros up to whole groups of keys, or with some of the next span's."""
-    whole, left = padded(n, KEYS), of_sequence(call.kv_len, b) - first
+    ``copy``, with zeros up to whole groups of keys, or with some of the next span's. For the sums
+    of matrix units they stay as they are, and are copied where D is not a multiple of DEPTH."""
+    whole, left = _keys_of_span(call, n), of_sequence(call.kv_len, b) - first
     near = min(SPAN + AHEAD, left)
     fill_kv_rows(call, tensor, b, h, first, near, max(near, whole), block.zero_row, rows)
-    if call.kind != F32 or D % WIDTH != 0:
+    if has_tiles(call):
+        if D % DEPTH != 0:
+            pitch = TILE_BYTES * steps(D)
+            copy_rows(rows, whole, D, copy, steps(D))
+            for i in range(whole):
+                scalar.store_word(copy + i * pitch, rows + 8 * i)
+    elif call.kind != F32 or D % WIDTH != 0:
         pitch = 4 * padded(D, WIDTH)
         ahead = rows + 8 * _rows_ahead(pitch)
         widen_rows(call.kind, rows, ahead, whole, D, copy, pitch)
@@ -187,6 +246,12 @@ def _scored_together(n_rows):
 
 
 @compiled
+def _dims_of_queries(call):
+    """Head dims of a query, zeros included."""
+    return padded(call.D, DEPTH if has_tiles(call) else WIDTH)
+
+
+@compiled
 def load_narrow(call, block, unit):
     """Widen the unit's queries; once per item."""
     fill(block.zero_row, zeros_for(call.D, call.Dv), f32(0.0))
@@ -195,7 +260,8 @@ def load_narrow(call, block, unit):
         first = of_sequence(call.q_first, unit.b)
         row = row_address(call.q, first, unit.b, unit.h * call.G + g, q_idx)
         scalar.store_word(row, block.k_rows + 8 * i)
-    D, n = padded(call.D, WIDTH), unit.n_rows
+    D, n = _dims_of_queries(call), unit.n_rows
+    fill(block.q, n * D, f32(0.0))
     widen_rows(call.kind, block.k_rows, block.k_rows, n, call.D, block.q, 4 * D)
     scale_vectors(block.q, n * D, f32(call.q_factor))
     fill(block.q + 4 * n * D, (_scored_together(n) - n) * D, f32(0.0))
@@ -207,10 +273,22 @@ def _score_span(call, block, unit, first, n):
 
     In a constant-time build, 1 if some key may be hidden from a row.
     """
-    D, whole, together = padded(call.D, WIDTH), padded(n, KEYS), _scored_together(unit.n_rows)
+    D, whole, together = (
+        _dims_of_queries(call),
+        _keys_of_span(call, n),
+        _scored_together(unit.n_rows),
+    )
     c, s, table = f32(call.score_factor), block.s, block.k_rows
-    ahead = table + 8 * _rows_ahead(4 * D)
-    for d in range(0, D, CHAIN):
+    ahead = table + 8 * _rows_ahead(2 * D if has_tiles(call) else 4 * D)
+    if has_tiles(call):
+        n = whole
+        if together == 1:
+            score_pairs_1(table, ahead, whole, block.q, 4 * D, steps(call.D), s, c)
+        elif together == 4:
+            score_pairs_4(table, ahead, whole, block.q, 4 * D, steps(call.D), s, c)
+        else:
+            score_pairs_8(table, ahead, whole, block.q, 4 * D, steps(call.D), s, c)
+    for d in range(0, 0 if has_tiles(call) else D, CHAIN):
         last = d + CHAIN >= D
         to, by = (s, c if last else f32(1.0)) if d == 0 else (block.spare, f32(1.0))
         q, dims = block.q + 4 * d, min(CHAIN, D - d)
@@ -254,14 +332,15 @@ def attend_narrow(call, block, unit, span, parts, statistics):
     b, h, n_rows = unit.b, unit.h, unit.n_rows
     first = span * SPAN
     n = min(SPAN, of_sequence(call.kv_len, b) - first)
-    pitch = 4 * padded(call.Dv, WIDTH)
+    pitch, keys = 4 * padded(call.Dv, WIDTH), n
+    if has_tiles(call):
+        keys = padded(n, DEPTH)
     _rows_of_span(call, call.k, block, b, h, first, n, call.D, block.k_rows, block.k)
     masked = _score_span(call, block, unit, first, n)
     _rows_of_span(call, call.v, block, b, h, first, n, call.Dv, block.v_rows, block.v)
     while True:
-        _softmax_rows(block, n_rows, padded(n, WIDTH), masked)
-        _sum_values(block.v_rows, n, block, n_rows, pitch, masked)
-        if masked or is_constant_time(call) or is_finite(block.out, n_rows * pitch // 4):
+        _softmax_rows(block, n_rows, padded(keys, WIDTH), masked)
+        if _sum_values(call, block.v_rows, keys, block, n_rows, pitch, masked):
             break
         # Again, without what a row does not see: its weights are 0, which does not hide a NaN.
         _score_span(call, block, unit, first, n)

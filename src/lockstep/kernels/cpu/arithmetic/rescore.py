@@ -24,6 +24,7 @@ from lockstep.kernels.cpu.arithmetic.wide import (
     SPAN,
     load_queries,
     multiply_tile,
+    note_bounds,
     padded,
     tile_scores,
 )
@@ -114,6 +115,7 @@ def load_rows(call, grad, block, work, b, h, row0, n_rows):
         scalar.store_int(0, block.hi + 4 * i)
         scalar.store_word(0, block.ranges + 16 * i)
         scalar.store_word(0, block.ranges + 16 * i + 8)
+    note_bounds(block, n_tiles - 1)
     pitch = 4 * padded(call.D, WIDTH)
     q_finite = copy_rows(call.kind, block.q_rows, n_tiles * LANES, call.D, work.q, pitch)
     for i in range(n_tiles * LANES):

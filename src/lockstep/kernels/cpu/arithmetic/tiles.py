@@ -229,7 +229,7 @@ def softcap_rows(e: Emit, s, n, cap, slopes):
                 e.store(slope, e.offset(slopes, i, ROW), VECTOR * j)
 
 
-def _finite_or_zero(e: Emit, m):
+def finite_or_zero(e: Emit, m):
     """A row that has seen no key has m = −inf; its weights are e^(−inf − 0) = 0."""
     return e.select(e.ir.fcmp_ordered("==", m, e.constant(MINUS_INF)), e.constant(0.0), m)
 
@@ -248,7 +248,7 @@ def exp_and_mark_rows(e: Emit, s, n, m, l):
 
 
 def _exp_rows(e: Emit, s, n, m, l, mark: bool) -> None:
-    largest = [_finite_or_zero(e, e.load(m, VECTOR * j)) for j in range(NV)]
+    largest = [finite_or_zero(e, e.load(m, VECTOR * j)) for j in range(NV)]
     total = [e.variable(e.constant(0.0)) for _ in range(NV)]
     with bunches(e, n) as (_, first, count):
         part = [e.variable(e.constant(0.0)) for _ in range(NV)]
@@ -276,7 +276,7 @@ def fold_span(e: Emit, acc, D, m, l, part, part_m, part_l):
     for j in range(NV):
         old, new = e.load(m, VECTOR * j), e.load(part_m, VECTOR * j)
         largest = e.maximum(new, old)
-        base = _finite_or_zero(e, largest)
+        base = finite_or_zero(e, largest)
         old_weight.append(e.exp(e.ir.fsub(old, base)))
         new_weight.append(e.exp(e.ir.fsub(new, base)))
         # A masked store otherwise, of what is larger.

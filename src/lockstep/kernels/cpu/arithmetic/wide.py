@@ -18,6 +18,17 @@ from lockstep.kernels.cpu.arithmetic.memory import (
     prefetch_some,
 )
 from lockstep.kernels.cpu.arithmetic.merge import fill
+from lockstep.kernels.cpu.arithmetic.pairs import (
+    add_special,
+    clean,
+    copy_rows,
+    exp_and_mark_pairs,
+    exp_pairs,
+    load_pairs,
+    scale_and_max_rows,
+    scale_rows,
+    turn_rows,
+)
 from lockstep.kernels.cpu.arithmetic.tiles import (
     BUNCH,
     PIECE,
@@ -39,6 +50,7 @@ from lockstep.kernels.cpu.call.record import (
     bias_address,
     diagonal_of,
     fill_kv_rows,
+    has_tiles,
     is_constant_time,
     key_range,
     next_row,
@@ -50,6 +62,7 @@ from lockstep.kernels.cpu.call.record import (
 )
 from lockstep.kernels.cpu.compiler import scalar
 from lockstep.kernels.cpu.compiler.compile import compiled
+from lockstep.kernels.cpu.compiler.matrix import DEPTH, TILE, multiply
 from lockstep.kernels.cpu.compiler.vectors import LANES, MR, f32
 from lockstep.kernels.window import NO_LIMIT
 
@@ -62,6 +75,8 @@ TILES = ROWS // LANES
 # From one panel of columns to the next, in rows: a cache line more than a span, or all panels of a
 # row would be stored to lines that share their place in a cache.
 PANEL = SPAN + 64 // (4 * MR)
+# From one head dim to the next of values that are turned, in bytes, with a cache line more too.
+TURNED = 2 * SPAN + 64
 # Head dims that one chain of a score takes before it is added to the others: bits depend on it.
 CHAIN = 128
 MINUS_INF = f32(-np.inf)
@@ -80,12 +95,13 @@ class Block(NamedTuple):
     diagonal: int  # [ROWS] int32 and
     slope: int  # [ROWS] fp32, with ALiBi only
     ranges: int  # [ROWS, 2] int64: keys [lo, hi) of a row
+    bounds: int  # [TILES, 4] int64: see note_bounds
     next_rows: int  # [2 · ROWS] addresses of rows that are needed next, and
     ahead: int  # [8] how far they are on their way
-    q_t: int  # [TILES, D, LANES]
-    k_panels: int  # [SPAN / MR, D, MR]
-    v_panels: int  # [Dv / MR, PANEL, MR]
-    s: int  # [SPAN, LANES] scores, then weights
+    q_t: int  # [TILES, D, LANES]; for matrix units pairs [TILES, D / 2, LANES]
+    k_panels: int  # [SPAN / MR, D, MR]; rows [SPAN, D]
+    v_panels: int  # [Dv / MR, PANEL, MR]; turned values [Dv, SPAN]
+    s: int  # [SPAN, LANES] scores, then weights; pairs [SPAN / 2, LANES]
     part: int  # [Dv, LANES] acc of one span
     part_m: int  # [LANES] its m and l
     part_l: int  # [LANES]
@@ -115,14 +131,16 @@ def carve_block(base, D, Dv):
     diagonal = hi + 4 * ROWS
     slope = diagonal + 4 * ROWS
     ranges = slope + 4 * ROWS
-    next_rows = ranges + 16 * ROWS
+    bounds = ranges + 16 * ROWS
+    next_rows = bounds + 32 * padded(TILES, 2)
     ahead = next_rows + 16 * ROWS
     q_t = ahead + 64
-    k_panels = q_t + 4 * ROWS * D
-    v_panels = k_panels + 4 * SPAN * D
-    s = v_panels + 4 * PANEL * padded(Dv, MR)
+    # Where numbers of 16 bits are padded to more than twice as many, they need more room.
+    k_panels = q_t + ROWS * max(4 * D, 2 * padded(D, DEPTH))
+    v_panels = k_panels + SPAN * max(4 * D, 2 * padded(D, DEPTH))
+    s = v_panels + max(4 * PANEL * padded(Dv, MR), TURNED * padded(Dv, TILE))
     part = s + SPAN * ROW
-    part_m = part + padded(Dv, MR) * ROW
+    part_m = part + padded(Dv, TILE) * ROW
     part_l = part_m + padded(ROW, 64)
     end = part_l + padded(ROW, 64)
     return Block(
@@ -136,6 +154,7 @@ def carve_block(base, D, Dv):
         diagonal,
         slope,
         ranges,
+        bounds,
         next_rows,
         ahead,
         q_t,
@@ -172,10 +191,47 @@ def load_queries(call, block, b, h, row0, n_rows):
         scalar.store_word(lo, block.ranges + 16 * i)
         scalar.store_word(hi, block.ranges + 16 * i + 8)
     for t in range(n_tiles):
+        note_bounds(block, t)
         table = block.q_rows + 8 * t * LANES
-        gather_columns(call.kind, table, LANES, call.D, block.q_t + t * call.D * ROW, ROW)
-    scale_vectors(block.q_t, n_tiles * LANES * call.D, f32(call.q_factor))
+        if has_tiles(call):
+            load_pairs(table, call.D, queries_of(call, block, t), steps(call.D), f32(call.q_factor))
+        else:
+            gather_columns(call.kind, table, LANES, call.D, queries_of(call, block, t), ROW)
+    if not has_tiles(call):
+        scale_vectors(block.q_t, n_tiles * LANES * call.D, f32(call.q_factor))
     return n_tiles
+
+
+@compiled
+def note_bounds(block, t):
+    """Write down of tile t: the first and last key that a row visits, those of rows without any
+    aside; and the last of the first keys, and the first of the last ones."""
+    lo_min, hi_max, lo_max, hi_min = NO_LIMIT, 0, 0, NO_LIMIT
+    for i in range(t * LANES, (t + 1) * LANES):
+        lo = scalar.load_word(block.ranges + 16 * i)
+        hi = scalar.load_word(block.ranges + 16 * i + 8)
+        lo_max = max(lo_max, lo)
+        hi_min = min(hi_min, hi)
+        if lo < hi:
+            lo_min = min(lo_min, lo)
+            hi_max = max(hi_max, hi)
+    to = block.bounds + 32 * t
+    scalar.store_word(lo_min, to)
+    scalar.store_word(hi_max, to + 8)
+    scalar.store_word(lo_max, to + 16)
+    scalar.store_word(hi_min, to + 24)
+
+
+@compiled
+def queries_of(call, block, t):
+    """Where the queries of a tile lie."""
+    return block.q_t + t * ROW * (TILE * steps(call.D) if has_tiles(call) else call.D)
+
+
+@compiled
+def steps(n):
+    """How many numbers matrix units multiply at once, so many times."""
+    return padded(n, DEPTH) // DEPTH
 
 
 @compiled
@@ -197,12 +253,26 @@ def rows_range(call, b, first, n_rows):
 @compiled
 def load_span(call, block, b, h, first, n):
     """Lay keys first … first + n out as panels, zeros up to a whole panel. True if v is finite."""
-    whole = padded(n, MR)
+    whole, rows = padded(n, key_step(call)), block.kv_rows
     plan_ahead(call.kind, block.ahead, 0, 0, 0, 1)
-    fill_kv_rows(call, call.k, b, h, first, n, whole, block.zero_row, block.kv_rows)
-    gather_panels(call.kind, block.kv_rows, whole, call.D, block.k_panels)
-    fill_kv_rows(call, call.v, b, h, first, n, whole, block.zero_row, block.kv_rows)
-    return copy_panels(call.kind, block.kv_rows, whole, call.Dv, block.v_panels, PANEL)
+    fill_kv_rows(call, call.k, b, h, first, n, whole, block.zero_row, rows)
+    if has_tiles(call):
+        copy_rows(rows, whole, call.D, block.k_panels, steps(call.D))
+    else:
+        gather_panels(call.kind, rows, whole, call.D, block.k_panels)
+    fill_kv_rows(call, call.v, b, h, first, n, whole, block.zero_row, rows)
+    if has_tiles(call):
+        finite = turn_rows(rows, whole, call.Dv, block.v_panels, TURNED)
+        if not finite:
+            clean(block.v_panels, padded(call.Dv, TILE) * (TURNED // 2))
+        return finite
+    return copy_panels(call.kind, rows, whole, call.Dv, block.v_panels, PANEL)
+
+
+@compiled
+def key_step(call):
+    """Keys come in so many, zeros included."""
+    return DEPTH if has_tiles(call) else MR
 
 
 @compiled
@@ -211,8 +281,10 @@ def plan_next_span(call, block, b, h, first, n, n_tiles):
     table, n = block.next_rows, max(n, 0)
     fill_kv_rows(call, call.k, b, h, first, n, n, block.zero_row, table)
     fill_kv_rows(call, call.v, b, h, first, n, n, block.zero_row, table + 8 * n)
-    steps = n_tiles * (SPAN // PIECE) * (padded(call.Dv, MR) // MR)
-    plan_ahead(call.kind, block.ahead, table, 2 * n, max(call.D, call.Dv), steps)
+    times = n_tiles
+    if not has_tiles(call):
+        times *= (SPAN // PIECE) * (padded(call.Dv, MR) // MR)
+    plan_ahead(call.kind, block.ahead, table, 2 * n, max(call.D, call.Dv), times)
 
 
 @compiled
@@ -256,22 +328,35 @@ def tile_scores(call, block, b, t, first, begin, end, bounds, scores, slopes):
     has_bias, has_slopes = call.bias.address != 0, call.alibi_slopes != 0
     is_plain = not capped and not has_bias and not has_slopes
     factor = f32(call.score_factor)
-    q_t = block.q_t + t * call.D * ROW
+    q_t = queries_of(call, block, t)
     lo = block.lo + 4 * t * LANES
     hi = block.hi + 4 * t * LANES
     next_kv = begin
     while next_kv < end:
         kv = next_kv
         k_panel = block.k_panels + 4 * kv * call.D
-        s = scores + kv * ROW
+        s, stop = scores + kv * ROW, end
+        if has_tiles(call):
+            # While they are near, products of a piece become scores.
+            stop = min(kv // PIECE * PIECE + PIECE, end)
+            if kv == begin or kv % PIECE == 0:
+                pitch = 2 * padded(call.D, DEPTH)
+                rows = block.k_panels + kv * pitch
+                multiply(rows, pitch, q_t, s, (stop - kv) // TILE, steps(call.D))
         whole = first + kv >= lo_max and first + kv + MR <= hi_min
-        if whole and is_plain and call.D <= CHAIN:
-            n = (min(end, hi_min - first) - kv) // MR
-            score_tiles_max(k_panel, q_t, s, call.D, factor, block.part_m, n)
+        if whole and is_plain and (has_tiles(call) or call.D <= CHAIN):
+            n = (min(stop, hi_min - first) - kv) // MR
+            if has_tiles(call):
+                scale_and_max_rows(s, n * MR, factor, block.part_m)
+            else:
+                score_tiles_max(k_panel, q_t, s, call.D, factor, block.part_m, n)
             next_kv += n * MR
             continue
         next_kv += MR
-        multiply_tile(k_panel, q_t, s, call.D, factor, block.part)
+        if has_tiles(call):
+            scale_rows(s, MR, factor)
+        else:
+            multiply_tile(k_panel, q_t, s, call.D, factor, block.part)
         if capped:
             slope = slopes + kv * ROW if slopes != 0 else 0
             softcap_rows(s, MR, f32(call.softcap), slope)
@@ -287,20 +372,16 @@ def tile_scores(call, block, b, t, first, begin, end, bounds, scores, slopes):
 
 @compiled
 def tile_bounds(call, block, t, first, n):
-    """The keys that tile t visits in the span (offsets, from a multiple of BUNCH on, whole panels),
-    and (lo_max, hi_min): all rows see the keys between these two."""
-    lo_min, hi_max = first + n, first
-    lo_max, hi_min = 0, first + n
-    for i in range(t * LANES, (t + 1) * LANES):
-        lo = scalar.load_word(block.ranges + 16 * i)
-        hi = scalar.load_word(block.ranges + 16 * i + 8)
-        lo_max = max(lo_max, lo)
-        hi_min = min(hi_min, hi)
-        if lo < hi:
-            lo_min = min(lo_min, lo)
-            hi_max = max(hi_max, hi)
-    begin = max(lo_min - first, 0) // BUNCH * BUNCH
-    end = padded(min(hi_max - first, n), MR)
+    """The keys that tile t visits in the span (offsets, from a multiple of BUNCH on, whole panels,
+    or whole steps of matrix units), and (lo_max, hi_min): all rows see those between these two."""
+    at = block.bounds + 32 * t
+    lo_min = min(scalar.load_word(at), first + n)
+    hi_max = max(scalar.load_word(at + 8), first)
+    lo_max = scalar.load_word(at + 16)
+    hi_min = min(scalar.load_word(at + 24), first + n)
+    down = DEPTH if has_tiles(call) else BUNCH
+    begin = max(lo_min - first, 0) // down * down
+    end = padded(min(hi_max - first, n), key_step(call))
     if call.secret_lengths:
         return begin, end, (NO_LIMIT, 0)
     return begin, end, (lo_max, hi_min)
@@ -338,6 +419,24 @@ def piece_of(at, begin, end):
 
 
 @compiled
+def _weigh_pairs(call, block, begin, end, finite):
+    """Scores begin … end to weights, and the values times them to block.part, by matrix units."""
+    for at in range(begin // PIECE * PIECE, end, PIECE):
+        kv, n = piece_of(at, begin, end)
+        s, to = block.s + kv * ROW, block.s + kv // 2 * ROW
+        if finite:
+            exp_pairs(s, n, block.part_m, block.part_l, to)
+        else:
+            exp_and_mark_pairs(s, n, block.part_m, block.part_l, to)
+    prefetch_some(block.ahead)
+    pairs = block.s + begin // 2 * ROW
+    blocks, n = padded(call.Dv, TILE) // TILE, (end - begin) // DEPTH
+    multiply(block.v_panels + 2 * begin, TURNED, pairs, block.part, blocks, n)
+    if not finite:
+        add_special(block.kv_rows + 8 * begin, end - begin, call.Dv, pairs, block.part)
+
+
+@compiled
 def attend_span(call, block, b, t, first, n, finite):
     """Tile t against the loaded span: its part, part_m and part_l. False if it sees nothing.
 
@@ -351,6 +450,9 @@ def attend_span(call, block, b, t, first, n, finite):
     fill(block.part_m, LANES, MINUS_INF)
     fill(block.part_l, LANES, f32(0.0))
     tile_scores(call, block, b, t, first, begin, end, bounds, block.s, 0)
+    if has_tiles(call):
+        _weigh_pairs(call, block, begin, end, finite)
+        return True
     s, Dv = block.s, padded(call.Dv, MR)
     for at in range(begin // PIECE * PIECE, end, PIECE):
         kv, n_keys = piece_of(at, begin, end)

@@ -22,6 +22,7 @@ from numba.extending import intrinsic
 
 from lockstep.kernels.cpu.call.arguments import record_at
 from lockstep.kernels.cpu.compiler.compile import Kernel, compiled
+from lockstep.kernels.cpu.compiler.matrix import EMULATED
 from lockstep.kernels.cpu.compiler.scalar import (
     larger,
     load,
@@ -75,6 +76,7 @@ call_at = record_at(CALL)
 # The same but for the name of the last word, which is not used: numba makes other versions of all
 # functions for another type.
 _CONSTANT_TIME = np.dtype([*_FIELDS, ("constant_time", np.int64)])
+_WITH_TILES = np.dtype([*_FIELDS, ("tiles", np.int64)])
 
 
 def variants(make: Callable[[Any], Callable[[int], None]]) -> tuple[Kernel, Kernel]:
@@ -86,15 +88,30 @@ def variants(make: Callable[[Any], Callable[[int], None]]) -> tuple[Kernel, Kern
     )
 
 
-@intrinsic
-def is_constant_time(context, call):  # type: ignore[no-untyped-def]
-    """Whether the build at hand is the constant-time one: a constant in its code."""
-    flag = ir.Constant(ir.IntType(1), int("constant_time" in call.fields))
+def with_tiles(make: Callable[[Any], Callable[[int], None]]) -> Kernel:
+    """The kernel of such a function that multiplies bfloat16 with matrix units."""
+    name = f"{make.__name__}_{'emulated' if EMULATED else 'tiles'}"
+    return Kernel(make(record_at(_WITH_TILES)), name, tiles=not EMULATED)
 
-    def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        return flag
 
-    return types.boolean(call), codegen
+def _flag_of_build(name: str) -> Any:
+    """A function that says whether the build at hand is that of records with such a last word: a
+    constant in its code."""
+
+    @intrinsic
+    def is_build(context, call):  # type: ignore[no-untyped-def]
+        flag = ir.Constant(ir.IntType(1), int(name in call.fields))
+
+        def codegen(context, builder, signature, values):  # type: ignore[no-untyped-def]
+            return flag
+
+        return types.boolean(call), codegen
+
+    return is_build
+
+
+is_constant_time = _flag_of_build("constant_time")
+has_tiles = _flag_of_build("tiles")
 
 
 @compiled

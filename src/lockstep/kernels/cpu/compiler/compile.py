@@ -77,10 +77,16 @@ class Kernel:
     """A native function ``void(int64 arguments)`` that any thread may run, without Python."""
 
     def __init__(
-        self, function: Callable[[int], None], name: str | None = None, *, flush: bool = False
+        self,
+        function: Callable[[int], None],
+        name: str | None = None,
+        *,
+        flush: bool = False,
+        tiles: bool = False,
     ) -> None:
-        """With ``flush``, the function treats subnormal numbers as zero."""
-        self._function, self._flush = function, flush
+        """With ``flush``, the function treats subnormal numbers as zero; with ``tiles``, it has the
+        tile registers of AMX."""
+        self._function, self._flush, self._tiles = function, flush, tiles
         self._address: int | None = None
         self.name = f"{function.__module__.rpartition('.')[2]}.{name or function.__name__}"
         self.__doc__ = function.__doc__
@@ -118,7 +124,7 @@ class Kernel:
         optimised yet."""
         lowered, context = lowered or self.lowered(), llvm.create_context()
         module = lowered.module(context)
-        entry = entry_of(self.name, lowered.name, triple, self._flush)
+        entry = entry_of(self.name, lowered.name, triple, self._flush, self._tiles)
         module.link_in(llvm.parse_assembly(entry, context))
         return module
 

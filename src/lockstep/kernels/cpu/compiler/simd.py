@@ -128,9 +128,8 @@ class Emit:
     def prefetch(self, address: ir.Value, level: int = 1, to_write: bool = False) -> None:
         """Start bringing a cache line near, into this level of caches; harmless at any address."""
         signature = ir.FunctionType(ir.VoidType(), [LLVM_PTR, LLVM_I32, LLVM_I32, LLVM_I32])
-        callee = cgutils.get_or_insert_function(self.ir.module, signature, "llvm.prefetch.p0")
         write, keep, data = (ir.Constant(LLVM_I32, n) for n in (int(to_write), 4 - level, 1))
-        self.ir.call(callee, [self.pointer(address), write, keep, data])
+        self.intrinsic("prefetch.p0", signature, [self.pointer(address), write, keep, data])
 
     def splat(self, value: ir.Value, width: int = WIDTH) -> ir.Value:
         if width == 1:
@@ -158,9 +157,14 @@ class Emit:
     def _call(self, name: str, *args: ir.Value) -> ir.Value:
         type = args[0].type
         suffix = f"v{width_of(args[0])}f32" if width_of(args[0]) > 1 else "f32"
-        function = ir.FunctionType(type, [type] * len(args))
-        callee = cgutils.get_or_insert_function(self.ir.module, function, f"llvm.{name}.{suffix}")
-        return self.ir.call(callee, args)
+        return self.intrinsic(f"{name}.{suffix}", ir.FunctionType(type, [type] * len(args)), args)
+
+    def intrinsic(
+        self, name: str, signature: ir.FunctionType, arguments: Sequence[ir.Value]
+    ) -> ir.Value:
+        """Call one of LLVM's own functions."""
+        callee = cgutils.get_or_insert_function(self.ir.module, signature, f"llvm.{name}")
+        return self.ir.call(callee, arguments)
 
     def fma(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
         return self._call("fma", x, y, z)
