@@ -351,7 +351,10 @@ def test_results_lie_in_memory_as_the_queries_do():
         ({"page": 8}, "takes pages of multiples of 16 keys, got 8"),
         ({"page": 256, "Hkv": 8}, None),
         ({"Sq": 127}, None),
-        ({"Sq": 128}, "takes fewer than 128 queries, got 128"),
+        ({"Sq": 384}, None),
+        ({"Sq": 385}, "takes up to 384 queries of so many heads, got 385"),
+        ({"Sq": 127, "Hq": 32}, None),
+        ({"Sq": 128, "Hq": 32}, "takes up to 127 queries of so many heads, got 128"),
         ({}, None),
     ],
 )

@@ -17,20 +17,19 @@ from lockstep.kernels.hopper.common.requirements import (
     HEAD_DIM_STEP,
     LONG,
     MAX_HEAD_DIM,
+    MAX_ROWS,
     MAX_SOFTCAP,
-    MIN_QUERIES_IN_PAGES,
     PAGE_ROWS,
+    has_tiles_in_pages,
+    least_queries_in_pages,
     refusal_of_device,
 )
-from lockstep.kernels.hopper.common.sizes import columns
 from lockstep.kernels.kernel import BackwardTensors, Kernel, Needs, Prepared, PreparedBackward
 from lockstep.problem import AttentionProblem, Tensors
 
 # Above these, gradients take two passes: of both head dims, and of D where Dv is no larger.
 MAX_ONE_PASS_HEAD_DIM = 128
 MAX_ONE_PASS_KEY_DIM = 192
-# Rows are coordinates of tensor maps, which reach to 2^31, half of it for the length.
-MAX_ROWS = 1 << 29
 # Fewer query rows than this leave the SMs idle: the Triton path splits the keys instead. With
 # grouped heads it also packs a group into one tile, and is faster for longer.
 MIN_QUERIES = 16
@@ -108,13 +107,14 @@ def _refusal_of_pages(problem: AttentionProblem) -> str | None:
         return "takes no constant_time in pages"
     if problem.page_size % PAGE_ROWS:
         return f"takes pages of multiples of {PAGE_ROWS} keys, got {problem.page_size}"
-    if columns(problem.D) != problem.D:
+    if not has_tiles_in_pages(problem):
         return f"takes pages with D in multiples of 16 up to 192, or 256, got {problem.D}"
     if 0 in (problem.B, problem.Sq, problem.Skv, problem.n_pages):
         return "takes at least one sequence, one query and one page"
     # With query_invariant, hopper_decode comes first where it is faster.
-    if problem.Sq < MIN_QUERIES_IN_PAGES and not problem.query_invariant:
-        return f"takes {MIN_QUERIES_IN_PAGES} queries or more on pages, got {problem.Sq}"
+    least = least_queries_in_pages(problem)
+    if problem.Sq < least and not problem.query_invariant:
+        return f"takes {least} queries or more of so many heads on pages, got {problem.Sq}"
     return None
 
 

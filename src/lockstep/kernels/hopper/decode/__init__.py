@@ -34,8 +34,8 @@ from lockstep.kernels.hopper.common.requirements import (
     LONG,
     MAX_HEAD_DIM,
     MAX_SOFTCAP,
-    MIN_QUERIES_IN_PAGES,
     PAGE_ROWS,
+    least_queries_in_pages,
     refusal_of_device,
 )
 from lockstep.kernels.kernel import Kernel, Prepared
@@ -91,8 +91,9 @@ def supports(problem: AttentionProblem) -> str | None:
     # Each tile of 64 rows reads all keys; those of the forward are taller. Packed queries are not
     # counted: what runs a sequence must not depend on its neighbours.
     is_counted = not (problem.is_packed or problem.query_invariant)
-    if is_counted and problem.Sq >= MIN_QUERIES_IN_PAGES:
-        return f"takes fewer than {MIN_QUERIES_IN_PAGES} queries, got {problem.Sq}"
+    most = least_queries_in_pages(problem) - 1
+    if is_counted and problem.Sq > most:
+        return f"takes up to {most} queries of so many heads, got {problem.Sq}"
     if problem.softcap is not None and problem.softcap > MAX_SOFTCAP:
         return f"takes a softcap up to {MAX_SOFTCAP}, got {problem.softcap}"
     return None

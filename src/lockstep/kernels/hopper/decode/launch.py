@@ -47,7 +47,12 @@ from lockstep.kernels.hopper.decode.plan import (
     tiles_of,
 )
 from lockstep.kernels.hopper.decode.spans.fold import fold_spans
-from lockstep.kernels.hopper.decode.tiles import FIELDS, list_tiles
+from lockstep.kernels.hopper.decode.tiles import FIELDS, list_and_sort, list_tiles
+from lockstep.kernels.hopper.forward.ragged_pages import (
+    LongSequences,
+    has_long_sequences,
+    long_sequences,
+)
 from lockstep.kernels.kernel import Prepared, Result
 from lockstep.kernels.launch import Buffer, Launch, Launches
 from lockstep.kernels.window import limit_of
@@ -97,6 +102,9 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
         maxnreg=plan_of(problem).registers,
         launch_pdl=True,
     )
+    long = None
+    if has_long_sequences(problem):
+        long = long_sequences(problem, tensors.q, fitted, n_processors)
     folds = fold_plan(problem, n_slots, n_processors)
     shared |= {"ROWS": folds.rows, "COLUMNS": folds.columns}
     shared |= {"BATCH": folds.batch, "BATCHES": folds.batches}
@@ -109,15 +117,14 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
         num_warps=folds.warps,
         launch_pdl=True,
     )
+    statistics = Buffer.like(tensors.q, problem.statistics_shape, torch.float32)
     return Launches(
         tensors.q.device,
         Tensors._fields,
         {
             "out": Buffer.like(tensors.q, problem.out_shape, problem.dtype),
             "lse": Buffer.like(tensors.q, problem.lse_shape, torch.float32),
-            "statistics": None
-            if problem.is_paged
-            else Buffer.like(tensors.q, problem.statistics_shape, torch.float32),
+            **({} if problem.is_paged else {"statistics": statistics}),
         },
         {
             "parts": Buffer((n_slots, n_spans, n_rows, columns_of(problem.Dv)), torch.float32),
@@ -125,8 +132,14 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
             "slots": Buffer((n_slots, 3), torch.int32),
             "arrivals": Buffer((n_slots,), torch.int64),
             "tiles": _tiles(problem),
+            **({} if long is None else long.memory),
         },
-        [*_listing(problem, names, n_slots), decode, *([] if is_folded else [fold])],
+        [
+            *_listing(problem, names, n_slots, long),
+            decode,
+            *([] if is_folded else [fold]),
+            *([] if long is None else [long.launch]),
+        ],
         kept={} if lengths is None else {"lengths": lengths},
         fit=partial(_fit, copied) if copied else None,
         finish=_finish,
@@ -138,15 +151,21 @@ def _tiles(problem: AttentionProblem) -> Buffer | None:
     return Buffer((tiles_of(problem), FIELDS), torch.int32) if problem.is_packed else None
 
 
-def _listing(problem: AttentionProblem, names: dict[str, str], n_slots: int) -> list[Launch]:
-    """The launch that writes that table."""
+def _listing(
+    problem: AttentionProblem, names: dict[str, str], n_slots: int, long: LongSequences | None
+) -> list[Launch]:
+    """The launch that writes that table, and puts long sequences in order."""
     if not problem.is_packed:
         return []
+    kernel, n_tiles = list_tiles if long is None else list_and_sort, tiles_of(problem)
     sizes = {name: getattr(problem, name) for name in ("B", "Sq", "Skv", "Hkv")}
     sizes |= {"n_slots": n_slots, "GROUP": problem.Hq // problem.Hkv, "ROWS": ROWS}
     sizes["KEYS_PER_ROW"] = keys_per_row(problem)
-    names = _renamed(list_tiles, names)
-    return [Launch(list_tiles, (tiles_of(problem),), sizes, names=names, num_warps=1)]
+    names = _renamed(kernel, names)
+    if long is None:
+        return [Launch(kernel, (n_tiles,), sizes, names=names, num_warps=1)]
+    programs = long.sorting["n_sorters"] + n_tiles
+    return [Launch(kernel, (programs,), sizes | long.sorting, names=names)]
 
 
 def _renamed(kernel: Any, names: dict[str, str]) -> dict[str, str]:

@@ -95,7 +95,7 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
     else:
         tiles, group = Tiling.of(problem, n_processors), rows_of_group(problem)
         placed, aligned, align = align_launches(problem, fitted)
-        launches = [_launch(problem, tensors.q, placed, tiles, n_processors, aligned)]
+        launches = [forward_launch(problem, tensors.q, placed, tiles, n_processors, aligned)]
     if problem.layout == "varlen":
         sorts = tiles.order != UNSORTED.value
         order = order_buffer(problem, tiles.n_tickets, sorts)
@@ -131,13 +131,13 @@ def _with_copies(names: list[str], tensors: Tensors) -> Tensors:
     return tensors._replace(**{name: copy(getattr(tensors, name)) for name in names})
 
 
-def _launch(
+def forward_launch(
     problem: AttentionProblem,
     q: Tensor,
     fitted: Tensors,
     tiles: Tiling,
     n_processors: int,
-    aligned: Collection[str],
+    aligned: Collection[str] = (),
 ) -> Launch:
     """The launch of `forward_kernel`; results lie as q does, of which `fitted` may have a copy.
     Keys and values may be `aligned`."""
@@ -149,12 +149,12 @@ def _launch(
         names=names_of(problem) | {name: x for name, x in NAMES.items() if x in aligned},
         num_warps=4,
         maxnreg=REGISTERS[plan_of(problem).consumers][0],
-        launch_pdl=problem.layout == "varlen",
+        launch_pdl=problem.is_packed,
     )
 
 
 def _few_keys_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> Launch:
-    """The launch of `few_keys_kernel`, as `_launch` does it."""
+    """The launch of `few_keys_kernel`, as `forward_launch` does it."""
     plan, n_q_tiles, tiles = plan_of(problem), -(-problem.Sq // ROWS), kept_tiles(problem)
     scores, scale, softcap = scales(problem)
     numbers = _of_heads(problem, q) | {
@@ -192,7 +192,7 @@ def _few_keys_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> L
 def _one_block_launch(
     problem: AttentionProblem, q: Tensor, fitted: Tensors, n_processors: int
 ) -> Launch:
-    """The launch of `one_block_kernel`, as `_launch` does it."""
+    """The launch of `one_block_kernel`, as `forward_launch` does it."""
     packed, keys = problem.layout == "varlen", one_block_keys(problem)
     room, registers = one_block_room(problem)
     n_q_tiles = -(-problem.Sq // ROWS)
@@ -277,7 +277,7 @@ def _maps(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> dict[str, An
 
 def _of_consumer(problem: AttentionProblem, x: Tensor, width: int) -> Any:
     """The tensor map of q or out [B, H, S, ·] in tiles of one consumer, or in boxes of them."""
-    heads, packed = heads_of_box(problem), problem.layout == "varlen"
+    heads, packed = heads_of_box(problem), problem.is_packed
     if heads:
         return tiles_of(x, BOX, min(width, CHUNK), packed, heads).describe
     return tiles_of(x, ROWS, width, packed).describe

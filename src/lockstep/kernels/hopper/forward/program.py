@@ -171,7 +171,9 @@ def send_block(program, k_desc, v_desc, tile, block, i, first_column):
     schedule = program.schedule
     if program.pages.ROWS:
         key = block * schedule.BLOCK_KV
-        places = program.pages.places_of(tile.batch, key, tile.len_kv, schedule.BLOCK_KV)
+        # Packed sequences have no batch, and where their keys would begin stands their number.
+        sequence = tile.kv_start if schedule.LAYOUT == "varlen" else tile.batch
+        places = program.pages.places_of(sequence, key, tile.len_kv, schedule.BLOCK_KV)
         if k_desc is not None:
             send_pages(program.k, i, k_desc, places, tile.kv_head, 0)
         if v_desc is not None:

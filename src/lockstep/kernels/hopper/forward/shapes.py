@@ -33,7 +33,7 @@ class Shape(NamedTuple):
 
 
 def layout_of(problem: AttentionProblem) -> str:
-    if problem.layout == "varlen":
+    if problem.is_packed:
         return "varlen"
     # Pages have lengths, too.
     return "kv_lens" if problem.has_kv_lens else "dense"
@@ -46,14 +46,15 @@ def names_of(problem: AttentionProblem) -> dict[str, str]:
     unused = {"sinks": not problem.has_sinks, "kv_lens": layout != "kv_lens"}
     unused |= dict.fromkeys(("cu_q", "cu_kv", "sequence_order"), layout != "varlen")
     unused["page_table"] = not problem.is_paged
-    names = {"o": "out", "cu_q": "cu_seqlens_q", "cu_kv": "cu_seqlens_k"}
+    # Where keys are in pages, the sequence order has their lengths.
+    keys = "cu_seqlens_q" if problem.is_paged else "cu_seqlens_k"
+    names = {"o": "out", "cu_q": "cu_seqlens_q", "cu_kv": keys}
     return names | {name: "lse" for name, is_unused in unused.items() if is_unused}
 
 
 def row_strides(problem: AttentionProblem, q: Tensor) -> dict[str, int]:
     """The strides of lse, which lies as q does."""
-    is_packed = problem.layout == "varlen"
-    strides = (0, 1, problem.Hq) if is_packed else strides_like(q, problem.lse_shape)
+    strides = (0, 1, problem.Hq) if problem.is_packed else strides_like(q, problem.lse_shape)
     return dict(zip(("row_stride_b", "row_stride_h", "row_stride_s"), strides, strict=True))
 
 

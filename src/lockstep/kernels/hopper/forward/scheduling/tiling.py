@@ -58,9 +58,10 @@ class Tiling(NamedTuple):
         block_q = plan_of(problem).block_q
         left, right = problem.window
         heads, group = tile_heads(problem), rows_of_group(problem)
-        if problem.layout == "varlen":
+        if problem.is_packed:
             n_q_tiles = most_tiles(problem.Sq, problem.B, group, block_q)
-            is_sorted = heads * n_q_tiles > n_processors
+            # Lengths of keys in pages are in the sequence order alone.
+            is_sorted = heads * n_q_tiles > n_processors or problem.is_paged
             return Tiling(n_q_tiles, heads, (LONGEST_FIRST if is_sorted else UNSORTED).value)
         heads, n_q_tiles = problem.B * heads, n_tiles(problem.Sq, group, block_q)
         low = has_low_tile(rows_of(problem.Sq, group), block_q)

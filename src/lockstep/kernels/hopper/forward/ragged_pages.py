@@ -1,0 +1,70 @@
+"""Long sequences of ragged queries in pages: the forward in calls of the decode kernel.
+
+A serving engine calls attention once for prompts, chunks of prompts and single tokens together. Of
+each sequence its own queries decide which kernel runs it (`least_queries_in_pages`): so its bits do
+not depend on its neighbours. Neither kernel touches the rows of the other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.hopper.common.requirements import (
+    MAX_ROWS,
+    has_tiles_in_pages,
+    least_queries_in_pages,
+)
+from lockstep.kernels.hopper.forward.idle_windows import without_idle_window
+from lockstep.kernels.hopper.forward.launch import forward_launch
+from lockstep.kernels.hopper.forward.plan import plan_of
+from lockstep.kernels.hopper.forward.scheduling.sequence_order import (
+    OTHERS,
+    SEQUENCES,
+    n_sorters,
+    order_buffer,
+)
+from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling
+from lockstep.kernels.launch import Buffer, Launch
+from lockstep.problem import AttentionProblem, Tensors
+
+
+class LongSequences(NamedTuple):
+    """What runs the long sequences of a call."""
+
+    launch: Launch
+    memory: dict[str, Buffer]
+    """What it needs: `sequence_order` has to be there before it, from `sort_sequences`."""
+    sorting: dict[str, int]
+    """Numbers and constants of that."""
+
+
+def has_long_sequences(problem: AttentionProblem) -> bool:
+    """Whether a call may have sequences that are the forward's."""
+    if problem.layout != "varlen_paged" or problem.query_invariant:
+        return False
+    fits = problem.B * problem.Hq * max(problem.Sq, problem.Skv) <= MAX_ROWS
+    is_long = problem.Sq >= least_queries_in_pages(problem)
+    return is_long and fits and has_tiles_in_pages(problem)
+
+
+def long_sequences(
+    problem: AttentionProblem, q: Tensor, fitted: Tensors, n_processors: int
+) -> LongSequences:
+    """Results lie as q does, of which `fitted` may have a copy."""
+    problem = without_idle_window(problem)
+    tiles = Tiling.of(problem, n_processors)
+    memory = {
+        "sequence_order": order_buffer(problem, tiles.n_tickets, sorts=True),
+        "statistics": Buffer.like(q, problem.statistics_shape, torch.float32),
+    }
+    sorting = {
+        "n_sorters": n_sorters(problem),
+        "least_queries": least_queries_in_pages(problem),
+        "block_q": plan_of(problem).block_q,
+        "SEQUENCES": SEQUENCES,
+        "OTHERS": OTHERS,
+    }
+    return LongSequences(forward_launch(problem, q, fitted, tiles, n_processors), memory, sorting)
