@@ -10,9 +10,9 @@ from typing import Literal
 from lockstep.bench.lengths import long_tailed_lengths
 from lockstep.models import MODELS, Layer
 
-Kind = Literal["forward", "backward", "decode"]
-KINDS: tuple[Kind, ...] = ("forward", "backward", "decode")
-UNITS: dict[Kind, str] = {"forward": "TFLOP/s", "backward": "TFLOP/s", "decode": "GB/s"}
+Kind = Literal["forward", "backward", "decode", "serve"]
+KINDS: tuple[Kind, ...] = ("forward", "backward", "decode", "serve")
+UNITS: dict[Kind, str] = dict.fromkeys(KINDS, "TFLOP/s") | {"decode": "GB/s"}
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Case:
         and queries too if packed). Skv 0 stands for as many keys as queries.
     page: Tokens of a page of the cache, 0 without one.
     packed: The sequences lie after one another, without padding.
+    chunks: Of what an engine serves at once, the queries of the first sequences: chunks of prompts,
+        beside sequences with Sq queries each.
     """
 
     kind: Kind
@@ -35,6 +37,7 @@ class Case:
     page: int = 0
     packed: bool = False
     long_tailed: bool = False
+    chunks: tuple[int, ...] = ()
 
     @property
     def shape(self) -> Layer:
@@ -59,16 +62,20 @@ class Case:
     @property
     def kv_lens(self) -> list[int]:
         """Keys of each sequence."""
-        if not self.long_tailed:
-            return [self.keys] * self.B
-        lens = long_tailed_lengths(self.B, self.B * self.keys)
+        lens = [self.keys] * self.B
+        if self.long_tailed:
+            lens = long_tailed_lengths(self.B, self.B * self.keys)
+        if not self.Skv:
+            return [max(1, n) for n in lens]
         # A cache holds the queries, too.
-        return [max(self.Sq if self.page else 1, n) for n in lens]
+        return [max(pair) for pair in zip(self.q_lens, lens, strict=True)]
 
     @property
     def q_lens(self) -> list[int]:
         """Queries of each sequence."""
-        return self.kv_lens if self.packed else [self.Sq] * self.B
+        if self.packed and not self.Skv:
+            return self.kv_lens
+        return [*self.chunks, *[self.Sq] * (self.B - len(self.chunks))]
 
 
 def choose(
@@ -113,6 +120,18 @@ def _verify(
 def _packed(kind: Kind, model: str, layer: str, B: int, mean: int, tailed: bool = True) -> Case:
     work = "packed training" if kind == "backward" else "packed"
     return Case(kind, model, layer, work, B, mean, packed=True, long_tailed=tailed)
+
+
+def _serve(
+    model: str, layer: str, chunks: tuple[int, ...], decodes: int, Skv: int, page: int
+) -> Case:
+    work = "chunks of " + ", ".join(map(str, chunks)) + ", decode" * (decodes > 0)
+    B = len(chunks) + decodes
+    return Case("serve", model, layer, work, B, 1, Skv, page, True, decodes > 0, chunks)
+
+
+def _prompts(model: str, layer: str, B: int, mean: int, page: int) -> Case:
+    return Case("serve", model, layer, "prompts", B, mean, 0, page, True, True)
 
 
 CASES: tuple[Case, ...] = (
@@ -165,6 +184,17 @@ CASES: tuple[Case, ...] = (
     _verify("Llama 3 70B TP 8", "self", 64, 2, 4096, 256, tailed=True),
     _verify("Qwen 3 30B-A3B", "self", 1, 8, 32768, 64),
     _verify("gpt-oss", "global", 32, 4, 8192, 16),
+    _serve("Llama 3 8B", "self", (2048,), 0, 8192, 16),
+    _serve("Llama 3 8B", "self", (1024,), 63, 4096, 16),
+    _serve("Llama 3 8B", "self", (512, 512, 300), 29, 2048, 64),
+    _prompts("Llama 3 8B", "self", 8, 1024, 16),
+    _serve("Llama 3 70B TP 8", "self", (2048,), 64, 4096, 16),
+    _serve("Llama 3 70B TP 8", "self", (512,), 0, 32768, 16),
+    _serve("Qwen 3 30B-A3B", "self", (2048,), 32, 4096, 64),
+    _serve("gpt-oss", "local", (2048,), 32, 8192, 16),
+    _serve("gpt-oss", "global", (2048,), 32, 8192, 16),
+    _serve("Gemma 3 27B", "local", (4096,), 16, 8192, 16),
+    _serve("Phi-3 mini", "self", (1024,), 16, 4096, 16),
     _train("Llama 3 8B", "self", 1, 8192),
     _packed("backward", "Llama 3 8B", "self", 32, 1024),
     _train("Qwen 3 0.6B", "self", 8, 2048),

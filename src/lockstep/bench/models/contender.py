@@ -54,6 +54,9 @@ def attention(inputs: Inputs, **options: Any) -> Call:
         "softcap": layer.softcap,
         "sinks": t.sinks,
     }
+    if t.page_table is not None and t.cu_seqlens_q is not None:
+        options |= {"page_table": t.page_table, "kv_lens": t.kv_lens}
+        return partial(lockstep.attention_varlen, t.q, t.k, t.v, t.cu_seqlens_q, **options)
     if t.page_table is not None and t.kv_lens is not None:
         paged = (t.q, t.k, t.v, t.page_table, t.kv_lens)
         return partial(lockstep.attention_paged, *paged, **options)

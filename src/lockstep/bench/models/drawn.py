@@ -9,8 +9,8 @@ from random import Random
 from lockstep.bench.models.cases import Case, Kind
 from lockstep.models import Layer
 
-# Of a hundred cases, how many are of each kind.
-SHARES: dict[Kind, int] = {"forward": 50, "decode": 25, "backward": 25}
+# Of a hundred cases, how many are of each kind; and how many more are served at once.
+SHARES: dict[Kind, int] = {"forward": 50, "decode": 25, "backward": 25, "serve": 12}
 HEAD_DIMS = (40, 64, 64, 64, 72, 80, 96, 112, 128, 128, 128, 128, 160, 192, 256, 256)
 KV_HEADS = (1, 1, 2, 3, 4, 5, 8, 8, 10, 12, 16, 20, 32)
 GROUPS = (1, 1, 1, 2, 3, 4, 4, 5, 7, 8, 8, 16)  # query heads of a key head
@@ -53,8 +53,9 @@ class DrawnCase(Case):
 def draw(seed: int, n: int = 100) -> list[Case]:
     """About `n` cases, always the same for a seed, those of a kind together."""
     rng = Random(seed)
+    how = {"decode": _decode, "serve": _served}
     return [
-        _decode(rng) if kind == "decode" else _prefill(rng, kind)
+        how[kind](rng) if kind in how else _prefill(rng, kind)
         for kind, share in SHARES.items()
         for _ in range(max(1, share * n // 100))
     ]
@@ -104,6 +105,20 @@ def _decode(rng: Random) -> Case:
     tailed = B > 4 and rng.random() < 0.4
     page = rng.choice(PAGES)
     return DrawnCase("decode", "", "", work, B, Sq, Skv, page, long_tailed=tailed, own=layer)
+
+
+def _served(rng: Random) -> Case:
+    """Prompts, or chunks of some beside single tokens of other sequences."""
+    layer = replace(_layer(rng), causal=True)
+    mean, page = _spread(rng, 200, 16000), rng.choice(PAGES)
+    most = max(1, MOST_BYTES // (2 * mean * layer.Hkv * (layer.D + layer.value_dim)))
+    if rng.random() < 0.3:
+        B = min(_spread(rng, 2, 40), most)
+        return DrawnCase("serve", "", "", "prompts", B, mean, 0, page, True, True, own=layer)
+    chunks = tuple(_spread(rng, 30, 4096) for _ in range(rng.choice((1, 1, 2, 4))))
+    B = len(chunks) + min(rng.choice((0, _spread(rng, 1, 120))), most)
+    work = f"chunks of {', '.join(map(str, chunks))}, decode"
+    return DrawnCase("serve", "", "", work, B, 1, mean, page, True, True, chunks, own=layer)
 
 
 def _spread(rng: Random, least: int, most: int) -> int:

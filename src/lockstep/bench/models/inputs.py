@@ -53,6 +53,8 @@ def make(case: Case, device: str = "cuda") -> Inputs:
     layer = case.shape
     D, Dv = layer.D, layer.value_dim
     sinks = _normal(layer.Hq, device=device) if layer.sinks else None
+    if case.packed and case.page:
+        return _make_served(case, sinks, device)
     if case.packed:
         offsets = torch.tensor([0, *accumulate(case.kv_lens)], dtype=torch.int32, device=device)
         T = sum(case.kv_lens)
@@ -68,6 +70,22 @@ def make(case: Case, device: str = "cuda") -> Inputs:
     k, v = (_normal(n_pages, case.page, layer.Hkv, n, device=device) for n in (D, Dv))
     kv_lens = torch.tensor(case.kv_lens, dtype=torch.int32, device=device)
     return Inputs(case, Tensors(q, k, v, sinks=sinks, kv_lens=kv_lens, page_table=page_table), dout)
+
+
+def _make_served(case: Case, sinks: Tensor | None, device: str) -> Inputs:
+    """Ragged queries, and a cache in pages."""
+    layer = case.shape
+    q, dout = (
+        _normal(sum(case.q_lens), layer.Hq, n, device=device) for n in (layer.D, layer.value_dim)
+    )
+    page_table, n_pages = _pages(case, device)
+    k, v = (
+        _normal(n_pages, case.page, layer.Hkv, n, device=device) for n in (layer.D, layer.value_dim)
+    )
+    offsets = torch.tensor([0, *accumulate(case.q_lens)], dtype=torch.int32, device=device)
+    kv_lens = torch.tensor(case.kv_lens, dtype=torch.int32, device=device)
+    more = {"kv_lens": kv_lens, "cu_seqlens_q": offsets, "page_table": page_table}
+    return Inputs(case, Tensors(q, k, v, sinks=sinks, **more), dout)
 
 
 def _pages(case: Case, device: str) -> tuple[Tensor, int]:

@@ -1,6 +1,7 @@
 """One case of `lockstep bench gpu --suite models`: checked, then timed in turns.
 
-A decode is captured into a CUDA graph, as servers do, and what is checked and timed is the graph.
+A decode, and what is served at once, is captured into a CUDA graph, as servers do, and what is
+checked and timed is the graph.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ def admitted(
 
 
 def prepare(contender: Contender, inputs: Inputs) -> Run:
-    """The call that is timed: of a decode, a graph of it."""
+    """The call that is timed: of a cache in pages mostly a graph of it."""
     call = call_of(contender, inputs)
     on_gpu = inputs.tensors.q.is_cuda
-    return graphed(call) if inputs.case.kind == "decode" and on_gpu else call
+    return graphed(call) if inputs.case.kind in ("decode", "serve") and on_gpu else call
 
 
 def graphed(call: Run) -> Run:

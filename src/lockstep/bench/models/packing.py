@@ -41,7 +41,8 @@ def pack(inputs: Inputs) -> Packed:
     longest = max(case.q_lens), max(case.kv_lens)
     if t.cu_seqlens_q is not None:
         offsets = t.cu_seqlens_q
-        return Packed(t.q, t.k, t.v, offsets, t.cu_seqlens_k, None, None, *longest, None)
+        where = (t.cu_seqlens_k, t.kv_lens, t.page_table)
+        return Packed(t.q, t.k, t.v, offsets, *where, *longest, None)
     tokens = t.q.transpose(1, 2).flatten(0, 1)  # [B * Sq, Hq, D]
     starts = _offsets(case.B, case.Sq, t.q.device)
     if t.page_table is not None:
