@@ -6,19 +6,10 @@ import math
 
 import pytest
 import torch
-from problems import (
-    Case,
-    Result,
-    assert_exact,
-    assert_same_bits,
-    draw,
-    draw_varlen,
-    paginate,
-    run,
-)
+from problems import Case, Result, assert_exact, assert_same_bits, draw, draw_varlen, paginate, run
 
 import lockstep
-from lockstep.kernels.cpu.arithmetic.wide import SPAN
+from lockstep.kernels.cpu.arithmetic.block import SPAN
 from lockstep.kernels.cpu.carry import CarriedForward
 from lockstep.kernels.cpu.compiler import matrix
 from lockstep.problem import Options, Tensors, describe
