@@ -75,7 +75,6 @@ def test_why_it_refuses(name, refused):
     assert explanation.kernel == "cpu"
     with pytest.raises(NotImplementedError, match=f"amx: {reason}"):
         lockstep.attention(q, q, q, kernel="amx")
-    assert lockstep.attention(q, q, q).isfinite().all()
 
 
 @wide
