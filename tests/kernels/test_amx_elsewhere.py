@@ -29,6 +29,7 @@ wide = pytest.mark.skipif(WIDTH != 16, reason="needs a processor with AVX-512")
 not_emulated = pytest.mark.skipif(matrix.EMULATED, reason="this process emulates AMX")
 
 
+@pytest.mark.slow
 @wide
 @not_emulated
 @pytest.mark.skipif(matrix.refusal() is None, reason="its tests run as they are")

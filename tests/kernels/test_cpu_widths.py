@@ -39,6 +39,7 @@ for Sq in (2, 63):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(WIDTH != 16, reason="needs a processor with AVX-512")
 @pytest.mark.parametrize(("width", "missing"), [(8, "avx512"), (4, "avx512 avx2 fma")], ids=str)
 def test_results(width, missing):
