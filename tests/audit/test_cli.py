@@ -26,11 +26,11 @@ def test_it_holds_here():
 
 
 def test_json_is_alone_on_stdout():
-    result = runner.invoke(cli.app, [*SMALL, "--dtype", "bf16", "--json"])
+    result = runner.invoke(cli.app, [*SMALL, "--dtype", "fp16", "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["ok"] is True
-    assert found["shape"]["dtype"] == "bfloat16"
+    assert found["shape"]["dtype"] == "float16"
     assert {check["kernel"] for check in found["checks"]} == {"cpu"}
     assert all(check["ok"] for check in found["checks"])
     assert found["not_audited"]["oracle"].startswith("takes float64")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +28,20 @@ def test_16_bit_is_held_against_our_own_fp32_of_the_same_shape():
     }
     assert shapes["fp32"] == shapes["bf16"] == shapes["fp16"]
     for case in cpu.CASES:
-        assert (case.against == cpu.LOCKSTEP_FP32) == (case.dtype != "fp32")
+        prefill = case.dtype != "fp32" and case.Sq > 1
+        assert (case.against == cpu.LOCKSTEP_FP32) == prefill
+
+
+def test_what_matrix_units_run_is_held_against_sdpa(monkeypatch):
+    case = next(case for case in cpu.CASES if case.name == "bf16 causal")
+    case = dataclasses.replace(case, Sq=32, Skv=32)
+    for kernel, against in (("amx", cpu.SDPA), ("cpu", cpu.LOCKSTEP_FP32)):
+        chosen = SimpleNamespace(kernel=kernel)
+        monkeypatch.setattr("lockstep.explain", lambda *_, chosen=chosen, **__: chosen)
+        row = cpu.run(case, rounds=1).as_json()
+        assert row["against"] == against
+        assert row["at_least"] == (1.0 if kernel == "amx" else round(1 / 1.3, 3))
+        assert set(row["ms"]) == {cpu.LOCKSTEP, cpu.SDPA, against}
 
 
 @pytest.mark.parametrize("name", ["fp32 causal", "decode, grouped", "window (256, 0)"])

@@ -24,6 +24,7 @@ from lockstep.bench import (
 from lockstep.bench.contender import Contender
 from lockstep.bench.row import DeviceLost
 from lockstep.kernels import cpu
+from lockstep.kernels.cpu.compiler import matrix
 from lockstep.output import results
 
 runner = CliRunner()
@@ -44,6 +45,7 @@ def on_the_cpu(monkeypatch):
     2 ms, but for the peer called "right", which takes 3."""
     monkeypatch.setattr(gpu_calls, "_normal", lambda *sizes: torch.randn(*sizes).bfloat16())
     monkeypatch.setattr(gpu, "kernels", lambda: [cpu.KERNEL])
+    monkeypatch.setattr(matrix, "refusal", lambda: "stands aside")
     monkeypatch.setattr(gpu_cases, "CASES", (SMALL["forward"], SMALL["backward"]))
     monkeypatch.setattr(results, "processor", lambda run: "GPU")
     monkeypatch.setattr(peers, "find", list)

@@ -88,6 +88,15 @@ def test_filling_touches_marked_blocks_alone(tmp_path):
     assert tables.fill(filled, tmp_path) == filled
 
 
+def test_rows_of_matrix_units_have_no_share_of_the_roof():
+    run = copy.deepcopy(RUN)
+    assert tables.cpu_table(run).endswith("| 2.00× | SDPA | 87% |")
+    run["rows"][0]["kernel"] = "amx"
+    assert tables.cpu_table(run).endswith("| 2.00× | SDPA | – |")
+    run["rows"][0]["kernel"] = "cpu"
+    assert tables.cpu_table(run).endswith("| 87% |")
+
+
 def test_an_unknown_block_is_an_error(tmp_path):
     with pytest.raises(KeyError, match="tpu"):
         tables.fill("<!-- bench:tpu --><!-- /bench:tpu -->", tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.kernels.cpu.arithmetic.wide import ROWS, SPAN
+from lockstep.kernels.cpu.arithmetic.block import ROWS, SPAN
 from lockstep.kernels.cpu.carry import CarriedForward
 from lockstep.kernels.cpu.carry_backward import CarriedKeys, CarriedQueries, rows_of, sums_of_sinks
 from lockstep.kernels.kernel import Needs

@@ -52,8 +52,8 @@ def test_memory_is_linear_in_the_sequence():
 @pytest.mark.parametrize("D", [513, 1000])
 def test_any_head_dim(D):
     """Rows of zeros, which fill up the last tile of keys, are as long as a head dim is."""
+    from lockstep.kernels.cpu.arithmetic.block import carve_block
     from lockstep.kernels.cpu.arithmetic.narrow import carve_narrow
-    from lockstep.kernels.cpu.arithmetic.wide import carve_block
 
     assert carve_block(0, D, 8).q_rows >= 4 * D
     assert carve_narrow(0, 8, D).k_rows >= 4 * D

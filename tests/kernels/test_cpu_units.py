@@ -8,8 +8,8 @@ pytest.importorskip("numba")
 
 from lockstep import forks
 from lockstep.kernels.cpu import units
+from lockstep.kernels.cpu.arithmetic.block import ROWS
 from lockstep.kernels.cpu.arithmetic.narrow import NARROW
-from lockstep.kernels.cpu.arithmetic.wide import ROWS
 from lockstep.kernels.cpu.compiler.vectors import LANES
 
 

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.bench import gpu_tables
+from lockstep.bench.cpu import share_of_roof
 from lockstep.output.console import BAD, GOOD, OURS, QUIET, THEIRS, table
 from lockstep.output.formats import duration
 
@@ -28,7 +29,7 @@ def cpu_table(rows: list[dict[str, Any]], roof: float) -> Table:
             Text(duration(row["ms"]["SDPA"] / 1e3), style=THEIRS),
             Text(f"{_times(row['speed'])}× {row['against']}", style=_verdict_style(row)),
             Text(f"{row['at_least']:.2g}", style=QUIET),
-            f"{row['gflops'] / roof:.0%}",
+            share_of_roof(row, roof),
         )
     return made
 

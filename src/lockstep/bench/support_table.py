@@ -1,7 +1,7 @@
 """Which kernel runs what: a table made by asking every kernel's `supports`.
 
-GPU kernels also ask for the device. They are answered as an H100 would, so that the table is the
-same on every machine.
+GPU kernels also ask for the device, `amx` for the processor. They are answered as an H100 would,
+and a Xeon with AMX, so that the table is the same on every machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def block(_: Path) -> str:
         f"| | {' | '.join(kernel.name for kernel in kernels)} |",
         f"|---|{'---|' * len(kernels)}",
     ]
-    with _hopper():
+    with _machine():
         for name, problem in _problems():
             cells = " | ".join(_answer(kernel, problem) for kernel in kernels)
             lines.append(f"| {name} | {cells} |")
@@ -100,12 +100,13 @@ def _paged() -> AttentionProblem:
 
 
 @contextmanager
-def _hopper() -> Iterator[None]:
-    """torch.cuda answers as with a Hopper GPU."""
+def _machine() -> Iterator[None]:
+    """torch.cuda answers as with a Hopper GPU, and nothing is in the way of matrix units."""
     properties = SimpleNamespace(shared_memory_per_block_optin=SHARED_BYTES)
     with (
         mock.patch("torch.cuda.current_device", return_value=_DEVICE),
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
         mock.patch("torch.cuda.get_device_properties", return_value=properties),
+        mock.patch("lockstep.kernels.cpu.compiler.matrix.refusal", return_value=None),
     ):
         yield

@@ -26,6 +26,7 @@ from lockstep.bench import (
     support_table,
 )
 from lockstep.bench.counter_tables import agreement_block
+from lockstep.bench.cpu import share_of_roof
 from lockstep.bench.models import summary
 from lockstep.output import results
 from lockstep.output.formats import duration
@@ -47,7 +48,7 @@ def cpu_table(run: dict[str, Any]) -> str:
     ]
     for row in run["rows"]:
         ours, sdpa = (_time(row["ms"].get(name)) for name in ("lockstep", "SDPA"))
-        reached = f" {row['gflops'] / roof:.0%} |" if roof else ""
+        reached = f" {share_of_roof(row, roof)} |" if roof else ""
         lines.append(
             f"| {row['case']} | {row['shape']} | {ours} | {sdpa} "
             f"| {row['speed']:.2f}× | {row['against']} |{reached}"

@@ -63,7 +63,7 @@ def test_every_case_in_little_holds_the_error_rule(case, monkeypatch):
     row, calls = measure.admitted(little, ours(), "cpu")
     assert list(calls) == [NAME], row.failed
     assert row.errors[NAME] <= 1
-    assert row.chosen == "cpu"
+    assert row.chosen in ("amx", "cpu")
 
 
 def test_a_batch_with_sinks_is_right():

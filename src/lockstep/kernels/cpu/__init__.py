@@ -7,13 +7,18 @@ Importing this package compiles nothing and does not import numba.
     kernels.py   the constant-time kernels, for audits; roof.py  the speed of the cores
     carry.py     keys in blocks; carry_backward.py  their gradients
     arithmetic/  what one thread computes
-        wide.py     many query rows, one per SIMD lane        prefill
+        wide.py     many query rows, one per SIMD lane        prefill; block.py  what they work on
         narrow.py   a few query rows, keys across the lanes   decode; narrow_rows.py  its SIMD loops
         running.py  the softmax state of many rows            merge.py   the split-KV formula
         tiles.py    register tiles                            memory.py  rows in and out
         rescore.py  the weights of a tile again               gradients.py  what they add up to
+        pairs.py    bfloat16 for matrix units; narrow_pairs.py  the same sums for a few rows
     call/        a call's tensors as a record of addresses, and the threads that run it
-    compiler/    vector code from Python (simd.py, vectors.py), LLVM, machine code on disk
+    compiler/    vector code from Python (simd.py, vectors.py), matrix units (matrix.py), LLVM,
+                 machine code on disk
+
+Two kernels come of it: `amx` multiplies bfloat16 with the matrix units of a processor that has them
+and `cpu` takes all else.
 
 A row's bits depend on its own sequence alone: every sum is a chain in ascending order inside
 spans of 256 keys at fixed positions, and spans are folded in ascending order.
@@ -81,11 +86,11 @@ def _supports_merge(part: Tensor) -> bool:
 
 def _carry(*, tiles: bool = False) -> Carry:
     from lockstep.kernels.cpu import carry, carry_backward
-    from lockstep.kernels.cpu.arithmetic import wide
+    from lockstep.kernels.cpu.arithmetic import block
 
     return Carry(
-        span=wide.SPAN,
-        multiple=wide.ROWS,
+        span=block.SPAN,
+        multiple=block.ROWS,
         by_token=False,
         forward=partial(carry.CarriedForward, tiles=tiles),
         rows=carry_backward.rows_of,

@@ -20,12 +20,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from lockstep.kernels.cpu.arithmetic.gradients import add_keys, query_part
-from lockstep.kernels.cpu.arithmetic.memory import (
-    plan_ahead,
-    scatter_columns,
-    write_scaled,
+from lockstep.kernels.cpu.arithmetic.block import (
+    ROWS,
+    SPAN,
+    carve_block,
+    padded,
+    rows_range,
+    zeros_for,
 )
+from lockstep.kernels.cpu.arithmetic.gradients import add_keys, query_part
+from lockstep.kernels.cpu.arithmetic.memory import plan_ahead, scatter_columns, write_scaled
 from lockstep.kernels.cpu.arithmetic.merge import fill
 from lockstep.kernels.cpu.arithmetic.rescore import (
     GRADIENT,
@@ -38,24 +42,9 @@ from lockstep.kernels.cpu.arithmetic.rescore import (
     score_gradients,
 )
 from lockstep.kernels.cpu.arithmetic.tiles import PIECE, ROW, add_vectors
-from lockstep.kernels.cpu.arithmetic.wide import (
-    ROWS,
-    SPAN,
-    carve_block,
-    is_whole,
-    padded,
-    rows_range,
-    tile_bounds,
-    zeros_for,
-)
+from lockstep.kernels.cpu.arithmetic.wide import is_whole, tile_bounds
 from lockstep.kernels.cpu.call.arguments import argument, enter, take_ticket
-from lockstep.kernels.cpu.call.record import (
-    next_row,
-    of_sequence,
-    row_address,
-    split_row,
-    variants,
-)
+from lockstep.kernels.cpu.call.record import next_row, of_sequence, row_address, split_row, variants
 from lockstep.kernels.cpu.call.tensors import (
     Described,
     address,

@@ -16,6 +16,16 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.carry import moved
+from lockstep.kernels.cpu.arithmetic.block import (
+    ROWS,
+    SPAN,
+    carve_block,
+    load_queries,
+    load_span,
+    padded,
+    rows_range,
+    zeros_for,
+)
 from lockstep.kernels.cpu.arithmetic.merge import fill
 from lockstep.kernels.cpu.arithmetic.running import (
     GROUP,
@@ -25,17 +35,7 @@ from lockstep.kernels.cpu.arithmetic.running import (
     fold_tile,
 )
 from lockstep.kernels.cpu.arithmetic.tiles import ROW, close_rows
-from lockstep.kernels.cpu.arithmetic.wide import (
-    ROWS,
-    SPAN,
-    attend_span,
-    carve_block,
-    load_queries,
-    load_span,
-    padded,
-    rows_range,
-    zeros_for,
-)
+from lockstep.kernels.cpu.arithmetic.wide import attend_span
 from lockstep.kernels.cpu.call.arguments import argument, enter, take_ticket
 from lockstep.kernels.cpu.call.record import variants, with_tiles
 from lockstep.kernels.cpu.call.tensors import address, describe

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.carry import moved
+from lockstep.kernels.cpu.arithmetic.block import ROWS, SPAN, carve_block, padded, zeros_for
 from lockstep.kernels.cpu.arithmetic.merge import fill
 from lockstep.kernels.cpu.arithmetic.rescore import (
     GRADIENT,
@@ -22,13 +23,7 @@ from lockstep.kernels.cpu.arithmetic.rescore import (
     gradient_at,
     load_keys,
 )
-from lockstep.kernels.cpu.arithmetic.wide import ROWS, SPAN, carve_block, padded, zeros_for
-from lockstep.kernels.cpu.backward import (
-    block_gradients,
-    scratch_bytes,
-    write_keys,
-    write_queries,
-)
+from lockstep.kernels.cpu.backward import block_gradients, scratch_bytes, write_keys, write_queries
 from lockstep.kernels.cpu.call.arguments import argument, enter, take_ticket
 from lockstep.kernels.cpu.call.record import CALL, call_at, of_sequence
 from lockstep.kernels.cpu.call.tensors import DENSE, Described, address, describe, strided

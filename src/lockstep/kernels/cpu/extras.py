@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.kernels.cpu.arithmetic.block import ROWS, SPAN, carve_block, zeros_for
 from lockstep.kernels.cpu.arithmetic.memory import gather_columns
-from lockstep.kernels.cpu.arithmetic.merge import fill
+from lockstep.kernels.cpu.arithmetic.merge import MINUS_INF, fill
 from lockstep.kernels.cpu.arithmetic.rescore import (
     carve_gradient,
     gradient_at,
@@ -18,15 +19,7 @@ from lockstep.kernels.cpu.arithmetic.rescore import (
     score_gradients,
 )
 from lockstep.kernels.cpu.arithmetic.tiles import ROW, add_vectors, dot_columns
-from lockstep.kernels.cpu.arithmetic.wide import (
-    CHAIN,
-    MINUS_INF,
-    ROWS,
-    SPAN,
-    carve_block,
-    tile_bounds,
-    zeros_for,
-)
+from lockstep.kernels.cpu.arithmetic.wide import CHAIN, tile_bounds
 from lockstep.kernels.cpu.call.arguments import argument, enter, take_ticket
 from lockstep.kernels.cpu.call.record import of_sequence, row_address, split_row, variants
 from lockstep.kernels.cpu.call.tensors import DENSE, Described, address, strided

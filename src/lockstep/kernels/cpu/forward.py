@@ -20,8 +20,19 @@ import numpy as np
 import torch
 
 from lockstep import forks
+from lockstep.kernels.cpu.arithmetic.block import (
+    SPAN,
+    carve_block,
+    load_queries,
+    load_span,
+    padded,
+    plan_next_span,
+    rows_range,
+    zeros_for,
+)
 from lockstep.kernels.cpu.arithmetic.memory import scatter_columns
 from lockstep.kernels.cpu.arithmetic.merge import (
+    MINUS_INF,
     close_row,
     fill,
     fold_row,
@@ -37,18 +48,7 @@ from lockstep.kernels.cpu.arithmetic.running import (
     fold_tile,
 )
 from lockstep.kernels.cpu.arithmetic.tiles import ROW, close_rows
-from lockstep.kernels.cpu.arithmetic.wide import (
-    MINUS_INF,
-    SPAN,
-    attend_span,
-    carve_block,
-    load_queries,
-    load_span,
-    padded,
-    plan_next_span,
-    rows_range,
-    zeros_for,
-)
+from lockstep.kernels.cpu.arithmetic.wide import attend_span
 from lockstep.kernels.cpu.call.arguments import argument, enter, take_ticket
 from lockstep.kernels.cpu.call.record import (
     is_constant_time,

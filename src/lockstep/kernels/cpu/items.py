@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lockstep import forks
+from lockstep.kernels.cpu.arithmetic.block import ROWS, SPAN
 from lockstep.kernels.cpu.arithmetic.tiles import PIECE
-from lockstep.kernels.cpu.arithmetic.wide import ROWS, SPAN
 from lockstep.kernels.cpu.call.arguments import record_at
 from lockstep.kernels.cpu.call.tensors import Described
 

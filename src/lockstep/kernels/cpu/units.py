@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep import forks
+from lockstep.kernels.cpu.arithmetic.block import ROWS, SPAN, padded, rows_range
 from lockstep.kernels.cpu.arithmetic.narrow import NARROW
-from lockstep.kernels.cpu.arithmetic.wide import ROWS, SPAN, padded, rows_range
 from lockstep.kernels.cpu.call.arguments import argument, record_at
 from lockstep.kernels.cpu.call.record import of_sequence, variants
 from lockstep.kernels.cpu.compiler import scalar

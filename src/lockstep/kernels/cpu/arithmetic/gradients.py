@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lockstep.kernels.cpu.arithmetic.block import padded
 from lockstep.kernels.cpu.arithmetic.rescore import TILE
 from lockstep.kernels.cpu.arithmetic.tiles import (
     PIECE,
@@ -14,12 +15,7 @@ from lockstep.kernels.cpu.arithmetic.tiles import (
     outer_tile_2,
     outer_tile_3,
 )
-from lockstep.kernels.cpu.arithmetic.wide import (
-    accumulate,
-    accumulate_masked,
-    padded,
-    piece_of,
-)
+from lockstep.kernels.cpu.arithmetic.wide import accumulate, accumulate_masked, piece_of
 from lockstep.kernels.cpu.call.record import is_constant_time
 from lockstep.kernels.cpu.compiler import scalar
 from lockstep.kernels.cpu.compiler.compile import compiled

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from lockstep.kernels.cpu.arithmetic.block import SPAN, padded, steps, zeros_for
 from lockstep.kernels.cpu.arithmetic.memory import widen_rows
-from lockstep.kernels.cpu.arithmetic.merge import fill
+from lockstep.kernels.cpu.arithmetic.merge import MINUS_INF, fill
 from lockstep.kernels.cpu.arithmetic.narrow_pairs import (
     accumulate_clean_pairs,
     accumulate_pairs_1,
@@ -42,15 +43,7 @@ from lockstep.kernels.cpu.arithmetic.narrow_rows import (
 )
 from lockstep.kernels.cpu.arithmetic.pairs import copy_rows
 from lockstep.kernels.cpu.arithmetic.tiles import add_scaled, scale_vectors
-from lockstep.kernels.cpu.arithmetic.wide import (
-    CHAIN,
-    MINUS_INF,
-    SPAN,
-    biased,
-    padded,
-    steps,
-    zeros_for,
-)
+from lockstep.kernels.cpu.arithmetic.wide import CHAIN, biased
 from lockstep.kernels.cpu.call.record import (
     bias_address,
     diagonal_of,

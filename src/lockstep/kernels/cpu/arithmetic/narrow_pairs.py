@@ -14,8 +14,15 @@ from lockstep.kernels.cpu.arithmetic.pairs import PAIRS, every, is_special, none
 from lockstep.kernels.cpu.arithmetic.tiles import VECTOR, is_marked
 from lockstep.kernels.cpu.compiler import scalar
 from lockstep.kernels.cpu.compiler.compile import compiled
-from lockstep.kernels.cpu.compiler.matrix import DEPTH, TILE, TILE_BYTES, flushing, halves
-from lockstep.kernels.cpu.compiler.simd import Emit, emitter
+from lockstep.kernels.cpu.compiler.matrix import (
+    DEPTH,
+    TILE,
+    TILE_BYTES,
+    flushing,
+    halves,
+    tile_emitter,
+)
+from lockstep.kernels.cpu.compiler.simd import Emit
 from lockstep.kernels.cpu.compiler.vectors import (
     LLVM_F32,
     LLVM_I16,
@@ -41,7 +48,7 @@ def _joined(e: Emit, total: ir.Value, chains) -> ir.Value:
 
 
 def _score(rows: int):
-    @emitter(i64, i64, i64, i64, i64, i64, i64, f32)
+    @tile_emitter(i64, i64, i64, i64, i64, i64, i64, f32)
     def score(e: Emit, table, ahead, n, q, q_pitch, steps, s, c):
         queries = [e.offset(q, e.integer(r), q_pitch) for r in range(rows)]
         with flushing(e), e.loop(e.ir.sdiv(n, e.integer(WIDTH))) as group:
@@ -78,7 +85,7 @@ def _score(rows: int):
 score_pairs_1, score_pairs_4, score_pairs_8 = _score(1), _score(4), _score(8)
 
 
-@emitter(i64, i64)
+@tile_emitter(i64, i64)
 def round_row(e: Emit, p, n):
     """p [n] = the bfloat16 nearest to each, as `pairs` rounds weights; n is a multiple of WIDTH."""
     with e.loop(e.ir.sdiv(n, e.integer(WIDTH))) as i:
@@ -88,7 +95,7 @@ def round_row(e: Emit, p, n):
 
 
 def _accumulate(rows: int, sizes: tuple[int, ...], clean: bool = False):
-    @emitter(i64, i64, i64, i64, i64, i64, returns=types.boolean)
+    @tile_emitter(i64, i64, i64, i64, i64, i64, returns=types.boolean)
     def accumulate(e: Emit, table, ahead, n, p, out, pitch):
         lines = [e.offset(out, e.integer(r), pitch) for r in range(rows)]
         for line in lines:
@@ -147,7 +154,7 @@ accumulate_pairs_4 = _accumulate(4, SEVERAL_ROWS)
 accumulate_clean_pairs = _accumulate(1, ONE_ROW, clean=True)
 
 
-@emitter(i64, i64, i64, i64)
+@tile_emitter(i64, i64, i64, i64)
 def _add_special(e: Emit, row, D, p, out):
     """out [D] += what is special in row [D], times a weight, unless that is marked."""
     weight = e.splat(e.load(p, 0, LLVM_I32))

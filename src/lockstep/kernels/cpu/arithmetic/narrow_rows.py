@@ -8,9 +8,9 @@ from __future__ import annotations
 from llvmlite import ir
 from numba.core import types
 
+from lockstep.kernels.cpu.arithmetic.block import SPAN
 from lockstep.kernels.cpu.arithmetic.tiles import INTEGERS, PIECE, VECTOR, bunches, is_marked
 from lockstep.kernels.cpu.arithmetic.tiles import MINUS_INF as MINUS_INFINITY
-from lockstep.kernels.cpu.arithmetic.wide import SPAN
 from lockstep.kernels.cpu.compiler.simd import Emit, emitter
 from lockstep.kernels.cpu.compiler.vectors import LLVM_F32, LLVM_I32, LLVM_I64, WIDTH, f32, i64
 

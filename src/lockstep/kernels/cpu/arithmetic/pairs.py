@@ -29,8 +29,8 @@ from lockstep.kernels.cpu.arithmetic.tiles import (
 )
 from lockstep.kernels.cpu.compiler import scalar
 from lockstep.kernels.cpu.compiler.compile import compiled
-from lockstep.kernels.cpu.compiler.matrix import DEPTH, TILE, TILE_BYTES, halves
-from lockstep.kernels.cpu.compiler.simd import Emit, emitter
+from lockstep.kernels.cpu.compiler.matrix import DEPTH, TILE, TILE_BYTES, halves, tile_emitter
+from lockstep.kernels.cpu.compiler.simd import Emit
 from lockstep.kernels.cpu.compiler.vectors import (
     F32,
     LANES,
@@ -66,7 +66,7 @@ def shorts(e: Emit, address: ir.Value, width: int, n: ir.Value) -> ir.Value:
     return e.intrinsic(f"masked.load.v{width}i16.p0", signature, arguments)
 
 
-@emitter(i64, i64, i64, i64, i64)
+@tile_emitter(i64, i64, i64, i64, i64)
 def copy_rows(e: Emit, table, n, D, dst, steps):
     """dst [n, DEPTH · steps] = n rows of D numbers of 16 bits, and zeros."""
     pitch = e.ir.mul(steps, e.integer(TILE_BYTES))
@@ -94,7 +94,7 @@ def none_of(e: Emit, flags: ir.Value) -> ir.Value:
     return e.ir.icmp_unsigned("==", bits, ir.Constant(bits.type, 0))
 
 
-@emitter(i64, i64, i64, i64, i64, returns=types.boolean)
+@tile_emitter(i64, i64, i64, i64, i64, returns=types.boolean)
 def turn_rows(e: Emit, table, n, D, dst, pitch):
     """dst [D, n] = n rows of D numbers of bfloat16, n a multiple of DEPTH and D padded to one of
     TILE; rows of dst are ``pitch`` bytes apart. True if none is special."""
@@ -121,7 +121,7 @@ def turn_rows(e: Emit, table, n, D, dst, pitch):
     return none_of(e, found.get())
 
 
-@emitter(i64, i64)
+@tile_emitter(i64, i64)
 def clean(e: Emit, address, n):
     """Zeros in place of what is special, in n numbers of bfloat16, a multiple of DEPTH."""
     with e.loop(e.ir.sdiv(n, e.integer(DEPTH))) as i:
@@ -130,7 +130,7 @@ def clean(e: Emit, address, n):
         e.store(e.ir.select(is_special(e, numbers), every(SHORTS, 0), numbers), at)
 
 
-@emitter(i64, i64, f32)
+@tile_emitter(i64, i64, f32)
 def _scale_pairs(e: Emit, address, n, c):
     """n vectors of pairs times a power of two."""
     with e.loop(n) as i:
@@ -142,7 +142,7 @@ def _scale_pairs(e: Emit, address, n, c):
         e.store(e.ir.or_(below, above), at)
 
 
-@emitter(i64, i64, i64)
+@tile_emitter(i64, i64, i64)
 def _last_of_rows(e: Emit, table, place, dst):
     """dst [LANES] int32 = the number of 16 bits at one place of each row."""
     with e.loop(e.integer(LANES)) as i:
@@ -164,7 +164,7 @@ def load_pairs(table, D, dst, steps, c):
     fill(dst + done * ROW, (TILE * steps - done) * LANES, f32(0.0))
 
 
-@emitter(i64, i64, f32)
+@tile_emitter(i64, i64, f32)
 def scale_rows(e: Emit, s, n, c):
     """s [n, LANES] *= c."""
     factor = e.splat(c)
@@ -173,7 +173,7 @@ def scale_rows(e: Emit, s, n, c):
         e.store(e.ir.fmul(e.load(at), factor), at)
 
 
-@emitter(i64, i64, f32, i64)
+@tile_emitter(i64, i64, f32, i64)
 def scale_and_max_rows(e: Emit, s, n, c, m):
     """The same, and m [LANES] = max(m, s)."""
     factor = e.splat(c)
@@ -189,7 +189,7 @@ def scale_and_max_rows(e: Emit, s, n, c, m):
 
 
 def _exp_pairs(mark: bool):
-    @emitter(i64, i64, i64, i64, i64)
+    @tile_emitter(i64, i64, i64, i64, i64)
     def exponentials(e: Emit, s, n, m, l, pairs):
         largest = [finite_or_zero(e, e.load(m, VECTOR * j)) for j in range(NV)]
         total = [e.variable(e.constant(0.0)) for _ in range(NV)]
@@ -231,7 +231,7 @@ def _rounded(e: Emit, low: ir.Value, high: ir.Value) -> ir.Value:
 exp_pairs, exp_and_mark_pairs = _exp_pairs(mark=False), _exp_pairs(mark=True)
 
 
-@emitter(i64, i64, i64, i64, i64)
+@tile_emitter(i64, i64, i64, i64, i64)
 def _add_special(e: Emit, row, D, pairs, odd, acc):
     """acc [D, LANES] += row [D] · weights [LANES], for what is special in row and not marked in
     weights: those at even or odd places of pairs [LANES]."""

@@ -11,6 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lockstep.kernels.cpu.arithmetic.block import (
+    PANEL,
+    ROWS,
+    SPAN,
+    load_queries,
+    note_bounds,
+    padded,
+)
 from lockstep.kernels.cpu.arithmetic.memory import (
     copy_panels,
     copy_rows,
@@ -18,16 +26,7 @@ from lockstep.kernels.cpu.arithmetic.memory import (
     gather_panels,
 )
 from lockstep.kernels.cpu.arithmetic.tiles import ROW, score_gradient_rows
-from lockstep.kernels.cpu.arithmetic.wide import (
-    PANEL,
-    ROWS,
-    SPAN,
-    load_queries,
-    multiply_tile,
-    note_bounds,
-    padded,
-    tile_scores,
-)
+from lockstep.kernels.cpu.arithmetic.wide import multiply_tile, tile_scores
 from lockstep.kernels.cpu.call.arguments import record_at
 from lockstep.kernels.cpu.call.record import STRIDED, fill_kv_rows, of_sequence, row_address
 from lockstep.kernels.cpu.compiler import scalar

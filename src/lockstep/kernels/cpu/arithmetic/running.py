@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lockstep.kernels.cpu.arithmetic.merge import fill
+from lockstep.kernels.cpu.arithmetic.block import ROWS, padded
+from lockstep.kernels.cpu.arithmetic.merge import MINUS_INF, fill
 from lockstep.kernels.cpu.arithmetic.tiles import ROW, fold_span
-from lockstep.kernels.cpu.arithmetic.wide import MINUS_INF, ROWS, padded
 from lockstep.kernels.cpu.compiler import scalar
 from lockstep.kernels.cpu.compiler.compile import compiled
 from lockstep.kernels.cpu.compiler.vectors import LANES, MR, f32

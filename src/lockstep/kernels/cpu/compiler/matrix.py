@@ -16,13 +16,14 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
+from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba.core import cgutils
+from numba.core import cgutils, types
 
 from lockstep.kernels.cpu.compiler.simd import Emit, Variable, emitter
 from lockstep.kernels.cpu.compiler.vectors import (
@@ -61,6 +62,17 @@ def refusal() -> str | None:
         if ctypes.CDLL(None).syscall(ARCH_PRCTL, ASK, TILE_DATA) == 0:
             return None
     return "the system does not let this process use AMX"
+
+
+def tile_emitter(*arguments: types.Type, returns: types.Type = types.void) -> Callable[..., Any]:
+    """`emitter` for what kernels with tiles alone do, with vectors of 16 numbers. Where vectors are
+    shorter nothing is emitted: other kernels have the same parts, but never get there."""
+
+    def leave_out(e: Emit, *values: ir.Value) -> ir.Value | None:
+        return None if returns is types.void else ir.Constant(ir.IntType(1), 0)
+
+    emitted = emitter(*arguments, returns=returns)
+    return emitted if WIDTH == TILE else lambda _: emitted(leave_out)
 
 
 def _call(e: Emit, name: str, *arguments: int | ir.Value) -> None:
@@ -133,7 +145,7 @@ def flushing(e: Emit) -> Iterator[None]:
     e.intrinsic("x86.sse.ldmxcsr", signature, [before])
 
 
-@emitter(i64, i64, i64, i64, i64, i64)
+@tile_emitter(i64, i64, i64, i64, i64, i64)
 def multiply(e: Emit, rows, pitch, columns, sums, n, steps):
     """sums [TILE · n, LANES] = rows [TILE · n, DEPTH · steps] · columns [DEPTH · steps, LANES],
     which are pairs [TILE · steps, LANES]; rows are ``pitch`` bytes apart."""
