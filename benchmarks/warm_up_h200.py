@@ -31,7 +31,7 @@ from lockstep.models import MODELS
 from lockstep.output import results
 
 TIMED = ("Llama 3 8B", "gpt-oss")
-# A whole life but for packed sequences.
+# A whole life but for packed sequences, and what is served at once.
 WORKS = ("prefill", "decode", "training")
 WARM_UP = "from lockstep.cli import app; app()"
 LOAD = """
@@ -40,23 +40,25 @@ torch.zeros(1, device="cuda")
 found = lockstep.warm_up(sys.argv[1], works=sys.argv[2].split(","), processes=1)
 print(json.dumps(found._asdict()))
 """
-BUILDS, PACKED = "builds", "with packed sequences"
+BUILDS, PACKED, SERVED = "builds", "with packed sequences", "and served at once"
 COLD, LOADED, EACH = "s, nothing on disk", "s to load them", "s each"
 
 
 def count(model: str) -> dict[str, float]:
     """How many kernels are compiled for a model, without compiling them."""
     layers = MODELS[model].values()
-    first = builds.calls_of(layers, WORKS)
-    others = [call for call in builds.calls_of(layers) if call not in first]
-    counts = []
+    counts = {}
     # What is planned twice counts once.
     with torch.autograd.set_multithreading_enabled(False), compiled.planning() as planned:
-        for calls in (first, others):
-            for call in calls:
+        for column, works in (
+            (BUILDS, WORKS),
+            (PACKED, ("packed", "training")),
+            (SERVED, ("serve",)),
+        ):
+            for call in builds.calls_of(layers, works):
                 builds.run(call, torch.bfloat16, "cuda")
-            counts.append(len(planned))
-    return {BUILDS: counts[0], PACKED: counts[1]}
+            counts[column] = len(planned)
+    return counts
 
 
 def run(program: str, *arguments: str, caches: str) -> tuple[dict[str, Any], float]:
@@ -84,7 +86,7 @@ def time(model: str) -> dict[str, float]:
 def save(rows: list[dict[str, Any]], directory: Path) -> None:
     found = results.collect("warm-up", rows)
     caption = f"Prefill, chunks, decode and training, bf16, {usable_cores()} cores"
-    columns = (BUILDS, PACKED, COLD, LOADED, EACH)
+    columns = (BUILDS, PACKED, SERVED, COLD, LOADED, EACH)
     found["tables"] = {"warm_up": table_of(["model"], columns, 3, caption)}
     print(results.save_for_gpu(found, "warm-up", directory))
 

@@ -151,12 +151,23 @@ BUILDS = {
 )
 def test_builds_of_a_model(h200, model):
     layers = MODELS[model].values()
-    whole = builds.calls_of(layers, builds.WORKS)
+    whole = builds.calls_of(layers, ("prefill", "packed", "decode", "training"))
     without_packed = builds.calls_of(layers, ("prefill", "decode", "training"))
     assert set(without_packed) <= set(whole)
     first = h200(without_packed)
     more = h200(call for call in whole if call not in without_packed)
     assert (len(first), len(first | more)) == BUILDS[model]
+
+
+@pytest.mark.parametrize("model", ["Llama 3 8B", "Llama 3 70B TP 8", "gpt-oss", "Phi-2"])
+def test_builds_of_what_is_served_at_once_serve_every_batch(h200, model):
+    layers = MODELS[model].values()
+    whole = h200(builds.calls_of(layers, ("serve",)))
+    sizes = [(1, 1, 500), (1, 100, 9000), (1, 3000, 3000), (7, 7, 100_000), (100, 100, 4096)]
+    sizes += [(300, 300, 1000), (2, 20_000, 20_000), (40, 1000, 70_000), (8, 64, 16_384)]
+    for layer in layers:
+        calls = [builds.SampleCall(layer, "ragged", Sq, n, page=16, B=B) for B, Sq, n in sizes]
+        assert others(h200, whole, calls) == set()
 
 
 def test_planned_calls_are_made_in_other_threads():
@@ -178,7 +189,7 @@ def test_planned_calls_are_made_in_other_threads():
 
 def test_the_calls_of_a_life():
     calls = builds.calls_of([TINY])
-    assert {call.layout for call in calls} == {"dense", "packed", "paged"}
+    assert {call.layout for call in calls} == {"dense", "packed", "paged", "ragged"}
     assert {call.layout for call in calls if call.backward} == {"dense", "packed"}
     assert {call.Sq for call in calls if call.layout == "paged"} == {
         *(1, build_calls.DRAFT, build_calls.REST, build_calls.CHUNK, build_calls.PROMPT)
@@ -236,7 +247,12 @@ def test_a_warm_up_makes_every_call_in_this_process_and_in_others():
         ("Llama 9", {}, ValueError, "model takes one of Llama 3 8B"),
         (3, {}, TypeError, "model takes the name of a model"),
         ([], {}, TypeError, "model takes the name of a model"),
-        (TINY, {"works": ["play"]}, ValueError, "works takes prefill, packed, decode, training"),
+        (
+            TINY,
+            {"works": ["play"]},
+            ValueError,
+            "works takes prefill, packed, decode, serve, training",
+        ),
         (TINY, {"page": 0}, ValueError, "page takes at least 1, got 0"),
         (TINY, {"processes": 0}, ValueError, "processes takes at least 1, got 0"),
         (TINY, {"dtype": torch.int8}, TypeError, "dtype takes float16 or bfloat16"),

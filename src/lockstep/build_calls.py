@@ -13,8 +13,8 @@ from typing import Literal
 
 from lockstep.models import Layer
 
-Work = Literal["prefill", "packed", "decode", "training"]
-WORKS: tuple[Work, ...] = ("prefill", "packed", "decode", "training")
+Work = Literal["prefill", "packed", "decode", "serve", "training"]
+WORKS: tuple[Work, ...] = ("prefill", "packed", "decode", "serve", "training")
 # Lengths that stand for all: a prompt, packed prompts that are sorted by length, a chunk of a
 # prompt, what is left for a last chunk, a draft to verify, and a long and a short cache.
 PROMPT, PACKED, CHUNK, REST, DRAFT, LONG, SHORT = 1024, 8192, 256, 96, 4, 16384, 256
@@ -55,6 +55,9 @@ TEXTS, ODD_TEXTS, PACKED_TEXTS, WIDEST_OF_TEXTS = (64, 112), (80,), (64, 128), 1
 WIDE_TEXT, UNALIGNED_TEXT = 64, 192
 # Queries of which a last tile has few, and how many heads make them so many that it matters.
 MORE_THAN_A_TILE, HEADS_OF_GROUPS = 130, 512
+# Sequences, all their queries, and the keys of each, of what is served at once: few single tokens,
+# whose parts are folded in several ways or not at all, many, and a prompt among them.
+SERVED = ((1, 1, SHORT), (1, 1, LONG), (3, 3, LONG), (64, 64, LONG), (4, 8192, LONG))
 # Of calls on a CPU.
 LENGTH_ON_CPU = 512
 ANY = (1, 1 << 30)
@@ -63,10 +66,11 @@ ANY = (1, 1 << 30)
 @dataclass(frozen=True)
 class SampleCall:
     """One small call that has a kernel compiled. A `page` of 0 is no pages; of packed sequences, Sq
-    and Skv are the sums over B equal ones."""
+    and Skv are the sums over B equal ones, of ragged queries in pages Sq is, and the first sequence
+    has most of them."""
 
     layer: Layer
-    layout: Literal["dense", "packed", "paged"]
+    layout: Literal["dense", "packed", "paged", "ragged"]
     Sq: int
     Skv: int
     backward: bool = False
@@ -109,19 +113,24 @@ def _calls_of(layer: Layer, works: Sequence[str], page: int) -> Iterator[SampleC
         found += _groups(layer, packed=True)
     if "decode" in works:
         found += _decoded(layer, page)
+    if "serve" in works and layer.causal:
+        found += [SampleCall(layer, "ragged", Sq, n, page=page, B=B) for B, Sq, n in SERVED]
     queries = layer.lengths or ANY
     yield from (_within(call, queries, layer.keys or queries) for call in found)
 
 
 def _on_cpu(call: SampleCall) -> SampleCall:
     """A call with the same build for a CPU, which serves any length."""
-    has_few_queries = call.layout == "paged" or call.Sq == 1
+    has_few_queries = call.layout in ("paged", "ragged") or call.Sq == 1
     lengths = (1 if has_few_queries else LENGTH_ON_CPU, LENGTH_ON_CPU)
     return _within(replace(call, B=1), lengths, lengths)
 
 
 def _within(call: SampleCall, queries: tuple[int, int], keys: tuple[int, int]) -> SampleCall:
-    """The same call of sequences that are at least and at most as long as these."""
+    """The same call of sequences that are at least and at most as long as these; of several that
+    are served at once, queries are left as they are."""
+    if call.layout == "ragged" and call.B > 1:
+        return replace(call, Skv=min(max(call.Skv, keys[0]), keys[1]))
     n = call.B if call.layout == "packed" else 1
     Sq, Skv = call.Sq // n, call.Skv // n
     Sq, Skv = min(max(Sq, queries[0]), queries[1]), min(max(Skv, keys[0]), keys[1])

@@ -56,7 +56,8 @@ def warm_up(
             config.json, or one or more `lockstep.models.Layer`.
         works: What the model will do: "prefill", "packed" (prefill of packed sequences), "decode"
             (with chunked prefill and speculative decode, out of pages; one query where keys are
-            those of another sequence) and "training". An encoder does not decode.
+            those of another sequence), "serve" (prompts, chunks and single tokens in one call out
+            of pages, as serving engines make it) and "training". An encoder does not decode.
         dtype: float16, bfloat16, float32 or float64; None takes that of the config.json, or
             bfloat16.
         device: None takes the current CUDA device if there is one, else the CPU.
@@ -126,6 +127,16 @@ def run(call: SampleCall, dtype: torch.dtype, device: str) -> None:
         table = torch.arange(n_pages, dtype=torch.int32, device=device).repeat(call.B, 1)
         lens = torch.full((call.B,), call.Skv, dtype=torch.int32, device=device)
         out = api.attention_paged(q, k, v, table, lens, **options)
+    elif call.layout == "ragged":
+        q = zeros(call.Sq, layer.Hq, layer.D)
+        n_pages = -(-call.Skv // call.page)
+        k, v = (zeros(n_pages, call.page, layer.Hkv, n) for n in (layer.D, layer.value_dim))
+        table = torch.arange(n_pages, dtype=torch.int32, device=device).repeat(call.B, 1)
+        lens = torch.full((call.B,), call.Skv, dtype=torch.int32, device=device)
+        # All but the first have one query.
+        ends = torch.arange(call.B + 1, dtype=torch.int32, device=device)
+        ends[1:] += call.Sq - call.B
+        out = api.attention_varlen(q, k, v, ends, page_table=table, kv_lens=lens, **options)
     elif call.layout == "packed":
         q = zeros(call.Sq, layer.Hq, layer.D)
         k, v = (zeros(call.Skv, layer.Hkv, n) for n in (layer.D, layer.value_dim))

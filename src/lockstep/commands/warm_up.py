@@ -56,7 +56,7 @@ def warm_up(
     cross: Cross = False,
     dtype: Dtype = None,
     device: Device = None,
-    work: Work = "prefill,packed,decode,training",
+    work: Work = "prefill,packed,decode,serve,training",
     page: Page = 16,
     processes: Count = None,
     as_json: Json = False,
