@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from lockstep.kernels.hopper import decode
 from lockstep.kernels.hopper.common import requirements, sizes
 from lockstep.kernels.hopper.decode import launch, plan, producer, schedule
 from lockstep.kernels.hopper.decode.runs import Run
+from lockstep.kernels.hopper.forward.ragged_pages import has_long_sequences
 from lockstep.problem import AttentionProblem, Options, Tensors, describe
 
 PROCESSORS = 132
@@ -361,6 +363,20 @@ def test_results_lie_in_memory_as_the_queries_do():
 def test_what_it_refuses(monkeypatch, given, reason):
     monkeypatch.setattr(decode, "refusal_of_device", lambda problem: None)
     assert decode.supports(problem_of(**given)) == reason
+
+
+@pytest.mark.parametrize(("Hq", "least"), [(8, 385), (32, 128)])
+def test_neither_batch_nor_table_decides_what_runs_a_sequence_in_pages(monkeypatch, Hq, least):
+    monkeypatch.setattr(decode, "refusal_of_device", lambda problem: None)
+    monkeypatch.setattr(hopper, "refusal_of_device", lambda problem: None)
+    one = problem_of(B=1, Hq=Hq, Sq=least)
+    for B, Skv in ((1, 16), (300, 4096), (300, 1 << 17), (4000, 1 << 20)):
+        long, short = (replace(one, B=B, Sq=Sq, Skv=Skv) for Sq in (least, least - 1))
+        assert (decode.supports(long) is None, hopper.supports(long) is None) == (False, True)
+        assert (decode.supports(short) is None, hopper.supports(short) is None) == (True, False)
+        ragged = replace(one, layout="varlen_paged", B=B, Sq=B * least, Skv=Skv)
+        assert has_long_sequences(ragged)
+        assert decode.supports(ragged) is None
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from lockstep.kernels.hopper.common.requirements import (
     MAX_SOFTCAP,
     PAGE_ROWS,
     has_tiles_in_pages,
+    has_too_many_rows,
     least_queries_in_pages,
     refusal_of_device,
 )
@@ -86,7 +87,7 @@ def supports(problem: AttentionProblem) -> str | None:
         return "takes lengths and offsets of at least one sequence and one key"
     if problem.softcap is not None and problem.softcap > MAX_SOFTCAP:
         return f"takes a softcap up to {MAX_SOFTCAP}, got {problem.softcap}"
-    if problem.B * problem.Hq * max(problem.Sq, problem.Skv) > MAX_ROWS:
+    if has_too_many_rows(problem):
         return f"takes up to {MAX_ROWS} rows in all heads, got more"
     if problem.query_invariant:
         return refusal_of_kind(problem)

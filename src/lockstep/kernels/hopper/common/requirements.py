@@ -33,6 +33,15 @@ def least_queries_in_pages(problem: AttentionProblem) -> int:
     return max(TILE_ROWS, TILE_ROWS * (tiles - 1) + 1)
 
 
+def has_too_many_rows(problem: AttentionProblem) -> bool:
+    """Whether rows of a call are more than tensor maps reach. Keys in pages have places within
+    these, however many they are."""
+    if problem.is_paged:
+        sequences = 1 if problem.is_packed else problem.B
+        return sequences * problem.Hq * problem.Sq > MAX_ROWS
+    return problem.B * problem.Hq * max(problem.Sq, problem.Skv) > MAX_ROWS
+
+
 def has_tiles_in_pages(problem: AttentionProblem) -> bool:
     """Whether the forward has tiles of keys out of pages for such heads."""
     return columns(problem.D) == problem.D

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.hopper.common.requirements import (
-    MAX_ROWS,
     has_tiles_in_pages,
+    has_too_many_rows,
     least_queries_in_pages,
 )
 from lockstep.kernels.hopper.forward.idle_windows import without_idle_window
@@ -45,9 +45,8 @@ def has_long_sequences(problem: AttentionProblem) -> bool:
     """Whether a call may have sequences that are the forward's."""
     if problem.layout != "varlen_paged" or problem.query_invariant:
         return False
-    fits = problem.B * problem.Hq * max(problem.Sq, problem.Skv) <= MAX_ROWS
     is_long = problem.Sq >= least_queries_in_pages(problem)
-    return is_long and fits and has_tiles_in_pages(problem)
+    return is_long and has_tiles_in_pages(problem) and not has_too_many_rows(problem)
 
 
 def long_sequences(
