@@ -172,7 +172,7 @@ def test_keys_of_one_block_in_packed_sequences(mean, keys):
     assert not plan.has_one_block(problem)
 
 
-PAGES = {"layout": "paged", "page_size": 16, "n_pages": 9, "has_kv_lens": True, "Sq": 128}
+PAGES = {"layout": "paged", "page_size": 16, "n_pages": 9, "has_kv_lens": True, "Sq": 128, "Hq": 32}
 
 
 def refusal(monkeypatch, capability=(9, 0), **changes):
@@ -194,7 +194,8 @@ def refusal(monkeypatch, capability=(9, 0), **changes):
         ({"Dv": 264}, "Dv = 264"),
         ({"layout": "varlen_paged"}, "ragged queries in pages"),
         (PAGES | {"page_size": 24}, "multiples of 16 keys, got 24"),
-        (PAGES | {"Sq": 127}, "128 queries or more on pages"),
+        (PAGES | {"Sq": 127}, "128 queries or more of so many heads on pages"),
+        (PAGES | {"Hq": 8}, "385 queries or more of so many heads on pages"),
         (PAGES | {"D": 72}, "D in multiples of 16"),
         (PAGES | {"D": 208}, "or 256, got 208"),
         ({"layout": "varlen_paged", "query_invariant": True}, "ragged queries in pages"),

@@ -21,6 +21,7 @@ one_block/         and one for heads whose keys are one block
 kept_keys/         and one for wide heads with few keys, which stay in shared memory
 narrow_window/     and one for narrow windows of grouped heads
 aligned_rows.py    keys and values copied to rows that begin with a sector
+ragged_pages.py    long sequences of ragged queries in pages, in calls of decode
 idle_windows.py    windows that hide no key
 groups.py          which calls have tiles that the heads of a group share
 grouped_rows.py    rows of such tiles
