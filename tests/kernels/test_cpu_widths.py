@@ -32,7 +32,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 assert vectors.WIDTH == int(sys.argv[1])
 for Sq in (2, 63):
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
         q, k, v = (torch.randn(1, 2, n, 40).to(dtype) for n in (Sq, 300, 300))
         expected = scaled_dot_product_attention(q.double(), k.double(), v.double()).to(dtype)
         torch.testing.assert_close(lockstep.attention(q, k, v), expected)
@@ -41,7 +41,9 @@ for Sq in (2, 63):
 
 @pytest.mark.slow
 @pytest.mark.skipif(WIDTH != 16, reason="needs a processor with AVX-512")
-@pytest.mark.parametrize(("width", "missing"), [(8, "avx512"), (4, "avx512 avx2 fma")], ids=str)
+@pytest.mark.parametrize(
+    ("width", "missing"), [(8, "avx512"), (4, "avx512 avx2 fma f16c")], ids=str
+)
 def test_results(width, missing):
     environment = {**os.environ, "PYTHONPATH": str(Path(lockstep.__file__).parents[1])}
     environment.pop("LOCKSTEP_EMULATE_AMX", None)

@@ -14,8 +14,8 @@ Importing this package compiles nothing and does not import numba.
         rescore.py  the weights of a tile again               gradients.py  what they add up to
         pairs.py    bfloat16 for matrix units; narrow_pairs.py  the same sums for a few rows
     call/        a call's tensors as a record of addresses, and the threads that run it
-    compiler/    vector code from Python (simd.py, vectors.py), matrix units (matrix.py), LLVM,
-                 machine code on disk
+    compiler/    vector code from Python (simd.py, vectors.py, half.py), matrix units (matrix.py),
+                 LLVM, machine code on disk
 
 Two kernels come of it: `amx` multiplies bfloat16 with the matrix units of a processor that has them
 and `cpu` takes all else.

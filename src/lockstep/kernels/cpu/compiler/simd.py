@@ -20,6 +20,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from lockstep.kernels.cpu.compiler import half
 from lockstep.kernels.cpu.compiler.vectors import (
     F16,
     F32,
@@ -63,6 +64,7 @@ EXP_ROWS = 2 if WIDTH == 4 else 1
 # vectors of those rows, out of which LLVM would otherwise share one.
 ADDENDS = (ROUNDING, *EXP2_COEFFICIENTS)
 ADDENDS_NAME = "lockstep.addends"
+HAS_HALF = half.has_instructions()
 
 
 class Emit:
@@ -286,9 +288,11 @@ class Emit:
         """``width`` tensor elements of storage type ``kind``, widened."""
         if kind == F32:
             return self.load(address, offset, vector(width))
+        if kind == F16 and not HAS_HALF:
+            return half.widen(self, self.load(address, offset, vector(width, LLVM_I16)))
         if kind == F16:
-            half = self.load(address, offset, vector(width, LLVM_F16))
-            return self.ir.fpext(half, vector(width))
+            numbers = self.load(address, offset, vector(width, LLVM_F16))
+            return self.ir.fpext(numbers, vector(width))
         short = self.load(address, offset, vector(width, LLVM_I16))
         return self.float_of(self.ir.zext(short, vector(width, LLVM_I32)), 16)
 
@@ -299,6 +303,8 @@ class Emit:
         width = width_of(value)
         if kind == F32:
             self.store(value, address, offset)
+        elif kind == F16 and not HAS_HALF:
+            self.store(half.narrow(self, value), address, offset)
         elif kind == F16:
             self.store(self.ir.fptrunc(value, vector(width, LLVM_F16)), address, offset)
         else:
