@@ -57,10 +57,10 @@ def _machine() -> str:
     return "x86_64" if name == "amd64" else name
 
 
-def _prepare(problem: AttentionProblem, tensors: Tensors) -> Prepared:
+def _prepare(problem: AttentionProblem, tensors: Tensors, *, tiles: bool = False) -> Prepared:
     from lockstep.kernels.cpu.forward import prepare
 
-    return prepare(problem, tensors)
+    return prepare(problem, tensors, tiles=tiles)
 
 
 def _prepare_backward(
@@ -125,12 +125,6 @@ def supports(problem: AttentionProblem) -> str | None:
     return None
 
 
-def _prepare_with_tiles(problem: AttentionProblem, tensors: Tensors) -> Prepared:
-    from lockstep.kernels.cpu.forward import prepare
-
-    return prepare(problem, tensors, tiles=True)
-
-
 def _supports_with_tiles(problem: AttentionProblem) -> str | None:
     reason = supports(problem)
     if reason is not None:
@@ -146,7 +140,7 @@ def _supports_with_tiles(problem: AttentionProblem) -> str | None:
 AMX = Kernel(
     name="amx",
     supports=_supports_with_tiles,
-    prepare=_prepare_with_tiles,
+    prepare=partial(_prepare, tiles=True),
     prepare_backward=_prepare_backward,
     deterministic=True,
     batch_invariant=True,

@@ -261,38 +261,50 @@ def load_narrow(call, block, unit):
 
 
 @compiled
+def _multiply(call, block, n_rows, n):
+    """block.s [n_rows, SPAN] = c · q · kᵀ of n keys, by chains of CHAIN head dims."""
+    D, together = _dims_of_queries(call), _scored_together(n_rows)
+    c, s, table = f32(call.score_factor), block.s, block.k_rows
+    ahead = table + 8 * _rows_ahead(4 * D)
+    for d in range(0, D, CHAIN):
+        last = d + CHAIN >= D
+        to, by = (s, c if last else f32(1.0)) if d == 0 else (block.spare, f32(1.0))
+        q, dims = block.q + 4 * d, min(CHAIN, D - d)
+        if together == 1:
+            score_1(table, ahead, 4 * d, n, q, 4 * D, dims, to, by)
+        elif together == 4:
+            score_4(table, ahead, 4 * d, n, q, 4 * D, dims, to, by)
+        else:
+            score_8(table, ahead, 4 * d, n, q, 4 * D, dims, to, by)
+        if d > 0:
+            add_scaled(s, block.spare, n_rows * SPAN, c if last else f32(1.0))
+
+
+@compiled
+def _multiply_pairs(call, block, n_rows, n):
+    """The same with the sums of matrix units."""
+    D, together = _dims_of_queries(call), _scored_together(n_rows)
+    c, s, table = f32(call.score_factor), block.s, block.k_rows
+    ahead = table + 8 * _rows_ahead(2 * D)
+    if together == 1:
+        score_pairs_1(table, ahead, n, block.q, 4 * D, steps(call.D), s, c)
+    elif together == 4:
+        score_pairs_4(table, ahead, n, block.q, 4 * D, steps(call.D), s, c)
+    else:
+        score_pairs_8(table, ahead, n, block.q, 4 * D, steps(call.D), s, c)
+
+
+@compiled
 def _score_span(call, block, unit, first, n):
     """Finished scores of all rows into block.s [n_rows, SPAN].
 
     In a constant-time build, 1 if some key may be hidden from a row.
     """
-    D, whole, together = (
-        _dims_of_queries(call),
-        _keys_of_span(call, n),
-        _scored_together(unit.n_rows),
-    )
-    c, s, table = f32(call.score_factor), block.s, block.k_rows
-    ahead = table + 8 * _rows_ahead(2 * D if has_tiles(call) else 4 * D)
     if has_tiles(call):
-        n = whole
-        if together == 1:
-            score_pairs_1(table, ahead, whole, block.q, 4 * D, steps(call.D), s, c)
-        elif together == 4:
-            score_pairs_4(table, ahead, whole, block.q, 4 * D, steps(call.D), s, c)
-        else:
-            score_pairs_8(table, ahead, whole, block.q, 4 * D, steps(call.D), s, c)
-    for d in range(0, 0 if has_tiles(call) else D, CHAIN):
-        last = d + CHAIN >= D
-        to, by = (s, c if last else f32(1.0)) if d == 0 else (block.spare, f32(1.0))
-        q, dims = block.q + 4 * d, min(CHAIN, D - d)
-        if together == 1:
-            score_1(table, ahead, 4 * d, whole, q, 4 * D, dims, to, by)
-        elif together == 4:
-            score_4(table, ahead, 4 * d, whole, q, 4 * D, dims, to, by)
-        else:
-            score_8(table, ahead, 4 * d, whole, q, 4 * D, dims, to, by)
-        if d > 0:
-            add_scaled(s, block.spare, unit.n_rows * SPAN, c if last else f32(1.0))
+        n = _keys_of_span(call, n)
+        _multiply_pairs(call, block, unit.n_rows, n)
+    else:
+        _multiply(call, block, unit.n_rows, _keys_of_span(call, n))
     masked = 0
     for i in range(unit.n_rows):
         g, q_idx = split_row(call, unit.b, unit.first_row + i)
@@ -327,7 +339,7 @@ def attend_narrow(call, block, unit, span, parts, statistics):
     n = min(SPAN, of_sequence(call.kv_len, b) - first)
     pitch, keys = 4 * padded(call.Dv, WIDTH), n
     if has_tiles(call):
-        keys = padded(n, DEPTH)
+        keys = _keys_of_span(call, n)
     _rows_of_span(call, call.k, block, b, h, first, n, call.D, block.k_rows, block.k)
     masked = _score_span(call, block, unit, first, n)
     _rows_of_span(call, call.v, block, b, h, first, n, call.Dv, block.v_rows, block.v)

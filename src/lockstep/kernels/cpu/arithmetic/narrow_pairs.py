@@ -10,7 +10,14 @@ from llvmlite import ir
 from numba.core import types
 
 from lockstep.kernels.cpu.arithmetic.narrow_rows import S_PITCH
-from lockstep.kernels.cpu.arithmetic.pairs import PAIRS, every, is_special, none_of, shorts
+from lockstep.kernels.cpu.arithmetic.pairs import (
+    PAIRS,
+    every,
+    is_special,
+    none_of,
+    rounded,
+    shorts,
+)
 from lockstep.kernels.cpu.arithmetic.tiles import VECTOR, is_marked
 from lockstep.kernels.cpu.compiler import scalar
 from lockstep.kernels.cpu.compiler.compile import compiled
@@ -18,8 +25,11 @@ from lockstep.kernels.cpu.compiler.matrix import (
     DEPTH,
     TILE,
     TILE_BYTES,
+    UPPER,
+    begin_chains,
     flushing,
     halves,
+    joined,
     tile_emitter,
 )
 from lockstep.kernels.cpu.compiler.simd import Emit
@@ -36,15 +46,6 @@ from lockstep.kernels.cpu.compiler.vectors import (
 
 # Vectors of head dims that are summed together: for one row, and for several.
 ONE_ROW, SEVERAL_ROWS = (4, 1), (2, 1)
-
-
-def _chains(e: Emit, n: int):
-    return [[e.variable(e.constant(0.0)) for _ in range(2)] for _ in range(n)]
-
-
-def _joined(e: Emit, total: ir.Value, chains) -> ir.Value:
-    even, odd = (chain.get() for chain in chains)
-    return e.ir.fadd(total, e.ir.fadd(even, odd))
 
 
 def _score(rows: int):
@@ -66,7 +67,7 @@ def _score(rows: int):
         keys = [e.ir.add(e.load(table, 8 * i, LLVM_I64), at) for i in range(WIDTH)]
         for i in range(WIDTH):
             e.prefetch(e.ir.add(e.load(ahead, 8 * i, LLVM_I64), at))
-        chains = _chains(e, len(queries))
+        chains = begin_chains(e, len(queries))
         factors = [e.ir.add(query, e.ir.add(at, at)) for query in queries]
         for i, pairs in enumerate(e.transpose([e.load(key, 0, PAIRS) for key in keys])):
             for place, column in enumerate(halves(e, pairs)):
@@ -74,7 +75,7 @@ def _score(rows: int):
                     q = e.splat(e.load(factor, 8 * i + 4 * place, LLVM_F32))
                     chain[place].set(e.fma(column, q, chain[place].get()))
         for total, pair in zip(totals, chains, strict=True):
-            total.set(_joined(e, total.get(), pair))
+            total.set(joined(e, total.get(), pair))
 
     return score
 
@@ -90,8 +91,7 @@ def round_row(e: Emit, p, n):
     """p [n] = the bfloat16 nearest to each, as `pairs` rounds weights; n is a multiple of WIDTH."""
     with e.loop(e.ir.sdiv(n, e.integer(WIDTH))) as i:
         at = e.offset(p, i, VECTOR)
-        bits = e.ir.add(e.load(at, 0, PAIRS), every(PAIRS, 0x8000))
-        e.store(e.ir.and_(bits, every(PAIRS, -0x10000)), at)
+        e.store(e.ir.and_(rounded(e, e.load(at)), every(PAIRS, UPPER)), at)
 
 
 def _accumulate(rows: int, sizes: tuple[int, ...], clean: bool = False):
@@ -110,11 +110,11 @@ def _accumulate(rows: int, sizes: tuple[int, ...], clean: bool = False):
                 times = e.ir.sdiv(left, e.integer(vectors))
                 left = e.ir.sub(left, e.ir.mul(times, e.integer(vectors)))
                 with e.loop(times):
-                    chains = _chains(e, rows * vectors)
+                    chains = begin_chains(e, rows * vectors)
                     add_keys(e, chains, vectors, here, near, at.get(), weights, found)
                     for i, pair in enumerate(chains):
                         to = e.ir.add(lines[i // vectors], at.get())
-                        total = _joined(e, e.load(to, VECTOR * (i % vectors)), pair)
+                        total = joined(e, e.load(to, VECTOR * (i % vectors)), pair)
                         e.store(total, to, VECTOR * (i % vectors))
                     at.set(e.ir.add(at.get(), e.integer(VECTOR * vectors)))
         return none_of(e, found.get())

@@ -29,7 +29,14 @@ from lockstep.kernels.cpu.arithmetic.tiles import (
 )
 from lockstep.kernels.cpu.compiler import scalar
 from lockstep.kernels.cpu.compiler.compile import compiled
-from lockstep.kernels.cpu.compiler.matrix import DEPTH, TILE, TILE_BYTES, halves, tile_emitter
+from lockstep.kernels.cpu.compiler.matrix import (
+    DEPTH,
+    TILE,
+    TILE_BYTES,
+    UPPER,
+    halves,
+    tile_emitter,
+)
 from lockstep.kernels.cpu.compiler.simd import Emit
 from lockstep.kernels.cpu.compiler.vectors import (
     F32,
@@ -130,16 +137,26 @@ def clean(e: Emit, address, n):
         e.store(e.ir.select(is_special(e, numbers), every(SHORTS, 0), numbers), at)
 
 
+def rounded(e: Emit, weights: ir.Value) -> ir.Value:
+    """Bits whose upper halves are the bfloat16 nearest to weights, the larger of two; a mark
+    stays."""
+    return e.ir.add(e.ir.bitcast(weights, PAIRS), every(PAIRS, 0x8000))
+
+
+def _paired(e: Emit, low: ir.Value, high: ir.Value) -> ir.Value:
+    """Pairs of the upper halves of two vectors."""
+    below = e.ir.lshr(low, every(PAIRS, 16))
+    return e.ir.or_(below, e.ir.and_(high, every(PAIRS, UPPER)))
+
+
 @tile_emitter(i64, i64, f32)
 def _scale_pairs(e: Emit, address, n, c):
     """n vectors of pairs times a power of two."""
     with e.loop(n) as i:
         at = e.offset(address, i, VECTOR)
-        low, high = (e.ir.fmul(x, e.splat(c)) for x in halves(e, e.load(at, 0, PAIRS)))
-        below = e.ir.lshr(e.ir.bitcast(low, PAIRS), every(PAIRS, 16))
-        # A subnormal number has more bits than these; it counts as zero.
-        above = e.ir.and_(e.ir.bitcast(high, PAIRS), every(PAIRS, -0x10000))
-        e.store(e.ir.or_(below, above), at)
+        scaled = (e.ir.fmul(x, e.splat(c)) for x in halves(e, e.load(at, 0, PAIRS)))
+        # A subnormal number has more bits than are kept; it counts as zero.
+        e.store(_paired(e, *(e.ir.bitcast(x, PAIRS) for x in scaled)), at)
 
 
 @tile_emitter(i64, i64, i64)
@@ -164,18 +181,9 @@ def load_pairs(table, D, dst, steps, c):
     fill(dst + done * ROW, (TILE * steps - done) * LANES, f32(0.0))
 
 
-@tile_emitter(i64, i64, f32)
-def scale_rows(e: Emit, s, n, c):
-    """s [n, LANES] *= c."""
-    factor = e.splat(c)
-    with e.loop(e.ir.mul(n, e.integer(NV))) as i:
-        at = e.offset(s, i, VECTOR)
-        e.store(e.ir.fmul(e.load(at), factor), at)
-
-
 @tile_emitter(i64, i64, f32, i64)
 def scale_and_max_rows(e: Emit, s, n, c, m):
-    """The same, and m [LANES] = max(m, s)."""
+    """s [n, LANES] *= c, and m [LANES] = max(m, s)."""
     factor = e.splat(c)
     largest = [e.variable(e.load(m, VECTOR * j)) for j in range(NV)]
     with e.loop(n) as i:
@@ -209,21 +217,13 @@ def _exp_pairs(mark: bool):
                 for j in range(NV):
                     low, high = weights[j], weights[NV + j]
                     part[j] = e.ir.fadd(e.ir.fadd(part[j], low), high)
-                    e.store(_rounded(e, low, high), to, VECTOR * j)
+                    e.store(_paired(e, rounded(e, low), rounded(e, high)), to, VECTOR * j)
             for j in range(NV):
                 total[j].set(e.ir.fadd(total[j].get(), part[j]))
         for j in range(NV):
             e.store(e.ir.fadd(e.load(l, VECTOR * j), total[j].get()), l, VECTOR * j)
 
     return exponentials
-
-
-def _rounded(e: Emit, low: ir.Value, high: ir.Value) -> ir.Value:
-    """Pairs of weights, each the nearest bfloat16, the larger of two; a mark stays."""
-    half = every(PAIRS, 0x8000)
-    below, above = (e.ir.add(e.ir.bitcast(x, PAIRS), half) for x in (low, high))
-    below = e.ir.lshr(below, every(PAIRS, 16))
-    return e.ir.or_(below, e.ir.and_(above, every(PAIRS, -0x10000)))
 
 
 # pairs = e^(s − m), l [LANES] += Σ e^(s − m); s [n, LANES] from a multiple of BUNCH on, n one, too.

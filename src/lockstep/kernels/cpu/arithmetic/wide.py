@@ -13,7 +13,6 @@ from lockstep.kernels.cpu.arithmetic.pairs import (
     exp_and_mark_pairs,
     exp_pairs,
     scale_and_max_rows,
-    scale_rows,
 )
 from lockstep.kernels.cpu.arithmetic.tiles import (
     BUNCH,
@@ -27,6 +26,7 @@ from lockstep.kernels.cpu.arithmetic.tiles import (
     exp_rows,
     mask_rows,
     max_rows,
+    scale_vectors,
     score_tile,
     score_tiles_max,
     softcap_rows,
@@ -109,7 +109,7 @@ def tile_scores(call, block, b, t, first, begin, end, bounds, scores, slopes):
             continue
         next_kv += MR
         if has_tiles(call):
-            scale_rows(s, MR, factor)
+            scale_vectors(s, MR * LANES, factor)
         else:
             multiply_tile(k_panel, q_t, s, call.D, factor, block.part)
         if capped:

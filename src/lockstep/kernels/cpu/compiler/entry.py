@@ -68,11 +68,11 @@ define void @"{name}"(i64 %arguments) {{
   ret void
 }}
 """
-_ARM_MODES, _X86_MODES = (0, 1 << 24), (0x1F80, 0x1F80 | 1 << 15 | 1 << 6)
+_ARM_MODES, X86_MODES = (0, 1 << 24), (0x1F80, 0x1F80 | 1 << 15 | 1 << 6)
 _ENTRIES = {
     "aarch64": (_ARM, _ARM_MODES),
     "arm64": (_ARM, _ARM_MODES),
-    "x86_64": (_X86, _X86_MODES),
+    "x86_64": (_X86, X86_MODES),
 }
 
 

@@ -25,6 +25,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import cgutils, types
 
+from lockstep.kernels.cpu.compiler.entry import X86_MODES
 from lockstep.kernels.cpu.compiler.simd import Emit, Variable, emitter
 from lockstep.kernels.cpu.compiler.vectors import (
     LANES,
@@ -44,8 +45,8 @@ FEATURES = ("amx-tile", "amx-bf16")
 # Linux saves tiles for processes that have asked for it alone: `arch_prctl` of x86_64, what asks
 # (ARCH_REQ_XCOMP_PERM), and the name of their data among the processor's states.
 ARCH_PRCTL, ASK, TILE_DATA = 158, 0x1023, 18
-# MXCSR as it is by default, with subnormal results and arguments flushed.
-FLUSHING = 0x1F80 | 1 << 15 | 1 << 6
+# The bits of the upper one of two numbers.
+UPPER = -0x10000
 # Tiles 0 … NV − 1 are sums, one more has rows, and NV more have columns.
 ROWS_TILE, COLUMNS = NV, NV + 1
 
@@ -97,20 +98,30 @@ def _multiply_by_tiles(e: Emit, rows, pitch, columns, sums, steps) -> None:
         _call(e, "tilestored64", j, e.pointer(sums, TILE_BYTES * j), e.integer(ROW))
 
 
+def begin_chains(e: Emit, n: int) -> list[list[Variable]]:
+    """The two chains of n vectors of sums: of even places, and of odd ones."""
+    return [[e.variable(e.constant(0.0)) for _ in range(2)] for _ in range(n)]
+
+
+def joined(e: Emit, total: ir.Value, chains: list[Variable]) -> ir.Value:
+    """A sum with its two chains, which have DEPTH products between them."""
+    even, odd = (chain.get() for chain in chains)
+    return e.ir.fadd(total, e.ir.fadd(even, odd))
+
+
 def halves(e: Emit, pairs: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The numbers at even places and those at odd ones, as float32."""
     integers = pairs.type
-    high = ir.Constant(integers, [-0x10000] * integers.count)
+    high = ir.Constant(integers, [UPPER] * integers.count)
     return e.float_of(pairs, 16), e.ir.bitcast(e.ir.and_(pairs, high), vector(integers.count))
 
 
 def _emulate(e: Emit, rows, pitch, columns, sums, steps) -> None:
-    zero = e.constant(0.0)
     with e.loop(e.integer(TILE)) as i:
-        totals = [e.variable(zero) for _ in range(NV)]
+        totals = [e.variable(e.constant(0.0)) for _ in range(NV)]
         row = e.offset(rows, i, pitch)
         with e.loop(steps) as step:
-            chains = [[e.variable(zero) for _ in range(2)] for _ in range(NV)]
+            chains = begin_chains(e, NV)
             with e.loop(e.integer(TILE)) as k:
                 place = e.ir.add(e.ir.mul(step, e.integer(TILE)), k)
                 left = e.splat(e.load(e.offset(row, place, 4), 0, LLVM_I32))
@@ -118,8 +129,8 @@ def _emulate(e: Emit, rows, pitch, columns, sums, steps) -> None:
                 for j in range(NV):
                     right = e.load(column, TILE_BYTES * j, vector(WIDTH, LLVM_I32))
                     _extend(e, chains[j], left, right)
-            for total, (even, odd) in zip(totals, chains, strict=True):
-                total.set(e.ir.fadd(total.get(), e.ir.fadd(even.get(), odd.get())))
+            for total, pair in zip(totals, chains, strict=True):
+                total.set(joined(e, total.get(), pair))
         for j, total in enumerate(totals):
             e.store(total.get(), e.offset(sums, i, ROW), TILE_BYTES * j)
 
@@ -133,12 +144,9 @@ def _extend(e: Emit, chains: list[Variable], left: ir.Value, right: ir.Value) ->
 def flushing(e: Emit) -> Iterator[None]:
     """Here subnormal numbers count as zero, as they do for the units. What is inside has to load
     what it computes with, and to store what it computes, in a loop: other instructions may move."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        yield
-        return
     signature = ir.FunctionType(ir.VoidType(), [LLVM_PTR])
     before, needed = (cgutils.alloca_once(e.ir, LLVM_I32) for _ in range(2))
-    e.ir.store(ir.Constant(LLVM_I32, FLUSHING), needed)
+    e.ir.store(ir.Constant(LLVM_I32, X86_MODES[True]), needed)
     e.intrinsic("x86.sse.stmxcsr", signature, [before])
     e.intrinsic("x86.sse.ldmxcsr", signature, [needed])
     yield
