@@ -35,32 +35,25 @@ COLUMNS = ("decode for all", "as it is", "without its decode", "without its forw
 
 
 def _case(
-    chunks: tuple[int, ...], decodes: int, keys: int, Hq: int = 32, Hkv: int = 8
+    chunk: int, chunks: int, decodes: int, keys: int, Hq: int = 32, Hkv: int = 8
 ) -> DrawnCase:
-    equal = len(set(chunks)) == 1 and len(chunks) > 1
-    work = (
-        [f"{len(chunks)} × {chunks[0]} queries" if equal else f"{chunks[0]} queries"]
-        if chunks
-        else []
-    )
-    work += [f"{decodes} single ones"] if decodes else []
-    own = Layer(Hq, Hkv, 128, causal=True)
-    B = len(chunks) + decodes
-    shown = " beside ".join(work)
-    return DrawnCase("serve", "", "", shown, B, 1, keys, 16, True, False, chunks, own=own)
+    many = f"{chunks} × " * (chunks > 1)
+    work = [f"{many}{chunk} queries"] * (chunks > 0) + [f"{decodes} single ones"] * (decodes > 0)
+    shape = {"packed": True, "chunks": (chunk,) * chunks, "own": Layer(Hq, Hkv, 128, causal=True)}
+    return DrawnCase("serve", "", "", " beside ".join(work), chunks + decodes, 1, keys, 16, **shape)
 
 
 CASES = (
-    _case((2048,), 0, 8192),
-    _case((512,), 0, 8192),
-    _case((4096,), 0, 4096),
-    _case((500,) * 8, 0, 500),
-    _case((128,) * 16, 0, 4096),
-    _case((1024,), 63, 4096),
-    _case((), 256, 1000),
-    _case((2048,), 0, 32768, 8, 1),
-    _case((512,), 0, 32768, 8, 1),
-    _case((256,), 0, 100_000, 8, 1),
+    _case(2048, 1, 0, 8192),
+    _case(512, 1, 0, 8192),
+    _case(4096, 1, 0, 4096),
+    _case(500, 8, 0, 500),
+    _case(128, 16, 0, 4096),
+    _case(1024, 1, 63, 4096),
+    _case(0, 0, 256, 1000),
+    _case(2048, 1, 0, 32768, 8, 1),
+    _case(512, 1, 0, 32768, 8, 1),
+    _case(256, 1, 0, 100_000, 8, 1),
 )
 
 

@@ -119,20 +119,17 @@ def run(call: SampleCall, dtype: torch.dtype, device: str) -> None:
 
     if layer.sinks:
         options["sinks"] = zeros(layer.Hq)
-    if call.layout == "paged":
+    if call.layout in ("paged", "ragged"):
         n_pages = -(-call.Skv // call.page)
-        q = zeros(call.B, layer.Hq, call.Sq, layer.D)
         k, v = (zeros(n_pages, call.page, layer.Hkv, n) for n in (layer.D, layer.value_dim))
         # All sequences share their pages.
         table = torch.arange(n_pages, dtype=torch.int32, device=device).repeat(call.B, 1)
         lens = torch.full((call.B,), call.Skv, dtype=torch.int32, device=device)
+    if call.layout == "paged":
+        q = zeros(call.B, layer.Hq, call.Sq, layer.D)
         out = api.attention_paged(q, k, v, table, lens, **options)
     elif call.layout == "ragged":
         q = zeros(call.Sq, layer.Hq, layer.D)
-        n_pages = -(-call.Skv // call.page)
-        k, v = (zeros(n_pages, call.page, layer.Hkv, n) for n in (layer.D, layer.value_dim))
-        table = torch.arange(n_pages, dtype=torch.int32, device=device).repeat(call.B, 1)
-        lens = torch.full((call.B,), call.Skv, dtype=torch.int32, device=device)
         # All but the first have one query.
         ends = torch.arange(call.B + 1, dtype=torch.int32, device=device)
         ends[1:] += call.Sq - call.B

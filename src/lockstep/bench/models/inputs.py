@@ -53,10 +53,13 @@ def make(case: Case, device: str = "cuda") -> Inputs:
     layer = case.shape
     D, Dv = layer.D, layer.value_dim
     sinks = _normal(layer.Hq, device=device) if layer.sinks else None
-    if case.packed and case.page:
-        return _make_served(case, sinks, device)
     if case.packed:
-        offsets = torch.tensor([0, *accumulate(case.kv_lens)], dtype=torch.int32, device=device)
+        offsets = torch.tensor([0, *accumulate(case.q_lens)], dtype=torch.int32, device=device)
+    if case.packed and case.page:
+        q, dout = (_normal(sum(case.q_lens), layer.Hq, n, device=device) for n in (D, Dv))
+        tensors = _with_cache(case, q, device)
+        return Inputs(case, tensors._replace(sinks=sinks, cu_seqlens_q=offsets), dout)
+    if case.packed:
         T = sum(case.kv_lens)
         q, k = (_normal(T, H, D, device=device) for H in (layer.Hq, layer.Hkv))
         v = _normal(T, layer.Hkv, Dv, device=device)
@@ -66,26 +69,17 @@ def make(case: Case, device: str = "cuda") -> Inputs:
     if not case.page:
         k, v = (_heads_of(case.B, case.keys, layer.Hkv, n, device) for n in (D, Dv))
         return Inputs(case, Tensors(q, k, v, sinks=sinks), dout)
-    page_table, n_pages = _pages(case, device)
-    k, v = (_normal(n_pages, case.page, layer.Hkv, n, device=device) for n in (D, Dv))
-    kv_lens = torch.tensor(case.kv_lens, dtype=torch.int32, device=device)
-    return Inputs(case, Tensors(q, k, v, sinks=sinks, kv_lens=kv_lens, page_table=page_table), dout)
+    return Inputs(case, _with_cache(case, q, device)._replace(sinks=sinks), dout)
 
 
-def _make_served(case: Case, sinks: Tensor | None, device: str) -> Inputs:
-    """Ragged queries, and a cache in pages."""
+def _with_cache(case: Case, q: Tensor, device: str) -> Tensors:
+    """Queries, and keys and values in pages."""
     layer = case.shape
-    q, dout = (
-        _normal(sum(case.q_lens), layer.Hq, n, device=device) for n in (layer.D, layer.value_dim)
-    )
     page_table, n_pages = _pages(case, device)
-    k, v = (
-        _normal(n_pages, case.page, layer.Hkv, n, device=device) for n in (layer.D, layer.value_dim)
-    )
-    offsets = torch.tensor([0, *accumulate(case.q_lens)], dtype=torch.int32, device=device)
+    sizes = (n_pages, case.page, layer.Hkv)
+    k, v = (_normal(*sizes, n, device=device) for n in (layer.D, layer.value_dim))
     kv_lens = torch.tensor(case.kv_lens, dtype=torch.int32, device=device)
-    more = {"kv_lens": kv_lens, "cu_seqlens_q": offsets, "page_table": page_table}
-    return Inputs(case, Tensors(q, k, v, sinks=sinks, **more), dout)
+    return Tensors(q, k, v, kv_lens=kv_lens, page_table=page_table)
 
 
 def _pages(case: Case, device: str) -> tuple[Tensor, int]:
