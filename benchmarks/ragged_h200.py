@@ -29,7 +29,7 @@ from lockstep.problem import describe
 
 ROUNDS = 5
 # What runs the sequences that are not long, and what runs those that are; both after a list.
-LIST = ("list_tiles", "list_and_sort")
+LIST = ("list_tiles",)
 SHORT, LONG = ("decode_kernel", "fold_slots"), ("forward_kernel",)
 COLUMNS = ("decode for all", "as it is", "without its decode", "without its forward", "FA3")
 

@@ -2,35 +2,63 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
+from bad_metadata import clean
 from triton_device import DEVICE, needs_triton
 
 from lockstep.kernels.hopper.common.sizes import ROWS
 from lockstep.kernels.hopper.decode import plan
+from lockstep.kernels.hopper.decode.folding.fold_plan import MOST_SLOTS
 from lockstep.kernels.hopper.decode.span_rule import least_of, spans_of
-from lockstep.kernels.hopper.decode.tiles import FIELDS, list_tiles
+from lockstep.kernels.hopper.decode.tiles import FIELDS, MANY, SPANS, list_tiles
+from lockstep.kernels.hopper.forward.scheduling.sequence_order import HEAD, NUMBERS
 
 pytestmark = needs_triton
-Skv, Hkv = 9000, 8
+Skv, Hkv, BLOCK_Q = 9000, 8, 128
 # With so many, tall tiles have longer spans.
 KEYS_PER_ROW = plan.WIDE_KEYS_PER_ROW
 
 
 def tiles_of(offsets: list[int], kv_lens: list[int], T: int, group: int = 4) -> list[list[int]]:
-    n = T * group // ROWS + len(kv_lens) + 1
-    tiles = torch.full((n, FIELDS), -9, dtype=torch.int32, device=DEVICE)
+    return tiles_and_order(offsets, kv_lens, T, group)[0]
+
+
+def tiles_and_order(
+    offsets: list[int],
+    kv_lens: list[int],
+    T: int,
+    group: int = 4,
+    least_queries: int | None = None,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The tiles of decode, and what stands at each place of the forward, if it has long
+    sequences."""
+    B, n = len(kv_lens), T * group // ROWS + len(kv_lens) + 1
+    table = torch.full((1 + n, FIELDS), -9, dtype=torch.int32, device=DEVICE)
     given = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (offsets, kv_lens)]
-    slots = torch.full((n * Hkv, 3), 5, dtype=torch.int32, device=DEVICE)
-    sizes = (len(kv_lens), T, Skv, Hkv, n * Hkv - 1)
-    constants = {"GROUP": group, "ROWS": ROWS, "KEYS_PER_ROW": KEYS_PER_ROW}
-    list_tiles[(n,)](*given, tiles, slots, *sizes, **constants)
-    assert slots[:, 0].tolist() == [-1] * (n * Hkv - 1) + [5]
-    # What there is of it: a tile that is not needed has no spans.
-    return [x for x in tiles.tolist() if x[2] > 0]
+    n_slots = min(n * Hkv, MOST_SLOTS) - 1
+    slots = torch.full((n_slots + 1, 3), 5, dtype=torch.int32, device=DEVICE)
+    order = torch.full((2 + NUMBERS * (B + 1),), -7, dtype=torch.int32, device=DEVICE)
+    sizes = (B, T, Skv, Hkv, n, n_slots, least_queries or T + 1, BLOCK_Q)
+    constants = {"GROUP": group, "ROWS": ROWS, "KEYS_PER_ROW": KEYS_PER_ROW, "EARLY": False}
+    constants["SORTS"] = least_queries is not None
+    list_tiles[(B + 1,)](*given, table, slots, order, *sizes, **constants)
+    assert slots[:, 0].tolist() == [-1] * n_slots + [5]
+    count, tiles = int(table[0, 0]), table[1:].tolist()
+    assert [x[SPANS] for x in tiles[count:MANY]] == [0] * (min(n, MANY) - count)
+    assert all(-9 not in x for x in tiles[:count])
+    assert order[-1] == -7
+    if least_queries is None:
+        assert set(order.tolist()) == {-7}
+        return tiles[:count], []
+    assert order[0] == 0
+    before, bounds = order[HEAD : HEAD + B + 1], order[HEAD + B + 1 : -1].view(B + 1, 4)
+    return tiles[:count], torch.cat([before[:, None], bounds], 1).tolist()
 
 
 def expected(kv_len: int, n_q: int, b: int, tile: int, start: int, group: int = 4) -> list[int]:
@@ -56,3 +84,40 @@ def test_wrong_numbers_have_no_keys_and_every_row_has_a_tile():
     ]  # fmt: skip
     found = tiles_of([0, 50, 10], [100, 200], T=20)
     assert [(x[0], x[8], x[8] + x[1]) for x in found] == [(-1, 0, 10), (-1, 10, 20)]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("B", [1, 7, 140, 300])
+def test_long_sequences_are_the_forward_s_and_all_others_have_tiles(B, wrong):
+    draws = random.Random(B)
+    q_lens = [draws.choice((0, 1, 127, 128, 500)) for _ in range(B)]
+    kv_lens = [draws.choice((-3, 0, 77, 900, 9001)) for _ in range(B)]
+    offsets = [sum(q_lens[:b]) for b in range(B + 1)]
+    T = offsets[-1] + 400  # rows of no sequence, which are not the forward's
+    given, right = list(offsets), [True] * (B + 1)
+    if wrong:
+        given[B // 2 + 1] = T + 1
+        offsets, right = clean(given, T)
+    found, places = tiles_and_order(given, kv_lens, T, 8, least_queries=128)
+
+    ends = [*offsets[1:], T]
+    n_q = [end - start for start, end in zip(offsets, ends, strict=True)]
+    keys = [n if 0 <= n <= Skv else -1 for n in kv_lens]
+    keys = [*(n if right[b] and right[b + 1] else -1 for b, n in enumerate(keys)), -1]
+    is_long = [n >= 128 and b < B for b, n in enumerate(n_q)]
+    assert found == [
+        expected(keys[b], n_q[b], b, tile, offsets[b], 8)
+        for b in range(B + 1) if not is_long[b] for tile in range(-(-n_q[b] * 8 // ROWS))
+    ]  # fmt: skip
+
+    long = [b for b in range(B) if is_long[b]]
+    # By wrong offsets, in the order of the batch.
+    tiles = 0
+    for place, b in enumerate(long if wrong else sorted(long, key=lambda b: -keys[b])):
+        assert places[place] == [tiles, offsets[b], n_q[b], b, keys[b]]
+        tiles += -(-n_q[b] // BLOCK_Q)
+    rest = places[len(long) :]
+    assert all(x[1:] == [0, 0, 0, 0] for x in rest)
+    # The first place is looked at even if it is none.
+    assert all(x[0] > tiles for x in rest[not long :])
+    assert long or rest[0][0] == 0

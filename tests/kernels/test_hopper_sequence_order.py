@@ -7,8 +7,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from bad_metadata import clean, spoil_offsets
 from triton_device import DEVICE, needs_triton
 
@@ -17,7 +15,6 @@ from lockstep.kernels.hopper.forward.scheduling.sequence_order import (
     NUMBERS,
     OTHERS,
     SEQUENCES,
-    sort_sequences,
     sort_sequences_kernel,
 )
 
@@ -90,46 +87,3 @@ def test_order_by_wrong_offsets(seed):
     lens[1] = [n if is_good else -1 for n, is_good in zip(lens[1], good, strict=True)]
     found = sort(offsets, T, torch.int64, 100)
     assert found == places([q, k], lens, list(range(B + 1)), 100)
-
-
-@triton.jit
-def sort_in_pages(cu_q_ptr, kv_lens_ptr, order_ptr, B, Tq, Skv, least_queries):
-    sort_sequences(
-        tl.program_id(0), cu_q_ptr, kv_lens_ptr, order_ptr, B, Tq, Skv, 128, 1, 0, least_queries,
-        True, 32, 128,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("wrong", [False, True])
-@pytest.mark.parametrize("B", [1, 7, 140])
-def test_of_sequences_in_pages_the_long_ones_alone_have_tiles(B, wrong):
-    draws = random.Random(B)
-    q_lens = [draws.choice((0, 1, 127, 128, 500)) for _ in range(B)]
-    kv_lens = [draws.choice((-3, 0, 77, 900, 1001)) for _ in range(B)]
-    starts = [sum(q_lens[:b]) for b in range(B + 1)]
-    Tq = starts[-1] + 400  # rows of no sequence, which are not the forward's
-    offsets, right = list(starts), [True] * (B + 1)
-    if wrong:
-        offsets[B // 2 + 1] = Tq + 1
-        offsets, right = clean(offsets, Tq)
-    given = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (offsets, kv_lens)]
-    if wrong:
-        given[0][B // 2 + 1] = Tq + 1
-    order = torch.full((2 + NUMBERS * (B + 1),), -7, dtype=torch.int32, device=DEVICE)
-    sort_in_pages[(-(-(B + 1) // SEQUENCES),)](*given, order, B, Tq, 1000, 128)
-    keys = [n if 0 <= n <= 1000 else -1 for n in kv_lens]
-    if wrong:
-        keys = [n if right[b] and right[b + 1] else -1 for b, n in enumerate(keys)]
-        places = range(B + 1)
-    else:
-        places = [*sorted(range(B), key=lambda b: -keys[b]), B]
-        # Stable, the rows of no sequence last, and with them sequences whose length is wrong.
-    expected, tiles = [], 0
-    for b in places:
-        n = offsets[b + 1] - offsets[b] if b < B else 0
-        n = n if n >= 128 else 0
-        expected.append([tiles, offsets[b], n, b, keys[b] if b < B else -1])
-        tiles += -(-n // 128)
-    before, bounds = order[HEAD : HEAD + B + 1], order[HEAD + B + 1 : -1].view(B + 1, 4)
-    assert order[[0, -1]].tolist() == [0, -7]
-    assert torch.cat([before[:, None], bounds], 1).tolist() == expected

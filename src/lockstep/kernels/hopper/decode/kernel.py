@@ -26,7 +26,7 @@ from lockstep.kernels.hopper.decode.producer import Cache, Tiles, produce
 from lockstep.kernels.hopper.decode.queries import Queries
 from lockstep.kernels.hopper.decode.rows import Rows
 from lockstep.kernels.hopper.decode.runs import RunQueue
-from lockstep.kernels.hopper.decode.schedule import Sizes
+from lockstep.kernels.hopper.decode.schedule import FIELDS, MANY, Sizes
 from lockstep.kernels.hopper.decode.spans.consumer import consume_spans
 from lockstep.kernels.hopper.decode.spans.first_keys import FirstKeys
 from lockstep.kernels.launch import unspecialized
@@ -52,9 +52,15 @@ def sizes_of_call(
     PACKED: gl.constexpr, BLOCK_KV: gl.constexpr,
 ):  # fmt: skip
     """Sizes and masks, of the arguments of a call."""
+    kv_lens_ptr = pointers.kv_lens_ptr
+    n_tiles = n.B
+    if PACKED:
+        kv_lens_ptr += FIELDS
+        if n_tiles > MANY:
+            n_tiles = gl.load(pointers.kv_lens_ptr)
     return Sizes(
-        (pointers.kv_lens_ptr, pointers.kv_starts_ptr),
-        (n.B, n.heads, n.Sq, n.Skv, n.left, n.right, n.wanted, n.least, n.least_of_short,
+        (kv_lens_ptr, pointers.kv_starts_ptr),
+        (n_tiles, n.heads, n.Sq, n.Skv, n.left, n.right, n.wanted, n.least, n.least_of_short,
          n.most_of_tall, n.team, n.waves, n.q_tiles, n.group, n.whole),
         HAS_LEFT, HAS_RIGHT, HAS_STARTS, PACKED, BLOCK_KV,
     )  # fmt: skip
@@ -119,7 +125,6 @@ def decode_kernel(
         gdc_launch_dependents()
     prefetch_maps(numbers.B)
     n = numbers
-    sizes = sizes_of_call(pointers, n, HAS_LEFT, HAS_RIGHT, HAS_STARTS, PACKED, BLOCK_KV)
     queue = RunQueue.create(PACKED, INSIDE)
     k = Tiles.create(k_desc, STAGES, BLOCK_KV, D, columns_of_keys(HEAD_DIM))
     v = Tiles.create(v_desc, STAGES, BLOCK_KV, DV, columns_of_values(DV, HEAD_DIM_V))
@@ -135,6 +140,7 @@ def decode_kernel(
     )  # fmt: skip
     # What the kernels before have written, from here on: this one starts before they end.
     gdc_wait()
+    sizes = sizes_of_call(pointers, n, HAS_LEFT, HAS_RIGHT, HAS_STARTS, PACKED, BLOCK_KV)
     slots_ptr, loads = pointers.slots_ptr, (k, v, k_desc, v_desc, cache)
     if QUERY_INVARIANT:
         first = FirstKeys.create(pointers.k_ptr, stride_k, k_desc.dtype, D)

@@ -47,7 +47,7 @@ from lockstep.kernels.hopper.decode.plan import (
     tiles_of,
 )
 from lockstep.kernels.hopper.decode.spans.fold import fold_spans
-from lockstep.kernels.hopper.decode.tiles import FIELDS, list_and_sort, list_tiles
+from lockstep.kernels.hopper.decode.tiles import FIELDS, list_tiles
 from lockstep.kernels.hopper.forward.ragged_pages import (
     LongSequences,
     has_long_sequences,
@@ -148,7 +148,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
 
 def _tiles(problem: AttentionProblem) -> Buffer | None:
     """Memory for the table of tiles of packed queries."""
-    return Buffer((tiles_of(problem), FIELDS), torch.int32) if problem.is_packed else None
+    return Buffer((1 + tiles_of(problem), FIELDS), torch.int32) if problem.is_packed else None
 
 
 def _listing(
@@ -157,15 +157,18 @@ def _listing(
     """The launch that writes that table, and puts long sequences in order."""
     if not problem.is_packed:
         return []
-    kernel, n_tiles = list_tiles if long is None else list_and_sort, tiles_of(problem)
     sizes = {name: getattr(problem, name) for name in ("B", "Sq", "Skv", "Hkv")}
-    sizes |= {"n_slots": n_slots, "GROUP": problem.Hq // problem.Hkv, "ROWS": ROWS}
-    sizes["KEYS_PER_ROW"] = keys_per_row(problem)
-    names = _renamed(kernel, names)
+    sizes |= {"n_tiles": tiles_of(problem), "n_slots": n_slots}
+    sizes |= {"GROUP": problem.Hq // problem.Hkv, "ROWS": ROWS, "EARLY": True}
+    sizes |= {"KEYS_PER_ROW": keys_per_row(problem), "SORTS": long is not None}
+    names = _renamed(list_tiles, names)
     if long is None:
-        return [Launch(kernel, (n_tiles,), sizes, names=names, num_warps=1)]
-    programs = long.sorting["n_sorters"] + n_tiles
-    return [Launch(kernel, (programs,), sizes | long.sorting, names=names)]
+        # No sequence has as many queries, and there is no order.
+        sizes |= {"least_queries": problem.Sq + 1, "block_q": ROWS}
+        names["sequence_order"] = "slots"
+    else:
+        sizes |= long.sorting
+    return [Launch(list_tiles, (problem.B + 1,), sizes, names=names, num_warps=1)]
 
 
 def _renamed(kernel: Any, names: dict[str, str]) -> dict[str, str]:

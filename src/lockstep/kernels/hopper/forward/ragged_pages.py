@@ -20,12 +20,7 @@ from lockstep.kernels.hopper.common.requirements import (
 from lockstep.kernels.hopper.forward.idle_windows import without_idle_window
 from lockstep.kernels.hopper.forward.launch import forward_launch
 from lockstep.kernels.hopper.forward.plan import plan_of
-from lockstep.kernels.hopper.forward.scheduling.sequence_order import (
-    OTHERS,
-    SEQUENCES,
-    n_sorters,
-    order_buffer,
-)
+from lockstep.kernels.hopper.forward.scheduling.sequence_order import order_buffer
 from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling
 from lockstep.kernels.launch import Buffer, Launch
 from lockstep.problem import AttentionProblem, Tensors
@@ -36,9 +31,9 @@ class LongSequences(NamedTuple):
 
     launch: Launch
     memory: dict[str, Buffer]
-    """What it needs: `sequence_order` has to be there before it, from `sort_sequences`."""
+    """What it needs: `sequence_order` has to be there before it, from `list_tiles`."""
     sorting: dict[str, int]
-    """Numbers and constants of that."""
+    """Numbers of that."""
 
 
 def has_long_sequences(problem: AttentionProblem) -> bool:
@@ -60,10 +55,7 @@ def long_sequences(
         "statistics": Buffer.like(q, problem.statistics_shape, torch.float32),
     }
     sorting = {
-        "n_sorters": n_sorters(problem),
         "least_queries": least_queries_in_pages(problem),
         "block_q": plan_of(problem).block_q,
-        "SEQUENCES": SEQUENCES,
-        "OTHERS": OTHERS,
     }
     return LongSequences(forward_launch(problem, q, fitted, tiles, n_processors), memory, sorting)

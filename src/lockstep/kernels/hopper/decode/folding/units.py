@@ -86,7 +86,7 @@ def find_rows(work, row, tiles_ptr, heads, group, q_tiles, Sq, n_rows, PACKED: g
     b = divide(work, heads)
     head = work - b * heads
     if PACKED:
-        tile_ptr = tiles_ptr + b * FIELDS
+        tile_ptr = tiles_ptr + (1 + b) * FIELDS
         q_tile = gl.load(tile_ptr + Q_TILE)
         n_q = gl.load(tile_ptr + N_Q)
         q_start = gl.load(tile_ptr + Q_START)

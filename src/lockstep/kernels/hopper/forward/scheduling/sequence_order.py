@@ -10,12 +10,15 @@ to no sequence:
     [0]                  the tickets drawn so far, beyond the first of every program
     [1 : 1 + P]          for each place, how many tiles of a head come before it
     [1 + P : 1 + 5P]     for each place, where its sequence lies: start and length of its queries,
-                         start and length of its keys, which is -1 for a bad one. Of keys in pages,
-                         its number stands for the start
+                         start and length of its keys, which is -1 for a bad one
     [1 + 5P :]           for each ticket, the one its program had before (`scheduler.py`)
 
 This kernel alone checks the offsets; the forward reads the order. If any offset is wrong
 (`kernels.sequences`), sequences keep the order of the batch.
+
+Of sequences in pages, the kernel that lists the tiles of short ones writes the order, too
+(`decode/tiles.py`). The forward's come first there, and the number of a sequence stands for where
+its keys start. The places of others have no queries, and more tiles before them than there are.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from lockstep.kernels.hopper.forward import groups
 from lockstep.kernels.launch import Buffer, Launch, unspecialized
-from lockstep.kernels.sequences import checked_length, given_bounds, look_at, next_clean
+from lockstep.kernels.sequences import given_bounds, look_at, next_clean
 from lockstep.problem import AttentionProblem
 
 BOX = tl.constexpr(groups.BOX)
@@ -50,33 +53,17 @@ def sort_sequences_kernel(
     OTHERS: tl.constexpr,
     EARLY: tl.constexpr,  # the next kernel may start before this one ends, and waits itself
 ):
-    """Each program sorts some of the sequences."""
+    """Each sequence counts the sequences before it, and their tiles."""
     if EARLY:
         gdc_launch_dependents()
-    sort_sequences(
-        tl.program_id(0), cu_q_ptr, cu_kv_ptr, order_ptr, B, Tq, Tk, block_q, group, short_keys, 0,
-        False, SEQUENCES, OTHERS,
-    )  # fmt: skip
-
-
-@triton.jit
-def sort_sequences(
-    program, cu_q_ptr, cu_kv_ptr, order_ptr, B, Tq, Tk, block_q, group, short_keys, least_queries,
-    PAGED: tl.constexpr, SEQUENCES: tl.constexpr, OTHERS: tl.constexpr,
-):  # fmt: skip
-    """What a program does: each sequence counts those before it, and their tiles. With
-    PAGED, keys are in pages, of which `cu_kv_ptr` has the lengths [B], and sequences with fewer
-    than the least queries, and rows of none, are another kernel's."""
-    mine = program * SEQUENCES + tl.arange(0, SEQUENCES)
-    my_start, my_queries, my_first_key, my_keys = _sizes(
-        cu_q_ptr, cu_kv_ptr, mine, B, Tq, Tk, least_queries, PAGED
-    )
+    mine = tl.program_id(0) * SEQUENCES + tl.arange(0, SEQUENCES)
+    my_start, my_queries, my_first_key, my_keys = _sizes(cu_q_ptr, cu_kv_ptr, mine, B, Tq, Tk)
     place = tl.zeros([SEQUENCES], tl.int32)
     tiles_before = tl.zeros([SEQUENCES], tl.int32)
     wrong = tl.zeros([OTHERS], tl.int32)
     for first in range(0, B + 1, OTHERS):
         other = first + tl.arange(0, OTHERS)
-        _, queries, _, keys = _sizes(cu_q_ptr, cu_kv_ptr, other, B, Tq, Tk, least_queries, PAGED)
+        _, queries, _, keys = _sizes(cu_q_ptr, cu_kv_ptr, other, B, Tq, Tk)
         longer = keys[None, :] > my_keys[:, None]
         earlier = (keys[None, :] == my_keys[:, None]) & (other[None, :] < mine[:, None])
         before = (longer | earlier).to(tl.int32)  # [SEQUENCES, OTHERS]
@@ -84,18 +71,17 @@ def sort_sequences(
         tiles = _tiles_of(queries, keys, block_q, group, short_keys)
         tiles_before += tl.sum(before * tiles[None, :], 1)
         _, is_wrong = look_at(other, cu_q_ptr, B, Tq)
-        wrong |= is_wrong.to(tl.int32)
-        if not PAGED:
-            _, is_key_wrong = look_at(other, cu_kv_ptr, B, Tk)
-            wrong |= is_key_wrong.to(tl.int32)
+        _, is_key_wrong = look_at(other, cu_kv_ptr, B, Tk)
+        wrong |= (is_wrong | is_key_wrong).to(tl.int32)
+    is_first = tl.program_id(0) == 0
     if tl.max(wrong, 0) == 0:
-        _store(order_ptr, B, place, tiles_before, my_start, my_queries, my_first_key, my_keys, mine)
-    elif program == 0:
-        _store_in_given_order(
-            cu_q_ptr, cu_kv_ptr, order_ptr, B, Tq, Tk, block_q, group, short_keys, least_queries,
-            PAGED,
+        store_place(
+            order_ptr, B, place, tiles_before, my_start, my_queries, my_first_key, my_keys,
+            mine <= B,
         )  # fmt: skip
-    if program == 0:
+    elif is_first:
+        _store_in_given_order(cu_q_ptr, cu_kv_ptr, order_ptr, B, Tq, Tk, block_q, group, short_keys)
+    if is_first:
         tl.store(order_ptr, 0)
 
 
@@ -109,37 +95,19 @@ def _tiles_of(queries, keys, block_q, group, short_keys):
 
 
 @triton.jit
-def _queries_of_forward(len_q, b, B, least_queries):
-    """The queries of sequences b in pages, 0 of those that are another kernel's."""
-    return tl.where((len_q >= least_queries) & (b < B), len_q, 0)
-
-
-@triton.jit
-def _keys_in_pages(kv_lens_ptr, b, B, Tk):
-    """How many keys sequences b in pages have, -1 if that is wrong or b is B."""
-    length, is_good = checked_length(kv_lens_ptr, b, Tk, B)
-    return tl.where(is_good & (b < B), length, -1)
-
-
-@triton.jit
-def _sizes(cu_q_ptr, cu_kv_ptr, b, B, Tq, Tk, least_queries, PAGED: tl.constexpr):
+def _sizes(cu_q_ptr, cu_kv_ptr, b, B, Tq, Tk):
     """Where sequences b begin in queries and keys, and how many of both there are, as the offsets
     say. Sequence B, of rows that belong to none, has -1 keys; those beyond it have no queries."""
     q_start, q_end = given_bounds(b, cu_q_ptr, B, Tq)
-    len_q = tl.where(b <= B, q_end - q_start, 0)
-    if PAGED:
-        len_q = _queries_of_forward(len_q, b, B, least_queries)
-        kv_start = b
-        len_kv = _keys_in_pages(cu_kv_ptr, b, B, Tk)
-    else:
-        kv_start, kv_end = given_bounds(b, cu_kv_ptr, B, Tk)
-        len_kv = tl.where(b < B, kv_end - kv_start, -1)
-    return q_start.to(tl.int32), len_q.to(tl.int32), kv_start.to(tl.int32), len_kv.to(tl.int32)
+    kv_start, kv_end = given_bounds(b, cu_kv_ptr, B, Tk)
+    len_q = tl.where(b <= B, q_end - q_start, 0).to(tl.int32)
+    len_kv = tl.where(b < B, kv_end - kv_start, -1).to(tl.int32)
+    return q_start.to(tl.int32), len_q, kv_start.to(tl.int32), len_kv
 
 
 @triton.jit
-def _store(order_ptr, B, place, tiles_before, q_start, len_q, kv_start, len_kv, b):
-    exists = b <= B
+def store_place(order_ptr, B, place, tiles_before, q_start, len_q, kv_start, len_kv, exists):
+    """Write what stands at places that exist."""
     tl.store(order_ptr + 1 + place, tiles_before, mask=exists)
     at = order_ptr + 1 + (B + 1) + place * 4
     tl.store(at, q_start, mask=exists)
@@ -150,30 +118,24 @@ def _store(order_ptr, B, place, tiles_before, q_start, len_q, kv_start, len_kv, 
 
 @triton.jit
 def _store_in_given_order(
-    cu_q_ptr, cu_kv_ptr, order_ptr, B, Tq, Tk, block_q, group, short_keys, least_queries,
-    PAGED: tl.constexpr,
+    cu_q_ptr, cu_kv_ptr, order_ptr, B, Tq, Tk, block_q, group, short_keys
 ):  # fmt: skip
     """Store all sequences in the order of the batch, by offsets of which none is wrong."""
     q_start, kv_start = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     tiles = tl.full([], 0, tl.int32)
     for b in range(B + 1):
         q_end = next_clean(q_start, b + 1, cu_q_ptr, B, Tq)
+        kv_end = next_clean(kv_start, b + 1, cu_kv_ptr, B, Tk)
         given_q_start, given_q_end = given_bounds(b, cu_q_ptr, B, Tq)
+        given_kv_start, given_kv_end = given_bounds(b, cu_kv_ptr, B, Tk)
         is_good = (b < B) & (q_start == given_q_start) & (q_end == given_q_end)
+        is_good = is_good & (kv_start == given_kv_start) & (kv_end == given_kv_end)
         len_q = (q_end - q_start).to(tl.int32)
-        if PAGED:
-            len_q = _queries_of_forward(len_q, b, B, least_queries)
-            kv_end = kv_start + 1  # the number of the next sequence
-            n_keys = _keys_in_pages(cu_kv_ptr, b, B, Tk)
-        else:
-            kv_end = next_clean(kv_start, b + 1, cu_kv_ptr, B, Tk)
-            given_kv_start, given_kv_end = given_bounds(b, cu_kv_ptr, B, Tk)
-            is_good = is_good & (kv_start == given_kv_start) & (kv_end == given_kv_end)
-            n_keys = kv_end - kv_start
-        len_kv = tl.where(is_good, n_keys, -1).to(tl.int32)
-        _store(
-            order_ptr, B, b, tiles, q_start.to(tl.int32), len_q, kv_start.to(tl.int32), len_kv, b
-        )
+        len_kv = tl.where(is_good, kv_end - kv_start, -1).to(tl.int32)
+        store_place(
+            order_ptr, B, b, tiles, q_start.to(tl.int32), len_q, kv_start.to(tl.int32), len_kv,
+            True,
+        )  # fmt: skip
         tiles += _tiles_of(len_q, len_kv, block_q, group, short_keys)
         q_start, kv_start = q_end, kv_end
 
@@ -185,11 +147,6 @@ def order_buffer(problem: AttentionProblem, n_tickets: int, sorts: bool) -> Buff
     return Buffer((size,), torch.int32)
 
 
-def n_sorters(problem: AttentionProblem) -> int:
-    """How many programs sort the sequences of a call."""
-    return triton.cdiv(problem.B + 1, SEQUENCES)
-
-
 def sort_launch(
     problem: AttentionProblem, block_q: int, short_keys: int = 0, group: int = 1
 ) -> Launch:
@@ -197,7 +154,7 @@ def sort_launch(
     to `short_keys` keys, but not none, have no tiles: another kernel runs them."""
     return Launch(
         sort_sequences_kernel,
-        (n_sorters(problem),),
+        (triton.cdiv(problem.B + 1, SEQUENCES),),
         {
             "B": problem.B,
             "Tq": problem.Sq,
