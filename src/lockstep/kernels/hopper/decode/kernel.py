@@ -121,7 +121,7 @@ def decode_kernel(
     INSIDE: gl.constexpr,  # programs fold what they have cut: `folding/arrivals.py`
 ):
     # The second kernel may start as soon as there is room, and waits where it needs the parts.
-    if not LATE:
+    if not (LATE or PACKED):
         gdc_launch_dependents()
     prefetch_maps(numbers.B)
     n = numbers
@@ -140,6 +140,9 @@ def decode_kernel(
     )  # fmt: skip
     # What the kernels before have written, from here on: this one starts before they end.
     gdc_wait()
+    if PACKED:
+        # The forward, where it runs long sequences, needs the list alone, which is there now.
+        gdc_launch_dependents()
     sizes = sizes_of_call(pointers, n, HAS_LEFT, HAS_RIGHT, HAS_STARTS, PACKED, BLOCK_KV)
     slots_ptr, loads = pointers.slots_ptr, (k, v, k_desc, v_desc, cache)
     if QUERY_INVARIANT:

@@ -137,8 +137,10 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
         [
             *_listing(problem, names, n_slots, long),
             decode,
-            *([] if is_folded else [fold]),
+            # The forward has room on SMs that are done with decode before others, if the second
+            # kernel does not wait there.
             *([] if long is None else [long.launch]),
+            *([] if is_folded else [fold]),
         ],
         kept={} if lengths is None else {"lengths": lengths},
         fit=partial(_fit, copied) if copied else None,

@@ -333,7 +333,7 @@ def forward_kernel(
     results = Results(
         pointers, strides.row_stride_b, strides.row_stride_h, strides.row_stride_s, Dv
     )
-    if LAYOUT == "varlen":
+    if LAYOUT == "varlen" and not PAGE_ROWS:
         # The kernel that sorts the sequences lets this one start before it ends.
         gdc_wait()
     start_warps(

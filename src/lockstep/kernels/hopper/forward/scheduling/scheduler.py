@@ -10,6 +10,8 @@ that it has to know them: with a ticket goes the ticket that its program drew be
 
 from __future__ import annotations
 
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
 from lockstep.kernels.hopper.forward.scheduling.packed_sequences import ORDER_HEAD, ORDER_NUMBERS
 from lockstep.kernels.hopper.forward.scheduling.schedule import LONGEST_FIRST
@@ -19,6 +21,10 @@ from lockstep.kernels.hopper.forward.scheduling.schedule import LONGEST_FIRST
 def schedule_tiles(program):
     if program.schedule.LAYOUT == "varlen":
         schedule_by_ticket(program)
+        if program.pages.ROWS:
+            gdc_launch_dependents()
+            # The kernel before this one runs beside it: who waits for this one, waits for both.
+            gdc_wait()
     else:
         schedule_by_program(program)
 
