@@ -184,6 +184,26 @@ def test_forward(fake, kernel, case):
     assert ("sort_sequences_kernel" in names) == (case == "many packed" and kernel == "hopper")
 
 
+@pytest.mark.parametrize(
+    ("Tq", "B", "expected"),
+    [
+        (100, 3, ["list_tiles", "decode_kernel", "fold_slots"]),
+        (300, 3, ["list_tiles", "decode_kernel", "forward_kernel", "fold_slots"]),
+        # If all are as long as in the mean, decode has nothing to do.
+        (600, 3, ["list_tiles", "forward_kernel", "decode_kernel", "fold_slots"]),
+    ],
+)
+def test_ragged_queries_in_pages(fake, Tq, B, expected):
+    q, pages = drawn(Tq, 32, 64), [drawn(8, 256, 8, 64) for _ in range(2)]
+    offsets, lens = torch.zeros(B + 1, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
+    table = torch.zeros(B, 16, dtype=torch.int32)
+    tensors = Tensors(q, *pages, kv_lens=lens, cu_seqlens_q=offsets, page_table=table)
+    call = forward_of("hopper_decode", tensors)
+    for _ in range(3):
+        call(tensors, tensors.addresses())
+    assert [read.kernel for read in fake.launches] == expected
+
+
 @pytest.mark.parametrize("case", INPUTS)
 @pytest.mark.parametrize("kernel", ["triton", "hopper", "hopper_decode"])
 def test_out_alone(fake, monkeypatch, kernel, case):
