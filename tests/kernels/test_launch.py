@@ -189,8 +189,6 @@ def test_forward(fake, kernel, case):
     [
         (100, 3, ["list_tiles", "decode_kernel", "fold_slots"]),
         (300, 3, ["list_tiles", "decode_kernel", "forward_kernel", "fold_slots"]),
-        # If all are as long as in the mean, decode has nothing to do.
-        (600, 3, ["list_tiles", "forward_kernel", "decode_kernel", "fold_slots"]),
     ],
 )
 def test_ragged_queries_in_pages(fake, Tq, B, expected):

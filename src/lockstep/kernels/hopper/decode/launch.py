@@ -136,21 +136,16 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
         },
         [
             *_listing(problem, names, n_slots, long),
-            *_in_order(decode, long),
-            # Last of all: where it waits, there is no room for the forward.
+            decode,
+            # The forward has room on SMs that are done with decode before others, if the second
+            # kernel does not wait there.
+            *([] if long is None else [long.launch]),
             *([] if is_folded else [fold]),
         ],
         kept={} if lengths is None else {"lengths": lengths},
         fit=partial(_fit, copied) if copied else None,
         finish=_finish,
     )
-
-
-def _in_order(decode: Launch, long: LongSequences | None) -> list[Launch]:
-    """The launches of short and of long sequences."""
-    if long is None:
-        return [decode]
-    return [long.launch, decode] if long.is_first else [decode, long.launch]
 
 
 def _tiles(problem: AttentionProblem) -> Buffer | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
@@ -103,7 +103,6 @@ class Numbers(NamedTuple):
     kv_batch_rows: Any
     l2_keys: Any
     turn: Any
-    is_next: Any  # 1 behind the kernel that sorts packed sequences, 0 if there is one between them
 
 
 class PageNumbers(NamedTuple):
@@ -334,14 +333,9 @@ def forward_kernel(
     results = Results(
         pointers, strides.row_stride_b, strides.row_stride_h, strides.row_stride_s, Dv
     )
-    # The kernel that sorts the sequences lets this one start before it ends. The decode kernel, if
-    # it comes between the two, has waited for it.
     if LAYOUT == "varlen" and not PAGE_ROWS:
+        # The kernel that sorts the sequences lets this one start before it ends.
         gdc_wait()
-    elif LAYOUT == "varlen":  # noqa: SIM102, Gluon would evaluate both
-        if numbers.is_next:
-            gdc_wait()
-            gdc_launch_dependents()
     start_warps(
         program, results, q_desc, k_desc, v_desc, o_desc, D_COLUMNS, DV_COLUMNS, OUT_COLUMNS,
         PRODUCERS, CONSUMER_REGISTERS, SERVER_REGISTERS,

@@ -138,15 +138,13 @@ def forward_launch(
     tiles: Tiling,
     n_processors: int,
     aligned: Collection[str] = (),
-    is_next: bool = True,
 ) -> Launch:
     """The launch of `forward_kernel`; results lie as q does, of which `fitted` may have a copy.
-    Keys and values may be `aligned`. `is_next`: it comes right behind the kernel that sorts packed
-    sequences."""
+    Keys and values may be `aligned`."""
     return Launch(
         forward_kernel,
         (n_programs(problem, tiles, n_processors),),
-        _numbers(problem, q, fitted, tiles, int(is_next)) | _constants(problem),
+        _numbers(problem, q, fitted, tiles) | _constants(problem),
         maps=_maps(problem, q, fitted),
         names=names_of(problem) | {name: x for name, x in NAMES.items() if x in aligned},
         num_warps=4,
@@ -286,7 +284,7 @@ def _of_consumer(problem: AttentionProblem, x: Tensor, width: int) -> Any:
 
 
 def _numbers(
-    problem: AttentionProblem, q: Tensor, fitted: Tensors, tiles: Tiling, is_next: int
+    problem: AttentionProblem, q: Tensor, fitted: Tensors, tiles: Tiling
 ) -> dict[str, float]:
     left, right = problem.window
     _, scale, softcap = scales(problem)
@@ -307,7 +305,6 @@ def _numbers(
         "right": limit_of(right),
         **key_numbers(problem, fitted, rows_of_group(problem)),
         "turn": tiles.turn,
-        "is_next": is_next,
         "page_size": problem.page_size or 0,
     }
 

@@ -30,8 +30,6 @@ class LongSequences(NamedTuple):
     """What runs the long sequences of a call."""
 
     launch: Launch
-    is_first: bool
-    """Whether it comes before the decode kernel."""
     memory: dict[str, Buffer]
     """What it needs: `sequence_order` has to be there before it, from `list_tiles`."""
     sorting: dict[str, int]
@@ -60,8 +58,4 @@ def long_sequences(
         "least_queries": least_queries_in_pages(problem),
         "block_q": plan_of(problem).block_q,
     }
-    # Where long sequences are likely to be all there are, they do not wait for a kernel that finds
-    # nothing to do. Else the forward runs on SMs that are done with decode.
-    is_first = problem.Sq >= problem.B * least_queries_in_pages(problem)
-    launch = forward_launch(problem, q, fitted, tiles, n_processors, is_next=is_first)
-    return LongSequences(launch, is_first, memory, sorting)
+    return LongSequences(forward_launch(problem, q, fitted, tiles, n_processors), memory, sorting)
