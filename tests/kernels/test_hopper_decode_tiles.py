@@ -87,7 +87,7 @@ def test_wrong_numbers_have_no_keys_and_every_row_has_a_tile():
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-@pytest.mark.parametrize("B", [1, 7, 140, 300])
+@pytest.mark.parametrize("B", [1, 7, 300])
 def test_long_sequences_are_the_forward_s_and_all_others_have_tiles(B, wrong):
     draws = random.Random(B)
     q_lens = [draws.choice((0, 1, 127, 128, 500)) for _ in range(B)]
