@@ -2,6 +2,7 @@
 
 kernel.py          the kernel and its producer
 program.py         what the warps of a program share
+sending.py         what the producer sends of a tile
 scheduling/        which tile is next, and which keys it sees
 consumer.py        a warpgroup that computes
 products.py        its products, on their way to the tensor cores and back

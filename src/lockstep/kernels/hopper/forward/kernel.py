@@ -20,18 +20,13 @@ from lockstep.kernels.hopper.common.ring import TileRing
 from lockstep.kernels.hopper.common.shared_memory import allocate_tiles
 from lockstep.kernels.hopper.forward.cleaning import CLEANER_WARPS, Cleaned, clean_blocks
 from lockstep.kernels.hopper.forward.consumer import consume
-from lockstep.kernels.hopper.forward.program import (
-    Build,
-    Program,
-    Results,
-    send_block,
-    send_queries,
-)
+from lockstep.kernels.hopper.forward.program import Build, Program, Results
 from lockstep.kernels.hopper.forward.scheduling.failed_tiles import FailedTiles
 from lockstep.kernels.hopper.forward.scheduling.schedule import Schedule
 from lockstep.kernels.hopper.forward.scheduling.scheduler import schedule_tiles
 from lockstep.kernels.hopper.forward.scheduling.tile_queue import TileQueue
 from lockstep.kernels.hopper.forward.second_pass import produce_second_pass
+from lockstep.kernels.hopper.forward.sending import send_block, send_queries
 from lockstep.kernels.hopper.forward.spans.total import allocate_total
 from lockstep.kernels.launch import unspecialized
 
@@ -334,7 +329,8 @@ def forward_kernel(
         pointers, strides.row_stride_b, strides.row_stride_h, strides.row_stride_s, Dv
     )
     if LAYOUT == "varlen" and not PAGE_ROWS:
-        # The kernel that sorts the sequences lets this one start before it ends.
+        # The kernel that sorts the sequences lets this one start before it ends. Of sequences in
+        # pages, decode comes between the two: it waits, and lets this one start behind that.
         gdc_wait()
     start_warps(
         program, results, q_desc, k_desc, v_desc, o_desc, D_COLUMNS, DV_COLUMNS, OUT_COLUMNS,

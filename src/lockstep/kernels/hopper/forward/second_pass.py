@@ -57,9 +57,8 @@ from lockstep.kernels.hopper.forward.program import (
     Rows,
     close_total,
     normalize,
-    send_block,
-    send_queries,
 )
+from lockstep.kernels.hopper.forward.sending import send_block, send_queries
 from lockstep.kernels.hopper.forward.spans.steps import bar_of_begun as bar_in_spans
 from lockstep.kernels.hopper.forward.spans.steps import fixed_maximum
 from lockstep.kernels.hopper.forward.weights import find_offset_weights, find_tops, find_weights
